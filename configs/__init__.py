@@ -1,0 +1,1 @@
+"""Configs: `base.py` holds every key; a strategy file names mesh sizes only."""

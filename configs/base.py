@@ -1,0 +1,213 @@
+"""Every key of a config, its unit and its default.
+
+`get_config` is what a strategy file calls; `finalize` fills in, after all overrides, what is
+derived; `check` finds keys that do not go together. The keys that a recipe fixes (model, data,
+training) stand in `recipes.py`. An unset key (None) is derived in `finalize`.
+"""
+
+import copy
+import difflib
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict, config_dict
+
+from configs import recipes
+
+MESH = {"data": 1, "fsdp": 1, "stage": 1, "expert": 1, "context": 1, "tensor": 1}
+
+MATMUL_PRECISIONS = ("default", "high", "highest")
+REMATERIALIZATIONS = ("none", "dots", "full")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+OPTIMIZERS = ("adamw", "sgd")
+SCHEDULES = ("cosine", "constant")
+ACCELERATORS = ("tpu", "gpu")
+
+
+def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = None) -> ConfigDict:
+  """Returns a locked config for a strategy (the mesh) and a recipe (the argument).
+
+  Args:
+    argument: what follows the colon in `--config=FILE:ARGUMENT`: a recipe's name (default
+      `lm`), or `model=NAME,data=NAME` to pick the two apart.
+    mesh: axis name -> size, for the axes larger than 1.
+
+  Raises:
+    ValueError: an unknown recipe, model or data set, with the nearest known name.
+  """
+  config = recipes.base(argument or "lm")
+  config.seed = 0  # one seed for parameters, data order and dropout
+  config.argument = argument or "lm"  # the recipe, as asked for; part of the default workdir
+  config.mesh = ConfigDict({**MESH, **(mesh or {})})
+  config.partitioning = _partitioning(config.model.name)
+  config.metrics = ConfigDict({"every_steps": 10, "tensorboard": True})
+  config.compiler_options = ConfigDict()  # XLA options by name, for every compiled step
+  config.compilation_cache_dir = "~/.cache/meshwright/compilation"  # "" turns it off
+  config.memory_limit_gib = config_dict.placeholder(float)  # per device (CPU: all); unset: asked
+  config.lock()
+  config.compiler_options.unlock()
+  return config
+
+
+def _partitioning(model: str) -> ConfigDict:
+  """Returns the axis tables of a model: dim name -> mesh axes, outermost first."""
+  tables = recipes.AXIS_TABLES[model]
+  unset = {name: config_dict.placeholder(tuple) for name in tables["parameters"]}
+  return ConfigDict(
+    {
+      "parameters": dict(tables["parameters"]),
+      "activations": dict(tables["activations"]),
+      "optimizer": unset,  # unset: as parameters. Another table than theirs is ZeRO-1
+      "overrides": (),  # (("layers/mlp/up/kernel", (None, "fsdp", "tensor")), ...)
+      # Cap on the bytes of parameters and optimizer state that every device holds whole.
+      "max_replicated_bytes": config_dict.placeholder(int),
+    }
+  )
+
+
+def finalize(config: ConfigDict, platform: str) -> ConfigDict:
+  """Returns a copy in which every derived value is filled in; run after all overrides.
+
+  Args:
+    config: as parsed, with overrides.
+    platform: `cpu`, `gpu` or `tpu`: what the run will use.
+
+  Raises:
+    ValueError: a key that only the recipe may set was overridden.
+  """
+  chosen = recipes.base(config.argument)
+  if config.model.name != chosen.model.name:
+    raise ValueError(
+      f"model.name={config.model.name!r} was overridden while the sizes are those of "
+      f"{chosen.model.name!r}; pick the model with --config=FILE:model=NAME"
+    )
+  config = copy.deepcopy(config)
+  with config.unlocked():
+    accelerated = platform in ACCELERATORS
+    training = config.training
+    default(training, "compute_dtype", "bfloat16" if accelerated else training.parameter_dtype)
+    default(training, "matmul_precision", "default")
+    recipes.finalize(config, accelerated)
+    default(config.optimizer, "warmup_steps", training.steps // 20)
+    parameters = config.partitioning.parameters
+    for name in parameters:
+      default(config.partitioning.optimizer, name, parameters[name])
+  return config
+
+
+def default(section: ConfigDict, key: str, value) -> None:
+  """Sets a key that is still unset."""
+  if section[key] is None:
+    section[key] = value
+
+
+def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
+  """Finds keys that do not go together, before any device is touched.
+
+  Args:
+    config: finalized.
+    sizes: mesh axis -> size, -1 filled in.
+
+  Raises:
+    ValueError: with all that is wrong, a line each.
+  """
+  wrong = [*_at_least(config), *_choices(config), *_batch(config, sizes)]
+  if config.training.compute_dtype == "float64" and config.training.parameter_dtype != "float64":
+    wrong.append("training.compute_dtype=float64 needs training.parameter_dtype=float64")
+  if config.model.name == "transformer":
+    model = config.model
+    if model.heads % model.kv_heads:
+      wrong.append(
+        f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"
+      )
+    if model.head_size % 2:
+      wrong.append(f"model.head_size={model.head_size} is odd; rotary positions turn pairs")
+    if not 0 <= model.dropout_rate < 1:
+      wrong.append(f"model.dropout_rate={model.dropout_rate}: at least 0 and below 1")
+  if wrong:
+    raise ValueError("the config is refused:\n" + "\n".join(f"  {line}" for line in wrong))
+
+
+# Keys that count something: the least that each may be.
+LEAST = {
+  "training.steps": 1,
+  "training.gradient_accumulation_steps": 1,
+  "data.global_batch_size": 1,
+  "data.prefetch_batches": 1,
+  "optimizer.warmup_steps": 0,
+  "optimizer.learning_rate": 0,
+  "optimizer.weight_decay": 0,
+  "optimizer.clip_norm": 0,
+  "metrics.every_steps": 1,
+  "evaluation.every_steps": 0,
+  "evaluation.steps": 0,
+  "seed": 0,
+}
+
+
+def _at_least(config: ConfigDict) -> list[str]:
+  wrong = []
+  for name, least in LEAST.items():
+    section, _, key = name.rpartition(".")
+    value = config[section][key] if section else config[key]
+    if value < least:
+      wrong.append(f"{name}={value}: at least {least}")
+  positive = [(f"model.{name}", value) for name, value in config.model.items() if type(value) is int]
+  if config.data.kind == "text":
+    positive.append(("data.sequence_length", config.data.sequence_length))
+  wrong.extend(f"{name}={value}: at least 1" for name, value in positive if value < 1)
+  if config.seed >= 2**32:
+    wrong.append(f"seed={config.seed}: below 2**32")
+  if config.optimizer.warmup_steps > config.training.steps:
+    steps = config.training.steps
+    wrong.append(f"optimizer.warmup_steps={config.optimizer.warmup_steps}: at most {steps} steps")
+  return wrong
+
+
+def _choices(config: ConfigDict) -> list[str]:
+  choices = {
+    "training.rematerialization": REMATERIALIZATIONS,
+    "training.parameter_dtype": ("float32", "float64"),
+    "training.compute_dtype": DTYPES,
+    "training.matmul_precision": MATMUL_PRECISIONS,
+    "optimizer.name": OPTIMIZERS,
+    "optimizer.schedule": SCHEDULES,
+  }
+  wrong = []
+  for name, known in choices.items():
+    section, key = name.split(".")
+    value = config[section][key]
+    if value not in known:
+      wrong.append(f"{name}={value!r}: one of {', '.join(known)}{nearest(value, known)}")
+  return wrong
+
+
+def _batch(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
+  """Checks that the batch axes and the accumulation divide the global batch."""
+  size, steps = config.data.global_batch_size, config.training.gradient_accumulation_steps
+  if size < 1 or steps < 1:
+    return []
+  if size % steps:
+    return [
+      f"data.global_batch_size={size} is not divisible by "
+      f"training.gradient_accumulation_steps={steps}"
+    ]
+  parts, names = 1, []
+  for axis in config.partitioning.activations.batch:
+    parts *= sizes.get(axis, 1)
+    names.append(f"{axis}={sizes.get(axis, 1)}")
+  if (size // steps) % parts == 0:
+    return []
+  whole = parts * steps
+  below, above = size // whole * whole, (size // whole + 1) * whole
+  near = f"{below} or {above}" if below else f"{above}"
+  microbatch = f" / {steps} accumulation steps" if steps > 1 else ""
+  return [
+    f"data.global_batch_size={size}{microbatch} is not divisible by the batch axes "
+    f"{' x '.join(names)} = {parts}; make it {near}"
+  ]
+
+
+def nearest(name: str, known) -> str:
+  """Returns `; did you mean 'x'?`, or nothing where no known name is near."""
+  close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+  return f"; did you mean {close[0]!r}?" if close else ""

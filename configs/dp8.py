@@ -1,0 +1,7 @@
+"""python main.py --config=configs/dp8.py"""
+
+from configs import base
+
+
+def get_config(argument=None):
+  return base.get_config(argument, mesh=dict(data=8))

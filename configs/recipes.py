@@ -1,0 +1,244 @@
+"""Recipes: a model, a data set and how it is trained. A strategy is chosen apart from them."""
+
+import difflib
+
+from ml_collections import ConfigDict, config_dict
+
+# dim name -> mesh axes, outermost first; dims that stay whole are written down as ().
+AXIS_TABLES = {
+  "transformer": {
+    "parameters": {
+      "layers": (),
+      "model": ("fsdp",),
+      "feedforward": ("tensor",),
+      "heads": ("tensor",),
+      "kv_heads": ("tensor",),
+      "head": (),
+      "vocabulary": ("tensor",),
+    },
+    "activations": {
+      "batch": ("data", "fsdp"),
+      "sequence": ("context",),
+      "key_sequence": (),
+      "model": (),
+      "feedforward": ("tensor",),
+      "heads": ("tensor",),
+      "kv_heads": ("tensor",),
+      "head": (),
+      "vocabulary": ("tensor",),
+    },
+  },
+  "mlp": {
+    "parameters": {
+      "inputs": (),
+      "model": ("fsdp",),
+      "feedforward": ("tensor",),
+      "outputs": (),
+    },
+    "activations": {
+      "batch": ("data", "fsdp"),
+      "inputs": (),
+      "model": (),
+      "feedforward": ("tensor",),
+      "outputs": (),
+    },
+  },
+}
+
+# Data sets whose sizes are known here: (values per image, classes).
+IMAGE_SIZES = {"digits": (64, 10), "mnist": (784, 10), "fashion_mnist": (784, 10)}
+
+
+def base(argument: str) -> ConfigDict:
+  """Returns model, data, training, optimizer and evaluation for a recipe.
+
+  Args:
+    argument: a recipe's name, or `model=NAME,data=NAME`: the model's own recipe, with the
+      data set exchanged.
+
+  Raises:
+    ValueError: an unknown recipe, model or key.
+  """
+  if "=" not in argument:
+    return _recipe(argument, "recipe")
+  chosen = {}
+  for part in argument.split(","):
+    key, equals, value = part.partition("=")
+    if not equals or key not in ("model", "data") or not value:
+      raise ValueError(
+        f"--config=FILE:{argument}: {part!r} is neither model=NAME nor data=NAME"
+      )
+    chosen[key] = value
+  config = _recipe(chosen.get("model", "lm"), "model")
+  if data := chosen.get("data"):
+    config.data.name = data
+  return config
+
+
+def finalize(config: ConfigDict, accelerated: bool) -> None:
+  """Fills in the sizes that depend on the data set or on the hardware; `config` is unlocked."""
+  model, data = config.model, config.data
+  if data.kind == "random":
+    width = 8192 if accelerated else 512
+    for section, key in ((model, "model_size"), (data, "global_batch_size")):
+      section[key] = width if section[key] is None else section[key]
+    data.examples = data.global_batch_size
+  if data.kind == "image":
+    known = IMAGE_SIZES.get(data.name, (None, None))
+    for key, value in zip(("input_size", "output_size"), known, strict=True):
+      if model[key] is None:
+        if value is None:
+          raise ValueError(
+            f"data.name={data.name!r}: set model.{key} (values per image, or classes); it is "
+            f"known for {', '.join(IMAGE_SIZES)} only"
+          )
+        model[key] = value
+  if model.name == "mlp":
+    if model.feedforward_size is None:
+      model.feedforward_size = model.model_size
+    data.input_size, data.target_size = model.input_size, model.output_size
+  if model.name == "transformer" and model.head_size is None:
+    if model.model_size % model.heads:
+      raise ValueError(
+        f"model.model_size={model.model_size} is not a multiple of model.heads={model.heads}; "
+        f"change one, or set model.head_size"
+      )
+    model.head_size = model.model_size // model.heads
+
+
+def _data(**keys) -> dict:
+  """Returns the keys that every kind of data has; `kind` is text, image or random."""
+  common = {
+    "data_dir": "",  # "": TFDS_DATA_DIR, or ~/tensorflow_datasets
+    "train_split": "train",
+    "evaluation_split": "test",
+    "shuffle": True,  # anew each epoch
+    "prefetch_batches": 2,  # prepared ahead, in the background
+    "sequence_length": 0,  # tokens per row (text)
+    "text_feature": "",  # "": the only one there is
+    "image_feature": "",
+    "label_feature": "",
+    "examples": 0,  # rows (random)
+    "input_size": 0,  # values per example (image, random); derived from the model
+    "target_size": 0,  # classes (image), values (random); derived from the model
+  }
+  return {**common, **keys}
+
+
+def _training(**keys) -> dict:
+  common = {
+    "steps": 0,
+    "gradient_accumulation_steps": 1,  # microbatches per step
+    "parameter_dtype": "float32",
+    "compute_dtype": config_dict.placeholder(str),  # bfloat16 on accelerators
+    "matmul_precision": config_dict.placeholder(str),  # default, high, highest
+    "rematerialization": "none",  # or dots, full: what the backward pass computes again
+  }
+  return {**common, **keys}
+
+
+def _optimizer(**keys) -> dict:
+  common = {
+    "name": "adamw",
+    "learning_rate": 1e-3,  # at its peak
+    "schedule": "cosine",  # to a tenth of the peak; or constant
+    "warmup_steps": config_dict.placeholder(int),  # linear; a twentieth of the steps
+    "beta_1": 0.9,
+    "beta_2": 0.95,
+    "epsilon": 1e-8,
+    "momentum": 0.0,  # sgd only
+    "weight_decay": 0.1,  # of kernels and tables, not of scales and biases
+    "clip_norm": 1.0,  # of the global gradient norm; 0 is off
+  }
+  return {**common, **keys}
+
+
+def lm() -> ConfigDict:
+  """Returns a byte-level decoder of 0.9 M parameters on the source of the standard library."""
+  model = {
+    "name": "transformer",
+    "layers": 3,
+    "model_size": 128,
+    "feedforward_size": 384,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_size": config_dict.placeholder(int),  # model_size / heads
+    "vocabulary_size": 256,  # tokens are bytes
+    "vocabulary_multiple": 128,  # rounded up to this, so that shapes never depend on the mesh
+    "rotary_base": 10_000.0,
+    "norm_epsilon": 1e-6,
+    "embedding_standard_deviation": 1.0,
+    "dropout_rate": 0.0,
+  }
+  return ConfigDict(
+    {
+      "model": model,
+      "data": _data(
+        kind="text", name="python_source", global_batch_size=32, sequence_length=128
+      ),
+      "training": _training(steps=300, loss="next_token"),
+      "optimizer": _optimizer(learning_rate=4e-3),
+      "evaluation": {"every_steps": 100, "steps": 8},  # batches; the last one is whole
+    }
+  )
+
+
+def mlp() -> ConfigDict:
+  """Returns a small classifier of images (handwritten digits)."""
+  model = {
+    "name": "mlp",
+    "input_size": config_dict.placeholder(int),  # values per image
+    "model_size": 128,
+    "feedforward_size": config_dict.placeholder(int),  # as model_size
+    "output_size": config_dict.placeholder(int),  # classes
+    "bias_standard_deviation": 0.0,
+  }
+  return ConfigDict(
+    {
+      "model": model,
+      "data": _data(kind="image", name="digits", global_batch_size=128),
+      "training": _training(steps=400, loss="classification"),
+      "optimizer": _optimizer(learning_rate=2e-3, weight_decay=0.05),
+      "evaluation": {"every_steps": 100, "steps": 0},
+    }
+  )
+
+
+def mlp_tutorial() -> ConfigDict:
+  """Returns the tutorial's network [784, W, W, W, 10] on one random batch, W rows of it."""
+  model = {
+    "name": "mlp",
+    "input_size": 784,
+    "model_size": config_dict.placeholder(int),  # W: 8192 on an accelerator, 512 on a CPU
+    "feedforward_size": config_dict.placeholder(int),  # as model_size
+    "output_size": 10,
+    "bias_standard_deviation": 1.0,
+  }
+  return ConfigDict(
+    {
+      "model": model,
+      "data": _data(
+        kind="random",
+        name="random_normal",
+        global_batch_size=config_dict.placeholder(int),  # as W by default
+        shuffle=False,
+      ),
+      "training": _training(steps=30, loss="squared_error"),
+      "optimizer": _optimizer(
+        name="sgd", learning_rate=1e-5, schedule="constant", warmup_steps=0, weight_decay=0.0,
+        clip_norm=0.0,
+      ),
+      "evaluation": {"every_steps": 0, "steps": 0},
+    }
+  )
+
+
+RECIPES = {"lm": lm, "mlp": mlp, "mlp_tutorial": mlp_tutorial}
+
+
+def _recipe(name: str, what: str) -> ConfigDict:
+  if name in RECIPES:
+    return RECIPES[name]()
+  close = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.5)
+  hint = f"; did you mean {close[0]!r}?" if close else ""
+  raise ValueError(f"unknown {what} {name!r}; there are {', '.join(RECIPES)}{hint}")

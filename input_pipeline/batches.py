@@ -1,0 +1,187 @@
+"""The global batch as a function of the step: which rows it holds, and the rows on the devices."""
+
+import functools
+
+import grain
+import jax
+import numpy as np
+
+# Up to here an epoch's order is made whole. Grain's shuffle makes one number at a time, by walking
+# a domain of no fewer than 2**16: a set of 64 rows would cost 25 ms an epoch, and so a step.
+_WHOLE_EPOCH_ROWS = 2**16
+_PADDING = -1  # the row number of a row that is not there
+
+
+class TrainingBatches:
+  """Batches without end: epochs one after the other, each in an order of its own, cut every B rows.
+
+  What `batch(step)` holds depends on the source's rows, the seed, the batch size and the step, and
+  on nothing else: not on the mesh, the processes, or the steps before. An epoch's remainder opens
+  a batch that the next epoch fills, so each epoch shows every row once.
+  """
+
+  def __init__(self, source, *, global_batch_size, seed, shuffle=True):
+    """Prepares nothing yet.
+
+    Args:
+      source: a sources.Source.
+      global_batch_size: B, rows per batch over all processes.
+      seed: int, at least 0; the order of the rows.
+      shuffle: False keeps the source's order in each epoch.
+
+    Raises:
+      ValueError: the source is empty or has fewer rows than a batch.
+    """
+    _check_not_empty(source)
+    if not 1 <= global_batch_size <= len(source):
+      raise ValueError(
+        f"{source.name} has {len(source)} rows, but a batch takes data.global_batch_size="
+        f"{global_batch_size}; set it between 1 and {len(source)}, or take a larger data set"
+      )
+    self.source = source
+    self.global_batch_size = global_batch_size
+    self.abstract = _abstract(source, global_batch_size)
+    self._shuffle = shuffle
+    self._epoch_order = functools.lru_cache(maxsize=2)(
+      functools.partial(_epoch_order, len(source), seed)
+    )
+    numbers = grain.MapDataset.range(len(source)).shuffle(seed=_grain_seed(seed))
+    self._large_row_ids = numbers.repeat().batch(global_batch_size)
+    # Only this set gives the same rows at every step; keeping its batch saves reading it again.
+    self._always_the_same = not shuffle and global_batch_size == len(source)
+    self._last = None
+
+  def row_ids(self, step):
+    """Returns the numbers of the rows that batch `step` holds, int64 [B]."""
+    if step < 0:
+      raise IndexError(f"{self.source.name}: step {step} is below 0")
+    rows, B = len(self.source), self.global_batch_size
+    epoch, offset = divmod(step * B, rows)
+    if not self._shuffle:
+      return (offset + np.arange(B, dtype=np.int64)) % rows
+    if rows > _WHOLE_EPOCH_ROWS:
+      return np.asarray(self._large_row_ids[step], np.int64)
+    ids_B = self._epoch_order(epoch)[offset : offset + B]
+    if len(ids_B) < B:  # B is at most an epoch, so the next one is enough
+      ids_B = np.concatenate([ids_B, self._epoch_order(epoch + 1)[: B - len(ids_B)]])
+    return ids_B
+
+  def batch(self, step, shardings):
+    """Returns batch `step` on the devices.
+
+    Args:
+      step: int, at least 0.
+      shardings: field name -> jax.sharding.Sharding of the global array.
+
+    Returns:
+      Field name -> global jax.Array, as `abstract` describes it. Where the data set is exactly one
+      unshuffled batch, the same arrays each time.
+
+    Raises:
+      ValueError: a row cannot be read.
+    """
+    if self._always_the_same and self._last is not None:
+      last_shardings, arrays = self._last
+      # A step that donates its batch deletes the arrays.
+      if last_shardings == shardings and not any(a.is_deleted() for a in arrays.values()):
+        return arrays
+    arrays = _assemble(self.source, self.row_ids(step), self.abstract, shardings)
+    if self._always_the_same:
+      self._last = (dict(shardings), arrays)
+    return arrays
+
+
+class EvaluationBatches:
+  """A split once, in its order; the last batch is filled up with rows of weight 0."""
+
+  def __init__(self, source, *, global_batch_size):
+    """Takes a sources.Source and B, rows per batch over all processes. Raises ValueError."""
+    _check_not_empty(source)
+    if global_batch_size < 1:
+      raise ValueError(f"{source.name}: a batch of {global_batch_size} rows; set at least 1")
+    self.source = source
+    self.global_batch_size = global_batch_size
+    self.abstract = _abstract(source, global_batch_size)
+
+  def __len__(self):
+    """How many batches cover the split."""
+    return -(-len(self.source) // self.global_batch_size)
+
+  def row_ids(self, index):
+    """Returns the numbers of the rows of batch `index`, int64 [B]; -1 where it is padded."""
+    if not 0 <= index < len(self):
+      raise IndexError(f"{self.source.name}: batch {index} of {len(self)}")
+    ids_B = index * self.global_batch_size + np.arange(self.global_batch_size, dtype=np.int64)
+    return np.where(ids_B < len(self.source), ids_B, _PADDING)
+
+  def batch(self, index, shardings):
+    """Returns batch `index` on the devices; arguments and result as of TrainingBatches.batch."""
+    return _assemble(self.source, self.row_ids(index), self.abstract, shardings)
+
+
+def _check_not_empty(source):
+  if not len(source):
+    raise ValueError(f"{source.name} is empty (0 rows); take another split or data set")
+
+
+def _epoch_order(rows, seed, epoch):
+  """Returns the row numbers in the order of one epoch, int64 [rows].
+
+  Sorts the generator's raw numbers: NumPy promises that those stay as they are, which it does not
+  of its own permutations.
+  """
+  generator = np.random.Philox(np.random.SeedSequence([seed, epoch]))
+  return np.argsort(generator.random_raw(rows), kind="stable")
+
+
+def _grain_seed(seed):
+  """Returns a 32-bit seed for Grain, whose epoch e of seed s is its epoch e-1 of seed s+1.
+
+  Hashed, so that runs with neighbouring seeds do not see each other's epochs.
+  """
+  return int(np.random.SeedSequence(seed).generate_state(1)[0])
+
+
+def _abstract(source, global_batch_size):
+  return {
+    field: jax.ShapeDtypeStruct((global_batch_size, *shape), dtype)
+    for field, (shape, dtype) in source.fields.items()
+  }
+
+
+def _assemble(source, ids_B, abstract, shardings):
+  """Returns the global arrays of the rows `ids_B`, having read only those that live here."""
+  assert shardings.keys() == abstract.keys(), (sorted(shardings), sorted(abstract))
+  here_B = np.zeros(len(ids_B), bool)
+  for field, array in abstract.items():
+    for index in shardings[field].addressable_devices_indices_map(array.shape).values():
+      here_B[index[0]] = True
+  local_rows = _read_padded(source, ids_B[here_B])
+  # Where a row of the batch stands among those read. A device's rows are neighbours in the batch,
+  # and all of them are here, so they are neighbours among those read too.
+  position_B = np.cumsum(here_B) - 1
+
+  def shards_of(field):
+    def shard(index):
+      start, stop, _ = index[0].indices(len(ids_B))
+      first = position_B[start]
+      return local_rows[field][(slice(first, first + stop - start), *index[1:])]
+
+    return shard
+
+  return {
+    field: jax.make_array_from_callback(array.shape, shardings[field], shards_of(field))
+    for field, array in abstract.items()
+  }
+
+
+def _read_padded(source, ids):
+  """Reads rows; a padded one is 0 in every field, so its weight is 0 too."""
+  there = ids != _PADDING
+  rows = source.read(ids[there])
+  if there.all():
+    return rows
+  padded = {field: np.zeros((len(ids), *r.shape[1:]), r.dtype) for field, r in rows.items()}
+  for field, array in padded.items():
+    array[there] = rows[field]
+  return padded

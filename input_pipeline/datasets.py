@@ -1,0 +1,242 @@
+"""Finds a TFDS data set by name, on disk or by building it, and reads its examples in order.
+
+Imports TensorFlow Datasets, so preparation.py imports this file only when it has to.
+"""
+
+import contextlib
+import difflib
+import sys
+
+import numpy as np
+import tensorflow_datasets as tfds
+from etils import epath
+
+from input_pipeline import catalog, embedded
+from input_pipeline.locking import locked
+
+_EXAMPLES_PER_READ = 256
+
+
+def load_builder(reference, root):
+  """Returns a TFDS builder whose data lies prepared below `root`; prepares it if it does not.
+
+  What is on disk comes first, also without a builder class, so that a data_dir once prepared
+  gives the same data wherever it is taken. The choice is then the newest version there.
+
+  Args:
+    reference: catalog.Reference to the data set.
+    root: the data_dir.
+
+  Raises:
+    ValueError: unknown data set, or one that is neither prepared nor can be.
+  """
+  known = catalog.embedded_reference(reference)
+  if known is not None:
+    return _build_embedded(known, root)
+  folder = _prepared_folder(reference, root)
+  if folder is not None:
+    return tfds.builder_from_directory(folder)
+  if reference.name in catalog.EMBEDDED:
+    raise ValueError(
+      f"data set {reference} is not in {root}, and this Python builds only"
+      f" {catalog.embedded_reference(catalog.Reference(reference.name, '', ''))}; name that one, or"
+      " build the other with its own Python"
+    )
+  return _download(reference, root)
+
+
+def _version_key(version):
+  return tuple(int(part) if part.isdigit() else -1 for part in version.split("."))
+
+
+def _prepared_folder(reference, root):
+  """Returns the folder of a data set prepared below `root`, or None. Refuses to guess a config."""
+  base = root / reference.name
+  found = [p.parent for depth in ("*", "*/*") for p in base.glob(f"{depth}/dataset_info.json")]
+  if reference.version:
+    found = [folder for folder in found if folder.name == reference.version]
+  configs = {"" if f.parent.name == reference.name else f.parent.name for f in found}
+  if reference.config:
+    configs &= {reference.config}
+  if not configs:
+    return None
+  if len(configs) > 1:
+    raise ValueError(
+      f"data set {reference} is prepared in {root} with the configs {', '.join(sorted(configs))};"
+      f" name one of them: data.name={reference.name}/CONFIG"
+    )
+  parent = base / configs.pop()
+  versions = [folder for folder in found if folder.parent == parent]
+  return max(versions, key=lambda folder: _version_key(folder.name))
+
+
+@contextlib.contextmanager
+def _quiet():
+  """Keeps standard output for results: TFDS prints its notes there."""
+  with contextlib.redirect_stdout(sys.stderr):
+    yield
+
+
+def _build_embedded(reference, root):
+  def make():  # a builder looks for its data only when it is made
+    return embedded.BUILDERS[reference.name](data_dir=root, file_format="array_record")
+
+  # TFDS renames a finished folder into place: there is all of it or none.
+  if epath.Path(make().data_dir).exists():
+    return make()
+  with locked(root / ".locks" / reference.path.replace("/", "-")), _quiet():
+    builder = make()
+    tfds.disable_progress_bar()  # a second's work, not worth pages of bars in a log
+    builder.download_and_prepare()  # returns at once if another process was first
+    tfds.enable_progress_bar()
+  return builder
+
+
+def _download(reference, root):
+  with locked(root / ".locks" / reference.path.replace("/", "-")), _quiet():
+    folder = _prepared_folder(reference, root)  # another process may have been first
+    if folder is not None:
+      return tfds.builder_from_directory(folder)
+    try:
+      builder = tfds.builder(str(reference), data_dir=root, file_format="array_record")
+    except tfds.core.DatasetNotFoundError as error:
+      raise ValueError(_unknown(reference, root)) from error
+    except (ValueError, AssertionError) as error:  # an unknown config or version of a known name
+      raise ValueError(f"data set {reference}: {error}") from error
+    try:
+      builder.download_and_prepare()
+    except Exception as error:  # whatever a download and a foreign builder can raise
+      raise ValueError(
+        f"data set {reference} is not prepared in {root}, and preparing it here failed with"
+        f" {type(error).__name__}: {_first_line(error)}. Run it where there is a network, or"
+        f" prepare it elsewhere with `tfds build {reference} --file_format=array_record` and set"
+        " data.data_dir to the folder it wrote"
+      ) from error
+  return builder
+
+
+def _first_line(error):
+  return (str(error).strip() or "no message").splitlines()[0]
+
+
+def _unknown(reference, root):
+  on_disk = [path.name for path in root.iterdir() if path.is_dir()] if root.exists() else []
+  here = [*catalog.EMBEDDED, catalog.RANDOM_NORMAL]
+  here += [name for name in on_disk if any((root / name).glob("**/dataset_info.json"))]
+  registered = tfds.list_builders(with_community_datasets=False)
+  near = difflib.get_close_matches(reference.name, [*here, *registered], n=1)
+  hint = f"; the nearest known name is {near[0]}" if near else ""
+  return (
+    f"unknown data set {reference}{hint}. Here without a download: {', '.join(sorted(set(here)))};"
+    f" {len(registered)} more are registered with TensorFlow Datasets, and any prepared one loads"
+    f" from data.data_dir ({root})"
+  )
+
+
+def full_reference(builder):
+  """Returns the Reference of `builder` with its config and version."""
+  config = builder.builder_config.name if builder.builder_config else ""
+  return catalog.Reference(builder.name, config, str(builder.version))
+
+
+def check_split(builder, split):
+  """Raises ValueError, listing the splits, if `split` (or slice of one) is unknown or empty."""
+  reference, splits = full_reference(builder), builder.info.splits
+  sizes = ", ".join(f"{name} ({info.num_examples} examples)" for name, info in splits.items())
+  try:
+    examples = splits[split].num_examples
+  except (KeyError, ValueError, AssertionError) as error:
+    raise ValueError(f"data set {reference} has no split {split!r}; it has {sizes}") from error
+  if not examples:
+    raise ValueError(f"split {split!r} of data set {reference} is empty; its splits: {sizes}")
+
+
+def _fits(role, feature, name):
+  """Whether a feature can play a role, and was not merely mistaken for it."""
+  if role == "text":
+    return isinstance(feature, tfds.features.Text)
+  if role == "image":
+    tensor = type(feature) is tfds.features.Tensor and len(feature.shape) >= 2
+    return isinstance(feature, tfds.features.Image) or (tensor and name == "image")
+  return isinstance(feature, tfds.features.ClassLabel)
+
+
+def _may_be_named(role, feature, name):
+  """Whether a feature can play a role when the config names it."""
+  scalar = type(feature) is tfds.features.Tensor and feature.shape == ()
+  whole = scalar and np.issubdtype(feature.np_dtype, np.integer)
+  return _fits(role, feature, name or role) or (role == "label" and whole)
+
+
+def choose_feature(builder, role, wanted):
+  """Returns the name of the feature that is the "text", "image" or "label" of a data set.
+
+  Args:
+    builder: TFDS builder.
+    role: "text", "image" or "label".
+    wanted: the name from the config; "" for the only one that fits.
+
+  Raises:
+    ValueError: listing the features, if `wanted` is missing or of another type, or if "" leaves
+      none or a choice.
+  """
+  reference, features = full_reference(builder), builder.info.features
+  named = dict(features) if isinstance(features, tfds.features.FeaturesDict) else {}
+  listing = ", ".join(f"{name} ({type(named[name]).__name__})" for name in named) or "none"
+  if wanted:
+    if wanted not in named:
+      raise ValueError(
+        f"data set {reference} has no feature {wanted!r} (data.{role}_feature); it has {listing}"
+      )
+    if not _may_be_named(role, named[wanted], ""):
+      raise ValueError(
+        f"data set {reference}: feature {wanted!r} cannot be the {role} (data.{role}_feature); the"
+        f" features are {listing}"
+      )
+    return wanted
+  fitting = [name for name in named if _fits(role, named[name], name)]
+  # A whole number is taken for the label only where nothing says by its type that it is one.
+  fitting = fitting or [name for name in named if _may_be_named(role, named[name], name)]
+  if len(fitting) != 1:
+    found = f"{len(fitting)} features fit" if fitting else "no feature fits"
+    raise ValueError(
+      f"data set {reference}: {found} as the {role}; it has {listing}. Set data.{role}_feature"
+      f" to one of them{'' if fitting else ', or data.kind to what the data set is'}"
+    )
+  return fitting[0]
+
+
+def examples(builder, split):
+  """Yields (number, example) over a split in its order.
+
+  Raises:
+    ValueError: for a file format without random access, or naming the record that is unreadable.
+  """
+  reference = full_reference(builder)
+  try:
+    source = builder.as_data_source(split=split)
+  except NotImplementedError as error:
+    raise ValueError(
+      f"data set {reference} lies in {builder.data_dir} as {builder.info.file_format.value}, which"
+      f" has no random access; prepare it again in another folder with `tfds build"
+      f" {reference} --file_format=array_record --data_dir=FOLDER` and set data.data_dir=FOLDER"
+    ) from error
+  for start in range(0, len(source), _EXAMPLES_PER_READ):
+    numbers = range(start, min(start + _EXAMPLES_PER_READ, len(source)))
+    records = _read(source, numbers, f"data set {reference}, split {split}")
+    yield from zip(numbers, records, strict=True)
+
+
+def _read(source, numbers, where):
+  try:
+    return source.__getitems__(list(numbers))
+  except Exception:  # which of them was it?
+    for number in numbers:
+      try:
+        source[number]
+      except Exception as error:
+        raise ValueError(
+          f"{where}: record {number} cannot be read ({type(error).__name__}:"
+          f" {_first_line(error)}); prepare the data set again, or copy it again"
+        ) from error
+    raise

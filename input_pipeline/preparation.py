@@ -1,0 +1,259 @@
+"""Turns a split of a data set into rows that can be read in any order, once, ahead of training.
+
+A store is a folder `DATA_DIR/prepared/NAME[/CONFIG]/VERSION/SPLIT-KIND-...` with two files:
+  rows.array_record   the rows; each is a chunk of its own, with its own checksum
+  store.json          what they are, how many, and the SHA-256 over them
+It is written under another name and renamed, so that a store is whole or not there.
+
+A text row is T+1 tokens (one byte each), of which the last is the first of the next row: row r
+is stream[r*T : r*T + T + 1], where the stream is every document in the order of the split, each
+followed by one 0 byte. So each token but the very first is predicted exactly once; only the last
+row may be shorter. An image row is the pixels (uint8) and then the label (int32, little-endian).
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+import tempfile
+import uuid
+
+import numpy as np
+from array_record.python import array_record_module
+from etils import epath
+
+from input_pipeline import catalog
+from input_pipeline.locking import locked
+
+FORMAT = 1  # of the rows and of store.json; raise it when either changes
+ROWS_FILE = "rows.array_record"
+MANIFEST_FILE = "store.json"
+END_OF_DOCUMENT = b"\0"
+# One row per chunk: a damaged byte costs one row, and a row is read without its neighbours.
+_WRITER_OPTIONS = "group_size:1,uncompressed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+  """A prepared split: the folder, and what store.json says of it."""
+
+  folder: epath.Path
+  manifest: dict
+
+  @property
+  def rows_path(self):
+    """The ArrayRecord file of the rows."""
+    return self.folder / ROWS_FILE
+
+  @property
+  def name(self):
+    """The data set and its split, as messages call it."""
+    parts = (self.manifest["name"], self.manifest["config"], self.manifest["version"])
+    return f"{catalog.Reference(*parts)} {self.manifest['split']}"
+
+
+def prepare(data, split):
+  """Returns the Store of a split; writes it first if it is not there.
+
+  Args:
+    data: the config's `data` section, of kind "text" or "image".
+    split: a split of the data set, or a slice of one in TFDS's notation.
+
+  Raises:
+    ValueError: whatever makes the data set unusable, with the way out; or a store whose files
+      disagree. Such a store is not mended in silence: the rename leaves none half written, so
+      either somebody changed it or the disk is failing, and both are worth knowing.
+  """
+  if data.kind not in ("text", "image"):
+    raise ValueError(f"data.kind={data.kind!r} is unknown; it is one of text, image, random")
+  reference, root = catalog.parse_name(data.name), catalog.data_folder(data)
+  known = catalog.embedded_reference(reference)
+  if known is not None:
+    wanted = _wanted(data, known, split, catalog.EMBEDDED[known.name].features)
+    if wanted is not None and (_folder(root, wanted) / MANIFEST_FILE).exists():
+      return _open(_folder(root, wanted), wanted)
+  try:
+    return _prepare(data, split, reference, root)
+  except OSError as error:
+    raise ValueError(
+      f"data set {reference} cannot be prepared in {root} ({error}); make room or get the right to"
+      " write there, or set data.data_dir to another folder"
+    ) from error
+
+
+def _prepare(data, split, reference, root):
+  # Importing TFDS takes longer than all else here, and only a data set that is not prepared, or
+  # whose version is its builder's to tell, needs it.
+  from input_pipeline import datasets
+
+  builder = datasets.load_builder(reference, root)
+  datasets.check_split(builder, split)
+  roles = ("text",) if data.kind == "text" else ("image", "label")
+  chosen = {
+    role: datasets.choose_feature(builder, role, getattr(data, f"{role}_feature")) for role in roles
+  }
+  wanted = _wanted(data, datasets.full_reference(builder), split, chosen)
+  folder = _folder(root, wanted)
+  with locked(folder):
+    if not (folder / MANIFEST_FILE).exists():
+      _write(folder, wanted, datasets.examples(builder, split))
+  store, stored = _open(folder, wanted), builder.info.splits[split].num_examples
+  if store.manifest["examples"] != stored:
+    raise ValueError(
+      f"{store.name} has {stored} examples, but its rows were made from"
+      f" {store.manifest['examples']}: the data set changed under its version; delete {folder} and"
+      " run again to prepare it anew"
+    )
+  return store
+
+
+def _wanted(data, reference, split, features):
+  """Returns what identifies a store, or None if a feature that the config names is not at hand."""
+  wanted = {
+    "format": FORMAT,
+    "name": reference.name,
+    "config": reference.config,
+    "version": reference.version,
+    "split": split,
+    "kind": data.kind,
+  }
+  for role in ("text",) if data.kind == "text" else ("image", "label"):
+    if features.get(role) is None or getattr(data, f"{role}_feature") not in ("", features[role]):
+      return None
+    wanted[f"{role}_feature"] = features[role]
+  if data.kind == "text":
+    if data.sequence_length < 1:
+      raise ValueError(f"data.sequence_length={data.sequence_length}; it must be at least 1 token")
+    wanted |= {"tokenizer": "bytes", "sequence_length": data.sequence_length}
+  return wanted
+
+
+def _folder(root, wanted):
+  """Returns the folder of a store: everything that identifies it stands in the path."""
+  reference = catalog.Reference(wanted["name"], wanted["config"], wanted["version"])
+  split = wanted["split"]
+  plain = re.sub(r"[^\w.-]", "_", split)
+  if plain != split:  # a slice such as train[:90%]; two slices must not share a folder
+    plain += "-" + hashlib.sha256(split.encode()).hexdigest()[:8]
+  if wanted["kind"] == "text":
+    what = f"{wanted['text_feature']}-{wanted['tokenizer']}-{wanted['sequence_length']}"
+  else:
+    what = f"{wanted['image_feature']}-{wanted['label_feature']}"
+  return root / "prepared" / reference.path / f"{plain}-{wanted['kind']}-{what}"
+
+
+def _open(folder, wanted):
+  """Returns the Store in `folder` after holding store.json against the request and the rows."""
+  again = f"delete {folder} and run again to prepare it anew"
+  try:
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    differing = [key for key in wanted if manifest[key] != wanted[key]]
+    rows, size = manifest["rows"], manifest["row_file_bytes"]
+  except (ValueError, KeyError) as error:
+    raise ValueError(f"{folder / MANIFEST_FILE} cannot be read ({error!r}); {again}") from error
+  if differing:
+    listing = ", ".join(f"{key} is {manifest[key]!r}, not {wanted[key]!r}" for key in differing)
+    raise ValueError(f"{folder / MANIFEST_FILE} describes another store: {listing}; {again}")
+  path = folder / ROWS_FILE
+  there = path.stat().length if path.exists() else 0
+  if there != size:
+    raise ValueError(
+      f"{path} has {there} bytes, but {MANIFEST_FILE} says {size} ({rows} rows); {again}"
+    )
+  return Store(folder, manifest)
+
+
+class _RowWriter:
+  """Writes rows to a local ArrayRecord file, counting and digesting them."""
+
+  def __init__(self, path):
+    self._writer = array_record_module.ArrayRecordWriter(str(path), _WRITER_OPTIONS)
+    self._digest = hashlib.sha256()
+    self.rows = 0
+
+  def write(self, row):
+    self._writer.write(row)
+    # With its length, so that two ways to cut the same bytes differ.
+    self._digest.update(len(row).to_bytes(4, "little") + row)
+    self.rows += 1
+
+  def finish(self):
+    """Closes the file and returns what store.json says about its rows."""
+    self._writer.close()
+    return {"rows": self.rows, "digest": self._digest.hexdigest()}
+
+
+def _write(folder, wanted, examples):
+  """Writes a whole store: in a local folder, then beside `folder`, then renamed to it."""
+  reference = catalog.Reference(wanted["name"], wanted["config"], wanted["version"])
+  beside = folder.parent / f"{folder.name}.{uuid.uuid4().hex}.tmp"
+  remote = "://" in str(folder)  # ArrayRecord reads object storage, but writes local files only
+  if not remote:
+    for left in folder.parent.glob(f"{folder.name}.*.tmp"):
+      left.rmtree()  # a killed process's: we hold the lock, so nobody is writing it
+  beside.mkdir(parents=True)
+  local = epath.Path(tempfile.mkdtemp()) if remote else beside
+  writer = _RowWriter(local / ROWS_FILE)
+  fill = _write_text if wanted["kind"] == "text" else _write_images
+  facts = fill(writer, wanted, examples, f"data set {reference}, split {wanted['split']}")
+  facts |= writer.finish()
+  facts["row_file_bytes"] = (local / ROWS_FILE).stat().length
+  if remote:
+    (local / ROWS_FILE).copy(beside / ROWS_FILE)
+    local.rmtree()
+  (beside / MANIFEST_FILE).write_text(json.dumps(wanted | facts, indent=2) + "\n")
+  if (folder / MANIFEST_FILE).exists():  # another machine was first; see locked()
+    beside.rmtree()
+    return
+  if folder.exists():  # without a manifest it is no store, and would block the rename
+    folder.rmtree()
+  beside.rename(folder)
+
+
+def _write_text(writer, wanted, examples, where):
+  """Cuts the documents' stream into rows. Returns the counts for store.json."""
+  length, pending, documents, tokens = wanted["sequence_length"], bytearray(), 0, 0
+  for _, example in examples:
+    document = example[wanted["text_feature"]]
+    document = document.encode() if isinstance(document, str) else bytes(document)
+    pending += document + END_OF_DOCUMENT
+    documents += 1
+    tokens += len(document) + 1
+    start = 0
+    while len(pending) - start > length:
+      writer.write(bytes(pending[start : start + length + 1]))
+      start += length
+    del pending[:start]
+  if len(pending) > 1:  # a lone token is the target of the row before, and predicts nothing
+    writer.write(bytes(pending))
+  if not writer.rows:
+    raise ValueError(f"{where} is empty: {documents} documents with no text in them")
+  return {"examples": documents, "tokens": tokens}
+
+
+def _write_images(writer, wanted, examples, where):
+  """Writes pixels and label of each example. Returns the shape and the range of the labels."""
+  shape, labels = None, []
+  for number, example in examples:
+    image, label = (
+      np.asarray(example[wanted["image_feature"]]),
+      int(example[wanted["label_feature"]]),
+    )
+    if image.dtype != np.uint8:
+      raise ValueError(f"{where}: the pixels are {image.dtype}, and only uint8 (0..255) is read")
+    shape = shape or image.shape
+    if image.shape != shape:
+      raise ValueError(
+        f"{where}: record {number} has shape {image.shape}, but record 0 has {shape}; all images"
+        " must have one shape, so scale them in a data set of your own"
+      )
+    writer.write(image.tobytes() + np.int32(label).astype("<i4").tobytes())
+    labels.append(label)
+  if not writer.rows:
+    raise ValueError(f"{where} is empty")
+  return {
+    "examples": writer.rows,
+    "shape": list(shape),
+    "smallest_label": min(labels),
+    "largest_label": max(labels),
+  }

@@ -1,0 +1,90 @@
+"""A network of four layers, [I, D, F, D, O] with ReLU between them.
+
+With D = F = W it is the network [784, W, W, W, 10] of JAX's distributed-arrays tutorial:
+under `tensor`, the second kernel is split by columns, the third by rows, the outer two
+are replicated.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+from ml_collections import ConfigDict
+
+from partitioning.constraints import constrain
+from partitioning.dims import Dim
+
+
+def legend(config: ConfigDict) -> dict[str, Dim]:
+  """Returns letter -> Dim for this config."""
+  model = config.model
+  return {
+    "B": Dim("batch", None),
+    "I": Dim("inputs", model.input_size),
+    "D": Dim("model", model.model_size),
+    "F": Dim("feedforward", model.feedforward_size),
+    "O": Dim("outputs", model.output_size),
+  }
+
+
+PARAMETERS = {
+  "layer_1/kernel": "ID",
+  "layer_1/bias": "D",
+  "layer_2/kernel": "DF",
+  "layer_2/bias": "F",
+  "layer_3/kernel": "FD",
+  "layer_3/bias": "D",
+  "layer_4/kernel": "DO",
+  "layer_4/bias": "O",
+}
+
+
+class Linear(nnx.Module):
+  """`x @ kernel + bias`, kernel drawn with standard deviation fan_in ** -0.5."""
+
+  def __init__(self, letters: str, config: ConfigDict, *, rngs: nnx.Rngs):
+    """Draws kernel and bias of the sizes that the two letters have in the legend."""
+    fan_in, fan_out = (legend(config)[letter].size for letter in letters)
+    dtype = jnp.dtype(config.training.parameter_dtype)
+    scale = jnp.asarray(fan_in**-0.5, dtype)
+    self.kernel = nnx.Param(jax.random.normal(rngs.params(), (fan_in, fan_out), dtype) * scale)
+    scale = jnp.asarray(config.model.bias_standard_deviation, dtype)
+    self.bias = nnx.Param(jax.random.normal(rngs.params(), (fan_out,), dtype) * scale)
+    self.letters = letters
+    self.dtype = jnp.dtype(config.training.compute_dtype)
+
+  def __call__(self, x: Float[Array, "B X"]) -> Float[Array, "B Y"]:
+    """Returns the layer's output, laid out by its letters."""
+    kernel = constrain(self.kernel[...].astype(self.dtype), self.letters)
+    bias = constrain(self.bias[...].astype(self.dtype), self.letters[1])
+    return constrain(x @ kernel + bias[None, :], "B" + self.letters[1])
+
+
+class MLP(nnx.Module):
+  """The four layers."""
+
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+    """Draws the parameters from `rngs.params`."""
+    self.layer_1 = Linear("ID", config, rngs=rngs)
+    self.layer_2 = Linear("DF", config, rngs=rngs)
+    self.layer_3 = Linear("FD", config, rngs=rngs)
+    self.layer_4 = Linear("DO", config, rngs=rngs)
+    self.dtype = jnp.dtype(config.training.compute_dtype)
+
+  def __call__(self, inputs_BI: Float[Array, "B I"]) -> Float[Array, "B O"]:
+    """Returns the outputs (logits, or values to regress on)."""
+    x_BI = constrain(inputs_BI.astype(self.dtype), "BI")
+    x_BD = nnx.relu(self.layer_1(x_BI))
+    x_BF = nnx.relu(self.layer_2(x_BD))
+    x_BD = nnx.relu(self.layer_3(x_BF))
+    return self.layer_4(x_BD)
+
+
+build = MLP
+
+
+def train_flops_per_example(config: ConfigDict) -> float:
+  """Returns floating-point operations per example, forward and backward: 6 per kernel element."""
+  size = config.model
+  elements = size.input_size * size.model_size + 2 * size.model_size * size.feedforward_size
+  return 6.0 * (elements + size.model_size * size.output_size)

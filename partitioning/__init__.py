@@ -1,0 +1,1 @@
+"""Mesh, dims, rules and their verdict, constraints, layout tables, collectives."""

@@ -1,0 +1,343 @@
+"""The collectives of a compiled program: what is sent along which mesh axes, and how often."""
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import humanize
+import numpy as np
+from jax.sharding import Mesh
+
+from partitioning import hlo
+
+KINDS = (
+  "all-reduce",
+  "all-gather",
+  "reduce-scatter",
+  "all-to-all",
+  "ragged-all-to-all",
+  "collective-permute",
+  "collective-broadcast",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One collective instruction of a compiled program.
+
+  Attributes:
+    name: the instruction's name in the HLO text.
+    kind: one of `KINDS`. An all-reduce that a TPU program fuses with the slice of its result
+      (a computation named `all-reduce-scatter`) is the reduce-scatter that it runs as.
+    axes: the mesh axes along which the devices of a group differ, in the mesh's order.
+    bytes: the payload V of one run, per device: the larger of all operands and all results,
+      summed over the elements of a tuple. That is the reduced array for all-reduce, the
+      gathered one for all-gather, the one before scattering for reduce-scatter, everything a
+      device holds before (and after) for all-to-all, what it sends for collective-permute and
+      collective-broadcast. In a ring of n devices each sends V (n - 1) / n in all-gather,
+      reduce-scatter and all-to-all, and twice that in all-reduce.
+    count: runs per execution of the program: the product of the trip counts of the loops
+      around it. None where such a loop's trip count is not in the text. Each branch of a
+      conditional counts as if it were taken, so that there it is an upper bound.
+    source: `op_name (file:line)` of the line that it came from, as much as the text tells of it
+      or, where it says nothing, of the fusion or loop around it.
+    whole: whether every group is a full product of `axes`. False for, say, pairs within an
+      axis of 4: `axes` then names the axes that vary. The group of a permute is the set of
+      devices that its pairs connect.
+  """
+
+  name: str
+  kind: str
+  axes: tuple[str, ...]
+  bytes: int
+  count: int | None
+  source: str
+  whole: bool = True
+
+
+class Row(NamedTuple):
+  """Collectives of one kind along the same axes.
+
+  `count` and `bytes` are runs and payload bytes per device of one execution of the program. In
+  the row of those whose count is not known, count is None and each one's bytes count once.
+  """
+
+  kind: str
+  axes: tuple[str, ...]
+  count: int | None
+  bytes: int
+
+
+# ---- Program -> records ----
+
+
+def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
+  """Returns the collectives that one execution of a compiled program runs, in program order.
+
+  Each instruction reached from ENTRY stands once, whatever calls it; an asynchronous pair
+  counts at its start. Those in which no device speaks to another one are left out. Point to
+  point transfers (send, recv) and those inside custom kernels are not seen.
+
+  Args:
+    hlo_text: optimized HLO, `jitted.lower(...).compile().as_text()`.
+    mesh: the mesh that it was compiled for. The ids in the text are positions in
+      `mesh.devices.flat`, not device ids.
+
+  Raises:
+    ValueError: no HLO program, device groups in a syntax that is not known, or ids that this
+      mesh does not have.
+  """
+  program = hlo.parse(hlo_text)
+  found: dict[tuple[str, str], Collective] = {}
+  for computation, instruction, count, site in _runs(program):
+    key = computation.name, instruction.name
+    if key in found:
+      previous = found[key].count
+      total = None if previous is None or count is None else previous + count
+      found[key] = dataclasses.replace(found[key], count=total)
+    elif record := _record(program, computation, instruction, count, site, mesh):
+      found[key] = record
+  return list(found.values())
+
+
+def _runs(program: hlo.Program):
+  """Yields (computation, instruction, count, calling instruction) for each way from ENTRY."""
+  speaking: dict[str, bool] = {}
+
+  def speaks(name: str) -> bool:
+    """Whether there is a collective below: the others need no loops understood."""
+    if name not in speaking:
+      speaking[name] = any(
+        _kind(i) or any(map(speaks, i.called()))
+        for i in program.computations[name].instructions.values()
+      )
+    return speaking[name]
+
+  def visit(frame: hlo.Frame, count: int | None, chains: set):
+    for instruction in frame.computation.instructions.values():
+      if _kind(instruction):
+        # A TPU program repeats one asynchronous collective in each fusion that it overlaps
+        # with, marked as links of one chain. Channel ids alone are not unique.
+        chain = re.search(r'\bchain_id="?(\d+)', instruction.attributes)
+        channel = re.search(r"\bchannel_id=(\d+)", instruction.attributes)
+        link = (instruction.opcode, channel and channel[1], chain and chain[1])
+        if not (chain and link in chains):
+          yield frame.computation, instruction, count, frame.site
+        chains.add(link)
+      elif not any(map(speaks, instruction.called())):
+        continue
+      elif instruction.opcode == "while":
+        trips = hlo.trip_count(program, frame, instruction)
+        for inner, extra in zip(
+          hlo.loop_frames(program, frame, instruction), (1, 0), strict=True
+        ):  # The condition is tried once more than the body runs.
+          known = None not in (count, trips)
+          yield from visit(inner, count * (trips + extra) if known else None, set())
+      else:
+        for name in instruction.called():
+          inner = hlo.Frame(program.computations[name], instruction, frame)
+          scope = chains if instruction.opcode == "fusion" else set()
+          yield from visit(inner, count, scope)
+
+  yield from visit(hlo.Frame(program.computations[program.entry]), 1, set())
+
+
+def _kind(instruction: hlo.Instruction) -> str | None:
+  kind = instruction.opcode.removesuffix("-start")
+  return kind if kind in KINDS else None
+
+
+def _record(program, computation, instruction, count, site, mesh) -> Collective | None:
+  kind = _kind(instruction)
+  if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
+    kind = "reduce-scatter"
+  try:
+    axes, whole = _axes(_groups(instruction, mesh.size), mesh)
+  except ValueError as error:
+    raise ValueError(f"HLO instruction {instruction.name}: {error}") from error
+  if not axes:
+    return None
+  # Instructions inside a fusion often carry no metadata; the fusion does.
+  source = hlo.source(program, instruction.attributes)
+  source = source or (hlo.source(program, site.attributes) if site else "")
+  payload = _payload(computation, instruction)
+  return Collective(instruction.name, kind, axes, payload, count, source, whole)
+
+
+def _payload(computation: hlo.Computation, instruction: hlo.Instruction) -> int:
+  """Returns the larger of operands and results, in bytes per device."""
+  result, parts = instruction.shape, hlo.elements(instruction.shape)
+  # A start returns (operands, results, contexts...); all-reduce-start its results, unless it
+  # is the short form of async-start, whose operands are a tuple of their own.
+  if instruction.opcode.endswith("-start") and len(parts) > 1:
+    if instruction.opcode != "all-reduce-start" or parts[0].startswith("("):
+      result = parts[1]
+  shapes = []
+  for operand, name in zip(instruction.operands, instruction.operand_names, strict=True):
+    known = computation.instructions.get(name)
+    shapes.append(known.shape if known else operand.rpartition(" ")[0])
+  return max(hlo.shape_bytes(result), sum(map(hlo.shape_bytes, shapes)))
+
+
+# ---- Device groups -> mesh axes ----
+
+
+def _groups(instruction: hlo.Instruction, device_count: int) -> list[Sequence[int]]:
+  """Returns the groups of positions that speak to each other.
+
+  Raises:
+    ValueError: a syntax that is none of those known.
+  """
+  attributes = instruction.settings
+  if pairs := re.search(r"\bsource_target_pairs=(\{.*?\}\}|\{\})", attributes):
+    return _connected(_lists(pairs[1]))
+  found = re.search(
+    r"\breplica_groups=(?P<text>\{\}|(?P<lists>\{\{.*?\}\})|(?P<iota>\[[\d,]+\]<=\S*?(?=,? |,?$))"
+    r"|mesh\[(?P<mesh>.*?)\](?:,? ?device_ids=\((?P<ids>.*?)\)(?= ))? \{(?P<axes>.*?)\})",
+    attributes,
+  )
+  everyone = [list(range(device_count))]
+  if found is None:
+    if "replica_groups=" in attributes:
+      text = attributes.split("replica_groups=")[1][:80]
+      raise ValueError(f"replica_groups={text} is in no known syntax")
+    return everyone
+  if found["text"] == "{}":
+    return everyone
+  if found["mesh"] is not None:
+    return _mesh_groups(found["mesh"], found["ids"], found["axes"])
+  groups = _lists(found["lists"]) if found["lists"] else _iota(found["iota"])
+  # With a channel but without global ids a group lists replicas. An SPMD program has one
+  # replica, and all of its devices take part.
+  if groups == [[0]] and "channel_id=" in attributes and "use_global" not in attributes:
+    return everyone
+  return groups
+
+
+def _lists(text: str) -> list[list[int]]:
+  """Reads `{{0,1},{2,3}}`."""
+  return [
+    [int(i) for i in re.findall(r"\d+", group)] for group in re.findall(r"\{([^{}]+)\}", text)
+  ]
+
+
+def _iota(text: str) -> list[list[int]]:
+  """Reads `[2,4]<=[4,2]T(1,0)`: 0..7 as 4 rows of 2, transposed, cut into 2 groups of 4."""
+  shape, _, numbers = text.partition("<=")
+  return _numbers(numbers).reshape([int(i) for i in re.findall(r"\d+", shape)]).tolist()
+
+
+def _numbers(text: str) -> np.ndarray:
+  """Reads `[4,2]T(1,0)`, an enumeration in another order, or a plain list of ids."""
+  if not text.startswith("["):
+    return np.array([int(i) for i in text.split(",")])
+  dims, _, permutation = text.partition("]")
+  sizes = [int(i) for i in re.findall(r"\d+", dims)]
+  ids = np.arange(math.prod(sizes)).reshape(sizes)
+  order = [int(i) for i in re.findall(r"\d+", permutation)]
+  return (ids.transpose(order) if order else ids).reshape(-1)
+
+
+def _mesh_groups(mesh: str, ids: str | None, axes: str) -> list[list[int]]:
+  """Reads `mesh['a'=4,'b'=2], device_ids=([8]) {'a':(2)2}`.
+
+  The mesh is XLA's, with names and sizes that need not be ours, so only its ids are used.
+  `'a':(2)2` is a part of an axis: of its size, the factor 2 that stands inside a factor 2.
+  """
+  sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", mesh)}
+  positions = np.arange(math.prod(sizes.values()))
+  rest = positions.copy()
+  for name, outside, part in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", axes):
+    if name not in sizes:
+      raise ValueError(f"mesh[{mesh}] {{{axes}}} names an axis that it does not have")
+    size = int(part or sizes[name])
+    after = list(sizes).index(name) + 1
+    inside = sizes[name] // (int(outside or 1) * size)
+    stride = math.prod(list(sizes.values())[after:]) * inside
+    rest -= positions // stride % size * stride
+  devices = _numbers(ids) if ids else positions
+  return [devices[rest == first].tolist() for first in np.unique(rest)]
+
+
+def _connected(pairs: Iterable[Sequence[int]]) -> list[list[int]]:
+  """Returns the sets of devices that pairs (source, target) connect; a copy to itself is none."""
+  groups: list[set[int]] = []
+  for pair in (pair for pair in pairs if pair[0] != pair[1]):
+    touched = [group for group in groups if group & set(pair)]
+    groups = [group for group in groups if not group & set(pair)]
+    groups.append(set(pair).union(*touched))
+  return [sorted(group) for group in groups]
+
+
+def _axes(groups: Sequence[Sequence[int]], mesh: Mesh) -> tuple[tuple[str, ...], bool]:
+  """Returns the axes along which groups vary, and whether each is a full product of them."""
+  sizes = tuple(mesh.shape.values())
+  if (last := max((max(group) for group in groups), default=0)) >= mesh.size:
+    names = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    raise ValueError(
+      f"names device {last}, and the mesh ({names}) has {mesh.size}; pass the mesh that the "
+      "program was compiled for"
+    )
+  varied = set()
+  for group in groups:
+    coordinates = np.unravel_index(np.asarray(group), sizes)
+    varied |= {i for i, column in enumerate(coordinates) if len(np.unique(column)) > 1}
+  full = math.prod(sizes[i] for i in varied)
+  whole = all(len(set(group)) == full for group in groups)
+  return tuple(axis for i, axis in enumerate(mesh.axis_names) if i in varied), whole
+
+
+# ---- Records -> table ----
+
+
+def summarize(records: Iterable[Collective]) -> list[Row]:
+  """Returns a row per kind, axes and whether the count is known; most bytes first."""
+  totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
+  for record in records:
+    known = record.count is not None
+    runs = record.count if known else 1
+    total = totals[record.kind, record.axes, known]
+    total[0] += runs
+    total[1] += runs * record.bytes
+  rows = [
+    Row(kind, axes, count if known else None, size)
+    for (kind, axes, known), (count, size) in totals.items()
+  ]
+  return sorted(rows, key=lambda row: (-row.bytes, row.kind, row.axes, row.count is None))
+
+
+def format_summary(rows: Sequence[Row]) -> str:
+  """Returns the rows as text: runs, payload bytes per device of one run (the mean), their product.
+
+  ```
+  all-reduce  data    12 x   1.2 MiB =  14.4 MiB
+  all-gather  tensor   ? x 512.0 KiB
+  total               12             =  14.4 MiB
+  ```
+  A count that is not known is `?`, its bytes are those of one run of each, and the total
+  leaves it out. Without collectives the text is `no collectives`.
+  """
+  if not rows:
+    return "no collectives"
+  known = [row for row in rows if row.count is not None]
+  lines = [(row.kind, "+".join(row.axes), row.count, row.bytes) for row in rows]
+  lines.append(("total", "", sum(row.count for row in known), sum(row.bytes for row in known)))
+  kinds, axes, counts, _ = (
+    [len(str(cell)) for cell in column] for column in zip(*lines, strict=True)
+  )
+  text = []
+  for kind, names, count, size in lines:
+    each = "" if kind == "total" else f"x {_size(size / (count or 1)):>10}"
+    product = "" if count is None else f" = {_size(size):>10}"
+    runs = "?" if count is None else count
+    text.append(
+      f"{kind:<{max(kinds)}}  {names:<{max(axes)}}  {runs:>{max(counts)}} {each:<12}{product}"
+    )
+  return "\n".join(line.rstrip() for line in text)
+
+
+def _size(count: float) -> str:
+  return humanize.naturalsize(count, binary=True)

@@ -1,0 +1,121 @@
+"""Dims: the named extents of a tensor, written as one letter each in a model's legend."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec
+
+Axes = tuple[str, ...]
+Table = Mapping[str, Axes]  # dim name -> the mesh axes it takes, outermost first
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+  """One entry of a legend.
+
+  Attributes:
+    name: the dim's name, the key of the axis tables.
+    size: its size in elements, or None where it differs between arrays (batch, sequence).
+    may_replicate: the one exception to "an axis must divide it": the dim stays whole where
+      its axes do not divide it, and the layout says so.
+  """
+
+  name: str
+  size: int | None
+  may_replicate: bool = False
+
+
+Legend = Mapping[str, Dim]  # letter -> Dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+  """What became of one array's letters: its spec, remarks for the table, and what was wrong."""
+
+  spec: PartitionSpec
+  notes: tuple[str, ...]
+  failures: tuple[str, ...]
+
+
+def axes_size(axes: Axes, sizes: Mapping[str, int]) -> int:
+  """Returns into how many parts the axes cut a dim."""
+  count = 1
+  for axis in axes:
+    count *= sizes[axis]
+  return count
+
+
+def resolve(
+  letters: str, shape: tuple[int, ...], legend: Legend, table: Table, sizes: Mapping[str, int]
+) -> Resolved:
+  """Turns one array's letters into a PartitionSpec, collecting everything that is wrong.
+
+  Axes of size 1 are left out of the spec, but count when an axis stands twice: a table
+  that is wrong on one mesh should not wait for it.
+
+  Args:
+    letters: one letter of the legend per dim.
+    shape: the array's logical (global) shape.
+    legend: letter -> Dim.
+    table: dim name -> mesh axes.
+    sizes: mesh axis -> size.
+  """
+  if len(letters) != len(shape):
+    return Resolved(
+      PartitionSpec(), (), (f"dims {letters} have rank {len(letters)}, its shape is {shape}",)
+    )
+  entries, notes, failures, seen = [], [], [], {}
+  for letter, size in zip(letters, shape, strict=True):
+    dim = legend.get(letter)
+    if dim is None or dim.name not in table:
+      known = ", ".join(f"{key} {value.name}" for key, value in legend.items())
+      what = "is not in the legend" if dim is None else f"({dim.name}) is not in the axis table"
+      failures.append(f"dim {letter} {what} ({known})")
+      entries.append(None)
+      continue
+    if dim.size is not None and dim.size != size:
+      failures.append(f"dim {letter} ({dim.name}) has size {size}, its legend says {dim.size}")
+    axes = table[dim.name]
+    for axis in axes:
+      if axis in seen:
+        failures.append(f"mesh axis {axis} is taken by dim {letter} and by dim {seen[axis]}")
+      seen[axis] = letter
+    axes = tuple(axis for axis in axes if sizes[axis] > 1)
+    parts = axes_size(axes, sizes)
+    if size % parts and dim.may_replicate:
+      notes.append(f"{dim.name}={size} stays whole: {_axes_text(axes, sizes)} does not divide it")
+      axes = ()
+    elif size % parts:
+      failures.append(indivisible(letter, dim.name, size, axes, sizes))
+    entries.append(axes[0] if len(axes) == 1 else axes or None)
+  return Resolved(PartitionSpec(*entries), tuple(notes), tuple(failures))
+
+
+def indivisible(
+  letter: str, name: str, size: int, axes: Axes, sizes: Mapping[str, int]
+) -> str:
+  """Returns the message for a dim that its axes do not divide, with the nearest ways out."""
+  parts = axes_size(axes, sizes)
+  below, above = size // parts * parts, (size // parts + 1) * parts
+  near = f"{below} or {above}" if below else f"{above}"
+  way_out = f"make {name} {near}"
+  if len(axes) == 1:
+    smaller = max(d for d in range(1, parts + 1) if size % d == 0)
+    way_out += f", or set mesh.{axes[0]}={smaller}"
+  return (
+    f"dim {letter} ({name}) = {size} is not divisible by mesh axis "
+    f"{_axes_text(axes, sizes)}; {way_out}"
+  )
+
+
+def _axes_text(axes: Axes, sizes: Mapping[str, int]) -> str:
+  return " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
+
+
+def spec_axes(spec: PartitionSpec) -> set[str]:
+  """Returns the mesh axes that a spec names."""
+  axes: set[str] = set()
+  for entry in spec:
+    if entry is not None:
+      axes.update((entry,) if isinstance(entry, str) else entry)
+  return axes

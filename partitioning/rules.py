@@ -1,0 +1,256 @@
+"""Names -> dims -> PartitionSpecs, and the verdict: everything that is wrong, in one message.
+
+A rule is `pattern: letters`; the pattern must match a parameter's whole name (`re.fullmatch`).
+There is no catch-all: a parameter that is replicated is written down as such.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from partitioning.dims import Legend, Table, indivisible, resolve, spec_axes
+
+Overrides = Iterable[tuple[str, tuple]]  # (name, entries of an explicit PartitionSpec)
+
+
+class LayoutError(ValueError):
+  """The layout is wrong; the message lists every failure, one per line."""
+
+  def __init__(self, failures: Iterable[str]):
+    """Joins the failures into one message."""
+    self.failures = tuple(failures)
+    count = len(self.failures)
+    head = f"the layout is refused ({count} {'failure' if count == 1 else 'failures'}):"
+    super().__init__("\n".join([head, *(f"  {failure}" for failure in self.failures)]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """Where one array of the state or the batch lives.
+
+  Attributes:
+    name: `layers/mlp/up/kernel`, `optimizer/0/mu/layers/mlp/up/kernel`, `batch/tokens`.
+    shape: logical (global) shape.
+    dtype: NumPy dtype.
+    letters: its dims, or "" where an override or a scalar has none.
+    rule: the pattern that matched, or what stood in for one.
+    spec: the PartitionSpec, without axes of size 1.
+    notes: remarks, such as a kv_heads dim that stays whole.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: Any
+  letters: str
+  rule: str
+  spec: PartitionSpec
+  notes: tuple[str, ...] = ()
+
+
+def named_leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+  """Returns name -> leaf, a name being the path with `/` between its keys."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {
+    prefix + jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
+  }
+
+
+def place_parameters(
+  abstract_params: Any,
+  rules: Mapping[str, str],
+  legend: Legend,
+  table: Table,
+  sizes: Mapping[str, int],
+  overrides: Overrides = (),
+) -> tuple[dict[str, Placement], list[str]]:
+  """Places every parameter by the rule that matches its name.
+
+  Args:
+    abstract_params: a tree of arrays or ShapeDtypeStructs.
+    rules: pattern -> letters.
+    legend: letter -> Dim.
+    table: dim name -> mesh axes, for parameters.
+    sizes: mesh axis -> size.
+    overrides: (name, PartitionSpec entries), applied after matching.
+
+  Returns:
+    name -> Placement, and the failures: a parameter that no rule or more than one matches, a
+    rule that matches nothing, and whatever `dims.resolve` or an override finds.
+  """
+  overrides = dict(overrides)
+  leaves = named_leaves(abstract_params)
+  placements, failures, used = {}, [], set()
+  for name, leaf in leaves.items():
+    matching = [pattern for pattern in rules if re.fullmatch(pattern, name)]
+    used.update(matching)
+    if len(matching) != 1:
+      failures.append(_not_one_rule(name, leaf.shape, matching))
+      continue
+    letters = rules[matching[0]]
+    if name in overrides:
+      placement, wrong = _override(name, leaf, letters, overrides[name], sizes)
+    else:
+      found = resolve(letters, leaf.shape, legend, table, sizes)
+      placement = Placement(
+        name, leaf.shape, leaf.dtype, letters, matching[0], found.spec, found.notes
+      )
+      wrong = found.failures
+    placements[name] = placement
+    failures.extend(f"{name}: {failure}" for failure in wrong)
+  failures.extend(
+    f"rule {pattern!r}: matches no parameter; remove it, or mend the name it was written for"
+    for pattern in rules
+    if pattern not in used
+  )
+  return placements, failures
+
+
+def place_optimizer(
+  abstract_opt_state: Any,
+  parameters: Mapping[str, Placement],
+  legend: Legend,
+  table: Table,
+  sizes: Mapping[str, int],
+  overrides: Overrides = (),
+  prefix: str = "optimizer/",
+) -> tuple[dict[str, Placement], list[str]]:
+  """Places every optimizer leaf: like the parameter that its name ends with, by its own table.
+
+  Args:
+    abstract_opt_state: the optimizer's state, arrays or ShapeDtypeStructs.
+    parameters: the parameters' placements, which give the letters.
+    legend: letter -> Dim.
+    table: dim name -> mesh axes, for optimizer state (another one than the parameters' is ZeRO-1).
+    sizes: mesh axis -> size.
+    overrides: (name with its prefix, PartitionSpec entries).
+    prefix: put before each leaf's name.
+
+  Returns:
+    name -> Placement, and the failures. A leaf of another shape than its parameter, which is
+    not a scalar, needs an override of its own.
+  """
+  overrides = dict(overrides)
+  placements, failures = {}, []
+  for name, leaf in named_leaves(abstract_opt_state, prefix).items():
+    owner = max((p for p in parameters if name.endswith("/" + p)), key=len, default=None)
+    wrong: tuple[str, ...] = ()
+    if name in overrides:
+      placement, wrong = _override(name, leaf, "", overrides[name], sizes)
+    elif leaf.ndim == 0:
+      placement = Placement(name, leaf.shape, leaf.dtype, "", "scalar", PartitionSpec())
+    elif owner is not None and parameters[owner].shape == leaf.shape:
+      letters = parameters[owner].letters
+      found = resolve(letters, leaf.shape, legend, table, sizes)
+      placement = Placement(
+        name, leaf.shape, leaf.dtype, letters, f"as {owner}", found.spec, found.notes
+      )
+      wrong = found.failures
+    else:
+      like = f"{owner} has shape {parameters[owner].shape}" if owner else "no parameter is like it"
+      failures.append(
+        f"{name}: shape {leaf.shape}, but {like}; give it a spec of its own, "
+        f'partitioning.overrides=(("{name}", ({"None, " * leaf.ndim})),)'
+      )
+      continue
+    placements[name] = placement
+    failures.extend(f"{name}: {failure}" for failure in wrong)
+  return placements, failures
+
+
+def partition_specs(
+  abstract_params: Any,
+  rules: Mapping[str, str],
+  legend: Legend,
+  table: Table,
+  sizes: Mapping[str, int],
+  overrides: Overrides = (),
+) -> dict[str, PartitionSpec]:
+  """Returns parameter name -> PartitionSpec; arguments as in `place_parameters`.
+
+  Raises:
+    LayoutError: with every failure in its message.
+  """
+  placements, failures = place_parameters(abstract_params, rules, legend, table, sizes, overrides)
+  failures += unknown_overrides(overrides, placements)
+  if failures:
+    raise LayoutError(failures)
+  return {name: placement.spec for name, placement in placements.items()}
+
+
+def unknown_overrides(overrides: Overrides, names: Iterable[str]) -> list[str]:
+  """Returns a failure for each override whose name no array has."""
+  names = set(names)
+  return [
+    f"partitioning.overrides: {name!r} is no parameter and no optimizer leaf"
+    for name, _ in overrides
+    if name not in names
+  ]
+
+
+def check_table(title: str, table: Table, legend: Legend, sizes: Mapping[str, int]) -> list[str]:
+  """Returns failures of an axis table itself: axes that no mesh has, dims no model has."""
+  dims = sorted({dim.name for dim in legend.values()})
+  failures = [
+    f"{title}.{name}: the model has no dim of this name; its dims are {', '.join(dims)}"
+    for name in table
+    if name not in dims
+  ]
+  for name, axes in table.items():
+    failures.extend(
+      f"{title}.{name}: unknown mesh axis {axis!r}; the axes are {', '.join(sizes)}"
+      for axis in axes
+      if axis not in sizes
+    )
+  return failures
+
+
+def unused_axes(sizes: Mapping[str, int], used: set[str]) -> list[str]:
+  """Returns a failure for each axis larger than 1 that nothing is split over."""
+  return [
+    f"mesh.{axis}={size}: no parameter, activation or schedule of this model uses it, so it "
+    f"would only repeat work; set mesh.{axis}=1"
+    for axis, size in sizes.items()
+    if size > 1 and axis not in used
+  ]
+
+
+def _not_one_rule(name: str, shape: tuple[int, ...], matching: list[str]) -> str:
+  if not matching:
+    return f"{name}: no rule matches this parameter of shape {tuple(shape)}; add one to its table"
+  rules = " and ".join(repr(pattern) for pattern in matching)
+  return f"{name}: {len(matching)} rules match, {rules}; a name may have one only"
+
+
+def _override(
+  name: str, leaf: Any, letters: str, entries: tuple, sizes: Mapping[str, int]
+) -> tuple[Placement, tuple[str, ...]]:
+  """Checks an explicit PartitionSpec as strictly as one made from letters."""
+  failures: list[str] = []
+  named = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+  flat = [axis for axes in named for axis in axes]
+  failures += [f"override: unknown mesh axis {axis!r}" for axis in flat if axis not in sizes]
+  failures += [f"override: mesh axis {a} stands twice" for a in set(flat) if flat.count(a) > 1]
+  if len(entries) > leaf.ndim:
+    failures.append(f"override: {len(entries)} entries for shape {tuple(leaf.shape)}")
+  if failures:
+    entries, named = (), []
+  kept = [tuple(axis for axis in axes if sizes[axis] > 1) for axes in named]
+  for position, (axes, size) in enumerate(zip(kept, leaf.shape, strict=False)):
+    parts = 1
+    for axis in axes:
+      parts *= sizes[axis]
+    if size % parts:
+      letter = letters[position] if letters else str(position)
+      failures.append("override: " + indivisible(letter, "its size", size, axes, sizes))
+  spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
+  placement = Placement(name, leaf.shape, leaf.dtype, letters, "override", spec)
+  return placement, tuple(failures)
+
+
+def used_axes(placements: Iterable[Placement]) -> set[str]:
+  """Returns the mesh axes that some array is split over."""
+  return set().union(*(spec_axes(placement.spec) for placement in placements))

@@ -1,0 +1,36 @@
+"""Eight simulated CPU devices for every test, strict promotion, one compilation cache."""
+
+import os
+import pathlib
+import tempfile
+
+DEVICES = 8
+
+# Before anything imports jax: XLA reads NPROC when its backend starts. With fewer threads than
+# devices that wait for one another, collectives on simulated devices deadlock.
+os.environ["NPROC"] = str(4 * DEVICES)
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jaxtyping  # noqa: E402
+
+# Shapes in the models' signatures are checked while the tests run.
+HOOK = jaxtyping.install_import_hook("models", "beartype.beartype")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", DEVICES)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+CACHE = pathlib.Path(tempfile.gettempdir()) / f"meshwright-tests-{os.getuid()}"
+jax.config.update("jax_compilation_cache_dir", str(CACHE / "compilation"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+# Data sets are prepared once, for all workers and runs on this machine.
+os.environ.setdefault("TFDS_DATA_DIR", str(CACHE / "data"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _eight_devices() -> None:
+  """Too few devices is a failure, not a skip."""
+  assert jax.device_count() == DEVICES, jax.devices()

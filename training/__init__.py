@@ -1,0 +1,1 @@
+"""Everything between a finalized config and a trained model."""

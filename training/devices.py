@@ -1,0 +1,108 @@
+"""Which devices a run uses, decided before JAX's backend starts.
+
+Where there is no accelerator, the application makes as many CPU devices as the mesh asks for.
+Where there is one that does not start, that is a refusal: never a silent fall back to CPU.
+"""
+
+import dataclasses
+import glob
+import math
+import os
+from collections.abc import Mapping
+
+import jax
+import psutil
+
+from partitioning.mesh import resolve_sizes
+
+# Device files and variables by which accelerator hardware shows itself without a driver library.
+HARDWARE = {
+  "gpu": ("/dev/nvidia[0-9]*", "/dev/kfd"),
+  "tpu": ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*"),
+}
+TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID")
+
+# XLA's CPU client takes its thread count from NPROC. With fewer threads than collectives that
+# wait for one another, simulated devices deadlock in the rendezvous of an all-reduce.
+THREADS_PER_DEVICE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+  """What a run uses.
+
+  Attributes:
+    platform: cpu, gpu or tpu.
+    simulated: True where the CPU devices are made here: then at most one step is in flight.
+    sizes: mesh axis -> size, with -1 filled in.
+  """
+
+  platform: str
+  simulated: bool
+  sizes: dict[str, int]
+
+
+def hardware() -> str | None:
+  """Returns `gpu` or `tpu` where such hardware is present, whether or not JAX can use it."""
+  for platform, patterns in HARDWARE.items():
+    if any(glob.glob(pattern) for pattern in patterns):
+      return platform
+  return "tpu" if all(name in os.environ for name in TPU_VARIABLES) else None
+
+
+def start(*meshes: Mapping[str, int], simulate: bool = False) -> list[Devices]:
+  """Starts JAX's backend with the devices that the meshes need; returns one entry per mesh.
+
+  Args:
+    *meshes: each axis name -> size, at most one of them -1.
+    simulate: use simulated CPU devices even where there is an accelerator.
+
+  Raises:
+    ValueError: the sizes do not fit the devices.
+    RuntimeError: accelerator hardware is there, and its backend did not start.
+  """
+  found = hardware()
+  if simulate or os.environ.get("JAX_PLATFORMS") == "cpu" or found is None:
+    sizes = [resolve_sizes(mesh, None) for mesh in meshes]
+    _simulate(max(math.prod(size.values()) for size in sizes))
+    return [Devices("cpu", True, size) for size in sizes]
+  try:
+    platform = jax.default_backend()
+  except RuntimeError as error:
+    raise RuntimeError(f"{_not_started(found)} ({error})") from error
+  if platform == "cpu":
+    raise RuntimeError(_not_started(found))
+  return [Devices(platform, False, resolve_sizes(mesh, jax.device_count())) for mesh in meshes]
+
+
+def _simulate(count: int) -> None:
+  """Makes `count` CPU devices, with threads enough for all of them to wait at once."""
+  os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * count, os.cpu_count() or 1))
+  jax.config.update("jax_platforms", "cpu")
+  jax.config.update("jax_num_cpu_devices", count)
+  if jax.device_count() != count:
+    raise RuntimeError(
+      f"the mesh asks for {count} simulated devices and JAX has {jax.device_count()}; its "
+      f"backend had started before, or XLA_FLAGS sets another count"
+    )
+
+
+def _not_started(found: str) -> str:
+  return (
+    f"this machine has {found} hardware, but JAX did not start its {found} backend; install it "
+    f"with `make setup ACCELERATOR={found}`, or use simulated CPU devices with --simulate"
+  )
+
+
+def memory_bytes(devices: Devices) -> int:
+  """Returns the memory that one device has, in bytes; of simulated devices, of all together."""
+  if devices.simulated:
+    total = psutil.virtual_memory().total
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+      if os.path.exists(path):
+        with open(path) as file:
+          limit = file.read().strip()
+        if limit.isdigit():
+          total = min(total, int(limit))
+    return total
+  return jax.local_devices()[0].memory_stats()["bytes_limit"]

@@ -1,0 +1,57 @@
+"""Evaluation: the held-out split once through, the remainder padded with weight 0."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from input_pipeline.batches import EvaluationBatches
+from input_pipeline.prefetch import Prefetcher
+from training.job import Job
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+  """A compiled evaluation step over a split.
+
+  Attributes:
+    job: whose model is evaluated.
+    batches: the held-out split.
+    step: the compiled `(params, batch) -> sums`.
+  """
+
+  job: Job
+  batches: EvaluationBatches
+  step: Any
+
+  def __call__(self, params: Any, *, steps: int = 0) -> dict[str, float]:
+    """Returns `eval_loss` and what the objective adds to it.
+
+    Args:
+      params: the parameters, placed as the job's.
+      steps: batches to go through; 0 for the whole split.
+    """
+    count = min(steps, len(self.batches)) if steps else len(self.batches)
+    shardings = self.job.batch_shardings
+    totals: dict[str, float] = {}
+    with Prefetcher(
+      lambda i: self.batches.batch(i, shardings), start=0, stop=count
+    ) as prefetched:
+      for i in range(count):
+        # Added up in Python's float64, in order: the same on every mesh but for rounding.
+        sums = jax.device_get(self.step(params, prefetched.get(i)))
+        for name, value in sums.items():
+          totals[name] = totals.get(name, 0.0) + float(value)
+    return means(totals, self.job.config.training.loss)
+
+
+def means(totals: dict[str, float], loss: str) -> dict[str, float]:
+  """Returns the metrics of an evaluation line from sums over rows."""
+  mean = totals["loss"] / totals["weight"]
+  metrics = {"eval_loss": mean}
+  if loss == "next_token":
+    metrics["eval_bits_per_byte"] = mean / math.log(2)  # a token is a byte
+  if "correct" in totals:
+    metrics["eval_accuracy"] = totals["correct"] / totals["weight"]
+  return metrics

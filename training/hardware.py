@@ -1,0 +1,26 @@
+"""Peak speeds by device kind, for MFU. Sources: the vendors' data sheets, dense, without sparsity."""
+
+import jax
+
+# Prefix of `device_kind`, lower case -> bfloat16 TFLOP/s per JAX device. The longest match counts.
+PEAK_BFLOAT16_TFLOPS = {
+  "tpu v4": 275.0,
+  "tpu v5 lite": 197.0,
+  "tpu v5e": 197.0,
+  "tpu v5": 459.0,
+  "tpu v5p": 459.0,
+  "tpu v6 lite": 918.0,
+  "tpu v6e": 918.0,
+  "tpu7x": 2307.0 / 2,  # two JAX devices per chip
+  "nvidia a100": 312.0,
+  "nvidia h100": 990.0,
+  "nvidia h200": 990.0,
+  "nvidia b200": 2250.0,
+}
+
+
+def peak_flops(device: jax.Device) -> float | None:
+  """Returns the device's bfloat16 FLOP/s, or None where its kind is not known (CPUs)."""
+  kind = device.device_kind.lower()
+  matching = [prefix for prefix in PEAK_BFLOAT16_TFLOPS if kind.startswith(prefix)]
+  return PEAK_BFLOAT16_TFLOPS[max(matching, key=len)] * 1e12 if matching else None

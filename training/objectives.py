@@ -1,0 +1,83 @@
+"""What is minimised, by `config.training.loss`: sums over the rows of a batch, never means.
+
+Sums of weighted losses and of weights are what adds up over microbatches, devices and
+evaluation batches; the mean is taken once, over the global batch.
+"""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+from ml_collections import ConfigDict
+
+from partitioning.constraints import constrain
+from partitioning.dims import Legend
+
+Batch = Mapping[str, jax.Array]
+Sums = dict[str, jax.Array]  # each a scalar, float32 or wider; "loss" always
+
+# loss -> array of the batch -> its dims and its dtype.
+BATCH = {
+  "next_token": {"tokens": ("BT", "int32"), "targets": ("BT", "int32"), "weights": ("BT", "float32")},
+  "classification": {"inputs": ("BI", "float32"), "targets": ("B", "int32"), "weights": ("B", "float32")},
+  "squared_error": {"inputs": ("BI", "float32"), "targets": ("BO", "float32"), "weights": ("B", "float32")},
+}
+
+
+def abstract_batch(config: ConfigDict, legend: Legend) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the global batch's arrays as a config has them, without opening the data set."""
+  differing = {"B": config.data.global_batch_size, "T": config.data.sequence_length}
+  return {
+    name: jax.ShapeDtypeStruct(
+      tuple(differing.get(letter) or legend[letter].size for letter in letters), jnp.dtype(dtype)
+    )
+    for name, (letters, dtype) in BATCH[config.training.loss].items()
+  }
+
+
+def cross_entropy(
+  logits: Float[Array, "*X V"], targets: Int[Array, "*X"]
+) -> Float[Array, "*X"]:
+  """Returns -log softmax(logits)[target], in nats.
+
+  The target's logit is picked by a masked sum: a gather along a dim that is split over
+  `tensor` would need the whole row on each device.
+  """
+  logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+  hot = targets[..., None] == jnp.arange(logits.shape[-1]).reshape((1,) * targets.ndim + (-1,))
+  picked = jnp.sum(jnp.where(hot, logits, jnp.zeros_like(logits)), axis=-1)
+  return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def next_token(model: nnx.Module, batch: Batch, key: Key[Array, ""] | None) -> Sums:
+  """Returns the summed weighted cross-entropy of each next token, in nats."""
+  logits_BTV = model(constrain(batch["tokens"], "BT"), key)
+  loss_BT = cross_entropy(logits_BTV, batch["targets"])
+  return {"loss": jnp.sum(loss_BT * batch["weights"].astype(loss_BT.dtype))}
+
+
+def classification(model: nnx.Module, batch: Batch, key: Key[Array, ""] | None) -> Sums:
+  """Returns the summed weighted cross-entropy of the labels, and how many were right."""
+  logits_BO = model(batch["inputs"])
+  loss_B = cross_entropy(logits_BO, batch["targets"])
+  weights_B = batch["weights"].astype(loss_B.dtype)
+  right_B = jnp.argmax(logits_BO, axis=-1) == batch["targets"]
+  correct = jnp.sum(jnp.where(right_B, weights_B, jnp.zeros_like(weights_B)))
+  return {"loss": jnp.sum(loss_B * weights_B), "correct": correct}
+
+
+def squared_error(model: nnx.Module, batch: Batch, key: Key[Array, ""] | None) -> Sums:
+  """Returns the weighted sum over rows of the squared error summed over outputs."""
+  outputs_BO = model(batch["inputs"])
+  wide = jnp.promote_types(outputs_BO.dtype, jnp.float32)
+  error_BO = outputs_BO.astype(wide) - batch["targets"].astype(wide)
+  return {"loss": jnp.sum(jnp.sum(error_BO**2, axis=-1) * batch["weights"].astype(wide))}
+
+
+OBJECTIVES: dict[str, Callable[[nnx.Module, Batch, jax.Array | None], Sums]] = {
+  "next_token": next_token,
+  "classification": classification,
+  "squared_error": squared_error,
+}

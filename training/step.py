@@ -1,0 +1,128 @@
+"""The step: `(state, batch) -> (state, metrics)`, pure, whole on one screen."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from models import MODELS
+from training.objectives import OBJECTIVES, Batch, Sums
+from training.optimizer import learning_rate_schedule, make_optimizer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+  """All that a run carries from step to step.
+
+  Attributes:
+    step: int32 scalar, the number of steps done.
+    params: nested dict of parameters.
+    optimizer: the optimizer's state, a tree of optax's.
+  """
+
+  step: jax.Array
+  params: Any
+  optimizer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """The pure functions of a config; what they are compiled for is not their business."""
+
+  config: ConfigDict
+  graphdef: nnx.GraphDef
+  optimizer: optax.GradientTransformation
+  schedule: optax.Schedule
+  param_specs: Any = None  # a tree like the parameters; their gradients are laid out by it
+
+  def init(self, key: jax.Array) -> State:
+    """Returns the first state. Jit it: drawn eagerly, parameters differ in their last bits."""
+    model = MODELS[self.config.model.name].build(self.config, rngs=nnx.Rngs(params=key))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return State(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
+
+  def sums(self, params: Any, batch: Batch, key: jax.Array | None = None) -> Sums:
+    """Returns the objective's sums over one batch; without a key nothing is dropped out."""
+    model = nnx.merge(self.graphdef, params)
+    return OBJECTIVES[self.config.training.loss](model, batch, key)
+
+  def gradients(self, params: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, Sums]:
+    """Returns the gradients of the global batch's mean loss, and its sums divided alike.
+
+    The mean is the sum of weighted losses over the sum of weights across the global batch,
+    also where it is cut into microbatches: those with fewer weights count for less.
+    """
+    count = self.config.training.gradient_accumulation_steps
+    weight = jnp.sum(batch["weights"], dtype=_wide(params))
+
+    def mean(params, microbatch, key):
+      means = jax.tree.map(lambda x: x / weight.astype(x.dtype), self.sums(params, microbatch, key))
+      return means["loss"], means
+
+    def grad(params, microbatch, key):
+      grads, means = jax.grad(mean, has_aux=True)(params, microbatch, key)
+      if self.param_specs is not None:
+        grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, self.param_specs)
+      return grads, means
+
+    if count == 1:
+      return grad(params, batch, key)
+    # Row r of the batch goes to microbatch r % count, so that no row changes its device.
+    microbatches = jax.tree.map(
+      lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), dict(batch)
+    )
+    keys = None if key is None else jax.random.split(key, count)
+
+    def add(total, inputs):
+      return jax.tree.map(jnp.add, total, grad(params, *inputs)), None
+
+    first = jax.tree.map(lambda x: x[0], (microbatches, keys))
+    zeros = jax.tree.map(
+      lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, params, *first)
+    )
+    return jax.lax.scan(add, zeros, (microbatches, keys))[0]
+
+  def train_step(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+    """Returns the state after one optimizer step, and scalars about it.
+
+    Randomness is folded from (seed, step), so it does not depend on where a run began.
+    """
+    key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
+    grads, means = self.gradients(state.params, batch, key)
+    norm = optax.global_norm(grads)
+    if clip := self.config.optimizer.clip_norm:
+      scale = clip / jnp.maximum(norm, clip)
+      grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = {
+      "loss": means["loss"],
+      "grad_norm": norm,
+      "learning_rate": jnp.asarray(self.schedule(state.step), norm.dtype),
+    }
+    return State(state.step + 1, params, optimizer), metrics
+
+  def eval_step(self, params: Any, batch: Batch) -> Sums:
+    """Returns the objective's sums and the sum of weights, over one batch."""
+    sums = self.sums(params, batch)
+    return {**sums, "weight": jnp.sum(batch["weights"], dtype=sums["loss"].dtype)}
+
+
+def make_program(config: ConfigDict) -> Program:
+  """Returns the functions of a finalized config."""
+
+  def abstract() -> nnx.Module:
+    return MODELS[config.model.name].build(config, rngs=nnx.Rngs(params=0))
+
+  graphdef, _ = nnx.split(nnx.eval_shape(abstract))
+  return Program(config, graphdef, make_optimizer(config), learning_rate_schedule(config))
+
+
+def _wide(params: Any) -> jnp.dtype:
+  """Returns float32, or float64 where the parameters are: nothing is narrowed below them."""
+  return jnp.promote_types(jax.tree.leaves(params)[0].dtype, jnp.float32)
