@@ -18,7 +18,7 @@ from absl import app, flags
 from etils import epath
 from ml_collections import config_flags
 
-from configs import base
+from configs import base, command_line
 from partitioning import layout
 from partitioning.mesh import product_text
 from training import devices, job, loop
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
       return _layout()
     [ready] = _prepare(_CONFIG)
     data = loop.open_data(ready)
-    workdir = epath.Path(_WORKDIR.value or f"runs/{_config_name(_CONFIG)}")
+    workdir = epath.Path(_WORKDIR.value or f"runs/{command_line.name(_CONFIG)}")
     workdir.mkdir(parents=True, exist_ok=True)
   except (ValueError, OSError, RuntimeError) as error:
     return _refuse(error)
@@ -92,7 +92,7 @@ def _layout() -> int:
     return 0
   jobs = _prepare(_CONFIG, _AGAINST)
   sections = [{n: p for section in j.placements.values() for n, p in section.items()} for j in jobs]
-  titles = (_config_name(_CONFIG), _config_name(_AGAINST))
+  titles = (command_line.name(_CONFIG), command_line.name(_AGAINST))
   say(layout.against_text(*sections, tuple(j.devices.sizes for j in jobs), titles))
   return 0
 
@@ -102,7 +102,7 @@ def _announce(ready: job.Job, data: loop.Data, workdir: epath.Path) -> None:
   device = ready.mesh.devices.flat[0]
   kind = "simulated CPU devices, made for this run" if ready.devices.simulated else device.device_kind
   say(f"devices: {ready.mesh.size} x {kind}; mesh: {product_text(ready.devices.sizes)}")
-  say(ready.layout_text())
+  say(ready.layout_text(whole=False))
   say(f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
       f"held out: {data.held_out.source.name}, {len(data.held_out.source):,} rows")
   say(f"workdir: {workdir}")
@@ -121,13 +121,6 @@ def _verb(words: list[str]) -> str:
   return verb
 
 
-def _config_name(flag) -> str:
-  """Returns `dp4_tp2_lm` for --config=configs/dp4_tp2.py:lm."""
-  path = config_flags.get_config_filename(flags.FLAGS[flag.name])
-  strategy = os.path.splitext(os.path.basename(path))[0]
-  return f"{strategy}_{flag.value.argument}".replace("=", "-").replace(",", "_")
-
-
 def _refuse(error: Exception) -> int:
   """Prints one message; returns exit code 2."""
   if flags.FLAGS.is_parsed() and _DEBUG.value:
@@ -137,12 +130,15 @@ def _refuse(error: Exception) -> int:
 
 
 def _parse(argv: list[str]) -> list[str]:
-  """Parses the flags; an error of absl or ml_collections is a refusal like any other."""
+  """Parses the flags; what absl and ml_collections raise is a refusal like any other."""
   try:
-    return flags.FLAGS(argv)
-  except Exception as error:
-    print(type(error), error)
-    raise
+    return command_line.parse(argv, ("config", "against"))
+  except ValueError as error:
+    if "--debug" in argv:
+      raise
+    print(f"refused: {error}", file=sys.stderr)
+    sys.exit(REFUSED)
+
 
 if __name__ == "__main__":
   app.run(main, flags_parser=_parse)

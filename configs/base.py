@@ -40,11 +40,10 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
   config.mesh = ConfigDict({**MESH, **(mesh or {})})
   config.partitioning = _partitioning(config.model.name)
   config.metrics = ConfigDict({"every_steps": 10, "tensorboard": True})
-  config.compiler_options = ConfigDict()  # XLA options by name, for every compiled step
+  config.compiler_options = ""  # XLA's, for every compiled step: "name=value,name=value"
   config.compilation_cache_dir = "~/.cache/meshwright/compilation"  # "" turns it off
   config.memory_limit_gib = config_dict.placeholder(float)  # per device (CPU: all); unset: asked
   config.lock()
-  config.compiler_options.unlock()
   return config
 
 
@@ -110,7 +109,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   Raises:
     ValueError: with all that is wrong, a line each.
   """
-  wrong = [*_at_least(config), *_choices(config), *_batch(config, sizes)]
+  wrong = [*_at_least(config), *_choices(config), *_tables(config), *_batch(config, sizes)]
   if config.training.compute_dtype == "float64" and config.training.parameter_dtype != "float64":
     wrong.append("training.compute_dtype=float64 needs training.parameter_dtype=float64")
   if config.model.name == "transformer":
@@ -178,6 +177,26 @@ def _choices(config: ConfigDict) -> list[str]:
     value = config[section][key]
     if value not in known:
       wrong.append(f"{name}={value!r}: one of {', '.join(known)}{nearest(value, known)}")
+  return wrong
+
+
+def _tables(config: ConfigDict) -> list[str]:
+  """Checks the form of what tuples hold, which a config's types do not see."""
+  wrong = []
+  for title in ("parameters", "activations", "optimizer"):
+    for name, axes in config.partitioning[title].items():
+      if not all(isinstance(axis, str) for axis in axes):
+        wrong.append(f"partitioning.{title}.{name}={axes!r}: names of mesh axes, such as ('fsdp',)")
+  for entry in config.partitioning.overrides:
+    pair = isinstance(entry, tuple) and len(entry) == 2
+    if not (pair and isinstance(entry[0], str) and isinstance(entry[1], tuple)):
+      wrong.append(
+        f"partitioning.overrides: {entry!r} is not a name with the entries of a PartitionSpec, "
+        f"such as ('layers/mlp/up/kernel', (None, 'fsdp', 'tensor'))"
+      )
+  for option in filter(None, config.compiler_options.split(",")):
+    if "=" not in option:
+      wrong.append(f"compiler_options: {option!r} is not name=value")
   return wrong
 
 

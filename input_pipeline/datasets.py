@@ -49,10 +49,15 @@ def _version_key(version):
   return tuple(int(part) if part.isdigit() else -1 for part in version.split("."))
 
 
+def _folders_of(base):
+  """Returns the folders of all prepared configs and versions of the data set in `base`."""
+  return [p.parent for depth in ("*", "*/*") for p in base.glob(f"{depth}/dataset_info.json")]
+
+
 def _prepared_folder(reference, root):
   """Returns the folder of a data set prepared below `root`, or None. Refuses to guess a config."""
   base = root / reference.name
-  found = [p.parent for depth in ("*", "*/*") for p in base.glob(f"{depth}/dataset_info.json")]
+  found = _folders_of(base)
   if reference.version:
     found = [folder for folder in found if folder.name == reference.version]
   configs = {"" if f.parent.name == reference.name else f.parent.name for f in found}
@@ -122,7 +127,7 @@ def _first_line(error):
 def _unknown(reference, root):
   on_disk = [path.name for path in root.iterdir() if path.is_dir()] if root.exists() else []
   here = [*catalog.EMBEDDED, catalog.RANDOM_NORMAL]
-  here += [name for name in on_disk if any((root / name).glob("**/dataset_info.json"))]
+  here += [name for name in on_disk if _folders_of(root / name)]
   registered = tfds.list_builders(with_community_datasets=False)
   near = difflib.get_close_matches(reference.name, [*here, *registered], n=1)
   hint = f"; the nearest known name is {near[0]}" if near else ""

@@ -87,8 +87,8 @@ def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
       `mesh.devices.flat`, not device ids.
 
   Raises:
-    ValueError: no HLO program, device groups in a syntax that is not known, or ids that this
-      mesh does not have.
+    ValueError: no HLO program, device groups or element types that are not known, or ids that
+      this mesh does not have.
   """
   program = hlo.parse(hlo_text)
   found: dict[tuple[str, str], Collective] = {}
@@ -156,6 +156,7 @@ def _record(program, computation, instruction, count, site, mesh) -> Collective 
     kind = "reduce-scatter"
   try:
     axes, whole = _axes(_groups(instruction, mesh.size), mesh)
+    payload = _payload(computation, instruction)
   except ValueError as error:
     raise ValueError(f"HLO instruction {instruction.name}: {error}") from error
   if not axes:
@@ -163,23 +164,24 @@ def _record(program, computation, instruction, count, site, mesh) -> Collective 
   # Instructions inside a fusion often carry no metadata; the fusion does.
   source = hlo.source(program, instruction.attributes)
   source = source or (hlo.source(program, site.attributes) if site else "")
-  payload = _payload(computation, instruction)
   return Collective(instruction.name, kind, axes, payload, count, source, whole)
 
 
 def _payload(computation: hlo.Computation, instruction: hlo.Instruction) -> int:
   """Returns the larger of operands and results, in bytes per device."""
   result, parts = instruction.shape, hlo.elements(instruction.shape)
-  # A start returns (operands, results, contexts...); all-reduce-start its results, unless it
-  # is the short form of async-start, whose operands are a tuple of their own.
+  # A start returns (operands, results, contexts...). all-reduce-start may return its results
+  # alone: they are as large as its operands, which count anyway.
   if instruction.opcode.endswith("-start") and len(parts) > 1:
-    if instruction.opcode != "all-reduce-start" or parts[0].startswith("("):
-      result = parts[1]
-  shapes = []
+    result = parts[1]
+  sent = 0
   for operand, name in zip(instruction.operands, instruction.operand_names, strict=True):
     known = computation.instructions.get(name)
-    shapes.append(known.shape if known else operand.rpartition(" ")[0])
-  return max(hlo.shape_bytes(result), sum(map(hlo.shape_bytes, shapes)))
+    shape = known.shape if known else operand.rpartition(" ")[0]
+    if not shape:
+      raise ValueError(f"operand {name} is not defined in computation {computation.name}")
+    sent += hlo.shape_bytes(shape)
+  return max(hlo.shape_bytes(result), sent)
 
 
 # ---- Device groups -> mesh axes ----
@@ -313,9 +315,9 @@ def format_summary(rows: Sequence[Row]) -> str:
   """Returns the rows as text: runs, payload bytes per device of one run (the mean), their product.
 
   ```
-  all-reduce  data    12 x   1.2 MiB =  14.4 MiB
-  all-gather  tensor   ? x 512.0 KiB
-  total               12             =  14.4 MiB
+  all-reduce  data    12 x    1.2 MiB =   14.4 MiB
+  all-gather  tensor   ? x  512.0 KiB
+  total               12              =   14.4 MiB
   ```
   A count that is not known is `?`, its bytes are those of one run of each, and the total
   leaves it out. Without collectives the text is `no collectives`.
@@ -325,18 +327,15 @@ def format_summary(rows: Sequence[Row]) -> str:
   known = [row for row in rows if row.count is not None]
   lines = [(row.kind, "+".join(row.axes), row.count, row.bytes) for row in rows]
   lines.append(("total", "", sum(row.count for row in known), sum(row.bytes for row in known)))
-  kinds, axes, counts, _ = (
-    [len(str(cell)) for cell in column] for column in zip(*lines, strict=True)
-  )
+  kinds, axes = (max(len(line[i]) for line in lines) for i in range(2))
+  counts = max(len(str(line[2])) for line in lines if line[2] is not None)
   text = []
   for kind, names, count, size in lines:
     each = "" if kind == "total" else f"x {_size(size / (count or 1)):>10}"
     product = "" if count is None else f" = {_size(size):>10}"
     runs = "?" if count is None else count
-    text.append(
-      f"{kind:<{max(kinds)}}  {names:<{max(axes)}}  {runs:>{max(counts)}} {each:<12}{product}"
-    )
-  return "\n".join(line.rstrip() for line in text)
+    text.append(f"{kind:<{kinds}}  {names:<{axes}}  {runs:>{counts}} {each:<12}{product}".rstrip())
+  return "\n".join(text)
 
 
 def _size(count: float) -> str:

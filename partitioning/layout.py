@@ -73,26 +73,28 @@ def legend_text(legend: Legend) -> str:
   return "\n".join(lines)
 
 
-def layout_text(sections: Mapping[str, Sequence[Placement]], sizes: Mapping[str, int]) -> str:
+def layout_text(
+  sections: Mapping[str, Sequence[Placement]], sizes: Mapping[str, int], *, whole: bool = True
+) -> str:
   """Returns the layout table: a row per array, the bytes per device, and what is replicated.
 
   Args:
     sections: title (`parameters`, `optimizer`, `batch`) -> placements.
     sizes: mesh axis -> size.
+    whole: False leaves out types and rules, and gives the optimizer one line for all leaves.
   """
-  table = _table("array", "shape", "dtype", "dims", "rule", "spec", "shard")
+  more = ("dtype", "dims", "rule") if whole else ()
+  table = _table("array", "shape", *more, "spec", "shard")
   table.add_column("bytes/device", justify="right")
   table.add_column("copies", justify="right")
   for title, placements in sections.items():
     total = sum(bytes_per_device(p, sizes) for p in placements)
-    table.add_row(title, *[""] * 6, size_text(total), "", style="bold")
-    for p in placements:
+    table.add_row(title, *[""] * (3 + len(more)), size_text(total), "", style="bold")
+    for p in placements if whole or title != "optimizer" else ():
       table.add_row(
         f"  {p.name}",
         shape_text(p.shape),
-        str(np.dtype(p.dtype)),
-        p.letters or "-",
-        p.rule,
+        *((str(np.dtype(p.dtype)), p.letters or "-", p.rule) if whole else ()),
         spec_text(p.spec, len(p.shape)),
         shape_text(shard_shape(p.shape, p.spec, sizes)),
         size_text(bytes_per_device(p, sizes)),

@@ -64,28 +64,36 @@ class Job:
     """Returns the NamedSharding of every array of the batch."""
     return layout.shardings(self.batch, self.placements["batch"], self.mesh, "batch/")
 
-  def layout_text(self) -> str:
-    """Returns the legend, the layout table, and the sums below it."""
+  def layout_text(self, *, whole: bool = True) -> str:
+    """Returns the legend, the layout table, and the sums below it.
+
+    Args:
+      whole: also the rules, the optimizer's leaves and the activations: too wide and too
+        long for the start of a run, but what `layout` prints and `layout.txt` holds.
+    """
     sizes = self.devices.sizes
-    parameters = self.placements["parameters"].values()
-    held = [*parameters, *self.placements["optimizer"].values()]
+    sections = {title: list(rows.values()) for title, rows in self.placements.items()}
+    parameters = sections["parameters"]
+    held = [*parameters, *sections["optimizer"]]
     count = sum(math.prod(p.shape) for p in parameters)
     per_device = sum(layout.bytes_per_device(p, sizes) for p in held)
     replicated = layout.replicated_bytes(held, sizes)
-    activations = [
+    lines = [layout.legend_text(self.legend)] if whole else []
+    lines.append(layout.layout_text(sections, sizes, whole=whole))
+    if whole:
+      lines += ["activations, in the order of the forward pass:", *self._activation_lines(), ""]
+    lines.append(
+      f"{count:,} parameters; with optimizer state {layout.size_text(per_device)} per device, "
+      f"of which {layout.size_text(replicated)} are held whole by every device"
+    )
+    return "\n".join(lines)
+
+  def _activation_lines(self) -> list[str]:
+    return [
       f"  {c.letters:<5} {layout.shape_text(c.shape):<20} {layout.spec_text(c.spec, len(c.shape))}"
       + "".join(f"  note: {note}" for note in c.notes)
       for c in self.activations.seen
     ]
-    sections = {title: list(rows.values()) for title, rows in self.placements.items()}
-    return "\n".join([
-      layout.legend_text(self.legend),
-      layout.layout_text(sections, sizes),
-      "activations, in the order of the forward pass:",
-      *activations,
-      f"{count:,} parameters; with optimizer state {layout.size_text(per_device)} per device, "
-      f"of which {layout.size_text(replicated)} are held whole by every device",
-    ])
 
   @contextlib.contextmanager
   def tracing(self) -> Iterator[None]:
@@ -121,7 +129,8 @@ class Job:
     began = time.monotonic()
     with self.tracing():
       lowered = jax.jit(function, **jit_options).lower(*arguments)
-      compiled = lowered.compile(compiler_options=dict(self.config.compiler_options) or None)
+      options = dict(o.split("=", 1) for o in filter(None, self.config.compiler_options.split(",")))
+      compiled = lowered.compile(compiler_options=options or None)
     return Compiled(compiled, time.monotonic() - began)
 
   def compile_train_step(self) -> "Compiled":
@@ -172,6 +181,7 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
     f"activation {c.letters} {layout.shape_text(c.shape)}: {failure}"
     for c in activations.seen
     for failure in c.failures
+    if not any(said.endswith(failure) for said in failures)  # of a parameter, already
   ]
   if not failures:
     every = [p for section in placements.values() for p in section.values()]

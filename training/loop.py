@@ -110,9 +110,10 @@ def train(job: Job, data: Data, workdir: epath.Path, *, started: float) -> dict[
       every = config.evaluation.every_steps
       if last or (every and (step + 1) % every == 0):
         with meter.paused():
-          held_out = evaluate(state.params, steps=0 if last else config.evaluation.steps)
+          count = 0 if last else config.evaluation.steps
+          held_out = evaluate(state.params, steps=count)
           writer.write(step + 1, held_out)
-          progress.note(evaluation_text(step + 1, held_out, whole=last))
+          progress.note(evaluation_text(step + 1, held_out, whole=count == 0))
 
   # ------------------------------ end ------------------------------
   say(

@@ -1,0 +1,89 @@
+"""Reading rows, and random_normal."""
+
+import numpy as np
+import pytest
+
+from input_pipeline import preparation, sources
+
+
+@pytest.fixture
+def normal(config):
+  """Returns a function that opens random_normal of 40 rows, 5 inputs and 3 targets."""
+
+  def make(seed=7, split="train", **changes):
+    sizes = {"examples": 40, "input_size": 5, "target_size": 3} | changes
+    return sources.open_source(config("random_normal", "random", **sizes), split, seed)
+
+  return make
+
+
+def test_random_normal_fields(normal):
+  source = normal()
+  rows = source.read(np.array([3, 3, 39]))
+  assert {field: (a.shape[1:], a.dtype) for field, a in rows.items()} == source.fields
+  assert source.fields["inputs"] == ((5,), np.dtype(np.float32))
+  assert source.fields["targets"] == ((3,), np.dtype(np.float32))
+  np.testing.assert_array_equal(rows["weights"], 1)
+  np.testing.assert_array_equal(rows["inputs"][0], rows["inputs"][1])
+
+
+def test_random_normal_is_the_same_everywhere(normal):
+  row = normal().read(np.array([0]))
+  # The first draws of NumPy's Philox with key 7.
+  inputs = [-1.7496944665908813, 0.5745441317558289, 0.6142833828926086, 0.29785972833633423]
+  np.testing.assert_array_equal(row["inputs"][0, :4], np.array(inputs, np.float32))
+  targets = [-1.2292683124542236, -0.6155326962471008, 0.2075999677181244]
+  np.testing.assert_array_equal(row["targets"][0], np.array(targets, np.float32))
+
+
+def test_random_normal_depends_on_the_seed_alone(normal):
+  everything = np.arange(40)
+  assert normal().fingerprint == normal(split="test").fingerprint != normal(seed=8).fingerprint
+  longer = normal(examples=50)
+  np.testing.assert_array_equal(
+    longer.read(everything)["inputs"], normal().read(everything)["inputs"]
+  )
+  assert longer.fingerprint != normal().fingerprint
+
+
+def test_fingerprint_tells_rows_apart(config, tiny_text):
+  prints = [
+    sources.open_source(config(tiny_text, sequence_length=length), "train", seed).fingerprint
+    for length, seed in ((16, 0), (16, 1), (7, 0))
+  ]
+  assert prints[0] == prints[1] != prints[2]
+  assert len(prints[0]) == 64
+
+
+def test_reading_no_rows(config, tiny_text, tiny_images):
+  for data in (
+    config(tiny_text, sequence_length=9),
+    config(tiny_images, "image", input_size=15, target_size=4),
+  ):
+    source = sources.open_source(data, "train", seed=0)
+    rows = source.read(np.zeros(0, np.int64))
+    assert {f: (a.shape, a.dtype) for f, a in rows.items()} == {
+      f: ((0, *shape), dtype) for f, (shape, dtype) in source.fields.items()
+    }
+
+
+def test_a_row_number_out_of_range(config, tiny_text):
+  source = sources.open_source(config(tiny_text), "train", seed=0)
+  with pytest.raises(IndexError, match=r"tiny_text:1.2.0 train.* not all in 0..6"):
+    source.read(np.array([0, 7]))
+
+
+def test_a_flipped_byte_names_its_row(config, tiny_images):
+  data = config(tiny_images, "image", input_size=15, target_size=4, label_feature="label")
+  store = preparation.prepare(data, "train[:9]")
+  wanted = sources.open_source(data, "train[:9]", seed=0).read(np.arange(9))["inputs"]
+  content = bytearray(store.rows_path.read_bytes())
+  position = content.index((wanted[5] * 255).astype(np.uint8).tobytes())
+  content[position + 2] ^= 1
+  store.rows_path.write_bytes(bytes(content))
+  source = sources.open_source(data, "train[:9]", seed=0)
+  message = r"tiny_images/small:1.2.0 train\[:9\]: row 5 of .*rows.array_record cannot be read"
+  with pytest.raises(ValueError, match=message):
+    source.read(np.array([0, 8, 5, 2]))
+  others = np.array([0, 1, 2, 3, 4, 6, 7, 8])  # the damage costs no other row
+  np.testing.assert_array_equal(source.read(others)["inputs"], wanted[others])
