@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import tensorflow_datasets as tfds
+from absl import logging
 from etils import epath
 
 from input_pipeline import catalog, embedded
@@ -91,6 +92,9 @@ def _build_embedded(reference, root):
     return make()
   with locked(root / ".locks" / reference.path.replace("/", "-")), _quiet():
     builder = make()
+    folder = epath.Path(builder.data_dir)
+    for left in folder.parent.glob(f"incomplete.*_{folder.name}"):
+      left.rmtree()  # a killed process's: only holders of this lock build these
     tfds.disable_progress_bar()  # a second's work, not worth pages of bars in a log
     builder.download_and_prepare()  # returns at once if another process was first
     tfds.enable_progress_bar()
@@ -108,6 +112,11 @@ def _download(reference, root):
       raise ValueError(_unknown(reference, root)) from error
     except (ValueError, AssertionError) as error:  # an unknown config or version of a known name
       raise ValueError(f"data set {reference}: {error}") from error
+    logging.warning(
+      "data set %s is not in %s: downloading it (without a network TFDS tries for some minutes)",
+      reference,
+      root,
+    )
     try:
       builder.download_and_prepare()
     except Exception as error:  # whatever a download and a foreign builder can raise
@@ -186,7 +195,7 @@ def choose_feature(builder, role, wanted):
       none or a choice.
   """
   reference, features = full_reference(builder), builder.info.features
-  named = dict(features) if isinstance(features, tfds.features.FeaturesDict) else {}
+  named = dict(sorted(features.items())) if isinstance(features, tfds.features.FeaturesDict) else {}
   listing = ", ".join(f"{name} ({type(named[name]).__name__})" for name in named) or "none"
   if wanted:
     if wanted not in named:
@@ -240,8 +249,11 @@ def _read(source, numbers, where):
       try:
         source[number]
       except Exception as error:
+        way_out = "prepare the data set again, or copy it again"
+        if isinstance(error, ImportError):  # nothing is wrong with the record
+          way_out = "install what is missing; images need `pip install pillow`"
         raise ValueError(
           f"{where}: record {number} cannot be read ({type(error).__name__}:"
-          f" {_first_line(error)}); prepare the data set again, or copy it again"
+          f" {_first_line(error)}); {way_out}"
         ) from error
     raise

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
+from models.dtypes import wide_dtype
 from partitioning.constraints import constrain
 from partitioning.dims import Dim
 
@@ -64,7 +65,7 @@ def rms_norm(
   x: Float[Array, "*X D"], scale_D: Float[Array, " D"], *, epsilon: float
 ) -> Float[Array, "*X D"]:
   """Scales x to unit root mean square over D, in float32 or wider. Source: arXiv:1910.07467."""
-  wide = jnp.promote_types(x.dtype, jnp.float32)
+  wide = wide_dtype(x.dtype)
   x_wide = x.astype(wide)
   inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_wide), axis=-1, keepdims=True) + epsilon)
   scale = scale_D.astype(wide).reshape((1,) * (x.ndim - 1) + scale_D.shape)
@@ -75,7 +76,7 @@ def rotate(
   x_BTNH: Float[Array, "B T N H"], positions_T: Int[Array, " T"], *, base: float
 ) -> Float[Array, "B T N H"]:
   """Turns each pair (i, i + H/2) by its position, in float32 or wider. Source: arXiv:2104.09864."""
-  wide = jnp.promote_types(x_BTNH.dtype, jnp.float32)
+  wide = wide_dtype(x_BTNH.dtype)
   half = x_BTNH.shape[-1] // 2
   frequency_h = jnp.asarray(base, wide) ** (-jnp.arange(half, dtype=wide) / half)
   angle = positions_T.astype(wide)[None, :, None, None] * frequency_h[None, None, None, :]
@@ -91,7 +92,7 @@ def causal_attention(
   v_BSNH: Float[Array, "B S N H"],
 ) -> Float[Array, "B T N H"]:
   """Attends to the past and to itself; the softmax is float32 or wider. arXiv:1706.03762, 3.2.1."""
-  wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+  wide = wide_dtype(q_BTNH.dtype)
   q_BTNH = q_BTNH * jnp.asarray(q_BTNH.shape[-1] ** -0.5, q_BTNH.dtype)
   scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
   rows, columns = scores_BNTS.shape[-2:]
@@ -271,7 +272,7 @@ class Transformer(nnx.Module):
       layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
     x_BTD, _ = jax.lax.scan(layer, self.embed(tokens_BT), (stack, keys))
     logits_BTV = self.unembed("BTD,DV->BTV", self.final_norm(x_BTD))
-    wide = jnp.promote_types(logits_BTV.dtype, jnp.float32)
+    wide = wide_dtype(logits_BTV.dtype)
     logits_BTV = constrain(logits_BTV.astype(wide), "BTV")
     real_V = jnp.arange(logits_BTV.shape[-1]) < self.vocabulary_size
     return jnp.where(real_V[None, None], logits_BTV, jnp.finfo(wide).min)

@@ -113,9 +113,7 @@ class Job:
     Raises:
       LayoutError: a leaf lies otherwise than its spec says.
     """
-    with self.tracing():
-      init = jax.jit(self.program.init, out_shardings=self.state_shardings)
-      state = init(jax.random.key(self.config.seed))
+    state = self.compile_init().function(jax.random.key(self.config.seed))
     self.check_placed(state)
     return state
 
@@ -132,6 +130,11 @@ class Job:
       options = dict(o.split("=", 1) for o in filter(None, self.config.compiler_options.split(",")))
       compiled = lowered.compile(compiler_options=options or None)
     return Compiled(compiled, time.monotonic() - began)
+
+  def compile_init(self) -> "Compiled":
+    """Compiles `key -> state`."""
+    key = jax.random.key(self.config.seed)
+    return self.compile(self.program.init, key, out_shardings=self.state_shardings)
 
   def compile_train_step(self) -> "Compiled":
     """Compiles `(state, batch) -> (state, metrics)`; the state that it is given is donated."""

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
+from models.dtypes import wide_dtype
 from partitioning.constraints import constrain
 from partitioning.dims import Legend
 
@@ -45,7 +46,7 @@ def cross_entropy(
   The target's logit is picked by a masked sum: a gather along a dim that is split over
   `tensor` would need the whole row on each device.
   """
-  logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+  logits = logits.astype(wide_dtype(logits.dtype))
   hot = targets[..., None] == jnp.arange(logits.shape[-1]).reshape((1,) * targets.ndim + (-1,))
   picked = jnp.sum(jnp.where(hot, logits, jnp.zeros_like(logits)), axis=-1)
   return jax.nn.logsumexp(logits, axis=-1) - picked
@@ -71,7 +72,7 @@ def classification(model: nnx.Module, batch: Batch, key: Key[Array, ""] | None) 
 def squared_error(model: nnx.Module, batch: Batch, key: Key[Array, ""] | None) -> Sums:
   """Returns the weighted sum over rows of the squared error summed over outputs."""
   outputs_BO = model(batch["inputs"])
-  wide = jnp.promote_types(outputs_BO.dtype, jnp.float32)
+  wide = wide_dtype(outputs_BO.dtype)
   error_BO = outputs_BO.astype(wide) - batch["targets"].astype(wide)
   return {"loss": jnp.sum(jnp.sum(error_BO**2, axis=-1) * batch["weights"].astype(wide))}
 

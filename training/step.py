@@ -58,7 +58,7 @@ class Program:
     also where it is cut into microbatches: those with fewer weights count for less.
     """
     count = self.config.training.gradient_accumulation_steps
-    weight = jnp.sum(batch["weights"], dtype=_wide(params))
+    weight = jnp.sum(batch["weights"], dtype=self.config.training.parameter_dtype)
 
     def mean(params, microbatch, key):
       means = jax.tree.map(lambda x: x / weight.astype(x.dtype), self.sums(params, microbatch, key))
@@ -94,17 +94,16 @@ class Program:
     """
     key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
     grads, means = self.gradients(state.params, batch, key)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     if clip := self.config.optimizer.clip_norm:
       scale = clip / jnp.maximum(norm, clip)
       grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-    updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+    # optax raises decays to an integer count, which strict promotion (on in the tests) forbids.
+    with jax.numpy_dtype_promotion("standard"):
+      updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+      rate = jnp.asarray(self.schedule(state.step), norm.dtype)
     params = optax.apply_updates(state.params, updates)
-    metrics = {
-      "loss": means["loss"],
-      "grad_norm": norm,
-      "learning_rate": jnp.asarray(self.schedule(state.step), norm.dtype),
-    }
+    metrics = {"loss": means["loss"], "grad_norm": norm, "learning_rate": rate}
     return State(state.step + 1, params, optimizer), metrics
 
   def eval_step(self, params: Any, batch: Batch) -> Sums:
@@ -121,8 +120,3 @@ def make_program(config: ConfigDict) -> Program:
 
   graphdef, _ = nnx.split(nnx.eval_shape(abstract))
   return Program(config, graphdef, make_optimizer(config), learning_rate_schedule(config))
-
-
-def _wide(params: Any) -> jnp.dtype:
-  """Returns float32, or float64 where the parameters are: nothing is narrowed below them."""
-  return jnp.promote_types(jax.tree.leaves(params)[0].dtype, jnp.float32)

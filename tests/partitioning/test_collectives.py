@@ -213,7 +213,8 @@ HloModule calls
 %outer (o: f32[6]) -> f32[6] {
   %o = f32[6] parameter(0)
   %first = f32[6] call(%o), to_apply=%inner
-  ROOT %second = f32[6] fusion(%first), kind=kCustom, calls=%inner, metadata={op_name="f calls=%outer"}
+  ROOT %second = f32[6] fusion(%first), kind=kCustom, calls=%inner, \
+metadata={op_name="f calls=%outer"}
 }
 
 ENTRY %main (p: f32[6]) -> f32[6] {
@@ -554,6 +555,52 @@ def test_a_limit_that_the_loop_carries(mesh):
   ).replace("copy(%constant.1)", "copy(%zero)")
   text = text.replace("%copy.26 =", "%zero = s32[] constant(-6)\n  %copy.26 =")
   assert {c.count for c in collectives(text, mesh)} == {4}  # -6, -4, -2, 0 are below 1.
+
+
+NESTED = """
+%outer_condition (t: (s32[], s32[], bf16[24,4])) -> pred[] {
+  %t = (s32[], s32[], bf16[24,4]) parameter(0)
+  %k.1 = s32[] get-tuple-element(%t), index=0
+  %three = s32[] constant(3)
+  ROOT %lt.1 = pred[] compare(%k.1, %three), direction=LT
+}
+
+%outer_body (s: (s32[], s32[], bf16[24,4])) -> (s32[], s32[], bf16[24,4]) {
+  %s = (s32[], s32[], bf16[24,4]) parameter(0)
+  %k = s32[] get-tuple-element(%s), index=0
+  %carried = s32[] get-tuple-element(%s), index=1
+  %x = bf16[24,4] get-tuple-element(%s), index=2
+  %unit = s32[] constant(1)
+  %from = s32[] add(%carried, %unit)
+  %k.next = s32[] add(%k, %unit)
+  %state = (s32[], bf16[24,4], s32[]) tuple(%from, %x, %unit)
+  %loop = (s32[], bf16[24,4], s32[]) while(%state), condition=%condition, body=%body
+  ROOT %end = (s32[], s32[], bf16[24,4]) tuple(%k.next, %carried, %x)
+}
+
+ENTRY %main (p: bf16[24,4]) -> (s32[], s32[], bf16[24,4]) {
+  %p = bf16[24,4] parameter(0)
+  %zero = s32[] constant(0)
+  %four = s32[] constant(4)
+  %begin = (s32[], s32[], bf16[24,4]) tuple(%zero, %four, %p)
+  ROOT %all = (s32[], s32[], bf16[24,4]) while(%begin), condition=%outer_condition, \
+body=%outer_body
+}
+"""
+
+
+@pytest.mark.parametrize(
+  ("old", "new", "count"),
+  [
+    ("constant(3)", "constant(3)", 3 * 2),  # Each inner loop runs for 5 and 7.
+    ("constant(4)", "constant(0)", 3 * 4),
+    ("tuple(%k.next, %carried, %x)", "tuple(%k.next, %from, %x)", None),
+  ],
+)
+def test_a_start_that_the_loop_around_carries(mesh, old, new, count):
+  assert NESTED.count(old) == 1
+  text = TPU.split("ENTRY")[0] + NESTED.replace(old, new)
+  assert {c.count for c in collectives(text, mesh)} == {count}
 
 
 def test_two_chains_and_the_source_in_older_text(mesh):

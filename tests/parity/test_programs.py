@@ -1,0 +1,146 @@
+"""What the compiled programs hold: initial parameters, dropout, collectives, types."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models import transformer
+from partitioning import collectives
+from partitioning.rules import named_leaves
+from tests.jobs import STRATEGIES, make_job
+
+
+def summary(compiled, job):
+  """Returns {(kind, axes): (count, bytes)} of a compiled program."""
+  found = collectives.collectives(compiled.as_text(), job.mesh)
+  rows = collectives.summarize(found)
+  return {(row.kind, row.axes): (row.count, row.bytes) for row in rows}
+
+
+@pytest.mark.parametrize("recipe", ["lm", "mlp", "mlp_tutorial"])
+def test_initial_parameters_are_the_same_bits_on_every_mesh(recipe):
+  wanted = named_leaves(make_job("single", recipe).initial_state().params)
+  assert any(np.std(np.asarray(leaf)) > 0 for leaf in wanted.values())
+  for strategy in STRATEGIES[1:]:
+    found = named_leaves(make_job(strategy, recipe).initial_state().params)
+    assert found.keys() == wanted.keys()
+    for name, leaf in found.items():
+      assert np.asarray(leaf).tobytes() == np.asarray(wanted[name]).tobytes(), (strategy, name)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_drawing_parameters_needs_no_collective(strategy):
+  job = make_job(strategy, "lm")
+  assert summary(job.compile_init().function, job) == {}
+
+
+def test_drawing_dropout_needs_no_collective():
+  job = make_job("dp2_fsdp2_tp2", "lm")
+  spec = NamedSharding(job.mesh, PartitionSpec(("data", "fsdp")))
+  x_BTD = jax.ShapeDtypeStruct((16, 12, 40), jnp.float32, sharding=spec)
+  compiled = job.compile(
+    lambda x, key: transformer.dropout(x, 0.25, key), x_BTD, jax.random.key(0), out_shardings=spec
+  ).function
+  assert summary(compiled, job) == {}
+  dropped = np.asarray(compiled(jax.device_put(jnp.ones(x_BTD.shape), spec), jax.random.key(0)))
+  assert 0.2 < np.mean(dropped == 0) < 0.3
+  assert np.allclose(dropped[dropped != 0], 4 / 3)
+
+
+def test_dropout_adds_no_collective_to_the_step_and_changes_the_loss():
+  jobs = [make_job("dp4_tp2", "lm", **{"model.dropout_rate": rate}) for rate in (0.0, 0.3)]
+  steps = [job.compile_train_step().function for job in jobs]
+  assert summary(steps[0], jobs[0]) == summary(steps[1], jobs[1])
+  assert "rng" in steps[1].as_text() or "xor" in steps[1].as_text()
+
+
+def tutorial_collectives(data, tensor):
+  """Returns what theory says of the network [784, W, W, W, 10] with W = B = 512, in float32.
+
+  Each gradient is summed over `data`. Over `tensor`, the row-split product of the forward
+  pass and the column-split one of the backward pass leave partial sums of one activation
+  [B / data, W] each; and the gradient norm adds up the squares of the three split tensors.
+  """
+  width = batch = 512
+  split = width * width // tensor + width // tensor + width * width // tensor  # W2, b2, W3
+  whole = 784 * width + width + width + width * 10 + 10  # W1, b1, b3, W4, b4
+  expected = {("all-reduce", ("data",)): 4 * (split + whole) + 4 + 4}  # + loss, weights
+  if tensor > 1:
+    expected["all-reduce", ("tensor",)] = 2 * 4 * batch // data * width + 4 * 3
+  return expected
+
+
+@pytest.mark.parametrize(
+  ("strategy", "data", "tensor", "counts"),
+  [("dp8", 8, 1, {("data",): 2}), ("dp4_tp2", 4, 2, {("data",): 3, ("tensor",): 2})],
+)
+def test_the_tutorials_network_communicates_as_theory_says(strategy, data, tensor, counts):
+  job = make_job(
+    strategy,
+    "mlp_tutorial",
+    **{
+      "model.input_size": 784,
+      "model.model_size": 512,
+      "model.feedforward_size": 512,
+      "data.global_batch_size": 512,
+    },
+  )
+  found = summary(job.compile_train_step().function, job)
+  assert {key: size for key, (_, size) in found.items()} == tutorial_collectives(data, tensor)
+  # XLA combines small all-reduces; how many are left is pinned, so that a new one shows.
+  assert {axes: count for (_, axes), (count, _) in found.items()} == counts
+
+
+def test_the_tutorials_layout():
+  job = make_job("dp4_tp2", "mlp_tutorial")
+  specs = {name: tuple(p.spec) for name, p in job.placements["parameters"].items()}
+  assert specs["layer_1/kernel"] == (None, None)
+  assert specs["layer_2/kernel"] == (None, "tensor")  # by columns
+  assert specs["layer_3/kernel"] == ("tensor", None)  # by rows
+  assert specs["layer_4/kernel"] == (None, None)
+
+
+@pytest.mark.parametrize("recipe", ["lm", "mlp", "mlp_tutorial"])
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_the_step_returns_the_types_that_it_was_given(recipe, precision):
+  with jax.enable_x64(precision == "float64"):
+    job = make_job("dp4_tp2", recipe, **{"training.parameter_dtype": precision})
+    with job.tracing():
+      after, metrics = jax.eval_shape(job.program.train_step, job.state, job.batch)
+    before = job.state
+  assert jax.tree.structure(after) == jax.tree.structure(before)
+  for (name, old), new in zip(named_leaves(before).items(), jax.tree.leaves(after), strict=True):
+    assert (old.shape, old.dtype, old.weak_type) == (new.shape, new.dtype, new.weak_type), name
+  assert {m.dtype for m in metrics.values()} == {jnp.dtype(precision)}
+
+
+def test_half_precision_compute_keeps_the_state_wide():
+  job = make_job("dp4_tp2", "lm", **{"training.compute_dtype": "bfloat16"})
+  with job.tracing():
+    after, metrics = jax.eval_shape(job.program.train_step, job.state, job.batch)
+  assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype("float32")}
+  assert metrics["loss"].dtype == jnp.float32
+
+
+def test_a_constraint_acts_on_the_program_of_the_step(monkeypatch):
+  job = make_job("dp4_tp2", "lm")
+  with_constraints = job.compile_train_step().function
+  monkeypatch.setattr(jax.lax, "with_sharding_constraint", lambda x, spec: x)
+  without = make_job("dp4_tp2", "lm").compile_train_step().function
+  assert summary(with_constraints, job) != summary(without, job)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_no_involuntary_rematerialization(strategy, capfd):
+  # XLA says so on stderr only, while it compiles: a program from the cache would be silent.
+  jax.config.update("jax_enable_compilation_cache", False)
+  try:
+    with warnings.catch_warnings():
+      make_job(strategy, "lm").compile_train_step()
+  finally:
+    jax.config.update("jax_enable_compilation_cache", True)
+  assert "nvoluntary full rematerialization" not in capfd.readouterr().err
