@@ -80,7 +80,12 @@ def resolve(
       if axis in seen:
         failures.append(f"mesh axis {axis} is taken by dim {letter} and by dim {seen[axis]}")
       seen[axis] = letter
-    axes = tuple(axis for axis in axes if sizes[axis] > 1)
+      if axis not in sizes:
+        known = ", ".join(sizes)
+        failures.append(
+          f"dim {letter} ({dim.name}) takes unknown mesh axis {axis!r}; the axes are {known}"
+        )
+    axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
     parts = axes_size(axes, sizes)
     if size % parts and dim.may_replicate:
       notes.append(f"{dim.name}={size} stays whole: {_axes_text(axes, sizes)} does not divide it")

@@ -47,7 +47,8 @@ def cross_entropy(
   `tensor` would need the whole row on each device.
   """
   logits = logits.astype(wide_dtype(logits.dtype))
-  hot = targets[..., None] == jnp.arange(logits.shape[-1]).reshape((1,) * targets.ndim + (-1,))
+  classes = jnp.arange(logits.shape[-1], dtype=targets.dtype)
+  hot = targets[..., None] == classes.reshape((1,) * targets.ndim + (-1,))
   picked = jnp.sum(jnp.where(hot, logits, jnp.zeros_like(logits)), axis=-1)
   return jax.nn.logsumexp(logits, axis=-1) - picked
 
@@ -64,7 +65,7 @@ def classification(model: nnx.Module, batch: Batch, key: Key[Array, ""] | None) 
   logits_BO = model(batch["inputs"])
   loss_B = cross_entropy(logits_BO, batch["targets"])
   weights_B = batch["weights"].astype(loss_B.dtype)
-  right_B = jnp.argmax(logits_BO, axis=-1) == batch["targets"]
+  right_B = jax.lax.argmax(logits_BO, 1, batch["targets"].dtype) == batch["targets"]
   correct = jnp.sum(jnp.where(right_B, weights_B, jnp.zeros_like(weights_B)))
   return {"loss": jnp.sum(loss_B * weights_B), "correct": correct}
 

@@ -1,0 +1,146 @@
+"""Letters -> PartitionSpec for one array, and everything that can be wrong with them."""
+
+import pytest
+from jax.sharding import PartitionSpec
+
+from partitioning.dims import Dim, axes_size, indivisible, resolve, spec_axes
+
+LEGEND = {
+  "B": Dim("batch", None),
+  "D": Dim("model", 12),
+  "F": Dim("feedforward", 20),
+  "N": Dim("heads", 28),
+  "K": Dim("kv_heads", 7, may_replicate=True),
+}
+TABLE = {
+  "batch": ("data", "fsdp"),
+  "model": ("fsdp",),
+  "feedforward": ("tensor",),
+  "heads": ("tensor",),
+  "kv_heads": ("tensor",),
+}
+SIZES = {"data": 3, "fsdp": 2, "stage": 1, "tensor": 4}
+
+
+def test_letters_become_a_spec():
+  found = resolve("DF", (12, 20), LEGEND, TABLE, SIZES)
+  assert tuple(found.spec) == ("fsdp", "tensor")
+  assert found.failures == found.notes == ()
+
+
+def test_a_dim_on_two_axes_is_split_by_both():
+  assert axes_size(("data", "fsdp"), SIZES) == 6
+  assert tuple(resolve("BF", (18, 20), LEGEND, TABLE, SIZES).spec) == (("data", "fsdp"), "tensor")
+
+
+def test_axes_of_size_one_are_left_out_of_the_spec():
+  sizes = {**SIZES, "data": 1, "tensor": 1}
+  assert tuple(resolve("BF", (6, 20), LEGEND, TABLE, sizes).spec) == ("fsdp", None)
+  assert tuple(resolve("", (), LEGEND, TABLE, sizes).spec) == ()
+
+
+def test_a_dim_that_is_written_as_whole_stays_whole():
+  found = resolve("DF", (12, 20), LEGEND, {**TABLE, "model": ()}, SIZES)
+  assert tuple(found.spec) == (None, "tensor")
+  assert found.failures == ()
+
+
+@pytest.mark.parametrize(
+  ("letters", "shape", "said"),
+  [
+    ("DF", (12, 20, 5), ["dims DF have rank 2", "its shape is (12, 20, 5)"]),
+    ("DF", (12,), ["dims DF have rank 2", "its shape is (12,)"]),
+    ("DF", (20, 12), ["dim D (model) has size 20, its legend says 12", "dim F (feedforward)"]),
+    ("DX", (12, 20), ["dim X is not in the legend", "D model, F feedforward"]),
+    ("DD", (12, 12), ["mesh axis fsdp is taken by dim D and by dim D"]),
+    ("FN", (20, 28), ["mesh axis tensor is taken by dim N and by dim F"]),
+  ],
+)
+def test_wrong_letters_are_a_failure_with_the_numbers(letters, shape, said):
+  text = "\n".join(resolve(letters, shape, LEGEND, TABLE, SIZES).failures)
+  for part in said:
+    assert part in text
+
+
+def test_a_dim_without_an_entry_in_the_table_is_a_failure_and_not_whole():
+  table = {name: axes for name, axes in TABLE.items() if name != "feedforward"}
+  [failure] = resolve("DF", (12, 20), LEGEND, table, SIZES).failures
+  assert "dim F (feedforward) is not in the axis table" in failure
+
+
+def test_an_axis_that_the_mesh_has_not_is_a_failure():
+  table = {**TABLE, "feedforward": ("tensr",)}
+  [failure] = resolve("DF", (12, 20), LEGEND, table, SIZES).failures
+  assert failure == (
+    "dim F (feedforward) takes unknown mesh axis 'tensr'; the axes are data, fsdp, stage, tensor"
+  )
+
+
+def test_an_axis_used_twice_does_not_wait_for_the_mesh_on_which_it_fails():
+  sizes = {**SIZES, "tensor": 1}
+  [failure] = resolve("FN", (20, 28), LEGEND, TABLE, sizes).failures
+  assert failure == "mesh axis tensor is taken by dim N and by dim F"
+
+
+def test_an_axis_twice_in_one_dim_is_a_failure():
+  table = {**TABLE, "feedforward": ("tensor", "tensor")}
+  failures = resolve("DF", (12, 80), {**LEGEND, "F": Dim("feedforward", 80)}, table, SIZES).failures
+  assert failures == ("mesh axis tensor is taken by dim F and by dim F",)
+
+
+def test_an_indivisible_dim_is_told_the_nearest_sizes_and_the_smaller_axis():
+  legend = {**LEGEND, "F": Dim("feedforward", 1003)}
+  [failure] = resolve("DF", (12, 1003), legend, TABLE, {**SIZES, "tensor": 16}).failures
+  assert failure == (
+    "dim F (feedforward) = 1003 is not divisible by mesh axis tensor=16; "
+    "make feedforward 992 or 1008, or set mesh.tensor=1"
+  )
+
+
+def test_the_smaller_axis_that_is_offered_does_divide():
+  assert "set mesh.tensor=9" in indivisible("F", "feedforward", 27, ("tensor",), {"tensor": 16})
+
+
+def test_a_dim_smaller_than_its_axis_is_only_offered_a_larger_size():
+  message = indivisible("N", "heads", 3, ("tensor",), {"tensor": 8})
+  assert message.endswith("make heads 8, or set mesh.tensor=3")
+
+
+def test_an_indivisible_dim_on_two_axes_names_both():
+  [failure] = resolve("B", (20,), LEGEND, TABLE, SIZES).failures
+  assert failure == (
+    "dim B (batch) = 20 is not divisible by mesh axis data=3 x fsdp=2; make batch 18 or 24"
+  )
+
+
+def test_only_a_dim_whose_legend_says_so_stays_whole_and_that_is_noted():
+  found = resolve("DK", (12, 7), LEGEND, TABLE, SIZES)
+  assert tuple(found.spec) == ("fsdp", None)
+  assert found.failures == ()
+  assert found.notes == ("kv_heads=7 stays whole: tensor=4 does not divide it",)
+  strict = {**LEGEND, "K": Dim("kv_heads", 7)}
+  assert "kv_heads) = 7 is not divisible" in resolve("DK", (12, 7), strict, TABLE, SIZES).failures[0]
+
+
+def test_a_dim_that_may_stay_whole_is_split_where_that_works():
+  legend = {**LEGEND, "K": Dim("kv_heads", 8, may_replicate=True)}
+  found = resolve("DK", (12, 8), legend, TABLE, SIZES)
+  assert tuple(found.spec) == ("fsdp", "tensor")
+  assert found.notes == ()
+
+
+def test_all_failures_of_one_array_come_together():
+  text = "\n".join(resolve("DXB", (13, 20, 5), LEGEND, TABLE, SIZES).failures)
+  for part in (
+    "model) has size 13, its legend says 12",
+    "model) = 13 is not divisible by mesh axis fsdp=2",
+    "dim X is not in the legend",
+    "mesh axis fsdp is taken by dim B and by dim D",
+    "batch) = 5 is not divisible by mesh axis data=3 x fsdp=2",
+  ):
+    assert part in text
+
+
+def test_the_axes_of_a_spec():
+  assert spec_axes(PartitionSpec(("data", "fsdp"), None, "tensor")) == {"data", "fsdp", "tensor"}
+  assert spec_axes(PartitionSpec()) == set()

@@ -1,0 +1,343 @@
+"""Names -> dims -> PartitionSpecs, and a verdict that holds everything that is wrong."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from partitioning import rules
+from partitioning.dims import Dim
+from partitioning.rules import LayoutError, partition_specs, place_optimizer, place_parameters
+
+LEGEND = {
+  "L": Dim("layers", 3),
+  "D": Dim("model", 12),
+  "F": Dim("feedforward", 20),
+  "K": Dim("kv_heads", 7, may_replicate=True),
+  "H": Dim("head", 5),
+}
+TABLE = {
+  "layers": (),
+  "model": ("fsdp",),
+  "feedforward": ("tensor",),
+  "kv_heads": ("tensor",),
+  "head": (),
+}
+SIZES = {"data": 1, "fsdp": 2, "stage": 1, "expert": 1, "context": 1, "tensor": 4}
+RULES = {"layers/(up|gate)/kernel": "LDF", "layers/key/kernel": "LDKH", "norm/scale": "D"}
+
+
+def array(*shape):
+  """Returns an abstract float32 array."""
+  return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def params(**more):
+  """Returns a tree of parameters that the rules place without a failure."""
+  layers = {"up": {"kernel": array(3, 12, 20)}, "gate": {"kernel": array(3, 12, 20)}}
+  layers["key"] = {"kernel": array(3, 12, 7, 5)}
+  return {"layers": layers, "norm": {"scale": array(12)}, **more}
+
+
+def refusal(tree, *, names=RULES, legend=LEGEND, table=TABLE, sizes=SIZES, overrides=()):
+  """Returns the message with which a layout is refused."""
+  with pytest.raises(LayoutError) as error:
+    partition_specs(tree, names, legend, table, sizes, overrides)
+  return str(error.value)
+
+
+# ---- Parameters ----
+
+
+def test_partition_specs_by_name():
+  assert partition_specs(params(), RULES, LEGEND, TABLE, SIZES) == {
+    "layers/gate/kernel": PartitionSpec(None, "fsdp", "tensor"),
+    "layers/key/kernel": PartitionSpec(None, "fsdp", None, None),
+    "layers/up/kernel": PartitionSpec(None, "fsdp", "tensor"),
+    "norm/scale": PartitionSpec("fsdp"),
+  }
+
+
+def test_partition_specs_of_real_arrays_and_without_a_mesh():
+  tree = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params())
+  sizes = dict.fromkeys(SIZES, 1)
+  specs = partition_specs(tree, RULES, LEGEND, TABLE, sizes)
+  assert all(entry is None for spec in specs.values() for entry in spec)
+
+
+def test_a_placement_keeps_its_rule_its_letters_and_its_notes():
+  placements, failures = place_parameters(params(), RULES, LEGEND, TABLE, SIZES)
+  assert failures == []
+  key = placements["layers/key/kernel"]
+  assert (key.rule, key.letters, key.shape) == ("layers/key/kernel", "LDKH", (3, 12, 7, 5))
+  assert key.notes == ("kv_heads=7 stays whole: tensor=4 does not divide it",)
+  assert placements["layers/up/kernel"].rule == "layers/(up|gate)/kernel"
+  assert placements["layers/up/kernel"].notes == ()
+
+
+def test_an_unmatched_parameter_is_refused_and_not_replicated():
+  message = refusal(params(bias=array(12)))
+  assert message.startswith("the layout is refused (1 failure):")
+  assert "bias: no rule matches this parameter of shape (12,); add one to its table" in message
+
+
+def test_a_rule_must_match_the_whole_name():
+  message = refusal(params(), names={**RULES, "norm": "D", "orm/scale": "D"})
+  assert "rule 'norm': matches no parameter" in message
+  assert "rule 'orm/scale': matches no parameter" in message
+
+
+def test_a_doubly_matched_parameter_is_refused_with_both_rules():
+  message = refusal(params(), names={**RULES, "norm/.*": "D"})
+  assert "norm/scale: 2 rules match, 'norm/scale' and 'norm/.*'; a name may have one" in message
+
+
+def test_a_dead_rule_is_refused():
+  message = refusal(params(), names={**RULES, "layers/down/kernel": "LFD"})
+  assert "rule 'layers/down/kernel': matches no parameter; remove it, or mend" in message
+
+
+@pytest.mark.parametrize(
+  ("letters", "said"),
+  [
+    ("DL", "norm/scale: dims DL have rank 2, its shape is (12,)"),
+    ("F", "norm/scale: dim F (feedforward) has size 12, its legend says 20"),
+    ("X", "norm/scale: dim X is not in the legend (L layers, D model"),
+  ],
+)
+def test_wrong_letters_are_refused_by_the_parameters_name(letters, said):
+  assert said in refusal(params(), names={**RULES, "norm/scale": letters})
+
+
+def test_an_axis_used_twice_is_refused_also_while_its_size_is_1():
+  table = {**TABLE, "head": ("fsdp",)}
+  for size in (1, 2):
+    message = refusal(params(), table=table, sizes={**SIZES, "fsdp": size})
+    assert "layers/key/kernel: mesh axis fsdp is taken by dim H and by dim D" in message
+
+
+def test_an_axis_that_no_mesh_has_is_refused():
+  message = refusal(params(), table={**TABLE, "model": ("fsd",)})
+  assert "norm/scale: dim D (model) takes unknown mesh axis 'fsd'; the axes are data" in message
+
+
+def test_an_indivisible_dim_is_refused_with_the_ways_out():
+  message = refusal(params(), sizes={**SIZES, "tensor": 8})
+  for name in ("up", "gate"):
+    assert (
+      f"layers/{name}/kernel: dim F (feedforward) = 20 is not divisible by mesh axis tensor=8; "
+      "make feedforward 16 or 24, or set mesh.tensor=5"
+    ) in message
+  assert "key/kernel" not in message  # kv_heads may stay whole
+
+
+def test_only_a_dim_that_may_replicate_does():
+  strict = {**LEGEND, "K": Dim("kv_heads", 7)}
+  message = refusal(params(), legend=strict)
+  assert "layers/key/kernel: dim K (kv_heads) = 7 is not divisible by mesh axis" in message
+
+
+def test_all_failures_come_in_one_message():
+  message = refusal(
+    params(bias=array(12), odd=array(13)),
+    names={**RULES, "norm/.*": "D", "odd": "D", "dead": "D"},
+    sizes={**SIZES, "tensor": 8},
+    overrides=(("nothing", ("fsdp",)),),
+  )
+  assert message.startswith("the layout is refused (8 failures):")
+  for part in (
+    "bias: no rule",
+    "norm/scale: 2 rules match",
+    "layers/up/kernel: dim F",
+    "layers/gate/kernel: dim F",
+    "odd: dim D (model) has size 13",
+    "odd: dim D (model) = 13 is not divisible",
+    "rule 'dead'",
+    "partitioning.overrides: 'nothing'",
+  ):
+    assert f"\n  {part}" in message
+
+
+# ---- Overrides ----
+
+
+def test_an_override_is_applied_after_matching():
+  entries = (None, ("fsdp", "tensor"))  # the last dim is whole
+  overrides = (("layers/up/kernel", entries),)
+  legend = {**LEGEND, "D": Dim("model", 24)}
+  tree = params()
+  tree["layers"]["up"]["kernel"] = array(3, 24, 20)
+  tree = {"layers": {"up": tree["layers"]["up"]}}
+  names = {"layers/up/kernel": "LDF"}
+  found, failures = place_parameters(tree, names, legend, TABLE, SIZES, overrides)
+  assert failures == []
+  assert tuple(found["layers/up/kernel"].spec) == (None, ("fsdp", "tensor"))
+  assert found["layers/up/kernel"].rule == "override"
+  bare = place_parameters(tree, {}, legend, TABLE, SIZES, overrides)[1]
+  assert "no rule matches" in bare[0]
+
+
+def test_an_override_leaves_out_axes_of_size_1():
+  specs = partition_specs(
+    params(), RULES, LEGEND, TABLE, SIZES, (("norm/scale", (("data", "fsdp"),)),)
+  )
+  assert specs["norm/scale"] == PartitionSpec("fsdp")
+
+
+@pytest.mark.parametrize(
+  ("name", "entries", "said"),
+  [
+    ("norm/scale", ("fsd",), "norm/scale: override: unknown mesh axis 'fsd'"),
+    ("layers/up/kernel", ("fsdp", "fsdp"), "override: mesh axis fsdp stands twice"),
+    ("layers/up/kernel", (("fsdp", "fsdp"),), "override: mesh axis fsdp stands twice"),
+    ("norm/scale", (None, "fsdp"), "norm/scale: override: 2 entries for shape (12,)"),
+    ("norm/scale", (3,), "norm/scale: override: 3 is no mesh axis, tuple of them or None"),
+    (
+      "layers/key/kernel",
+      (None, None, "tensor"),
+      "layers/key/kernel: override: dim K (its size) = 7 is not divisible by mesh axis tensor=4; "
+      "make its size 4 or 8, or set mesh.tensor=1",
+    ),
+    (
+      "norm/scal",
+      ("fsdp",),
+      "partitioning.overrides: 'norm/scal' is no parameter and no optimizer leaf",
+    ),
+  ],
+)
+def test_a_wrong_override_is_refused(name, entries, said):
+  assert said in refusal(params(), overrides=((name, entries),))
+
+
+@pytest.mark.parametrize(
+  ("letters", "said"),
+  [("DF", "dims DF have rank 2"), ("LDH", "dim H (head) has size 20, its legend says 5")],
+)
+def test_an_override_does_not_hide_wrong_letters(letters, said):
+  names = {**RULES, "layers/(up|gate)/kernel": "LDF"}
+  tree = {"layers": {"up": params()["layers"]["up"]}}
+  names = {"layers/up/kernel": letters}
+  message = refusal(tree, names=names, overrides=(("layers/up/kernel", (None, None, "tensor")),))
+  assert f"layers/up/kernel: {said}" in message
+
+
+# ---- Optimizer state ----
+
+
+def placed(optimizer, *, table=TABLE, sizes=SIZES, overrides=()):
+  """Returns placements and failures of an optimizer's state for `params()`."""
+  parameters, failures = place_parameters(params(), RULES, LEGEND, TABLE, sizes)
+  assert failures == []
+  state = jax.eval_shape(optimizer.init, params())
+  return place_optimizer(state, parameters, LEGEND, table, sizes, overrides)
+
+
+def test_optimizer_leaves_follow_their_parameter_and_scalars_are_whole():
+  found, failures = placed(optax.adamw(1e-3))
+  assert failures == []
+  parameters = partition_specs(params(), RULES, LEGEND, TABLE, SIZES)
+  scalars = {name for name, leaf in found.items() if leaf.shape == ()}
+  assert {found[name].rule for name in scalars} == {"scalar"}
+  assert {found[name].spec for name in scalars} == {PartitionSpec()}
+  assert len(found) == 2 * len(parameters) + len(scalars)
+  for moment in ("mu", "nu"):
+    for name, spec in parameters.items():
+      leaf = found[f"optimizer/0/{moment}/{name}"]
+      assert (leaf.spec, leaf.rule) == (spec, f"as {name}")
+
+
+def test_another_table_gives_zero_1_specs():
+  table = {**TABLE, "model": ("fsdp", "data")}
+  sizes = {**SIZES, "data": 3}
+  found, failures = placed(optax.sgd(1e-3, momentum=0.9), table=table, sizes=sizes)
+  assert failures == []
+  parameters = partition_specs(params(), RULES, LEGEND, TABLE, sizes)
+  assert parameters["norm/scale"] == PartitionSpec("fsdp")
+  assert found["optimizer/0/trace/norm/scale"].spec == PartitionSpec(("fsdp", "data"))
+  up = found["optimizer/0/trace/layers/up/kernel"].spec
+  assert tuple(up) == (None, ("fsdp", "data"), "tensor")
+
+
+def test_a_table_that_does_not_divide_a_leaf_is_refused_by_the_leafs_name():
+  table = {**TABLE, "model": ("fsdp", "data")}
+  _, failures = placed(optax.adamw(1e-3), table=table, sizes={**SIZES, "data": 5})
+  assert len(failures) == 2 * 4
+  assert any(
+    failure.startswith("optimizer/0/nu/norm/scale: dim D (model) = 12 is not divisible by mesh")
+    for failure in failures
+  )
+
+
+FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+
+
+def test_a_leaf_of_another_shape_than_its_parameter_is_refused_with_the_override_to_write():
+  _, failures = placed(FACTORED)
+  [row] = [f for f in failures if "/v_row/layers/up/kernel:" in f]
+  assert "shape (3, 12), but layers/up/kernel has shape (3, 12, 20); give it a spec" in row
+  name = row.partition(":")[0]
+  assert f'partitioning.overrides=(("{name}", (None, None, )),)' in row
+
+
+def test_the_override_that_was_named_settles_it():
+  _, failures = placed(FACTORED)
+  names = [failure.partition(":")[0] for failure in failures]
+  [row] = [name for name in names if name.endswith("v_row/layers/up/kernel")]
+  overrides = [(name, ()) for name in names if name != row] + [(row, (None, "fsdp"))]
+  found, failures = placed(FACTORED, overrides=overrides)
+  assert failures == []
+  assert tuple(found[row].spec) == (None, "fsdp")
+  assert rules.unknown_overrides(overrides, found) == []
+
+
+def test_a_leaf_that_is_like_no_parameter_says_so():
+  state = {"history": array(5, 2)}
+  _, [failure] = place_optimizer(state, {}, LEGEND, TABLE, SIZES)
+  assert "optimizer/history: shape (5, 2), but no parameter is like it" in failure
+
+
+def test_the_longest_name_owns_the_leaf():
+  tree = {"kernel": array(12), "up": {"kernel": array(20)}}
+  names = {"kernel": "D", "up/kernel": "F"}
+  parameters, _ = place_parameters(tree, names, LEGEND, TABLE, SIZES)
+  found, failures = place_optimizer({"mu": tree}, parameters, LEGEND, TABLE, SIZES)
+  assert failures == []
+  assert found["optimizer/mu/up/kernel"].rule == "as up/kernel"
+  assert found["optimizer/mu/kernel"].rule == "as kernel"
+
+
+# ---- Tables and axes ----
+
+
+def test_a_table_of_unknown_axes_and_dims_is_refused():
+  table = {**TABLE, "head": ("tensor", "tensr"), "vocabulary": ()}
+  dim, axis = rules.check_table("partitioning.parameters", table, LEGEND, SIZES)
+  assert dim == (
+    "partitioning.parameters.vocabulary: the model has no dim of this name; "
+    "its dims are feedforward, head, kv_heads, layers, model"
+  )
+  assert axis.startswith("partitioning.parameters.head: unknown mesh axis 'tensr'; the axes are")
+  assert rules.check_table("partitioning.parameters", TABLE, LEGEND, SIZES) == []
+
+
+def test_an_axis_larger_than_1_that_nothing_uses_is_a_failure():
+  placements, _ = place_parameters(params(), RULES, LEGEND, TABLE, SIZES)
+  used = rules.used_axes(placements.values())
+  assert used == {"fsdp", "tensor"}
+  assert rules.unused_axes(SIZES, used) == []
+  [failure] = rules.unused_axes({**SIZES, "expert": 3}, used)
+  assert failure.startswith("mesh.expert=3: no parameter, activation or schedule of this model")
+  assert failure.endswith("would only repeat work; set mesh.expert=1")
+
+
+def test_names_are_the_path_with_slashes():
+  tree = {"a": [array(2), {"b": array(3)}], "c": types.MappingProxyType({})}
+  names = rules.named_leaves({"a": tree["a"]}, "state/")
+  assert {name: leaf.shape for name, leaf in names.items()} == {
+    "state/a/0": (2,),
+    "state/a/1/b": (3,),
+  }
