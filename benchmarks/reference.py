@@ -6,8 +6,7 @@ the usual `jax.jit` of value_and_grad and an optax update, with its shardings. S
 the arrays that are passed in.
 """
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -88,7 +87,9 @@ def lm_loss(params, batch, mesh, *, dtype, norm_epsilon, rotary_base):
 
   def block(x, p):
     kernels = jax.tree.map(lambda kernel: kernel.astype(dtype), (p["attention"], p["mlp"]))
-    x = x + attention(kernels[0], rms_norm(x, p["attention_norm"]["scale"], norm_epsilon), rotary_base)
+    x = x + attention(
+      kernels[0], rms_norm(x, p["attention_norm"]["scale"], norm_epsilon), rotary_base
+    )
     x = x + swiglu(kernels[1], rms_norm(x, p["mlp_norm"]["scale"], norm_epsilon))
     return constrain(x, by_batch), None
 
@@ -149,7 +150,8 @@ def compile_step(
 
   Returns:
     start: params -> (params, optimizer state), laid out on the mesh.
-    step: (params, optimizer state, batch) -> the same two and the loss; it donates the first two.
+    step: (params, optimizer state, batch) -> the same two, and the loss and the norm of
+      the gradients; it donates the first two.
   """
   everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -171,7 +173,8 @@ def compile_step(
   def step(params, optimizer_state, batch):
     loss, grads = jax.value_and_grad(loss_function)(params, batch, mesh)
     updates, optimizer_state = optimizer.update(grads, optimizer_state, params)
-    return optax.apply_updates(params, updates), optimizer_state, loss
+    metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    return optax.apply_updates(params, updates), optimizer_state, metrics
 
   step = jax.jit(
     step,
@@ -182,27 +185,21 @@ def compile_step(
   return start, step.lower(params, optimizer_state, batch).compile()
 
 
-def train(step: Callable, state: tuple, batches, *, wait_each_step: bool) -> tuple[list, float]:
-  """Runs one step per batch.
+def train(
+  step: Callable, state: tuple, batches: Iterable, *, wait_each_step: bool
+) -> tuple[tuple, float]:
+  """Runs one step per batch and waits for the last; returns the state and the last loss.
 
   Args:
     step: of `compile_step`.
     state: (params, optimizer state); donated.
-    batches: laid out on the mesh.
-    wait_each_step: let no second step start before the first is done: simulated devices that
-      have several in flight can deadlock. Else only the last step is waited for.
-
-  Returns:
-    The loss of each step, and the seconds per step from the end of the first.
+    batches: laid out on the mesh, at least one.
+    wait_each_step: let no step start before the one before it is done: simulated devices that
+      have several in flight can deadlock.
   """
-  losses = []
-  for number, batch in enumerate(batches):
-    *state, loss = step(*state, batch)
-    losses.append(loss)
-    if wait_each_step or number == 0:
-      loss.block_until_ready()
-    if number == 0:
-      began = time.perf_counter()
+  for batch in batches:
+    *state, metrics = step(*state, batch)
+    if wait_each_step:
+      jax.block_until_ready(metrics)
   jax.block_until_ready(state)
-  seconds = (time.perf_counter() - began) / (len(losses) - 1)
-  return [float(loss) for loss in losses], seconds
+  return tuple(state), float(metrics["loss"])

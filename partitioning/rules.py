@@ -6,7 +6,7 @@ There is no catch-all: a parameter that is replicated is written down as such.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from partitioning.dims import Legend, Table, indivisible, resolve, spec_axes
 
-Overrides = Iterable[tuple[str, tuple]]  # (name, entries of an explicit PartitionSpec)
+Overrides = Sequence[tuple[str, tuple]]  # (name, entries of an explicit PartitionSpec)
 
 
 class LayoutError(ValueError):
@@ -93,6 +93,9 @@ def place_parameters(
     letters = rules[matching[0]]
     if name in overrides:
       placement, wrong = _override(name, leaf, letters, overrides[name], sizes)
+      # The letters still have to be right: optimizer leaves are laid out by them.
+      whole = dict.fromkeys(table, ())
+      wrong += resolve(letters, leaf.shape, legend, whole, sizes).failures
     else:
       found = resolve(letters, leaf.shape, legend, table, sizes)
       placement = Placement(
@@ -182,12 +185,16 @@ def partition_specs(
 
 
 def unknown_overrides(overrides: Overrides, names: Iterable[str]) -> list[str]:
-  """Returns a failure for each override whose name no array has."""
-  names = set(names)
+  """Returns a failure for each override whose name no array has, or that stands there twice."""
+  names, given = set(names), [name for name, _ in overrides]
   return [
-    f"partitioning.overrides: {name!r} is no parameter and no optimizer leaf"
-    for name, _ in overrides
-    if name not in names
+    f"partitioning.overrides: {name!r} {wrong}"
+    for name in dict.fromkeys(given)
+    for wrong, found in (
+      ("is no parameter and no optimizer leaf", name not in names),
+      ("is given twice; keep one of them", given.count(name) > 1),
+    )
+    if found
   ]
 
 
@@ -229,11 +236,15 @@ def _override(
   name: str, leaf: Any, letters: str, entries: tuple, sizes: Mapping[str, int]
 ) -> tuple[Placement, tuple[str, ...]]:
   """Checks an explicit PartitionSpec as strictly as one made from letters."""
-  failures: list[str] = []
-  named = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
-  flat = [axis for axes in named for axis in axes]
+  named = [() if e is None else (e,) if isinstance(e, str) else e for e in entries]
+  failures = [
+    f"override: {axes!r} is no mesh axis, tuple of them or None"
+    for axes in named
+    if not (isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes))
+  ]
+  flat = [] if failures else [axis for axes in named for axis in axes]
   failures += [f"override: unknown mesh axis {axis!r}" for axis in flat if axis not in sizes]
-  failures += [f"override: mesh axis {a} stands twice" for a in set(flat) if flat.count(a) > 1]
+  failures += [f"override: mesh axis {a} stands twice" for a in dict.fromkeys(flat) if flat.count(a) > 1]
   if len(entries) > leaf.ndim:
     failures.append(f"override: {len(entries)} entries for shape {tuple(leaf.shape)}")
   if failures:
@@ -244,7 +255,7 @@ def _override(
     for axis in axes:
       parts *= sizes[axis]
     if size % parts:
-      letter = letters[position] if letters else str(position)
+      letter = letters[position] if len(letters) == leaf.ndim else str(position)
       failures.append("override: " + indivisible(letter, "its size", size, axes, sizes))
   spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
   placement = Placement(name, leaf.shape, leaf.dtype, letters, "override", spec)

@@ -1,7 +1,5 @@
 """Names -> dims -> PartitionSpecs, and a verdict that holds everything that is wrong."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,9 +167,7 @@ def test_an_override_is_applied_after_matching():
   entries = (None, ("fsdp", "tensor"))  # the last dim is whole
   overrides = (("layers/up/kernel", entries),)
   legend = {**LEGEND, "D": Dim("model", 24)}
-  tree = params()
-  tree["layers"]["up"]["kernel"] = array(3, 24, 20)
-  tree = {"layers": {"up": tree["layers"]["up"]}}
+  tree = {"layers": {"up": {"kernel": array(3, 24, 20)}}}
   names = {"layers/up/kernel": "LDF"}
   found, failures = place_parameters(tree, names, legend, TABLE, SIZES, overrides)
   assert failures == []
@@ -218,11 +214,15 @@ def test_a_wrong_override_is_refused(name, entries, said):
   [("DF", "dims DF have rank 2"), ("LDH", "dim H (head) has size 20, its legend says 5")],
 )
 def test_an_override_does_not_hide_wrong_letters(letters, said):
-  names = {**RULES, "layers/(up|gate)/kernel": "LDF"}
   tree = {"layers": {"up": params()["layers"]["up"]}}
   names = {"layers/up/kernel": letters}
   message = refusal(tree, names=names, overrides=(("layers/up/kernel", (None, None, "tensor")),))
   assert f"layers/up/kernel: {said}" in message
+
+
+def test_an_override_given_twice_is_refused():
+  message = refusal(params(), overrides=(("norm/scale", ()), ("norm/scale", ("fsdp",))))
+  assert "partitioning.overrides: 'norm/scale' is given twice; keep one of them" in message
 
 
 # ---- Optimizer state ----
@@ -335,8 +335,7 @@ def test_an_axis_larger_than_1_that_nothing_uses_is_a_failure():
 
 
 def test_names_are_the_path_with_slashes():
-  tree = {"a": [array(2), {"b": array(3)}], "c": types.MappingProxyType({})}
-  names = rules.named_leaves({"a": tree["a"]}, "state/")
+  names = rules.named_leaves({"a": [array(2), {"b": array(3)}], "c": {}}, "state/")
   assert {name: leaf.shape for name, leaf in names.items()} == {
     "state/a/0": (2,),
     "state/a/1/b": (3,),
