@@ -14,7 +14,7 @@ import sys
 
 import jax
 import psutil
-from absl import app, flags
+from absl import app, flags, logging
 from etils import epath
 from ml_collections import config_flags
 
@@ -36,6 +36,8 @@ _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of a refusal.")
 
 def main(argv: list[str]) -> int:
   """Runs the verb and returns the exit code."""
+  if not _DEBUG.value:
+    logging.set_verbosity(logging.WARNING)  # the libraries' own news is not the user's
   try:
     verb = _verb(argv[1:])
     if verb == "layout":
@@ -109,11 +111,12 @@ def _announce(ready: job.Job, data: loop.Data, workdir: epath.Path) -> None:
 
 
 def _verb(words: list[str]) -> str:
-  if len(words) > 1:
-    raise ValueError(f"unexpected {words[1]!r} after the verb; options begin with --")
   verb = words[0] if words else "train"
   if verb not in VERBS:
-    raise ValueError(f"unknown verb {verb!r}; there are {', '.join(VERBS)}{base.nearest(verb, VERBS)}")
+    near = base.nearest(verb, VERBS)
+    raise ValueError(f"unknown verb {verb!r}; there are {', '.join(VERBS)}{near}")
+  if len(words) > 1:
+    raise ValueError(f"unexpected {words[1]!r} after the verb; options begin with --")
   if _CONFIG.value is None:
     raise ValueError("no config; for example: python main.py --config=configs/dp4_tp2.py")
   if _AGAINST.value is not None and verb != "layout":
@@ -129,7 +132,7 @@ def _refuse(error: Exception) -> int:
   return REFUSED
 
 
-def _parse(argv: list[str]) -> list[str]:
+def parse_flags(argv: list[str]) -> list[str]:
   """Parses the flags; what absl and ml_collections raise is a refusal like any other."""
   try:
     return command_line.parse(argv, ("config", "against"))
@@ -141,4 +144,4 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=_parse)
+  app.run(main, flags_parser=parse_flags)

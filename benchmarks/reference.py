@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 LM_SPECS = {
   "embed": {"table": P("tensor", None)},
@@ -173,7 +174,7 @@ def compile_step(
   def step(params, optimizer_state, batch):
     loss, grads = jax.value_and_grad(loss_function)(params, batch, mesh)
     updates, optimizer_state = optimizer.update(grads, optimizer_state, params)
-    metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
     return optax.apply_updates(params, updates), optimizer_state, metrics
 
   step = jax.jit(

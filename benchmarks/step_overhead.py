@@ -1,4 +1,4 @@
-r"""The application's training loop against a plain hand-written one: a line `ratio R` for each case.
+r"""The application's training loop against a plain hand-written one: `ratio R` for each case.
 
   python benchmarks/step_overhead.py [--configs=dp8,dp4_tp2] [--recipes=lm,mlp_tutorial]
     [--steps=10] [--rounds=8]

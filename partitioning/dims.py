@@ -1,6 +1,7 @@
 """Dims: the named extents of a tensor, written as one letter each in a model's legend."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
@@ -105,8 +106,7 @@ def indivisible(
   near = f"{below} or {above}" if below else f"{above}"
   way_out = f"make {name} {near}"
   if len(axes) == 1:
-    smaller = max(d for d in range(1, parts + 1) if size % d == 0)
-    way_out += f", or set mesh.{axes[0]}={smaller}"
+    way_out += f", or set mesh.{axes[0]}={math.gcd(size, parts)}"
   return (
     f"dim {letter} ({name}) = {size} is not divisible by mesh axis "
     f"{_axes_text(axes, sizes)}; {way_out}"

@@ -170,7 +170,9 @@ def shardings(tree: Any, placements: Mapping[str, Placement], mesh: Mesh, prefix
 
 def render(table: Table) -> str:
   """Returns a rich table as plain text, as wide as it needs to be."""
-  console = Console(file=io.StringIO(), width=400, color_system=None)
+  # Plain: rich would read the brackets of a pattern as markup, and cut what is too wide.
+  plain = {"color_system": None, "markup": False, "emoji": False, "highlight": False}
+  console = Console(file=io.StringIO(), width=10_000, **plain)
   console.print(table)
   return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
 

@@ -211,9 +211,7 @@ def test_inside_shard_map_its_manual_axes_are_left_out():
     return constrain(x_BTF * 2, "BTF")
 
   split = PartitionSpec(None, "context")
-  manual = functools.partial(
-    jax.shard_map, in_specs=split, out_specs=split, axis_names={"context"}
-  )
+  manual = functools.partial(jax.shard_map, in_specs=split, out_specs=split, axis_names={"context"})
   both = mesh(data=2, context=2, tensor=2)
   x_BTF = jnp.arange(6.0 * 10 * 20).reshape(6, 10, 20)
   with jax.set_mesh(both), activation_layout(LEGEND, TABLE):

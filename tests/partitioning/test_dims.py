@@ -119,7 +119,9 @@ def test_only_a_dim_whose_legend_says_so_stays_whole_and_that_is_noted():
   assert found.failures == ()
   assert found.notes == ("kv_heads=7 stays whole: tensor=4 does not divide it",)
   strict = {**LEGEND, "K": Dim("kv_heads", 7)}
-  assert "kv_heads) = 7 is not divisible" in resolve("DK", (12, 7), strict, TABLE, SIZES).failures[0]
+  assert (
+    "kv_heads) = 7 is not divisible" in resolve("DK", (12, 7), strict, TABLE, SIZES).failures[0]
+  )
 
 
 def test_a_dim_that_may_stay_whole_is_split_where_that_works():

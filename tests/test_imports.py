@@ -1,0 +1,175 @@
+"""Imports run one way, and none reaches into another library's private parts."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# room -> the other rooms that it may import. A new room is written down here first.
+ARROWS = {
+  "main": {"configs", "training", "planning", "interop", "tour", "partitioning"},
+  "planning": {"training"},
+  "training": {"models", "partitioning", "input_pipeline", "checkpointing"},
+  "models": {"partitioning"},
+  "configs": set(),
+  "partitioning": set(),
+  "input_pipeline": set(),
+  "checkpointing": set(),
+}
+NO_ROOMS = {"tests", "benchmarks"}  # they may import every room
+NAMES = {*ARROWS, *NO_ROOMS, "interop", "tour", "launch"}
+
+
+def imports(tree, *, deferred=True):
+  """Yields (line, dotted module) of every import; a name that `from` brings is part of it.
+
+  Args:
+    tree: a parsed module.
+    deferred: also those inside functions, which run later.
+  """
+  for node in ast.iter_child_nodes(tree):
+    if isinstance(node, ast.Import):
+      yield from ((node.lineno, alias.name) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      start = "." * node.level + (f"{node.module}." if node.module else "")
+      yield from ((node.lineno, start + alias.name) for alias in node.names)
+    elif deferred or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+      yield from imports(node, deferred=deferred)
+
+
+def wrong_arrows(source, room, where):
+  """Returns a line for each import of a room that this room may not import."""
+  wrong = []
+  for line, module in imports(ast.parse(source)):
+    if module.startswith("."):
+      wrong.append(f"{where}:{line}: relative import {module}; write the room's name")
+    target = module.split(".")[0]
+    if target in NAMES and target != room and target not in ARROWS[room]:
+      allowed = ", ".join(sorted(ARROWS[room])) or "no other room"
+      wrong.append(f"{where}:{line}: {room} imports {module}; it may import {allowed}")
+  return wrong
+
+
+def private_names(source, where):
+  """Returns a line for each use of jax's private modules."""
+  tree = ast.parse(source)
+  wrong = [
+    f"{where}:{line}: {module} is private"
+    for line, module in imports(tree)
+    if module.startswith("jax._")
+  ]
+  return wrong + [
+    f"{where}:{node.lineno}: jax.{node.attr} is private"
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute) and node.attr == "_src"
+  ]
+
+
+def early_tensorflow(source, where):
+  """Returns a line for each import of TensorFlow that happens as soon as the module's does."""
+  return [
+    f"{where}:{line}: {module} is imported at module level"
+    for line, module in imports(ast.parse(source), deferred=False)
+    if module.split(".")[0] == "tensorflow"
+  ]
+
+
+def folders():
+  """Returns the top folders that hold Python files."""
+  tops = (top for top in ROOT.iterdir() if top.is_dir() and not top.name.startswith("."))
+  return {top.name: top for top in tops if any(top.glob("*.py"))}
+
+
+def files(*, rooms_only):
+  """Returns (room, path) of every Python file."""
+  kept = {name: top for name, top in folders().items() if not (rooms_only and name in NO_ROOMS)}
+  inside = [(name, path) for name, top in kept.items() for path in sorted(top.rglob("*.py"))]
+  return [("main", ROOT / "main.py"), *inside]
+
+
+def test_every_room_has_its_arrows_written_down():
+  assert not {*folders()} - NO_ROOMS - {*ARROWS}
+  assert {"configs", "models", "partitioning", "training", "input_pipeline"} <= {*folders()}
+
+
+def test_arrows_make_no_circle():
+  done = set()
+  while len(done) < len(ARROWS):
+    ready = {room for room, targets in ARROWS.items() if targets & {*ARROWS} <= done} - done
+    assert ready, set(ARROWS) - done
+    done |= ready
+
+
+def test_imports_run_one_way():
+  found = files(rooms_only=True)
+  assert len(found) > 20
+  lines = [
+    line
+    for room, path in found
+    for line in wrong_arrows(path.read_text(), room, path.relative_to(ROOT))
+  ]
+  assert not lines, "\n".join(lines)
+
+
+def test_the_rest_is_imported_as_it_is_meant_to():
+  for check in (private_names, early_tensorflow):
+    lines = [
+      line
+      for _, path in files(rooms_only=False)
+      for line in check(path.read_text(), path.relative_to(ROOT))
+    ]
+    assert not lines, "\n".join(lines)
+
+
+def test_the_plain_reference_imports_nothing_of_the_project():
+  source = (ROOT / "benchmarks" / "reference.py").read_text()
+  assert not [module for _, module in imports(ast.parse(source)) if module.split(".")[0] in NAMES]
+
+
+@pytest.mark.parametrize(
+  ("room", "source", "said"),
+  [
+    ("partitioning", "import models.mlp", "partitioning imports models.mlp; it may import no"),
+    ("models", "from training import step", "models imports training.step; it may import part"),
+    ("training", "from planning.cost import x", "training imports planning.cost.x"),
+    ("training", "from configs import base", "may import checkpointing, input_pipeline, models"),
+    ("planning", "import main", "planning imports main"),
+    ("main", "import models", "main imports models"),
+    ("configs", "def f():\n  if True:\n    from partitioning import mesh", "r:3: configs imports"),
+    ("models", "from tests.jobs import make_job", "models imports tests.jobs.make_job"),
+    ("input_pipeline", "import numpy, training", "input_pipeline imports training"),
+    ("models", "from ..training import step", "relative import ..training.step; write the room"),
+  ],
+)
+def test_an_arrow_that_points_elsewhere_is_found(room, source, said):
+  [line] = wrong_arrows(source, room, "r")
+  assert said in line
+
+
+def test_an_arrow_that_may_be_is_left_alone():
+  source = "import jax\nfrom partitioning import mesh\nimport training.step, training_extras"
+  assert wrong_arrows(source, "training", "r") == []
+
+
+@pytest.mark.parametrize(
+  "source",
+  [
+    "import jax._src.core",
+    "from jax._src import core",
+    "from jax import _src",
+    "jax._src.core.f()",
+  ],
+)
+def test_private_names_are_found(source):
+  [line] = private_names(f"import jax\n{source}", "r")
+  assert line.startswith("r:2: jax.")
+
+
+def test_tensorflow_is_found_where_the_module_imports_it_and_not_where_a_function_does():
+  early = "try:\n  import tensorflow as tf\nexcept ImportError:\n  pass\n"
+  assert early_tensorflow(early, "r") == ["r:2: tensorflow is imported at module level"]
+  assert len(early_tensorflow("class A:\n  from tensorflow.io import gfile", "r")) == 1
+  assert early_tensorflow("def f():\n  import tensorflow", "r") == []
+  assert early_tensorflow("import tensorflow_datasets", "r") == []

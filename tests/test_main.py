@@ -1,0 +1,285 @@
+"""The command line as a person uses it: runs, refusals and their messages, exit codes, files."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+TINY_LM = [
+  "--config.model.layers=1",
+  "--config.model.model_size=32",
+  "--config.model.feedforward_size=48",
+  "--config.data.sequence_length=16",
+  "--config.evaluation.every_steps=3",
+  "--config.evaluation.steps=2",
+  "--config.metrics.every_steps=2",
+  "--config.compiler_options=xla_backend_optimization_level=1",
+]
+
+
+@pytest.fixture(scope="module")
+def main():
+  """Returns a function from arguments to (exit code, standard output, standard error)."""
+  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+  del environment["NPROC"]  # as a person's shell: main.py sets it
+  server = subprocess.Popen(
+    [sys.executable, str(ROOT / "tests" / "cli_server.py")],
+    cwd=ROOT,
+    env=environment,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+
+  def run(*arguments: str) -> tuple[int, str, str]:
+    server.stdin.write(json.dumps(arguments) + "\n")
+    server.stdin.flush()
+    answer = json.loads(server.stdout.readline())
+    return answer["code"], answer["out"], answer["err"]
+
+  yield run
+  server.stdin.close()
+  server.wait()
+
+
+# ------------------------------ refusals ------------------------------
+
+DP8 = "--config=configs/dp8.py"
+REFUSALS = {
+  "unknown key": (
+    [DP8, "--config.training.stepz=3"],
+    ["unknown config key 'training.stepz'", "did you mean 'training.steps'?"],
+  ),
+  "wrong type": (
+    [DP8, "--config.training.steps=many"],
+    ["training.steps is a whole number, not 'many'"],
+  ),
+  "a section is no key": ([DP8, "--config.mesh=3"], ["mesh is a section"]),
+  "missing config file": (
+    ["--config=configs/dp9.py"],
+    ["there is no config file 'configs/dp9.py'", "did you mean 'configs/dp8.py'?", "fsdp8.py"],
+  ),
+  "no config": ([], ["no config; for example: python main.py --config="]),
+  "unknown flag": ([DP8, "--workdri=x"], ["unknown flag --workdri", "did you mean 'workdir'?"]),
+  "unknown verb": (
+    ["trian", DP8],
+    ["unknown verb 'trian'; there are train, layout", "did you mean 'train'?"],
+  ),
+  "two verbs": (["train", "layout", DP8], ["unexpected 'layout' after the verb"]),
+  "against without layout": ([DP8, "--against=configs/tp8.py"], ["belongs to the verb layout"]),
+  "unknown recipe": (
+    [DP8 + ":mpl"],
+    ["unknown recipe 'mpl'; there are lm, mlp, mlp_tutorial", "did you mean 'mlp'?"],
+  ),
+  "unknown preset": (
+    [DP8 + ":model=llama,data=python_source"],
+    ["unknown model 'llama'; there are lm, mlp, mlp_tutorial"],
+  ),
+  "malformed recipe": ([DP8 + ":modl=lm"], ["'modl=lm' is neither model=NAME nor data=NAME"]),
+  "unknown data set": (
+    [DP8, "--config.data.name=python_sauce"],
+    ["unknown data set python_sauce", "nearest known name is python_source"],
+  ),
+  "mesh does not divide": (
+    [DP8, "--config.mesh.data=-1", "--config.mesh.tensor=3"],
+    ["mesh.data=-1: 8 devices cannot be divided by tensor=3 = 3"],
+  ),
+  "two open axes": (
+    [DP8, "--config.mesh.data=-1", "--config.mesh.fsdp=-1"],
+    ["mesh.data and mesh.fsdp are both -1"],
+  ),
+  "axis that nothing uses": (
+    [DP8, "--config.mesh.expert=2"],
+    ["mesh.expert=2: no parameter, activation or schedule of this model uses it"],
+  ),
+  "batch that the axes do not divide": (
+    [DP8, "--config.data.global_batch_size=30"],
+    ["data.global_batch_size=30 is not divisible by", "data=8", "make it 24 or 32"],
+  ),
+  "heads that tensor does not divide": (
+    ["--config=configs/tp8.py", "--config.model.heads=12", "--config.model.head_size=16"],
+    ["layers/attention/query/kernel: dim N (heads) = 12 is not divisible by mesh axis tensor=8",
+     "make heads 8 or 16, or set mesh.tensor=4"],
+  ),
+  "width that tensor does not divide": (
+    ["--config=configs/tp8.py", "--config.model.feedforward_size=100"],
+    ["layers/mlp/up/kernel: dim F (feedforward) = 100", "make feedforward 96 or 104"],
+  ),
+  "override of a name that is not there": (
+    [DP8, "--config.partitioning.overrides=(('layers/mlp/upp/kernel',(None,)),)"],
+    ["'layers/mlp/upp/kernel' is no parameter and no optimizer leaf"],
+  ),
+  "more than the memory": (
+    [DP8, "--config.model.model_size=65536", "--config.model.layers=100"],
+    ["parameters and optimizer state need", "TiB on all simulated devices together",
+     "this machine has", "GiB"],
+  ),
+  "a limit on what is replicated": (
+    [DP8, "--config.partitioning.max_replicated_bytes=1000"],
+    ["partitioning.max_replicated_bytes=1000", "layers/mlp/"],
+  ),
+  "two things at once": (
+    [DP8, "--config.optimizer.schedule=cosin", "--config.training.steps=0"],
+    ["training.steps=0: at least 1", "optimizer.schedule='cosin'", "did you mean 'cosine'?"],
+  ),
+  "a batch larger than the data set": (
+    [DP8, "--config.data.global_batch_size=8000000"],
+    ["python_source", "rows", "data.global_batch_size=8000000"],
+  ),
+  "an unknown split": (
+    [DP8, "--config.data.evaluation_split=dev"],
+    ["dev", "train", "test"],
+  ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_is_refused_before_anything_changes(main, case, tmp_path):
+  arguments, messages = REFUSALS[case]
+  workdir = tmp_path / "run"
+  code, out, err = main(*arguments, f"--workdir={workdir}")
+  assert code == 2, (out, err)
+  assert err.startswith("refused: "), err
+  assert "Traceback" not in err
+  for message in messages:
+    assert message in err
+  assert not workdir.exists()
+
+
+def test_debug_shows_the_traceback(main):
+  code, _, err = main("--config=configs/dp8.py", "--config.mesh.expert=2", "--debug")
+  assert code != 0
+  assert "Traceback" in err
+
+
+def test_a_parameter_without_a_rule_is_refused(main, tmp_path, monkeypatch):
+  # The tables are code, so a wrong one is made by a wrapper around main.py.
+  script = tmp_path / "wrong_table.py"
+  script.write_text(
+    "import sys; sys.argv = ['main.py', 'layout', '--config=configs/dp8.py']\n"
+    "import main\nfrom models import transformer as t\n"
+    "t.PARAMETERS['layers/mlp/up.*'] = 'LDF'; del t.PARAMETERS['final_norm/scale']\n"
+    "t.PARAMETERS['layers/moe/router'] = 'LD'\n"
+    "main.app.run(main.main, flags_parser=main.parse_flags)\n"
+  )
+  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+  done = subprocess.run(
+    [sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True,
+    check=False,
+  )
+  assert done.returncode == 2, done.stderr
+  assert "final_norm/scale: no rule matches this parameter of shape (128,)" in done.stderr
+  assert "layers/mlp/up/kernel: 2 rules match" in done.stderr
+  assert "rule 'layers/moe/router': matches no parameter" in done.stderr
+
+
+# ------------------------------ runs ------------------------------
+
+
+def lines_of(workdir: pathlib.Path) -> list[dict]:
+  """Returns the lines of metrics.jsonl."""
+  return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_trains_and_leaves_its_files(main, tmp_path):
+  command = ["--config=configs/dp4_tp2.py", f"--workdir={tmp_path}", "--config.training.steps=7"]
+  code, out, err = main(*command, *TINY_LM)
+  assert code == 0, (out, err)
+  for text in (
+    "devices: 8 x simulated CPU devices, made for this run; mesh: data=4 x tensor=2",
+    "layers/mlp/up/kernel",
+    "parameters; with optimizer state",
+    "compiled the train step in",
+    "all-reduce  tensor",
+    "first step finished",
+    "step 7/7",
+    "tokens/s",
+    "left 0:00",
+    "waiting for data",
+  ):
+    assert text in out, out
+  assert json.loads((tmp_path / "config.json").read_text())["training"]["steps"] == 7
+  assert "optimizer/0/mu/layers/mlp/up/kernel" in (tmp_path / "layout.txt").read_text()
+  assert list(tmp_path.glob("events.out.tfevents.*"))
+  lines = lines_of(tmp_path)
+  steps = [line for line in lines if "loss" in line]
+  assert [line["step"] for line in steps] == [1, 2, 4, 6, 7]
+  keys = {"step", "loss", "grad_norm", "learning_rate", "step_seconds", "data_wait_seconds"}
+  assert steps[-1].keys() == keys | {"tokens_per_second"}
+  evaluations = [line for line in lines if "eval_loss" in line]
+  assert [line["step"] for line in evaluations] == [3, 6, 7]
+  last = evaluations[-1]
+  assert last["eval_bits_per_byte"] == last["eval_loss"] / math.log(2)
+
+  # The same command again: a step stands once, and the numbers are the same to the last bit.
+  code, *_ = main(*command, *TINY_LM)
+  assert code == 0
+  again = [line for line in lines_of(tmp_path) if "loss" in line]
+  assert [(line["step"], line["loss"], line["grad_norm"]) for line in again] == [
+    (line["step"], line["loss"], line["grad_norm"]) for line in steps
+  ]
+
+
+def test_mlp_learns_the_digits(main, tmp_path):
+  code, out, err = main("--config=configs/dp8.py:mlp", f"--workdir={tmp_path}")
+  assert code == 0, (out, err)
+  last = lines_of(tmp_path)[-1]
+  assert last["eval_accuracy"] >= 0.97
+  assert "examples/s" in out
+
+
+def test_tutorial_gives_the_same_losses_under_both_strategies(main, tmp_path):
+  losses = []
+  for strategy in ("dp8", "dp4_tp2"):
+    workdir = tmp_path / strategy
+    code, out, err = main(
+      f"--config=configs/{strategy}.py:mlp_tutorial",
+      f"--workdir={workdir}",
+      "--config.model.model_size=128",
+      "--config.metrics.every_steps=1",
+    )
+    assert code == 0, (out, err)
+    losses.append([line["loss"] for line in lines_of(workdir) if "loss" in line])
+  assert len(losses[0]) == 30
+  assert losses[0][-1] < losses[0][0]
+  assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(main, tmp_path):
+  code, out, err = main(
+    "--config=configs/dp8.py:mlp_tutorial",
+    f"--workdir={tmp_path}",
+    "--config.model.model_size=64",
+    "--config.optimizer.learning_rate=1e9",
+  )
+  assert code == 1, (out, err)
+  assert err.startswith("error: step ")
+  assert "loss is" in err
+  assert "training stops" in err
+  step = int(err.split()[2].rstrip(":"))
+  assert all(line["step"] < step for line in lines_of(tmp_path))
+
+
+def test_layout_prints_the_table_and_two_side_by_side(main):
+  code, out, _ = main("layout", "--config=configs/tp8.py")
+  assert code == 0
+  assert "K  kv_heads              4  (may replicate" in out
+  assert "note: layers/attention/key/kernel: kv_heads=4 stays whole: tensor=8" in out
+  code, out, _ = main("layout", "--config=configs/dp8.py", "--against=configs/fsdp8.py")
+  assert code == 0
+  rows = [line for line in out.splitlines() if " embed/table" in line]
+  assert rows[0].split()[0] == "*"
+  assert "(-, fsdp)" in rows[0]
+
+
+def test_simulate_and_more_devices_than_eight(main):
+  code, out, err = main(
+    "layout", "--config=configs/dp8.py", "--simulate", "--config.mesh.data=16",
+  )
+  assert code == 0, err
+  assert "(data, -)" in out
