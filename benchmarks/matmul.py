@@ -8,7 +8,7 @@ over all devices the batch is split and nothing is sent, which the compiled text
 are the best of `repeats` runs after one to warm up. The products must equal NumPy's to rounding,
 or the exit code is 1.
 
-The default size is 4096 on an accelerator and 1024 on a CPU, where 4096 takes a minute or more.
+The default size is 4096 on an accelerator and 2048 on a CPU, where 4096 takes a minute or more.
 Where there is no accelerator, 8 CPU devices are simulated (--devices): they share the cores, and
 XLA already uses all cores for one device, so no speed-up is to be expected there.
 """
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
   count = jax.device_count()
   if _BATCH.value % count:
     raise ValueError(f"--batch={_BATCH.value} is not a multiple of the {count} devices")
-  size = _SIZE.value or (1024 if started.platform == "cpu" else 4096)
+  size = _SIZE.value or (2048 if started.platform == "cpu" else 4096)
   generator = np.random.default_rng(0)
   shape = (_BATCH.value, size, size)
   x, y = (generator.standard_normal(shape, np.float32) for _ in range(2))

@@ -15,7 +15,8 @@ loop. A turn of ours lasts from the moment that it gets the machine back to the 
 asks for the step after its last, so all that the loop does between steps is in it. What is built
 and compiled before, and the first and the last step, are not. R is the median, over the rounds,
 of ours / reference; the milliseconds are the medians of the two. On a machine that others use,
-single turns differ by tens of percent: take more rounds.
+single turns differ by tens of percent: take more rounds, and look at the ratio of the processor
+time that both used on the way, which the line gives last (on an accelerator it says little).
 
 Exits with 1 where a ratio is above 1.03 or two losses differ.
 """
@@ -64,9 +65,10 @@ class Turns:
     """Takes a function: it runs the next turn of the reference to its end."""
     self._run_reference = run_reference
     self._calls = 0
-    self._began = 0.0
-    self.ours: list[float] = []  # seconds per step, one number per turn
-    self.reference: list[float] = []
+    self._began = clocks()
+    # Per turn: seconds per step, and the processor's seconds per step.
+    self.ours: list[tuple[float, float]] = []
+    self.reference: list[tuple[float, float]] = []
 
   def before_step(self, state) -> None:
     """Ends a turn of ours and gives the reference one, each time that a turn is over."""
@@ -75,13 +77,23 @@ class Turns:
     if inside or not 0 <= turn <= _ROUNDS.value:
       return
     jax.block_until_ready(state)
-    now = time.perf_counter()
+    now = clocks()
     if turn > 0:
-      self.ours.append((now - self._began) / _STEPS.value)
+      self.ours.append(per_step(self._began, now))
     if turn < _ROUNDS.value:
       self._run_reference()
-      self._began = time.perf_counter()
-      self.reference.append((self._began - now) / _STEPS.value)
+      self._began = clocks()
+      self.reference.append(per_step(now, self._began))
+
+
+def clocks() -> tuple[float, float]:
+  """Returns the time and the processor time of all threads of this process, in seconds."""
+  return time.perf_counter(), time.process_time()
+
+
+def per_step(began: tuple[float, float], ended: tuple[float, float]) -> tuple[float, float]:
+  """Returns the difference of two readings of `clocks`, divided by the steps of a turn."""
+  return tuple((b - a) / _STEPS.value for a, b in zip(began, ended, strict=True))
 
 
 class StepInTurns:
@@ -179,11 +191,14 @@ def measure(name: str, ready: job.Job) -> bool:
   ours = last_loss(JobInTurns(**shallow_dict(ready), turns=turns), data)
   _, plain = run(state, left)
 
-  ratio = statistics.median(a / b for a, b in zip(turns.ours, turns.reference, strict=True))
-  milliseconds = [1e3 * statistics.median(turn) for turn in (turns.ours, turns.reference)]
+  pairs = list(zip(turns.ours, turns.reference, strict=True))
+  ratio, processor = (statistics.median(a[i] / b[i] for a, b in pairs) for i in range(2))
+  milliseconds = [
+    1e3 * statistics.median(t for t, _ in found) for found in (turns.ours, turns.reference)
+  ]
   print(
     f"ratio {ratio:.3f}  ({name}: ours {milliseconds[0]:.1f} ms, reference {milliseconds[1]:.1f} "
-    f"ms, loss ours {ours:.7g}, reference {plain:.7g})",
+    f"ms, loss ours {ours:.7g}, reference {plain:.7g}; processor time {processor:.3f})",
     flush=True,
   )
   tolerance = TOLERANCE[ready.config.training.compute_dtype]

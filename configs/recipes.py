@@ -176,9 +176,9 @@ def lm() -> ConfigDict:
       "data": _data(
         kind="text", name="python_source", global_batch_size=32, sequence_length=128
       ),
-      "training": _training(steps=300, loss="next_token"),
+      "training": _training(steps=240, loss="next_token"),
       "optimizer": _optimizer(learning_rate=4e-3),
-      "evaluation": {"every_steps": 100, "steps": 8},  # batches; the last one is whole
+      "evaluation": {"every_steps": 80, "steps": 8},  # batches; the last one is whole
     }
   )
 

@@ -97,9 +97,7 @@ def resolve(
   return Resolved(PartitionSpec(*entries), tuple(notes), tuple(failures))
 
 
-def indivisible(
-  letter: str, name: str, size: int, axes: Axes, sizes: Mapping[str, int]
-) -> str:
+def indivisible(letter: str, name: str, size: int, axes: Axes, sizes: Mapping[str, int]) -> str:
   """Returns the message for a dim that its axes do not divide, with the nearest ways out."""
   parts = axes_size(axes, sizes)
   below, above = size // parts * parts, (size // parts + 1) * parts

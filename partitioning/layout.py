@@ -1,4 +1,4 @@
-"""The layout as people read it: one row per array, its bytes per device, two strategies compared."""
+"""The layout as people read it: a row per array, its bytes per device, two strategies compared."""
 
 import io
 import math

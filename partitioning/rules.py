@@ -244,7 +244,9 @@ def _override(
   ]
   flat = [] if failures else [axis for axes in named for axis in axes]
   failures += [f"override: unknown mesh axis {axis!r}" for axis in flat if axis not in sizes]
-  failures += [f"override: mesh axis {a} stands twice" for a in dict.fromkeys(flat) if flat.count(a) > 1]
+  failures += [
+    f"override: mesh axis {a} stands twice" for a in dict.fromkeys(flat) if flat.count(a) > 1
+  ]
   if len(entries) > leaf.ndim:
     failures.append(f"override: {len(entries)} entries for shape {tuple(leaf.shape)}")
   if failures:

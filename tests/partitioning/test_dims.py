@@ -97,13 +97,14 @@ def test_an_indivisible_dim_is_told_the_nearest_sizes_and_the_smaller_axis():
   )
 
 
-def test_the_smaller_axis_that_is_offered_does_divide():
-  assert "set mesh.tensor=9" in indivisible("F", "feedforward", 27, ("tensor",), {"tensor": 16})
+def test_the_smaller_axis_that_is_offered_divides_the_dim_and_the_devices():
+  message = indivisible("F", "feedforward", 36, ("tensor",), {"tensor": 8})
+  assert message.endswith("make feedforward 32 or 40, or set mesh.tensor=4")  # and not 6
 
 
 def test_a_dim_smaller_than_its_axis_is_only_offered_a_larger_size():
   message = indivisible("N", "heads", 3, ("tensor",), {"tensor": 8})
-  assert message.endswith("make heads 8, or set mesh.tensor=3")
+  assert message.endswith("make heads 8, or set mesh.tensor=1")
 
 
 def test_an_indivisible_dim_on_two_axes_names_both():

@@ -185,7 +185,7 @@ def test_what_lies_as_its_spec_says_passes(placed):
 
 
 def test_specs_that_are_written_otherwise_and_mean_the_same_pass(placed):
-  tree, placements, mesh = placed
+  mesh = placed[2]
   sharding = NamedSharding(mesh, PartitionSpec("fsdp", None))
   tree = {"out": jax.device_put(jnp.zeros((12, 7)), sharding)}
   assert sharding.spec != PartitionSpec("fsdp")

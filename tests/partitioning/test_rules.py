@@ -128,7 +128,7 @@ def test_an_indivisible_dim_is_refused_with_the_ways_out():
   for name in ("up", "gate"):
     assert (
       f"layers/{name}/kernel: dim F (feedforward) = 20 is not divisible by mesh axis tensor=8; "
-      "make feedforward 16 or 24, or set mesh.tensor=5"
+      "make feedforward 16 or 24, or set mesh.tensor=4"
     ) in message
   assert "key/kernel" not in message  # kv_heads may stay whole
 

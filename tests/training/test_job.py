@@ -30,7 +30,7 @@ def test_heads_that_tensor_does_not_divide():
   message = refusal("lm", **{"mesh.tensor": 4, "model.heads": 6, "model.kv_heads": 3})
   assert (
     "layers/attention/query/kernel: dim N (heads) = 6 is not divisible by mesh axis tensor=4; "
-    "make heads 4 or 8, or set mesh.tensor=3"
+    "make heads 4 or 8, or set mesh.tensor=2"
   ) in message
   assert "layers/attention/out/kernel: dim N (heads) = 6" in message
   assert "kv_heads" not in message  # they may stay whole
@@ -41,20 +41,20 @@ def test_a_width_that_tensor_does_not_divide():
   for name in ("gate", "up", "down"):
     assert (
       f"layers/mlp/{name}/kernel: dim F (feedforward) = 54 is not divisible by mesh axis tensor=4; "
-      "make feedforward 52 or 56, or set mesh.tensor=3"
+      "make feedforward 52 or 56, or set mesh.tensor=2"
     ) in message
 
 
 def test_a_width_that_fsdp_does_not_divide():
   message = refusal("mlp", **{"mesh.fsdp": 8, "model.model_size": 36})
   assert "layer_1/kernel: dim D (model) = 36 is not divisible by mesh axis fsdp=8" in message
-  assert "make model 32 or 40, or set mesh.fsdp=6" in message
+  assert "make model 32 or 40, or set mesh.fsdp=4" in message
 
 
 def test_a_sequence_that_context_does_not_divide():
   message = refusal("lm", **{"mesh.context": 8})
   assert "batch/tokens: dim T (sequence) = 12 is not divisible by mesh axis context=8" in message
-  assert "make sequence 8 or 16, or set mesh.context=6" in message
+  assert "make sequence 8 or 16, or set mesh.context=4" in message
 
 
 @pytest.mark.parametrize("axis", ["expert", "stage"])

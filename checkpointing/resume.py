@@ -1,0 +1,221 @@
+"""What may change when a run goes on: every key of a config belongs to one of three classes.
+
+The first pattern that matches a key decides. A class is chosen by what the key does to the run:
+`GOES_ON` leaves what is computed alone (to rounding), `ACCEPT` changes it from here on, `REFUSED`
+makes another run of it, to which the state so far does not belong.
+"""
+
+import difflib
+import fnmatch
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+GOES_ON, ACCEPT, REFUSED = "goes on", "needs acceptance", "refused"
+
+CLASSES = {
+  # Where and how it runs.
+  "mesh.*": GOES_ON,
+  "mesh_dcn.*": GOES_ON,
+  "partitioning.*": GOES_ON,
+  "memory_limit_gib": GOES_ON,
+  "compilation_cache_dir": GOES_ON,
+  "argument": GOES_ON,  # the recipe's name; what it sets is compared key by key
+  # What is looked at, and what is kept.
+  "metrics.*": GOES_ON,
+  "evaluation.*": GOES_ON,
+  "checkpoint.*": GOES_ON,  # initialize_from was used before the first step
+  "profile.*": GOES_ON,
+  # The data. Another row order or another row is another run.
+  "data.data_dir": GOES_ON,  # where the same rows lie; dataset.* tells whether they are the same
+  "data.prefetch_batches": GOES_ON,
+  "data.evaluation_split": GOES_ON,
+  "data.global_batch_size": ACCEPT,
+  "data.*": REFUSED,
+  "dataset.*": REFUSED,  # of the record: version, fingerprint
+  "seed": REFUSED,
+  # The model. Initial deviations too: the parameters are drawn, so a change would do nothing.
+  "model.dropout_rate": ACCEPT,
+  "model.*": REFUSED,
+  # The step.
+  "training.steps": GOES_ON,  # unless fewer than are done
+  "training.gradient_accumulation_steps": ACCEPT,
+  "training.compute_dtype": ACCEPT,
+  "training.matmul_precision": ACCEPT,
+  "training.rematerialization": ACCEPT,
+  "training.parameter_dtype": REFUSED,
+  "training.loss": REFUSED,
+  "optimizer.name": REFUSED,  # its state is of another kind
+  "optimizer.learning_rate": ACCEPT,
+  "optimizer.schedule": ACCEPT,
+  "optimizer.warmup_steps": ACCEPT,  # goes on where it is over and the steps changed: see below
+  "optimizer.beta_1": ACCEPT,
+  "optimizer.beta_2": ACCEPT,
+  "optimizer.epsilon": ACCEPT,
+  "optimizer.momentum": ACCEPT,
+  "optimizer.weight_decay": ACCEPT,
+  "optimizer.clip_norm": ACCEPT,
+  "compiler_options": ACCEPT,  # may allow less precision
+  "versions.*": ACCEPT,  # of the record: the code's and the libraries'
+}
+
+# The parts of a record that are compared, and the names that their keys get here.
+COMPARED = {"versions": "versions.", "data": "dataset."}
+
+STEPS, WARMUP = "training.steps", "optimizer.warmup_steps"
+UNSET = "(unset)"
+
+
+def classify(key: str) -> str | None:
+  """Returns the class of a dotted key, or None where no pattern matches it."""
+  return next((c for pattern, c in CLASSES.items() if fnmatch.fnmatchcase(key, pattern)), None)
+
+
+def changes(
+  old_config: Mapping[str, Any],
+  new_config: Mapping[str, Any],
+  *,
+  old_record: Mapping[str, Any],
+  new_record: Mapping[str, Any],
+  accept: Sequence[str] = (),
+  done: int,
+  workdir: epath.PathLike,
+) -> dict[str, Any]:
+  """Judges what differs between a checkpoint and the run that is to go on from it.
+
+  Args:
+    old_config: nested dicts, as the checkpoint holds them.
+    new_config: as resolved now.
+    old_record: the checkpoint's record: `versions`, `data`, `accepted_changes`.
+    new_record: the same of now; what is not in it is not compared.
+    accept: dotted keys whose change is accepted.
+    done: the step to go on from.
+    workdir: the run's folder.
+
+  Returns:
+    The new record: `new_record` with `accepted_changes`, those of the checkpoint and the new
+    ones: `{"step", "key", "old", "new"}` each.
+
+  Raises:
+    ValueError: a change that is refused, or that needs acceptance, or an acceptance of
+      something that did not change; with every such key in one message.
+  """
+  old = _flat(_comparable(old_config, old_record))
+  new = _flat(_comparable(new_config, new_record))
+  differing = {
+    key: (old.get(key, UNSET), new.get(key, UNSET))
+    for key in sorted({*old, *new})
+    if old.get(key, UNSET) != new.get(key, UNSET)
+  }
+  accepted = list(old_record.get("accepted_changes", []))
+  asked = {key: pair for key, pair in differing.items() if _needs(key, differing, done) == ACCEPT}
+  _check_accepted(accept, asked, differing, accepted, new)
+  _check_refused(differing, done, epath.Path(workdir))
+  if missing := [key for key in asked if key not in accept]:
+    keys = ",".join([*missing, *(key for key in accept if key in asked)])
+    raise ValueError(
+      f"{workdir} goes on from step {done}, and what follows would be computed otherwise:\n"
+      + _lines(missing, differing)
+      + f"\nset them back, or accept this with --accept-changes={keys}"
+    )
+  accepted += [
+    {"step": done, "key": key, "old": before, "new": after}
+    for key, (before, after) in asked.items()
+  ]
+  return {**new_record, "accepted_changes": accepted}
+
+
+def _needs(key: str, differing: Mapping[str, Any], done: int) -> str:
+  """Returns the class of a key that differs.
+
+  A key that no pattern matches (an older version of the code had it) needs acceptance.
+  """
+  if key == STEPS:
+    after = differing[key][1]
+    return GOES_ON if isinstance(after, int) and after >= done else REFUSED
+  # Warm-up is by default a share of the steps: with more steps it would be longer, but it is over.
+  if key == WARMUP and STEPS in differing:
+    ended = all(isinstance(steps, int) and steps <= done for steps in differing[key])
+    return GOES_ON if ended else ACCEPT
+  return classify(key) or ACCEPT
+
+
+def _check_refused(differing: Mapping[str, tuple], done: int, workdir: epath.Path) -> None:
+  """Raises ValueError with all changes that another run is needed for."""
+  refused = [key for key in differing if _needs(key, differing, done) == REFUSED]
+  if refused == [STEPS]:
+    raise ValueError(
+      f"training.steps={differing[STEPS][1]}, but {workdir} has done {done}; give at least "
+      f"{done}, or start anew with --workdir={free_workdir(workdir)}"
+    )
+  if refused:
+    raise ValueError(
+      f"{workdir} goes on from step {done}, which another run has computed:\n"
+      + _lines(refused, differing)
+      + f"\nset them back, or start anew with --workdir={free_workdir(workdir)}; where the names "
+      f"and shapes of the parameters are the same, it may begin with these: "
+      f"--config.checkpoint.initialize_from={workdir}"
+    )
+
+
+def _check_accepted(
+  accept: Sequence[str],
+  asked: Mapping[str, tuple],
+  differing: Mapping[str, tuple],
+  accepted: Sequence[Mapping[str, Any]],
+  new: Mapping[str, Any],
+) -> None:
+  """Raises ValueError for acceptances of what needs none.
+
+  One that an earlier start has recorded is let through: the same command again resumes.
+  """
+  recorded = {change["key"]: change["new"] for change in accepted}
+  wrong = []
+  for key in accept:
+    if key in asked or (key in recorded and recorded[key] == new.get(key, UNSET)):
+      continue
+    if key in differing:
+      why = f"this change is {classify(key)}" if classify(key) == REFUSED else "it needs none"
+      wrong.append(f"{key}: {why}")
+    elif key in new:
+      wrong.append(f"{key}: it is the same in the checkpoint")
+    else:
+      close = difflib.get_close_matches(key, [*asked, *new], n=1, cutoff=0.5)
+      wrong.append(f"{key}: no such key" + (f"; did you mean {close[0]!r}?" if close else ""))
+  if wrong:
+    raise ValueError("--accept-changes:\n" + "\n".join(f"  {line}" for line in wrong))
+
+
+def free_workdir(workdir: epath.PathLike) -> epath.Path:
+  """Returns the first of WORKDIR_2, WORKDIR_3, ... that does not exist."""
+  path, number = epath.Path(workdir), 2
+  while (free := path.parent / f"{path.name}_{number}").exists():
+    number += 1
+  return free
+
+
+def _comparable(config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the config and what of the record is compared with it."""
+  parts = {name.rstrip("."): record[part] for part, name in COMPARED.items() if part in record}
+  return {**config, **parts}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Returns dotted key -> value, as JSON gives it back (tuples are lists)."""
+  flat = {}
+  for key, value in tree.items():
+    if isinstance(value, Mapping):
+      flat.update(_flat(value, f"{prefix}{key}."))
+    else:
+      flat[prefix + key] = json.loads(json.dumps(value))
+  return flat
+
+
+def _lines(keys: Sequence[str], differing: Mapping[str, tuple]) -> str:
+  texts = []
+  for key in keys:
+    before, after = (value if value == UNSET else json.dumps(value) for value in differing[key])
+    texts.append(f"  {key}: {before} in the checkpoint, now {after}")
+  return "\n".join(texts)
