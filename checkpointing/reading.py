@@ -46,15 +46,19 @@ def parse_location(text: str) -> tuple[epath.Path, int | None]:
   """
   path = epath.Path(text).expanduser().resolve()
   for folder in (path / FOLDER, path):
-    if steps(folder):
+    if _is_store(folder):
       return folder, None
   for folder in (path.parent / FOLDER, path.parent):
-    if path.name.isdecimal() and steps(folder):
+    if path.name.isdecimal() and _is_store(folder):
       if int(path.name) not in steps(folder):
         raise ValueError(f"{folder} holds no step {path.name}; it holds {listed(steps(folder))}")
       return folder, int(path.name)
-  require_steps(path)  # raises, since there are none
-  raise AssertionError(path)
+  raise _nothing_in(path)
+
+
+def _is_store(folder: epath.Path) -> bool:
+  """Tells a folder of checkpoints from one that holds other folders named by numbers."""
+  return any((folder / str(step) / STATE).is_dir() for step in steps(folder))
 
 
 def restore_parameters(
@@ -133,11 +137,15 @@ def require_steps(folder: epath.Path) -> list[int]:
   """Returns the steps of a folder; raises ValueError where there are none."""
   there = steps(folder)
   if not there:
-    what = "holds no checkpoints" if folder.is_dir() else "is no folder"
-    raise ValueError(
-      f"{folder} {what}; give the workdir of a run that has saved one, or WORKDIR/STEP"
-    )
+    raise _nothing_in(folder)
   return there
+
+
+def _nothing_in(folder: epath.Path) -> ValueError:
+  what = "holds no checkpoints" if folder.is_dir() else "is no folder"
+  return ValueError(
+    f"{folder} {what}; give the workdir of a run that has saved one, or WORKDIR/STEP"
+  )
 
 
 def listed(there: Sequence[int]) -> str:
@@ -251,7 +259,9 @@ def _from_orbax(path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
     raise UnreadableError(f"{STATE}: {_one_line(error)}") from error
 
 
-def _one_line(error: Exception) -> str:
-  """Returns an error in at most 300 characters of one line."""
+def _one_line(error: BaseException) -> str:
+  """Returns what an error began with, in at most 300 characters of one line."""
+  while error.__cause__ is not None:
+    error = error.__cause__
   text = " ".join(f"{type(error).__name__}: {error}".split())
   return text if len(text) <= 300 else f"{text[:300]}..."

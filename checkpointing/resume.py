@@ -62,7 +62,7 @@ CLASSES = {
 }
 
 # The parts of a record that are compared, and the names that their keys get here.
-COMPARED = {"versions": "versions.", "data": "dataset."}
+COMPARED = {"versions": "versions", "data": "dataset"}
 
 STEPS, WARMUP = "training.steps", "optimizer.warmup_steps"
 UNSET = "(unset)"
@@ -89,7 +89,7 @@ def changes(
     old_config: nested dicts, as the checkpoint holds them.
     new_config: as resolved now.
     old_record: the checkpoint's record: `versions`, `data`, `accepted_changes`.
-    new_record: the same of now; what is not in it is not compared.
+    new_record: the same of now; a part that one of the two lacks is not compared.
     accept: dotted keys whose change is accepted.
     done: the step to go on from.
     workdir: the run's folder.
@@ -102,8 +102,11 @@ def changes(
     ValueError: a change that is refused, or that needs acceptance, or an acceptance of
       something that did not change; with every such key in one message.
   """
-  old = _flat(_comparable(old_config, old_record))
-  new = _flat(_comparable(new_config, new_record))
+  parts = {name: part for part, name in COMPARED.items() if part in old_record and part in new_record}
+  old, new = (
+    _flat({**config, **{name: record[part] for name, part in parts.items()}})
+    for config, record in ((old_config, old_record), (new_config, new_record))
+  )
   differing = {
     key: (old.get(key, UNSET), new.get(key, UNSET))
     for key in sorted({*old, *new})
@@ -194,12 +197,6 @@ def free_workdir(workdir: epath.PathLike) -> epath.Path:
   while (free := path.parent / f"{path.name}_{number}").exists():
     number += 1
   return free
-
-
-def _comparable(config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the config and what of the record is compared with it."""
-  parts = {name.rstrip("."): record[part] for part, name in COMPARED.items() if part in record}
-  return {**config, **parts}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ training) stand in `recipes.py`. An unset key (None) is derived in `finalize`.
 
 import copy
 import difflib
+import math
 from collections.abc import Mapping
 
 from ml_collections import ConfigDict, config_dict
@@ -18,6 +19,8 @@ MESH = {"data": 1, "fsdp": 1, "stage": 1, "expert": 1, "context": 1, "tensor": 1
 MATMUL_PRECISIONS = ("default", "high", "highest")
 REMATERIALIZATIONS = ("none", "dots", "full")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+# What each kind of data is trained on.
+MODEL_LOSSES = {"text": "next_token", "image": "classification", "random": "squared_error"}
 OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("cosine", "constant")
 ACCELERATORS = ("tpu", "gpu")
@@ -114,7 +117,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     wrong.append("training.compute_dtype=float64 needs training.parameter_dtype=float64")
   if config.model.name == "transformer":
     model = config.model
-    if model.heads % model.kv_heads:
+    if model.kv_heads > 0 and model.heads % model.kv_heads:
       wrong.append(
         f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"
       )
@@ -148,7 +151,7 @@ def _at_least(config: ConfigDict) -> list[str]:
   for name, least in LEAST.items():
     section, _, key = name.rpartition(".")
     value = config[section][key] if section else config[key]
-    if value < least:
+    if not least <= value < math.inf:
       wrong.append(f"{name}={value}: at least {least}")
   positive = [(f"model.{name}", value) for name, value in config.model.items() if type(value) is int]
   if config.data.kind == "text":
@@ -163,11 +166,14 @@ def _at_least(config: ConfigDict) -> list[str]:
 
 
 def _choices(config: ConfigDict) -> list[str]:
+  kind = recipes.base(config.argument).data.kind
   choices = {
     "training.rematerialization": REMATERIALIZATIONS,
     "training.parameter_dtype": ("float32", "float64"),
     "training.compute_dtype": DTYPES,
     "training.matmul_precision": MATMUL_PRECISIONS,
+    "training.loss": (MODEL_LOSSES[kind],),
+    "data.kind": (kind,),  # as the model needs it: another kind is another recipe
     "optimizer.name": OPTIMIZERS,
     "optimizer.schedule": SCHEDULES,
   }

@@ -98,12 +98,12 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
       model.feedforward_size = model.model_size
     data.input_size, data.target_size = model.input_size, model.output_size
   if model.name == "transformer" and model.head_size is None:
-    if model.model_size % model.heads:
+    if model.heads > 0 and model.model_size % model.heads:
       raise ValueError(
         f"model.model_size={model.model_size} is not a multiple of model.heads={model.heads}; "
         f"change one, or set model.head_size"
       )
-    model.head_size = model.model_size // model.heads
+    model.head_size = model.model_size // max(1, model.heads)
 
 
 def _data(**keys) -> dict:

@@ -67,7 +67,7 @@ def rms_norm(
   """Scales x to unit root mean square over D, in float32 or wider. Source: arXiv:1910.07467."""
   wide = wide_dtype(x.dtype)
   x_wide = x.astype(wide)
-  inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_wide), axis=-1, keepdims=True) + epsilon)
+  inverse = jax.lax.rsqrt(jnp.mean(x_wide * x_wide, axis=-1, keepdims=True) + epsilon)
   scale = scale_D.astype(wide).reshape((1,) * (x.ndim - 1) + scale_D.shape)
   return (x_wide * inverse * scale).astype(x.dtype)
 
@@ -126,7 +126,14 @@ class Kernel(nnx.Module):
 
   def __call__(self, equation: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns `einsum(equation, x, kernel)`, the kernel laid out as activations are."""
-    return jnp.einsum(equation, x, constrain(self.kernel[...].astype(self.dtype), self.letters))
+
+    # What the backward pass keeps is the parameter as it lies. Without the checkpoint it would
+    # keep the cast and gathered kernel of every layer: all of the model on each fsdp device.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def product(kernel: Array, x: Array) -> Array:
+      return jnp.einsum(equation, x, constrain(kernel.astype(self.dtype), self.letters))
+
+    return product(self.kernel[...], x)
 
 
 class Norm(nnx.Module):

@@ -147,6 +147,10 @@ def place_optimizer(
       placement = Placement(name, leaf.shape, leaf.dtype, "", "scalar", PartitionSpec())
     elif owner is not None and parameters[owner].shape == leaf.shape:
       letters = parameters[owner].letters
+      if parameters[owner].rule == "override":
+        spec = parameters[owner].spec
+        placements[name] = Placement(name, leaf.shape, leaf.dtype, letters, f"as {owner}", spec)
+        continue
       found = resolve(letters, leaf.shape, legend, table, sizes)
       placement = Placement(
         name, leaf.shape, leaf.dtype, letters, f"as {owner}", found.spec, found.notes

@@ -1,0 +1,252 @@
+"""Saving and restoring: bits, layouts, what is kept, what is refused."""
+
+import resource
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from checkpointing import reading
+from checkpointing.store import Checkpointer, Retention, SaveError
+from tests.checkpointing.states import (
+  CONFIG,
+  RECORD,
+  abstract,
+  assert_bit_equal,
+  contents,
+  counting_target,
+  counting_tree,
+  random_tree,
+  save_counting,
+)
+from tests.jobs import make_job
+
+
+@pytest.fixture(scope="module")
+def dp8():
+  """Returns the small decoder on eight devices, parameters whole on each."""
+  return make_job("dp8", "lm")
+
+
+@pytest.fixture(scope="module")
+def written(dp8, tmp_path_factory):
+  """Returns a folder with step 7 of the dp8 job, and the tree in it."""
+  folder, tree = tmp_path_factory.mktemp("written") / "checkpoints", random_tree(dp8, 7)
+  with Checkpointer(folder) as checkpointer:
+    checkpointer.save(7, tree, config=CONFIG, record=RECORD)
+  return folder, tree
+
+
+@pytest.mark.parametrize("strategy", ["dp4_tp2", "fsdp8", "single"])
+def test_another_layout_restores_every_leaf_bit_equal_where_it_belongs(strategy, written):
+  folder, tree = written
+  target = abstract(make_job(strategy, "lm"))
+  with Checkpointer(folder, read_only=True) as checkpointer:
+    step, restored = checkpointer.restore(target)
+  assert step == 7
+  assert_bit_equal(restored, tree)
+  for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
+    assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+
+
+def test_written_split_it_restores_whole(dp8, tmp_path):
+  tree = random_tree(make_job("dp2_fsdp2_tp2", "lm"), 3)
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(3, tree, config=CONFIG, record=RECORD)
+    assert_bit_equal(checkpointer.restore(abstract(dp8))[1], tree)
+
+
+def test_a_large_array_of_one_device_is_read_in_parts(tmp_path):
+  array = jax.device_put(
+    np.arange(24_000_000, dtype=np.float32).reshape(6000, 4000),
+    SingleDeviceSharding(jax.devices()[0]),
+  )
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, {"x": array}, config={}, record={})
+  stored = reading.stored_arrays(checkpointer.folder / "1")["x"]
+  assert np.prod(stored.storage.chunk_shape) * 4 <= 2**25 < array.nbytes
+
+
+def test_the_state_may_be_donated_at_once(tmp_path):
+  add = jax.jit(lambda tree: jax.tree.map(lambda x: x + x.dtype.type(1), tree), donate_argnums=0)
+  tree = counting_tree(1)
+  with Checkpointer(tmp_path, keep=3) as checkpointer:
+    for step in (1, 2, 3):
+      blocked = checkpointer.save(step, tree, config=CONFIG, record=RECORD)
+      assert blocked > 0
+      tree = add(tree)
+    for step in (1, 2, 3):
+      assert_bit_equal(checkpointer.restore(counting_target(), step=step)[1], counting_tree(step))
+
+
+def test_config_record_and_metrics_travel_along(tmp_path):
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
+    checkpointer.save(1, counting_tree(1), config={"seed": 1}, record=RECORD)
+    checkpointer.save(
+      2, counting_tree(2), config={"seed": 2}, record=RECORD, metrics={"eval_loss": 0.1}
+    )
+    checkpointer.wait()
+    assert checkpointer.read_config(1) == {"seed": 1}
+    assert checkpointer.read_config() == {"seed": 2}
+    assert checkpointer.read_record() == {**RECORD, "metrics": {"eval_loss": 0.1}}
+    with pytest.raises(ValueError, match=r"holds no step 5; it holds 1, 2"):
+      checkpointer.read_config(5)
+
+
+# ------------------------------ what is kept ------------------------------
+
+
+def test_the_newest_every_nth_and_the_best_are_kept(tmp_path):
+  losses = {10: 3.0, 20: 1.0, 40: 2.0, 50: float("nan")}
+
+  def save(steps):
+    with Checkpointer(tmp_path, keep=2, keep_every_steps=30, keep_best="eval_loss") as checkpointer:
+      for step in steps:
+        metrics = {"eval_loss": losses[step]} if step in losses else None
+        checkpointer.save(step, counting_tree(step), config=CONFIG, record=RECORD, metrics=metrics)
+    return checkpointer.steps()
+
+  assert save((10, 20, 30, 40)) == [20, 30, 40]
+  assert save((50, 60, 70, 80)) == [20, 30, 60, 70, 80]  # the metric is known after a new start
+
+
+def test_the_best_accuracy_is_the_highest():
+  def kept(best, values, **rule):
+    retention = Retention(1, 0, best, rule.get("lower_is_better"))
+    for step, value in enumerate(values):
+      retention.note(step, {best: value})
+    steps = [type("Step", (), {"step": step}) for step in range(len(values))]
+    return retention.should_preserve(steps, context=None)
+
+  assert kept("eval_accuracy", [0.1, 0.9, 0.9, 0.5]) == [False, False, True, True]
+  assert kept("eval_loss", [0.1, 0.9, 0.9, 0.5]) == [True, False, False, True]
+  assert kept("eval_loss", [0.1, 0.9, 0.5], lower_is_better=False) == [False, True, True]
+
+
+def test_an_unknown_metric_and_numbers_below_their_least_are_refused(tmp_path):
+  with (
+    Checkpointer(tmp_path, keep_best="eval_los") as checkpointer,
+    pytest.raises(ValueError, match=r"keep_best='eval_los': the metrics are eval_loss"),
+  ):
+    checkpointer.save(
+      1, counting_tree(1), config=CONFIG, record=RECORD, metrics={"eval_loss": 1.0}
+    )
+  with pytest.raises(ValueError, match=r"checkpoint.keep=0: at least 1"):
+    Checkpointer(tmp_path, keep=0)
+
+
+# ------------------------------ what is refused ------------------------------
+
+
+def test_every_array_that_differs_is_named_with_both_sides(tmp_path):
+  target = counting_target()
+  one = target["params"]["bias"].sharding
+  target["params"]["bias"] = jax.ShapeDtypeStruct((7,), np.float16, sharding=one)
+  target["params"]["down"] = jax.ShapeDtypeStruct((2, 3), np.float32, sharding=one)
+  target["optimizer"] = (jax.ShapeDtypeStruct((24, 14), np.float32, sharding=one), [])
+  with Checkpointer(tmp_path) as checkpointer:
+    save_counting(checkpointer, 4)
+    with pytest.raises(ValueError, match="does not fit") as refusal:
+      checkpointer.restore(target)
+  assert str(refusal.value).splitlines()[1:] == [
+    "  optimizer/0: float32[24, 13] in the checkpoint, float32[24, 14] here",
+    "  optimizer/1/0: int32[] in the checkpoint, absent here",
+    "  params/bias: float32[7] in the checkpoint, float16[7] here",
+    "  params/down: absent in the checkpoint, float32[2, 3] here",
+  ]
+  assert checkpointer.steps() == [4]  # nothing was put aside
+
+
+def test_an_optimizer_of_another_kind_is_refused(written):
+  target = abstract(make_job("dp8", "lm", **{"optimizer.name": "sgd"}))
+  with (
+    Checkpointer(written[0], read_only=True) as checkpointer,
+    pytest.raises(ValueError, match=r"optimizer/0/mu/.*: float32\[.*\] in the checkpoint, absent"),
+  ):
+    checkpointer.restore(target)
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
+    with pytest.raises(ValueError, match=r"holds no checkpoints; give the workdir"):
+      checkpointer.restore(counting_target())
+    save_counting(checkpointer, 1, 2)
+    with pytest.raises(ValueError, match=r"holds no step 3; it holds 1, 2"):
+      checkpointer.restore(counting_target(), step=3)
+
+
+def test_a_step_at_or_below_the_newest_is_not_lost_silently(tmp_path):
+  with Checkpointer(tmp_path) as checkpointer:
+    save_counting(checkpointer, 5)
+    for step in (4, 5):
+      with pytest.raises(ValueError, match=rf"step {step} is not saved: .* the steps 5,"):
+        checkpointer.save(step, counting_tree(step), config=CONFIG, record=RECORD)
+
+
+# ------------------------------ failing saves ------------------------------
+
+
+def full_disk(on: bool) -> None:
+  """Lets writes beyond a kilobyte of a file fail, or lifts that."""
+  _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1024 if on else hard, hard))
+
+
+def test_a_failed_save_is_reported_once_and_the_step_can_be_saved_again(tmp_path):
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
+    save_counting(checkpointer, 1)
+    full_disk(True)
+    try:
+      with pytest.raises(SaveError, match="saving step 2 to .* failed") as failure:
+        checkpointer.save(2, counting_tree(2), config=CONFIG, record=RECORD)
+        while True:
+          checkpointer.check()
+    finally:
+      full_disk(False)
+    assert failure.value.step == 2
+    assert checkpointer.steps() == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    checkpointer.check()
+    save_counting(checkpointer, 2)
+    assert_bit_equal(checkpointer.restore(counting_target())[1], counting_tree(2))
+
+
+def test_a_failed_last_save_ends_the_with_block(tmp_path):
+  try:
+    with pytest.raises(SaveError, match="saving step 1"), Checkpointer(tmp_path) as checkpointer:
+      full_disk(True)
+      checkpointer.save(1, counting_tree(1), config=CONFIG, record=RECORD)
+  finally:
+    full_disk(False)
+
+
+# ------------------------------ reading only ------------------------------
+
+
+def test_reading_only_never_changes_a_byte(tmp_path):
+  folder = tmp_path / "checkpoints"
+  with Checkpointer(folder, keep=3) as checkpointer:
+    save_counting(checkpointer, 1, 2, 3)
+  (folder / "3" / "commit_success.txt").unlink()
+  (folder / "4.orbax-checkpoint-tmp").mkdir()
+  before, said = contents(tmp_path), []
+  with Checkpointer(folder, read_only=True, warn=said.append) as checkpointer:
+    step, tree = checkpointer.restore(counting_target())
+    checkpointer.read_config()
+    checkpointer.check()
+  parameters = reading.restore_parameters(
+    folder, counting_target()["params"], warn=said.append
+  )
+  assert step == parameters[0] == 2
+  assert_bit_equal(tree, counting_tree(2))
+  assert_bit_equal(parameters[1], counting_tree(2)["params"])
+  assert len(said) == 2
+  assert all("commit_success.txt); nothing is changed, and step 2 is used" in s for s in said)
+  assert contents(tmp_path) == before
+
+
+def test_reading_only_makes_no_folder(tmp_path):
+  with pytest.raises(ValueError, match=r"absent is no folder"):
+    Checkpointer(tmp_path / "absent", read_only=True)
+  assert not list(tmp_path.iterdir())
