@@ -102,11 +102,15 @@ def _layout() -> int:
 def _announce(ready: job.Job, data: loop.Data, workdir: epath.Path) -> None:
   """Prints what is about to run: devices, mesh, layout, sizes, data."""
   device = ready.mesh.devices.flat[0]
-  kind = "simulated CPU devices, made for this run" if ready.devices.simulated else device.device_kind
+  kind = (
+    "simulated CPU devices, made for this run" if ready.devices.simulated else device.device_kind
+  )
   say(f"devices: {ready.mesh.size} x {kind}; mesh: {product_text(ready.devices.sizes)}")
   say(ready.layout_text(whole=False))
-  say(f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
-      f"held out: {data.held_out.source.name}, {len(data.held_out.source):,} rows")
+  say(
+    f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
+    f"held out: {data.held_out.source.name}, {len(data.held_out.source):,} rows"
+  )
   say(f"workdir: {workdir}")
 
 

@@ -62,7 +62,11 @@ def _is_store(folder: epath.Path) -> bool:
 
 
 def restore_parameters(
-  folder: epath.Path, abstract: Any, step: int | None = None, *, warn: Callable[[str], None] = warn
+  folder: epath.PathLike,
+  abstract: Any,
+  step: int | None = None,
+  *,
+  warn: Callable[[str], None] = warn,
 ) -> tuple[int, Any]:
   """Restores the parameters alone, from a run of any optimizer; writes nothing.
 
@@ -79,6 +83,7 @@ def restore_parameters(
     ValueError: no such step; names, shapes or dtypes differ (all in one message); or no step
       can be read.
   """
+  folder = epath.Path(folder)
   found = restore_first(
     folder, step, lambda step: read_arrays(folder / str(step), abstract, under=PARAMETERS)
   )

@@ -102,7 +102,9 @@ def changes(
     ValueError: a change that is refused, or that needs acceptance, or an acceptance of
       something that did not change; with every such key in one message.
   """
-  parts = {name: part for part, name in COMPARED.items() if part in old_record and part in new_record}
+  parts = {
+    name: part for part, name in COMPARED.items() if part in old_record and part in new_record
+  }
   old, new = (
     _flat({**config, **{name: record[part] for name, part in parts.items()}})
     for config, record in ((old_config, old_record), (new_config, new_record))

@@ -153,7 +153,9 @@ def _at_least(config: ConfigDict) -> list[str]:
     value = config[section][key] if section else config[key]
     if not least <= value < math.inf:
       wrong.append(f"{name}={value}: at least {least}")
-  positive = [(f"model.{name}", value) for name, value in config.model.items() if type(value) is int]
+  positive = [
+    (f"model.{name}", value) for name, value in config.model.items() if type(value) is int
+  ]
   if config.data.kind == "text":
     positive.append(("data.sequence_length", config.data.sequence_length))
   wrong.extend(f"{name}={value}: at least 1" for name, value in positive if value < 1)

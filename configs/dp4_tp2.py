@@ -1,7 +1,13 @@
-"""python main.py --config=configs/dp4_tp2.py"""
+"""4-way data by 2-way tensor parallel: the main job.
+
+python main.py --config=configs/dp4_tp2.py
+
+@@RESULT@@
+"""
 
 from configs import base
 
 
 def get_config(argument=None):
+  """Returns the config of this strategy for a recipe: lm (default), mlp, mlp_tutorial."""
   return base.get_config(argument, mesh=dict(data=4, tensor=2))

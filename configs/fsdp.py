@@ -1,7 +1,13 @@
-"""python main.py --config=configs/fsdp.py"""
+"""Fully sharded over all the devices that there are (8 where they are simulated).
+
+python main.py --config=configs/fsdp.py
+
+@@RESULT@@
+"""
 
 from configs import base
 
 
 def get_config(argument=None):
+  """Returns the config of this strategy for a recipe: lm (default), mlp, mlp_tutorial."""
   return base.get_config(argument, mesh=dict(fsdp=-1))

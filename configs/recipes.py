@@ -65,9 +65,7 @@ def base(argument: str) -> ConfigDict:
   for part in argument.split(","):
     key, equals, value = part.partition("=")
     if not equals or key not in ("model", "data") or not value:
-      raise ValueError(
-        f"--config=FILE:{argument}: {part!r} is neither model=NAME nor data=NAME"
-      )
+      raise ValueError(f"--config=FILE:{argument}: {part!r} is neither model=NAME nor data=NAME")
     chosen[key] = value
   config = _recipe(chosen.get("model", "lm"), "model")
   if data := chosen.get("data"):
@@ -173,9 +171,7 @@ def lm() -> ConfigDict:
   return ConfigDict(
     {
       "model": model,
-      "data": _data(
-        kind="text", name="python_source", global_batch_size=32, sequence_length=128
-      ),
+      "data": _data(kind="text", name="python_source", global_batch_size=32, sequence_length=128),
       "training": _training(steps=240, loss="next_token"),
       "optimizer": _optimizer(learning_rate=4e-3),
       "evaluation": {"every_steps": 80, "steps": 8},  # batches; the last one is whole
@@ -225,7 +221,11 @@ def mlp_tutorial() -> ConfigDict:
       ),
       "training": _training(steps=30, loss="squared_error"),
       "optimizer": _optimizer(
-        name="sgd", learning_rate=1e-5, schedule="constant", warmup_steps=0, weight_decay=0.0,
+        name="sgd",
+        learning_rate=1e-5,
+        schedule="constant",
+        warmup_steps=0,
+        weight_decay=0.0,
         clip_norm=0.0,
       ),
       "evaluation": {"every_steps": 0, "steps": 0},

@@ -1,7 +1,13 @@
-"""python main.py --config=configs/single.py"""
+"""One CPU device: the reference that every other strategy is compared with.
+
+python main.py --config=configs/single.py
+
+@@RESULT@@
+"""
 
 from configs import base
 
 
 def get_config(argument=None):
+  """Returns the config of this strategy for a recipe: lm (default), mlp, mlp_tutorial."""
   return base.get_config(argument, mesh=dict())

@@ -1,7 +1,13 @@
-"""python main.py --config=configs/tp8.py"""
+"""8-way tensor parallel; the recipe's 4 key/value heads stay whole on each device.
+
+python main.py --config=configs/tp8.py
+
+@@RESULT@@
+"""
 
 from configs import base
 
 
 def get_config(argument=None):
+  """Returns the config of this strategy for a recipe: lm (default), mlp, mlp_tutorial."""
   return base.get_config(argument, mesh=dict(tensor=8))

@@ -234,9 +234,7 @@ class Block(nnx.Module):
   ) -> Float[Array, "B T D"]:
     """Returns the residual after this layer; `key` draws the dropout, None turns it off."""
     keys = (None, None) if key is None else jax.random.split(key)
-    x_BTD = x_BTD + dropout(
-      self.attention(self.attention_norm(x_BTD)), self.dropout_rate, keys[0]
-    )
+    x_BTD = x_BTD + dropout(self.attention(self.attention_norm(x_BTD)), self.dropout_rate, keys[0])
     return x_BTD + dropout(self.mlp(self.mlp_norm(x_BTD)), self.dropout_rate, keys[1])
 
 

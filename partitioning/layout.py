@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from partitioning.dims import Legend, axes_size
+from partitioning.dims import Legend, axes_size, spec_axes
 from partitioning.rules import LayoutError, Placement, named_leaves
 
 
@@ -24,6 +24,23 @@ def shard_shape(
   entries = tuple(spec) + (None,) * (len(shape) - len(spec))
   axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
   return tuple(size // axes_size(names, sizes) for size, names in zip(shape, axes, strict=True))
+
+
+def spread(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+  """Returns the spec with the axes that it leaves out put on the first dim that they divide.
+
+  So an array that devices hold copies of is cut among them instead; where the axes divide no
+  dim, the spec stays as it is.
+  """
+  left_out = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in spec_axes(spec))
+  entries = list(spec) + [None] * (len(shape) - len(spec))
+  for position, size in enumerate(shard_shape(shape, spec, sizes)):
+    if left_out and size % axes_size(left_out, sizes) == 0:
+      entry = entries[position]
+      taken = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+      entries[position] = (*taken, *left_out)
+      break
+  return PartitionSpec(*entries)
 
 
 def bytes_per_device(placement: Placement, sizes: Mapping[str, int]) -> int:

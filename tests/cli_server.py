@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 
-import main  # noqa: F401  (imported once, for all forks)
+import main
 
 
 def run(arguments: list[str]) -> dict:

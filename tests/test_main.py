@@ -103,8 +103,10 @@ REFUSALS = {
   ),
   "heads that tensor does not divide": (
     ["--config=configs/tp8.py", "--config.model.heads=12", "--config.model.head_size=16"],
-    ["layers/attention/query/kernel: dim N (heads) = 12 is not divisible by mesh axis tensor=8",
-     "make heads 8 or 16, or set mesh.tensor=4"],
+    [
+      "layers/attention/query/kernel: dim N (heads) = 12 is not divisible by mesh axis tensor=8",
+      "make heads 8 or 16, or set mesh.tensor=4",
+    ],
   ),
   "width that tensor does not divide": (
     ["--config=configs/tp8.py", "--config.model.feedforward_size=100"],
@@ -116,8 +118,12 @@ REFUSALS = {
   ),
   "more than the memory": (
     [DP8, "--config.model.model_size=65536", "--config.model.layers=100"],
-    ["parameters and optimizer state need", "TiB on all simulated devices together",
-     "this machine has", "GiB"],
+    [
+      "parameters and optimizer state need",
+      "TiB on all simulated devices together",
+      "this machine has",
+      "GiB",
+    ],
   ),
   "a limit on what is replicated": (
     [DP8, "--config.partitioning.max_replicated_bytes=1000"],
@@ -169,7 +175,11 @@ def test_a_parameter_without_a_rule_is_refused(main, tmp_path, monkeypatch):
   )
   environment = {**os.environ, "PYTHONPATH": str(ROOT)}
   done = subprocess.run(
-    [sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True,
+    [sys.executable, str(script)],
+    cwd=ROOT,
+    env=environment,
+    capture_output=True,
+    text=True,
     check=False,
   )
   assert done.returncode == 2, done.stderr
@@ -279,7 +289,10 @@ def test_layout_prints_the_table_and_two_side_by_side(main):
 
 def test_simulate_and_more_devices_than_eight(main):
   code, out, err = main(
-    "layout", "--config=configs/dp8.py", "--simulate", "--config.mesh.data=16",
+    "layout",
+    "--config=configs/dp8.py",
+    "--simulate",
+    "--config.mesh.data=16",
   )
   assert code == 0, err
   assert "(data, -)" in out

@@ -35,9 +35,7 @@ class Evaluator:
     count = min(steps, len(self.batches)) if steps else len(self.batches)
     shardings = self.job.batch_shardings
     totals: dict[str, float] = {}
-    with Prefetcher(
-      lambda i: self.batches.batch(i, shardings), start=0, stop=count
-    ) as prefetched:
+    with Prefetcher(lambda i: self.batches.batch(i, shardings), start=0, stop=count) as prefetched:
       for i in range(count):
         # Added up in Python's float64, in order: the same on every mesh but for rounding.
         sums = jax.device_get(self.step(params, prefetched.get(i)))

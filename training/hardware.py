@@ -1,4 +1,4 @@
-"""Peak speeds by device kind, for MFU. Sources: the vendors' data sheets, dense, without sparsity."""
+"""Peak speeds by device kind, for MFU. Sources: the vendors' data sheets, without sparsity."""
 
 import jax
 

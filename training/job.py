@@ -54,9 +54,7 @@ class Job:
     return State(
       NamedSharding(self.mesh, PartitionSpec()),
       layout.shardings(self.state.params, self.placements["parameters"], self.mesh),
-      layout.shardings(
-        self.state.optimizer, self.placements["optimizer"], self.mesh, "optimizer/"
-      ),
+      layout.shardings(self.state.optimizer, self.placements["optimizer"], self.mesh, "optimizer/"),
     )
 
   @property
@@ -137,7 +135,9 @@ class Job:
     given = filter(None, self.config.compiler_options.split(","))
     options = {**(options or {}), **dict(option.split("=", 1) for option in given)}
     with self.tracing():
-      compiled = jax.jit(function, **jit).lower(*arguments).compile(compiler_options=options or None)
+      compiled = (
+        jax.jit(function, **jit).lower(*arguments).compile(compiler_options=options or None)
+      )
     return Compiled(compiled, time.monotonic() - began)
 
   def compile_init(self) -> "Compiled":
@@ -146,9 +146,7 @@ class Job:
     # It runs once. On CPUs, LLVM at its default level takes four times as long over it, longer
     # than over the train step.
     options = {"xla_backend_optimization_level": "1"} if self.devices.platform == "cpu" else None
-    return self.compile(
-      self.program.init, key, options=options, out_shardings=self.state_shardings
-    )
+    return self.compile(self.program.init, key, options=options, out_shardings=self.state_shardings)
 
   def compile_train_step(self) -> "Compiled":
     """Compiles `(state, batch) -> (state, metrics)`; the state that it is given is donated."""
@@ -164,7 +162,7 @@ class Job:
   def compile_eval_step(self) -> "Compiled":
     """Compiles `(params, batch) -> sums`."""
     return self.compile(
-      self.program.eval_step,
+      self.program.sums,
       self.state.params,
       self.batch,
       in_shardings=(self.state_shardings.params, self.batch_shardings),
@@ -208,8 +206,15 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   if failures:
     raise LayoutError(dict.fromkeys(failures))
   _check_memory(config, placements, devices)
-  specs = jax.tree.map(lambda s: s.spec, layout.shardings(state.params, placements["parameters"], mesh))
-  program = dataclasses.replace(program, param_specs=specs)
+  lies = layout.shardings(state.params, placements["parameters"], mesh)
+  specs = jax.tree.map(lambda sharding: sharding.spec, lies)
+  program = dataclasses.replace(
+    program,
+    param_specs=specs,
+    norm_specs=jax.tree.map(
+      lambda leaf, spec: layout.spread(spec, leaf.shape, devices.sizes), state.params, specs
+    ),
+  )
   return Job(config, devices, mesh, legend, program, state, batch, placements, activations)
 
 

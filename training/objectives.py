@@ -21,9 +21,21 @@ Sums = dict[str, jax.Array]  # each a scalar, float32 or wider; "loss" always
 
 # loss -> array of the batch -> its dims and its dtype.
 BATCH = {
-  "next_token": {"tokens": ("BT", "int32"), "targets": ("BT", "int32"), "weights": ("BT", "float32")},
-  "classification": {"inputs": ("BI", "float32"), "targets": ("B", "int32"), "weights": ("B", "float32")},
-  "squared_error": {"inputs": ("BI", "float32"), "targets": ("BO", "float32"), "weights": ("B", "float32")},
+  "next_token": {
+    "tokens": ("BT", "int32"),
+    "targets": ("BT", "int32"),
+    "weights": ("BT", "float32"),
+  },
+  "classification": {
+    "inputs": ("BI", "float32"),
+    "targets": ("B", "int32"),
+    "weights": ("B", "float32"),
+  },
+  "squared_error": {
+    "inputs": ("BI", "float32"),
+    "targets": ("BO", "float32"),
+    "weights": ("B", "float32"),
+  },
 }
 
 
@@ -38,9 +50,7 @@ def abstract_batch(config: ConfigDict, legend: Legend) -> dict[str, jax.ShapeDty
   }
 
 
-def cross_entropy(
-  logits: Float[Array, "*X V"], targets: Int[Array, "*X"]
-) -> Float[Array, "*X"]:
+def cross_entropy(logits: Float[Array, "*X V"], targets: Int[Array, "*X"]) -> Float[Array, "*X"]:
   """Returns -log softmax(logits)[target], in nats.
 
   The target's logit is picked by a masked sum: a gather along a dim that is split over

@@ -11,7 +11,7 @@ NOT_DECAYED = ("scale", "bias")
 
 
 def learning_rate_schedule(config: ConfigDict) -> optax.Schedule:
-  """Returns step -> learning rate: linear warm-up, then cosine to a tenth of the peak or constant."""
+  """Returns step -> learning rate: linear warm-up, then a cosine to a tenth, or constant."""
   peak, warmup = config.optimizer.learning_rate, config.optimizer.warmup_steps
   if config.optimizer.schedule == "constant":
     after = optax.constant_schedule(peak)

@@ -1,6 +1,8 @@
 """The step: `(state, batch) -> (state, metrics)`, pure, whole on one screen."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,6 +41,7 @@ class Program:
   optimizer: optax.GradientTransformation
   schedule: optax.Schedule
   param_specs: Any = None  # a tree like the parameters; their gradients are laid out by it
+  norm_specs: Any = None  # likewise, while their squares are summed
 
   def init(self, key: jax.Array) -> State:
     """Returns the first state. Jit it: drawn eagerly, parameters differ in their last bits."""
@@ -47,9 +50,10 @@ class Program:
     return State(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
 
   def sums(self, params: Any, batch: Batch, key: jax.Array | None = None) -> Sums:
-    """Returns the objective's sums over one batch; without a key nothing is dropped out."""
+    """Returns the objective's sums and the sum of weights; without a key nothing is dropped."""
     model = nnx.merge(self.graphdef, params)
-    return OBJECTIVES[self.config.training.loss](model, batch, key)
+    sums = OBJECTIVES[self.config.training.loss](model, batch, key)
+    return {**sums, "weight": jnp.sum(batch["weights"], dtype=sums["loss"].dtype)}
 
   def gradients(self, params: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, Sums]:
     """Returns the gradients of the global batch's mean loss, and its sums divided alike.
@@ -57,11 +61,24 @@ class Program:
     The mean is the sum of weighted losses over the sum of weights across the global batch,
     also where it is cut into microbatches: those with fewer weights count for less.
     """
+    grads, means, scale = self.unscaled_gradients(params, batch, key)
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), means
+
+  def unscaled_gradients(
+    self, params: Any, batch: Batch, key: jax.Array | None
+  ) -> tuple[Any, Sums, jax.Array]:
+    """Returns gradients still to be multiplied by a scalar, the means, and the scalar.
+
+    Divided by the weights' number, which is known, and not by their sum: so the sum is reduced
+    together with the gradients, not by a collective of its own before them; and the step scales
+    and clips in one pass over the gradients.
+    """
     count = self.config.training.gradient_accumulation_steps
-    weight = jnp.sum(batch["weights"], dtype=self.config.training.parameter_dtype)
+    entries = batch["weights"].size
 
     def mean(params, microbatch, key):
-      means = jax.tree.map(lambda x: x / weight.astype(x.dtype), self.sums(params, microbatch, key))
+      sums = self.sums(params, microbatch, key)
+      means = {name: value / entries for name, value in sums.items()}
       return means["loss"], means
 
     def grad(params, microbatch, key):
@@ -71,21 +88,17 @@ class Program:
       return grads, means
 
     if count == 1:
-      return grad(params, batch, key)
-    # Row r of the batch goes to microbatch r % count, so that no row changes its device.
-    microbatches = jax.tree.map(
-      lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), dict(batch)
-    )
-    keys = None if key is None else jax.random.split(key, count)
+      grads, means = grad(params, batch, key)
+    else:
+      grads, means = _accumulate(functools.partial(grad, params), count, batch, key)
+    scale = 1 / means.pop("weight")
+    return grads, {name: value * scale for name, value in means.items()}, scale
 
-    def add(total, inputs):
-      return jax.tree.map(jnp.add, total, grad(params, *inputs)), None
-
-    first = jax.tree.map(lambda x: x[0], (microbatches, keys))
-    zeros = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, params, *first)
-    )
-    return jax.lax.scan(add, zeros, (microbatches, keys))[0]
+  def norm(self, grads: Any) -> jax.Array:
+    """Returns the global norm; devices that hold copies of a gradient sum a part of it each."""
+    if self.norm_specs is not None:
+      grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, self.norm_specs)
+    return optax.tree.norm(grads)
 
   def train_step(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
     """Returns the state after one optimizer step, and scalars about it.
@@ -93,11 +106,11 @@ class Program:
     Randomness is folded from (seed, step), so it does not depend on where a run began.
     """
     key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
-    grads, means = self.gradients(state.params, batch, key)
-    norm = optax.tree.norm(grads)
+    grads, means, scale = self.unscaled_gradients(state.params, batch, key)
+    norm = scale * self.norm(grads)
     if clip := self.config.optimizer.clip_norm:
-      scale = clip / jnp.maximum(norm, clip)
-      grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+      scale = scale * clip / jnp.maximum(norm, clip)
+    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     # optax raises decays to an integer count, which strict promotion (on in the tests) forbids.
     with jax.numpy_dtype_promotion("standard"):
       updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
@@ -105,11 +118,6 @@ class Program:
     params = optax.apply_updates(state.params, updates)
     metrics = {"loss": means["loss"], "grad_norm": norm, "learning_rate": rate}
     return State(state.step + 1, params, optimizer), metrics
-
-  def eval_step(self, params: Any, batch: Batch) -> Sums:
-    """Returns the objective's sums and the sum of weights, over one batch."""
-    sums = self.sums(params, batch)
-    return {**sums, "weight": jnp.sum(batch["weights"], dtype=sums["loss"].dtype)}
 
 
 def make_program(config: ConfigDict) -> Program:
@@ -120,3 +128,21 @@ def make_program(config: ConfigDict) -> Program:
 
   graphdef, _ = nnx.split(nnx.eval_shape(abstract))
   return Program(config, graphdef, make_optimizer(config), learning_rate_schedule(config))
+
+
+def _accumulate(grad: Callable, count: int, batch: Batch, key: jax.Array | None) -> Any:
+  """Returns the sum of `grad(microbatch, key)` over the microbatches of a batch.
+
+  Row r of the batch goes to microbatch r % count, so that no row changes its device.
+  """
+  microbatches = jax.tree.map(
+    lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), dict(batch)
+  )
+  keys = None if key is None else jax.random.split(key, count)
+
+  def add(total, inputs):
+    return jax.tree.map(jnp.add, total, grad(*inputs)), None
+
+  first = jax.tree.map(lambda x: x[0], (microbatches, keys))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, *first))
+  return jax.lax.scan(add, zeros, (microbatches, keys))[0]

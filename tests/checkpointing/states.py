@@ -39,10 +39,13 @@ def random_tree(job: Job, step: int) -> dict:
 
 
 def counting_tree(step: int) -> dict:
-  """Returns a small tree over eight devices, every value of which is `step` more than at 0."""
+  """Returns a small tree over eight devices, every value of which is `step` more than at 0.
+
+  The shards of its kernels are over a kilobyte: smaller ones would lie in the index itself.
+  """
   mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
-  kernel = np.arange(24 * 13, dtype=np.float32).reshape(24, 13) + step
+  kernel = np.arange(24 * 130, dtype=np.float32).reshape(24, 130) + step
   return {
     "step": jax.device_put(np.int32(step), whole),
     "params": {

@@ -8,7 +8,12 @@ import pytest
 
 from checkpointing.reading import parse_location, restore_parameters
 from checkpointing.store import Checkpointer
-from tests.checkpointing.states import assert_bit_equal, counting_target, counting_tree, save_counting
+from tests.checkpointing.states import (
+  assert_bit_equal,
+  counting_target,
+  counting_tree,
+  save_counting,
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,5 +68,5 @@ def test_parameters_of_another_model_are_refused_in_one_message(run):
   assert str(refusal.value).splitlines()[1:] == [
     "  params/bias: float32[7] in the checkpoint, float32[8] here",
     "  params/more: absent in the checkpoint, float32[8] here",
-    "  params/up/kernel: float32[24, 13] in the checkpoint, absent here",
+    "  params/up/kernel: float32[24, 130] in the checkpoint, absent here",
   ]

@@ -275,7 +275,11 @@ def refusal(argument, sizes, /, **overrides):
     ({}, {"model.layers": 0}, "model.layers=0: at least 1"),
     ({}, {"model.kv_heads": 0}, "model.kv_heads=0: at least 1"),
     ({}, {"model.heads": 0}, "model.heads=0: at least 1"),
-    ({}, {"training.loss": "next_tokn"}, "training.loss='next_tokn': one of next_token; did you mean"),
+    (
+      {},
+      {"training.loss": "next_tokn"},
+      "training.loss='next_tokn': one of next_token; did you mean",
+    ),
     ({}, {"data.sequence_length": 0}, "data.sequence_length=0: at least 1"),
     ({}, {"seed": 2**32}, "seed=4294967296: below 2**32"),
     (

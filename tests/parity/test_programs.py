@@ -61,22 +61,31 @@ def test_dropout_adds_no_collective_to_the_step_and_changes_the_loss():
 def tutorial_collectives(data, tensor):
   """Returns what theory says of the network [784, W, W, W, 10] with W = B = 512, in float32.
 
-  Each gradient is summed over `data`. Over `tensor`, the row-split product of the forward
-  pass and the column-split one of the backward pass leave partial sums of one activation
-  [B / data, W] each; and the gradient norm adds up the squares of the three split tensors.
+  Each gradient is summed over `data`, and with them the loss and the weights. Over `tensor`,
+  the row-split product of the forward pass and the column-split one of the backward pass leave
+  partial sums of one activation [B / data, W] each. For the norm each device sums the squares
+  of its eighth of seven tensors, one scalar each; the last bias, of 10, is too short to cut.
   """
   width = batch = 512
   split = width * width // tensor + width // tensor + width * width // tensor  # W2, b2, W3
   whole = 784 * width + width + width + width * 10 + 10  # W1, b1, b3, W4, b4
   expected = {("all-reduce", ("data",)): 4 * (split + whole) + 4 + 4}  # + loss, weights
-  if tensor > 1:
-    expected["all-reduce", ("tensor",)] = 2 * 4 * batch // data * width + 4 * 3
+  if tensor == 1:
+    expected["all-reduce", ("data",)] += 4 * 7
+  else:
+    # The squares of b2, which both axes cut, are summed over one and then over the other.
+    expected["all-reduce", ("data",)] += 4
+    expected["all-reduce", ("tensor",)] = 2 * 4 * batch // data * width + 4
+    expected["all-reduce", ("data", "tensor")] = 4 * 6
   return expected
 
 
 @pytest.mark.parametrize(
   ("strategy", "data", "tensor", "counts"),
-  [("dp8", 8, 1, {("data",): 2}), ("dp4_tp2", 4, 2, {("data",): 3, ("tensor",): 2})],
+  [
+    ("dp8", 8, 1, {("data",): 2}),
+    ("dp4_tp2", 4, 2, {("data",): 2, ("tensor",): 2, ("data", "tensor"): 1}),
+  ],
 )
 def test_the_tutorials_network_communicates_as_theory_says(strategy, data, tensor, counts):
   job = make_job(

@@ -1,0 +1,33 @@
+"""docs/checkpoints.md says what is so: its snippet runs, its table is the one in the code."""
+
+import pathlib
+import re
+
+import numpy as np
+
+from checkpointing.resume import CLASSES
+from checkpointing.store import Checkpointer
+from tests.checkpointing.states import counting_tree, save_counting
+
+TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+
+
+def test_the_snippet_reads_parameters_in_five_lines(tmp_path, monkeypatch):
+  [code] = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+  assert len(code.splitlines()) == 5
+  [path] = re.findall(r'"(runs/[^"]*)/300/state"', code)
+  with Checkpointer(tmp_path / path) as checkpointer:
+    save_counting(checkpointer, 300)
+  monkeypatch.chdir(tmp_path)
+  found = {}
+  exec(code, found)
+  wanted = counting_tree(300)["params"]
+  assert sorted(found["params"]) == ["params.bias", "params.up.kernel"]
+  np.testing.assert_array_equal(found["params"]["params.bias"], wanted["bias"])
+  np.testing.assert_array_equal(found["params"]["params.up.kernel"], wanted["up"]["kernel"])
+
+
+def test_the_table_in_the_docs_names_every_pattern():
+  rows = {line.split("|")[2].strip(): line for line in TEXT.splitlines() if line.count("|") == 4}
+  for pattern, kind in CLASSES.items():
+    assert f"`{pattern}`" in rows[kind], pattern

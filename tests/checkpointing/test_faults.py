@@ -1,0 +1,213 @@
+"""Torn checkpoints and processes killed while they save."""
+
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from checkpointing.store import Checkpointer
+from tests.checkpointing.states import (
+  assert_bit_equal,
+  contents,
+  counting_target,
+  counting_tree,
+  save_counting,
+)
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+# What a step's folder consists of; the long names in it are random.
+CLASSES = (
+  "commit_success.txt",
+  "_CHECKPOINT_METADATA",
+  "config/metadata",
+  "config/commit_success.txt",
+  "record/metadata",
+  "record/commit_success.txt",
+  "state/commit_success.txt",
+  "state/_METADATA",
+  "state/_sharding",
+  "state/array_metadatas/process_0",
+  "state/manifest.ocdbt",
+  "state/d/*",
+  "state/ocdbt.process_0/manifest.ocdbt",
+  "state/ocdbt.process_0/d/*",
+)
+
+# Damage that changes nothing of what is restored, measured: the index of the process's own part
+# is merged into state/, and the sharding and the list of arrays are not needed.
+HARMLESS = {
+  ("state/_sharding", "delete"),
+  ("state/array_metadatas/process_0", "delete"),
+  ("state/ocdbt.process_0/manifest.ocdbt", "delete"),
+  ("state/ocdbt.process_0/manifest.ocdbt", "empty"),
+  ("state/ocdbt.process_0/manifest.ocdbt", "half"),
+}
+
+
+def delete(path):
+  path.unlink()
+
+
+def empty(path):
+  os.truncate(path, 0)
+
+
+def half(path):
+  os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """Returns a folder with the steps 10, 20 and 30."""
+  folder = tmp_path_factory.mktemp("whole") / "checkpoints"
+  with Checkpointer(folder, keep=3) as checkpointer:
+    save_counting(checkpointer, 10, 20, 30)
+  return folder
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+  """Returns a copy of that folder, to be broken."""
+  return shutil.copytree(whole, tmp_path / "checkpoints")
+
+
+def test_the_classes_of_files_are_all_there_are(whole):
+  files = {path for path in (whole / "30").rglob("*") if path.is_file()}
+  known = {path for name in CLASSES for path in (whole / "30").glob(name)}
+  assert files == known
+
+
+# Of the marks only that they are there counts, not their text.
+CASES = [
+  (name, damage)
+  for name in CLASSES
+  for damage in (delete, empty, half)
+  if damage is not half or not name.endswith("commit_success.txt")
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), CASES)
+def test_a_damaged_file_is_noticed_and_the_older_step_is_used(name, damage, copy, capfd):
+  for path in (copy / "30").glob(name):
+    damage(path)
+  with Checkpointer(copy, keep=2) as checkpointer:
+    step, tree = checkpointer.restore(counting_target())
+    assert_bit_equal(tree, counting_tree(step))
+    if (name, damage.__name__) in HARMLESS:
+      assert step == 30
+      return
+    assert step == 20
+    warning = f"WARNING: the checkpoint {copy / '30'} cannot be read ("
+    assert warning in capfd.readouterr().err
+    assert checkpointer.steps() == [10, 20]
+    assert (copy / "30.broken").is_dir()
+    save_counting(checkpointer, 25)  # older than the broken one
+    assert_bit_equal(checkpointer.restore(counting_target())[1], counting_tree(25))
+
+
+def test_several_broken_steps_are_all_named_and_passed_over(copy):
+  (copy / "30" / "state" / "_METADATA").unlink()
+  shutil.rmtree(copy / "20")
+  (copy / "20").mkdir()  # what a removal that was killed may leave
+  said = []
+  with Checkpointer(copy, warn=said.append) as checkpointer:
+    step, tree = checkpointer.restore(counting_target())
+    assert step == 10
+    assert_bit_equal(tree, counting_tree(10))
+    save_counting(checkpointer, 11)
+  assert len(said) == 2
+  assert "/30 cannot be read (state: " in said[0]
+  assert "_METADATA" in said[0]
+  assert "/20 cannot be read (missing or empty: commit_success.txt," in said[1]
+  assert all("it is renamed to end with .broken, and step 10 is used instead" in s for s in said)
+
+
+def test_a_folder_renamed_to_another_step_is_broken(copy):
+  (copy / "30").rename(copy / "31")
+  said = []
+  with Checkpointer(copy, warn=said.append) as checkpointer:
+    assert checkpointer.restore(counting_target())[0] == 20
+  assert "/31 cannot be read (it holds step 30)" in said[0]
+
+
+def test_where_all_are_broken_each_is_named_and_nothing_is_changed(copy):
+  for step in (10, 20, 30):
+    (copy / str(step) / "config" / "metadata").write_text("{")
+  before = contents(copy)
+  with (
+    Checkpointer(copy) as checkpointer,
+    pytest.raises(ValueError, match="nothing to restore from") as refusal,
+  ):
+    checkpointer.restore(counting_target())
+  lines = str(refusal.value).splitlines()
+  assert [line[:36] for line in lines[1:4]] == [
+    f"  step {s} cannot be read: config/met" for s in (30, 20, 10)
+  ]
+  assert lines[4].startswith("put the files back from a copy, or start anew")
+  assert contents(copy) == before
+
+
+def test_a_broken_step_that_is_asked_for_by_name_is_refused(copy):
+  (copy / "20" / "commit_success.txt").unlink()
+  with (
+    Checkpointer(copy) as checkpointer,
+    pytest.raises(ValueError, match=r"step 20 cannot be read: [^$]* also the steps 10, 30"),
+  ):
+    checkpointer.restore(counting_target(), step=20)
+  assert checkpointer.steps() == [10, 20, 30]
+
+
+# ------------------------------ killed while saving ------------------------------
+
+KILLS = 12
+
+
+@pytest.fixture(scope="module")
+def server():
+  """Returns a process that starts forks which save without end."""
+  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+  command = [sys.executable, str(pathlib.Path(__file__).with_name("saving_server.py"))]
+  with subprocess.Popen(
+    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+  ) as process:
+    yield process
+    process.stdin.close()
+
+
+def start(server, folder, saves):
+  """Lets a fork save in a folder; returns its process id after some saves have begun."""
+  print(folder, file=server.stdin, flush=True)
+  # What the fork before wrote until it died is still in the pipe.
+  while (line := server.stdout.readline()) == "saving\n":
+    pass
+  for _ in range(saves):
+    assert server.stdout.readline() == "saving\n"
+  return int(line)
+
+
+def test_whatever_a_kill_leaves_opens_and_restores_to_a_saved_state(server, tmp_path):
+  seed = random.randrange(2**32)
+  rng = random.Random(seed)
+  torn = 0
+  for kill in range(KILLS):
+    pid = start(server, tmp_path, saves=rng.randrange(1, 5))
+    time.sleep(rng.random() * 0.15)
+    os.kill(pid, signal.SIGKILL)
+    torn += any("orbax-checkpoint-tmp" in path.name for path in tmp_path.iterdir())
+    said = []
+    with Checkpointer(tmp_path, keep=2, keep_every_steps=5, warn=said.append) as checkpointer:
+      assert all(path.name.isdecimal() for path in tmp_path.iterdir()), seed
+      assert checkpointer.steps() or kill == 0, seed
+      if checkpointer.steps():
+        step, tree = checkpointer.restore(counting_target())
+        assert_bit_equal(tree, counting_tree(step))
+        save_counting(checkpointer, step + 1)
+    assert not said, (seed, said)
+  assert torn, f"no kill of {KILLS} met a save under way (seed {seed})"

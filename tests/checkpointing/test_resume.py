@@ -1,0 +1,222 @@
+"""What may change when a run goes on: each row of the table, and every key of every recipe."""
+
+import json
+
+import pytest
+
+from checkpointing import resume
+from checkpointing.resume import ACCEPT, GOES_ON, REFUSED, changes, classify
+from configs import base, recipes
+
+RECORD = {
+  "versions": {"code": "abc", "jax": "0.10.2"},
+  "data": {"version": "1.0.0", "fingerprint": "f00"},
+}
+
+
+def resolved(recipe="lm", **overrides):
+  config = base.get_config(recipe)
+  config.update_from_flattened_dict(overrides)
+  return json.loads(base.finalize(config, "cpu").to_json_best_effort())
+
+
+def judge(overrides, *, accept=(), done=100, record=None, old_record=RECORD, workdir="runs/x"):
+  return changes(
+    resolved(),
+    resolved(**overrides),
+    old_record=old_record,
+    new_record=RECORD if record is None else record,
+    accept=accept,
+    done=done,
+    workdir=workdir,
+  )
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_every_key_of_every_recipe_has_a_class(recipe):
+  keys = base.finalize(base.get_config(recipe), "cpu").to_dict()
+  flat = resume._flat(json.loads(json.dumps(keys, default=list)))
+  assert len(flat) > 40
+  assert not [key for key in flat if classify(key) is None]
+
+
+def test_a_key_of_no_class_would_be_found():
+  assert classify("training.new_key") is None
+  assert classify("optimizer.new_key") is None
+
+
+def test_every_pattern_is_of_use():
+  """Patterns for keys that no config has yet are named here."""
+  later = {"mesh_dcn.*", "checkpoint.*", "profile.*", "dataset.*", "versions.*"}
+  keys = {key for recipe in recipes.RECIPES for key in resume._flat(resolved(recipe))}
+  used = set()
+  for key in keys:
+    used.add(next(p for p in resume.CLASSES if resume.fnmatch.fnmatchcase(key, p)))
+  assert set(resume.CLASSES) - used - later == set()
+
+
+# The table of docs/checkpoints.md, a row each: (key, another value).
+ROWS = {
+  GOES_ON: {
+    "mesh.data": 8,
+    "mesh.tensor": 2,
+    "partitioning.parameters.model": ("tensor",),
+    "partitioning.max_replicated_bytes": 5,
+    "memory_limit_gib": 3.0,
+    "compilation_cache_dir": "",
+    "metrics.every_steps": 3,
+    "evaluation.every_steps": 7,
+    "evaluation.steps": 7,
+    "data.data_dir": "/elsewhere",
+    "data.prefetch_batches": 5,
+    "data.evaluation_split": "validation",
+  },
+  ACCEPT: {
+    "optimizer.learning_rate": 0.5,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 9,
+    "optimizer.weight_decay": 0.5,
+    "optimizer.beta_1": 0.5,
+    "optimizer.beta_2": 0.5,
+    "optimizer.epsilon": 0.5,
+    "optimizer.momentum": 0.5,
+    "optimizer.clip_norm": 0.5,
+    "data.global_batch_size": 64,
+    "training.gradient_accumulation_steps": 2,
+    "training.compute_dtype": "bfloat16",
+    "training.matmul_precision": "highest",
+    "training.rematerialization": "full",
+    "model.dropout_rate": 0.5,
+    "compiler_options": "a=b",
+  },
+  REFUSED: {
+    "model.layers": 9,
+    "model.model_size": 256,
+    "model.rotary_base": 5.0,
+    "model.embedding_standard_deviation": 0.5,
+    "training.parameter_dtype": "float64",
+    "optimizer.name": "sgd",
+    "data.name": "other",
+    "data.train_split": "other",
+    "data.sequence_length": 9,
+    "data.shuffle": False,
+    "seed": 1,
+  },
+}
+
+
+@pytest.mark.parametrize("key", ROWS[GOES_ON])
+def test_goes_on(key):
+  assert judge({key: ROWS[GOES_ON][key]}) == {**RECORD, "accepted_changes": []}
+
+
+@pytest.mark.parametrize("key", ROWS[ACCEPT])
+def test_goes_on_when_accepted_and_is_recorded(key):
+  overrides = {key: ROWS[ACCEPT][key]}
+  with pytest.raises(ValueError, match="computed otherwise") as refusal:
+    judge(overrides)
+  assert str(refusal.value).endswith(f"accept this with --accept-changes={key}")
+  [change] = judge(overrides, accept=[key])["accepted_changes"]
+  old = resume._flat(resolved())[key]
+  assert change == {"step": 100, "key": key, "old": old, "new": ROWS[ACCEPT][key]}
+
+
+@pytest.mark.parametrize("key", ROWS[REFUSED])
+def test_refused(key):
+  with pytest.raises(ValueError, match="which another run has computed") as refusal:
+    judge({key: ROWS[REFUSED][key]}, accept=[])
+  assert f"  {key}: " in str(refusal.value)
+  with pytest.raises(ValueError, match=f"{key}: this change is refused"):
+    judge({key: ROWS[REFUSED][key]}, accept=[key])
+
+
+def test_versions_need_acceptance_and_other_data_is_refused():
+  newer = {**RECORD, "versions": {"code": "abd", "jax": "0.12"}}
+  with pytest.raises(ValueError, match=r"--accept-changes=versions.code,versions.jax$") as refusal:
+    judge({}, record=newer)
+  assert '  versions.jax: "0.10.2" in the checkpoint, now "0.12"' in str(refusal.value)
+  done = judge({}, record=newer, accept=["versions.code", "versions.jax"])
+  assert [change["key"] for change in done["accepted_changes"]] == ["versions.code", "versions.jax"]
+  assert done["versions"] == newer["versions"]
+  other = {**RECORD, "data": {"version": "1.0.0", "fingerprint": "bad"}}
+  with pytest.raises(ValueError, match=r'dataset.fingerprint: "f00" in the checkpoint, now "bad"'):
+    judge({}, record=other)
+  assert judge({}, record={"versions": RECORD["versions"]})  # a part that one lacks says nothing
+
+
+def test_all_that_needs_acceptance_stands_in_one_message_with_the_flag_to_copy():
+  overrides = {"optimizer.learning_rate": 0.5, "model.dropout_rate": 0.1, "training.steps": 400}
+  with pytest.raises(ValueError, match="goes on") as refusal:
+    judge(overrides, accept=["model.dropout_rate"])
+  assert str(refusal.value) == (
+    "runs/x goes on from step 100, and what follows would be computed otherwise:\n"
+    "  optimizer.learning_rate: 0.004 in the checkpoint, now 0.5\n"
+    "set them back, or accept this with "
+    "--accept-changes=optimizer.learning_rate,model.dropout_rate"
+  )
+
+
+def test_all_that_is_refused_stands_in_one_message_with_a_free_workdir(tmp_path):
+  (tmp_path / "x_2").mkdir()
+  overrides = {"seed": 1, "model.layers": 2, "optimizer.learning_rate": 0.5}
+  with pytest.raises(ValueError, match="another run") as refusal:
+    judge(overrides, workdir=tmp_path / "x")
+  lines = str(refusal.value).splitlines()
+  assert lines[1:3] == [
+    "  model.layers: 3 in the checkpoint, now 2",
+    "  seed: 0 in the checkpoint, now 1",
+  ]
+  assert f"--workdir={tmp_path / 'x_3'};" in lines[3]
+  assert lines[3].endswith(f"--config.checkpoint.initialize_from={tmp_path / 'x'}")
+  assert not (tmp_path / "x_3").exists()
+
+
+def test_more_steps_go_on_and_fewer_than_done_do_not():
+  assert judge({"training.steps": 600})["accepted_changes"] == []
+  assert judge({"training.steps": 100})["accepted_changes"] == []  # there is nothing left to do
+  with pytest.raises(ValueError, match=r"training.steps=99, but runs/x has done 100; .*=runs/x_2"):
+    judge({"training.steps": 99})
+
+
+def test_a_warm_up_that_is_over_may_follow_the_steps():
+  longer = {"training.steps": 600}  # a twentieth of it: 30 instead of 15
+  assert judge(longer, done=30)["accepted_changes"] == []
+  with pytest.raises(ValueError, match=r"--accept-changes=optimizer.warmup_steps$"):
+    judge(longer, done=29)
+
+
+def test_the_same_command_again_resumes_after_an_accepted_change():
+  overrides, accept = {"optimizer.learning_rate": 0.5}, ["optimizer.learning_rate"]
+  record = judge(overrides, accept=accept)
+  again = changes(
+    resolved(**overrides),
+    resolved(**overrides),
+    old_record=record,
+    new_record=RECORD,
+    accept=accept,
+    done=120,
+    workdir="runs/x",
+  )
+  assert again == record
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("optimizer.learning_rte", "no such key; did you mean 'optimizer.learning_rate'?"),
+    ("optimizer.weight_decay", "it is the same in the checkpoint"),
+    ("mesh.tensor", "it needs none"),
+  ],
+)
+def test_an_acceptance_of_nothing_is_an_error(name, message):
+  overrides = {"optimizer.learning_rate": 0.5, "mesh.tensor": 2}
+  with pytest.raises(ValueError, match="--accept-changes") as refusal:
+    judge(overrides, accept=["optimizer.learning_rate", name])
+  assert str(refusal.value).splitlines()[1] == f"  {name}: {message}"
+
+
+def test_a_key_of_an_older_version_of_the_code_needs_acceptance():
+  old = resolved()
+  old["training"]["gone"] = 3
+  with pytest.raises(ValueError, match=r"training.gone: 3 in the checkpoint, now \(unset\)"):
+    changes(old, resolved(), old_record={}, new_record={}, done=1, workdir="x")
