@@ -3,14 +3,20 @@
 python main.py [VERB] --config=configs/STRATEGY.py[:RECIPE] [--workdir=DIR] [--config.key=value ...]
 
 VERB    train (default): train, evaluating on the held-out split
+        evaluate: a checkpoint on the whole held-out split, on the mesh that the config names
         layout: print where every array lies; --against=CONFIG compares two strategies
 RECIPE  lm (default), mlp, mlp_tutorial; or model=NAME,data=NAME
 
-Exit codes: 0 done; 1 failed; 2 refused before anything started or was changed.
+The same command again goes on where the run was stopped.
+
+Exit codes: 0 done; 1 failed; 2 refused before anything started or was changed; 75 stopped by
+SIGTERM or Ctrl-C after saving.
 """
 
+import json
 import os
 import sys
+from collections.abc import Callable
 
 import jax
 import psutil
@@ -18,18 +24,27 @@ from absl import app, flags, logging
 from etils import epath
 from ml_collections import config_flags
 
+from checkpointing.store import SaveError
 from configs import base, command_line
 from partitioning import layout
 from partitioning.mesh import product_text
-from training import devices, job, loop
+from training import devices, job, loop, resuming, stopping
+from training.evaluation import Evaluator
+from training.meter import TrainingStoppedError
 from training.reporting import say
 
 REFUSED = 2
-VERBS = ("train", "layout")
+VERBS = ("train", "evaluate", "layout")
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A strategy, and after a colon a recipe.")
 _AGAINST = config_flags.DEFINE_config_file("against", None, "layout: the config to compare with.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
+_CHECKPOINT = flags.DEFINE_string(
+  "checkpoint", None, "evaluate: DIR[/STEP] instead of the workdir's."
+)
+_ACCEPT = flags.DEFINE_list(
+  "accept_changes", [], "train: keys that may differ from the checkpoint."
+)
 _SIMULATE = flags.DEFINE_bool("simulate", False, "Simulated CPU devices, even beside a GPU or TPU.")
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of a refusal.")
 
@@ -39,16 +54,61 @@ def main(argv: list[str]) -> int:
   if not _DEBUG.value:
     logging.set_verbosity(logging.WARNING)  # the libraries' own news is not the user's
   try:
-    verb = _verb(argv[1:])
-    if verb == "layout":
-      return _layout()
-    [ready] = _prepare(_CONFIG)
-    data = loop.open_data(ready)
-    workdir = epath.Path(_WORKDIR.value or f"runs/{command_line.name(_CONFIG)}")
-    workdir.mkdir(parents=True, exist_ok=True)
+    # What a verb returns runs outside of this block: from there on, errors are no refusals.
+    run = {"train": _train, "evaluate": _evaluate, "layout": _layout}[_verb(argv[1:])]()
   except (ValueError, OSError, RuntimeError) as error:
     return _refuse(error)
-  return _train(ready, data, workdir)
+  return run()
+
+
+def _train() -> Callable[[], int]:
+  [ready] = _prepare(_CONFIG)
+  data = loop.open_data(ready)
+  workdir = _workdir()
+  record = resuming.judge(ready, data.train.source, workdir, _ACCEPT.value)
+  workdir.mkdir(parents=True, exist_ok=True)
+  start = resuming.begin(ready, workdir, record)
+  (workdir / "config.json").write_text(json.dumps(resuming.plain(ready.config), indent=2) + "\n")
+  (workdir / "layout.txt").write_text(ready.layout_text() + "\n")
+  return lambda: _run(ready, data, start, workdir)
+
+
+def _run(ready: job.Job, data: loop.Data, start: resuming.Start, workdir: epath.Path) -> int:
+  """Trains; returns the exit code."""
+  _announce(ready, data, workdir)
+  say(start.origin)
+  if start.step >= ready.config.training.steps:
+    start.checkpointer.close()
+    say(f"training.steps={ready.config.training.steps} are done; evaluate reads the result")
+    return 0
+  try:
+    end = loop.train(ready, data, start, workdir, started=psutil.Process().create_time())
+  except (TrainingStoppedError, SaveError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 1
+  say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
+  if end.stopped:
+    say("stopped as asked, after saving; run the same command again to go on")
+    return stopping.EXIT_CODE
+  return 0
+
+
+def _evaluate() -> Callable[[], int]:
+  """Evaluates a checkpoint on the whole held-out split."""
+  [ready] = _prepare(_CONFIG)
+  held_out = loop.open_held_out(ready)
+  step, params = resuming.parameters(ready, _CHECKPOINT.value or str(_workdir()))
+
+  def run() -> int:
+    evaluate = Evaluator(ready, held_out, ready.compile_eval_step().function)
+    say(loop.evaluation_text(step, evaluate(params), whole=True))
+    return 0
+
+  return run
+
+
+def _workdir() -> epath.Path:
+  return epath.Path(_WORKDIR.value or f"runs/{command_line.name(_CONFIG)}")
 
 
 def _prepare(*config_flags_given) -> list[job.Job]:
@@ -73,30 +133,25 @@ def _configure_jax(config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _train(ready: job.Job, data: loop.Data, workdir: epath.Path) -> int:
-  _announce(ready, data, workdir)
-  (workdir / "config.json").write_text(ready.config.to_json_best_effort(indent=2) + "\n")
-  (workdir / "layout.txt").write_text(ready.layout_text() + "\n")
-  try:
-    loop.train(ready, data, workdir, started=psutil.Process().create_time())
-  except loop.TrainingStoppedError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 1
-  say(f"metrics in {workdir / 'metrics.jsonl'}")
-  return 0
-
-
-def _layout() -> int:
+def _layout() -> Callable[[], int]:
   """Prints the layout, or two side by side."""
   if _AGAINST.value is None:
     [ready] = _prepare(_CONFIG)
-    say(ready.layout_text())
+    text = ready.layout_text()
+  else:
+    jobs = _prepare(_CONFIG, _AGAINST)
+    sections = [
+      {name: p for section in one.placements.values() for name, p in section.items()}
+      for one in jobs
+    ]
+    titles = (command_line.name(_CONFIG), command_line.name(_AGAINST))
+    text = layout.against_text(*sections, tuple(one.devices.sizes for one in jobs), titles)
+
+  def run() -> int:
+    say(text)
     return 0
-  jobs = _prepare(_CONFIG, _AGAINST)
-  sections = [{n: p for section in j.placements.values() for n, p in section.items()} for j in jobs]
-  titles = (command_line.name(_CONFIG), command_line.name(_AGAINST))
-  say(layout.against_text(*sections, tuple(j.devices.sizes for j in jobs), titles))
-  return 0
+
+  return run
 
 
 def _announce(ready: job.Job, data: loop.Data, workdir: epath.Path) -> None:
@@ -123,8 +178,11 @@ def _verb(words: list[str]) -> str:
     raise ValueError(f"unexpected {words[1]!r} after the verb; options begin with --")
   if _CONFIG.value is None:
     raise ValueError("no config; for example: python main.py --config=configs/dp4_tp2.py")
-  if _AGAINST.value is not None and verb != "layout":
-    raise ValueError("--against belongs to the verb layout")
+  for flag, owner in ((_AGAINST, "layout"), (_CHECKPOINT, "evaluate")):
+    if flag.value is not None and verb != owner:
+      raise ValueError(f"--{flag.name} belongs to the verb {owner}")
+  if _ACCEPT.value and verb != "train":
+    raise ValueError("--accept_changes belongs to the verb train")
   return verb
 
 

@@ -96,6 +96,10 @@ class Checkpointer:
     finally:
       self._close()
 
+  def close(self) -> None:
+    """Waits for the last save and closes; SaveError where it failed."""
+    self.__exit__(None, None, None)
+
   def steps(self) -> list[int]:
     """Returns the steps that are committed, oldest first; some may turn out to be broken."""
     return reading.steps(self.folder)

@@ -43,6 +43,16 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
   config.mesh = ConfigDict({**MESH, **(mesh or {})})
   config.partitioning = _partitioning(config.model.name)
   config.metrics = ConfigDict({"every_steps": 10, "tensorboard": True})
+  config.checkpoint = ConfigDict(
+    {
+      "every_steps": 50,  # and at the end; 0: only then
+      "keep": 2,  # the newest
+      "keep_every_steps": 0,  # and every step that is a multiple of it; 0 is off
+      "keep_best": "",  # and the best by a metric of evaluation, such as eval_loss
+      "initialize_from": "",  # DIR[/STEP] of another run, whose parameters this one starts with
+    }
+  )
+  config.profile = ConfigDict({"start_step": 0, "steps": 0})  # traced into WORKDIR/profile
   config.compiler_options = ""  # XLA's, for every compiled step: "name=value,name=value"
   config.compilation_cache_dir = "~/.cache/meshwright/compilation"  # "" turns it off
   config.memory_limit_gib = config_dict.placeholder(float)  # per device (CPU: all); unset: asked
@@ -142,6 +152,11 @@ LEAST = {
   "metrics.every_steps": 1,
   "evaluation.every_steps": 0,
   "evaluation.steps": 0,
+  "checkpoint.every_steps": 0,
+  "checkpoint.keep": 1,
+  "checkpoint.keep_every_steps": 0,
+  "profile.start_step": 0,
+  "profile.steps": 0,
   "seed": 0,
 }
 

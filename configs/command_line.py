@@ -28,6 +28,7 @@ def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:
     ValueError: an unknown flag or config key (with the nearest known one), a wrong type, a
       missing config file, or what the config's own `get_config` refuses.
   """
+  argv = [_with_underscores(word) for word in argv]
   for name in names:
     _check_file(argv, name)
   try:
@@ -127,6 +128,12 @@ def _load(value: str) -> ConfigDict:
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module.get_config(argument) if colon else module.get_config()
+
+
+def _with_underscores(word: str) -> str:
+  """Returns `--accept_changes=x` for `--accept-changes=x`: people write flags both ways."""
+  given, equals, value = word.partition("=")
+  return given[:2] + given[2:].replace("-", "_") + equals + value if given[:2] == "--" else word
 
 
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> str:

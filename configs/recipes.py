@@ -152,7 +152,7 @@ def _optimizer(**keys) -> dict:
 
 
 def lm() -> ConfigDict:
-  """Returns a byte-level decoder of 0.9 M parameters on the source of the standard library."""
+  """Returns a byte-level decoder of 0.66 M parameters on the source of the standard library."""
   model = {
     "name": "transformer",
     "layers": 3,
@@ -172,9 +172,9 @@ def lm() -> ConfigDict:
     {
       "model": model,
       "data": _data(kind="text", name="python_source", global_batch_size=32, sequence_length=128),
-      "training": _training(steps=240, loss="next_token"),
-      "optimizer": _optimizer(learning_rate=4e-3),
-      "evaluation": {"every_steps": 80, "steps": 8},  # batches; the last one is whole
+      "training": _training(steps=200, loss="next_token"),
+      "optimizer": _optimizer(learning_rate=8e-3),
+      "evaluation": {"every_steps": 50, "steps": 8},  # batches; the last one is whole
     }
   )
 

@@ -226,13 +226,74 @@ def test_trains_and_leaves_its_files(main, tmp_path):
   last = evaluations[-1]
   assert last["eval_bits_per_byte"] == last["eval_loss"] / math.log(2)
 
-  # The same command again: a step stands once, and the numbers are the same to the last bit.
-  code, *_ = main(*command, *TINY_LM)
+
+def test_the_same_command_goes_on(main, tmp_path):
+  # One run of 9 steps; another asked for 5, and then for 9 on another number of log lines.
+  short = ["--config=configs/dp4_tp2.py", *TINY_LM, "--config.checkpoint.every_steps=2"]
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  constant = ["--config.optimizer.schedule=constant", "--config.optimizer.warmup_steps=0"]
+  code, out, err = main(*short, *constant, f"--workdir={whole}", "--config.training.steps=9")
+  assert code == 0, (out, err)
+  for steps in (5, 9):
+    code, out, err = main(
+      *short, *constant, f"--workdir={parts}", f"--config.training.steps={steps}"
+    )
+    assert code == 0, (out, err)
+  assert "goes on from the checkpoint of step 5" in out
+  assert losses(parts)[9] == losses(whole)[9]
+  assert set(losses(whole)) <= set(losses(parts))
+  code, out, err = main(*short, *constant, f"--workdir={parts}", "--config.training.steps=9")
   assert code == 0
-  again = [line for line in lines_of(tmp_path) if "loss" in line]
-  assert [(line["step"], line["loss"], line["grad_norm"]) for line in again] == [
-    (line["step"], line["loss"], line["grad_norm"]) for line in steps
-  ]
+  assert "training.steps=9 are done" in out
+
+  # The same number on every mesh, from the same checkpoint.
+  last = [line["eval_loss"] for line in lines_of(whole) if "eval_loss" in line][-1]
+  for strategy in ("single", "fsdp8"):
+    code, out, err = main(
+      "evaluate", f"--config=configs/{strategy}.py", *TINY_LM, f"--checkpoint={whole}/9"
+    )
+    assert code == 0, (out, err)
+    assert "held out after step 9 (all of it)" in out
+    found = float(out.split("eval_loss ")[1].split()[0])
+    assert found == pytest.approx(last, abs=1e-4)
+
+
+def losses(workdir: pathlib.Path) -> dict[int, tuple[float, float]]:
+  """Returns step -> (loss, grad_norm), to the bit."""
+  return {
+    line["step"]: (line["loss"], line["grad_norm"]) for line in lines_of(workdir) if "loss" in line
+  }
+
+
+def test_changes_of_a_run_that_goes_on(main, tmp_path):
+  command = ["--config=configs/dp8.py", *TINY_LM, f"--workdir={tmp_path}/run"]
+  command += ["--config.training.steps=2", "--config.evaluation.steps=1"]
+  code, out, err = main(*command)
+  assert code == 0, (out, err)
+  before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+  refusals = {
+    "--config.model.layers=2": ["model.layers: 1 in the checkpoint, now 2", "run_2"],
+    "--config.optimizer.name=sgd": ['optimizer.name: "adamw" in the checkpoint, now "sgd"'],
+    "--config.seed=1": ["seed: 0 in the checkpoint, now 1"],
+    "--config.data.sequence_length=24": ["data.sequence_length: 16 in the checkpoint, now 24"],
+    "--config.optimizer.weight_decay=0": [
+      "optimizer.weight_decay: 0.1 in the checkpoint, now 0.0",
+      "--accept-changes=optimizer.weight_decay",
+    ],
+  }
+  for change, messages in refusals.items():
+    code, out, err = main(*command, change)
+    assert code == 2, (change, out, err)
+    for message in messages:
+      assert message in err, (change, err)
+  assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+  code, out, err = main(
+    *command,
+    "--config.training.steps=4",
+    "--config.optimizer.weight_decay=0",
+    "--accept-changes=optimizer.weight_decay,optimizer.warmup_steps",
+  )
+  assert code in (0, 2), (out, err)
 
 
 def test_mlp_learns_the_digits(main, tmp_path):

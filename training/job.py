@@ -58,6 +58,15 @@ class Job:
     )
 
   @property
+  def placed_state(self) -> State:
+    """Returns the abstract state with its shardings: what a checkpoint is restored into."""
+    return jax.tree.map(
+      lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+      self.state,
+      self.state_shardings,
+    )
+
+  @property
   def batch_shardings(self) -> dict[str, NamedSharding]:
     """Returns the NamedSharding of every array of the batch."""
     return layout.shardings(self.batch, self.placements["batch"], self.mesh, "batch/")

@@ -1,0 +1,123 @@
+"""Where a run starts: from the first step, from its own newest checkpoint, or with parameters."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from checkpointing import reading, resume
+from checkpointing.store import Checkpointer
+from input_pipeline.sources import Source
+from training.job import Job
+from training.step import State
+from training.versions import versions
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """A run about to begin.
+
+  Attributes:
+    state: placed as the job's.
+    step: the steps that are done.
+    record: what the run's checkpoints say of it besides the config.
+    checkpointer: open for saving.
+    origin: a line about where the state is from.
+  """
+
+  state: State
+  step: int
+  record: dict[str, Any]
+  checkpointer: Checkpointer
+  origin: str
+
+
+def judge(
+  job: Job, source: Source, workdir: epath.Path, accept: Sequence[str] = ()
+) -> dict[str, Any]:
+  """Compares a run with the checkpoints in its workdir, where there are any; changes nothing.
+
+  Args:
+    job: the run as it is asked for now.
+    source: its training split.
+    workdir: its folder, which need not exist.
+    accept: config keys whose change is accepted.
+
+  Returns:
+    The record that the run's checkpoints get.
+
+  Raises:
+    ValueError: something changed that may not, or not without acceptance.
+  """
+  record = {"versions": versions(), "data": {"name": source.name, "rows": source.fingerprint}}
+  folder = workdir / reading.FOLDER
+  if not reading.steps(folder):
+    if accept:
+      raise ValueError(f"--accept-changes: {workdir} holds no checkpoints to go on from")
+    return record
+  with Checkpointer(folder, read_only=True) as checkpoints:
+    return resume.changes(
+      checkpoints.read_config(),
+      plain(job.config),
+      old_record=checkpoints.read_record(),
+      new_record=record,
+      accept=accept,
+      done=checkpoints.steps()[-1],
+      workdir=workdir,
+    )
+
+
+def begin(job: Job, workdir: epath.Path, record: dict[str, Any]) -> Start:
+  """Opens the checkpoints and brings the state onto the devices.
+
+  Raises:
+    ValueError: the checkpoint's arrays are not the model's, or none can be read.
+    OSError: the workdir cannot be written.
+  """
+  keys = job.config.checkpoint
+  checkpointer = Checkpointer(
+    workdir / reading.FOLDER,
+    keep=keys.keep,
+    keep_every_steps=keys.keep_every_steps,
+    keep_best=keys.keep_best,
+  )
+  if checkpointer.steps():
+    step, tree = checkpointer.restore(vars(job.placed_state))
+    state, origin = State(**tree), f"goes on from the checkpoint of step {step}"
+  elif keys.initialize_from:
+    step, state, origin = 0, *initialized(job)
+  else:
+    step, state, origin = 0, job.initial_state(), "starts from the first step"
+  job.check_placed(state)
+  return Start(state, step, record, checkpointer, origin)
+
+
+def initialized(job: Job) -> tuple[State, str]:
+  """Returns the first state with another run's parameters; nothing else of that run is read."""
+  where = job.config.checkpoint.initialize_from
+  folder, step = reading.parse_location(where)
+  step, params = reading.restore_parameters(folder, job.placed_state.params, step)
+  state = dataclasses.replace(job.initial_state(), params=params)
+  return state, f"starts with the parameters of {where}, step {step}"
+
+
+def parameters(job: Job, location: str) -> tuple[int, Any]:
+  """Returns (step, parameters) of a run, placed as the job's, for evaluation and sampling.
+
+  Args:
+    job: whose model and mesh they are for.
+    location: `DIR[/STEP]`, DIR a workdir or its folder of checkpoints.
+
+  Raises:
+    ValueError: no such checkpoint, or one of another model.
+  """
+  folder, step = reading.parse_location(location)
+  return reading.restore_parameters(folder, job.placed_state.params, step)
+
+
+def plain(config: ConfigDict) -> dict[str, Any]:
+  """Returns a config as JSON has it: nested dicts, tuples as lists."""
+  return json.loads(config.to_json_best_effort())
