@@ -66,7 +66,6 @@ def _train() -> Callable[[], int]:
   data = loop.open_data(ready)
   workdir = _workdir()
   record = resuming.judge(ready, data.train.source, workdir, _ACCEPT.value)
-  workdir.mkdir(parents=True, exist_ok=True)
   start = resuming.begin(ready, workdir, record)
   (workdir / "config.json").write_text(json.dumps(resuming.plain(ready.config), indent=2) + "\n")
   (workdir / "layout.txt").write_text(ready.layout_text() + "\n")

@@ -4,6 +4,7 @@ Its layers are stacked along L and scanned, so the program's size does not grow 
 Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
+from models.attention import Cache, causal_attention, layer_of, remember, rotate, with_layer
 from models.dtypes import wide_dtype
 from partitioning.constraints import constrain
 from partitioning.dims import Dim
@@ -70,36 +72,6 @@ def rms_norm(
   inverse = jax.lax.rsqrt(jnp.mean(x_wide * x_wide, axis=-1, keepdims=True) + epsilon)
   scale = scale_D.astype(wide).reshape((1,) * (x.ndim - 1) + scale_D.shape)
   return (x_wide * inverse * scale).astype(x.dtype)
-
-
-def rotate(
-  x_BTNH: Float[Array, "B T N H"], positions_T: Int[Array, " T"], *, base: float
-) -> Float[Array, "B T N H"]:
-  """Turns each pair (i, i + H/2) by its position, in float32 or wider. Source: arXiv:2104.09864."""
-  wide = wide_dtype(x_BTNH.dtype)
-  half = x_BTNH.shape[-1] // 2
-  frequency_h = jnp.asarray(base, wide) ** (-jnp.arange(half, dtype=wide) / half)
-  angle = positions_T.astype(wide)[None, :, None, None] * frequency_h[None, None, None, :]
-  first, second = x_BTNH[..., :half].astype(wide), x_BTNH[..., half:].astype(wide)
-  cos, sin = jnp.cos(angle), jnp.sin(angle)
-  turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return turned.astype(x_BTNH.dtype)
-
-
-def causal_attention(
-  q_BTNH: Float[Array, "B T N H"],
-  k_BSNH: Float[Array, "B S N H"],
-  v_BSNH: Float[Array, "B S N H"],
-) -> Float[Array, "B T N H"]:
-  """Attends to the past and to itself; the softmax is float32 or wider. arXiv:1706.03762, 3.2.1."""
-  wide = wide_dtype(q_BTNH.dtype)
-  q_BTNH = q_BTNH * jnp.asarray(q_BTNH.shape[-1] ** -0.5, q_BTNH.dtype)
-  scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
-  rows, columns = scores_BNTS.shape[-2:]
-  seen_TS = jnp.arange(columns)[None, :] <= jnp.arange(rows)[:, None]
-  scores_BNTS = jnp.where(seen_TS[None, None], scores_BNTS, jnp.finfo(wide).min)
-  weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
-  return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
 
 
 def dropout(x_BTD: Array, rate: float, key: Key[Array, ""] | None) -> Array:
@@ -184,20 +156,32 @@ class Attention(nnx.Module):
     self.groups = model.heads // model.kv_heads
     self.rotary_base = model.rotary_base
 
-  def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Returns what each position reads from its past."""
-    positions_T = jnp.arange(x_BTD.shape[1], dtype=jnp.int32)
+  def __call__(
+    self, x_BTD: Float[Array, "B T D"], cache: Cache | None = None
+  ) -> tuple[Float[Array, "B T D"], Cache | None]:
+    """Returns what each position reads from its past, and the cache with these positions in it.
+
+    Args:
+      x_BTD: the normalised residual.
+      cache: this layer's; None where x is all that there is.
+    """
+    positions_BT = jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None, :]
+    if cache is not None:
+      positions_BT = cache.lengths[:, None] + positions_BT
     q_BTNH = constrain(self.query("BTD,DNH->BTNH", x_BTD), "BTNH")
     k_BSKH = constrain(self.key("BTD,DKH->BTKH", x_BTD), "BSKH")
     v_BSKH = constrain(self.value("BTD,DKH->BTKH", x_BTD), "BSKH")
-    q_BTNH = rotate(q_BTNH, positions_T, base=self.rotary_base)
-    k_BSKH = rotate(k_BSKH, positions_T, base=self.rotary_base)
+    q_BTNH = rotate(q_BTNH, positions_BT, base=self.rotary_base)
+    k_BSKH = rotate(k_BSKH, positions_BT, base=self.rotary_base)
+    if cache is not None:
+      cache = remember(cache, k_BSKH, v_BSKH)
+      k_BSKH, v_BSKH = cache.keys, cache.values
     # Each key/value head serves N/K query heads. Repeated, the heads split over tensor even
     # where it does not divide K.
     k_BSNH = constrain(jnp.repeat(k_BSKH, self.groups, axis=2), "BSNH")
     v_BSNH = constrain(jnp.repeat(v_BSKH, self.groups, axis=2), "BSNH")
-    mixed_BTNH = constrain(causal_attention(q_BTNH, k_BSNH, v_BSNH), "BTNH")
-    return constrain(self.out("BTNH,NHD->BTD", mixed_BTNH), "BTD")
+    mixed_BTNH = constrain(causal_attention(q_BTNH, k_BSNH, v_BSNH, positions_BT), "BTNH")
+    return constrain(self.out("BTNH,NHD->BTD", mixed_BTNH), "BTD"), cache
 
 
 class GatedMLP(nnx.Module):
@@ -230,12 +214,19 @@ class Block(nnx.Module):
     self.dropout_rate = config.model.dropout_rate
 
   def __call__(
-    self, x_BTD: Float[Array, "B T D"], key: Key[Array, ""] | None
-  ) -> Float[Array, "B T D"]:
-    """Returns the residual after this layer; `key` draws the dropout, None turns it off."""
+    self, x_BTD: Float[Array, "B T D"], key: Key[Array, ""] | None, cache: Cache | None = None
+  ) -> tuple[Float[Array, "B T D"], Cache | None]:
+    """Returns the residual after this layer, and the layer's cache.
+
+    Args:
+      x_BTD: the residual.
+      key: draws the dropout; None turns it off.
+      cache: what attention has kept of the past; None where x is all that there is.
+    """
     keys = (None, None) if key is None else jax.random.split(key)
-    x_BTD = x_BTD + dropout(self.attention(self.attention_norm(x_BTD)), self.dropout_rate, keys[0])
-    return x_BTD + dropout(self.mlp(self.mlp_norm(x_BTD)), self.dropout_rate, keys[1])
+    mixed_BTD, cache = self.attention(self.attention_norm(x_BTD), cache)
+    x_BTD = x_BTD + dropout(mixed_BTD, self.dropout_rate, keys[0])
+    return x_BTD + dropout(self.mlp(self.mlp_norm(x_BTD)), self.dropout_rate, keys[1]), cache
 
 
 class Transformer(nnx.Module):
@@ -271,16 +262,62 @@ class Transformer(nnx.Module):
 
     def layer(x_BTD, inputs):
       params, layer_key = inputs
-      return nnx.merge(graphdef, params)(x_BTD, layer_key), None
+      return nnx.merge(graphdef, params)(x_BTD, layer_key)
 
     if (policy := REMATERIALIZATION[self.rematerialization]) is not None:
       layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
     x_BTD, _ = jax.lax.scan(layer, self.embed(tokens_BT), (stack, keys))
+    return self._logits(x_BTD)
+
+  def extend(
+    self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache
+  ) -> tuple[Float[Array, "B V"], Cache]:
+    """Reads tokens behind those that the cache holds; nothing is dropped.
+
+    Args:
+      tokens_BT: token ids, each row's padded on the right with anything.
+      counts_B: int32, how many of a row's T are tokens, at least 1.
+      cache: of all layers, with room for T more slots in every row.
+
+    Returns:
+      The logits, as `__call__` gives them, of each row's last token; the cache with the tokens.
+    """
+    graphdef, stack = nnx.split(self.layers)
+
+    def layer(carry, inputs):
+      x_BTD, cache = carry
+      params, number = inputs
+      x_BTD, new = nnx.merge(graphdef, params)(x_BTD, None, layer_of(cache, number))
+      return (x_BTD, with_layer(cache, number, new)), None
+
+    numbers_L = jnp.arange(self.layer_count, dtype=jnp.int32)
+    # Carried and not scanned over: so a layer is replaced in place, and there is one cache.
+    (x_BTD, cache), _ = jax.lax.scan(layer, (self.embed(tokens_BT), cache), (stack, numbers_L))
+    last_B11 = (counts_B - 1)[:, None, None]
+    last_B1D = constrain(jnp.take_along_axis(x_BTD, last_B11, axis=1), "BTD")
+    cache = dataclasses.replace(cache, lengths=constrain(cache.lengths + counts_B, "B"))
+    return self._logits(last_B1D)[:, 0], cache
+
+  def _logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     logits_BTV = self.unembed("BTD,DV->BTV", self.final_norm(x_BTD))
     wide = wide_dtype(logits_BTV.dtype)
     logits_BTV = constrain(logits_BTV.astype(wide), "BTV")
     real_V = jnp.arange(logits_BTV.shape[-1]) < self.vocabulary_size
     return jnp.where(real_V[None, None], logits_BTV, jnp.finfo(wide).min)
+
+
+def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache:
+  """Returns a cache in which nothing has been read.
+
+  Args:
+    config: finalized.
+    rows: B.
+    slots: S, the most tokens that a row can have.
+  """
+  model = config.model
+  shape = (model.layers, rows, slots, model.kv_heads, model.head_size)
+  dtype = jnp.dtype(config.training.compute_dtype)
+  return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((rows,), jnp.int32))
 
 
 build = Transformer

@@ -1,7 +1,10 @@
 """Eight simulated CPU devices for every test, strict promotion, one compilation cache."""
 
+import json
 import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 
 DEVICES = 8
@@ -34,3 +37,31 @@ os.environ.setdefault("TFDS_DATA_DIR", str(CACHE / "data"))
 def _eight_devices() -> None:
   """Too few devices is a failure, not a skip."""
   assert jax.device_count() == DEVICES, jax.devices()
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def main():
+  """Returns a function from arguments to (exit code, standard output, standard error)."""
+  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+  del environment["NPROC"]  # as a person's shell: main.py sets it
+  server = subprocess.Popen(
+    [sys.executable, str(ROOT / "tests" / "cli_server.py")],
+    cwd=ROOT,
+    env=environment,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+
+  def run(*arguments: str) -> tuple[int, str, str]:
+    server.stdin.write(json.dumps(arguments) + "\n")
+    server.stdin.flush()
+    answer = json.loads(server.stdout.readline())
+    return answer["code"], answer["out"], answer["err"]
+
+  yield run
+  server.stdin.close()
+  server.wait()

@@ -86,7 +86,9 @@ def kill_during_a_save(workdir: pathlib.Path, process: subprocess.Popen) -> bool
   folder = workdir / "checkpoints"
 
   def saving() -> bool:
-    return folder.is_dir() and any("orbax-checkpoint-tmp" in child.name for child in folder.iterdir())
+    return folder.is_dir() and any(
+      "orbax-checkpoint-tmp" in child.name for child in folder.iterdir()
+    )
 
   if not wait_for(saving, process):
     return False

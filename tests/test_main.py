@@ -9,43 +9,9 @@ import sys
 
 import pytest
 
+from tests.cli import TINY_LM, lines_of
+
 ROOT = pathlib.Path(__file__).parent.parent
-TINY_LM = [
-  "--config.model.layers=1",
-  "--config.model.model_size=32",
-  "--config.model.feedforward_size=48",
-  "--config.data.sequence_length=16",
-  "--config.data.evaluation_split=test[:1]",
-  "--config.evaluation.every_steps=3",
-  "--config.evaluation.steps=2",
-  "--config.metrics.every_steps=2",
-  "--config.compiler_options=xla_backend_optimization_level=1",
-]
-
-
-@pytest.fixture(scope="module")
-def main():
-  """Returns a function from arguments to (exit code, standard output, standard error)."""
-  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-  del environment["NPROC"]  # as a person's shell: main.py sets it
-  server = subprocess.Popen(
-    [sys.executable, str(ROOT / "tests" / "cli_server.py")],
-    cwd=ROOT,
-    env=environment,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-
-  def run(*arguments: str) -> tuple[int, str, str]:
-    server.stdin.write(json.dumps(arguments) + "\n")
-    server.stdin.flush()
-    answer = json.loads(server.stdout.readline())
-    return answer["code"], answer["out"], answer["err"]
-
-  yield run
-  server.stdin.close()
-  server.wait()
 
 
 # ------------------------------ refusals ------------------------------
@@ -190,11 +156,6 @@ def test_a_parameter_without_a_rule_is_refused(main, tmp_path, monkeypatch):
 
 
 # ------------------------------ runs ------------------------------
-
-
-def lines_of(workdir: pathlib.Path) -> list[dict]:
-  """Returns the lines of metrics.jsonl."""
-  return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_trains_and_leaves_its_files(main, tmp_path):

@@ -15,12 +15,11 @@ import psutil
 
 from partitioning.mesh import resolve_sizes
 
-# Device files and variables by which accelerator hardware shows itself without a driver library.
-HARDWARE = {
-  "gpu": ("/dev/nvidia[0-9]*", "/dev/kfd"),
-  "tpu": ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*"),
-}
-TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID")
+# Device files by which a GPU shows itself, whether or not a driver library is installed.
+GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd")
+# TPUs by their PCI vendor and device ids (v3 to 7x); the files of /dev/vfio may be anyone's.
+TPU_VENDOR = "0x1ae0"
+TPU_DEVICES = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 
 # XLA's CPU client takes its thread count from NPROC. With fewer threads than collectives that
 # wait for one another, simulated devices deadlock in the rendezvous of an all-reduce.
@@ -42,12 +41,24 @@ class Devices:
   sizes: dict[str, int]
 
 
-def hardware() -> str | None:
-  """Returns `gpu` or `tpu` where such hardware is present, whether or not JAX can use it."""
-  for platform, patterns in HARDWARE.items():
-    if any(glob.glob(pattern) for pattern in patterns):
-      return platform
-  return "tpu" if all(name in os.environ for name in TPU_VARIABLES) else None
+def hardware(root: str = "/") -> str | None:
+  """Returns `gpu` or `tpu` where such hardware is present, whether or not JAX can use it.
+
+  Args:
+    root: where `dev` and `sys` are.
+  """
+  if any(glob.glob(os.path.join(root, pattern.lstrip("/"))) for pattern in GPU_FILES):
+    return "gpu"
+  for vendor in glob.glob(os.path.join(root, "sys/bus/pci/devices/*/vendor")):
+    ids = [_line(vendor), _line(os.path.join(os.path.dirname(vendor), "device"))]
+    if ids[0] == TPU_VENDOR and ids[1] in TPU_DEVICES:
+      return "tpu"
+  return None
+
+
+def _line(path: str) -> str:
+  with open(path) as file:
+    return file.read().strip()
 
 
 def start(*meshes: Mapping[str, int], simulate: bool = False) -> list[Devices]:
@@ -100,8 +111,7 @@ def memory_bytes(devices: Devices) -> int:
     total = psutil.virtual_memory().total
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
       if os.path.exists(path):
-        with open(path) as file:
-          limit = file.read().strip()
+        limit = _line(path)
         if limit.isdigit():
           total = min(total, int(limit))
     return total

@@ -77,20 +77,20 @@ def begin(job: Job, workdir: epath.Path, record: dict[str, Any]) -> Start:
     ValueError: the checkpoint's arrays are not the model's, or none can be read.
     OSError: the workdir cannot be written.
   """
-  keys = job.config.checkpoint
+  keys, folder = job.config.checkpoint, workdir / reading.FOLDER
+  goes_on = bool(reading.steps(folder))
+  if not goes_on:  # before the folder is made: what is refused leaves nothing behind
+    if keys.initialize_from:
+      step, state, origin = 0, *initialized(job)
+    else:
+      step, state, origin = 0, job.initial_state(), "starts from the first step"
+  folder.mkdir(parents=True, exist_ok=True)
   checkpointer = Checkpointer(
-    workdir / reading.FOLDER,
-    keep=keys.keep,
-    keep_every_steps=keys.keep_every_steps,
-    keep_best=keys.keep_best,
+    folder, keep=keys.keep, keep_every_steps=keys.keep_every_steps, keep_best=keys.keep_best
   )
-  if checkpointer.steps():
+  if goes_on:
     step, tree = checkpointer.restore(vars(job.placed_state))
     state, origin = State(**tree), f"goes on from the checkpoint of step {step}"
-  elif keys.initialize_from:
-    step, state, origin = 0, *initialized(job)
-  else:
-    step, state, origin = 0, job.initial_state(), "starts from the first step"
   job.check_placed(state)
   return Start(state, step, record, checkpointer, origin)
 

@@ -1,0 +1,108 @@
+"""Attention's arithmetic, without parameters: rotary positions, masked softmax, the cache.
+
+Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from models.dtypes import wide_dtype
+from partitioning.constraints import constrain
+
+# The cache's dims, of the stack of layers.
+CACHE = {"keys": "LBSKH", "values": "LBSKH", "lengths": "B"}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+  """What attention keeps of the tokens read so far, of one layer or (with L first) of all.
+
+  Slot s of a row holds the token at position s, so rows may differ in length: what lies at or
+  past a row's length is never seen, whatever it holds.
+
+  Attributes:
+    keys: [L, B, S, K, H], turned by their positions, in the compute dtype.
+    values: likewise.
+    lengths: int32 [B], tokens read of each row.
+  """
+
+  keys: Any
+  values: Any
+  lengths: Any
+
+
+def rotate(
+  x_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "#B T"], *, base: float
+) -> Float[Array, "B T N H"]:
+  """Turns each pair (i, i + H/2) by its position, in float32 or wider. Source: arXiv:2104.09864."""
+  wide = wide_dtype(x_BTNH.dtype)
+  half = x_BTNH.shape[-1] // 2
+  frequency_h = jnp.asarray(base, wide) ** (-jnp.arange(half, dtype=wide) / half)
+  angle = positions_BT.astype(wide)[:, :, None, None] * frequency_h[None, None, None, :]
+  first, second = x_BTNH[..., :half].astype(wide), x_BTNH[..., half:].astype(wide)
+  cos, sin = jnp.cos(angle), jnp.sin(angle)
+  turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+  return turned.astype(x_BTNH.dtype)
+
+
+def causal_attention(
+  q_BTNH: Float[Array, "B T N H"],
+  k_BSNH: Float[Array, "B S N H"],
+  v_BSNH: Float[Array, "B S N H"],
+  positions_BT: Int[Array, "#B T"],
+) -> Float[Array, "B T N H"]:
+  """Attends to the past and to itself; the softmax is float32 or wider. arXiv:1706.03762, 3.2.1.
+
+  Args:
+    q_BTNH: queries.
+    k_BSNH: keys, the one at position s in slot s.
+    v_BSNH: values, likewise.
+    positions_BT: of the queries; each sees the slots up to its own.
+  """
+  wide = wide_dtype(q_BTNH.dtype)
+  q_BTNH = q_BTNH * jnp.asarray(q_BTNH.shape[-1] ** -0.5, q_BTNH.dtype)
+  scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
+  slots_S = jnp.arange(k_BSNH.shape[1], dtype=positions_BT.dtype)
+  seen_BTS = slots_S[None, None, :] <= positions_BT[:, :, None]
+  scores_BNTS = jnp.where(seen_BTS[:, None], scores_BNTS, jnp.finfo(wide).min)
+  weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
+  return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
+
+
+def remember(
+  cache: Cache, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
+) -> Cache:
+  """Returns one layer's cache with keys and values written behind what each row has read.
+
+  The lengths stay as they are: how many of the T are tokens and not padding, the caller knows.
+  """
+
+  def write(row_SKH: Array, new_TKH: Array, start: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(row_SKH, new_TKH, start, axis=0)
+
+  keys_BSKH = jax.vmap(write)(cache.keys, k_BTKH, cache.lengths)
+  values_BSKH = jax.vmap(write)(cache.values, v_BTKH, cache.lengths)
+  return Cache(constrain(keys_BSKH, "BSKH"), constrain(values_BSKH, "BSKH"), cache.lengths)
+
+
+def layer_of(cache: Cache, layer: Int[Array, ""]) -> Cache:
+  """Returns one layer's cache."""
+  keys_BSKH, values_BSKH = (
+    constrain(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), "BSKH")
+    for x in (cache.keys, cache.values)
+  )
+  return Cache(keys_BSKH, values_BSKH, cache.lengths)
+
+
+def with_layer(cache: Cache, layer: Int[Array, ""], new: Cache) -> Cache:
+  """Returns the stack with one layer's keys and values replaced."""
+  keys_LBSKH, values_LBSKH = (
+    jax.lax.dynamic_update_index_in_dim(x, new_x, layer, axis=0)
+    for x, new_x in ((cache.keys, new.keys), (cache.values, new.values))
+  )
+  return Cache(keys_LBSKH, values_LBSKH, cache.lengths)

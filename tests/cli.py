@@ -1,0 +1,22 @@
+"""What the tests of the command line share."""
+
+import json
+import pathlib
+
+# Flags of a decoder that trains in seconds.
+TINY_LM = [
+  "--config.model.layers=1",
+  "--config.model.model_size=32",
+  "--config.model.feedforward_size=48",
+  "--config.data.sequence_length=16",
+  "--config.data.evaluation_split=test[:1]",
+  "--config.evaluation.every_steps=3",
+  "--config.evaluation.steps=2",
+  "--config.metrics.every_steps=2",
+  "--config.compiler_options=xla_backend_optimization_level=1",
+]
+
+
+def lines_of(workdir: pathlib.Path) -> list[dict]:
+  """Returns the lines of metrics.jsonl."""
+  return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]

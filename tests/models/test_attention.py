@@ -1,0 +1,91 @@
+"""Rotary positions, the masked softmax and the cache, against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import attention, transformer
+from tests.jobs import make_job
+
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape):
+  """Returns random float32 numbers."""
+  return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def numpy_rotate(x, position, base):
+  """Turns one vector's pairs (i, i + H/2) as complex numbers."""
+  half = len(x) // 2
+  angle = position * base ** (-np.arange(half) / half)
+  turned = (x[:half] + 1j * x[half:]) * np.exp(1j * angle)
+  return np.concatenate([turned.real, turned.imag])
+
+
+def test_each_row_is_turned_by_its_own_positions():
+  x_BTNH, positions_BT = normal(2, 3, 5, 4), np.array([[0, 1, 2], [7, 8, 9]], np.int32)
+  found = np.asarray(attention.rotate(jnp.asarray(x_BTNH), jnp.asarray(positions_BT), base=100.0))
+  for b, t, n in np.ndindex(2, 3, 5):
+    wanted = numpy_rotate(x_BTNH[b, t, n], positions_BT[b, t], 100.0)
+    np.testing.assert_allclose(found[b, t, n], wanted, atol=1e-5)
+
+
+def test_positions_of_one_row_serve_all():
+  x_BTNH = jnp.asarray(normal(2, 3, 5, 4))
+  one = attention.rotate(x_BTNH, jnp.arange(3, dtype=jnp.int32)[None], base=100.0)
+  each = jnp.tile(jnp.arange(3, dtype=jnp.int32)[None], (2, 1))
+  np.testing.assert_array_equal(one, attention.rotate(x_BTNH, each, base=100.0))
+
+
+def test_a_query_sees_the_slots_up_to_its_position_and_nothing_of_the_rest():
+  q_BTNH, k_BSNH, v_BSNH = normal(2, 3, 5, 4), normal(2, 7, 5, 4), normal(2, 7, 5, 4)
+  positions_BT = np.array([[0, 1, 2], [4, 5, 6]], np.int32)
+  wanted = np.zeros_like(q_BTNH)
+  for b, t, n in np.ndindex(2, 3, 5):
+    seen = positions_BT[b, t] + 1
+    scores = k_BSNH[b, :seen, n] @ q_BTNH[b, t, n] / 2
+    weights = np.exp(scores - scores.max())
+    wanted[b, t, n] = weights @ v_BSNH[b, :seen, n] / weights.sum()
+
+  def attend():
+    arrays = map(jnp.asarray, (q_BTNH, k_BSNH, v_BSNH, positions_BT))
+    return np.asarray(attention.causal_attention(*arrays))
+
+  found = attend()
+  np.testing.assert_allclose(found, wanted, atol=1e-5)
+  k_BSNH[0, 3:], v_BSNH[0, 3:] = 1e6, -1e6  # what no query of row 0 sees
+  np.testing.assert_array_equal(attend()[0], found[0])
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp4_tp2"])
+def test_each_row_remembers_behind_its_own_length(strategy):
+  job = make_job(strategy, "lm")  # K = 4, H = 6
+  lengths, new, past = np.array([0, 3, 5, 1], np.int32), normal(4, 2, 4, 6), normal(4, 7, 4, 6)
+  layer = attention.Cache(past, past + 1, lengths)
+  with job.tracing():
+    found = jax.jit(attention.remember)(layer, new, new * 2)
+  np.testing.assert_array_equal(found.lengths, lengths)
+  for keys, old, fresh in ((found.keys, past, new), (found.values, past + 1, new * 2)):
+    wanted = old.copy()
+    for b, length in enumerate(lengths):
+      wanted[b, length : length + 2] = fresh[b]
+    np.testing.assert_array_equal(keys, wanted)
+
+
+def test_the_layers_of_a_cache_are_read_and_replaced_apart():
+  job = make_job("single", "lm")
+  cache = transformer.empty_cache(job.config, rows=3, slots=5)
+  assert cache.keys.shape == cache.values.shape == (2, 3, 5, 4, 6)
+  assert cache.keys.dtype == job.config.training.compute_dtype
+
+  def replace(cache, layer):
+    one = attention.layer_of(cache, layer)
+    return attention.with_layer(cache, layer, attention.Cache(one.keys + 1, one.values + 2, None))
+
+  with job.tracing():
+    found = jax.jit(replace)(cache, jnp.int32(1))
+  assert np.all(np.asarray(found.keys[0]) == 0)
+  assert np.all(np.asarray(found.keys[1]) == 1)
+  assert np.all(np.asarray(found.values[1]) == 2)

@@ -1,0 +1,65 @@
+"""The decoder read in pieces gives the logits of the decoder read at once."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import transformer
+from tests.jobs import make_job
+
+ROWS, LENGTH = 8, 12
+
+
+def read_in_pieces(job, pieces):
+  """Returns a function of (params, tokens, counts per piece) that gives each piece's logits.
+
+  A row of a piece holds `count` tokens and behind them others that belong to no text.
+  """
+
+  def logits(params, tokens_BT, counts):
+    model = nnx.merge(job.program.graphdef, params)
+    cache = transformer.empty_cache(job.config, ROWS, LENGTH + max(pieces))
+    starts_B, found = jax.numpy.zeros(ROWS, "int32"), []
+    for width, counts_B in zip(pieces, counts, strict=True):
+      columns_BT = starts_B[:, None] + jax.numpy.arange(width, dtype="int32")[None]
+      piece_BT = jax.numpy.take_along_axis(tokens_BT, columns_BT, axis=1)
+      real_BT = jax.numpy.arange(width)[None] < counts_B[:, None]
+      logits_BV, cache = model.extend(
+        jax.numpy.where(real_BT, piece_BT, 60 - piece_BT), counts_B, cache
+      )
+      found.append(logits_BV)
+      starts_B = starts_B + counts_B
+    return found
+
+  return logits
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp4_tp2", "tp8", "fsdp8"])
+def test_reading_in_pieces_gives_the_logits_of_reading_at_once(strategy):
+  job = make_job(strategy, "lm", **{"training.matmul_precision": "highest"})
+  pieces = (5, 1, 3)
+  random = np.random.default_rng(1)
+  tokens_BT = random.integers(0, 61, (ROWS, LENGTH), np.int32)
+  counts = [random.integers(1, width + 1, ROWS, np.int32) for width in pieces]
+  assert len(set(counts[0])) > 2, "rows must differ in length"
+  params = job.initial_state().params
+
+  def both(params, tokens_BT, counts):
+    whole = nnx.merge(job.program.graphdef, params)(tokens_BT)
+    return whole, read_in_pieces(job, pieces)(params, tokens_BT, counts)
+
+  compiled = job.compile(
+    both,
+    job.state.params,
+    tokens_BT,
+    counts,
+    in_shardings=(job.state_shardings.params, None, None),
+  ).function
+  whole_BTV, found = jax.device_get(compiled(params, tokens_BT, counts))
+  ends_B = np.zeros(ROWS, int)
+  for counts_B, logits_BV in zip(counts, found, strict=True):
+    ends_B += counts_B
+    wanted = whole_BTV[np.arange(ROWS), ends_B - 1][:, :61]
+    assert np.linalg.norm(logits_BV[:, :61] - wanted) <= 1e-5 * np.linalg.norm(wanted)
+    assert np.all(logits_BV[:, 61:] == np.finfo(np.float32).min)  # the vocabulary's padding

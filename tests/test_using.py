@@ -1,0 +1,111 @@
+"""Using a checkpoint: evaluate it, start another run from it, trace a run; and bad input."""
+
+import gzip
+import json
+
+import pytest
+
+from tests.cli import TINY_LM, lines_of
+
+SHORT = [*TINY_LM, "--config.training.steps=4", "--config.checkpoint.every_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def trained(main, tmp_path_factory):
+  """Returns the workdir of a run of four steps, with checkpoints 2 and 4 and a trace."""
+  workdir = tmp_path_factory.mktemp("trained")
+  profile = ["--config.profile.start_step=1", "--config.profile.steps=2"]
+  code, out, err = main("--config=configs/dp4_tp2.py", *SHORT, *profile, f"--workdir={workdir}")
+  assert code == 0, (out, err)
+  return workdir
+
+
+def test_a_trace_that_xprof_and_perfetto_open(trained):
+  [xprof] = (trained / "profile").rglob("*.xplane.pb")
+  assert xprof.stat().st_size > 1000
+  [perfetto] = (trained / "profile").rglob("perfetto_trace.json.gz")
+  events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
+  assert len(events) > 100
+
+
+def test_evaluate_gives_the_same_number_on_every_mesh_and_batch_size(main, trained):
+  last = [line["eval_loss"] for line in lines_of(trained) if "eval_loss" in line][-1]
+  for strategy, batch in (("single", 32), ("fsdp8", 24), ("tp8", 7)):
+    code, out, err = main(
+      "evaluate",
+      f"--config=configs/{strategy}.py",
+      *TINY_LM,
+      f"--checkpoint={trained}",
+      f"--config.data.global_batch_size={batch}",
+    )
+    assert code == 0, (out, err)
+    assert float(out.split("eval_loss ")[1].split()[0]) == pytest.approx(last, abs=1e-4)
+  code, out, _ = main(
+    "evaluate", "--config=configs/single.py", *TINY_LM, f"--checkpoint={trained}/2"
+  )
+  assert code == 0
+  assert "held out after step 2 (all of it)" in out
+
+
+def test_another_run_starts_with_the_parameters(main, trained, tmp_path):
+  source = f"--config.checkpoint.initialize_from={trained}/4"
+  code, out, err = main(
+    "--config=configs/dp8.py", *SHORT, "--config.seed=5", source, f"--workdir={tmp_path}/new"
+  )
+  assert code == 0, (out, err)
+  assert f"starts with the parameters of {trained}/4, step 4" in out
+  first = lines_of(tmp_path / "new")[0]
+  assert first["step"] == 1
+  assert first["loss"] < lines_of(trained)[0]["loss"] - 0.3
+
+
+REFUSALS = {
+  "a missing step": (
+    ["evaluate", "--checkpoint={trained}/3"],
+    ["holds no step 3; it holds 2, 4"],
+  ),
+  "a folder that is not there": (["evaluate", "--checkpoint={trained}/x"], ["is no folder"]),
+  "a foreign folder": (["evaluate", "--checkpoint={trained}/profile"], ["holds no checkpoints"]),
+  "no checkpoint in the workdir": (["evaluate", "--workdir={empty}"], ["holds no checkpoints"]),
+  "another model": (
+    ["evaluate", "--checkpoint={trained}", "--config.model.feedforward_size=64"],
+    [
+      "layers/mlp/up/kernel",
+      "float32[1, 32, 48] in the checkpoint, float32[1, 32, 64] here",
+      "layers/mlp/down/kernel",
+    ],
+  ),
+  "parameters of another model": (
+    [
+      "train",
+      "--config.checkpoint.initialize_from={trained}",
+      "--config.model.layers=2",
+      "--workdir={empty}/new",
+    ],
+    ["layers/mlp/up/kernel", "float32[1, 32, 48] in the checkpoint, float32[2, 32, 48] here"],
+  ),
+  "acceptance without a checkpoint": (
+    ["train", "--accept-changes=seed", "--workdir={empty}/new"],
+    ["holds no checkpoints to go on from"],
+  ),
+  "a checkpoint for a verb that reads none": (
+    ["train", "--checkpoint={trained}"],
+    ["--checkpoint belongs to"],
+  ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_is_refused(main, trained, case, tmp_path):
+  arguments, messages = REFUSALS[case]
+  (tmp_path / "empty").mkdir()
+  places = {"trained": trained, "empty": tmp_path / "empty"}
+  command = [argument.format(**places) for argument in arguments]
+  before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+  code, out, err = main(command[0], "--config=configs/dp8.py", *TINY_LM, *command[1:])
+  assert code == 2, (out, err)
+  assert err.startswith("refused: ")
+  for message in messages:
+    assert message in err, err
+  assert before == {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+  assert list((tmp_path / "empty").iterdir()) == []

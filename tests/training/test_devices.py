@@ -1,0 +1,76 @@
+"""Which devices a run uses: simulated ones, real ones, and the refusal in between."""
+
+import types
+
+import jax
+import pytest
+
+from training import devices, hardware
+
+MESH = {"data": 4, "tensor": 2}
+
+
+def make(root, name, text=""):
+  """Writes a file under a made-up root."""
+  path = root / name
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(text)
+
+
+def test_a_gpu_shows_by_its_device_file(tmp_path):
+  assert devices.hardware(str(tmp_path)) is None
+  make(tmp_path, "dev/nvidia0")
+  assert devices.hardware(str(tmp_path)) == "gpu"
+
+
+@pytest.mark.parametrize(("device", "found"), [("0x0063", "tpu"), ("0x0042", None)])
+def test_a_tpu_shows_by_its_pci_ids(tmp_path, device, found):
+  # 0x0042 is the same vendor's network card, which every machine of its cloud has.
+  make(tmp_path, "sys/bus/pci/devices/0000:00:04.0/vendor", "0x1ae0\n")
+  make(tmp_path, "sys/bus/pci/devices/0000:00:04.0/device", device + "\n")
+  assert devices.hardware(str(tmp_path)) == found
+
+
+def test_hardware_whose_backend_did_not_start_is_refused(monkeypatch):
+  monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+  monkeypatch.setattr(devices, "hardware", lambda: "gpu")
+  with pytest.raises(RuntimeError) as refusal:
+    devices.start(MESH)
+  for text in ("gpu hardware", "did not start", "make setup ACCELERATOR=gpu", "--simulate"):
+    assert text in str(refusal.value)
+  [found] = devices.start(MESH, simulate=True)
+  assert found.simulated
+  assert found.sizes["tensor"] == 2
+
+
+def test_accelerators_must_all_be_used(monkeypatch):
+  monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+  monkeypatch.setattr(devices, "hardware", lambda: "gpu")
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  [found] = devices.start({"fsdp": -1})
+  assert (found.platform, found.simulated, found.sizes["fsdp"]) == ("gpu", False, 8)
+  with pytest.raises(ValueError, match="asks for 4 devices and there are 8"):
+    devices.start({"data": 4})
+
+
+def test_memory_is_that_of_the_machine_or_of_a_device(monkeypatch):
+  simulated = devices.Devices("cpu", True, MESH)
+  assert 2**28 < devices.memory_bytes(simulated) < 2**50
+  chip = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 123})
+  monkeypatch.setattr(jax, "local_devices", lambda: [chip])
+  assert devices.memory_bytes(devices.Devices("gpu", False, MESH)) == 123
+
+
+@pytest.mark.parametrize(
+  ("kind", "teraflops"),
+  [
+    ("NVIDIA H100 80GB HBM3", 990.0),
+    ("TPU v5 lite", 197.0),
+    ("TPU v5", 459.0),
+    ("TPU v6 lite", 918.0),
+    ("cpu", None),
+  ],
+)
+def test_peak_speeds_by_device_kind(kind, teraflops):
+  peak = hardware.peak_flops(types.SimpleNamespace(device_kind=kind))
+  assert peak == (teraflops and teraflops * 1e12)
