@@ -22,7 +22,7 @@ train: $(VENV)/.installed-$(ACCELERATOR)
 	$(BIN)/python main.py --config=$(CONFIG)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ python main.py [VERB] --config=configs/STRATEGY.py[:RECIPE] [--workdir=DIR] [--c
 
 VERB    train (default): train, evaluating on the held-out split
         evaluate: a checkpoint on the whole held-out split, on the mesh that the config names
+        sample: continue --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE
         layout: print where every array lies; --against=CONFIG compares two strategies
 RECIPE  lm (default), mlp, mlp_tutorial; or model=NAME,data=NAME
 
@@ -24,23 +25,22 @@ from absl import app, flags, logging
 from etils import epath
 from ml_collections import config_flags
 
-from checkpointing.store import SaveError
 from configs import base, command_line
 from partitioning import layout
 from partitioning.mesh import product_text
-from training import devices, job, loop, resuming, stopping
+from training import devices, job, loop, resuming, sampling, stopping
 from training.evaluation import Evaluator
 from training.meter import TrainingStoppedError
 from training.reporting import say
 
 REFUSED = 2
-VERBS = ("train", "evaluate", "layout")
+VERBS = ("train", "evaluate", "sample", "layout")
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A strategy, and after a colon a recipe.")
 _AGAINST = config_flags.DEFINE_config_file("against", None, "layout: the config to compare with.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
 _CHECKPOINT = flags.DEFINE_string(
-  "checkpoint", None, "evaluate: DIR[/STEP] instead of the workdir's."
+  "checkpoint", None, "evaluate, sample: DIR[/STEP], not the workdir."
 )
 _ACCEPT = flags.DEFINE_list(
   "accept_changes", [], "train: keys that may differ from the checkpoint."
@@ -49,13 +49,32 @@ _SIMULATE = flags.DEFINE_bool("simulate", False, "Simulated CPU devices, even be
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of a refusal.")
 
 
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "sample: a text to continue; repeatable.")
+_PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "sample: a file with a prompt per line.")
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "sample: the most tokens per prompt.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "sample: 0 takes the likeliest token.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "sample: draw among the k likeliest; 0 is off.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "sample: among the likeliest of this probability.")
+_SEED = flags.DEFINE_integer("seed", 0, "sample: seed of the draws.")
+_STOP = flags.DEFINE_multi_string("stop", [], "sample: a text that ends a row; repeatable.")
+
+SAMPLE_FLAGS = (_PROMPT, _PROMPT_FILE, _MAX_NEW_TOKENS, _TEMPERATURE, _TOP_K, _TOP_P, _SEED, _STOP)
+# The flags that not every verb takes.
+OWNERS = [
+  (_AGAINST, ("layout",)),
+  (_ACCEPT, ("train",)),
+  (_CHECKPOINT, ("evaluate", "sample")),
+  *((flag, ("sample",)) for flag in SAMPLE_FLAGS),
+]
+
+
 def main(argv: list[str]) -> int:
   """Runs the verb and returns the exit code."""
   if not _DEBUG.value:
     logging.set_verbosity(logging.WARNING)  # the libraries' own news is not the user's
   try:
     # What a verb returns runs outside of this block: from there on, errors are no refusals.
-    run = {"train": _train, "evaluate": _evaluate, "layout": _layout}[_verb(argv[1:])]()
+    run = RUNS[_verb(argv[1:])]()
   except (ValueError, OSError, RuntimeError) as error:
     return _refuse(error)
   return run()
@@ -82,13 +101,16 @@ def _run(ready: job.Job, data: loop.Data, start: resuming.Start, workdir: epath.
     return 0
   try:
     end = loop.train(ready, data, start, workdir, started=psutil.Process().create_time())
-  except (TrainingStoppedError, SaveError) as error:
+  except (TrainingStoppedError, loop.SaveError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 1
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if end.stopped:
     say("stopped as asked, after saving; run the same command again to go on")
     return stopping.EXIT_CODE
+  if request := sampling.first_words(ready.config):
+    say("the model goes on:")
+    sampling.show(ready, end.state.params, request)
   return 0
 
 
@@ -101,6 +123,33 @@ def _evaluate() -> Callable[[], int]:
   def run() -> int:
     evaluate = Evaluator(ready, held_out, ready.compile_eval_step().function)
     say(loop.evaluation_text(step, evaluate(params), whole=True))
+    return 0
+
+  return run
+
+
+def _sample() -> Callable[[], int]:
+  """Continues prompts with a checkpoint's model."""
+  if _PROMPT.value and _PROMPT_FILE.value:
+    raise ValueError("--prompt and --prompt_file: give one of the two")
+  prompts = _PROMPT.value
+  if _PROMPT_FILE.value:
+    prompts = epath.Path(_PROMPT_FILE.value).read_bytes().splitlines()
+  [ready] = _prepare(_CONFIG)
+  request = sampling.Request(
+    tuple(prompts or [""]),
+    max_new_tokens=_MAX_NEW_TOKENS.value,
+    temperature=_TEMPERATURE.value,
+    top_k=_TOP_K.value,
+    top_p=_TOP_P.value,
+    seed=_SEED.value,
+    stop=tuple(_STOP.value),
+  )
+  sampling.check(ready.config, request)
+  _, params = resuming.parameters(ready, _CHECKPOINT.value or str(_workdir()))
+
+  def run() -> int:
+    sampling.show(ready, params, request)
     return 0
 
   return run
@@ -177,11 +226,9 @@ def _verb(words: list[str]) -> str:
     raise ValueError(f"unexpected {words[1]!r} after the verb; options begin with --")
   if _CONFIG.value is None:
     raise ValueError("no config; for example: python main.py --config=configs/dp4_tp2.py")
-  for flag, owner in ((_AGAINST, "layout"), (_CHECKPOINT, "evaluate")):
-    if flag.value is not None and verb != owner:
-      raise ValueError(f"--{flag.name} belongs to the verb {owner}")
-  if _ACCEPT.value and verb != "train":
-    raise ValueError("--accept_changes belongs to the verb train")
+  for flag, owners in OWNERS:
+    if flags.FLAGS[flag.name].present and verb not in owners:
+      raise ValueError(f"--{flag.name} belongs to the verb {' or '.join(owners)}, not to {verb}")
   return verb
 
 
@@ -191,6 +238,9 @@ def _refuse(error: Exception) -> int:
     raise error
   print(f"refused: {error}", file=sys.stderr)
   return REFUSED
+
+
+RUNS = {"train": _train, "evaluate": _evaluate, "sample": _sample, "layout": _layout}
 
 
 def parse_flags(argv: list[str]) -> list[str]:

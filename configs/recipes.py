@@ -151,6 +151,15 @@ def _optimizer(**keys) -> dict:
   return {**common, **keys}
 
 
+def _evaluation(**keys) -> dict:
+  common = {
+    "every_steps": 0,  # and at the end
+    "steps": 0,  # batches of each but the last, which is whole; 0: they are whole too
+    "sample_tokens": 0,  # drawn when training ends (text); 0 is off
+  }
+  return {**common, **keys}
+
+
 def lm() -> ConfigDict:
   """Returns a byte-level decoder of 0.66 M parameters on the source of the standard library."""
   model = {
@@ -174,7 +183,7 @@ def lm() -> ConfigDict:
       "data": _data(kind="text", name="python_source", global_batch_size=32, sequence_length=128),
       "training": _training(steps=200, loss="next_token"),
       "optimizer": _optimizer(learning_rate=8e-3),
-      "evaluation": {"every_steps": 50, "steps": 8},  # batches; the last one is whole
+      "evaluation": _evaluation(every_steps=50, steps=8, sample_tokens=120),
     }
   )
 
@@ -195,7 +204,7 @@ def mlp() -> ConfigDict:
       "data": _data(kind="image", name="digits", global_batch_size=128),
       "training": _training(steps=400, loss="classification"),
       "optimizer": _optimizer(learning_rate=2e-3, weight_decay=0.05),
-      "evaluation": {"every_steps": 100, "steps": 0},
+      "evaluation": _evaluation(every_steps=100),
     }
   )
 
@@ -228,7 +237,7 @@ def mlp_tutorial() -> ConfigDict:
         weight_decay=0.0,
         clip_norm=0.0,
       ),
-      "evaluation": {"every_steps": 0, "steps": 0},
+      "evaluation": _evaluation(),
     }
   )
 

@@ -12,6 +12,7 @@ TINY_LM = [
   "--config.data.evaluation_split=test[:1]",
   "--config.evaluation.every_steps=3",
   "--config.evaluation.steps=2",
+  "--config.evaluation.sample_tokens=0",
   "--config.metrics.every_steps=2",
   "--config.compiler_options=xla_backend_optimization_level=1",
 ]

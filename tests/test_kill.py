@@ -26,6 +26,7 @@ COMMAND = [
   "--config.data.sequence_length=16",
   "--config.data.evaluation_split=test[:1]",
   "--config.evaluation.every_steps=0",
+  "--config.evaluation.sample_tokens=0",
   "--config.metrics.every_steps=1",
   "--config.metrics.tensorboard=false",
   f"--config.training.steps={STEPS}",

@@ -35,10 +35,13 @@ REFUSALS = {
   "unknown flag": ([DP8, "--workdri=x"], ["unknown flag --workdri", "did you mean 'workdir'?"]),
   "unknown verb": (
     ["trian", DP8],
-    ["unknown verb 'trian'; there are train, evaluate", "did you mean 'train'?"],
+    ["unknown verb 'trian'; there are train, evaluate, sample, layout", "did you mean 'train'?"],
   ),
   "two verbs": (["train", "layout", DP8], ["unexpected 'layout' after the verb"]),
-  "against without layout": ([DP8, "--against=configs/tp8.py"], ["belongs to the verb layout"]),
+  "against without layout": (
+    [DP8, "--against=configs/tp8.py"],
+    ["belongs to the verb layout, not to train"],
+  ),
   "unknown recipe": (
     [DP8 + ":mpl"],
     ["unknown recipe 'mpl'; there are lm, mlp, mlp_tutorial", "did you mean 'mlp'?"],

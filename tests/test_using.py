@@ -59,7 +59,55 @@ def test_another_run_starts_with_the_parameters(main, trained, tmp_path):
   assert first["loss"] < lines_of(trained)[0]["loss"] - 0.3
 
 
+def test_sample_continues_prompts_on_any_mesh(main, trained, tmp_path):
+  (tmp_path / "prompts").write_text("import\ndef f\n")
+  settings = ["--max_new_tokens=5", "--temperature=0", f"--checkpoint={trained}"]
+  texts = []
+  for strategy in ("single", "tp8"):
+    code, out, err = main(
+      "sample",
+      f"--config=configs/{strategy}.py",
+      *TINY_LM,
+      *settings,
+      "--prompt=import",
+      "--prompt=def f",
+    )
+    assert code == 0, (out, err)
+    texts.append(out)
+  assert texts[0] == texts[1]
+  assert "import" in texts[0]
+  code, out, _ = main(
+    "sample", "--config=configs/single.py", *TINY_LM, *settings, f"--prompt_file={tmp_path}/prompts"
+  )
+  assert code == 0
+  assert out == texts[0]
+
+
+def test_the_run_ends_with_a_continuation(main, trained):
+  code, out, err = main(
+    "train",
+    "--config=configs/dp4_tp2.py",
+    *SHORT,
+    f"--workdir={trained}_words",
+    "--config.evaluation.sample_tokens=6",
+  )
+  assert code == 0, (out, err)
+  assert "the model goes on:\ndef " in out
+
+
 REFUSALS = {
+  "a prompt that is too long": (
+    ["sample", "--checkpoint={trained}", "--prompt=0123456789abcdef", "--max_new_tokens=9"],
+    ["prompt 1", "16", "25", "data.sequence_length=16"],
+  ),
+  "a temperature below 0": (
+    ["sample", "--checkpoint={trained}", "--temperature=-1"],
+    ["temperature=-1.0: 0"],
+  ),
+  "no tokens to draw from": (
+    ["sample", "--checkpoint={trained}", "--top_p=0", "--max_new_tokens=4"],
+    ["top_p=0.0: above 0"],
+  ),
   "a missing step": (
     ["evaluate", "--checkpoint={trained}/3"],
     ["holds no step 3; it holds 2, 4"],

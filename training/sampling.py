@@ -31,11 +31,14 @@ from partitioning.dims import axes_size, resolve
 from partitioning.rules import Placement
 from training.drawing import draw
 from training.job import Job
-from training.streaming import END, Row, as_bytes
+from training.streaming import END, Printer, Row, as_bytes
 
 BYTES = 256
 
 Write = Callable[[int, str], None]  # (number of the prompt, counted from 0; new text)
+
+
+OPENING = "def "  # what the end of a training run continues
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,3 +320,20 @@ class Sampler:
     batch = self.placements["cache/lengths"].spec
     logits_BV = jax.lax.with_sharding_constraint(logits_BV, PartitionSpec(*batch, None))
     return draw(logits_BV[:, : drawable(self.job.config)], cache.lengths, settings), cache
+
+
+def show(job: Job, params: Any, request: Request) -> None:
+  """Prints the prompts and what the model draws after them, as it comes."""
+  sampler = Sampler(job, request)
+  printer = Printer(request.prompts)
+  sampler(params, request, printer)
+  printer.close()
+
+
+def first_words(config: ConfigDict) -> Request | None:
+  """Returns what a run ends with: a short continuation, or None where there is no text to draw."""
+  room = config.data.sequence_length - len(OPENING)
+  tokens = min(config.evaluation.sample_tokens, room)
+  if config.data.kind != "text" or tokens < 1:
+    return None
+  return Request((OPENING,), max_new_tokens=tokens, temperature=0.8)

@@ -15,13 +15,13 @@ TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text
 def test_the_snippet_reads_parameters_in_five_lines(tmp_path, monkeypatch):
   [code] = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
   assert len(code.splitlines()) == 5
-  [path] = re.findall(r'"(runs/[^"]*)/300/state"', code)
+  [path] = re.findall(r'"(runs/[^"]*)/200/state"', code)
   with Checkpointer(tmp_path / path) as checkpointer:
-    save_counting(checkpointer, 300)
+    save_counting(checkpointer, 200)
   monkeypatch.chdir(tmp_path)
   found = {}
   exec(code, found)
-  wanted = counting_tree(300)["params"]
+  wanted = counting_tree(200)["params"]
   assert sorted(found["params"]) == ["params.bias", "params.up.kernel"]
   np.testing.assert_array_equal(found["params"]["params.bias"], wanted["bias"])
   np.testing.assert_array_equal(found["params"]["params.up.kernel"], wanted["up"]["kernel"])

@@ -150,7 +150,7 @@ def test_all_that_needs_acceptance_stands_in_one_message_with_the_flag_to_copy()
     judge(overrides, accept=["model.dropout_rate"])
   assert str(refusal.value) == (
     "runs/x goes on from step 100, and what follows would be computed otherwise:\n"
-    "  optimizer.learning_rate: 0.004 in the checkpoint, now 0.5\n"
+    "  optimizer.learning_rate: 0.008 in the checkpoint, now 0.5\n"
     "set them back, or accept this with "
     "--accept-changes=optimizer.learning_rate,model.dropout_rate"
   )

@@ -84,7 +84,7 @@ def tutorial_collectives(data, tensor):
   ("strategy", "data", "tensor", "counts"),
   [
     ("dp8", 8, 1, {("data",): 2}),
-    ("dp4_tp2", 4, 2, {("data",): 2, ("tensor",): 2, ("data", "tensor"): 1}),
+    ("dp4_tp2", 4, 2, {("data",): 2, ("tensor",): 2, ("data", "tensor"): 2}),
   ],
 )
 def test_the_tutorials_network_communicates_as_theory_says(strategy, data, tensor, counts):
