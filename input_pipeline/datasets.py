@@ -4,6 +4,7 @@ Imports TensorFlow Datasets, so preparation.py imports this file only when it ha
 """
 
 import contextlib
+import io
 import difflib
 import sys
 
@@ -96,7 +97,8 @@ def _build_embedded(reference, root):
     for left in folder.parent.glob(f"incomplete.*_{folder.name}"):
       left.rmtree()  # a killed process's: only holders of this lock build these
     tfds.disable_progress_bar()  # a second's work, not worth pages of bars in a log
-    builder.download_and_prepare()  # returns at once if another process was first
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+      builder.download_and_prepare()  # returns at once if another process was first
     tfds.enable_progress_bar()
   return builder
 

@@ -31,7 +31,7 @@ COMMAND = [
   "--config.metrics.tensorboard=false",
   f"--config.training.steps={STEPS}",
   "--config.checkpoint.every_steps=5",
-  "--config.compiler_options=xla_backend_optimization_level=1",
+  "--config.compiler_options=xla_backend_optimization_level=0",
 ]
 TIMEOUT_SECONDS = 120
 
