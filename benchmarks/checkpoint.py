@@ -31,7 +31,7 @@ from checkpointing.store import Checkpointer
 
 _MEBIBYTES = flags.DEFINE_integer("mebibytes", 384, "Size of the state, MiB.")
 _DEVICES = flags.DEFINE_integer("devices", 1, "Devices; simulated on a CPU.")
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Saves, and as many runs of dd.")
+_REPEATS = flags.DEFINE_integer("repeats", 9, "Saves, and as many runs of dd.")
 _FOLDER = flags.DEFINE_string("folder", "", "On the disk to be measured; a temporary one.")
 
 _LEAST_RATIO = 0.5

@@ -45,7 +45,7 @@ from etils import epath
 from benchmarks import reference
 from configs import base
 from input_pipeline.batches import EvaluationBatches
-from training import devices, job, loop
+from training import devices, job, loop, resuming
 
 _CONFIGS = flags.DEFINE_list("configs", "dp8,dp4_tp2", "Strategies: files of configs/.")
 _RECIPES = flags.DEFINE_list("recipes", "lm,mlp_tutorial", "Recipes.")
@@ -131,6 +131,7 @@ def get_config(strategy: str, recipe: str):
   config = importlib.import_module(f"configs.{strategy}").get_config(recipe)
   config.training.steps = _STEPS.value * _ROUNDS.value + 2  # the first and the last are not timed
   config.evaluation.every_steps = 0
+  config.checkpoint.every_steps = 0  # what a save costs, benchmarks/checkpoint.py measures
   return config
 
 
@@ -161,7 +162,8 @@ def last_loss(ready: job.Job, data: loop.Data) -> float:
   with tempfile.TemporaryDirectory() as folder:
     workdir = epath.Path(folder)
     with open(workdir / "stdout.txt", "w") as file, contextlib.redirect_stdout(file):
-      loop.train(ready, data, workdir, started=time.time())
+      start = resuming.begin(ready, workdir, record={})
+      loop.train(ready, data, start, workdir, started=time.time())
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
   [loss] = [x["loss"] for x in lines if x["step"] == ready.config.training.steps and "loss" in x]
   return loss
