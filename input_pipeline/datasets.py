@@ -4,8 +4,8 @@ Imports TensorFlow Datasets, so preparation.py imports this file only when it ha
 """
 
 import contextlib
-import io
 import difflib
+import io
 import sys
 
 import numpy as np
