@@ -154,3 +154,13 @@ def test_no_involuntary_rematerialization(strategy, capfd):
   finally:
     jax.config.update("jax_enable_compilation_cache", True)
   assert "nvoluntary full rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_no_device_keeps_the_gathered_kernels_of_all_layers(monkeypatch, checkpointed):
+  if not checkpointed:  # the check can fail: so it was before products were checkpointed
+    monkeypatch.setattr(jax, "checkpoint", lambda function, **_: function)
+  text = make_job("fsdp8", "lm").compile_train_step().function.as_text()
+  stacked = "f32[2,40,56]"  # [L, D, F] whole; a device's share is [2, 5, 56]
+  assert "f32[2,5,56]" in text
+  assert (stacked in text) == (not checkpointed)
