@@ -195,8 +195,8 @@ def start(server, folder, saves):
 def test_whatever_a_kill_leaves_opens_and_restores_to_a_saved_state(server, tmp_path):
   seed = random.randrange(2**32)
   rng = random.Random(seed)
-  torn = 0
-  for kill in range(KILLS):
+  torn = newest = 0
+  for _ in range(KILLS):
     pid = start(server, tmp_path, saves=rng.randrange(1, 5))
     time.sleep(rng.random() * 0.15)
     os.kill(pid, signal.SIGKILL)
@@ -204,10 +204,12 @@ def test_whatever_a_kill_leaves_opens_and_restores_to_a_saved_state(server, tmp_
     said = []
     with Checkpointer(tmp_path, keep=2, keep_every_steps=5, warn=said.append) as checkpointer:
       assert all(path.name.isdecimal() for path in tmp_path.iterdir()), seed
-      assert checkpointer.steps() or kill == 0, seed
+      # The first kills may come before anything is committed; what once was is never lost.
+      assert max(checkpointer.steps(), default=0) >= newest, seed
       if checkpointer.steps():
         step, tree = checkpointer.restore(counting_target())
         assert_bit_equal(tree, counting_tree(step))
         save_counting(checkpointer, step + 1)
+        newest = step + 1
     assert not said, (seed, said)
   assert torn, f"no kill of {KILLS} met a save under way (seed {seed})"
