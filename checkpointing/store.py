@@ -282,7 +282,18 @@ class Checkpointer:
     if jax.process_index() == 0 and self.folder.is_dir():
       for child in self.folder.iterdir():
         if ocp.utils.TMP_DIR_SUFFIX in child.name:
-          child.rmtree()
+          self._remove(child)
+
+  def _remove(self, folder: epath.Path) -> None:
+    """Removes what a save has left; threads of one that has just failed may still write there."""
+    for _ in range(50):
+      try:
+        return folder.rmtree()
+      except OSError:
+        time.sleep(0.1)
+    # It counts as no step, and the next start tries again.
+    self._warn(f"WARNING: {folder} is left of a failed save, and could not be removed")
+    return None
 
   def _close(self) -> None:
     if self._manager is not None:
