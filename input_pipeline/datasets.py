@@ -246,11 +246,11 @@ def examples(builder, split):
 def _read(source, numbers, where):
   try:
     return source.__getitems__(list(numbers))
-  except Exception:  # which of them was it?
+  except Exception:  # whatever a decoder raises; read one by one, the record shows itself
     for number in numbers:
       try:
         source[number]
-      except Exception as error:
+      except Exception as error:  # likewise; it is raised again, with its name
         way_out = "prepare the data set again, or copy it again"
         if isinstance(error, ImportError):  # nothing is wrong with the record
           way_out = "install what is missing; images need `pip install pillow`"
