@@ -10,6 +10,9 @@ RECIPE  lm (default), mlp, mlp_tutorial; or model=NAME,data=NAME
 
 The same command again goes on where the run was stopped.
 
+On several machines, or as several processes on one, every process runs the same command; see
+docs/running.md.
+
 Exit codes: 0 done; 1 failed; 2 refused before anything started or was changed; 75 stopped by
 SIGTERM or Ctrl-C after saving.
 """
@@ -17,6 +20,7 @@ SIGTERM or Ctrl-C after saving.
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 
 import jax
@@ -28,7 +32,13 @@ from ml_collections import config_flags
 from configs import base, command_line
 from partitioning import layout
 from partitioning.mesh import product_text
-from training import devices, job, loop, resuming, sampling, stopping
+from processes import group as groups
+from processes.lockstep import Lockstep
+from processes.preflight import DifferenceError
+from processes.rollcall import RollCallError
+from processes.stopping import EXIT_CODE, StopRequest
+from processes.watchdog import Watchdog
+from training import agreement, devices, job, loop, resuming, sampling
 from training.evaluation import Evaluator
 from training.meter import TrainingStoppedError
 from training.reporting import say
@@ -73,63 +83,116 @@ def main(argv: list[str]) -> int:
   if not _DEBUG.value:
     logging.set_verbosity(logging.WARNING)  # the libraries' own news is not the user's
   try:
-    # What a verb returns runs outside of this block: from there on, errors are no refusals.
-    run = RUNS[_verb(argv[1:])]()
+    verb = _verb(argv[1:])
+    keys = _CONFIG.value.processes
+    on_tpu = not _SIMULATE.value and devices.hardware() == "tpu"
+    group = groups.connect(
+      start_timeout_seconds=keys.start_timeout_seconds,
+      heartbeat_seconds=keys.heartbeat_seconds,
+      on_tpu=on_tpu,
+    )
   except (ValueError, OSError, RuntimeError) as error:
     return _refuse(error)
+  watch = Watchdog(
+    group,
+    StopRequest(),
+    deadline_seconds=keys.deadline_seconds,
+    start_timeout_seconds=keys.start_timeout_seconds,
+  )
+  try:
+    with watch:
+      code = _run_verb(verb, watch)
+  except Exception:
+    if group.alone:
+      raise
+    print(f"{groups.label()}{traceback.format_exc()}", file=sys.stderr)
+    groups.leave(1)
+  groups.part()
+  return code
+
+
+def _run_verb(verb: str, watch: Watchdog) -> int:
+  try:
+    configs = {"config": _CONFIG.value, "against": _AGAINST.value}
+    configs = {name: config for name, config in configs.items() if config is not None}
+    agreement.about_to_start(configs, _told(verb))
+    # What a verb returns runs outside of this block: from there on, errors are no refusals.
+    run = RUNS[verb](watch)
+  except (ValueError, OSError, RuntimeError) as error:
+    return _refuse(error, watch)
   return run()
 
 
-def _train() -> Callable[[], int]:
+def _told(verb: str) -> dict[str, object]:
+  """Returns what the command line says besides the config: the same on every process."""
+  values = {flag.name: flag.value for flag in SAMPLE_FLAGS}
+  values |= {flag.name: flag.value for flag in (_CHECKPOINT, _ACCEPT, _SIMULATE)}
+  return {"verb": verb, "workdir": str(_workdir()), **values}
+
+
+def _train(watch: Watchdog) -> Callable[[], int]:
   [ready] = _prepare(_CONFIG)
   data = loop.open_data(ready)
   workdir = _workdir()
   record = resuming.judge(ready, data.train.source, workdir, _ACCEPT.value)
+  sources = {"train": data.train.source, "held out": data.held_out.source}
+  agreement.about_to_run(ready, sources, workdir, writes=True)
   start = resuming.begin(ready, workdir, record)
-  (workdir / "config.json").write_text(json.dumps(resuming.plain(ready.config), indent=2) + "\n")
-  (workdir / "layout.txt").write_text(ready.layout_text() + "\n")
-  return lambda: _run(ready, data, start, workdir)
+  if groups.current().first:
+    (workdir / "config.json").write_text(json.dumps(resuming.plain(ready.config), indent=2) + "\n")
+    (workdir / "layout.txt").write_text(ready.layout_text() + "\n")
+  return lambda: _run(ready, data, start, workdir, watch)
 
 
-def _run(ready: job.Job, data: loop.Data, start: resuming.Start, workdir: epath.Path) -> int:
+def _run(
+  ready: job.Job, data: loop.Data, start: resuming.Start, workdir: epath.Path, watch: Watchdog
+) -> int:
   """Trains; returns the exit code."""
   _announce(ready, data, workdir)
   say(start.origin)
-  if start.step >= ready.config.training.steps:
+  if loop.finished(ready, start, workdir):
     start.checkpointer.close()
     say(f"training.steps={ready.config.training.steps} are done; evaluate reads the result")
     return 0
   try:
-    end = loop.train(ready, data, start, workdir, started=psutil.Process().create_time())
+    began = psutil.Process().create_time()
+    end = loop.train(ready, data, start, workdir, watch, started=began)
   except (TrainingStoppedError, loop.SaveError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 1
+    watch.tell("failed", str(error))
+    print(f"error: {groups.label()}{error}", file=sys.stderr, flush=True)
+    return 1 if watch.group.alone else groups.leave(1)
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if end.stopped:
     say("stopped as asked, after saving; run the same command again to go on")
-    return stopping.EXIT_CODE
+    return EXIT_CODE
   if request := sampling.first_words(ready.config):
     say("the model goes on:")
     sampling.show(ready, end.state.params, request)
   return 0
 
 
-def _evaluate() -> Callable[[], int]:
+def _evaluate(watch: Watchdog) -> Callable[[], int]:
   """Evaluates a checkpoint on the whole held-out split."""
   [ready] = _prepare(_CONFIG)
   held_out = loop.open_held_out(ready)
+  agreement.about_to_run(ready, {"held out": held_out.source}, _workdir(), writes=False)
   step, params = resuming.parameters(ready, _CHECKPOINT.value or str(_workdir()))
 
   def run() -> int:
-    evaluate = Evaluator(ready, held_out, ready.compile_eval_step().function)
-    say(loop.evaluation_text(step, evaluate(params), whole=True))
+    lockstep = Lockstep(watch.group, watch.stop)
+    compiled = ready.compile_eval_step().function
+    metrics = Evaluator(ready, held_out, compiled, watch, lockstep)(params)
+    if metrics is None:
+      return EXIT_CODE
+    say(loop.evaluation_text(step, metrics, whole=True))
     return 0
 
   return run
 
 
-def _sample() -> Callable[[], int]:
+def _sample(watch: Watchdog) -> Callable[[], int]:
   """Continues prompts with a checkpoint's model."""
+  del watch  # nothing is lost by a stop, and no step is due
   if _PROMPT.value and _PROMPT_FILE.value:
     raise ValueError("--prompt and --prompt_file: give one of the two")
   prompts = _PROMPT.value
@@ -146,6 +209,7 @@ def _sample() -> Callable[[], int]:
     stop=tuple(_STOP.value),
   )
   sampling.check(ready.config, request)
+  agreement.about_to_run(ready, {}, _workdir(), writes=False)
   _, params = resuming.parameters(ready, _CHECKPOINT.value or str(_workdir()))
 
   def run() -> int:
@@ -181,8 +245,9 @@ def _configure_jax(config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _layout() -> Callable[[], int]:
+def _layout(watch: Watchdog) -> Callable[[], int]:
   """Prints the layout, or two side by side."""
+  del watch
   if _AGAINST.value is None:
     [ready] = _prepare(_CONFIG)
     text = ready.layout_text()
@@ -208,7 +273,9 @@ def _announce(ready: job.Job, data: loop.Data, workdir: epath.Path) -> None:
   kind = (
     "simulated CPU devices, made for this run" if ready.devices.simulated else device.device_kind
   )
-  say(f"devices: {ready.mesh.size} x {kind}; mesh: {product_text(ready.devices.sizes)}")
+  count = groups.current().count
+  among = f", of {count} processes" if count > 1 else ""
+  say(f"devices: {ready.mesh.size} x {kind}{among}; mesh: {product_text(ready.devices.sizes)}")
   say(ready.layout_text(whole=False))
   say(
     f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
@@ -232,12 +299,20 @@ def _verb(words: list[str]) -> str:
   return verb
 
 
-def _refuse(error: Exception) -> int:
-  """Prints one message; returns exit code 2."""
+def _refuse(error: Exception, watch: Watchdog | None = None) -> int:
+  """Prints one message, and tells the other processes; returns exit code 2."""
   if flags.FLAGS.is_parsed() and _DEBUG.value:
     raise error
-  print(f"refused: {error}", file=sys.stderr)
-  return REFUSED
+  text = f"{error}"
+  if watch is None or watch.group.alone:
+    print(f"refused: {text}", file=sys.stderr)
+    if watch is None and not isinstance(error, RollCallError):
+      groups.refuse(text)
+    return REFUSED
+  if watch.refusing(text):
+    label = "" if isinstance(error, DifferenceError) else groups.label()
+    print(f"{label}refused: {text}", file=sys.stderr, flush=True)
+  return groups.leave(REFUSED)
 
 
 RUNS = {"train": _train, "evaluate": _evaluate, "sample": _sample, "layout": _layout}
@@ -250,7 +325,8 @@ def parse_flags(argv: list[str]) -> list[str]:
   except ValueError as error:
     if "--debug" in argv:
       raise
-    print(f"refused: {error}", file=sys.stderr)
+    print(f"refused: {error}", file=sys.stderr, flush=True)
+    groups.refuse(str(error))
     sys.exit(REFUSED)
 
 

@@ -45,6 +45,9 @@ from etils import epath
 from benchmarks import reference
 from configs import base
 from input_pipeline.batches import EvaluationBatches
+from processes.group import current
+from processes.stopping import StopRequest
+from processes.watchdog import Watchdog
 from training import devices, job, loop, resuming
 
 _CONFIGS = flags.DEFINE_list("configs", "dp8,dp4_tp2", "Strategies: files of configs/.")
@@ -163,7 +166,8 @@ def last_loss(ready: job.Job, data: loop.Data) -> float:
     workdir = epath.Path(folder)
     with open(workdir / "stdout.txt", "w") as file, contextlib.redirect_stdout(file):
       start = resuming.begin(ready, workdir, record={})
-      loop.train(ready, data, start, workdir, started=time.time())
+      with Watchdog(current(), StopRequest()) as watch:
+        loop.train(ready, data, start, workdir, watch, started=time.time())
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
   [loss] = [x["loss"] for x in lines if x["step"] == ready.config.training.steps and "loss" in x]
   return loss

@@ -67,6 +67,7 @@ def restore_parameters(
   step: int | None = None,
   *,
   warn: Callable[[str], None] = warn,
+  agree: Callable[[bool], bool] = bool,
 ) -> tuple[int, Any]:
   """Restores the parameters alone, from a run of any optimizer; writes nothing.
 
@@ -75,6 +76,7 @@ def restore_parameters(
     abstract: the nested dict of parameters, ShapeDtypeStructs with shardings.
     step: which; by default the newest that can be read.
     warn: is told of newer ones that cannot.
+    agree: as of `restore_first`.
 
   Returns:
     The step, and a tree like `abstract` of placed arrays.
@@ -85,7 +87,7 @@ def restore_parameters(
   """
   folder = epath.Path(folder)
   found = restore_first(
-    folder, step, lambda step: read_arrays(folder / str(step), abstract, under=PARAMETERS)
+    folder, step, lambda step: read_arrays(folder / str(step), abstract, under=PARAMETERS), agree
   )
   for line in found.warnings(folder, "nothing is changed"):
     warn(line)
@@ -109,13 +111,19 @@ class Found:
     ]
 
 
-def restore_first(folder: epath.Path, step: int | None, read: Callable[[int], Any]) -> Found:
+def restore_first(
+  folder: epath.Path,
+  step: int | None,
+  read: Callable[[int], Any],
+  agree: Callable[[bool], bool] = bool,
+) -> Found:
   """Reads one step, or where none is named the newest that can be read.
 
   Args:
     folder: of checkpoints.
     step: which, or None.
     read: step -> tree; raises UnreadableError.
+    agree: tells whether all processes, each of which reads its own shards, could read theirs.
 
   Raises:
     ValueError: no such step, or none that can be read; and whatever `read` raises besides.
@@ -125,10 +133,14 @@ def restore_first(folder: epath.Path, step: int | None, read: Callable[[int], An
     raise ValueError(f"{folder} holds no step {step}; it holds {listed(there)}")
   broken: dict[int, str] = {}
   for candidate in [step] if step is not None else reversed(there):
+    tree, why = None, ""
     try:
-      return Found(candidate, read(candidate), broken)
+      tree = read(candidate)
     except UnreadableError as error:
-      broken[candidate] = str(error)
+      why = str(error)
+    if agree(not why):
+      return Found(candidate, tree, broken)
+    broken[candidate] = why or "another process could not read its shards"
   others = [s for s in there if s not in broken]
   raise ValueError(
     f"{folder}: nothing to restore from:\n"
@@ -212,8 +224,9 @@ def read_arrays(path: epath.Path, abstract: Any, *, under: str = "") -> Any:
   arguments = ocp.args.PyTreeRestore(
     trees.nested(wanted), restore_args=trees.nested(restore_args), partial_restore=bool(under)
   )
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    restored = _from_orbax(path, lambda path: checkpointer.restore(path, args=arguments))
+  # Not through a Checkpointer, in which processes wait for one another: one may fail to read.
+  handler = ocp.PyTreeCheckpointHandler()
+  restored = _from_orbax(path, lambda path: handler.restore(path, args=arguments))
   arrays = trees.named_leaves(restored)
   return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
 

@@ -49,6 +49,7 @@ class Checkpointer:
     lower_is_better: bool | None = None,
     read_only: bool = False,
     warn: Callable[[str], None] = reading.warn,
+    agree: Callable[[bool], bool] = bool,
   ):
     """Opens a folder; what killed saves have left in it is removed, unless `read_only`.
 
@@ -60,6 +61,8 @@ class Checkpointer:
       lower_is_better: of that metric; by default yes, unless its name ends with `accuracy`.
       read_only: nothing in the folder is ever changed.
       warn: is given every warning; standard error by default.
+      agree: tells whether something is true on all processes, all of which ask; by default
+        there is one process.
 
     Raises:
       ValueError: a number below its least; read_only, and there are no checkpoints.
@@ -71,7 +74,7 @@ class Checkpointer:
         f"checkpoint.keep_every_steps={keep_every_steps}: at least 0"
       )
     self.folder = epath.Path(folder).expanduser().resolve()
-    self._warn = warn
+    self._warn, self._agree = warn, agree
     self._retention = Retention(keep, keep_every_steps, keep_best, lower_is_better)
     self._read_only = read_only
     self._manager = None
@@ -202,7 +205,9 @@ class Checkpointer:
         one message); or no step can be read.
     """
     self.wait()
-    found = reading.restore_first(self.folder, step, lambda step: self._read(step, abstract))
+    found = reading.restore_first(
+      self.folder, step, lambda step: self._read(step, abstract), self._agree
+    )
     remedy = "nothing is changed" if self._read_only else "it is renamed to end with .broken"
     for line in found.warnings(self.folder, remedy):
       self._warn(line)
@@ -251,6 +256,7 @@ class Checkpointer:
         if aside.exists():
           aside.rmtree()
         (self.folder / str(step)).rename(aside)
+    self._agree(True)  # the others open the folder after the move
     self._open()
 
   def _open(self) -> None:

@@ -53,6 +53,13 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
     }
   )
   config.profile = ConfigDict({"start_step": 0, "steps": 0})  # traced into WORKDIR/profile
+  config.processes = ConfigDict(
+    {
+      "start_timeout_seconds": 300,  # for all to come, and for a first step or evaluation batch
+      "heartbeat_seconds": 100,  # without a sign of life: then JAX ends all the others
+      "deadline_seconds": 0,  # a step without end; 0: learned from the run. Below the heartbeat
+    }
+  )
   config.compiler_options = ""  # XLA's, for every compiled step: "name=value,name=value"
   config.compilation_cache_dir = "~/.cache/meshwright/compilation"  # "" turns it off
   config.memory_limit_gib = config_dict.placeholder(float)  # per device (CPU: all); unset: asked
@@ -123,6 +130,12 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     ValueError: with all that is wrong, a line each.
   """
   wrong = [*_at_least(config), *_choices(config), *_tables(config), *_batch(config, sizes)]
+  if config.processes.deadline_seconds >= config.processes.heartbeat_seconds:
+    wrong.append(
+      f"processes.deadline_seconds={config.processes.deadline_seconds}: below "
+      f"processes.heartbeat_seconds={config.processes.heartbeat_seconds}, after which JAX ends all "
+      f"processes without naming the one that is behind; 0 learns it from the run"
+    )
   if config.training.compute_dtype == "float64" and config.training.parameter_dtype != "float64":
     wrong.append("training.compute_dtype=float64 needs training.parameter_dtype=float64")
   if config.model.name == "transformer":
@@ -158,6 +171,9 @@ LEAST = {
   "checkpoint.keep_every_steps": 0,
   "profile.start_step": 0,
   "profile.steps": 0,
+  "processes.start_timeout_seconds": 1,
+  "processes.heartbeat_seconds": 5,
+  "processes.deadline_seconds": 0,
   "seed": 0,
 }
 

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+_CANCEL_PERIOD_SECONDS = 0.1
+
 
 class Prefetcher(Generic[T]):
   """Calls `make_batch(step)` for start, start+1, ..., stop-1 in a thread, `depth` batches ahead.
@@ -55,8 +57,12 @@ class Prefetcher(Generic[T]):
         self._ready.append(batch)
         self._changed.notify_all()
 
-  def get(self, step: int) -> T:
+  def get(self, step: int, cancelled: Callable[[], bool] | None = None) -> T | None:
     """Returns the batch of `step`, waiting for it. Steps come in order, each once.
+
+    Args:
+      step: its number.
+      cancelled: asked while waiting; once it answers True, None is returned.
 
     Raises:
       ValueError: `step` is not the next one.
@@ -70,11 +76,19 @@ class Prefetcher(Generic[T]):
           f"step {step} was asked for, but the next one is {self._next} of"
           f" {self._steps.start}..{self._steps.stop - 1}"
         )
-      self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed)
+
+      def over():
+        return self._ready or self._error is not None or self._closed
+
+      while not self._changed.wait_for(over, _CANCEL_PERIOD_SECONDS if cancelled else None):
+        if cancelled():
+          break
       self.wait_seconds += time.perf_counter() - begin
       if self._closed:
         raise RuntimeError(f"step {step} was asked for, but the prefetcher is closed")
       if not self._ready:
+        if self._error is None:
+          return None
         raise self._error
       self._next += 1
       self._changed.notify_all()

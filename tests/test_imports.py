@@ -9,17 +9,19 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # room -> the other rooms that it may import. A new room is written down here first.
 ARROWS = {
-  "main": {"configs", "training", "planning", "interop", "tour", "partitioning"},
+  "main": {"configs", "training", "planning", "interop", "tour", "partitioning", "processes"},
   "planning": {"training"},
-  "training": {"models", "partitioning", "input_pipeline", "checkpointing"},
+  "training": {"models", "partitioning", "input_pipeline", "checkpointing", "processes"},
   "models": {"partitioning"},
   "configs": set(),
   "partitioning": set(),
   "input_pipeline": set(),
   "checkpointing": set(),
+  "processes": set(),
+  "launch": set(),
 }
 NO_ROOMS = {"tests", "benchmarks"}  # they may import every room
-NAMES = {*ARROWS, *NO_ROOMS, "interop", "tour", "launch"}
+NAMES = {*ARROWS, *NO_ROOMS, "interop", "tour"}
 
 
 def imports(tree, *, deferred=True):
@@ -52,8 +54,14 @@ def wrong_arrows(source, room, where):
   return wrong
 
 
+# The one file that may use them; it says which and why.
+PRIVATE = pathlib.Path("processes/private.py")
+
+
 def private_names(source, where):
   """Returns a line for each use of jax's private modules."""
+  if where == PRIVATE:
+    return []
   tree = ast.parse(source)
   wrong = [
     f"{where}:{line}: {module} is private"

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import jax
 import psutil
 
-from partitioning.mesh import resolve_sizes
+from partitioning.mesh import product_text, resolve_sizes
+from processes.group import current
 
 # Device files by which a GPU shows itself, whether or not a driver library is installed.
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd")
@@ -64,6 +65,8 @@ def _line(path: str) -> str:
 def start(*meshes: Mapping[str, int], simulate: bool = False) -> list[Devices]:
   """Starts JAX's backend with the devices that the meshes need; returns one entry per mesh.
 
+  Simulated devices are shared out evenly to the processes of the run.
+
   Args:
     *meshes: each axis name -> size, at most one of them -1.
     simulate: use simulated CPU devices even where there is an accelerator.
@@ -75,7 +78,7 @@ def start(*meshes: Mapping[str, int], simulate: bool = False) -> list[Devices]:
   found = hardware()
   if simulate or os.environ.get("JAX_PLATFORMS") == "cpu" or found is None:
     sizes = [resolve_sizes(mesh, None) for mesh in meshes]
-    _simulate(max(math.prod(size.values()) for size in sizes))
+    _simulate(_largest(sizes))
     return [Devices("cpu", True, size) for size in sizes]
   try:
     platform = jax.default_backend()
@@ -86,11 +89,25 @@ def start(*meshes: Mapping[str, int], simulate: bool = False) -> list[Devices]:
   return [Devices(platform, False, resolve_sizes(mesh, jax.device_count())) for mesh in meshes]
 
 
+def _largest(sizes: list[dict[str, int]]) -> int:
+  """Returns how many simulated devices there must be; several processes all use all of theirs."""
+  counts = [math.prod(size.values()) for size in sizes]
+  processes = current().count
+  for size, count in zip(sizes, counts, strict=True):
+    if count % processes or (processes > 1 and count != max(counts)):
+      raise ValueError(
+        f"mesh: {product_text(size)} asks for {count} simulated devices, which cannot be shared "
+        f"out evenly to {processes} processes; start a number of processes that divides it"
+      )
+  return max(counts)
+
+
 def _simulate(count: int) -> None:
-  """Makes `count` CPU devices, with threads enough for all of them to wait at once."""
-  os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * count, os.cpu_count() or 1))
+  """Makes `count` CPU devices over all processes, with threads enough for all to wait at once."""
+  own = count // current().count
+  os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * own, os.cpu_count() or 1))
   jax.config.update("jax_platforms", "cpu")
-  jax.config.update("jax_num_cpu_devices", count)
+  jax.config.update("jax_num_cpu_devices", own)
   if jax.device_count() != count:
     raise RuntimeError(
       f"the mesh asks for {count} simulated devices and JAX has {jax.device_count()}; its "

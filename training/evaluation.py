@@ -8,6 +8,8 @@ import jax
 
 from input_pipeline.batches import EvaluationBatches
 from input_pipeline.prefetch import Prefetcher
+from processes.lockstep import Lockstep
+from processes.watchdog import EVALUATION, Watchdog
 from training.job import Job
 
 
@@ -19,14 +21,18 @@ class Evaluator:
     job: whose model is evaluated.
     batches: the held-out split.
     step: the compiled `(params, batch) -> sums`.
+    watch: is told of every batch.
+    lockstep: where the processes meet before every batch.
   """
 
   job: Job
   batches: EvaluationBatches
   step: Any
+  watch: Watchdog
+  lockstep: Lockstep
 
-  def __call__(self, params: Any, *, steps: int = 0) -> dict[str, float]:
-    """Returns `eval_loss` and what the objective adds to it.
+  def __call__(self, params: Any, *, steps: int = 0) -> dict[str, float] | None:
+    """Returns `eval_loss` and what the objective adds to it; None where a stop came in between.
 
     Args:
       params: the parameters, placed as the job's.
@@ -37,8 +43,14 @@ class Evaluator:
     totals: dict[str, float] = {}
     with Prefetcher(lambda i: self.batches.batch(i, shardings), start=0, stop=count) as prefetched:
       for i in range(count):
+        self.watch.at(f"evaluation batch {i + 1}: waiting for it", EVALUATION)
+        batch = prefetched.get(i, cancelled=lambda: self.lockstep.stopping)
+        self.watch.at(f"evaluation batch {i + 1}: waiting for the other processes", EVALUATION)
+        if not self.lockstep.enter():
+          return None
+        self.watch.at(f"evaluation batch {i + 1}: computing", EVALUATION)
         # Added up in Python's float64, in order: the same on every mesh but for rounding.
-        sums = jax.device_get(self.step(params, prefetched.get(i)))
+        sums = jax.device_get(self.step(params, batch))
         for name, value in sums.items():
           totals[name] = totals.get(name, 0.0) + float(value)
     return means(totals, self.job.config.training.loss)

@@ -11,14 +11,15 @@ from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.prefetch import Prefetcher
 from input_pipeline.sources import open_source
 from partitioning import collectives
+from processes.lockstep import Lockstep
+from processes.watchdog import ENDING, SAVING, STARTING, Watchdog
 from training.evaluation import Evaluator
 from training.job import Job
 from training.meter import Meter, MetricsReader
 from training.profiling import Profile
-from training.reporting import MetricsWriter, ProgressLine, duration, say
+from training.reporting import MetricsWriter, ProgressLine, duration, evaluated, say
 from training.resuming import Start, plain
 from training.step import State
-from training.stopping import StopRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-  """How a run ended: its last state, and whether it was asked to stop before the last step."""
+  """How a run ended: its last state, and whether it was asked to stop before it was done."""
 
   state: State
   stopped: bool
@@ -64,7 +65,14 @@ def open_held_out(job: Job) -> EvaluationBatches:
   return EvaluationBatches(source, global_batch_size=data.global_batch_size)
 
 
-def train(job: Job, data: Data, start: Start, workdir: epath.Path, *, started: float) -> End:
+def finished(job: Job, start: Start, workdir: epath.Path) -> bool:
+  """Tells whether all steps have been made, and the last evaluation with them."""
+  return start.step >= job.config.training.steps and evaluated(workdir, start.step)
+
+
+def train(
+  job: Job, data: Data, start: Start, workdir: epath.Path, watch: Watchdog, *, started: float
+) -> End:
   """Trains from the step where the run starts to the last.
 
   Args:
@@ -72,6 +80,7 @@ def train(job: Job, data: Data, start: Start, workdir: epath.Path, *, started: f
     data: its batches.
     start: where it starts: the state and the step. Its checkpointer is closed at the end.
     workdir: an existing folder.
+    watch: running; it knows of the other processes and of what asks for a stop.
     started: when the command was given, in seconds since the epoch.
 
   Raises:
@@ -81,15 +90,16 @@ def train(job: Job, data: Data, start: Start, workdir: epath.Path, *, started: f
   steps, state = config.training.steps, start.state
 
   with contextlib.ExitStack() as stack:
-    stop = stack.enter_context(StopRequest())
     checkpointer = stack.enter_context(start.checkpointer)
 
     # ------------------------------ compile ------------------------------
+    watch.at("compiling", STARTING)
     train_step = job.compile_train_step()
     rows = collectives.summarize(collectives.collectives(train_step.function.as_text(), job.mesh))
     say(f"compiled the train step in {train_step.seconds:.1f} s; its collectives by mesh axis:")
     say(collectives.format_summary(rows))
-    evaluate = Evaluator(job, data.held_out, job.compile_eval_step().function)
+    lockstep = Lockstep(watch.group, watch.stop)
+    evaluate = Evaluator(job, data.held_out, job.compile_eval_step().function, watch, lockstep)
 
     # ------------------------------ open ------------------------------
     # On simulated devices one step is in flight at most: more can deadlock in a rendezvous.
@@ -97,6 +107,8 @@ def train(job: Job, data: Data, start: Start, workdir: epath.Path, *, started: f
     reader = MetricsReader(late=0 if job.devices.simulated else 1)
     meter = Meter(job)
     shardings = job.batch_shardings
+    interrupted = _due(start.step, config.evaluation.every_steps) or start.step == steps
+    interrupted = start.step > 0 and interrupted and not evaluated(workdir, start.step)
     writer = stack.enter_context(
       MetricsWriter(workdir, step=start.step, tensorboard=config.metrics.tensorboard)
     )
@@ -111,17 +123,9 @@ def train(job: Job, data: Data, start: Start, workdir: epath.Path, *, started: f
     )
     profile = stack.enter_context(Profile(config.profile, workdir / "profile"))
 
-    # ------------------------------ steps ------------------------------
-    unsaved = False  # a save has failed, and is tried again at the next step
-    for step in range(start.step, steps):
-      profile.before(step)
-      batch = batches.get(step)
-      state, metrics = train_step.function(state, batch)
-      done = step + 1
-      last = done == steps
-      evaluating = last or _due(done, config.evaluation.every_steps)
-      saving = last or unsaved or bool(stop) or _due(done, config.checkpoint.every_steps)
-      for number, values in reader.read(done, metrics, drain=evaluating or saving):
+    def report(due: list[tuple[int, dict[str, float]]]) -> None:
+      """Writes and shows the metrics of steps."""
+      for number, values in due:
         if number == start.step + 1:
           meter.start(number, batches.wait_seconds)
           seconds = time.time() - started
@@ -131,38 +135,75 @@ def train(job: Job, data: Data, start: Start, workdir: epath.Path, *, started: f
           writer.write(number, values)
           progress.update(number, meter.text(number, values))
 
+    def held_out_metrics(done: int) -> dict[str, float] | None:
+      """Evaluates and writes; None where a stop came in between."""
+      with meter.paused():
+        count = 0 if done == steps else config.evaluation.steps
+        metrics = evaluate(state.params, steps=count)
+        if metrics is not None:
+          writer.write(done, metrics)
+          progress.note(evaluation_text(done, metrics, whole=count == 0))
+        return metrics
+
+    def save(done: int, metrics: dict[str, float] | None) -> None:
+      watch.at(f"saving step {done}", SAVING)
+      best = metrics if config.checkpoint.keep_best else None
+      checkpointer.save(done, vars(state), config=plain(config), record=start.record, metrics=best)
+
+    # ------------------------------ steps ------------------------------
+    done = saved = start.step
+    unsaved = False  # a save has failed, and is tried again at the next step
+    stopped = interrupted and held_out_metrics(done) is None
+    while done < steps and not stopped:
+      profile.before(done)
+      watch.at(f"step {done + 1}: waiting for its batch")
+      batch = batches.get(done, cancelled=lambda: lockstep.stopping)
+      watch.at(f"step {done + 1}: waiting for the other processes")
+      if not lockstep.enter():
+        stopped = True
+        break
+      watch.at(f"step {done + 1}: computing")
+      state, metrics = train_step.function(state, batch)
+      done += 1
+      last = done == steps
+      evaluating = last or _due(done, config.evaluation.every_steps)
+      saving = last or unsaved or _due(done, config.checkpoint.every_steps)
+      report(reader.read(done, metrics, drain=evaluating or saving))
+
       # ------------------------------ evaluation ------------------------------
       held_out = None
       if evaluating:
-        with meter.paused():
-          count = 0 if last else config.evaluation.steps
-          held_out = evaluate(state.params, steps=count)
-          writer.write(done, held_out)
-          progress.note(evaluation_text(done, held_out, whole=count == 0))
+        held_out = held_out_metrics(done)
+        stopped = held_out is None
 
       # ------------------------------ saving ------------------------------
       # After the metrics are read and written: a step that is saved is finite, and is logged.
       try:
         checkpointer.check()
         if saving:
-          best = held_out if config.checkpoint.keep_best else None
-          checkpointer.save(
-            done, vars(state), config=plain(config), record=start.record, metrics=best
-          )
+          save(done, held_out)
+          saved = done
         unsaved = False
       except SaveError as error:
+        if not watch.group.alone:  # the others do not know; a restart goes on from the last step
+          raise
         unsaved = True
         progress.note(f"WARNING: {error}; training goes on, and the next step is saved instead")
-      if stop and not unsaved:
-        break
 
-  # ------------------------------ end ------------------------------
+    # ------------------------------ end ------------------------------
+    if stopped and saved < done:
+      report(reader.rest())
+      save(done, None)
+    watch.at("waiting for the last save", SAVING)
+    checkpointer.wait()
+
+  watch.at("ending", ENDING)
   say(
-    f"{'stopped' if done < steps else 'done'}: {done - start.step} steps in "
+    f"{'stopped' if stopped else 'done'}: {done - start.step} steps in "
     f"{duration(meter.seconds)}, evaluation apart; "
     f"{100 * meter.wait_share:.2f} % of it waiting for data"
   )
-  return End(state, stopped=done < steps)
+  return End(state, stopped)
 
 
 def evaluation_text(step: int, metrics: dict[str, float], *, whole: bool) -> str:

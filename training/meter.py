@@ -36,8 +36,15 @@ class MetricsReader:
       TrainingStoppedError: a loss or gradient norm that is not finite.
     """
     self._pending.append((step, metrics))
+    return self._read(0 if drain else self._late)
+
+  def rest(self) -> list[tuple[int, dict[str, float]]]:
+    """Returns what has not been returned yet; raises as `read`."""
+    return self._read(0)
+
+  def _read(self, keep: int) -> list[tuple[int, dict[str, float]]]:
     due = []
-    while len(self._pending) > (0 if drain else self._late):
+    while len(self._pending) > keep:
       number, scalars = self._pending.pop(0)
       values = {name: float(value) for name, value in jax.device_get(scalars).items()}
       wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]

@@ -4,6 +4,7 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
+from processes.group import current
 from training.reporting import say
 
 
@@ -12,7 +13,9 @@ class Profile:
 
   def __init__(self, keys: ConfigDict, folder: epath.Path):
     """Traces nothing yet; `keys.start_step` is counted from 0."""
-    self._steps = range(keys.start_step, keys.start_step + keys.steps)
+    # Process 0 alone: those of one host would write to one file.
+    count = keys.steps if current().first else 0
+    self._steps = range(keys.start_step, keys.start_step + count)
     self._folder = folder
     self._running = False
 

@@ -9,11 +9,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from tensorboardX import SummaryWriter
 
+from processes.group import current
+
 FILE = "metrics.jsonl"
 
 
 class MetricsWriter:
   """Appends to `metrics.jsonl` and to TensorBoard's event files; a context manager.
+
+  Process 0 alone writes.
 
   On a start at step s, lines past s are dropped first, so that a step stands once.
   """
@@ -26,9 +30,12 @@ class MetricsWriter:
       step: the step that the run starts from; 0 drops every line.
       tensorboard: also write event files.
     """
-    self._path = workdir / FILE
+    self._path, self._board = workdir / FILE, None
+    if not current().first:
+      return
     self._path.write_text("".join(_lines_until(self._path, step)))
-    self._board = SummaryWriter(str(workdir), purge_step=step + 1) if tensorboard else None
+    if tensorboard:
+      self._board = SummaryWriter(str(workdir), purge_step=step + 1)
 
   def __enter__(self) -> "MetricsWriter":
     """Returns itself."""
@@ -41,12 +48,20 @@ class MetricsWriter:
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Writes one line; Python writes floats so that they read back to the same bits."""
+    if not current().first:
+      return
     line = json.dumps({"step": step, **values}, allow_nan=False)
     with self._path.open("a") as file:
       file.write(line + "\n")
     if self._board is not None:
       for name, value in values.items():
         self._board.add_scalar(name, value, step)
+
+
+def evaluated(workdir: epath.Path, step: int) -> bool:
+  """Tells whether `metrics.jsonl` holds the evaluation of a step."""
+  lines = map(json.loads, _lines_until(workdir / FILE, step))
+  return any(line["step"] == step and "eval_loss" in line for line in lines)
 
 
 def _lines_until(path: epath.Path, step: int) -> list[str]:
@@ -65,7 +80,7 @@ class ProgressLine:
     """Starts the line; `steps` is the number of the last step."""
     self._steps = steps
     self._bar = None
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() and current().first:
       columns = (BarColumn(bar_width=20), TextColumn("{task.fields[text]}"))
       self._bar = Progress(*columns, console=Console(soft_wrap=True), auto_refresh=False)
       self._task = self._bar.add_task("", total=steps, text="")
@@ -96,8 +111,9 @@ class ProgressLine:
 
 
 def say(text: str) -> None:
-  """Prints a line at once, also into a pipe."""
-  print(text, flush=True)
+  """Prints a line at once, also into a pipe; process 0 speaks for all."""
+  if current().first:
+    print(text, flush=True)
 
 
 def duration(seconds: float) -> str:

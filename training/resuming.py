@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from etils import epath
@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from checkpointing import reading, resume
 from checkpointing.store import Checkpointer
 from input_pipeline.sources import Source
+from processes.group import current
 from training.job import Job
 from training.step import State
 from training.versions import versions
@@ -86,7 +87,12 @@ def begin(job: Job, workdir: epath.Path, record: dict[str, Any]) -> Start:
       step, state, origin = 0, job.initial_state(), "starts from the first step"
   folder.mkdir(parents=True, exist_ok=True)
   checkpointer = Checkpointer(
-    folder, keep=keys.keep, keep_every_steps=keys.keep_every_steps, keep_best=keys.keep_best
+    folder,
+    keep=keys.keep,
+    keep_every_steps=keys.keep_every_steps,
+    keep_best=keys.keep_best,
+    warn=warn,
+    agree=_agreed(job),
   )
   if goes_on:
     step, tree = checkpointer.restore(vars(job.placed_state))
@@ -99,7 +105,7 @@ def initialized(job: Job) -> tuple[State, str]:
   """Returns the first state with another run's parameters; nothing else of that run is read."""
   where = job.config.checkpoint.initialize_from
   folder, step = reading.parse_location(where)
-  step, params = reading.restore_parameters(folder, job.placed_state.params, step)
+  step, params = _parameters(job, folder, step)
   state = dataclasses.replace(job.initial_state(), params=params)
   return state, f"starts with the parameters of {where}, step {step}"
 
@@ -114,8 +120,25 @@ def parameters(job: Job, location: str) -> tuple[int, Any]:
   Raises:
     ValueError: no such checkpoint, or one of another model.
   """
-  folder, step = reading.parse_location(location)
-  return reading.restore_parameters(folder, job.placed_state.params, step)
+  return _parameters(job, *reading.parse_location(location))
+
+
+def _parameters(job: Job, folder: epath.Path, step: int | None) -> tuple[int, Any]:
+  return reading.restore_parameters(
+    folder, job.placed_state.params, step, warn=warn, agree=_agreed(job)
+  )
+
+
+def _agreed(job: Job) -> Callable[[bool], bool]:
+  """Returns a function that tells whether something is true on every process."""
+  seconds = job.config.processes.start_timeout_seconds
+  return lambda value: current().all_true("checkpoint", value, timeout_seconds=seconds)
+
+
+def warn(text: str) -> None:
+  """Prints a warning, for all processes once."""
+  if current().first:
+    reading.warn(text)
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from partitioning import layout
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size, resolve
 from partitioning.rules import Placement
+from processes.group import current
 from training.drawing import draw
 from training.job import Job
 from training.streaming import END, Printer, Row, as_bytes
@@ -325,6 +326,9 @@ class Sampler:
 def show(job: Job, params: Any, request: Request) -> None:
   """Prints the prompts and what the model draws after them, as it comes."""
   sampler = Sampler(job, request)
+  if not current().first:  # all compute, process 0 prints
+    sampler(params, request)
+    return
   printer = Printer(request.prompts)
   sampler(params, request, printer)
   printer.close()

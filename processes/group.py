@@ -1,0 +1,272 @@
+"""The group of processes that a run consists of, and what they tell one another.
+
+One process alone is a group as well: its store is a dict, and it waits for nobody.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import jax
+
+from processes import private, rollcall
+
+# Set by `python -m launch.local`, by launch/jobset.yaml, or by hand on each host.
+ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+# What launchers tell each process: how many there are, and which one it is.
+RANKS = (
+  ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+  ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+  ("PMI_SIZE", "PMI_RANK"),
+)
+# Where it is 1, a process takes all GPUs of its host. JAX's default is one GPU per process.
+PER_HOST = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_SHUTDOWN_SECONDS = 300
+
+
+class NotTogetherError(RuntimeError):
+  """The processes did not come together at a point where all should."""
+
+
+class _LocalStore:
+  """The store of a process that is alone; with the methods of JAX's client that are used here."""
+
+  def __init__(self):
+    self._values: dict[str, str] = {}
+    self._changed = threading.Lock()
+
+  def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+    del allow_overwrite
+    with self._changed:
+      self._values[key] = value
+
+  def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
+    with self._changed:
+      return [(key, value) for key, value in self._values.items() if key.startswith(prefix)]
+
+  def key_value_delete(self, key: str) -> None:
+    with self._changed:
+      for name in [n for n in self._values if n == key or n.startswith(f"{key}/")]:
+        del self._values[name]
+
+  def wait_at_barrier(self, name: str, timeout_in_ms: int) -> None:
+    """Nobody else comes."""
+
+
+@dataclasses.dataclass
+class Group:
+  """The processes of a run, as one of them sees it.
+
+  Attributes:
+    index: which one this is; process 0 prints and writes.
+    count: how many there are.
+    heartbeat_seconds: after so long without a sign of life JAX takes a process for dead, and ends
+      all others.
+    store: text by name, seen by all: JAX's coordination service.
+  """
+
+  index: int = 0
+  count: int = 1
+  heartbeat_seconds: float = 100.0
+  store: Any = dataclasses.field(default_factory=_LocalStore)
+  _meetings: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+  @property
+  def alone(self) -> bool:
+    """Tells whether there is no other process."""
+    return self.count == 1
+
+  @property
+  def first(self) -> bool:
+    """Tells whether this is the process that prints and writes."""
+    return self.index == 0
+
+  def put(self, name: str, value: Mapping[str, Any]) -> None:
+    """Shows a value to all processes, in place of an earlier one of this name."""
+    self.store.key_value_set(name, json.dumps(value), allow_overwrite=True)
+
+  def list(self, folder: str) -> dict[str, dict[str, Any]]:
+    """Returns name -> value of what has been put below `folder/`."""
+    found = self.store.key_value_dir_get(f"{folder}/")
+    return {key.rpartition("/")[2]: json.loads(value) for key, value in found}
+
+  def delete(self, folder: str) -> None:
+    """Removes what has been put below `folder/`."""
+    self.store.key_value_delete(folder)
+
+  def wait(self, point: str, *, timeout_seconds: float) -> None:
+    """Returns when all processes have come to the point, as often as this one.
+
+    Raises:
+      NotTogetherError: someone has not come in time.
+    """
+    try:
+      self.store.wait_at_barrier(point, int(timeout_seconds * 1000))
+    except jax.errors.JaxRuntimeError as error:
+      first_line = str(error).partition("\n")[0]
+      raise NotTogetherError(f"waiting for all processes at {point!r}: {first_line}") from error
+
+  def all_true(self, point: str, value: bool, *, timeout_seconds: float) -> bool:
+    """Returns whether `value` is true on every process, at the n-th meeting at a point.
+
+    Raises:
+      NotTogetherError: someone has not come in time.
+    """
+    self._meetings[point] += 1
+    folder = f"false/{point}/{self._meetings[point]}"
+    if not value:  # before coming to the point, so that all see it who have passed it
+      self.put(f"{folder}/{self.index}", {})
+    self.wait(point, timeout_seconds=timeout_seconds)
+    return not self.list(folder)
+
+
+_current = Group()
+
+
+def current() -> Group:
+  """Returns the group of this run; before `connect`, a process that is alone."""
+  return _current
+
+
+def who() -> tuple[str, int, int] | None:
+  """Returns (coordinator's host:port, number of processes, index), from three variables.
+
+  Where only the address is set, number and index may come from MPI's or Slurm's variables. With
+  the number set to 1 the process is alone, wherever it runs.
+
+  Raises:
+    ValueError: some of the three are set and not all, or they are no such numbers.
+  """
+  values = {name: os.environ.get(name, "") for name in (ADDRESS, COUNT, INDEX)}
+  if not any(values.values()):
+    return None
+  if values[COUNT] == "1":
+    return "", 1, 0
+  if not values[COUNT] and not values[INDEX]:
+    values.update(zip((COUNT, INDEX), _ranked() or ("", ""), strict=True))
+  if not all(values.values()):
+    missing = " and ".join(name for name, value in values.items() if not value)
+    raise ValueError(f"of the three variables {', '.join(values)}, {missing} is not set")
+  try:
+    count, index = int(values[COUNT]), int(values[INDEX])
+    int(values[ADDRESS].rpartition(":")[2])
+  except ValueError:
+    raise ValueError(f"{_text(values)}: a host:port and two numbers are wanted") from None
+  if not 0 <= index < count:
+    raise ValueError(f"{_text(values)}: the index must be 0 or more and below the number")
+  return values[ADDRESS], count, index
+
+
+def _ranked() -> tuple[str, str] | None:
+  """Returns (number, index) of the processes that a launcher has started, where one has."""
+  for names in RANKS:
+    number, index = (os.environ.get(name, "") for name in names)
+    if number and index:
+      return number, index
+  return None
+
+
+def _text(values: Mapping[str, str]) -> str:
+  return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def connect(
+  *, start_timeout_seconds: float, heartbeat_seconds: float, on_tpu: bool = False
+) -> Group:
+  """Joins the other processes of the run, if there are any; before JAX's backend starts.
+
+  Args:
+    start_timeout_seconds: how long the others may take to come.
+    heartbeat_seconds: after so long without a sign of life a process is taken for dead.
+    on_tpu: this machine has TPUs, whose cluster is asked who there is.
+
+  Raises:
+    ValueError: the variables are wrong, or there are several processes and no address.
+    RollCallError: processes are missing or too many.
+  """
+  global _current
+  address, count, index = _find(start_timeout_seconds, on_tpu)
+  if count == 1:
+    return _current
+  rollcall.call(address, count, index, timeout_seconds=start_timeout_seconds)
+  # SIGTERM is handled by `stopping`: JAX's own service would take the handler away.
+  jax.config.update("jax_enable_preemption_service", False)
+  alone_here = any(os.environ.get(n, "").partition("(")[0] == "1" for n in PER_HOST)
+  jax.distributed.initialize(
+    address,
+    count,
+    index,
+    local_device_ids=[] if alone_here or who() else None,
+    initialization_timeout=int(start_timeout_seconds) + 60,
+    heartbeat_timeout_seconds=int(heartbeat_seconds),
+    shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+  )
+  _current = Group(index, count, heartbeat_seconds, private.client())
+  return _current
+
+
+def _find(timeout_seconds: float, on_tpu: bool) -> tuple[str, int, int]:
+  """Returns (coordinator's host:port, number, index), by our variables or by JAX's detection."""
+  if found := who():
+    return found
+  ranked = _ranked()
+  number = int(ranked[0]) if ranked else 1
+  in_job = "JOB_COMPLETION_INDEX" in os.environ
+  if number == 1 and not on_tpu and not in_job:
+    return "", 1, 0
+  address, count, index = private.detect(int(timeout_seconds))
+  if address is not None:
+    return address, count, index
+  if number > 1 or in_job:
+    what = f"{number} processes were started" if number > 1 else "this is a Kubernetes Job"
+    raise ValueError(
+      f"{what}, and JAX does not find out where process 0 is; set {ADDRESS}=HOST:PORT for all of "
+      f"them{'' if ranked else f', {COUNT} and {INDEX}'}, or {COUNT}=1 if each is a run of its own"
+    )
+  return "", 1, 0
+
+
+def refuse(text: str) -> None:
+  """Tells the others, who may be waiting for this process, that it does not come."""
+  with contextlib.suppress(ValueError, OSError, RuntimeError):
+    found = who()
+    if found and found[1] > 1:
+      rollcall.call(*found, timeout_seconds=5, refused=text)
+
+
+def part() -> None:
+  """Takes leave of the others at the end of a run that went well, waiting for those behind."""
+  if not _current.alone:
+    jax.distributed.shutdown()
+
+
+def leave(code: int, *, patience_seconds: float = 10.0) -> NoReturn:
+  """Ends this process at once, with an exit code, from any thread; does not return.
+
+  The others are waited for a little: process 0 keeps the coordination service, and JAX aborts all
+  that lose it.
+  """
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError, ValueError):
+      stream.flush()
+  if not _current.alone:
+    with contextlib.suppress(NotTogetherError):
+      _current.wait("leaving", timeout_seconds=patience_seconds)
+    if _current.first:
+      time.sleep(0.5)
+  os._exit(code)
+
+
+def label() -> str:
+  """Returns `process 1 (host): ` for messages, "" where there is only one process."""
+  if _current.alone:
+    return ""
+  return f"process {_current.index} ({socket.gethostname()}): "

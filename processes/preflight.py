@@ -1,0 +1,115 @@
+"""What all processes of a run must agree on, compared before the first collective.
+
+A collective between processes that differ hangs or computes something else without a word. So each
+process shows what it is about to do in the coordination service, and every one compares.
+"""
+
+import collections
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from processes.group import Group, NotTogetherError
+
+_MOST_LINES = 12
+
+
+class DifferenceError(ValueError):
+  """The processes differ; every one of them raises this with the same message."""
+
+
+def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds: float) -> None:
+  """Compares facts over all processes.
+
+  Args:
+    group: the processes.
+    stage: a name, used once in a run.
+    facts: name -> what JSON can write.
+    timeout_seconds: how long the slowest may take to come here.
+
+  Raises:
+    DifferenceError: with the processes that differ, each key and both values; or who has not come.
+  """
+  if group.alone:
+    return
+  group.put(f"facts/{stage}/{group.index}", facts)
+  try:
+    group.wait(f"facts/{stage}", timeout_seconds=timeout_seconds)
+  except NotTogetherError as error:
+    there = group.list(f"facts/{stage}")
+    missing = [str(i) for i in range(group.count) if str(i) not in there]
+    raise DifferenceError(
+      f"before the first step, process {', '.join(missing)} of {group.count} has not come to "
+      f"{stage!r} within processes.start_timeout_seconds={timeout_seconds:g}"
+    ) from error
+  shown = {int(index): value for index, value in group.list(f"facts/{stage}").items()}
+  if lines := differences(shown):
+    more = [f"  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    raise DifferenceError(
+      "the processes differ, and would wait for one another for ever or compute nonsense:\n"
+      + "\n".join([f"  {line}" for line in lines[:_MOST_LINES]] + more)
+      + "\nstart all with the same command, code and libraries"
+    )
+
+
+def differences(shown: Mapping[int, Mapping[str, Any]]) -> list[str]:
+  """Returns a line for each key whose values differ: who has which.
+
+  Args:
+    shown: index of the process -> its facts.
+  """
+  lines = []
+  for key in sorted({key for facts in shown.values() for key in facts}):
+    holders = collections.defaultdict(list)
+    for index in sorted(shown):
+      value = json.dumps(shown[index][key]) if key in shown[index] else "missing"
+      holders[value].append(index)
+    if len(holders) > 1:
+      # The many first; of equally many, those with process 0.
+      groups = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+      lines.append(
+        f"{key}: " + "; ".join(f"{value} on {_names(indices)}" for value, indices in groups)
+      )
+  return lines
+
+
+def _names(indices: list[int]) -> str:
+  if len(indices) == 1:
+    return f"process {indices[0]}"
+  few = ", ".join(map(str, indices[:6])) + (", ..." if len(indices) > 6 else "")
+  return f"processes {few}"
+
+
+def same_folder(group: Group, folder: epath.Path, *, timeout_seconds: float) -> None:
+  """Finds out whether all processes see the same folder: process 0 writes, all read it back.
+
+  Raises:
+    DifferenceError: some do not see it.
+    OSError: process 0 cannot write there.
+  """
+  if group.alone:
+    return
+  made, token = not folder.exists(), secrets.token_hex(16)
+  if group.first:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f".preflight-{token}").write_text(token)
+    group.put("token/0", {"token": token})
+  group.wait("token", timeout_seconds=timeout_seconds)
+  token = group.list("token")["0"]["token"]
+  path = folder / f".preflight-{token}"
+  sees = path.exists() and path.read_text() == token
+  group.put(f"sees/{group.index}", {"sees": sees})
+  group.wait("sees", timeout_seconds=timeout_seconds)
+  blind = [int(i) for i, answer in group.list("sees").items() if not answer["sees"]]
+  if group.first:
+    path.unlink()
+    if blind and made:
+      folder.rmdir()
+  if blind:
+    raise DifferenceError(
+      f"{_names(sorted(blind))} of {group.count} cannot read what process 0 writes to the workdir "
+      f"{folder}; name a folder that all see (a network file system, or gs://...) with --workdir"
+    )

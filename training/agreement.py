@@ -1,0 +1,81 @@
+"""What the processes of a run compare before the first collective; see processes/preflight.py."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from etils import epath
+from ml_collections import ConfigDict
+
+from checkpointing import reading
+from input_pipeline.sources import Source
+from processes import preflight
+from processes.group import current
+from training import devices
+from training.job import Job
+from training.resuming import plain
+from training.versions import versions
+
+
+def about_to_start(configs: Mapping[str, ConfigDict], more: Mapping[str, Any]) -> None:
+  """Compares what each process was told to do, before any backend starts.
+
+  Args:
+    configs: name -> as parsed.
+    more: name -> what else decides what the verb does, as JSON has it.
+
+  Raises:
+    DifferenceError: with what differs, and where.
+  """
+  group = current()
+  facts: dict[str, Any] = {**more, "hardware": devices.hardware()}
+  facts.update({f"versions.{name}": version for name, version in versions().items()})
+  for name, config in configs.items():
+    facts.update(_flat(plain(config), f"{name}."))
+  timeout = next(iter(configs.values())).processes.start_timeout_seconds
+  preflight.agree(group, "start", facts, timeout_seconds=timeout)
+
+
+def about_to_run(
+  job: Job, sources: Mapping[str, Source], workdir: epath.Path, *, writes: bool
+) -> None:
+  """Compares what each process has found: devices, batch, data, checkpoints, and the workdir.
+
+  Args:
+    job: prepared.
+    sources: split -> what was opened.
+    workdir: of the run.
+    writes: whether the run writes to it: process 0 does, and all must see it.
+
+  Raises:
+    DifferenceError: with what differs, and where; or who does not see the workdir.
+    OSError: the workdir cannot be written.
+  """
+  group = current()
+  seconds = job.config.processes.start_timeout_seconds
+  facts: dict[str, Any] = {
+    "devices": len(jax.devices()),
+    "devices of each process": len(jax.local_devices()),
+    "kind of device": job.mesh.local_devices[0].device_kind,
+    "mesh": job.devices.sizes,
+    "checkpoints": reading.steps(workdir / reading.FOLDER),
+  }
+  for name, array in job.batch.items():
+    facts[f"batch/{name}"] = f"{array.dtype.name}{list(array.shape)}"
+  for split, source in sources.items():
+    facts[f"data, {split}"] = f"{source.name}, {len(source)} rows, digest {source.fingerprint}"
+  preflight.agree(group, "run", facts, timeout_seconds=seconds)
+  if writes:
+    preflight.same_folder(group, workdir, timeout_seconds=seconds)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+  """Returns dotted name -> value; what is no dict is compared as a whole."""
+  found = {}
+  for key, value in tree.items():
+    if isinstance(value, Mapping):
+      found.update(_flat(value, f"{prefix}{key}."))
+    else:
+      found[prefix + key] = json.loads(json.dumps(value))
+  return found
