@@ -41,7 +41,7 @@ from processes.watchdog import Watchdog
 from training import agreement, devices, job, loop, resuming, sampling
 from training.evaluation import Evaluator
 from training.meter import TrainingStoppedError
-from training.reporting import say
+from training.reporting import replace_text, say
 
 REFUSED = 2
 VERBS = ("train", "evaluate", "sample", "layout")
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
     if group.alone:
       raise
     print(f"{groups.label()}{traceback.format_exc()}", file=sys.stderr)
-    groups.leave(1)
+    groups.leave(1, patience_seconds=3)
   groups.part()
   return code
 
@@ -139,8 +139,9 @@ def _train(watch: Watchdog) -> Callable[[], int]:
   agreement.about_to_run(ready, sources, workdir, writes=True)
   start = resuming.begin(ready, workdir, record)
   if groups.current().first:
-    (workdir / "config.json").write_text(json.dumps(resuming.plain(ready.config), indent=2) + "\n")
-    (workdir / "layout.txt").write_text(ready.layout_text() + "\n")
+    config_text = json.dumps(resuming.plain(ready.config), indent=2) + "\n"
+    replace_text(workdir / "config.json", config_text)
+    replace_text(workdir / "layout.txt", ready.layout_text() + "\n")
   return lambda: _run(ready, data, start, workdir, watch)
 
 
@@ -160,7 +161,7 @@ def _run(
   except (TrainingStoppedError, loop.SaveError) as error:
     watch.tell("failed", str(error))
     print(f"error: {groups.label()}{error}", file=sys.stderr, flush=True)
-    return 1 if watch.group.alone else groups.leave(1)
+    return 1 if watch.group.alone else groups.leave(1, patience_seconds=3)
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if end.stopped:
     say("stopped as asked, after saving; run the same command again to go on")

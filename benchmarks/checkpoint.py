@@ -1,17 +1,36 @@
-r"""Seconds that a save blocks, bytes per second to disk beside dd, seconds of a restore.
+r"""What checkpoints cost: seconds blocked, bytes per second, seconds to a first step, slower steps.
 
-  python benchmarks/checkpoint.py [--mebibytes=384] [--devices=1] [--repeats=5] [--folder=DIR]
+  python benchmarks/checkpoint.py [--parts=start,loop,disk] [--repeats=9] [--mebibytes=384]
+    [--devices=1] [--config=configs/dp4_tp2.py] [--starts=5] [--pairs=3] [--folder=DIR]
 
-The state is that of an AdamW run: parameters and two moments, float32, random, `mebibytes` in all,
-split over the devices. A save is timed from the call until it is committed; `dd conv=fsync` writes
-as many bytes to the same folder, in turns with it. Both are synced to the disk. The medians are
-printed; the ratio is the median of each pair's. A save has a fixed cost (some twenty small files,
-each synced, and the removal of the save before), which a small state does not outweigh. Exits with
-1 where a save reaches less than half of dd's bytes per second.
+start: seconds from the command to the first step, of runs of main.py that restore a checkpoint and
+of runs that start anew, in turns. A run before them has filled the compilation cache.
+
+loop: seconds per step of runs of main.py that save every 20 steps, from step 20, before its save,
+to step 120, so that five saves are in it. They are compared in two ways: with runs that save only
+at the end, in turns; and within the runs themselves, the 10 steps after each save with the 10
+before it and the 10 that follow. Only the second counts: on 2 cores that others use, runs of a
+minute differ by tens of percent, neighbouring laps much less.
+
+disk: the state of an AdamW run, float32, random, `mebibytes` in all, split over the devices. A save
+is timed from the call until it is committed, blocked is the part of it that the caller waits;
+`dd conv=fsync` writes as many bytes to the same folder, in turns with it. Both are synced to the
+disk. The ratio is the median of each pair's. A save has a fixed cost (some twenty small files, each
+synced, and the removal of the save before), which a small state does not outweigh.
+
+A virtual machine may get its memory from the host only when it is touched (measured: 2 s per GiB,
+all of it in the kernel). Whoever writes first pays for the pages that the file and its copy lie in
+before they reach the disk, be it a save or dd. So memory is touched before each pair; the first
+save and the first dd, without that, are printed apart: a process sees them so.
+
+Exits with 1 where a save reaches less than half of dd's bytes per second, or where saving slows
+the steps by 5 % or more.
 """
 
+import json
 import os
 import pathlib
+import re
 import shutil
 import statistics
 import subprocess
@@ -19,7 +38,7 @@ import sys
 import tempfile
 import time
 
-from absl import app, flags
+from absl import app, flags, logging
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -29,13 +48,176 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from checkpointing.store import Checkpointer
 
-_MEBIBYTES = flags.DEFINE_integer("mebibytes", 384, "Size of the state, MiB.")
-_DEVICES = flags.DEFINE_integer("devices", 1, "Devices; simulated on a CPU.")
-_REPEATS = flags.DEFINE_integer("repeats", 9, "Saves, and as many runs of dd.")
+_PARTS = flags.DEFINE_list("parts", "start,loop,disk", "Which parts.")
+_MEBIBYTES = flags.DEFINE_integer("mebibytes", 384, "disk: size of the state, MiB.", 1)
+_DEVICES = flags.DEFINE_integer("devices", 1, "disk: devices; simulated on a CPU.", 1)
+_REPEATS = flags.DEFINE_integer("repeats", 9, "disk: saves, and as many runs of dd.", 1)
+_CONFIG = flags.DEFINE_string("config", "configs/dp4_tp2.py", "start, loop: what is trained.")
+_STARTS = flags.DEFINE_integer("starts", 5, "start: runs of each kind.", 1)
+_PAIRS = flags.DEFINE_integer("pairs", 3, "loop: runs of each kind.", 1)
+_SIMULATE = flags.DEFINE_bool("simulate", False, "Simulated CPU devices, even beside a GPU or TPU.")
 _FOLDER = flags.DEFINE_string("folder", "", "On the disk to be measured; a temporary one.")
 
-_LEAST_RATIO = 0.5
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LEAST_RATIO = 0.5
+MOST_SLOWDOWN = 1.05
+EVERY, LAP, LAST = 20, 10, 120  # steps: between saves, between log lines, of a run
+
 _LAYERS = 8
+
+
+def main(argv):
+  del argv
+  logging.set_verbosity(logging.ERROR)  # Orbax warns of saves that are waited for, as they are here
+  parts = {"start": _start, "loop": _loop, "disk": _disk}
+  unknown = [part for part in _PARTS.value if part not in parts]
+  if unknown:
+    raise app.UsageError(f"--parts: {', '.join(unknown)}; there are {', '.join(parts)}")
+  folder = pathlib.Path(tempfile.mkdtemp(dir=_FOLDER.value or None))
+  try:
+    # In this order: `disk` starts JAX's backend here, which the runs would have to share.
+    kept = [run(folder) for part, run in parts.items() if part in _PARTS.value]
+  finally:
+    shutil.rmtree(folder)
+  return 0 if all(kept) else 1
+
+
+# ------------------------------ runs of main.py ------------------------------
+
+
+def _start(folder):
+  """Prints the seconds to the first step, after a restore and without."""
+  short = ["--config.training.steps=2", "--config.checkpoint.every_steps=1"]
+  resumable = folder / "resumable"
+  _train(folder, resumable, *short)
+  shutil.rmtree(resumable / "checkpoints" / "2")  # so that step 1 is the newest, of 2
+  seconds = {"fresh": [], "restored": []}
+  for _ in range(_STARTS.value):
+    for kind, found in seconds.items():
+      workdir = folder / kind
+      if kind == "restored":
+        shutil.copytree(resumable, workdir)
+      found.append(first_step(_train(folder, workdir, *short), restored=kind == "restored"))
+      shutil.rmtree(workdir)
+  print(f"{_CONFIG.value}: seconds from the command to the first step, compiled before")
+  for kind, found in seconds.items():
+    print(f"  {kind}: {_spread(found)}")
+  print(f"  restored / fresh: {_ratio(seconds['restored'], seconds['fresh']):.2f}")
+  return True
+
+
+def first_step(text, *, restored):
+  """Returns the seconds to the first step that a run has printed; it must have begun as told."""
+  if ("goes on from the checkpoint of step 1" in text) != restored:
+    raise RuntimeError(f"this run was to {'restore' if restored else 'start anew'}:\n{text}")
+  return float(re.search(r"first step finished ([\d.]+) s after the command", text)[1])
+
+
+def _loop(folder):
+  """Prints how much slower the steps of a run are that saves every 20; returns whether few."""
+  laps = {EVERY: [], 0: []}
+  for pair in range(_PAIRS.value):
+    for every in (EVERY, 0) if pair % 2 else (0, EVERY):
+      workdir = folder / f"every_{every}"
+      _train(
+        folder,
+        workdir,
+        f"--config.training.steps={LAST}",
+        f"--config.metrics.every_steps={LAP}",
+        f"--config.checkpoint.every_steps={every}",
+      )
+      lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+      laps[every].append(lap_seconds(lines))
+      shutil.rmtree(workdir)
+  print(f"{_CONFIG.value}: milliseconds per step, {LAST - EVERY} steps of each run")
+  means = {every: [1e3 * mean_seconds(run) for run in runs] for every, runs in laps.items()}
+  for every, found in means.items():
+    print(f"  saving {f'every {every}' if every else 'at the end'}: {_spread(found, 0)}")
+  slowdown, within = _ratio(means[EVERY], means[0]), slowdown_within(laps[EVERY])
+  print(f"  slowdown {within:.3f} (laps beside laps), {slowdown:.3f} (runs beside runs)")
+  return within < MOST_SLOWDOWN
+
+
+def lap_seconds(lines):
+  """Returns step -> seconds per step of the lap that ends there, from the one before step 20.
+
+  A lap begins where a line is logged, before the save that follows, so that each save's blocking,
+  and what it takes from the steps while it writes, lies in the lap after it.
+  """
+  laps = {line["step"]: line["step_seconds"] for line in lines if "step_seconds" in line}
+  return {step: laps[step] for step in range(EVERY, LAST + 1, LAP)}
+
+
+def mean_seconds(laps):
+  """Returns the seconds per step after step 20."""
+  return statistics.mean(seconds for step, seconds in laps.items() if step > EVERY)
+
+
+def slowdown_within(runs):
+  """Returns the time of runs that save, over what it would be if no lap had a save in it."""
+  after = range(EVERY + LAP, LAST, EVERY)  # these laps have one
+  ratios = [2 * run[step] / (run[step - LAP] + run[step + LAP]) for run in runs for step in after]
+  return (1 + statistics.median(ratios)) / 2
+
+
+def _train(folder, workdir, *arguments):
+  """Runs main.py and returns what it has printed."""
+  command = [
+    *(sys.executable, "main.py", f"--config={_CONFIG.value}", f"--workdir={workdir}"),
+    *(["--simulate"] if _SIMULATE.value else []),
+    f"--config.compilation_cache_dir={folder / 'compilation'}",
+    "--config.data.evaluation_split=test[:1]",
+    "--config.evaluation.every_steps=0",
+    "--config.evaluation.sample_tokens=0",
+    *arguments,
+  ]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  if done.returncode:
+    raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+  return done.stdout
+
+
+# ------------------------------ one large state ------------------------------
+
+
+def _disk(folder):
+  """Prints what saves and restores of a large state take; returns whether saves are fast."""
+  jax.config.update("jax_num_cpu_devices", _DEVICES.value)
+  state = _state(_MEBIBYTES.value)
+  size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+  blocked, saved, plain, restored = [], [], [], []
+  with Checkpointer(folder / "checkpoints") as checkpointer:
+
+    def save():
+      tree = {**state, "step": state["step"] + np.int32(len(saved))}
+      began = time.perf_counter()
+      blocked.append(checkpointer.save(len(saved), tree, config={}, record={}))
+      checkpointer.wait()
+      saved.append(time.perf_counter() - began)
+
+    for repeat in range(_REPEATS.value + 1):
+      if repeat:
+        np.ones(3 * size, np.uint8)  # the save's copy, its file and dd's
+      turns = (save, lambda: plain.append(_dd(folder, size)))
+      for turn in turns if repeat % 2 == 0 else reversed(turns):
+        turn()
+    abstract = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    for _ in range(_REPEATS.value):
+      began = time.perf_counter()
+      jax.block_until_ready(checkpointer.restore(abstract))
+      restored.append(time.perf_counter() - began)
+  mib = size / 2**20
+  print(f"{mib:.1f} MiB over {_DEVICES.value} {jax.devices()[0].platform} device(s), seconds")
+  print(f"  blocked by a save: {_spread(blocked[1:], 3)}; by the first {blocked[0]:.3f}")
+  for name, (first, *times) in (("save", saved), ("dd with fsync", plain)):
+    rate = mib / statistics.median(times)
+    print(f"  {name}: {_spread(times, 3)}; the first {first:.3f}; {rate:.0f} MiB/s")
+  ratio = statistics.median(dd / ours for dd, ours in zip(plain[1:], saved[1:], strict=True))
+  print(f"  ratio of bytes per second, save / dd: {ratio:.2f}")
+  print(f"  restore: {_spread(restored, 3)}")
+  return ratio >= LEAST_RATIO
 
 
 def _state(mebibytes):
@@ -68,45 +250,15 @@ def _dd(folder, size):
   return seconds
 
 
-def main(argv):
-  del argv
-  jax.config.update("jax_num_cpu_devices", _DEVICES.value)
-  state = _state(_MEBIBYTES.value)
-  size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-  abstract = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-  )
-  folder = pathlib.Path(tempfile.mkdtemp(dir=_FOLDER.value or None))
-  blocked, saved, plain, restored = [], [], [], []
-  try:
-    with Checkpointer(folder / "checkpoints") as checkpointer:
-      for repeat in range(_REPEATS.value + 1):
-        tree = {**state, "step": state["step"] + np.int32(repeat)}
-        began = time.perf_counter()
-        seconds = checkpointer.save(repeat, tree, config={}, record={})
-        checkpointer.wait()
-        if repeat:  # the first one starts threads
-          saved.append(time.perf_counter() - began)
-          blocked.append(seconds)
-          plain.append(_dd(folder, size))
-      for _ in range(_REPEATS.value):
-        began = time.perf_counter()
-        jax.block_until_ready(checkpointer.restore(abstract))
-        restored.append(time.perf_counter() - began)
-  finally:
-    shutil.rmtree(folder)
-  ratio = statistics.median(dd / ours for dd, ours in zip(plain, saved, strict=True))
-  mib = size / 2**20
-  print(f"{mib:.1f} MiB over {_DEVICES.value} {jax.devices()[0].platform} device(s)")
-  print(f"a save blocks {statistics.median(blocked):.3f} s (at most {max(blocked):.3f})")
-  for name, times in (("a save", saved), ("dd", plain)):
-    middle = statistics.median(times)
-    print(
-      f"{name}: {middle:.3f} s ({min(times):.3f} to {max(times):.3f}), {mib / middle:.0f} MiB/s"
-    )
-  print(f"ratio {ratio:.2f}")
-  print(f"a restore {statistics.median(restored):.3f} s")
-  return 0 if ratio >= _LEAST_RATIO else 1
+def _ratio(ours, others):
+  """Returns the ratio of the medians."""
+  return statistics.median(ours) / statistics.median(others)
+
+
+def _spread(values, digits=2):
+  """Returns the median and the range as a text."""
+  middle, least, most = (f(values) for f in (statistics.median, min, max))
+  return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
 
 
 if __name__ == "__main__":

@@ -257,7 +257,7 @@ def leave(code: int, *, patience_seconds: float = 10.0) -> NoReturn:
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError, ValueError):
       stream.flush()
-  if not _current.alone:
+  if not _current.alone and patience_seconds:
     with contextlib.suppress(NotTogetherError):
       _current.wait("leaving", timeout_seconds=patience_seconds)
     if _current.first:

@@ -1,30 +1,29 @@
 """Watches over a process from a thread of its own: stops, failures elsewhere, and standing still.
 
 The main thread may sit in a compilation or a collective for minutes, where no Python runs. This
-thread goes on: it passes a stop on to the other processes and hears of theirs, ends this process
-when another has failed, shows the others how far this one is, and when nothing moves any more it
-prints where every thread stands and who is behind.
+thread goes on: it hears of a stop at once and passes it on, ends this process when another has
+failed, and when nothing moves any more it prints where every thread stands and who is behind.
 """
 
+import collections
 import contextlib
 import faulthandler
 import math
 import select
-import socket
 import sys
 import threading
 import time
 import traceback
 
-import jax
-
 from processes import group as groups
+from processes.exchange import Exchange
 from processes.stopping import EXIT_CODE, StopRequest
 
 PERIOD_SECONDS = 0.25
-_POST_SECONDS = 1.0
 # A lap that took so much longer than its period: this process was stopped, or the machine slept.
 _ASLEEP_SECONDS = 3.0
+_REMEMBERED = 50
+_NO_PROGRESS = "no progress"
 _REFUSED, _FAILED = 2, 1
 
 # What is going on: steps and evaluation have beats of known length, the others may take long.
@@ -59,11 +58,14 @@ class Watchdog:
     self._deadline, self._start_timeout = deadline_seconds, start_timeout_seconds
     self._beats, self._kind, self._label = 0, STARTING, "starting"
     self._since = time.monotonic()
-    self._longest: dict[str, float] = {}
+    self._began: float | None = None
+    self._lengths: dict[str, collections.deque[float]] = {}  # kind -> seconds of the last ones
+    self._changing = threading.Lock()
     self._leaving = False
     self._told = False  # the others know of the stop
-    self._pulse = 0
-    self._last_post = 0.0
+    self._exchange = Exchange(
+      group, lambda: (self._beats, self._label, time.monotonic() - self._since), self._receive
+    )
     self._closed = threading.Event()
     self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -71,6 +73,7 @@ class Watchdog:
     """Starts the thread."""
     self.stop.__enter__()
     self._thread.start()
+    self._exchange.start()
     return self
 
   def __exit__(self, kind, error, trace) -> None:
@@ -78,27 +81,37 @@ class Watchdog:
     if error is not None and not isinstance(error, SystemExit):
       self.tell("failed", f"{kind.__name__}: {error}")
     self._closed.set()
+    self._exchange.close()
     self._thread.join()
     self.stop.__exit__(kind, error, trace)
 
-  def at(self, label: str, kind: str = STEP) -> None:
+  def at(self, label: str, kind: str = STEP, *, begins: bool = False) -> None:
     """Says what the main thread is about to do.
 
     Args:
       label: for people: `step 12: waiting for its batch`.
       kind: one of STARTING, STEP, EVALUATION, SAVING, ENDING.
+      begins: a step, or a batch of evaluation, begins here: from here to the next such call is
+        how long one takes.
     """
-    now = time.monotonic()
-    if kind == self._kind:
-      self._longest[kind] = max(self._longest.get(kind, 0.0), now - self._since)
-    self._beats, self._kind, self._label, self._since = self._beats + 1, kind, label, now
+    with self._changing:
+      now = time.monotonic()
+      if begins:
+        if kind == self._kind and self._began is not None:
+          # The first one of a kind is not counted: it connects, allocates and warms up.
+          known = self._lengths.get(kind)
+          if known is None:
+            self._lengths[kind] = collections.deque(maxlen=_REMEMBERED)
+          else:
+            known.append(now - self._began)
+        self._began = now
+      elif kind != self._kind:
+        self._began = None
+      self._beats, self._kind, self._label, self._since = self._beats + 1, kind, label, now
 
   def tell(self, what: str, text: str) -> None:
-    """Tells all processes of an end: `stop`, `refused` or `failed`."""
-    if not self.group.alone:
-      name = f"notice/{what}-{self.group.index}"
-      with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator may be gone
-        self.group.put(name, {"text": text, "host": socket.gethostname()})
+    """Tells all processes of an end: `stop`, `left`, `refused` or `failed`."""
+    self._exchange.tell(what, text)
 
   def refusing(self, text: str) -> bool:
     """Tells the others of a refusal; returns whether this process should print it.
@@ -109,30 +122,28 @@ class Watchdog:
     self.tell("refused", text)
     began = time.monotonic()
     while not self.group.first and time.monotonic() - began < 2:
-      said = self.group.list("notice").get("refused-0")
-      if said is not None:
-        return said["text"] != text
+      if (said := self._exchange.said("refused", 0)) is not None:
+        return said != text
       time.sleep(0.05)
     return True
 
   def limit(self) -> float:
     """Returns the seconds after which what is going on counts as stuck.
 
-    Of a step: between half the heartbeat and four fifths of it, since after the whole JAX aborts
+    Of a step: at most half of the heartbeat, since after 0.6 to 0.8 of it (as seen) JAX aborts
     everybody without naming anyone; only where a single step has taken long is more allowed.
     Compiling may take as long as it likes: others wait for it in their first step.
     """
-    longest, heartbeat = self._longest.get(self._kind), self.group.heartbeat_seconds
     if self._kind in (STARTING, ENDING):
       return math.inf
-    if longest is None:
+    lengths = self._lengths.get(self._kind)
+    if not lengths:
       return self._start_timeout
-    if self._kind == SAVING:
-      return max(self._start_timeout, 10 * longest)
     if self._deadline:
       return self._deadline
-    most = max(0.8 * heartbeat, 3 * longest)
-    return min(max(10 * longest, heartbeat / 2), most)
+    longest, heartbeat = max(lengths), self.group.heartbeat_seconds
+    most = max(0.5 * heartbeat, 3 * longest)
+    return min(max(10 * longest, 0.3 * heartbeat), most)
 
   # ------------------------------ the thread ------------------------------
 
@@ -146,12 +157,9 @@ class Watchdog:
       lap = now
       try:
         self._look()
-      except jax.errors.JaxRuntimeError:
-        # The coordination service does not answer: its process has ended, and JAX ends this one.
-        continue
       except Exception:  # whatever it is, the run must not go on unwatched
         traceback.print_exc()
-        groups.leave(_FAILED, patience_seconds=2)
+        groups.leave(_FAILED, patience_seconds=0)
 
   def _look(self) -> None:
     if signal := self.stop.arrived():
@@ -159,78 +167,51 @@ class Watchdog:
     if self.stop and not self._told:
       self._told = True
       self.tell("stop", self.stop.requested)
-    self._hear()
-    if self.stop and self._kind == STARTING and not self._leaving:
-      # No step has been made since the checkpoint, or the start: there is nothing to save.
-      print(f"{groups.label()}stopped as asked before the first step", flush=True)
-      groups.leave(EXIT_CODE)
-    now = time.monotonic()
-    if not self.group.alone and now - self._last_post >= _POST_SECONDS:
-      self._post()
-    waited = now - self._since
+    with self._changing:  # so that the main thread does not meet the others meanwhile
+      if self.stop and self._kind == STARTING and not self._leaving:
+        self._leave_early()
+    waited = time.monotonic() - self._since
     if waited > self.limit() and not self._leaving:
       self._stuck(waited)
 
-  def _hear(self) -> None:
-    """Acts upon what other processes have told."""
-    if self.group.alone or self._leaving:
-      return
-    for name, notice in self.group.list("notice").items():
-      what, _, index = name.partition("-")
-      if index == str(self.group.index):
-        continue
-      if what == "stop":
-        self.stop.request(f"{notice['text']} to process {index}")
-      else:
-        self._follow(what, index, notice)
+  def _leave_early(self) -> None:
+    """Ends this process before its first step: since the start nothing has come to be saved."""
+    self.tell("left", "before its first step")
+    self._exchange.close()
+    if self.group.first:
+      print(f"stopped as asked ({self.stop.requested}) before the first step", flush=True)
+    groups.leave(EXIT_CODE)
 
-  def _follow(self, what: str, index: str, notice: dict[str, str]) -> None:
-    """Ends this process, since another has refused or failed."""
-    time.sleep(2)  # it may be about to say the same
-    if self._leaving or self._closed.is_set():
+  def _receive(self, what: str, index: str, notice: dict[str, str]) -> None:
+    """Acts upon what another process has told; runs in the thread of the exchange."""
+    if self._leaving:
       return
-    text = notice["text"] if self.group.first else notice["text"].partition("\n")[0]
-    _print(f"{groups.label()}process {index} ({notice['host']}) {what}: {text}")
-    if notice["text"].startswith("no progress"):
-      _stacks()
-    groups.leave(_REFUSED if what == "refused" else _FAILED, patience_seconds=3)
-
-  def _post(self) -> None:
-    self._last_post = time.monotonic()
-    self._pulse += 1
-    place = {"beats": self._beats, "at": self._label, "pulse": self._pulse}
-    self.group.put(f"progress/{self.group.index}", {**place, "host": socket.gethostname()})
+    if what == "stop":
+      self.stop.request(f"{notice['text']} to process {index}")
+    elif what == "left":  # the first meeting, where this process may be waiting, cannot be
+      self._leave_early()
+    else:
+      time.sleep(1)  # this process may be about to say the same
+      if self._leaving or self._closed.is_set():
+        return
+      self._leaving = True
+      text = notice["text"] if self.group.first else notice["text"].partition("\n")[0]
+      _print(f"{groups.label()}process {index} ({notice['host']}) {what}: {text}")
+      if text.startswith(_NO_PROGRESS):
+        _stacks()
+      groups.leave(_REFUSED if what == "refused" else _FAILED, patience_seconds=3)
 
   def _stuck(self, waited: float) -> None:
     """Says who is behind and where every thread stands; ends this process."""
     self._leaving = True
-    where = self._label
-    text = f"no progress for {waited:.0f} s at {where!r} (the limit was {self.limit():.0f} s)"
-    if not self.group.alone:
-      text += f"; {self._behind()}"
+    text = f"{_NO_PROGRESS} for {waited:.0f} s at {self._label!r} (the limit was "
+    text += f"{self.limit():.0f} s); {self._exchange.behind()}"
     _print(f"error: {groups.label()}{text}")
     _stacks()
     self.tell("failed", text)
-    groups.leave(_FAILED, patience_seconds=4)
-
-  def _behind(self) -> str:
-    """Returns which processes keep the others waiting."""
-    self._post()
-    before = self.group.list("progress")
-    time.sleep(2.5 * _POST_SECONDS)
-    self._post()
-    after = self.group.list("progress")
-    silent = [i for i in after if i in before and after[i]["pulse"] == before[i]["pulse"]]
-    missing = [str(i) for i in range(self.group.count) if str(i) not in after]
-    fewest = min(place["beats"] for place in after.values())
-    late = [i for i, place in after.items() if place["beats"] == fewest]
-    if silent or missing:
-      names = [f"{i} ({after[i]['host']}, last seen at {after[i]['at']!r})" for i in silent]
-      return f"no sign of life from process {', '.join(names + missing)}"
-    if len(late) == len(after):
-      return "all processes are at the same place"
-    names = [f"{i} ({after[i]['host']}, at {after[i]['at']!r})" for i in late]
-    return f"behind is process {', '.join(names)}"
+    self._exchange.close()
+    # One that has come to a standstill itself dumps its stacks when it hears of this.
+    groups.leave(_FAILED, patience_seconds=2.5 if self._exchange.answering() else 0)
 
 
 def _print(text: str) -> None:

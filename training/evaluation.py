@@ -43,7 +43,7 @@ class Evaluator:
     totals: dict[str, float] = {}
     with Prefetcher(lambda i: self.batches.batch(i, shardings), start=0, stop=count) as prefetched:
       for i in range(count):
-        self.watch.at(f"evaluation batch {i + 1}: waiting for it", EVALUATION)
+        self.watch.at(f"evaluation batch {i + 1}: waiting for it", EVALUATION, begins=True)
         batch = prefetched.get(i, cancelled=lambda: self.lockstep.stopping)
         self.watch.at(f"evaluation batch {i + 1}: waiting for the other processes", EVALUATION)
         if not self.lockstep.enter():

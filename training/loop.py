@@ -156,7 +156,7 @@ def train(
     stopped = interrupted and held_out_metrics(done) is None
     while done < steps and not stopped:
       profile.before(done)
-      watch.at(f"step {done + 1}: waiting for its batch")
+      watch.at(f"step {done + 1}: waiting for its batch", begins=True)
       batch = batches.get(done, cancelled=lambda: lockstep.stopping)
       watch.at(f"step {done + 1}: waiting for the other processes")
       if not lockstep.enter():
@@ -191,7 +191,7 @@ def train(
         progress.note(f"WARNING: {error}; training goes on, and the next step is saved instead")
 
     # ------------------------------ end ------------------------------
-    if stopped and saved < done:
+    if saved < done:  # stopped in between, or the last save has failed
       report(reader.rest())
       save(done, None)
     watch.at("waiting for the last save", SAVING)

@@ -33,7 +33,7 @@ class MetricsWriter:
     self._path, self._board = workdir / FILE, None
     if not current().first:
       return
-    self._path.write_text("".join(_lines_until(self._path, step)))
+    replace_text(self._path, "".join(_lines_until(self._path, step)))
     if tensorboard:
       self._board = SummaryWriter(str(workdir), purge_step=step + 1)
 
@@ -71,6 +71,21 @@ def _lines_until(path: epath.Path, step: int) -> list[str]:
     if line.endswith("\n") and json.loads(line)["step"] <= step:
       kept.append(line)
   return kept
+
+
+def replace_text(path: epath.Path, text: str) -> None:
+  """Writes a file whole or not at all: a kill or a full disk leaves what was there.
+
+  Raises:
+    OSError: it cannot be written; the path is named.
+  """
+  temporary = path.with_name(f"{path.name}.tmp")
+  try:
+    temporary.write_text(text)
+    temporary.replace(path)
+  except OSError as error:
+    temporary.unlink(missing_ok=True)
+    raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 class ProgressLine:

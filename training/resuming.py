@@ -2,15 +2,20 @@
 
 import dataclasses
 import json
+import os
+import pathlib
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from etils import epath
 from ml_collections import ConfigDict
 
 from checkpointing import reading, resume
 from checkpointing.store import Checkpointer
 from input_pipeline.sources import Source
+from partitioning.layout import size_text
 from processes.group import current
 from training.job import Job
 from training.step import State
@@ -52,7 +57,9 @@ def judge(
 
   Raises:
     ValueError: something changed that may not, or not without acceptance.
+    OSError: the workdir cannot be written, or has no room for a checkpoint.
   """
+  require_room(job, workdir)
   record = {"versions": versions(), "data": {"name": source.name, "rows": source.fingerprint}}
   folder = workdir / reading.FOLDER
   if not reading.steps(folder):
@@ -85,7 +92,10 @@ def begin(job: Job, workdir: epath.Path, record: dict[str, Any]) -> Start:
       step, state, origin = 0, *initialized(job)
     else:
       step, state, origin = 0, job.initial_state(), "starts from the first step"
-  folder.mkdir(parents=True, exist_ok=True)
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:  # as root, permissions tell nothing beforehand
+    raise OSError(f"{folder} cannot be made: {error.strerror}; give another --workdir") from error
   checkpointer = Checkpointer(
     folder,
     keep=keys.keep,
@@ -99,6 +109,31 @@ def begin(job: Job, workdir: epath.Path, record: dict[str, Any]) -> Start:
     state, origin = State(**tree), f"goes on from the checkpoint of step {step}"
   job.check_placed(state)
   return Start(state, step, record, checkpointer, origin)
+
+
+def require_room(job: Job, workdir: epath.Path) -> None:
+  """Finds out, without making anything, whether a workdir can be written and holds a checkpoint.
+
+  Raises:
+    OSError: it cannot or does not; with what is there, what is needed, and the way out.
+  """
+  if "://" in str(workdir):  # a bucket has neither permissions nor an end
+    return
+  workdir = pathlib.Path(workdir).absolute()
+  there = next(
+    path for path in (workdir / reading.FOLDER, workdir, *workdir.parents) if os.path.lexists(path)
+  )
+  if not there.is_dir():
+    raise NotADirectoryError(f"{there} is a file, not a folder; give another --workdir")
+  if not os.access(there, os.W_OK | os.X_OK):
+    raise PermissionError(f"{there} cannot be written; give another --workdir")
+  needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(job.state))
+  free = shutil.disk_usage(there).free
+  if free < needed:
+    raise OSError(
+      f"{there} has {size_text(free)} free, and a checkpoint needs {size_text(needed)}; make room, "
+      f"or give another --workdir"
+    )
 
 
 def initialized(job: Job) -> tuple[State, str]:

@@ -1,0 +1,137 @@
+"""What a process tells the others of its run, and hears of them, in a thread of its own.
+
+Through the coordination service, which lives in process 0: where that one is stopped, a call to it
+does not return. So nobody else waits for this thread.
+"""
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+
+from processes.group import Group
+
+PERIOD_SECONDS = 0.25
+_POST_SECONDS = 1.0
+# Without a new pulse for so long, a process does not live.
+SILENT_SECONDS = 2.0
+
+
+class Exchange:
+  """Sends notices, receives those of others, and shows how far this process is."""
+
+  def __init__(
+    self,
+    group: Group,
+    place: Callable[[], tuple[int, str, float]],
+    receive: Callable[[str, str, dict[str, str]], None],
+  ):
+    """Starts nothing yet.
+
+    Args:
+      group: the processes.
+      place: returns (calls of `Watchdog.at`, its label, seconds since).
+      receive: is given (what, index of the process, {text, host}) of every notice of another,
+        once; runs in this thread.
+    """
+    self._group, self._place, self._receive = group, place, receive
+    self._outbox: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+    self._known: set[str] = set()
+    self._pulse = 0
+    self._seen: dict[str, tuple[dict, float]] = {}  # index -> its place, since when unchanged
+    self._answered = time.monotonic()
+    self._closed = threading.Event()
+    self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
+
+  def start(self) -> None:
+    """Starts the thread, unless there is nobody to talk to."""
+    if not self._group.alone:
+      self._thread.start()
+
+  def close(self) -> None:
+    """Sends what is left to send and ends the thread; not longer than two seconds."""
+    self._closed.set()
+    if not self._group.alone and self._thread is not threading.current_thread():
+      self._thread.join(2)
+
+  def tell(self, what: str, text: str) -> None:
+    """Tells all processes of an end: `stop`, `left`, `refused` or `failed`."""
+    self._outbox.put((what, text))
+
+  def said(self, what: str, index: int) -> str | None:
+    """Returns the text that a process has told, None where it has not."""
+    notice = self._group.list("notice").get(f"{what}-{index}")
+    return None if notice is None else notice["text"]
+
+  def answering(self) -> bool:
+    """Tells whether the coordination service answers."""
+    return self._group.alone or time.monotonic() - self._answered < SILENT_SECONDS
+
+  def behind(self) -> str:
+    """Returns, as the end of a sentence, which processes keep the others waiting."""
+    if self._group.alone:
+      return "there is no other process"
+    if not self.answering():
+      return "no answer from process 0, which keeps the coordination service"
+    now = time.monotonic()
+    places = {index: place for index, (place, _) in self._seen.items()}
+    missing = [str(i) for i in range(self._group.count) if str(i) not in places]
+    silent = [i for i, (_, since) in self._seen.items() if now - since > SILENT_SECONDS]
+    if silent or missing:
+      names = [f"{i} ({places[i]['host']}, last seen at {places[i]['at']!r})" for i in silent]
+      return f"no sign of life from process {', '.join(names + missing)}"
+    fewest = min(place["beats"] for place in places.values())
+    late = [i for i, place in places.items() if place["beats"] == fewest]
+    if len(late) == len(places):
+      return "all processes are at the same place"
+    names = [f"{i} ({places[i]['host']}, at {places[i]['at']!r})" for i in late]
+    return f"behind is process {', '.join(names)}"
+
+  # ------------------------------ the thread ------------------------------
+
+  def _run(self) -> None:
+    posted = 0.0
+    # The service may be gone: its process has ended, and JAX ends this one.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      while True:
+        closing = self._closed.is_set()
+        self._send()
+        self._hear()
+        if time.monotonic() - posted >= _POST_SECONDS:
+          posted = time.monotonic()
+          self._post()
+        self._answered = time.monotonic()
+        if closing:
+          return
+        self._closed.wait(PERIOD_SECONDS)
+
+  def _send(self) -> None:
+    while not self._outbox.empty():
+      what, text = self._outbox.get()
+      notice = {"text": text, "host": socket.gethostname()}
+      self._group.put(f"notice/{what}-{self._group.index}", notice)
+
+  def _hear(self) -> None:
+    for name, notice in self._group.list("notice").items():
+      what, _, index = name.partition("-")
+      if name not in self._known and index != str(self._group.index):
+        self._known.add(name)
+        self._receive(what, index, notice)
+
+  def _post(self) -> None:
+    """Shows the others how far this process is; once it waits for long, looks at them as well."""
+    self._pulse += 1
+    beats, label, waited = self._place()
+    place = {"beats": beats, "at": label, "pulse": self._pulse, "host": socket.gethostname()}
+    self._group.put(f"progress/{self._group.index}", place)
+    if waited < _POST_SECONDS / 2:
+      self._seen.clear()
+      return
+    now = time.monotonic()
+    for index, place in self._group.list("progress").items():
+      before, since = self._seen.get(index, ({}, now))
+      self._seen[index] = (place, now if place["pulse"] != before.get("pulse") else since)
