@@ -16,6 +16,8 @@ from checkpointing.reading import CONFIG, RECORD, STATE, UnreadableError
 # Arrays are cut into chunks of at most this many bytes, since TensorStore reads whole chunks: a
 # device that needs an eighth of an array which one device wrote does not hold all of it.
 CHUNK_BYTES = 2**25
+# Processes that hold copies of an array share the writing of it in slices of at least this size.
+SLICE_BYTES = 2**23
 
 
 class SaveError(RuntimeError):
@@ -263,8 +265,11 @@ class Checkpointer:
     """Opens Orbax's manager, which lists the steps and removes what killed saves have left."""
     self._remove_temporary()
     # By default every device that holds a copy writes a slice of it, each slice by a program of
-    # its own: hundreds to compile at the first save (seconds), for no gain within one process.
-    handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
+    # its own: hundreds to compile at the first save (seconds). Within one process nothing is
+    # gained by it, among several only where the slices are large.
+    handler = ocp.type_handlers.ArrayHandler(
+      use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=SLICE_BYTES
+    )
     arrays = ocp.PyTreeCheckpointHandler(
       use_compression=False,  # of weights it gains 8 %
       type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, handler)),

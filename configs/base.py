@@ -21,6 +21,12 @@ REMATERIALIZATIONS = ("none", "dots", "full")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # What each kind of data is trained on.
 MODEL_LOSSES = {"text": "next_token", "image": "classification", "random": "squared_error"}
+# What an evaluation gives, by the kind of data.
+METRICS = {
+  "text": ("eval_loss", "eval_bits_per_byte"),
+  "image": ("eval_loss", "eval_accuracy"),
+  "random": ("eval_loss",),
+}
 OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("cosine", "constant")
 ACCELERATORS = ("tpu", "gpu")
@@ -48,7 +54,7 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
       "every_steps": 50,  # and at the end; 0: only then
       "keep": 2,  # the newest
       "keep_every_steps": 0,  # and every step that is a multiple of it; 0 is off
-      "keep_best": "",  # and the best by a metric of evaluation, such as eval_loss
+      "keep_best": "",  # and the best by a metric such as eval_loss; evaluated steps are saved
       "initialize_from": "",  # DIR[/STEP] of another run, whose parameters this one starts with
     }
   )
@@ -210,6 +216,7 @@ def _choices(config: ConfigDict) -> list[str]:
     "data.kind": (kind,),  # as the model needs it: another kind is another recipe
     "optimizer.name": OPTIMIZERS,
     "optimizer.schedule": SCHEDULES,
+    "checkpoint.keep_best": ("", *METRICS[kind]),
   }
   wrong = []
   for name, known in choices.items():

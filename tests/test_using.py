@@ -40,11 +40,10 @@ def test_evaluate_gives_the_same_number_on_every_mesh_and_batch_size(main, train
     )
     assert code == 0, (out, err)
     assert float(out.split("eval_loss ")[1].split()[0]) == pytest.approx(last, abs=1e-4)
-  code, out, _ = main(
-    "evaluate", "--config=configs/single.py", *TINY_LM, f"--checkpoint={trained}/2"
-  )
-  assert code == 0
-  assert "held out after step 2 (all of it)" in out
+  for where, step in ((f"--checkpoint={trained}/2", 2), (f"--workdir={trained}", 4)):
+    code, out, _ = main("evaluate", "--config=configs/single.py", *TINY_LM, where)
+    assert code == 0
+    assert f"held out after step {step} (all of it)" in out
 
 
 def test_another_run_starts_with_the_parameters(main, trained, tmp_path):
@@ -76,11 +75,32 @@ def test_sample_continues_prompts_on_any_mesh(main, trained, tmp_path):
     texts.append(out)
   assert texts[0] == texts[1]
   assert "import" in texts[0]
+  settings[-1] = f"--workdir={trained}"
   code, out, _ = main(
     "sample", "--config=configs/single.py", *TINY_LM, *settings, f"--prompt_file={tmp_path}/prompts"
   )
   assert code == 0
   assert out == texts[0]
+
+
+def test_the_best_step_is_kept(main, tmp_path):
+  keep = ["keep=1", "keep_best=eval_loss", "every_steps=0"]
+  code, out, err = main(
+    "--config=configs/dp8.py",
+    *SHORT,
+    *(f"--config.checkpoint.{key}" for key in keep),
+    "--config.evaluation.every_steps=1",
+    "--config.training.steps=5",
+    "--config.optimizer.learning_rate=3.0",  # so that the first steps are the best
+    "--config.optimizer.warmup_steps=3",
+    f"--workdir={tmp_path}",
+  )
+  assert code == 0, (out, err)
+  losses = {line["step"]: line["eval_loss"] for line in lines_of(tmp_path) if "eval_loss" in line}
+  best = min(losses, key=losses.get)
+  assert best < 5
+  there = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+  assert there == {str(best), "5"}
 
 
 def test_the_run_ends_with_a_continuation(main, trained):
@@ -131,6 +151,14 @@ REFUSALS = {
       "--workdir={empty}/new",
     ],
     ["layers/mlp/up/kernel", "float32[1, 32, 48] in the checkpoint, float32[2, 32, 48] here"],
+  ),
+  "rows of another data set": (
+    ["train", "--workdir={trained}", "--config.data.train_split=train[:50%]"],
+    ["data.train_split", "dataset.rows"],
+  ),
+  "a metric that evaluation does not give": (
+    ["train", "--workdir={empty}/new", "--config.checkpoint.keep_best=eval_los"],
+    ["checkpoint.keep_best='eval_los'", "did you mean 'eval_loss'?"],
   ),
   "acceptance without a checkpoint": (
     ["train", "--accept-changes=seed", "--workdir={empty}/new"],

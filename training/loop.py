@@ -168,6 +168,7 @@ def train(
       last = done == steps
       evaluating = last or _due(done, config.evaluation.every_steps)
       saving = last or unsaved or _due(done, config.checkpoint.every_steps)
+      saving = saving or (evaluating and bool(config.checkpoint.keep_best))
       report(reader.read(done, metrics, drain=evaluating or saving))
 
       # ------------------------------ evaluation ------------------------------

@@ -1,6 +1,8 @@
 """Reading metrics late, stopping at bad numbers, rates."""
 
+import dataclasses
 import itertools
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +50,19 @@ def test_rates_leave_out_the_first_step_and_pauses(monkeypatch):
   assert meter.wait_share == pytest.approx(0.05)
   assert "mfu" not in values, "a CPU's peak is not known"
   assert "left 6:28" in meter.text(6, {"loss": 1.0, "grad_norm": 1.0, **values})
+
+
+def test_peak_bytes_where_the_device_tells():
+  job = make_job("dp8", "lm")
+  device = types.SimpleNamespace(
+    device_kind="NVIDIA H200", memory_stats=lambda: {"peak_bytes_in_use": 12345}
+  )
+  mesh = types.SimpleNamespace(local_devices=[device], size=8)
+  meter = Meter(dataclasses.replace(job, mesh=mesh))
+  meter.start(1, wait_seconds=0.0)
+  values = meter.lap(2, wait_seconds=0.0)
+  assert values["peak_bytes"] == 12345
+  assert values["mfu"] > 0
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
