@@ -160,7 +160,11 @@ def _run(
     end = loop.train(ready, data, start, workdir, watch, started=began)
   except (TrainingStoppedError, loop.SaveError) as error:
     watch.tell("failed", str(error))
-    print(f"error: {groups.label()}{error}", file=sys.stderr, flush=True)
+    if isinstance(error, TrainingStoppedError):  # of the global batch: the same on all
+      if watch.group.first:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+      print(f"error: {groups.label()}{error}", file=sys.stderr, flush=True)
     return 1 if watch.group.alone else groups.leave(1, patience_seconds=3)
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if end.stopped:
