@@ -1,4 +1,4 @@
-# make train | test | lint | setup. Everything is installed into .venv, from PYTHON.
+# make train | test | test-faults | lint | setup. Everything is installed into .venv, from PYTHON.
 PYTHON ?= python3
 ACCELERATOR ?= cpu
 CONFIG ?= configs/dp4_tp2.py
@@ -14,7 +14,7 @@ ifeq ($(filter $(ACCELERATOR),cpu tpu gpu),)
 $(error ACCELERATOR=$(ACCELERATOR): cpu, tpu or gpu)
 endif
 
-.PHONY: setup train test lint clean
+.PHONY: setup train test test-faults lint clean
 
 setup: $(VENV)/.installed-$(ACCELERATOR)
 
@@ -23,6 +23,10 @@ train: $(VENV)/.installed-$(ACCELERATOR)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# More than an hour on two quiet cores; FAULT_TRIALS=2 runs two trials of each test.
+test-faults: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m faults tests/faults
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -5,7 +5,9 @@ python main.py [VERB] --config=configs/STRATEGY.py[:RECIPE] [--workdir=DIR] [--c
 VERB    train (default): train, evaluating on the held-out split
         evaluate: a checkpoint on the whole held-out split, on the mesh that the config names
         sample: continue --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE
-        layout: print where every array lies; --against=CONFIG compares two strategies
+        layout: print where every array lies; --against=CONFIG compares two strategies,
+          --html=FILE writes it as a page with drawings and what each mesh axis costs
+        tour: see what sharding does, by small examples; --chapter=NAME tells one. Without a config
 RECIPE  lm (default), mlp, mlp_tutorial; or model=NAME,data=NAME
 
 The same command again goes on where the run was stopped.
@@ -34,20 +36,24 @@ from partitioning import layout
 from partitioning.mesh import product_text
 from processes import group as groups
 from processes.lockstep import Lockstep
-from processes.preflight import DifferenceError
-from processes.rollcall import RollCallError
+from processes.preflight import DifferenceError, NotComeError
+from processes.rollcall import MissingError, RollCallError
 from processes.stopping import EXIT_CODE, StopRequest
 from processes.watchdog import Watchdog
-from training import agreement, devices, job, loop, resuming, sampling
+from tour import chapters
+from tour import run as tour
+from training import agreement, devices, job, loop, page, resuming, sampling
 from training.evaluation import Evaluator
 from training.meter import TrainingStoppedError
 from training.reporting import replace_text, say
 
 REFUSED = 2
-VERBS = ("train", "evaluate", "sample", "layout")
+VERBS = ("train", "evaluate", "sample", "layout", "tour")
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A strategy, and after a colon a recipe.")
 _AGAINST = config_flags.DEFINE_config_file("against", None, "layout: the config to compare with.")
+_HTML = flags.DEFINE_string("html", None, "layout: the file for a page with drawings.")
+_CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint", None, "evaluate, sample: DIR[/STEP], not the workdir."
@@ -71,7 +77,11 @@ _STOP = flags.DEFINE_multi_string("stop", [], "sample: a text that ends a row; r
 SAMPLE_FLAGS = (_PROMPT, _PROMPT_FILE, _MAX_NEW_TOKENS, _TEMPERATURE, _TOP_K, _TOP_P, _SEED, _STOP)
 # The flags that not every verb takes.
 OWNERS = [
+  (_CONFIG, ("train", "evaluate", "sample", "layout")),
+  (_WORKDIR, ("train", "evaluate", "sample", "layout")),
+  (_CHAPTER, ("tour",)),
   (_AGAINST, ("layout",)),
+  (_HTML, ("layout",)),
   (_ACCEPT, ("train",)),
   (_CHECKPOINT, ("evaluate", "sample")),
   *((flag, ("sample",)) for flag in SAMPLE_FLAGS),
@@ -84,6 +94,11 @@ def main(argv: list[str]) -> int:
     logging.set_verbosity(logging.WARNING)  # the libraries' own news is not the user's
   try:
     verb = _verb(argv[1:])
+  except ValueError as error:
+    return _refuse(error)
+  if verb == "tour":
+    return _tour()
+  try:
     keys = _CONFIG.value.processes
     on_tpu = not _SIMULATE.value and devices.hardware() == "tpu"
     group = groups.connect(
@@ -102,12 +117,12 @@ def main(argv: list[str]) -> int:
   try:
     with watch:
       code = _run_verb(verb, watch)
-  except Exception:
+      watch.part()
+  except (Exception, KeyboardInterrupt) as error:
     if group.alone:
       raise
-    print(f"{groups.label()}{traceback.format_exc()}", file=sys.stderr)
-    groups.leave(1, patience_seconds=3)
-  groups.part()
+    print(f"{groups.label()}{traceback.format_exc()}", file=sys.stderr, flush=True)
+    groups.leave(130 if isinstance(error, KeyboardInterrupt) else 1, patience_seconds=3)
   return code
 
 
@@ -121,6 +136,17 @@ def _run_verb(verb: str, watch: Watchdog) -> int:
   except (ValueError, OSError, RuntimeError) as error:
     return _refuse(error, watch)
   return run()
+
+
+def _tour() -> int:
+  """Tells the tour: of one process, which starts others itself, and has no config."""
+  try:
+    told = chapters.chosen(_CHAPTER.value)
+    tour.start(simulate=_SIMULATE.value)
+  except (ValueError, OSError, RuntimeError) as error:
+    return _refuse(error)
+  tour.tell(told)
+  return 0
 
 
 def _told(verb: str) -> dict[str, object]:
@@ -251,11 +277,11 @@ def _configure_jax(config) -> None:
 
 
 def _layout(watch: Watchdog) -> Callable[[], int]:
-  """Prints the layout, or two side by side."""
+  """Prints the layout, or two side by side, or writes them as a page."""
   del watch
   if _AGAINST.value is None:
-    [ready] = _prepare(_CONFIG)
-    text = ready.layout_text()
+    jobs, titles = _prepare(_CONFIG), (command_line.name(_CONFIG), "")
+    text = jobs[0].layout_text()
   else:
     jobs = _prepare(_CONFIG, _AGAINST)
     sections = [
@@ -264,9 +290,18 @@ def _layout(watch: Watchdog) -> Callable[[], int]:
     ]
     titles = (command_line.name(_CONFIG), command_line.name(_AGAINST))
     text = layout.against_text(*sections, tuple(one.devices.sizes for one in jobs), titles)
+  file = _HTML.value and epath.Path(_HTML.value)
+  if file and (file.is_dir() or not file.parent.is_dir()):
+    raise ValueError(f"--html={file}: give a file in a folder that exists")
 
   def run() -> int:
-    say(text)
+    if file is None:
+      say(text)
+      return 0
+    written = page.html(*jobs, titles=titles)
+    if groups.current().first:
+      replace_text(file, written)
+    say(f"wrote {file}, {layout.size_text(len(written.encode()))}")
     return 0
 
   return run
@@ -296,7 +331,7 @@ def _verb(words: list[str]) -> str:
     raise ValueError(f"unknown verb {verb!r}; there are {', '.join(VERBS)}{near}")
   if len(words) > 1:
     raise ValueError(f"unexpected {words[1]!r} after the verb; options begin with --")
-  if _CONFIG.value is None:
+  if _CONFIG.value is None and verb != "tour":
     raise ValueError("no config; for example: python main.py --config=configs/dp4_tp2.py")
   for flag, owners in OWNERS:
     if flags.FLAGS[flag.name].present and verb not in owners:
@@ -305,19 +340,23 @@ def _verb(words: list[str]) -> str:
 
 
 def _refuse(error: Exception, watch: Watchdog | None = None) -> int:
-  """Prints one message, and tells the other processes; returns exit code 2."""
+  """Prints one message, and tells the other processes; returns exit code 2.
+
+  Where processes have only not come in time, it is 1: the same again may go well.
+  """
   if flags.FLAGS.is_parsed() and _DEBUG.value:
     raise error
-  text = f"{error}"
+  missing = isinstance(error, (MissingError, NotComeError))
+  text, word, code = str(error), *(("error", 1) if missing else ("refused", REFUSED))
   if watch is None or watch.group.alone:
-    print(f"refused: {text}", file=sys.stderr)
+    print(f"{word}: {text}", file=sys.stderr, flush=True)
     if watch is None and not isinstance(error, RollCallError):
       groups.refuse(text)
-    return REFUSED
-  if watch.refusing(text):
+    return code
+  if watch.refusing(text, "failed" if missing else "refused"):
     label = "" if isinstance(error, DifferenceError) else groups.label()
-    print(f"{label}refused: {text}", file=sys.stderr, flush=True)
-  return groups.leave(REFUSED)
+    print(f"{label}{word}: {text}", file=sys.stderr, flush=True)
+  return groups.leave(code)
 
 
 RUNS = {"train": _train, "evaluate": _evaluate, "sample": _sample, "layout": _layout}

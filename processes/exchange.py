@@ -116,7 +116,8 @@ class Exchange:
       self._group.put(f"notice/{what}-{self._group.index}", notice)
 
   def _hear(self) -> None:
-    for name, notice in self._group.list("notice").items():
+    notices = self._group.list("notice").items()
+    for name, notice in sorted(notices, key=lambda item: not item[0].startswith("stop")):
       what, _, index = name.partition("-")
       if name not in self._known and index != str(self._group.index):
         self._known.add(name)

@@ -21,6 +21,10 @@ class DifferenceError(ValueError):
   """The processes differ; every one of them raises this with the same message."""
 
 
+class NotComeError(NotTogetherError):
+  """Processes have not come in time; the same again may go well."""
+
+
 def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds: float) -> None:
   """Compares facts over all processes.
 
@@ -31,7 +35,8 @@ def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds
     timeout_seconds: how long the slowest may take to come here.
 
   Raises:
-    DifferenceError: with the processes that differ, each key and both values; or who has not come.
+    DifferenceError: with the processes that differ, each key and both values.
+    NotComeError: with those that have not come.
   """
   if group.alone:
     return
@@ -41,7 +46,7 @@ def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds
   except NotTogetherError as error:
     there = group.list(f"facts/{stage}")
     missing = [str(i) for i in range(group.count) if str(i) not in there]
-    raise DifferenceError(
+    raise NotComeError(
       f"before the first step, process {', '.join(missing)} of {group.count} has not come to "
       f"{stage!r} within processes.start_timeout_seconds={timeout_seconds:g}"
     ) from error
@@ -95,6 +100,8 @@ def same_folder(group: Group, folder: epath.Path, *, timeout_seconds: float) -> 
   made, token = not folder.exists(), secrets.token_hex(16)
   if group.first:
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".preflight-*"):  # by a start that was killed
+      left.unlink(missing_ok=True)
     (folder / f".preflight-{token}").write_text(token)
     group.put("token/0", {"token": token})
   group.wait("token", timeout_seconds=timeout_seconds)

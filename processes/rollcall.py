@@ -3,7 +3,8 @@
 `jax.distributed.initialize` waits for everyone, and where someone is missing ends every process by
 SIGABRT without naming anybody (jax#22436). So process 0 first calls the roll on the very port that
 JAX's coordination service will take: every other process says who it is, in a line of JSON, and
-gets the answer `{"error": ""}` once all are there, or what is wrong.
+gets the answer `{"error": ""}` once all are there, or what is wrong. One that dies meanwhile is
+missing again.
 """
 
 import contextlib
@@ -20,7 +21,11 @@ _LINE_BYTES = 2**16
 
 
 class RollCallError(RuntimeError):
-  """Processes are missing, too many, or do not agree on how many they are."""
+  """Processes are too many, do not agree on how many they are, or one has refused."""
+
+
+class MissingError(RollCallError):
+  """Processes have not come in time; the same again may go well."""
 
 
 def call(
@@ -36,18 +41,19 @@ def call(
     refused: why this process refuses to run, which ends the others' wait.
 
   Raises:
-    RollCallError: with what every process is told: who is missing, twice there, or differs.
+    RollCallError: with what every process is told: who is twice there, differs or refuses.
+    MissingError: who has not come.
   """
   hello = {"index": index, "count": count, "host": socket.gethostname(), "pid": os.getpid()}
   hello["refused"] = refused
   host, _, port = address.rpartition(":")
   deadline = time.monotonic() + timeout_seconds
   if index == 0:
-    error = _Roll(hello, timeout_seconds).take(int(port), deadline)
+    answer = _Roll(hello, timeout_seconds).take(int(port), deadline)
   else:
-    error = _answer(host.strip("[]"), int(port), hello, deadline, timeout_seconds)
-  if error:
-    raise RollCallError(error)
+    answer = _answer(host.strip("[]"), int(port), hello, deadline, timeout_seconds)
+  if answer["error"]:
+    raise (MissingError if answer["missing"] else RollCallError)(answer["error"])
 
 
 class _Roll:
@@ -57,46 +63,57 @@ class _Roll:
     self._count = own["count"]
     self._seconds = timeout_seconds
     self._there = {0: own}
-    self._connections: list[socket.socket] = []
+    self._connections: dict[socket.socket, dict[str, Any]] = {}  # to what was said
     self._error = self._wrong(own)
 
-  def take(self, port: int, deadline: float) -> str:
-    """Listens until all are there; returns and tells them the error, "" for none."""
+  def take(self, port: int, deadline: float) -> dict[str, Any]:
+    """Listens until all are there; returns what it tells them: `error`, "" for none."""
     with contextlib.ExitStack() as stack:
       listener = stack.enter_context(_listen(port))
-      error = self._listen_until(listener, deadline)
-      answer = json.dumps({"error": error}).encode() + b"\n"
+      self._listen_until(listener, deadline)
+      missing = not self._error and len(self._there) < self._count
+      answer = {"error": self._missing() if missing else self._error, "missing": missing}
       for connection in self._connections:
         stack.enter_context(connection)
         with contextlib.suppress(OSError):
-          connection.sendall(answer)
+          connection.sendall(json.dumps(answer).encode() + b"\n")
       # Whoever closes first keeps the port busy for a while: let it be the others.
       for connection in self._connections:
         with contextlib.suppress(OSError):
           connection.settimeout(2)
           connection.recv(1)
-    return error
+    return answer
 
-  def _listen_until(self, listener: socket.socket, deadline: float) -> str:
+  def _listen_until(self, listener: socket.socket, deadline: float) -> None:
+    """Hears processes come and go, until all are there or the time is over."""
     while len(self._connections) < self._count - 1:
       left = deadline - time.monotonic()
       if left <= 0:
-        return self._error or self._missing()
-      if not select.select([listener], [], [], min(left, _PAUSE_SECONDS))[0]:
-        continue
-      connection, _ = listener.accept()
-      try:
-        connection.settimeout(5)
-        hello = _read_line(connection)
-      except (OSError, ValueError):  # someone else's
-        connection.close()
-        continue
-      self._connections.append(connection)
-      if not self._error and (wrong := self._wrong(hello)):
-        # Those who are just about to come are told as well.
-        self._error, deadline = wrong, min(deadline, time.monotonic() + _LATE_SECONDS)
-      self._there.setdefault(hello["index"], hello)
-    return self._error
+        return
+      waiting = [listener, *self._connections]
+      for ready in select.select(waiting, [], [], min(left, _PAUSE_SECONDS))[0]:
+        if ready is not listener:  # nothing more is said: it has died, and may come again
+          gone = self._connections.pop(ready)
+          ready.close()
+          if self._there.get(gone["index"]) is gone:
+            del self._there[gone["index"]]
+        elif self._hear(listener) and self._error:
+          # Those who are just about to come are told as well.
+          deadline = min(deadline, time.monotonic() + _LATE_SECONDS)
+
+  def _hear(self, listener: socket.socket) -> bool:
+    """Takes a connection; returns whether it was one of ours."""
+    connection, _ = listener.accept()
+    try:
+      connection.settimeout(5)
+      hello = _read_line(connection)
+      self._error = self._error or self._wrong(hello)
+    except (OSError, ValueError, KeyError):  # someone else's
+      connection.close()
+      return False
+    self._connections[connection] = hello
+    self._there.setdefault(hello["index"], hello)
+    return True
 
   def _wrong(self, hello: dict[str, Any]) -> str:
     index, who = hello["index"], _who(hello)
@@ -140,7 +157,7 @@ def _listen(port: int) -> socket.socket:
 
 def _answer(
   host: str, port: int, hello: dict[str, Any], deadline: float, timeout_seconds: float
-) -> str:
+) -> dict[str, Any]:
   """Says hello to process 0 until it answers; returns its answer, or that there was none."""
   refused = "nobody listens there"
   while time.monotonic() < deadline:
@@ -148,16 +165,17 @@ def _answer(
       with socket.create_connection((host, port), timeout=5) as connection:
         connection.sendall(json.dumps(hello).encode() + b"\n")
         connection.settimeout(max(1.0, deadline - time.monotonic() + 5))
-        return _read_line(connection)["error"]
+        return _read_line(connection)
     except ValueError:  # JAX's service is there already: the roll has been called
       refused = "something else answers there: a run that has begun with all its processes?"
     except OSError as error:
       refused = error.strerror or str(error)
     time.sleep(_PAUSE_SECONDS)
-  return (
+  text = (
     f"process {hello['index']} ({_who(hello)}) found no process 0 at {host}:{port} within "
     f"processes.start_timeout_seconds={timeout_seconds:g} ({refused})"
   )
+  return {"error": text, "missing": True}
 
 
 def _read_line(connection: socket.socket) -> dict[str, Any]:

@@ -109,20 +109,29 @@ class Watchdog:
         self._began = None
       self._beats, self._kind, self._label, self._since = self._beats + 1, kind, label, now
 
+  def part(self) -> None:
+    """Takes leave of the others at the end of a run that went well.
+
+    Still inside of the watch, so that a signal that comes while they are waited for kills nobody.
+    """
+    self.at("waiting for the other processes to end", ENDING)
+    self._exchange.close()
+    groups.part()
+
   def tell(self, what: str, text: str) -> None:
     """Tells all processes of an end: `stop`, `left`, `refused` or `failed`."""
     self._exchange.tell(what, text)
 
-  def refusing(self, text: str) -> bool:
-    """Tells the others of a refusal; returns whether this process should print it.
+  def refusing(self, text: str, what: str = "refused") -> bool:
+    """Tells the others of a refusal or a failure; returns whether this process should print it.
 
     What process 0 refuses with the same words, it says for all.
     """
     self._leaving = True
-    self.tell("refused", text)
+    self.tell(what, text)
     began = time.monotonic()
     while not self.group.first and time.monotonic() - began < 2:
-      if (said := self._exchange.said("refused", 0)) is not None:
+      if (said := self._exchange.said(what, 0)) is not None:
         return said != text
       time.sleep(0.05)
     return True
@@ -137,13 +146,15 @@ class Watchdog:
     if self._kind in (STARTING, ENDING):
       return math.inf
     lengths = self._lengths.get(self._kind)
+    first = not lengths and self._kind == EVALUATION  # judged by the steps that came before
+    lengths = lengths or (first and self._lengths.get(STEP)) or ()
     if not lengths:
       return self._start_timeout
     if self._deadline:
       return self._deadline
     longest, heartbeat = max(lengths), self.group.heartbeat_seconds
     most = max(0.5 * heartbeat, 3 * longest)
-    return min(max(10 * longest, 0.3 * heartbeat), most)
+    return most if first else min(max(10 * longest, 0.3 * heartbeat), most)
 
   # ------------------------------ the thread ------------------------------
 
@@ -176,7 +187,7 @@ class Watchdog:
 
   def _leave_early(self) -> None:
     """Ends this process before its first step: since the start nothing has come to be saved."""
-    self.tell("left", "before its first step")
+    self.tell("left", self.stop.requested)
     self._exchange.close()
     if self.group.first:
       print(f"stopped as asked ({self.stop.requested}) before the first step", flush=True)
@@ -189,6 +200,7 @@ class Watchdog:
     if what == "stop":
       self.stop.request(f"{notice['text']} to process {index}")
     elif what == "left":  # the first meeting, where this process may be waiting, cannot be
+      self.stop.request(notice["text"])
       self._leave_early()
     else:
       time.sleep(1)  # this process may be about to say the same

@@ -325,3 +325,24 @@ def test_simulate_and_more_devices_than_eight(main):
   )
   assert code == 0, err
   assert "(data, -)" in out
+
+
+def test_layout_writes_a_page(main, tmp_path):
+  page = tmp_path / "layout.html"
+  command = ["layout", "--config=configs/dp8.py:mlp", f"--html={page}"]
+  code, out, err = main(*command, "--against=configs/fsdp8.py:mlp")
+  assert code == 0, err
+  assert f"wrote {page}" in out
+  assert "layer_2/kernel" in page.read_text()
+  code, _, err = main(*command[:2], f"--html={tmp_path}")
+  assert code == 2
+  assert "give a file in a folder that exists" in err
+
+
+def test_the_tour_takes_no_config(main):
+  code, _, err = main("tour", "--config=configs/dp8.py")
+  assert code == 2
+  assert "--config belongs to the verb" in err
+  code, _, err = main("tour", "--chapter=array")
+  assert code == 2
+  assert "did you mean 'arrays'?" in err

@@ -9,7 +9,7 @@ import jax
 from input_pipeline.batches import EvaluationBatches
 from input_pipeline.prefetch import Prefetcher
 from processes.lockstep import Lockstep
-from processes.watchdog import EVALUATION, Watchdog
+from processes.watchdog import EVALUATION, SAVING, Watchdog
 from training.job import Job
 
 
@@ -47,6 +47,9 @@ class Evaluator:
         batch = prefetched.get(i, cancelled=lambda: self.lockstep.stopping)
         self.watch.at(f"evaluation batch {i + 1}: waiting for the other processes", EVALUATION)
         if not self.lockstep.enter():
+          # What comes now may take long; and the reader may be what does not come back.
+          self.watch.at("stopping", SAVING)
+          prefetched.close(timeout_seconds=0)
           return None
         self.watch.at(f"evaluation batch {i + 1}: computing", EVALUATION)
         # Added up in Python's float64, in order: the same on every mesh but for rounding.

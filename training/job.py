@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from models import MODELS
-from partitioning import layout, rules
+from partitioning import layout, pictures, rules
 from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.dims import Legend, resolve
 from partitioning.mesh import make_mesh
@@ -88,6 +88,9 @@ class Job:
     lines = [layout.legend_text(self.legend)] if whole else []
     lines.append(layout.layout_text(sections, sizes, whole=whole))
     if whole:
+      every = [p for placements in sections.values() for p in placements]
+      if ways := pictures.ways_text(every, self.mesh):
+        lines += ["how they lie, the devices that hold each block:", "", ways, ""]
       lines += ["activations, in the order of the forward pass:", *self._activation_lines(), ""]
     lines.append(
       f"{count:,} parameters; with optimizer state {layout.size_text(per_device)} per device, "

@@ -1,0 +1,230 @@
+"""Runs of several real processes, disturbed from outside, and what became of them."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+from launch.local import free_port
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+OUTSIDE = pathlib.Path(__file__).parent / "outside"
+STEPS, EVALUATE_EVERY, SAVE_EVERY = 40, 15, 10
+HEARTBEAT_SECONDS = 10
+PATIENCE_SECONDS = 120  # for what takes seconds, on a machine that is busy
+MESHES = {2: (2, 1), 4: (2, 2)}  # processes -> sizes of data and tensor; a device each
+FLAGS = [
+  "--config=configs/dp4_tp2.py",
+  "--config.model.layers=1",
+  "--config.model.model_size=32",
+  "--config.model.feedforward_size=48",
+  "--config.data.sequence_length=16",
+  "--config.data.global_batch_size=24",
+  "--config.data.evaluation_split=test[:1]",
+  f"--config.evaluation.every_steps={EVALUATE_EVERY}",
+  "--config.evaluation.steps=5",
+  "--config.evaluation.sample_tokens=8",
+  "--config.metrics.every_steps=1",
+  "--config.metrics.tensorboard=false",
+  f"--config.training.steps={STEPS}",
+  f"--config.checkpoint.every_steps={SAVE_EVERY}",
+  "--config.compiler_options=xla_backend_optimization_level=0",
+  f"--config.processes.heartbeat_seconds={HEARTBEAT_SECONDS}",
+]
+
+
+# Compiling the last words takes a tenth of the time.
+QUICK = ("--config.evaluation.sample_tokens=0",)
+
+
+class Run:
+  """The processes of a run, from one start on; a context manager that leaves none behind.
+
+  Attributes:
+    count: how many.
+    workdir: of the run.
+    codes: as of Popen, by process; of the launcher alone where one starts them.
+    ended: when they had these codes, by the monotonic clock.
+  """
+
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    *,
+    count: int = 2,
+    launcher: bool = False,
+    restarts: int = 0,
+    slow: int | None = None,
+    flags: tuple[str, ...] = (),
+  ):
+    """Starts it, or lets it go on.
+
+    Args:
+      workdir: of the run; what is printed goes to files beside it.
+      count: how many processes.
+      launcher: whether `launch.local` starts them, and not this class.
+      restarts: the launcher's.
+      slow: the process whose reading `stall` stops.
+      flags: more of them.
+    """
+    self.count, self.workdir, self.launcher = count, workdir, launcher
+    self.stalled = workdir.with_name(f"{workdir.name}-stalled")
+    self._slow = slow
+    data, tensor = MESHES[count]
+    mesh = (f"--config.mesh.data={data}", f"--config.mesh.tensor={tensor}")
+    command = [sys.executable, "main.py", *FLAGS, *mesh, *flags, f"--workdir={workdir}"]
+    number = len(list(workdir.parent.glob(f"{workdir.name}-*.out")))
+    if launcher:
+      before = [sys.executable, "-m", "launch.local", f"--processes={count}"]
+      command = [*before, f"--restarts={restarts}", "--", *command]
+    address = f"localhost:{free_port()}"
+    self._outputs, self.popens = [], []
+    for index in range(1 if launcher else count):
+      names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+      one = {} if launcher else dict(zip(names, (address, str(count), str(index)), strict=True))
+      self._outputs.append(workdir.with_name(f"{workdir.name}-{number + index}.out"))
+      with open(self._outputs[-1], "wb") as output:
+        self.popens.append(
+          subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=self._environment() | one,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+          )
+        )
+    self.codes: list[int | None] = [None] * len(self.popens)
+    self.ended: list[float] = [0.0] * len(self.popens)
+
+  def _environment(self) -> dict[str, str]:
+    environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
+    environment["PYTHONUNBUFFERED"] = "1"
+    if self._slow is not None:
+      environment["PYTHONPATH"] = str(OUTSIDE)
+      environment["FAULTS_PROCESS"] = str(self._slow)
+      environment["FAULTS_STALL"] = str(self.stalled)
+    return environment
+
+  def __enter__(self) -> "Run":
+    """Returns itself."""
+    return self
+
+  def __exit__(self, *exception) -> None:
+    """Kills what is left."""
+    self.stalled.unlink(missing_ok=True)
+    for process in [*self.left_behind(), *self.popens]:
+      with contextlib.suppress(psutil.Error, OSError):
+        process.kill()
+    for popen in self.popens:
+      popen.wait()
+
+  # ------------------------------ look ------------------------------
+
+  def text(self) -> str:
+    """Returns what was printed so far, process after process."""
+    return "".join(path.read_text(errors="replace") for path in self._outputs)
+
+  def pids(self) -> list[int]:
+    """Returns the ids of the processes; those of the launcher's last start."""
+    if not self.launcher:
+      return [popen.pid for popen in self.popens]
+    found = re.findall(r"launch: started .*\(pid ([\d, ]+)\)", self.text())
+    return [int(pid) for pid in found[-1].split(", ")] if found else []
+
+  def poll(self) -> bool:
+    """Takes note of what has ended; tells whether all have."""
+    for index, popen in enumerate(self.popens):
+      if self.codes[index] is None and popen.poll() is not None:
+        self.codes[index], self.ended[index] = popen.returncode, time.monotonic()
+    return None not in self.codes
+
+  def wait_until(self, condition, what: str) -> None:
+    """Waits until the condition holds; fails where all have ended before."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+      assert not self.poll(), f"the run has ended before {what}: {self.codes}\n{self.text()}"
+      assert time.monotonic() < until, f"waited in vain for {what}\n{self.text()}"
+      time.sleep(0.005)
+
+  def wait_for(self, text: str, times: int = 1) -> None:
+    """Waits until the text was printed so many times."""
+    self.wait_until(lambda: self.text().count(text) >= times, text)
+
+  def end(self, seconds: float = PATIENCE_SECONDS) -> list[int | None]:
+    """Waits for the end of all, not longer than so; returns the codes, None for what still runs."""
+    until = time.monotonic() + seconds
+    while not self.poll() and time.monotonic() < until:
+      time.sleep(0.01)
+    return self.codes
+
+  def end_of(self, indices: list[int], seconds: float = PATIENCE_SECONDS) -> None:
+    """Waits for the end of some, not longer than so."""
+    until = time.monotonic() + seconds
+    while not self.poll() and time.monotonic() < until:
+      if all(self.codes[index] is not None for index in indices):
+        return
+      time.sleep(0.01)
+
+  def left_behind(self) -> list[psutil.Process]:
+    """Returns the processes that run with this workdir."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+      words = process.info["cmdline"] or []
+      if f"--workdir={self.workdir}" in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+        found.append(process)
+    return found
+
+  # ------------------------------ disturb ------------------------------
+
+  def signal(self, index: int, number: signal.Signals) -> float:
+    """Sends a signal to a process; returns when, by the monotonic clock."""
+    os.kill(self.pids()[index], number)
+    return time.monotonic()
+
+  def stall(self) -> float:
+    """Stops the reading of the slow process; returns when."""
+    self.stalled.touch()
+    return time.monotonic()
+
+
+def trials(most: int) -> range:
+  """Returns the numbers of the trials of a test; FAULT_TRIALS makes them fewer."""
+  return range(min(most, int(os.environ.get("FAULT_TRIALS", most))))
+
+
+def aborted(code: int | None) -> bool:
+  """Tells whether a process ended as the others of one that has failed do: by itself or by JAX."""
+  return code in (1, -signal.SIGABRT)
+
+
+def named(text: str, index: int) -> bool:
+  """Tells whether somebody has named a process as the one that the others wait for."""
+  signs = rf"(behind is|sign of life from|no answer from) process ([^;]*\), )?{index}\b"
+  return re.search(signs, text) is not None
+
+
+def story(workdir: pathlib.Path) -> list[tuple[int, str]]:
+  """Returns (step, its numbers) of each line of metrics.jsonl, [] without one.
+
+  Of its numbers the text, by names: the same text is the same bits.
+  """
+  path, lines = workdir / "metrics.jsonl", []
+  for line in path.read_text().splitlines() if path.exists() else []:
+    values = json.loads(line)
+    kept = {k: v for k, v in values.items() if k in ("loss", "grad_norm") or k.startswith("eval")}
+    lines.append((values["step"], repr(sorted(kept.items()))))
+  return lines
+
+
+def saved(workdir: pathlib.Path) -> list[int]:
+  """Returns the steps that are saved."""
+  folder = workdir / "checkpoints"
+  return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())

@@ -1,0 +1,296 @@
+"""Pictures: blocks where JAX really puts them, drawn in full, for every rank and mesh."""
+
+import itertools
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from partitioning import pictures
+from partitioning.pictures import Block, holdings, picture, svg, terminal
+from partitioning.rules import Placement
+from partitioning.sheets import numbers_text, shown
+
+MESH = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
+WIDE = jax.make_mesh((4, 2), ("data", "tensor"))
+LINE = jax.make_mesh((8,), ("data",))
+# The same devices in another order: numbers must come from the map, not from the position.
+BACKWARDS = jax.make_mesh((4, 2), ("data", "tensor"), devices=jax.devices()[::-1])
+
+LAYOUTS = [
+  ((), (), MESH),
+  ((24,), (), MESH),
+  ((24,), ("fsdp",), MESH),
+  ((24,), (("tensor", "data"),), MESH),
+  ((12, 10), (None, None), WIDE),
+  ((12, 10), ("data", "tensor"), WIDE),
+  ((12, 10), ("tensor", None), WIDE),
+  ((12, 10), (None, "tensor"), BACKWARDS),
+  ((16, 6), (("data", "tensor"), None), WIDE),
+  ((16, 6), (("tensor", "data"), None), WIDE),
+  ((16, 6), ("data", None), LINE),
+  ((3, 12, 10), (None, "data", "tensor"), WIDE),
+  ((4, 12, 10), ("tensor", "fsdp", "data"), MESH),
+  ((4, 12, 10), (("data", "fsdp"), None, "tensor"), MESH),
+  ((4, 6, 3, 10), ("tensor", "data", None, "fsdp"), MESH),
+  ((3, 6, 8, 10), (None, "data", None, None), MESH),
+]
+NAMES = [f"{shape}, {spec}" for shape, spec, _ in LAYOUTS]
+
+
+def lies(mesh, *entries):
+  return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def words(drawn):
+  """Returns the texts of an SVG, after parsing it as XML."""
+  root = ElementTree.fromstring(svg(drawn))
+  return [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def plain(drawn, **width):
+  return terminal(drawn, **width).plain
+
+
+# ---- What is drawn ----
+
+
+@pytest.mark.parametrize(("shape", "spec", "mesh"), LAYOUTS, ids=NAMES)
+def test_blocks_are_where_the_array_really_is(shape, spec, mesh):
+  array = jax.device_put(jnp.zeros(shape), lies(mesh, *spec))
+  drawn = picture(shape, array.sharding)
+  held = {device: block.index for block in drawn.blocks for device in block.devices}
+  assert len(held) == 8
+  for piece in array.addressable_shards:
+    ends = [part.indices(size)[:2] for part, size in zip(piece.index, shape, strict=True)]
+    assert held[piece.device.id] == tuple(slice(*pair) for pair in ends)
+    assert tuple(part.stop - part.start for part in held[piece.device.id]) == piece.data.shape
+  assert len(drawn.blocks) == len({tuple(map(str, shard.index)) for shard in array.global_shards})
+
+
+@pytest.mark.parametrize(("shape", "spec", "mesh"), LAYOUTS, ids=NAMES)
+def test_the_spec_is_found_again_from_the_places(shape, spec, mesh):
+  drawn = picture(shape, lies(mesh, *spec))
+  assert tuple(drawn.spec) == spec + (None,) * (len(shape) - len(spec))
+  flat = {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+  assert set(drawn.copied) == set(mesh.axis_names) - flat
+
+
+@pytest.mark.parametrize(("shape", "spec", "mesh"), LAYOUTS, ids=NAMES)
+def test_every_block_is_drawn_with_its_devices_and_every_edge_is_named(shape, spec, mesh):
+  dims = ("rows", "columns", "depth", "more")[: len(shape)]
+  drawn = picture(shape, lies(mesh, *spec), title="x", dims=dims)
+  texts, text = words(drawn), plain(drawn)
+  for block in drawn.blocks:
+    [numbers] = numbers_text(block.devices)
+    assert texts.count(numbers) == 1
+    assert f"│ {numbers} " in text
+  for dim, size in zip(dims, shape, strict=True):
+    assert any(f"{dim} = {size}" in said for said in texts)
+    assert f"{dim} = {size}" in text
+  for axis in {
+    a for entry in spec if entry for a in ((entry,) if isinstance(entry, str) else entry)
+  }:
+    assert axis in " ".join(texts)
+    assert axis in text
+  assert max(map(len, text.splitlines())) <= 80
+
+
+def test_another_layout_is_another_picture():
+  layouts = [("data", "tensor"), ("tensor", "data"), (("data", "tensor"), None), (None, None)]
+  drawn = [picture((16, 24), lies(WIDE, *spec)) for spec in layouts]
+  drawn.append(picture((16, 24), lies(BACKWARDS, "data", "tensor")))
+  for draw in (plain, svg):
+    assert len({draw(one) for one in drawn}) == len(drawn)
+
+
+def test_the_order_of_two_axes_over_one_dim():
+  assert "0:2     2:4     4:6" in plain(picture((16,), lies(WIDE, ("tensor", "data"))))
+  assert "│ 0     │ 2     │ 4     │ 6     │ 1 " in plain(
+    picture((16,), lies(WIDE, ("tensor", "data")))
+  )
+  assert "over tensor+data (8 x 2)" in plain(picture((16,), lies(WIDE, ("tensor", "data"))))
+
+
+def test_a_picture_by_hand():
+  drawn = picture((3, 128, 384), lies(WIDE, None, None, "tensor"), title="up/kernel", dims="LDF")
+  assert drawn.blocks == (
+    Block((slice(0, 3), slice(0, 128), slice(0, 192)), (0, 2, 4, 6)),
+    Block((slice(0, 3), slice(0, 128), slice(192, 384)), (1, 3, 5, 7)),
+  )
+  assert plain(drawn).splitlines() == [
+    "up/kernel LDF [3, 128, 384]",
+    "D = 128   F = 384, over tensor (2 x 192)",
+    "  whole   0:192        192:384",
+    "        ┌────────────┬────────────┐",
+    "        │ 0, 2, 4, 6 │ 1, 3, 5, 7 │",
+    "        └────────────┴────────────┘",
+    "whole, not drawn: L = 3",
+    "each block is on 4 devices, copies along data",
+  ]
+
+
+def test_a_third_split_dim_is_a_panel_per_piece():
+  drawn = picture((4, 12, 10), lies(MESH, "tensor", "fsdp", "data"), dims=("layers", "in", "out"))
+  texts = words(drawn)
+  assert [text for text in texts if text.startswith("layers ")] == ["layers 0:2", "layers 2:4"]
+  assert "a panel per piece of layers = 4, over tensor (2 x 2)" in texts
+  assert sorted(text for text in texts if text.isdigit()) == [str(i) for i in range(8)]
+
+
+def test_copies_are_hatched_and_single_blocks_are_not():
+  assert "<pattern" in svg(picture((12, 10), lies(WIDE, "data")))
+  assert "<pattern" not in svg(picture((12, 10), lies(WIDE, "data", "tensor")))
+
+
+def test_a_sharding_without_a_mesh():
+  drawn = picture((4, 6), SingleDeviceSharding(jax.devices()[3]))
+  assert [block.devices for block in drawn.blocks] == [(3,)]
+  assert "│ 3 " in plain(drawn)
+
+
+def test_refusals():
+  with pytest.raises(ValueError, match=r"dims B, D: 2 names for shape \(4, 6, 8\)"):
+    picture((4, 6, 8), lies(WIDE), dims="BD")
+  with pytest.raises(ValueError, match="divi"):
+    picture((9,), lies(WIDE, "data"))
+  with pytest.raises(ValueError, match="before: the mesh has no device 8, 12"):
+    holdings("before", WIDE, {0: "a", 8: "b", 12: "c"})
+
+
+def test_names_are_escaped_and_titles_too():
+  drawn = picture((4, 6), lies(WIDE), title='<a> & "b"', dims=("<x>", "y&z"))
+  assert '<a> & "b" [4, 6]' in words(drawn)
+  assert "<x>" not in svg(drawn)
+
+
+# ---- Holdings ----
+
+
+def test_holdings_stand_as_the_mesh_does():
+  drawn = holdings("before", WIDE, {i: f"[{10 * i}]" for i in range(8)})
+  lines = [line for line in plain(drawn).splitlines() if "[" in line]
+  assert [line.split()[1:-1] for line in lines] == [
+    [f"{i}:", f"[{10 * i}]", "│", f"{i + 1}:", f"[{10 * i + 10}]"] for i in range(0, 8, 2)
+  ]
+  backwards = holdings("before", BACKWARDS, dict.fromkeys(range(8), "x"))
+  assert "│ 7: x │ 6: x │" in plain(backwards)
+
+
+def test_devices_that_hold_the_same_are_hatched_alike():
+  texts = {i: "evens" if i % 2 == 0 else f"only {i}" for i in range(8)}
+  drawn = svg(holdings("t", MESH, texts))
+  assert drawn.count("<pattern") == 1
+  assert drawn.count('fill="url(#') == 4
+  assert drawn.count("evens") == 4
+  both = svg(holdings("t", MESH, {i: "even" if i % 2 == 0 else "odd" for i in range(8)}))
+  assert both.count("<pattern") == 2
+
+
+def test_a_row_that_is_too_wide_becomes_a_column():
+  narrow = holdings("t", LINE, {i: str(i) for i in range(8)})
+  wide = holdings("t", LINE, dict.fromkeys(range(8), "[0 1 2 3\n 4 5 6 7]"))
+  assert len([line for line in plain(narrow).splitlines() if "│" in line]) == 1
+  lines = plain(wide).splitlines()
+  assert max(map(len, lines)) <= 80
+  assert len([line for line in lines if "[0 1 2 3" in line]) == 8
+  at = lines.index(next(line for line in lines if "3: [0 1 2 3" in line))
+  assert lines[at + 1].index("4") == lines[at].index("0 1 2 3")
+  rows = [text for text in words(wide) if "4 5 6 7]" in text]
+  assert rows == ["    4 5 6 7]"] * 8  # as long as "3: [0 1 2 3 ", which is centred like it
+  assert words(wide).count("3: [0 1 2 3 ") == 1
+
+
+def test_a_device_without_a_value_holds_nothing_and_an_empty_one_shows_its_number():
+  assert "│ 0: x │ 1: - │" in plain(holdings("t", WIDE, {0: "x"}))
+  assert "│ 0 │ 1 │" in plain(holdings("t", WIDE, dict.fromkeys(range(8), "")))
+
+
+# ---- Many devices ----
+
+
+def test_numbers_in_few_words():
+  assert numbers_text([3]) == ("3",)
+  assert numbers_text([4, 0]) == ("0, 4",)
+  assert numbers_text([0, 1, 2, 3, 8, 9, 10]) == ("0-3, 8-10",)
+  assert numbers_text(range(0, 512, 16)) == ("0, 16 ... 496", "32 copies")
+
+
+def test_a_gap_stands_before_the_last():
+  assert shown(4, 4) == [0, 1, 2, 3]
+  assert shown(9, 4) == [0, 1, None, 8]
+  assert shown(9, 1) == [0, None, 8]
+
+
+MANY = """
+import jax
+jax.config.update("jax_num_cpu_devices", 512)
+from jax.sharding import NamedSharding, PartitionSpec as P
+from partitioning.pictures import picture, svg, terminal
+mesh = jax.make_mesh((32, 16), ("data", "tensor"))
+for spec in (P("data", "tensor"), P(None, "tensor"), P(("data", "tensor")), P()):
+  drawn = picture((1024, 4096), NamedSharding(mesh, spec), dims="DF")
+  text = terminal(drawn).plain
+  assert sum(len(block.devices) for block in drawn.blocks) == 512
+  assert max(map(len, text.splitlines())) <= 80, text
+  assert len(text.splitlines()) < 30, text
+  assert len(svg(drawn)) < 60_000
+  print(text)
+"""
+
+
+def test_512_devices_are_summed_up():
+  result = subprocess.run([sys.executable, "-c", MANY], capture_output=True, text=True)
+  assert result.returncode == 0, result.stderr
+  for said in ("(13 more)", "(25 more)", "0, 16 ... 496", "32 copies", "(505 more)", "0-511"):
+    assert said in result.stdout, result.stdout
+
+
+# ---- Nothing overlaps ----
+
+
+@pytest.mark.parametrize(("shape", "spec", "mesh"), LAYOUTS, ids=NAMES)
+def test_texts_of_an_svg_lie_inside_and_apart(shape, spec, mesh):
+  dims = ("batch", "sequence", "feedforward", "model")[: len(shape)]
+  root = ElementTree.fromstring(svg(picture(shape, lies(mesh, *spec), title="x", dims=dims)))
+  width, height = float(root.get("width")), float(root.get("height"))
+  boxes = []
+  for text in root.iter("{http://www.w3.org/2000/svg}text"):
+    wide, x, y = 7.25 * len(text.text or ""), float(text.get("x")), float(text.get("y"))
+    left = {"middle": x - wide / 2, "end": x - wide}.get(text.get("text-anchor"), x)
+    box = (left, y - 10, left + wide, y + 3)
+    if text.get("transform"):  # turned by 90 degrees around its middle
+      box = (x - 10, y - wide / 2, x + 3, y + wide / 2)
+    assert box[0] >= 0, text.text
+    assert box[1] >= 0, text.text
+    assert box[2] <= width, text.text
+    assert box[3] <= height, text.text
+    boxes.append((text.text, box))
+  for (one, a), (other, b) in itertools.combinations(boxes, 2):
+    apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+    assert apart, (one, other)
+
+
+# ---- The ways of a layout ----
+
+
+def placed(name, shape, letters, *entries):
+  return Placement(name, shape, np.dtype("float32"), letters, "r", PartitionSpec(*entries))
+
+
+def test_arrays_that_are_cut_alike_share_a_drawing():
+  up = placed("up", (3, 12, 20), "LDF", None, None, "tensor")
+  down = placed("down", (3, 20, 12), "LFD", None, "tensor", None)
+  state = placed("optimizer/mu/up", (3, 12, 20), "LDF", None, None, "tensor")
+  other = placed("optimizer/mu/down", (3, 20, 12), "LFD", None, "tensor", "data")
+  scale = placed("scale", (12,), "D")
+  text = pictures.ways_text([up, down, scale, state, other], WIDE)
+  assert text.count("┌") == 2
+  assert "cut so: up, down and their optimizer state" in text
+  assert "optimizer/mu/down LFD [3, 20, 12]" in text
+  assert text.endswith("whole on each of 8 devices: scale")

@@ -1,0 +1,91 @@
+"""What the tour is made of: chapters of scenes, and what a scene shows.
+
+A chapter is a module with TITLE, OPENING and SCENES. Its functions take their layouts as
+arguments with defaults, so that the tests run them with other layouts and read what is said then.
+"""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from partitioning.mesh import make_mesh, resolve_sizes
+
+DEVICES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+  """What a scene shows.
+
+  Attributes:
+    findings: sentences, each made of what was computed.
+    pictures: of `partitioning.pictures`.
+    text: a table or a message, shown as it is.
+    measured_text: as text, of the machine that it runs on.
+    measured: as findings, of the machine that it runs on. docs/tour.md leaves both out.
+  """
+
+  findings: list[str]
+  pictures: list[Any] = dataclasses.field(default_factory=list)
+  text: str = ""
+  measured_text: str = ""
+  measured: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+  """One thing to see.
+
+  Attributes:
+    title: its heading.
+    code: what runs, and what is printed as the code. Its docstring says what it does.
+    show: what it returned -> Shown.
+    parts: functions that the code calls and that are printed before it.
+  """
+
+  title: str
+  code: Callable[[], Any]
+  show: Callable[[Any], Shown]
+  parts: tuple[Callable, ...] = ()
+
+  def play(self) -> Shown:
+    """Runs the code and returns what it shows."""
+    return self.show(self.code())
+
+  @property
+  def about(self) -> str:
+    """Returns the paragraphs of the docstring, each on one line."""
+    paragraphs = inspect.getdoc(self.code).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+  @property
+  def source(self) -> str:
+    """Returns the text of the functions that run, without their docstrings."""
+    return "\n\n\n".join(_without_docstring(part) for part in (*self.parts, self.code))
+
+
+def _without_docstring(function: Callable) -> str:
+  text = textwrap.dedent(inspect.getsource(function))
+  [definition] = ast.parse(text).body
+  first = definition.body[0]
+  lines = text.rstrip().splitlines()
+  if ast.get_docstring(definition) is not None:
+    del lines[first.lineno - 1 : first.end_lineno]
+    if not lines[first.lineno - 1].strip():
+      del lines[first.lineno - 1]
+  return "\n".join(lines)
+
+
+def mesh_of(**sizes: int) -> Mesh:
+  """Returns the project's mesh, axis=size, over as many of the devices as it needs."""
+  resolved = resolve_sizes(sizes, None)
+  count = 1
+  for size in resolved.values():
+    count *= size
+  return make_mesh(resolved, jax.devices()[:count])
