@@ -26,7 +26,7 @@ test: $(VENV)/.installed-dev
 
 # More than an hour on two quiet cores; FAULT_TRIALS=2 runs two trials of each test.
 test-faults: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m faults tests/faults
+	$(BIN)/python -m pytest -m faults
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

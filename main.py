@@ -19,6 +19,7 @@ Exit codes: 0 done; 1 failed; 2 refused before anything started or was changed; 
 SIGTERM or Ctrl-C after saving.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -240,7 +241,8 @@ def _sample(watch: Watchdog) -> Callable[[], int]:
     stop=tuple(_STOP.value),
   )
   sampling.check(ready.config, request)
-  agreement.about_to_run(ready, {}, _workdir(), writes=False)
+  digest = hashlib.sha256(repr(request.tokens).encode()).hexdigest()[:16]
+  agreement.about_to_run(ready, {}, _workdir(), writes=False, more={"prompts": digest})
   _, params = resuming.parameters(ready, _CHECKPOINT.value or str(_workdir()))
 
   def run() -> int:

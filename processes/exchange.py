@@ -77,10 +77,10 @@ class Exchange:
       return "there is no other process"
     if not self.answering():
       return "no answer from process 0, which keeps the coordination service"
-    now = time.monotonic()
-    places = {index: place for index, (place, _) in self._seen.items()}
+    now, seen = time.monotonic(), dict(self._seen)  # a copy: the thread goes on
+    places = {index: place for index, (place, _) in seen.items()}
     missing = [str(i) for i in range(self._group.count) if str(i) not in places]
-    silent = [i for i, (_, since) in self._seen.items() if now - since > SILENT_SECONDS]
+    silent = [i for i, (_, since) in seen.items() if now - since > SILENT_SECONDS]
     if silent or missing:
       names = [f"{i} ({places[i]['host']}, last seen at {places[i]['at']!r})" for i in silent]
       return f"no sign of life from process {', '.join(names + missing)}"

@@ -157,7 +157,8 @@ def who() -> tuple[str, int, int] | None:
     raise ValueError(f"of the three variables {', '.join(values)}, {missing} is not set")
   try:
     count, index = int(values[COUNT]), int(values[INDEX])
-    int(values[ADDRESS].rpartition(":")[2])
+    if not 0 < int(values[ADDRESS].rpartition(":")[2]) < 2**16:
+      raise ValueError
   except ValueError:
     raise ValueError(f"{_text(values)}: a host:port and two numbers are wanted") from None
   if not 0 <= index < count:

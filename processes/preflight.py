@@ -7,6 +7,7 @@ process shows what it is about to do in the coordination service, and every one 
 import collections
 import json
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from etils import epath
 from processes.group import Group, NotTogetherError
 
 _MOST_LINES = 12
+_LATE_SECONDS = 4.0
 
 
 class DifferenceError(ValueError):
@@ -88,6 +90,15 @@ def _names(indices: list[int]) -> str:
   return f"processes {few}"
 
 
+def _reads(path: epath.Path, token: str) -> bool:
+  """Tells whether a file is seen with its content; a file system may show it some seconds late."""
+  try:
+    next(iter(path.parent.iterdir()), None)  # asks the server of a network file system anew
+    return path.exists() and path.read_text() == token
+  except OSError:
+    return False
+
+
 def same_folder(group: Group, folder: epath.Path, *, timeout_seconds: float) -> None:
   """Finds out whether all processes see the same folder: process 0 writes, all read it back.
 
@@ -97,7 +108,8 @@ def same_folder(group: Group, folder: epath.Path, *, timeout_seconds: float) -> 
   """
   if group.alone:
     return
-  made, token = not folder.exists(), secrets.token_hex(16)
+  made = [path for path in (folder, *folder.parents) if not path.exists()]
+  token = secrets.token_hex(16)
   if group.first:
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(".preflight-*"):  # by a start that was killed
@@ -107,14 +119,17 @@ def same_folder(group: Group, folder: epath.Path, *, timeout_seconds: float) -> 
   group.wait("token", timeout_seconds=timeout_seconds)
   token = group.list("token")["0"]["token"]
   path = folder / f".preflight-{token}"
-  sees = path.exists() and path.read_text() == token
+  sees, until = _reads(path, token), time.monotonic() + _LATE_SECONDS
+  while not sees and time.monotonic() < until:
+    time.sleep(0.2)
+    sees = _reads(path, token)
   group.put(f"sees/{group.index}", {"sees": sees})
   group.wait("sees", timeout_seconds=timeout_seconds)
   blind = [int(i) for i, answer in group.list("sees").items() if not answer["sees"]]
   if group.first:
     path.unlink()
-    if blind and made:
-      folder.rmdir()
+    for empty in made if blind else ():
+      empty.rmdir()
   if blind:
     raise DifferenceError(
       f"{_names(sorted(blind))} of {group.count} cannot read what process 0 writes to the workdir "

@@ -15,6 +15,7 @@ import socket
 import time
 from typing import Any
 
+_HELLO = {"index": int, "count": int, "host": str, "pid": int, "refused": str}
 _PAUSE_SECONDS = 0.1
 _LATE_SECONDS = 3.0
 _LINE_BYTES = 2**16
@@ -53,7 +54,7 @@ def call(
   else:
     answer = _answer(host.strip("[]"), int(port), hello, deadline, timeout_seconds)
   if answer["error"]:
-    raise (MissingError if answer["missing"] else RollCallError)(answer["error"])
+    raise (MissingError if answer.get("missing") else RollCallError)(answer["error"])
 
 
 class _Roll:
@@ -107,8 +108,10 @@ class _Roll:
     try:
       connection.settimeout(5)
       hello = _read_line(connection)
+      if not _is_hello(hello):
+        raise ValueError(hello)
       self._error = self._error or self._wrong(hello)
-    except (OSError, ValueError, KeyError):  # someone else's
+    except (OSError, ValueError):  # someone else's
       connection.close()
       return False
     self._connections[connection] = hello
@@ -165,7 +168,10 @@ def _answer(
       with socket.create_connection((host, port), timeout=5) as connection:
         connection.sendall(json.dumps(hello).encode() + b"\n")
         connection.settimeout(max(1.0, deadline - time.monotonic() + 5))
-        return _read_line(connection)
+        answer = _read_line(connection)
+        if not isinstance(answer.get("error"), str):
+          raise ValueError(answer)
+        return answer
     except ValueError:  # JAX's service is there already: the roll has been called
       refused = "something else answers there: a run that has begun with all its processes?"
     except OSError as error:
@@ -186,10 +192,20 @@ def _read_line(connection: socket.socket) -> dict[str, Any]:
     received += part
     if not part or len(received) > _LINE_BYTES:
       raise ValueError("no line")
-  content = json.loads(received)
+  try:
+    content = json.loads(received)
+  except RecursionError as error:
+    raise ValueError("no line") from error
   if not isinstance(content, dict):
     raise ValueError("no object")
   return content
+
+
+def _is_hello(hello: dict[str, Any]) -> bool:
+  """Tells what another process of a run says from what anybody else may send."""
+  if {name: type(value) for name, value in hello.items()} != _HELLO:
+    return False
+  return 0 < hello["index"] < hello["count"]
 
 
 def _who(hello: dict[str, Any]) -> str:

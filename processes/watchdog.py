@@ -217,7 +217,9 @@ class Watchdog:
     """Says who is behind and where every thread stands; ends this process."""
     self._leaving = True
     text = f"{_NO_PROGRESS} for {waited:.0f} s at {self._label!r} (the limit was "
-    text += f"{self.limit():.0f} s); {self._exchange.behind()}"
+    limit = self.limit()
+    key = ", processes.start_timeout_seconds" if limit == self._start_timeout else ""
+    text += f"{limit:.0f} s{key}); {self._exchange.behind()}"
     _print(f"error: {groups.label()}{text}")
     _stacks()
     self.tell("failed", text)

@@ -1,6 +1,7 @@
 """What the processes of a run compare before the first collective; see processes/preflight.py."""
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,15 @@ from processes.group import current
 from training import devices
 from training.job import Job
 from training.resuming import plain
-from training.versions import versions
+from training.versions import everything
+
+# Variables that change what XLA and JAX compile. JAX's others say where a process finds things.
+_COMPILERS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_OWN = ("COORDINATOR", "PROCESS_ID", "NUM_PROCESSES", "LOCAL_DEVICE", "_DIR", "LOG", "DUMP")
+
+
+def _shapes_programs(name: str) -> bool:
+  return name in _COMPILERS or (name.startswith("JAX_") and not any(part in name for part in _OWN))
 
 
 def about_to_start(configs: Mapping[str, ConfigDict], more: Mapping[str, Any]) -> None:
@@ -30,7 +39,8 @@ def about_to_start(configs: Mapping[str, ConfigDict], more: Mapping[str, Any]) -
   """
   group = current()
   facts: dict[str, Any] = {**more, "hardware": devices.hardware()}
-  facts.update({f"versions.{name}": version for name, version in versions().items()})
+  facts.update(everything())
+  facts.update({name: value for name, value in os.environ.items() if _shapes_programs(name)})
   for name, config in configs.items():
     facts.update(_flat(plain(config), f"{name}."))
   timeout = next(iter(configs.values())).processes.start_timeout_seconds
@@ -38,7 +48,12 @@ def about_to_start(configs: Mapping[str, ConfigDict], more: Mapping[str, Any]) -
 
 
 def about_to_run(
-  job: Job, sources: Mapping[str, Source], workdir: epath.Path, *, writes: bool
+  job: Job,
+  sources: Mapping[str, Source],
+  workdir: epath.Path,
+  *,
+  writes: bool,
+  more: Mapping[str, Any] | None = None,
 ) -> None:
   """Compares what each process has found: devices, batch, data, checkpoints, and the workdir.
 
@@ -47,6 +62,7 @@ def about_to_run(
     sources: split -> what was opened.
     workdir: of the run.
     writes: whether the run writes to it: process 0 does, and all must see it.
+    more: name -> what else must be the same, as JSON has it.
 
   Raises:
     DifferenceError: with what differs, and where; or who does not see the workdir.
@@ -60,6 +76,7 @@ def about_to_run(
     "kind of device": job.mesh.local_devices[0].device_kind,
     "mesh": job.devices.sizes,
     "checkpoints": reading.steps(workdir / reading.FOLDER),
+    **(more or {}),
   }
   for name, array in job.batch.items():
     facts[f"batch/{name}"] = f"{array.dtype.name}{list(array.shape)}"

@@ -11,6 +11,7 @@ from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.prefetch import Prefetcher
 from input_pipeline.sources import open_source
 from partitioning import collectives
+from processes.group import current
 from processes.lockstep import Lockstep
 from processes.watchdog import ENDING, SAVING, STARTING, Watchdog
 from training.evaluation import Evaluator
@@ -67,7 +68,16 @@ def open_held_out(job: Job) -> EvaluationBatches:
 
 def finished(job: Job, start: Start, workdir: epath.Path) -> bool:
   """Tells whether all steps have been made, and the last evaluation with them."""
-  return start.step >= job.config.training.steps and evaluated(workdir, start.step)
+  if start.step < job.config.training.steps:
+    return False
+  return _evaluated(job, workdir, start.step)
+
+
+def _evaluated(job: Job, workdir: epath.Path, step: int) -> bool:
+  """Tells whether a step's evaluation is logged; a network file system may not tell all at once."""
+  seconds = job.config.processes.start_timeout_seconds
+  logged = evaluated(workdir, step)
+  return current().all_true("evaluated", logged, timeout_seconds=seconds)
 
 
 def train(
@@ -108,7 +118,7 @@ def train(
     meter = Meter(job)
     shardings = job.batch_shardings
     interrupted = _due(start.step, config.evaluation.every_steps) or start.step == steps
-    interrupted = start.step > 0 and interrupted and not evaluated(workdir, start.step)
+    interrupted = start.step > 0 and interrupted and not _evaluated(job, workdir, start.step)
     writer = stack.enter_context(
       MetricsWriter(workdir, step=start.step, tensorboard=config.metrics.tensorboard)
     )

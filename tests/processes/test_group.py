@@ -1,0 +1,211 @@
+"""Who the processes are, by variables and launchers, and where they meet."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+
+from processes import group as groups
+from processes.group import NotTogetherError
+from tests.processes.stores import groups_of, together
+
+VARIABLES = [groups.ADDRESS, groups.COUNT, groups.INDEX, *sum(groups.RANKS, ()), *groups.PER_HOST]
+CLUSTERS = ("SLURM", "OMPI", "PMI", "JOB", "KUBERNETES", "TPU", "MEGASCALE", "CLOUD")
+
+
+@pytest.fixture
+def given(monkeypatch):
+  """Returns a function that sets variables; no launcher of this machine is seen."""
+  for name in [*VARIABLES, *(name for name in os.environ if name.startswith(CLUSTERS))]:
+    monkeypatch.delenv(name, raising=False)
+
+  def give(**values: str) -> None:
+    for name, value in values.items():
+      monkeypatch.setenv(name, value)
+
+  return give
+
+
+def three(address="", count="", index="") -> dict[str, str]:
+  """Returns the three variables, those of them that are given."""
+  values = {groups.ADDRESS: address, groups.COUNT: count, groups.INDEX: index}
+  return {name: value for name, value in values.items() if value}
+
+
+# ------------------------------ who ------------------------------
+
+
+def test_nothing_is_set(given):
+  given()
+  assert groups.who() is None
+
+
+def test_all_three_are_set(given):
+  given(**three("host0:8476", "4", "3"))
+  assert groups.who() == ("host0:8476", 4, 3)
+
+
+@pytest.mark.parametrize("values", [("", "1", ""), ("host0:1", "1", "7"), ("nonsense", "1", "x")])
+def test_a_number_of_1_is_alone(given, values):
+  given(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1", **three(*values))
+  assert groups.who() == ("", 1, 0)
+
+
+HALF_SET = {
+  ("host0:8476", "", ""): "JAX_NUM_PROCESSES and JAX_PROCESS_ID is not set",
+  ("host0:8476", "2", ""): "JAX_PROCESS_ID is not set",
+  ("host0:8476", "", "1"): "JAX_NUM_PROCESSES is not set",
+  ("", "2", "1"): "JAX_COORDINATOR_ADDRESS is not set",
+  ("", "", "0"): "JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES is not set",
+}
+
+
+@pytest.mark.parametrize("values", HALF_SET)
+def test_half_set(given, values):
+  given(**three(*values))
+  with pytest.raises(ValueError, match="of the three variables") as caught:
+    groups.who()
+  assert str(caught.value).endswith(HALF_SET[values])
+
+
+NO_NUMBERS = {
+  ("host0:8476", "two", "0"): "JAX_NUM_PROCESSES=two",
+  ("host0:8476", "2", "first"): "JAX_PROCESS_ID=first",
+  ("host0", "2", "0"): "JAX_COORDINATOR_ADDRESS=host0,",
+  ("host0:port", "2", "0"): "a host:port and two numbers are wanted",
+  ("host0:99999", "2", "0"): "JAX_COORDINATOR_ADDRESS=host0:99999,",
+  ("host0:0", "2", "0"): "JAX_COORDINATOR_ADDRESS=host0:0,",
+  ("host0:8476", "2", "2"): "the index must be 0 or more and below the number",
+  ("host0:8476", "2", "-1"): "the index must be 0 or more and below the number",
+  ("host0:8476", "0", "0"): "the index must be 0 or more and below the number",
+}
+
+
+@pytest.mark.parametrize("values", NO_NUMBERS)
+def test_no_such_numbers(given, values):
+  given(**three(*values))
+  with pytest.raises(ValueError, match="=") as caught:
+    groups.who()
+  assert NO_NUMBERS[values] in str(caught.value)
+
+
+@pytest.mark.parametrize(("size", "rank"), groups.RANKS)
+def test_an_address_alone_takes_the_rest_from_the_launcher(given, size, rank):
+  given(**three("host0:8476"), **{size: "3", rank: "2"})
+  assert groups.who() == ("host0:8476", 3, 2)
+
+
+def test_our_variables_win_over_a_launchers(given):
+  given(**three("host0:8476", "2", "1"), OMPI_COMM_WORLD_SIZE="8", OMPI_COMM_WORLD_RANK="7")
+  assert groups.who() == ("host0:8476", 2, 1)
+
+
+# ------------------------------ connect ------------------------------
+
+
+def connect():
+  """Connects as main.py does."""
+  return groups.connect(start_timeout_seconds=1, heartbeat_seconds=10)
+
+
+def test_alone_without_a_launcher(given):
+  given()
+  assert connect() is groups.current()
+  assert connect().alone
+  assert connect().first
+
+
+@pytest.mark.parametrize(("size", "rank"), groups.RANKS)
+def test_one_process_of_a_launcher_is_alone(given, size, rank):
+  given(**{size: "1", rank: "0"})
+  assert connect().alone
+
+
+def test_several_of_a_launcher_that_jax_does_not_know(given):
+  given(PMI_SIZE="2", PMI_RANK="1")
+  with pytest.raises(ValueError, match="2 processes were started") as caught:
+    connect()
+  assert (
+    "set JAX_COORDINATOR_ADDRESS=HOST:PORT for all of them, or JAX_NUM_PROCESSES=1 if each"
+    in (str(caught.value))
+  )
+
+
+def test_a_kubernetes_job_without_an_address(given):
+  given(JOB_COMPLETION_INDEX="1")
+  with pytest.raises((ValueError, RuntimeError)) as caught:
+    connect()
+  assert "JAX_COORDINATOR_ADDRESS" in str(caught.value), caught.value
+
+
+def test_variables_that_are_half_set_are_a_refusal_of_the_command():
+  done = subprocess.run(
+    [sys.executable, "main.py", "layout", "--config=configs/dp8.py"],
+    env={**os.environ, groups.COUNT: "2"},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 2, done.stderr
+  assert done.stderr.startswith("refused: of the three variables"), done.stderr
+  assert done.stdout == ""
+
+
+# ------------------------------ meetings ------------------------------
+
+
+def test_what_is_put_is_seen_by_all_and_replaced():
+  first, second = groups_of(2)
+  first.put("place/0", {"at": 1})
+  first.put("place/0", {"at": 2})
+  second.put("place/1", {"at": 3})
+  first.put("places/0", {"at": 4})
+  assert first.list("place") == second.list("place") == {"0": {"at": 2}, "1": {"at": 3}}
+  second.delete("place")
+  assert first.list("place") == {}
+  assert first.list("places") == {"0": {"at": 4}}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_all_true_gives_all_the_same_answer_at_each_of_many_meetings(count):
+  # Each process is false at other meetings, at some all, at some none.
+  def false(index, meeting):
+    return meeting % (2 + index) == 0
+
+  def meet(group):
+    return [
+      group.all_true("step", not false(group.index, n), timeout_seconds=20) for n in range(60)
+    ]
+
+  group = groups_of(count) if count > 1 else [groups.Group()]
+  results = together(*(functools.partial(meet, member) for member in group))
+  expected = [not any(false(index, n) for index in range(count)) for n in range(60)]
+  assert results == [expected] * count
+
+
+def test_meetings_at_two_points_do_not_touch():
+  def meet(group):
+    answers = []
+    for n in range(20):
+      answers.append(group.all_true("step", n % 3 != 0, timeout_seconds=20))
+      answers.append(group.all_true("save", n % 2 != 0, timeout_seconds=20))
+    return answers
+
+  results = together(*(functools.partial(meet, member) for member in groups_of(3)))
+  assert results == [[x for n in range(20) for x in (n % 3 != 0, n % 2 != 0)]] * 3
+
+
+def test_someone_who_does_not_come():
+  first, _ = groups_of(2)
+  with pytest.raises(NotTogetherError) as caught:
+    first.all_true("save", True, timeout_seconds=0.1)
+  assert str(caught.value).startswith("waiting for all processes at 'save': DEADLINE_EXCEEDED")
+  assert "\n" not in str(caught.value)
+
+
+def test_labels_name_the_process_only_among_several(monkeypatch):
+  assert groups.label() == ""
+  monkeypatch.setattr(groups, "_current", groups_of(3)[1])
+  assert groups.label().startswith("process 1 (")

@@ -1,0 +1,210 @@
+"""The roll call: who is missing, twice there, or of another run, said to every process."""
+
+import json
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from launch.local import free_port
+from processes import rollcall
+from tests.processes.stores import together
+
+
+def calls(port, *members, seconds=10.0, **settings):
+  """Returns the call of each (count, index) to a roll call on a port."""
+  return [
+    lambda count=count, index=index: rollcall.call(
+      f"localhost:{port}", count, index, timeout_seconds=seconds, **settings
+    )
+    for count, index in members
+  ]
+
+
+def said(results) -> list[str]:
+  """Returns what each was told, "" for one that may go on."""
+  assert all(r is None or isinstance(r, rollcall.RollCallError) for r in results), results
+  return ["" if result is None else str(result) for result in results]
+
+
+def speak(port: int, text: bytes, *, wait: bool = True) -> None:
+  """Sends something to whoever listens on a port, once someone does."""
+  until = time.monotonic() + 10
+  while True:
+    try:
+      with socket.create_connection(("localhost", port), timeout=10) as connection:
+        connection.sendall(text)
+        while wait and connection.recv(100):
+          pass
+      return
+    except ConnectionResetError:  # closed before all was read
+      return
+    except ConnectionError:
+      assert time.monotonic() < until
+      time.sleep(0.01)
+
+
+def test_all_are_there_in_whatever_order():
+  results = together(*calls(free_port(), (4, 2), (4, 0), (4, 3), (4, 1)))
+  assert results == [None] * 4
+
+
+def test_the_port_is_free_at_once_for_the_service():
+  port = free_port()
+  assert together(*calls(port, (2, 0), (2, 1))) == [None, None]
+  with socket.create_server(("", port)):
+    pass
+
+
+def test_one_that_is_missing_is_named_to_those_who_are_there():
+  began = time.monotonic()
+  results = said(together(*calls(free_port(), (4, 0), (4, 1), (4, 3), seconds=1.0)))
+  assert time.monotonic() - began < 8
+  assert len(set(results)) == 1
+  assert "3 of 4 processes came within processes.start_timeout_seconds=1; missing: 2;" in results[0]
+  host = f"({socket.gethostname()}, pid {os.getpid()})"
+  assert f"there: 0 {host}, 1 {host}, 3 {host}" in results[0]
+
+
+def test_nobody_listens():
+  port = free_port()
+  [result] = said(together(*calls(port, (2, 1), seconds=0.5)))
+  assert f"process 1 ({socket.gethostname()}, pid {os.getpid()})" in result
+  assert f"found no process 0 at localhost:{port} within" in result
+  assert "start_timeout_seconds=0.5 (Connection refused)" in result
+
+
+def test_two_that_say_that_they_are_the_same():
+  results = said(together(*calls(free_port(), (3, 0), (3, 1), (3, 1))))
+  assert len(set(results)) == 1
+  assert "two processes say that they are process 1 of 3" in results[0]
+  assert "give each an index of its own" in results[0]
+
+
+def test_two_that_say_that_they_are_process_0():
+  port = free_port()
+  first, second = said(together(*calls(port, (2, 0), (2, 0), seconds=1.0)))
+  busy = f"process 0 cannot listen on port {port} of its host (Address already in use"
+  assert (busy in first) != (busy in second)
+  assert "missing: 1;" in first + second
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, 2), (2, 3)])
+def test_other_numbers_of_processes_are_said_at_once(first, second):
+  began = time.monotonic()
+  results = said(together(*calls(free_port(), (first, 0), (second, 1), seconds=60.0)))
+  assert time.monotonic() - began < 10
+  assert len(set(results)) == 1
+  assert f"was started as one of {first}, process 1" in results[0]
+  assert f"as one of {second}; start all with the same number" in results[0]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_that_has_refused_tells_the_others(index):
+  port = free_port()
+  [other] = calls(port, (2, 1 - index), seconds=60.0)
+  [refusing] = calls(port, (2, index), seconds=5.0, refused="unknown config key 'x'")
+  began = time.monotonic()
+  result = said(together(other, refusing))[0]
+  assert time.monotonic() - began < 10
+  assert f"process {index} (" in result
+  assert "refused: unknown config key 'x'" in result
+
+
+def test_the_port_is_someone_elses():
+  with socket.create_server(("", 0)) as server:
+    port = server.getsockname()[1]
+    [result] = said(together(*calls(port, (2, 0))))
+  assert f"process 0 cannot listen on port {port} of its host (Address already in use" in result
+  assert "Choose another in the coordinator's address" in result
+
+
+def test_a_run_that_has_begun_already():
+  # JAX's service speaks HTTP/2 there: it answers with what is no line of ours.
+  with socket.create_server(("localhost", 0)) as server:
+    stopping = threading.Event()
+
+    def serve():
+      server.settimeout(0.1)
+      while not stopping.is_set():
+        try:
+          connection, _ = server.accept()
+        except TimeoutError:
+          continue
+        with connection:
+          connection.sendall(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00\n")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    [result] = said(together(*calls(server.getsockname()[1], (2, 1), seconds=1.0)))
+    stopping.set()
+    thread.join()
+  assert "a run that has begun with all its processes?" in result
+
+
+STRANGERS = {
+  "a browser": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+  "bytes": bytes(range(256)) + b"\n",
+  "nothing": b"",
+  "no object": b"[1, 2]\n",
+  "another object": b'{"hello": 1}\n',
+  "other types": b'{"index": "1", "count": null, "host": 1, "pid": [], "refused": 0}\n',
+  "an index too high": b'{"index": 7, "count": 2, "host": "h", "pid": 1, "refused": ""}\n',
+  "deep": b"[" * 50_000 + b"\n",
+  "long": b"x" * 100_000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_on_the_port_is_not_counted(stranger):
+  port = free_port()
+  gone = threading.Event()
+
+  def late():
+    gone.wait(10)
+    rollcall.call(f"localhost:{port}", 2, 1, timeout_seconds=10)
+
+  def other():
+    try:
+      speak(port, STRANGERS[stranger], wait=bool(STRANGERS[stranger]))
+    finally:
+      gone.set()
+
+  [first] = calls(port, (2, 0))
+  *results, _ = together(first, late, other)
+  assert results == [None, None]
+
+
+def test_a_stranger_that_says_nothing_keeps_nobody_for_long():
+  port = free_port()
+  with socket.socket() as mute:
+
+    def hold():
+      until = time.monotonic() + 10
+      while mute.connect_ex(("localhost", port)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+    began = time.monotonic()
+    results = together(*calls(port, (2, 0), (2, 1), seconds=30.0), hold)
+    assert results == [None, None, None]
+    assert time.monotonic() - began < 12
+
+
+def test_what_a_line_holds():
+  port = free_port()
+  with socket.create_server(("localhost", port)) as server:
+    received = []
+
+    def serve():
+      connection, _ = server.accept()
+      with connection:
+        received.append(json.loads(connection.makefile().readline()))
+        connection.sendall(b'{"error": ""}\n')
+
+    assert together(*calls(port, (2, 1)), serve) == [None, None]
+  assert received == [
+    {"index": 1, "count": 2, "host": socket.gethostname(), "pid": os.getpid(), "refused": ""}
+  ]
