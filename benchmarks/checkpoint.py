@@ -55,7 +55,12 @@ _REPEATS = flags.DEFINE_integer("repeats", 9, "disk: saves, and as many runs of 
 _CONFIG = flags.DEFINE_string("config", "configs/dp4_tp2.py", "start, loop: what is trained.")
 _STARTS = flags.DEFINE_integer("starts", 5, "start: runs of each kind.", 1)
 _PAIRS = flags.DEFINE_integer("pairs", 3, "loop: runs of each kind.", 1)
-_SIMULATE = flags.DEFINE_bool("simulate", False, "Simulated CPU devices, even beside a GPU or TPU.")
+_SIMULATE = flags.DEFINE_bool(
+  "simulate",
+  False,
+  "Simulated CPU devices, even beside a GPU or TPU.",
+  allow_override=True,  # the tests import several benchmarks into one process
+)
 _FOLDER = flags.DEFINE_string("folder", "", "On the disk to be measured; a temporary one.")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -82,6 +82,8 @@ def _partitioning(model: str) -> ConfigDict:
       "parameters": dict(tables["parameters"]),
       "activations": dict(tables["activations"]),
       "optimizer": unset,  # unset: as parameters. Another table than theirs is ZeRO-1
+      # Between blocks, also split the sequence over tensor: norms and residual are not repeated.
+      "sequence_parallel": False,
       "overrides": (),  # (("layers/mlp/up/kernel", (None, "fsdp", "tensor")), ...)
       # Cap on the bytes of parameters and optimizer state that every device holds whole.
       "max_replicated_bytes": config_dict.placeholder(int),
@@ -113,6 +115,10 @@ def finalize(config: ConfigDict, platform: str) -> ConfigDict:
     default(training, "matmul_precision", "default")
     recipes.finalize(config, accelerated)
     default(config.optimizer, "warmup_steps", training.steps // 20)
+    activations = config.partitioning.activations
+    if config.partitioning.sequence_parallel and "residual_sequence" in activations:
+      given = activations.residual_sequence
+      activations.residual_sequence = (*given, *(() if "tensor" in given else ("tensor",)))
     parameters = config.partitioning.parameters
     for name in parameters:
       default(config.partitioning.optimizer, name, parameters[name])

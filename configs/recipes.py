@@ -18,7 +18,8 @@ AXIS_TABLES = {
     },
     "activations": {
       "batch": ("data", "fsdp"),
-      "sequence": ("context",),
+      "sequence": ("context",),  # inside of a block
+      "residual_sequence": ("context",),  # between blocks: see partitioning.sequence_parallel
       "key_sequence": (),
       "model": (),
       "feedforward": ("tensor",),
@@ -95,6 +96,8 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
     if model.feedforward_size is None:
       model.feedforward_size = model.model_size
     data.input_size, data.target_size = model.input_size, model.output_size
+  if model.name == "transformer" and model.embedding_standard_deviation is None:
+    model.embedding_standard_deviation = model.model_size**-0.5 if model.tied_embeddings else 1.0
   if model.name == "transformer" and model.head_size is None:
     if model.heads > 0 and model.model_size % model.heads:
       raise ValueError(
@@ -174,8 +177,10 @@ def lm() -> ConfigDict:
     "vocabulary_multiple": 128,  # rounded up to this, so that shapes never depend on the mesh
     "rotary_base": 10_000.0,
     "norm_epsilon": 1e-6,
-    "embedding_standard_deviation": 1.0,
+    "embedding_standard_deviation": config_dict.placeholder(float),  # 1; tied: model_size**-0.5
     "dropout_rate": 0.0,
+    "tied_embeddings": False,  # the logits by the embedding's table
+    "separate_documents": False,  # a row's documents do not see one another; positions restart
   }
   return ConfigDict(
     {

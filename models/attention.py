@@ -54,21 +54,26 @@ def causal_attention(
   q_BTNH: Float[Array, "B T N H"],
   k_BSNH: Float[Array, "B S N H"],
   v_BSNH: Float[Array, "B S N H"],
-  positions_BT: Int[Array, "#B T"],
+  slots_BT: Int[Array, "#B T"],
+  segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
 ) -> Float[Array, "B T N H"]:
   """Attends to the past and to itself; the softmax is float32 or wider. arXiv:1706.03762, 3.2.1.
 
   Args:
     q_BTNH: queries.
-    k_BSNH: keys, the one at position s in slot s.
+    k_BSNH: keys, the one in slot s being the s-th of its row.
     v_BSNH: values, likewise.
-    positions_BT: of the queries; each sees the slots up to its own.
+    slots_BT: of the queries; each sees the slots up to its own.
+    segments: the documents of queries and keys; each sees its own alone. None: all are one.
   """
   wide = wide_dtype(q_BTNH.dtype)
   q_BTNH = q_BTNH * jnp.asarray(q_BTNH.shape[-1] ** -0.5, q_BTNH.dtype)
   scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
-  slots_S = jnp.arange(k_BSNH.shape[1], dtype=positions_BT.dtype)
-  seen_BTS = slots_S[None, None, :] <= positions_BT[:, :, None]
+  slots_S = jnp.arange(k_BSNH.shape[1], dtype=slots_BT.dtype)
+  seen_BTS = slots_S[None, None, :] <= slots_BT[:, :, None]
+  if segments is not None:
+    segments_BT, segments_BS = segments
+    seen_BTS = seen_BTS & (segments_BT[:, :, None] == segments_BS[:, None, :])
   scores_BNTS = jnp.where(seen_BTS[:, None], scores_BNTS, jnp.finfo(wide).min)
   weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
   return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)

@@ -39,6 +39,12 @@ PARAMETERS = {
 }
 
 
+def parameters(config: ConfigDict) -> dict[str, str]:
+  """Returns name pattern -> letters of the parameters that this config has."""
+  del config
+  return PARAMETERS
+
+
 class Linear(nnx.Module):
   """`x @ kernel + bias`, kernel drawn with standard deviation fan_in ** -0.5."""
 

@@ -13,10 +13,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
+from models import documents
 from models.attention import Cache, causal_attention, layer_of, remember, rotate, with_layer
 from models.dtypes import wide_dtype
 from partitioning.constraints import constrain
 from partitioning.dims import Dim
+from partitioning.regions import gathered_products, scattered_lookup, scattered_product
 
 
 def legend(config: ConfigDict) -> dict[str, Dim]:
@@ -25,6 +27,7 @@ def legend(config: ConfigDict) -> dict[str, Dim]:
   return {
     "B": Dim("batch", None),
     "T": Dim("sequence", None),
+    "R": Dim("residual_sequence", None),
     "S": Dim("key_sequence", None),
     "L": Dim("layers", model.layers),
     "D": Dim("model", model.model_size),
@@ -48,6 +51,13 @@ PARAMETERS = {
   "final_norm/scale": "D",
   "unembed/kernel": "DV",
 }
+
+
+def parameters(config: ConfigDict) -> dict[str, str]:
+  """Returns name pattern -> letters of the parameters that this config has."""
+  tied = config.model.tied_embeddings
+  return {name: dims for name, dims in PARAMETERS.items() if not (tied and "unembed" in name)}
+
 
 # What the backward pass recomputes, by the value of `training.rematerialization`.
 REMATERIALIZATION = {
@@ -74,12 +84,12 @@ def rms_norm(
   return (x_wide * inverse * scale).astype(x.dtype)
 
 
-def dropout(x_BTD: Array, rate: float, key: Key[Array, ""] | None) -> Array:
+def dropout(x_BRD: Array, rate: float, key: Key[Array, ""] | None) -> Array:
   """Zeroes a share `rate` of x and scales the rest up; without a key it returns x as it is."""
   if key is None or rate == 0.0:
-    return x_BTD
-  keep_BTD = constrain(jax.random.bernoulli(key, 1.0 - rate, x_BTD.shape), "BTD")
-  return jnp.where(keep_BTD, x_BTD / (1.0 - rate), jnp.zeros_like(x_BTD))
+    return x_BRD
+  keep_BRD = constrain(jax.random.bernoulli(key, 1.0 - rate, x_BRD.shape), "BRD")
+  return jnp.where(keep_BRD, x_BRD / (1.0 - rate), jnp.zeros_like(x_BRD))
 
 
 class Kernel(nnx.Module):
@@ -96,16 +106,10 @@ class Kernel(nnx.Module):
     self.letters = letters
     self.dtype = jnp.dtype(config.training.compute_dtype)
 
-  def __call__(self, equation: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `einsum(equation, x, kernel)`, the kernel laid out as activations are."""
-
-    # What the backward pass keeps is the parameter as it lies. Without the checkpoint it would
-    # keep the cast and gathered kernel of every layer: all of the model on each fsdp device.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def product(kernel: Array, x: Array) -> Array:
-      return jnp.einsum(equation, x, constrain(kernel.astype(self.dtype), self.letters))
-
-    return product(self.kernel[...], x)
+  @property
+  def cast(self) -> Array:
+    """Returns the kernel in the compute dtype."""
+    return self.kernel[...].astype(self.dtype)
 
 
 class Norm(nnx.Module):
@@ -117,9 +121,9 @@ class Norm(nnx.Module):
     self.scale = nnx.Param(jnp.ones((config.model.model_size,), dtype))
     self.epsilon = config.model.norm_epsilon
 
-  def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+  def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
     """Returns x, normalised."""
-    return rms_norm(x_BTD, constrain(self.scale[...], "D"), epsilon=self.epsilon)
+    return rms_norm(x_BRD, constrain(self.scale[...], "D"), epsilon=self.epsilon)
 
 
 class Embedding(nnx.Module):
@@ -133,12 +137,14 @@ class Embedding(nnx.Module):
     self.table = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
     self.dtype = jnp.dtype(config.training.compute_dtype)
 
-  def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+  def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B R D"]:
     """Returns the rows of the table."""
-    # Gathered over fsdp before the lookup: a lookup in a table that is split over D as well
-    # makes XLA copy the whole batch ("involuntary full rematerialization").
-    table_VD = constrain(self.table[...].astype(self.dtype), "VD")
-    return constrain(table_VD[tokens_BT], "BTD")
+    return scattered_lookup(self.cast, tokens_BT)
+
+  @property
+  def cast(self) -> Array:
+    """Returns the table in the compute dtype."""
+    return self.table[...].astype(self.dtype)
 
 
 class Attention(nnx.Module):
@@ -157,20 +163,31 @@ class Attention(nnx.Module):
     self.rotary_base = model.rotary_base
 
   def __call__(
-    self, x_BTD: Float[Array, "B T D"], cache: Cache | None = None
-  ) -> tuple[Float[Array, "B T D"], Cache | None]:
+    self,
+    x_BRD: Float[Array, "B R D"],
+    segments_BT: Int[Array, "B T"] | None = None,
+    cache: Cache | None = None,
+  ) -> tuple[Float[Array, "B R D"], Cache | None]:
     """Returns what each position reads from its past, and the cache with these positions in it.
 
     Args:
-      x_BTD: the normalised residual.
-      cache: this layer's; None where x is all that there is.
+      x_BRD: the normalised residual.
+      segments_BT: the documents that do not see one another; None: a row is one.
+      cache: this layer's, of one document; None where x is all that there is.
     """
-    positions_BT = jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None, :]
+    slots_BT = jnp.arange(x_BRD.shape[1], dtype=jnp.int32)[None, :]
     if cache is not None:
-      positions_BT = cache.lengths[:, None] + positions_BT
-    q_BTNH = constrain(self.query("BTD,DNH->BTNH", x_BTD), "BTNH")
-    k_BSKH = constrain(self.key("BTD,DKH->BTKH", x_BTD), "BSKH")
-    v_BSKH = constrain(self.value("BTD,DKH->BTKH", x_BTD), "BSKH")
+      slots_BT = cache.lengths[:, None] + slots_BT
+    positions_BT, segments = slots_BT, None
+    if segments_BT is not None:
+      positions_BT = documents.positions(segments_BT)
+      segments = segments_BT, constrain(segments_BT, "BS")
+    q_BTNH, k_BTKH, v_BTKH = gathered_products(
+      x_BRD,
+      [self.query.cast, self.key.cast, self.value.cast],
+      (("DNH", "BTNH"), ("DKH", "BTKH"), ("DKH", "BTKH")),
+    )
+    k_BSKH, v_BSKH = constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH")
     q_BTNH = rotate(q_BTNH, positions_BT, base=self.rotary_base)
     k_BSKH = rotate(k_BSKH, positions_BT, base=self.rotary_base)
     if cache is not None:
@@ -180,8 +197,9 @@ class Attention(nnx.Module):
     # where it does not divide K.
     k_BSNH = constrain(jnp.repeat(k_BSKH, self.groups, axis=2), "BSNH")
     v_BSNH = constrain(jnp.repeat(v_BSKH, self.groups, axis=2), "BSNH")
-    mixed_BTNH = constrain(causal_attention(q_BTNH, k_BSNH, v_BSNH, positions_BT), "BTNH")
-    return constrain(self.out("BTNH,NHD->BTD", mixed_BTNH), "BTD"), cache
+    mixed_BTNH = causal_attention(q_BTNH, k_BSNH, v_BSNH, slots_BT, segments)
+    mixed_BTNH = constrain(mixed_BTNH, "BTNH")
+    return scattered_product(mixed_BTNH, self.out.cast, "NHD", "BTNH"), cache
 
 
 class GatedMLP(nnx.Module):
@@ -195,11 +213,12 @@ class GatedMLP(nnx.Module):
     self.up = kernel("DF", fan_in=model.model_size)
     self.down = kernel("FD", fan_in=model.feedforward_size, scale=(2 * model.layers) ** -0.5)
 
-  def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+  def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
     """Returns the block's update."""
-    gate_BTF = constrain(self.gate("BTD,DF->BTF", x_BTD), "BTF")
-    up_BTF = constrain(self.up("BTD,DF->BTF", x_BTD), "BTF")
-    return constrain(self.down("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF), "BTD")
+    gate_BTF, up_BTF = gathered_products(
+      x_BRD, [self.gate.cast, self.up.cast], (("DF", "BTF"), ("DF", "BTF"))
+    )
+    return scattered_product(jax.nn.silu(gate_BTF) * up_BTF, self.down.cast, "FD", "BTF")
 
 
 class Block(nnx.Module):
@@ -214,19 +233,24 @@ class Block(nnx.Module):
     self.dropout_rate = config.model.dropout_rate
 
   def __call__(
-    self, x_BTD: Float[Array, "B T D"], key: Key[Array, ""] | None, cache: Cache | None = None
-  ) -> tuple[Float[Array, "B T D"], Cache | None]:
+    self,
+    x_BRD: Float[Array, "B R D"],
+    key: Key[Array, ""] | None,
+    segments_BT: Int[Array, "B T"] | None = None,
+    cache: Cache | None = None,
+  ) -> tuple[Float[Array, "B R D"], Cache | None]:
     """Returns the residual after this layer, and the layer's cache.
 
     Args:
-      x_BTD: the residual.
+      x_BRD: the residual.
       key: draws the dropout; None turns it off.
+      segments_BT: the documents that do not see one another; None: a row is one.
       cache: what attention has kept of the past; None where x is all that there is.
     """
     keys = (None, None) if key is None else jax.random.split(key)
-    mixed_BTD, cache = self.attention(self.attention_norm(x_BTD), cache)
-    x_BTD = x_BTD + dropout(mixed_BTD, self.dropout_rate, keys[0])
-    return x_BTD + dropout(self.mlp(self.mlp_norm(x_BTD)), self.dropout_rate, keys[1]), cache
+    mixed_BRD, cache = self.attention(self.attention_norm(x_BRD), segments_BT, cache)
+    x_BRD = x_BRD + dropout(mixed_BRD, self.dropout_rate, keys[0])
+    return x_BRD + dropout(self.mlp(self.mlp_norm(x_BRD)), self.dropout_rate, keys[1]), cache
 
 
 class Transformer(nnx.Module):
@@ -243,7 +267,10 @@ class Transformer(nnx.Module):
 
     self.layers = stack(rngs)
     self.final_norm = Norm(config)
-    self.unembed = Kernel("DV", config, fan_in=config.model.model_size, rngs=rngs)
+    self.tied = config.model.tied_embeddings
+    if not self.tied:
+      self.unembed = Kernel("DV", config, fan_in=config.model.model_size, rngs=rngs)
+    self.separate_documents = config.model.separate_documents
     self.vocabulary_size = config.model.vocabulary_size
     self.layer_count = config.model.layers
     self.rematerialization = config.training.rematerialization
@@ -260,14 +287,17 @@ class Transformer(nnx.Module):
     graphdef, stack = nnx.split(self.layers)
     keys = None if key is None else jax.random.split(key, self.layer_count)
 
-    def layer(x_BTD, inputs):
+    def layer(x_BRD, inputs):
       params, layer_key = inputs
-      return nnx.merge(graphdef, params)(x_BTD, layer_key)
+      return nnx.merge(graphdef, params)(x_BRD, layer_key, segments_BT)
 
+    segments_BT = None
+    if self.separate_documents:
+      segments_BT = constrain(documents.segments(tokens_BT), "BT")
     if (policy := REMATERIALIZATION[self.rematerialization]) is not None:
       layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
-    x_BTD, _ = jax.lax.scan(layer, self.embed(tokens_BT), (stack, keys))
-    return self._logits(x_BTD)
+    x_BRD, _ = jax.lax.scan(layer, self.embed(tokens_BT), (stack, keys))
+    return self._logits(x_BRD)
 
   def extend(
     self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache
@@ -285,21 +315,23 @@ class Transformer(nnx.Module):
     graphdef, stack = nnx.split(self.layers)
 
     def layer(carry, inputs):
-      x_BTD, cache = carry
+      x_BRD, cache = carry
       params, number = inputs
-      x_BTD, new = nnx.merge(graphdef, params)(x_BTD, None, layer_of(cache, number))
-      return (x_BTD, with_layer(cache, number, new)), None
+      x_BRD, new = nnx.merge(graphdef, params)(x_BRD, None, cache=layer_of(cache, number))
+      return (x_BRD, with_layer(cache, number, new)), None
 
     numbers_L = jnp.arange(self.layer_count, dtype=jnp.int32)
     # Carried and not scanned over: so a layer is replaced in place, and there is one cache.
-    (x_BTD, cache), _ = jax.lax.scan(layer, (self.embed(tokens_BT), cache), (stack, numbers_L))
+    (x_BRD, cache), _ = jax.lax.scan(layer, (self.embed(tokens_BT), cache), (stack, numbers_L))
     last_B11 = (counts_B - 1)[:, None, None]
-    last_B1D = constrain(jnp.take_along_axis(x_BTD, last_B11, axis=1), "BTD")
+    last_B1D = constrain(jnp.take_along_axis(x_BRD, last_B11, axis=1), "BRD")
     cache = dataclasses.replace(cache, lengths=constrain(cache.lengths + counts_B, "B"))
     return self._logits(last_B1D)[:, 0], cache
 
-  def _logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    logits_BTV = self.unembed("BTD,DV->BTV", self.final_norm(x_BTD))
+  def _logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B T V"]:
+    normed_BRD = self.final_norm(x_BRD)
+    kernel, letters = (self.embed.cast, "VD") if self.tied else (self.unembed.cast, "DV")
+    [logits_BTV] = gathered_products(normed_BRD, [kernel], ((letters, "BTV"),))
     wide = wide_dtype(logits_BTV.dtype)
     logits_BTV = constrain(logits_BTV.astype(wide), "BTV")
     real_V = jnp.arange(logits_BTV.shape[-1]) < self.vocabulary_size

@@ -33,6 +33,7 @@ class ActivationLayout:
   Attributes:
     legend: letter -> Dim.
     table: dim name -> mesh axes, for activations.
+    parameters: likewise, for parameters: how kernels lie before they are used.
     collect: True while the layout is judged: failures are gathered instead of raised, so
       that all of them come in one message.
     seen: the constraints met in tracing, in order, each once.
@@ -40,6 +41,7 @@ class ActivationLayout:
 
   legend: Legend
   table: Table
+  parameters: Table = dataclasses.field(default_factory=dict)
   collect: bool = False
   seen: list[Constraint] = dataclasses.field(default_factory=list)
 
@@ -55,15 +57,33 @@ _LAYOUT: contextvars.ContextVar[ActivationLayout | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def activation_layout(
-  legend: Legend, table: Table, *, collect: bool = False
+  legend: Legend, table: Table, *, parameters: Table | None = None, collect: bool = False
 ) -> Iterator[ActivationLayout]:
-  """Sets the table by which `constrain` lays out activations inside the block."""
-  layout = ActivationLayout(legend, table, collect)
+  """Sets the tables by which `constrain` and `regions` lay out arrays inside the block."""
+  layout = ActivationLayout(legend, table, parameters or {}, collect)
   token = _LAYOUT.set(layout)
   try:
     yield layout
   finally:
     _LAYOUT.reset(token)
+
+
+def current_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[str, int]]:
+  """Returns the activation layout in force, and mesh axis -> size.
+
+  Args:
+    caller: who asks, for the message.
+
+  Raises:
+    RuntimeError: no `activation_layout` or no mesh is set.
+  """
+  layout = _LAYOUT.get()
+  if layout is None:
+    raise RuntimeError(f"{caller}: no activation_layout() is in force")
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    raise RuntimeError(f"{caller}: no mesh is set; use jax.set_mesh(mesh)")
+  return layout, dict(mesh.shape)
 
 
 def constrain(x: jax.Array, letters: str) -> jax.Array:
@@ -82,12 +102,8 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
       that its axes do not divide (`with_sharding_constraint` alone would accept that and
       return another layout: jax#26946).
   """
-  layout = _LAYOUT.get()
-  if layout is None:
-    raise RuntimeError(f'constrain(x, "{letters}"): no activation_layout() is in force')
+  layout, sizes = current_layout(f'constrain(x, "{letters}")')
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty:
-    raise RuntimeError(f'constrain(x, "{letters}"): no mesh is set; use jax.set_mesh(mesh)')
   manual = {
     axis
     for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -96,7 +112,7 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
   table = {
     name: tuple(axis for axis in axes if axis not in manual) for name, axes in layout.table.items()
   }
-  resolved = resolve(letters, x.shape, layout.legend, table, dict(mesh.shape))
+  resolved = resolve(letters, x.shape, layout.legend, table, sizes)
   if layout.collect:
     entry = Constraint(letters, x.shape, resolved.spec, resolved.notes, resolved.failures)
     if entry not in layout.seen:

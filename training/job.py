@@ -109,10 +109,10 @@ class Job:
   def tracing(self) -> Iterator[None]:
     """Sets what the program is traced under: mesh, activation table, matmul precision."""
     precision = self.config.training.matmul_precision
-    table = self.config.partitioning.activations
+    tables = self.config.partitioning
     with (
       jax.set_mesh(self.mesh),
-      activation_layout(self.legend, table),
+      activation_layout(self.legend, tables.activations, parameters=tables.parameters),
       jax.default_matmul_precision(precision),
     ):
       yield
@@ -238,7 +238,7 @@ def _place(config, legend, state, batch, sizes):
     failures += rules.check_table(f"partitioning.{title}", tables[title], legend, sizes)
   if failures:  # with a wrong table every parameter would fail again
     raise LayoutError(failures)
-  names = MODELS[config.model.name].PARAMETERS
+  names = MODELS[config.model.name].parameters(config)
   parameters, wrong = rules.place_parameters(
     state.params, names, legend, tables.parameters, sizes, overrides
   )

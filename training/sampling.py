@@ -25,6 +25,7 @@ from ml_collections import ConfigDict
 
 from models import transformer
 from models.attention import CACHE, Cache
+from models.documents import END
 from partitioning import layout
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size, resolve
@@ -32,7 +33,7 @@ from partitioning.rules import Placement
 from processes.group import current
 from training.drawing import draw
 from training.job import Job
-from training.streaming import END, Printer, Row, as_bytes
+from training.streaming import Printer, Row, as_bytes
 
 BYTES = 256
 
@@ -160,8 +161,9 @@ class Sampler:
     check(job.config, request)
     self.job = job
     # The one difference from training: one token cannot be split over `context`, whose
-    # devices all do the same.
-    self._table = {**job.config.partitioning.activations, job.legend["T"].name: ()}
+    # devices all do the same, nor the residual over `tensor`.
+    alone = {job.legend[letter].name: () for letter in ("R", "T")}
+    self._table = {**job.config.partitioning.activations, **alone}
     parts = axes_size(self._table[job.legend["B"].name], job.devices.sizes)
     self.rows = -(-len(request.prompts) // parts) * parts
     self.prompt_tokens = max(map(len, request.tokens))
@@ -308,7 +310,8 @@ class Sampler:
 
     @functools.wraps(function)
     def traced(*arguments):
-      with activation_layout(self.job.legend, self._table):
+      parameters = self.job.config.partitioning.parameters
+      with activation_layout(self.job.legend, self._table, parameters=parameters):
         return function(*arguments)
 
     return traced

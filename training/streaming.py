@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-END = 0  # the token that ends a document
+from models.documents import END
 
 # Shown as what they are instead of acted on: a model's bytes may be a terminal's commands.
 _CONTROLS = {

@@ -1,112 +1,42 @@
-"""Every shipped strategy trains as one device does: loss, every raw gradient, three SGD steps.
-
-Norm and bounds are the design's: relative L2 per tensor, 1e-5 in float32 at highest matmul
-precision, 1e-12 in float64, where rounding cannot hide a wrong reduction. The floor keeps
-tensors that are mathematically zero from being judged by their rounding.
-"""
+"""Every product of axes trains as one device does: loss, every raw gradient, three SGD steps."""
 
 import functools
-import math
 
-import jax
 import numpy as np
 import pytest
 
 from partitioning import collectives, layout
-from partitioning.rules import named_leaves
-from tests.jobs import STRATEGIES, host_batch, make_job, place
+from tests.jobs import STRATEGIES, make_job
+from tests.parity.comparison import (
+  MESHES,
+  Trained,
+  assert_close,
+  assert_equal,
+  reference,
+  train,
+)
 from training.job import Job
-
-BOUNDS = {"float32": 1e-5, "float64": 1e-12}
-STEPS = 3
 
 
 @functools.cache
-def trained(strategy: str, recipe: str, dtype: str, accumulation: int = 1):
-  """Returns (job, compiled step's text, gradients, losses, norms, parameters after STEPS)."""
-  with jax.enable_x64(dtype == "float64"):
-    job = make_job(
-      strategy,
-      recipe,
-      **{
-        "training.parameter_dtype": dtype,
-        "training.matmul_precision": "highest",
-        "training.gradient_accumulation_steps": accumulation,
-        "optimizer.name": "sgd",
-        "optimizer.learning_rate": 0.05,
-        "optimizer.warmup_steps": 0,
-        "optimizer.clip_norm": 0.5,
-      },
-    )
-
-    def probe(state, batch):
-      key = jax.random.key(job.config.seed)
-      gradients, _ = job.program.gradients(state.params, batch, key)
-      return gradients, *job.program.train_step(state, batch)
-
-    shardings = job.state_shardings
-    compiled = job.compile(
-      probe,
-      job.state,
-      job.batch,
-      in_shardings=(shardings, job.batch_shardings),
-      out_shardings=(shardings.params, shardings, None),
-    ).function
-    state, losses, norms = job.initial_state(), [], []
-    for step in range(STEPS):
-      gradients, state, metrics = compiled(state, place(job, host_batch(job, seed=step)))
-      if step == 0:
-        first = {name: np.asarray(leaf) for name, leaf in named_leaves(gradients).items()}
-      losses.append(float(metrics["loss"]))
-      norms.append(float(metrics["grad_norm"]))
-      job.check_placed(state)
-    parameters = {name: np.asarray(leaf) for name, leaf in named_leaves(state.params).items()}
-  return job, compiled.as_text(), first, losses, norms, parameters
-
-
-def assert_close(ours: dict, reference: dict, bound: float) -> None:
-  """Compares by relative L2 per tensor, with a floor for tensors that are zero."""
-  assert ours.keys() == reference.keys()
-  everything = math.sqrt(sum(float(np.sum(np.square(x))) for x in reference.values()))
-  wrong = {}
-  for name, wanted in reference.items():
-    assert ours[name].dtype == wanted.dtype
-    floor = np.finfo(wanted.dtype).eps * everything
-    distance = np.linalg.norm(ours[name] - wanted) / max(np.linalg.norm(wanted), floor)
-    if not distance <= bound:
-      wrong[name] = distance
-  assert not wrong, wrong
+def trained(mesh: str, recipe: str, dtype: str) -> Trained:
+  """Trains on a mesh."""
+  return train(recipe, dtype, MESHES[mesh])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "single"])
-def test_trains_as_one_device_does(strategy, recipe, dtype):
-  _, _, gradients, losses, norms, parameters = trained(strategy, recipe, dtype)
-  _, _, wanted_gradients, wanted_losses, wanted_norms, wanted = trained("single", recipe, dtype)
-  bound = BOUNDS[dtype]
-  np.testing.assert_allclose(losses, wanted_losses, rtol=bound)
-  np.testing.assert_allclose(norms, wanted_norms, rtol=bound)
-  assert_close(gradients, wanted_gradients, bound)
-  assert_close(parameters, wanted, bound)
-  assert max(wanted_norms) > 0.5, "the clipping must act, or its norm is not compared"
-
-
-@pytest.mark.parametrize("strategy", ["single", "dp2_fsdp2_tp2"])
-def test_accumulation_gives_the_gradients_of_the_whole_batch(strategy):
-  # Microbatches of unequal weight: a mean of means would differ.
-  _, _, gradients, losses, _, parameters = trained(strategy, "lm", "float64", accumulation=4)
-  _, _, wanted_gradients, wanted_losses, _, wanted = trained("single", "lm", "float64")
-  np.testing.assert_allclose(losses, wanted_losses, rtol=1e-12)
-  assert_close(gradients, wanted_gradients, 1e-12)
-  assert_close(parameters, wanted, 1e-12)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_trains_as_one_device_does(mesh, recipe, dtype):
+  assert_equal(trained(mesh, recipe, dtype), reference(recipe, dtype), dtype)
 
 
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "single"])
-def test_every_axis_changes_a_shard_and_a_collective(strategy, recipe):
-  job, text, *_ = trained(strategy, recipe, "float32")
-  found = collectives.collectives(text, job.mesh)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_axis_changes_a_shard_and_a_collective(mesh, recipe):
+  ours = trained(mesh, recipe, "float32")
+  job = ours.job
+  found = collectives.collectives(ours.text, job.mesh)
   for axis, size in job.devices.sizes.items():
     if size > 1:
       assert any(axis in c.axes for c in found), f"no collective over {axis}"
@@ -114,12 +44,19 @@ def test_every_axis_changes_a_shard_and_a_collective(strategy, recipe):
   # Key/value heads that stay whole are summed in groups of N/K: halves of the tensor axis.
   kept_whole = any(p.notes for p in job.placements["parameters"].values())
   assert all(c.whole for c in found) or kept_whole
-  assert kept_whole == (strategy == "tp8" and recipe == "lm")
+  assert kept_whole == (mesh == "tensor8" and recipe == "lm")
 
 
 def test_one_device_needs_no_collective():
-  job, text, *_ = trained("single", "lm", "float32")
-  assert collectives.collectives(text, job.mesh) == []
+  ours = reference("lm", "float32")
+  assert collectives.collectives(ours.text, ours.job.mesh) == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_shipped_strategies_are_among_the_meshes(strategy):
+  sizes = make_job(strategy, "lm").devices.sizes
+  larger = {f"mesh.{axis}": size for axis, size in sizes.items() if size > 1}
+  assert larger in [*MESHES.values(), {}]
 
 
 def shards(job: Job, changed: dict[str, int]) -> dict[str, tuple[int, ...]]:
@@ -133,7 +70,7 @@ def shards(job: Job, changed: dict[str, int]) -> dict[str, tuple[int, ...]]:
 
 
 def test_the_comparison_can_fail():
-  reference = {"a": np.ones(3), "zero": np.zeros(2)}
-  assert_close({"a": np.ones(3), "zero": np.full(2, 1e-30)}, reference, 1e-12)
+  wanted = {"a": np.ones(3), "zero": np.zeros(2)}
+  assert_close({"a": np.ones(3), "zero": np.full(2, 1e-30)}, wanted, 1e-12)
   with pytest.raises(AssertionError, match="'a'"):
-    assert_close({"a": np.ones(3) * (1 + 1e-9), "zero": np.zeros(2)}, reference, 1e-12)
+    assert_close({"a": np.ones(3) * (1 + 1e-9), "zero": np.zeros(2)}, wanted, 1e-12)

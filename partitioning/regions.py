@@ -1,0 +1,222 @@
+"""Sequence-parallel regions: between the blocks the residual's sequence is split over `tensor`.
+
+Source: arXiv:2205.05198, section 4.2.2. The norms and the residual are kept and computed once, not
+`tensor` times: before a block's first products the sequence is gathered, after its last one the
+partial sums are scattered over the sequence. XLA's partitioner, given constraints alone, writes an
+all-reduce of the whole and a local slice on CPUs and, as seen, on TPUs. So the products that touch
+the border are written by hand with `jax.shard_map`; their transposes are the other collective.
+
+Each function is a plain constrained product where the table gives the residual (letter R) no axis
+that the sequence inside of a block (letter T) does not have.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from partitioning.constraints import constrain, current_layout
+from partitioning.dims import Axes, Table, resolve
+
+RESIDUAL, WHOLE = "R", "T"
+SEQUENCE_DIM = 1  # of arrays B, R or T, ...
+
+
+def gathered_products(
+  x: jax.Array, kernels: Sequence[jax.Array], equations: Sequence[tuple[str, str]]
+) -> list[jax.Array]:
+  """Multiplies the residual, gathered over its sequence, by kernels that are split by columns.
+
+  Args:
+    x: B R D.
+    kernels: in the compute dtype.
+    equations: for each kernel (its letters, the letters of the product with R as T).
+
+  Returns:
+    For each kernel the product over D, as the letters say, constrained by them.
+  """
+
+  def products(by_hand: bool, x_BTD: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
+    if by_hand and (axes := _extra_axes()):
+      x_BTD = jax.lax.all_gather(x_BTD, axes, axis=SEQUENCE_DIM, tiled=True)
+    pairs = zip(equations, kernels, strict=True)
+    return [jnp.einsum(f"BTD,{letters}->{out}", x_BTD, k) for (letters, out), k in pairs]
+
+  inside = ["BRD", *(letters for letters, _ in equations)]
+  numbers = range(1, len(inside))
+  return _product(products, inside, [out for _, out in equations], x, *kernels, kernels=numbers)
+
+
+def scattered_product(x: jax.Array, kernel: jax.Array, letters: str, x_letters: str) -> jax.Array:
+  """Multiplies by a kernel that is split by rows; each device gets its part of the sequence.
+
+  Args:
+    x: as `x_letters` say, with T.
+    kernel: in the compute dtype, as `letters` say, the last of them D.
+    letters: of the kernel.
+    x_letters: of x; those it shares with the kernel are summed over.
+
+  Returns:
+    B R D.
+  """
+
+  def product(by_hand: bool, x: jax.Array, kernel: jax.Array) -> list[jax.Array]:
+    out_BTD = jnp.einsum(f"{x_letters},{letters}->BTD", x, kernel)
+    return [_reduce(out_BTD, letters[:-1]) if by_hand else out_BTD]
+
+  [out_BRD] = _product(product, [x_letters, letters], ["BRD"], x, kernel, kernels=[1])
+  return out_BRD
+
+
+def scattered_lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+  """Returns the rows of the table that tokens name, B R D.
+
+  The table is gathered over fsdp before the lookup: a lookup in a table that is split over D as
+  well makes XLA copy the whole batch ("involuntary full rematerialization").
+
+  Args:
+    table_VD: in the compute dtype.
+    tokens_BT: ids below V.
+  """
+
+  def look_up(by_hand: bool, table_VD: jax.Array, tokens_BT: jax.Array) -> list[jax.Array]:
+    if not by_hand:
+      return [table_VD[tokens_BT]]
+    if axes := _split_over("V"):  # each device adds the rows that it has
+      rows = jnp.asarray(table_VD.shape[0], tokens_BT.dtype)
+      tokens_BT = tokens_BT - jax.lax.axis_index(axes) * rows
+    here_BT = (tokens_BT >= 0) & (tokens_BT < table_VD.shape[0])
+    found_BTD = table_VD[jnp.where(here_BT, tokens_BT, jnp.zeros_like(tokens_BT))]
+    return [_reduce(jnp.where(here_BT[:, :, None], found_BTD, jnp.zeros_like(found_BTD)), "V")]
+
+  [out_BRD] = _product(look_up, ["VD", "BT"], ["BRD"], table_VD, tokens_BT, kernels=[0])
+  return out_BRD
+
+
+def _split_over(letters: str) -> Axes:
+  """Returns the axes larger than 1 that split dims inside of a block."""
+  layout, sizes = current_layout()
+  axes = [axis for letter in letters for axis in layout.table[layout.legend[letter].name]]
+  return tuple(axis for axis in axes if sizes[axis] > 1)
+
+
+def _reduce(partial_BTD: jax.Array, summed: str) -> jax.Array:
+  """Sums what the devices have of split dims; each keeps its part of the residual's sequence."""
+  axes, extra = _split_over(summed), _extra_axes()
+  if axes == extra:
+    if not axes:
+      return partial_BTD
+    return jax.lax.psum_scatter(partial_BTD, axes, scatter_dimension=SEQUENCE_DIM, tiled=True)
+  whole_BTD = jax.lax.psum(partial_BTD, axes) if axes else partial_BTD
+  if not extra:
+    return whole_BTD
+  length = whole_BTD.shape[SEQUENCE_DIM] // jax.lax.axis_size(extra)
+  start = jax.lax.axis_index(extra) * length
+  return jax.lax.dynamic_slice_in_dim(whole_BTD, start, length, SEQUENCE_DIM)
+
+
+def _product(
+  function: Callable[..., list[jax.Array]],
+  inside: Sequence[str],
+  outside: Sequence[str],
+  *arguments: jax.Array,
+  kernels: Sequence[int],
+) -> list[jax.Array]:
+  """Runs a function of laid-out arrays: by hand, where a kernel or the sequence is gathered.
+
+  What the backward pass keeps are the arguments as they lie: neither a gathered sequence nor
+  gathered kernels of every layer.
+
+  Args:
+    function: takes whether it runs by hand, then shards, or whole arrays.
+    inside: the letters of its arguments.
+    outside: the letters of its results.
+    *arguments: the arrays.
+    kernels: which of them are parameters.
+  """
+  layout, _ = current_layout()
+  extents = _extents(inside, arguments)
+  lies = [_spec(letters, extents, layout.table) for letters in inside]
+  stored = list(lies)
+  for number in kernels:
+    spec = _spec(inside[number], extents, {**layout.table, **layout.parameters})
+    if not layout.collect and _gathers(spec, lies[number]) is not None:
+      stored[number] = spec
+  moves = [_gathers(before, after) for before, after in zip(stored, lies, strict=True)]
+
+  def by_hand(*shards: jax.Array) -> list[jax.Array]:
+    return function(True, *map(_gather, shards, moves))
+
+  def product(*arguments: jax.Array) -> list[jax.Array]:
+    if layout.collect or not (_extra_axes() or any(moves)):
+      arguments = [constrain(x, letters) for x, letters in zip(arguments, inside, strict=True)]
+      results = function(False, *arguments)
+    else:
+      # All axes are manual, also those that only carry rows along (data): XLA's partitioner
+      # copies the whole batch to every device before a hand-written all-gather or reduce-scatter
+      # over some of the axes (as seen on CPUs, jax 0.10.2). Without check_vma: a kernel that is
+      # whole on all devices has a product that is too, which the check cannot see behind an
+      # all-gather. The parity tests see what it would.
+      outs = [_spec(letters, extents, layout.table) for letters in outside]
+      shard = jax.shard_map(by_hand, in_specs=tuple(stored), out_specs=outs, check_vma=False)
+      results = shard(*arguments)
+    return [constrain(x, letters) for x, letters in zip(results, outside, strict=True)]
+
+  # A new function each time: a traced one would be reused under another activation layout.
+  return jax.checkpoint(product, prevent_cse=False)(*arguments)
+
+
+def _extra_axes() -> tuple[str, ...]:
+  """Returns the axes larger than 1 that split the residual's sequence and not that in a block."""
+  layout, sizes = current_layout()
+  if layout.collect or RESIDUAL not in layout.legend:
+    return ()
+  residual, whole = (layout.table[layout.legend[letter].name] for letter in (RESIDUAL, WHOLE))
+  return tuple(axis for axis in residual if axis not in whole and sizes[axis] > 1)
+
+
+def _extents(inside: Sequence[str], arguments: Sequence[jax.Array]) -> dict[str, int]:
+  """Returns letter -> size; the sequence is as long in a block as between blocks."""
+  extents: dict[str, int] = {}
+  for letters, x in zip(inside, arguments, strict=True):
+    extents.update(zip(letters, x.shape, strict=True))
+  extents.setdefault(RESIDUAL, extents.get(WHOLE, 0))
+  extents.setdefault(WHOLE, extents[RESIDUAL])
+  return extents
+
+
+def _spec(letters: str, extents: Mapping[str, int], table: Table) -> PartitionSpec:
+  """Returns how an array of these letters lies by a table; what is wrong, `constrain` raises."""
+  layout, sizes = current_layout()
+  shape = tuple(extents.get(letter) or layout.legend[letter].size for letter in letters)
+  return resolve(letters, shape, layout.legend, table, sizes).spec
+
+
+def _gathers(before: PartitionSpec, after: PartitionSpec) -> tuple[tuple[int, Axes], ...] | None:
+  """Returns (dim, axes) of each all-gather from one spec to another; None where it takes more.
+
+  Of a dim that two axes split, the inner one can be gathered: what the outer one holds stays in
+  one piece.
+  """
+  moves = []
+  for dim, (old, new) in enumerate(itertools.zip_longest(before, after)):
+    old, new = _axes(old), _axes(new)
+    if old[: len(new)] != new:
+      return None
+    if len(old) > len(new):
+      moves.append((dim, old[len(new) :]))
+  return tuple(moves)
+
+
+def _gather(shard: jax.Array, moves: Sequence[tuple[int, Axes]]) -> jax.Array:
+  """All-gathers a shard; the transpose is a reduce-scatter of the gradient."""
+  for dim, axes in moves:
+    shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
+  return shard
+
+
+def _axes(entry: str | Axes | None) -> Axes:
+  """Returns a spec's entry as a tuple."""
+  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,0 +1,136 @@
+"""Each test breaks one reduction of the production code, and names the test that catches it.
+
+A proof of equality that cannot fail proves nothing. What is patched in is the kind of mistake that
+Adam hides: a factor, a sum that is left out, a mean of means.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from partitioning import regions
+from tests.parity.comparison import (
+  FEATURES,
+  MESHES,
+  SEQUENCE_PARALLEL,
+  assert_equal,
+  reference,
+  train,
+)
+from training import objectives, step
+
+psum, psum_scatter, all_gather = jax.lax.psum, jax.lax.psum_scatter, jax.lax.all_gather
+
+
+def assert_caught(mesh, overrides=None, *, featured=False):
+  """Trains on a mesh; the comparison with one device, trained before, must fail."""
+  wanted = assert_caught.references[featured]
+  overrides = {**(FEATURES if featured else {}), **MESHES[mesh], **(overrides or {})}
+  ours = train("lm", "float64", overrides)
+  with pytest.raises(AssertionError):
+    assert_equal(ours, wanted, "float64")
+
+
+@pytest.fixture(autouse=True)
+def _references():
+  """Trains on one device before anything is patched."""
+  assert_caught.references = {f: reference("lm", "float64", f) for f in (False, True)}
+
+
+def test_a_loss_summed_twice(monkeypatch):
+  # test_trains_as_one_device_does: the raw gradients, not the optimizer, tell a factor.
+  original = objectives.OBJECTIVES["next_token"]
+
+  def doubled(*arguments):
+    return {name: 2 * value for name, value in original(*arguments).items()}
+
+  monkeypatch.setitem(objectives.OBJECTIVES, "next_token", doubled)
+  assert_caught("data8")
+
+
+def test_a_mean_of_the_microbatches_means(monkeypatch):
+  # test_tied_embeddings_documents_rematerialization_and_accumulation
+  accumulate = step._accumulate
+
+  def mean_of_means(grad, count, batch, key):
+    def scaled(microbatch, key):
+      grads, means = grad(microbatch, key)
+      scale = 1 / means["weight"] / count
+      means = {name: value * scale for name, value in means.items()}
+      return jax.tree.map(lambda g: g * scale, grads), means
+
+    return accumulate(scaled, count, batch, key)
+
+  monkeypatch.setattr(step, "_accumulate", mean_of_means)
+  assert_caught("fsdp8", {"training.gradient_accumulation_steps": 2}, featured=True)
+
+
+def test_a_norm_of_one_shard(monkeypatch):
+  # test_trains_as_one_device_does: norms, and parameters after clipping.
+  def of_one(self, grads):
+    return optax.tree.norm(jax.tree.map(lambda g: g[..., : max(1, g.shape[-1] // 2)], grads))
+
+  monkeypatch.setattr(step.Program, "norm", of_one)
+  assert_caught("fsdp8")
+
+
+def test_gradients_that_are_not_summed_over_fsdp(monkeypatch):
+  # test_trains_as_one_device_does[fsdp8]: the transpose of the kernels' gather.
+  @jax.custom_vjp
+  def gather(shard):
+    return all_gather(shard, ("fsdp",), axis=1, tiled=True)
+
+  def backward(_, ct):
+    length = ct.shape[1] // jax.lax.axis_size("fsdp")
+    start = jax.lax.axis_index("fsdp") * length
+    return (jax.lax.dynamic_slice_in_dim(ct, start, length, 1),)
+
+  gather.defvjp(lambda shard: (gather(shard), None), backward)
+
+  def gathered(shard, moves):
+    if moves == ((1, ("fsdp",)),):
+      return gather(shard)
+    return regions_gather(shard, moves)
+
+  regions_gather = regions._gather
+  monkeypatch.setattr(regions, "_gather", gathered)
+  assert_caught("fsdp8")
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_partial_sums_scaled_at_the_end_of_a_block(monkeypatch, factor):
+  # test_sequence_parallel_regions_train_as_one_device_does
+  def scaled(x, *arguments, **keywords):
+    return psum_scatter(x, *arguments, **keywords) * jnp.asarray(factor, x.dtype)
+
+  monkeypatch.setattr(jax.lax, "psum_scatter", scaled)
+  assert_caught("data4_tensor2", SEQUENCE_PARALLEL)
+
+
+def test_partial_sums_that_are_cut_and_not_summed(monkeypatch):
+  # test_sequence_parallel_regions_train_as_one_device_does
+  def cut(x, axes, *, scatter_dimension, tiled):
+    length = x.shape[scatter_dimension] // jax.lax.axis_size(axes)
+    start = jax.lax.axis_index(axes) * length
+    return jax.lax.dynamic_slice_in_dim(x, start, length, scatter_dimension)
+
+  monkeypatch.setattr(jax.lax, "psum_scatter", cut)
+  assert_caught("data4_tensor2", SEQUENCE_PARALLEL)
+
+
+def test_a_sum_over_tensor_left_out(monkeypatch):
+  # test_trains_as_one_device_does[fsdp4_tensor2], where the products are written by hand.
+  monkeypatch.setattr(jax.lax, "psum", lambda x, axes: x)
+  assert_caught("fsdp4_tensor2")
+
+
+def test_an_embedding_that_every_device_finds(monkeypatch):
+  # test_sequence_parallel_regions_train_as_one_device_does: rows of other devices' vocabularies.
+  where = jnp.where
+
+  def unmasked(condition, x, y):
+    return x if condition.ndim == 3 and x.ndim == 3 and x.shape[2] == 40 else where(condition, x, y)
+
+  monkeypatch.setattr(jnp, "where", unmasked)
+  assert_caught("data4_tensor2", SEQUENCE_PARALLEL)

@@ -1,0 +1,57 @@
+"""Sequence-parallel regions, ZeRO-1, and what changes the model, beside one device."""
+
+import pytest
+
+from partitioning import layout
+from tests.parity.comparison import (
+  FEATURES,
+  MESHES,
+  SEQUENCE_PARALLEL,
+  assert_equal,
+  reference,
+  train,
+)
+
+# ZeRO-1: the optimizer's state is split over data, the parameters are not.
+ZERO_1 = {"partitioning.optimizer.model": ("fsdp", "data"), "optimizer.momentum": 0.9}
+SPLIT_SEQUENCES = [mesh for mesh in MESHES if "tensor" in mesh]
+
+
+@pytest.mark.parametrize("mesh", SPLIT_SEQUENCES)
+def test_sequence_parallel_regions_train_as_one_device_does(mesh):
+  ours = train("lm", "float64", {**MESHES[mesh], **SEQUENCE_PARALLEL})
+  assert_equal(ours, reference("lm", "float64"), "float64")
+
+
+def test_sequence_parallel_regions_in_float32():
+  ours = train("lm", "float32", {**MESHES["data2_fsdp2_tensor2"], **SEQUENCE_PARALLEL})
+  assert_equal(ours, reference("lm", "float32"), "float32")
+
+
+@pytest.mark.parametrize("mesh", ["fsdp8", "tensor8", "data4_tensor2", "data2_fsdp2_tensor2"])
+def test_tied_embeddings_documents_rematerialization_and_accumulation(mesh):
+  # Microbatches of unequal weight: a mean of means would differ.
+  accumulation = {"fsdp8": 2, "tensor8": 8}.get(mesh, 4)
+  overrides = {**FEATURES, **MESHES[mesh], "training.gradient_accumulation_steps": accumulation}
+  overrides.update(SEQUENCE_PARALLEL if "tensor" in mesh else {})
+  ours = train("lm", "float64", overrides)
+  assert_equal(ours, reference("lm", "float64", featured=True), "float64")
+
+
+def test_the_features_change_what_is_computed():
+  plain, featured = reference("lm", "float64"), reference("lm", "float64", featured=True)
+  assert abs(plain.losses[0] - featured.losses[0]) > 1e-3
+  assert "unembed/kernel" in plain.gradients
+  assert "unembed/kernel" not in featured.gradients
+
+
+def test_zero_1_splits_the_optimizers_state_alone():
+  ours = train("lm", "float64", {**MESHES["data8"], **ZERO_1})
+  wanted = train("lm", "float64", {"optimizer.momentum": 0.9})
+  assert_equal(ours, wanted, "float64")
+  sizes, sections = ours.job.devices.sizes, ours.job.placements
+  [name] = [name for name in sections["optimizer"] if name.endswith("trace/layers/mlp/up/kernel")]
+  kernel = sections["parameters"]["layers/mlp/up/kernel"]
+  assert layout.shard_shape(kernel.shape, kernel.spec, sizes) == (2, 40, 56)
+  state = sections["optimizer"][name]
+  assert layout.shard_shape(state.shape, state.spec, sizes) == (2, 5, 56)
