@@ -107,7 +107,7 @@ def changes(
     name: part for part, name in COMPARED.items() if part in old_record and part in new_record
   }
   old, new = (
-    _flat({**config, **{name: record[part] for name, part in parts.items()}})
+    flat({**config, **{name: record[part] for name, part in parts.items()}})
     for config, record in ((old_config, old_record), (new_config, new_record))
   )
   differing = {
@@ -202,15 +202,15 @@ def free_workdir(workdir: epath.PathLike) -> epath.Path:
   return free
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   """Returns dotted key -> value, as JSON gives it back (tuples are lists)."""
-  flat = {}
+  found = {}
   for key, value in tree.items():
     if isinstance(value, Mapping):
-      flat.update(_flat(value, f"{prefix}{key}."))
+      found.update(flat(value, f"{prefix}{key}."))
     else:
-      flat[prefix + key] = json.loads(json.dumps(value))
-  return flat
+      found[prefix + key] = json.loads(json.dumps(value))
+  return found
 
 
 def _lines(keys: Sequence[str], differing: Mapping[str, tuple]) -> str:

@@ -1,6 +1,5 @@
 """What the processes of a run compare before the first collective; see processes/preflight.py."""
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +8,7 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from checkpointing import reading
+from checkpointing import reading, resume
 from input_pipeline.sources import Source
 from processes import preflight
 from processes.group import current
@@ -42,7 +41,7 @@ def about_to_start(configs: Mapping[str, ConfigDict], more: Mapping[str, Any]) -
   facts.update(everything())
   facts.update({name: value for name, value in os.environ.items() if _shapes_programs(name)})
   for name, config in configs.items():
-    facts.update(_flat(plain(config), f"{name}."))
+    facts.update(resume.flat(plain(config), f"{name}."))
   timeout = next(iter(configs.values())).processes.start_timeout_seconds
   preflight.agree(group, "start", facts, timeout_seconds=timeout)
 
@@ -85,14 +84,3 @@ def about_to_run(
   preflight.agree(group, "run", facts, timeout_seconds=seconds)
   if writes:
     preflight.same_folder(group, workdir, timeout_seconds=seconds)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-  """Returns dotted name -> value; what is no dict is compared as a whole."""
-  found = {}
-  for key, value in tree.items():
-    if isinstance(value, Mapping):
-      found.update(_flat(value, f"{prefix}{key}."))
-    else:
-      found[prefix + key] = json.loads(json.dumps(value))
-  return found

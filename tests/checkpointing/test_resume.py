@@ -35,7 +35,7 @@ def judge(overrides, *, accept=(), done=100, record=None, old_record=RECORD, wor
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_every_key_of_every_recipe_has_a_class(recipe):
   keys = base.finalize(base.get_config(recipe), "cpu").to_dict()
-  flat = resume._flat(json.loads(json.dumps(keys, default=list)))
+  flat = resume.flat(json.loads(json.dumps(keys, default=list)))
   assert len(flat) > 40
   assert not [key for key in flat if classify(key) is None]
 
@@ -48,7 +48,7 @@ def test_a_key_of_no_class_would_be_found():
 def test_every_pattern_is_of_use():
   """Patterns for keys that no config has yet are named here."""
   later = {"mesh_dcn.*", "checkpoint.*", "profile.*", "dataset.*", "versions.*"}
-  keys = {key for recipe in recipes.RECIPES for key in resume._flat(resolved(recipe))}
+  keys = {key for recipe in recipes.RECIPES for key in resume.flat(resolved(recipe))}
   used = set()
   for key in keys:
     used.add(next(p for p in resume.CLASSES if resume.fnmatch.fnmatchcase(key, p)))
@@ -117,7 +117,7 @@ def test_goes_on_when_accepted_and_is_recorded(key):
     judge(overrides)
   assert str(refusal.value).endswith(f"accept this with --accept-changes={key}")
   [change] = judge(overrides, accept=[key])["accepted_changes"]
-  old = resume._flat(resolved())[key]
+  old = resume.flat(resolved())[key]
   assert change == {"step": 100, "key": key, "old": old, "new": ROWS[ACCEPT][key]}
 
 
