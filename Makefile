@@ -1,7 +1,8 @@
-# make train | test | test-faults | lint | setup. Everything is installed into .venv, from PYTHON.
+# make train | test | test-all | test-faults | lint | setup. Everything is installed into .venv, from PYTHON.
 PYTHON ?= python3
 ACCELERATOR ?= cpu
 CONFIG ?= configs/dp4_tp2.py
+FAULTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -14,7 +15,7 @@ ifeq ($(filter $(ACCELERATOR),cpu tpu gpu),)
 $(error ACCELERATOR=$(ACCELERATOR): cpu, tpu or gpu)
 endif
 
-.PHONY: setup train test test-faults lint clean
+.PHONY: setup train test test-all test-faults lint clean
 
 setup: $(VENV)/.installed-$(ACCELERATOR)
 
@@ -24,9 +25,15 @@ train: $(VENV)/.installed-$(ACCELERATOR)
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# More than an hour on two quiet cores; FAULT_TRIALS=2 runs two trials of each test.
+# The tests, and every mesh by every variant beside one device, which writes docs/parity.md.
+test-all: test
+	$(BIN)/python -m tests.parity.matrix --write
+
+# The plan of docs/reliability.md, whose table it writes, then the tests that are too long for
+# `make test`: hours on two quiet cores. FAULTS="--row=4 --trials=2" tries less of the plan.
 test-faults: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m faults
+	@code=0; $(BIN)/python -m tests.faults --write $(FAULTS) || code=1; \
+	$(BIN)/python -m pytest -m faults || code=1; exit $$code
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

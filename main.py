@@ -7,6 +7,8 @@ VERB    train (default): train, evaluating on the held-out split
         sample: continue --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE
         layout: print where every array lies; --against=CONFIG compares two strategies,
           --html=FILE writes it as a page with drawings and what each mesh axis costs
+        compare: whether --config and --against train alike: every raw gradient and three steps,
+          in float64 where the hardware has it; --set key=value sets a key on both sides
         tour: see what sharding does, by small examples; --chapter=NAME tells one. Without a config
 RECIPE  lm (default), mlp, mlp_tutorial; or model=NAME,data=NAME
 
@@ -15,44 +17,53 @@ The same command again goes on where the run was stopped.
 On several machines, or as several processes on one, every process runs the same command; see
 docs/running.md.
 
-Exit codes: 0 done; 1 failed; 2 refused before anything started or was changed; 75 stopped by
-SIGTERM or Ctrl-C after saving.
+Exit codes: 0 done; 1 failed; 2 refused before anything started or was changed; 3 compare: they
+differ; 75 stopped by SIGTERM or Ctrl-C after saving.
 """
 
 import hashlib
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable
 
 import jax
-import psutil
 from absl import app, flags, logging
 from etils import epath
 from ml_collections import config_flags
 
 from configs import base, command_line
 from partitioning import layout
-from partitioning.mesh import product_text
 from processes import group as groups
 from processes.lockstep import Lockstep
 from processes.preflight import DifferenceError, NotComeError
 from processes.rollcall import MissingError, RollCallError
 from processes.stopping import EXIT_CODE, StopRequest
-from processes.watchdog import Watchdog
+from processes.watchdog import SAVING, Watchdog
 from tour import chapters
 from tour import run as tour
-from training import agreement, devices, job, loop, page, resuming, sampling
+from training import (
+  agreement,
+  comparison,
+  compilation_cache,
+  devices,
+  job,
+  loop,
+  opening,
+  page,
+  resuming,
+  running,
+  sampling,
+)
 from training.evaluation import Evaluator
-from training.meter import TrainingStoppedError
 from training.reporting import replace_text, say
 
-REFUSED = 2
-VERBS = ("train", "evaluate", "sample", "layout", "tour")
+REFUSED, NO = 2, 3
+VERBS = ("train", "evaluate", "sample", "layout", "compare", "tour")
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A strategy, and after a colon a recipe.")
-_AGAINST = config_flags.DEFINE_config_file("against", None, "layout: the config to compare with.")
+_AGAINST = config_flags.DEFINE_config_file("against", None, "layout, compare: the other config.")
+_SET = flags.DEFINE_multi_string("set", [], "compare: key=value for both configs; repeatable.")
 _HTML = flags.DEFINE_string("html", None, "layout: the file for a page with drawings.")
 _CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
@@ -78,10 +89,11 @@ _STOP = flags.DEFINE_multi_string("stop", [], "sample: a text that ends a row; r
 SAMPLE_FLAGS = (_PROMPT, _PROMPT_FILE, _MAX_NEW_TOKENS, _TEMPERATURE, _TOP_K, _TOP_P, _SEED, _STOP)
 # The flags that not every verb takes.
 OWNERS = [
-  (_CONFIG, ("train", "evaluate", "sample", "layout")),
-  (_WORKDIR, ("train", "evaluate", "sample", "layout")),
+  (_CONFIG, ("train", "evaluate", "sample", "layout", "compare")),
+  (_WORKDIR, ("train", "evaluate", "sample", "layout", "compare")),
   (_CHAPTER, ("tour",)),
-  (_AGAINST, ("layout",)),
+  (_AGAINST, ("layout", "compare")),
+  (_SET, ("compare",)),
   (_HTML, ("layout",)),
   (_ACCEPT, ("train",)),
   (_CHECKPOINT, ("evaluate", "sample")),
@@ -136,7 +148,7 @@ def _run_verb(verb: str, watch: Watchdog) -> int:
     run = RUNS[verb](watch)
   except (ValueError, OSError, RuntimeError) as error:
     return _refuse(error, watch)
-  return run()
+  return running.to_its_end(run, watch)
 
 
 def _tour() -> int:
@@ -159,7 +171,7 @@ def _told(verb: str) -> dict[str, object]:
 
 def _train(watch: Watchdog) -> Callable[[], int]:
   [ready] = _prepare(_CONFIG)
-  data = loop.open_data(ready)
+  data = opening.open_data(ready)
   workdir = _workdir()
   record = resuming.judge(ready, data.train.source, workdir, _ACCEPT.value)
   sources = {"train": data.train.source, "held out": data.held_out.source}
@@ -169,48 +181,19 @@ def _train(watch: Watchdog) -> Callable[[], int]:
     config_text = json.dumps(resuming.plain(ready.config), indent=2) + "\n"
     replace_text(workdir / "config.json", config_text)
     replace_text(workdir / "layout.txt", ready.layout_text() + "\n")
-  return lambda: _run(ready, data, start, workdir, watch)
-
-
-def _run(
-  ready: job.Job, data: loop.Data, start: resuming.Start, workdir: epath.Path, watch: Watchdog
-) -> int:
-  """Trains; returns the exit code."""
-  _announce(ready, data, workdir)
-  say(start.origin)
-  if loop.finished(ready, start, workdir):
-    start.checkpointer.close()
-    say(f"training.steps={ready.config.training.steps} are done; evaluate reads the result")
-    return 0
-  try:
-    began = psutil.Process().create_time()
-    end = loop.train(ready, data, start, workdir, watch, started=began)
-  except (TrainingStoppedError, loop.SaveError) as error:
-    watch.tell("failed", str(error))
-    if isinstance(error, TrainingStoppedError):  # of the global batch: the same on all
-      if watch.group.first:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    else:
-      print(f"error: {groups.label()}{error}", file=sys.stderr, flush=True)
-    return 1 if watch.group.alone else groups.leave(1, patience_seconds=3)
-  say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
-  if end.stopped:
-    say("stopped as asked, after saving; run the same command again to go on")
-    return EXIT_CODE
-  if request := sampling.first_words(ready.config):
-    say("the model goes on:")
-    sampling.show(ready, end.state.params, request)
-  return 0
+    running.write_bad_records(ready, data, workdir)
+  return lambda: running.run(ready, data, start, workdir, watch)
 
 
 def _evaluate(watch: Watchdog) -> Callable[[], int]:
   """Evaluates a checkpoint on the whole held-out split."""
   [ready] = _prepare(_CONFIG)
-  held_out = loop.open_held_out(ready)
+  held_out = opening.open_held_out(ready)
   agreement.about_to_run(ready, {"held out": held_out.source}, _workdir(), writes=False)
   step, params = resuming.parameters(ready, _CHECKPOINT.value or str(_workdir()))
 
   def run() -> int:
+    running.announce_bad(held_out.source)
     lockstep = Lockstep(watch.group, watch.stop)
     compiled = ready.compile_eval_step().function
     metrics = Evaluator(ready, held_out, compiled, watch, lockstep)(params)
@@ -256,12 +239,14 @@ def _workdir() -> epath.Path:
   return epath.Path(_WORKDIR.value or f"runs/{command_line.name(_CONFIG)}")
 
 
-def _prepare(*config_flags_given) -> list[job.Job]:
+def _prepare(*config_flags_given, proof: bool = False) -> list[job.Job]:
   """Finalizes and checks the configs, starts the devices, judges the layouts."""
   configs = [flag.value for flag in config_flags_given]
   started = devices.start(*(c.mesh.to_dict() for c in configs), simulate=_SIMULATE.value)
   jobs = []
   for config, its_devices in zip(configs, started, strict=True):
+    if proof:
+      comparison.prove(config, its_devices.platform, keep=command_line.set_keys(_SET.value))
     config = base.finalize(config, its_devices.platform)
     base.check(config, its_devices.sizes)
     _configure_jax(config)
@@ -273,9 +258,7 @@ def _configure_jax(config) -> None:
   if config.training.parameter_dtype == "float64":
     jax.config.update("jax_enable_x64", True)
   if config.compilation_cache_dir:
-    folder = os.path.expanduser(config.compilation_cache_dir)
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    compilation_cache.use(config.compilation_cache_dir)
 
 
 def _layout(watch: Watchdog) -> Callable[[], int]:
@@ -301,29 +284,38 @@ def _layout(watch: Watchdog) -> Callable[[], int]:
       say(text)
       return 0
     written = page.html(*jobs, titles=titles)
-    if groups.current().first:
-      replace_text(file, written)
+    try:
+      if groups.current().first:
+        replace_text(file, written)
+    except OSError as error:
+      print(f"error: --html={file}: {error}", file=sys.stderr, flush=True)
+      return 1
     say(f"wrote {file}, {layout.size_text(len(written.encode()))}")
     return 0
 
   return run
 
 
-def _announce(ready: job.Job, data: loop.Data, workdir: epath.Path) -> None:
-  """Prints what is about to run: devices, mesh, layout, sizes, data."""
-  device = ready.mesh.devices.flat[0]
-  kind = (
-    "simulated CPU devices, made for this run" if ready.devices.simulated else device.device_kind
+def _compare(watch: Watchdog) -> Callable[[], int]:
+  """Trains both configs for three steps, and tells how far every tensor is from the other's."""
+  if _AGAINST.value is None:
+    raise ValueError("compare needs a second config: --against=configs/single.py")
+  ours, wanted = jobs = _prepare(_CONFIG, _AGAINST, proof=True)
+  data = comparison.bring_together(jobs)
+  sources = {"config": data[0].train.source, "against": data[1].train.source}
+  agreement.about_to_run(
+    ours, sources, _workdir(), writes=False, more={"mesh, against": wanted.devices.sizes}
   )
-  count = groups.current().count
-  among = f", of {count} processes" if count > 1 else ""
-  say(f"devices: {ready.mesh.size} x {kind}{among}; mesh: {product_text(ready.devices.sizes)}")
-  say(ready.layout_text(whole=False))
-  say(
-    f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
-    f"held out: {data.held_out.source.name}, {len(data.held_out.source):,} rows"
-  )
-  say(f"workdir: {workdir}")
+
+  def run() -> int:
+    watch.at("comparing", SAVING)
+    found = comparison.compare(jobs, data)
+    titles = (command_line.name(_CONFIG), command_line.name(_AGAINST))
+    say(comparison.text(jobs, titles, found))
+    bound = comparison.BOUNDS[ours.config.training.parameter_dtype]
+    return NO if comparison.beyond(found, bound) else 0
+
+  return run
 
 
 def _verb(words: list[str]) -> str:
@@ -361,13 +353,20 @@ def _refuse(error: Exception, watch: Watchdog | None = None) -> int:
   return groups.leave(code)
 
 
-RUNS = {"train": _train, "evaluate": _evaluate, "sample": _sample, "layout": _layout}
+RUNS = {
+  "train": _train,
+  "evaluate": _evaluate,
+  "sample": _sample,
+  "layout": _layout,
+  "compare": _compare,
+}
 
 
 def parse_flags(argv: list[str]) -> list[str]:
   """Parses the flags; what absl and ml_collections raise is a refusal like any other."""
   try:
-    return command_line.parse(argv, ("config", "against"))
+    sys.argv = command_line.with_settings(argv, ("config", "against"))  # ml_collections reads it
+    return command_line.parse(sys.argv, ("config", "against"))
   except ValueError as error:
     if "--debug" in argv:
       raise

@@ -15,26 +15,32 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-LM_SPECS = {
-  "embed": {"table": P("tensor", None)},
-  "layers": {
-    "attention_norm": {"scale": P()},
-    "attention": {
-      "query": {"kernel": P(None, None, "tensor", None)},
-      "key": {"kernel": P(None, None, "tensor", None)},
-      "value": {"kernel": P(None, None, "tensor", None)},
-      "out": {"kernel": P(None, "tensor", None, None)},
+BATCH = ("data", "fsdp")  # the axes that split the rows
+
+
+def lm_specs(kv_axis: str | None = "tensor") -> dict:
+  """Returns the decoder's PartitionSpecs; key/value heads that `tensor` does not divide: None."""
+  return {
+    "embed": {"table": P("tensor", "fsdp")},
+    "layers": {
+      "attention_norm": {"scale": P(None, "fsdp")},
+      "attention": {
+        "query": {"kernel": P(None, "fsdp", "tensor", None)},
+        "key": {"kernel": P(None, "fsdp", kv_axis, None)},
+        "value": {"kernel": P(None, "fsdp", kv_axis, None)},
+        "out": {"kernel": P(None, "tensor", None, "fsdp")},
+      },
+      "mlp_norm": {"scale": P(None, "fsdp")},
+      "mlp": {
+        "gate": {"kernel": P(None, "fsdp", "tensor")},
+        "up": {"kernel": P(None, "fsdp", "tensor")},
+        "down": {"kernel": P(None, "tensor", "fsdp")},
+      },
     },
-    "mlp_norm": {"scale": P()},
-    "mlp": {
-      "gate": {"kernel": P(None, None, "tensor")},
-      "up": {"kernel": P(None, None, "tensor")},
-      "down": {"kernel": P(None, "tensor", None)},
-    },
-  },
-  "final_norm": {"scale": P()},
-  "unembed": {"kernel": P(None, "tensor")},
-}
+    "final_norm": {"scale": P("fsdp")},
+    "unembed": {"kernel": P("fsdp", "tensor")},
+  }
+
 
 MLP_SPECS = {
   "layer_1": {"kernel": P(), "bias": P()},
@@ -83,7 +89,7 @@ def swiglu(p, x):
 
 def lm_loss(params, batch, mesh, *, dtype, norm_epsilon, rotary_base):
   """Returns the weighted mean cross-entropy of the next tokens, in nats."""
-  by_batch = NamedSharding(mesh, P("data", None, None))
+  by_batch = NamedSharding(mesh, P(BATCH, None, None))
   constrain = jax.lax.with_sharding_constraint
 
   def block(x, p):
@@ -94,11 +100,13 @@ def lm_loss(params, batch, mesh, *, dtype, norm_epsilon, rotary_base):
     x = x + swiglu(kernels[1], rms_norm(x, p["mlp_norm"]["scale"], norm_epsilon))
     return constrain(x, by_batch), None
 
-  x = constrain(params["embed"]["table"].astype(dtype)[batch["tokens"]], by_batch)
+  # Gathered over fsdp first: left to itself XLA moves the batch instead, and says so at length.
+  table = constrain(params["embed"]["table"], NamedSharding(mesh, P("tensor", None)))
+  x = constrain(table.astype(dtype)[batch["tokens"]], by_batch)
   x, _ = jax.lax.scan(block, x, params["layers"])
   x = rms_norm(x, params["final_norm"]["scale"], norm_epsilon)
   logits = (x @ params["unembed"]["kernel"].astype(dtype)).astype(jnp.float32)
-  logits = constrain(logits, NamedSharding(mesh, P("data", None, "tensor")))
+  logits = constrain(logits, NamedSharding(mesh, P(BATCH, None, "tensor")))
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
   return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
 
@@ -110,7 +118,7 @@ def mlp_loss(params, batch, mesh, *, dtype):
   for name in ("layer_1", "layer_2", "layer_3"):
     x = jax.nn.relu(x @ params[name]["kernel"] + params[name]["bias"])
     if name == "layer_2":
-      x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", "tensor")))
+      x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(BATCH, "tensor")))
   outputs = x @ params["layer_4"]["kernel"] + params["layer_4"]["bias"]
   errors = jnp.sum((outputs.astype(jnp.float32) - batch["targets"]) ** 2, axis=-1)
   return jnp.sum(errors * batch["weights"]) / jnp.sum(batch["weights"])
@@ -146,7 +154,7 @@ def compile_step(
     loss_function: (params, batch, mesh) -> scalar.
     specs: the PartitionSpec of each parameter.
     optimizer: optax's.
-    mesh: with at least the axes `data` and `tensor`.
+    mesh: with at least the axes `data`, `fsdp` and `tensor`.
     arrays: (params, batch), or their ShapeDtypeStructs; the batch's rows are the first dim.
 
   Returns:
@@ -154,7 +162,7 @@ def compile_step(
     step: (params, optimizer state, batch) -> the same two, and the loss and the norm of
       the gradients; it donates the first two.
   """
-  everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+  everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P(BATCH))
   shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
   params, batch = arrays
   optimizer_state = jax.eval_shape(optimizer.init, params)

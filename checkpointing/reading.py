@@ -1,14 +1,9 @@
-"""Reading a checkpoint: is it whole, does it fit, and its arrays, straight into their layout.
+"""Reading a checkpoint: where it is, does it fit, and its arrays, straight into their layout.
 
-Nothing here ever writes. A step's folder, as Orbax commits it:
-
-  STEP/commit_success.txt, STEP/_CHECKPOINT_METADATA    written last
-  STEP/config/metadata, STEP/record/metadata            JSON
-  STEP/state/                                           the arrays, in TensorStore's OCDBT format
+Nothing here ever writes.
 """
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,17 +12,12 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from checkpointing import trees
+from checkpointing import trees, whole
+from checkpointing.together import Together, told
+from checkpointing.whole import FULL, STATE, UnreadableError, one_line
 
 FOLDER = "checkpoints"  # in a workdir
-STATE, CONFIG, RECORD = "state", "config", "record"
 PARAMETERS = "params"  # the branch of the state that holds them
-COMMITTED = "commit_success.txt"
-STEP_METADATA = "_CHECKPOINT_METADATA"
-
-
-class UnreadableError(Exception):
-  """A step's folder is torn: a file of it is missing, cut short or not what it should be."""
 
 
 def warn(text: str) -> None:
@@ -66,8 +56,9 @@ def restore_parameters(
   abstract: Any,
   step: int | None = None,
   *,
+  verify: str = FULL,
   warn: Callable[[str], None] = warn,
-  agree: Callable[[bool], bool] = bool,
+  together: Together | None = None,
 ) -> tuple[int, Any]:
   """Restores the parameters alone, from a run of any optimizer; writes nothing.
 
@@ -75,8 +66,9 @@ def restore_parameters(
     folder: of checkpoints, as `parse_location` gives it.
     abstract: the nested dict of parameters, ShapeDtypeStructs with shardings.
     step: which; by default the newest that can be read.
+    verify: how a step is checked before it is read: `full`, `size` or `off`.
     warn: is told of newer ones that cannot.
-    agree: as of `restore_first`.
+    together: the processes, each of which reads its own shards; by default there is one.
 
   Returns:
     The step, and a tree like `abstract` of placed arrays.
@@ -86,9 +78,13 @@ def restore_parameters(
       can be read.
   """
   folder = epath.Path(folder)
-  found = restore_first(
-    folder, step, lambda step: read_arrays(folder / str(step), abstract, under=PARAMETERS), agree
-  )
+  together = together or Together()
+
+  def read(step: int) -> Any:
+    path = folder / str(step)
+    return read_arrays(path, abstract, under=PARAMETERS, verify=verify, together=together)
+
+  found = restore_first(folder, step, read, together)
   for line in found.warnings(folder, "nothing is changed"):
     warn(line)
   return found.step, found.tree
@@ -115,7 +111,7 @@ def restore_first(
   folder: epath.Path,
   step: int | None,
   read: Callable[[int], Any],
-  agree: Callable[[bool], bool] = bool,
+  together: Together | None = None,
 ) -> Found:
   """Reads one step, or where none is named the newest that can be read.
 
@@ -123,7 +119,7 @@ def restore_first(
     folder: of checkpoints.
     step: which, or None.
     read: step -> tree; raises UnreadableError.
-    agree: tells whether all processes, each of which reads its own shards, could read theirs.
+    together: the processes, if all of them ask: a step counts that every one could read.
 
   Raises:
     ValueError: no such step, or none that can be read; and whatever `read` raises besides.
@@ -131,6 +127,7 @@ def restore_first(
   there = require_steps(folder)
   if step is not None and step not in there:
     raise ValueError(f"{folder} holds no step {step}; it holds {listed(there)}")
+  together = together or Together()
   broken: dict[int, str] = {}
   for candidate in [step] if step is not None else reversed(there):
     tree, why = None, ""
@@ -138,9 +135,9 @@ def restore_first(
       tree = read(candidate)
     except UnreadableError as error:
       why = str(error)
-    if agree(not why):
+    if not (why := told(together.exchange(why))):
       return Found(candidate, tree, broken)
-    broken[candidate] = why or "another process could not read its shards"
+    broken[candidate] = why
   others = [s for s in there if s not in broken]
   raise ValueError(
     f"{folder}: nothing to restore from:\n"
@@ -178,37 +175,31 @@ def steps(folder: epath.Path) -> list[int]:
   return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
-def read_json(path: epath.Path, item: str) -> dict[str, Any]:
-  """Returns the JSON of an item (`config` or `record`) of a step's folder.
-
-  Raises:
-    UnreadableError: it is missing or is not JSON.
-  """
-  try:
-    content = json.loads((path / item / "metadata").read_text())
-  except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
-    raise UnreadableError(f"{item}/metadata: {_one_line(error)}") from error
-  if not isinstance(content, dict):
-    raise UnreadableError(f"{item}/metadata: not a JSON object")
-  return content
-
-
-def read_arrays(path: epath.Path, abstract: Any, *, under: str = "") -> Any:
+def read_arrays(
+  path: epath.Path,
+  abstract: Any,
+  *,
+  under: str = "",
+  verify: str = FULL,
+  together: Together | None = None,
+) -> Any:
   """Restores arrays directly into their shardings, whatever layout wrote them.
 
   Args:
     path: a step's folder.
     abstract: a tree of ShapeDtypeStructs with shardings.
     under: compare and restore only what stands under this name (`params`) in the checkpoint.
+    verify: how the step is checked before: `full`, `size` or `off`.
+    together: the processes, each of which checks its share and reads its own shards.
 
   Returns:
-    A tree like `abstract` of placed arrays. Each process reads its own shards only.
+    A tree like `abstract` of placed arrays.
 
   Raises:
-    UnreadableError: the checkpoint is torn.
+    UnreadableError: the checkpoint is torn, as far as this process has looked.
     ValueError: it holds other arrays than asked for; every difference in one message.
   """
-  _check_committed(path)
+  large = whole.check(path, verify)
   prefix = f"{under}/" if under else ""
   wanted = {prefix + name: leaf for name, leaf in trees.named_leaves(abstract).items()}
   # Orbax reports one difference of several, and casts another dtype without a word.
@@ -217,6 +208,7 @@ def read_arrays(path: epath.Path, abstract: Any, *, under: str = "") -> Any:
   if lines:
     count = f"{len(lines)} {'array differs' if len(lines) == 1 else 'arrays differ'}"
     raise ValueError(f"{path} does not fit ({count}):\n" + "\n".join(f"  {x}" for x in lines))
+  whole.check_share(path, large, together or Together())
   restore_args = {
     name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
     for name, leaf in wanted.items()
@@ -242,27 +234,6 @@ def stored_arrays(path: epath.Path) -> Mapping[str, Any]:
   return trees.named_leaves(metadata.tree)
 
 
-def _check_committed(path: epath.Path) -> None:
-  """Looks at what Orbax takes on trust: the marks that a step was written to its end."""
-  missing = [
-    name
-    for name in (
-      COMMITTED,
-      STEP_METADATA,
-      *(f"{item}/{COMMITTED}" for item in (STATE, CONFIG, RECORD)),
-    )
-    if not (path / name).exists() or not (path / name).stat().length
-  ]
-  if missing:
-    raise UnreadableError(f"missing or empty: {', '.join(missing)}")
-  try:
-    json.loads((path / STEP_METADATA).read_text())
-  except (OSError, ValueError) as error:
-    raise UnreadableError(f"{STEP_METADATA}: {_one_line(error)}") from error
-  for item in (CONFIG, RECORD):
-    read_json(path, item)
-
-
 def _from_orbax(path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
   """Reads the state; whatever Orbax and TensorStore raise over its files is UnreadableError.
 
@@ -274,12 +245,4 @@ def _from_orbax(path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
   except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
     raise
   except Exception as error:
-    raise UnreadableError(f"{STATE}: {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-  """Returns what an error began with, in at most 300 characters of one line."""
-  while error.__cause__ is not None:
-    error = error.__cause__
-  text = " ".join(f"{type(error).__name__}: {error}".split())
-  return text if len(text) <= 300 else f"{text[:300]}..."
+    raise UnreadableError(f"{STATE}: {one_line(error)}") from error

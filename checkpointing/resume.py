@@ -32,8 +32,10 @@ CLASSES = {
   # The data. Another row order or another row is another run.
   "data.data_dir": GOES_ON,  # where the same rows lie; dataset.* tells whether they are the same
   "data.prefetch_batches": GOES_ON,
+  "data.max_bad_records": GOES_ON,  # a run that an unreadable record has stopped may go on
   "data.evaluation_split": GOES_ON,
   "data.global_batch_size": ACCEPT,
+  "data.skip_batches": ACCEPT,  # those that no step has reached yet: training.rollback checks
   "data.*": REFUSED,
   "dataset.*": REFUSED,  # of the record: version, fingerprint
   "seed": REFUSED,
@@ -42,10 +44,15 @@ CLASSES = {
   "model.*": REFUSED,
   # The step.
   "training.steps": GOES_ON,  # unless fewer than are done
+  "training.replica_check_every_steps": GOES_ON,
   "training.gradient_accumulation_steps": ACCEPT,
   "training.compute_dtype": ACCEPT,
   "training.matmul_precision": ACCEPT,
   "training.rematerialization": ACCEPT,
+  # What becomes of a step that is bad, so that a run which stopped at one can go on.
+  "training.on_bad_step": GOES_ON,
+  "training.bad_step_*": GOES_ON,
+  "training.max_rollbacks": GOES_ON,
   "training.parameter_dtype": REFUSED,
   "training.loss": REFUSED,
   "optimizer.name": REFUSED,  # its state is of another kind

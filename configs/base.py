@@ -29,6 +29,8 @@ METRICS = {
 }
 OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("cosine", "constant")
+VERIFY = ("full", "size", "off")
+ON_BAD_STEP = ("stop", "roll_back")
 ACCELERATORS = ("tpu", "gpu")
 
 
@@ -56,6 +58,7 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
       "keep_every_steps": 0,  # and every step that is a multiple of it; 0 is off
       "keep_best": "",  # and the best by a metric such as eval_loss; evaluated steps are saved
       "initialize_from": "",  # DIR[/STEP] of another run, whose parameters this one starts with
+      "verify": "full",  # before it is read: every byte; size: of each file that alone; off
     }
   )
   config.profile = ConfigDict({"start_step": 0, "steps": 0})  # traced into WORKDIR/profile
@@ -64,6 +67,7 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
       "start_timeout_seconds": 300,  # for all to come, and for a first step or evaluation batch
       "heartbeat_seconds": 100,  # without a sign of life: then JAX ends all the others
       "deadline_seconds": 0,  # a step without end; 0: learned from the run. Below the heartbeat
+      "slow_ratio": 2.0,  # a process so many times slower than the others is named; 0 is off
     }
   )
   config.compiler_options = ""  # XLA's, for every compiled step: "name=value,name=value"
@@ -148,6 +152,9 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
       f"processes.heartbeat_seconds={config.processes.heartbeat_seconds}, after which JAX ends all "
       f"processes without naming the one that is behind; 0 learns it from the run"
     )
+  if 0 < config.processes.slow_ratio <= 1:
+    ratio = config.processes.slow_ratio
+    wrong.append(f"processes.slow_ratio={ratio}: above 1, or 0 to turn it off")
   if config.training.compute_dtype == "float64" and config.training.parameter_dtype != "float64":
     wrong.append("training.compute_dtype=float64 needs training.parameter_dtype=float64")
   if config.model.name == "transformer":
@@ -168,8 +175,14 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
 LEAST = {
   "training.steps": 1,
   "training.gradient_accumulation_steps": 1,
+  "training.replica_check_every_steps": 0,
+  "training.bad_step_deviations": 0,
+  "training.bad_step_window": 2,
+  "training.bad_step_skips": 1,
+  "training.max_rollbacks": 1,
   "data.global_batch_size": 1,
   "data.prefetch_batches": 1,
+  "data.max_bad_records": 0,
   "optimizer.warmup_steps": 0,
   "optimizer.learning_rate": 0,
   "optimizer.weight_decay": 0,
@@ -186,6 +199,7 @@ LEAST = {
   "processes.start_timeout_seconds": 1,
   "processes.heartbeat_seconds": 5,
   "processes.deadline_seconds": 0,
+  "processes.slow_ratio": 0,
   "seed": 0,
 }
 
@@ -219,10 +233,12 @@ def _choices(config: ConfigDict) -> list[str]:
     "training.compute_dtype": DTYPES,
     "training.matmul_precision": MATMUL_PRECISIONS,
     "training.loss": (MODEL_LOSSES[kind],),
+    "training.on_bad_step": ON_BAD_STEP,
     "data.kind": (kind,),  # as the model needs it: another kind is another recipe
     "optimizer.name": OPTIMIZERS,
     "optimizer.schedule": SCHEDULES,
     "checkpoint.keep_best": ("", *METRICS[kind]),
+    "checkpoint.verify": VERIFY,
   }
   wrong = []
   for name, known in choices.items():
@@ -247,6 +263,9 @@ def _tables(config: ConfigDict) -> list[str]:
         f"partitioning.overrides: {entry!r} is not a name with the entries of a PartitionSpec, "
         f"such as ('layers/mlp/up/kernel', (None, 'fsdp', 'tensor'))"
       )
+  for batch in config.data.skip_batches:
+    if type(batch) is not int or batch < 0:
+      wrong.append(f"data.skip_batches: {batch!r} is not the number of a batch, such as (17, 18)")
   for option in filter(None, config.compiler_options.split(",")):
     if "=" not in option:
       wrong.append(f"compiler_options: {option!r} is not name=value")

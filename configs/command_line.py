@@ -6,7 +6,7 @@ text) becomes one ValueError that names the thing and the way out.
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -39,6 +39,30 @@ def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:
     for name in names:
       _check_overrides(argv, name)
     raise ValueError(_root(error)) from error
+
+
+def with_settings(argv: list[str], names: tuple[str, ...]) -> list[str]:
+  """Returns a command line on which each `--set key=value` stands as an override of every config.
+
+  Args:
+    argv: the command line.
+    names: the flags that hold configs.
+
+  Raises:
+    ValueError: a setting without a key or a value.
+  """
+  settings = [value for given, value in _values(argv, "set") if given == "set"]
+  there = [flag for flag in names if any(given == flag for given, _ in _values(argv, flag))]
+  set_keys(settings)
+  return [*argv, *(f"--{flag}.{setting}" for flag in there for setting in settings)]
+
+
+def set_keys(settings: Sequence[str]) -> list[str]:
+  """Returns the dotted keys of `key=value` settings; raises ValueError for what is none."""
+  for setting in settings:
+    if "=" not in setting.strip("="):
+      raise ValueError(f"--set {setting}: give key=value, such as data.global_batch_size=16")
+  return [setting.partition("=")[0] for setting in settings]
 
 
 def name(flag: flags.FlagHolder) -> str:

@@ -115,6 +115,7 @@ def _data(**keys) -> dict:
     "evaluation_split": "test",
     "shuffle": True,  # anew each epoch
     "prefetch_batches": 2,  # prepared ahead, in the background
+    "max_bad_records": 0,  # of a split: that many unreadable ones get weight 0; 0 refuses them
     "sequence_length": 0,  # tokens per row (text)
     "text_feature": "",  # "": the only one there is
     "image_feature": "",
@@ -122,6 +123,7 @@ def _data(**keys) -> dict:
     "examples": 0,  # rows (random)
     "input_size": 0,  # values per example (image, random); derived from the model
     "target_size": 0,  # classes (image), values (random); derived from the model
+    "skip_batches": (),  # numbers of batches, from 0, that no step trains on: (17, 18)
   }
   return {**common, **keys}
 
@@ -134,6 +136,15 @@ def _training(**keys) -> dict:
     "compute_dtype": config_dict.placeholder(str),  # bfloat16 on accelerators
     "matmul_precision": config_dict.placeholder(str),  # default, high, highest
     "rematerialization": "none",  # or dots, full: what the backward pass computes again
+    # A step is bad whose loss or gradient norm is not finite, or whose loss lies above the mean of
+    # the last bad_step_window losses by more than so many of their standard deviations (0: off).
+    "bad_step_deviations": 0.0,
+    "bad_step_window": 100,  # steps
+    "on_bad_step": "stop",  # or roll_back: to the last good checkpoint, skipping its batch
+    "bad_step_skips": 1,  # batches that a rollback skips, the last of them the bad step's
+    "max_rollbacks": 3,  # of a run, over all its starts; one more bad step stops it
+    # Compare what devices hold copies of, also before every save; 0 is off.
+    "replica_check_every_steps": 10,
   }
   return {**common, **keys}
 

@@ -6,6 +6,9 @@ import grain
 import jax
 import numpy as np
 
+from input_pipeline.bad_records import among, few, spread
+from input_pipeline.records import UnreadableError
+
 # Up to here an epoch's order is made whole. Grain's shuffle makes one number at a time, by walking
 # a domain of no fewer than 2**16: a set of 64 rows would cost 25 ms an epoch, and so a step.
 _WHOLE_EPOCH_ROWS = 2**16
@@ -41,6 +44,7 @@ class TrainingBatches:
     self.source = source
     self.global_batch_size = global_batch_size
     self.abstract = _abstract(source, global_batch_size)
+    self._bad = np.array(source.bad.rows, np.int64)
     self._shuffle = shuffle
     self._epoch_order = functools.lru_cache(maxsize=2)(
       functools.partial(_epoch_order, len(source), seed)
@@ -78,27 +82,59 @@ class TrainingBatches:
       unshuffled batch, the same arrays each time.
 
     Raises:
-      ValueError: a row cannot be read.
+      UnreadableError: a row cannot be read, or is in the source's list of bad rows together with
+        all others of this batch.
     """
     if self._always_the_same and self._last is not None:
       last_shardings, arrays = self._last
       # A step that donates its batch deletes the arrays.
       if last_shardings == shardings and not any(a.is_deleted() for a in arrays.values()):
         return arrays
-    arrays = _assemble(self.source, self.row_ids(step), self.abstract, shardings)
+    ids_B = self.row_ids(step)
+    self._check_some_can_be_read(ids_B, step)
+    arrays = _assemble(self.source, ids_B, self.abstract, shardings)
     if self._always_the_same:
       self._last = (dict(shardings), arrays)
     return arrays
+
+  def _check_some_can_be_read(self, ids_B, step):
+    """Raises UnreadableError for a batch of bad rows alone, whose mean loss would be 0 / 0.
+
+    Every process holds the ids of the whole batch against the same list, so all raise it.
+    """
+    if among(ids_B, self._bad).all():
+      raise UnreadableError(
+        f"{self.source.name}: batch {step} has no row that can be read:"
+        f" {few(sorted(set(ids_B.tolist())))} ({self.source.bad.why}); take more rows per batch"
+        f" than data.global_batch_size={self.global_batch_size}, let data.shuffle spread the bad"
+        " rows, or mend the data set",
+        {},
+      )
 
 
 class EvaluationBatches:
   """A split once, in its order; the last batch is filled up with rows of weight 0."""
 
-  def __init__(self, source, *, global_batch_size):
-    """Takes a sources.Source and B, rows per batch over all processes. Raises ValueError."""
+  def __init__(self, source, *, global_batch_size, steps=0):
+    """Prepares nothing yet.
+
+    Args:
+      source: a sources.Source.
+      global_batch_size: B, rows per batch over all processes.
+      steps: the fewest batches that an evaluation takes; 0 for all.
+
+    Raises:
+      ValueError: the source is empty, or none of the rows of so many batches can be read.
+    """
     _check_not_empty(source)
     if global_batch_size < 1:
       raise ValueError(f"{source.name}: a batch of {global_batch_size} rows; set at least 1")
+    taken = min(len(source), steps * global_batch_size or len(source))
+    if int(np.sum(np.asarray(source.bad.rows, np.int64) < taken)) == taken:
+      raise ValueError(
+        f"{source.name}: none of the first {taken} rows, which evaluation.steps={steps} takes, can"
+        f" be read ({source.bad.why}); set evaluation.steps=0 or more than {steps}"
+      )
     self.source = source
     self.global_batch_size = global_batch_size
     self.abstract = _abstract(source, global_batch_size)
@@ -178,10 +214,4 @@ def _assemble(source, ids_B, abstract, shardings):
 def _read_padded(source, ids):
   """Reads rows; a padded one is 0 in every field, so its weight is 0 too."""
   there = ids != _PADDING
-  rows = source.read(ids[there])
-  if there.all():
-    return rows
-  padded = {field: np.zeros((len(ids), *r.shape[1:]), r.dtype) for field, r in rows.items()}
-  for field, array in padded.items():
-    array[there] = rows[field]
-  return padded
+  return spread(source.read(ids[there]), there)

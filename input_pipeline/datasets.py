@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
+from array_record.python import array_record_module
 from etils import epath
 
 from input_pipeline import catalog, embedded
@@ -222,11 +223,16 @@ def choose_feature(builder, role, wanted):
   return fitting[0]
 
 
-def examples(builder, split):
-  """Yields (number, example) over a split in its order.
+def examples(builder, split, unreadable):
+  """Yields (number, example) over a split in its order; (number, None) for what cannot be read.
+
+  Args:
+    builder: TFDS builder of a data set that is prepared.
+    split: a split of it.
+    unreadable: is told of each record that cannot be read: (number, why). May raise.
 
   Raises:
-    ValueError: for a file format without random access, or naming the record that is unreadable.
+    ValueError: for a file format without random access, or a file that is missing or torn.
   """
   reference = full_reference(builder)
   try:
@@ -237,25 +243,45 @@ def examples(builder, split):
       f" has no random access; prepare it again in another folder with `tfds build"
       f" {reference} --file_format=array_record --data_dir=FOLDER` and set data.data_dir=FOLDER"
     ) from error
+  _check_files(builder, split)
   for start in range(0, len(source), _EXAMPLES_PER_READ):
     numbers = range(start, min(start + _EXAMPLES_PER_READ, len(source)))
-    records = _read(source, numbers, f"data set {reference}, split {split}")
-    yield from zip(numbers, records, strict=True)
+    yield from zip(numbers, _read(source, numbers, unreadable), strict=True)
 
 
-def _read(source, numbers, where):
+def _check_files(builder, split):
+  """Raises ValueError for a file that is torn as a whole: it is not a bad record for each in it."""
+  if builder.info.file_format != tfds.core.file_adapters.FileFormat.ARRAY_RECORD:
+    return
+  for part in builder.info.splits[split].file_instructions:
+    try:
+      there = array_record_module.ArrayRecordReader(part.filename).num_records()
+      wrong = "" if there == part.examples_in_shard else f"it has {there} records"
+    except RuntimeError as error:
+      wrong = _first_line(error)
+    if wrong:
+      raise ValueError(
+        f"data set {full_reference(builder)}, split {split}: the file {part.filename} of"
+        f" {part.examples_in_shard} records cannot be read as a whole ({wrong}); prepare the data"
+        " set again, or copy it again"
+      )
+
+
+def _read(source, numbers, unreadable):
   try:
     return source.__getitems__(list(numbers))
   except Exception:  # whatever a decoder raises; read one by one, the record shows itself
-    for number in numbers:
-      try:
-        source[number]
-      except Exception as error:  # likewise; it is raised again, with its name
-        way_out = "prepare the data set again, or copy it again"
-        if isinstance(error, ImportError):  # nothing is wrong with the record
-          way_out = "install what is missing; images need `pip install pillow`"
-        raise ValueError(
-          f"{where}: record {number} cannot be read ({type(error).__name__}:"
-          f" {_first_line(error)}); {way_out}"
-        ) from error
-    raise
+    return [_read_one(source, number, unreadable) for number in numbers]
+
+
+def _read_one(source, number, unreadable):
+  try:
+    return source[number]
+  except ImportError as error:  # nothing is wrong with the record
+    raise ValueError(
+      f"record {number} cannot be decoded ({_first_line(error)}); install what is missing; images"
+      " need `pip install pillow`"
+    ) from error
+  except Exception as error:  # whatever a decoder raises
+    unreadable(number, f"{type(error).__name__}: {_first_line(error)}")
+    return None

@@ -9,6 +9,10 @@ A text row is T+1 tokens (one byte each), of which the last is the first of the 
 is stream[r*T : r*T + T + 1], where the stream is every document in the order of the split, each
 followed by one 0 byte. So each token but the very first is predicted exactly once; only the last
 row may be shorter. An image row is the pixels (uint8) and then the label (int32, little-endian).
+
+A record of the data set that cannot be read is refused, or with data.max_bad_records above 0 stands
+in store.json: in place of an image is a row without bytes, so that all others stay where they were;
+a document, whose length nobody knows, is left out of the stream.
 """
 
 import dataclasses
@@ -29,6 +33,7 @@ FORMAT = 1  # of the rows and of store.json; raise it when either changes
 ROWS_FILE = "rows.array_record"
 MANIFEST_FILE = "store.json"
 END_OF_DOCUMENT = b"\0"
+NO_IMAGE = b""
 # One row per chunk: a damaged byte costs one row, and a row is read without its neighbours.
 _WRITER_OPTIONS = "group_size:1,uncompressed"
 
@@ -50,6 +55,16 @@ class Store:
     """The data set and its split, as messages call it."""
     parts = (self.manifest["name"], self.manifest["config"], self.manifest["version"])
     return f"{catalog.Reference(*parts)} {self.manifest['split']}"
+
+  @property
+  def bad_records(self):
+    """The numbers of the data set's records that could not be read when it was prepared."""
+    return tuple(self.manifest["bad_records"]) if "bad_records" in self.manifest else ()
+
+  @property
+  def why(self):
+    """What was wrong with the first of them; "" where all could be read."""
+    return self.manifest["bad_record_why"] if self.bad_records else ""
 
 
 def prepare(data, split):
@@ -96,7 +111,9 @@ def _prepare(data, split, reference, root):
   folder = _folder(root, wanted)
   with locked(folder):
     if not (folder / MANIFEST_FILE).exists():
-      _write(folder, wanted, datasets.examples(builder, split))
+      where = f"data set {datasets.full_reference(builder)}, split {split}"
+      bad = _BadRecords(where, data.max_bad_records)
+      _write(folder, wanted, datasets.examples(builder, split, bad.add), bad)
   store, stored = _open(folder, wanted), builder.info.splits[split].num_examples
   if store.manifest["examples"] != stored:
     raise ValueError(
@@ -163,6 +180,36 @@ def _open(folder, wanted):
   return Store(folder, manifest)
 
 
+class _BadRecords:
+  """The records of a data set that cannot be read, up to data.max_bad_records."""
+
+  def __init__(self, where, limit):
+    self.where, self._limit = where, limit
+    self._whys = {}
+
+  def add(self, number, why):
+    """Takes note of one; raises ValueError where it is one too many."""
+    self._whys[number] = why
+    first = min(self._whys)
+    if not self._limit:
+      raise ValueError(
+        f"{self.where}: record {number} cannot be read ({why}); prepare the data set again, or copy"
+        " it again, or set data.max_bad_records to go on without such records"
+      )
+    if len(self._whys) > self._limit:
+      raise ValueError(
+        f"{self.where}: more than data.max_bad_records={self._limit} records cannot be read: record"
+        f" {number} is number {len(self._whys)} of them, and the first is {first}"
+        f" ({self._whys[first]}); prepare the data set again, or copy it again, or allow for more"
+      )
+
+  def facts(self):
+    """Returns what store.json says about them: nothing where there are none."""
+    if not self._whys:
+      return {}
+    return {"bad_records": sorted(self._whys), "bad_record_why": self._whys[min(self._whys)]}
+
+
 class _RowWriter:
   """Writes rows to a local ArrayRecord file, counting and digesting them."""
 
@@ -183,9 +230,8 @@ class _RowWriter:
     return {"rows": self.rows, "digest": self._digest.hexdigest()}
 
 
-def _write(folder, wanted, examples):
+def _write(folder, wanted, examples, bad):
   """Writes a whole store: in a local folder, then beside `folder`, then renamed to it."""
-  reference = catalog.Reference(wanted["name"], wanted["config"], wanted["version"])
   beside = folder.parent / f"{folder.name}.{uuid.uuid4().hex}.tmp"
   remote = "://" in str(folder)  # ArrayRecord reads object storage, but writes local files only
   if not remote:
@@ -195,8 +241,8 @@ def _write(folder, wanted, examples):
   local = epath.Path(tempfile.mkdtemp()) if remote else beside
   writer = _RowWriter(local / ROWS_FILE)
   fill = _write_text if wanted["kind"] == "text" else _write_images
-  facts = fill(writer, wanted, examples, f"data set {reference}, split {wanted['split']}")
-  facts |= writer.finish()
+  facts = fill(writer, wanted, examples, bad)
+  facts |= writer.finish() | bad.facts()
   facts["row_file_bytes"] = (local / ROWS_FILE).stat().length
   if remote:
     (local / ROWS_FILE).copy(beside / ROWS_FILE)
@@ -210,14 +256,16 @@ def _write(folder, wanted, examples):
   beside.rename(folder)
 
 
-def _write_text(writer, wanted, examples, where):
+def _write_text(writer, wanted, examples, bad):
   """Cuts the documents' stream into rows. Returns the counts for store.json."""
   length, pending, documents, tokens = wanted["sequence_length"], bytearray(), 0, 0
   for _, example in examples:
+    documents += 1
+    if example is None:
+      continue
     document = example[wanted["text_feature"]]
     document = document.encode() if isinstance(document, str) else bytes(document)
     pending += document + END_OF_DOCUMENT
-    documents += 1
     tokens += len(document) + 1
     start = 0
     while len(pending) - start > length:
@@ -227,30 +275,38 @@ def _write_text(writer, wanted, examples, where):
   if len(pending) > 1:  # a lone token is the target of the row before, and predicts nothing
     writer.write(bytes(pending))
   if not writer.rows:
-    raise ValueError(f"{where} is empty: {documents} documents with no text in them")
+    raise ValueError(f"{bad.where} is empty: {documents} documents with no text in them")
   return {"examples": documents, "tokens": tokens}
 
 
-def _write_images(writer, wanted, examples, where):
+def _write_images(writer, wanted, examples, bad):
   """Writes pixels and label of each example. Returns the shape and the range of the labels."""
   shape, labels = None, []
   for number, example in examples:
+    if example is None:
+      writer.write(NO_IMAGE)
+      continue
     image, label = (
       np.asarray(example[wanted["image_feature"]]),
       int(example[wanted["label_feature"]]),
     )
     if image.dtype != np.uint8:
-      raise ValueError(f"{where}: the pixels are {image.dtype}, and only uint8 (0..255) is read")
+      raise ValueError(
+        f"{bad.where}: the pixels are {image.dtype}, and only uint8 (0..255) is read"
+      )
     shape = shape or image.shape
     if image.shape != shape:
-      raise ValueError(
-        f"{where}: record {number} has shape {image.shape}, but record 0 has {shape}; all images"
-        " must have one shape, so scale them in a data set of your own"
+      bad.add(
+        number,
+        f"it has shape {image.shape}, but the first image has {shape}; all images must have one"
+        " shape, so scale them in a data set of your own",
       )
+      writer.write(NO_IMAGE)
+      continue
     writer.write(image.tobytes() + np.int32(label).astype("<i4").tobytes())
     labels.append(label)
-  if not writer.rows:
-    raise ValueError(f"{where} is empty")
+  if not labels:
+    raise ValueError(f"{bad.where} is empty: {writer.rows} images, none of which can be read")
   return {
     "examples": writer.rows,
     "shape": list(shape),

@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable
 
 import numpy as np
-from array_record.python import array_record_module
 
-from input_pipeline import catalog, preparation
+from input_pipeline import bad_records, catalog, preparation
+from input_pipeline.bad_records import BadRecords, Sharing
+from input_pipeline.records import Records, UnreadableError, again
 
 _LABEL_BYTES = 4
+_NONE = BadRecords()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +24,10 @@ class Source:
     fingerprint: hex digest; two sources with the same one have the same rows.
     rows: how many there are; also len(source).
     fields: field name -> (shape of one row, numpy dtype).
-    read: row numbers int[N] -> field name -> the N rows stacked, in that order. Raises ValueError
-      that names the row if one cannot be read. May be called from several threads.
+    read: row numbers int[N] -> field name -> the N rows stacked, in that order. Raises
+      UnreadableError that names the row if one cannot be read. May be called from several threads.
+    bad: the rows that cannot be read, and are zeros: known only where data.max_bad_records allows
+      for some.
   """
 
   name: str
@@ -31,18 +35,20 @@ class Source:
   rows: int
   fields: dict[str, tuple[tuple[int, ...], np.dtype]]
   read: Callable[[np.ndarray], dict[str, np.ndarray]]
+  bad: BadRecords = _NONE
 
   def __len__(self):
     return self.rows
 
 
-def open_source(data, split, seed):
+def open_source(data, split, seed, sharing=None):
   """Opens a split of the data set that the config names, and prepares it on first use.
 
   Args:
     data: the config's `data` section.
     split: name of the split.
     seed: int; only "random_normal" depends on it.
+    sharing: the processes that open it together, where there are several; all call this.
 
   Returns:
     A Source. Fields by data.kind, with T = sequence_length, P = input_size, C = target_size:
@@ -51,7 +57,8 @@ def open_source(data, split, seed):
       random: inputs float32 [P], targets float32 [C], weights float32 []
 
   Raises:
-    ValueError: the data set or split is unknown, empty, damaged or does not fit the config.
+    ValueError: the data set or split is unknown, empty, damaged or does not fit the config; or
+      has more records that cannot be read than data.max_bad_records.
   """
   if (data.kind == "random") != (data.name == catalog.RANDOM_NORMAL):
     raise ValueError(
@@ -61,7 +68,15 @@ def open_source(data, split, seed):
   if data.kind == "random":
     return _random_normal(data, split, seed)
   store = preparation.prepare(data, split)
-  return _text_source(store) if data.kind == "text" else _image_source(store, data)
+  limit = data.max_bad_records
+  bad_records.check_prepared(store, limit)
+  fields, fits, decode = _text(store) if data.kind == "text" else _image(store, data)
+  records = Records(store, fits)
+  read = _reading(records, decode, limit)
+  bad = bad_records.find(records, limit, sharing or Sharing()) if limit else _NONE
+  if bad.rows:
+    read = bad_records.skipping(read, bad.rows)
+  return Source(store.name, _fingerprint(store), len(records), fields, read, bad)
 
 
 def array_source(name, arrays):
@@ -95,53 +110,42 @@ def _random_normal(data, split, seed):
   return array_source(f"{data.name} {split}", arrays)
 
 
-def _reader(store):
-  """Returns a function from row numbers to the records (bytes) of a store."""
-  path, rows = str(store.rows_path), store.manifest["rows"]
-  again = f"delete {store.folder} and run again to prepare it anew"
-  try:
-    # Without read-ahead: rows are asked for in no order.
-    reader = array_record_module.ArrayRecordReader(
-      path, options="readahead_buffer_size:0", file_reader_buffer_size=32768
-    )
-    there = reader.num_records()
-  except RuntimeError as error:
-    raise ValueError(f"{store.name}: {path} cannot be opened ({error}); {again}") from error
-  if there != rows:
-    raise ValueError(f"{store.name}: {path} has {there} rows, store.json says {rows}; {again}")
-
-  def read(indices):
-    numbers = np.asarray(indices).tolist()
-    if numbers and not 0 <= min(numbers) <= max(numbers) < rows:
-      raise IndexError(f"{store.name}: row numbers {numbers} are not all in 0..{rows - 1}")
-    try:
-      return reader.read(numbers) if numbers else []
-    except RuntimeError:  # one by one: which of them was it?
-      return [read_one(number) for number in numbers]
-
-  def read_one(number):
-    try:
-      return reader.read([number])[0]
-    except RuntimeError as error:
-      raise ValueError(
-        f"{store.name}: row {number} of {path} cannot be read ({error}); {again}"
-      ) from error
-
-  return read
-
-
 def _fingerprint(store):
   return hashlib.sha256(json.dumps(store.manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _text_source(store):
-  T = store.manifest["sequence_length"]
-  read_records = _reader(store)
+def _reading(records, decode, limit):
+  """Returns Source.read: row numbers -> fields, with the way out in what it raises."""
 
   def read(indices):
-    records = read_records(indices)
+    try:
+      found = records.read(np.asarray(indices).tolist())
+    except UnreadableError as error:
+      if not limit:
+        raise UnreadableError(
+          f"{error}; {again(records.store)}, or set data.max_bad_records to go on without it",
+          error.rows,
+        ) from error
+      bad_records.suspect(records, error.rows)
+      raise UnreadableError(
+        f"{error}, and could be when all rows were checked; the same command again checks them anew"
+        f" and goes on without, as far as data.max_bad_records={limit} allows",
+        error.rows,
+      ) from error
+    return decode(found)
+
+  return read
+
+
+def _text(store):
+  """Returns fields, fits (see Records) and records -> fields of a store of text."""
+  T, rows = store.manifest["sequence_length"], store.manifest["rows"]
+
+  def fits(number, length):
+    return length == T + 1 or (number == rows - 1 and 2 <= length <= T)  # the last can be short
+
+  def decode(records):
     lengths_B = np.fromiter(map(len, records), np.int64, len(records))
-    # Only the last row of a split can be short.
     whole = b"".join(records) if (lengths_B == T + 1).all() else _pad(records, T + 1)
     stream_BS = np.frombuffer(whole, np.uint8).reshape(-1, T + 1).astype(np.int32)
     weights_BT = np.arange(T) < (lengths_B - 1)[:, None]
@@ -156,14 +160,15 @@ def _text_source(store):
     "targets": ((T,), np.dtype(np.int32)),
     "weights": ((T,), np.dtype(np.float32)),
   }
-  return Source(store.name, _fingerprint(store), store.manifest["rows"], fields, read)
+  return fields, fits, decode
 
 
 def _pad(records, length):
   return b"".join(record.ljust(length, b"\0") for record in records)
 
 
-def _image_source(store, data):
+def _image(store, data):
+  """Returns fields, fits (see Records) and records -> fields of a store of images."""
   shape = tuple(store.manifest["shape"])
   P = int(np.prod(shape))
   if data.input_size != P:
@@ -178,10 +183,12 @@ def _image_source(store, data):
       f"{data.target_size} allows 0 to {data.target_size - 1}; "
       + (f"set data.target_size={high + 1}" if low >= 0 else "take a split that has labels")
     )
-  read_records = _reader(store)
 
-  def read(indices):
-    records = read_records(indices)
+  def fits(number, length):
+    del number
+    return length == P + _LABEL_BYTES
+
+  def decode(records):
     bytes_BX = np.frombuffer(b"".join(records), np.uint8).reshape(-1, P + _LABEL_BYTES)
     labels_B1 = np.ascontiguousarray(bytes_BX[:, P:]).view("<i4").astype(np.int32)
     return {
@@ -195,4 +202,4 @@ def _image_source(store, data):
     "targets": ((), np.dtype(np.int32)),
     "weights": ((), np.dtype(np.float32)),
   }
-  return Source(store.name, _fingerprint(store), store.manifest["rows"], fields, read)
+  return fields, fits, decode

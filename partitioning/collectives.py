@@ -47,6 +47,8 @@ class Collective:
     whole: whether every group is a full product of `axes`. False for, say, pairs within an
       axis of 4: `axes` then names the axes that vary. The group of a permute is the set of
       devices that its pairs connect.
+    arrays: how many arrays one run carries. XLA combines small collectives, some of its versions
+      others than others; how many arrays travel does not depend on that.
   """
 
   name: str
@@ -56,6 +58,7 @@ class Collective:
   count: int | None
   source: str
   whole: bool = True
+  arrays: int = 1
 
 
 class Row(NamedTuple):
@@ -164,7 +167,8 @@ def _record(program, computation, instruction, count, site, mesh) -> Collective 
   # Instructions inside a fusion often carry no metadata; the fusion does.
   source = hlo.source(program, instruction.attributes)
   source = source or (hlo.source(program, site.attributes) if site else "")
-  return Collective(instruction.name, kind, axes, payload, count, source, whole)
+  arrays = len(instruction.operands)
+  return Collective(instruction.name, kind, axes, payload, count, source, whole, arrays)
 
 
 def _payload(computation: hlo.Computation, instruction: hlo.Instruction) -> int:

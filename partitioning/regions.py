@@ -6,10 +6,11 @@ partial sums are scattered over the sequence. XLA's partitioner, given constrain
 all-reduce of the whole and a local slice on CPUs and, as seen, on TPUs. So the products that touch
 the border are written by hand with `jax.shard_map`; their transposes are the other collective.
 
-Each function is a plain constrained product where the table gives the residual (letter R) no axis
-that the sequence inside of a block (letter T) does not have.
+Each function is a plain constrained product where no kernel is split and the table gives the
+residual (letter R) no axis that the sequence inside of a block (letter T) does not have.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -42,7 +43,8 @@ def gathered_products(
     if by_hand and (axes := _extra_axes()):
       x_BTD = jax.lax.all_gather(x_BTD, axes, axis=SEQUENCE_DIM, tiled=True)
     pairs = zip(equations, kernels, strict=True)
-    return [jnp.einsum(f"BTD,{letters}->{out}", x_BTD, k) for (letters, out), k in pairs]
+    results = [jnp.einsum(f"BTD,{letters}->{out}", x_BTD, k) for (letters, out), k in pairs]
+    return [_sum(result, _split_over("D")) for result in results] if by_hand else results
 
   inside = ["BRD", *(letters for letters, _ in equations)]
   numbers = range(1, len(inside))
@@ -105,16 +107,36 @@ def _split_over(letters: str) -> Axes:
 def _reduce(partial_BTD: jax.Array, summed: str) -> jax.Array:
   """Sums what the devices have of split dims; each keeps its part of the residual's sequence."""
   axes, extra = _split_over(summed), _extra_axes()
+  if not extra:
+    return _sum(partial_BTD, axes)
   if axes == extra:
-    if not axes:
-      return partial_BTD
     return jax.lax.psum_scatter(partial_BTD, axes, scatter_dimension=SEQUENCE_DIM, tiled=True)
   whole_BTD = jax.lax.psum(partial_BTD, axes) if axes else partial_BTD
-  if not extra:
-    return whole_BTD
   length = whole_BTD.shape[SEQUENCE_DIM] // jax.lax.axis_size(extra)
   start = jax.lax.axis_index(extra) * length
   return jax.lax.dynamic_slice_in_dim(whole_BTD, start, length, SEQUENCE_DIM)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sum(partial: jax.Array, axes: Axes) -> jax.Array:
+  """Sums over axes a result that shard_map returns as it is, whole on each device of them.
+
+  Its gradient is the whole one, known to all. Without check_vma, shard_map divides it by the
+  number of devices, and the transpose of psum would add it up again: right, by a collective for
+  nothing.
+  """
+  return jax.lax.psum(partial, axes) if axes else partial
+
+
+def _sum_forward(partial: jax.Array, axes: Axes) -> tuple[jax.Array, None]:
+  return _sum(partial, axes), None
+
+
+def _sum_backward(axes: Axes, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+  return (gradient * jnp.asarray(jax.lax.axis_size(axes), gradient.dtype) if axes else gradient,)
+
+
+_sum.defvjp(_sum_forward, _sum_backward)
 
 
 def _product(
@@ -150,7 +172,10 @@ def _product(
     return function(True, *map(_gather, shards, moves))
 
   def product(*arguments: jax.Array) -> list[jax.Array]:
-    if layout.collect or not (_extra_axes() or any(moves)):
+    # Split kernels too: XLA's partitioner would reduce the gradient that reaches x once for each
+    # kernel that x is multiplied by; here the sum of them is reduced (as seen on CPUs).
+    split = any(_split_over(inside[number]) for number in kernels)
+    if layout.collect or not (split or _extra_axes() or any(moves)):
       arguments = [constrain(x, letters) for x, letters in zip(arguments, inside, strict=True)]
       results = function(False, *arguments)
     else:

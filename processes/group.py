@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -126,6 +126,29 @@ class Group:
       self.put(f"{folder}/{self.index}", {})
     self.wait(point, timeout_seconds=timeout_seconds)
     return not self.list(folder)
+
+  def gather(
+    self, point: str, value: Mapping[str, Any], *, timeout_seconds: float
+  ) -> Sequence[dict[str, Any]]:
+    """Returns the value of each process, in their order, at the n-th meeting at a point.
+
+    Raises:
+      NotTogetherError: with those that have not come in time.
+    """
+    self._meetings[point] += 1
+    folder = f"gathered/{point}/{self._meetings[point]}"
+    self.put(f"{folder}/{self.index}", value)
+    try:
+      self.wait(point, timeout_seconds=timeout_seconds)
+    except NotTogetherError as error:
+      there = self.list(folder)
+      missing = ", ".join(str(i) for i in range(self.count) if str(i) not in there)
+      raise NotTogetherError(
+        f"process {missing} of {self.count} has not come to {point!r} within"
+        f" {timeout_seconds:.0f} s"
+      ) from error
+    found = self.list(folder)
+    return [found[str(index)] for index in range(self.count)]
 
 
 _current = Group()

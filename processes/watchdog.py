@@ -186,11 +186,12 @@ class Watchdog:
       self._stuck(waited)
 
   def _leave_early(self) -> None:
-    """Ends this process before its first step: since the start nothing has come to be saved."""
+    """Ends this process before its first step, or while it goes back: nothing is to be saved."""
     self.tell("left", self.stop.requested)
     self._exchange.close()
     if self.group.first:
-      print(f"stopped as asked ({self.stop.requested}) before the first step", flush=True)
+      what = f"while {self._label}; there was nothing to save"
+      print(f"stopped as asked ({self.stop.requested}) {what}", flush=True)
     groups.leave(EXIT_CODE)
 
   def _receive(self, what: str, index: str, notice: dict[str, str]) -> None:

@@ -19,5 +19,6 @@ TINY_LM = [
 
 
 def lines_of(workdir: pathlib.Path) -> list[dict]:
-  """Returns the lines of metrics.jsonl."""
-  return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  """Returns the lines of metrics.jsonl, but for those about where the time went."""
+  lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+  return [line for line in lines if "goodput" not in line]

@@ -111,7 +111,7 @@ def undisturbed(tmp_path_factory) -> dict[int, tuple[str, str]]:
 
 @pytest.mark.parametrize("moment", [kill_at_a_random_moment, kill_during_a_save])
 def test_a_killed_run_gives_the_losses_of_one_never_killed(undisturbed, tmp_path, moment):
-  kills = 0
+  kills, began = 0, time.time()
   for _ in range(3):
     process = start(tmp_path)
     if moment(tmp_path, process):
@@ -124,6 +124,10 @@ def test_a_killed_run_gives_the_losses_of_one_never_killed(undisturbed, tmp_path
   assert process.returncode == 0, out
   assert losses(tmp_path) == undisturbed
   assert not list((tmp_path / "checkpoints").glob("*tmp*"))
+  lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+  *_, last = (line for line in lines if "goodput" in line)
+  assert sum(last["seconds"].values()) == pytest.approx(last["time"] - began, rel=0.01)
+  assert last["seconds"]["lost_to_restart"] > 0
 
 
 def test_sigterm_saves_and_exits_with_75(undisturbed, tmp_path):

@@ -40,7 +40,33 @@ REFUSALS = {
   "two verbs": (["train", "layout", DP8], ["unexpected 'layout' after the verb"]),
   "against without layout": (
     [DP8, "--against=configs/tp8.py"],
-    ["belongs to the verb layout, not to train"],
+    ["belongs to the verb layout or compare, not to train"],
+  ),
+  "compare without a second config": (
+    ["compare", DP8],
+    ["compare needs a second config: --against=configs/single.py"],
+  ),
+  "set without a value": (
+    ["compare", DP8, "--against=configs/tp8.py", "--set=seed"],
+    ["--set seed: give key=value"],
+  ),
+  "set of an unknown key": (
+    ["compare", DP8, "--against=configs/tp8.py", "--set", "model.layer=3"],
+    ["unknown config key 'model.layer'", "did you mean 'model.layers'?"],
+  ),
+  "set with another verb": (
+    [DP8, "--set=seed=1"],
+    ["--set belongs to the verb compare, not to train"],
+  ),
+  "compare what is not comparable": (
+    [
+      "compare",
+      DP8 + ":mlp",
+      "--against=configs/tp8.py:mlp",
+      "--against.seed=1",
+      "--against.model.model_size=64",
+    ],
+    ["seed: 0 and 1", "layer_1/kernel: float64[64, 128] and float64[64, 64]", "--set key=value"],
   ),
   "unknown recipe": (
     [DP8 + ":mpl"],
@@ -316,6 +342,35 @@ def test_layout_prints_the_table_and_two_side_by_side(main):
   assert "(-, fsdp)" in rows[0]
 
 
+COMPARE = ["compare", "--config=configs/dp4_tp2.py:mlp", "--against=configs/single.py:mlp"]
+
+
+def test_compare_finds_two_strategies_equal(main):
+  code, out, err = main(*COMPARE, "--set", "optimizer.clip_norm=0.5")
+  assert code == 0, err
+  assert "dp4_tp2_mlp: data=4 x tensor=2" in out
+  assert "3 steps of sgd at 0.05, float64 at highest precision; bound 1e-12" in out
+  assert "equal: 22 tensors, the largest difference is" in out
+  assert out.count("gradient") >= 8
+
+
+def test_compare_says_what_differs(main):
+  code, out, err = main(*COMPARE, "--against.optimizer.clip_norm=0.01")
+  assert code == 3, err
+  assert "the first is loss step 2, off by" in out  # the first update is another one
+  assert "gradient  layer_1/kernel" in out
+  assert "parameter layer_1/kernel" in out
+  assert out.count("> bound") >= 8
+
+
+def test_compare_keeps_what_is_set(main):
+  code, out, err = main(
+    *COMPARE, "--set=training.parameter_dtype=float32", "--set=optimizer.name=adamw"
+  )
+  assert code == 0, err
+  assert "3 steps of adamw at 0.002, float32 at highest precision; bound 1e-05" in out
+
+
 def test_simulate_and_more_devices_than_eight(main):
   code, out, err = main(
     "layout",
@@ -337,6 +392,10 @@ def test_layout_writes_a_page(main, tmp_path):
   code, _, err = main(*command[:2], f"--html={tmp_path}")
   assert code == 2
   assert "give a file in a folder that exists" in err
+  code, _, err = main(*command[:2], "--html=/proc/layout.html")  # found out when it is written
+  assert code == 1
+  assert err.startswith("error: --html=/proc/layout.html: ")
+  assert "Traceback" not in err
 
 
 def test_the_tour_takes_no_config(main):

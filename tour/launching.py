@@ -138,6 +138,6 @@ def _saved(workdir: pathlib.Path | None) -> tuple[int, ...]:
 
 def _logged(workdir: pathlib.Path | None) -> tuple[int, ...]:
   with contextlib.suppress(OSError, TypeError):
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return tuple(json.loads(line)["step"] for line in lines)
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return tuple(line["step"] for line in lines if "goodput" not in line)
   return ()

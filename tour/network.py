@@ -13,7 +13,7 @@ from partitioning.pictures import picture
 from partitioning.rules import Placement
 from tour import telling
 from tour.scene import Scene, Shown
-from training import loop
+from training import opening
 from training.devices import Devices
 from training.job import Job, prepare
 
@@ -74,7 +74,7 @@ def training(strategies=STRATEGIES, steps=10):
   runs = []
   for strategy in strategies:
     job = job_of(strategy)
-    data, state = loop.open_data(job).train, job.initial_state()
+    data, state = opening.open_data(job).train, job.initial_state()
     step = job.compile_train_step().function
     losses, seconds = [], []
     for number in range(steps):

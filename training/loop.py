@@ -3,32 +3,30 @@
 import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
+from typing import Any
 
 from etils import epath
 
 from checkpointing.store import SaveError
-from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.prefetch import Prefetcher
-from input_pipeline.sources import open_source
+from input_pipeline.skipping import batch_index
 from partitioning import collectives
 from processes.group import current
 from processes.lockstep import Lockstep
 from processes.watchdog import ENDING, SAVING, STARTING, Watchdog
+from training import probing, resuming
 from training.evaluation import Evaluator
+from training.goodput import Goodput
 from training.job import Job
-from training.meter import Meter, MetricsReader
+from training.meter import BadStepError, Meter, MetricsReader
+from training.opening import Data
 from training.profiling import Profile
+from training.replicas import ReplicaCheck
 from training.reporting import MetricsWriter, ProgressLine, duration, evaluated, say
 from training.resuming import Start, plain
+from training.rollback import BadSteps
 from training.step import State
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-  """The batches of a job, both splits opened and found fit."""
-
-  train: TrainingBatches
-  held_out: EvaluationBatches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,33 +35,6 @@ class End:
 
   state: State
   stopped: bool
-
-
-def open_data(job: Job) -> Data:
-  """Opens both splits, preparing them on first use.
-
-  Raises:
-    ValueError: from the input pipeline: an unknown data set, an empty split, a missing
-      feature, fewer rows than a batch, or rows that are not what the model takes.
-  """
-  config = job.config
-  source = open_source(config.data, config.data.train_split, config.seed)
-  train = TrainingBatches(
-    source,
-    global_batch_size=config.data.global_batch_size,
-    seed=config.seed,
-    shuffle=config.data.shuffle,
-  )
-  if train.abstract != job.batch:
-    raise ValueError(f"{source.name} gives {train.abstract}, the model takes {job.batch}")
-  return Data(train, open_held_out(job))
-
-
-def open_held_out(job: Job) -> EvaluationBatches:
-  """Opens the evaluation split; raises as `open_data`."""
-  data = job.config.data
-  source = open_source(data, data.evaluation_split, job.config.seed)
-  return EvaluationBatches(source, global_batch_size=data.global_batch_size)
 
 
 def finished(job: Job, start: Start, workdir: epath.Path) -> bool:
@@ -94,127 +65,289 @@ def train(
     started: when the command was given, in seconds since the epoch.
 
   Raises:
-    TrainingStoppedError: a loss or a gradient norm that is not finite, with its step.
+    TrainingStoppedError: a step with bad numbers, where the run may not go back; or copies of the
+      state that differ.
   """
-  config = job.config
-  steps, state = config.training.steps, start.state
-
   with contextlib.ExitStack() as stack:
-    checkpointer = stack.enter_context(start.checkpointer)
+    stack.enter_context(start.checkpointer)
+    run = Run(job, data, start, workdir, watch, started=started)
+    run.open(stack)
+    run.compile()
+    run.catch_up()
+    while run.goes_on():
+      batch = run.next_batch()
+      if batch is None:
+        break
+      try:
+        run.step(batch)
+      except BadStepError as bad:
+        run.go_back(bad)
+        continue
+      held_out = run.evaluate() if run.evaluation_due() else None
+      run.save_if_due(held_out)
+    run.save_the_rest()
+  watch.at("ending", ENDING)
+  say(run.summary())
+  return End(run.state, run.stopped)
 
-    # ------------------------------ compile ------------------------------
-    watch.at("compiling", STARTING)
-    train_step = job.compile_train_step()
-    rows = collectives.summarize(collectives.collectives(train_step.function.as_text(), job.mesh))
-    say(f"compiled the train step in {train_step.seconds:.1f} s; its collectives by mesh axis:")
-    say(collectives.format_summary(rows))
-    lockstep = Lockstep(watch.group, watch.stop)
-    evaluate = Evaluator(job, data.held_out, job.compile_eval_step().function, watch, lockstep)
 
-    # ------------------------------ open ------------------------------
+class Run:
+  """A run under way; `train` calls its methods in the order in which they stand here.
+
+  Attributes:
+    state: after step `done`.
+    done: int, the steps that are done.
+    stopped: whether it was asked to stop before the last step or evaluation was done.
+  """
+
+  def __init__(
+    self,
+    job: Job,
+    data: Data,
+    start: Start,
+    workdir: epath.Path,
+    watch: Watchdog,
+    *,
+    started: float,
+  ):
+    """Takes what `train` is given; nothing is opened yet."""
+    self.state, self.done, self.stopped = start.state, start.step, False
+    self._job, self._config, self._data, self._start = job, job.config, data, start
+    self._workdir, self._watch, self._started = workdir, watch, started
+    self._checkpointer = start.checkpointer
+    self._saved = start.step
+    self._unsaved = False  # a save has failed, and is tried again at the next step
+    self._bad_steps = BadSteps(job.config, start.known)
+    self._lockstep = Lockstep(watch.group, watch.stop)
     # On simulated devices one step is in flight at most: more can deadlock in a rendezvous.
     # On accelerators metrics are read a step late, so that the device never waits for the host.
-    reader = MetricsReader(late=0 if job.devices.simulated else 1)
-    meter = Meter(job)
-    shardings = job.batch_shardings
-    interrupted = _due(start.step, config.evaluation.every_steps) or start.step == steps
-    interrupted = start.step > 0 and interrupted and not _evaluated(job, workdir, start.step)
-    writer = stack.enter_context(
-      MetricsWriter(workdir, step=start.step, tensorboard=config.metrics.tensorboard)
+    self._reader = MetricsReader(
+      late=0 if job.devices.simulated else 1, judge=self._bad_steps.judge
     )
-    progress = stack.enter_context(ProgressLine(steps))
-    batches = stack.enter_context(
-      Prefetcher(
-        lambda step: data.train.batch(step, shardings),
-        start=start.step,
-        stop=steps,
-        depth=config.data.prefetch_batches,
+
+  # ------------------------------ before the first step ------------------------------
+
+  def open(self, stack: contextlib.ExitStack) -> None:
+    """Opens the files that are written, and begins to read ahead."""
+    config, step = self._config, self.done
+    self._interrupted = step > 0 and self.evaluation_due() and not self._evaluated()
+    self._writer = stack.enter_context(
+      MetricsWriter(
+        self._workdir,
+        step=step,
+        tensorboard=config.metrics.tensorboard,
+        rollbacks=len(self._bad_steps.rollbacks),
       )
     )
-    profile = stack.enter_context(Profile(config.profile, workdir / "profile"))
+    self._goodput = Goodput(self._started, self._writer.times)
+    if self._writer.times is None or self._writer.times["step"] != step:
+      self._writer.write_times(step, self._goodput.line())
+    self._progress = stack.enter_context(ProgressLine(config.training.steps))
+    self._profile = stack.enter_context(Profile(config.profile, self._workdir / "profile"))
+    self._pace = stack.enter_context(probing.measured(self._job, self._watch.group))
+    self._batches: Prefetcher | None = None
+    stack.callback(lambda: self._batches and self._batches.close())
 
-    def report(due: list[tuple[int, dict[str, float]]]) -> None:
-      """Writes and shows the metrics of steps."""
-      for number, values in due:
-        if number == start.step + 1:
-          meter.start(number, batches.wait_seconds)
-          seconds = time.time() - started
-          progress.note(f"first step finished {seconds:.1f} s after the command was given")
-        if number == 1 or _due(number, config.metrics.every_steps) or number == steps:
-          values.update(meter.lap(number, batches.wait_seconds))
-          writer.write(number, values)
-          progress.update(number, meter.text(number, values))
+  def _evaluated(self) -> bool:
+    return _evaluated(self._job, self._workdir, self.done)
 
-    def held_out_metrics(done: int) -> dict[str, float] | None:
-      """Evaluates and writes; None where a stop came in between."""
-      with meter.paused():
-        count = 0 if done == steps else config.evaluation.steps
-        metrics = evaluate(state.params, steps=count)
-        if metrics is not None:
-          writer.write(done, metrics)
-          progress.note(evaluation_text(done, metrics, whole=count == 0))
-        return metrics
+  def compile(self) -> None:
+    """Compiles the steps of training and evaluation, and prints the collectives."""
+    job = self._job
+    self._watch.at("compiling", STARTING)
+    self._goodput.switch("compile")
+    step = job.compile_train_step()
+    rows = collectives.summarize(collectives.collectives(step.function.as_text(), job.mesh))
+    say(f"compiled the train step in {step.seconds:.1f} s; its collectives by mesh axis:")
+    say(collectives.format_summary(rows))
+    self._train_step = step.function
+    self._evaluator = Evaluator(
+      job, self._data.held_out, job.compile_eval_step().function, self._watch, self._lockstep
+    )
+    self._replicas = ReplicaCheck(job)
 
-    def save(done: int, metrics: dict[str, float] | None) -> None:
-      watch.at(f"saving step {done}", SAVING)
-      best = metrics if config.checkpoint.keep_best else None
-      checkpointer.save(done, vars(state), config=plain(config), record=start.record, metrics=best)
+  def catch_up(self) -> None:
+    """Makes the evaluation of the first state where a kill or a stop has come before it."""
+    self._goodput.switch("step")
+    self._meter, self._measuring = Meter(self._job), False
+    self._read_ahead()
+    if self._interrupted and self.evaluate() is not None:
+      self._writer.write_times(self.done, self._goodput.line())
 
-    # ------------------------------ steps ------------------------------
-    done = saved = start.step
-    unsaved = False  # a save has failed, and is tried again at the next step
-    stopped = interrupted and held_out_metrics(done) is None
-    while done < steps and not stopped:
-      profile.before(done)
-      watch.at(f"step {done + 1}: waiting for its batch", begins=True)
-      batch = batches.get(done, cancelled=lambda: lockstep.stopping)
-      watch.at(f"step {done + 1}: waiting for the other processes")
-      if not lockstep.enter():
-        stopped = True
-        break
-      watch.at(f"step {done + 1}: computing")
-      state, metrics = train_step.function(state, batch)
-      done += 1
-      last = done == steps
-      evaluating = last or _due(done, config.evaluation.every_steps)
-      saving = last or unsaved or _due(done, config.checkpoint.every_steps)
-      saving = saving or (evaluating and bool(config.checkpoint.keep_best))
-      report(reader.read(done, metrics, drain=evaluating or saving))
+  def _read_ahead(self) -> None:
+    """Begins to make the batches of the steps to come."""
+    waited = self._batches.wait_seconds if self._batches else 0.0
+    shardings, skipped = self._job.batch_shardings, self._bad_steps.skipped
+    self._batches = Prefetcher(
+      lambda step: self._data.train.batch(batch_index(step, skipped), shardings),
+      start=self.done,
+      stop=self._config.training.steps,
+      depth=self._config.data.prefetch_batches,
+    )
+    self._batches.wait_seconds = waited  # counted on
 
-      # ------------------------------ evaluation ------------------------------
-      held_out = None
-      if evaluating:
-        held_out = held_out_metrics(done)
-        stopped = held_out is None
+  # ------------------------------ steps ------------------------------
 
-      # ------------------------------ saving ------------------------------
-      # After the metrics are read and written: a step that is saved is finite, and is logged.
-      try:
-        checkpointer.check()
-        if saving:
-          save(done, held_out)
-          saved = done
-        unsaved = False
-      except SaveError as error:
-        if not watch.group.alone:  # the others do not know; a restart goes on from the last step
-          raise
-        unsaved = True
-        progress.note(f"WARNING: {error}; training goes on, and the next step is saved instead")
+  def goes_on(self) -> bool:
+    """Tells whether there is another step to make."""
+    return self.done < self._config.training.steps and not self.stopped
 
-    # ------------------------------ end ------------------------------
-    if saved < done:  # stopped in between, or the last save has failed
-      report(reader.rest())
-      save(done, None)
-    watch.at("waiting for the last save", SAVING)
-    checkpointer.wait()
+  def next_batch(self) -> Any:
+    """Returns the batch of the next step once all processes have theirs; None where they stop."""
+    self._profile.before(self.done)
+    self._watch.at(f"step {self.done + 1}: waiting for its batch", begins=True)
+    with self._goodput.within("input_wait"):
+      batch = self._batches.get(self.done, cancelled=lambda: self._lockstep.stopping)
+    self._watch.at(f"step {self.done + 1}: waiting for the other processes")
+    if self._lockstep.enter():
+      return batch
+    self.stopped = True
+    return None
 
-  watch.at("ending", ENDING)
-  say(
-    f"{'stopped' if stopped else 'done'}: {done - start.step} steps in "
-    f"{duration(meter.seconds)}, evaluation apart; "
-    f"{100 * meter.wait_share:.2f} % of it waiting for data"
-  )
-  return End(state, stopped)
+  def step(self, batch: Any) -> None:
+    """Makes a step, and writes the metrics of those that are due."""
+    self._watch.at(f"step {self.done + 1}: computing")
+    self.state, metrics = self._train_step(self.state, batch)
+    self.done += 1
+    drain = self.evaluation_due() or self._save_due()
+    self._report(self._reader.read(self.done, metrics, drain=drain))
+    if news := self._pace.after_step(self.done, self._batches.wait_seconds):
+      self._progress.note(news)
+    self._replicas.after_step(self.done, self.state)
+
+  def _report(self, due: list[tuple[int, dict[str, float]]]) -> None:
+    """Writes and shows the metrics of steps."""
+    steps, meter, batches = self._config.training.steps, self._meter, self._batches
+    for number, values in due:
+      if not self._measuring:
+        self._measuring = True
+        meter.start(number, batches.wait_seconds)
+        seconds = time.time() - self._started
+        self._progress.note(f"first step finished {seconds:.1f} s after the command was given")
+      if number == 1 or _due(number, self._config.metrics.every_steps) or number == steps:
+        values.update(meter.lap(number, batches.wait_seconds), **self._pace.numbers())
+        self._writer.write(number, values)
+        self._progress.update(number, meter.text(number, values))
+
+  def go_back(self, bad: BadStepError) -> None:
+    """Goes back to before a bad step, whose batch is skipped from now on.
+
+    Raises:
+      BadStepError: the run may not go back.
+    """
+    if more := self._bad_steps.refusal():
+      raise BadStepError(bad.step, bad.why, more) from None
+    with self._goodput.within("lost_to_restart"), self._meter.paused():
+      self._watch.at("waiting for the last save", SAVING)
+      with self._failing_saves("an older step is restored"):
+        self._checkpointer.wait()
+      self._watch.at(f"going back from step {bad.step}", STARTING)
+      self._batches.close()
+      self.state = None  # there need not be room for two
+      made, self.state = resuming.go_back(
+        self._job, self._checkpointer, self._bad_steps, bad.step, bad.why
+      )
+      self._progress.note(self._bad_steps.text())
+    self.done = self._saved = made.step
+    self._unsaved = False
+    self._meter.back(bad.step, self.done)
+    self._writer.go_back(self.done, len(self._bad_steps.rollbacks), made.line())
+    self._goodput.undo(self._writer.times)
+    self._writer.write_times(self.done, self._goodput.line())
+    self._read_ahead()
+
+  # ------------------------------ evaluation ------------------------------
+
+  def evaluation_due(self) -> bool:
+    """Tells whether the state is one to evaluate."""
+    return self._last() or _due(self.done, self._config.evaluation.every_steps)
+
+  def evaluate(self) -> dict[str, float] | None:
+    """Evaluates and writes; None where a stop came in between."""
+    with self._meter.paused(), self._goodput.within("evaluation"):
+      count = 0 if self._last() else self._config.evaluation.steps
+      metrics = self._evaluator(self.state.params, steps=count)
+      if metrics is None:
+        self.stopped = True
+      else:
+        self._writer.write(self.done, metrics)
+        self._progress.note(evaluation_text(self.done, metrics, whole=count == 0))
+      return metrics
+
+  # ------------------------------ saving ------------------------------
+
+  def save_if_due(self, held_out: dict[str, float] | None) -> None:
+    """Saves, after the metrics are read and written: what is saved is finite, and is logged."""
+    with self._goodput.within("save"), self._failing_saves("the next step is saved instead"):
+      self._checkpointer.check()
+      if self._save_due():
+        self._save(held_out)
+      self._unsaved = False
+    if self._saved == self.done:
+      self._writer.write_times(self.done, self._goodput.line())
+
+  @contextlib.contextmanager
+  def _failing_saves(self, instead: str) -> Iterator[None]:
+    """Reports a save that has failed, and goes on."""
+    try:
+      yield
+    except SaveError as error:
+      if not self._watch.group.alone:  # the others do not know; a restart goes on from the last
+        raise
+      self._unsaved = True
+      self._progress.note(f"WARNING: {error}; training goes on, and {instead}")
+
+  def _save_due(self) -> bool:
+    keys = self._config.checkpoint
+    if self._last() or self._unsaved or _due(self.done, keys.every_steps):
+      return True
+    return self.evaluation_due() and bool(keys.keep_best)
+
+  def _save(self, held_out: dict[str, float] | None) -> None:
+    self._watch.at(f"saving step {self.done}", SAVING)
+    self._replicas.before_save(self.done, self.state)
+    self._checkpointer.save(
+      self.done,
+      vars(self.state),
+      config=plain(self._config),
+      record={**self._start.record, **self._bad_steps.record()},
+      metrics=held_out if self._config.checkpoint.keep_best else None,
+    )
+    self._saved = self.done
+
+  # ------------------------------ end ------------------------------
+
+  def save_the_rest(self) -> None:
+    """Saves the last step where a stop came before it was due, or its save has failed."""
+    if self._saved < self.done and self._rest_is_good():
+      self._save(None)
+    self._watch.at("waiting for the last save", SAVING)
+    with self._goodput.within("save"):
+      self._checkpointer.wait()
+    self._writer.write_times(self._saved, self._goodput.line(done=not self.stopped))
+
+  def _rest_is_good(self) -> bool:
+    """Reads the metrics of the last step; one that is bad is left to the next start."""
+    try:
+      self._report(self._reader.rest())
+    except BadStepError as bad:
+      if more := self._bad_steps.refusal():
+        raise BadStepError(bad.step, bad.why, more) from None
+      self._progress.note(f"WARNING: step {bad.step}: {bad.why}; it is not saved")
+      self.done = self._saved
+      return False
+    return True
+
+  def summary(self) -> str:
+    """Returns lines about what was done."""
+    return (
+      f"{'stopped' if self.stopped else 'done'}: {self.done - self._start.step} steps in "
+      f"{duration(self._meter.seconds)}, evaluation apart; "
+      f"{100 * self._meter.wait_share:.2f} % of it waiting for data\n{self._goodput.text()}"
+    )
+
+  def _last(self) -> bool:
+    return self.done == self._config.training.steps
 
 
 def evaluation_text(step: int, metrics: dict[str, float], *, whole: bool) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,12 +17,34 @@ class TrainingStoppedError(RuntimeError):
   """The run cannot go on; the message names the step. Exit code 1."""
 
 
+class BadStepError(TrainingStoppedError):
+  """A step has bad numbers; where the run cannot go back, it stops.
+
+  Attributes:
+    step: its number, counted from 1.
+    why: what is bad.
+  """
+
+  def __init__(self, step: int, why: str, more: str = ""):
+    """Says what to do, and `more`: of going back."""
+    self.step, self.why = step, why
+    text = f"step {step}: {why}; training stops. A smaller optimizer.learning_rate or a longer "
+    super().__init__(f"{text}optimizer.warmup_steps may help{more and '; '}{more}")
+
+
+def not_finite(values: Mapping[str, float]) -> str:
+  """Returns what is wrong with a step's metrics; "" where they are finite."""
+  if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
+    return ""
+  return ", ".join(f"{name} is {values[name]}" for name in ("loss", "grad_norm"))
+
+
 class MetricsReader:
   """Reads the metrics of steps from the device, `late` steps after they were dispatched."""
 
-  def __init__(self, *, late: int):
-    """Sets how many steps may be in flight while one is read."""
-    self._late = late
+  def __init__(self, *, late: int, judge: Callable[[Mapping[str, float]], str] = not_finite):
+    """Sets how many steps may be in flight while one is read, and what finds them bad."""
+    self._late, self._judge = late, judge
     self._pending: list[tuple[int, Any]] = []
 
   def read(self, step: int, metrics: Any, *, drain: bool) -> list[tuple[int, dict[str, float]]]:
@@ -33,7 +56,7 @@ class MetricsReader:
       drain: return all that are left.
 
     Raises:
-      TrainingStoppedError: a loss or gradient norm that is not finite.
+      BadStepError: `judge` has found a step bad. Of the steps in flight nothing is left.
     """
     self._pending.append((step, metrics))
     return self._read(0 if drain else self._late)
@@ -47,13 +70,9 @@ class MetricsReader:
     while len(self._pending) > keep:
       number, scalars = self._pending.pop(0)
       values = {name: float(value) for name, value in jax.device_get(scalars).items()}
-      wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]
-      if wrong:
-        numbers = ", ".join(f"{name} is {values[name]}" for name in ("loss", "grad_norm"))
-        raise TrainingStoppedError(
-          f"step {number}: {numbers}; training stops, since every later step would be as bad. "
-          f"A smaller optimizer.learning_rate or a longer optimizer.warmup_steps may help"
-        )
+      if why := self._judge(values):
+        self._pending.clear()
+        raise BadStepError(number, why)
       due.append((number, values))
     return due
 
@@ -85,6 +104,11 @@ class Meter:
     self._began = self._lap_began = time.monotonic()
     self._first_step = self._lap_step = step
     self._wait = self._first_wait = wait_seconds
+
+  def back(self, bad_step: int, step: int) -> None:
+    """Goes on from an earlier step; what the undone steps took stays measured."""
+    self._first_step -= bad_step - step
+    self._lap_began, self._lap_step = time.monotonic() - self._paused, step
 
   def lap(self, step: int, wait_seconds: float) -> dict[str, float]:
     """Returns the numbers of the steps since the last lap, for `metrics.jsonl`.

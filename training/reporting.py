@@ -1,8 +1,10 @@
 """What a run says: one progress line, `metrics.jsonl`, TensorBoard events."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from etils import epath
 from rich.console import Console
@@ -10,32 +12,41 @@ from rich.progress import BarColumn, Progress, TextColumn
 from tensorboardX import SummaryWriter
 
 from processes.group import current
+from training.appending import Lines
+from training.appending import replace_text as replace_text  # for those who write other files
 
 FILE = "metrics.jsonl"
+TIMES, ROLLED_BACK = "goodput", "rolled_back"  # keys that only one kind of line has
 
 
 class MetricsWriter:
   """Appends to `metrics.jsonl` and to TensorBoard's event files; a context manager.
 
-  Process 0 alone writes.
+  Process 0 alone writes. A line tells of a step, of an evaluation, of a rollback, or of where the
+  time went. On a start at step s, and on going back to it, lines past s are dropped, so that a
+  step stands once. Those of rollbacks stay.
 
-  On a start at step s, lines past s are dropped first, so that a step stands once.
+  While the disk is full, what it does not take is kept in memory, and written once there is room.
+
+  Attributes:
+    times: the newest line that stands of where the time went; None where there is none, and on
+      processes that do not write.
   """
 
-  def __init__(self, workdir: epath.Path, *, step: int, tensorboard: bool):
+  def __init__(self, workdir: epath.Path, *, step: int, tensorboard: bool, rollbacks: int = 0):
     """Opens the files of a workdir that exists.
 
     Args:
       workdir: the run's folder.
-      step: the step that the run starts from; 0 drops every line.
+      step: the step that the run starts from; 0 drops every line of later ones.
       tensorboard: also write event files.
+      rollbacks: how many the checkpoint of that step knows of; it will come to later ones again.
     """
-    self._path, self._board = workdir / FILE, None
-    if not current().first:
-      return
-    replace_text(self._path, "".join(_lines_until(self._path, step)))
-    if tensorboard:
-      self._board = SummaryWriter(str(workdir), purge_step=step + 1)
+    self._lines, self._board, self.times = Lines(workdir / FILE), None, None
+    self._workdir, self._tensorboard = workdir, tensorboard
+    self._scalars: list[tuple[str, float, int]] = []  # for the board, while the disk is full
+    if current().first:
+      self._cut(step, rollbacks)
 
   def __enter__(self) -> "MetricsWriter":
     """Returns itself."""
@@ -43,49 +54,112 @@ class MetricsWriter:
 
   def __exit__(self, *exception) -> None:
     """Closes the event file."""
+    self.close()
+
+  @property
+  def waiting(self) -> str:
+    """Tells why lines are kept in memory, "" where all are written."""
+    return self._lines.waiting
+
+  def close(self) -> None:
+    """Closes the event file."""
     if self._board is not None:
-      self._board.close()
+      with contextlib.suppress(OSError):  # a full disk: all of it stands in `metrics.jsonl` too
+        self._board.close()
+
+  def _cut(self, step: int, rollbacks: int, *more: Mapping[str, Any]) -> None:
+    """Drops lines past a step, and rollbacks past a number of them; adds lines in the same move."""
+    kept = [*_lines_until(self._lines.read(), step, rollbacks), *map(_line, more)]
+    self._lines.replace(kept)
+    times = [line for line in map(json.loads, kept) if TIMES in line]
+    self.times = times[-1] if times else None
+    if self._tensorboard:
+      self._open_board(step + 1, rollbacks + len(more))
+
+  def _open_board(self, purge: int | None, number: int) -> None:
+    """Opens the `number`-th event file; events before it from a step on count no more."""
+    self.close()
+    self._scalars, self._boards = [], number
+    self._board = SummaryWriter(
+      str(self._workdir),
+      purge_step=purge,
+      filename_suffix=f".{number}",  # files of one second would have one name
+      max_queue=0,  # without end: a full disk ends the thread that empties it
+    )
+
+  def _show(self, step: int, values: Mapping[str, float]) -> None:
+    """Adds values to the event file; what a full disk would not take, later and to another one."""
+    if self._board is None:
+      return
+    due = [*self._scalars, *((name, value, step) for name, value in values.items())]
+    if self.waiting:
+      self._scalars = due
+      return
+    if self._scalars:
+      self._open_board(None, self._boards + 1)
+    for name, value, number in due:
+      self._board.add_scalar(name, value, number)
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Writes one line; Python writes floats so that they read back to the same bits."""
     if not current().first:
       return
-    line = json.dumps({"step": step, **values}, allow_nan=False)
-    with self._path.open("a") as file:
-      file.write(line + "\n")
-    if self._board is not None:
-      for name, value in values.items():
-        self._board.add_scalar(name, value, step)
+    self._lines.append(_line({"step": step, **values}))
+    self._show(step, values)
+
+  def write_times(self, step: int, values: Mapping[str, Any]) -> None:
+    """Writes where the time went; of a step the newest such line stands, after all others."""
+    if not current().first:
+      return
+    line = {"step": step, **values}
+    if self.times is not None and self.times["step"] == step:
+      lines = self._lines.read().splitlines(keepends=True)
+      others = [one for one in lines if json.loads(one) != self.times]
+      self._lines.replace([*others, _line(line)])
+    else:
+      self._lines.append(_line(line))
+    self.times = line
+    self._show(step, {TIMES: values[TIMES]})
+
+  def go_back(self, step: int, number: int, values: Mapping[str, Any]) -> None:
+    """Goes back to a step, and says so.
+
+    Args:
+      step: gone back to.
+      number: of this rollback, counted from 1.
+      values: of its line.
+    """
+    if current().first:
+      self._cut(step, number - 1, {"step": step, **values})
+
+
+def _line(values: Mapping[str, Any]) -> str:
+  return json.dumps(values, allow_nan=False) + "\n"
 
 
 def evaluated(workdir: epath.Path, step: int) -> bool:
   """Tells whether `metrics.jsonl` holds the evaluation of a step."""
-  lines = map(json.loads, _lines_until(workdir / FILE, step))
+  lines = map(json.loads, _lines_until(Lines(workdir / FILE).read(), step))
   return any(line["step"] == step and "eval_loss" in line for line in lines)
 
 
-def _lines_until(path: epath.Path, step: int) -> list[str]:
-  """Returns the lines up to a step; a last line that a kill has torn is dropped."""
+def _lines_until(text: str, step: int, rollbacks: int = 0) -> list[str]:
+  """Returns the lines of a text up to a step; a last line that a kill has torn is dropped.
+
+  Of the lines about rollbacks, whatever their step, it is the first so many.
+  """
   kept = []
-  for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-    if line.endswith("\n") and json.loads(line)["step"] <= step:
+  for line in text.splitlines(keepends=True):
+    values = json.loads(line) if line.endswith("\n") else None
+    if values is None:
+      continue
+    if ROLLED_BACK in values:
+      rollbacks -= 1
+      if rollbacks >= 0:
+        kept.append(line)
+    elif values["step"] <= step:
       kept.append(line)
   return kept
-
-
-def replace_text(path: epath.Path, text: str) -> None:
-  """Writes a file whole or not at all: a kill or a full disk leaves what was there.
-
-  Raises:
-    OSError: it cannot be written; the path is named.
-  """
-  temporary = path.with_name(f"{path.name}.tmp")
-  try:
-    temporary.write_text(text)
-    temporary.replace(path)
-  except OSError as error:
-    temporary.unlink(missing_ok=True)
-    raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 class ProgressLine:

@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,11 @@ from ml_collections import ConfigDict
 
 from checkpointing import reading, resume
 from checkpointing.store import Checkpointer
+from checkpointing.together import Together
 from input_pipeline.sources import Source
 from partitioning.layout import size_text
 from processes.group import current
+from training import rollback
 from training.job import Job
 from training.step import State
 from training.versions import versions
@@ -32,6 +34,7 @@ class Start:
     record: what the run's checkpoints say of it besides the config.
     checkpointer: open for saving.
     origin: a line about where the state is from.
+    known: the record of the checkpoint that it goes on from; {} at the first step.
   """
 
   state: State
@@ -39,6 +42,7 @@ class Start:
   record: dict[str, Any]
   checkpointer: Checkpointer
   origin: str
+  known: dict[str, Any]
 
 
 def judge(
@@ -66,14 +70,17 @@ def judge(
     if accept:
       raise ValueError(f"--accept-changes: {workdir} holds no checkpoints to go on from")
     return record
-  with Checkpointer(folder, read_only=True) as checkpoints:
+  with Checkpointer(folder, read_only=True, verify=job.config.checkpoint.verify) as checkpoints:
+    done = checkpoints.readable()
+    old_record = checkpoints.read_record(done)
+    rollback.require_same_past(job.config, old_record, done)
     return resume.changes(
-      checkpoints.read_config(),
+      checkpoints.read_config(done),
       plain(job.config),
-      old_record=checkpoints.read_record(),
+      old_record=old_record,
       new_record=record,
       accept=accept,
-      done=checkpoints.steps()[-1],
+      done=done,
       workdir=workdir,
     )
 
@@ -88,10 +95,7 @@ def begin(job: Job, workdir: epath.Path, record: dict[str, Any]) -> Start:
   keys, folder = job.config.checkpoint, workdir / reading.FOLDER
   goes_on = bool(reading.steps(folder))
   if not goes_on:  # before the folder is made: what is refused leaves nothing behind
-    if keys.initialize_from:
-      step, state, origin = 0, *initialized(job)
-    else:
-      step, state, origin = 0, job.initial_state(), "starts from the first step"
+    step, (state, origin), known = 0, first_state(job), {}
   try:
     folder.mkdir(parents=True, exist_ok=True)
   except OSError as error:  # as root, permissions tell nothing beforehand
@@ -102,13 +106,49 @@ def begin(job: Job, workdir: epath.Path, record: dict[str, Any]) -> Start:
     keep_every_steps=keys.keep_every_steps,
     keep_best=keys.keep_best,
     warn=warn,
-    agree=_agreed(job),
+    verify=keys.verify,
+    together=_together(job),
   )
   if goes_on:
     step, tree = checkpointer.restore(vars(job.placed_state))
+    known = checkpointer.read_record(step)
     state, origin = State(**tree), f"goes on from the checkpoint of step {step}"
   job.check_placed(state)
-  return Start(state, step, record, checkpointer, origin)
+  return Start(state, step, record, checkpointer, origin, known)
+
+
+def go_back(
+  job: Job, checkpointer: Checkpointer, bad_steps: rollback.BadSteps, bad_step: int, why: str
+) -> tuple[rollback.Rollback, State]:
+  """Goes back to before a bad step; returns the rollback and the state. All processes call it.
+
+  Newer checkpoints are removed, since nothing older than the newest can be saved.
+
+  Args:
+    job: the run's.
+    checkpointer: open for saving, with no save under way.
+    bad_steps: says how far it goes back, and takes note.
+    bad_step: its number, counted from 1.
+    why: what is bad.
+
+  Raises:
+    ValueError: no checkpoint can be read.
+  """
+  # The list of one process is everybody's: another may still see a step that is being removed.
+  steps = _together(job).from_first(json.dumps(checkpointer.steps()))
+  saved: list[int] = json.loads(steps)
+  step, record = bad_steps.target(bad_step, saved), {}
+  if step == 0:
+    state, _ = first_state(job)
+  else:
+    try:
+      step, tree = checkpointer.restore(vars(job.placed_state), step=step)
+    except ValueError as error:  # the newest that can be read, then
+      warn(f"WARNING: {error}")
+      step, tree = checkpointer.restore(vars(job.placed_state))
+    state, record = State(**tree), checkpointer.read_record(step)
+    checkpointer.remove_after(step)
+  return bad_steps.go_back(bad_step, why, step, saved, record), state
 
 
 def require_room(job: Job, workdir: epath.Path) -> None:
@@ -136,6 +176,13 @@ def require_room(job: Job, workdir: epath.Path) -> None:
     )
 
 
+def first_state(job: Job) -> tuple[State, str]:
+  """Returns the state before the first step, and a line about where it is from."""
+  if job.config.checkpoint.initialize_from:
+    return initialized(job)
+  return job.initial_state(), "starts from the first step"
+
+
 def initialized(job: Job) -> tuple[State, str]:
   """Returns the first state with another run's parameters; nothing else of that run is read."""
   where = job.config.checkpoint.initialize_from
@@ -160,14 +207,18 @@ def parameters(job: Job, location: str) -> tuple[int, Any]:
 
 def _parameters(job: Job, folder: epath.Path, step: int | None) -> tuple[int, Any]:
   return reading.restore_parameters(
-    folder, job.placed_state.params, step, warn=warn, agree=_agreed(job)
+    folder,
+    job.placed_state.params,
+    step,
+    verify=job.config.checkpoint.verify,
+    warn=warn,
+    together=_together(job),
   )
 
 
-def _agreed(job: Job) -> Callable[[bool], bool]:
-  """Returns a function that tells whether something is true on every process."""
-  seconds = job.config.processes.start_timeout_seconds
-  return lambda value: current().all_true("checkpoint", value, timeout_seconds=seconds)
+def _together(job: Job) -> Together:
+  """Returns where the processes of the run tell one another about checkpoints."""
+  return Together(current(), timeout_seconds=job.config.processes.start_timeout_seconds)
 
 
 def warn(text: str) -> None:

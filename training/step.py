@@ -83,16 +83,23 @@ class Program:
 
     def grad(params, microbatch, key):
       grads, means = jax.grad(mean, has_aux=True)(params, microbatch, key)
-      if self.param_specs is not None:
-        grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, self.param_specs)
-      return grads, means
+      return self.laid_out(grads), means
 
     if count == 1:
       grads, means = grad(params, batch, key)
     else:
       grads, means = _accumulate(functools.partial(grad, params), count, batch, key)
+      # Left to XLA, the sums would lie as the norm wants them, and parameters and optimizer state
+      # be computed so and gathered at the end, each of them.
+      grads = self.laid_out(grads)
     scale = 1 / means.pop("weight")
     return grads, {name: value * scale for name, value in means.items()}, scale
+
+  def laid_out(self, grads: Any) -> Any:
+    """Returns gradients that lie as their parameters do."""
+    if self.param_specs is None:
+      return grads
+    return jax.tree.map(jax.lax.with_sharding_constraint, grads, self.param_specs)
 
   def norm(self, grads: Any) -> jax.Array:
     """Returns the global norm; devices that hold copies of a gradient sum a part of it each."""

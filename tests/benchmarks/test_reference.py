@@ -1,6 +1,7 @@
 """The hand-written reference computes what the application computes, and stands on its own."""
 
 import ast
+import importlib
 import pathlib
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import step_overhead
-from configs import base, dp4_tp2
+from configs import base
 from training import job
 from training.devices import Devices
 
@@ -19,12 +20,12 @@ STEPS = 3
 SMALL = {
   "lm": {
     "model.layers": 3,
-    "model.model_size": 24,
+    "model.model_size": 32,
     "model.feedforward_size": 40,
-    "model.heads": 6,
+    "model.heads": 8,
     "model.kv_heads": 2,
-    "model.vocabulary_size": 50,
-    "model.vocabulary_multiple": 2,
+    "model.vocabulary_size": 48,
+    "model.vocabulary_multiple": 8,
     "data.global_batch_size": 8,
     "data.sequence_length": 12,
     "optimizer.warmup_steps": 2,
@@ -37,8 +38,8 @@ SMALL = {
 }
 
 
-def prepare(recipe: str) -> job.Job:
-  config = dp4_tp2.get_config(recipe)
+def prepare(strategy: str, recipe: str) -> job.Job:
+  config = importlib.import_module(f"configs.{strategy}").get_config(recipe)
   config.update_from_flattened_dict({**SMALL[recipe], "training.steps": STEPS})
   config = base.finalize(config, "cpu")
   return job.prepare(config, Devices("cpu", True, config.mesh.to_dict()))
@@ -61,9 +62,12 @@ def draw_batch(ready: job.Job, step: int) -> dict:
   return jax.device_put(batch, ready.batch_shardings)
 
 
-@pytest.mark.parametrize("recipe", SMALL)
-def test_agrees_with_the_application(recipe):
-  ready = prepare(recipe)
+CASES = [("dp4_tp2", "lm"), ("dp2_fsdp2_tp2", "lm"), ("tp8", "lm"), ("dp4_tp2", "mlp_tutorial")]
+
+
+@pytest.mark.parametrize(("strategy", "recipe"), CASES)
+def test_agrees_with_the_application(strategy, recipe):
+  ready = prepare(strategy, recipe)
   batches = [draw_batch(ready, step) for step in range(STEPS)]
   state = ready.initial_state()
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import subprocess
 
 import numpy as np
 
@@ -25,6 +26,21 @@ def test_the_snippet_reads_parameters_in_five_lines(tmp_path, monkeypatch):
   assert sorted(found["params"]) == ["params.bias", "params.up.kernel"]
   np.testing.assert_array_equal(found["params"]["params.bias"], wanted["bias"])
   np.testing.assert_array_equal(found["params"]["params.up.kernel"], wanted["up"]["kernel"])
+
+
+def test_plain_tools_check_a_step_as_the_docs_say(tmp_path):
+  with Checkpointer(tmp_path) as checkpointer:
+    save_counting(checkpointer, 200)
+  [command] = re.findall(r"^sed .*$", TEXT, re.MULTILINE)
+
+  def check():
+    step = tmp_path / "200"
+    return subprocess.run(command, shell=True, cwd=step, capture_output=True, text=True)
+
+  assert (check().returncode, check().stdout) == (0, "")
+  (tmp_path / "200" / "record" / "metadata").write_text("{}")
+  assert check().returncode == 1
+  assert check().stdout == "record/metadata: FAILED\n"
 
 
 def test_the_table_in_the_docs_names_every_pattern():

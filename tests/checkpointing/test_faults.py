@@ -12,6 +12,7 @@ import time
 import pytest
 
 from checkpointing.store import Checkpointer
+from tests.checkpointing import damage
 from tests.checkpointing.states import (
   assert_bit_equal,
   contents,
@@ -19,46 +20,9 @@ from tests.checkpointing.states import (
   counting_tree,
   save_counting,
 )
+from tests.faults.rows_saves import STAGES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-
-# What a step's folder consists of; the long names in it are random.
-CLASSES = (
-  "commit_success.txt",
-  "_CHECKPOINT_METADATA",
-  "config/metadata",
-  "config/commit_success.txt",
-  "record/metadata",
-  "record/commit_success.txt",
-  "state/commit_success.txt",
-  "state/_METADATA",
-  "state/_sharding",
-  "state/manifest.ocdbt",
-  "state/d/*",
-  "state/ocdbt.process_0/manifest.ocdbt",
-  "state/ocdbt.process_0/d/*",
-)
-
-# Damage that changes nothing of what is restored, measured: the index of the process's own part
-# is merged into state/, and the sharding is not needed.
-HARMLESS = {
-  ("state/_sharding", "delete"),
-  ("state/ocdbt.process_0/manifest.ocdbt", "delete"),
-  ("state/ocdbt.process_0/manifest.ocdbt", "empty"),
-  ("state/ocdbt.process_0/manifest.ocdbt", "half"),
-}
-
-
-def delete(path):
-  path.unlink()
-
-
-def empty(path):
-  os.truncate(path, 0)
-
-
-def half(path):
-  os.truncate(path, path.stat().st_size // 2)
 
 
 @pytest.fixture(scope="module")
@@ -78,34 +42,20 @@ def copy(whole, tmp_path):
 
 def test_the_classes_of_files_are_all_there_are(whole):
   files = {path for path in (whole / "30").rglob("*") if path.is_file()}
-  known = {path for name in CLASSES for path in (whole / "30").glob(name)}
+  known = {path for name in damage.CLASSES for path in damage.files(whole / "30", name)}
   assert files == known
 
 
-# Of the marks only that they are there counts, not their text.
-CASES = [
-  (name, damage)
-  for name in CLASSES
-  for damage in (delete, empty, half)
-  if damage is not half or not name.endswith("commit_success.txt")
-]
-
-
-@pytest.mark.parametrize(("name", "damage"), CASES)
-def test_a_damaged_file_is_noticed_and_the_older_step_is_used(name, damage, copy, capfd):
-  paths = list((copy / "30").glob(name))
-  assert paths
-  for path in paths:
-    damage(path)
+@pytest.mark.parametrize("how", damage.DAMAGES, ids=lambda how: how.__name__)
+@pytest.mark.parametrize("name", damage.CLASSES)
+def test_a_damaged_file_is_noticed_and_the_older_step_is_used(name, how, copy, capfd):
+  done = damage.harm(copy / "30", name, how, random.Random())
   with Checkpointer(copy, keep=2) as checkpointer:
     step, tree = checkpointer.restore(counting_target())
+    assert step == 20, done
     assert_bit_equal(tree, counting_tree(step))
-    if (name, damage.__name__) in HARMLESS:
-      assert step == 30
-      return
-    assert step == 20
-    warning = f"WARNING: the checkpoint {copy / '30'} cannot be read ("
-    assert warning in capfd.readouterr().err
+    warning = f"WARNING: the checkpoint {copy / '30'} cannot be read ({done.partition(':')[0]}: "
+    assert warning in capfd.readouterr().err, done
     assert checkpointer.steps() == [10, 20]
     assert (copy / "30.broken").is_dir()
     save_counting(checkpointer, 25)  # older than the broken one
@@ -123,9 +73,8 @@ def test_several_broken_steps_are_all_named_and_passed_over(copy):
     assert_bit_equal(tree, counting_tree(10))
     save_counting(checkpointer, 11)
   assert len(said) == 2
-  assert "/30 cannot be read (state: " in said[0]
-  assert "_METADATA" in said[0]
-  assert "/20 cannot be read (missing or empty: commit_success.txt," in said[1]
+  assert "/30 cannot be read (state/_METADATA: missing)" in said[0]
+  assert "/20 cannot be read (digests: missing, so that nothing tells" in said[1]
   assert all("it is renamed to end with .broken, and step 10 is used instead" in s for s in said)
 
 
@@ -147,8 +96,8 @@ def test_where_all_are_broken_each_is_named_and_nothing_is_changed(copy):
   ):
     checkpointer.restore(counting_target())
   lines = str(refusal.value).splitlines()
-  assert [line[:36] for line in lines[1:4]] == [
-    f"  step {s} cannot be read: config/met" for s in (30, 20, 10)
+  assert [line.partition("metadata: ")[0] for line in lines[1:4]] == [
+    f"  step {s} cannot be read: config/" for s in (30, 20, 10)
   ]
   assert lines[4].startswith("put the files back from a copy, or start anew")
   assert contents(copy) == before
@@ -200,7 +149,7 @@ def test_whatever_a_kill_leaves_opens_and_restores_to_a_saved_state(server, tmp_
     pid = start(server, tmp_path, saves=rng.randrange(1, 5))
     time.sleep(rng.random() * 0.15)
     os.kill(pid, signal.SIGKILL)
-    torn += any("orbax-checkpoint-tmp" in path.name for path in tmp_path.iterdir())
+    torn += any(".saving" in path.name for path in tmp_path.iterdir())
     said = []
     with Checkpointer(tmp_path, keep=2, keep_every_steps=5, warn=said.append) as checkpointer:
       assert all(path.name.isdecimal() for path in tmp_path.iterdir()), seed
@@ -213,3 +162,40 @@ def test_whatever_a_kill_leaves_opens_and_restores_to_a_saved_state(server, tmp_
         newest = step + 1
     assert not said, (seed, said)
   assert torn, f"no kill of {KILLS} met a save under way (seed {seed})"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_kill_at_a_stage_of_a_save_leaves_the_step_before_or_this_one(stage, server, tmp_path):
+  for _ in range(20):
+    pid = start(server, tmp_path, saves=3)
+    step = max(int(name) for name in os.listdir(tmp_path) if name.isdecimal()) + 1
+    until = time.monotonic() + 60
+    # Of a short stage the next save's is as good; the fork saves without end.
+    while not STAGES[stage](tmp_path, step) and time.monotonic() < until:
+      if (tmp_path / str(step + 1)).exists():
+        step += 1
+    os.kill(pid, signal.SIGKILL)
+    left = os.listdir(tmp_path)
+    said = []
+    with Checkpointer(tmp_path, keep=2, warn=said.append) as checkpointer:
+      found, tree = checkpointer.restore(counting_target())
+      assert_bit_equal(tree, counting_tree(found))
+    assert not said, said
+    assert found >= step - 1
+    assert all(name.isdecimal() for name in os.listdir(tmp_path))
+    if AFTERWARDS[stage](left):
+      return
+  raise AssertionError(f"20 kills came after the stage: {left}")
+
+
+def _unfinished(left):
+  return any(name.endswith("-tmp") for name in left)
+
+
+# What a kill at a stage leaves, if it comes in time.
+AFTERWARDS = {
+  **dict.fromkeys(("directory made", "data", "metadata"), _unfinished),
+  **dict.fromkeys(("commit", "digest file"), lambda left: any(".saving" in name for name in left)),
+  "rename": lambda left: True,
+  "garbage collection": lambda left: any(name.endswith(".removing") for name in left),
+}

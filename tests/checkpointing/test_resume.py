@@ -70,6 +70,9 @@ ROWS = {
     "data.data_dir": "/elsewhere",
     "data.prefetch_batches": 5,
     "data.evaluation_split": "validation",
+    "training.on_bad_step": "roll_back",
+    "training.bad_step_deviations": 5.0,
+    "training.max_rollbacks": 9,
   },
   ACCEPT: {
     "optimizer.learning_rate": 0.5,
@@ -82,6 +85,7 @@ ROWS = {
     "optimizer.momentum": 0.5,
     "optimizer.clip_norm": 0.5,
     "data.global_batch_size": 64,
+    "data.skip_batches": [700],
     "training.gradient_accumulation_steps": 2,
     "training.compute_dtype": "bfloat16",
     "training.matmul_precision": "highest",

@@ -1,15 +1,13 @@
 """Saving and restoring: bits, layouts, what is kept, what is refused."""
 
-import resource
-import time
-
 import jax
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
 from checkpointing import reading
-from checkpointing.store import Checkpointer, Retention, SaveError
+from checkpointing.retention import Retention
+from checkpointing.store import Checkpointer
 from tests.checkpointing.states import (
   CONFIG,
   RECORD,
@@ -117,12 +115,19 @@ def test_the_best_accuracy_is_the_highest():
     retention = Retention(1, 0, best, rule.get("lower_is_better"))
     for step, value in enumerate(values):
       retention.note(step, {best: value})
-    steps = [type("Step", (), {"step": step}) for step in range(len(values))]
-    return retention.should_preserve(steps, context=None)
+    return retention.kept(range(len(values)))
 
-  assert kept("eval_accuracy", [0.1, 0.9, 0.9, 0.5]) == [False, False, True, True]
-  assert kept("eval_loss", [0.1, 0.9, 0.9, 0.5]) == [True, False, False, True]
-  assert kept("eval_loss", [0.1, 0.9, 0.5], lower_is_better=False) == [False, True, True]
+  assert kept("eval_accuracy", [0.1, 0.9, 0.9, 0.5]) == {2, 3}
+  assert kept("eval_loss", [0.1, 0.9, 0.9, 0.5]) == {0, 3}
+  assert kept("eval_loss", [0.1, 0.9, 0.5], lower_is_better=False) == {1, 2}
+
+
+def test_a_step_that_is_saved_again_is_judged_anew():
+  retention = Retention(1, 0, "eval_loss", None)
+  for step, value in ((1, 0.1), (2, 0.5), (3, 0.7)):
+    retention.note(step, {"eval_loss": value})
+  retention.note(1, None)
+  assert retention.kept([1, 2, 3]) == {2, 3}
 
 
 def test_an_unknown_metric_and_numbers_below_their_least_are_refused(tmp_path):
@@ -133,6 +138,38 @@ def test_an_unknown_metric_and_numbers_below_their_least_are_refused(tmp_path):
     checkpointer.save(1, counting_tree(1), config=CONFIG, record=RECORD, metrics={"eval_loss": 1.0})
   with pytest.raises(ValueError, match=r"checkpoint.keep=0: at least 1"):
     Checkpointer(tmp_path, keep=0)
+
+
+# ------------------------------ what is removed ------------------------------
+
+
+def test_newer_steps_are_removed_and_may_be_saved_again(tmp_path):
+  with Checkpointer(tmp_path, keep=9) as checkpointer:
+    save_counting(checkpointer, 10, 20, 30)
+    # The save of 40 is still under way.
+    checkpointer.save(40, counting_tree(40), config=CONFIG, record=RECORD)
+    checkpointer.remove_after(10)
+    assert checkpointer.steps() == [10]
+    assert [path.name for path in tmp_path.iterdir()] == ["10"]
+    assert checkpointer.restore(counting_target())[0] == 10
+    checkpointer.save(20, counting_tree(21), config=CONFIG, record=RECORD)
+    checkpointer.remove_after(20)  # there is nothing newer
+    assert_bit_equal(checkpointer.restore(counting_target(), step=10)[1], counting_tree(10))
+    assert checkpointer.steps() == [10, 20]
+    checkpointer.remove_after(0)
+    assert checkpointer.steps() == []
+    save_counting(checkpointer, 1)
+
+
+def test_reading_only_removes_nothing(tmp_path):
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
+    save_counting(checkpointer, 1, 2)
+  with (
+    Checkpointer(tmp_path, read_only=True) as checkpointer,
+    pytest.raises(ValueError, match="reading only; nothing is removed"),
+  ):
+    checkpointer.remove_after(1)
+  assert checkpointer.steps() == [1, 2]
 
 
 # ------------------------------ what is refused ------------------------------
@@ -183,54 +220,6 @@ def test_a_step_at_or_below_the_newest_is_not_lost_silently(tmp_path):
         checkpointer.save(step, counting_tree(step), config=CONFIG, record=RECORD)
 
 
-# ------------------------------ failing saves ------------------------------
-
-
-def full_disk(on: bool) -> None:
-  """Lets writes beyond a kilobyte of a file fail, or lifts that."""
-  _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (1024 if on else hard, hard))
-
-
-def save_and_check(checkpointer, step):
-  """Saves, and checks as the step loop does until a check has something to say."""
-  checkpointer.save(step, counting_tree(step), config=CONFIG, record=RECORD)
-  deadline = time.monotonic() + 30
-  while time.monotonic() < deadline:
-    checkpointer.check()
-
-
-def save_to_a_full_disk(folder, step):
-  with Checkpointer(folder) as checkpointer:
-    full_disk(True)
-    checkpointer.save(step, counting_tree(step), config=CONFIG, record=RECORD)
-
-
-def test_a_failed_save_is_reported_once_and_the_step_can_be_saved_again(tmp_path):
-  with Checkpointer(tmp_path, keep=2) as checkpointer:
-    save_counting(checkpointer, 1)
-    full_disk(True)
-    try:
-      with pytest.raises(SaveError, match=r"saving step 2 to .* failed") as failure:
-        save_and_check(checkpointer, 2)
-    finally:
-      full_disk(False)
-    assert failure.value.step == 2
-    assert checkpointer.steps() == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
-    checkpointer.check()
-    save_counting(checkpointer, 2)
-    assert_bit_equal(checkpointer.restore(counting_target())[1], counting_tree(2))
-
-
-def test_a_failed_last_save_ends_the_with_block(tmp_path):
-  try:
-    with pytest.raises(SaveError, match="saving step 1"):
-      save_to_a_full_disk(tmp_path, 1)
-  finally:
-    full_disk(False)
-
-
 # ------------------------------ reading only ------------------------------
 
 
@@ -239,7 +228,7 @@ def test_reading_only_never_changes_a_byte(tmp_path):
   with Checkpointer(folder, keep=3) as checkpointer:
     save_counting(checkpointer, 1, 2, 3)
   (folder / "3" / "commit_success.txt").unlink()
-  (folder / "4.orbax-checkpoint-tmp").mkdir()
+  (folder / "4.saving.orbax-checkpoint-tmp").mkdir()
   before, said = contents(tmp_path), []
   with Checkpointer(folder, read_only=True, warn=said.append) as checkpointer:
     step, tree = checkpointer.restore(counting_target())
@@ -250,7 +239,8 @@ def test_reading_only_never_changes_a_byte(tmp_path):
   assert_bit_equal(tree, counting_tree(2))
   assert_bit_equal(parameters[1], counting_tree(2)["params"])
   assert len(said) == 2
-  assert all("commit_success.txt); nothing is changed, and step 2 is used" in s for s in said)
+  wanted = "commit_success.txt: missing); nothing is changed, and step 2 is used"
+  assert all(wanted in line for line in said)
   assert contents(tmp_path) == before
 
 

@@ -280,6 +280,9 @@ def refusal(argument, sizes, /, **overrides):
       {"training.loss": "next_tokn"},
       "training.loss='next_tokn': one of next_token; did you mean",
     ),
+    ({}, {"training.on_bad_step": "rollback"}, "'rollback': one of stop, roll_back; did you mean"),
+    ({}, {"data.skip_batches": (3, -1)}, "data.skip_batches: -1 is not the number of a batch"),
+    ({}, {"data.skip_batches": ("3",)}, "data.skip_batches: '3' is not the number of a batch"),
     ({}, {"data.sequence_length": 0}, "data.sequence_length=0: at least 1"),
     ({}, {"seed": 2**32}, "seed=4294967296: below 2**32"),
     (
@@ -292,6 +295,8 @@ def refusal(argument, sizes, /, **overrides):
       {"partitioning.overrides": ("layers/mlp/up/kernel",)},
       "partitioning.overrides: 'layers/mlp/up/kernel' is not a name with the entries of a Partit",
     ),
+    ({}, {"processes.slow_ratio": 0.9}, "processes.slow_ratio=0.9: above 1, or 0 to turn it off"),
+    ({}, {"training.replica_check_every_steps": -1}, "replica_check_every_steps=-1: at least 0"),
     ({}, {"compiler_options": "a=1,b"}, "compiler_options: 'b' is not name=value"),
   ],
 )

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import psutil
 
@@ -18,7 +19,8 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 OUTSIDE = pathlib.Path(__file__).parent / "outside"
 STEPS, EVALUATE_EVERY, SAVE_EVERY = 40, 15, 10
 HEARTBEAT_SECONDS = 10
-PATIENCE_SECONDS = 120  # for what takes seconds, on a machine that is busy
+FAMILY_SECONDS = 0.5  # between two looks at who is there
+PATIENCE_SECONDS = 240  # for what takes seconds, on a machine that is busy
 MESHES = {2: (2, 1), 4: (2, 2)}  # processes -> sizes of data and tensor; a device each
 FLAGS = [
   "--config=configs/dp4_tp2.py",
@@ -33,7 +35,6 @@ FLAGS = [
   "--config.evaluation.sample_tokens=8",
   "--config.metrics.every_steps=1",
   "--config.metrics.tensorboard=false",
-  f"--config.training.steps={STEPS}",
   f"--config.checkpoint.every_steps={SAVE_EVERY}",
   "--config.compiler_options=xla_backend_optimization_level=0",
   f"--config.processes.heartbeat_seconds={HEARTBEAT_SECONDS}",
@@ -49,6 +50,7 @@ class Run:
 
   Attributes:
     count: how many.
+    steps: that the run makes.
     workdir: of the run.
     codes: as of Popen, by process; of the launcher alone where one starts them.
     ended: when they had these codes, by the monotonic clock.
@@ -62,7 +64,9 @@ class Run:
     launcher: bool = False,
     restarts: int = 0,
     slow: int | None = None,
+    steps: int = STEPS,
     flags: tuple[str, ...] = (),
+    common: Sequence[str] = FLAGS,
   ):
     """Starts it, or lets it go on.
 
@@ -72,14 +76,19 @@ class Run:
       launcher: whether `launch.local` starts them, and not this class.
       restarts: the launcher's.
       slow: the process whose reading `stall` stops.
+      steps: that the run makes.
       flags: more of them.
+      common: those that come first, where they are not those of most rows.
     """
-    self.count, self.workdir, self.launcher = count, workdir, launcher
+    self.count, self.steps, self.workdir, self.launcher = count, steps, workdir, launcher
     self.stalled = workdir.with_name(f"{workdir.name}-stalled")
     self._slow = slow
+    self._family: dict[psutil.Process, None] = {}
+    self._looked = 0.0
     data, tensor = MESHES[count]
-    mesh = (f"--config.mesh.data={data}", f"--config.mesh.tensor={tensor}")
-    command = [sys.executable, "main.py", *FLAGS, *mesh, *flags, f"--workdir={workdir}"]
+    mesh = [f"--config.mesh.data={data}", f"--config.mesh.tensor={tensor}"]
+    own = [*mesh, f"--config.training.steps={steps}", *flags, f"--workdir={workdir}"]
+    command = [sys.executable, "main.py", *common, *own]
     number = len(list(workdir.parent.glob(f"{workdir.name}-*.out")))
     if launcher:
       before = [sys.executable, "-m", "launch.local", f"--processes={count}"]
@@ -140,7 +149,9 @@ class Run:
     return [int(pid) for pid in found[-1].split(", ")] if found else []
 
   def poll(self) -> bool:
-    """Takes note of what has ended; tells whether all have."""
+    """Takes note of what has ended, and of who is there; tells whether all have ended."""
+    if time.monotonic() - self._looked > FAMILY_SECONDS:
+      self.meet()
     for index, popen in enumerate(self.popens):
       if self.codes[index] is None and popen.poll() is not None:
         self.codes[index], self.ended[index] = popen.returncode, time.monotonic()
@@ -158,6 +169,31 @@ class Run:
     """Waits until the text was printed so many times."""
     self.wait_until(lambda: self.text().count(text) >= times, text)
 
+  def said(self, text: str, times: int = 1, seconds: float = PATIENCE_SECONDS) -> bool:
+    """Waits until a text was printed so many times; not beyond the end, nor longer than so.
+
+    Returns whether it was.
+    """
+    until = time.monotonic() + seconds
+    while self.text().count(text) < times:
+      if self.poll() or time.monotonic() > until:
+        return self.text().count(text) >= times
+      time.sleep(0.01)
+    return True
+
+  def sleep(self, seconds: float) -> bool:
+    """Waits that long, unless all end before; returns whether some still run."""
+    until = time.monotonic() + seconds
+    while not self.poll() and time.monotonic() < until:
+      time.sleep(0.005)
+    return not self.poll()
+
+  def last_line(self) -> str:
+    """Returns the last line that process 0 has printed so far, shortened, without gloo's."""
+    text = self._outputs[0].read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip() and "peer ranks" not in line]
+    return lines[-1][:80] if lines else "nothing is printed yet"
+
   def end(self, seconds: float = PATIENCE_SECONDS) -> list[int | None]:
     """Waits for the end of all, not longer than so; returns the codes, None for what still runs."""
     until = time.monotonic() + seconds
@@ -173,14 +209,22 @@ class Run:
         return
       time.sleep(0.01)
 
+  def meet(self) -> None:
+    """Takes note of all processes that those of the run have started by now."""
+    self._looked = time.monotonic()
+    for popen in self.popens:
+      with contextlib.suppress(psutil.Error):
+        process = psutil.Process(popen.pid)
+        self._family.update(dict.fromkeys([process, *process.children(recursive=True)]))
+
   def left_behind(self) -> list[psutil.Process]:
-    """Returns the processes that run with this workdir."""
-    found = []
+    """Returns the processes that run with this workdir, or were started by one that did."""
+    found = [process for process in self._family if _runs(process)]
     for process in psutil.process_iter(["cmdline", "status"]):
       words = process.info["cmdline"] or []
       if f"--workdir={self.workdir}" in words and process.info["status"] != psutil.STATUS_ZOMBIE:
         found.append(process)
-    return found
+    return [*dict.fromkeys(found)]
 
   # ------------------------------ disturb ------------------------------
 
@@ -194,10 +238,19 @@ class Run:
     self.stalled.touch()
     return time.monotonic()
 
+  def end_data(self) -> float:
+    """Makes the slow process find no more data; returns when."""
+    whole = self.stalled.with_suffix(".written")
+    whole.write_text("end")
+    whole.rename(self.stalled)
+    return time.monotonic()
 
-def trials(most: int) -> range:
-  """Returns the numbers of the trials of a test; FAULT_TRIALS makes them fewer."""
-  return range(min(most, int(os.environ.get("FAULT_TRIALS", most))))
+
+def _runs(process: psutil.Process) -> bool:
+  try:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+  except psutil.Error:
+    return False
 
 
 def aborted(code: int | None) -> bool:
@@ -212,15 +265,17 @@ def named(text: str, index: int) -> bool:
 
 
 def story(workdir: pathlib.Path) -> list[tuple[int, str]]:
-  """Returns (step, its numbers) of each line of metrics.jsonl, [] without one.
+  """Returns (step, its numbers) of each line of metrics.jsonl that has any, [] without one.
 
-  Of its numbers the text, by names: the same text is the same bits.
+  Of its numbers the text, by names: the same text is the same bits. A last line that a kill has
+  torn is none.
   """
   path, lines = workdir / "metrics.jsonl", []
-  for line in path.read_text().splitlines() if path.exists() else []:
-    values = json.loads(line)
+  for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+    values = json.loads(line) if line.endswith("\n") else {}
     kept = {k: v for k, v in values.items() if k in ("loss", "grad_norm") or k.startswith("eval")}
-    lines.append((values["step"], repr(sorted(kept.items()))))
+    if kept:
+      lines.append((values["step"], repr(sorted(kept.items()))))
   return lines
 
 

@@ -2,8 +2,11 @@
 
 import random
 import time
+from collections.abc import Callable
 
-from tests.faults.harness import EVALUATE_EVERY, SAVE_EVERY, STEPS, Run
+from tests.faults.harness import EVALUATE_EVERY, SAVE_EVERY, Run
+
+Moment = Callable[[Run, random.Random], None]
 
 
 def start(run: Run, chance: random.Random) -> None:
@@ -21,7 +24,7 @@ def preflight(run: Run, chance: random.Random) -> None:
 
 
 def compiling(run: Run, chance: random.Random) -> None:
-  """While the train step is compiled."""
+  """While the train step is compiled: `flags` sees to it that it is."""
   run.wait_for("workdir:")
   time.sleep(chance.uniform(0, 3))
 
@@ -34,7 +37,7 @@ def first_step(run: Run, chance: random.Random) -> None:
 
 def step(run: Run, chance: random.Random) -> None:
   """In a step."""
-  run.wait_for(f"step {chance.randint(2, STEPS - 5)}/")
+  run.wait_for(f"step {chance.randint(2, run.steps - 5)}/")
   time.sleep(chance.uniform(0, 0.2))
 
 
@@ -58,13 +61,13 @@ def save(run: Run, chance: random.Random) -> None:
 
 def last_evaluation(run: Run, chance: random.Random) -> None:
   """In the last evaluation, which is of the whole split."""
-  run.wait_for(f"step {STEPS}/")
+  run.wait_for(f"step {run.steps}/")
   time.sleep(chance.uniform(0, 1))
 
 
 def last_save(run: Run, chance: random.Random) -> None:
   """In the last save."""
-  run.wait_for(f"held out after step {STEPS}")
+  run.wait_for(f"held out after step {run.steps}")
   time.sleep(chance.uniform(0, 0.1))
 
 
@@ -78,3 +81,13 @@ WORKING = (step, evaluation)
 LAST = (last_evaluation, last_save, sampling)
 # From where each process hears of the end of another by itself.
 RUNNING = (preflight, compiling, first_step, *WORKING, save, *LAST)
+
+
+def title(moment: Moment) -> str:
+  """Returns the name of a moment, for people."""
+  return moment.__name__.replace("_", " ").strip()
+
+
+def flags(moment: Moment, others: tuple[str, ...]) -> tuple[str, ...]:
+  """Returns the flags of a run that is to have a moment: no compiling without an empty cache."""
+  return (*others, "--config.compilation_cache_dir=") if moment is compiling else others

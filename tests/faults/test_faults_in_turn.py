@@ -1,6 +1,6 @@
 """A run that meets each kind of fault, one after the other, ends as one that met none.
 
-A sample of what the other files here try many times: see `make test-faults`.
+A sample of what `python -m tests.faults` tries many times.
 """
 
 import signal
@@ -8,30 +8,37 @@ import time
 
 import pytest
 
+from tests.faults import same
 from tests.faults.harness import QUICK, STEPS, Run, named, saved, story
+
+FLAGS = (*QUICK, *same.KEPT)
 
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
-  """Returns the story of a run without a fault, one of whose processes is late at the end."""
+  """Returns what a run without a fault leaves, one of whose processes is late at the end."""
   workdir = tmp_path_factory.mktemp("clean") / "run"
-  with Run(workdir, flags=QUICK) as run:
+  with Run(workdir, flags=FLAGS) as run:
     run.wait_for(f"held out after step {STEPS}")
     run.signal(1, signal.SIGSTOP)
     time.sleep(3)
     run.signal(1, signal.SIGCONT)
     assert run.end() == [0, 0], run.text()
-  return story(workdir)
+  return same.record(workdir)
 
 
 def test_the_steps_of_a_clean_run_stand_once_and_in_order(clean):
-  steps = [step for step, numbers in clean if "loss" in numbers and "eval_loss" not in numbers]
+  lines = clean.lines
+  steps = [step for step, numbers in lines if "loss" in numbers and "eval_loss" not in numbers]
   assert steps == list(range(1, STEPS + 1))
+  assert list(clean.arrays) == list(range(same.DIGEST_EVERY, STEPS + 1, same.DIGEST_EVERY))
+  tables = [arrays["params.embed.table"] for arrays in clean.arrays.values()]
+  assert len(set(tables)) == len(tables)
 
 
 def test_a_run_with_each_kind_of_fault_ends_as_one_without(clean, tmp_path):
   workdir = tmp_path / "run"
-  with Run(workdir, launcher=True, restarts=4, slow=1, flags=QUICK) as run:
+  with Run(workdir, launcher=True, restarts=4, slow=1, flags=FLAGS) as run:
     # ------------------------------ killed ------------------------------
     run.wait_for("step 12/")
     run.signal(0, signal.SIGKILL)
@@ -68,4 +75,4 @@ def test_a_run_with_each_kind_of_fault_ends_as_one_without(clean, tmp_path):
 
     assert run.end() == [0], run.text()
     assert run.left_behind() == []
-  assert story(workdir) == clean
+  same.check(workdir, clean)

@@ -1,10 +1,15 @@
 """Data sets of this room's tests: small ones on disk, and sources in memory."""
 
+import pathlib
+import shutil
+
 import ml_collections
 import numpy as np
 import pytest
 
-from input_pipeline import sources
+from input_pipeline import preparation, sources
+from tests.input_pipeline.damage import IMAGES
+from tests.input_pipeline.writing import write
 
 _DATA = {
   "name": "",
@@ -19,6 +24,7 @@ _DATA = {
   "examples": 1,
   "input_size": 1,
   "target_size": 1,
+  "max_bad_records": 0,
 }
 
 DOCUMENTS = [
@@ -51,28 +57,6 @@ def config(data_dir):
 @pytest.fixture(scope="session")
 def write_tfds():
   """Returns a function that prepares a TFDS data set on disk without registering its builder."""
-  import tensorflow_datasets as tfds
-
-  def write(folder, data_set, features, splits, *, config="", version="1.2.0"):
-    class Written(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-      name = data_set
-      VERSION = tfds.core.Version(version)
-      BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)] if config else []
-      url_infos = None
-
-      def _info(self):
-        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
-
-      def _split_generators(self, dl_manager):
-        return {split: self._generate_examples(examples) for split, examples in splits.items()}
-
-      def _generate_examples(self, examples):
-        yield from enumerate(examples)
-
-    builder = Written(data_dir=folder, file_format="array_record")
-    builder.download_and_prepare()
-    return builder
-
   return write
 
 
@@ -116,3 +100,45 @@ def numbered():
     )
 
   return make
+
+
+@pytest.fixture(scope="session")
+def noise_and_snow(tmp_path_factory, write_tfds, config):
+  """A folder with two data sets of noise, prepared: text of 67 rows, and 41 images."""
+  import tensorflow_datasets as tfds
+
+  folder = tmp_path_factory.mktemp("whole")
+  noise = np.random.default_rng(0)
+  documents = [noise.integers(1, 256, size, np.uint8).tobytes() for size in (500, 200, 369)]
+  text = {"train": [{"body": document} for document in documents]}
+  text["test"] = [{"body": noise.integers(1, 256, 300, np.uint8).tobytes()}]
+  write_tfds(folder, "noise", {"body": tfds.features.Text()}, text)
+  features = {
+    "image": tfds.features.Tensor(shape=(13, 1), dtype=np.uint8),
+    "label": tfds.features.ClassLabel(num_classes=10),
+  }
+  pixels = noise.integers(0, 128, (IMAGES, 13, 1), np.uint8)  # below 128: as they stand in a record
+  examples = [{"image": pixels[i], "label": i % 10} for i in range(IMAGES)]
+  write_tfds(folder, "snow", features, {"train": examples})
+  for name, kind in (("noise", "text"), ("snow", "image")):
+    preparation.prepare(config(name, kind, data_dir=str(folder)), "train")
+  return folder
+
+
+@pytest.fixture
+def folder(noise_and_snow, tmp_path):
+  """A copy of that folder, to be damaged."""
+  return pathlib.Path(shutil.copytree(noise_and_snow, tmp_path / "data"))
+
+
+@pytest.fixture
+def text(config, folder):
+  """Returns a function from a limit to the config's section of the text."""
+  return lambda limit: config("noise", data_dir=str(folder), max_bad_records=limit)
+
+
+@pytest.fixture
+def images(config, folder):
+  """Returns a function from a limit to the config's section of the images."""
+  sizes = {"input_size": 13, "target_size": 10}
+  return lambda limit: config("snow", "image", data_dir=str(folder), max_bad_records=limit, **sizes)

@@ -5,8 +5,11 @@ import collections
 import pathlib
 import platform
 import sys
+import tempfile
 
 import numpy as np
+import pytest
+from etils import epath
 
 from input_pipeline import datasets, sources
 from input_pipeline.catalog import EMBEDDED, Reference
@@ -14,7 +17,7 @@ from input_pipeline.catalog import EMBEDDED, Reference
 
 def _examples(data_dir, name, split):
   builder = datasets.load_builder(Reference(name, "", ""), data_dir)
-  return [example for _, example in datasets.examples(builder, split)]
+  return [example for _, example in datasets.examples(builder, split, pytest.fail)]
 
 
 def test_python_source_is_the_library_without_its_tests(data_dir):
@@ -63,3 +66,12 @@ def test_catalog_agrees_with_the_builders(data_dir):
 def test_tensorflow_is_never_imported(config):
   sources.open_source(config("python_source"), "test", seed=0)
   assert "tensorflow" not in sys.modules
+
+
+def test_preparing_leaves_no_temporary_folder(tmp_path, monkeypatch):
+  temporary = tmp_path / "temporary"
+  temporary.mkdir()
+  monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+  builder = datasets.load_builder(Reference("digits", "", ""), epath.Path(tmp_path / "data"))
+  assert builder.info.splits["test"].num_examples == 300
+  assert list(temporary.iterdir()) == []

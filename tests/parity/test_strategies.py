@@ -2,15 +2,13 @@
 
 import functools
 
-import numpy as np
 import pytest
 
 from partitioning import collectives, layout
 from tests.jobs import STRATEGIES, make_job
 from tests.parity.comparison import (
   MESHES,
-  Trained,
-  assert_close,
+  Run,
   assert_equal,
   reference,
   train,
@@ -19,24 +17,30 @@ from training.job import Job
 
 
 @functools.cache
-def trained(mesh: str, recipe: str, dtype: str) -> Trained:
+def trained(mesh: str, recipe: str, dtype: str) -> Run:
   """Trains on a mesh."""
   return train(recipe, dtype, MESHES[mesh])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+# All meshes in float64, where only a bug can differ; the matrix has them all in float32 too.
+CASES = [
+  *((mesh, "float64") for mesh in MESHES),
+  *((mesh, "float32") for mesh in ("fsdp8", "tensor8", "data2_fsdp2_tensor2")),
+]
+
+
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_trains_as_one_device_does(mesh, recipe, dtype):
+@pytest.mark.parametrize(("mesh", "dtype"), CASES)
+def test_trains_as_one_device_does(mesh, dtype, recipe):
   assert_equal(trained(mesh, recipe, dtype), reference(recipe, dtype), dtype)
 
 
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_axis_changes_a_shard_and_a_collective(mesh, recipe):
-  ours = trained(mesh, recipe, "float32")
+  ours = trained(mesh, recipe, "float64")
   job = ours.job
-  found = collectives.collectives(ours.text, job.mesh)
+  found = collectives.collectives(ours.trained.text, job.mesh)
   for axis, size in job.devices.sizes.items():
     if size > 1:
       assert any(axis in c.axes for c in found), f"no collective over {axis}"
@@ -48,8 +52,8 @@ def test_every_axis_changes_a_shard_and_a_collective(mesh, recipe):
 
 
 def test_one_device_needs_no_collective():
-  ours = reference("lm", "float32")
-  assert collectives.collectives(ours.text, ours.job.mesh) == []
+  ours = reference("lm", "float64")
+  assert collectives.collectives(ours.trained.text, ours.job.mesh) == []
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -67,10 +71,3 @@ def shards(job: Job, changed: dict[str, int]) -> dict[str, tuple[int, ...]]:
     for section in job.placements.values()
     for name, p in section.items()
   }
-
-
-def test_the_comparison_can_fail():
-  wanted = {"a": np.ones(3), "zero": np.zeros(2)}
-  assert_close({"a": np.ones(3), "zero": np.full(2, 1e-30)}, wanted, 1e-12)
-  with pytest.raises(AssertionError, match="'a'"):
-    assert_close({"a": np.ones(3) * (1 + 1e-9), "zero": np.zeros(2)}, wanted, 1e-12)

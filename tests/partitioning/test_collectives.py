@@ -377,6 +377,7 @@ def test_payload(mesh, line, kind, size):
 def test_a_combined_all_reduce_counts_once(mesh):
   text = compiled_text(lambda x: lax.psum(x, "data") @ lax.psum(x * 2, "data").T @ x, mesh)
   assert told(text, mesh) == [("all-reduce", ("data",), 2 * SHARD, 1)]
+  assert [c.arrays for c in collectives(text, mesh)] == [2]
 
 
 # ---- The table ----

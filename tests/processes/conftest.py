@@ -1,28 +1,14 @@
 """Real processes: the application, or a script, as several that find one another."""
 
-import dataclasses
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
 
 from launch.local import free_port
-
-ROOT = pathlib.Path(__file__).parent.parent.parent
-SECONDS = 120  # a bound for a machine that is busy; nothing here takes it
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-  """What became of a process: exit code, what it printed, seconds from the common start."""
-
-  code: int
-  seconds: float
-  out: str
-  err: str
+from tests.processes.starting import ROOT, SECONDS, Ended, printed
 
 
 @pytest.fixture(scope="session")
@@ -80,16 +66,6 @@ def well(start):
   """Returns `start` for runs that must end with 0; it gives what each process has printed."""
 
   def run(count, *arguments, **settings) -> list[str]:
-    ended = start(count, *arguments, **settings)
-    if any(process.code for process in ended):
-      pytest.fail(
-        "\n".join(
-          f"process {index}: exit code {one.code} after {one.seconds:.0f} s\n{one.out[-2000:]}"
-          f"{one.err[-4000:]}"
-          for index, one in enumerate(ended)
-        ),
-        pytrace=False,
-      )
-    return [process.out for process in ended]
+    return printed(start(count, *arguments, **settings))
 
   return run

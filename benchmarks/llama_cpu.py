@@ -1,0 +1,48 @@
+r"""A Llama-style decoder on CPUs beside the plain hand-written step: `ratio R` for each mesh.
+
+  python benchmarks/llama_cpu.py [--steps=3] [--rounds=5]
+
+4 layers, width 256, feed-forward 1024, 8 heads and 4 key/value heads of 32, vocabulary 1024,
+sequence 256, global batch 16, float32, no rematerialization, AdamW; on one device, fsdp=8, data=8
+and data=4 x tensor=2. Method and reference are those of benchmarks/step_overhead.py.
+
+Exits with 1 where a ratio is above 1.00 (rounded), or two losses differ.
+"""
+
+import pathlib
+import sys
+
+from absl import app, flags
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from benchmarks import step_overhead
+
+flags.set_default(step_overhead.STEPS, 3)
+flags.set_default(step_overhead.ROUNDS, 5)
+
+STRATEGIES = ("single", "fsdp8", "dp8", "dp4_tp2")
+MODEL = {
+  "model.layers": 4,
+  "model.model_size": 256,
+  "model.feedforward_size": 1024,
+  "model.heads": 8,
+  "model.kv_heads": 4,
+  "model.head_size": 32,
+  "model.vocabulary_size": 1024,
+  "data.sequence_length": 256,
+  "data.global_batch_size": 16,
+  "training.rematerialization": "none",
+}
+MOST_RATIO = 1.005
+
+
+def main(argv: list[str]) -> int:
+  """Measures every mesh; returns the exit code."""
+  del argv
+  configs = {name: step_overhead.get_config(f"lm:{name}", MODEL) for name in STRATEGIES}
+  return step_overhead.measure_all(configs, MOST_RATIO)
+
+
+if __name__ == "__main__":
+  app.run(main)

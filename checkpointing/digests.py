@@ -1,0 +1,217 @@
+"""A SHA-256 of every file of a folder, in a file of its own.
+
+The file `digests` begins with a line that names its form, has a line for each other file of the
+folder, and ends with the digest of all lines above, so that damage to itself is told from damage to
+what it lists:
+
+  checkpoint digests 1
+  SHA256 BYTES PATH
+  ...
+  SHA256 end
+
+Files whose names begin with a dot belong to the file system, and are passed over.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+from etils import epath
+
+FILE = "digests"
+_TITLE = "checkpoint digests 1"
+_LINE = re.compile(r"([0-9a-f]{64}) (0|[1-9][0-9]*) (\S(?:.*\S)?)")
+_BLOCK_BYTES = 2**20  # read at a time, by each thread
+_THREADS = min(8, os.cpu_count() or 1)
+_NAMED = 3  # so many files stand in a message
+
+
+class DamagedError(Exception):
+  """A file is missing, cut, changed or cannot be read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Digest:
+  """What a file should be.
+
+  Attributes:
+    path: relative to the folder, with `/` between its parts.
+    size: bytes.
+    sha256: of its bytes, in hexadecimal.
+  """
+
+  path: str
+  size: int
+  sha256: str
+
+  def line(self) -> str:
+    """Returns its line in the file of digests."""
+    return f"{self.sha256} {self.size} {self.path}"
+
+
+# ------------------------------ the file ------------------------------
+
+
+def to_text(listed: Iterable[Digest]) -> str:
+  """Returns the content of a file of digests."""
+  lines = [_TITLE, *(digest.line() for digest in sorted(listed, key=lambda d: d.path))]
+  above = "".join(f"{line}\n" for line in lines)
+  return f"{above}{hashlib.sha256(above.encode()).hexdigest()} end\n"
+
+
+def parse(content: bytes) -> list[Digest]:
+  """Reads the content of a file of digests.
+
+  Raises:
+    DamagedError: it is not what `to_text` has returned, to the last bit.
+  """
+  above, _, last = content.removesuffix(b"\n").rpartition(b"\n")
+  above += b"\n"
+  if last != f"{hashlib.sha256(above).hexdigest()} end".encode() or content[-1:] != b"\n":
+    raise DamagedError(f"{FILE}: it is not what was written ({len(content)} bytes)")
+  title, *lines = above.decode().splitlines()
+  if title != _TITLE:
+    raise DamagedError(f"{FILE}: it begins with {title!r}, and {_TITLE!r} is known here")
+  return [parse_line(line) for line in lines]
+
+
+def parse_line(line: str) -> Digest:
+  """Returns what `Digest.line` was made of; raises DamagedError where it is none."""
+  match = _LINE.fullmatch(line)
+  if not match:
+    raise DamagedError(f"{FILE}: {line!r} is no digest, size and path")
+  return Digest(match[3], int(match[2]), match[1])
+
+
+def read(folder: epath.Path) -> list[Digest]:
+  """Reads a folder's file of digests.
+
+  Raises:
+    DamagedError: it is missing or damaged.
+  """
+  try:
+    return parse((folder / FILE).read_bytes())
+  except FileNotFoundError:
+    raise DamagedError(
+      f"{FILE}: missing, so that nothing tells whether the other files are whole; lost, or saved "
+      f"before there were digests: checkpoint.verify=off reads it as it is"
+    ) from None
+  except OSError as error:
+    raise DamagedError(f"{FILE}: {_reason(error)}") from error
+
+
+def write(folder: epath.Path, listed: Iterable[Digest]) -> None:
+  """Writes a folder's file of digests, and waits until it is on the disk."""
+  path = folder / FILE
+  with path.open("wb") as file:
+    file.write(to_text(listed).encode())
+    file.flush()
+    if "://" not in str(path):
+      os.fsync(file.fileno())
+
+
+# ------------------------------ files ------------------------------
+
+
+def sizes(folder: epath.Path) -> dict[str, int]:
+  """Returns path -> bytes of every file below a folder, but the digests themselves."""
+  found: dict[str, int] = {}
+
+  def walk(inside: epath.Path, prefix: str) -> None:
+    for child in inside.iterdir():
+      if child.name.startswith("."):
+        continue
+      if child.is_dir():
+        walk(child, f"{prefix}{child.name}/")
+      elif prefix or child.name != FILE:
+        found[prefix + child.name] = child.stat().length
+
+  walk(folder, "")
+  return found
+
+
+def compute(folder: epath.Path, paths: Iterable[str]) -> list[Digest]:
+  """Returns the digests of files, read in blocks by several threads; raises OSError."""
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    return list(pool.map(lambda path: Digest(path, *_digest(folder / path)), paths))
+
+
+def check_sizes(folder: epath.Path, listed: Sequence[Digest]) -> None:
+  """Looks whether exactly the files that are listed are there, in their sizes.
+
+  Raises:
+    DamagedError: with what is missing, of another size, or too much.
+  """
+  try:
+    there = sizes(folder)
+  except OSError as error:
+    raise DamagedError(_reason(error)) from error
+  wanted = {digest.path: digest.size for digest in listed}
+  wrong = []
+  for path in sorted({*there, *wanted}):
+    if path not in there:
+      wrong.append(f"{path}: missing")
+    elif path not in wanted:
+      wrong.append(f"{path}: not in {FILE}")
+    elif there[path] != wanted[path]:
+      wrong.append(f"{path}: {there[path]} bytes, and it should be {wanted[path]}")
+  _raise(wrong)
+
+
+def check_contents(folder: epath.Path, listed: Sequence[Digest]) -> None:
+  """Reads files in blocks, by several threads, and compares their digests.
+
+  Raises:
+    DamagedError: with those that are not what was written.
+    PermissionError: which speaks of this process, not of the file.
+  """
+
+  def one(digest: Digest) -> str:
+    try:
+      size, value = _digest(folder / digest.path)
+    except PermissionError:
+      raise
+    except OSError as error:
+      return f"{digest.path}: {_reason(error)}"
+    if (size, value) == (digest.size, digest.sha256):
+      return ""
+    return (
+      f"{digest.path}: its bytes have changed (SHA-256 {value[:12]}, {digest.sha256[:12]} once)"
+    )
+
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    _raise([text for text in pool.map(one, listed) if text])
+
+
+def share(listed: Sequence[Digest], index: int, count: int) -> list[Digest]:
+  """Returns the files that one of several processes checks, about as many bytes for each."""
+  shares: list[list[Digest]] = [[] for _ in range(count)]
+  loads = [0] * count
+  for digest in sorted(listed, key=lambda d: (-d.size, d.path)):
+    least = loads.index(min(loads))
+    shares[least].append(digest)
+    loads[least] += digest.size
+  return shares[index]
+
+
+def _digest(path: epath.Path) -> tuple[int, str]:
+  """Returns (bytes, SHA-256) of a file, of which a block at a time is in memory."""
+  hashed, size = hashlib.sha256(), 0
+  with path.open("rb") as file:
+    while block := file.read(_BLOCK_BYTES):
+      hashed.update(block)
+      size += len(block)
+  return size, hashed.hexdigest()
+
+
+def _raise(wrong: Sequence[str]) -> None:
+  if wrong:
+    more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+    raise DamagedError("; ".join(wrong[:_NAMED]) + more)
+
+
+def _reason(error: OSError) -> str:
+  return error.strerror or str(error)

@@ -1,0 +1,48 @@
+"""Which steps are kept: the newest, every n-th, and the best by a metric."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+
+class Retention:
+  """The rules of one run, and the metrics of the steps that are judged by one."""
+
+  def __init__(self, keep: int, every_steps: int, best: str, lower_is_better: bool | None):
+    """Sets the rules; see Checkpointer.
+
+    Raises:
+      ValueError: a number below its least.
+    """
+    if keep < 1 or every_steps < 0:
+      raise ValueError(
+        f"checkpoint.keep={keep}: at least 1; checkpoint.keep_every_steps={every_steps}: at least 0"
+      )
+    self._keep, self._every, self._best = keep, every_steps, best
+    lower = not best.endswith("accuracy") if lower_is_better is None else lower_is_better
+    self._sign = -1.0 if lower else 1.0
+    self._values: dict[int, float] = {}
+
+  def note(self, step: int, metrics: Mapping[str, float] | None) -> None:
+    """Remembers a step's metric; without one the step is not judged.
+
+    Raises:
+      ValueError: the metrics are there, and the one to keep the best by is not.
+    """
+    self._values.pop(step, None)
+    if not self._best or metrics is None:
+      return
+    if self._best not in metrics:
+      names = ", ".join(metrics)
+      raise ValueError(f"checkpoint.keep_best={self._best!r}: the metrics are {names}")
+    if math.isfinite(metrics[self._best]):
+      self._values[step] = self._sign * metrics[self._best]
+
+  def kept(self, steps: Sequence[int]) -> set[int]:
+    """Returns those of the steps that are kept."""
+    there = sorted(steps)
+    kept = set(there[-self._keep :])
+    kept.update(step for step in there if self._every and step % self._every == 0)
+    judged = [step for step in there if step in self._values]
+    if judged:
+      kept.add(max(judged, key=lambda step: (self._values[step], step)))
+    return kept

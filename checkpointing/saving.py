@@ -1,0 +1,299 @@
+"""A save in the background: Orbax writes the arrays, then the step gets its digests and its name.
+
+A step is written to `STEP.saving`. Once every process has written its arrays and Orbax has put
+their index together, each process computes the digests of what it has written; process 0 writes
+them beside the rest and renames the folder to `STEP`. Until then there is no such step. In a
+bucket, where a folder cannot be renamed at once, the file of digests is what makes it a step.
+"""
+
+import contextlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from checkpointing import digests
+from checkpointing.quiet import quiet
+from checkpointing.together import ElsewhereError, Together
+from checkpointing.whole import CONFIG, RECORD, STATE
+
+# Processes that hold copies of an array share the writing of it in slices of at least this size.
+SLICE_BYTES = 2**23
+SAVING, REMOVING = ".saving", ".removing"
+_LEFT = re.compile(r"\d+(\.saving|\.removing|\.orbax-checkpoint-tmp)")  # Orbax adds its own
+_OWNER = re.compile(r"\.process_(\d+)/")  # the folder of what one process has written
+# How long processes wait for one another between the parts of a save: for the slowest disk.
+_PATIENCE_SECONDS = 1200
+
+
+class SaveError(RuntimeError):
+  """A save failed; the checkpoints before it stand, and the same step may be saved again.
+
+  Attributes:
+    step: the step that was to be saved.
+    agreed: whether all processes know, so that they can go on; where only this one does, the
+      others wait for it in the middle of a save, and the run has to end.
+  """
+
+  def __init__(self, step: int, folder: epath.Path, why: str, *, agreed: bool = True):
+    """Names the step, the folder and the cause."""
+    self.step, self.agreed = step, agreed
+    super().__init__(f"saving step {step} to {folder} failed: {why}")
+
+
+class Writer:
+  """Writes the steps of one folder, one at a time; every process has one of its own."""
+
+  def __init__(
+    self,
+    folder: epath.Path,
+    together: Together,
+    *,
+    committed: Callable[[], None],
+    warn: Callable[[str], None],
+  ):
+    """Prepares; nothing is written yet.
+
+    Args:
+      folder: that the steps lie in.
+      together: the processes.
+      committed: is called in the background by process 0 after each save.
+      warn: is given warnings.
+    """
+    assert together.count == jax.process_count(), (together.count, jax.process_count())
+    self._folder, self._together = folder, together
+    self._committed, self._warn = committed, warn
+    self._in_place = "://" in str(folder)
+    self._orbax: ocp.AsyncCheckpointer | None = None
+    self._thread: threading.Thread | None = None
+    self._step, self._stage, self._failure = 0, 0, ""
+    self._failed = 0  # saves
+
+  @property
+  def busy(self) -> bool:
+    """Tells whether a save has been started whose end was not asked for with `finish`."""
+    return self._thread is not None
+
+  @property
+  def ended(self) -> bool:
+    """Tells whether the save has ended on this process."""
+    return self._thread is not None and not self._thread.is_alive()
+
+  def start(self, step: int, items: ocp.args.Composite) -> None:
+    """Copies what is to be saved, and starts to write it.
+
+    Raises:
+      SaveError: it could not be started.
+    """
+    self._step, self._stage, self._failure = step, 0, ""
+    self._together.begin_stages()
+    if self._failed and self._together.first:
+      self._tidy("removing what an earlier save has left", self.remove_leftovers)
+    try:
+      if self._orbax is None:
+        self._orbax = self._new_orbax()
+      self._orbax.save(self._making(), args=items, force=True)
+    except Exception as error:
+      self._failed += 1
+      self.close()
+      raise SaveError(step, self._folder, reason(error), agreed=self._together.alone) from error
+    self._thread = threading.Thread(target=self._run, name=f"save of step {step}")
+    self._thread.start()
+
+  def finish(self) -> None:
+    """Waits for the end of the save.
+
+    Raises:
+      SaveError: it has failed, on every process.
+    """
+    if self._thread is not None:
+      self._thread.join()
+      self._thread = None
+      if self._failure:
+        self._failed += 1
+        raise SaveError(self._step, self._folder, self._failure)
+
+  def close(self) -> None:
+    """Ends Orbax's threads; what they ended with has been raised already."""
+    if self._orbax is not None:
+      with contextlib.suppress(Exception):
+        self._orbax.close()
+    self._orbax = None
+    if self._failed and self._together.first:
+      self._tidy("removing what it has left", self.remove_leftovers)
+
+  # ------------------------------ removing ------------------------------
+
+  def remove(self, step: int) -> None:
+    """Removes a step; a kill in between leaves nothing that looks like one."""
+    path = self._folder / str(step)
+    if not self._in_place:
+      aside = self._folder / f"{step}{REMOVING}"
+      if aside.exists():
+        self._remove_folder(aside)
+      path = path.rename(aside)
+    self._remove_folder(path)
+
+  def remove_leftovers(self) -> None:
+    """Removes what saves and removals have left that were killed or have failed."""
+    for child in self._folder.iterdir():
+      if _LEFT.match(child.name):
+        self._remove_folder(child)
+
+  def _remove_folder(self, folder: epath.Path) -> None:
+    """Removes a folder; threads of a save that has just failed may still write there."""
+    for _ in range(50):
+      try:
+        return folder.rmtree()
+      except FileNotFoundError:
+        return None
+      except OSError:
+        time.sleep(0.1)
+    # It counts as no step, and the next start tries again.
+    self._warn(f"WARNING: {folder} is left of a failed save or removal, and could not be removed")
+    return None
+
+  # ------------------------------ in the background ------------------------------
+
+  def _run(self) -> None:
+    first = self._together.first
+    try:
+      self._orbax.wait_until_finished()
+      self._commit()
+    except BaseException as error:  # there is nobody above who would hear of it
+      self.close()
+      self._failure = self._give_up(error)
+      if first:
+        self._tidy("removing what it has left", self.remove_leftovers)
+    else:
+      if first:
+        self._tidy("waiting for the disk", self._sync)
+        self._tidy("removing older steps", self._committed)
+
+  def _commit(self) -> None:
+    """Gives the step its digests and its name."""
+    folder, together = self._making(), self._together
+    there = digests.sizes(folder) if together.first or folder.exists() else {}
+    listed = digests.compute(folder, filter(self._is_mine, there))
+    together.share("\n".join(digest.line() for digest in listed))
+    self._meet()
+    if together.first:
+      lines = [line for text in together.shared() for line in text.splitlines()]
+      known = {d.path: d for d in [*listed, *map(digests.parse_line, lines)]}
+      rest = digests.compute(folder, there.keys() - known.keys())
+      digests.write(folder, [*known.values(), *rest])
+      if not self._in_place:
+        folder.rename(self._folder / str(self._step))
+    self._meet()
+
+  def _is_mine(self, path: str) -> bool:
+    owner = _OWNER.search(path)
+    return int(owner[1] if owner else 0) == self._together.index
+
+  def _meet(self, *, key: str = "", timeout_ms: int = _PATIENCE_SECONDS * 1000) -> None:
+    """Waits for the other processes; Orbax's threads call it too, with a name of theirs."""
+    del key  # every process comes to the same meetings in the same order
+    self._stage += 1
+    self._together.stage(self._stage, timeout_seconds=timeout_ms / 1000)
+
+  def _give_up(self, error: BaseException) -> str:
+    """Tells the others that this process has failed; returns why the save has, for all the same."""
+    text = str(error) if isinstance(error, ElsewhereError) else reason(error)
+    if self._together.alone or isinstance(error, ElsewhereError):
+      return text
+    try:
+      self._together.fail(text, self._stage + 1)
+      self._meet()
+    except ElsewhereError as failed:
+      return str(failed)
+    except Exception as also:
+      return f"{text} ({reason(also)})"
+    raise AssertionError("a process that has failed was not heard")
+
+  def _tidy(self, what: str, do: Callable[[], None]) -> None:
+    """Does what is left to do when the save is over, one way or the other."""
+    try:
+      do()
+    except Exception as error:
+      step = f"{self._folder}, after the save of step {self._step}"
+      self._warn(f"WARNING: {step}: {what} failed: {reason(error)}")
+
+  def _sync(self) -> None:
+    """Waits until the names of the steps are on the disk."""
+    if not self._in_place:
+      descriptor = os.open(self._folder, os.O_RDONLY)
+      try:
+        os.fsync(descriptor)
+      finally:
+        os.close(descriptor)
+
+  def _making(self) -> epath.Path:
+    """Returns the folder that the step is written to.
+
+    After a failure it is another one: TensorStore's threads may still write to the one before, and
+    make it anew where it has been removed.
+    """
+    if self._in_place:
+      return self._folder / str(self._step)
+    return self._folder / f"{self._step}{SAVING}{f'-{self._failed}' if self._failed else ''}"
+
+  def _new_orbax(self) -> ocp.AsyncCheckpointer:
+    """Returns an object of Orbax's that writes our items."""
+    # By default every device that holds a copy writes a slice of it, each slice by a program of
+    # its own: hundreds to compile at the first save (seconds). Within one process nothing is
+    # gained by it, among several only where the slices are large.
+    handler = ocp.type_handlers.ArrayHandler(
+      use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=SLICE_BYTES
+    )
+    arrays = ocp.PyTreeCheckpointHandler(
+      use_compression=False,  # of weights it gains 8 %
+      type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, handler)),
+    )
+    quiet()
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add(STATE, ocp.args.PyTreeSave, arrays)
+    for item in (CONFIG, RECORD):
+      registry.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
+    return ocp.AsyncCheckpointer(
+      ocp.CompositeCheckpointHandler(handler_registry=registry),
+      # Orbax's own meetings wait 20 minutes for a process whose part has failed.
+      async_options=ocp.options.AsyncOptions(
+        timeout_secs=_PATIENCE_SECONDS, barrier_sync_fn=self._meet
+      ),
+    )
+
+
+def room(folder: epath.Path, needed: int) -> str:
+  """Returns why a checkpoint of so many bytes cannot be begun, "" where it can.
+
+  Asked before Orbax is: it would copy the arrays first, and where it cannot make a folder the
+  other processes wait for that for minutes.
+  """
+  if "://" in str(folder):  # a bucket has no end
+    return ""
+  try:
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free < needed:
+      return f"{_mib(free)} free there, and a checkpoint needs {_mib(needed)}"
+    probe = folder / f"0{SAVING}"
+    probe.mkdir()
+    probe.rmdir()
+  except OSError as error:
+    return reason(error)
+  return ""
+
+
+def _mib(size: int) -> str:
+  return f"{size / 2**20:,.1f} MiB"
+
+
+def reason(error: BaseException) -> str:
+  """Returns what an error says, in one line; TensorStore puts the cause at the end."""
+  text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+  return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"

@@ -1,0 +1,143 @@
+"""What the processes of a run tell one another about a checkpoint; one alone tells itself.
+
+Two kinds of meeting: `exchange`, of the main threads, at points that all come to in the same order;
+and the stages of a save, where threads in the background wait for one another. A process whose part
+of a save has failed says so and still comes to the next stage, so that nobody waits for it there:
+whoever passes a stage looks whether any has failed, and all leave the save at the same stage.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+# What is said and where it is met; every process uses the same names.
+_POINT, _SAID, _FAILED, _SHARED = "checkpoint", "checkpoint_said", "save_failed", "save_shared"
+
+
+class Group(Protocol):
+  """The processes, as one of them sees them: `processes.group.Group` is such a group."""
+
+  index: int
+  count: int
+
+  def put(self, name: str, value: Mapping[str, Any]) -> None:
+    """Shows a value to all, in place of an earlier one of this name."""
+
+  def list(self, folder: str) -> dict[str, dict[str, Any]]:
+    """Returns name -> value of what has been put below `folder/`."""
+
+  def delete(self, folder: str) -> None:
+    """Removes a value."""
+
+  def wait(self, point: str, *, timeout_seconds: float) -> None:
+    """Returns when all have come to the point, as often as this one."""
+
+  def all_true(self, point: str, value: bool, *, timeout_seconds: float) -> bool:
+    """Returns whether the value is true on every process."""
+
+
+class ElsewhereError(RuntimeError):
+  """The part of another process has failed."""
+
+
+class Together:
+  """The meetings of one process; several of these may be used, one after another."""
+
+  def __init__(self, group: Group | None = None, *, timeout_seconds: float = 300.0):
+    """Takes the processes; None or one: nobody is waited for.
+
+    Args:
+      group: who they are.
+      timeout_seconds: how long the others may take to come to an exchange.
+    """
+    alone = group is None or group.count == 1
+    self._group = None if alone else group
+    self._timeout = timeout_seconds
+    self.index, self.count = (0, 1) if alone else (group.index, group.count)
+
+  @property
+  def alone(self) -> bool:
+    """Tells whether there is no other process."""
+    return self._group is None
+
+  @property
+  def first(self) -> bool:
+    """Tells whether this is the process that removes and renames."""
+    return self.index == 0
+
+  def all_true(self, value: bool) -> bool:
+    """Returns whether `value` is true on every process; all come."""
+    if self._group is None:
+      return value
+    return self._group.all_true(_POINT, value, timeout_seconds=self._timeout)
+
+  def exchange(self, text: str) -> list[str]:
+    """Returns what each process says, by index; all come. One meeting if all say ""."""
+    if self._group is None:
+      return [text]
+    own = f"{_SAID}/{self.index}"
+    if text:
+      self._group.put(own, {"text": text})
+    if self.all_true(not text):
+      return [""] * self.count
+    said = self._group.list(_SAID)
+    # Nobody takes back what it has said, or says something else, before all have heard it.
+    self._group.wait(_SAID, timeout_seconds=self._timeout)
+    if text:
+      self._group.delete(own)
+    return [said.get(str(index), {}).get("text", "") for index in range(self.count)]
+
+  def from_first(self, text: str) -> str:
+    """Returns what process 0 says; all come."""
+    return self.exchange(text if self.first else "")[0]
+
+  # ------------------------------ the stages of a save ------------------------------
+
+  def begin_stages(self) -> None:
+    """Forgets the save before; on every process its stages are over."""
+    if self._group is not None:
+      self._group.delete(f"{_FAILED}/{self.index}")
+
+  def stage(self, number: int, *, timeout_seconds: float) -> None:
+    """Returns when all processes are at this stage of a save.
+
+    Raises:
+      ElsewhereError: one has failed, and comes no further.
+    """
+    if self._group is None:
+      return
+    self._group.wait(f"save_{number}", timeout_seconds=timeout_seconds)
+    if text := self.failures(number):
+      raise ElsewhereError(text)
+
+  def fail(self, text: str, number: int) -> None:
+    """Says that the part of this process has failed, before it comes to its last stage.
+
+    The number tells those who are still leaving the stage before that it does not concern them.
+    """
+    if self._group is not None:
+      self._group.put(f"{_FAILED}/{self.index}", {"text": text, "stage": number})
+
+  def failures(self, number: int) -> str:
+    """Returns who has failed and why, "" for nobody: the same for all who have passed a stage."""
+    if self._group is None:
+      return ""
+    failed = sorted(self._group.list(_FAILED).items(), key=lambda item: int(item[0]))
+    return "; ".join(f"process {i}: {v['text']}" for i, v in failed if v["stage"] <= number)
+
+  def share(self, text: str) -> None:
+    """Gives a text to process 0, which may take it from the next stage on."""
+    if self._group is not None:
+      self._group.put(f"{_SHARED}/{self.index}", {"text": text})
+
+  def shared(self) -> list[str]:
+    """Returns the texts that have been given."""
+    if self._group is None:
+      return []
+    return [value["text"] for value in self._group.list(_SHARED).values()]
+
+
+def told(texts: list[str]) -> str:
+  """Returns what was said in an exchange in one line, with who said it where there are several."""
+  if len(texts) == 1:
+    return texts[0]
+  return "; ".join(f"process {index}: {text}" for index, text in enumerate(texts) if text)

@@ -1,0 +1,262 @@
+"""Which rows of a split cannot be read: known when it is opened, on all processes alike.
+
+A process reads the rows that its devices hold, so none would meet all of the bad ones; and what was
+met in the steps so far would be state. With data.max_bad_records above 0 therefore every row is
+read once when the split is opened, each process its share, and what they found is put together.
+The list follows from the files alone. It is kept beside the rows for as long as their file stays as
+it is, so that the next start need not read them all again.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from input_pipeline import preparation
+from input_pipeline.records import Records, again
+
+FILE = "bad_records.json"
+_LISTED = 8
+_NEWS_SECONDS = 15.0
+
+
+@dataclasses.dataclass(frozen=True)
+class BadRecords:
+  """What of a split cannot be read.
+
+  Attributes:
+    rows: the numbers of the rows that get weight 0, in order.
+    left_out: the numbers of records of the data set that no row is made of: a text's documents.
+    why: what is wrong with the first.
+  """
+
+  rows: tuple[int, ...] = ()
+  left_out: tuple[int, ...] = ()
+  why: str = ""
+
+  def __bool__(self) -> bool:
+    """Tells whether there are any."""
+    return bool(self.rows or self.left_out)
+
+  def __len__(self) -> int:
+    """How many count against data.max_bad_records."""
+    return len(self.rows) + len(self.left_out)
+
+  @property
+  def digest(self) -> str:
+    """What two lists that differ differ in."""
+    return hashlib.sha256(repr((self.rows, self.left_out)).encode()).hexdigest()[:16]
+
+  def __str__(self) -> str:
+    """Returns `unreadable: 2 rows of weight 0: 5, 17 (the first: hash mismatch)`."""
+    parts = []
+    if self.rows:
+      parts.append(f"unreadable: {counted(self.rows, 'row')} of weight 0: {few(self.rows)}")
+    if self.left_out:
+      parts.append(f"left out: {counted(self.left_out, 'document')}: {few(self.left_out)}")
+    return f"{'; '.join(parts)} (the first: {self.why})" if parts else "every row can be read"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+  """The processes that open a split together, as one of them sees it.
+
+  Attributes:
+    index: which one this is.
+    count: how many there are.
+    gather: gives what one has found to all: returns the value of each process, in their order.
+      Values are what JSON can write. All call it as often and in the same order.
+  """
+
+  index: int = 0
+  count: int = 1
+  gather: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] = lambda value: [value]
+
+
+def counted(numbers, what: str) -> str:
+  """Returns `1 row` or `2 rows`."""
+  return f"{len(numbers):,} {what}{'' if len(numbers) == 1 else 's'}"
+
+
+def few(numbers) -> str:
+  """Returns the first of some numbers as text."""
+  return ", ".join(map(str, numbers[:_LISTED])) + (", ..." if len(numbers) > _LISTED else "")
+
+
+def check_prepared(store: preparation.Store, limit: int) -> None:
+  """Raises ValueError where more records of the data set were bad, when it was prepared, than may.
+
+  Args:
+    store: a prepared store.
+    limit: data.max_bad_records.
+  """
+  bad = store.bad_records
+  if len(bad) > limit:
+    raise ValueError(
+      f"{store.name}: {len(bad)} records of the data set could not be read when {store.folder} was"
+      f" prepared, more than data.max_bad_records={limit}: {few(bad)} ({store.why}); set it to"
+      f" {len(bad)} or more to go on without them, or mend the data set and {again(store)}"
+    )
+
+
+def find(records: Records, limit: int, sharing: Sharing) -> BadRecords:
+  """Returns what of a store cannot be read, the same on all processes.
+
+  Args:
+    records: of the store.
+    limit: data.max_bad_records, above 0.
+    sharing: the processes; each calls this.
+
+  Raises:
+    ValueError: more than the limit, or every row.
+  """
+  store, stamp = records.store, _stamp(records.store)
+  known = _load(store, stamp)
+  # Where each process has a copy, what one has met since the last check stands in its file alone.
+  told = sharing.gather({"checked": known is not None and not known["suspects"], **(known or {})})
+  checked = all(each["checked"] for each in told)
+  if not checked:
+    told = sharing.gather(_share(records, known["suspects"] if known else [], limit, sharing))
+  rows = tuple(sorted({row for each in told for row in each["rows"]}))
+  left_out = store.bad_records if store.manifest["kind"] == "text" else ()
+  of_the_data_set = not rows or (rows[0] in store.bad_records and not left_out)
+  why = store.why if of_the_data_set else next(e["why"] for e in told if rows[0] in e["rows"])
+  bad = BadRecords(rows, left_out, why)
+  _judge(records, bad, len(rows) if checked else sum(each["found"] for each in told), limit)
+  if not checked:
+    _keep(store, {"stamp": stamp, "rows": rows, "why": why, "suspects": []})
+  return bad
+
+
+def suspect(records: Records, rows: Mapping[int, str]) -> None:
+  """Notes rows that were found to be bad after the check, so that the next start checks anew."""
+  stamp = _stamp(records.store)
+  known = _load(records.store, stamp) or {"rows": [], "why": "", "suspects": []}
+  suspects = sorted({*known["suspects"], *rows})
+  _keep(records.store, {**known, "stamp": stamp, "suspects": suspects})
+
+
+def _share(records: Records, suspects: list[int], limit: int, sharing: Sharing) -> dict[str, Any]:
+  """Reads this process's share of all rows, and the suspects; returns what to tell the others."""
+  rows, count, index = len(records), sharing.count, sharing.index
+  share = range(rows * index // count, rows * (index + 1) // count)
+  found: dict[int, str] = {}
+  news = time.monotonic() + _NEWS_SECONDS
+  for start in range(0, len(share), records.per_read):
+    found |= records.unreadable(share[start : start + records.per_read])
+    if time.monotonic() > news and index == 0:
+      done = 100 * start / len(share)
+      text = "%s: reading all rows once, %.0f %% done, %d of them bad so far"
+      logging.warning(text, records.store.name, done, len(found))
+      news = time.monotonic() + _NEWS_SECONDS
+  count_here = len(found)
+  found |= records.unreadable(suspects)
+  kept = sorted(found)[: limit + 1]  # more would only make the message large
+  return {"rows": kept, "why": found[kept[0]] if kept else "", "found": count_here}
+
+
+def _judge(records: Records, bad: BadRecords, found: int, limit: int) -> None:
+  """Raises ValueError where too much is bad; of the rows that were found, not all may be listed."""
+  store, rows = records.store, max(found, len(bad.rows))
+  total = rows + len(bad.left_out)
+  if total > limit:
+    out = f", and {counted(bad.left_out, 'document')} could not be," if bad.left_out else ""
+    raise ValueError(
+      f"{store.name}: {rows:,} of {len(records):,} rows cannot be read{out or ','} more than"
+      f" data.max_bad_records={limit}: rows {few(bad.rows)} of {store.rows_path} (the first:"
+      f" {bad.why}); {again(store)}, or set data.max_bad_records={total} to go on without them"
+    )
+  if len(bad.rows) == len(records):
+    raise ValueError(
+      f"{store.name}: none of the {len(records):,} rows of {store.rows_path} can be read"
+      f" ({bad.why}); {again(store)}"
+    )
+
+
+# ------------------------------ what is kept beside the rows ------------------------------
+
+
+def _stamp(store: preparation.Store) -> dict[str, Any]:
+  """Returns what changes where the rows do."""
+  path = store.rows_path
+  local = "://" not in str(path)
+  modified = os.stat(path).st_mtime_ns if local else path.stat().mtime
+  size = store.manifest["row_file_bytes"]
+  return {"digest": store.manifest["digest"], "bytes": size, "modified": modified}
+
+
+def _load(store: preparation.Store, stamp: Mapping[str, Any]) -> dict[str, Any] | None:
+  """Returns what the last check has found, None where there was none of this file as it is."""
+  try:
+    kept = json.loads((store.folder / FILE).read_text())
+    known = {key: kept[key] for key in ("rows", "why", "suspects")}
+    return known if kept["stamp"] == stamp else None
+  except (OSError, ValueError, KeyError, TypeError):  # what a kill has torn, or nobody has written
+    return None
+
+
+def _keep(store: preparation.Store, found: Mapping[str, Any]) -> None:
+  """Writes what was found, whole or not at all; without the right to, every start checks anew."""
+  beside = store.folder / f"{FILE}.{uuid.uuid4().hex}.tmp"
+  try:
+    beside.write_text(json.dumps(found) + "\n")
+    beside.replace(store.folder / FILE)
+  except OSError as error:
+    logging.warning(
+      "%s: the list of bad rows cannot be kept in %s (%s); each start reads all rows once",
+      store.name,
+      store.folder,
+      error,
+    )
+    with contextlib.suppress(OSError):
+      beside.unlink(missing_ok=True)
+
+
+# ------------------------------ rows of weight 0 ------------------------------
+
+
+def skipping(read: Callable, bad: tuple[int, ...]) -> Callable:
+  """Returns a function that reads rows as `read` does, but zeros in place of the bad ones.
+
+  Args:
+    read: row numbers int[N] -> field name -> the N rows stacked.
+    bad: the numbers of the rows that are not read; their weight is 0 like all else.
+  """
+  bad_ids = np.array(bad, np.int64)
+
+  def read_good(indices):
+    there = ~among(indices, bad_ids)
+    return spread(read(np.asarray(indices)[there]), there)
+
+  return read_good
+
+
+def among(indices: np.ndarray, ordered: np.ndarray) -> np.ndarray:
+  """Returns which of some numbers are among those that stand in ascending order, bool[N]."""
+  if not len(ordered):
+    return np.zeros(len(indices), bool)
+  places = np.searchsorted(ordered, indices)
+  return ordered[np.minimum(places, len(ordered) - 1)] == indices
+
+
+def spread(rows: dict[str, np.ndarray], there: np.ndarray) -> dict[str, np.ndarray]:
+  """Returns rows with zeros between them.
+
+  Args:
+    rows: field name -> [n, ...].
+    there: bool[N], n of them True: where the rows come to stand.
+  """
+  if there.all():
+    return rows
+  wide = {field: np.zeros((len(there), *r.shape[1:]), r.dtype) for field, r in rows.items()}
+  for field, array in wide.items():
+    array[there] = rows[field]
+  return wide

@@ -1,0 +1,234 @@
+"""Which process of a run is slow, although all take the same time for a step.
+
+Steps are synchronous: a process that runs at a third of the speed makes every step of every process
+three times as long, and the time that each spends in a collective cannot be seen from Python. What
+can be seen is what a process did not get: time in which it was stopped or had no processor, time in
+which it waited for its input, and the speed of its accelerators.
+"""
+
+import dataclasses
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from processes.group import Group
+
+# Half of what is looked at, so that a single hiccup is not enough; in steps and in seconds.
+HALF_STEPS, HALF_SECONDS = 3, 0.4
+# How much of the ratio must be seen in each half alone.
+_HALF_SHARE = 0.75
+_LEAST_SHARE = 0.02
+
+
+class Sampler:
+  """A thread that sleeps, and adds up by how much it is woken too late; a context manager.
+
+  A process that is stopped, throttled by its container, or robbed of its processor wakes late, by
+  as much as it did not run. Sleeps of 5 ms see stops of 10 ms and more nearly whole, and cost 0.3 %
+  of a core; of 25 ms, they missed half of them.
+  """
+
+  PERIOD_SECONDS = 0.005
+
+  def __init__(self):
+    """Starts nothing yet."""
+    self._lost, self._woke = 0.0, time.monotonic()
+    self._closed = threading.Event()
+    self._thread = threading.Thread(target=self._run, name="pace", daemon=True)
+
+  def __enter__(self) -> "Sampler":
+    """Starts the thread."""
+    self._woke = time.monotonic()
+    self._thread.start()
+    return self
+
+  def __exit__(self, *exception) -> None:
+    """Ends it."""
+    self._closed.set()
+    self._thread.join()
+
+  def lost(self) -> float:
+    """Returns the seconds lost so far, also those of a stop that has just ended."""
+    lost, woke = self._lost, self._woke
+    return lost + max(0.0, time.monotonic() - woke - self.PERIOD_SECONDS)
+
+  def _run(self) -> None:
+    while not self._closed.is_set():
+      time.sleep(self.PERIOD_SECONDS)
+      now = time.monotonic()
+      self._lost += max(0.0, now - self._woke - self.PERIOD_SECONDS)
+      self._woke = now
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+  """What one process did not get, in a few steps.
+
+  Attributes:
+    stopped: share of the time in which it did not run.
+    starved: share in which it waited for its input.
+    probe: seconds that a fixed computation took on its accelerators; 1 where there are none.
+  """
+
+  stopped: float
+  starved: float
+  probe: float = 1.0
+
+  @property
+  def speed(self) -> float:
+    """Returns how fast it can have been; only the ratio of two means something."""
+    return max(_LEAST_SHARE, 1 - self.stopped - self.starved) / self.probe
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+  """The slowest process.
+
+  Attributes:
+    index: which.
+    ratio: how many times slower than the median of the others it is.
+    surely: the smallest of the ratios of the halves.
+    why: what it did not get.
+  """
+
+  index: int
+  ratio: float
+  surely: float
+  why: str
+
+
+def slowest(halves: Mapping[int, Sequence[Half]]) -> Verdict:
+  """Compares all processes, at least two of them, by the same number of halves each."""
+
+  def ratio(index: int, speed: Callable[[Sequence[Half]], float]) -> float:
+    others = [speed(halves[other]) for other in halves if other != index]
+    return statistics.median(others) / speed(halves[index])
+
+  def mean(of: Sequence[Half]) -> float:
+    return statistics.fmean(half.speed for half in of)
+
+  ratios = {index: ratio(index, mean) for index in halves}
+  index = max(ratios, key=lambda index: ratios[index])
+  own = halves[index]
+  surely = min(ratio(index, lambda of, n=n: of[n].speed) for n in range(len(own)))
+  return Verdict(index, ratios[index], surely, _why(own))
+
+
+def _why(own: Sequence[Half]) -> str:
+  stopped, starved = (
+    statistics.fmean(getattr(half, name) for half in own) for name in ("stopped", "starved")
+  )
+  if max(stopped, starved) < 0.3:
+    return "its devices compute slowly"
+  if stopped >= starved:
+    return f"{100 * stopped:.0f} % of the time it does not run: stopped, or without a processor"
+  return f"{100 * starved:.0f} % of the time it waits for its input"
+
+
+class Pace:
+  """Compares the processes every few steps; a context manager; the same calls are made by all."""
+
+  def __init__(
+    self,
+    group: Group,
+    *,
+    slow_ratio: float,
+    probe: Callable[[], float] | None = None,
+    lost: Callable[[], float] | None = None,
+    half_seconds: float = HALF_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Begins with the next step.
+
+    Args:
+      group: the processes; of one alone nothing is measured.
+      slow_ratio: so many times slower than the median of the others is slow; 0 is off.
+      probe: returns the seconds of a fixed computation on the devices of this process.
+      lost: returns the seconds in which this process did not run; by default a `Sampler` counts.
+      half_seconds: the shortest time that is measured at once.
+      clock: a monotonic one.
+    """
+    self._group, self._ratio = group, slow_ratio
+    self._on = slow_ratio > 0 and not group.alone
+    self._sampler = Sampler() if self._on and lost is None else None
+    self._lost, self._probe = lost or (self._sampler and self._sampler.lost), probe
+    self._half_seconds, self._clock = half_seconds, clock
+    self._marks: tuple[int, float, float, float] | None = None
+    self._halves: list[tuple[int, Half]] = []
+    self._look_at: int | None = None  # the step after which all have shown what they have
+    self._named: int | None = None
+    self._verdict: Verdict | None = None
+
+  def __enter__(self) -> "Pace":
+    """Starts to count."""
+    if self._sampler:
+      self._sampler.__enter__()
+    return self
+
+  def __exit__(self, *exception) -> None:
+    """Ends it."""
+    if self._sampler:
+      self._sampler.__exit__()
+
+  def after_step(self, step: int, input_wait_seconds: float) -> str:
+    """Measures, and compares where it is time; returns what is new, on process 0, or "".
+
+    Args:
+      step: the steps done.
+      input_wait_seconds: how long this process has waited for its batches so far.
+    """
+    if not self._on:
+      return ""
+    now = self._clock()
+    news = self._look() if step == self._look_at else ""
+    mark = (step, now, self._lost(), input_wait_seconds)
+    if self._marks is None or step <= self._marks[0]:  # the first, or a run that was rolled back
+      self._marks, self._halves = mark, []
+      return news
+    steps, seconds, lost, waited = (a - b for a, b in zip(mark, self._marks, strict=True))
+    if steps < HALF_STEPS or seconds < self._half_seconds:
+      return news
+    probe = self._probe() if self._probe else 1.0
+    half = Half(min(1.0, lost / seconds), min(1.0, waited / seconds), probe)
+    self._halves = [*self._halves[-1:], (steps, half)]
+    # What the probe took belongs to nobody's steps.
+    self._marks = (step, self._clock(), self._lost(), input_wait_seconds)
+    if len(self._halves) == 2:
+      self._show()
+      self._look_at = step + 1
+    return news
+
+  def numbers(self) -> dict[str, float]:
+    """Returns, on process 0, the newest comparison for `metrics.jsonl`."""
+    if self._verdict is None:
+      return {}
+    return {"slowest_process": self._verdict.index, "slowest_ratio": self._verdict.ratio}
+
+  def _show(self) -> None:
+    halves = [dataclasses.astuple(half) for _, half in self._halves]
+    self._group.put(f"pace/{self._group.index}", {"halves": halves, "host": socket.gethostname()})
+
+  def _look(self) -> str:
+    """Compares what all have shown, and returns what has changed since the last time."""
+    self._look_at = None
+    if not self._group.first:
+      return ""
+    shown = self._group.list("pace")
+    if len(shown) < self._group.count:
+      return ""
+    halves = {int(i): [Half(*half) for half in one["halves"]] for i, one in shown.items()}
+    self._verdict = found = slowest(halves)
+    steps = sum(steps for steps, _ in self._halves)
+    slow = found.ratio >= self._ratio and found.surely >= _HALF_SHARE * self._ratio
+    if slow and found.index != self._named:
+      self._named = found.index
+      return (
+        f"WARNING: process {found.index} ({shown[str(found.index)]['host']}) is {found.ratio:.1f} "
+        f"times slower than the median of the others over the last {steps} steps: {found.why}"
+      )
+    if self._named is not None and found.ratio < _HALF_SHARE * self._ratio:
+      before, self._named = self._named, None
+      return f"process {before} is no longer slower than the others"
+    return ""

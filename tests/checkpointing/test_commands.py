@@ -1,0 +1,143 @@
+"""The application on checkpoints that are damaged, and on a disk that is full."""
+
+import json
+import os
+import pathlib
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.processes.commands import MLP
+
+ROOT = pathlib.Path(__file__).parents[2]
+TRAIN = [*MLP, "--config.checkpoint.every_steps=2", "--config.checkpoint.keep=9"]
+OLDER, NEWER = 4, 6
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def saved(main, tmp_path_factory):
+  """Returns the workdir of a run with the steps 2, 4 and 6."""
+  workdir = tmp_path_factory.mktemp("saved") / "run"
+  code, _, err = main(*TRAIN, f"--config.training.steps={NEWER}", f"--workdir={workdir}")
+  assert code == 0, err
+  return workdir
+
+
+@pytest.fixture
+def damaged(saved, tmp_path):
+  """Returns a copy of it in whose newest step a bit of the arrays is flipped, and the file."""
+  workdir = shutil.copytree(saved, tmp_path / "run")
+  step = workdir / "checkpoints" / str(NEWER)
+  path = max((step / "state").glob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2] ^= 1
+  path.write_bytes(content)
+  return workdir, str(path.relative_to(step))
+
+
+def test_a_run_goes_on_from_the_newest_step_that_is_whole_and_says_so(damaged, main):
+  workdir, file = damaged
+  code, out, err = main(*TRAIN, "--config.training.steps=8", f"--workdir={workdir}")
+  assert code == 0, err
+  checkpoints = workdir / "checkpoints"
+  [line] = [line for line in err.splitlines() if line.startswith("WARNING")]
+  assert line.startswith(
+    f"WARNING: the checkpoint {checkpoints / str(NEWER)} cannot be read ({file}: its bytes have"
+  )
+  assert line.endswith(f"it is renamed to end with .broken, and step {OLDER} is used instead")
+  assert f"goes on from the checkpoint of step {OLDER}" in out
+  names = {path.name for path in checkpoints.iterdir()}
+  assert names == {"2", "4", "6", "8", "6.broken"}
+
+
+def test_evaluating_passes_over_it_too_and_changes_nothing(damaged, main):
+  workdir, file = damaged
+  evaluate = ["evaluate", *MLP, f"--workdir={workdir}"]
+  code, out, err = main(*evaluate)
+  assert code == 0, err
+  assert f"cannot be read ({file}: its bytes" in err
+  assert f"nothing is changed, and step {OLDER} is used instead" in err
+  assert f"held out after step {OLDER}" in out
+  code, _, err = main(*evaluate, f"--checkpoint={workdir / 'checkpoints' / str(NEWER)}")
+  assert code == 2
+  assert f"refused: {workdir / 'checkpoints'}: nothing to restore from:" in err
+  assert f"step {NEWER} cannot be read: {file}: its bytes" in err
+  code, out, err = main(*evaluate, "--config.checkpoint.verify=off")
+  assert code == 0, err
+  assert "cannot be read" not in err
+  assert f"held out after step {NEWER}" in out
+
+
+def test_checkpoints_from_before_there_were_digests(saved, main, tmp_path):
+  workdir = shutil.copytree(saved, tmp_path / "run")
+  for path in workdir.glob("checkpoints/*/digests"):
+    path.unlink()
+  train = [*TRAIN, "--config.training.steps=8", f"--workdir={workdir}"]
+  code, _, err = main(*train)
+  assert code == 2
+  assert "nothing to restore from" in err
+  assert err.count("checkpoint.verify=off reads it as it is") == 3
+  code, out, err = main(*train, "--config.checkpoint.verify=off")
+  assert code == 0, err
+  assert f"goes on from the checkpoint of step {NEWER}" in out
+  code, out, err = main(*train)  # what is saved now has digests
+  assert code == 0, err
+  assert "goes on from the checkpoint of step 8" in out
+
+
+STEPS = 200
+
+
+def test_a_full_disk_loses_nothing_and_training_goes_on(tmp_path):
+  """A running process may for a while write no files as large as those of its arrays."""
+  workdir, output = tmp_path / "run", tmp_path / "out"
+  command = [sys.executable, "main.py", *TRAIN, f"--config.training.steps={STEPS}"]
+  environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
+  with output.open("w") as file:
+    run = subprocess.Popen(
+      [
+        *command,
+        "--config.model.model_size=256",
+        "--config.checkpoint.every_steps=5",
+        f"--workdir={workdir}",
+      ],
+      cwd=ROOT,
+      env=environment,
+      stdout=file,
+      stderr=subprocess.STDOUT,
+    )
+
+  def wait_for(pattern) -> str:
+    until = time.monotonic() + SECONDS
+    while not (match := re.search(pattern, output.read_text())):
+      assert run.poll() is None, output.read_text()
+      assert time.monotonic() < until, output.read_text()
+      time.sleep(0.002)
+    return match[1]
+
+  try:
+    wait_for(r"(step 10/)")
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
+    step = int(wait_for(r"WARNING: saving step (\d+) to .* failed: .*; training goes on"))
+    wait_for(rf"(step {step + 5}/)")
+    kept = [int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit()]
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert run.wait(SECONDS) == 0, output.read_text()
+  finally:
+    run.kill()
+    run.wait()
+  assert "Traceback" not in output.read_text()
+  assert 5 <= max(kept) < step
+  names = [path.name for path in workdir.glob("checkpoints/*")]
+  assert all(name.isdigit() for name in names), names
+  later = [int(name) for name in names if int(name) > step]
+  assert len(later) > 2
+  assert STEPS in later
+  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))

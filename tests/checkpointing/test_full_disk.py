@@ -1,0 +1,159 @@
+"""Saves that fail, at each of their stages: nothing is lost, and the next one goes well."""
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import time
+import types
+
+import pytest
+
+from checkpointing import digests, saving
+from checkpointing.store import Checkpointer, SaveError
+from tests.checkpointing.states import (
+  CONFIG,
+  RECORD,
+  assert_bit_equal,
+  counting_target,
+  counting_tree,
+  save_counting,
+)
+
+
+@contextlib.contextmanager
+def full_disk(size=1024):
+  """Lets this process write no more than so many bytes to a file."""
+  _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def save_and_check(checkpointer, step):
+  """Saves, and checks as the step loop does until a check has something to say."""
+  checkpointer.save(step, counting_tree(step), config=CONFIG, record=RECORD)
+  deadline = time.monotonic() + 30
+  while checkpointer.saving and time.monotonic() < deadline:
+    checkpointer.check()
+
+
+def assert_nothing_lost(checkpointer, step):
+  """Looks whether the step before stands alone, and a step can be saved."""
+  assert checkpointer.steps() == [1]
+  assert not checkpointer.saving
+  checkpointer.check()
+  assert_bit_equal(checkpointer.restore(counting_target())[1], counting_tree(1))
+  save_counting(checkpointer, step)
+  assert sorted(path.name for path in checkpointer.folder.iterdir()) == ["1", str(step)]
+  assert_bit_equal(checkpointer.restore(counting_target())[1], counting_tree(step))
+
+
+@pytest.mark.parametrize("size", [0, 60, 100, 1000, 2000])  # the most bytes of a file
+def test_a_failed_save_is_reported_once_and_the_step_can_be_saved_again(size, tmp_path, caplog):
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
+    save_counting(checkpointer, 1)
+    with full_disk(size), pytest.raises(SaveError, match="File too large") as failure:
+      save_and_check(checkpointer, 2)
+    assert str(failure.value).startswith(f"saving step 2 to {tmp_path} failed: ")
+    assert failure.value.step == 2
+    assert failure.value.agreed
+    assert_nothing_lost(checkpointer, 2)
+  assert not [line for line in caplog.records if line.levelno >= logging.ERROR]
+
+
+def full(*arguments):
+  """Fails as a write does on a full disk."""
+  raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("name", ["compute", "write"])
+def test_a_save_without_digests_is_none(name, tmp_path, monkeypatch):
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
+    save_counting(checkpointer, 1)
+    with monkeypatch.context() as patch:
+      patch.setattr(digests, name, full)
+      with pytest.raises(SaveError, match=r"failed: OSError: \[Errno 28\] No space left on device"):
+        save_and_check(checkpointer, 2)
+    assert_nothing_lost(checkpointer, 2)
+
+
+def test_a_save_that_cannot_start_is_a_failed_one(tmp_path, monkeypatch):
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
+    save_counting(checkpointer, 1)
+    with monkeypatch.context() as patch:
+      patch.setattr(saving.ocp.AsyncCheckpointer, "save", full_memory)
+      with pytest.raises(SaveError, match=r"saving step 2 to .* failed: MemoryError: full"):
+        checkpointer.save(2, counting_tree(2), config=CONFIG, record=RECORD)
+    assert_nothing_lost(checkpointer, 2)
+
+
+def full_memory(*arguments, **more):
+  """Fails for want of memory."""
+  raise MemoryError("full")
+
+
+def test_a_failed_last_save_ends_the_with_block(tmp_path):
+  def save_last():
+    with Checkpointer(tmp_path) as checkpointer, full_disk():
+      checkpointer.save(1, counting_tree(1), config=CONFIG, record=RECORD)
+      while not checkpointer._writer.ended:
+        time.sleep(0.01)
+
+  with pytest.raises(SaveError, match="saving step 1"):
+    save_last()
+
+
+def test_where_there_is_no_room_nothing_is_begun(tmp_path, monkeypatch):
+  disk = types.SimpleNamespace(f_bavail=5, f_frsize=4096)
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
+    save_counting(checkpointer, 1)
+    with monkeypatch.context() as patch:
+      patch.setattr(saving.os, "statvfs", lambda path: disk)
+      patch.setattr(saving.ocp.AsyncCheckpointer, "save", full_memory)  # is not called
+      with pytest.raises(SaveError, match=r"0\.0 MiB free there, and a checkpoint needs 0\.0 MiB"):
+        checkpointer.save(2, counting_tree(2), config=CONFIG, record=RECORD)
+    with monkeypatch.context() as patch:
+      patch.setattr(saving.epath.Path, "mkdir", full, raising=False)
+      patch.setattr(type(checkpointer.folder), "mkdir", full, raising=False)
+      with pytest.raises(SaveError, match="No space left on device"):
+        checkpointer.save(2, counting_tree(2), config=CONFIG, record=RECORD)
+    assert_nothing_lost(checkpointer, 2)
+
+
+def test_a_hindered_process_saves_nothing(tmp_path):
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
+    save_counting(checkpointer, 1)
+    with pytest.raises(SaveError, match=r"saving step 2 to .* failed: the log cannot be written"):
+      checkpointer.save(
+        2, counting_tree(2), config=CONFIG, record=RECORD, hindrance="the log cannot be written"
+      )
+    assert_nothing_lost(checkpointer, 2)
+
+
+def test_what_fails_once_the_step_is_there_is_a_warning(tmp_path, monkeypatch):
+  said = []
+  with Checkpointer(tmp_path, warn=said.append) as checkpointer:
+    save_counting(checkpointer, 1)
+    with monkeypatch.context() as patch:
+      patch.setattr(saving.Writer, "remove", full)
+      patch.setattr(saving.Writer, "_sync", full)
+      save_counting(checkpointer, 2)
+    assert checkpointer.steps() == [1, 2]
+    assert said == [
+      f"WARNING: {tmp_path}, after the save of step 2: {what} failed: "
+      "OSError: [Errno 28] No space left on device"
+      for what in ("waiting for the disk", "removing older steps")
+    ]
+    save_counting(checkpointer, 3)
+    assert checkpointer.steps() == [3]
+
+
+def test_a_long_reason_keeps_its_beginning_and_its_end():
+  text = saving.reason(ValueError("begin " + "x" * 5000 + "\n end"))
+  assert text.startswith("ValueError: begin x")
+  assert text.endswith("x end")
+  assert len(text) < 1010

@@ -1,0 +1,211 @@
+"""What `checkpoint.verify` looks at: every byte, sizes, or Orbax's marks."""
+
+import random
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from checkpointing import digests, reading, whole
+from checkpointing.store import Checkpointer
+from configs import base
+from tests.checkpointing import damage
+from tests.checkpointing.states import (
+  assert_bit_equal,
+  contents,
+  counting_target,
+  counting_tree,
+  save_counting,
+)
+
+OLDER, NEWER = 10, 20
+
+
+def test_the_config_knows_the_same_words_and_no_others():
+  assert base.VERIFY == (whole.FULL, whole.SIZE, whole.OFF)
+  config = base.get_config()
+  assert config.checkpoint.verify == whole.FULL
+  config.checkpoint.verify = "ful"
+  message = r"checkpoint\.verify='ful': one of full, size, off; did you mean 'full'\?"
+  with pytest.raises(ValueError, match=message):
+    base.check(base.finalize(config, "cpu"), config.mesh.to_dict())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+  """Returns a folder with two steps."""
+  folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+  with Checkpointer(folder, keep=2) as checkpointer:
+    save_counting(checkpointer, OLDER, NEWER)
+  return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+  """Returns a copy of that folder, to be broken."""
+  return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+def restored(folder, verify) -> tuple[int, list[str]]:
+  """Restores the newest that can be read; returns its step and what was said."""
+  said = []
+  with Checkpointer(folder, read_only=True, verify=verify, warn=said.append) as checkpointer:
+    step, tree = checkpointer.restore(counting_target())
+  assert_bit_equal(tree, counting_tree(step))
+  return step, said
+
+
+@pytest.mark.parametrize("how", [damage.delete, damage.empty, damage.cut], ids=lambda h: h.__name__)
+@pytest.mark.parametrize("name", damage.CLASSES)
+def test_sizes_tell_of_what_is_missing_or_cut(name, how, copy):
+  done = damage.harm(copy / str(NEWER), name, how, random.Random())
+  step, [line] = restored(copy, whole.SIZE)
+  assert step == OLDER
+  assert f"cannot be read ({done.partition(':')[0]}: " in line
+
+
+def change(folder, before: bytes, after: bytes) -> list[str]:
+  """Changes some bytes wherever they stand in the newest step's state; returns the files."""
+  changed, step = [], folder / str(NEWER)
+  for path in sorted((step / "state").rglob("*")):
+    content = path.read_bytes() if path.is_file() else b""
+    if before in content:
+      path.write_bytes(content.replace(before, after))
+      changed.append(str(path.relative_to(step)))
+  assert changed
+  return changed
+
+
+def flip_an_array(folder) -> str:
+  """Flips a bit of the parameters of the newest step; returns the first file that holds it."""
+  row = np.asarray(counting_tree(NEWER)["params"]["up"]["kernel"])[3].tobytes()
+  return change(folder, row, bytes([row[0] ^ 1]) + row[1:])[0]
+
+
+def test_sizes_alone_do_not_tell_of_a_flipped_bit_and_full_does(copy):
+  path = flip_an_array(copy)
+  said = []
+  for verify in (whole.SIZE, whole.OFF):
+    with Checkpointer(copy, read_only=True, verify=verify, warn=said.append) as checkpointer:
+      step, tree = checkpointer.restore(counting_target())
+    assert step == NEWER
+    assert not said
+    with pytest.raises(AssertionError):
+      assert_bit_equal(tree, counting_tree(step))
+  step, [line] = restored(copy, whole.FULL)
+  assert step == OLDER
+  assert f"/{NEWER} cannot be read ({path}: its bytes have changed (SHA-256 " in line
+
+
+# What Orbax and TensorStore can do without, or do not look at.
+UNSEEN = {"digests", "state/_sharding", "state/ocdbt.process_*/manifest.ocdbt"}
+
+
+@pytest.mark.parametrize("name", damage.CLASSES)
+def test_without_verification_the_marks_and_what_cannot_be_read_count(name, copy):
+  for path in damage.files(copy / str(NEWER), name):
+    damage.delete(path, random.Random())
+  step, said = restored(copy, whole.OFF)
+  assert step == (NEWER if name in UNSEEN else OLDER)
+  assert len(said) == (name not in UNSEEN)
+
+
+# ------------------------------ without digests ------------------------------
+
+
+@pytest.fixture
+def plain(copy):
+  """Returns checkpoints as they were before there were digests."""
+  for step in (OLDER, NEWER):
+    (copy / str(step) / "digests").unlink()
+  return copy
+
+
+@pytest.mark.parametrize("verify", [whole.FULL, whole.SIZE])
+def test_checkpoints_without_digests_are_refused_with_the_way_out(verify, plain):
+  before = contents(plain)
+  with (
+    Checkpointer(plain, verify=verify) as checkpointer,
+    pytest.raises(ValueError, match="nothing to restore from") as refusal,
+  ):
+    checkpointer.restore(counting_target())
+  assert str(refusal.value).count("checkpoint.verify=off reads it as it is") == 2
+  assert contents(plain) == before
+
+
+def test_checkpoints_without_digests_can_be_read_as_they_are(plain):
+  assert restored(plain, whole.OFF) == (NEWER, [])
+  with Checkpointer(plain, keep=3, verify=whole.OFF) as checkpointer:
+    assert checkpointer.restore(counting_target())[0] == NEWER
+    save_counting(checkpointer, 30)
+  assert restored(plain, whole.FULL) == (30, [])
+
+
+# ------------------------------ what is read when ------------------------------
+
+
+@pytest.fixture
+def read(monkeypatch):
+  """Returns the list of files whose content is compared from here on."""
+  found, check = [], digests.check_contents
+
+  def noting(folder, listed):
+    found.extend(digest.path for digest in listed)
+    check(folder, listed)
+
+  monkeypatch.setattr(digests, "check_contents", noting)
+  monkeypatch.setattr(whole, "SMALL_BYTES", 2000)
+  return found
+
+
+def test_every_file_is_compared_once(copy, read):
+  assert restored(copy, whole.FULL)[0] == NEWER
+  assert sorted(read) == sorted(digest.path for digest in digests.read(path_of(copy)))
+
+
+def path_of(folder):
+  """Returns the newest step's folder."""
+  return reading.epath.Path(folder) / str(NEWER)
+
+
+def test_what_does_not_fit_is_refused_before_arrays_are_read(copy, read):
+  target = counting_target()
+  bias = target["params"]["bias"]
+  target["params"]["bias"] = jax.ShapeDtypeStruct(bias.shape, np.int32, sharding=bias.sharding)
+  with (
+    Checkpointer(copy, read_only=True) as checkpointer,
+    pytest.raises(ValueError, match=r"params/bias: float32\[7\] in the checkpoint, int32\[7\]"),
+  ):
+    checkpointer.restore(target)
+  sizes = digests.sizes(path_of(copy))
+  assert max(sizes[path] for path in read) <= whole.SMALL_BYTES < max(sizes.values())
+
+
+def test_damaged_names_are_damage_and_no_refusal(copy):
+  [path] = change(copy, b'"bias"', b'"bizs"')
+  step, [line] = restored(copy, whole.FULL)
+  assert step == OLDER
+  assert f"/{NEWER} cannot be read ({path}: its bytes have changed" in line
+
+
+def test_a_config_whose_bits_have_changed_is_not_believed(copy):
+  path = copy / str(NEWER) / "config" / "metadata"
+  path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+  for verify, step, seed in ((whole.FULL, OLDER, 0), (whole.OFF, NEWER, 1)):
+    with Checkpointer(copy, read_only=True, verify=verify) as checkpointer:
+      assert checkpointer.readable() == step
+      assert checkpointer.read_config()["seed"] == seed
+
+
+def test_parameters_alone_are_verified_too(copy):
+  path, said = flip_an_array(copy), []
+  for verify, wanted in ((whole.FULL, OLDER), (whole.OFF, NEWER)):
+    step, _ = reading.restore_parameters(
+      copy, counting_target()["params"], verify=verify, warn=said.append
+    )
+    assert step == wanted
+  assert len(said) == 1
+  assert path in said[0]
+  with pytest.raises(ValueError, match=f"step {NEWER} cannot be read: {path}: its bytes"):
+    reading.restore_parameters(copy, counting_target()["params"], NEWER)

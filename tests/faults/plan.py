@@ -1,0 +1,240 @@
+"""The plan of faults: twenty rows, and what a trial is."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable
+
+LONGEST_SECONDS = 3600.0  # of a row: one that would take longer runs with fewer trials
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+  """What became of one trial.
+
+  Attributes:
+    name: what was done, with what it takes to do it again (the seed, the moment, the process).
+    passed: whether everything that the row asks for held.
+    note: where it failed, what was seen; else what was measured, or "".
+    seconds: that it took.
+  """
+
+  name: str
+  passed: bool
+  note: str
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A row of the plan.
+
+  Attributes:
+    number: of the row.
+    fault: what is done to the run.
+    trials: how often, by the plan.
+    passes: when a trial has passed.
+    module: in tests.faults; its function `row_NUMBER(trials, folder)` makes the trials and gives
+      them, all at the end or one after the other; with a third argument `seed`, the number of the
+      first.
+    seconds: that a trial takes on two quiet cores: a guess, until the row has been run.
+    usual: how many trials without --trials, where not those of the plan.
+    note: what is to be known of it; for people.
+  """
+
+  number: int
+  fault: str
+  trials: int
+  passes: str
+  module: str
+  seconds: float
+  usual: int | None = None
+  note: str = ""
+
+  def default(self, seconds: float) -> int:
+    """Returns how many trials are made where nobody says, when each takes so many seconds."""
+    return max(1, min(self.usual or self.trials, int(LONGEST_SECONDS / seconds)))
+
+  def function(self) -> Callable[..., Iterable[Trial]]:
+    """Returns the function that makes the trials."""
+    return getattr(importlib.import_module(f"tests.faults.{self.module}"), f"row_{self.number}")
+
+
+ROWS = (
+  Row(
+    1,
+    "SIGKILL of a random process at a random time",
+    70,
+    "resumes by itself; Same; at most two checkpoint intervals redone; no process left behind",
+    "rows_kills",
+    26,
+    note="50 trials with 2 processes, 20 with 4, under `launch.local --restarts`. Every other kill "
+    "comes after the first step: most of a run this short is its start.",
+  ),
+  Row(
+    2,
+    "SIGKILL at each stage of a save: directory made, data, metadata, commit, rename, garbage "
+    "collection, digest file",
+    35,
+    "the old step or the new one loads, never a torn one",
+    "rows_checkpoints",
+    30,
+  ),
+  Row(
+    3,
+    "SIGKILL of all; again during restore",
+    30,
+    "Same",
+    "rows_kills",
+    30,
+    note="Every third trial kills a second time, while checkpoints are read. Odd trials kill the "
+    "launcher too.",
+  ),
+  Row(
+    4,
+    "SIGKILL of process 0, of another",
+    20,
+    "all others end within 25 s (JAX aborts them); the launcher names the one that died first; "
+    "Same after restart",
+    "rows_kills",
+    28,
+  ),
+  Row(
+    5,
+    "SIGTERM at any time, also in evaluation, compilation, a save, a stalled input",
+    30,
+    "exit 75 within 30 s, one common step saved, no step lost; Same after restart",
+    "rows_stops",
+    25,
+    note="A stop after the last step may come too late to change anything: then all exit with 0.",
+  ),
+  Row(
+    6,
+    "SIGSTOP of one process; a sleep in one loader",
+    40,
+    "noticed within 45 s, the process named, stacks dumped; Same after restart",
+    "rows_standstills",
+    35,
+    note="Where JAX's own heartbeat is faster than what the watchdog has learned (in a start, a "
+    "save, at the end), a stopped process ends the others without a name; a stop in a step is "
+    "always named.",
+  ),
+  Row(
+    7,
+    "data sets of every remainder 0-15, dropping or padding; one iterator that ends early",
+    34,
+    "equal steps everywhere, no hang; padded loss within 1e-6 of one process",
+    "rows_processes",
+    4,
+    note="A trial is a remainder in training (nothing is dropped: the rest of an epoch and the "
+    "next share a batch) or in evaluation (padded), on 1, 2 and 4 processes.",
+  ),
+  Row(
+    8,
+    "a process that differs: batch shape, config, dtype, seed, code version, mesh",
+    10,
+    "refused before the first collective within 15 s, the key named",
+    "rows_processes",
+    8,
+    usual=19,
+    note="19 kinds of difference; the first ten are those of the plan.",
+  ),
+  Row(
+    9,
+    "restore with other layers, width, dtype, optimizer, data",
+    12,
+    "refusals that name the difference, no silent cast",
+    "rows_checkpoints",
+    10,
+  ),
+  Row(
+    10,
+    "save on each of {1, 2, 4 processes} x {dp, fsdp, tp}, restore on each other",
+    72,
+    "parameters bit-equal; next example ids equal; next loss within 1e-6",
+    "rows_checkpoints",
+    15,
+  ),
+  Row(
+    11,
+    "a bit flipped, a file cut short, a file deleted, in each class of file of a checkpoint",
+    200,
+    "all noticed; falls back to the older step, and says so",
+    "rows_checkpoints",
+    8,
+  ),
+  Row(
+    12,
+    "disk full at each stage of a save",
+    10,
+    "the last good step is kept; reported at the next step; saves go on when there is room",
+    "rows_checkpoints",
+    30,
+  ),
+  Row(
+    13,
+    "100 bad records of 10,000; then 6 % bad",
+    8,
+    "exactly those 100 get weight 0 and are listed, all other rows stay where they were; stops "
+    "above the limit (5 %)",
+    "rows_records",
+    30,
+  ),
+  Row(
+    14,
+    "NaN gradients; a loss 10,000 times too large",
+    30,
+    "never checkpointed; roll back and skip gives the same run as one that skips those batches",
+    "rows_numbers",
+    30,
+  ),
+  Row(
+    15,
+    "a bit of a parameter flipped on one replica; 2,000 clean steps",
+    20,
+    "caught at the next check (within 10 steps); no false alarm",
+    "rows_silent",
+    30,
+  ),
+  Row(
+    16,
+    "a process three times slower; 2,000 clean steps",
+    20,
+    "named within 10 steps; no false alarm",
+    "rows_silent",
+    30,
+  ),
+  Row(
+    17,
+    "elastic: 4 -> 3 -> 2 -> 4 processes (global batch 12)",
+    10,
+    "each step sees the examples of the fixed run; loss within 1e-5 of it",
+    "rows_processes",
+    40,
+  ),
+  Row(
+    18,
+    "clean ends with 0-20 s of skew between processes",
+    50,
+    "exit code 0",
+    "rows_stops",
+    28,
+  ),
+  Row(
+    19,
+    "a truncated compilation cache entry; shared memory after test 1",
+    10,
+    "healed; nothing leaked",
+    "rows_silent",
+    20,
+  ),
+  Row(
+    20,
+    "an hour of Poisson kills, one per 180 s on average",
+    20,
+    "goodput at least 90 %; the parts of lost time add up to the whole within 1 %",
+    "rows_goodput",
+    190,
+    usual=10,
+    note="A trial is a kill, and the last one is the verdict on the whole.",
+  ),
+)

@@ -1,0 +1,225 @@
+"""Row 13: records that cannot be read, in a data set of 10,000."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from configs import base
+from input_pipeline import batches, preparation, records, sources
+from tests.faults import same
+from tests.faults.harness import FLAGS, MESHES, ROOT, Run, saved
+from tests.faults.plan import Trial
+from tests.faults.trying import Attempt, tried
+from tests.input_pipeline.damage import flip
+from tests.input_pipeline.writing import write
+
+ROWS, LENGTH, BATCH = 10_000, 16, 400
+STEPS = 30  # more than an epoch: every row is seen
+LIMIT = ROWS // 20
+FEW, MANY = 100, 600
+TRIALS_WITH_FEW = 5  # and three with many
+REFUSED = 2
+PATIENT_SECONDS = 600  # for a whole run, on a machine that is busy
+
+
+def row_13(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
+  """Damages records on disk: 100 of 10,000, then 600 where 500 are allowed for."""
+  whole = _data_set(folder / "whole")
+
+  def one(attempt: Attempt) -> None:
+    turn = attempt.number % 8
+    count = 4 if turn == 1 else 2
+    bad = sorted(attempt.chance.sample(range(ROWS), FEW if turn < TRIALS_WITH_FEW else MANY))
+    data_dir = pathlib.Path(shutil.copytree(whole, attempt.folder / "data"))
+    attempt.does = f"{len(bad)} rows of {ROWS}, a bit of each flipped; {count} processes"
+    fault = Fault(attempt, data_dir, count, bad)
+    if turn >= TRIALS_WITH_FEW:
+      fault.damage(bad)
+      _stops(fault)
+      return
+    if turn == 3:
+      _one_goes_bad_in_the_run(fault)
+    else:
+      fault.damage(bad)
+      _refused_without_the_key(fault)
+      if turn % 2 == 0:
+        _killed(fault)
+    _goes_on_without(fault)
+    wanted = _by_construction(attempt.folder / "wanted", whole, bad, count)
+    same.check(attempt.workdir, wanted)
+
+  yield from tried(13, range(seed, seed + trials), folder, one)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+  """Records that are damaged, and the run that meets them.
+
+  Attributes:
+    attempt: the trial.
+    data_dir: its own.
+    count: processes of the run.
+    bad: the rows that are damaged in the end.
+  """
+
+  attempt: Attempt
+  data_dir: pathlib.Path
+  count: int
+  bad: list[int]
+
+  def run(self, limit: int) -> Run:
+    """Starts the run, or lets it go on."""
+    flags = (*_flags(self.data_dir), f"--config.data.max_bad_records={limit}")
+    return Run(self.attempt.workdir, count=self.count, steps=STEPS, flags=flags)
+
+  def damage(self, bad: list[int], *, silently: bool = False) -> None:
+    """Flips a bit of each of these rows."""
+    store = _store(self.data_dir)
+    stored = records.Records(store, lambda row, length: True).read(bad)
+    flip(pathlib.Path(store.rows_path), stored, silently=silently, chance=self.attempt.chance)
+
+  def ended(self, run: Run, code: int) -> str:
+    """Waits for the end of all with this code; returns what they have said, without a traceback."""
+    assert set(run.end(PATIENT_SECONDS)) == {code}, f"{run.codes}: {run.last_line()}"
+    assert "Traceback" not in run.text(), "one message, and no traceback"
+    return run.text()
+
+  def listed(self) -> bool:
+    """Tells whether exactly the bad rows are listed."""
+    listed = json.loads((self.attempt.workdir / "bad_records.json").read_text())
+    return listed["train"]["rows"] == self.bad and not listed["held out"]["rows"]
+
+
+def _refused_without_the_key(fault: Fault) -> None:
+  with fault.run(0) as run:
+    text = fault.ended(run, 1)
+  named = [int(part.split(" ")[0]) for part in text.split("train: row ")[1:]]
+  assert named, text
+  assert set(named) <= set(fault.bad), f"{named} are named, and not all of them are bad"
+  fault.attempt.seen.append(f"without the key it stopped at row {named[0]}")
+
+
+def _killed(fault: Fault) -> None:
+  """Kills the run on its way."""
+  with fault.run(LIMIT) as run:
+    run.wait_for(f"step {fault.attempt.chance.randint(8, STEPS - 8)}/")
+    run.signal(fault.attempt.number % fault.count, signal.SIGKILL)
+    run.end()
+  fault.attempt.does += ", killed and resumed"
+  assert fault.listed(), "exactly the bad rows are listed before the kill"
+
+
+def _one_goes_bad_in_the_run(fault: Fault) -> None:
+  """Damages a row when the run has checked it and has not come to it, and leaves no trace of it."""
+  late = _of_the_last_batch(fault)
+  fault.damage([row for row in fault.bad if row != late])
+  with fault.run(LIMIT) as run:
+    run.wait_for("step 3/")
+    fault.damage([late], silently=True)
+    text = fault.ended(run, 1)
+  assert f"train: row {late} of " in text, text
+  assert "could be when all rows were checked" in text, text
+  fault.attempt.does += ", one of them in the run"
+
+
+def _of_the_last_batch(fault: Fault) -> int:
+  """Puts a row of an epoch's last batch in place of one of the bad rows, if there is none."""
+  store = _store(fault.data_dir)
+  rows = records.Records(store, lambda row, length: True)
+  numbered = sources.Source(store.name, "", len(rows), {}, rows.read)
+  order = batches.TrainingBatches(numbered, global_batch_size=BATCH, seed=base.get_config().seed)
+  last = order.row_ids(ROWS // BATCH - 1).tolist()
+  late = next((row for row in fault.bad if row in last), None)
+  if late is None:
+    fault.bad[0] = late = last[0]
+    fault.bad.sort()
+  return late
+
+
+def _goes_on_without(fault: Fault) -> None:
+  """Goes on to the end; the rows are printed and listed."""
+  with fault.run(LIMIT) as run:
+    text = fault.ended(run, 0)
+  first = ", ".join(map(str, fault.bad[:8]))
+  assert f"unreadable: {len(fault.bad)} rows of weight 0: {first}, ... (" in text, text
+  assert fault.listed(), "exactly the bad rows are listed"
+
+
+def _stops(fault: Fault) -> None:
+  """Refused by all processes alike, before anything is written."""
+  with fault.run(LIMIT) as run:
+    text = fault.ended(run, REFUSED)
+  wanted = f"{MANY} of {ROWS:,} rows cannot be read, more than data.max_bad_records={LIMIT}"
+  assert wanted in text, text
+  assert saved(fault.attempt.workdir) == [], "nothing is saved"
+  fault.attempt.does += f", {LIMIT} allowed for"
+
+
+def _flags(data_dir: pathlib.Path) -> tuple[str, ...]:
+  return (
+    "--config.data.name=noise",
+    f"--config.data.data_dir={data_dir}",
+    f"--config.data.global_batch_size={BATCH}",
+    f"--config.data.sequence_length={LENGTH}",
+    "--config.evaluation.sample_tokens=0",
+    *same.KEPT,
+  )
+
+
+def _data_set(folder: pathlib.Path) -> pathlib.Path:
+  """Writes a text whose training split is 10,000 rows of noise, and prepares it."""
+  import tensorflow_datasets as tfds
+
+  noise = np.random.default_rng(0)
+  sizes = [ROWS * LENGTH // 10 - 1] * 9 + [ROWS * LENGTH // 10]  # and a byte that ends each
+  splits = {"train": sizes, "test": [400]}
+  examples = {
+    split: [{"text": noise.integers(1, 256, size, np.uint8).tobytes()} for size in sizes]
+    for split, sizes in splits.items()
+  }
+  folder.mkdir(parents=True)
+  write(folder, "noise", {"text": tfds.features.Text()}, examples)
+  store = _store(folder)
+  assert store.manifest["rows"] == ROWS, store.manifest
+  return folder
+
+
+def _store(folder: pathlib.Path) -> preparation.Store:
+  data = base.get_config().data.copy_and_resolve_references()
+  data.update(name="noise", data_dir=str(folder), sequence_length=LENGTH)
+  return preparation.prepare(data, "train")
+
+
+def _by_construction(
+  folder: pathlib.Path, whole: pathlib.Path, bad: list[int], count: int
+) -> same.Record:
+  """Returns what a run leaves that reads a sound data set, and gives these rows the weight 0."""
+  data, tensor = MESHES[count]
+  folder.mkdir()
+  command = [
+    *(sys.executable, "-m", "launch.local", f"--processes={count}", "--"),
+    *(sys.executable, str(pathlib.Path(__file__).parent / "weightless.py")),
+    *(*FLAGS, f"--config.mesh.data={data}", f"--config.mesh.tensor={tensor}"),
+    *(f"--config.training.steps={STEPS}", *_flags(whole), f"--workdir={folder / 'run'}"),
+  ]
+  environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
+  with open(folder / "run-0.out", "wb") as output:
+    subprocess.run(
+      command,
+      cwd=ROOT,
+      env=environment | {"WEIGHTLESS": json.dumps(bad)},
+      stdin=subprocess.DEVNULL,
+      stdout=output,
+      stderr=subprocess.STDOUT,
+      timeout=PATIENT_SECONDS,
+      check=True,
+    )
+  return same.record(folder / "run")

@@ -1,0 +1,181 @@
+"""What theory says that a step of the small `lm` job sends, strategy by strategy.
+
+  python -m tests.parity.budgets --write
+
+writes docs/budgets.md. `test_budgets.py` compares theory with the compiled programs, to the byte.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import sys
+import tempfile
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from partitioning import collectives
+from tests.jobs import FAST_COMPILES, make_job
+from tests.parity.theory import LETTERS, NORM, TERMS, letters, shown, theory
+from training import devices
+from training.job import Job
+
+PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "budgets.md"
+COMMAND = "python -m tests.parity.budgets --write"
+
+SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": True}
+# Title -> file of configs/, and what is set beside it.
+STRATEGIES = {
+  "dp8": ("dp8", {}),
+  "dp8, ZeRO-1": ("dp8", {"partitioning.optimizer.model": ("fsdp", "data")}),
+  "fsdp8": ("fsdp8", {}),
+  "data=4 x fsdp=2 (HSDP)": ("single", {"mesh.data": 4, "mesh.fsdp": 2}),
+  "tp8": ("tp8", {}),
+  "dp4_tp2": ("dp4_tp2", {}),
+  "dp4_tp2, sequence-parallel": ("dp4_tp2", SEQUENCE_PARALLEL),
+  "dp2_fsdp2_tp2": ("dp2_fsdp2_tp2", {}),
+  "dp2_fsdp2_tp2, sequence-parallel": ("dp2_fsdp2_tp2", SEQUENCE_PARALLEL),
+  "dp2_fsdp2_tp2, 2 microbatches": (
+    "dp2_fsdp2_tp2",
+    {"training.gradient_accumulation_steps": 2},
+  ),
+}
+
+
+# ---- What the program does ----
+
+# The XLA of JAX 0.10 needs a third of the time where it may emit fusions as it did before; what
+# it sends is the same. The XLA of 0.12 has no such choice.
+FASTER_COMPILES = dict(FAST_COMPILES)
+if jax.__version_info__ < (0, 12):
+  FASTER_COMPILES["compiler_options"] += ",xla_cpu_use_fusion_emitters=False"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A compiled train step of the small job: its text, and what XLA said on stderr meanwhile."""
+
+  job: Job
+  text: str
+  said: str
+
+  def sent(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
+    """Returns (kind, axes) -> (arrays, bytes) of one step."""
+    found = defaultdict(lambda: (0, 0))
+    for c in collectives.collectives(self.text, self.job.mesh):
+      arrays, size = found[c.kind, c.axes]
+      found[c.kind, c.axes] = (arrays + c.count * c.arrays, size + c.count * c.bytes)
+    return dict(found)
+
+
+def job_of(strategy: str, **overrides) -> Job:
+  """Returns the small job of one of `STRATEGIES`."""
+  file, changed = STRATEGIES[strategy]
+  return make_job(file, "lm", **{**FASTER_COMPILES, **changed, **overrides})
+
+
+shared_job = functools.cache(job_of)
+
+
+def compile_step(job: Job) -> Step:
+  """Compiles a job's train step."""
+  text, said = said_while(lambda: job.compile_train_step().function.as_text())
+  return Step(job, text, said)
+
+
+@functools.cache
+def step(strategy: str) -> Step:
+  """Returns the step of one of `STRATEGIES`, compiled once for all tests."""
+  return compile_step(shared_job(strategy))
+
+
+def said_while(compile_it: Callable[[], Any]) -> tuple[Any, str]:
+  """Returns what a function returns, and what it wrote to stderr, C++ included.
+
+  It compiles without the cache: a program that comes from there brings no warnings.
+  """
+  with tempfile.TemporaryFile() as file:
+    _use_cache(False)
+    sys.stderr.flush()
+    kept = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+      result = compile_it()
+    finally:
+      os.dup2(kept, 2)
+      os.close(kept)
+      _use_cache(True)
+    file.seek(0)
+    return result, file.read().decode(errors="replace")
+
+
+def _use_cache(use: bool) -> None:
+  # JAX looks at the flag at its first compilation only, and again after a reset.
+  jax.config.update("jax_enable_compilation_cache", use)
+  compilation_cache.reset_cache()
+
+
+# ---- The page ----
+
+
+def page() -> str:
+  """Returns docs/budgets.md."""
+  job = shared_job("dp8")
+  sizes = ", ".join(f"{name} = {letters(job)[name]}" for name in "LDFNKHVT")
+  lines = [
+    "# What each strategy sends",
+    "",
+    f"Written by `{COMMAND}`; do not edit. What theory says of one",
+    "train step of the small `lm` job of `tests/jobs.py`. `tests/parity/test_budgets.py` compares",
+    "it with the compiled programs: kinds, axes (told by the ids of the devices in each group),",
+    "arrays and bytes, exactly.",
+    "",
+    f"{sizes}, {job.config.data.global_batch_size} rows, float32 (4 bytes).",
+    "",
+    LETTERS,
+    "",
+    "Bytes are payload per device: the array that is reduced or scattered, or that was gathered.",
+    "In a ring of n devices each sends (n - 1) / n of that, and twice as much in an all-reduce.",
+    "Arrays are counted, not messages: XLA combines small all-reduces, each version as it likes.",
+    "",
+    "| strategy | kind | along | elements | arrays | bytes |",
+    "| --- | --- | --- | --- | ---: | ---: |",
+  ]
+  for strategy in STRATEGIES:
+    for (kind, axes), row in theory(shared_job(strategy)).items():
+      cells = [strategy, kind, ", ".join(axes), row.formula]
+      lines.append("| " + " | ".join([*cells, f"{row.arrays:,}", f"{row.bytes:,}"]) + " |")
+  lines += ["", "## Why", ""]
+  for term in TERMS:
+    about = f"{term.kind} along {' and '.join(term.axes)}, {shown(term.elements)}"
+    lines += textwrap.wrap(f"- {about}: {term.why}", 100, subsequent_indent="  ")
+  lines += textwrap.wrap(f"- all-reduce, a few scalars: {NORM}", 100, subsequent_indent="  ")
+  return "\n".join([*lines, "", MORE, ""])
+
+
+MORE = """\
+## More than is needed
+
+- ZeRO-1: the gradients are all-reduced as without it, where a reduce-scatter of the same bytes
+  would do, half of what a ring sends. By constraints alone XLA does not write it on CPUs.
+- The gradients of the scales over `fsdp`: likewise; D numbers each.
+- Microbatches: the gradients of each are reduced; those of their sum would do.
+- Key and value kernels that `tensor` does not divide: their gradients are summed over it."""
+
+
+def main() -> None:
+  """Writes the page, with --write; else prints it."""
+  devices.start({"data": 8}, simulate=True)
+  if "--write" in sys.argv[1:]:
+    PAGE.write_text(page())
+  else:
+    print(page())
+
+
+if __name__ == "__main__":
+  main()

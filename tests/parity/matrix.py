@@ -1,0 +1,186 @@
+r"""Every mesh by every variant, beside one device; what `make test-all` runs.
+
+  python -m tests.parity.matrix [--write] [--only=TEXT] [--workers=2]
+
+Prints a line per combination and a table; with --write the table goes to docs/parity.md. Exits
+with 1 where a tensor is beyond its bound. --only takes the combinations whose name holds TEXT.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import functools
+import importlib
+import multiprocessing
+import pathlib
+import platform
+import sys
+from typing import Any, NamedTuple
+
+from tests.parity.comparison import FEATURES, MESHES, SEQUENCE_PARALLEL, ZERO_1, Run, train
+from training.comparison import BOUNDS, beyond, differences
+from training.versions import versions
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "parity.md"
+MOMENTUM = {"optimizer.momentum": 0.9}
+
+# variant -> (what changes the model or the optimizer: the reference has it too; what else).
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+  "plain": ({}, {}),
+  "features": (FEATURES, {}),
+  "features, accumulated": (FEATURES, {"training.gradient_accumulation_steps": None}),
+  "dropout": ({"model.dropout_rate": 0.2}, {}),
+  "one key/value head": ({"model.kv_heads": 1}, {}),
+  "products rematerialized": ({}, {"training.rematerialization": "dots"}),
+  "sequence-parallel": ({}, SEQUENCE_PARALLEL),
+  "sequence-parallel, features, accumulated": (
+    FEATURES,
+    {**SEQUENCE_PARALLEL, "training.gradient_accumulation_steps": None},
+  ),
+  "ZeRO-1": (MOMENTUM, ZERO_1),
+}
+MLP_VARIANTS = ("plain", "ZeRO-1")
+ROWS = 16  # of the global batch of the small jobs
+
+
+class Combination(NamedTuple):
+  """One entry of the matrix."""
+
+  recipe: str
+  mesh: str
+  variant: str
+  dtype: str
+
+  @property
+  def name(self) -> str:
+    """Returns it as a person reads it."""
+    return f"{self.recipe} {self.mesh} {self.variant}, {self.dtype}"
+
+
+class Result(NamedTuple):
+  """How far a combination is from one device."""
+
+  combination: Combination
+  tensors: int
+  largest: float
+  wrong: tuple[str, ...]
+
+
+def combinations() -> list[Combination]:
+  """Returns the matrix; a variant that a mesh has no axis for is left out."""
+  return [
+    Combination(recipe, mesh, variant, dtype)
+    for recipe in ("lm", "mlp")
+    for variant in (VARIANTS if recipe == "lm" else MLP_VARIANTS)
+    for dtype in BOUNDS
+    for mesh in MESHES
+    if ("tensor" in mesh or "sequence" not in variant) and ("data" in mesh or variant != "ZeRO-1")
+  ]
+
+
+def overrides(combination: Combination) -> dict[str, Any]:
+  """Returns the keys of a combination, besides those of the reference."""
+  mesh = MESHES[combination.mesh]
+  rest = dict(VARIANTS[combination.variant][1])
+  if "training.gradient_accumulation_steps" in rest:  # at most as many as the batch axes leave
+    rows = ROWS // (mesh.get("mesh.data", 1) * mesh.get("mesh.fsdp", 1))
+    rest["training.gradient_accumulation_steps"] = min(rows, 4)
+  return {**mesh, **rest}
+
+
+@functools.cache
+def on_one_device(recipe: str, variant: str, dtype: str) -> Run:
+  """Returns what one device gives, without what only changes how it is computed."""
+  return train(recipe, dtype, VARIANTS[variant][0])
+
+
+def compare(combination: Combination) -> Result:
+  """Trains on the mesh, and compares."""
+  recipe, _, variant, dtype = combination
+  shared = VARIANTS[variant][0]
+  same = next(name for name, (given, _) in VARIANTS.items() if given == shared)
+  wanted = on_one_device(recipe, same, dtype)
+  ours = train(recipe, dtype, {**shared, **overrides(combination)})
+  found = differences(ours.trained, wanted.trained)
+  wrong = tuple(f"{x.what} {x.name}: {x.distance:.2e}" for x in beyond(found, BOUNDS[dtype]))
+  return Result(combination, len(found), max(one.distance for one in found), wrong)
+
+
+def page(results: list[Result]) -> str:
+  """Returns docs/parity.md."""
+  worst: dict[str, float] = collections.defaultdict(float)
+  table: dict[tuple[str, str], dict[str, float]] = collections.defaultdict(dict)
+  for (recipe, mesh, variant, dtype), _, largest, _ in results:
+    worst[dtype] = max(worst[dtype], largest)
+    cell = table[f"{recipe}, {variant}", dtype]
+    cell[mesh] = max(cell.get(mesh, 0.0), largest)
+  meshes = [mesh for mesh in MESHES if any(mesh in row for row in table.values())]
+  lines = [
+    "# Strategies beside one device",
+    "",
+    "Written by `make test-all` (`python -m tests.parity.matrix --write`). Each entry is the",
+    "largest relative L2 difference, over the losses of three SGD steps, every raw gradient of the",
+    "first, the norms that clip, and every parameter after the third, between 8 simulated devices",
+    "and one device at highest matmul precision with the same initial parameters and batches.",
+    "",
+    f"{len(results)} combinations, {sum(r.tensors for r in results):,} tensors compared, "
+    f"{sum(bool(r.wrong) for r in results)} combinations beyond the bound.",
+    "",
+    *(
+      f"- {dtype}: at most {largest:.1e}; bound {BOUNDS[dtype]:g}"
+      for dtype, largest in worst.items()
+    ),
+    f"- Python {platform.python_version()}, "
+    + ", ".join(f"{name} {version}" for name, version in _shown(versions()).items()),
+    "",
+    "Features: tied embeddings, documents that do not see one another, full rematerialization. In",
+    "all of them rows weigh differently, the vocabulary is padded, and there are fewer key/value",
+    "heads than query heads. Accumulated: in 2 to 4 microbatches, the reference in one.",
+    "",
+    f"| variant | dtype | {' | '.join(meshes)} |",
+    f"| --- | --- |{' --- |' * len(meshes)}",
+  ]
+  for (variant, dtype), row in table.items():
+    cells = " | ".join(f"{row[mesh]:.1e}" if mesh in row else "" for mesh in meshes)
+    lines.append(f"| {variant} | {dtype} | {cells} |")
+  return "\n".join(lines) + "\n"
+
+
+def _shown(found: dict[str, Any]) -> dict[str, str]:
+  return {name: found[name] for name in ("jax", "jaxlib", "flax", "optax") if name in found}
+
+
+def _start_worker() -> None:
+  importlib.import_module("tests.conftest")  # makes the simulated devices
+
+
+def main() -> int:
+  """Runs the matrix; returns the exit code."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--write", action="store_true", help="write docs/parity.md")
+  parser.add_argument("--only", default="", help="combinations whose name holds this text")
+  parser.add_argument("--workers", type=int, default=2, help="processes at work")
+  arguments = parser.parse_args()
+  chosen = [c for c in combinations() if arguments.only in c.name]
+  if not chosen or (arguments.write and arguments.only):
+    parser.error("--only names no combination, or goes with --write, which needs all of them")
+  results = []
+  with concurrent.futures.ProcessPoolExecutor(
+    arguments.workers, multiprocessing.get_context("spawn"), _start_worker
+  ) as pool:
+    for result in pool.map(compare, chosen):
+      verdict = "; ".join(result.wrong) or "equal"
+      print(
+        f"{result.combination.name}: {result.tensors} tensors, {result.largest:.1e}, {verdict}",
+        flush=True,
+      )
+      results.append(result)
+  text = page(results)
+  print(text)
+  if arguments.write:
+    PAGE.write_text(text)
+  return int(any(result.wrong for result in results))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,262 @@
+"""What theory says that a train step of the transformer sends: kinds, axes, arrays, bytes.
+
+Every formula is written once: it is computed, compared with the compiled programs and printed.
+"""
+
+import dataclasses
+from collections import defaultdict
+
+import jax
+
+from training.job import Job
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+  """Arrays that travel for one reason.
+
+  `arrays` and `elements` are formulas in the letters of `letters`; both are of one step, and
+  elements are those of the payload that `partitioning.collectives` speaks of.
+
+  Attributes:
+    kind: of `collectives.KINDS`.
+    axes: those of size 1 drop out; a term that has none left is not sent.
+    arrays: how many.
+    elements: of all of them together.
+    why: what they are, and why so many.
+    only: a condition in the same letters.
+  """
+
+  kind: str
+  axes: tuple[str, ...]
+  arrays: str
+  elements: str
+  why: str
+  only: str = "True"
+
+
+KERNELS = "L * W + 2 * V * D / t"
+TERMS = (
+  Term(
+    "all-gather",
+    ("fsdp",),
+    "m * 2 * 7 * L",
+    "m * 2 * L * W",
+    "The seven kernels of each layer, inside the scan over the layers, and again in its backward "
+    "pass, because no gathered kernel is kept.",
+  ),
+  Term(
+    "all-gather",
+    ("fsdp",),
+    "2",
+    "2 * V * D / t",
+    "Embedding and unembedding, once: the gradient of a lookup does not read the table, that of "
+    "the logits follows them at once, and XLA takes them out of the loop over microbatches.",
+  ),
+  Term(
+    "all-gather",
+    ("fsdp",),
+    "m * 2 * L + 1",
+    "(m * 2 * L + 1) * D",
+    "The scales of the norms, D numbers each, which the backward pass keeps.",
+  ),
+  Term(
+    "reduce-scatter",
+    ("fsdp",),
+    "m * (7 * L + 2)",
+    f"m * ({KERNELS})",
+    "The gradients of the kernels: each gather, transposed.",
+  ),
+  Term(
+    "all-reduce",
+    ("data",),
+    "m * (7 * L + 2)",
+    f"m * ({KERNELS}) / f",
+    "The gradients of the kernels, those of its own shard on each device.",
+  ),
+  Term(
+    "all-reduce",
+    ("data", "fsdp"),
+    "m * (2 * L + 1)",
+    "m * (2 * L + 1) * D",
+    "The gradients of the scales, whole: by constraints alone XLA writes no reduce-scatter.",
+  ),
+  Term(
+    "all-reduce",
+    ("data", "fsdp"),
+    "m * 2",
+    "m * 2",
+    "Two scalars: the sum of the losses and that of the weights.",
+  ),
+  Term(
+    "all-reduce",
+    ("tensor",),
+    "m * (4 * L + 2)",
+    "m * (4 * L + 2) * b * T * D",
+    "Forward the partial sums of the embedding and of both blocks of a layer; backward the "
+    "gradients of what both blocks and the logits read, each summed over its readers first.",
+    only="not sequence_parallel",
+  ),
+  Term(
+    "reduce-scatter",
+    ("tensor",),
+    "m * (4 * L + 2)",
+    "m * (4 * L + 2) * b * T * D",
+    "The same sums, of which each device keeps its part of the sequence.",
+    only="sequence_parallel",
+  ),
+  Term(
+    "all-gather",
+    ("tensor",),
+    "m * (6 * L + 2)",
+    "m * (6 * L + 2) * b * T * D",
+    "What both blocks and the logits read, gathered; that of the blocks again in the backward "
+    "pass, which keeps it split; and the gradients of what embedding and blocks return.",
+    only="sequence_parallel",
+  ),
+  Term(
+    "all-reduce",
+    ("tensor",),
+    "m * (2 * L + 1)",
+    "m * (2 * L + 1) * D",
+    "The gradients of the scales, to which each part of the sequence adds.",
+    only="sequence_parallel",
+  ),
+  Term(
+    "all-reduce",
+    ("tensor",),
+    "m * 3",
+    "m * 3 * b * T",
+    "The cross-entropy over a split vocabulary: the largest logit, the sum of exponentials and the "
+    "target's logit of each token.",
+  ),
+  Term(
+    "all-reduce",
+    ("tensor",),
+    "m * 2 * L",
+    "m * 2 * L * b * T * H",
+    "Where tensor does not divide the key/value heads: the gradients of the keys and values that "
+    "the query heads of one group share, one head in each group of t / K devices.",
+    only="k == K and t > 1",
+  ),
+  Term(
+    "all-gather",
+    ("tensor",),
+    "m * 2 * L",
+    "m * 2 * L * b * T * K * H",
+    "Likewise: from these, the gradients of all keys and values on each device.",
+    only="k == K and t > 1",
+  ),
+  Term(
+    "all-reduce",
+    ("tensor",),
+    "m * 2 * L",
+    "m * 2 * L * D * K * H",
+    "Likewise: the gradients of the key and value kernels, which each device has, divided by t: "
+    "shard_map cannot know that they are equal.",
+    only="k == K and t > 1",
+  ),
+  Term(
+    "all-gather",
+    ("data",),
+    "7 + 2 + 3",
+    f"({KERNELS} + (2 * L + 1) * D) / f",
+    "ZeRO-1: each device updates its part of every parameter, and gathers the others.",
+    only="zero_1",
+  ),
+)
+NORM = (
+  "The norm of the gradients: a scalar for each parameter and each of its dims that is cut while "
+  "the squares are summed; copies are cut for that along the first dim that their devices divide."
+)
+
+
+def letters(job: Job) -> dict[str, int]:
+  """Returns the sizes that the formulas speak of; `LETTERS` says which is which."""
+  config, sizes = job.config, job.devices.sizes
+  model, d, f, t = config.model, *(sizes[axis] for axis in ("data", "fsdp", "tensor"))
+  D, F, N, K, H = (
+    model[name] for name in ("model_size", "feedforward_size", "heads", "kv_heads", "head_size")
+  )
+  m = config.training.gradient_accumulation_steps
+  k = K if K % t else K // t
+  tables = config.partitioning
+  return {
+    **{"L": model.layers, "D": D, "F": F, "N": N, "K": K, "H": H, "T": config.data.sequence_length},
+    "V": -(-model.vocabulary_size // model.vocabulary_multiple) * model.vocabulary_multiple,
+    **{"d": d, "f": f, "t": t, "m": m, "k": k},
+    "b": config.data.global_batch_size // (d * f * m),
+    "W": D * H * (2 * N // t + 2 * k) + 3 * D * F // t,
+    "sequence_parallel": tables.sequence_parallel,
+    "zero_1": "data" in tables.optimizer.model and d > 1,
+  }
+
+
+LETTERS = """\
+- L layers, D model, F feedforward, N heads, K key/value heads, H head, V padded vocabulary,
+  T sequence: the sizes of the model and of its rows;
+- d, f, t: the sizes of `data`, `fsdp`, `tensor`; m microbatches (left out where it is 1);
+  b rows of a microbatch on a device;
+- W numbers in the kernels of a layer, as `tensor` splits them: D H (2 N + 2 K) / t + 3 D F / t,
+  with K in place of K / t where t does not divide it."""
+
+
+@dataclasses.dataclass
+class Row:
+  """What collectives of one kind carry along some axes in one step.
+
+  Attributes:
+    arrays: how many.
+    bytes: of all of them, 4 for each element.
+    formula: the elements, in the letters of `LETTERS`.
+  """
+
+  arrays: int = 0
+  bytes: int = 0
+  formula: str = ""
+
+
+def theory(job: Job) -> dict[tuple[str, tuple[str, ...]], Row]:
+  """Returns (kind, axes) -> Row, in the order of `TERMS`."""
+  known, sizes = letters(job), job.devices.sizes
+  parts = []
+  for term in TERMS:
+    axes = tuple(axis for axis in term.axes if sizes[axis] > 1)
+    if axes and _value(term.only, known):
+      parts.append((term.kind, axes, term.arrays, term.elements))
+  for axes, count in norm(job).items():
+    parts.append(("all-reduce", axes, str(count), str(count)))
+  rows = defaultdict(Row)
+  for kind, axes, arrays, elements in parts:
+    row = rows[kind, axes]
+    row.arrays += _value(arrays, known)
+    row.bytes += 4 * _value(elements, known)
+    row.formula += (" + " if row.formula else "") + shown(elements, known)
+  return dict(rows)
+
+
+def shown(formula: str, known: dict[str, int] | None = None) -> str:
+  """Returns a formula as people write it, without what is 1."""
+  for left_out, letter in (("m * ", "m"), (" / f", "f"), (" / t", "t")):
+    if known and known[letter] == 1:
+      formula = formula.replace(left_out, "")
+  if formula.startswith("(") and formula.endswith(")"):  # around it all: no factor is left
+    formula = formula[1:-1]
+  return formula.replace(" * ", " ")
+
+
+def _value(formula: str, known: dict[str, int]) -> int:
+  value = eval(formula, {}, known)  # so the formula that the page shows is the one that is proved
+  assert value == int(value), formula
+  return int(value)
+
+
+def norm(job: Job) -> dict[tuple[str, ...], int]:
+  """Returns axes -> scalars of the gradients' norm: XLA sums over one cut dim after the other."""
+  found = defaultdict(int)
+  for spec in jax.tree.leaves(job.program.norm_specs):
+    for entry in spec:
+      cut = (entry,) if isinstance(entry, str) else entry or ()
+      if axes := tuple(a for a, size in job.devices.sizes.items() if a in cut and size > 1):
+        found[axes] += 1
+  return dict(found)

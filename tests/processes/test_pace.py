@@ -1,0 +1,216 @@
+"""Which process is slow: by what each did not get, over steps that take all the same time."""
+
+import random
+import re
+import socket
+
+import pytest
+
+from processes import pace
+from processes.pace import Half, Pace, slowest
+from tests.processes.stores import groups_of
+
+HOST = socket.gethostname()
+
+
+# ---- What a process did not get ----
+
+
+class DutyCycle:
+  """The module `time` of a process that runs `on` seconds and is stopped for `off`, in turn."""
+
+  def __init__(self, on: float, off: float, seconds: float):
+    self._on, self._period, self._until = on, on + off, seconds
+    self.now, self.closed = 0.0, None
+
+  def monotonic(self) -> float:
+    return self.now
+
+  def sleep(self, seconds: float) -> None:
+    self.now += seconds + 1e-4
+    if self.now % self._period > self._on:  # not before it runs again
+      self.now += self._period - self.now % self._period + 1e-4
+    if self.now > self._until:
+      self.closed.set()
+
+
+@pytest.mark.parametrize(
+  ("on", "off", "least", "most"),
+  [
+    (1.0, 0.0, 0.0, 0.03),
+    (0.01, 0.02, 0.6, 0.7),
+    (0.05, 0.1, 0.6, 0.68),
+    (0.033, 0.067, 0.58, 0.7),
+    (0.05, 0.05, 0.44, 0.52),
+  ],
+)
+def test_the_sampler_sees_the_share_of_stops(monkeypatch, on, off, least, most):
+  clock = DutyCycle(on, off, 6.0)
+  monkeypatch.setattr(pace, "time", clock)
+  sampler = pace.Sampler()
+  clock.closed = sampler._closed
+  sampler._run()
+  assert least <= sampler.lost() / clock.now <= most
+
+
+def test_a_stop_that_has_just_ended_counts_before_the_sampler_wakes(monkeypatch):
+  clock = DutyCycle(1.0, 0.0, 6.0)
+  monkeypatch.setattr(pace, "time", clock)
+  sampler = pace.Sampler()
+  clock.now += 2.0
+  assert sampler.lost() == pytest.approx(2.0 - sampler.PERIOD_SECONDS)
+
+
+def test_the_sampler_runs_and_ends():
+  with pace.Sampler() as sampler:
+    pass
+  assert not sampler._thread.is_alive()
+  assert 0 <= sampler.lost() < 60
+
+
+# ---- The comparison ----
+
+FAST = Half(0.1, 0.0)
+
+
+@pytest.mark.parametrize(
+  ("slow", "ratio", "why"),
+  [
+    (Half(0.7, 0.0), 3.0, "70 % of the time it does not run: stopped, or without a processor"),
+    (Half(0.1, 0.6), 3.0, "60 % of the time it waits for its input"),
+    (Half(0.1, 0.0, 3.5), 3.5, "its devices compute slowly"),
+    (Half(1.0, 0.3), 45.0, "100 % of the time it does not run: stopped, or without a processor"),
+  ],
+)
+@pytest.mark.parametrize("count", [2, 4, 5])
+def test_the_slowest_is_compared_with_the_median_of_the_others(slow, ratio, why, count):
+  halves = {index: [FAST, FAST] for index in range(count)}
+  halves[1] = [slow, slow]
+  found = slowest(halves)
+  assert (found.index, found.why) == (1, why)
+  assert (found.ratio, found.surely) == (pytest.approx(ratio), pytest.approx(ratio))
+
+
+def test_a_hiccup_is_surely_nothing():
+  halves = {index: [FAST, FAST] for index in range(3)}
+  halves[2] = [Half(0.95, 0.0), FAST]
+  found = slowest(halves)
+  assert found.index == 2
+  assert found.surely == pytest.approx(1.0)
+
+
+# ---- A run ----
+
+
+class Run:
+  """Processes in turn, each with a clock and counters of its own making."""
+
+  def __init__(self, count: int, **settings):
+    self.seconds, self.done = 0.0, 0
+    self.lost, self.waited, self.probe = ([value] * count for value in (0.0, 0.0, 1.0))
+    probes = settings.pop("probes", False)
+    self.paces = [
+      Pace(
+        group,
+        slow_ratio=settings.get("slow_ratio", 2.0),
+        lost=lambda i=i: self.lost[i],
+        probe=(lambda i=i: self.probe[i]) if probes else None,
+        clock=lambda: self.seconds,
+      )
+      for i, group in enumerate(groups_of(count))
+    ]
+
+  def steps(self, count, seconds, stopped=None, starved=None) -> list[tuple[int, str]]:
+    """Makes steps; returns what process 0 has said, with the step, and checks that others do not.
+
+    Args:
+      count: of steps.
+      seconds: of each.
+      stopped: index -> share of the time; 0.1 for the others.
+      starved: index -> share.
+    """
+    said = []
+    for _ in range(count):
+      self.done += 1
+      self.seconds += seconds
+      for i, one in enumerate(self.paces):
+        self.lost[i] += (stopped or {}).get(i, 0.1) * seconds
+        self.waited[i] += (starved or {}).get(i, 0.0) * seconds
+        text = one.after_step(self.done, self.waited[i])
+        assert i == 0 or text == ""
+        if text:
+          said.append((self.done, text))
+    return said
+
+
+@pytest.mark.parametrize("before", range(20, 27))
+@pytest.mark.parametrize("whom", [0, 3])
+def test_a_process_three_times_slower_is_named_within_ten_steps_and_once(before, whom):
+  run = Run(4)
+  assert run.steps(before, 0.05) == []
+  [(step, text)] = run.steps(40, 0.15, {whom: 0.7})
+  assert step - before <= 10
+  found = re.fullmatch(
+    rf"WARNING: process {whom} \({HOST}\) is ([\d.]+) times slower than the median of the others "
+    r"over the last [6-9] steps: \d\d % of the time it does not run: stopped, or without a .*",
+    text,
+  )
+  assert found is not None, text
+  assert 2 <= float(found[1]) <= 3.1
+  assert run.paces[0].numbers() == {"slowest_process": whom, "slowest_ratio": pytest.approx(3.0)}
+  assert run.paces[1].numbers() == {}
+  assert [text for _, text in run.steps(40, 0.05)] == [
+    f"process {whom} is no longer slower than the others"
+  ]
+
+
+def test_a_slow_input_is_named():
+  run = Run(2)
+  run.steps(20, 0.05)
+  [(_, text)] = run.steps(12, 0.15, starved={1: 0.6})
+  assert "process 1 " in text
+  assert re.search(r"over the last \d steps: [56]\d % of the time it waits for its input$", text)
+
+
+def test_slow_devices_are_named():
+  run = Run(3, probes=True)
+  run.steps(20, 0.05)
+  run.probe[2] = 3.0
+  [(_, text)] = run.steps(12, 0.15)
+  assert "process 2 " in text
+  assert text.endswith("over the last 8 steps: its devices compute slowly")
+
+
+def test_steps_that_are_short_are_looked_at_for_longer():
+  run = Run(2)
+  run.steps(200, 0.01)
+  [(_, text)] = run.steps(200, 0.03, {1: 0.7})
+  assert "over the last 28 steps" in text
+
+
+def test_hiccups_and_common_slowness_are_no_alarm():
+  run, chance = Run(4), random.Random(0)
+  for _ in range(500):
+    everyone = chance.uniform(0, 0.4)
+    stopped = {i: min(0.95, everyone + chance.uniform(0, 0.15)) for i in range(4)}
+    assert run.steps(4, chance.uniform(0.02, 0.4), stopped) == []
+    if chance.random() < 0.1:  # one stands still for seconds, once
+      assert run.steps(1, 3.0, {chance.randrange(4): 0.95}) == []
+      assert run.steps(20, 0.1) == []
+
+
+def test_after_a_rollback_it_begins_anew():
+  run = Run(2)
+  run.steps(20, 0.15)
+  run.done = 5
+  assert run.steps(4, 0.15) == []
+  [(step, _)] = run.steps(30, 0.15, {1: 0.7})
+  assert step <= 9 + 10
+
+
+@pytest.mark.parametrize(("count", "slow_ratio"), [(1, 2.0), (2, 0.0)])
+def test_off_and_alone_nothing_is_asked(count, slow_ratio):
+  run = Run(count, slow_ratio=slow_ratio)
+  assert run.steps(40, 0.2, {0: 0.9}) == []
+  assert run.paces[0].numbers() == {}
+  assert run.paces[0]._group.list("pace") == {}

@@ -1,0 +1,133 @@
+"""Runs in this process, with rows that give bad numbers, and what they leave."""
+
+import dataclasses
+import json
+import pathlib
+import time
+
+import jax
+import numpy as np
+from etils import epath
+
+from checkpointing import reading
+from input_pipeline.batches import EvaluationBatches, TrainingBatches
+from input_pipeline.sources import Source, array_source
+from processes.group import current
+from processes.stopping import StopRequest
+from processes.watchdog import Watchdog
+from tests.jobs import make_job
+from training import loop, resuming
+from training.job import Job
+from training.opening import Data
+
+BATCH, STEPS = 8, 19
+KEYS = {
+  "data.global_batch_size": BATCH,
+  "training.steps": STEPS,
+  "metrics.every_steps": 1,
+  "metrics.tensorboard": False,
+  "checkpoint.every_steps": 5,
+  "checkpoint.keep": 100,
+  "evaluation.every_steps": 10,
+}
+ROLL_BACK = {"training.on_bad_step": "roll_back"}
+# Of how a run went, what another one of the same data cannot have.
+TIMES = ("step_seconds", "data_wait_seconds", "examples_per_second", "goodput", "seconds", "time")
+
+
+class QuickJob(Job):
+  """A job that compiles nothing which another one has compiled."""
+
+  _compiled = {}  # noqa: RUF012 (of all jobs)
+
+  def compile(self, function, *arguments, **more):
+    """Returns what was compiled for a job that computes the same."""
+    config = self.config
+    key = (function.__name__, self.mesh.size, config.training.steps, str(config.optimizer))
+    if key not in self._compiled:
+      self._compiled[key] = super().compile(function, *arguments, **more)
+    return self._compiled[key]
+
+
+def job(strategy: str = "dp8", /, **overrides) -> Job:
+  """Returns a small classifier; the overrides must not change a step, but for the optimizer."""
+  made = make_job(strategy, "mlp", **{**KEYS, **overrides})
+  fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+  return QuickJob(**fields)
+
+
+def source(factors: dict[int, float] | None = None) -> Source:
+  """Returns random rows; one in each of these batches is multiplied by a factor."""
+  random = np.random.default_rng(0)
+  rows = BATCH * (STEPS + 10)
+  arrays = {
+    "inputs": random.standard_normal((rows, 13)).astype(np.float32),
+    "targets": random.integers(0, 10, rows, np.int32),
+    "weights": np.ones(rows, np.float32),
+  }
+  order = TrainingBatches(array_source("rows", arrays), global_batch_size=BATCH, seed=0)
+  for batch, factor in (factors or {}).items():
+    arrays["inputs"][order.row_ids(batch)[3]] *= np.float32(factor)
+  return array_source("rows", arrays)
+
+
+def train(
+  workdir: pathlib.Path,
+  rows: Source,
+  *,
+  prepared: Job | None = None,
+  stop: StopRequest | None = None,
+  **overrides,
+) -> loop.End:
+  """Trains as the application does, from the newest checkpoint on."""
+  started = time.time()
+  prepared = prepared or job(**overrides)
+  folder = epath.Path(workdir)
+  held_out = EvaluationBatches(source(), global_batch_size=BATCH)
+  data = Data(TrainingBatches(rows, global_batch_size=BATCH, seed=0), held_out)
+  folder.mkdir(parents=True, exist_ok=True)
+  start = resuming.begin(prepared, folder, resuming.judge(prepared, rows, folder))
+  with Watchdog(current(), StopRequest() if stop is None else stop) as watch:
+    return loop.train(prepared, data, start, folder, watch, started=started)
+
+
+def lines(workdir: pathlib.Path) -> list[dict]:
+  """Returns the lines of metrics.jsonl without what depends on the time."""
+  found = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+  return [{key: value for key, value in line.items() if key not in TIMES} for line in found]
+
+
+def numbers(workdir: pathlib.Path) -> list[dict]:
+  """Returns the lines about steps and evaluations."""
+  return [line for line in lines(workdir) if {"loss", "eval_loss"} & line.keys()]
+
+
+def rollbacks(workdir: pathlib.Path) -> list[dict]:
+  """Returns the lines about rollbacks."""
+  return [line for line in lines(workdir) if "rolled_back" in line]
+
+
+def states(workdir: pathlib.Path, prepared: Job) -> dict[int, list[np.ndarray]]:
+  """Returns step -> all arrays of its checkpoint."""
+  abstract, folder = vars(prepared.placed_state), epath.Path(workdir) / reading.FOLDER
+  trees = {
+    step: reading.read_arrays(folder / str(step), abstract) for step in reading.steps(folder)
+  }
+  return {step: [np.asarray(x) for x in jax.tree.leaves(tree)] for step, tree in trees.items()}
+
+
+def assert_same(workdir: pathlib.Path, other: pathlib.Path, prepared: Job | None = None) -> None:
+  """Asserts that two runs have the same numbers, and the same checkpoints where both have them.
+
+  Args:
+    workdir: of one; what it has saved is finite.
+    other: of the other.
+    prepared: the job of one of the two.
+  """
+  assert numbers(workdir) == numbers(other)
+  ours, theirs = (states(folder, prepared or job()) for folder in (workdir, other))
+  assert max(ours) == max(theirs) == STEPS
+  for step in ours.keys() & theirs.keys():
+    for one, two in zip(ours[step], theirs[step], strict=True):
+      assert np.isfinite(one).all()
+      assert one.tobytes() == two.tobytes(), step

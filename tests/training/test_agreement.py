@@ -1,0 +1,27 @@
+"""What the processes tell one another before the first step."""
+
+import functools
+
+from processes.preflight import NotComeError
+from tests.jobs import make_job
+from tests.processes.stores import groups_of, together
+from training.agreement import sharing
+
+
+def test_what_each_has_found_comes_to_all_in_their_order():
+  job = make_job("single", "mlp")
+
+  def twice(group):
+    shares = sharing(job, group)
+    return [shares.gather({"found": [group.index, time]}) for time in (1, 2)]
+
+  found = together(*(functools.partial(twice, group) for group in groups_of(3)))
+  assert found == [[[{"found": [index, time]} for index in range(3)] for time in (1, 2)]] * 3
+
+
+def test_one_that_has_not_come_is_named():
+  job = make_job("single", "mlp", **{"processes.start_timeout_seconds": 1})
+  first, _, third = groups_of(3)
+  for error in together(*(lambda g=g: sharing(job, g).gather({}) for g in (first, third))):
+    assert isinstance(error, NotComeError)
+    assert str(error) == "process 1 of 3 has not come to 'reading all rows' within 1 s"

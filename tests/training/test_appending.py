@@ -1,0 +1,105 @@
+"""A run's lines on a full disk: none is lost, none is torn, and nothing waits for ever."""
+
+import contextlib
+import json
+import resource
+import struct
+
+import pytest
+from etils import epath
+from tensorboardX.proto import event_pb2
+
+from training.appending import Lines
+from training.reporting import MetricsWriter
+
+
+@contextlib.contextmanager
+def full_disk(size):
+  """Lets this process write no more than so many bytes to a file."""
+  _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@pytest.fixture
+def path(tmp_path):
+  """Returns the path of a file that is not there yet."""
+  return epath.Path(tmp_path / "lines")
+
+
+def test_what_a_full_disk_does_not_take_is_written_later_in_order(path):
+  lines = Lines(path)
+  lines.append("one\n")
+  with full_disk(10):
+    for text in ("two, which is long\n", "three\n"):
+      lines.append(text)
+      assert lines.waiting == f"{path} cannot be written: File too large"
+      assert path.read_text() == "one\n"  # no part of a line either
+    assert lines.read() == "one\ntwo, which is long\nthree\n"
+  lines.append("four\n")
+  assert not lines.waiting
+  assert path.read_text() == lines.read() == "one\ntwo, which is long\nthree\nfour\n"
+
+
+def test_a_new_content_waits_too(path):
+  lines = Lines(path)
+  lines.append("one\n")
+  with full_disk(10):
+    lines.replace(["first, which is long\n", "second\n"])
+    lines.append("third\n")
+    assert lines.waiting
+    assert path.read_text() == "one\n"
+    assert [child.name for child in path.parent.iterdir()] == ["lines"]
+  lines.flush()
+  assert not lines.waiting
+  assert path.read_text() == "first, which is long\nsecond\nthird\n"
+
+
+def test_a_file_that_fits_again_is_written_though_the_disk_is_full(path):
+  lines = Lines(path)
+  with full_disk(10):
+    lines.append("much too long for it\n")
+    lines.replace(["short\n"])
+    assert not lines.waiting
+  assert path.read_text() == "short\n"
+
+
+def test_other_errors_are_raised(path):
+  path.mkdir()
+  with pytest.raises(IsADirectoryError):
+    Lines(path).append("one\n")
+
+
+def scalars(folder) -> list[tuple[int, str]]:
+  """Returns (step, name) of all scalars in the event files of a folder, in order."""
+  found = []
+  for path in sorted(folder.glob("events.out.tfevents.*"), key=lambda p: p.stat().st_mtime_ns):
+    content = path.read_bytes()
+    while content:
+      [size] = struct.unpack("<Q", content[:8])
+      event = event_pb2.Event.FromString(content[12 : 12 + size])
+      found += [(event.step, value.tag) for value in event.summary.value]
+      content = content[16 + size :]
+  return found
+
+
+def test_a_run_writes_its_numbers_once_there_is_room(tmp_path):
+  with MetricsWriter(epath.Path(tmp_path), step=0, tensorboard=True) as writer:
+    writer.write(1, {"loss": 1.0})
+    with full_disk(40):
+      for step in range(2, 40):  # TensorBoard's own queue has ten places
+        writer.write(step, {"loss": 1.0})
+      writer.write_times(39, {"goodput": 0.5})
+      writer.write_times(39, {"goodput": 0.25})
+      assert "metrics.jsonl cannot be written" in writer.waiting
+      assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
+    writer.write(40, {"loss": 1.0})
+    assert not writer.waiting
+  lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+  assert [line["step"] for line in lines] == [*range(1, 40), 39, 40]
+  assert [line["goodput"] for line in lines if "goodput" in line] == [0.25]
+  found = scalars(tmp_path)
+  assert {(step, "loss") for step in range(2, 41)} <= set(found)

@@ -1,0 +1,45 @@
+"""The batches of a job: both splits opened, and prepared on first use."""
+
+import dataclasses
+
+from input_pipeline.batches import EvaluationBatches, TrainingBatches
+from input_pipeline.sources import open_source
+from training.agreement import sharing
+from training.job import Job
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """The batches of a job, both splits opened and found fit."""
+
+  train: TrainingBatches
+  held_out: EvaluationBatches
+
+
+def open_data(job: Job) -> Data:
+  """Opens both splits, preparing them on first use.
+
+  Raises:
+    ValueError: from the input pipeline: an unknown data set, an empty split, a missing
+      feature, fewer rows than a batch, or rows that are not what the model takes; more
+      records that cannot be read than data.max_bad_records.
+  """
+  config = job.config
+  source = open_source(config.data, config.data.train_split, config.seed, sharing(job))
+  train = TrainingBatches(
+    source,
+    global_batch_size=config.data.global_batch_size,
+    seed=config.seed,
+    shuffle=config.data.shuffle,
+  )
+  if train.abstract != job.batch:
+    raise ValueError(f"{source.name} gives {train.abstract}, the model takes {job.batch}")
+  return Data(train, open_held_out(job))
+
+
+def open_held_out(job: Job) -> EvaluationBatches:
+  """Opens the evaluation split; raises as `open_data`."""
+  data, keys = job.config.data, job.config.evaluation
+  source = open_source(data, data.evaluation_split, job.config.seed, sharing(job))
+  steps = keys.steps if keys.every_steps else 0
+  return EvaluationBatches(source, global_batch_size=data.global_batch_size, steps=steps)

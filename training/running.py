@@ -1,0 +1,98 @@
+"""A training run from its announcement to its exit code, once nothing can be refused any more."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+
+from etils import epath
+
+from input_pipeline.records import UnreadableError
+from input_pipeline.sources import Source
+from partitioning.mesh import product_text
+from processes import group as groups
+from processes.stopping import EXIT_CODE
+from processes.watchdog import Watchdog
+from training import goodput, job, loop, opening, resuming, sampling
+from training.meter import TrainingStoppedError
+from training.reporting import replace_text, say
+
+
+def run(
+  ready: job.Job, data: opening.Data, start: resuming.Start, workdir: epath.Path, watch: Watchdog
+) -> int:
+  """Trains; returns the exit code."""
+  announce(ready, data, workdir)
+  say(start.origin)
+  if loop.finished(ready, start, workdir):
+    start.checkpointer.close()
+    say(f"training.steps={ready.config.training.steps} are done; evaluate reads the result")
+    return 0
+  try:
+    end = loop.train(ready, data, start, workdir, watch, started=goodput.process_started())
+  except (TrainingStoppedError, loop.SaveError) as error:
+    watch.tell("failed", str(error))
+    if isinstance(error, TrainingStoppedError):  # of the global batch: the same on all
+      if watch.group.first:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+      print(f"error: {groups.label()}{error}", file=sys.stderr, flush=True)
+    return 1 if watch.group.alone else groups.leave(1, patience_seconds=3)
+  say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
+  if end.stopped:
+    say("stopped as asked, after saving; run the same command again to go on")
+    return EXIT_CODE
+  if request := sampling.first_words(ready.config):
+    say("the model goes on:")
+    sampling.show(ready, end.state.params, request)
+  return 0
+
+
+def announce(ready: job.Job, data: opening.Data, workdir: epath.Path) -> None:
+  """Prints what is about to run: devices, mesh, layout, sizes, data."""
+  device = ready.mesh.devices.flat[0]
+  kind = (
+    "simulated CPU devices, made for this run" if ready.devices.simulated else device.device_kind
+  )
+  count = groups.current().count
+  among = f", of {count} processes" if count > 1 else ""
+  say(f"devices: {ready.mesh.size} x {kind}{among}; mesh: {product_text(ready.devices.sizes)}")
+  say(ready.layout_text(whole=False))
+  say(
+    f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
+    f"held out: {data.held_out.source.name}, {len(data.held_out.source):,} rows"
+  )
+  announce_bad(data.train.source)
+  announce_bad(data.held_out.source)
+  say(f"workdir: {workdir}")
+
+
+def announce_bad(source: Source) -> None:
+  """Prints what of a split cannot be read, where that is allowed."""
+  if source.bad:
+    say(f"{source.name}: {source.bad}")
+
+
+def write_bad_records(ready: job.Job, data: opening.Data, workdir: epath.Path) -> None:
+  """Lists in `bad_records.json` what of each split cannot be read, where that is allowed."""
+  if not ready.config.data.max_bad_records:
+    return
+  sources = {"train": data.train.source, "held out": data.held_out.source}
+  listed = {
+    split: {"name": source.name, **dataclasses.asdict(source.bad)}
+    for split, source in sources.items()
+  }
+  replace_text(workdir / "bad_records.json", json.dumps(listed, indent=2) + "\n")
+
+
+def to_its_end(run: Callable[[], int], watch: Watchdog) -> int:
+  """Runs what a verb has made ready; where data cannot be read, the answer is one message and 1."""
+  try:
+    return run()
+  except UnreadableError as error:
+    if watch.group.alone:
+      print(f"error: {error}", file=sys.stderr, flush=True)
+      return 1
+    if watch.refusing(str(error), "failed"):
+      print(f"error: {groups.label()}{error}", file=sys.stderr, flush=True)
+    return groups.leave(1, patience_seconds=3)
