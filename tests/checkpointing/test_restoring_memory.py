@@ -80,9 +80,9 @@ def test_a_process_holds_its_shards_and_the_pieces_being_read(tmp_path, monkeypa
     assert within_bound(told), told
 
   # Without the cut into pieces a process holds the whole array, and the check sees it.
-  bound = store.CHUNK_BYTES
-  monkeypatch.setattr(store, "CHUNK_BYTES", 2 * BYTES)
-  save(tmp_path / "whole")
-  monkeypatch.setattr(store, "CHUNK_BYTES", bound)
+  with monkeypatch.context() as patches:
+    patches.setattr(store, "CHUNK_BYTES", 2 * BYTES)
+    patches.setattr(store, "FILE_BYTES", 2 * BYTES)  # a piece is never larger than a file
+    save(tmp_path / "whole")
   whole = restore_in_processes(tmp_path / "whole")
   assert not any(within_bound(told) for told in whole), whole

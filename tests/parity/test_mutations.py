@@ -19,6 +19,7 @@ from tests.parity.comparison import (
   train,
 )
 from training import objectives, step
+from training.comparison import CopiesDifferError
 
 psum, psum_scatter, all_gather = jax.lax.psum, jax.lax.psum_scatter, jax.lax.all_gather
 
@@ -27,9 +28,8 @@ def assert_caught(mesh, overrides=None, *, featured=False):
   """Trains on a mesh; the comparison with one device, trained before, must fail."""
   wanted = assert_caught.references[featured]
   overrides = {**(FEATURES if featured else {}), **MESHES[mesh], **(overrides or {})}
-  ours = train("lm", "float64", overrides)
-  with pytest.raises(AssertionError):
-    assert_equal(ours, wanted, "float64")
+  with pytest.raises((AssertionError, CopiesDifferError)):  # devices may differ in what is a copy
+    assert_equal(train("lm", "float64", overrides), wanted, "float64")
 
 
 @pytest.fixture(autouse=True)
