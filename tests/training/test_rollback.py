@@ -52,8 +52,6 @@ def test_a_bad_step_stops_the_run_by_default_and_is_not_saved(tmp_path):
 @pytest.mark.parametrize(
   ("factors", "keys", "went_back", "skipped"),
   [
-    ({12: NAN}, {}, [(13, 10)], (12,)),
-    ({17: HUGE}, WINDOW, [(18, 15)], (17,)),
     ({2: NAN}, {}, [(3, 0)], (2,)),  # before the first checkpoint
     ({STEPS - 1: NAN}, {}, [(STEPS, 15)], (STEPS - 1,)),  # the last step
     ({12: NAN, 14: NAN}, {}, [(13, 10), (14, 10)], (12, 14)),
@@ -81,7 +79,7 @@ def test_it_equals_to_the_bit_a_run_that_was_told(
 
 
 def test_skipping_another_batch_gives_other_numbers(told):
-  assert numbers(told(12)) != numbers(told(13))
+  assert numbers(told(2)) != numbers(told(12, 14))
 
 
 def test_a_checkpoint_that_was_saved_after_a_poisoned_update_is_left(tmp_path, told):
@@ -135,7 +133,7 @@ def dying(rows, batch):
   return dataclasses.replace(rows, read=read)
 
 
-@pytest.mark.parametrize("batch", [11, 13, 18])
+@pytest.mark.parametrize("batch", [13, 18])
 def test_a_killed_run_decides_as_one_that_is_not(tmp_path, batch, whole_story):
   factors, keys, expected = whole_story
   with pytest.raises(KilledError):
