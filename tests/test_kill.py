@@ -109,7 +109,10 @@ def undisturbed(tmp_path_factory) -> dict[int, tuple[str, str]]:
   return found
 
 
-@pytest.mark.parametrize("moment", [kill_at_a_random_moment, kill_during_a_save])
+# Kills at each stage of a save are sampled in tests/checkpointing/test_faults.py.
+@pytest.mark.parametrize(
+  "moment", [kill_at_a_random_moment, pytest.param(kill_during_a_save, marks=pytest.mark.faults)]
+)
 def test_a_killed_run_gives_the_losses_of_one_never_killed(undisturbed, tmp_path, moment):
   kills, began = 0, time.time()
   for _ in range(2):
