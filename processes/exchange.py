@@ -71,6 +71,21 @@ class Exchange:
     """Tells whether the coordination service answers."""
     return self._group.alone or time.monotonic() - self._answered < SILENT_SECONDS
 
+  def silence(self, since: float = 0.0) -> float:
+    """Returns for how long nothing was heard of the one that is silent longest.
+
+    Known only while this process waits. Those that have ended well are not waited for.
+
+    Args:
+      since: nothing could be heard before, by the monotonic clock.
+    """
+    if self._group.alone:
+      return 0.0
+    seen = [self._answered] if not self.answering() else []
+    seen += [heard for place, heard in dict(self._seen).values() if not place["ends"]]
+    now = time.monotonic()
+    return max((now - max(heard, since) for heard in seen), default=0.0)
+
   def behind(self) -> str:
     """Returns, as the end of a sentence, which processes keep the others waiting."""
     if self._group.alone:
@@ -80,7 +95,8 @@ class Exchange:
     now, seen = time.monotonic(), dict(self._seen)  # a copy: the thread goes on
     places = {index: place for index, (place, _) in seen.items()}
     missing = [str(i) for i in range(self._group.count) if str(i) not in places]
-    silent = [i for i, (_, since) in seen.items() if now - since > SILENT_SECONDS]
+    living = {index: since for index, (place, since) in seen.items() if not place["ends"]}
+    silent = [index for index, since in living.items() if now - since > SILENT_SECONDS]
     if silent or missing:
       names = [f"{i} ({places[i]['host']}, last seen at {places[i]['at']!r})" for i in silent]
       return f"no sign of life from process {', '.join(names + missing)}"
@@ -101,9 +117,9 @@ class Exchange:
         closing = self._closed.is_set()
         self._send()
         self._hear()
-        if time.monotonic() - posted >= _POST_SECONDS:
+        if closing or time.monotonic() - posted >= _POST_SECONDS:
           posted = time.monotonic()
-          self._post()
+          self._post(ends=closing)
         self._answered = time.monotonic()
         if closing:
           return
@@ -123,12 +139,12 @@ class Exchange:
         self._known.add(name)
         self._receive(what, index, notice)
 
-  def _post(self) -> None:
+  def _post(self, *, ends: bool = False) -> None:
     """Shows the others how far this process is; once it waits for long, looks at them as well."""
     self._pulse += 1
     beats, label, waited = self._place()
     place = {"beats": beats, "at": label, "pulse": self._pulse, "host": socket.gethostname()}
-    self._group.put(f"progress/{self._group.index}", place)
+    self._group.put(f"progress/{self._group.index}", {**place, "ends": ends})
     if waited < _POST_SECONDS / 2:
       self._seen.clear()
       return

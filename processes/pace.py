@@ -2,11 +2,12 @@
 
 Steps are synchronous: a process that runs at a third of the speed makes every step of every process
 three times as long, and the time that each spends in a collective cannot be seen from Python. What
-can be seen is what a process did not get: time in which it was stopped or had no processor, time in
-which it waited for its input, and the speed of its accelerators.
+can be seen is what a process did not get: time in which it was stopped, time in which it waited for
+its input or for a processor, and the speed of its accelerators.
 """
 
 import dataclasses
+import math
 import socket
 import statistics
 import threading
@@ -17,6 +18,7 @@ from processes.group import Group
 
 # Half of what is looked at, so that a single hiccup is not enough; in steps and in seconds.
 HALF_STEPS, HALF_SECONDS = 3, 0.4
+DELAY_SECONDS = 20.0
 # How much of the ratio must be seen in each half alone.
 _HALF_SHARE = 0.75
 _LEAST_SHARE = 0.02
@@ -25,16 +27,16 @@ _LEAST_SHARE = 0.02
 class Sampler:
   """A thread that sleeps, and adds up by how much it is woken too late; a context manager.
 
-  A process that is stopped, throttled by its container, or robbed of its processor wakes late, by
-  as much as it did not run. Sleeps of 5 ms see stops of 10 ms and more nearly whole, and cost 0.3 %
-  of a core; of 25 ms, they missed half of them.
+  A process that is stopped, or whose machine is, wakes late by as much as it did not run. Sleeps of
+  5 ms see stops of 10 ms and more nearly whole, for less than 1 % of a core; of 25 ms, they missed
+  half of them. What the thread waited for a processor, Linux tells apart.
   """
 
   PERIOD_SECONDS = 0.005
 
   def __init__(self):
     """Starts nothing yet."""
-    self._lost, self._woke = 0.0, time.monotonic()
+    self._late, self._woke = 0.0, time.monotonic()
     self._closed = threading.Event()
     self._thread = threading.Thread(target=self._run, name="pace", daemon=True)
 
@@ -49,16 +51,25 @@ class Sampler:
     self._closed.set()
     self._thread.join()
 
-  def lost(self) -> float:
-    """Returns the seconds lost so far, also those of a stop that has just ended."""
-    lost, woke = self._lost, self._woke
-    return lost + max(0.0, time.monotonic() - woke - self.PERIOD_SECONDS)
+  def lost(self) -> tuple[float, float]:
+    """Returns the seconds in which it was stopped, and in which it waited for a processor."""
+    late, woke = self._late, self._woke
+    late += max(0.0, time.monotonic() - woke - self.PERIOD_SECONDS)  # a stop that has just ended
+    delayed = min(late, self._delayed())
+    return late - delayed, delayed
+
+  def _delayed(self) -> float:
+    try:
+      with open(f"/proc/self/task/{self._thread.native_id}/schedstat") as file:
+        return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):  # not on this system
+      return 0.0
 
   def _run(self) -> None:
     while not self._closed.is_set():
       time.sleep(self.PERIOD_SECONDS)
       now = time.monotonic()
-      self._lost += max(0.0, now - self._woke - self.PERIOD_SECONDS)
+      self._late += max(0.0, now - self._woke - self.PERIOD_SECONDS)
       self._woke = now
 
 
@@ -67,19 +78,23 @@ class Half:
   """What one process did not get, in a few steps.
 
   Attributes:
-    stopped: share of the time in which it did not run.
+    stopped: share of the time in which it was stopped.
     starved: share in which it waited for its input.
+    delayed: share, of the time in which it was not stopped, in which it waited for a processor;
+      over `DELAY_SECONDS`, because on a machine that is busy it varies too much from half to half.
     probe: seconds that a fixed computation took on its accelerators; 1 where there are none.
   """
 
   stopped: float
   starved: float
+  delayed: float = 0.0
   probe: float = 1.0
 
   @property
   def speed(self) -> float:
     """Returns how fast it can have been; only the ratio of two means something."""
-    return max(_LEAST_SHARE, 1 - self.stopped - self.starved) / self.probe
+    undisturbed = max(_LEAST_SHARE, 1 - self.stopped - self.starved)
+    return undisturbed * max(_LEAST_SHARE, 1 - self.delayed) / self.probe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +132,19 @@ def slowest(halves: Mapping[int, Sequence[Half]]) -> Verdict:
 
 
 def _why(own: Sequence[Half]) -> str:
-  stopped, starved = (
-    statistics.fmean(getattr(half, name) for half in own) for name in ("stopped", "starved")
-  )
-  if max(stopped, starved) < 0.3:
+  shares = {
+    name: statistics.fmean(getattr(half, name) for half in own)
+    for name in ("stopped", "starved", "delayed")
+  }
+  name = max(shares, key=lambda name: shares[name])
+  if shares[name] < 0.3:
     return "its devices compute slowly"
-  if stopped >= starved:
-    return f"{100 * stopped:.0f} % of the time it does not run: stopped, or without a processor"
-  return f"{100 * starved:.0f} % of the time it waits for its input"
+  what = {
+    "stopped": "it is stopped",
+    "starved": "it waits for its input",
+    "delayed": "it waits for a processor",
+  }
+  return f"{100 * shares[name]:.0f} % of the time {what[name]}"
 
 
 class Pace:
@@ -136,7 +156,7 @@ class Pace:
     *,
     slow_ratio: float,
     probe: Callable[[], float] | None = None,
-    lost: Callable[[], float] | None = None,
+    lost: Callable[[], tuple[float, float]] | None = None,
     half_seconds: float = HALF_SECONDS,
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -146,7 +166,8 @@ class Pace:
       group: the processes; of one alone nothing is measured.
       slow_ratio: so many times slower than the median of the others is slow; 0 is off.
       probe: returns the seconds of a fixed computation on the devices of this process.
-      lost: returns the seconds in which this process did not run; by default a `Sampler` counts.
+      lost: returns the seconds in which this process was stopped, and in which it waited for a
+        processor; by default a `Sampler` counts.
       half_seconds: the shortest time that is measured at once.
       clock: a monotonic one.
     """
@@ -155,7 +176,8 @@ class Pace:
     self._sampler = Sampler() if self._on and lost is None else None
     self._lost, self._probe = lost or (self._sampler and self._sampler.lost), probe
     self._half_seconds, self._clock = half_seconds, clock
-    self._marks: tuple[int, float, float, float] | None = None
+    self._marks: tuple[float, ...] | None = None
+    self._delayed = 0.0
     self._halves: list[tuple[int, Half]] = []
     self._look_at: int | None = None  # the step after which all have shown what they have
     self._named: int | None = None
@@ -181,20 +203,20 @@ class Pace:
     """
     if not self._on:
       return ""
-    now = self._clock()
     news = self._look() if step == self._look_at else ""
-    mark = (step, now, self._lost(), input_wait_seconds)
     if self._marks is None or step <= self._marks[0]:  # the first, or a run that was rolled back
-      self._marks, self._halves = mark, []
-      return news
-    steps, seconds, lost, waited = (a - b for a, b in zip(mark, self._marks, strict=True))
+      self._marks, self._halves = self._mark(step, input_wait_seconds), []
+    steps, seconds = step - self._marks[0], self._clock() - self._marks[1]
     if steps < HALF_STEPS or seconds < self._half_seconds:
       return news
+    mark = self._mark(step, input_wait_seconds)
+    _, seconds, stopped, delayed, waited = (a - b for a, b in zip(mark, self._marks, strict=True))
+    self._delayed = self._over_longer(delayed / max(seconds - stopped, 1e-3), seconds)
     probe = self._probe() if self._probe else 1.0
-    half = Half(min(1.0, lost / seconds), min(1.0, waited / seconds), probe)
+    half = Half(min(1.0, stopped / seconds), min(1.0, waited / seconds), self._delayed, probe)
     self._halves = [*self._halves[-1:], (steps, half)]
     # What the probe took belongs to nobody's steps.
-    self._marks = (step, self._clock(), self._lost(), input_wait_seconds)
+    self._marks = self._mark(step, input_wait_seconds)
     if len(self._halves) == 2:
       self._show()
       self._look_at = step + 1
@@ -205,6 +227,14 @@ class Pace:
     if self._verdict is None:
       return {}
     return {"slowest_process": self._verdict.index, "slowest_ratio": self._verdict.ratio}
+
+  def _mark(self, step: int, input_wait_seconds: float) -> tuple[float, ...]:
+    return (step, self._clock(), *self._lost(), input_wait_seconds)
+
+  def _over_longer(self, delayed: float, seconds: float) -> float:
+    """Returns the mean of a share, older ones counting less and less."""
+    weight = 1 - math.exp(-seconds / DELAY_SECONDS)
+    return self._delayed + weight * (min(1.0, delayed) - self._delayed)
 
   def _show(self) -> None:
     halves = [dataclasses.astuple(half) for _, half in self._halves]

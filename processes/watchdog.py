@@ -22,6 +22,9 @@ from processes.stopping import EXIT_CODE, StopRequest
 PERIOD_SECONDS = 0.25
 # A lap that took so much longer than its period: this process was stopped, or the machine slept.
 _ASLEEP_SECONDS = 3.0
+# After so much of the heartbeat a process that shows no sign of life in a save counts as stopped;
+# after 0.6 of it, as seen, JAX would end all others without a name.
+_SILENT_SHARE = 0.4
 _REMEMBERED = 50
 _NO_PROGRESS = "no progress"
 _REFUSED, _FAILED = 2, 1
@@ -57,7 +60,7 @@ class Watchdog:
     self.group, self.stop = group, stop
     self._deadline, self._start_timeout = deadline_seconds, start_timeout_seconds
     self._beats, self._kind, self._label = 0, STARTING, "starting"
-    self._since = time.monotonic()
+    self._since = self._awake = time.monotonic()
     self._began: float | None = None
     self._lengths: dict[str, collections.deque[float]] = {}  # kind -> seconds of the last ones
     self._changing = threading.Lock()
@@ -164,7 +167,7 @@ class Watchdog:
       select.select([self.stop.wakeup], [], [], PERIOD_SECONDS)
       now = time.monotonic()
       if now - lap > _ASLEEP_SECONDS:
-        self._since += now - lap
+        self._has_slept(now - lap)
       lap = now
       try:
         self._look()
@@ -182,8 +185,20 @@ class Watchdog:
       if self.stop and self._kind == STARTING and not self._leaving:
         self._leave_early()
     waited = time.monotonic() - self._since
-    if waited > self.limit() and not self._leaving:
-      self._stuck(waited)
+    if self._leaving:
+      return
+    if waited > (limit := self.limit()):
+      key = ", processes.start_timeout_seconds" if limit == self._start_timeout else ""
+      self._stuck(waited, f"the limit was {limit:.0f} s{key}")
+    # A save may take long, but whoever lives shows it meanwhile.
+    most = _SILENT_SHARE * self.group.heartbeat_seconds
+    if self._kind == SAVING and (silence := self._exchange.silence(self._awake)) > most:
+      self._stuck(waited, f"a process that is silent for {silence:.0f} s counts as stopped")
+
+  def _has_slept(self, seconds: float) -> None:
+    """Takes it that this process was stopped for so long: nobody is to blame for that time."""
+    self._since += seconds
+    self._awake = time.monotonic()
 
   def _leave_early(self) -> None:
     """Ends this process before its first step, or while it goes back: nothing is to be saved."""
@@ -214,13 +229,11 @@ class Watchdog:
         _stacks()
       groups.leave(_REFUSED if what == "refused" else _FAILED, patience_seconds=3)
 
-  def _stuck(self, waited: float) -> None:
+  def _stuck(self, waited: float, why: str) -> None:
     """Says who is behind and where every thread stands; ends this process."""
     self._leaving = True
-    text = f"{_NO_PROGRESS} for {waited:.0f} s at {self._label!r} (the limit was "
-    limit = self.limit()
-    key = ", processes.start_timeout_seconds" if limit == self._start_timeout else ""
-    text += f"{limit:.0f} s{key}); {self._exchange.behind()}"
+    text = f"{_NO_PROGRESS} for {waited:.0f} s at {self._label!r} ({why}); "
+    text += self._exchange.behind()
     _print(f"error: {groups.label()}{text}")
     _stacks()
     self.tell("failed", text)

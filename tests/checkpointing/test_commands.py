@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 
 import pytest
 
+from tests.faults.rows_disks import Full, small_disk
 from tests.processes.commands import MLP
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -95,22 +95,33 @@ STEPS = 200
 
 
 def test_a_full_disk_loses_nothing_and_training_goes_on(tmp_path):
-  """A running process may for a while write no files as large as those of its arrays."""
   workdir, output = tmp_path / "run", tmp_path / "out"
+  with small_disk(workdir) as mounted:
+    step, kept = train_on_a_full_disk(workdir, output, mounted)
+    assert "Traceback" not in output.read_text()
+    assert 5 <= max(kept) < step
+    names = [path.name for path in workdir.glob("checkpoints/*")]
+    assert all(name.isdigit() for name in names), names
+    later = [int(name) for name in names if int(name) > step]
+    assert len(later) > 1
+    assert STEPS in later
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+
+
+def train_on_a_full_disk(workdir, output, mounted) -> tuple[int, list[int]]:
+  """Trains, the disk being full for some steps.
+
+  Returns the step whose failed save was reported first, and the steps that were there meanwhile.
+  """
   command = [sys.executable, "main.py", *TRAIN, f"--config.training.steps={STEPS}"]
+  command += ["--config.model.model_size=256", "--config.checkpoint.every_steps=5"]
+  command += ["--config.checkpoint.keep=3", f"--workdir={workdir}"]
   environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
+  environment["PYTHONUNBUFFERED"] = "1"
   with output.open("w") as file:
     run = subprocess.Popen(
-      [
-        *command,
-        "--config.model.model_size=256",
-        "--config.checkpoint.every_steps=5",
-        f"--workdir={workdir}",
-      ],
-      cwd=ROOT,
-      env=environment,
-      stdout=file,
-      stderr=subprocess.STDOUT,
+      command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
     )
 
   def wait_for(pattern) -> str:
@@ -121,23 +132,16 @@ def test_a_full_disk_loses_nothing_and_training_goes_on(tmp_path):
       time.sleep(0.002)
     return match[1]
 
+  full = Full(workdir, () if mounted else [run.pid])
   try:
-    wait_for(r"(step 10/)")
-    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
+    wait_for(r"(step 15/)")
+    full.fill()
     step = int(wait_for(r"WARNING: saving step (\d+) to .* failed: .*; training goes on"))
     wait_for(rf"(step {step + 5}/)")
     kept = [int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit()]
-    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    full.free()
     assert run.wait(SECONDS) == 0, output.read_text()
   finally:
     run.kill()
     run.wait()
-  assert "Traceback" not in output.read_text()
-  assert 5 <= max(kept) < step
-  names = [path.name for path in workdir.glob("checkpoints/*")]
-  assert all(name.isdigit() for name in names), names
-  later = [int(name) for name in names if int(name) > step]
-  assert len(later) > 2
-  assert STEPS in later
-  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-  assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+  return step, kept

@@ -10,7 +10,7 @@ import pathlib
 import re
 import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tests.faults import same
 from tests.faults.harness import Run, saved
@@ -32,15 +32,15 @@ KINDS = (
 
 
 class Full:
-  """The disk of a workdir, or what its processes may write."""
+  """The disk of a workdir, or what processes may write."""
 
-  def __init__(self, workdir: pathlib.Path, run: Run | None, processes: tuple[int, ...] = (0, 1)):
-    """Takes a mounted workdir, or the processes that are to be limited."""
-    self._filler, self._run, self._processes = workdir / "filler", run, processes
+  def __init__(self, workdir: pathlib.Path, pids: Sequence[int] = ()):
+    """Takes a workdir on a small disk, or the processes that are to be limited."""
+    self._filler, self._pids = workdir / "filler", pids
 
   def fill(self, but: int = 0) -> None:
     """Takes all room but so many bytes."""
-    if self._run is not None:
+    if self._pids:
       self._limit(LEAST_BYTES)
       return
     with self._filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -50,20 +50,19 @@ class Full:
 
   def free(self) -> None:
     """Gives it back."""
-    if self._run is not None:
+    if self._pids:
       self._limit(resource.RLIM_INFINITY)
     else:
       self._filler.unlink()
 
   def _limit(self, size: int) -> None:
-    pids = self._run.pids()
-    for index in self._processes:
-      _, hard = resource.prlimit(pids[index], resource.RLIMIT_FSIZE)
-      resource.prlimit(pids[index], resource.RLIMIT_FSIZE, (size, hard))
+    for pid in self._pids:
+      _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+      resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
 
 
 @contextlib.contextmanager
-def _mounted(folder: pathlib.Path) -> Iterator[bool]:
+def small_disk(folder: pathlib.Path) -> Iterator[bool]:
   """Mounts a small disk at a folder, which is made; tells whether that is allowed."""
   folder.mkdir(exist_ok=True)
   command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
@@ -87,10 +86,10 @@ def row_12(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
     attempt.does = f"2 processes, the disk full: {kind}"
     expected = clean.of(2).record
     with contextlib.ExitStack() as stack:
-      mounted = kind not in ALONE and stack.enter_context(_mounted(attempt.workdir))
+      mounted = kind not in ALONE and stack.enter_context(small_disk(attempt.workdir))
       run = stack.enter_context(Run(attempt.workdir, steps=STEPS, flags=same.KEPT))
-      processes = (ALONE.index(kind),) if kind in ALONE else (0, 1)
-      full = Full(attempt.workdir, None if mounted else run, processes)
+      pids = [run.pids()[ALONE.index(kind)]] if kind in ALONE else run.pids()
+      full = Full(attempt.workdir, () if mounted else pids)
       if not mounted and kind not in ALONE:
         attempt.seen.append("no right to mount: the size of files was limited instead")
       _disturb(attempt, run, full, kind)

@@ -10,6 +10,7 @@ from tests.faults.plan import Trial
 from tests.faults.trying import Attempt, Undisturbed, tried
 
 NOTICED_SECONDS = 45
+NAMED = (*moments.WORKING, moments.save)
 
 
 def row_6(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
@@ -47,7 +48,7 @@ def _stopped(attempt: Attempt, settings: dict, moment: moments.Moment, still: in
       run.end_of(others)
       assert all(aborted(run.codes[index]) for index in others), run.codes
     _in_time(attempt, run, when)
-    if moment is moments.step:  # elsewhere JAX may be faster than what the watchdog has learned
+    if moment in NAMED:  # elsewhere JAX may be faster than what the watchdog has learned
       _told(run, still)
     if run.launcher:
       assert run.left_behind() == []

@@ -21,7 +21,7 @@ def clean(tmp_path_factory):
   with Run(workdir, flags=FLAGS) as run:
     run.wait_for(f"held out after step {STEPS}")
     run.signal(1, signal.SIGSTOP)
-    time.sleep(3)
+    time.sleep(1.5)
     run.signal(1, signal.SIGCONT)
     assert run.end() == [0, 0], run.text()
   return same.record(workdir)

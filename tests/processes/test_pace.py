@@ -3,6 +3,7 @@
 import random
 import re
 import socket
+import time
 
 import pytest
 
@@ -50,7 +51,9 @@ def test_the_sampler_sees_the_share_of_stops(monkeypatch, on, off, least, most):
   sampler = pace.Sampler()
   clock.closed = sampler._closed
   sampler._run()
-  assert least <= sampler.lost() / clock.now <= most
+  stopped, delayed = sampler.lost()
+  assert least <= stopped / clock.now <= most
+  assert delayed == 0  # the thread was never started
 
 
 def test_a_stop_that_has_just_ended_counts_before_the_sampler_wakes(monkeypatch):
@@ -58,14 +61,25 @@ def test_a_stop_that_has_just_ended_counts_before_the_sampler_wakes(monkeypatch)
   monkeypatch.setattr(pace, "time", clock)
   sampler = pace.Sampler()
   clock.now += 2.0
-  assert sampler.lost() == pytest.approx(2.0 - sampler.PERIOD_SECONDS)
+  assert sampler.lost() == (pytest.approx(2.0 - sampler.PERIOD_SECONDS), 0)
 
 
 def test_the_sampler_runs_and_ends():
   with pace.Sampler() as sampler:
-    pass
+    time.sleep(0.05)
+    stopped, delayed = sampler.lost()
   assert not sampler._thread.is_alive()
-  assert 0 <= sampler.lost() < 60
+  assert 0 <= stopped < 60
+  assert 0 <= delayed < 60
+
+
+def test_waiting_for_a_processor_is_told_apart(monkeypatch):
+  sampler = pace.Sampler()
+  sampler._late = 5.0
+  monkeypatch.setattr(sampler, "_delayed", lambda: 3.0)
+  stopped, delayed = sampler.lost()
+  assert stopped == pytest.approx(2.0, abs=1)
+  assert delayed == 3.0
 
 
 # ---- The comparison ----
@@ -76,10 +90,11 @@ FAST = Half(0.1, 0.0)
 @pytest.mark.parametrize(
   ("slow", "ratio", "why"),
   [
-    (Half(0.7, 0.0), 3.0, "70 % of the time it does not run: stopped, or without a processor"),
+    (Half(0.7, 0.0), 3.0, "70 % of the time it is stopped"),
     (Half(0.1, 0.6), 3.0, "60 % of the time it waits for its input"),
-    (Half(0.1, 0.0, 3.5), 3.5, "its devices compute slowly"),
-    (Half(1.0, 0.3), 45.0, "100 % of the time it does not run: stopped, or without a processor"),
+    (Half(0.1, 0.0, 0.75), 4.0, "75 % of the time it waits for a processor"),
+    (Half(0.1, 0.0, 0.0, 3.5), 3.5, "its devices compute slowly"),
+    (Half(1.0, 0.3), 45.0, "100 % of the time it is stopped"),
   ],
 )
 @pytest.mark.parametrize("count", [2, 4, 5])
@@ -107,20 +122,23 @@ class Run:
 
   def __init__(self, count: int, **settings):
     self.seconds, self.done = 0.0, 0
-    self.lost, self.waited, self.probe = ([value] * count for value in (0.0, 0.0, 1.0))
+    self.lost, self.waited, self.delayed = ([0.0] * count for _ in range(3))
+    self.probe = [1.0] * count
     probes = settings.pop("probes", False)
     self.paces = [
       Pace(
         group,
         slow_ratio=settings.get("slow_ratio", 2.0),
-        lost=lambda i=i: self.lost[i],
+        lost=lambda i=i: (self.lost[i], self.delayed[i]),
         probe=(lambda i=i: self.probe[i]) if probes else None,
         clock=lambda: self.seconds,
       )
       for i, group in enumerate(groups_of(count))
     ]
 
-  def steps(self, count, seconds, stopped=None, starved=None) -> list[tuple[int, str]]:
+  def steps(
+    self, count, seconds, stopped=None, starved=None, delayed=None
+  ) -> list[tuple[int, str]]:
     """Makes steps; returns what process 0 has said, with the step, and checks that others do not.
 
     Args:
@@ -128,6 +146,7 @@ class Run:
       seconds: of each.
       stopped: index -> share of the time; 0.1 for the others.
       starved: index -> share.
+      delayed: index -> share.
     """
     said = []
     for _ in range(count):
@@ -136,6 +155,7 @@ class Run:
       for i, one in enumerate(self.paces):
         self.lost[i] += (stopped or {}).get(i, 0.1) * seconds
         self.waited[i] += (starved or {}).get(i, 0.0) * seconds
+        self.delayed[i] += (delayed or {}).get(i, 0.0) * seconds
         text = one.after_step(self.done, self.waited[i])
         assert i == 0 or text == ""
         if text:
@@ -152,7 +172,7 @@ def test_a_process_three_times_slower_is_named_within_ten_steps_and_once(before,
   assert step - before <= 10
   found = re.fullmatch(
     rf"WARNING: process {whom} \({HOST}\) is ([\d.]+) times slower than the median of the others "
-    r"over the last [6-9] steps: \d\d % of the time it does not run: stopped, or without a .*",
+    r"over the last [6-9] steps: \d\d % of the time it is stopped",
     text,
   )
   assert found is not None, text
@@ -170,6 +190,21 @@ def test_a_slow_input_is_named():
   [(_, text)] = run.steps(12, 0.15, starved={1: 0.6})
   assert "process 1 " in text
   assert re.search(r"over the last \d steps: [56]\d % of the time it waits for its input$", text)
+
+
+def test_a_process_without_a_processor_is_named_after_a_while():
+  run = Run(2)
+  run.steps(100, 0.1, delayed={0: 0.1, 1: 0.1})
+  [(step, text)] = run.steps(600, 0.3, delayed={0: 0.1, 1: 0.7})
+  assert 20 < step - 100 < 300
+  assert re.search(r"process 1 .* [45]\d % of the time it waits for a processor$", text)
+
+
+def test_waiting_for_processors_that_varies_is_no_alarm():
+  run, chance = Run(4), random.Random(1)
+  for _ in range(200):
+    delayed = {i: chance.choice((0.1, 0.3, 0.5, 0.8)) for i in range(4)}
+    assert run.steps(3, chance.uniform(0.1, 0.4), delayed=delayed) == []
 
 
 def test_slow_devices_are_named():
@@ -190,7 +225,7 @@ def test_steps_that_are_short_are_looked_at_for_longer():
 
 def test_hiccups_and_common_slowness_are_no_alarm():
   run, chance = Run(4), random.Random(0)
-  for _ in range(500):
+  for _ in range(120):
     everyone = chance.uniform(0, 0.4)
     stopped = {i: min(0.95, everyone + chance.uniform(0, 0.15)) for i in range(4)}
     assert run.steps(4, chance.uniform(0.02, 0.4), stopped) == []

@@ -184,12 +184,92 @@ def test_process_0_does_not_answer(clock):
   assert first.behind() == "no answer from process 0, which keeps the coordination service"
 
 
+def test_silence_is_counted_from_the_last_sign_of_life(clock):
+  first = places(clock, (7, "a"), (6, "b"))
+  assert first.silence() == pytest.approx(1)
+  clock.now += 3.0
+  first._post()
+  assert first.silence() == pytest.approx(4)
+  assert first.silence(since=clock.now - 2.0) == pytest.approx(2), "this one has slept till then"
+
+
+def test_silence_of_the_service_is_that_of_process_0(clock):
+  first = places(clock, (7, "a"), (7, "a"))
+  clock.now += 5.0
+  assert first.silence() == pytest.approx(6)
+  assert first.silence(since=clock.now) == 0
+
+
+def test_who_has_ended_well_is_not_silent(clock):
+  first, second = groups_of(2)
+  one, other = (
+    Exchange(member, lambda: (7, "saving", 5.0), lambda *_: None) for member in (first, second)
+  )
+  other._closed.set()
+  other._run()  # as its thread at the end
+  one._post()
+  clock.now += 9.0
+  one._post()
+  one._answered = clock.now
+  assert one.silence() == 0
+  assert "process 1" not in one.behind()
+
+
 def test_alone_nobody_is_behind():
   alone = Exchange(Group(), lambda: (1, "a", 0.0), lambda *_: None)
   assert alone.answering()
   assert alone.behind() == "there is no other process"
   alone.start()
   alone.close()
+
+
+def waiting(clock: Clock, kind: str) -> tuple[Watchdog, Exchange, list[float]]:
+  """Returns the watchdog of process 0, the exchange of process 1, and when the first is stuck."""
+  first, second = groups_of(2, heartbeat_seconds=10)
+  watch, stuck = Watchdog(first, StopRequest()), []
+  watch._stuck = lambda *_: stuck.append(clock.now)
+  watch.at("waits", kind)
+  other = Exchange(second, lambda: (9, "anywhere", 0.0), lambda *_: None)
+  return watch, other, stuck
+
+
+def waits(watch: Watchdog, clock: Clock, seconds: int, *living: Exchange) -> None:
+  """Lets time pass, in which these show signs of life."""
+  for _ in range(seconds):
+    clock.now += 1.0
+    for one in [*living, watch._exchange]:
+      one._post()
+      one._answered = clock.now
+    watch._look()
+
+
+def test_a_save_waits_for_those_that_live(clock):
+  watch, other, stuck = waiting(clock, SAVING)
+  waits(watch, clock, 30, other)
+  assert stuck == []
+  waits(watch, clock, 6)
+  assert 34 <= stuck[0] <= 35, "before JAX, which takes 0.6 of the heartbeat"
+
+
+@pytest.mark.parametrize("kind", [STARTING, ENDING])
+def test_at_the_start_and_the_end_silence_is_allowed(clock, kind):
+  watch, other, stuck = waiting(clock, kind)
+  waits(watch, clock, 1, other)
+  waits(watch, clock, 50)
+  assert stuck == []
+
+
+def test_a_process_that_was_stopped_itself_takes_nobody_for_silent(clock):
+  watch, other, stuck = waiting(clock, SAVING)
+  waits(watch, clock, 2, other)
+  clock.now += 20
+  watch._has_slept(20)
+  watch._look()
+  assert stuck == []
+  waits(watch, clock, 3)
+  assert stuck == []
+  waits(watch, clock, 3)
+  assert stuck
 
 
 # ------------------------------ notices ------------------------------
