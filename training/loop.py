@@ -292,7 +292,7 @@ class Run:
     try:
       yield
     except SaveError as error:
-      if not self._watch.group.alone:  # the others do not know; a restart goes on from the last
+      if not error.agreed:  # the others wait in the middle of it; a restart goes on from the last
         raise
       self._unsaved = True
       self._progress.note(f"WARNING: {error}; training goes on, and {instead}")

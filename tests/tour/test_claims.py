@@ -1,5 +1,6 @@
 """What the tour says follows from what ran: other layouts make it say something else."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -213,6 +214,45 @@ def test_the_network_is_compared():
   assert "all 3 losses are NOT the same: they differ by up to 1 % of the largest" in text
   text = "\n".join(network._training(runs[:1] * 2).findings)
   assert "What changes: nothing." in text
+
+
+# module, scene, where in its result the numbers are that are compared, what it says when some of
+# them are others.
+SPOILED = {
+  "put together": (arrays, "four_cuts", (2,), "only 3 of 4 are the array that was laid out"),
+  "a product": (computation_follows_data, "product", (4,), "The product and NumPy's are NOT"),
+  "a product that communicates": (
+    computation_follows_data,
+    "product_with_communication",
+    (4,),
+    "The product and NumPy's are NOT the same",
+  ),
+  "a constraint": (constraints, "before_and_after", (2, 1), "The numbers are NOT the same"),
+  "a table": (constraints, "by_letters", (1, 1, 2), "The results are NOT the same"),
+  "by vmap": (vmap_to_mesh, "batch_by_vmap", (2,), "a loop over np.convolve are NOT the same"),
+  "over devices": (vmap_to_mesh, "batch_over_devices", (3,), "that of one device are NOT the same"),
+  "by shard_map": (vmap_to_mesh, "batch_by_shard_map", (3,), "that of one device are NOT the same"),
+  "random numbers": (random_numbers, "draw", (1, 2), "2 of 3 meshes have the numbers of the first"),
+}
+SHOWS = {"product_with_communication": "_product"}
+
+
+def spoiled(result, path):
+  """Returns a scene's result with another number in one of its arrays, which lies as before."""
+  if path:
+    return [spoiled(part, path[1:]) if i == path[0] else part for i, part in enumerate(result)]
+  numbers = np.array(result)
+  numbers.flat[-1] += 1
+  return jax.device_put(numbers, result.sharding)
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_one_other_number_makes_it_say_so(case):
+  module, name, path, text = SPOILED[case]
+  show = getattr(module, SHOWS.get(name, f"_{name}"))
+  result = getattr(module, name)()
+  assert text not in "\n".join(show(result).findings)
+  assert text in "\n".join(show(spoiled(result, path)).findings)
 
 
 def test_random_numbers_of_the_generator_before():
