@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from etils import epath
 
@@ -25,7 +25,7 @@ FILE = "digests"
 _TITLE = "checkpoint digests 1"
 _LINE = re.compile(r"([0-9a-f]{64}) (0|[1-9][0-9]*) (\S(?:.*\S)?)")
 _BLOCK_BYTES = 2**20  # read at a time, by each thread
-_THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)
 _NAMED = 3  # so many files stand in a message
 
 
@@ -133,10 +133,27 @@ def sizes(folder: epath.Path) -> dict[str, int]:
   return found
 
 
-def compute(folder: epath.Path, paths: Iterable[str]) -> list[Digest]:
-  """Returns the digests of files, read in blocks by several threads; raises OSError."""
-  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-    return list(pool.map(lambda path: Digest(path, *_digest(folder / path)), paths))
+def compute(
+  folder: epath.Path, paths: Iterable[str], known: Callable[[str], str] = lambda path: ""
+) -> list[Digest]:
+  """Returns the digests of files, read in blocks by several threads.
+
+  Args:
+    folder: that the paths are relative to.
+    paths: of files.
+    known: returns the SHA-256 of a path that need not be read, else "".
+
+  Raises:
+    OSError: one cannot be read.
+  """
+
+  def one(path: str) -> Digest:
+    if value := known(path):
+      return Digest(path, (folder / path).stat().length, value)
+    return Digest(path, *read_through(folder / path))
+
+  with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+    return list(pool.map(one, paths))
 
 
 def check_sizes(folder: epath.Path, listed: Sequence[Digest]) -> None:
@@ -171,7 +188,7 @@ def check_contents(folder: epath.Path, listed: Sequence[Digest]) -> None:
 
   def one(digest: Digest) -> str:
     try:
-      size, value = _digest(folder / digest.path)
+      size, value = read_through(folder / digest.path)
     except PermissionError:
       raise
     except OSError as error:
@@ -182,7 +199,7 @@ def check_contents(folder: epath.Path, listed: Sequence[Digest]) -> None:
       f"{digest.path}: its bytes have changed (SHA-256 {value[:12]}, {digest.sha256[:12]} once)"
     )
 
-  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+  with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
     _raise([text for text in pool.map(one, listed) if text])
 
 
@@ -197,7 +214,7 @@ def share(listed: Sequence[Digest], index: int, count: int) -> list[Digest]:
   return shares[index]
 
 
-def _digest(path: epath.Path) -> tuple[int, str]:
+def read_through(path: epath.Path) -> tuple[int, str]:
   """Returns (bytes, SHA-256) of a file, of which a block at a time is in memory."""
   hashed, size = hashlib.sha256(), 0
   with path.open("rb") as file:

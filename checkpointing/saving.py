@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from checkpointing import digests
+from checkpointing.ahead import Ahead
 from checkpointing.quiet import quiet
 from checkpointing.together import ElsewhereError, Together
 from checkpointing.whole import CONFIG, RECORD, STATE
@@ -163,8 +164,9 @@ class Writer:
   def _run(self) -> None:
     first = self._together.first
     try:
-      self._orbax.wait_until_finished()
-      self._commit()
+      with self._reading_ahead() as ahead:
+        self._orbax.wait_until_finished()
+      self._commit(ahead)
     except BaseException as error:  # there is nobody above who would hear of it
       self.close()
       self._failure = self._give_up(error)
@@ -175,11 +177,21 @@ class Writer:
         self._tidy("waiting for the disk", self._sync)
         self._tidy("removing older steps", self._committed)
 
-  def _commit(self) -> None:
+  def _reading_ahead(self) -> contextlib.AbstractContextManager[Ahead | None]:
+    """Reads files as they appear; not from a bucket, where reading them takes as long as writing."""
+    if self._in_place:
+      return contextlib.nullcontext()
+    return Ahead(self._making(), self._together.index)
+
+  def _commit(self, ahead: Ahead | None) -> None:
     """Gives the step its digests and its name."""
     folder, together = self._making(), self._together
     there = digests.sizes(folder) if together.first or folder.exists() else {}
-    listed = digests.compute(folder, filter(self._is_mine, there))
+
+    def early(path: str) -> str:
+      return ahead.sha256(path.rpartition("/")[2], there[path]) if ahead else ""
+
+    listed = digests.compute(folder, filter(self._is_mine, there), early)
     together.share("\n".join(digest.line() for digest in listed))
     self._meet()
     if together.first:

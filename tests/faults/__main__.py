@@ -23,6 +23,8 @@ from tests.faults import report
 from tests.faults.plan import ROWS, Row, Trial
 from tests.faults.trying import last_lines
 
+_CLOCKS = 0.1  # seconds by which the times of files may be behind the clock
+
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
   """Returns the options; exits with 2 and one message where they are wrong."""
@@ -91,7 +93,7 @@ def _tell(row: Row, trial: Trial, number: int, count: int, folder: pathlib.Path)
   note = f" ({trial.note})" if trial.note else ""
   where = f"row {row.number}, trial {number}" + (f" of {count}" if number <= count else "")
   print(f"{where}: {verdict} in {trial.seconds:.1f} s: {trial.name}{note}", flush=True)
-  if not trial.passed and (said := last_lines(folder, time.time() - trial.seconds)):
+  if not trial.passed and (said := last_lines(folder, time.time() - trial.seconds - _CLOCKS)):
     print(f"{said}\n----- kept: {folder}", flush=True)
 
 

@@ -1,0 +1,86 @@
+"""Digests of files that are read while others are still being written."""
+
+import hashlib
+import time
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+from checkpointing import ahead as module
+from checkpointing import digests
+from checkpointing.ahead import Ahead
+from checkpointing.store import Checkpointer
+from tests.checkpointing.states import CONFIG, RECORD
+
+LARGE = bytes(module._LEAST_BYTES)
+
+
+@pytest.fixture
+def data(tmp_path):
+  """Returns the folder that process 1 writes its files of a save to."""
+  folder = tmp_path / "7.saving.orbax-checkpoint-tmp" / "state.tmp" / "ocdbt.process_1" / "d"
+  folder.mkdir(parents=True)
+  return folder
+
+
+def until(condition):
+  """Waits; fails after ten seconds."""
+  end = time.monotonic() + 10
+  while not condition():
+    assert time.monotonic() < end
+    time.sleep(0.005)
+
+
+def test_a_file_is_read_when_it_has_its_name(tmp_path, data):
+  with Ahead(epath.Path(tmp_path / "7.saving"), 1) as ahead:
+    (data / "a.__lock").write_bytes(LARGE)
+    (data / "small").write_bytes(b"x")
+    (data / "b").write_bytes(LARGE)
+    until(lambda: ahead.sha256("b", len(LARGE)))
+    assert list(ahead._reading) == ["b"]
+    (data / "a.__lock").rename(data / "a")
+    until(lambda: ahead.sha256("a", len(LARGE)))
+  assert ahead.sha256("a", len(LARGE)) == hashlib.sha256(LARGE).hexdigest()
+  assert ahead.sha256("a", len(LARGE) + 1) == "", "another size, so another file"
+  assert ahead.sha256("small", 1) == ""
+  assert ahead.sha256("never", 1) == ""
+
+
+def test_only_files_of_this_process_and_this_save_are_read(tmp_path, data):
+  (data / "theirs").write_bytes(LARGE)
+  with Ahead(epath.Path(tmp_path / "7.saving"), 0) as of_another:
+    time.sleep(10 * module._PAUSE_SECONDS)
+  with Ahead(epath.Path(tmp_path / "8.saving"), 1) as of_another_save:
+    time.sleep(10 * module._PAUSE_SECONDS)
+  assert not of_another._reading
+  assert not of_another_save._reading
+
+
+def test_a_file_that_cannot_be_read_is_left_for_later(tmp_path, data, monkeypatch):
+  def gone(path):
+    raise FileNotFoundError(path)
+
+  monkeypatch.setattr(digests, "read_through", gone)
+  (data / "a").write_bytes(LARGE)
+  with Ahead(epath.Path(tmp_path / "7.saving"), 1) as ahead:
+    until(lambda: "a" in ahead._reading)
+  assert ahead.sha256("a", len(LARGE)) == ""
+
+
+def test_what_was_read_ahead_is_not_read_again_and_stands_in_the_digests(tmp_path, monkeypatch):
+  names, read = [], digests.read_through
+
+  def noted(path):
+    names.append(path.name)
+    return read(path)
+
+  monkeypatch.setattr(digests, "read_through", noted)
+  params = np.random.default_rng(0).standard_normal(2**20, np.float32)
+  tree = jax.tree.map(jax.device_put, {"step": np.int32(3), "params": params})
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(3, tree, config=CONFIG, record=RECORD)
+  listed = digests.read(epath.Path(tmp_path / "3"))
+  assert sorted(names) == sorted(digest.path.rpartition("/")[2] for digest in listed)
+  digests.check_contents(epath.Path(tmp_path / "3"), listed)
