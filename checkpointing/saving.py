@@ -178,7 +178,7 @@ class Writer:
         self._tidy("removing older steps", self._committed)
 
   def _reading_ahead(self) -> contextlib.AbstractContextManager[Ahead | None]:
-    """Reads files as they appear; not from a bucket, where reading them takes as long as writing."""
+    """Reads files as they appear; not from a bucket, where reading takes as long as writing."""
     if self._in_place:
       return contextlib.nullcontext()
     return Ahead(self._making(), self._together.index)
