@@ -104,12 +104,6 @@ class Kernel(nnx.Module):
     deviation = jnp.asarray(scale * fan_in**-0.5, dtype)
     self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
     self.letters = letters
-    self.dtype = jnp.dtype(config.training.compute_dtype)
-
-  @property
-  def cast(self) -> Array:
-    """Returns the kernel in the compute dtype."""
-    return self.kernel[...].astype(self.dtype)
 
 
 class Norm(nnx.Module):
@@ -139,12 +133,7 @@ class Embedding(nnx.Module):
 
   def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B R D"]:
     """Returns the rows of the table."""
-    return scattered_lookup(self.cast, tokens_BT)
-
-  @property
-  def cast(self) -> Array:
-    """Returns the table in the compute dtype."""
-    return self.table[...].astype(self.dtype)
+    return scattered_lookup(self.table[...].astype(self.dtype), tokens_BT)
 
 
 class Attention(nnx.Module):
@@ -184,7 +173,7 @@ class Attention(nnx.Module):
       segments = segments_BT, constrain(segments_BT, "BS")
     q_BTNH, k_BTKH, v_BTKH = gathered_products(
       x_BRD,
-      [self.query.cast, self.key.cast, self.value.cast],
+      [self.query.kernel[...], self.key.kernel[...], self.value.kernel[...]],
       (("DNH", "BTNH"), ("DKH", "BTKH"), ("DKH", "BTKH")),
     )
     k_BSKH, v_BSKH = constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH")
@@ -199,7 +188,7 @@ class Attention(nnx.Module):
     v_BSNH = constrain(jnp.repeat(v_BSKH, self.groups, axis=2), "BSNH")
     mixed_BTNH = causal_attention(q_BTNH, k_BSNH, v_BSNH, slots_BT, segments)
     mixed_BTNH = constrain(mixed_BTNH, "BTNH")
-    return scattered_product(mixed_BTNH, self.out.cast, "NHD", "BTNH"), cache
+    return scattered_product(mixed_BTNH, self.out.kernel[...], "NHD", "BTNH"), cache
 
 
 class GatedMLP(nnx.Module):
@@ -216,9 +205,9 @@ class GatedMLP(nnx.Module):
   def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
     """Returns the block's update."""
     gate_BTF, up_BTF = gathered_products(
-      x_BRD, [self.gate.cast, self.up.cast], (("DF", "BTF"), ("DF", "BTF"))
+      x_BRD, [self.gate.kernel[...], self.up.kernel[...]], (("DF", "BTF"), ("DF", "BTF"))
     )
-    return scattered_product(jax.nn.silu(gate_BTF) * up_BTF, self.down.cast, "FD", "BTF")
+    return scattered_product(jax.nn.silu(gate_BTF) * up_BTF, self.down.kernel[...], "FD", "BTF")
 
 
 class Block(nnx.Module):
@@ -330,7 +319,9 @@ class Transformer(nnx.Module):
 
   def _logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B T V"]:
     normed_BRD = self.final_norm(x_BRD)
-    kernel, letters = (self.embed.cast, "VD") if self.tied else (self.unembed.cast, "DV")
+    kernel, letters = (
+      (self.embed.table[...], "VD") if self.tied else (self.unembed.kernel[...], "DV")
+    )
     [logits_BTV] = gathered_products(normed_BRD, [kernel], ((letters, "BTV"),))
     wide = wide_dtype(logits_BTV.dtype)
     logits_BTV = constrain(logits_BTV.astype(wide), "BTV")

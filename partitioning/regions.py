@@ -32,7 +32,7 @@ def gathered_products(
 
   Args:
     x: B R D.
-    kernels: in the compute dtype.
+    kernels: cast to the dtype of x.
     equations: for each kernel (its letters, the letters of the product with R as T).
 
   Returns:
@@ -46,12 +46,13 @@ def gathered_products(
     results = [jnp.einsum(f"BTD,{letters}->{out}", x_BTD, k) for letters, (_, out), k in pairs]
     return [_sum(result, _split_over("D")) for result in results] if by_hand else results
 
-  names = [letters for letters, _ in equations]
-  turned = [_turned(letters, "D") for letters in names]
-  kernels = [_turn(kernel, letters, "D") for kernel, letters in zip(kernels, names, strict=True)]
-  inside = ["BRD", *turned]
-  numbers = range(1, len(inside))
-  return _product(products, inside, [out for _, out in equations], x, *kernels, kernels=numbers)
+  turned = [_turned(letters, "D") for letters, _ in equations]
+  stored = ["BRD", *(letters for letters, _ in equations)]
+  numbers = range(1, len(stored))
+  outside = [out for _, out in equations]
+  return _product(
+    products, stored, ["BRD", *turned], outside, x, *kernels, kernels=numbers, dtype=x.dtype
+  )
 
 
 def scattered_product(x: jax.Array, kernel: jax.Array, letters: str, x_letters: str) -> jax.Array:
@@ -59,7 +60,7 @@ def scattered_product(x: jax.Array, kernel: jax.Array, letters: str, x_letters: 
 
   Args:
     x: as `x_letters` say, with T.
-    kernel: in the compute dtype, as `letters` say, the last of them D.
+    kernel: as `letters` say, the last of them D; cast to the dtype of x.
     letters: of the kernel.
     x_letters: of x; those it shares with the kernel are summed over.
 
@@ -71,8 +72,17 @@ def scattered_product(x: jax.Array, kernel: jax.Array, letters: str, x_letters: 
     out_BTD = jnp.einsum(f"{x_letters},{turned}->BTD", x, kernel)
     return [_reduce(out_BTD, letters[:-1]) if by_hand else out_BTD]
 
-  turned, kernel = _turned(letters, letters[:-1]), _turn(kernel, letters, letters[:-1])
-  [out_BRD] = _product(product, [x_letters, turned], ["BRD"], x, kernel, kernels=[1])
+  turned = _turned(letters, letters[:-1])
+  [out_BRD] = _product(
+    product,
+    [x_letters, letters],
+    [x_letters, turned],
+    ["BRD"],
+    x,
+    kernel,
+    kernels=[1],
+    dtype=x.dtype,
+  )
   return out_BRD
 
 
@@ -97,7 +107,10 @@ def scattered_lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     found_BTD = table_VD[jnp.where(here_BT, tokens_BT, jnp.zeros_like(tokens_BT))]
     return [_reduce(jnp.where(here_BT[:, :, None], found_BTD, jnp.zeros_like(found_BTD)), "V")]
 
-  [out_BRD] = _product(look_up, ["VD", "BT"], ["BRD"], table_VD, tokens_BT, kernels=[0])
+  letters = ["VD", "BT"]
+  [out_BRD] = _product(
+    look_up, letters, letters, ["BRD"], table_VD, tokens_BT, kernels=[0], dtype=table_VD.dtype
+  )
   return out_BRD
 
 
@@ -109,11 +122,6 @@ def _turned(letters: str, summed: str) -> str:
   has no fast kernel for that (jax 0.10.2: a step of fsdp8 took 8 % longer).
   """
   return "".join(x for x in letters if x not in summed) + summed
-
-
-def _turn(kernel: jax.Array, letters: str, summed: str) -> jax.Array:
-  """Returns the kernel with its dims as `_turned` says."""
-  return jnp.transpose(kernel, [letters.index(x) for x in _turned(letters, summed)])
 
 
 def _split_over(letters: str) -> Axes:
@@ -160,25 +168,29 @@ _sum.defvjp(_sum_forward, _sum_backward)
 
 def _product(
   function: Callable[..., list[jax.Array]],
+  given: Sequence[str],
   inside: Sequence[str],
   outside: Sequence[str],
   *arguments: jax.Array,
   kernels: Sequence[int],
+  dtype: jnp.dtype,
 ) -> list[jax.Array]:
   """Runs a function of laid-out arrays: by hand, where a kernel or the sequence is gathered.
 
-  What the backward pass keeps are the arguments as they lie: neither a gathered sequence nor
-  gathered kernels of every layer.
+  What the backward pass keeps are the arguments as they are given and lie: neither a gathered
+  sequence nor gathered, cast or turned kernels of every layer.
 
   Args:
     function: takes whether it runs by hand, then shards, or whole arrays.
-    inside: the letters of its arguments.
+    given: the letters of the arrays.
+    inside: the same letters of each, in the order in which the function takes them.
     outside: the letters of its results.
     *arguments: the arrays.
     kernels: which of them are parameters.
+    dtype: that the function takes parameters in.
   """
   layout, _ = current_layout()
-  extents = _extents(inside, arguments)
+  extents = _extents(given, arguments)
   lies = [_spec(letters, extents, layout.table) for letters in inside]
   stored = list(lies)
   for number in kernels:
@@ -191,6 +203,10 @@ def _product(
     return function(True, *map(_gather, shards, moves))
 
   def product(*arguments: jax.Array) -> list[jax.Array]:
+    arguments = [
+      jnp.transpose(x.astype(dtype) if number in kernels else x, [old.index(c) for c in new])
+      for number, (x, old, new) in enumerate(zip(arguments, given, inside, strict=True))
+    ]
     # Split kernels too: XLA's partitioner would reduce the gradient that reaches x once for each
     # kernel that x is multiplied by; here the sum of them is reduced (as seen on CPUs).
     split = any(_split_over(inside[number]) for number in kernels)

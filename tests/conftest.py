@@ -40,6 +40,19 @@ def _eight_devices() -> None:
 
 
 ROOT = pathlib.Path(__file__).parent.parent
+# Files whose tests take long one by one: begun last, they would leave a worker alone with them.
+LONG = ("faults/", "test_kill.py", "processes/", "checkpointing/", "test_main.py", "test_using.py")
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+  """Puts the files with long tests first; `make test` keeps the order."""
+  tests = ROOT / "tests"
+
+  def place(item) -> int:
+    path = item.path.relative_to(tests).as_posix()
+    return next((i for i, long in enumerate(LONG) if path.startswith(long)), len(LONG))
+
+  items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

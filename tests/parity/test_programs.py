@@ -1,6 +1,7 @@
 """What the compiled programs hold: initial parameters, dropout, collectives, types."""
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -131,3 +132,29 @@ def test_half_precision_compute_keeps_the_state_wide():
     after, metrics = jax.eval_shape(job.program.train_step, job.state, job.batch)
   assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype("float32")}
   assert metrics["loss"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", ["single", "dp8", "fsdp8", "tp8"])
+def test_nothing_of_a_kernels_size_is_kept_for_the_backward_pass(strategy, dtype):
+  """Neither cast nor turned: the kernels as they are stored are there anyway."""
+  job = make_job(strategy, "lm", **{"training.compute_dtype": dtype})
+  with job.tracing():
+    program = jax.make_jaxpr(job.program.train_step)(job.state, job.batch)
+  sizes = {leaf.size for leaf in jax.tree.leaves(job.state.params["layers"]) if leaf.ndim > 2}
+  loops = scans(program.jaxpr)
+  assert len(loops) == 2, "the layers, and back"
+  kept = [out.aval.shape for out in loops[0].outvars]
+  assert not [shape for shape in kept if int(np.prod(shape)) in sizes]
+
+
+def scans(jaxpr):
+  """Returns the outermost loops over layers, in their order."""
+  found = []
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == "scan":
+      found.append(equation)
+      continue
+    for inner in jax.extend.core.jaxprs_in_params(equation.params):
+      found += scans(inner)
+  return found
