@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict, config_dict
 
-from configs import recipes
+from configs import decoders, recipes
 
 MESH = {"data": 1, "fsdp": 1, "stage": 1, "expert": 1, "context": 1, "tensor": 1}
 
@@ -158,15 +158,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   if config.training.compute_dtype == "float64" and config.training.parameter_dtype != "float64":
     wrong.append("training.compute_dtype=float64 needs training.parameter_dtype=float64")
   if config.model.name == "transformer":
-    model = config.model
-    if model.kv_heads > 0 and model.heads % model.kv_heads:
-      wrong.append(
-        f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"
-      )
-    if model.head_size % 2:
-      wrong.append(f"model.head_size={model.head_size} is odd; rotary positions turn pairs")
-    if not 0 <= model.dropout_rate < 1:
-      wrong.append(f"model.dropout_rate={model.dropout_rate}: at least 0 and below 1")
+    wrong.extend(decoders.wrong(config))
   if wrong:
     raise ValueError("the config is refused:\n" + "\n".join(f"  {line}" for line in wrong))
 
@@ -206,13 +198,16 @@ LEAST = {
 
 def _at_least(config: ConfigDict) -> list[str]:
   wrong = []
-  for name, least in LEAST.items():
+  leasts = {**LEAST, **(decoders.LEAST if config.model.name == "transformer" else {})}
+  for name, least in leasts.items():
     section, _, key = name.rpartition(".")
     value = config[section][key] if section else config[key]
     if not least <= value < math.inf:
       wrong.append(f"{name}={value}: at least {least}")
   positive = [
-    (f"model.{name}", value) for name, value in config.model.items() if type(value) is int
+    (f"model.{name}", value)
+    for name, value in config.model.items()
+    if type(value) is int and name not in decoders.MAY_BE_ZERO
   ]
   if config.data.kind == "text":
     positive.append(("data.sequence_length", config.data.sequence_length))
@@ -239,6 +234,7 @@ def _choices(config: ConfigDict) -> list[str]:
     "optimizer.schedule": SCHEDULES,
     "checkpoint.keep_best": ("", *METRICS[kind]),
     "checkpoint.verify": VERIFY,
+    **(decoders.CHOICES if config.model.name == "transformer" else {}),
   }
   wrong = []
   for name, known in choices.items():

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict, config_flags
 from configs.base import nearest
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-NOT_STRATEGIES = ("__init__.py", "base.py", "recipes.py", "command_line.py")
+NOT_STRATEGIES = ("__init__.py", "base.py", "decoders.py", "recipes.py", "command_line.py")
 
 
 def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:

@@ -4,6 +4,8 @@ import difflib
 
 from ml_collections import ConfigDict, config_dict
 
+from configs.decoders import PRESETS
+
 # dim name -> mesh axes, outermost first; dims that stay whole are written down as ().
 AXIS_TABLES = {
   "transformer": {
@@ -15,6 +17,7 @@ AXIS_TABLES = {
       "kv_heads": ("tensor",),
       "head": (),
       "vocabulary": ("tensor",),
+      "positions": (),
     },
     "activations": {
       "batch": ("data", "fsdp"),
@@ -27,6 +30,7 @@ AXIS_TABLES = {
       "kv_heads": ("tensor",),
       "head": (),
       "vocabulary": ("tensor",),
+      "positions": (),
     },
   },
   "mlp": {
@@ -105,6 +109,10 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
         f"change one, or set model.head_size"
       )
     model.head_size = model.model_size // max(1, model.heads)
+  if model.name == "transformer" and model.context_attention is None:
+    model.context_attention = "ring"
+  if model.name == "transformer" and model.attention_scale is None:
+    model.attention_scale = model.head_size**-0.5 if model.head_size > 0 else 1.0
 
 
 def _data(**keys) -> dict:
@@ -186,8 +194,25 @@ def lm() -> ConfigDict:
     "head_size": config_dict.placeholder(int),  # model_size / heads
     "vocabulary_size": 256,  # tokens are bytes
     "vocabulary_multiple": 128,  # rounded up to this, so that shapes never depend on the mesh
+    "positions": "rotary",  # or learned
     "rotary_base": 10_000.0,
+    "rotary_scaling": (),  # Llama 3.1's: (factor, low, high, length trained on at first)
+    "local_rotary_base": 0.0,  # of layers that see a window, unscaled; 0: as the others
+    "window": 0,  # tokens that a layer sees, its own the last; 0: all of the past
+    "global_every": 0,  # every n-th layer sees all of the past in spite of it; 0: none
+    "norm": "rms",  # or layer
     "norm_epsilon": 1e-6,
+    "norm_scale_from_one": False,  # what is stored is added to one
+    "post_norms": False,  # what attention and MLP add is normalised too
+    "query_key_norm": False,  # RMSNorm of each query and key head
+    "biases": "none",  # or qkv, all
+    "activation": "silu",  # or gelu, its tanh form
+    "gated": True,  # down(f(gate(x)) * up(x)), else down(f(up(x)))
+    "attention_scale": config_dict.placeholder(float),  # of the scores; head_size**-0.5
+    "attention_soft_cap": 0.0,  # of the scaled scores; 0 is off
+    "logits_soft_cap": 0.0,
+    "scaled_embeddings": False,  # by model_size**0.5
+    "context_attention": config_dict.placeholder(str),  # ring or gather, where context > 1
     "embedding_standard_deviation": config_dict.placeholder(float),  # 1; tied: model_size**-0.5
     "dropout_rate": 0.0,
     "tied_embeddings": False,  # the logits by the embedding's table
@@ -261,9 +286,24 @@ def mlp_tutorial() -> ConfigDict:
 RECIPES = {"lm": lm, "mlp": mlp, "mlp_tutorial": mlp_tutorial}
 
 
+def _preset(name: str) -> ConfigDict:
+  """Returns a decoder of a published size, on the data of `lm`, rematerialized."""
+  length, keys = PRESETS[name]
+  config = lm()
+  config.model.update(keys)
+  config.data.sequence_length = length
+  config.training.rematerialization = "full"
+  config.optimizer.learning_rate = 3e-4
+  config.evaluation.sample_tokens = 0
+  return config
+
+
 def _recipe(name: str, what: str) -> ConfigDict:
   if name in RECIPES:
     return RECIPES[name]()
-  close = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.5)
+  if name in PRESETS:
+    return _preset(name)
+  known = [*RECIPES, *PRESETS]
+  close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
   hint = f"; did you mean {close[0]!r}?" if close else ""
-  raise ValueError(f"unknown {what} {name!r}; there are {', '.join(RECIPES)}{hint}")
+  raise ValueError(f"unknown {what} {name!r}; there are {', '.join(known)}{hint}")

@@ -4,6 +4,7 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -36,18 +37,48 @@ class Cache:
   lengths: Any
 
 
+def rotary_frequencies(
+  head_size: int, base: float, scaling: tuple[float, ...] = (), *, dtype: jnp.dtype
+) -> Float[Array, " h"]:
+  """Returns by how much each of the H/2 pairs turns from one position to the next, in radians.
+
+  Args:
+    head_size: H.
+    base: of the geometric series.
+    scaling: Llama 3's, for longer texts than it was first trained on: (factor, low, high, length).
+      Pairs that turn less than `low` times in `length` positions turn `factor` times slower, those
+      that turn more than `high` times are left alone, in between it is interpolated. Source: the
+      definition of `rope_type: llama3` in Llama 3.1's configuration. () leaves all alone.
+    dtype: of the result, float32 or wider.
+  """
+  half = head_size // 2
+  frequency_h = jnp.asarray(base, dtype) ** (-jnp.arange(half, dtype=dtype) / half)
+  if not scaling:
+    return frequency_h
+  factor, low, high, length = (jnp.asarray(value, dtype) for value in scaling)
+  turns_h = length * frequency_h / jnp.asarray(2 * math.pi, dtype)
+  share_h = jnp.clip((turns_h - low) / (high - low), 0, 1)
+  return frequency_h * (share_h + (1 - share_h) / factor)
+
+
 def rotate(
-  x_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "#B T"], *, base: float
+  x_BTNH: Float[Array, "B T N H"],
+  positions_BT: Int[Array, "#B T"],
+  frequency_h: Float[Array, " h"],
 ) -> Float[Array, "B T N H"]:
   """Turns each pair (i, i + H/2) by its position, in float32 or wider. Source: arXiv:2104.09864."""
   wide = wide_dtype(x_BTNH.dtype)
   half = x_BTNH.shape[-1] // 2
-  frequency_h = jnp.asarray(base, wide) ** (-jnp.arange(half, dtype=wide) / half)
-  angle = positions_BT.astype(wide)[:, :, None, None] * frequency_h[None, None, None, :]
+  angle = positions_BT.astype(wide)[:, :, None, None] * frequency_h.astype(wide)[None, None, None]
   first, second = x_BTNH[..., :half].astype(wide), x_BTNH[..., half:].astype(wide)
   cos, sin = jnp.cos(angle), jnp.sin(angle)
   turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
   return turned.astype(x_BTNH.dtype)
+
+
+def soft_cap(x: Float[Array, "*X"], cap: float) -> Float[Array, "*X"]:
+  """Keeps x within (-cap, cap), smoothly; 0 leaves it. Source: arXiv:2408.00118, section 2."""
+  return cap * jnp.tanh(x / cap) if cap else x
 
 
 def causal_attention(
@@ -56,6 +87,10 @@ def causal_attention(
   v_BSNH: Float[Array, "B S N H"],
   slots_BT: Int[Array, "#B T"],
   segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+  *,
+  scale: float | None = None,
+  cap: float = 0.0,
+  window: Int[Array, ""] | int | None = None,
 ) -> Float[Array, "B T N H"]:
   """Attends to the past and to itself; the softmax is float32 or wider. arXiv:1706.03762, 3.2.1.
 
@@ -65,12 +100,19 @@ def causal_attention(
     v_BSNH: values, likewise.
     slots_BT: of the queries; each sees the slots up to its own.
     segments: the documents of queries and keys; each sees its own alone. None: all are one.
+    scale: of the scores; None: H ** -0.5.
+    cap: of the scaled scores, see `soft_cap`; 0 is off.
+    window: each sees that many slots, its own the last of them; None: all of its past.
   """
   wide = wide_dtype(q_BTNH.dtype)
-  q_BTNH = q_BTNH * jnp.asarray(q_BTNH.shape[-1] ** -0.5, q_BTNH.dtype)
+  scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+  q_BTNH = q_BTNH * jnp.asarray(scale, q_BTNH.dtype)
   scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
+  scores_BNTS = soft_cap(scores_BNTS, cap)
   slots_S = jnp.arange(k_BSNH.shape[1], dtype=slots_BT.dtype)
   seen_BTS = slots_S[None, None, :] <= slots_BT[:, :, None]
+  if window is not None:
+    seen_BTS = seen_BTS & (slots_S[None, None, :] > slots_BT[:, :, None] - window)
   if segments is not None:
     segments_BT, segments_BS = segments
     seen_BTS = seen_BTS & (segments_BT[:, :, None] == segments_BS[:, None, :])

@@ -65,9 +65,15 @@ def cross_entropy(logits: Float[Array, "*X V"], targets: Int[Array, "*X"]) -> Fl
 
 def next_token(model: nnx.Module, batch: Batch, key: Key[Array, ""] | None) -> Sums:
   """Returns the summed weighted cross-entropy of each next token, in nats."""
-  logits_BTV = model(constrain(batch["tokens"], "BT"), key)
-  loss_BT = cross_entropy(logits_BTV, batch["targets"])
-  return {"loss": jnp.sum(loss_BT * batch["weights"].astype(loss_BT.dtype))}
+  targets_BT, weights_BT = batch["targets"], batch["weights"]
+  order_T = model.order(targets_BT.shape[1])
+  if order_T is not None:  # the logits come in the order in which attention goes round
+    targets_BT, weights_BT = (
+      constrain(x_BT[:, order_T], "BT") for x_BT in (targets_BT, weights_BT)
+    )
+  logits_BTV = model(constrain(batch["tokens"], "BT"), key, order_T=order_T)
+  loss_BT = cross_entropy(logits_BTV, targets_BT)
+  return {"loss": jnp.sum(loss_BT * weights_BT.astype(loss_BT.dtype))}
 
 
 def classification(model: nnx.Module, batch: Batch, key: Key[Array, ""] | None) -> Sums:

@@ -1,0 +1,291 @@
+"""What the decoder is made of: kernels, norms, embeddings, attention, the MLPs.
+
+Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+from ml_collections import ConfigDict
+
+from models.attention import Cache, causal_attention, remember, rotate
+from models.dtypes import wide_dtype
+from models.layers import Layer, Rows
+from models.tables import legend, padded_vocabulary
+from partitioning.constraints import constrain
+from partitioning.regions import gathered_products, scattered_lookup, scattered_product
+from partitioning.ring import Scores, ring_attention
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
+
+
+def rms_norm(
+  x: Float[Array, "*X D"], scale_D: Float[Array, " D"], *, epsilon: float
+) -> Float[Array, "*X D"]:
+  """Scales x to unit root mean square over D, in float32 or wider. Source: arXiv:1910.07467."""
+  wide = wide_dtype(x.dtype)
+  x_wide = x.astype(wide)
+  inverse = jax.lax.rsqrt(jnp.mean(x_wide * x_wide, axis=-1, keepdims=True) + epsilon)
+  return (x_wide * inverse * _beside(scale_D.astype(wide), x)).astype(x.dtype)
+
+
+def layer_norm(
+  x: Float[Array, "*X D"],
+  scale_D: Float[Array, " D"],
+  bias_D: Float[Array, " D"],
+  *,
+  epsilon: float,
+) -> Float[Array, "*X D"]:
+  """Scales x to mean 0 and variance 1 over D, in float32 or wider. Source: arXiv:1607.06450."""
+  wide = wide_dtype(x.dtype)
+  x_wide = x.astype(wide)
+  centred = x_wide - jnp.mean(x_wide, axis=-1, keepdims=True)
+  inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
+  scale, bias = (_beside(vector.astype(wide), x) for vector in (scale_D, bias_D))
+  return (centred * inverse * scale + bias).astype(x.dtype)
+
+
+def _beside(vector: Array, x: Array) -> Array:
+  """Returns a vector over the last dims of x with dims of 1 before them."""
+  return vector.reshape((1,) * (x.ndim - vector.ndim) + vector.shape)
+
+
+def dropout(x_BRD: Array, rate: float, key: Key[Array, ""] | None) -> Array:
+  """Zeroes a share `rate` of x and scales the rest up; without a key it returns x as it is."""
+  if key is None or rate == 0.0:
+    return x_BRD
+  keep_BRD = constrain(jax.random.bernoulli(key, 1.0 - rate, x_BRD.shape), "BRD")
+  return jnp.where(keep_BRD, x_BRD / (1.0 - rate), jnp.zeros_like(x_BRD))
+
+
+class Kernel(nnx.Module):
+  """A matrix (of any rank) drawn with standard deviation `scale * fan_in ** -0.5`."""
+
+  def __init__(
+    self,
+    letters: str,
+    config: ConfigDict,
+    *,
+    fan_in: int,
+    scale: float = 1.0,
+    bias: str = "",
+    rngs: nnx.Rngs,
+  ):
+    """Draws the kernel with the sizes that its letters have in the legend; a bias starts at 0.
+
+    Args:
+      letters: the kernel's dims.
+      config: finalized.
+      fan_in: how many numbers are summed for one of the product.
+      scale: of the standard deviation.
+      bias: its dims; "" for none.
+      rngs: draws the kernel.
+    """
+    sizes = legend(config)
+    shape = tuple(sizes[letter].size for letter in letters)
+    dtype = jnp.dtype(config.training.parameter_dtype)
+    deviation = jnp.asarray(scale * fan_in**-0.5, dtype)
+    self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
+    self.letters, self.bias_letters = letters, bias
+    if bias:
+      self.bias = nnx.Param(jnp.zeros([sizes[letter].size for letter in bias], dtype))
+    self.dtype = jnp.dtype(config.training.compute_dtype)
+
+  @property
+  def cast(self) -> Array:
+    """Returns the kernel in the compute dtype."""
+    return self.kernel[...].astype(self.dtype)
+
+  def biased(self, x: Array) -> Array:
+    """Returns a product with the bias added, where there is one."""
+    if not self.bias_letters:
+      return x
+    bias = constrain(self.bias[...].astype(self.dtype), self.bias_letters)
+    return x + _beside(bias, x)
+
+
+class Norm(nnx.Module):
+  """RMSNorm or LayerNorm over the last dim."""
+
+  def __init__(self, config: ConfigDict, letter: str = "D"):
+    """Starts as the plain normalisation.
+
+    Args:
+      config: finalized.
+      letter: the last dim's; over H it is always RMSNorm.
+    """
+    model, dtype = config.model, jnp.dtype(config.training.parameter_dtype)
+    shape = (legend(config)[letter].size,)
+    # Gemma stores what is added to one, so that weight decay pulls towards one.
+    self.offset = 1.0 if model.norm_scale_from_one else 0.0
+    self.scale = nnx.Param(jnp.full(shape, 1.0 - self.offset, dtype))
+    self.centred = model.norm == "layer" and letter == "D"
+    if self.centred:
+      self.bias = nnx.Param(jnp.zeros(shape, dtype))
+    self.epsilon, self.letter = model.norm_epsilon, letter
+
+  def __call__(self, x: Float[Array, "*X D"]) -> Float[Array, "*X D"]:
+    """Returns x, normalised."""
+    scale = constrain(self.scale[...], self.letter)
+    if self.offset:
+      scale = scale + self.offset
+    if self.centred:
+      return layer_norm(x, scale, constrain(self.bias[...], self.letter), epsilon=self.epsilon)
+    return rms_norm(x, scale, epsilon=self.epsilon)
+
+
+class Embedding(nnx.Module):
+  """Token id -> vector."""
+
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+    """Draws the table with unit variance per element of D ** 0.5."""
+    dtype = jnp.dtype(config.training.parameter_dtype)
+    shape = (padded_vocabulary(config), config.model.model_size)
+    deviation = jnp.asarray(config.model.embedding_standard_deviation, dtype)
+    self.table = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
+    self.dtype = jnp.dtype(config.training.compute_dtype)
+    self.scale = config.model.model_size**0.5 if config.model.scaled_embeddings else 1.0
+
+  def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B R D"]:
+    """Returns the rows of the table."""
+    x_BRD = scattered_lookup(self.cast, tokens_BT)
+    return x_BRD * jnp.asarray(self.scale, self.dtype) if self.scale != 1.0 else x_BRD
+
+  @property
+  def cast(self) -> Array:
+    """Returns the table in the compute dtype."""
+    return self.table[...].astype(self.dtype)
+
+
+class Positions(nnx.Module):
+  """Position -> vector, learned. Source: GPT-2."""
+
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+    """Draws a row for each position of a training sequence, as small as GPT-2's."""
+    dtype = jnp.dtype(config.training.parameter_dtype)
+    shape = (config.data.sequence_length, config.model.model_size)
+    self.table = nnx.Param(
+      jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(0.02, dtype)
+    )
+    self.dtype = jnp.dtype(config.training.compute_dtype)
+
+  def __call__(self, positions_BT: Int[Array, "#B T"]) -> Float[Array, "#B T D"]:
+    """Returns the rows of the table."""
+    return constrain(self.table[...].astype(self.dtype), "PD")[positions_BT]
+
+
+class Attention(nnx.Module):
+  """Grouped-query attention. Sources: arXiv:2305.13245; 2104.09864 for rotary positions."""
+
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+    """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
+    model = config.model
+    kernel = functools.partial(Kernel, config=config, rngs=rngs)
+    inner = model.biases in ("qkv", "all")
+    self.query = kernel("DNH", fan_in=model.model_size, bias="NH" if inner else "")
+    self.key = kernel("DKH", fan_in=model.model_size, bias="KH" if inner else "")
+    self.value = kernel("DKH", fan_in=model.model_size, bias="KH" if inner else "")
+    self.normed = model.query_key_norm
+    if self.normed:
+      self.query_norm, self.key_norm = Norm(config, "H"), Norm(config, "H")
+    depth = (2 * model.layers) ** -0.5
+    self.out = kernel(
+      "NHD",
+      fan_in=model.heads * model.head_size,
+      scale=depth,
+      bias="D" if model.biases == "all" else "",
+    )
+    self.groups = model.heads // model.kv_heads
+    self.scale, self.cap = model.attention_scale, model.attention_soft_cap
+
+  def __call__(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    layer: Layer,
+    rows: Rows,
+    cache: Cache | None = None,
+  ) -> tuple[Float[Array, "B R D"], Cache | None]:
+    """Returns what each position reads from its past, and the cache with these positions in it.
+
+    Args:
+      x_BRD: the normalised residual.
+      layer: in what this layer differs from others.
+      rows: where the tokens are.
+      cache: this layer's, of one document; None where x is all that there is.
+    """
+    q_BTNH, k_BTKH, v_BTKH = gathered_products(
+      x_BRD,
+      [self.query.cast, self.key.cast, self.value.cast],
+      (("DNH", "BTNH"), ("DKH", "BTKH"), ("DKH", "BTKH")),
+    )
+    q_BTNH, k_BTKH = self.query.biased(q_BTNH), self.key.biased(k_BTKH)
+    v_BTKH = self.value.biased(v_BTKH)
+    if self.normed:
+      q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+    if layer.frequency_h is not None:
+      q_BTNH = rotate(q_BTNH, rows.positions_BT, layer.frequency_h)
+      k_BTKH = rotate(k_BTKH, rows.positions_BT, layer.frequency_h)
+    if rows.ring:
+      k_BTKH, v_BTKH = constrain(k_BTKH, "BTKH"), constrain(v_BTKH, "BTKH")
+      scores = Scores(self.scale, self.cap)
+      mixed_BTNH = ring_attention(
+        q_BTNH, k_BTKH, v_BTKH, rows.segments_BT, layer.window, scores=scores
+      )
+    else:
+      mixed_BTNH, cache = self._gathered(q_BTNH, k_BTKH, v_BTKH, layer, rows, cache)
+    mixed_BTNH = constrain(mixed_BTNH, "BTNH")
+    return self.out.biased(scattered_product(mixed_BTNH, self.out.cast, "NHD", "BTNH")), cache
+
+  def _gathered(
+    self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, layer: Layer, rows: Rows, cache: Cache | None
+  ) -> tuple[Float[Array, "B T N H"], Cache | None]:
+    """Returns what each query reads, from keys and values that are gathered over the sequence."""
+    k_BSKH, v_BSKH = constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH")
+    if cache is not None:
+      cache = remember(cache, k_BSKH, v_BSKH)
+      k_BSKH, v_BSKH = cache.keys, cache.values
+    # Each key/value head serves N/K query heads. Repeated, the heads split over tensor even
+    # where it does not divide K.
+    k_BSNH = constrain(jnp.repeat(k_BSKH, self.groups, axis=2), "BSNH")
+    v_BSNH = constrain(jnp.repeat(v_BSKH, self.groups, axis=2), "BSNH")
+    segments = None
+    if rows.segments_BT is not None:
+      segments = rows.segments_BT, constrain(rows.segments_BT, "BS")
+    mixed_BTNH = causal_attention(
+      q_BTNH,
+      k_BSNH,
+      v_BSNH,
+      rows.slots_BT,
+      segments,
+      scale=self.scale,
+      cap=self.cap,
+      window=layer.window,
+    )
+    return mixed_BTNH, cache
+
+
+class MLP(nnx.Module):
+  """down(f(up(x))), or gated: down(f(gate(x)) * up(x)). Source of the latter: arXiv:2002.05202."""
+
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+    """Draws the projections; the last is scaled down by the depth."""
+    model, biased = config.model, config.model.biases == "all"
+    kernel = functools.partial(Kernel, config=config, rngs=rngs)
+    self.gated = model.gated
+    if self.gated:
+      self.gate = kernel("DF", fan_in=model.model_size)
+    self.up = kernel("DF", fan_in=model.model_size, bias="F" if biased else "")
+    depth = (2 * model.layers) ** -0.5
+    self.down = kernel("FD", fan_in=model.feedforward_size, scale=depth, bias="D" if biased else "")
+    self.activation = ACTIVATIONS[model.activation]
+
+  def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+    """Returns the block's update."""
+    kernels = [kernel.cast for kernel in ([self.gate, self.up] if self.gated else [self.up])]
+    products = gathered_products(x_BRD, kernels, (("DF", "BTF"),) * len(kernels))
+    up_BTF = self.up.biased(products[-1])
+    hidden_BTF = self.activation(products[0]) * up_BTF if self.gated else self.activation(up_BTF)
+    return self.down.biased(scattered_product(hidden_BTF, self.down.cast, "FD", "BTF"))

@@ -1,0 +1,80 @@
+"""The decoder's dims: its legend, and which dims each parameter has."""
+
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from partitioning.dims import Dim
+
+
+def legend(config: ConfigDict) -> dict[str, Dim]:
+  """Returns letter -> Dim for this config."""
+  model = config.model
+  return {
+    "B": Dim("batch", None),
+    "T": Dim("sequence", None),
+    "R": Dim("residual_sequence", None),
+    "S": Dim("key_sequence", None),
+    "L": Dim("layers", model.layers),
+    "D": Dim("model", model.model_size),
+    "F": Dim("feedforward", model.feedforward_size),
+    "N": Dim("heads", model.heads),
+    "K": Dim("kv_heads", model.kv_heads, may_replicate=True),
+    "H": Dim("head", model.head_size),
+    "V": Dim("vocabulary", padded_vocabulary(config)),
+    "P": Dim("positions", config.data.sequence_length),
+  }
+
+
+PARAMETERS = {
+  "embed/table": "VD",
+  "positions/table": "PD",
+  "layers/attention_norm/scale": "LD",
+  "layers/attention_norm/bias": "LD",
+  "layers/attention/query/kernel": "LDNH",
+  "layers/attention/query/bias": "LNH",
+  "layers/attention/(key|value)/kernel": "LDKH",
+  "layers/attention/(key|value)/bias": "LKH",
+  "layers/attention/(query|key)_norm/scale": "LH",
+  "layers/attention/out/kernel": "LNHD",
+  "layers/attention/out/bias": "LD",
+  "layers/attention_post_norm/scale": "LD",
+  "layers/mlp_norm/scale": "LD",
+  "layers/mlp_norm/bias": "LD",
+  "layers/mlp/gate/kernel": "LDF",
+  "layers/mlp/up/kernel": "LDF",
+  "layers/mlp/up/bias": "LF",
+  "layers/mlp/down/kernel": "LFD",
+  "layers/mlp/down/bias": "LD",
+  "layers/mlp_post_norm/scale": "LD",
+  "final_norm/scale": "D",
+  "final_norm/bias": "D",
+  "unembed/kernel": "DV",
+}
+
+# What not every decoder has: a part of the pattern -> when it has it.
+_WHEN: dict[str, Callable[[ConfigDict], bool]] = {
+  "positions/": lambda m: m.positions == "learned",
+  "norm/bias": lambda m: m.norm == "layer",
+  "query/bias": lambda m: m.biases in ("qkv", "all"),
+  "(key|value)/bias": lambda m: m.biases in ("qkv", "all"),
+  "(query|key)_norm": lambda m: m.query_key_norm,
+  "out/bias": lambda m: m.biases == "all",
+  "up/bias": lambda m: m.biases == "all",
+  "down/bias": lambda m: m.biases == "all",
+  "post_norm": lambda m: m.post_norms,
+  "mlp/gate": lambda m: m.gated,
+  "unembed": lambda m: not m.tied_embeddings,
+}
+
+
+def parameters(config: ConfigDict) -> dict[str, str]:
+  """Returns name pattern -> letters of the parameters that this config has."""
+  absent = [part for part, when in _WHEN.items() if not when(config.model)]
+  return {n: dims for n, dims in PARAMETERS.items() if not any(part in n for part in absent)}
+
+
+def padded_vocabulary(config: ConfigDict) -> int:
+  """Returns the vocabulary's size, rounded up so that shapes never depend on the mesh."""
+  multiple = config.model.vocabulary_multiple
+  return -(-config.model.vocabulary_size // multiple) * multiple

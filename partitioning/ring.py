@@ -1,0 +1,317 @@
+"""Attention over a sequence that mesh axes split: keys and values go round in a ring.
+
+Source: arXiv:2310.01889; the order of the pieces: arXiv:2311.09431. Each device holds one early and
+one late piece of the sequence: of 2c pieces over c devices, device i has i and 2c - 1 - i. Then of
+the keys and values that come from another device it needs half, for half of its queries or for
+all, and every device has as much to do in every round.
+
+The backward pass sends keys and values round again, with their gradients beside them. What is kept
+for it are a device's own queries, keys, values and results, and never the scores.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from partitioning.constraints import current_layout
+from partitioning.dims import Axes, resolve
+
+QUERIES, KEYS, SEGMENTS = "BTNH", "BTKH", "BT"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+  """How scores are made of queries and keys.
+
+  Attributes:
+    scale: what their products are multiplied by.
+    cap: keeps them within (-cap, cap) by a tanh; 0 is off.
+  """
+
+  scale: float
+  cap: float = 0.0
+
+  def __call__(self, q: jax.Array, k: jax.Array, wide: jnp.dtype) -> jax.Array:
+    """Returns the scores, B N T S, of q, B T N H, and k, B S N H."""
+    scores = jnp.einsum("BTNH,BSNH->BNTS", q, k, preferred_element_type=wide)
+    scores = scores * jnp.asarray(self.scale, wide)
+    return self.cap * jnp.tanh(scores / self.cap) if self.cap else scores
+
+  def slope(self, scores: jax.Array) -> jax.Array | float:
+    """Returns the derivative of the scores by the products."""
+    slope = jnp.asarray(self.scale, scores.dtype)
+    return slope * (1 - (scores / self.cap) ** 2) if self.cap else slope
+
+
+def axes() -> Axes:
+  """Returns the axes larger than 1 that split the sequence within a block."""
+  layout, sizes = current_layout("ring attention")
+  if layout.collect or "T" not in layout.legend:
+    return ()
+  return tuple(axis for axis in layout.table[layout.legend["T"].name] if sizes[axis] > 1)
+
+
+def parts() -> int:
+  """Returns into how many parts the sequence is split."""
+  _, sizes = current_layout("ring attention")
+  return int(np.prod([sizes[axis] for axis in axes()], dtype=int))
+
+
+def balanced(length: int, count: int) -> np.ndarray:
+  """Returns int32 [length]: the slots in the order in which the devices hold them.
+
+  Raises:
+    ValueError: the length is no multiple of twice the count.
+  """
+  if length % (2 * count):
+    raise ValueError(f"a sequence of {length} is not divisible into 2 x {count} pieces")
+  pieces = np.arange(length, dtype=np.int32).reshape(2 * count, -1)
+  order = [piece for i in range(count) for piece in (i, 2 * count - 1 - i)]
+  return pieces[order].reshape(-1)
+
+
+def ring_attention(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  segments_BT: jax.Array | None,
+  window: jax.Array | int | None,
+  *,
+  scores: Scores,
+) -> jax.Array:
+  """Attends to the past and to itself; the softmax is float32 or wider.
+
+  Args:
+    q_BTNH: queries, in `balanced` order along T.
+    k_BTKH: keys, likewise; each of the K heads serves N/K of the queries'.
+    v_BTKH: values.
+    segments_BT: the documents, in the same order; each query sees its own alone. None: all are one.
+    window: each sees that many slots, its own the last of them; None: all of its past.
+    scores: how scores are made.
+
+  Returns:
+    B T N H, constrained as the queries.
+  """
+  layout, sizes = current_layout("ring attention")
+  named = (QUERIES, q_BTNH), (KEYS, k_BTKH), (SEGMENTS, q_BTNH[..., 0, 0])
+  queries, keys, rows = (
+    resolve(letters, x.shape, layout.legend, layout.table, sizes).spec for letters, x in named
+  )
+  same = _part(queries, 2, sizes) == _part(keys, 2, sizes)
+  ring = _Ring(axes(), scores)
+  # Who a device is, it reads from what it is given, and not from its index: what depends on
+  # nothing that is given, JAX would hoist into a shard_map without arguments, which XLA refuses.
+  slots_T = jnp.asarray(balanced(q_BTNH.shape[1], parts()))
+  serving_N = jnp.arange(q_BTNH.shape[2], dtype=jnp.int32) // (q_BTNH.shape[2] // k_BTKH.shape[2])
+  facts = (slots_T, None if same else serving_N, segments_BT, window)
+  lie = (PartitionSpec(queries[1]), PartitionSpec(queries[2]), rows, PartitionSpec())
+  lie = tuple(None if fact is None else spec for fact, spec in zip(facts, lie, strict=True))
+
+  def inside(q, k, v, facts):
+    return _attend(ring, q, k, v, facts)
+
+  # Without check_vma: a branch of `cond` that differs between devices confuses it.
+  shards = jax.shard_map(
+    inside, in_specs=(queries, keys, keys, lie), out_specs=queries, check_vma=False
+  )
+  return shards(q_BTNH, k_BTKH, v_BTKH, facts)
+
+
+def _part(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> Axes:
+  entry = spec[dim] if dim < len(spec) else None
+  found = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+  return tuple(axis for axis in found if sizes[axis] > 1)
+
+
+def _spread(x_BSKH: jax.Array, serving_N: jax.Array | None, queries: int) -> jax.Array:
+  """Returns B S N H, for each of the device's query heads the head that serves it.
+
+  Args:
+    x_BSKH: the device's keys or values.
+    serving_N: which serves which; None: each of the K as many, in their order.
+    queries: N.
+  """
+  if serving_N is None:
+    return jnp.repeat(x_BSKH, queries // x_BSKH.shape[2], axis=2)
+  return jnp.take(x_BSKH, serving_N, axis=2)
+
+
+def _collect(d_BSNH: jax.Array, serving_N: jax.Array | None, keys: int) -> jax.Array:
+  """Returns B S K H, the transpose of `_spread`."""
+  batch, slots, queries, head = d_BSNH.shape
+  if serving_N is None:
+    return d_BSNH.reshape(batch, slots, keys, queries // keys, head).sum(axis=3)
+  zeros = jnp.zeros((batch, slots, keys, head), d_BSNH.dtype)
+  return zeros.at[:, :, serving_N].add(d_BSNH)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+  """What is known of the ring before there are arrays."""
+
+  axes: Axes
+  scores: Scores
+
+  def slots(self, device: jax.Array, length: int) -> jax.Array:
+    """Returns int32 [length]: the slots that a device of the ring holds."""
+    count, piece = jax.lax.axis_size(self.axes), length // 2
+    inside = jnp.arange(piece, dtype=jnp.int32)
+    late = 2 * count - 1 - device
+    return jnp.concatenate([device * piece + inside, late * piece + inside])
+
+  def next(self, tree: Any) -> Any:
+    """Returns what the device before this one has held."""
+    count = jax.lax.axis_size(self.axes)
+    pairs = [(i, (i + 1) % count) for i in range(count)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
+
+
+def _seen(q_slots, k_slots, q_segments, k_segments, window):
+  """Returns bool, (B or 1) T S: what each query sees."""
+  seen = k_slots[None, None, :] <= q_slots[None, :, None]
+  if window is not None:
+    seen = seen & (q_slots[None, :, None] - k_slots[None, None, :] < window)
+  if q_segments is not None:
+    seen = seen & (q_segments[:, :, None] == k_segments[:, None, :])
+  return seen
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: _Ring, q, k, v, facts):
+  return _forward(ring, q, k, v, facts)[0]
+
+
+def _forward(ring: _Ring, q, k, v, facts):
+  """Returns the mixed values, and what the backward pass needs."""
+  q_slots, serving, segments, window = facts
+  here, count = q_slots[0] // (q.shape[1] // 2), jax.lax.axis_size(ring.axes)
+  wide = jnp.promote_types(q.dtype, jnp.float32) if q.dtype != jnp.float64 else q.dtype
+  length = q.shape[1]
+  lowest = jnp.finfo(wide).min
+  batch, _, queries, head = q.shape
+
+  def add(total, q_part, k_part, v_part, seen):
+    """Takes more keys into the running softmax of some queries."""
+    mixed, largest, weight = total
+    k_part, v_part = (_spread(x, serving, queries) for x in (k_part, v_part))
+    scores = jnp.where(seen[:, None], ring.scores(q_part, k_part, wide), lowest)
+    top = jnp.maximum(largest, scores.max(axis=-1))
+    shares = jnp.where(seen[:, None], jnp.exp(scores - top[..., None]), 0)
+    shrink = jnp.exp(largest - top)
+    more = jnp.einsum("BNTS,BSNH->BNTH", shares.astype(v_part.dtype), v_part).astype(wide)
+    return mixed * shrink[..., None] + more, top, weight * shrink + shares.sum(axis=-1)
+
+  half = length // 2
+
+  def part(total, rows, columns, k, v, k_segments, k_slots):
+    cut = tuple(x[:, :, rows] for x in total)
+    seen = _seen(
+      q_slots[rows],
+      k_slots[columns],
+      None if segments is None else segments[:, rows],
+      None if segments is None else k_segments[:, columns],
+      window,
+    )
+    found = add(cut, q[:, rows], k[:, columns], v[:, columns], seen)
+    return tuple(x.at[:, :, rows].set(new) for x, new in zip(total, found, strict=True))
+
+  def round_of(carry, number):
+    total, held = carry
+    held = ring.next(held)
+    k, v, k_segments = held
+    device = (here - number) % count
+    k_slots = ring.slots(device, length)
+    whole, early, late = slice(None), slice(0, half), slice(half, None)
+    total = jax.lax.cond(
+      device < here,
+      lambda total: part(total, whole, early, k, v, k_segments, k_slots),
+      lambda total: part(total, late, whole, k, v, k_segments, k_slots),
+      total,
+    )
+    return (total, held), None
+
+  shape = (batch, queries, length)
+  total = (
+    jnp.zeros((*shape, head), wide),
+    jnp.full(shape, lowest, wide),
+    jnp.zeros(shape, wide),
+  )
+  whole = slice(None)
+  total = part(total, whole, whole, k, v, segments, q_slots)
+  numbers = jnp.arange(1, count, dtype=jnp.int32)
+  (total, _), _ = jax.lax.scan(round_of, (total, (k, v, segments)), numbers)
+  mixed, largest, weight = total
+  out = jnp.swapaxes(mixed / weight[..., None], 1, 2).astype(v.dtype)
+  return out, (q, k, v, facts, out, largest + jnp.log(weight))
+
+
+def _backward(ring: _Ring, kept, d_out):
+  """Returns the gradients; keys and values go round again, their gradients with them."""
+  q, k, v, facts, out, logs = kept
+  q_slots, serving, segments, window = facts
+  here, count = q_slots[0] // (q.shape[1] // 2), jax.lax.axis_size(ring.axes)
+  wide, length, half = logs.dtype, q.shape[1], q.shape[1] // 2
+  queries, keys = q.shape[2], k.shape[2]
+  # What the softmax's gradient takes off: the sum over S of weights times their gradients.
+  off = jnp.einsum("BTNH,BTNH->BNT", d_out.astype(wide), out.astype(wide))
+
+  def part(rows, columns, k, v, k_segments, k_slots):
+    """Returns what some queries and some keys give: the gradients of q, k and v."""
+    seen = _seen(
+      q_slots[rows],
+      k_slots[columns],
+      None if segments is None else segments[:, rows],
+      None if segments is None else k_segments[:, columns],
+      window,
+    )
+    q_part, d_part = q[:, rows], d_out[:, rows]
+    k_part, v_part = (_spread(x[:, columns], serving, queries) for x in (k, v))
+    scores = ring.scores(q_part, k_part, wide)
+    weights = jnp.where(seen[:, None], jnp.exp(scores - logs[:, :, rows, None]), 0)
+    d_weights = jnp.einsum("BTNH,BSNH->BNTS", d_part, v_part, preferred_element_type=wide)
+    d_scores = weights * (d_weights - off[:, :, rows, None]) * ring.scores.slope(scores)
+    d_scores = d_scores.astype(q.dtype)
+    d_q = jnp.einsum("BNTS,BSNH->BTNH", d_scores, k_part, preferred_element_type=wide)
+    d_k = jnp.einsum("BNTS,BTNH->BSNH", d_scores, q_part, preferred_element_type=wide)
+    d_v = jnp.einsum(
+      "BNTS,BTNH->BSNH", weights.astype(q.dtype), d_part, preferred_element_type=wide
+    )
+    return d_q, _collect(d_k, serving, keys), _collect(d_v, serving, keys)
+
+  def added(sums, rows, columns, found):
+    places = rows, columns, columns
+    return tuple(
+      total.at[:, place].add(more) for total, place, more in zip(sums, places, found, strict=True)
+    )
+
+  def round_of(carry, number):
+    d_q, held = carry
+    k, v, k_segments, d_k, d_v = held = ring.next(held)
+    device = (here - number) % count
+    k_slots = ring.slots(device, length)
+    whole, early, late = slice(None), slice(0, half), slice(half, None)
+
+    def of(rows, columns):
+      def add(sums):
+        return added(sums, rows, columns, part(rows, columns, k, v, k_segments, k_slots))
+
+      return add
+
+    d_q, d_k, d_v = jax.lax.cond(device < here, of(whole, early), of(late, whole), (d_q, d_k, d_v))
+    return (d_q, (*held[:3], d_k, d_v)), None
+
+  whole = slice(None)
+  d_q, d_k, d_v = part(whole, whole, k, v, segments, q_slots)
+  numbers = jnp.arange(1, count, dtype=jnp.int32)
+  carry = d_q, (k, v, segments, d_k, d_v)
+  (d_q, held), _ = jax.lax.scan(round_of, carry, numbers)
+  d_k, d_v = ring.next(held[3:])  # home
+  return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)

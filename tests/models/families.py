@@ -1,0 +1,89 @@
+"""Small decoders of the open families, and parameters for them that NumPy draws, by name."""
+
+import zlib
+
+import jax
+import numpy as np
+
+from configs.decoders import GPT_2
+from partitioning.rules import named_leaves
+from tests.jobs import make_job
+from training.job import Job
+
+ROWS, LENGTH = 2, 24
+SIZES = {
+  "model.layers": 3,
+  "model.model_size": 32,
+  "model.feedforward_size": 56,
+  "model.heads": 4,
+  "model.kv_heads": 2,
+  "model.head_size": 10,
+  "model.vocabulary_size": 61,
+  "model.vocabulary_multiple": 1,
+  "data.sequence_length": LENGTH,
+  "data.global_batch_size": ROWS,
+  "training.matmul_precision": "highest",
+}
+GEMMA = {
+  "norm_scale_from_one": True,
+  "post_norms": True,
+  "activation": "gelu",
+  "scaled_embeddings": True,
+  "tied_embeddings": True,
+  "window": 5,
+  "attention_scale": 12**-0.5,
+}
+# family -> keys of `model`. Windows are shorter than the rows, scaled positions lie within them.
+FAMILIES = {
+  "gpt2": {**GPT_2, "kv_heads": 4, "head_size": 8},
+  "llama2": {"norm_epsilon": 1e-5},
+  "llama3": {"rotary_base": 500.0, "rotary_scaling": (8.0, 1.0, 4.0, 16.0), "norm_epsilon": 1e-5},
+  "mistral": {"window": 7, "norm_epsilon": 1e-5},
+  "qwen2": {"biases": "qkv"},
+  "qwen3": {"query_key_norm": True, "tied_embeddings": True},
+  "gemma2": {
+    **GEMMA,
+    "global_every": 2,
+    "attention_soft_cap": 5.0,
+    "logits_soft_cap": 3.0,
+  },
+  "gemma3": {
+    **GEMMA,
+    "global_every": 3,
+    "query_key_norm": True,
+    "rotary_base": 1000.0,
+    "local_rotary_base": 20.0,
+  },
+}
+
+
+def job_of(family: str, strategy: str = "single", **overrides) -> Job:
+  """Returns a small job of a family."""
+  keys = {f"model.{key}": value for key, value in FAMILIES[family].items()}
+  return make_job(strategy, "lm", **{**SIZES, **keys, **overrides})
+
+
+def drawn(job: Job) -> dict[str, np.ndarray]:
+  """Returns name -> float32 array; large enough that each part of the model shows in the logits."""
+  arrays = {}
+  for name, leaf in named_leaves(job.state.params).items():
+    random = np.random.RandomState(zlib.crc32(name.encode()))  # of all NumPys the same
+    values = random.standard_normal(leaf.shape).astype(np.float32)
+    # A scale is near what leaves its input as it is; kernels keep the size of what they multiply.
+    start = 0.0 if job.config.model.norm_scale_from_one else 1.0
+    scale = name.endswith("scale")
+    size = 0.5 if leaf.ndim < 3 or name.endswith("bias") else 2 * job.config.model.model_size**-0.5
+    arrays[name] = start + 0.3 * values if scale else size * values
+  return arrays
+
+
+def tokens() -> np.ndarray:
+  """Returns int32 [ROWS, LENGTH]."""
+  return np.random.RandomState(7).randint(1, 61, (ROWS, LENGTH)).astype(np.int32)
+
+
+def tree_of(job: Job, arrays: dict[str, np.ndarray]) -> dict:
+  """Returns the arrays as the job's tree of parameters, laid out as the job's."""
+  structure = jax.tree.structure(job.state.params)
+  leaves = [arrays[name] for name in named_leaves(job.state.params)]
+  return jax.device_put(jax.tree.unflatten(structure, leaves), job.state_shardings.params)

@@ -1,0 +1,185 @@
+"""A sequence split over `context`: attention in a ring and by gathering, beside one device."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from partitioning import collectives, ring
+from tests.jobs import host_batch, make_job, place
+from tests.parity.comparison import FEATURES, SEQUENCE_PARALLEL, assert_equal, reference, train
+
+MESHES = {
+  "context8": {"mesh.context": 8},
+  "data2_context4": {"mesh.data": 2, "mesh.context": 4},
+  "fsdp4_context2": {"mesh.fsdp": 4, "mesh.context": 2},
+  "context4_tensor2": {"mesh.context": 4, "mesh.tensor": 2},
+  "fsdp2_context2_tensor2": {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2},
+}
+LONG = {"data.sequence_length": 32}
+# What changes who sees whom: a window beyond a device's part, soft caps, documents.
+SEEN = {
+  "model.window": 11,
+  "model.global_every": 2,
+  "model.attention_soft_cap": 0.5,
+  "model.separate_documents": True,
+}
+# Heads that tensor does not divide: every device holds the one key/value head whole.
+ONE_HEAD = {"model.kv_heads": 1}
+
+
+@functools.cache
+def on_one_device(which: str):
+  """Returns what one device gives for a longer sequence."""
+  return train("lm", "float64", {**LONG, **{"": {}, "seen": SEEN, "one": ONE_HEAD}[which]})
+
+
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_trains_as_one_device_does(mesh, kind):
+  overrides = {**LONG, **MESHES[mesh], "model.context_attention": kind}
+  assert_equal(train("lm", "float64", overrides), on_one_device(""), "float64")
+
+
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+@pytest.mark.parametrize("mesh", ["context8", "fsdp2_context2_tensor2"])
+def test_windows_soft_caps_and_documents(mesh, kind):
+  overrides = {**LONG, **SEEN, **MESHES[mesh], "model.context_attention": kind}
+  assert_equal(train("lm", "float64", overrides), on_one_device("seen"), "float64")
+
+
+def test_a_head_that_stays_whole():
+  overrides = {**LONG, **ONE_HEAD, **MESHES["context4_tensor2"]}
+  assert_equal(train("lm", "float64", overrides), on_one_device("one"), "float64")
+
+
+def test_with_everything_else():
+  overrides = {
+    **FEATURES,
+    **SEQUENCE_PARALLEL,
+    **MESHES["fsdp2_context2_tensor2"],
+    "training.gradient_accumulation_steps": 2,
+  }
+  assert_equal(train("lm", "float64", overrides), reference("lm", "float64", True), "float64")
+
+
+def test_in_float32():
+  ours = train("lm", "float32", MESHES["fsdp2_context2_tensor2"])
+  assert_equal(ours, reference("lm", "float32"), "float32")
+
+
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+def test_evaluation_is_that_of_one_device(kind):
+  sums = {}
+  for name, overrides in {"one": {}, "split": MESHES["context4_tensor2"]}.items():
+    job = make_job("single", "lm", **{**LONG, **overrides, "model.context_attention": kind})
+    step = job.compile_eval_step().function
+    found = step(job.initial_state().params, place(job, host_batch(job)))
+    sums[name] = {key: float(value) for key, value in found.items()}
+  assert sums["split"] == pytest.approx(sums["one"], rel=1e-5)
+
+
+# ------------------------------ what each device does ------------------------------
+
+
+def test_the_order_gives_each_device_an_early_and_a_late_piece():
+  assert ring.balanced(16, 4).tolist() == [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
+  with pytest.raises(ValueError, match="a sequence of 12 is not divisible into 2 x 4 pieces"):
+    ring.balanced(12, 4)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_the_causal_work_is_balanced(count):
+  """Counts the pairs of slots that each device multiplies in each round, and those it needs."""
+  length = 16 * count
+  slots = ring.balanced(length, count).reshape(count, -1)
+  for shift in range(1, count):
+    multiplied, needed = [], []
+    for device in range(count):
+      other = (device - shift) % count
+      half = slots.shape[1] // 2
+      rows, columns = slots[device], slots[other]
+      if other < device:
+        columns = columns[:half]
+      else:
+        rows = rows[half:]
+      multiplied.append(rows.size * columns.size)
+      needed.append(int(np.sum(slots[other][None] <= slots[device][:, None])))
+    assert len(set(multiplied)) == 1
+    assert multiplied == needed, "no pair is multiplied for nothing"
+
+
+def sizes(context, kind):
+  """Returns (bytes of temporary memory, collectives) of a compiled step."""
+  overrides = {
+    "data.sequence_length": 256,
+    "data.global_batch_size": 2,
+    "mesh.context": context,
+    "model.context_attention": kind,
+    "training.rematerialization": "full",
+  }
+  job = make_job("single", "lm", **overrides)
+  step = job.compile_train_step().function
+  found = collectives.collectives(step.as_text(), job.mesh)
+  return step.memory_analysis().temp_size_in_bytes, {(c.kind, c.axes) for c in found}
+
+
+def test_memory_falls_with_the_axis_and_keys_go_round():
+  one, _ = sizes(1, "ring")
+  two, _ = sizes(2, "ring")
+  eight, kinds = sizes(8, "ring")
+  # What CPUs report is of one device.
+  assert eight < 0.5 * two < 0.5 * one
+  assert ("collective-permute", ("context",)) in kinds
+  _, kinds = sizes(8, "gather")
+  assert ("all-gather", ("context",)) in kinds
+
+
+# ------------------------------ mutations ------------------------------
+
+
+def assert_caught(overrides):
+  """Trains; the comparison with one device, trained before, must fail."""
+  wanted = on_one_device("seen")
+  ours = train("lm", "float64", {**LONG, **SEEN, **MESHES["context8"], **overrides})
+  with pytest.raises(AssertionError):
+    assert_equal(ours, wanted, "float64")
+
+
+def test_a_wrong_rotation_of_the_ring(monkeypatch):
+  on_one_device("seen")
+  permute = jax.lax.ppermute
+  monkeypatch.setattr(
+    jax.lax, "ppermute", lambda x, axes, pairs: permute(x, axes, [(b, a) for a, b in pairs])
+  )
+  assert_caught({})
+
+
+def test_an_off_by_one_at_a_seam(monkeypatch):
+  on_one_device("seen")
+  slots = ring._Ring.slots
+  monkeypatch.setattr(
+    ring._Ring, "slots", lambda self, device, length: slots(self, device, length) + 1
+  )
+  assert_caught({})
+
+
+def test_a_mask_that_leaks_across_documents(monkeypatch):
+  on_one_device("seen")
+  seen = ring._seen
+  monkeypatch.setattr(
+    ring, "_seen", lambda q, k, q_segments, k_segments, window: seen(q, k, None, None, window)
+  )
+  assert_caught({})
+
+
+def test_gradients_of_keys_that_do_not_come_home(monkeypatch):
+  on_one_device("seen")
+  following = ring._Ring.next
+  monkeypatch.setattr(
+    ring._Ring,
+    "next",
+    lambda self, tree: tree if len(tree) == 2 else following(self, tree),
+  )
+  assert_caught({})
