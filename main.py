@@ -242,7 +242,11 @@ def _workdir() -> epath.Path:
 def _prepare(*config_flags_given, proof: bool = False) -> list[job.Job]:
   """Finalizes and checks the configs, starts the devices, judges the layouts."""
   configs = [flag.value for flag in config_flags_given]
-  started = devices.start(*(c.mesh.to_dict() for c in configs), simulate=_SIMULATE.value)
+  started = devices.start(
+    *(config.mesh.to_dict() for config in configs),
+    slices=[config.mesh_dcn.to_dict() for config in configs],
+    simulate=_SIMULATE.value,
+  )
   jobs = []
   for config, its_devices in zip(configs, started, strict=True):
     if proof:

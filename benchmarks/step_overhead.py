@@ -233,7 +233,8 @@ def shallow_dict(record) -> dict:
 def measure_all(configs: Mapping[str, ConfigDict], most: float) -> int:
   """Measures every case, name -> config; returns the exit code."""
   meshes = (config.mesh.to_dict() for config in configs.values())
-  started = devices.start(*meshes, simulate=_SIMULATE.value)
+  slices = [config.mesh_dcn.to_dict() for config in configs.values()]
+  started = devices.start(*meshes, slices=slices, simulate=_SIMULATE.value)
   kind = "simulated CPU devices" if started[0].simulated else jax.devices()[0].device_kind
   print(
     f"{jax.device_count()} x {kind}, jax {jax.__version__}; {ROUNDS.value} rounds of "

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict, config_dict
 from configs import decoders, recipes
 
 MESH = {"data": 1, "fsdp": 1, "stage": 1, "expert": 1, "context": 1, "tensor": 1}
+MESH_DCN = {"data": 1, "fsdp": 1, "stage": 1}  # the axes that may go over the network as well
 
 MATMUL_PRECISIONS = ("default", "high", "highest")
 REMATERIALIZATIONS = ("none", "dots", "full")
@@ -49,6 +50,7 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
   config.seed = 0  # one seed for parameters, data order and dropout
   config.argument = argument or "lm"  # the recipe, as asked for; part of the default workdir
   config.mesh = ConfigDict({**MESH, **(mesh or {})})
+  config.mesh_dcn = ConfigDict(MESH_DCN)  # over slices; the size of an axis is the product
   config.partitioning = _partitioning(config.model.name)
   config.metrics = ConfigDict({"every_steps": 10, "tensorboard": True})
   config.checkpoint = ConfigDict(
@@ -158,7 +160,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   if config.training.compute_dtype == "float64" and config.training.parameter_dtype != "float64":
     wrong.append("training.compute_dtype=float64 needs training.parameter_dtype=float64")
   if config.model.name == "transformer":
-    wrong.extend(decoders.wrong(config))
+    wrong.extend(decoders.wrong(config, sizes))
   if wrong:
     raise ValueError("the config is refused:\n" + "\n".join(f"  {line}" for line in wrong))
 

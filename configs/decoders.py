@@ -1,6 +1,6 @@
 """The open decoder families: the published sizes, and which keys of a decoder go together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -10,7 +10,7 @@ CHOICES = {
   "model.norm": ("rms", "layer"),
   "model.biases": ("none", "qkv", "all"),
   "model.activation": ("silu", "gelu"),
-  "model.context_attention": ("ring", "gather"),
+  "model.context_attention": ("auto", "ring", "gather"),
 }
 # Whole numbers of a decoder of which 0 turns something off.
 MAY_BE_ZERO = ("window", "global_every")
@@ -111,8 +111,13 @@ PRESETS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def wrong(config: ConfigDict) -> Iterator[str]:
-  """Yields a line for each key of a decoder that does not go with the others."""
+def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
+  """Yields a line for each key of a decoder that does not go with the others.
+
+  Args:
+    config: finalized.
+    sizes: mesh axis -> size.
+  """
   model, length = config.model, config.data.sequence_length
   if model.kv_heads > 0 and model.heads % model.kv_heads:
     yield f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"
@@ -132,6 +137,22 @@ def wrong(config: ConfigDict) -> Iterator[str]:
       f"model.window, or both to 0"
     )
   yield from _rotary(model)
+  yield from _context(config, sizes["context"])
+
+
+def _context(config: ConfigDict, context: int) -> Iterator[str]:
+  length, ring = config.data.sequence_length, config.model.context_attention == "ring"
+  pieces = 2 * context if ring else context
+  if context == 1 or length % pieces == 0:
+    return
+  why = (
+    f"2 x mesh.context = {pieces}: in a ring each device has an early and a late piece"
+    if ring
+    else f"mesh.context={context}"
+  )
+  below = length - length % pieces
+  near = " or ".join(str(size) for size in (below, below + pieces) if size)
+  yield f"data.sequence_length={length} is not divisible by {why}; make it {near}"
 
 
 def _rotary(model: ConfigDict) -> Iterator[str]:

@@ -109,8 +109,6 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
         f"change one, or set model.head_size"
       )
     model.head_size = model.model_size // max(1, model.heads)
-  if model.name == "transformer" and model.context_attention is None:
-    model.context_attention = "ring"
   if model.name == "transformer" and model.attention_scale is None:
     model.attention_scale = model.head_size**-0.5 if model.head_size > 0 else 1.0
 
@@ -212,7 +210,7 @@ def lm() -> ConfigDict:
     "attention_soft_cap": 0.0,  # of the scaled scores; 0 is off
     "logits_soft_cap": 0.0,
     "scaled_embeddings": False,  # by model_size**0.5
-    "context_attention": config_dict.placeholder(str),  # ring or gather, where context > 1
+    "context_attention": "auto",  # where context > 1: ring, gather, or what should be faster
     "embedding_standard_deviation": config_dict.placeholder(float),  # 1; tied: model_size**-0.5
     "dropout_rate": 0.0,
     "tied_embeddings": False,  # the logits by the embedding's table

@@ -99,6 +99,7 @@ class Transformer(nnx.Module):
     self.layer_count, self.kinds = config.model.layers, layers(config)
     self.soft_cap = config.model.logits_soft_cap
     self.context_attention = config.model.context_attention
+    self.heads = config.model.heads, config.model.kv_heads
     self.rematerialization = config.training.rematerialization
 
   def order(self, length: int) -> np.ndarray | None:
@@ -107,9 +108,10 @@ class Transformer(nnx.Module):
     None where the sequence is not split, or where keys and values are gathered instead.
     """
     count = ring.parts() if ring.axes() else 1
-    if count == 1 or self.context_attention == "gather":
-      return None
-    return ring.balanced(length, count)
+    kind = self.context_attention
+    if kind == "auto":
+      kind = "ring" if ring.favoured(length, count, *self.heads) else "gather"
+    return ring.balanced(length, count) if count > 1 and kind == "ring" else None
 
   def __call__(
     self,

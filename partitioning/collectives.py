@@ -49,6 +49,7 @@ class Collective:
       devices that its pairs connect.
     arrays: how many arrays one run carries. XLA combines small collectives, some of its versions
       others than others; how many arrays travel does not depend on that.
+    groups: the devices of each group, by their places in `mesh.devices.flat`.
   """
 
   name: str
@@ -59,6 +60,7 @@ class Collective:
   source: str
   whole: bool = True
   arrays: int = 1
+  groups: tuple[tuple[int, ...], ...] = ()
 
 
 class Row(NamedTuple):
@@ -158,7 +160,8 @@ def _record(program, computation, instruction, count, site, mesh) -> Collective 
   if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
     kind = "reduce-scatter"
   try:
-    axes, whole = _axes(_groups(instruction, mesh.size), mesh)
+    groups = _groups(instruction, mesh.size)
+    axes, whole = _axes(groups, mesh)
     payload = _payload(computation, instruction)
   except ValueError as error:
     raise ValueError(f"HLO instruction {instruction.name}: {error}") from error
@@ -168,7 +171,8 @@ def _record(program, computation, instruction, count, site, mesh) -> Collective 
   source = hlo.source(program, instruction.attributes)
   source = source or (hlo.source(program, site.attributes) if site else "")
   arrays = len(instruction.operands)
-  return Collective(instruction.name, kind, axes, payload, count, source, whole, arrays)
+  groups = tuple(tuple(map(int, group)) for group in groups)
+  return Collective(instruction.name, kind, axes, payload, count, source, whole, arrays, groups)
 
 
 def _payload(computation: hlo.Computation, instruction: hlo.Instruction) -> int:

@@ -1,14 +1,20 @@
-"""The device mesh: its axes, their sizes, and what a size of -1 means."""
+"""The device mesh: its axes, their sizes, what a size of -1 means, and several slices."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 # Outermost first. Neighbouring devices differ in the last axis, so the axis that
 # communicates most (tensor) gets the shortest links.
 AXES = ("data", "fsdp", "stage", "expert", "context", "tensor")
+
+# The axes that may also go over the network between slices: what they send is needed once a step,
+# or can be waited for a layer ahead.
+SLOW_AXES = ("data", "fsdp", "stage")
 
 # What `-1` means where the application makes its own (simulated) devices.
 SIMULATED_DEVICES = 8
@@ -19,18 +25,53 @@ def product_text(sizes: Mapping[str, int]) -> str:
   return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1 device"
 
 
-def resolve_sizes(sizes: Mapping[str, int], device_count: int | None) -> dict[str, int]:
+def mesh_text(sizes: Mapping[str, int], slices: Mapping[str, int]) -> str:
+  """Returns the sizes, `data=4 x tensor=2`, and over which slices they go, if there are several."""
+  text, count = product_text(sizes), math.prod(slices.values())
+  return f"{text} ({count} slices along {product_text(slices)})" if count > 1 else text
+
+
+def resolve_sizes(
+  sizes: Mapping[str, int],
+  device_count: int | None,
+  slices: Mapping[str, int] | None = None,
+) -> dict[str, int]:
   """Returns the size of every axis, with at most one -1 filled in.
 
   Args:
-    sizes: axis name -> size, all of `AXES`; -1 stands for "what is left".
+    sizes: axis name -> size, all of `AXES`, within a slice; -1 stands for "what is left".
     device_count: devices that the mesh must use, or None where they are simulated: then
       the product decides, and -1 fills up to `SIMULATED_DEVICES`.
+    slices: axis name -> over how many slices it goes, of `SLOW_AXES`; by default there is one
+      slice. The size of an axis is the product.
 
   Raises:
     ValueError: an unknown axis, a size of 0, two sizes of -1, or a product that is not
       the device count.
   """
+  slices = {axis: int(size) for axis, size in (slices or {}).items()}
+  if fast := [axis for axis, size in slices.items() if axis not in SLOW_AXES and size != 1]:
+    raise ValueError(
+      f"mesh_dcn.{fast[0]}={slices[fast[0]]}: the axes between slices are {', '.join(SLOW_AXES)}"
+    )
+  if wrong := [f"mesh_dcn.{axis}={size}" for axis, size in slices.items() if size < 1]:
+    raise ValueError(f"{', '.join(wrong)}: a number of slices is at least 1")
+  count = math.prod(slices.values())
+  if device_count is not None and device_count % count:
+    raise ValueError(
+      f"mesh_dcn: {product_text(slices)} asks for {count} slices, and {device_count} devices "
+      f"cannot be divided by them"
+    )
+  within = _resolve(sizes, _within(device_count, count), count)
+  return {axis: size * slices.get(axis, 1) for axis, size in within.items()}
+
+
+def _within(device_count: int | None, slices: int) -> int | None:
+  return device_count if device_count is None else device_count // slices
+
+
+def _resolve(sizes: Mapping[str, int], device_count: int | None, slices: int) -> dict[str, int]:
+  """Returns the sizes within one of the slices, which has so many devices."""
   if unknown := [axis for axis in sizes if axis not in AXES]:
     raise ValueError(f"mesh: unknown axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
   sizes = {axis: int(sizes.get(axis, 1)) for axis in AXES}
@@ -41,28 +82,75 @@ def resolve_sizes(sizes: Mapping[str, int], device_count: int | None) -> dict[st
   if len(open_axes) > 1:
     names = " and ".join(f"mesh.{axis}" for axis in open_axes)
     raise ValueError(f"{names} are both -1; at most one axis can take what is left")
+  each = " in each slice" if slices > 1 else ""
   fixed = math.prod(size for size in sizes.values() if size != -1)
-  devices = SIMULATED_DEVICES if device_count is None else device_count
+  devices = max(1, SIMULATED_DEVICES // slices) if device_count is None else device_count
   if open_axes:
     if devices % fixed:
       rest = product_text({axis: size for axis, size in sizes.items() if size != -1})
       raise ValueError(
-        f"mesh.{open_axes[0]}=-1: {devices} devices cannot be divided by {rest} = {fixed}"
+        f"mesh.{open_axes[0]}=-1: {devices} devices{each} cannot be divided by {rest} = {fixed}"
       )
     sizes[open_axes[0]] = devices // fixed
   elif device_count is not None and fixed != device_count:
     raise ValueError(
-      f"mesh: {product_text(sizes)} asks for {fixed} devices and there are {device_count}; "
+      f"mesh: {product_text(sizes)} asks for {fixed} devices{each} and there are {device_count}; "
       f"make the product {device_count}, or set one axis to -1"
     )
   return sizes
 
 
-def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+  sizes: Mapping[str, int],
+  devices: Sequence[jax.Device] | None = None,
+  slices: Mapping[str, int] | None = None,
+) -> Mesh:
   """Returns a mesh with all of `AXES`, over `devices` (default: all).
 
   Axis types are Auto: from jax 0.11 on `make_mesh` defaults to Explicit, where
   `with_sharding_constraint` only asserts.
+
+  Args:
+    sizes: of every axis, over all slices.
+    devices: as many.
+    slices: axis name -> over how many slices it goes. Along such an axis the slice changes last:
+      neighbours are within one slice. On CPUs devices that follow one another make a slice.
+
+  Raises:
+    ValueError: the hardware has another number of slices.
   """
-  shape = tuple(sizes[axis] for axis in AXES)
-  return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+  devices = jax.devices() if devices is None else list(devices)
+  over = [(slices or {}).get(axis, 1) for axis in AXES]
+  shape = [sizes[axis] for axis in AXES]
+  types = (AxisType.Auto,) * len(AXES)
+  _check_slices(devices, math.prod(over), slices or {})
+  if math.prod(over) == 1:
+    return jax.make_mesh(tuple(shape), AXES, axis_types=types, devices=devices)
+  within = [size // count for size, count in zip(shape, over, strict=True)]
+  if devices[0].platform == "cpu":
+    return Mesh(_grouped(devices, within, over), AXES, axis_types=types)
+  grid = mesh_utils.create_hybrid_device_mesh(
+    within, over, devices, process_is_granule=not hasattr(devices[0], "slice_index")
+  )
+  return Mesh(grid, AXES, axis_types=types)
+
+
+def _check_slices(devices: Sequence[jax.Device], asked: int, slices: Mapping[str, int]) -> None:
+  """Raises where the hardware tells of slices, and there are more or fewer than asked for."""
+  there = {getattr(device, "slice_index", None) for device in devices} - {None}
+  if there and len(there) != asked:
+    raise ValueError(
+      f"mesh_dcn: {product_text(slices) if asked > 1 else 'all 1'} asks for {asked} slices, and "
+      f"the devices lie in {len(there)}; make the product of mesh_dcn.* {len(there)}, such as "
+      f"mesh_dcn.data={len(there)}"
+    )
+
+
+def _grouped(devices: Sequence[jax.Device], within: list[int], over: list[int]) -> np.ndarray:
+  """Returns the devices by their coordinates, those of a slice following one another."""
+  grid = np.empty(len(devices), object)
+  grid[:] = devices
+  grid = grid.reshape(*over, *within)
+  count = len(within)
+  order = [dim for axis in range(count) for dim in (axis, count + axis)]
+  return grid.transpose(order).reshape([a * b for a, b in zip(over, within, strict=True)])

@@ -21,6 +21,10 @@ from jax.sharding import PartitionSpec
 from partitioning.constraints import current_layout
 from partitioning.dims import Axes, resolve
 
+# Operations that an accelerator makes while it sends a byte: from 2,190 (TPU v5e: 197e12 / 90e9) to
+# 5,100 (v6e), bfloat16 by both links of a torus axis or by NVLink; most are near this.
+OPERATIONS_PER_BYTE = 2500
+
 QUERIES, KEYS, SEGMENTS = "BTNH", "BTKH", "BT"
 
 
@@ -60,6 +64,25 @@ def parts() -> int:
   """Returns into how many parts the sequence is split."""
   _, sizes = current_layout("ring attention")
   return int(np.prod([sizes[axis] for axis in axes()], dtype=int))
+
+
+def favoured(length: int, count: int, queries: int, keys: int) -> bool:
+  """Tells whether a ring should take less time than gathering keys and values.
+
+  Let V/W be the seconds of an all-gather of the keys and values and r those of the causal half of
+  the scores, in units of V/W. Gathering is waited for, and multiplies the other half too: 1 + 2 r.
+  The ring uses one direction of the links, behind the products: max(2, r). So the ring wins from
+  r = 1/2 on, where a device's tokens times the query heads of a key/value head are as many as the
+  operations that it makes per byte sent. It always needs less memory.
+
+  Args:
+    length: of the sequence.
+    count: of the devices that split it.
+    queries: heads.
+    keys: heads.
+  """
+  divisible = length % (2 * count) == 0
+  return divisible and length // count * (queries // keys) >= OPERATIONS_PER_BYTE
 
 
 def balanced(length: int, count: int) -> np.ndarray:

@@ -1,12 +1,12 @@
 """Small jobs for the tests: shipped strategies and recipes, with distinct prime-ish sizes."""
 
 import importlib
-import math
 
 import jax
 import numpy as np
 
 from configs import base
+from partitioning.mesh import resolve_sizes
 from training.devices import Devices
 from training.job import Job, prepare
 
@@ -51,13 +51,11 @@ def make_job(strategy: str, recipe: str, /, **overrides) -> Job:
   config = importlib.import_module(f"configs.{strategy}").get_config(recipe)
   for key, value in {**SMALL[recipe], **FAST_COMPILES, **overrides}.items():
     config.update_from_flattened_dict({key: value})
-  sizes = config.mesh.to_dict()
-  if -1 in sizes.values():
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    sizes = {axis: 8 // fixed if size == -1 else size for axis, size in sizes.items()}
+  slices = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
+  sizes = resolve_sizes(config.mesh, None, slices)
   config = base.finalize(config, "cpu")
   base.check(config, sizes)
-  return prepare(config, Devices("cpu", True, sizes))
+  return prepare(config, Devices("cpu", True, sizes, slices))
 
 
 def host_batch(job: Job, seed: int = 0) -> dict[str, np.ndarray]:

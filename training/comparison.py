@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from partitioning.layout import shape_text
-from partitioning.mesh import product_text
+from partitioning.mesh import mesh_text
 from partitioning.rules import named_leaves
 from training.job import Job
 from training.opening import Data, open_data
@@ -163,7 +163,9 @@ def text(jobs: Sequence[Job], titles: Sequence[str], found: Sequence[Difference]
   widths = [max(len(row[column]) for row in rows) for column in range(3)]
   lines = [
     *(
-      f"{title}: {product_text(job.devices.sizes)}" for title, job in zip(titles, jobs, strict=True)
+      f"{title}: {mesh_text(job.devices.sizes, job.devices.slices)}"
+      for title, job in zip(titles, jobs, strict=True)
+      for title, job in zip(titles, jobs, strict=True)
     ),
     f"{STEPS} steps of {keys.name} at {keys.learning_rate:g}, {dtype} at "
     f"{jobs[0].config.training.matmul_precision} precision; bound {bound:g}",

@@ -8,7 +8,7 @@ import dataclasses
 import glob
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import psutil
@@ -34,12 +34,14 @@ class Devices:
   Attributes:
     platform: cpu, gpu or tpu.
     simulated: True where the CPU devices are made here: then at most one step is in flight.
-    sizes: mesh axis -> size, with -1 filled in.
+    sizes: mesh axis -> size, with -1 filled in, over all slices.
+    slices: mesh axis -> over how many slices it goes; {}: there is one.
   """
 
   platform: str
   simulated: bool
   sizes: dict[str, int]
+  slices: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def hardware(root: str = "/") -> str | None:
@@ -62,13 +64,18 @@ def _line(path: str) -> str:
     return file.read().strip()
 
 
-def start(*meshes: Mapping[str, int], simulate: bool = False) -> list[Devices]:
+def start(
+  *meshes: Mapping[str, int],
+  slices: Sequence[Mapping[str, int]] = (),
+  simulate: bool = False,
+) -> list[Devices]:
   """Starts JAX's backend with the devices that the meshes need; returns one entry per mesh.
 
   Simulated devices are shared out evenly to the processes of the run.
 
   Args:
-    *meshes: each axis name -> size, at most one of them -1.
+    *meshes: each axis name -> size within a slice, at most one of them -1.
+    slices: of each mesh, axis name -> over how many slices it goes; by default there is one.
     simulate: use simulated CPU devices even where there is an accelerator.
 
   Raises:
@@ -76,17 +83,20 @@ def start(*meshes: Mapping[str, int], simulate: bool = False) -> list[Devices]:
     RuntimeError: accelerator hardware is there, and its backend did not start.
   """
   found = hardware()
+  over = [{axis: n for axis, n in one.items() if n != 1} for one in slices] or [{}] * len(meshes)
+  pairs = list(zip(meshes, over, strict=True))
   if simulate or os.environ.get("JAX_PLATFORMS") == "cpu" or found is None:
-    sizes = [resolve_sizes(mesh, None) for mesh in meshes]
+    sizes = [resolve_sizes(mesh, None, over) for mesh, over in pairs]
     _simulate(_largest(sizes))
-    return [Devices("cpu", True, size) for size in sizes]
+    return [Devices("cpu", True, s, over) for s, (_, over) in zip(sizes, pairs, strict=True)]
   try:
     platform = jax.default_backend()
   except RuntimeError as error:
     raise RuntimeError(f"{_not_started(found)} ({error})") from error
   if platform == "cpu":
     raise RuntimeError(_not_started(found))
-  return [Devices(platform, False, resolve_sizes(mesh, jax.device_count())) for mesh in meshes]
+  count = jax.device_count()
+  return [Devices(platform, False, resolve_sizes(mesh, count, one), one) for mesh, one in pairs]
 
 
 def _largest(sizes: list[dict[str, int]]) -> int:

@@ -198,7 +198,8 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
     ValueError: parameters and optimizer state do not fit the memory.
   """
   legend = MODELS[config.model.name].legend(config)
-  mesh = make_mesh(devices.sizes, jax.devices()[: math.prod(devices.sizes.values())])
+  count = math.prod(devices.sizes.values())
+  mesh = make_mesh(devices.sizes, jax.devices()[:count], devices.slices)
   program = make_program(config)
   state = jax.eval_shape(program.init, jax.random.key(config.seed))
   batch = abstract_batch(config, legend)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from partitioning import collectives, layout, pictures
 from partitioning.constraints import Constraint
-from partitioning.mesh import product_text
+from partitioning.mesh import mesh_text
 from partitioning.rules import Placement
 from training.job import Job
 from training.page_style import HEAD, TAIL
@@ -230,7 +230,7 @@ def _meshes(sides: Sequence[Side]) -> str:
   for side in sides:
     device = side.job.mesh.devices.flat[0]
     kind = "simulated CPU devices" if side.job.devices.simulated else device.device_kind
-    caption = f"{product_text(side.sizes)}, {side.job.mesh.size} {kind}"
+    caption = f"{mesh_text(side.sizes, side.job.devices.slices)}, {side.job.mesh.size} {kind}"
     if len(sides) > 1:
       caption = f"{side.title}: {caption}"
     numbers = {device.id: "" for device in side.job.mesh.devices.flat}

@@ -9,7 +9,7 @@ from etils import epath
 
 from input_pipeline.records import UnreadableError
 from input_pipeline.sources import Source
-from partitioning.mesh import product_text
+from partitioning.mesh import mesh_text
 from processes import group as groups
 from processes.stopping import EXIT_CODE
 from processes.watchdog import Watchdog
@@ -56,7 +56,8 @@ def announce(ready: job.Job, data: opening.Data, workdir: epath.Path) -> None:
   )
   count = groups.current().count
   among = f", of {count} processes" if count > 1 else ""
-  say(f"devices: {ready.mesh.size} x {kind}{among}; mesh: {product_text(ready.devices.sizes)}")
+  mesh = mesh_text(ready.devices.sizes, ready.devices.slices)
+  say(f"devices: {ready.mesh.size} x {kind}{among}; mesh: {mesh}")
   say(ready.layout_text(whole=False))
   say(
     f"train: {data.train.source.name}, {len(data.train.source):,} rows; "

@@ -17,7 +17,8 @@ MESHES = {
   "context4_tensor2": {"mesh.context": 4, "mesh.tensor": 2},
   "fsdp2_context2_tensor2": {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2},
 }
-LONG = {"data.sequence_length": 32}
+RING = {"model.context_attention": "ring"}
+LONG = {"data.sequence_length": 32, **RING}
 # What changes who sees whom: a window beyond a device's part, soft caps, documents.
 SEEN = {
   "model.window": 11,
@@ -59,13 +60,14 @@ def test_with_everything_else():
     **FEATURES,
     **SEQUENCE_PARALLEL,
     **MESHES["fsdp2_context2_tensor2"],
+    **RING,
     "training.gradient_accumulation_steps": 2,
   }
   assert_equal(train("lm", "float64", overrides), reference("lm", "float64", True), "float64")
 
 
 def test_in_float32():
-  ours = train("lm", "float32", MESHES["fsdp2_context2_tensor2"])
+  ours = train("lm", "float32", {**MESHES["fsdp2_context2_tensor2"], **RING})
   assert_equal(ours, reference("lm", "float32"), "float32")
 
 
@@ -78,6 +80,36 @@ def test_evaluation_is_that_of_one_device(kind):
     found = step(job.initial_state().params, place(job, host_batch(job)))
     sums[name] = {key: float(value) for key, value in found.items()}
   assert sums["split"] == pytest.approx(sums["one"], rel=1e-5)
+
+
+# ------------------------------ which of the two ------------------------------
+
+
+@pytest.mark.parametrize(
+  ("length", "count", "heads", "favoured"),
+  [
+    (8192, 8, (32, 8), True),  # llama3_8b: 1,024 tokens a device, 4 query heads a key/value head
+    (8192, 8, (32, 32), False),  # llama2_7b
+    (32768, 8, (32, 32), True),
+    (4096, 8, (32, 8), False),
+    (8196, 12, (64, 8), False),  # 683 tokens a device make no two pieces
+  ],
+)
+def test_the_ring_is_favoured_where_its_messages_hide_behind_the_products(
+  length, count, heads, favoured
+):
+  assert ring.favoured(length, count, *heads) is favoured
+
+
+@pytest.mark.parametrize(("operations", "kind"), [(1, "collective-permute"), (1e9, "all-gather")])
+def test_the_default_follows_the_formula(operations, kind, monkeypatch):
+  monkeypatch.setattr(ring, "OPERATIONS_PER_BYTE", operations)
+  job = make_job("single", "lm", **{**LONG, "mesh.context": 2, "model.context_attention": "auto"})
+  step = job.compile_train_step().function
+  found = {(c.kind, c.axes) for c in collectives.collectives(step.as_text(), job.mesh)}
+  assert (kind, ("context",)) in found
+  other = {"collective-permute": "all-gather", "all-gather": "collective-permute"}[kind]
+  assert (other, ("context",)) not in found
 
 
 # ------------------------------ what each device does ------------------------------

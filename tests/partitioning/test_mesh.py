@@ -1,10 +1,21 @@
-"""Mesh sizes: what is filled in, and what each wrong mesh is told."""
+"""Mesh sizes: what is filled in, what each wrong mesh is told, and several slices."""
+
+import types
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from partitioning.mesh import AXES, SIMULATED_DEVICES, make_mesh, product_text, resolve_sizes
+from partitioning import mesh as module
+from partitioning.mesh import (
+  AXES,
+  SIMULATED_DEVICES,
+  make_mesh,
+  mesh_text,
+  product_text,
+  resolve_sizes,
+)
 
 
 def whole(**sizes):
@@ -86,3 +97,94 @@ def test_the_mesh_has_every_axis_and_leaves_the_layout_to_constraints():
 
 def test_a_mesh_uses_all_devices_unless_told_otherwise():
   assert make_mesh(whole(data=2, tensor=4)).size == jax.device_count()
+
+
+# ------------------------------ slices ------------------------------
+
+
+@pytest.mark.parametrize(
+  ("given", "slices", "devices", "sizes"),
+  [
+    ({"data": 2, "tensor": 2}, {"data": 2}, 8, {"data": 4, "tensor": 2}),
+    ({"fsdp": -1}, {"data": 2}, 12, {"data": 2, "fsdp": 6}),
+    ({"fsdp": -1}, {"fsdp": 2, "data": 2}, None, {"data": 2, "fsdp": 4}),
+    ({"tensor": 3}, {"data": 2, "fsdp": 1, "stage": 1}, None, {"data": 2, "tensor": 3}),
+  ],
+)
+def test_the_size_of_an_axis_is_the_product_of_that_in_a_slice_and_the_slices(
+  given, slices, devices, sizes
+):
+  assert resolve_sizes(given, devices, slices) == whole(**sizes)
+
+
+@pytest.mark.parametrize(
+  ("given", "slices", "devices", "said"),
+  [
+    ({}, {"tensor": 2}, 8, "mesh_dcn.tensor=2: the axes between slices are data, fsdp, stage"),
+    ({}, {"data": 0}, 8, "mesh_dcn.data=0: a number of slices is at least 1"),
+    ({}, {"data": 3}, 8, "data=3 asks for 3 slices, and 8 devices cannot be divided by them"),
+    ({"fsdp": 3}, {"data": 2}, 8, "fsdp=3 asks for 3 devices in each slice and there are 4"),
+    ({"fsdp": -1, "tensor": 3}, {"data": 2}, 8, "fsdp=-1: 4 devices in each slice cannot be divid"),
+  ],
+)
+def test_wrong_slices_are_refused_with_their_numbers(given, slices, devices, said):
+  with pytest.raises(ValueError, match="mesh") as refusal:
+    resolve_sizes(given, devices, slices)
+  assert said in str(refusal.value)
+
+
+def test_slices_are_written_beside_the_sizes():
+  assert mesh_text(whole(data=4, tensor=2), {}) == "data=4 x tensor=2"
+  text = mesh_text(whole(data=4, tensor=2), {"data": 2})
+  assert text == "data=4 x tensor=2 (2 slices along data=2)"
+
+
+def test_simulated_slices_are_groups_of_devices_that_follow_one_another():
+  mesh = make_mesh(whole(data=4, tensor=2), slices={"data": 2})
+  ids = np.vectorize(lambda device: device.id)(mesh.devices).squeeze()
+  assert ids.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+  mesh = make_mesh(whole(data=2, fsdp=4), slices={"fsdp": 2})
+  ids = np.vectorize(lambda device: device.id)(mesh.devices).squeeze()
+  # Devices 0 to 3 are a slice: along fsdp its devices come first, then those of the other.
+  assert ids.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+  mesh = make_mesh(whole(data=2, fsdp=4), slices={"data": 2, "fsdp": 2})
+  ids = np.vectorize(lambda device: device.id)(mesh.devices).squeeze()
+  assert ids.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+class Chip(types.SimpleNamespace):
+  """A device of a TPU, as far as its place goes."""
+
+  def __hash__(self):
+    """Returns its number."""
+    return self.id
+
+
+def pod(slices, chips):
+  """Returns the devices of slices of v5e chips in a row."""
+  return [
+    Chip(
+      id=slice_index * chips + i,
+      slice_index=slice_index,
+      process_index=slice_index,
+      platform="tpu",
+      device_kind="TPU v5 lite",
+      coords=(i, 0, 0),
+      core_on_chip=0,
+    )
+    for slice_index in range(slices)
+    for i in range(chips)
+  ]
+
+
+def test_where_the_hardware_has_slices_only_the_slow_axis_crosses_them(monkeypatch):
+  monkeypatch.setattr(module, "Mesh", lambda grid, axes, axis_types: grid)
+  grid = make_mesh(whole(data=2, tensor=4), pod(2, 4), {"data": 2}).squeeze()
+  found = np.vectorize(lambda device: device.slice_index)(grid)
+  assert found.tolist() == [[0] * 4, [1] * 4]
+
+
+@pytest.mark.parametrize("slices", [{}, {"data": 4}])
+def test_another_number_of_slices_than_the_hardware_has_is_refused(slices):
+  with pytest.raises(ValueError, match=r"the devices lie in 2; .* such as mesh_dcn.data=2"):
+    make_mesh(whole(data=4, tensor=2), pod(2, 4), slices)

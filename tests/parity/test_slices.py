@@ -1,0 +1,45 @@
+"""Several slices, simulated by groups of devices: one device's numbers, and who speaks to whom."""
+
+import pytest
+
+from partitioning import collectives
+from tests.parity.comparison import SEQUENCE_PARALLEL, assert_equal, reference, train
+
+SLICED = {
+  "data over 2 slices": {"mesh.data": 2, "mesh_dcn.data": 2, "mesh.tensor": 2},
+  "fsdp over 2 slices": {"mesh.fsdp": 2, "mesh_dcn.fsdp": 2, "mesh.data": 2},
+  "data over 2 slices of fsdp and tensor": {
+    "mesh_dcn.data": 2,
+    "mesh.fsdp": 2,
+    "mesh.tensor": 2,
+    **SEQUENCE_PARALLEL,
+  },
+  "data over 4 slices": {"mesh_dcn.data": 4, "mesh.tensor": 2},
+}
+
+
+def slices_of(groups, job):
+  """Returns how many slices each group of devices touches."""
+  count = 1
+  for size in job.devices.slices.values():
+    count *= size
+  each = job.mesh.size // count
+  places = [device.id // each for device in job.mesh.devices.flat]
+  return {len({places[place] for place in group}) for group in groups}
+
+
+@pytest.mark.parametrize("mesh", SLICED)
+def test_trains_as_one_device_does_and_only_slow_axes_cross_slices(mesh):
+  ours = train("lm", "float64", SLICED[mesh])
+  assert_equal(ours, reference("lm", "float64"), "float64")
+  slow, crossing = set(ours.job.devices.slices), set()
+  step = ours.job.compile_train_step().function
+  found = collectives.collectives(step.as_text(), ours.job.mesh)
+  for one in found:
+    touched = slices_of(one.groups, ours.job)
+    if not slow & set(one.axes):
+      assert touched == {1}, f"{one.name} along {one.axes} leaves its slice"
+    elif max(touched) > 1:
+      crossing |= set(one.axes)
+  assert slow <= crossing
+  assert any(one.axes == ("tensor",) or one.axes == ("fsdp",) for one in found)
