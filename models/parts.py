@@ -89,15 +89,10 @@ class Kernel(nnx.Module):
     dtype = jnp.dtype(config.training.parameter_dtype)
     deviation = jnp.asarray(scale * fan_in**-0.5, dtype)
     self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
-    self.letters, self.bias_letters = letters, bias
+    self.bias_letters = bias
     if bias:
       self.bias = nnx.Param(jnp.zeros([sizes[letter].size for letter in bias], dtype))
     self.dtype = jnp.dtype(config.training.compute_dtype)
-
-  @property
-  def cast(self) -> Array:
-    """Returns the kernel in the compute dtype."""
-    return self.kernel[...].astype(self.dtype)
 
   def biased(self, x: Array) -> Array:
     """Returns a product with the bias added, where there is one."""
@@ -151,13 +146,8 @@ class Embedding(nnx.Module):
 
   def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B R D"]:
     """Returns the rows of the table."""
-    x_BRD = scattered_lookup(self.cast, tokens_BT)
+    x_BRD = scattered_lookup(self.table[...].astype(self.dtype), tokens_BT)
     return x_BRD * jnp.asarray(self.scale, self.dtype) if self.scale != 1.0 else x_BRD
-
-  @property
-  def cast(self) -> Array:
-    """Returns the table in the compute dtype."""
-    return self.table[...].astype(self.dtype)
 
 
 class Positions(nnx.Module):
@@ -218,7 +208,7 @@ class Attention(nnx.Module):
     """
     q_BTNH, k_BTKH, v_BTKH = gathered_products(
       x_BRD,
-      [self.query.cast, self.key.cast, self.value.cast],
+      [self.query.kernel[...], self.key.kernel[...], self.value.kernel[...]],
       (("DNH", "BTNH"), ("DKH", "BTKH"), ("DKH", "BTKH")),
     )
     q_BTNH, k_BTKH = self.query.biased(q_BTNH), self.key.biased(k_BTKH)
@@ -237,7 +227,9 @@ class Attention(nnx.Module):
     else:
       mixed_BTNH, cache = self._gathered(q_BTNH, k_BTKH, v_BTKH, layer, rows, cache)
     mixed_BTNH = constrain(mixed_BTNH, "BTNH")
-    return self.out.biased(scattered_product(mixed_BTNH, self.out.cast, "NHD", "BTNH")), cache
+    return self.out.biased(
+      scattered_product(mixed_BTNH, self.out.kernel[...], "NHD", "BTNH")
+    ), cache
 
   def _gathered(
     self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, layer: Layer, rows: Rows, cache: Cache | None
@@ -284,8 +276,8 @@ class MLP(nnx.Module):
 
   def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
     """Returns the block's update."""
-    kernels = [kernel.cast for kernel in ([self.gate, self.up] if self.gated else [self.up])]
+    kernels = [kernel.kernel[...] for kernel in ([self.gate, self.up] if self.gated else [self.up])]
     products = gathered_products(x_BRD, kernels, (("DF", "BTF"),) * len(kernels))
     up_BTF = self.up.biased(products[-1])
     hidden_BTF = self.activation(products[0]) * up_BTF if self.gated else self.activation(up_BTF)
-    return self.down.biased(scattered_product(hidden_BTF, self.down.cast, "FD", "BTF"))
+    return self.down.biased(scattered_product(hidden_BTF, self.down.kernel[...], "FD", "BTF"))

@@ -17,6 +17,7 @@ from models.attention import Cache, layer_of, soft_cap, with_layer
 from models.dtypes import wide_dtype
 from models.layers import Layer, Rows, is_global, layers, rows_of
 from models.parts import MLP, Attention, Embedding, Kernel, Norm, Positions, dropout
+from models.tables import PARAMETERS as PARAMETERS
 from models.tables import legend as legend
 from models.tables import padded_vocabulary
 from models.tables import parameters as parameters
@@ -188,7 +189,10 @@ class Transformer(nnx.Module):
 
   def _logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B T V"]:
     normed_BRD = self.final_norm(x_BRD)
-    kernel, letters = (self.embed.cast, "VD") if self.tied else (self.unembed.cast, "DV")
+    if self.tied:
+      kernel, letters = self.embed.table[...], "VD"
+    else:
+      kernel, letters = self.unembed.kernel[...], "DV"
     [logits_BTV] = gathered_products(normed_BRD, [kernel], ((letters, "BTV"),))
     wide = wide_dtype(logits_BTV.dtype)
     logits_BTV = soft_cap(constrain(logits_BTV.astype(wide), "BTV"), self.soft_cap)
