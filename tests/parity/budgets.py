@@ -44,6 +44,14 @@ STRATEGIES = {
     "dp2_fsdp2_tp2",
     {"training.gradient_accumulation_steps": 2},
   ),
+  "data=4 x context=2, ring": (
+    "single",
+    {"mesh.data": 4, "mesh.context": 2, "model.context_attention": "ring"},
+  ),
+  "fsdp=2 x context=4, gathered": (
+    "single",
+    {"mesh.fsdp": 2, "mesh.context": 4, "model.context_attention": "gather"},
+  ),
 }
 
 
@@ -165,6 +173,9 @@ MORE = """\
   would do, half of what a ring sends. By constraints alone XLA does not write it on CPUs.
 - The gradients of the scales over `fsdp`: likewise; D numbers each.
 - Microbatches: the gradients of each are reduced; those of their sum would do.
+- `context`, gathered: the gradients of keys and values are all-reduced for each query head, where
+  a reduce-scatter for each key/value head would do; both ways, the gradients of the parameters
+  are all-reduced along `data` and then along `context`.
 - Key and value kernels that `tensor` does not divide: their gradients are summed over it."""
 
 

@@ -17,7 +17,8 @@ import platform
 import sys
 from typing import Any, NamedTuple
 
-from tests.parity.comparison import FEATURES, MESHES, SEQUENCE_PARALLEL, ZERO_1, Run, train
+from tests.parity.comparison import FEATURES, SEQUENCE_PARALLEL, ZERO_1, Run, train
+from tests.parity.comparison import MESHES as OF_BATCH_AND_PARAMETERS
 from training.comparison import BOUNDS, beyond, differences
 from training.versions import versions
 
@@ -39,6 +40,26 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
   ),
   "ZeRO-1": (MOMENTUM, ZERO_1),
 }
+RING, GATHER = ({"model.context_attention": kind} for kind in ("ring", "gather"))
+# Where the sequence is split as well.
+OF_SEQUENCE = {
+  "data2_context4 ring": {"mesh.data": 2, "mesh.context": 4, **RING},
+  "fsdp4_context2 ring": {"mesh.fsdp": 4, "mesh.context": 2, **RING},
+  "context4_tensor2 ring": {"mesh.context": 4, "mesh.tensor": 2, **RING},
+  "fsdp2_context2_tensor2 ring": {
+    "mesh.fsdp": 2,
+    "mesh.context": 2,
+    "mesh.tensor": 2,
+    **RING,
+  },
+  "fsdp2_context2_tensor2 gathered": {
+    "mesh.fsdp": 2,
+    "mesh.context": 2,
+    "mesh.tensor": 2,
+    **GATHER,
+  },
+}
+MESHES = {**OF_BATCH_AND_PARAMETERS, **OF_SEQUENCE}
 MLP_VARIANTS = ("plain", "ZeRO-1")
 ROWS = 16  # of the global batch of the small jobs
 
@@ -73,7 +94,8 @@ def combinations() -> list[Combination]:
     for recipe in ("lm", "mlp")
     for variant in (VARIANTS if recipe == "lm" else MLP_VARIANTS)
     for dtype in BOUNDS
-    for mesh in MESHES
+    for mesh in (MESHES if recipe == "lm" else OF_BATCH_AND_PARAMETERS)
+    if mesh not in OF_SEQUENCE or dtype == "float64" or variant == "plain"
     if ("tensor" in mesh or "sequence" not in variant) and ("data" in mesh or variant != "ZeRO-1")
   ]
 

@@ -3,8 +3,7 @@
 import dataclasses
 
 from tests.parity import matrix
-from tests.parity.comparison import MESHES
-from tests.parity.matrix import Combination, Result
+from tests.parity.matrix import MESHES, Combination, Result
 
 
 def test_every_mesh_and_every_variant_is_in_it():

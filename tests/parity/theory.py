@@ -157,6 +157,48 @@ TERMS = (
     only="k == K and t > 1",
   ),
   Term(
+    "all-reduce",
+    ("context",),
+    "m * (9 * L + 5)",
+    f"m * (({KERNELS}) / f + (2 * L + 1) * D + 2)",
+    "All gradients and the two scalars, summed over the parts of the rows as well: XLA sums over "
+    "one cut dim after the other.",
+  ),
+  Term(
+    "all-gather",
+    ("context",),
+    "m * 3",
+    "m * 3 * b * T * c",
+    "The ring's order: tokens, targets and weights of whole rows, from which each device takes an "
+    "early and a late piece.",
+    only="ring",
+  ),
+  Term(
+    "collective-permute",
+    ("context",),
+    "m * L * (6 * (c - 1) + 2)",
+    "m * L * (6 * (c - 1) + 2) * b * T * k * H",
+    "The ring: keys and values go c - 1 times to the next device; in the backward pass again, "
+    "their gradients with them, which then go once more to be home.",
+    only="ring",
+  ),
+  Term(
+    "all-gather",
+    ("context",),
+    "m * L * 2",
+    "m * L * 2 * b * T * c * k * H",
+    "In place of a ring: the keys and values of whole rows.",
+    only="not ring",
+  ),
+  Term(
+    "all-reduce",
+    ("context",),
+    "m * L * 2",
+    "m * L * 2 * b * T * c * N * H / t",
+    "Likewise: their gradients, summed before those of the query heads of a group are added up.",
+    only="not ring",
+  ),
+  Term(
     "all-gather",
     ("data",),
     "7 + 2 + 3",
@@ -174,7 +216,8 @@ NORM = (
 def letters(job: Job) -> dict[str, int]:
   """Returns the sizes that the formulas speak of; `LETTERS` says which is which."""
   config, sizes = job.config, job.devices.sizes
-  model, d, f, t = config.model, *(sizes[axis] for axis in ("data", "fsdp", "tensor"))
+  axes = ("data", "fsdp", "context", "tensor")
+  model, d, f, c, t = config.model, *(sizes[axis] for axis in axes)
   D, F, N, K, H = (
     model[name] for name in ("model_size", "feedforward_size", "heads", "kv_heads", "head_size")
   )
@@ -182,9 +225,18 @@ def letters(job: Job) -> dict[str, int]:
   k = K if K % t else K // t
   tables = config.partitioning
   return {
-    **{"L": model.layers, "D": D, "F": F, "N": N, "K": K, "H": H, "T": config.data.sequence_length},
+    **{
+      "L": model.layers,
+      "D": D,
+      "F": F,
+      "N": N,
+      "K": K,
+      "H": H,
+      "T": config.data.sequence_length // c,
+    },
     "V": -(-model.vocabulary_size // model.vocabulary_multiple) * model.vocabulary_multiple,
-    **{"d": d, "f": f, "t": t, "m": m, "k": k},
+    **{"d": d, "f": f, "c": c, "t": t, "m": m, "k": k},
+    "ring": model.context_attention == "ring",
     "b": config.data.global_batch_size // (d * f * m),
     "W": D * H * (2 * N // t + 2 * k) + 3 * D * F // t,
     "sequence_parallel": tables.sequence_parallel,
@@ -194,9 +246,9 @@ def letters(job: Job) -> dict[str, int]:
 
 LETTERS = """\
 - L layers, D model, F feedforward, N heads, K key/value heads, H head, V padded vocabulary,
-  T sequence: the sizes of the model and of its rows;
-- d, f, t: the sizes of `data`, `fsdp`, `tensor`; m microbatches (left out where it is 1);
-  b rows of a microbatch on a device;
+  T tokens of a row on a device, the sequence / c: the sizes of the model and of its rows;
+- d, f, c, t: the sizes of `data`, `fsdp`, `context`, `tensor`; m microbatches (left out where it
+  is 1); b rows of a microbatch on a device;
 - W numbers in the kernels of a layer, as `tensor` splits them: D H (2 N + 2 K) / t + 3 D F / t,
   with K in place of K / t where t does not divide it."""
 
