@@ -53,11 +53,24 @@ def _beside(vector: Array, x: Array) -> Array:
   return vector.reshape((1,) * (x.ndim - vector.ndim) + vector.shape)
 
 
-def dropout(x_BRD: Array, rate: float, key: Key[Array, ""] | None) -> Array:
-  """Zeroes a share `rate` of x and scales the rest up; without a key it returns x as it is."""
+def dropout(
+  x_BRD: Array, rate: float, key: Key[Array, ""] | None, slots_R: Int[Array, " R"]
+) -> Array:
+  """Zeroes a share `rate` of x and scales the rest up; without a key it returns x as it is.
+
+  Args:
+    x_BRD: the rows.
+    rate: at least 0, below 1.
+    key: draws what is zeroed.
+    slots_R: where the tokens stand in the text: what is drawn for one does not depend on where in
+      the array it lies, so that any order drops the same.
+  """
   if key is None or rate == 0.0:
     return x_BRD
-  keep_BRD = constrain(jax.random.bernoulli(key, 1.0 - rate, x_BRD.shape), "BRD")
+  batch, _, width = x_BRD.shape
+  keys_R = jax.vmap(jax.random.fold_in, (None, 0))(key, slots_R)
+  keep_RBD = jax.vmap(lambda one: jax.random.bernoulli(one, 1.0 - rate, (batch, width)))(keys_R)
+  keep_BRD = constrain(jnp.swapaxes(keep_RBD, 0, 1), "BRD")
   return jnp.where(keep_BRD, x_BRD / (1.0 - rate), jnp.zeros_like(x_BRD))
 
 

@@ -68,11 +68,11 @@ class Block(nnx.Module):
     mixed_BRD, cache = self.attention(self.attention_norm(x_BRD), layer, rows, cache)
     if self.post_norms:
       mixed_BRD = self.attention_post_norm(mixed_BRD)
-    x_BRD = x_BRD + dropout(mixed_BRD, self.dropout_rate, keys[0])
+    x_BRD = x_BRD + dropout(mixed_BRD, self.dropout_rate, keys[0], rows.slots_BT[0])
     update_BRD = self.mlp(self.mlp_norm(x_BRD))
     if self.post_norms:
       update_BRD = self.mlp_post_norm(update_BRD)
-    return x_BRD + dropout(update_BRD, self.dropout_rate, keys[1]), cache
+    return x_BRD + dropout(update_BRD, self.dropout_rate, keys[1], rows.slots_BT[0]), cache
 
 
 class Transformer(nnx.Module):

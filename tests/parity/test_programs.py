@@ -42,7 +42,10 @@ def test_drawing_dropout_needs_no_collective():
   spec = NamedSharding(job.mesh, PartitionSpec(("data", "fsdp")))
   x_BTD = jax.ShapeDtypeStruct((16, 12, 40), jnp.float32, sharding=spec)
   compiled = job.compile(
-    lambda x, key: transformer.dropout(x, 0.25, key), x_BTD, jax.random.key(0), out_shardings=spec
+    lambda x, key: transformer.dropout(x, 0.25, key, jnp.arange(x.shape[1])),
+    x_BTD,
+    jax.random.key(0),
+    out_shardings=spec,
   ).function
   assert summary(compiled, job) == {}
   dropped = np.asarray(compiled(jax.device_put(jnp.ones(x_BTD.shape), spec), jax.random.key(0)))
