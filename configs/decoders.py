@@ -141,18 +141,17 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
 
 
 def _context(config: ConfigDict, context: int) -> Iterator[str]:
-  length, ring = config.data.sequence_length, config.model.context_attention == "ring"
-  pieces = 2 * context if ring else context
-  if context == 1 or length % pieces == 0:
+  """Yields what a ring needs; what `context` itself must divide, the layout's verdict says."""
+  length, pieces = config.data.sequence_length, 2 * context
+  if context == 1 or config.model.context_attention != "ring" or length % pieces == 0:
     return
-  why = (
-    f"2 x mesh.context = {pieces}: in a ring each device has an early and a late piece"
-    if ring
-    else f"mesh.context={context}"
-  )
   below = length - length % pieces
   near = " or ".join(str(size) for size in (below, below + pieces) if size)
-  yield f"data.sequence_length={length} is not divisible by {why}; make it {near}"
+  yield (
+    f"data.sequence_length={length} is not divisible by 2 x mesh.context = {pieces}: in a ring "
+    f"each device has an early and a late piece; make it {near}, or set "
+    f"model.context_attention=gather"
+  )
 
 
 def _rotary(model: ConfigDict) -> Iterator[str]:

@@ -11,6 +11,8 @@ import pytest
 from tests.faults import same
 from tests.faults.harness import QUICK, STEPS, Run, named, saved, story
 
+pytestmark = pytest.mark.faults  # two minutes; `make test` has each kind by itself
+
 FLAGS = (*QUICK, *same.KEPT)
 
 

@@ -6,15 +6,13 @@ from partitioning import collectives
 from tests.parity.comparison import SEQUENCE_PARALLEL, assert_equal, reference, train
 
 SLICED = {
-  "data over 2 slices": {"mesh.data": 2, "mesh_dcn.data": 2, "mesh.tensor": 2},
-  "fsdp over 2 slices": {"mesh.fsdp": 2, "mesh_dcn.fsdp": 2, "mesh.data": 2},
+  "fsdp in and over 2 slices": {"mesh.fsdp": 2, "mesh_dcn.fsdp": 2, "mesh.data": 2},
   "data over 2 slices of fsdp and tensor": {
     "mesh_dcn.data": 2,
     "mesh.fsdp": 2,
     "mesh.tensor": 2,
     **SEQUENCE_PARALLEL,
   },
-  "data over 4 slices": {"mesh_dcn.data": 4, "mesh.tensor": 2},
 }
 
 
