@@ -244,5 +244,5 @@ def _from_orbax(path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
     return read(path / STATE)
   except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
     raise
-  except Exception as error:
+  except Exception as error:  # see above
     raise UnreadableError(f"{STATE}: {one_line(error)}") from error

@@ -28,6 +28,8 @@ SLICE_BYTES = 2**23
 SAVING, REMOVING = ".saving", ".removing"
 _LEFT = re.compile(r"\d+(\.saving|\.removing|\.orbax-checkpoint-tmp)")  # Orbax adds its own
 _OWNER = re.compile(r"\.process_(\d+)/")  # the folder of what one process has written
+# What TensorStore says of an array, between the cause and its number: a page of JSON.
+_SETTINGS = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)")
 # How long processes wait for one another between the parts of a save: for the slowest disk.
 _PATIENCE_SECONDS = 1200
 
@@ -99,7 +101,7 @@ class Writer:
       if self._orbax is None:
         self._orbax = self._new_orbax()
       self._orbax.save(self._making(), args=items, force=True)
-    except Exception as error:
+    except Exception as error:  # of any library below; the run can go on without this save
       self._failed += 1
       self.close()
       raise SaveError(step, self._folder, reason(error), agreed=self._together.alone) from error
@@ -176,6 +178,8 @@ class Writer:
       if first:
         self._tidy("waiting for the disk", self._sync)
         self._tidy("removing older steps", self._committed)
+        if self._failed:  # threads of a failed save may have written once more after it was removed
+          self._tidy("removing what an earlier save has left", self.remove_leftovers)
 
   def _reading_ahead(self) -> contextlib.AbstractContextManager[Ahead | None]:
     """Reads files as they appear; not from a bucket, where reading takes as long as writing."""
@@ -223,7 +227,7 @@ class Writer:
       self._meet()
     except ElsewhereError as failed:
       return str(failed)
-    except Exception as also:
+    except Exception as also:  # said beside the first
       return f"{text} ({reason(also)})"
     raise AssertionError("a process that has failed was not heard")
 
@@ -231,7 +235,7 @@ class Writer:
     """Does what is left to do when the save is over, one way or the other."""
     try:
       do()
-    except Exception as error:
+    except Exception as error:  # what is left over harms nobody
       step = f"{self._folder}, after the save of step {self._step}"
       self._warn(f"WARNING: {step}: {what} failed: {reason(error)}")
 
@@ -306,6 +310,7 @@ def _mib(size: int) -> str:
 
 
 def reason(error: BaseException) -> str:
-  """Returns what an error says, in one line; TensorStore puts the cause at the end."""
+  """Returns what an error says, in one line, without the settings of the array it fell upon."""
   text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+  text = _SETTINGS.sub("", text)
   return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"

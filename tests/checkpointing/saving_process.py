@@ -119,7 +119,7 @@ def main(folder: str) -> None:
     computed.clear(), checked.clear()
     try:
       answer["result"] = getattr(saver, name)(*arguments)
-    except Exception as error:
+    except Exception as error:  # the test's to look at
       answer["error"] = [type(error).__name__, str(error)]
     answer |= {"said": saver.said(), "computed": computed[:], "checked": checked[:]}
     print(json.dumps(answer), flush=True)

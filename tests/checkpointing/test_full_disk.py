@@ -65,6 +65,35 @@ def test_a_failed_save_is_reported_once_and_the_step_can_be_saved_again(size, tm
   assert not [line for line in caplog.records if line.levelno >= logging.ERROR]
 
 
+# As TensorStore says it, but for the settings themselves.
+OPENING = (
+  'OUT_OF_RANGE: Error opening "zarr" driver: Error writing "step/.zarray": Failed to write 1360 '
+  'bytes to file 3: File too large [tensorstore_spec=\'{\\"create\\":true,'
+  + 300 * '\\"path\\":[[3]],'
+  + "}'] [os_error_code='27']"
+)
+
+
+def test_the_cause_is_not_lost_among_settings():
+  assert saving.reason(ValueError(OPENING)) == (
+    'ValueError: OUT_OF_RANGE: Error opening "zarr" driver: Error writing "step/.zarray": Failed '
+    "to write 1360 bytes to file 3: File too large [os_error_code='27']"
+  )
+  last = OPENING.removesuffix(" [os_error_code='27']")
+  assert saving.reason(ValueError(last)).endswith("file 3: File too large")
+
+
+def test_what_threads_of_a_failed_save_write_late_is_removed_too(tmp_path, monkeypatch):
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
+    save_counting(checkpointer, 1)
+    with full_disk(100), pytest.raises(SaveError):
+      save_and_check(checkpointer, 2)
+    late = tmp_path / "2.saving.orbax-checkpoint-tmp" / "state"
+    monkeypatch.setattr(saving.Writer, "_sync", lambda _: late.mkdir(parents=True))
+    save_counting(checkpointer, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
 def full(*arguments):
   """Fails as a write does on a full disk."""
   raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
