@@ -19,6 +19,7 @@ from partitioning.mesh import mesh_text
 from partitioning.rules import named_leaves
 from training.job import Job
 from training.opening import Data, open_data
+from training.step import State
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 STEPS = 3
@@ -189,12 +190,15 @@ def text(jobs: Sequence[Job], titles: Sequence[str], found: Sequence[Difference]
   return "\n".join(lines)
 
 
-def take_steps(job: Job, batch: Callable[[int], Mapping[str, jax.Array]]) -> Trained:
+def take_steps(
+  job: Job, batch: Callable[[int], Mapping[str, jax.Array]], state: State | None = None
+) -> Trained:
   """Takes three steps and gives the first one's gradients too.
 
   Args:
     job: prepared, under x64 where its parameters are float64.
     batch: step, counted from 0 -> the global batch, placed as the job's.
+    state: to begin with, and not to be used afterwards; None: the job's own.
 
   Raises:
     LayoutError: a leaf of the state lies otherwise than its spec says.
@@ -214,7 +218,8 @@ def take_steps(job: Job, batch: Callable[[int], Mapping[str, jax.Array]]) -> Tra
     in_shardings=(shardings, job.batch_shardings),
     out_shardings=(shardings.params, shardings, NamedSharding(job.mesh, PartitionSpec())),
   ).function
-  state, first, losses, norms = job.initial_state(), {}, [], []
+  state = job.initial_state() if state is None else state
+  first, losses, norms = {}, [], []
   for step in range(STEPS):
     gradients, state, metrics = compiled(state, batch(step))
     if step == 0:
@@ -265,12 +270,14 @@ def _tensors(
 
 
 def _distance(ours: np.ndarray, wanted: np.ndarray, floor: float) -> float:
-  """Returns |ours - wanted| / max(|wanted|, floor), in L2."""
+  """Returns |ours - wanted| / |wanted|, in L2; a difference of at most the floor is none."""
   if not (np.all(np.isfinite(ours)) and np.all(np.isfinite(wanted))):
     return math.inf
   far = float(np.linalg.norm(ours - wanted))
-  scale = max(float(np.linalg.norm(wanted)), floor)
-  return far / scale if scale else (math.inf if far else 0.0)
+  if far == 0 or far <= floor:
+    return 0.0
+  scale = float(np.linalg.norm(wanted))
+  return far / scale if scale else math.inf
 
 
 def _on_host(tree: Any, what: str) -> dict[str, np.ndarray]:
