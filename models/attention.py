@@ -61,17 +61,22 @@ def rotary_frequencies(
   return frequency_h * (share_h + (1 - share_h) / factor)
 
 
+def turns(
+  positions_BT: Int[Array, "#B T"], frequency_h: Float[Array, " h"]
+) -> Float[Array, "2 #B T h"]:
+  """Returns cosine and sine of how far each pair is turned at each position."""
+  angle_BTh = positions_BT.astype(frequency_h.dtype)[:, :, None] * frequency_h[None, None]
+  return jnp.stack([jnp.cos(angle_BTh), jnp.sin(angle_BTh)])
+
+
 def rotate(
-  x_BTNH: Float[Array, "B T N H"],
-  positions_BT: Int[Array, "#B T"],
-  frequency_h: Float[Array, " h"],
+  x_BTNH: Float[Array, "B T N H"], turns_2BTh: Float[Array, "2 #B T h"]
 ) -> Float[Array, "B T N H"]:
   """Turns each pair (i, i + H/2) by its position, in float32 or wider. Source: arXiv:2104.09864."""
   wide = wide_dtype(x_BTNH.dtype)
   half = x_BTNH.shape[-1] // 2
-  angle = positions_BT.astype(wide)[:, :, None, None] * frequency_h.astype(wide)[None, None, None]
+  cos, sin = turns_2BTh.astype(wide)[:, :, :, None]
   first, second = x_BTNH[..., :half].astype(wide), x_BTNH[..., half:].astype(wide)
-  cos, sin = jnp.cos(angle), jnp.sin(angle)
   turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
   return turned.astype(x_BTNH.dtype)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from models import documents
-from models.attention import rotary_frequencies
+from models.attention import rotary_frequencies, turns
 from models.dtypes import wide_dtype
 from partitioning.constraints import constrain
 
@@ -24,11 +24,11 @@ class Layer:
 
   Attributes:
     window: int32, how many slots a token sees, its own the last of them; None: all of its past.
-    frequency_h: how far each pair turns from one position to the next; None: nothing turns.
+    rotary: int32, which of the rows' turns is its own; None: all layers have the same.
   """
 
   window: Int[Array, "*L"] | None
-  frequency_h: Float[Array, "*L h"] | None
+  rotary: Int[Array, "*L"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,43 +38,23 @@ class Rows:
   Attributes:
     slots_BT: int32, within their rows.
     positions_BT: int32, within their documents.
+    turns_X2BTh: `turns` of queries and keys, of each way that a layer has of it; computed once,
+      before the scan over the layers. None: nothing turns.
     segments_BT: the documents that do not see one another; None: a row is one.
     ring: whether they lie in the order in which `partitioning.ring` takes them.
   """
 
   slots_BT: Int[Array, "#B T"]
   positions_BT: Int[Array, "#B T"]
+  turns_X2BTh: Float[Array, "X 2 #B T h"] | None
   segments_BT: Int[Array, "B T"] | None = None
   ring: bool = False
 
-
-def rows_of(
-  tokens_BT: Int[Array, "B T"], order_T: np.ndarray | None, *, separate_documents: bool
-) -> Rows:
-  """Returns where the tokens of whole rows are.
-
-  Args:
-    tokens_BT: in the order of the text.
-    order_T: the order in which they are to lie, None: as they are.
-    separate_documents: whether documents do not see one another.
-  """
-  slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
-  segments_BT, positions_BT = None, slots_BT
-  if separate_documents:
-    segments_BT = documents.segments(tokens_BT)
-    positions_BT = documents.positions(segments_BT)
-  if order_T is not None:
-    slots_BT, positions_BT = slots_BT[:, order_T], positions_BT[:, order_T]
-    segments_BT = None if segments_BT is None else segments_BT[:, order_T]
-  if segments_BT is not None:
-    segments_BT, positions_BT = constrain(segments_BT, "BT"), constrain(positions_BT, "BT")
-  return Rows(slots_BT, positions_BT, segments_BT, order_T is not None)
-
-
-def is_global(config: ConfigDict, layer: int) -> bool:
-  """Tells whether a layer, counted from 0, sees all of its past."""
-  model = config.model
-  return not model.window or (model.global_every > 0 and (layer + 1) % model.global_every == 0)
+  def turns(self, layer: Layer) -> Float[Array, "2 #B T h"] | None:
+    """Returns how far a layer turns queries and keys; None where it does not."""
+    if self.turns_X2BTh is None:
+      return None
+    return self.turns_X2BTh[0 if layer.rotary is None else layer.rotary]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,17 +75,58 @@ class Layers:
 
   def stacked(self) -> Layer:
     """Returns what a scan over the layers goes over."""
-    window = frequency = None
+    window = rotary = None
     if self.windows:
       beyond = jnp.iinfo(jnp.int32).max  # longer than any text
       window = jnp.asarray([beyond if w is None else w for w in self.windows], jnp.int32)
-    if self.rotaries:
-      kinds = {
-        rotary: rotary_frequencies(self.head_size, *rotary, dtype=self.dtype)
-        for rotary in set(self.rotaries)
-      }
-      frequency = jnp.stack([kinds[rotary] for rotary in self.rotaries])
-    return Layer(window, frequency)
+    if len(ways := self._ways()) > 1:
+      rotary = jnp.asarray([ways.index(one) for one in self.rotaries], jnp.int32)
+    return Layer(window, rotary)
+
+  def turns(self, positions_BT: Int[Array, "#B T"]) -> Float[Array, "X 2 #B T h"] | None:
+    """Returns `Rows.turns_X2BTh` for tokens at these positions."""
+    frequencies = [
+      rotary_frequencies(self.head_size, *way, dtype=self.dtype) for way in self._ways()
+    ]
+    return jnp.stack([turns(positions_BT, one) for one in frequencies]) if frequencies else None
+
+  def _ways(self) -> list[tuple[float, tuple[float, ...]]]:
+    return list(dict.fromkeys(self.rotaries))
+
+
+def rows_of(
+  tokens_BT: Int[Array, "B T"],
+  order_T: np.ndarray | None,
+  kinds: Layers,
+  *,
+  separate_documents: bool,
+) -> Rows:
+  """Returns where the tokens of whole rows are.
+
+  Args:
+    tokens_BT: in the order of the text.
+    order_T: the order in which they are to lie, None: as they are.
+    kinds: what the layers are.
+    separate_documents: whether documents do not see one another.
+  """
+  slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
+  segments_BT, positions_BT = None, slots_BT
+  if separate_documents:
+    segments_BT = documents.segments(tokens_BT)
+    positions_BT = documents.positions(segments_BT)
+  if order_T is not None:
+    slots_BT, positions_BT = slots_BT[:, order_T], positions_BT[:, order_T]
+    segments_BT = None if segments_BT is None else segments_BT[:, order_T]
+  if segments_BT is not None:
+    segments_BT, positions_BT = constrain(segments_BT, "BT"), constrain(positions_BT, "BT")
+  turns = kinds.turns(positions_BT)
+  return Rows(slots_BT, positions_BT, turns, segments_BT, order_T is not None)
+
+
+def is_global(config: ConfigDict, layer: int) -> bool:
+  """Tells whether a layer, counted from 0, sees all of its past."""
+  model = config.model
+  return not model.window or (model.global_every > 0 and (layer + 1) % model.global_every == 0)
 
 
 def layers(config: ConfigDict) -> Layers:

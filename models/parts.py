@@ -228,12 +228,11 @@ class Attention(nnx.Module):
     v_BTKH = self.value.biased(v_BTKH)
     if self.normed:
       q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-    if layer.frequency_h is not None:
-      q_BTNH = rotate(q_BTNH, rows.positions_BT, layer.frequency_h)
-      k_BTKH = rotate(k_BTKH, rows.positions_BT, layer.frequency_h)
+    if (turns_2BTh := rows.turns(layer)) is not None:
+      q_BTNH, k_BTKH = rotate(q_BTNH, turns_2BTh), rotate(k_BTKH, turns_2BTh)
     if rows.ring:
       k_BTKH, v_BTKH = constrain(k_BTKH, "BTKH"), constrain(v_BTKH, "BTKH")
-      scores = Scores(self.scale, self.cap)
+      scores = Scores(self.scale, wide_dtype(q_BTNH.dtype), self.cap)
       mixed_BTNH = ring_attention(
         q_BTNH, k_BTKH, v_BTKH, rows.segments_BT, layer.window, scores=scores
       )

@@ -130,7 +130,7 @@ class Transformer(nnx.Module):
     """
     graphdef, stack = nnx.split(self.layers)
     keys = None if key is None else jax.random.split(key, self.layer_count)
-    rows = rows_of(tokens_BT, order_T, separate_documents=self.separate_documents)
+    rows = rows_of(tokens_BT, order_T, self.kinds, separate_documents=self.separate_documents)
 
     def layer(x_BRD, inputs):
       params, one, layer_key = inputs
@@ -160,7 +160,7 @@ class Transformer(nnx.Module):
     graphdef, stack = nnx.split(self.layers)
     slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
     slots_BT = cache.lengths[:, None] + slots_BT
-    rows = Rows(slots_BT, slots_BT)
+    rows = Rows(slots_BT, slots_BT, self.kinds.turns(slots_BT))
 
     def layer(carry, inputs):
       x_BRD, cache = carry

@@ -11,7 +11,8 @@ for it are a device's own queries, keys, values and results, and never the score
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +35,18 @@ class Scores:
 
   Attributes:
     scale: what their products are multiplied by.
+    dtype: of the scores, and of the softmax over them.
     cap: keeps them within (-cap, cap) by a tanh; 0 is off.
   """
 
   scale: float
+  dtype: jnp.dtype
   cap: float = 0.0
 
-  def __call__(self, q: jax.Array, k: jax.Array, wide: jnp.dtype) -> jax.Array:
+  def __call__(self, q: jax.Array, k: jax.Array) -> jax.Array:
     """Returns the scores, B N T S, of q, B T N H, and k, B S N H."""
-    scores = jnp.einsum("BTNH,BSNH->BNTS", q, k, preferred_element_type=wide)
-    scores = scores * jnp.asarray(self.scale, wide)
+    scores = jnp.einsum("BTNH,BSNH->BNTS", q, k, preferred_element_type=self.dtype)
+    scores = scores * jnp.asarray(self.scale, self.dtype)
     return self.cap * jnp.tanh(scores / self.cap) if self.cap else scores
 
   def slope(self, scores: jax.Array) -> jax.Array | float:
@@ -107,7 +110,7 @@ def ring_attention(
   *,
   scores: Scores,
 ) -> jax.Array:
-  """Attends to the past and to itself; the softmax is float32 or wider.
+  """Attends to the past and to itself.
 
   Args:
     q_BTNH: queries, in `balanced` order along T.
@@ -131,18 +134,18 @@ def ring_attention(
   # nothing that is given, JAX would hoist into a shard_map without arguments, which XLA refuses.
   slots_T = jnp.asarray(balanced(q_BTNH.shape[1], parts()))
   serving_N = jnp.arange(q_BTNH.shape[2], dtype=jnp.int32) // (q_BTNH.shape[2] // k_BTKH.shape[2])
-  facts = (slots_T, None if same else serving_N, segments_BT, window)
-  lie = (PartitionSpec(queries[1]), PartitionSpec(queries[2]), rows, PartitionSpec())
-  lie = tuple(None if fact is None else spec for fact, spec in zip(facts, lie, strict=True))
+  own = _Own(slots_T, None if same else serving_N, segments_BT, window)
+  lie = PartitionSpec(queries[1]), PartitionSpec(queries[2]), rows, PartitionSpec()
+  lie = _Own(*(None if fact is None else spec for fact, spec in zip(own, lie, strict=True)))
 
-  def inside(q, k, v, facts):
-    return _attend(ring, q, k, v, facts)
+  def inside(q, k, v, own):
+    return _attend(ring, q, k, v, own)
 
   # Without check_vma: a branch of `cond` that differs between devices confuses it.
   shards = jax.shard_map(
     inside, in_specs=(queries, keys, keys, lie), out_specs=queries, check_vma=False
   )
-  return shards(q_BTNH, k_BTKH, v_BTKH, facts)
+  return shards(q_BTNH, k_BTKH, v_BTKH, own)
 
 
 def _part(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> Axes:
@@ -173,6 +176,26 @@ def _collect(d_BSNH: jax.Array, serving_N: jax.Array | None, keys: int) -> jax.A
   return zeros.at[:, :, serving_N].add(d_BSNH)
 
 
+_WHOLE = slice(None)
+
+
+class _Own(NamedTuple):
+  """What a device knows of the queries that it holds; segments, window, serving: see above."""
+
+  slots_T: jax.Array
+  serving_N: jax.Array | None
+  segments_BT: jax.Array | None
+  window: jax.Array | int | None
+
+
+class _Held(NamedTuple):
+  """What goes round: keys, values, and the documents that they belong to."""
+
+  k_BSKH: jax.Array
+  v_BSKH: jax.Array
+  segments_BS: jax.Array | None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Ring:
   """What is known of the ring before there are arrays."""
@@ -193,148 +216,131 @@ class _Ring:
     pairs = [(i, (i + 1) % count) for i in range(count)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
+  def rounds(self) -> jax.Array:
+    """Returns the numbers of the rounds after the first, which needs nobody else's keys."""
+    return jnp.arange(1, jax.lax.axis_size(self.axes), dtype=jnp.int32)
 
-def _seen(q_slots, k_slots, q_segments, k_segments, window):
-  """Returns bool, (B or 1) T S: what each query sees."""
-  seen = k_slots[None, None, :] <= q_slots[None, :, None]
-  if window is not None:
-    seen = seen & (q_slots[None, :, None] - k_slots[None, None, :] < window)
-  if q_segments is not None:
-    seen = seen & (q_segments[:, :, None] == k_segments[:, None, :])
+  def visit(self, own: _Own, number: jax.Array, add: Callable, total: Any) -> Any:
+    """Adds to a total what a round brings: half of all pairs of queries and keys, on each device.
+
+    Args:
+      own: of this device.
+      number: of the round, so that of the device whose keys are here.
+      add: returns the new total of (total, which queries, which keys, int32 [T] the keys' slots).
+      total: so far.
+    """
+    length, half = own.slots_T.shape[0], own.slots_T.shape[0] // 2
+    here = own.slots_T[0] // half
+    device = (here - number) % jax.lax.axis_size(self.axes)
+    slots_T = self.slots(device, length)
+    return jax.lax.cond(
+      device < here,  # then all queries see its early keys, else the late ones see all
+      lambda total: add(total, _WHOLE, slice(0, half), slots_T),
+      lambda total: add(total, slice(half, None), _WHOLE, slots_T),
+      total,
+    )
+
+
+def _seen(own: _Own, rows: slice, columns: slice, slots_S, segments_BS) -> jax.Array:
+  """Returns bool, (B or 1) T S: which of some keys each of some queries sees."""
+  q_slots, k_slots = own.slots_T[rows, None], slots_S[None, columns]
+  seen = k_slots <= q_slots
+  if own.window is not None:
+    seen = seen & (q_slots - k_slots < own.window)
+  seen = seen[None]
+  if own.segments_BT is not None:
+    seen = seen & (own.segments_BT[:, rows, None] == segments_BS[:, None, columns])
   return seen
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: _Ring, q, k, v, facts):
-  return _forward(ring, q, k, v, facts)[0]
+def _attend(ring: _Ring, q, k, v, own: _Own):
+  return _forward(ring, q, k, v, own)[0]
 
 
-def _forward(ring: _Ring, q, k, v, facts):
+def _forward(ring: _Ring, q, k, v, own: _Own):
   """Returns the mixed values, and what the backward pass needs."""
-  q_slots, serving, segments, window = facts
-  here, count = q_slots[0] // (q.shape[1] // 2), jax.lax.axis_size(ring.axes)
-  wide = jnp.promote_types(q.dtype, jnp.float32) if q.dtype != jnp.float64 else q.dtype
-  length = q.shape[1]
-  lowest = jnp.finfo(wide).min
-  batch, _, queries, head = q.shape
 
-  def add(total, q_part, k_part, v_part, seen):
-    """Takes more keys into the running softmax of some queries."""
-    mixed, largest, weight = total
-    k_part, v_part = (_spread(x, serving, queries) for x in (k_part, v_part))
-    scores = jnp.where(seen[:, None], ring.scores(q_part, k_part, wide), lowest)
-    top = jnp.maximum(largest, scores.max(axis=-1))
-    shares = jnp.where(seen[:, None], jnp.exp(scores - top[..., None]), 0)
-    shrink = jnp.exp(largest - top)
-    more = jnp.einsum("BNTS,BSNH->BNTH", shares.astype(v_part.dtype), v_part).astype(wide)
-    return mixed * shrink[..., None] + more, top, weight * shrink + shares.sum(axis=-1)
-
-  half = length // 2
-
-  def part(total, rows, columns, k, v, k_segments, k_slots):
+  def add(held: _Held, total, rows, columns, slots_S):
+    seen = _seen(own, rows, columns, slots_S, held.segments_BS)
+    more = (_spread(x[:, columns], own.serving_N, q.shape[2]) for x in held[:2])
     cut = tuple(x[:, :, rows] for x in total)
-    seen = _seen(
-      q_slots[rows],
-      k_slots[columns],
-      None if segments is None else segments[:, rows],
-      None if segments is None else k_segments[:, columns],
-      window,
-    )
-    found = add(cut, q[:, rows], k[:, columns], v[:, columns], seen)
+    found = _mix(ring.scores, cut, q[:, rows], *more, seen)
     return tuple(x.at[:, :, rows].set(new) for x, new in zip(total, found, strict=True))
 
   def round_of(carry, number):
     total, held = carry
     held = ring.next(held)
-    k, v, k_segments = held
-    device = (here - number) % count
-    k_slots = ring.slots(device, length)
-    whole, early, late = slice(None), slice(0, half), slice(half, None)
-    total = jax.lax.cond(
-      device < here,
-      lambda total: part(total, whole, early, k, v, k_segments, k_slots),
-      lambda total: part(total, late, whole, k, v, k_segments, k_slots),
-      total,
-    )
-    return (total, held), None
+    return (ring.visit(own, number, functools.partial(add, held), total), held), None
 
-  shape = (batch, queries, length)
-  total = (
-    jnp.zeros((*shape, head), wide),
-    jnp.full(shape, lowest, wide),
-    jnp.zeros(shape, wide),
-  )
-  whole = slice(None)
-  total = part(total, whole, whole, k, v, segments, q_slots)
-  numbers = jnp.arange(1, count, dtype=jnp.int32)
-  (total, _), _ = jax.lax.scan(round_of, (total, (k, v, segments)), numbers)
+  batch, length, queries, head = q.shape
+  zeros = functools.partial(jnp.zeros, dtype=ring.scores.dtype)
+  weight = zeros((batch, queries, length))
+  lowest = jnp.full_like(weight, jnp.finfo(weight.dtype).min)
+  total = zeros((*weight.shape, head)), lowest, weight
+  held = _Held(k, v, own.segments_BT)
+  total = add(held, total, _WHOLE, _WHOLE, own.slots_T)
+  (total, _), _ = jax.lax.scan(round_of, (total, held), ring.rounds())
   mixed, largest, weight = total
   out = jnp.swapaxes(mixed / weight[..., None], 1, 2).astype(v.dtype)
-  return out, (q, k, v, facts, out, largest + jnp.log(weight))
+  return out, (q, k, v, own, out, largest + jnp.log(weight))
+
+
+def _mix(scores: Scores, total, q_BTNH, k_BSNH, v_BSNH, seen):
+  """Takes more keys into a running softmax: mixed values BNTH, largest score and weight BNT."""
+  mixed, largest, weight = total
+  found = jnp.where(seen[:, None], scores(q_BTNH, k_BSNH), jnp.finfo(scores.dtype).min)
+  top = jnp.maximum(largest, found.max(axis=-1))
+  shares = jnp.where(seen[:, None], jnp.exp(found - top[..., None]), 0)
+  shrink = jnp.exp(largest - top)
+  more = jnp.einsum("BNTS,BSNH->BNTH", shares.astype(v_BSNH.dtype), v_BSNH).astype(mixed.dtype)
+  return mixed * shrink[..., None] + more, top, weight * shrink + shares.sum(axis=-1)
 
 
 def _backward(ring: _Ring, kept, d_out):
   """Returns the gradients; keys and values go round again, their gradients with them."""
-  q, k, v, facts, out, logs = kept
-  q_slots, serving, segments, window = facts
-  here, count = q_slots[0] // (q.shape[1] // 2), jax.lax.axis_size(ring.axes)
-  wide, length, half = logs.dtype, q.shape[1], q.shape[1] // 2
-  queries, keys = q.shape[2], k.shape[2]
+  q, k, v, own, out, logs = kept
   # What the softmax's gradient takes off: the sum over S of weights times their gradients.
-  off = jnp.einsum("BTNH,BTNH->BNT", d_out.astype(wide), out.astype(wide))
+  off = jnp.einsum("BTNH,BTNH->BNT", d_out.astype(logs.dtype), out.astype(logs.dtype))
 
-  def part(rows, columns, k, v, k_segments, k_slots):
-    """Returns what some queries and some keys give: the gradients of q, k and v."""
-    seen = _seen(
-      q_slots[rows],
-      k_slots[columns],
-      None if segments is None else segments[:, rows],
-      None if segments is None else k_segments[:, columns],
-      window,
-    )
-    q_part, d_part = q[:, rows], d_out[:, rows]
-    k_part, v_part = (_spread(x[:, columns], serving, queries) for x in (k, v))
-    scores = ring.scores(q_part, k_part, wide)
-    weights = jnp.where(seen[:, None], jnp.exp(scores - logs[:, :, rows, None]), 0)
-    d_weights = jnp.einsum("BTNH,BSNH->BNTS", d_part, v_part, preferred_element_type=wide)
-    d_scores = weights * (d_weights - off[:, :, rows, None]) * ring.scores.slope(scores)
-    d_scores = d_scores.astype(q.dtype)
-    d_q = jnp.einsum("BNTS,BSNH->BTNH", d_scores, k_part, preferred_element_type=wide)
-    d_k = jnp.einsum("BNTS,BTNH->BSNH", d_scores, q_part, preferred_element_type=wide)
-    d_v = jnp.einsum(
-      "BNTS,BTNH->BSNH", weights.astype(q.dtype), d_part, preferred_element_type=wide
-    )
-    return d_q, _collect(d_k, serving, keys), _collect(d_v, serving, keys)
+  def gradients(held: _Held, rows, columns, slots_S):
+    seen = _seen(own, rows, columns, slots_S, held.segments_BS)
+    more = (_spread(x[:, columns], own.serving_N, q.shape[2]) for x in held[:2])
+    past = logs[:, :, rows, None], off[:, :, rows, None]
+    d_q, *d_held = _gradients(ring.scores, q[:, rows], *more, d_out[:, rows], *past, seen)
+    return d_q, *(_collect(d, own.serving_N, k.shape[2]) for d in d_held)
 
-  def added(sums, rows, columns, found):
-    places = rows, columns, columns
-    return tuple(
-      total.at[:, place].add(more) for total, place, more in zip(sums, places, found, strict=True)
+  def add(held: _Held, sums, rows, columns, slots_S):
+    found = zip(
+      sums, (rows, columns, columns), gradients(held, rows, columns, slots_S), strict=True
     )
+    return tuple(total.at[:, place].add(more) for total, place, more in found)
 
   def round_of(carry, number):
-    d_q, held = carry
-    k, v, k_segments, d_k, d_v = held = ring.next(held)
-    device = (here - number) % count
-    k_slots = ring.slots(device, length)
-    whole, early, late = slice(None), slice(0, half), slice(half, None)
+    d_q, moving = carry
+    held, d_held = ring.next(moving)
+    d_q, *d_held = ring.visit(own, number, functools.partial(add, held), (d_q, *d_held))
+    return (d_q, (held, d_held)), None
 
-    def of(rows, columns):
-      def add(sums):
-        return added(sums, rows, columns, part(rows, columns, k, v, k_segments, k_slots))
-
-      return add
-
-    d_q, d_k, d_v = jax.lax.cond(device < here, of(whole, early), of(late, whole), (d_q, d_k, d_v))
-    return (d_q, (*held[:3], d_k, d_v)), None
-
-  whole = slice(None)
-  d_q, d_k, d_v = part(whole, whole, k, v, segments, q_slots)
-  numbers = jnp.arange(1, count, dtype=jnp.int32)
-  carry = d_q, (k, v, segments, d_k, d_v)
-  (d_q, held), _ = jax.lax.scan(round_of, carry, numbers)
-  d_k, d_v = ring.next(held[3:])  # home
+  held = _Held(k, v, own.segments_BT)
+  d_q, *d_held = gradients(held, _WHOLE, _WHOLE, own.slots_T)
+  (d_q, (_, d_held)), _ = jax.lax.scan(round_of, (d_q, (held, d_held)), ring.rounds())
+  d_k, d_v = ring.next(d_held)  # home
   return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+def _gradients(scores: Scores, q_BTNH, k_BSNH, v_BSNH, d_BTNH, logs, off, seen):
+  """Returns what some queries and some keys give: the gradients of q, k and v."""
+  wide = logs.dtype
+  found = scores(q_BTNH, k_BSNH)
+  weights = jnp.where(seen[:, None], jnp.exp(found - logs), 0)
+  d_weights = jnp.einsum("BTNH,BSNH->BNTS", d_BTNH, v_BSNH, preferred_element_type=wide)
+  d_scores = (weights * (d_weights - off) * scores.slope(found)).astype(q_BTNH.dtype)
+  weights = weights.astype(q_BTNH.dtype)
+  d_q = jnp.einsum("BNTS,BSNH->BTNH", d_scores, k_BSNH, preferred_element_type=wide)
+  d_k = jnp.einsum("BNTS,BTNH->BSNH", d_scores, q_BTNH, preferred_element_type=wide)
+  d_v = jnp.einsum("BNTS,BTNH->BSNH", weights, d_BTNH, preferred_element_type=wide)
+  return d_q, d_k, d_v
 
 
 _attend.defvjp(_forward, _backward)

@@ -27,7 +27,9 @@ def numpy_rotate(x, position, base):
 
 def test_each_row_is_turned_by_its_own_positions():
   x_BTNH, positions_BT = normal(2, 3, 5, 4), np.array([[0, 1, 2], [7, 8, 9]], np.int32)
-  found = attention.rotate(jnp.asarray(x_BTNH), jnp.asarray(positions_BT), FREQUENCY)
+  found = attention.rotate(
+    jnp.asarray(x_BTNH), attention.turns(jnp.asarray(positions_BT), FREQUENCY)
+  )
   for b, t, n in np.ndindex(2, 3, 5):
     wanted = numpy_rotate(x_BTNH[b, t, n], positions_BT[b, t], 100.0)
     np.testing.assert_allclose(found[b, t, n], wanted, atol=1e-5)
@@ -35,9 +37,9 @@ def test_each_row_is_turned_by_its_own_positions():
 
 def test_positions_of_one_row_serve_all():
   x_BTNH = jnp.asarray(normal(2, 3, 5, 4))
-  one = attention.rotate(x_BTNH, jnp.arange(3, dtype=jnp.int32)[None], FREQUENCY)
+  one = attention.rotate(x_BTNH, attention.turns(jnp.arange(3, dtype=jnp.int32)[None], FREQUENCY))
   each = jnp.tile(jnp.arange(3, dtype=jnp.int32)[None], (2, 1))
-  np.testing.assert_array_equal(one, attention.rotate(x_BTNH, each, FREQUENCY))
+  np.testing.assert_array_equal(one, attention.rotate(x_BTNH, attention.turns(each, FREQUENCY)))
 
 
 def test_a_query_sees_the_slots_up_to_its_position_and_nothing_of_the_rest():
