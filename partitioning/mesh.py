@@ -62,12 +62,8 @@ def resolve_sizes(
       f"mesh_dcn: {product_text(slices)} asks for {count} slices, and {device_count} devices "
       f"cannot be divided by them"
     )
-  within = _resolve(sizes, _within(device_count, count), count)
+  within = _resolve(sizes, None if device_count is None else device_count // count, count)
   return {axis: size * slices.get(axis, 1) for axis, size in within.items()}
-
-
-def _within(device_count: int | None, slices: int) -> int | None:
-  return device_count if device_count is None else device_count // slices
 
 
 def _resolve(sizes: Mapping[str, int], device_count: int | None, slices: int) -> dict[str, int]:

@@ -3,6 +3,8 @@
 import json
 import pathlib
 
+from tests.compiling import FAST
+
 # Flags of a decoder that trains in seconds.
 TINY_LM = [
   "--config.model.layers=1",
@@ -14,7 +16,7 @@ TINY_LM = [
   "--config.evaluation.steps=2",
   "--config.evaluation.sample_tokens=0",
   "--config.metrics.every_steps=2",
-  "--config.compiler_options=xla_backend_optimization_level=0",
+  f"--config.compiler_options={FAST}",
 ]
 
 

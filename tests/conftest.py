@@ -14,6 +14,13 @@ DEVICES = 8
 os.environ["NPROC"] = str(4 * DEVICES)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from tests.compiling import OPTIONS  # noqa: E402
+
+# For what is compiled here without a config. XLA reads it when its backend starts.
+FLAGS = os.environ.get("XLA_FLAGS")
+OURS = [f"--{name}={value}" for name, value in OPTIONS.items()]
+os.environ["XLA_FLAGS"] = " ".join([*OURS, FLAGS or ""])
+
 import jaxtyping  # noqa: E402
 
 # Shapes in the models' signatures are checked while the tests run.
@@ -25,6 +32,11 @@ import pytest  # noqa: E402
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.devices()
+if FLAGS is None:  # what tests start finds the variable as it was
+  del os.environ["XLA_FLAGS"]
+else:
+  os.environ["XLA_FLAGS"] = FLAGS
 CACHE = pathlib.Path(tempfile.gettempdir()) / f"meshwright-tests-{os.getuid()}"
 jax.config.update("jax_compilation_cache_dir", str(CACHE / "compilation"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

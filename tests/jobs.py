@@ -1,14 +1,17 @@
 """Small jobs for the tests: shipped strategies and recipes, with distinct prime-ish sizes."""
 
 import importlib
+import json
 
 import jax
 import numpy as np
 
 from configs import base
 from partitioning.mesh import resolve_sizes
+from tests.compiling import FAST
 from training.devices import Devices
 from training.job import Job, prepare
+from training.step import State
 
 STRATEGIES = ("single", "dp8", "dp4_tp2", "tp8", "fsdp8", "fsdp", "dp2_fsdp2_tp2")
 
@@ -42,20 +45,29 @@ SMALL = {
 }
 
 
-# LLVM's effort changes neither the partitioning nor the collectives, only the tests' time.
-FAST_COMPILES = {"compiler_options": "xla_backend_optimization_level=0"}
-
-
 def make_job(strategy: str, recipe: str, /, **overrides) -> Job:
   """Returns a prepared small job; `overrides` are dotted keys."""
   config = importlib.import_module(f"configs.{strategy}").get_config(recipe)
-  for key, value in {**SMALL[recipe], **FAST_COMPILES, **overrides}.items():
+  for key, value in {**SMALL[recipe], "compiler_options": FAST, **overrides}.items():
     config.update_from_flattened_dict({key: value})
   slices = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
   sizes = resolve_sizes(config.mesh, None, slices)
   config = base.finalize(config, "cpu")
   base.check(config, sizes)
   return prepare(config, Devices("cpu", True, sizes, slices))
+
+
+_STATES: dict[str, State] = {}
+
+
+def first_state(job: Job) -> State:
+  """Returns the job's first state, drawn once for all meshes, on which it is the same bits."""
+  config = job.config
+  drawn_from = config.model, config.optimizer, config.training.parameter_dtype, config.seed
+  key = json.dumps([str(one) for one in drawn_from])
+  if key not in _STATES:
+    _STATES[key] = jax.device_get(job.initial_state())
+  return jax.device_put(_STATES[key], job.state_shardings)
 
 
 def host_batch(job: Job, seed: int = 0) -> dict[str, np.ndarray]:

@@ -14,6 +14,8 @@ import time
 
 import pytest
 
+from tests.compiling import FAST
+
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 40
 COMMAND = [
@@ -31,7 +33,7 @@ COMMAND = [
   "--config.metrics.tensorboard=false",
   f"--config.training.steps={STEPS}",
   "--config.checkpoint.every_steps=5",
-  "--config.compiler_options=xla_backend_optimization_level=0",
+  f"--config.compiler_options={FAST}",
 ]
 TIMEOUT_SECONDS = 120
 

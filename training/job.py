@@ -145,7 +145,7 @@ class Job:
     """
     began = time.monotonic()
     given = filter(None, self.config.compiler_options.split(","))
-    options = {**(options or {}), **dict(option.split("=", 1) for option in given)}
+    options = {**(options or {}), **dict(map(_option, given))}
     with self.tracing():
       compiled = (
         jax.jit(function, **jit).lower(*arguments).compile(compiler_options=options or None)
@@ -180,6 +180,12 @@ class Job:
       in_shardings=(self.state_shardings.params, self.batch_shardings),
       out_shardings=NamedSharding(self.mesh, PartitionSpec()),
     )
+
+
+def _option(text: str) -> tuple[str, str | bool]:
+  """Returns name and value of `name=value`; as in XLA_FLAGS, true and false are written small."""
+  name, _, value = text.partition("=")
+  return name, {"true": True, "false": False}.get(value.lower(), value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,7 +79,7 @@ def tried(row: Row, count: int, seed: int, folder: pathlib.Path) -> list[Trial]:
       trials.append(trial)
       _tell(row, trial, len(trials), count, folder)
     failure = "" if trials else "the row has made no trial"
-  except Exception:
+  except Exception:  # whatever it is, it is told, and the next row is tried
     failure = traceback.format_exc()
   if failure:
     seconds = time.monotonic() - began - sum(trial.seconds for trial in trials)

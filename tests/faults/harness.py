@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import psutil
 
 from launch.local import free_port
+from tests.compiling import FAST
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 OUTSIDE = pathlib.Path(__file__).parent / "outside"
@@ -36,7 +37,7 @@ FLAGS = [
   "--config.metrics.every_steps=1",
   "--config.metrics.tensorboard=false",
   f"--config.checkpoint.every_steps={SAVE_EVERY}",
-  "--config.compiler_options=xla_backend_optimization_level=0",
+  f"--config.compiler_options={FAST}",
   f"--config.processes.heartbeat_seconds={HEARTBEAT_SECONDS}",
 ]
 

@@ -20,6 +20,7 @@ from checkpointing.together import Together
 from configs import base, dp4_tp2
 from processes import group as groups
 from tests.checkpointing import plain
+from tests.compiling import FAST
 from training import devices, opening
 from training.job import Job, prepare
 from training.step import State
@@ -46,7 +47,7 @@ SETTINGS = {
   "training.steps": SAVED + 1,
   "training.matmul_precision": "highest",
   "checkpoint.every_steps": SAVED,
-  "compiler_options": "xla_backend_optimization_level=0",
+  "compiler_options": FAST,
 }
 
 

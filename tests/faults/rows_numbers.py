@@ -17,6 +17,7 @@ import tensorstore as ts
 from configs import base
 from input_pipeline.batches import TrainingBatches
 from input_pipeline.sources import open_source
+from tests.compiling import FAST
 from tests.faults import same
 from tests.faults.harness import HEARTBEAT_SECONDS, Run, saved
 from tests.faults.plan import Trial
@@ -30,7 +31,7 @@ COMMON = (
   "--config.evaluation.every_steps=15",
   "--config.metrics.every_steps=1",
   "--config.metrics.tensorboard=false",
-  "--config.compiler_options=xla_backend_optimization_level=0",
+  f"--config.compiler_options={FAST}",
   f"--config.processes.heartbeat_seconds={HEARTBEAT_SECONDS}",
 )
 GOING_BACK = (

@@ -1,4 +1,4 @@
-"""A run that meets each kind of fault, one after the other, ends as one that met none.
+"""A run that meets several faults, one after the other, ends as one that met none.
 
 A sample of what `python -m tests.faults` tries many times.
 """
@@ -10,8 +10,6 @@ import pytest
 
 from tests.faults import same
 from tests.faults.harness import QUICK, STEPS, Run, named, saved, story
-
-pytestmark = pytest.mark.faults  # two minutes; `make test` has each kind by itself
 
 FLAGS = (*QUICK, *same.KEPT)
 
@@ -38,19 +36,19 @@ def test_the_steps_of_a_clean_run_stand_once_and_in_order(clean):
   assert len(set(tables)) == len(tables)
 
 
-def test_a_run_with_each_kind_of_fault_ends_as_one_without(clean, tmp_path):
+def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(clean, tmp_path):
   workdir = tmp_path / "run"
-  with Run(workdir, launcher=True, restarts=4, slow=1, flags=FLAGS) as run:
+  with Run(workdir, launcher=True, restarts=3, slow=1, flags=FLAGS) as run:
     # ------------------------------ killed ------------------------------
     run.wait_for("step 12/")
     run.signal(0, signal.SIGKILL)
-    run.wait_for("restart 1 of 4")
+    run.wait_for("restart 1 of 3")
     assert "process 0 failed first: signal SIGKILL (9)" in run.text()
 
     # ------------------------------ asked to stop ------------------------------
     run.wait_for("step 17/")
     asked = run.signal(1, signal.SIGTERM)
-    run.wait_for("restart 2 of 4")
+    run.wait_for("restart 2 of 3")
     assert time.monotonic() - asked < 30
     assert "stopped as asked, after saving" in run.text()
     assert run.text().count("ended: exit code 75") == 2
@@ -60,17 +58,25 @@ def test_a_run_with_each_kind_of_fault_ends_as_one_without(clean, tmp_path):
     # ------------------------------ stopped ------------------------------
     run.wait_for("step 22/")
     stopped = run.signal(1, signal.SIGSTOP)
-    run.wait_for("restart 3 of 4")
+    run.wait_for("restart 3 of 3")
     assert time.monotonic() - stopped < 45
     assert named(run.text(), 1), run.text()
     assert "Python stacks of all threads" in run.text()
     assert "process 0 failed first: exit code 1" in run.text()
     assert "process 1 is stopped (SIGSTOP); killed" in run.text()
 
-    # ------------------------------ a reader that sleeps ------------------------------
-    run.wait_for("step 26/")
+    assert run.end() == [0], run.text()
+    assert run.left_behind() == []
+  same.check(workdir, clean)
+
+
+@pytest.mark.faults
+def test_a_run_whose_reader_sleeps_ends_as_one_whose_reader_does_not(clean, tmp_path):
+  workdir = tmp_path / "run"
+  with Run(workdir, launcher=True, restarts=1, slow=1, flags=FLAGS) as run:
+    run.wait_for("step 16/")
     stalled = run.stall()
-    run.wait_for("restart 4 of 4")
+    run.wait_for("restart 1 of 1")
     run.stalled.unlink()
     assert time.monotonic() - stalled < 45
     assert run.text().count("behind is process 1 ") >= 1, run.text()

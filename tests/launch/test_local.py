@@ -216,6 +216,15 @@ def test_who_saved_does_not_wait_without_end(launch):
 # ---- When it is asked to stop
 
 
+@pytest.fixture
+def heard():
+  """Undoes what nohup does to these tests: what they start does not ignore SIGHUP."""
+  before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+  yield
+  signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_a_signal_is_passed_on_as_sigterm_and_nothing_restarts(launch):
   numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
   started = {number: launch("on_sigterm(75)\n" + SLEEP, "--restarts=1") for number in numbers}

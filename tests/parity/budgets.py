@@ -20,7 +20,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from partitioning import collectives
-from tests.jobs import FAST_COMPILES, make_job
+from tests.jobs import make_job
 from tests.parity.theory import LETTERS, NORM, TERMS, letters, shown, theory
 from training import devices
 from training.job import Job
@@ -57,12 +57,6 @@ STRATEGIES = {
 
 # ---- What the program does ----
 
-# The XLA of JAX 0.10 needs a third of the time where it may emit fusions as it did before; what
-# it sends is the same. The XLA of 0.12 has no such choice.
-FASTER_COMPILES = dict(FAST_COMPILES)
-if jax.__version_info__ < (0, 12):
-  FASTER_COMPILES["compiler_options"] += ",xla_cpu_use_fusion_emitters=False"
-
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -84,7 +78,7 @@ class Step:
 def job_of(strategy: str, **overrides) -> Job:
   """Returns the small job of one of `STRATEGIES`."""
   file, changed = STRATEGIES[strategy]
-  return make_job(file, "lm", **{**FASTER_COMPILES, **changed, **overrides})
+  return make_job(file, "lm", **{**changed, **overrides})
 
 
 shared_job = functools.cache(job_of)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tests.jobs import host_batch, make_job, place
+from tests.jobs import first_state, host_batch, make_job, place
 from training.comparison import BOUNDS, Trained, beyond, differences, take_steps
 from training.job import Job
 
@@ -59,7 +59,8 @@ def train(recipe: str, dtype: str, overrides: dict[str, Any]) -> Run:
   with jax.enable_x64(dtype == "float64"):
     given = {key: value for key, value in PLAIN.items() if recipe == "lm" or "data." not in key}
     job = make_job("single", recipe, **{**given, "training.parameter_dtype": dtype, **overrides})
-    return Run(job, take_steps(job, lambda step: place(job, host_batch(job, seed=step))))
+    batch = lambda step: place(job, host_batch(job, seed=step))  # noqa: E731
+    return Run(job, take_steps(job, batch, first_state(job)))
 
 
 @functools.cache

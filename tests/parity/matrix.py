@@ -25,6 +25,30 @@ from training.versions import versions
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "parity.md"
 MOMENTUM = {"optimizer.momentum": 0.9}
 
+# What the families differ in; layers take turns, so that both kinds are there.
+FAMILIES = {
+  "model.window": 9,
+  "model.global_every": 2,
+  "model.local_rotary_base": 500.0,
+  "model.attention_soft_cap": 2.0,
+  "model.logits_soft_cap": 3.0,
+  "model.biases": "all",
+  "model.query_key_norm": True,
+  "model.post_norms": True,
+  "model.norm_scale_from_one": True,
+  "model.scaled_embeddings": True,
+  "model.activation": "gelu",
+}
+# GPT-2's, which exclude some of those.
+LEARNED = {
+  "model.positions": "learned",
+  "model.norm": "layer",
+  "model.gated": False,
+  "model.activation": "gelu",
+  "model.biases": "all",
+  "model.tied_embeddings": True,
+}
+
 # variant -> (what changes the model or the optimizer: the reference has it too; what else).
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
   "plain": ({}, {}),
@@ -39,6 +63,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     {**SEQUENCE_PARALLEL, "training.gradient_accumulation_steps": None},
   ),
   "ZeRO-1": (MOMENTUM, ZERO_1),
+  "the families' options": (FAMILIES, {}),
+  "the families' options, sequence-parallel": (FAMILIES, SEQUENCE_PARALLEL),
+  "learned positions": (LEARNED, {}),
 }
 RING, GATHER = ({"model.context_attention": kind} for kind in ("ring", "gather"))
 # Where the sequence is split as well.
@@ -157,7 +184,10 @@ def page(results: list[Result]) -> str:
     "",
     "Features: tied embeddings, documents that do not see one another, full rematerialization. In",
     "all of them rows weigh differently, the vocabulary is padded, and there are fewer key/value",
-    "heads than query heads. Accumulated: in 2 to 4 microbatches, the reference in one.",
+    "heads than query heads. Accumulated: in 2 to 4 microbatches, the reference in one. The",
+    "families' options: windows in every other layer, whose rotary base is another, soft caps of",
+    "scores and logits, biases, norms of queries, of keys and behind the blocks, scaled",
+    "embeddings. Learned positions: with LayerNorm, biases, tied embeddings, an ungated MLP.",
     "",
     f"| variant | dtype | {' | '.join(meshes)} |",
     f"| --- | --- |{' --- |' * len(meshes)}",

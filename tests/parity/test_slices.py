@@ -31,8 +31,7 @@ def test_trains_as_one_device_does_and_only_slow_axes_cross_slices(mesh):
   ours = train("lm", "float64", SLICED[mesh])
   assert_equal(ours, reference("lm", "float64"), "float64")
   slow, crossing = set(ours.job.devices.slices), set()
-  step = ours.job.compile_train_step().function
-  found = collectives.collectives(step.as_text(), ours.job.mesh)
+  found = collectives.collectives(ours.trained.text, ours.job.mesh)
   for one in found:
     touched = slices_of(one.groups, ours.job)
     if not slow & set(one.axes):

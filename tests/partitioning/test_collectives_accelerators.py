@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from partitioning.collectives import Collective, collectives
-from tests.partitioning.test_collectives import all_reduce, make_mesh, told
+from tests.partitioning.programs import all_reduce, make_mesh, told
 
 
 @pytest.fixture(scope="module")

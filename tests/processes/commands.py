@@ -3,6 +3,8 @@
 import json
 import pathlib
 
+from tests.compiling import FAST
+
 # A classifier that compiles faster than anything else here; four devices, batches of 12.
 MLP = [
   "--config=configs/dp8.py:mlp",
@@ -17,7 +19,7 @@ MLP = [
   "--config.metrics.every_steps=1",
   "--config.metrics.tensorboard=False",
   "--config.checkpoint.every_steps=0",
-  "--config.compiler_options=xla_backend_optimization_level=0",
+  f"--config.compiler_options={FAST}",
   "--config.processes.heartbeat_seconds=20",
 ]
 

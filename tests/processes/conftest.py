@@ -8,7 +8,18 @@ import sys
 import pytest
 
 from launch.local import free_port
+from processes import exchange, watchdog
+from tests.processes.clocks import Clock
 from tests.processes.starting import ROOT, SECONDS, Ended, printed
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """Returns the clock that the watchdog and the exchange look at."""
+  made = Clock()
+  monkeypatch.setattr(watchdog, "time", made)
+  monkeypatch.setattr(exchange, "time", made)
+  return made
 
 
 @pytest.fixture(scope="session")

@@ -85,7 +85,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
   def caught(call: Callable[[], Any]) -> Any:
     try:
       return call()
-    except Exception as error:
+    except Exception as error:  # the test's to look at
       return error
 
   results: dict[int, Any] = {}

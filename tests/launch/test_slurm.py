@@ -1,0 +1,165 @@
+"""launch/slurm.sh: what it asks for, when it requeues, how signals reach the step.
+
+Slurm's programs are played; the batch file is the shipped one, run by the shell that would run it.
+"""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.launch.played import play
+
+LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
+
+# As the real one: the highest code of all tasks is its own, and SIGTERM to srun itself kills the
+# tasks by SIGKILL. The task stops as main.py does: on SIGTERM, with 75.
+SRUN = """
+echo "srun $*" >>calls
+trap 'kill -KILL "$task"' TERM
+bash -c 'trap "exit 75" TERM; echo $$ >task; [[ -z $1 ]] || exit $1; while :; do sleep 0.05; done' \
+  task "$CODE" &
+task=$!
+wait "$task"; code=$?; wait "$task"; exit "$code"
+"""
+
+
+class Slurm:
+  """A folder to submit from, and Slurm's programs, which note how they are called."""
+
+  def __init__(self, folder):
+    """Puts the programs, and what the batch file looks for, into a folder."""
+    self.folder = folder
+    play(folder / "bin", "srun", SRUN)
+    play(folder / "bin", "scancel", 'echo "scancel $*" >>calls; kill -TERM "$(cat task)"')
+    play(folder / "bin", "scontrol", 'echo "scontrol $*" >>calls; exit "${SCONTROL:-0}"')
+    play(folder / ".venv" / "bin", "python", "")
+    (folder / "main.py").touch()
+
+  def start(self, code="", arguments=("--config=configs/fsdp.py", "--workdir=a b"), **variables):
+    """Starts the batch file; the task exits with the code, or runs on where that is empty."""
+    path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "SLURM_JOB_ID": "41", "CODE": str(code)}
+    return subprocess.Popen(
+      [LAUNCH / "slurm.sh", *arguments],
+      cwd=self.folder,
+      env={**environment, **variables},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+
+  def run(self, *arguments, **variables):
+    """Runs it to its end; returns (exit code, output, calls but for srun's)."""
+    return self.finish(self.start(*arguments, **variables))
+
+  def finish(self, process):
+    """Waits for its end; returns the same."""
+    out, _ = process.communicate(timeout=20)
+    calls = [line for line in self.calls() if not line.startswith("srun ")]
+    (self.folder / "calls").unlink(missing_ok=True)
+    return process.returncode, out, calls
+
+  def calls(self):
+    """Returns the calls so far."""
+    path = self.folder / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+  def wait_for_the_task(self):
+    """Returns when the task runs, its trap set."""
+    deadline = time.monotonic() + 10
+    while not (self.folder / "task").exists() or not (self.folder / "task").read_text():
+      assert time.monotonic() < deadline, self.calls()
+      time.sleep(0.02)
+
+
+@pytest.fixture
+def slurm(tmp_path):
+  """Returns a played Slurm."""
+  return Slurm(tmp_path)
+
+
+REQUEUE = ["scontrol requeue 41"]
+
+
+def test_slurm_flags():
+  flags = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", (LAUNCH / "slurm.sh").read_text(), re.M))
+  assert "requeue" in flags
+  assert flags["open-mode"] == "append"
+  # To the job step alone (no `B:`), and time enough for a save even where it comes late.
+  name, seconds = flags["signal"].split("@")
+  assert name == "TERM"
+  assert int(seconds) >= 60
+  assert flags["ntasks-per-node"] == flags["gpus-per-node"]
+
+
+def test_slurm_passes_its_arguments_to_main_and_gives_other_tasks_time(slurm):
+  process = slurm.start(0, SLURM_CPUS_PER_TASK="8")
+  process.wait(timeout=20)
+  assert slurm.calls() == [
+    "srun --kill-on-bad-exit=0 --wait=60 .venv/bin/python main.py"
+    " --config=configs/fsdp.py --workdir=a b"
+  ]
+  slurm.finish(process)
+
+
+@pytest.mark.parametrize("code", [0, 2, 3])
+def test_slurm_is_done_after_0_2_and_3(slurm, code):
+  returned, _, calls = slurm.run(code)
+  assert (returned, calls) == (code, [])
+
+
+def test_slurm_requeues_after_75_without_end(slurm):
+  for _ in range(5):
+    assert slurm.run(75, MAX_FAILURES="1")[2] == REQUEUE
+
+
+@pytest.mark.parametrize("code", [1, 134, 137])
+def test_slurm_requeues_after_a_few_failures(slurm, code):
+  assert slurm.run(code, MAX_FAILURES="2")[2] == REQUEUE
+  assert slurm.run(code, MAX_FAILURES="2")[2] == REQUEUE
+  returned, out, calls = slurm.run(code, MAX_FAILURES="2")
+  assert (returned, calls) == (code, [])
+  assert "failed 3 times in a row; given up" in out
+
+
+def test_slurm_counts_failures_from_the_last_stop(slurm):
+  for code in (1, 75, 1):
+    assert slurm.run(code, MAX_FAILURES="1")[2] == REQUEUE
+  assert slurm.run(1, MAX_FAILURES="1")[2] == []
+  assert not list(slurm.folder.glob("*.failures"))
+
+
+def test_slurm_ends_with_the_code_where_it_cannot_requeue(slurm):
+  returned, _, calls = slurm.run(75, SCONTROL="1")
+  assert (returned, calls) == (75, REQUEUE)
+
+
+@pytest.mark.parametrize(
+  ("number", "expected"),
+  [
+    (signal.SIGTERM, (0, ["scancel --signal=TERM 41", *REQUEUE])),
+    (signal.SIGUSR1, (75, ["scancel --signal=TERM 41"])),
+  ],
+)
+def test_slurm_passes_signals_on_to_the_step_and_not_to_srun(slurm, number, expected):
+  process = slurm.start()
+  slurm.wait_for_the_task()
+  process.send_signal(number)
+  returned, out, calls = slurm.finish(process)
+  assert (returned, calls) == expected, out
+  assert "exit 75" in out  # and not 137, with which srun answers a SIGTERM of its own
+
+
+def test_slurm_refuses_what_it_cannot_run(slurm):
+  returned, out, calls = slurm.run(0, ())
+  assert (returned, calls) == (2, [])
+  assert "usage: sbatch" in out
+  (slurm.folder / "main.py").unlink()
+  returned, out, calls = slurm.run(0)
+  assert (returned, calls) == (2, [])
+  assert "submit from the root of the repository" in out
