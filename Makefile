@@ -1,4 +1,4 @@
-# make train | test | test-all | test-faults | lint | setup. Everything is installed into .venv, from PYTHON.
+# make train | test | test-all | test-faults | test-plan | lint | setup. Everything is installed into .venv, from PYTHON.
 PYTHON ?= python3
 ACCELERATOR ?= cpu
 CONFIG ?= configs/dp4_tp2.py
@@ -15,7 +15,7 @@ ifeq ($(filter $(ACCELERATOR),cpu tpu gpu),)
 $(error ACCELERATOR=$(ACCELERATOR): cpu, tpu or gpu)
 endif
 
-.PHONY: setup train test test-all test-faults lint clean
+.PHONY: setup train test test-all test-faults test-plan lint clean
 
 setup: $(VENV)/.installed-$(ACCELERATOR)
 
@@ -35,6 +35,10 @@ test-faults: $(VENV)/.installed-dev
 	@code=0; $(BIN)/python -m tests.faults --write $(FAULTS) || code=1; \
 	$(BIN)/python -m pytest -m faults || code=1; exit $$code
 
+# Plans for TPUs that are not here, by their real compiler.
+test-plan: $(VENV)/.installed-plan
+	$(BIN)/python -m pytest -m plan tests/planning
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,4 +57,8 @@ $(VENV)/.installed-$(ACCELERATOR): requirements.txt | $(BIN)/python
 
 $(VENV)/.installed-dev: requirements.txt requirements-dev.txt | $(BIN)/python
 	$(PIP) -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/.installed-plan: requirements-plan.txt $(VENV)/.installed-dev
+	$(PIP) -r requirements-plan.txt
 	@touch $@

@@ -9,6 +9,7 @@ VERB    train (default): train, evaluating on the held-out split
           --html=FILE writes it as a page with drawings and what each mesh axis costs
         compare: whether --config and --against train alike: every raw gradient and three steps,
           in float64 where the hardware has it; --set key=value sets a key on both sides
+        plan: what a run on --topology=v5p:4x4x4 or h100:8 will need, send and take, told here
         tour: see what sharding does, by small examples; --chapter=NAME tells one. Without a config
 RECIPE  lm (default), mlp, mlp_tutorial; or model=NAME,data=NAME
 
@@ -18,7 +19,7 @@ On several machines, or as several processes on one, every process runs the same
 docs/running.md.
 
 Exit codes: 0 done; 1 failed; 2 refused before anything started or was changed; 3 compare: they
-differ; 75 stopped by SIGTERM or Ctrl-C after saving.
+differ, plan: it does not fit; 75 stopped by SIGTERM or Ctrl-C after saving.
 """
 
 import hashlib
@@ -34,6 +35,7 @@ from ml_collections import config_flags
 
 from configs import base, command_line
 from partitioning import layout
+from planning import launching
 from processes import group as groups
 from processes.lockstep import Lockstep
 from processes.preflight import DifferenceError, NotComeError
@@ -59,12 +61,13 @@ from training.evaluation import Evaluator
 from training.reporting import replace_text, say
 
 REFUSED, NO = 2, 3
-VERBS = ("train", "evaluate", "sample", "layout", "compare", "tour")
+VERBS = ("train", "evaluate", "sample", "layout", "compare", "plan", "tour")
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A strategy, and after a colon a recipe.")
 _AGAINST = config_flags.DEFINE_config_file("against", None, "layout, compare: the other config.")
 _SET = flags.DEFINE_multi_string("set", [], "compare: key=value for both configs; repeatable.")
 _HTML = flags.DEFINE_string("html", None, "layout: the file for a page with drawings.")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "plan: the devices; here need not be any.")
 _CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
 _CHECKPOINT = flags.DEFINE_string(
@@ -89,8 +92,9 @@ _STOP = flags.DEFINE_multi_string("stop", [], "sample: a text that ends a row; r
 SAMPLE_FLAGS = (_PROMPT, _PROMPT_FILE, _MAX_NEW_TOKENS, _TEMPERATURE, _TOP_K, _TOP_P, _SEED, _STOP)
 # The flags that not every verb takes.
 OWNERS = [
-  (_CONFIG, ("train", "evaluate", "sample", "layout", "compare")),
-  (_WORKDIR, ("train", "evaluate", "sample", "layout", "compare")),
+  (_CONFIG, ("train", "evaluate", "sample", "layout", "compare", "plan")),
+  (_WORKDIR, ("train", "evaluate", "sample", "layout", "compare", "plan")),
+  (_TOPOLOGY, ("plan",)),
   (_CHAPTER, ("tour",)),
   (_AGAINST, ("layout", "compare")),
   (_SET, ("compare",)),
@@ -111,6 +115,8 @@ def main(argv: list[str]) -> int:
     return _refuse(error)
   if verb == "tour":
     return _tour()
+  if verb == "plan":
+    return _plan()
   try:
     keys = _CONFIG.value.processes
     on_tpu = not _SIMULATE.value and devices.hardware() == "tpu"
@@ -160,6 +166,16 @@ def _tour() -> int:
     return _refuse(error)
   tour.tell(told)
   return 0
+
+
+def _plan() -> int:
+  """Tells what a run on devices that need not be here will need: in a process of its own."""
+  try:
+    if _TOPOLOGY.value is None:
+      raise ValueError("plan needs the devices, such as --topology=v5p:4x4x4 or --topology=h100:8")
+    return launching.run(_CONFIG.value, _TOPOLOGY.value, _workdir(), debug=_DEBUG.value)
+  except (ValueError, OSError, RuntimeError) as error:
+    return _refuse(error)
 
 
 def _told(verb: str) -> dict[str, object]:

@@ -23,6 +23,7 @@ CLASSES = {
   "memory_limit_gib": GOES_ON,
   "compilation_cache_dir": GOES_ON,
   "processes.*": GOES_ON,
+  "planning.*": GOES_ON,
   "argument": GOES_ON,  # the recipe's name; what it sets is compared key by key
   # What is looked at, and what is kept.
   "metrics.*": GOES_ON,

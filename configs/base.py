@@ -72,6 +72,13 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
       "slow_ratio": 2.0,  # a process so many times slower than the others is named; 0 is off
     }
   )
+  config.planning = ConfigDict(
+    {
+      "constants": "",  # other ones of planning/hardware.py: "matmul=0.7,v5p.hbm_bytes=95e9"
+      "price_per_chip_hour": 0.0,  # in any currency; 0: not known
+      "token_budget": 0.0,  # tokens to train on in all; 0: those of training.steps
+    }
+  )
   config.compiler_options = ""  # XLA's, for every compiled step: "name=value,name=value"
   config.compilation_cache_dir = "~/.cache/meshwright/compilation"  # "" turns it off
   config.memory_limit_gib = config_dict.placeholder(float)  # per device (CPU: all); unset: asked

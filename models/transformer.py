@@ -217,18 +217,24 @@ def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache:
 build = Transformer
 
 
-def train_flops_per_example(config: ConfigDict) -> float:
+def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> float:
   """Returns floating-point operations per sequence, forward and backward.
 
   6 per token and element of a multiplied matrix, and attention's scores and sums counted in
-  full, 12 L N H T per token (arXiv:2204.02311, appendix B; others halve it for the mask); of a
-  layer that sees a window, so many tokens instead of T.
+  full, 12 L N H T per token (arXiv:2204.02311, appendix B); of a layer that sees a window, so many
+  tokens instead of T.
+
+  Args:
+    config: finalized.
+    causal: of the scores, only those that the mask leaves (half, where there is no window).
   """
   m, length = config.model, config.data.sequence_length
   attention = m.model_size * m.head_size * (2 * m.heads + 2 * m.kv_heads)
   mlp = (3 if m.gated else 2) * m.model_size * m.feedforward_size
   elements = m.layers * (attention + mlp) + m.model_size * padded_vocabulary(config)
-  seen = sum(
+  windows = [
     length if is_global(config, layer) else min(length, m.window) for layer in range(m.layers)
-  )
+  ]
+  # Behind a window w, the first w tokens see less.
+  seen = sum(one - one**2 / (2 * length) if causal else one for one in windows)
   return float(length) * (6 * elements + 12 * m.heads * m.head_size * seen)

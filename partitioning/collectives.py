@@ -83,8 +83,9 @@ def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
   """Returns the collectives that one execution of a compiled program runs, in program order.
 
   Each instruction reached from ENTRY stands once, whatever calls it; an asynchronous pair
-  counts at its start. Those in which no device speaks to another one are left out. Point to
-  point transfers (send, recv) and those inside custom kernels are not seen.
+  counts at its start. Those in which no device speaks to another one are left out. Transfers
+  between TPU slices count at their send. Other sends, and what is inside custom kernels, are not
+  seen.
 
   Args:
     hlo_text: optimized HLO, `jitted.lower(...).compile().as_text()`.
@@ -151,8 +152,38 @@ def _runs(program: hlo.Program):
 
 
 def _kind(instruction: hlo.Instruction) -> str | None:
+  if instruction.opcode == "send":
+    return _over_slices(instruction)
   kind = instruction.opcode.removesuffix("-start")
   return kind if kind in KINDS else None
+
+
+# What programs for several TPU slices hand to the runtime that joins them.
+_BETWEEN_SLICES = {
+  "ALL_REDUCE": "all-reduce",
+  "ALL_GATHER": "all-gather",
+  "REDUCE_SCATTER": "reduce-scatter",
+  "ALL_TO_ALL": "all-to-all",
+  "ONE_TO_ONE": "collective-permute",
+}
+
+
+def _over_slices(instruction: hlo.Instruction) -> str | None:
+  """Returns the kind of a transfer between slices, which stands in a program as a send."""
+  found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+  if found is None:
+    return None
+  if found[1] not in _BETWEEN_SLICES:
+    raise ValueError(f"HLO instruction {instruction.name}: unknown transfer type {found[1]}")
+  return _BETWEEN_SLICES[found[1]]
+
+
+def _across(mesh: Mesh) -> list[list[int]]:
+  """Returns the places of devices that lie at the same place of their slices."""
+  groups: dict[tuple, list[int]] = defaultdict(list)
+  for place, device in enumerate(mesh.devices.flat):
+    groups[tuple(device.coords), getattr(device, "core_on_chip", 0)].append(place)
+  return list(groups.values())
 
 
 def _record(program, computation, instruction, count, site, mesh) -> Collective | None:
@@ -160,7 +191,8 @@ def _record(program, computation, instruction, count, site, mesh) -> Collective 
   if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
     kind = "reduce-scatter"
   try:
-    groups = _groups(instruction, mesh.size)
+    sent = instruction.opcode == "send"
+    groups = _across(mesh) if sent else _groups(instruction, mesh.size)
     axes, whole = _axes(groups, mesh)
     payload = _payload(computation, instruction)
   except ValueError as error:
@@ -170,7 +202,7 @@ def _record(program, computation, instruction, count, site, mesh) -> Collective 
   # Instructions inside a fusion often carry no metadata; the fusion does.
   source = hlo.source(program, instruction.attributes)
   source = source or (hlo.source(program, site.attributes) if site else "")
-  arrays = len(instruction.operands)
+  arrays = 1 if sent else len(instruction.operands)
   groups = tuple(tuple(map(int, group)) for group in groups)
   return Collective(instruction.name, kind, axes, payload, count, source, whole, arrays, groups)
 
@@ -178,6 +210,8 @@ def _record(program, computation, instruction, count, site, mesh) -> Collective 
 def _payload(computation: hlo.Computation, instruction: hlo.Instruction) -> int:
   """Returns the larger of operands and results, in bytes per device."""
   result, parts = instruction.shape, hlo.elements(instruction.shape)
+  if instruction.opcode == "send":  # (what is sent, context, token)
+    return hlo.shape_bytes(parts[0])
   # A start returns (operands, results, contexts...). all-reduce-start may return its results
   # alone: they are as large as its operands, which count anyway.
   if instruction.opcode.endswith("-start") and len(parts) > 1:

@@ -205,7 +205,7 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   """
   legend = MODELS[config.model.name].legend(config)
   count = math.prod(devices.sizes.values())
-  mesh = make_mesh(devices.sizes, jax.devices()[:count], devices.slices)
+  mesh = make_mesh(devices.sizes, devices.described or jax.devices()[:count], devices.slices)
   program = make_program(config)
   state = jax.eval_shape(program.init, jax.random.key(config.seed))
   batch = abstract_batch(config, legend)
@@ -274,7 +274,7 @@ def _trace_activations(config, legend, program, state, batch, mesh) -> Activatio
   }
   table = config.partitioning.activations
   with jax.set_mesh(mesh), activation_layout(legend, table, collect=True) as seen:
-    jax.eval_shape(program.sums, state.params, microbatch, jax.random.key(0))
+    jax.eval_shape(program.sums, state.params, microbatch, jax.eval_shape(jax.random.key, 0))
   return seen
 
 

@@ -4,7 +4,10 @@ The texts are cut down from what the compilers for TPU printed.
 """
 
 import dataclasses
+from types import SimpleNamespace
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from partitioning.collectives import Collective, collectives
@@ -248,3 +251,44 @@ def test_two_chains_and_the_source_in_older_text(mesh):
     'to_apply=%add, metadata={op_name="f/psum" source_file="/a/b.py" source_line=7}',
   )
   assert [c.source for c in collectives(old, mesh)] == ["f/psum (/a/b.py:7)"]
+
+
+class Placed(NamedTuple):
+  """A TPU of one of two slices."""
+
+  slice_index: int
+  coords: tuple[int, int, int]
+
+
+TRANSFER = """
+HloModule slices
+
+ENTRY %main (x: bf16[12]) -> bf16[12] {
+  %x = bf16[12]{0} parameter(0)
+  %after = token[] after-all()
+  %send = (bf16[12]{0}, u32[], token[]) send(%x, %after), channel_id=6, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_rendezvous="psum_0",_xla_megascale_target="{1,2}x{0:3}",\
+_xla_megascale_transfer_type="ALL_REDUCE"}
+  %sent = token[] send-done(%send), channel_id=6, is_host_transfer=true
+  %recv = (bf16[12]{0}, u32[], token[]) recv(%after), channel_id=5, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_rendezvous="psum_0",_xla_megascale_target="{1,2}x{0:3}",\
+_xla_megascale_transfer_type="ALL_REDUCE"}
+  %received = (bf16[12]{0}, token[]) recv-done(%recv), channel_id=5, is_host_transfer=true
+  ROOT %y = bf16[12]{0} get-tuple-element(%received), index=0
+}
+"""
+
+
+def test_a_transfer_between_slices_is_a_collective_over_them():
+  array = np.empty(8, object)
+  array[:] = [Placed(i, (place % 2, place // 2, 0)) for i in range(2) for place in (0, 1, 3, 2)]
+  mesh = SimpleNamespace(
+    devices=array, size=8, shape={"data": 2, "fsdp": 4}, axis_names=("data", "fsdp")
+  )
+  [found] = collectives(TRANSFER, mesh)
+  assert (found.kind, found.axes, found.bytes, found.count) == ("all-reduce", ("data",), 24, 1)
+  assert found.whole
+  assert found.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+  unknown = TRANSFER.replace("ALL_REDUCE", "SOMETHING")
+  with pytest.raises(ValueError, match="instruction send: unknown transfer type SOMETHING"):
+    collectives(unknown, mesh)

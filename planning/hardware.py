@@ -1,0 +1,138 @@
+"""What is known of accelerators: one table of constants, each with its source, overridable.
+
+Sources: [1] the Cloud TPU system pages (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x);
+[2] the scaling book's chapters on TPUs and GPUs (jax-ml.github.io/scaling-book); [3] NVIDIA's data
+sheets. They differ by up to 15 % on v5p's memory bandwidth and on the links between chips.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """One JAX device of a kind.
+
+  Attributes:
+    name: as in a topology, `v5p:4x4x4`.
+    flops: bfloat16 operations per second.
+    hbm_bytes: of memory.
+    hbm_bandwidth: bytes per second.
+    link_bandwidth: bytes per second that a device sends along one axis of the torus, both links
+      in use; of a GPU, over NVLink.
+    slow_bandwidth: bytes per second of a device to those beyond the slice or the machine.
+    torus: dims of a TPU's torus; 0 for GPUs, whose switch joins all devices of a machine.
+    devices_per_chip: JAX devices that a chip is.
+    wraps: the smallest size of a torus axis, or (of two dims) number of chips, that closes a ring.
+    source: of the numbers.
+  """
+
+  name: str
+  flops: float
+  hbm_bytes: float
+  hbm_bandwidth: float
+  link_bandwidth: float
+  slow_bandwidth: float
+  torus: int = 0
+  devices_per_chip: int = 1
+  wraps: int = 0
+  source: str = ""
+
+
+# Sheets say GB; what a TPU's compiler and a GPU's driver find is as many GiB, or nearly.
+GIB = 2.0**30
+
+_CHIPS = (
+  Chip("v4", 275e12, 32 * GIB, 1.2e12, 90e9, 6.25e9, torus=3, wraps=4, source="[1], [2]"),
+  Chip("v5e", 197e12, 16 * GIB, 0.82e12, 90e9, 25e9 / 8, torus=2, wraps=16, source="[1], [2]"),
+  Chip("v5p", 459e12, 95 * GIB, 2.77e12, 180e9, 50e9 / 8, torus=3, wraps=4, source="[1], [2]"),
+  Chip("v6e", 918e12, 32 * GIB, 1.64e12, 180e9, 100e9 / 8, torus=2, wraps=16, source="[1], [2]"),
+  Chip(
+    "7x",
+    2307e12 / 2,
+    96.0 * GIB,
+    7.4e12 / 2,
+    200e9 / 2,
+    100e9 / 8 / 2,
+    torus=3,
+    devices_per_chip=2,
+    wraps=4,
+    source="[1]; a chip is two devices, which halves each number",
+  ),
+  Chip("a100", 312e12, 80 * GIB, 2.0e12, 300e9, 25e9, source="[3]"),
+  Chip("h100", 990e12, 80 * GIB, 3.35e12, 450e9, 50e9, source="[2], [3]"),
+  Chip("h200", 990e12, 140 * GIB, 4.8e12, 450e9, 50e9, source="[3]"),
+  Chip("b200", 2250e12, 179 * GIB, 8.0e12, 900e9, 50e9, source="[2], [3]"),
+)
+CHIPS = {chip.name: chip for chip in _CHIPS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+  """What share of a constant a program reaches, and what is lost beside; the same for all chips.
+
+  Attributes:
+    matmul: of the operations per second, in products as large as a model's.
+    memory: of the memory's bandwidth, in elementwise passes.
+    link: of the links' bandwidth, in collectives of many MiB.
+    hop_seconds: from one chip to the next.
+    spread: the range of a prediction: a step takes from `expected * (1 - spread)` to
+      `expected * (1 + spread)`.
+  """
+
+  matmul: float = 0.8
+  memory: float = 0.8
+  link: float = 0.8
+  hop_seconds: float = 1e-6
+  spread: float = 0.2
+
+
+REASONS = {
+  "matmul": "large products reach 75 to 90 % of the systolic array's peak ([2], chapter on TPUs)",
+  "memory": "streams reach about 80 % of what the sheet says",
+  "link": "rings of large arrays reach about 80 %; small ones wait for the hops",
+  "hop_seconds": "about 1 microsecond ([2])",
+  "spread": "the sources themselves differ by 15 %",
+}
+
+
+def overridden(text: str) -> tuple[dict[str, Chip], Rates]:
+  """Returns the chips and the rates with the constants that a text replaces.
+
+  Args:
+    text: `matmul=0.7,v5p.hbm_bandwidth=2.6e12`; "" changes nothing.
+
+  Raises:
+    ValueError: a constant that there is not, or a value that is no positive number.
+  """
+  chips, rates = dict(CHIPS), Rates()
+  for item in filter(None, text.split(",")):
+    name, _, value = item.partition("=")
+    number = _positive(name, value)
+    chip, _, field = name.rpartition(".")
+    if not chip and hasattr(rates, field):
+      rates = dataclasses.replace(rates, **{field: number})
+    elif chip in chips and isinstance(getattr(chips[chip], field, None), float):
+      chips[chip] = dataclasses.replace(chips[chip], **{field: number})
+    else:
+      raise ValueError(f"planning.constants: there is no {name!r}{_near(name, _names(chips))}")
+  return chips, rates
+
+
+def _positive(name: str, value: str) -> float:
+  if not re.fullmatch(r"[0-9.]+(e[+-]?[0-9]+)?", value) or float(value) <= 0:
+    raise ValueError(f"planning.constants: {name}={value!r} is no positive number")
+  return float(value)
+
+
+def _names(chips: Mapping[str, Chip]) -> list[str]:
+  fields = [f.name for f in dataclasses.fields(Chip) if f.type is float]
+  rates = [field.name for field in dataclasses.fields(Rates)]
+  return rates + [f"{chip}.{field}" for chip in chips for field in fields]
+
+
+def _near(name: str, names: list[str]) -> str:
+  found = difflib.get_close_matches(name, names, 1)
+  return f"; did you mean {found[0]!r}?" if found else f"; there are {', '.join(names[:5])}, ..."

@@ -1,0 +1,166 @@
+"""A plan: whether a config fits the devices of a topology, what it sends, how long a step takes."""
+
+import dataclasses
+import math
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from partitioning import hlo, layout
+from partitioning.collectives import collectives
+from planning import memory, schedule, target
+from planning.hardware import Rates, overridden
+from planning.topologies import Topology, parse
+from training.job import MODELS, Job
+
+LANES = 128
+LARGE_BYTES = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What is foretold of a config on a topology.
+
+  Attributes:
+    job: layout and program.
+    topology: the devices.
+    rates: what share of their constants is reached.
+    program: what the compiler made of the step; None where there is none for the topology.
+    memory: part -> bytes per device, by formula.
+    times: of a step, from the compiled program; None without one.
+    warnings: what should be looked at.
+  """
+
+  job: Job
+  topology: Topology
+  rates: Rates
+  program: target.Program | None
+  memory: dict[str, int]
+  times: schedule.Times | None
+  warnings: tuple[str, ...]
+
+  @property
+  def peak_bytes(self) -> int:
+    """Returns the most that a device holds: by the compiler, else by formula."""
+    return self.program.peak_bytes if self.program else sum(self.memory.values())
+
+  @property
+  def fits(self) -> bool:
+    """Returns the verdict."""
+    if self.program:
+      return self.program.fits
+    return self.peak_bytes <= self.topology.chip.hbm_bytes
+
+  @property
+  def tokens(self) -> int:
+    """Returns the tokens (or examples) of a step, of all devices."""
+    data = self.job.config.data
+    return data.global_batch_size * (data.sequence_length if data.kind == "text" else 1)
+
+  @property
+  def step_seconds(self) -> tuple[float, float, float]:
+    """Returns low, expected, high."""
+    flops = self.flops() / self.job.mesh.size
+    chip = self.topology.chip
+    bound = flops / (chip.flops * self.rates.matmul)
+    expected = self.times.step if self.times else bound
+    return expected * (1 - self.rates.spread), expected, expected * (1 + self.rates.spread)
+
+  def flops(self, *, causal: bool = False) -> float:
+    """Returns the operations of a step that count as the model's; see `mfu`."""
+    config = self.job.config
+    each = MODELS[config.model.name].train_flops_per_example(config, causal=causal)
+    return each * config.data.global_batch_size
+
+  def mfu(self, *, causal: bool = False) -> float:
+    """Returns model FLOPs utilization, with attention's scores counted in full.
+
+    Args:
+      causal: only those that the mask leaves, as MaxText counts them.
+    """
+    peak = self.topology.chip.flops * self.job.mesh.size
+    return self.flops(causal=causal) / peak / self.step_seconds[1]
+
+  def as_json(self) -> dict[str, Any]:
+    """Returns what plan.json holds."""
+    low, expected, high = self.step_seconds
+    return {
+      "fits": self.fits,
+      "topology": self.topology.name,
+      "devices": self.job.mesh.size,
+      "compiled": self.program is not None,
+      "peak_bytes_per_device": self.peak_bytes,
+      "hbm_bytes_per_device": int(self.topology.chip.hbm_bytes),
+      "memory": self.memory,
+      "collectives": [_sent(one) for one in self.times.sent] if self.times else [],
+      "step_seconds": {"low": low, "expected": expected, "high": high},
+      "tokens_per_second_per_device": self.tokens / expected / self.job.mesh.size,
+      "mfu": self.mfu(),
+      "mfu_causal": self.mfu(causal=True),
+      "warnings": list(self.warnings),
+    }
+
+
+def _sent(one: schedule.Sent) -> dict[str, Any]:
+  collective = one.collective
+  return {
+    "axis": "+".join(collective.axes),
+    "kind": collective.kind,
+    "network": one.wire.network,
+    "count": collective.count,
+    "bytes": collective.bytes * (collective.count or 1),
+    "seconds": one.seconds,
+    "exposed_seconds": one.exposed_seconds,
+    "source": collective.source,
+  }
+
+
+def make(config: ConfigDict, topology_name: str) -> Plan:
+  """Returns the plan of a config.
+
+  Args:
+    config: as parsed, with overrides.
+    topology_name: `v5p:4x4x4`.
+
+  Raises:
+    ValueError: bad input: the topology, the mesh, the layout, a constant.
+  """
+  chips, rates = overridden(config.planning.constants)
+  topology = parse(topology_name, chips)
+  ready = target.prepare(config, topology, int(1e18))
+  program = times = None
+  if topology.platform == "tpu" and target.compiler_there():
+    program = target.compile_step(ready)
+    if program.fits:
+      found = collectives(program.text, ready.mesh)
+      where = target.places(ready, topology)
+      times = schedule.times(hlo.parse(program.text), found, where, topology.chip, rates)
+  return Plan(
+    ready, topology, rates, program, memory.by_formula(ready), times, _warnings(ready, topology)
+  )
+
+
+def _warnings(ready: Job, topology: Topology) -> tuple[str, ...]:
+  sizes, found = ready.devices.sizes, []
+  for placement in ready.placements["parameters"].values():
+    there = layout.bytes_per_device(placement, sizes)
+    if layout.copies(placement, sizes) == math.prod(sizes.values()) > 1 and there >= LARGE_BYTES:
+      text = layout.size_text(there)
+      found.append(f"{placement.name} is held whole by every device: {text}")
+    last = layout.shard_shape(placement.shape, placement.spec, sizes)[-1:]
+    if topology.platform == "tpu" and there >= LARGE_BYTES and last and last[0] % LANES:
+      whole = -(-last[0] // LANES) * LANES
+      found.append(
+        f"{placement.name}: the last dim of a shard is {last[0]}, which a TPU pads to {whole} lanes"
+      )
+  open_ends = [
+    str(size)
+    for size, closed in zip(topology.shape, topology.wraps(), strict=False)
+    if size > 2 and not closed
+  ]
+  if open_ends:
+    found.append(
+      f"{topology.name}: the axes of {', '.join(open_ends)} chips are no rings; along them "
+      "collectives take about twice as long"
+    )
+  return tuple(found)

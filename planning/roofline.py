@@ -1,0 +1,188 @@
+"""What a compiled program does on one device: operations and bytes of each instruction.
+
+An instruction takes the longer of its operations at the rate of products and its bytes at the rate
+of the memory (Williams et al. 2009, doi:10.1145/1498765.1498785).
+"""
+
+import dataclasses
+import functools
+import math
+import re
+
+import numpy as np
+
+from partitioning import hlo
+
+# Instructions that move nothing: names for what is there.
+FREE = frozenset(
+  [
+    *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "iota", "domain"),
+    *("partition-id", "replica-id", "after-all", "add-dependency", "opt-barrier"),
+    *("while", "conditional", "call"),
+  ]
+)
+_ON_CHIP = re.compile(r"S\([1-9]\)")  # the memory space of a layout: not the device's main one
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """What an instruction does when it runs once.
+
+  Attributes:
+    flops: operations of its products; other arithmetic is bound by the memory.
+    bytes: read and written in the device's memory.
+  """
+
+  flops: float
+  bytes: float
+
+  def __add__(self, other: "Work") -> "Work":
+    """Returns both."""
+    return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+  def __mul__(self, runs: int) -> "Work":
+    """Returns what several runs do."""
+    return Work(self.flops * runs, self.bytes * runs)
+
+
+class Costs:
+  """Computes what instructions cost; what a computation costs inside, once."""
+
+  def __init__(self, program: hlo.Program):
+    self._program = program
+    self._flops = functools.cache(self._flops_of)
+
+  def work(self, computation: hlo.Computation, instruction: hlo.Instruction) -> Work:
+    """Returns what one run does."""
+    if instruction.opcode.endswith(("-done", "-update")):
+      return Work(0, 0)
+    flops = self._own_flops(computation, instruction)
+    return Work(flops, self._bytes(computation, instruction))
+
+  def _own_flops(self, computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+    if instruction.opcode == "dot":
+      return _dot(computation, instruction)
+    if instruction.opcode == "convolution":
+      return _convolution(computation, instruction)
+    if instruction.opcode == "fusion" or instruction.opcode.startswith("async"):
+      return sum(map(self._flops, instruction.called()))
+    return 0.0
+
+  def _flops_of(self, name: str) -> float:
+    computation = self._program.computations[name]
+    inside = computation.instructions.values()
+    return sum(self._own_flops(computation, instruction) for instruction in inside)
+
+  def _bytes(self, computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+    """Returns what is read and written; of a slice of a larger array, the slice alone."""
+    opcode, result = instruction.opcode, _moved(instruction.shape)
+    if opcode in ("dynamic-slice", "slice", "gather"):
+      return 2.0 * result
+    operands = [_shape(computation, i, instruction) for i in range(len(instruction.operands))]
+    if opcode in ("dynamic-update-slice", "scatter"):
+      return 2.0 * _moved(operands[1 if opcode == "dynamic-update-slice" else -1])
+    if opcode == "fusion":
+      return self._fused(instruction, operands, result)
+    if opcode == "copy-start":  # (result, operand, context)
+      return 2.0 * _moved(operands[0])
+    return float(result + sum(map(_moved, operands)))
+
+  def _fused(self, instruction: hlo.Instruction, operands: list[str], result: int) -> float:
+    inner = self._program.computations[instruction.called()[0]]
+    read = sum(min(_moved(shape), _read(inner, index)) for index, shape in enumerate(operands))
+    root = inner.instructions[inner.root]
+    while root.opcode in ("bitcast", "copy"):
+      root = inner.instructions[root.operand_names[0]]
+    if root.opcode == "dynamic-update-slice":  # in place
+      result = _moved(inner.instructions[root.operand_names[1]].shape)
+    return float(read + result)
+
+
+def _moved(shape: str) -> int:
+  """Returns the bytes of a shape, but for parts of it that lie in the memory on the chip."""
+  parts = hlo.elements(shape) or [shape]
+  return sum(hlo.shape_bytes(part) for part in parts if not _ON_CHIP.search(part))
+
+
+def _read(inner: hlo.Computation, index: int) -> float:
+  """Returns how many bytes of a parameter a fusion reads: slices, where it takes only those."""
+  [name] = [
+    i.name
+    for i in inner.instructions.values()
+    if i.opcode == "parameter" and i.operands and int(i.operands[0]) == index
+  ] or [None]
+  names, taken = {name}, 0.0
+  for instruction in inner.instructions.values():
+    used = names & set(instruction.operand_names)
+    if not used:
+      continue
+    if instruction.opcode == "bitcast":
+      names.add(instruction.name)
+    elif instruction.opcode in ("dynamic-slice", "slice", "gather"):
+      taken += _moved(instruction.shape)
+    elif instruction.opcode == "dynamic-update-slice" and instruction.operand_names[0] in names:
+      continue  # written in place, not read
+    else:
+      return math.inf
+  return taken
+
+
+def _shape(computation: hlo.Computation, index: int, instruction: hlo.Instruction) -> str:
+  known = computation.instructions.get(instruction.operand_names[index])
+  return known.shape if known else instruction.operands[index].rpartition(" ")[0]
+
+
+def _sizes(shape: str) -> list[int]:
+  found = _ARRAY.match(shape)
+  return [int(size) for size in found[2].split(",") if size]
+
+
+def _dims(settings: str, name: str) -> list[int]:
+  found = re.search(rf"\b{name}=\{{([\d,]*)\}}", settings)
+  return [int(dim) for dim in found[1].split(",") if dim] if found else []
+
+
+def _dot(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+  left = _sizes(_shape(computation, 0, instruction))
+  contracted = _dims(instruction.settings, "lhs_contracting_dims")
+  return 2.0 * math.prod(_sizes(instruction.shape)) * math.prod(left[dim] for dim in contracted)
+
+
+def _convolution(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+  """Returns the operations of a convolution, which is how a TPU's program writes products.
+
+  Of its windows only those places count that fall on the input and not between its dilated
+  elements or on its padding: a batch dim is written as a window of which all but one do.
+  """
+  left, right = (_sizes(_shape(computation, i, instruction)) for i in range(2))
+  result = _sizes(instruction.shape)
+  settings = instruction.settings
+  labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", settings)
+  window = re.search(r"window=\{([^}]*)\}", settings)
+  given = dict(item.split("=") for item in window[1].split()) if window else {}
+  pairs = 1
+  spatial = [letter for letter in labels[3] if letter.isdigit()]
+  for place, letter in enumerate(spatial):
+    pairs *= _valid(
+      left[labels[1].index(letter)],
+      right[labels[2].index(letter)],
+      result[labels[3].index(letter)],
+      {name: _part(value, place) for name, value in given.items()},
+    )
+  groups = re.search(r"batch_group_count=(\d+)", settings)
+  batch, features = result[labels[3].index("b")], result[labels[3].index("f")]
+  inputs = right[labels[2].index("i")]
+  return 2.0 * batch * features * inputs * pairs / (int(groups[1]) if groups else 1)
+
+
+def _part(value: str, place: int) -> str:
+  return value.split("x")[place]
+
+
+def _valid(size: int, kernel: int, result: int, window: dict[str, str]) -> int:
+  """Returns how many pairs of a result and a place of the kernel fall on an element."""
+  stride, low = int(window.get("stride", 1)), int(window.get("pad", "0_0").split("_")[0])
+  apart, spread = int(window.get("lhs_dilate", 1)), int(window.get("rhs_dilate", 1))
+  at = np.arange(result)[:, None] * stride - low + np.arange(kernel)[None] * spread
+  return int(np.sum((at >= 0) & (at % apart == 0) & (at // apart < size)))

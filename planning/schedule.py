@@ -1,0 +1,170 @@
+"""How long a step takes: its instructions one after another, as the compiler has ordered them.
+
+A collective between whose start and end other work stands is hidden as far as that work lasts;
+one that begins and ends at once is waited for. Loops are counted as often as they run.
+"""
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+from partitioning import hlo
+from partitioning.collectives import Collective
+from planning import traffic
+from planning.hardware import Chip, Rates
+from planning.roofline import FREE, Costs, Work
+from planning.traffic import Places, Wire
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+  """A collective of the program, and what it costs in one step.
+
+  Attributes:
+    collective: as the program has it.
+    wire: what it goes over.
+    seconds: of all its runs.
+    exposed_seconds: of those, how long the device waits.
+  """
+
+  collective: Collective
+  wire: Wire
+  seconds: float
+  exposed_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+  """One step on one device.
+
+  Attributes:
+    step: seconds.
+    compute: seconds that the products alone would take.
+    memory: seconds that reading and writing the memory alone would take.
+    work: operations and bytes, both counted as often as they run.
+    sent: the collectives.
+  """
+
+  step: float
+  compute: float
+  memory: float
+  work: Work
+  sent: tuple[Sent, ...]
+
+  @property
+  def communication(self) -> float:
+    """Returns the seconds of all collectives, hidden or not."""
+    return sum(one.seconds for one in self.sent)
+
+  @property
+  def exposed(self) -> float:
+    """Returns the seconds that the device waits for them."""
+    return sum(one.exposed_seconds for one in self.sent)
+
+
+def times(
+  program: hlo.Program, found: Sequence[Collective], places: Places, chip: Chip, rates: Rates
+) -> Times:
+  """Returns how long a step takes.
+
+  Args:
+    program: as compiled and scheduled for one device.
+    found: its collectives.
+    places: where the devices of its mesh lie.
+    chip: what a device is.
+    rates: what share of the chip's constants is reached.
+  """
+  walker = _Walker(program, found, places, chip, rates)
+  step = walker.walk(hlo.Frame(program.computations[program.entry]), 1)
+  sent = [
+    Sent(one, walker.wires[one.name], walker.alone[one.name] * (one.count or 1),
+         walker.waited[one.name])
+    for one in found
+  ]  # fmt: skip
+  work = walker.work
+  compute, memory = work.flops / walker.flops, work.bytes / walker.bandwidth
+  return Times(step, compute, memory, work, tuple(sent))
+
+
+class _Walker:
+  """Goes through the schedule with a clock."""
+
+  def __init__(self, program, found: Sequence[Collective], places, chip: Chip, rates: Rates):
+    self._program, self._costs = program, Costs(program)
+    self.flops, self.bandwidth = chip.flops * rates.matmul, chip.hbm_bandwidth * rates.memory
+    self.wires = {one.name: _slowest(one, places) for one in found}
+    self.alone = {one.name: traffic.seconds(one, self.wires[one.name], rates) for one in found}
+    self.waited: dict[str, float] = defaultdict(float)
+    self.work = Work(0, 0)
+
+  def walk(self, frame: hlo.Frame, runs: int) -> float:
+    """Returns the seconds of one run of a computation, which runs so often in a step."""
+    clock, free = 0.0, 0.0  # now, and when the links are free again
+    under_way: dict[str, tuple[list[str], float]] = {}
+    for instruction in frame.computation.instructions.values():
+      if instruction.opcode == "while":
+        trips = hlo.trip_count(self._program, frame, instruction) or 1
+        body = self._program.computations[instruction.one("body")]
+        clock += trips * self.walk(hlo.Frame(body, instruction, frame), runs * trips)
+      elif instruction.opcode in ("call", "conditional"):
+        branches = (self._program.computations[name] for name in instruction.called())
+        clock += max(self.walk(hlo.Frame(one, instruction, frame), runs) for one in branches)
+      elif instruction.opcode.endswith(("-update", "-done")):
+        names, end = under_way.pop(_start(frame, instruction), ([], 0.0))
+        clock += self._wait(names, end - clock, runs)
+      elif instruction.opcode == "recv":
+        continue  # what is sent to it began with a send
+      elif instruction.opcode not in FREE:
+        names = self._collectives(instruction)
+        there = self._costs.work(frame.computation, instruction)
+        self.work += there * runs
+        lasts = max(there.flops / self.flops, there.bytes / self.bandwidth)
+        if not names:
+          clock += lasts
+          continue
+        free = max(free, clock) + sum(self.alone[name] for name in names)
+        if instruction.opcode.endswith("-start"):
+          under_way[instruction.name] = names, free
+        elif instruction.opcode == "send":
+          under_way[_meeting(instruction)] = names, free
+        else:  # at once, or fused with products that go on meanwhile
+          clock += lasts if instruction.opcode == "fusion" else 0.0
+          clock += self._wait(names, free - clock, runs)
+    return clock
+
+  def _wait(self, names: list[str], seconds: float, runs: int) -> float:
+    """Notes that a device waits for collectives; returns how long."""
+    if not names or seconds <= 0:
+      return 0.0
+    for name in names:
+      share = self.alone[name] / sum(self.alone[one] for one in names)
+      self.waited[name] += runs * seconds * share
+    return seconds
+
+  def _collectives(self, instruction: hlo.Instruction) -> list[str]:
+    """Returns the names of the collectives that an instruction is or holds."""
+    names = [instruction.name] if instruction.name in self.alone else []
+    for called in instruction.called():
+      for inner in self._program.computations[called].instructions.values():
+        names += self._collectives(inner)
+    return names
+
+
+def _slowest(collective: Collective, places: Places) -> Wire:
+  return min(map(places.wire, collective.groups), key=lambda wire: wire.bandwidth)
+
+
+def _start(frame: hlo.Frame, instruction: hlo.Instruction) -> str:
+  """Returns the name of what began that which an instruction ends or carries on."""
+  name = instruction.operand_names[0]
+  before = frame.computation.instructions[name]
+  if before.opcode == "recv":
+    return _meeting(before)
+  return _start(frame, before) if before.opcode.endswith("-update") else name
+
+
+def _meeting(instruction: hlo.Instruction) -> str:
+  """Returns what a send between slices and its recv have in common."""
+  found = re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', instruction.attributes)
+  return found[1] if found else instruction.name

@@ -1,0 +1,139 @@
+"""The devices that a plan is for, attached or not, and the train step compiled for them."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import re
+import time
+
+import jax
+import numpy as np
+from jax.experimental import topologies as described
+from ml_collections import ConfigDict
+
+from configs import base
+from partitioning import layout
+from partitioning.mesh import resolve_sizes
+from planning.topologies import Topology
+from planning.traffic import Places, in_order
+from training import devices, job
+
+# What the compiler says of a program that is too large: of all of it, or of what is there besides
+# its arguments.
+_OUT_OF_MEMORY = re.compile(
+  r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\) exceeds"
+)
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """The train step as a compiler has made it.
+
+  Attributes:
+    text: the optimized HLO; "" where the compiler gave up.
+    peak_bytes: what a device holds at most, by the compiler; also of one that does not fit.
+    fits: whether the compiler found room.
+    seconds: that it took.
+  """
+
+  text: str
+  peak_bytes: int
+  fits: bool
+  seconds: float
+
+
+def compiler_there() -> bool:
+  """Tells whether the compiler for TPUs is installed."""
+  return importlib.util.find_spec("libtpu") is not None
+
+
+def start(topology: Topology, slices: int) -> tuple[jax.Device, ...]:
+  """Returns devices of a topology, or as many simulated ones where there is no compiler for it.
+
+  Raises:
+    ValueError: the compiler knows no such topology.
+  """
+  count = topology.devices * slices
+  if topology.platform == "tpu" and compiler_there():
+    more = {"num_slices": slices} if slices > 1 else {}
+    try:
+      found = described.get_topology_desc(platform="tpu", topology_name=topology.name, **more)
+    except Exception as error:  # jaxlib raises what it likes for a shape that it does not know
+      raise ValueError(
+        f"--topology={topology.name}: the compiler knows no such slice "
+        f"({' '.join(str(error).split())[:200]})"
+      ) from error
+    return tuple(found.devices)
+  jax.config.update("jax_num_cpu_devices", count)
+  return tuple(jax.devices())
+
+
+def prepare(config: ConfigDict, topology: Topology, chip_memory: int) -> job.Job:
+  """Brings a config together with a topology; platform defaults are the topology's.
+
+  Raises:
+    ValueError: the mesh does not make the number of devices, or the config cannot be laid out so.
+  """
+  over = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
+  slices = math.prod(over.values())
+  found = start(topology, slices)
+  sizes = resolve_sizes(config.mesh, len(found), over)
+  config = base.finalize(config, topology.platform)
+  base.check(config, sizes)
+  given = devices.Devices(topology.platform, False, sizes, over, found, chip_memory)
+  return job.prepare(config, given)
+
+
+def compile_step(ready: job.Job) -> Program:
+  """Compiles the step that `train` would compile; a program that does not fit is an answer too."""
+  began = time.monotonic()
+  try:
+    compiled = ready.compile_train_step().function
+  except jax.errors.JaxRuntimeError as error:
+    used = needed(str(error), _held(ready))
+    if used is None:
+      raise
+    return Program("", used, False, time.monotonic() - began)
+  stats = compiled.memory_analysis()
+  return Program(
+    compiled.as_text(),
+    stats.peak_memory_in_bytes,
+    True,
+    time.monotonic() - began,
+  )
+
+
+def _held(ready: job.Job) -> int:
+  sections = ready.placements.values()
+  sizes = ready.devices.sizes
+  return sum(layout.bytes_per_device(p, sizes) for rows in sections for p in rows.values())
+
+
+def needed(error: str, arguments: int) -> int | None:
+  """Returns the bytes per device that a program needs which the compiler has refused.
+
+  Args:
+    error: what the compiler says.
+    arguments: bytes of the state and the batch on a device.
+
+  Returns:
+    None where it is about something else.
+  """
+  if (found := _OUT_OF_MEMORY.search(error)) is None:
+    return None
+  if found[1]:
+    return int(float(found[1]) * _UNITS[found[2]])
+  return arguments + int(float(found[3]) * _UNITS[found[4]])
+
+
+def places(ready: job.Job, topology: Topology) -> Places:
+  """Returns where the devices of a job's mesh lie."""
+  flat = list(ready.mesh.devices.flat)
+  slices = np.array([getattr(device, "slice_index", None) or 0 for device in flat])
+  with contextlib.suppress(AttributeError):
+    if topology.chip.torus:
+      coordinates = np.array([device.coords[: topology.chip.torus] for device in flat])
+      return Places(topology, coordinates, slices)
+  return in_order(topology, len(flat))

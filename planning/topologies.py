@@ -1,0 +1,74 @@
+"""Which devices a plan is for: `v5p:4x4x4` is a slice of TPUs, `h100:8` a machine of GPUs."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+
+from planning.hardware import CHIPS, Chip
+
+EXAMPLES = {2: "4x4, 8x8, 16x16", 3: "2x2x2, 4x4x4, 8x8x16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """Devices that need not be there.
+
+  Attributes:
+    name: as given, in small letters.
+    chip: what a device is.
+    shape: of the torus, in chips; of a GPU box, its number of GPUs.
+    devices: their number, as JAX counts them.
+  """
+
+  name: str
+  chip: Chip
+  shape: tuple[int, ...]
+
+  @property
+  def devices(self) -> int:
+    """Returns how many devices there are, as JAX counts them."""
+    return math.prod(self.shape) * self.chip.devices_per_chip
+
+  @property
+  def platform(self) -> str:
+    """Returns `tpu` or `gpu`."""
+    return "tpu" if self.chip.torus else "gpu"
+
+  def wraps(self) -> tuple[bool, ...]:
+    """Returns for each axis of the torus whether its ends are joined; () of a GPU box."""
+    if not self.chip.torus:
+      return ()
+    if self.chip.torus == 2:  # v5e, v6e: only a side as long as a whole pod's is closed
+      return tuple(size >= self.chip.wraps for size in self.shape)
+    return tuple(size % self.chip.wraps == 0 for size in self.shape)
+
+
+def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:
+  """Returns the topology of a name.
+
+  Raises:
+    ValueError: there is no such one; the message names those that there are.
+  """
+  kind, _, rest = text.lower().partition(":")
+  if kind not in chips:
+    near = difflib.get_close_matches(kind, chips, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"--topology={text}: unknown device {kind!r}; {_known(chips)}{hint}")
+  chip = chips[kind]
+  sizes = rest.split("x")
+  if not all(size.isdigit() and int(size) > 0 for size in sizes):
+    raise ValueError(f"--topology={text}: {rest!r} is no shape; {_known(chips)}")
+  shape = tuple(map(int, sizes))
+  if len(shape) != (chip.torus or 1):
+    want = (
+      f"{chip.torus} dims, such as {EXAMPLES[chip.torus]}" if chip.torus else "a number of GPUs"
+    )
+    raise ValueError(f"--topology={text}: {kind} takes {want}")
+  return Topology(f"{kind}:{rest}", chip, shape)
+
+
+def _known(chips: Mapping[str, Chip]) -> str:
+  tpus = ", ".join(f"{c.name}:{EXAMPLES[c.torus].split(',')[0]}" for c in chips.values() if c.torus)
+  gpus = ", ".join(f"{c.name}:8" for c in chips.values() if not c.torus)
+  return f"there are {tpus} (slices of TPUs of any such shape), {gpus} (machines of GPUs)"

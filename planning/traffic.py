@@ -1,0 +1,98 @@
+"""How long a collective takes, from its bytes and the links that its devices lie on.
+
+V bytes over links of W bytes per second each way: an all-gather or reduce-scatter takes V/W, an
+all-reduce twice that, an all-to-all on a ring V/4W; a group that spans several axes of a torus
+sends along all of them. Source: the scaling book, chapter on sharded matrices.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from partitioning.collectives import Collective
+from planning.hardware import Rates
+from planning.topologies import Topology
+
+GPUS_PER_MACHINE = 8
+# Kind -> how often V passes a link.
+_PASSES = {
+  "all-gather": 1.0,
+  "reduce-scatter": 1.0,
+  "all-reduce": 2.0,
+  "all-to-all": 0.25,
+  "ragged-all-to-all": 0.25,
+  "collective-permute": 1.0,
+  "collective-broadcast": 1.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+  """What a group of devices speaks over.
+
+  Attributes:
+    network: `ICI`, `NVLink` or `DCN`.
+    bandwidth: bytes per second that a device sends.
+    hops: to the farthest of the group.
+  """
+
+  network: str
+  bandwidth: float
+  hops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+  """Where the devices of a mesh lie.
+
+  Attributes:
+    topology: theirs, of one slice.
+    coordinates: [devices, dims of the torus], by their places in `mesh.devices.flat`; of GPUs
+      [devices, 1], the number of the machine.
+    slices: [devices], the slice of each.
+  """
+
+  topology: Topology
+  coordinates: np.ndarray
+  slices: np.ndarray
+
+  def wire(self, group: Sequence[int]) -> Wire:
+    """Returns what a group of places speaks over."""
+    chip = self.topology.chip
+    group = np.asarray(group)
+    if len(np.unique(self.slices[group])) > 1:
+      return Wire("DCN", chip.slow_bandwidth, 1)
+    there = self.coordinates[group]
+    if not chip.torus:
+      beyond = len(np.unique(there[:, 0])) > 1
+      return (
+        Wire("DCN", chip.slow_bandwidth, 1) if beyond else Wire("NVLink", chip.link_bandwidth, 1)
+      )
+    bandwidth, hops = 0.0, 0
+    for dim, (size, closed) in enumerate(
+      zip(self.topology.shape, self.topology.wraps(), strict=True)
+    ):
+      varied = len(np.unique(there[:, dim]))
+      if varied > 1:
+        ring = closed and varied == size
+        bandwidth += chip.link_bandwidth * (1.0 if ring else 0.5)
+        hops += varied // 2 if ring else varied - 1
+    # The two devices of one chip need no link between chips.
+    return Wire("ICI", bandwidth or 2 * chip.link_bandwidth, max(hops, 1))
+
+
+def in_order(topology: Topology, count: int) -> Places:
+  """Returns devices that are numbered as they lie: through chips, machines and slices."""
+  numbers = np.arange(count)
+  slices, inside = np.divmod(numbers, topology.devices)
+  if not topology.chip.torus:
+    return Places(topology, (inside // GPUS_PER_MACHINE)[:, None], slices)
+  chips = inside // topology.chip.devices_per_chip
+  return Places(topology, np.stack(np.unravel_index(chips, topology.shape), axis=1), slices)
+
+
+def seconds(collective: Collective, wire: Wire, rates: Rates) -> float:
+  """Returns how long one run takes, alone."""
+  passes = _PASSES[collective.kind]
+  return passes * collective.bytes / (wire.bandwidth * rates.link) + wire.hops * rates.hop_seconds

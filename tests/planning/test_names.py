@@ -1,0 +1,67 @@
+"""Topologies and constants: what is known, and what is refused by name."""
+
+import pytest
+
+from planning.hardware import CHIPS, REASONS, Rates, overridden
+from planning.topologies import parse
+
+
+@pytest.mark.parametrize(
+  ("name", "devices", "platform", "wraps"),
+  [
+    ("v5p:4x4x4", 64, "tpu", (True, True, True)),
+    ("v5p:2x4x8", 64, "tpu", (False, True, True)),
+    ("V5E:16x16", 256, "tpu", (True, True)),
+    ("v6e:4x4", 16, "tpu", (False, False)),
+    ("7x:2x2x1", 8, "tpu", (False, False, False)),
+    ("h100:8", 8, "gpu", ()),
+  ],
+)
+def test_topologies(name, devices, platform, wraps):
+  found = parse(name)
+  assert (found.devices, found.platform, found.wraps()) == (devices, platform, wraps)
+  assert found.chip is CHIPS[name.lower().split(":")[0]]
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("v5q:4x4", "unknown device 'v5q'; there are v4:2x2x2, .*; did you mean 'v5"),
+    ("v5e", "'' is no shape; there are"),
+    ("v5e:4x0", "'4x0' is no shape"),
+    ("v5e:4x4x4", "v5e takes 2 dims, such as 4x4, 8x8, 16x16"),
+    ("v5p:4x4", "v5p takes 3 dims, such as 2x2x2"),
+    ("h100:2x4", "h100 takes a number of GPUs"),
+  ],
+)
+def test_unknown_topologies_are_refused(name, message):
+  with pytest.raises(ValueError, match=message):
+    parse(name)
+
+
+def test_constants_can_be_replaced():
+  chips, rates = overridden("matmul=0.5,v5p.hbm_bandwidth=2e12")
+  assert rates.matmul == 0.5
+  assert chips["v5p"].hbm_bandwidth == 2e12
+  assert chips["v5e"] == CHIPS["v5e"]
+  assert CHIPS["v5p"].hbm_bandwidth != 2e12
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("matmull=0.5", "there is no 'matmull'; did you mean 'matmul'"),
+    ("v5p.flop=1", "there is no 'v5p.flop'; did you mean 'v5p.flops'"),
+    ("matmul=0", "is no positive number"),
+    ("matmul=fast", "matmul='fast' is no positive number"),
+    ("v5p.name=1", "there is no 'v5p.name'"),
+  ],
+)
+def test_unknown_constants_are_refused(text, message):
+  with pytest.raises(ValueError, match=message):
+    overridden(text)
+
+
+def test_every_rate_has_its_reason():
+  assert set(REASONS) == set(Rates.__dataclass_fields__)
+  assert all(chip.source for chip in CHIPS.values())

@@ -1,0 +1,85 @@
+"""`main.py plan` where there is no compiler for the topology, and what it refuses."""
+
+import json
+
+import pytest
+
+SMALL = ["--config.training.rematerialization=full"]
+HEADS = ["--config.model.heads=12", "--config.model.head_size=16"]
+KEYS = {
+  *("fits", "topology", "devices", "compiled", "peak_bytes_per_device", "hbm_bytes_per_device"),
+  *("memory", "collectives", "step_seconds", "tokens_per_second_per_device", "mfu", "mfu_causal"),
+  "warnings",
+}
+
+
+def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
+  arguments = ["plan", "--config=configs/dp4_tp2.py", "--topology=h200:8", f"--workdir={tmp_path}"]
+  code, out, err = main(*arguments)
+  assert (code, err) == (0, ""), (out, err)
+  assert out.startswith("fits 8 devices of h200:8: ")
+  assert "all numbers are by formulas alone" in out
+  found = json.loads((tmp_path / "plan.json").read_text())
+  assert found.keys() >= KEYS
+  assert found["compiled"] is False
+  assert found["peak_bytes_per_device"] == sum(found["memory"].values())
+  low, expected, high = (found["step_seconds"][key] for key in ("low", "expected", "high"))
+  assert 0 < low < expected < high
+  assert found["mfu_causal"] < found["mfu"] < 1
+
+
+def test_what_does_not_fit_is_told_and_ends_with_3(main, tmp_path):
+  code, out, err = main(
+    "plan",
+    "--config=configs/fsdp8.py:model=llama3_70b",
+    "--topology=a100:8",
+    f"--workdir={tmp_path}",
+    "--config.data.global_batch_size=8",
+    *SMALL,
+  )
+  assert (code, err) == (3, ""), (out, err)
+  assert out.startswith("does not fit 8 devices of a100:8: ")
+  found = json.loads((tmp_path / "plan.json").read_text())
+  assert not found["fits"]
+  # 70.6e9 parameters, their gradients and Adam's two numbers in float32, over 8 devices.
+  state = sum(found["memory"][part] for part in ("parameters", "gradients", "optimizer state"))
+  assert state == pytest.approx(70.6e9 * 16 / 8, rel=0.01)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "messages"),
+  [
+    (["--config=configs/dp8.py"], ["plan needs the devices", "--topology=v5p:4x4x4"]),
+    (
+      ["--config=configs/dp8.py", "--topology=v5q:2x4"],
+      ["unknown device 'v5q'; there are v4:2x2x2", "did you mean 'v5"],
+    ),
+    (
+      ["--config=configs/dp8.py", "--topology=h100:4"],
+      ["mesh: data=8 asks for 8 devices and there are 4"],
+    ),
+    (
+      ["--config=configs/tp8.py", "--topology=h100:8", *HEADS],
+      ["layers/attention/query/kernel: dim N (heads) = 12 is not divisible by mesh axis tensor=8"],
+    ),
+    (
+      ["--config=configs/dp8.py", "--topology=h100:8", "--config.planning.constants=matmull=1"],
+      ["planning.constants: there is no 'matmull'; did you mean 'matmul'?"],
+    ),
+    (["--config=configs/dp8.py", "--topology=h100:8", "--html=x"], ["--html belongs to the verb"]),
+  ],
+)
+def test_refusals(main, arguments, messages, tmp_path):
+  code, out, err = main("plan", *arguments, f"--workdir={tmp_path / 'run'}")
+  assert (code, out) == (2, ""), (out, err)
+  assert err.startswith("refused: ")
+  assert "Traceback" not in err
+  for message in messages:
+    assert message in err
+  assert not (tmp_path / "run").exists()
+
+
+def test_the_topology_belongs_to_plan(main):
+  code, _, err = main("--config=configs/dp8.py", "--topology=h100:8")
+  assert code == 2
+  assert "--topology belongs to the verb plan, not to train" in err

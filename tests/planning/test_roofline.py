@@ -1,0 +1,158 @@
+"""Operations and bytes of instructions, against what is computed by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from partitioning import hlo
+from planning.roofline import Costs
+
+
+def work_of(text: str, name: str):
+  """Returns what an instruction of ENTRY does."""
+  program = hlo.parse(text)
+  entry = program.computations[program.entry]
+  return Costs(program).work(entry, entry.instructions[name])
+
+
+def entry(*lines: str) -> str:
+  """Returns a program of these instructions."""
+  return "HloModule m\n\nENTRY %main () -> f32[] {\n" + "\n".join(f"  {x}" for x in lines) + "\n}\n"
+
+
+def convolved(left: str, right: str, line: str) -> float:
+  """Returns the operations of a convolution."""
+  text = entry(f"%a = {left} parameter(0)", f"%b = {right} parameter(1)", f"ROOT %c = {line}")
+  return work_of(text, "c").flops
+
+
+def test_a_product_of_matrices():
+  text = entry(
+    "%a = f32[3,5,7]{2,1,0} parameter(0)",
+    "%b = f32[3,7,11]{2,1,0} parameter(1)",
+    "ROOT %c = f32[3,5,11]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, rhs_batch_dims={0}, "
+    "lhs_contracting_dims={2}, rhs_contracting_dims={1}",
+  )
+  found = work_of(text, "c")
+  assert found.flops == 2 * 3 * 5 * 7 * 11
+  assert found.bytes == 4 * (3 * 5 * 7 + 3 * 7 * 11 + 3 * 5 * 11)
+
+
+# As the compiler for TPUs writes products of a decoder: with the heads as a window.
+@pytest.mark.parametrize(
+  ("left", "right", "line", "flops"),
+  [
+    (  # BTD,DF->BTF
+      "bf16[8192,4096]",
+      "bf16[14336,4096]",
+      "bf16[8192,14336] convolution(%a, %b), dim_labels=bf_oi->bf",
+      2 * 8192 * 4096 * 14336,
+    ),
+    (  # BTD,KHD->BTKH
+      "bf16[8192,4096,1]",
+      "bf16[8,128,4096]",
+      "bf16[8192,8,128] convolution(%a, %b), window={size=8 pad=7_7 rhs_reversal=1}, "
+      "dim_labels=bf0_0oi->b0f",
+      2 * 8192 * 4096 * 8 * 128,
+    ),
+    (  # BTNH,BSNH->BNTS: N is a batch dim
+      "bf16[8192,32,128]",
+      "bf16[8192,128,32]",
+      "f32[32,8192,8192] convolution(%a, %b), window={size=32 stride=32 pad=31_31 lhs_dilate=31 "
+      "rhs_reversal=1}, dim_labels=b0f_oi0->0bf",
+      2 * 32 * 8192 * 8192 * 128,
+    ),
+    (  # BNTS,BSNH->BTNH
+      "bf16[8192,32,8192]",
+      "bf16[32,128,8192]",
+      "bf16[32,8192,128] convolution(%a, %b), window={size=32 stride=31 lhs_dilate=32}, "
+      "dim_labels=b0f_0oi->0bf",
+      2 * 32 * 8192 * 8192 * 128,
+    ),
+    (  # BTNH,NHD->BTD: N is summed over
+      "bf16[8192,32,128]",
+      "bf16[32,128,4096]",
+      "bf16[8192,4096,1] convolution(%a, %b), window={size=32}, dim_labels=b0f_0io->bf0",
+      2 * 8192 * 32 * 128 * 4096,
+    ),
+  ],
+)
+def test_products_as_a_tpu_writes_them(left, right, line, flops):
+  assert convolved(left, right, line) == flops
+
+
+@pytest.mark.parametrize(("stride", "padding"), [(1, "VALID"), (1, "SAME"), (2, "SAME")])
+def test_a_convolution_of_an_image_counts_what_falls_on_it(stride, padding):
+  image, kernel = np.ones((2, 9, 11, 3), np.float32), np.ones((3, 5, 3, 4), np.float32)
+  ones = jax.lax.conv_general_dilated(
+    image, kernel, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+  )  # each result is the number of products that it is a sum of
+  first, last = jax.lax.padtype_to_pads((9, 11), (3, 5), (stride, stride), padding)
+  sizes = "x".join(map(str, ones.shape[1:3]))
+  line = (
+    f"f32[2,{sizes.replace('x', ',')},4] convolution(%a, %b), window={{size=3x5 "
+    f"stride={stride}x{stride} pad={first[0]}_{first[1]}x{last[0]}_{last[1]}}}, "
+    "dim_labels=b01f_01io->b01f"
+  )
+  assert convolved("f32[2,9,11,3]", "f32[3,5,3,4]", line) == 2 * float(ones.sum())
+
+
+def test_the_program_of_a_product_is_counted_by_what_it_does():
+  x, y = jnp.ones((48, 64)), jnp.ones((64, 80))
+  text = jax.jit(lambda x, y: jnp.sin(x @ y)).lower(x, y).compile().as_text()
+  program = hlo.parse(text)
+  costs = Costs(program)
+  computation = program.computations[program.entry]
+  flops = sum(costs.work(computation, one).flops for one in computation.instructions.values())
+  assert flops == 2 * 48 * 64 * 80
+
+
+def test_of_a_slice_the_slice_is_read():
+  text = """HloModule m
+
+%inside (p: f32[32,64], i: s32[]) -> f32[1,64] {
+  %p = f32[32,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %slice = f32[1,64]{1,0} dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={1,64}
+  ROOT %double = f32[1,64]{1,0} add(%slice, %slice)
+}
+
+ENTRY %main (a: f32[32,64], i: s32[]) -> f32[1,64] {
+  %a = f32[32,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %fused = f32[1,64]{1,0} fusion(%a, %i), kind=kLoop, calls=%inside
+}
+"""
+  assert work_of(text, "fused").bytes == 4 * 64 + 4 + 4 * 64
+
+
+def test_what_is_updated_in_place_is_neither_read_nor_written_whole():
+  text = """HloModule m
+
+%inside (p: f32[32,64], u: f32[1,64], i: s32[]) -> f32[32,64] {
+  %p = f32[32,64]{1,0} parameter(0)
+  %u = f32[1,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %new = f32[32,64]{1,0} dynamic-update-slice(%p, %u, %i, %zero)
+}
+
+ENTRY %main (a: f32[32,64], u: f32[1,64], i: s32[]) -> f32[32,64] {
+  %a = f32[32,64]{1,0} parameter(0)
+  %u = f32[1,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %fused = f32[32,64]{1,0} fusion(%a, %u, %i), kind=kLoop, calls=%inside
+}
+"""
+  assert work_of(text, "fused").bytes == 4 * 64 + 4 + 4 * 64
+
+
+def test_memory_on_the_chip_costs_nothing():
+  text = entry(
+    "%a = f32[64]{0:T(128)S(1)} parameter(0)",
+    "%b = f32[64]{0:T(128)} parameter(1)",
+    "ROOT %c = f32[64]{0:T(128)} add(%a, %b)",
+  )
+  assert work_of(text, "c").bytes == 2 * 4 * 64

@@ -1,0 +1,141 @@
+"""What a schedule hides: the clock goes through programs whose times are known by hand."""
+
+import dataclasses
+
+import pytest
+
+from partitioning import hlo
+from partitioning.collectives import collectives
+from planning import schedule
+from planning.hardware import CHIPS
+from planning.topologies import parse
+from planning.traffic import in_order
+from tests.partitioning.programs import make_mesh
+from tests.planning.programs import IDEAL
+
+# A product of 2e9 operations takes 1 s; an all-reduce of 4 kB takes 1 s (2 V / W); memory is free.
+CHIP = dataclasses.replace(
+  CHIPS["v5e"], flops=2e9, hbm_bandwidth=1e30, link_bandwidth=2 * 8e3, wraps=16
+)
+PRODUCT = "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+HEAD = """HloModule m, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+"""
+GROUPS = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true, to_apply=%add"
+
+
+def times(body: str, before: str = "") -> schedule.Times:
+  """Returns what a program takes on 8 devices in a row."""
+  text = f"{HEAD}{before}\nENTRY %main () -> f32[] {{\n{body}\n}}\n"
+  found = in_order(parse("v5e:1x8"), 8)
+  found = dataclasses.replace(found, topology=dataclasses.replace(found.topology, chip=CHIP))
+  mesh = make_mesh(data=8)
+  return schedule.times(hlo.parse(text), collectives(text, mesh), found, CHIP, IDEAL)
+
+
+START = """
+  %x = f32[1000,1000]{1,0} parameter(0)
+  %v = f32[1000]{0} parameter(1)
+"""
+
+
+def test_one_after_the_other():
+  found = times(
+    START
+    + f"  %r = f32[1000]{{0}} all-reduce(%v), {GROUPS}\n"
+    + f"  ROOT %p = f32[1000,1000]{{1,0}} {PRODUCT}"
+  )
+  assert found.step == pytest.approx(2.0)
+  assert found.compute == pytest.approx(1.0)
+  [sent] = found.sent
+  assert (sent.seconds, sent.exposed_seconds) == pytest.approx((1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+  ("products", "step", "exposed"), [(1, 1.0, 0.0), (0, 1.0, 1.0), (3, 3.0, 0)]
+)
+def test_what_stands_between_start_and_end_hides_it(products, step, exposed):
+  lines = [f"  %p{i} = f32[1000,1000]{{1,0}} {PRODUCT}" for i in range(products)]
+  found = times(
+    START
+    + f"  %s = f32[1000]{{0}} all-reduce-start(%v), {GROUPS}\n"
+    + "\n".join(lines)
+    + "\n  ROOT %d = f32[1000]{0} all-reduce-done(%s)"
+  )
+  assert found.step == pytest.approx(step)
+  assert found.sent[0].seconds == pytest.approx(1.0)
+  assert found.exposed == pytest.approx(exposed, abs=1e-9)
+
+
+def test_two_collectives_share_the_links():
+  found = times(
+    START
+    + f"  %s = f32[1000]{{0}} all-reduce-start(%v), {GROUPS}\n"
+    + f"  %t = f32[1000]{{0}} all-reduce-start(%v), {GROUPS}\n"
+    + f"  %p = f32[1000,1000]{{1,0}} {PRODUCT}\n"
+    + "  %d = f32[1000]{0} all-reduce-done(%s)\n"
+    + "  ROOT %e = f32[1000]{0} all-reduce-done(%t)"
+  )
+  assert found.step == pytest.approx(2.0)
+  assert [one.exposed_seconds for one in found.sent] == pytest.approx([0.0, 1.0], abs=1e-9)
+
+
+LOOP = f"""
+%body (s: (s32[], f32[1000,1000], f32[1000])) -> (s32[], f32[1000,1000], f32[1000]) {{
+  %s = (s32[], f32[1000,1000]{{1,0}}, f32[1000]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[1000,1000]{{1,0}} get-tuple-element(%s), index=1
+  %v = f32[1000]{{0}} get-tuple-element(%s), index=2
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  %p = f32[1000,1000]{{1,0}} {PRODUCT}
+  %r = f32[1000]{{0}} all-reduce(%v), {GROUPS}
+  ROOT %t = (s32[], f32[1000,1000]{{1,0}}, f32[1000]{{0}}) tuple(%j, %p, %r)
+}}
+
+%condition (s: (s32[], f32[1000,1000], f32[1000])) -> pred[] {{
+  %s = (s32[], f32[1000,1000]{{1,0}}, f32[1000]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] constant(5)
+  ROOT %c = pred[] compare(%i, %n), direction=LT
+}}
+"""
+
+
+def test_loops_count_as_often_as_they_run():
+  found = times(
+    START
+    + "  %zero = s32[] constant(0)\n"
+    + "  %s = (s32[], f32[1000,1000]{1,0}, f32[1000]{0}) tuple(%zero, %x, %v)\n"
+    + "  ROOT %w = (s32[], f32[1000,1000]{1,0}, f32[1000]{0}) while(%s), condition=%condition, "
+    + "body=%body",
+    LOOP,
+  )
+  assert found.step == pytest.approx(10.0)
+  assert found.work.flops == pytest.approx(5 * 2e9)
+  [sent] = found.sent
+  assert (sent.collective.count, sent.seconds, sent.exposed_seconds) == pytest.approx((5, 5.0, 5.0))
+
+
+def test_a_fusion_that_sends_and_computes_takes_the_longer_of_both():
+  fused = f"""
+%both (x: f32[1000,1000], v: f32[1000]) -> (f32[1000,1000], f32[1000]) {{
+  %x = f32[1000,1000]{{1,0}} parameter(0)
+  %v = f32[1000]{{0}} parameter(1)
+  %p = f32[1000,1000]{{1,0}} {PRODUCT}
+  %r = f32[1000]{{0}} all-reduce(%v), {GROUPS}
+  ROOT %t = (f32[1000,1000]{{1,0}}, f32[1000]{{0}}) tuple(%p, %r)
+}}
+"""
+  found = times(
+    START
+    + "  ROOT %f = (f32[1000,1000]{1,0}, f32[1000]{0}) fusion(%x, %v), kind=kCustom, calls=%both",
+    fused,
+  )
+  assert found.step == pytest.approx(1.0)
+  assert found.exposed == pytest.approx(0, abs=1e-9)

@@ -1,0 +1,73 @@
+"""Plans by the real compiler for TPUs, for slices that are not here; `make test-plan` runs them."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.plan
+
+
+def plan(main, workdir, *arguments):
+  """Returns (exit code, the report, plan.json)."""
+  code, out, err = main("plan", *arguments, f"--workdir={workdir}")
+  assert err == "", err
+  return code, out, json.loads((workdir / "plan.json").read_text())
+
+
+def test_a_small_decoder_on_eight_chips(main, tmp_path):
+  code, out, found = plan(main, tmp_path, "--config=configs/dp4_tp2.py", "--topology=v5e:4x2")
+  assert code == 0, out
+  assert out.startswith("fits 8 devices of v5e:4x2: ")
+  assert "says the compiler" in out
+  assert found["compiled"]
+  assert sum(found["memory"].values()) / 8 < found["peak_bytes_per_device"] < 2**27
+  sent = {(one["axis"], one["kind"]) for one in found["collectives"]}
+  assert {("data", "all-reduce"), ("tensor", "all-reduce")} <= sent
+  # Three layers reduce their activations over tensor, forward and backward: twice each.
+  layers = [one for one in found["collectives"] if one["axis"] == "tensor" and one["count"] == 3]
+  assert sum(one["count"] for one in layers) >= 12
+  assert all(one["network"] == "ICI" for one in found["collectives"])
+  assert any("models/" in one["source"] or "partitioning/" in one["source"] for one in layers)
+  for one in found["collectives"]:
+    assert 0 <= one["exposed_seconds"] <= one["seconds"] * 1.001
+
+
+def test_the_compilers_refusal_for_want_of_memory_is_a_verdict(main, tmp_path):
+  code, out, found = plan(
+    main,
+    tmp_path,
+    "--config=configs/fsdp8.py:model=llama3_8b",
+    "--topology=v5e:2x4",
+    "--config.data.global_batch_size=8",
+    "--config.data.sequence_length=2048",
+    "--config.training.rematerialization=full",
+  )
+  assert code == 3, out
+  assert out.startswith("does not fit 8 devices of v5e:2x4: ")
+  assert found["compiled"]
+  assert found["peak_bytes_per_device"] > found["hbm_bytes_per_device"]
+  assert found["collectives"] == []
+
+
+def test_two_slices_speak_over_the_slow_network(main, tmp_path):
+  code, out, found = plan(
+    main,
+    tmp_path,
+    "--config=configs/fsdp8.py",
+    "--topology=v5e:2x2",
+    "--config.mesh.fsdp=4",
+    "--config.mesh_dcn.data=2",
+  )
+  assert code == 0, out
+  assert found["devices"] == 8
+  over = {(one["axis"], one["network"]) for one in found["collectives"]}
+  assert ("data", "DCN") in over
+  assert ("fsdp", "ICI") in over
+
+
+def test_a_shape_that_the_compiler_does_not_know_is_refused(main, tmp_path):
+  code, _, err = main(
+    "plan", "--config=configs/dp8.py", "--topology=v5e:3x5", f"--workdir={tmp_path}"
+  )
+  assert code == 2
+  assert err.startswith("refused: --topology=v5e:3x5: the compiler knows no such slice")
