@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 from partitioning import hlo, layout
 from partitioning.collectives import collectives
 from planning import memory, schedule, target
+from planning.advice import overrides_that_fit
 from planning.hardware import Rates, overridden
 from planning.topologies import Topology, parse
 from training.job import MODELS, Job
@@ -29,6 +30,7 @@ class Plan:
     memory: part -> bytes per device, by formula.
     times: of a step, from the compiled program; None without one.
     warnings: what should be looked at.
+    advice: where it does not fit, overrides with which it would.
   """
 
   job: Job
@@ -38,6 +40,7 @@ class Plan:
   memory: dict[str, int]
   times: schedule.Times | None
   warnings: tuple[str, ...]
+  advice: tuple[str, ...] = ()
 
   @property
   def peak_bytes(self) -> int:
@@ -98,6 +101,7 @@ class Plan:
       "mfu": self.mfu(),
       "mfu_causal": self.mfu(causal=True),
       "warnings": list(self.warnings),
+      "advice": list(self.advice),
     }
 
 
@@ -127,7 +131,7 @@ def make(config: ConfigDict, topology_name: str) -> Plan:
   """
   chips, rates = overridden(config.planning.constants)
   topology = parse(topology_name, chips)
-  ready = target.prepare(config, topology, int(1e18))
+  ready = target.prepare(config, topology)
   program = times = None
   if topology.platform == "tpu" and target.compiler_there():
     program = target.compile_step(ready)
@@ -135,9 +139,12 @@ def make(config: ConfigDict, topology_name: str) -> Plan:
       found = collectives(program.text, ready.mesh)
       where = target.places(ready, topology)
       times = schedule.times(hlo.parse(program.text), found, where, topology.chip, rates)
-  return Plan(
-    ready, topology, rates, program, memory.by_formula(ready), times, _warnings(ready, topology)
-  )
+  held, warnings = memory.by_formula(ready), _warnings(ready, topology)
+  found = Plan(ready, topology, rates, program, held, times, warnings)
+  if found.fits:
+    return found
+  advice = overrides_that_fit(config, ready, topology, found.peak_bytes)
+  return dataclasses.replace(found, advice=tuple(advice))
 
 
 def _warnings(ready: Job, topology: Topology) -> tuple[str, ...]:

@@ -16,6 +16,8 @@ def text(plan: Plan, *, width: int = 110) -> str:
   console.print(verdict(plan), soft_wrap=True)
   if plan.program is None:
     console.print(_without(plan), soft_wrap=True)
+  for line in plan.advice:
+    console.print(f"  would fit, by formula: {line}", soft_wrap=True)
   console.print()
   console.print(_memory(plan))
   if plan.times:

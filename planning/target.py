@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import math
 import re
@@ -19,6 +20,7 @@ from planning.topologies import Topology
 from planning.traffic import Places, in_order
 from training import devices, job
 
+MOST_DEVICES = 4096  # of a topology without a compiler
 # What the compiler says of a program that is too large: of all of it, or of what is there besides
 # its arguments.
 _OUT_OF_MEMORY = re.compile(
@@ -66,11 +68,19 @@ def start(topology: Topology, slices: int) -> tuple[jax.Device, ...]:
         f"({' '.join(str(error).split())[:200]})"
       ) from error
     return tuple(found.devices)
-  jax.config.update("jax_num_cpu_devices", count)
-  return tuple(jax.devices())
+  if count > len(simulated := _simulated()):
+    raise ValueError(f"--topology={topology.name}: more than {len(simulated)} devices are too many")
+  return tuple(simulated[:count])
 
 
-def prepare(config: ConfigDict, topology: Topology, chip_memory: int) -> job.Job:
+@functools.cache
+def _simulated() -> list[jax.Device]:
+  """Returns devices to lay arrays out on, as many as the largest plans ask for; nothing runs."""
+  jax.config.update("jax_num_cpu_devices", MOST_DEVICES)
+  return jax.devices("cpu")
+
+
+def prepare(config: ConfigDict, topology: Topology) -> job.Job:
   """Brings a config together with a topology; platform defaults are the topology's.
 
   Raises:
@@ -82,7 +92,8 @@ def prepare(config: ConfigDict, topology: Topology, chip_memory: int) -> job.Job
   sizes = resolve_sizes(config.mesh, len(found), over)
   config = base.finalize(config, topology.platform)
   base.check(config, sizes)
-  given = devices.Devices(topology.platform, False, sizes, over, found, chip_memory)
+  # Whether it fits is what the plan says: the job itself is to refuse nothing.
+  given = devices.Devices(topology.platform, False, sizes, over, found, memory=2**63)
   return job.prepare(config, given)
 
 

@@ -83,3 +83,29 @@ def test_the_topology_belongs_to_plan(main):
   code, _, err = main("--config=configs/dp8.py", "--topology=h100:8")
   assert code == 2
   assert "--topology belongs to the verb plan, not to train" in err
+
+
+@pytest.mark.parametrize(
+  ("topology", "advice"),
+  [
+    ("h100:8", ["--config.mesh.data=1", "--config.mesh.fsdp=8"]),
+    ("h100:1", ["--topology=h100:2", "--config.mesh.data=1", "--config.mesh.fsdp=2"]),
+  ],
+)
+def test_the_advice_is_to_be_copied(main, tmp_path, topology, advice):
+  arguments = [
+    "plan",
+    "--config=configs/dp8.py:model=llama3_8b",
+    "--config.mesh.data=-1",
+    "--config.data.global_batch_size=8",
+    "--config.data.sequence_length=2048",
+  ]
+  code, out, err = main(*arguments, f"--topology={topology}", f"--workdir={tmp_path}")
+  assert (code, err) == (3, ""), (out, err)
+  found = json.loads((tmp_path / "plan.json").read_text())["advice"]
+  for line in found:
+    assert f"would fit, by formula: {line}\n" in out
+  assert found[0].split() == advice
+  again = [f"--topology={topology}"] if "--topology" not in found[0] else []
+  code, out, err = main(*arguments, *again, *found[0].split(), f"--workdir={tmp_path}")
+  assert (code, err) == (0, ""), (out, err)

@@ -1,0 +1,91 @@
+"""What would make a config fit: changes of few keys, tried by formula in the order of their cost.
+
+The formulas are scaled by what the compiler has said of the config as it is, where it has said
+something: what they leave out, they leave out of its neighbours too.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from planning import memory, target
+from planning.topologies import Topology, parse
+from training.job import Job
+
+MOST = 3  # pieces of advice
+_TRIES = 12
+_MARGIN = 0.95  # of a device's memory: the formulas are no compiler
+
+
+def overrides_that_fit(
+  config: ConfigDict, ready: Job, topology: Topology, peak_bytes: int
+) -> list[str]:
+  """Returns overrides to copy, at most `MOST`, the cheapest first.
+
+  Args:
+    config: as parsed, with overrides.
+    ready: its job.
+    topology: that it does not fit.
+    peak_bytes: what it needs per device.
+  """
+  scale = peak_bytes / max(1, sum(memory.by_formula(ready).values()))
+  found: list[str] = []
+  for tried, (where, changed) in enumerate(_candidates(ready, topology)):
+    if len(found) == MOST or tried == _TRIES:
+      break
+    needed = _needed(config, where, changed)
+    if needed is not None and needed * scale <= _MARGIN * where.chip.hbm_bytes:
+      more = [] if where is topology else [f"--topology={where.name}"]
+      found.append(" ".join([*more, *(f"--config.{k}={v}" for k, v in changed.items())]))
+  return found
+
+
+def _needed(config: ConfigDict, topology: Topology, changed: Mapping[str, Any]) -> int | None:
+  """Returns the bytes per device by formula; None where the config cannot be so."""
+  other = copy.deepcopy(config)
+  other.update_from_flattened_dict(dict(changed))
+  try:
+    return sum(memory.by_formula(target.prepare(other, topology)).values())
+  except ValueError:
+    return None
+
+
+def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict[str, Any]]]:
+  """Yields what might fit, what costs least time first."""
+  sizes, training = ready.devices.sizes, ready.config.training
+  split = {"mesh.data": 1, "mesh.fsdp": sizes["data"] * sizes["fsdp"]}
+  recompute = {"training.rematerialization": "full"}
+  one_slice = not ready.devices.slices
+  steps = []
+  if sizes["data"] > 1 and one_slice:
+    steps.append(split)
+  if training.rematerialization != "full" and "rematerialization" in training:
+    steps.append(recompute)
+    if steps[0] is split:
+      steps.append({**split, **recompute})
+  most = {key: value for step in steps for key, value in step.items()}
+  rows = ready.config.data.global_batch_size // (sizes["data"] * sizes["fsdp"])
+  count = training.gradient_accumulation_steps
+  if rows >= 2 * count:
+    steps.append({**most, "training.gradient_accumulation_steps": rows})
+  yield from ((topology, step) for step in steps)
+  if one_slice:
+    yield from _larger(ready, topology, most)
+
+
+def _larger(
+  ready: Job, topology: Topology, changed: Mapping[str, Any]
+) -> Iterator[tuple[Topology, dict[str, Any]]]:
+  """Yields slices of twice as many devices, and so on, whose devices split the parameters."""
+  sizes, shape = ready.devices.sizes, list(topology.shape)
+  rows = ready.config.data.global_batch_size
+  rest = math.prod(size for axis, size in sizes.items() if axis not in ("data", "fsdp"))
+  for _ in range(6):
+    shape[shape.index(min(shape))] *= 2
+    larger = parse(f"{topology.chip.name}:{'x'.join(map(str, shape))}")
+    fsdp = larger.devices // rest
+    batch = {} if rows % fsdp == 0 else {"data.global_batch_size": fsdp}
+    yield larger, {**changed, "mesh.data": 1, "mesh.fsdp": fsdp, **batch}
