@@ -5,6 +5,7 @@ something: what they leave out, they leave out of its neighbours too.
 """
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from planning import memory, target
-from planning.topologies import Topology, parse
+from planning.topologies import Topology
 from training.job import Job
 
 MOST = 3  # pieces of advice
@@ -85,7 +86,8 @@ def _larger(
   rest = math.prod(size for axis, size in sizes.items() if axis not in ("data", "fsdp"))
   for _ in range(6):
     shape[shape.index(min(shape))] *= 2
-    larger = parse(f"{topology.chip.name}:{'x'.join(map(str, shape))}")
+    name = f"{topology.chip.name}:{'x'.join(map(str, shape))}"
+    larger = dataclasses.replace(topology, name=name, shape=tuple(shape))
     fsdp = larger.devices // rest
     batch = {} if rows % fsdp == 0 else {"data.global_batch_size": fsdp}
     yield larger, {**changed, "mesh.data": 1, "mesh.fsdp": fsdp, **batch}

@@ -10,6 +10,8 @@ import tempfile
 from etils import epath
 from ml_collections import ConfigDict
 
+from planning.hardware import overridden
+from planning.topologies import parse
 from training.reporting import replace_text
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -30,6 +32,7 @@ def run(config: ConfigDict, topology: str, workdir: epath.Path, *, debug: bool) 
     ValueError: what is asked for cannot be; nothing has been written.
     OSError: the workdir cannot be written to.
   """
+  parse(topology, overridden(config.planning.constants)[0])  # before anything is waited for
   with tempfile.TemporaryDirectory() as folder:
     refusal, answer, said = (pathlib.Path(folder, name) for name in ("refusal", "json", "stderr"))
     request = {"config": config, "topology": topology, "debug": debug}

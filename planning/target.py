@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import math
 import re
@@ -20,7 +19,10 @@ from planning.topologies import Topology
 from planning.traffic import Places, in_order
 from training import devices, job
 
-MOST_DEVICES = 4096  # of a topology without a compiler
+# Devices to lay arrays out on, where there is no compiler: made once, as they are when JAX starts,
+# so many times what the plan asks for; the advice may ask for more.
+ROOM = 8
+_SIMULATED: dict[str, list[jax.Device]] = {}
 # What the compiler says of a program that is too large: of all of it, or of what is there besides
 # its arguments.
 _OUT_OF_MEMORY = re.compile(
@@ -68,16 +70,12 @@ def start(topology: Topology, slices: int) -> tuple[jax.Device, ...]:
         f"({' '.join(str(error).split())[:200]})"
       ) from error
     return tuple(found.devices)
-  if count > len(simulated := _simulated()):
-    raise ValueError(f"--topology={topology.name}: more than {len(simulated)} devices are too many")
-  return tuple(simulated[:count])
-
-
-@functools.cache
-def _simulated() -> list[jax.Device]:
-  """Returns devices to lay arrays out on, as many as the largest plans ask for; nothing runs."""
-  jax.config.update("jax_num_cpu_devices", MOST_DEVICES)
-  return jax.devices("cpu")
+  if "made" not in _SIMULATED:
+    jax.config.update("jax_num_cpu_devices", ROOM * count)
+    _SIMULATED["made"] = jax.devices("cpu")
+  if count > len(_SIMULATED["made"]):
+    raise ValueError(f"--topology={topology.name}: too many devices to lay arrays out on here")
+  return tuple(_SIMULATED["made"][:count])
 
 
 def prepare(config: ConfigDict, topology: Topology) -> job.Job:

@@ -86,19 +86,19 @@ def test_the_topology_belongs_to_plan(main):
 
 
 @pytest.mark.parametrize(
-  ("topology", "advice"),
+  ("topology", "memory", "advice"),
   [
-    ("h100:8", ["--config.mesh.data=1", "--config.mesh.fsdp=8"]),
-    ("h100:1", ["--topology=h100:2", "--config.mesh.data=1", "--config.mesh.fsdp=2"]),
+    ("h100:8", 1e7, ["--config.mesh.data=1", "--config.mesh.fsdp=8"]),
+    ("h100:1", 2e7, ["--config.training.rematerialization=full"]),
   ],
 )
-def test_the_advice_is_to_be_copied(main, tmp_path, topology, advice):
+def test_the_advice_is_to_be_copied(main, tmp_path, topology, memory, advice):
   arguments = [
     "plan",
-    "--config=configs/dp8.py:model=llama3_8b",
+    "--config=configs/dp8.py",
     "--config.mesh.data=-1",
     "--config.data.global_batch_size=8",
-    "--config.data.sequence_length=2048",
+    f"--config.planning.constants=h100.hbm_bytes={memory}",
   ]
   code, out, err = main(*arguments, f"--topology={topology}", f"--workdir={tmp_path}")
   assert (code, err) == (3, ""), (out, err)
