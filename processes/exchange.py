@@ -103,7 +103,13 @@ class Exchange:
     fewest = min(place["beats"] for place in places.values())
     late = [i for i, place in places.items() if place["beats"] == fewest]
     if len(late) == len(places):
-      return "all processes are at the same place"
+      # One may have been stopped right there, a moment ago.
+      quiet = max(living, key=lambda index: now - living[index], default=None)
+      lasted = now - living[quiet] if quiet else 0.0
+      where = "all processes are at the same place"
+      if lasted <= _POST_SECONDS + 2 * PERIOD_SECONDS:
+        return where
+      return f"{where}; for {lasted:.1f} s no sign of life from process {quiet}"
     names = [f"{i} ({places[i]['host']}, at {places[i]['at']!r})" for i in late]
     return f"behind is process {', '.join(names)}"
 

@@ -45,6 +45,14 @@ def test_all_are_at_the_same_place(clock):
   assert places(clock, (7, "a"), (7, "a")).behind() == "all processes are at the same place"
 
 
+def test_one_has_just_been_stopped_at_the_same_place(clock):
+  one = places(clock, (7, "a"), (7, "a"))
+  clock.now += 0.7
+  one._post()  # its own
+  expected = "all processes are at the same place; for 1.7 s no sign of life from process 1"
+  assert one.behind() == expected
+
+
 def test_one_has_never_posted(clock):
   assert places(clock, (7, "a"), None, (7, "b")).behind() == "no sign of life from process 1"
 
