@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from partitioning import manual
 from partitioning.constraints import constrain, current_layout
 from partitioning.dims import Axes, Table, resolve
 
@@ -41,7 +42,7 @@ def gathered_products(
 
   def products(by_hand: bool, x_BTD: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
     if by_hand and (axes := _extra_axes()):
-      x_BTD = jax.lax.all_gather(x_BTD, axes, axis=SEQUENCE_DIM, tiled=True)
+      x_BTD = manual.all_gather(x_BTD, axes, SEQUENCE_DIM)
     pairs = zip(turned, equations, kernels, strict=True)
     results = [jnp.einsum(f"BTD,{letters}->{out}", x_BTD, k) for letters, (_, out), k in pairs]
     return [_sum(result, _split_over("D")) for result in results] if by_hand else results
@@ -137,7 +138,7 @@ def _reduce(partial_BTD: jax.Array, summed: str) -> jax.Array:
   if not extra:
     return _sum(partial_BTD, axes)
   if axes == extra:
-    return jax.lax.psum_scatter(partial_BTD, axes, scatter_dimension=SEQUENCE_DIM, tiled=True)
+    return manual.reduce_scatter(partial_BTD, axes, SEQUENCE_DIM)
   whole_BTD = jax.lax.psum(partial_BTD, axes) if axes else partial_BTD
   length = whole_BTD.shape[SEQUENCE_DIM] // jax.lax.axis_size(extra)
   start = jax.lax.axis_index(extra) * length
@@ -273,7 +274,7 @@ def _gathers(before: PartitionSpec, after: PartitionSpec) -> tuple[tuple[int, Ax
 def _gather(shard: jax.Array, moves: Sequence[tuple[int, Axes]]) -> jax.Array:
   """All-gathers a shard; the transpose is a reduce-scatter of the gradient."""
   for dim, axes in moves:
-    shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
+    shard = manual.all_gather(shard, axes, dim)
   return shard
 
 

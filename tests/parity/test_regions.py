@@ -1,5 +1,6 @@
 """Sequence-parallel regions, ZeRO-1, and what changes the model, beside one device."""
 
+import jax
 import pytest
 
 from partitioning import layout
@@ -25,6 +26,14 @@ def test_sequence_parallel_regions_train_as_one_device_does(mesh):
 def test_sequence_parallel_regions_in_float32():
   ours = train("lm", "float32", {**MESHES["data2_fsdp2_tensor2"], **SEQUENCE_PARALLEL})
   assert_equal(ours, reference("lm", "float32"), "float32")
+
+
+def test_what_cpus_do_between_processes_instead_of_a_reduce_scatter(monkeypatch):
+  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+  ours = train("lm", "float64", {**MESHES["data2_fsdp2_tensor2"], **SEQUENCE_PARALLEL})
+  assert "all-to-all" in ours.trained.text
+  assert "reduce-scatter" not in ours.trained.text
+  assert_equal(ours, reference("lm", "float64"), "float64")
 
 
 @pytest.mark.parametrize("mesh", ["fsdp8", "tensor8", "data4_tensor2", "data2_fsdp2_tensor2"])
