@@ -204,24 +204,18 @@ def take_steps(
     LayoutError: a leaf of the state lies otherwise than its spec says.
     CopiesDifferError: devices that should hold the same numbers do not.
   """
-
-  def probe(state, batch):
-    key = jax.random.fold_in(jax.random.key(job.config.seed), state.step)
-    gradients, _ = job.program.gradients(state.params, batch, key)
-    return gradients, *job.program.train_step(state, batch)
-
   shardings = job.state_shardings
   compiled = job.compile(
-    probe,
+    job.program.step_and_gradients,
     job.state,
     job.batch,
     in_shardings=(shardings, job.batch_shardings),
-    out_shardings=(shardings.params, shardings, NamedSharding(job.mesh, PartitionSpec())),
+    out_shardings=(shardings, NamedSharding(job.mesh, PartitionSpec()), shardings.params),
   ).function
   state = job.initial_state() if state is None else state
   first, losses, norms = {}, [], []
   for step in range(STEPS):
-    gradients, state, metrics = compiled(state, batch(step))
+    state, metrics, gradients = compiled(state, batch(step))
     if step == 0:
       first = _on_host(gradients, "gradient")
     losses.append(float(metrics["loss"]))

@@ -207,7 +207,7 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   count = math.prod(devices.sizes.values())
   mesh = make_mesh(devices.sizes, devices.described or jax.devices()[:count], devices.slices)
   program = make_program(config)
-  state = jax.eval_shape(program.init, jax.random.key(config.seed))
+  state = program.abstract_state()
   batch = abstract_batch(config, legend)
   placements, failures = _place(config, legend, state, batch, devices.sizes)
   activations = _trace_activations(config, legend, program, state, batch, mesh)

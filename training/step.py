@@ -38,6 +38,7 @@ class Program:
 
   config: ConfigDict
   graphdef: nnx.GraphDef
+  params: Any  # shapes and dtypes
   optimizer: optax.GradientTransformation
   schedule: optax.Schedule
   param_specs: Any = None  # a tree like the parameters; their gradients are laid out by it
@@ -47,6 +48,13 @@ class Program:
     """Returns the first state. Jit it: drawn eagerly, parameters differ in their last bits."""
     model = MODELS[self.config.model.name].build(self.config, rngs=nnx.Rngs(params=key))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return self._first(params)
+
+  def abstract_state(self) -> State:
+    """Returns the first state's shapes and dtypes."""
+    return jax.eval_shape(self._first, self.params)
+
+  def _first(self, params: Any) -> State:
     return State(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
 
   def sums(self, params: Any, batch: Batch, key: jax.Array | None = None) -> Sums:
@@ -55,23 +63,16 @@ class Program:
     sums = OBJECTIVES[self.config.training.loss](model, batch, key)
     return {**sums, "weight": jnp.sum(batch["weights"], dtype=sums["loss"].dtype)}
 
-  def gradients(self, params: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, Sums]:
-    """Returns the gradients of the global batch's mean loss, and its sums divided alike.
-
-    The mean is the sum of weighted losses over the sum of weights across the global batch,
-    also where it is cut into microbatches: those with fewer weights count for less.
-    """
-    grads, means, scale = self.unscaled_gradients(params, batch, key)
-    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), means
-
-  def unscaled_gradients(
+  def gradients(
     self, params: Any, batch: Batch, key: jax.Array | None
   ) -> tuple[Any, Sums, jax.Array]:
-    """Returns gradients still to be multiplied by a scalar, the means, and the scalar.
+    """Returns the gradients of the global batch's mean loss but for a factor, the means, and it.
 
-    Divided by the weights' number, which is known, and not by their sum: so the sum is reduced
-    together with the gradients, not by a collective of its own before them; and the step scales
-    and clips in one pass over the gradients.
+    The mean is the sum of weighted losses over the sum of weights across the global batch,
+    also where it is cut into microbatches: those with fewer weights count for less. Divided by the
+    weights' number, which is known, and not by their sum: so the sum is reduced together with the
+    gradients, not by a collective of its own before them; and the step scales and clips in one
+    pass over the gradients.
     """
     count = self.config.training.gradient_accumulation_steps
     entries = batch["weights"].size
@@ -112,19 +113,25 @@ class Program:
 
     Randomness is folded from (seed, step), so it does not depend on where a run began.
     """
+    return self.step_and_gradients(state, batch)[:2]
+
+  def step_and_gradients(
+    self, state: State, batch: Batch
+  ) -> tuple[State, dict[str, jax.Array], Any]:
+    """Returns what `train_step` does, and the gradients before they are clipped."""
     key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
-    grads, means, scale = self.unscaled_gradients(state.params, batch, key)
-    norm = scale * self.norm(grads)
-    if clip := self.config.optimizer.clip_norm:
-      scale = scale * clip / jnp.maximum(norm, clip)
-    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    raw, means, mean = self.gradients(state.params, batch, key)
+    norm = mean * self.norm(raw)
+    clip = self.config.optimizer.clip_norm
+    scale = mean * clip / jnp.maximum(norm, clip) if clip else mean
+    grads = _scaled(raw, scale)
     # optax raises decays to an integer count, which strict promotion (on in the tests) forbids.
     with jax.numpy_dtype_promotion("standard"):
       updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
       rate = jnp.asarray(self.schedule(state.step), norm.dtype)
     params = optax.apply_updates(state.params, updates)
     metrics = {"loss": means["loss"], "grad_norm": norm, "learning_rate": rate}
-    return State(state.step + 1, params, optimizer), metrics
+    return State(state.step + 1, params, optimizer), metrics, _scaled(raw, mean)
 
 
 def make_program(config: ConfigDict) -> Program:
@@ -133,8 +140,13 @@ def make_program(config: ConfigDict) -> Program:
   def abstract() -> nnx.Module:
     return MODELS[config.model.name].build(config, rngs=nnx.Rngs(params=0))
 
-  graphdef, _ = nnx.split(nnx.eval_shape(abstract))
-  return Program(config, graphdef, make_optimizer(config), learning_rate_schedule(config))
+  graphdef, params = nnx.split(nnx.eval_shape(abstract), nnx.Param)
+  made = make_optimizer(config), learning_rate_schedule(config)
+  return Program(config, graphdef, nnx.to_pure_dict(params), *made)
+
+
+def _scaled(grads: Any, scale: jax.Array) -> Any:
+  return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
 
 
 def _accumulate(grad: Callable, count: int, batch: Batch, key: jax.Array | None) -> Any:
