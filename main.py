@@ -173,7 +173,10 @@ def _plan() -> int:
   try:
     if _TOPOLOGY.value is None:
       raise ValueError("plan needs the devices, such as --topology=v5p:4x4x4 or --topology=h100:8")
-    return launching.run(_CONFIG.value, _TOPOLOGY.value, _workdir(), debug=_DEBUG.value)
+    title = command_line.name(_CONFIG)
+    return launching.run(
+      _CONFIG.value, _TOPOLOGY.value, _workdir(), title=title, debug=_DEBUG.value
+    )
   except (ValueError, OSError, RuntimeError) as error:
     return _refuse(error)
 

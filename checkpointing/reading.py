@@ -244,5 +244,5 @@ def _from_orbax(path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
     return read(path / STATE)
   except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
     raise
-  except Exception as error:  # see above
+  except Exception as error:  # of any kind; what is let through stands above
     raise UnreadableError(f"{STATE}: {one_line(error)}") from error

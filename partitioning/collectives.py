@@ -216,13 +216,7 @@ def _payload(computation: hlo.Computation, instruction: hlo.Instruction) -> int:
   # alone: they are as large as its operands, which count anyway.
   if instruction.opcode.endswith("-start") and len(parts) > 1:
     result = parts[1]
-  sent = 0
-  for operand, name in zip(instruction.operands, instruction.operand_names, strict=True):
-    known = computation.instructions.get(name)
-    shape = known.shape if known else operand.rpartition(" ")[0]
-    if not shape:
-      raise ValueError(f"operand {name} is not defined in computation {computation.name}")
-    sent += hlo.shape_bytes(shape)
+  sent = sum(map(hlo.shape_bytes, computation.operand_shapes(instruction)))
   return max(hlo.shape_bytes(result), sent)
 
 

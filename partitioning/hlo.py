@@ -71,6 +71,20 @@ class Computation:
   instructions: dict[str, Instruction]
   root: str
 
+  def operand_shapes(self, instruction: Instruction) -> list[str]:
+    """Returns the shapes of what an instruction of this computation takes.
+
+    Raises:
+      ValueError: an operand that is not defined here, and whose shape the text does not repeat.
+    """
+    shapes = []
+    for operand, name in zip(instruction.operands, instruction.operand_names, strict=True):
+      known = self.instructions.get(name)
+      shapes.append(known.shape if known else operand.rpartition(" ")[0])
+      if not shapes[-1]:
+        raise ValueError(f"operand {name} is not defined in computation {self.name}")
+    return shapes
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:

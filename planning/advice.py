@@ -22,7 +22,7 @@ _MARGIN = 0.95  # of a device's memory: the formulas are no compiler
 
 
 def overrides_that_fit(
-  config: ConfigDict, ready: Job, topology: Topology, peak_bytes: int
+  config: ConfigDict, ready: Job, topology: Topology, scale: float
 ) -> list[str]:
   """Returns overrides to copy, at most `MOST`, the cheapest first.
 
@@ -30,9 +30,8 @@ def overrides_that_fit(
     config: as parsed, with overrides.
     ready: its job.
     topology: that it does not fit.
-    peak_bytes: what it needs per device.
+    scale: what it needs per device, as a multiple of what the formulas say.
   """
-  scale = peak_bytes / max(1, sum(memory.by_formula(ready).values()))
   found: list[str] = []
   for tried, (where, changed) in enumerate(_candidates(ready, topology)):
     if len(found) == MOST or tried == _TRIES:
@@ -63,7 +62,7 @@ def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict
   steps = []
   if sizes["data"] > 1 and one_slice:
     steps.append(split)
-  if training.rematerialization != "full" and "rematerialization" in training:
+  if training.get("rematerialization", "full") != "full":
     steps.append(recompute)
     if steps[0] is split:
       steps.append({**split, **recompute})

@@ -10,6 +10,8 @@ import difflib
 import re
 from collections.abc import Mapping
 
+from training.hardware import PEAK_BFLOAT16_TFLOPS
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -17,12 +19,12 @@ class Chip:
 
   Attributes:
     name: as in a topology, `v5p:4x4x4`.
-    flops: bfloat16 operations per second.
     hbm_bytes: of memory.
     hbm_bandwidth: bytes per second.
     link_bandwidth: bytes per second that a device sends along one axis of the torus, both links
       in use; of a GPU, over NVLink.
     slow_bandwidth: bytes per second of a device to those beyond the slice or the machine.
+    flops: bfloat16 operations per second, of training/hardware.py.
     torus: dims of a TPU's torus; 0 for GPUs, whose switch joins all devices of a machine.
     devices_per_chip: JAX devices that a chip is.
     wraps: the smallest size of a torus axis, or (of two dims) number of chips, that closes a ring.
@@ -30,11 +32,11 @@ class Chip:
   """
 
   name: str
-  flops: float
   hbm_bytes: float
   hbm_bandwidth: float
   link_bandwidth: float
   slow_bandwidth: float
+  flops: float = 0.0
   torus: int = 0
   devices_per_chip: int = 1
   wraps: int = 0
@@ -45,13 +47,12 @@ class Chip:
 GIB = 2.0**30
 
 _CHIPS = (
-  Chip("v4", 275e12, 32 * GIB, 1.2e12, 90e9, 6.25e9, torus=3, wraps=4, source="[1], [2]"),
-  Chip("v5e", 197e12, 16 * GIB, 0.82e12, 90e9, 25e9 / 8, torus=2, wraps=16, source="[1], [2]"),
-  Chip("v5p", 459e12, 95 * GIB, 2.77e12, 180e9, 50e9 / 8, torus=3, wraps=4, source="[1], [2]"),
-  Chip("v6e", 918e12, 32 * GIB, 1.64e12, 180e9, 100e9 / 8, torus=2, wraps=16, source="[1], [2]"),
+  Chip("v4", 32 * GIB, 1.2e12, 90e9, 6.25e9, torus=3, wraps=4, source="[1], [2]"),
+  Chip("v5e", 16 * GIB, 0.82e12, 90e9, 25e9 / 8, torus=2, wraps=16, source="[1], [2]"),
+  Chip("v5p", 95 * GIB, 2.77e12, 180e9, 50e9 / 8, torus=3, wraps=4, source="[1], [2]"),
+  Chip("v6e", 32 * GIB, 1.64e12, 180e9, 100e9 / 8, torus=2, wraps=16, source="[1], [2]"),
   Chip(
-    "7x",
-    2307e12 / 2,
+    "tpu7x",
     96.0 * GIB,
     7.4e12 / 2,
     200e9 / 2,
@@ -61,12 +62,13 @@ _CHIPS = (
     wraps=4,
     source="[1]; a chip is two devices, which halves each number",
   ),
-  Chip("a100", 312e12, 80 * GIB, 2.0e12, 300e9, 25e9, source="[3]"),
-  Chip("h100", 990e12, 80 * GIB, 3.35e12, 450e9, 50e9, source="[2], [3]"),
-  Chip("h200", 990e12, 140 * GIB, 4.8e12, 450e9, 50e9, source="[3]"),
-  Chip("b200", 2250e12, 179 * GIB, 8.0e12, 900e9, 50e9, source="[2], [3]"),
+  Chip("a100", 80 * GIB, 2.0e12, 300e9, 25e9, source="[3]"),
+  Chip("h100", 80 * GIB, 3.35e12, 450e9, 50e9, source="[2], [3]"),
+  Chip("h200", 140 * GIB, 4.8e12, 450e9, 50e9, source="[3]"),
+  Chip("b200", 179 * GIB, 8.0e12, 900e9, 50e9, source="[2], [3]"),
 )
-CHIPS = {chip.name: chip for chip in _CHIPS}
+_FLOPS = {kind.split()[-1]: 1e12 * peak for kind, peak in PEAK_BFLOAT16_TFLOPS.items()}
+CHIPS = {chip.name: dataclasses.replace(chip, flops=_FLOPS[chip.name]) for chip in _CHIPS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +124,7 @@ def overridden(text: str) -> tuple[dict[str, Chip], Rates]:
 
 
 def _positive(name: str, value: str) -> float:
-  if not re.fullmatch(r"[0-9.]+(e[+-]?[0-9]+)?", value) or float(value) <= 0:
+  if not re.fullmatch(r"([0-9]+[.]?[0-9]*|[.][0-9]+)(e[+-]?[0-9]+)?", value) or not float(value):
     raise ValueError(f"planning.constants: {name}={value!r} is no positive number")
   return float(value)
 

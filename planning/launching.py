@@ -1,8 +1,15 @@
-"""Starts the process that makes a plan, with what the compiler for TPUs wants to be told."""
+"""Starts the process that makes a plan, with what the compiler for TPUs wants to be told.
 
+A plan is kept under a digest of all that it follows from: config, topology, code and versions.
+"""
+
+import hashlib
+import importlib.metadata
+import json
 import os
 import pathlib
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +20,8 @@ from ml_collections import ConfigDict
 from planning.hardware import overridden
 from planning.topologies import parse
 from training.reporting import replace_text
+from training.resuming import plain
+from training.versions import everything
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # No TPU is looked for, and several compilers may be loaded at once.
@@ -23,33 +32,104 @@ ENVIRONMENT = {
   "TPU_ACCELERATOR_TYPE": "v5p-8",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+REPORT, FILES = "report.txt", ("plan.json", "plan.html")
 
 
-def run(config: ConfigDict, topology: str, workdir: epath.Path, *, debug: bool) -> int:
-  """Prints the plan, writes plan.json, and returns 0 (fits), 3 (does not), or 1 (failed).
+def run(
+  config: ConfigDict, topology: str, workdir: epath.Path, *, title: str, debug: bool = False
+) -> int:
+  """Prints the plan, writes plan.json and plan.html, and returns 0 (fits), 3 (not), 1 (failed).
+
+  Args:
+    config: as parsed, with overrides.
+    topology: `v5p:4x4x4`.
+    workdir: to write to.
+    title: of the plan.
+    debug: shows what the compiler prints and the traceback of a refusal, and makes the plan anew.
 
   Raises:
     ValueError: what is asked for cannot be; nothing has been written.
     OSError: the workdir cannot be written to.
   """
   parse(topology, overridden(config.planning.constants)[0])  # before anything is waited for
-  with tempfile.TemporaryDirectory() as folder:
-    refusal, answer, said = (pathlib.Path(folder, name) for name in ("refusal", "json", "stderr"))
-    request = {"config": config, "topology": topology, "debug": debug}
-    request |= {"refusal": str(refusal), "json": str(answer)}
-    with said.open("wb") as errors:
-      done = subprocess.run(
-        [sys.executable, "-m", "planning.worker"],
-        input=pickle.dumps(request),
-        stderr=None if debug else errors,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        check=False,
-      )
-    if done.returncode == 2:
-      raise ValueError(refusal.read_text())
-    if done.returncode not in (0, 3):
-      sys.stderr.write(said.read_text(errors="replace"))
-      return 1
-    workdir.mkdir(parents=True, exist_ok=True)
-    replace_text(workdir / "plan.json", answer.read_text())
-  return done.returncode
+  kept = _place(config, topology, title)
+  if kept and not debug and (kept / REPORT).exists():
+    known = "made before, of the same config, topology, code and versions"
+    return _deliver(kept, workdir, f"{known}: {kept}")
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    code = _make(config, topology, folder, title=title, debug=debug)
+    if code == 0:
+      code = _deliver(folder, workdir)
+      _keep(folder, kept)
+  return code
+
+
+def _make(config, topology: str, folder: pathlib.Path, *, title: str, debug: bool) -> int:
+  """Runs the worker; returns 0 where it made a plan, and 1 where it failed, after its last words.
+
+  Raises:
+    ValueError: it refused.
+  """
+  request = {"config": config, "topology": topology, "title": title}
+  said = folder / "stderr"
+  with said.open("wb") as errors:
+    done = subprocess.run(
+      [sys.executable, "-m", "planning.worker"],
+      input=pickle.dumps({**request, "folder": str(folder), "debug": debug}),
+      stderr=None if debug else errors,
+      env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+      check=False,
+    )
+  if done.returncode == 2:
+    raise ValueError((folder / "refusal").read_text())
+  if done.returncode:
+    sys.stderr.write(said.read_text(errors="replace"))
+    return 1
+  said.unlink()
+  return 0
+
+
+def _deliver(folder: pathlib.Path, workdir: epath.Path, remark: str = "") -> int:
+  """Prints and writes a plan that is there; returns its verdict."""
+  found = json.loads((folder / "plan.json").read_text())
+  workdir.mkdir(parents=True, exist_ok=True)
+  for name in FILES:
+    replace_text(workdir / name, (folder / name).read_text())
+  print((folder / REPORT).read_text(), end="")
+  print(f"the page: {workdir / 'plan.html'}")
+  if remark:
+    print(remark)
+  return 0 if found["fits"] else 3
+
+
+def _place(config: ConfigDict, topology: str, title: str) -> pathlib.Path | None:
+  """Returns where a plan of these is kept; None where none are."""
+  if not config.planning.cache_dir:
+    return None
+  code = hashlib.sha256()
+  for path in sorted((ROOT / "planning").glob("*.py")):
+    code.update(f"{path.name}\n".encode() + path.read_bytes())
+  given = {key: value for key, value in plain(config).items() if key != "planning"}
+  given["planning"] = {k: v for k, v in config.planning.items() if k != "cache_dir"}
+  facts = [given, topology, title, everything(), code.hexdigest(), _compiler()]
+  digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+  return pathlib.Path(config.planning.cache_dir).expanduser() / digest
+
+
+def _compiler() -> str:
+  try:
+    return importlib.metadata.version("libtpu")
+  except importlib.metadata.PackageNotFoundError:
+    return ""
+
+
+def _keep(folder: pathlib.Path, kept: pathlib.Path | None) -> None:
+  """Keeps a plan, whole or not at all: others may be looking for it, or keeping the same."""
+  if kept is None or kept.exists():
+    return
+  kept.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=kept.parent) as name:
+    shutil.copytree(folder, half := pathlib.Path(name, "plan"))
+    if not kept.exists():
+      half.rename(kept)

@@ -8,8 +8,8 @@ import math
 
 import numpy as np
 
-from partitioning import layout
-from partitioning.layout import shard_shape
+from partitioning.dims import spec_axes
+from partitioning.layout import bytes_per_device, shard_shape
 from training.job import Job
 
 _LOGITS = "BTV"
@@ -19,8 +19,8 @@ def by_formula(job: Job) -> dict[str, int]:
   """Returns part -> bytes per device."""
   sizes = job.devices.sizes
   parameters = list(job.placements["parameters"].values())
-  held = sum(layout.bytes_per_device(p, sizes) for p in parameters)
-  optimizer = sum(layout.bytes_per_device(p, sizes) for p in job.placements["optimizer"].values())
+  held = sum(bytes_per_device(p, sizes) for p in parameters)
+  optimizer = sum(bytes_per_device(p, sizes) for p in job.placements["optimizer"].values())
   return {
     "parameters": held,
     "gradients": held,
@@ -33,8 +33,8 @@ def by_formula(job: Job) -> dict[str, int]:
 def _activations(job: Job) -> dict[str, int]:
   """Returns what the layers keep, what one of them holds meanwhile, and the logits."""
   found = {"activations kept": 0, "activations of one layer": 0, "logits": 0}
-  layers = job.config.model.layers
-  kind = job.config.training.rematerialization
+  layers = job.config.model.get("layers", 1)
+  kind = job.config.training.get("rematerialization", "none")
   wide = np.dtype("float32").itemsize
   for one in job.activations.seen:
     elements = math.prod(shard_shape(one.shape, one.spec, job.devices.sizes))
@@ -52,13 +52,14 @@ def _activations(job: Job) -> dict[str, int]:
 
 
 def _gathered(job: Job) -> int:
-  """Returns the bytes of the largest kernel that is gathered, twice: one is used, one comes."""
+  """Returns the bytes of the largest kernel gathered over fsdp, twice: one is used, one comes."""
   itemsize = np.dtype(job.config.training.compute_dtype).itemsize
-  largest = 0
+  sizes, largest = job.devices.sizes, 0
   for placement in job.placements["parameters"].values():
-    whole = math.prod(placement.shape)
-    if placement.letters.startswith("L"):
-      whole //= placement.shape[0]
-    if layout.copies(placement, job.devices.sizes) < math.prod(job.devices.sizes.values()):
-      largest = max(largest, whole * itemsize)
+    if sizes["fsdp"] == 1 or "fsdp" not in spec_axes(placement.spec):
+      continue
+    here = math.prod(shard_shape(placement.shape, placement.spec, sizes)) * sizes["fsdp"]
+    if placement.letters.startswith("L"):  # gathered layer by layer
+      here //= placement.shape[0]
+    largest = max(largest, here * itemsize)
   return 2 * largest

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from partitioning import hlo, layout
 from partitioning.collectives import collectives
-from planning import memory, schedule, target
+from planning import formulas, memory, schedule, target
 from planning.advice import overrides_that_fit
 from planning.hardware import Rates, overridden
 from planning.topologies import Topology, parse
@@ -23,16 +23,19 @@ class Plan:
   """What is foretold of a config on a topology.
 
   Attributes:
+    title: of the config.
     job: layout and program.
     topology: the devices.
     rates: what share of their constants is reached.
     program: what the compiler made of the step; None where there is none for the topology.
     memory: part -> bytes per device, by formula.
-    times: of a step, from the compiled program; None without one.
+    times: of a step, from the compiled program, or by formula where there is no compiler; None
+      where the compiler found no room.
     warnings: what should be looked at.
     advice: where it does not fit, overrides with which it would.
   """
 
+  title: str
   job: Job
   topology: Topology
   rates: Rates
@@ -48,6 +51,11 @@ class Plan:
     return self.program.peak_bytes if self.program else sum(self.memory.values())
 
   @property
+  def sent(self) -> tuple[schedule.Sent, ...]:
+    """Returns the collectives of a step; () where they are not known."""
+    return self.times.sent if self.times else ()
+
+  @property
   def fits(self) -> bool:
     """Returns the verdict."""
     if self.program:
@@ -55,10 +63,33 @@ class Plan:
     return self.peak_bytes <= self.topology.chip.hbm_bytes
 
   @property
+  def unit(self) -> str:
+    """Returns what a batch is counted in."""
+    return "tokens" if self.job.config.data.kind == "text" else "examples"
+
+  @property
   def tokens(self) -> int:
     """Returns the tokens (or examples) of a step, of all devices."""
     data = self.job.config.data
-    return data.global_batch_size * (data.sequence_length if data.kind == "text" else 1)
+    return data.global_batch_size * (data.sequence_length if self.unit == "tokens" else 1)
+
+  @property
+  def token_budget(self) -> float:
+    """Returns the tokens (or examples) to train on in all."""
+    config = self.job.config
+    return config.planning.token_budget or float(config.training.steps * self.tokens)
+
+  @property
+  def chip_hours(self) -> float:
+    """Returns the hours of all chips that the budget takes, expected."""
+    chips = self.job.mesh.size / self.topology.chip.devices_per_chip
+    return self.token_budget / self.tokens * self.step_seconds[1] * chips / 3600
+
+  @property
+  def cost(self) -> float | None:
+    """Returns what those cost; None where no price is given."""
+    price = self.job.config.planning.price_per_chip_hour
+    return price * self.chip_hours if price else None
 
   @property
   def step_seconds(self) -> tuple[float, float, float]:
@@ -95,36 +126,39 @@ class Plan:
       "peak_bytes_per_device": self.peak_bytes,
       "hbm_bytes_per_device": int(self.topology.chip.hbm_bytes),
       "memory": self.memory,
-      "collectives": [_sent(one) for one in self.times.sent] if self.times else [],
+      "collectives": [_sent(one) for one in self.sent],
       "step_seconds": {"low": low, "expected": expected, "high": high},
       "tokens_per_second_per_device": self.tokens / expected / self.job.mesh.size,
       "mfu": self.mfu(),
       "mfu_causal": self.mfu(causal=True),
+      "token_budget": self.token_budget,
+      "chip_hours": self.chip_hours,
+      "cost": self.cost,
       "warnings": list(self.warnings),
       "advice": list(self.advice),
     }
 
 
 def _sent(one: schedule.Sent) -> dict[str, Any]:
-  collective = one.collective
   return {
-    "axis": "+".join(collective.axes),
-    "kind": collective.kind,
+    "axis": "+".join(one.axes),
+    "kind": one.kind,
     "network": one.wire.network,
-    "count": collective.count,
-    "bytes": collective.bytes * (collective.count or 1),
+    "count": one.runs,
+    "bytes": one.bytes,
     "seconds": one.seconds,
     "exposed_seconds": one.exposed_seconds,
-    "source": collective.source,
+    "source": one.source,
   }
 
 
-def make(config: ConfigDict, topology_name: str) -> Plan:
+def make(config: ConfigDict, topology_name: str, *, title: str = "") -> Plan:
   """Returns the plan of a config.
 
   Args:
     config: as parsed, with overrides.
     topology_name: `v5p:4x4x4`.
+    title: of the config.
 
   Raises:
     ValueError: bad input: the topology, the mesh, the layout, a constant.
@@ -133,17 +167,20 @@ def make(config: ConfigDict, topology_name: str) -> Plan:
   topology = parse(topology_name, chips)
   ready = target.prepare(config, topology)
   program = times = None
+  where = target.places(ready, topology)
   if topology.platform == "tpu" and target.compiler_there():
     program = target.compile_step(ready)
     if program.fits:
       found = collectives(program.text, ready.mesh)
-      where = target.places(ready, topology)
       times = schedule.times(hlo.parse(program.text), found, where, topology.chip, rates)
+  else:
+    times = formulas.times(ready, where, topology.chip, rates)
   held, warnings = memory.by_formula(ready), _warnings(ready, topology)
-  found = Plan(ready, topology, rates, program, held, times, warnings)
+  found = Plan(title, ready, topology, rates, program, held, times, warnings)
   if found.fits:
     return found
-  advice = overrides_that_fit(config, ready, topology, found.peak_bytes)
+  scale = found.peak_bytes / sum(held.values())
+  advice = overrides_that_fit(config, ready, topology, scale)
   return dataclasses.replace(found, advice=tuple(advice))
 
 

@@ -55,7 +55,7 @@ class Costs:
 
   def work(self, computation: hlo.Computation, instruction: hlo.Instruction) -> Work:
     """Returns what one run does."""
-    if instruction.opcode.endswith(("-done", "-update")):
+    if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
       return Work(0, 0)
     flops = self._own_flops(computation, instruction)
     return Work(flops, self._bytes(computation, instruction))
@@ -79,7 +79,7 @@ class Costs:
     opcode, result = instruction.opcode, _moved(instruction.shape)
     if opcode in ("dynamic-slice", "slice", "gather"):
       return 2.0 * result
-    operands = [_shape(computation, i, instruction) for i in range(len(instruction.operands))]
+    operands = computation.operand_shapes(instruction)
     if opcode in ("dynamic-update-slice", "scatter"):
       return 2.0 * _moved(operands[1 if opcode == "dynamic-update-slice" else -1])
     if opcode == "fusion":
@@ -128,11 +128,6 @@ def _read(inner: hlo.Computation, index: int) -> float:
   return taken
 
 
-def _shape(computation: hlo.Computation, index: int, instruction: hlo.Instruction) -> str:
-  known = computation.instructions.get(instruction.operand_names[index])
-  return known.shape if known else instruction.operands[index].rpartition(" ")[0]
-
-
 def _sizes(shape: str) -> list[int]:
   found = _ARRAY.match(shape)
   return [int(size) for size in found[2].split(",") if size]
@@ -144,7 +139,7 @@ def _dims(settings: str, name: str) -> list[int]:
 
 
 def _dot(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
-  left = _sizes(_shape(computation, 0, instruction))
+  left = _sizes(computation.operand_shapes(instruction)[0])
   contracted = _dims(instruction.settings, "lhs_contracting_dims")
   return 2.0 * math.prod(_sizes(instruction.shape)) * math.prod(left[dim] for dim in contracted)
 
@@ -155,7 +150,7 @@ def _convolution(computation: hlo.Computation, instruction: hlo.Instruction) -> 
   Of its windows only those places count that fall on the input and not between its dilated
   elements or on its padding: a batch dim is written as a window of which all but one do.
   """
-  left, right = (_sizes(_shape(computation, i, instruction)) for i in range(2))
+  left, right = map(_sizes, computation.operand_shapes(instruction))
   result = _sizes(instruction.shape)
   settings = instruction.settings
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", settings)

@@ -19,19 +19,32 @@ from planning.traffic import Places, Wire
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-  """A collective of the program, and what it costs in one step.
+  """A collective, and what it costs in one step.
 
   Attributes:
-    collective: as the program has it.
+    kind: of `collectives.KINDS`.
+    axes: the mesh axes along which the devices of a group differ.
+    each: bytes of the payload of one run, per device.
+    runs: how often it runs; where a program's text does not tell, once.
+    source: the line that asked for it, or, by formula, why.
     wire: what it goes over.
     seconds: of all its runs.
     exposed_seconds: of those, how long the device waits.
   """
 
-  collective: Collective
+  kind: str
+  axes: tuple[str, ...]
+  each: int
+  runs: int
+  source: str
   wire: Wire
   seconds: float
   exposed_seconds: float
+
+  @property
+  def bytes(self) -> int:
+    """Returns the payload of all its runs, per device."""
+    return self.runs * self.each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +90,12 @@ def times(
   """
   walker = _Walker(program, found, places, chip, rates)
   step = walker.walk(hlo.Frame(program.computations[program.entry]), 1)
-  sent = [
-    Sent(one, walker.wires[one.name], walker.alone[one.name] * (one.count or 1),
-         walker.waited[one.name])
-    for one in found
-  ]  # fmt: skip
+  sent = []
+  for one in found:
+    runs = 1 if one.count is None else one.count
+    wire, seconds = walker.wires[one.name], runs * walker.alone[one.name]
+    waited = walker.waited[one.name]
+    sent.append(Sent(one.kind, one.axes, one.bytes, runs, one.source, wire, seconds, waited))
   work = walker.work
   compute, memory = work.flops / walker.flops, work.bytes / walker.bandwidth
   return Times(step, compute, memory, work, tuple(sent))
@@ -94,7 +108,9 @@ class _Walker:
     self._program, self._costs = program, Costs(program)
     self.flops, self.bandwidth = chip.flops * rates.matmul, chip.hbm_bandwidth * rates.memory
     self.wires = {one.name: _slowest(one, places) for one in found}
-    self.alone = {one.name: traffic.seconds(one, self.wires[one.name], rates) for one in found}
+    self.alone = {
+      one.name: traffic.seconds(one.kind, one.bytes, self.wires[one.name], rates) for one in found
+    }
     self.waited: dict[str, float] = defaultdict(float)
     self.work = Work(0, 0)
 
@@ -104,7 +120,8 @@ class _Walker:
     under_way: dict[str, tuple[list[str], float]] = {}
     for instruction in frame.computation.instructions.values():
       if instruction.opcode == "while":
-        trips = hlo.trip_count(self._program, frame, instruction) or 1
+        known = hlo.trip_count(self._program, frame, instruction)
+        trips = 1 if known is None else known
         body = self._program.computations[instruction.one("body")]
         clock += trips * self.walk(hlo.Frame(body, instruction, frame), runs * trips)
       elif instruction.opcode in ("call", "conditional"):
@@ -118,7 +135,8 @@ class _Walker:
       elif instruction.opcode not in FREE:
         names = self._collectives(instruction)
         there = self._costs.work(frame.computation, instruction)
-        self.work += there * runs
+        if not names or instruction.opcode == "fusion":
+          self.work += there * runs
         lasts = max(there.flops / self.flops, there.bytes / self.bandwidth)
         if not names:
           clock += lasts

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from partitioning.collectives import Collective
 from planning.hardware import Rates
 from planning.topologies import Topology
 
@@ -92,7 +91,13 @@ def in_order(topology: Topology, count: int) -> Places:
   return Places(topology, np.stack(np.unravel_index(chips, topology.shape), axis=1), slices)
 
 
-def seconds(collective: Collective, wire: Wire, rates: Rates) -> float:
-  """Returns how long one run takes, alone."""
-  passes = _PASSES[collective.kind]
-  return passes * collective.bytes / (wire.bandwidth * rates.link) + wire.hops * rates.hop_seconds
+def seconds(kind: str, size: float, wire: Wire, rates: Rates) -> float:
+  """Returns how long one run takes, alone.
+
+  Args:
+    kind: of `collectives.KINDS`.
+    size: bytes of its payload, per device.
+    wire: what its groups speak over.
+    rates: what share of a link's bandwidth is reached.
+  """
+  return _PASSES[kind] * size / (wire.bandwidth * rates.link) + wire.hops * rates.hop_seconds

@@ -104,8 +104,8 @@ class Exchange:
     late = [i for i, place in places.items() if place["beats"] == fewest]
     if len(late) == len(places):
       # One may have been stopped right there, a moment ago.
-      quiet = max(living, key=lambda index: now - living[index], default=None)
-      lasted = now - living[quiet] if quiet else 0.0
+      quiet = min(living, key=living.get, default=None)
+      lasted = now - living[quiet] if quiet is not None else 0.0
       where = "all processes are at the same place"
       if lasted <= _POST_SECONDS + 2 * PERIOD_SECONDS:
         return where

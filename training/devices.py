@@ -37,7 +37,6 @@ class Devices:
     sizes: mesh axis -> size, with -1 filled in, over all slices.
     slices: mesh axis -> over how many slices it goes; {}: there is one.
     described: the devices, where they are not attached: then nothing can run on them.
-    memory: bytes that each of those has.
   """
 
   platform: str
@@ -45,7 +44,6 @@ class Devices:
   sizes: dict[str, int]
   slices: dict[str, int] = dataclasses.field(default_factory=dict)
   described: tuple[jax.Device, ...] = ()
-  memory: int = 0
 
 
 def hardware(root: str = "/") -> str | None:
@@ -138,8 +136,6 @@ def _not_started(found: str) -> str:
 
 def memory_bytes(devices: Devices) -> int:
   """Returns the memory that one device has, in bytes; of simulated devices, of all together."""
-  if devices.described:
-    return devices.memory
   if devices.simulated:
     total = psutil.virtual_memory().total
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

@@ -30,11 +30,13 @@ class Side:
     title: such as `dp4_tp2_lm`.
     job: a prepared job.
     costs: the collectives of its compiled train step.
+    kind: of its devices; "": as they say themselves.
   """
 
   title: str
   job: Job
   costs: Sequence[collectives.Row]
+  kind: str = ""
 
   @property
   def sizes(self) -> Mapping[str, int]:
@@ -69,13 +71,13 @@ def html(
   parts = [
     HEAD.replace("TITLE", markup.escape(f"Layout: {name}")),
     f"<h1>Layout: {markup.escape(name)}</h1>",
-    _meshes(sides),
+    meshes(sides),
     "<h2>What a device holds</h2>",
     _totals(sides),
     "<h2>What each mesh axis costs</h2>",
     _all_costs(sides),
     "<h2>Parameters</h2>",
-    _legend(sides),
+    legend(sides),
     page.section("parameters"),
     "<h2>Batch</h2>",
     page.section("batch"),
@@ -134,7 +136,7 @@ class Page:
     return (
       f"<details{'' if folded else ' open'}><summary><b>{markup.escape(group)}</b> "
       f"<small>{count}, {weights}</small></summary>"
-      f'<div class="module">{_table(heads, rows)}<div class="figures">{figures}</div></div>'
+      f'<div class="module">{table(heads, rows)}<div class="figures">{figures}</div></div>'
       "</details>"
     )
 
@@ -217,7 +219,7 @@ def _activations(side: Side, *, several: bool) -> str:
   return (
     f"<details><summary>{markup.escape(title)}<b>{len(rows)} layouts</b> "
     "<small>in the order of the forward pass</small></summary>"
-    + _table(["letters", "dims", "shape", "spec", "note"], rows)
+    + table(["letters", "dims", "shape", "spec", "note"], rows)
     + f'<div class="figures">{"".join(figures)}</div></details>'
   )
 
@@ -225,11 +227,13 @@ def _activations(side: Side, *, several: bool) -> str:
 # ------------------------------ mesh, sums, costs ------------------------------
 
 
-def _meshes(sides: Sequence[Side]) -> str:
+def meshes(sides: Sequence[Side]) -> str:
+  """Returns a drawing of each side's mesh."""
   figures = []
   for side in sides:
     device = side.job.mesh.devices.flat[0]
     kind = "simulated CPU devices" if side.job.devices.simulated else device.device_kind
+    kind = side.kind or kind
     caption = f"{mesh_text(side.sizes, side.job.devices.slices)}, {side.job.mesh.size} {kind}"
     if len(sides) > 1:
       caption = f"{side.title}: {caption}"
@@ -261,7 +265,7 @@ def _totals(sides: Sequence[Side]) -> str:
     rows.append(("", [markup.escape(text) for text in (side.title, *texts)]))
   titles = [f"{title}/device" for title in sides[0].job.placements]
   heads = ["", "parameters", *titles, "parameters + optimizer/device", "of it on every device"]
-  return _table(heads, rows)
+  return table(heads, rows)
 
 
 def _costs(job: Job) -> list[collectives.Row]:
@@ -301,12 +305,12 @@ def _costs_table(side: Side, sides: Sequence[Side]) -> str:
   silent = [f"{a}={size}" for a, size in side.sizes.items() if size > 1 and a not in along]
   title = f"<h3>{markup.escape(side.title)}</h3>" if len(sides) > 1 else ""
   heads = ["mesh axis", "collective", "runs", "bytes each", "bytes per step", ""]
-  table = _table(heads, lines) if lines else "<p>No collectives.</p>"
+  rows = table(heads, lines) if lines else "<p>No collectives.</p>"
   said = f"<p>Nothing is sent along {', '.join(silent)}.</p>" if silent else ""
-  return title + table + said
+  return title + rows + said
 
 
-def _legend(sides: Sequence[Side]) -> str:
+def legend(sides: Sequence[Side]) -> str:
   """Returns the letters of each model."""
   texts = []
   for side in sides:
@@ -329,7 +333,7 @@ def _svg(drawn: pictures.Picture | pictures.Holdings) -> str:
   )
 
 
-def _table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
   """Returns a table.
 
   Args:

@@ -13,7 +13,7 @@ from planning.topologies import parse
     ("v5p:2x4x8", 64, "tpu", (False, True, True)),
     ("V5E:16x16", 256, "tpu", (True, True)),
     ("v6e:4x4", 16, "tpu", (False, False)),
-    ("7x:2x2x1", 8, "tpu", (False, False, False)),
+    ("tpu7x:2x2x1", 8, "tpu", (False, False, False)),
     ("h100:8", 8, "gpu", ()),
   ],
 )
@@ -53,6 +53,8 @@ def test_constants_can_be_replaced():
     ("matmull=0.5", "there is no 'matmull'; did you mean 'matmul'"),
     ("v5p.flop=1", "there is no 'v5p.flop'; did you mean 'v5p.flops'"),
     ("matmul=0", "is no positive number"),
+    ("matmul=1..2", "is no positive number"),
+    ("matmul=.", "is no positive number"),
     ("matmul=fast", "matmul='fast' is no positive number"),
     ("v5p.name=1", "there is no 'v5p.name'"),
   ],

@@ -119,7 +119,7 @@ def test_loops_count_as_often_as_they_run():
   assert found.step == pytest.approx(10.0)
   assert found.work.flops == pytest.approx(5 * 2e9)
   [sent] = found.sent
-  assert (sent.collective.count, sent.seconds, sent.exposed_seconds) == pytest.approx((5, 5.0, 5.0))
+  assert (sent.runs, sent.seconds, sent.exposed_seconds) == pytest.approx((5, 5.0, 5.0))
 
 
 def test_a_fusion_that_sends_and_computes_takes_the_longer_of_both():

@@ -5,11 +5,12 @@ import json
 import pytest
 
 pytestmark = pytest.mark.plan
+FRESH = "--config.planning.cache_dir="
 
 
 def plan(main, workdir, *arguments):
   """Returns (exit code, the report, plan.json)."""
-  code, out, err = main("plan", *arguments, f"--workdir={workdir}")
+  code, out, err = main("plan", *arguments, FRESH, f"--workdir={workdir}")
   assert err == "", err
   return code, out, json.loads((workdir / "plan.json").read_text())
 

@@ -2,16 +2,10 @@
 
 import pytest
 
-from partitioning.collectives import Collective
 from planning import traffic
 from planning.topologies import parse
 from planning.traffic import Wire, in_order
 from tests.planning.programs import IDEAL
-
-
-def collective(kind, size, group):
-  """Returns a collective of one group."""
-  return Collective("c", kind, ("fsdp",), size, 1, "", groups=(tuple(group),))
 
 
 @pytest.mark.parametrize(
@@ -25,7 +19,7 @@ def collective(kind, size, group):
   ],
 )
 def test_kinds(kind, passes):
-  found = traffic.seconds(collective(kind, 9e9, range(4)), Wire("ICI", 90e9, 1), IDEAL)
+  found = traffic.seconds(kind, 9e9, Wire("ICI", 90e9, 1), IDEAL)
   assert found == pytest.approx(0.1 * passes)
 
 
@@ -43,8 +37,8 @@ V5P = 180e9  # per axis of the torus
     ("v5p:2x2x2", range(8), 3 * V5P / 2, 3),  # too small to have rings
     ("v5e:4x4", range(4), 45e9, 3),
     ("v5e:16x16", range(16), 90e9, 8),
-    ("7x:2x2x2", range(2), 200e9, 1),  # two devices of one chip
-    ("7x:2x2x2", range(4), 50e9, 1),
+    ("tpu7x:2x2x2", range(2), 200e9, 1),  # two devices of one chip
+    ("tpu7x:2x2x2", range(4), 50e9, 1),
   ],
 )
 def test_a_group_uses_the_axes_that_it_spans(topology, group, bandwidth, hops):

@@ -9,13 +9,22 @@ HEADS = ["--config.model.heads=12", "--config.model.head_size=16"]
 KEYS = {
   *("fits", "topology", "devices", "compiled", "peak_bytes_per_device", "hbm_bytes_per_device"),
   *("memory", "collectives", "step_seconds", "tokens_per_second_per_device", "mfu", "mfu_causal"),
-  "warnings",
+  *("warnings", "token_budget", "chip_hours", "cost"),
 }
 
 
+def plan(main, *arguments):
+  """Returns (exit code, standard output, standard error) of a plan that is made anew."""
+  return main("plan", *arguments, "--config.planning.cache_dir=")
+
+
 def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
-  arguments = ["plan", "--config=configs/dp4_tp2.py", "--topology=h200:8", f"--workdir={tmp_path}"]
-  code, out, err = main(*arguments)
+  arguments = [
+    "--config=configs/dp4_tp2.py",
+    "--topology=h200:8",
+    f"--workdir={tmp_path}",
+  ]
+  code, out, err = plan(main, *arguments)
   assert (code, err) == (0, ""), (out, err)
   assert out.startswith("fits 8 devices of h200:8: ")
   assert "all numbers are by formulas alone" in out
@@ -26,11 +35,43 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
   low, expected, high = (found["step_seconds"][key] for key in ("low", "expected", "high"))
   assert 0 < low < expected < high
   assert found["mfu_causal"] < found["mfu"] < 1
+  # 200 steps of 32 rows of 128 tokens.
+  assert found["token_budget"] == 200 * 32 * 128
+  assert found["chip_hours"] == pytest.approx(200 * expected * 8 / 3600)
+  assert found["cost"] is None
+
+
+def test_what_a_budget_of_tokens_costs(main, tmp_path):
+  code, out, err = plan(
+    main,
+    *("--config=configs/dp8.py", "--topology=h100:8", f"--workdir={tmp_path}"),
+    *("--config.planning.token_budget=1e9", "--config.planning.price_per_chip_hour=2.5"),
+  )
+  assert (code, err) == (0, ""), (out, err)
+  found = json.loads((tmp_path / "plan.json").read_text())
+  hours = 1e9 / found["tokens_per_second_per_device"] / 3600
+  assert found["chip_hours"] == pytest.approx(hours)
+  assert found["cost"] == pytest.approx(2.5 * hours)
+  assert f"1e+09 tokens take {hours:.3g} chip-hours and cost {2.5 * hours:.2f}\n" in out
+
+
+def test_a_network_without_layers_is_planned_and_advised_too(main, tmp_path):
+  arguments = [
+    "--config=configs/dp8.py:mlp",
+    "--topology=h100:8",
+    f"--workdir={tmp_path}",
+  ]
+  code, out, err = plan(main, *arguments)
+  assert (code, err) == (0, ""), (out, err)
+  assert "examples/s per device" in out
+  code, out, err = plan(main, *arguments, "--config.planning.constants=h100.hbm_bytes=5e5")
+  assert (code, err) == (3, ""), (out, err)
+  assert "would fit, by formula: --config.mesh.data=1 --config.mesh.fsdp=8\n" in out
 
 
 def test_what_does_not_fit_is_told_and_ends_with_3(main, tmp_path):
-  code, out, err = main(
-    "plan",
+  code, out, err = plan(
+    main,
     "--config=configs/fsdp8.py:model=llama3_70b",
     "--topology=a100:8",
     f"--workdir={tmp_path}",
@@ -70,7 +111,7 @@ def test_what_does_not_fit_is_told_and_ends_with_3(main, tmp_path):
   ],
 )
 def test_refusals(main, arguments, messages, tmp_path):
-  code, out, err = main("plan", *arguments, f"--workdir={tmp_path / 'run'}")
+  code, out, err = plan(main, *arguments, f"--workdir={tmp_path / 'run'}")
   assert (code, out) == (2, ""), (out, err)
   assert err.startswith("refused: ")
   assert "Traceback" not in err
@@ -94,18 +135,17 @@ def test_the_topology_belongs_to_plan(main):
 )
 def test_the_advice_is_to_be_copied(main, tmp_path, topology, memory, advice):
   arguments = [
-    "plan",
     "--config=configs/dp8.py",
     "--config.mesh.data=-1",
     "--config.data.global_batch_size=8",
     f"--config.planning.constants=h100.hbm_bytes={memory}",
   ]
-  code, out, err = main(*arguments, f"--topology={topology}", f"--workdir={tmp_path}")
+  code, out, err = plan(main, *arguments, f"--topology={topology}", f"--workdir={tmp_path}")
   assert (code, err) == (3, ""), (out, err)
   found = json.loads((tmp_path / "plan.json").read_text())["advice"]
   for line in found:
     assert f"would fit, by formula: {line}\n" in out
   assert found[0].split() == advice
   again = [f"--topology={topology}"] if "--topology" not in found[0] else []
-  code, out, err = main(*arguments, *again, *found[0].split(), f"--workdir={tmp_path}")
+  code, out, err = plan(main, *arguments, *again, *found[0].split(), f"--workdir={tmp_path}")
   assert (code, err) == (0, ""), (out, err)

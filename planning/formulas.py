@@ -1,0 +1,214 @@
+"""What a step sends and how long it takes, by formula: where there is no compiler to ask.
+
+The terms are those that `docs/budgets.md` proves of the compiled programs, with the bytes of each
+array taken from its layout. Source of the times: the scaling book, chapter on training.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from partitioning.dims import spec_axes
+from partitioning.layout import bytes_per_device, shard_shape
+from planning import traffic
+from planning.hardware import Chip, Rates
+from planning.roofline import Work
+from planning.schedule import Sent, Times
+from planning.traffic import Places
+from training.job import MODELS, Job
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+  """Arrays that travel for one reason.
+
+  Attributes:
+    kind: of `collectives.KINDS`.
+    axes: of the mesh; those of size 1 drop out.
+    runs: in one step.
+    elements: of the payload of one run, per device.
+    why: what they are.
+    itemsize: bytes of an element.
+    hidden: whether products can go on meanwhile.
+  """
+
+  kind: str
+  axes: tuple[str, ...]
+  runs: int
+  elements: float
+  why: str
+  itemsize: int
+  hidden: bool = False
+
+
+def times(job: Job, places: Places, chip: Chip, rates: Rates) -> Times:
+  """Returns how long a step takes.
+
+  What FSDP and data parallelism send is hidden behind the products, as far as those last; what
+  `tensor` and `context` send is waited for.
+  """
+  flops = _flops(job)
+  work = Work(flops, _bytes(job))
+  compute, memory = flops / (chip.flops * rates.matmul), work.bytes / chip.hbm_bandwidth
+  memory /= rates.memory
+  busy = max(compute, memory)
+  found = []
+  for term in terms(job):
+    axes = tuple(axis for axis in job.mesh.axis_names if axis in term.axes)
+    wire = min((places.wire(group) for group in groups(job, axes)), key=lambda w: w.bandwidth)
+    size = round(term.elements * term.itemsize)
+    seconds = term.runs * traffic.seconds(term.kind, size, wire, rates)
+    found.append((term, Sent(term.kind, axes, size, term.runs, term.why, wire, seconds, seconds)))
+  hidden = sum(one.seconds for term, one in found if term.hidden)
+  share = max(0.0, hidden - busy) / hidden if hidden else 0.0
+  sent = tuple(
+    dataclasses.replace(one, exposed_seconds=share * one.seconds) if term.hidden else one
+    for term, one in found
+  )
+  return Times(busy + sum(one.exposed_seconds for one in sent), compute, memory, work, sent)
+
+
+def groups(job: Job, axes: tuple[str, ...]) -> list[list[int]]:
+  """Returns the places in `mesh.devices.flat` of the devices that differ along the axes alone."""
+  sizes = tuple(job.mesh.shape.values())
+  numbers = np.arange(job.mesh.size).reshape(sizes)
+  chosen = [job.mesh.axis_names.index(axis) for axis in axes]
+  numbers = np.moveaxis(numbers, chosen, range(len(chosen)))
+  return numbers.reshape(math.prod(sizes[i] for i in chosen), -1).T.tolist()
+
+
+def terms(job: Job) -> list[Term]:
+  """Returns what is sent; terms whose axes all have size 1 are left out."""
+  sizes = job.devices.sizes
+  every = [*_of_parameters(job), *_of_the_optimizer(job)]
+  if "layers" in job.config.model:
+    every += [*_of_activations(job), *_of_context(job)]
+  kept = []
+  for term in every:
+    axes = tuple(axis for axis in term.axes if sizes[axis] > 1)
+    if axes and term.runs and term.elements:
+      kept.append(dataclasses.replace(term, axes=axes))
+  return kept
+
+
+def _of_parameters(job: Job) -> Iterator[Term]:
+  """Yields the gathers of kernels that fsdp splits, and the sums of all gradients."""
+  config, sizes = job.config, job.devices.sizes
+  count = config.training.gradient_accumulation_steps
+  narrow = np.dtype(config.training.compute_dtype).itemsize
+  rows = ("data", "fsdp")
+  for name, placement in job.placements["parameters"].items():
+    shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
+    layers = placement.shape[0] if placement.letters.startswith("L") else 1
+    split = "fsdp" in spec_axes(placement.spec)
+    whole = shard * (sizes["fsdp"] if split else 1) / layers
+    scale = len(placement.letters.removeprefix("L")) == 1
+    wide = np.dtype(placement.dtype).itemsize if scale else narrow
+    shared = (wide, True)
+    # Inside the scan over the layers, in both passes of each microbatch; else once.
+    passes = count * 2 * layers if layers > 1 else 1
+    if split:
+      yield Term("all-gather", ("fsdp",), passes, whole, f"{name}, gathered", *shared)
+    why = f"the gradient of {name}"
+    if split and not scale:
+      yield Term("reduce-scatter", ("fsdp",), count * layers, whole, why, *shared)
+      yield Term("all-reduce", ("data",), count * layers, whole / sizes["fsdp"], why, *shared)
+    else:
+      yield Term("all-reduce", rows, count * layers, whole, why, *shared)
+    if scale and config.partitioning.sequence_parallel:
+      yield Term("all-reduce", ("tensor",), count * layers, whole, why, *shared)
+    part = shard / layers if not scale else whole
+    yield Term("all-reduce", ("context",), count * layers, part, why, *shared)
+
+
+def _of_the_optimizer(job: Job) -> Iterator[Term]:
+  """Yields ZeRO-1's: each device updates its part of a parameter, and gathers the others."""
+  sizes, optimizer = job.devices.sizes, job.config.partitioning.optimizer
+  first = {spec for spec in optimizer.values() if spec and "data" in spec}
+  if not first:
+    return
+  for name, placement in job.placements["parameters"].items():
+    if "data" in spec_axes(placement.spec):
+      continue
+    shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
+    itemsize = np.dtype(placement.dtype).itemsize
+    yield Term("all-gather", ("data",), 1, shard, f"{name}, updated", itemsize)
+
+
+def _of_activations(job: Job) -> Iterator[Term]:
+  """Yields what tensor parallelism sums: partial products forward, gradients backward."""
+  config, sizes = job.config, job.devices.sizes
+  count, layers = config.training.gradient_accumulation_steps, config.model.layers
+  narrow = np.dtype(config.training.compute_dtype).itemsize
+  tokens = _tokens(job) / count
+  width = tokens * config.model.model_size
+  sums = count * (4 * layers + 2)
+  if config.partitioning.sequence_parallel:
+    gathers = count * (6 * layers + 2)
+    why = "activations between blocks"
+    yield Term("reduce-scatter", ("tensor",), sums, width, f"{why}, scattered", narrow)
+    yield Term("all-gather", ("tensor",), gathers, width, f"{why}, gathered", narrow)
+  else:
+    why = "partial sums of both blocks, and of their gradients"
+    yield Term("all-reduce", ("tensor",), sums, width, why, narrow)
+  why = "the cross-entropy over a split vocabulary"
+  yield Term("all-reduce", ("tensor",), 3 * count, tokens, why, 4)
+  kv_heads = config.model.kv_heads
+  if sizes["tensor"] > 1 and kv_heads % sizes["tensor"]:
+    heads = tokens * config.model.head_size
+    why = "gradients of keys and values that query heads share"
+    yield Term("all-reduce", ("tensor",), 2 * count * layers, heads, why, narrow)
+    yield Term("all-gather", ("tensor",), 2 * count * layers, heads * kv_heads, why, narrow)
+    kernel = config.model.model_size * config.model.head_size * kv_heads
+    why = "gradients of the kernels of keys and values"
+    yield Term("all-reduce", ("tensor",), 2 * count * layers, kernel, why, narrow)
+
+
+def _of_context(job: Job) -> Iterator[Term]:
+  """Yields what a split sequence exchanges for attention."""
+  config, sizes = job.config, job.devices.sizes
+  model, count = config.model, config.training.gradient_accumulation_steps
+  narrow, around = np.dtype(config.training.compute_dtype).itemsize, sizes["context"]
+  tokens, tensor = _tokens(job) / count, sizes["tensor"]
+  heads = model.kv_heads // tensor if model.kv_heads % tensor == 0 else model.kv_heads
+  pair = tokens * heads * model.head_size
+  times_each = count * model.layers
+  if model.context_attention == "ring":
+    why = "keys, values and their gradients, going round"
+    runs = times_each * (6 * (around - 1) + 2)
+    yield Term("collective-permute", ("context",), runs, pair, why, narrow)
+  else:
+    why = "keys and values of whole rows"
+    yield Term("all-gather", ("context",), 2 * times_each, pair * around, why, narrow)
+    queries = tokens * around * model.heads * model.head_size / tensor
+    yield Term("all-reduce", ("context",), 2 * times_each, queries, f"gradients of {why}", narrow)
+
+
+def _tokens(job: Job) -> float:
+  """Returns the tokens of a step on one device."""
+  sizes, data = job.devices.sizes, job.config.data
+  return (
+    data.global_batch_size
+    * data.sequence_length
+    / math.prod(sizes[axis] for axis in ("data", "fsdp", "context"))
+  )
+
+
+def _flops(job: Job) -> float:
+  """Returns the operations of a step on one device; full rematerialization runs forward twice."""
+  config = job.config
+  each = MODELS[config.model.name].train_flops_per_example(config)
+  again = 4 / 3 if config.training.get("rematerialization", "none") == "full" else 1.0
+  return again * each * config.data.global_batch_size / job.mesh.size
+
+
+def _bytes(job: Job) -> float:
+  """Returns what a step reads and writes at least: the state, and the gradients, once each."""
+  sizes = job.devices.sizes
+  held = {
+    title: sum(bytes_per_device(p, sizes) for p in job.placements[title].values())
+    for title in ("parameters", "optimizer")
+  }
+  return 2.0 * (2 * held["parameters"] + held["optimizer"])

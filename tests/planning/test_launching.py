@@ -1,0 +1,77 @@
+"""Plans are kept, and found again only where nothing that they follow from has changed."""
+
+import concurrent.futures
+import json
+
+import pytest
+from etils import epath
+
+from configs import dp8
+from planning import launching
+
+
+def config(tmp_path, **changes):
+  found = dp8.get_config("lm")
+  found.planning.cache_dir = str(tmp_path / "plans")
+  found.update_from_flattened_dict(changes)
+  return found
+
+
+def plan(tmp_path, name, topology="h100:8", **changes):
+  workdir = epath.Path(tmp_path / name)
+  return launching.run(config(tmp_path, **changes), topology, workdir, title="dp8_lm")
+
+
+def test_the_same_plan_is_made_once_also_by_several_at_once(tmp_path, capfd, monkeypatch):
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    codes = list(pool.map(lambda name: plan(tmp_path, name), ["one", "two"]))
+  assert codes == [0, 0]
+  assert len(list((tmp_path / "plans").iterdir())) == 1
+  texts = {(tmp_path / name / "plan.json").read_text() for name in ("one", "two")}
+  assert len(texts) == 1
+  capfd.readouterr()
+
+  monkeypatch.setattr(launching, "_make", lambda *_, **__: pytest.fail("made again"))
+  assert plan(tmp_path, "three") == 0
+  out = capfd.readouterr().out
+  assert out.startswith("fits 8 devices of h100:8")
+  assert "made before, of the same config, topology, code and versions" in out
+  assert (tmp_path / "three" / "plan.json").read_text() in texts
+  assert (tmp_path / "three" / "plan.html").exists()
+
+
+@pytest.mark.parametrize(
+  ("topology", "changes"),
+  [
+    ("h200:8", {}),
+    ("h100:8", {"planning.constants": "matmul=0.5"}),
+    ("h100:8", {"model.layers": 4}),
+  ],
+)
+def test_another_plan_has_another_place(tmp_path, topology, changes):
+  here = launching._place(config(tmp_path), "h100:8", "dp8_lm")
+  assert here == launching._place(config(tmp_path), "h100:8", "dp8_lm")
+  assert here != launching._place(config(tmp_path, **changes), topology, "dp8_lm")
+  assert here != launching._place(config(tmp_path), "h100:8", "another")
+
+
+def test_other_code_and_another_compiler_have_another_place(tmp_path, monkeypatch):
+  here = launching._place(config(tmp_path), "h100:8", "dp8_lm")
+  for name in ("everything", "_compiler"):
+    with monkeypatch.context() as patch:
+      patch.setattr(launching, name, lambda: "another")
+      assert launching._place(config(tmp_path), "h100:8", "dp8_lm") != here
+
+
+def test_the_page_needs_nothing_else_and_says_what_the_report_says(tmp_path, capfd):
+  assert plan(tmp_path, "run", **{"mesh.data": 4, "mesh.tensor": 2}) == 0
+  page, out = (tmp_path / "run" / "plan.html").read_text(), capfd.readouterr().out
+  found = json.loads((tmp_path / "run" / "plan.json").read_text())
+  assert out.splitlines()[0] in page
+  assert "http" not in page.replace("http://www.w3.org", "")
+  for part in found["memory"]:
+    assert f"<td>{part}</td>" in page
+  for one in found["collectives"]:
+    assert one["axis"] in page
+  assert page.count("<svg") > 3  # the mesh, and arrays that lie differently
+  assert "planning.constants" in page

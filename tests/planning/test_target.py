@@ -1,0 +1,43 @@
+"""What the compiler says of a program that has no room, and the topologies that it knows."""
+
+import pytest
+
+from planning import target
+from planning.hardware import CHIPS
+from planning.topologies import EXAMPLES, parse
+
+GIB = 2**30
+# As libtpu 0.0.42 and 0.0.50 write them.
+WHOLE = (
+  "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+  "Used 22.50G of 15.75G hbm. Exceeded hbm capacity by 6.75G."
+)
+TEMPORARIES = (
+  "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Total size of HLO temporaries (17.50G) "
+  "exceeds available HBM (15.75G)"
+)
+
+
+@pytest.mark.parametrize(
+  ("message", "needed"),
+  [
+    (WHOLE, 22.5 * GIB),
+    (WHOLE.replace("22.50G", "800.00M"), 800 * 2**20),
+    (TEMPORARIES, 3 * GIB + 17.5 * GIB),
+    ("INTERNAL: something else", None),
+  ],
+)
+def test_what_a_refused_program_needs(message, needed):
+  assert target.needed(message, 3 * GIB) == needed
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize(
+  "chip", [chip for chip in CHIPS.values() if chip.torus], ids=lambda c: c.name
+)
+def test_the_compiler_knows_every_kind_and_counts_its_devices_alike(chip):
+  for shape in ["2x2x1", *EXAMPLES[3].split(", ")[:2]] if chip.torus == 3 else ["2x2", "4x4"]:
+    topology = parse(f"{chip.name}:{shape}")
+    found = target.start(topology, 1)
+    assert len(found) == topology.devices
+    assert {device.platform for device in found} == {"tpu"}
