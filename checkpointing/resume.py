@@ -50,6 +50,7 @@ CLASSES = {
   "training.compute_dtype": ACCEPT,
   "training.matmul_precision": ACCEPT,
   "training.rematerialization": ACCEPT,
+  "training.loss_chunks": ACCEPT,
   # What becomes of a step that is bad, so that a run which stopped at one can go on.
   "training.on_bad_step": GOES_ON,
   "training.bad_step_*": GOES_ON,

@@ -156,6 +156,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     ValueError: with all that is wrong, a line each.
   """
   wrong = [*_at_least(config), *_choices(config), *_tables(config), *_batch(config, sizes)]
+  wrong += _chunks(config, sizes)
   if config.processes.deadline_seconds >= config.processes.heartbeat_seconds:
     wrong.append(
       f"processes.deadline_seconds={config.processes.deadline_seconds}: below "
@@ -177,6 +178,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
 LEAST = {
   "training.steps": 1,
   "training.gradient_accumulation_steps": 1,
+  "training.loss_chunks": 1,
   "training.replica_check_every_steps": 0,
   "training.bad_step_deviations": 0,
   "training.bad_step_window": 2,
@@ -276,6 +278,21 @@ def _tables(config: ConfigDict) -> list[str]:
     if "=" not in option:
       wrong.append(f"compiler_options: {option!r} is not name=value")
   return wrong
+
+
+def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
+  """Checks that each device's part of a row can be cut into the chunks of the loss."""
+  count, parts = config.training.loss_chunks, sizes.get("context", 1)
+  if config.training.loss != "next_token":
+    wrong = f"training.loss_chunks={count}: {config.training.loss} has no rows of tokens to cut"
+    return [wrong] if count != 1 else []
+  length = config.data.sequence_length
+  if count < 1 or length % (count * parts) == 0:
+    return []
+  context = f" x mesh.context={parts}" if parts > 1 else ""
+  return [
+    f"data.sequence_length={length} is not divisible by training.loss_chunks={count}{context}"
+  ]
 
 
 def _batch(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:

@@ -5,6 +5,7 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ from models.tables import padded_vocabulary
 from models.tables import parameters as parameters
 from partitioning import ring
 from partitioning.constraints import constrain
-from partitioning.regions import gathered_products
+from partitioning.dims import Axes
+from partitioning.regions import gathered_products, product_in_chunks
 
 # What the backward pass recomputes, by the value of `training.rematerialization`.
 REMATERIALIZATION = {
@@ -102,6 +104,7 @@ class Transformer(nnx.Module):
     self.context_attention = config.model.context_attention
     self.heads = config.model.heads, config.model.kv_heads
     self.rematerialization = config.training.rematerialization
+    self.loss_chunks = config.training.loss_chunks
 
   def order(self, length: int) -> np.ndarray | None:
     """Returns the order in which attention in a ring takes rows of so many tokens.
@@ -128,6 +131,42 @@ class Transformer(nnx.Module):
       key: draws the dropout; None turns it off.
       order_T: of `order`: the logits come in it. None: in the order of the tokens.
     """
+    return self._logits(self._residual(tokens_BT, key, order_T))
+
+  def losses(
+    self,
+    tokens_BT: Int[Array, "B T"],
+    targets_BT: Int[Array, "B T"],
+    loss: Callable[[jax.Array, jax.Array, Axes], jax.Array],
+    key: Key[Array, ""] | None = None,
+    *,
+    order_T: np.ndarray | None = None,
+  ) -> Float[Array, "B T"]:
+    """Returns the loss of each token; of `training.loss_chunks`, one chunk's logits are there.
+
+    Args:
+      tokens_BT: token ids.
+      targets_BT: in the order in which the logits come.
+      loss: takes logits, targets and the axes over which the classes are split by hand.
+      key: draws the dropout; None turns it off.
+      order_T: as `__call__` takes it.
+    """
+    x_BRD = self._residual(tokens_BT, key, order_T)
+    if self.loss_chunks == 1:
+      return loss(self._logits(x_BRD), targets_BT, ())
+    kernel, letters = self._unembedding()
+
+    def finish(logits_BtV: jax.Array, targets_Bt: jax.Array, axes: Axes) -> jax.Array:
+      first = jax.lax.axis_index(axes) * logits_BtV.shape[-1] if axes else 0
+      return loss(self._finished(logits_BtV, first), targets_Bt, axes)
+
+    normed_BRD = self.final_norm(x_BRD)
+    return product_in_chunks(normed_BRD, kernel, letters, targets_BT, finish, self.loss_chunks)
+
+  def _residual(
+    self, tokens_BT: Int[Array, "B T"], key: Key[Array, ""] | None, order_T: np.ndarray | None
+  ) -> Float[Array, "B R D"]:
+    """Returns what the last layer leaves."""
     graphdef, stack = nnx.split(self.layers)
     keys = None if key is None else jax.random.split(key, self.layer_count)
     rows = rows_of(tokens_BT, order_T, self.kinds, separate_documents=self.separate_documents)
@@ -142,7 +181,7 @@ class Transformer(nnx.Module):
       tokens_BT = constrain(tokens_BT[:, order_T], "BT")
     x_BRD = self._embedded(tokens_BT, rows)
     x_BRD, _ = jax.lax.scan(layer, x_BRD, (stack, self.kinds.stacked(), keys))
-    return self._logits(x_BRD)
+    return x_BRD
 
   def extend(
     self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache
@@ -189,14 +228,23 @@ class Transformer(nnx.Module):
 
   def _logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B T V"]:
     normed_BRD = self.final_norm(x_BRD)
-    if self.tied:
-      kernel, letters = self.embed.table[...], "VD"
-    else:
-      kernel, letters = self.unembed.kernel[...], "DV"
+    kernel, letters = self._unembedding()
     [logits_BTV] = gathered_products(normed_BRD, [kernel], ((letters, "BTV"),))
+    wide_BTV = constrain(logits_BTV.astype(wide_dtype(logits_BTV.dtype)), "BTV")
+    return self._finished(wide_BTV, 0)
+
+  def _unembedding(self) -> tuple[jax.Array, str]:
+    """Returns the kernel of the logits, and its letters."""
+    if self.tied:
+      return self.embed.table[...], "VD"
+    return self.unembed.kernel[...], "DV"
+
+  def _finished(self, logits_BTV: jax.Array, first: jax.Array | int) -> jax.Array:
+    """Returns logits, wide, capped and without padding; `first` is the token of the first."""
     wide = wide_dtype(logits_BTV.dtype)
-    logits_BTV = soft_cap(constrain(logits_BTV.astype(wide), "BTV"), self.soft_cap)
-    real_V = jnp.arange(logits_BTV.shape[-1]) < self.vocabulary_size
+    logits_BTV = soft_cap(logits_BTV.astype(wide), self.soft_cap)
+    tokens_V = jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)
+    real_V = first + tokens_V < self.vocabulary_size
     return jnp.where(real_V[None, None], logits_BTV, jnp.finfo(wide).min)
 
 

@@ -45,7 +45,7 @@ def gathered_products(
       x_BTD = manual.all_gather(x_BTD, axes, SEQUENCE_DIM)
     pairs = zip(turned, equations, kernels, strict=True)
     results = [jnp.einsum(f"BTD,{letters}->{out}", x_BTD, k) for letters, (_, out), k in pairs]
-    return [_sum(result, _split_over("D")) for result in results] if by_hand else results
+    return [total(result, _split_over("D")) for result in results] if by_hand else results
 
   turned = [_turned(letters, "D") for letters, _ in equations]
   stored = ["BRD", *(letters for letters, _ in equations)]
@@ -54,6 +54,65 @@ def gathered_products(
   return _product(
     products, stored, ["BRD", *turned], outside, x, *kernels, kernels=numbers, dtype=x.dtype
   )
+
+
+def product_in_chunks(
+  x: jax.Array,
+  kernel: jax.Array,
+  letters: str,
+  targets: jax.Array,
+  finish: Callable[[jax.Array, jax.Array, Axes], jax.Array],
+  chunks: int,
+) -> jax.Array:
+  """Multiplies the residual by a kernel, and reduces each token's results before the next ones.
+
+  The kernel is gathered once, and its gradient scattered once; the product of one chunk is there
+  at a time, and is computed again in the backward pass. A chunk takes every so many-th token, so
+  that each device has a part of it as long as the others'.
+
+  Args:
+    x: B R D.
+    kernel: as `letters` say, of D and another one; cast to the dtype of x.
+    letters: of the kernel.
+    targets: B T; of the same length within a device as x, gathered.
+    finish: takes products B t V, targets B t and the axes over which V is split by hand; returns
+      B t.
+    chunks: number; divides the tokens of a device.
+
+  Returns:
+    B T.
+  """
+  turned = _turned(letters, "D")
+  [last] = turned.replace("D", "")
+
+  def product(by_hand: bool, x_BTD, kernel, targets_BT) -> list[jax.Array]:
+    if by_hand and (axes := _extra_axes()):
+      x_BTD = manual.all_gather(x_BTD, axes, SEQUENCE_DIM)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def chunk(kernel, x_BtD, targets_Bt) -> jax.Array:
+      logits_BtV = jnp.einsum(f"BTD,{turned}->BT{last}", x_BtD, kernel)
+      if not by_hand:
+        return finish(constrain(logits_BtV, f"BT{last}"), targets_Bt, ())
+      return finish(total(logits_BtV, _split_over("D")), targets_Bt, _split_over(last))
+
+    def one(_, inputs):
+      return None, chunk(kernel, *inputs)
+
+    _, losses_nBt = jax.lax.scan(one, None, (_strided(x_BTD, chunks), _strided(targets_BT, chunks)))
+    return [jnp.moveaxis(losses_nBt, 0, 2).reshape(targets_BT.shape)]
+
+  given, inside = ["BRD", letters, "BT"], ["BRD", turned, "BT"]
+  [out_BT] = _product(
+    product, given, inside, ["BT"], x, kernel, targets, kernels=[1], dtype=x.dtype
+  )
+  return out_BT
+
+
+def _strided(x_BT: jax.Array, count: int) -> jax.Array:
+  """Returns the tokens r, r + count, ... of each row, for every r below count, in front."""
+  rows, length, *rest = x_BT.shape
+  return jnp.moveaxis(x_BT.reshape(rows, length // count, count, *rest), 2, 0)
 
 
 def scattered_product(x: jax.Array, kernel: jax.Array, letters: str, x_letters: str) -> jax.Array:
@@ -136,7 +195,7 @@ def _reduce(partial_BTD: jax.Array, summed: str) -> jax.Array:
   """Sums what the devices have of split dims; each keeps its part of the residual's sequence."""
   axes, extra = _split_over(summed), _extra_axes()
   if not extra:
-    return _sum(partial_BTD, axes)
+    return total(partial_BTD, axes)
   if axes == extra:
     return manual.reduce_scatter(partial_BTD, axes, SEQUENCE_DIM)
   whole_BTD = jax.lax.psum(partial_BTD, axes) if axes else partial_BTD
@@ -146,7 +205,7 @@ def _reduce(partial_BTD: jax.Array, summed: str) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _sum(partial: jax.Array, axes: Axes) -> jax.Array:
+def total(partial: jax.Array, axes: Axes) -> jax.Array:
   """Sums over axes a result that shard_map returns as it is, whole on each device of them.
 
   Its gradient is the whole one, known to all. Without check_vma, shard_map divides it by the
@@ -156,15 +215,15 @@ def _sum(partial: jax.Array, axes: Axes) -> jax.Array:
   return jax.lax.psum(partial, axes) if axes else partial
 
 
-def _sum_forward(partial: jax.Array, axes: Axes) -> tuple[jax.Array, None]:
-  return _sum(partial, axes), None
+def _total_forward(partial: jax.Array, axes: Axes) -> tuple[jax.Array, None]:
+  return total(partial, axes), None
 
 
-def _sum_backward(axes: Axes, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+def _total_backward(axes: Axes, _: None, gradient: jax.Array) -> tuple[jax.Array]:
   return (gradient * jnp.asarray(jax.lax.axis_size(axes), gradient.dtype) if axes else gradient,)
 
 
-_sum.defvjp(_sum_forward, _sum_backward)
+total.defvjp(_total_forward, _total_backward)
 
 
 def _product(

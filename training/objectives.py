@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from models.dtypes import wide_dtype
+from partitioning import regions
 from partitioning.constraints import constrain
-from partitioning.dims import Legend
+from partitioning.dims import Axes, Legend
 
 Batch = Mapping[str, jax.Array]
 Sums = dict[str, jax.Array]  # each a scalar, float32 or wider; "loss" always
@@ -50,17 +51,31 @@ def abstract_batch(config: ConfigDict, legend: Legend) -> dict[str, jax.ShapeDty
   }
 
 
-def cross_entropy(logits: Float[Array, "*X V"], targets: Int[Array, "*X"]) -> Float[Array, "*X"]:
+def cross_entropy(
+  logits: Float[Array, "*X V"], targets: Int[Array, "*X"], axes: Axes = ()
+) -> Float[Array, "*X"]:
   """Returns -log softmax(logits)[target], in nats.
 
   The target's logit is picked by a masked sum: a gather along a dim that is split over
   `tensor` would need the whole row on each device.
+
+  Args:
+    logits: of all classes, or of a device's share of them.
+    targets: among all classes.
+    axes: of the mesh, inside of a `jax.shard_map`, over which the classes are split.
   """
   logits = logits.astype(wide_dtype(logits.dtype))
   classes = jnp.arange(logits.shape[-1], dtype=targets.dtype)
+  if axes:
+    first = jax.lax.axis_index(axes) * logits.shape[-1]
+    targets = targets - first.astype(targets.dtype)
   hot = targets[..., None] == classes.reshape((1,) * targets.ndim + (-1,))
   picked = jnp.sum(jnp.where(hot, logits, jnp.zeros_like(logits)), axis=-1)
-  return jax.nn.logsumexp(logits, axis=-1) - picked
+  if not axes:
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+  largest = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), axes)
+  total = regions.total(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1), axes)
+  return jnp.log(total) + largest - regions.total(picked, axes)
 
 
 def next_token(model: nnx.Module, batch: Batch, key: Key[Array, ""] | None) -> Sums:
@@ -71,8 +86,9 @@ def next_token(model: nnx.Module, batch: Batch, key: Key[Array, ""] | None) -> S
     targets_BT, weights_BT = (
       constrain(x_BT[:, order_T], "BT") for x_BT in (targets_BT, weights_BT)
     )
-  logits_BTV = model(constrain(batch["tokens"], "BT"), key, order_T=order_T)
-  loss_BT = cross_entropy(logits_BTV, targets_BT)
+  loss_BT = model.losses(
+    constrain(batch["tokens"], "BT"), targets_BT, cross_entropy, key, order_T=order_T
+  )
   return {"loss": jnp.sum(loss_BT * weights_BT.astype(loss_BT.dtype))}
 
 

@@ -90,6 +90,7 @@ ROWS = {
     "training.compute_dtype": "bfloat16",
     "training.matmul_precision": "highest",
     "training.rematerialization": "full",
+    "training.loss_chunks": 2,
     "model.dropout_rate": 0.5,
     "compiler_options": "a=b",
   },

@@ -260,6 +260,12 @@ def refusal(argument, sizes, /, **overrides):
       "optimizer.schedule='cosin': one of cosine, constant; did you mean 'cosine'?",
     ),
     ({}, {"training.rematerialization": "dot"}, "one of none, dots, full; did you mean 'dots'?"),
+    (
+      {"context": 2},
+      {"training.loss_chunks": 3},
+      "data.sequence_length=128 is not divisible by training.loss_chunks=3 x mesh.context=2",
+    ),
+    ({}, {"training.loss_chunks": 0}, "training.loss_chunks=0: at least 1"),
     ({}, {"training.parameter_dtype": "bfloat16"}, "parameter_dtype='bfloat16': one of float32, f"),
     ({}, {"training.compute_dtype": "float31"}, "bfloat16, float16, float32, float64; did you m"),
     ({}, {"training.matmul_precision": "hihg"}, "one of default, high, highest; did you mean 'hi"),
