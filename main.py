@@ -67,7 +67,7 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "A strategy, and after
 _AGAINST = config_flags.DEFINE_config_file("against", None, "layout, compare: the other config.")
 _SET = flags.DEFINE_multi_string("set", [], "compare: key=value for both configs; repeatable.")
 _HTML = flags.DEFINE_string("html", None, "layout: the file for a page with drawings.")
-_TOPOLOGY = flags.DEFINE_string("topology", None, "plan: the devices; here need not be any.")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "plan: the devices, v5p:4x4x4; those at hand.")
 _CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
 _CHECKPOINT = flags.DEFINE_string(
@@ -171,11 +171,13 @@ def _tour() -> int:
 def _plan() -> int:
   """Tells what a run on devices that need not be here will need: in a process of its own."""
   try:
-    if _TOPOLOGY.value is None:
-      raise ValueError("plan needs the devices, such as --topology=v5p:4x4x4 or --topology=h100:8")
-    title = command_line.name(_CONFIG)
     return launching.run(
-      _CONFIG.value, _TOPOLOGY.value, _workdir(), title=title, debug=_DEBUG.value
+      _CONFIG.value,
+      _TOPOLOGY.value,
+      _workdir(),
+      title=command_line.name(_CONFIG),
+      simulate=_SIMULATE.value,
+      debug=_DEBUG.value,
     )
   except (ValueError, OSError, RuntimeError) as error:
     return _refuse(error)

@@ -25,9 +25,11 @@ class Chip:
       in use; of a GPU, over NVLink.
     slow_bandwidth: bytes per second of a device to those beyond the slice or the machine.
     flops: bfloat16 operations per second, of training/hardware.py.
+    latency: seconds that a collective takes besides its bytes and hops.
     torus: dims of a TPU's torus; 0 for GPUs, whose switch joins all devices of a machine.
     devices_per_chip: JAX devices that a chip is.
     wraps: the smallest size of a torus axis, or (of two dims) number of chips, that closes a ring.
+    machine: devices that a switch joins, where there is no torus.
     source: of the numbers.
   """
 
@@ -37,9 +39,11 @@ class Chip:
   link_bandwidth: float
   slow_bandwidth: float
   flops: float = 0.0
+  latency: float = 0.0
   torus: int = 0
   devices_per_chip: int = 1
   wraps: int = 0
+  machine: int = 8
   source: str = ""
 
 
@@ -62,13 +66,26 @@ _CHIPS = (
     wraps=4,
     source="[1]; a chip is two devices, which halves each number",
   ),
+  Chip(
+    "cpu",
+    4 * GIB,
+    20e9,
+    4e9,
+    1e9,
+    flops=100e9,
+    latency=2e-4,
+    machine=2**20,
+    source="a guess at two cores, which the devices share; memory is what this machine has",
+  ),
   Chip("a100", 80 * GIB, 2.0e12, 300e9, 25e9, source="[3]"),
   Chip("h100", 80 * GIB, 3.35e12, 450e9, 50e9, source="[2], [3]"),
   Chip("h200", 140 * GIB, 4.8e12, 450e9, 50e9, source="[3]"),
   Chip("b200", 179 * GIB, 8.0e12, 900e9, 50e9, source="[2], [3]"),
 )
 _FLOPS = {kind.split()[-1]: 1e12 * peak for kind, peak in PEAK_BFLOAT16_TFLOPS.items()}
-CHIPS = {chip.name: dataclasses.replace(chip, flops=_FLOPS[chip.name]) for chip in _CHIPS}
+CHIPS = {
+  chip.name: dataclasses.replace(chip, flops=_FLOPS.get(chip.name, chip.flops)) for chip in _CHIPS
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from typing import Any
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -36,49 +38,60 @@ REPORT, FILES = "report.txt", ("plan.json", "plan.html")
 
 
 def run(
-  config: ConfigDict, topology: str, workdir: epath.Path, *, title: str, debug: bool = False
+  config: ConfigDict,
+  topology: str | None,
+  workdir: epath.Path,
+  *,
+  title: str,
+  simulate: bool = False,
+  debug: bool = False,
 ) -> int:
   """Prints the plan, writes plan.json and plan.html, and returns 0 (fits), 3 (not), 1 (failed).
 
   Args:
     config: as parsed, with overrides.
-    topology: `v5p:4x4x4`.
+    topology: `v5p:4x4x4`; None: the devices at hand.
     workdir: to write to.
     title: of the plan.
+    simulate: takes simulated devices for those at hand.
     debug: shows what the compiler prints and the traceback of a refusal, and makes the plan anew.
 
   Raises:
     ValueError: what is asked for cannot be; nothing has been written.
     OSError: the workdir cannot be written to.
   """
-  parse(topology, overridden(config.planning.constants)[0])  # before anything is waited for
-  kept = _place(config, topology, title)
+  chips, _ = overridden(config.planning.constants)  # before anything is waited for
+  kept = None
+  if topology is not None:
+    parse(topology, chips)
+    kept = _place(config, topology, title)
   if kept and not debug and (kept / REPORT).exists():
     known = "made before, of the same config, topology, code and versions"
     return _deliver(kept, workdir, f"{known}: {kept}")
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
-    code = _make(config, topology, folder, title=title, debug=debug)
+    request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
+    code = _make(request, folder, debug=debug)
     if code == 0:
       code = _deliver(folder, workdir)
       _keep(folder, kept)
   return code
 
 
-def _make(config, topology: str, folder: pathlib.Path, *, title: str, debug: bool) -> int:
+def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> int:
   """Runs the worker; returns 0 where it made a plan, and 1 where it failed, after its last words.
 
   Raises:
     ValueError: it refused.
   """
-  request = {"config": config, "topology": topology, "title": title}
+  here = request["topology"] is None
   said = folder / "stderr"
   with said.open("wb") as errors:
     done = subprocess.run(
       [sys.executable, "-m", "planning.worker"],
       input=pickle.dumps({**request, "folder": str(folder), "debug": debug}),
       stderr=None if debug else errors,
-      env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+      env={**os.environ, **({} if here else ENVIRONMENT), "PYTHONPATH": str(ROOT)},
       check=False,
     )
   if done.returncode == 2:

@@ -152,23 +152,28 @@ def _sent(one: schedule.Sent) -> dict[str, Any]:
   }
 
 
-def make(config: ConfigDict, topology_name: str, *, title: str = "") -> Plan:
+def make(
+  config: ConfigDict, topology_name: str | None, *, title: str = "", simulate: bool = False
+) -> Plan:
   """Returns the plan of a config.
 
   Args:
     config: as parsed, with overrides.
-    topology_name: `v5p:4x4x4`.
+    topology_name: `v5p:4x4x4`; None: that of the devices at hand.
     title: of the config.
+    simulate: takes simulated devices for those at hand.
 
   Raises:
     ValueError: bad input: the topology, the mesh, the layout, a constant.
   """
   chips, rates = overridden(config.planning.constants)
+  if topology_name is None:
+    topology_name = target.at_hand(config, simulate=simulate)
   topology = parse(topology_name, chips)
   ready = target.prepare(config, topology)
   program = times = None
   where = target.places(ready, topology)
-  if topology.platform == "tpu" and target.compiler_there():
+  if target.compiled_here(topology):
     program = target.compile_step(ready)
     if program.fits:
       found = collectives(program.text, ready.mesh)

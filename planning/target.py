@@ -13,14 +13,15 @@ from ml_collections import ConfigDict
 from configs import base
 from partitioning import layout
 from partitioning.mesh import resolve_sizes
-from planning.topologies import Topology
+from planning.topologies import Topology, of_devices
 from planning.traffic import Places, in_order
 from training import devices, job
 
 # Devices to lay arrays out on, where there is no compiler: made once, as they are when JAX starts,
 # so many times what the plan asks for; the advice may ask for more.
 ROOM = 8
-_SIMULATED: dict[str, list[jax.Device]] = {}
+SIMULATED, AT_HAND = "simulated", "at hand"
+_MADE: dict[str, tuple[jax.Device, ...]] = {}
 # What the compiler says of a program that is too large: of all of it, or of what is there besides
 # its arguments.
 _OUT_OF_MEMORY = re.compile(
@@ -49,6 +50,30 @@ def compiler_there() -> bool:
   return importlib.util.find_spec("libtpu") is not None
 
 
+def compiled_here(topology: Topology) -> bool:
+  """Tells whether there is a compiler for a topology: for devices at hand JAX's own."""
+  if _at_hand(topology) or topology.platform == "cpu":
+    return True
+  return topology.platform == "tpu" and compiler_there()
+
+
+def at_hand(config: ConfigDict, *, simulate: bool) -> str:
+  """Starts the devices that `train` would use; returns the name of their topology.
+
+  Raises:
+    ValueError: the mesh does not fit them, no constants are known of their kind, or hardware is
+      there whose backend did not start.
+  """
+  slices = config.mesh_dcn.to_dict()
+  try:
+    devices.start(config.mesh.to_dict(), slices=[slices], simulate=simulate)
+  except RuntimeError as error:
+    raise ValueError(str(error)) from error
+  found = tuple(jax.devices())
+  _MADE.update({AT_HAND: found, SIMULATED: found if found[0].platform == "cpu" else ()})
+  return of_devices(found)
+
+
 def start(topology: Topology, slices: int) -> tuple[jax.Device, ...]:
   """Returns devices of a topology, or as many simulated ones where there is no compiler for it.
 
@@ -56,6 +81,8 @@ def start(topology: Topology, slices: int) -> tuple[jax.Device, ...]:
     ValueError: the compiler knows no such topology.
   """
   count = topology.devices * slices
+  if _at_hand(topology):
+    return _MADE[AT_HAND]
   if topology.platform == "tpu" and compiler_there():
     more = {"num_slices": slices} if slices > 1 else {}
     if topology.chip.name == "v4":  # whose two cores else are two devices
@@ -68,12 +95,16 @@ def start(topology: Topology, slices: int) -> tuple[jax.Device, ...]:
         f"({' '.join(str(error).split())[:200]})"
       ) from error
     return tuple(found.devices)
-  if "made" not in _SIMULATED:
+  if SIMULATED not in _MADE:
     jax.config.update("jax_num_cpu_devices", ROOM * count)
-    _SIMULATED["made"] = jax.devices("cpu")
-  if count > len(_SIMULATED["made"]):
+    _MADE[SIMULATED] = tuple(jax.devices("cpu"))
+  if count > len(_MADE[SIMULATED]):
     raise ValueError(f"--topology={topology.name}: too many devices to lay arrays out on here")
-  return tuple(_SIMULATED["made"][:count])
+  return _MADE[SIMULATED][:count]
+
+
+def _at_hand(topology: Topology) -> bool:
+  return AT_HAND in _MADE and of_devices(_MADE[AT_HAND]) == topology.name
 
 
 def prepare(config: ConfigDict, topology: Topology) -> job.Job:
@@ -88,7 +119,10 @@ def prepare(config: ConfigDict, topology: Topology) -> job.Job:
   sizes = resolve_sizes(config.mesh, len(found), over)
   config = base.finalize(config, topology.platform)
   base.check(config, sizes)
-  return job.prepare(config, devices.Devices(topology.platform, False, sizes, over, found))
+  simulated = topology.platform == "cpu"
+  if config.training.parameter_dtype == "float64":
+    jax.config.update("jax_enable_x64", True)
+  return job.prepare(config, devices.Devices(topology.platform, simulated, sizes, over, found))
 
 
 def compile_step(ready: job.Job) -> Program:
@@ -101,7 +135,11 @@ def compile_step(ready: job.Job) -> Program:
       raise
     return Program("", used, False)
   stats = compiled.memory_analysis()
-  return Program(compiled.as_text(), stats.peak_memory_in_bytes, True)
+  peak = stats.peak_memory_in_bytes
+  if ready.devices.platform == "cpu":  # there the peak leaves out what is there for a while
+    peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    peak += stats.output_size_in_bytes - stats.alias_size_in_bytes
+  return Program(compiled.as_text(), peak, True)
 
 
 def _held(ready: job.Job) -> int:

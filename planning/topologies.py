@@ -3,10 +3,16 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import jax
 
 from planning.hardware import CHIPS, Chip
+from training.devices import Devices, memory_bytes
+from training.hardware import PEAK_BFLOAT16_TFLOPS
 
+# What JAX calls chips whose names do not end in their own.
+_NAMES = {"tpu v5 lite": "v5e", "tpu v6 lite": "v6e", "tpu v5": "v5p"}
 EXAMPLES = {2: "4x4, 8x8, 16x16", 3: "2x2x2, 4x4x4, 8x8x16"}
 
 
@@ -32,8 +38,8 @@ class Topology:
 
   @property
   def platform(self) -> str:
-    """Returns `tpu` or `gpu`."""
-    return "tpu" if self.chip.torus else "gpu"
+    """Returns `tpu`, `gpu` or `cpu`."""
+    return "cpu" if self.chip.name == "cpu" else "tpu" if self.chip.torus else "gpu"
 
   def wraps(self) -> tuple[bool, ...]:
     """Returns for each axis of the torus whether its ends are joined; () of a GPU box."""
@@ -61,14 +67,54 @@ def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:
     raise ValueError(f"--topology={text}: {rest!r} is no shape; {_known(chips)}")
   shape = tuple(map(int, sizes))
   if len(shape) != (chip.torus or 1):
+    of = "simulated devices" if kind == "cpu" else "GPUs"
     want = (
-      f"{chip.torus} dims, such as {EXAMPLES[chip.torus]}" if chip.torus else "a number of GPUs"
+      f"{chip.torus} dims, such as {EXAMPLES[chip.torus]}" if chip.torus else f"a number of {of}"
     )
     raise ValueError(f"--topology={text}: {kind} takes {want}")
+  if kind == "cpu":
+    chip = _shared(chip, shape[0])
   return Topology(f"{kind}:{rest}", chip, shape)
+
+
+def _shared(chip: Chip, count: int) -> Chip:
+  """Returns what each of several simulated devices has of the one machine."""
+  return dataclasses.replace(
+    chip,
+    hbm_bytes=memory_bytes(Devices("cpu", True, {})) / count,
+    hbm_bandwidth=chip.hbm_bandwidth / count,
+    link_bandwidth=chip.link_bandwidth / count,
+    flops=chip.flops / count,
+  )
+
+
+def of_devices(found: Sequence[jax.Device]) -> str:
+  """Returns the name of the topology that devices at hand are.
+
+  Raises:
+    ValueError: no constants are known of their kind.
+  """
+  kind = found[0].device_kind.lower()
+  prefixes = [prefix for prefix in PEAK_BFLOAT16_TFLOPS if kind.startswith(prefix)]
+  if found[0].platform == "cpu":
+    return f"cpu:{len(found)}"
+  if not prefixes:
+    known = ", ".join(PEAK_BFLOAT16_TFLOPS)
+    raise ValueError(
+      f"no constants are known of {found[0].device_kind!r}; there are those of {known}"
+    )
+  name = _NAMES.get(prefix := max(prefixes, key=len), prefix.split()[-1])
+  chip = CHIPS[name]
+  if not chip.torus:
+    return f"{name}:{len(found)}"
+  ends = [max(device.coords[dim] for device in found) + 1 for dim in range(chip.torus)]
+  return f"{name}:{'x'.join(map(str, ends))}"
 
 
 def _known(chips: Mapping[str, Chip]) -> str:
   tpus = ", ".join(f"{c.name}:{EXAMPLES[c.torus].split(',')[0]}" for c in chips.values() if c.torus)
-  gpus = ", ".join(f"{c.name}:8" for c in chips.values() if not c.torus)
-  return f"there are {tpus} (slices of TPUs of any such shape), {gpus} (machines of GPUs)"
+  gpus = ", ".join(f"{c.name}:8" for c in chips.values() if not c.torus and c.name != "cpu")
+  return (
+    f"there are {tpus} (slices of TPUs of any such shape), {gpus} (machines of GPUs), cpu:8 "
+    "(simulated devices)"
+  )

@@ -13,7 +13,8 @@ import numpy as np
 from planning.hardware import Rates
 from planning.topologies import Topology
 
-GPUS_PER_MACHINE = 8
+# What joins the devices of a machine.
+NEAR = {"gpu": "NVLink", "cpu": "memory"}
 # Kind -> how often V passes a link.
 _PASSES = {
   "all-gather": 1.0,
@@ -31,14 +32,16 @@ class Wire:
   """What a group of devices speaks over.
 
   Attributes:
-    network: `ICI`, `NVLink` or `DCN`.
+    network: `ICI`, `NVLink`, `memory` or `DCN`.
     bandwidth: bytes per second that a device sends.
     hops: to the farthest of the group.
+    latency: seconds that a collective takes besides.
   """
 
   network: str
   bandwidth: float
   hops: int
+  latency: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +68,8 @@ class Places:
     there = self.coordinates[group]
     if not chip.torus:
       beyond = len(np.unique(there[:, 0])) > 1
-      return (
-        Wire("DCN", chip.slow_bandwidth, 1) if beyond else Wire("NVLink", chip.link_bandwidth, 1)
-      )
+      near = Wire(NEAR[self.topology.platform], chip.link_bandwidth, 1, chip.latency)
+      return Wire("DCN", chip.slow_bandwidth, 1) if beyond else near
     bandwidth, hops = 0.0, 0
     for dim, (size, closed) in enumerate(
       zip(self.topology.shape, self.topology.wraps(), strict=True)
@@ -86,7 +88,7 @@ def in_order(topology: Topology, count: int) -> Places:
   numbers = np.arange(count)
   slices, inside = np.divmod(numbers, topology.devices)
   if not topology.chip.torus:
-    return Places(topology, (inside // GPUS_PER_MACHINE)[:, None], slices)
+    return Places(topology, (inside // topology.chip.machine)[:, None], slices)
   chips = inside // topology.chip.devices_per_chip
   return Places(topology, np.stack(np.unravel_index(chips, topology.shape), axis=1), slices)
 
@@ -100,4 +102,5 @@ def seconds(kind: str, size: float, wire: Wire, rates: Rates) -> float:
     wire: what its groups speak over.
     rates: what share of a link's bandwidth is reached.
   """
-  return _PASSES[kind] * size / (wire.bandwidth * rates.link) + wire.hops * rates.hop_seconds
+  beside = wire.hops * rates.hop_seconds + wire.latency
+  return _PASSES[kind] * size / (wire.bandwidth * rates.link) + beside

@@ -17,7 +17,9 @@ def main() -> int:
   """Reads the request, and answers it."""
   request = pickle.load(sys.stdin.buffer)
   try:
-    found = plan.make(request["config"], request["topology"], title=request["title"])
+    found = plan.make(
+      request["config"], request["topology"], title=request["title"], simulate=request["simulate"]
+    )
   except ValueError as error:
     if request["debug"]:
       raise

@@ -69,6 +69,17 @@ def test_a_network_without_layers_is_planned_and_advised_too(main, tmp_path):
   assert "would fit, by formula: --config.mesh.data=1 --config.mesh.fsdp=8\n" in out
 
 
+def test_the_devices_at_hand_are_planned_by_their_own_compiler(main, tmp_path):
+  code, out, err = plan(main, "--config=configs/dp4_tp2.py", f"--workdir={tmp_path}")
+  assert (code, err) == (0, ""), (out, err)
+  assert out.startswith("fits 8 devices of cpu:8: ")
+  assert "says the compiler" in out
+  found = json.loads((tmp_path / "plan.json").read_text())
+  assert found["compiled"]
+  sent = {(one["axis"], one["kind"], one["network"]) for one in found["collectives"]}
+  assert {("data", "all-reduce", "memory"), ("tensor", "all-reduce", "memory")} <= sent
+
+
 def test_what_does_not_fit_is_told_and_ends_with_3(main, tmp_path):
   code, out, err = plan(
     main,
@@ -90,7 +101,6 @@ def test_what_does_not_fit_is_told_and_ends_with_3(main, tmp_path):
 @pytest.mark.parametrize(
   ("arguments", "messages"),
   [
-    (["--config=configs/dp8.py"], ["plan needs the devices", "--topology=v5p:4x4x4"]),
     (
       ["--config=configs/dp8.py", "--topology=v5q:2x4"],
       ["unknown device 'v5q'; there are v4:2x2x2", "did you mean 'v5"],
