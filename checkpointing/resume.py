@@ -51,6 +51,7 @@ CLASSES = {
   "training.matmul_precision": ACCEPT,
   "training.rematerialization": ACCEPT,
   "training.loss_chunks": ACCEPT,
+  "training.attention_kernel": ACCEPT,
   # What becomes of a step that is bad, so that a run which stopped at one can go on.
   "training.on_bad_step": GOES_ON,
   "training.bad_step_*": GOES_ON,

@@ -19,6 +19,7 @@ MESH_DCN = {"data": 1, "fsdp": 1, "stage": 1}  # the axes that may go over the n
 
 MATMUL_PRECISIONS = ("default", "high", "highest")
 REMATERIALIZATIONS = ("none", "dots", "full")
+ATTENTION_KERNELS = ("xla", "splash")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # What each kind of data is trained on.
 MODEL_LOSSES = {"text": "next_token", "image": "classification", "random": "squared_error"}
@@ -128,6 +129,9 @@ def finalize(config: ConfigDict, platform: str) -> ConfigDict:
     default(training, "compute_dtype", "bfloat16" if accelerated else training.parameter_dtype)
     default(training, "matmul_precision", "default")
     recipes.finalize(config, accelerated)
+    decoder = config.model.name == "transformer"
+    splash = platform == "tpu" and decoder and not decoders.no_splash(config)
+    default(training, "attention_kernel", "splash" if splash else "xla")
     default(config.optimizer, "warmup_steps", training.steps // 20)
     activations = config.partitioning.activations
     if config.partitioning.sequence_parallel and "residual_sequence" in activations:
@@ -239,6 +243,7 @@ def _choices(config: ConfigDict) -> list[str]:
     "training.parameter_dtype": ("float32", "float64"),
     "training.compute_dtype": DTYPES,
     "training.matmul_precision": MATMUL_PRECISIONS,
+    "training.attention_kernel": ATTENTION_KERNELS if kind == "text" else ("xla",),
     "training.loss": (MODEL_LOSSES[kind],),
     "training.on_bad_step": ON_BAD_STEP,
     "data.kind": (kind,),  # as the model needs it: another kind is another recipe

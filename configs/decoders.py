@@ -5,6 +5,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+LANES = 128  # of a TPU: what the kernel's blocks are multiples of
+
 CHOICES = {
   "model.positions": ("rotary", "learned"),
   "model.norm": ("rms", "layer"),
@@ -136,8 +138,25 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
       f"model.local_rotary_base={model.local_rotary_base} are about layers that see a window; set "
       f"model.window, or both to 0"
     )
+  if config.training.attention_kernel == "splash" and (why := no_splash(config)):
+    yield f"training.attention_kernel=splash: {why}; set it to xla"
   yield from _rotary(model)
   yield from _context(config, sizes["context"])
+
+
+def no_splash(config: ConfigDict) -> str:
+  """Returns why the kernel of models/splash.py cannot be a config's attention; "" where it can."""
+  model, length = config.model, config.data.sequence_length
+  if model.window:
+    return "it has one mask for all layers, and model.window gives them several"
+  for name, value in (("model.head_size", model.head_size), ("data.sequence_length", length)):
+    if value % LANES:
+      return f"{name}={value} is no multiple of {LANES}"
+  if config.mesh.context != 1:
+    return "mesh.context splits the rows"
+  if config.training.compute_dtype == "float64":
+    return "it computes in float32"
+  return ""
 
 
 def _context(config: ConfigDict, context: int) -> Iterator[str]:

@@ -142,6 +142,8 @@ def _training(**keys) -> dict:
     "compute_dtype": config_dict.placeholder(str),  # bfloat16 on accelerators
     "matmul_precision": config_dict.placeholder(str),  # default, high, highest
     "rematerialization": "none",  # or dots, full: what the backward pass computes again
+    # splash: a kernel that never has all scores, the default on TPUs where it can be; or xla.
+    "attention_kernel": config_dict.placeholder(str),
     "loss_chunks": 1,  # of a row of tokens, whose logits are there one chunk at a time
     # A step is bad whose loss or gradient norm is not finite, or whose loss lies above the mean of
     # the last bad_step_window losses by more than so many of their standard deviations (0: off).

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
+from models import splash
 from models.attention import Cache, causal_attention, remember, rotate
 from models.dtypes import wide_dtype
 from models.layers import Layer, Rows
@@ -203,6 +204,7 @@ class Attention(nnx.Module):
     )
     self.groups = model.heads // model.kv_heads
     self.scale, self.cap = model.attention_scale, model.attention_soft_cap
+    self.splash = config.training.attention_kernel == "splash"
 
   def __call__(
     self,
@@ -258,15 +260,11 @@ class Attention(nnx.Module):
     segments = None
     if rows.segments_BT is not None:
       segments = rows.segments_BT, constrain(rows.segments_BT, "BS")
+    given = {"scale": self.scale, "cap": self.cap}
+    if self.splash and cache is None:
+      return splash.attention(q_BTNH, k_BSNH, v_BSNH, segments, **given), None
     mixed_BTNH = causal_attention(
-      q_BTNH,
-      k_BSNH,
-      v_BSNH,
-      rows.slots_BT,
-      segments,
-      scale=self.scale,
-      cap=self.cap,
-      window=layer.window,
+      q_BTNH, k_BSNH, v_BSNH, rows.slots_BT, segments, window=layer.window, **given
     )
     return mixed_BTNH, cache
 

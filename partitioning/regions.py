@@ -174,6 +174,26 @@ def scattered_lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
   return out_BRD
 
 
+def on_shards(
+  function: Callable[..., jax.Array], given: Sequence[str], outside: str, *arguments: jax.Array
+) -> jax.Array:
+  """Runs a function on each device's part of activations, which it needs no other part for.
+
+  Args:
+    function: takes shards; of what the mesh axes that split nothing here hold, all the same.
+    given: the letters of the arrays.
+    outside: the letters of the result; only such that are given.
+    *arguments: the arrays.
+  """
+  layout, _ = current_layout()
+  if layout.collect:
+    return function(*arguments)
+  extents = _extents(given, arguments)
+  ins = tuple(_spec(letters, extents, layout.table) for letters in given)
+  out = _spec(outside, extents, layout.table)
+  return jax.shard_map(function, in_specs=ins, out_specs=out, check_vma=False)(*arguments)
+
+
 def _turned(letters: str, summed: str) -> str:
   """Returns the letters of a kernel with those that are summed over at the end.
 

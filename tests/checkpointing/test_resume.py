@@ -91,6 +91,7 @@ ROWS = {
     "training.matmul_precision": "highest",
     "training.rematerialization": "full",
     "training.loss_chunks": 2,
+    "training.attention_kernel": "splash",
     "model.dropout_rate": 0.5,
     "compiler_options": "a=b",
   },
