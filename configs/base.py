@@ -292,7 +292,9 @@ def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
     wrong = f"training.loss_chunks={count}: {config.training.loss} has no rows of tokens to cut"
     return [wrong] if count != 1 else []
   length = config.data.sequence_length
-  if count < 1 or length % (count * parts) == 0:
+  if (
+    count <= 1 or length % (count * parts) == 0
+  ):  # what `context` divides, the layout's verdict says
     return []
   context = f" x mesh.context={parts}" if parts > 1 else ""
   return [
