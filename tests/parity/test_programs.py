@@ -24,7 +24,8 @@ def summary(compiled, job):
 def test_initial_parameters_are_the_same_bits_on_every_mesh(recipe):
   wanted = named_leaves(make_job("single", recipe).initial_state().params)
   assert any(np.std(np.asarray(leaf)) > 0 for leaf in wanted.values())
-  for strategy in STRATEGIES[1:]:
+  # How an array is drawn does not depend on whose it is: all meshes for one model.
+  for strategy in STRATEGIES[1:] if recipe == "lm" else ("tp8", "dp2_fsdp2_tp2"):
     found = named_leaves(make_job(strategy, recipe).initial_state().params)
     assert found.keys() == wanted.keys()
     for name, leaf in found.items():

@@ -1,0 +1,60 @@
+"""What a plan says of a budget, and what it advises, by formula."""
+
+import importlib
+
+import jax
+import pytest
+
+from planning import plan, report, target
+
+
+@pytest.fixture(autouse=True)
+def _devices(monkeypatch):
+  """Lays arrays out on the devices that the tests have."""
+  monkeypatch.setattr(target, "_MADE", {target.SIMULATED: tuple(jax.devices())})
+
+
+def make(strategy, topology, *overrides, recipe="lm"):
+  """Returns a plan of a shipped config; the overrides as on a command line."""
+  config = importlib.import_module(f"configs.{strategy}").get_config(recipe)
+  for override in overrides:
+    key, _, value = override.removeprefix("--config.").partition("=")
+    section, _, name = key.partition(".")
+    config[section][name] = type(config[section][name])(value)
+  return plan.make(config, topology)
+
+
+def test_what_a_budget_of_tokens_costs():
+  found = make("dp8", "h100:8", "planning.token_budget=1e9", "planning.price_per_chip_hour=2.5")
+  hours = 1e9 / found.as_json()["tokens_per_second_per_device"] / 3600
+  assert found.chip_hours == pytest.approx(hours)
+  assert found.cost == pytest.approx(2.5 * hours)
+  text = f"1e+09 tokens take {hours:.3g} chip-hours and cost {2.5 * hours:.2f}"
+  assert text in report.text(found)
+
+
+def test_a_network_without_layers_is_planned_and_advised_too():
+  assert "examples/s per device" in report.text(make("dp8", "h100:8", recipe="mlp"))
+  found = make("dp8", "h100:8", "planning.constants=h100.hbm_bytes=5e5", recipe="mlp")
+  assert not found.fits
+  assert found.advice[0] == "--config.mesh.data=1 --config.mesh.fsdp=8"
+
+
+@pytest.mark.parametrize(
+  ("topology", "memory", "advice"),
+  [
+    ("h100:8", 1e7, "--config.mesh.data=1 --config.mesh.fsdp=8"),
+    ("h100:1", 2e7, "--config.training.rematerialization=full"),
+  ],
+)
+def test_the_advice_is_to_be_copied(topology, memory, advice):
+  told = [
+    *("mesh.data=-1", "data.global_batch_size=8"),
+    f"planning.constants=h100.hbm_bytes={memory}",
+  ]
+  found = make("dp8", topology, *told)
+  assert not found.fits
+  assert found.advice[0] == advice
+  for line in found.advice:
+    assert f"would fit, by formula: {line}\n" in report.text(found)
+  assert make("dp8", topology, *told, *advice.split()).fits
