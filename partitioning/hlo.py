@@ -9,7 +9,7 @@ from jax 0.10.2 and 0.12 on CPU and from their compilers for TPU.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 # Bits per element. Packed types count what they carry, although some backends store wider.
 BITS = {
@@ -117,7 +117,7 @@ def parse(text: str) -> Program:
   roots: dict[str, str] = {}
   entry, name = None, None
   lines = text.splitlines()
-  for line in map(str.strip, lines):
+  for line in _whole(map(str.strip, lines)):
     if " = " not in line and (header := _HEADER.fullmatch(line)):
       name = header[2]
       bodies[name] = {}
@@ -136,6 +136,18 @@ def parse(text: str) -> Program:
     for name, body in bodies.items()
   }
   return Program(computations, entry, _sources(lines))
+
+
+def _whole(lines: Iterable[str]) -> Iterator[str]:
+  """Yields the lines; one for an instruction whose attributes go over several, as of a kernel."""
+  parts: list[str] = []
+  for line in lines:
+    if parts or (" = " in line and line.endswith("{")):
+      parts.append(line)
+      if not line.startswith("}}"):
+        continue
+      line, parts = "".join(parts), []
+    yield line
 
 
 def _instruction(name: str, rest: str) -> Instruction:

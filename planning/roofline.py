@@ -22,6 +22,8 @@ FREE = frozenset(
   ]
 )
 _ON_CHIP = re.compile(r"S\([1-9]\)")  # the memory space of a layout: not the device's main one
+# Kernel -> its products of two matrices: the scores (again), and what is made of them.
+_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
@@ -65,6 +67,8 @@ class Costs:
       return _dot(computation, instruction)
     if instruction.opcode == "convolution":
       return _convolution(computation, instruction)
+    if instruction.opcode == "custom-call":
+      return _kernel(computation, instruction)
     if instruction.opcode == "fusion" or instruction.opcode.startswith("async"):
       return sum(map(self._flops, instruction.called()))
     return 0.0
@@ -169,6 +173,20 @@ def _convolution(computation: hlo.Computation, instruction: hlo.Instruction) -> 
   batch, features = result[labels[3].index("b")], result[labels[3].index("f")]
   inputs = right[labels[2].index("i")]
   return 2.0 * batch * features * inputs * pairs / (int(groups[1]) if groups else 1)
+
+
+def _kernel(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+  """Returns the operations of splash attention; 0 of what else is called.
+
+  Of its blocks, those on and below the diagonal are computed.
+  """
+  products = [n for name, n in _PRODUCTS.items() if instruction.name.startswith(name)]
+  if not products:
+    return 0.0
+  blocks, _, queries, keys = map(_sizes, computation.operand_shapes(instruction)[:4])
+  share = (blocks[-1] + 1) / (2 * blocks[-1])
+  *rows, length, head = queries
+  return products[0] * 2.0 * math.prod(rows) * length * keys[-2] * head * share
 
 
 def _part(value: str, place: int) -> str:

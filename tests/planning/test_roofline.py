@@ -156,3 +156,33 @@ def test_memory_on_the_chip_costs_nothing():
     "ROOT %c = f32[64]{0:T(128)} add(%a, %b)",
   )
   assert work_of(text, "c").bytes == 2 * 4 * 64
+
+
+# As printed: the kernel's metadata goes over several lines.
+SPLASH = """%{name}.4 = (f32[512,128], bf16[4,1024,128]) custom-call(%m, %n, %q, %k, %v), \
+custom_call_target="tpu_custom_call", frontend_attributes={{kernel_metadata={{
+"xprof_metadata":"{{\\"block_q\\": 512}}"
+}}}}, metadata={{op_name="jit(f)/while/body/pallas_call"}}
+  ROOT %last = f32[] constant(0)"""
+
+
+@pytest.mark.parametrize(
+  ("name", "products"),
+  [
+    ("splash_mha_fwd_residuals", 2),
+    ("splash_mha_dkv_no_residuals", 4),
+    ("splash_mha_dq_no_residuals", 3),
+    ("another_kernel", 0),
+  ],
+)
+def test_the_attention_kernel_computes_the_blocks_that_the_mask_leaves(name, products):
+  text = entry(
+    "%m = s8[1,2,2] parameter(0)",
+    "%n = s8[1,2,2] parameter(1)",
+    *(f"%{x} = bf16[4,1024,128] parameter({i})" for i, x in enumerate("qkv", start=2)),
+    SPLASH.format(name=name),
+  )
+  # Three of the four blocks of 512 by 512.
+  assert work_of(text, f"{name}.4").flops == products * 2 * 4 * 1024 * 1024 * 128 * 3 / 4
+  program = hlo.parse(text)
+  assert program.computations[program.entry].root == "last"
