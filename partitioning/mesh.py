@@ -1,7 +1,7 @@
 """The device mesh: its axes, their sizes, what a size of -1 means, and several slices."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -121,14 +121,27 @@ def make_mesh(
   types = (AxisType.Auto,) * len(AXES)
   _check_slices(devices, math.prod(over), slices or {})
   if math.prod(over) == 1:
-    return jax.make_mesh(tuple(shape), AXES, axis_types=types, devices=devices)
+    grid = _placed(lambda **split: mesh_utils.create_device_mesh(shape, devices, **split))
+    return Mesh(grid, AXES, axis_types=types)
   within = [size // count for size, count in zip(shape, over, strict=True)]
   if devices[0].platform == "cpu":
     return Mesh(_grouped(devices, within, over), AXES, axis_types=types)
-  grid = mesh_utils.create_hybrid_device_mesh(
-    within, over, devices, process_is_granule=not hasattr(devices[0], "slice_index")
+  granule = {"process_is_granule": not hasattr(devices[0], "slice_index")}
+  grid = _placed(
+    lambda **split: mesh_utils.create_hybrid_device_mesh(within, over, devices, **granule, **split)
   )
   return Mesh(grid, AXES, axis_types=types)
+
+
+def _placed(place: Callable[..., np.ndarray]) -> np.ndarray:
+  """Returns devices laid out on their torus, with whole axes of it for each of the mesh's.
+
+  Where that cannot be (16 by 16 chips as 64 by 4), axes of the torus are split.
+  """
+  try:
+    return place()
+  except NotImplementedError:
+    return place(allow_split_physical_axes=True)
 
 
 def _check_slices(devices: Sequence[jax.Device], asked: int, slices: Mapping[str, int]) -> None:

@@ -1,7 +1,10 @@
 """What the compiler says of a program that has no room, and the topologies that it knows."""
 
+import itertools
+
 import pytest
 
+from partitioning.mesh import AXES, make_mesh
 from planning import target
 from planning.hardware import CHIPS
 from planning.topologies import EXAMPLES, parse
@@ -29,6 +32,20 @@ TEMPORARIES = (
 )
 def test_what_a_refused_program_needs(message, needed):
   assert target.needed(message, 3 * GIB) == needed
+
+
+@pytest.mark.plan
+def test_a_mesh_whose_axes_are_no_whole_axes_of_the_torus():
+  devices = target.start(parse("v6e:16x16"), 1)
+  mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 64, "tensor": 4}, devices)
+  assert mesh.shape["fsdp"] == 64
+  groups = mesh.devices.reshape(64, 4)
+  far = [
+    abs(a.coords[0] - b.coords[0]) + abs(a.coords[1] - b.coords[1])
+    for group in groups
+    for a, b in itertools.pairwise(group)
+  ]
+  assert max(far) == 1, "the devices of a tensor group are neighbours"
 
 
 @pytest.mark.plan
