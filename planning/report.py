@@ -117,6 +117,15 @@ def terms(plan: Plan) -> dict[str, float]:
   }
 
 
+def constants(plan: Plan) -> str:
+  """Returns what the times follow from, in one line; plan.html has the sources."""
+  chip, rates = plan.topology.chip, plan.rates
+  speeds = f"{chip.flops / 1e12:.4g} TFLOP/s, memory {chip.hbm_bandwidth / 1e12:.3g} TB/s"
+  speeds += f", links {chip.link_bandwidth / 1e9:.3g} GB/s"
+  shares = f"{rates.matmul:g}, {rates.memory:g} and {rates.link:g}"
+  return f"taken for {chip.name}: {speeds}, of which {shares} are reached"
+
+
 def time_lines(plan: Plan) -> list[str]:
   """Returns how long a step takes, what bounds it, and what a budget of tokens takes."""
   low, expected, high = plan.step_seconds
@@ -134,5 +143,6 @@ def time_lines(plan: Plan) -> list[str]:
     waited = f"waited for collectives {1e3 * times.exposed:,.3g} ms"
     lines.append(f"alone would take: {parts}; {waited}")
     lines.append(f"the step is bound by {most}")
+  lines.append(constants(plan))
   budget = f"{plan.token_budget:.3g} {plan.unit} take {plan.chip_hours:,.3g} chip-hours"
   return [*lines, budget if plan.cost is None else f"{budget} and cost {plan.cost:,.2f}"]

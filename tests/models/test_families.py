@@ -10,6 +10,8 @@ from flax import nnx
 
 from configs import base, decoders, dp8
 from models import transformer
+from models.layers import is_global
+from models.transformer import train_flops_per_example
 from partitioning.rules import named_leaves
 from tests.models import families
 from tests.models.families import FAMILIES, LENGTH, ROWS, drawn, job_of, tokens, tree_of
@@ -120,6 +122,24 @@ def test_a_preset_has_as_many_parameters_as_published(preset):
   program = make_program(base.finalize(config, "tpu"))
   state = program.abstract_state()
   assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) == PUBLISHED[preset]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("preset", decoders.PRESETS)
+def test_model_flops_are_six_for_each_weight_and_token_and_attentions_pairs(preset, causal):
+  config = base.finalize(dp8.get_config(f"model={preset},data=python_source"), "tpu")
+  model, length = config.model, config.data.sequence_length
+  leaves = named_leaves(make_program(config).params)
+  multiplied = ("kernel", "embed/table") if model.tied_embeddings else ("kernel",)
+  weights = sum(math.prod(x.shape) for name, x in leaves.items() if name.endswith(multiplied))
+  pairs = 0  # of a query and a key that it sees, or is computed with
+  for layer in range(model.layers):
+    window = length if is_global(config, layer) else min(length, model.window)
+    triangle = window * (window + 1) // 2
+    pairs += triangle + (length - window) * window if causal else length * window
+  # Two products of each pair, of 2 H operations per head, forward and twice as many backward.
+  wanted = 6 * weights * length + 3 * 2 * 2 * model.head_size * model.heads * pairs
+  assert train_flops_per_example(config, causal=causal) == pytest.approx(wanted, rel=2e-4)
 
 
 def test_every_preset_is_published():
