@@ -33,6 +33,20 @@ def test_a_small_decoder_on_eight_chips(main, tmp_path):
     assert 0 <= one["exposed_seconds"] <= one["seconds"] * 1.001
 
 
+def test_sequence_parallel_regions_have_true_reduce_scatters(main, tmp_path):
+  arguments = ["--config=configs/dp4_tp2.py", "--topology=v5e:4x2"]
+  code, out, found = plan(
+    main, tmp_path, *arguments, "--config.partitioning.sequence_parallel=true"
+  )
+  assert code == 0, out
+  count = {"reduce-scatter": 0, "all-gather": 0}
+  for one in found["collectives"]:
+    if one["axis"] == "tensor" and one["kind"] in count:
+      count[one["kind"]] += one["count"]
+  # docs/budgets.md: 4 and 6 of each of the three layers, and 2 of the embedding and the logits.
+  assert count == {"reduce-scatter": 4 * 3 + 2, "all-gather": 6 * 3 + 2}
+
+
 def test_the_compilers_refusal_for_want_of_memory_is_a_verdict(main, tmp_path):
   code, out, found = plan(
     main,

@@ -1,0 +1,100 @@
+r"""Whether `plan` orders meshes as their measured step times do, on simulated CPU devices.
+
+  python benchmarks/plan_order.py [--rounds=5]
+
+A decoder of 4 layers and width 256 on a dozen meshes of 8 devices. Each is planned by its compiled
+program, then its steps are timed, all meshes in turns. Prints seconds foretold and measured, and
+Spearman's rank correlation of the two; exits with 1 where that is below 0.8.
+"""
+
+import pathlib
+import statistics
+import sys
+import time
+
+import jax
+import numpy as np
+from absl import app, flags
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from benchmarks.llama_cpu import MODEL
+from configs import single
+from planning import plan
+from training.job import Job
+
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Steps of each mesh that are timed, one a round.")
+
+LEAST = 0.8
+MESHES = (
+  {"data": 8},
+  {"fsdp": 8},
+  {"tensor": 8},
+  {"context": 8},
+  {"data": 4, "fsdp": 2},
+  {"data": 4, "tensor": 2},
+  {"data": 4, "context": 2},
+  {"data": 2, "tensor": 4},
+  {"fsdp": 4, "tensor": 2},
+  {"fsdp": 2, "tensor": 4},
+  {"data": 2, "fsdp": 2, "tensor": 2},
+  {"fsdp": 2, "context": 2, "tensor": 2},
+)
+
+
+def planned(mesh: dict[str, int]) -> plan.Plan:
+  """Returns the plan of a mesh, for the simulated devices."""
+  config = single.get_config("lm")
+  config.update_from_flattened_dict({**MODEL, "model.kv_heads": 8})
+  config.mesh.update(mesh)
+  return plan.make(config, None, simulate=True)
+
+
+def stepper(job: Job):
+  """Returns a function that takes a step and returns its seconds."""
+  compiled = job.compile_train_step().function
+  random = np.random.default_rng(0)
+  batch = {
+    name: random.integers(0, 1000, x.shape).astype(x.dtype) if x.dtype == np.int32 else 1.0
+    for name, x in job.batch.items()
+  }
+  batch = {name: np.broadcast_to(x, job.batch[name].shape) for name, x in batch.items()}
+  batch = {name: x.astype(job.batch[name].dtype) for name, x in batch.items()}
+  batch = jax.device_put(batch, job.batch_shardings)
+  kept = [job.initial_state()]
+
+  def step() -> float:
+    began = time.perf_counter()
+    kept[0], metrics = compiled(kept[0], batch)
+    jax.block_until_ready(metrics)
+    return time.perf_counter() - began
+
+  step()
+  return step
+
+
+def ranks(values: list[float]) -> np.ndarray:
+  """Returns the place of each value in their order."""
+  return np.argsort(np.argsort(values)).astype(float)
+
+
+def main(argv: list[str]) -> int:
+  """Plans and measures every mesh; returns the exit code."""
+  del argv
+  plans = [planned(mesh) for mesh in MESHES]
+  steps = [stepper(one.job) for one in plans]
+  seconds = [[step() for step in steps] for _ in range(_ROUNDS.value)]
+  measured = [statistics.median(column) for column in zip(*seconds, strict=True)]
+  foretold = [one.step_seconds[1] for one in plans]
+  for mesh, said, took in sorted(
+    zip(MESHES, foretold, measured, strict=True), key=lambda row: row[2]
+  ):
+    name = " x ".join(f"{axis}={size}" for axis, size in mesh.items())
+    print(f"{name:<32} foretold {said:6.3f} s  measured {took:6.3f} s  ratio {said / took:.2f}")
+  found = float(np.corrcoef(ranks(foretold), ranks(measured))[0, 1])
+  print(f"rank correlation {found:.2f}")
+  return 0 if found >= LEAST else 1
+
+
+if __name__ == "__main__":
+  app.run(main)
