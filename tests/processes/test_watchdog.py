@@ -105,7 +105,7 @@ def test_old_lengths_are_forgotten(clock):
 
 # One process of its own: what ends it ends the tests too.
 SCRIPT = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, os, signal, subprocess, sys, threading, time
 from processes.group import Group
 from processes.stopping import StopRequest
 from processes.watchdog import *
@@ -194,11 +194,8 @@ def test_a_process_that_was_stopped_itself_is_not_stuck():
     with watch:
       for number in range(4):
         watch.at(f"step {number}", begins=True)
-      if os.fork() == 0:
-        os.kill(os.getppid(), signal.SIGSTOP)
-        time.sleep(3.5)
-        os.kill(os.getppid(), signal.SIGCONT)
-        os._exit(0)
+      mine = os.getpid()
+      subprocess.Popen(["sh", "-c", f"kill -STOP {mine}; sleep 3.5; kill -CONT {mine}"])
       time.sleep(0.5)
       watch.at("ending", ENDING)
     print("well", flush=True)
