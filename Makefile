@@ -23,7 +23,7 @@ train: $(VENV)/.installed-$(ACCELERATOR)
 	$(BIN)/python main.py --config=$(CONFIG)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The tests, and every mesh by every variant beside one device, which writes docs/parity.md.
 test-all: test

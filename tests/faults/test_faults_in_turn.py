@@ -3,6 +3,7 @@
 A sample of what `python -m tests.faults` tries many times.
 """
 
+import re
 import signal
 import time
 
@@ -62,7 +63,8 @@ def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(
     assert time.monotonic() - stopped < 45
     assert named(run.text(), 1), run.text()
     assert "Python stacks of all threads" in run.text()
-    assert "process 0 failed first: exit code 1" in run.text()
+    # The watchdog ends it, or on a busy machine JAX itself, while the stacks are being written.
+    assert re.search("process 0 failed first: (exit code 1|signal SIGABRT)", run.text()), run.text()
     assert "process 1 is stopped (SIGSTOP); killed" in run.text()
 
     assert run.end() == [0], run.text()
