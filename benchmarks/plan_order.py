@@ -19,11 +19,12 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.llama_cpu import MODEL
+from benchmarks.step_overhead import ROUNDS
 from configs import single
 from planning import plan
 from training.job import Job
 
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Steps of each mesh that are timed, one a round.")
+flags.set_default(ROUNDS, 5)  # steps of each mesh that are timed, one a round
 
 LEAST = 0.8
 MESHES = (
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> int:
   del argv
   plans = [planned(mesh) for mesh in MESHES]
   steps = [stepper(one.job) for one in plans]
-  seconds = [[step() for step in steps] for _ in range(_ROUNDS.value)]
+  seconds = [[step() for step in steps] for _ in range(ROUNDS.value)]
   measured = [statistics.median(column) for column in zip(*seconds, strict=True)]
   foretold = [one.step_seconds[1] for one in plans]
   for mesh, said, took in sorted(
