@@ -70,15 +70,10 @@ _HTML = flags.DEFINE_string("html", None, "layout: the file for a page with draw
 _TOPOLOGY = flags.DEFINE_string("topology", None, "plan: the devices, v5p:4x4x4; those at hand.")
 _CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
-_CHECKPOINT = flags.DEFINE_string(
-  "checkpoint", None, "evaluate, sample: DIR[/STEP], not the workdir."
-)
-_ACCEPT = flags.DEFINE_list(
-  "accept_changes", [], "train: keys that may differ from the checkpoint."
-)
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "evaluate, sample: DIR[/STEP] to read.")
+_ACCEPT = flags.DEFINE_list("accept_changes", [], "train: keys that may differ from before.")
 _SIMULATE = flags.DEFINE_bool("simulate", False, "Simulated CPU devices, even beside a GPU or TPU.")
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of a refusal.")
-
 
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "sample: a text to continue; repeatable.")
 _PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "sample: a file with a prompt per line.")

@@ -292,9 +292,8 @@ def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
     wrong = f"training.loss_chunks={count}: {config.training.loss} has no rows of tokens to cut"
     return [wrong] if count != 1 else []
   length = config.data.sequence_length
-  if (
-    count <= 1 or length % (count * parts) == 0
-  ):  # what `context` divides, the layout's verdict says
+  # Of a row that is not cut, the layout's verdict says whether `context` divides it.
+  if count <= 1 or length % (count * parts) == 0:
     return []
   context = f" x mesh.context={parts}" if parts > 1 else ""
   return [

@@ -17,6 +17,7 @@ from partitioning.dims import Axes
 
 def all_gather(shard: jax.Array, axes: Axes, dim: int) -> jax.Array:
   """Joins the shards of all devices along the axes; the transpose is `reduce_scatter`."""
+  # Whole numbers have no gradient.
   if jax.distributed.is_initialized() and jnp.issubdtype(shard.dtype, jnp.inexact):
     return _gather(shard, axes, dim)
   return jax.lax.all_gather(shard, axes, axis=dim, tiled=True)

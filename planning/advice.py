@@ -72,7 +72,7 @@ def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict
   if rows >= 2 * count:
     steps.append({**most, "training.gradient_accumulation_steps": rows})
   yield from ((topology, step) for step in steps)
-  if one_slice:
+  if one_slice and topology.platform != "cpu":  # more simulated devices have no more memory
     yield from _larger(ready, topology, most)
 
 

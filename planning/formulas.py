@@ -126,8 +126,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
 def _of_the_optimizer(job: Job) -> Iterator[Term]:
   """Yields ZeRO-1's: each device updates its part of a parameter, and gathers the others."""
   sizes, optimizer = job.devices.sizes, job.config.partitioning.optimizer
-  first = {spec for spec in optimizer.values() if spec and "data" in spec}
-  if not first:
+  if not any("data" in axes for axes in optimizer.values()):
     return
   for name, placement in job.placements["parameters"].items():
     if "data" in spec_axes(placement.spec):

@@ -19,7 +19,7 @@ class Chip:
 
   Attributes:
     name: as in a topology, `v5p:4x4x4`.
-    hbm_bytes: of memory.
+    hbm_bytes: of memory; 0: what this machine has.
     hbm_bandwidth: bytes per second.
     link_bandwidth: bytes per second that a device sends along one axis of the torus, both links
       in use; of a GPU, over NVLink.
@@ -68,14 +68,14 @@ _CHIPS = (
   ),
   Chip(
     "cpu",
-    4 * GIB,
+    0.0,
     20e9,
     4e9,
     1e9,
     flops=100e9,
     latency=2e-4,
     machine=2**20,
-    source="a guess at two cores, which the devices share; memory is what this machine has",
+    source="a guess at two cores, which the devices share",
   ),
   Chip("a100", 80 * GIB, 2.0e12, 300e9, 25e9, source="[3]"),
   Chip("h100", 80 * GIB, 3.35e12, 450e9, 50e9, source="[2], [3]"),

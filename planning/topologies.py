@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from planning.hardware import CHIPS, Chip
+from training import hardware
 from training.devices import Devices, memory_bytes
-from training.hardware import PEAK_BFLOAT16_TFLOPS
 
 # What JAX calls chips whose names do not end in their own.
 _NAMES = {"tpu v5 lite": "v5e", "tpu v6 lite": "v6e", "tpu v5": "v5p"}
@@ -81,7 +81,7 @@ def _shared(chip: Chip, count: int) -> Chip:
   """Returns what each of several simulated devices has of the one machine."""
   return dataclasses.replace(
     chip,
-    hbm_bytes=memory_bytes(Devices("cpu", True, {})) / count,
+    hbm_bytes=(chip.hbm_bytes or memory_bytes(Devices("cpu", True, {}))) / count,
     hbm_bandwidth=chip.hbm_bandwidth / count,
     link_bandwidth=chip.link_bandwidth / count,
     flops=chip.flops / count,
@@ -94,20 +94,18 @@ def of_devices(found: Sequence[jax.Device]) -> str:
   Raises:
     ValueError: no constants are known of their kind.
   """
-  kind = found[0].device_kind.lower()
-  prefixes = [prefix for prefix in PEAK_BFLOAT16_TFLOPS if kind.startswith(prefix)]
   if found[0].platform == "cpu":
     return f"cpu:{len(found)}"
-  if not prefixes:
-    known = ", ".join(PEAK_BFLOAT16_TFLOPS)
+  if (kind := hardware.kind(found[0])) is None:
     raise ValueError(
-      f"no constants are known of {found[0].device_kind!r}; there are those of {known}"
+      f"no constants are known of {found[0].device_kind!r}; there are those of "
+      f"{', '.join(hardware.PEAK_BFLOAT16_TFLOPS)}; name devices with --topology"
     )
-  name = _NAMES.get(prefix := max(prefixes, key=len), prefix.split()[-1])
-  chip = CHIPS[name]
-  if not chip.torus:
+  name = _NAMES.get(kind, kind.split()[-1])
+  torus = CHIPS[name].torus
+  if not torus:
     return f"{name}:{len(found)}"
-  ends = [max(device.coords[dim] for device in found) + 1 for dim in range(chip.torus)]
+  ends = [max(device.coords[dim] for device in found) + 1 for dim in range(torus)]
   return f"{name}:{'x'.join(map(str, ends))}"
 
 

@@ -1,8 +1,8 @@
 """Makes a plan in a process of its own: `python -m planning.worker`, a request on stdin.
 
 The compiler for TPUs, once loaded, prints on every start and holds a lock; ordinary runs never
-load it. Writes report.txt, plan.html and plan.json, and exits with 0; or writes
-the reason to `refusal`, and exits with 2.
+load it. Writes report.txt, plan.html and plan.json, and exits with 0; or writes the reason to
+`refusal`, and exits with 2.
 """
 
 import json

@@ -19,8 +19,14 @@ PEAK_BFLOAT16_TFLOPS = {
 }
 
 
+def kind(device: jax.Device) -> str | None:
+  """Returns which of the kinds above a device is, or None (CPUs)."""
+  name = device.device_kind.lower()
+  matching = [prefix for prefix in PEAK_BFLOAT16_TFLOPS if name.startswith(prefix)]
+  return max(matching, key=len, default=None)
+
+
 def peak_flops(device: jax.Device) -> float | None:
   """Returns the device's bfloat16 FLOP/s, or None where its kind is not known (CPUs)."""
-  kind = device.device_kind.lower()
-  matching = [prefix for prefix in PEAK_BFLOAT16_TFLOPS if kind.startswith(prefix)]
-  return PEAK_BFLOAT16_TFLOPS[max(matching, key=len)] * 1e12 if matching else None
+  found = kind(device)
+  return None if found is None else PEAK_BFLOAT16_TFLOPS[found] * 1e12

@@ -1,9 +1,11 @@
 """Topologies and constants: what is known, and what is refused by name."""
 
+import dataclasses
+
 import pytest
 
 from planning.hardware import CHIPS, REASONS, Rates, overridden
-from planning.topologies import parse
+from planning.topologies import of_devices, parse
 
 
 @pytest.mark.parametrize(
@@ -32,11 +34,53 @@ def test_topologies(name, devices, platform, wraps):
     ("v5e:4x4x4", "v5e takes 2 dims, such as 4x4, 8x8, 16x16"),
     ("v5p:4x4", "v5p takes 3 dims, such as 2x2x2"),
     ("h100:2x4", "h100 takes a number of GPUs"),
+    ("cpu:2x4", "cpu takes a number of simulated devices"),
   ],
 )
 def test_unknown_topologies_are_refused(name, message):
   with pytest.raises(ValueError, match=message):
     parse(name)
+
+
+@dataclasses.dataclass
+class Device:
+  """What is asked of a device at hand."""
+
+  platform: str
+  device_kind: str
+  coords: tuple[int, ...] = ()
+
+
+@pytest.mark.parametrize(
+  ("devices", "name"),
+  [
+    ([Device("cpu", "cpu")] * 8, "cpu:8"),
+    ([Device("gpu", "NVIDIA H200")] * 4, "h200:4"),
+    ([Device("tpu", "TPU v5 lite", (x, y, 0)) for x in range(4) for y in range(2)], "v5e:4x2"),
+    ([Device("tpu", "TPU v5p", (x, 0, z)) for x in range(2) for z in range(2)], "v5p:2x1x2"),
+    ([Device("tpu", "TPU v6 lite", (0, 0, 0))], "v6e:1x1"),
+    ([Device("tpu", "TPU7x", (x // 2, 0, 0)) for x in range(4)], "tpu7x:2x1x1"),
+  ],
+)
+def test_devices_at_hand_are_a_topology(devices, name):
+  assert of_devices(devices) == name
+  assert parse(name).devices == len(devices)
+
+
+def test_devices_of_an_unknown_kind_are_refused():
+  with pytest.raises(
+    ValueError, match="no constants are known of 'Quadro'; there are those of tpu"
+  ):
+    of_devices([Device("gpu", "Quadro")])
+
+
+def test_simulated_devices_share_one_machine():
+  one, eight = parse("cpu:1"), parse("cpu:8")
+  assert (eight.devices, eight.platform) == (8, "cpu")
+  for name in ("hbm_bytes", "hbm_bandwidth", "link_bandwidth", "flops"):
+    assert getattr(eight.chip, name) == getattr(one.chip, name) / 8 > 0
+  chips, _ = overridden("cpu.hbm_bytes=8e9")
+  assert parse("cpu:8", chips).chip.hbm_bytes == 1e9
 
 
 def test_constants_can_be_replaced():
