@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from models.dtypes import wide_dtype
 from partitioning.constraints import constrain
@@ -96,6 +96,7 @@ def causal_attention(
   scale: float | None = None,
   cap: float = 0.0,
   window: Int[Array, ""] | int | None = None,
+  blocks: int = 1,
 ) -> Float[Array, "B T N H"]:
   """Attends to the past and to itself; the softmax is float32 or wider. arXiv:1706.03762, 3.2.1.
 
@@ -108,19 +109,57 @@ def causal_attention(
     scale: of the scores; None: H ** -0.5.
     cap: of the scaled scores, see `soft_cap`; 0 is off.
     window: each sees that many slots, its own the last of them; None: all of its past.
+    blocks: of queries, whose scores are computed one block after the other, and not those of keys
+      that none of a block sees; a divisor of T. More than 1 only where query t is in slot t.
   """
+  size = q_BTNH.shape[1] // blocks
+  mixed = []
+  for block in range(blocks):
+    rows = slice(block * size, (block + 1) * size)
+    past = slice(0, rows.stop if blocks > 1 else None)
+    slots = slots_BT[:, rows], jnp.arange(k_BSNH.shape[1], dtype=slots_BT.dtype)[past]
+    seen_BTS = _seen(*slots, window)
+    if segments is not None:
+      segments_BT, segments_BS = segments[0][:, rows], segments[1][:, past]
+      seen_BTS = seen_BTS & (segments_BT[:, :, None] == segments_BS[:, None, :])
+    q, k, v = q_BTNH[:, rows], k_BSNH[:, past], v_BSNH[:, past]
+    mixed.append(_attend(q, k, v, seen_BTS, scale=scale, cap=cap))
+  return mixed[0] if blocks == 1 else jnp.concatenate(mixed, axis=1)
+
+
+def blocks_of(length: int) -> int:
+  """Returns into how many blocks of queries a whole row's attention is cut.
+
+  Four leave out three eighths of the scores, and sixteen would no more than 47 %.
+  """
+  return next((count for count in (4, 2) if length % (64 * count) == 0), 1)
+
+
+def _seen(
+  slots_BT: Int[Array, "#B T"], slots_S: Int[Array, " S"], window: Int[Array, ""] | int | None
+) -> Bool[Array, "#B T S"]:
+  """Returns which slots each query may see."""
+  seen_BTS = slots_S[None, None, :] <= slots_BT[:, :, None]
+  if window is None:
+    return seen_BTS
+  return seen_BTS & (slots_S[None, None, :] > slots_BT[:, :, None] - window)
+
+
+def _attend(
+  q_BTNH: Float[Array, "B T N H"],
+  k_BSNH: Float[Array, "B S N H"],
+  v_BSNH: Float[Array, "B S N H"],
+  seen_BTS: Bool[Array, "#B T S"],
+  *,
+  scale: float | None,
+  cap: float,
+) -> Float[Array, "B T N H"]:
+  """Returns the mean of the values that each query sees, weighted by a softmax of its scores."""
   wide = wide_dtype(q_BTNH.dtype)
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   q_BTNH = q_BTNH * jnp.asarray(scale, q_BTNH.dtype)
   scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
   scores_BNTS = soft_cap(scores_BNTS, cap)
-  slots_S = jnp.arange(k_BSNH.shape[1], dtype=slots_BT.dtype)
-  seen_BTS = slots_S[None, None, :] <= slots_BT[:, :, None]
-  if window is not None:
-    seen_BTS = seen_BTS & (slots_S[None, None, :] > slots_BT[:, :, None] - window)
-  if segments is not None:
-    segments_BT, segments_BS = segments
-    seen_BTS = seen_BTS & (segments_BT[:, :, None] == segments_BS[:, None, :])
   scores_BNTS = jnp.where(seen_BTS[:, None], scores_BNTS, jnp.finfo(wide).min)
   weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
   return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)

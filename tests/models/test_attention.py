@@ -1,11 +1,13 @@
 """Rotary positions, the masked softmax and the cache, against NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, transformer
+from models import attention, parts, transformer
 from tests.jobs import make_job
 
 FREQUENCY = attention.rotary_frequencies(4, 100.0, dtype=jnp.dtype("float32"))
@@ -60,6 +62,56 @@ def test_a_query_sees_the_slots_up_to_its_position_and_nothing_of_the_rest():
   np.testing.assert_allclose(found, wanted, atol=1e-5)
   k_BSNH[0, 3:], v_BSNH[0, 3:] = 1e6, -1e6  # what no query of row 0 sees
   np.testing.assert_array_equal(attend()[0], found[0])
+
+
+def test_blocks_of_queries_give_the_same_with_their_gradients():
+  slots_BT = jnp.arange(12, dtype=jnp.int32)[None]
+  segments_BT = jnp.asarray([[0] * 5 + [1] * 7, [0] * 12], jnp.int32)
+  arrays = [jnp.asarray(normal(2, 12, 3, 4)) for _ in range(3)]
+  given = {"window": 7, "cap": 1.5}
+
+  def attend(blocks, q, k, v):
+    told = (segments_BT, segments_BT)
+    return attention.causal_attention(q, k, v, slots_BT, told, blocks=blocks, **given)
+
+  one, back = jax.vjp(lambda *x: attend(1, *x), *arrays)
+  four, back_of_four = jax.vjp(lambda *x: attend(4, *x), *arrays)
+  np.testing.assert_allclose(four, one, atol=1e-6)
+  for found, wanted in zip(back_of_four(one), back(one), strict=True):
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(64, 1), (128, 2), (192, 1), (256, 4), (384, 2)])
+def test_blocks_leave_out_scores_that_nobody_sees(length, blocks):
+  assert attention.blocks_of(length) == blocks
+  zeros = [jnp.zeros((1, length, 1, 64))] * 3
+  slots_BT = jnp.arange(length, dtype=jnp.int32)[None]
+
+  def scores(count):
+    attend = functools.partial(attention.causal_attention, blocks=count)
+    steps = jax.make_jaxpr(attend)(*zeros, slots_BT).eqns
+    return sum(one.outvars[0].aval.size for one in steps if one.primitive.name == "exp")
+
+  assert scores(1) == length**2
+  assert scores(blocks) / length**2 == (blocks + 1) / (2 * blocks)
+
+
+@pytest.mark.parametrize(
+  ("mesh", "blocks"),
+  [({"mesh.tensor": 2}, 2), ({"mesh.context": 2, "model.context_attention": "gather"}, 1)],
+)
+def test_whole_rows_alone_are_cut_into_blocks(mesh, blocks, monkeypatch):
+  seen, attend = [], parts.causal_attention
+
+  def noting(*arrays, **given):
+    seen.append(given["blocks"])
+    return attend(*arrays, **given)
+
+  job = make_job("single", "lm", **{"data.sequence_length": 128, **mesh})
+  monkeypatch.setattr(parts, "causal_attention", noting)
+  with job.tracing():
+    jax.eval_shape(job.program.sums, job.program.abstract_state().params, job.batch)
+  assert set(seen) == {blocks}
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp4_tp2"])
