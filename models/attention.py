@@ -160,7 +160,9 @@ def _attend(
   q_BTNH = q_BTNH * jnp.asarray(scale, q_BTNH.dtype)
   scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
   scores_BNTS = soft_cap(scores_BNTS, cap)
-  scores_BNTS = jnp.where(seen_BTS[:, None], scores_BNTS, jnp.finfo(wide).min)
+  # Added and not selected: the gradient needs no mask then, which each layer would keep.
+  unseen_BTS = jnp.where(seen_BTS, 0, jnp.finfo(wide).min).astype(wide)
+  scores_BNTS = scores_BNTS + unseen_BTS[:, None]
   weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
   return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
 

@@ -16,9 +16,9 @@ from models.attention import Cache, blocks_of, causal_attention, remember, rotat
 from models.dtypes import wide_dtype
 from models.layers import Layer, Rows
 from models.tables import legend, padded_vocabulary
-from partitioning.constraints import constrain
+from partitioning.constraints import constrain, together
 from partitioning.regions import gathered_products, scattered_lookup, scattered_product
-from partitioning.ring import Scores, axes, ring_attention
+from partitioning.ring import Scores, ring_attention, splitting
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
 
@@ -263,9 +263,10 @@ class Attention(nnx.Module):
     given = {"scale": self.scale, "cap": self.cap}
     if self.splash and cache is None:
       return splash.attention(q_BTNH, k_BSNH, v_BSNH, segments, **given), None
-    whole = cache is None and not axes()
+    whole = cache is None and not splitting()
+    q_BTNH, (slots_BT, segments) = together(q_BTNH, (rows.slots_BT, segments))
     mixed_BTNH = causal_attention(
-      *(q_BTNH, k_BSNH, v_BSNH, rows.slots_BT, segments),
+      *(q_BTNH, k_BSNH, v_BSNH, slots_BT, segments),
       window=layer.window,
       blocks=blocks_of(q_BTNH.shape[1]) if whole else 1,
       **given,

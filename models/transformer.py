@@ -112,10 +112,8 @@ class Transformer(nnx.Module):
     None where the sequence is not split, or where keys and values are gathered instead.
     """
     count = ring.parts() if ring.axes() else 1
-    kind = self.context_attention
-    if kind == "auto":
-      kind = "ring" if ring.favoured(length, count, *self.heads) else "gather"
-    return ring.balanced(length, count) if count > 1 and kind == "ring" else None
+    goes_round = count > 1 and ring.chosen(self.context_attention, length, count, *self.heads)
+    return ring.balanced(length, count) if goes_round else None
 
   def __call__(
     self,

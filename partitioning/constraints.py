@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -121,3 +122,18 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
   if resolved.failures:
     raise ValueError(f"activation {letters} of shape {x.shape}: " + "; ".join(resolved.failures))
   return jax.lax.with_sharding_constraint(x, resolved.spec)
+
+
+def together(x: jax.Array, facts: Any) -> tuple[jax.Array, Any]:
+  """Returns both as they are; `facts` count as computed from `x` from here on.
+
+  For what masks are made of. Where it follows from no parameter and no activation, JAX computes it
+  and all that follows from it alone before a scan over layers or rounds, and hands it in: a mask
+  then is there as an array of the size of all scores, of every round, for each of its uses (as
+  seen in jaxprs of jax 0.10.2).
+
+  Args:
+    x: an activation.
+    facts: a tree of arrays.
+  """
+  return jax.lax.optimization_barrier((x, facts))

@@ -11,7 +11,7 @@ for it are a device's own queries, keys, values and results, and never the score
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from partitioning.constraints import current_layout
+from partitioning.constraints import current_layout, together
 from partitioning.dims import Axes, resolve
 
 # Operations that an accelerator makes while it sends a byte: from 2,190 (TPU v5e: 197e12 / 90e9) to
@@ -55,12 +55,18 @@ class Scores:
     return slope * (1 - (scores / self.cap) ** 2) if self.cap else slope
 
 
-def axes() -> Axes:
+def splitting() -> Axes:
   """Returns the axes larger than 1 that split the sequence within a block."""
-  layout, sizes = current_layout("ring attention")
-  if layout.collect or "T" not in layout.legend:
+  layout, sizes = current_layout("attention")
+  if "T" not in layout.legend:
     return ()
   return tuple(axis for axis in layout.table[layout.legend["T"].name] if sizes[axis] > 1)
+
+
+def axes() -> Axes:
+  """Returns the axes along which there is a ring to go round: none while a layout is judged."""
+  layout, _ = current_layout("ring attention")
+  return () if layout.collect else splitting()
 
 
 def parts() -> int:
@@ -86,6 +92,14 @@ def favoured(length: int, count: int, queries: int, keys: int) -> bool:
   """
   divisible = length % (2 * count) == 0
   return divisible and length // count * (queries // keys) >= OPERATIONS_PER_BYTE
+
+
+def chosen(kind: str, length: int, count: int, queries: int, keys: int) -> bool:
+  """Tells whether keys and values go round, by `model.context_attention` and what `favoured` takes.
+
+  Where they do not, they are gathered.
+  """
+  return kind == "ring" or (kind == "auto" and favoured(length, count, queries, keys))
 
 
 def balanced(length: int, count: int) -> np.ndarray:
@@ -135,6 +149,7 @@ def ring_attention(
   slots_T = jnp.asarray(balanced(q_BTNH.shape[1], parts()))
   serving_N = jnp.arange(q_BTNH.shape[2], dtype=jnp.int32) // (q_BTNH.shape[2] // k_BTKH.shape[2])
   own = _Own(slots_T, None if same else serving_N, segments_BT, window)
+  q_BTNH, own = together(q_BTNH, own)
   lie = PartitionSpec(queries[1]), PartitionSpec(queries[2]), rows, PartitionSpec()
   lie = _Own(*(None if fact is None else spec for fact, spec in zip(own, lie, strict=True)))
 
@@ -241,6 +256,13 @@ class _Ring:
     )
 
 
+def _own_pairs(length: int) -> Iterator[tuple[slice, slice]]:
+  """Yields queries and keys of a device's own: its early queries see none of its late keys."""
+  half = length // 2
+  yield slice(0, half), slice(0, half)
+  yield slice(half, None), _WHOLE
+
+
 def _seen(own: _Own, rows: slice, columns: slice, slots_S, segments_BS) -> jax.Array:
   """Returns bool, (B or 1) T S: which of some keys each of some queries sees."""
   q_slots, k_slots = own.slots_T[rows, None], slots_S[None, columns]
@@ -279,7 +301,8 @@ def _forward(ring: _Ring, q, k, v, own: _Own):
   lowest = jnp.full_like(weight, jnp.finfo(weight.dtype).min)
   total = zeros((*weight.shape, head)), lowest, weight
   held = _Held(k, v, own.segments_BT)
-  total = add(held, total, _WHOLE, _WHOLE, own.slots_T)
+  for rows, columns in _own_pairs(length):
+    total = add(held, total, rows, columns, own.slots_T)
   (total, _), _ = jax.lax.scan(round_of, (total, held), ring.rounds())
   mixed, largest, weight = total
   out = jnp.swapaxes(mixed / weight[..., None], 1, 2).astype(v.dtype)
@@ -323,7 +346,10 @@ def _backward(ring: _Ring, kept, d_out):
     return (d_q, (held, d_held)), None
 
   held = _Held(k, v, own.segments_BT)
-  d_q, *d_held = gradients(held, _WHOLE, _WHOLE, own.slots_T)
+  sums = tuple(jnp.zeros(x.shape, logs.dtype) for x in (q, k, v))
+  for rows, columns in _own_pairs(q.shape[1]):
+    sums = add(held, sums, rows, columns, own.slots_T)
+  d_q, *d_held = sums
   (d_q, (_, d_held)), _ = jax.lax.scan(round_of, (d_q, (held, d_held)), ring.rounds())
   d_k, d_v = ring.next(d_held)  # home
   return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None

@@ -48,9 +48,10 @@ def _needed(config: ConfigDict, topology: Topology, changed: Mapping[str, Any]) 
   other = copy.deepcopy(config)
   other.update_from_flattened_dict(dict(changed))
   try:
-    return sum(memory.by_formula(target.prepare(other, topology)).values())
+    job = target.prepare(other, topology)
   except ValueError:
     return None
+  return memory.at_once(job, memory.by_formula(job))
 
 
 def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict[str, Any]]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from partitioning import ring
 from partitioning.dims import spec_axes
 from partitioning.layout import bytes_per_device, shard_shape
 from planning import traffic
@@ -174,7 +175,8 @@ def _of_context(job: Job) -> Iterator[Term]:
   heads = model.kv_heads // tensor if model.kv_heads % tensor == 0 else model.kv_heads
   pair = tokens * heads * model.head_size
   times_each = count * model.layers
-  if model.context_attention == "ring":
+  length = config.data.sequence_length
+  if ring.chosen(model.context_attention, length, around, model.heads, model.kv_heads):
     why = "keys, values and their gradients, going round"
     runs = times_each * (6 * (around - 1) + 2)
     yield Term("collective-permute", ("context",), runs, pair, why, narrow)

@@ -1,62 +1,84 @@
 """What a step holds on one device, by formula: to be read beside what the compiler says.
 
-Parameters, gradients and optimizer state follow from the layout. Of the activations, each layer
-keeps what `training.rematerialization` says; the layer that is being computed holds all of its own.
+Parameters, gradients and optimizer state follow from the layout. What the layers keep for the
+backward pass, and what one of them holds meanwhile, is read from the traced gradients of a device's
+part (`planning.held`).
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
-from partitioning.dims import spec_axes
+from partitioning.dims import axes_size, spec_axes
 from partitioning.layout import bytes_per_device, shard_shape
+from planning import held
 from training.job import Job
 
-_LOGITS = "BTV"
+# What is there all the time; and what while the losses, or one layer's gradients, are computed.
+_ALWAYS = ("parameters", "optimizer state", "activations kept")
+_LOSSES = ("logits", "kernel of the logits")
+_LAYER = ("gradients", "activations of one layer", "collective buffers")
 
 
 def by_formula(job: Job) -> dict[str, int]:
-  """Returns part -> bytes per device."""
+  """Returns part -> bytes per device; `at_once` says how much is there at a time."""
   sizes = job.devices.sizes
   parameters = list(job.placements["parameters"].values())
-  held = sum(bytes_per_device(p, sizes) for p in parameters)
+  there = sum(bytes_per_device(p, sizes) for p in parameters)
   optimizer = sum(bytes_per_device(p, sizes) for p in job.placements["optimizer"].values())
+  kept, one = held.by_the_layers(job)
+  sums = 2 if job.config.training.gradient_accumulation_steps > 1 else 1  # and a microbatch's
   return {
-    "parameters": held,
-    "gradients": held,
+    "parameters": there,
+    "gradients": sums * there,
     "optimizer state": optimizer,
-    **_activations(job),
+    "activations kept": kept,
+    "activations of one layer": one,
+    "logits": _logits(job),
+    "kernel of the logits": _unembedding(job),
     "collective buffers": _gathered(job),
   }
 
 
-def _activations(job: Job) -> dict[str, int]:
-  """Returns what the layers keep, what one of them holds meanwhile, and the logits."""
-  found = {"activations kept": 0, "activations of one layer": 0, "logits": 0}
-  layers = job.config.model.get("layers", 1)
-  kind = job.config.training.get("rematerialization", "none")
-  wide = np.dtype("float32").itemsize
-  for one in job.activations.seen:
-    elements = math.prod(shard_shape(one.shape, one.spec, job.devices.sizes))
-    narrow = elements * np.dtype(job.config.training.compute_dtype).itemsize
-    if one.letters == _LOGITS:
-      found["logits"] = max(found["logits"], 2 * elements * wide)  # and their gradient
-    elif one.letters == "BRD":
-      # The residual: each layer keeps the one that it began with.
-      found["activations kept"] = max(found["activations kept"], narrow * layers)
-    elif one.letters.startswith("B"):
-      found["activations of one layer"] += 2 * narrow
-  if kind == "none":
-    found["activations kept"] += found["activations of one layer"] // 2 * layers
-  return found
+def at_once(job: Job, parts: Mapping[str, int]) -> int:
+  """Returns the most bytes that are there at a time, of the parts that `by_formula` gives of a job.
+
+  That is when the losses are computed, or when the last layer's gradients are, for which room for
+  all gradients has been taken. Where microbatches are accumulated, their sum is there all the time.
+  """
+  always = sum(parts[name] for name in _ALWAYS)
+  summed = parts["gradients"] // 2 if job.config.training.gradient_accumulation_steps > 1 else 0
+  losses, layer = (sum(parts[name] for name in names) for names in (_LOSSES, _LAYER))
+  return always + max(summed + losses, layer)
+
+
+def _logits(job: Job) -> int:
+  """Returns the bytes of the logits, which are written once, in the compute dtype."""
+  itemsize = np.dtype(job.config.training.compute_dtype).itemsize
+  seen = [one for one in job.activations.seen if one.letters == "BTV"]
+  return itemsize * max(
+    (math.prod(shard_shape(one.shape, one.spec, job.devices.sizes)) for one in seen), default=0
+  )
+
+
+def _unembedding(job: Job) -> int:
+  """Returns the bytes of the kernel of the logits, gathered and cast, a copy and its gradient."""
+  kernels = {p.letters: p for p in job.placements["parameters"].values() if "V" in p.letters}
+  kernel = kernels.get("DV", kernels.get("VD"))
+  if kernel is None:
+    return 0
+  axes = job.activations.table[job.legend["V"].name]
+  elements = math.prod(kernel.shape) // axes_size(axes, job.devices.sizes)
+  return 3 * elements * np.dtype(job.config.training.compute_dtype).itemsize
 
 
 def _gathered(job: Job) -> int:
-  """Returns the bytes of the largest kernel gathered over fsdp, twice: one is used, one comes."""
+  """Returns the bytes of the largest of a layer's kernels over fsdp: one is used, one comes."""
   itemsize = np.dtype(job.config.training.compute_dtype).itemsize
   sizes, largest = job.devices.sizes, 0
   for placement in job.placements["parameters"].values():
-    if sizes["fsdp"] == 1 or "fsdp" not in spec_axes(placement.spec):
+    if sizes["fsdp"] == 1 or "fsdp" not in spec_axes(placement.spec) or "V" in placement.letters:
       continue
     here = math.prod(shard_shape(placement.shape, placement.spec, sizes)) * sizes["fsdp"]
     if placement.letters.startswith("L"):  # gathered layer by layer

@@ -56,7 +56,7 @@ def _memory(plan: Plan) -> str:
   """Returns the parts by formula, what the compiler says, and the room that there is."""
   room = plan.topology.chip.hbm_bytes
   sizes: dict[str, float] = dict(plan.memory)
-  sizes["by formula, together"] = sum(plan.memory.values())
+  sizes["by formula, most at a time"] = plan.memory_at_once
   if plan.program:
     sizes["the compiler's peak"] = plan.peak_bytes
   sizes[f"what a device of {plan.topology.name} has"] = room

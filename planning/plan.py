@@ -48,7 +48,12 @@ class Plan:
   @property
   def peak_bytes(self) -> int:
     """Returns the most that a device holds: by the compiler, else by formula."""
-    return self.program.peak_bytes if self.program else sum(self.memory.values())
+    return self.program.peak_bytes if self.program else self.memory_at_once
+
+  @property
+  def memory_at_once(self) -> int:
+    """Returns the most that a device holds, by formula: not all parts are there at a time."""
+    return memory.at_once(self.job, self.memory)
 
   @property
   def sent(self) -> tuple[schedule.Sent, ...]:
@@ -126,6 +131,7 @@ class Plan:
       "peak_bytes_per_device": self.peak_bytes,
       "hbm_bytes_per_device": int(self.topology.chip.hbm_bytes),
       "memory": self.memory,
+      "memory_at_once": self.memory_at_once,
       "collectives": [_sent(one) for one in self.sent],
       "step_seconds": {"low": low, "expected": expected, "high": high},
       "tokens_per_second_per_device": self.tokens / expected / self.job.mesh.size,
@@ -184,7 +190,7 @@ def make(
   found = Plan(title, ready, topology, rates, program, held, times, warnings)
   if found.fits:
     return found
-  scale = found.peak_bytes / sum(held.values())
+  scale = found.peak_bytes / found.memory_at_once
   advice = overrides_that_fit(config, ready, topology, scale)
   return dataclasses.replace(found, advice=tuple(advice))
 

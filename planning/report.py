@@ -68,7 +68,7 @@ def _memory(plan: Plan) -> Table:
   table = _table("memory per device", ("part",), ("by formula",))
   for part, size in plan.memory.items():
     table.add_row(part, size_text(size))
-  table.add_row("together", size_text(sum(plan.memory.values())))
+  table.add_row("most at a time", size_text(plan.memory_at_once))
   if plan.program:
     table.add_row("the compiler's peak", size_text(plan.peak_bytes))
   return table

@@ -214,3 +214,40 @@ def test_gradients_of_keys_that_do_not_come_home(monkeypatch):
     lambda self, tree: tree if len(tree) == 2 else following(self, tree),
   )
   assert_caught({})
+
+
+@pytest.mark.parametrize("rematerialization", ["none", "full"])
+def test_nothing_of_a_round_is_kept(rematerialization):
+  keep = {"training.rematerialization": rematerialization}
+  job = make_job("single", "lm", **{**LONG, "mesh.context": 4, **keep})
+  with job.tracing():
+    key = jax.random.key(0)
+    traced = jax.make_jaxpr(job.program.gradients)(job.program.params, job.batch, key)
+  rounds = [one for one in equations(traced.jaxpr) if one.params.get("length") == 3]
+  assert rounds
+  assert all(len(one.outvars) == one.params["num_carry"] for one in rounds)
+
+
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+def test_no_mask_is_handed_to_the_layers(kind):
+  job = make_job("single", "lm", **{**LONG, "mesh.context": 4, "model.context_attention": kind})
+  with job.tracing():
+    key = jax.random.key(0)
+    traced = jax.make_jaxpr(job.program.gradients)(job.program.params, job.batch, key)
+  layers = [one for one in traced.jaxpr.eqns if one.params.get("length") == 2]
+  assert len(layers) == 2
+  for one in layers:
+    given = [x.aval for x in one.invars[: one.params["num_consts"]] if hasattr(x, "aval")]
+    masks = [x.size for x in given if x.dtype in (bool, "int32")]
+    assert all(size <= job.config.data.sequence_length for size in masks), masks
+
+
+def equations(jaxpr):
+  """Yields all equations, those inside of others too."""
+  for one in jaxpr.eqns:
+    yield one
+    for value in one.params.values():
+      for inner in value if isinstance(value, (tuple, list)) else [value]:
+        inner = getattr(inner, "jaxpr", inner)
+        if hasattr(inner, "eqns"):
+          yield from equations(inner)

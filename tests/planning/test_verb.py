@@ -33,7 +33,7 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
   found = json.loads((tmp_path / "plan.json").read_text())
   assert found.keys() >= KEYS
   assert found["compiled"] is False
-  assert found["peak_bytes_per_device"] == sum(found["memory"].values())
+  assert found["peak_bytes_per_device"] == found["memory_at_once"] < sum(found["memory"].values())
   low, expected, high = (found["step_seconds"][key] for key in ("low", "expected", "high"))
   assert 0 < low < expected < high
   assert found["mfu_causal"] < found["mfu"] < 1

@@ -1,0 +1,123 @@
+r"""What `plan` says of memory by formula, beside what the compiler says, for configs of all kinds.
+
+  pip install -r requirements-plan.txt
+  python benchmarks/plan_memory.py [--only=gpt2] [--write]
+
+Compiles the train step of each config for its TPUs (about a minute each on two cores, no TPU) and
+prints formula / compiler; --write writes docs/planner_memory.md. Exits with 1 where fewer than a
+dozen are within 10 %.
+"""
+
+import dataclasses
+import os
+import pathlib
+import sys
+from typing import Any
+
+from absl import app, flags
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from configs import single
+from planning import launching, memory, target
+from planning.topologies import parse
+
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "planner_memory.md"
+_ONLY = flags.DEFINE_string("only", "", "Configs whose name has this in it.")
+_WRITE = flags.DEFINE_bool("write", False, "Write docs/planner_memory.md.")
+LEAST, WITHIN = 12, 0.1
+CHUNKS = {"training.loss_chunks": 8}
+REGIONS = {"partitioning.sequence_parallel": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A config: preset, devices, mesh, rows of the global batch, tokens of a row, and what else."""
+
+  model: str
+  topology: str
+  mesh: dict[str, int]
+  rows: int
+  length: int
+  rematerialization: str
+  more: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def name(self) -> str:
+    """Returns it as a person reads it."""
+    mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+    more = "".join(f", {key.partition('.')[2]}={value}" for key, value in self.more.items())
+    return f"{self.model}, {self.topology}, {mesh}, {self.rows} x {self.length}, " + (
+      f"{self.rematerialization}{more}"
+    )
+
+
+V5P = "v5p:4x4x4"
+CASES = (
+  Case("gpt2_124m", "v5e:4x2", {"data": 8}, 64, 1024, "full"),
+  Case("gpt2_124m", "v5e:4x2", {"fsdp": 8}, 32, 1024, "none"),
+  Case("gpt2_124m", "v5e:4x2", {"data": 2, "tensor": 4}, 32, 1024, "dots"),
+  Case("qwen3_0_6b", "v5e:4x4", {"fsdp": 16}, 64, 4096, "full"),
+  Case("qwen3_0_6b", "v6e:4x2", {"data": 2, "fsdp": 2, "tensor": 2}, 16, 2048, "dots"),
+  Case("gemma3_1b", "v6e:4x2", {"fsdp": 8}, 32, 4096, "full", CHUNKS),
+  Case("mistral_7b", V5P, {"fsdp": 16, "tensor": 4}, 64, 8192, "full"),
+  Case("mistral_7b", V5P, {"fsdp": 16, "tensor": 4}, 64, 8192, "full", {**CHUNKS, **REGIONS}),
+  Case("llama3_8b", V5P, {"fsdp": 64}, 64, 8192, "full"),
+  Case("llama3_8b", V5P, {"fsdp": 64}, 64, 8192, "full", CHUNKS),
+  Case("llama3_8b", V5P, {"fsdp": 16, "context": 4}, 32, 16384, "full", CHUNKS),
+  Case(
+    *("llama3_8b", "v6e:8x8", {"data": 4, "fsdp": 16}, 256, 2048, "full"),
+    {"training.gradient_accumulation_steps": 4},
+  ),
+  Case("qwen3_8b", V5P, {"fsdp": 32, "tensor": 2}, 64, 4096, "dots"),
+  Case("llama2_7b", V5P, {"data": 2, "fsdp": 32}, 64, 4096, "none"),
+)
+
+
+def measured(case: Case) -> tuple[int, int]:
+  """Returns bytes per device: by formula, by the compiler."""
+  config = single.get_config(f"model={case.model},data=python_source")
+  keys = {f"mesh.{axis}": size for axis, size in case.mesh.items()} | case.more
+  keys |= {"data.global_batch_size": case.rows, "data.sequence_length": case.length}
+  config.update_from_flattened_dict({**keys, "training.rematerialization": case.rematerialization})
+  job = target.prepare(config, parse(case.topology))
+  return memory.at_once(job, memory.by_formula(job)), target.compile_step(job).peak_bytes
+
+
+def page(lines: list[str], close: int) -> str:
+  """Returns docs/planner_memory.md."""
+  return "\n".join(
+    [
+      "# Memory by formula, beside the compiler's",
+      "",
+      "Written by `python benchmarks/plan_memory.py --write`; do not edit. Bytes per device of the",
+      "train step compiled for TPUs that are not there: the compiler's peak, and the most that",
+      f"`planning/memory.py` says is there at a time. {close} of {len(lines)} are within "
+      f"{100 * WITHIN:.0f} %.",
+      "",
+      "| model, devices, mesh, rows x tokens, rematerialization | formula | compiler | ratio |",
+      "| --- | --- | --- | --- |",
+      *lines,
+      "",
+    ]
+  )
+
+
+def main(argv: list[str]) -> int:
+  """Compiles every config; returns the exit code."""
+  del argv
+  lines, close = [], 0
+  for case in CASES:
+    if _ONLY.value in case.name:
+      formula, compiler = measured(case)
+      close += abs(formula / compiler - 1) <= WITHIN
+      lines.append(f"| {case.name} | {formula:,} | {compiler:,} | {formula / compiler:.2f} |")
+      print(lines[-1], flush=True)
+  if _WRITE.value:
+    PAGE.write_text(page(lines, close))
+  return 0 if close >= min(LEAST, len(lines)) else 1
+
+
+if __name__ == "__main__":
+  os.environ.update(launching.ENVIRONMENT)  # before the compiler for TPUs is loaded
+  app.run(main)

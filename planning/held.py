@@ -1,0 +1,240 @@
+"""What the layers hold, read from the gradients of one device's part as JAX traces them.
+
+What a layer keeps for the backward pass are the results that its scan stacks. What one layer holds
+while its gradients are computed follows from the life of each array in the body of the scan that
+goes back. Products, sums, gathers and kernels write their results; what is elementwise is computed
+where it is used, as XLA fuses it, and holds what it is computed from, or itself where that is less.
+"""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+from ml_collections import ConfigDict
+
+from partitioning import ring
+from partitioning.constraints import activation_layout
+from partitioning.dims import axes_size
+from training.job import MODELS, Job
+from training.step import make_program
+
+# Primitives whose results are written.
+_WRITTEN = {
+  *("dot_general", "conv_general_dilated", "pallas_call", "gather", "scatter", "scatter-add"),
+  *("scan", "while", "sort", "cumsum", "concatenate", "reduce_sum", "reduce_max"),
+}
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CLOSED = {"scan", "while", "pallas_call"}  # what is inside of them is not looked at
+
+
+def by_the_layers(job: Job) -> tuple[int, int]:
+  """Returns the bytes that all layers keep, and the most that one holds besides meanwhile.
+
+  Of a model without a scan over layers 0 and the most that all of it holds.
+  """
+  config, share = _part(job)
+  jaxpr = _gradients(job, config)
+  layers = config.model.get("layers", 0)
+  scans = [
+    one.params
+    for one in _every(jaxpr)
+    if one.primitive.name == "scan" and one.params["length"] == layers
+  ]
+  if not scans:
+    return 0, int(share * _most_at_once(jaxpr, 0, 0, 0))
+  forward = [one for one in _every(jaxpr) if _is_forward(one, layers)]
+  kept = max(
+    sum(_bytes(job, config, x) for x in one.outvars[one.params["num_carry"] :]) for one in forward
+  )
+  most = max(
+    _most_at_once(one["jaxpr"].jaxpr, one["num_consts"], one["num_carry"], one["num_carry"])
+    for one in scans
+    if one["reverse"]
+  )
+  return int(share * kept), int(share * most)
+
+
+def _is_forward(equation: core.JaxprEqn, layers: int) -> bool:
+  params = equation.params
+  scan = equation.primitive.name == "scan" and params["length"] == layers
+  return scan and not params["reverse"]
+
+
+def _part(job: Job) -> tuple[ConfigDict, float]:
+  """Returns the config of what one device computes, and its tokens as a share of that config's.
+
+  Where `context` gathers keys and values, its part of the queries of all rows makes as many scores
+  as whole rows of which there are fewer; a ring meets half of its keys at a time.
+  """
+  config, legend = copy.deepcopy(job.config), job.legend
+  model, data = config.model, config.data
+  table, sizes = job.activations.table, job.devices.sizes
+
+  def parts(letter: str) -> int:
+    return axes_size(table[legend[letter].name], sizes) if letter in legend else 1
+
+  rows = data.global_batch_size / parts("B") / config.training.gradient_accumulation_steps
+  with config.unlocked():
+    config.training.gradient_accumulation_steps = 1
+    for name, letter in (("feedforward_size", "F"), ("heads", "N")):
+      if name in model:
+        model[name] = max(1, model[name] // parts(letter))
+    if "kv_heads" in model:
+      split = model.kv_heads // parts("K") if model.kv_heads % parts("K") == 0 else model.kv_heads
+      model.kv_heads = math.gcd(split, model.heads)
+    if (around := parts("T")) > 1:
+      length, heads = data.sequence_length, (job.config.model.heads, job.config.model.kv_heads)
+      if ring.chosen(model.context_attention, length, around, *heads):
+        data.sequence_length, rows = length // (2 * around), 2 * rows  # half of the scores
+      else:
+        rows /= around
+    data.global_batch_size = max(1, int(rows))
+  return config, rows / data.global_batch_size
+
+
+def _gradients(job: Job, config: ConfigDict) -> Any:
+  """Returns the jaxpr of the gradients of a batch, as one device would compute them alone."""
+  program = make_program(config)
+  names = {"B": config.data.global_batch_size, "T": config.data.sequence_length}
+  batch = {}
+  for name, placement in job.placements["batch"].items():
+    name = name.removeprefix("batch/")
+    whole = job.batch[name]
+    shape = tuple(
+      names.get(letter, size) for letter, size in zip(placement.letters, whole.shape, strict=True)
+    )
+    batch[name] = jax.ShapeDtypeStruct(shape, whole.dtype)
+  key = jax.eval_shape(jax.random.key, 0)
+  legend, table = MODELS[config.model.name].legend(config), config.partitioning.activations
+  with jax.set_mesh(job.mesh), activation_layout(legend, table, collect=True):
+    return jax.make_jaxpr(program.gradients)(program.params, batch, key).jaxpr
+
+
+def _every(jaxpr: Any) -> Iterator[core.JaxprEqn]:
+  """Yields all equations, those inside of others too."""
+  for equation in jaxpr.eqns:
+    yield equation
+    for value in equation.params.values():
+      for inner in value if isinstance(value, (tuple, list)) else [value]:
+        inner = getattr(inner, "jaxpr", inner)
+        if hasattr(inner, "eqns"):
+          yield from _every(inner)
+
+
+def _bytes(job: Job, config: ConfigDict, x: Any) -> float:
+  """Returns the bytes of what a scan stacks; in sequence-parallel regions a residual is split."""
+  regions = config.partitioning.sequence_parallel and x.aval.shape[-1] == config.model.model_size
+  return _size(x) / (job.devices.sizes["tensor"] if regions else 1)
+
+
+def _size(x: Any) -> int:
+  """Returns the bytes of a variable; of what has none (a random key) 0."""
+  itemsize = getattr(getattr(x.aval, "dtype", None), "itemsize", 0)
+  return math.prod(getattr(x.aval, "shape", ())) * itemsize
+
+
+@dataclasses.dataclass
+class _Line:
+  """An equation, with its variables named over all bodies: what it reads, what it gives."""
+
+  name: str
+  read: list[int]
+  given: list[int]
+  sizes: list[int]
+
+
+@dataclasses.dataclass
+class _Names:
+  """Names the variables of a body and of those that it calls.
+
+  Attributes:
+    lines: the equations met, in order.
+    count: names given.
+  """
+
+  lines: list[_Line] = dataclasses.field(default_factory=list)
+  count: int = 0
+
+  def fresh(self) -> int:
+    """Returns a new name."""
+    self.count += 1
+    return self.count
+
+  def walk(self, jaxpr: Any, names: dict[Any, int]) -> list[int]:
+    """Adds the lines of a body; returns the names of its results."""
+
+    def get(x: Any) -> int:
+      return 0 if isinstance(x, core.Literal) else names.get(x, 0)
+
+    for equation in jaxpr.eqns:
+      read, inner = list(map(get, equation.invars)), _inner(equation)
+      if inner is None:
+        given = [self.fresh() for _ in equation.outvars]
+        sizes = list(map(_size, equation.outvars))
+        self.lines.append(_Line(equation.primitive.name, read, given, sizes))
+      else:
+        passed = read[len(read) - len(inner.invars) :]
+        given = self.walk(inner, dict(zip(inner.invars, passed, strict=True)))
+      names.update(zip(equation.outvars, given, strict=True))
+    return list(map(get, jaxpr.outvars))
+
+
+def _inner(equation: core.JaxprEqn) -> Any:
+  """Returns the body that an equation runs; None where it is a primitive."""
+  if equation.primitive.name in _CLOSED:
+    return None
+  if equation.primitive.name == "cond":
+    return equation.params["branches"][0].jaxpr
+  found = next((equation.params[name] for name in _BODIES if name in equation.params), None)
+  return getattr(found, "jaxpr", found)
+
+
+def _most_at_once(jaxpr: Any, constants: int, carried: int, results: int) -> int:
+  """Returns the most bytes that a body holds at a time, but for what it is given.
+
+  Args:
+    jaxpr: a body.
+    constants: of its arguments, which come first.
+    carried: arguments behind them that count as the body's own.
+    results: which are held to the end; the others are written away as they come.
+  """
+  found = _Names()
+  names = {x: found.fresh() for x in jaxpr.invars}
+  sizes: dict[int, int] = {}
+  of: dict[int, set[int]] = {0: set()}  # name -> what is held while it is needed
+  own = [names[x] for x in jaxpr.invars[constants : constants + carried]]
+  for x, name in names.items():
+    of[name] = {name} if name in own else set()
+    if name in own:
+      sizes[name] = _size(x)
+  last = found.walk(jaxpr, names)[:results]
+  for line in found.lines:
+    behind = set().union(*(of.get(name, set()) for name in line.read))
+    for name, size in zip(line.given, line.sizes, strict=True):
+      written = line.name in _WRITTEN or size < sum(sizes[x] for x in behind)
+      of[name] = {name} if written else behind
+      if written:
+        sizes[name] = size
+  return _peak(found.lines, sizes, of, own, last)
+
+
+def _peak(
+  lines: list[_Line],
+  sizes: dict[int, int],
+  of: dict[int, set[int]],
+  first: list[int],
+  last: list[int],
+) -> int:
+  """Returns the largest sum of the sizes of what is alive."""
+  ends = {x: at for at, line in enumerate(lines) for name in line.read for x in of.get(name, ())}
+  ends |= {x: len(lines) for name in last for x in of.get(name, ())}
+  alive, most = set(first), 0
+  for at, line in enumerate(lines):
+    alive |= {name for name in line.given if name in sizes}
+    most = max(most, sum(sizes[x] for x in alive))
+    alive = {x for x in alive if ends.get(x, -1) > at}
+  return most

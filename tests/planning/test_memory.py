@@ -1,0 +1,89 @@
+"""What a step holds, by formula, beside sums made by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from planning import held, memory
+from tests.jobs import make_job
+
+# Of the small decoder: rows, tokens, model, heads, key/value heads, head, feed-forward, layers.
+B, T, D, N, K, H, F, L = 16, 12, 40, 8, 4, 6, 56, 2
+FULL = {"training.rematerialization": "full"}
+WIDE = 4  # bytes
+
+
+def kept(strategy, **overrides):
+  return held.by_the_layers(make_job(strategy, "lm", **overrides))[0]
+
+
+def test_full_rematerialization_keeps_the_residual_of_each_layer():
+  assert kept("single", **FULL) == L * B * T * D * WIDE
+  assert kept("dp8", **FULL) == L * B * T * D * WIDE // 8
+  assert kept("dp4_tp2", **FULL) == L * B * T * D * WIDE // 4
+  regions = {"partitioning.sequence_parallel": True}
+  assert kept("dp4_tp2", **FULL, **regions) == L * B * T * D * WIDE // 8
+  accumulated = {"training.gradient_accumulation_steps": 2}
+  assert kept("dp4_tp2", **FULL, **accumulated) == L * B * T * D * WIDE // 8
+  split = {"mesh.context": 2, "model.context_attention": "gather"}
+  assert kept("single", **FULL, **split) == L * B * T * D * WIDE // 2
+
+
+def test_dots_keep_the_products_that_the_backward_pass_reads():
+  dots = {"training.rematerialization": "dots"}
+  products = (N + 2 * K) * H // 2 + D + 2 * F // 2  # queries, keys, values; out; gate, up
+  assert kept("dp4_tp2", **dots) == L * B // 4 * T * (D + products) * WIDE
+
+
+def test_nothing_recomputed_keeps_more():
+  assert kept("dp4_tp2") > kept("dp4_tp2", **{"training.rematerialization": "dots"})
+
+
+def test_scores_are_what_one_layer_holds_of_long_rows():
+  long = {**FULL, "data.sequence_length": 256, "data.global_batch_size": 1}
+  [one, split] = (
+    held.by_the_layers(make_job("single", "lm", **long, **more))[1]
+    for more in ({}, {"mesh.context": 2, "model.context_attention": "gather"})
+  )
+  scores = N * 256 * 256 * WIDE
+  assert one > 5 / 8 * scores  # in four blocks
+  assert scores < split < 3 * scores  # of half of the queries: with their gradients
+
+
+@pytest.mark.parametrize("recipe", ["mlp", "mlp_tutorial"])
+def test_without_layers_all_of_a_model_is_one(recipe):
+  of_all, one = held.by_the_layers(make_job("dp8", recipe))
+  assert of_all == 0
+  assert one >= 2 * (40 + 56) * WIDE
+
+
+def test_what_is_elementwise_is_computed_where_it_is_read():
+  def chain(x, first, second):
+    return jnp.tanh(jnp.tanh(x @ first)) @ second
+
+  sizes = (8, 16), (16, 32), (32, 4)
+  jaxpr = jax.make_jaxpr(chain)(*map(jnp.zeros, sizes)).jaxpr
+  # The first product is there, for the second one's argument, and so is the second.
+  assert held._most_at_once(jaxpr, 0, 0, 0) == (8 * 32 + 8 * 4) * WIDE
+  # x counts too where it is the body's own, until it has been read.
+  assert held._most_at_once(jaxpr, 0, 1, 1) == (8 * 32 + 8 * 16) * WIDE
+
+
+def test_a_narrower_copy_replaces_what_it_is_made_of():
+  def cast(x, first):
+    y = (x @ first).astype(jnp.bfloat16)
+    z = jnp.sum(x)
+    return jnp.dot(y, y.T) * z.astype(jnp.bfloat16)
+
+  jaxpr = jax.make_jaxpr(cast)(jnp.zeros((8, 16)), jnp.zeros((16, 64))).jaxpr
+  assert held._most_at_once(jaxpr, 0, 0, 0) == 8 * 64 * (WIDE + 2)
+
+
+def test_not_all_is_there_at_a_time():
+  job = make_job("dp4_tp2", "lm")
+  parts = memory.by_formula(job)
+  most = memory.at_once(job, parts)
+  assert most < sum(parts.values())
+  assert most > sum(parts[name] for name in ("parameters", "optimizer state", "activations kept"))
+  accumulated = make_job("dp4_tp2", "lm", **{"training.gradient_accumulation_steps": 2})
+  assert memory.by_formula(accumulated)["gradients"] == 2 * parts["gradients"]
