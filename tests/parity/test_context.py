@@ -69,6 +69,14 @@ def test_with_everything_else():
   assert_equal(train("lm", "float64", overrides), reference("lm", "float64", True), "float64")
 
 
+def test_rows_so_long_that_one_device_takes_them_in_blocks():
+  long = {"data.sequence_length": 128, "data.global_batch_size": 8}
+  split = {**MESHES["fsdp2_context2_tensor2"], "model.context_attention": "gather"}
+  one, whole = train("lm", "float64", long), {"mesh.fsdp": 2, "mesh.tensor": 4}
+  for mesh in (split, whole):
+    assert_equal(train("lm", "float64", {**long, **mesh}), one, "float64")
+
+
 def test_in_float32():
   ours = train("lm", "float32", {**MESHES["fsdp2_context2_tensor2"], **RING})
   assert_equal(ours, reference("lm", "float32"), "float32")
