@@ -61,8 +61,8 @@ ROWS = (
   ),
   Row(
     *("llama2_70b", "v5p:8x8x8", 1, 4096, "dots", 692, "65.4 % (scores in full)"),
-    "keeps all products but the MLP's first; ours keeps all, for which 4 rows per device would take "
-    "215 GiB, so it has 1",
+    "keeps all products but the MLP's first; ours keeps all, for which 4 rows per device would "
+    "take 215 GiB, so it has 1",
   ),
   Row(
     *("llama2_70b", "v6e:16x16", 3, 4096, "full", 900, "43.8 %"),
