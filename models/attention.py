@@ -161,8 +161,8 @@ def _attend(
   scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
   scores_BNTS = soft_cap(scores_BNTS, cap)
   # Added and not selected: the gradient needs no mask then, which each layer would keep.
-  unseen_BTS = jnp.where(seen_BTS, 0, jnp.finfo(wide).min).astype(wide)
-  scores_BNTS = scores_BNTS + unseen_BTS[:, None]
+  lowest = jnp.asarray(jnp.finfo(wide).min, wide)
+  scores_BNTS = scores_BNTS + jnp.where(seen_BTS, jnp.zeros_like(lowest), lowest)[:, None]
   weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
   return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
 

@@ -38,30 +38,30 @@ def by_the_layers(job: Job) -> tuple[int, int]:
   """
   config, share = _part(job)
   jaxpr = _gradients(job, config)
-  layers = config.model.get("layers", 0)
-  scans = [
-    one.params
-    for one in _every(jaxpr)
-    if one.primitive.name == "scan" and one.params["length"] == layers
-  ]
-  if not scans:
+  forward, back = (
+    _scan(jaxpr, config.model.get("layers", 0), reverse=way) for way in (False, True)
+  )
+  if back is None:
     return 0, int(share * _most_at_once(jaxpr, 0, 0, 0))
-  forward = [one for one in _every(jaxpr) if _is_forward(one, layers)]
-  kept = max(
-    sum(_bytes(job, config, x) for x in one.outvars[one.params["num_carry"] :]) for one in forward
-  )
-  most = max(
-    _most_at_once(one["jaxpr"].jaxpr, one["num_consts"], one["num_carry"], one["num_carry"])
-    for one in scans
-    if one["reverse"]
-  )
+  stacked = forward.outvars[forward.params["num_carry"] :]
+  kept = sum(_bytes(job, config, x) for x in stacked)
+  constants, carried = back.params["num_consts"], back.params["num_carry"]
+  most = _most_at_once(back.params["jaxpr"].jaxpr, constants, carried, carried)
   return int(share * kept), int(share * most)
 
 
-def _is_forward(equation: core.JaxprEqn, layers: int) -> bool:
-  params = equation.params
-  scan = equation.primitive.name == "scan" and params["length"] == layers
-  return scan and not params["reverse"]
+def _scan(jaxpr: Any, layers: int, *, reverse: bool) -> core.JaxprEqn | None:
+  """Returns the scan over the layers; None where there is none.
+
+  Of several of that length (chunks of the loss, rounds of a ring) it is given the most: parameters.
+  """
+  found = [
+    one
+    for one in _every(jaxpr)
+    if one.primitive.name == "scan"
+    and (one.params["length"], one.params["reverse"]) == (layers, reverse)
+  ]
+  return max(found, key=lambda one: len(one.invars), default=None)
 
 
 def _part(job: Job) -> tuple[ConfigDict, float]:

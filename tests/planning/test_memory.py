@@ -35,6 +35,14 @@ def test_dots_keep_the_products_that_the_backward_pass_reads():
   assert kept("dp4_tp2", **dots) == L * B // 4 * T * (D + products) * WIDE
 
 
+def test_as_many_chunks_of_the_loss_as_layers_are_no_layers():
+  [two, three] = (
+    held.by_the_layers(make_job("single", "lm", **FULL, **{"training.loss_chunks": chunks}))
+    for chunks in (L, 3)
+  )
+  assert two == three
+
+
 def test_nothing_recomputed_keeps_more():
   assert kept("dp4_tp2") > kept("dp4_tp2", **{"training.rematerialization": "dots"})
 
