@@ -43,10 +43,10 @@ def by_the_layers(job: Job) -> tuple[int, int]:
   )
   if back is None:
     return 0, int(share * _most_at_once(jaxpr, 0, 0, 0))
-  stacked = forward.outvars[forward.params["num_carry"] :]
-  kept = sum(_bytes(job, config, x) for x in stacked)
-  constants, carried = back.params["num_consts"], back.params["num_carry"]
-  most = _most_at_once(back.params["jaxpr"].jaxpr, constants, carried, carried)
+  _, carried = _whole(forward)
+  kept = sum(_bytes(job, config, x) for x in forward.outvars[carried:])
+  constants, carried = _whole(back)
+  most = _most_at_once(_body(back), constants, carried, carried)
   return int(share * kept), int(share * most)
 
 
@@ -62,6 +62,26 @@ def _scan(jaxpr: Any, layers: int, *, reverse: bool) -> core.JaxprEqn | None:
     and (one.params["length"], one.params["reverse"]) == (layers, reverse)
   ]
   return max(found, key=lambda one: len(one.invars), default=None)
+
+
+def _body(scan: core.JaxprEqn) -> Any:
+  inner = scan.params["jaxpr"]
+  return getattr(inner, "jaxpr", inner)
+
+
+def _whole(scan: core.JaxprEqn) -> tuple[int, int]:
+  """Returns how many arguments are the same in each turn, and how many are carried on.
+
+  Told by their shapes, which for the others are of all turns: the parameters that say it have had
+  several names in JAX.
+  """
+  body = _body(scan)
+  given, results = ((scan.invars, body.invars), (scan.outvars, body.outvars))
+  same, carried = (
+    sum(x.aval.shape == y.aval.shape for x, y in zip(*pair, strict=True))
+    for pair in (given, results)
+  )
+  return same - carried, carried
 
 
 def _part(job: Job) -> tuple[ConfigDict, float]:
