@@ -54,11 +54,12 @@ def row_9(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
     attempt.does = f"{count} process(es): {verb} with {other}"
     workdir = saved()
     before = contents(workdir)
-    command = [verb, f"--workdir={workdir}"]
-    if verb == "initialize":
-      command = ["train", f"--workdir={attempt.folder / 'new'}"]
+    fresh = verb == "initialize"
+    where = attempt.folder / "new" if fresh else workdir
+    command = ["train" if fresh else verb, f"--workdir={where}", *SINGLE]
+    if fresh:
       command.append(f"--config.checkpoint.initialize_from={workdir}")
-    command += [*SINGLE, "--config.training.steps=4", f"--config.{other}"]
+    command += ["--config.training.steps=4", f"--config.{other}"]
     ended = starting.start(count, *command)
     assert [one.code for one in ended] == [2] * count, [one.code for one in ended]
     said = "".join(one.err for one in ended)
