@@ -81,7 +81,7 @@ def measured(case: Case) -> tuple[int, int]:
   keys |= {"data.global_batch_size": case.rows, "data.sequence_length": case.length}
   config.update_from_flattened_dict({**keys, "training.rematerialization": case.rematerialization})
   job = target.prepare(config, parse(case.topology))
-  return memory.at_once(job, memory.by_formula(job)), target.compile_step(job).peak_bytes
+  return memory.at_once(memory.by_formula(job)), target.compile_step(job).peak_bytes
 
 
 def page(lines: list[str], close: int) -> str:

@@ -51,7 +51,7 @@ def _needed(config: ConfigDict, topology: Topology, changed: Mapping[str, Any]) 
     job = target.prepare(other, topology)
   except ValueError:
     return None
-  return memory.at_once(job, memory.by_formula(job))
+  return memory.at_once(memory.by_formula(job))
 
 
 def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict[str, Any]]]:

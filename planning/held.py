@@ -43,10 +43,10 @@ def by_the_layers(job: Job) -> tuple[int, int]:
   )
   if back is None:
     return 0, int(share * _most_at_once(jaxpr, 0, 0, 0))
-  _, carried = _whole(forward)
+  _, carried = fixed_and_carried(forward)
   kept = sum(_bytes(job, config, x) for x in forward.outvars[carried:])
-  constants, carried = _whole(back)
-  most = _most_at_once(_body(back), constants, carried, carried)
+  constants, carried = fixed_and_carried(back)
+  most = _most_at_once(body(back), constants, carried, carried)
   return int(share * kept), int(share * most)
 
 
@@ -57,29 +57,29 @@ def _scan(jaxpr: Any, layers: int, *, reverse: bool) -> core.JaxprEqn | None:
   """
   found = [
     one
-    for one in _every(jaxpr)
+    for one in equations(jaxpr)
     if one.primitive.name == "scan"
     and (one.params["length"], one.params["reverse"]) == (layers, reverse)
   ]
   return max(found, key=lambda one: len(one.invars), default=None)
 
 
-def _body(scan: core.JaxprEqn) -> Any:
+def body(scan: core.JaxprEqn) -> Any:
+  """Returns the jaxpr of what a scan does in a turn."""
   inner = scan.params["jaxpr"]
   return getattr(inner, "jaxpr", inner)
 
 
-def _whole(scan: core.JaxprEqn) -> tuple[int, int]:
+def fixed_and_carried(scan: core.JaxprEqn) -> tuple[int, int]:
   """Returns how many arguments are the same in each turn, and how many are carried on.
 
   Told by their shapes, which for the others are of all turns: the parameters that say it have had
   several names in JAX.
   """
-  body = _body(scan)
-  given, results = ((scan.invars, body.invars), (scan.outvars, body.outvars))
+  turn = body(scan)
   same, carried = (
     sum(x.aval.shape == y.aval.shape for x, y in zip(*pair, strict=True))
-    for pair in (given, results)
+    for pair in ((scan.invars, turn.invars), (scan.outvars, turn.outvars))
   )
   return same - carried, carried
 
@@ -134,7 +134,7 @@ def _gradients(job: Job, config: ConfigDict) -> Any:
     return jax.make_jaxpr(program.gradients)(program.params, batch, key).jaxpr
 
 
-def _every(jaxpr: Any) -> Iterator[core.JaxprEqn]:
+def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
   """Yields all equations, those inside of others too."""
   for equation in jaxpr.eqns:
     yield equation
@@ -142,7 +142,7 @@ def _every(jaxpr: Any) -> Iterator[core.JaxprEqn]:
       for inner in value if isinstance(value, (tuple, list)) else [value]:
         inner = getattr(inner, "jaxpr", inner)
         if hasattr(inner, "eqns"):
-          yield from _every(inner)
+          yield from equations(inner)
 
 
 def _bytes(job: Job, config: ConfigDict, x: Any) -> float:

@@ -16,7 +16,7 @@ from planning import held
 from training.job import Job
 
 # What is there all the time; and what while the losses, or one layer's gradients, are computed.
-_ALWAYS = ("parameters", "optimizer state", "activations kept")
+_ALWAYS = ("parameters", "optimizer state", "sum of the microbatches", "activations kept")
 _LOSSES = ("logits", "kernel of the logits")
 _LAYER = ("gradients", "activations of one layer", "collective buffers")
 
@@ -28,10 +28,11 @@ def by_formula(job: Job) -> dict[str, int]:
   there = sum(bytes_per_device(p, sizes) for p in parameters)
   optimizer = sum(bytes_per_device(p, sizes) for p in job.placements["optimizer"].values())
   kept, one = held.by_the_layers(job)
-  sums = 2 if job.config.training.gradient_accumulation_steps > 1 else 1  # and a microbatch's
+  accumulates = job.config.training.gradient_accumulation_steps > 1
   return {
     "parameters": there,
-    "gradients": sums * there,
+    "gradients": there,
+    "sum of the microbatches": there if accumulates else 0,
     "optimizer state": optimizer,
     "activations kept": kept,
     "activations of one layer": one,
@@ -41,16 +42,16 @@ def by_formula(job: Job) -> dict[str, int]:
   }
 
 
-def at_once(job: Job, parts: Mapping[str, int]) -> int:
-  """Returns the most bytes that are there at a time, of the parts that `by_formula` gives of a job.
+def at_once(parts: Mapping[str, int]) -> int:
+  """Returns the most bytes that are there at a time, of what `by_formula` returns.
 
   That is when the losses are computed, or when the last layer's gradients are, for which room for
-  all gradients has been taken. Where microbatches are accumulated, their sum is there all the time.
+  all gradients has been taken.
   """
-  always = sum(parts[name] for name in _ALWAYS)
-  summed = parts["gradients"] // 2 if job.config.training.gradient_accumulation_steps > 1 else 0
-  losses, layer = (sum(parts[name] for name in names) for names in (_LOSSES, _LAYER))
-  return always + max(summed + losses, layer)
+  always, losses, layer = (
+    sum(parts[name] for name in names) for names in (_ALWAYS, _LOSSES, _LAYER)
+  )
+  return always + max(losses, layer)
 
 
 def _logits(job: Job) -> int:

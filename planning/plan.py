@@ -53,7 +53,7 @@ class Plan:
   @property
   def memory_at_once(self) -> int:
     """Returns the most that a device holds, by formula: not all parts are there at a time."""
-    return memory.at_once(self.job, self.memory)
+    return memory.at_once(self.memory)
 
   @property
   def sent(self) -> tuple[schedule.Sent, ...]:

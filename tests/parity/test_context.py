@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from partitioning import collectives, ring
+from planning.held import body, equations, fixed_and_carried
 from tests.jobs import host_batch, make_job, place
 from tests.parity.comparison import FEATURES, SEQUENCE_PARALLEL, assert_equal, reference, train
 
@@ -224,53 +225,37 @@ def test_gradients_of_keys_that_do_not_come_home(monkeypatch):
   assert_caught({})
 
 
-@pytest.mark.parametrize("rematerialization", ["none", "full"])
-def test_nothing_of_a_round_is_kept(rematerialization):
-  keep = {"training.rematerialization": rematerialization}
-  job = make_job("single", "lm", **{**LONG, "mesh.context": 4, **keep})
+# ------------------------------ what the traced program holds ------------------------------
+
+
+def traced(**overrides):
+  """Returns the jaxpr of the gradients of two layers under context=4, so of three rounds."""
+  job = make_job("single", "lm", **{**LONG, "mesh.context": 4, **overrides})
   with job.tracing():
     key = jax.random.key(0)
-    traced = jax.make_jaxpr(job.program.gradients)(job.program.params, job.batch, key)
-  rounds = [one for one in equations(traced.jaxpr) if one.params.get("length") == 3]
+    return jax.make_jaxpr(job.program.gradients)(job.program.params, job.batch, key).jaxpr
+
+
+@pytest.mark.parametrize("rematerialization", ["none", "full"])
+def test_nothing_of_a_round_is_kept(rematerialization):
+  jaxpr = traced(**{"training.rematerialization": rematerialization})
+  rounds = [one for one in equations(jaxpr) if one.params.get("length") == 3]
   assert rounds
   for one in rounds:
     assert shapes(one.outvars) == shapes(body(one).outvars), "nothing is of all rounds"
 
 
-@pytest.mark.parametrize("kind", ["ring", "gather"])
-def test_no_mask_is_handed_to_the_layers(kind):
-  job = make_job("single", "lm", **{**LONG, "mesh.context": 4, "model.context_attention": kind})
-  with job.tracing():
-    key = jax.random.key(0)
-    traced = jax.make_jaxpr(job.program.gradients)(job.program.params, job.batch, key)
-  layers = [one for one in traced.jaxpr.eqns if one.params.get("length") == 2]
+def test_no_mask_is_handed_to_the_layers():
+  jaxpr = traced(**{"model.context_attention": "gather"})
+  layers = [one for one in jaxpr.eqns if one.params.get("length") == 2]
   assert len(layers) == 2
   for one in layers:
-    given = [
-      x.aval
-      for x, y in zip(one.invars, body(one).invars, strict=True)
-      if x.aval.shape == y.aval.shape
-    ]
-    masks = [x.size for x in given if x.dtype in (bool, "int32")]
-    assert all(size <= job.config.data.sequence_length for size in masks), masks
-
-
-def body(scan):
-  """Returns what a scan does in a turn."""
-  return getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
+    fixed, _ = fixed_and_carried(one)
+    sizes = {x.aval.str_short(): x.aval.size for x in one.invars[:fixed]}
+    # A mask of all scores, even of one head of one row, is larger than all that is handed in.
+    assert all(size < LONG["data.sequence_length"] ** 2 / 4 for size in sizes.values()), sizes
 
 
 def shapes(variables):
   """Returns the shape of each."""
   return [x.aval.shape for x in variables]
-
-
-def equations(jaxpr):
-  """Yields all equations, those inside of others too."""
-  for one in jaxpr.eqns:
-    yield one
-    for value in one.params.values():
-      for inner in value if isinstance(value, (tuple, list)) else [value]:
-        inner = getattr(inner, "jaxpr", inner)
-        if hasattr(inner, "eqns"):
-          yield from equations(inner)
