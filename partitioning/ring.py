@@ -263,8 +263,8 @@ def _own_pairs(length: int) -> Iterator[tuple[slice, slice]]:
   yield slice(half, None), _WHOLE
 
 
-def _seen(own: _Own, rows: slice, columns: slice, slots_S, segments_BS) -> jax.Array:
-  """Returns bool, (B or 1) T S: which of some keys each of some queries sees."""
+def _unseen(own: _Own, rows: slice, columns: slice, slots_S, segments_BS) -> jax.Array:
+  """Returns bool, (B or 1) 1 T S: which of some keys each of some queries does not see."""
   q_slots, k_slots = own.slots_T[rows, None], slots_S[None, columns]
   seen = k_slots <= q_slots
   if own.window is not None:
@@ -272,7 +272,16 @@ def _seen(own: _Own, rows: slice, columns: slice, slots_S, segments_BS) -> jax.A
   seen = seen[None]
   if own.segments_BT is not None:
     seen = seen & (own.segments_BT[:, rows, None] == segments_BS[:, None, columns])
-  return seen
+  return jnp.logical_not(seen)[:, None]
+
+
+def _hide(scores: jax.Array, unseen: jax.Array) -> jax.Array:
+  """Returns scores whose exponentials are 0 where a key is not seen.
+
+  Added and not selected: what would be selected is a constant of the size of all scores, which JAX
+  computes before a scan over layers, and hands in.
+  """
+  return scores + unseen.astype(scores.dtype) * float(jnp.finfo(scores.dtype).min)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -284,10 +293,10 @@ def _forward(ring: _Ring, q, k, v, own: _Own):
   """Returns the mixed values, and what the backward pass needs."""
 
   def add(held: _Held, total, rows, columns, slots_S):
-    seen = _seen(own, rows, columns, slots_S, held.segments_BS)
+    unseen = _unseen(own, rows, columns, slots_S, held.segments_BS)
     more = (_spread(x[:, columns], own.serving_N, q.shape[2]) for x in held[:2])
     cut = tuple(x[:, :, rows] for x in total)
-    found = _mix(ring.scores, cut, q[:, rows], *more, seen)
+    found = _mix(ring.scores, cut, q[:, rows], *more, unseen)
     return tuple(x.at[:, :, rows].set(new) for x, new in zip(total, found, strict=True))
 
   def round_of(carry, number):
@@ -309,12 +318,13 @@ def _forward(ring: _Ring, q, k, v, own: _Own):
   return out, (q, k, v, own, out, largest + jnp.log(weight))
 
 
-def _mix(scores: Scores, total, q_BTNH, k_BSNH, v_BSNH, seen):
+def _mix(scores: Scores, total, q_BTNH, k_BSNH, v_BSNH, unseen):
   """Takes more keys into a running softmax: mixed values BNTH, largest score and weight BNT."""
   mixed, largest, weight = total
-  found = jnp.where(seen[:, None], scores(q_BTNH, k_BSNH), jnp.finfo(scores.dtype).min)
+  found = _hide(scores(q_BTNH, k_BSNH), unseen)
   top = jnp.maximum(largest, found.max(axis=-1))
-  shares = jnp.where(seen[:, None], jnp.exp(found - top[..., None]), 0)
+  # 0 for what is not seen, since each query sees itself, and that first.
+  shares = jnp.exp(found - top[..., None])
   shrink = jnp.exp(largest - top)
   more = jnp.einsum("BNTS,BSNH->BNTH", shares.astype(v_BSNH.dtype), v_BSNH).astype(mixed.dtype)
   return mixed * shrink[..., None] + more, top, weight * shrink + shares.sum(axis=-1)
@@ -327,10 +337,10 @@ def _backward(ring: _Ring, kept, d_out):
   off = jnp.einsum("BTNH,BTNH->BNT", d_out.astype(logs.dtype), out.astype(logs.dtype))
 
   def gradients(held: _Held, rows, columns, slots_S):
-    seen = _seen(own, rows, columns, slots_S, held.segments_BS)
+    unseen = _unseen(own, rows, columns, slots_S, held.segments_BS)
     more = (_spread(x[:, columns], own.serving_N, q.shape[2]) for x in held[:2])
     past = logs[:, :, rows, None], off[:, :, rows, None]
-    d_q, *d_held = _gradients(ring.scores, q[:, rows], *more, d_out[:, rows], *past, seen)
+    d_q, *d_held = _gradients(ring.scores, q[:, rows], *more, d_out[:, rows], *past, unseen)
     return d_q, *(_collect(d, own.serving_N, k.shape[2]) for d in d_held)
 
   def add(held: _Held, sums, rows, columns, slots_S):
@@ -355,11 +365,11 @@ def _backward(ring: _Ring, kept, d_out):
   return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
-def _gradients(scores: Scores, q_BTNH, k_BSNH, v_BSNH, d_BTNH, logs, off, seen):
+def _gradients(scores: Scores, q_BTNH, k_BSNH, v_BSNH, d_BTNH, logs, off, unseen):
   """Returns what some queries and some keys give: the gradients of q, k and v."""
   wide = logs.dtype
   found = scores(q_BTNH, k_BSNH)
-  weights = jnp.where(seen[:, None], jnp.exp(found - logs), 0)
+  weights = jnp.exp(_hide(found, unseen) - logs)
   d_weights = jnp.einsum("BTNH,BSNH->BNTS", d_BTNH, v_BSNH, preferred_element_type=wide)
   d_scores = (weights * (d_weights - off) * scores.slope(found)).astype(q_BTNH.dtype)
   weights = weights.astype(q_BTNH.dtype)

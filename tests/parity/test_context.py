@@ -209,8 +209,12 @@ def test_an_off_by_one_at_a_seam(monkeypatch):
 
 def test_a_mask_that_leaks_across_documents(monkeypatch):
   on_one_device("seen")
-  seen = ring._seen
-  monkeypatch.setattr(ring, "_seen", lambda own, *more: seen(own._replace(segments_BT=None), *more))
+  unseen = ring._unseen
+
+  def without(own, *more):
+    return unseen(own._replace(segments_BT=None), *more)
+
+  monkeypatch.setattr(ring, "_unseen", without)
   assert_caught({})
 
 
@@ -246,14 +250,27 @@ def test_nothing_of_a_round_is_kept(rematerialization):
 
 
 def test_no_mask_is_handed_to_the_layers():
-  jaxpr = traced(**{"model.context_attention": "gather"})
-  layers = [one for one in jaxpr.eqns if one.params.get("length") == 2]
-  assert len(layers) == 2
-  for one in layers:
+  for one in layers_of(traced(**{"model.context_attention": "gather"})):
     fixed, _ = fixed_and_carried(one)
     sizes = {x.aval.str_short(): x.aval.size for x in one.invars[:fixed]}
     # A mask of all scores, even of one head of one row, is larger than all that is handed in.
     assert all(size < LONG["data.sequence_length"] ** 2 / 4 for size in sizes.values()), sizes
+
+
+def test_no_fill_of_scores_is_handed_to_the_layers():
+  piece = LONG["data.sequence_length"] // 8  # two for each of four devices
+  for one in layers_of(traced()):
+    fixed, _ = fixed_and_carried(one)
+    # What sums begin with is handed in: slots and a head's 6 are its last dimensions.
+    found = shapes(x for x in one.invars[:fixed] if x.aval.ndim == 4)
+    assert not [shape for shape in found if set(shape[2:]) <= {piece, 2 * piece}], found
+
+
+def layers_of(jaxpr):
+  """Returns the scans over the two layers, forward and backward."""
+  layers = [one for one in jaxpr.eqns if one.params.get("length") == 2]
+  assert len(layers) == 2
+  return layers
 
 
 def shapes(variables):
