@@ -20,7 +20,7 @@ from tests.faults.trying import Attempt, tried
 
 STEPS, EVERY = 8, 2
 OLDER, NEWER = 4, 6
-FLAGS = (f"--config.checkpoint.every_steps={EVERY}", "--config.checkpoint.keep=9")
+FLAGS = (f"--config.checkpoint.every_steps={EVERY}", "--config.checkpoint.keep=9", *same.SPLIT)
 COMMAND_EVERY = 20  # trials: one of so many is made by the application, the others by its reader
 
 

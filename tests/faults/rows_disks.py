@@ -20,7 +20,7 @@ from tests.faults.trying import Attempt, Undisturbed, tried
 
 STEPS = 60
 DISK_BYTES = 8 * 2**20
-LEAST_BYTES = 2**16  # of the limit: what a run prints and logs stays below, its arrays do not
+LEAST_BYTES = 2**15  # of the limit: what a run prints and logs stays below, its arrays do not
 ALONE = ("process 0 alone", "process 1 alone")
 KINDS = (
   "before a save",
@@ -79,7 +79,8 @@ def small_disk(folder: pathlib.Path) -> Iterator[bool]:
 
 def row_12(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
   """Fills the disk at a stage of a save, and makes room again once that was reported."""
-  clean = Undisturbed(folder, *same.KEPT, steps=STEPS)
+  flags = (*same.KEPT, *same.SPLIT)
+  clean = Undisturbed(folder, *flags, steps=STEPS)
 
   def one(attempt: Attempt) -> None:
     kind = KINDS[attempt.number % len(KINDS)]
@@ -87,7 +88,7 @@ def row_12(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
     expected = clean.of(2).record
     with contextlib.ExitStack() as stack:
       mounted = kind not in ALONE and stack.enter_context(small_disk(attempt.workdir))
-      run = stack.enter_context(Run(attempt.workdir, steps=STEPS, flags=same.KEPT))
+      run = stack.enter_context(Run(attempt.workdir, steps=STEPS, flags=flags))
       pids = [run.pids()[ALONE.index(kind)]] if kind in ALONE else run.pids()
       full = Full(attempt.workdir, () if mounted else pids)
       if not mounted and kind not in ALONE:

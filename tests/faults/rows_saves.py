@@ -72,11 +72,12 @@ STAGES: dict[str, Stage] = {
   "garbage collection": _collection,
 }
 VICTIMS = ("all", "process 0", "process 1")
+FLAGS = (*same.KEPT, *same.SPLIT)
 
 
 def row_2(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
   """Kills at a stage of a save; the run goes on from the step before it or from that step."""
-  clean = Undisturbed(folder, *same.KEPT, steps=STEPS)
+  clean = Undisturbed(folder, *FLAGS, steps=STEPS)
 
   def one(attempt: Attempt) -> None:
     stage = list(STAGES)[attempt.number % len(STAGES)]
@@ -97,7 +98,7 @@ def _killed(
   every = same.DIGEST_EVERY if stage == "garbage collection" else same.SAVE_EVERY  # see same.KEPT
   step = every * attempt.chance.randint(2, STEPS // every - 1)
   folder = workdir / "checkpoints"
-  with Run(workdir, steps=STEPS, flags=same.KEPT) as run:
+  with Run(workdir, steps=STEPS, flags=FLAGS) as run:
     run.wait_until(lambda: saved(workdir)[-1:] >= [step - same.SAVE_EVERY], "the save before")
     if not _seen(run, folder, step, stage):
       return False
@@ -109,7 +110,7 @@ def _killed(
   there = saved(workdir)
   attempt.seen.append(f"save of step {step}, left: {' '.join(left)}")
   assert there[-1] in (step - same.SAVE_EVERY, step), there
-  with Run(workdir, steps=STEPS, flags=same.KEPT) as run:
+  with Run(workdir, steps=STEPS, flags=FLAGS) as run:
     assert run.end() == [0, 0], run.codes
     text = run.text()
   [resumed] = re.findall(r"goes on from the checkpoint of step (\d+)", text)

@@ -16,6 +16,8 @@ KEPT = (
   "--config.checkpoint.keep=1",
   f"--config.checkpoint.keep_every_steps={DIGEST_EVERY}",
 )
+# So that each of two processes writes arrays: of copies as small as these process 0 writes all.
+SPLIT = ("--config.mesh.data=1", "--config.mesh.fsdp=2")
 
 
 @dataclasses.dataclass(frozen=True)
