@@ -245,7 +245,6 @@ ROWS = (
     "goodput at least 90 %; the parts of lost time add up to the whole within 1 %",
     "rows_goodput",
     190,
-    usual=10,
     note="A trial is a kill, and the last one is the verdict on the whole.",
   ),
 )
