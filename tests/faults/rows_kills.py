@@ -45,15 +45,17 @@ def _one_killed(
 ) -> bool:
   """Kills a process of a run; returns whether the run had not ended before."""
   pace = clean.of(count)
-  share = attempt.chance.random()
+  share, began = attempt.chance.random(), time.monotonic()
   with Run(workdir, count=count, launcher=True, restarts=2, steps=STEPS, flags=same.KEPT) as run:
     run.wait_until(run.pids, "the processes")
     if late:
       run.wait_for("step 1/")
     if not run.sleep(share * (pace.end - (pace.first_step if late else 0))):
+      clean.ended(count, time.monotonic() - began)
       return False
     where = run.last_line()
-    run.signal(killed, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # this one has ended, the launcher not yet
+      run.signal(killed, signal.SIGKILL)
     if not run.said("launch: restart 1 of"):
       assert run.codes == [0], run.codes
       return False
@@ -101,7 +103,8 @@ def _all_killed(
   attempt: Attempt, clean: Undisturbed, workdir: pathlib.Path, settings: dict, again: bool
 ) -> bool:
   """Kills all processes of a run; returns whether it had not ended before."""
-  pace, share = clean.of(settings["count"]), attempt.chance.random()
+  pace = clean.of(settings["count"])
+  share, began = attempt.chance.random(), time.monotonic()
 
   # ------------------------------ at any time ------------------------------
   with Run(workdir, **settings) as run:
@@ -110,6 +113,7 @@ def _all_killed(
       run.wait_for(f"step {round(10 + share * (STEPS - 20))}/")
       run.wait_until(lambda: saved(workdir), "a checkpoint")
     elif not run.sleep(share * pace.end):
+      clean.ended(settings["count"], time.monotonic() - began)
       return False
     attempt.seen.append(f"killed at: {run.last_line()}")
     _kill_all(run)

@@ -57,6 +57,16 @@ class Undisturbed:
       self._paces[count] = Pace(same.record(workdir), first, time.monotonic() - began)
     return self._paces[count]
 
+  def ended(self, count: int, seconds: float) -> None:
+    """Takes note that a run of so many processes has ended after so many seconds.
+
+    The machine was slower when the pace was measured, or compiled what it has kept since: times
+    are scaled, or moments that are drawn of them would fall beyond most ends.
+    """
+    pace = self.of(count)
+    share = min(1.0, seconds / pace.end)
+    self._paces[count] = Pace(pace.record, pace.first_step * share, pace.end * share)
+
 
 class Attempt:
   """A trial that is being made.
