@@ -270,7 +270,7 @@ def _check_files(builder, split):
 def _read(source, numbers, unreadable):
   try:
     return source.__getitems__(list(numbers))
-  except Exception:  # whatever a decoder raises; read one by one, the record shows itself
+  except Exception:  # decoders raise what they like; `_read_one` says which record it was
     return [_read_one(source, number, unreadable) for number in numbers]
 
 
@@ -282,6 +282,8 @@ def _read_one(source, number, unreadable):
       f"record {number} cannot be decoded ({_first_line(error)}); install what is missing; images"
       " need `pip install pillow`"
     ) from error
-  except Exception as error:  # whatever a decoder raises
+  except Exception as error:  # decoders raise what they like
+    if isinstance(error, MemoryError) or getattr(error, "errno", None):
+      raise  # the system's, not the record's: Pillow's own OSErrors have no number
     unreadable(number, f"{type(error).__name__}: {_first_line(error)}")
     return None

@@ -25,8 +25,8 @@ What is done to real runs, how often, and what became of it. Written by `python 
 
 Each trial starts the application as it is, as 2 or 4 processes on this machine, with a small
 decoder; disturbs it from outside, by signals and by what it finds on its disk; and starts it again
-with the same command. A row that would take longer than an hour is run with fewer trials than
-planned. A row that was not run says so.
+with the same command. A row that is expected to take longer than an hour is run with fewer trials
+than planned. A row that was not run says so.
 
 **Same** means, compared with a run that nothing disturbs: every line of `metrics.jsonl` has the
 same loss, gradient norm and evaluation to the last bit; every step stands once and in order; and

@@ -51,7 +51,8 @@ def _one_killed(
     if late:
       run.wait_for("step 1/")
     if not run.sleep(share * (pace.end - (pace.first_step if late else 0))):
-      clean.ended(count, time.monotonic() - began)
+      assert "launch: restart" not in run.text(), "it has failed by itself"
+      clean.ended(count, time.monotonic() - began, run.codes)
       return False
     where = run.last_line()
     with contextlib.suppress(ProcessLookupError):  # this one has ended, the launcher not yet
@@ -113,7 +114,7 @@ def _all_killed(
       run.wait_for(f"step {round(10 + share * (STEPS - 20))}/")
       run.wait_until(lambda: saved(workdir), "a checkpoint")
     elif not run.sleep(share * pace.end):
-      clean.ended(settings["count"], time.monotonic() - began)
+      clean.ended(settings["count"], time.monotonic() - began, run.codes)
       return False
     attempt.seen.append(f"killed at: {run.last_line()}")
     _kill_all(run)

@@ -10,10 +10,10 @@ import pytest
 import tensorstore as ts
 
 from tests.faults import __main__ as command
-from tests.faults import plan, report, same
+from tests.faults import plan, report, rows_kills, same
 from tests.faults.opening import Opening
 from tests.faults.plan import ROWS, Row, Trial
-from tests.faults.trying import Attempt, tried
+from tests.faults.trying import Attempt, Pace, Undisturbed, tried
 
 # ------------------------------ the plan ------------------------------
 
@@ -78,6 +78,80 @@ def test_a_trial_that_fails_says_where_and_keeps_its_folder(tmp_path):
   assert 'assert attempt.number % 2 == 0, "it is odd" | it is odd; seen on the way' in odd.note
   assert "OSError: gone" in gone.note
   assert sorted(path.name for path in tmp_path.glob("trial-*")) == ["trial-1", "trial-3"]
+
+
+# ------------------------------ moments ------------------------------
+
+
+class Ended:
+  """A run that has ended: by these codes, and as a look sees it before its signal is sent."""
+
+  def __init__(self, codes: list[int], *, looks_alive: bool, printed: str = ""):
+    self.codes, self._looks_alive, self._printed = codes, looks_alive, printed
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exception) -> None:
+    pass
+
+  def __getattr__(self, name: str):
+    return lambda *arguments, **options: None
+
+  def sleep(self, seconds: float) -> bool:
+    return self._looks_alive
+
+  def said(self, text: str) -> bool:
+    return False
+
+  def text(self) -> str:
+    return self._printed
+
+  def signal(self, index: int, number: int) -> None:
+    raise ProcessLookupError(3, "No such process")
+
+
+@pytest.fixture
+def one_killed(monkeypatch, tmp_path):
+  """Returns a function that kills a process of an `Ended`, and the paces that moments come from."""
+  clean = Undisturbed(tmp_path)
+  clean._paces[2] = Pace(same.Record([], {}), first_step=100.0, end=200.0)
+
+  def kill(**of_run) -> bool:
+    monkeypatch.setattr(rows_kills, "Run", lambda *arguments, **options: Ended(**of_run))
+    attempt = Attempt(1, 0, tmp_path / "trial")
+    return rows_kills._one_killed(attempt, clean, attempt.workdir, 2, 1, late=True)
+
+  return kill, clean
+
+
+def test_a_process_that_ends_just_before_its_signal_is_no_failure(one_killed):
+  kill, clean = one_killed
+  assert not kill(codes=[0], looks_alive=True)
+  assert clean.of(2).end == 200
+
+
+def test_moments_follow_runs_that_end_sooner(one_killed):
+  kill, clean = one_killed
+  assert not kill(codes=[0], looks_alive=False)
+  assert clean.of(2).end < 1
+  assert clean.of(2).first_step == pytest.approx(clean.of(2).end / 2)
+  clean.ended(2, 300.0, [0, 0])
+  assert clean.of(2).end < 1, "never later"
+
+
+@pytest.mark.parametrize("looks_alive", [True, False])
+def test_a_run_that_fails_by_itself_is_no_run_that_has_ended_too_soon(one_killed, looks_alive):
+  kill, clean = one_killed
+  with pytest.raises(AssertionError, match=r"\[1\]"):
+    kill(codes=[1], looks_alive=looks_alive)
+  assert clean.of(2).end == 200
+
+
+def test_nor_is_one_that_was_started_again(one_killed):
+  kill, _ = one_killed
+  with pytest.raises(AssertionError, match="failed by itself"):
+    kill(codes=[0], looks_alive=False, printed="launch: restart 1 of 2\n")
 
 
 # ------------------------------ the command ------------------------------

@@ -6,7 +6,7 @@ import random
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tests.faults import same
 from tests.faults.harness import Run
@@ -57,12 +57,18 @@ class Undisturbed:
       self._paces[count] = Pace(same.record(workdir), first, time.monotonic() - began)
     return self._paces[count]
 
-  def ended(self, count: int, seconds: float) -> None:
-    """Takes note that a run of so many processes has ended after so many seconds.
+  def ended(self, count: int, seconds: float, codes: Sequence[int | None]) -> None:
+    """Takes note that a run of so many processes has ended, before anything was done to it.
 
     The machine was slower when the pace was measured, or compiled what it has kept since: times
     are scaled, or moments that are drawn of them would fall beyond most ends.
+
+    Args:
+      count: of the processes.
+      seconds: from its start to its end.
+      codes: of what was started; one that is not 0 is a failure, and no pace.
     """
+    assert set(codes) == {0}, f"ended by itself, with {codes}"
     pace = self.of(count)
     share = min(1.0, seconds / pace.end)
     self._paces[count] = Pace(pace.record, pace.first_step * share, pace.end * share)

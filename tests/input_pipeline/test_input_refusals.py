@@ -156,6 +156,34 @@ def test_a_damaged_record_of_the_data_set(config, tmp_path, write_tfds):
   assert "hurt:1.2.0, split train: record 1 cannot be read" in message
 
 
+class Source:
+  """A data set all of whose records fail to be read with this error."""
+
+  def __init__(self, error: Exception):
+    self._error = error
+
+  def __getitem__(self, number: int):
+    raise self._error
+
+  def __getitems__(self, numbers: list[int]):
+    raise self._error
+
+
+@pytest.mark.parametrize(
+  "error", [OSError(24, "Too many open files"), OSError(5, "Input/output error"), MemoryError()]
+)
+def test_what_the_system_lacks_is_not_held_against_a_record(error):
+  with pytest.raises(type(error)):
+    datasets._read(Source(error), [0, 1], pytest.fail)
+
+
+@pytest.mark.parametrize("error", [OSError("image file is truncated"), RuntimeError("checksum")])
+def test_what_a_decoder_raises_is(error):
+  told = []
+  assert datasets._read(Source(error), [0, 1], lambda *bad: told.append(bad)) == [None, None]
+  assert told == [(n, f"{type(error).__name__}: {error}") for n in (0, 1)]
+
+
 def test_a_registered_data_set_that_cannot_be_downloaded(config, tmp_path, monkeypatch):
   import tensorflow_datasets as tfds
 

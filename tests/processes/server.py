@@ -65,7 +65,7 @@ def _run_here(arguments: list[str], script: str | None) -> int:
       main.app.run(main.main, flags_parser=main.parse_flags)
   except SystemExit as end:
     return end.code if isinstance(end.code, int) else int(end.code is not None)
-  except BaseException:  # a process of its own would end with it, and so does this one
+  except BaseException:  # a forked child must reach os._exit, not unwind the server's frames
     sys.excepthook(*sys.exc_info())
     return 1
   finally:
