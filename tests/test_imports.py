@@ -9,7 +9,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # room -> the other rooms that it may import. A new room is written down here first.
 ARROWS = {
-  "main": {"configs", "training", "planning", "interop", "tour", "partitioning", "processes"},
+  "main": {"commands", "training", "planning", "interop", "tour", "partitioning", "processes"},
+  # Flags and refusals: what a config is, how devices and jobs start, how processes end.
+  "commands": {"configs", "training", "processes"},
   "planning": {"configs", "partitioning", "training"},
   "training": {"models", "partitioning", "input_pipeline", "checkpointing", "processes"},
   "models": {"partitioning"},

@@ -4,7 +4,8 @@ import importlib
 
 import pytest
 
-from configs import base, command_line, recipes
+from commands import config_flag
+from configs import base, recipes
 from models import MODELS
 from partitioning.mesh import AXES
 from tests.jobs import STRATEGIES, make_job
@@ -38,9 +39,7 @@ def finalized(argument=None, platform="cpu", /, **overrides):
 
 
 def test_every_shipped_strategy_is_tested():
-  shipped = {
-    path.removeprefix("configs/").removesuffix(".py") for path in command_line.strategies()
-  }
+  shipped = {path.removeprefix("configs/").removesuffix(".py") for path in config_flag.strategies()}
   assert shipped == {*MESHES} == {*STRATEGIES}
 
 

@@ -11,14 +11,15 @@ import sysconfig
 import pytest
 import yaml
 
-from configs import base, command_line
+from commands import config_flag
+from configs import base
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 DOCS = (ROOT / "docs" / "running.md").read_text()
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 KEYS = {
-  key: section[name] for key, section, name in command_line.keys(base.get_config("lm", mesh={}))
+  key: section[name] for key, section, name in config_flag.keys(base.get_config("lm", mesh={}))
 }
 
 

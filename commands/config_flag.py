@@ -6,6 +6,7 @@ text) becomes one ValueError that names the thing and the way out.
 
 import importlib.util
 import os
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags
@@ -13,8 +14,8 @@ from ml_collections import ConfigDict, config_flags
 
 from configs.base import nearest
 
-FOLDER = os.path.dirname(os.path.abspath(__file__))
-NOT_STRATEGIES = ("__init__.py", "base.py", "decoders.py", "recipes.py", "command_line.py")
+FOLDER = pathlib.Path(__file__).resolve().parent.parent / "configs"
+NOT_STRATEGIES = ("__init__.py", "base.py", "decoders.py", "recipes.py")
 
 
 def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:

@@ -1,0 +1,1 @@
+"""The command line: its flags, the `--config` flag, refusals and exit codes."""

@@ -1,0 +1,33 @@
+"""From the configs of the command line to jobs: finalized, checked, on their devices."""
+
+import jax
+
+from commands import config_flag, flags
+from configs import base
+from training import comparison, compilation_cache, devices, job
+
+
+def prepare(*config_flags_given, proof: bool = False) -> list[job.Job]:
+  """Finalizes and checks the configs, starts the devices, judges the layouts."""
+  configs = [flag.value for flag in config_flags_given]
+  started = devices.start(
+    *(config.mesh.to_dict() for config in configs),
+    slices=[config.mesh_dcn.to_dict() for config in configs],
+    simulate=flags.SIMULATE.value,
+  )
+  jobs = []
+  for config, its_devices in zip(configs, started, strict=True):
+    if proof:
+      comparison.prove(config, its_devices.platform, keep=config_flag.set_keys(flags.SET.value))
+    config = base.finalize(config, its_devices.platform)
+    base.check(config, its_devices.sizes)
+    _configure_jax(config)
+    jobs.append(job.prepare(config, its_devices))
+  return jobs
+
+
+def _configure_jax(config) -> None:
+  if config.training.parameter_dtype == "float64":
+    jax.config.update("jax_enable_x64", True)
+  if config.compilation_cache_dir:
+    compilation_cache.use(config.compilation_cache_dir)

@@ -1,0 +1,89 @@
+"""Every flag, and the verbs that take it."""
+
+import sys
+
+from absl import flags
+from etils import epath
+from ml_collections import config_flags
+
+from commands import config_flag
+from commands.refusal import REFUSED
+from configs import base
+from processes import group as groups
+
+VERBS = ("train", "evaluate", "sample", "layout", "compare", "plan", "tour")
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "A strategy, and after a colon a recipe.")
+AGAINST = config_flags.DEFINE_config_file("against", None, "layout, compare: the other config.")
+SET = flags.DEFINE_multi_string("set", [], "compare: key=value for both configs; repeatable.")
+HTML = flags.DEFINE_string("html", None, "layout: the file for a page with drawings.")
+TOPOLOGY = flags.DEFINE_string("topology", None, "plan: the devices, v5p:4x4x4; those at hand.")
+CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
+CHECKPOINT = flags.DEFINE_string("checkpoint", None, "evaluate, sample: DIR[/STEP] to read.")
+ACCEPT = flags.DEFINE_list("accept_changes", [], "train: keys that may differ from before.")
+SIMULATE = flags.DEFINE_bool("simulate", False, "Simulated CPU devices, even beside a GPU or TPU.")
+DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of a refusal.")
+
+PROMPT = flags.DEFINE_multi_string("prompt", [], "sample: a text to continue; repeatable.")
+PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "sample: a file with a prompt per line.")
+MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "sample: the most tokens per prompt.")
+TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "sample: 0 takes the likeliest token.")
+TOP_K = flags.DEFINE_integer("top_k", 0, "sample: draw among the k likeliest; 0 is off.")
+TOP_P = flags.DEFINE_float("top_p", 1.0, "sample: among the likeliest of this probability.")
+SEED = flags.DEFINE_integer("seed", 0, "sample: seed of the draws.")
+STOP = flags.DEFINE_multi_string("stop", [], "sample: a text that ends a row; repeatable.")
+
+SAMPLE_FLAGS = (PROMPT, PROMPT_FILE, MAX_NEW_TOKENS, TEMPERATURE, TOP_K, TOP_P, SEED, STOP)
+# The flags that not every verb takes.
+OWNERS = [
+  (CONFIG, ("train", "evaluate", "sample", "layout", "compare", "plan")),
+  (WORKDIR, ("train", "evaluate", "sample", "layout", "compare", "plan")),
+  (TOPOLOGY, ("plan",)),
+  (CHAPTER, ("tour",)),
+  (AGAINST, ("layout", "compare")),
+  (SET, ("compare",)),
+  (HTML, ("layout",)),
+  (ACCEPT, ("train",)),
+  (CHECKPOINT, ("evaluate", "sample")),
+  *((flag, ("sample",)) for flag in SAMPLE_FLAGS),
+]
+
+
+def chosen_verb(words: list[str]) -> str:
+  verb = words[0] if words else "train"
+  if verb not in VERBS:
+    near = base.nearest(verb, VERBS)
+    raise ValueError(f"unknown verb {verb!r}; there are {', '.join(VERBS)}{near}")
+  if len(words) > 1:
+    raise ValueError(f"unexpected {words[1]!r} after the verb; options begin with --")
+  if CONFIG.value is None and verb != "tour":
+    raise ValueError("no config; for example: python main.py --config=configs/dp4_tp2.py")
+  for flag, owners in OWNERS:
+    if flags.FLAGS[flag.name].present and verb not in owners:
+      raise ValueError(f"--{flag.name} belongs to the verb {' or '.join(owners)}, not to {verb}")
+  return verb
+
+
+def workdir() -> epath.Path:
+  return epath.Path(WORKDIR.value or f"runs/{config_flag.name(CONFIG)}")
+
+
+def facts(verb: str) -> dict[str, object]:
+  """Returns what the command line says besides the config: the same on every process."""
+  values = {flag.name: flag.value for flag in SAMPLE_FLAGS}
+  values |= {flag.name: flag.value for flag in (CHECKPOINT, ACCEPT, SIMULATE)}
+  return {"verb": verb, "workdir": str(workdir()), **values}
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+  """Parses the flags; what absl and ml_collections raise is a refusal like any other."""
+  try:
+    sys.argv = config_flag.with_settings(argv, ("config", "against"))  # ml_collections reads it
+    return config_flag.parse(sys.argv, ("config", "against"))
+  except ValueError as error:
+    if "--debug" in argv:
+      raise
+    print(f"refused: {error}", file=sys.stderr, flush=True)
+    groups.refuse(str(error))
+    sys.exit(REFUSED)

@@ -1,0 +1,32 @@
+"""A refusal: one message, told to the other processes, and its exit code."""
+
+import sys
+
+from absl import flags
+
+from processes import group as groups
+from processes.preflight import DifferenceError, NotComeError
+from processes.rollcall import MissingError, RollCallError
+from processes.watchdog import Watchdog
+
+REFUSED, NO = 2, 3
+
+
+def refuse(error: Exception, watch: Watchdog | None = None) -> int:
+  """Prints one message, and tells the other processes; returns exit code 2.
+
+  Where processes have only not come in time, it is 1: the same again may go well.
+  """
+  if flags.FLAGS.is_parsed() and flags.FLAGS.debug:
+    raise error
+  missing = isinstance(error, (MissingError, NotComeError))
+  text, word, code = str(error), *(("error", 1) if missing else ("refused", REFUSED))
+  if watch is None or watch.group.alone:
+    print(f"{word}: {text}", file=sys.stderr, flush=True)
+    if watch is None and not isinstance(error, RollCallError):
+      groups.refuse(text)
+    return code
+  if watch.refusing(text, "failed" if missing else "refused"):
+    label = "" if isinstance(error, DifferenceError) else groups.label()
+    print(f"{label}{word}: {text}", file=sys.stderr, flush=True)
+  return groups.leave(code)
