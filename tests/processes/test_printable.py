@@ -1,0 +1,45 @@
+"""What is printed of a text from elsewhere: no control character reaches a terminal."""
+
+import unicodedata
+
+from processes.printable import printable
+
+
+def test_ordinary_text_stays_as_it_is():
+  text = "refused: mesh.data=3, Größe 日本語 🙂 \\ 'quoted'"
+  assert printable(text) == text
+
+
+def test_control_characters_are_escaped():
+  said = printable("a\x1b[2J\x1b]0;title\x07b\r\x00\x7f\x9b31m\tc")
+  assert said == r"a\x1b[2J\x1b]0;title\x07b\r\x00\x7f\x9b31m\tc"
+
+
+def test_format_characters_and_lone_surrogates_are_escaped():
+  assert printable("a\u202eb\u2066c\u200bd\u2028e\ufefff") == (
+    r"a\u202eb\u2066c\u200bd\u2028e\ufefff"
+  )
+  assert printable("\udcff") == r"\udcff"
+  printable("\ud800").encode()
+
+
+def test_no_unsafe_character_is_left_of_all_there_are():
+  everything = "".join(map(chr, range(0x110000)))
+  left = {unicodedata.category(c) for c in printable(everything, longest=len(everything))}
+  assert not left & {"Cf", "Cs", "Zl", "Zp"}
+  assert set(printable(everything[:256], newlines=False)) == {*map(chr, range(32, 127))} | {
+    c for c in map(chr, range(160, 256)) if c != "\xad"
+  }
+
+
+def test_line_breaks_are_kept_only_where_asked():
+  assert printable("first\nsecond") == "first\nsecond"
+  assert printable("host\nrefused: forged", newlines=False) == r"host\nrefused: forged"
+
+
+def test_long_text_is_cut_and_says_so():
+  assert printable("x" * 30, longest=10) == "xxxxxxxxxx... (20 more characters)"
+
+
+def test_other_types_are_converted():
+  assert printable(ValueError("bad \x1b[0m")) == r"bad \x1b[0m"
