@@ -28,7 +28,8 @@ class Chip:
     latency: seconds that a collective takes besides its bytes and hops.
     torus: dims of a TPU's torus; 0 for GPUs, whose switch joins all devices of a machine.
     devices_per_chip: JAX devices that a chip is.
-    wraps: the smallest size of a torus axis, or (of two dims) number of chips, that closes a ring.
+    wraps: of three dims, the side of a cube whose multiples have wraparound links; of two dims, the
+      size of an axis that has them.
     machine: devices that a switch joins, where there is no torus.
     source: of the numbers.
   """

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import math
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -84,7 +85,10 @@ def start(topology: Topology, slices: int) -> tuple[jax.Device, ...]:
   if _at_hand(topology):
     return _MADE[AT_HAND]
   if topology.platform == "tpu" and compiler_there():
-    more = {"num_slices": slices} if slices > 1 else {}
+    # Without `wrap` the compiler takes every axis for one without wraparound links.
+    more: dict[str, Any] = {"wrap": (*topology.wraps(), False)[:3]}
+    if slices > 1:
+      more["num_slices"] = slices
     if topology.chip.name == "v4":  # whose two cores else are two devices
       more["chip_config_name"] = "megacore"
     try:

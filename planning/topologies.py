@@ -42,12 +42,17 @@ class Topology:
     return "cpu" if self.chip.name == "cpu" else "tpu" if self.chip.torus else "gpu"
 
   def wraps(self) -> tuple[bool, ...]:
-    """Returns for each axis of the torus whether its ends are joined; () of a GPU box."""
+    """Returns for each axis of the torus whether it has wraparound links; () for GPUs.
+
+    Of v4, v5p and 7x, slices made of whole cubes of 4x4x4 chips have them on all axes, because the
+    optical switches sit on the faces of a cube; smaller slices have none. Of v5e and v6e an axis
+    has them where it is as long as the whole pod's. Source: [1] and [2] of planning/hardware.py.
+    """
     if not self.chip.torus:
       return ()
-    if self.chip.torus == 2:  # v5e, v6e: only a side as long as a whole pod's is closed
-      return tuple(size >= self.chip.wraps for size in self.shape)
-    return tuple(size % self.chip.wraps == 0 for size in self.shape)
+    if self.chip.torus == 2:
+      return tuple(size == self.chip.wraps for size in self.shape)
+    return (all(size % self.chip.wraps == 0 for size in self.shape),) * 3
 
 
 def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:

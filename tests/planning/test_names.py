@@ -12,8 +12,12 @@ from planning.topologies import of_devices, parse
   ("name", "devices", "platform", "wraps"),
   [
     ("v5p:4x4x4", 64, "tpu", (True, True, True)),
-    ("v5p:2x4x8", 64, "tpu", (False, True, True)),
+    ("v5p:8x4x12", 384, "tpu", (True, True, True)),
+    ("v5p:2x4x8", 64, "tpu", (False, False, False)),  # not made of whole cubes
+    ("v5p:2x2x4", 16, "tpu", (False, False, False)),
+    ("tpu7x:4x4x8", 256, "tpu", (True, True, True)),
     ("V5E:16x16", 256, "tpu", (True, True)),
+    ("v6e:8x16", 128, "tpu", (False, True)),
     ("v6e:4x4", 16, "tpu", (False, False)),
     ("tpu7x:2x2x1", 8, "tpu", (False, False, False)),
     ("h100:8", 8, "gpu", ()),
