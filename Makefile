@@ -1,21 +1,25 @@
-# make train | test | test-all | test-faults | test-plan | lint | setup. Everything is installed into .venv, from PYTHON.
+# make train | test | test-all | test-faults | test-plan | lint | setup | lock. Everything is installed
+# into .venv, from PYTHON, as the lock files say: every package pinned and checked by its SHA-256.
 PYTHON ?= python3
 ACCELERATOR ?= cpu
 CONFIG ?= configs/dp4_tp2.py
 FAULTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes
+UPGRADE ?=
 
-# The jax extra; CUDA 12 drivers are the most common, and 13's run them too.
-EXTRA_cpu :=
-EXTRA_tpu := jax[tpu]
-EXTRA_gpu := jax[cuda12]
+# GPUs: jax[cuda12]. CUDA 12 drivers are the most common, and 13's run it too.
+LOCKS_cpu := -r locks/base.txt
+LOCKS_tpu := -r locks/base.txt -r locks/tpu.txt
+LOCKS_gpu := -r locks/base.txt -r locks/gpu.txt
+LOCKS_dev := -r locks/base.txt -r locks/dev.txt
+LOCKS_plan := $(LOCKS_dev) -r locks/plan.txt
 ifeq ($(filter $(ACCELERATOR),cpu tpu gpu),)
 $(error ACCELERATOR=$(ACCELERATOR): cpu, tpu or gpu)
 endif
 
-.PHONY: setup train test test-all test-faults test-plan lint clean
+.PHONY: setup train test test-all test-faults test-plan lint lock clean
 
 setup: $(VENV)/.installed-$(ACCELERATOR)
 
@@ -43,22 +47,31 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# After a change of requirements*.txt; UPGRADE=--upgrade takes newer versions of what those require.
+lock: .venv-lock/.installed
+	.venv-lock/bin/python locks/update.py $(UPGRADE)
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-lock
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-$(ACCELERATOR): requirements.txt | $(BIN)/python
-	$(PIP) -r requirements.txt $(EXTRA_$(ACCELERATOR))
+$(VENV)/.installed-$(ACCELERATOR): locks/base.txt $(wildcard locks/$(ACCELERATOR).txt) | $(BIN)/python
+	$(PIP) $(LOCKS_$(ACCELERATOR))
 	@touch $@
 
-$(VENV)/.installed-dev: requirements.txt requirements-dev.txt | $(BIN)/python
-	$(PIP) -r requirements-dev.txt
+$(VENV)/.installed-dev: locks/base.txt locks/dev.txt | $(BIN)/python
+	$(PIP) $(LOCKS_dev)
 	@touch $@
 
-$(VENV)/.installed-plan: requirements-plan.txt $(VENV)/.installed-dev
-	$(PIP) -r requirements-plan.txt
+$(VENV)/.installed-plan: locks/plan.txt $(VENV)/.installed-dev
+	$(PIP) $(LOCKS_plan)
+	@touch $@
+
+.venv-lock/.installed: Makefile
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
 	@touch $@

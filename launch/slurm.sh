@@ -27,6 +27,10 @@
 set -u
 
 MAX_FAILURES=${MAX_FAILURES:-3}  # in a row, without a stop between them
+if [[ ! $MAX_FAILURES =~ ^[0-9]{1,3}$ ]]; then
+  echo "refused: MAX_FAILURES=$MAX_FAILURES is no number below 1000" >&2
+  exit 2
+fi
 
 if [[ $# -eq 0 ]]; then
   echo "usage: sbatch [SBATCH'S FLAGS] launch/slurm.sh --config=CONFIG --workdir=FOLDER ..." >&2
@@ -71,6 +75,13 @@ requeue() {
 }
 
 failures="slurm-$SLURM_JOB_ID.failures"  # beside the log; the job keeps its number when requeued
+
+# By a rename, so that a link in its place is replaced and not written through.
+count_failures() {
+  local new
+  new=$(mktemp "$failures.XXXXXX") && echo "$count" >"$new" && mv -fT "$new" "$failures"
+}
+
 case $code in
 0) ;;
 2) echo "slurm.sh: exit 2: refused; the message above says why" ;;
@@ -81,13 +92,16 @@ case $code in
   echo "slurm.sh: exit 75: stopped for good, after saving"
   ;;
 *)
-  count=$(cat "$failures" 2>/dev/null || echo 0)
-  count=$((count + 1))
+  # Only digits are taken from the file: bash's arithmetic would run commands that stand in its text.
+  count=0
+  [[ -f $failures ]] && read -r -n 4 count <"$failures"
+  [[ $count =~ ^[0-9]{1,3}$ ]] || count=0
+  count=$((10#$count + 1))
   if [[ $wanted == no ]]; then
     echo "slurm.sh: exit $code: stopped for good; main.py did not end with a save"
   elif ((count > MAX_FAILURES)); then
     echo "slurm.sh: exit $code: failed $count times in a row; given up"
-  elif echo "$count" >"$failures"; then
+  elif count_failures; then
     requeue "exit $code: failure $count of $MAX_FAILURES in a row"
   fi
   ;;

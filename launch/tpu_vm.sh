@@ -29,10 +29,12 @@ remotely() {
 
 gcloud=${GCLOUD:-gcloud}
 python=${PYTHON:-python3}
-# Expanded on the host: the process of a run that is under way there, or nothing. A number alone
-# may by now be another program's.
+# Expanded on the host: the process of a run that is under way there, or nothing. The number may by
+# now be another program's, and a file that holds anything but a number names no process.
 # shellcheck disable=SC2016
-running='pid=$(cat meshwright.pid 2>/dev/null) && grep -qs main.py "/proc/$pid/cmdline"'
+running='pid=$(head -c 20 meshwright.pid 2>/dev/null) && case $pid in *[!0-9]*) false ;; esac'
+# shellcheck disable=SC2016
+running+=' && grep -qs main.py "/proc/$pid/cmdline"'
 
 [[ $# -ge 3 ]] || usage
 verb=$1 name=$2 zone=$3

@@ -134,6 +134,32 @@ def test_slurm_counts_failures_from_the_last_stop(slurm):
   assert not list(slurm.folder.glob("*.failures"))
 
 
+@pytest.mark.parametrize("text", ["a[$(touch ran)]", "$(touch ran)", "x" * 9000, "-5", "08", ""])
+def test_slurm_never_evaluates_what_stands_in_its_file(slurm, text):
+  (slurm.folder / "slurm-41.failures").write_text(text + "\n")
+  _, out, calls = slurm.run(1, MAX_FAILURES="20")
+  assert not (slurm.folder / "ran").exists()
+  assert calls == REQUEUE, out
+  counted = "9" if text == "08" else "1"  # what is no number counts as none
+  assert (slurm.folder / "slurm-41.failures").read_text() == f"{counted}\n"
+
+
+def test_slurm_replaces_a_link_instead_of_writing_through_it(slurm):
+  precious = slurm.folder / "precious"
+  precious.write_text("kept")
+  (slurm.folder / "slurm-41.failures").symlink_to(precious)
+  assert slurm.run(1)[2] == REQUEUE
+  assert precious.read_text() == "kept"
+  assert not (slurm.folder / "slurm-41.failures").is_symlink()
+
+
+def test_slurm_refuses_a_limit_that_is_no_number(slurm):
+  returned, out, calls = slurm.run(1, MAX_FAILURES="a[$(touch ran)]")
+  assert (returned, calls) == (2, [])
+  assert "MAX_FAILURES=a[$(touch ran)]" in out
+  assert not (slurm.folder / "ran").exists()
+
+
 def test_slurm_ends_with_the_code_where_it_cannot_requeue(slurm):
   returned, _, calls = slurm.run(75, SCONTROL="1")
   assert (returned, calls) == (75, REQUEUE)

@@ -25,7 +25,12 @@ KEYS = {
 
 def jobset():
   """Returns the parsed JobSet."""
-  return yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
+  return manifests()[0]
+
+
+def manifests():
+  """Returns what launch/jobset.yaml holds: the JobSet and its NetworkPolicy."""
+  return [*yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())]
 
 
 def job():
@@ -150,7 +155,8 @@ def test_jobset_is_one():
 
 def test_jobset_names_the_processes():
   environment = {each["name"]: each for each in container()["env"]}
-  assert {*environment} == {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
+  ranks = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
+  assert {*environment} == {*ranks, "MESHWRIGHT_TOKEN"}
   name, [replicated] = jobset()["metadata"]["name"], jobset()["spec"]["replicatedJobs"]
   [port] = (each["containerPort"] for each in container()["ports"])
   assert environment["JAX_COORDINATOR_ADDRESS"]["value"] == (
@@ -197,9 +203,57 @@ def test_jobset_keeps_the_run_on_a_volume_that_is_mounted():
   assert all(folder.startswith(mounts["runs"] + "/") for folder in folders)
 
 
+def test_jobset_admits_only_its_own_pods():
+  _, policy = manifests()
+  assert (policy["apiVersion"], policy["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")
+  own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": jobset()["metadata"]["name"]}}
+  assert policy["spec"] == {
+    "podSelector": own,
+    "policyTypes": ["Ingress"],
+    "ingress": [{"from": [{"podSelector": own}]}],
+  }
+  # A policy does not reach a pod on its host's network.
+  assert "hostNetwork" not in job()["template"]["spec"]
+
+
+def test_jobset_takes_its_token_from_a_secret_that_the_text_creates():
+  [token] = (each for each in container()["env"] if each["name"] == "MESHWRIGHT_TOKEN")
+  secret = token["valueFrom"]["secretKeyRef"]
+  assert any(
+    line.startswith(f"kubectl create secret generic {secret['name']} --from-literal=token=")
+    for line in commands()
+  )
+
+
+def test_the_pods_have_no_more_rights_than_training_needs():
+  pod = job()["template"]["spec"]
+  assert pod["automountServiceAccountToken"] is False
+  assert pod["securityContext"]["runAsNonRoot"] is True
+  assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+  assert container()["securityContext"] == {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+  }
+  # The volume is writable for the user that the image runs as.
+  text = (LAUNCH / "Dockerfile").read_text()
+  [(user, group)] = re.findall(r"^USER (\d+):(\d+)$", text, re.MULTILINE)
+  ids = {pod["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")}
+  assert ids == {int(user)} == {int(group)} != {0}
+
+
 def test_the_image_runs_main_without_a_shell():
   text = (LAUNCH / "Dockerfile").read_text()
   [entry] = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
   assert ast.literal_eval(entry) == [".venv/bin/python", "main.py"]
-  [version] = re.findall(r"^FROM python:(\S+)-slim$", text, re.MULTILINE)
+  assert text.rindex("USER ") > text.rindex("RUN ")  # the last user is the one that runs
+
+
+def test_the_image_is_pinned_by_digest_and_installs_from_the_lock_files():
+  text = (LAUNCH / "Dockerfile").read_text()
+  [version] = re.findall(r"^FROM python:(\S+)-slim@sha256:[0-9a-f]{64}$", text, re.MULTILINE)
   assert tuple(map(int, version.split("."))) >= (3, 11)
+  assert "pip install" not in text
+  copied = {
+    name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()
+  }
+  assert {"locks", "Makefile", "requirements.txt"} <= copied

@@ -113,6 +113,11 @@ def test_tpu_run_refuses_a_second_one_and_stop_ends_the_first(hosts):
   (home / "meshwright.pid").write_text(f"{os.getpid()}\n")
   assert run("stop", *VM).returncode == 0
   assert "nothing runs" in (home / "log").read_text()
+  # Nor is a text with a number in it one; `kill -TERM -- -1` would end every process of the user.
+  (home / "log").unlink()
+  (home / "meshwright.pid").write_text(f"-1 {os.getpid()}\n")
+  assert run("stop", *VM).returncode == 0
+  assert "nothing runs" in (home / "log").read_text()
 
 
 @pytest.mark.parametrize(
