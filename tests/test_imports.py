@@ -23,7 +23,7 @@ ARROWS = {
   "launch": set(),
   "tour": {"configs", "input_pipeline", "partitioning", "processes", "training"},
 }
-NO_ROOMS = {"tests", "benchmarks"}  # they may import every room
+NO_ROOMS = {"tests", "benchmarks", "locks"}
 NAMES = {*ARROWS, *NO_ROOMS, "interop"}
 
 
