@@ -23,7 +23,6 @@ differ, plan: it does not fit; 75 stopped by SIGTERM or Ctrl-C after saving.
 """
 
 import hashlib
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from processes import group as groups
 from processes.lockstep import Lockstep
 from processes.stopping import EXIT_CODE, StopRequest
 from processes.watchdog import SAVING, Watchdog
+from runtime import files
 from tour import chapters
 from tour import run as tour
 from training import (
@@ -52,9 +52,10 @@ from training import (
   resuming,
   running,
   sampling,
+  workdir_files,
 )
 from training.evaluation import Evaluator
-from training.reporting import replace_text, say
+from training.reporting import say
 
 
 def main(argv: list[str]) -> int:
@@ -144,9 +145,9 @@ def _train(watch: Watchdog) -> Callable[[], int]:
   agreement.about_to_run(ready, sources, workdir, writes=True)
   start = resuming.begin(ready, workdir, record)
   if groups.current().first:
-    config_text = json.dumps(resuming.plain(ready.config), indent=2) + "\n"
-    replace_text(workdir / "config.json", config_text)
-    replace_text(workdir / "layout.txt", ready.layout_text() + "\n")
+    config_text = files.json_text(resuming.plain(ready.config), indent=2) + "\n"
+    files.replace(workdir / workdir_files.CONFIG, config_text)
+    files.replace(workdir / workdir_files.LAYOUT, ready.layout_text() + "\n")
     running.write_bad_records(ready, data, workdir)
   return lambda: running.run(ready, data, start, workdir, watch)
 
@@ -226,7 +227,7 @@ def _layout(watch: Watchdog) -> Callable[[], int]:
     written = page.html(*jobs, titles=titles)
     try:
       if groups.current().first:
-        replace_text(file, written)
+        files.replace(file, written)
     except OSError as error:
       print(f"error: --html={file}: {error}", file=sys.stderr, flush=True)
       return 1

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 from planning.hardware import overridden
 from planning.topologies import parse
-from training.reporting import replace_text
+from runtime import files
 from training.resuming import plain
 from training.versions import everything
 
@@ -108,7 +108,7 @@ def _deliver(folder: pathlib.Path, workdir: epath.Path, remark: str = "") -> int
   found = json.loads((folder / "plan.json").read_text())
   workdir.mkdir(parents=True, exist_ok=True)
   for name in FILES:
-    replace_text(workdir / name, (folder / name).read_text())
+    files.replace(workdir / name, (folder / name).read_text())
   print((folder / REPORT).read_text(), end="")
   print(f"the page: {workdir / 'plan.html'}")
   if remark:

@@ -9,17 +9,27 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # room -> the other rooms that it may import. A new room is written down here first.
 ARROWS = {
-  "main": {"commands", "training", "planning", "interop", "tour", "partitioning", "processes"},
+  "main": {
+    "commands",
+    "training",
+    "planning",
+    "interop",
+    "tour",
+    "partitioning",
+    "processes",
+    "runtime",
+  },
   # Flags and refusals: what a config is, how devices and jobs start, how processes end.
-  "commands": {"configs", "training", "processes"},
-  "planning": {"configs", "partitioning", "training"},
-  "training": {"models", "partitioning", "input_pipeline", "checkpointing", "processes"},
+  "commands": {"configs", "training", "processes", "runtime"},
+  "planning": {"configs", "partitioning", "training", "runtime"},
+  "training": {"models", "partitioning", "input_pipeline", "checkpointing", "processes", "runtime"},
   "models": {"partitioning"},
   "configs": set(),
   "partitioning": set(),
-  "input_pipeline": set(),
-  "checkpointing": set(),
-  "processes": set(),
+  "input_pipeline": {"runtime"},
+  "checkpointing": {"runtime"},
+  "processes": {"runtime"},
+  "runtime": set(),
   "launch": set(),
   "tour": {"configs", "input_pipeline", "partitioning", "processes", "training"},
 }

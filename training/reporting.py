@@ -1,7 +1,6 @@
 """What a run says: one progress line, `metrics.jsonl`, TensorBoard events."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +11,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from tensorboardX import SummaryWriter
 
 from processes.group import current
+from training import log_lines
 from training.appending import Lines
-from training.appending import replace_text as replace_text  # for those who write other files
+from training.log_lines import TIMES, Line
 
-FILE = "metrics.jsonl"
-TIMES, ROLLED_BACK = "goodput", "rolled_back"  # keys that only one kind of line has
+FILE, DAMAGED = "metrics.jsonl", "metrics.damaged.jsonl"
 
 
 class MetricsWriter:
@@ -27,6 +26,8 @@ class MetricsWriter:
   step stands once. Those of rollbacks stay.
 
   While the disk is full, what it does not take is kept in memory, and written once there is room.
+
+  Lines that are damaged are moved to `metrics.damaged.jsonl`, byte for byte, and reported.
 
   Attributes:
     times: the newest line that stands of where the time went; None where there is none, and on
@@ -43,6 +44,7 @@ class MetricsWriter:
       rollbacks: how many the checkpoint of that step knows of; it will come to later ones again.
     """
     self._lines, self._board, self.times = Lines(workdir / FILE), None, None
+    self._damaged = Lines(workdir / DAMAGED)
     self._workdir, self._tensorboard = workdir, tensorboard
     self._scalars: list[tuple[str, float, int]] = []  # for the board, while the disk is full
     if current().first:
@@ -69,12 +71,29 @@ class MetricsWriter:
 
   def _cut(self, step: int, rollbacks: int, *more: Mapping[str, Any]) -> None:
     """Drops lines past a step, and rollbacks past a number of them; adds lines in the same move."""
-    kept = [*_lines_until(self._lines.read(), step, rollbacks), *map(_line, more)]
-    self._lines.replace(kept)
-    times = [line for line in map(json.loads, kept) if TIMES in line]
+    kept = [*log_lines.until(self._sound(), step, rollbacks), *map(log_lines.made, more)]
+    self._lines.replace(line.raw for line in kept)
+    times = [line.values for line in kept if TIMES in line.values]
     self.times = times[-1] if times else None
     if self._tensorboard:
       self._open_board(step + 1, rollbacks + len(more))
+
+  def _sound(self) -> list[Line]:
+    """Returns the sound lines; copies the damaged ones to where they are kept, and reports them.
+
+    They come first: a kill before the others are written leaves them in both files, or in one.
+    """
+    sound, damaged = log_lines.split(self._lines.read())
+    if damaged:
+      self._damaged.append(b"".join(line.raw for line in damaged))
+      first, count = damaged[0], len(damaged)
+      print(
+        f"WARNING: {self._workdir / FILE}: {count} damaged {'line' if count == 1 else 'lines'} "
+        f"moved to {DAMAGED}, the first of them line {first.number}: {first.why}",
+        file=sys.stderr,
+        flush=True,
+      )
+    return sound
 
   def _open_board(self, purge: int | None, number: int) -> None:
     """Opens the `number`-th event file; events before it from a step on count no more."""
@@ -104,8 +123,13 @@ class MetricsWriter:
     """Writes one line; Python writes floats so that they read back to the same bits."""
     if not current().first:
       return
-    self._lines.append(_line({"step": step, **values}))
+    self._append({"step": step, **values})
     self._show(step, values)
+
+  def _append(self, values: Mapping[str, Any]) -> None:
+    self._lines.append(log_lines.made(values).raw)
+    if self._damaged.waiting:
+      self._damaged.flush()
 
   def write_times(self, step: int, values: Mapping[str, Any]) -> None:
     """Writes where the time went; of a step the newest such line stands, after all others."""
@@ -113,11 +137,10 @@ class MetricsWriter:
       return
     line = {"step": step, **values}
     if self.times is not None and self.times["step"] == step:
-      lines = self._lines.read().splitlines(keepends=True)
-      others = [one for one in lines if json.loads(one) != self.times]
-      self._lines.replace([*others, _line(line)])
+      others = [one.raw for one in self._sound() if one.values != self.times]
+      self._lines.replace([*others, log_lines.made(line).raw])
     else:
-      self._lines.append(_line(line))
+      self._append(line)
     self.times = line
     self._show(step, {TIMES: values[TIMES]})
 
@@ -133,33 +156,10 @@ class MetricsWriter:
       self._cut(step, number - 1, {"step": step, **values})
 
 
-def _line(values: Mapping[str, Any]) -> str:
-  return json.dumps(values, allow_nan=False) + "\n"
-
-
 def evaluated(workdir: epath.Path, step: int) -> bool:
   """Tells whether `metrics.jsonl` holds the evaluation of a step."""
-  lines = map(json.loads, _lines_until(Lines(workdir / FILE).read(), step))
-  return any(line["step"] == step and "eval_loss" in line for line in lines)
-
-
-def _lines_until(text: str, step: int, rollbacks: int = 0) -> list[str]:
-  """Returns the lines of a text up to a step; a last line that a kill has torn is dropped.
-
-  Of the lines about rollbacks, whatever their step, it is the first so many.
-  """
-  kept = []
-  for line in text.splitlines(keepends=True):
-    values = json.loads(line) if line.endswith("\n") else None
-    if values is None:
-      continue
-    if ROLLED_BACK in values:
-      rollbacks -= 1
-      if rollbacks >= 0:
-        kept.append(line)
-    elif values["step"] <= step:
-      kept.append(line)
-  return kept
+  sound, _ = log_lines.split(Lines(workdir / FILE).read())
+  return any(line.values["step"] == step and "eval_loss" in line.values for line in sound)
 
 
 class ProgressLine:

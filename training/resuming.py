@@ -18,7 +18,7 @@ from checkpointing.together import Together
 from input_pipeline.sources import Source
 from partitioning.layout import size_text
 from processes.group import current
-from training import rollback
+from training import rollback, workdir_files
 from training.job import Job
 from training.step import State
 from training.versions import versions
@@ -61,9 +61,10 @@ def judge(
 
   Raises:
     ValueError: something changed that may not, or not without acceptance.
-    OSError: the workdir cannot be written, or has no room for a checkpoint.
+    OSError: the workdir or a file of it cannot be written, or there is no room for a checkpoint.
   """
   require_room(job, workdir)
+  workdir_files.require_plain(workdir)
   record = {"versions": versions(), "data": {"name": source.name, "rows": source.fingerprint}}
   folder = workdir / reading.FOLDER
   if not reading.steps(folder):

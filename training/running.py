@@ -1,7 +1,6 @@
 """A training run from its announcement to its exit code, once nothing can be refused any more."""
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable
 
@@ -13,9 +12,10 @@ from partitioning.mesh import mesh_text
 from processes import group as groups
 from processes.stopping import EXIT_CODE
 from processes.watchdog import Watchdog
-from training import goodput, job, loop, opening, resuming, sampling
+from runtime import files
+from training import goodput, job, loop, opening, resuming, sampling, workdir_files
 from training.meter import TrainingStoppedError
-from training.reporting import replace_text, say
+from training.reporting import say
 
 
 def run(
@@ -83,7 +83,7 @@ def write_bad_records(ready: job.Job, data: opening.Data, workdir: epath.Path) -
     split: {"name": source.name, **dataclasses.asdict(source.bad)}
     for split, source in sources.items()
   }
-  replace_text(workdir / "bad_records.json", json.dumps(listed, indent=2) + "\n")
+  files.replace(workdir / workdir_files.BAD_RECORDS, files.json_text(listed, indent=2) + "\n")
 
 
 def to_its_end(run: Callable[[], int], watch: Watchdog) -> int:

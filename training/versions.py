@@ -28,7 +28,7 @@ def everything() -> dict[str, str]:
 
   More than `versions`, and not kept: what the processes of one run must have in common.
   """
-  rooms = (*ROOMS, "checkpointing", "commands", "configs", "processes")
+  rooms = (*ROOMS, "checkpointing", "commands", "configs", "processes", "runtime")
   digest = hashlib.sha256()
   for path in [
     ROOT / "main.py",

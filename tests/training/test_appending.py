@@ -10,8 +10,11 @@ import pytest
 from etils import epath
 from tensorboardX.proto import event_pb2
 
+from runtime import files
 from training.appending import Lines
 from training.reporting import MetricsWriter
+
+TIMES = {"goodput": 0.5, "seconds": {}, "time": 1.0, "done": False}
 
 
 @contextlib.contextmanager
@@ -33,24 +36,24 @@ def path(tmp_path):
 
 def test_what_a_full_disk_does_not_take_is_written_later_in_order(path):
   lines = Lines(path)
-  lines.append("one\n")
+  lines.append(b"one\n")
   with full_disk(10):
-    for text in ("two, which is long\n", "three\n"):
+    for text in (b"two, which is long\n", b"three\n"):
       lines.append(text)
       assert lines.waiting == f"{path} cannot be written: File too large"
       assert path.read_text() == "one\n"  # no part of a line either
-    assert lines.read() == "one\ntwo, which is long\nthree\n"
-  lines.append("four\n")
+    assert lines.read() == b"one\ntwo, which is long\nthree\n"
+  lines.append(b"four\n")
   assert not lines.waiting
-  assert path.read_text() == lines.read() == "one\ntwo, which is long\nthree\nfour\n"
+  assert path.read_bytes() == lines.read() == b"one\ntwo, which is long\nthree\nfour\n"
 
 
 def test_a_new_content_waits_too(path):
   lines = Lines(path)
-  lines.append("one\n")
+  lines.append(b"one\n")
   with full_disk(10):
-    lines.replace(["first, which is long\n", "second\n"])
-    lines.append("third\n")
+    lines.replace([b"first, which is long\n", b"second\n"])
+    lines.append(b"third\n")
     assert lines.waiting
     assert path.read_text() == "one\n"
     assert [child.name for child in path.parent.iterdir()] == ["lines"]
@@ -62,16 +65,16 @@ def test_a_new_content_waits_too(path):
 def test_a_file_that_fits_again_is_written_though_the_disk_is_full(path):
   lines = Lines(path)
   with full_disk(10):
-    lines.append("much too long for it\n")
-    lines.replace(["short\n"])
+    lines.append(b"much too long for it\n")
+    lines.replace([b"short\n"])
     assert not lines.waiting
   assert path.read_text() == "short\n"
 
 
 def test_other_errors_are_raised(path):
   path.mkdir()
-  with pytest.raises(IsADirectoryError):
-    Lines(path).append("one\n")
+  with pytest.raises(files.NotPlainError, match="it is a directory, not a plain file"):
+    Lines(path).append(b"one\n")
 
 
 def scalars(folder) -> list[tuple[int, str]]:
@@ -95,8 +98,8 @@ def test_a_run_writes_its_numbers_once_there_is_room(tmp_path):
     with full_disk(40):
       for step in range(2, 40):  # TensorBoard's own queue has ten places
         writer.write(step, {"loss": 1.0})
-      writer.write_times(39, {"goodput": 0.5})
-      writer.write_times(39, {"goodput": 0.25})
+      writer.write_times(39, {**TIMES, "goodput": 0.5})
+      writer.write_times(39, {**TIMES, "goodput": 0.25})
       assert "metrics.jsonl cannot be written" in writer.waiting
       assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
     writer.write(40, {"loss": 1.0})

@@ -1,0 +1,290 @@
+"""Small files, read and written safely: plain files only, with limits, whole or not at all.
+
+A workdir, a checkpoint or a data_dir may hold anything by the time it is read: a directory, a FIFO
+or a sparse file of a terabyte in place of a file, a link to somewhere else, JSON nested a million
+deep. Opening a FIFO would wait forever, and reading without a limit would fill the memory. So local
+files are opened without waiting, and looked at before the first byte is read. Writes never follow a
+symbolic link in the last part of a path; the folders above may be links.
+
+Paths in a bucket (`gs://`) are passed on to epath: a bucket holds neither links nor FIFOs.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+MOST_BYTES = 2**26  # of a small file; the largest that a run writes is some MiB
+MOST_DEPTH = 64  # of nested JSON; a config has five levels
+BLOCK_BYTES = 2**20  # read at a time
+
+_KINDS = (
+  (stat.S_ISDIR, "a directory"),
+  (stat.S_ISLNK, "a symbolic link"),
+  (stat.S_ISFIFO, "a FIFO"),
+  (stat.S_ISSOCK, "a socket"),
+  (stat.S_ISBLK, "a device"),
+  (stat.S_ISCHR, "a device"),
+)
+
+
+class NotPlainError(OSError):
+  """Something else stands where a plain file should be, or the file is too large to be it."""
+
+  def __str__(self) -> str:
+    """Returns one line, beginning with the path."""
+    return f"{self.filename}: {self.strerror}"
+
+
+def is_local(path: epath.PathLike) -> bool:
+  """Tells a path of this machine's file systems from one in a bucket."""
+  return "://" not in os.fspath(path)
+
+
+def kind(path: epath.PathLike, *, follow: bool = False) -> str:
+  """Returns what a local path is, if not a plain file: `a directory`; "" for a file or nothing.
+
+  Args:
+    path: of a file, which need not exist.
+    follow: look at what a symbolic link points to.
+  """
+  try:
+    mode = os.stat(path, follow_symlinks=follow).st_mode
+  except FileNotFoundError:
+    return ""
+  return _kind(mode)
+
+
+def _kind(mode: int) -> str:
+  return next((name for is_one, name in _KINDS if is_one(mode)), "")
+
+
+# ------------------------------ reading ------------------------------
+
+
+def read_bytes(
+  path: epath.PathLike, *, most_bytes: int = MOST_BYTES, follow: bool = False
+) -> bytes:
+  """Returns the content of a plain file of at most so many bytes.
+
+  Args:
+    path: of the file.
+    most_bytes: a larger file is refused before it is read.
+    follow: read through a symbolic link.
+
+  Raises:
+    FileNotFoundError: there is none.
+    NotPlainError: it is no plain file, or too large.
+    OSError: it cannot be read; the path is named.
+  """
+  return b"".join(read_blocks(path, most_bytes=most_bytes, follow=follow))
+
+
+def read_blocks(path: epath.PathLike, *, most_bytes: int, follow: bool = False) -> Iterator[bytes]:
+  """Yields the content of a plain file in blocks; raises as `read_bytes`."""
+  with _opened(path, follow) as file, _naming(path):
+    if is_local(path):
+      _limit(path, os.fstat(file.fileno()).st_size, most_bytes)
+    done = 0
+    while block := file.read(BLOCK_BYTES):
+      done += len(block)
+      _limit(path, done, most_bytes)  # of a file that grows while it is read
+      yield block
+
+
+def read_text(path: epath.PathLike, *, most_bytes: int = MOST_BYTES, follow: bool = False) -> str:
+  """Returns the UTF-8 text of a file; raises as `read_bytes`, and ValueError for other bytes."""
+  return read_bytes(path, most_bytes=most_bytes, follow=follow).decode()
+
+
+def read_json(path: epath.PathLike, *, most_bytes: int = MOST_BYTES, follow: bool = False) -> Any:
+  """Returns the JSON of a file; raises as `read_bytes`, and ValueError for what is not JSON."""
+  return parse_json(read_bytes(path, most_bytes=most_bytes, follow=follow))
+
+
+def _opened(path: epath.PathLike, follow: bool) -> Any:
+  if not is_local(path):
+    return epath.Path(path).open("rb")
+  return os.fdopen(open_plain(path, os.O_RDONLY, follow=follow), "rb", buffering=0)
+
+
+def open_plain(path: epath.PathLike, flags: int, *, follow: bool = False) -> int:
+  """Opens a local file and returns its descriptor; never waits, and opens plain files only.
+
+  Raises:
+    NotPlainError: it is something else.
+    OSError: it cannot be opened; the path is named.
+  """
+  flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+  try:
+    descriptor = os.open(path, flags, 0o666)
+  except OSError as error:
+    what = ""
+    with contextlib.suppress(OSError):
+      what = kind(path, follow=follow)  # a directory, to write; a link; a socket
+    raise (_not_plain(path, what) if what else _named(error, path)) from error
+  if what := _kind(os.fstat(descriptor).st_mode):
+    os.close(descriptor)
+    raise _not_plain(path, what)
+  return descriptor
+
+
+def _not_plain(path: epath.PathLike, what: str) -> NotPlainError:
+  return NotPlainError(errno.EINVAL, f"it is {what}, not a plain file", os.fspath(path))
+
+
+def _limit(path: epath.PathLike, size: int, most_bytes: int) -> None:
+  if size > most_bytes:
+    text = f"it has {size:,} bytes, and at most {most_bytes:,} are read"
+    raise NotPlainError(errno.EFBIG, text, os.fspath(path))
+
+
+# ------------------------------ writing ------------------------------
+
+
+def replace(path: epath.PathLike, content: str | bytes, *, shared: bool = False) -> None:
+  """Writes a file whole or not at all: a kill or a full disk leaves what was there.
+
+  A symbolic link in its place is replaced, and what it points to is left alone.
+
+  Args:
+    path: of the file.
+    content: all of it; text as UTF-8.
+    shared: several processes may write it at once.
+
+  Raises:
+    OSError: it cannot be written; the path is named.
+  """
+  path = epath.Path(path)
+  content = content.encode() if isinstance(content, str) else content
+  with _naming(path):
+    if not is_local(path):
+      path.write_bytes(content)  # an object in a bucket appears whole
+      return
+    temporary = _temporary(path, shared)
+    descriptor = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+      try:
+        _write(descriptor, content)
+        _sync(descriptor)
+      finally:
+        os.close(descriptor)
+      os.replace(temporary, path)
+    except OSError:
+      temporary.unlink(missing_ok=True)
+      raise
+
+
+def _temporary(path: epath.Path, shared: bool) -> epath.Path:
+  """Returns the name to write a file under: a free one; what a killed writer left is removed."""
+  if not shared:
+    usual = path.with_name(f"{path.name}.tmp")
+    try:
+      os.unlink(usual)  # of a link the link, not what it points to; epath's removes directories too
+      return usual
+    except FileNotFoundError:
+      return usual
+    except OSError:  # a directory
+      pass
+  return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def append(path: epath.PathLike, content: bytes) -> None:
+  """Appends to a plain file, all of it or nothing; makes the file where there is none.
+
+  Raises:
+    NotPlainError: something else stands there, a symbolic link included.
+    OSError: it cannot be written; the path is named.
+  """
+  if not content:
+    return
+  if not is_local(path):
+    with epath.Path(path).open("ab") as file:
+      file.write(content)
+    return
+  descriptor = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+  try:
+    size = os.fstat(descriptor).st_size
+    try:
+      with _naming(path):
+        _write(descriptor, content)
+    except OSError:
+      os.ftruncate(descriptor, size)
+      raise
+  finally:
+    os.close(descriptor)
+
+
+def _write(descriptor: int, content: bytes) -> None:
+  rest = memoryview(content)
+  while rest:
+    rest = rest[os.write(descriptor, rest) :]
+
+
+def _sync(descriptor: int) -> None:
+  """Waits for the disk, so that after a power cut the name does not stand for an empty file."""
+  with contextlib.suppress(OSError):  # some file systems cannot; a full one has said so before
+    os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _naming(path: epath.PathLike) -> Iterator[None]:
+  """Makes errors of the operating system name the file, not a temporary one beside it."""
+  try:
+    yield
+  except NotPlainError:
+    raise
+  except OSError as error:
+    raise _named(error, path) from error
+
+
+def _named(error: OSError, path: epath.PathLike) -> OSError:
+  return type(error)(error.errno, error.strerror or str(error), os.fspath(path))
+
+
+# ------------------------------ JSON ------------------------------
+
+
+def parse_json(content: str | bytes) -> Any:
+  """Returns what a text in JSON says; of bytes, in UTF-8.
+
+  Raises:
+    ValueError: it is not JSON, or nested deeper than MOST_DEPTH.
+  """
+  try:
+    value = json.loads(content.decode() if isinstance(content, bytes) else content)
+  except RecursionError:
+    raise ValueError(f"it is nested deeper than {MOST_DEPTH}") from None
+  level = [value] if isinstance(value, dict | list) else []
+  for _ in range(MOST_DEPTH):
+    inner = [one.values() if isinstance(one, dict) else one for one in level]
+    level = [one for values in inner for one in values if isinstance(one, dict | list)]
+    if not level:
+      return value
+  raise ValueError(f"it is nested deeper than {MOST_DEPTH}")
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+  """Returns a value in JSON.
+
+  Floats are written so that they read back to the same bits. Those that are not finite, for which
+  JSON has no form, are written as the texts "nan", "inf" and "-inf", which `float` reads.
+  """
+  return json.dumps(_finite(value), allow_nan=False, indent=indent)
+
+
+def _finite(value: Any) -> Any:
+  if isinstance(value, float) and not math.isfinite(value):
+    return str(float(value))
+  if isinstance(value, dict):
+    return {key: _finite(inner) for key, inner in value.items()}
+  if isinstance(value, list | tuple):
+    return [_finite(inner) for inner in value]
+  return value

@@ -1,0 +1,54 @@
+"""What stands in the place of a workdir's files before a run begins: plain files, or nothing."""
+
+import os
+
+from etils import epath
+
+from runtime import files
+from training.appending import MOST_BYTES
+from training.reporting import DAMAGED, FILE
+
+CONFIG, LAYOUT, BAD_RECORDS = "config.json", "layout.txt", "bad_records.json"
+WRITTEN = (CONFIG, LAYOUT, BAD_RECORDS, FILE, DAMAGED)
+FOLDERS = ("profile",)
+
+
+def require_plain(workdir: epath.Path) -> None:
+  """Finds out, without changing anything, whether the files of a workdir can be read and written.
+
+  The workdir and its folder of checkpoints may be symbolic links; the files may not, since a run
+  would write to another place than it says.
+
+  Raises:
+    OSError: some cannot; all of them in one message, with the fix.
+  """
+  if not files.is_local(workdir):
+    return
+  wrong = [text for name in WRITTEN if (text := _wrong_file(workdir / name))]
+  wrong += [
+    f"{workdir / name} is not a folder"
+    for name in FOLDERS
+    if os.path.lexists(workdir / name) and not os.path.isdir(workdir / name)
+  ]
+  if wrong:
+    raise OSError(
+      "; ".join(wrong) + "; a run keeps files of its own there: move what is there away (mv), or "
+      "give another --workdir"
+    )
+
+
+def _wrong_file(path: epath.Path) -> str:
+  """Returns why a file cannot be read and written, "" where it can, or is not there."""
+  try:
+    if what := files.kind(path):
+      target = f" to {os.readlink(path)}" if os.path.islink(path) else ""
+      return f"{path} is {what}{target}, not a plain file"
+    os.close(files.open_plain(path, os.O_RDWR))
+    size = os.stat(path).st_size
+  except (FileNotFoundError, NotADirectoryError):  # the latter is reported for the workdir
+    return ""
+  except OSError as error:
+    return f"{path} cannot be read and written: {error.strerror}"
+  if size > MOST_BYTES:
+    return f"{path} has {size:,} bytes, and at most {MOST_BYTES:,} are read"
+  return ""
