@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Mapping
 
-from training.hardware import PEAK_BFLOAT16_TFLOPS
+from training.hardware import ACCELERATORS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Chip:
     wraps: of three dims, the side of a cube whose multiples have wraparound links; of two dims, the
       size of an axis that has them.
     machine: devices that a switch joins, where there is no torus.
-    source: of the numbers.
+    network: what joins the devices of a machine, where there is no torus.
+    source: of the numbers; that of `flops` stands in training/hardware.py.
   """
 
   name: str
@@ -45,11 +46,22 @@ class Chip:
   devices_per_chip: int = 1
   wraps: int = 0
   machine: int = 8
+  network: str = "NVLink"
   source: str = ""
+
+
+def _over_pcie(name: str, hbm_bytes: float, hbm_bandwidth: float, link_bandwidth: float) -> Chip:
+  """Returns a card; a bridge, where there is one, joins two of them alone and is left out."""
+  return Chip(
+    *(name, hbm_bytes, hbm_bandwidth, link_bandwidth, min(link_bandwidth, 25e9)),
+    network="PCIe",
+    source="[3]; over PCIe",
+  )
 
 
 # Sheets say GB; what a TPU's compiler and a GPU's driver find is as many GiB, or nearly.
 GIB = 2.0**30
+PCIE4, PCIE5 = 32e9, 64e9  # bytes per second each way, 16 lanes
 
 _CHIPS = (
   Chip("v4", 32 * GIB, 1.2e12, 90e9, 6.25e9, torus=3, wraps=4, source="[1], [2]"),
@@ -76,17 +88,40 @@ _CHIPS = (
     flops=100e9,
     latency=2e-4,
     machine=2**20,
+    network="memory",
     source="a guess at two cores, which the devices share",
   ),
-  Chip("a100", 80 * GIB, 2.0e12, 300e9, 25e9, source="[3]"),
+  Chip("a100", 80 * GIB, 2.039e12, 300e9, 25e9, source="[3]"),
+  Chip("a100-40gb", 39.6 * GIB, 1.555e12, 300e9, 25e9, source="[3]"),
+  _over_pcie("a100-pcie", 80 * GIB, 1.935e12, PCIE4),
+  _over_pcie("a100-pcie-40gb", 39.6 * GIB, 1.555e12, PCIE4),
   Chip("h100", 80 * GIB, 3.35e12, 450e9, 50e9, source="[2], [3]"),
+  _over_pcie("h100-pcie", 80 * GIB, 2.0e12, PCIE5),
+  _over_pcie("h100-nvl", 93.6 * GIB, 3.9e12, PCIE5),
   Chip("h200", 140 * GIB, 4.8e12, 450e9, 50e9, source="[3]"),
+  Chip(
+    *("h200-nvl", 140 * GIB, 4.8e12, 450e9, 50e9),
+    machine=4,
+    source="[3]; bridges join four of them",
+  ),
+  Chip("gh200", 95.6 * GIB, 4.0e12, 450e9, 50e9, machine=1, source="[3]; one per machine"),
+  Chip("gh200-144gb", 143 * GIB, 4.9e12, 450e9, 50e9, machine=1, source="[3]; one per machine"),
   Chip("b200", 179 * GIB, 8.0e12, 900e9, 50e9, source="[2], [3]"),
+  Chip("gb200", 185 * GIB, 8.0e12, 900e9, 50e9, machine=72, source="[3], of NVL72"),
+  _over_pcie("l4", 22.5 * GIB, 0.3e12, PCIE4),
+  _over_pcie("l40s", 44.9 * GIB, 0.864e12, PCIE4),
+  _over_pcie("a10", 22.5 * GIB, 0.6e12, PCIE4),
 )
-_FLOPS = {kind.split()[-1]: 1e12 * peak for kind, peak in PEAK_BFLOAT16_TFLOPS.items()}
-CHIPS = {
-  chip.name: dataclasses.replace(chip, flops=_FLOPS.get(chip.name, chip.flops)) for chip in _CHIPS
-}
+
+
+def _with_peak(chip: Chip) -> Chip:
+  """Returns a chip with its peak from `training.hardware`; the one that is made up has its own."""
+  if chip.name == "cpu":
+    return chip
+  return dataclasses.replace(chip, flops=1e12 * ACCELERATORS[chip.name].bfloat16_tflops)
+
+
+CHIPS = {chip.name: _with_peak(chip) for chip in _CHIPS}
 
 
 @dataclasses.dataclass(frozen=True)

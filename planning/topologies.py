@@ -11,8 +11,6 @@ from planning.hardware import CHIPS, Chip
 from training import hardware
 from training.devices import Devices, memory_bytes
 
-# What JAX calls chips whose names do not end in their own.
-_NAMES = {"tpu v5 lite": "v5e", "tpu v6 lite": "v6e", "tpu v5": "v5p"}
 EXAMPLES = {2: "4x4, 8x8, 16x16", 3: "2x2x2, 4x4x4, 8x8x16"}
 
 
@@ -101,12 +99,12 @@ def of_devices(found: Sequence[jax.Device]) -> str:
   """
   if found[0].platform == "cpu":
     return f"cpu:{len(found)}"
-  if (kind := hardware.kind(found[0])) is None:
+  if (kind := hardware.known(found[0])) is None:
     raise ValueError(
-      f"no constants are known of {found[0].device_kind!r}; there are those of "
-      f"{', '.join(hardware.PEAK_BFLOAT16_TFLOPS)}; name devices with --topology"
+      f"no constants are known of {found[0].device_kind!r}; known are "
+      f"{', '.join(hardware.ACCELERATORS)}; choose the nearest with --topology"
     )
-  name = _NAMES.get(kind, kind.split()[-1])
+  name = kind.name
   torus = CHIPS[name].torus
   if not torus:
     return f"{name}:{len(found)}"

@@ -13,8 +13,6 @@ import numpy as np
 from planning.hardware import Rates
 from planning.topologies import Topology
 
-# What joins the devices of a machine.
-NEAR = {"gpu": "NVLink", "cpu": "memory"}
 # Kind -> how often V passes a link.
 _PASSES = {
   "all-gather": 1.0,
@@ -32,7 +30,7 @@ class Wire:
   """What a group of devices speaks over.
 
   Attributes:
-    network: `ICI`, `NVLink`, `memory` or `DCN`.
+    network: `ICI`, `NVLink`, `PCIe`, `memory` or `DCN`.
     bandwidth: bytes per second that a device sends.
     hops: to the farthest of the group.
     latency: seconds that a collective takes besides.
@@ -68,7 +66,7 @@ class Places:
     there = self.coordinates[group]
     if not chip.torus:
       beyond = len(np.unique(there[:, 0])) > 1
-      near = Wire(NEAR[self.topology.platform], chip.link_bandwidth, 1, chip.latency)
+      near = Wire(chip.network, chip.link_bandwidth, 1, chip.latency)
       return Wire("DCN", chip.slow_bandwidth, 1) if beyond else near
     bandwidth, hops = 0.0, 0
     for dim, (size, closed) in enumerate(

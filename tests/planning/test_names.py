@@ -6,6 +6,7 @@ import pytest
 
 from planning.hardware import CHIPS, REASONS, Rates, overridden
 from planning.topologies import of_devices, parse
+from training.hardware import ACCELERATORS
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,8 @@ class Device:
   [
     ([Device("cpu", "cpu")] * 8, "cpu:8"),
     ([Device("gpu", "NVIDIA H200")] * 4, "h200:4"),
+    ([Device("gpu", "NVIDIA H100 PCIe")] * 2, "h100-pcie:2"),
+    ([Device("gpu", "NVIDIA L4")], "l4:1"),
     ([Device("tpu", "TPU v5 lite", (x, y, 0)) for x in range(4) for y in range(2)], "v5e:4x2"),
     ([Device("tpu", "TPU v5p", (x, 0, z)) for x in range(2) for z in range(2)], "v5p:2x1x2"),
     ([Device("tpu", "TPU v6 lite", (0, 0, 0))], "v6e:1x1"),
@@ -73,7 +76,7 @@ def test_devices_at_hand_are_a_topology(devices, name):
 
 def test_devices_of_an_unknown_kind_are_refused():
   with pytest.raises(
-    ValueError, match="no constants are known of 'Quadro'; there are those of tpu"
+    ValueError, match="no constants are known of 'Quadro'; known are v4, v5e"
   ):
     of_devices([Device("gpu", "Quadro")])
 
@@ -115,3 +118,13 @@ def test_unknown_constants_are_refused(text, message):
 def test_every_rate_has_its_reason():
   assert set(REASONS) == set(Rates.__dataclass_fields__)
   assert all(chip.source for chip in CHIPS.values())
+
+
+def test_every_accelerator_has_its_constants_and_a_source_of_its_peak():
+  assert set(CHIPS) == {*ACCELERATORS, "cpu"}
+  for name, accelerator in ACCELERATORS.items():
+    assert CHIPS[name].flops == accelerator.bfloat16_tflops * 1e12
+    assert accelerator.source
+    assert all(kind == kind.lower() for kind in accelerator.device_kinds)
+  kinds = [kind for one in ACCELERATORS.values() for kind in one.device_kinds]
+  assert len(kinds) == len(set(kinds))

@@ -64,13 +64,32 @@ def test_memory_is_that_of_the_machine_or_of_a_device(monkeypatch):
 @pytest.mark.parametrize(
   ("kind", "teraflops"),
   [
-    ("NVIDIA H100 80GB HBM3", 990.0),
+    ("NVIDIA H100 80GB HBM3", 989.5),
+    ("NVIDIA H100 PCIe", 756.5),
+    ("NVIDIA H100 NVL", 835.5),
+    ("NVIDIA H200", 989.5),
+    ("NVIDIA H200 NVL", 835.5),
+    ("NVIDIA GH200 480GB", 989.5),
+    ("NVIDIA A100-SXM4-40GB", 312.0),
+    ("NVIDIA A100 80GB PCIe", 312.0),
+    ("NVIDIA B200", 2250.0),
+    ("NVIDIA GB200", 2500.0),
+    ("NVIDIA L4", 121.0),
     ("TPU v5 lite", 197.0),
     ("TPU v5", 459.0),
     ("TPU v6 lite", 918.0),
+    ("TPU7x", 1153.5),
     ("cpu", None),
+    # Not in the table: no peak, and so no MFU, rather than that of a name that begins alike.
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ("NVIDIA H100 80GB HBM2e", None),
+    ("NVIDIA H20", None),
+    ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+    ("NVIDIA L40", None),
+    ("TPU v5 lite pod", None),
+    ("TPU v7", None),
   ],
 )
-def test_peak_speeds_by_device_kind(kind, teraflops):
+def test_peak_speeds_by_exact_device_kind(kind, teraflops):
   peak = hardware.peak_flops(types.SimpleNamespace(device_kind=kind))
   assert peak == (teraflops and teraflops * 1e12)
