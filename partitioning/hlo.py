@@ -28,6 +28,7 @@ _CALLED = re.compile(
   r"|false_computation|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
+_TILED = re.compile(r"([a-z]\w*)\[([\d,]*)\]\{([\d,]*):T\(([\d,]+)\)")
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 
 
@@ -241,6 +242,37 @@ def shape_bytes(shape: str) -> int:
 def elements(shape: str) -> list[str]:
   """Returns the elements of a tuple shape; none for an array."""
   return split(shape[1:-1]) if shape.startswith("(") else []
+
+
+def tiled_bytes(shape: str) -> int:
+  """Returns the bytes that an array takes with its tiles filled up: `f32[3,192]{1,0:T(8,128)}`.
+
+  The layout lists dims from the minor one on; the last numbers of a tile are of the minor dims. A
+  shape without a layout or tiles takes its own bytes.
+  """
+  found = _TILED.match(shape)
+  if found is None:
+    return shape_bytes(shape)
+  dtype, dims, order, tile = found.groups()
+  sizes = [int(dim) for dim in dims.split(",") if dim]
+  tiled = [int(size) for size in tile.split(",")]
+  for dim, size in zip(map(int, filter(None, order.split(","))), reversed(tiled), strict=False):
+    sizes[dim] = -(-sizes[dim] // size) * size
+  return -(-math.prod(sizes) * BITS[dtype] // 8)
+
+
+def entry_parameters(program: Program) -> dict[str, str]:
+  """Returns the arguments of a program by the names that JAX gives them, with their shapes.
+
+  `state.params['mlp']['kernel']` is called `params/mlp/kernel`.
+  """
+  found = {}
+  for one in program.computations[program.entry].instructions.values():
+    name = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', one.attributes)
+    if one.opcode == "parameter" and name:
+      path = re.sub(r"\['([^']*)'\]", r"/\1", name[1].replace("\\", ""))
+      found[path.removeprefix("state.")] = one.shape
+  return found
 
 
 # ---- Loops ----

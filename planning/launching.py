@@ -66,7 +66,7 @@ def run(
     parse(topology, chips)
     kept = _place(config, topology, title)
   if kept and not debug and (kept / REPORT).exists():
-    known = "made before, of the same config, topology, code and versions"
+    known = "cached plan of the same config, topology, code and versions"
     return _deliver(kept, workdir, f"{known}: {kept}")
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
@@ -110,7 +110,7 @@ def _deliver(folder: pathlib.Path, workdir: epath.Path, remark: str = "") -> int
   for name in FILES:
     files.replace(workdir / name, (folder / name).read_text())
   print((folder / REPORT).read_text(), end="")
-  print(f"the page: {workdir / 'plan.html'}")
+  print(f"page: {workdir / 'plan.html'}")
   if remark:
     print(remark)
   return 0 if found["fits"] else 3

@@ -24,7 +24,7 @@ def html(plan: Plan) -> str:
     f"<p><b>{markup.escape(report.verdict(plan))}</b></p>",
     *(f"<p>{markup.escape(note)}</p>" for note in notes),
     meshes([side]),
-    "<h2>Memory of a device</h2>",
+    "<h2>Memory per device</h2>",
     _memory(plan),
     "<h2>What each mesh axis carries in a step</h2>",
     _axes(plan),
@@ -56,10 +56,10 @@ def _memory(plan: Plan) -> str:
   """Returns the parts by formula, what the compiler says, and the room that there is."""
   room = plan.topology.chip.hbm_bytes
   sizes: dict[str, float] = dict(plan.memory)
-  sizes["by formula, most at a time"] = plan.memory_at_once
+  sizes["peak, by formula"] = plan.memory_at_once
   if plan.program:
-    sizes["the compiler's peak"] = plan.peak_bytes
-  sizes[f"what a device of {plan.topology.name} has"] = room
+    sizes["peak, by the compiler"] = plan.peak_bytes
+  sizes[f"memory of a device of {plan.topology.name}"] = room
   texts = {name: size_text(int(size)) for name, size in sizes.items()}
   return _bars("part", sizes, texts, max(sizes.values()))
 
@@ -67,7 +67,7 @@ def _memory(plan: Plan) -> str:
 def _axes(plan: Plan) -> str:
   """Returns the collectives, grouped by axis; then each with the line that asked for it."""
   if plan.times is None:
-    return "<p>Not known: the compiler found no room.</p>"
+    return "<p>Not computed: it does not fit.</p>"
   if not plan.sent:
     return "<p>No collectives.</p>"
   rows, sums = [], report.sums(plan)
@@ -76,7 +76,7 @@ def _axes(plan: Plan) -> str:
     texts = [row.axis, row.kind, row.network, f"{row.runs:,}", size_text(row.bytes)]
     texts += [f"{1e3 * row.seconds:,.2f}", f"{1e3 * row.waited:,.2f}"]
     rows.append(("", [*map(markup.escape, texts), _bar(row.seconds / most / 2)]))
-  heads = ["mesh axis", "kind", "over", "runs", "bytes", "ms", "waited", ""]
+  heads = ["mesh axis", "kind", "over", "runs", "bytes", "ms", "exposed ms", ""]
   lines = [
     (
       "",
@@ -96,9 +96,11 @@ def _axes(plan: Plan) -> str:
 
 
 def _time(plan: Plan) -> str:
+  if plan.step_seconds is None:
+    return "<p>Not computed: it does not fit.</p>"
   low, expected, high = plan.step_seconds
   values = {**report.terms(plan), "step, low": low, "step, expected": expected, "step, high": high}
-  texts = {name: f"{1e3 * seconds:,.3g} ms" for name, seconds in values.items()}
+  texts = {name: report.duration(seconds) for name, seconds in values.items()}
   said = "".join(f"<p>{markup.escape(line)}</p>" for line in report.time_lines(plan))
   return said + _bars("term", values, texts, max(values.values()))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -14,13 +15,13 @@ from planning.hardware import Rates, overridden
 from planning.topologies import Topology, parse
 from training.job import MODELS, Job
 
-LANES = 128
 LARGE_BYTES = 2**20
+PADDED = 1.05  # times its own bytes: more is worth a warning
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What is foretold of a config on a topology.
+  """What is predicted of a config on a topology.
 
   Attributes:
     title: of the config.
@@ -30,7 +31,7 @@ class Plan:
     program: what the compiler made of the step; None where there is none for the topology.
     memory: part -> bytes per device, by formula.
     times: of a step, from the compiled program, or by formula where there is no compiler; None
-      where the compiler found no room.
+      where it does not fit: what cannot run has no speed.
     warnings: what should be looked at.
     advice: where it does not fit, overrides with which it would.
   """
@@ -85,25 +86,33 @@ class Plan:
     return config.planning.token_budget or float(config.training.steps * self.tokens)
 
   @property
-  def chip_hours(self) -> float:
-    """Returns the hours of all chips that the budget takes, expected."""
+  def chip_hours(self) -> float | None:
+    """Returns the hours of all chips that the budget takes, expected; None: it does not fit."""
+    if self.step_seconds is None:
+      return None
     chips = self.job.mesh.size / self.topology.chip.devices_per_chip
     return self.token_budget / self.tokens * self.step_seconds[1] * chips / 3600
 
   @property
   def cost(self) -> float | None:
-    """Returns what those cost; None where no price is given."""
-    price = self.job.config.planning.price_per_chip_hour
-    return price * self.chip_hours if price else None
+    """Returns what those cost; None where no price is given, or it does not fit."""
+    price, hours = self.job.config.planning.price_per_chip_hour, self.chip_hours
+    return price * hours if price and hours is not None else None
 
   @property
-  def step_seconds(self) -> tuple[float, float, float]:
-    """Returns low, expected, high."""
-    flops = self.flops() / self.job.mesh.size
-    chip = self.topology.chip
-    bound = flops / (chip.flops * self.rates.matmul)
-    expected = self.times.step if self.times else bound
-    return expected * (1 - self.rates.spread), expected, expected * (1 + self.rates.spread)
+  def step_seconds(self) -> tuple[float, float, float] | None:
+    """Returns low, expected, high; None where it does not fit."""
+    if self.times is None:
+      return None
+    expected, spread = self.times.step, self.rates.spread
+    return expected * (1 - spread), expected, expected * (1 + spread)
+
+  @property
+  def rate(self) -> float | None:
+    """Returns the tokens (or examples) per second and device, expected; None: it does not fit."""
+    if self.step_seconds is None:
+      return None
+    return self.tokens / self.step_seconds[1] / self.job.mesh.size
 
   def flops(self, *, causal: bool = False) -> float:
     """Returns the operations of a step that count as the model's; see `mfu`."""
@@ -111,18 +120,21 @@ class Plan:
     each = MODELS[config.model.name].train_flops_per_example(config, causal=causal)
     return each * config.data.global_batch_size
 
-  def mfu(self, *, causal: bool = False) -> float:
-    """Returns model FLOPs utilization, with attention's scores counted in full.
+  def mfu(self, *, causal: bool = False) -> float | None:
+    """Returns model FLOPs utilization, attention's scores counted in full; None: it does not fit.
 
     Args:
       causal: only those that the mask leaves, as MaxText counts them.
     """
+    if self.step_seconds is None:
+      return None
     peak = self.topology.chip.flops * self.job.mesh.size
     return self.flops(causal=causal) / peak / self.step_seconds[1]
 
   def as_json(self) -> dict[str, Any]:
-    """Returns what plan.json holds."""
-    low, expected, high = self.step_seconds
+    """Returns what plan.json holds; of a plan that does not fit, speeds are null."""
+    names = ("low", "expected", "high")
+    seconds = self.step_seconds and dict(zip(names, self.step_seconds, strict=True))
     return {
       "fits": self.fits,
       "topology": self.topology.name,
@@ -133,8 +145,8 @@ class Plan:
       "memory": self.memory,
       "memory_at_once": self.memory_at_once,
       "collectives": [_sent(one) for one in self.sent],
-      "step_seconds": {"low": low, "expected": expected, "high": high},
-      "tokens_per_second_per_device": self.tokens / expected / self.job.mesh.size,
+      "step_seconds": seconds,
+      "tokens_per_second_per_device": self.rate,
       "mfu": self.mfu(),
       "mfu_causal": self.mfu(causal=True),
       "token_budget": self.token_budget,
@@ -177,45 +189,60 @@ def make(
     topology_name = target.at_hand(config, simulate=simulate)
   topology = parse(topology_name, chips)
   ready = target.prepare(config, topology)
-  program = times = None
+  program = compiled = None
   where = target.places(ready, topology)
   if target.compiled_here(topology):
     program = target.compile_step(ready)
-    if program.fits:
-      found = collectives(program.text, ready.mesh)
-      times = schedule.times(hlo.parse(program.text), found, where, topology.chip, rates)
-  else:
+    compiled = hlo.parse(program.text) if program.fits else None
+  found = Plan(
+    title,
+    ready,
+    topology,
+    rates,
+    program,
+    memory.by_formula(ready),
+    None,
+    tuple(_warnings(ready, topology, compiled)),
+  )
+  if not found.fits:
+    scale = found.peak_bytes / found.memory_at_once
+    advice = overrides_that_fit(config, ready, topology, scale)
+    return dataclasses.replace(found, advice=tuple(advice))
+  if compiled is None:
     times = formulas.times(ready, where, topology.chip, rates)
-  held, warnings = memory.by_formula(ready), _warnings(ready, topology)
-  found = Plan(title, ready, topology, rates, program, held, times, warnings)
-  if found.fits:
-    return found
-  scale = found.peak_bytes / found.memory_at_once
-  advice = overrides_that_fit(config, ready, topology, scale)
-  return dataclasses.replace(found, advice=tuple(advice))
+  else:
+    sent = collectives(program.text, ready.mesh)
+    times = schedule.times(compiled, sent, where, topology.chip, rates)
+  return dataclasses.replace(found, times=times)
 
 
-def _warnings(ready: Job, topology: Topology) -> tuple[str, ...]:
-  sizes, found = ready.devices.sizes, []
+def _warnings(ready: Job, topology: Topology, compiled: hlo.Program | None) -> Iterator[str]:
+  sizes = ready.devices.sizes
   for placement in ready.placements["parameters"].values():
     there = layout.bytes_per_device(placement, sizes)
     if layout.copies(placement, sizes) == math.prod(sizes.values()) > 1 and there >= LARGE_BYTES:
-      text = layout.size_text(there)
-      found.append(f"{placement.name} is held whole by every device: {text}")
-    last = layout.shard_shape(placement.shape, placement.spec, sizes)[-1:]
-    if topology.platform == "tpu" and there >= LARGE_BYTES and last and last[0] % LANES:
-      whole = -(-last[0] // LANES) * LANES
-      found.append(
-        f"{placement.name}: the last dim of a shard is {last[0]}, which a TPU pads to {whole} lanes"
-      )
-  open_ends = [
+      yield f"{placement.name} is replicated on every device: {layout.size_text(there)}"
+  if topology.platform == "tpu" and compiled is not None:
+    yield from _padded(compiled)
+  open_axes = [
     str(size)
     for size, closed in zip(topology.shape, topology.wraps(), strict=False)
     if size > 2 and not closed
   ]
-  if open_ends:
-    found.append(
-      f"{topology.name}: the axes of {', '.join(open_ends)} chips are no rings; along them "
+  if open_axes:
+    axes = "axis" if len(open_axes) == 1 else "axes"
+    yield (
+      f"{topology.name} has no wraparound links on its {axes} of {' and '.join(open_axes)}: "
       "collectives take about twice as long"
     )
-  return tuple(found)
+
+
+def _padded(compiled: hlo.Program) -> Iterator[str]:
+  """Yields the parameters whose tiles the compiler fills up; which dims it tiles, only it knows."""
+  for name, shape in hlo.entry_parameters(compiled).items():
+    size, padded = hlo.shape_bytes(shape), hlo.tiled_bytes(shape)
+    if name.startswith("params/") and size >= LARGE_BYTES and padded > PADDED * size:
+      yield (
+        f"{name.removeprefix('params/')}: tiles pad {layout.size_text(size)} per device to "
+        f"{layout.size_text(padded)}, in the compiler's layout {shape}"
+      )

@@ -3,10 +3,12 @@
 import dataclasses
 import io
 
+from humanize import intword
 from rich.console import Console
 from rich.table import Table
 
 from partitioning.layout import size_text
+from planning.hardware import PUBLISHED
 from planning.plan import Plan
 
 
@@ -41,16 +43,16 @@ def text(plan: Plan, *, width: int = 110) -> str:
 def verdict(plan: Plan) -> str:
   """Returns whether it fits, in one line."""
   room, peak = int(plan.topology.chip.hbm_bytes), plan.peak_bytes
-  who = "says the compiler" if plan.program else "say the formulas, without a compiler"
+  who = "by the compiler" if plan.program else "by formula, without a compiler"
   devices = f"{plan.job.mesh.size} devices of {plan.topology.name}"
   says = f"{size_text(peak)} of {size_text(room)} per device, {who}"
   if plan.fits:
     return f"fits {devices}: {says}; headroom {size_text(room - peak)}"
-  return f"does not fit {devices}: {says}; {size_text(peak - room)} too much"
+  return f"does not fit {devices}: {says}; {size_text(peak - room)} too much, so no speed is given"
 
 
 def remarks(plan: Plan) -> list[str]:
-  """Returns what stands behind the numbers, and what would fit where this does not."""
+  """Returns where the numbers come from, and what would fit where this does not."""
   advice = [f"  would fit, by formula: {line}" for line in plan.advice]
   return advice if plan.program else [_without(plan), *advice]
 
@@ -61,16 +63,16 @@ def _without(plan: Plan) -> str:
     why = "the compiler for TPUs is not installed: pip install -r requirements-plan.txt"
   else:
     why = f"there is no {plan.topology.chip.name} here to compile for"
-  return f"{why}; so all numbers are by formulas alone"
+  return f"{why}; all numbers are by formula"
 
 
 def _memory(plan: Plan) -> Table:
   table = _table("memory per device", ("part",), ("by formula",))
   for part, size in plan.memory.items():
     table.add_row(part, size_text(size))
-  table.add_row("most at a time", size_text(plan.memory_at_once))
+  table.add_row("peak, by formula", size_text(plan.memory_at_once))
   if plan.program:
-    table.add_row("the compiler's peak", size_text(plan.peak_bytes))
+    table.add_row("peak, by the compiler", size_text(plan.peak_bytes))
   return table
 
 
@@ -88,7 +90,7 @@ def sums(plan: Plan) -> list[Row]:
 
 
 def _collectives(plan: Plan) -> Table:
-  left, right = ("axis", "kind", "over"), ("runs", "bytes", "ms", "waited")
+  left, right = ("axis", "kind", "over"), ("runs", "bytes", "ms", "exposed ms")
   table = _table("collectives of a step", left, right)
   for row in sums(plan):
     times = (f"{1e3 * value:,.1f}" for value in (row.seconds, row.waited))
@@ -106,43 +108,70 @@ def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
 
 
 def terms(plan: Plan) -> dict[str, float]:
-  """Returns what a step's seconds would be if it did one thing alone."""
+  """Returns the roofline terms: the seconds of a step that did one thing alone."""
   if plan.times is None:
     return {}
   times = plan.times
-  return {
-    "products": times.compute,
-    "the memory": times.memory,
-    "collectives": times.communication,
-  }
+  return {"compute": times.compute, "HBM": times.memory, "communication": times.communication}
 
 
 def constants(plan: Plan) -> str:
-  """Returns what the times follow from, in one line; plan.html has the sources."""
+  """Returns the constants that the times follow from, in one line; plan.html has the sources."""
   chip, rates = plan.topology.chip, plan.rates
-  speeds = f"{chip.flops / 1e12:.4g} TFLOP/s, memory {chip.hbm_bandwidth / 1e12:.3g} TB/s"
-  speeds += f", links {chip.link_bandwidth / 1e9:.3g} GB/s"
-  shares = f"{rates.matmul:g}, {rates.memory:g} and {rates.link:g}"
-  return f"taken for {chip.name}: {speeds}, of which {shares} are reached"
+  name = "a simulated device" if chip.name == "cpu" else chip.name.upper()
+  near = "ICI per axis" if chip.torus else chip.network
+  speeds = [f"{chip.flops / 1e12:.4g} TFLOP/s", f"{chip.hbm_bandwidth / 1e12:.3g} TB/s HBM"]
+  speeds.append(f"{chip.link_bandwidth / 1e9:.3g} GB/s {near}")
+  shares = [f"{100 * share:g}" for share in (rates.matmul, rates.memory, rates.link)]
+  each = f"each at {shares[0]} %" if len(set(shares)) == 1 else f"at {', '.join(shares)} %"
+  return f"assumed for {name}: {', '.join(speeds)}, {each} efficiency"
+
+
+def accuracy(plan: Plan) -> str:
+  """Returns what the times were compared with."""
+  if plan.topology.platform == "cpu":
+    return "accuracy: simulated devices share one machine; compare plans, not times"
+  if plan.program:
+    low, high = PUBLISHED
+    return (
+      f"accuracy: predictions are {low:.2f} to {high:.2f} of three published TPU throughputs; "
+      "nothing was measured here (docs/planner_accuracy.md)"
+    )
+  return (
+    "accuracy: unknown; these formulas were compared with compiled TPU programs, and never with a "
+    "measured step (docs/planner_accuracy.md)"
+  )
+
+
+def duration(seconds: float) -> str:
+  """Returns seconds with a unit in which they are easy to read: `3.19 s`, `12 ms`."""
+  if seconds >= 1 or seconds == 0:
+    return f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+  return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
+
+
+def number(value: float) -> str:
+  """Returns a number of three digits without an exponent where it is neither huge nor tiny."""
+  if 1000 <= value < 1e15:
+    return f"{round(value):,}" if value < 1e6 else intword(value, "%.3g")
+  return f"{value:.3g}"
 
 
 def time_lines(plan: Plan) -> list[str]:
-  """Returns how long a step takes, what bounds it, and what a budget of tokens takes."""
+  """Returns how long a step takes, what bounds it, and what the token budget takes."""
+  if plan.times is None:
+    return []
   low, expected, high = plan.step_seconds
-  rate = plan.tokens / expected / plan.job.mesh.size
+  parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in terms(plan).items())
   lines = [
-    f"a step takes {expected:.3g} s ({low:.3g} to {high:.3g}); "
-    f"{rate:,.0f} {plan.unit}/s per device; "
-    f"MFU {100 * plan.mfu():.1f} %, with attention's scores halved for the mask "
-    f"{100 * plan.mfu(causal=True):.1f} %"
+    f"step: {duration(expected)} ({duration(low)} to {duration(high)}), {plan.rate:,.0f} "
+    f"{plan.unit}/s per device, MFU {100 * plan.mfu():.1f} % ({100 * plan.mfu(causal=True):.1f} % "
+    "with causal attention counted half)",
+    f"roofline: {parts} (exposed {duration(plan.times.exposed)})",
+    f"largest term: {max(terms(plan), key=terms(plan).get)}",
+    constants(plan),
+    accuracy(plan),
   ]
-  if times := plan.times:
-    alone = terms(plan)
-    parts = ", ".join(f"{name} {1e3 * seconds:,.3g} ms" for name, seconds in alone.items())
-    most = max(alone, key=alone.get)
-    waited = f"waited for collectives {1e3 * times.exposed:,.3g} ms"
-    lines.append(f"alone would take: {parts}; {waited}")
-    lines.append(f"the step is bound by {most}")
-  lines.append(constants(plan))
-  budget = f"{plan.token_budget:.3g} {plan.unit} take {plan.chip_hours:,.3g} chip-hours"
+  budget = f"budget: {number(plan.token_budget)} {plan.unit} take {number(plan.chip_hours)} "
+  budget += "chip-hours"
   return [*lines, budget if plan.cost is None else f"{budget} and cost {plan.cost:,.2f}"]

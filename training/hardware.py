@@ -51,9 +51,7 @@ _ALL = (
     1979.0 / 2,
     "[3] GH200 with 96 GB of HBM3 (the name counts the processor's memory), half of sparse",
   ),
-  Accelerator(
-    "gh200-144gb", ("nvidia gh200 144g hbm3e",), 1979.0 / 2, "[3] GH200, half of sparse"
-  ),
+  Accelerator("gh200-144gb", ("nvidia gh200 144g hbm3e",), 1979.0 / 2, "[3] GH200, half of sparse"),
   Accelerator("b200", ("nvidia b200",), 2250.0, "[3] HGX B200, half of sparse"),
   Accelerator("gb200", ("nvidia gb200",), 2500.0, "[3] GB200 NVL72, half of sparse"),
   Accelerator("l4", ("nvidia l4",), 242.0 / 2, "[3] L4, half of sparse"),

@@ -29,8 +29,26 @@ def test_what_a_budget_of_tokens_costs():
   hours = 1e9 / found.as_json()["tokens_per_second_per_device"] / 3600
   assert found.chip_hours == pytest.approx(hours)
   assert found.cost == pytest.approx(2.5 * hours)
-  text = f"1e+09 tokens take {hours:.3g} chip-hours and cost {2.5 * hours:.2f}"
+  text = f"1 billion tokens take {hours:.3g} chip-hours and cost {2.5 * hours:.2f}"
   assert text in report.text(found)
+
+
+@pytest.mark.parametrize(
+  ("seconds", "text"),
+  [
+    *[(0, "0 s"), (3.186, "3.19 s"), (1234.5, "1,234 s"), (0.0123, "12.3 ms"), (1.5e-6, "1.5 us")],
+  ],
+)
+def test_seconds_have_a_unit_that_is_easy_to_read(seconds, text):
+  assert report.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+  ("value", "text"),
+  [(3.16e-5, "3.16e-05"), (123.4, "123"), (819_200, "819,200"), (1.5e13, "15 trillion")],
+)
+def test_numbers_are_written_without_exponents_where_they_can_be(value, text):
+  assert report.number(value) == text
 
 
 def test_a_network_without_layers_is_planned_and_advised_too():

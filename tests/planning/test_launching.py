@@ -35,7 +35,7 @@ def test_the_same_plan_is_made_once_also_by_several_at_once(tmp_path, capfd, mon
   assert plan(tmp_path, "three") == 0
   out = capfd.readouterr().out
   assert out.startswith("fits 8 devices of h100:8")
-  assert "made before, of the same config, topology, code and versions" in out
+  assert "cached plan of the same config, topology, code and versions" in out
   assert (tmp_path / "three" / "plan.json").read_text() in texts
   assert (tmp_path / "three" / "plan.html").exists()
 

@@ -1,10 +1,11 @@
 """Topologies and constants: what is known, and what is refused by name."""
 
 import dataclasses
+import pathlib
 
 import pytest
 
-from planning.hardware import CHIPS, REASONS, Rates, overridden
+from planning.hardware import CHIPS, PUBLISHED, REASONS, Rates, overridden
 from planning.topologies import of_devices, parse
 from training.hardware import ACCELERATORS
 
@@ -75,9 +76,7 @@ def test_devices_at_hand_are_a_topology(devices, name):
 
 
 def test_devices_of_an_unknown_kind_are_refused():
-  with pytest.raises(
-    ValueError, match="no constants are known of 'Quadro'; known are v4, v5e"
-  ):
+  with pytest.raises(ValueError, match="no constants are known of 'Quadro'; known are v4, v5e"):
     of_devices([Device("gpu", "Quadro")])
 
 
@@ -128,3 +127,11 @@ def test_every_accelerator_has_its_constants_and_a_source_of_its_peak():
     assert all(kind == kind.lower() for kind in accelerator.device_kinds)
   kinds = [kind for one in ACCELERATORS.values() for kind in one.device_kinds]
   assert len(kinds) == len(set(kinds))
+
+
+def test_the_accuracy_that_a_plan_states_is_that_of_the_page():
+  page = (pathlib.Path(__file__).parents[2] / "docs" / "planner_accuracy.md").read_text()
+  table = next(part for part in page.split("\n\n") if part.startswith("| model"))
+  ratios = [float(row.split("|")[4]) for row in table.splitlines()[2:]]
+  assert (min(ratios), max(ratios)) == PUBLISHED
+  assert len(ratios) == 3

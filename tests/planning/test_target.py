@@ -3,9 +3,11 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from partitioning import hlo
 from partitioning.collectives import collectives
 from partitioning.mesh import AXES, make_mesh
 from planning import target
@@ -13,6 +15,8 @@ from planning.hardware import CHIPS
 from planning.topologies import EXAMPLES, parse
 
 GIB = 2**30
+# Programs for devices that are only described are kept, but cannot be read back.
+COMPILED = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
 # As libtpu 0.0.42 and 0.0.50 write them.
 WHOLE = (
   "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
@@ -71,6 +75,7 @@ def test_the_compiler_is_told_which_axes_have_wraparound_links(name, wrap, monke
   assert asked == [{"platform": "tpu", "topology_name": name, "wrap": wrap}]
 
 
+@COMPILED
 @pytest.mark.plan
 def test_with_wraparound_links_a_gather_is_no_all_reduce_of_the_whole():
   # Without `wrap` the compiler wrote an all-reduce of twice the cost (libtpu 0.0.42.1, 0.0.48.1).
@@ -91,3 +96,26 @@ def test_the_compiler_knows_every_kind_and_counts_its_devices_alike(chip):
     found = target.start(topology, 1)
     assert len(found) == topology.devices
     assert {device.platform for device in found} == {"tpu"}
+
+
+@COMPILED
+@pytest.mark.plan
+def test_padded_bytes_of_the_arguments_are_what_the_compiler_says():
+  mesh = make_mesh({**dict.fromkeys(AXES, 1), "data": 4}, target.start(parse("v5e:2x2"), 1))
+  everywhere = jax.sharding.NamedSharding(mesh, P())
+  sizes = {"a": (4096, 16), "b": (16, 4096), "c": (3, 200, 192), "d": (5,), "e": (128, 128)}
+  state = {
+    name: jax.ShapeDtypeStruct(size, dtype, sharding=everywhere)
+    for (name, size), dtype in zip(sizes.items(), ["float32", "bfloat16"] * 3, strict=False)
+  }
+  done = jax.jit(lambda state: jax.tree.map(jnp.sin, state)).lower(state).compile()
+  found = hlo.entry_parameters(hlo.parse(done.as_text()))
+  assert set(found) == {f"state/{name}" for name in sizes}
+  padded = {name: hlo.tiled_bytes(shape) for name, shape in found.items()}
+  # The compiler rounds each argument up to 512 bytes.
+  assert sum(-(-size // 512) * 512 for size in padded.values()) == (
+    done.memory_analysis().argument_size_in_bytes
+  )
+  # The long dim is made the minor one, so that 16 columns are not padded to 128.
+  assert padded["state/a"] == hlo.shape_bytes(found["state/a"])
+  assert padded["state/c"] > hlo.shape_bytes(found["state/c"])

@@ -15,6 +15,11 @@ KEYS = {
 }
 
 
+SPEEDS = (
+  *("step_seconds", "tokens_per_second_per_device", "mfu", "mfu_causal", "chip_hours", "cost"),
+)
+
+
 def plan(main, *arguments):
   """Returns (exit code, standard output, standard error) of a plan that is made anew."""
   return main("plan", *arguments, "--config.planning.cache_dir=")
@@ -29,7 +34,7 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
   code, out, err = plan(main, *arguments)
   assert (code, err) == (0, ""), (out, err)
   assert out.startswith("fits 8 devices of h200:8: ")
-  assert "all numbers are by formulas alone" in out
+  assert "all numbers are by formula" in out
   found = json.loads((tmp_path / "plan.json").read_text())
   assert found.keys() >= KEYS
   assert found["compiled"] is False
@@ -41,6 +46,8 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
   assert found["token_budget"] == 200 * 32 * 128
   assert found["chip_hours"] == pytest.approx(200 * expected * 8 / 3600)
   assert found["cost"] is None
+  assert "accuracy: unknown; these formulas were compared with compiled TPU programs" in out
+  assert "assumed for H200: 989.5 TFLOP/s, 4.8 TB/s HBM, 450 GB/s NVLink, each at 80 %" in out
 
 
 def test_the_devices_at_hand_are_planned_by_their_own_compiler(main, tmp_path):
@@ -52,7 +59,7 @@ def test_the_devices_at_hand_are_planned_by_their_own_compiler(main, tmp_path):
   )
   assert (code, err) == (0, ""), (out, err)
   assert out.startswith("fits 8 devices of cpu:8: ")
-  assert "says the compiler" in out
+  assert "by the compiler" in out
   found = json.loads((tmp_path / "plan.json").read_text())
   assert found["compiled"]
   sent = {(one["axis"], one["kind"], one["network"]) for one in found["collectives"]}
@@ -72,6 +79,12 @@ def test_what_does_not_fit_is_told_and_ends_with_3(main, tmp_path):
   assert out.startswith("does not fit 8 devices of a100:8: ")
   found = json.loads((tmp_path / "plan.json").read_text())
   assert not found["fits"]
+  # What cannot run has no speed.
+  assert {found[key] for key in SPEEDS} == {None}
+  for text in ("MFU", "tokens/s", "step:", "chip-hours", "roofline"):
+    assert text not in out
+  assert "so no speed is given" in out.splitlines()[0]
+  assert "Not computed: it does not fit" in (tmp_path / "plan.html").read_text()
   # 70.6e9 parameters, their gradients and Adam's two numbers in float32, over 8 devices.
   state = sum(found["memory"][part] for part in ("parameters", "gradients", "optimizer state"))
   assert state == pytest.approx(70.6e9 * 16 / 8, rel=0.01)
