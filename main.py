@@ -19,8 +19,14 @@ On several machines, or as several processes on one, every process runs the same
 docs/running.md.
 
 Exit codes: 0 done; 1 failed; 2 refused before anything started or was changed; 3 compare: they
-differ, plan: it does not fit; 75 stopped by SIGTERM or Ctrl-C after saving.
+differ, plan: it does not fit; 75 stopped by SIGTERM or Ctrl-C after saving; 130 by a second Ctrl-C,
+without saving.
 """
+
+from processes import stopping
+
+if __name__ == "__main__":  # what is imported below takes seconds, and Ctrl-C comes then, too
+  stopping.begin()
 
 import hashlib
 import sys
@@ -38,7 +44,7 @@ from planning import launching
 from processes import group as groups
 from processes.lockstep import Lockstep
 from processes.stopping import EXIT_CODE, StopRequest
-from processes.watchdog import SAVING, Watchdog
+from processes.watchdog import STARTING, Watchdog
 from runtime import files
 from tour import chapters
 from tour import run as tour
@@ -90,11 +96,11 @@ def main(argv: list[str]) -> int:
     with watch:
       code = _run_verb(verb, watch)
       watch.part()
-  except (Exception, KeyboardInterrupt) as error:
+  except Exception:
     if group.alone:
       raise
     print(f"{groups.label()}{traceback.format_exc()}", file=sys.stderr, flush=True)
-    groups.leave(130 if isinstance(error, KeyboardInterrupt) else 1, patience_seconds=3)
+    groups.leave(1, patience_seconds=3)
   return code
 
 
@@ -174,7 +180,6 @@ def _evaluate(watch: Watchdog) -> Callable[[], int]:
 
 def _sample(watch: Watchdog) -> Callable[[], int]:
   """Continues prompts with a checkpoint's model."""
-  del watch  # nothing is lost by a stop, and no step is due
   if flags.PROMPT.value and flags.PROMPT_FILE.value:
     raise ValueError("--prompt and --prompt_file: give one of the two")
   prompts = flags.PROMPT.value
@@ -196,6 +201,7 @@ def _sample(watch: Watchdog) -> Callable[[], int]:
   _, params = resuming.parameters(ready, flags.CHECKPOINT.value or str(flags.workdir()))
 
   def run() -> int:
+    watch.at("sampling", STARTING)
     sampling.show(ready, params, request)
     return 0
 
@@ -249,7 +255,7 @@ def _compare(watch: Watchdog) -> Callable[[], int]:
   )
 
   def run() -> int:
-    watch.at("comparing", SAVING)
+    watch.at("comparing", STARTING)  # of which nothing is kept, and which may take long
     found = comparison.compare(jobs, data)
     titles = (config_flag.name(flags.CONFIG), config_flag.name(flags.AGAINST))
     say(comparison.text(jobs, titles, found))
@@ -269,4 +275,4 @@ RUNS = {
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=parse_flags)
+  app.run(stopping.ending(main), flags_parser=parse_flags)

@@ -4,7 +4,8 @@ python -m launch.local --processes=2 [--restarts=0] [--grace_seconds=30] -- pyth
 
 Each process sees JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. When one fails, it
 is named, its last lines are repeated, and the others are ended. SIGTERM, Ctrl-C and a closed
-output are passed on as SIGTERM, so that the run saves; a second Ctrl-C, or --grace_seconds, kills.
+output are passed on as SIGTERM, so that the run saves; a second Ctrl-C (a second or more after the
+first was announced), or --grace_seconds, kills.
 SIGTERM goes to each process alone, not to its children: a shell in between must `exec`.
 
 --restarts=N runs the same command again after exit code 1, 75 or death by a signal.
@@ -13,6 +14,25 @@ Exit codes: 0 all ended well; that of the process that failed first, and 128 + n
 killed it; 75 stopped after saving; 128 + n asked to stop by signal n and killed; 2 bad usage.
 """
 
+import signal
+import time
+
+# The signals by which the launcher was asked to stop, and when Ctrl-C came, by the monotonic clock.
+asked: list[int] = []
+interrupts: list[float] = []
+
+
+def ask(number: int, frame: object) -> None:
+  """Takes note of a signal; it is acted upon between two looks at the processes."""
+  asked.append(number)
+  if number == signal.SIGINT:
+    interrupts.append(time.monotonic())
+
+
+if __name__ == "__main__":  # before what takes a moment to import, in which Ctrl-C comes, too
+  signal.signal(signal.SIGTERM, ask)
+  signal.signal(signal.SIGINT, ask)
+
 import argparse
 import contextlib
 import dataclasses
@@ -20,11 +40,9 @@ import math
 import os
 import pathlib
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 
 import psutil
 
@@ -42,6 +60,9 @@ UNKILLABLE_SECONDS = 10
 # Peers of a dead process end by SIGABRT. Their sockets tell them before the kernel tells us.
 SETTLE_SECONDS = 0.5
 RESTART_PAUSE_SECONDS = 1
+# A Ctrl-C that comes sooner than this after the first was announced is the same one, which a
+# wrapper has passed on, too.
+AGAIN_SECONDS = 1.0
 
 
 @dataclasses.dataclass
@@ -91,7 +112,7 @@ class Attempt:
     """
     self._options = options
     self._asked = asked
-    self._heard = 0
+    self._heard, self._announced = 0, math.inf
     self._log = log
     self._processes: list[Process] = []
     self._first: Process | None = None  # that failed
@@ -169,19 +190,19 @@ class Attempt:
     if not new:
       return
     now = time.monotonic()
-    # Two at once are one Ctrl-C that a wrapper passed on too: it counts as the first.
-    if self._heard and signal.SIGINT in new:
+    if interrupts and interrupts[-1] >= self._announced + AGAIN_SECONDS:
       self._log.say("Ctrl-C: no more waiting")
       self._kill_at = now
     elif not self._heard:
       grace = self._options.grace_seconds
       self._log.say(
         f"{signal_name(new[0])}: SIGTERM to all processes, which have {grace:g} s to save; "
-        f"Ctrl-C kills them"
+        f"press Ctrl-C {'again ' if new[0] == signal.SIGINT else ''}to kill them without saving"
       )
       self._kill_at = min(self._kill_at, now + grace)
       for process in self._alive():
         os.kill(process.popen.pid, signal.SIGTERM)
+      self._announced = time.monotonic()
     self._heard = len(self._asked)
 
   def _notice(self) -> None:
@@ -303,17 +324,18 @@ def main(arguments: list[str]) -> int:
   """Runs the command in as many processes as asked, again where that helps; returns the code."""
   options = parse(arguments)
   open_standard_files()
-  asked: list[int] = []
   for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-      signal.signal(number, lambda number, _: asked.append(number))
+      signal.signal(number, ask)
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
+  code = SAVED
   for start in range(options.restarts + 1):
     log = logs.Logs(asked)
     if start:
       time.sleep(RESTART_PAUSE_SECONDS)
-      if asked:
-        break
+    if asked:  # also before the first start: nothing is running, and nothing is to be saved
+      break
+    if start:
       log.say(f"restart {start} of {options.restarts}")
     with Attempt(options, asked, log) as attempt:
       try:

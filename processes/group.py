@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from processes import private, rollcall
+from processes import private, rollcall, stopping
 
 # Set by `python -m launch.local`, by launch/jobset.yaml, or by hand on each host.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -278,9 +277,7 @@ def leave(code: int, *, patience_seconds: float = 10.0) -> NoReturn:
   The others are waited for a little: process 0 keeps the coordination service, and JAX aborts all
   that lose it.
   """
-  for stream in (sys.stdout, sys.stderr):
-    with contextlib.suppress(OSError, ValueError):
-      stream.flush()
+  stopping.clean_up()
   if not _current.alone and patience_seconds:
     with contextlib.suppress(NotTogetherError):
       _current.wait("leaving", timeout_seconds=patience_seconds)

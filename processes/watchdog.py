@@ -17,7 +17,7 @@ import traceback
 
 from processes import group as groups
 from processes.exchange import Exchange
-from processes.stopping import EXIT_CODE, StopRequest
+from processes.stopping import EXIT_CODE, INTERRUPTED, StopRequest, tell
 
 PERIOD_SECONDS = 0.25
 # A lap that took so much longer than its period: this process was stopped, or the machine slept.
@@ -30,7 +30,15 @@ _NO_PROGRESS = "no progress"
 _REFUSED, _FAILED = 2, 1
 
 # What is going on: steps and evaluation have beats of known length, the others may take long.
+# STARTING: nothing is to be saved yet; DONE: everything is. A stop then ends the process at once.
 STARTING, STEP, EVALUATION, SAVING, ENDING = "starting", "step", "evaluation", "saving", "ending"
+DONE = "done"
+# What is finished before a stop takes effect.
+_LAST = {
+  STEP: "stopping after this step and saving",
+  EVALUATION: "stopping after this batch of the evaluation",
+  SAVING: "stopping when this save is done",
+}
 
 
 class Watchdog:
@@ -38,6 +46,11 @@ class Watchdog:
 
   Every process makes the same calls of `at` in the same order, so that the one with the fewest is
   the one that is behind.
+
+  Attributes:
+    group: the processes.
+    stop: is set when any process is asked to stop.
+    saves: whether there are steps to save before a stop.
   """
 
   def __init__(
@@ -57,7 +70,7 @@ class Watchdog:
         that the heartbeat sets (see `limit`).
       start_timeout_seconds: how long anything may take of which nothing is known yet.
     """
-    self.group, self.stop = group, stop
+    self.group, self.stop, self.saves = group, stop, False
     self._deadline, self._start_timeout = deadline_seconds, start_timeout_seconds
     self._beats, self._kind, self._label = 0, STARTING, "starting"
     self._since = self._awake = time.monotonic()
@@ -93,7 +106,7 @@ class Watchdog:
 
     Args:
       label: for people: `step 12: waiting for its batch`.
-      kind: one of STARTING, STEP, EVALUATION, SAVING, ENDING.
+      kind: one of STARTING, STEP, EVALUATION, SAVING, ENDING, DONE.
       begins: a step, or a batch of evaluation, begins here: from here to the next such call is
         how long one takes.
     """
@@ -146,7 +159,7 @@ class Watchdog:
     everybody without naming anyone; only where a single step has taken long is more allowed.
     Compiling may take as long as it likes: others wait for it in their first step.
     """
-    if self._kind in (STARTING, ENDING):
+    if self._kind in (STARTING, ENDING, DONE):
       return math.inf
     lengths = self._lengths.get(self._kind)
     first = not lengths and self._kind == EVALUATION  # judged by the steps that came before
@@ -176,13 +189,15 @@ class Watchdog:
         groups.leave(_FAILED, patience_seconds=0)
 
   def _look(self) -> None:
-    if signal := self.stop.arrived():
-      self.stop.request(signal)
+    self.stop.hear()
+    if self.stop.insisted and not self._leaving:
+      self._leave_unsaved()
     if self.stop and not self._told:
       self._told = True
       self.tell("stop", self.stop.requested)
+      self._announce()
     with self._changing:  # so that the main thread does not meet the others meanwhile
-      if self.stop and self._kind == STARTING and not self._leaving:
+      if self.stop and self._kind in (STARTING, DONE) and not self._leaving:
         self._leave_early()
     waited = time.monotonic() - self._since
     if self._leaving:
@@ -200,14 +215,45 @@ class Watchdog:
     self._since += seconds
     self._awake = time.monotonic()
 
+  def _announce(self) -> None:
+    """Says what a stop does now, and that Ctrl-C may come again."""
+    if self._kind in (STARTING, DONE):  # it leaves, and says so
+      return
+    if self.group.first:
+      if self._kind == ENDING:
+        tell(f"{self.stop.requested}: everything is saved, and the run is ending")
+      else:
+        what, again = _LAST[self._kind], "to stop at once"
+        if self.saves:
+          what += " and saving" if self._kind == EVALUATION else ""
+          again = "to stop without saving"
+        tell(f"{self.stop.requested}: {what}; press Ctrl-C again {again}")
+    self.stop.announced()
+
   def _leave_early(self) -> None:
-    """Ends this process before its first step, or while it goes back: nothing is to be saved."""
+    """Ends this process where nothing is to be saved: before its first step, or after its last."""
+    self._leaving = True
     self.tell("left", self.stop.requested)
     self._exchange.close()
+    done = self._kind in (DONE, ENDING)
     if self.group.first:
-      what = f"while {self._label}; there was nothing to save"
-      print(f"stopped as asked ({self.stop.requested}) {what}", flush=True)
-    groups.leave(EXIT_CODE)
+      why = "the run is done and saved" if done else "there was nothing to save"
+      tell(f"stopped as asked ({self.stop.requested}) while {self._label}; {why}")
+    groups.leave(0 if done else EXIT_CODE)
+
+  def _leave_unsaved(self) -> None:
+    """Ends this process without waiting for a save: Ctrl-C was pressed again."""
+    self._leaving = True
+    lost = ""
+    if self.saves:
+      lost = " without saving; what was done since the last save is lost"
+    if self._kind == ENDING:
+      lost = "; everything was saved"
+    text = f"Ctrl-C again: stopped{lost}"
+    tell(f"{groups.label()}{text}")
+    self.tell("failed", text)
+    self._exchange.close()
+    groups.leave(INTERRUPTED, patience_seconds=0 if self.group.alone else 3)
 
   def _receive(self, what: str, index: str, notice: dict[str, str]) -> None:
     """Acts upon what another process has told; runs in the thread of the exchange."""

@@ -70,6 +70,7 @@ def train(
   """
   with contextlib.ExitStack() as stack:
     stack.enter_context(start.checkpointer)
+    watch.saves = True
     run = Run(job, data, start, workdir, watch, started=started)
     run.open(stack)
     run.compile()

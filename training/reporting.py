@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from tensorboardX import SummaryWriter
 
+from processes import stopping
 from processes.group import current
 from training import log_lines
 from training.appending import Lines
@@ -168,12 +169,14 @@ class ProgressLine:
   def __init__(self, steps: int):
     """Starts the line; `steps` is the number of the last step."""
     self._steps = steps
-    self._bar = None
+    self._bar, self._undone = None, contextlib.ExitStack()
     if sys.stdout.isatty() and current().first:
       columns = (BarColumn(bar_width=20), TextColumn("{task.fields[text]}"))
       self._bar = Progress(*columns, console=Console(soft_wrap=True), auto_refresh=False)
       self._task = self._bar.add_task("", total=steps, text="")
       self._bar.start()
+      # It hides the cursor, which must come back however the run ends.
+      self._undone.enter_context(stopping.undone(self._bar.stop))
 
   def __enter__(self) -> "ProgressLine":
     """Returns itself."""
@@ -181,6 +184,7 @@ class ProgressLine:
 
   def __exit__(self, *exception) -> None:
     """Leaves the last line standing."""
+    self._undone.close()
     if self._bar is not None:
       self._bar.stop()
 
@@ -200,9 +204,17 @@ class ProgressLine:
 
 
 def say(text: str) -> None:
-  """Prints a line at once, also into a pipe; process 0 speaks for all."""
-  if current().first:
+  """Prints a line at once, also into a pipe; process 0 speaks for all.
+
+  Where nobody reads the pipe any more (in `| tee FILE` Ctrl-C ends tee as well), a run stops as if
+  it were asked to, and saves: an error here would lose its work.
+  """
+  if not current().first:
+    return
+  try:
     print(text, flush=True)
+  except BrokenPipeError:
+    stopping.output_closed()
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from input_pipeline.sources import Source
 from partitioning.mesh import mesh_text
 from processes import group as groups
 from processes.stopping import EXIT_CODE
-from processes.watchdog import Watchdog
+from processes.watchdog import DONE, Watchdog
 from runtime import files
 from training import goodput, job, loop, opening, resuming, sampling, workdir_files
 from training.meter import TrainingStoppedError
@@ -43,6 +43,7 @@ def run(
     say("stopped as asked, after saving; run the same command again to go on")
     return EXIT_CODE
   if request := sampling.first_words(ready.config):
+    watch.at("showing a sample", DONE)
     say("the model goes on:")
     sampling.show(ready, end.state.params, request)
   return 0

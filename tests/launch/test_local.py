@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -262,6 +263,9 @@ def test_a_second_ctrl_c_kills(launch):
   launcher.wait_for(*UP)
   launcher.popen.send_signal(signal.SIGINT)
   launcher.wait_for("[0] saving", "[1] saving")
+  launcher.popen.send_signal(signal.SIGINT)  # the same one, which a wrapper has passed on, too
+  time.sleep(local.AGAIN_SECONDS)
+  assert launcher.popen.poll() is None
   launcher.popen.send_signal(signal.SIGINT)
   assert launcher.end() == 130
   assert "Ctrl-C: no more waiting" in launcher.err

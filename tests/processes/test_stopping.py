@@ -9,24 +9,28 @@ import time
 
 import pytest
 
-from processes.stopping import StopRequest
+from processes import stopping
+from processes.stopping import AGAIN_SECONDS, StopRequest
+from tests.processes.clocks import Clock
 
 
 def test_nothing_was_asked():
   with StopRequest() as stop:
     assert not stop
+    stop.hear()
     assert stop.requested == ""
-    assert stop.arrived() == ""
+    assert not stop.insisted
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_a_request(number):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_a_request(number, monkeypatch):
+  monkeypatch.setattr(os, "isatty", lambda _: False)  # the terminal of these tests is not gone
   with StopRequest() as stop:
     os.kill(os.getpid(), number)
+    assert not stop, "only the thread that waits records it"
+    stop.hear()
     assert stop
     assert stop.requested == number.name
-    assert stop.arrived() == number.name
-    assert stop.arrived() == ""
 
 
 def test_a_signal_while_the_main_thread_runs_c_code():
@@ -35,7 +39,8 @@ def test_a_signal_while_the_main_thread_runs_c_code():
 
     def wait():
       [ready], _, _ = select.select([stop.wakeup], [], [], 10)
-      seen.append((ready == stop.wakeup, stop.arrived(), bool(stop), time.monotonic()))
+      stop.hear()
+      seen.append((ready == stop.wakeup, stop.requested, time.monotonic()))
 
     # To another thread, as the kernel may choose: the call below is not interrupted by it.
     watcher = threading.Thread(target=wait)
@@ -46,32 +51,66 @@ def test_a_signal_while_the_main_thread_runs_c_code():
     back = time.monotonic()
     watcher.join()
     killer.join()
-  [(readable, name, handled, when)] = seen
+  [(readable, name, when)] = seen
   assert readable
   assert name == "SIGTERM"
-  assert not handled  # no handler could run yet
   assert when < back - 0.3
 
 
-def test_a_second_ctrl_c_interrupts():
-  with StopRequest() as stop:
+@pytest.fixture
+def time_passes(monkeypatch):
+  """Lets the monotonic clock of a request run by itself; returns it."""
+  clock = Clock()
+  monkeypatch.setattr(stopping, "time", clock)
+  return clock
+
+
+def ctrl_c(stop: StopRequest, times: int = 1) -> None:
+  """Presses Ctrl-C, and lets it be heard."""
+  for _ in range(times):
     os.kill(os.getpid(), signal.SIGINT)
-    assert stop.requested == "SIGINT"
-    with pytest.raises(KeyboardInterrupt):
-      os.kill(os.getpid(), signal.SIGINT)
+  stop.hear()
 
 
-def test_ctrl_c_after_a_stop_elsewhere_interrupts():
+@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM to process 1"])
+def test_a_second_ctrl_c_is_one_that_comes_clearly_after_the_announcement(time_passes, first):
   with StopRequest() as stop:
-    stop.request("SIGTERM to process 1")
-    with pytest.raises(KeyboardInterrupt):
-      os.kill(os.getpid(), signal.SIGINT)
+    stop.request(first)
+    ctrl_c(stop, 2)
+    time_passes.now += 10
+    ctrl_c(stop)
+    assert not stop.insisted, "nobody was told yet what the first one does"
+    stop.announced()
+    ctrl_c(stop)
+    time_passes.now += AGAIN_SECONDS / 2
+    ctrl_c(stop, 2)
+    assert not stop.insisted, "a wrapper passes on the first one"
+    time_passes.now += AGAIN_SECONDS
+    ctrl_c(stop)
+    assert not stop.insisted, "it may have come at any time since the pipe was empty"
+    ctrl_c(stop)
+    assert stop.insisted
+    assert stop.requested == first
 
 
-def test_a_second_sigterm_changes_nothing():
+def test_sigterm_never_insists(time_passes):
   with StopRequest() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
+    stop.hear()
+    stop.announced()
+    for _ in range(3):
+      time_passes.now += 10
+      os.kill(os.getpid(), signal.SIGTERM)
+      stop.hear()
+    assert not stop.insisted
+
+
+def test_the_first_signal_names_the_reason():
+  with StopRequest() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
+    stop.hear()
+    os.kill(os.getpid(), signal.SIGINT)
+    stop.hear()
     assert stop.requested == "SIGTERM"
 
 
@@ -87,8 +126,8 @@ def test_other_signals_are_no_stop():
   try:
     with StopRequest() as stop:
       os.kill(os.getpid(), signal.SIGUSR1)
+      stop.hear()
       assert not stop
-      assert stop.arrived() == ""
   finally:
     signal.signal(signal.SIGUSR1, old)
 
