@@ -17,15 +17,19 @@ import dataclasses
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from etils import epath
 
+from runtime import files
+
 FILE = "digests"
 _TITLE = "checkpoint digests 1"
 _LINE = re.compile(r"([0-9a-f]{64}) (0|[1-9][0-9]*) (\S(?:.*\S)?)")
-_BLOCK_BYTES = 2**20  # read at a time, by each thread
+_MOST_BYTES = 2**28  # of this file: two million lines
 THREADS = min(8, os.cpu_count() or 1)
+_DEEPEST = 16  # folders in one another; a checkpoint has three
 _NAMED = 3  # so many files stand in a message
 
 
@@ -93,7 +97,7 @@ def read(folder: epath.Path) -> list[Digest]:
     DamagedError: it is missing or damaged.
   """
   try:
-    return parse((folder / FILE).read_bytes())
+    return parse(files.read_bytes(folder / FILE, most_bytes=_MOST_BYTES))
   except FileNotFoundError:
     raise DamagedError(
       f"{FILE}: missing, so that nothing tells whether the other files are whole; lost, or saved "
@@ -103,34 +107,61 @@ def read(folder: epath.Path) -> list[Digest]:
     raise DamagedError(f"{FILE}: {_reason(error)}") from error
 
 
+def begins(folder: epath.Path) -> bool:
+  """Tells whether a folder has a file of digests that begins as ours do."""
+  try:
+    first = next(files.read_blocks(folder / FILE, most_bytes=_MOST_BYTES), b"")
+  except OSError:
+    return False
+  return first.startswith(f"{_TITLE}\n".encode())
+
+
 def write(folder: epath.Path, listed: Iterable[Digest]) -> None:
   """Writes a folder's file of digests, and waits until it is on the disk."""
-  path = folder / FILE
-  with path.open("wb") as file:
-    file.write(to_text(listed).encode())
-    file.flush()
-    if "://" not in str(path):
-      os.fsync(file.fileno())
+  files.replace(folder / FILE, to_text(listed))
 
 
 # ------------------------------ files ------------------------------
 
 
 def sizes(folder: epath.Path) -> dict[str, int]:
-  """Returns path -> bytes of every file below a folder, but the digests themselves."""
+  """Returns path -> bytes of every file below a folder, but the digests themselves.
+
+  Raises:
+    DamagedError: something below it is neither a folder nor a plain file. Reading a FIFO or a
+      device would wait forever, and a link leads to what may change without the checkpoint.
+  """
   found: dict[str, int] = {}
-
-  def walk(inside: epath.Path, prefix: str) -> None:
-    for child in inside.iterdir():
-      if child.name.startswith("."):
-        continue
-      if child.is_dir():
-        walk(child, f"{prefix}{child.name}/")
-      elif prefix or child.name != FILE:
-        found[prefix + child.name] = child.stat().length
-
-  walk(folder, "")
+  walk = _walk_local if files.is_local(folder) else _walk_bucket
+  walk(folder, "", found)
+  found.pop(FILE, None)
   return found
+
+
+def _walk_local(inside: epath.PathLike, prefix: str, found: dict[str, int]) -> None:
+  with os.scandir(inside) as entries:
+    for entry in entries:
+      name = prefix + entry.name
+      if entry.name.startswith("."):
+        continue
+      if entry.is_dir(follow_symlinks=False):
+        if name.count("/") > _DEEPEST:
+          raise DamagedError(f"{name}: folders in folders, deeper than {_DEEPEST}")
+        _walk_local(entry.path, f"{name}/", found)
+      elif what := files.kind(entry.path):
+        raise DamagedError(f"{name}: it is {what}, not a plain file")
+      else:
+        found[name] = entry.stat(follow_symlinks=False).st_size
+
+
+def _walk_bucket(inside: epath.Path, prefix: str, found: dict[str, int]) -> None:
+  for child in inside.iterdir():
+    if child.name.startswith("."):
+      continue
+    if child.is_dir():
+      _walk_bucket(child, f"{prefix}{child.name}/", found)
+    else:
+      found[prefix + child.name] = child.stat().length
 
 
 def compute(
@@ -188,7 +219,7 @@ def check_contents(folder: epath.Path, listed: Sequence[Digest]) -> None:
 
   def one(digest: Digest) -> str:
     try:
-      size, value = read_through(folder / digest.path)
+      size, value = read_through(folder / digest.path, digest.size)
     except PermissionError:
       raise
     except OSError as error:
@@ -214,13 +245,16 @@ def share(listed: Sequence[Digest], index: int, count: int) -> list[Digest]:
   return shares[index]
 
 
-def read_through(path: epath.Path) -> tuple[int, str]:
-  """Returns (bytes, SHA-256) of a file, of which a block at a time is in memory."""
+def read_through(path: epath.Path, most_bytes: int = sys.maxsize) -> tuple[int, str]:
+  """Returns (bytes, SHA-256) of a file, of which a block at a time is in memory.
+
+  Raises:
+    OSError: it cannot be read, is no plain file, or has more than so many bytes.
+  """
   hashed, size = hashlib.sha256(), 0
-  with path.open("rb") as file:
-    while block := file.read(_BLOCK_BYTES):
-      hashed.update(block)
-      size += len(block)
+  for block in files.read_blocks(path, most_bytes=most_bytes):
+    hashed.update(block)
+    size += len(block)
   return size, hashed.hexdigest()
 
 

@@ -4,6 +4,7 @@ Nothing here ever writes.
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,9 +13,10 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from checkpointing import trees, whole
+from checkpointing import ownership, trees, whole
 from checkpointing.together import Together, told
 from checkpointing.whole import FULL, STATE, UnreadableError, one_line
+from runtime import files
 
 FOLDER = "checkpoints"  # in a workdir
 PARAMETERS = "params"  # the branch of the state that holds them
@@ -35,6 +37,8 @@ def parse_location(text: str) -> tuple[epath.Path, int | None]:
     ValueError: no such folder, no checkpoints in it, or not that step.
   """
   path = epath.Path(text).expanduser().resolve()
+  if path.name.isdecimal() and files.is_local(path) and os.path.islink(path):
+    path = epath.Path(os.path.realpath(path))  # a step that is kept elsewhere, beside others there
   for folder in (path / FOLDER, path):
     if _is_store(folder):
       return folder, None
@@ -168,11 +172,10 @@ def listed(there: Sequence[int]) -> str:
 
 
 def steps(folder: epath.Path) -> list[int]:
-  """Returns the steps whose folders stand there, oldest first, whole or not."""
+  """Returns the steps that were saved there, oldest first, whole or damaged."""
   if not folder.is_dir():
     return []
-  names = [child.name for child in folder.iterdir()]
-  return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+  return sorted(int(child.name) for child in folder.iterdir() if ownership.is_step(child))
 
 
 def read_arrays(

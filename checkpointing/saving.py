@@ -9,6 +9,7 @@ bucket, where a folder cannot be renamed at once, the file of digests is what ma
 import contextlib
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -17,16 +18,15 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from checkpointing import digests
+from checkpointing import digests, ownership
 from checkpointing.ahead import Ahead
+from checkpointing.ownership import REMOVING, SAVING
 from checkpointing.quiet import quiet
 from checkpointing.together import ElsewhereError, Together
 from checkpointing.whole import CONFIG, RECORD, STATE
 
 # Processes that hold copies of an array share the writing of it in slices of at least this size.
 SLICE_BYTES = 2**23
-SAVING, REMOVING = ".saving", ".removing"
-_LEFT = re.compile(r"\d+(\.saving|\.removing|\.orbax-checkpoint-tmp)")  # Orbax adds its own
 _OWNER = re.compile(r"\.process_(\d+)/")  # the folder of what one process has written
 # What TensorStore says of an array, between the cause and its number: a page of JSON.
 _SETTINGS = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)")
@@ -76,6 +76,7 @@ class Writer:
     self._thread: threading.Thread | None = None
     self._step, self._stage, self._failure = 0, 0, ""
     self._failed = 0  # saves
+    self._kept: set[int] = set()  # steps that are not removed, since they hold something else
 
   @property
   def busy(self) -> bool:
@@ -100,7 +101,7 @@ class Writer:
     try:
       if self._orbax is None:
         self._orbax = self._new_orbax()
-      self._orbax.save(self._making(), args=items, force=True)
+      self._orbax.save(self._making(self._step), args=items, force=True)
     except Exception as error:  # of any library below; the run can go on without this save
       self._failed += 1
       self.close()
@@ -135,18 +136,30 @@ class Writer:
   def remove(self, step: int) -> None:
     """Removes a step; a kill in between leaves nothing that looks like one."""
     path = self._folder / str(step)
+    if not ownership.only_ours(path):
+      if step not in self._kept:
+        self._kept.add(step)
+        self._warn(f"WARNING: {path} holds more than was saved there, and is not removed")
+      return
     if not self._in_place:
-      aside = self._folder / f"{step}{REMOVING}"
-      if aside.exists():
-        self._remove_folder(aside)
-      path = path.rename(aside)
+      path = path.rename(ownership.free(self._folder, f"{step}{REMOVING}"))
     self._remove_folder(path)
 
   def remove_leftovers(self) -> None:
     """Removes what saves and removals have left that were killed or have failed."""
     for child in self._folder.iterdir():
-      if _LEFT.match(child.name):
+      if ownership.is_leftover(child):
         self._remove_folder(child)
+
+  def in_the_way(self, step: int) -> str:
+    """Returns why a step cannot be written under its name, "" where it can."""
+    step_folder = self._folder / str(step)
+    if self._in_place and ownership.only_ours(step_folder):
+      return ""  # of a save that was killed; Orbax removes it
+    for path in (step_folder, self._making(step)):
+      if ownership.free(self._folder, path.name) != path and not ownership.is_leftover(path):
+        return f"{path} is there, and was not saved by this application; move it away"
+    return ""
 
   def _remove_folder(self, folder: epath.Path) -> None:
     """Removes a folder; threads of a save that has just failed may still write there."""
@@ -185,11 +198,11 @@ class Writer:
     """Reads files as they appear; not from a bucket, where reading takes as long as writing."""
     if self._in_place:
       return contextlib.nullcontext()
-    return Ahead(self._making(), self._together.index)
+    return Ahead(self._making(self._step), self._together.index)
 
   def _commit(self, ahead: Ahead | None) -> None:
     """Gives the step its digests and its name."""
-    folder, together = self._making(), self._together
+    folder, together = self._making(self._step), self._together
     there = digests.sizes(folder) if together.first or folder.exists() else {}
 
     def early(path: str) -> str:
@@ -248,15 +261,15 @@ class Writer:
       finally:
         os.close(descriptor)
 
-  def _making(self) -> epath.Path:
+  def _making(self, step: int) -> epath.Path:
     """Returns the folder that the step is written to.
 
     After a failure it is another one: TensorStore's threads may still write to the one before, and
     make it anew where it has been removed.
     """
     if self._in_place:
-      return self._folder / str(self._step)
-    return self._folder / f"{self._step}{SAVING}{f'-{self._failed}' if self._failed else ''}"
+      return self._folder / str(step)
+    return self._folder / f"{step}{SAVING}{f'-{self._failed}' if self._failed else ''}"
 
   def _new_orbax(self) -> ocp.AsyncCheckpointer:
     """Returns an object of Orbax's that writes our items."""
@@ -297,7 +310,7 @@ def room(folder: epath.Path, needed: int) -> str:
     free = disk.f_bavail * disk.f_frsize
     if free < needed:
       return f"{_mib(free)} free there, and a checkpoint needs {_mib(needed)}"
-    probe = folder / f"0{SAVING}"
+    probe = folder / f"0{SAVING}-{secrets.token_hex(4)}"
     probe.mkdir()
     probe.rmdir()
   except OSError as error:

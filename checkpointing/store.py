@@ -9,7 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from checkpointing import reading, saving, trees, whole
+from checkpointing import ownership, reading, saving, trees, whole
 from checkpointing.retention import Retention
 from checkpointing.saving import SaveError, Writer
 from checkpointing.together import Together, told
@@ -78,6 +78,11 @@ class Checkpointer:
     if self._together.first:
       self.folder.mkdir(parents=True, exist_ok=True)
       self._writer.remove_leftovers()
+      if names := ownership.foreign(self.folder):
+        self._warn(
+          f"WARNING: {self.folder} holds what was not saved by this application: "
+          f"{', '.join(names)}; it is left alone, and no step can be saved under these names"
+        )
     self._together.exchange("")  # the others look at the folder after that
     for step in self.steps():
       with contextlib.suppress(UnreadableError, AttributeError):
@@ -150,7 +155,7 @@ class Checkpointer:
     arrays = trees.nested(trees.named_leaves(tree))
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     if not hindrance and self._together.first:
-      hindrance = saving.room(self.folder, needed)
+      hindrance = saving.room(self.folder, needed) or self._writer.in_the_way(step)
     if why := told(self._together.exchange(hindrance)):
       raise SaveError(step, self.folder, why)
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
@@ -295,8 +300,6 @@ class Checkpointer:
     """Renames broken steps, in one move each: nothing is lost should one be whole after all."""
     if self._together.first:
       for step in broken:
-        aside = self.folder / f"{step}.broken"
-        if aside.exists():
-          aside.rmtree()
+        aside = ownership.free(self.folder, f"{step}.broken")  # an earlier one is kept, too
         (self.folder / str(step)).rename(aside)
     self._together.exchange("")  # the others look at the folder after that

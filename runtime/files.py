@@ -129,7 +129,7 @@ def open_plain(path: epath.PathLike, flags: int, *, follow: bool = False) -> int
     what = ""
     with contextlib.suppress(OSError):
       what = kind(path, follow=follow)  # a directory, to write; a link; a socket
-    raise (_not_plain(path, what) if what else _named(error, path)) from error
+    raise (_not_plain(path, what) if what else _named(error, path)) from None
   if what := _kind(os.fstat(descriptor).st_mode):
     os.close(descriptor)
     raise _not_plain(path, what)

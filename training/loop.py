@@ -15,15 +15,24 @@ from partitioning import collectives
 from processes.group import current
 from processes.lockstep import Lockstep
 from processes.watchdog import ENDING, SAVING, STARTING, Watchdog
-from training import probing, resuming
+from training import log_schedule, probing, resuming
 from training.evaluation import Evaluator
 from training.goodput import Goodput
 from training.job import Job
+from training.log_schedule import LogSchedule
 from training.meter import BadStepError, Meter, MetricsReader
 from training.opening import Data
 from training.profiling import Profile
 from training.replicas import ReplicaCheck
-from training.reporting import MetricsWriter, ProgressLine, duration, evaluated, say
+from training.reporting import (
+  FILE,
+  MetricsWriter,
+  ProgressLine,
+  duration,
+  evaluated,
+  say,
+  warn,
+)
 from training.resuming import Start, plain
 from training.rollback import BadSteps
 from training.step import State
@@ -119,6 +128,7 @@ class Run:
     self._saved = start.step
     self._unsaved = False  # a save has failed, and is tried again at the next step
     self._bad_steps = BadSteps(job.config, start.known)
+    self._schedule = LogSchedule(job.config, start.known, start.step)
     self._lockstep = Lockstep(watch.group, watch.stop)
     # On simulated devices one step is in flight at most: more can deadlock in a rendezvous.
     # On accelerators metrics are read a step late, so that the device never waits for the host.
@@ -140,6 +150,7 @@ class Run:
         rollbacks=len(self._bad_steps.rollbacks),
       )
     )
+    self._report_missing_lines()
     self._goodput = Goodput(self._started, self._writer.times)
     if self._writer.times is None or self._writer.times["step"] != step:
       self._writer.write_times(step, self._goodput.line())
@@ -148,6 +159,14 @@ class Run:
     self._pace = stack.enter_context(probing.measured(self._job, self._watch.group))
     self._batches: Prefetcher | None = None
     stack.callback(lambda: self._batches and self._batches.close())
+
+  def _report_missing_lines(self) -> None:
+    """Warns where lines are missing that were written before the checkpoint was."""
+    if current().first and self.done:
+      missing = self._schedule.missing(self.done, *self._writer.logged())
+      if news := log_schedule.text(missing):
+        where = self._workdir / FILE
+        warn(f"{where} has lost lines of finished steps: {news}; training continues without them")
 
   def _evaluated(self) -> bool:
     return _evaluated(self._job, self._workdir, self.done)
@@ -250,6 +269,7 @@ class Run:
       )
       self._progress.note(self._bad_steps.text())
     self.done = self._saved = made.step
+    self._schedule.go_back(self.done)
     self._unsaved = False
     self._meter.back(bad.step, self.done)
     self._writer.go_back(self.done, len(self._bad_steps.rollbacks), made.line())
@@ -311,7 +331,7 @@ class Run:
       self.done,
       vars(self.state),
       config=plain(self._config),
-      record={**self._start.record, **self._bad_steps.record()},
+      record={**self._start.record, **self._bad_steps.record(), **self._schedule.record()},
       metrics=held_out if self._config.checkpoint.keep_best else None,
     )
     self._saved = self.done

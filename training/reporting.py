@@ -88,11 +88,10 @@ class MetricsWriter:
     if damaged:
       self._damaged.append(b"".join(line.raw for line in damaged))
       first, count = damaged[0], len(damaged)
-      print(
-        f"WARNING: {self._workdir / FILE}: {count} damaged {'line' if count == 1 else 'lines'} "
-        f"moved to {DAMAGED}, the first of them line {first.number}: {first.why}",
-        file=sys.stderr,
-        flush=True,
+      lines = "line" if count == 1 else "lines"
+      warn(
+        f"{self._workdir / FILE}: {count} damaged {lines} moved to {DAMAGED}, the first of them "
+        f"line {first.number}: {first.why}"
       )
     return sound
 
@@ -119,6 +118,13 @@ class MetricsWriter:
       self._open_board(None, self._boards + 1)
     for name, value, number in due:
       self._board.add_scalar(name, value, number)
+
+  def logged(self) -> tuple[set[int], set[int]]:
+    """Returns the steps that have a line, and those after which an evaluation has one."""
+    lines, _ = log_lines.split(self._lines.read())
+    keys = ("loss", "eval_loss")
+    steps, evaluations = ({x.values["step"] for x in lines if key in x.values} for key in keys)
+    return steps, evaluations
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Writes one line; Python writes floats so that they read back to the same bits."""
@@ -215,6 +221,12 @@ def say(text: str) -> None:
     print(text, flush=True)
   except BrokenPipeError:
     stopping.output_closed()
+
+
+def warn(text: str) -> None:
+  """Prints a warning to standard error at once; process 0 speaks for all."""
+  if current().first:
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

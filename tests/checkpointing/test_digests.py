@@ -1,6 +1,7 @@
 """The file of digests: what it says, and that nothing about it can change unnoticed."""
 
 import hashlib
+import os
 import random
 import tracemalloc
 
@@ -65,13 +66,41 @@ DAMAGE = {
     lambda f: ((f / "a").unlink(), (f / "a").mkdir()),
     r"^a: missing$",
   ),
+  "a FIFO": (
+    lambda f: os.mkfifo(f / "state/pipe"),
+    r"^state/pipe: it is a FIFO, not a plain file$",
+  ),
+  "a FIFO for a file": (
+    lambda f: ((f / "a").unlink(), os.mkfifo(f / "a")),
+    r"^a: it is a FIFO, not a plain file$",
+  ),
+  "a link": (
+    lambda f: ((f / "a").rename(f.parent / "a"), os.symlink(f.parent / "a", f / "a")),
+    r"^a: it is a symbolic link, not a plain file$",
+  ),
+  "a link to a folder above": (
+    lambda f: os.symlink(f, f / "state/loop"),
+    r"^state/loop: it is a symbolic link, not a plain file$",
+  ),
+  "a sparse file": (
+    lambda f: os.truncate(f / "a", 2**40),
+    rf"^a: {2**40} bytes, and it should be \d+$",
+  ),
+  "folders in folders": (
+    lambda f: (f / "/".join("d" * 30)).mkdir(parents=True),
+    r"^d(/d){16}/d: folders in folders, deeper than 16$",
+  ),
+  "sparse digests": (
+    lambda f: os.truncate(f / "digests", 2**40),
+    rf"^digests: it has {2**40:,} bytes, and at most {2**28:,} are read$",
+  ),
   "no digests": (
     lambda f: (f / "digests").unlink(),
     r"^digests: missing, .* before there were digests: checkpoint.verify=off reads it",
   ),
   "no digests but a folder": (
     lambda f: ((f / "digests").unlink(), (f / "digests").mkdir()),
-    r"^digests: Is a directory$",
+    r"^digests: it is a directory, not a plain file$",
   ),
 }
 

@@ -1,0 +1,78 @@
+"""Which entries of a folder of checkpoints this application has made.
+
+A folder of checkpoints may hold anything else: `7/` with somebody's notes, `50.saving_notes/`, a
+link to a step elsewhere. What is removed, renamed or counted as a step is recognized by its content
+and not by its name alone. The rest is reported, and left alone.
+"""
+
+import contextlib
+import os
+import re
+
+from etils import epath
+
+from checkpointing import digests
+from checkpointing.whole import COMMITTED, CONFIG, RECORD, STATE, STEP_METADATA
+from runtime import files
+
+SAVING, REMOVING = ".saving", ".removing"
+ITEMS = frozenset({STATE, CONFIG, RECORD})
+# All that a step's folder holds; a kill may leave the file of digests under another name.
+_TOP = ITEMS | {digests.FILE, f"{digests.FILE}.tmp", COMMITTED, STEP_METADATA}
+_ORBAX = r"(\.orbax-checkpoint-tmp(-\d+)?)"  # Orbax adds it to what it has not written to the end
+_LEFT = re.compile(rf"\d+((\.saving(-\w+)?|\.removing(-\d+)?){_ORBAX}?|{_ORBAX})")
+_SUFFIX = re.compile(rf"{_ORBAX}$")
+
+
+def is_step(path: epath.Path) -> bool:
+  """Tells whether a path is a step's folder that was saved here, whole or damaged.
+
+  Its file of digests begins as ours do, or it holds the folders of all items.
+  """
+  if not (path.name.isdecimal() and str(int(path.name)) == path.name):
+    return False
+  names = _entries(path)
+  return names >= ITEMS or (digests.FILE in names and digests.begins(path))
+
+
+def is_leftover(path: epath.Path) -> bool:
+  """Tells whether a path is what a save or a removal has left that was killed or has failed."""
+  return _LEFT.fullmatch(path.name) is not None and _is_folder(path) and only_ours(path)
+
+
+def only_ours(path: epath.Path) -> bool:
+  """Tells whether a folder holds nothing at its top but what a save writes there."""
+  names = {_SUFFIX.sub("", name) for name in _entries(path)}
+  return all(name in _TOP or name.startswith(".") for name in names)
+
+
+def foreign(folder: epath.Path) -> list[str]:
+  """Returns the names in a folder of checkpoints that look like ours and are not."""
+  named = [child for child in folder.iterdir() if re.match(r"\d+(\.|$)", child.name)]
+  return sorted(
+    child.name
+    for child in named
+    if not (is_step(child) or is_leftover(child) or re.search(r"\.broken(-\d+)?$", child.name))
+  )
+
+
+def free(folder: epath.Path, name: str) -> epath.Path:
+  """Returns the first of NAME, NAME-2, NAME-3, ... that is not there."""
+  number, path = 2, folder / name
+  while os.path.lexists(path) if files.is_local(path) else path.exists():
+    number, path = number + 1, folder / f"{name}-{number}"
+  return path
+
+
+def _is_folder(path: epath.Path) -> bool:
+  """Tells whether a path is a folder, and no link to one."""
+  return path.is_dir() and not (files.is_local(path) and os.path.islink(path))
+
+
+def _entries(path: epath.Path) -> set[str]:
+  """Returns the names in a folder; none of what is no folder, or cannot be listed."""
+  if not _is_folder(path):
+    return set()
+  with contextlib.suppress(OSError):
+    return {child.name for child in path.iterdir()}
+  return set()
