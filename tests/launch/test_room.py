@@ -1,0 +1,84 @@
+"""How many processes a machine can hold, and what is said where it cannot."""
+
+import resource
+
+import psutil
+import pytest
+
+from launch import local, room
+from tests.launch.launchers import runs
+
+ENOUGH = {"available_mib": 10**6, "usable_cores": 64, "free_tasks": 10**6, "open_files": 10**6}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+  """Returns a function that makes a machine with enough of everything but what it is given."""
+
+  def make(**has: int) -> None:
+    for name, value in {**ENOUGH, **has}.items():
+      monkeypatch.setattr(room, name, lambda value=value: value)
+
+  return make
+
+
+LACKS = {
+  "available_mib": (1600, 10, "1600 MiB of memory are available, about 150 are needed for each"),
+  "usable_cores": (2, 64, "2 cores, at most 32 processes for each"),
+  "free_tasks": (1700, 17, "1700 more process ids may be taken, about 100 by each"),
+  "open_files": (264, 100, "264 files may be open, 2 for each and 64 others"),
+}
+
+
+@pytest.mark.parametrize("what", LACKS)
+def test_what_is_lacking_is_said_with_the_numbers(machine, what):
+  has, most, text = LACKS[what]
+  machine(**{what: has})
+  assert room.lacking(most) == ""
+  said = room.lacking(most + 1)
+  assert said.startswith(f"--processes={most + 1}: this machine holds about {most}: {text}")
+  assert ";" not in said.split(": ", 2)[2].removesuffix("; start fewer, or on several machines")
+
+
+def test_all_that_is_lacking_is_said_at_once(machine):
+  machine(available_mib=300, usable_cores=1)
+  said = room.lacking(1000)
+  assert "holds about 2: 300 MiB" in said
+  assert "; 1 cores, at most 32" in said
+
+
+def test_this_machine_has_what_its_system_says():
+  assert 0 < room.available_mib() <= psutil.virtual_memory().total >> 20
+  assert 0 < room.usable_cores() <= psutil.cpu_count()
+  assert 0 < room.free_tasks() < 2**23
+  assert room.lacking(1) == ""
+
+
+def test_the_limit_of_open_files_is_raised(machine):
+  before = resource.getrlimit(resource.RLIMIT_NOFILE)
+  try:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    machine(open_files=before[1])
+    assert room.lacking(500) == ""
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1064
+  finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_launcher_refuses_and_starts_nothing(launch):
+  launcher = launch("mark('up')", "--processes=1000000", "--restarts=3")
+  assert launcher.end() == 2
+  [line] = launcher.err.splitlines()
+  assert "--processes=1000000: this machine holds about " in line
+  assert not (launcher.folder / "up").exists()
+
+
+def test_sigterm_while_processes_are_started_leaves_none_behind(launch):
+  # The first one to start asks the launcher to stop, while it starts the others.
+  command = ["sh", "-c", 'kill -TERM "$PPID"; echo $$ >> pids; exec sleep 100']
+  launcher = launch(None, "--processes=48", "--restarts=2", command=command)
+  assert launcher.end() == local.SAVED
+  assert " of 48 processes were started; nothing has begun" in launcher.err
+  assert "restart" not in launcher.err
+  pids = map(int, (launcher.folder / "pids").read_text().split())
+  assert not [pid for pid in pids if psutil.pid_exists(pid) and runs(psutil.Process(pid))]
