@@ -83,6 +83,7 @@ def main(argv: list[str]) -> int:
       start_timeout_seconds=keys.start_timeout_seconds,
       heartbeat_seconds=keys.heartbeat_seconds,
       on_tpu=on_tpu,
+      workdir=flags.workdir(),
     )
   except (ValueError, OSError, RuntimeError) as error:
     return refuse(error)

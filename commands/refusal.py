@@ -6,7 +6,8 @@ from absl import flags
 
 from processes import group as groups
 from processes.preflight import DifferenceError, NotComeError
-from processes.rollcall import MissingError, RollCallError
+from processes.printable import printable
+from processes.rollcall import MissingError, RollCallError, ToldError
 from processes.watchdog import Watchdog
 
 REFUSED, NO = 2, 3
@@ -15,12 +16,15 @@ REFUSED, NO = 2, 3
 def refuse(error: Exception, watch: Watchdog | None = None) -> int:
   """Prints one message, and tells the other processes; returns exit code 2.
 
-  Where processes have only not come in time, it is 1: the same again may go well.
+  Where processes have only not come in time, it is 1: the same again may go well. It is 1 as well
+  where only another process says so: a supervisor must not give up because of what came over the
+  network. The process that has seen it itself ends with 2.
   """
   if flags.FLAGS.is_parsed() and flags.FLAGS.debug:
     raise error
-  missing = isinstance(error, (MissingError, NotComeError))
-  text, word, code = str(error), *(("error", 1) if missing else ("refused", REFUSED))
+  missing = isinstance(error, (MissingError, ToldError, NotComeError))
+  text = printable(error)
+  word, code = ("error", 1) if missing else ("refused", REFUSED)
   if watch is None or watch.group.alone:
     print(f"{word}: {text}", file=sys.stderr, flush=True)
     if watch is None and not isinstance(error, RollCallError):

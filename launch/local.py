@@ -39,6 +39,7 @@ import dataclasses
 import math
 import os
 import pathlib
+import secrets
 import shutil
 import socket
 import subprocess
@@ -46,7 +47,7 @@ import sys
 
 import psutil
 
-from launch import logs, reaper
+from launch import logs, reaper, room
 
 REFUSED = 2
 SAVED = 75  # stopped as asked, after saving: run the same command again
@@ -147,8 +148,11 @@ class Attempt:
       OSError: the command cannot be started.
     """
     count = self._options.processes
-    address = f"localhost:{free_port()}"
+    address, token = f"localhost:{free_port()}", secrets.token_hex(32)
     for index in range(count):
+      if self._asked:  # those that are up wait for the others: there is nothing to save
+        self._log.say(f"{index} of {count} processes were started; nothing has begun")
+        return
       popen = subprocess.Popen(
         self._options.command,
         stdin=subprocess.DEVNULL,
@@ -160,6 +164,7 @@ class Attempt:
           "JAX_COORDINATOR_ADDRESS": address,
           "JAX_NUM_PROCESSES": str(count),
           "JAX_PROCESS_ID": str(index),
+          "MESHWRIGHT_TOKEN": token,  # signs what they say to one another
           "PYTHONUNBUFFERED": "1",
           "PYTHONFAULTHANDLER": "1",  # a peer's SIGABRT then shows where it was
         },
@@ -259,6 +264,10 @@ class Attempt:
   def _verdict(self) -> int:
     for process in self._alive():
       self._log.say(f"process {process.index} (pid {process.popen.pid}) survives SIGKILL")
+    if len(self._processes) < self._options.processes:
+      return SAVED  # stopped while they were started: nothing is lost
+    if any(process.code == REFUSED and not process.pressed for process in self._processes):
+      return REFUSED  # whoever ended first: the same again would end the same
     if self._first:
       code = self._first.code
       return code if code >= 0 else 128 - code
@@ -274,6 +283,8 @@ def _state(process: Process) -> str:
 
 def _consequence(process: Process) -> int:
   """Returns how likely an end is to follow from another one that was found in the same look."""
+  if process.code == REFUSED:  # seen by itself; who was only told of it ends with 1
+    return 0
   if process.code < 0:
     return 3 if process.code == -signal.SIGABRT else 0
   return 2 if process.code == SAVED else 1
@@ -308,6 +319,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.error("no command; write it after the options: -- python main.py --config=...")
   if shutil.which(options.command[0]) is None:
     parser.error(f"{options.command[0]}: no such command")
+  if lacking := room.lacking(options.processes):
+    parser.error(lacking)
   return options
 
 

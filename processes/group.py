@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
+from etils import epath
 
-from processes import private, rollcall, stopping
+from processes import listening, private, rollcall, stopping, tokens
+from processes.printable import printable
 
 # Set by `python -m launch.local`, by launch/jobset.yaml, or by hand on each host.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -29,6 +31,7 @@ RANKS = (
 # Where it is 1, a process takes all GPUs of its host. JAX's default is one GPU per process.
 PER_HOST = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _SHUTDOWN_SECONDS = 300
+_MOST_UNSIGNED = 1000
 
 
 class NotTogetherError(RuntimeError):
@@ -46,6 +49,12 @@ class _LocalStore:
     del allow_overwrite
     with self._changed:
       self._values[key] = value
+
+  def key_value_try_get(self, key: str) -> str:
+    with self._changed:
+      if key not in self._values:
+        raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+      return self._values[key]
 
   def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
     with self._changed:
@@ -70,12 +79,18 @@ class Group:
     heartbeat_seconds: after so long without a sign of life JAX takes a process for dead, and ends
       all others.
     store: text by name, seen by all: JAX's coordination service.
+    key: of this start of the run, which its processes alone know. Whoever reaches the service can
+      write to it, so what is put is signed together with its name, and what is not signed is left
+      out.
+    unsigned: names under which something was left out.
   """
 
   index: int = 0
   count: int = 1
   heartbeat_seconds: float = 100.0
   store: Any = dataclasses.field(default_factory=_LocalStore)
+  key: bytes = dataclasses.field(default=b"", repr=False)
+  unsigned: set[str] = dataclasses.field(default_factory=set)
   _meetings: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
   @property
@@ -90,12 +105,42 @@ class Group:
 
   def put(self, name: str, value: Mapping[str, Any]) -> None:
     """Shows a value to all processes, in place of an earlier one of this name."""
-    self.store.key_value_set(name, json.dumps(value), allow_overwrite=True)
+    text = json.dumps(value)
+    signature = tokens.sign(self.key, "shown", name, text)
+    self.store.key_value_set(name, f"{signature} {text}", allow_overwrite=True)
+
+  def get(self, name: str) -> dict[str, Any] | None:
+    """Returns what has been put under a name, None where nothing has."""
+    try:
+      return self._value(name, self.store.key_value_try_get(name))
+    except jax.errors.JaxRuntimeError as error:
+      if "NOT_FOUND" in str(error):
+        return None
+      raise
 
   def list(self, folder: str) -> dict[str, dict[str, Any]]:
     """Returns name -> value of what has been put below `folder/`."""
     found = self.store.key_value_dir_get(f"{folder}/")
-    return {key.rpartition("/")[2]: json.loads(value) for key, value in found}
+    values = {key.rpartition("/")[2]: self._value(key, text) for key, text in found}
+    return {name: value for name, value in values.items() if value is not None}
+
+  def _value(self, name: str, shown: str) -> dict[str, Any] | None:
+    """Returns what a process of this run has put; None, and counts it, for what others have."""
+    signature, _, text = shown.partition(" ")
+    if tokens.signed(self.key, signature, "shown", name, text):
+      return json.loads(text)
+    if len(self.unsigned) < _MOST_UNSIGNED:
+      self.unsigned.add(name)
+    return None
+
+  def unsigned_text(self) -> str:
+    """Returns, to end a message with, how much was left out; "" where nothing was."""
+    if not self.unsigned:
+      return ""
+    return (
+      f"; {len(self.unsigned)} entries of the coordination service were ignored, which no process "
+      f"of this run has signed (such as {printable(min(self.unsigned), newlines=False)})"
+    )
 
   def delete(self, folder: str) -> None:
     """Removes what has been put below `folder/`."""
@@ -122,7 +167,8 @@ class Group:
     self._meetings[point] += 1
     folder = f"false/{point}/{self._meetings[point]}"
     if not value:  # before coming to the point, so that all see it who have passed it
-      self.put(f"{folder}/{self.index}", {})
+      # One entry, whoever it is: all may be false at once, and all read what is there.
+      self.put(f"{folder}/false", {})
     self.wait(point, timeout_seconds=timeout_seconds)
     return not self.list(folder)
 
@@ -144,7 +190,7 @@ class Group:
       missing = ", ".join(str(i) for i in range(self.count) if str(i) not in there)
       raise NotTogetherError(
         f"process {missing} of {self.count} has not come to {point!r} within"
-        f" {timeout_seconds:.0f} s"
+        f" {timeout_seconds:.0f} s{self.unsigned_text()}"
       ) from error
     found = self.list(folder)
     return [found[str(index)] for index in range(self.count)]
@@ -202,7 +248,11 @@ def _text(values: Mapping[str, str]) -> str:
 
 
 def connect(
-  *, start_timeout_seconds: float, heartbeat_seconds: float, on_tpu: bool = False
+  *,
+  start_timeout_seconds: float,
+  heartbeat_seconds: float,
+  on_tpu: bool = False,
+  workdir: epath.Path | None = None,
 ) -> Group:
   """Joins the other processes of the run, if there are any; before JAX's backend starts.
 
@@ -210,16 +260,24 @@ def connect(
     start_timeout_seconds: how long the others may take to come.
     heartbeat_seconds: after so long without a sign of life a process is taken for dead.
     on_tpu: this machine has TPUs, whose cluster is asked who there is.
+    workdir: where process 0 shows the token of the run, if the environment has none.
 
   Raises:
     ValueError: the variables are wrong, or there are several processes and no address.
     RollCallError: processes are missing or too many.
+    OSError: there is no token in the environment, and the workdir cannot be written.
   """
   global _current
   address, count, index = _find(start_timeout_seconds, on_tpu)
   if count == 1:
     return _current
-  rollcall.call(address, count, index, timeout_seconds=start_timeout_seconds)
+  key = rollcall.call(
+    address,
+    count,
+    index,
+    token=tokens.Token(workdir, address),
+    timeout_seconds=start_timeout_seconds,
+  )
   # SIGTERM is handled by `stopping`: JAX's own service would take the handler away.
   jax.config.update("jax_enable_preemption_service", False)
   alone_here = any(os.environ.get(n, "").partition("(")[0] == "1" for n in PER_HOST)
@@ -231,8 +289,9 @@ def connect(
     initialization_timeout=int(start_timeout_seconds) + 60,
     heartbeat_timeout_seconds=int(heartbeat_seconds),
     shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+    coordinator_bind_address=listening.bind_address(address),
   )
-  _current = Group(index, count, heartbeat_seconds, private.client())
+  _current = Group(index, count, heartbeat_seconds, private.client(), key)
   return _current
 
 
@@ -257,12 +316,13 @@ def _find(timeout_seconds: float, on_tpu: bool) -> tuple[str, int, int]:
   return "", 1, 0
 
 
-def refuse(text: str) -> None:
+def refuse(text: str, workdir: epath.Path | None = None) -> None:
   """Tells the others, who may be waiting for this process, that it does not come."""
   with contextlib.suppress(ValueError, OSError, RuntimeError):
     found = who()
     if found and found[1] > 1:
-      rollcall.call(*found, timeout_seconds=5, refused=text)
+      token = tokens.Token(workdir, found[0])
+      rollcall.call(*found, token=token, timeout_seconds=5, refused=text)
 
 
 def part() -> None:

@@ -51,6 +51,7 @@ def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds
     raise NotComeError(
       f"before the first step, process {', '.join(missing)} of {group.count} has not come to "
       f"{stage!r} within processes.start_timeout_seconds={timeout_seconds:g}"
+      f"{group.unsigned_text()}"
     ) from error
   shown = {int(index): value for index, value in group.list(f"facts/{stage}").items()}
   if lines := differences(shown):

@@ -1,28 +1,42 @@
-"""Who is there, before JAX connects: too few or too many processes are named, not waited for.
+"""Rendezvous before JAX connects: too few or too many processes are named, not waited for.
 
 `jax.distributed.initialize` waits for everyone, and where someone is missing ends every process by
-SIGABRT without naming anybody (jax#22436). So process 0 first calls the roll on the very port that
-JAX's coordination service will take: every other process says who it is, in a line of JSON, and
-gets the answer `{"error": ""}` once all are there, or what is wrong. One that dies meanwhile is
-missing again.
+SIGABRT without naming anybody (jax#22436). So process 0 first listens on the very port that JAX's
+coordination service will take, and the others report there. A conversation is three lines, each
+`SIGNATURE JSON`, signed with the token of the run (processes/tokens.py):
+
+- process 0 greets with a nonce; so the other knows that both have the same token,
+- the other says who it is, with a nonce of its own,
+- process 0 answers once all are there, or says what is wrong.
+
+A signature covers the purpose and the nonces, so no line can be used a second time. One that dies
+while it waits is missing again. What is not signed is dropped and counted.
 """
 
-import contextlib
 import json
 import os
-import select
+import secrets
 import socket
 import time
 from typing import Any
 
-_HELLO = {"index": int, "count": int, "host": str, "pid": int, "refused": str}
+from processes import listening, roll, tokens
+from processes.printable import printable
+
 _PAUSE_SECONDS = 0.1
-_LATE_SECONDS = 3.0
-_LINE_BYTES = 2**16
+_LONGEST_PAUSE_SECONDS = 1.0
+_CONNECT_SECONDS = 10.0
+# For so long another token, and nothing else, was seen: no start of a run takes that long to go.
+_OTHER_TOKEN_SECONDS = 10.0
+_LONGEST_REASON = 4000  # characters of why a process refuses
 
 
 class RollCallError(RuntimeError):
-  """Processes are too many, do not agree on how many they are, or one has refused."""
+  """Processes are too many or do not agree on how many they are, as this one has seen itself."""
+
+
+class ToldError(RollCallError):
+  """Another process refuses or has seen something wrong: said by it, not seen by this one."""
 
 
 class MissingError(RollCallError):
@@ -30,183 +44,157 @@ class MissingError(RollCallError):
 
 
 def call(
-  address: str, count: int, index: int, *, timeout_seconds: float, refused: str = ""
-) -> None:
+  address: str,
+  count: int,
+  index: int,
+  *,
+  token: tokens.Token,
+  timeout_seconds: float,
+  refused: str = "",
+) -> bytes:
   """Returns once all processes of the run have said that they are there.
 
   Args:
     address: host:port of process 0, where JAX's coordination service will listen.
     count: how many processes this one was told there are.
     index: which of them it is.
+    token: of the run.
     timeout_seconds: how long the others may take to come.
     refused: why this process refuses to run, which ends the others' wait.
 
+  Returns:
+    The key of this start of the run, known to its processes alone.
+
   Raises:
-    RollCallError: with what every process is told: who is twice there, differs or refuses.
+    RollCallError: who is there twice, or differs.
+    ToldError: what another process has said is wrong.
     MissingError: who has not come.
+    OSError: the token can be neither shown nor read.
   """
   hello = {"index": index, "count": count, "host": socket.gethostname(), "pid": os.getpid()}
-  hello["refused"] = refused
-  host, _, port = address.rpartition(":")
+  hello["refused"] = refused[:_LONGEST_REASON]
   deadline = time.monotonic() + timeout_seconds
   if index == 0:
-    answer = _Roll(hello, timeout_seconds).take(int(port), deadline)
+    key, answer = _take(address, hello, token, deadline, timeout_seconds)
   else:
-    answer = _answer(host.strip("[]"), int(port), hello, deadline, timeout_seconds)
+    key, answer = _Caller(address, hello, token, timeout_seconds).answer(deadline)
   if answer["error"]:
-    raise (MissingError if answer.get("missing") else RollCallError)(answer["error"])
+    raise _error(answer, index, count)
+  return tokens.sign(key, "run", answer["run"]).encode()
 
 
-class _Roll:
-  """What process 0 knows of the others, and their open connections."""
-
-  def __init__(self, own: dict[str, Any], timeout_seconds: float):
-    self._count = own["count"]
-    self._seconds = timeout_seconds
-    self._there = {0: own}
-    self._connections: dict[socket.socket, dict[str, Any]] = {}  # to what was said
-    self._error = self._wrong(own)
-
-  def take(self, port: int, deadline: float) -> dict[str, Any]:
-    """Listens until all are there; returns what it tells them: `error`, "" for none."""
-    with contextlib.ExitStack() as stack:
-      listener = stack.enter_context(_listen(port))
-      self._listen_until(listener, deadline)
-      missing = not self._error and len(self._there) < self._count
-      answer = {"error": self._missing() if missing else self._error, "missing": missing}
-      for connection in self._connections:
-        stack.enter_context(connection)
-        with contextlib.suppress(OSError):
-          connection.sendall(json.dumps(answer).encode() + b"\n")
-      # Whoever closes first keeps the port busy for a while: let it be the others.
-      for connection in self._connections:
-        with contextlib.suppress(OSError):
-          connection.settimeout(2)
-          connection.recv(1)
-    return answer
-
-  def _listen_until(self, listener: socket.socket, deadline: float) -> None:
-    """Hears processes come and go, until all are there or the time is over."""
-    while len(self._connections) < self._count - 1:
-      left = deadline - time.monotonic()
-      if left <= 0:
-        return
-      waiting = [listener, *self._connections]
-      for ready in select.select(waiting, [], [], min(left, _PAUSE_SECONDS))[0]:
-        if ready is not listener:  # nothing more is said: it has died, and may come again
-          gone = self._connections.pop(ready)
-          ready.close()
-          if self._there.get(gone["index"]) is gone:
-            del self._there[gone["index"]]
-        elif self._hear(listener) and self._error:
-          # Those who are just about to come are told as well.
-          deadline = min(deadline, time.monotonic() + _LATE_SECONDS)
-
-  def _hear(self, listener: socket.socket) -> bool:
-    """Takes a connection; returns whether it was one of ours."""
-    connection, _ = listener.accept()
-    try:
-      connection.settimeout(5)
-      hello = _read_line(connection)
-      if not _is_hello(hello):
-        raise ValueError(hello)
-      self._error = self._error or self._wrong(hello)
-    except (OSError, ValueError):  # someone else's
-      connection.close()
-      return False
-    self._connections[connection] = hello
-    self._there.setdefault(hello["index"], hello)
-    return True
-
-  def _wrong(self, hello: dict[str, Any]) -> str:
-    index, who = hello["index"], _who(hello)
-    if hello["refused"]:
-      return f"process {index} ({who}) refused: {hello['refused']}"
-    if hello["count"] != self._count:
-      return (
-        f"process 0 ({_who(self._there[0])}) was started as one of {self._count}, process {index} "
-        f"({who}) as one of {hello['count']}; start all with the same number"
-      )
-    if index in self._there and hello is not self._there[index]:
-      return (
-        f"two processes say that they are process {index} of {self._count}: "
-        f"{_who(self._there[index])} and {who}; stop one, or give each an index of its own"
-      )
-    return ""
-
-  def _missing(self) -> str:
-    missing = [str(i) for i in range(self._count) if i not in self._there]
-    there = ", ".join(f"{i} ({_who(hello)})" for i, hello in sorted(self._there.items()))
-    return (
-      f"{len(self._there)} of {self._count} processes came within "
-      f"processes.start_timeout_seconds={self._seconds:g}; missing: {', '.join(missing)}; "
-      f"there: {there}"
-    )
+def _error(answer: dict[str, Any], index: int, count: int) -> RollCallError:
+  """Returns what this process raises; only what it has seen itself is a RollCallError."""
+  text, kind = printable(answer["error"]), answer["kind"]
+  if kind == roll.MISSING:
+    return MissingError(text)
+  # The numbers are compared here: nobody has to be believed.
+  differs = kind == roll.COUNTS and answer["count"] != count
+  if differs or (index == 0 and kind != roll.REFUSED):
+    return RollCallError(text)
+  return ToldError(text)
 
 
-def _listen(port: int) -> socket.socket:
+def _take(
+  address: str, hello: dict[str, Any], token: tokens.Token, deadline: float, seconds: float
+) -> tuple[bytes, dict[str, Any]]:
+  """Takes the roll as process 0; returns the token and the answer that all get."""
+  full = listening.room_for(hello["count"])
   try:
-    if socket.has_dualstack_ipv6():
-      return socket.create_server(
-        ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-      )
-    return socket.create_server(("", port), backlog=1024)
+    listeners = listening.listen(address)
   except OSError as error:
     raise RollCallError(
-      f"process 0 cannot listen on port {port} of its host ({error.strerror}); is another run "
-      f"using it? Choose another in the coordinator's address"
+      f"process 0 cannot listen on port {listening.split(address)[1]} of its host "
+      f"({error.strerror}); is another run using it? Choose another in the coordinator's address"
     ) from error
+  try:  # the port first: who has it is the only one that shows a token for this address
+    with token.shown() as key:
+      return key, roll.Roll(hello, key, seconds, full).take(listeners, deadline)
+  finally:
+    listening.close(listeners)
 
 
-def _answer(
-  host: str, port: int, hello: dict[str, Any], deadline: float, timeout_seconds: float
-) -> dict[str, Any]:
-  """Says hello to process 0 until it answers; returns its answer, or that there was none."""
-  refused = "nobody listens there"
-  while time.monotonic() < deadline:
+class _Caller:
+  """Another process than 0, which reports to it."""
+
+  def __init__(self, address: str, hello: dict[str, Any], token: tokens.Token, seconds: float):
+    self._address, self._hello, self._token, self._seconds = address, hello, token, seconds
+    self._why = "nobody listens there"
+    self._other_since: float | None = None  # since when nothing but another token was seen
+
+  def answer(self, deadline: float) -> tuple[bytes, dict[str, Any]]:
+    """Reports until process 0 answers; returns the token and the answer, or that there was none."""
+    pause = _PAUSE_SECONDS
+    while time.monotonic() < deadline:
+      if key := tokens.wait_for(self._token, deadline):
+        if answer := self._try(key, deadline):
+          return key, answer
+      else:
+        self._why = f"no token: {self._token} is not there" + (
+          f"; does this process see the same workdir? Else set {tokens.VARIABLE} for all"
+          if str(self._token) != tokens.VARIABLE
+          else ", and process 0 may have one"
+        )
+      waited = self._other_since and time.monotonic() - self._other_since
+      if waited and waited > _OTHER_TOKEN_SECONDS:
+        break
+      # Thousands that have come too soon must not keep the host of process 0 busy.
+      time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+      pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.2)
+    text = (
+      f"process {self._hello['index']} ({roll.who(self._hello)}) found no process 0 of its run at "
+      f"{self._address} within processes.start_timeout_seconds={self._seconds:g} ({self._why})"
+    )
+    return b"", {"error": text, "kind": roll.MISSING}
+
+  def _try(self, key: bytes, deadline: float) -> dict[str, Any] | None:
+    """Reports once; returns the answer, None where there is none, with the reason kept."""
+    host, port = listening.split(self._address)
+    seconds = min(_CONNECT_SECONDS, max(1.0, deadline - time.monotonic()))
     try:
-      with socket.create_connection((host, port), timeout=5) as connection:
-        connection.sendall(json.dumps(hello).encode() + b"\n")
-        connection.settimeout(max(1.0, deadline - time.monotonic() + 5))
-        answer = _read_line(connection)
-        if not isinstance(answer.get("error"), str):
-          raise ValueError(answer)
-        return answer
-    except ValueError:  # JAX's service is there already: the roll has been called
-      refused = "something else answers there: a run that has begun with all its processes?"
+      with socket.create_connection((host, port), timeout=seconds) as connection:
+        return self._talk(connection, key, deadline)
+    except TimeoutError:
+      self._why, self._other_since = "no answer from there", None
+    except ValueError:  # JAX's service is there already: the rendezvous is over
+      self._why = "something else answers there: a run that has begun with all its processes?"
+      self._other_since = None
     except OSError as error:
-      refused = error.strerror or str(error)
-    time.sleep(_PAUSE_SECONDS)
-  text = (
-    f"process {hello['index']} ({_who(hello)}) found no process 0 at {host}:{port} within "
-    f"processes.start_timeout_seconds={timeout_seconds:g} ({refused})"
-  )
-  return {"error": text, "missing": True}
+      self._why, self._other_since = error.strerror or str(error), None
+    return None
+
+  def _talk(self, connection: socket.socket, key: bytes, deadline: float) -> dict[str, Any] | None:
+    signature, text = tokens.split_line(
+      _read_line(connection, time.monotonic() + connection.gettimeout())
+    )
+    greeting = tokens.read_object(text)
+    nonces = [str(greeting.get("nonce")), secrets.token_hex(16)]
+    mine = tokens.signed(key, signature, roll.GREETING, text)
+    body = json.dumps({**self._hello, "nonce": nonces[1]})
+    # Also to one with another token: it cannot use the line, and counts it.
+    connection.sendall(tokens.line(key, roll.HELLO, body, nonces[0]))
+    if not mine:
+      self._why = f"process 0 there has another token than this process, from {self._token}"
+      self._other_since = self._other_since or time.monotonic()
+      return None
+    self._other_since = None
+    signature, text = tokens.split_line(_read_line(connection, deadline + _CONNECT_SECONDS))
+    if not tokens.signed(key, signature, roll.ANSWER, text, *nonces):
+      raise ValueError("the answer is not signed")
+    return roll.checked_answer(tokens.read_object(text))
 
 
-def _read_line(connection: socket.socket) -> dict[str, Any]:
-  """Returns what a peer says; raises ValueError where that is no line of ours."""
+def _read_line(connection: socket.socket, deadline: float) -> bytes:
+  """Returns what a peer says; raises ValueError for too much, TimeoutError after the deadline."""
   received = b""
   while not received.endswith(b"\n"):
-    part = connection.recv(_LINE_BYTES)
+    connection.settimeout(max(0.01, deadline - time.monotonic()))
+    part = connection.recv(tokens.LINE_BYTES)
     received += part
-    if not part or len(received) > _LINE_BYTES:
+    if not part:
+      raise ConnectionError("the connection was closed")
+    if len(received) > tokens.LINE_BYTES:
       raise ValueError("no line")
-  try:
-    content = json.loads(received)
-  except RecursionError as error:
-    raise ValueError("no line") from error
-  if not isinstance(content, dict):
-    raise ValueError("no object")
-  return content
-
-
-def _is_hello(hello: dict[str, Any]) -> bool:
-  """Tells what another process of a run says from what anybody else may send."""
-  if {name: type(value) for name, value in hello.items()} != _HELLO:
-    return False
-  return 0 < hello["index"] < hello["count"]
-
-
-def _who(hello: dict[str, Any]) -> str:
-  return f"{hello['host']}, pid {hello['pid']}"
+    if deadline < time.monotonic():
+      raise TimeoutError
+  return received

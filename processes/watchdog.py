@@ -17,6 +17,7 @@ import traceback
 
 from processes import group as groups
 from processes.exchange import Exchange
+from processes.printable import printable
 from processes.stopping import EXIT_CODE, INTERRUPTED, StopRequest, tell
 
 PERIOD_SECONDS = 0.25
@@ -27,7 +28,7 @@ _ASLEEP_SECONDS = 3.0
 _SILENT_SHARE = 0.4
 _REMEMBERED = 50
 _NO_PROGRESS = "no progress"
-_REFUSED, _FAILED = 2, 1
+_FAILED = 1
 
 # What is going on: steps and evaluation have beats of known length, the others may take long.
 # STARTING: nothing is to be saved yet; DONE: everything is. A stop then ends the process at once.
@@ -270,10 +271,12 @@ class Watchdog:
         return
       self._leaving = True
       text = notice["text"] if self.group.first else notice["text"].partition("\n")[0]
-      _print(f"{groups.label()}process {index} ({notice['host']}) {what}: {text}")
+      who = f"process {index} ({printable(notice['host'], newlines=False)})"
+      _print(f"{groups.label()}{who} {what}: {printable(text)}")
       if text.startswith(_NO_PROGRESS):
         _stacks()
-      groups.leave(_REFUSED if what == "refused" else _FAILED, patience_seconds=3)
+      # Also of a refusal: 2, after which supervisors give up, is for what a process sees itself.
+      groups.leave(_FAILED, patience_seconds=3)
 
   def _stuck(self, waited: float, why: str) -> None:
     """Says who is behind and where every thread stands; ends this process."""

@@ -117,6 +117,7 @@ class Run:
   def _environment(self) -> dict[str, str]:
     environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
     environment["PYTHONUNBUFFERED"] = "1"
+    environment["MESHWRIGHT_TOKEN"] = "the same for all that a trial starts"  # as of a launcher
     if self._slow is not None:
       environment["PYTHONPATH"] = str(OUTSIDE)
       environment["FAULTS_PROCESS"] = str(self._slow)

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from launch.local import free_port
-from processes import exchange, watchdog
+from processes import exchange, tokens, watchdog
 from tests.processes.clocks import Clock
-from tests.processes.starting import ROOT, SECONDS, Ended, printed
+from tests.processes.starting import ROOT, SECONDS, TOKEN, Ended, printed
 
 
 @pytest.fixture
@@ -28,7 +28,8 @@ def forks():
   environment = {**os.environ, "PYTHONPATH": str(ROOT)}
   del environment["NPROC"]  # as a person's shell: main.py sets it
   server = subprocess.Popen(
-    [sys.executable, str(ROOT / "tests" / "processes" / "server.py")],
+    # -P: commands.py beside it is not the package of that name.
+    [sys.executable, "-P", str(ROOT / "tests" / "processes" / "server.py")],
     cwd=ROOT,
     env=environment,
     stdin=subprocess.PIPE,
@@ -57,6 +58,7 @@ def start(forks):
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(count),
         "JAX_PROCESS_ID": str(index),
+        tokens.VARIABLE: TOKEN,
       }
       processes.append(
         {

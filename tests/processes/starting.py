@@ -11,9 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 from launch.local import free_port
+from processes import tokens
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SECONDS = 240  # a bound for a machine that is busy; nothing here takes it
+TOKEN = "the same for all that a test starts"  # as of a launcher
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -52,13 +54,20 @@ def start(
     for index in range(count):
       tree = (trees or {}).get(index, ROOT)
       own = dict(zip(VARIABLES, (address, str(count), str(index)), strict=True))
+      own[tokens.VARIABLE] = TOKEN
       if script:  # which may lie anywhere in the tree
         own["PYTHONPATH"] = str(tree)
       # Files and not pipes: a process that waits for a reader would be late.
       out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
       outputs.append((out, err))
       popen = subprocess.Popen(
-        [sys.executable, str(script or "main.py"), *arguments, *(more or {}).get(index, ())],
+        # -P: commands.py beside a script is not the package of that name.
+        [
+          sys.executable,
+          *(["-P", str(script)] if script else ["main.py"]),
+          *arguments,
+          *(more or {}).get(index, ()),
+        ],
         cwd=tree,
         env={**inherited, **own, **(environments or {}).get(index, {})},
         stdin=subprocess.DEVNULL,

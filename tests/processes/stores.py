@@ -29,6 +29,13 @@ class SharedStore:
         raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
       self._values[key] = value
 
+  def key_value_try_get(self, key: str) -> str:
+    """Returns a value, or raises as JAX's client does."""
+    with self._changed:
+      if key not in self._values:
+        raise jax.errors.JaxRuntimeError(f"NOT_FOUND: Config key {key} not found.")
+      return self._values[key]
+
   def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
     """Returns what has been set below a folder."""
     with self._changed:
@@ -66,6 +73,11 @@ class SilentStore(SharedStore):
     """Waits with the service."""
     self.answers.wait()
     super().key_value_set(key, value, allow_overwrite)
+
+  def key_value_try_get(self, key: str) -> str:
+    """Waits with the service."""
+    self.answers.wait()
+    return super().key_value_try_get(key)
 
   def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
     """Waits with the service."""

@@ -1,6 +1,5 @@
 """The roll call: who is missing, twice there, or of another run, said to every process."""
 
-import json
 import os
 import socket
 import threading
@@ -9,24 +8,41 @@ import time
 import pytest
 
 from launch.local import free_port
-from processes import rollcall
+from processes import rollcall, tokens
 from tests.processes.stores import together
 
+TOKEN = "a token of these tests"
 
-def calls(port, *members, seconds=10.0, **settings):
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch):
+  monkeypatch.setenv(tokens.VARIABLE, TOKEN)
+
+
+def call(port, count, index, *, seconds=10.0, token=None, **settings) -> bytes:
+  """Calls the roll on a port, with the token of the environment unless another is given."""
+  token = token or tokens.Token(None, "")
+  settings |= {"token": token, "timeout_seconds": seconds}
+  return rollcall.call(f"localhost:{port}", count, index, **settings)
+
+
+def calls(port, *members, **settings):
   """Returns the call of each (count, index) to a roll call on a port."""
   return [
-    lambda count=count, index=index: rollcall.call(
-      f"localhost:{port}", count, index, timeout_seconds=seconds, **settings
-    )
+    lambda count=count, index=index: call(port, count, index, **settings)
     for count, index in members
   ]
 
 
+def went_well(results) -> bool:
+  """Returns whether all have the same key."""
+  return len({*results}) == 1 and isinstance(results[0], bytes)
+
+
 def said(results) -> list[str]:
   """Returns what each was told, "" for one that may go on."""
-  assert all(r is None or isinstance(r, rollcall.RollCallError) for r in results), results
-  return ["" if result is None else str(result) for result in results]
+  assert all(isinstance(r, (bytes, rollcall.RollCallError)) for r in results), results
+  return ["" if isinstance(result, bytes) else str(result) for result in results]
 
 
 def speak(port: int, text: bytes, *, wait: bool = True) -> None:
@@ -48,12 +64,12 @@ def speak(port: int, text: bytes, *, wait: bool = True) -> None:
 
 def test_all_are_there_in_whatever_order():
   results = together(*calls(free_port(), (4, 2), (4, 0), (4, 3), (4, 1)))
-  assert results == [None] * 4
+  assert went_well(results), results
 
 
 def test_the_port_is_free_at_once_for_the_service():
   port = free_port()
-  assert together(*calls(port, (2, 0), (2, 1))) == [None, None]
+  assert went_well(together(*calls(port, (2, 0), (2, 1))))
   with socket.create_server(("", port)):
     pass
 
@@ -72,7 +88,7 @@ def test_nobody_listens():
   port = free_port()
   [result] = said(together(*calls(port, (2, 1), seconds=0.5)))
   assert f"process 1 ({socket.gethostname()}, pid {os.getpid()})" in result
-  assert f"found no process 0 at localhost:{port} within" in result
+  assert f"found no process 0 of its run at localhost:{port} within" in result
   assert "start_timeout_seconds=0.5 (Connection refused)" in result
 
 
@@ -142,75 +158,3 @@ def test_a_run_that_has_begun_already():
     stopping.set()
     thread.join()
   assert "a run that has begun with all its processes?" in result
-
-
-STRANGERS = {
-  "a browser": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-  "bytes": bytes(range(256)) + b"\n",
-  "nothing": b"",
-  "no object": b"[1, 2]\n",
-  "another object": b'{"hello": 1}\n',
-  "other types": b'{"index": "1", "count": null, "host": 1, "pid": [], "refused": 0}\n',
-  "an index too high": b'{"index": 7, "count": 2, "host": "h", "pid": 1, "refused": ""}\n',
-  "deep": b"[" * 50_000 + b"\n",
-  "long": b"x" * 100_000 + b"\n",
-}
-
-
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_a_stranger_on_the_port_is_not_counted(stranger):
-  port = free_port()
-  gone = threading.Event()
-
-  def late():
-    gone.wait(10)
-    rollcall.call(f"localhost:{port}", 2, 1, timeout_seconds=10)
-
-  def other():
-    try:
-      speak(port, STRANGERS[stranger], wait=bool(STRANGERS[stranger]))
-    finally:
-      gone.set()
-
-  [first] = calls(port, (2, 0))
-  *results, _ = together(first, late, other)
-  assert results == [None, None]
-
-
-def test_a_stranger_that_says_nothing_keeps_nobody_for_long():
-  port = free_port()
-  holding = threading.Event()
-  with socket.socket() as mute:
-
-    def hold():
-      until = time.monotonic() + 10
-      while mute.connect_ex(("localhost", port)):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-      holding.set()
-
-    def late():  # only then, or the roll is over before the stranger comes
-      assert holding.wait(10)
-      rollcall.call(f"localhost:{port}", 2, 1, timeout_seconds=30)
-
-    [first] = calls(port, (2, 0), seconds=30.0)
-    began = time.monotonic()
-    assert together(first, late, hold) == [None, None, None]
-    assert time.monotonic() - began < 12
-
-
-def test_what_a_line_holds():
-  port = free_port()
-  with socket.create_server(("localhost", port)) as server:
-    received = []
-
-    def serve():
-      connection, _ = server.accept()
-      with connection:
-        received.append(json.loads(connection.makefile().readline()))
-        connection.sendall(b'{"error": ""}\n')
-
-    assert together(*calls(port, (2, 1)), serve) == [None, None]
-  assert received == [
-    {"index": 1, "count": 2, "host": socket.gethostname(), "pid": os.getpid(), "refused": ""}
-  ]

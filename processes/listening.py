@@ -1,0 +1,142 @@
+"""Where process 0 listens: at the address that it was given, with room for all others."""
+
+import contextlib
+import errno
+import ipaddress
+import os
+import resource
+import socket
+from collections.abc import Sequence
+
+# Of JAX: where its coordination service listens, if not where the coordinator's address says.
+BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
+_BACKLOG = 4096
+_SPARE_FILES = 64  # that are opened meanwhile, besides one for each process
+
+
+def split(address: str) -> tuple[str, int]:
+  """Returns host and port of host:port; an IPv6 address stands in brackets."""
+  host, _, port = address.rpartition(":")
+  return host.strip("[]"), int(port)
+
+
+def addresses(host: str) -> list[str]:
+  """Returns the IP addresses at which process 0 listens; [] for all that the machine has.
+
+  `localhost` and literal addresses are taken as they are. Many systems resolve a machine's own name
+  to a loopback address (127.0.1.1 on Debian), at which no other machine reaches it: such addresses
+  are left out. Where none is left, or they are not of this machine (address translation), process 0
+  has to listen at all.
+  """
+  try:
+    literal = ipaddress.ip_address(host)
+  except ValueError:
+    found = _resolved(host)
+    if host != "localhost":
+      found = [ip for ip in found if not ipaddress.ip_address(ip.partition("%")[0]).is_loopback]
+  else:
+    if literal.is_unspecified:
+      return []
+    found = [host]
+  return [ip for ip in found if _is_own(ip)]
+
+
+def _resolved(host: str) -> list[str]:
+  try:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+  except (OSError, UnicodeError):
+    return []
+  return [*dict.fromkeys(entry[4][0] for entry in found)]
+
+
+def _is_own(ip: str) -> bool:
+  """Tells whether a socket can listen at an address: whether it is one of this machine."""
+  with contextlib.suppress(OSError), socket.socket(_family(ip)) as tried:
+    tried.bind((ip, 0))
+    return True
+  return False
+
+
+def _family(ip: str) -> socket.AddressFamily:
+  return socket.AF_INET6 if ":" in ip else socket.AF_INET
+
+
+def bind_address(address: str) -> str | None:
+  """Returns where JAX's coordination service should listen, None for its default: everywhere.
+
+  Args:
+    address: the coordinator's host:port.
+  """
+  if os.environ.get(BIND_VARIABLE):
+    return None  # JAX reads it
+  host, port = split(address)
+  found = addresses(host)
+  if len(found) > 1 and set(found) == set(_resolved(host)):
+    return address  # gRPC listens at all that the name stands for
+  return (f"[{found[0]}]" if ":" in found[0] else found[0]) + f":{port}" if found else None
+
+
+def listen(address: str) -> list[socket.socket]:
+  """Returns sockets that listen at the coordinator's address.
+
+  Raises:
+    OSError: somebody else has the port.
+  """
+  host, port = split(address)
+  if given := os.environ.get(BIND_VARIABLE):
+    host = split(given)[0]
+  sockets = []
+  try:
+    for ip in addresses(host):
+      sockets.append(socket.create_server((ip, port), family=_family(ip), backlog=_BACKLOG))
+    if not sockets:
+      both = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+      sockets.append(
+        socket.create_server(
+          ("", port), backlog=_BACKLOG, **(both if socket.has_dualstack_ipv6() else {})
+        )
+      )
+  except OSError:
+    for one in sockets:
+      one.close()
+    raise
+  for one in sockets:
+    one.setblocking(False)
+  return sockets
+
+
+def room_for(connections: int) -> str:
+  """Raises the limit of open files so that so many fit; returns what is in the way, "" for none."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  needed = connections + _open_files() + _SPARE_FILES
+  if soft == resource.RLIM_INFINITY or needed <= soft:
+    return ""
+  if hard != resource.RLIM_INFINITY and needed > hard:
+    return (
+      f"process 0 needs {needed} open files for {connections} connections, and its hard limit is "
+      f"{hard} (RLIMIT_NOFILE); raise it (`ulimit -Hn`, LimitNOFILE= of a service), or start fewer "
+      f"processes"
+    )
+  try:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+  except (OSError, ValueError) as error:
+    return f"process 0 needs {needed} open files, may have {soft}, and cannot raise this: {error}"
+  return ""
+
+
+def _open_files() -> int:
+  try:
+    return len(os.listdir("/proc/self/fd"))
+  except OSError:  # not on this system
+    return 256
+
+
+def out_of_files(error: OSError) -> bool:
+  """Tells whether an error says that no more files can be opened."""
+  return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def close(sockets: Sequence[socket.socket]) -> None:
+  """Closes them all."""
+  for one in sockets:
+    one.close()

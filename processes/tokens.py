@@ -1,0 +1,189 @@
+"""The secret that the processes of a run share, and the signatures made with it.
+
+Whoever reaches the coordinator's port can send to it. So every message between processes carries an
+HMAC-SHA256 under a token that only they know, over the purpose of the message and the nonces of the
+conversation: a signature of one message is worth nothing for another.
+
+The token comes from the environment (`launch.local` sets it there). Without one process 0 makes one
+and shows it in the workdir while it waits for the others: in a file that only its user may read.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+VARIABLE = "MESHWRIGHT_TOKEN"
+LEAST_CHARACTERS = 16
+LINE_BYTES = 2**14  # the longest line that is read
+_MOST_BYTES = 4096  # of a file
+_LINE = re.compile(rb"([0-9a-f]{64}) (\{.*\})\n", re.DOTALL)
+
+
+def sign(key: bytes, purpose: str, *parts: str) -> str:
+  """Returns the signature, 64 hexadecimal digits.
+
+  Args:
+    key: the token, or a key derived from it.
+    purpose: what the message is for; part of what is signed.
+    parts: the message, and what ties it to a conversation: nonces, names.
+  """
+  # JSON, because joined strings could be split in another place.
+  return hmac.new(key, json.dumps([purpose, *parts]).encode(), hashlib.sha256).hexdigest()
+
+
+def signed(key: bytes, signature: str, purpose: str, *parts: str) -> bool:
+  """Returns whether this is the signature that `sign` makes of the same."""
+  wanted = sign(key, purpose, *parts).encode()
+  return hmac.compare_digest(wanted, signature.encode(errors="surrogatepass"))
+
+
+def line(key: bytes, purpose: str, text: str, *nonces: str) -> bytes:
+  """Returns a line of the conversation."""
+  return f"{sign(key, purpose, text, *nonces)} {text}\n".encode()
+
+
+def split_line(received: bytes) -> tuple[str, str]:
+  """Returns signature and text of a line; raises ValueError where it is none."""
+  found = _LINE.fullmatch(received)
+  if not found:
+    raise ValueError("no line")
+  return found[1].decode(), found[2].decode()  # UnicodeDecodeError is a ValueError
+
+
+def read_object(text: str) -> dict[str, Any]:
+  """Returns the JSON object of a text; raises ValueError where it is none."""
+  try:
+    content = json.loads(text)
+  except RecursionError as error:
+    raise ValueError("nested too deeply") from error
+  if not isinstance(content, dict):
+    raise ValueError("no object")
+  return content
+
+
+class Token:
+  """Where the token of a run comes from."""
+
+  def __init__(self, folder: epath.Path | None, address: str):
+    """Reads the environment.
+
+    Args:
+      folder: the workdir, which all processes see; None: only the environment can have a token.
+      address: of the coordinator; runs in one folder have different ones.
+
+    Raises:
+      ValueError: the variable's value is too short.
+    """
+    self._given = os.environ.get(VARIABLE, "")
+    if self._given and len(self._given) < LEAST_CHARACTERS:
+      raise ValueError(
+        f"{VARIABLE} has {len(self._given)} characters; a token has at least {LEAST_CHARACTERS}, "
+        f"drawn at random, such as `openssl rand -hex 32` prints"
+      )
+    self._file = None
+    if folder is not None and not self._given:
+      name = hashlib.sha256(address.encode()).hexdigest()[:16]
+      self._file = folder / f".token-{name}"
+
+  def __str__(self) -> str:
+    """Returns where it comes from, for messages."""
+    return VARIABLE if self._given or self._file is None else f"the file {self._file}"
+
+  @property
+  def given(self) -> bool:
+    """Tells whether the environment has one, so that it does not change any more."""
+    return bool(self._given)
+
+  @contextlib.contextmanager
+  def shown(self) -> Iterator[bytes]:
+    """Returns the token of process 0, and shows it to the others until the block ends.
+
+    Raises:
+      OSError: the workdir cannot be written, and the environment has no token.
+    """
+    if self._given or self._file is None:
+      yield self._given.encode() or secrets.token_bytes()  # nobody can know the second
+      return
+    folder, text = self._file.parent, secrets.token_hex(32)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+      _write(self._file, text)
+    except OSError as error:
+      raise OSError(
+        f"process 0 cannot write a token to the workdir ({error}), which the processes need to "
+        f"know one another; make {folder} writable, or set {VARIABLE} for all of them"
+      ) from error
+    try:
+      yield text.encode()
+    finally:
+      with contextlib.suppress(OSError):
+        self._file.unlink(missing_ok=True)
+        for empty in made:
+          empty.rmdir()
+
+  def read(self) -> bytes:
+    """Returns the token as another process than 0 finds it, b"" where there is none yet.
+
+    Raises:
+      PermissionError: the file is not one that process 0 has written.
+    """
+    if self._given or self._file is None:
+      return self._given.encode()
+    try:
+      next(iter(self._file.parent.iterdir()), None)  # a network file system then asks its server
+      return _read(self._file)
+    except PermissionError:
+      raise
+    except OSError:
+      return b""
+
+
+def _write(file: epath.Path, text: str) -> None:
+  """Writes a file that only this user may read, in place of one of this name."""
+  if _in_bucket(file):
+    file.write_text(text)
+    return
+  new = f"{file}.{secrets.token_hex(4)}"
+  flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+  with open(os.open(new, flags, 0o600), "w") as out:
+    out.write(text)
+  os.replace(new, file)
+
+
+def _read(file: epath.Path) -> bytes:
+  if _in_bucket(file):
+    return file.read_bytes()[:_MOST_BYTES]
+  # Not blocking, lest a FIFO of this name stops the process.
+  with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
+    found = os.fstat(opened.fileno())
+    if not stat.S_ISREG(found.st_mode):
+      raise PermissionError(f"{file} is no regular file")
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+      raise PermissionError(
+        f"{file} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:03o}, and only a "
+        f"file of user {os.geteuid()} with mode 600 counts; set {VARIABLE} for all processes"
+      )
+    return opened.read(_MOST_BYTES)
+
+
+def _in_bucket(file: epath.Path) -> bool:
+  """Tells whether the rights of the bucket, and not a mode, decide who reads the file."""
+  return "://" in str(file)
+
+
+def wait_for(token: Token, deadline: float, pause_seconds: float = 0.1) -> bytes:
+  """Returns the token once it can be read; b"" where it cannot by the deadline."""
+  while not (found := token.read()) and time.monotonic() + pause_seconds < deadline:
+    time.sleep(pause_seconds)
+  return found

@@ -1,0 +1,298 @@
+"""Messages of outsiders: dropped, counted, and without any effect on a run."""
+
+import functools
+import json
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from launch.local import free_port
+from processes import exchange, roll, rollcall, tokens
+from processes.exchange import Exchange
+from processes.preflight import agree
+from tests.processes import hostile
+from tests.processes.stores import SharedStore, groups_of, together
+from tests.processes.test_rollcall import TOKEN, call, calls, said, went_well
+
+STRANGERS = {
+  "a browser": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+  "bytes": bytes(range(256)) + b"\n",
+  "nothing": b"",
+  "no object": b"[1, 2]\n",
+  "another object": b'{"hello": 1}\n',
+  "deep": b"0" * 64 + b" " + b'{"a":' * 3_000 + b"\n",
+  "long": b"x" * 100_000 + b"\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch):
+  monkeypatch.setenv(tokens.VARIABLE, TOKEN)
+
+
+def send(data: bytes, connection: socket.socket, nonce: str) -> None:
+  """Sends bytes, and waits to be dropped."""
+  del nonce
+  connection.sendall(data)
+  while data and connection.recv(100):
+    pass
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_on_the_port_is_dropped_and_counted(stranger):
+  port = free_port()
+  [first] = calls(port, (2, 0), seconds=1.0)
+  stranger = functools.partial(hostile.speak, port, functools.partial(send, STRANGERS[stranger]))
+  result, _ = together(first, stranger)
+  assert "; connections dropped: 1 " in str(result)
+  assert "(from " in str(result)
+
+
+def test_many_messages_of_a_seed_have_no_effect():
+  port, gone, seed = free_port(), threading.Event(), 18
+  seen = []
+
+  def attacks():
+    try:
+      for number in range(60):
+        seen.append(number)
+        hostile.attack(port, random.Random(f"{seed} {number}"), 3)
+    finally:
+      gone.set()
+
+  def late(index):
+    gone.wait(60)
+    return call(port, 3, index, seconds=30.0)
+
+  results = together(
+    lambda: call(port, 3, 0, seconds=60.0),
+    *[functools.partial(late, index) for index in (1, 2)],
+    attacks,
+  )
+  assert went_well(results[:3]), results
+  assert results[3] is None, f"message {seen[-1]} of seed {seed}: {results[3]}"
+
+
+MALFORMED = {
+  "other types": {"index": "1", "count": None, "host": 1, "pid": [], "refused": 0},
+  "an index too high": {"index": 7, "count": 2, "host": "h", "pid": 1, "refused": ""},
+  "an index below": {"index": -1, "count": 2, "host": "h", "pid": 1, "refused": ""},
+  "a truth value": {"index": True, "count": 2, "host": "h", "pid": 1, "refused": ""},
+  "process 0": {"index": 0, "count": 2, "host": "h", "pid": 1, "refused": ""},
+  "one more name": {"index": 1, "count": 2, "host": "h", "pid": 1, "refused": "", "x": 1},
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_signed_and_malformed_is_dropped(name):
+  port = free_port()
+  text = json.dumps({**MALFORMED[name], "nonce": "n"})
+
+  def act(connection, nonce):
+    send(tokens.line(TOKEN.encode(), roll.HELLO, text, nonce), connection, nonce)
+
+  result, _ = together(lambda: call(port, 2, 0, seconds=1.0), lambda: hostile.speak(port, act))
+  assert "connections dropped: 1 malformed (from" in str(result)
+
+
+def test_a_line_that_was_heard_elsewhere_is_worth_nothing():
+  # With the nonce of another conversation; and a hello sent as if it were an answer.
+  port = free_port()
+  hello = {"index": 1, "count": 2, "host": "h", "pid": 1, "refused": "", "nonce": "n"}
+
+  def again(purpose, own_nonce, connection, nonce):
+    with_nonce = nonce if own_nonce else "0" * 32
+    line = tokens.line(TOKEN.encode(), purpose, json.dumps(hello), with_nonce)
+    send(line, connection, nonce)
+
+  result, *others = together(
+    lambda: call(port, 2, 0, seconds=1.0),
+    lambda: hostile.speak(port, functools.partial(again, roll.HELLO, False)),
+    lambda: hostile.speak(port, functools.partial(again, roll.ANSWER, True)),
+  )
+  assert others == [None, None]
+  assert "connections dropped: 2 signed with another token (from" in str(result)
+
+
+def test_what_peers_say_reaches_no_terminal_with_control_characters():
+  port = free_port()
+  hello = {"index": 1, "count": 2, "host": "a\x1b[2J\nb", "pid": 1, "refused": "no\x07\x1b]0;t\x07"}
+
+  def act(connection, nonce):
+    text = json.dumps({**hello, "nonce": "n"})
+    connection.sendall(tokens.line(TOKEN.encode(), roll.HELLO, text, nonce))
+    connection.recv(4096)
+
+  result, _ = together(lambda: call(port, 2, 0, seconds=5.0), lambda: hostile.speak(port, act))
+  assert isinstance(result, rollcall.ToldError)
+  assert r"(a\x1b[2J\nb, pid 1) refused: no\x07\x1b]0;t\x07" in str(result)
+
+
+def test_connections_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch):
+  monkeypatch.setattr(roll, "HELLO_SECONDS", 0.5)
+  port, holding = free_port(), threading.Event()
+  mute = [socket.socket() for _ in range(20)]
+
+  def hold():
+    for number, one in enumerate(mute):
+      until = time.monotonic() + 10
+      while one.connect_ex(("127.0.0.1", port)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+      if number % 2:
+        one.sendall(b"0" * number)
+    holding.set()
+
+  def late():
+    assert holding.wait(20)
+    return call(port, 3, 1, seconds=3.0)
+
+  began = time.monotonic()
+  results = said(together(lambda: call(port, 3, 0, seconds=3.0), late, hold)[:2])
+  assert time.monotonic() - began < 15
+  for one in mute:
+    one.close()
+  assert "2 of 3 processes came" in results[0]
+  assert "missing: 2;" in results[0]
+  assert "20 silent (from 127.0.0.1)" in results[0]
+
+
+def test_the_oldest_strangers_make_room_for_processes(monkeypatch):
+  monkeypatch.setattr(roll, "_MOST_STRANGERS", 4)
+  port, holding = free_port(), threading.Event()
+  mute = [socket.socket() for _ in range(12)]
+
+  def hold():
+    for one in mute:
+      until = time.monotonic() + 10
+      while one.connect_ex(("127.0.0.1", port)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    holding.set()
+
+  def late():
+    assert holding.wait(20)
+    return call(port, 2, 1)
+
+  assert went_well(together(lambda: call(port, 2, 0), late, hold)[:2])
+  for one in mute:
+    one.close()
+
+
+# ------------------------------ another token ------------------------------
+
+
+class Given(tokens.Token):
+  """A token as one process finds it in its environment."""
+
+  def __init__(self, text: str):
+    super().__init__(None, "")
+    self._given = text
+
+
+def test_another_token_is_said_on_both_sides(monkeypatch):
+  monkeypatch.setattr(rollcall, "_OTHER_TOKEN_SECONDS", 0.5)
+  port = free_port()
+  first, other = together(
+    lambda: call(port, 2, 0, seconds=3.0),
+    lambda: call(port, 2, 1, seconds=60.0, token=Given("quite another token")),
+  )
+  assert isinstance(first, rollcall.MissingError)
+  assert isinstance(other, rollcall.MissingError)
+  assert "signed with another token (from 127.0.0.1)" in str(first)
+  assert f"start all processes with the same {tokens.VARIABLE}, or all without it" in str(first)
+  said = "process 0 there has another token than this process, from MESHWRIGHT_TOKEN"
+  assert said in str(other)
+
+
+def test_a_listener_without_the_token_can_tell_a_process_nothing():
+  with socket.create_server(("localhost", 0)) as server:
+    port = server.getsockname()[1]
+
+    def answers():
+      connection, _ = server.accept()
+      with connection:
+        key = b"not the token"
+        connection.sendall(tokens.line(key, roll.GREETING, '{"nonce": "n"}'))
+        connection.recv(4096)
+        answer = {"error": "give up", "kind": roll.REFUSED, "count": 2, "run": ""}
+        connection.sendall(tokens.line(key, roll.ANSWER, json.dumps(answer), "n", "n"))
+
+    _, result = together(answers, lambda: call(port, 2, 1, seconds=1.0))
+  assert isinstance(result, rollcall.MissingError), result
+  assert "give up" not in str(result)
+
+
+# ------------------------------ the coordination service ------------------------------
+
+
+def test_entries_of_outsiders_are_left_out_and_counted():
+  chance, store = random.Random(18), SharedStore(2)
+  first, second = groups_of(2, store, key=b"key of the run")
+  second.put("place/1", {"at": 3})
+  for number in range(100):
+    name = f"place/{number + 2}"
+    store.key_value_set(name, hostile.entry(chance, first.key, name))
+  assert first.list("place") == {"1": {"at": 3}}
+  assert first.get("place/7") is None
+  assert len(first.unsigned) == 100
+  assert first.unsigned_text().startswith("; 100 entries of the coordination service were ignored")
+
+
+def test_an_entry_moved_to_another_name_counts_for_nothing():
+  store = SharedStore(2)
+  first, second = groups_of(2, store, key=b"key of the run")
+  second.put("notice/stop-1", {"text": "SIGTERM", "host": "h"})
+  moved = store.key_value_try_get("notice/stop-1")
+  store.key_value_set("notice/failed-1", moved)
+  assert [*first.list("notice")] == ["stop-1"]
+  assert "notice/failed-1" in first.unsigned
+
+
+def test_another_start_of_the_run_has_another_key():
+  port = free_port()
+  first, second = (together(*calls(port, (2, 0), (2, 1))) for _ in range(2))
+  assert went_well(first)
+  assert went_well(second)
+  assert first[0] != second[0]
+  store = SharedStore(2)
+  groups_of(2, store, key=first[0])[0].put("notice/failed-0", {"text": "", "host": ""})
+  assert groups_of(2, store, key=second[0])[1].list("notice") == {}
+
+
+def test_the_exchange_lives_on_and_hears_the_others():
+  chance, store, heard = random.Random(18), SharedStore(2), []
+  first, second = groups_of(2, store, key=b"key of the run")
+  one = Exchange(first, lambda: (1, "a", 5.0), lambda *notice: heard.append(notice[:2]))
+  other = Exchange(second, lambda: (1, "a", 5.0), lambda *_: None)
+  for what in ("stop", "left", "failed", "refused", ""):
+    for index in ("1", "2", "x", ""):
+      name = f"notice/{what}-{index}"
+      store.key_value_set(name, hostile.entry(chance, first.key, name))
+  for index in ("0", "1", "7", "x"):
+    name = f"progress/{index}"
+    store.key_value_set(name, hostile.entry(chance, first.key, name))
+  one.start()
+  other.start()
+  other.tell("failed", "ValueError: x")
+  until = time.monotonic() + 20
+  while not heard and time.monotonic() < until:
+    time.sleep(0.01)
+  time.sleep(2 * exchange.PERIOD_SECONDS)
+  alive = one._thread.is_alive()
+  for each in (one, other):
+    each.close()
+  assert heard == [("failed", "1")]
+  assert alive
+
+
+def test_the_preflight_says_what_was_ignored():
+  store = SharedStore(2)
+  first, _ = groups_of(2, store, key=b"key of the run")
+  store.key_value_set("facts/run/1", '{"seed": 7}')
+  [result] = together(lambda: agree(first, "run", {"seed": 0}, timeout_seconds=0.2))
+  assert "process 1 of 2 has not come to 'run'" in str(result)
+  assert "1 entries of the coordination service were ignored" in str(result)

@@ -1,0 +1,191 @@
+"""The token of a run: from the environment or the workdir, and what is signed with it."""
+
+import os
+import stat
+import threading
+import time
+
+import pytest
+from etils import epath
+
+from launch.local import free_port
+from processes import rollcall, tokens
+from tests.processes.stores import together
+
+
+@pytest.fixture(autouse=True)
+def _none_given(monkeypatch):
+  monkeypatch.delenv(tokens.VARIABLE, raising=False)
+
+
+def token(folder) -> tokens.Token:
+  """Returns the token of a run with this workdir."""
+  return tokens.Token(epath.Path(folder), "host0:8476")
+
+
+def test_signatures_cover_purpose_and_every_part():
+  key = b"k"
+  signature = tokens.sign(key, "hello", "ab", "c")
+  assert tokens.signed(key, signature, "hello", "ab", "c")
+  others = [("answer", "ab", "c"), ("hello", "a", "bc"), ("hello", "ab"), ("hello", "c", "ab")]
+  for changed in others:
+    assert not tokens.signed(key, signature, *changed)
+  assert not tokens.signed(b"l", signature, "hello", "ab", "c")
+  assert not tokens.signed(key, "\udcff", "hello", "ab", "c")
+
+
+def test_signatures_are_hmac_sha256_of_json():
+  # printf '["hello", "x"]' | openssl dgst -sha256 -hmac Jefe
+  wanted = "337b7af78387bfbc2335da6c09459cdfbdb9c9c32117f859db0814abb1aefc72"
+  assert tokens.sign(b"Jefe", "hello", "x") == wanted
+
+
+def test_the_environment_comes_first(monkeypatch, tmp_path):
+  monkeypatch.setenv(tokens.VARIABLE, "0123456789abcdef")
+  one = token(tmp_path / "run")
+  with one.shown() as key:
+    assert key == one.read() == b"0123456789abcdef"
+  assert [*tmp_path.iterdir()] == []
+
+
+def test_a_token_that_can_be_guessed_is_refused(monkeypatch):
+  monkeypatch.setenv(tokens.VARIABLE, "secret")
+  with pytest.raises(ValueError, match="has 6 characters; a token has at") as said:
+    tokens.Token(None, "")
+  assert "secret" not in str(said.value)
+
+
+def test_the_workdir_shows_it_while_process_0_waits_and_nothing_is_left(tmp_path):
+  folder = tmp_path / "runs" / "first"
+  assert token(folder).read() == b""
+  with token(folder).shown() as key:
+    [file] = folder.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert token(folder).read() == key
+    assert len(key) == 64
+    assert tokens.Token(epath.Path(folder), "host0:8477").read() == b"", "of another run"
+  assert [*tmp_path.iterdir()] == []
+
+
+def test_what_is_in_the_workdir_stays(tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  with token(tmp_path).shown():
+    pass
+  assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_each_start_draws_another(tmp_path):
+  keys = []
+  for _ in range(2):
+    with token(tmp_path).shown() as key:
+      keys.append(key)
+  assert keys[0] != keys[1]
+
+
+def test_a_file_of_a_start_that_was_killed_is_replaced(tmp_path):
+  with token(tmp_path).shown() as first:
+    [file] = tmp_path.iterdir()
+  file.write_text(first.decode())
+  file.chmod(0o600)
+  with token(tmp_path).shown() as key:
+    assert token(tmp_path).read() == key != first
+
+
+def planted(folder, kind: str):
+  """Puts something in the place of the file."""
+  with token(folder).shown() as key:
+    [file] = folder.iterdir()
+  if kind == "others may read it":
+    file.write_text(key.decode())
+    file.chmod(0o644)
+  elif kind == "a FIFO":
+    os.mkfifo(file, 0o600)
+  elif kind == "a symlink":
+    (folder / "elsewhere").write_text("a token of somebody else")
+    (folder / "elsewhere").chmod(0o600)
+    file.symlink_to(folder / "elsewhere")
+  return file
+
+
+@pytest.mark.parametrize("kind", ["others may read it", "a FIFO", "a symlink"])
+def test_what_process_0_has_not_written_is_not_read(tmp_path, kind):
+  planted(tmp_path, kind)
+  began = time.monotonic()
+  if kind == "a symlink":  # as a file that is not there yet: process 0 replaces it
+    assert token(tmp_path).read() == b""
+  else:
+    with pytest.raises(PermissionError, match=r"no regular file|and only a file of user"):
+      token(tmp_path).read()
+  assert time.monotonic() - began < 5
+
+
+def test_a_planted_symlink_is_replaced_and_not_followed(tmp_path):
+  file = planted(tmp_path, "a symlink")
+  with token(tmp_path).shown() as key:
+    assert not file.is_symlink()
+    assert (tmp_path / "elsewhere").read_text() == "a token of somebody else"
+    assert token(tmp_path).read() == key
+
+
+def test_a_workdir_that_cannot_be_written(tmp_path):
+  (tmp_path / "file").write_text("")
+  shown = token(tmp_path / "file" / "run").shown()
+  with pytest.raises(OSError, match="cannot write a token to the workdir") as said, shown:
+    pass
+  assert "or set MESHWRIGHT_TOKEN for all of them" in str(said.value)
+
+
+# ------------------------------ in a rendezvous ------------------------------
+
+
+def caller(folder, port: int, index: int, seconds: float = 20.0):
+  """Returns the call of one of three processes with this workdir."""
+  address = f"localhost:{port}"
+  return lambda: rollcall.call(
+    address,
+    3,
+    index,
+    token=tokens.Token(folder and epath.Path(folder), address),
+    timeout_seconds=seconds,
+  )
+
+
+def test_processes_find_one_another_by_the_workdir(tmp_path):
+  port, folder = free_port(), tmp_path / "runs" / "first"
+  results = together(*[caller(folder, port, index) for index in (2, 1, 0)])
+  assert len({*results}) == 1
+  assert isinstance(results[0], bytes)
+  assert [*tmp_path.iterdir()] == []
+
+
+def test_who_finds_a_token_of_before_reads_again(tmp_path):
+  port = free_port()
+  name = tokens.Token(epath.Path(tmp_path), f"localhost:{port}")._file
+  name.write_text("0" * 64)
+  os.chmod(name, 0o600)
+  begun = threading.Event()
+
+  def late():
+    begun.wait(10)
+    return caller(tmp_path, port, 0)()
+
+  def early():
+    begun.set()
+    return caller(tmp_path, port, 1)()
+
+  results = together(early, caller(tmp_path, port, 2), late)
+  assert len({*results}) == 1, results
+  assert isinstance(results[0], bytes), results
+
+
+def test_another_workdir_is_said(tmp_path):
+  port = free_port()
+  results = together(
+    caller(tmp_path / "a", port, 0, 1.5),
+    caller(tmp_path / "a", port, 1, 1.5),
+    caller(tmp_path / "b", port, 2, 1.5),
+  )
+  assert all(isinstance(result, rollcall.MissingError) for result in results), results
+  assert "missing: 2;" in str(results[0])
+  assert "(no token: the file " in str(results[2])
+  assert "does this process see the same workdir? Else set MESHWRIGHT_TOKEN" in str(results[2])
