@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.faults.rows_disks import Full, small_disk
-from tests.processes.commands import MLP
+from tests.processes.command_lines import MLP
 
 ROOT = pathlib.Path(__file__).parents[2]
 TRAIN = [*MLP, "--config.checkpoint.every_steps=2", "--config.checkpoint.keep=9"]

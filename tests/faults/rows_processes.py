@@ -11,7 +11,7 @@ from tests.faults.harness import Run
 from tests.faults.plan import Trial
 from tests.faults.trying import Attempt, Undisturbed, tried
 from tests.processes import differences, elastic, rows, starting
-from tests.processes.commands import MLP
+from tests.processes.command_lines import MLP
 
 SCRIPT = pathlib.Path(rows.__file__)
 

@@ -28,7 +28,7 @@ def forks():
   environment = {**os.environ, "PYTHONPATH": str(ROOT)}
   del environment["NPROC"]  # as a person's shell: main.py sets it
   server = subprocess.Popen(
-    # -P: commands.py beside it is not the package of that name.
+    # -P: the files beside it are no packages of the application.
     [sys.executable, "-P", str(ROOT / "tests" / "processes" / "server.py")],
     cwd=ROOT,
     env=environment,

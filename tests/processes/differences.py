@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.processes.commands import MLP
+from tests.processes.command_lines import MLP
 from tests.processes.starting import ROOT, Ended
 
 REFUSED_SECONDS = 15

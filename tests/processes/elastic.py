@@ -2,7 +2,7 @@
 
 import pathlib
 
-from tests.processes.commands import MLP, losses
+from tests.processes.command_lines import MLP, losses
 
 # Twelve devices, so that four, three and two processes share them out evenly.
 TWELVE = [*MLP, "--config.mesh.data=12", "--config.data.global_batch_size=12"]

@@ -61,7 +61,7 @@ def start(
       out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
       outputs.append((out, err))
       popen = subprocess.Popen(
-        # -P: commands.py beside a script is not the package of that name.
+        # -P: the files beside a script are no packages of the application.
         [
           sys.executable,
           *(["-P", str(script)] if script else ["main.py"]),

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from tests.processes import differences
-from tests.processes.commands import MLP, everything
+from tests.processes.command_lines import MLP, everything
 from tests.processes.starting import ROOT
 
 

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from tests.cli import TINY_LM
-from tests.processes.commands import MLP, evaluations, losses
+from tests.processes.command_lines import MLP, evaluations, losses
 
 LM = [
   "--config=configs/dp2_fsdp2_tp2.py",

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from processes import group as groups
-from tests.processes.commands import MLP, losses
+from tests.processes.command_lines import MLP, losses
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 INSTALL = "apt-get install openmpi-bin"
