@@ -176,7 +176,7 @@ def last_loss(ready: job.Job, data: opening.Data) -> float:
     with open(workdir / "stdout.txt", "w") as file, contextlib.redirect_stdout(file):
       start = resuming.begin(ready, workdir, record={})
       with Watchdog(current(), StopRequest()) as watch:
-        loop.train(ready, data, start, workdir, watch, started=time.time())
+        loop.train(ready, data, start, workdir, watch, started=time.monotonic())
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
   [loss] = [x["loss"] for x in lines if x["step"] == ready.config.training.steps and "loss" in x]
   return loss

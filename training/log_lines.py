@@ -107,6 +107,8 @@ def _wrong_times(values: Mapping[str, Any]) -> str:
     return "its seconds are no numbers by name"
   if not _is_number(values.get("time")) or not isinstance(values.get("done"), bool):
     return "its time or done is missing or malformed"
+  if "boot" in values and not _is_number(values.get("uptime")):
+    return "its uptime is no number"
   return ""
 
 

@@ -71,7 +71,7 @@ def train(
     start: where it starts: the state and the step. Its checkpointer is closed at the end.
     workdir: an existing folder.
     watch: running; it knows of the other processes and of what asks for a stop.
-    started: when the command was given, in seconds since the epoch.
+    started: when the command was given, on the clock of `time.monotonic`.
 
   Raises:
     TrainingStoppedError: a step with bad numbers, where the run may not go back; or copies of the
@@ -152,6 +152,8 @@ class Run:
     )
     self._report_missing_lines()
     self._goodput = Goodput(self._started, self._writer.times)
+    if self._goodput.doubt:
+      warn(self._goodput.doubt)
     if self._writer.times is None or self._writer.times["step"] != step:
       self._writer.write_times(step, self._goodput.line())
     self._progress = stack.enter_context(ProgressLine(config.training.steps))
@@ -242,7 +244,7 @@ class Run:
       if not self._measuring:
         self._measuring = True
         meter.start(number, batches.wait_seconds)
-        seconds = time.time() - self._started
+        seconds = time.monotonic() - self._started
         self._progress.note(f"first step finished {seconds:.1f} s after the command was given")
       if number == 1 or _due(number, self._config.metrics.every_steps) or number == steps:
         values.update(meter.lap(number, batches.wait_seconds), **self._pace.numbers())

@@ -32,7 +32,16 @@ KEYS = {
 }
 ROLL_BACK = {"training.on_bad_step": "roll_back"}
 # Of how a run went, what another one of the same data cannot have.
-TIMES = ("step_seconds", "data_wait_seconds", "examples_per_second", "goodput", "seconds", "time")
+TIMES = (
+  "step_seconds",
+  "data_wait_seconds",
+  "examples_per_second",
+  "goodput",
+  "seconds",
+  "time",
+  "boot",
+  "uptime",
+)
 
 
 class QuickJob(Job):
@@ -80,7 +89,7 @@ def train(
   **overrides,
 ) -> loop.End:
   """Trains as the application does, from the newest checkpoint on."""
-  started = time.time()
+  started = time.monotonic()
   prepared = prepared or job(**overrides)
   folder = epath.Path(workdir)
   held_out = EvaluationBatches(source(), global_batch_size=BATCH)

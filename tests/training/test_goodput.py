@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 
+import psutil
 import pytest
 
 from tests.training import runs
@@ -43,7 +44,7 @@ def seconds(**bins):
 
 
 def test_one_clock_runs_in_one_bin_at_a_time(clock):
-  bins = Goodput(1090.0, None)
+  bins = Goodput(90.0, None)
   clock.now = 105.0
   bins.switch("compile")
   clock.now = 110.0
@@ -64,14 +65,14 @@ def test_one_clock_runs_in_one_bin_at_a_time(clock):
 
 def test_what_came_after_the_line_of_the_checkpoint_is_lost(clock):
   last = {"seconds": seconds(start=10.0, step=50.0, lost_to_restart=1.0), "time": 1060.0}
-  bins = Goodput(1090.0, {**last, "done": False})
+  bins = Goodput(90.0, {**last, "done": False})
   assert bins.line()["seconds"] == seconds(start=20.0, step=50.0, lost_to_restart=31.0)
-  bins = Goodput(1090.0, {**last, "done": True})  # nobody had asked for more
+  bins = Goodput(90.0, {**last, "done": True})  # nobody had asked for more
   assert bins.line()["seconds"] == seconds(start=20.0, step=50.0, lost_to_restart=1.0)
 
 
 def test_steps_that_are_undone_are_lost_and_starting_is_not(clock):
-  bins = Goodput(1100.0, None)
+  bins = Goodput(100.0, None)
   bins.switch("step")
   clock.now = 110.0
   line = bins.line()
@@ -150,6 +151,79 @@ def test_each_second_is_in_its_own_bin(tmp_path, monkeypatch):
 
 def test_the_age_of_this_process():
   started = process_started()
-  assert 0 < time.time() - started < 24 * 3600
+  age = time.time() - psutil.Process().create_time()
+  assert time.monotonic() - started == pytest.approx(age, abs=2)
   time.sleep(0.1)
   assert process_started() == pytest.approx(started, abs=0.02)
+
+
+# ------------------------------ clocks that jump ------------------------------
+
+HOUR, YEAR = 3600.0, 365 * 24 * 3600.0
+
+
+class BootClock(Clock):
+  """A clock with one that runs since the machine was started, and a wall clock that may jump."""
+
+  CLOCK_BOOTTIME = 7
+
+  def __init__(self):
+    """Starts at 100 s, 5,000 s after the machine."""
+    super().__init__()
+    self.jump = 0.0
+
+  def time(self):
+    """Returns the seconds of the wall clock."""
+    return super().time() + self.jump
+
+  def clock_gettime(self, which):
+    """Returns the seconds since the machine was started."""
+    assert which == self.CLOCK_BOOTTIME
+    return 5000.0 + self.now
+
+
+@pytest.mark.parametrize("jump", [-YEAR, -HOUR, HOUR, YEAR])
+def test_a_wall_clock_that_jumps_on_one_machine_changes_no_bin(jump, monkeypatch):
+  clock = BootClock()
+  monkeypatch.setattr(goodput, "time", clock)
+  bins = Goodput(100.0, None)
+  clock.now = 110.0
+  bins.switch("step")
+  clock.jump = jump  # in a step
+  clock.now = 150.0
+  last = bins.line()
+  assert last["seconds"] == seconds(start=10.0, step=40.0)
+  clock.jump = 0.0  # and back, before the next process
+  clock.now = 180.0
+  bins = Goodput(170.0, last)
+  assert not bins.doubt
+  clock.jump = jump  # in its start
+  assert bins.line()["seconds"] == seconds(start=20.0, step=40.0, lost_to_restart=20.0)
+
+
+@pytest.mark.parametrize("jump", [-YEAR, -HOUR, YEAR])
+def test_a_pause_that_cannot_be_is_not_counted_where_another_machine_goes_on(jump, monkeypatch):
+  clock = BootClock()
+  monkeypatch.setattr(goodput, "time", clock)
+  last = {**Goodput(90.0, None).line(), "boot": "another machine's"}
+  clock.now, clock.jump = 120.0, jump
+  bins = Goodput(120.0, last)
+  assert bins.line()["seconds"] == seconds(start=10.0)
+  assert "that is not counted as lost to the restart" in bins.doubt
+  clock.jump = 30.0
+  assert Goodput(120.0, last).line()["seconds"] == seconds(start=10.0, lost_to_restart=50.0)
+
+
+def test_the_age_of_a_process_whose_wall_clock_has_jumped(monkeypatch):
+  started = process_started()
+  now = time.time()
+  for jump in (-YEAR, -HOUR, HOUR, YEAR):
+    monkeypatch.setattr(goodput.time, "time", lambda jump=jump: now + jump)
+    assert process_started() == pytest.approx(started, abs=0.02)
+  monkeypatch.delattr(goodput.time, "CLOCK_BOOTTIME")  # no other clock: at least since the import
+  assert 0 <= process_started() - started < HOUR
+
+
+def test_a_line_with_other_bins_is_taken_up():
+  last = {"seconds": {"step": 5.0, "of another version": 3.0}, "time": 0.0, "done": True}
+  assert Goodput(time.monotonic(), last).line()["seconds"]["step"] == 5.0
