@@ -54,11 +54,11 @@ from training import (
   devices,
   loop,
   opening,
+  owning,
   page,
   resuming,
   running,
   sampling,
-  workdir_files,
 )
 from training.evaluation import Evaluator
 from training.reporting import say
@@ -147,15 +147,13 @@ def _train(watch: Watchdog) -> Callable[[], int]:
   [ready] = build.prepare(flags.CONFIG)
   data = opening.open_data(ready)
   workdir = flags.workdir()
-  record = resuming.judge(ready, data.train.source, workdir, flags.ACCEPT.value)
-  sources = {"train": data.train.source, "held out": data.held_out.source}
-  agreement.about_to_run(ready, sources, workdir, writes=True)
-  start = resuming.begin(ready, workdir, record)
-  if groups.current().first:
-    config_text = files.json_text(resuming.plain(ready.config), indent=2) + "\n"
-    files.replace(workdir / workdir_files.CONFIG, config_text)
-    files.replace(workdir / workdir_files.LAYOUT, ready.layout_text() + "\n")
-    running.write_bad_records(ready, data, workdir)
+  with owning.owned(ready, workdir, watch) as owner:
+    record = resuming.judge(ready, data.train.source, workdir, flags.ACCEPT.value)
+    sources = {"train": data.train.source, "held out": data.held_out.source}
+    agreement.about_to_run(ready, sources, workdir, writes=True)
+    start = resuming.begin(ready, workdir, record, owner)
+    if groups.current().first:
+      running.write_files(ready, data, workdir, owner.require)
   return lambda: running.run(ready, data, start, workdir, watch)
 
 

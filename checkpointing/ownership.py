@@ -20,7 +20,7 @@ ITEMS = frozenset({STATE, CONFIG, RECORD})
 # All that a step's folder holds; a kill may leave the file of digests under another name.
 _TOP = ITEMS | {digests.FILE, f"{digests.FILE}.tmp", COMMITTED, STEP_METADATA}
 _ORBAX = r"(\.orbax-checkpoint-tmp(-\d+)?)"  # Orbax adds it to what it has not written to the end
-_LEFT = re.compile(rf"\d+((\.saving(-\w+)?|\.removing(-\d+)?){_ORBAX}?|{_ORBAX})")
+_LEFT = re.compile(rf"\d+((\.saving(-\w+)*|\.removing(-\d+)?){_ORBAX}?|{_ORBAX})")
 _SUFFIX = re.compile(rf"{_ORBAX}$")
 
 

@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import orbax.checkpoint as ocp
@@ -49,6 +50,24 @@ class SaveError(RuntimeError):
     super().__init__(f"saving step {step} to {folder} failed: {why}")
 
 
+class Owner(Protocol):
+  """The right to write to a folder, which another run may take away."""
+
+  number: int
+
+  def require(self) -> None:
+    """Raises where this run has it no longer; to be called before each change."""
+
+
+class Unowned:
+  """A folder that one run alone knows of."""
+
+  number = 0
+
+  def require(self) -> None:
+    """Always has the right."""
+
+
 class Writer:
   """Writes the steps of one folder, one at a time; every process has one of its own."""
 
@@ -59,6 +78,7 @@ class Writer:
     *,
     committed: Callable[[], None],
     warn: Callable[[str], None],
+    owner: Owner,
   ):
     """Prepares; nothing is written yet.
 
@@ -67,10 +87,11 @@ class Writer:
       together: the processes.
       committed: is called in the background by process 0 after each save.
       warn: is given warnings.
+      owner: the right to write; folders of a save carry its number.
     """
     assert together.count == jax.process_count(), (together.count, jax.process_count())
     self._folder, self._together = folder, together
-    self._committed, self._warn = committed, warn
+    self._committed, self._warn, self._owner = committed, warn, owner
     self._in_place = "://" in str(folder)
     self._orbax: ocp.AsyncCheckpointer | None = None
     self._thread: threading.Thread | None = None
@@ -135,6 +156,7 @@ class Writer:
 
   def remove(self, step: int) -> None:
     """Removes a step; a kill in between leaves nothing that looks like one."""
+    self._owner.require()
     path = self._folder / str(step)
     if not ownership.only_ours(path):
       if step not in self._kept:
@@ -146,7 +168,11 @@ class Writer:
     self._remove_folder(path)
 
   def remove_leftovers(self) -> None:
-    """Removes what saves and removals have left that were killed or have failed."""
+    """Removes what saves and removals have left that were killed or have failed.
+
+    Also those of an earlier owner that still writes: its save can then not be committed.
+    """
+    self._owner.require()
     for child in self._folder.iterdir():
       if ownership.is_leftover(child):
         self._remove_folder(child)
@@ -215,8 +241,12 @@ class Writer:
       lines = [line for text in together.shared() for line in text.splitlines()]
       known = {d.path: d for d in [*listed, *map(digests.parse_line, lines)]}
       rest = digests.compute(folder, there.keys() - known.keys())
+      if self._in_place:
+        self._owner.require()
       digests.write(folder, [*known.values(), *rest])
       if not self._in_place:
+        # An owner that is replaced after this has no folder to rename any more.
+        self._owner.require()
         folder.rename(self._folder / str(self._step))
     self._meet()
 
@@ -265,11 +295,12 @@ class Writer:
     """Returns the folder that the step is written to.
 
     After a failure it is another one: TensorStore's threads may still write to the one before, and
-    make it anew where it has been removed.
+    make it anew where it has been removed. With an owner's number in its name it is no other's.
     """
     if self._in_place:
       return self._folder / str(step)
-    return self._folder / f"{step}{SAVING}{f'-{self._failed}' if self._failed else ''}"
+    marks = [f"-{number}" for number in (self._owner.number, self._failed) if number]
+    return self._folder / f"{step}{SAVING}{''.join(marks)}"
 
   def _new_orbax(self) -> ocp.AsyncCheckpointer:
     """Returns an object of Orbax's that writes our items."""

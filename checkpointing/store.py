@@ -11,7 +11,7 @@ from etils import epath
 
 from checkpointing import ownership, reading, saving, trees, whole
 from checkpointing.retention import Retention
-from checkpointing.saving import SaveError, Writer
+from checkpointing.saving import Owner, SaveError, Unowned, Writer
 from checkpointing.together import Together, told
 from checkpointing.whole import CONFIG, RECORD, STATE, UnreadableError
 
@@ -45,6 +45,7 @@ class Checkpointer:
     read_only: bool = False,
     warn: Callable[[str], None] = reading.warn,
     together: Together | None = None,
+    owner: Owner | None = None,
   ):
     """Opens a folder; what killed saves have left in it is removed, unless `read_only`.
 
@@ -58,6 +59,7 @@ class Checkpointer:
       read_only: nothing in the folder is ever changed.
       warn: is given every warning; standard error by default.
       together: the processes; by default there is one.
+      owner: the right to write to the folder; by default nobody can take it away.
 
     Raises:
       ValueError: a number below its least; read_only, and there are no checkpoints.
@@ -65,13 +67,15 @@ class Checkpointer:
     """
     self.folder = epath.Path(folder).expanduser().resolve()
     self._warn, self._verify, self._read_only = warn, verify, read_only
-    self._together = together or Together()
+    self._together, self._owner = together or Together(), owner or Unowned()
     self._retention = Retention(keep, keep_every_steps, keep_best, lower_is_better)
     self._writer: Writer | None = None
     if read_only:
       reading.require_steps(self.folder)
     else:
-      self._writer = Writer(self.folder, self._together, committed=self._collect, warn=warn)
+      self._writer = Writer(
+        self.folder, self._together, committed=self._collect, warn=warn, owner=self._owner
+      )
       self._open()
 
   def _open(self) -> None:
@@ -154,6 +158,7 @@ class Checkpointer:
       )
     arrays = trees.nested(trees.named_leaves(tree))
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+    self._owner.require()
     if not hindrance and self._together.first:
       hindrance = saving.room(self.folder, needed) or self._writer.in_the_way(step)
     if why := told(self._together.exchange(hindrance)):
@@ -299,6 +304,7 @@ class Checkpointer:
   def _set_aside(self, broken: Collection[int]) -> None:
     """Renames broken steps, in one move each: nothing is lost should one be whole after all."""
     if self._together.first:
+      self._owner.require()
       for step in broken:
         aside = ownership.free(self.folder, f"{step}.broken")  # an earlier one is kept, too
         (self.folder / str(step)).rename(aside)

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -331,6 +331,14 @@ def part() -> None:
     jax.distributed.shutdown()
 
 
+_last_things: list[Callable[[], None]] = []
+
+
+def before_leaving(do: Callable[[], None]) -> None:
+  """Has something done by `leave` just before this process ends; it may take two seconds."""
+  _last_things.append(do)
+
+
 def leave(code: int, *, patience_seconds: float = 10.0) -> NoReturn:
   """Ends this process at once, with an exit code, from any thread; does not return.
 
@@ -343,6 +351,10 @@ def leave(code: int, *, patience_seconds: float = 10.0) -> NoReturn:
       _current.wait("leaving", timeout_seconds=patience_seconds)
     if _current.first:
       time.sleep(0.5)
+  for do in _last_things:
+    thread = threading.Thread(target=do, daemon=True)  # storage may not answer
+    thread.start()
+    thread.join(2)
   os._exit(code)
 
 

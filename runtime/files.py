@@ -16,7 +16,7 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from etils import epath
@@ -149,7 +149,17 @@ def _limit(path: epath.PathLike, size: int, most_bytes: int) -> None:
 # ------------------------------ writing ------------------------------
 
 
-def replace(path: epath.PathLike, content: str | bytes, *, shared: bool = False) -> None:
+def always() -> None:
+  """Permits every write."""
+
+
+def replace(
+  path: epath.PathLike,
+  content: str | bytes,
+  *,
+  shared: bool = False,
+  require: Callable[[], None] = always,
+) -> None:
   """Writes a file whole or not at all: a kill or a full disk leaves what was there.
 
   A symbolic link in its place is replaced, and what it points to is left alone.
@@ -158,12 +168,14 @@ def replace(path: epath.PathLike, content: str | bytes, *, shared: bool = False)
     path: of the file.
     content: all of it; text as UTF-8.
     shared: several processes may write it at once.
+    require: raises where this process may write no longer; asked before the file is changed.
 
   Raises:
     OSError: it cannot be written; the path is named.
   """
   path = epath.Path(path)
   content = content.encode() if isinstance(content, str) else content
+  require()
   with _naming(path):
     if not is_local(path):
       path.write_bytes(content)  # an object in a bucket appears whole
@@ -176,6 +188,7 @@ def replace(path: epath.PathLike, content: str | bytes, *, shared: bool = False)
         _sync(descriptor)
       finally:
         os.close(descriptor)
+      require()
       os.replace(temporary, path)
     except OSError:
       temporary.unlink(missing_ok=True)
@@ -196,8 +209,14 @@ def _temporary(path: epath.Path, shared: bool) -> epath.Path:
   return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
 
 
-def append(path: epath.PathLike, content: bytes) -> None:
+def append(path: epath.PathLike, content: bytes, *, require: Callable[[], None] = always) -> None:
   """Appends to a plain file, all of it or nothing; makes the file where there is none.
+
+  Args:
+    path: of the file.
+    content: what is added.
+    require: as of `replace`. Asked once the file is open: who is replaced after that, by a process
+      that gives the file a new inode, appends to the old one.
 
   Raises:
     NotPlainError: something else stands there, a symbolic link included.
@@ -206,12 +225,14 @@ def append(path: epath.PathLike, content: bytes) -> None:
   if not content:
     return
   if not is_local(path):
+    require()
     with epath.Path(path).open("ab") as file:
       file.write(content)
     return
   descriptor = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
   try:
     size = os.fstat(descriptor).st_size
+    require()
     try:
       with _naming(path):
         _write(descriptor, content)

@@ -1,7 +1,7 @@
 """A file of lines that grows while a run trains; on a full disk it waits in memory for room."""
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from etils import epath
 
@@ -22,9 +22,9 @@ class Lines:
     waiting: why lines are waiting in memory; "" where all are in the file.
   """
 
-  def __init__(self, path: epath.Path):
-    """Takes a file, which need not exist."""
-    self._path, self.waiting = path, ""
+  def __init__(self, path: epath.Path, require: Callable[[], None] = files.always):
+    """Takes a file, which need not exist, and what raises where it may not be written any more."""
+    self._path, self._require, self.waiting = path, require, ""
     self._anew: bytes | None = None  # what the file is to hold, where that is not written yet
     self._more: list[bytes] = []  # lines that are to follow
 
@@ -56,9 +56,9 @@ class Lines:
     """
     try:
       if self._anew is not None:
-        files.replace(self._path, self._anew)
+        files.replace(self._path, self._anew, require=self._require)
         self._anew = None
-      files.append(self._path, b"".join(self._more))
+      files.append(self._path, b"".join(self._more), require=self._require)
       self._more = []
     except OSError as error:
       if error.errno not in _FULL or isinstance(error, files.NotPlainError):

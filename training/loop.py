@@ -148,6 +148,7 @@ class Run:
         step=step,
         tensorboard=config.metrics.tensorboard,
         rollbacks=len(self._bad_steps.rollbacks),
+        owner=self._start.owner,
       )
     )
     self._report_missing_lines()

@@ -1,6 +1,7 @@
 """What a run says: one progress line, `metrics.jsonl`, TensorBoard events."""
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from tensorboardX import SummaryWriter
 
 from processes import stopping
 from processes.group import current
+from processes.ownership import Ownership
+from runtime import files
 from training import log_lines
 from training.appending import Lines
 from training.log_lines import TIMES, Line
@@ -35,7 +38,15 @@ class MetricsWriter:
       processes that do not write.
   """
 
-  def __init__(self, workdir: epath.Path, *, step: int, tensorboard: bool, rollbacks: int = 0):
+  def __init__(
+    self,
+    workdir: epath.Path,
+    *,
+    step: int,
+    tensorboard: bool,
+    rollbacks: int = 0,
+    owner: Ownership | None = None,
+  ):
     """Opens the files of a workdir that exists.
 
     Args:
@@ -43,12 +54,17 @@ class MetricsWriter:
       step: the step that the run starts from; 0 drops every line of later ones.
       tensorboard: also write event files.
       rollbacks: how many the checkpoint of that step knows of; it will come to later ones again.
+      owner: of the workdir; each write requires it.
     """
-    self._lines, self._board, self.times = Lines(workdir / FILE), None, None
-    self._damaged = Lines(workdir / DAMAGED)
+    self._owner = owner or Ownership()
+    self._lines = Lines(workdir / FILE, self._owner.require)
+    self._damaged = Lines(workdir / DAMAGED, self._owner.require)
+    self._board, self.times = None, None
     self._workdir, self._tensorboard = workdir, tensorboard
     self._scalars: list[tuple[str, float, int]] = []  # for the board, while the disk is full
     if current().first:
+      if self._owner.replaced:
+        _detach(workdir)
       self._cut(step, rollbacks)
 
   def __enter__(self) -> "MetricsWriter":
@@ -114,6 +130,7 @@ class MetricsWriter:
     if self.waiting:
       self._scalars = due
       return
+    self._owner.require()
     if self._scalars:
       self._open_board(None, self._boards + 1)
     for name, value, number in due:
@@ -161,6 +178,19 @@ class MetricsWriter:
     """
     if current().first:
       self._cut(step, number - 1, {"step": step, **values})
+
+
+def _detach(workdir: epath.Path) -> None:
+  """Gives the event files of earlier starts new inodes.
+
+  An owner that was stopped and replaced may have lines in memory for the file that it has open.
+  """
+  if not files.is_local(workdir):  # each write of an object makes a new one
+    return
+  for path in workdir.glob("events.out.tfevents.*"):
+    temporary = path.with_name(f"{path.name}.tmp")
+    shutil.copyfile(path, temporary, follow_symlinks=False)
+    temporary.replace(path)
 
 
 def evaluated(workdir: epath.Path, step: int) -> bool:

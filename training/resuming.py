@@ -18,6 +18,7 @@ from checkpointing.together import Together
 from input_pipeline.sources import Source
 from partitioning.layout import size_text
 from processes.group import current
+from processes.ownership import Ownership
 from training import rollback, workdir_files
 from training.job import Job
 from training.step import State
@@ -35,6 +36,7 @@ class Start:
     checkpointer: open for saving.
     origin: a line about where the state is from.
     known: the record of the checkpoint that it goes on from; {} at the first step.
+    owner: of the workdir.
   """
 
   state: State
@@ -43,6 +45,7 @@ class Start:
   checkpointer: Checkpointer
   origin: str
   known: dict[str, Any]
+  owner: Ownership = dataclasses.field(default_factory=Ownership)
 
 
 def judge(
@@ -86,14 +89,16 @@ def judge(
     )
 
 
-def begin(job: Job, workdir: epath.Path, record: dict[str, Any]) -> Start:
+def begin(
+  job: Job, workdir: epath.Path, record: dict[str, Any], owner: Ownership | None = None
+) -> Start:
   """Opens the checkpoints and brings the state onto the devices.
 
   Raises:
     ValueError: the checkpoint's arrays are not the model's, or none can be read.
     OSError: the workdir cannot be written.
   """
-  keys, folder = job.config.checkpoint, workdir / reading.FOLDER
+  keys, folder, owner = job.config.checkpoint, workdir / reading.FOLDER, owner or Ownership()
   goes_on = bool(reading.steps(folder))
   if not goes_on:  # before the folder is made: what is refused leaves nothing behind
     step, (state, origin), known = 0, first_state(job), {}
@@ -109,13 +114,14 @@ def begin(job: Job, workdir: epath.Path, record: dict[str, Any]) -> Start:
     warn=warn,
     verify=keys.verify,
     together=_together(job),
+    owner=owner,
   )
   if goes_on:
     step, tree = checkpointer.restore(vars(job.placed_state))
     known = checkpointer.read_record(step)
     state, origin = State(**tree), f"goes on from the checkpoint of step {step}"
   job.check_placed(state)
-  return Start(state, step, record, checkpointer, origin, known)
+  return Start(state, step, record, checkpointer, origin, known, owner)
 
 
 def go_back(

@@ -21,7 +21,14 @@ from training.reporting import say
 def run(
   ready: job.Job, data: opening.Data, start: resuming.Start, workdir: epath.Path, watch: Watchdog
 ) -> int:
-  """Trains; returns the exit code."""
+  """Trains, and releases the workdir; returns the exit code."""
+  with start.owner:
+    return _run(ready, data, start, workdir, watch)
+
+
+def _run(
+  ready: job.Job, data: opening.Data, start: resuming.Start, workdir: epath.Path, watch: Watchdog
+) -> int:
   announce(ready, data, workdir)
   say(start.origin)
   if loop.finished(ready, start, workdir):
@@ -75,8 +82,14 @@ def announce_bad(source: Source) -> None:
     say(f"{source.name}: {source.bad}")
 
 
-def write_bad_records(ready: job.Job, data: opening.Data, workdir: epath.Path) -> None:
-  """Lists in `bad_records.json` what of each split cannot be read, where that is allowed."""
+def write_files(
+  ready: job.Job, data: opening.Data, workdir: epath.Path, require: Callable[[], None]
+) -> None:
+  """Writes `config.json`, `layout.txt` and, if the config allows bad records, their list."""
+  text = files.json_text(resuming.plain(ready.config), indent=2) + "\n"
+  files.replace(workdir / workdir_files.CONFIG, text, require=require)
+  text = ready.layout_text() + "\n"
+  files.replace(workdir / workdir_files.LAYOUT, text, require=require)
   if not ready.config.data.max_bad_records:
     return
   sources = {"train": data.train.source, "held out": data.held_out.source}
@@ -84,7 +97,8 @@ def write_bad_records(ready: job.Job, data: opening.Data, workdir: epath.Path) -
     split: {"name": source.name, **dataclasses.asdict(source.bad)}
     for split, source in sources.items()
   }
-  files.replace(workdir / workdir_files.BAD_RECORDS, files.json_text(listed, indent=2) + "\n")
+  text = files.json_text(listed, indent=2) + "\n"
+  files.replace(workdir / workdir_files.BAD_RECORDS, text, require=require)
 
 
 def to_its_end(run: Callable[[], int], watch: Watchdog) -> int:

@@ -22,7 +22,8 @@ STEPS, EVALUATE_EVERY, SAVE_EVERY = 40, 15, 10
 HEARTBEAT_SECONDS = 10
 FAMILY_SECONDS = 0.5  # between two looks at who is there
 PATIENCE_SECONDS = 240  # for what takes seconds, on a machine that is busy
-MESHES = {2: (2, 1), 4: (2, 2)}  # processes -> sizes of data and tensor; a device each
+# processes -> sizes of data and tensor; a device each, two where there is one process
+MESHES = {1: (2, 1), 2: (2, 1), 4: (2, 2)}
 FLAGS = [
   "--config=configs/dp4_tp2.py",
   "--config.model.layers=1",

@@ -1,4 +1,4 @@
-"""The plan of faults: twenty rows, and what a trial is."""
+"""The plan of faults: its rows, and what a trial is."""
 
 import dataclasses
 import importlib
@@ -246,5 +246,23 @@ ROWS = (
     "rows_goodput",
     190,
     note="A trial is a kill, and the last one is the verdict on the whole.",
+  ),
+  Row(
+    23,
+    "two starts in one workdir, 0-60 s apart; the first goes on, is asked to stop, or is killed",
+    20,
+    "one of them trains, each step stands once, Same; the other is refused with 2 by the name of "
+    "the owner, or takes over once the first has ended",
+    "rows_owners",
+    70,
+  ),
+  Row(
+    24,
+    "an owner stopped by SIGSTOP, replaced after its lease, woken",
+    16,
+    "it writes nothing more and ends with 2; Same",
+    "rows_owners",
+    50,
+    note="Of 2 processes that were stopped JAX may end some by SIGABRT before they find out.",
   ),
 )

@@ -13,7 +13,8 @@ from tests.faults.trying import Attempt, Undisturbed, tried
 
 STEPS = 40
 DRAWS = 5  # of a moment: a short stage may be over before it is seen
-OPEN = ".saving.orbax-checkpoint-tmp"  # a folder that Orbax writes to
+SAVING = ".saving-1"  # of the first owner of a workdir
+OPEN = f"{SAVING}.orbax-checkpoint-tmp"  # a folder that Orbax writes to
 
 
 def _names(folder: pathlib.Path) -> list[str]:
@@ -45,11 +46,11 @@ def _metadata(folder: pathlib.Path, step: int) -> bool:
 def _commit(folder: pathlib.Path, step: int) -> bool:
   """Tells whether Orbax takes the step for finished."""
   at = folder / f"{step}{OPEN}"
-  return (at / "commit_success.txt").exists() or (folder / f"{step}.saving").exists()
+  return (at / "commit_success.txt").exists() or (folder / f"{step}{SAVING}").exists()
 
 
 def _digests(folder: pathlib.Path, step: int) -> bool:
-  return (folder / f"{step}.saving" / "digests").exists()
+  return (folder / f"{step}{SAVING}" / "digests").exists()
 
 
 def _rename(folder: pathlib.Path, step: int) -> bool:
