@@ -160,6 +160,8 @@ def test_what_saves_have_left_is_recognized_by_its_name_and_its_content(tmp_path
   names = {
     "50.saving": True,
     "50.saving-3": True,
+    "50.saving-7-1": True,
+    "50.saving-7-1.orbax-checkpoint-tmp": True,
     "0.saving-1a2b3c4d": True,
     "50.removing-2": True,
     "50.saving.orbax-checkpoint-tmp": True,
