@@ -1,42 +1,94 @@
-"""What computed a checkpoint, besides its config: the code and the libraries."""
+"""Provenance of a checkpoint besides its config: a digest of the code and the library versions."""
 
 import functools
 import hashlib
 import importlib.metadata
 import pathlib
 import platform
+from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# The rooms whose code decides what a step computes.
-ROOMS = ("input_pipeline", "models", "partitioning", "training")
+# What determines the numbers of a run: its parameters, its batches, its steps. A folder counts with
+# everything below it. A change in one of these needs --accept-changes=versions.code to resume; a
+# change anywhere else (pages, messages, progress, saving) does not.
+NUMERICS = (
+  "models",
+  "input_pipeline/bad_records.py",  # which rows get weight 0
+  "input_pipeline/batches.py",
+  "input_pipeline/datasets.py",
+  "input_pipeline/embedded.py",
+  "input_pipeline/preparation.py",  # how text is cut into rows
+  "input_pipeline/records.py",
+  "input_pipeline/skipping.py",
+  "input_pipeline/sources.py",
+  "partitioning/constraints.py",
+  "partitioning/dims.py",
+  "partitioning/manual.py",
+  "partitioning/mesh.py",  # the order of devices is the order of sums
+  "partitioning/regions.py",
+  "partitioning/ring.py",
+  "partitioning/rules.py",
+  "training/job.py",  # precision, compiler options, placement
+  "training/objectives.py",
+  "training/opening.py",  # seeds and splits
+  "training/optimizer.py",
+  "training/rollback.py",  # which batches are skipped
+  "training/step.py",
+)
+# Folders of which some files determine numbers. A test requires each of their files to be either
+# above or in its own list of those that do not.
+PACKAGES = ("input_pipeline", "models", "partitioning", "training")
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
+# Everything that a run may import; the processes of one run must agree on it.
+RUN = (*PACKAGES, "checkpointing", "commands", "configs", "processes", "runtime", "main.py")
+
+
+def source_files(names: Iterable[str]) -> list[pathlib.Path]:
+  """Returns the Python files of files and folders, relative to the root, in a fixed order.
+
+  Raises:
+    FileNotFoundError: there is no such file or folder.
+  """
+  found = set()
+  for name in names:
+    path = ROOT / name
+    if not path.exists():
+      raise FileNotFoundError(f"{path}: listed as code of a run, and not there")
+    found.update(path.rglob("*.py") if path.is_dir() else [path])
+  return sorted(path.relative_to(ROOT) for path in found)
+
+
+def digest(names: Iterable[str]) -> str:
+  """Returns a digest of the names and contents of source files."""
+  whole = hashlib.sha256()
+  for path in source_files(names):
+    content = (ROOT / path).read_bytes()
+    whole.update(f"{path.as_posix()}\n{len(content)}\n".encode() + content)
+  return whole.hexdigest()[:16]
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-  """Returns name -> version; the code's is a digest of the rooms' source files."""
-  digest = hashlib.sha256()
-  for path in sorted(path for room in ROOMS for path in (ROOT / room).glob("*.py")):
-    digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+  """Returns name -> version of what computes a run's numbers; for `code`, a digest."""
   found = {name: importlib.metadata.version(name) for name in LIBRARIES}
-  return {"code": digest.hexdigest()[:16], "python": platform.python_version(), **found}
+  return {"code": digest(NUMERICS), "python": platform.python_version(), **found}
 
 
 @functools.cache
 def everything() -> dict[str, str]:
   """Returns the digest of all code that a run may reach, and the version of every library.
 
-  More than `versions`, and not kept: what the processes of one run must have in common.
+  More than `versions`, and not kept in checkpoints: what the processes of one run must share.
+  A library that is not installed here has the version "missing".
   """
-  rooms = (*ROOMS, "checkpointing", "commands", "configs", "processes", "runtime")
-  digest = hashlib.sha256()
-  for path in [
-    ROOT / "main.py",
-    *(p for room in rooms for p in sorted((ROOT / room).glob("*.py"))),
-  ]:
-    digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
   lines = (ROOT / "requirements.txt").read_text().splitlines()
-  names = {line.partition("==")[0] for line in lines if "==" in line}
-  found = {name: importlib.metadata.version(name) for name in sorted(names)}
-  found["python"] = platform.python_version()
-  return {"code": digest.hexdigest()[:16], **{f"versions.{n}": v for n, v in found.items()}}
+  names = sorted({line.partition("==")[0] for line in lines if "==" in line})
+  found = {f"versions.{name}": _version(name) for name in names}
+  return {"code": digest(RUN), "versions.python": platform.python_version(), **found}
+
+
+def _version(name: str) -> str:
+  try:
+    return importlib.metadata.version(name)
+  except importlib.metadata.PackageNotFoundError:
+    return "missing"

@@ -1,0 +1,127 @@
+"""training/versions.py: which code a checkpoint's record covers, and which it must not."""
+
+import importlib.metadata
+import pathlib
+import re
+import sys
+
+import jax
+import pytest
+
+from tests.jobs import make_job
+from training import opening, versions
+
+ROOT = versions.ROOT
+
+# Files beside those of NUMERICS in the same folders, which do not determine what a run computes.
+OTHERS = {
+  "input_pipeline": "__init__ catalog locking prefetch",
+  "partitioning": "__init__ collectives copies hlo layout pictures sheets svg",
+  "training": "__init__ agreement appending comparison compilation_cache devices drawing "
+  "evaluation goodput hardware log_lines loop meter page page_style probing profiling replicas "
+  "reporting resuming running sampling streaming versions workdir_files",
+}
+
+
+def numerics():
+  """Returns the listed files as text."""
+  return {path.as_posix() for path in versions.source_files(versions.NUMERICS)}
+
+
+def test_every_file_of_these_packages_is_on_one_of_the_two_lists():
+  others = {f"{package}/{name}.py" for package, all_ in OTHERS.items() for name in all_.split()}
+  listed = numerics()
+  assert not listed & others
+  there = {path.as_posix() for path in versions.source_files(versions.PACKAGES)}
+  assert there == listed | others, "decide whether a new file determines numbers, and list it"
+
+
+def test_a_file_in_a_subfolder_counts(monkeypatch, tmp_path):
+  for name in ("models/deep/er/file.py", "training/step.py"):
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text("x = 1\n")
+  monkeypatch.setattr(versions, "ROOT", tmp_path)
+  before = versions.digest(("models", "training/step.py"))
+  (tmp_path / "models/deep/er/file.py").write_text("x = 2\n")
+  assert versions.digest(("models", "training/step.py")) != before
+  with pytest.raises(FileNotFoundError, match="listed as code of a run"):
+    versions.digest(("models", "training/steps.py"))
+
+
+def test_a_page_or_a_message_does_not_change_the_record_and_a_model_does(monkeypatch):
+  before, run_before = versions.digest(versions.NUMERICS), versions.digest(versions.RUN)
+  read = pathlib.Path.read_bytes
+
+  def changed(name):
+    def patched(path):
+      content = read(path)
+      return content + b"#" if path == ROOT / name else content
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", patched)
+    return versions.digest(versions.NUMERICS), versions.digest(versions.RUN)
+
+  for name in ("training/page_style.py", "training/reporting.py", "partitioning/svg.py"):
+    ours, run = changed(name)
+    assert ours == before
+    assert run != run_before  # the processes of one run agree on it all the same
+  for name in ("models/attention.py", "training/step.py", "input_pipeline/batches.py"):
+    assert changed(name)[0] != before
+
+
+def project_files(text):
+  """Returns the project's files among the paths of a text."""
+  paths = (pathlib.Path(path) for path in re.findall(r'"([^"]+\.py)"', text))
+  return {path.relative_to(ROOT).as_posix() for path in paths if path.is_relative_to(ROOT)}
+
+
+STEPS = [
+  ("dp2_fsdp2_tp2", "lm", {"partitioning.sequence_parallel": True}),
+  ("dp8", "lm", {"mesh.data": 4, "mesh.context": 2, "training.gradient_accumulation_steps": 2}),
+  ("dp8", "mlp", {}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "recipe", "keys"), STEPS, ids=str)
+def test_every_instruction_of_a_step_comes_from_a_listed_file(strategy, recipe, keys):
+  job = make_job(strategy, recipe, **keys)
+  with job.tracing():
+    lowered = jax.jit(job.program.train_step).lower(job.state, job.batch)
+    drawn = jax.jit(job.program.init).lower(jax.random.key(0))
+  found = project_files(lowered.as_text(debug_info=True)) | project_files(
+    drawn.as_text(debug_info=True)
+  )
+  assert {"training/step.py", "training/objectives.py"} < found
+  assert found - numerics() - {pathlib.Path(__file__).relative_to(ROOT).as_posix()} == set()
+
+
+@pytest.mark.parametrize("recipe", ["lm", "mlp"])
+def test_everything_that_runs_to_make_a_batch_is_listed(recipe):
+  overrides = {"model.input_size": 64} if recipe == "mlp" else {"model.vocabulary_size": 256}
+  job = make_job("dp8", recipe, **overrides)
+  data, seen = opening.open_data(job), set()
+
+  def note(frame, event, argument):
+    path = pathlib.Path(frame.f_code.co_filename)
+    if path.is_relative_to(ROOT):
+      seen.add(path.relative_to(ROOT).as_posix())
+
+  sys.setprofile(note)
+  try:
+    data.train.batch(0, job.batch_shardings)
+  finally:
+    sys.setprofile(None)
+  inside = {name for name in seen if name.startswith("input_pipeline/")}
+  assert {"input_pipeline/batches.py", "input_pipeline/sources.py"} < inside
+  assert inside - numerics() == set()
+
+
+def test_a_library_that_is_not_installed_is_no_traceback(monkeypatch):
+  real = importlib.metadata.version
+
+  def version(name):
+    if name == "pillow":
+      raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+
+  monkeypatch.setattr(importlib.metadata, "version", version)
+  assert versions.everything.__wrapped__()["versions.pillow"] == "missing"
