@@ -13,12 +13,12 @@ import numpy as np
 from partitioning import ring
 from partitioning.dims import spec_axes
 from partitioning.layout import bytes_per_device, shard_shape
-from planning import traffic
+from planning import traced, traffic
 from planning.hardware import Chip, Rates
 from planning.roofline import Work
 from planning.schedule import Sent, Times
 from planning.traffic import Places
-from training.job import MODELS, Job
+from training.job import Job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +47,20 @@ class Term:
 def times(job: Job, places: Places, chip: Chip, rates: Rates) -> Times:
   """Returns how long a step takes.
 
-  What FSDP and data parallelism send is hidden behind the products, as far as those last; what
-  `tensor` and `context` send is waited for.
+  Each operation of the traced gradients takes the longer of its FLOPs and its HBM bytes, one after
+  another; then comes the optimizer's pass over the state. What FSDP and data parallelism send is
+  hidden behind that as far as it lasts; what `tensor` and `context` send is exposed.
   """
-  flops = _flops(job)
-  work = Work(flops, _bytes(job))
-  compute, memory = flops / (chip.flops * rates.matmul), work.bytes / chip.hbm_bandwidth
-  memory /= rates.memory
-  busy = max(compute, memory)
+  speed, bandwidth = chip.flops * rates.matmul, chip.hbm_bandwidth * rates.memory
+  update = Work(0, _bytes(job))
+  work, compute, busy = update, 0.0, update.bytes / bandwidth
+  for one, runs, wide in traced.operations(job):
+    work += one * runs
+    # On GPUs float32 runs as TF32, at half the speed of bfloat16 (NVIDIA's data sheets).
+    seconds = one.flops / speed * (2 if wide and not chip.torus else 1)
+    compute += runs * seconds
+    busy += runs * max(seconds, one.bytes / bandwidth)
+  memory = work.bytes / bandwidth
   found = []
   for term in terms(job):
     axes = tuple(axis for axis in job.mesh.axis_names if axis in term.axes)
@@ -197,19 +203,15 @@ def _tokens(job: Job) -> float:
   )
 
 
-def _flops(job: Job) -> float:
-  """Returns the operations of a step on one device; full rematerialization runs forward twice."""
-  config = job.config
-  each = MODELS[config.model.name].train_flops_per_example(config)
-  again = 4 / 3 if config.training.get("rematerialization", "none") == "full" else 1.0
-  return again * each * config.data.global_batch_size / job.mesh.size
-
-
 def _bytes(job: Job) -> float:
-  """Returns what a step reads and writes at least: the state, and the gradients, once each."""
-  sizes = job.devices.sizes
+  """Returns what the optimizer reads and writes: parameters, gradients and its state.
+
+  Gradients that are summed over microbatches are read, added to the sum and written as often.
+  """
+  sizes, count = job.devices.sizes, job.config.training.gradient_accumulation_steps
   held = {
     title: sum(bytes_per_device(p, sizes) for p in job.placements[title].values())
     for title in ("parameters", "optimizer")
   }
-  return 2.0 * (2 * held["parameters"] + held["optimizer"])
+  sums = 3 * count if count > 1 else 0
+  return 2.0 * (2 * held["parameters"] + held["optimizer"]) + sums * held["parameters"]

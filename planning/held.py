@@ -23,7 +23,7 @@ from training.job import MODELS, Job
 from training.step import make_program
 
 # Primitives whose results are written.
-_WRITTEN = {
+WRITTEN = {
   *("dot_general", "conv_general_dilated", "pallas_call", "gather", "scatter", "scatter-add"),
   *("scan", "while", "sort", "cumsum", "concatenate", "reduce_sum", "reduce_max"),
 }
@@ -36,8 +36,8 @@ def by_the_layers(job: Job) -> tuple[int, int]:
 
   Of a model without a scan over layers 0 and the most that all of it holds.
   """
-  config, share = _part(job)
-  jaxpr = _gradients(job, config)
+  config, share = part(job)
+  jaxpr = gradients(job, config)
   forward, back = (
     _scan(jaxpr, config.model.get("layers", 0), reverse=way) for way in (False, True)
   )
@@ -84,11 +84,15 @@ def fixed_and_carried(scan: core.JaxprEqn) -> tuple[int, int]:
   return same - carried, carried
 
 
-def _part(job: Job) -> tuple[ConfigDict, float]:
+def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
   """Returns the config of what one device computes, and its tokens as a share of that config's.
 
   Where `context` gathers keys and values, its part of the queries of all rows makes as many scores
   as whole rows of which there are fewer; a ring meets half of its keys at a time.
+
+  Args:
+    job: of all devices.
+    at_once: of a ring, what it has at a time; else all that it computes.
   """
   config, legend = copy.deepcopy(job.config), job.legend
   model, data = config.model, config.data
@@ -100,6 +104,8 @@ def _part(job: Job) -> tuple[ConfigDict, float]:
   rows = data.global_batch_size / parts("B") / config.training.gradient_accumulation_steps
   with config.unlocked():
     config.training.gradient_accumulation_steps = 1
+    if not at_once and "V" in legend:  # memory has formulas of its own for logits
+      model.vocabulary_size, model.vocabulary_multiple = legend["V"].size // parts("V"), 1
     for name, letter in (("feedforward_size", "F"), ("heads", "N")):
       if name in model:
         model[name] = max(1, model[name] // parts(letter))
@@ -108,7 +114,7 @@ def _part(job: Job) -> tuple[ConfigDict, float]:
       model.kv_heads = math.gcd(split, model.heads)
     if (around := parts("T")) > 1:
       length, heads = data.sequence_length, (job.config.model.heads, job.config.model.kv_heads)
-      if ring.chosen(model.context_attention, length, around, *heads):
+      if at_once and ring.chosen(model.context_attention, length, around, *heads):
         data.sequence_length, rows = length // (2 * around), 2 * rows  # half of the scores
       else:
         rows /= around
@@ -116,7 +122,7 @@ def _part(job: Job) -> tuple[ConfigDict, float]:
   return config, rows / data.global_batch_size
 
 
-def _gradients(job: Job, config: ConfigDict) -> Any:
+def gradients(job: Job, config: ConfigDict) -> Any:
   """Returns the jaxpr of the gradients of a batch, as one device would compute them alone."""
   program = make_program(config)
   names = {"B": config.data.global_batch_size, "T": config.data.sequence_length}
@@ -148,10 +154,10 @@ def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
 def _bytes(job: Job, config: ConfigDict, x: Any) -> float:
   """Returns the bytes of what a scan stacks; in sequence-parallel regions a residual is split."""
   regions = config.partitioning.sequence_parallel and x.aval.shape[-1] == config.model.model_size
-  return _size(x) / (job.devices.sizes["tensor"] if regions else 1)
+  return bytes_of(x) / (job.devices.sizes["tensor"] if regions else 1)
 
 
-def _size(x: Any) -> int:
+def bytes_of(x: Any) -> int:
   """Returns the bytes of a variable; of what has none (a random key) 0."""
   itemsize = getattr(getattr(x.aval, "dtype", None), "itemsize", 0)
   return math.prod(getattr(x.aval, "shape", ())) * itemsize
@@ -191,10 +197,10 @@ class _Names:
       return 0 if isinstance(x, core.Literal) else names.get(x, 0)
 
     for equation in jaxpr.eqns:
-      read, inner = list(map(get, equation.invars)), _inner(equation)
+      read, inner = list(map(get, equation.invars)), inlined(equation)
       if inner is None:
         given = [self.fresh() for _ in equation.outvars]
-        sizes = list(map(_size, equation.outvars))
+        sizes = list(map(bytes_of, equation.outvars))
         self.lines.append(_Line(equation.primitive.name, read, given, sizes))
       else:
         passed = read[len(read) - len(inner.invars) :]
@@ -203,7 +209,7 @@ class _Names:
     return list(map(get, jaxpr.outvars))
 
 
-def _inner(equation: core.JaxprEqn) -> Any:
+def inlined(equation: core.JaxprEqn) -> Any:
   """Returns the body that an equation runs; None where it is a primitive."""
   if equation.primitive.name in _CLOSED:
     return None
@@ -230,12 +236,12 @@ def _most_at_once(jaxpr: Any, constants: int, carried: int, results: int) -> int
   for x, name in names.items():
     of[name] = {name} if name in own else set()
     if name in own:
-      sizes[name] = _size(x)
+      sizes[name] = bytes_of(x)
   last = found.walk(jaxpr, names)[:results]
   for line in found.lines:
     behind = set().union(*(of.get(name, set()) for name in line.read))
     for name, size in zip(line.given, line.sizes, strict=True):
-      written = line.name in _WRITTEN or size < sum(sizes[x] for x in behind)
+      written = line.name in WRITTEN or size < sum(sizes[x] for x in behind)
       of[name] = {name} if written else behind
       if written:
         sizes[name] = size

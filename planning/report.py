@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import math
 
 from humanize import intword
 from rich.console import Console
@@ -44,7 +45,9 @@ def verdict(plan: Plan) -> str:
   """Returns whether it fits, in one line."""
   room, peak = int(plan.topology.chip.hbm_bytes), plan.peak_bytes
   who = "by the compiler" if plan.program else "by formula, without a compiler"
-  devices = f"{plan.job.mesh.size} devices of {plan.topology.name}"
+  slices = math.prod(plan.job.devices.slices.values())
+  of = f"{slices} slices of {plan.topology.name}" if slices > 1 else plan.topology.name
+  devices = f"{plan.job.mesh.size} devices of {of}"
   says = f"{size_text(peak)} of {size_text(room)} per device, {who}"
   if plan.fits:
     return f"fits {devices}: {says}; headroom {size_text(room - peak)}"
@@ -53,8 +56,13 @@ def verdict(plan: Plan) -> str:
 
 def remarks(plan: Plan) -> list[str]:
   """Returns where the numbers come from, and what would fit where this does not."""
-  advice = [f"  would fit, by formula: {line}" for line in plan.advice]
-  return advice if plan.program else [_without(plan), *advice]
+  notes = [plan.topology.note] if plan.topology.note else []
+  if plan.topology.slices > 1:
+    over = " ".join(f"--config.mesh_dcn.{k}={v}" for k, v in plan.job.devices.slices.items())
+    notes.append(f"{plan.topology.slices} slices, as {over}: train needs it too")
+  if not plan.program:
+    notes.append(_without(plan))
+  return [*notes, *(f"  would fit, by formula: {line}" for line in plan.advice)]
 
 
 def _without(plan: Plan) -> str:
@@ -139,7 +147,7 @@ def accuracy(plan: Plan) -> str:
     )
   return (
     "accuracy: unknown; these formulas were compared with compiled TPU programs, and never with a "
-    "measured step (docs/planner_accuracy.md)"
+    "measured step (docs/planner_traffic.md)"
   )
 
 

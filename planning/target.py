@@ -1,5 +1,6 @@
 """The devices that a plan is for, attached or not, and the train step compiled for them."""
 
+import copy
 import dataclasses
 import importlib.util
 import math
@@ -89,6 +90,8 @@ def start(topology: Topology, slices: int) -> tuple[jax.Device, ...]:
     more: dict[str, Any] = {"wrap": (*topology.wraps(), False)[:3]}
     if slices > 1:
       more["num_slices"] = slices
+    if math.prod(topology.shape) == 1:  # a host else has four chips
+      more["chips_per_host_bounds"] = (1, 1, 1)
     if topology.chip.name == "v4":  # whose two cores else are two devices
       more["chip_config_name"] = "megacore"
     try:
@@ -117,6 +120,7 @@ def prepare(config: ConfigDict, topology: Topology) -> job.Job:
   Raises:
     ValueError: the mesh does not make the number of devices, or the config cannot be laid out so.
   """
+  config = with_slices(config, topology)
   over = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
   slices = math.prod(over.values())
   found = start(topology, slices)
@@ -127,6 +131,26 @@ def prepare(config: ConfigDict, topology: Topology) -> job.Job:
   if config.training.parameter_dtype == "float64":
     jax.config.update("jax_enable_x64", True)
   return job.prepare(config, devices.Devices(topology.platform, simulated, sizes, over, found))
+
+
+def with_slices(config: ConfigDict, topology: Topology) -> ConfigDict:
+  """Returns the config for as many slices as the topology's name asks for, over `data` by default.
+
+  Raises:
+    ValueError: mesh_dcn asks for another number of them.
+  """
+  asked = math.prod(config.mesh_dcn.values())
+  if topology.slices in (1, asked):
+    return config
+  if asked != 1:
+    raise ValueError(
+      f"--topology={topology.slices}x{topology.name} has {topology.slices} slices, and the product "
+      f"of mesh_dcn.* is {asked}; make it {topology.slices}, such as "
+      f"--config.mesh_dcn.data={topology.slices}"
+    )
+  config = copy.deepcopy(config)
+  config.mesh_dcn.data = topology.slices
+  return config
 
 
 def compile_step(ready: job.Job) -> Program:

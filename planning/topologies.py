@@ -1,13 +1,18 @@
-"""Which devices a plan is for: `v5p:4x4x4` is a slice of TPUs, `h100:8` a machine of GPUs."""
+"""Which devices a plan is for: `v5p:4x4x4` is a slice of TPUs, `h100:8` a machine of GPUs.
+
+`v5p-128`, a cloud's name, is the same slice, and `2xv5p-128` two of them.
+"""
 
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import jax
 
 from planning.hardware import CHIPS, Chip
+from planning.slices import resolve
 from training import hardware
 from training.devices import Devices, memory_bytes
 
@@ -21,17 +26,20 @@ class Topology:
   Attributes:
     name: as given, in small letters.
     chip: what a device is.
-    shape: of the torus, in chips; of a GPU box, its number of GPUs.
-    devices: their number, as JAX counts them.
+    shape: of the torus of one slice, in chips; of GPUs, their number.
+    slices: that the name asks for; 1: as many as the config's mesh_dcn.
+    note: what a cloud's name was taken for; "" of other names.
   """
 
   name: str
   chip: Chip
   shape: tuple[int, ...]
+  slices: int = 1
+  note: str = ""
 
   @property
   def devices(self) -> int:
-    """Returns how many devices there are, as JAX counts them."""
+    """Returns how many devices a slice has, as JAX counts them."""
     return math.prod(self.shape) * self.chip.devices_per_chip
 
   @property
@@ -59,15 +67,22 @@ def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:
   Raises:
     ValueError: there is no such one; the message names those that there are.
   """
-  kind, _, rest = text.lower().partition(":")
+  slices, name = re.fullmatch(r"(?:(\d+)x(?=[a-z]))?(.*)", text.lower(), re.DOTALL).groups()
+  name, note = resolve(name)
+  kind, _, rest = name.partition(":")
   if kind not in chips:
     near = difflib.get_close_matches(kind, chips, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"--topology={text}: unknown device {kind!r}; {_known(chips)}{hint}")
   chip = chips[kind]
+  if slices is not None and (not chip.torus or not int(slices)):
+    raise ValueError(
+      f"--topology={text}: the number before the x counts slices of TPUs and is at least 1; "
+      "of GPUs give their number over all machines, such as h100:16"
+    )
   sizes = rest.split("x")
-  if not all(size.isdigit() and int(size) > 0 for size in sizes):
-    raise ValueError(f"--topology={text}: {rest!r} is no shape; {_known(chips)}")
+  if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
+    raise ValueError(f"--topology={text}: {rest!r} is not a shape; {_known(chips)}")
   shape = tuple(map(int, sizes))
   if len(shape) != (chip.torus or 1):
     of = "simulated devices" if kind == "cpu" else "GPUs"
@@ -77,7 +92,7 @@ def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:
     raise ValueError(f"--topology={text}: {kind} takes {want}")
   if kind == "cpu":
     chip = _shared(chip, shape[0])
-  return Topology(f"{kind}:{rest}", chip, shape)
+  return Topology(f"{kind}:{rest}", chip, shape, int(slices or 1), note)
 
 
 def _shared(chip: Chip, count: int) -> Chip:
@@ -116,6 +131,6 @@ def _known(chips: Mapping[str, Chip]) -> str:
   tpus = ", ".join(f"{c.name}:{EXAMPLES[c.torus].split(',')[0]}" for c in chips.values() if c.torus)
   gpus = ", ".join(f"{c.name}:8" for c in chips.values() if not c.torus and c.name != "cpu")
   return (
-    f"there are {tpus} (slices of TPUs of any such shape), {gpus} (machines of GPUs), cpu:8 "
-    "(simulated devices)"
+    f"there are {tpus} (slices of TPUs of any such shape; also v5p-128, v6e-256 and 2xv5p-128, as "
+    f"clouds name them), {gpus} (machines of GPUs), cpu:8 (simulated devices)"
   )

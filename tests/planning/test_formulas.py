@@ -2,12 +2,16 @@
 
 from collections import defaultdict
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from planning import formulas
+from models import MODELS
+from planning import formulas, traced
 from planning.hardware import Rates
 from planning.topologies import parse
 from planning.traffic import in_order
+from tests.jobs import make_job
 from tests.parity.budgets import STRATEGIES, job_of
 from tests.parity.theory import theory
 
@@ -34,16 +38,113 @@ def times_of(topology, **overrides):
   return formulas.times(job, where, parse(topology).chip, Rates())
 
 
-def test_what_fsdp_sends_is_hidden_as_far_as_products_last():
+def test_what_fsdp_sends_is_hidden_as_far_as_other_work_lasts():
   slow = times_of("h100:8")
-  assert slow.communication > slow.compute
-  assert slow.exposed == pytest.approx(slow.communication - max(slow.compute, slow.memory))
-  assert slow.step == pytest.approx(max(slow.compute, slow.memory) + slow.exposed)
+  busy = slow.step - slow.exposed
+  assert busy >= max(slow.compute, slow.memory)  # one operation after another
+  assert slow.communication > busy
+  assert slow.exposed == pytest.approx(slow.communication - busy)
 
 
-def test_rematerialization_computes_the_forward_pass_again():
+# Of the small decoder, per device: rows, tokens, model, heads, key/value heads, head, feed-forward.
+ROWS, T, D, N, K, H, F, LAYERS, V = 2, 12, 40, 8, 4, 6, 56, 2, 72
+TOKENS = ROWS * T
+SCORES = 2 * ROWS * N * T * T * H  # FLOPs of one of the two matmuls of all queries with all keys
+FORWARD = {
+  "projections": 2 * TOKENS * D * H * (2 * N + 2 * K),
+  "attention": 2 * SCORES,
+  "mlp": 3 * 2 * TOKENS * D * F,
+}
+
+
+def test_traced_flops_are_those_of_the_models_matmuls():
+  logits = 2 * TOKENS * D * V
+  assert times_of("h100:8").work.flops == 3 * (LAYERS * sum(FORWARD.values()) + logits)
+
+
+def test_rematerialization_computes_the_layers_again():
   plain, again = times_of("h100:8"), times_of("h100:8", **{"training.rematerialization": "full"})
-  assert again.work.flops == pytest.approx(4 / 3 * plain.work.flops)
+  last = 2 * TOKENS * D * F  # of a layer's last matmul no gradient needs the result
+  more = LAYERS * (sum(FORWARD.values()) - last)
+  assert again.work.flops - plain.work.flops == more
+
+
+# With tp8 each device projects all key/value heads, which are replicated.
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tp8"])
+def test_every_strategy_shares_the_same_flops_evenly(strategy):
+  job = job_of(strategy)
+  found = sum(work.flops * runs for work, runs, _ in traced.operations(job))
+  each = MODELS[job.config.model.name].train_flops_per_example(job.config)
+  wanted = each * job.config.data.global_batch_size / job.mesh.size
+  assert found == pytest.approx(wanted, rel=0.01)
+
+
+def test_float32_matmuls_take_twice_as_long_on_gpus():
+  half, wide = (
+    times_of("h100:8", **{"training.compute_dtype": dtype}) for dtype in ("bfloat16", "float32")
+  )
+  assert half.work.flops == wide.work.flops
+  assert wide.compute == pytest.approx(2 * wide.work.flops / (989.5e12 * Rates().matmul))
+  assert half.compute < wide.compute
+
+
+def scores_bytes(length, **overrides):
+  """Returns the HBM bytes of a step of one row, over those of all scores in float32, once."""
+  job = make_job(
+    "single", "lm", **{"data.global_batch_size": 1, "data.sequence_length": length, **overrides}
+  )
+  found = sum(work.bytes * runs for work, runs, _ in traced.operations(job))
+  return found / (LAYERS * N * length**2 * 4)
+
+
+def test_plain_attention_moves_its_scores_through_hbm_again_and_again():
+  # Forward: written, read by max, exp and sum, and as weights; backward as often. Five eighths of
+  # the scores are computed, in four blocks.
+  assert 5 < scores_bytes(1024) < 15
+  more = scores_bytes(1024, **{"training.rematerialization": "full"}) - scores_bytes(1024)
+  assert 2 < more < 6
+
+
+def test_a_kernel_that_keeps_its_scores_moves_next_to_none():
+  sizes = {"model.head_size": 128, "training.attention_kernel": "splash"}
+  assert scores_bytes(1024, **sizes) < 0.5 * scores_bytes(1024, **{"model.head_size": 128})
+
+
+def traffic(function, *shapes):
+  """Returns the HBM bytes of a function of float32 arrays."""
+  jaxpr = jax.make_jaxpr(function)(*map(jnp.zeros, shapes)).jaxpr
+  tracer = traced._Tracer(1.0)
+  tracer.close(jaxpr, tracer.walk(jaxpr, {x: tracer.fresh(x) for x in jaxpr.invars}, 1), 1)
+  return sum(work.bytes * runs for work, runs, _ in tracer.found)
+
+
+@pytest.mark.parametrize(
+  ("function", "shapes", "elements"),
+  [
+    # Each matmul reads both arguments and writes; tanh is not fused into what reads it: a matmul.
+    (
+      lambda x, y, z: jnp.tanh(x @ y) @ z,
+      [(5, 7), (7, 11), (11, 3)],
+      (35 + 77 + 55) + (55 + 55) + (55 + 33 + 15),
+    ),
+    (lambda x, y: jnp.tanh(x @ y).sum(), [(5, 7), (7, 11)], 35 + 77 + 55 + 55 + 1),
+    (lambda x, y: (x @ y.T).T @ y, [(5, 7), (5, 7)], (35 + 35 + 25) + (25 + 35 + 35)),
+    (lambda x, y: (x + y) * 2.0, [(5, 7), (5, 7)], 35 + 35 + 35 + 70),  # a sum of two is written
+    (lambda x: jnp.tanh(x) * 2.0, [(5, 7)], 35 + 35),  # read once, written once
+    (lambda x: x[:2].sum(), [(5, 7)], 14 + 1),  # of a slice the slice is read
+    (lambda x: x - x.max(), [(5, 7)], 35 + 1 + 35 + 35),  # a reduction, and its result with x
+    (lambda x: jnp.take(x, jnp.arange(3), axis=0).sum(), [(50, 7)], 21 + 21 + 21 + 1),
+    # The first carry is written; each of three turns writes the sum of the carry and its row, and
+    # reads it to write the next carry.
+    (
+      lambda x: jax.lax.scan(lambda c, row: (jnp.tanh(c + row), None), jnp.zeros(7), x)[0],
+      [(3, 7)],
+      7 + 3 * (14 + 7 + 7 + 7),
+    ),
+  ],
+)
+def test_what_is_read_and_written(function, shapes, elements):
+  assert traffic(function, *shapes) == pytest.approx(4 * elements, rel=0.05)
 
 
 def test_groups_along_axes():

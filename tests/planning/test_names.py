@@ -1,6 +1,7 @@
 """Topologies and constants: what is known, and what is refused by name."""
 
 import dataclasses
+import math
 import pathlib
 
 import pytest
@@ -31,15 +32,71 @@ def test_topologies(name, devices, platform, wraps):
   assert found.chip is CHIPS[name.lower().split(":")[0]]
 
 
+# The tables of the Cloud TPU pages: TensorCores of v4, v5p and 7x, chips of v5e and v6e.
+@pytest.mark.parametrize(
+  ("name", "shape", "chips"),
+  [
+    ("v4-8", "v4:2x2x1", 4),
+    ("v4-1536", "v4:8x8x12", 768),
+    ("v4-4096", "v4:8x16x16", 2048),
+    ("v5p-8", "v5p:2x2x1", 4),
+    ("v5p-16", "v5p:2x2x2", 8),
+    ("v5p-32", "v5p:2x2x4", 16),
+    ("V5P-64", "v5p:2x4x4", 32),
+    ("v5p-128", "v5p:4x4x4", 64),
+    ("v5p-256", "v5p:4x4x8", 128),
+    ("v5p-512", "v5p:4x8x8", 256),
+    ("v5p-640", "v5p:4x4x20", 320),
+    ("v5p-768", "v5p:4x8x12", 384),
+    ("v5p-1024", "v5p:8x8x8", 512),
+    ("v5p-2048", "v5p:8x8x16", 1024),
+    ("v5p-4096", "v5p:8x16x16", 2048),
+    ("v5p-8192", "v5p:16x16x16", 4096),
+    ("v5p-12288", "v5p:16x16x24", 6144),
+    ("tpu7x-2", "tpu7x:1x1x1", 1),
+    ("tpu7x-128", "tpu7x:4x4x4", 64),
+    ("v5litepod-16", "v5e:4x4", 16),
+    ("v5e-8", "v5e:2x4", 8),
+    ("v6e-1", "v6e:1x1", 1),
+    ("v6e-32", "v6e:4x8", 32),
+    ("v6e-128", "v6e:8x16", 128),
+    ("v6e-256", "v6e:16x16", 256),
+  ],
+)
+def test_a_clouds_name_is_a_slice_of_the_standard_shape(name, shape, chips):
+  found, two = parse(name), parse(f"2x{name}")
+  assert (found.name, math.prod(found.shape), found.slices) == (shape, chips, 1)
+  assert found.note.startswith(f"{name.lower()} is {shape}: {chips} chip")
+  assert ("TensorCores" in found.note) == (int(name.partition("-")[2]) != chips)
+  assert (two.name, two.devices, two.slices) == (shape, found.devices, 2)
+
+
+def test_slices_may_have_any_shape():
+  assert parse("3xv5p:2x2x2") == dataclasses.replace(parse("v5p:2x2x2"), slices=3)
+
+
 @pytest.mark.parametrize(
   ("name", "message"),
   [
     ("v5q:4x4", "unknown device 'v5q'; there are v4:2x2x2, .*; did you mean 'v5"),
-    ("v5e", "'' is no shape; there are"),
-    ("v5e:4x0", "'4x0' is no shape"),
+    ("v5e", "'' is not a shape; there are"),
+    ("v5e:4x0", "'4x0' is not a shape"),
     ("v5e:4x4x4", "v5e takes 2 dims, such as 4x4, 8x8, 16x16"),
     ("v5p:4x4", "v5p takes 3 dims, such as 2x2x2"),
     ("h100:2x4", "h100 takes a number of GPUs"),
+    ("v5p:4x4x\u0664", "is not a shape"),
+    ("2xh100:8", "the number before the x counts slices of TPUs and is at least 1; of GPUs give"),
+    ("0xv5p-128", "counts slices of TPUs and is at least 1"),
+    ("v3-8", "unknown device 'v3-8'; there are .*also v5p-128, v6e-256 and 2xv5p-128"),
+    (
+      "v5p-100",
+      r"no slice of 100 TensorCores \(two per chip\); the nearest are v5p-64 \(2x4x4\) and "
+      r"v5p-128 \(4x4x4\)",
+    ),
+    ("v5p-64000", r"the nearest are v5p-12160 \(4x20x76\) and v5p-12288 \(16x16x24\)"),
+    ("v6e-12", r"no slice of 12 chips; the nearest are v6e-8 \(2x4\) and v6e-16 \(4x4\)"),
+    ("2xv5e-2", r"no slice of 2 chips; the nearest are v5e-1 \(1x1\) and v5e-4 \(2x2\)"),
+    ("v5p-0", "no slice of 0 TensorCores"),
     ("cpu:2x4", "cpu takes a number of simulated devices"),
   ],
 )

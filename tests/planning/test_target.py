@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from configs import dp8
 from partitioning import hlo
 from partitioning.collectives import collectives
 from partitioning.mesh import AXES, make_mesh
@@ -15,6 +16,13 @@ from planning.hardware import CHIPS
 from planning.topologies import EXAMPLES, parse
 
 GIB = 2**30
+CLOUD = {
+  "v4": ["v4-8", "v4-64", "v4-1536"],
+  "v5e": ["v5e-1", "v5litepod-8", "v5e-128"],
+  "v5p": ["v5p-8", "v5p-32", "v5p-640", "v5p-12288"],
+  "v6e": ["v6e-1", "v6e-4", "v6e-32", "v6e-256"],
+  "tpu7x": ["tpu7x-2", "tpu7x-64", "tpu7x-128"],
+}
 # Programs for devices that are only described are kept, but cannot be read back.
 COMPILED = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
 # As libtpu 0.0.42 and 0.0.50 write them.
@@ -39,6 +47,26 @@ TEMPORARIES = (
 )
 def test_what_a_refused_program_needs(message, needed):
   assert target.needed(message, 3 * GIB) == needed
+
+
+def sliced(topology, **over):
+  """Returns mesh_dcn of a config for a topology."""
+  config = dp8.get_config("lm")
+  config.mesh_dcn.update(over)
+  given = dict(config.mesh_dcn)
+  found = dict(target.with_slices(config, parse(topology)).mesh_dcn)
+  assert dict(config.mesh_dcn) == given, "the config that was given stays as it is"
+  return {axis: size for axis, size in found.items() if size != 1}
+
+
+def test_the_slices_of_a_name_are_those_of_the_config():
+  assert sliced("v5p-128") == {}
+  assert sliced("2xv5p-128") == {"data": 2}
+  assert sliced("4xv5p-128", data=2, fsdp=2) == {"data": 2, "fsdp": 2}
+  assert sliced("v5p-128", data=2) == {"data": 2}  # as before there were such names
+  message = r"2xv5p:4x4x4 has 2 slices, and the product of mesh_dcn.\* is 4; make it 2, such as"
+  with pytest.raises(ValueError, match=message):
+    sliced("2xv5p-128", data=4)
 
 
 @pytest.mark.plan
@@ -91,6 +119,8 @@ def test_with_wraparound_links_a_gather_is_no_all_reduce_of_the_whole():
   "chip", [chip for chip in CHIPS.values() if chip.torus], ids=lambda c: c.name
 )
 def test_the_compiler_knows_every_kind_and_counts_its_devices_alike(chip):
+  for name in CLOUD.get(chip.name, ()):
+    assert len(target.start(parse(name), 1)) == parse(name).devices
   for shape in ["2x2x1", *EXAMPLES[3].split(", ")[:2]] if chip.torus == 3 else ["2x2", "4x4"]:
     topology = parse(f"{chip.name}:{shape}")
     found = target.start(topology, 1)

@@ -1,0 +1,133 @@
+r"""FLOPs and HBM traffic of a step by the planner's formulas, beside those of compiled programs.
+
+  pip install -r requirements-plan.txt
+  python benchmarks/plan_traffic.py [--only=gpt2] [--write]
+
+For GPUs there is no compiler here, so a plan goes by the traced gradients (planning/traced.py).
+This compiles steps for TPUs (a minute each on two cores, no TPU), where the same rules can be
+compared: prints formula / compiled program, for plain attention, which is what runs on GPUs, and
+for the kernel; --write writes docs/planner_traffic.md. Compiled FLOPs and bytes are counted from
+the optimized HLO (planning/roofline.py), not measured.
+"""
+
+import dataclasses
+import os
+import pathlib
+import sys
+
+from absl import app, flags
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from configs import single
+from partitioning import hlo
+from partitioning.collectives import collectives
+from planning import formulas, launching, schedule, target
+from planning.hardware import CHIPS, Rates
+from planning.topologies import parse
+
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "planner_traffic.md"
+_ONLY = flags.DEFINE_string("only", "", "Configs whose name has this in it.")
+_WRITE = flags.DEFINE_bool("write", False, "Write docs/planner_traffic.md.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A config: preset, devices, mesh, rows of the global batch, tokens of a row, and what else."""
+
+  model: str
+  topology: str
+  mesh: dict[str, int]
+  rows: int
+  length: int
+  rematerialization: str
+  kernel: str = "xla"
+
+  @property
+  def name(self) -> str:
+    """Returns it as a person reads it."""
+    mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+    attention = "plain attention" if self.kernel == "xla" else "splash attention"
+    what = f"{self.rows} x {self.length}, {self.rematerialization}, {attention}"
+    return f"{self.model}, {self.topology}, {mesh}, {what}"
+
+
+V5P = "v5p:4x4x4"
+CASES = (
+  Case("gpt2_124m", "v5e:4x2", {"data": 8}, 64, 1024, "full"),
+  Case("gpt2_124m", "v5e:4x2", {"data": 8}, 64, 1024, "none"),
+  Case("gpt2_124m", "v5e:4x2", {"data": 2, "tensor": 4}, 32, 1024, "dots"),
+  Case("gpt2_124m", "v5e:4x2", {"data": 8}, 64, 1024, "full", "splash"),
+  Case("qwen3_0_6b", "v5e:4x4", {"fsdp": 16}, 32, 2048, "full"),
+  Case("llama3_8b", V5P, {"fsdp": 64}, 64, 8192, "full"),
+  Case("llama3_8b", V5P, {"fsdp": 64}, 64, 8192, "full", "splash"),
+)
+
+
+def compared(case: Case) -> tuple[schedule.Times, schedule.Times]:
+  """Returns the step by formula, and by the compiled program."""
+  config = single.get_config(f"model={case.model},data=python_source")
+  keys = {f"mesh.{axis}": size for axis, size in case.mesh.items()}
+  keys |= {"data.global_batch_size": case.rows, "data.sequence_length": case.length}
+  keys |= {"training.attention_kernel": case.kernel}
+  config.update_from_flattened_dict({**keys, "training.rematerialization": case.rematerialization})
+  topology = parse(case.topology)
+  job = target.prepare(config, topology)
+  where, chip = target.places(job, topology), CHIPS[topology.chip.name]
+  program = target.compile_step(job)
+  if not program.fits:
+    raise RuntimeError(f"{case.name}: does not fit")
+  sent = collectives(program.text, job.mesh)
+  compiled = schedule.times(hlo.parse(program.text), sent, where, chip, Rates())
+  return formulas.times(job, where, chip, Rates()), compiled
+
+
+def line(case: Case) -> str:
+  """Returns a row of the table."""
+  formula, compiled = compared(case)
+  cells = [case.name]
+  for name, unit in (("flops", 1e12), ("bytes", 2.0**30)):
+    here, there = getattr(formula.work, name), getattr(compiled.work, name)
+    cells += [f"{here / unit:,.4g}", f"{there / unit:,.4g}", f"{here / there:.2f}"]
+  busy = [one.step - one.exposed for one in (formula, compiled)]
+  cells += [f"{1e3 * busy[0]:,.4g}", f"{1e3 * busy[1]:,.4g}", f"{busy[0] / busy[1]:.2f}"]
+  return f"| {' | '.join(cells)} |"
+
+
+def page(lines: list[str]) -> str:
+  """Returns docs/planner_traffic.md."""
+  heads = ["TFLOP, formula", "compiled", "ratio", "HBM GiB, formula", "compiled", "ratio"]
+  heads += ["ms without collectives, formula", "compiled", "ratio"]
+  return "\n".join(
+    [
+      "# FLOPs and HBM traffic by formula, beside compiled programs",
+      "",
+      "Written by `python benchmarks/plan_traffic.py --write`; do not edit. Per device and step.",
+      "A plan for GPUs has no compiler and goes by the traced gradients; here the same rules are",
+      "applied to steps compiled for TPUs, whose FLOPs and bytes are counted from optimized HLO.",
+      "Neither was measured on a device: this shows what the rules leave out or count twice beside",
+      "one compiler, not how fast a GPU is. A GPU's compiler fuses otherwise.",
+      "",
+      f"| {' | '.join(['model, devices, mesh, rows x tokens, rematerialization', *heads])} |",
+      f"| --- |{' --- |' * len(heads)}",
+      *lines,
+      "",
+    ]
+  )
+
+
+def main(argv: list[str]) -> None:
+  """Compiles every config."""
+  del argv
+  lines = []
+  for case in CASES:
+    if _ONLY.value in case.name:
+      lines.append(line(case))
+      print(lines[-1], flush=True)
+  if _WRITE.value:
+    PAGE.write_text(page(lines))
+
+
+if __name__ == "__main__":
+  os.environ.update(launching.ENVIRONMENT)  # before the compiler for TPUs is loaded
+  app.run(main)

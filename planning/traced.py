@@ -1,0 +1,177 @@
+"""FLOPs and HBM traffic of a step on one device, from its traced gradients: where no compiler is.
+
+What is traced is what would run: plain attention writes all of its scores, a kernel does not, and
+rematerialized layers compute their forward pass again. Matmuls, reductions, gathers and kernels
+read their arguments from HBM and write their results to it. What is elementwise is fused into what
+reads it, as XLA does, unless a matmul reads it, or it has at most half of the bytes that it is
+computed from. A reduction reads its argument by itself: a compiler that fuses a whole softmax moves
+less.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jax.extend import core
+
+from planning import held
+from planning.roofline import Work
+from training.job import Job
+
+_VIEWS = {"slice", "dynamic_slice", "squeeze", "split"}  # read where they are used
+_SAME = {
+  *("optimization_barrier", "sharding_constraint", "copy", "pvary", "pcast"),
+  *("reshape", "transpose", "expand_dims"),
+}
+# They read whole arrays: what is elementwise is not fused into them.
+_WHOLE = {"dot_general", "conv_general_dilated", "pallas_call", "scan", "while"}
+# Matmuls of splash attention's kernels: of the scores (again), and of what is made of them.
+_SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
+_SPLASH_BLOCK = 512  # tokens; blocks above the diagonal are skipped
+
+Roots = Mapping[int, int]  # arrays in HBM, by number -> bytes
+
+
+class _Fused(dict):
+  """Roots of what is computed where it is read, and is not in HBM itself."""
+
+
+def operations(job: Job) -> list[tuple[Work, int, bool]]:
+  """Returns what a step's gradients do on one device: work, how often, whether in float32."""
+  config, share = held.part(job, at_once=False)
+  tracer = _Tracer(share)
+  jaxpr = held.gradients(job, config)
+  count = job.config.training.gradient_accumulation_steps
+  inputs = {x: tracer.fresh(x) for x in [*jaxpr.invars, *jaxpr.constvars]}
+  tracer.close(jaxpr, tracer.walk(jaxpr, inputs, count), count)
+  return tracer.found
+
+
+class _Tracer:
+  """Goes through equations and notes those that touch HBM.
+
+  Attributes:
+    found: work, how often, whether it is a float32 matmul.
+  """
+
+  def __init__(self, share: float):
+    """Takes what share of the traced rows is the device's."""
+    self.found: list[tuple[Work, int, bool]] = []
+    self._share, self._count = share, 0
+
+  def fresh(self, x: Any) -> Roots:
+    """Returns a variable as an array of its own."""
+    self._count += 1
+    return {self._count: held.bytes_of(x)}
+
+  def walk(self, jaxpr: Any, roots: dict[Any, Roots], runs: int) -> list[Roots]:
+    """Notes a body's work; returns what its results are computed from.
+
+    Args:
+      jaxpr: the body.
+      roots: of its arguments.
+      runs: how often it runs in a step.
+    """
+    for equation in jaxpr.eqns:
+      read = [{} if isinstance(x, core.Literal) else roots.get(x, {}) for x in equation.invars]
+      name, inner = equation.primitive.name, held.inlined(equation)
+      if name in _WHOLE:
+        read = [
+          self._written(x, one, roots, runs) for x, one in zip(equation.invars, read, strict=True)
+        ]
+      if name in ("scan", "while"):
+        given = self._loop(equation, runs)
+      elif inner is not None:
+        passed = read[len(read) - len(inner.invars) :]
+        given = self.walk(inner, dict(zip(inner.invars, passed, strict=True)), runs)
+      elif name in _SAME and len(read) == len(equation.outvars):
+        given = read
+      elif name in _VIEWS:
+        given = [self.fresh(x) if read[0] else {} for x in equation.outvars]
+      else:
+        given = self._one(equation, read, runs)
+      roots.update(zip(equation.outvars, given, strict=True))
+    return [{} if isinstance(x, core.Literal) else roots.get(x, {}) for x in jaxpr.outvars]
+
+  def close(self, jaxpr: Any, results: list[Roots], runs: int) -> None:
+    """Notes that what a body returns is written, where it is not there yet."""
+    for x, behind in zip(jaxpr.outvars, results, strict=True):
+      if isinstance(behind, _Fused):
+        self._note(0, _read(x, behind) + held.bytes_of(x), runs)
+
+  def _written(self, x: Any, behind: Roots, roots: dict[Any, Roots], runs: int) -> Roots:
+    """Notes that an argument is written, where it is not there yet; returns what it then is."""
+    if isinstance(behind, _Fused):
+      self._note(0, _read(x, behind) + held.bytes_of(x), runs)
+      behind = roots[x] = self.fresh(x)
+    return behind
+
+  def _loop(self, equation: Any, runs: int) -> list[Roots]:
+    """Notes a loop's work; in each turn a part of what goes into it is read."""
+    if equation.primitive.name == "scan":
+      inner, turns = held.body(equation), equation.params["length"]
+    else:
+      inner, turns = equation.params["body_jaxpr"].jaxpr, 1
+    arguments = {x: self.fresh(x) for x in [*inner.invars, *inner.constvars]}
+    self.close(inner, self.walk(inner, arguments, runs * turns), runs * turns)
+    return [self.fresh(x) for x in equation.outvars]
+
+  def _one(self, equation: Any, read: list[Roots], runs: int) -> list[Roots]:
+    name, results = equation.primitive.name, sum(map(held.bytes_of, equation.outvars))
+    if name == "gather":
+      self._note(0, 2 * results, runs)
+    elif name.startswith("scatter"):
+      self._note(0, 3 * held.bytes_of(equation.invars[2]), runs)  # read, and read and written there
+    elif name == "dynamic_update_slice":
+      self._note(0, 2 * held.bytes_of(equation.invars[1]), runs)
+    elif name in held.WRITTEN:
+      there = sum(_read(x, behind) for x, behind in zip(equation.invars, read, strict=True))
+      self._note(_flops(equation), there + results, runs, wide=_wide(equation))
+    else:
+      behind = {root: size for one in read for root, size in one.items()}  # of all arguments
+      if 2 * results > sum(behind.values()):
+        return [_Fused(behind)] * len(equation.outvars)
+      there = sum(_read(x, one) for x, one in zip(equation.invars, read, strict=True))
+      self._note(0, there + results, runs)
+    return [self.fresh(x) for x in equation.outvars]
+
+  def _note(self, flops: float, size: float, runs: int, *, wide: bool = False) -> None:
+    self.found.append((Work(self._share * flops, self._share * size), runs, wide))
+
+
+def _read(x: Any, behind: Roots) -> int:
+  """Returns the bytes that are read for an argument: its own, or those that it follows from."""
+  return min(held.bytes_of(x), sum(behind.values()))
+
+
+def _wide(equation: Any) -> bool:
+  """Tells whether a matmul is one of float32: an argument that is wider than 16 bits widens all."""
+  if equation.primitive.name not in ("dot_general", "conv_general_dilated"):
+    return False
+  return any(x.aval.dtype.itemsize > 2 for x in equation.invars)
+
+
+def _flops(equation: Any) -> float:
+  """Returns the operations of a matmul, a convolution or an attention kernel; else 0."""
+  name, results = equation.primitive.name, math.prod(equation.outvars[0].aval.shape)
+  if name == "dot_general":
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    return 2.0 * results * math.prod(equation.invars[0].aval.shape[dim] for dim in contracted)
+  if name == "conv_general_dilated":
+    kernel = equation.invars[1].aval.shape
+    features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    return 2.0 * results * math.prod(kernel) / features
+  if name == "pallas_call":
+    return _splash(equation)
+  return 0.0
+
+
+def _splash(equation: Any) -> float:
+  called = str(equation.params.get("name") or equation.params.get("name_and_src_info", ""))
+  products = next((n for part, n in _SPLASH.items() if part in called), 0)
+  arrays = [x.aval.shape for x in equation.invars if x.aval.ndim > 2 and x.aval.dtype.kind != "i"]
+  if not products or len(arrays) < 2:
+    return 0.0
+  queries, keys = arrays[:2]
+  share = min(1.0, (1 + _SPLASH_BLOCK / keys[-2]) / 2)
+  return products * 2.0 * math.prod(queries) * keys[-2] * share
