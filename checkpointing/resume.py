@@ -5,13 +5,14 @@ The first pattern that matches a key decides. A class is chosen by what the key 
 makes another run of it, to which the state so far does not belong.
 """
 
-import difflib
 import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
+
+from runtime.suggest import nearest
 
 GOES_ON, ACCEPT, REFUSED = "goes on", "needs acceptance", "refused"
 
@@ -198,8 +199,7 @@ def _check_accepted(
     elif key in new:
       wrong.append(f"{key}: it is the same in the checkpoint")
     else:
-      close = difflib.get_close_matches(key, [*asked, *new], n=1, cutoff=0.5)
-      wrong.append(f"{key}: no such key" + (f"; did you mean {close[0]!r}?" if close else ""))
+      wrong.append(f"{key}: no such key{nearest(key, [*asked, *new])}")
   if wrong:
     raise ValueError("--accept-changes:\n" + "\n".join(f"  {line}" for line in wrong))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from configs.base import nearest
+from runtime.suggest import nearest
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "configs"
 NOT_STRATEGIES = ("__init__.py", "base.py", "decoders.py", "recipes.py")

@@ -8,8 +8,8 @@ from ml_collections import config_flags
 
 from commands import config_flag
 from commands.refusal import REFUSED
-from configs import base
 from processes import group as groups
+from runtime.suggest import nearest
 
 VERBS = ("train", "evaluate", "sample", "layout", "compare", "plan", "tour")
 
@@ -53,7 +53,7 @@ OWNERS = [
 def chosen_verb(words: list[str]) -> str:
   verb = words[0] if words else "train"
   if verb not in VERBS:
-    near = base.nearest(verb, VERBS)
+    near = nearest(verb, VERBS)
     raise ValueError(f"unknown verb {verb!r}; there are {', '.join(VERBS)}{near}")
   if len(words) > 1:
     raise ValueError(f"unexpected {words[1]!r} after the verb; options begin with --")

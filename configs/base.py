@@ -6,13 +6,13 @@ training) stand in `recipes.py`. An unset key (None) is derived in `finalize`.
 """
 
 import copy
-import difflib
 import math
 from collections.abc import Mapping
 
 from ml_collections import ConfigDict, config_dict
 
 from configs import decoders, recipes
+from runtime.suggest import nearest
 
 MESH = {"data": 1, "fsdp": 1, "stage": 1, "expert": 1, "context": 1, "tensor": 1}
 MESH_DCN = {"data": 1, "fsdp": 1, "stage": 1}  # the axes that may go over the network as well
@@ -329,9 +329,3 @@ def _batch(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
     f"data.global_batch_size={size}{microbatch} is not divisible by the batch axes "
     f"{' x '.join(names)} = {parts}; make it {near}"
   ]
-
-
-def nearest(name: str, known) -> str:
-  """Returns `; did you mean 'x'?`, or nothing where no known name is near."""
-  close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-  return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,10 +1,9 @@
 """Recipes: a model, a data set and how it is trained. A strategy is chosen apart from them."""
 
-import difflib
-
 from ml_collections import ConfigDict, config_dict
 
 from configs.decoders import PRESETS
+from runtime.suggest import nearest
 
 # dim name -> mesh axes, outermost first; dims that stay whole are written down as ().
 AXIS_TABLES = {
@@ -305,6 +304,4 @@ def _recipe(name: str, what: str) -> ConfigDict:
   if name in PRESETS:
     return _preset(name)
   known = [*RECIPES, *PRESETS]
-  close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-  hint = f"; did you mean {close[0]!r}?" if close else ""
-  raise ValueError(f"unknown {what} {name!r}; there are {', '.join(known)}{hint}")
+  raise ValueError(f"unknown {what} {name!r}; there are {', '.join(known)}{nearest(name, known)}")

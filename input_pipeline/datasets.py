@@ -4,7 +4,6 @@ Imports TensorFlow Datasets, so preparation.py imports this file only when it ha
 """
 
 import contextlib
-import difflib
 import io
 import sys
 
@@ -16,6 +15,7 @@ from etils import epath
 
 from input_pipeline import catalog, embedded
 from input_pipeline.locking import locked
+from runtime.suggest import nearest
 
 _EXAMPLES_PER_READ = 256
 
@@ -141,10 +141,9 @@ def _unknown(reference, root):
   here = [*catalog.EMBEDDED, catalog.RANDOM_NORMAL]
   here += [name for name in on_disk if _folders_of(root / name)]
   registered = tfds.list_builders(with_community_datasets=False)
-  near = difflib.get_close_matches(reference.name, [*here, *registered], n=1)
-  hint = f"; the nearest known name is {near[0]}" if near else ""
+  hint = nearest(reference.name, [*here, *registered]) or "."
   return (
-    f"unknown data set {reference}{hint}. Here without a download: {', '.join(sorted(set(here)))};"
+    f"unknown data set {reference}{hint} Here without a download: {', '.join(sorted(set(here)))};"
     f" {len(registered)} more are registered with TensorFlow Datasets, and any prepared one loads"
     f" from data.data_dir ({root})"
   )

@@ -6,10 +6,10 @@ sheets. They differ by up to 15 % on v5p's memory bandwidth and on the links bet
 """
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 
+from runtime.suggest import nearest
 from training.hardware import ACCELERATORS
 
 
@@ -191,5 +191,4 @@ def _names(chips: Mapping[str, Chip]) -> list[str]:
 
 
 def _near(name: str, names: list[str]) -> str:
-  found = difflib.get_close_matches(name, names, 1)
-  return f"; did you mean {found[0]!r}?" if found else f"; there are {', '.join(names[:5])}, ..."
+  return nearest(name, names) or f"; there are {', '.join(names[:5])}, ..."

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ import jax
 
 from planning.hardware import CHIPS, Chip
 from planning.slices import resolve
+from runtime.suggest import nearest
 from training import hardware
 from training.devices import Devices, memory_bytes
 
@@ -71,8 +71,7 @@ def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:
   name, note = resolve(name)
   kind, _, rest = name.partition(":")
   if kind not in chips:
-    near = difflib.get_close_matches(kind, chips, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = nearest(kind, chips)
     raise ValueError(f"--topology={text}: unknown device {kind!r}; {_known(chips)}{hint}")
   chip = chips[kind]
   if slices is not None and (not chip.torus or not int(slices)):

@@ -24,14 +24,14 @@ ARROWS = {
   "planning": {"configs", "partitioning", "training", "runtime"},
   "training": {"models", "partitioning", "input_pipeline", "checkpointing", "processes", "runtime"},
   "models": {"partitioning"},
-  "configs": set(),
+  "configs": {"runtime"},
   "partitioning": set(),
   "input_pipeline": {"runtime"},
   "checkpointing": {"runtime"},
   "processes": {"runtime"},
   "runtime": set(),
   "launch": set(),
-  "tour": {"configs", "input_pipeline", "partitioning", "processes", "training"},
+  "tour": {"configs", "input_pipeline", "partitioning", "processes", "runtime", "training"},
 }
 NO_ROOMS = {"tests", "benchmarks", "locks"}
 NAMES = {*ARROWS, *NO_ROOMS, "interop"}

@@ -72,7 +72,7 @@ REFUSALS = {
   "malformed recipe": ([DP8 + ":modl=lm"], ["'modl=lm' is neither model=NAME nor data=NAME"]),
   "unknown data set": (
     [DP8, "--config.data.name=python_sauce"],
-    ["unknown data set python_sauce", "nearest known name is python_source"],
+    ["unknown data set python_sauce", "did you mean 'python_source'?"],
   ),
   "mesh does not divide": (
     [DP8, "--config.mesh.data=-1", "--config.mesh.tensor=3"],

@@ -1,6 +1,6 @@
 """The chapters, in the order in which they are told."""
 
-from configs import base
+from runtime.suggest import nearest
 from tour import (
   arrays,
   collectives,
@@ -38,5 +38,5 @@ def chosen(name: str | None) -> dict:
   if name in CHAPTERS:
     return {name: CHAPTERS[name]}
   raise ValueError(
-    f"unknown chapter {name!r}; there are {', '.join(CHAPTERS)}{base.nearest(name, CHAPTERS)}"
+    f"unknown chapter {name!r}; there are {', '.join(CHAPTERS)}{nearest(name, CHAPTERS)}"
   )

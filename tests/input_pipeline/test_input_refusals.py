@@ -13,9 +13,9 @@ def _refusal(data, split="train"):
 
 
 def test_unknown_data_set(config, tiny_text):
-  assert "unknown data set digit; the nearest known name is digits" in _refusal(config("digit"))
+  assert "unknown data set digit; did you mean 'digits'? Here" in _refusal(config("digit"))
   message = _refusal(config("tiny_tex"))
-  assert "nearest known name is tiny_text" in message
+  assert "did you mean 'tiny_text'?" in message
   assert "python_source" in message
   assert "not the name of a data set" in _refusal(config("a b"))
 

@@ -1,0 +1,49 @@
+"""What is suggested for a name that is unknown, and what is not."""
+
+import importlib
+import pathlib
+
+import pytest
+
+from commands import config_flag
+from configs import base
+from runtime import suggest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+KEYS = [key for key, _, _ in config_flag.keys(base.get_config("lm"))]
+DATA_SETS = ["digits", "kitti", "mnist", "python_source", "wiki40b", "glue", "lm1b"]
+
+
+@pytest.mark.parametrize(
+  ("name", "known", "meant"),
+  [
+    ("training.stepz", KEYS, "training.steps"),
+    ("trainign.steps", KEYS, "training.steps"),
+    ("data.batch_size", KEYS, "data.global_batch_size"),
+    ("learning_rate", KEYS, "optimizer.learning_rate"),
+    ("training.learning_rate", KEYS, "optimizer.learning_rate"),
+    ("data.tokenizer", KEYS, None),
+    ("model.colour", KEYS, None),
+    ("wikitext", DATA_SETS, None),
+    ("imagenet", DATA_SETS, None),
+    ("python_sauce", DATA_SETS, "python_source"),
+    ("mpl", ("lm", "mlp", "mlp_tutorial"), "mlp"),
+    ("help", ("train", "evaluate", "sample", "layout", "plan"), None),
+    ("Trian", ("train", "evaluate"), "train"),
+    ("", ("train",), None),
+    ("train", (), None),
+  ],
+)
+def test_a_suggestion_is_what_was_meant_or_none(name, known, meant):
+  assert suggest.closest(name, known) == meant
+  hint = suggest.nearest(name, known)
+  assert hint == (f"; did you mean {meant!r}?" if meant else "")
+
+
+def test_there_is_one_function_that_suggests():
+  # Each place with a cutoff of its own ends in another absurd suggestion.
+  sources = {path: path.read_text() for path in ROOT.rglob("*.py") if "tests" not in path.parts}
+  assert [p.relative_to(ROOT).as_posix() for p, text in sources.items() if "difflib" in text] == [
+    "runtime/suggest.py"
+  ]
+  assert importlib.util.find_spec("runtime.suggest")
