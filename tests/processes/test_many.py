@@ -1,0 +1,190 @@
+"""The rendezvous of thousands: one socket each, some that say nothing, some that come late."""
+
+import json
+import re
+import resource
+import socket
+import threading
+import time
+
+import pytest
+
+from launch.local import free_port
+from processes import listening, roll, rollcall, tokens
+from tests.processes.stores import together
+from tests.processes.test_rollcall import TOKEN, call
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch):
+  monkeypatch.setenv(tokens.VARIABLE, TOKEN)
+
+
+@pytest.fixture
+def _many_files():
+  """Lets this process, which plays all, have both ends of every connection."""
+  before = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+  yield
+  resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def connected(port: int) -> socket.socket:
+  """Returns a connection to process 0, once it listens."""
+  until = time.monotonic() + 20
+  while True:
+    try:
+      return socket.create_connection(("127.0.0.1", port), timeout=60)
+    except ConnectionRefusedError:
+      assert time.monotonic() < until
+      time.sleep(0.01)
+
+
+def reports(connection: socket.socket, count: int, index: int) -> None:
+  """Says who it is, as process `index` does."""
+  _, text = tokens.split_line(connection.recv(4096))
+  own = {"index": index, "count": count, "host": "h", "pid": index, "refused": "", "nonce": "n"}
+  nonce = json.loads(text)["nonce"]
+  connection.sendall(tokens.line(TOKEN.encode(), roll.HELLO, json.dumps(own), nonce))
+
+
+def answered(connection: socket.socket) -> tuple[dict, int]:
+  """Returns the answer, and how many bytes it takes; closes the connection."""
+  received = connection.recv(2**16)
+  connection.close()
+  return json.loads(tokens.split_line(received)[1]), len(received)
+
+
+def meet(count: int, *, missing: int = 0, silent: int = 0, seconds: float = 60.0):
+  """Lets processes meet of which the last `missing` do not come, beside so many that are silent.
+
+  Returns what process 0 has raised or returned, and the others' answers and their bytes.
+  """
+  port, answers, sizes = free_port(), [], []
+
+  def others():
+    strangers = [connected(port) for _ in range(silent)]
+    members = {index: connected(port) for index in range(1, count - missing)}
+    for index, member in members.items():
+      reports(member, count, index)
+    for member in members.values():
+      answer, size = answered(member)
+      answers.append(answer)
+      sizes.append(size)
+    for stranger in strangers:
+      stranger.close()
+
+  first: list = []
+
+  def process_0():
+    try:
+      first.append(call(port, count, 0, seconds=seconds))
+    except rollcall.RollCallError as error:
+      first.append(error)
+
+  thread = threading.Thread(target=process_0)
+  thread.start()
+  others()
+  thread.join()
+  return first[0], answers, sizes
+
+
+@pytest.mark.usefixtures("_many_files")
+def test_thousands_meet_beside_some_that_say_nothing():
+  count = 4096
+  result, answers, _ = meet(count, silent=50)
+  assert isinstance(result, bytes), result
+  assert len(answers) == count - 1
+  assert {answer["error"] for answer in answers} == {""}
+  assert len({answer["run"] for answer in answers}) == 1
+
+
+@pytest.mark.usefixtures("_many_files")
+def test_what_is_sent_to_each_does_not_grow_with_their_number():
+  result, answers, sizes = meet(1300, missing=5, seconds=4.0)
+  assert isinstance(result, rollcall.MissingError)
+  assert "1295 of 1300 processes came" in str(result)
+  assert "missing: 1295-1299; there: 0 (" in str(result)
+  assert str(result).endswith(" and 1279 more")
+  assert max(sizes) < 2000, "bytes"
+  assert {answer["error"] for answer in answers} == {str(result)}
+
+
+def test_missing_ones_are_named_as_ranges():
+  assert roll._ranges([3]) == "3"
+  assert roll._ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
+  assert re.fullmatch(r"1, 3, .*, 31 and 84 more", roll._ranges(range(1, 200, 2)))
+
+
+# ------------------------------ open files ------------------------------
+
+
+def test_the_limit_of_open_files_is_raised_for_them(monkeypatch):
+  limits = []
+  monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 20_000))
+  monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+  assert listening.room_for(100) == ""
+  assert limits == []
+  assert listening.room_for(10_000) == ""
+  [(soft, hard)] = limits
+  assert 10_000 < soft < 20_000
+  assert hard == 20_000
+
+
+def test_a_limit_that_cannot_be_raised_is_said_to_all(monkeypatch):
+  monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+  monkeypatch.setattr(roll, "_OWN_ERROR_SECONDS", 2.0)
+  port = free_port()
+  first, *others = together(
+    *[lambda index=index: call(port, 300, index, seconds=15.0) for index in (0, 1, 2)]
+  )
+  said = "open files for 300 connections, and its hard limit is 256 (RLIMIT_NOFILE); raise it"
+  assert said in str(first)
+  assert type(first) is rollcall.RollCallError, "seen by itself: exit 2"
+  for other in others:
+    assert said in str(other)
+    assert type(other) is rollcall.ToldError, "told: exit 1"
+
+
+# ------------------------------ where process 0 listens ------------------------------
+
+
+def bound(address: str) -> set[str]:
+  """Returns at which addresses process 0 listens."""
+  sockets = listening.listen(address)
+  found = {one.getsockname()[0] for one in sockets}
+  listening.close(sockets)
+  return found
+
+
+def test_it_listens_at_the_address_that_it_was_given(monkeypatch):
+  monkeypatch.delenv(listening.BIND_VARIABLE, raising=False)
+  port = free_port()
+  assert bound(f"localhost:{port}") <= {"127.0.0.1", "::1"}
+  assert bound(f"127.0.0.1:{port}") == {"127.0.0.1"}
+  assert listening.bind_address(f"127.0.0.1:{port}") == f"127.0.0.1:{port}"
+  assert listening.bind_address(f"localhost:{port}") in (f"localhost:{port}", f"127.0.0.1:{port}")
+
+
+def test_a_name_that_its_own_host_takes_for_loopback_is_listened_for_everywhere(monkeypatch):
+  monkeypatch.delenv(listening.BIND_VARIABLE, raising=False)
+  monkeypatch.setattr(listening, "_resolved", lambda host: ["127.0.1.1"])
+  port = free_port()
+  assert bound(f"host0:{port}") <= {"0.0.0.0", "::"}
+  assert listening.bind_address(f"host0:{port}") is None
+
+
+def test_addresses_of_other_machines_are_left_out(monkeypatch):
+  monkeypatch.delenv(listening.BIND_VARIABLE, raising=False)
+  monkeypatch.setattr(listening, "_resolved", lambda host: ["192.0.2.1", "127.0.0.1"])
+  assert listening.addresses("host0") == []
+  assert listening.addresses("localhost") == ["127.0.0.1"]
+  assert listening.addresses("192.0.2.1") == []
+
+
+def test_another_address_may_be_given(monkeypatch):
+  port = free_port()
+  monkeypatch.setenv(listening.BIND_VARIABLE, f"127.0.0.1:{port}")
+  monkeypatch.setattr(listening, "_resolved", lambda host: [])
+  assert bound(f"host0:{port}") == {"127.0.0.1"}
+  assert listening.bind_address(f"host0:{port}") is None, "JAX reads the variable"
