@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath
 
 from checkpointing import ownership, trees, whole
@@ -20,6 +21,8 @@ from runtime import files
 
 FOLDER = "checkpoints"  # in a workdir
 PARAMETERS = "params"  # the branch of the state that holds them
+_NAMED = 30  # so many arrays stand in a message
+_ARRAY = "/.zarray"  # ends the name of each array in TensorStore's index
 
 
 def warn(text: str) -> None:
@@ -209,7 +212,10 @@ def read_arrays(
   stored = {n: a for n, a in stored_arrays(path).items() if n.startswith(prefix)}
   lines = trees.differences(stored, wanted)
   if lines:
+    _check_names(path)
     count = f"{len(lines)} {'array differs' if len(lines) == 1 else 'arrays differ'}"
+    if len(lines) > _NAMED:
+      lines = [*lines[:_NAMED], f"and {len(lines) - _NAMED} more"]
     raise ValueError(f"{path} does not fit ({count}):\n" + "\n".join(f"  {x}" for x in lines))
   whole.check_share(path, large, together or Together())
   restore_args = {
@@ -235,6 +241,31 @@ def stored_arrays(path: epath.Path) -> Mapping[str, Any]:
   # A Checkpointer would log what is wrong and answer None.
   metadata = _from_orbax(path, lambda path: ocp.PyTreeCheckpointHandler().metadata(path))
   return trees.named_leaves(metadata.tree)
+
+
+def _check_names(path: epath.Path) -> None:
+  """Tells metadata that was damaged from a checkpoint of another model, before that is refused.
+
+  Orbax's metadata names the arrays, and TensorStore's index has them by the same names.
+
+  Raises:
+    UnreadableError: the two differ.
+  """
+
+  def names(path: epath.Path) -> set[str]:
+    base = f"file://{os.path.abspath(path)}/" if files.is_local(path) else f"{path}/"
+    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    keys = [key.decode(errors="replace") for key in store.list().result()]
+    return {key.removesuffix(_ARRAY) for key in keys if key.endswith(_ARRAY)}
+
+  indexed = _from_orbax(path, names)
+  named = {name.replace("/", ".") for name in stored_arrays(path)}
+  if named != indexed:
+    few = ", ".join(sorted(named ^ indexed)[:3])
+    raise UnreadableError(
+      f"{STATE}/_METADATA: it names {len(named)} arrays, and the index holds {len(indexed)}; only "
+      f"one of them has {few}"
+    )
 
 
 def _from_orbax(path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:

@@ -14,6 +14,7 @@ from checkpointing.retention import Retention
 from checkpointing.saving import Owner, SaveError, Unowned, Writer
 from checkpointing.together import Together, told
 from checkpointing.whole import CONFIG, RECORD, STATE, UnreadableError
+from runtime import files
 
 __all__ = ["Checkpointer", "SaveError"]
 
@@ -89,9 +90,9 @@ class Checkpointer:
         )
     self._together.exchange("")  # the others look at the folder after that
     for step in self.steps():
-      with contextlib.suppress(UnreadableError, AttributeError):
+      with contextlib.suppress(UnreadableError):
         record = whole.read_json(self.folder / str(step), RECORD, whole.OFF)
-        self._retention.note(step, record.get("metrics") or None)
+        self._retention.note(step, _metrics(record))
 
   def __enter__(self) -> "Checkpointer":
     """Returns itself."""
@@ -170,7 +171,7 @@ class Checkpointer:
           arrays, save_args=chunks, ocdbt_target_data_file_size=FILE_BYTES
         ),
         CONFIG: ocp.args.JsonSave(dict(config)),
-        RECORD: ocp.args.JsonSave({**record, "metrics": dict(metrics or {})}),
+        RECORD: ocp.args.JsonSave(files.finite({**record, "metrics": dict(metrics or {})})),
       }
     )
     self._writer.start(step, items)
@@ -309,3 +310,11 @@ class Checkpointer:
         aside = ownership.free(self.folder, f"{step}.broken")  # an earlier one is kept, too
         (self.folder / str(step)).rename(aside)
     self._together.exchange("")  # the others look at the folder after that
+
+
+def _metrics(record: Mapping[str, Any]) -> dict[str, float] | None:
+  """Returns the metrics of a record; None where it has none that can be compared."""
+  metrics = record.get("metrics")
+  with contextlib.suppress(TypeError, ValueError, AttributeError):
+    return {name: float(value) for name, value in metrics.items()} or None
+  return None

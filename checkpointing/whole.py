@@ -116,5 +116,5 @@ def one_line(error: BaseException) -> str:
   """Returns what an error began with, in at most 300 characters of one line."""
   while error.__cause__ is not None:
     error = error.__cause__
-  text = " ".join(f"{type(error).__name__}: {error}".split())
+  text = " ".join(f"{type(error).__name__}: {error}".split()).partition(" [tensorstore_spec=")[0]
   return text if len(text) <= 300 else f"{text[:300]}..."

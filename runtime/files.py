@@ -298,14 +298,15 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
   Floats are written so that they read back to the same bits. Those that are not finite, for which
   JSON has no form, are written as the texts "nan", "inf" and "-inf", which `float` reads.
   """
-  return json.dumps(_finite(value), allow_nan=False, indent=indent)
+  return json.dumps(finite(value), allow_nan=False, indent=indent)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+  """Returns a value whose floats that are not finite are texts, as `json_text` writes them."""
   if isinstance(value, float) and not math.isfinite(value):
     return str(float(value))
   if isinstance(value, dict):
-    return {key: _finite(inner) for key, inner in value.items()}
+    return {key: finite(inner) for key, inner in value.items()}
   if isinstance(value, list | tuple):
-    return [_finite(inner) for inner in value]
+    return [finite(inner) for inner in value]
   return value

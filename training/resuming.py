@@ -19,7 +19,7 @@ from input_pipeline.sources import Source
 from partitioning.layout import size_text
 from processes.group import current
 from processes.ownership import Ownership
-from training import rollback, workdir_files
+from training import record_form, rollback, workdir_files
 from training.job import Job
 from training.step import State
 from training.versions import versions
@@ -77,6 +77,7 @@ def judge(
   with Checkpointer(folder, read_only=True, verify=job.config.checkpoint.verify) as checkpoints:
     done = checkpoints.readable()
     old_record = checkpoints.read_record(done)
+    record_form.require(old_record, folder / str(done))
     rollback.require_same_past(job.config, old_record, done)
     return resume.changes(
       checkpoints.read_config(done),

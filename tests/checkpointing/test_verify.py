@@ -1,5 +1,6 @@
 """What `checkpoint.verify` looks at: every byte, sizes, or Orbax's marks."""
 
+import json
 import random
 import shutil
 
@@ -209,3 +210,51 @@ def test_parameters_alone_are_verified_too(copy):
   assert path in said[0]
   with pytest.raises(ValueError, match=f"step {NEWER} cannot be read: {path}: its bytes"):
     reading.restore_parameters(copy, counting_target()["params"], NEWER)
+
+
+# ------------------------------ metadata that was changed ------------------------------
+
+
+def metadata_without(names):
+  """Returns a change of Orbax's metadata: without arrays whose names begin so."""
+
+  def change(text):
+    content = json.loads(text)
+    tree = content["tree_metadata"]
+    content["tree_metadata"] = {k: v for k, v in tree.items() if not k.startswith(names)}
+    return json.dumps(content)
+
+  return change
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    metadata_without("("),
+    metadata_without("('params"),
+    lambda text: text.replace("bias", "bizs"),
+    lambda text: "[]",
+    lambda text: "[" * 100_000,
+    lambda text: text[:99],
+  ],
+)
+def test_changed_metadata_is_one_message_and_the_older_step(change, copy):
+  path = copy / str(NEWER) / "state" / "_METADATA"
+  path.write_text(change(path.read_text()))
+  step, [line] = restored(copy, whole.OFF)
+  assert step == OLDER
+  assert f"/{NEWER} cannot be read (state" in line
+  assert len(line.splitlines()) == 1
+  assert len(line) < 700
+
+
+def test_many_differences_are_few_lines(copy):
+  target = {**counting_target(), "params": {f"p{i}": counting_target()["step"] for i in range(99)}}
+  with (
+    Checkpointer(copy, read_only=True) as checkpointer,
+    pytest.raises(ValueError, match=r"does not fit \(101 arrays differ\)") as refusal,
+  ):
+    checkpointer.restore(target)
+  lines = str(refusal.value).splitlines()
+  assert len(lines) == 32
+  assert lines[-1] == "  and 71 more"

@@ -1,0 +1,94 @@
+"""A record that is malformed is refused by key, though its digests match."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+from etils import epath
+
+from checkpointing import digests
+from tests.training import runs
+from training import record_form, rollback
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """Returns the workdir of a run that went back once, and the record of its last checkpoint."""
+  workdir = tmp_path_factory.mktemp("run")
+  keys = {"training.bad_step_deviations": 1e6, "checkpoint.keep_best": "eval_loss"}
+  runs.train(workdir, runs.source({7: float("nan")}), **runs.ROLL_BACK, **keys)
+  path = workdir / "checkpoints" / str(runs.STEPS) / "record" / "metadata"
+  return workdir, json.loads(path.read_text())
+
+
+def test_what_a_run_writes_is_well_formed(run):
+  workdir, record = run
+  record_form.require(record, workdir)
+  assert set(record) <= set(record_form.FORM)  # each key has a form
+  [made] = record["bad_steps"]["rollbacks"]
+  assert set(made) == {field.name for field in dataclasses.fields(rollback.Rollback)}
+  assert record["bad_steps"]["losses"]
+
+
+# Path to the key -> (what is put there, what is said).
+MALFORMED = {
+  "versions": (["x"], 'versions: an object is expected, and ["x"] is there'),
+  "versions/jax": (1, "versions.jax: a text is expected, and 1 is there"),
+  "data/rows": (None, "data.rows: a text is expected, and null is there"),
+  "accepted_changes": ({}, "accepted_changes: a list is expected, and {} is there"),
+  "bad_steps": (7, "bad_steps: an object is expected, and 7 is there"),
+  "bad_steps/skipped/0": ("7", 'bad_steps.skipped[0]: a whole number is expected, and "7" is'),
+  "bad_steps/skipped": ([-1], "bad_steps.skipped[0]: a whole number is expected, and -1 is"),
+  "bad_steps/losses/0": ("nan", 'bad_steps.losses[0]: a number is expected, and "nan" is there'),
+  "bad_steps/rollbacks/0": (
+    {"step": True},
+    "bad_steps.rollbacks[0]: the keys bad_step, why, step, skipped are expected, and step are",
+  ),
+  "bad_steps/rollbacks/0/step": (
+    True,
+    "bad_steps.rollbacks[0].step: a whole number is expected, and true is there",
+  ),
+  "logged/0": ([1, 2], "logged[0]: a list of 3 is expected, and [1, 2] is there"),
+  "metrics": ({"eval_loss": "x" * 99}, 'metrics.eval_loss: a number is expected, and "xxx'),
+}
+
+
+@pytest.mark.parametrize("path", MALFORMED)
+def test_a_malformed_key_is_named_with_what_is_expected_and_what_is_there(path, run):
+  value, said = MALFORMED[path]
+  record = changed(run[1], path, value)
+  with pytest.raises(ValueError, match="though its digests match") as refusal:
+    record_form.require(record, epath.Path("runs/x/checkpoints/19"))
+  text = str(refusal.value)
+  assert text.startswith("runs/x/checkpoints/19: its record is malformed, though its digests")
+  assert said in text
+  assert len(text.splitlines()) == 1
+
+
+def changed(record, path, value):
+  """Returns a record with another value at a path."""
+  record = copy.deepcopy(record)
+  *parents, last = [int(part) if part.isdecimal() else part for part in path.split("/")]
+  inner = record
+  for part in parents:
+    inner = inner[part]
+  inner[last] = value
+  return record
+
+
+def test_keys_of_other_versions_are_passed_over(run):
+  record_form.require({**run[1], "of_a_later_version": 1}, epath.Path("x"))
+  record_form.require({}, epath.Path("x"))
+
+
+def test_a_run_does_not_begin_with_one(run):
+  workdir, record = run
+  step = epath.Path(workdir / "checkpoints" / str(runs.STEPS))
+  record = changed(record, "bad_steps/skipped", "none")
+  (step / "record" / "metadata").write_text(json.dumps(record))
+  (step / "digests").unlink()
+  digests.write(step, digests.compute(step, digests.sizes(step)))
+  prepared, rows = runs.job(), runs.source()
+  with pytest.raises(ValueError, match=r"bad_steps\.skipped: a list is expected, and \"none\""):
+    runs.resuming.judge(prepared, rows, epath.Path(workdir))
