@@ -18,9 +18,9 @@ The same command again goes on where the run was stopped.
 On several machines, or as several processes on one, every process runs the same command; see
 docs/running.md.
 
-Exit codes: 0 done; 1 failed; 2 refused before anything started or was changed; 3 compare: they
-differ, plan: it does not fit; 75 stopped by SIGTERM or Ctrl-C after saving; 130 by a second Ctrl-C,
-without saving.
+Exit codes: 0 done; 1 failed; 2 refused before anything started or was changed, or another run has
+taken over the workdir; 3 compare: they differ, plan: it does not fit; 75 stopped by SIGTERM or
+Ctrl-C after saving; 130 by a second Ctrl-C, without saving.
 """
 
 from processes import stopping
