@@ -7,13 +7,10 @@ The list follows from the files alone. It is kept beside the rows for as long as
 it is, so that the next start need not read them all again.
 """
 
-import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +19,7 @@ from absl import logging
 
 from input_pipeline import preparation
 from input_pipeline.records import Records, again
+from runtime import files
 
 FILE = "bad_records.json"
 _LISTED = 8
@@ -196,19 +194,24 @@ def _stamp(store: preparation.Store) -> dict[str, Any]:
 def _load(store: preparation.Store, stamp: Mapping[str, Any]) -> dict[str, Any] | None:
   """Returns what the last check has found, None where there was none of this file as it is."""
   try:
-    kept = json.loads((store.folder / FILE).read_text())
+    kept = files.read_json(store.folder / FILE, follow=True)
     known = {key: kept[key] for key in ("rows", "why", "suspects")}
-    return known if kept["stamp"] == stamp else None
+    if kept["stamp"] != stamp:
+      return None
   except (OSError, ValueError, KeyError, TypeError):  # what a kill has torn, or nobody has written
     return None
+  count = store.manifest["rows"]
+  numbers = all(
+    isinstance(rows, list) and all(type(row) is int and 0 <= row < count for row in rows)
+    for rows in (known["rows"], known["suspects"])
+  )
+  return known if numbers and isinstance(known["why"], str) else None
 
 
 def _keep(store: preparation.Store, found: Mapping[str, Any]) -> None:
   """Writes what was found, whole or not at all; without the right to, every start checks anew."""
-  beside = store.folder / f"{FILE}.{uuid.uuid4().hex}.tmp"
   try:
-    beside.write_text(json.dumps(found) + "\n")
-    beside.replace(store.folder / FILE)
+    files.replace(store.folder / FILE, files.json_text(dict(found)) + "\n", shared=True)
   except OSError as error:
     logging.warning(
       "%s: the list of bad rows cannot be kept in %s (%s); each start reads all rows once",
@@ -216,8 +219,6 @@ def _keep(store: preparation.Store, found: Mapping[str, Any]) -> None:
       store.folder,
       error,
     )
-    with contextlib.suppress(OSError):
-      beside.unlink(missing_ok=True)
 
 
 # ------------------------------ rows of weight 0 ------------------------------

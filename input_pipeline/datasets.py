@@ -15,6 +15,7 @@ from etils import epath
 
 from input_pipeline import catalog, embedded
 from input_pipeline.locking import locked
+from runtime import files
 from runtime.suggest import nearest
 
 _EXAMPLES_PER_READ = 256
@@ -38,7 +39,7 @@ def load_builder(reference, root):
     return _build_embedded(known, root)
   folder = _prepared_folder(reference, root)
   if folder is not None:
-    return tfds.builder_from_directory(folder)
+    return _from_folder(folder)
   if reference.name in catalog.EMBEDDED:
     raise ValueError(
       f"data set {reference} is not in {root}, and this Python builds only"
@@ -46,6 +47,30 @@ def load_builder(reference, root):
       " build the other with its own Python"
     )
   return _download(reference, root)
+
+
+def _from_folder(folder):
+  """Returns a builder of a data set that is prepared in a folder.
+
+  Raises:
+    ValueError: its metadata is damaged.
+  """
+  return _whole(folder, lambda: tfds.builder_from_directory(folder))
+
+
+def _whole(folder, make):
+  """Returns what `make` does, which reads the metadata that TFDS has written to a folder."""
+  try:
+    for path in folder.glob("*.json"):
+      files.read_json(path, follow=True)  # plain files, of a size and a form that can be read
+    return make()
+  except Exception as error:  # damaged metadata ends in nearly any kind of error
+    if isinstance(error, MemoryError):
+      raise
+    raise ValueError(
+      f"the metadata of the data set in {folder} cannot be read ({_first_line(error)}); copy it"
+      " again, or delete it and run again to prepare it anew"
+    ) from error
 
 
 def _version_key(version):
@@ -90,8 +115,9 @@ def _build_embedded(reference, root):
     return embedded.BUILDERS[reference.name](data_dir=root, file_format="array_record")
 
   # TFDS renames a finished folder into place: there is all of it or none.
-  if epath.Path(make().data_dir).exists():
-    return make()
+  folder = epath.Path(root / reference.path)
+  if folder.exists():
+    return _whole(folder, make)
   with locked(root / ".locks" / reference.path.replace("/", "-")), _quiet():
     builder = make()
     folder = epath.Path(builder.data_dir)
@@ -108,7 +134,7 @@ def _download(reference, root):
   with locked(root / ".locks" / reference.path.replace("/", "-")), _quiet():
     folder = _prepared_folder(reference, root)  # another process may have been first
     if folder is not None:
-      return tfds.builder_from_directory(folder)
+      return _from_folder(folder)
     try:
       builder = tfds.builder(str(reference), data_dir=root, file_format="array_record")
     except tfds.core.DatasetNotFoundError as error:

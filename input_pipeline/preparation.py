@@ -28,6 +28,7 @@ from etils import epath
 
 from input_pipeline import catalog
 from input_pipeline.locking import locked
+from runtime import files
 
 FORMAT = 1  # of the rows and of store.json; raise it when either changes
 ROWS_FILE = "rows.array_record"
@@ -163,11 +164,13 @@ def _open(folder, wanted):
   """Returns the Store in `folder` after holding store.json against the request and the rows."""
   again = f"delete {folder} and run again to prepare it anew"
   try:
-    manifest = json.loads((folder / MANIFEST_FILE).read_text())
-    differing = [key for key in wanted if manifest[key] != wanted[key]]
-    rows, size = manifest["rows"], manifest["row_file_bytes"]
-  except (ValueError, KeyError) as error:
-    raise ValueError(f"{folder / MANIFEST_FILE} cannot be read ({error!r}); {again}") from error
+    manifest = files.read_json(folder / MANIFEST_FILE, follow=True)
+    if wrong := _malformed(manifest, wanted):
+      raise ValueError(wrong)
+  except (OSError, ValueError) as error:
+    raise ValueError(f"{folder / MANIFEST_FILE} cannot be read ({error}); {again}") from error
+  differing = [key for key in wanted if manifest[key] != wanted[key]]
+  rows, size = manifest["rows"], manifest["row_file_bytes"]
   if differing:
     listing = ", ".join(f"{key} is {manifest[key]!r}, not {wanted[key]!r}" for key in differing)
     raise ValueError(f"{folder / MANIFEST_FILE} describes another store: {listing}; {again}")
@@ -178,6 +181,36 @@ def _open(folder, wanted):
       f"{path} has {there} bytes, but {MANIFEST_FILE} says {size} ({rows} rows); {again}"
     )
   return Store(folder, manifest)
+
+
+# The keys of store.json that nobody asked for, and what they hold.
+_COUNTS = ("rows", "row_file_bytes", "examples")
+_OF_KIND = {"text": ("tokens",), "image": ("smallest_label", "largest_label")}
+
+
+def _malformed(manifest, wanted):
+  """Returns what is wrong with the form of store.json, "" where nothing is."""
+  if not isinstance(manifest, dict):
+    return "it is not a JSON object"
+  kind = wanted["kind"]
+  keys = [*wanted, *_COUNTS, *_OF_KIND[kind], "digest", *(("shape",) if kind == "image" else ())]
+  if missing := [key for key in keys if key not in manifest]:
+    return f"it lacks {', '.join(missing)}"
+  wrong = [key for key in _OF_KIND[kind] if type(manifest[key]) is not int]
+  wrong += [key for key in _COUNTS if not _is_count(manifest[key])]
+  lists = ("shape", "bad_records")
+  wrong += [key for key in lists if key in manifest and not _are_counts(manifest[key])]
+  texts = ("digest", "bad_record_why")
+  wrong += [key for key in texts if key in manifest and not isinstance(manifest[key], str)]
+  return ", ".join(f"{key} is {json.dumps(manifest[key])[:60]}" for key in wrong)
+
+
+def _is_count(value):
+  return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_counts(values):
+  return isinstance(values, list) and all(map(_is_count, values))
 
 
 class _BadRecords:
@@ -247,7 +280,7 @@ def _write(folder, wanted, examples, bad):
   if remote:
     (local / ROWS_FILE).copy(beside / ROWS_FILE)
     local.rmtree()
-  (beside / MANIFEST_FILE).write_text(json.dumps(wanted | facts, indent=2) + "\n")
+  files.replace(beside / MANIFEST_FILE, files.json_text(wanted | facts, indent=2) + "\n")
   if (folder / MANIFEST_FILE).exists():  # another machine was first; see locked()
     beside.rmtree()
     return

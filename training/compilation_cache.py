@@ -15,6 +15,8 @@ import zlib
 import jax
 from etils import epath
 
+from runtime import files
+
 try:  # as JAX chooses
   from compression import zstd  # Python 3.14
 except ImportError:
@@ -29,6 +31,7 @@ _ENTRIES = "*-cache"
 _ZSTD_BEGINS = bytes.fromhex("28b52ffd")
 # Another process may just be writing an entry: for so long it must not change.
 _SETTLED_SECONDS = 1.0
+_MOST_BYTES = 2**32  # of an entry
 
 
 def use(folder: str) -> None:
@@ -36,8 +39,13 @@ def use(folder: str) -> None:
 
   Args:
     folder: of this machine or shared; `~` stands for the home.
+
+  Raises:
+    ValueError: something else stands there.
   """
   path = epath.Path(folder).expanduser()
+  if path.exists() and not path.is_dir():
+    raise ValueError(f"compilation_cache_dir={folder}: it is no folder; name another one")
   jax.config.update("jax_compilation_cache_dir", str(path))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
   warnings.filterwarnings("always", message=_READING)
@@ -78,8 +86,8 @@ def _repair(folder: epath.Path) -> bool:
 def _torn(path: epath.Path) -> bytes | None:
   """Returns the content of an entry that is not whole, else None."""
   try:
-    content = path.read_bytes()
-  except OSError:  # gone meanwhile
+    content = files.read_bytes(path, most_bytes=_MOST_BYTES, follow=True)
+  except OSError:  # gone meanwhile, or no plain file
     return None
   decompress, error = zlib.decompress, zlib.error
   if zstd is not None and content.startswith(_ZSTD_BEGINS):

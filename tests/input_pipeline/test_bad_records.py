@@ -3,6 +3,7 @@
 import concurrent.futures
 import itertools
 import json
+import os
 import pathlib
 import shutil
 import threading
@@ -100,7 +101,12 @@ def test_a_list_that_a_kill_has_torn_is_made_again(text):
   first = opened(text(5)).bad
   kept = pathlib.Path(preparation.prepare(text(5), "train").folder) / bad_records.FILE
   content = kept.read_text()
-  for torn in ("", content[:30], "[]", '{"stamp": 0}'):
+  known = json.loads(content)
+  malformed = ({"rows": "abc"}, {"rows": [-1]}, {"rows": [67]}, {"suspects": [1.5]}, {"why": 1})
+  for torn in (
+    *("", content[:30], "[]", '{"stamp": 0}', "\0" * 99, "[" * 100_000),
+    *(json.dumps({**known, **values}) for values in malformed),
+  ):
     kept.write_text(torn)
     assert opened(text(5)).bad == first
     assert kept.read_text() == content
@@ -109,11 +115,11 @@ def test_a_list_that_a_kill_has_torn_is_made_again(text):
 def test_without_the_right_to_write_every_start_reads_all_rows(text, monkeypatch):
   damage(text(5), BAD)
 
-  def refuse(self, target):
+  def refuse(path, target):
     raise PermissionError(13, "Permission denied")
 
   with monkeypatch.context() as patched:
-    patched.setattr(type(preparation.prepare(text(5), "train").folder), "replace", refuse)
+    patched.setattr(os, "replace", refuse)
     assert opened(text(5)).bad.rows == BAD
   folder = pathlib.Path(preparation.prepare(text(5), "train").folder)
   assert sorted(path.name for path in folder.iterdir()) == ["rows.array_record", "store.json"]

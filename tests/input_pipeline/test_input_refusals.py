@@ -1,5 +1,8 @@
 """What a user can get wrong about data, and what they are told."""
 
+import os
+import shutil
+
 import numpy as np
 import pytest
 
@@ -206,3 +209,38 @@ def test_batches_refuse(numbered):
     batches.TrainingBatches(numbered(5), global_batch_size=6, seed=0)
   with pytest.raises(ValueError, match="a batch of 0 rows"):
     batches.EvaluationBatches(numbered(5), global_batch_size=0)
+
+
+def a_directory(path):
+  """Puts a directory in place of a file."""
+  path.unlink()
+  path.mkdir()
+
+
+def a_fifo(path):
+  """Puts a FIFO in place of a file."""
+  path.unlink()
+  os.mkfifo(path)
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "features.json"])
+@pytest.mark.parametrize(
+  "damage",
+  [
+    a_directory,
+    a_fifo,
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_bytes(bytes(99)),
+    lambda path: path.write_text("[]"),
+    lambda path: path.write_text("[" * 100_000),
+    lambda path: path.write_text(path.read_text()[:-40]),
+    lambda path: path.write_text('{"of": ["another", "form"]}'),
+  ],
+)
+def test_damaged_metadata_of_a_data_set(name, damage, config, tmp_path, tiny_text, data_dir):
+  shutil.copytree(data_dir / tiny_text, tmp_path / tiny_text)
+  damage(tmp_path / tiny_text / "1.2.0" / name)
+  message = _refusal(config(tiny_text, data_dir=str(tmp_path)))
+  assert len(message.splitlines()) == 1
+  assert len(message) < 600
+  assert f"metadata of the data set in {tmp_path / tiny_text / '1.2.0'} cannot be read" in message

@@ -134,9 +134,19 @@ def test_a_manifest_that_disagrees_is_refused(config, tiny_text):
   path.write_text(json.dumps(store.manifest | {"rows": 3}))
   with pytest.raises(ValueError, match=r"rows.array_record has 8 rows, store.json says 3; delete"):
     sources.open_source(data, "train", seed=0)
-  path.write_text("{")
-  with pytest.raises(ValueError, match=r"store.json cannot be read .*; delete"):
-    preparation.prepare(data, "train")
+  malformed = [{"rows": "8"}, {"examples": None}, {"row_file_bytes": -1}, {"bad_records": ["x"]}]
+  texts = [json.dumps(store.manifest | values) for values in malformed]
+  for text in ("{", "", "[]", "7", "\0" * 99, "[" * 100_000, "{}", *texts):
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"store.json cannot be read .*; delete") as refusal:
+      preparation.prepare(data, "train")
+    assert len(str(refusal.value)) < 500
+  for make in (os.mkfifo, os.mkdir):
+    path.unlink()
+    make(path)
+    with pytest.raises(ValueError, match=r"store.json cannot be read .*, not a plain file\); del"):
+      preparation.prepare(data, "train")
+  os.rmdir(path)
   path.write_text(json.dumps(store.manifest))
   os.truncate(store.rows_path, 1000)
   with pytest.raises(ValueError, match=r"rows.array_record has 1000 bytes, but store.json says"):

@@ -9,6 +9,8 @@ import zlib
 
 import pytest
 
+from training import compilation_cache
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "tests" / "training" / "damaging_the_cache.py"
 
@@ -66,3 +68,9 @@ def test_several_processes_repair_one_cache_at_once(tmp_path):
     zlib.decompress(entry.read_bytes())
   _, err = ended(start(tmp_path, "--once"))
   assert err == ""
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+  (tmp_path / "cache").write_text("not a folder\n")
+  with pytest.raises(ValueError, match=r"compilation_cache_dir=.*/cache: it is no folder; name"):
+    compilation_cache.use(str(tmp_path / "cache"))
