@@ -4,7 +4,9 @@ absl and ml_collections parse; what they raise (in five shapes, some with a trac
 text) becomes one ValueError that names the thing and the way out.
 """
 
+import ast
 import importlib.util
+import inspect
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from runtime.suggest import nearest
+from configs import base
+from runtime.suggest import closest, nearest
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "configs"
-NOT_STRATEGIES = ("__init__.py", "base.py", "decoders.py", "recipes.py")
 
 
 def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:
@@ -31,14 +33,16 @@ def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:
   """
   argv = [_with_underscores(word) for word in argv]
   for name in names:
-    _check_file(argv, name)
+    for value in config_values(argv, name):
+      load(name, value)
   try:
     return flags.FLAGS(argv)
   except flags.UnrecognizedFlagError as error:
     raise ValueError(_unknown_flag(error)) from error
-  except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+  except (flags.Error, AttributeError, KeyError, TypeError, ValueError, SyntaxError) as error:
     for name in names:
       _check_overrides(argv, name)
+    _check_types(argv)
     raise ValueError(_root(error)) from error
 
 
@@ -85,11 +89,90 @@ def keys(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, ConfigDict
 
 def strategies() -> list[str]:
   """Returns the strategy files that are shipped, as `configs/NAME.py`."""
-  files = sorted(os.listdir(FOLDER))
-  return [f"configs/{f}" for f in files if f.endswith(".py") and f not in NOT_STRATEGIES]
+  return [f"configs/{path.name}" for path in sorted(FOLDER.glob("*.py")) if _is_strategy(path)]
 
 
-def _values(argv: list[str], flag: str) -> Iterator[tuple[str, str]]:
+def _is_strategy(path: pathlib.Path) -> bool:
+  """Tells whether a file defines `get_config(recipe)`, without running it."""
+  for node in ast.parse(path.read_text()).body:
+    if isinstance(node, ast.FunctionDef) and node.name == "get_config":
+      return len(node.args.args) == 1 and not node.args.kwonlyargs
+  return False
+
+
+def config_values(argv: Sequence[str], flag: str) -> list[str]:
+  """Returns what stands after each `--FLAG=` that names a config."""
+  return [value for given, value in _values(argv, flag) if given == flag]
+
+
+def load(flag: str, value: str) -> ConfigDict:
+  """Returns the config of `FILE[:ARGUMENT]` without overrides.
+
+  Raises:
+    ValueError: there is no such file, it is not a strategy, or its `get_config` fails.
+  """
+  path, colon, argument = value.partition(":")
+  if not os.path.isfile(path):
+    known = {pathlib.Path(file).stem: file for file in strategies()}
+    near = closest(pathlib.Path(path).stem, known)
+    hint = f"; did you mean {known[near]!r}?" if near else ""
+    raise ValueError(
+      f"--{flag}={value}: there is no config file {path!r}{hint} "
+      f"(shipped are {', '.join(known.values())})"
+    )
+  shipped = f"; give a strategy, such as {strategies()[0]}"
+  if not path.endswith(".py"):
+    raise ValueError(f"--{flag}={value}: {path} is not a Python file{shipped}")
+  get_config = getattr(_module(flag, value), "get_config", None)
+  if not callable(get_config):
+    raise ValueError(f"--{flag}={value}: {path} defines no function get_config{shipped}")
+  if len(taken := inspect.signature(get_config).parameters) > 1:
+    raise ValueError(
+      f"--{flag}={value}: get_config of a strategy takes the recipe alone, and that of {path} "
+      f"takes {', '.join(taken)}{shipped}"
+    )
+  try:
+    config = get_config(argument) if colon else get_config()
+  except ValueError:  # its own refusal, such as that of an unknown recipe
+    raise
+  except (Exception, SystemExit) as error:
+    raise ValueError(f"--{flag}={value}: get_config of {path} fails: {_line(error)}") from error
+  missing = [key for key in base.get_config() if key not in config] if _is_config(config) else []
+  if missing or not _is_config(config):
+    what = f"a config without {', '.join(missing)}" if missing else f"a {type(config).__name__}"
+    raise ValueError(
+      f"--{flag}={value}: get_config of {path} returns {what}, not what base.get_config(recipe, "
+      f"mesh=...) returns"
+    )
+  return config
+
+
+def _is_config(config: object) -> bool:
+  return isinstance(config, ConfigDict)
+
+
+def _module(flag: str, value: str):
+  """Returns the module of a config file.
+
+  Raises:
+    ValueError: it cannot be imported.
+  """
+  path = value.partition(":")[0]
+  spec = importlib.util.spec_from_file_location("strategy", path)
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+  except (Exception, SystemExit) as error:
+    raise ValueError(f"--{flag}={value}: {path} cannot be imported: {_line(error)}") from error
+  return module
+
+
+def _line(error: BaseException) -> str:
+  """Returns `TypeError: its message`, in one line."""
+  return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _values(argv: Sequence[str], flag: str) -> Iterator[tuple[str, str]]:
   """Yields (flag's full name, value) of `--flag=value` and `--flag value`, nested keys included."""
   for position, word in enumerate(argv):
     given, equals, value = word.lstrip("-").partition("=")
@@ -98,24 +181,13 @@ def _values(argv: list[str], flag: str) -> Iterator[tuple[str, str]]:
       yield given, value if equals else following
 
 
-def _check_file(argv: list[str], flag: str) -> None:
-  for given, value in _values(argv, flag):
-    path = value.partition(":")[0]
-    if given == flag and not os.path.isfile(path):
-      known = strategies()
-      raise ValueError(
-        f"--{flag}={value}: there is no config file {path!r}{nearest(path, known)} "
-        f"(shipped are {', '.join(known)})"
-      )
-
-
 def _check_overrides(argv: list[str], flag: str) -> None:
   """Raises for the first override that names no key, or whose value is of another type."""
   given = list(_values(argv, flag))
   files = [value for name, value in given if name == flag]
   if not files:
     return
-  config = _load(files[-1])
+  config = load(flag, files[-1])
   known = {dotted: section.get_type(key) for dotted, section, key in keys(config)}
   for full, value in given:
     key = full.removeprefix(flag).removeprefix(".")
@@ -146,13 +218,15 @@ KINDS = {
 }
 
 
-def _load(value: str) -> ConfigDict:
-  """Returns the config of `FILE[:ARGUMENT]` without overrides."""
-  path, colon, argument = value.partition(":")
-  spec = importlib.util.spec_from_file_location("strategy", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module.get_config(argument) if colon else module.get_config()
+def _check_types(argv: list[str]) -> None:
+  """Raises for the first flag besides configs whose value is of another type."""
+  names = {"int": int, "float": float, "bool": bool}
+  for full, flag in ((name, flags.FLAGS[name]) for name in flags.FLAGS):
+    fits, called = KINDS.get(names.get(flag.flag_type()), (None, ""))
+    for given, value in _values(argv, full) if fits else ():
+      bare = flag.boolean and f"--{full}" in argv
+      if given == full and not bare and not fits(value):
+        raise ValueError(f"--{full}={value}: --{full} is {called}, not {value!r}")
 
 
 def _with_underscores(word: str) -> str:
@@ -162,8 +236,13 @@ def _with_underscores(word: str) -> str:
 
 
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> str:
-  known = [name for name in flags.FLAGS if not name.startswith("test_")]
-  return f"unknown flag --{error.flagname}{nearest(error.flagname, known)}; --help lists all"
+  name = error.flagname
+  settings = [key for key, _, _ in keys(base.get_config())]
+  if (key := closest(name, settings)) and (name == key or "." in name):
+    hint = f"; did you mean '--config.{key}'?"
+  else:
+    hint = nearest(name, [flag for flag in flags.FLAGS if not flag.startswith("test_")])
+  return f"unknown flag --{name}{hint}; --help lists all"
 
 
 def _root(error: BaseException) -> str:

@@ -6,9 +6,8 @@ from absl import flags
 from etils import epath
 from ml_collections import config_flags
 
-from commands import config_flag
-from commands.refusal import REFUSED
-from processes import group as groups
+from commands import config_flag, help
+from commands.refusal import refuse
 from runtime.suggest import nearest
 
 VERBS = ("train", "evaluate", "sample", "layout", "compare", "plan", "tour")
@@ -62,6 +61,9 @@ def chosen_verb(words: list[str]) -> str:
   for flag, owners in OWNERS:
     if flags.FLAGS[flag.name].present and verb not in owners:
       raise ValueError(f"--{flag.name} belongs to the verb {' or '.join(owners)}, not to {verb}")
+  for flag in (WORKDIR, CHECKPOINT, HTML, TOPOLOGY, CHAPTER, PROMPT_FILE):
+    if flag.value == "":  # of a shell's variable that is not set, as a rule
+      raise ValueError(f"--{flag.name}= is empty; give a value, or leave the flag out")
   return verb
 
 
@@ -79,11 +81,10 @@ def facts(verb: str) -> dict[str, object]:
 def parse_flags(argv: list[str]) -> list[str]:
   """Parses the flags; what absl and ml_collections raise is a refusal like any other."""
   try:
+    if help.asked(argv):
+      print(help.text(argv))
+      sys.exit(0)
     sys.argv = config_flag.with_settings(argv, ("config", "against"))  # ml_collections reads it
     return config_flag.parse(sys.argv, ("config", "against"))
   except ValueError as error:
-    if "--debug" in argv:
-      raise
-    print(f"refused: {error}", file=sys.stderr, flush=True)
-    groups.refuse(str(error))
-    sys.exit(REFUSED)
+    sys.exit(refuse(error, debug="--debug" in argv))

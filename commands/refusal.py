@@ -1,6 +1,7 @@
 """A refusal: one message, told to the other processes, and its exit code."""
 
 import sys
+import traceback
 
 from absl import flags
 
@@ -13,15 +14,16 @@ from processes.watchdog import Watchdog
 REFUSED, NO = 2, 3
 
 
-def refuse(error: Exception, watch: Watchdog | None = None) -> int:
+def refuse(error: Exception, watch: Watchdog | None = None, *, debug: bool = False) -> int:
   """Prints one message, and tells the other processes; returns exit code 2.
 
   Where processes have only not come in time, it is 1: the same again may go well. It is 1 as well
   where only another process says so: a supervisor must not give up because of what came over the
   network. The process that has seen it itself ends with 2.
   """
-  if flags.FLAGS.is_parsed() and flags.FLAGS.debug:
-    raise error
+  if debug or (flags.FLAGS.is_parsed() and flags.FLAGS.debug):
+    lines = traceback.format_exception(error)
+    print(printable("".join(lines)), file=sys.stderr, flush=True)
   missing = isinstance(error, (MissingError, ToldError, NotComeError))
   text = printable(error)
   word, code = ("error", 1) if missing else ("refused", REFUSED)

@@ -24,6 +24,34 @@ REFUSALS = {
     ["--config=configs/dp9.py"],
     ["there is no config file 'configs/dp9.py'", "did you mean 'configs/dp8.py'?", "fsdp8.py"],
   ),
+  "a config that is no Python": (["--config=README.md"], ["README.md is not a Python file; give"]),
+  "a config that is no config": (["--config=/etc/passwd"], ["/etc/passwd is not a Python file"]),
+  "what strategies are made of": (
+    ["--config=configs/base.py"],
+    ["get_config of a strategy takes the recipe alone", "takes argument, mesh"],
+  ),
+  "a module without a config": (
+    ["--config=configs/recipes.py"],
+    ["configs/recipes.py defines no function get_config; give a strategy, such as configs/"],
+  ),
+  "a folder": (["--config=configs"], ["there is no config file 'configs' (shipped are"]),
+  "a flag of another type": (
+    ["sample", DP8, "--seed=x"],
+    ["--seed=x: --seed is a whole number, not 'x'"],
+  ),
+  "a flag that is true or false": ([DP8, "--simulate=3"], ["--simulate is true or false, not '3'"]),
+  "a key without --config": (
+    [DP8, "--training.steps=10"],
+    ["unknown flag --training.steps; did you mean '--config.training.steps'?"],
+  ),
+  "a key without --config, misspelled": (
+    [DP8, "--training.stepz=10"],
+    ["did you mean '--config.training.steps'?"],
+  ),
+  "a key that is like no other": (
+    [DP8, "--config.data.tokenizer=x"],
+    ["unknown config key 'data.tokenizer'\n"],
+  ),
   "no config": ([], ["no config; for example: python main.py --config="]),
   "unknown flag": ([DP8, "--workdri=x"], ["unknown flag --workdri", "did you mean 'workdir'?"]),
   "unknown verb": (
@@ -146,10 +174,79 @@ def test_is_refused_before_anything_changes(main, case, tmp_path):
   assert not workdir.exists()
 
 
-def test_debug_shows_the_traceback(main):
-  code, _, err = main("--config=configs/dp8.py", "--config.mesh.expert=2", "--debug")
-  assert code != 0
-  assert "Traceback" in err
+@pytest.mark.parametrize("wrong", ["--config.mesh.expert=2", "--config.mesh=3", "--workdir="])
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(main, wrong):
+  # A supervisor restarts a run that ends with 1, and never one that is refused.
+  code, _, err = main(DP8, wrong, "--debug")
+  assert code == 2
+  assert err.startswith("Traceback"), err
+  assert "\nrefused: " in err
+
+
+@pytest.mark.parametrize(
+  ("source", "said"),
+  [
+    ("def get_config(:\n", "cannot be imported: SyntaxError"),
+    ("import there_is_no_such\n", "cannot be imported: ModuleNotFoundError: No module named"),
+    ("raise SystemExit(0)\n", "cannot be imported: SystemExit: 0"),
+    ("get_config = 3\n", "defines no function get_config"),
+    ("def get_config(argument=None):\n  return {}\n", "returns a dict, not what base.get_config"),
+    ("def get_config(argument=None):\n  1 / 0\n", "fails: ZeroDivisionError: division by zero"),
+    (
+      "from ml_collections import ConfigDict\n\ndef get_config(argument=None):\n"
+      "  return ConfigDict({'seed': 0})\n",
+      "returns a config without argument, checkpoint, ",
+    ),
+    ("\0", "cannot be imported: "),
+  ],
+)
+def test_a_config_file_that_is_no_strategy_is_refused(main, tmp_path, source, said):
+  file = tmp_path / "mine.py"
+  file.write_text(source)
+  code, out, err = main("layout", f"--config={file}")
+  assert code == 2, (out, err)
+  assert err.startswith(f"refused: --config={file}: "), err
+  assert said in err
+  assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+  "flag", ["--workdir=", "--checkpoint=", "--html=", "--prompt_file=", "--topology=", "--chapter="]
+)
+def test_an_empty_value_is_refused(main, flag):
+  verbs = {"--checkpoint=": "evaluate", "--html=": "layout", "--prompt_file=": "sample"}
+  verb = {**verbs, "--topology=": "plan", "--chapter=": "tour"}.get(flag, "train")
+  code, out, err = main(verb, *([DP8] if verb != "tour" else []), flag)
+  assert code == 2, (out, err)
+  assert err == f"refused: {flag} is empty; give a value, or leave the flag out\n"
+
+
+@pytest.mark.parametrize("words", [["-h"], ["help"], ["--help"], ["sample", "--help"]])
+def test_help_lists_verbs_flags_and_keys(main, words):
+  code, out, err = main(*words)
+  assert (code, err) == (0, "")
+  for text in (
+    "evaluate: ",
+    "--max_new_tokens=64  # sample: the most tokens per prompt.",
+    "--config.training.steps=200\n",
+    "--config.metrics.every_steps=10\n",
+    "--config.checkpoint.keep=2  # the newest\n",
+    "--config.model.head_size=unset  # model_size / heads\n",
+    "--config.optimizer.clip_norm=1.0  # of the global gradient norm; 0 is off\n",
+    "--config.seed=0  # one seed for parameters, data order and dropout\n",
+  ):
+    assert text in out
+
+
+def test_help_has_the_defaults_of_the_recipe(main):
+  code, out, _ = main("help", "--config=configs/dp8.py:mlp_tutorial")
+  assert code == 0
+  assert "--config.mesh.data=8" in out
+  assert "--config.optimizer.name='sgd'" in out
+  assert "--config.model.model_size=unset  # W: 8192 on an accelerator, 512 on a CPU" in out
+  code, _, err = main("help", "--config=configs/dp8.py:mpl")
+  assert code == 2
+  assert "did you mean 'mlp'?" in err
 
 
 def test_a_parameter_without_a_rule_is_refused(main, tmp_path, monkeypatch):
