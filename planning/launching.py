@@ -3,25 +3,34 @@
 A plan is kept under a digest of all that it follows from: config, topology, code and versions.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
 import pickle
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from etils import epath
 from ml_collections import ConfigDict
+from rich.console import Console
 
 from planning.hardware import overridden
 from planning.topologies import parse
+from processes import stopping
+from processes.printable import printable
 from runtime import files
+from training.reporting import duration
 from training.resuming import plain
 from training.versions import everything
 
@@ -68,7 +77,7 @@ def run(
   if kept and not debug and (kept / REPORT).exists():
     known = "cached plan of the same config, topology, code and versions"
     return _deliver(kept, workdir, f"{known}: {kept}")
-  with tempfile.TemporaryDirectory() as name:
+  with tempfile.TemporaryDirectory() as name, stopping.undone(lambda: shutil.rmtree(name)):
     folder = pathlib.Path(name)
     request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
     code = _make(request, folder, debug=debug)
@@ -81,26 +90,75 @@ def run(
 def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> int:
   """Runs the worker; returns 0 where it made a plan, and 1 where it failed, after its last words.
 
+  A compiler does not listen to signals. So the worker is in a session of its own, which a
+  terminal's Ctrl-C does not reach, and is killed when this process is asked to stop; if this
+  process is killed itself, the worker's standard input ends, and it kills itself.
+
   Raises:
     ValueError: it refused.
   """
   here = request["topology"] is None
   said = folder / "stderr"
-  with said.open("wb") as errors:
-    done = subprocess.run(
+  read, write = os.pipe()
+  with said.open("wb") as errors, open(read, "rb", buffering=0) as phases:
+    worker = subprocess.Popen(
       [sys.executable, "-m", "planning.worker"],
-      input=pickle.dumps({**request, "folder": str(folder), "debug": debug}),
+      stdin=subprocess.PIPE,
       stderr=None if debug else errors,
       env={**os.environ, **({} if here else ENVIRONMENT), "PYTHONPATH": str(ROOT)},
-      check=False,
+      pass_fds=(write,),
+      start_new_session=True,
     )
-  if done.returncode == 2:
+    asked = threading.Event()
+    with stopping.undone(lambda: (asked.set(), _kill(worker))):
+      try:
+        os.close(write)
+        more = {"folder": str(folder), "debug": debug, "phases": write}
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, and said why
+          worker.stdin.write(pickle.dumps({**request, **more}))
+          worker.stdin.flush()
+        _watch(phases, quiet=debug)
+        code = worker.wait()
+      finally:
+        _kill(worker)
+        with contextlib.suppress(BrokenPipeError):
+          worker.stdin.close()
+  if asked.is_set():  # to stop, in the thread that waits for signals, which ends this process
+    sys.exit(stopping.EXIT_CODE)
+  if code == 2:
     raise ValueError((folder / "refusal").read_text())
-  if done.returncode:
+  if code:
     sys.stderr.write(said.read_text(errors="replace"))
     return 1
   said.unlink()
   return 0
+
+
+def _kill(worker: subprocess.Popen) -> None:
+  """Kills the worker with all that it has started, where it is still there."""
+  if worker.poll() is None:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+
+
+def _watch(phases: BinaryIO, *, quiet: bool) -> None:
+  """Shows on a terminal what the worker is doing and since when, until it ends."""
+  console, began = Console(stderr=True, highlight=False), time.monotonic()
+  if quiet or not console.is_terminal:
+    while os.read(phases.fileno(), 4096):
+      pass
+    return
+  phase = "starting"
+  with console.status("") as line, stopping.undone(line.stop):  # which shows the cursor again
+    while True:
+      seconds = duration(time.monotonic() - began)
+      line.update(f"plan: {phase}, {seconds} (Ctrl-C stops it; nothing is lost)")
+      if select.select([phases], [], [], 1.0)[0]:
+        text = os.read(phases.fileno(), 4096)
+        if not text:
+          return
+        phase = printable(text.decode(errors="replace").splitlines()[-1], newlines=False)
 
 
 def _deliver(folder: pathlib.Path, workdir: epath.Path, remark: str = "") -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -171,7 +171,12 @@ def _sent(one: schedule.Sent) -> dict[str, Any]:
 
 
 def make(
-  config: ConfigDict, topology_name: str | None, *, title: str = "", simulate: bool = False
+  config: ConfigDict,
+  topology_name: str | None,
+  *,
+  title: str = "",
+  simulate: bool = False,
+  progress: Callable[[str], None] = lambda phase: None,
 ) -> Plan:
   """Returns the plan of a config.
 
@@ -180,6 +185,7 @@ def make(
     topology_name: `v5p:4x4x4`; None: that of the devices at hand.
     title: of the config.
     simulate: takes simulated devices for those at hand.
+    progress: is called with what is being done.
 
   Raises:
     ValueError: bad input: the topology, the mesh, the layout, a constant.
@@ -188,12 +194,16 @@ def make(
   if topology_name is None:
     topology_name = target.at_hand(config, simulate=simulate)
   topology = parse(topology_name, chips)
+  progress(f"laying out the state on {topology.name}")
   ready = target.prepare(config, topology)
   program = compiled = None
   where = target.places(ready, topology)
   if target.compiled_here(topology):
+    progress(f"compiling the step for {ready.mesh.size} devices of {topology.name}")
     program = target.compile_step(ready)
+    progress("reading the compiled program")
     compiled = hlo.parse(program.text) if program.fits else None
+  progress("tracing what a device holds")
   found = Plan(
     title,
     ready,
@@ -205,9 +215,11 @@ def make(
     tuple(_warnings(ready, topology, compiled)),
   )
   if not found.fits:
+    progress("looking for overrides that fit")
     scale = found.peak_bytes / found.memory_at_once
     advice = overrides_that_fit(config, ready, topology, scale)
     return dataclasses.replace(found, advice=tuple(advice))
+  progress("timing the step")
   if compiled is None:
     times = formulas.times(ready, where, topology.chip, rates)
   else:

@@ -2,23 +2,34 @@
 
 The compiler for TPUs, once loaded, prints on every start and holds a lock; ordinary runs never
 load it. Writes report.txt, plan.html and plan.json, and exits with 0; or writes the reason to
-`refusal`, and exits with 2.
+`refusal`, and exits with 2. What it is doing it writes to the pipe that the request names.
 """
 
+import contextlib
 import json
+import os
 import pathlib
 import pickle
+import signal
 import sys
-
-from planning import page, plan, report
+import threading
 
 
 def main() -> int:
   """Reads the request, and answers it."""
   request = pickle.load(sys.stdin.buffer)
+  threading.Thread(target=_end_with_the_parent, daemon=True).start()
+  _report(request["phases"], "importing")
+  # These import JAX, which takes seconds, while whoever started this may be killed.
+  from planning import page, plan, report
+
   try:
     found = plan.make(
-      request["config"], request["topology"], title=request["title"], simulate=request["simulate"]
+      request["config"],
+      request["topology"],
+      title=request["title"],
+      simulate=request["simulate"],
+      progress=lambda phase: _report(request["phases"], phase),
     )
   except ValueError as error:
     if request["debug"]:
@@ -26,10 +37,26 @@ def main() -> int:
     (pathlib.Path(request["folder"]) / "refusal").write_text(str(error))
     return 2
   folder = pathlib.Path(request["folder"])
+  _report(request["phases"], "writing the page")
   (folder / "report.txt").write_text(report.text(found) + "\n")
   (folder / "plan.html").write_text(page.html(found))
   (folder / "plan.json").write_text(json.dumps(found.as_json(), indent=2) + "\n")
   return 0
+
+
+def _report(pipe: int, phase: str) -> None:
+  with contextlib.suppress(BrokenPipeError):
+    os.write(pipe, f"{phase}\n".encode())
+
+
+def _end_with_the_parent() -> None:
+  """Kills this process when its standard input ends: whoever started it is gone.
+
+  Also while the main thread is inside of the compiler, which hears no other signal for minutes.
+  """
+  while os.read(0, 1):
+    pass
+  os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ ARROWS = {
   },
   # Flags and refusals: what a config is, how devices and jobs start, how processes end.
   "commands": {"configs", "training", "processes", "runtime"},
-  "planning": {"configs", "partitioning", "training", "runtime"},
+  "planning": {"configs", "partitioning", "processes", "training", "runtime"},
   "training": {"models", "partitioning", "input_pipeline", "checkpointing", "processes", "runtime"},
   "models": {"partitioning"},
   "configs": {"runtime"},
