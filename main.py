@@ -24,9 +24,11 @@ Ctrl-C after saving; 130 by a second Ctrl-C, without saving.
 """
 
 from processes import stopping
+from runtime import jax_variables
 
 if __name__ == "__main__":  # what is imported below takes seconds, and Ctrl-C comes then, too
   stopping.begin()
+  jax_variables.load()
 
 import hashlib
 import sys
@@ -45,7 +47,7 @@ from processes import group as groups
 from processes.lockstep import Lockstep
 from processes.stopping import EXIT_CODE, StopRequest
 from processes.watchdog import STARTING, Watchdog
-from runtime import files
+from runtime import files, xla_flags
 from tour import chapters
 from tour import run as tour
 from training import (
@@ -70,7 +72,8 @@ def main(argv: list[str]) -> int:
     logging.set_verbosity(logging.WARNING)  # the libraries' own news is not the user's
   try:
     verb = flags.chosen_verb(argv[1:])
-  except ValueError as error:
+    xla_flags.check()
+  except (ValueError, OSError) as error:
     return refuse(error)
   if verb == "tour":
     return _tour()

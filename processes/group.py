@@ -218,28 +218,47 @@ def who() -> tuple[str, int, int] | None:
     return None
   if values[COUNT] == "1":
     return "", 1, 0
-  if not values[COUNT] and not values[INDEX]:
-    values.update(zip((COUNT, INDEX), _ranked() or ("", ""), strict=True))
+  if not values[COUNT] and not values[INDEX] and (ranked := _ranked()):
+    values.update(zip((COUNT, INDEX), map(str, ranked), strict=True))
   if not all(values.values()):
     missing = " and ".join(name for name, value in values.items() if not value)
     raise ValueError(f"of the three variables {', '.join(values)}, {missing} is not set")
   try:
     count, index = int(values[COUNT]), int(values[INDEX])
-    if not 0 < int(values[ADDRESS].rpartition(":")[2]) < 2**16:
+    host, _, port = values[ADDRESS].rpartition(":")
+    if not 0 < int(port) < 2**16 or not _is_host(host):
       raise ValueError
   except ValueError:
-    raise ValueError(f"{_text(values)}: a host:port and two numbers are wanted") from None
+    raise ValueError(
+      f"{_text(values)}: a host:port and two numbers are wanted, such as 10.0.0.1:8476 or "
+      f"[::1]:8476, 2 and 0"
+    ) from None
   if not 0 <= index < count:
     raise ValueError(f"{_text(values)}: the index must be 0 or more and below the number")
   return values[ADDRESS], count, index
 
 
-def _ranked() -> tuple[str, str] | None:
-  """Returns (number, index) of the processes that a launcher has started, where one has."""
+def _is_host(text: str) -> bool:
+  """Tells whether a text can be a host: a name, an IPv4 address, or an IPv6 address in brackets."""
+  if text.startswith("[") and text.endswith("]"):
+    return ":" in text
+  return bool(text) and not any(character in "[]:" or character.isspace() for character in text)
+
+
+def _ranked() -> tuple[int, int] | None:
+  """Returns (number, index) of the processes that a launcher has started, where one has.
+
+  Raises:
+    ValueError: its variables are not numbers.
+  """
   for names in RANKS:
-    number, index = (os.environ.get(name, "") for name in names)
-    if number and index:
-      return number, index
+    values = {name: os.environ.get(name, "") for name in names}
+    try:
+      numbers = [int(value) for value in values.values() if value]
+    except ValueError:
+      raise ValueError(f"{_text(values)}: two numbers are wanted") from None
+    if len(numbers) == 2:
+      return numbers[0], numbers[1]
   return None
 
 
@@ -300,7 +319,7 @@ def _find(timeout_seconds: float, on_tpu: bool) -> tuple[str, int, int]:
   if found := who():
     return found
   ranked = _ranked()
-  number = int(ranked[0]) if ranked else 1
+  number = ranked[0] if ranked else 1
   in_job = "JOB_COMPLETION_INDEX" in os.environ
   if number == 1 and not on_tpu and not in_job:
     return "", 1, 0

@@ -249,6 +249,20 @@ def test_help_has_the_defaults_of_the_recipe(main):
   assert "did you mean 'mlp'?" in err
 
 
+def test_a_variable_that_jax_refuses_is_one_message():
+  done = subprocess.run(
+    [sys.executable, "main.py", "layout", DP8],
+    cwd=ROOT,
+    env={**os.environ, "JAX_ENABLE_X64": "maybe"},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 2, done.stderr
+  assert done.stderr.startswith("refused: invalid truth value 'maybe' for environment 'JAX_EN")
+  assert done.stderr.count("\n") == 1
+
+
 def test_a_parameter_without_a_rule_is_refused(main, tmp_path, monkeypatch):
   # The tables are code, so a wrong one is made by a wrapper around main.py.
   script = tmp_path / "wrong_table.py"

@@ -75,6 +75,10 @@ NO_NUMBERS = {
   ("host0:8476", "2", "first"): "JAX_PROCESS_ID=first",
   ("host0", "2", "0"): "JAX_COORDINATOR_ADDRESS=host0,",
   ("host0:port", "2", "0"): "a host:port and two numbers are wanted",
+  ("[::1:8", "2", "0"): "JAX_COORDINATOR_ADDRESS=[::1:8,",
+  ("::1:8", "2", "0"): "such as 10.0.0.1:8476 or [::1]:8476",
+  ("a b:8", "2", "0"): "JAX_COORDINATOR_ADDRESS=a b:8,",
+  (":8", "2", "0"): "JAX_COORDINATOR_ADDRESS=:8,",
   ("host0:99999", "2", "0"): "JAX_COORDINATOR_ADDRESS=host0:99999,",
   ("host0:0", "2", "0"): "JAX_COORDINATOR_ADDRESS=host0:0,",
   ("host0:8476", "2", "2"): "the index must be 0 or more and below the number",
@@ -95,6 +99,14 @@ def test_no_such_numbers(given, values):
 def test_an_address_alone_takes_the_rest_from_the_launcher(given, size, rank):
   given(**three("host0:8476"), **{size: "3", rank: "2"})
   assert groups.who() == ("host0:8476", 3, 2)
+
+
+@pytest.mark.parametrize(("size", "rank"), groups.RANKS)
+@pytest.mark.parametrize("values", [("x", "0"), ("2", "first"), ("x", "")])
+def test_a_launchers_variables_that_are_no_numbers_are_named(given, size, rank, values):
+  given(**{size: values[0], rank: values[1]})
+  with pytest.raises(ValueError, match=f"{size}={values[0]}, {rank}={values[1]}: two numbers are"):
+    groups.connect(start_timeout_seconds=1, heartbeat_seconds=5)
 
 
 def test_our_variables_win_over_a_launchers(given):
