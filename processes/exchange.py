@@ -19,6 +19,11 @@ PERIOD_SECONDS = 0.25
 _POST_SECONDS = 1.0
 # Without a new pulse for so long, a process does not live.
 SILENT_SECONDS = 2.0
+# Process 0 answers all: beyond this number of processes, each asks less often.
+_OFTEN_FOR = 1000
+# Those that look at all others while they wait. All looking at all would be N * N a second.
+WATCHERS = 8
+_MOST_NAMED = 16
 
 
 class Exchange:
@@ -39,8 +44,14 @@ class Exchange:
         once; runs in this thread.
     """
     self._group, self._place, self._receive = group, place, receive
+    slower = max(1.0, group.count / _OFTEN_FOR)
+    self._period, self._posts_each = PERIOD_SECONDS * slower, _POST_SECONDS * slower
+    self._silent = SILENT_SECONDS * slower
+    self._watches = group.index < WATCHERS
+    self._told = ""  # to one that does not watch: who is behind
     self._outbox: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     self._known: set[str] = set()
+    self._held: list[str] = []
     self._pulse = 0
     self._seen: dict[str, tuple[dict, float]] = {}  # index -> its place, since when unchanged
     self._answered = time.monotonic()
@@ -64,12 +75,12 @@ class Exchange:
 
   def said(self, what: str, index: int) -> str | None:
     """Returns the text that a process has told, None where it has not."""
-    notice = self._group.list("notice").get(f"{what}-{index}")
+    notice = self._group.get(f"notice/{what}-{index}")
     return None if notice is None else notice["text"]
 
   def answering(self) -> bool:
     """Tells whether the coordination service answers."""
-    return self._group.alone or time.monotonic() - self._answered < SILENT_SECONDS
+    return self._group.alone or time.monotonic() - self._answered < self._silent
 
   def silence(self, since: float = 0.0) -> float:
     """Returns for how long nothing was heard of the one that is silent longest.
@@ -92,14 +103,16 @@ class Exchange:
       return "there is no other process"
     if not self.answering():
       return "no answer from process 0, which keeps the coordination service"
+    if not self._watches:
+      return self._told or f"processes 0 to {WATCHERS - 1} look for who is behind"
     now, seen = time.monotonic(), dict(self._seen)  # a copy: the thread goes on
     places = {index: place for index, (place, _) in seen.items()}
     missing = [str(i) for i in range(self._group.count) if str(i) not in places]
     living = {index: since for index, (place, since) in seen.items() if not place["ends"]}
-    silent = [index for index, since in living.items() if now - since > SILENT_SECONDS]
+    silent = [index for index, since in living.items() if now - since > self._silent]
     if silent or missing:
       names = [f"{i} ({places[i]['host']}, last seen at {places[i]['at']!r})" for i in silent]
-      return f"no sign of life from process {', '.join(names + missing)}"
+      return f"no sign of life from process {_listed(names + missing)}"
     fewest = min(place["beats"] for place in places.values())
     late = [i for i, place in places.items() if place["beats"] == fewest]
     if len(late) == len(places):
@@ -107,11 +120,11 @@ class Exchange:
       quiet = min(living, key=living.get, default=None)
       lasted = now - living[quiet] if quiet is not None else 0.0
       where = "all processes are at the same place"
-      if lasted <= _POST_SECONDS + 2 * PERIOD_SECONDS:
+      if lasted <= self._posts_each + 2 * self._period:
         return where
       return f"{where}; for {lasted:.1f} s no sign of life from process {quiet}"
     names = [f"{i} ({places[i]['host']}, at {places[i]['at']!r})" for i in late]
-    return f"behind is process {', '.join(names)}"
+    return f"behind is process {_listed(names)}"
 
   # ------------------------------ the thread ------------------------------
 
@@ -123,19 +136,30 @@ class Exchange:
         closing = self._closed.is_set()
         self._send()
         self._hear()
-        if closing or time.monotonic() - posted >= _POST_SECONDS:
+        if closing or time.monotonic() - posted >= self._posts_each:
           posted = time.monotonic()
           self._post(ends=closing)
         self._answered = time.monotonic()
         if closing:
           return
-        self._closed.wait(PERIOD_SECONDS)
+        self._closed.wait(self._period)
 
   def _send(self) -> None:
+    held = []
     while not self._outbox.empty():
       what, text = self._outbox.get()
+      # A scheduler stops all at once: one notice of it is enough, and all would read all of them.
+      if what == "stop" and not self._watches and not self._closed.is_set():
+        if any(name.startswith("stop-") for name in self._known):
+          continue
+        if text not in self._held:
+          held.append(text)
+          continue
       notice = {"text": text, "host": socket.gethostname()}
       self._group.put(f"notice/{what}-{self._group.index}", notice)
+    for text in held:  # for one period, in which one that watches may tell it
+      self._outbox.put(("stop", text))
+    self._held = held
 
   def _hear(self) -> None:
     notices = self._group.list("notice").items()
@@ -151,10 +175,23 @@ class Exchange:
     beats, label, waited = self._place()
     place = {"beats": beats, "at": label, "pulse": self._pulse, "host": socket.gethostname()}
     self._group.put(f"progress/{self._group.index}", {**place, "ends": ends})
-    if waited < _POST_SECONDS / 2:
+    if waited < self._posts_each / 2:
       self._seen.clear()
+      self._told = ""
+      return
+    if not self._watches:
+      told = self._group.get("behind")
+      self._told = told["text"] if told else ""
       return
     now = time.monotonic()
     for index, place in self._group.list("progress").items():
       before, since = self._seen.get(index, ({}, now))
       self._seen[index] = (place, now if place["pulse"] != before.get("pulse") else since)
+    if self._group.first and self._group.count > WATCHERS:
+      self._group.put("behind", {"text": self.behind()})
+
+
+def _listed(names: list[str]) -> str:
+  """Returns the first names, and how many more there are."""
+  more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+  return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,10 +1,13 @@
 """What all processes of a run must agree on, compared before the first collective.
 
 A collective between processes that differ hangs or computes something else without a word. So each
-process shows what it is about to do in the coordination service, and every one compares.
+process shows what it is about to do in the coordination service, with a digest. Process 0 compares
+the digests, and says which two processes to look at where they differ: every process checks that
+difference itself. All comparing with all would be N * N facts.
 """
 
 import collections
+import hashlib
 import json
 import secrets
 import time
@@ -16,6 +19,8 @@ from etils import epath
 from processes.group import Group, NotTogetherError
 
 _MOST_LINES = 12
+_MOST_KINDS = 64  # of facts that are compared
+_WATCHERS = 8  # that look at all others where some have not come
 _LATE_SECONDS = 4.0
 
 
@@ -42,25 +47,68 @@ def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds
   """
   if group.alone:
     return
+  digest = _digest(facts)
   group.put(f"facts/{stage}/{group.index}", facts)
+  group.put(f"digests/{stage}/{group.index}", {"digest": digest})
+  _meet(group, stage, f"digests/{stage}", timeout_seconds)
+  if group.first:
+    group.put(f"verdicts/{stage}", _verdict(group, stage))
+  _meet(group, stage, f"verdicts/{stage}", timeout_seconds)
+  verdict = group.get(f"verdicts/{stage}") or {}
+  if not verdict.get("text") and verdict.get("digest") == digest:
+    return
+  examples = [group.get(f"digests/{stage}/{index}") for index in verdict.get("examples", ())]
+  if len(examples) == 2 and None not in examples and examples[0] != examples[1]:
+    raise DifferenceError(verdict["text"])
+  # It has not seen it itself: no reason to refuse.
+  raise NotComeError(
+    f"process 0 says of {stage!r} what this process does not find: {verdict}{group.unsigned_text()}"
+  )
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+  as_read = json.loads(json.dumps(facts))
+  return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def _meet(group: Group, stage: str, point: str, timeout_seconds: float) -> None:
+  """Waits for all; who has not come is named by the first few processes."""
   try:
-    group.wait(f"facts/{stage}", timeout_seconds=timeout_seconds)
+    group.wait(point, timeout_seconds=timeout_seconds)
   except NotTogetherError as error:
-    there = group.list(f"facts/{stage}")
-    missing = [str(i) for i in range(group.count) if str(i) not in there]
+    names = "another"
+    if group.index < _WATCHERS:
+      there = group.list(f"digests/{stage}")
+      missing = [str(i) for i in range(group.count) if str(i) not in there]
+      names = ", ".join(missing[:_MOST_LINES])
+      if len(missing) > _MOST_LINES:
+        names += f" and {len(missing) - _MOST_LINES} more"
     raise NotComeError(
-      f"before the first step, process {', '.join(missing)} of {group.count} has not come to "
+      f"before the first step, process {names} of {group.count} has not come to "
       f"{stage!r} within processes.start_timeout_seconds={timeout_seconds:g}"
       f"{group.unsigned_text()}"
     ) from error
-  shown = {int(index): value for index, value in group.list(f"facts/{stage}").items()}
-  if lines := differences(shown):
-    more = [f"  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
-    raise DifferenceError(
-      "the processes differ, and would wait for one another for ever or compute nonsense:\n"
-      + "\n".join([f"  {line}" for line in lines[:_MOST_LINES]] + more)
-      + "\nstart all with the same command, code and libraries"
-    )
+
+
+def _verdict(group: Group, stage: str) -> dict[str, Any]:
+  """Returns what process 0 has found: `text`, "" where all agree, and two that differ."""
+  holders = collections.defaultdict(list)  # digest -> indices
+  for index, value in group.list(f"digests/{stage}").items():
+    holders[value["digest"]].append(int(index))
+  if len(holders) == 1:
+    return {"text": "", "digest": next(iter(holders))}
+  shown = {}
+  for indices in sorted(holders.values(), key=min)[:_MOST_KINDS]:
+    facts = group.get(f"facts/{stage}/{min(indices)}") or {}
+    shown |= dict.fromkeys(indices, facts)
+  lines = differences(shown)
+  more = [f"  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+  text = (
+    "the processes differ, and would wait for one another for ever or compute nonsense:\n"
+    + "\n".join([f"  {line}" for line in lines[:_MOST_LINES]] + more)
+    + "\nstart all with the same command, code and libraries"
+  )
+  return {"text": text, "examples": sorted(map(min, holders.values()))[:2]}
 
 
 def differences(shown: Mapping[int, Mapping[str, Any]]) -> list[str]:
@@ -118,15 +166,16 @@ def same_folder(group: Group, folder: epath.Path, *, timeout_seconds: float) -> 
     (folder / f".preflight-{token}").write_text(token)
     group.put("token/0", {"token": token})
   group.wait("token", timeout_seconds=timeout_seconds)
-  token = group.list("token")["0"]["token"]
+  token = group.get("token/0")["token"]
   path = folder / f".preflight-{token}"
   sees, until = _reads(path, token), time.monotonic() + _LATE_SECONDS
   while not sees and time.monotonic() < until:
     time.sleep(0.2)
     sees = _reads(path, token)
-  group.put(f"sees/{group.index}", {"sees": sees})
+  if not sees:  # the others say nothing: all read what is there
+    group.put(f"blind/{group.index}", {})
   group.wait("sees", timeout_seconds=timeout_seconds)
-  blind = [int(i) for i, answer in group.list("sees").items() if not answer["sees"]]
+  blind = [int(index) for index in group.list("blind")]
   if group.first:
     path.unlink()
     for empty in made if blind else ():

@@ -292,7 +292,7 @@ def test_the_exchange_lives_on_and_hears_the_others():
 def test_the_preflight_says_what_was_ignored():
   store = SharedStore(2)
   first, _ = groups_of(2, store, key=b"key of the run")
-  store.key_value_set("facts/run/1", '{"seed": 7}')
+  store.key_value_set("digests/run/1", '{"seed": 7}')
   [result] = together(lambda: agree(first, "run", {"seed": 0}, timeout_seconds=0.2))
   assert "process 1 of 2 has not come to 'run'" in str(result)
   assert "1 entries of the coordination service were ignored" in str(result)
