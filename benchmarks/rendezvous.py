@@ -15,6 +15,7 @@ import json
 import os
 import resource
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from launch.local import free_port
-from processes import rollcall, tokens
+from processes import listening, rollcall, tokens
 
 TIMEOUT_SECONDS = 120.0
 _STACK_BYTES = 2**18
@@ -46,7 +47,12 @@ class Meeting:
 
 
 def meet(
-  count: int, *, drivers: int = 8, late: Sequence[int] = (), late_seconds: float = 0.0
+  count: int,
+  *,
+  drivers: int = 8,
+  late: Sequence[int] = (),
+  late_seconds: float = 0.0,
+  mute: int = 0,
 ) -> Meeting:
   """Lets so many processes meet, and returns what became of it.
 
@@ -55,6 +61,7 @@ def meet(
     drivers: the processes that play all but process 0.
     late: indices of those that come late.
     late_seconds: by so much.
+    mute: connections of others, which say nothing.
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -79,7 +86,13 @@ def meet(
       driver.stdin.write(f"{begin}\n")
       driver.stdin.flush()
     time.sleep(max(0.0, begin - time.monotonic()))
-    wrong, keys = _play(address, count, [0])
+    silent = threading.Thread(target=_say_nothing, args=[address, mute, over := threading.Event()])
+    silent.start()
+    try:
+      wrong, keys = _play(address, count, [0])
+    finally:
+      over.set()
+      silent.join()
     ends = [time.monotonic()]
     for driver in started:
       answer = json.loads(driver.stdout.readline())
@@ -118,6 +131,22 @@ def _play(
   for thread in threads:
     thread.join()
   return wrong, keys
+
+
+def _say_nothing(address: str, mute: int, over: threading.Event) -> None:
+  """Holds connections until it is over; every other one has sent half a line."""
+  host, port = listening.split(address)
+  held: list[socket.socket] = []
+  while len(held) < mute and not over.is_set():
+    try:
+      held.append(socket.create_connection((host, port), timeout=5))
+      if len(held) % 2:
+        held[-1].sendall(b"0" * 30)
+    except OSError:  # nobody listens yet
+      over.wait(0.01)
+  over.wait()
+  for one in held:
+    one.close()
 
 
 def _driver() -> None:

@@ -54,6 +54,7 @@ class Run:
     count: how many.
     steps: that the run makes.
     workdir: of the run.
+    port: of the coordinator, where no launcher chooses one.
     codes: as of Popen, by process; of the launcher alone where one starts them.
     ended: when they had these codes, by the monotonic clock.
   """
@@ -95,7 +96,8 @@ class Run:
     if launcher:
       before = [sys.executable, "-m", "launch.local", f"--processes={count}"]
       command = [*before, f"--restarts={restarts}", "--", *command]
-    address = f"localhost:{free_port()}"
+    self.port = free_port()
+    address = f"localhost:{self.port}"
     self._outputs, self.popens = [], []
     for index in range(1 if launcher else count):
       names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

@@ -265,4 +265,26 @@ ROWS = (
     50,
     note="Of 2 processes that were stopped JAX may end some by SIGABRT before they find out.",
   ),
+  Row(
+    27,
+    "hostile messages at the rendezvous and in the exchange: a seeded fuzz",
+    40,
+    "the run is unaffected: Same, exit 0; every process meets the others, hears their notices and "
+    "none of an outsider's",
+    "rows_network",
+    4,
+    note="Every tenth trial attacks the port of a whole run of 2 processes until it ends; the "
+    "others send 120 messages to a rendezvous of 4 processes, or 200 entries to the coordination "
+    "service of 3.",
+  ),
+  Row(
+    28,
+    "a rendezvous of 2 to 4,096 processes, some late, beside connections that are silent",
+    16,
+    "all meet within 30 s of the last one's arrival",
+    "rows_network",
+    8,
+    note="Each process has a socket of its own; they are threads of four processes. 2, 3, 16, 64, "
+    "256, 1,024, 2,048 and 4,096 of them in turn.",
+  ),
 )
