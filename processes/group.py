@@ -341,6 +341,8 @@ def refuse(text: str, workdir: epath.Path | None = None) -> None:
     found = who()
     if found and found[1] > 1:
       token = tokens.Token(workdir, found[0])
+      if workdir is None and not token.given:
+        return  # nobody would believe it
       rollcall.call(*found, token=token, timeout_seconds=5, refused=text)
 
 

@@ -22,6 +22,8 @@ from typing import Any
 
 from etils import epath
 
+from processes import stopping
+
 VARIABLE = "MESHWRIGHT_TOKEN"
 LEAST_CHARACTERS = 16
 LINE_BYTES = 2**14  # the longest line that is read
@@ -124,13 +126,18 @@ class Token:
         f"process 0 cannot write a token to the workdir ({error}), which the processes need to "
         f"know one another; make {folder} writable, or set {VARIABLE} for all of them"
       ) from error
-    try:
-      yield text.encode()
-    finally:
+
+    def remove() -> None:
       with contextlib.suppress(OSError):
         self._file.unlink(missing_ok=True)
         for empty in made:
           empty.rmdir()
+
+    try:
+      with stopping.undone(remove):  # also where a signal ends this process meanwhile
+        yield text.encode()
+    finally:
+      remove()
 
   def read(self) -> bytes:
     """Returns the token as another process than 0 finds it, b"" where there is none yet.

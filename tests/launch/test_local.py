@@ -314,6 +314,13 @@ def test_it_does_not_restart_what_a_restart_cannot_help(launch):
     assert "restart" not in launcher.err
 
 
+def test_who_was_told_of_a_refusal_does_not_hide_it(launch):
+  # Only the process that refuses ends with 2; the others, with 1, may be first.
+  launcher = launch("time.sleep(0.5 * index); sys.exit(1 + index)", "--restarts=3")
+  assert launcher.end() == 2
+  assert "restart" not in launcher.err
+
+
 def test_restarts_end_with_success(launch):
   launcher = launch(f"{COUNT}sys.exit([1, 0][count] if index else 0)", "--restarts=3")
   assert launcher.end() == 0

@@ -4,11 +4,16 @@ import functools
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
+from commands import refusal
 from processes import group as groups
+from processes import rollcall, tokens
 from processes.group import NotTogetherError
+from processes.stopping import StopRequest
+from processes.watchdog import Watchdog
 from tests.processes.stores import groups_of, together
 
 VARIABLES = [groups.ADDRESS, groups.COUNT, groups.INDEX, *sum(groups.RANKS, ()), *groups.PER_HOST]
@@ -163,6 +168,43 @@ def test_variables_that_are_half_set_are_a_refusal_of_the_command():
   assert done.returncode == 2, done.stderr
   assert done.stderr.startswith("refused: of the three variables"), done.stderr
   assert done.stdout == ""
+
+
+# ------------------------------ refusals ------------------------------
+
+
+def test_a_process_without_a_token_tells_nobody_and_does_not_wait(given, monkeypatch):
+  monkeypatch.delenv(tokens.VARIABLE, raising=False)
+  given(**three("localhost:1", "2", "1"))
+  began = time.monotonic()
+  groups.refuse("unknown config key 'x'")
+  assert time.monotonic() - began < 2
+
+
+CODES = {
+  rollcall.RollCallError("seen by itself"): 2,
+  rollcall.ToldError("told by another"): 1,
+  rollcall.MissingError("has not come"): 1,
+  ValueError("its own config"): 2,
+}
+
+
+@pytest.mark.parametrize("error", CODES, ids=lambda error: type(error).__name__)
+def test_only_what_a_process_has_seen_itself_ends_it_with_2(given, capsys, error):
+  given()
+  assert refusal.refuse(error) == CODES[error]
+  word = "refused" if CODES[error] == 2 else "error"
+  assert capsys.readouterr().err == f"{word}: {error}\n"
+
+
+@pytest.mark.parametrize("what", ["refused", "failed"])
+def test_a_notice_of_another_process_ends_this_one_with_1(monkeypatch, capsys, what):
+  first, _ = groups_of(2)
+  watch, ended = Watchdog(first, StopRequest()), []
+  monkeypatch.setattr(groups, "leave", lambda code, **_: ended.append(code))
+  watch._receive(what, "1", {"text": "no \x1b[2J", "host": "h\x07\ni"})
+  assert ended == [1]
+  assert f"process 1 (h\\x07\\ni) {what}: no \\x1b[2J\n" in capsys.readouterr().err
 
 
 # ------------------------------ meetings ------------------------------

@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from launch.local import free_port
-from processes import rollcall, tokens
+from processes import rollcall, stopping, tokens
 from tests.processes.stores import together
 
 
@@ -65,6 +65,12 @@ def test_the_workdir_shows_it_while_process_0_waits_and_nothing_is_left(tmp_path
     assert len(key) == 64
     assert tokens.Token(epath.Path(folder), "host0:8477").read() == b"", "of another run"
   assert [*tmp_path.iterdir()] == []
+
+
+def test_a_signal_while_process_0_waits_leaves_nothing(tmp_path):
+  with token(tmp_path / "run").shown():
+    stopping.clean_up()  # before `os._exit`
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_what_is_in_the_workdir_stays(tmp_path):
