@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
+from models.dtypes import wide_dtype
 from partitioning.constraints import constrain
 from partitioning.dims import Dim
 
@@ -62,8 +63,11 @@ class Linear(nnx.Module):
   def __call__(self, x: Float[Array, "B X"]) -> Float[Array, "B Y"]:
     """Returns the layer's output, laid out by its letters."""
     kernel = constrain(self.kernel[...].astype(self.dtype), self.letters)
-    bias = constrain(self.bias[...].astype(self.dtype), self.letters[1])
-    return constrain(x @ kernel + bias[None, :], "B" + self.letters[1])
+    # In float32 or wider: the bias' gradient is a sum over all rows.
+    wide = wide_dtype(self.dtype)
+    bias = constrain(self.bias[...].astype(wide), self.letters[1])
+    product = (x @ kernel).astype(wide) + bias[None, :]
+    return constrain(product.astype(self.dtype), "B" + self.letters[1])
 
 
 class MLP(nnx.Module):

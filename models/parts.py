@@ -109,11 +109,15 @@ class Kernel(nnx.Module):
     self.dtype = jnp.dtype(config.training.compute_dtype)
 
   def biased(self, x: Array) -> Array:
-    """Returns a product with the bias added, where there is one."""
+    """Returns a product with the bias added, where there is one.
+
+    Added in float32 or wider: the bias' gradient is a sum over all tokens.
+    """
     if not self.bias_letters:
       return x
-    bias = constrain(self.bias[...].astype(self.dtype), self.bias_letters)
-    return x + _beside(bias, x)
+    wide = wide_dtype(x.dtype)
+    bias = constrain(self.bias[...].astype(wide), self.bias_letters)
+    return (x.astype(wide) + _beside(bias, x)).astype(x.dtype)
 
 
 class Norm(nnx.Module):
@@ -160,7 +164,7 @@ class Embedding(nnx.Module):
 
   def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B R D"]:
     """Returns the rows of the table."""
-    x_BRD = scattered_lookup(self.table[...].astype(self.dtype), tokens_BT)
+    x_BRD = scattered_lookup(self.table[...], tokens_BT, self.dtype)
     return x_BRD * jnp.asarray(self.scale, self.dtype) if self.scale != 1.0 else x_BRD
 
 
@@ -176,9 +180,17 @@ class Positions(nnx.Module):
     )
     self.dtype = jnp.dtype(config.training.compute_dtype)
 
-  def __call__(self, positions_BT: Int[Array, "#B T"]) -> Float[Array, "#B T D"]:
-    """Returns the rows of the table."""
-    return constrain(self.table[...].astype(self.dtype), "PD")[positions_BT]
+  def __call__(
+    self, x_BRD: Float[Array, "B R D"], positions_BT: Int[Array, "#B T"]
+  ) -> Float[Array, "B R D"]:
+    """Returns x with the rows of the table added.
+
+    The table is gathered in the compute dtype, but looked up and added in float32 or wider: its
+    gradient is a sum over all rows and documents of the batch.
+    """
+    wide = wide_dtype(self.dtype)
+    table_PD = constrain(self.table[...].astype(self.dtype), "PD").astype(wide)
+    return constrain((x_BRD.astype(wide) + table_PD[positions_BT]).astype(self.dtype), "BRD")
 
 
 class Attention(nnx.Module):

@@ -222,7 +222,7 @@ class Transformer(nnx.Module):
     x_BRD = self.embed(tokens_BT)
     if not self.learned_positions:
       return x_BRD
-    return constrain(x_BRD + self.positions(rows.positions_BT), "BRD")
+    return self.positions(x_BRD, rows.positions_BT)
 
   def _logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B T V"]:
     normed_BRD = self.final_norm(x_BRD)

@@ -70,17 +70,31 @@ def first_state(job: Job) -> State:
   return jax.device_put(_STATES[key], job.state_shardings)
 
 
+def zipf(random: np.random.Generator, limit: int, shape: tuple[int, ...]) -> np.ndarray:
+  """Draws ids below a limit as text has tokens: the r-th most common one has a share of 1 / r.
+
+  The most common is the last, so that 0, which ends documents, is rare.
+  """
+  shares = 1 / np.arange(limit, 0, -1)
+  return random.choice(limit, shape, p=shares / shares.sum()).astype(np.int32)
+
+
 def host_batch(job: Job, seed: int = 0) -> dict[str, np.ndarray]:
-  """Returns a random global batch whose rows weigh differently, some tokens nothing."""
+  """Returns a random global batch whose rows weigh differently, some tokens nothing.
+
+  Tokens come as in text, so that many share a row of the table; classes come equally often.
+  """
   random = np.random.default_rng(seed)
-  limit = job.config.model.get("vocabulary_size") or job.config.model.output_size
+  vocabulary = job.config.model.get("vocabulary_size")
   batch = {}
   for name, array in job.batch.items():
     if name == "weights":
       values = random.integers(0, 3, array.shape).astype(array.dtype)
       values.flat[0] = 1
+    elif array.dtype == np.int32 and vocabulary:
+      values = zipf(random, vocabulary, array.shape)
     elif array.dtype == np.int32:
-      values = random.integers(0, limit, array.shape, np.int32)
+      values = random.integers(0, job.config.model.output_size, array.shape, np.int32)
     else:
       values = random.standard_normal(array.shape).astype(array.dtype)
     batch[name] = values

@@ -1,0 +1,178 @@
+"""Gradients in bfloat16 beside those in float32, tensor by tensor, of tokens as text has them.
+
+In text a few tokens are most of it (Zipf's law), so that the sums over the tokens that name a row
+of a table have thousands of terms, as those over a bias have. Tokens drawn uniformly hide what
+such a sum loses in a narrow dtype.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from partitioning import regions
+from partitioning.rules import named_leaves
+from tests.jobs import first_state, make_job, place, zipf
+from tests.parity.comparison import SEQUENCE_PARALLEL
+from tests.parity.matrix import FAMILIES, LEARNED
+
+ROWS, LENGTH = 32, 128  # 4,096 tokens, most of them on one device
+# Rounding each product to 8 bits leaves 0.3 to 1.2 %, about the same on every mesh.
+BOUND = 0.02
+VARIANTS = {
+  "families": {**FAMILIES, "training.loss_chunks": 16},
+  "learned": LEARNED,
+  "documents": {**LEARNED, "model.separate_documents": True},
+}
+
+
+def gradients(dtype, overrides):
+  """Returns the gradients of the first step, in float64."""
+  sizes = {"data.global_batch_size": ROWS, "data.sequence_length": LENGTH}
+  precise = {"training.matmul_precision": "highest", "training.compute_dtype": dtype}
+  job = make_job("single", "lm", **{**sizes, **precise, **overrides})
+  stream = zipf(np.random.default_rng(0), job.config.model.vocabulary_size, (ROWS, LENGTH + 1))
+  weights = np.ones((ROWS, LENGTH), np.float32)
+  batch = {"tokens": stream[:, :-1], "targets": stream[:, 1:], "weights": weights}
+  compiled = job.compile(
+    job.program.step_and_gradients,
+    job.state,
+    job.batch,
+    in_shardings=(job.state_shardings, job.batch_shardings),
+  ).function
+  _, _, found = compiled(first_state(job), place(job, batch))
+  return {name: np.asarray(value, np.float64) for name, value in named_leaves(found).items()}
+
+
+@functools.cache
+def in_float32(variant):
+  """Returns what one device gives in float32."""
+  return gradients("float32", VARIANTS[variant])
+
+
+@pytest.mark.parametrize(
+  ("variant", "mesh"),
+  [
+    ("families", {}),
+    ("families", {"mesh.fsdp": 2, "mesh.tensor": 2, **SEQUENCE_PARALLEL}),
+    ("learned", {}),
+    ("learned", {"mesh.fsdp": 2}),
+    ("documents", {"mesh.tensor": 2}),
+  ],
+)
+def test_each_gradient_is_that_of_float32(variant, mesh):
+  wanted = in_float32(variant)
+  found = gradients("bfloat16", {**VARIANTS[variant], **mesh})
+  everything = np.sqrt(sum(np.sum(value**2) for value in wanted.values()))
+  far = {}
+  for name, value in wanted.items():
+    size, distance = np.linalg.norm(value), np.linalg.norm(found[name] - value)
+    if size < 1e-5 * everything:
+      # Without rotary positions a key bias moves all scores of a query alike: its gradient is
+      # mathematically zero, and nothing but rounding on both sides.
+      assert name == "layers/attention/key/bias", name
+      far[name] = distance / everything
+    else:
+      far[name] = distance / size
+  assert {name: x for name, x in far.items() if not x < BOUND} == {}
+
+
+def test_the_gradient_of_a_lookup_is_a_sum_in_the_dtype_of_the_parameters():
+  # Against NumPy; a sum in bfloat16 is more than half wrong here.
+  random = np.random.default_rng(0)
+  ids = zipf(random, 61, (16_384,))
+  pulled = jnp.asarray(random.standard_normal((16_384, 5)) + 1, jnp.bfloat16)
+  table = jnp.asarray(random.standard_normal((61, 5)), jnp.bfloat16)
+
+  def rows(table, dtype):
+    return regions.rows_of(table, ids, jnp.dtype(dtype))
+
+  wanted = np.zeros((61, 5))
+  np.add.at(wanted, ids, np.asarray(pulled, np.float64))
+  found, far = {}, {}
+  for dtype in ("float32", "bfloat16"):
+    found[dtype], back = jax.vjp(functools.partial(rows, dtype=dtype), table)
+    [gradient] = back(pulled)
+    assert gradient.dtype == table.dtype
+    far[dtype] = np.linalg.norm(np.asarray(gradient, np.float64) - wanted) / np.linalg.norm(wanted)
+  np.testing.assert_array_equal(found["float32"], np.asarray(table)[ids])
+  assert far["float32"] < 2**-8  # one rounding
+  assert far["bfloat16"] > 0.5
+
+
+@pytest.mark.parametrize(
+  ("recipe", "changes"),
+  [
+    ("mlp", {}),
+    ("lm", {**FAMILIES, "training.loss_chunks": 3}),
+    ("lm", {**FAMILIES, "mesh.fsdp": 2, "mesh.tensor": 2, **SEQUENCE_PARALLEL}),
+    ("lm", LEARNED),
+    ("lm", {**LEARNED, "mesh.context": 2, "model.context_attention": "ring"}),
+    ("lm", {**LEARNED, "mesh.data": 2, "model.separate_documents": True}),
+  ],
+)
+def test_no_sum_over_many_terms_is_in_bfloat16(recipe, changes):
+  # XLA for CPUs keeps some of these sums in float32 whatever the program says.
+  narrow = [
+    (one.primitive.name, one.invars[0].aval.shape, one.outvars[0].aval.shape)
+    for one in equations(backward(recipe, changes))
+    if one.primitive.name in ("reduce_sum", "scatter-add", "cumsum")
+    and one.invars[0].aval.dtype == jnp.bfloat16
+  ]
+  # What the query heads of a group give to the keys and values that they share.
+  groups = 2
+  many = [
+    (name, before, after)
+    for name, before, after in narrow
+    if name != "reduce_sum" or math.prod(before) > groups * math.prod(after)
+  ]
+  assert many == []
+
+
+def test_the_chunks_of_the_loss_add_up_the_unembeddings_gradient_in_float32():
+  # The sum over chunks is what a scan carries backwards.
+  for one in equations(backward("lm", {"training.loss_chunks": 3})):
+    if one.primitive.name == "scan" and one.params["length"] == 3:
+      carried = one.invars[one.params["num_consts"] :][: one.params["num_carry"]]
+      dtypes = {array.aval.dtype for array in carried if array.aval.shape == (72, 40)}
+      if dtypes:
+        assert dtypes == {jnp.dtype("float32")}
+        return
+  pytest.fail("no scan over the chunks carries a gradient of the unembedding")
+
+
+def test_the_table_travels_in_the_compute_dtype():
+  # Between devices, that is: in float32 it would be twice the bytes.
+  sent = {kind: [] for kind in ("all_gather", "reduce_scatter")}
+  for equation in equations(backward("lm", {"mesh.fsdp": 8})):
+    if equation.primitive.name in sent:
+      whole = max((*equation.invars, *equation.outvars), key=lambda one: one.aval.size).aval
+      if whole.shape == (72, 40):  # V, D
+        sent[equation.primitive.name].append(whole.dtype)
+  # Table and unembedding, which the backward pass gathers again; and the gradients of both.
+  assert sent == {"all_gather": 3 * [jnp.bfloat16], "reduce_scatter": 2 * [jnp.bfloat16]}
+
+
+def backward(recipe, changes):
+  """Returns the program of a small job's gradients in bfloat16, as it is traced."""
+  job = make_job("single", recipe, **{"training.compute_dtype": "bfloat16", **changes})
+  with job.tracing():
+    gradient = jax.grad(lambda params, batch: job.program.sums(params, batch)["loss"])
+    return jax.make_jaxpr(gradient)(job.state.params, job.batch).jaxpr
+
+
+def equations(program):
+  """Yields all equations of a program, those of its functions too."""
+  for equation in program.eqns:
+    yield equation
+    for value in jax.tree.leaves(equation.params, is_leaf=is_program):
+      if is_program(value):
+        yield from equations(getattr(value, "jaxpr", value))
+
+
+def is_program(value):
+  """Tells whether a parameter of an equation is a program."""
+  return hasattr(value, "eqns") or hasattr(value, "jaxpr")
