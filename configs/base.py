@@ -20,7 +20,7 @@ MESH_DCN = {"data": 1, "fsdp": 1, "stage": 1}  # the axes that may go over the n
 MATMUL_PRECISIONS = ("default", "high", "highest")
 REMATERIALIZATIONS = ("none", "dots", "full")
 ATTENTION_KERNELS = ("xla", "splash")
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES = ("bfloat16", "float32", "float64")
 # What each kind of data is trained on.
 MODEL_LOSSES = {"text": "next_token", "image": "classification", "random": "squared_error"}
 # What an evaluation gives, by the kind of data.
@@ -172,6 +172,12 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   if 0 < config.processes.slow_ratio <= 1:
     ratio = config.processes.slow_ratio
     wrong.append(f"processes.slow_ratio={ratio}: above 1, or 0 to turn it off")
+  if config.training.compute_dtype == "float16":
+    wrong.append(
+      "training.compute_dtype='float16': gradients below 6e-8 become zero in it, and losses are "
+      "not scaled up to prevent that; set training.compute_dtype=bfloat16, whose range is that of "
+      "float32"
+    )
   if config.training.compute_dtype == "float64" and config.training.parameter_dtype != "float64":
     wrong.append("training.compute_dtype=float64 needs training.parameter_dtype=float64")
   if config.model.name == "transformer":
@@ -261,7 +267,7 @@ def _choices(config: ConfigDict) -> list[str]:
   for name, known in choices.items():
     section, key = name.split(".")
     value = config[section][key]
-    if value not in known:
+    if value not in known and (key, value) != ("compute_dtype", "float16"):  # see `check`
       wrong.append(f"{name}={value!r}: one of {', '.join(known)}{nearest(value, known)}")
   return wrong
 

@@ -111,8 +111,8 @@ def test_the_compute_dtype_follows_the_platform_and_the_parameters():
   assert finalized("lm", "tpu").training.compute_dtype == "bfloat16"
   wide = {"training.parameter_dtype": "float64"}
   assert finalized("lm", "cpu", **wide).training.compute_dtype == "float64"
-  chosen = {"training.compute_dtype": "float16"}
-  assert finalized("lm", "gpu", **chosen).training.compute_dtype == "float16"
+  chosen = {"training.compute_dtype": "float32"}
+  assert finalized("lm", "gpu", **chosen).training.compute_dtype == "float32"
 
 
 def test_the_tutorials_network_is_as_wide_as_the_platform_allows():
@@ -266,7 +266,9 @@ def refusal(argument, sizes, /, **overrides):
     ),
     ({}, {"training.loss_chunks": 0}, "training.loss_chunks=0: at least 1"),
     ({}, {"training.parameter_dtype": "bfloat16"}, "parameter_dtype='bfloat16': one of float32, f"),
-    ({}, {"training.compute_dtype": "float31"}, "bfloat16, float16, float32, float64; did you m"),
+    ({}, {"training.compute_dtype": "float31"}, "bfloat16, float32, float64; did you mean"),
+    ({}, {"training.compute_dtype": "float16"}, "set training.compute_dtype=bfloat16, whose"),
+    ({}, {"training.parameter_dtype": "float16"}, "='float16': one of float32, float64; did you"),
     ({}, {"training.matmul_precision": "hihg"}, "one of default, high, highest; did you mean 'hi"),
     (
       {},
