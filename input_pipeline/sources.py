@@ -12,6 +12,8 @@ from input_pipeline.bad_records import BadRecords, Sharing
 from input_pipeline.records import Records, UnreadableError, again
 
 _LABEL_BYTES = 4
+BYTES = 256  # that a token can be
+_ROWS_PER_READ = 1024
 _NONE = BadRecords()
 
 
@@ -28,6 +30,7 @@ class Source:
       UnreadableError that names the row if one cannot be read. May be called from several threads.
     bad: the rows that cannot be read, and are zeros: known only where data.max_bad_records allows
       for some.
+    ids: how many token ids its rows can hold, from 0 on; 0 where there are no tokens.
   """
 
   name: str
@@ -36,6 +39,7 @@ class Source:
   fields: dict[str, tuple[tuple[int, ...], np.dtype]]
   read: Callable[[np.ndarray], dict[str, np.ndarray]]
   bad: BadRecords = _NONE
+  ids: int = 0
 
   def __len__(self):
     return self.rows
@@ -76,7 +80,33 @@ def open_source(data, split, seed, sharing=None):
   bad = bad_records.find(records, limit, sharing or Sharing()) if limit else _NONE
   if bad.rows:
     read = bad_records.skipping(read, bad.rows)
-  return Source(store.name, _fingerprint(store), len(records), fields, read, bad)
+  ids = BYTES if data.kind == "text" else 0
+  return Source(store.name, _fingerprint(store), len(records), fields, read, bad, ids)
+
+
+def check_ids(source, vocabulary_size):
+  """Raises ValueError if a row of text holds a token that the model has no row of its table for.
+
+  Rows are read only where the vocabulary is smaller than the ids that there can be: text in ASCII
+  has no byte above 127.
+
+  Args:
+    source: a Source.
+    vocabulary_size: how many tokens the model knows.
+  """
+  if source.ids <= vocabulary_size:
+    return
+  for start in range(0, len(source), _ROWS_PER_READ):
+    numbers = np.arange(start, min(start + _ROWS_PER_READ, len(source)))
+    found = source.read(numbers)
+    largest_B = np.maximum(found["tokens"].max(axis=1), found["targets"].max(axis=1))
+    beyond = np.flatnonzero(largest_B >= vocabulary_size)
+    if len(beyond):
+      raise ValueError(
+        f"{source.name}: row {numbers[beyond[0]]} holds token {largest_B[beyond[0]]}, but"
+        f" model.vocabulary_size={vocabulary_size} allows 0 to {vocabulary_size - 1}; set"
+        f" model.vocabulary_size={source.ids}, which allows all tokens that there can be"
+      )
 
 
 def array_source(name, arrays):
@@ -171,17 +201,18 @@ def _image(store, data):
   """Returns fields, fits (see Records) and records -> fields of a store of images."""
   shape = tuple(store.manifest["shape"])
   P = int(np.prod(shape))
+  # The data's sizes are derived from the model's, which are what can be set.
   if data.input_size != P:
     raise ValueError(
-      f"{store.name}: an image has {P} values {shape}, but data.input_size={data.input_size}; set"
-      f" data.input_size={P}"
+      f"{store.name}: an image has {P} values {shape}, but model.input_size={data.input_size}; set"
+      f" model.input_size={P}"
     )
   low, high = store.manifest["smallest_label"], store.manifest["largest_label"]
   if low < 0 or high >= data.target_size:
     raise ValueError(
-      f"{store.name}: the labels run from {low} to {high}, but data.target_size="
+      f"{store.name}: the labels run from {low} to {high}, but model.output_size="
       f"{data.target_size} allows 0 to {data.target_size - 1}; "
-      + (f"set data.target_size={high + 1}" if low >= 0 else "take a split that has labels")
+      + (f"set model.output_size={high + 1}" if low >= 0 else "take a split that has labels")
     )
 
   def fits(number, length):

@@ -11,6 +11,18 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 DP8 = "--config=configs/dp8.py"
 REFUSALS = {
+  "tokens beyond the vocabulary": (
+    [DP8, "--config.model.vocabulary_size=100"],
+    [
+      "python_source/",
+      " train: row 0 holds token 1",
+      "vocabulary_size=100 allows 0 to 99; set mod",
+    ],
+  ),
+  "labels beyond the classes": (
+    [DP8 + ":mlp", "--config.model.output_size=8", "--config.model.input_size=64"],
+    ["labels run from 0 to 9, but model.output_size=8 allows 0 to 7; set model.output_size=10"],
+  ),
   "unknown key": (
     [DP8, "--config.training.stepz=3"],
     ["unknown config key 'training.stepz'", "did you mean 'training.steps'?"],

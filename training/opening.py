@@ -3,7 +3,7 @@
 import dataclasses
 
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
-from input_pipeline.sources import open_source
+from input_pipeline.sources import Source, check_ids, open_source
 from training.agreement import sharing
 from training.job import Job
 
@@ -21,11 +21,12 @@ def open_data(job: Job) -> Data:
 
   Raises:
     ValueError: from the input pipeline: an unknown data set, an empty split, a missing
-      feature, fewer rows than a batch, or rows that are not what the model takes; more
-      records that cannot be read than data.max_bad_records.
+      feature, fewer rows than a batch, or rows that are not what the model takes, tokens
+      beyond its vocabulary among them; more records that cannot be read than
+      data.max_bad_records.
   """
   config = job.config
-  source = open_source(config.data, config.data.train_split, config.seed, sharing(job))
+  source = _open(job, config.data.train_split)
   train = TrainingBatches(
     source,
     global_batch_size=config.data.global_batch_size,
@@ -40,6 +41,15 @@ def open_data(job: Job) -> Data:
 def open_held_out(job: Job) -> EvaluationBatches:
   """Opens the evaluation split; raises as `open_data`."""
   data, keys = job.config.data, job.config.evaluation
-  source = open_source(data, data.evaluation_split, job.config.seed, sharing(job))
+  source = _open(job, data.evaluation_split)
   steps = keys.steps if keys.every_steps else 0
   return EvaluationBatches(source, global_batch_size=data.global_batch_size, steps=steps)
+
+
+def _open(job: Job, split: str) -> Source:
+  """Opens a split, whose tokens must be in the model's vocabulary."""
+  config = job.config
+  source = open_source(config.data, split, config.seed, sharing(job))
+  if config.data.kind == "text":
+    check_ids(source, config.model.vocabulary_size)
+  return source

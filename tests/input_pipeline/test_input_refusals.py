@@ -80,9 +80,9 @@ def test_images_that_do_not_fit(config, tiny_images, data_dir, write_tfds):
     return _refusal(config(name, "image", input_size=4, target_size=4))
 
   message = _refusal(config(tiny_images, "image", input_size=784, target_size=4))
-  assert "an image has 15 values (3, 5, 1), but data.input_size=784" in message
+  assert "an image has 15 values (3, 5, 1), but model.input_size=784" in message
   message = _refusal(config(tiny_images, "image", input_size=15, target_size=3))
-  assert "labels run from 0 to 3, but data.target_size=3" in message
+  assert "labels run from 0 to 3, but model.output_size=3" in message
   white = np.full((2, 2), 255, np.uint8)
   message = images("unlabelled", [{"image": white, "label": -1}], shape=(2, 2), dtype=np.uint8)
   assert "labels run from -1 to -1" in message
@@ -93,6 +93,34 @@ def test_images_that_do_not_fit(config, tiny_images, data_dir, write_tfds):
   ragged = [{"image": white, "label": 0}, {"image": white[:1], "label": 0}]
   message = images("ragged", ragged, shape=(None, 2), dtype=np.uint8)
   assert "all images must have one shape" in message
+
+
+def test_tokens_beyond_the_vocabulary(config, tiny_text):
+  # The documents hold \xff, and no other byte above "z".
+  source = sources.open_source(config(tiny_text), "train", seed=0)
+  rows = source.read(np.arange(len(source)))
+  held = np.concatenate([rows["tokens"], rows["targets"]], axis=1)
+  [row] = {*np.flatnonzero((held == 255).any(axis=1))}
+  for size in (256, 300):
+    sources.check_ids(source, size)
+  for size, first, token in ((255, row, 255), (ord("a"), 0, held[0].max())):
+    with pytest.raises(ValueError, match=r"tiny_text:1\.2\.0 train: row") as error:
+      sources.check_ids(source, size)
+    assert (
+      f"row {first} holds token {token}, but model.vocabulary_size={size} allows 0 to {size - 1}; "
+      f"set model.vocabulary_size=256" in str(error.value)
+    )
+
+
+def test_a_vocabulary_of_the_tokens_that_occur_is_enough(config, data_dir, write_tfds):
+  import tensorflow_datasets as tfds
+
+  text = [{"body": b"z" * 40} for _ in range(9)]
+  write_tfds(data_dir, "ascii", {"body": tfds.features.Text()}, {"train": text})
+  source = sources.open_source(config("ascii"), "train", seed=0)
+  sources.check_ids(source, ord("z") + 1)
+  with pytest.raises(ValueError, match=r"row 0 holds token 122, but model\.vocabulary_size=122 al"):
+    sources.check_ids(source, ord("z"))
 
 
 def test_kinds(config):
