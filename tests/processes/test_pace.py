@@ -3,6 +3,7 @@
 import random
 import re
 import socket
+import threading
 import time
 
 import pytest
@@ -64,13 +65,36 @@ def test_a_stop_that_has_just_ended_counts_before_the_sampler_wakes(monkeypatch)
   assert sampler.lost() == (pytest.approx(2.0 - sampler.PERIOD_SECONDS), 0)
 
 
-def test_the_sampler_runs_and_ends():
+class LateClock:
+  """The module `time` of a process in which every sleep takes 0.1 s longer than it should."""
+
+  def __init__(self):
+    self.now, self.sleeps, self.sleepers = 0.0, 0, set()
+    self.enough = threading.Event()
+
+  def monotonic(self) -> float:
+    return self.now
+
+  def sleep(self, seconds: float) -> None:
+    time.sleep(1e-4)
+    self.now += seconds + 0.1
+    self.sleeps += 1
+    self.sleepers.add(threading.get_ident())
+    if self.sleeps >= 20:
+      self.enough.set()
+
+
+def test_the_sampler_counts_in_a_thread_until_it_is_closed(monkeypatch):
+  clock = LateClock()
+  monkeypatch.setattr(pace, "time", clock)
   with pace.Sampler() as sampler:
-    time.sleep(0.05)
-    stopped, delayed = sampler.lost()
+    assert clock.enough.wait(60), "the thread does not run"
+    assert sampler._thread.is_alive()
   assert not sampler._thread.is_alive()
-  assert 0 <= stopped < 60
-  assert 0 <= delayed < 60
+  assert len(clock.sleepers) == 1
+  assert clock.sleepers != {threading.get_ident()}
+  stopped, delayed = sampler.lost()
+  assert stopped + delayed == pytest.approx(0.1 * clock.sleeps)
 
 
 def test_waiting_for_a_processor_is_told_apart(monkeypatch):

@@ -1,0 +1,150 @@
+"""The decoder once more, in NumPy and float64, written from the papers: a reference for its values.
+
+It shares nothing with the code that it is compared with but the names of the parameters and the
+keys of the config. One row of tokens at a time, without batches, meshes, scans or blocks.
+"""
+
+import math
+
+import numpy as np
+
+
+def logits(config, arrays, tokens_T):
+  """Returns float64 [T, V], V without padding.
+
+  Args:
+    config: finalized, of a transformer.
+    arrays: name of a parameter -> array, those of the layers stacked.
+    tokens_T: ids.
+  """
+  model = config.model
+  weights = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+  numbers_T, positions_T = documents(tokens_T, separate=model.separate_documents)
+  slots_T = np.arange(len(tokens_T))
+  x_TD = weights["embed/table"][tokens_T]
+  if model.scaled_embeddings:
+    x_TD = x_TD * math.sqrt(model.model_size)
+  if model.positions == "learned":
+    x_TD = x_TD + weights["positions/table"][positions_T]
+  for number in range(model.layers):
+    sees_all = not model.window or (model.global_every and (number + 1) % model.global_every == 0)
+    seen_TS = (slots_T[None] <= slots_T[:, None]) & (numbers_T[None] == numbers_T[:, None])
+    if not sees_all:
+      seen_TS &= slots_T[None] > slots_T[:, None] - model.window
+    layer = {
+      name.removeprefix("layers/"): array[number]
+      for name, array in weights.items()
+      if name.startswith("layers/")
+    }
+    normed_TD = norm(model, layer, "attention_norm", x_TD)
+    read_TD = attention(model, layer, normed_TD, seen_TS, positions_T, sees_all=sees_all)
+    x_TD = x_TD + after(model, layer, "attention_post_norm", read_TD)
+    update_TD = mlp(model, layer, norm(model, layer, "mlp_norm", x_TD))
+    x_TD = x_TD + after(model, layer, "mlp_post_norm", update_TD)
+  x_TD = norm(model, weights, "final_norm", x_TD)
+  kernel_DV = weights["embed/table"].T if model.tied_embeddings else weights["unembed/kernel"]
+  return capped((x_TD @ kernel_DV)[:, : model.vocabulary_size], model.logits_soft_cap)
+
+
+def loss(config, arrays, tokens_BT, targets_BT, weights_BT):
+  """Returns the mean weighted cross-entropy of a batch, in nats."""
+  total = 0.0
+  for tokens_T, targets_T, weights_T in zip(tokens_BT, targets_BT, weights_BT, strict=True):
+    shares_TV = softmax(logits(config, arrays, tokens_T))
+    right_T = shares_TV[np.arange(len(targets_T)), targets_T]
+    total -= np.sum(np.log(right_T) * weights_T)
+  return total / np.sum(weights_BT, dtype=np.float64)
+
+
+def documents(tokens_T, *, separate):
+  """Returns each token's document and its place in it; a 0 ends a document and belongs to it."""
+  numbers, positions, number, position = [], [], 0, 0
+  for token in tokens_T:
+    numbers.append(number)
+    positions.append(position)
+    position += 1
+    if separate and token == 0:
+      number, position = number + 1, 0
+  return np.array(numbers), np.array(positions)
+
+
+def softmax(x):
+  """Returns the shares along the last dim."""
+  x = np.exp(x - x.max(-1, keepdims=True))
+  return x / x.sum(-1, keepdims=True)
+
+
+def capped(x, cap):
+  """Returns cap * tanh(x / cap), or x."""
+  return cap * np.tanh(x / cap) if cap else x
+
+
+def norm(model, weights, name, x):
+  """Returns LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467, equation 4)."""
+  if model.norm == "layer":
+    centred = x - x.mean(-1, keepdims=True)
+    normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + model.norm_epsilon)
+    return normed * weights[f"{name}/scale"] + weights[f"{name}/bias"]
+  return rms_norm(model, x, weights[f"{name}/scale"])
+
+
+def rms_norm(model, x, scale):
+  """Returns x / rms(x) * scale, or * (1 + scale)."""
+  scale = scale + 1 if model.norm_scale_from_one else scale
+  return x / np.sqrt((x**2).mean(-1, keepdims=True) + model.norm_epsilon) * scale
+
+
+def after(model, weights, name, x):
+  """Returns what attention or MLP add, normalised where the family does that."""
+  return norm(model, weights, name, x) if model.post_norms else x
+
+
+def attention(model, weights, x_TD, seen_TS, positions_T, *, sees_all):
+  """Returns the update of grouped-query attention (arXiv:1706.03762, 3.2; arXiv:2305.13245)."""
+
+  def heads(name):
+    found = np.einsum("TD,DNH->TNH", x_TD, weights[f"attention/{name}/kernel"])
+    found = found + weights.get(f"attention/{name}/bias", 0.0)
+    scale = weights.get(f"attention/{name}_norm/scale")
+    found = found if scale is None else rms_norm(model, found, scale)
+    turns = model.positions == "rotary" and name != "value"
+    return rotated(model, found, positions_T, sees_all=sees_all) if turns else found
+
+  q_TNH, k_SKH, v_SKH = heads("query"), heads("key"), heads("value")
+  mixed_TNH = np.zeros_like(q_TNH)
+  for n in range(model.heads):
+    k = n // (model.heads // model.kv_heads)
+    scores_TS = q_TNH[:, n] @ k_SKH[:, k].T * model.attention_scale
+    scores_TS = np.where(seen_TS, capped(scores_TS, model.attention_soft_cap), -np.inf)
+    mixed_TNH[:, n] = softmax(scores_TS) @ v_SKH[:, k]
+  out_TD = np.einsum("TNH,NHD->TD", mixed_TNH, weights["attention/out/kernel"])
+  return out_TD + weights.get("attention/out/bias", 0.0)
+
+
+def rotated(model, x_TNH, positions_T, *, sees_all):
+  """Returns x with each pair (i, i + H/2) turned by its position. Source: arXiv:2104.09864."""
+  half = model.head_size // 2
+  local = model.local_rotary_base and not sees_all
+  base = model.local_rotary_base if local else model.rotary_base
+  frequency_h = base ** (-np.arange(half) / half)
+  if model.rotary_scaling and not local:
+    factor, low, high, length = model.rotary_scaling
+    turns_h = length * frequency_h / (2 * math.pi)
+    share_h = np.clip((turns_h - low) / (high - low), 0, 1)
+    frequency_h = frequency_h * (share_h + (1 - share_h) / factor)
+  turn_T1h = np.exp(1j * positions_T[:, None, None] * frequency_h)
+  turned = (x_TNH[..., :half] + 1j * x_TNH[..., half:]) * turn_T1h
+  return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def mlp(model, weights, x_TD):
+  """Returns down(f(up(x))), or down(f(gate(x)) * up(x)) (arXiv:2002.05202)."""
+
+  def act(x):
+    if model.activation == "silu":
+      return x / (1 + np.exp(-x))
+    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+  up_TF = x_TD @ weights["mlp/up/kernel"] + weights.get("mlp/up/bias", 0.0)
+  hidden_TF = act(x_TD @ weights["mlp/gate/kernel"]) * up_TF if model.gated else act(up_TF)
+  return hidden_TF @ weights["mlp/down/kernel"] + weights.get("mlp/down/bias", 0.0)

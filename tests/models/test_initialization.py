@@ -1,0 +1,86 @@
+"""Each parameter is drawn with the standard deviation that its formula says."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from partitioning.rules import named_leaves
+from tests.jobs import make_job
+from tests.models import families
+
+SIZES = {
+  "model.layers": 3,
+  "model.model_size": 64,
+  "model.feedforward_size": 224,
+  "model.heads": 6,
+  "model.kv_heads": 2,
+  "model.head_size": 20,
+  "model.vocabulary_size": 61,
+  "data.sequence_length": 48,
+}
+D, F, N, H = 64, 224, 6, 20
+DEPTH = 1 / math.sqrt(2 * 3)  # both of what a layer adds to the residual
+KERNELS = {
+  "layers/attention/query/kernel": 1 / math.sqrt(D),
+  "layers/attention/key/kernel": 1 / math.sqrt(D),
+  "layers/attention/value/kernel": 1 / math.sqrt(D),
+  "layers/attention/out/kernel": DEPTH / math.sqrt(N * H),
+  "layers/mlp/up/kernel": 1 / math.sqrt(D),
+  "layers/mlp/down/kernel": DEPTH / math.sqrt(F),
+}
+GATED = {
+  **KERNELS,
+  "layers/mlp/gate/kernel": 1 / math.sqrt(D),
+  "unembed/kernel": 1 / math.sqrt(D),
+  "embed/table": 1.0,
+}
+TIED = {**KERNELS, "embed/table": 1 / math.sqrt(D), "positions/table": 0.02}
+MLP = {
+  "layer_1/kernel": 1 / math.sqrt(31),
+  "layer_2/kernel": 1 / math.sqrt(D),
+  "layer_3/kernel": 1 / math.sqrt(F),
+  "layer_4/kernel": 1 / math.sqrt(D),
+  "layer_1/bias": 0.3,
+  "layer_2/bias": 0.3,
+  "layer_3/bias": 0.3,
+  "layer_4/bias": 0.3,
+}
+MLP_SIZES = {
+  "model.input_size": 31,
+  "model.model_size": D,
+  "model.feedforward_size": F,
+  "model.bias_standard_deviation": 0.3,
+}
+
+
+@pytest.mark.parametrize(
+  ("recipe", "changes", "deviations"),
+  [
+    ("lm", SIZES, GATED),
+    ("lm", {**SIZES, **{f"model.{k}": v for k, v in families.GPT_2.items()}}, TIED),
+    ("mlp", MLP_SIZES, MLP),
+  ],
+)
+def test_standard_deviations_are_those_of_the_formulas(recipe, changes, deviations):
+  job = make_job("single", recipe, **changes)
+  found = jax.device_get(named_leaves(job.initial_state().params))
+  assert deviations.keys() <= found.keys()
+  for name, array in found.items():
+    if name in deviations:
+      # Of n normal numbers: the standard error of the deviation is 1 / sqrt(2 n), of the mean
+      # 1 / sqrt(n), in units of the deviation. Five of them.
+      wanted, n = deviations[name], array.size
+      assert array.std() == pytest.approx(wanted, rel=5 / math.sqrt(2 * n)), name
+      assert abs(array.mean()) < 5 * wanted / math.sqrt(n), name
+    else:  # of scales and biases nothing is drawn
+      np.testing.assert_array_equal(array, 1.0 if name.endswith("scale") else 0.0, err_msg=name)
+
+
+def test_layers_are_drawn_apart():
+  found = jax.device_get(named_leaves(make_job("single", "lm", **SIZES).initial_state().params))
+  for name in KERNELS:
+    first, second, third = found[name]
+    assert not np.any(first == second), name
+    assert not np.any(second == third), name

@@ -1,0 +1,121 @@
+"""The decoder's values beside NumPy in float64: in float32 and bfloat16, whole and in parts."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import attention, parts
+from tests.models import numpy_decoder
+from tests.models.families import LENGTH, ROWS, drawn, job_of, tokens, tree_of
+from training import objectives
+
+
+def batch():
+  """Returns rows of several documents each, and weights that differ."""
+  tokens_BT = tokens()
+  tokens_BT[0, [3, 4, 15]] = tokens_BT[1, 9] = 0
+  targets_BT = np.random.RandomState(8).randint(0, 61, (ROWS, LENGTH)).astype(np.int32)
+  weights_BT = (np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 3).astype(np.float32)
+  return {"tokens": tokens_BT, "targets": targets_BT, "weights": weights_BT}
+
+
+def losses(family, dtype):
+  """Returns the mean loss of a family's decoder and NumPy's, of the same parameters."""
+  changes = {"training.compute_dtype": dtype, "model.separate_documents": True}
+  job = job_of(family, **changes)
+  arrays, given = drawn(job), batch()
+  function = job.compile(job.program.sums, job.state.params, job.batch).function
+  sums = function(tree_of(job, arrays), given)
+  assert sums["loss"].dtype == jnp.float32
+  wanted = numpy_decoder.loss(job.config, arrays, *given.values())
+  return float(sums["loss"] / sums["weight"]), wanted
+
+
+# Between them all options; tests/models/test_families.py compares every family's logits.
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "gemma2", "gemma3"])
+def test_the_loss_is_numpys(family):
+  found, wanted = losses(family, "float32")
+  assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
+def test_the_loss_in_bfloat16_is_numpys_but_for_the_rounding_of_products(family):
+  found, wanted = losses(family, "bfloat16")
+  assert found == pytest.approx(wanted, rel=2e-3)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama3"])
+def test_the_batch_has_documents_that_count(family):
+  arrays, given = drawn(job_of(family)), batch().values()
+  one, other = (
+    numpy_decoder.loss(job_of(family, **{"model.separate_documents": x}).config, arrays, *given)
+    for x in (False, True)
+  )
+  assert abs(one - other) > 1e-3 * one
+
+
+# ---- Function by function: in bfloat16, values are those of float64, rounded at the end ----
+
+
+def normal(*shape, size=1.0, seed=0):
+  """Returns random numbers that bfloat16 holds exactly, as NumPy has them and as JAX does."""
+  random = np.random.default_rng(seed)
+  narrow = jnp.asarray(size * random.standard_normal(shape), jnp.bfloat16)
+  return np.asarray(narrow, np.float64), narrow
+
+
+def share_rounded_otherwise(found, wanted):
+  """Returns the share of values that are not the float64 ones rounded to bfloat16."""
+  assert found.dtype == jnp.bfloat16
+  rounded = np.asarray(jnp.asarray(wanted, jnp.bfloat16), np.float64)
+  return float(np.mean(np.asarray(found, np.float64) != rounded))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_norms_round_once(kind):
+  x, narrow_x = normal(6, 50, 300, size=3.0)
+  (scale, narrow_scale), (bias, narrow_bias) = normal(300, seed=1), normal(300, seed=2)
+  if kind == "rms":
+    wanted = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+    found = parts.rms_norm(narrow_x, narrow_scale.astype(jnp.float32), epsilon=1e-6)
+  else:
+    centred = x - x.mean(-1, keepdims=True)
+    wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale + bias
+    given = narrow_scale.astype(jnp.float32), narrow_bias.astype(jnp.float32)
+    found = parts.layer_norm(narrow_x, *given, epsilon=1e-6)
+  assert share_rounded_otherwise(found, wanted) < 1e-3
+
+
+@pytest.mark.parametrize("cap", [0.0, 20.0])
+def test_the_softmax_of_scores_is_not_in_bfloat16(cap):
+  # Scores of some tens: in bfloat16 they are off by some tenths, and so are the logs of the shares.
+  (q, narrow_q), (k, narrow_k), (v, narrow_v) = (
+    normal(2, 64, 3, 16, size=3.0, seed=seed) for seed in range(3)
+  )
+  slots = jnp.arange(64, dtype=jnp.int32)[None]
+  found = attention.causal_attention(narrow_q, narrow_k, narrow_v, slots, cap=cap)
+  scores = numpy_decoder.capped(np.einsum("BTNH,BSNH->BNTS", q, k) / 4, cap)
+  seen = np.tril(np.ones((64, 64), bool))
+  shares = numpy_decoder.softmax(np.where(seen, scores, -np.inf))
+  wanted = np.einsum("BNTS,BSNH->BTNH", shares, v)
+  far = np.linalg.norm(np.asarray(found, np.float64) - wanted) / np.linalg.norm(wanted)
+  assert far < 2**-8  # the shares are rounded, and the result
+
+
+def test_rotary_positions_round_once():
+  (x, narrow_x), positions = normal(2, 512, 3, 16), np.arange(512)
+  frequency = attention.rotary_frequencies(16, 1e4, dtype=jnp.dtype("float32"))
+  turns = attention.turns(jnp.asarray(positions, jnp.int32)[None], frequency)
+  found = attention.rotate(narrow_x, turns)
+  model = job_of("llama2", **{"model.head_size": 16}).config.model
+  wanted = np.stack([numpy_decoder.rotated(model, row, positions, sees_all=True) for row in x])
+  assert share_rounded_otherwise(found, wanted) < 1e-2  # of sums near zero, more than once
+
+
+def test_the_cross_entropy_of_bfloat16_logits_is_in_float32():
+  logits, narrow = normal(40, 200, size=10.0)
+  targets = np.random.default_rng(1).integers(0, 200, 40, np.int32)
+  found = objectives.cross_entropy(narrow, jnp.asarray(targets))
+  wanted = -np.log(numpy_decoder.softmax(logits)[np.arange(40), targets])
+  assert found.dtype == jnp.float32
+  np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)

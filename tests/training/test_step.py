@@ -1,0 +1,195 @@
+"""What a step does in numbers: the keys of dropout, clipping, the learning rate, the optimizer."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import parts, transformer
+from partitioning.rules import named_leaves
+from tests.jobs import first_state, host_batch, make_job, place
+from training import optimizer
+
+LAYERS, MICROBATCHES = 3, 4
+DROPPING = {
+  "model.layers": LAYERS,
+  "model.dropout_rate": 0.25,
+  "training.gradient_accumulation_steps": MICROBATCHES,
+  "optimizer.learning_rate": 0.0,
+}
+SGD = {
+  "optimizer.name": "sgd",
+  "optimizer.learning_rate": 0.5,
+  "optimizer.weight_decay": 0.0,
+  "optimizer.schedule": "constant",
+  "optimizer.warmup_steps": 0,
+}
+
+
+def steps(job):
+  """Returns a compiled function of (state, batch): state, metrics, gradients, all on the host."""
+  compiled = job.compile(
+    job.program.step_and_gradients,
+    job.state,
+    job.batch,
+    in_shardings=(job.state_shardings, job.batch_shardings),
+  ).function
+
+  def step(state, batch):
+    state, metrics, gradients = compiled(state, place(job, batch))
+    return state, jax.device_get(metrics), jax.device_get(named_leaves(gradients))
+
+  return step
+
+
+def parameters(state):
+  """Returns name -> float64 array; read before the state is used again."""
+  return {name: np.array(x, np.float64) for name, x in named_leaves(state.params).items()}
+
+
+# ---- Dropout ----
+
+
+def test_each_dropout_of_a_layer_a_microbatch_and_a_step_has_a_key_of_its_own(monkeypatch):
+  seen, drop = [], transformer.dropout
+
+  def noting(x_BRD, rate, key, slots_R):
+    assert rate == 0.25
+    jax.debug.callback(lambda data: seen.append(tuple(data.tolist())), jax.random.key_data(key))
+    return drop(x_BRD, rate, key, slots_R)
+
+  monkeypatch.setattr(transformer, "dropout", noting)
+  job = make_job("single", "lm", **DROPPING)
+  step, batch = steps(job), host_batch(job)
+  state, keys, losses = first_state(job), [], []
+  for number in range(3):
+    if number == 2:
+      state = first_state(job)
+    seen.clear()
+    state, metrics, _ = step(state, batch)
+    jax.effects_barrier()
+    keys.append(set(seen))
+    losses.append(float(metrics["loss"]))
+  # Two in each layer of each microbatch.
+  assert [len(one) for one in keys] == 3 * [2 * LAYERS * MICROBATCHES]
+  assert not keys[0] & keys[1]
+  assert losses[0] != losses[1]  # of the same parameters: nothing is learned
+  # They follow from the seed and the step alone.
+  assert (keys[2], losses[2]) == (keys[0], losses[0])
+
+
+def test_dropout_zeroes_its_share_and_scales_up_the_rest():
+  x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 50, 60)), jnp.float32)
+  slots = jnp.arange(50, dtype=jnp.int32)
+  job = make_job("single", "lm", **{"model.model_size": 60, "data.sequence_length": 50})
+  with job.tracing():
+    found = np.asarray(
+      jax.jit(lambda x, key: parts.dropout(x, 0.3, key, slots))(x, jax.random.key(5))
+    )
+  kept = found != 0
+  n = kept.size
+  assert abs(kept.mean() - 0.7) < 5 * math.sqrt(0.3 * 0.7 / n)
+  np.testing.assert_allclose(found[kept], np.asarray(x)[kept] / 0.7, rtol=1e-6)
+  # Neither rows nor tokens nor the model's dim share a mask: two masks agree by chance only.
+  for axis in range(3):
+    one, other = np.take(kept, 0, axis), np.take(kept, 1, axis)
+    agreeing = 0.7**2 + 0.3**2
+    assert abs((one == other).mean() - agreeing) < 5 * math.sqrt(0.25 / one.size)
+
+
+# ---- Clipping and the optimizer ----
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp8"])
+def test_gradients_beyond_the_clip_norm_are_scaled_down_and_never_up(strategy):
+  norms = {}
+  for clip in (0.0, 1e3, 0.125):
+    job = make_job(strategy, "mlp", **{**SGD, "optimizer.clip_norm": clip})
+    state = first_state(job)
+    before = parameters(state)
+    state, metrics, gradients = steps(job)(state, host_batch(job))
+    norm = math.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in gradients.values()))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)  # before it is clipped
+    norms[clip] = norm
+    scale = clip / norm if 0 < clip < norm else 1.0
+    for name, after in parameters(state).items():
+      wanted = before[name] - 0.5 * scale * np.asarray(gradients[name], np.float64)
+      np.testing.assert_allclose(after, wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+  assert 0.25 < norms[0.125] < 1e3 / 2, "each clip must lie on its side of the norm"
+
+
+def rate(step, *, peak, warmup, total):
+  """Returns the learning rate of a step, counted from 0, as docs and recipes define it."""
+  if step < warmup:
+    return peak * (step + 1) / warmup
+  share = min(1.0, (step - warmup) / (total - warmup))
+  return peak * (0.1 + 0.9 * (1 + math.cos(math.pi * share)) / 2)
+
+
+def test_the_learning_rate_that_is_logged_is_the_one_of_the_update():
+  peak, warmup, total = 0.5, 3, 9
+  keys = {
+    **SGD,
+    "optimizer.clip_norm": 0.0,
+    "optimizer.schedule": "cosine",
+    "optimizer.warmup_steps": warmup,
+    "training.steps": total,
+  }
+  job = make_job("single", "mlp", **keys)
+  step, state = steps(job), first_state(job)
+  for number in range(total):
+    before = parameters(state)
+    state, metrics, gradients = step(state, host_batch(job, seed=number))
+    wanted = rate(number, peak=peak, warmup=warmup, total=total)
+    assert metrics["learning_rate"] == pytest.approx(wanted, rel=1e-5), number
+    moved = {name: before[name] - after for name, after in parameters(state).items()}
+    name = "layer_3/kernel"
+    used = np.vdot(moved[name], gradients[name]) / np.vdot(gradients[name], gradients[name])
+    assert used == pytest.approx(wanted, rel=1e-3), number
+
+
+def test_adamw_is_the_papers():
+  # arXiv:1711.05101, algorithm 2; three steps of one kernel and of one bias, in NumPy.
+  beta_1, beta_2, epsilon, decay, peak = 0.9, 0.95, 1e-8, 0.3, 0.01
+  keys = {
+    "optimizer.learning_rate": peak,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 0,
+    "optimizer.beta_1": beta_1,
+    "optimizer.beta_2": beta_2,
+    "optimizer.weight_decay": decay,
+    "optimizer.clip_norm": 0.0,
+    "model.bias_standard_deviation": 0.5,
+  }
+  job = make_job("single", "mlp", **keys)
+  step, state = steps(job), first_state(job)
+  wanted = parameters(state)
+  first = {name: np.zeros_like(x) for name, x in wanted.items()}
+  second = {name: np.zeros_like(x) for name, x in wanted.items()}
+  for number in range(1, 4):
+    state, _, gradients = step(state, host_batch(job, seed=number))
+    for name, gradient in gradients.items():
+      gradient = np.asarray(gradient, np.float64)
+      first[name] = beta_1 * first[name] + (1 - beta_1) * gradient
+      second[name] = beta_2 * second[name] + (1 - beta_2) * gradient**2
+      mean = first[name] / (1 - beta_1**number)
+      spread = second[name] / (1 - beta_2**number)
+      decayed = decay * wanted[name] if name.endswith("kernel") else 0.0
+      wanted[name] = wanted[name] - peak * (mean / (np.sqrt(spread) + epsilon) + decayed)
+    for name, found in parameters(state).items():
+      np.testing.assert_allclose(found, wanted[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_the_schedule_ends_at_a_tenth_and_a_constant_one_stays():
+  job = make_job("single", "mlp", **{"training.steps": 20, "optimizer.warmup_steps": 4})
+  schedule = optimizer.learning_rate_schedule(job.config)
+  peak = job.config.optimizer.learning_rate
+  found = [float(schedule(step)) for step in range(25)]
+  wanted = [rate(step, peak=peak, warmup=4, total=20) for step in range(25)]
+  np.testing.assert_allclose(found, wanted, rtol=1e-5)
+  assert found[20] == found[24] == pytest.approx(peak / 10)
+  constant = make_job("single", "mlp", **{**SGD, "optimizer.warmup_steps": 2})
+  schedule = optimizer.learning_rate_schedule(constant.config)
+  assert [float(schedule(step)) for step in range(4)] == [0.25, 0.5, 0.5, 0.5]
