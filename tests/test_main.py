@@ -203,7 +203,11 @@ def test_simulate_and_more_devices_than_eight(main):
     "--config.mesh.data=16",
   )
   assert code == 0, err
-  assert "(data, -)" in out
+  # The batch of 32 rows over 16 devices; parameters are on all of them.
+  [tokens] = [" ".join(x.split()) for x in out.splitlines() if x.startswith("   batch/tokens")]
+  assert tokens == "batch/tokens [32, 128] int32 BT activations (data, -) [2, 128] 1.0 KiB 1"
+  [table] = [line.split() for line in out.splitlines() if line.startswith("   embed/table")]
+  assert table[-1] == "16"
 
 
 def test_layout_writes_a_page(main, tmp_path):

@@ -119,3 +119,22 @@ def test_the_cross_entropy_of_bfloat16_logits_is_in_float32():
   wanted = -np.log(numpy_decoder.softmax(logits)[np.arange(40), targets])
   assert found.dtype == jnp.float32
   np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
+
+
+# ---- What these tests must catch ----
+
+
+@pytest.mark.parametrize(
+  ("module", "check"),
+  [
+    (parts, lambda: test_norms_round_once("rms")),
+    (parts, lambda: test_norms_round_once("layer")),
+    (attention, lambda: test_the_softmax_of_scores_is_not_in_bfloat16(0.0)),
+    (attention, test_rotary_positions_round_once),
+    (objectives, test_the_cross_entropy_of_bfloat16_logits_is_in_float32),
+  ],
+)
+def test_arithmetic_in_bfloat16_is_caught(module, check, monkeypatch):
+  monkeypatch.setattr(module, "wide_dtype", jnp.dtype)
+  with pytest.raises(AssertionError):
+    check()

@@ -165,8 +165,12 @@ def test_refusals():
 
 def test_names_are_escaped_and_titles_too():
   drawn = picture((4, 6), lies(WIDE), title='<a> & "b"', dims=("<x>", "y&z"))
-  assert '<a> & "b" [4, 6]' in words(drawn)
-  assert "<x>" not in svg(drawn)
+  written = words(drawn)  # parsed as XML, so that what was escaped is there again
+  assert '<a> & "b" [4, 6]' in written
+  for name, escaped in (("<x>", "&lt;x&gt;"), ("y&z", "y&amp;z")):
+    assert any(name in text for text in written), written
+    assert escaped in svg(drawn)
+    assert name not in svg(drawn)
 
 
 # ---- Holdings ----
