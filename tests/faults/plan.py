@@ -266,6 +266,17 @@ ROWS = (
     note="Of 2 processes that were stopped JAX may end some by SIGABRT before they find out.",
   ),
   Row(
+    25,
+    "damage to metrics.jsonl and to each small file of a workdir and of prepared data",
+    40,
+    "the start continues with a warning, or is refused in one message with nothing changed, and "
+    "continues once the file is mended; Same, but for lines that were destroyed",
+    "rows_files",
+    20,
+    note="Content: emptied, deleted, cut, NULs, random bytes, lines inserted, JSON of another form "
+    "or nested 100,000 deep. Place: a directory, a FIFO, a sparse terabyte, a symbolic link.",
+  ),
+  Row(
     27,
     "hostile messages at the rendezvous and in the exchange: a seeded fuzz",
     40,
