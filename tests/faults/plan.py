@@ -277,6 +277,18 @@ ROWS = (
     "or nested 100,000 deep. Place: a directory, a FIFO, a sparse terabyte, a symbolic link.",
   ),
   Row(
+    26,
+    "foreign folders among the checkpoints; FIFOs, devices, links and sparse files in one; clocks "
+    "that jump by an hour or a year",
+    20,
+    "what is foreign is reported and unchanged; the step before is used, in time; the bins of "
+    "goodput add up; links are followed for folders and refused for files; Same",
+    "rows_foreign",
+    20,
+    note="Of five trials two are of files in a checkpoint, one each of folders, clocks and links. "
+    "The wall clock jumps within a process, or between two of them, of which the first is killed.",
+  ),
+  Row(
     27,
     "hostile messages at the rendezvous and in the exchange: a seeded fuzz",
     40,
