@@ -79,9 +79,9 @@ def test_a_file_that_cannot_be_read_is_left_for_later(tmp_path, data, monkeypatc
 def test_what_was_read_ahead_is_not_read_again_and_stands_in_the_digests(tmp_path, monkeypatch):
   names, read = [], digests.read_through
 
-  def noted(path):
+  def noted(path, *limit):
     names.append(path.name)
-    return read(path)
+    return read(path, *limit)
 
   monkeypatch.setattr(digests, "read_through", noted)
   params = np.random.default_rng(0).standard_normal(2**20, np.float32)

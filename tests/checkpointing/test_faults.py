@@ -65,7 +65,8 @@ def test_a_damaged_file_is_noticed_and_the_older_step_is_used(name, how, copy, c
 def test_several_broken_steps_are_all_named_and_passed_over(copy):
   (copy / "30" / "state" / "_METADATA").unlink()
   shutil.rmtree(copy / "20")
-  (copy / "20").mkdir()  # what a removal that was killed may leave
+  for item in ("config", "record", "state"):  # what a copy that broke off may leave
+    (copy / "20" / item).mkdir(parents=True)
   said = []
   with Checkpointer(copy, warn=said.append) as checkpointer:
     step, tree = checkpointer.restore(counting_target())
