@@ -32,6 +32,7 @@ class Pair:
     for index in range(COUNT):
       three = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(COUNT)}
       environment = {**os.environ, **three, "JAX_PROCESS_ID": str(index), "PYTHONPATH": str(ROOT)}
+      environment["MESHWRIGHT_TOKEN"] = "the same for both"
       self._popens.append(
         subprocess.Popen(
           [sys.executable, str(pathlib.Path(__file__).with_name("saving_process.py")), str(folder)],
