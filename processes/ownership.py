@@ -22,6 +22,7 @@ from processes.printable import printable
 
 BEATS_PER_LEASE = 6
 RUNNING, STOPPING, RELEASED = "running", "stopping", "released"
+_LARGEST_PID = 2**22  # of Linux
 _LONGEST_LEASE_SECONDS = 3600.0  # of what another run's claim says
 
 
@@ -52,9 +53,12 @@ class Process:
 
   def ended(self) -> bool:
     """Tells whether it certainly runs no longer: known on the same machine alone."""
-    if not self.machine or not self.ticks or self.machine != _machine():
+    if not self.machine or self.machine != _machine():
       return False
-    return _ticks(self.pid) != self.ticks
+    if self.ticks <= 0 or not 0 < self.pid <= _LARGEST_PID:
+      return False
+    ticks = _ticks(self.pid)
+    return ticks != self.ticks and (ticks != 0 or not _exists(self.pid))
 
 
 def this_process() -> Process:
@@ -71,7 +75,7 @@ def _machine() -> str:
 
 
 def _ticks(pid: int) -> int:
-  """Returns when a process started, 0 where there is none that runs.
+  """Returns when a process started, -1 if it has ended, 0 if nothing is known of it.
 
   Read from the kernel: a time of day would change with the clock.
   """
@@ -80,7 +84,18 @@ def _ticks(pid: int) -> int:
       fields = file.read().rpartition(b")")[2].split()  # the name before it may hold anything
   except OSError:
     return 0
-  return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+  return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _exists(pid: int) -> bool:
+  """Tells whether there is a process; /proc may hide those of other users (`hidepid`)."""
+  try:
+    os.kill(pid, 0)
+  except ProcessLookupError:
+    return False
+  except OSError:
+    return True
+  return True
 
 
 @dataclasses.dataclass(frozen=True)
