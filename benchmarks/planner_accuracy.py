@@ -1,11 +1,11 @@
-r"""What `plan` foretells beside what was published: tokens per second and device.
+r"""Predictions of `plan` next to published throughputs: tokens per second and device.
 
   pip install -r requirements-plan.txt
   python benchmarks/planner_accuracy.py [--only=v6e] [--write]
 
 Compiles the train step of each row for its devices (minutes each on two cores, no TPU) and prints
-foretold / published; --write writes docs/planner_accuracy.md. The efficiency constants are those of
-planning/hardware.py, one set for all rows, fixed before the rows were compared.
+predicted / published; --write writes docs/planner_accuracy.md. The efficiency constants are those
+of planning/hardware.py, one set for all rows, fixed before the rows were compared.
 """
 
 import dataclasses
@@ -129,15 +129,19 @@ def page(lines: list[str]) -> str:
   commands = [f"python main.py {' '.join(arguments(row))}" for row in ROWS]
   return "\n".join(
     [
-      "# What a plan foretells, beside what was published",
+      "# Predicted and published throughput",
       "",
       "Written by `python benchmarks/planner_accuracy.py --write`; do not edit. Published:",
-      "MaxText's tiering page, bfloat16, tokens per second and device. Foretold: by the compiler's",
-      "program for the same devices, and the constants below, fixed before these rows were",
-      "compared, one set for all. Nothing here was measured on a TPU.",
+      "MaxText's tiering page, bfloat16, tokens per second and device. Predicted: from the program",
+      "compiled for the same TPUs, described with their wraparound links, and the constants below:",
+      "one set for all rows, fixed before they were compared. Nothing was measured on a TPU.",
       "",
-      "| model, devices, rows x tokens per device | published | foretold | foretold / published "
-      "| peak GiB | MFU, published | MFU, foretold |",
+      "Of GPUs nothing is compared: a plan for them goes by formula, and no GPU was available to",
+      "measure on, so its accuracy is unknown. [planner_traffic.md](planner_traffic.md) shows what",
+      "the formulas count next to compiled TPU programs.",
+      "",
+      "| model, devices, rows x tokens per device | published | predicted | predicted / published "
+      "| peak GiB | MFU, published | MFU, predicted |",
       "| --- | --- | --- | --- | --- | --- | --- |",
       *lines,
       "",

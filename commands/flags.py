@@ -16,7 +16,9 @@ CONFIG = config_flags.DEFINE_config_file("config", None, "A strategy, and after 
 AGAINST = config_flags.DEFINE_config_file("against", None, "layout, compare: the other config.")
 SET = flags.DEFINE_multi_string("set", [], "compare: key=value for both configs; repeatable.")
 HTML = flags.DEFINE_string("html", None, "layout: the file for a page with drawings.")
-TOPOLOGY = flags.DEFINE_string("topology", None, "plan: the devices, v5p:4x4x4; those at hand.")
+TOPOLOGY = flags.DEFINE_string(
+  "topology", None, "plan: v5p:4x4x4, v5p-128, 2xv6e-256 or h100:8; by default what is attached."
+)
 CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "evaluate, sample: DIR[/STEP] to read.")
