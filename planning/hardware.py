@@ -1,8 +1,7 @@
-"""What is known of accelerators: one table of constants, each with its source, overridable.
+"""Constants of accelerators besides their peaks: one table, with sources, overridable.
 
-Sources: [1] the Cloud TPU system pages (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x);
-[2] the scaling book's chapters on TPUs and GPUs (jax-ml.github.io/scaling-book); [3] NVIDIA's data
-sheets. They differ by up to 15 % on v5p's memory bandwidth and on the links between chips.
+The numbers in brackets are those of `SOURCES`. They differ by up to 15 % on v5p's memory bandwidth
+and on the links between chips.
 """
 
 import dataclasses
@@ -59,6 +58,11 @@ def _over_pcie(name: str, hbm_bytes: float, hbm_bandwidth: float, link_bandwidth
   )
 
 
+SOURCES = (
+  "[1] the Cloud TPU system pages (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x); "
+  "[2] the scaling book's chapters on TPUs and GPUs (jax-ml.github.io/scaling-book); "
+  "[3] NVIDIA's data sheets"
+)
 # Sheets say GB; what a TPU's compiler and a GPU's driver find is as many GiB, or nearly.
 GIB = 2.0**30
 PCIE4, PCIE5 = 32e9, 64e9  # bytes per second each way, 16 lanes

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 
 from partitioning.layout import size_text
 from planning import report
-from planning.hardware import REASONS
+from planning.hardware import REASONS, SOURCES
 from planning.plan import Plan
+from training.hardware import ACCELERATORS
 from training.page import Page, Side, legend, meshes, table
 from training.page_style import HEAD, TAIL
 
@@ -108,13 +109,15 @@ def _time(plan: Plan) -> str:
 def _constants(plan: Plan) -> str:
   """Returns what was taken to be so, with sources; a config's own numbers stand here too."""
   chip = plan.topology.chip
+  peak = ACCELERATORS[chip.name].source if chip.name in ACCELERATORS else chip.source
   rows = [
-    (f"{chip.name}.{name}", f"{value:.4g}", chip.source)
+    (f"{chip.name}.{name}", f"{value:.4g}", peak if name == "flops" else chip.source)
     for name, value in vars(chip).items()
     if isinstance(value, float)
   ]
   rows += [(name, f"{value:.4g}", REASONS[name]) for name, value in vars(plan.rates).items()]
-  return table(
+  values = table(
     ["planning.constants", "value", "source or reason"],
     [("", list(map(markup.escape, row))) for row in rows],
   )
+  return f"{values}<p>Sources: {markup.escape(SOURCES)}.</p>"

@@ -146,8 +146,8 @@ def accuracy(plan: Plan) -> str:
       "nothing was measured here (docs/planner_accuracy.md)"
     )
   return (
-    "accuracy: unknown; these formulas were compared with compiled TPU programs, and never with a "
-    "measured step (docs/planner_traffic.md)"
+    "accuracy: unknown, never compared with a measured step; next to compiled TPU programs the "
+    "FLOPs agree and HBM traffic is counted too high (docs/planner_traffic.md)"
   )
 
 

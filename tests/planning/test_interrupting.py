@@ -66,13 +66,3 @@ def test_a_signal_leaves_no_worker(tmp_path, number, phase):
     left = psutil.wait_procs(started, timeout=GONE_SECONDS)[1]
   assert not left, f"{left} after {time.monotonic() - began:.1f} s"
   assert not (tmp_path / "run").exists()
-
-
-def test_without_a_terminal_nothing_but_the_report_is_printed(tmp_path, main):
-  code, out, err = main(
-    *("plan", "--config=configs/dp8.py:mlp", "--topology=h100:8", "--config.planning.cache_dir="),
-    f"--workdir={tmp_path}",
-  )
-  assert (code, err) == (0, "")
-  assert out.startswith("fits 8 devices of h100:8")
-  assert "plan:" not in out
