@@ -263,6 +263,11 @@ def aborted(code: int | None) -> bool:
   return code in (1, -signal.SIGABRT)
 
 
+def refused(codes: Sequence[int | None]) -> bool:
+  """Tells whether a run was refused: 2 by whoever saw the reason, 1 by those that were told."""
+  return 2 in codes and {*codes} <= {1, 2}
+
+
 def named(text: str, index: int) -> bool:
   """Tells whether somebody has named a process as the one that the others wait for."""
   signs = rf"(behind is|sign of life from|no answer from) process ([^;]*\), )?{index}\b"

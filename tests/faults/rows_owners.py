@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from tests.checkpointing.states import contents
 from tests.faults import same
-from tests.faults.harness import Run, aborted, story
+from tests.faults.harness import Run, aborted, refused, story
 from tests.faults.plan import Trial
 from tests.faults.trying import Attempt, Undisturbed, tried
 
@@ -74,7 +74,7 @@ def _refused(attempt: Attempt, first: Run, second: Run) -> tuple[Run, Run]:
     assert time.monotonic() - began < 240, "none of the two is refused"
     time.sleep(0.1)
   owner, other = (first, second) if second.poll() else (second, first)
-  assert {*other.end()} == {REFUSED}, other.codes
+  assert refused(other.end()), other.codes
   attempt.seen.append(f"refused after {time.monotonic() - began:.0f} s")
   [pid] = {*re.findall(LIVE, other.text())}
   assert int(pid) == owner.pids()[0]
