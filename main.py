@@ -3,7 +3,7 @@
 python main.py [VERB] --config=configs/STRATEGY.py[:RECIPE] [--workdir=DIR] [--config.key=value ...]
 
 VERB    train (default): train, evaluating on the held-out split
-        evaluate: a checkpoint on the whole held-out split, on the mesh that the config names
+        evaluate: a checkpoint on the held-out split, on the mesh that the config names
         sample: continue --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE
         layout: print where every array lies; --against=CONFIG compares two strategies,
           --html=FILE writes it as a page with drawings and what each mesh axis costs
@@ -30,6 +30,7 @@ if __name__ == "__main__":  # what is imported below takes seconds, and Ctrl-C c
   stopping.begin()
   jax_variables.load()
 
+import functools
 import hashlib
 import sys
 import traceback
@@ -54,7 +55,6 @@ from training import (
   agreement,
   comparison,
   devices,
-  loop,
   opening,
   owning,
   page,
@@ -63,7 +63,7 @@ from training import (
   sampling,
 )
 from training.evaluation import Evaluator
-from training.reporting import say
+from training.reporting import ProgressLine, say
 
 
 def main(argv: list[str]) -> int:
@@ -161,7 +161,7 @@ def _train(watch: Watchdog) -> Callable[[], int]:
 
 
 def _evaluate(watch: Watchdog) -> Callable[[], int]:
-  """Evaluates a checkpoint on the whole held-out split."""
+  """Evaluates a checkpoint on the held-out split, or evaluation.final_steps batches of it."""
   [ready] = build.prepare(flags.CONFIG)
   held_out = opening.open_held_out(ready)
   agreement.about_to_run(ready, {"held out": held_out.source}, flags.workdir(), writes=False)
@@ -171,10 +171,14 @@ def _evaluate(watch: Watchdog) -> Callable[[], int]:
     running.announce_bad(held_out.source)
     lockstep = Lockstep(watch.group, watch.stop)
     compiled = ready.compile_eval_step().function
-    metrics = Evaluator(ready, held_out, compiled, watch, lockstep)(params)
-    if metrics is None:
+    steps = ready.config.evaluation.final_steps
+    with ProgressLine(min(steps or len(held_out), len(held_out))) as progress:
+      shown = functools.partial(progress.evaluating, alone=True)
+      evaluator = Evaluator(ready, held_out, compiled, watch, lockstep, shown)
+      found = evaluator(params, steps=steps)
+    if found is None:
       return EXIT_CODE
-    say(loop.evaluation_text(step, metrics, whole=True))
+    say(found.text(step))
     return 0
 
   return run

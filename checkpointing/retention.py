@@ -1,7 +1,9 @@
 """Which steps are kept: the newest, every n-th, and the best by a metric."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class Retention:
@@ -20,10 +22,19 @@ class Retention:
     self._keep, self._every, self._best = keep, every_steps, best
     lower = not best.endswith("accuracy") if lower_is_better is None else lower_is_better
     self._sign = -1.0 if lower else 1.0
-    self._values: dict[int, float] = {}
+    # step -> the examples that its metric is over, and the metric, larger for better steps.
+    self._values: dict[int, tuple[str, float]] = {}
 
-  def note(self, step: int, metrics: Mapping[str, float] | None) -> None:
+  def note(
+    self, step: int, metrics: Mapping[str, float] | None, over: Mapping[str, Any] | None = None
+  ) -> None:
     """Remembers a step's metric; without one the step is not judged.
+
+    Args:
+      step: the number of steps done.
+      metrics: of its evaluation.
+      over: which examples they are over; None: not known. Only metrics over the same examples are
+        compared.
 
     Raises:
       ValueError: the metrics are there, and the one to keep the best by is not.
@@ -35,14 +46,17 @@ class Retention:
       names = ", ".join(metrics)
       raise ValueError(f"checkpoint.keep_best={self._best!r}: the metrics are {names}")
     if math.isfinite(metrics[self._best]):
-      self._values[step] = self._sign * metrics[self._best]
+      self._values[step] = json.dumps(over, sort_keys=True), self._sign * metrics[self._best]
 
   def kept(self, steps: Sequence[int]) -> set[int]:
     """Returns those of the steps that are kept."""
     there = sorted(steps)
     kept = set(there[-self._keep :])
     kept.update(step for step in there if self._every and step % self._every == 0)
-    judged = [step for step in there if step in self._values]
-    if judged:
-      kept.add(max(judged, key=lambda step: (self._values[step], step)))
+    best: dict[str, tuple[float, int]] = {}
+    for step in there:
+      if step in self._values:
+        over, value = self._values[step]
+        best[over] = max(best.get(over, (-math.inf, step)), (value, step))
+    kept.update(step for _, step in best.values())
     return kept

@@ -92,7 +92,7 @@ class Checkpointer:
     for step in self.steps():
       with contextlib.suppress(UnreadableError):
         record = whole.read_json(self.folder / str(step), RECORD, whole.OFF)
-        self._retention.note(step, _metrics(record))
+        self._retention.note(step, _metrics(record), record.get("metrics_over"))
 
   def __enter__(self) -> "Checkpointer":
     """Returns itself."""
@@ -128,6 +128,7 @@ class Checkpointer:
     config: Mapping[str, Any],
     record: Mapping[str, Any],
     metrics: Mapping[str, float] | None = None,
+    metrics_over: Mapping[str, Any] | None = None,
     hindrance: str = "",
   ) -> float:
     """Starts to save a step in the background, once the save before it is done.
@@ -138,6 +139,7 @@ class Checkpointer:
       config: resolved, as JSON has it.
       record: what else is to be known: versions, accepted changes.
       metrics: of an evaluation at this step, for `keep_best`.
+      metrics_over: which examples they are over; steps are compared where these are the same.
       hindrance: why this process cannot have the step saved now; "" for nothing.
 
     Returns:
@@ -150,7 +152,7 @@ class Checkpointer:
     """
     began = time.monotonic()
     self.wait()
-    self._retention.note(step, metrics)
+    self._retention.note(step, metrics, metrics_over)
     there = self.steps()
     if there and step <= there[-1]:  # where runs are resumed, the newest step counts
       raise ValueError(
@@ -164,6 +166,9 @@ class Checkpointer:
       hindrance = saving.room(self.folder, needed) or self._writer.in_the_way(step)
     if why := told(self._together.exchange(hindrance)):
       raise SaveError(step, self.folder, why)
+    judged = {"metrics": dict(metrics or {})}
+    if metrics and metrics_over:
+      judged["metrics_over"] = dict(metrics_over)
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
     items = ocp.args.Composite(
       **{
@@ -171,7 +176,7 @@ class Checkpointer:
           arrays, save_args=chunks, ocdbt_target_data_file_size=FILE_BYTES
         ),
         CONFIG: ocp.args.JsonSave(dict(config)),
-        RECORD: ocp.args.JsonSave(files.finite({**record, "metrics": dict(metrics or {})})),
+        RECORD: ocp.args.JsonSave(files.finite({**record, **judged})),
       }
     )
     self._writer.start(step, items)

@@ -206,6 +206,7 @@ LEAST = {
   "metrics.every_steps": 1,
   "evaluation.every_steps": 0,
   "evaluation.steps": 0,
+  "evaluation.final_steps": 0,
   "evaluation.sample_tokens": 0,
   "checkpoint.every_steps": 0,
   "checkpoint.keep": 1,

@@ -176,7 +176,8 @@ def _optimizer(**keys) -> dict:
 def _evaluation(**keys) -> dict:
   common = {
     "every_steps": 0,  # and at the end
-    "steps": 0,  # batches of each but the last, which is whole; 0: they are whole too
+    "steps": 0,  # batches of each but the last; 0: the whole split
+    "final_steps": 0,  # batches of the last one, and of the verb evaluate; 0: the whole split
     "sample_tokens": 0,  # drawn when training ends (text); 0 is off
   }
   return {**common, **keys}

@@ -132,8 +132,9 @@ class EvaluationBatches:
     taken = min(len(source), steps * global_batch_size or len(source))
     if int(np.sum(np.asarray(source.bad.rows, np.int64) < taken)) == taken:
       raise ValueError(
-        f"{source.name}: none of the first {taken} rows, which evaluation.steps={steps} takes, can"
-        f" be read ({source.bad.why}); set evaluation.steps=0 or more than {steps}"
+        f"{source.name}: none of the first {taken} rows, which an evaluation of {steps} batches"
+        f" takes, can be read ({source.bad.why}); set evaluation.steps (or final_steps) to 0 or"
+        f" more than {steps}"
       )
     self.source = source
     self.global_batch_size = global_batch_size
@@ -142,6 +143,10 @@ class EvaluationBatches:
   def __len__(self):
     """How many batches cover the split."""
     return -(-len(self.source) // self.global_batch_size)
+
+  def examples(self, count):
+    """How many rows of the split the first `count` batches hold."""
+    return min(count * self.global_batch_size, len(self.source))
 
   def row_ids(self, index):
     """Returns the numbers of the rows of batch `index`, int64 [B]; -1 where it is padded."""

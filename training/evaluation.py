@@ -1,7 +1,8 @@
-"""Evaluation: the held-out split once through, the remainder padded with weight 0."""
+"""Evaluation: batches of the held-out split in order, the remainder padded with weight 0."""
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,40 @@ from training.job import Job
 
 
 @dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """The result of an evaluation.
+
+  Attributes:
+    metrics: `eval_loss` and what the objective adds to it, over all batches that were taken.
+    examples: of the split, in these batches.
+    whole: whether these are all examples of the split.
+    judged: the metrics by which a checkpoint is compared with others: of the first
+      `judged_examples` examples alone, so that every evaluation of a run compares the same ones.
+    judged_examples: how many these are.
+  """
+
+  metrics: dict[str, float]
+  examples: int
+  whole: bool
+  judged: dict[str, float]
+  judged_examples: int
+
+  def line(self) -> dict[str, float]:
+    """Returns what `metrics.jsonl` says."""
+    return {**self.metrics, "eval_examples": self.examples}
+
+  def bad(self) -> str:
+    """Returns what is wrong with the metrics; "" where they are finite."""
+    wrong = {name: value for name, value in self.metrics.items() if not math.isfinite(value)}
+    return ", ".join(f"{name} is {value}" for name, value in wrong.items())
+
+  def text(self, step: int) -> str:
+    """Returns a line for people."""
+    numbers = "  ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
+    return f"held out after step {step} ({'all' if self.whole else 'a part'} of it): {numbers}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Evaluator:
   """A compiled evaluation step over a split.
 
@@ -23,6 +58,7 @@ class Evaluator:
     step: the compiled `(params, batch) -> sums`.
     watch: is told of every batch.
     lockstep: where the processes meet before every batch.
+    progress: is given the number of batches done, and of all; None shows nothing.
   """
 
   job: Job
@@ -30,17 +66,21 @@ class Evaluator:
   step: Any
   watch: Watchdog
   lockstep: Lockstep
+  progress: Callable[[int, int], None] | None = None
 
-  def __call__(self, params: Any, *, steps: int = 0) -> dict[str, float] | None:
-    """Returns `eval_loss` and what the objective adds to it; None where a stop came in between.
+  def __call__(self, params: Any, *, steps: int = 0, judged_steps: int = 0) -> Evaluation | None:
+    """Evaluates; returns None where a stop came in between.
 
     Args:
       params: the parameters, placed as the job's.
-      steps: batches to go through; 0 for the whole split.
+      steps: batches to take; 0 for the whole split.
+      judged_steps: how many of them checkpoints are compared by; 0 for all that are taken.
     """
     count = min(steps, len(self.batches)) if steps else len(self.batches)
+    judged_count = min(judged_steps, count) if judged_steps else count
     shardings = self.job.batch_shardings
     totals: dict[str, float] = {}
+    judged: dict[str, float] = {}
     with Prefetcher(lambda i: self.batches.batch(i, shardings), start=0, stop=count) as prefetched:
       for i in range(count):
         self.watch.at(f"evaluation batch {i + 1}: waiting for it", EVALUATION, begins=True)
@@ -56,7 +96,18 @@ class Evaluator:
         sums = jax.device_get(self.step(params, batch))
         for name, value in sums.items():
           totals[name] = totals.get(name, 0.0) + float(value)
-    return means(totals, self.job.config.training.loss)
+        if i + 1 == judged_count:
+          judged = dict(totals)
+        if self.progress is not None:
+          self.progress(i + 1, count)
+    loss = self.job.config.training.loss
+    return Evaluation(
+      metrics=means(totals, loss),
+      examples=self.batches.examples(count),
+      whole=count == len(self.batches),
+      judged=means(judged, loss),
+      judged_examples=self.batches.examples(judged_count),
+    )
 
 
 def means(totals: dict[str, float], loss: str) -> dict[str, float]:

@@ -16,7 +16,7 @@ from processes.group import current
 from processes.lockstep import Lockstep
 from processes.watchdog import ENDING, SAVING, STARTING, Watchdog
 from training import log_schedule, probing, resuming
-from training.evaluation import Evaluator
+from training.evaluation import Evaluation, Evaluator
 from training.goodput import Goodput
 from training.job import Job
 from training.log_schedule import LogSchedule
@@ -90,10 +90,10 @@ def train(
         break
       try:
         run.step(batch)
+        held_out = run.evaluate() if run.evaluation_due() else None
       except BadStepError as bad:
         run.go_back(bad)
         continue
-      held_out = run.evaluate() if run.evaluation_due() else None
       run.save_if_due(held_out)
     run.save_the_rest()
   watch.at("ending", ENDING)
@@ -185,7 +185,12 @@ class Run:
     say(collectives.format_summary(rows))
     self._train_step = step.function
     self._evaluator = Evaluator(
-      job, self._data.held_out, job.compile_eval_step().function, self._watch, self._lockstep
+      job,
+      self._data.held_out,
+      job.compile_eval_step().function,
+      self._watch,
+      self._lockstep,
+      self._progress.evaluating,
     )
     self._replicas = ReplicaCheck(job)
 
@@ -194,8 +199,11 @@ class Run:
     self._goodput.switch("step")
     self._meter, self._measuring = Meter(self._job), False
     self._read_ahead()
-    if self._interrupted and self.evaluate() is not None:
-      self._writer.write_times(self.done, self._goodput.line())
+    try:
+      if self._interrupted and self.evaluate() is not None:
+        self._writer.write_times(self.done, self._goodput.line())
+    except BadStepError as bad:
+      self.go_back(bad)
 
   def _read_ahead(self) -> None:
     """Begins to make the batches of the steps to come."""
@@ -286,21 +294,31 @@ class Run:
     """Tells whether the state is one to evaluate."""
     return self._last() or _due(self.done, self._config.evaluation.every_steps)
 
-  def evaluate(self) -> dict[str, float] | None:
-    """Evaluates and writes; None where a stop came in between."""
+  def evaluate(self) -> Evaluation | None:
+    """Evaluates and writes; None where a stop came in between.
+
+    Raises:
+      BadStepError: a metric is not finite: the step has left parameters that are of no use.
+    """
+    keys = self._config.evaluation
     with self._meter.paused(), self._goodput.within("evaluation"):
-      count = 0 if self._last() else self._config.evaluation.steps
-      metrics = self._evaluator(self.state.params, steps=count)
-      if metrics is None:
+      found = self._evaluator(
+        self.state.params,
+        steps=keys.final_steps if self._last() else keys.steps,
+        judged_steps=keys.steps if keys.every_steps else 0,
+      )
+      if found is None:
         self.stopped = True
+      elif why := found.bad():
+        raise BadStepError(self.done, why)  # before it is written or saved
       else:
-        self._writer.write(self.done, metrics)
-        self._progress.note(evaluation_text(self.done, metrics, whole=count == 0))
-      return metrics
+        self._writer.write(self.done, found.line())
+        self._progress.note(found.text(self.done))
+      return found
 
   # ------------------------------ saving ------------------------------
 
-  def save_if_due(self, held_out: dict[str, float] | None) -> None:
+  def save_if_due(self, held_out: Evaluation | None) -> None:
     """Saves, after the metrics are read and written: what is saved is finite, and is logged."""
     with self._goodput.within("save"), self._failing_saves("the next step is saved instead"):
       self._checkpointer.check()
@@ -327,15 +345,20 @@ class Run:
       return True
     return self.evaluation_due() and bool(keys.keep_best)
 
-  def _save(self, held_out: dict[str, float] | None) -> None:
+  def _save(self, held_out: Evaluation | None) -> None:
     self._watch.at(f"saving step {self.done}", SAVING)
     self._replicas.before_save(self.done, self.state)
+    judged = {}
+    if held_out is not None and self._config.checkpoint.keep_best:
+      rows = self._data.held_out.source.fingerprint
+      over = {"data": rows, "examples": held_out.judged_examples}
+      judged = {"metrics": held_out.judged, "metrics_over": over}
     self._checkpointer.save(
       self.done,
       vars(self.state),
       config=plain(self._config),
       record={**self._start.record, **self._bad_steps.record(), **self._schedule.record()},
-      metrics=held_out if self._config.checkpoint.keep_best else None,
+      **judged,
     )
     self._saved = self.done
 
@@ -372,12 +395,6 @@ class Run:
 
   def _last(self) -> bool:
     return self.done == self._config.training.steps
-
-
-def evaluation_text(step: int, metrics: dict[str, float], *, whole: bool) -> str:
-  """Returns the line about an evaluation."""
-  numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-  return f"held out after step {step} ({'all' if whole else 'a part'} of it): {numbers}"
 
 
 def _due(step: int, every: int) -> bool:

@@ -42,7 +42,8 @@ def open_held_out(job: Job) -> EvaluationBatches:
   """Opens the evaluation split; raises as `open_data`."""
   data, keys = job.config.data, job.config.evaluation
   source = _open(job, data.evaluation_split)
-  steps = keys.steps if keys.every_steps else 0
+  counts = (keys.steps if keys.every_steps else 0, keys.final_steps)
+  steps = min((count for count in counts if count), default=0)
   return EvaluationBatches(source, global_batch_size=data.global_batch_size, steps=steps)
 
 

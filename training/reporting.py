@@ -231,6 +231,18 @@ class ProgressLine:
     else:
       self._bar.update(self._task, completed=step, text=text, refresh=True)
 
+  def evaluating(self, done: int, count: int, *, alone: bool = False) -> None:
+    """Shows on a terminal how many batches of an evaluation are done.
+
+    Args:
+      done: batches.
+      count: of all batches.
+      alone: the bar shows the evaluation too, not the steps of a training run.
+    """
+    if self._bar is not None:
+      text, completed = f"held out: batch {done}/{count}", {"completed": done} if alone else {}
+      self._bar.update(self._task, text=text, refresh=True, **completed)
+
   def note(self, text: str) -> None:
     """Prints a line that stays, above the progress line."""
     if self._bar is None:

@@ -144,15 +144,18 @@ def go_back(
   """
   # The list of one process is everybody's: another may still see a step that is being removed.
   steps = _together(job).from_first(json.dumps(checkpointer.steps()))
-  saved: list[int] = json.loads(steps)
+  # The bad step itself is there where a stop has interrupted the evaluation that finds it bad.
+  saved = [step for step in json.loads(steps) if step < bad_step]
   step, record = bad_steps.target(bad_step, saved), {}
   if step == 0:
     state, _ = first_state(job)
+    checkpointer.remove_after(0)
   else:
     try:
       step, tree = checkpointer.restore(vars(job.placed_state), step=step)
     except ValueError as error:  # the newest that can be read, then
       warn(f"WARNING: {error}")
+      checkpointer.remove_after(bad_step - 1)
       step, tree = checkpointer.restore(vars(job.placed_state))
     state, record = State(**tree), checkpointer.read_record(step)
     checkpointer.remove_after(step)

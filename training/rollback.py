@@ -111,6 +111,8 @@ class BadSteps:
   def target(self, bad_step: int, saved: Sequence[int]) -> int:
     """Returns the step to go back to: the newest before the batches to skip; 0: none is saved.
 
+    `saved` are the steps before the bad one.
+
     Where the newest has led to a bad step for the second time, and no later than before, it was
     saved after something bad: then it is an older one. If none is old enough, it is the oldest.
     """
@@ -133,7 +135,7 @@ class BadSteps:
       bad_step: that was bad.
       why: what was bad.
       step: that was restored; 0 is the first state.
-      saved: the steps that were saved until now.
+      saved: the steps before the bad one that were saved until now.
       record: that of the restored one.
     """
     ends = [bad_step]

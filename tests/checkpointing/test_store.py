@@ -122,6 +122,42 @@ def test_the_best_accuracy_is_the_highest():
   assert kept("eval_loss", [0.1, 0.9, 0.5], lower_is_better=False) == {1, 2}
 
 
+def test_metrics_over_other_examples_are_never_compared(tmp_path):
+  few, many = {"data": "held out", "examples": 16}, {"data": "held out", "examples": 32}
+  found = {
+    # The lowest of all is that of another part of the split; it takes nobody's place.
+    1: (2.0, few),
+    2: (1.0, few),
+    3: (1.5, few),
+    4: (0.1, many),
+    5: (0.2, many),
+    6: (0.05, {**few, "data": "other rows"}),
+    7: (0.01, None),  # saved before it was known what a metric is over
+    8: (3.0, few),
+  }
+
+  def save(steps):
+    with Checkpointer(tmp_path, keep=1, keep_best="eval_loss") as checkpointer:
+      for step in steps:
+        value, over = found[step]
+        checkpointer.save(
+          step,
+          counting_tree(step),
+          config=CONFIG,
+          record=RECORD,
+          metrics={"eval_loss": value},
+          metrics_over=over,
+        )
+      checkpointer.wait()
+      record = checkpointer.read_record(2)
+    return checkpointer.steps(), record
+
+  steps, record = save((1, 2, 3, 4))
+  assert steps == [2, 4]
+  assert (record["metrics"], record["metrics_over"]) == ({"eval_loss": 1.0}, few)
+  assert save((5, 6, 7, 8))[0] == [2, 4, 6, 7, 8]  # known after a new start
+
+
 def test_a_step_that_is_saved_again_is_judged_anew():
   retention = Retention(1, 0, "eval_loss", None)
   for step, value in ((1, 0.1), (2, 0.5), (3, 0.7)):

@@ -310,4 +310,12 @@ ROWS = (
     note="Each process has a socket of its own; they are threads of four processes. 2, 3, 16, 64, "
     "256, 1,024, 2,048 and 4,096 of them in turn.",
   ),
+  Row(
+    30,
+    "an evaluation that gives NaN or infinity after a step with finite numbers",
+    20,
+    "never checkpointed; roll back and skip gives the same run as one that skips those batches",
+    "rows_numbers",
+    30,
+  ),
 )

@@ -1,4 +1,4 @@
-"""Row 14: NaN gradients, and losses far too large, made by rows of the data."""
+"""Rows 14 and 30: steps and evaluations with bad numbers, made by rows of the data."""
 
 import collections
 import contextlib
@@ -8,7 +8,8 @@ import json
 import os
 import pathlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -24,11 +25,11 @@ from tests.faults.plan import Trial
 from tests.faults.trying import Attempt, tried
 
 SPOILING = pathlib.Path(__file__).parent / "spoiling"
-STEPS, BATCH, WINDOW = 60, 24, 6
+STEPS, BATCH, WINDOW, EVERY = 60, 24, 6, 15
 COMMON = (
   "--config=configs/dp4_tp2.py:mlp",
   f"--config.data.global_batch_size={BATCH}",
-  "--config.evaluation.every_steps=15",
+  f"--config.evaluation.every_steps={EVERY}",
   "--config.metrics.every_steps=1",
   "--config.metrics.tensorboard=false",
   f"--config.compiler_options={FAST}",
@@ -40,6 +41,15 @@ GOING_BACK = (
   f"--config.training.bad_step_window={WINDOW}",
 )
 TIMES_TOO_LARGE = 10_000
+# Without clipping, a row so large gives a step whose loss and gradient norm are finite, and
+# parameters that are too large for another forward pass.
+PLAIN = (
+  "--config.optimizer.name=sgd",
+  "--config.optimizer.learning_rate=0.1",
+  "--config.optimizer.clip_norm=0",
+  "--config.optimizer.warmup_steps=0",
+)
+TOO_LARGE = "-1e15"
 
 
 def row_14(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
@@ -61,19 +71,67 @@ def row_14(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
     rows = {batch: chance.sample(range(BATCH), 6 if huge else 1) for batch in bad}
     environment = _spoiled(rows, "-1e8" if huge else "inf")
     with mock.patch.dict(os.environ, environment):
-      skipped = _gone_back(attempt, count, bad, huge, killed)
+      made = _gone_back(attempt, count, len(bad), killed, GOING_BACK)
+      skipped = sorted(batch for line in made for batch in line["skipped"])
+      assert set(bad) <= set(skipped)
+      for line in made:
+        _check_why(line["why"], huge)
       _told(attempt, count, skipped)
-    expected = same.record(attempt.folder / "told")
-    assert len(expected.lines) >= STEPS
-    same.check(attempt.workdir, expected)
+    _check_same(attempt)
 
   return tried(14, range(seed, seed + trials), folder, one)
 
 
-def _gone_back(attempt: Attempt, count: int, bad: list[int], huge: bool, killed: bool) -> list[int]:
-  """Makes the run that goes back, and checks what it says; returns what it skips."""
+def row_30(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
+  """Spoils rows of the batch before an evaluation, or before two; every other time a SIGKILL."""
+
+  def one(attempt: Attempt) -> None:
+    number, chance = attempt.number, attempt.chance
+    killed, count = number % 2 == 1, 4 if number % 5 == 4 else 2
+    evaluated = sorted(chance.sample(range(EVERY, STEPS + 1, EVERY), chance.choice((1, 2))))
+    # Each batch that is skipped moves those behind it by a step.
+    bad = [step - 1 + before for before, step in enumerate(evaluated)]
+    steps = " and ".join(map(str, evaluated))
+    kill = ", a SIGKILL" if killed else ""
+    attempt.does = f"{count} processes, bad evaluations after step {steps}{kill}"
+    # Several rows: one whose label happens to be predicted all the same has no gradient.
+    environment = _spoiled({batch: chance.sample(range(BATCH), 6) for batch in bad}, TOO_LARGE)
+    with mock.patch.dict(os.environ, environment):
+      flags = ("--config.training.on_bad_step=roll_back", *PLAIN)
+      made = _gone_back(attempt, count, len(bad), killed, flags)
+      assert [line["rolled_back"] for line in made] == evaluated
+      assert [line["step"] for line in made] == [step - same.SAVE_EVERY for step in evaluated]
+      for line in made:
+        assert line["why"] in ("eval_loss is nan", "eval_loss is inf"), line["why"]
+      _told(attempt, count, bad, PLAIN)
+    _check_same(attempt)
+
+  return tried(30, range(seed, seed + trials), folder, one)
+
+
+def _check_why(why: str, huge: bool) -> None:
+  """Checks what a rollback gives as its reason."""
+  words = why.split()
+  if huge:  # `loss is 1, more than ... above 2, the mean of the last 6`
+    loss, mean = float(words[2].strip(",")), float(words[words.index("above") + 1].strip(","))
+    assert loss > TIMES_TOO_LARGE * mean, why
+  else:
+    assert why == "loss is nan, grad_norm is nan", why
+
+
+def _check_same(attempt: Attempt) -> None:
+  """Checks that the run that went back has left what the run that was told has left."""
+  expected = same.record(attempt.folder / "told")
+  assert len(expected.lines) >= STEPS
+  same.check(attempt.workdir, expected)
+
+
+def _gone_back(
+  attempt: Attempt, count: int, times: int, killed: bool, flags: Sequence[str]
+) -> list[dict[str, Any]]:
+  """Makes the run that goes back so many times; returns the lines that say so."""
   settings = {"count": count, "launcher": True, "restarts": 2, "steps": STEPS, "common": COMMON}
-  with Run(attempt.workdir, **settings, flags=(*same.KEPT, *GOING_BACK)) as run:
+  with Run(attempt.workdir, **settings, flags=(*same.KEPT, *flags)) as run:
     if killed:
       run.wait_for(f"step {attempt.chance.randrange(1, STEPS)}/")
       with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
@@ -83,26 +141,17 @@ def _gone_back(attempt: Attempt, count: int, bad: list[int], huge: bool, killed:
   lines = map(json.loads, (attempt.workdir / "metrics.jsonl").read_text().splitlines())
   made = [line for line in lines if "rolled_back" in line]
   attempt.seen.append(f"went back {[(line['rolled_back'], line['step']) for line in made]}")
-  assert len(made) == len(bad)
-  skipped = sorted(batch for line in made for batch in line["skipped"])
-  assert set(bad) <= set(skipped)
-  for line in made:
-    words = line["why"].split()
-    if huge:  # `loss is 1, more than ... above 2, the mean of the last 6`
-      loss, mean = float(words[2].strip(",")), float(words[words.index("above") + 1].strip(","))
-      assert loss > TIMES_TOO_LARGE * mean, line["why"]
-    else:
-      assert line["why"] == "loss is nan, grad_norm is nan", line["why"]
+  assert len(made) == times
   for step in saved(attempt.workdir):
     _check_finite(attempt.workdir / "checkpoints" / str(step))
-  return skipped
+  return made
 
 
-def _told(attempt: Attempt, count: int, skipped: list[int]) -> None:
+def _told(attempt: Attempt, count: int, skipped: list[int], flags: Sequence[str] = ()) -> None:
   """Makes the run that is told to skip the same batches, and stops at a bad step."""
   told = f"--config.data.skip_batches=({','.join(map(str, skipped))},)"
   settings = {"count": count, "launcher": True, "steps": STEPS, "common": COMMON}
-  with Run(attempt.folder / "told", **settings, flags=(*same.KEPT, told)) as run:
+  with Run(attempt.folder / "told", **settings, flags=(*same.KEPT, *flags, told)) as run:
     assert run.end() == [0], run.codes
 
 

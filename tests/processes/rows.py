@@ -94,8 +94,8 @@ def remainders(watch: Watchdog) -> Iterator[dict]:
       losses.append(float(metrics["loss"]))
       step += 1
     held_out = EvaluationBatches(source, global_batch_size=BATCH)
-    metrics = Evaluator(job, held_out, evaluate, watch, lockstep)(state.params)
-    yield {"losses": losses, "eval_loss": metrics["eval_loss"], "batches": len(held_out)}
+    found = Evaluator(job, held_out, evaluate, watch, lockstep)(state.params)
+    yield {"losses": losses, "eval_loss": found.metrics["eval_loss"], "batches": len(held_out)}
 
 
 def _examples(rows: int):

@@ -86,18 +86,24 @@ def train(
   *,
   prepared: Job | None = None,
   stop: StopRequest | None = None,
+  held_out: Source | None = None,
   **overrides,
 ) -> loop.End:
   """Trains as the application does, from the newest checkpoint on."""
   started = time.monotonic()
   prepared = prepared or job(**overrides)
   folder = epath.Path(workdir)
-  held_out = EvaluationBatches(source(), global_batch_size=BATCH)
+  held_out = EvaluationBatches(held_out or source(), global_batch_size=BATCH)
   data = Data(TrainingBatches(rows, global_batch_size=BATCH, seed=0), held_out)
   folder.mkdir(parents=True, exist_ok=True)
   start = resuming.begin(prepared, folder, resuming.judge(prepared, rows, folder))
   with Watchdog(current(), StopRequest() if stop is None else stop) as watch:
     return loop.train(prepared, data, start, folder, watch, started=started)
+
+
+def saved(workdir: pathlib.Path) -> list[int]:
+  """Returns the steps that are saved."""
+  return reading.steps(epath.Path(workdir) / reading.FOLDER)
 
 
 def lines(workdir: pathlib.Path) -> list[dict]:

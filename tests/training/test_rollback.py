@@ -10,7 +10,16 @@ from ml_collections import ConfigDict
 
 from processes.stopping import StopRequest
 from tests.training import runs
-from tests.training.runs import ROLL_BACK, STEPS, assert_same, numbers, rollbacks, source, train
+from tests.training.runs import (
+  ROLL_BACK,
+  STEPS,
+  assert_same,
+  numbers,
+  rollbacks,
+  saved,
+  source,
+  train,
+)
 from training import rollback
 from training.meter import TrainingStoppedError
 from training.rollback import BadSteps
@@ -114,11 +123,6 @@ def test_a_run_goes_back_only_so_many_times(tmp_path):
 
 class KilledError(Exception):
   """In place of a SIGKILL."""
-
-
-def saved(workdir):
-  """Returns the steps that are saved."""
-  return runs.reading.steps(runs.epath.Path(workdir) / runs.reading.FOLDER)
 
 
 def dying(rows, batch):
