@@ -135,6 +135,7 @@ def finalize(config: ConfigDict, platform: str) -> ConfigDict:
     splash = platform == "tpu" and decoder and not decoders.no_splash(config)
     default(training, "attention_kernel", "splash" if splash else "xla")
     default(config.optimizer, "warmup_steps", training.steps // 20)
+    _rows_to_skip(config.data)
     activations = config.partitioning.activations
     if config.partitioning.sequence_parallel and "residual_sequence" in activations:
       given = activations.residual_sequence
@@ -143,6 +144,15 @@ def finalize(config: ConfigDict, platform: str) -> ConfigDict:
     for name in parameters:
       default(config.partitioning.optimizer, name, parameters[name])
   return config
+
+
+def _rows_to_skip(data: ConfigDict) -> None:
+  """Turns batches that are skipped into rows, which stay the same where the batch size changes."""
+  given, batch = data.skip_batches, data.global_batch_size
+  if all(type(number) is int and number >= 0 for number in given):  # else `check` refuses it
+    ranges = ((number * batch, (number + 1) * batch) for number in sorted(given))
+    data.skip_rows = (*data.skip_rows, *ranges)
+    data.skip_batches = ()
 
 
 def default(section: ConfigDict, key: str, value) -> None:
@@ -290,6 +300,13 @@ def _tables(config: ConfigDict) -> list[str]:
   for batch in config.data.skip_batches:
     if type(batch) is not int or batch < 0:
       wrong.append(f"data.skip_batches: {batch!r} is not the number of a batch, such as (17, 18)")
+  for rows in config.data.skip_rows:
+    ends = rows if isinstance(rows, tuple) and len(rows) == 2 else (0, 0)
+    if not all(type(end) is int for end in ends) or not 0 <= ends[0] < ends[1]:
+      wrong.append(
+        f"data.skip_rows: {rows!r} is not a range of rows (first, the one behind the last), such "
+        f"as ((544, 608),)"
+      )
   for option in filter(None, config.compiler_options.split(",")):
     if "=" not in option:
       wrong.append(f"compiler_options: {option!r} is not name=value")

@@ -128,7 +128,10 @@ def _data(**keys) -> dict:
     "examples": 0,  # rows (random)
     "input_size": 0,  # values per example (image, random); derived from the model
     "target_size": 0,  # classes (image), values (random); derived from the model
-    "skip_batches": (),  # numbers of batches, from 0, that no step trains on: (17, 18)
+    # Rows, counted from 0 over all epochs, that no step trains on, in ranges (first, the one
+    # behind the last): ((544, 608),)
+    "skip_rows": (),
+    "skip_batches": (),  # the same by batches of global_batch_size rows, from 0: (17, 18)
   }
   return {**common, **keys}
 

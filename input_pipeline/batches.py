@@ -1,4 +1,4 @@
-"""The global batch as a function of the step: which rows it holds, and the rows on the devices."""
+"""The global batch: which rows each step takes, and the rows on the devices."""
 
 import functools
 
@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from input_pipeline.bad_records import among, few, spread
+from input_pipeline.position import Position
 from input_pipeline.records import UnreadableError
 
 # Up to here an epoch's order is made whole. Grain's shuffle makes one number at a time, by walking
@@ -18,9 +19,10 @@ _PADDING = -1  # the row number of a row that is not there
 class TrainingBatches:
   """Batches without end: epochs one after the other, each in an order of its own, cut every B rows.
 
-  What `batch(step)` holds depends on the source's rows, the seed, the batch size and the step, and
-  on nothing else: not on the mesh, the processes, or the steps before. An epoch's remainder opens
-  a batch that the next epoch fills, so each epoch shows every row once.
+  What `batch(step)` holds depends on the source's rows, the seed, the position and the step, and on
+  nothing else: not on the mesh, the processes, or the steps before. The position says which batch
+  sizes the run has had, and which rows it skips; without one, all steps have this batch size. An
+  epoch's remainder opens a batch that the next epoch fills, so each epoch shows every row once.
   """
 
   def __init__(self, source, *, global_batch_size, seed, shuffle=True):
@@ -50,32 +52,46 @@ class TrainingBatches:
       functools.partial(_epoch_order, len(source), seed)
     )
     numbers = grain.MapDataset.range(len(source)).shuffle(seed=_grain_seed(seed))
-    self._large_row_ids = numbers.repeat().batch(global_batch_size)
+    self._large_order = numbers.repeat()
     # Only this set gives the same rows at every step; keeping its batch saves reading it again.
     self._always_the_same = not shuffle and global_batch_size == len(source)
     self._last = None
 
-  def row_ids(self, step):
-    """Returns the numbers of the rows that batch `step` holds, int64 [B]."""
+  def row_ids(self, step, position=None):
+    """Returns the numbers of the rows that step `step` (from 0) takes, int64 [B].
+
+    Args:
+      step: int, at least 0.
+      position: a Position whose batch size at this step is B.
+    """
     if step < 0:
       raise IndexError(f"{self.source.name}: step {step} is below 0")
-    rows, B = len(self.source), self.global_batch_size
-    epoch, offset = divmod(step * B, rows)
-    if not self._shuffle:
-      return (offset + np.arange(B, dtype=np.int64)) % rows
-    if rows > _WHOLE_EPOCH_ROWS:
-      return np.asarray(self._large_row_ids[step], np.int64)
-    ids_B = self._epoch_order(epoch)[offset : offset + B]
-    if len(ids_B) < B:  # B is at most an epoch, so the next one is enough
-      ids_B = np.concatenate([ids_B, self._epoch_order(epoch + 1)[: B - len(ids_B)]])
+    position = position or Position.start(self.global_batch_size)
+    ids_B = np.concatenate([self._ids(*rows) for rows in position.rows(step)])
+    assert len(ids_B) == self.global_batch_size, (position, step)
     return ids_B
 
-  def batch(self, step, shardings):
-    """Returns batch `step` on the devices.
+  def _ids(self, first, stop):
+    """Returns the numbers of rows in the source, of rows that are numbered over all epochs."""
+    rows = len(self.source)
+    if not self._shuffle:
+      return (first % rows + np.arange(stop - first, dtype=np.int64)) % rows
+    if rows > _WHOLE_EPOCH_ROWS:
+      return np.asarray([self._large_order[number] for number in range(first, stop)], np.int64)
+    parts = []
+    while first < stop:
+      epoch, offset = divmod(first, rows)
+      parts.append(self._epoch_order(epoch)[offset : offset + stop - first])
+      first += len(parts[-1])
+    return np.concatenate(parts)
+
+  def batch(self, step, shardings, position=None):
+    """Returns the batch of step `step` (from 0) on the devices.
 
     Args:
       step: int, at least 0.
       shardings: field name -> jax.sharding.Sharding of the global array.
+      position: a Position whose batch size at this step is B.
 
     Returns:
       Field name -> global jax.Array, as `abstract` describes it. Where the data set is exactly one
@@ -85,16 +101,17 @@ class TrainingBatches:
       UnreadableError: a row cannot be read, or is in the source's list of bad rows together with
         all others of this batch.
     """
+    ids_B = self.row_ids(step, position)
     if self._always_the_same and self._last is not None:
-      last_shardings, arrays = self._last
+      last_ids_B, last_shardings, arrays = self._last
+      same = np.array_equal(last_ids_B, ids_B) and last_shardings == shardings
       # A step that donates its batch deletes the arrays.
-      if last_shardings == shardings and not any(a.is_deleted() for a in arrays.values()):
+      if same and not any(a.is_deleted() for a in arrays.values()):
         return arrays
-    ids_B = self.row_ids(step)
     self._check_some_can_be_read(ids_B, step)
     arrays = _assemble(self.source, ids_B, self.abstract, shardings)
     if self._always_the_same:
-      self._last = (dict(shardings), arrays)
+      self._last = (ids_B, dict(shardings), arrays)
     return arrays
 
   def _check_some_can_be_read(self, ids_B, step):
@@ -104,7 +121,7 @@ class TrainingBatches:
     """
     if among(ids_B, self._bad).all():
       raise UnreadableError(
-        f"{self.source.name}: batch {step} has no row that can be read:"
+        f"{self.source.name}: the batch of step {step + 1} has no row that can be read:"
         f" {few(sorted(set(ids_B.tolist())))} ({self.source.bad.why}); take more rows per batch"
         f" than data.global_batch_size={self.global_batch_size}, let data.shuffle spread the bad"
         " rows, or mend the data set",

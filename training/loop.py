@@ -10,7 +10,6 @@ from etils import epath
 
 from checkpointing.store import SaveError
 from input_pipeline.prefetch import Prefetcher
-from input_pipeline.skipping import batch_index
 from partitioning import collectives
 from processes.group import current
 from processes.lockstep import Lockstep
@@ -127,7 +126,7 @@ class Run:
     self._checkpointer = start.checkpointer
     self._saved = start.step
     self._unsaved = False  # a save has failed, and is tried again at the next step
-    self._bad_steps = BadSteps(job.config, start.known)
+    self._bad_steps = BadSteps(job.config, start.known, start.step)
     self._schedule = LogSchedule(job.config, start.known, start.step)
     self._lockstep = Lockstep(watch.group, watch.stop)
     # On simulated devices one step is in flight at most: more can deadlock in a rendezvous.
@@ -208,9 +207,9 @@ class Run:
   def _read_ahead(self) -> None:
     """Begins to make the batches of the steps to come."""
     waited = self._batches.wait_seconds if self._batches else 0.0
-    shardings, skipped = self._job.batch_shardings, self._bad_steps.skipped
+    shardings, position = self._job.batch_shardings, self._bad_steps.position
     self._batches = Prefetcher(
-      lambda step: self._data.train.batch(batch_index(step, skipped), shardings),
+      lambda step: self._data.train.batch(step, shardings, position),
       start=self.done,
       stop=self._config.training.steps,
       depth=self._config.data.prefetch_batches,

@@ -56,7 +56,35 @@ _NOT_FINITE = ("nan", "inf", "-inf")  # as they are written
 METRIC = Kind("a number", lambda value: _is_number(value) or value in _NOT_FINITE)
 ANY = Kind("anything", lambda value: True)
 
-_ROLLBACK = {"bad_step": COUNT, "why": TEXT, "step": COUNT, "skipped": [COUNT]}
+
+def _is_position(value: Any) -> bool:
+  keys = {"step", "row", "batch"}
+  if not isinstance(value, list) or not value:
+    return False
+  if not all(isinstance(one, dict) and set(one) == keys for one in value):
+    return False
+  if not all(map(_is_whole, (number for one in value for number in one.values()))):
+    return False
+  steps = [one["step"] for one in value]
+  return steps[0] == 0 and steps == sorted({*steps}) and all(one["batch"] > 0 for one in value)
+
+
+def _is_range(value: Any) -> bool:
+  if not isinstance(value, list) or len(value) != 2:
+    return False
+  return all(map(_is_whole, value)) and value[0] < value[1]
+
+
+POSITION = Kind("a list of step, row and batch, ascending from step 0,", _is_position)
+ROWS = Kind("a range of rows", _is_range)
+
+
+def _bad_steps(skipped: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the form of what a record says of bad steps; `skipped` is the part that has changed."""
+  one = {"bad_step": COUNT, "why": TEXT, "step": COUNT, **skipped}
+  return {**skipped, "rollbacks": [Exactly(one)], "losses": [NUMBER]}
+
+
 # A list with one form holds any number of such values; a tuple holds one of each form.
 # Of an object, keys that are missing or unknown belong to another version.
 FORM = {
@@ -64,9 +92,13 @@ FORM = {
   "data": {"name": TEXT, "rows": TEXT},
   "accepted_changes": [Exactly({"step": COUNT, "key": TEXT, "old": ANY, "new": ANY})],
   "metrics": Each(METRIC),
-  rollback.RECORD: {"skipped": [COUNT], "rollbacks": [Exactly(_ROLLBACK)], "losses": [NUMBER]},
+  "metrics_over": {"data": TEXT, "examples": COUNT},
+  rollback.POSITION: POSITION,
+  rollback.RECORD: _bad_steps({"skipped_rows": [ROWS]}),
   log_schedule.RECORD: [(COUNT, COUNT, COUNT)],
 }
+# Records without a position are of versions that named batches.
+_OLDER = {**FORM, rollback.RECORD: _bad_steps({"skipped": [COUNT]})}
 
 
 def require(record: Mapping[str, Any], path: epath.Path) -> None:
@@ -76,7 +108,7 @@ def require(record: Mapping[str, Any], path: epath.Path) -> None:
     record: of a checkpoint.
     path: of the checkpoint.
   """
-  wrong = list(_wrong(record, FORM, ""))
+  wrong = list(_wrong(record, FORM if rollback.POSITION in record else _OLDER, ""))
   if wrong:
     more = [f"and {len(wrong) - _NAMED} more"] if len(wrong) > _NAMED else []
     keys = "; ".join([*wrong[:_NAMED], *more])

@@ -76,11 +76,10 @@ def judge(
     return record
   with Checkpointer(folder, read_only=True, verify=job.config.checkpoint.verify) as checkpoints:
     done = checkpoints.readable()
-    old_record = checkpoints.read_record(done)
-    record_form.require(old_record, folder / str(done))
+    old_record = _record(checkpoints, done)
     rollback.require_same_past(job.config, old_record, done)
     return resume.changes(
-      checkpoints.read_config(done),
+      rollback.upgraded_config(checkpoints.read_config(done)),
       plain(job.config),
       old_record=old_record,
       new_record=record,
@@ -119,7 +118,7 @@ def begin(
   )
   if goes_on:
     step, tree = checkpointer.restore(vars(job.placed_state))
-    known = checkpointer.read_record(step)
+    known = _record(checkpointer, step)
     state, origin = State(**tree), f"goes on from the checkpoint of step {step}"
   job.check_placed(state)
   return Start(state, step, record, checkpointer, origin, known, owner)
@@ -157,9 +156,16 @@ def go_back(
       warn(f"WARNING: {error}")
       checkpointer.remove_after(bad_step - 1)
       step, tree = checkpointer.restore(vars(job.placed_state))
-    state, record = State(**tree), checkpointer.read_record(step)
+    state, record = State(**tree), _record(checkpointer, step)
     checkpointer.remove_after(step)
   return bad_steps.go_back(bad_step, why, step, saved, record), state
+
+
+def _record(checkpointer: Checkpointer, step: int) -> dict[str, Any]:
+  """Returns the record of a step, as records are written now."""
+  record = checkpointer.read_record(step)
+  record_form.require(record, checkpointer.folder / str(step))
+  return rollback.upgraded(record, checkpointer.read_config(step))
 
 
 def require_room(job: Job, workdir: epath.Path) -> None:

@@ -1,4 +1,4 @@
-"""Steps with bad numbers: which are bad, which batches are skipped for them, and where to go back.
+"""Steps with bad numbers: which are bad, which rows are skipped for them, and where to go back.
 
 What is decided here follows from the metrics, which are the same on every process, and from the
 record of the checkpoint that a start goes on from: so a run that is killed decides as one that is
@@ -13,11 +13,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from input_pipeline.skipping import batch_index
+from input_pipeline import position
+from input_pipeline.position import Position, Ranges
 from training.meter import not_finite
 
 # Of a checkpoint's record.
-RECORD = "bad_steps"
+RECORD, POSITION = "bad_steps", "position"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,48 +29,70 @@ class Rollback:
     bad_step: the step with the bad numbers, counted from 1.
     why: what was bad.
     step: the step that it went back to; 0 is the first state.
-    skipped: the batches that are skipped for it.
+    skipped_rows: the rows that are skipped for it.
   """
 
   bad_step: int
   why: str
   step: int
-  skipped: tuple[int, ...]
+  skipped_rows: Ranges
+
+  @classmethod
+  def read(cls, values: Mapping[str, Any]) -> "Rollback":
+    """Returns what `asdict` has written, as JSON gives it back."""
+    return cls(**{**values, "skipped_rows": position.merged(values["skipped_rows"])})
+
+  def asdict(self) -> dict[str, Any]:
+    """Returns it as JSON has it."""
+    return {**vars(self), "skipped_rows": [list(rows) for rows in self.skipped_rows]}
 
   def line(self) -> dict[str, Any]:
     """Returns what `metrics.jsonl` says of it besides the step that it went back to."""
-    return {"rolled_back": self.bad_step, "why": self.why, "skipped": list(self.skipped)}
+    rows = self.asdict()["skipped_rows"]
+    return {"rolled_back": self.bad_step, "why": self.why, "skipped_rows": rows}
 
 
 class BadSteps:
-  """Judges steps, and knows what is skipped.
+  """Judges steps, and knows which rows they take.
 
   Attributes:
     rollbacks: those that the run has made, over all its starts.
-    skipped: the numbers of all batches that it skips, in ascending order.
+    position: which rows each step takes, and which are skipped.
   """
 
-  def __init__(self, config: ConfigDict, record: Mapping[str, Any]):
-    """Takes up what the record of the checkpoint says that the run goes on from, {} without."""
-    self._keys, known = config.training, record.get(RECORD, {})
-    self.rollbacks = tuple(
-      Rollback(**{**values, "skipped": tuple(values["skipped"])})
-      for values in known.get("rollbacks", ())
-    )
-    self.skipped = _all_skipped(config, self.rollbacks)
-    self._remember(record)
+  def __init__(self, config: ConfigDict, record: Mapping[str, Any], done: int = 0):
+    """Takes up what the record says of the checkpoint that the run goes on from.
 
-  def _remember(self, record: Mapping[str, Any]) -> None:
+    Args:
+      config: of the run.
+      record: the checkpoint's, as `upgraded` gives it; {} without one.
+      done: its step.
+    """
+    self._config, self._keys = config, config.training
+    self.rollbacks = tuple(map(Rollback.read, record.get(RECORD, {}).get("rollbacks", ())))
+    self._take_up(record, done)
+
+  def _take_up(self, record: Mapping[str, Any], done: int) -> None:
+    """Goes on from a checkpoint."""
+    batch = self._config.data.global_batch_size
+    self.position = (
+      _position(record, batch)
+      .resumed(done, batch)
+      .skipping(
+        self._config.data.skip_rows, *(rollback.skipped_rows for rollback in self.rollbacks)
+      )
+    )
     losses = record.get(RECORD, {}).get("losses", ())
     self._losses = collections.deque(losses, maxlen=self._keys.bad_step_window)
 
   def record(self) -> dict[str, Any]:
     """Returns what a checkpoint says of it; JSON gives floats back to the last bit."""
-    rollbacks = [dataclasses.asdict(rollback) for rollback in self.rollbacks]
-    for values in rollbacks:
-      values["skipped"] = list(values["skipped"])
-    known = {"skipped": list(self.skipped), "rollbacks": rollbacks, "losses": list(self._losses)}
-    return {RECORD: known}
+    known = {
+      "skipped_rows": [list(rows) for rows in self.position.skipped],
+      "rollbacks": [rollback.asdict() for rollback in self.rollbacks],
+      "losses": list(self._losses),
+    }
+    return {RECORD: known, POSITION: self.position.listed()}
 
   # ------------------------------ judging ------------------------------
 
@@ -102,10 +125,9 @@ class BadSteps:
       return "training.on_bad_step=roll_back goes back and skips the batch"
     if len(self.rollbacks) < self._keys.max_rollbacks:
       return ""
-    skipped = ", ".join(map(str, self.skipped))
     return (
       f"it went back {len(self.rollbacks)} times (training.max_rollbacks="
-      f"{self._keys.max_rollbacks}), and skipped the batches {skipped}"
+      f"{self._keys.max_rollbacks}), and skipped the rows {position.text(self.position.skipped)}"
     )
 
   def target(self, bad_step: int, saved: Sequence[int]) -> int:
@@ -142,21 +164,19 @@ class BadSteps:
     if saved and self._suspect(bad_step, saved):
       ends.append(saved[-1])  # what it was saved after is skipped as well
     steps = {s for end in ends for s in range(end - self._keys.bad_step_skips, end) if s >= step}
-    batches = tuple(sorted(batch_index(s, self.skipped) for s in steps))
-    rollback = Rollback(bad_step, why, step, batches)
+    rows = position.merged(rows for s in steps for rows in self.position.rows(s))
+    rollback = Rollback(bad_step, why, step, rows)
     self.rollbacks += (rollback,)
-    self.skipped = tuple(sorted({*self.skipped, *batches}))
-    self._remember(record)
+    self._take_up(record, step)
     return rollback
 
   def text(self) -> str:
     """Returns a line about the last rollback."""
     last, count = self.rollbacks[-1], len(self.rollbacks)
     where = f"the checkpoint of step {last.step}" if last.step else "the first state"
-    batches = ", ".join(map(str, last.skipped))
     return (
-      f"WARNING: step {last.bad_step}: {last.why}; back to {where}, without the batches {batches} "
-      f"(rollback {count} of at most {self._keys.max_rollbacks})"
+      f"WARNING: step {last.bad_step}: {last.why}; back to {where}, without the rows "
+      f"{position.text(last.skipped_rows)} (rollback {count} of at most {self._keys.max_rollbacks})"
     )
 
 
@@ -165,26 +185,53 @@ def require_same_past(config: ConfigDict, record: Mapping[str, Any], done: int) 
 
   Args:
     config: of now.
-    record: the checkpoint's.
+    record: the checkpoint's, as `upgraded` gives it.
     done: its step.
 
   Raises:
-    ValueError: data.skip_batches adds or takes away a batch that the run has passed.
+    ValueError: data.skip_rows adds or takes away rows that the run has passed.
   """
-  known = record.get(RECORD, {})
-  old = tuple(known.get("skipped", ()))
-  made = (batch for rollback in known.get("rollbacks", ()) for batch in rollback["skipped"])
-  new = sorted({*config.data.skip_batches, *made})
-  reached = batch_index(done, old)
-  differing = sorted(batch for batch in set(old) ^ set(new) if batch < reached)
-  if differing:
+  old = _position(record, config.data.global_batch_size)
+  made = (Rollback.read(values) for values in record.get(RECORD, {}).get("rollbacks", ()))
+  new = old.skipping(config.data.skip_rows, *(rollback.skipped_rows for rollback in made))
+  reached = old.reached(done)
+  if wrong := position.differing(old.skipped, new.skipped, reached):
     raise ValueError(
-      f"data.skip_batches={tuple(config.data.skip_batches)}: the {done} steps that are done have "
-      f"passed the batches up to {reached - 1}, and of {', '.join(map(str, differing))} they have "
-      f"done otherwise; name batches from {reached} on, or start anew with another --workdir"
+      f"data.skip_rows={tuple(config.data.skip_rows)}: the {done} steps that are done have passed "
+      f"the rows up to {reached - 1}, and treated the rows {position.text(wrong)} otherwise; name "
+      f"rows from {reached} on, or start a new run with another --workdir"
     )
 
 
-def _all_skipped(config: ConfigDict, rollbacks: Sequence[Rollback]) -> tuple[int, ...]:
-  made = (batch for rollback in rollbacks for batch in rollback.skipped)
-  return tuple(sorted({*config.data.skip_batches, *made}))
+def _position(record: Mapping[str, Any], batch: int) -> Position:
+  """Returns the position that a record holds; that of a new run where it is {}."""
+  if POSITION not in record:
+    return Position.start(batch)
+  return Position.read(record[POSITION], record[RECORD]["skipped_rows"])
+
+
+# ------------------------------ checkpoints of older versions ------------------------------
+
+
+def upgraded(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a record as it is written now; older ones named batches, all of one size.
+
+  Args:
+    record: a checkpoint's.
+    config: the checkpoint's, whose batch size it is.
+  """
+  if POSITION in record:
+    return dict(record)
+  batch, known = config["data"]["global_batch_size"], dict(record.get(RECORD, {}))
+  rollbacks = [dict(values) for values in known.get("rollbacks", ())]
+  for values in (known, *rollbacks):
+    values["skipped_rows"] = position.batches(values.pop("skipped", ()), batch)
+  known["rollbacks"] = rollbacks
+  return {**record, RECORD: known, POSITION: Position.start(batch).listed()}
+
+
+def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a checkpoint's config with the rows of `data.skip_batches` in `data.skip_rows`."""
+  data = dict(config["data"])
+  rows = position.batches(sorted(data.pop("skip_batches", ())), data["global_batch_size"])
+  return {**config, "data": {"skip_batches": (), "skip_rows": rows, **data}}

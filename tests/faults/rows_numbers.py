@@ -72,7 +72,9 @@ def row_14(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
     environment = _spoiled(rows, "-1e8" if huge else "inf")
     with mock.patch.dict(os.environ, environment):
       made = _gone_back(attempt, count, len(bad), killed, GOING_BACK)
-      skipped = sorted(batch for line in made for batch in line["skipped"])
+      ranges = [rows for line in made for rows in line["skipped_rows"]]
+      assert not any(end % BATCH for rows in ranges for end in rows)
+      skipped = sorted(row // BATCH for rows in ranges for row in range(*rows, BATCH))
       assert set(bad) <= set(skipped)
       for line in made:
         _check_why(line["why"], huge)

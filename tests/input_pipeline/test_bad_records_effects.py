@@ -42,7 +42,7 @@ def test_a_batch_of_bad_rows_alone_is_refused(text):
   shardings = dict.fromkeys(training.abstract, device)
   assert np.asarray(training.batch(1, shardings)["weights"]).sum() == LENGTH  # row 4
   wrapped = batches.TrainingBatches(opened(data), global_batch_size=3, seed=0, shuffle=False)
-  message = r"batch 2 has no row that can be read: 6, 7, 8 \(.*data.global_batch_size=3"
+  message = r"the batch of step 3 has no row that can be read: 6, 7, 8 \(.*data.global_batch_size=3"
   with pytest.raises(records.UnreadableError, match=message):
     wrapped.batch(2, shardings)
 

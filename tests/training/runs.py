@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import time
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -52,7 +53,8 @@ class QuickJob(Job):
   def compile(self, function, *arguments, **more):
     """Returns what was compiled for a job that computes the same."""
     config = self.config
-    key = (function.__name__, self.mesh.size, config.training.steps, str(config.optimizer))
+    rows = config.data.global_batch_size
+    key = (function.__name__, self.mesh.size, rows, config.training.steps, str(config.optimizer))
     if key not in self._compiled:
       self._compiled[key] = super().compile(function, *arguments, **more)
     return self._compiled[key]
@@ -87,16 +89,18 @@ def train(
   prepared: Job | None = None,
   stop: StopRequest | None = None,
   held_out: Source | None = None,
+  accept: Sequence[str] = (),
   **overrides,
 ) -> loop.End:
   """Trains as the application does, from the newest checkpoint on."""
   started = time.monotonic()
   prepared = prepared or job(**overrides)
   folder = epath.Path(workdir)
-  held_out = EvaluationBatches(held_out or source(), global_batch_size=BATCH)
-  data = Data(TrainingBatches(rows, global_batch_size=BATCH, seed=0), held_out)
+  batch = prepared.config.data.global_batch_size
+  held_out = EvaluationBatches(held_out or source(), global_batch_size=batch)
+  data = Data(TrainingBatches(rows, global_batch_size=batch, seed=0), held_out)
   folder.mkdir(parents=True, exist_ok=True)
-  start = resuming.begin(prepared, folder, resuming.judge(prepared, rows, folder))
+  start = resuming.begin(prepared, folder, resuming.judge(prepared, rows, folder, accept))
   with Watchdog(current(), StopRequest() if stop is None else stop) as watch:
     return loop.train(prepared, data, start, folder, watch, started=started)
 

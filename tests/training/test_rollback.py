@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from input_pipeline import position
 from processes.stopping import StopRequest
 from tests.training import runs
 from tests.training.runs import (
@@ -78,7 +79,8 @@ def test_it_equals_to_the_bit_a_run_that_was_told(
   assert_same(tmp_path, told(*skipped))
   made = rollbacks(tmp_path)
   assert [(line["rolled_back"], line["step"]) for line in made] == went_back
-  assert sorted(batch for line in made for batch in line["skipped"]) == list(skipped)
+  rows = position.merged(rows for line in made for rows in line["skipped_rows"])
+  assert rows == position.merged(position.batches(skipped, runs.BATCH))
   for line in made:
     if "standard deviations" in line["why"]:
       loss, mean = float(line["why"].split()[2].rstrip(",")), float(line["why"].split()[10][:-1])
@@ -111,9 +113,8 @@ def test_a_run_goes_back_only_so_many_times(tmp_path):
   with pytest.raises(TrainingStoppedError) as caught:
     train(tmp_path, bad, **ROLL_BACK, **{"training.max_rollbacks": 2})
   assert "step 15: loss is nan" in str(caught.value)
-  assert "it went back 2 times (training.max_rollbacks=2), and skipped the batches 7, 9" in str(
-    caught.value
-  )
+  said = "it went back 2 times (training.max_rollbacks=2), and skipped the rows 56-63, 72-79"
+  assert said in str(caught.value)
   # Also where it was started anew in between: the third rollback is still one too many.
   with pytest.raises(TrainingStoppedError, match="it went back 2 times"):
     train(tmp_path, bad, **ROLL_BACK, **{"training.max_rollbacks": 2})
@@ -192,9 +193,9 @@ def test_a_stop_right_after_a_bad_step_saves_nothing_bad(tmp_path, capsys):
 def test_batches_that_were_passed_cannot_be_skipped_any_more(tmp_path):
   train(tmp_path, source({12: NAN}), **ROLL_BACK, **{"training.steps": 15})
   for batches in ((3,), (12, 15), (0, 20)):
-    with pytest.raises(ValueError, match=r"passed the batches up to 15.* name batches from 16 on"):
+    with pytest.raises(ValueError, match=r"passed the rows up to 127.* name rows from 128 on"):
       train(tmp_path, source({12: NAN}), **ROLL_BACK, **{"data.skip_batches": batches})
-  with pytest.raises(ValueError, match=r"--accept-changes=data\.skip_batches"):
+  with pytest.raises(ValueError, match=r"--accept-changes=data\.skip_rows"):
     train(tmp_path, source({12: NAN}), **ROLL_BACK, **{"data.skip_batches": (18,)})
 
 
@@ -211,7 +212,7 @@ def config(**keys) -> ConfigDict:
     "max_rollbacks": 3,
     **keys,
   }
-  return ConfigDict({"training": training, "data": {"skip_batches": ()}})
+  return ConfigDict({"training": training, "data": {"skip_rows": (), "global_batch_size": 4}})
 
 
 def judged(bad_steps, *losses) -> list[bool]:
@@ -236,9 +237,10 @@ def test_the_record_gives_everything_back_to_the_bit():
   one = BadSteps(config(), {})
   judged(one, 0.1 + 0.2, 1 / 3, 2.5e-17, 7.0, math.pi)
   one.go_back(9, "loss is nan", 5, (5,), one.record())
-  again = BadSteps(config(), json.loads(json.dumps(one.record())))
+  again = BadSteps(config(), json.loads(json.dumps(one.record())), 5)
   assert again.record() == one.record()
-  assert again.skipped == (8,)
+  assert again.position == one.position
+  assert again.position.skipped == ((32, 36),)
   assert again.rollbacks == one.rollbacks
   assert one.record()[rollback.RECORD]["losses"] == [1 / 3, 2.5e-17, 7.0, math.pi]
 
@@ -259,6 +261,6 @@ def test_how_far_it_goes_back():
   assert bad_steps.target(8, (2, 4, 6)) == 4
   assert bad_steps.target(8, (6,)) == 6, "there is none before"
   made = bad_steps.go_back(8, "", 6, (6,), {})
-  assert made.skipped == (6, 7), "what the checkpoint has done cannot be skipped"
+  assert made.skipped_rows == ((24, 32),), "what the checkpoint has done cannot be skipped"
   # The batches 8, 9, 10 were the steps 7, 8, 9 of now.
-  assert bad_steps.go_back(9, "", 6, (6,), {}).skipped == (8, 9, 10)
+  assert bad_steps.go_back(9, "", 6, (6,), {}).skipped_rows == ((32, 44),)

@@ -1,0 +1,131 @@
+"""Where a run is in its data: which rows each of its steps takes.
+
+The rows of all epochs are numbered from 0, one epoch after the other: of R rows, row n is the
+(n mod R)-th of epoch n // R. Steps take the rows in order, except those that are skipped, each step
+as many as the batch size was then. So a run whose batch size changes repeats and loses no row, and
+what is skipped stays skipped.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Ranges = tuple[tuple[int, int], ...]  # (first row, the row behind the last), ascending, apart
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+  """Steps that have one batch size.
+
+  Attributes:
+    step: how many steps were done before; at least 0.
+    row: how many rows these have taken, without those that were skipped.
+    batch: rows per step from here on.
+  """
+
+  step: int
+  row: int
+  batch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+  """A run's way through its data: the batch sizes it has had, and what it skips.
+
+  Attributes:
+    phases: the first begins at step 0; each begins later than the one before.
+    skipped: the rows that no step takes.
+  """
+
+  phases: tuple[Phase, ...]
+  skipped: Ranges = ()
+
+  @classmethod
+  def start(cls, batch: int) -> "Position":
+    """Returns that of a new run."""
+    return cls((Phase(0, 0, batch),))
+
+  @classmethod
+  def read(cls, phases: Iterable[Mapping[str, Any]], skipped: Iterable[Sequence[int]]):
+    """Returns what `listed` has written, as JSON gives it back."""
+    return cls(tuple(Phase(**phase) for phase in phases), merged(skipped))
+
+  def listed(self) -> list[dict[str, int]]:
+    """Returns the phases as JSON has them."""
+    return [dataclasses.asdict(phase) for phase in self.phases]
+
+  def resumed(self, step: int, batch: int) -> "Position":
+    """Returns that of a run which goes on after `step` steps with a batch size."""
+    phases = tuple(phase for phase in self.phases if phase.step < step or phase.step == 0)
+    if phases[-1].batch == batch:
+      return dataclasses.replace(self, phases=phases)
+    new = Phase(step, self.taken(step), batch)
+    return dataclasses.replace(self, phases=(*(p for p in phases if p.step < step), new))
+
+  def skipping(self, *ranges: Iterable[Sequence[int]]) -> "Position":
+    """Returns the same that skips these rows and no others."""
+    return dataclasses.replace(self, skipped=merged(itertools.chain(*ranges)))
+
+  def taken(self, step: int) -> int:
+    """Returns how many rows the first `step` steps take."""
+    phase = self._phase(step)
+    return phase.row + (step - phase.step) * phase.batch
+
+  def rows(self, step: int) -> Ranges:
+    """Returns the rows that the step after the first `step` takes, in order."""
+    return _not_skipped(self.taken(step), self._phase(step).batch, self.skipped)
+
+  def reached(self, step: int) -> int:
+    """Returns the first row that may be taken after `step` steps; those before it are passed."""
+    return self.rows(step)[0][0]
+
+  def _phase(self, step: int) -> Phase:
+    return next(phase for phase in reversed(self.phases) if phase.step <= step)
+
+
+def _not_skipped(first: int, count: int, skipped: Ranges) -> Ranges:
+  """Returns `count` rows from the `first`-th on of those that are not skipped."""
+  found = []
+  for start, stop in skipped:
+    if start <= first:
+      first += stop - start
+      continue
+    if first + count <= start:
+      break
+    found.append((first, start))
+    count -= start - first
+    first = stop
+  return (*found, (first, first + count))
+
+
+def merged(ranges: Iterable[Sequence[int]]) -> Ranges:
+  """Returns ranges in ascending order, those that overlap or touch as one."""
+  found: list[tuple[int, int]] = []
+  for start, stop in sorted((start, stop) for start, stop in ranges if start < stop):
+    if found and start <= found[-1][1]:
+      found[-1] = (found[-1][0], max(stop, found[-1][1]))
+    else:
+      found.append((start, stop))
+  return tuple(found)
+
+
+def differing(ours: Ranges, theirs: Ranges, stop: int) -> Ranges:
+  """Returns the rows below `stop` that are in one of two and not in the other."""
+  ends = {end for both in (*ours, *theirs) for end in both}
+  cuts = sorted({0, stop, *(end for end in ends if end < stop)})
+  return merged((a, b) for a, b in itertools.pairwise(cuts) if _holds(ours, a) != _holds(theirs, a))
+
+
+def _holds(ranges: Ranges, row: int) -> bool:
+  return any(start <= row < stop for start, stop in ranges)
+
+
+def batches(numbers: Iterable[int], batch: int) -> list[tuple[int, int]]:
+  """Returns the rows of batches of one size, by their numbers from 0."""
+  return [(number * batch, (number + 1) * batch) for number in numbers]
+
+
+def text(ranges: Ranges) -> str:
+  """Returns `32-63, 96-127`."""
+  return ", ".join(f"{start}-{stop - 1}" for start, stop in ranges)
