@@ -41,6 +41,7 @@ class Rows:
     turns_X2BTh: `turns` of queries and keys, of each way that a layer has of it; computed once,
       before the scan over the layers. None: nothing turns.
     segments_BT: the documents that do not see one another; None: a row is one.
+    key_segments_BS: those of the keys, where these are not of the same tokens.
     ring: whether they lie in the order in which `partitioning.ring` takes them.
   """
 
@@ -48,6 +49,7 @@ class Rows:
   positions_BT: Int[Array, "#B T"]
   turns_X2BTh: Float[Array, "X 2 #B T h"] | None
   segments_BT: Int[Array, "B T"] | None = None
+  key_segments_BS: Int[Array, "B S"] | None = None
   ring: bool = False
 
   def turns(self, layer: Layer) -> Float[Array, "2 #B T h"] | None:
@@ -120,7 +122,7 @@ def rows_of(
   if segments_BT is not None:
     segments_BT, positions_BT = constrain(segments_BT, "BT"), constrain(positions_BT, "BT")
   turns = kinds.turns(positions_BT)
-  return Rows(slots_BT, positions_BT, turns, segments_BT, order_T is not None)
+  return Rows(slots_BT, positions_BT, turns, segments_BT, ring=order_T is not None)
 
 
 def is_global(config: ConfigDict, layer: int) -> bool:

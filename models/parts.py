@@ -231,7 +231,7 @@ class Attention(nnx.Module):
       x_BRD: the normalised residual.
       layer: in what this layer differs from others.
       rows: where the tokens are.
-      cache: this layer's, of one document; None where x is all that there is.
+      cache: this layer's; None where x is all that there is.
     """
     q_BTNH, k_BTKH, v_BTKH = gathered_products(
       x_BRD,
@@ -271,7 +271,8 @@ class Attention(nnx.Module):
     v_BSNH = constrain(jnp.repeat(v_BSKH, self.groups, axis=2), "BSNH")
     segments = None
     if rows.segments_BT is not None:
-      segments = rows.segments_BT, constrain(rows.segments_BT, "BS")
+      of_keys = rows.segments_BT if rows.key_segments_BS is None else rows.key_segments_BS
+      segments = rows.segments_BT, constrain(of_keys, "BS")
     given = {"scale": self.scale, "cap": self.cap}
     if self.splash and cache is None:
       return splash.attention(q_BTNH, k_BSNH, v_BSNH, segments, **given), None

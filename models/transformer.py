@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
+from models import documents
 from models.attention import Cache, layer_of, soft_cap, with_layer
 from models.dtypes import wide_dtype
 from models.layers import Layer, Rows, is_global, layers, rows_of
@@ -197,7 +198,11 @@ class Transformer(nnx.Module):
     graphdef, stack = nnx.split(self.layers)
     slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
     slots_BT = cache.lengths[:, None] + slots_BT
-    rows = Rows(slots_BT, slots_BT, self.kinds.turns(slots_BT))
+    segments_BT, positions_BT = None, slots_BT
+    if self.separate_documents:
+      segments_BT, positions_BT, cache = documents.read_on(tokens_BT, counts_B, cache)
+    turns = self.kinds.turns(positions_BT)
+    rows = Rows(slots_BT, positions_BT, turns, segments_BT, cache.segments)
 
     def layer(carry, inputs):
       x_BRD, cache = carry
@@ -257,7 +262,15 @@ def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache:
   model = config.model
   shape = (model.layers, rows, slots, model.kv_heads, model.head_size)
   dtype = jnp.dtype(config.training.compute_dtype)
-  return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((rows,), jnp.int32))
+  documents = {}
+  if model.separate_documents:
+    documents = {
+      "segments": jnp.zeros((rows, slots), jnp.int32),
+      "ends": jnp.zeros((rows,), jnp.int32),
+      "starts": jnp.zeros((rows,), jnp.int32),
+    }
+  lengths = jnp.zeros((rows,), jnp.int32)
+  return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), lengths, **documents)
 
 
 build = Transformer

@@ -256,6 +256,8 @@ class Sampler:
     table = {self.job.legend["L"].name: (), **self._table}
     placements = {}
     for name, array in vars(jax.eval_shape(self._empty_cache)).items():
+      if array is None:  # documents are not kept apart
+        continue
       found = resolve(CACHE[name], array.shape, self.job.legend, table, self.job.devices.sizes)
       assert not found.failures, found.failures  # judged with the job's activations
       placements[f"cache/{name}"] = Placement(
