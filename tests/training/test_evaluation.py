@@ -117,3 +117,23 @@ def test_a_step_whose_interrupted_evaluation_turns_out_bad_is_left(tmp_path, eve
   assert (line["rolled_back"], line["step"]) == (10, step)
   train(tmp_path / "told", source(), **keys, **{"data.skip_batches": (9,)})
   runs.assert_same(tmp_path / "run", tmp_path / "told", runs.job(**PLAIN))
+
+
+def test_an_interrupted_last_evaluation_is_made_up(tmp_path, both):
+  stop, read = StopRequest(), source().read
+  keys = {**PARTS, "checkpoint.keep_best": "eval_loss"}
+  times = []
+
+  def stopping(indices):  # in the third batch of the last evaluation
+    times.append(len(indices))
+    if len(times) == 3 * 2 + 3:
+      stop.request("SIGTERM")
+    return read(indices)
+
+  held_out = dataclasses.replace(source(), read=stopping)
+  assert train(tmp_path, source(), held_out=held_out, stop=stop, **keys).stopped
+  assert len(times) < 3 * 2 + len(source()) // BATCH, "it has stopped before the end of the split"
+  assert saved(tmp_path)[-1] == STEPS
+  assert list(evaluations(tmp_path)) == [5, 10, 15]
+  assert not train(tmp_path, source(), **keys).stopped
+  assert evaluations(tmp_path) == evaluations(both[0])

@@ -1,0 +1,60 @@
+"""The verb evaluate: how much it takes, what it shows on a terminal, and how it is interrupted."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli import TINY_LM
+from tests.conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def trained(main, tmp_path_factory):
+  """Returns the workdir of a run of two steps."""
+  workdir = tmp_path_factory.mktemp("trained")
+  settings = ["--config.training.steps=2", "--config.metrics.tensorboard=false"]
+  code, out, err = main("--config=configs/single.py", *TINY_LM, *settings, f"--workdir={workdir}")
+  assert code == 0, (out, err)
+  return workdir
+
+
+def test_a_part_of_the_split(main, trained):
+  command = ["evaluate", "--config=configs/single.py", *TINY_LM, f"--checkpoint={trained}"]
+  losses = []
+  for steps, what in ((0, "all"), (2, "a part"), (10**6, "all")):
+    code, out, err = main(*command, f"--config.evaluation.final_steps={steps}")
+    assert code == 0, (out, err)
+    assert f"held out after step 2 ({what} of it): eval_loss " in out
+    assert "batch 1/" not in out, "the progress is for terminals"
+    losses.append(float(out.split("eval_loss ")[1].split()[0]))
+  assert losses[0] == losses[2] != losses[1]
+  code, _, err = main(*command, "--config.evaluation.final_steps=-1")
+  assert (code, "evaluation.final_steps=-1: at least 0" in err) == (2, True)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_it_shows_its_progress_on_a_terminal_and_stops_within_a_batch(trained, kind):
+  terminal, other = pty.openpty()
+  command = [sys.executable, "main.py", "evaluate", "--config=configs/single.py", *TINY_LM]
+  command += ["--config.data.evaluation_split=test", "--config.data.global_batch_size=1"]
+  process = subprocess.Popen(
+    [*command, f"--checkpoint={trained}"], cwd=ROOT, stdin=other, stdout=other, stderr=other
+  )
+  os.close(other)
+  shown = b""
+  while b"held out: batch 2" not in shown:  # the second, or a later one
+    shown += os.read(terminal, 4096)
+  process.send_signal(kind)
+  while True:
+    try:
+      shown += os.read(terminal, 4096)
+    except OSError:  # the last process has closed its end
+      break
+  os.close(terminal)
+  assert process.wait(60) == 75, shown.decode()
+  assert b"eval_loss" not in shown
+  assert b"Traceback" not in shown
