@@ -207,7 +207,7 @@ def _position(record: Mapping[str, Any], batch: int) -> Position:
   """Returns the position that a record holds; that of a new run where it is {}."""
   if POSITION not in record:
     return Position.start(batch)
-  return Position.read(record[POSITION], record[RECORD]["skipped_rows"])
+  return Position.read(record[POSITION], record.get(RECORD, {}).get("skipped_rows", ()))
 
 
 # ------------------------------ checkpoints of older versions ------------------------------

@@ -86,7 +86,6 @@ ROWS = {
     "optimizer.clip_norm": 0.5,
     "data.global_batch_size": 64,
     "data.skip_rows": [[700, 800]],
-    "data.skip_batches": [700],
     "training.gradient_accumulation_steps": 2,
     "training.compute_dtype": "bfloat16",
     "training.matmul_precision": "highest",

@@ -51,9 +51,8 @@ def test_an_evaluation_of_bad_rows_alone_is_refused(text):
   data = text(4)
   damage(data, (0, 1, 2, 3))
   source = opened(data)
-  with pytest.raises(
-    ValueError, match=r"none of the first 4 rows, which evaluation\.steps=2 takes"
-  ):
+  message = r"none of the first 4 rows, which an evaluation of 2 batches takes, can be read"
+  with pytest.raises(ValueError, match=message):
     batches.EvaluationBatches(source, global_batch_size=2, steps=2)
   # A batch of bad rows is like one of padding.
   evaluation = batches.EvaluationBatches(source, global_batch_size=2, steps=3)

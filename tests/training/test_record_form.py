@@ -38,12 +38,18 @@ MALFORMED = {
   "data/rows": (None, "data.rows: a text is expected, and null is there"),
   "accepted_changes": ({}, "accepted_changes: a list is expected, and {} is there"),
   "bad_steps": (7, "bad_steps: an object is expected, and 7 is there"),
-  "bad_steps/skipped/0": ("7", 'bad_steps.skipped[0]: a whole number is expected, and "7" is'),
-  "bad_steps/skipped": ([-1], "bad_steps.skipped[0]: a whole number is expected, and -1 is"),
+  "bad_steps/skipped_rows/0": (7, "bad_steps.skipped_rows[0]: a range of rows is expected, and 7"),
+  "bad_steps/skipped_rows": ([[8, 8]], "bad_steps.skipped_rows[0]: a range of rows is expected"),
+  "bad_steps/rollbacks/0/skipped_rows": ([["a", "b"]], "skipped_rows[0]: a range of rows is"),
+  "position": ([], "position: a list of step, row and batch, ascending from step 0, is expected"),
+  "position/0": ([0, 0, 8], "position: a list of step, row and batch, ascending from step 0, is"),
+  "position/0/step": (1, "position: a list of step, row and batch, ascending from step 0, is"),
+  "position/0/batch": (0, "position: a list of step, row and batch, ascending from step 0, is"),
+  "metrics_over/examples": ("x", 'metrics_over.examples: a whole number is expected, and "x" is'),
   "bad_steps/losses/0": ("nan", 'bad_steps.losses[0]: a number is expected, and "nan" is there'),
   "bad_steps/rollbacks/0": (
     {"step": True},
-    "bad_steps.rollbacks[0]: the keys bad_step, why, step, skipped are expected, and step are",
+    "bad_steps.rollbacks[0]: the keys bad_step, why, step, skipped_rows are, and step are",
   ),
   "bad_steps/rollbacks/0/step": (
     True,
@@ -77,6 +83,15 @@ def changed(record, path, value):
   return record
 
 
+def test_records_of_versions_that_named_batches_have_their_own_form():
+  made = {"bad_step": 4, "why": "loss is nan", "step": 0, "skipped": [3]}
+  record = {"bad_steps": {"skipped": [3], "rollbacks": [made], "losses": []}}
+  record_form.require(record, epath.Path("x"))
+  for path, said in (("skipped/0", r"skipped\[0\]"), ("rollbacks/0/skipped/0", r"rollbacks\[0\]")):
+    with pytest.raises(ValueError, match=f"bad_steps.{said}.*: a whole number is expected"):
+      record_form.require(changed(record, f"bad_steps/{path}", "3"), epath.Path("x"))
+
+
 def test_keys_of_other_versions_are_passed_over(run):
   record_form.require({**run[1], "of_a_later_version": 1}, epath.Path("x"))
   record_form.require({}, epath.Path("x"))
@@ -85,10 +100,10 @@ def test_keys_of_other_versions_are_passed_over(run):
 def test_a_run_does_not_begin_with_one(run):
   workdir, record = run
   step = epath.Path(workdir / "checkpoints" / str(runs.STEPS))
-  record = changed(record, "bad_steps/skipped", "none")
+  record = changed(record, "bad_steps/skipped_rows", "none")
   (step / "record" / "metadata").write_text(json.dumps(record))
   (step / "digests").unlink()
   digests.write(step, digests.compute(step, digests.sizes(step)))
   prepared, rows = runs.job(), runs.source()
-  with pytest.raises(ValueError, match=r"bad_steps\.skipped: a list is expected, and \"none\""):
+  with pytest.raises(ValueError, match=r"bad_steps\.skipped_rows: a list is expected, and \"none\""):
     runs.resuming.judge(prepared, rows, epath.Path(workdir))
