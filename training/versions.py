@@ -17,9 +17,9 @@ NUMERICS = (
   "input_pipeline/batches.py",
   "input_pipeline/datasets.py",
   "input_pipeline/embedded.py",
+  "input_pipeline/position.py",  # which rows a step takes
   "input_pipeline/preparation.py",  # how text is cut into rows
   "input_pipeline/records.py",
-  "input_pipeline/skipping.py",
   "input_pipeline/sources.py",
   "partitioning/constraints.py",
   "partitioning/dims.py",
@@ -32,7 +32,7 @@ NUMERICS = (
   "training/objectives.py",
   "training/opening.py",  # seeds and splits
   "training/optimizer.py",
-  "training/rollback.py",  # which batches are skipped
+  "training/rollback.py",  # which rows are skipped
   "training/step.py",
 )
 # Folders of which some files determine numbers. A test requires each of their files to be either

@@ -105,5 +105,7 @@ def test_a_run_does_not_begin_with_one(run):
   (step / "digests").unlink()
   digests.write(step, digests.compute(step, digests.sizes(step)))
   prepared, rows = runs.job(), runs.source()
-  with pytest.raises(ValueError, match=r"bad_steps\.skipped_rows: a list is expected, and \"none\""):
+  with pytest.raises(
+    ValueError, match=r"bad_steps\.skipped_rows: a list is expected, and \"none\""
+  ):
     runs.resuming.judge(prepared, rows, epath.Path(workdir))
