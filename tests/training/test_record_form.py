@@ -49,7 +49,7 @@ MALFORMED = {
   "bad_steps/losses/0": ("nan", 'bad_steps.losses[0]: a number is expected, and "nan" is there'),
   "bad_steps/rollbacks/0": (
     {"step": True},
-    "bad_steps.rollbacks[0]: the keys bad_step, why, step, skipped_rows are, and step are",
+    "bad_steps.rollbacks[0]: the keys bad_step, why, step, skipped_rows are expected",
   ),
   "bad_steps/rollbacks/0/step": (
     True,

@@ -18,8 +18,9 @@ OTHERS = {
   "input_pipeline": "__init__ catalog locking prefetch",
   "partitioning": "__init__ collectives copies hlo layout pictures sheets svg",
   "training": "__init__ agreement appending comparison compilation_cache devices drawing "
-  "evaluation goodput hardware log_lines loop meter page page_style probing profiling replicas "
-  "reporting resuming running sampling streaming versions workdir_files",
+  "evaluation goodput hardware log_lines log_schedule loop meter owning page page_style probing "
+  "profiling record_form replicas reporting resuming running sampling streaming versions "
+  "workdir_files",
 }
 
 
