@@ -57,4 +57,4 @@ def test_it_shows_its_progress_on_a_terminal_and_stops_within_a_batch(trained, k
   os.close(terminal)
   assert process.wait(60) == 75, shown.decode()
   assert b"eval_loss" not in shown
-  assert b"Traceback" not in shown
+  assert b"Traceback" not in shown, shown.decode()

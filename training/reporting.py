@@ -208,7 +208,15 @@ class ProgressLine:
     self._bar, self._undone = None, contextlib.ExitStack()
     if sys.stdout.isatty() and current().first:
       columns = (BarColumn(bar_width=20), TextColumn("{task.fields[text]}"))
-      self._bar = Progress(*columns, console=Console(soft_wrap=True), auto_refresh=False)
+      # What other threads print (that a signal has come) does not go through the bar: rich's
+      # redirection is not made for it, and has ended in a RecursionError.
+      self._bar = Progress(
+        *columns,
+        console=Console(soft_wrap=True),
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+      )
       self._task = self._bar.add_task("", total=steps, text="")
       self._bar.start()
       # It hides the cursor, which must come back however the run ends.
