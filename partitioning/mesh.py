@@ -91,9 +91,22 @@ def _resolve(sizes: Mapping[str, int], device_count: int | None, slices: int) ->
   elif device_count is not None and fixed != device_count:
     raise ValueError(
       f"mesh: {product_text(sizes)} asks for {fixed} devices{each} and there are {device_count}; "
-      f"make the product {device_count}, or set one axis to -1"
+      f"give {_fitting(sizes, device_count)}"
     )
   return sizes
+
+
+def _fitting(sizes: Mapping[str, int], device_count: int) -> str:
+  """Returns the overrides of one axis that make a mesh fit, and the config that always does."""
+  fixed = math.prod(sizes.values())
+  larger = [axis for axis, size in sizes.items() if size > 1] or ["data"]
+  rests = {axis: fixed // sizes[axis] for axis in larger}
+  overrides = [
+    f"--config.mesh.{axis}={device_count // rest}"
+    for axis, rest in rests.items()
+    if device_count % rest == 0
+  ]
+  return " or ".join([*overrides, "--config=configs/fsdp.py, which takes all devices there are"])
 
 
 def make_mesh(

@@ -57,10 +57,19 @@ def test_simulated_devices_are_as_many_as_the_mesh_asks_for():
     (
       {"data": 3, "tensor": 2},
       8,
-      ["data=3 x tensor=2 asks for 6 devices and there are 8", "make the product 8", "axis to -1"],
+      [
+        "data=3 x tensor=2 asks for 6 devices and there are 8",
+        "give --config.mesh.data=4 or --config=configs/fsdp.py, which takes all devices",
+      ],
     ),
-    ({}, 8, ["1 device asks for 1 devices and there are 8"]),
-    ({"data": 16}, 8, ["data=16 asks for 16 devices and there are 8"]),
+    ({}, 8, ["1 device asks for 1 devices and there are 8; give --config.mesh.data=8 or --config"]),
+    ({"data": 16}, 8, ["data=16 asks for 16 devices and there are 8; give --config.mesh.data=8"]),
+    (
+      {"data": 4, "tensor": 2},
+      4,
+      ["give --config.mesh.data=2 or --config.mesh.tensor=1 or --config=configs/fsdp.py, which"],
+    ),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, 6, ["there are 6; give --config=configs/fsdp.py"]),
     (
       {"data": -1, "fsdp": 3, "tensor": 2},
       8,
