@@ -1,5 +1,6 @@
 """A refusal: one message, told to the other processes, and its exit code."""
 
+import re
 import sys
 import traceback
 
@@ -25,7 +26,8 @@ def refuse(error: Exception, watch: Watchdog | None = None, *, debug: bool = Fal
     lines = traceback.format_exception(error)
     print(printable("".join(lines)), file=sys.stderr, flush=True)
   missing = isinstance(error, (MissingError, ToldError, NotComeError))
-  text = printable(error)
+  # Of values that are quoted, a line after a line break would pass for a message of its own.
+  text = re.sub(r"\n(?! )", "\n  ", printable(error))
   word, code = ("error", 1) if missing else ("refused", REFUSED)
   if watch is None or watch.group.alone:
     print(f"{word}: {text}", file=sys.stderr, flush=True)

@@ -261,6 +261,13 @@ def test_help_has_the_defaults_of_the_recipe(main):
   assert "did you mean 'mlp'?" in err
 
 
+def test_a_value_that_is_quoted_is_no_message_and_no_escape_sequence(main):
+  code, _, err = main(DP8, "--config.training.steps=\x1b[31ma\nrefused: b\x07")
+  assert code == 2
+  assert err.startswith("refused: --config.training.steps=\\x1b[31ma\n  refused: b\\x07: training.")
+  assert "\x1b" not in err
+
+
 def test_a_variable_that_jax_refuses_is_one_message():
   done = subprocess.run(
     [sys.executable, "main.py", "layout", DP8],

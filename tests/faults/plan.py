@@ -311,6 +311,17 @@ ROWS = (
     "256, 1,024, 2,048 and 4,096 of them in turn.",
   ),
   Row(
+    29,
+    "wrong command lines, override values, variables; damaged small files of a workdir",
+    500,
+    "ends in time with an exit code that the input may have, one message, no traceback and no "
+    "control character; the workdir is unchanged where it is refused",
+    "rows_inputs",
+    2,
+    note="Seeded. The four kinds in turn, each in a fork of a process that has imported "
+    "everything; JAX has read its own variables before.",
+  ),
+  Row(
     30,
     "an evaluation that gives NaN or infinity after a step with finite numbers",
     20,
