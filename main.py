@@ -95,6 +95,7 @@ def main(argv: list[str]) -> int:
     StopRequest(),
     deadline_seconds=keys.deadline_seconds,
     start_timeout_seconds=keys.start_timeout_seconds,
+    input_timeout_seconds=keys.input_timeout_seconds,
   )
   try:
     with watch:
@@ -115,6 +116,8 @@ def _run_verb(verb: str, watch: Watchdog) -> int:
     agreement.about_to_start(configs, flags.facts(verb))
     # What a verb returns runs outside of this block: from there on, errors are no refusals.
     run = RUNS[verb](watch)
+  except stopping.Stopped:
+    watch.leave()
   except (ValueError, OSError, RuntimeError) as error:
     return refuse(error, watch)
   return running.to_its_end(run, watch)

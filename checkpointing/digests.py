@@ -33,6 +33,12 @@ _DEEPEST = 16  # folders in one another; a checkpoint has three
 _NAMED = 3  # so many files stand in a message
 
 
+class Read:
+  """How many bytes were read through by this process so far: that a number grows is progress."""
+
+  count = 0
+
+
 class DamagedError(Exception):
   """A file is missing, cut, changed or cannot be read."""
 
@@ -255,6 +261,7 @@ def read_through(path: epath.Path, most_bytes: int = sys.maxsize) -> tuple[int, 
   for block in files.read_blocks(path, most_bytes=most_bytes):
     hashed.update(block)
     size += len(block)
+    Read.count += len(block)  # not exact between threads, but it grows
   return size, hashed.hexdigest()
 
 

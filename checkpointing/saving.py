@@ -31,8 +31,13 @@ SLICE_BYTES = 2**23
 _OWNER = re.compile(r"\.process_(\d+)/")  # the folder of what one process has written
 # What TensorStore says of an array, between the cause and its number: a page of JSON.
 _SETTINGS = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)")
-# How long processes wait for one another between the parts of a save: for the slowest disk.
-_PATIENCE_SECONDS = 1200
+# How long a save may take, and processes wait for one another between its parts. However slow the
+# disk is, nobody judges that by the clock: whoever waits for a save ends a run in which `progress`
+# has stood still for too long.
+PATIENCE_SECONDS = 7 * 24 * 3600
+
+
+_UNDER_WAY = re.compile(r"\d+\.(saving|removing|orbax-checkpoint-tmp)")
 
 
 class SaveError(RuntimeError):
@@ -152,6 +157,22 @@ class Writer:
     if self._failed and self._together.first:
       self._tidy("removing what it has left", self.remove_leftovers)
 
+  def progress(self) -> tuple[object, ...]:
+    """Returns what changes while a save or a removal makes progress; from any thread.
+
+    Files of any process that grow, appear or vanish, and bytes that are read for digests.
+
+    Raises:
+      OSError: the folder cannot be read now.
+    """
+    step = str(self._step) if self._in_place else ""
+    found = {}
+    for child in self._folder.iterdir():
+      if child.name == step or _UNDER_WAY.match(child.name):
+        with contextlib.suppress(OSError):  # renamed or removed meanwhile
+          found[child.name] = tuple(sorted(digests.sizes(child).items()))
+    return (tuple(sorted(found.items())), self._stage, digests.Read.count)
+
   # ------------------------------ removing ------------------------------
 
   def remove(self, step: int) -> None:
@@ -254,7 +275,7 @@ class Writer:
     owner = _OWNER.search(path)
     return int(owner[1] if owner else 0) == self._together.index
 
-  def _meet(self, *, key: str = "", timeout_ms: int = _PATIENCE_SECONDS * 1000) -> None:
+  def _meet(self, *, key: str = "", timeout_ms: int = PATIENCE_SECONDS * 1000) -> None:
     """Waits for the other processes; Orbax's threads call it too, with a name of theirs."""
     del key  # every process comes to the same meetings in the same order
     self._stage += 1
@@ -321,9 +342,9 @@ class Writer:
       registry.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
     return ocp.AsyncCheckpointer(
       ocp.CompositeCheckpointHandler(handler_registry=registry),
-      # Orbax's own meetings wait 20 minutes for a process whose part has failed.
+      # Orbax's own meetings know nothing of a process whose part has failed.
       async_options=ocp.options.AsyncOptions(
-        timeout_secs=_PATIENCE_SECONDS, barrier_sync_fn=self._meet
+        timeout_secs=PATIENCE_SECONDS, barrier_sync_fn=self._meet
       ),
     )
 

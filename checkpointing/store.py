@@ -164,7 +164,8 @@ class Checkpointer:
     self._owner.require()
     if not hindrance and self._together.first:
       hindrance = saving.room(self.folder, needed) or self._writer.in_the_way(step)
-    if why := told(self._together.exchange(hindrance)):
+    # The one that removes older steps may still do so, on a slow disk.
+    if why := told(self._together.exchange(hindrance, timeout_seconds=saving.PATIENCE_SECONDS)):
       raise SaveError(step, self.folder, why)
     judged = {"metrics": dict(metrics or {})}
     if metrics and metrics_over:
@@ -201,6 +202,10 @@ class Checkpointer:
     """
     if self.saving:
       self._writer.finish()
+
+  def progress(self) -> object:
+    """Returns what changes while a save makes progress: see `Writer.progress`; from any thread."""
+    return None if self._writer is None else self._writer.progress()
 
   @property
   def saving(self) -> bool:

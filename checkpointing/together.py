@@ -6,6 +6,7 @@ of a save has failed says so and still comes to the next stage, so that nobody w
 whoever passes a stage looks whether any has failed, and all leave the save at the same stage.
 """
 
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -47,11 +48,12 @@ class Together:
 
     Args:
       group: who they are.
-      timeout_seconds: how long the others may take to come to an exchange.
+      timeout_seconds: how long the others may take to come to an exchange; and four times as long
+        as this object is there, since disks are read before, which may be slower for others.
     """
     alone = group is None or group.count == 1
     self._group = None if alone else group
-    self._timeout = timeout_seconds
+    self._timeout, self._began = timeout_seconds, time.monotonic()
     self.index, self.count = (0, 1) if alone else (group.index, group.count)
 
   @property
@@ -64,24 +66,34 @@ class Together:
     """Tells whether this is the process that removes and renames."""
     return self.index == 0
 
-  def all_true(self, value: bool) -> bool:
+  def all_true(self, value: bool, *, timeout_seconds: float | None = None) -> bool:
     """Returns whether `value` is true on every process; all come."""
     if self._group is None:
       return value
-    return self._group.all_true(_POINT, value, timeout_seconds=self._timeout)
+    timeout = timeout_seconds or self._patience()
+    return self._group.all_true(_POINT, value, timeout_seconds=timeout)
 
-  def exchange(self, text: str) -> list[str]:
-    """Returns what each process says, by index; all come. One meeting if all say ""."""
+  def _patience(self) -> float:
+    """Returns how long the others may take: what took this process long may take them longer."""
+    return self._timeout + 4 * (time.monotonic() - self._began)
+
+  def exchange(self, text: str, *, timeout_seconds: float | None = None) -> list[str]:
+    """Returns what each process says, by index; all come. One meeting if all say "".
+
+    Args:
+      text: of this process.
+      timeout_seconds: how long the others may take to come, where not as usual.
+    """
     if self._group is None:
       return [text]
     own = f"{_SAID}/{self.index}"
     if text:
       self._group.put(own, {"text": text})
-    if self.all_true(not text):
+    if self.all_true(not text, timeout_seconds=timeout_seconds):
       return [""] * self.count
     said = self._group.list(_SAID)
     # Nobody takes back what it has said, or says something else, before all have heard it.
-    self._group.wait(_SAID, timeout_seconds=self._timeout)
+    self._group.wait(_SAID, timeout_seconds=self._patience())
     if text:
       self._group.delete(own)
     return [said.get(str(index), {}).get("text", "") for index in range(self.count)]

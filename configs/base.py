@@ -70,6 +70,7 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
       "start_timeout_seconds": 300,  # for all to come, and for a first step or evaluation batch
       "heartbeat_seconds": 100,  # without a sign of life: then JAX ends all the others
       "deadline_seconds": 0,  # a step without end; 0: learned from the run. Below the heartbeat
+      "input_timeout_seconds": 1800,  # of a process alone, for a batch; several: deadline_seconds
       "slow_ratio": 2.0,  # a process so many times slower than the others is named; 0 is off
       "lease_seconds": 30.0,  # without a heartbeat: then another run may take over the workdir
       "owner_wait_seconds": 30.0,  # how long a start waits for a live owner of the workdir to end
@@ -226,6 +227,7 @@ LEAST = {
   "processes.start_timeout_seconds": 1,
   "processes.heartbeat_seconds": 5,
   "processes.deadline_seconds": 0,
+  "processes.input_timeout_seconds": 1,
   "processes.slow_ratio": 0,
   "processes.lease_seconds": 1,
   "processes.owner_wait_seconds": 0,

@@ -21,7 +21,7 @@ from runtime.suggest import nearest
 _EXAMPLES_PER_READ = 256
 
 
-def load_builder(reference, root):
+def load_builder(reference, root, tick=lambda what, count: None):
   """Returns a TFDS builder whose data lies prepared below `root`; prepares it if it does not.
 
   What is on disk comes first, also without a builder class, so that a data_dir once prepared
@@ -30,13 +30,14 @@ def load_builder(reference, root):
   Args:
     reference: catalog.Reference to the data set.
     root: the data_dir.
+    tick: as of `preparation.prepare`, while an embedded data set is built.
 
   Raises:
     ValueError: unknown data set, or one that is neither prepared nor can be.
   """
   known = catalog.embedded_reference(reference)
   if known is not None:
-    return _build_embedded(known, root)
+    return _build_embedded(known, root, tick)
   folder = _prepared_folder(reference, root)
   if folder is not None:
     return _from_folder(folder)
@@ -110,7 +111,7 @@ def _quiet():
     yield
 
 
-def _build_embedded(reference, root):
+def _build_embedded(reference, root, tick):
   def make():  # a builder looks for its data only when it is made
     return embedded.BUILDERS[reference.name](data_dir=root, file_format="array_record")
 
@@ -120,6 +121,7 @@ def _build_embedded(reference, root):
     return _whole(folder, make)
   with locked(root / ".locks" / reference.path.replace("/", "-")), _quiet():
     builder = make()
+    builder.tick = tick
     folder = epath.Path(builder.data_dir)
     for left in folder.parent.glob(f"incomplete.*_{folder.name}"):
       left.rmtree()  # a killed process's: only holders of this lock build these

@@ -51,10 +51,15 @@ class _Info(tfds.core.DatasetInfo):
     """Asks nobody."""
 
 
+def _no_tick(what, count):
+  """Takes no note of what was done."""
+
+
 class PythonSource(tfds.core.GeneratorBasedBuilder):
   """The .py files of the running Python's standard library, without its tests."""
 
   VERSION = tfds.core.Version(catalog.EMBEDDED["python_source"].version)
+  tick = staticmethod(_no_tick)  # is called for each example with (what, how many)
   url_infos = _NO_DOWNLOADS
   BUILDER_CONFIGS = [  # noqa: RUF012 (the attribute is TFDS's)
     tfds.core.BuilderConfig(name=catalog.EMBEDDED["python_source"].config)
@@ -82,7 +87,8 @@ class PythonSource(tfds.core.GeneratorBasedBuilder):
     }
 
   def _generate_examples(self, files):
-    for relative_path, path in files.items():
+    for number, (relative_path, path) in enumerate(files.items(), start=1):
+      self.tick("documents", number)
       yield relative_path, {"path": relative_path, "text": path.read_bytes()}
 
 
@@ -90,6 +96,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
   """scikit-learn's 1,797 handwritten digits of 8 by 8 pixels."""
 
   VERSION = tfds.core.Version(catalog.EMBEDDED["digits"].version)
+  tick = staticmethod(_no_tick)
   url_infos = _NO_DOWNLOADS
 
   def _info(self):
@@ -118,7 +125,8 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     }
 
   def _generate_examples(self, indices, images, labels):
-    for index in indices.tolist():
+    for number, index in enumerate(indices.tolist(), start=1):
+      self.tick("images", number)
       yield index, {"image": images[index], "label": int(labels[index])}
 
 

@@ -21,8 +21,16 @@ class Prefetcher(Generic[T]):
     wait_seconds: float, how long get() has waited in all.
   """
 
-  def __init__(self, make_batch: Callable[[int], T], *, start: int, stop: int, depth: int = 2):
-    """Starts the thread. Raises ValueError if depth is below 1."""
+  def __init__(
+    self,
+    make_batch: Callable[[int], T],
+    *,
+    start: int,
+    stop: int,
+    depth: int = 2,
+    name: str = "prefetch",
+  ):
+    """Starts the thread, of this name. Raises ValueError if depth is below 1."""
     if depth < 1:
       raise ValueError(f"prefetch depth={depth}; it must be at least 1 batch")
     self.wait_seconds = 0.0
@@ -35,7 +43,7 @@ class Prefetcher(Generic[T]):
     self._closed = False
     self._changed = threading.Condition()
     # A daemon: a read that never returns must not keep the process alive.
-    self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
     self._thread.start()
 
   def _run(self):

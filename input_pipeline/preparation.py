@@ -68,12 +68,18 @@ class Store:
     return self.manifest["bad_record_why"] if self.bad_records else ""
 
 
-def prepare(data, split):
+def no_tick(what, count):
+  """Takes no note of what was done."""
+
+
+def prepare(data, split, tick=no_tick):
   """Returns the Store of a split; writes it first if it is not there.
 
   Args:
     data: the config's `data` section, of kind "text" or "image".
     split: a split of the data set, or a slice of one in TFDS's notation.
+    tick: is called often while something is written, with (what is counted, how many so far). What
+      it raises ends the preparation, of which nothing is left then.
 
   Raises:
     ValueError: whatever makes the data set unusable, with the way out; or a store whose files
@@ -89,7 +95,7 @@ def prepare(data, split):
     if wanted is not None and (_folder(root, wanted) / MANIFEST_FILE).exists():
       return _open(_folder(root, wanted), wanted)
   try:
-    return _prepare(data, split, reference, root)
+    return _prepare(data, split, reference, root, tick)
   except OSError as error:
     raise ValueError(
       f"data set {reference} cannot be prepared in {root} ({error}); make room or get the right to"
@@ -97,12 +103,12 @@ def prepare(data, split):
     ) from error
 
 
-def _prepare(data, split, reference, root):
+def _prepare(data, split, reference, root, tick):
   # Importing TFDS takes longer than all else here, and only a data set that is not prepared, or
   # whose version is its builder's to tell, needs it.
   from input_pipeline import datasets
 
-  builder = datasets.load_builder(reference, root)
+  builder = datasets.load_builder(reference, root, tick)
   datasets.check_split(builder, split)
   roles = ("text",) if data.kind == "text" else ("image", "label")
   chosen = {
@@ -114,7 +120,7 @@ def _prepare(data, split, reference, root):
     if not (folder / MANIFEST_FILE).exists():
       where = f"data set {datasets.full_reference(builder)}, split {split}"
       bad = _BadRecords(where, data.max_bad_records)
-      _write(folder, wanted, datasets.examples(builder, split, bad.add), bad)
+      _write(folder, wanted, datasets.examples(builder, split, bad.add), bad, tick)
   store, stored = _open(folder, wanted), builder.info.splits[split].num_examples
   if store.manifest["examples"] != stored:
     raise ValueError(
@@ -246,7 +252,8 @@ class _BadRecords:
 class _RowWriter:
   """Writes rows to a local ArrayRecord file, counting and digesting them."""
 
-  def __init__(self, path):
+  def __init__(self, path, tick):
+    self._tick = tick
     self._writer = array_record_module.ArrayRecordWriter(str(path), _WRITER_OPTIONS)
     self._digest = hashlib.sha256()
     self.rows = 0
@@ -256,6 +263,7 @@ class _RowWriter:
     # With its length, so that two ways to cut the same bytes differ.
     self._digest.update(len(row).to_bytes(4, "little") + row)
     self.rows += 1
+    self._tick("rows", self.rows)
 
   def finish(self):
     """Closes the file and returns what store.json says about its rows."""
@@ -263,7 +271,7 @@ class _RowWriter:
     return {"rows": self.rows, "digest": self._digest.hexdigest()}
 
 
-def _write(folder, wanted, examples, bad):
+def _write(folder, wanted, examples, bad, tick):
   """Writes a whole store: in a local folder, then beside `folder`, then renamed to it."""
   beside = folder.parent / f"{folder.name}.{uuid.uuid4().hex}.tmp"
   remote = "://" in str(folder)  # ArrayRecord reads object storage, but writes local files only
@@ -272,10 +280,15 @@ def _write(folder, wanted, examples, bad):
       left.rmtree()  # a killed process's: we hold the lock, so nobody is writing it
   beside.mkdir(parents=True)
   local = epath.Path(tempfile.mkdtemp()) if remote else beside
-  writer = _RowWriter(local / ROWS_FILE)
+  writer = _RowWriter(local / ROWS_FILE, tick)
   fill = _write_text if wanted["kind"] == "text" else _write_images
-  facts = fill(writer, wanted, examples, bad)
-  facts |= writer.finish() | bad.facts()
+  try:
+    facts = fill(writer, wanted, examples, bad)
+    facts |= writer.finish() | bad.facts()
+  except BaseException:  # also a stop: half a store is of no use
+    for left in {local, beside}:
+      left.rmtree()
+    raise
   facts["row_file_bytes"] = (local / ROWS_FILE).stat().length
   if remote:
     (local / ROWS_FILE).copy(beside / ROWS_FILE)

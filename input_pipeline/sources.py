@@ -45,7 +45,7 @@ class Source:
     return self.rows
 
 
-def open_source(data, split, seed, sharing=None):
+def open_source(data, split, seed, sharing=None, tick=preparation.no_tick):
   """Opens a split of the data set that the config names, and prepares it on first use.
 
   Args:
@@ -53,6 +53,7 @@ def open_source(data, split, seed, sharing=None):
     split: name of the split.
     seed: int; only "random_normal" depends on it.
     sharing: the processes that open it together, where there are several; all call this.
+    tick: as of `preparation.prepare`.
 
   Returns:
     A Source. Fields by data.kind, with T = sequence_length, P = input_size, C = target_size:
@@ -71,7 +72,7 @@ def open_source(data, split, seed, sharing=None):
     )
   if data.kind == "random":
     return _random_normal(data, split, seed)
-  store = preparation.prepare(data, split)
+  store = preparation.prepare(data, split, tick)
   limit = data.max_bad_records
   bad_records.check_prepared(store, limit)
   fields, fits, decode = _text(store) if data.kind == "text" else _image(store, data)

@@ -25,6 +25,13 @@ _entered: list["StopRequest"] = []
 _cleanups: list[Callable[[], None]] = []
 
 
+class Stopped(BaseException):
+  """Raised in the main thread where work is given up because a stop was requested.
+
+  No `Exception`: libraries turn those into errors of their own.
+  """
+
+
 class StopRequest:
   """Set by SIGTERM, SIGHUP or Ctrl-C, here or in another process; a context manager.
 
@@ -37,12 +44,14 @@ class StopRequest:
     requested: what has asked for it, "" where nothing has.
     insisted: whether Ctrl-C came again, clearly after the first request was announced: from someone
       who does not want to wait for a save.
+    polls: whether the main thread looks for a stop by itself just now: it is left a moment to clean
+      up before the process is ended.
     wakeup: a file descriptor that becomes readable when a signal arrives.
   """
 
   def __init__(self):
     """Requests nothing yet."""
-    self.requested, self.insisted = "", False
+    self.requested, self.insisted, self.polls = "", False, False
     self._announced: float | None = None
     self._heard = time.monotonic()  # when the pipe was empty
     self.wakeup, self._write = os.pipe()
@@ -77,6 +86,15 @@ class StopRequest:
   def request(self, reason: str) -> None:
     """Asks for a stop, from any thread."""
     self.requested = self.requested or reason
+
+  @contextlib.contextmanager
+  def polled(self) -> Iterator[None]:
+    """Within it, the main thread looks for a stop, cleans up and raises `Stopped`."""
+    self.polls = True
+    try:
+      yield
+    finally:
+      self.polls = False
 
   def announced(self) -> None:
     """Takes note that the person was told of the request: from now on, Ctrl-C may come again."""
@@ -217,8 +235,13 @@ def tell(text: str) -> None:
   """Prints a line from any thread; where nobody can read it any more, nothing happens."""
 
   def run() -> None:
+    stream = sys.stdout
     with contextlib.suppress(OSError, ValueError):
-      print(text, flush=True)
+      try:
+        stream.fileno()
+      except (OSError, ValueError):  # it points to memory for now
+        stream = sys.__stdout__
+      print(text, file=stream, flush=True)
 
   _in_time(run, 1.0)
 

@@ -9,15 +9,18 @@ import collections
 import contextlib
 import faulthandler
 import math
+import pathlib
 import select
 import sys
 import threading
 import time
 import traceback
+from typing import NoReturn
 
 from processes import group as groups
 from processes.exchange import Exchange
 from processes.printable import printable
+from processes.progress import Measure, Progress
 from processes.stopping import EXIT_CODE, INTERRUPTED, StopRequest, tell
 
 PERIOD_SECONDS = 0.25
@@ -26,7 +29,11 @@ _ASLEEP_SECONDS = 3.0
 # After so much of the heartbeat a process that shows no sign of life in a save counts as stopped;
 # after 0.6 of it, as seen, JAX would end all others without a name.
 _SILENT_SHARE = 0.4
+# An input that is late for this share of the heartbeat, at least, is worth a warning.
+_LATE_SHARE = 0.3
 _REMEMBERED = 50
+_CALLS = 4  # of a thread stand in a warning
+_POLLED_SECONDS = 3.0  # a main thread that looks for a stop by itself has for cleaning up
 _NO_PROGRESS = "no progress"
 _FAILED = 1
 
@@ -61,6 +68,7 @@ class Watchdog:
     *,
     deadline_seconds: float = 0.0,
     start_timeout_seconds: float = 300.0,
+    input_timeout_seconds: float = 1800.0,
   ):
     """Prepares; nothing is watched yet.
 
@@ -69,17 +77,22 @@ class Watchdog:
       stop: is set when any process is asked to stop.
       deadline_seconds: how long a step may take; 0: ten times the longest so far, within bounds
         that the heartbeat sets (see `limit`).
-      start_timeout_seconds: how long anything may take of which nothing is known yet.
+      start_timeout_seconds: how long anything may take of which nothing is known yet, and how long
+        a save may make no progress.
+      input_timeout_seconds: how long a process that is alone waits for a batch.
     """
     self.group, self.stop, self.saves = group, stop, False
     self._deadline, self._start_timeout = deadline_seconds, start_timeout_seconds
+    self._input_timeout = input_timeout_seconds
+    self._reader, self._warn_after = "", 0.0
+    self._progress = Progress()
     self._beats, self._kind, self._label = 0, STARTING, "starting"
     self._since = self._awake = time.monotonic()
     self._began: float | None = None
     self._lengths: dict[str, collections.deque[float]] = {}  # kind -> seconds of the last ones
     self._changing = threading.Lock()
     self._leaving = False
-    self._told = False  # the others know of the stop
+    self._told: float | None = None  # when the others were told of the stop
     self._exchange = Exchange(
       group, lambda: (self._beats, self._label, time.monotonic() - self._since), self._receive
     )
@@ -98,11 +111,20 @@ class Watchdog:
     if error is not None and not isinstance(error, SystemExit):
       self.tell("failed", f"{kind.__name__}: {error}")
     self._closed.set()
+    self._progress.close()
     self._exchange.close()
     self._thread.join()
     self.stop.__exit__(kind, error, trace)
 
-  def at(self, label: str, kind: str = STEP, *, begins: bool = False) -> None:
+  def at(
+    self,
+    label: str,
+    kind: str = STEP,
+    *,
+    begins: bool = False,
+    reader: str = "",
+    progress: Measure | None = None,
+  ) -> None:
     """Says what the main thread is about to do.
 
     Args:
@@ -110,6 +132,8 @@ class Watchdog:
       kind: one of STARTING, STEP, EVALUATION, SAVING, ENDING, DONE.
       begins: a step, or a batch of evaluation, begins here: from here to the next such call is
         how long one takes.
+      reader: the name of the thread that makes the batch that is waited for, "" where none is.
+      progress: returns what changes while this makes progress; the time is counted from there.
     """
     with self._changing:
       now = time.monotonic()
@@ -125,6 +149,8 @@ class Watchdog:
       elif kind != self._kind:
         self._began = None
       self._beats, self._kind, self._label, self._since = self._beats + 1, kind, label, now
+      self._reader, self._warn_after = reader, self._late()
+      self._progress.measure(progress)
 
   def part(self) -> None:
     """Takes leave of the others at the end of a run that went well.
@@ -134,6 +160,14 @@ class Watchdog:
     self.at("waiting for the other processes to end", ENDING)
     self._exchange.close()
     groups.part()
+
+  def leave(self) -> NoReturn:
+    """Ends this process after the main thread has given up what it did, because of a stop."""
+    with self._changing:
+      if not self._leaving:
+        self._leave_early()
+    while True:  # another thread ends it
+      time.sleep(1)
 
   def tell(self, what: str, text: str) -> None:
     """Tells all processes of an end: `stop`, `left`, `refused` or `failed`."""
@@ -158,10 +192,13 @@ class Watchdog:
 
     Of a step: at most half of the heartbeat, since after 0.6 to 0.8 of it (as seen) JAX aborts
     everybody without naming anyone; only where a single step has taken long is more allowed.
-    Compiling may take as long as it likes: others wait for it in their first step.
+    Compiling may take as long as it likes: others wait for it in their first step. A process that
+    is alone keeps nobody waiting, and is patient; most of all with its input, about which it warns.
     """
     if self._kind in (STARTING, ENDING, DONE):
       return math.inf
+    if self._reader and self.group.alone:
+      return max(self._input_timeout, self._deadline)
     lengths = self._lengths.get(self._kind)
     first = not lengths and self._kind == EVALUATION  # judged by the steps that came before
     lengths = lengths or (first and self._lengths.get(STEP)) or ()
@@ -170,8 +207,15 @@ class Watchdog:
     if self._deadline:
       return self._deadline
     longest, heartbeat = max(lengths), self.group.heartbeat_seconds
+    if self.group.alone:
+      return max(10 * longest, self._start_timeout)
     most = max(0.5 * heartbeat, 3 * longest)
     return most if first else min(max(10 * longest, 0.3 * heartbeat), most)
+
+  def _late(self) -> float:
+    """Returns the seconds after which an input that is waited for is worth a warning."""
+    longest = max(self._lengths.get(self._kind) or (0.0,))
+    return self._deadline or max(10 * longest, _LATE_SHARE * self.group.heartbeat_seconds)
 
   # ------------------------------ the thread ------------------------------
 
@@ -193,19 +237,27 @@ class Watchdog:
     self.stop.hear()
     if self.stop.insisted and not self._leaving:
       self._leave_unsaved()
-    if self.stop and not self._told:
-      self._told = True
+    if self.stop and self._told is None:
+      self._told = time.monotonic()
       self.tell("stop", self.stop.requested)
       self._announce()
     with self._changing:  # so that the main thread does not meet the others meanwhile
-      if self.stop and self._kind in (STARTING, DONE) and not self._leaving:
+      if self.stop and self._kind in (STARTING, DONE) and not self._leaving and self._may_leave():
         self._leave_early()
-    waited = time.monotonic() - self._since
+    waited = time.monotonic() - self._progress.since(self._since)
     if self._leaving:
       return
     if waited > (limit := self.limit()):
-      key = ", processes.start_timeout_seconds" if limit == self._start_timeout else ""
+      keys = {self._start_timeout: "start_timeout", self._input_timeout: "input_timeout"}
+      key = f", processes.{keys[limit]}_seconds" if limit in keys else ""
       self._stuck(waited, f"the limit was {limit:.0f} s{key}")
+    if self._reader and self.group.alone and waited > self._warn_after:
+      self._warn_after = 2 * waited
+      where = f"thread {self._reader!r} {_where(self._reader)}"
+      _print(
+        f"WARNING: {waited:.0f} s at {self._label!r}: the input is slow or stands still, {where}; "
+        f"the run is ended after {limit:.0f} s (processes.input_timeout_seconds)"
+      )
     # A save may take long, but whoever lives shows it meanwhile.
     most = _SILENT_SHARE * self.group.heartbeat_seconds
     if self._kind == SAVING and (silence := self._exchange.silence(self._awake)) > most:
@@ -215,6 +267,10 @@ class Watchdog:
     """Takes it that this process was stopped for so long: nobody is to blame for that time."""
     self._since += seconds
     self._awake = time.monotonic()
+
+  def _may_leave(self) -> bool:
+    """Tells whether the main thread has had its time to give up by itself, where it does."""
+    return not self.stop.polls or time.monotonic() - self._told > _POLLED_SECONDS
 
   def _announce(self) -> None:
     """Says what a stop does now, and that Ctrl-C may come again."""
@@ -293,6 +349,18 @@ class Watchdog:
 
 def _print(text: str) -> None:
   print(text, file=sys.stderr, flush=True)
+
+
+def _where(name: str) -> str:
+  """Returns the innermost Python calls of a thread, as the end of a sentence."""
+  frames = sys._current_frames()
+  for thread in threading.enumerate():
+    if thread.name == name and thread.ident in frames:
+      calls = traceback.extract_stack(frames[thread.ident])[-_CALLS:]
+      return "is at " + ", ".join(
+        f"{pathlib.Path(call.filename).name}:{call.lineno} {call.name}" for call in reversed(calls)
+      )
+  return "has ended"
 
 
 def _stacks() -> None:

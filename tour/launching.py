@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+from processes import stopping
+
 ROOT = pathlib.Path(__file__).parent.parent
 # Each takes seconds; a busy machine is slower. What hangs shall not hang the tour.
 LIMIT_SECONDS = 180
@@ -105,7 +107,8 @@ def start(
   )
   limit = threading.Timer(limit_seconds, running.terminate)
   limit.start()
-  with running:
+  # A stop of the tour ends these, too: the Ctrl-C of a terminal reaches them, SIGTERM does not.
+  with stopping.undone(running.terminate), running:
     waiting = stopped is not None
     for line in running.stdout:
       lines.append(line)

@@ -13,6 +13,8 @@ from processes.lockstep import Lockstep
 from processes.watchdog import EVALUATION, SAVING, Watchdog
 from training.job import Job
 
+_READER = "prefetch of the evaluation"
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
@@ -81,9 +83,12 @@ class Evaluator:
     shardings = self.job.batch_shardings
     totals: dict[str, float] = {}
     judged: dict[str, float] = {}
-    with Prefetcher(lambda i: self.batches.batch(i, shardings), start=0, stop=count) as prefetched:
+    with Prefetcher(
+      lambda i: self.batches.batch(i, shardings), start=0, stop=count, name=_READER
+    ) as prefetched:
       for i in range(count):
-        self.watch.at(f"evaluation batch {i + 1}: waiting for it", EVALUATION, begins=True)
+        where = f"evaluation batch {i + 1}: waiting for it"
+        self.watch.at(where, EVALUATION, begins=True, reader=_READER)
         batch = prefetched.get(i, cancelled=lambda: self.lockstep.stopping)
         self.watch.at(f"evaluation batch {i + 1}: waiting for the other processes", EVALUATION)
         if not self.lockstep.enter():

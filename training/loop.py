@@ -35,6 +35,7 @@ from training.reporting import (
 from training.resuming import Start, plain
 from training.rollback import BadSteps
 from training.step import State
+from training.waiting import Waiting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +157,10 @@ class Run:
       warn(self._goodput.doubt)
     if self._writer.times is None or self._writer.times["step"] != step:
       self._writer.write_times(step, self._goodput.line())
-    self._progress = stack.enter_context(ProgressLine(config.training.steps))
-    self._profile = stack.enter_context(Profile(config.profile, self._workdir / "profile"))
+    self._stack = stack
+    self._profile = stack.enter_context(
+      Profile(config.profile, self._workdir / "profile", self._watch)
+    )
     self._pace = stack.enter_context(probing.measured(self._job, self._watch.group))
     self._batches: Prefetcher | None = None
     stack.callback(lambda: self._batches and self._batches.close())
@@ -178,15 +181,19 @@ class Run:
     job = self._job
     self._watch.at("compiling", STARTING)
     self._goodput.switch("compile")
-    step = job.compile_train_step()
+    with Waiting("compiling the train step").show():
+      step = job.compile_train_step()
     rows = collectives.summarize(collectives.collectives(step.function.as_text(), job.mesh))
     say(f"compiled the train step in {step.seconds:.1f} s; its collectives by mesh axis:")
     say(collectives.format_summary(rows))
     self._train_step = step.function
+    with Waiting("compiling the evaluation step").show():
+      evaluation = job.compile_eval_step().function
+    self._progress = self._stack.enter_context(ProgressLine(self._config.training.steps))
     self._evaluator = Evaluator(
       job,
       self._data.held_out,
-      job.compile_eval_step().function,
+      evaluation,
       self._watch,
       self._lockstep,
       self._progress.evaluating,
@@ -225,7 +232,7 @@ class Run:
   def next_batch(self) -> Any:
     """Returns the batch of the next step once all processes have theirs; None where they stop."""
     self._profile.before(self.done)
-    self._watch.at(f"step {self.done + 1}: waiting for its batch", begins=True)
+    self._watch.at(f"step {self.done + 1}: waiting for its batch", begins=True, reader="prefetch")
     with self._goodput.within("input_wait"):
       batch = self._batches.get(self.done, cancelled=lambda: self._lockstep.stopping)
     self._watch.at(f"step {self.done + 1}: waiting for the other processes")
@@ -268,7 +275,7 @@ class Run:
     if more := self._bad_steps.refusal():
       raise BadStepError(bad.step, bad.why, more) from None
     with self._goodput.within("lost_to_restart"), self._meter.paused():
-      self._watch.at("waiting for the last save", SAVING)
+      self._saving("waiting for the last save")
       with self._failing_saves("an older step is restored"):
         self._checkpointer.wait()
       self._watch.at(f"going back from step {bad.step}", STARTING)
@@ -344,8 +351,12 @@ class Run:
       return True
     return self.evaluation_due() and bool(keys.keep_best)
 
+  def _saving(self, label: str) -> None:
+    """Says what is going on with a save, which may take long where it makes progress."""
+    self._watch.at(label, SAVING, progress=self._checkpointer.progress)
+
   def _save(self, held_out: Evaluation | None) -> None:
-    self._watch.at(f"saving step {self.done}", SAVING)
+    self._saving(f"saving step {self.done}")
     self._replicas.before_save(self.done, self.state)
     judged = {}
     if held_out is not None and self._config.checkpoint.keep_best:
@@ -367,7 +378,7 @@ class Run:
     """Saves the last step where a stop came before it was due, or its save has failed."""
     if self._saved < self.done and self._rest_is_good():
       self._save(None)
-    self._watch.at("waiting for the last save", SAVING)
+    self._saving("waiting for the last save")
     with self._goodput.within("save"):
       self._checkpointer.wait()
     self._writer.write_times(self._saved, self._goodput.line(done=not self.stopped))

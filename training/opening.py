@@ -6,6 +6,7 @@ from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.sources import Source, check_ids, open_source
 from training.agreement import sharing
 from training.job import Job
+from training.waiting import preparing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ def open_held_out(job: Job) -> EvaluationBatches:
 def _open(job: Job, split: str) -> Source:
   """Opens a split, whose tokens must be in the model's vocabulary."""
   config = job.config
-  source = open_source(config.data, split, config.seed, sharing(job))
-  if config.data.kind == "text":
-    check_ids(source, config.model.vocabulary_size)
+  with preparing(f"{config.data.name}, {split}") as waiting:
+    source = open_source(config.data, split, config.seed, sharing(job), waiting.tick)
+    if config.data.kind == "text":
+      check_ids(source, config.model.vocabulary_size)
   return source

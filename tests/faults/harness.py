@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import psutil
 
@@ -47,6 +47,15 @@ FLAGS = [
 QUICK = ("--config.evaluation.sample_tokens=0",)
 
 
+def arguments(
+  workdir: pathlib.Path, *, count: int, steps: int, flags: Sequence[str], common: Sequence[str]
+) -> list[str]:
+  """Returns the arguments of main.py, the same for each of so many processes."""
+  data, tensor = MESHES[count]
+  mesh = [f"--config.mesh.data={data}", f"--config.mesh.tensor={tensor}"]
+  return [*common, *mesh, f"--config.training.steps={steps}", *flags, f"--workdir={workdir}"]
+
+
 class Run:
   """The processes of a run, from one start on; a context manager that leaves none behind.
 
@@ -70,6 +79,7 @@ class Run:
     steps: int = STEPS,
     flags: tuple[str, ...] = (),
     common: Sequence[str] = FLAGS,
+    environment: Mapping[str, str] | None = None,
   ):
     """Starts it, or lets it go on.
 
@@ -82,16 +92,15 @@ class Run:
       steps: that the run makes.
       flags: more of them.
       common: those that come first, where they are not those of most rows.
+      environment: more variables.
     """
     self.count, self.steps, self.workdir, self.launcher = count, steps, workdir, launcher
     self.stalled = workdir.with_name(f"{workdir.name}-stalled")
-    self._slow = slow
+    self._slow, self._more = slow, environment or {}
     self._family: dict[psutil.Process, None] = {}
     self._looked = 0.0
-    data, tensor = MESHES[count]
-    mesh = [f"--config.mesh.data={data}", f"--config.mesh.tensor={tensor}"]
-    own = [*mesh, f"--config.training.steps={steps}", *flags, f"--workdir={workdir}"]
-    command = [sys.executable, "main.py", *common, *own]
+    told = arguments(workdir, count=count, steps=steps, flags=flags, common=common)
+    command = [sys.executable, "main.py", *told]
     number = len(list(workdir.parent.glob(f"{workdir.name}-*.out")))
     if launcher:
       before = [sys.executable, "-m", "launch.local", f"--processes={count}"]
@@ -125,7 +134,7 @@ class Run:
       environment["PYTHONPATH"] = str(OUTSIDE)
       environment["FAULTS_PROCESS"] = str(self._slow)
       environment["FAULTS_STALL"] = str(self.stalled)
-    return environment
+    return environment | self._more
 
   def __enter__(self) -> "Run":
     """Returns itself."""

@@ -248,6 +248,29 @@ ROWS = (
     note="A trial is a kill, and the last one is the verdict on the whole.",
   ),
   Row(
+    21,
+    "Ctrl-C in a real terminal, at a random moment of each phase: imports, data preparation, "
+    "compilation, steps, evaluation, a save, the end; of each verb; under launch.local; twice",
+    42,
+    "exit 75 without a traceback, the last step saved, one line where nothing is to be saved; "
+    "twice: 130; Same after restart",
+    "rows_terminals",
+    25,
+    note="A stop after the last step may come too late to change anything: then it exits with 0.",
+  ),
+  Row(
+    22,
+    "a slow disk (a save takes several times the start timeout), one that stands still, a slow "
+    "trace, a slow input",
+    10,
+    "what makes progress is never ended: exit 0, Same; what stands still is, with exit 1; a slow "
+    "input of a single process is warned about",
+    "rows_slow",
+    60,
+    note="Writes are delayed by a library that is preloaded from outside (LD_PRELOAD): a few "
+    "kilobytes at a time. Needs a C compiler.",
+  ),
+  Row(
     23,
     "two starts in one workdir, 0-60 s apart; the first goes on, is asked to stop, or is killed",
     20,

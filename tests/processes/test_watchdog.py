@@ -3,6 +3,7 @@
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -73,6 +74,27 @@ def test_a_save_has_the_start_timeout(clock):
   beats(watch, clock, STEP, 1, 1, 1)
   watch.at("saving step 3", SAVING)
   assert watch.limit() == 300
+
+
+def test_a_process_alone_keeps_nobody_waiting_and_is_patient(clock):
+  watch = Watchdog(
+    Group(), StopRequest(), start_timeout_seconds=300.0, input_timeout_seconds=1800.0
+  )
+  beats(watch, clock, STEP, 1, 1, 1)
+  assert watch.limit() == 300
+  watch.at("step 5: waiting for its batch", reader="prefetch", begins=True)
+  assert watch.limit() == 1800
+  watch.at("step 5: computing")
+  assert watch.limit() == 300
+  beats(watch, clock, STEP, 50, 50)
+  assert watch.limit() == 500
+
+
+def test_among_several_a_late_batch_is_a_late_step(clock):
+  watch = watching()
+  beats(watch, clock, STEP, 1, 1, 1)
+  watch.at("step 5: waiting for its batch", reader="prefetch", begins=True)
+  assert watch.limit() == 30
 
 
 def test_what_lies_between_two_steps_is_not_counted(clock):
@@ -162,6 +184,57 @@ def test_a_long_first_step_has_the_start_timeout():
   assert code == 1, (out, err)
   assert out == "here\n"
   assert "at 'step 1: computing' (the limit was 1 s, processes.start_timeout" in err
+
+
+def test_a_save_that_makes_progress_is_never_ended_and_one_that_stands_still_is():
+  code, out, err, _ = ended("""
+    written = []
+    watch = Watchdog(Group(), StopRequest(), start_timeout_seconds=2)
+    with watch:
+      watch.at("saving step 3", SAVING, progress=lambda: len(written))
+      for _ in range(16):  # several times the limit
+        time.sleep(0.4)
+        written.append(1)
+      print("it was slow", flush=True)
+      time.sleep(20)
+    """)
+  assert code == 1, (out, err)
+  assert out == "it was slow\n"
+  assert "at 'saving step 3' (the limit was 2 s, processes.start_timeout_seconds)" in err
+
+
+def test_progress_that_cannot_be_looked_at_is_none():
+  # As a network disk that hangs: the look at it does not return, nor may anybody wait for it.
+  code, out, err, _ = ended("""
+    with watch:
+      watch.at("saving step 3", SAVING, progress=lambda: threading.Event().wait())
+      time.sleep(20)
+    """)
+  assert code == 1, (out, err)
+  assert "at 'saving step 3'" in err
+
+
+def test_a_slow_input_is_warned_about_with_its_place_and_then_ended():
+  code, out, err, _ = ended("""
+    def read_from_far_away():
+      time.sleep(30)
+    threading.Thread(target=read_from_far_away, name="prefetch", daemon=True).start()
+    watch = Watchdog(Group(heartbeat_seconds=1), StopRequest(), start_timeout_seconds=0.3,
+                     input_timeout_seconds=2)
+    with watch:
+      watch.at("step 1: waiting for its batch", reader="prefetch", begins=True)
+      time.sleep(1)
+      print("still there", flush=True)
+      time.sleep(20)
+    """)
+  assert code == 1, (out, err)
+  assert out == "still there\n"
+  first, *_, last = [line for line in err.splitlines() if "step 1" in line]
+  assert re.match(r"WARNING: \d s at 'step 1: waiting for its batch': the input is slow or", first)
+  assert "thread 'prefetch' is at <string>:" in first
+  assert "read_from_far_away" in first
+  assert first.endswith("is ended after 2 s (processes.input_timeout_seconds)")
+  assert "(the limit was 2 s, processes.input_timeout_seconds)" in last
 
 
 def test_a_stop_while_starting_ends_it_from_the_middle_of_c_code():

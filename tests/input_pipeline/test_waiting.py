@@ -1,0 +1,69 @@
+"""What is shown while data is prepared, and that a stop then leaves nothing half made."""
+
+import pathlib
+
+import pytest
+
+from input_pipeline import preparation
+from processes import stopping
+from processes.stopping import Stopped, StopRequest
+from training import waiting
+
+
+@pytest.fixture(autouse=True)
+def _look_always(monkeypatch):
+  """Lets each tick look at the clock."""
+  monkeypatch.setattr(waiting, "_SECONDS", 0.0)
+
+
+def files_of(folder: pathlib.Path) -> list[str]:
+  return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("after", [1, 200])
+def test_a_stop_ends_the_preparation_and_leaves_nothing_half_made(config, tmp_path, after):
+  data, seen = config("python_source", data_dir=str(tmp_path)), []
+  with StopRequest() as stop:
+
+    def tick(what: str, count: int) -> None:
+      seen.append(what)
+      if len(seen) == after:
+        stop.request("SIGINT")
+      shown.tick(what, count)
+
+    with waiting.preparing("python_source") as shown:
+      assert stop.polls
+      with pytest.raises(Stopped):
+        preparation.prepare(data, "test", tick)
+  assert len(seen) == after
+  left = files_of(tmp_path)
+  assert all(name.endswith(".lock") or name == "metadata.json" for name in left), left
+  assert not any("incomplete" in path.name or path.suffix == ".tmp" for path in tmp_path.rglob("*"))
+  assert preparation.prepare(data, "test").manifest["rows"] > 0
+
+
+def test_a_stop_while_rows_are_written_keeps_what_was_built_before(config, tmp_path):
+  data = config("python_source", data_dir=str(tmp_path))
+  with StopRequest() as stop, waiting.preparing("python_source") as shown:
+
+    def tick(what: str, count: int) -> None:
+      if what == "rows" and count == 5:
+        stop.request("SIGINT")
+      shown.tick(what, count)
+
+    with pytest.raises(Stopped):
+      preparation.prepare(data, "test", tick)
+  assert not list(tmp_path.rglob("*.tmp"))
+  built = list(tmp_path.rglob("*.array_record*"))
+  assert built, "the data set itself is whole, and is used by the next start"
+  assert preparation.prepare(data, "test").manifest["rows"] > 5
+  assert stopping.current() is None
+
+
+def test_a_log_gets_one_line_and_only_where_something_was_prepared(config, tmp_path, capsys):
+  data = config("digits", "image", data_dir=str(tmp_path))
+  for _ in range(2):
+    with waiting.preparing("digits, test") as shown:
+      preparation.prepare(data, "test", shown.tick)
+  [line] = capsys.readouterr().out.splitlines()
+  assert line.startswith("prepared digits, test: 300 rows in ")
