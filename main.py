@@ -46,6 +46,7 @@ from partitioning import layout
 from planning import launching
 from processes import group as groups
 from processes.lockstep import Lockstep
+from processes.printable import printable
 from processes.stopping import EXIT_CODE, StopRequest
 from processes.watchdog import STARTING, Watchdog
 from runtime import files, xla_flags
@@ -244,7 +245,7 @@ def _layout(watch: Watchdog) -> Callable[[], int]:
       if groups.current().first:
         files.replace(file, written)
     except OSError as error:
-      print(f"error: --html={file}: {error}", file=sys.stderr, flush=True)
+      print(printable(f"error: --html={file}: {error}"), file=sys.stderr, flush=True)
       return 1
     say(f"wrote {file}, {layout.size_text(len(written.encode()))}")
     return 0

@@ -14,6 +14,7 @@ from tensorboardX import SummaryWriter
 from processes import stopping
 from processes.group import current
 from processes.ownership import Ownership
+from processes.printable import printable
 from runtime import files
 from training import log_lines
 from training.appending import Lines
@@ -256,7 +257,7 @@ class ProgressLine:
     if self._bar is None:
       say(text)
     else:
-      self._bar.console.print(text, highlight=False)
+      self._bar.console.print(printable(text), highlight=False)
 
 
 def say(text: str) -> None:
@@ -268,7 +269,7 @@ def say(text: str) -> None:
   if not current().first:
     return
   try:
-    print(text, flush=True)
+    print(printable(text, longest=sys.maxsize), flush=True)
   except BrokenPipeError:
     stopping.output_closed()
 
@@ -276,7 +277,7 @@ def say(text: str) -> None:
 def warn(text: str) -> None:
   """Prints a warning to standard error at once; process 0 speaks for all."""
   if current().first:
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+    print(f"WARNING: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -19,6 +19,7 @@ from input_pipeline.sources import Source
 from partitioning.layout import size_text
 from processes.group import current
 from processes.ownership import Ownership
+from processes.printable import printable
 from training import record_form, rollback, workdir_files
 from training.job import Job
 from training.step import State
@@ -241,7 +242,7 @@ def _together(job: Job) -> Together:
 def warn(text: str) -> None:
   """Prints a warning, for all processes once."""
   if current().first:
-    reading.warn(text)
+    reading.warn(printable(text))
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:

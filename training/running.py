@@ -10,6 +10,7 @@ from input_pipeline.records import UnreadableError
 from input_pipeline.sources import Source
 from partitioning.mesh import mesh_text
 from processes import group as groups
+from processes.printable import printable
 from processes.stopping import EXIT_CODE
 from processes.watchdog import DONE, Watchdog
 from runtime import files
@@ -41,9 +42,9 @@ def _run(
     watch.tell("failed", str(error))
     if isinstance(error, TrainingStoppedError):  # of the global batch: the same on all
       if watch.group.first:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(error)}", file=sys.stderr, flush=True)
     else:
-      print(f"error: {groups.label()}{error}", file=sys.stderr, flush=True)
+      print(f"error: {groups.label()}{printable(error)}", file=sys.stderr, flush=True)
     return 1 if watch.group.alone else groups.leave(1, patience_seconds=3)
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if end.stopped:
@@ -107,8 +108,8 @@ def to_its_end(run: Callable[[], int], watch: Watchdog) -> int:
     return run()
   except UnreadableError as error:
     if watch.group.alone:
-      print(f"error: {error}", file=sys.stderr, flush=True)
+      print(f"error: {printable(error)}", file=sys.stderr, flush=True)
       return 1
     if watch.refusing(str(error), "failed"):
-      print(f"error: {groups.label()}{error}", file=sys.stderr, flush=True)
+      print(f"error: {groups.label()}{printable(error)}", file=sys.stderr, flush=True)
     return groups.leave(1, patience_seconds=3)

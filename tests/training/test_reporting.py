@@ -5,6 +5,7 @@ import json
 import pytest
 from etils import epath
 
+from training import reporting
 from training.reporting import MetricsWriter, evaluated
 
 
@@ -84,3 +85,11 @@ def test_event_files_of_undone_steps_are_purged(tmp_path):
     writer.go_back(0, 1, {"rolled_back": 2})
     writer.write(1, {"loss": 1.0})
   assert len(set(tmp_path.glob("events.out.tfevents.*")) - before) == 1
+
+
+def test_no_control_character_reaches_the_terminal(capsys):
+  reporting.say("a\x1b[2Jb\x07\n\u202ec" + "x" * 20_000)
+  reporting.warn("a\x9b31mb")
+  out, err = capsys.readouterr()
+  assert out == "a\\x1b[2Jb\\x07\n\\u202ec" + "x" * 20_000 + "\n"
+  assert err == "WARNING: a\\x9b31mb\n"
