@@ -17,11 +17,18 @@ from runtime import files
 
 SAVING, REMOVING = ".saving", ".removing"
 ITEMS = frozenset({STATE, CONFIG, RECORD})
-# All that a step's folder holds; a kill may leave the file of digests under another name.
-_TOP = ITEMS | {digests.FILE, f"{digests.FILE}.tmp", COMMITTED, STEP_METADATA}
+# All that a step's folder holds, at its top and below. What a kill has left may have an ending:
+# `state.orbax-checkpoint-tmp`, `digests.tmp`, `manifest.ocdbt.__lock`.
+_ENDING = r"([._-].*)?"
+_TOP = re.compile(
+  f"({'|'.join(map(re.escape, sorted(ITEMS | {digests.FILE, COMMITTED, STEP_METADATA})))}){_ENDING}"
+)
+_BELOW = re.compile(
+  rf"(metadata|_METADATA|_sharding|{STEP_METADATA}|{re.escape(COMMITTED)}|manifest\.ocdbt|"
+  rf"array_metadatas|(ocdbt\.)?process_\d+|d|[0-9a-f]{{32}}){_ENDING}"
+)
 _ORBAX = r"(\.orbax-checkpoint-tmp(-\d+)?)"  # Orbax adds it to what it has not written to the end
 _LEFT = re.compile(rf"\d+((\.saving(-\w+)*|\.removing(-\d+)?){_ORBAX}?|{_ORBAX})")
-_SUFFIX = re.compile(rf"{_ORBAX}$")
 
 
 def is_step(path: epath.Path) -> bool:
@@ -41,9 +48,15 @@ def is_leftover(path: epath.Path) -> bool:
 
 
 def only_ours(path: epath.Path) -> bool:
-  """Tells whether a folder holds nothing at its top but what a save writes there."""
-  names = {_SUFFIX.sub("", name) for name in _entries(path)}
-  return all(name in _TOP or name.startswith(".") for name in names)
+  """Tells whether a folder holds nothing but what a save writes there, by all the names in it."""
+  return _all_named(path, _TOP)
+
+
+def _all_named(path: epath.Path, names: re.Pattern) -> bool:
+  for name in _entries(path):
+    if not name.startswith(".") and not (names.fullmatch(name) and _all_named(path / name, _BELOW)):
+      return False
+  return True
 
 
 def foreign(folder: epath.Path) -> list[str]:

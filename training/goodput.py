@@ -144,11 +144,10 @@ def process_started() -> float:
   Linux counts a process's start from the machine's own, as CLOCK_BOOTTIME does. Where that cannot
   be right (a sandbox with other clocks), the wall clock is asked, which may have jumped.
   """
-  now = time.monotonic()
-  since = now - _IMPORTED
-  for age in (_age_by_boot(), _age_by_wall()):
-    if since <= age <= since + _LONGEST_IMPORT_SECONDS:
-      return now - age
+  for age_of in (_age_by_boot, _age_by_wall):
+    started = -age_of() + time.monotonic()  # read right after the other clock
+    if _IMPORTED - _LONGEST_IMPORT_SECONDS <= started <= _IMPORTED:
+      return started
   return _IMPORTED
 
 

@@ -177,6 +177,10 @@ def test_what_saves_have_left_is_recognized_by_its_name_and_its_content(tmp_path
     path.mkdir()
     (path / "state.orbax-checkpoint-tmp").mkdir()
     (path / "digests.tmp").touch()
+    (path / "state" / "ocdbt.process_0" / "d").mkdir(parents=True)
+    (path / "state" / "ocdbt.process_0" / "d" / ("0a" * 16 + ".__lock")).touch()
     assert ownership.is_leftover(epath.Path(path)) == ours, name
-    (path / "notes.txt").touch()
-    assert not ownership.is_leftover(epath.Path(path)), name
+    for place in (path, path / "state", path / "state" / "ocdbt.process_0" / "d"):
+      (place / "notes.txt").touch()
+      assert not ownership.is_leftover(epath.Path(path)), (name, place)
+      (place / "notes.txt").unlink()
