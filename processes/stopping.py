@@ -3,6 +3,7 @@
 Imports nothing that takes time: main.py calls `begin` before everything else.
 """
 
+import atexit
 import contextlib
 import os
 import select
@@ -181,6 +182,13 @@ def begin() -> None:
   """Makes SIGTERM and Ctrl-C end this process with 75 and one line, until a watchdog takes over."""
   global _unwatched
   _unwatched = _Unwatched()
+  atexit.register(_ignore)  # the first to be registered is called last
+
+
+def _ignore() -> None:
+  """Ignores signals from here on: Python puts their default back, by which they would kill it."""
+  for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
 
 
 def ending(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:

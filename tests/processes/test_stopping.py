@@ -2,8 +2,11 @@
 
 import ctypes
 import os
+import pathlib
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,6 +15,8 @@ import pytest
 from processes import stopping
 from processes.stopping import AGAIN_SECONDS, StopRequest
 from tests.processes.clocks import Clock
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 def test_nothing_was_asked():
@@ -142,3 +147,26 @@ def test_handlers_and_descriptors_are_put_back():
   old = signal.set_wakeup_fd(-1)
   signal.set_wakeup_fd(old)
   assert old == -1
+
+
+def test_ctrl_c_while_python_ends_changes_nothing():
+  script = """
+import os, sys, time
+from processes import stopping
+stopping.begin()
+
+class Last:
+  def __del__(self, write=os.write, sleep=time.sleep):  # after all that is called at exit
+    write(1, b"ending")
+    sleep(1)
+
+last = Last()
+sys.exit(stopping.ending(lambda arguments: 3)([]))
+"""
+  command = [sys.executable, "-c", script]
+  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as popen:
+    assert popen.stdout.read(6) == b"ending"
+    popen.send_signal(signal.SIGINT)
+    _, errors = popen.communicate(timeout=30)
+  assert popen.returncode == 3
+  assert errors == b""
