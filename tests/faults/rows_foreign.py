@@ -86,6 +86,8 @@ def _foreign(attempt: Attempt, commands: Commands) -> None:
   assert {name: listing(checkpoints / name) for name in names} == before, "one was changed"
   unknown = [name for name in names if name in ("7", "999", "50.saving_notes", "7.saving")]
   assert all(name in said for name in unknown), f"not all of {unknown} are reported: {said}"
+  for name in names:  # what is compared next takes each number for a step
+    shutil.rmtree(checkpoints / name)
 
 
 # ------------------------------ files that are none ------------------------------
