@@ -88,7 +88,7 @@ def test_every_key_that_the_document_names_exists_with_that_default():
   assert {key: ast.literal_eval(value.strip()) for key, value in rows} == {
     key: KEYS[key] for key, _ in rows
   }
-  assert len(rows) == 5
+  assert len(rows) == 6
 
 
 def test_make_targets_modules_and_files_exist():
