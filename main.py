@@ -159,8 +159,6 @@ def _train(watch: Watchdog) -> Callable[[], int]:
     sources = {"train": data.train.source, "held out": data.held_out.source}
     agreement.about_to_run(ready, sources, workdir, writes=True)
     start = resuming.begin(ready, workdir, record, owner)
-    if groups.current().first:
-      running.write_files(ready, data, workdir, owner.require)
   return lambda: running.run(ready, data, start, workdir, watch)
 
 

@@ -47,6 +47,7 @@ class Checkpointer:
     warn: Callable[[str], None] = reading.warn,
     together: Together | None = None,
     owner: Owner | None = None,
+    writes_later: bool = False,
   ):
     """Opens a folder; what killed saves have left in it is removed, unless `read_only`.
 
@@ -61,6 +62,7 @@ class Checkpointer:
       warn: is given every warning; standard error by default.
       together: the processes; by default there is one.
       owner: the right to write to the folder; by default nobody can take it away.
+      writes_later: nothing in the folder is changed before `start_writing`.
 
     Raises:
       ValueError: a number below its least; read_only, and there are no checkpoints.
@@ -71,28 +73,48 @@ class Checkpointer:
     self._together, self._owner = together or Together(), owner or Unowned()
     self._retention = Retention(keep, keep_every_steps, keep_best, lower_is_better)
     self._writer: Writer | None = None
+    self._writing = False
+    self._broken: Collection[int] = ()  # to be renamed once writing starts
+    self._there = self.steps() if writes_later else None
     if read_only:
       reading.require_steps(self.folder)
     else:
       self._writer = Writer(
         self.folder, self._together, committed=self._collect, warn=warn, owner=self._owner
       )
-      self._open()
+      if not writes_later:
+        self.start_writing()
 
-  def _open(self) -> None:
+  def start_writing(self) -> None:
+    """Makes the folder ready for saves: removes leftovers, renames broken steps; all call it.
+
+    Raises:
+      OSError: the folder cannot be made or changed; or a step has appeared since one was restored,
+        saved by an owner of the workdir that was replaced meanwhile. Starting again helps.
+    """
+    newer = ""
     if self._together.first:
       self.folder.mkdir(parents=True, exist_ok=True)
       self._writer.remove_leftovers()
+      # The owner before may have been about to commit; without its leftovers it no longer can.
+      if self._there is not None and (appeared := {*self.steps()} - {*self._there}):
+        newer = (
+          f"{self.folder}: step {max(appeared)} was saved by another run while this one started"
+        )
       if names := ownership.foreign(self.folder):
         self._warn(
           f"WARNING: {self.folder} holds what was not saved by this application: "
           f"{', '.join(names)}; it is left alone, and no step can be saved under these names"
         )
-    self._together.exchange("")  # the others look at the folder after that
+    if newer := told(self._together.exchange(newer)):  # the others look at the folder after that
+      raise OSError(newer)
     for step in self.steps():
       with contextlib.suppress(UnreadableError):
         record = whole.read_json(self.folder / str(step), RECORD, whole.OFF)
         self._retention.note(step, _metrics(record), record.get("metrics_over"))
+    self._writing = True
+    if self._broken:
+      self._set_aside(self._broken)
 
   def __enter__(self) -> "Checkpointer":
     """Returns itself."""
@@ -237,8 +259,10 @@ class Checkpointer:
     remedy = "nothing is changed" if self._read_only else "it is renamed to end with .broken"
     for line in found.warnings(self.folder, remedy):
       self._warn(line)
-    if found.broken and not self._read_only:
+    if found.broken and self._writing:
       self._set_aside(found.broken)
+    elif not self._writing:
+      self._broken = found.broken
     return found.step, found.tree
 
   def readable(self) -> int:

@@ -93,20 +93,15 @@ def judge(
 def begin(
   job: Job, workdir: epath.Path, record: dict[str, Any], owner: Ownership | None = None
 ) -> Start:
-  """Opens the checkpoints and brings the state onto the devices.
+  """Opens the checkpoints and brings the state onto the devices; changes nothing in the workdir.
+
+  What a killed save has left is removed by the checkpointer's `start_writing`.
 
   Raises:
     ValueError: the checkpoint's arrays are not the model's, or none can be read.
-    OSError: the workdir cannot be written.
+    OSError: the workdir cannot be read.
   """
   keys, folder, owner = job.config.checkpoint, workdir / reading.FOLDER, owner or Ownership()
-  goes_on = bool(reading.steps(folder))
-  if not goes_on:  # before the folder is made: what is refused leaves nothing behind
-    step, (state, origin), known = 0, first_state(job), {}
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-  except OSError as error:  # as root, permissions tell nothing beforehand
-    raise OSError(f"{folder} cannot be made: {error.strerror}; give another --workdir") from error
   checkpointer = Checkpointer(
     folder,
     keep=keys.keep,
@@ -116,11 +111,14 @@ def begin(
     verify=keys.verify,
     together=_together(job),
     owner=owner,
+    writes_later=True,
   )
-  if goes_on:
+  if checkpointer.steps():
     step, tree = checkpointer.restore(vars(job.placed_state))
     known = _record(checkpointer, step)
     state, origin = State(**tree), f"goes on from the checkpoint of step {step}"
+  else:
+    step, (state, origin), known = 0, first_state(job), {}
   job.check_placed(state)
   return Start(state, step, record, checkpointer, origin, known, owner)
 

@@ -32,6 +32,13 @@ def _run(
 ) -> int:
   announce(ready, data, workdir)
   say(start.origin)
+  # From here on the workdir is changed: what fails is no refusal any more.
+  try:
+    if watch.group.first:
+      write_files(ready, data, workdir, start.owner.require)
+    start.checkpointer.start_writing()
+  except OSError as error:
+    return _failed(error, watch, everywhere=False)
   if loop.finished(ready, start, workdir):
     start.checkpointer.close()
     say(f"training.steps={ready.config.training.steps} are done; evaluate reads the result")
@@ -39,13 +46,7 @@ def _run(
   try:
     end = loop.train(ready, data, start, workdir, watch, started=goodput.process_started())
   except (TrainingStoppedError, loop.SaveError) as error:
-    watch.tell("failed", str(error))
-    if isinstance(error, TrainingStoppedError):  # of the global batch: the same on all
-      if watch.group.first:
-        print(f"error: {printable(error)}", file=sys.stderr, flush=True)
-    else:
-      print(f"error: {groups.label()}{printable(error)}", file=sys.stderr, flush=True)
-    return 1 if watch.group.alone else groups.leave(1, patience_seconds=3)
+    return _failed(error, watch, everywhere=isinstance(error, TrainingStoppedError))
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if end.stopped:
     say("stopped as asked, after saving; run the same command again to go on")
@@ -55,6 +56,21 @@ def _run(
     say("the model goes on:")
     sampling.show(ready, end.state.params, request)
   return 0
+
+
+def _failed(error: Exception, watch: Watchdog, *, everywhere: bool) -> int:
+  """Prints what has ended the run, and tells the other processes; returns exit code 1.
+
+  Args:
+    error: what has happened.
+    watch: of this process.
+    everywhere: it is the same on all processes, such as a loss that is not finite.
+  """
+  watch.tell("failed", str(error))
+  if watch.group.first or not everywhere:
+    label = "" if everywhere else groups.label()
+    print(f"error: {label}{printable(error)}", file=sys.stderr, flush=True)
+  return 1 if watch.group.alone else groups.leave(1, patience_seconds=3)
 
 
 def announce(ready: job.Job, data: opening.Data, workdir: epath.Path) -> None:

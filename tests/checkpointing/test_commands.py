@@ -91,6 +91,25 @@ def test_checkpoints_from_before_there_were_digests(saved, main, tmp_path):
   assert "goes on from the checkpoint of step 8" in out
 
 
+def test_a_start_that_is_refused_removes_and_renames_nothing(saved, main, tmp_path):
+  # Without checksums, what is missing shows only when the arrays are read: the last check of all.
+  workdir = shutil.copytree(saved, tmp_path / "run")
+  for path in workdir.glob("checkpoints/*/state/_METADATA"):
+    path.unlink()
+  (workdir / "checkpoints" / "9.saving-1" / "state").mkdir(parents=True)  # left by a kill
+  before = everything(workdir)
+  train = [*TRAIN, "--config.training.steps=8", "--config.checkpoint.verify=off"]
+  code, _, err = main(*train, f"--workdir={workdir}")
+  assert code == 2
+  assert "nothing to restore from" in err
+  assert everything(workdir) == before
+
+
+def everything(folder):
+  """Returns the bytes of every file, by path; None for a folder."""
+  return {path: None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}
+
+
 STEPS = 200
 
 

@@ -101,6 +101,7 @@ def train(
   data = Data(TrainingBatches(rows, global_batch_size=batch, seed=0), held_out)
   folder.mkdir(parents=True, exist_ok=True)
   start = resuming.begin(prepared, folder, resuming.judge(prepared, rows, folder, accept))
+  start.checkpointer.start_writing()
   with Watchdog(current(), StopRequest() if stop is None else stop) as watch:
     return loop.train(prepared, data, start, folder, watch, started=started)
 
