@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from etils import epath
 
 from input_pipeline.batches import EvaluationBatches
 from input_pipeline.prefetch import Prefetcher
+from processes.group import current
 from processes.lockstep import Lockstep
 from processes.watchdog import EVALUATION, SAVING, Watchdog
 from training.job import Job
+from training.reporting import evaluated
 
 _READER = "prefetch of the evaluation"
 
@@ -39,6 +42,15 @@ class Evaluation:
     """Returns what `metrics.jsonl` says."""
     return {**self.metrics, "eval_examples": self.examples}
 
+  def compared(self, fingerprint: str) -> dict[str, Any]:
+    """Returns what a checkpoint keeps to be compared with others: metrics, and what they are over.
+
+    Args:
+      fingerprint: of the split's rows.
+    """
+    over = {"data": fingerprint, "examples": self.judged_examples}
+    return {"metrics": self.judged, "metrics_over": over}
+
   def bad(self) -> str:
     """Returns what is wrong with the metrics; "" where they are finite."""
     wrong = {name: value for name, value in self.metrics.items() if not math.isfinite(value)}
@@ -48,6 +60,15 @@ class Evaluation:
     """Returns a line for people."""
     numbers = "  ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
     return f"held out after step {step} ({'all' if self.whole else 'a part'} of it): {numbers}"
+
+
+def is_logged(job: Job, workdir: epath.Path, step: int) -> bool:
+  """Tells whether a step's evaluation is in metrics.jsonl; all processes call it.
+
+  A network file system may not show the file to all of them at once.
+  """
+  seconds = job.config.processes.start_timeout_seconds
+  return current().all_true("evaluated", evaluated(workdir, step), timeout_seconds=seconds)
 
 
 @dataclasses.dataclass(frozen=True)

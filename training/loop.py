@@ -15,7 +15,7 @@ from processes.group import current
 from processes.lockstep import Lockstep
 from processes.watchdog import ENDING, SAVING, STARTING, Watchdog
 from training import log_schedule, probing, resuming
-from training.evaluation import Evaluation, Evaluator
+from training.evaluation import Evaluation, Evaluator, is_logged
 from training.goodput import Goodput
 from training.job import Job
 from training.log_schedule import LogSchedule
@@ -23,15 +23,7 @@ from training.meter import BadStepError, Meter, MetricsReader
 from training.opening import Data
 from training.profiling import Profile
 from training.replicas import ReplicaCheck
-from training.reporting import (
-  FILE,
-  MetricsWriter,
-  ProgressLine,
-  duration,
-  evaluated,
-  say,
-  warn,
-)
+from training.reporting import FILE, MetricsWriter, ProgressLine, duration, say, warn
 from training.resuming import Start, plain
 from training.rollback import BadSteps
 from training.step import State
@@ -44,20 +36,6 @@ class End:
 
   state: State
   stopped: bool
-
-
-def finished(job: Job, start: Start, workdir: epath.Path) -> bool:
-  """Tells whether all steps have been made, and the last evaluation with them."""
-  if start.step < job.config.training.steps:
-    return False
-  return _evaluated(job, workdir, start.step)
-
-
-def _evaluated(job: Job, workdir: epath.Path, step: int) -> bool:
-  """Tells whether a step's evaluation is logged; a network file system may not tell all at once."""
-  seconds = job.config.processes.start_timeout_seconds
-  logged = evaluated(workdir, step)
-  return current().all_true("evaluated", logged, timeout_seconds=seconds)
 
 
 def train(
@@ -174,7 +152,7 @@ class Run:
         warn(f"{where} has lost lines of finished steps: {news}; training continues without them")
 
   def _evaluated(self) -> bool:
-    return _evaluated(self._job, self._workdir, self.done)
+    return is_logged(self._job, self._workdir, self.done)
 
   def compile(self) -> None:
     """Compiles the steps of training and evaluation, and prints the collectives."""
@@ -360,9 +338,7 @@ class Run:
     self._replicas.before_save(self.done, self.state)
     judged = {}
     if held_out is not None and self._config.checkpoint.keep_best:
-      rows = self._data.held_out.source.fingerprint
-      over = {"data": rows, "examples": held_out.judged_examples}
-      judged = {"metrics": held_out.judged, "metrics_over": over}
+      judged = held_out.compared(self._data.held_out.source.fingerprint)
     self._checkpointer.save(
       self.done,
       vars(self.state),

@@ -14,7 +14,7 @@ from processes.printable import printable
 from processes.stopping import EXIT_CODE
 from processes.watchdog import DONE, Watchdog
 from runtime import files
-from training import goodput, job, loop, opening, resuming, sampling, workdir_files
+from training import evaluation, goodput, job, loop, opening, resuming, sampling, workdir_files
 from training.meter import TrainingStoppedError
 from training.reporting import say
 
@@ -39,7 +39,7 @@ def _run(
     start.checkpointer.start_writing()
   except OSError as error:
     return _failed(error, watch, everywhere=False)
-  if loop.finished(ready, start, workdir):
+  if _finished(ready, start, workdir):
     start.checkpointer.close()
     say(f"training.steps={ready.config.training.steps} are done; evaluate reads the result")
     return 0
@@ -56,6 +56,13 @@ def _run(
     say("the model goes on:")
     sampling.show(ready, end.state.params, request)
   return 0
+
+
+def _finished(ready: job.Job, start: resuming.Start, workdir: epath.Path) -> bool:
+  """Tells whether all steps have been made, and the last evaluation with them."""
+  if start.step < ready.config.training.steps:
+    return False
+  return evaluation.is_logged(ready, workdir, start.step)
 
 
 def _failed(error: Exception, watch: Watchdog, *, everywhere: bool) -> int:
