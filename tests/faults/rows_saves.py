@@ -13,8 +13,8 @@ from tests.faults.trying import Attempt, Undisturbed, tried
 
 STEPS = 40
 DRAWS = 5  # of a moment: a short stage may be over before it is seen
-SAVING = ".saving-1"  # of the first owner of a workdir
-OPEN = f"{SAVING}.orbax-checkpoint-tmp"  # a folder that Orbax writes to
+SAVING = (".saving-1", ".saving")  # of the first owner of a workdir; where nobody owns it
+ORBAX = ".orbax-checkpoint-tmp"  # a folder that Orbax writes to
 
 
 def _names(folder: pathlib.Path) -> list[str]:
@@ -24,33 +24,39 @@ def _names(folder: pathlib.Path) -> list[str]:
     return []
 
 
+def _saving(folder: pathlib.Path, step: int, ending: str = "") -> pathlib.Path:
+  """Returns the folder that a step is written to, which need not be there."""
+  first, *others = (folder / f"{step}{saving}{ending}" for saving in SAVING)
+  return next((path for path in others if path.exists()), first)
+
+
 def _folder_made(folder: pathlib.Path, step: int) -> bool:
   """Tells whether the save has begun to write."""
-  return (folder / f"{step}{OPEN}").exists()
+  return _saving(folder, step, ORBAX).exists()
 
 
 def _data(folder: pathlib.Path, step: int) -> bool:
   """Tells whether a process has begun to write arrays."""
-  state = folder / f"{step}{OPEN}" / "state.orbax-checkpoint-tmp"
+  state = _saving(folder, step, ORBAX) / "state.orbax-checkpoint-tmp"
   written = [name for name in _names(state) if name.startswith("ocdbt.process_")]
   return any(_names(state / name / "d") for name in written)
 
 
 def _metadata(folder: pathlib.Path, step: int) -> bool:
   """Tells whether names of arrays, the config or the record are being written."""
-  at = folder / f"{step}{OPEN}"
+  at = _saving(folder, step, ORBAX)
   items = [f"{item}.orbax-checkpoint-tmp/metadata" for item in ("config", "record")]
   return any((at / p).exists() for p in ("state.orbax-checkpoint-tmp/_METADATA", *items))
 
 
 def _commit(folder: pathlib.Path, step: int) -> bool:
   """Tells whether Orbax takes the step for finished."""
-  at = folder / f"{step}{OPEN}"
-  return (at / "commit_success.txt").exists() or (folder / f"{step}{SAVING}").exists()
+  at = _saving(folder, step, ORBAX)
+  return (at / "commit_success.txt").exists() or _saving(folder, step).exists()
 
 
 def _digests(folder: pathlib.Path, step: int) -> bool:
-  return (folder / f"{step}{SAVING}" / "digests").exists()
+  return (_saving(folder, step) / "digests").exists()
 
 
 def _rename(folder: pathlib.Path, step: int) -> bool:
@@ -133,7 +139,9 @@ def _seen(run: Run, folder: pathlib.Path, step: int, stage: str) -> bool:
     lambda: _folder_made(folder, step) or saved(run.workdir)[-1] >= step, f"step {step}'s save"
   )
   while not reached(folder, step):
-    over = any((folder / name).exists() for name in (f"{following}{OPEN}", str(following)))
+    over = any(
+      path.exists() for path in (_saving(folder, following, ORBAX), folder / str(following))
+    )
     if over or any(popen.poll() is not None for popen in run.popens):
       return False
   return True
