@@ -194,7 +194,7 @@ def _clock(attempt: Attempt, commands: Commands) -> None:
   del commands  # a process of its own: the clock is moved when Python starts
   chance = attempt.chance
   jump = (HOUR, -HOUR, YEAR, -YEAR)[attempt.number // 5 % 4]
-  jumps_first, after = chance.random() < 0.5, chance.uniform(0, 12)
+  jumps_first, after = chance.random() < 0.5, chance.uniform(0, 3)
   shutil.rmtree(attempt.workdir)
   attempt.does = (
     f"the clock jumps by {jump} s, {after:.0f} s after the start of the "
