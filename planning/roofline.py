@@ -87,20 +87,28 @@ class Costs:
     if opcode in ("dynamic-update-slice", "scatter"):
       return 2.0 * _moved(operands[1 if opcode == "dynamic-update-slice" else -1])
     if opcode == "fusion":
-      return self._fused(instruction, operands, result)
+      return self._fused(instruction, operands)
     if opcode == "copy-start":  # (result, operand, context)
       return 2.0 * _moved(operands[0])
     return float(result + sum(map(_moved, operands)))
 
-  def _fused(self, instruction: hlo.Instruction, operands: list[str], result: int) -> float:
+  def _fused(self, instruction: hlo.Instruction, operands: list[str]) -> float:
     inner = self._program.computations[instruction.called()[0]]
     read = sum(min(_moved(shape), _read(inner, index)) for index, shape in enumerate(operands))
     root = inner.instructions[inner.root]
-    while root.opcode in ("bitcast", "copy"):
-      root = inner.instructions[root.operand_names[0]]
-    if root.opcode == "dynamic-update-slice":  # in place
-      result = _moved(inner.instructions[root.operand_names[1]].shape)
-    return float(read + result)
+    results = root.operand_names if root.opcode == "tuple" else [inner.root]
+    shapes = hlo.elements(instruction.shape) or [instruction.shape]
+    return float(read + sum(map(functools.partial(_written, inner), results, shapes)))
+
+
+def _written(inner: hlo.Computation, name: str, shape: str) -> int:
+  """Returns how many bytes a fusion writes of one of its results: a slice, where it updates one."""
+  found = inner.instructions[name]
+  while found.opcode in ("bitcast", "copy"):
+    found = inner.instructions[found.operand_names[0]]
+  if found.opcode != "dynamic-update-slice":
+    return _moved(shape)
+  return min(_moved(shape), _moved(inner.instructions[found.operand_names[1]].shape))
 
 
 def _moved(shape: str) -> int:

@@ -149,6 +149,37 @@ ENTRY %main (a: f32[32,64], u: f32[1,64], i: s32[]) -> f32[32,64] {
   assert work_of(text, "fused").bytes == 4 * 64 + 4 + 4 * 64
 
 
+def test_several_arrays_that_one_fusion_updates_in_place_are_not_written_whole():
+  # As in a scan over layers that saves activations for the backward pass: one fusion computes
+  # several and writes each into its stack.
+  text = """HloModule m
+
+%inside (p: f32[32,64], q: f32[32,64], u: f32[1,64], i: s32[]) -> (f32[32,64], f32[32,64]) {
+  %p = f32[32,64]{1,0} parameter(0)
+  %q = f32[32,64]{1,0} parameter(1)
+  %u = f32[1,64]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %zero = s32[] constant(0)
+  %one = f32[32,64]{1,0} dynamic-update-slice(%p, %u, %i, %zero)
+  %sine = f32[1,64]{1,0} sine(%u)
+  %two = f32[32,64]{1,0} dynamic-update-slice(%q, %sine, %i, %zero)
+  %cast = f32[32,64]{1,0} bitcast(%two)
+  ROOT %all = (f32[32,64]{1,0}, f32[32,64]{1,0}) tuple(%one, %cast)
+}
+
+ENTRY %main (a: f32[32,64], b: f32[32,64], u: f32[1,64], i: s32[]) -> f32[32,64] {
+  %a = f32[32,64]{1,0} parameter(0)
+  %b = f32[32,64]{1,0} parameter(1)
+  %u = f32[1,64]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %fused = (f32[32,64], f32[32,64]) fusion(%a, %b, %u, %i), kind=kLoop, calls=%inside
+  ROOT %part = f32[32,64]{1,0} get-tuple-element(%fused), index=0
+}
+"""
+  read, written = 4 * 64 + 4, 2 * 4 * 64
+  assert work_of(text, "fused").bytes == read + written
+
+
 def test_memory_on_the_chip_costs_nothing():
   text = entry(
     "%a = f32[64]{0:T(128)S(1)} parameter(0)",
