@@ -41,7 +41,8 @@ def times_of(topology, **overrides):
 def test_what_fsdp_sends_is_hidden_as_far_as_other_work_lasts():
   slow = times_of("h100:8")
   busy = slow.step - slow.exposed
-  assert busy >= max(slow.compute, slow.memory)  # one operation after another
+  # One operation after another; `busy` is a difference of two larger numbers.
+  assert busy >= max(slow.compute, slow.memory) * (1 - 1e-9)
   assert slow.communication > busy
   assert slow.exposed == pytest.approx(slow.communication - busy)
 

@@ -19,7 +19,7 @@ OTHERS = {
   "partitioning": "__init__ collectives copies hlo layout pictures sheets svg",
   "training": "__init__ agreement appending comparison compilation_cache devices drawing "
   "evaluation goodput hardware log_lines log_schedule loop meter owning page page_style probing "
-  "profiling record_form replicas reporting resuming running sampling streaming versions "
+  "profiling record_form replicas reporting resuming running sampling streaming versions waiting "
   "workdir_files",
 }
 
