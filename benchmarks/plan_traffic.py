@@ -57,7 +57,7 @@ CASES = (
   Case("gpt2_124m", "v5e:4x2", {"data": 8}, 64, 1024, "full"),
   Case("gpt2_124m", "v5e:4x2", {"data": 8}, 64, 1024, "none"),
   Case("gpt2_124m", "v5e:4x2", {"data": 2, "tensor": 4}, 32, 1024, "dots"),
-  Case("gpt2_124m", "v5e:4x2", {"data": 8}, 64, 1024, "full", "splash"),
+  Case("qwen3_0_6b", "v5e:4x2", {"data": 8}, 16, 1024, "full", "splash"),
   Case("qwen3_0_6b", "v5e:4x4", {"fsdp": 16}, 32, 2048, "full"),
   Case("llama3_8b", V5P, {"fsdp": 64}, 64, 8192, "full"),
   Case("llama3_8b", V5P, {"fsdp": 64}, 64, 8192, "full", "splash"),

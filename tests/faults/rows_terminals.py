@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ ANOTHER = ("--against=configs/single.py",)
 PHASES = (
   Phase("imports", _after("", 2), nothing=True),
   Phase("data preparation", _after("preparing", 1.5), nothing=True),
-  Phase("compilation", _after("workdir:", 4), nothing=True, flags=COMPILES),
+  Phase("compilation", _after("workdir:", 2), nothing=True, flags=COMPILES),
   Phase("before the first step", _after("compiled the train step", 1), late=True),
   Phase("a step", _step),
   Phase("an evaluation", _after(f"step {EVALUATE_EVERY * 2}/", 0.1)),
@@ -85,7 +86,7 @@ PHASES = (
   Phase("a step, under launch.local", _step, launcher=True),
   Phase("imports, under launch.local", _after("started 2 processes", 4), launcher=True),
   Phase("evaluate", _after("", 9), "evaluate", late=True),
-  Phase("sample", _after("", 9), "sample", late=True),
+  Phase("sample", _after("", 9), "sample", late=True, flags=("--max_new_tokens=8",)),
   Phase("layout", _after("", 5), "layout", late=True),
   Phase("compare", _after("", 15), "compare", late=True, flags=ANOTHER),
   Phase("tour", _after("", 20), "tour", late=True),
@@ -125,11 +126,11 @@ def row_21(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
     for sign in ("Traceback", "Exception ignored", "KeyboardInterrupt"):
       assert sign not in text, text[-1500:]
     assert left == [], left
-    if phase.nothing:
+    done, there = [step for step, _ in story(attempt.workdir)], saved(attempt.workdir)
+    if phase.nothing and not done:  # a machine may be faster than the moment was drawn for
       assert text.count("there was nothing to save") == 1, text[-1500:]
     if phase.verb != "train":
       return
-    done, there = [step for step, _ in story(attempt.workdir)], saved(attempt.workdir)
     if code == STOPPED and done:
       assert there[-1:] == done[-1:], f"saved {there}, done {done[-1:]}"
     count = 2 if phase.launcher else 1
@@ -150,6 +151,8 @@ def _command(phase: Phase, attempt: Attempt, steps: int, trained: pathlib.Path) 
   flags = (*same.KEPT, *phase.flags)
   count = 2 if phase.launcher else 1
   told = arguments(workdir, count=count, steps=steps, flags=flags, common=FLAGS)
+  if phase.verb == "compare":  # all but the mesh holds for both sides
+    told = [re.sub(r"^--config\.(?!mesh)", "--set=", flag) for flag in told]
   command = main(*([] if phase.verb == "train" else [phase.verb]), *told)
   if phase.launcher:
     return [sys.executable, "-m", "launch.local", f"--processes={count}", "--", *command]
