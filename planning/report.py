@@ -147,7 +147,7 @@ def accuracy(plan: Plan) -> str:
     )
   return (
     "accuracy: unknown, never compared with a measured step; next to compiled TPU programs the "
-    "FLOPs agree and HBM traffic is off by up to 2.6 times (docs/planner_traffic.md)"
+    "FLOPs agree and HBM traffic is off by up to 2 times (docs/planner_traffic.md)"
   )
 
 
