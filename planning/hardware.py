@@ -149,7 +149,7 @@ class Rates:
 
 
 # Predicted / published throughput, least and most, of docs/planner_accuracy.md.
-PUBLISHED = (0.65, 0.96)
+PUBLISHED = (0.70, 0.96)
 REASONS = {
   "matmul": "large products reach 75 to 90 % of the systolic array's peak ([2], chapter on TPUs)",
   "memory": "streams reach about 80 % of what the sheet says",
