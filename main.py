@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
     with watch:
       code = _run_verb(verb, watch)
       watch.part()
-  except Exception:
+  except Exception:  # whatever it is, the other processes must not wait for this one
     if group.alone:
       raise
     print(f"{groups.label()}{traceback.format_exc()}", file=sys.stderr, flush=True)
