@@ -56,6 +56,7 @@ from training import (
   agreement,
   comparison,
   devices,
+  job,
   opening,
   owning,
   page,
@@ -221,7 +222,7 @@ def _layout(watch: Watchdog) -> Callable[[], int]:
   del watch
   if flags.AGAINST.value is None:
     jobs, titles = build.prepare(flags.CONFIG), (config_flag.name(flags.CONFIG), "")
-    text = jobs[0].layout_text()
+    text = job.job_text(jobs[0])
   else:
     jobs = build.prepare(flags.CONFIG, flags.AGAINST)
     sections = [

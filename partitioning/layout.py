@@ -90,7 +90,7 @@ def legend_text(legend: Legend) -> str:
   return "\n".join(lines)
 
 
-def layout_text(
+def table_text(
   sections: Mapping[str, Sequence[Placement]], sizes: Mapping[str, int], *, whole: bool = True
 ) -> str:
   """Returns the layout table: a row per array, the bytes per device, and what is replicated.

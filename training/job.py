@@ -71,40 +71,6 @@ class Job:
     """Returns the NamedSharding of every array of the batch."""
     return layout.shardings(self.batch, self.placements["batch"], self.mesh, "batch/")
 
-  def layout_text(self, *, whole: bool = True) -> str:
-    """Returns the legend, the layout table, and the sums below it.
-
-    Args:
-      whole: also the rules, the optimizer's leaves and the activations: too wide and too
-        long for the start of a run, but what `layout` prints and `layout.txt` holds.
-    """
-    sizes = self.devices.sizes
-    sections = {title: list(rows.values()) for title, rows in self.placements.items()}
-    parameters = sections["parameters"]
-    held = [*parameters, *sections["optimizer"]]
-    count = sum(math.prod(p.shape) for p in parameters)
-    per_device = sum(layout.bytes_per_device(p, sizes) for p in held)
-    replicated = layout.replicated_bytes(held, sizes)
-    lines = [layout.legend_text(self.legend)] if whole else []
-    lines.append(layout.layout_text(sections, sizes, whole=whole))
-    if whole:
-      every = [p for placements in sections.values() for p in placements]
-      if ways := pictures.ways_text(every, self.mesh):
-        lines += ["how they lie, the devices that hold each block:", "", ways, ""]
-      lines += ["activations, in the order of the forward pass:", *self._activation_lines(), ""]
-    lines.append(
-      f"{count:,} parameters; with optimizer state {layout.size_text(per_device)} per device, "
-      f"of which {layout.size_text(replicated)} are held whole by every device"
-    )
-    return "\n".join(lines)
-
-  def _activation_lines(self) -> list[str]:
-    return [
-      f"  {c.letters:<5} {layout.shape_text(c.shape):<20} {layout.spec_text(c.spec, len(c.shape))}"
-      + "".join(f"  note: {note}" for note in c.notes)
-      for c in self.activations.seen
-    ]
-
   @contextlib.contextmanager
   def tracing(self) -> Iterator[None]:
     """Sets what the program is traced under: mesh, activation table, matmul precision."""
@@ -180,6 +146,43 @@ class Job:
       in_shardings=(self.state_shardings.params, self.batch_shardings),
       out_shardings=NamedSharding(self.mesh, PartitionSpec()),
     )
+
+
+def job_text(job: Job, *, whole: bool = True) -> str:
+  """Returns the legend, the layout table, and the sums below it.
+
+  Args:
+    job: the job.
+    whole: also the rules, the optimizer's leaves and the activations: too wide and too
+      long for the start of a run, but what `layout` prints and `layout.txt` holds.
+  """
+  sizes = job.devices.sizes
+  sections = {title: list(rows.values()) for title, rows in job.placements.items()}
+  parameters = sections["parameters"]
+  held = [*parameters, *sections["optimizer"]]
+  count = sum(math.prod(p.shape) for p in parameters)
+  per_device = sum(layout.bytes_per_device(p, sizes) for p in held)
+  replicated = layout.replicated_bytes(held, sizes)
+  lines = [layout.legend_text(job.legend)] if whole else []
+  lines.append(layout.table_text(sections, sizes, whole=whole))
+  if whole:
+    every = [p for placements in sections.values() for p in placements]
+    if ways := pictures.ways_text(every, job.mesh):
+      lines += ["how they lie, the devices that hold each block:", "", ways, ""]
+    lines += ["activations, in the order of the forward pass:", *_activation_lines(job), ""]
+  lines.append(
+    f"{count:,} parameters; with optimizer state {layout.size_text(per_device)} per device, "
+    f"of which {layout.size_text(replicated)} are held whole by every device"
+  )
+  return "\n".join(lines)
+
+
+def _activation_lines(job: Job) -> list[str]:
+  return [
+    f"  {c.letters:<5} {layout.shape_text(c.shape):<20} {layout.spec_text(c.spec, len(c.shape))}"
+    + "".join(f"  note: {note}" for note in c.notes)
+    for c in job.activations.seen
+  ]
 
 
 def _option(text: str) -> tuple[str, str | bool]:

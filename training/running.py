@@ -90,7 +90,7 @@ def announce(ready: job.Job, data: opening.Data, workdir: epath.Path) -> None:
   among = f", of {count} processes" if count > 1 else ""
   mesh = mesh_text(ready.devices.sizes, ready.devices.slices)
   say(f"devices: {ready.mesh.size} x {kind}{among}; mesh: {mesh}")
-  say(ready.layout_text(whole=False))
+  say(job.job_text(ready, whole=False))
   say(
     f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
     f"held out: {data.held_out.source.name}, {len(data.held_out.source):,} rows"
@@ -112,7 +112,7 @@ def write_files(
   """Writes `config.json`, `layout.txt` and, if the config allows bad records, their list."""
   text = files.json_text(resuming.plain(ready.config), indent=2) + "\n"
   files.replace(workdir / workdir_files.CONFIG, text, require=require)
-  text = ready.layout_text() + "\n"
+  text = job.job_text(ready) + "\n"
   files.replace(workdir / workdir_files.LAYOUT, text, require=require)
   if not ready.config.data.max_bad_records:
     return

@@ -14,7 +14,7 @@ import sys
 from configs import base
 from training import devices
 from training.devices import Devices
-from training.job import prepare
+from training.job import job_text, prepare
 
 FOLDER = pathlib.Path(__file__).parent / "layout"
 COMMAND = "python -m tests.golden.layouts --write"
@@ -46,7 +46,7 @@ def text(case: str) -> str:
   config = base.finalize(config, "cpu")
   sizes = config.mesh.to_dict()
   base.check(config, sizes)
-  return prepare(config, Devices("cpu", True, sizes)).layout_text() + "\n"
+  return job_text(prepare(config, Devices("cpu", True, sizes))) + "\n"
 
 
 def main() -> None:

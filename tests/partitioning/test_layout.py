@@ -96,7 +96,7 @@ def row(text, name):
 
 
 def test_the_table_has_a_row_per_array_with_its_rule_spec_shard_bytes_and_copies():
-  text = layout.layout_text({"parameters": [UP, HALF], "optimizer": [COUNT]}, SIZES)
+  text = layout.table_text({"parameters": [UP, HALF], "optimizer": [COUNT]}, SIZES)
   head = "array shape dtype dims rule spec shard bytes/device copies"
   assert row(text, "array") == head
   assert row(text, "up/kernel") == (
@@ -111,7 +111,7 @@ def test_the_table_has_a_row_per_array_with_its_rule_spec_shard_bytes_and_copies
 
 
 def test_the_short_table_leaves_out_the_rules_and_the_optimizers_leaves():
-  text = layout.layout_text({"parameters": [UP], "optimizer": [COUNT]}, SIZES, whole=False)
+  text = layout.table_text({"parameters": [UP], "optimizer": [COUNT]}, SIZES, whole=False)
   assert row(text, "up/kernel") == ("up/kernel [3, 12, 20] (-, fsdp, tensor) [3, 6, 5] 360 Bytes 1")
   assert row(text, "optimizer") == "optimizer 4 Bytes"
   assert "count" not in text
@@ -120,14 +120,14 @@ def test_the_short_table_leaves_out_the_rules_and_the_optimizers_leaves():
 def test_the_table_is_never_cut_and_its_notes_stand_below():
   name = "/".join(["a_name"] * 60)
   long = placement(name, (4,), notes=("kv_heads=7 stays whole: tensor=4 does not divide it",))
-  text = layout.layout_text({"parameters": [long]}, SIZES)
+  text = layout.table_text({"parameters": [long]}, SIZES)
   assert row(text, name).startswith(name)
   assert text.endswith(f"note: {name}: kv_heads=7 stays whole: tensor=4 does not divide it")
 
 
 def test_patterns_are_shown_as_they_are_written():
   array = placement("b", (4,), rule="[ab]|[/c]:smile:")
-  assert "[ab]|[/c]:smile:" in row(layout.layout_text({"parameters": [array]}, SIZES), "b")
+  assert "[ab]|[/c]:smile:" in row(layout.table_text({"parameters": [array]}, SIZES), "b")
 
 
 def test_the_legend_in_words():

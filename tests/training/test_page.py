@@ -10,6 +10,7 @@ import pytest
 from partitioning import collectives, layout
 from tests.jobs import make_job
 from training import page
+from training.job import job_text
 
 VOID = {"meta", "br", "wbr"}
 
@@ -124,7 +125,7 @@ def test_modules_have_their_sums(job, text):
 
 
 def test_the_sums_are_those_of_the_printed_layout(job, text):
-  count, _, after = job.layout_text().splitlines()[-1].partition(" parameters; with optimizer ")
+  count, _, after = job_text(job).splitlines()[-1].partition(" parameters; with optimizer ")
   [cells] = [row for row in Reader(text).rows if row[0] == "a_strategy"]
   assert cells[1] == count
   assert f"state {cells[5]} per device, of which {cells[6]} are held whole" in after
