@@ -42,28 +42,18 @@ from etils import epath
 from commands import build, config_flag, flags
 from commands.flags import parse_flags
 from commands.refusal import NO, refuse
-from partitioning import layout
+from partitioning import shardings
 from planning import launching
 from processes import group as groups
 from processes.lockstep import Lockstep
 from processes.printable import printable
 from processes.stopping import EXIT_CODE, StopRequest
 from processes.watchdog import STARTING, Watchdog
+from reports import layout_page, layout_text
 from runtime import files, xla_flags
 from tour import chapters
 from tour import run as tour
-from training import (
-  agreement,
-  comparison,
-  devices,
-  job,
-  opening,
-  owning,
-  page,
-  resuming,
-  running,
-  sampling,
-)
+from training import agreement, comparison, devices, opening, owning, resuming, running, sampling
 from training.evaluation import Evaluator
 from training.reporting import ProgressLine, say
 
@@ -222,7 +212,7 @@ def _layout(watch: Watchdog) -> Callable[[], int]:
   del watch
   if flags.AGAINST.value is None:
     jobs, titles = build.prepare(flags.CONFIG), (config_flag.name(flags.CONFIG), "")
-    text = job.job_text(jobs[0])
+    text = layout_text.job_text(jobs[0])
   else:
     jobs = build.prepare(flags.CONFIG, flags.AGAINST)
     sections = [
@@ -230,7 +220,7 @@ def _layout(watch: Watchdog) -> Callable[[], int]:
       for one in jobs
     ]
     titles = (config_flag.name(flags.CONFIG), config_flag.name(flags.AGAINST))
-    text = layout.against_text(*sections, tuple(one.devices.sizes for one in jobs), titles)
+    text = layout_text.against_text(*sections, tuple(one.devices.sizes for one in jobs), titles)
   file = flags.HTML.value and epath.Path(flags.HTML.value)
   if file and (file.is_dir() or not file.parent.is_dir()):
     raise ValueError(f"--html={file}: give a file in a folder that exists")
@@ -239,14 +229,14 @@ def _layout(watch: Watchdog) -> Callable[[], int]:
     if file is None:
       say(text)
       return 0
-    written = page.html(*jobs, titles=titles)
+    written = layout_page.html(*jobs, titles=titles)
     try:
       if groups.current().first:
         files.replace(file, written)
     except OSError as error:
       print(printable(f"error: --html={file}: {error}"), file=sys.stderr, flush=True)
       return 1
-    say(f"wrote {file}, {layout.size_text(len(written.encode()))}")
+    say(f"wrote {file}, {shardings.size_text(len(written.encode()))}")
     return 0
 
   return run

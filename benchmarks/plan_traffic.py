@@ -7,7 +7,7 @@ For GPUs there is no compiler here, so a plan goes by the traced gradients (plan
 This compiles steps for TPUs (a minute each on two cores, no TPU), where the same rules can be
 compared: prints formula / compiled program, for plain attention, which is what runs on GPUs, and
 for the kernel; --write writes docs/planner_traffic.md. Compiled FLOPs and bytes are counted from
-the optimized HLO (planning/roofline.py), not measured.
+the optimized HLO (analysis/roofline.py), not measured.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from analysis import hlo
+from analysis.chips import CHIPS, Rates
+from analysis.collectives import collectives
 from configs import single
-from partitioning import hlo
-from partitioning.collectives import collectives
 from planning import formulas, launching, schedule, target
-from planning.hardware import CHIPS, Rates
 from planning.topologies import parse
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "planner_traffic.md"

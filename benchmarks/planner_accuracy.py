@@ -5,7 +5,7 @@ r"""Predictions of `plan` next to published throughputs: tokens per second and d
 
 Compiles the train step of each row for its devices (minutes each on two cores, no TPU) and prints
 predicted / published; --write writes docs/planner_accuracy.md. The efficiency constants are those
-of planning/hardware.py, one set for all rows, fixed before the rows were compared.
+of analysis/chips.py, one set for all rows, fixed before the rows were compared.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from planning.hardware import REASONS, Rates
+from analysis.chips import REASONS, Rates
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "planner_accuracy.md"
@@ -147,7 +147,7 @@ def page(lines: list[str]) -> str:
       "",
       *differs,
       "",
-      "Constants, of `planning/hardware.py`:",
+      "Constants, of `analysis/chips.py`:",
       "",
       *rates,
       "",

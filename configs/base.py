@@ -78,7 +78,7 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
   )
   config.planning = ConfigDict(
     {
-      "constants": "",  # other ones of planning/hardware.py: "matmul=0.7,v5p.hbm_bytes=95e9"
+      "constants": "",  # other ones of analysis/chips.py: "matmul=0.7,v5p.hbm_bytes=95e9"
       "price_per_chip_hour": 0.0,  # in any currency; 0: not known
       "token_budget": 0.0,  # tokens to train on in all; 0: those of training.steps
       "cache_dir": "~/.cache/meshwright/plans",  # plans that have been made; "" makes each anew

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from analysis.chips import Chip, Rates
+from analysis.roofline import Work
 from partitioning import ring
 from partitioning.dims import spec_axes
-from partitioning.layout import bytes_per_device, shard_shape
+from partitioning.shardings import bytes_per_device, shard_shape
 from planning import traced, traffic
-from planning.hardware import Chip, Rates
-from planning.roofline import Work
 from planning.schedule import Sent, Times
 from planning.traffic import Places
 from training.job import Job

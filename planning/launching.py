@@ -25,7 +25,7 @@ from etils import epath
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from planning.hardware import overridden
+from analysis.chips import overridden
 from planning.topologies import parse
 from processes import stopping
 from processes.printable import printable

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from partitioning.dims import axes_size, spec_axes
-from partitioning.layout import bytes_per_device, shard_shape
+from partitioning.shardings import bytes_per_device, shard_shape
 from planning import held
 from training.job import Job
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from partitioning import hlo, layout
-from partitioning.collectives import collectives
+from analysis import hlo
+from analysis.chips import Rates, overridden
+from analysis.collectives import collectives
+from partitioning import shardings
 from planning import formulas, memory, schedule, target
 from planning.advice import overrides_that_fit
-from planning.hardware import Rates, overridden
 from planning.topologies import Topology, parse
 from training.job import MODELS, Job
 
@@ -231,9 +232,9 @@ def make(
 def _warnings(ready: Job, topology: Topology, compiled: hlo.Program | None) -> Iterator[str]:
   sizes = ready.devices.sizes
   for placement in ready.placements["parameters"].values():
-    there = layout.bytes_per_device(placement, sizes)
-    if layout.copies(placement, sizes) == math.prod(sizes.values()) > 1 and there >= LARGE_BYTES:
-      yield f"{placement.name} is replicated on every device: {layout.size_text(there)}"
+    there = shardings.bytes_per_device(placement, sizes)
+    if shardings.copies(placement, sizes) == math.prod(sizes.values()) > 1 and there >= LARGE_BYTES:
+      yield f"{placement.name} is replicated on every device: {shardings.size_text(there)}"
   if topology.platform == "tpu" and compiled is not None:
     yield from _padded(compiled)
   open_axes = [
@@ -255,6 +256,6 @@ def _padded(compiled: hlo.Program) -> Iterator[str]:
     size, padded = hlo.shape_bytes(shape), hlo.tiled_bytes(shape)
     if name.startswith("params/") and size >= LARGE_BYTES and padded > PADDED * size:
       yield (
-        f"{name.removeprefix('params/')}: tiles pad {layout.size_text(size)} per device to "
-        f"{layout.size_text(padded)}, in the compiler's layout {shape}"
+        f"{name.removeprefix('params/')}: tiles pad {shardings.size_text(size)} per device to "
+        f"{shardings.size_text(padded)}, in the compiler's layout {shape}"
       )

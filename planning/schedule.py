@@ -9,11 +9,11 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from partitioning import hlo
-from partitioning.collectives import Collective
+from analysis import hlo
+from analysis.chips import Chip, Rates
+from analysis.collectives import Collective
+from analysis.roofline import FREE, Costs, Work
 from planning import traffic
-from planning.hardware import Chip, Rates
-from planning.roofline import FREE, Costs, Work
 from planning.traffic import Places, Wire
 
 

@@ -13,7 +13,7 @@ from jax.experimental import topologies as described
 from ml_collections import ConfigDict
 
 from configs import base
-from partitioning import layout
+from partitioning import shardings
 from partitioning.mesh import resolve_sizes
 from planning.topologies import Topology, of_devices
 from planning.traffic import Places, in_order
@@ -173,7 +173,7 @@ def compile_step(ready: job.Job) -> Program:
 def _held(ready: job.Job) -> int:
   sections = ready.placements.values()
   sizes = ready.devices.sizes
-  return sum(layout.bytes_per_device(p, sizes) for rows in sections for p in rows.values())
+  return sum(shardings.bytes_per_device(p, sizes) for rows in sections for p in rows.values())
 
 
 def needed(error: str, arguments: int) -> int | None:

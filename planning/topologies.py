@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from planning.hardware import CHIPS, Chip
+from analysis import accelerators
+from analysis.chips import CHIPS, Chip
 from planning.slices import resolve
 from runtime.suggest import nearest
-from training import hardware
 from training.devices import Devices, memory_bytes
 
 EXAMPLES = {2: "4x4, 8x8, 16x16", 3: "2x2x2, 4x4x4, 8x8x16"}
@@ -52,7 +52,7 @@ class Topology:
 
     Of v4, v5p and 7x, slices made of whole cubes of 4x4x4 chips have them on all axes, because the
     optical switches sit on the faces of a cube; smaller slices have none. Of v5e and v6e an axis
-    has them where it is as long as the whole pod's. Source: [1] and [2] of planning/hardware.py.
+    has them where it is as long as the whole pod's. Source: [1] and [2] of analysis/chips.py.
     """
     if not self.chip.torus:
       return ()
@@ -113,10 +113,10 @@ def of_devices(found: Sequence[jax.Device]) -> str:
   """
   if found[0].platform == "cpu":
     return f"cpu:{len(found)}"
-  if (kind := hardware.known(found[0])) is None:
+  if (kind := accelerators.known(found[0])) is None:
     raise ValueError(
       f"no constants are known of {found[0].device_kind!r}; known are "
-      f"{', '.join(hardware.ACCELERATORS)}; choose the nearest with --topology"
+      f"{', '.join(accelerators.ACCELERATORS)}; choose the nearest with --topology"
     )
   name = kind.name
   torus = CHIPS[name].torus

@@ -14,8 +14,8 @@ from typing import Any
 
 from jax.extend import core
 
+from analysis.roofline import Work
 from planning import held
-from planning.roofline import Work
 from training.job import Job
 
 _VIEWS = {"slice", "dynamic_slice", "squeeze", "split"}  # read where they are used

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planning.hardware import Rates
+from analysis.chips import Rates
 from planning.topologies import Topology
 
 # Kind -> how often V passes a link.

@@ -21,7 +21,8 @@ def main() -> int:
   threading.Thread(target=_end_with_the_parent, daemon=True).start()
   _report(request["phases"], "importing")
   # These import JAX, which takes seconds, while whoever started this may be killed.
-  from planning import page, plan, report
+  from planning import plan
+  from reports import plan_page, plan_text
 
   try:
     found = plan.make(
@@ -38,8 +39,8 @@ def main() -> int:
     return 2
   folder = pathlib.Path(request["folder"])
   _report(request["phases"], "writing the page")
-  (folder / "report.txt").write_text(report.text(found) + "\n")
-  (folder / "plan.html").write_text(page.html(found))
+  (folder / "report.txt").write_text(plan_text.text(found) + "\n")
+  (folder / "plan.html").write_text(plan_page.html(found))
   (folder / "plan.json").write_text(json.dumps(found.as_json(), indent=2) + "\n")
   return 0
 

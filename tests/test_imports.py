@@ -17,12 +17,33 @@ ARROWS = {
     "tour",
     "partitioning",
     "processes",
+    "reports",
     "runtime",
   },
   # Flags and refusals: what a config is, how devices and jobs start, how processes end.
   "commands": {"configs", "training", "processes", "runtime"},
-  "planning": {"configs", "partitioning", "processes", "training", "runtime"},
-  "training": {"models", "partitioning", "input_pipeline", "checkpointing", "processes", "runtime"},
+  "reports": {"planning", "training", "analysis", "partitioning"},
+  "planning": {
+    "analysis",
+    "configs",
+    "partitioning",
+    "processes",
+    "reports",
+    "training",
+    "runtime",
+  },
+  # What compiled programs do, and what chips can do.
+  "analysis": {"partitioning", "runtime"},
+  "training": {
+    "analysis",
+    "reports",
+    "models",
+    "partitioning",
+    "input_pipeline",
+    "checkpointing",
+    "processes",
+    "runtime",
+  },
   "models": {"partitioning"},
   "configs": {"runtime"},
   "partitioning": set(),
@@ -31,7 +52,16 @@ ARROWS = {
   "processes": {"runtime"},
   "runtime": set(),
   "launch": set(),
-  "tour": {"configs", "input_pipeline", "partitioning", "processes", "runtime", "training"},
+  "tour": {
+    "analysis",
+    "reports",
+    "configs",
+    "input_pipeline",
+    "partitioning",
+    "processes",
+    "runtime",
+    "training",
+  },
 }
 NO_ROOMS = {"tests", "benchmarks", "locks"}
 NAMES = {*ARROWS, *NO_ROOMS, "interop"}

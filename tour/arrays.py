@@ -6,9 +6,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from partitioning import layout
+from partitioning import shardings
 from partitioning.dims import spec_axes
-from partitioning.pictures import picture
+from reports.drawings import picture
 from tour import telling
 from tour.scene import Scene, Shown, mesh_of
 
@@ -42,8 +42,8 @@ def _four_cuts(arrays) -> Shown:
   which = f"all {len(equal)}" if all(equal) else f"only {sum(equal)} of {len(equal)}"
   findings.append(f"Put together again, {which} are the array that was laid out.")
   sizes = {telling.held_bytes(x) for x in arrays}
-  sizes_text = " or ".join(layout.size_text(size) for size in sorted(sizes))
-  findings.append(f"A device holds {sizes_text} of the {layout.size_text(arrays[0].nbytes)}.")
+  sizes_text = " or ".join(shardings.size_text(size) for size in sorted(sizes))
+  findings.append(f"A device holds {sizes_text} of the {shardings.size_text(arrays[0].nbytes)}.")
   return Shown(findings, [_drawn(x) for x in arrays])
 
 
@@ -66,8 +66,8 @@ def _copies(x) -> Shown:
     findings.append("No two devices hold the same: the spec names every axis of the mesh.")
   total = sum(shard.data.nbytes for shard in x.addressable_shards)
   findings.append(
-    f"All devices together hold {layout.size_text(total)}, for an array of "
-    f"{layout.size_text(x.nbytes)}."
+    f"All devices together hold {shardings.size_text(total)}, for an array of "
+    f"{shardings.size_text(x.nbytes)}."
   )
   return Shown(findings, [_drawn(x)])
 

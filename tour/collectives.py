@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from partitioning.pictures import holdings
+from reports.drawings import holdings
 from tour import telling
 from tour.scene import Scene, Shown, mesh_of
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from configs import base
 from partitioning.mesh import resolve_sizes
-from partitioning.pictures import picture
 from partitioning.rules import LayoutError
+from reports.drawings import picture
 from tour import telling
 from tour.scene import Scene, Shown, mesh_of
 from training.devices import Devices

@@ -8,10 +8,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from partitioning import layout
+from partitioning import shardings
 from partitioning.constraints import activation_layout, constrain
 from partitioning.dims import Dim
-from partitioning.pictures import picture
+from reports.drawings import picture
 from tour import telling
 from tour.scene import Scene, Shown, mesh_of
 
@@ -55,8 +55,8 @@ def _before_and_after(result) -> Shown:
     findings.append("The constraint asks for what the compiler had chosen: nothing changes.")
   else:
     findings.append(
-      f"The constraint acts. A device holds {layout.size_text(telling.held_bytes(before))} of the "
-      f"result before and {layout.size_text(telling.held_bytes(after))} after."
+      f"The constraint acts. A device holds {shardings.size_text(telling.held_bytes(before))} of "
+      f"the result before and {shardings.size_text(telling.held_bytes(after))} after."
     )
   drawn = ((before, "before"), (after, "after"))
   return Shown(findings, [_drawn(a, title) for a, title in drawn])

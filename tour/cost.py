@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from partitioning import layout
+from partitioning import shardings
 from tour import telling
 from tour.launching import ROOT
 from tour.scene import DEVICES, Scene, Shown, mesh_of
@@ -82,14 +82,14 @@ def _gather_and_reduce(results) -> Shown:
     found = " and ".join(row.kind for row in telling.sent(compiled, mesh)) or "nothing"
     runs.setdefault(kind, []).append((found, size, seconds))
     lines.append(
-      f"{kind:<11} {layout.size_text(size):>10} {1000 * seconds:9.3f} ms "
+      f"{kind:<11} {shardings.size_text(size):>10} {1000 * seconds:9.3f} ms "
       f"{size / seconds / 1e9:7.2f} GB/s a device"
     )
   findings, measured = [], []
   for kind, ((found, first_size, first), *_, (_, last_size, last)) in runs.items():
     findings.append(
-      f"{kind}: the program sends {found}, from {layout.size_text(first_size)} to "
-      f"{layout.size_text(last_size)} a device."
+      f"{kind}: the program sends {found}, from {shardings.size_text(first_size)} to "
+      f"{shardings.size_text(last_size)} a device."
     )
     if first_size:
       measured.append(

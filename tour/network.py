@@ -6,11 +6,12 @@ import time
 import jax
 import numpy as np
 
+from analysis import collectives
 from configs import base
-from partitioning import collectives, layout
+from partitioning import shardings
 from partitioning.mesh import resolve_sizes
-from partitioning.pictures import picture
 from partitioning.rules import Placement
+from reports.drawings import picture
 from tour import telling
 from tour.scene import Scene, Shown
 from training import opening
@@ -52,9 +53,9 @@ def _layouts(jobs) -> Shown:
   for strategy, job in jobs:
     placements = job.placements["parameters"]
     cut = [p.name for p in placements.values() if _is_cut(p, job)]
-    held = sum(layout.bytes_per_device(p, job.devices.sizes) for p in placements.values())
+    held = sum(shardings.bytes_per_device(p, job.devices.sizes) for p in placements.values())
     findings.append(
-      f"{strategy}: {layout.size_text(held)} of parameters on each device. "
+      f"{strategy}: {shardings.size_text(held)} of parameters on each device. "
       + (f"Cut: {', '.join(cut)}." if cut else "No parameter is cut: every device has all of them.")
     )
     for name in ("layer_2/kernel", "layer_3/kernel"):
@@ -66,7 +67,7 @@ def _layouts(jobs) -> Shown:
 
 
 def _is_cut(placement: Placement, job: Job) -> bool:
-  return layout.copies(placement, job.devices.sizes) < job.mesh.size
+  return shardings.copies(placement, job.devices.sizes) < job.mesh.size
 
 
 def training(strategies=STRATEGIES, steps=10):
@@ -110,14 +111,14 @@ def _changes(runs) -> str:
   facts = []
   for _, job, step, _, _ in runs:
     placements = job.placements["parameters"].values()
-    held = sum(layout.bytes_per_device(p, job.devices.sizes) for p in placements)
+    held = sum(shardings.bytes_per_device(p, job.devices.sizes) for p in placements)
     rows = job.batch_shardings["inputs"].shard_shape(job.batch["inputs"].shape)[0]
     sending = sum(row.bytes for row in telling.sent(step, job.mesh))
     facts.append(
       {
         "rows on a device": str(rows),
-        "parameters on a device": layout.size_text(held),
-        "in the collectives of a step": layout.size_text(sending),
+        "parameters on a device": shardings.size_text(held),
+        "in the collectives of a step": shardings.size_text(sending),
       }
     )
   ours, theirs = facts

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from partitioning.pictures import holdings
+from reports.drawings import holdings
 from tour import launching, telling
 from tour.member import feed
 from tour.scene import DEVICES, Scene, Shown, mesh_of

@@ -5,7 +5,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from partitioning.pictures import holdings
+from reports.drawings import holdings
 from tour import telling
 from tour.network import job_of
 from tour.scene import Scene, Shown, mesh_of

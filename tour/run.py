@@ -12,7 +12,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from partitioning import pictures
+from reports import drawings
 from tour.chapters import chosen
 from tour.scene import DEVICES, Scene, Shown
 from training import devices
@@ -77,7 +77,7 @@ def outcome(shown: Shown, *, width: int) -> Group:
   """Returns what is printed after a scene has run: pictures, text, and what to notice."""
   parts = []
   for picture in shown.pictures:
-    drawn = pictures.terminal(picture, width=width - 2 * INDENT)
+    drawn = drawings.terminal(picture, width=width - 2 * INDENT)
     parts += [Text(), Padding(drawn, (0, INDENT))]
   for text in filter(None, (shown.text, shown.measured_text)):
     parts += [Text(), Padding(Text(text), (0, 2 * INDENT))]

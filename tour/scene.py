@@ -25,7 +25,7 @@ class Shown:
 
   Attributes:
     findings: sentences, each made of what was computed.
-    pictures: of `partitioning.pictures`.
+    pictures: of `reports.drawings`.
     text: a table or a message, shown as it is.
     measured_text: as text, of the machine that it runs on.
     measured: as findings, of the machine that it runs on. docs/tour.md leaves both out.

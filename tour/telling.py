@@ -7,7 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning import collectives, layout
+from analysis import collectives
+from partitioning import shardings
 from partitioning.mesh import product_text
 
 ROUNDING = 1e-6  # float32 sums of a few hundred terms, in another order
@@ -22,7 +23,7 @@ def sent_text(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
   """Returns `nothing`, or `1 all-reduce along tensor (512 Bytes a device)`."""
   rows = sent(compiled, mesh)
   parts = [
-    f"{row.count} {row.kind} along {'+'.join(row.axes)} ({layout.size_text(row.bytes)} a device)"
+    f"{row.count} {row.kind} along {'+'.join(row.axes)} ({shardings.size_text(row.bytes)} a device)"
     for row in rows
   ]
   return " and ".join(parts) or "nothing"
@@ -37,7 +38,7 @@ def communication(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
 
 def lies(x: jax.Array) -> str:
   """Returns the spec of an array, `(data, tensor)`."""
-  return layout.spec_text(x.sharding.spec, x.ndim)
+  return shardings.spec_text(x.sharding.spec, x.ndim)
 
 
 def mesh_text(x: jax.Array) -> str:
@@ -59,7 +60,7 @@ def blocks(x: jax.Array) -> str:
   found = holders(x)
   copies = {len(ids) for ids in found.values()}
   where = "one device" if copies == {1} else f"{copies.pop()} devices"
-  shape = layout.shape_text(x.sharding.shard_shape(x.shape))
+  shape = shardings.shape_text(x.sharding.shard_shape(x.shape))
   if len(found) == 1:
     return f"the whole of {shape}, on {where}"
   return f"{len(found)} blocks of {shape}, each on {where}"
@@ -84,7 +85,9 @@ def _difference(ours, theirs, most: float = 0.0) -> str:
   """Returns how two arrays differ, or nothing where it is by no more than `most` of the largest."""
   ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
   if ours.shape != theirs.shape:
-    return f"the shapes are {layout.shape_text(ours.shape)} and {layout.shape_text(theirs.shape)}"
+    return (
+      f"the shapes are {shardings.shape_text(ours.shape)} and {shardings.shape_text(theirs.shape)}"
+    )
   if np.array_equal(ours, theirs):
     return ""
   largest = np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs))

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from partitioning.pictures import picture
+from reports.drawings import picture
 from tour import telling
 from tour.scene import Scene, Shown, mesh_of
 

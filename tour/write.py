@@ -4,7 +4,7 @@ import pathlib
 import textwrap
 from collections.abc import Iterable
 
-from partitioning import pictures
+from reports import drawings as pictures
 from tour import run
 from tour.chapters import CHAPTERS
 from tour.scene import Scene

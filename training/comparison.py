@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from partitioning.layout import shape_text
 from partitioning.mesh import mesh_text
 from partitioning.rules import named_leaves
+from partitioning.shardings import shape_text
 from training.job import Job
 from training.opening import Data, open_data
 from training.step import State

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from models import MODELS
-from partitioning import layout, pictures, rules
+from partitioning import rules, shardings
 from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.dims import Legend, resolve
 from partitioning.mesh import make_mesh
@@ -53,8 +53,10 @@ class Job:
     """Returns the NamedSharding of every leaf of the state."""
     return State(
       NamedSharding(self.mesh, PartitionSpec()),
-      layout.shardings(self.state.params, self.placements["parameters"], self.mesh),
-      layout.shardings(self.state.optimizer, self.placements["optimizer"], self.mesh, "optimizer/"),
+      shardings.shardings(self.state.params, self.placements["parameters"], self.mesh),
+      shardings.shardings(
+        self.state.optimizer, self.placements["optimizer"], self.mesh, "optimizer/"
+      ),
     )
 
   @property
@@ -69,7 +71,7 @@ class Job:
   @property
   def batch_shardings(self) -> dict[str, NamedSharding]:
     """Returns the NamedSharding of every array of the batch."""
-    return layout.shardings(self.batch, self.placements["batch"], self.mesh, "batch/")
+    return shardings.shardings(self.batch, self.placements["batch"], self.mesh, "batch/")
 
   @contextlib.contextmanager
   def tracing(self) -> Iterator[None]:
@@ -95,8 +97,8 @@ class Job:
 
   def check_placed(self, state: State) -> None:
     """Compares every leaf's actual sharding with its spec; raises LayoutError."""
-    layout.check_placed(state.params, self.placements["parameters"], self.mesh)
-    layout.check_placed(state.optimizer, self.placements["optimizer"], self.mesh, "optimizer/")
+    shardings.check_placed(state.params, self.placements["parameters"], self.mesh)
+    shardings.check_placed(state.optimizer, self.placements["optimizer"], self.mesh, "optimizer/")
 
   def compile(
     self, function: Callable, *arguments: Any, options: dict[str, str] | None = None, **jit: Any
@@ -148,43 +150,6 @@ class Job:
     )
 
 
-def job_text(job: Job, *, whole: bool = True) -> str:
-  """Returns the legend, the layout table, and the sums below it.
-
-  Args:
-    job: the job.
-    whole: also the rules, the optimizer's leaves and the activations: too wide and too
-      long for the start of a run, but what `layout` prints and `layout.txt` holds.
-  """
-  sizes = job.devices.sizes
-  sections = {title: list(rows.values()) for title, rows in job.placements.items()}
-  parameters = sections["parameters"]
-  held = [*parameters, *sections["optimizer"]]
-  count = sum(math.prod(p.shape) for p in parameters)
-  per_device = sum(layout.bytes_per_device(p, sizes) for p in held)
-  replicated = layout.replicated_bytes(held, sizes)
-  lines = [layout.legend_text(job.legend)] if whole else []
-  lines.append(layout.table_text(sections, sizes, whole=whole))
-  if whole:
-    every = [p for placements in sections.values() for p in placements]
-    if ways := pictures.ways_text(every, job.mesh):
-      lines += ["how they lie, the devices that hold each block:", "", ways, ""]
-    lines += ["activations, in the order of the forward pass:", *_activation_lines(job), ""]
-  lines.append(
-    f"{count:,} parameters; with optimizer state {layout.size_text(per_device)} per device, "
-    f"of which {layout.size_text(replicated)} are held whole by every device"
-  )
-  return "\n".join(lines)
-
-
-def _activation_lines(job: Job) -> list[str]:
-  return [
-    f"  {c.letters:<5} {layout.shape_text(c.shape):<20} {layout.spec_text(c.spec, len(c.shape))}"
-    + "".join(f"  note: {note}" for note in c.notes)
-    for c in job.activations.seen
-  ]
-
-
 def _option(text: str) -> tuple[str, str | bool]:
   """Returns name and value of `name=value`; as in XLA_FLAGS, true and false are written small."""
   name, _, value = text.partition("=")
@@ -215,7 +180,7 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   placements, failures = _place(config, legend, state, batch, devices.sizes)
   activations = _trace_activations(config, legend, program, state, batch, mesh)
   failures += [
-    f"activation {c.letters} {layout.shape_text(c.shape)}: {failure}"
+    f"activation {c.letters} {shardings.shape_text(c.shape)}: {failure}"
     for c in activations.seen
     for failure in c.failures
     if not any(said.endswith(failure) for said in failures)  # of a parameter, already
@@ -229,13 +194,13 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
     raise LayoutError(dict.fromkeys(failures))
   if not devices.described:  # whether it fits devices that are not here, a plan says
     _check_memory(config, placements, devices)
-  lies = layout.shardings(state.params, placements["parameters"], mesh)
+  lies = shardings.shardings(state.params, placements["parameters"], mesh)
   specs = jax.tree.map(lambda sharding: sharding.spec, lies)
   program = dataclasses.replace(
     program,
     param_specs=specs,
     norm_specs=jax.tree.map(
-      lambda leaf, spec: layout.spread(spec, leaf.shape, devices.sizes), state.params, specs
+      lambda leaf, spec: shardings.spread(spec, leaf.shape, devices.sizes), state.params, specs
     ),
   )
   return Job(config, devices, mesh, legend, program, state, batch, placements, activations)
@@ -286,25 +251,26 @@ def _replicated(config, placements, sizes) -> list[str]:
   """Returns a failure where more is replicated than the config allows."""
   limit = config.partitioning.max_replicated_bytes
   held = [*placements["parameters"].values(), *placements["optimizer"].values()]
-  count = layout.replicated_bytes(held, sizes)
+  count = shardings.replicated_bytes(held, sizes)
   if limit is None or count <= limit:
     return []
   devices = math.prod(sizes.values())
   largest = max(
-    (p for p in held if layout.copies(p, sizes) == devices),
-    key=lambda p: layout.bytes_per_device(p, sizes),
+    (p for p in held if shardings.copies(p, sizes) == devices),
+    key=lambda p: shardings.bytes_per_device(p, sizes),
   )
   return [
-    f"{layout.size_text(count)} per device are replicated, and "
-    f"partitioning.max_replicated_bytes={limit} ({layout.size_text(limit)}); the largest is "
-    f"{largest.name} {layout.shape_text(largest.shape)}; split its dims in partitioning.parameters"
+    f"{shardings.size_text(count)} per device are replicated, and "
+    f"partitioning.max_replicated_bytes={limit} ({shardings.size_text(limit)}); the largest is "
+    f"{largest.name} {shardings.shape_text(largest.shape)}; split its dims in "
+    "partitioning.parameters"
   ]
 
 
 def _check_memory(config, placements, devices: Devices) -> None:
   """Refuses a state that is larger than the memory, before anything is allocated."""
   held = [*placements["parameters"].values(), *placements["optimizer"].values()]
-  needed = sum(layout.bytes_per_device(p, devices.sizes) for p in held)
+  needed = sum(shardings.bytes_per_device(p, devices.sizes) for p in held)
   where = "per device"
   if devices.simulated:
     needed *= math.prod(devices.sizes.values())
@@ -314,7 +280,7 @@ def _check_memory(config, placements, devices: Devices) -> None:
   if needed > available:
     whose = "this machine has" if limit is None else f"memory_limit_gib={limit:g} allows"
     raise ValueError(
-      f"parameters and optimizer state need {layout.size_text(needed)} {where}, and {whose} "
-      f"{layout.size_text(available)}; make the model smaller, or split it over more devices "
+      f"parameters and optimizer state need {shardings.size_text(needed)} {where}, and {whose} "
+      f"{shardings.size_text(available)}; make the model smaller, or split it over more devices "
       f"(mesh.fsdp, mesh.tensor)"
     )

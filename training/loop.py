@@ -8,9 +8,9 @@ from typing import Any
 
 from etils import epath
 
+from analysis import collectives
 from checkpointing.store import SaveError
 from input_pipeline.prefetch import Prefetcher
-from partitioning import collectives
 from processes.group import current
 from processes.lockstep import Lockstep
 from processes.watchdog import ENDING, SAVING, STARTING, Watchdog

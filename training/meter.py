@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from analysis.accelerators import peak_flops
 from models import MODELS
-from training.hardware import peak_flops
 from training.job import Job
 from training.reporting import duration
 

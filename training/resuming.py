@@ -16,7 +16,7 @@ from checkpointing import reading, resume
 from checkpointing.store import Checkpointer
 from checkpointing.together import Together
 from input_pipeline.sources import Source
-from partitioning.layout import size_text
+from partitioning.shardings import size_text
 from processes.group import current
 from processes.ownership import Ownership
 from processes.printable import printable

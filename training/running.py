@@ -13,6 +13,7 @@ from processes import group as groups
 from processes.printable import printable
 from processes.stopping import EXIT_CODE
 from processes.watchdog import DONE, Watchdog
+from reports import layout_text
 from runtime import files
 from training import evaluation, goodput, job, loop, opening, resuming, sampling, workdir_files
 from training.meter import TrainingStoppedError
@@ -90,7 +91,7 @@ def announce(ready: job.Job, data: opening.Data, workdir: epath.Path) -> None:
   among = f", of {count} processes" if count > 1 else ""
   mesh = mesh_text(ready.devices.sizes, ready.devices.slices)
   say(f"devices: {ready.mesh.size} x {kind}{among}; mesh: {mesh}")
-  say(job.job_text(ready, whole=False))
+  say(layout_text.job_text(ready, whole=False))
   say(
     f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
     f"held out: {data.held_out.source.name}, {len(data.held_out.source):,} rows"
@@ -112,7 +113,7 @@ def write_files(
   """Writes `config.json`, `layout.txt` and, if the config allows bad records, their list."""
   text = files.json_text(resuming.plain(ready.config), indent=2) + "\n"
   files.replace(workdir / workdir_files.CONFIG, text, require=require)
-  text = job.job_text(ready) + "\n"
+  text = layout_text.job_text(ready) + "\n"
   files.replace(workdir / workdir_files.LAYOUT, text, require=require)
   if not ready.config.data.max_bad_records:
     return

@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 from models import transformer
 from models.attention import CACHE, Cache
 from models.documents import END
-from partitioning import layout
+from partitioning import shardings
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size, resolve
 from partitioning.rules import Placement
@@ -225,7 +225,7 @@ class Sampler:
       counts_B[row] = len(tokens)
     tokens_BT, counts_B, settings = self._put((tokens_BT, counts_B, self._settings(request)))
     tokens_B, cache = self.prefill(params, tokens_BT, counts_B, settings)
-    layout.check_placed(cache, self.placements, self.job.mesh, "cache/")
+    shardings.check_placed(cache, self.placements, self.job.mesh, "cache/")
     for _ in range(self.max_new_tokens - 1):
       if self.job.devices.simulated:
         yield np.asarray(tokens_B)
@@ -276,7 +276,7 @@ class Sampler:
     whole = NamedSharding(self.job.mesh, PartitionSpec())
     params, cache = self.job.state.params, jax.eval_shape(self._empty_cache)
     params_lie = self.job.state_shardings.params
-    cache_lies = layout.shardings(cache, self.placements, self.job.mesh, "cache/")
+    cache_lies = shardings.shardings(cache, self.placements, self.job.mesh, "cache/")
     tokens_BT = np.zeros((self.rows, self.prompt_tokens), np.int32)
     settings = self._settings(Request(()))
     prefill = self.job.compile(

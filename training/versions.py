@@ -40,7 +40,17 @@ NUMERICS = (
 PACKAGES = ("input_pipeline", "models", "partitioning", "training")
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
 # Everything that a run may import; the processes of one run must agree on it.
-RUN = (*PACKAGES, "checkpointing", "commands", "configs", "processes", "runtime", "main.py")
+RUN = (
+  *PACKAGES,
+  "analysis",
+  "checkpointing",
+  "commands",
+  "configs",
+  "processes",
+  "reports",
+  "runtime",
+  "main.py",
+)
 
 
 def source_files(names: Iterable[str]) -> list[pathlib.Path]:

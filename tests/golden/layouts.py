@@ -12,9 +12,10 @@ import pathlib
 import sys
 
 from configs import base
+from reports.layout_text import job_text
 from training import devices
 from training.devices import Devices
-from training.job import job_text, prepare
+from training.job import prepare
 
 FOLDER = pathlib.Path(__file__).parent / "layout"
 COMMAND = "python -m tests.golden.layouts --write"

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from partitioning import collectives
+from analysis import collectives
 from tests.jobs import make_job
 from tests.parity.theory import LETTERS, NORM, TERMS, letters, shown, theory
 from training import devices

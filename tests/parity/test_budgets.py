@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from partitioning import collectives, hlo, regions
+from analysis import collectives, hlo
+from partitioning import regions
 from tests.jobs import make_job
 from tests.parity import theory as parity_theory
 from tests.parity.budgets import (

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from partitioning import collectives, ring
+from analysis import collectives
+from partitioning import ring
 from planning.held import body, equations, fixed_and_carried
 from tests.jobs import host_batch, make_job, place
 from tests.parity.comparison import FEATURES, SEQUENCE_PARALLEL, assert_equal, reference, train

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from analysis import collectives
 from models import transformer
-from partitioning import collectives
 from partitioning.rules import named_leaves
 from tests.jobs import STRATEGIES, make_job
 

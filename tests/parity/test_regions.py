@@ -5,7 +5,7 @@ import math
 import jax
 import pytest
 
-from partitioning import layout
+from partitioning import shardings
 from tests.parity import budgets
 from tests.parity.comparison import (
   FEATURES,
@@ -63,9 +63,9 @@ def test_zero_1_splits_the_optimizers_state_alone():
   sizes, sections = ours.job.devices.sizes, ours.job.placements
   [name] = [name for name in sections["optimizer"] if name.endswith("trace/layers/mlp/up/kernel")]
   kernel = sections["parameters"]["layers/mlp/up/kernel"]
-  assert layout.shard_shape(kernel.shape, kernel.spec, sizes) == (2, 40, 56)
+  assert shardings.shard_shape(kernel.shape, kernel.spec, sizes) == (2, 40, 56)
   state = sections["optimizer"][name]
-  assert layout.shard_shape(state.shape, state.spec, sizes) == (2, 5, 56)
+  assert shardings.shard_shape(state.shape, state.spec, sizes) == (2, 5, 56)
 
 
 def test_a_residual_that_is_split_over_its_width_too():
@@ -115,6 +115,6 @@ def test_a_loss_in_chunks_sends_no_more_for_kernels_and_never_has_all_logits(str
     extra = scalars if key == ("all-reduce", ("tensor",)) else 0
     assert size <= before[key][1] + extra, key
   [logits] = [one for one in whole.activations.seen if one.letters == "BTV"]
-  here = layout.shard_shape(logits.shape, logits.spec, whole.devices.sizes)
+  here = shardings.shard_shape(logits.shape, logits.spec, whole.devices.sizes)
   text = f"f32[{','.join(map(str, here))}]"
   assert [text in step.text for step in sent] == [True, False]

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 
-from partitioning import collectives, layout
+from analysis import collectives
+from partitioning import shardings
 from tests.jobs import STRATEGIES, make_job
 from tests.parity.comparison import (
   MESHES,
@@ -67,7 +68,7 @@ def shards(job: Job, changed: dict[str, int]) -> dict[str, tuple[int, ...]]:
   """Returns name -> shard shape of state and batch, with some axes' sizes changed."""
   sizes = {**job.devices.sizes, **changed}
   return {
-    name: layout.shard_shape(p.shape, p.spec, sizes)
+    name: shardings.shard_shape(p.shape, p.spec, sizes)
     for section in job.placements.values()
     for name, p in section.items()
   }

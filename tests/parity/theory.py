@@ -16,7 +16,7 @@ class Term:
   """Arrays that travel for one reason.
 
   `arrays` and `elements` are formulas in the letters of `letters`; both are of one step, and
-  elements are those of the payload that `partitioning.collectives` speaks of.
+  elements are those of the payload that `analysis.collectives` speaks of.
 
   Attributes:
     kind: of `collectives.KINDS`.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from partitioning.collectives import collectives
+from analysis.collectives import collectives
 from partitioning.constraints import activation_layout, constrain
 from partitioning.dims import Dim
 from partitioning.mesh import AXES, make_mesh

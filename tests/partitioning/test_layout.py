@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from partitioning import layout
+from partitioning import shardings
 from partitioning.dims import Dim
 from partitioning.mesh import AXES, make_mesh
 from partitioning.rules import LayoutError, Placement
+from reports import layout_text
 
 SIZES = {axis: {"fsdp": 2, "tensor": 4}.get(axis, 1) for axis in AXES}
 ALONE = dict.fromkeys(AXES, 1)
@@ -42,13 +43,13 @@ COUNT = placement("count", (), dtype="int32", rule="scalar")
   ],
 )
 def test_what_one_device_holds(array, shard, size, copies):
-  assert layout.shard_shape(array.shape, array.spec, SIZES) == shard
-  assert layout.bytes_per_device(array, SIZES) == size
-  assert layout.copies(array, SIZES) == copies
+  assert shardings.shard_shape(array.shape, array.spec, SIZES) == shard
+  assert shardings.bytes_per_device(array, SIZES) == size
+  assert shardings.copies(array, SIZES) == copies
 
 
 def test_dims_that_a_spec_leaves_out_are_whole():
-  assert layout.shard_shape((12, 20, 7), PartitionSpec("fsdp"), SIZES) == (6, 20, 7)
+  assert shardings.shard_shape((12, 20, 7), PartitionSpec("fsdp"), SIZES) == (6, 20, 7)
 
 
 def test_the_numbers_are_those_of_the_real_arrays():
@@ -58,15 +59,15 @@ def test_the_numbers_are_those_of_the_real_arrays():
       zeros = jnp.zeros(array.shape, array.dtype)
     real = jax.device_put(zeros, NamedSharding(mesh, array.spec))
     pieces = real.addressable_shards
-    assert {piece.data.nbytes for piece in pieces} == {layout.bytes_per_device(array, SIZES)}
+    assert {piece.data.nbytes for piece in pieces} == {shardings.bytes_per_device(array, SIZES)}
     first = [piece for piece in pieces if all(not part.start for part in piece.index)]
-    assert len(first) == layout.copies(array, SIZES)
+    assert len(first) == shardings.copies(array, SIZES)
 
 
 def test_replicated_bytes_are_of_arrays_that_every_device_holds_whole():
-  assert layout.replicated_bytes([UP, BOTH, HALF, WHOLE, COUNT], SIZES) == 96 + 4
-  assert layout.replicated_bytes([UP, HALF], SIZES) == 0
-  assert layout.replicated_bytes([WHOLE, COUNT], ALONE) == 0  # one device repeats nothing
+  assert shardings.replicated_bytes([UP, BOTH, HALF, WHOLE, COUNT], SIZES) == 96 + 4
+  assert shardings.replicated_bytes([UP, HALF], SIZES) == 0
+  assert shardings.replicated_bytes([WHOLE, COUNT], ALONE) == 0  # one device repeats nothing
 
 
 @pytest.mark.parametrize(
@@ -78,12 +79,12 @@ def test_replicated_bytes_are_of_arrays_that_every_device_holds_whole():
   ],
 )
 def test_a_spec_in_words(entries, rank, text):
-  assert layout.spec_text(PartitionSpec(*entries), rank) == text
+  assert shardings.spec_text(PartitionSpec(*entries), rank) == text
 
 
 def test_sizes_in_words():
-  assert layout.shape_text((3, 20)) == "[3, 20]"
-  assert layout.size_text(3 * 2**19) == "1.5 MiB"
+  assert shardings.shape_text((3, 20)) == "[3, 20]"
+  assert shardings.size_text(3 * 2**19) == "1.5 MiB"
 
 
 # ---- Tables ----
@@ -96,7 +97,7 @@ def row(text, name):
 
 
 def test_the_table_has_a_row_per_array_with_its_rule_spec_shard_bytes_and_copies():
-  text = layout.table_text({"parameters": [UP, HALF], "optimizer": [COUNT]}, SIZES)
+  text = layout_text.table_text({"parameters": [UP, HALF], "optimizer": [COUNT]}, SIZES)
   head = "array shape dtype dims rule spec shard bytes/device copies"
   assert row(text, "array") == head
   assert row(text, "up/kernel") == (
@@ -111,7 +112,7 @@ def test_the_table_has_a_row_per_array_with_its_rule_spec_shard_bytes_and_copies
 
 
 def test_the_short_table_leaves_out_the_rules_and_the_optimizers_leaves():
-  text = layout.table_text({"parameters": [UP], "optimizer": [COUNT]}, SIZES, whole=False)
+  text = layout_text.table_text({"parameters": [UP], "optimizer": [COUNT]}, SIZES, whole=False)
   assert row(text, "up/kernel") == ("up/kernel [3, 12, 20] (-, fsdp, tensor) [3, 6, 5] 360 Bytes 1")
   assert row(text, "optimizer") == "optimizer 4 Bytes"
   assert "count" not in text
@@ -120,19 +121,19 @@ def test_the_short_table_leaves_out_the_rules_and_the_optimizers_leaves():
 def test_the_table_is_never_cut_and_its_notes_stand_below():
   name = "/".join(["a_name"] * 60)
   long = placement(name, (4,), notes=("kv_heads=7 stays whole: tensor=4 does not divide it",))
-  text = layout.table_text({"parameters": [long]}, SIZES)
+  text = layout_text.table_text({"parameters": [long]}, SIZES)
   assert row(text, name).startswith(name)
   assert text.endswith(f"note: {name}: kv_heads=7 stays whole: tensor=4 does not divide it")
 
 
 def test_patterns_are_shown_as_they_are_written():
   array = placement("b", (4,), rule="[ab]|[/c]:smile:")
-  assert "[ab]|[/c]:smile:" in row(layout.table_text({"parameters": [array]}, SIZES), "b")
+  assert "[ab]|[/c]:smile:" in row(layout_text.table_text({"parameters": [array]}, SIZES), "b")
 
 
 def test_the_legend_in_words():
   legend = {"B": Dim("batch", None), "K": Dim("kv_heads", 7, may_replicate=True)}
-  title, batch, heads = layout.legend_text(legend).splitlines()
+  title, batch, heads = layout_text.legend_text(legend).splitlines()
   assert title == "legend: letter, dim, size"
   assert batch.split() == ["B", "batch", "differs"]
   assert heads.split()[:3] == ["K", "kv_heads", "7"]
@@ -143,7 +144,7 @@ def test_two_layouts_side_by_side_mark_what_differs_and_nothing_else():
   ours = {p.name: p for p in (UP, HALF, WHOLE)}
   other = placement("up/kernel", (3, 12, 20), None, "fsdp", None)
   theirs = {p.name: p for p in (other, HALF, WHOLE, COUNT)}
-  text = layout.against_text(ours, theirs, (SIZES, SIZES), ("fsdp_tp", "fsdp"))
+  text = layout_text.against_text(ours, theirs, (SIZES, SIZES), ("fsdp_tp", "fsdp"))
   assert row(text, "array") == "array shape fsdp_tp bytes/device fsdp bytes/device"
   assert row(text, "up/kernel") == (
     "* up/kernel [3, 12, 20] (-, fsdp, tensor) 360 Bytes (-, fsdp, -) 1.4 KiB"
@@ -156,13 +157,17 @@ def test_two_layouts_side_by_side_mark_what_differs_and_nothing_else():
 
 def test_two_layouts_on_meshes_of_two_sizes_differ_by_their_bytes():
   sizes = ({**ALONE, "fsdp": 2}, {**ALONE, "fsdp": 4})
-  text = layout.against_text({"out/kernel": HALF}, {"out/kernel": HALF}, sizes, ("fsdp2", "fsdp4"))
+  text = layout_text.against_text(
+    {"out/kernel": HALF}, {"out/kernel": HALF}, sizes, ("fsdp2", "fsdp4")
+  )
   assert row(text, "out/kernel") == "* out/kernel [12, 7] (fsdp, -) 84 Bytes (fsdp, -) 42 Bytes"
 
 
 def test_two_models_side_by_side_show_both_shapes():
   wide = placement("up/kernel", (3, 12, 40), None, "fsdp", "tensor")
-  text = layout.against_text({"up/kernel": UP}, {"up/kernel": wide}, (SIZES, SIZES), ("a", "b"))
+  text = layout_text.against_text(
+    {"up/kernel": UP}, {"up/kernel": wide}, (SIZES, SIZES), ("a", "b")
+  )
   assert "[3, 12, 20] | [3, 12, 40]" in row(text, "up/kernel")
 
 
@@ -175,12 +180,12 @@ def placed():
   mesh = make_mesh(SIZES)
   tree = {"up": {"kernel": jnp.zeros(UP.shape)}, "scale": jnp.zeros(12)}
   placements = {"up/kernel": UP, "scale": placement("scale", (12,), "fsdp")}
-  return jax.device_put(tree, layout.shardings(tree, placements, mesh)), placements, mesh
+  return jax.device_put(tree, shardings.shardings(tree, placements, mesh)), placements, mesh
 
 
 def test_what_lies_as_its_spec_says_passes(placed):
   tree, placements, mesh = placed
-  layout.check_placed(tree, placements, mesh)
+  shardings.check_placed(tree, placements, mesh)
   assert tree["up"]["kernel"].addressable_shards[0].data.shape == (3, 6, 5)
 
 
@@ -190,7 +195,7 @@ def test_specs_that_are_written_otherwise_and_mean_the_same_pass(placed):
   tree = {"out": jax.device_put(jnp.zeros((12, 7)), sharding)}
   assert sharding.spec != PartitionSpec("fsdp")
   for entries in (("fsdp",), ("fsdp", None), (("fsdp",), None), (("fsdp", "data"),)):
-    layout.check_placed(tree, {"out": placement("out", (12, 7), *entries)}, mesh)
+    shardings.check_placed(tree, {"out": placement("out", (12, 7), *entries)}, mesh)
 
 
 def test_every_leaf_that_lies_otherwise_is_named(placed):
@@ -198,14 +203,14 @@ def test_every_leaf_that_lies_otherwise_is_named(placed):
   wrong = NamedSharding(mesh, PartitionSpec(None, "tensor", "fsdp"))
   tree["up"]["kernel"] = jax.device_put(tree["up"]["kernel"], wrong)
   with pytest.raises(LayoutError) as refusal:
-    layout.check_placed(tree, placements, mesh)
+    shardings.check_placed(tree, placements, mesh)
   [failure] = refusal.value.failures
   assert failure.startswith("up/kernel: lies as ")
   assert "'tensor', 'fsdp')" in failure.partition("its spec says")[0]
   assert "'fsdp', 'tensor')" in failure.partition("its spec says")[2]
   tree["scale"] = jnp.zeros(12)  # on one device only
   with pytest.raises(LayoutError, match="2 failures") as refusal:
-    layout.check_placed(tree, placements, mesh)
+    shardings.check_placed(tree, placements, mesh)
   assert "scale: lies as SingleDeviceSharding" in str(refusal.value)
 
 
@@ -214,12 +219,12 @@ def test_a_leaf_on_a_part_of_the_mesh_is_named(placed):
   half = make_mesh({**ALONE, "fsdp": 2, "tensor": 2}, jax.devices()[:4])
   leaf = jax.device_put(jnp.zeros(12), NamedSharding(half, PartitionSpec("fsdp")))
   with pytest.raises(LayoutError, match="scale: lies as"):
-    layout.check_placed({"scale": leaf}, placements, mesh)
+    shardings.check_placed({"scale": leaf}, placements, mesh)
 
 
 def test_leaves_are_found_by_their_prefix(placed):
   tree, placements, mesh = placed
   renamed = {f"optimizer/mu/{name}": p for name, p in placements.items()}
-  layout.check_placed({"mu": tree}, renamed, mesh, "optimizer/")
-  specs = layout.shardings({"mu": tree}, renamed, mesh, "optimizer/")
+  shardings.check_placed({"mu": tree}, renamed, mesh, "optimizer/")
+  specs = shardings.shardings({"mu": tree}, renamed, mesh, "optimizer/")
   assert specs["mu"]["scale"] == NamedSharding(mesh, PartitionSpec("fsdp"))

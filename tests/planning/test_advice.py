@@ -5,7 +5,8 @@ import importlib
 import jax
 import pytest
 
-from planning import plan, report, target
+from planning import plan, target
+from reports import plan_text
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def test_what_a_budget_of_tokens_costs():
   assert found.chip_hours == pytest.approx(hours)
   assert found.cost == pytest.approx(2.5 * hours)
   text = f"1 billion tokens take {hours:.3g} chip-hours and cost {2.5 * hours:.2f}"
-  assert text in report.text(found)
+  assert text in plan_text.text(found)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_what_a_budget_of_tokens_costs():
   ],
 )
 def test_seconds_have_a_unit_that_is_easy_to_read(seconds, text):
-  assert report.duration(seconds) == text
+  assert plan_text.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -48,11 +49,11 @@ def test_seconds_have_a_unit_that_is_easy_to_read(seconds, text):
   [(3.16e-5, "3.16e-05"), (123.4, "123"), (819_200, "819,200"), (1.5e13, "15 trillion")],
 )
 def test_numbers_are_written_without_exponents_where_they_can_be(value, text):
-  assert report.number(value) == text
+  assert plan_text.number(value) == text
 
 
 def test_a_network_without_layers_is_planned_and_advised_too():
-  assert "examples/s per device" in report.text(make("dp8", "h100:8", recipe="mlp"))
+  assert "examples/s per device" in plan_text.text(make("dp8", "h100:8", recipe="mlp"))
   found = make("dp8", "h100:8", "planning.constants=h100.hbm_bytes=5e5", recipe="mlp")
   assert not found.fits
   assert found.advice[0] == "--config.mesh.data=1 --config.mesh.fsdp=8"
@@ -74,5 +75,5 @@ def test_the_advice_is_to_be_copied(topology, memory, advice):
   assert not found.fits
   assert found.advice[0] == advice
   for line in found.advice:
-    assert f"would fit, by formula: {line}\n" in report.text(found)
+    assert f"would fit, by formula: {line}\n" in plan_text.text(found)
   assert make("dp8", topology, *told, *advice.split()).fits

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from analysis.chips import Rates
 from models import MODELS
 from planning import formulas, traced
-from planning.hardware import Rates
 from planning.topologies import parse
 from planning.traffic import in_order
 from tests.jobs import make_job

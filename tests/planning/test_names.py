@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 
-from planning.hardware import CHIPS, PUBLISHED, REASONS, Rates, overridden
+from analysis.accelerators import ACCELERATORS
+from analysis.chips import CHIPS, PUBLISHED, REASONS, Rates, overridden
 from planning.topologies import of_devices, parse
-from training.hardware import ACCELERATORS
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from partitioning import hlo
-from partitioning.collectives import collectives
+from analysis import hlo
+from analysis.chips import CHIPS
+from analysis.collectives import collectives
 from planning import schedule
-from planning.hardware import CHIPS
 from planning.topologies import parse
 from planning.traffic import in_order
-from tests.partitioning.programs import make_mesh
+from tests.analysis.programs import make_mesh
 from tests.planning.programs import IDEAL
 
 # A product of 2e9 operations takes 1 s; an all-reduce of 4 kB takes 1 s (2 V / W); memory is free.

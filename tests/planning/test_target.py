@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from analysis import hlo
+from analysis.chips import CHIPS
+from analysis.collectives import collectives
 from configs import dp8
-from partitioning import hlo
-from partitioning.collectives import collectives
 from partitioning.mesh import AXES, make_mesh
 from planning import target
-from planning.hardware import CHIPS
 from planning.topologies import EXAMPLES, parse
 
 GIB = 2**30

@@ -5,7 +5,8 @@ import types
 import jax
 import pytest
 
-from training import devices, hardware
+from analysis import accelerators
+from training import devices
 
 MESH = {"data": 4, "tensor": 2}
 
@@ -110,5 +111,5 @@ def test_memory_is_that_of_the_machine_or_of_a_device(monkeypatch):
   ],
 )
 def test_peak_speeds_by_exact_device_kind(kind, teraflops):
-  peak = hardware.peak_flops(types.SimpleNamespace(device_kind=kind))
+  peak = accelerators.peak_flops(types.SimpleNamespace(device_kind=kind))
   assert peak == (teraflops and teraflops * 1e12)

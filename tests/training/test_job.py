@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from configs import base
 from models import mlp
 from partitioning.rules import LayoutError, named_leaves
+from reports import layout_text
 from tests.jobs import make_job
 from training import job as jobs
 from training.devices import Devices
@@ -178,7 +179,7 @@ def test_key_value_heads_stay_whole_where_tensor_does_not_divide_them():
   specs = {c.letters: tuple(c.spec) for c in job.activations.seen}
   assert specs["BSKH"] == (None, None, None, None)
   assert specs["BSNH"] == (None, None, "tensor", None)  # repeated, they split
-  assert "note: layers/attention/key/kernel: kv_heads=4 stays whole" in jobs.job_text(job)
+  assert "note: layers/attention/key/kernel: kv_heads=4 stays whole" in layout_text.job_text(job)
   fits = make_job("dp4_tp2", "lm").placements["parameters"]["layers/attention/key/kernel"]
   assert (tuple(fits.spec), fits.notes) == ((None, None, "tensor", None), ())
 
@@ -220,7 +221,7 @@ def test_every_leaf_of_the_state_is_compared_with_its_spec():
 
 def test_the_layout_of_a_job_in_words():
   job = make_job("dp4_tp2", "mlp_tutorial")
-  text = jobs.job_text(job)
+  text = layout_text.job_text(job)
   assert text.startswith("legend: letter, dim, size")
   for part in ("layer_2/kernel", "optimizer", "batch/inputs", "BF", "(data, tensor)"):
     assert part in text
@@ -231,6 +232,6 @@ def test_the_layout_of_a_job_in_words():
     f"{elements:,} parameters; with optimizer state {4 * held / 1024:.1f} KiB per device, "
     f"of which {4 * whole / 1024:.1f} KiB are held whole by every device"
   )
-  short = jobs.job_text(job, whole=False)
+  short = layout_text.job_text(job, whole=False)
   assert "legend" not in short
   assert "activations" not in short

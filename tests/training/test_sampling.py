@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from analysis import collectives
 from models import transformer
-from partitioning import collectives, layout
+from partitioning import shardings
 from partitioning.rules import named_leaves
 from tests.jobs import make_job
 from training import sampling
@@ -80,11 +81,11 @@ def test_the_cache_lies_as_the_model_does(strategy):
   settings = made._settings(GREEDY)
   tokens_B, cache = made.prefill(params, tokens_BT, counts_B, settings)
   for _ in range(2):  # after prefill and after decode
-    layout.check_placed(cache, made.placements, job.mesh, "cache/")
+    shardings.check_placed(cache, made.placements, job.mesh, "cache/")
     for name in ("keys", "values"):
       shard = getattr(cache, name).addressable_shards[0].data
       assert shard.shape == SHARDS[strategy]
-      assert shard.nbytes == layout.bytes_per_device(
+      assert shard.nbytes == shardings.bytes_per_device(
         made.placements[f"cache/{name}"], job.devices.sizes
       )
     before = cache

@@ -16,9 +16,9 @@ ROOT = versions.ROOT
 # Files beside those of NUMERICS in the same folders, which do not determine what a run computes.
 OTHERS = {
   "input_pipeline": "__init__ catalog locking prefetch",
-  "partitioning": "__init__ collectives copies hlo layout pictures sheets svg",
+  "partitioning": "__init__ copies shardings",
   "training": "__init__ agreement appending comparison compilation_cache devices drawing "
-  "evaluation goodput hardware log_lines log_schedule loop meter owning page page_style probing "
+  "evaluation goodput log_lines log_schedule loop meter owning probing "
   "profiling record_form replicas reporting resuming running sampling streaming versions waiting "
   "workdir_files",
 }
@@ -61,7 +61,7 @@ def test_a_page_or_a_message_does_not_change_the_record_and_a_model_does(monkeyp
     monkeypatch.setattr(pathlib.Path, "read_bytes", patched)
     return versions.digest(versions.NUMERICS), versions.digest(versions.RUN)
 
-  for name in ("training/page_style.py", "training/reporting.py", "partitioning/svg.py"):
+  for name in ("reports/html.py", "training/reporting.py", "reports/svg.py"):
     ours, run = changed(name)
     assert ours == before
     assert run != run_before  # the processes of one run agree on it all the same

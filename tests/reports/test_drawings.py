@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from partitioning import pictures
-from partitioning.pictures import Block, holdings, picture, svg, terminal
 from partitioning.rules import Placement
-from partitioning.sheets import numbers_text, shown
+from reports import drawings
+from reports.drawings import Block, holdings, picture, svg, terminal
+from reports.grid import numbers_text, shown
 
 MESH = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
 WIDE = jax.make_mesh((4, 2), ("data", "tensor"))
@@ -235,7 +235,7 @@ MANY = """
 import jax
 jax.config.update("jax_num_cpu_devices", 512)
 from jax.sharding import NamedSharding, PartitionSpec as P
-from partitioning.pictures import picture, svg, terminal
+from reports.drawings import picture, svg, terminal
 mesh = jax.make_mesh((32, 16), ("data", "tensor"))
 for spec in (P("data", "tensor"), P(None, "tensor"), P(("data", "tensor")), P()):
   drawn = picture((1024, 4096), NamedSharding(mesh, spec), dims="DF")
@@ -293,7 +293,7 @@ def test_arrays_that_are_cut_alike_share_a_drawing():
   state = placed("optimizer/mu/up", (3, 12, 20), "LDF", None, None, "tensor")
   other = placed("optimizer/mu/down", (3, 20, 12), "LFD", None, "tensor", "data")
   scale = placed("scale", (12,), "D")
-  text = pictures.ways_text([up, down, scale, state, other], WIDE)
+  text = drawings.ways_text([up, down, scale, state, other], WIDE)
   assert text.count("┌") == 2
   assert "cut so: up, down and their optimizer state" in text
   assert "optimizer/mu/down LFD [3, 20, 12]" in text

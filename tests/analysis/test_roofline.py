@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from partitioning import hlo
-from planning.roofline import Costs
+from analysis import hlo
+from analysis.roofline import Costs
 
 
 def work_of(text: str, name: str):

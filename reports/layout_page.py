@@ -12,12 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from jax.sharding import NamedSharding
 
-from partitioning import collectives, layout, pictures
+from analysis import collectives
+from partitioning import shardings
 from partitioning.constraints import Constraint
 from partitioning.mesh import mesh_text
 from partitioning.rules import Placement
+from reports import drawings as pictures
+from reports.html import HEAD, TAIL
 from training.job import Job
-from training.page_style import HEAD, TAIL
 
 FIGURE_WIDTH = 720  # pixels that a drawing may take: enough for 8 columns without a gap
 
@@ -125,14 +127,14 @@ class Page:
         fresh[key].append((name, pair))
       rows.append(self._row(name, pair, self._numbers[key]))
     sums = [
-      sum(layout.bytes_per_device(pair[i], side.sizes) for pair in arrays.values() if pair[i])
+      sum(shardings.bytes_per_device(pair[i], side.sizes) for pair in arrays.values() if pair[i])
       for i, side in enumerate(self._sides)
     ]
     heads = ["array", "dims", "shape", "type", *([""] if len(self._sides) > 1 else [])]
     heads += ["spec", "shard", "bytes/device", "copies", "drawing", "rule"]
     figures = "".join(self._figure(self._numbers[key], members) for key, members in fresh.items())
     count = f"{len(arrays)} array{'s' if len(arrays) > 1 else ''}"
-    weights = " | ".join(f"{layout.size_text(size)} per device" for size in sums)
+    weights = " | ".join(f"{shardings.size_text(size)} per device" for size in sums)
     return (
       f"<details{'' if folded else ' open'}><summary><b>{markup.escape(group)}</b> "
       f"<small>{count}, {weights}</small></summary>"
@@ -156,7 +158,7 @@ class Page:
     cells = [
       f"{'≠ ' if differs else ''}{_lines([name])}",
       f'<span title="{markup.escape(words)}">{markup.escape(letters or "-")}</span>',
-      _lines(layout.shape_text(p.shape) for p in known),
+      _lines(shardings.shape_text(p.shape) for p in known),
       _lines(str(np.dtype(p.dtype)) for p in known),
       # A line per side, also where both are the same.
       *("<br>".join(map(markup.escape, texts)) for texts in zip(*lies, strict=True)),
@@ -195,10 +197,10 @@ def _group(name: str) -> str:
 def _lies(placement: Placement, sizes: Mapping[str, int]) -> list[str]:
   """Returns spec, shard, bytes per device, copies."""
   return [
-    layout.spec_text(placement.spec, len(placement.shape)),
-    layout.shape_text(layout.shard_shape(placement.shape, placement.spec, sizes)),
-    layout.size_text(layout.bytes_per_device(placement, sizes)),
-    str(layout.copies(placement, sizes)),
+    shardings.spec_text(placement.spec, len(placement.shape)),
+    shardings.shape_text(shardings.shard_shape(placement.shape, placement.spec, sizes)),
+    shardings.size_text(shardings.bytes_per_device(placement, sizes)),
+    str(shardings.copies(placement, sizes)),
   ]
 
 
@@ -212,7 +214,12 @@ def _activations(side: Side, *, several: bool) -> str:
   rows, figures = [], []
   for c in side.job.activations.seen:
     dims = ", ".join(side.dims(c.letters))
-    cells = [c.letters, dims, layout.shape_text(c.shape), layout.spec_text(c.spec, len(c.shape))]
+    cells = [
+      c.letters,
+      dims,
+      shardings.shape_text(c.shape),
+      shardings.spec_text(c.spec, len(c.shape)),
+    ]
     rows.append(("", [markup.escape(cell) for cell in [*cells, "; ".join(c.notes)]]))
     figures.append(f"<figure>{side.drawing(c, c.letters)}</figure>")
   title = f"{side.title}: " if several else ""
@@ -252,11 +259,11 @@ def _totals(sides: Sequence[Side]) -> str:
     held = [*sections["parameters"], *sections["optimizer"]]
     count = sum(math.prod(p.shape) for p in sections["parameters"])
     sums = [
-      *(sum(layout.bytes_per_device(p, side.sizes) for p in ps) for ps in sections.values()),
-      sum(layout.bytes_per_device(p, side.sizes) for p in held),
-      layout.replicated_bytes(held, side.sizes),
+      *(sum(shardings.bytes_per_device(p, side.sizes) for p in ps) for ps in sections.values()),
+      sum(shardings.bytes_per_device(p, side.sizes) for p in held),
+      shardings.replicated_bytes(held, side.sizes),
     ]
-    texts = [f"{count:,}", *map(layout.size_text, sums)]
+    texts = [f"{count:,}", *map(shardings.size_text, sums)]
     if i and texts != rows[0][1][1:]:
       texts = [
         f"≠ {text}" if text != other else text
@@ -296,11 +303,11 @@ def _costs_table(side: Side, sides: Sequence[Side]) -> str:
     name = " + ".join(f"{axis}={side.sizes[axis]}" for axis in axes)
     size = sum(row.bytes for row in found)
     bar = f'<i class="bar" style="width:{max(1, 200 * size // most)}px"></i>'
-    lines.append(("sum", [markup.escape(name), "sum", "", "", layout.size_text(size), bar]))
+    lines.append(("sum", [markup.escape(name), "sum", "", "", shardings.size_text(size), bar]))
     for row in found:
-      each = layout.size_text(row.bytes / (row.count or 1))
+      each = shardings.size_text(row.bytes / (row.count or 1))
       runs = "?" if row.count is None else str(row.count)
-      lines.append(("", ["", row.kind, runs, each, layout.size_text(row.bytes), ""]))
+      lines.append(("", ["", row.kind, runs, each, shardings.size_text(row.bytes), ""]))
   along = {axis for axes in by_axes for axis in axes}
   silent = [f"{a}={size}" for a, size in side.sizes.items() if size > 1 and a not in along]
   title = f"<h3>{markup.escape(side.title)}</h3>" if len(sides) > 1 else ""

@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from partitioning.collectives import Collective, Row, collectives, format_summary, summarize
-from tests.partitioning.programs import make_mesh, told
+from analysis.collectives import Collective, Row, collectives, format_summary, summarize
+from tests.analysis.programs import make_mesh, told
 
 P = PartitionSpec
 SHAPE = (24, 40)  # A shard on data=4, tensor=2 is [6, 20], 480 bytes.

@@ -8,8 +8,8 @@ from humanize import intword
 from rich.console import Console
 from rich.table import Table
 
-from partitioning.layout import size_text
-from planning.hardware import PUBLISHED
+from analysis.chips import PUBLISHED
+from partitioning.shardings import size_text
 from planning.plan import Plan
 
 

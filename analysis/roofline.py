@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 
-from partitioning import hlo
+from analysis import hlo
 
 # Instructions that move nothing: names for what is there.
 FREE = frozenset(

@@ -11,7 +11,7 @@ import humanize
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning import hlo
+from analysis import hlo
 
 KINDS = (
   "all-reduce",

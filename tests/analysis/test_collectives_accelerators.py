@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from partitioning.collectives import Collective, collectives
-from tests.partitioning.programs import all_reduce, make_mesh, told
+from analysis.collectives import Collective, collectives
+from tests.analysis.programs import all_reduce, make_mesh, told
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 import html as markup
 from collections.abc import Mapping
 
-from partitioning.layout import size_text
-from planning import report
-from planning.hardware import REASONS, SOURCES
+from analysis.accelerators import ACCELERATORS
+from analysis.chips import REASONS, SOURCES
+from partitioning.shardings import size_text
 from planning.plan import Plan
-from training.hardware import ACCELERATORS
-from training.page import Page, Side, legend, meshes, table
-from training.page_style import HEAD, TAIL
+from reports import plan_text
+from reports.html import HEAD, TAIL
+from reports.layout_page import Page, Side, legend, meshes, table
 
 WIDTH = 560  # pixels of the longest bar
 
@@ -18,11 +18,11 @@ def html(plan: Plan) -> str:
   """Returns the page, which needs nothing else."""
   side = Side(plan.title, plan.job, (), plan.topology.name)
   page, name = Page([side]), f"{plan.title} on {plan.topology.name}"
-  notes = [*report.remarks(plan), *(f"warning: {warning}" for warning in plan.warnings)]
+  notes = [*plan_text.remarks(plan), *(f"warning: {warning}" for warning in plan.warnings)]
   parts = [
     HEAD.replace("TITLE", markup.escape(f"Plan: {name}")),
     f"<h1>Plan: {markup.escape(name)}</h1>",
-    f"<p><b>{markup.escape(report.verdict(plan))}</b></p>",
+    f"<p><b>{markup.escape(plan_text.verdict(plan))}</b></p>",
     *(f"<p>{markup.escape(note)}</p>" for note in notes),
     meshes([side]),
     "<h2>Memory per device</h2>",
@@ -71,7 +71,7 @@ def _axes(plan: Plan) -> str:
     return "<p>Not computed: it does not fit.</p>"
   if not plan.sent:
     return "<p>No collectives.</p>"
-  rows, sums = [], report.sums(plan)
+  rows, sums = [], plan_text.sums(plan)
   most = max(max(row.seconds for row in sums), 1e-12)
   for row in sums:
     texts = [row.axis, row.kind, row.network, f"{row.runs:,}", size_text(row.bytes)]
@@ -100,9 +100,14 @@ def _time(plan: Plan) -> str:
   if plan.step_seconds is None:
     return "<p>Not computed: it does not fit.</p>"
   low, expected, high = plan.step_seconds
-  values = {**report.terms(plan), "step, low": low, "step, expected": expected, "step, high": high}
-  texts = {name: report.duration(seconds) for name, seconds in values.items()}
-  said = "".join(f"<p>{markup.escape(line)}</p>" for line in report.time_lines(plan))
+  values = {
+    **plan_text.terms(plan),
+    "step, low": low,
+    "step, expected": expected,
+    "step, high": high,
+  }
+  texts = {name: plan_text.duration(seconds) for name, seconds in values.items()}
+  said = "".join(f"<p>{markup.escape(line)}</p>" for line in plan_text.time_lines(plan))
   return said + _bars("term", values, texts, max(values.values()))
 
 

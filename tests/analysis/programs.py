@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from partitioning.collectives import collectives
+from analysis.collectives import collectives
 
 
 def make_mesh(devices=None, **sizes):

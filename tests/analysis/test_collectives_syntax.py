@@ -5,9 +5,9 @@ import re
 import jax
 import pytest
 
-from partitioning import hlo
-from partitioning.collectives import collectives
-from tests.partitioning.programs import all_reduce, entry, make_mesh, told
+from analysis import hlo
+from analysis.collectives import collectives
+from tests.analysis.programs import all_reduce, entry, make_mesh, told
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from analysis.accelerators import ACCELERATORS
 from runtime.suggest import nearest
-from training.hardware import ACCELERATORS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Chip:
     link_bandwidth: bytes per second that a device sends along one axis of the torus, both links
       in use; of a GPU, over NVLink.
     slow_bandwidth: bytes per second of a device to those beyond the slice or the machine.
-    flops: bfloat16 operations per second, of training/hardware.py.
+    flops: bfloat16 operations per second, of analysis/accelerators.py.
     latency: seconds that a collective takes besides its bytes and hops.
     torus: dims of a TPU's torus; 0 for GPUs, whose switch joins all devices of a machine.
     devices_per_chip: JAX devices that a chip is.
@@ -31,7 +31,7 @@ class Chip:
       size of an axis that has them.
     machine: devices that a switch joins, where there is no torus.
     network: what joins the devices of a machine, where there is no torus.
-    source: of the numbers; that of `flops` stands in training/hardware.py.
+    source: of the numbers; that of `flops` stands in analysis/accelerators.py.
   """
 
   name: str
@@ -119,7 +119,7 @@ _CHIPS = (
 
 
 def _with_peak(chip: Chip) -> Chip:
-  """Returns a chip with its peak from `training.hardware`; the one that is made up has its own."""
+  """Returns a chip with its peak from `accelerators`; the one that is made up has its own."""
   if chip.name == "cpu":
     return chip
   return dataclasses.replace(chip, flops=1e12 * ACCELERATORS[chip.name].bfloat16_tflops)

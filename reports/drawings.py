@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from rich.text import Text
 
-from partitioning import svg as svg_drawing
 from partitioning.rules import Placement
-from partitioning.sheets import (
+from reports import svg as svg_drawing
+from reports.grid import (
   Cell,
   Edge,
   Sheet,

@@ -7,10 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from partitioning import collectives, layout
+from analysis import collectives
+from partitioning import shardings
+from reports import layout_page
+from reports.layout_text import job_text
 from tests.jobs import make_job
-from training import page
-from training.job import job_text
 
 VOID = {"meta", "br", "wbr"}
 
@@ -59,12 +60,14 @@ def job():
 
 @pytest.fixture(scope="module")
 def text(job):
-  return page.html(job, titles=("a_strategy", ""))
+  return layout_page.html(job, titles=("a_strategy", ""))
 
 
 @pytest.fixture(scope="module")
 def two():
-  return page.html(make_job("dp8", "mlp"), make_job("dp4_tp2", "mlp"), titles=("dp8", "dp4_tp2"))
+  return layout_page.html(
+    make_job("dp8", "mlp"), make_job("dp4_tp2", "mlp"), titles=("dp8", "dp4_tp2")
+  )
 
 
 def test_every_array_has_a_row_with_its_numbers_and_its_rule(job, text):
@@ -75,12 +78,12 @@ def test_every_array_has_a_row_with_its_numbers_and_its_rule(job, text):
       cells = read.row(name)
       assert cells[1:9] == [
         p.letters or "-",
-        layout.shape_text(p.shape),
+        shardings.shape_text(p.shape),
         str(p.dtype),
-        layout.spec_text(p.spec, len(p.shape)),
-        layout.shape_text(layout.shard_shape(p.shape, p.spec, sizes)),
-        layout.size_text(layout.bytes_per_device(p, sizes)),
-        str(layout.copies(p, sizes)),
+        shardings.spec_text(p.spec, len(p.shape)),
+        shardings.shape_text(shardings.shard_shape(p.shape, p.spec, sizes)),
+        shardings.size_text(shardings.bytes_per_device(p, sizes)),
+        str(shardings.copies(p, sizes)),
         cells[8],
       ]
       assert cells[9].splitlines() == [p.rule, *(f"note: {note}" for note in p.notes)]
@@ -104,7 +107,7 @@ def test_the_drawings_are_those_of_the_shardings(job, text):
   drawings = len({link for link in Reader(text).links if link.startswith("#drawing-")})
   assert len(found) == 1 + drawings + len(job.activations.seen)  # the mesh is drawn, too
   up = job.placements["parameters"]["layers/mlp/up/kernel"]
-  side = page.Side("", job, ())
+  side = layout_page.Side("", job, ())
   assert side.drawing(up) in text
   assert "over fsdp (2 x" in side.drawing(up)
   ids = Reader(text).ids
@@ -117,9 +120,9 @@ def test_the_drawings_are_those_of_the_shardings(job, text):
 def test_modules_have_their_sums(job, text):
   parameters = job.placements["parameters"]
   inside = [p for name, p in parameters.items() if name.startswith("layers/mlp/")]
-  size = sum(layout.bytes_per_device(p, job.devices.sizes) for p in inside)
+  size = sum(shardings.bytes_per_device(p, job.devices.sizes) for p in inside)
   said = "".join(Reader(text).said)
-  assert f"layers/mlp {len(inside)} arrays, {layout.size_text(size)} per device" in said
+  assert f"layers/mlp {len(inside)} arrays, {shardings.size_text(size)} per device" in said
   for group in ("embed", "layers/attention", "unembed", "optimizer/0/mu"):
     assert f"<b>{group}</b>" in text
 
@@ -139,18 +142,20 @@ def test_the_costs_are_the_collectives_of_the_compiled_step(job, text):
     name = " + ".join(f"{axis}=2" for axis in axes)
     [at] = [i for i, cells in enumerate(table) if cells[0] == name]
     ours = [row for row in rows if row.axes == axes]
-    assert table[at][4] == layout.size_text(sum(row.bytes for row in ours))
+    assert table[at][4] == shardings.size_text(sum(row.bytes for row in ours))
     for row, cells in zip(ours, table[at + 1 :], strict=False):
-      sizes = [layout.size_text(size) for size in (row.bytes / row.count, row.bytes)]
+      sizes = [shardings.size_text(size) for size in (row.bytes / row.count, row.bytes)]
       assert cells[1:5] == [row.kind, str(row.count), *sizes]
 
 
 def test_activations_are_listed_and_drawn(job, text):
   rows = [row for row in Reader(text).rows if len(row) == 5]
   for c in job.activations.seen:
-    assert [c.letters, layout.shape_text(c.shape), layout.spec_text(c.spec, len(c.shape))] in [
-      [row[0], row[2], row[3]] for row in rows
-    ]
+    assert [
+      c.letters,
+      shardings.shape_text(c.shape),
+      shardings.spec_text(c.spec, len(c.shape)),
+    ] in [[row[0], row[2], row[3]] for row in rows]
 
 
 def test_the_page_needs_nothing_from_outside_and_is_small(text, two):
@@ -162,12 +167,12 @@ def test_the_page_needs_nothing_from_outside_and_is_small(text, two):
 
 
 def test_names_are_escaped(job, monkeypatch):
-  monkeypatch.setattr(page, "_costs", lambda job: [])
+  monkeypatch.setattr(layout_page, "_costs", lambda job: [])
   [(_, first), *rest] = job.placements["parameters"].items()
   odd = dataclasses.replace(first, name="a<b>/c&d", rule="(?P<x>a|&b)", notes=("<i>",))
   parameters = {odd.name: odd, **dict(rest)}
   changed = dataclasses.replace(job, placements={**job.placements, "parameters": parameters})
-  text = page.html(changed, titles=('<script>"x"</script>', ""))
+  text = layout_page.html(changed, titles=('<script>"x"</script>', ""))
   read = Reader(text)
   assert 'Layout: <script>"x"</script>' in "".join(read.said)
   assert read.row("a<b>/c&d")[9] == "(?P<x>a|&b)\nnote: <i>"
@@ -177,8 +182,8 @@ def test_names_are_escaped(job, monkeypatch):
 
 def test_an_axis_along_which_nothing_is_sent_is_named(job, monkeypatch):
   rows = [collectives.Row("all-gather", ("fsdp",), None, 4096)]
-  monkeypatch.setattr(page, "_costs", lambda job: rows)
-  text = page.html(job)
+  monkeypatch.setattr(layout_page, "_costs", lambda job: rows)
+  text = layout_page.html(job)
   assert "Nothing is sent along data=2, tensor=2." in text
   [cells] = [row for row in Reader(text).rows if row[1:2] == ["all-gather"]]
   assert cells[2:5] == ["?", "4.0 KiB", "4.0 KiB"]
@@ -211,22 +216,22 @@ def test_two_layouts_beside_each_other_mark_what_differs(two):
 
 
 def test_a_layout_against_itself_differs_nowhere(monkeypatch):
-  monkeypatch.setattr(page, "_costs", lambda job: [])
+  monkeypatch.setattr(layout_page, "_costs", lambda job: [])
   job = make_job("dp4_tp2", "mlp")
-  text = page.html(job, job)
+  text = layout_page.html(job, job)
   assert "≠" not in text
   assert "<h4>both</h4>" in text
   assert "<h4>this layout</h4>" not in text
 
 
 def test_an_array_that_one_layout_does_not_have(monkeypatch):
-  monkeypatch.setattr(page, "_costs", lambda job: [])
+  monkeypatch.setattr(layout_page, "_costs", lambda job: [])
   whole = make_job("dp8", "mlp")
   [gone, *rest] = whole.placements["parameters"]
   parameters = {name: whole.placements["parameters"][name] for name in rest}
   part = dataclasses.replace(whole, placements={**whole.placements, "parameters": parameters})
   for jobs, line in (((whole, part), 1), ((part, whole), 0)):
-    read = Reader(page.html(*jobs))
+    read = Reader(layout_page.html(*jobs))
     row = read.row(gone)
     assert row[0] == f"≠ {gone}"
     assert row[5].split("\n")[line] == "not there"

@@ -1,6 +1,5 @@
-"""The layout as people read it: a row per array, its bytes per device, two strategies compared."""
+"""Shardings of arrays: shard shapes, bytes per device, NamedShardings, actual against declared."""
 
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,11 +8,8 @@ import humanize
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from partitioning.dims import Legend, axes_size, spec_axes
+from partitioning.dims import axes_size, spec_axes
 from partitioning.rules import LayoutError, Placement, named_leaves
 
 
@@ -80,79 +76,6 @@ def size_text(count: int) -> str:
   return humanize.naturalsize(count, binary=True)
 
 
-def legend_text(legend: Legend) -> str:
-  """Returns the legend, a line per letter."""
-  lines = ["legend: letter, dim, size"]
-  for letter, dim in legend.items():
-    size = "differs" if dim.size is None else str(dim.size)
-    exception = "  (may replicate where its axes do not divide it)" if dim.may_replicate else ""
-    lines.append(f"  {letter}  {dim.name:<14} {size:>8}{exception}")
-  return "\n".join(lines)
-
-
-def table_text(
-  sections: Mapping[str, Sequence[Placement]], sizes: Mapping[str, int], *, whole: bool = True
-) -> str:
-  """Returns the layout table: a row per array, the bytes per device, and what is replicated.
-
-  Args:
-    sections: title (`parameters`, `optimizer`, `batch`) -> placements.
-    sizes: mesh axis -> size.
-    whole: False leaves out types and rules, and gives the optimizer one line for all leaves.
-  """
-  more = ("dtype", "dims", "rule") if whole else ()
-  table = _table("array", "shape", *more, "spec", "shard")
-  table.add_column("bytes/device", justify="right")
-  table.add_column("copies", justify="right")
-  for title, placements in sections.items():
-    total = sum(bytes_per_device(p, sizes) for p in placements)
-    table.add_row(title, *[""] * (3 + len(more)), size_text(total), "", style="bold")
-    for p in placements if whole or title != "optimizer" else ():
-      table.add_row(
-        f"  {p.name}",
-        shape_text(p.shape),
-        *((str(np.dtype(p.dtype)), p.letters or "-", p.rule) if whole else ()),
-        spec_text(p.spec, len(p.shape)),
-        shape_text(shard_shape(p.shape, p.spec, sizes)),
-        size_text(bytes_per_device(p, sizes)),
-        str(copies(p, sizes)),
-      )
-    table.add_section()
-  notes = [f"note: {p.name}: {note}" for ps in sections.values() for p in ps for note in p.notes]
-  return "\n".join([render(table), *notes])
-
-
-def against_text(
-  ours: Mapping[str, Placement],
-  theirs: Mapping[str, Placement],
-  sizes: tuple[Mapping[str, int], Mapping[str, int]],
-  titles: tuple[str, str],
-) -> str:
-  """Returns two layouts side by side; `*` marks an array that differs."""
-  table = _table("", "array", "shape")
-  for title in titles:
-    table.add_column(title)
-    table.add_column("bytes/device", justify="right")
-  for name in [*ours, *(name for name in theirs if name not in ours)]:
-    pair = (ours.get(name), theirs.get(name))
-    cells = []
-    for placement, size in zip(pair, sizes, strict=True):
-      if placement is None:
-        cells.append(("not there", "0 Bytes"))
-      else:
-        spec = spec_text(placement.spec, len(placement.shape))
-        cells.append((spec, size_text(bytes_per_device(placement, size))))
-    shapes = list(dict.fromkeys(shape_text(p.shape) for p in pair if p))
-    differs = "*" if cells[0] != cells[1] else ""
-    table.add_row(differs, name, " | ".join(shapes), *cells[0], *cells[1])
-  totals = [
-    size_text(sum(bytes_per_device(p, size) for p in placements.values()))
-    for placements, size in zip((ours, theirs), sizes, strict=True)
-  ]
-  table.add_row("", "all", "", "", totals[0], "", totals[1], style="bold")
-  return render(table)
-
-
 def check_placed(tree: Any, placements: Mapping[str, Placement], mesh: Mesh, prefix: str = ""):
   """Compares the sharding that every leaf really has with its spec.
 
@@ -183,19 +106,3 @@ def shardings(tree: Any, placements: Mapping[str, Placement], mesh: Mesh, prefix
     ),
     tree,
   )
-
-
-def render(table: Table) -> str:
-  """Returns a rich table as plain text, as wide as it needs to be."""
-  # Plain: rich would read the brackets of a pattern as markup, and cut what is too wide.
-  plain = {"color_system": None, "markup": False, "emoji": False, "highlight": False}
-  console = Console(file=io.StringIO(), width=10_000, **plain)
-  console.print(table)
-  return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
-
-
-def _table(*columns: str) -> Table:
-  table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-  for column in columns:
-    table.add_column(column, no_wrap=True)
-  return table

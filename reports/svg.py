@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from partitioning.sheets import (
+from reports.grid import (
   Cell,
   Edge,
   Sheet,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from partitioning import hlo
+from analysis import hlo
 
 
 @pytest.mark.parametrize(

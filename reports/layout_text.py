@@ -1,0 +1,150 @@
+"""The layout as text: a row per array, its bytes per device, two strategies compared."""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from partitioning import shardings
+from partitioning.dims import Legend
+from partitioning.rules import Placement
+from partitioning.shardings import (
+  bytes_per_device,
+  copies,
+  shape_text,
+  shard_shape,
+  size_text,
+  spec_text,
+)
+from reports import drawings
+from training.job import Job
+
+
+def legend_text(legend: Legend) -> str:
+  """Returns the legend, a line per letter."""
+  lines = ["legend: letter, dim, size"]
+  for letter, dim in legend.items():
+    size = "differs" if dim.size is None else str(dim.size)
+    exception = "  (may replicate where its axes do not divide it)" if dim.may_replicate else ""
+    lines.append(f"  {letter}  {dim.name:<14} {size:>8}{exception}")
+  return "\n".join(lines)
+
+
+def table_text(
+  sections: Mapping[str, Sequence[Placement]], sizes: Mapping[str, int], *, whole: bool = True
+) -> str:
+  """Returns the layout table: a row per array, the bytes per device, and what is replicated.
+
+  Args:
+    sections: title (`parameters`, `optimizer`, `batch`) -> placements.
+    sizes: mesh axis -> size.
+    whole: False leaves out types and rules, and gives the optimizer one line for all leaves.
+  """
+  more = ("dtype", "dims", "rule") if whole else ()
+  table = _table("array", "shape", *more, "spec", "shard")
+  table.add_column("bytes/device", justify="right")
+  table.add_column("copies", justify="right")
+  for title, placements in sections.items():
+    total = sum(bytes_per_device(p, sizes) for p in placements)
+    table.add_row(title, *[""] * (3 + len(more)), size_text(total), "", style="bold")
+    for p in placements if whole or title != "optimizer" else ():
+      table.add_row(
+        f"  {p.name}",
+        shape_text(p.shape),
+        *((str(np.dtype(p.dtype)), p.letters or "-", p.rule) if whole else ()),
+        spec_text(p.spec, len(p.shape)),
+        shape_text(shard_shape(p.shape, p.spec, sizes)),
+        size_text(bytes_per_device(p, sizes)),
+        str(copies(p, sizes)),
+      )
+    table.add_section()
+  notes = [f"note: {p.name}: {note}" for ps in sections.values() for p in ps for note in p.notes]
+  return "\n".join([render(table), *notes])
+
+
+def against_text(
+  ours: Mapping[str, Placement],
+  theirs: Mapping[str, Placement],
+  sizes: tuple[Mapping[str, int], Mapping[str, int]],
+  titles: tuple[str, str],
+) -> str:
+  """Returns two layouts side by side; `*` marks an array that differs."""
+  table = _table("", "array", "shape")
+  for title in titles:
+    table.add_column(title)
+    table.add_column("bytes/device", justify="right")
+  for name in [*ours, *(name for name in theirs if name not in ours)]:
+    pair = (ours.get(name), theirs.get(name))
+    cells = []
+    for placement, size in zip(pair, sizes, strict=True):
+      if placement is None:
+        cells.append(("not there", "0 Bytes"))
+      else:
+        spec = spec_text(placement.spec, len(placement.shape))
+        cells.append((spec, size_text(bytes_per_device(placement, size))))
+    shapes = list(dict.fromkeys(shape_text(p.shape) for p in pair if p))
+    differs = "*" if cells[0] != cells[1] else ""
+    table.add_row(differs, name, " | ".join(shapes), *cells[0], *cells[1])
+  totals = [
+    size_text(sum(bytes_per_device(p, size) for p in placements.values()))
+    for placements, size in zip((ours, theirs), sizes, strict=True)
+  ]
+  table.add_row("", "all", "", "", totals[0], "", totals[1], style="bold")
+  return render(table)
+
+
+def render(table: Table) -> str:
+  """Returns a rich table as plain text, as wide as it needs to be."""
+  # Plain: rich would read the brackets of a pattern as markup, and cut what is too wide.
+  plain = {"color_system": None, "markup": False, "emoji": False, "highlight": False}
+  console = Console(file=io.StringIO(), width=10_000, **plain)
+  console.print(table)
+  return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
+
+
+def _table(*columns: str) -> Table:
+  table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+  for column in columns:
+    table.add_column(column, no_wrap=True)
+  return table
+
+
+def job_text(job: Job, *, whole: bool = True) -> str:
+  """Returns the legend, the layout table, and the sums below it.
+
+  Args:
+    job: the job.
+    whole: also the rules, the optimizer's leaves and the activations: too wide and too
+      long for the start of a run, but what `layout` prints and `layout.txt` holds.
+  """
+  sizes = job.devices.sizes
+  sections = {title: list(rows.values()) for title, rows in job.placements.items()}
+  parameters = sections["parameters"]
+  held = [*parameters, *sections["optimizer"]]
+  count = sum(math.prod(p.shape) for p in parameters)
+  per_device = sum(shardings.bytes_per_device(p, sizes) for p in held)
+  replicated = shardings.replicated_bytes(held, sizes)
+  lines = [legend_text(job.legend)] if whole else []
+  lines.append(table_text(sections, sizes, whole=whole))
+  if whole:
+    every = [p for placements in sections.values() for p in placements]
+    if ways := drawings.ways_text(every, job.mesh):
+      lines += ["how they lie, the devices that hold each block:", "", ways, ""]
+    lines += ["activations, in the order of the forward pass:", *_activation_lines(job), ""]
+  lines.append(
+    f"{count:,} parameters; with optimizer state {shardings.size_text(per_device)} per device, "
+    f"of which {shardings.size_text(replicated)} are held whole by every device"
+  )
+  return "\n".join(lines)
+
+
+def _activation_lines(job: Job) -> list[str]:
+  return [
+    f"  {c.letters:<5} {shape_text(c.shape):<20} {spec_text(c.spec, len(c.shape))}"
+    + "".join(f"  note: {note}" for note in c.notes)
+    for c in job.activations.seen
+  ]
