@@ -23,11 +23,11 @@ taken over the workdir; 3 compare: they differ, plan: it does not fit; 75 stoppe
 Ctrl-C after saving; 130 by a second Ctrl-C, without saving.
 """
 
-from processes import stopping
+from processes import preemption
 from runtime import jax_variables
 
 if __name__ == "__main__":  # what is imported below takes seconds, and Ctrl-C comes then, too
-  stopping.begin()
+  preemption.begin()
   jax_variables.load()
 
 import functools
@@ -44,16 +44,16 @@ from commands.flags import parse_flags
 from commands.refusal import NO, refuse
 from partitioning import shardings
 from planning import launching
-from processes import group as groups
-from processes.lockstep import Lockstep
+from processes import coordination as groups
+from processes.preemption import EXIT_CODE, StopRequest
 from processes.printable import printable
-from processes.stopping import EXIT_CODE, StopRequest
+from processes.step_barrier import Lockstep
 from processes.watchdog import STARTING, Watchdog
 from reports import layout_page, layout_text
-from runtime import files, xla_flags
+from runtime import devices, files, xla_flags
 from tour import chapters
 from tour import run as tour
-from training import agreement, comparison, devices, opening, owning, resuming, running, sampling
+from training import agreement, comparison, opening, owning, resuming, running, sampling
 from training.evaluation import Evaluator
 from training.reporting import ProgressLine, say
 
@@ -108,7 +108,7 @@ def _run_verb(verb: str, watch: Watchdog) -> int:
     agreement.about_to_start(configs, flags.facts(verb))
     # What a verb returns runs outside of this block: from there on, errors are no refusals.
     run = RUNS[verb](watch)
-  except stopping.Stopped:
+  except preemption.Stopped:
     watch.leave()
   except (ValueError, OSError, RuntimeError) as error:
     return refuse(error, watch)
@@ -274,4 +274,4 @@ RUNS = {
 
 
 if __name__ == "__main__":
-  app.run(stopping.ending(main), flags_parser=parse_flags)
+  app.run(preemption.ending(main), flags_parser=parse_flags)

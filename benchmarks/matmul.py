@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from partitioning.mesh import make_mesh
-from training import devices
+from runtime import devices
 
 _BATCH = flags.DEFINE_integer("batch", 8, "Products; a multiple of the devices.", 1)
 _SIZE = flags.DEFINE_integer("size", None, "Rows and columns of a matrix.", 1)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from launch.local import free_port
-from processes import listening, rollcall, tokens
+from processes import listening, rendezvous, tokens
 
 TIMEOUT_SECONDS = 120.0
 _STACK_BYTES = 2**18
@@ -120,7 +120,7 @@ def _play(
       time.sleep(late_seconds)
     try:
       token = tokens.Token(None, address)
-      key = rollcall.call(address, count, index, token=token, timeout_seconds=TIMEOUT_SECONDS)
+      key = rendezvous.call(address, count, index, token=token, timeout_seconds=TIMEOUT_SECONDS)
       keys.add(key.decode())
     except (OSError, RuntimeError) as error:
       wrong[index] = f"{type(error).__name__}: {error}"

@@ -48,10 +48,11 @@ from etils import epath
 from benchmarks import reference
 from configs import base
 from input_pipeline.batches import EvaluationBatches
-from processes.group import current
-from processes.stopping import StopRequest
+from processes.coordination import current
+from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
-from training import devices, job, loop, opening, resuming
+from runtime import devices
+from training import job, loop, opening, resuming
 
 _CASES = flags.DEFINE_list(
   "cases",

@@ -15,7 +15,7 @@ _POINT, _SAID, _FAILED, _SHARED = "checkpoint", "checkpoint_said", "save_failed"
 
 
 class Group(Protocol):
-  """The processes, as one of them sees them: `processes.group.Group` is such a group."""
+  """The processes, as one of them sees them: `processes.coordination.Group` is such a group."""
 
   index: int
   count: int

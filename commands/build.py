@@ -4,7 +4,8 @@ import jax
 
 from commands import config_flag, flags
 from configs import base
-from training import comparison, compilation_cache, devices, job
+from runtime import compilation_cache, devices
+from training import comparison, job
 
 
 def prepare(*config_flags_given, proof: bool = False) -> list[job.Job]:

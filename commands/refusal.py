@@ -6,10 +6,10 @@ import traceback
 
 from absl import flags
 
-from processes import group as groups
+from processes import coordination as groups
 from processes.preflight import DifferenceError, NotComeError
 from processes.printable import printable
-from processes.rollcall import MissingError, RollCallError, ToldError
+from processes.rendezvous import MissingError, RollCallError, ToldError
 from processes.watchdog import Watchdog
 
 REFUSED, NO = 2, 3

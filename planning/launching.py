@@ -27,12 +27,12 @@ from rich.console import Console
 
 from analysis.chips import overridden
 from planning.topologies import parse
-from processes import stopping
+from processes import preemption
 from processes.printable import printable
 from runtime import files
+from runtime.provenance import everything
 from training.reporting import duration
 from training.resuming import plain
-from training.versions import everything
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # No TPU is looked for, and several compilers may be loaded at once.
@@ -77,7 +77,7 @@ def run(
   if kept and not debug and (kept / REPORT).exists():
     known = "cached plan of the same config, topology, code and versions"
     return _deliver(kept, workdir, f"{known}: {kept}")
-  with tempfile.TemporaryDirectory() as name, stopping.undone(lambda: shutil.rmtree(name)):
+  with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
     folder = pathlib.Path(name)
     request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
     code = _make(request, folder, debug=debug)
@@ -110,7 +110,7 @@ def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> i
       start_new_session=True,
     )
     asked = threading.Event()
-    with stopping.undone(lambda: (asked.set(), _kill(worker))):
+    with preemption.undone(lambda: (asked.set(), _kill(worker))):
       try:
         os.close(write)
         more = {"folder": str(folder), "debug": debug, "phases": write}
@@ -124,7 +124,7 @@ def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> i
         with contextlib.suppress(BrokenPipeError):
           worker.stdin.close()
   if asked.is_set():  # to stop, in the thread that waits for signals, which ends this process
-    sys.exit(stopping.EXIT_CODE)
+    sys.exit(preemption.EXIT_CODE)
   if code == 2:
     raise ValueError((folder / "refusal").read_text())
   if code:
@@ -150,7 +150,7 @@ def _watch(phases: BinaryIO, *, quiet: bool) -> None:
       pass
     return
   phase = "starting"
-  with console.status("") as line, stopping.undone(line.stop):  # which shows the cursor again
+  with console.status("") as line, preemption.undone(line.stop):  # which shows the cursor again
     while True:
       seconds = duration(time.monotonic() - began)
       line.update(f"plan: {phase}, {seconds} (Ctrl-C stops it; nothing is lost)")

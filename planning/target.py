@@ -17,7 +17,8 @@ from partitioning import shardings
 from partitioning.mesh import resolve_sizes
 from planning.topologies import Topology, of_devices
 from planning.traffic import Places, in_order
-from training import devices, job
+from runtime import devices
+from training import job
 
 # Devices to lay arrays out on, where there is no compiler: made once, as they are when JAX starts,
 # so many times what the plan asks for; the advice may ask for more.

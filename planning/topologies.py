@@ -13,8 +13,8 @@ import jax
 from analysis import accelerators
 from analysis.chips import CHIPS, Chip
 from planning.slices import resolve
+from runtime.devices import Devices, memory_bytes
 from runtime.suggest import nearest
-from training.devices import Devices, memory_bytes
 
 EXAMPLES = {2: "4x4, 8x8, 16x16", 3: "2x2x2, 4x4x4, 8x8x16"}
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from etils import epath
 
-from processes.group import Group, NotTogetherError
+from processes.coordination import Group, NotTogetherError
 
 _MOST_LINES = 12
 _MOST_KINDS = 64  # of facts that are compared

@@ -22,7 +22,7 @@ from typing import Any
 
 from etils import epath
 
-from processes import stopping
+from processes import preemption
 
 VARIABLE = "MESHWRIGHT_TOKEN"
 LEAST_CHARACTERS = 16
@@ -134,7 +134,7 @@ class Token:
           empty.rmdir()
 
     try:
-      with stopping.undone(remove):  # also where a signal ends this process meanwhile
+      with preemption.undone(remove):  # also where a signal ends this process meanwhile
         yield text.encode()
     finally:
       remove()

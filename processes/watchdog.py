@@ -17,11 +17,11 @@ import time
 import traceback
 from typing import NoReturn
 
-from processes import group as groups
-from processes.exchange import Exchange
+from processes import coordination as groups
+from processes.heartbeat import Exchange
+from processes.preemption import EXIT_CODE, INTERRUPTED, StopRequest, tell
 from processes.printable import printable
 from processes.progress import Measure, Progress
-from processes.stopping import EXIT_CODE, INTERRUPTED, StopRequest, tell
 
 PERIOD_SECONDS = 0.25
 # A lap that took so much longer than its period: this process was stopped, or the machine slept.

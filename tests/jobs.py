@@ -8,8 +8,8 @@ import numpy as np
 
 from configs import base
 from partitioning.mesh import resolve_sizes
+from runtime.devices import Devices
 from tests.compiling import FAST
-from training.devices import Devices
 from training.job import Job, prepare
 from training.step import State
 

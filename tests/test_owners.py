@@ -7,7 +7,7 @@ import os
 import threading
 
 from processes.claims import LocalClaims
-from processes.ownership import this_process
+from processes.workdir_lease import this_process
 from tests.checkpointing.states import contents
 from tests.cli import TINY_LM
 

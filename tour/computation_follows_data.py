@@ -12,9 +12,9 @@ from configs import base
 from partitioning.mesh import resolve_sizes
 from partitioning.rules import LayoutError
 from reports.drawings import picture
+from runtime.devices import Devices
 from tour import telling
 from tour.scene import Scene, Shown, mesh_of
-from training.devices import Devices
 from training.job import prepare
 
 TITLE = "Computation follows data"

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from processes import stopping
+from processes import preemption
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Each takes seconds; a busy machine is slower. What hangs shall not hang the tour.
@@ -108,7 +108,7 @@ def start(
   limit = threading.Timer(limit_seconds, running.terminate)
   limit.start()
   # A stop of the tour ends these, too: the Ctrl-C of a terminal reaches them, SIGTERM does not.
-  with stopping.undone(running.terminate), running:
+  with preemption.undone(running.terminate), running:
     waiting = stopped is not None
     for line in running.stdout:
       lines.append(line)

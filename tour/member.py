@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from input_pipeline.batches import TrainingBatches
 from input_pipeline.sources import array_source
 from partitioning.mesh import make_mesh
-from processes import group as groups
-from training import devices
+from processes import coordination as groups
+from runtime import devices
 
 ROWS = 16
 

@@ -12,10 +12,10 @@ from partitioning import shardings
 from partitioning.mesh import resolve_sizes
 from partitioning.rules import Placement
 from reports.drawings import picture
+from runtime.devices import Devices
 from tour import telling
 from tour.scene import Scene, Shown
 from training import opening
-from training.devices import Devices
 from training.job import Job, prepare
 
 TITLE = "A network under two strategies"

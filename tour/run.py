@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from reports import drawings
+from runtime import devices
 from tour.chapters import chosen
 from tour.scene import DEVICES, Scene, Shown
-from training import devices
 
 WIDTH = 100
 INDENT = 2

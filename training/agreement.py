@@ -1,8 +1,7 @@
 """What the processes of a run compare before the first collective; see processes/preflight.py."""
 
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,14 +9,13 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from checkpointing import reading, resume
-from input_pipeline.bad_records import Sharing
 from input_pipeline.sources import Source
 from processes import preflight
-from processes.group import Group, NotTogetherError, current
-from training import devices
+from processes.coordination import current
+from runtime import devices
+from runtime.provenance import everything
 from training.job import Job
 from training.resuming import plain
-from training.versions import everything
 
 # Variables that change what XLA and JAX compile. JAX's others say where a process finds things.
 _COMPILERS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -88,22 +86,3 @@ def about_to_run(
   preflight.agree(group, "run", facts, timeout_seconds=seconds)
   if writes:
     preflight.same_folder(group, workdir, timeout_seconds=seconds)
-
-
-def sharing(job: Job, group: Group | None = None) -> Sharing:
-  """Returns how the processes share the reading of all rows of a split.
-
-  They wait for the slowest as long as a start may take, and four times as long as they took; one
-  that has not come then is told by NotComeError.
-  """
-  group, began = group or current(), time.monotonic()
-  patience = job.config.processes.start_timeout_seconds
-
-  def gather(value: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    seconds = patience + 4 * (time.monotonic() - began)
-    try:
-      return group.gather("reading all rows", value, timeout_seconds=seconds)
-    except NotTogetherError as error:
-      raise preflight.NotComeError(str(error)) from error
-
-  return Sharing(group.index, group.count, gather)

@@ -10,8 +10,8 @@ from etils import epath
 
 from input_pipeline.batches import EvaluationBatches
 from input_pipeline.prefetch import Prefetcher
-from processes.group import current
-from processes.lockstep import Lockstep
+from processes.coordination import current
+from processes.step_barrier import Lockstep
 from processes.watchdog import EVALUATION, SAVING, Watchdog
 from training.job import Job
 from training.reporting import evaluated

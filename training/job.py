@@ -17,7 +17,7 @@ from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.dims import Legend, resolve
 from partitioning.mesh import make_mesh
 from partitioning.rules import LayoutError, Placement
-from training.devices import Devices, memory_bytes
+from runtime.devices import Devices, memory_bytes
 from training.objectives import BATCH, abstract_batch
 from training.step import Program, State, make_program
 

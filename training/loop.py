@@ -11,8 +11,8 @@ from etils import epath
 from analysis import collectives
 from checkpointing.store import SaveError
 from input_pipeline.prefetch import Prefetcher
-from processes.group import current
-from processes.lockstep import Lockstep
+from processes.coordination import current
+from processes.step_barrier import Lockstep
 from processes.watchdog import ENDING, SAVING, STARTING, Watchdog
 from training import log_schedule, probing, resuming
 from training.evaluation import Evaluation, Evaluator, is_logged

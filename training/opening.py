@@ -1,10 +1,15 @@
 """The batches of a job: both splits opened, and prepared on first use."""
 
 import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from input_pipeline.bad_records import Sharing
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.sources import Source, check_ids, open_source
-from training.agreement import sharing
+from processes import preflight
+from processes.coordination import Group, NotTogetherError, current
 from training.job import Job
 from training.waiting import preparing
 
@@ -56,3 +61,22 @@ def _open(job: Job, split: str) -> Source:
     if config.data.kind == "text":
       check_ids(source, config.model.vocabulary_size)
   return source
+
+
+def sharing(job: Job, group: Group | None = None) -> Sharing:
+  """Returns how the processes share the reading of all rows of a split.
+
+  They wait for the slowest as long as a start may take, and four times as long as they took; one
+  that has not come then is told by NotComeError.
+  """
+  group, began = group or current(), time.monotonic()
+  patience = job.config.processes.start_timeout_seconds
+
+  def gather(value: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    seconds = patience + 4 * (time.monotonic() - began)
+    try:
+      return group.gather("reading all rows", value, timeout_seconds=seconds)
+    except NotTogetherError as error:
+      raise preflight.NotComeError(str(error)) from error
+
+  return Sharing(group.index, group.count, gather)

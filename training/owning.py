@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from processes import group as groups
+from processes import coordination as groups
 from processes.claims import claims_to
-from processes.ownership import Ownership, acquire
 from processes.watchdog import STARTING, Watchdog
+from processes.workdir_lease import Ownership, acquire
 from training import resuming
 from training.job import Job
 from training.reporting import say

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from processes.group import Group
-from processes.pace import Pace
+from processes.coordination import Group
+from processes.stragglers import Pace
 from training.job import Job
 
 SIZE, PRODUCTS = 2048, 32  # matrices of 8 MiB; about a millisecond on an accelerator of 2023
@@ -20,8 +20,9 @@ _BETWEEN_SECONDS = 1.0
 def measured(job: Job, group: Group) -> Pace:
   """Returns what compares the processes of a run: by the speed of their accelerators as well.
 
-  The processors of simulated devices are shared with whatever else runs: a probe of them varies by
-  a factor of 50 on a busy machine, while what a process lost does not (see processes/pace.py).
+  The processors of simulated devices are shared with whatever else runs: a probe of them varies
+  by a factor of 50 on a busy machine, while what a process lost does not; see
+  processes/stragglers.py.
   """
   slow_ratio = job.config.processes.slow_ratio
   if job.devices.simulated or group.alone or not slow_ratio:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from partitioning import copies
 from partitioning.rules import named_leaves
-from processes.group import current
+from processes.coordination import current
 from training.job import Job
 from training.meter import TrainingStoppedError
 from training.step import State

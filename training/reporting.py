@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from tensorboardX import SummaryWriter
 
-from processes import stopping
-from processes.group import current
-from processes.ownership import Ownership
+from processes import preemption
+from processes.coordination import current
 from processes.printable import printable
+from processes.workdir_lease import Ownership
 from runtime import files
 from training import log_lines
 from training.appending import Lines
@@ -221,7 +221,7 @@ class ProgressLine:
       self._task = self._bar.add_task("", total=steps, text="")
       self._bar.start()
       # It hides the cursor, which must come back however the run ends.
-      self._undone.enter_context(stopping.undone(self._bar.stop))
+      self._undone.enter_context(preemption.undone(self._bar.stop))
 
   def __enter__(self) -> "ProgressLine":
     """Returns itself."""
@@ -271,7 +271,7 @@ def say(text: str) -> None:
   try:
     print(printable(text, longest=sys.maxsize), flush=True)
   except BrokenPipeError:
-    stopping.output_closed()
+    preemption.output_closed()
 
 
 def warn(text: str) -> None:

@@ -17,13 +17,13 @@ from checkpointing.store import Checkpointer
 from checkpointing.together import Together
 from input_pipeline.sources import Source
 from partitioning.shardings import size_text
-from processes.group import current
-from processes.ownership import Ownership
+from processes.coordination import current
 from processes.printable import printable
+from processes.workdir_lease import Ownership
+from runtime.provenance import versions
 from training import record_form, rollback, workdir_files
 from training.job import Job
 from training.step import State
-from training.versions import versions
 
 
 @dataclasses.dataclass(frozen=True)

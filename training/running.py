@@ -9,9 +9,9 @@ from etils import epath
 from input_pipeline.records import UnreadableError
 from input_pipeline.sources import Source
 from partitioning.mesh import mesh_text
-from processes import group as groups
+from processes import coordination as groups
+from processes.preemption import EXIT_CODE
 from processes.printable import printable
-from processes.stopping import EXIT_CODE
 from processes.watchdog import DONE, Watchdog
 from reports import layout_text
 from runtime import files

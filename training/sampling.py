@@ -30,7 +30,7 @@ from partitioning import shardings
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size, resolve
 from partitioning.rules import Placement
-from processes.group import current
+from processes.coordination import current
 from training.drawing import draw
 from training.job import Job
 from training.streaming import Printer, Row, as_bytes

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from processes import stopping
-from processes.group import current
+from processes import preemption
+from processes.coordination import current
 from training.reporting import say
 
 _SECONDS = 0.2  # between two looks at the clock
@@ -36,7 +36,7 @@ class Waiting:
     columns = (TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, refresh_per_second=2) as progress:
       self._progress, self._task = progress, progress.add_task(self._text)
-      with stopping.undone(progress.stop):
+      with preemption.undone(progress.stop):
         yield self
     self._progress = None
 
@@ -55,9 +55,9 @@ class Waiting:
     if now - self._looked < _SECONDS:
       return
     self._looked = now
-    stop = stopping.current()
+    stop = preemption.current()
     if stop:
-      raise stopping.Stopped(self._text)
+      raise preemption.Stopped(self._text)
     if self._progress is not None:
       rate = count / max(now - self._began, 1e-3)
       text = f"{self._text}: {count:,} {what}, {rate:,.0f} per second"
@@ -70,7 +70,7 @@ def preparing(name: str) -> Iterator[Waiting]:
   began = time.monotonic()
   waiting = Waiting(f"preparing {name}")
   with waiting.show():
-    stop = stopping.current()
+    stop = preemption.current()
     with stop.polled() if stop is not None else contextlib.nullcontext():
       yield waiting
   if waiting.done:

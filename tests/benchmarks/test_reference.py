@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import step_overhead
 from configs import base
+from runtime.devices import Devices
 from training import job
-from training.devices import Devices
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 3

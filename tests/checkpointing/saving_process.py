@@ -20,7 +20,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 from checkpointing import digests, whole  # noqa: E402
 from checkpointing.store import Checkpointer  # noqa: E402
 from checkpointing.together import Together  # noqa: E402
-from processes import group as groups  # noqa: E402
+from processes import coordination as groups  # noqa: E402
 from tests.checkpointing import states  # noqa: E402
 
 groups.connect(start_timeout_seconds=60, heartbeat_seconds=20)

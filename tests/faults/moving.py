@@ -18,10 +18,11 @@ from checkpointing import trees
 from checkpointing.store import Checkpointer
 from checkpointing.together import Together
 from configs import base, dp4_tp2
-from processes import group as groups
+from processes import coordination as groups
+from runtime import devices
 from tests.checkpointing import plain
 from tests.compiling import FAST
-from training import devices, opening
+from training import opening
 from training.job import Job, prepare
 from training.step import State
 

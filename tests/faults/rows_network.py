@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 from benchmarks import rendezvous
 from launch.local import free_port
-from processes import rollcall, tokens
-from processes.exchange import Exchange
+from processes import tokens
+from processes.heartbeat import Exchange
+from processes.rendezvous import call as join
 from tests.faults import same
 from tests.faults.harness import Run
 from tests.faults.plan import Trial
@@ -102,7 +103,7 @@ def _rendezvous(attempt: Attempt) -> None:
   def call(index: int) -> bytes:
     if index:
       gone.wait(60)
-    return rollcall.call(f"localhost:{port}", 4, index, token=token, timeout_seconds=60)
+    return join(f"localhost:{port}", 4, index, token=token, timeout_seconds=60)
 
   def attacks() -> None:
     for number in range(MESSAGES):

@@ -13,8 +13,8 @@ import sys
 
 from configs import base
 from reports.layout_text import job_text
-from training import devices
-from training.devices import Devices
+from runtime import devices
+from runtime.devices import Devices
 from training.job import prepare
 
 FOLDER = pathlib.Path(__file__).parent / "layout"

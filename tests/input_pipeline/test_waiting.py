@@ -5,8 +5,8 @@ import pathlib
 import pytest
 
 from input_pipeline import preparation
-from processes import stopping
-from processes.stopping import Stopped, StopRequest
+from processes import preemption
+from processes.preemption import Stopped, StopRequest
 from training import waiting
 
 
@@ -57,7 +57,7 @@ def test_a_stop_while_rows_are_written_keeps_what_was_built_before(config, tmp_p
   built = list(tmp_path.rglob("*.array_record*"))
   assert built, "the data set itself is whole, and is used by the next start"
   assert preparation.prepare(data, "test").manifest["rows"] > 5
-  assert stopping.current() is None
+  assert preemption.current() is None
 
 
 def test_a_log_gets_one_line_and_only_where_something_was_prepared(config, tmp_path, capsys):

@@ -20,9 +20,9 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from analysis import collectives
+from runtime import devices
 from tests.jobs import make_job
 from tests.parity.theory import LETTERS, NORM, TERMS, letters, shown, theory
-from training import devices
 from training.job import Job
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "budgets.md"

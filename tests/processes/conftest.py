@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from launch.local import free_port
-from processes import exchange, tokens, watchdog
+from processes import heartbeat, tokens, watchdog
 from tests.processes.clocks import Clock
 from tests.processes.starting import ROOT, SECONDS, TOKEN, Ended, printed
 
@@ -18,7 +18,7 @@ def clock(monkeypatch):
   """Returns the clock that the watchdog and the exchange look at."""
   made = Clock()
   monkeypatch.setattr(watchdog, "time", made)
-  monkeypatch.setattr(exchange, "time", made)
+  monkeypatch.setattr(heartbeat, "time", made)
   return made
 
 

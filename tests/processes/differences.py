@@ -114,7 +114,7 @@ KINDS = {
     ("--config.data.train_split=train[:50%]",),
   ),
   "code of the checkpoints": other_code("checkpointing/store.py"),
-  "code of the processes": other_code("processes/group.py"),
+  "code of the processes": other_code("processes/coordination.py"),
   "library: grain": other_library("grain"),
   "library: array-record": other_library("array-record"),
 }

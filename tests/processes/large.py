@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning import manual
-from processes import group as groups
-from training import devices
+from processes import coordination as groups
+from runtime import devices
 
 P = PartitionSpec
 MEGABYTE = 2**20

@@ -17,12 +17,12 @@ from configs import base
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.sources import array_source
 from partitioning.mesh import make_mesh
-from processes import group as groups
-from processes.lockstep import Lockstep
-from processes.stopping import StopRequest
+from processes import coordination as groups
+from processes.preemption import StopRequest
+from processes.step_barrier import Lockstep
 from processes.watchdog import Watchdog
+from runtime import devices
 from tests.jobs import make_job
-from training import devices
 from training.evaluation import Evaluator
 
 P = PartitionSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from processes.group import Group
+from processes.coordination import Group
 
 WAIT_SECONDS = 20  # a bound for a machine that is busy; nothing here takes it
 

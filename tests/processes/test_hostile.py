@@ -11,12 +11,12 @@ import time
 import pytest
 
 from launch.local import free_port
-from processes import exchange, roll, rollcall, tokens
-from processes.exchange import Exchange
+from processes import arrivals, heartbeat, rendezvous, tokens
+from processes.heartbeat import Exchange
 from processes.preflight import agree
 from tests.processes import hostile
 from tests.processes.stores import SharedStore, groups_of, together
-from tests.processes.test_rollcall import TOKEN, call, calls, said, went_well
+from tests.processes.test_rendezvous import TOKEN, call, calls, said, went_well
 
 STRANGERS = {
   "a browser": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -98,7 +98,7 @@ def test_what_is_signed_and_malformed_is_dropped():
 
   def act(hello, connection, nonce):
     text = json.dumps({**hello, "nonce": "n"})
-    send(tokens.line(TOKEN.encode(), roll.HELLO, text, nonce), connection, nonce)
+    send(tokens.line(TOKEN.encode(), arrivals.HELLO, text, nonce), connection, nonce)
 
   acts = [functools.partial(act, hello) for hello in MALFORMED.values()]
   result, *others = together(
@@ -121,8 +121,8 @@ def test_a_line_that_was_heard_elsewhere_is_worth_nothing():
 
   result, *others = together(
     lambda: call(port, 2, 0, seconds=1.0),
-    lambda: hostile.speak(port, functools.partial(again, roll.HELLO, False)),
-    lambda: hostile.speak(port, functools.partial(again, roll.ANSWER, True)),
+    lambda: hostile.speak(port, functools.partial(again, arrivals.HELLO, False)),
+    lambda: hostile.speak(port, functools.partial(again, arrivals.ANSWER, True)),
   )
   assert others == [None, None]
   assert "connections dropped: 2 signed with another token (from" in str(result)
@@ -134,16 +134,16 @@ def test_what_peers_say_reaches_no_terminal_with_control_characters():
 
   def act(connection, nonce):
     text = json.dumps({**hello, "nonce": "n"})
-    connection.sendall(tokens.line(TOKEN.encode(), roll.HELLO, text, nonce))
+    connection.sendall(tokens.line(TOKEN.encode(), arrivals.HELLO, text, nonce))
     connection.recv(4096)
 
   result, _ = together(lambda: call(port, 2, 0, seconds=5.0), lambda: hostile.speak(port, act))
-  assert isinstance(result, rollcall.ToldError)
+  assert isinstance(result, rendezvous.ToldError)
   assert r"(a\x1b[2J\nb, pid 1) refused: no\x07\x1b]0;t\x07" in str(result)
 
 
 def test_connections_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch):
-  monkeypatch.setattr(roll, "HELLO_SECONDS", 0.5)
+  monkeypatch.setattr(arrivals, "HELLO_SECONDS", 0.5)
   port, holding = free_port(), threading.Event()
   mute = [socket.socket() for _ in range(20)]
 
@@ -172,7 +172,7 @@ def test_connections_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch)
 
 
 def test_the_oldest_strangers_make_room_for_processes(monkeypatch):
-  monkeypatch.setattr(roll, "_MOST_STRANGERS", 4)
+  monkeypatch.setattr(arrivals, "_MOST_STRANGERS", 4)
   port, holding = free_port(), threading.Event()
   mute = [socket.socket() for _ in range(12)]
 
@@ -205,14 +205,14 @@ class Given(tokens.Token):
 
 
 def test_another_token_is_said_on_both_sides(monkeypatch):
-  monkeypatch.setattr(rollcall, "_OTHER_TOKEN_SECONDS", 0.5)
+  monkeypatch.setattr(rendezvous, "_OTHER_TOKEN_SECONDS", 0.5)
   port = free_port()
   first, other = together(
     lambda: call(port, 2, 0, seconds=3.0),
     lambda: call(port, 2, 1, seconds=60.0, token=Given("quite another token")),
   )
-  assert isinstance(first, rollcall.MissingError)
-  assert isinstance(other, rollcall.MissingError)
+  assert isinstance(first, rendezvous.MissingError)
+  assert isinstance(other, rendezvous.MissingError)
   assert "signed with another token (from 127.0.0.1)" in str(first)
   assert f"start all processes with the same {tokens.VARIABLE}, or all without it" in str(first)
   said = "process 0 there has another token than this process, from MESHWRIGHT_TOKEN"
@@ -227,13 +227,13 @@ def test_a_listener_without_the_token_can_tell_a_process_nothing():
       connection, _ = server.accept()
       with connection:
         key = b"not the token"
-        connection.sendall(tokens.line(key, roll.GREETING, '{"nonce": "n"}'))
+        connection.sendall(tokens.line(key, arrivals.GREETING, '{"nonce": "n"}'))
         connection.recv(4096)
-        answer = {"error": "give up", "kind": roll.REFUSED, "count": 2, "run": ""}
-        connection.sendall(tokens.line(key, roll.ANSWER, json.dumps(answer), "n", "n"))
+        answer = {"error": "give up", "kind": arrivals.REFUSED, "count": 2, "run": ""}
+        connection.sendall(tokens.line(key, arrivals.ANSWER, json.dumps(answer), "n", "n"))
 
     _, result = together(answers, lambda: call(port, 2, 1, seconds=1.0))
-  assert isinstance(result, rollcall.MissingError), result
+  assert isinstance(result, rendezvous.MissingError), result
   assert "give up" not in str(result)
 
 
@@ -292,7 +292,7 @@ def test_the_exchange_lives_on_and_hears_the_others():
   until = time.monotonic() + 20
   while not heard and time.monotonic() < until:
     time.sleep(0.01)
-  time.sleep(2 * exchange.PERIOD_SECONDS)
+  time.sleep(2 * heartbeat.PERIOD_SECONDS)
   alive = one._thread.is_alive()
   for each in (one, other):
     each.close()

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from launch.local import free_port
-from processes import listening, roll, rollcall, tokens
+from processes import arrivals, listening, rendezvous, tokens
 from tests.processes.stores import together
-from tests.processes.test_rollcall import TOKEN, call
+from tests.processes.test_rendezvous import TOKEN, call
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def reports(connection: socket.socket, count: int, index: int) -> None:
   _, text = tokens.split_line(connection.recv(4096))
   own = {"index": index, "count": count, "host": "h", "pid": index, "refused": "", "nonce": "n"}
   nonce = json.loads(text)["nonce"]
-  connection.sendall(tokens.line(TOKEN.encode(), roll.HELLO, json.dumps(own), nonce))
+  connection.sendall(tokens.line(TOKEN.encode(), arrivals.HELLO, json.dumps(own), nonce))
 
 
 def answered(connection: socket.socket) -> tuple[dict, int]:
@@ -79,7 +79,7 @@ def meet(count: int, *, missing: int = 0, silent: int = 0, seconds: float = 60.0
   def process_0():
     try:
       first.append(call(port, count, 0, seconds=seconds))
-    except rollcall.RollCallError as error:
+    except rendezvous.RollCallError as error:
       first.append(error)
 
   thread = threading.Thread(target=process_0)
@@ -102,7 +102,7 @@ def test_thousands_meet_beside_some_that_say_nothing():
 @pytest.mark.usefixtures("_many_files")
 def test_what_is_sent_to_each_does_not_grow_with_their_number():
   result, answers, sizes = meet(1300, missing=5, seconds=4.0)
-  assert isinstance(result, rollcall.MissingError)
+  assert isinstance(result, rendezvous.MissingError)
   assert "1295 of 1300 processes came" in str(result)
   assert "missing: 1295-1299; there: 0 (" in str(result)
   assert str(result).endswith(" and 1279 more")
@@ -111,9 +111,9 @@ def test_what_is_sent_to_each_does_not_grow_with_their_number():
 
 
 def test_missing_ones_are_named_as_ranges():
-  assert roll._ranges([3]) == "3"
-  assert roll._ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
-  assert re.fullmatch(r"1, 3, .*, 31 and 84 more", roll._ranges(range(1, 200, 2)))
+  assert arrivals._ranges([3]) == "3"
+  assert arrivals._ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
+  assert re.fullmatch(r"1, 3, .*, 31 and 84 more", arrivals._ranges(range(1, 200, 2)))
 
 
 # ------------------------------ open files ------------------------------
@@ -133,17 +133,17 @@ def test_the_limit_of_open_files_is_raised_for_them(monkeypatch):
 
 def test_a_limit_that_cannot_be_raised_is_said_to_all(monkeypatch):
   monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-  monkeypatch.setattr(roll, "_OWN_ERROR_SECONDS", 2.0)
+  monkeypatch.setattr(arrivals, "_OWN_ERROR_SECONDS", 2.0)
   port = free_port()
   first, *others = together(
     *[lambda index=index: call(port, 300, index, seconds=15.0) for index in (0, 1, 2)]
   )
   said = "open files for 300 connections, and its hard limit is 256 (RLIMIT_NOFILE); raise it"
   assert said in str(first)
-  assert type(first) is rollcall.RollCallError, "seen by itself: exit 2"
+  assert type(first) is rendezvous.RollCallError, "seen by itself: exit 2"
   for other in others:
     assert said in str(other)
-    assert type(other) is rollcall.ToldError, "told: exit 1"
+    assert type(other) is rendezvous.ToldError, "told: exit 1"
 
 
 # ------------------------------ where process 0 listens ------------------------------

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from processes import ownership
-from processes.ownership import this_process
+from processes import workdir_lease
+from processes.workdir_lease import this_process
 
 
 def test_who_lives_and_whose_number_was_used_again_are_told_apart():
@@ -37,8 +37,8 @@ def test_a_process_of_another_user_that_proc_hides_lives(monkeypatch):
 
 def test_a_zombie_is_dead():
   child = subprocess.Popen([sys.executable, "-c", ""])
-  ticks = ownership._ticks(child.pid)
+  ticks = workdir_lease._ticks(child.pid)
   os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
   assert ticks
-  assert ownership.Process("here", child.pid, ticks, this_process().machine).ended()
+  assert workdir_lease.Process("here", child.pid, ticks, this_process().machine).ended()
   child.wait()

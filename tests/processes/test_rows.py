@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from processes.group import Group
+from processes.coordination import Group
 from tests.processes import rows
 
 SCRIPT = pathlib.Path(__file__).parent / "rows.py"

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from processes import exchange
-from processes.exchange import Exchange
+from processes import heartbeat
+from processes.heartbeat import Exchange
 from processes.preflight import DifferenceError, NotComeError, agree
 from tests.processes.stores import SharedStore, groups_of, together
 
@@ -79,9 +79,9 @@ def test_looking_for_who_is_behind():
 
 
 def test_those_that_do_not_look_hear_it_of_process_0():
-  exchanges = waiting(exchange.WATCHERS + 2)
+  exchanges = waiting(heartbeat.WATCHERS + 2)
   last = exchanges[-1]
-  assert last.behind() == f"processes 0 to {exchange.WATCHERS - 1} look for who is behind"
+  assert last.behind() == f"processes 0 to {heartbeat.WATCHERS - 1} look for who is behind"
   for one in [*exchanges, exchanges[0], last]:
     one._post()
   assert last.behind() == exchanges[0].behind()
@@ -98,7 +98,7 @@ def test_of_a_stop_of_all_a_few_notices_are_enough():
     for one in exchanges:
       one._send()
       one._hear()
-  assert len(store.key_value_dir_get("notice/")) == exchange.WATCHERS
+  assert len(store.key_value_dir_get("notice/")) == heartbeat.WATCHERS
 
 
 def test_a_stop_of_the_last_one_alone_is_told():

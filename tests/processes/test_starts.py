@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from processes import group as groups
+from processes import coordination as groups
 from tests.processes.command_lines import MLP, losses
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from launch.local import free_port
-from processes import rollcall, stopping, tokens
+from processes import preemption, rendezvous, tokens
 from tests.processes.stores import together
 
 
@@ -69,7 +69,7 @@ def test_the_workdir_shows_it_while_process_0_waits_and_nothing_is_left(tmp_path
 
 def test_a_signal_while_process_0_waits_leaves_nothing(tmp_path):
   with token(tmp_path / "run").shown():
-    stopping.clean_up()  # before `os._exit`
+    preemption.clean_up()  # before `os._exit`
     assert [*tmp_path.iterdir()] == []
 
 
@@ -147,7 +147,7 @@ def test_a_workdir_that_cannot_be_written(tmp_path):
 def caller(folder, port: int, index: int, seconds: float = 20.0):
   """Returns the call of one of three processes with this workdir."""
   address = f"localhost:{port}"
-  return lambda: rollcall.call(
+  return lambda: rendezvous.call(
     address,
     3,
     index,
@@ -191,7 +191,7 @@ def test_another_workdir_is_said(tmp_path):
     caller(tmp_path / "a", port, 1, 1.5),
     caller(tmp_path / "b", port, 2, 1.5),
   )
-  assert all(isinstance(result, rollcall.MissingError) for result in results), results
+  assert all(isinstance(result, rendezvous.MissingError) for result in results), results
   assert "missing: 2;" in str(results[0])
   assert "(no token: the file " in str(results[2])
   assert "does this process see the same workdir? Else set MESHWRIGHT_TOKEN" in str(results[2])

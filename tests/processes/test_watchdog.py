@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from processes.group import Group
-from processes.stopping import StopRequest
+from processes.coordination import Group
+from processes.preemption import StopRequest
 from processes.watchdog import ENDING, EVALUATION, SAVING, STARTING, STEP, Watchdog
 from tests.processes.clocks import Clock
 
@@ -128,8 +128,8 @@ def test_old_lengths_are_forgotten(clock):
 # One process of its own: what ends it ends the tests too.
 SCRIPT = """
 import ctypes, os, signal, subprocess, sys, threading, time
-from processes.group import Group
-from processes.stopping import StopRequest
+from processes.coordination import Group
+from processes.preemption import StopRequest
 from processes.watchdog import *
 watch = Watchdog(Group(), StopRequest(), deadline_seconds=1, start_timeout_seconds=0.6)
 """

@@ -13,8 +13,8 @@ from etils import epath
 from checkpointing import reading
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.sources import Source, array_source
-from processes.group import current
-from processes.stopping import StopRequest
+from processes.coordination import current
+from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from tests.jobs import make_job
 from training import loop, resuming

@@ -8,7 +8,7 @@ from etils import epath
 
 from checkpointing import reading
 from checkpointing.store import Checkpointer
-from processes.stopping import StopRequest
+from processes.preemption import StopRequest
 from tests.training import runs
 from tests.training.runs import BATCH, STEPS, saved, source, train
 from training.meter import TrainingStoppedError

@@ -12,9 +12,9 @@ from configs import base
 from models import mlp
 from partitioning.rules import LayoutError, named_leaves
 from reports import layout_text
+from runtime.devices import Devices
 from tests.jobs import make_job
 from training import job as jobs
-from training.devices import Devices
 
 
 def refusal(recipe, /, **overrides):

@@ -7,7 +7,7 @@ import pytest
 from etils import epath
 
 from processes.claims import LocalClaims
-from processes.ownership import LostError, acquire
+from processes.workdir_lease import LostError, acquire
 from runtime import files
 from tests.jobs import make_job
 from tests.training.test_appending import scalars

@@ -5,8 +5,8 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
-from processes.group import Group
-from processes.stopping import StopRequest
+from processes.coordination import Group
+from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from training.profiling import Profile
 

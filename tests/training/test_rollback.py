@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from input_pipeline import position
-from processes.stopping import StopRequest
+from processes.preemption import StopRequest
 from tests.training import runs
 from tests.training.runs import (
   ROLL_BACK,

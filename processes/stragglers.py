@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from processes.group import Group
+from processes.coordination import Group
 
 # Half of what is looked at, so that a single hiccup is not enough; in steps and in seconds.
 HALF_STEPS, HALF_SECONDS = 3, 0.4

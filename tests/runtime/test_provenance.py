@@ -1,4 +1,4 @@
-"""training/versions.py: which code a checkpoint's record covers, and which it must not."""
+"""runtime/provenance.py: which code a checkpoint's record covers, and which it must not."""
 
 import importlib.metadata
 import pathlib
@@ -8,32 +8,33 @@ import sys
 import jax
 import pytest
 
+from runtime import provenance
 from tests.jobs import make_job
-from training import opening, versions
+from training import opening
 
-ROOT = versions.ROOT
+ROOT = provenance.ROOT
 
 # Files beside those of NUMERICS in the same folders, which do not determine what a run computes.
 OTHERS = {
   "input_pipeline": "__init__ catalog locking prefetch",
   "partitioning": "__init__ copies shardings",
-  "training": "__init__ agreement appending comparison compilation_cache devices drawing "
+  "training": "__init__ agreement appending comparison drawing "
   "evaluation goodput log_lines log_schedule loop meter owning probing "
-  "profiling record_form replicas reporting resuming running sampling streaming versions waiting "
+  "profiling record_form replicas reporting resuming running sampling streaming waiting "
   "workdir_files",
 }
 
 
 def numerics():
   """Returns the listed files as text."""
-  return {path.as_posix() for path in versions.source_files(versions.NUMERICS)}
+  return {path.as_posix() for path in provenance.source_files(provenance.NUMERICS)}
 
 
 def test_every_file_of_these_packages_is_on_one_of_the_two_lists():
   others = {f"{package}/{name}.py" for package, all_ in OTHERS.items() for name in all_.split()}
   listed = numerics()
   assert not listed & others
-  there = {path.as_posix() for path in versions.source_files(versions.PACKAGES)}
+  there = {path.as_posix() for path in provenance.source_files(provenance.PACKAGES)}
   assert there == listed | others, "decide whether a new file determines numbers, and list it"
 
 
@@ -41,16 +42,16 @@ def test_a_file_in_a_subfolder_counts(monkeypatch, tmp_path):
   for name in ("models/deep/er/file.py", "training/step.py"):
     (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / name).write_text("x = 1\n")
-  monkeypatch.setattr(versions, "ROOT", tmp_path)
-  before = versions.digest(("models", "training/step.py"))
+  monkeypatch.setattr(provenance, "ROOT", tmp_path)
+  before = provenance.digest(("models", "training/step.py"))
   (tmp_path / "models/deep/er/file.py").write_text("x = 2\n")
-  assert versions.digest(("models", "training/step.py")) != before
+  assert provenance.digest(("models", "training/step.py")) != before
   with pytest.raises(FileNotFoundError, match="listed as code of a run"):
-    versions.digest(("models", "training/steps.py"))
+    provenance.digest(("models", "training/steps.py"))
 
 
 def test_a_page_or_a_message_does_not_change_the_record_and_a_model_does(monkeypatch):
-  before, run_before = versions.digest(versions.NUMERICS), versions.digest(versions.RUN)
+  before, run_before = provenance.digest(provenance.NUMERICS), provenance.digest(provenance.RUN)
   read = pathlib.Path.read_bytes
 
   def changed(name):
@@ -59,7 +60,7 @@ def test_a_page_or_a_message_does_not_change_the_record_and_a_model_does(monkeyp
       return content + b"#" if path == ROOT / name else content
 
     monkeypatch.setattr(pathlib.Path, "read_bytes", patched)
-    return versions.digest(versions.NUMERICS), versions.digest(versions.RUN)
+    return provenance.digest(provenance.NUMERICS), provenance.digest(provenance.RUN)
 
   for name in ("reports/html.py", "training/reporting.py", "reports/svg.py"):
     ours, run = changed(name)
@@ -125,4 +126,4 @@ def test_a_library_that_is_not_installed_is_no_traceback(monkeypatch):
     return real(name)
 
   monkeypatch.setattr(importlib.metadata, "version", version)
-  assert versions.everything.__wrapped__()["versions.pillow"] == "missing"
+  assert provenance.everything.__wrapped__()["versions.pillow"] == "missing"

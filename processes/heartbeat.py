@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import jax
 
-from processes.group import Group
+from processes.coordination import Group
 
 PERIOD_SECONDS = 0.25
 _POST_SECONDS = 1.0

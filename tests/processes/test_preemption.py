@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from processes import stopping
-from processes.stopping import AGAIN_SECONDS, StopRequest
+from processes import preemption
+from processes.preemption import AGAIN_SECONDS, StopRequest
 from tests.processes.clocks import Clock
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -66,7 +66,7 @@ def test_a_signal_while_the_main_thread_runs_c_code():
 def time_passes(monkeypatch):
   """Lets the monotonic clock of a request run by itself; returns it."""
   clock = Clock()
-  monkeypatch.setattr(stopping, "time", clock)
+  monkeypatch.setattr(preemption, "time", clock)
   return clock
 
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import jax
 from etils import epath
 
-from processes import listening, private, rollcall, stopping, tokens
+from processes import jax_internals, listening, preemption, rendezvous, tokens
 from processes.printable import printable
 
 # Set by `python -m launch.local`, by launch/jobset.yaml, or by hand on each host.
@@ -290,7 +290,7 @@ def connect(
   address, count, index = _find(start_timeout_seconds, on_tpu)
   if count == 1:
     return _current
-  key = rollcall.call(
+  key = rendezvous.call(
     address,
     count,
     index,
@@ -310,7 +310,7 @@ def connect(
     shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
     coordinator_bind_address=listening.bind_address(address),
   )
-  _current = Group(index, count, heartbeat_seconds, private.client(), key)
+  _current = Group(index, count, heartbeat_seconds, jax_internals.client(), key)
   return _current
 
 
@@ -323,7 +323,7 @@ def _find(timeout_seconds: float, on_tpu: bool) -> tuple[str, int, int]:
   in_job = "JOB_COMPLETION_INDEX" in os.environ
   if number == 1 and not on_tpu and not in_job:
     return "", 1, 0
-  address, count, index = private.detect(int(timeout_seconds))
+  address, count, index = jax_internals.detect(int(timeout_seconds))
   if address is not None:
     return address, count, index
   if number > 1 or in_job:
@@ -343,7 +343,7 @@ def refuse(text: str, workdir: epath.Path | None = None) -> None:
       token = tokens.Token(workdir, found[0])
       if workdir is None and not token.given:
         return  # nobody would believe it
-      rollcall.call(*found, token=token, timeout_seconds=5, refused=text)
+      rendezvous.call(*found, token=token, timeout_seconds=5, refused=text)
 
 
 def part() -> None:
@@ -366,7 +366,7 @@ def leave(code: int, *, patience_seconds: float = 10.0) -> NoReturn:
   The others are waited for a little: process 0 keeps the coordination service, and JAX aborts all
   that lose it.
   """
-  stopping.clean_up()
+  preemption.clean_up()
   if not _current.alone and patience_seconds:
     with contextlib.suppress(NotTogetherError):
       _current.wait("leaving", timeout_seconds=patience_seconds)

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from commands import refusal
-from processes import group as groups
-from processes import rollcall, tokens
-from processes.group import NotTogetherError
-from processes.stopping import StopRequest
+from processes import coordination as groups
+from processes import rendezvous, tokens
+from processes.coordination import NotTogetherError
+from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from tests.processes.stores import groups_of, together
 
@@ -182,9 +182,9 @@ def test_a_process_without_a_token_tells_nobody_and_does_not_wait(given, monkeyp
 
 
 CODES = {
-  rollcall.RollCallError("seen by itself"): 2,
-  rollcall.ToldError("told by another"): 1,
-  rollcall.MissingError("has not come"): 1,
+  rendezvous.RollCallError("seen by itself"): 2,
+  rendezvous.ToldError("told by another"): 1,
+  rendezvous.MissingError("has not come"): 1,
   ValueError("its own config"): 2,
 }
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from launch.local import free_port
-from processes import rollcall, tokens
+from processes import rendezvous, tokens
 from tests.processes.stores import together
 
 TOKEN = "a token of these tests"
@@ -23,7 +23,7 @@ def call(port, count, index, *, seconds=10.0, token=None, **settings) -> bytes:
   """Calls the roll on a port, with the token of the environment unless another is given."""
   token = token or tokens.Token(None, "")
   settings |= {"token": token, "timeout_seconds": seconds}
-  return rollcall.call(f"localhost:{port}", count, index, **settings)
+  return rendezvous.call(f"localhost:{port}", count, index, **settings)
 
 
 def calls(port, *members, **settings):
@@ -41,7 +41,7 @@ def went_well(results) -> bool:
 
 def said(results) -> list[str]:
   """Returns what each was told, "" for one that may go on."""
-  assert all(isinstance(r, (bytes, rollcall.RollCallError)) for r in results), results
+  assert all(isinstance(r, (bytes, rendezvous.RollCallError)) for r in results), results
   return ["" if isinstance(result, bytes) else str(result) for result in results]
 
 

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from processes import exchange
-from processes.exchange import Exchange
-from processes.group import Group
-from processes.stopping import StopRequest
+from processes import heartbeat
+from processes.coordination import Group
+from processes.heartbeat import Exchange
+from processes.preemption import StopRequest
 from processes.watchdog import ENDING, SAVING, STARTING, Watchdog
 from tests.processes.clocks import Clock
 from tests.processes.stores import SilentStore, groups_of
@@ -185,7 +185,7 @@ def test_notices_reach_all_others_once():
   until = time.monotonic() + 10
   while len(received[0]) < 2 and time.monotonic() < until:
     time.sleep(0.01)
-  time.sleep(2 * exchange.PERIOD_SECONDS)  # nothing comes twice
+  time.sleep(2 * heartbeat.PERIOD_SECONDS)  # nothing comes twice
   assert exchanges[0].said("failed", 2) == "ValueError: x"
   assert exchanges[0].said("refused", 2) is None
   for one in exchanges:

@@ -5,8 +5,8 @@ away to a step that does not end. So the processes meet before each step, outsid
 computations, where they can still turn back with the state of the last one.
 """
 
-from processes.group import Group
-from processes.stopping import StopRequest
+from processes.coordination import Group
+from processes.preemption import StopRequest
 
 # Nobody waits so long: the watchdog ends a run that stands still, and names who is behind.
 _FOR_EVER_SECONDS = 7 * 24 * 3600

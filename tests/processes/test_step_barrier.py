@@ -1,8 +1,8 @@
 """The lockstep: all leave the loop before the same step."""
 
-from processes.group import Group
-from processes.lockstep import Lockstep
-from processes.stopping import StopRequest
+from processes.coordination import Group
+from processes.preemption import StopRequest
+from processes.step_barrier import Lockstep
 from tests.processes.stores import groups_of, together
 
 

@@ -20,7 +20,7 @@ import socket
 import time
 from typing import Any
 
-from processes import listening, roll, tokens
+from processes import arrivals, listening, tokens
 from processes.printable import printable
 
 _PAUSE_SECONDS = 0.1
@@ -86,11 +86,11 @@ def call(
 def _error(answer: dict[str, Any], index: int, count: int) -> RollCallError:
   """Returns what this process raises; only what it has seen itself is a RollCallError."""
   text, kind = printable(answer["error"]), answer["kind"]
-  if kind == roll.MISSING:
+  if kind == arrivals.MISSING:
     return MissingError(text)
   # The numbers are compared here: nobody has to be believed.
-  differs = kind == roll.COUNTS and answer["count"] != count
-  if differs or (index == 0 and kind != roll.REFUSED):
+  differs = kind == arrivals.COUNTS and answer["count"] != count
+  if differs or (index == 0 and kind != arrivals.REFUSED):
     return RollCallError(text)
   return ToldError(text)
 
@@ -109,7 +109,7 @@ def _take(
     ) from error
   try:  # the port first: who has it is the only one that shows a token for this address
     with token.shown() as key:
-      return key, roll.Roll(hello, key, seconds, full).take(listeners, deadline)
+      return key, arrivals.Roll(hello, key, seconds, full).take(listeners, deadline)
   finally:
     listening.close(listeners)
 
@@ -142,10 +142,10 @@ class _Caller:
       time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
       pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.2)
     text = (
-      f"process {self._hello['index']} ({roll.who(self._hello)}) found no process 0 of its run at "
-      f"{self._address} within processes.start_timeout_seconds={self._seconds:g} ({self._why})"
+      f"process {self._hello['index']} ({arrivals.who(self._hello)}) found no process 0 of its run "
+      f"at {self._address} within processes.start_timeout_seconds={self._seconds:g} ({self._why})"
     )
-    return b"", {"error": text, "kind": roll.MISSING}
+    return b"", {"error": text, "kind": arrivals.MISSING}
 
   def _try(self, key: bytes, deadline: float) -> dict[str, Any] | None:
     """Reports once; returns the answer, None where there is none, with the reason kept."""
@@ -169,19 +169,19 @@ class _Caller:
     )
     greeting = tokens.read_object(text)
     nonces = [str(greeting.get("nonce")), secrets.token_hex(16)]
-    mine = tokens.signed(key, signature, roll.GREETING, text)
+    mine = tokens.signed(key, signature, arrivals.GREETING, text)
     body = json.dumps({**self._hello, "nonce": nonces[1]})
     # Also to one with another token: it cannot use the line, and counts it.
-    connection.sendall(tokens.line(key, roll.HELLO, body, nonces[0]))
+    connection.sendall(tokens.line(key, arrivals.HELLO, body, nonces[0]))
     if not mine:
       self._why = f"process 0 there has another token than this process, from {self._token}"
       self._other_since = self._other_since or time.monotonic()
       return None
     self._other_since = None
     signature, text = tokens.split_line(_read_line(connection, deadline + _CONNECT_SECONDS))
-    if not tokens.signed(key, signature, roll.ANSWER, text, *nonces):
+    if not tokens.signed(key, signature, arrivals.ANSWER, text, *nonces):
       raise ValueError("the answer is not signed")
-    return roll.checked_answer(tokens.read_object(text))
+    return arrivals.checked_answer(tokens.read_object(text))
 
 
 def _read_line(connection: socket.socket, deadline: float) -> bytes:

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from processes import ownership
+from processes import workdir_lease
 from processes.claims import LAST, BucketClaims, LocalClaims, claims_to
-from processes.ownership import LostError, OwnedError, Ownership, acquire, this_process
+from processes.workdir_lease import LostError, OwnedError, Ownership, acquire, this_process
 from tests.processes.buckets import Bucket
 
 LEASE, WAIT, ENDING = 30.0, 40.0, 300.0
@@ -182,7 +182,7 @@ def test_of_two_starts_that_find_no_owner_one_gets_the_workdir(claims):
 
 def test_a_dead_process_of_this_machine_is_replaced_at_once(claims):
   dead = subprocess.Popen([sys.executable, "-c", ""])
-  process = ownership.Process("here", dead.pid, 1, this_process().machine)
+  process = workdir_lease.Process("here", dead.pid, 1, this_process().machine)
   dead.wait()
   elsewhere(claims, **dataclasses.asdict(process))
   clock = Clock()

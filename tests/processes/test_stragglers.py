@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from processes import pace
-from processes.pace import Half, Pace, slowest
+from processes import stragglers
+from processes.stragglers import Half, Pace, slowest
 from tests.processes.stores import groups_of
 
 HOST = socket.gethostname()
@@ -48,8 +48,8 @@ class DutyCycle:
 )
 def test_the_sampler_sees_the_share_of_stops(monkeypatch, on, off, least, most):
   clock = DutyCycle(on, off, 6.0)
-  monkeypatch.setattr(pace, "time", clock)
-  sampler = pace.Sampler()
+  monkeypatch.setattr(stragglers, "time", clock)
+  sampler = stragglers.Sampler()
   clock.closed = sampler._closed
   sampler._run()
   stopped, delayed = sampler.lost()
@@ -59,8 +59,8 @@ def test_the_sampler_sees_the_share_of_stops(monkeypatch, on, off, least, most):
 
 def test_a_stop_that_has_just_ended_counts_before_the_sampler_wakes(monkeypatch):
   clock = DutyCycle(1.0, 0.0, 6.0)
-  monkeypatch.setattr(pace, "time", clock)
-  sampler = pace.Sampler()
+  monkeypatch.setattr(stragglers, "time", clock)
+  sampler = stragglers.Sampler()
   clock.now += 2.0
   assert sampler.lost() == (pytest.approx(2.0 - sampler.PERIOD_SECONDS), 0)
 
@@ -86,8 +86,8 @@ class LateClock:
 
 def test_the_sampler_counts_in_a_thread_until_it_is_closed(monkeypatch):
   clock = LateClock()
-  monkeypatch.setattr(pace, "time", clock)
-  with pace.Sampler() as sampler:
+  monkeypatch.setattr(stragglers, "time", clock)
+  with stragglers.Sampler() as sampler:
     assert clock.enough.wait(60), "the thread does not run"
     assert sampler._thread.is_alive()
   assert not sampler._thread.is_alive()
@@ -98,7 +98,7 @@ def test_the_sampler_counts_in_a_thread_until_it_is_closed(monkeypatch):
 
 
 def test_waiting_for_a_processor_is_told_apart(monkeypatch):
-  sampler = pace.Sampler()
+  sampler = stragglers.Sampler()
   sampler._late = 5.0
   monkeypatch.setattr(sampler, "_delayed", lambda: 3.0)
   stopped, delayed = sampler.lost()

@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 
-from training import compilation_cache
+from runtime import compilation_cache
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "tests" / "training" / "damaging_the_cache.py"

@@ -13,7 +13,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from training import compilation_cache
+from runtime import compilation_cache
 
 FOLDER = pathlib.Path(sys.argv[1])
 # name -> what becomes of an entry's content

@@ -14,7 +14,7 @@ import jax
 import psutil
 
 from partitioning.mesh import product_text, resolve_sizes
-from processes.group import current
+from processes.coordination import current
 
 # Device files by which a GPU shows itself, whether or not a driver library is installed.
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd")

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from analysis import accelerators
-from training import devices
+from runtime import devices
 
 MESH = {"data": 4, "tensor": 2}
 
