@@ -42,6 +42,7 @@ from etils import epath
 from commands import build, config_flag, flags
 from commands.flags import parse_flags
 from commands.refusal import NO, refuse
+from inference import sampler
 from partitioning import shardings
 from planning import launching
 from processes import coordination as groups
@@ -53,9 +54,9 @@ from reports import layout_page, layout_text
 from runtime import devices, files, xla_flags
 from tour import chapters
 from tour import run as tour
-from training import agreement, comparison, opening, owning, resuming, running, sampling
+from training import agreement, parity, restore, running, splits, workdir_owner
 from training.evaluation import Evaluator
-from training.reporting import ProgressLine, say
+from training.metrics.console import ProgressLine, say
 
 
 def main(argv: list[str]) -> int:
@@ -143,22 +144,22 @@ def _plan() -> int:
 
 def _train(watch: Watchdog) -> Callable[[], int]:
   [ready] = build.prepare(flags.CONFIG)
-  data = opening.open_data(ready)
+  data = splits.open_data(ready)
   workdir = flags.workdir()
-  with owning.owned(ready, workdir, watch) as owner:
-    record = resuming.judge(ready, data.train.source, workdir, flags.ACCEPT.value)
+  with workdir_owner.owned(ready, workdir, watch) as owner:
+    record = restore.judge(ready, data.train.source, workdir, flags.ACCEPT.value)
     sources = {"train": data.train.source, "held out": data.held_out.source}
     agreement.about_to_run(ready, sources, workdir, writes=True)
-    start = resuming.begin(ready, workdir, record, owner)
+    start = restore.begin(ready, workdir, record, owner)
   return lambda: running.run(ready, data, start, workdir, watch)
 
 
 def _evaluate(watch: Watchdog) -> Callable[[], int]:
   """Evaluates a checkpoint on the held-out split, or evaluation.final_steps batches of it."""
   [ready] = build.prepare(flags.CONFIG)
-  held_out = opening.open_held_out(ready)
+  held_out = splits.open_held_out(ready)
   agreement.about_to_run(ready, {"held out": held_out.source}, flags.workdir(), writes=False)
-  step, params = resuming.parameters(ready, flags.CHECKPOINT.value or str(flags.workdir()))
+  step, params = restore.parameters(ready, flags.CHECKPOINT.value or str(flags.workdir()))
 
   def run() -> int:
     running.announce_bad(held_out.source)
@@ -185,7 +186,7 @@ def _sample(watch: Watchdog) -> Callable[[], int]:
   if flags.PROMPT_FILE.value:
     prompts = epath.Path(flags.PROMPT_FILE.value).read_bytes().splitlines()
   [ready] = build.prepare(flags.CONFIG)
-  request = sampling.Request(
+  request = sampler.Request(
     tuple(prompts or [""]),
     max_new_tokens=flags.MAX_NEW_TOKENS.value,
     temperature=flags.TEMPERATURE.value,
@@ -194,14 +195,14 @@ def _sample(watch: Watchdog) -> Callable[[], int]:
     seed=flags.SEED.value,
     stop=tuple(flags.STOP.value),
   )
-  sampling.check(ready.config, request)
+  sampler.check(ready.config, request)
   digest = hashlib.sha256(repr(request.tokens).encode()).hexdigest()[:16]
   agreement.about_to_run(ready, {}, flags.workdir(), writes=False, more={"prompts": digest})
-  _, params = resuming.parameters(ready, flags.CHECKPOINT.value or str(flags.workdir()))
+  _, params = restore.parameters(ready, flags.CHECKPOINT.value or str(flags.workdir()))
 
   def run() -> int:
     watch.at("sampling", STARTING)
-    sampling.show(ready, params, request)
+    sampler.show(ready, params, request)
     return 0
 
   return run
@@ -247,7 +248,7 @@ def _compare(watch: Watchdog) -> Callable[[], int]:
   if flags.AGAINST.value is None:
     raise ValueError("compare needs a second config: --against=configs/single.py")
   ours, wanted = jobs = build.prepare(flags.CONFIG, flags.AGAINST, proof=True)
-  data = comparison.bring_together(jobs)
+  data = parity.bring_together(jobs)
   sources = {"config": data[0].train.source, "against": data[1].train.source}
   agreement.about_to_run(
     ours, sources, flags.workdir(), writes=False, more={"mesh, against": wanted.devices.sizes}
@@ -255,11 +256,11 @@ def _compare(watch: Watchdog) -> Callable[[], int]:
 
   def run() -> int:
     watch.at("comparing", STARTING)  # of which nothing is kept, and which may take long
-    found = comparison.compare(jobs, data)
+    found = parity.compare(jobs, data)
     titles = (config_flag.name(flags.CONFIG), config_flag.name(flags.AGAINST))
-    say(comparison.text(jobs, titles, found))
-    bound = comparison.BOUNDS[ours.config.training.parameter_dtype]
-    return NO if comparison.beyond(found, bound) else 0
+    say(parity.text(jobs, titles, found))
+    bound = parity.BOUNDS[ours.config.training.parameter_dtype]
+    return NO if parity.beyond(found, bound) else 0
 
   return run
 

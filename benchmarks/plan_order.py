@@ -25,7 +25,7 @@ from benchmarks.llama_cpu import MODEL
 from benchmarks.step_overhead import ROUNDS
 from configs import single
 from planning import plan
-from training.job import Job
+from training.setup import Job
 
 flags.set_default(ROUNDS, 5)  # steps of each mesh that are timed, one a round
 

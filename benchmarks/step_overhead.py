@@ -52,7 +52,7 @@ from processes.coordination import current
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from runtime import devices
-from training import job, loop, opening, resuming
+from training import loop, restore, setup, splits
 
 _CASES = flags.DEFINE_list(
   "cases",
@@ -125,12 +125,12 @@ class StepInTurns:
 
 
 @dataclasses.dataclass(frozen=True)
-class JobInTurns(job.Job):
+class JobInTurns(setup.Job):
   """A job whose train step is a StepInTurns."""
 
   turns: Turns
 
-  def compile_train_step(self) -> job.Compiled:
+  def compile_train_step(self) -> setup.Compiled:
     """Returns the job's own step, wrapped."""
     compiled = super().compile_train_step()
     return dataclasses.replace(compiled, function=StepInTurns(compiled.function, self.turns))
@@ -147,7 +147,7 @@ def get_config(case: str, overrides: Mapping[str, Any] | None = None):
   return config
 
 
-def plain_step(ready: job.Job, batch):
+def plain_step(ready: setup.Job, batch):
   """Returns the reference's `start` and `step` for a job's config."""
   config = ready.config
   model, keys = config.model, config.optimizer
@@ -170,12 +170,12 @@ def plain_step(ready: job.Job, batch):
   return reference.compile_step(loss, specs, optimizer, ready.mesh, arrays)
 
 
-def last_loss(ready: job.Job, data: opening.Data) -> float:
+def last_loss(ready: setup.Job, data: splits.Data) -> float:
   """Trains in a temporary folder; returns the loss of the last step, from metrics.jsonl."""
   with tempfile.TemporaryDirectory() as folder:
     workdir = epath.Path(folder)
     with open(workdir / "stdout.txt", "w") as file, contextlib.redirect_stdout(file):
-      start = resuming.begin(ready, workdir, record={})
+      start = restore.begin(ready, workdir, record={})
       with Watchdog(current(), StopRequest()) as watch:
         loop.train(ready, data, start, workdir, watch, started=time.monotonic())
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -183,9 +183,9 @@ def last_loss(ready: job.Job, data: opening.Data) -> float:
   return loss
 
 
-def measure(name: str, ready: job.Job, most: float) -> bool:
+def measure(name: str, ready: setup.Job, most: float) -> bool:
   """Prints the line of one case; returns whether speed and loss are as they should be."""
-  data = opening.open_data(ready)
+  data = splits.open_data(ready)
   # The evaluation at the end is not timed; one batch of it is enough.
   size = ready.config.data.global_batch_size
   few = dataclasses.replace(data.held_out.source, rows=size)
@@ -246,7 +246,7 @@ def measure_all(configs: Mapping[str, ConfigDict], most: float) -> int:
   for (name, config), its_devices in zip(configs.items(), started, strict=True):
     config = base.finalize(config, its_devices.platform)
     base.check(config, its_devices.sizes)
-    good.append(measure(name, job.prepare(config, its_devices), most))
+    good.append(measure(name, setup.prepare(config, its_devices), most))
   return 0 if all(good) else 1
 
 

@@ -37,7 +37,7 @@ CLASSES = {
   "data.max_bad_records": GOES_ON,  # a run that an unreadable record has stopped may go on
   "data.evaluation_split": GOES_ON,
   "data.global_batch_size": ACCEPT,
-  "data.skip_rows": ACCEPT,  # those that no step has reached yet: training.rollback checks
+  "data.skip_rows": ACCEPT,  # those that no step has reached yet: training.bad_steps checks
   "data.skip_batches": ACCEPT,  # always (): resolved into rows
   "data.*": REFUSED,
   "dataset.*": REFUSED,  # of the record: version, fingerprint

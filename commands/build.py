@@ -5,10 +5,10 @@ import jax
 from commands import config_flag, flags
 from configs import base
 from runtime import compilation_cache, devices
-from training import comparison, job
+from training import parity, setup
 
 
-def prepare(*config_flags_given, proof: bool = False) -> list[job.Job]:
+def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
   """Finalizes and checks the configs, starts the devices, judges the layouts."""
   configs = [flag.value for flag in config_flags_given]
   started = devices.start(
@@ -19,11 +19,11 @@ def prepare(*config_flags_given, proof: bool = False) -> list[job.Job]:
   jobs = []
   for config, its_devices in zip(configs, started, strict=True):
     if proof:
-      comparison.prove(config, its_devices.platform, keep=config_flag.set_keys(flags.SET.value))
+      parity.prove(config, its_devices.platform, keep=config_flag.set_keys(flags.SET.value))
     config = base.finalize(config, its_devices.platform)
     base.check(config, its_devices.sizes)
     _configure_jax(config)
-    jobs.append(job.prepare(config, its_devices))
+    jobs.append(setup.prepare(config, its_devices))
   return jobs
 
 

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from planning import memory, target
 from planning.topologies import Topology
-from training.job import Job
+from training.setup import Job
 
 MOST = 3  # pieces of advice
 _TRIES = 12

@@ -18,7 +18,7 @@ from partitioning.shardings import bytes_per_device, shard_shape
 from planning import traced, traffic
 from planning.schedule import Sent, Times
 from planning.traffic import Places
-from training.job import Job
+from training.setup import Job
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from partitioning import ring
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size
-from training.job import MODELS, Job
+from training.setup import MODELS, Job
 from training.step import make_program
 
 # Primitives whose results are written.

@@ -31,8 +31,8 @@ from processes import preemption
 from processes.printable import printable
 from runtime import files
 from runtime.provenance import everything
-from training.reporting import duration
-from training.resuming import plain
+from training.metrics.console import duration
+from training.restore import plain
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # No TPU is looked for, and several compilers may be loaded at once.

@@ -13,7 +13,7 @@ import numpy as np
 from partitioning.dims import axes_size, spec_axes
 from partitioning.shardings import bytes_per_device, shard_shape
 from planning import held
-from training.job import Job
+from training.setup import Job
 
 # What is there all the time; and what while the losses, or one layer's gradients, are computed.
 _ALWAYS = ("parameters", "optimizer state", "sum of the microbatches", "activations kept")

@@ -14,7 +14,7 @@ from partitioning import shardings
 from planning import formulas, memory, schedule, target
 from planning.advice import overrides_that_fit
 from planning.topologies import Topology, parse
-from training.job import MODELS, Job
+from training.setup import MODELS, Job
 
 LARGE_BYTES = 2**20
 PADDED = 1.05  # times its own bytes: more is worth a warning

@@ -18,7 +18,7 @@ from partitioning.mesh import resolve_sizes
 from planning.topologies import Topology, of_devices
 from planning.traffic import Places, in_order
 from runtime import devices
-from training import job
+from training import setup
 
 # Devices to lay arrays out on, where there is no compiler: made once, as they are when JAX starts,
 # so many times what the plan asks for; the advice may ask for more.
@@ -115,7 +115,7 @@ def _at_hand(topology: Topology) -> bool:
   return AT_HAND in _MADE and of_devices(_MADE[AT_HAND]) == topology.name
 
 
-def prepare(config: ConfigDict, topology: Topology) -> job.Job:
+def prepare(config: ConfigDict, topology: Topology) -> setup.Job:
   """Brings a config together with a topology; platform defaults are the topology's.
 
   Raises:
@@ -131,7 +131,7 @@ def prepare(config: ConfigDict, topology: Topology) -> job.Job:
   simulated = topology.platform == "cpu"
   if config.training.parameter_dtype == "float64":
     jax.config.update("jax_enable_x64", True)
-  return job.prepare(config, devices.Devices(topology.platform, simulated, sizes, over, found))
+  return setup.prepare(config, devices.Devices(topology.platform, simulated, sizes, over, found))
 
 
 def with_slices(config: ConfigDict, topology: Topology) -> ConfigDict:
@@ -154,7 +154,7 @@ def with_slices(config: ConfigDict, topology: Topology) -> ConfigDict:
   return config
 
 
-def compile_step(ready: job.Job) -> Program:
+def compile_step(ready: setup.Job) -> Program:
   """Compiles the step that `train` would compile; a program that does not fit is an answer too."""
   try:
     compiled = ready.compile_train_step().function
@@ -171,7 +171,7 @@ def compile_step(ready: job.Job) -> Program:
   return Program(compiled.as_text(), peak, True)
 
 
-def _held(ready: job.Job) -> int:
+def _held(ready: setup.Job) -> int:
   sections = ready.placements.values()
   sizes = ready.devices.sizes
   return sum(shardings.bytes_per_device(p, sizes) for rows in sections for p in rows.values())
@@ -194,7 +194,7 @@ def needed(error: str, arguments: int) -> int | None:
   return arguments + int(float(found[3]) * _UNITS[found[4]])
 
 
-def places(ready: job.Job, topology: Topology) -> Places:
+def places(ready: setup.Job, topology: Topology) -> Places:
   """Returns where the devices of a job's mesh lie."""
   flat = list(ready.mesh.devices.flat)
   slices = np.array([getattr(device, "slice_index", None) or 0 for device in flat])

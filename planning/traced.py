@@ -16,7 +16,7 @@ from jax.extend import core
 
 from analysis.roofline import Work
 from planning import held
-from training.job import Job
+from training.setup import Job
 
 _VIEWS = {"slice", "dynamic_slice", "squeeze", "split"}  # read where they are used
 _SAME = {

@@ -19,7 +19,7 @@ from partitioning.mesh import mesh_text
 from partitioning.rules import Placement
 from reports import drawings as pictures
 from reports.html import HEAD, TAIL
-from training.job import Job
+from training.setup import Job
 
 FIGURE_WIDTH = 720  # pixels that a drawing may take: enough for 8 columns without a gap
 

@@ -21,7 +21,7 @@ from partitioning.shardings import (
   spec_text,
 )
 from reports import drawings
-from training.job import Job
+from training.setup import Job
 
 
 def legend_text(legend: Legend) -> str:

@@ -28,11 +28,12 @@ NUMERICS = (
   "partitioning/regions.py",
   "partitioning/ring.py",
   "partitioning/rules.py",
-  "training/job.py",  # precision, compiler options, placement
+  "training/setup.py",  # precision, compiler options, placement
   "training/objectives.py",
-  "training/opening.py",  # seeds and splits
+  "training/splits.py",  # seeds and splits
   "training/optimizer.py",
-  "training/rollback.py",  # which rows are skipped
+  "training/bad_steps.py",  # which rows are skipped
+  "training/state.py",
   "training/step.py",
 )
 # Folders of which some files determine numbers. A test requires each of their files to be either
@@ -46,6 +47,7 @@ RUN = (
   "checkpointing",
   "commands",
   "configs",
+  "inference",
   "processes",
   "reports",
   "runtime",

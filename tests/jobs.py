@@ -10,8 +10,8 @@ from configs import base
 from partitioning.mesh import resolve_sizes
 from runtime.devices import Devices
 from tests.compiling import FAST
-from training.job import Job, prepare
-from training.step import State
+from training.setup import Job, prepare
+from training.state import State
 
 STRATEGIES = ("single", "dp8", "dp4_tp2", "tp8", "fsdp8", "fsdp", "dp2_fsdp2_tp2")
 

@@ -10,6 +10,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # room -> the other rooms that it may import. A new room is written down here first.
 ARROWS = {
   "main": {
+    "inference",
     "commands",
     "training",
     "planning",
@@ -23,6 +24,7 @@ ARROWS = {
   # Flags and refusals: what a config is, how devices and jobs start, how processes end.
   "commands": {"configs", "training", "processes", "runtime"},
   "reports": {"planning", "training", "analysis", "partitioning"},
+  "inference": {"models", "partitioning", "runtime", "processes", "training"},
   "planning": {
     "analysis",
     "configs",
@@ -35,6 +37,7 @@ ARROWS = {
   # What compiled programs do, and what chips can do.
   "analysis": {"partitioning", "runtime"},
   "training": {
+    "inference",
     "analysis",
     "reports",
     "models",

@@ -15,7 +15,7 @@ from reports.drawings import picture
 from runtime.devices import Devices
 from tour import telling
 from tour.scene import Scene, Shown, mesh_of
-from training.job import prepare
+from training.setup import prepare
 
 TITLE = "Computation follows data"
 OPENING = """

@@ -15,8 +15,8 @@ from reports.drawings import picture
 from runtime.devices import Devices
 from tour import telling
 from tour.scene import Scene, Shown
-from training import opening
-from training.job import Job, prepare
+from training import splits
+from training.setup import Job, prepare
 
 TITLE = "A network under two strategies"
 WIDTH = 128
@@ -75,7 +75,7 @@ def training(strategies=STRATEGIES, steps=10):
   runs = []
   for strategy in strategies:
     job = job_of(strategy)
-    data, state = opening.open_data(job).train, job.initial_state()
+    data, state = splits.open_data(job).train, job.initial_state()
     step = job.compile_train_step().function
     losses, seconds = [], []
     for number in range(steps):

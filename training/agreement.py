@@ -14,8 +14,8 @@ from processes import preflight
 from processes.coordination import current
 from runtime import devices
 from runtime.provenance import everything
-from training.job import Job
-from training.resuming import plain
+from training.restore import plain
+from training.setup import Job
 
 # Variables that change what XLA and JAX compile. JAX's others say where a process finds things.
 _COMPILERS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

@@ -13,8 +13,8 @@ from input_pipeline.prefetch import Prefetcher
 from processes.coordination import current
 from processes.step_barrier import Lockstep
 from processes.watchdog import EVALUATION, SAVING, Watchdog
-from training.job import Job
-from training.reporting import evaluated
+from training.metrics.writer import evaluated
+from training.setup import Job
 
 _READER = "prefetch of the evaluation"
 

@@ -14,20 +14,23 @@ from input_pipeline.prefetch import Prefetcher
 from processes.coordination import current
 from processes.step_barrier import Lockstep
 from processes.watchdog import ENDING, SAVING, STARTING, Watchdog
-from training import log_schedule, probing, resuming
+from training import restore
+from training.bad_steps import BadStepError, BadSteps
 from training.evaluation import Evaluation, Evaluator, is_logged
-from training.goodput import Goodput
-from training.job import Job
-from training.log_schedule import LogSchedule
-from training.meter import BadStepError, Meter, MetricsReader
-from training.opening import Data
-from training.profiling import Profile
-from training.replicas import ReplicaCheck
-from training.reporting import FILE, MetricsWriter, ProgressLine, duration, say, warn
-from training.resuming import Start, plain
-from training.rollback import BadSteps
-from training.step import State
-from training.waiting import Waiting
+from training.metrics import device_probe, log_schedule
+from training.metrics.console import ProgressLine, duration, say, warn
+from training.metrics.goodput import Goodput
+from training.metrics.log_schedule import LogSchedule
+from training.metrics.profiler import Profile
+from training.metrics.reader import MetricsReader
+from training.metrics.throughput import Meter
+from training.metrics.waiting import Waiting
+from training.metrics.writer import FILE, MetricsWriter
+from training.replica_check import ReplicaCheck
+from training.restore import Start, plain
+from training.setup import Job
+from training.splits import Data
+from training.state import State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Run:
     self._profile = stack.enter_context(
       Profile(config.profile, self._workdir / "profile", self._watch)
     )
-    self._pace = stack.enter_context(probing.measured(self._job, self._watch.group))
+    self._pace = stack.enter_context(device_probe.measured(self._job, self._watch.group))
     self._batches: Prefetcher | None = None
     stack.callback(lambda: self._batches and self._batches.close())
 
@@ -259,7 +262,7 @@ class Run:
       self._watch.at(f"going back from step {bad.step}", STARTING)
       self._batches.close()
       self.state = None  # there need not be room for two
-      made, self.state = resuming.go_back(
+      made, self.state = restore.go_back(
         self._job, self._checkpointer, self._bad_steps, bad.step, bad.why
       )
       self._progress.note(self._bad_steps.text())

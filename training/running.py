@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from etils import epath
 
+from inference import sampler
 from input_pipeline.records import UnreadableError
 from input_pipeline.sources import Source
 from partitioning.mesh import mesh_text
@@ -15,13 +16,14 @@ from processes.printable import printable
 from processes.watchdog import DONE, Watchdog
 from reports import layout_text
 from runtime import files
-from training import evaluation, goodput, job, loop, opening, resuming, sampling, workdir_files
-from training.meter import TrainingStoppedError
-from training.reporting import say
+from training import evaluation, loop, restore, setup, splits, workdir_files
+from training.bad_steps import TrainingStoppedError
+from training.metrics import goodput
+from training.metrics.console import say
 
 
 def run(
-  ready: job.Job, data: opening.Data, start: resuming.Start, workdir: epath.Path, watch: Watchdog
+  ready: setup.Job, data: splits.Data, start: restore.Start, workdir: epath.Path, watch: Watchdog
 ) -> int:
   """Trains, and releases the workdir; returns the exit code."""
   with start.owner:
@@ -29,7 +31,7 @@ def run(
 
 
 def _run(
-  ready: job.Job, data: opening.Data, start: resuming.Start, workdir: epath.Path, watch: Watchdog
+  ready: setup.Job, data: splits.Data, start: restore.Start, workdir: epath.Path, watch: Watchdog
 ) -> int:
   announce(ready, data, workdir)
   say(start.origin)
@@ -52,14 +54,14 @@ def _run(
   if end.stopped:
     say("stopped as asked, after saving; run the same command again to go on")
     return EXIT_CODE
-  if request := sampling.first_words(ready.config):
+  if request := sampler.first_words(ready.config):
     watch.at("showing a sample", DONE)
     say("the model goes on:")
-    sampling.show(ready, end.state.params, request)
+    sampler.show(ready, end.state.params, request)
   return 0
 
 
-def _finished(ready: job.Job, start: resuming.Start, workdir: epath.Path) -> bool:
+def _finished(ready: setup.Job, start: restore.Start, workdir: epath.Path) -> bool:
   """Tells whether all steps have been made, and the last evaluation with them."""
   if start.step < ready.config.training.steps:
     return False
@@ -81,7 +83,7 @@ def _failed(error: Exception, watch: Watchdog, *, everywhere: bool) -> int:
   return 1 if watch.group.alone else groups.leave(1, patience_seconds=3)
 
 
-def announce(ready: job.Job, data: opening.Data, workdir: epath.Path) -> None:
+def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
   """Prints what is about to run: devices, mesh, layout, sizes, data."""
   device = ready.mesh.devices.flat[0]
   kind = (
@@ -108,10 +110,10 @@ def announce_bad(source: Source) -> None:
 
 
 def write_files(
-  ready: job.Job, data: opening.Data, workdir: epath.Path, require: Callable[[], None]
+  ready: setup.Job, data: splits.Data, workdir: epath.Path, require: Callable[[], None]
 ) -> None:
   """Writes `config.json`, `layout.txt` and, if the config allows bad records, their list."""
-  text = files.json_text(resuming.plain(ready.config), indent=2) + "\n"
+  text = files.json_text(restore.plain(ready.config), indent=2) + "\n"
   files.replace(workdir / workdir_files.CONFIG, text, require=require)
   text = layout_text.job_text(ready) + "\n"
   files.replace(workdir / workdir_files.LAYOUT, text, require=require)

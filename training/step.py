@@ -14,22 +14,7 @@ from ml_collections import ConfigDict
 from models import MODELS
 from training.objectives import OBJECTIVES, Batch, Sums
 from training.optimizer import learning_rate_schedule, make_optimizer
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-  """All that a run carries from step to step.
-
-  Attributes:
-    step: int32 scalar, the number of steps done.
-    params: nested dict of parameters.
-    optimizer: the optimizer's state, a tree of optax's.
-  """
-
-  step: jax.Array
-  params: Any
-  optimizer: Any
+from training.state import State
 
 
 @dataclasses.dataclass(frozen=True)

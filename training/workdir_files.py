@@ -5,8 +5,8 @@ import os
 from etils import epath
 
 from runtime import files
-from training.appending import MOST_BYTES
-from training.reporting import DAMAGED, FILE
+from training.metrics.append_log import MOST_BYTES
+from training.metrics.writer import DAMAGED, FILE
 
 CONFIG, LAYOUT, BAD_RECORDS = "config.json", "layout.txt", "bad_records.json"
 WRITTEN = (CONFIG, LAYOUT, BAD_RECORDS, FILE, DAMAGED)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import step_overhead
 from configs import base
 from runtime.devices import Devices
-from training import job
+from training import setup
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -38,14 +38,14 @@ SMALL = {
 }
 
 
-def prepare(strategy: str, recipe: str) -> job.Job:
+def prepare(strategy: str, recipe: str) -> setup.Job:
   config = importlib.import_module(f"configs.{strategy}").get_config(recipe)
   config.update_from_flattened_dict({**SMALL[recipe], "training.steps": STEPS})
   config = base.finalize(config, "cpu")
-  return job.prepare(config, Devices("cpu", True, config.mesh.to_dict()))
+  return setup.prepare(config, Devices("cpu", True, config.mesh.to_dict()))
 
 
-def draw_batch(ready: job.Job, step: int) -> dict:
+def draw_batch(ready: setup.Job, step: int) -> dict:
   """Returns random rows with uneven weights."""
   generator = np.random.default_rng(step)
 

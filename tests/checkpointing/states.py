@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from training.job import Job
+from training.setup import Job
 
 CONFIG = {"seed": 0, "mesh": {"data": 8}}
 RECORD = {"versions": {"jax": "1"}}

@@ -11,8 +11,8 @@ import pytest
 from checkpointing.store import Checkpointer
 from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
 from tests.jobs import host_batch, make_job, place
-from training.job import Job
-from training.step import State
+from training.setup import Job
+from training.state import State
 
 BOUND = 1e-5
 SAVED, LAST = 3, 5  # steps

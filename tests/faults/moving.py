@@ -22,9 +22,9 @@ from processes import coordination as groups
 from runtime import devices
 from tests.checkpointing import plain
 from tests.compiling import FAST
-from training import opening
-from training.job import Job, prepare
-from training.step import State
+from training import splits
+from training.setup import Job, prepare
+from training.state import State
 
 SAVED = 3  # steps
 DEVICES = 4
@@ -87,7 +87,7 @@ def main(strategy: str, *folders: str) -> None:
   """Restores each."""
   group = groups.connect(start_timeout_seconds=60, heartbeat_seconds=30)
   job = job_of(strategy)
-  batches = opening.open_data(job).train
+  batches = splits.open_data(job).train
   train_step = job.compile_train_step().function
   for folder in folders:
     began = time.monotonic()

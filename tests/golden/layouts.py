@@ -15,7 +15,7 @@ from configs import base
 from reports.layout_text import job_text
 from runtime import devices
 from runtime.devices import Devices
-from training.job import prepare
+from training.setup import prepare
 
 FOLDER = pathlib.Path(__file__).parent / "layout"
 COMMAND = "python -m tests.golden.layouts --write"

@@ -7,7 +7,7 @@ import pytest
 from input_pipeline import preparation
 from processes import preemption
 from processes.preemption import Stopped, StopRequest
-from training import waiting
+from training.metrics import waiting
 
 
 @pytest.fixture(autouse=True)

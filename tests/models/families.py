@@ -8,7 +8,7 @@ import numpy as np
 from configs.decoders import GPT_2
 from partitioning.rules import named_leaves
 from tests.jobs import make_job
-from training.job import Job
+from training.setup import Job
 
 ROWS, LENGTH = 2, 24
 SIZES = {

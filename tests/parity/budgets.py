@@ -23,7 +23,7 @@ from analysis import collectives
 from runtime import devices
 from tests.jobs import make_job
 from tests.parity.theory import LETTERS, NORM, TERMS, letters, shown, theory
-from training.job import Job
+from training.setup import Job
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "budgets.md"
 COMMAND = "python -m tests.parity.budgets --write"

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from tests.jobs import first_state, host_batch, make_job, place
-from training.comparison import BOUNDS, Trained, beyond, differences, take_steps
-from training.job import Job
+from training.parity import BOUNDS, Trained, beyond, differences, take_steps
+from training.setup import Job
 
 PLAIN = {
   "training.matmul_precision": "highest",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from runtime.provenance import versions
 from tests.parity.comparison import FEATURES, SEQUENCE_PARALLEL, ZERO_1, Run, train
 from tests.parity.comparison import MESHES as OF_BATCH_AND_PARAMETERS
-from training.comparison import BOUNDS, beyond, differences
+from training.parity import BOUNDS, beyond, differences
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "parity.md"
 MOMENTUM = {"optimizer.momentum": 0.9}

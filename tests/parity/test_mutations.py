@@ -19,7 +19,7 @@ from tests.parity.comparison import (
   train,
 )
 from training import objectives, step
-from training.comparison import CopiesDifferError
+from training.parity import CopiesDifferError
 
 psum, psum_scatter, all_gather = jax.lax.psum, jax.lax.psum_scatter, jax.lax.all_gather
 

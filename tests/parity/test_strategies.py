@@ -14,7 +14,7 @@ from tests.parity.comparison import (
   reference,
   train,
 )
-from training.job import Job
+from training.setup import Job
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import jax
 
-from training.job import Job
+from training.setup import Job
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,18 +10,19 @@ import pytest
 
 from runtime import provenance
 from tests.jobs import make_job
-from training import opening
+from training import splits
 
 ROOT = provenance.ROOT
 
 # Files beside those of NUMERICS in the same folders, which do not determine what a run computes.
 OTHERS = {
   "input_pipeline": "__init__ catalog locking prefetch",
-  "partitioning": "__init__ copies shardings",
-  "training": "__init__ agreement appending comparison drawing "
-  "evaluation goodput log_lines log_schedule loop meter owning probing "
-  "profiling record_form replicas reporting resuming running sampling streaming waiting "
-  "workdir_files",
+  "partitioning": "__init__ shardings",
+  "training": "__init__ agreement evaluation loop metrics/__init__ metrics/append_log "
+  "metrics/console metrics/device_probe metrics/goodput metrics/log_lines "
+  "metrics/log_schedule metrics/profiler metrics/reader metrics/throughput "
+  "metrics/waiting metrics/writer parity record_schema replica_check "
+  "replica_digests restore running workdir_files workdir_owner",
 }
 
 
@@ -62,7 +63,7 @@ def test_a_page_or_a_message_does_not_change_the_record_and_a_model_does(monkeyp
     monkeypatch.setattr(pathlib.Path, "read_bytes", patched)
     return provenance.digest(provenance.NUMERICS), provenance.digest(provenance.RUN)
 
-  for name in ("reports/html.py", "training/reporting.py", "reports/svg.py"):
+  for name in ("reports/html.py", "training/metrics/writer.py", "reports/svg.py"):
     ours, run = changed(name)
     assert ours == before
     assert run != run_before  # the processes of one run agree on it all the same
@@ -101,7 +102,7 @@ def test_every_instruction_of_a_step_comes_from_a_listed_file(strategy, recipe, 
 def test_everything_that_runs_to_make_a_batch_is_listed(recipe):
   overrides = {"model.input_size": 64} if recipe == "mlp" else {"model.vocabulary_size": 256}
   job = make_job("dp8", recipe, **overrides)
-  data, seen = opening.open_data(job), set()
+  data, seen = splits.open_data(job), set()
 
   def note(frame, event, argument):
     path = pathlib.Path(frame.f_code.co_filename)

@@ -17,9 +17,9 @@ from processes.coordination import current
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from tests.jobs import make_job
-from training import loop, resuming
-from training.job import Job
-from training.opening import Data
+from training import loop, restore
+from training.setup import Job
+from training.splits import Data
 
 BATCH, STEPS = 8, 19
 KEYS = {
@@ -100,7 +100,7 @@ def train(
   held_out = EvaluationBatches(held_out or source(), global_batch_size=batch)
   data = Data(TrainingBatches(rows, global_batch_size=batch, seed=0), held_out)
   folder.mkdir(parents=True, exist_ok=True)
-  start = resuming.begin(prepared, folder, resuming.judge(prepared, rows, folder, accept))
+  start = restore.begin(prepared, folder, restore.judge(prepared, rows, folder, accept))
   start.checkpointer.start_writing()
   with Watchdog(current(), StopRequest() if stop is None else stop) as watch:
     return loop.train(prepared, data, start, folder, watch, started=started)

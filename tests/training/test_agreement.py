@@ -5,7 +5,7 @@ import functools
 from processes.preflight import NotComeError
 from tests.jobs import make_job
 from tests.processes.stores import groups_of, together
-from training.opening import sharing
+from training.splits import sharing
 
 
 def test_what_each_has_found_comes_to_all_in_their_order():

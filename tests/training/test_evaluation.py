@@ -11,7 +11,7 @@ from checkpointing.store import Checkpointer
 from processes.preemption import StopRequest
 from tests.training import runs
 from tests.training.runs import BATCH, STEPS, saved, source, train
-from training.meter import TrainingStoppedError
+from training.bad_steps import TrainingStoppedError
 
 PARTS = {"evaluation.every_steps": 5, "evaluation.steps": 2}
 

@@ -9,8 +9,8 @@ import pytest
 from input_pipeline.batches import TrainingBatches
 from tests.training import runs
 from tests.training.runs import rollbacks, source, train
-from training import rollback
-from training.rollback import BadSteps
+from training import bad_steps
+from training.bad_steps import BadSteps
 
 ACCEPT = ["data.global_batch_size"]
 
@@ -118,12 +118,12 @@ def old_batch(step, skipped):
 
 def test_records_that_named_batches_give_the_same_rows():
   old = {"data": {"global_batch_size": 8, "skip_batches": [21], "name": "x"}, "seed": 0}
-  record = rollback.upgraded(json.loads(json.dumps(OLD_RECORD)), old)
+  record = bad_steps.upgraded(json.loads(json.dumps(OLD_RECORD)), old)
   assert record["versions"] == OLD_RECORD["versions"]
-  assert rollback.upgraded(record, old) == record
+  assert bad_steps.upgraded(record, old) == record
   config = runs.job("single", **{"data.skip_batches": (21,)}).config
   assert config.data.skip_rows == ((168, 176),)
-  rollback.require_same_past(config, record, 30)
+  bad_steps.require_same_past(config, record, 30)
   found = BadSteps(config, record, 30)
   assert found.rollbacks[0].skipped_rows == ((24, 32),)
   assert found.record()["bad_steps"]["losses"] == OLD_RECORD["bad_steps"]["losses"]
@@ -133,14 +133,14 @@ def test_records_that_named_batches_give_the_same_rows():
   # With another batch size it goes on where the old one was: at row 8 * 32, two were skipped.
   bigger = runs.job("single", **{"data.skip_rows": ((168, 176),), "data.global_batch_size": 16})
   assert BadSteps(bigger.config, record, 30).position.rows(30) == ((256, 272),)
-  upgraded = rollback.upgraded_config(old)
+  upgraded = bad_steps.upgraded_config(old)
   assert upgraded["data"]["skip_rows"] == [(168, 176)]
   assert upgraded["data"]["skip_batches"] == ()
-  assert rollback.upgraded_config(upgraded) == upgraded
+  assert bad_steps.upgraded_config(upgraded) == upgraded
 
 
 def test_records_from_before_there_were_rollbacks_begin_at_the_first_row():
-  record = rollback.upgraded({"versions": {}}, {"data": {"global_batch_size": 8}})
+  record = bad_steps.upgraded({"versions": {}}, {"data": {"global_batch_size": 8}})
   found = BadSteps(runs.job("single").config, record, 7)
   assert found.position.rows(7) == ((56, 64),)
   assert found.rollbacks == ()

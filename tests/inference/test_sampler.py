@@ -1,0 +1,313 @@
+"""Sampling: the cache changes no token, lies as the model does, and compiles twice in all."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from analysis import collectives
+from inference import sampler as sampling
+from inference.sampler import Request, Sampler, check
+from models import transformer
+from partitioning import shardings
+from partitioning.rules import named_leaves
+from tests.jobs import make_job
+
+# Tokens below the small model's vocabulary of 61; an empty prompt starts a document.
+PROMPTS = (bytes([3, 5, 7]), b"", bytes([9, 60, 9, 1, 2]), bytes([44]))
+NEW = 7  # with the longest prompt, data.sequence_length = 12
+GREEDY = Request(PROMPTS, max_new_tokens=NEW, temperature=0.0)
+
+
+@functools.cache
+def sampler(strategy, **overrides):
+  """Returns (sampler for PROMPTS, parameters), made once."""
+  job = make_job(strategy, "lm", **{"training.matmul_precision": "highest", **overrides})
+  return Sampler(job, GREEDY), job.initial_state().params
+
+
+def decoded_without_cache(made, params):
+  """Returns greedy tokens by the whole forward pass of all so far, once for each token."""
+  job, rows = made.job, made.rows
+  lengths = np.array([*map(len, GREEDY.tokens)])
+  tokens_BT = np.zeros((rows, lengths.max() + NEW), np.int32)
+  for row, tokens in enumerate(GREEDY.tokens):
+    tokens_BT[row, : len(tokens)] = list(tokens)
+  forward = job.compile(
+    lambda params, tokens_BT: nnx.merge(job.program.graphdef, params)(tokens_BT),
+    *(job.state.params, tokens_BT),
+    in_shardings=(job.state_shardings.params, None),
+  ).function
+  drawn = np.zeros((len(PROMPTS), NEW), np.int32)
+  for step in range(NEW):
+    logits_BTV = np.asarray(forward(params, tokens_BT))
+    for row in range(len(PROMPTS)):
+      place = lengths[row] + step
+      drawn[row, step] = tokens_BT[row, place] = logits_BTV[row, place - 1].argmax()
+  return [bytes(row.tolist()).partition(b"\0")[0] for row in drawn]
+
+
+# ---- The cache ----
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp4_tp2", "tp8", "fsdp8"])
+def test_greedy_decoding_is_that_without_a_cache(strategy):
+  made, params = sampler(strategy)
+  found = made(params, GREEDY)
+  assert found == decoded_without_cache(made, params)
+  assert len({*found}) == len(PROMPTS)
+  assert sum(map(len, found)) > 3 * NEW, "rows that end at once would prove little"
+
+
+# Of 4 key/value heads and 4 prompts; on fsdp8, 4 dummy rows fill the batch up.
+SHARDS = {
+  "single": (2, 4, 12, 4, 6),
+  "dp4_tp2": (2, 1, 12, 2, 6),
+  "tp8": (2, 4, 12, 4, 6),  # tensor=8 does not divide 4 heads: they stay whole
+  "fsdp8": (2, 1, 12, 4, 6),
+}
+
+
+@pytest.mark.parametrize("strategy", SHARDS)
+def test_the_cache_lies_as_the_model_does(strategy):
+  made, params = sampler(strategy)
+  job = made.job
+  tokens_BT = jnp.ones((made.rows, made.prompt_tokens), jnp.int32)
+  counts_B = jnp.ones(made.rows, jnp.int32)
+  settings = made._settings(GREEDY)
+  tokens_B, cache = made.prefill(params, tokens_BT, counts_B, settings)
+  for _ in range(2):  # after prefill and after decode
+    shardings.check_placed(cache, made.placements, job.mesh, "cache/")
+    for name in ("keys", "values"):
+      shard = getattr(cache, name).addressable_shards[0].data
+      assert shard.shape == SHARDS[strategy]
+      assert shard.nbytes == shardings.bytes_per_device(
+        made.placements[f"cache/{name}"], job.devices.sizes
+      )
+    before = cache
+    tokens_B, cache = made.decode(params, tokens_B, cache, settings)
+  assert all(leaf.is_deleted() for leaf in named_leaves(before).values()), "donated"
+  assert bool(made.placements["cache/keys"].notes) == (strategy == "tp8")
+
+
+def test_decoding_moves_no_cache_between_devices():
+  made, _ = sampler("dp4_tp2")
+  for compiled in (made.prefill, made.decode):
+    found = collectives.collectives(compiled.as_text(), made.job.mesh)
+    over_data = [c for c in found if "data" in c.axes]
+    assert [(c.kind, c.axes, c.bytes) for c in over_data] == [
+      ("all-gather", ("data",), 4 * made.rows)  # the tokens drawn
+    ]
+
+
+def test_prefill_and_decode_are_traced_and_compiled_once_each(monkeypatch):
+  traces, compiles = [], []
+  extend = transformer.Transformer.extend
+
+  def counted(self, tokens_BT, *rest):
+    traces.append(tokens_BT.shape)
+    return extend(self, tokens_BT, *rest)
+
+  def listen(event, seconds, **_):
+    if event.endswith("backend_compile_duration"):
+      compiles.append(seconds)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  monkeypatch.setattr(transformer.Transformer, "extend", counted)
+  job = make_job("dp4_tp2", "lm", **{"training.matmul_precision": "highest"})
+  params = job.initial_state().params
+  compiles.clear()
+  made = Sampler(job, GREEDY)
+  assert len(compiles) == 2
+  for changed in ({}, {"temperature": 0.7}, {"seed": 4, "temperature": 1.0, "top_k": 5}):
+    made(params, Request(**{**vars(GREEDY), **changed}))
+  made(params, Request(PROMPTS[:2], max_new_tokens=3))
+  assert traces == [(4, 5), (4, 1)]
+  assert len(compiles) == 2
+
+
+def test_one_token_is_not_split_over_context():
+  made, params = sampler("single", **{"mesh.context": 2})
+  assert made(params, GREEDY) == sampler("single")[0](params_of("single"), GREEDY)
+
+
+@pytest.mark.parametrize(
+  ("parameters", "compute"), [("float32", "bfloat16"), ("float64", "float64")]
+)
+def test_other_types(monkeypatch, parameters, compute):
+  # Traced only: a type that does not fit shows there, since promotion is strict.
+  monkeypatch.setattr(Sampler, "_compile", lambda self: None)
+  with jax.enable_x64(parameters == "float64"):
+    types = {"training.parameter_dtype": parameters, "training.compute_dtype": compute}
+    made = Sampler(make_job("dp4_tp2", "lm", **types), GREEDY)
+    params, settings = made.job.state.params, made._settings(GREEDY)
+    tokens_BT = np.zeros((made.rows, made.prompt_tokens), np.int32)
+    with made.job.tracing():
+      read = jax.eval_shape(
+        made._traced(made._prefill), params, tokens_BT, tokens_BT[:, 0], settings
+      )
+      after = jax.eval_shape(made._traced(made._decode), params, *read, settings)
+  assert after == read
+  tokens_B, cache = read
+  assert tokens_B.dtype == cache.lengths.dtype == jnp.int32
+  assert cache.keys.dtype == cache.values.dtype == made.placements["cache/keys"].dtype == compute
+
+
+# ---- The draws ----
+
+
+def params_of(strategy):
+  """Returns the parameters of the cached sampler."""
+  return sampler(strategy)[1]
+
+
+WARM = {"temperature": 1.3, "top_k": 40, "top_p": 0.95, "seed": 11}
+
+
+def test_a_row_depends_on_no_other_row_nor_on_padding_nor_on_the_mesh():
+  made, params = sampler("dp4_tp2")
+  wanted = made(params, Request(PROMPTS, max_new_tokens=NEW, **WARM))
+  assert wanted != made(params, GREEDY)
+  assert wanted[:2] == made(params, Request(PROMPTS[:2], max_new_tokens=NEW, **WARM))
+  other = (PROMPTS[0], bytes([33] * 5), PROMPTS[2])
+  found = made(params, Request(other, max_new_tokens=NEW, **WARM))
+  assert (found[0], found[2]) == (wanted[0], wanted[2])
+  assert found[1] != wanted[1]
+  shorter = Request(PROMPTS[:1], max_new_tokens=NEW, **WARM)
+  assert Sampler(made.job, shorter)(params, shorter) == wanted[:1]
+  for strategy in ("single", "tp8", "fsdp8"):
+    made, params = sampler(strategy)
+    assert made(params, Request(PROMPTS, max_new_tokens=NEW, **WARM)) == wanted
+
+
+def test_padding_of_the_vocabulary_and_what_is_no_byte_are_never_drawn():
+  made, params = sampler("dp4_tp2")
+  hot = Request(PROMPTS, max_new_tokens=NEW, temperature=1e6)  # all tokens equally likely
+  found = [
+    text for seed in range(8) for text in made(params, Request(**{**vars(hot), "seed": seed}))
+  ]
+  assert 50 < max(map(max, found)) < 61  # of 72
+  assert (
+    sampling.drawable(
+      make_job(
+        "single", "lm", **{"model.vocabulary_size": 300, "model.vocabulary_multiple": 8}
+      ).config
+    )
+    == 256
+  )
+
+
+# ---- The text ----
+
+
+def test_text_appears_as_it_is_drawn_and_rows_end_apart():
+  made, params = sampler("dp4_tp2")
+  whole = made(params, GREEDY)
+  stop = whole[0][2:4]
+  written = []
+  found = made(
+    params, Request(**{**vars(GREEDY), "stop": (stop,)}), lambda *said: written.append(said)
+  )
+  assert found[0] == whole[0][:4]
+  for row, text in enumerate(found):
+    assert whole[row].startswith(text)
+    assert "".join(part for number, part in written if number == row) == text.decode()
+  assert [number for number, _ in written[:4]] == [0, 1, 2, 3], "row by row, a token each"
+  assert len(written) == sum(map(len, found))
+
+
+def test_nothing_is_computed_once_all_rows_have_ended(monkeypatch):
+  made, params = sampler("dp4_tp2")
+  steps, decode = [], made.decode
+  monkeypatch.setattr(made, "decode", lambda *given: steps.append(1) or decode(*given))
+  made(params, Request(PROMPTS, max_new_tokens=3))
+  assert len(steps) == 2  # the first token comes of the prefill
+  first = made(params, GREEDY)[0][:1]
+  steps.clear()
+  made(params, Request(PROMPTS[:1], max_new_tokens=NEW, temperature=0.0, stop=(first,)))
+  assert not steps
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_a_step_is_dispatched_before_the_last_is_read_where_devices_are_real(
+  monkeypatch, simulated
+):
+  made, params = sampler("dp4_tp2")
+  wanted, steps, decode = made(params, GREEDY), [], made.decode
+  devices = dataclasses.replace(made.job.devices, simulated=simulated)
+  monkeypatch.setattr(made, "job", dataclasses.replace(made.job, devices=devices))
+  monkeypatch.setattr(made, "decode", lambda *given: steps.append(1) or decode(*given))
+  ahead = []
+  assert made(params, GREEDY, lambda *_: ahead.append(len(steps))) == wanted
+  assert ahead[0] == (0 if simulated else 1)
+  assert len(steps) == NEW - 1
+
+
+# ---- What is refused ----
+
+
+def refusal(recipe="lm", /, **changed):
+  """Returns the message about a request that differs from one that is good."""
+  job = make_job("single", recipe)
+  with pytest.raises(ValueError) as error:  # noqa: PT011
+    check(job.config, Request(**{"prompts": (b"",), "max_new_tokens": 4, **changed}))
+  return str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("changed", "said"),
+  [
+    ({"temperature": -0.5}, "temperature=-0.5: 0 (the likeliest token) or more"),
+    ({"temperature": float("nan")}, "temperature=nan: 0"),
+    ({"temperature": float("inf")}, "temperature=inf: 0"),
+    ({"top_k": -1}, "top_k=-1: 0 (off) to 61,"),
+    ({"top_k": 62}, "top_k=62: 0 (off) to 61,"),
+    ({"top_p": 0.0}, "top_p=0.0: above 0 and at most 1"),
+    ({"top_p": 1.01}, "top_p=1.01: above 0 and at most 1"),
+    ({"seed": -1}, "seed=-1: 0 or more and below 2**32"),
+    ({"max_new_tokens": 0}, "max_new_tokens=0: at least 1"),
+    ({"stop": ("",)}, "stop: an empty text"),
+    ({"prompts": ()}, "no prompt"),
+    (
+      {"prompts": ("", "\x03é")},
+      "prompt 2 holds byte 195 at place 1; the model knows tokens below ",
+    ),
+    (
+      {"prompts": (b"\1", b"\2" * 9)},
+      "prompt 2 is 9 tokens (bytes) long, with max_new_tokens=4 together 13; the limit is "
+      "data.sequence_length=12, the positions that the model was trained on; shorten the prompt to "
+      "8, set max_new_tokens=3, or raise data.sequence_length for this command",
+    ),
+    ({"prompts": (b"\1" * 40,)}, "trained on; shorten the prompt to 8, or raise data.sequence_le"),
+    (
+      {"max_new_tokens": 12},
+      "prompt 1 is 1 tokens (bytes) long, with max_new_tokens=12 together 13",
+    ),
+  ],
+)
+def test_what_cannot_be_sampled_is_refused_with_its_numbers(changed, said):
+  assert said in refusal(**changed)
+
+
+def test_all_that_is_wrong_comes_in_one_message():
+  message = refusal(temperature=-1.0, top_p=2.0, prompts=(b"\1" * 13, b"\2" * 14))
+  for said in ("temperature=-1.0", "top_p=2.0", "prompt 1 is 13", "prompt 2 is 14"):
+    assert said in message
+
+
+def test_what_fits_exactly_is_sampled():
+  check(make_job("single", "lm").config, Request((b"\1" * 8,), max_new_tokens=4, top_k=61))
+
+
+def test_a_model_without_tokens_is_refused():
+  assert "model.name='mlp' has no next token to draw; sample takes a transformer" in refusal("mlp")
+
+
+def test_a_larger_request_than_the_sampler_was_made_for_is_refused():
+  made, params = sampler("dp4_tp2")
+  with pytest.raises(ValueError, match=r"prompts=5 of 4, .*longest prompt=6 of 5; make another"):
+    made(params, Request((*PROMPTS, b"\1" * 6), max_new_tokens=2))

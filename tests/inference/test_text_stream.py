@@ -1,0 +1,90 @@
+"""Bytes drawn one at a time, as text."""
+
+import io
+
+import pytest
+
+from inference.text_stream import END, Printer, Row, as_bytes
+
+
+def shown(row, tokens):
+  """Returns what each token made appear, up to the end of the row."""
+  texts = []
+  for token in tokens:
+    texts.append(row.add(token))
+    if row.done:
+      break
+  return texts
+
+
+def test_a_character_is_held_back_until_it_is_whole():
+  row = Row(b"", [])
+  assert shown(row, "aé€😀".encode()) == ["a", "", "é", "", "", "€", "", "", "", "😀"]
+  assert not row.done
+  assert row.end() == ""
+
+
+def test_a_row_that_ends_within_a_character_says_so():
+  row = Row(b"", [])
+  assert shown(row, "x€".encode()[:3]) == ["x", "", ""]
+  assert row.end() == "�"
+  assert (row.done, bytes(row.drawn)) == (True, b"x\xe2\x82")
+  assert shown(Row(b"", []), b"\xff\xffa") == ["�", "�", "a"]
+
+
+def test_a_character_that_the_prompt_began_is_finished():
+  assert shown(Row("€".encode()[:1], []), "€!".encode()[1:]) == ["", "€", "!"]
+
+
+def test_the_end_of_the_document_ends_a_row():
+  row = Row(b"", [])
+  assert shown(row, [*b"ab", END, *b"c"]) == ["a", "b", ""]
+  assert (row.done, bytes(row.drawn)) == (True, b"ab")
+
+
+def test_a_stop_text_ends_a_row_and_is_its_last_text():
+  row = Row(b"e", ["€".encode(), b"end"])
+  assert "".join(shown(row, b"nd endless")) == "nd end"  # not what the prompt began
+  row = Row(b"", ["€".encode(), b"end"])
+  assert "".join(shown(row, "1 € 2".encode())) == "1 €"
+
+
+def test_bytes_of_a_command_line_come_back():
+  assert as_bytes("é\udcff") == b"\xc3\xa9\xff"
+  assert as_bytes(b"\xff") == b"\xff"
+
+
+def test_one_prompt_is_printed_as_it_comes():
+  stream = io.StringIO()
+  printer = Printer(["def "], stream)
+  seen = [stream.getvalue()]
+  for text in ("f", "(", "x\ny"):
+    printer(0, text)
+    seen.append(stream.getvalue())
+  printer.close()
+  assert seen == ["def ", "def f", "def f(", "def f(x\ny"]
+  assert stream.getvalue() == "def f(x\ny\n"
+
+
+def test_several_prompts_are_printed_in_whole_lines():
+  stream = io.StringIO()
+  printer = Printer(["a\nb", ""], stream)
+  assert stream.getvalue() == "[1] a\n"
+  printer(1, "x")
+  printer(0, "c\nd\ne")
+  assert stream.getvalue() == "[1] a\n[1] bc\n[1] d\n"
+  printer.close()
+  assert stream.getvalue() == "[1] a\n[1] bc\n[1] d\n[1] e\n[2] x\n"
+
+
+@pytest.mark.parametrize(
+  ("encoding", "text", "wanted"),
+  [
+    ("utf-8", "\x1b[2J\r\x00\x9b\t€\n", "\\x1b[2J\\x0d\\x00\\x9b\t€\n"),
+    ("ascii", "é€", "\\xe9\\u20ac"),
+  ],
+)
+def test_what_a_terminal_would_obey_or_cannot_show_is_written_out(encoding, text, wanted):
+  stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
+  Printer([""], stream)(0, text)
+  assert stream.buffer.getvalue().decode(encoding) == wanted

@@ -1,0 +1,86 @@
+"""Reading metrics late, stopping at bad numbers, rates."""
+
+import dataclasses
+import itertools
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.jobs import make_job
+from training import optimizer
+from training.bad_steps import TrainingStoppedError
+from training.metrics.reader import MetricsReader
+from training.metrics.throughput import Meter
+
+
+def metrics(loss, norm=1.0):
+  """Returns what a step gives."""
+  return {"loss": jnp.float32(loss), "grad_norm": jnp.float32(norm)}
+
+
+def test_metrics_are_read_one_step_late_and_drained_at_the_end():
+  reader = MetricsReader(late=1)
+  assert reader.read(1, metrics(3), drain=False) == []
+  assert [step for step, _ in reader.read(2, metrics(2), drain=False)] == [1]
+  assert [step for step, _ in reader.read(3, metrics(1), drain=True)] == [2, 3]
+  assert [step for step, _ in MetricsReader(late=0).read(1, metrics(3), drain=False)] == [1]
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(np.nan, 1.0), (1.0, np.inf)])
+def test_a_number_that_is_not_finite_stops_and_names_its_step(loss, norm):
+  reader = MetricsReader(late=1)
+  reader.read(7, metrics(loss, norm), drain=False)
+  with pytest.raises(TrainingStoppedError, match=r"step 7: .*(nan|inf).*learning_rate"):
+    reader.read(8, metrics(1.0), drain=False)
+
+
+def test_rates_leave_out_the_first_step_and_pauses(monkeypatch):
+  now = [100.0]
+  monkeypatch.setattr("training.meter.time.monotonic", lambda: now[0])
+  meter = Meter(make_job("dp8", "lm"))  # 16 rows of 12 tokens
+  now[0] = 150.0
+  meter.start(1, wait_seconds=3.0)
+  now[0] = 160.0
+  with meter.paused():
+    now[0] = 1000.0
+  values = meter.lap(6, wait_seconds=3.5)
+  assert values["step_seconds"] == pytest.approx(2.0)
+  assert values["data_wait_seconds"] == pytest.approx(0.1)
+  assert values["tokens_per_second"] == pytest.approx(96.0)
+  assert meter.wait_share == pytest.approx(0.05)
+  assert "mfu" not in values, "a CPU's peak is not known"
+  assert "left 6:28" in meter.text(6, {"loss": 1.0, "grad_norm": 1.0, **values})
+
+
+def test_peak_bytes_where_the_device_tells():
+  job = make_job("dp8", "lm")
+  device = types.SimpleNamespace(
+    device_kind="NVIDIA H200", memory_stats=lambda: {"peak_bytes_in_use": 12345}
+  )
+  mesh = types.SimpleNamespace(local_devices=[device], size=8)
+  meter = Meter(dataclasses.replace(job, mesh=mesh))
+  meter.start(1, wait_seconds=0.0)
+  values = meter.lap(2, wait_seconds=0.0)
+  assert values["peak_bytes"] == 12345
+  assert values["mfu"] > 0
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
+  job = make_job("single", "lm", **{"training.steps": 100, "optimizer.warmup_steps": 10})
+  rates = [float(optimizer.learning_rate_schedule(job.config)(step)) for step in range(100)]
+  peak = job.config.optimizer.learning_rate
+  assert rates[0] == pytest.approx(peak / 10)
+  assert max(rates) == rates[9] == pytest.approx(peak)
+  assert rates[-1] == pytest.approx(peak / 10, rel=0.02)
+  assert all(later < sooner for sooner, later in itertools.pairwise(rates[10:]))
+
+
+def test_scales_and_biases_do_not_decay():
+  job = make_job("single", "lm")
+  flags = optimizer.decayed(job.state.params)
+  assert flags["final_norm"]["scale"] is False
+  assert flags["layers"]["mlp_norm"]["scale"] is False
+  assert flags["layers"]["mlp"]["up"]["kernel"] is True
+  assert flags["embed"]["table"] is True

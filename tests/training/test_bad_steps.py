@@ -1,0 +1,265 @@
+"""Steps with bad numbers: the run stops, or goes back and skips their batches."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from input_pipeline import position
+from processes.preemption import StopRequest
+from tests.training import runs
+from tests.training.runs import (
+  ROLL_BACK,
+  STEPS,
+  assert_same,
+  numbers,
+  rollbacks,
+  saved,
+  source,
+  train,
+)
+from training import bad_steps as rollback
+from training.bad_steps import BadSteps, TrainingStoppedError
+
+NAN, HUGE = math.inf, 1e7
+WINDOW = {"training.bad_step_deviations": 10.0, "training.bad_step_window": 4}
+
+
+@pytest.fixture(scope="session")
+def told(tmp_path_factory):
+  """Returns a function from batches to the workdir of a run that was told to skip them."""
+  found = {}
+
+  def of(*skipped: int, **overrides):
+    key = (skipped, tuple(overrides.items()))
+    if key not in found:
+      found[key] = tmp_path_factory.mktemp("told")
+      train(found[key], source(), **{"data.skip_batches": skipped, **overrides})
+    return found[key]
+
+  return of
+
+
+# ------------------------------ whole runs ------------------------------
+
+
+def test_a_bad_step_stops_the_run_by_default_and_is_not_saved(tmp_path):
+  with pytest.raises(
+    TrainingStoppedError, match=r"step 13: .*nan.*training\.on_bad_step=roll_back"
+  ):
+    train(tmp_path, source({12: NAN}))
+  assert saved(tmp_path) == [5, 10]
+  assert [line["step"] for line in numbers(tmp_path) if "loss" in line] == list(range(1, 13))
+  # The same command goes on once it may go back: nothing has to be accepted.
+  train(tmp_path, source({12: NAN}), **ROLL_BACK)
+  assert [line["step"] for line in rollbacks(tmp_path)] == [10]
+
+
+@pytest.mark.parametrize(
+  ("factors", "keys", "went_back", "skipped"),
+  [
+    ({2: NAN}, {}, [(3, 0)], (2,)),  # before the first checkpoint
+    ({STEPS - 1: NAN}, {}, [(STEPS, 15)], (STEPS - 1,)),  # the last step
+    ({12: NAN, 14: NAN}, {}, [(13, 10), (14, 10)], (12, 14)),
+    ({12: NAN, 17: HUGE}, WINDOW, [(13, 10), (17, 15)], (12, 17)),
+    # The batches to skip begin before the newest checkpoint.
+    ({16: NAN}, {"training.bad_step_skips": 4}, [(17, 10)], (13, 14, 15, 16)),
+    # Bad again at once: the checkpoint is taken for bad, and what it was saved after.
+    ({12: NAN, 13: NAN}, {}, [(13, 10), (13, 5)], (9, 12, 13)),
+  ],
+)
+def test_it_equals_to_the_bit_a_run_that_was_told(
+  tmp_path, told, factors, keys, went_back, skipped
+):
+  train(tmp_path, source(factors), **ROLL_BACK, **keys)
+  assert_same(tmp_path, told(*skipped))
+  made = rollbacks(tmp_path)
+  assert [(line["rolled_back"], line["step"]) for line in made] == went_back
+  rows = position.merged(rows for line in made for rows in line["skipped_rows"])
+  assert rows == position.merged(position.batches(skipped, runs.BATCH))
+  for line in made:
+    if "standard deviations" in line["why"]:
+      loss, mean = float(line["why"].split()[2].rstrip(",")), float(line["why"].split()[10][:-1])
+      assert loss > 10_000 * mean
+    else:
+      assert "loss is nan, grad_norm is nan" in line["why"]
+
+
+def test_skipping_another_batch_gives_other_numbers(told):
+  assert numbers(told(2)) != numbers(told(12, 14))
+
+
+def test_a_checkpoint_that_was_saved_after_a_poisoned_update_is_left(tmp_path, told):
+  # Before the window is full a huge loss is no bad step: step 10 is saved with what it has done.
+  keys = {
+    "optimizer.name": "sgd",
+    "optimizer.learning_rate": 0.1,
+    "optimizer.clip_norm": 0.0,
+    "optimizer.warmup_steps": 0,
+  }
+  window = {"training.bad_step_deviations": 10.0, "training.bad_step_window": 10}
+  train(tmp_path, source({9: 1e6}), **ROLL_BACK, **window, **keys)
+  went_back = [(line["rolled_back"], line["step"]) for line in rollbacks(tmp_path)]
+  assert went_back == [(11, 10), (11, 5)]
+  assert_same(tmp_path, told(9, 10, 11, **keys), runs.job(**keys))
+
+
+def test_a_run_goes_back_only_so_many_times(tmp_path):
+  bad = source({7: NAN, 9: NAN, 16: NAN})
+  with pytest.raises(TrainingStoppedError) as caught:
+    train(tmp_path, bad, **ROLL_BACK, **{"training.max_rollbacks": 2})
+  assert "step 15: loss is nan" in str(caught.value)
+  said = "it went back 2 times (training.max_rollbacks=2), and skipped the rows 56-63, 72-79"
+  assert said in str(caught.value)
+  # Also where it was started anew in between: the third rollback is still one too many.
+  with pytest.raises(TrainingStoppedError, match="it went back 2 times"):
+    train(tmp_path, bad, **ROLL_BACK, **{"training.max_rollbacks": 2})
+  train(tmp_path, bad, **ROLL_BACK, **{"training.max_rollbacks": 3})
+  assert [line["rolled_back"] for line in rollbacks(tmp_path)] == [8, 9, 15]
+
+
+class KilledError(Exception):
+  """In place of a SIGKILL."""
+
+
+def dying(rows, batch):
+  """Returns the rows; those of a batch cannot be read."""
+  ids = runs.TrainingBatches(rows, global_batch_size=runs.BATCH, seed=0).row_ids(batch)
+
+  def read(indices):
+    if set(ids) & set(np.asarray(indices).tolist()):
+      raise KilledError
+    return rows.read(indices)
+
+  return dataclasses.replace(rows, read=read)
+
+
+@pytest.mark.parametrize("batch", [13, 18])
+def test_a_killed_run_decides_as_one_that_is_not(tmp_path, batch, whole_story):
+  factors, keys, expected = whole_story
+  with pytest.raises(KilledError):
+    train(tmp_path, dying(source(factors), batch), **ROLL_BACK, **keys)
+  train(tmp_path, source(factors), **ROLL_BACK, **keys)
+  assert runs.lines(tmp_path) == runs.lines(expected)
+  assert_same(tmp_path, expected)
+
+
+@pytest.fixture(scope="module")
+def whole_story(tmp_path_factory):
+  """Returns a run with three rollbacks that nothing kills: its bad batches, keys and workdir."""
+  factors, workdir = {6: NAN, 12: HUGE, 17: HUGE}, tmp_path_factory.mktemp("whole")
+  train(workdir, source(factors), **ROLL_BACK, **WINDOW)
+  assert [line["rolled_back"] for line in rollbacks(workdir)] == [7, 12, 16]
+  return factors, WINDOW, workdir
+
+
+def late(job):
+  """Returns a job of one device as on an accelerator: metrics are read a step late."""
+  return dataclasses.replace(job, devices=dataclasses.replace(job.devices, simulated=False))
+
+
+def test_metrics_that_are_read_late_change_nothing(tmp_path):
+  train(tmp_path / "told", source(), prepared=runs.job("single", **{"data.skip_batches": (12,)}))
+  train(tmp_path / "late", source({12: NAN}), prepared=late(runs.job("single", **ROLL_BACK)))
+  assert_same(tmp_path / "late", tmp_path / "told", runs.job("single"))
+
+
+def test_a_stop_right_after_a_bad_step_saves_nothing_bad(tmp_path, capsys):
+  stop, rows = StopRequest(), source({12: NAN})
+  ids = runs.TrainingBatches(rows, global_batch_size=runs.BATCH, seed=0).row_ids(13)
+
+  def read(indices):  # the batch after the bad one never comes
+    if set(ids) & set(np.asarray(indices).tolist()):
+      stop.request("SIGTERM")
+    return rows.read(indices)
+
+  stopping = dataclasses.replace(rows, read=read)
+  keys = {**ROLL_BACK, "data.prefetch_batches": 1}
+  end = train(tmp_path, stopping, prepared=late(runs.job("single", **keys)), stop=stop)
+  assert end.stopped
+  assert "WARNING: step 13: loss is nan" in capsys.readouterr().out
+  assert saved(tmp_path)[-1] <= 12
+  train(tmp_path, rows, prepared=late(runs.job("single", **keys)))
+  assert [line["rolled_back"] for line in rollbacks(tmp_path)] == [13]
+
+
+# ------------------------------ what is skipped ------------------------------
+
+
+def test_batches_that_were_passed_cannot_be_skipped_any_more(tmp_path):
+  train(tmp_path, source({12: NAN}), **ROLL_BACK, **{"training.steps": 15})
+  for batches in ((3,), (12, 15), (0, 20)):
+    with pytest.raises(ValueError, match=r"passed the rows up to 127.* name rows from 128 on"):
+      train(tmp_path, source({12: NAN}), **ROLL_BACK, **{"data.skip_batches": batches})
+  with pytest.raises(ValueError, match=r"--accept-changes=data\.skip_rows"):
+    train(tmp_path, source({12: NAN}), **ROLL_BACK, **{"data.skip_batches": (18,)})
+
+
+# ------------------------------ the judge ------------------------------
+
+
+def config(**keys) -> ConfigDict:
+  """Returns the keys that the judge reads."""
+  training = {
+    "on_bad_step": "roll_back",
+    "bad_step_deviations": 3.0,
+    "bad_step_window": 4,
+    "bad_step_skips": 1,
+    "max_rollbacks": 3,
+    **keys,
+  }
+  return ConfigDict({"training": training, "data": {"skip_rows": (), "global_batch_size": 4}})
+
+
+def judged(bad_steps, *losses) -> list[bool]:
+  """Returns which losses are bad."""
+  return [bool(bad_steps.judge({"loss": loss, "grad_norm": 1.0})) for loss in losses]
+
+
+def test_a_loss_is_held_against_the_last_ones():
+  # Of 1, 2, 3, 4 the mean is 2.5, the standard deviation 1.118.
+  assert judged(BadSteps(config(), {}), 1, 2, 3, 4, 5.86) == [False] * 4 + [True]
+  assert judged(BadSteps(config(), {}), 1, 2, 3, 4, 5.85) == [False] * 5
+  assert judged(BadSteps(config(), {}), 1, 2, 3, 4, -99) == [False] * 5  # only above
+  assert judged(BadSteps(config(), {}), 1, 1e9, 1, 2) == [False] * 4  # the window is not full
+  # A bad loss does not enter the window, and an old one leaves it.
+  found = judged(BadSteps(config(), {}), 1, 2, 3, 4, 50, 50, 5, 6, 50)
+  assert [number for number, bad in enumerate(found) if bad] == [4, 5, 8]
+  assert judged(BadSteps(config(bad_step_deviations=0.0), {}), 1, 2, 3, 4, 1e30) == [False] * 5
+  assert judged(BadSteps(config(), {}), 1.0, math.nan, math.inf) == [False, True, True]
+
+
+def test_the_record_gives_everything_back_to_the_bit():
+  one = BadSteps(config(), {})
+  judged(one, 0.1 + 0.2, 1 / 3, 2.5e-17, 7.0, math.pi)
+  one.go_back(9, "loss is nan", 5, (5,), one.record())
+  again = BadSteps(config(), json.loads(json.dumps(one.record())), 5)
+  assert again.record() == one.record()
+  assert again.position == one.position
+  assert again.position.skipped == ((32, 36),)
+  assert again.rollbacks == one.rollbacks
+  assert one.record()[rollback.RECORD]["losses"] == [1 / 3, 2.5e-17, 7.0, math.pi]
+
+
+def test_going_back_forgets_the_losses_of_the_undone_steps():
+  bad_steps = BadSteps(config(), {})
+  judged(bad_steps, 1, 2, 3)
+  record = bad_steps.record()
+  judged(bad_steps, 4, 5)
+  bad_steps.go_back(6, "", 3, (3,), record)
+  assert bad_steps.record()[rollback.RECORD]["losses"] == [1, 2, 3]
+
+
+def test_how_far_it_goes_back():
+  bad_steps = BadSteps(config(bad_step_skips=3), {})
+  assert bad_steps.target(9, ()) == 0
+  assert bad_steps.target(9, (2, 4, 6)) == 6
+  assert bad_steps.target(8, (2, 4, 6)) == 4
+  assert bad_steps.target(8, (6,)) == 6, "there is none before"
+  made = bad_steps.go_back(8, "", 6, (6,), {})
+  assert made.skipped_rows == ((24, 32),), "what the checkpoint has done cannot be skipped"
+  # The batches 8, 9, 10 were the steps 7, 8, 9 of now.
+  assert bad_steps.go_back(9, "", 6, (6,), {}).skipped_rows == ((32, 44),)

@@ -1,0 +1,72 @@
+"""What `compare` measures with: the norm, its floor, copies that differ, what is not comparable."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from training import parity
+from training.parity import CopiesDifferError, Trained
+
+
+def trained(gradient, *, loss=1.0):
+  """Returns what three steps may give, with one gradient and one that is zero."""
+  gradients = {"a": np.asarray(gradient), "zero": np.zeros(2)}
+  return Trained("", gradients, [loss] * 3, [2.0] * 3, {"a": np.ones(3)})
+
+
+def test_what_is_equal_to_rounding_is_within_the_bound():
+  ours, wanted = trained(np.ones(3) * (1 + 1e-15)), trained(np.ones(3))
+  assert parity.beyond(parity.differences(ours, wanted), 1e-12) == []
+
+
+def test_a_small_difference_is_beyond_the_bound_and_is_named():
+  ours, wanted = trained(np.ones(3) * (1 + 1e-9)), trained(np.ones(3))
+  [wrong] = parity.beyond(parity.differences(ours, wanted), 1e-12)
+  assert (wrong.what, wrong.name) == ("gradient", "a")
+  assert wrong.distance == pytest.approx(1e-9)
+
+
+def test_the_first_difference_is_the_one_that_a_step_makes_first():
+  ours, wanted = trained(np.ones(3) * 2, loss=1.5), trained(np.ones(3))
+  wrong = parity.beyond(parity.differences(ours, wanted), 1e-12)
+  assert [one.what for one in wrong] == ["loss", "loss", "loss", "gradient"]
+
+
+def test_a_tensor_that_is_zero_is_judged_by_the_rounding_of_all():
+  ours, wanted = trained(np.ones(3)), trained(np.ones(3))
+  rounding = np.finfo(np.float64).eps
+  for ours.gradients["zero"][:] in (1e-30, 0.5 * rounding):
+    assert parity.beyond(parity.differences(ours, wanted), 1e-12) == []
+  ours.gradients["zero"][:] = 10 * rounding
+  assert parity.beyond(parity.differences(ours, wanted), 1e-12) != []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_never_equal(value):
+  both = trained(np.array([1.0, value, 1.0]))
+  [wrong] = parity.beyond(parity.differences(both, both), 1e-12)
+  assert wrong.distance == math.inf
+
+
+def test_other_dtypes_are_no_comparison():
+  with pytest.raises(ValueError, match="gradients differ in name, shape or dtype: a"):
+    parity.differences(trained(np.ones(3, np.float32)), trained(np.ones(3)))
+
+
+def test_copies_that_differ_are_found():
+  mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+  whole = NamedSharding(mesh, PartitionSpec())
+
+  def array(second):
+    pieces = [
+      jax.device_put(np.array(values, np.float32), device)
+      for values, device in zip(([1, 2], second), mesh.devices, strict=True)
+    ]
+    return jax.make_array_from_single_device_arrays((2,), whole, pieces)
+
+  assert parity._whole(array([1, 2]), "x").tolist() == [1, 2]
+  with pytest.raises(CopiesDifferError, match=r"gradient x: .* hold other numbers"):
+    parity._whole(array([1, 3]), "gradient x")

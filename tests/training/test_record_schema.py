@@ -1,0 +1,111 @@
+"""A record that is malformed is refused by key, though its digests match."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+from etils import epath
+
+from checkpointing import digests
+from tests.training import runs
+from training import bad_steps, record_schema
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """Returns the workdir of a run that went back once, and the record of its last checkpoint."""
+  workdir = tmp_path_factory.mktemp("run")
+  keys = {"training.bad_step_deviations": 1e6, "checkpoint.keep_best": "eval_loss"}
+  runs.train(workdir, runs.source({7: float("nan")}), **runs.ROLL_BACK, **keys)
+  path = workdir / "checkpoints" / str(runs.STEPS) / "record" / "metadata"
+  return workdir, json.loads(path.read_text())
+
+
+def test_what_a_run_writes_is_well_formed(run):
+  workdir, record = run
+  record_schema.require(record, workdir)
+  assert set(record) <= set(record_schema.FORM)  # each key has a form
+  [made] = record["bad_steps"]["rollbacks"]
+  assert set(made) == {field.name for field in dataclasses.fields(bad_steps.Rollback)}
+  assert record["bad_steps"]["losses"]
+
+
+# Path to the key -> (what is put there, what is said).
+MALFORMED = {
+  "versions": (["x"], 'versions: an object is expected, and ["x"] is there'),
+  "versions/jax": (1, "versions.jax: a text is expected, and 1 is there"),
+  "data/rows": (None, "data.rows: a text is expected, and null is there"),
+  "accepted_changes": ({}, "accepted_changes: a list is expected, and {} is there"),
+  "bad_steps": (7, "bad_steps: an object is expected, and 7 is there"),
+  "bad_steps/skipped_rows/0": (7, "bad_steps.skipped_rows[0]: a range of rows is expected, and 7"),
+  "bad_steps/skipped_rows": ([[8, 8]], "bad_steps.skipped_rows[0]: a range of rows is expected"),
+  "bad_steps/rollbacks/0/skipped_rows": ([["a", "b"]], "skipped_rows[0]: a range of rows is"),
+  "position": ([], "position: a list of step, row and batch, ascending from step 0, is expected"),
+  "position/0": ([0, 0, 8], "position: a list of step, row and batch, ascending from step 0, is"),
+  "position/0/step": (1, "position: a list of step, row and batch, ascending from step 0, is"),
+  "position/0/batch": (0, "position: a list of step, row and batch, ascending from step 0, is"),
+  "metrics_over/examples": ("x", 'metrics_over.examples: a whole number is expected, and "x" is'),
+  "bad_steps/losses/0": ("nan", 'bad_steps.losses[0]: a number is expected, and "nan" is there'),
+  "bad_steps/rollbacks/0": (
+    {"step": True},
+    "bad_steps.rollbacks[0]: the keys bad_step, why, step, skipped_rows are expected",
+  ),
+  "bad_steps/rollbacks/0/step": (
+    True,
+    "bad_steps.rollbacks[0].step: a whole number is expected, and true is there",
+  ),
+  "logged/0": ([1, 2], "logged[0]: a list of 3 is expected, and [1, 2] is there"),
+  "metrics": ({"eval_loss": "x" * 99}, 'metrics.eval_loss: a number is expected, and "xxx'),
+}
+
+
+@pytest.mark.parametrize("path", MALFORMED)
+def test_a_malformed_key_is_named_with_what_is_expected_and_what_is_there(path, run):
+  value, said = MALFORMED[path]
+  record = changed(run[1], path, value)
+  with pytest.raises(ValueError, match="though its digests match") as refusal:
+    record_schema.require(record, epath.Path("runs/x/checkpoints/19"))
+  text = str(refusal.value)
+  assert text.startswith("runs/x/checkpoints/19: its record is malformed, though its digests")
+  assert said in text
+  assert len(text.splitlines()) == 1
+
+
+def changed(record, path, value):
+  """Returns a record with another value at a path."""
+  record = copy.deepcopy(record)
+  *parents, last = [int(part) if part.isdecimal() else part for part in path.split("/")]
+  inner = record
+  for part in parents:
+    inner = inner[part]
+  inner[last] = value
+  return record
+
+
+def test_records_of_versions_that_named_batches_have_their_own_form():
+  made = {"bad_step": 4, "why": "loss is nan", "step": 0, "skipped": [3]}
+  record = {"bad_steps": {"skipped": [3], "rollbacks": [made], "losses": []}}
+  record_schema.require(record, epath.Path("x"))
+  for path, said in (("skipped/0", r"skipped\[0\]"), ("rollbacks/0/skipped/0", r"rollbacks\[0\]")):
+    with pytest.raises(ValueError, match=f"bad_steps.{said}.*: a whole number is expected"):
+      record_schema.require(changed(record, f"bad_steps/{path}", "3"), epath.Path("x"))
+
+
+def test_keys_of_other_versions_are_passed_over(run):
+  record_schema.require({**run[1], "of_a_later_version": 1}, epath.Path("x"))
+  record_schema.require({}, epath.Path("x"))
+
+
+def test_a_run_does_not_begin_with_one(run):
+  workdir, record = run
+  step = epath.Path(workdir / "checkpoints" / str(runs.STEPS))
+  record = changed(record, "bad_steps/skipped_rows", "none")
+  (step / "record" / "metadata").write_text(json.dumps(record))
+  (step / "digests").unlink()
+  digests.write(step, digests.compute(step, digests.sizes(step)))
+  prepared, rows = runs.job(), runs.source()
+  with pytest.raises(
+    ValueError, match=r"bad_steps\.skipped_rows: a list is expected, and \"none\""
+  ):
+    runs.resuming.judge(prepared, rows, epath.Path(workdir))

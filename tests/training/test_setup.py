@@ -1,0 +1,237 @@
+"""The verdict over a whole job, and what a prepared job knows."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from configs import base
+from models import mlp
+from partitioning.rules import LayoutError, named_leaves
+from reports import layout_text
+from runtime.devices import Devices
+from tests.jobs import make_job
+from training import setup as jobs
+
+
+def refusal(recipe, /, **overrides):
+  """Returns the message with which the layout of a small job is refused."""
+  with pytest.raises(LayoutError) as error:
+    make_job("single", recipe, **overrides)
+  return str(error.value)
+
+
+# ---- Layouts that are refused ----
+
+
+def test_heads_that_tensor_does_not_divide():
+  message = refusal("lm", **{"mesh.tensor": 4, "model.heads": 6, "model.kv_heads": 3})
+  assert (
+    "layers/attention/query/kernel: dim N (heads) = 6 is not divisible by mesh axis tensor=4; "
+    "make heads 4 or 8, or set mesh.tensor=2"
+  ) in message
+  assert "layers/attention/out/kernel: dim N (heads) = 6" in message
+  assert "kv_heads" not in message  # they may stay whole
+
+
+def test_a_width_that_tensor_does_not_divide():
+  message = refusal("lm", **{"mesh.tensor": 4, "model.feedforward_size": 54})
+  for name in ("gate", "up", "down"):
+    assert (
+      f"layers/mlp/{name}/kernel: dim F (feedforward) = 54 is not divisible by mesh axis tensor=4; "
+      "make feedforward 52 or 56, or set mesh.tensor=2"
+    ) in message
+
+
+def test_a_width_that_fsdp_does_not_divide():
+  message = refusal("mlp", **{"mesh.fsdp": 8, "model.model_size": 36})
+  assert "layer_1/kernel: dim D (model) = 36 is not divisible by mesh axis fsdp=8" in message
+  assert "make model 32 or 40, or set mesh.fsdp=4" in message
+
+
+def test_a_sequence_that_context_does_not_divide():
+  message = refusal("lm", **{"mesh.context": 8})
+  assert "batch/tokens: dim T (sequence) = 12 is not divisible by mesh axis context=8" in message
+  assert "make sequence 8 or 16, or set mesh.context=4" in message
+
+
+@pytest.mark.parametrize("axis", ["expert", "stage"])
+def test_an_axis_that_nothing_uses(axis):
+  message = refusal("lm", **{f"mesh.{axis}": 2, "mesh.tensor": 2})
+  assert message.startswith("the layout is refused (1 failure):")
+  assert f"mesh.{axis}=2: no parameter, activation or schedule of this model uses it" in message
+  assert f"set mesh.{axis}=1" in message
+
+
+def test_everything_that_is_wrong_comes_in_one_message():
+  message = refusal(
+    "lm",
+    **{
+      "mesh.tensor": 4,
+      "mesh.context": 2,
+      "model.heads": 6,
+      "model.kv_heads": 3,
+      "model.feedforward_size": 54,
+      "data.sequence_length": 11,
+      "partitioning.overrides": (("layers/mlp/upp/kernel", (None, "fsdp")),),
+    },
+  )
+  for part in (
+    "query/kernel: dim N (heads) = 6",
+    "up/kernel: dim F (feedforward) = 54",
+    "batch/tokens: dim T (sequence) = 11",
+    "partitioning.overrides: 'layers/mlp/upp/kernel' is no parameter",
+  ):
+    assert part in message
+
+
+def test_an_activation_that_its_table_does_not_fit():
+  message = refusal("mlp", **{"mesh.tensor": 4, "partitioning.activations.outputs": ("tensor",)})
+  assert "activation BO [16, 10]: dim O (outputs) = 10 is not divisible by mesh axis" in message
+
+
+def test_a_table_that_names_an_unknown_axis():
+  tables = {
+    "partitioning.parameters.model": ("fsd",),
+    "partitioning.activations.feedforward": ("tensr",),
+  }
+  message = refusal("mlp", **tables)
+  assert "partitioning.parameters.model: unknown mesh axis 'fsd'; the axes are " in message
+  assert "partitioning.activations.feedforward: unknown mesh axis 'tensr'" in message
+
+
+def test_a_parameter_without_a_rule(monkeypatch):
+  rules = {name: letters for name, letters in mlp.PARAMETERS.items() if name != "layer_3/bias"}
+  monkeypatch.setattr(mlp, "PARAMETERS", {**rules, "layer_[14]/bias": "D", "layer_5/bias": "O"})
+  message = refusal("mlp")
+  assert "layer_3/bias: no rule matches this parameter of shape (40,)" in message
+  assert "layer_1/bias: 2 rules match, 'layer_1/bias' and 'layer_[14]/bias'" in message
+  assert "rule 'layer_5/bias': matches no parameter" in message
+
+
+def test_more_replicated_than_allowed():
+  sizes = {"mesh.data": 8, "partitioning.max_replicated_bytes": 5000}
+  message = refusal("mlp_tutorial", **sizes)
+  # SGD without momentum keeps a count (int32) only; all parameters are whole.
+  elements = 13 * 40 + 40 + 40 * 56 + 56 + 56 * 40 + 40 + 40 * 10 + 10
+  assert f"{(4 * elements + 4) / 1024:.1f} KiB per device are replicated" in message
+  assert "partitioning.max_replicated_bytes=5000 (4.9 KiB)" in message
+  assert "the largest is layer_2/kernel [40, 56]; split its dims" in message
+  job = make_job("single", "mlp_tutorial", **{**sizes, "partitioning.max_replicated_bytes": 30_000})
+  assert job.mesh.size == 8
+
+
+# ---- Memory ----
+
+
+def test_a_state_larger_than_the_limit_names_both_sizes():
+  limit = 3 / 2**20  # 3 KiB
+  for strategy in ("dp8", "fsdp8"):
+    with pytest.raises(ValueError, match="parameters and optimizer state need") as error:
+      make_job(strategy, "mlp_tutorial", memory_limit_gib=limit)
+    # Simulated devices share one memory: 8 copies, or one in pieces and what is whole.
+    whole = 56 + 10 + 1  # elements of the two biases off fsdp, and the count
+    split = 13 * 40 + 40 + 40 * 56 + 56 * 40 + 40 + 40 * 10
+    needed = 4 * (8 * whole + split * (8 if strategy == "dp8" else 1))
+    message = str(error.value)
+    assert f"need {needed / 1024:.1f} KiB on all simulated devices together" in message
+    assert "memory_limit_gib=2.86102e-06 allows 3.0 KiB" in message
+    assert "make the model smaller, or split it over more devices (mesh.fsdp, mesh." in message
+
+
+def test_a_state_larger_than_the_machine_names_the_machine(monkeypatch):
+  monkeypatch.setattr(jobs, "memory_bytes", lambda devices: 2048)
+  with pytest.raises(ValueError, match=r"need 21\.\d KiB on all .* and this machine has 2\.0 KiB"):
+    make_job("single", "mlp_tutorial")
+
+
+def test_a_real_device_holds_its_own_part_only():
+  config = base.finalize(make_job("fsdp8", "mlp_tutorial").config, "gpu")
+  devices = Devices("gpu", False, {**config.mesh})
+  part = 4 * (56 + 10 + 1 + (13 * 40 + 40 + 40 * 56 + 56 * 40 + 40 + 40 * 10) // 8)
+  for limit, fits in ((part, True), (part - 1, False)):
+    with config.unlocked():
+      config.memory_limit_gib = limit / 2**30
+    if fits:
+      assert jobs.prepare(config, devices).devices is devices
+    else:
+      with pytest.raises(ValueError, match=r"need 2\.9 KiB per device, and memory_limit_gib="):
+        jobs.prepare(config, devices)
+
+
+def test_the_memory_of_this_machine_is_known():
+  assert 2**28 < jobs.memory_bytes(Devices("cpu", True, {"data": 8})) < 2**50
+
+
+# ---- What a job knows ----
+
+
+def test_key_value_heads_stay_whole_where_tensor_does_not_divide_them():
+  job = make_job("tp8", "lm")
+  kernel = job.placements["parameters"]["layers/attention/key/kernel"]
+  assert tuple(kernel.spec) == (None, None, None, None)
+  assert kernel.notes == ("kv_heads=4 stays whole: tensor=8 does not divide it",)
+  moment = job.placements["optimizer"]["optimizer/0/mu/layers/attention/key/kernel"]
+  assert moment.spec == kernel.spec
+  specs = {c.letters: tuple(c.spec) for c in job.activations.seen}
+  assert specs["BSKH"] == (None, None, None, None)
+  assert specs["BSNH"] == (None, None, "tensor", None)  # repeated, they split
+  assert "note: layers/attention/key/kernel: kv_heads=4 stays whole" in layout_text.job_text(job)
+  fits = make_job("dp4_tp2", "lm").placements["parameters"]["layers/attention/key/kernel"]
+  assert (tuple(fits.spec), fits.notes) == ((None, None, "tensor", None), ())
+
+
+def test_a_table_of_its_own_gives_the_optimizer_zero_1():
+  tables = {f"partitioning.optimizer.{dim}": ("data",) for dim in ("model", "feedforward")}
+  tables["partitioning.optimizer.feedforward"] = ()
+  job = make_job("dp8", "mlp", **tables)
+  state = job.initial_state()
+  kernel = state.params["layer_2"]["kernel"]
+  moment = named_leaves(state.optimizer)["0/mu/layer_2/kernel"]
+  assert kernel.addressable_shards[0].data.shape == (40, 56)
+  assert moment.addressable_shards[0].data.shape == (5, 56)
+
+
+def test_an_override_reaches_the_arrays():
+  overrides = (("layer_1/kernel", (None, "tensor")), ("optimizer/0/mu/layer_1/kernel", ()))
+  job = make_job("dp4_tp2", "mlp", **{"partitioning.overrides": overrides})
+  state = job.initial_state()
+  assert state.params["layer_1"]["kernel"].addressable_shards[0].data.shape == (13, 20)
+  moments = named_leaves(state.optimizer)
+  assert moments["0/mu/layer_1/kernel"].addressable_shards[0].data.shape == (13, 40)
+
+
+def test_every_leaf_of_the_state_is_compared_with_its_spec():
+  job = make_job("dp2_fsdp2_tp2", "mlp")
+  state = job.initial_state()
+  job.check_placed(state)
+  moved = NamedSharding(job.mesh, PartitionSpec("tensor"))
+  params = {**state.params, "layer_1": dict(state.params["layer_1"])}
+  params["layer_1"]["bias"] = jax.device_put(jnp.zeros(40), moved)
+  with pytest.raises(LayoutError, match=r"layer_1/bias: lies as .*tensor.*, its spec says .*fsdp"):
+    job.check_placed(dataclasses.replace(state, params=params))
+  moments = jax.tree.map(lambda x: np.asarray(x), state.optimizer)
+  moments = jax.device_put(moments, NamedSharding(job.mesh, PartitionSpec()))
+  with pytest.raises(LayoutError, match="optimizer/0/nu/layer_2/kernel: lies as"):
+    job.check_placed(dataclasses.replace(state, optimizer=moments))
+
+
+def test_the_layout_of_a_job_in_words():
+  job = make_job("dp4_tp2", "mlp_tutorial")
+  text = layout_text.job_text(job)
+  assert text.startswith("legend: letter, dim, size")
+  for part in ("layer_2/kernel", "optimizer", "batch/inputs", "BF", "(data, tensor)"):
+    assert part in text
+  elements = 13 * 40 + 40 + 40 * 56 + 56 + 56 * 40 + 40 + 40 * 10 + 10
+  whole = 13 * 40 + 40 + 40 + 40 * 10 + 10 + 1
+  held = whole + (2 * 40 * 56 + 56) // 2
+  assert text.endswith(
+    f"{elements:,} parameters; with optimizer state {4 * held / 1024:.1f} KiB per device, "
+    f"of which {4 * whole / 1024:.1f} KiB are held whole by every device"
+  )
+  short = layout_text.job_text(job, whole=False)
+  assert "legend" not in short
+  assert "activations" not in short

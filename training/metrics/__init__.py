@@ -1,0 +1,1 @@
+"""What a run reports: metrics.jsonl, TensorBoard, the progress line, profiles, goodput."""

@@ -1,0 +1,98 @@
+"""What a run prints: one progress line, messages, durations."""
+
+import contextlib
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from processes import preemption
+from processes.coordination import current
+from processes.printable import printable
+
+
+class ProgressLine:
+  """One line that is rewritten on a terminal; plain lines where there is none."""
+
+  def __init__(self, steps: int):
+    """Starts the line; `steps` is the number of the last step."""
+    self._steps = steps
+    self._bar, self._undone = None, contextlib.ExitStack()
+    if sys.stdout.isatty() and current().first:
+      columns = (BarColumn(bar_width=20), TextColumn("{task.fields[text]}"))
+      # What other threads print (that a signal has come) does not go through the bar: rich's
+      # redirection is not made for it, and has ended in a RecursionError.
+      self._bar = Progress(
+        *columns,
+        console=Console(soft_wrap=True),
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+      )
+      self._task = self._bar.add_task("", total=steps, text="")
+      self._bar.start()
+      # It hides the cursor, which must come back however the run ends.
+      self._undone.enter_context(preemption.undone(self._bar.stop))
+
+  def __enter__(self) -> "ProgressLine":
+    """Returns itself."""
+    return self
+
+  def __exit__(self, *exception) -> None:
+    """Leaves the last line standing."""
+    self._undone.close()
+    if self._bar is not None:
+      self._bar.stop()
+
+  def update(self, step: int, text: str) -> None:
+    """Shows the newest numbers."""
+    if self._bar is None:
+      say(text)
+    else:
+      self._bar.update(self._task, completed=step, text=text, refresh=True)
+
+  def evaluating(self, done: int, count: int, *, alone: bool = False) -> None:
+    """Shows on a terminal how many batches of an evaluation are done.
+
+    Args:
+      done: batches.
+      count: of all batches.
+      alone: the bar shows the evaluation too, not the steps of a training run.
+    """
+    if self._bar is not None:
+      text, completed = f"held out: batch {done}/{count}", {"completed": done} if alone else {}
+      self._bar.update(self._task, text=text, refresh=True, **completed)
+
+  def note(self, text: str) -> None:
+    """Prints a line that stays, above the progress line."""
+    if self._bar is None:
+      say(text)
+    else:
+      self._bar.console.print(printable(text), highlight=False)
+
+
+def say(text: str) -> None:
+  """Prints a line at once, also into a pipe; process 0 speaks for all.
+
+  Where nobody reads the pipe any more (in `| tee FILE` Ctrl-C ends tee as well), a run stops as if
+  it were asked to, and saves: an error here would lose its work.
+  """
+  if not current().first:
+    return
+  try:
+    print(printable(text, longest=sys.maxsize), flush=True)
+  except BrokenPipeError:
+    preemption.output_closed()
+
+
+def warn(text: str) -> None:
+  """Prints a warning to standard error at once; process 0 speaks for all."""
+  if current().first:
+    print(f"WARNING: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+  """Returns `1:02:03` or `2:03`."""
+  minutes, rest = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,59 @@
+"""How fast the accelerators of this process compute, apart from what they do for the run."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from processes.coordination import Group
+from processes.stragglers import Pace
+from training.setup import Job
+
+SIZE, PRODUCTS = 2048, 32  # matrices of 8 MiB; about a millisecond on an accelerator of 2023
+_TRIES = 3
+# A probe leaves the accelerators idle for milliseconds: not more often than that.
+_BETWEEN_SECONDS = 1.0
+
+
+def measured(job: Job, group: Group) -> Pace:
+  """Returns what compares the processes of a run: by the speed of their accelerators as well.
+
+  The processors of simulated devices are shared with whatever else runs: a probe of them varies
+  by a factor of 50 on a busy machine, while what a process lost does not; see
+  processes/stragglers.py.
+  """
+  slow_ratio = job.config.processes.slow_ratio
+  if job.devices.simulated or group.alone or not slow_ratio:
+    return Pace(group, slow_ratio=slow_ratio)
+  return Pace(group, slow_ratio=slow_ratio, probe=DeviceProbe(), half_seconds=_BETWEEN_SECONDS)
+
+
+class DeviceProbe:
+  """A fixed computation on every device of this process at once, without a collective."""
+
+  def __init__(self, *, size: int = SIZE):
+    """Compiles it; matrices of `size` x `size` in bfloat16 are multiplied."""
+    devices = jax.local_devices()
+    lies = NamedSharding(Mesh(np.asarray(devices), ("device",)), PartitionSpec("device"))
+    ones = np.full((len(devices), size, size), 1 / size, jnp.bfloat16)
+    self._matrices = jax.device_put(ones, lies)
+
+    def products(matrices_DNN: jax.Array) -> jax.Array:
+      return jax.lax.fori_loop(0, PRODUCTS, lambda _, product: product @ matrices_DNN, matrices_DNN)
+
+    self._products = jax.jit(products, out_shardings=lies).lower(self._matrices).compile()
+
+  def __call__(self) -> float:
+    """Returns the seconds that the slowest device took, in the best of three tries.
+
+    What the devices had to do before is waited for; they are idle for a moment afterwards.
+    """
+    jax.block_until_ready(self._products(self._matrices))
+    return min(self._once() for _ in range(_TRIES))
+
+  def _once(self) -> float:
+    began = time.monotonic()
+    jax.block_until_ready(self._products(self._matrices))
+    return time.monotonic() - began

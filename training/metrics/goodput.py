@@ -1,0 +1,162 @@
+"""Where the wall time of a run goes, from its first start on: every second is in one bin."""
+
+import contextlib
+import os
+import pathlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import psutil
+
+from training.metrics.console import duration
+
+# Bin -> what it is called. One clock runs in one of them at any time.
+BINS = {
+  "start": "start",  # of the process, until the steps are compiled
+  "compile": "compile",
+  "step": "step",
+  "input_wait": "input wait",
+  "save": "save",  # that the steps wait for it; the rest is in the background
+  "evaluation": "evaluation",
+  "lost_to_restart": "lost to restart",  # undone steps, and the time until the next process
+}
+# What is lost where steps are undone within a process.
+_UNDONE = ("step", "input_wait", "save", "evaluation")
+
+
+# A longer pause than this is a clock that was wrong, or a run that nobody was waiting for.
+MOST_PAUSE_SECONDS = 7 * 24 * 3600
+_IMPORTED = time.monotonic()
+_LONGEST_IMPORT_SECONDS = 3600.0  # from the start of a process until it imports this
+
+
+class Goodput:
+  """Seconds per bin, summed over the starts of a run.
+
+  Attributes:
+    doubt: why the time since the last start is not counted; "" where it is.
+  """
+
+  def __init__(self, started: float, last: Mapping[str, Any] | None):
+    """Begins in the bin `start`.
+
+    Args:
+      started: when the process started, on the clock of `time.monotonic`.
+      last: what an earlier start has written at the step that this one goes on from. What came
+        after it is lost, unless it was the end of a run that was done.
+    """
+    self._bin, self._since = "start", started
+    self._seconds, self.doubt = _bins(last), ""
+    if last is not None and not last["done"]:
+      pause, self.doubt = _pause(last, started)
+      self._seconds["lost_to_restart"] += pause
+
+  def switch(self, name: str) -> str:
+    """Goes on in a bin; returns the one until now."""
+    now = time.monotonic()
+    self._seconds[self._bin] += now - self._since
+    former, self._bin, self._since = self._bin, name, now
+    return former
+
+  @contextlib.contextmanager
+  def within(self, name: str) -> Iterator[None]:
+    """Is in a bin for a while."""
+    former = self.switch(name)
+    try:
+      yield
+    finally:
+      self.switch(former)
+
+  def undo(self, last: Mapping[str, Any] | None) -> None:
+    """Counts as lost what the steps took since a line was written that stands again."""
+    self.switch(self._bin)
+    before = _bins(last)
+    for name in _UNDONE:
+      self._seconds["lost_to_restart"] += self._seconds[name] - before[name]
+      self._seconds[name] = before[name]
+
+  def line(self, *, done: bool = False) -> dict[str, Any]:
+    """Returns what `metrics.jsonl` says: the share of steps, all seconds, when, and if at the end.
+
+    Args:
+      done: whether all steps are done: the time until somebody asks for more is not the run's.
+    """
+    self.switch(self._bin)
+    share = self._seconds["step"] / sum(self._seconds.values())
+    return {
+      "goodput": round(share, 6),
+      "seconds": {name: round(value, 6) for name, value in self._seconds.items()},
+      "time": time.time(),
+      "done": done,
+      **boot(),
+    }
+
+  def text(self) -> str:
+    """Returns a line for people."""
+    self.switch(self._bin)
+    whole = sum(self._seconds.values())
+    parts = ", ".join(f"{BINS[name]} {100 * s / whole:.1f} %" for name, s in self._seconds.items())
+    return f"goodput {100 * self._seconds['step'] / whole:.1f} % of {duration(whole)}: {parts}"
+
+
+def _bins(line: Mapping[str, Any] | None) -> dict[str, float]:
+  """Returns the seconds per bin that a line holds; 0 without one."""
+  known = line["seconds"] if line is not None else {}
+  return {name: known.get(name, 0.0) for name in BINS}
+
+
+def _pause(last: Mapping[str, Any], started: float) -> tuple[float, str]:
+  """Returns the seconds from a line to the start of this process; or 0, and why not to trust them.
+
+  Wall clocks jump: where both times are of one machine that has not been restarted in between, they
+  are read from the clock that runs from its start. Else the wall clocks have to do; what they
+  cannot be right about is not counted.
+  """
+  age = time.monotonic() - started
+  known = boot()
+  if known and last.get("boot") == known["boot"]:
+    return max(0.0, known["uptime"] - age - last["uptime"]), ""
+  pause = time.time() - age - last["time"]
+  if 0 <= pause <= MOST_PAUSE_SECONDS:
+    return pause, ""
+  return 0.0, (
+    f"by the clock of this machine the last line of the run was written "
+    f"{duration(abs(pause))} {'after' if pause < 0 else 'before'} this process started; that is "
+    f"not counted as lost to the restart"
+  )
+
+
+def boot() -> dict[str, Any]:
+  """Returns which start of the machine this is, and the seconds since then; {} where unknown."""
+  if not hasattr(time, "CLOCK_BOOTTIME"):
+    return {}
+  try:
+    name = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+  except OSError:
+    return {}
+  return {"boot": name, "uptime": round(time.clock_gettime(time.CLOCK_BOOTTIME), 6)}
+
+
+def process_started() -> float:
+  """Returns when this process started, on the clock of `time.monotonic`.
+
+  Linux counts a process's start from the machine's own, as CLOCK_BOOTTIME does. Where that cannot
+  be right (a sandbox with other clocks), the wall clock is asked, which may have jumped.
+  """
+  for age_of in (_age_by_boot, _age_by_wall):
+    started = -age_of() + time.monotonic()  # read right after the other clock
+    if _IMPORTED - _LONGEST_IMPORT_SECONDS <= started <= _IMPORTED:
+      return started
+  return _IMPORTED
+
+
+def _age_by_boot() -> float:
+  if not hasattr(time, "CLOCK_BOOTTIME"):
+    return -1.0
+  ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+  return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _age_by_wall() -> float:
+  return time.time() - psutil.Process().create_time()

@@ -1,0 +1,78 @@
+"""A trace of some steps, which xprof (TensorBoard's profiler) and Perfetto open."""
+
+import os
+import time
+
+import jax
+from etils import epath
+from ml_collections import ConfigDict
+
+from processes.watchdog import SAVING, Watchdog
+from training.metrics.console import say
+
+# Nobody waits so long: the watchdog ends a run in which a trace makes no progress.
+_FOR_EVER_SECONDS = 7 * 24 * 3600
+
+
+class Profile:
+  """Traces the steps that `profile.start_step` and `profile.steps` name; a context manager.
+
+  Process 0 alone traces: those of one host would write to one file. Collecting and writing a trace
+  takes up to minutes, in which the others wait for it, and which are no part of a step.
+  """
+
+  def __init__(self, keys: ConfigDict, folder: epath.Path, watch: Watchdog):
+    """Traces nothing yet; `keys.start_step` is counted from 0."""
+    self._steps = range(keys.start_step, keys.start_step + keys.steps)
+    self._folder, self._watch = folder, watch
+    self._running = False
+
+  def __enter__(self) -> "Profile":
+    """Returns itself."""
+    return self
+
+  def __exit__(self, kind, error, trace) -> None:
+    """Writes the trace, if one is running."""
+    self._end(together=error is None)
+
+  def before(self, step: int) -> None:
+    """Starts or ends the trace; is called before each step with its number, by all processes."""
+    if step in self._steps and not self._running:
+      self._at("starting to trace")
+      if self._watch.group.first:
+        jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
+      self._running = True
+      self._meet()
+    elif step not in self._steps:
+      self._end(together=True)
+
+  def _end(self, *, together: bool) -> None:
+    if not self._running:
+      return
+    self._running = False
+    self._at("writing the trace")
+    if self._watch.group.first:
+      try:
+        jax.profiler.stop_trace()
+        say(f"trace in {self._folder}")
+      except (OSError, RuntimeError) as error:  # a full disk: the steps are worth more
+        say(f"WARNING: no trace could be written to {self._folder}: {error}; training continues")
+    if together:  # else the others may have failed, and do not come
+      self._meet()
+
+  def _meet(self) -> None:
+    if not self._watch.group.alone:
+      self._watch.group.wait("trace", timeout_seconds=_FOR_EVER_SECONDS)
+
+  def _at(self, label: str) -> None:
+    self._watch.at(label, SAVING, progress=self._progress)
+
+  def _progress(self) -> tuple[int, float]:
+    """Returns the bytes of traces, and the processor time of this process in tens of seconds.
+
+    A trace is put together in memory before it is written. What waits takes next to none.
+    """
+    size = 0
+    for folder, _, names in os.walk(str(self._folder)):
+      size += sum(os.path.getsize(os.path.join(folder, name)) for name in names)
+    return size, time.process_time() // 10

@@ -1,0 +1,104 @@
+"""How fast the steps are: tokens or examples per second, and MFU."""
+
+import time
+
+from analysis.accelerators import peak_flops
+from models import MODELS
+from training.metrics.console import duration
+from training.setup import Job
+
+
+class Meter:
+  """Seconds per step, rates, MFU and waiting, over the steps since the last lap."""
+
+  def __init__(self, job: Job):
+    """Reads from the job what a step does."""
+    config = job.config
+    self._steps = config.training.steps
+    self._rows = config.data.global_batch_size
+    text = config.data.kind == "text"
+    self._unit = "tokens" if text else "examples"
+    self._per_step = self._rows * (config.data.sequence_length if text else 1)
+    flops = MODELS[config.model.name].train_flops_per_example(config) * self._rows
+    self._device = job.mesh.local_devices[0]
+    peak = peak_flops(self._device)
+    self._mfu_seconds = flops / (peak * job.mesh.size) if peak else None
+    self._paused = 0.0
+    self._began = self._lap_began = time.monotonic()
+    self._first_step = self._lap_step = 0
+    self._wait = self._first_wait = 0.0
+    self.seconds = 0.0
+    self.wait_share = 0.0
+
+  def start(self, step: int, wait_seconds: float) -> None:
+    """Begins to measure, when the first step is done: compiling and first use stay out."""
+    self._began = self._lap_began = time.monotonic()
+    self._first_step = self._lap_step = step
+    self._wait = self._first_wait = wait_seconds
+
+  def back(self, bad_step: int, step: int) -> None:
+    """Goes on from an earlier step; what the undone steps took stays measured."""
+    self._first_step -= bad_step - step
+    self._lap_began, self._lap_step = time.monotonic() - self._paused, step
+
+  def lap(self, step: int, wait_seconds: float) -> dict[str, float]:
+    """Returns the numbers of the steps since the last lap, for `metrics.jsonl`.
+
+    Args:
+      step: the newest step that is done.
+      wait_seconds: what the loop has waited for data so far.
+    """
+    now = time.monotonic() - self._paused
+    count = max(1, step - self._lap_step)
+    seconds = max(now - self._lap_began, 1e-9) / count
+    values = {
+      "step_seconds": seconds,
+      "data_wait_seconds": (wait_seconds - self._wait) / count,
+      f"{self._unit}_per_second": self._per_step / seconds,
+    }
+    if self._mfu_seconds is not None:
+      values["mfu"] = self._mfu_seconds / seconds
+    self.seconds = now - self._began
+    self.wait_share = (wait_seconds - self._first_wait) / max(self.seconds, 1e-9)
+    self._lap_began, self._lap_step, self._wait = now, step, wait_seconds
+    stats = self._device.memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+      values["peak_bytes"] = stats["peak_bytes_in_use"]
+    # The first lap holds no step: it says when measuring began, not how fast a step is.
+    return values if step > self._first_step else {}
+
+  def paused(self) -> "Pause":
+    """Returns a context in which the clock stands still (evaluation)."""
+    return Pause(self)
+
+  def pause_for(self, seconds: float) -> None:
+    """Takes seconds out of the measured time."""
+    self._paused += seconds
+
+  def text(self, step: int, values: dict[str, float]) -> str:
+    """Returns the progress line."""
+    parts = [f"step {step}/{self._steps}", f"loss {values['loss']:.4f}"]
+    parts.append(f"grad_norm {values['grad_norm']:.3f}")
+    if "step_seconds" in values:
+      parts.append(f"{values[f'{self._unit}_per_second']:,.0f} {self._unit}/s")
+      if "mfu" in values:
+        parts.append(f"MFU {100 * values['mfu']:.1f} %")
+      left = (self._steps - step) * self.seconds / max(1, step - self._first_step)
+      parts.append(f"left {duration(left)}")
+    return "  ".join(parts)
+
+
+class Pause:
+  """Stops a meter's clock for a while."""
+
+  def __init__(self, meter: Meter):
+    """Stops nothing yet."""
+    self._meter = meter
+
+  def __enter__(self) -> None:
+    """Stops the clock."""
+    self._began = time.monotonic()
+
+  def __exit__(self, *exception) -> None:
+    """Lets it go on."""
+    self._meter.pause_for(time.monotonic() - self._began)

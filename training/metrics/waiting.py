@@ -1,0 +1,77 @@
+"""What a run says while something takes long of which no step tells: one line, on a terminal."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from processes import preemption
+from processes.coordination import current
+from training.metrics.console import say
+
+_SECONDS = 0.2  # between two looks at the clock
+
+
+class Waiting:
+  """The line: what is going on, how far it is, since when. It vanishes when that is done."""
+
+  def __init__(self, text: str):
+    """Takes what is going on; `show` shows it."""
+    self._text, self._began, self._looked = text, time.monotonic(), 0.0
+    self._progress: Progress | None = None
+    self.done = ""  # how far it has come
+    self.count = 0
+
+  @contextlib.contextmanager
+  def show(self) -> Iterator["Waiting"]:
+    """Shows it on a terminal; in a log there is nothing to see."""
+    if not (sys.stdout.isatty() and current().first):
+      yield self
+      return
+    # The terminal itself: what is under way may point the standard output elsewhere.
+    console = Console(file=sys.stdout, soft_wrap=True)
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as progress:
+      self._progress, self._task = progress, progress.add_task(self._text)
+      with preemption.undone(progress.stop):
+        yield self
+    self._progress = None
+
+  def tick(self, what: str, count: int) -> None:
+    """Shows how far it has come; gives up where a stop was requested.
+
+    Args:
+      what: is counted, for people: `rows of python_source`.
+      count: so far.
+
+    Raises:
+      Stopped: as `stopping.current()` asks.
+    """
+    now = time.monotonic()
+    self.count, self.done = count, what
+    if now - self._looked < _SECONDS:
+      return
+    self._looked = now
+    stop = preemption.current()
+    if stop:
+      raise preemption.Stopped(self._text)
+    if self._progress is not None:
+      rate = count / max(now - self._began, 1e-3)
+      text = f"{self._text}: {count:,} {what}, {rate:,.0f} per second"
+      self._progress.update(self._task, description=text)
+
+
+@contextlib.contextmanager
+def preparing(name: str) -> Iterator[Waiting]:
+  """Shows the preparation of a data set ; says what was prepared, once it is."""
+  began = time.monotonic()
+  waiting = Waiting(f"preparing {name}")
+  with waiting.show():
+    stop = preemption.current()
+    with stop.polled() if stop is not None else contextlib.nullcontext():
+      yield waiting
+  if waiting.done:
+    say(f"prepared {name}: {waiting.count:,} {waiting.done} in {time.monotonic() - began:.1f} s")

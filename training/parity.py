@@ -1,0 +1,296 @@
+"""The proof that two layouts train alike: every raw gradient and three steps, tensor by tensor.
+
+The norm is relative L2 per tensor: element by element, rounding alone gives differences that mean
+nothing. In float64 only a bug can differ by more than the bound.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from partitioning.mesh import mesh_text
+from partitioning.rules import named_leaves
+from partitioning.shardings import shape_text
+from training.setup import Job
+from training.splits import Data, open_data
+from training.state import State
+
+BOUNDS = {"float32": 1e-5, "float64": 1e-12}
+STEPS = 3
+# In place of AdamW, which divides a constant factor of a gradient away.
+SGD = {
+  "optimizer.name": "sgd",
+  "optimizer.learning_rate": 0.05,
+  "optimizer.warmup_steps": 0,
+  "optimizer.schedule": "constant",
+  "optimizer.momentum": 0.9,
+}
+_SAME_DATA = ("kind", "name", "global_batch_size", "shuffle")  # keys that decide a batch
+_MOST_NAMED = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+  """What three steps gave, whole and on the host.
+
+  Attributes:
+    text: the compiled program, which gives the gradients beside the step.
+    gradients: of the first step, raw: before clipping and optimizer.
+    losses: of each step.
+    norms: likewise, the global norm that clipping uses.
+    parameters: after the last step.
+  """
+
+  text: str
+  gradients: dict[str, np.ndarray]
+  losses: list[float]
+  norms: list[float]
+  parameters: dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+  """How far one tensor is from the other side's.
+
+  Attributes:
+    what: `loss`, `gradient`, `norm` or `parameter`.
+    name: the tensor's, or the step's.
+    distance: relative L2; infinite where one side is not finite.
+  """
+
+  what: str
+  name: str
+  distance: float
+
+
+class CopiesDifferError(RuntimeError):
+  """Devices that should hold the same numbers do not."""
+
+
+def prove(config: ConfigDict, platform: str, keep: Collection[str] = ()) -> None:
+  """Sets a config, before it is finalized, to what a proof needs.
+
+  Args:
+    config: of one side; changed.
+    platform: TPUs have no float64.
+    keep: dotted keys that stay as they are.
+  """
+  values = {"training.matmul_precision": "highest"}
+  if "training.parameter_dtype" not in keep:
+    values["training.parameter_dtype"] = "float32" if platform == "tpu" else "float64"
+  dtype = values.get("training.parameter_dtype", config.training.parameter_dtype)
+  values["training.compute_dtype"] = dtype
+  if config.optimizer.name != "sgd" and "optimizer.name" not in keep:
+    values.update(SGD)
+  for key, value in values.items():
+    if key not in keep:
+      config.update_from_flattened_dict({key: value})
+
+
+def bring_together(jobs: Sequence[Job]) -> list[Data]:
+  """Opens the data of two jobs, which must train the same parameters on the same batches.
+
+  Raises:
+    ValueError: they do not, with all that differs; or as `open_data`.
+  """
+  data = [open_data(job) for job in jobs]
+  ours, wanted = jobs
+  lines = [
+    f"{name}: {a} and {b}"
+    for name, a, b in [
+      ("seed", ours.config.seed, wanted.config.seed),
+      ("training.loss", ours.config.training.loss, wanted.config.training.loss),
+      *((f"data.{k}", ours.config.data[k], wanted.config.data[k]) for k in _SAME_DATA),
+      ("the rows' digest", *(one.train.source.fingerprint for one in data)),
+      ("training.parameter_dtype", *(job.config.training.parameter_dtype for job in jobs)),
+    ]
+    if a != b
+  ]
+  lines += _other_arrays(*({f"batch/{name}": x for name, x in job.batch.items()} for job in jobs))
+  lines += _other_arrays(*(named_leaves(job.state.params) for job in jobs))
+  if lines:
+    more = [f"and {len(lines) - _MOST_NAMED} more"] if len(lines) > _MOST_NAMED else []
+    raise ValueError(
+      "the two do not train the same parameters on the same batches:\n"
+      + "\n".join(f"  {line}" for line in lines[:_MOST_NAMED] + more)
+      + "\n--set key=value sets a key on both sides"
+    )
+  return data
+
+
+def _other_arrays(ours: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+  ours, wanted = (
+    {name: f"{leaf.dtype}{shape_text(leaf.shape)}" for name, leaf in side.items()}
+    for side in (ours, wanted)
+  )
+  return [
+    f"{name}: {ours.get(name, 'absent')} and {wanted.get(name, 'absent')}"
+    for name in sorted({*ours, *wanted})
+    if ours.get(name) != wanted.get(name)
+  ]
+
+
+def compare(jobs: Sequence[Job], data: Sequence[Data]) -> list[Difference]:
+  """Trains both for three steps on the same batches, one after the other; see `differences`."""
+  trained = [
+    take_steps(job, lambda step, job=job, one=one: one.train.batch(step, job.batch_shardings))
+    for job, one in zip(jobs, data, strict=True)
+  ]
+  return differences(*trained)
+
+
+def beyond(found: Sequence[Difference], bound: float) -> list[Difference]:
+  """Returns the differences beyond the bound, in the order in which a step makes the tensors."""
+  return [one for one in found if not one.distance <= bound]
+
+
+def text(jobs: Sequence[Job], titles: Sequence[str], found: Sequence[Difference]) -> str:
+  """Returns the table, tensor by tensor, and the verdict below it."""
+  dtype = jobs[0].config.training.parameter_dtype
+  bound, keys = BOUNDS[dtype], jobs[0].config.optimizer
+  shapes = {
+    name: shape_text(leaf.shape) for name, leaf in named_leaves(jobs[0].state.params).items()
+  }
+  rows = [("", "tensor", "shape", "relative L2")]
+  for one in found:
+    mark = "" if one.distance <= bound else "  > bound"
+    rows.append((one.what, one.name, shapes.get(one.name, ""), f"{one.distance:.2e}{mark}"))
+  widths = [max(len(row[column]) for row in rows) for column in range(3)]
+  lines = [
+    *(
+      f"{title}: {mesh_text(job.devices.sizes, job.devices.slices)}"
+      for title, job in zip(titles, jobs, strict=True)
+      for title, job in zip(titles, jobs, strict=True)
+    ),
+    f"{STEPS} steps of {keys.name} at {keys.learning_rate:g}, {dtype} at "
+    f"{jobs[0].config.training.matmul_precision} precision; bound {bound:g}",
+    "",
+    *(" ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows),
+    "",
+  ]
+  wrong = beyond(found, bound)
+  if wrong:
+    first = wrong[0]
+    lines.append(
+      f"different: {len(wrong)} of {len(found)} tensors are beyond {bound:g}; the first is "
+      f"{first.what} {first.name}, off by {first.distance:.2e}"
+    )
+  else:
+    largest = max(found, key=lambda one: one.distance)
+    lines.append(
+      f"equal: {len(found)} tensors, the largest difference is {largest.distance:.2e} "
+      f"({largest.what} {largest.name})"
+    )
+  return "\n".join(lines)
+
+
+def take_steps(
+  job: Job, batch: Callable[[int], Mapping[str, jax.Array]], state: State | None = None
+) -> Trained:
+  """Takes three steps and gives the first one's gradients too.
+
+  Args:
+    job: prepared, under x64 where its parameters are float64.
+    batch: step, counted from 0 -> the global batch, placed as the job's.
+    state: to begin with, and not to be used afterwards; None: the job's own.
+
+  Raises:
+    LayoutError: a leaf of the state lies otherwise than its spec says.
+    CopiesDifferError: devices that should hold the same numbers do not.
+  """
+  shardings = job.state_shardings
+  compiled = job.compile(
+    job.program.step_and_gradients,
+    job.state,
+    job.batch,
+    in_shardings=(shardings, job.batch_shardings),
+    out_shardings=(shardings, NamedSharding(job.mesh, PartitionSpec()), shardings.params),
+  ).function
+  state = job.initial_state() if state is None else state
+  first, losses, norms = {}, [], []
+  for step in range(STEPS):
+    state, metrics, gradients = compiled(state, batch(step))
+    if step == 0:
+      first = _on_host(gradients, "gradient")
+    losses.append(float(metrics["loss"]))
+    norms.append(float(metrics["grad_norm"]))
+    job.check_placed(state)
+  return Trained(compiled.as_text(), first, losses, norms, _on_host(state.params, "parameter"))
+
+
+def differences(ours: Trained, wanted: Trained) -> list[Difference]:
+  """Compares losses, gradients, norms and parameters, in the order in which a step makes them.
+
+  Raises:
+    ValueError: the tensors differ in name, shape or dtype.
+  """
+  found = [*_numbers("loss", ours.losses, wanted.losses)]
+  found += _tensors("gradient", ours.gradients, wanted.gradients)
+  found += _numbers("norm", ours.norms, wanted.norms)
+  found += _tensors("parameter", ours.parameters, wanted.parameters)
+  return found
+
+
+def _numbers(what: str, ours: list[float], wanted: list[float]) -> list[Difference]:
+  return [
+    Difference(what, f"step {step}", _distance(np.float64(a), np.float64(b), 0.0))
+    for step, (a, b) in enumerate(zip(ours, wanted, strict=True), start=1)
+  ]
+
+
+def _tensors(
+  what: str, ours: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]
+) -> list[Difference]:
+  """Compares tensor by tensor; the floor keeps those that are zero from being judged by rounding.
+
+  It is rounding of all tensors together: a bias that cancels has a gradient that is
+  mathematically zero, and nothing but rounding on either side.
+  """
+  signatures = [{n: (x.shape, x.dtype.name) for n, x in side.items()} for side in (ours, wanted)]
+  if signatures[0] != signatures[1]:
+    odd = sorted({n for n, _ in signatures[0].items() ^ signatures[1].items()})
+    raise ValueError(f"{what}s differ in name, shape or dtype: {', '.join(odd)}")
+  everything = math.sqrt(sum(float(np.sum(np.square(x))) for x in wanted.values()))
+  return [
+    Difference(what, name, _distance(ours[name], value, np.finfo(value.dtype).eps * everything))
+    for name, value in wanted.items()
+  ]
+
+
+def _distance(ours: np.ndarray, wanted: np.ndarray, floor: float) -> float:
+  """Returns |ours - wanted| / |wanted|, in L2; a difference of at most the floor is none."""
+  if not (np.all(np.isfinite(ours)) and np.all(np.isfinite(wanted))):
+    return math.inf
+  far = float(np.linalg.norm(ours - wanted))
+  if far == 0 or far <= floor:
+    return 0.0
+  scale = float(np.linalg.norm(wanted))
+  return far / scale if scale else math.inf
+
+
+def _on_host(tree: Any, what: str) -> dict[str, np.ndarray]:
+  """Returns name -> the whole array; all copies of a shard must be the same."""
+  return {name: _whole(leaf, f"{what} {name}") for name, leaf in named_leaves(tree).items()}
+
+
+def _whole(leaf: jax.Array, name: str) -> np.ndarray:
+  pieces: dict[Any, tuple[np.ndarray, jax.Device]] = {}
+  for shard in leaf.addressable_shards:
+    place = tuple(part.indices(size) for part, size in zip(shard.index, leaf.shape, strict=True))
+    value = np.asarray(shard.data)
+    first, device = pieces.setdefault(place, (value, shard.device))
+    if first.tobytes() != value.tobytes():
+      raise CopiesDifferError(
+        f"{name}: {device} and {shard.device} hold other numbers for the same part of it, "
+        f"where both should hold a copy"
+      )
+  if leaf.is_fully_addressable:
+    return np.asarray(leaf)
+  everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+  return np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(leaf))

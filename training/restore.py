@@ -1,0 +1,249 @@
+"""Where a run starts: from the first step, from its own newest checkpoint, or with parameters."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from etils import epath
+from ml_collections import ConfigDict
+
+from checkpointing import reading, resume
+from checkpointing.store import Checkpointer
+from checkpointing.together import Together
+from input_pipeline.sources import Source
+from partitioning.shardings import size_text
+from processes.coordination import current
+from processes.printable import printable
+from processes.workdir_lease import Ownership
+from runtime.provenance import versions
+from training import bad_steps as rollback
+from training import record_schema, workdir_files
+from training.setup import Job
+from training.state import State
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """A run about to begin.
+
+  Attributes:
+    state: placed as the job's.
+    step: the steps that are done.
+    record: what the run's checkpoints say of it besides the config.
+    checkpointer: open for saving.
+    origin: a line about where the state is from.
+    known: the record of the checkpoint that it goes on from; {} at the first step.
+    owner: of the workdir.
+  """
+
+  state: State
+  step: int
+  record: dict[str, Any]
+  checkpointer: Checkpointer
+  origin: str
+  known: dict[str, Any]
+  owner: Ownership = dataclasses.field(default_factory=Ownership)
+
+
+def judge(
+  job: Job, source: Source, workdir: epath.Path, accept: Sequence[str] = ()
+) -> dict[str, Any]:
+  """Compares a run with the checkpoints in its workdir, where there are any; changes nothing.
+
+  Args:
+    job: the run as it is asked for now.
+    source: its training split.
+    workdir: its folder, which need not exist.
+    accept: config keys whose change is accepted.
+
+  Returns:
+    The record that the run's checkpoints get.
+
+  Raises:
+    ValueError: something changed that may not, or not without acceptance.
+    OSError: the workdir or a file of it cannot be written, or there is no room for a checkpoint.
+  """
+  require_room(job, workdir)
+  workdir_files.require_plain(workdir)
+  record = {"versions": versions(), "data": {"name": source.name, "rows": source.fingerprint}}
+  folder = workdir / reading.FOLDER
+  if not reading.steps(folder):
+    if accept:
+      raise ValueError(f"--accept-changes: {workdir} holds no checkpoints to go on from")
+    return record
+  with Checkpointer(folder, read_only=True, verify=job.config.checkpoint.verify) as checkpoints:
+    done = checkpoints.readable()
+    old_record = _record(checkpoints, done)
+    rollback.require_same_past(job.config, old_record, done)
+    return resume.changes(
+      rollback.upgraded_config(checkpoints.read_config(done)),
+      plain(job.config),
+      old_record=old_record,
+      new_record=record,
+      accept=accept,
+      done=done,
+      workdir=workdir,
+    )
+
+
+def begin(
+  job: Job, workdir: epath.Path, record: dict[str, Any], owner: Ownership | None = None
+) -> Start:
+  """Opens the checkpoints and brings the state onto the devices; changes nothing in the workdir.
+
+  What a killed save has left is removed by the checkpointer's `start_writing`.
+
+  Raises:
+    ValueError: the checkpoint's arrays are not the model's, or none can be read.
+    OSError: the workdir cannot be read.
+  """
+  keys, folder, owner = job.config.checkpoint, workdir / reading.FOLDER, owner or Ownership()
+  checkpointer = Checkpointer(
+    folder,
+    keep=keys.keep,
+    keep_every_steps=keys.keep_every_steps,
+    keep_best=keys.keep_best,
+    warn=warn,
+    verify=keys.verify,
+    together=_together(job),
+    owner=owner,
+    writes_later=True,
+  )
+  if checkpointer.steps():
+    step, tree = checkpointer.restore(vars(job.placed_state))
+    known = _record(checkpointer, step)
+    state, origin = State(**tree), f"goes on from the checkpoint of step {step}"
+  else:
+    step, (state, origin), known = 0, first_state(job), {}
+  job.check_placed(state)
+  return Start(state, step, record, checkpointer, origin, known, owner)
+
+
+def go_back(
+  job: Job, checkpointer: Checkpointer, bad_steps: rollback.BadSteps, bad_step: int, why: str
+) -> tuple[rollback.Rollback, State]:
+  """Goes back to before a bad step; returns the rollback and the state. All processes call it.
+
+  Newer checkpoints are removed, since nothing older than the newest can be saved.
+
+  Args:
+    job: the run's.
+    checkpointer: open for saving, with no save under way.
+    bad_steps: says how far it goes back, and takes note.
+    bad_step: its number, counted from 1.
+    why: what is bad.
+
+  Raises:
+    ValueError: no checkpoint can be read.
+  """
+  # The list of one process is everybody's: another may still see a step that is being removed.
+  steps = _together(job).from_first(json.dumps(checkpointer.steps()))
+  # The bad step itself is there where a stop has interrupted the evaluation that finds it bad.
+  saved = [step for step in json.loads(steps) if step < bad_step]
+  step, record = bad_steps.target(bad_step, saved), {}
+  if step == 0:
+    state, _ = first_state(job)
+    checkpointer.remove_after(0)
+  else:
+    try:
+      step, tree = checkpointer.restore(vars(job.placed_state), step=step)
+    except ValueError as error:  # the newest that can be read, then
+      warn(f"WARNING: {error}")
+      checkpointer.remove_after(bad_step - 1)
+      step, tree = checkpointer.restore(vars(job.placed_state))
+    state, record = State(**tree), _record(checkpointer, step)
+    checkpointer.remove_after(step)
+  return bad_steps.go_back(bad_step, why, step, saved, record), state
+
+
+def _record(checkpointer: Checkpointer, step: int) -> dict[str, Any]:
+  """Returns the record of a step, as records are written now."""
+  record = checkpointer.read_record(step)
+  record_schema.require(record, checkpointer.folder / str(step))
+  return rollback.upgraded(record, checkpointer.read_config(step))
+
+
+def require_room(job: Job, workdir: epath.Path) -> None:
+  """Finds out, without making anything, whether a workdir can be written and holds a checkpoint.
+
+  Raises:
+    OSError: it cannot or does not; with what is there, what is needed, and the way out.
+  """
+  if "://" in str(workdir):  # a bucket has neither permissions nor an end
+    return
+  workdir = pathlib.Path(workdir).absolute()
+  there = next(
+    path for path in (workdir / reading.FOLDER, workdir, *workdir.parents) if os.path.lexists(path)
+  )
+  if not there.is_dir():
+    raise NotADirectoryError(f"{there} is a file, not a folder; give another --workdir")
+  if not os.access(there, os.W_OK | os.X_OK):
+    raise PermissionError(f"{there} cannot be written; give another --workdir")
+  needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(job.state))
+  free = shutil.disk_usage(there).free
+  if free < needed:
+    raise OSError(
+      f"{there} has {size_text(free)} free, and a checkpoint needs {size_text(needed)}; make room, "
+      f"or give another --workdir"
+    )
+
+
+def first_state(job: Job) -> tuple[State, str]:
+  """Returns the state before the first step, and a line about where it is from."""
+  if job.config.checkpoint.initialize_from:
+    return initialized(job)
+  return job.initial_state(), "starts from the first step"
+
+
+def initialized(job: Job) -> tuple[State, str]:
+  """Returns the first state with another run's parameters; nothing else of that run is read."""
+  where = job.config.checkpoint.initialize_from
+  folder, step = reading.parse_location(where)
+  step, params = _parameters(job, folder, step)
+  state = dataclasses.replace(job.initial_state(), params=params)
+  return state, f"starts with the parameters of {where}, step {step}"
+
+
+def parameters(job: Job, location: str) -> tuple[int, Any]:
+  """Returns (step, parameters) of a run, placed as the job's, for evaluation and sampling.
+
+  Args:
+    job: whose model and mesh they are for.
+    location: `DIR[/STEP]`, DIR a workdir or its folder of checkpoints.
+
+  Raises:
+    ValueError: no such checkpoint, or one of another model.
+  """
+  return _parameters(job, *reading.parse_location(location))
+
+
+def _parameters(job: Job, folder: epath.Path, step: int | None) -> tuple[int, Any]:
+  return reading.restore_parameters(
+    folder,
+    job.placed_state.params,
+    step,
+    verify=job.config.checkpoint.verify,
+    warn=warn,
+    together=_together(job),
+  )
+
+
+def _together(job: Job) -> Together:
+  """Returns where the processes of the run tell one another about checkpoints."""
+  return Together(current(), timeout_seconds=job.config.processes.start_timeout_seconds)
+
+
+def warn(text: str) -> None:
+  """Prints a warning, for all processes once."""
+  if current().first:
+    reading.warn(printable(text))
+
+
+def plain(config: ConfigDict) -> dict[str, Any]:
+  """Returns a config as JSON has it: nested dicts, tuples as lists."""
+  return json.loads(config.to_json_best_effort())
