@@ -145,7 +145,7 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
 
 
 def no_splash(config: ConfigDict) -> str:
-  """Returns why the kernel of models/splash.py cannot be a config's attention; "" where it can."""
+  """Returns why the kernel of models/splash_attention.py cannot run a config; "" where it can."""
   model, length = config.model, config.data.sequence_length
   if model.window:
     return "it has one mask for all layers, and model.window gives them several"

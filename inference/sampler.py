@@ -26,8 +26,8 @@ from ml_collections import ConfigDict
 from inference.sample_token import draw
 from inference.text_stream import Printer, Row, as_bytes
 from models import transformer
-from models.attention import CACHE, Cache
-from models.documents import END
+from models.kv_cache import CACHE, Cache
+from models.token_positions import END
 from partitioning import shardings
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size, resolve

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from models.documents import END
+from models.token_positions import END
 
 # Shown as what they are instead of acted on: a model's bytes may be a terminal's commands.
 _CONTROLS = {

@@ -3,97 +3,24 @@
 Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
-import dataclasses
-import math
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
+from ml_collections import ConfigDict
 
+from models import splash_attention
 from models.dtypes import wide_dtype
-from partitioning.constraints import constrain
-
-# The cache's dims, of the stack of layers.
-CACHE = {
-  "keys": "LBSKH",
-  "values": "LBSKH",
-  "lengths": "B",
-  "segments": "BS",
-  "ends": "B",
-  "starts": "B",
-}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
-  """What attention keeps of the tokens read so far, of one layer or (with L first) of all.
-
-  Slot s of a row holds its s-th token, so rows may differ in length: what lies at or past a row's
-  length is never seen, whatever it holds.
-
-  Attributes:
-    keys: [L, B, S, K, H], turned by their positions, in the compute dtype.
-    values: likewise.
-    lengths: int32 [B], tokens read of each row.
-    segments: int32 [B, S], the document that each slot's token belongs to, counted from 0 within
-      the row; None where documents are not kept apart. Likewise the following.
-    ends: int32 [B], how many documents each row has read to their ends.
-    starts: int32 [B], the slot at which each row's last document starts, which is its length where
-      the token read last has ended one.
-  """
-
-  keys: Any
-  values: Any
-  lengths: Any
-  segments: Any = None
-  ends: Any = None
-  starts: Any = None
-
-
-def rotary_frequencies(
-  head_size: int, base: float, scaling: tuple[float, ...] = (), *, dtype: jnp.dtype
-) -> Float[Array, " h"]:
-  """Returns by how much each of the H/2 pairs turns from one position to the next, in radians.
-
-  Args:
-    head_size: H.
-    base: of the geometric series.
-    scaling: Llama 3's, for longer texts than it was first trained on: (factor, low, high, length).
-      Pairs that turn less than `low` times in `length` positions turn `factor` times slower, those
-      that turn more than `high` times are left alone, in between it is interpolated. Source: the
-      definition of `rope_type: llama3` in Llama 3.1's configuration. () leaves all alone.
-    dtype: of the result, float32 or wider.
-  """
-  half = head_size // 2
-  frequency_h = jnp.asarray(base, dtype) ** (-jnp.arange(half, dtype=dtype) / half)
-  if not scaling:
-    return frequency_h
-  factor, low, high, length = (jnp.asarray(value, dtype) for value in scaling)
-  turns_h = length * frequency_h / jnp.asarray(2 * math.pi, dtype)
-  share_h = jnp.clip((turns_h - low) / (high - low), 0, 1)
-  return frequency_h * (share_h + (1 - share_h) / factor)
-
-
-def turns(
-  positions_BT: Int[Array, "#B T"], frequency_h: Float[Array, " h"]
-) -> Float[Array, "2 #B T h"]:
-  """Returns cosine and sine of how far each pair is turned at each position."""
-  angle_BTh = positions_BT.astype(frequency_h.dtype)[:, :, None] * frequency_h[None, None]
-  return jnp.stack([jnp.cos(angle_BTh), jnp.sin(angle_BTh)])
-
-
-def rotate(
-  x_BTNH: Float[Array, "B T N H"], turns_2BTh: Float[Array, "2 #B T h"]
-) -> Float[Array, "B T N H"]:
-  """Turns each pair (i, i + H/2) by its position, in float32 or wider. Source: arXiv:2104.09864."""
-  wide = wide_dtype(x_BTNH.dtype)
-  half = x_BTNH.shape[-1] // 2
-  cos, sin = turns_2BTh.astype(wide)[:, :, :, None]
-  first, second = x_BTNH[..., :half].astype(wide), x_BTNH[..., half:].astype(wide)
-  turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return turned.astype(x_BTNH.dtype)
+from models.kv_cache import Cache, remember
+from models.layer_pattern import Layer
+from models.layers import Kernel, Norm
+from models.rope import rotate
+from models.token_positions import Rows
+from partitioning.constraints import constrain, together
+from partitioning.regions import gathered_products, scattered_product
+from partitioning.ring import Scores, ring_attention, splitting
 
 
 def soft_cap(x: Float[Array, "*X"], cap: float) -> Float[Array, "*X"]:
@@ -182,36 +109,95 @@ def _attend(
   return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
 
 
-def remember(
-  cache: Cache, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
-) -> Cache:
-  """Returns one layer's cache with keys and values written behind what each row has read.
+class Attention(nnx.Module):
+  """Grouped-query attention. Sources: arXiv:2305.13245; 2104.09864 for rotary positions."""
 
-  The lengths stay as they are: how many of the T are tokens and not padding, the caller knows.
-  """
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+    """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
+    model = config.model
+    kernel = functools.partial(Kernel, config=config, rngs=rngs)
+    inner = model.biases in ("qkv", "all")
+    self.query = kernel("DNH", fan_in=model.model_size, bias="NH" if inner else "")
+    self.key = kernel("DKH", fan_in=model.model_size, bias="KH" if inner else "")
+    self.value = kernel("DKH", fan_in=model.model_size, bias="KH" if inner else "")
+    self.normed = model.query_key_norm
+    if self.normed:
+      self.query_norm, self.key_norm = Norm(config, "H"), Norm(config, "H")
+    depth = (2 * model.layers) ** -0.5
+    self.out = kernel(
+      "NHD",
+      fan_in=model.heads * model.head_size,
+      scale=depth,
+      bias="D" if model.biases == "all" else "",
+    )
+    self.groups = model.heads // model.kv_heads
+    self.scale, self.cap = model.attention_scale, model.attention_soft_cap
+    self.splash = config.training.attention_kernel == "splash"
 
-  def write(row_SKH: Array, new_TKH: Array, start: Array) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(row_SKH, new_TKH, start, axis=0)
+  def __call__(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    layer: Layer,
+    rows: Rows,
+    cache: Cache | None = None,
+  ) -> tuple[Float[Array, "B R D"], Cache | None]:
+    """Returns what each position reads from its past, and the cache with these positions in it.
 
-  keys_BSKH = jax.vmap(write)(cache.keys, k_BTKH, cache.lengths)
-  values_BSKH = jax.vmap(write)(cache.values, v_BTKH, cache.lengths)
-  keys_BSKH, values_BSKH = constrain(keys_BSKH, "BSKH"), constrain(values_BSKH, "BSKH")
-  return dataclasses.replace(cache, keys=keys_BSKH, values=values_BSKH)
+    Args:
+      x_BRD: the normalised residual.
+      layer: in what this layer differs from others.
+      rows: where the tokens are.
+      cache: this layer's; None where x is all that there is.
+    """
+    q_BTNH, k_BTKH, v_BTKH = gathered_products(
+      x_BRD,
+      [self.query.kernel[...], self.key.kernel[...], self.value.kernel[...]],
+      (("DNH", "BTNH"), ("DKH", "BTKH"), ("DKH", "BTKH")),
+    )
+    q_BTNH, k_BTKH = self.query.biased(q_BTNH), self.key.biased(k_BTKH)
+    v_BTKH = self.value.biased(v_BTKH)
+    if self.normed:
+      q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+    if (turns_2BTh := rows.turns(layer)) is not None:
+      q_BTNH, k_BTKH = rotate(q_BTNH, turns_2BTh), rotate(k_BTKH, turns_2BTh)
+    if rows.ring:
+      k_BTKH, v_BTKH = constrain(k_BTKH, "BTKH"), constrain(v_BTKH, "BTKH")
+      scores = Scores(self.scale, wide_dtype(q_BTNH.dtype), self.cap)
+      mixed_BTNH = ring_attention(
+        q_BTNH, k_BTKH, v_BTKH, rows.segments_BT, layer.window, scores=scores
+      )
+    else:
+      mixed_BTNH, cache = self._gathered(q_BTNH, k_BTKH, v_BTKH, layer, rows, cache)
+    mixed_BTNH = constrain(mixed_BTNH, "BTNH")
+    return self.out.biased(
+      scattered_product(mixed_BTNH, self.out.kernel[...], "NHD", "BTNH")
+    ), cache
 
-
-def layer_of(cache: Cache, layer: Int[Array, ""]) -> Cache:
-  """Returns one layer's cache."""
-  keys_BSKH, values_BSKH = (
-    constrain(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), "BSKH")
-    for x in (cache.keys, cache.values)
-  )
-  return dataclasses.replace(cache, keys=keys_BSKH, values=values_BSKH)
-
-
-def with_layer(cache: Cache, layer: Int[Array, ""], new: Cache) -> Cache:
-  """Returns the stack with one layer's keys and values replaced."""
-  keys_LBSKH, values_LBSKH = (
-    jax.lax.dynamic_update_index_in_dim(x, new_x, layer, axis=0)
-    for x, new_x in ((cache.keys, new.keys), (cache.values, new.values))
-  )
-  return dataclasses.replace(cache, keys=keys_LBSKH, values=values_LBSKH)
+  def _gathered(
+    self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, layer: Layer, rows: Rows, cache: Cache | None
+  ) -> tuple[Float[Array, "B T N H"], Cache | None]:
+    """Returns what each query reads, from keys and values that are gathered over the sequence."""
+    k_BSKH, v_BSKH = constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH")
+    if cache is not None:
+      cache = remember(cache, k_BSKH, v_BSKH)
+      k_BSKH, v_BSKH = cache.keys, cache.values
+    # Each key/value head serves N/K query heads. Repeated, the heads split over tensor even
+    # where it does not divide K.
+    k_BSNH = constrain(jnp.repeat(k_BSKH, self.groups, axis=2), "BSNH")
+    v_BSNH = constrain(jnp.repeat(v_BSKH, self.groups, axis=2), "BSNH")
+    segments = None
+    if rows.segments_BT is not None:
+      of_keys = rows.segments_BT if rows.key_segments_BS is None else rows.key_segments_BS
+      segments = rows.segments_BT, constrain(of_keys, "BS")
+    given = {"scale": self.scale, "cap": self.cap}
+    if self.splash and cache is None:
+      return splash_attention.attention(q_BTNH, k_BSNH, v_BSNH, segments, **given), None
+    whole = cache is None and not splitting()
+    q_BTNH, (slots_BT, segments) = together(q_BTNH, (rows.slots_BT, segments))
+    mixed_BTNH = causal_attention(
+      *(q_BTNH, k_BSNH, v_BSNH, slots_BT, segments),
+      window=layer.window,
+      blocks=blocks_of(q_BTNH.shape[1]) if whole else 1,
+      **given,
+    )
+    return mixed_BTNH, cache

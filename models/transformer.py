@@ -14,15 +14,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
-from models import documents
-from models.attention import Cache, layer_of, soft_cap, with_layer
+from models import token_positions
+from models.attention import Attention, soft_cap
 from models.dtypes import wide_dtype
-from models.layers import Layer, Rows, is_global, layers, rows_of
-from models.parts import MLP, Attention, Embedding, Kernel, Norm, Positions, dropout
-from models.tables import PARAMETERS as PARAMETERS
-from models.tables import legend as legend
-from models.tables import padded_vocabulary
-from models.tables import parameters as parameters
+from models.kv_cache import Cache, layer_of, with_layer
+from models.layer_pattern import Layer, is_global, layers
+from models.layers import MLP, Embedding, Kernel, Norm, Positions, dropout
+from models.token_positions import Rows, rows_of
+from models.transformer_dims import PARAMETERS as PARAMETERS
+from models.transformer_dims import legend as legend
+from models.transformer_dims import padded_vocabulary
+from models.transformer_dims import parameters as parameters
 from partitioning import ring
 from partitioning.constraints import constrain
 from partitioning.dims import Axes
@@ -200,7 +202,7 @@ class Transformer(nnx.Module):
     slots_BT = cache.lengths[:, None] + slots_BT
     segments_BT, positions_BT = None, slots_BT
     if self.separate_documents:
-      segments_BT, positions_BT, cache = documents.read_on(tokens_BT, counts_B, cache)
+      segments_BT, positions_BT, cache = token_positions.read_on(tokens_BT, counts_B, cache)
     turns = self.kinds.turns(positions_BT)
     rows = Rows(slots_BT, positions_BT, turns, segments_BT, cache.segments)
 

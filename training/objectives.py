@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Key
 from ml_collections import ConfigDict
 
 from models.dtypes import wide_dtype
-from partitioning import regions
+from models.losses import cross_entropy
 from partitioning.constraints import constrain
-from partitioning.dims import Axes, Legend
+from partitioning.dims import Legend
 
 Batch = Mapping[str, jax.Array]
 Sums = dict[str, jax.Array]  # each a scalar, float32 or wider; "loss" always
@@ -49,33 +49,6 @@ def abstract_batch(config: ConfigDict, legend: Legend) -> dict[str, jax.ShapeDty
     )
     for name, (letters, dtype) in BATCH[config.training.loss].items()
   }
-
-
-def cross_entropy(
-  logits: Float[Array, "*X V"], targets: Int[Array, "*X"], axes: Axes = ()
-) -> Float[Array, "*X"]:
-  """Returns -log softmax(logits)[target], in nats.
-
-  The target's logit is picked by a masked sum: a gather along a dim that is split over
-  `tensor` would need the whole row on each device.
-
-  Args:
-    logits: of all classes, or of a device's share of them.
-    targets: among all classes.
-    axes: of the mesh, inside of a `jax.shard_map`, over which the classes are split.
-  """
-  logits = logits.astype(wide_dtype(logits.dtype))
-  classes = jnp.arange(logits.shape[-1], dtype=targets.dtype)
-  if axes:
-    first = jax.lax.axis_index(axes) * logits.shape[-1]
-    targets = targets - first.astype(targets.dtype)
-  hot = targets[..., None] == classes.reshape((1,) * targets.ndim + (-1,))
-  picked = jnp.sum(jnp.where(hot, logits, jnp.zeros_like(logits)), axis=-1)
-  if not axes:
-    return jax.nn.logsumexp(logits, axis=-1) - picked
-  largest = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), axes)
-  total = regions.total(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1), axes)
-  return jnp.log(total) + largest - regions.total(picked, axes)
 
 
 def next_token(model: nnx.Module, batch: Batch, key: Key[Array, ""] | None) -> Sums:

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from inference.sampler import Request, Sampler
-from models import documents, transformer
-from models.attention import Cache
-from models.documents import END
+from models import documents, token_positions, transformer
+from models.kv_cache import Cache
+from models.token_positions import END
 from tests.jobs import first_state, make_job
 
 # A row each, and how many of its tokens are the prompt: with ends of documents in prompts and
@@ -141,7 +141,7 @@ def documents_of(rows, counts):
 def test_documents_and_positions_read_in_parts_are_those_of_the_whole(monkeypatch):
   monkeypatch.setattr(documents, "constrain", lambda x, _: x)
   random = np.random.default_rng(0)
-  read = jax.jit(documents.read_on)
+  read = jax.jit(token_positions.read_on)
   for _ in range(20):
     rows = random.integers(0, 4, (5, 12)).astype(np.int32)  # a quarter of them ends documents
     first = random.integers(1, 6, 5)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, parts, transformer
+from models import attention, kv_cache, layers, rope, transformer
 from tests.jobs import make_job
 
-FREQUENCY = attention.rotary_frequencies(4, 100.0, dtype=jnp.dtype("float32"))
+FREQUENCY = rope.rotary_frequencies(4, 100.0, dtype=jnp.dtype("float32"))
 RANDOM = np.random.default_rng(0)
 
 
@@ -29,9 +29,7 @@ def numpy_rotate(x, position, base):
 
 def test_each_row_is_turned_by_its_own_positions():
   x_BTNH, positions_BT = normal(2, 3, 5, 4), np.array([[0, 1, 2], [7, 8, 9]], np.int32)
-  found = attention.rotate(
-    jnp.asarray(x_BTNH), attention.turns(jnp.asarray(positions_BT), FREQUENCY)
-  )
+  found = rope.rotate(jnp.asarray(x_BTNH), rope.turns(jnp.asarray(positions_BT), FREQUENCY))
   for b, t, n in np.ndindex(2, 3, 5):
     wanted = numpy_rotate(x_BTNH[b, t, n], positions_BT[b, t], 100.0)
     np.testing.assert_allclose(found[b, t, n], wanted, atol=1e-5)
@@ -39,9 +37,9 @@ def test_each_row_is_turned_by_its_own_positions():
 
 def test_positions_of_one_row_serve_all():
   x_BTNH = jnp.asarray(normal(2, 3, 5, 4))
-  one = attention.rotate(x_BTNH, attention.turns(jnp.arange(3, dtype=jnp.int32)[None], FREQUENCY))
+  one = rope.rotate(x_BTNH, rope.turns(jnp.arange(3, dtype=jnp.int32)[None], FREQUENCY))
   each = jnp.tile(jnp.arange(3, dtype=jnp.int32)[None], (2, 1))
-  np.testing.assert_array_equal(one, attention.rotate(x_BTNH, attention.turns(each, FREQUENCY)))
+  np.testing.assert_array_equal(one, rope.rotate(x_BTNH, rope.turns(each, FREQUENCY)))
 
 
 def test_a_query_sees_the_slots_up_to_its_position_and_nothing_of_the_rest():
@@ -103,14 +101,14 @@ def test_blocks_leave_out_scores_that_nobody_sees(length, blocks):
   [({"mesh.tensor": 2}, 2), ({"mesh.context": 2, "model.context_attention": "gather"}, 1)],
 )
 def test_whole_rows_alone_are_cut_into_blocks(mesh, blocks, monkeypatch):
-  seen, attend = [], parts.causal_attention
+  seen, attend = [], layers.causal_attention
 
   def noting(*arrays, **given):
     seen.append(given["blocks"])
     return attend(*arrays, **given)
 
   job = make_job("single", "lm", **{"data.sequence_length": 128, **mesh})
-  monkeypatch.setattr(parts, "causal_attention", noting)
+  monkeypatch.setattr(layers, "causal_attention", noting)
   with job.tracing():
     jax.eval_shape(job.program.sums, job.program.abstract_state().params, job.batch)
   assert set(seen) == {blocks}
@@ -120,9 +118,9 @@ def test_whole_rows_alone_are_cut_into_blocks(mesh, blocks, monkeypatch):
 def test_each_row_remembers_behind_its_own_length(strategy):
   job = make_job(strategy, "lm")  # K = 4, H = 6
   lengths, new, past = np.array([0, 3, 5, 1], np.int32), normal(4, 2, 4, 6), normal(4, 7, 4, 6)
-  layer = attention.Cache(past, past + 1, lengths)
+  layer = kv_cache.Cache(past, past + 1, lengths)
   with job.tracing():
-    found = jax.jit(attention.remember)(layer, new, new * 2)
+    found = jax.jit(kv_cache.remember)(layer, new, new * 2)
   np.testing.assert_array_equal(found.lengths, lengths)
   for keys, old, fresh in ((found.keys, past, new), (found.values, past + 1, new * 2)):
     wanted = old.copy()
@@ -138,8 +136,8 @@ def test_the_layers_of_a_cache_are_read_and_replaced_apart():
   assert cache.keys.dtype == job.config.training.compute_dtype
 
   def replace(cache, layer):
-    one = attention.layer_of(cache, layer)
-    return attention.with_layer(cache, layer, attention.Cache(one.keys + 1, one.values + 2, None))
+    one = kv_cache.layer_of(cache, layer)
+    return kv_cache.with_layer(cache, layer, kv_cache.Cache(one.keys + 1, one.values + 2, None))
 
   with job.tracing():
     found = jax.jit(replace)(cache, jnp.int32(1))

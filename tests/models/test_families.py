@@ -10,7 +10,7 @@ from flax import nnx
 
 from configs import base, decoders, dp8
 from models import transformer
-from models.layers import is_global
+from models.layer_pattern import is_global
 from models.transformer import train_flops_per_example
 from partitioning.rules import named_leaves
 from tests.models import families

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, parts
+from models import attention, layers, rope
+from models.losses import cross_entropy
 from tests.models import numpy_decoder
 from tests.models.families import LENGTH, ROWS, drawn, job_of, tokens, tree_of
 from training import objectives
@@ -77,12 +78,12 @@ def test_norms_round_once(kind):
   (scale, narrow_scale), (bias, narrow_bias) = normal(300, seed=1), normal(300, seed=2)
   if kind == "rms":
     wanted = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
-    found = parts.rms_norm(narrow_x, narrow_scale.astype(jnp.float32), epsilon=1e-6)
+    found = layers.rms_norm(narrow_x, narrow_scale.astype(jnp.float32), epsilon=1e-6)
   else:
     centred = x - x.mean(-1, keepdims=True)
     wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale + bias
     given = narrow_scale.astype(jnp.float32), narrow_bias.astype(jnp.float32)
-    found = parts.layer_norm(narrow_x, *given, epsilon=1e-6)
+    found = layers.layer_norm(narrow_x, *given, epsilon=1e-6)
   assert share_rounded_otherwise(found, wanted) < 1e-3
 
 
@@ -104,9 +105,9 @@ def test_the_softmax_of_scores_is_not_in_bfloat16(cap):
 
 def test_rotary_positions_round_once():
   (x, narrow_x), positions = normal(2, 512, 3, 16), np.arange(512)
-  frequency = attention.rotary_frequencies(16, 1e4, dtype=jnp.dtype("float32"))
-  turns = attention.turns(jnp.asarray(positions, jnp.int32)[None], frequency)
-  found = attention.rotate(narrow_x, turns)
+  frequency = rope.rotary_frequencies(16, 1e4, dtype=jnp.dtype("float32"))
+  turns = rope.turns(jnp.asarray(positions, jnp.int32)[None], frequency)
+  found = rope.rotate(narrow_x, turns)
   model = job_of("llama2", **{"model.head_size": 16}).config.model
   wanted = np.stack([numpy_decoder.rotated(model, row, positions, sees_all=True) for row in x])
   assert share_rounded_otherwise(found, wanted) < 1e-2  # of sums near zero, more than once
@@ -115,7 +116,7 @@ def test_rotary_positions_round_once():
 def test_the_cross_entropy_of_bfloat16_logits_is_in_float32():
   logits, narrow = normal(40, 200, size=10.0)
   targets = np.random.default_rng(1).integers(0, 200, 40, np.int32)
-  found = objectives.cross_entropy(narrow, jnp.asarray(targets))
+  found = cross_entropy(narrow, jnp.asarray(targets))
   wanted = -np.log(numpy_decoder.softmax(logits)[np.arange(40), targets])
   assert found.dtype == jnp.float32
   np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
@@ -127,8 +128,8 @@ def test_the_cross_entropy_of_bfloat16_logits_is_in_float32():
 @pytest.mark.parametrize(
   ("module", "check"),
   [
-    (parts, lambda: test_norms_round_once("rms")),
-    (parts, lambda: test_norms_round_once("layer")),
+    (layers, lambda: test_norms_round_once("rms")),
+    (layers, lambda: test_norms_round_once("layer")),
     (attention, lambda: test_the_softmax_of_scores_is_not_in_bfloat16(0.0)),
     (attention, test_rotary_positions_round_once),
     (objectives, test_the_cross_entropy_of_bfloat16_logits_is_in_float32),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import parts, transformer
+from models import layers, transformer
 from partitioning.rules import named_leaves
 from tests.jobs import first_state, host_batch, make_job, place
 from training import optimizer
@@ -86,7 +86,7 @@ def test_dropout_zeroes_its_share_and_scales_up_the_rest():
   job = make_job("single", "lm", **{"model.model_size": 60, "data.sequence_length": 50})
   with job.tracing():
     found = np.asarray(
-      jax.jit(lambda x, key: parts.dropout(x, 0.3, key, slots))(x, jax.random.key(5))
+      jax.jit(lambda x, key: layers.dropout(x, 0.3, key, slots))(x, jax.random.key(5))
     )
   kept = found != 0
   n = kept.size

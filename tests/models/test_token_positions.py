@@ -4,17 +4,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import documents
+from models import token_positions
 from tests.jobs import host_batch, make_job, place
 
-END = documents.END
+END = token_positions.END
 
 
 def test_segments_and_positions():
   tokens_BT = jnp.asarray([[5, 6, END, 7, END, END, 8], [1, 2, 3, 4, 5, 6, END]], jnp.int32)
-  segments_BT = documents.segments(tokens_BT)
+  segments_BT = token_positions.segments(tokens_BT)
   assert segments_BT.tolist() == [[0, 0, 0, 1, 1, 2, 3], [0] * 7]
-  assert documents.positions(segments_BT).tolist() == [[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]]
+  assert token_positions.positions(segments_BT).tolist() == [
+    [0, 1, 2, 0, 1, 0, 0],
+    [0, 1, 2, 3, 4, 5, 6],
+  ]
 
 
 @pytest.mark.parametrize("separate", [True, False])

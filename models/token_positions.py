@@ -1,12 +1,14 @@
-"""Documents in a row of tokens: which one a token belongs to, and where in it."""
+"""Positions and segments of tokens: which document a token belongs to, and where in it."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, Float, Int
 
-from models.attention import Cache
+from models.kv_cache import Cache
+from models.layer_pattern import Layer, Layers
 from partitioning.constraints import constrain
 
 END = 0  # the token that ends a document, and belongs to it
@@ -58,3 +60,60 @@ def read_on(
     starts=constrain(latest_BT[:, -1], "B"),
   )
   return constrain(segments_BT, "BT"), constrain(slots_BT - starts_BT, "BT"), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """Where the tokens at hand are.
+
+  Attributes:
+    slots_BT: int32, within their rows.
+    positions_BT: int32, within their documents.
+    turns_X2BTh: `turns` of queries and keys, of each way that a layer has of it; computed once,
+      before the scan over the layers. None: nothing turns.
+    segments_BT: the documents that do not see one another; None: a row is one.
+    key_segments_BS: those of the keys, where these are not of the same tokens.
+    ring: whether they lie in the order in which `partitioning.ring` takes them.
+  """
+
+  slots_BT: Int[Array, "#B T"]
+  positions_BT: Int[Array, "#B T"]
+  turns_X2BTh: Float[Array, "X 2 #B T h"] | None
+  segments_BT: Int[Array, "B T"] | None = None
+  key_segments_BS: Int[Array, "B S"] | None = None
+  ring: bool = False
+
+  def turns(self, layer: Layer) -> Float[Array, "2 #B T h"] | None:
+    """Returns how far a layer turns queries and keys; None where it does not."""
+    if self.turns_X2BTh is None:
+      return None
+    return self.turns_X2BTh[0 if layer.rotary is None else layer.rotary]
+
+
+def rows_of(
+  tokens_BT: Int[Array, "B T"],
+  order_T: np.ndarray | None,
+  kinds: Layers,
+  *,
+  separate_documents: bool,
+) -> Rows:
+  """Returns where the tokens of whole rows are.
+
+  Args:
+    tokens_BT: in the order of the text.
+    order_T: the order in which they are to lie, None: as they are.
+    kinds: what the layers are.
+    separate_documents: whether documents do not see one another.
+  """
+  slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
+  segments_BT, positions_BT = None, slots_BT
+  if separate_documents:
+    segments_BT = segments(tokens_BT)
+    positions_BT = positions(segments_BT)
+  if order_T is not None:
+    slots_BT, positions_BT = slots_BT[:, order_T], positions_BT[:, order_T]
+    segments_BT = None if segments_BT is None else segments_BT[:, order_T]
+  if segments_BT is not None:
+    segments_BT, positions_BT = constrain(segments_BT, "BT"), constrain(positions_BT, "BT")
+  turns = kinds.turns(positions_BT)
+  return Rows(slots_BT, positions_BT, turns, segments_BT, ring=order_T is not None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from configs import base, dp8
-from models import splash
+from models import splash_attention
 from models.attention import causal_attention
 from partitioning.constraints import activation_layout
 from tests.jobs import make_job
@@ -33,7 +33,7 @@ def documents():
   ],
 )
 def test_results_and_gradients_are_those_of_all_scores(mesh, cap, segments, backward, monkeypatch):
-  monkeypatch.setattr(splash, "_BLOCKS", (128,))
+  monkeypatch.setattr(splash_attention, "_BLOCKS", (128,))
   q_BTNH, k_BSNH, v_BSNH, out_BTNH = arrays()
   told = documents() if segments else None
   job = make_job("single", "lm", **mesh)
@@ -43,7 +43,7 @@ def test_results_and_gradients_are_those_of_all_scores(mesh, cap, segments, back
     return causal_attention(q, k, v, slots_BT, told, cap=cap)
 
   def kernel(q, k, v):
-    return splash.attention(q, k, v, told, cap=cap)
+    return splash_attention.attention(q, k, v, told, cap=cap)
 
   def both(function):
     if not backward:

@@ -1,0 +1,81 @@
+"""The key/value cache of generation."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from partitioning.constraints import constrain
+
+# The cache's dims, of the stack of layers.
+CACHE = {
+  "keys": "LBSKH",
+  "values": "LBSKH",
+  "lengths": "B",
+  "segments": "BS",
+  "ends": "B",
+  "starts": "B",
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+  """What attention keeps of the tokens read so far, of one layer or (with L first) of all.
+
+  Slot s of a row holds its s-th token, so rows may differ in length: what lies at or past a row's
+  length is never seen, whatever it holds.
+
+  Attributes:
+    keys: [L, B, S, K, H], turned by their positions, in the compute dtype.
+    values: likewise.
+    lengths: int32 [B], tokens read of each row.
+    segments: int32 [B, S], the document that each slot's token belongs to, counted from 0 within
+      the row; None where documents are not kept apart. Likewise the following.
+    ends: int32 [B], how many documents each row has read to their ends.
+    starts: int32 [B], the slot at which each row's last document starts, which is its length where
+      the token read last has ended one.
+  """
+
+  keys: Any
+  values: Any
+  lengths: Any
+  segments: Any = None
+  ends: Any = None
+  starts: Any = None
+
+
+def remember(
+  cache: Cache, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
+) -> Cache:
+  """Returns one layer's cache with keys and values written behind what each row has read.
+
+  The lengths stay as they are: how many of the T are tokens and not padding, the caller knows.
+  """
+
+  def write(row_SKH: Array, new_TKH: Array, start: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(row_SKH, new_TKH, start, axis=0)
+
+  keys_BSKH = jax.vmap(write)(cache.keys, k_BTKH, cache.lengths)
+  values_BSKH = jax.vmap(write)(cache.values, v_BTKH, cache.lengths)
+  keys_BSKH, values_BSKH = constrain(keys_BSKH, "BSKH"), constrain(values_BSKH, "BSKH")
+  return dataclasses.replace(cache, keys=keys_BSKH, values=values_BSKH)
+
+
+def layer_of(cache: Cache, layer: Int[Array, ""]) -> Cache:
+  """Returns one layer's cache."""
+  keys_BSKH, values_BSKH = (
+    constrain(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), "BSKH")
+    for x in (cache.keys, cache.values)
+  )
+  return dataclasses.replace(cache, keys=keys_BSKH, values=values_BSKH)
+
+
+def with_layer(cache: Cache, layer: Int[Array, ""], new: Cache) -> Cache:
+  """Returns the stack with one layer's keys and values replaced."""
+  keys_LBSKH, values_LBSKH = (
+    jax.lax.dynamic_update_index_in_dim(x, new_x, layer, axis=0)
+    for x, new_x in ((cache.keys, new.keys), (cache.values, new.values))
+  )
+  return dataclasses.replace(cache, keys=keys_LBSKH, values=values_LBSKH)
