@@ -19,8 +19,8 @@ from models.layers import Kernel, Norm
 from models.rope import rotate
 from models.token_positions import Rows
 from partitioning.constraints import constrain, together
-from partitioning.regions import gathered_products, scattered_product
-from partitioning.ring import Scores, ring_attention, splitting
+from partitioning.parallel.products import gathered_products, scattered_product
+from partitioning.parallel.ring_attention import Scores, ring_attention, splitting
 
 
 def soft_cap(x: Float[Array, "*X"], cap: float) -> Float[Array, "*X"]:

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from models.dtypes import wide_dtype
 from models.transformer_dims import legend, padded_vocabulary
 from partitioning.constraints import constrain
-from partitioning.regions import gathered_products, scattered_lookup, scattered_product
+from partitioning.parallel.products import gathered_products, scattered_lookup, scattered_product
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
 

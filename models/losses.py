@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from models.dtypes import wide_dtype
-from partitioning import regions
 from partitioning.dims import Axes
+from partitioning.parallel import products
 
 
 def cross_entropy(
@@ -32,5 +32,5 @@ def cross_entropy(
   if not axes:
     return jax.nn.logsumexp(logits, axis=-1) - picked
   largest = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), axes)
-  total = regions.total(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1), axes)
-  return jnp.log(total) + largest - regions.total(picked, axes)
+  total = products.total(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1), axes)
+  return jnp.log(total) + largest - products.total(picked, axes)

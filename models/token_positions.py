@@ -73,7 +73,7 @@ class Rows:
       before the scan over the layers. None: nothing turns.
     segments_BT: the documents that do not see one another; None: a row is one.
     key_segments_BS: those of the keys, where these are not of the same tokens.
-    ring: whether they lie in the order in which `partitioning.ring` takes them.
+    ring: whether they lie in the order in which `partitioning.parallel.ring_attention` takes them.
   """
 
   slots_BT: Int[Array, "#B T"]

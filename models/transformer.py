@@ -25,10 +25,10 @@ from models.transformer_dims import PARAMETERS as PARAMETERS
 from models.transformer_dims import legend as legend
 from models.transformer_dims import padded_vocabulary
 from models.transformer_dims import parameters as parameters
-from partitioning import ring
 from partitioning.constraints import constrain
 from partitioning.dims import Axes
-from partitioning.regions import gathered_products, product_in_chunks
+from partitioning.parallel import ring_attention
+from partitioning.parallel.products import gathered_products, product_in_chunks
 
 # What the backward pass recomputes, by the value of `training.rematerialization`.
 REMATERIALIZATION = {
@@ -114,9 +114,11 @@ class Transformer(nnx.Module):
 
     None where the sequence is not split, or where keys and values are gathered instead.
     """
-    count = ring.parts() if ring.axes() else 1
-    goes_round = count > 1 and ring.chosen(self.context_attention, length, count, *self.heads)
-    return ring.balanced(length, count) if goes_round else None
+    count = ring_attention.parts() if ring_attention.axes() else 1
+    goes_round = count > 1 and ring_attention.chosen(
+      self.context_attention, length, count, *self.heads
+    )
+    return ring_attention.balanced(length, count) if goes_round else None
 
   def __call__(
     self,

@@ -12,8 +12,8 @@ import numpy as np
 
 from analysis.chips import Chip, Rates
 from analysis.roofline import Work
-from partitioning import ring
 from partitioning.dims import spec_axes
+from partitioning.parallel import ring_attention
 from partitioning.shardings import bytes_per_device, shard_shape
 from planning import traced, traffic
 from planning.schedule import Sent, Times
@@ -182,7 +182,7 @@ def _of_context(job: Job) -> Iterator[Term]:
   pair = tokens * heads * model.head_size
   times_each = count * model.layers
   length = config.data.sequence_length
-  if ring.chosen(model.context_attention, length, around, model.heads, model.kv_heads):
+  if ring_attention.chosen(model.context_attention, length, around, model.heads, model.kv_heads):
     why = "keys, values and their gradients, going round"
     runs = times_each * (6 * (around - 1) + 2)
     yield Term("collective-permute", ("context",), runs, pair, why, narrow)

@@ -16,9 +16,9 @@ import jax
 from jax.extend import core
 from ml_collections import ConfigDict
 
-from partitioning import ring
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size
+from partitioning.parallel import ring_attention
 from training.setup import MODELS, Job
 from training.step import make_program
 
@@ -114,7 +114,7 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
       model.kv_heads = math.gcd(split, model.heads)
     if (around := parts("T")) > 1:
       length, heads = data.sequence_length, (job.config.model.heads, job.config.model.kv_heads)
-      if at_once and ring.chosen(model.context_attention, length, around, *heads):
+      if at_once and ring_attention.chosen(model.context_attention, length, around, *heads):
         data.sequence_length, rows = length // (2 * around), 2 * rows  # half of the scores
       else:
         rows /= around

@@ -23,10 +23,8 @@ NUMERICS = (
   "input_pipeline/sources.py",
   "partitioning/constraints.py",
   "partitioning/dims.py",
-  "partitioning/manual.py",
+  "partitioning/parallel",
   "partitioning/mesh.py",  # the order of devices is the order of sums
-  "partitioning/regions.py",
-  "partitioning/ring.py",
   "partitioning/rules.py",
   "training/setup.py",  # precision, compiler options, placement
   "training/objectives.py",

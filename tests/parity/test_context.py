@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from analysis import collectives
-from partitioning import ring
+from partitioning.parallel import ring_attention
 from planning.held import body, equations, fixed_and_carried
 from tests.jobs import host_batch, make_job, place
 from tests.parity.comparison import FEATURES, SEQUENCE_PARALLEL, assert_equal, reference, train
@@ -111,12 +111,12 @@ def test_evaluation_is_that_of_one_device(kind):
 def test_the_ring_is_favoured_where_its_messages_hide_behind_the_products(
   length, count, heads, favoured
 ):
-  assert ring.favoured(length, count, *heads) is favoured
+  assert ring_attention.favoured(length, count, *heads) is favoured
 
 
 @pytest.mark.parametrize(("operations", "rings"), [(1, True), (1e9, False)])
 def test_the_default_follows_the_formula(operations, rings, monkeypatch):
-  monkeypatch.setattr(ring, "OPERATIONS_PER_BYTE", operations)
+  monkeypatch.setattr(ring_attention, "OPERATIONS_PER_BYTE", operations)
   job = make_job("single", "lm", **{**LONG, "mesh.context": 2, "model.context_attention": "auto"})
   step = job.compile_train_step().function
   found = {(c.kind, c.axes) for c in collectives.collectives(step.as_text(), job.mesh)}
@@ -127,16 +127,33 @@ def test_the_default_follows_the_formula(operations, rings, monkeypatch):
 
 
 def test_the_order_gives_each_device_an_early_and_a_late_piece():
-  assert ring.balanced(16, 4).tolist() == [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
+  assert ring_attention.balanced(16, 4).tolist() == [
+    0,
+    1,
+    14,
+    15,
+    2,
+    3,
+    12,
+    13,
+    4,
+    5,
+    10,
+    11,
+    6,
+    7,
+    8,
+    9,
+  ]
   with pytest.raises(ValueError, match="a sequence of 12 is not divisible into 2 x 4 pieces"):
-    ring.balanced(12, 4)
+    ring_attention.balanced(12, 4)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_the_causal_work_is_balanced(count):
   """Counts the pairs of slots that each device multiplies in each round, and those it needs."""
   length = 16 * count
-  slots = ring.balanced(length, count).reshape(count, -1)
+  slots = ring_attention.balanced(length, count).reshape(count, -1)
   for shift in range(1, count):
     multiplied, needed = [], []
     for device in range(count):
@@ -201,29 +218,29 @@ def test_a_wrong_rotation_of_the_ring(monkeypatch):
 
 def test_an_off_by_one_at_a_seam(monkeypatch):
   on_one_device("seen")
-  slots = ring._Ring.slots
+  slots = ring_attention._Ring.slots
   monkeypatch.setattr(
-    ring._Ring, "slots", lambda self, device, length: slots(self, device, length) + 1
+    ring_attention._Ring, "slots", lambda self, device, length: slots(self, device, length) + 1
   )
   assert_caught({})
 
 
 def test_a_mask_that_leaks_across_documents(monkeypatch):
   on_one_device("seen")
-  unseen = ring._unseen
+  unseen = ring_attention._unseen
 
   def without(own, *more):
     return unseen(own._replace(segments_BT=None), *more)
 
-  monkeypatch.setattr(ring, "_unseen", without)
+  monkeypatch.setattr(ring_attention, "_unseen", without)
   assert_caught({})
 
 
 def test_gradients_of_keys_that_do_not_come_home(monkeypatch):
   on_one_device("seen")
-  following = ring._Ring.next
+  following = ring_attention._Ring.next
   monkeypatch.setattr(
-    ring._Ring,
+    ring_attention._Ring,
     "next",
     lambda self, tree: tree if len(tree) == 2 else following(self, tree),
   )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from partitioning import regions
+from partitioning.parallel import products
 from tests.parity.comparison import (
   FEATURES,
   MESHES,
@@ -97,8 +97,8 @@ def test_gradients_that_are_not_summed_over_fsdp(monkeypatch):
       return gather(shard)
     return regions_gather(shard, moves)
 
-  regions_gather = regions._gather
-  monkeypatch.setattr(regions, "_gather", gathered)
+  regions_gather = products._gather
+  monkeypatch.setattr(products, "_gather", gathered)
   assert_caught("fsdp8")
 
 

@@ -1,7 +1,7 @@
 """Collectives of large arrays over two processes, compared with NumPy; prints what is wrong.
 
 jax#40830 reports wrong numbers of a reduce-scatter with large chunks over gloo, jax#40831 that
-they time out after 30 s; `partitioning.manual` does without.
+they time out after 30 s; `partitioning.parallel.collectives` does without.
 """
 
 import sys
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from partitioning import manual
+from partitioning.parallel import collectives
 from processes import coordination as groups
 from runtime import devices
 
@@ -35,13 +35,13 @@ def operands(count: int, chunk_bytes: int) -> np.ndarray:
 
 def scatter(x_CE):
   """Sums over the devices, each of which keeps a chunk; as training does it."""
-  return manual.reduce_scatter(x_CE[0], ("x",), 0)
+  return collectives.reduce_scatter(x_CE[0], ("x",), 0)
 
 
 def gradient(x_CE):
   """The gradient of a gathered shard, whose transpose is that sum."""
   chunk = x_CE[0, : x_CE.shape[1] // jax.lax.axis_size("x")]
-  _, transpose = jax.vjp(lambda chunk: manual.all_gather(chunk, ("x",), 0), chunk)
+  _, transpose = jax.vjp(lambda chunk: collectives.all_gather(chunk, ("x",), 0), chunk)
   return transpose(x_CE[0])[0]
 
 

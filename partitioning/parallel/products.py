@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from partitioning import manual
 from partitioning.constraints import constrain, current_layout
 from partitioning.dims import Axes, Table, resolve
+from partitioning.parallel import collectives
 
 RESIDUAL, WHOLE = "R", "T"
 SEQUENCE_DIM = 1  # of arrays B, R or T, ...
@@ -42,7 +42,7 @@ def gathered_products(
 
   def products(by_hand: bool, x_BTD: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
     if by_hand and (axes := _extra_axes()):
-      x_BTD = manual.all_gather(x_BTD, axes, SEQUENCE_DIM)
+      x_BTD = collectives.all_gather(x_BTD, axes, SEQUENCE_DIM)
     pairs = zip(turned, equations, kernels, strict=True)
     results = [jnp.einsum(f"BTD,{letters}->{out}", x_BTD, k) for letters, (_, out), k in pairs]
     return [total(result, _split_over("D")) for result in results] if by_hand else results
@@ -87,7 +87,7 @@ def product_in_chunks(
 
   def product(by_hand: bool, x_BTD, kernel, targets_BT) -> list[jax.Array]:
     if by_hand and (axes := _extra_axes()):
-      x_BTD = manual.all_gather(x_BTD, axes, SEQUENCE_DIM)
+      x_BTD = collectives.all_gather(x_BTD, axes, SEQUENCE_DIM)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def chunk(wide_kernel, x_BtD, targets_Bt) -> jax.Array:
@@ -255,7 +255,7 @@ def _reduce(partial_BTD: jax.Array, summed: str) -> jax.Array:
   if not extra:
     return total(partial_BTD, axes)
   if axes == extra:
-    return manual.reduce_scatter(partial_BTD, axes, SEQUENCE_DIM)
+    return collectives.reduce_scatter(partial_BTD, axes, SEQUENCE_DIM)
   whole_BTD = jax.lax.psum(partial_BTD, axes) if axes else partial_BTD
   length = whole_BTD.shape[SEQUENCE_DIM] // jax.lax.axis_size(extra)
   start = jax.lax.axis_index(extra) * length
@@ -391,7 +391,7 @@ def _gathers(before: PartitionSpec, after: PartitionSpec) -> tuple[tuple[int, Ax
 def _gather(shard: jax.Array, moves: Sequence[tuple[int, Axes]]) -> jax.Array:
   """All-gathers a shard; the transpose is a reduce-scatter of the gradient."""
   for dim, axes in moves:
-    shard = manual.all_gather(shard, axes, dim)
+    shard = collectives.all_gather(shard, axes, dim)
   return shard
 
 

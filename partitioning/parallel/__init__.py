@@ -1,0 +1,1 @@
+"""Manual parallel schedules under jax.shard_map: matmuls, ring attention, collectives."""
