@@ -46,7 +46,7 @@ import optax
 from etils import epath
 
 from benchmarks import reference
-from configs import base
+from configs.schema import finalize, validate
 from input_pipeline.batches import EvaluationBatches
 from processes.coordination import current
 from processes.preemption import StopRequest
@@ -244,8 +244,8 @@ def measure_all(configs: Mapping[str, ConfigDict], most: float) -> int:
   )
   good = []
   for (name, config), its_devices in zip(configs.items(), started, strict=True):
-    config = base.finalize(config, its_devices.platform)
-    base.check(config, its_devices.sizes)
+    config = finalize.finalize(config, its_devices.platform)
+    validate.check(config, its_devices.sizes)
     good.append(measure(name, setup.prepare(config, its_devices), most))
   return 0 if all(good) else 1
 

@@ -3,7 +3,7 @@
 import jax
 
 from commands import config_flag, flags
-from configs import base
+from configs.schema import finalize, validate
 from runtime import compilation_cache, devices
 from training import parity, setup
 
@@ -20,8 +20,8 @@ def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
   for config, its_devices in zip(configs, started, strict=True):
     if proof:
       parity.prove(config, its_devices.platform, keep=config_flag.set_keys(flags.SET.value))
-    config = base.finalize(config, its_devices.platform)
-    base.check(config, its_devices.sizes)
+    config = finalize.finalize(config, its_devices.platform)
+    validate.check(config, its_devices.sizes)
     _configure_jax(config)
     jobs.append(setup.prepare(config, its_devices))
   return jobs

@@ -15,7 +15,8 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from commands import config_flag
-from configs import base, recipes
+from configs import base
+from configs.schema import recipes
 
 WORDS = ("-h", "-help", "--help", "-?", "--helpfull", "--helpshort", "--helpxml", "--help=true")
 

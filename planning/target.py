@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import topologies as described
 from ml_collections import ConfigDict
 
-from configs import base
+from configs.schema import finalize, validate
 from partitioning import shardings
 from partitioning.mesh import resolve_sizes
 from planning.topologies import Topology, of_devices
@@ -126,8 +126,8 @@ def prepare(config: ConfigDict, topology: Topology) -> setup.Job:
   slices = math.prod(over.values())
   found = start(topology, slices)
   sizes = resolve_sizes(config.mesh, len(found), over)
-  config = base.finalize(config, topology.platform)
-  base.check(config, sizes)
+  config = finalize.finalize(config, topology.platform)
+  validate.check(config, sizes)
   simulated = topology.platform == "cpu"
   if config.training.parameter_dtype == "float64":
     jax.config.update("jax_enable_x64", True)

@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 
-from configs import base
+from configs.schema import finalize, validate
 from partitioning.mesh import resolve_sizes
 from runtime.devices import Devices
 from tests.compiling import FAST
@@ -52,8 +52,8 @@ def make_job(strategy: str, recipe: str, /, **overrides) -> Job:
     config.update_from_flattened_dict({key: value})
   slices = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
   sizes = resolve_sizes(config.mesh, None, slices)
-  config = base.finalize(config, "cpu")
-  base.check(config, sizes)
+  config = finalize.finalize(config, "cpu")
+  validate.check(config, sizes)
   return prepare(config, Devices("cpu", True, sizes, slices))
 
 

@@ -43,8 +43,8 @@ REFUSALS = {
     ["get_config of a strategy takes the recipe alone", "takes argument, mesh"],
   ),
   "a module without a config": (
-    ["--config=configs/recipes.py"],
-    ["configs/recipes.py defines no function get_config; give a strategy, such as configs/"],
+    ["--config=configs/schema/recipes.py"],
+    ["configs/schema/recipes.py defines no function get_config; give a strategy, such as configs/"],
   ),
   "a folder": (["--config=configs"], ["there is no config file 'configs' (shipped are"]),
   "a flag of another type": (

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from configs import base
+from configs.schema import finalize
 from partitioning.mesh import resolve_sizes
 from partitioning.rules import LayoutError
 from reports.drawings import picture
@@ -139,7 +139,7 @@ def before_the_first_step(width=100):
   """
   config = importlib.import_module("configs.tp8").get_config("mlp_tutorial")
   config.model.model_size, config.model.feedforward_size = 64, width
-  config = base.finalize(config, jax.default_backend())
+  config = finalize.finalize(config, jax.default_backend())
   sizes = resolve_sizes(config.mesh, None)
   try:
     return prepare(config, Devices(jax.default_backend(), True, sizes))

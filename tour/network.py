@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from analysis import collectives
-from configs import base
+from configs.schema import finalize, validate
 from partitioning import shardings
 from partitioning.mesh import resolve_sizes
 from partitioning.rules import Placement
@@ -37,9 +37,9 @@ def job_of(strategy: str, width: int = WIDTH) -> Job:
   config = importlib.import_module(f"configs.{strategy}").get_config("mlp_tutorial")
   config.model.model_size = config.data.global_batch_size = width
   platform = jax.default_backend()
-  config = base.finalize(config, platform)
+  config = finalize.finalize(config, platform)
   sizes = resolve_sizes(config.mesh, None)
-  base.check(config, sizes)
+  validate.check(config, sizes)
   return prepare(config, Devices(platform, platform == "cpu", sizes))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import step_overhead
-from configs import base
+from configs.schema import finalize
 from runtime.devices import Devices
 from training import setup
 
@@ -41,7 +41,7 @@ SMALL = {
 def prepare(strategy: str, recipe: str) -> setup.Job:
   config = importlib.import_module(f"configs.{strategy}").get_config(recipe)
   config.update_from_flattened_dict({**SMALL[recipe], "training.steps": STEPS})
-  config = base.finalize(config, "cpu")
+  config = finalize.finalize(config, "cpu")
   return setup.prepare(config, Devices("cpu", True, config.mesh.to_dict()))
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from checkpointing import resume
 from checkpointing.resume import ACCEPT, GOES_ON, REFUSED, changes, classify
-from configs import base, recipes
+from configs import base
+from configs.schema import finalize, recipes
 
 RECORD = {
   "versions": {"code": "abc", "jax": "0.10.2"},
@@ -17,7 +18,7 @@ RECORD = {
 def resolved(recipe="lm", **overrides):
   config = base.get_config(recipe)
   config.update_from_flattened_dict(overrides)
-  return json.loads(base.finalize(config, "cpu").to_json_best_effort())
+  return json.loads(finalize.finalize(config, "cpu").to_json_best_effort())
 
 
 def judge(overrides, *, accept=(), done=100, record=None, old_record=RECORD, workdir="runs/x"):
@@ -34,7 +35,7 @@ def judge(overrides, *, accept=(), done=100, record=None, old_record=RECORD, wor
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_every_key_of_every_recipe_has_a_class(recipe):
-  keys = base.finalize(base.get_config(recipe), "cpu").to_dict()
+  keys = finalize.finalize(base.get_config(recipe), "cpu").to_dict()
   flat = resume.flat(json.loads(json.dumps(keys, default=list)))
   assert len(flat) > 40
   assert not [key for key in flat if classify(key) is None]

@@ -11,6 +11,7 @@ import pytest
 from checkpointing import digests, reading, whole
 from checkpointing.store import Checkpointer
 from configs import base
+from configs.schema import finalize, validate
 from tests.checkpointing import damage
 from tests.checkpointing.states import (
   assert_bit_equal,
@@ -24,13 +25,13 @@ OLDER, NEWER = 10, 20
 
 
 def test_the_config_knows_the_same_words_and_no_others():
-  assert base.VERIFY == (whole.FULL, whole.SIZE, whole.OFF)
+  assert validate.VERIFY == (whole.FULL, whole.SIZE, whole.OFF)
   config = base.get_config()
   assert config.checkpoint.verify == whole.FULL
   config.checkpoint.verify = "ful"
   message = r"checkpoint\.verify='ful': one of full, size, off; did you mean 'full'\?"
   with pytest.raises(ValueError, match=message):
-    base.check(base.finalize(config, "cpu"), config.mesh.to_dict())
+    validate.check(finalize.finalize(config, "cpu"), config.mesh.to_dict())
 
 
 @pytest.fixture(scope="module")

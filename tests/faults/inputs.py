@@ -64,7 +64,7 @@ FILES = (
     "/etc/passwd",
     "configs",
     "configs/base.py",
-    "configs/recipes.py",
+    "configs/schema/recipes.py",
     "configs/dp9.py",
   ),
   *("configs/__init__.py", "configs/dp8.py", "/dev/null", "main.py", "", ":", "configs/dp8.py:mpl"),

@@ -17,7 +17,8 @@ import numpy as np
 from checkpointing import trees
 from checkpointing.store import Checkpointer
 from checkpointing.together import Together
-from configs import base, dp4_tp2
+from configs import dp4_tp2
+from configs.schema import finalize, validate
 from processes import coordination as groups
 from runtime import devices
 from tests.checkpointing import plain
@@ -65,8 +66,8 @@ def job_of(strategy: str) -> Job:
   mesh = {f"mesh.{axis}": size for axis, size in MESHES[strategy].items()}
   config.update_from_flattened_dict({**SETTINGS, **mesh})
   [its] = devices.start(config.mesh.to_dict(), simulate=True)
-  config = base.finalize(config, its.platform)
-  base.check(config, its.sizes)
+  config = finalize.finalize(config, its.platform)
+  validate.check(config, its.sizes)
   return prepare(config, its)
 
 

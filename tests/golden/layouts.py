@@ -11,7 +11,7 @@ import importlib
 import pathlib
 import sys
 
-from configs import base
+from configs.schema import finalize, validate
 from reports.layout_text import job_text
 from runtime import devices
 from runtime.devices import Devices
@@ -44,9 +44,9 @@ def text(case: str) -> str:
   # The memory of this machine must not decide.
   for key, value in {"memory_limit_gib": 1024.0, **overrides}.items():
     config.update_from_flattened_dict({key: value})
-  config = base.finalize(config, "cpu")
+  config = finalize.finalize(config, "cpu")
   sizes = config.mesh.to_dict()
-  base.check(config, sizes)
+  validate.check(config, sizes)
   return job_text(prepare(config, Devices("cpu", True, sizes))) + "\n"
 
 

@@ -5,7 +5,7 @@ import zlib
 import jax
 import numpy as np
 
-from configs.decoders import GPT_2
+from configs.schema.decoder_checks import GPT_2
 from partitioning.rules import named_leaves
 from tests.jobs import make_job
 from training.setup import Job

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs import base, decoders, dp8
+from configs import dp8
+from configs.schema import finalize, presets
 from models import transformer
 from models.layer_pattern import is_global
 from models.transformer import train_flops_per_example
@@ -115,19 +116,19 @@ def test_every_key_of_a_family_shows_in_its_logits(family, key):
     assert not close(logits(other, kept), fixture[family])
 
 
-@pytest.mark.parametrize("preset", decoders.PRESETS)
+@pytest.mark.parametrize("preset", presets.PRESETS)
 def test_a_preset_has_as_many_parameters_as_published(preset):
   config = dp8.get_config(f"model={preset},data=python_source")
   config.model.vocabulary_multiple = 1  # what is padded is not published
-  program = make_program(base.finalize(config, "tpu"))
+  program = make_program(finalize.finalize(config, "tpu"))
   state = program.abstract_state()
   assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) == PUBLISHED[preset]
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("preset", decoders.PRESETS)
+@pytest.mark.parametrize("preset", presets.PRESETS)
 def test_model_flops_are_six_for_each_weight_and_token_and_attentions_pairs(preset, causal):
-  config = base.finalize(dp8.get_config(f"model={preset},data=python_source"), "tpu")
+  config = finalize.finalize(dp8.get_config(f"model={preset},data=python_source"), "tpu")
   model, length = config.model, config.data.sequence_length
   leaves = named_leaves(make_program(config).params)
   multiplied = ("kernel", "embed/table") if model.tied_embeddings else ("kernel",)
@@ -143,7 +144,7 @@ def test_model_flops_are_six_for_each_weight_and_token_and_attentions_pairs(pres
 
 
 def test_every_preset_is_published():
-  assert PUBLISHED.keys() == decoders.PRESETS.keys()
+  assert PUBLISHED.keys() == presets.PRESETS.keys()
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt2", "qwen2"])

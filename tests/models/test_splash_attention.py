@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from configs import base, dp8
+from configs.schema import finalize, validate
 from models import splash_attention
 from models.attention import causal_attention
 from partitioning.constraints import activation_layout
@@ -77,12 +78,12 @@ def test_results_and_gradients_are_those_of_all_scores(mesh, cap, segments, back
 def test_tpus_take_the_kernel_where_it_can_be(platform, changes, kernel):
   config = dp8.get_config("lm")
   config.update_from_flattened_dict({"model.head_size": 128, **changes})
-  assert base.finalize(config, platform).training.attention_kernel == kernel
+  assert finalize.finalize(config, platform).training.attention_kernel == kernel
 
 
 def test_it_is_refused_where_it_cannot_be():
   config = dp8.get_config("lm")
   config.training.attention_kernel = "splash"
-  config = base.finalize(config, "cpu")
+  config = finalize.finalize(config, "cpu")
   with pytest.raises(ValueError, match=r"attention_kernel=splash: model.head_size=16 is no"):
-    base.check(config, {**base.MESH, "data": 8})
+    validate.check(config, {**base.MESH, "data": 8})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from configs import base
+from configs.schema import finalize
 from models import mlp
 from partitioning.rules import LayoutError, named_leaves
 from reports import layout_text
@@ -149,7 +149,7 @@ def test_a_state_larger_than_the_machine_names_the_machine(monkeypatch):
 
 
 def test_a_real_device_holds_its_own_part_only():
-  config = base.finalize(make_job("fsdp8", "mlp_tutorial").config, "gpu")
+  config = finalize.finalize(make_job("fsdp8", "mlp_tutorial").config, "gpu")
   devices = Devices("gpu", False, {**config.mesh})
   part = 4 * (56 + 10 + 1 + (13 * 40 + 40 + 40 * 56 + 56 * 40 + 40 + 40 * 10) // 8)
   for limit, fits in ((part, True), (part - 1, False)):

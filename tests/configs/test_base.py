@@ -5,7 +5,8 @@ import importlib
 import pytest
 
 from commands import config_flag
-from configs import base, recipes
+from configs import base
+from configs.schema import axis_tables, finalize, recipes, validate
 from models import MODELS
 from partitioning.mesh import AXES
 from tests.jobs import STRATEGIES, make_job
@@ -32,7 +33,7 @@ def load(strategy="single", argument=None, /, **overrides):
 
 def finalized(argument=None, platform="cpu", /, **overrides):
   """Returns a finalized config."""
-  return base.finalize(load("single", argument, **overrides), platform)
+  return finalize.finalize(load("single", argument, **overrides), platform)
 
 
 # ---- What is shipped ----
@@ -47,10 +48,10 @@ def test_every_shipped_strategy_is_tested():
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 @pytest.mark.parametrize("strategy", MESHES)
 def test_every_strategy_goes_with_every_recipe(strategy, recipe, platform):
-  config = base.finalize(load(strategy, recipe), platform)
+  config = finalize.finalize(load(strategy, recipe), platform)
   assert config.mesh.to_dict() == {**SIZES, **MESHES[strategy]}
   sizes = {axis: 8 if size == -1 else size for axis, size in config.mesh.items()}
-  base.check(config, sizes)
+  validate.check(config, sizes)
   unset = [
     f"{section}.{key}"
     for section in ("model", "data", "training", "optimizer", "evaluation")
@@ -73,7 +74,7 @@ def test_the_mesh_names_the_axes_that_there_are():
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])
 def test_the_axis_tables_hold_the_dims_that_the_model_has_and_no_other(recipe):
   job = make_job("single", recipe, **({"model.positions": "learned"} if recipe == "lm" else {}))
-  tables = recipes.AXIS_TABLES[job.config.model.name]
+  tables = axis_tables.AXIS_TABLES[job.config.model.name]
   letters = "".join(MODELS[job.config.model.name].PARAMETERS.values())
   assert {*tables["parameters"]} == {job.legend[letter].name for letter in letters}
   letters = "".join(c.letters for c in job.activations.seen)
@@ -139,12 +140,12 @@ def test_the_optimizers_table_follows_the_parameters():
 def test_finalize_leaves_its_input_as_it_was(recipe):
   config = load("dp4_tp2", recipe)
   before = config.to_json_best_effort()
-  found = base.finalize(config, "cpu")
+  found = finalize.finalize(config, "cpu")
   assert config.to_json_best_effort() == before
   assert config.optimizer.warmup_steps == (0 if recipe == "mlp_tutorial" else None)
   assert found.is_locked
   assert found.model.is_locked
-  again = base.finalize(found, "cpu")
+  again = finalize.finalize(found, "cpu")
   assert again.to_json_best_effort() == found.to_json_best_effort()
 
 
@@ -219,7 +220,7 @@ def test_an_unknown_key_is_refused():
 def refusal(argument, sizes, /, **overrides):
   """Returns the message with which `check` refuses."""
   with pytest.raises(ValueError, match="the config is refused") as error:
-    base.check(finalized(argument, **overrides), {**SIZES, **sizes})
+    validate.check(finalized(argument, **overrides), {**SIZES, **sizes})
   return str(error.value)
 
 
@@ -323,17 +324,17 @@ def test_keys_that_do_not_go_together_are_refused(sizes, overrides, said):
   assert said in refusal("lm", sizes, **overrides)
 
 
-@pytest.mark.parametrize(("key", "least"), base.LEAST.items())
+@pytest.mark.parametrize(("key", "least"), validate.LEAST.items())
 def test_counts_have_a_least(key, least):
   message = refusal("lm", {}, **{key: least - 1})
   assert f"{key}={least - 1}" in message
   assert f": at least {least}" in message
   if key != "training.steps":  # of one step, none can be left to warm up
-    base.check(finalized("lm", **{key: least}), SIZES)
+    validate.check(finalized("lm", **{key: least}), SIZES)
 
 
 def test_the_least_number_of_steps_is_enough():
-  base.check(finalized("lm", **{"training.steps": 1, "optimizer.warmup_steps": 1}), SIZES)
+  validate.check(finalized("lm", **{"training.steps": 1, "optimizer.warmup_steps": 1}), SIZES)
 
 
 def test_all_that_is_wrong_comes_in_one_message():

@@ -2,15 +2,15 @@
 
 import pytest
 
-from configs import base
+from configs.schema import validate
 from partitioning.mesh import resolve_sizes
-from tests.configs.test_configs import finalized
+from tests.configs.test_base import finalized
 
 
 def refusal(argument, sizes, overrides):
   """Returns the lines with which `check` refuses."""
   with pytest.raises(ValueError, match="the config is refused") as error:
-    base.check(finalized(argument, **overrides), resolve_sizes(sizes, None))
+    validate.check(finalized(argument, **overrides), resolve_sizes(sizes, None))
   return str(error.value).splitlines()[1:]
 
 
@@ -56,4 +56,4 @@ def test_one_message_says_what_is_wrong(argument, sizes, overrides, said):
 def test_a_ring_takes_what_its_pieces_divide_and_gathering_what_the_axis_divides():
   for kind, length in (("ring", 16), ("gather", 12), ("auto", 12)):
     keys = {"data.sequence_length": length, "model.context_attention": kind}
-    base.check(finalized("lm", **keys), resolve_sizes({"context": 4}, None))
+    validate.check(finalized("lm", **keys), resolve_sizes({"context": 4}, None))

@@ -2,52 +2,8 @@
 
 from ml_collections import ConfigDict, config_dict
 
-from configs.decoders import PRESETS
+from configs.schema.presets import PRESETS
 from runtime.suggest import nearest
-
-# dim name -> mesh axes, outermost first; dims that stay whole are written down as ().
-AXIS_TABLES = {
-  "transformer": {
-    "parameters": {
-      "layers": (),
-      "model": ("fsdp",),
-      "feedforward": ("tensor",),
-      "heads": ("tensor",),
-      "kv_heads": ("tensor",),
-      "head": (),
-      "vocabulary": ("tensor",),
-      "positions": (),
-    },
-    "activations": {
-      "batch": ("data", "fsdp"),
-      "sequence": ("context",),  # inside of a block
-      "residual_sequence": ("context",),  # between blocks: see partitioning.sequence_parallel
-      "key_sequence": (),
-      "model": (),
-      "feedforward": ("tensor",),
-      "heads": ("tensor",),
-      "kv_heads": ("tensor",),
-      "head": (),
-      "vocabulary": ("tensor",),
-      "positions": (),
-    },
-  },
-  "mlp": {
-    "parameters": {
-      "inputs": (),
-      "model": ("fsdp",),
-      "feedforward": ("tensor",),
-      "outputs": (),
-    },
-    "activations": {
-      "batch": ("data", "fsdp"),
-      "inputs": (),
-      "model": (),
-      "feedforward": ("tensor",),
-      "outputs": (),
-    },
-  },
-}
 
 # Data sets whose sizes are known here: (values per image, classes).
 IMAGE_SIZES = {"digits": (64, 10), "mnist": (784, 10), "fashion_mnist": (784, 10)}

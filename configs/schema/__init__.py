@@ -1,0 +1,1 @@
+"""Config machinery: recipes, presets, defaults, and which keys go together."""

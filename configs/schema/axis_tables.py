@@ -1,0 +1,45 @@
+"""Axis tables by model: dim name -> mesh axes, for parameters and activations."""
+
+# dim name -> mesh axes, outermost first; dims that stay whole are written down as ().
+AXIS_TABLES = {
+  "transformer": {
+    "parameters": {
+      "layers": (),
+      "model": ("fsdp",),
+      "feedforward": ("tensor",),
+      "heads": ("tensor",),
+      "kv_heads": ("tensor",),
+      "head": (),
+      "vocabulary": ("tensor",),
+      "positions": (),
+    },
+    "activations": {
+      "batch": ("data", "fsdp"),
+      "sequence": ("context",),  # inside of a block
+      "residual_sequence": ("context",),  # between blocks: see partitioning.sequence_parallel
+      "key_sequence": (),
+      "model": (),
+      "feedforward": ("tensor",),
+      "heads": ("tensor",),
+      "kv_heads": ("tensor",),
+      "head": (),
+      "vocabulary": ("tensor",),
+      "positions": (),
+    },
+  },
+  "mlp": {
+    "parameters": {
+      "inputs": (),
+      "model": ("fsdp",),
+      "feedforward": ("tensor",),
+      "outputs": (),
+    },
+    "activations": {
+      "batch": ("data", "fsdp"),
+      "inputs": (),
+      "model": (),
+      "feedforward": ("tensor",),
+      "outputs": (),
+    },
+  },
+}

@@ -1,0 +1,62 @@
+"""Derived values, filled in after all overrides."""
+
+import copy
+
+from ml_collections import ConfigDict
+
+from configs.schema import decoder_checks, recipes
+
+ACCELERATORS = ("tpu", "gpu")
+
+
+def finalize(config: ConfigDict, platform: str) -> ConfigDict:
+  """Returns a copy in which every derived value is filled in; run after all overrides.
+
+  Args:
+    config: as parsed, with overrides.
+    platform: `cpu`, `gpu` or `tpu`: what the run will use.
+
+  Raises:
+    ValueError: a key that only the recipe may set was overridden.
+  """
+  chosen = recipes.base(config.argument)
+  if config.model.name != chosen.model.name:
+    raise ValueError(
+      f"model.name={config.model.name!r} was overridden while the sizes are those of "
+      f"{chosen.model.name!r}; pick the model with --config=FILE:model=NAME"
+    )
+  config = copy.deepcopy(config)
+  with config.unlocked():
+    accelerated = platform in ACCELERATORS
+    training = config.training
+    default(training, "compute_dtype", "bfloat16" if accelerated else training.parameter_dtype)
+    default(training, "matmul_precision", "default")
+    recipes.finalize(config, accelerated)
+    decoder = config.model.name == "transformer"
+    splash = platform == "tpu" and decoder and not decoder_checks.no_splash(config)
+    default(training, "attention_kernel", "splash" if splash else "xla")
+    default(config.optimizer, "warmup_steps", training.steps // 20)
+    _rows_to_skip(config.data)
+    activations = config.partitioning.activations
+    if config.partitioning.sequence_parallel and "residual_sequence" in activations:
+      given = activations.residual_sequence
+      activations.residual_sequence = (*given, *(() if "tensor" in given else ("tensor",)))
+    parameters = config.partitioning.parameters
+    for name in parameters:
+      default(config.partitioning.optimizer, name, parameters[name])
+  return config
+
+
+def _rows_to_skip(data: ConfigDict) -> None:
+  """Turns batches that are skipped into rows, which stay the same where the batch size changes."""
+  given, batch = data.skip_batches, data.global_batch_size
+  if all(type(number) is int and number >= 0 for number in given):  # else `check` refuses it
+    ranges = ((number * batch, (number + 1) * batch) for number in sorted(given))
+    data.skip_rows = (*data.skip_rows, *ranges)
+    data.skip_batches = ()
+
+
+def default(section: ConfigDict, key: str, value) -> None:
+  """Sets a key that is still unset."""
+  if section[key] is None:
+    section[key] = value

@@ -1,0 +1,221 @@
+"""Which values and which combinations of keys a config may have."""
+
+import math
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
+
+from configs.schema import decoder_checks, recipes
+from runtime.suggest import nearest
+
+MATMUL_PRECISIONS = ("default", "high", "highest")
+REMATERIALIZATIONS = ("none", "dots", "full")
+ATTENTION_KERNELS = ("xla", "splash")
+DTYPES = ("bfloat16", "float32", "float64")
+# What each kind of data is trained on.
+MODEL_LOSSES = {"text": "next_token", "image": "classification", "random": "squared_error"}
+# What an evaluation gives, by the kind of data.
+METRICS = {
+  "text": ("eval_loss", "eval_bits_per_byte"),
+  "image": ("eval_loss", "eval_accuracy"),
+  "random": ("eval_loss",),
+}
+OPTIMIZERS = ("adamw", "sgd")
+SCHEDULES = ("cosine", "constant")
+VERIFY = ("full", "size", "off")
+ON_BAD_STEP = ("stop", "roll_back")
+
+
+def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
+  """Finds keys that do not go together, before any device is touched.
+
+  Args:
+    config: finalized.
+    sizes: mesh axis -> size, -1 filled in.
+
+  Raises:
+    ValueError: with all that is wrong, a line each.
+  """
+  wrong = [*_at_least(config), *_choices(config), *_tables(config), *_batch(config, sizes)]
+  wrong += _chunks(config, sizes)
+  if config.processes.deadline_seconds >= config.processes.heartbeat_seconds:
+    wrong.append(
+      f"processes.deadline_seconds={config.processes.deadline_seconds}: below "
+      f"processes.heartbeat_seconds={config.processes.heartbeat_seconds}, after which JAX ends all "
+      f"processes without naming the one that is behind; 0 learns it from the run"
+    )
+  if 0 < config.processes.slow_ratio <= 1:
+    ratio = config.processes.slow_ratio
+    wrong.append(f"processes.slow_ratio={ratio}: above 1, or 0 to turn it off")
+  if config.training.compute_dtype == "float16":
+    wrong.append(
+      "training.compute_dtype='float16': gradients below 6e-8 become zero in it, and losses are "
+      "not scaled up to prevent that; set training.compute_dtype=bfloat16, whose range is that of "
+      "float32"
+    )
+  if config.training.compute_dtype == "float64" and config.training.parameter_dtype != "float64":
+    wrong.append("training.compute_dtype=float64 needs training.parameter_dtype=float64")
+  if config.model.name == "transformer":
+    wrong.extend(decoder_checks.wrong(config, sizes))
+  if wrong:
+    raise ValueError("the config is refused:\n" + "\n".join(f"  {line}" for line in wrong))
+
+
+# Keys that count something: the least that each may be.
+LEAST = {
+  "training.steps": 1,
+  "training.gradient_accumulation_steps": 1,
+  "training.loss_chunks": 1,
+  "training.replica_check_every_steps": 0,
+  "training.bad_step_deviations": 0,
+  "training.bad_step_window": 2,
+  "training.bad_step_skips": 1,
+  "training.max_rollbacks": 1,
+  "data.global_batch_size": 1,
+  "data.prefetch_batches": 1,
+  "data.max_bad_records": 0,
+  "optimizer.warmup_steps": 0,
+  "optimizer.learning_rate": 0,
+  "optimizer.weight_decay": 0,
+  "optimizer.clip_norm": 0,
+  "metrics.every_steps": 1,
+  "evaluation.every_steps": 0,
+  "evaluation.steps": 0,
+  "evaluation.final_steps": 0,
+  "evaluation.sample_tokens": 0,
+  "checkpoint.every_steps": 0,
+  "checkpoint.keep": 1,
+  "checkpoint.keep_every_steps": 0,
+  "profile.start_step": 0,
+  "profile.steps": 0,
+  "processes.start_timeout_seconds": 1,
+  "processes.heartbeat_seconds": 5,
+  "processes.deadline_seconds": 0,
+  "processes.input_timeout_seconds": 1,
+  "processes.slow_ratio": 0,
+  "processes.lease_seconds": 1,
+  "processes.owner_wait_seconds": 0,
+  "seed": 0,
+}
+
+
+def _at_least(config: ConfigDict) -> list[str]:
+  wrong = []
+  leasts = {**LEAST, **(decoder_checks.LEAST if config.model.name == "transformer" else {})}
+  for name, least in leasts.items():
+    section, _, key = name.rpartition(".")
+    value = config[section][key] if section else config[key]
+    if not least <= value < math.inf:
+      wrong.append(f"{name}={value}: at least {least}")
+  positive = [
+    (f"model.{name}", value)
+    for name, value in config.model.items()
+    if type(value) is int and name not in decoder_checks.MAY_BE_ZERO
+  ]
+  if config.data.kind == "text":
+    positive.append(("data.sequence_length", config.data.sequence_length))
+  wrong.extend(f"{name}={value}: at least 1" for name, value in positive if value < 1)
+  if config.seed >= 2**32:
+    wrong.append(f"seed={config.seed}: below 2**32")
+  if config.optimizer.warmup_steps > config.training.steps:
+    steps = config.training.steps
+    wrong.append(f"optimizer.warmup_steps={config.optimizer.warmup_steps}: at most {steps} steps")
+  return wrong
+
+
+def _choices(config: ConfigDict) -> list[str]:
+  kind = recipes.base(config.argument).data.kind
+  choices = {
+    "training.rematerialization": REMATERIALIZATIONS,
+    "training.parameter_dtype": ("float32", "float64"),
+    "training.compute_dtype": DTYPES,
+    "training.matmul_precision": MATMUL_PRECISIONS,
+    "training.attention_kernel": ATTENTION_KERNELS if kind == "text" else ("xla",),
+    "training.loss": (MODEL_LOSSES[kind],),
+    "training.on_bad_step": ON_BAD_STEP,
+    "data.kind": (kind,),  # as the model needs it: another kind is another recipe
+    "optimizer.name": OPTIMIZERS,
+    "optimizer.schedule": SCHEDULES,
+    "checkpoint.keep_best": ("", *METRICS[kind]),
+    "checkpoint.verify": VERIFY,
+    **(decoder_checks.CHOICES if config.model.name == "transformer" else {}),
+  }
+  wrong = []
+  for name, known in choices.items():
+    section, key = name.split(".")
+    value = config[section][key]
+    if value not in known and (key, value) != ("compute_dtype", "float16"):  # see `check`
+      wrong.append(f"{name}={value!r}: one of {', '.join(known)}{nearest(value, known)}")
+  return wrong
+
+
+def _tables(config: ConfigDict) -> list[str]:
+  """Checks the form of what tuples hold, which a config's types do not see."""
+  wrong = []
+  for title in ("parameters", "activations", "optimizer"):
+    for name, axes in config.partitioning[title].items():
+      if not all(isinstance(axis, str) for axis in axes):
+        wrong.append(f"partitioning.{title}.{name}={axes!r}: names of mesh axes, such as ('fsdp',)")
+  for entry in config.partitioning.overrides:
+    pair = isinstance(entry, tuple) and len(entry) == 2
+    if not (pair and isinstance(entry[0], str) and isinstance(entry[1], tuple)):
+      wrong.append(
+        f"partitioning.overrides: {entry!r} is not a name with the entries of a PartitionSpec, "
+        f"such as ('layers/mlp/up/kernel', (None, 'fsdp', 'tensor'))"
+      )
+  for batch in config.data.skip_batches:
+    if type(batch) is not int or batch < 0:
+      wrong.append(f"data.skip_batches: {batch!r} is not the number of a batch, such as (17, 18)")
+  for rows in config.data.skip_rows:
+    ends = rows if isinstance(rows, tuple) and len(rows) == 2 else (0, 0)
+    if not all(type(end) is int for end in ends) or not 0 <= ends[0] < ends[1]:
+      wrong.append(
+        f"data.skip_rows: {rows!r} is not a range of rows (first, the one behind the last), such "
+        f"as ((544, 608),)"
+      )
+  for option in filter(None, config.compiler_options.split(",")):
+    if "=" not in option:
+      wrong.append(f"compiler_options: {option!r} is not name=value")
+  return wrong
+
+
+def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
+  """Checks that each device's part of a row can be cut into the chunks of the loss."""
+  count, parts = config.training.loss_chunks, sizes.get("context", 1)
+  if config.training.loss != "next_token":
+    wrong = f"training.loss_chunks={count}: {config.training.loss} has no rows of tokens to cut"
+    return [wrong] if count != 1 else []
+  length = config.data.sequence_length
+  # Of a row that is not cut, the layout's verdict says whether `context` divides it.
+  if count <= 1 or length % (count * parts) == 0:
+    return []
+  context = f" x mesh.context={parts}" if parts > 1 else ""
+  return [
+    f"data.sequence_length={length} is not divisible by training.loss_chunks={count}{context}"
+  ]
+
+
+def _batch(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
+  """Checks that the batch axes and the accumulation divide the global batch."""
+  size, steps = config.data.global_batch_size, config.training.gradient_accumulation_steps
+  if size < 1 or steps < 1:
+    return []
+  if size % steps:
+    return [
+      f"data.global_batch_size={size} is not divisible by "
+      f"training.gradient_accumulation_steps={steps}"
+    ]
+  parts, names = 1, []
+  for axis in config.partitioning.activations.batch:
+    parts *= sizes.get(axis, 1)
+    names.append(f"{axis}={sizes.get(axis, 1)}")
+  if (size // steps) % parts == 0:
+    return []
+  whole = parts * steps
+  below, above = size // whole * whole, (size // whole + 1) * whole
+  near = f"{below} or {above}" if below else f"{above}"
+  microbatch = f" / {steps} accumulation steps" if steps > 1 else ""
+  return [
+    f"data.global_batch_size={size}{microbatch} is not divisible by the batch axes "
+    f"{' x '.join(names)} = {parts}; make it {near}"
+  ]
