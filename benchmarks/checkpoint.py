@@ -49,7 +49,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from checkpointing.store import Checkpointer
+from checkpointing.checkpointer import Checkpointer
 
 _PARTS = flags.DEFINE_list("parts", "start,loop,disk", "Which parts.")
 _MEBIBYTES = flags.DEFINE_integer("mebibytes", 384, "disk: size of the state, MiB.", 1)

@@ -23,7 +23,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from input_pipeline import batches, preparation, records, sources
+from input_pipeline import batches, prepare, row_source, row_store
 
 _SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 512, "Tokens per row.")
 _BATCH = flags.DEFINE_integer("global_batch_size", 64, "Rows per batch.")
@@ -64,7 +64,7 @@ def _bare(path, T, B):
 
 def _checked_per_second(store):
   """Returns the rows per second that are looked at for bad ones."""
-  rows = records.Records(store, lambda number, length: True)
+  rows = row_store.Records(store, lambda number, length: True)
   begin = time.perf_counter()
   for start in range(0, len(rows), rows.per_read):
     assert not rows.unreadable(range(start, min(start + rows.per_read, len(rows))))
@@ -75,13 +75,13 @@ def main(argv):
   del argv
   T, B, steps = _SEQUENCE_LENGTH.value, _BATCH.value, _STEPS.value
   data = _data()
-  source = sources.open_source(data, "train", seed=0)
+  source = row_source.open_source(data, "train", seed=0)
   training = batches.TrainingBatches(source, global_batch_size=B, seed=0)
   device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shardings = dict.fromkeys(training.abstract, device)
   loops = {
     "ours": lambda step: jax.block_until_ready(training.batch(step, shardings)),
-    "bare": _bare(str(preparation.prepare(data, "train").rows_path), T, B),
+    "bare": _bare(str(prepare.prepare(data, "train").rows_path), T, B),
   }
   rates = {name: [] for name in loops}
   for repeat in range(_REPEATS.value + 1):
@@ -96,9 +96,7 @@ def main(argv):
   print(f"ours {ours:.0f} tokens/s (rows on the device)")
   print(f"bare {bare:.0f} tokens/s (rows as NumPy arrays)")
   print(f"ratio {ours / bare:.2f}")
-  checked = statistics.median(
-    _checked_per_second(preparation.prepare(data, "train")) for _ in "abc"
-  )
+  checked = statistics.median(_checked_per_second(prepare.prepare(data, "train")) for _ in "abc")
   print(f"check for bad rows: {checked:.0f} rows/s")
   return 0 if ours >= _LEAST_RATIO * bare else 1
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from input_pipeline import preparation
-from input_pipeline.records import Records, again
+from input_pipeline import prepare
+from input_pipeline.row_store import Records, again
 from runtime import files
 
 FILE = "bad_records.json"
@@ -89,7 +89,7 @@ def few(numbers) -> str:
   return ", ".join(map(str, numbers[:_LISTED])) + (", ..." if len(numbers) > _LISTED else "")
 
 
-def check_prepared(store: preparation.Store, limit: int) -> None:
+def check_prepared(store: prepare.Store, limit: int) -> None:
   """Raises ValueError where more records of the data set were bad, when it was prepared, than may.
 
   Args:
@@ -182,7 +182,7 @@ def _judge(records: Records, bad: BadRecords, found: int, limit: int) -> None:
 # ------------------------------ what is kept beside the rows ------------------------------
 
 
-def _stamp(store: preparation.Store) -> dict[str, Any]:
+def _stamp(store: prepare.Store) -> dict[str, Any]:
   """Returns what changes where the rows do."""
   path = store.rows_path
   local = "://" not in str(path)
@@ -191,7 +191,7 @@ def _stamp(store: preparation.Store) -> dict[str, Any]:
   return {"digest": store.manifest["digest"], "bytes": size, "modified": modified}
 
 
-def _load(store: preparation.Store, stamp: Mapping[str, Any]) -> dict[str, Any] | None:
+def _load(store: prepare.Store, stamp: Mapping[str, Any]) -> dict[str, Any] | None:
   """Returns what the last check has found, None where there was none of this file as it is."""
   try:
     kept = files.read_json(store.folder / FILE, follow=True)
@@ -208,7 +208,7 @@ def _load(store: preparation.Store, stamp: Mapping[str, Any]) -> dict[str, Any] 
   return known if numbers and isinstance(known["why"], str) else None
 
 
-def _keep(store: preparation.Store, found: Mapping[str, Any]) -> None:
+def _keep(store: prepare.Store, found: Mapping[str, Any]) -> None:
   """Writes what was found, whole or not at all; without the right to, every start checks anew."""
   try:
     files.replace(store.folder / FILE, files.json_text(dict(found)) + "\n", shared=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from input_pipeline.bad_records import among, few, spread
 from input_pipeline.position import Position
-from input_pipeline.records import UnreadableError
+from input_pipeline.row_store import UnreadableError
 
 # Up to here an epoch's order is made whole. Grain's shuffle makes one number at a time, by walking
 # a domain of no fewer than 2**16: a set of 64 rows would cost 25 ms an epoch, and so a step.

@@ -15,12 +15,12 @@ NUMERICS = (
   "models",
   "input_pipeline/bad_records.py",  # which rows get weight 0
   "input_pipeline/batches.py",
-  "input_pipeline/datasets.py",
-  "input_pipeline/embedded.py",
+  "input_pipeline/sources/tfds.py",
+  "input_pipeline/sources/builtin.py",
   "input_pipeline/position.py",  # which rows a step takes
-  "input_pipeline/preparation.py",  # how text is cut into rows
-  "input_pipeline/records.py",
-  "input_pipeline/sources.py",
+  "input_pipeline/prepare.py",  # how text is cut into rows
+  "input_pipeline/row_store.py",
+  "input_pipeline/row_source.py",
   "partitioning/constraints.py",
   "partitioning/dims.py",
   "partitioning/parallel",

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from input_pipeline.batches import TrainingBatches
-from input_pipeline.sources import array_source
+from input_pipeline.row_source import array_source
 from partitioning.mesh import make_mesh
 from processes import coordination as groups
 from runtime import devices

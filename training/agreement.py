@@ -8,8 +8,8 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from checkpointing import reading, resume
-from input_pipeline.sources import Source
+from checkpointing import restore, resume_policy
+from input_pipeline.row_source import Source
 from processes import preflight
 from processes.coordination import current
 from runtime import devices
@@ -41,7 +41,7 @@ def about_to_start(configs: Mapping[str, ConfigDict], more: Mapping[str, Any]) -
   facts.update(everything())
   facts.update({name: value for name, value in os.environ.items() if _shapes_programs(name)})
   for name, config in configs.items():
-    facts.update(resume.flat(plain(config), f"{name}."))
+    facts.update(resume_policy.flat(plain(config), f"{name}."))
   timeout = next(iter(configs.values())).processes.start_timeout_seconds
   preflight.agree(group, "start", facts, timeout_seconds=timeout)
 
@@ -74,7 +74,7 @@ def about_to_run(
     "devices of each process": len(jax.local_devices()),
     "kind of device": job.mesh.local_devices[0].device_kind,
     "mesh": job.devices.sizes,
-    "checkpoints": reading.steps(workdir / reading.FOLDER),
+    "checkpoints": restore.steps(workdir / restore.FOLDER),
     **(more or {}),
   }
   for name, array in job.batch.items():

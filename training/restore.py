@@ -12,10 +12,10 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from checkpointing import reading, resume
-from checkpointing.store import Checkpointer
-from checkpointing.together import Together
-from input_pipeline.sources import Source
+from checkpointing import restore, resume_policy
+from checkpointing.checkpointer import Checkpointer
+from checkpointing.consensus import Together
+from input_pipeline.row_source import Source
 from partitioning.shardings import size_text
 from processes.coordination import current
 from processes.printable import printable
@@ -71,8 +71,8 @@ def judge(
   require_room(job, workdir)
   workdir_files.require_plain(workdir)
   record = {"versions": versions(), "data": {"name": source.name, "rows": source.fingerprint}}
-  folder = workdir / reading.FOLDER
-  if not reading.steps(folder):
+  folder = workdir / restore.FOLDER
+  if not restore.steps(folder):
     if accept:
       raise ValueError(f"--accept-changes: {workdir} holds no checkpoints to go on from")
     return record
@@ -80,7 +80,7 @@ def judge(
     done = checkpoints.readable()
     old_record = _record(checkpoints, done)
     rollback.require_same_past(job.config, old_record, done)
-    return resume.changes(
+    return resume_policy.changes(
       rollback.upgraded_config(checkpoints.read_config(done)),
       plain(job.config),
       old_record=old_record,
@@ -102,7 +102,7 @@ def begin(
     ValueError: the checkpoint's arrays are not the model's, or none can be read.
     OSError: the workdir cannot be read.
   """
-  keys, folder, owner = job.config.checkpoint, workdir / reading.FOLDER, owner or Ownership()
+  keys, folder, owner = job.config.checkpoint, workdir / restore.FOLDER, owner or Ownership()
   checkpointer = Checkpointer(
     folder,
     keep=keys.keep,
@@ -178,7 +178,7 @@ def require_room(job: Job, workdir: epath.Path) -> None:
     return
   workdir = pathlib.Path(workdir).absolute()
   there = next(
-    path for path in (workdir / reading.FOLDER, workdir, *workdir.parents) if os.path.lexists(path)
+    path for path in (workdir / restore.FOLDER, workdir, *workdir.parents) if os.path.lexists(path)
   )
   if not there.is_dir():
     raise NotADirectoryError(f"{there} is a file, not a folder; give another --workdir")
@@ -203,7 +203,7 @@ def first_state(job: Job) -> tuple[State, str]:
 def initialized(job: Job) -> tuple[State, str]:
   """Returns the first state with another run's parameters; nothing else of that run is read."""
   where = job.config.checkpoint.initialize_from
-  folder, step = reading.parse_location(where)
+  folder, step = restore.parse_location(where)
   step, params = _parameters(job, folder, step)
   state = dataclasses.replace(job.initial_state(), params=params)
   return state, f"starts with the parameters of {where}, step {step}"
@@ -219,11 +219,11 @@ def parameters(job: Job, location: str) -> tuple[int, Any]:
   Raises:
     ValueError: no such checkpoint, or one of another model.
   """
-  return _parameters(job, *reading.parse_location(location))
+  return _parameters(job, *restore.parse_location(location))
 
 
 def _parameters(job: Job, folder: epath.Path, step: int | None) -> tuple[int, Any]:
-  return reading.restore_parameters(
+  return restore.restore_parameters(
     folder,
     job.placed_state.params,
     step,
@@ -241,7 +241,7 @@ def _together(job: Job) -> Together:
 def warn(text: str) -> None:
   """Prints a warning, for all processes once."""
   if current().first:
-    reading.warn(printable(text))
+    restore.warn(printable(text))
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from etils import epath
 
 from inference import sampler
-from input_pipeline.records import UnreadableError
-from input_pipeline.sources import Source
+from input_pipeline.row_source import Source
+from input_pipeline.row_store import UnreadableError
 from partitioning.mesh import mesh_text
 from processes import coordination as groups
 from processes.preemption import EXIT_CODE

@@ -7,7 +7,7 @@ from typing import Any
 
 from input_pipeline.bad_records import Sharing
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
-from input_pipeline.sources import Source, check_ids, open_source
+from input_pipeline.row_source import Source, check_ids, open_source
 from processes import preflight
 from processes.coordination import Group, NotTogetherError, current
 from training.metrics.waiting import preparing

@@ -20,8 +20,9 @@ jax.distributed.initialize(f"localhost:{PORT}", COUNT, INDEX)
 import numpy as np  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
-from checkpointing import reading, trees  # noqa: E402
-from checkpointing.store import Checkpointer  # noqa: E402
+from checkpointing import naming  # noqa: E402
+from checkpointing import restore as reading  # noqa: E402
+from checkpointing.checkpointer import Checkpointer  # noqa: E402
 
 
 def resident(key: str) -> int:
@@ -39,7 +40,7 @@ def restore() -> dict[str, int]:
   with Checkpointer(FOLDER, read_only=True) as checkpointer:
     [step] = checkpointer.steps()
     stored = reading.stored_arrays(checkpointer.folder / str(step))
-    target = trees.nested(
+    target = naming.nested(
       {
         name: jax.ShapeDtypeStruct(
           array.shape, array.dtype, sharding=rows if name == "optimizer/large" else whole

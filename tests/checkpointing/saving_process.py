@@ -17,14 +17,14 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 4)
 
-from checkpointing import digests, whole  # noqa: E402
-from checkpointing.store import Checkpointer  # noqa: E402
-from checkpointing.together import Together  # noqa: E402
+from checkpointing import checksums, integrity  # noqa: E402
+from checkpointing.checkpointer import Checkpointer  # noqa: E402
+from checkpointing.consensus import Together  # noqa: E402
 from processes import coordination as groups  # noqa: E402
 from tests.checkpointing import states  # noqa: E402
 
 groups.connect(start_timeout_seconds=60, heartbeat_seconds=20)
-whole.SMALL_BYTES = 100  # so that the files of a small state are shared out
+integrity.SMALL_BYTES = 100  # so that the files of a small state are shared out
 computed, checked = [], []
 
 
@@ -39,9 +39,9 @@ def counted(function, paths_of, found):
   return call
 
 
-digests.compute = counted(digests.compute, list, computed)
-digests.check_contents = counted(
-  digests.check_contents, lambda listed: [digest.path for digest in listed], checked
+checksums.compute = counted(checksums.compute, list, computed)
+checksums.check_contents = counted(
+  checksums.check_contents, lambda listed: [digest.path for digest in listed], checked
 )
 
 
@@ -91,13 +91,13 @@ class Saver:
 
   def lose_digests(self) -> None:
     """Lets the next writing of digests fail as on a full disk."""
-    write = digests.write
+    write = checksums.write
 
     def full(folder, listed):
-      digests.write = write
+      checksums.write = write
       raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    digests.write = full
+    checksums.write = full
 
   def remove_after(self, step: int) -> None:
     """Removes the newer steps."""

@@ -11,7 +11,7 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-from checkpointing.store import Checkpointer  # noqa: E402
+from checkpointing.checkpointer import Checkpointer  # noqa: E402
 from tests.checkpointing.states import CONFIG, RECORD, counting_tree  # noqa: E402
 
 

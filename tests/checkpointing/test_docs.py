@@ -6,8 +6,8 @@ import subprocess
 
 import numpy as np
 
-from checkpointing.resume import CLASSES
-from checkpointing.store import Checkpointer
+from checkpointing.checkpointer import Checkpointer
+from checkpointing.resume_policy import CLASSES
 from tests.checkpointing.states import counting_tree, save_counting
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()

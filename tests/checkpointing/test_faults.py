@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from checkpointing.store import Checkpointer
+from checkpointing.checkpointer import Checkpointer
 from tests.checkpointing import damage
 from tests.checkpointing.states import (
   assert_bit_equal,

@@ -6,8 +6,8 @@ import shutil
 import pytest
 from etils import epath
 
-from checkpointing import ownership, reading
-from checkpointing.store import Checkpointer, SaveError
+from checkpointing import folder_entries, restore
+from checkpointing.checkpointer import Checkpointer, SaveError
 from tests.checkpointing import damage
 from tests.checkpointing.states import (
   CONFIG,
@@ -98,15 +98,15 @@ def copy(saved, tmp_path):
 def test_a_damaged_step_is_still_ours(name, copy):
   for path in damage.files(copy / "20", name):
     path.unlink()
-  assert reading.steps(epath.Path(copy)) == [10, 20]
+  assert restore.steps(epath.Path(copy)) == [10, 20]
 
 
 @pytest.mark.parametrize("name", ["config", "record", "state"])
 def test_a_step_without_an_item_is_ours_by_its_digests(name, copy):
   shutil.rmtree(copy / "20" / name)
-  assert reading.steps(epath.Path(copy)) == [10, 20]
+  assert restore.steps(epath.Path(copy)) == [10, 20]
   (copy / "20" / "digests").write_text("somebody else's\n")
-  assert reading.steps(epath.Path(copy)) == [10]
+  assert restore.steps(epath.Path(copy)) == [10]
 
 
 def test_each_broken_step_is_kept(copy):
@@ -141,8 +141,8 @@ def test_a_link_to_a_step_is_not_a_step_of_this_folder(copy, tmp_path):
   assert contents(elsewhere) == before
   assert "was not saved by this application: 20;" in said[0]
   # Named by itself it can be read.
-  folder, step = reading.parse_location(str(copy / "20"))
-  _, parameters = reading.restore_parameters(folder, counting_target()["params"], step)
+  folder, step = restore.parse_location(str(copy / "20"))
+  _, parameters = restore.restore_parameters(folder, counting_target()["params"], step)
   assert_bit_equal(parameters, counting_tree(20)["params"])
 
 
@@ -179,8 +179,8 @@ def test_what_saves_have_left_is_recognized_by_its_name_and_its_content(tmp_path
     (path / "digests.tmp").touch()
     (path / "state" / "ocdbt.process_0" / "d").mkdir(parents=True)
     (path / "state" / "ocdbt.process_0" / "d" / ("0a" * 16 + ".__lock")).touch()
-    assert ownership.is_leftover(epath.Path(path)) == ours, name
+    assert folder_entries.is_leftover(epath.Path(path)) == ours, name
     for place in (path, path / "state", path / "state" / "ocdbt.process_0" / "d"):
       (place / "notes.txt").touch()
-      assert not ownership.is_leftover(epath.Path(path)), (name, place)
+      assert not folder_entries.is_leftover(epath.Path(path)), (name, place)
       (place / "notes.txt").unlink()

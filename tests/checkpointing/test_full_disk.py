@@ -10,8 +10,8 @@ import types
 
 import pytest
 
-from checkpointing import digests, saving
-from checkpointing.store import Checkpointer, SaveError
+from checkpointing import async_writer, checksums
+from checkpointing.checkpointer import Checkpointer, SaveError
 from tests.checkpointing.states import (
   CONFIG,
   RECORD,
@@ -75,12 +75,12 @@ OPENING = (
 
 
 def test_the_cause_is_not_lost_among_settings():
-  assert saving.reason(ValueError(OPENING)) == (
+  assert async_writer.reason(ValueError(OPENING)) == (
     'ValueError: OUT_OF_RANGE: Error opening "zarr" driver: Error writing "step/.zarray": Failed '
     "to write 1360 bytes to file 3: File too large [os_error_code='27']"
   )
   last = OPENING.removesuffix(" [os_error_code='27']")
-  assert saving.reason(ValueError(last)).endswith("file 3: File too large")
+  assert async_writer.reason(ValueError(last)).endswith("file 3: File too large")
 
 
 def test_what_threads_of_a_failed_save_write_late_is_removed_too(tmp_path, monkeypatch):
@@ -89,7 +89,7 @@ def test_what_threads_of_a_failed_save_write_late_is_removed_too(tmp_path, monke
     with full_disk(100), pytest.raises(SaveError):
       save_and_check(checkpointer, 2)
     late = tmp_path / "2.saving.orbax-checkpoint-tmp" / "state"
-    monkeypatch.setattr(saving.Writer, "_sync", lambda _: late.mkdir(parents=True))
+    monkeypatch.setattr(async_writer.Writer, "_sync", lambda _: late.mkdir(parents=True))
     save_counting(checkpointer, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
@@ -104,7 +104,7 @@ def test_a_save_without_digests_is_none(name, tmp_path, monkeypatch):
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     save_counting(checkpointer, 1)
     with monkeypatch.context() as patch:
-      patch.setattr(digests, name, full)
+      patch.setattr(checksums, name, full)
       with pytest.raises(SaveError, match=r"failed: OSError: \[Errno 28\] No space left on device"):
         save_and_check(checkpointer, 2)
     assert_nothing_lost(checkpointer, 2)
@@ -114,7 +114,7 @@ def test_a_save_that_cannot_start_is_a_failed_one(tmp_path, monkeypatch):
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     save_counting(checkpointer, 1)
     with monkeypatch.context() as patch:
-      patch.setattr(saving.ocp.AsyncCheckpointer, "save", full_memory)
+      patch.setattr(async_writer.ocp.AsyncCheckpointer, "save", full_memory)
       with pytest.raises(SaveError, match=r"saving step 2 to .* failed: MemoryError: full"):
         checkpointer.save(2, counting_tree(2), config=CONFIG, record=RECORD)
     assert_nothing_lost(checkpointer, 2)
@@ -141,12 +141,12 @@ def test_where_there_is_no_room_nothing_is_begun(tmp_path, monkeypatch):
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     save_counting(checkpointer, 1)
     with monkeypatch.context() as patch:
-      patch.setattr(saving.os, "statvfs", lambda path: disk)
-      patch.setattr(saving.ocp.AsyncCheckpointer, "save", full_memory)  # is not called
+      patch.setattr(async_writer.os, "statvfs", lambda path: disk)
+      patch.setattr(async_writer.ocp.AsyncCheckpointer, "save", full_memory)  # is not called
       with pytest.raises(SaveError, match=r"0\.0 MiB free there, and a checkpoint needs 0\.0 MiB"):
         checkpointer.save(2, counting_tree(2), config=CONFIG, record=RECORD)
     with monkeypatch.context() as patch:
-      patch.setattr(saving.epath.Path, "mkdir", full, raising=False)
+      patch.setattr(async_writer.epath.Path, "mkdir", full, raising=False)
       patch.setattr(type(checkpointer.folder), "mkdir", full, raising=False)
       with pytest.raises(SaveError, match="No space left on device"):
         checkpointer.save(2, counting_tree(2), config=CONFIG, record=RECORD)
@@ -168,8 +168,8 @@ def test_what_fails_once_the_step_is_there_is_a_warning(tmp_path, monkeypatch):
   with Checkpointer(tmp_path, warn=said.append) as checkpointer:
     save_counting(checkpointer, 1)
     with monkeypatch.context() as patch:
-      patch.setattr(saving.Writer, "remove", full)
-      patch.setattr(saving.Writer, "_sync", full)
+      patch.setattr(async_writer.Writer, "remove", full)
+      patch.setattr(async_writer.Writer, "_sync", full)
       save_counting(checkpointer, 2)
     assert checkpointer.steps() == [1, 2]
     assert said == [
@@ -182,7 +182,7 @@ def test_what_fails_once_the_step_is_there_is_a_warning(tmp_path, monkeypatch):
 
 
 def test_a_long_reason_keeps_its_beginning_and_its_end():
-  text = saving.reason(ValueError("begin " + "x" * 5000 + "\n end"))
+  text = async_writer.reason(ValueError("begin " + "x" * 5000 + "\n end"))
   assert text.startswith("ValueError: begin x")
   assert text.endswith("x end")
   assert len(text) < 1010

@@ -8,7 +8,7 @@ restored moments and count as well.
 import numpy as np
 import pytest
 
-from checkpointing.store import Checkpointer
+from checkpointing.checkpointer import Checkpointer
 from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
 from tests.jobs import host_batch, make_job, place
 from training.setup import Job

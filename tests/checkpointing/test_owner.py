@@ -2,7 +2,7 @@
 
 import pytest
 
-from checkpointing.store import Checkpointer, SaveError
+from checkpointing.checkpointer import Checkpointer, SaveError
 from tests.checkpointing.states import CONFIG, RECORD, contents, counting_tree, save_counting
 
 

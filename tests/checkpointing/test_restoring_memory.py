@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from checkpointing import store
+from checkpointing import checkpointer as store
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROCESSES = 2

@@ -14,9 +14,9 @@ import time
 
 import numpy as np
 
-from checkpointing import trees
-from checkpointing.store import Checkpointer
-from checkpointing.together import Together
+from checkpointing import naming
+from checkpointing.checkpointer import Checkpointer
+from checkpointing.consensus import Together
 from configs import dp4_tp2
 from configs.schema import finalize, validate
 from processes import coordination as groups
@@ -74,7 +74,7 @@ def job_of(strategy: str) -> Job:
 def wrong(tree: dict, folder: str) -> list[str]:
   """Returns the names of the arrays that are not what the files hold."""
   expected = plain.arrays(pathlib.Path(folder) / str(SAVED))
-  found = {name.replace("/", "."): leaf for name, leaf in trees.named_leaves(tree).items()}
+  found = {name.replace("/", "."): leaf for name, leaf in naming.named_leaves(tree).items()}
   assert sorted(found) == sorted(expected)
   names = []
   for name, leaf in found.items():

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from checkpointing import reading, trees
-from checkpointing.store import Checkpointer
+from checkpointing import naming, restore
+from checkpointing.checkpointer import Checkpointer
 from tests.checkpointing import damage
 from tests.faults import same
 from tests.faults.harness import Run
@@ -66,15 +66,17 @@ def _restore(checkpoints: pathlib.Path, expected: dict[str, str], file: str) -> 
   """Reads the newest step that is whole, onto one device."""
   said: list[str] = []
   with Checkpointer(checkpoints, keep=9, warn=said.append) as checkpointer:
-    stored = reading.stored_arrays(checkpointer.folder / str(OLDER))
+    stored = restore.stored_arrays(checkpointer.folder / str(OLDER))
     place = SingleDeviceSharding(jax.devices("cpu")[0])
     target = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for n, a in stored.items()}
-    step, tree = checkpointer.restore(trees.nested(target))
+    step, tree = checkpointer.restore(naming.nested(target))
   assert step == OLDER, f"step {step} was used"
   [line] = said
   assert f"{checkpoints / str(NEWER)} cannot be read ({file}: " in line, line
   assert f"step {OLDER} is used instead" in line, line
-  found = {name.replace("/", "."): _digest(leaf) for name, leaf in trees.named_leaves(tree).items()}
+  found = {
+    name.replace("/", "."): _digest(leaf) for name, leaf in naming.named_leaves(tree).items()
+  }
   assert found == expected, "the older step has other bits"
 
 

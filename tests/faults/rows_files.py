@@ -8,7 +8,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 
-from checkpointing import digests
+from checkpointing import checksums
 from tests.cli import TINY_LM
 from tests.faults import same
 from tests.faults.plan import Trial
@@ -199,7 +199,7 @@ def row_25(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
       shutil.copytree(whole, attempt.folder, dirs_exist_ok=True)
       shutil.rmtree(attempt.workdir / "checkpoints" / str(STEPS))
       path = place.find(attempt.folder)
-      signed = digests if "checkpoints" in path.parts else None
+      signed = checksums if "checkpoints" in path.parts else None
       attempt.does = f"{place.name}: {how(path, attempt.chance)}"
       if signed:  # with matching digests: only the form is wrong
         _sign(path.parent.parent)
@@ -261,9 +261,9 @@ def _mend(path: pathlib.Path, whole: pathlib.Path) -> None:
 
 def _sign(step: pathlib.Path) -> None:
   """Makes the digests of a step match what is there."""
-  (step / digests.FILE).unlink()
-  epath = digests.epath.Path(step)
-  digests.write(epath, digests.compute(epath, digests.sizes(epath)))
+  (step / checksums.FILE).unlink()
+  epath = checksums.epath.Path(step)
+  checksums.write(epath, checksums.compute(epath, checksums.sizes(epath)))
 
 
 def _without_lost(workdir: pathlib.Path) -> pathlib.Path:

@@ -17,7 +17,7 @@ import tensorstore as ts
 
 from configs import base
 from input_pipeline.batches import TrainingBatches
-from input_pipeline.sources import open_source
+from input_pipeline.row_source import open_source
 from tests.compiling import FAST
 from tests.faults import same
 from tests.faults.harness import HEARTBEAT_SECONDS, Run, saved

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from configs import base
-from input_pipeline import batches, preparation, records, sources
+from input_pipeline import batches, prepare, row_source, row_store
 from tests.faults import same
 from tests.faults.harness import FLAGS, MESHES, ROOT, Run, refused, saved
 from tests.faults.plan import Trial
@@ -83,7 +83,7 @@ class Fault:
   def damage(self, bad: list[int], *, silently: bool = False) -> None:
     """Flips a bit of each of these rows."""
     store = _store(self.data_dir)
-    stored = records.Records(store, lambda row, length: True).read(bad)
+    stored = row_store.Records(store, lambda row, length: True).read(bad)
     flip(pathlib.Path(store.rows_path), stored, silently=silently, chance=self.attempt.chance)
 
   def ended(self, run: Run, code: int) -> str:
@@ -135,8 +135,8 @@ def _one_goes_bad_in_the_run(fault: Fault) -> None:
 def _of_the_last_batch(fault: Fault) -> int:
   """Puts a row of an epoch's last batch in place of one of the bad rows, if there is none."""
   store = _store(fault.data_dir)
-  rows = records.Records(store, lambda row, length: True)
-  numbered = sources.Source(store.name, "", len(rows), {}, rows.read)
+  rows = row_store.Records(store, lambda row, length: True)
+  numbered = row_source.Source(store.name, "", len(rows), {}, rows.read)
   order = batches.TrainingBatches(numbered, global_batch_size=BATCH, seed=base.get_config().seed)
   last = order.row_ids(ROWS // BATCH - 1).tolist()
   late = next((row for row in fault.bad if row in last), None)
@@ -194,10 +194,10 @@ def _data_set(folder: pathlib.Path) -> pathlib.Path:
   return folder
 
 
-def _store(folder: pathlib.Path) -> preparation.Store:
+def _store(folder: pathlib.Path) -> prepare.Store:
   data = base.get_config().data.copy_and_resolve_references()
   data.update(name="noise", data_dir=str(folder), sequence_length=LENGTH)
-  return preparation.prepare(data, "train")
+  return prepare.prepare(data, "train")
 
 
 def _by_construction(

@@ -13,9 +13,9 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent))
 
-from input_pipeline import sources
+from input_pipeline import row_source
 
-open_source = sources.open_source
+open_source = row_source.open_source
 weightless = np.array(json.loads(os.environ["WEIGHTLESS"]), np.int64)
 
 
@@ -33,7 +33,7 @@ def opened(data, split, *more):
   return dataclasses.replace(source, read=read)
 
 
-sources.open_source = opened  # before anything imports it by its name
+row_source.open_source = opened  # before anything imports it by its name
 
 from absl import app  # noqa: E402
 

@@ -7,7 +7,7 @@ import ml_collections
 import numpy as np
 import pytest
 
-from input_pipeline import preparation, sources
+from input_pipeline import prepare, row_source
 from tests.input_pipeline.damage import IMAGES
 from tests.input_pipeline.writing import write
 
@@ -95,7 +95,7 @@ def numbered():
     numbers = np.arange(rows, dtype=np.int32)
     tokens = numbers[:, None] * 100 + np.arange(length, dtype=np.int32)
     weights = np.ones((rows, length), np.float32)
-    return sources.array_source(
+    return row_source.array_source(
       f"numbered {rows}", {"tokens": tokens, "labels": numbers, "weights": weights}
     )
 
@@ -121,7 +121,7 @@ def noise_and_snow(tmp_path_factory, write_tfds, config):
   examples = [{"image": pixels[i], "label": i % 10} for i in range(IMAGES)]
   write_tfds(folder, "snow", features, {"train": examples})
   for name, kind in (("noise", "text"), ("snow", "image")):
-    preparation.prepare(config(name, kind, data_dir=str(folder)), "train")
+    prepare.prepare(config(name, kind, data_dir=str(folder)), "train")
   return folder
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from input_pipeline import preparation, records, sources
+from input_pipeline import prepare, row_source, row_store
 
 ROWS, LENGTH, IMAGES = 67, 16, 41  # of the data sets of noise
 # Of Riegeli, which ArrayRecord is made of: the header of each block stands amid what is written.
@@ -53,7 +53,7 @@ def flip(
 
 def opened(data, sharing=None):
   """Returns the source of the split `train`."""
-  return sources.open_source(data, "train", 0, sharing)
+  return row_source.open_source(data, "train", 0, sharing)
 
 
 def damage(data, bad: Iterable[int]) -> dict[str, np.ndarray]:
@@ -68,8 +68,8 @@ def damage(data, bad: Iterable[int]) -> dict[str, np.ndarray]:
 
 def damage_more(data, *rows: int, silently: bool = False) -> None:
   """Damages rows of a prepared store in which others may be bad."""
-  store = preparation.prepare(data, "train")
-  stored = records.Records(store, lambda number, length: True).read(rows)
+  store = prepare.prepare(data, "train")
+  stored = row_store.Records(store, lambda number, length: True).read(rows)
   flip(pathlib.Path(store.rows_path), stored, silently=silently)
 
 
@@ -80,7 +80,9 @@ def damage_data_set(folder: pathlib.Path, name: str, contents: Iterable[bytes]) 
   shutil.rmtree(folder / "prepared" / name)
 
 
-def is_without(source: sources.Source, bad: tuple[int, ...], whole: dict[str, np.ndarray]) -> None:
+def is_without(
+  source: row_source.Source, bad: tuple[int, ...], whole: dict[str, np.ndarray]
+) -> None:
   """Checks that the bad rows of a source are zeros, and all others as they were."""
   assert source.bad.rows == tuple(bad)
   found = source.read(np.arange(len(source)))

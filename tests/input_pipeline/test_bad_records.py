@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from input_pipeline import bad_records, preparation, records
+from input_pipeline import bad_records, prepare, row_store
 from tests.input_pipeline.damage import (
   BAD,
   BAD_IMAGES,
@@ -70,13 +70,13 @@ def test_bad_rows_of_images_get_weight_0_and_all_others_stay(images):
 def test_every_process_knows_the_same_ones(text, monkeypatch, count):
   data = text(5)
   whole = damage(data, BAD)
-  looked_at, look = [], records.Records.unreadable
+  looked_at, look = [], row_store.Records.unreadable
 
   def looking(self, numbers):
     looked_at.append(list(numbers))
     return look(self, numbers)
 
-  monkeypatch.setattr(records.Records, "unreadable", looking)
+  monkeypatch.setattr(row_store.Records, "unreadable", looking)
   all_opened = _together(count, lambda index, sharing: opened(data, sharing))
   for source in all_opened:
     is_without(source, BAD, whole)
@@ -87,7 +87,7 @@ def test_every_process_knows_the_same_ones(text, monkeypatch, count):
 def test_all_rows_are_read_once_and_not_again(text, monkeypatch):
   damage(text(5), BAD)
   first = opened(text(5)).bad
-  monkeypatch.setattr(records.Records, "unreadable", None)
+  monkeypatch.setattr(row_store.Records, "unreadable", None)
   assert opened(text(6)).bad == first
   assert _together(2, lambda index, sharing: opened(text(5), sharing).bad) == [first] * 2
   assert "5 of 67 rows cannot be read, more than data.max_bad_records=4" in _refusal(text(4))
@@ -99,7 +99,7 @@ def test_all_rows_are_read_once_and_not_again(text, monkeypatch):
 def test_a_list_that_a_kill_has_torn_is_made_again(text):
   damage(text(5), BAD)
   first = opened(text(5)).bad
-  kept = pathlib.Path(preparation.prepare(text(5), "train").folder) / bad_records.FILE
+  kept = pathlib.Path(prepare.prepare(text(5), "train").folder) / bad_records.FILE
   content = kept.read_text()
   known = json.loads(content)
   malformed = ({"rows": "abc"}, {"rows": [-1]}, {"rows": [67]}, {"suspects": [1.5]}, {"why": 1})
@@ -121,7 +121,7 @@ def test_without_the_right_to_write_every_start_reads_all_rows(text, monkeypatch
   with monkeypatch.context() as patched:
     patched.setattr(os, "replace", refuse)
     assert opened(text(5)).bad.rows == BAD
-  folder = pathlib.Path(preparation.prepare(text(5), "train").folder)
+  folder = pathlib.Path(prepare.prepare(text(5), "train").folder)
   assert sorted(path.name for path in folder.iterdir()) == ["rows.array_record", "store.json"]
 
 
@@ -130,7 +130,7 @@ def test_a_row_that_goes_bad_after_the_check_stops_the_run_and_is_known_to_the_n
   whole = damage(data, BAD)
   source = opened(data)
   damage_more(data, 40, silently=True)
-  with pytest.raises(records.UnreadableError) as error:
+  with pytest.raises(row_store.UnreadableError) as error:
     source.read(np.array([39, 40, 41, 7]))
   assert "noise:1.2.0 train: row 40 of " in str(error.value)
   assert "could be when all rows were checked; the same command again checks" in str(error.value)
@@ -138,7 +138,7 @@ def test_a_row_that_goes_bad_after_the_check_stops_the_run_and_is_known_to_the_n
   # The first process has half of the rows, without 40, and its own copy of the data.
   for again in _together(2, lambda index, sharing: opened(data, sharing)):
     is_without(again, bad, whole)
-  kept = json.loads((preparation.prepare(data, "train").folder / bad_records.FILE).read_text())
+  kept = json.loads((prepare.prepare(data, "train").folder / bad_records.FILE).read_text())
   assert (kept["suspects"], kept["rows"]) == ([], list(bad))
 
 
@@ -151,9 +151,9 @@ def test_where_each_process_has_a_copy_the_bad_rows_of_both_count(text, config, 
   # Each looks at its own half of its own copy, and meets the other half in a step.
   all_opened = _together(2, lambda index, sharing: opened((mine, others)[index], sharing))
   assert [source.bad.rows for source in all_opened] == [(3, 61)] * 2
-  with pytest.raises(records.UnreadableError, match=r"row 60 of "):
+  with pytest.raises(row_store.UnreadableError, match=r"row 60 of "):
     all_opened[0].read(np.arange(ROWS))
-  with pytest.raises(records.UnreadableError, match=r"row 5 of "):
+  with pytest.raises(row_store.UnreadableError, match=r"row 5 of "):
     all_opened[1].read(np.arange(ROWS))
   for source in _together(2, lambda index, sharing: opened((mine, others)[index], sharing)):
     is_without(source, (3, 5, 60, 61), whole)
@@ -182,7 +182,7 @@ def test_without_the_key_the_read_refuses_by_name(text):
   damage(text(0), BAD)
   source = opened(text(0))
   assert not source.bad
-  with pytest.raises(records.UnreadableError) as error:
+  with pytest.raises(row_store.UnreadableError) as error:
     source.read(np.array([3, 8, 0, 9]))
   message = str(error.value)
   assert "noise:1.2.0 train: row 0 of " in message
@@ -196,13 +196,13 @@ def test_without_the_key_the_read_refuses_by_name(text):
 @pytest.mark.parametrize("kind", ["text", "images"])
 def test_a_row_of_another_length_is_bad(text, images, monkeypatch, kind):
   data = {"text": text, "images": images}[kind](1)
-  write, rows = preparation._RowWriter.write, []
+  write, rows = prepare._RowWriter.write, []
 
   def longer(self, row):
     rows.append(row)
     write(self, row + b"x" if len(rows) == 5 else row)
 
-  monkeypatch.setattr(preparation._RowWriter, "write", longer)
+  monkeypatch.setattr(prepare._RowWriter, "write", longer)
   shutil.rmtree(pathlib.Path(data.data_dir) / "prepared")
   assert opened(data).bad.rows == (4,)
   assert "bytes, which no row here has" in opened(data).bad.why

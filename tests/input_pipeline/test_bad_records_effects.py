@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from input_pipeline import batches, datasets, records, sources
-from input_pipeline.catalog import Reference
+from input_pipeline import batches, row_source, row_store
+from input_pipeline.sources import tfds as datasets
+from input_pipeline.sources.catalog import Reference
 from tests.cli import TINY_LM, lines_of
 from tests.input_pipeline.damage import (
   BAD_IMAGES,
@@ -43,7 +44,7 @@ def test_a_batch_of_bad_rows_alone_is_refused(text):
   assert np.asarray(training.batch(1, shardings)["weights"]).sum() == LENGTH  # row 4
   wrapped = batches.TrainingBatches(opened(data), global_batch_size=3, seed=0, shuffle=False)
   message = r"the batch of step 3 has no row that can be read: 6, 7, 8 \(.*data.global_batch_size=3"
-  with pytest.raises(records.UnreadableError, match=message):
+  with pytest.raises(row_store.UnreadableError, match=message):
     wrapped.batch(2, shardings)
 
 
@@ -158,7 +159,7 @@ def test_training_goes_on_as_if_these_rows_weighed_nothing(images):
   data = images(3)
   whole = damage(data, BAD_IMAGES)
   whole["weights"][list(BAD_IMAGES)] = 0  # the rows themselves are what they were
-  wanted = sources.array_source("by construction", whole)
+  wanted = row_source.array_source("by construction", whole)
   eight, one = make_job("dp8", "mlp"), make_job("single", "mlp")
   step, step_of_one = (job.compile_train_step().function for job in (eight, one))
   first = jax.device_get(eight.compile_init().function(jax.random.key(0)))

@@ -161,17 +161,17 @@ import sys
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from input_pipeline import batches, sources
+from input_pipeline import batches, row_source
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize("localhost:" + sys.argv[1], 2, int(sys.argv[2]))
 numbers = np.arange(21, dtype=np.int32)
 tokens = numbers[:, None] * 100 + np.arange(6, dtype=np.int32)
-source = sources.array_source("n", {"tokens": tokens})
+source = row_source.array_source("n", {"tokens": tokens})
 read = []
 def recording(ids):
   read.append(ids.tolist())
   return source.read(ids)
-watched = sources.Source("n", "", 21, source.fields, recording)
+watched = row_source.Source("n", "", 21, source.fields, recording)
 devices = np.array(jax.devices()).reshape(4, 2)
 mesh = Mesh(devices, ("data", "context"), axis_types=(AxisType.Auto,) * 2)
 training = batches.TrainingBatches(watched, global_batch_size=8, seed=3)

@@ -6,12 +6,14 @@ import shutil
 import numpy as np
 import pytest
 
-from input_pipeline import batches, catalog, datasets, sources
+from input_pipeline import batches, row_source
+from input_pipeline.sources import catalog
+from input_pipeline.sources import tfds as datasets
 
 
 def _refusal(data, split="train"):
   with pytest.raises(ValueError) as error:  # noqa: PT011 (the caller reads the message)
-    sources.open_source(data, split, seed=0)
+    row_source.open_source(data, split, seed=0)
   return str(error.value)
 
 
@@ -61,10 +63,10 @@ def test_features(config, tiny_text, tiny_images, data_dir, write_tfds):
   message = _refusal(config("two"))
   assert "2 features fit as the text; it has " in message
   assert "Set data.text_feature" in message
-  rows = sources.open_source(config("two", text_feature="answer"), "train", seed=0)
+  rows = row_source.open_source(config("two", text_feature="answer"), "train", seed=0)
   np.testing.assert_array_equal(rows.read(np.array([0]))["tokens"][0, :1], [ord("b")])
   # The embedded sets are asked too when their store is there already.
-  sources.open_source(config("python_source"), "test", seed=0)
+  row_source.open_source(config("python_source"), "test", seed=0)
   assert "has no feature 'body'" in _refusal(config("python_source", text_feature="body"), "test")
 
 
@@ -97,15 +99,15 @@ def test_images_that_do_not_fit(config, tiny_images, data_dir, write_tfds):
 
 def test_tokens_beyond_the_vocabulary(config, tiny_text):
   # The documents hold \xff, and no other byte above "z".
-  source = sources.open_source(config(tiny_text), "train", seed=0)
+  source = row_source.open_source(config(tiny_text), "train", seed=0)
   rows = source.read(np.arange(len(source)))
   held = np.concatenate([rows["tokens"], rows["targets"]], axis=1)
   [row] = {*np.flatnonzero((held == 255).any(axis=1))}
   for size in (256, 300):
-    sources.check_ids(source, size)
+    row_source.check_ids(source, size)
   for size, first, token in ((255, row, 255), (ord("a"), 0, held[0].max())):
     with pytest.raises(ValueError, match=r"tiny_text:1\.2\.0 train: row") as error:
-      sources.check_ids(source, size)
+      row_source.check_ids(source, size)
     assert (
       f"row {first} holds token {token}, but model.vocabulary_size={size} allows 0 to {size - 1}; "
       f"set model.vocabulary_size=256" in str(error.value)
@@ -117,10 +119,10 @@ def test_a_vocabulary_of_the_tokens_that_occur_is_enough(config, data_dir, write
 
   text = [{"body": b"z" * 40} for _ in range(9)]
   write_tfds(data_dir, "ascii", {"body": tfds.features.Text()}, {"train": text})
-  source = sources.open_source(config("ascii"), "train", seed=0)
-  sources.check_ids(source, ord("z") + 1)
+  source = row_source.open_source(config("ascii"), "train", seed=0)
+  row_source.check_ids(source, ord("z") + 1)
   with pytest.raises(ValueError, match=r"row 0 holds token 122, but model\.vocabulary_size=122 al"):
-    sources.check_ids(source, ord("z"))
+    row_source.check_ids(source, ord("z"))
 
 
 def test_kinds(config):
@@ -140,7 +142,7 @@ def test_a_choice_of_configs_and_versions(config, data_dir, write_tfds):
     write_tfds(data_dir, "several", features, splits, config=name, version=version)
   assert "with the configs a, b; name one of them" in _refusal(config("several"))
   for name, letter in (("several/a", "y"), ("several/a:1.9.0", "x"), ("several/b", "z")):
-    source = sources.open_source(config(name), "train", seed=0)
+    source = row_source.open_source(config(name), "train", seed=0)
     assert chr(source.read(np.array([0]))["tokens"][0, 0]) == letter
 
 
@@ -152,7 +154,7 @@ def test_a_data_set_that_changed_under_its_version(config, tmp_path, write_tfds)
   data = config("moving", data_dir=str(tmp_path))
   features = {"body": tfds.features.Text()}
   write_tfds(tmp_path, "moving", features, {"train": [{"body": b"one"}]})
-  sources.open_source(data, "train", seed=0)
+  row_source.open_source(data, "train", seed=0)
   shutil.rmtree(tmp_path / "moving")
   write_tfds(tmp_path, "moving", features, {"train": [{"body": b"one"}, {"body": b"two"}]})
   assert "has 2 examples, but its rows were made from 1" in _refusal(data)

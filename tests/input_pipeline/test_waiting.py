@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from input_pipeline import preparation
+from input_pipeline import prepare
 from processes import preemption
 from processes.preemption import Stopped, StopRequest
 from training.metrics import waiting
@@ -34,12 +34,12 @@ def test_a_stop_ends_the_preparation_and_leaves_nothing_half_made(config, tmp_pa
     with waiting.preparing("python_source") as shown:
       assert stop.polls
       with pytest.raises(Stopped):
-        preparation.prepare(data, "test", tick)
+        prepare.prepare(data, "test", tick)
   assert len(seen) == after
   left = files_of(tmp_path)
   assert all(name.endswith(".lock") or name == "metadata.json" for name in left), left
   assert not any("incomplete" in path.name or path.suffix == ".tmp" for path in tmp_path.rglob("*"))
-  assert preparation.prepare(data, "test").manifest["rows"] > 0
+  assert prepare.prepare(data, "test").manifest["rows"] > 0
 
 
 def test_a_stop_while_rows_are_written_keeps_what_was_built_before(config, tmp_path):
@@ -52,11 +52,11 @@ def test_a_stop_while_rows_are_written_keeps_what_was_built_before(config, tmp_p
       shown.tick(what, count)
 
     with pytest.raises(Stopped):
-      preparation.prepare(data, "test", tick)
+      prepare.prepare(data, "test", tick)
   assert not list(tmp_path.rglob("*.tmp"))
   built = list(tmp_path.rglob("*.array_record*"))
   assert built, "the data set itself is whole, and is used by the next start"
-  assert preparation.prepare(data, "test").manifest["rows"] > 5
+  assert prepare.prepare(data, "test").manifest["rows"] > 5
   assert preemption.current() is None
 
 
@@ -64,6 +64,6 @@ def test_a_log_gets_one_line_and_only_where_something_was_prepared(config, tmp_p
   data = config("digits", "image", data_dir=str(tmp_path))
   for _ in range(2):
     with waiting.preparing("digits, test") as shown:
-      preparation.prepare(data, "test", shown.tick)
+      prepare.prepare(data, "test", shown.tick)
   [line] = capsys.readouterr().out.splitlines()
   assert line.startswith("prepared digits, test: 300 rows in ")

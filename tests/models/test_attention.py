@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, kv_cache, layers, rope, transformer
+from models import attention, kv_cache, rope, transformer
 from tests.jobs import make_job
 
 FREQUENCY = rope.rotary_frequencies(4, 100.0, dtype=jnp.dtype("float32"))
@@ -101,14 +101,14 @@ def test_blocks_leave_out_scores_that_nobody_sees(length, blocks):
   [({"mesh.tensor": 2}, 2), ({"mesh.context": 2, "model.context_attention": "gather"}, 1)],
 )
 def test_whole_rows_alone_are_cut_into_blocks(mesh, blocks, monkeypatch):
-  seen, attend = [], layers.causal_attention
+  seen, attend = [], attention.causal_attention
 
   def noting(*arrays, **given):
     seen.append(given["blocks"])
     return attend(*arrays, **given)
 
   job = make_job("single", "lm", **{"data.sequence_length": 128, **mesh})
-  monkeypatch.setattr(layers, "causal_attention", noting)
+  monkeypatch.setattr(attention, "causal_attention", noting)
   with job.tracing():
     jax.eval_shape(job.program.sums, job.program.abstract_state().params, job.batch)
   assert set(seen) == {blocks}

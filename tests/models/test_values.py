@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from models import attention, layers, rope
-from models.losses import cross_entropy
+from models import losses as model_losses
 from tests.models import numpy_decoder
 from tests.models.families import LENGTH, ROWS, drawn, job_of, tokens, tree_of
-from training import objectives
 
 
 def batch():
@@ -116,7 +115,7 @@ def test_rotary_positions_round_once():
 def test_the_cross_entropy_of_bfloat16_logits_is_in_float32():
   logits, narrow = normal(40, 200, size=10.0)
   targets = np.random.default_rng(1).integers(0, 200, 40, np.int32)
-  found = cross_entropy(narrow, jnp.asarray(targets))
+  found = model_losses.cross_entropy(narrow, jnp.asarray(targets))
   wanted = -np.log(numpy_decoder.softmax(logits)[np.arange(40), targets])
   assert found.dtype == jnp.float32
   np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
@@ -131,8 +130,8 @@ def test_the_cross_entropy_of_bfloat16_logits_is_in_float32():
     (layers, lambda: test_norms_round_once("rms")),
     (layers, lambda: test_norms_round_once("layer")),
     (attention, lambda: test_the_softmax_of_scores_is_not_in_bfloat16(0.0)),
-    (attention, test_rotary_positions_round_once),
-    (objectives, test_the_cross_entropy_of_bfloat16_logits_is_in_float32),
+    (rope, test_rotary_positions_round_once),
+    (model_losses, test_the_cross_entropy_of_bfloat16_logits_is_in_float32),
   ],
 )
 def test_arithmetic_in_bfloat16_is_caught(module, check, monkeypatch):

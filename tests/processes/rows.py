@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import base
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
-from input_pipeline.sources import array_source
+from input_pipeline.row_source import array_source
 from partitioning.mesh import make_mesh
 from processes import coordination as groups
 from processes.preemption import StopRequest

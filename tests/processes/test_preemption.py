@@ -152,8 +152,8 @@ def test_handlers_and_descriptors_are_put_back():
 def test_ctrl_c_while_python_ends_changes_nothing():
   script = """
 import os, sys, time
-from processes import stopping
-stopping.begin()
+from processes import preemption
+preemption.begin()
 
 class Last:
   def __del__(self, write=os.write, sleep=time.sleep):  # after all that is called at exit
@@ -161,7 +161,7 @@ class Last:
     sleep(1)
 
 last = Last()
-sys.exit(stopping.ending(lambda arguments: 3)([]))
+sys.exit(preemption.ending(lambda arguments: 3)([]))
 """
   command = [sys.executable, "-c", script]
   with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as popen:

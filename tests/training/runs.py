@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from etils import epath
 
-from checkpointing import reading
+from checkpointing import restore as reading
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
-from input_pipeline.sources import Source, array_source
+from input_pipeline.row_source import Source, array_source
 from processes.coordination import current
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog

@@ -6,8 +6,8 @@ import math
 import pytest
 from etils import epath
 
-from checkpointing import reading
-from checkpointing.store import Checkpointer
+from checkpointing import restore
+from checkpointing.checkpointer import Checkpointer
 from processes.preemption import StopRequest
 from tests.training import runs
 from tests.training.runs import BATCH, STEPS, saved, source, train
@@ -18,7 +18,7 @@ PARTS = {"evaluation.every_steps": 5, "evaluation.steps": 2}
 
 def records(workdir):
   """Returns step -> the record of its checkpoint."""
-  with Checkpointer(epath.Path(workdir) / reading.FOLDER, read_only=True) as checkpoints:
+  with Checkpointer(epath.Path(workdir) / restore.FOLDER, read_only=True) as checkpoints:
     return {step: checkpoints.read_record(step) for step in checkpoints.steps()}
 
 

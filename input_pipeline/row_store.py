@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from array_record.python import array_record_module
 
-from input_pipeline import preparation
+from input_pipeline import prepare
 
 _BYTES_PER_READ = 2**24
 _RECORDS_PER_READ = 1024
@@ -35,7 +35,7 @@ class Records:
     store: the preparation.Store.
   """
 
-  def __init__(self, store: preparation.Store, fits: Callable[[int, int], bool]):
+  def __init__(self, store: prepare.Store, fits: Callable[[int, int], bool]):
     """Opens the file.
 
     Args:
@@ -123,6 +123,6 @@ class Records:
     return records, whys
 
 
-def again(store: preparation.Store) -> str:
+def again(store: prepare.Store) -> str:
   """Returns the way out of a store that is damaged."""
   return f"delete {store.folder} and run again to prepare it anew"

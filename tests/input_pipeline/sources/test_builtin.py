@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from etils import epath
 
-from input_pipeline import datasets, sources
-from input_pipeline.catalog import EMBEDDED, Reference
+from input_pipeline import row_source
+from input_pipeline.sources import tfds
+from input_pipeline.sources.catalog import EMBEDDED, Reference
 
 
 def _examples(data_dir, name, split):
-  builder = datasets.load_builder(Reference(name, "", ""), data_dir)
-  return [example for _, example in datasets.examples(builder, split, pytest.fail)]
+  builder = tfds.load_builder(Reference(name, "", ""), data_dir)
+  return [example for _, example in tfds.examples(builder, split, pytest.fail)]
 
 
 def test_python_source_is_the_library_without_its_tests(data_dir):
@@ -38,7 +39,7 @@ def test_python_source_holds_out_about_a_twentieth(data_dir):
 
 
 def test_python_source_names_its_python(config):
-  source = sources.open_source(config("python_source"), "test", seed=0)
+  source = row_source.open_source(config("python_source"), "test", seed=0)
   assert source.name == f"python_source/cpython-{platform.python_version()}:1.0.0 test"
 
 
@@ -56,15 +57,15 @@ def test_digits_are_scaled_and_held_out(data_dir, config):
 
 def test_catalog_agrees_with_the_builders(data_dir):
   for name, entry in EMBEDDED.items():
-    builder = datasets.load_builder(Reference(name, "", ""), data_dir)
-    assert datasets.full_reference(builder) == Reference(name, entry.config, entry.version)
+    builder = tfds.load_builder(Reference(name, "", ""), data_dir)
+    assert tfds.full_reference(builder) == Reference(name, entry.config, entry.version)
     assert set(builder.info.splits) == set(entry.splits)
     for role, feature in entry.features.items():
-      assert datasets.choose_feature(builder, role, "") == feature
+      assert tfds.choose_feature(builder, role, "") == feature
 
 
 def test_tensorflow_is_never_imported(config):
-  sources.open_source(config("python_source"), "test", seed=0)
+  row_source.open_source(config("python_source"), "test", seed=0)
   assert "tensorflow" not in sys.modules
 
 
@@ -72,6 +73,6 @@ def test_preparing_leaves_no_temporary_folder(tmp_path, monkeypatch):
   temporary = tmp_path / "temporary"
   temporary.mkdir()
   monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-  builder = datasets.load_builder(Reference("digits", "", ""), epath.Path(tmp_path / "data"))
+  builder = tfds.load_builder(Reference("digits", "", ""), epath.Path(tmp_path / "data"))
   assert builder.info.splits["test"].num_examples == 300
   assert list(temporary.iterdir()) == []

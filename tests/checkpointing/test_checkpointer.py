@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from checkpointing import reading
+from checkpointing import restore
+from checkpointing.checkpointer import Checkpointer
 from checkpointing.retention import Retention
-from checkpointing.store import Checkpointer
 from tests.checkpointing.states import (
   CONFIG,
   RECORD,
@@ -63,7 +63,7 @@ def test_a_large_array_of_one_device_is_read_in_parts(tmp_path):
   )
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, {"x": array}, config={}, record={})
-  stored = reading.stored_arrays(checkpointer.folder / "1")["x"]
+  stored = restore.stored_arrays(checkpointer.folder / "1")["x"]
   assert np.prod(stored.storage.chunk_shape) * 4 <= 2**25 < array.nbytes
 
 
@@ -270,7 +270,7 @@ def test_reading_only_never_changes_a_byte(tmp_path):
     step, tree = checkpointer.restore(counting_target())
     checkpointer.read_config()
     checkpointer.check()
-  parameters = reading.restore_parameters(folder, counting_target()["params"], warn=said.append)
+  parameters = restore.restore_parameters(folder, counting_target()["params"], warn=said.append)
   assert step == parameters[0] == 2
   assert_bit_equal(tree, counting_tree(2))
   assert_bit_equal(parameters[1], counting_tree(2)["params"])

@@ -13,9 +13,9 @@ from typing import Any
 
 from etils import epath
 
-from checkpointing import digests
-from checkpointing.digests import DamagedError, Digest
-from checkpointing.together import Together
+from checkpointing import checksums
+from checkpointing.checksums import DamagedError, Digest
+from checkpointing.consensus import Together
 from runtime import files
 
 STATE, CONFIG, RECORD = "state", "config", "record"
@@ -49,14 +49,14 @@ def check(path: epath.Path, verify: str) -> list[Digest]:
     _check_marks(path)
   try:
     if verify == OFF:
-      digests.sizes(path)  # plain files only: Orbax and TensorStore would wait for a FIFO
+      checksums.sizes(path)  # plain files only: Orbax and TensorStore would wait for a FIFO
       return []
-    listed = digests.read(path)
-    digests.check_sizes(path, listed)
+    listed = checksums.read(path)
+    checksums.check_sizes(path, listed)
     if verify == SIZE:
       return []
     small = [digest for digest in listed if digest.size <= SMALL_BYTES]
-    digests.check_contents(path, small)
+    checksums.check_contents(path, small)
   except DamagedError as error:
     raise UnreadableError(str(error)) from error
   return [digest for digest in listed if digest.size > SMALL_BYTES]
@@ -69,7 +69,7 @@ def check_share(path: epath.Path, listed: Sequence[Digest], together: Together) 
     UnreadableError: one is damaged.
   """
   try:
-    digests.check_contents(path, digests.share(listed, together.index, together.count))
+    checksums.check_contents(path, checksums.share(listed, together.index, together.count))
   except DamagedError as error:
     raise UnreadableError(str(error)) from error
 

@@ -19,12 +19,12 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from checkpointing import digests, ownership
-from checkpointing.ahead import Ahead
-from checkpointing.ownership import REMOVING, SAVING
-from checkpointing.quiet import quiet
-from checkpointing.together import ElsewhereError, Together
-from checkpointing.whole import CONFIG, RECORD, STATE
+from checkpointing import checksums, folder_entries
+from checkpointing.consensus import ElsewhereError, Together
+from checkpointing.early_checksums import Ahead
+from checkpointing.folder_entries import REMOVING, SAVING
+from checkpointing.integrity import CONFIG, RECORD, STATE
+from checkpointing.orbax_logging import quiet
 
 # Processes that hold copies of an array share the writing of it in slices of at least this size.
 SLICE_BYTES = 2**23
@@ -170,8 +170,8 @@ class Writer:
     for child in self._folder.iterdir():
       if child.name == step or _UNDER_WAY.match(child.name):
         with contextlib.suppress(OSError):  # renamed or removed meanwhile
-          found[child.name] = tuple(sorted(digests.sizes(child).items()))
-    return (tuple(sorted(found.items())), self._stage, digests.Read.count)
+          found[child.name] = tuple(sorted(checksums.sizes(child).items()))
+    return (tuple(sorted(found.items())), self._stage, checksums.Read.count)
 
   # ------------------------------ removing ------------------------------
 
@@ -179,13 +179,13 @@ class Writer:
     """Removes a step; a kill in between leaves nothing that looks like one."""
     self._owner.require()
     path = self._folder / str(step)
-    if not ownership.only_ours(path):
+    if not folder_entries.only_ours(path):
       if step not in self._kept:
         self._kept.add(step)
         self._warn(f"WARNING: {path} holds more than was saved there, and is not removed")
       return
     if not self._in_place:
-      path = path.rename(ownership.free(self._folder, f"{step}{REMOVING}"))
+      path = path.rename(folder_entries.free(self._folder, f"{step}{REMOVING}"))
     self._remove_folder(path)
 
   def remove_leftovers(self) -> None:
@@ -195,16 +195,18 @@ class Writer:
     """
     self._owner.require()
     for child in self._folder.iterdir():
-      if ownership.is_leftover(child):
+      if folder_entries.is_leftover(child):
         self._remove_folder(child)
 
   def in_the_way(self, step: int) -> str:
     """Returns why a step cannot be written under its name, "" where it can."""
     step_folder = self._folder / str(step)
-    if self._in_place and ownership.only_ours(step_folder):
+    if self._in_place and folder_entries.only_ours(step_folder):
       return ""  # of a save that was killed; Orbax removes it
     for path in (step_folder, self._making(step)):
-      if ownership.free(self._folder, path.name) != path and not ownership.is_leftover(path):
+      if folder_entries.free(self._folder, path.name) != path and not folder_entries.is_leftover(
+        path
+      ):
         return f"{path} is there, and was not saved by this application; move it away"
     return ""
 
@@ -250,21 +252,21 @@ class Writer:
   def _commit(self, ahead: Ahead | None) -> None:
     """Gives the step its digests and its name."""
     folder, together = self._making(self._step), self._together
-    there = digests.sizes(folder) if together.first or folder.exists() else {}
+    there = checksums.sizes(folder) if together.first or folder.exists() else {}
 
     def early(path: str) -> str:
       return ahead.sha256(path.rpartition("/")[2], there[path]) if ahead else ""
 
-    listed = digests.compute(folder, filter(self._is_mine, there), early)
+    listed = checksums.compute(folder, filter(self._is_mine, there), early)
     together.share("\n".join(digest.line() for digest in listed))
     self._meet()
     if together.first:
       lines = [line for text in together.shared() for line in text.splitlines()]
-      known = {d.path: d for d in [*listed, *map(digests.parse_line, lines)]}
-      rest = digests.compute(folder, there.keys() - known.keys())
+      known = {d.path: d for d in [*listed, *map(checksums.parse_line, lines)]}
+      rest = checksums.compute(folder, there.keys() - known.keys())
       if self._in_place:
         self._owner.require()
-      digests.write(folder, [*known.values(), *rest])
+      checksums.write(folder, [*known.values(), *rest])
       if not self._in_place:
         # An owner that is replaced after this has no folder to rename any more.
         self._owner.require()

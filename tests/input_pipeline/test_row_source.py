@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from input_pipeline import preparation, sources
+from input_pipeline import prepare, row_source
 
 
 @pytest.fixture
@@ -12,7 +12,7 @@ def normal(config):
 
   def make(seed=7, split="train", **changes):
     sizes = {"examples": 40, "input_size": 5, "target_size": 3} | changes
-    return sources.open_source(config("random_normal", "random", **sizes), split, seed)
+    return row_source.open_source(config("random_normal", "random", **sizes), split, seed)
 
   return make
 
@@ -48,7 +48,7 @@ def test_random_normal_depends_on_the_seed_alone(normal):
 
 def test_fingerprint_tells_rows_apart(config, tiny_text):
   prints = [
-    sources.open_source(config(tiny_text, sequence_length=length), "train", seed).fingerprint
+    row_source.open_source(config(tiny_text, sequence_length=length), "train", seed).fingerprint
     for length, seed in ((16, 0), (16, 1), (7, 0))
   ]
   assert prints[0] == prints[1] != prints[2]
@@ -60,7 +60,7 @@ def test_reading_no_rows(config, tiny_text, tiny_images):
     config(tiny_text, sequence_length=9),
     config(tiny_images, "image", input_size=15, target_size=4),
   ):
-    source = sources.open_source(data, "train", seed=0)
+    source = row_source.open_source(data, "train", seed=0)
     rows = source.read(np.zeros(0, np.int64))
     assert {f: (a.shape, a.dtype) for f, a in rows.items()} == {
       f: ((0, *shape), dtype) for f, (shape, dtype) in source.fields.items()
@@ -68,20 +68,20 @@ def test_reading_no_rows(config, tiny_text, tiny_images):
 
 
 def test_a_row_number_out_of_range(config, tiny_text):
-  source = sources.open_source(config(tiny_text), "train", seed=0)
+  source = row_source.open_source(config(tiny_text), "train", seed=0)
   with pytest.raises(IndexError, match=r"tiny_text:1.2.0 train.* not all in 0..6"):
     source.read(np.array([0, 7]))
 
 
 def test_a_flipped_byte_names_its_row(config, tiny_images):
   data = config(tiny_images, "image", input_size=15, target_size=4, label_feature="label")
-  store = preparation.prepare(data, "train[:9]")
-  wanted = sources.open_source(data, "train[:9]", seed=0).read(np.arange(9))["inputs"]
+  store = prepare.prepare(data, "train[:9]")
+  wanted = row_source.open_source(data, "train[:9]", seed=0).read(np.arange(9))["inputs"]
   content = bytearray(store.rows_path.read_bytes())
   position = content.index((wanted[5] * 255).astype(np.uint8).tobytes())
   content[position + 2] ^= 1
   store.rows_path.write_bytes(bytes(content))
-  source = sources.open_source(data, "train[:9]", seed=0)
+  source = row_source.open_source(data, "train[:9]", seed=0)
   message = r"tiny_images/small:1.2.0 train\[:9\]: row 5 of .*rows.array_record cannot be read"
   with pytest.raises(ValueError, match=message):
     source.read(np.array([0, 8, 5, 2]))

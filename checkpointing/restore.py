@@ -14,9 +14,9 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from checkpointing import ownership, trees, whole
-from checkpointing.together import Together, told
-from checkpointing.whole import FULL, STATE, UnreadableError, one_line
+from checkpointing import folder_entries, integrity, naming
+from checkpointing.consensus import Together, told
+from checkpointing.integrity import FULL, STATE, UnreadableError, one_line
 from runtime import files
 
 FOLDER = "checkpoints"  # in a workdir
@@ -178,7 +178,7 @@ def steps(folder: epath.Path) -> list[int]:
   """Returns the steps that were saved there, oldest first, whole or damaged."""
   if not folder.is_dir():
     return []
-  return sorted(int(child.name) for child in folder.iterdir() if ownership.is_step(child))
+  return sorted(int(child.name) for child in folder.iterdir() if folder_entries.is_step(child))
 
 
 def read_arrays(
@@ -205,30 +205,30 @@ def read_arrays(
     UnreadableError: the checkpoint is torn, as far as this process has looked.
     ValueError: it holds other arrays than asked for; every difference in one message.
   """
-  large = whole.check(path, verify)
+  large = integrity.check(path, verify)
   prefix = f"{under}/" if under else ""
-  wanted = {prefix + name: leaf for name, leaf in trees.named_leaves(abstract).items()}
+  wanted = {prefix + name: leaf for name, leaf in naming.named_leaves(abstract).items()}
   # Orbax reports one difference of several, and casts another dtype without a word.
   stored = {n: a for n, a in stored_arrays(path).items() if n.startswith(prefix)}
-  lines = trees.differences(stored, wanted)
+  lines = naming.differences(stored, wanted)
   if lines:
     _check_names(path)
     count = f"{len(lines)} {'array differs' if len(lines) == 1 else 'arrays differ'}"
     if len(lines) > _NAMED:
       lines = [*lines[:_NAMED], f"and {len(lines) - _NAMED} more"]
     raise ValueError(f"{path} does not fit ({count}):\n" + "\n".join(f"  {x}" for x in lines))
-  whole.check_share(path, large, together or Together())
+  integrity.check_share(path, large, together or Together())
   restore_args = {
     name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
     for name, leaf in wanted.items()
   }
   arguments = ocp.args.PyTreeRestore(
-    trees.nested(wanted), restore_args=trees.nested(restore_args), partial_restore=bool(under)
+    naming.nested(wanted), restore_args=naming.nested(restore_args), partial_restore=bool(under)
   )
   # Not through a Checkpointer, in which processes wait for one another: one may fail to read.
   handler = ocp.PyTreeCheckpointHandler()
   restored = _from_orbax(path, lambda path: handler.restore(path, args=arguments))
-  arrays = trees.named_leaves(restored)
+  arrays = naming.named_leaves(restored)
   return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
 
 
@@ -240,7 +240,7 @@ def stored_arrays(path: epath.Path) -> Mapping[str, Any]:
   """
   # A Checkpointer would log what is wrong and answer None.
   metadata = _from_orbax(path, lambda path: ocp.PyTreeCheckpointHandler().metadata(path))
-  return trees.named_leaves(metadata.tree)
+  return naming.named_leaves(metadata.tree)
 
 
 def _check_names(path: epath.Path) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from input_pipeline import bad_records, catalog, preparation
+from input_pipeline import bad_records, prepare
 from input_pipeline.bad_records import BadRecords, Sharing
-from input_pipeline.records import Records, UnreadableError, again
+from input_pipeline.row_store import Records, UnreadableError, again
+from input_pipeline.sources import catalog
 
 _LABEL_BYTES = 4
 BYTES = 256  # that a token can be
@@ -45,7 +46,7 @@ class Source:
     return self.rows
 
 
-def open_source(data, split, seed, sharing=None, tick=preparation.no_tick):
+def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
   """Opens a split of the data set that the config names, and prepares it on first use.
 
   Args:
@@ -72,7 +73,7 @@ def open_source(data, split, seed, sharing=None, tick=preparation.no_tick):
     )
   if data.kind == "random":
     return _random_normal(data, split, seed)
-  store = preparation.prepare(data, split, tick)
+  store = prepare.prepare(data, split, tick)
   limit = data.max_bad_records
   bad_records.check_prepared(store, limit)
   fields, fits, decode = _text(store) if data.kind == "text" else _image(store, data)

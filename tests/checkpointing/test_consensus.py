@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from checkpointing.together import ElsewhereError, Together, told
+from checkpointing.consensus import ElsewhereError, Together, told
 from tests.processes.stores import groups_of, together
 
 SECONDS = 20

@@ -9,11 +9,12 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from checkpointing import ownership, reading, saving, trees, whole
+from checkpointing import async_writer, folder_entries, integrity, naming
+from checkpointing import restore as reading
+from checkpointing.async_writer import Owner, SaveError, Unowned, Writer
+from checkpointing.consensus import Together, told
+from checkpointing.integrity import CONFIG, RECORD, STATE, UnreadableError
 from checkpointing.retention import Retention
-from checkpointing.saving import Owner, SaveError, Unowned, Writer
-from checkpointing.together import Together, told
-from checkpointing.whole import CONFIG, RECORD, STATE, UnreadableError
 from runtime import files
 
 __all__ = ["Checkpointer", "SaveError"]
@@ -42,7 +43,7 @@ class Checkpointer:
     keep_every_steps: int = 0,
     keep_best: str = "",
     lower_is_better: bool | None = None,
-    verify: str = whole.FULL,
+    verify: str = integrity.FULL,
     read_only: bool = False,
     warn: Callable[[str], None] = reading.warn,
     together: Together | None = None,
@@ -101,7 +102,7 @@ class Checkpointer:
         newer = (
           f"{self.folder}: step {max(appeared)} was saved by another run while this one started"
         )
-      if names := ownership.foreign(self.folder):
+      if names := folder_entries.foreign(self.folder):
         self._warn(
           f"WARNING: {self.folder} holds what was not saved by this application: "
           f"{', '.join(names)}; it is left alone, and no step can be saved under these names"
@@ -110,7 +111,7 @@ class Checkpointer:
       raise OSError(newer)
     for step in self.steps():
       with contextlib.suppress(UnreadableError):
-        record = whole.read_json(self.folder / str(step), RECORD, whole.OFF)
+        record = integrity.read_json(self.folder / str(step), RECORD, integrity.OFF)
         self._retention.note(step, _metrics(record), record.get("metrics_over"))
     self._writing = True
     if self._broken:
@@ -181,13 +182,15 @@ class Checkpointer:
         f"step {step} is not saved: {self.folder} holds the steps {reading.listed(there)}, and "
         f"only newer ones can be added"
       )
-    arrays = trees.nested(trees.named_leaves(tree))
+    arrays = naming.nested(naming.named_leaves(tree))
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     self._owner.require()
     if not hindrance and self._together.first:
-      hindrance = saving.room(self.folder, needed) or self._writer.in_the_way(step)
+      hindrance = async_writer.room(self.folder, needed) or self._writer.in_the_way(step)
     # The one that removes older steps may still do so, on a slow disk.
-    if why := told(self._together.exchange(hindrance, timeout_seconds=saving.PATIENCE_SECONDS)):
+    if why := told(
+      self._together.exchange(hindrance, timeout_seconds=async_writer.PATIENCE_SECONDS)
+    ):
       raise SaveError(step, self.folder, why)
     judged = {"metrics": dict(metrics or {})}
     if metrics and metrics_over:
@@ -270,7 +273,7 @@ class Checkpointer:
 
     def read(step: int) -> None:
       for item in (CONFIG, RECORD):
-        whole.read_json(self.folder / str(step), item, self._verify)
+        integrity.read_json(self.folder / str(step), item, self._verify)
 
     return reading.restore_first(self.folder, None, read).step
 
@@ -332,7 +335,9 @@ class Checkpointer:
 
   def _read_json(self, item: str, step: int | None) -> dict[str, Any]:
     found = reading.restore_first(
-      self.folder, step, lambda step: whole.read_json(self.folder / str(step), item, self._verify)
+      self.folder,
+      step,
+      lambda step: integrity.read_json(self.folder / str(step), item, self._verify),
     )
     return found.tree
 
@@ -341,7 +346,7 @@ class Checkpointer:
     if self._together.first:
       self._owner.require()
       for step in broken:
-        aside = ownership.free(self.folder, f"{step}.broken")  # an earlier one is kept, too
+        aside = folder_entries.free(self.folder, f"{step}.broken")  # an earlier one is kept, too
         (self.folder / str(step)).rename(aside)
     self._together.exchange("")  # the others look at the folder after that
 

@@ -13,8 +13,8 @@ from absl import logging
 from array_record.python import array_record_module
 from etils import epath
 
-from input_pipeline import catalog, embedded
-from input_pipeline.locking import locked
+from input_pipeline.file_lock import locked
+from input_pipeline.sources import builtin, catalog
 from runtime import files
 from runtime.suggest import nearest
 
@@ -113,7 +113,7 @@ def _quiet():
 
 def _build_embedded(reference, root, tick):
   def make():  # a builder looks for its data only when it is made
-    return embedded.BUILDERS[reference.name](data_dir=root, file_format="array_record")
+    return builtin.BUILDERS[reference.name](data_dir=root, file_format="array_record")
 
   # TFDS renames a finished folder into place: there is all of it or none.
   folder = epath.Path(root / reference.path)

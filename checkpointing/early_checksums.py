@@ -14,7 +14,7 @@ import threading
 
 from etils import epath
 
-from checkpointing import digests
+from checkpointing import checksums
 
 _LOCK = ".__lock"
 _LEAST_BYTES = 2**20  # smaller files are read in no time, later
@@ -34,7 +34,7 @@ class Ahead:
     )
     self._reading: dict[str, concurrent.futures.Future] = {}
     self._over = threading.Event()
-    self._pool = concurrent.futures.ThreadPoolExecutor(digests.THREADS)
+    self._pool = concurrent.futures.ThreadPoolExecutor(checksums.THREADS)
     self._thread = threading.Thread(target=self._watch, name="digests")
 
   def __enter__(self) -> "Ahead":
@@ -66,4 +66,4 @@ class Ahead:
           continue
         with contextlib.suppress(OSError):
           if os.path.getsize(path) >= _LEAST_BYTES:
-            self._reading[name] = self._pool.submit(digests.read_through, epath.Path(path))
+            self._reading[name] = self._pool.submit(checksums.read_through, epath.Path(path))

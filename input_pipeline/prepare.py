@@ -26,8 +26,8 @@ import numpy as np
 from array_record.python import array_record_module
 from etils import epath
 
-from input_pipeline import catalog
-from input_pipeline.locking import locked
+from input_pipeline.file_lock import locked
+from input_pipeline.sources import catalog
 from runtime import files
 
 FORMAT = 1  # of the rows and of store.json; raise it when either changes
@@ -106,21 +106,21 @@ def prepare(data, split, tick=no_tick):
 def _prepare(data, split, reference, root, tick):
   # Importing TFDS takes longer than all else here, and only a data set that is not prepared, or
   # whose version is its builder's to tell, needs it.
-  from input_pipeline import datasets
+  from input_pipeline.sources import tfds
 
-  builder = datasets.load_builder(reference, root, tick)
-  datasets.check_split(builder, split)
+  builder = tfds.load_builder(reference, root, tick)
+  tfds.check_split(builder, split)
   roles = ("text",) if data.kind == "text" else ("image", "label")
   chosen = {
-    role: datasets.choose_feature(builder, role, getattr(data, f"{role}_feature")) for role in roles
+    role: tfds.choose_feature(builder, role, getattr(data, f"{role}_feature")) for role in roles
   }
-  wanted = _wanted(data, datasets.full_reference(builder), split, chosen)
+  wanted = _wanted(data, tfds.full_reference(builder), split, chosen)
   folder = _folder(root, wanted)
   with locked(folder):
     if not (folder / MANIFEST_FILE).exists():
-      where = f"data set {datasets.full_reference(builder)}, split {split}"
+      where = f"data set {tfds.full_reference(builder)}, split {split}"
       bad = _BadRecords(where, data.max_bad_records)
-      _write(folder, wanted, datasets.examples(builder, split, bad.add), bad, tick)
+      _write(folder, wanted, tfds.examples(builder, split, bad.add), bad, tick)
   store, stored = _open(folder, wanted), builder.info.splits[split].num_examples
   if store.manifest["examples"] != stored:
     raise ValueError(

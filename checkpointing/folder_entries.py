@@ -11,8 +11,8 @@ import re
 
 from etils import epath
 
-from checkpointing import digests
-from checkpointing.whole import COMMITTED, CONFIG, RECORD, STATE, STEP_METADATA
+from checkpointing import checksums
+from checkpointing.integrity import COMMITTED, CONFIG, RECORD, STATE, STEP_METADATA
 from runtime import files
 
 SAVING, REMOVING = ".saving", ".removing"
@@ -20,9 +20,8 @@ ITEMS = frozenset({STATE, CONFIG, RECORD})
 # All that a step's folder holds, at its top and below. What a kill has left may have an ending:
 # `state.orbax-checkpoint-tmp`, `digests.tmp`, `manifest.ocdbt.__lock`.
 _ENDING = r"([._-].*)?"
-_TOP = re.compile(
-  f"({'|'.join(map(re.escape, sorted(ITEMS | {digests.FILE, COMMITTED, STEP_METADATA})))}){_ENDING}"
-)
+_FILES = {checksums.FILE, COMMITTED, STEP_METADATA}
+_TOP = re.compile(f"({'|'.join(map(re.escape, sorted(ITEMS | _FILES)))}){_ENDING}")
 _BELOW = re.compile(
   rf"(metadata|_METADATA|_sharding|{STEP_METADATA}|{re.escape(COMMITTED)}|manifest\.ocdbt|"
   rf"array_metadatas|(ocdbt\.)?process_\d+|d|[0-9a-f]{{32}}){_ENDING}"
@@ -39,7 +38,7 @@ def is_step(path: epath.Path) -> bool:
   if not (path.name.isdecimal() and str(int(path.name)) == path.name):
     return False
   names = _entries(path)
-  return names >= ITEMS or (digests.FILE in names and digests.begins(path))
+  return names >= ITEMS or (checksums.FILE in names and checksums.begins(path))
 
 
 def is_leftover(path: epath.Path) -> bool:

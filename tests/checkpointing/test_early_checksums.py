@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from etils import epath
 
-from checkpointing import ahead as module
-from checkpointing import digests
-from checkpointing.ahead import Ahead
-from checkpointing.store import Checkpointer
+from checkpointing import checksums
+from checkpointing import early_checksums as module
+from checkpointing.checkpointer import Checkpointer
+from checkpointing.early_checksums import Ahead
 from tests.checkpointing.states import CONFIG, RECORD
 
 LARGE = bytes(module._LEAST_BYTES)
@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_read_is_left_for_later(tmp_path, data, monkeypatc
   def gone(path):
     raise FileNotFoundError(path)
 
-  monkeypatch.setattr(digests, "read_through", gone)
+  monkeypatch.setattr(checksums, "read_through", gone)
   (data / "a").write_bytes(LARGE)
   with Ahead(epath.Path(tmp_path / "7.saving"), 1) as ahead:
     until(lambda: "a" in ahead._reading)
@@ -77,17 +77,17 @@ def test_a_file_that_cannot_be_read_is_left_for_later(tmp_path, data, monkeypatc
 
 
 def test_what_was_read_ahead_is_not_read_again_and_stands_in_the_digests(tmp_path, monkeypatch):
-  names, read = [], digests.read_through
+  names, read = [], checksums.read_through
 
   def noted(path, *limit):
     names.append(path.name)
     return read(path, *limit)
 
-  monkeypatch.setattr(digests, "read_through", noted)
+  monkeypatch.setattr(checksums, "read_through", noted)
   params = np.random.default_rng(0).standard_normal(2**20, np.float32)
   tree = jax.tree.map(jax.device_put, {"step": np.int32(3), "params": params})
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(3, tree, config=CONFIG, record=RECORD)
-  listed = digests.read(epath.Path(tmp_path / "3"))
+  listed = checksums.read(epath.Path(tmp_path / "3"))
   assert sorted(names) == sorted(digest.path.rpartition("/")[2] for digest in listed)
-  digests.check_contents(epath.Path(tmp_path / "3"), listed)
+  checksums.check_contents(epath.Path(tmp_path / "3"), listed)

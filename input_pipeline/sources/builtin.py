@@ -11,7 +11,7 @@ import sysconfig
 import numpy as np
 import tensorflow_datasets as tfds
 
-from input_pipeline import catalog
+from input_pipeline.sources import catalog
 
 # Folders below the standard library's that are tests, or are no part of it.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from checkpointing.reading import parse_location, restore_parameters
-from checkpointing.store import Checkpointer
+from checkpointing.checkpointer import Checkpointer
+from checkpointing.restore import parse_location, restore_parameters
 from tests.checkpointing.states import (
   assert_bit_equal,
   counting_target,

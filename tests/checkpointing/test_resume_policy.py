@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from checkpointing import resume
-from checkpointing.resume import ACCEPT, GOES_ON, REFUSED, changes, classify
+from checkpointing import resume_policy
+from checkpointing.resume_policy import ACCEPT, GOES_ON, REFUSED, changes, classify
 from configs import base
 from configs.schema import finalize, recipes
 
@@ -36,7 +36,7 @@ def judge(overrides, *, accept=(), done=100, record=None, old_record=RECORD, wor
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_every_key_of_every_recipe_has_a_class(recipe):
   keys = finalize.finalize(base.get_config(recipe), "cpu").to_dict()
-  flat = resume.flat(json.loads(json.dumps(keys, default=list)))
+  flat = resume_policy.flat(json.loads(json.dumps(keys, default=list)))
   assert len(flat) > 40
   assert not [key for key in flat if classify(key) is None]
 
@@ -49,11 +49,11 @@ def test_a_key_of_no_class_would_be_found():
 def test_every_pattern_is_of_use():
   """Patterns for keys that no config has yet are named here."""
   later = {"mesh_dcn.*", "checkpoint.*", "profile.*", "dataset.*", "versions.*"}
-  keys = {key for recipe in recipes.RECIPES for key in resume.flat(resolved(recipe))}
+  keys = {key for recipe in recipes.RECIPES for key in resume_policy.flat(resolved(recipe))}
   used = set()
   for key in keys:
-    used.add(next(p for p in resume.CLASSES if resume.fnmatch.fnmatchcase(key, p)))
-  assert set(resume.CLASSES) - used - later == set()
+    used.add(next(p for p in resume_policy.CLASSES if resume_policy.fnmatch.fnmatchcase(key, p)))
+  assert set(resume_policy.CLASSES) - used - later == set()
 
 
 # The table of docs/checkpoints.md, a row each: (key, another value).
@@ -124,7 +124,7 @@ def test_goes_on_when_accepted_and_is_recorded(key):
     judge(overrides)
   assert str(refusal.value).endswith(f"accept this with --accept-changes={key}")
   [change] = judge(overrides, accept=[key])["accepted_changes"]
-  old = resume.flat(resolved())[key]
+  old = resume_policy.flat(resolved())[key]
   assert change == {"step": 100, "key": key, "old": old, "new": ROWS[ACCEPT][key]}
 
 

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from checkpointing import digests, reading, whole
-from checkpointing.store import Checkpointer
+from checkpointing import checksums, integrity, restore
+from checkpointing.checkpointer import Checkpointer
 from configs import base
 from configs.schema import finalize, validate
 from tests.checkpointing import damage
@@ -25,9 +25,9 @@ OLDER, NEWER = 10, 20
 
 
 def test_the_config_knows_the_same_words_and_no_others():
-  assert validate.VERIFY == (whole.FULL, whole.SIZE, whole.OFF)
+  assert validate.VERIFY == (integrity.FULL, integrity.SIZE, integrity.OFF)
   config = base.get_config()
-  assert config.checkpoint.verify == whole.FULL
+  assert config.checkpoint.verify == integrity.FULL
   config.checkpoint.verify = "ful"
   message = r"checkpoint\.verify='ful': one of full, size, off; did you mean 'full'\?"
   with pytest.raises(ValueError, match=message):
@@ -62,7 +62,7 @@ def restored(folder, verify) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("name", damage.CLASSES)
 def test_sizes_tell_of_what_is_missing_or_cut(name, how, copy):
   done = damage.harm(copy / str(NEWER), name, how, random.Random())
-  step, [line] = restored(copy, whole.SIZE)
+  step, [line] = restored(copy, integrity.SIZE)
   assert step == OLDER
   assert f"cannot be read ({done.partition(':')[0]}: " in line
 
@@ -88,14 +88,14 @@ def flip_an_array(folder) -> str:
 def test_sizes_alone_do_not_tell_of_a_flipped_bit_and_full_does(copy):
   path = flip_an_array(copy)
   said = []
-  for verify in (whole.SIZE, whole.OFF):
+  for verify in (integrity.SIZE, integrity.OFF):
     with Checkpointer(copy, read_only=True, verify=verify, warn=said.append) as checkpointer:
       step, tree = checkpointer.restore(counting_target())
     assert step == NEWER
     assert not said
     with pytest.raises(AssertionError):
       assert_bit_equal(tree, counting_tree(step))
-  step, [line] = restored(copy, whole.FULL)
+  step, [line] = restored(copy, integrity.FULL)
   assert step == OLDER
   assert f"/{NEWER} cannot be read ({path}: its bytes have changed (SHA-256 " in line
 
@@ -108,7 +108,7 @@ UNSEEN = {"digests", "state/_sharding", "state/ocdbt.process_*/manifest.ocdbt"}
 def test_without_verification_the_marks_and_what_cannot_be_read_count(name, copy):
   for path in damage.files(copy / str(NEWER), name):
     damage.delete(path, random.Random())
-  step, said = restored(copy, whole.OFF)
+  step, said = restored(copy, integrity.OFF)
   assert step == (NEWER if name in UNSEEN else OLDER)
   assert len(said) == (name not in UNSEEN)
 
@@ -124,7 +124,7 @@ def plain(copy):
   return copy
 
 
-@pytest.mark.parametrize("verify", [whole.FULL, whole.SIZE])
+@pytest.mark.parametrize("verify", [integrity.FULL, integrity.SIZE])
 def test_checkpoints_without_digests_are_refused_with_the_way_out(verify, plain):
   before = contents(plain)
   with (
@@ -137,11 +137,11 @@ def test_checkpoints_without_digests_are_refused_with_the_way_out(verify, plain)
 
 
 def test_checkpoints_without_digests_can_be_read_as_they_are(plain):
-  assert restored(plain, whole.OFF) == (NEWER, [])
-  with Checkpointer(plain, keep=3, verify=whole.OFF) as checkpointer:
+  assert restored(plain, integrity.OFF) == (NEWER, [])
+  with Checkpointer(plain, keep=3, verify=integrity.OFF) as checkpointer:
     assert checkpointer.restore(counting_target())[0] == NEWER
     save_counting(checkpointer, 30)
-  assert restored(plain, whole.FULL) == (30, [])
+  assert restored(plain, integrity.FULL) == (30, [])
 
 
 # ------------------------------ what is read when ------------------------------
@@ -150,25 +150,25 @@ def test_checkpoints_without_digests_can_be_read_as_they_are(plain):
 @pytest.fixture
 def read(monkeypatch):
   """Returns the list of files whose content is compared from here on."""
-  found, check = [], digests.check_contents
+  found, check = [], checksums.check_contents
 
   def noting(folder, listed):
     found.extend(digest.path for digest in listed)
     check(folder, listed)
 
-  monkeypatch.setattr(digests, "check_contents", noting)
-  monkeypatch.setattr(whole, "SMALL_BYTES", 2000)
+  monkeypatch.setattr(checksums, "check_contents", noting)
+  monkeypatch.setattr(integrity, "SMALL_BYTES", 2000)
   return found
 
 
 def test_every_file_is_compared_once(copy, read):
-  assert restored(copy, whole.FULL)[0] == NEWER
-  assert sorted(read) == sorted(digest.path for digest in digests.read(path_of(copy)))
+  assert restored(copy, integrity.FULL)[0] == NEWER
+  assert sorted(read) == sorted(digest.path for digest in checksums.read(path_of(copy)))
 
 
 def path_of(folder):
   """Returns the newest step's folder."""
-  return reading.epath.Path(folder) / str(NEWER)
+  return restore.epath.Path(folder) / str(NEWER)
 
 
 def test_what_does_not_fit_is_refused_before_arrays_are_read(copy, read):
@@ -180,13 +180,13 @@ def test_what_does_not_fit_is_refused_before_arrays_are_read(copy, read):
     pytest.raises(ValueError, match=r"params/bias: float32\[7\] in the checkpoint, int32\[7\]"),
   ):
     checkpointer.restore(target)
-  sizes = digests.sizes(path_of(copy))
-  assert max(sizes[path] for path in read) <= whole.SMALL_BYTES < max(sizes.values())
+  sizes = checksums.sizes(path_of(copy))
+  assert max(sizes[path] for path in read) <= integrity.SMALL_BYTES < max(sizes.values())
 
 
 def test_damaged_names_are_damage_and_no_refusal(copy):
   [path] = change(copy, b'"bias"', b'"bizs"')
-  step, [line] = restored(copy, whole.FULL)
+  step, [line] = restored(copy, integrity.FULL)
   assert step == OLDER
   assert f"/{NEWER} cannot be read ({path}: its bytes have changed" in line
 
@@ -194,7 +194,7 @@ def test_damaged_names_are_damage_and_no_refusal(copy):
 def test_a_config_whose_bits_have_changed_is_not_believed(copy):
   path = copy / str(NEWER) / "config" / "metadata"
   path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
-  for verify, step, seed in ((whole.FULL, OLDER, 0), (whole.OFF, NEWER, 1)):
+  for verify, step, seed in ((integrity.FULL, OLDER, 0), (integrity.OFF, NEWER, 1)):
     with Checkpointer(copy, read_only=True, verify=verify) as checkpointer:
       assert checkpointer.readable() == step
       assert checkpointer.read_config()["seed"] == seed
@@ -202,15 +202,15 @@ def test_a_config_whose_bits_have_changed_is_not_believed(copy):
 
 def test_parameters_alone_are_verified_too(copy):
   path, said = flip_an_array(copy), []
-  for verify, wanted in ((whole.FULL, OLDER), (whole.OFF, NEWER)):
-    step, _ = reading.restore_parameters(
+  for verify, wanted in ((integrity.FULL, OLDER), (integrity.OFF, NEWER)):
+    step, _ = restore.restore_parameters(
       copy, counting_target()["params"], verify=verify, warn=said.append
     )
     assert step == wanted
   assert len(said) == 1
   assert path in said[0]
   with pytest.raises(ValueError, match=f"step {NEWER} cannot be read: {path}: its bytes"):
-    reading.restore_parameters(copy, counting_target()["params"], NEWER)
+    restore.restore_parameters(copy, counting_target()["params"], NEWER)
 
 
 # ------------------------------ metadata that was changed ------------------------------
@@ -242,7 +242,7 @@ def metadata_without(names):
 def test_changed_metadata_is_one_message_and_the_older_step(change, copy):
   path = copy / str(NEWER) / "state" / "_METADATA"
   path.write_text(change(path.read_text()))
-  step, [line] = restored(copy, whole.OFF)
+  step, [line] = restored(copy, integrity.OFF)
   assert step == OLDER
   assert f"/{NEWER} cannot be read (state" in line
   assert len(line.splitlines()) == 1

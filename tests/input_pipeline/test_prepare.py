@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from input_pipeline import datasets, preparation, sources
-from input_pipeline.catalog import Reference
+from input_pipeline import prepare, row_source
+from input_pipeline.sources import tfds
+from input_pipeline.sources.catalog import Reference
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -29,9 +30,9 @@ def _stream(source):
 
 @pytest.mark.parametrize("length", [1, 7, 16, 98, 99, 100, 500])
 def test_text_rows_rebuild_the_documents(config, tiny_text, data_dir, length):
-  source = sources.open_source(config(tiny_text, sequence_length=length), "train", seed=0)
-  builder = datasets.load_builder(Reference(tiny_text, "", ""), data_dir)
-  documents = [example["body"] for _, example in datasets.examples(builder, "train", pytest.fail)]
+  source = row_source.open_source(config(tiny_text, sequence_length=length), "train", seed=0)
+  builder = tfds.load_builder(Reference(tiny_text, "", ""), data_dir)
+  documents = [example["body"] for _, example in tfds.examples(builder, "train", pytest.fail)]
   stream = b"".join(document + b"\0" for document in documents)
   assert _stream(source) == stream
   assert len(source) == -(-(len(stream) - 1) // length)
@@ -39,15 +40,15 @@ def test_text_rows_rebuild_the_documents(config, tiny_text, data_dir, length):
 
 
 def test_python_source_rebuilds_too(config, data_dir):
-  source = sources.open_source(config("python_source", sequence_length=101), "test", seed=0)
-  builder = datasets.load_builder(Reference("python_source", "", ""), data_dir)
-  documents = [example["text"] for _, example in datasets.examples(builder, "test", pytest.fail)]
+  source = row_source.open_source(config("python_source", sequence_length=101), "test", seed=0)
+  builder = tfds.load_builder(Reference("python_source", "", ""), data_dir)
+  documents = [example["text"] for _, example in tfds.examples(builder, "test", pytest.fail)]
   assert _stream(source) == b"".join(document + b"\0" for document in documents)
 
 
 def test_images_by_name_and_folder(config, tiny_images):
   data = config(tiny_images, "image", input_size=15, target_size=4)
-  source = sources.open_source(data, "train", seed=0)
+  source = row_source.open_source(data, "train", seed=0)
   assert source.name == "tiny_images/small:1.2.0 train"
   assert len(source) == 11
   rows = source.read(np.array([10, 0, 3]))
@@ -64,14 +65,14 @@ def test_images_by_name_and_folder(config, tiny_images):
 
 def test_an_integer_can_be_named_as_the_label(config, tiny_images):
   data = config(tiny_images, "image", input_size=15, target_size=2001, label_feature="year")
-  targets = sources.open_source(data, "train", seed=0).read(np.arange(11))["targets"]
+  targets = row_source.open_source(data, "train", seed=0).read(np.arange(11))["targets"]
   assert sorted(targets.tolist()) == list(range(1990, 2001))
 
 
 def test_a_slice_of_a_split_is_a_split(config, tiny_images):
   data = config(tiny_images, "image", input_size=15, target_size=4)
   whole, first, rest = (
-    sources.open_source(data, split, seed=0) for split in ("train", "train[:4]", "train[4:]")
+    row_source.open_source(data, split, seed=0) for split in ("train", "train[:4]", "train[4:]")
   )
   assert (len(first), len(rest)) == (4, 7)
   inputs = [s.read(np.arange(len(s)))["inputs"] for s in (whole, first, rest)]
@@ -81,12 +82,12 @@ def test_a_slice_of_a_split_is_a_split(config, tiny_images):
 
 def test_a_store_is_reused_without_tfds(config):
   data = config("python_source", sequence_length=101)
-  fingerprint = sources.open_source(data, "test", seed=0).fingerprint
+  fingerprint = row_source.open_source(data, "test", seed=0).fingerprint
   program = (
     "import sys, ml_collections\n"
-    "from input_pipeline import sources\n"
+    "from input_pipeline import row_source\n"
     f"data = ml_collections.ConfigDict({data.to_dict()!r})\n"
-    "print(sources.open_source(data, 'test', 0).fingerprint)\n"
+    "print(row_source.open_source(data, 'test', 0).fingerprint)\n"
     "print(sorted({'tensorflow_datasets', 'sklearn'} & set(sys.modules)))\n"
   )
   assert _run(program).communicate()[0].split("\n")[:2] == [fingerprint, "[]"]
@@ -94,18 +95,18 @@ def test_a_store_is_reused_without_tfds(config):
 
 def test_a_folder_without_manifest_is_prepared_again(config, tiny_text):
   data = config(tiny_text, sequence_length=31)
-  store = preparation.prepare(data, "train")
+  store = prepare.prepare(data, "train")
   digest = store.manifest["digest"]
-  (store.folder / preparation.MANIFEST_FILE).unlink()
+  (store.folder / prepare.MANIFEST_FILE).unlink()
   left_over = store.folder.parent / f"{store.folder.name}.dead.tmp"
   left_over.mkdir()
-  assert preparation.prepare(data, "train").manifest["digest"] == digest
+  assert prepare.prepare(data, "train").manifest["digest"] == digest
   assert not left_over.exists()
 
 
 def test_a_failure_half_way_leaves_no_store(config, tiny_text, monkeypatch):
   data = config(tiny_text, sequence_length=5)
-  write, calls = preparation._RowWriter.write, []
+  write, calls = prepare._RowWriter.write, []
 
   def failing(self, row):
     calls.append(row)
@@ -113,44 +114,44 @@ def test_a_failure_half_way_leaves_no_store(config, tiny_text, monkeypatch):
       raise OSError(28, "No space left on device")
     write(self, row)
 
-  monkeypatch.setattr(preparation._RowWriter, "write", failing)
+  monkeypatch.setattr(prepare._RowWriter, "write", failing)
   with pytest.raises(
     ValueError, match=r"tiny_text cannot be prepared in .*No space left.*make room"
   ):
-    preparation.prepare(data, "train")
+    prepare.prepare(data, "train")
   monkeypatch.undo()
-  assert len(sources.open_source(data, "train", seed=0)) == 20
+  assert len(row_source.open_source(data, "train", seed=0)) == 20
 
 
 def test_a_manifest_that_disagrees_is_refused(config, tiny_text):
   data = config(tiny_text, sequence_length=13)
-  store = preparation.prepare(data, "train")
-  path = store.folder / preparation.MANIFEST_FILE
+  store = prepare.prepare(data, "train")
+  path = store.folder / prepare.MANIFEST_FILE
   path.write_text(json.dumps(store.manifest | {"sequence_length": 14}))
   with pytest.raises(
     ValueError, match=r"sequence_length is 14, not 13; delete .*-13 and run again"
   ):
-    preparation.prepare(data, "train")
+    prepare.prepare(data, "train")
   path.write_text(json.dumps(store.manifest | {"rows": 3}))
   with pytest.raises(ValueError, match=r"rows.array_record has 8 rows, store.json says 3; delete"):
-    sources.open_source(data, "train", seed=0)
+    row_source.open_source(data, "train", seed=0)
   malformed = [{"rows": "8"}, {"examples": None}, {"row_file_bytes": -1}, {"bad_records": ["x"]}]
   texts = [json.dumps(store.manifest | values) for values in malformed]
   for text in ("{", "", "[]", "7", "\0" * 99, "[" * 100_000, "{}", *texts):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"store.json cannot be read .*; delete") as refusal:
-      preparation.prepare(data, "train")
+      prepare.prepare(data, "train")
     assert len(str(refusal.value)) < 500
   for make in (os.mkfifo, os.mkdir):
     path.unlink()
     make(path)
     with pytest.raises(ValueError, match=r"store.json cannot be read .*, not a plain file\); del"):
-      preparation.prepare(data, "train")
+      prepare.prepare(data, "train")
   os.rmdir(path)
   path.write_text(json.dumps(store.manifest))
   os.truncate(store.rows_path, 1000)
   with pytest.raises(ValueError, match=r"rows.array_record has 1000 bytes, but store.json says"):
-    preparation.prepare(data, "train")
+    prepare.prepare(data, "train")
 
 
 def _run(program):
@@ -166,12 +167,12 @@ def test_two_processes_prepare_at_once(config, tmp_path):
   data = config("python_source", data_dir=str(tmp_path))
   program = (
     "import ml_collections\n"
-    "from input_pipeline import sources\n"
+    "from input_pipeline import row_source\n"
     f"data = ml_collections.ConfigDict({data.to_dict()!r})\n"
-    "print(sources.open_source(data, 'test', 0).fingerprint)\n"
+    "print(row_source.open_source(data, 'test', 0).fingerprint)\n"
   )
   processes = [_run(program) for _ in range(2)]
   outputs = [process.communicate()[0] for process in processes]
   assert [process.returncode for process in processes] == [0, 0]
-  expected = sources.open_source(config("python_source"), "test", seed=0).fingerprint
+  expected = row_source.open_source(config("python_source"), "test", seed=0).fingerprint
   assert outputs == [f"{expected}\n"] * 2

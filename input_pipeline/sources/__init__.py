@@ -1,0 +1,1 @@
+"""Where examples come from: data sets by name, their builders and their catalog."""
