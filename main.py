@@ -39,12 +39,11 @@ from collections.abc import Callable
 from absl import app, logging
 from etils import epath
 
-from commands import build, config_flag, flags
+from commands import build, config_flag, flags, plan_process
 from commands.flags import parse_flags
 from commands.refusal import NO, refuse
 from inference import sampler
 from partitioning import shardings
-from planning import launching
 from processes import coordination as groups
 from processes.preemption import EXIT_CODE, StopRequest
 from processes.printable import printable
@@ -130,7 +129,7 @@ def _tour() -> int:
 def _plan() -> int:
   """Tells what a run on devices that need not be here will need: in a process of its own."""
   try:
-    return launching.run(
+    return plan_process.run(
       flags.CONFIG.value,
       flags.TOPOLOGY.value,
       flags.workdir(),

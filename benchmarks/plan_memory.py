@@ -18,9 +18,10 @@ from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from commands import plan_process
 from configs import single
-from planning import launching, memory, target
-from planning.topologies import parse
+from planning import aot, memory
+from planning.topology import parse
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "planner_memory.md"
 _ONLY = flags.DEFINE_string("only", "", "Configs whose name has this in it.")
@@ -80,8 +81,8 @@ def measured(case: Case) -> tuple[int, int]:
   keys = {f"mesh.{axis}": size for axis, size in case.mesh.items()} | case.more
   keys |= {"data.global_batch_size": case.rows, "data.sequence_length": case.length}
   config.update_from_flattened_dict({**keys, "training.rematerialization": case.rematerialization})
-  job = target.prepare(config, parse(case.topology))
-  return memory.at_once(memory.by_formula(job)), target.compile_step(job).peak_bytes
+  job = aot.prepare(config, parse(case.topology))
+  return memory.at_once(memory.by_formula(job)), aot.compile_step(job).peak_bytes
 
 
 def page(lines: list[str], close: int) -> str:
@@ -119,5 +120,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-  os.environ.update(launching.ENVIRONMENT)  # before the compiler for TPUs is loaded
+  os.environ.update(plan_process.ENVIRONMENT)  # before the compiler for TPUs is loaded
   app.run(main)

@@ -3,7 +3,7 @@ r"""FLOPs and HBM traffic of a step by the planner's formulas, beside those of c
   pip install -r requirements-plan.txt
   python benchmarks/plan_traffic.py [--only=gpt2] [--write]
 
-For GPUs there is no compiler here, so a plan goes by the traced gradients (planning/traced.py).
+For GPUs there is no compiler here, so a plan reads the traced gradients (planning/traced_cost.py).
 This compiles steps for TPUs (a minute each on two cores, no TPU), where the same rules can be
 compared: prints formula / compiled program, for plain attention, which is what runs on GPUs, and
 for the kernel; --write writes docs/planner_traffic.md. Compiled FLOPs and bytes are counted from
@@ -22,9 +22,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from analysis import hlo
 from analysis.chips import CHIPS, Rates
 from analysis.collectives import collectives
+from commands import plan_process
 from configs import single
-from planning import formulas, launching, schedule, target
-from planning.topologies import parse
+from planning import analytic, aot, step_time
+from planning.topology import parse
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "planner_traffic.md"
 _ONLY = flags.DEFINE_string("only", "", "Configs whose name has this in it.")
@@ -64,7 +65,7 @@ CASES = (
 )
 
 
-def compared(case: Case) -> tuple[schedule.Times, schedule.Times]:
+def compared(case: Case) -> tuple[step_time.Times, step_time.Times]:
   """Returns the step by formula, and by the compiled program."""
   config = single.get_config(f"model={case.model},data=python_source")
   keys = {f"mesh.{axis}": size for axis, size in case.mesh.items()}
@@ -72,14 +73,14 @@ def compared(case: Case) -> tuple[schedule.Times, schedule.Times]:
   keys |= {"training.attention_kernel": case.kernel}
   config.update_from_flattened_dict({**keys, "training.rematerialization": case.rematerialization})
   topology = parse(case.topology)
-  job = target.prepare(config, topology)
-  where, chip = target.places(job, topology), CHIPS[topology.chip.name]
-  program = target.compile_step(job)
+  job = aot.prepare(config, topology)
+  where, chip = aot.places(job, topology), CHIPS[topology.chip.name]
+  program = aot.compile_step(job)
   if not program.fits:
     raise RuntimeError(f"{case.name}: does not fit")
   sent = collectives(program.text, job.mesh)
-  compiled = schedule.times(hlo.parse(program.text), sent, where, chip, Rates())
-  return formulas.times(job, where, chip, Rates()), compiled
+  compiled = step_time.times(hlo.parse(program.text), sent, where, chip, Rates())
+  return analytic.times(job, where, chip, Rates()), compiled
 
 
 def line(case: Case) -> str:
@@ -133,5 +134,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  os.environ.update(launching.ENVIRONMENT)  # before the compiler for TPUs is loaded
+  os.environ.update(plan_process.ENVIRONMENT)  # before the compiler for TPUs is loaded
   app.run(main)

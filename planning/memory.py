@@ -2,7 +2,7 @@
 
 Parameters, gradients and optimizer state follow from the layout. What the layers keep for the
 backward pass, and what one of them holds meanwhile, is read from the traced gradients of a device's
-part (`planning.held`).
+part (`planning.activation_memory`).
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 
 from partitioning.dims import axes_size, spec_axes
 from partitioning.shardings import bytes_per_device, shard_shape
-from planning import held
+from planning import activation_memory
 from training.setup import Job
 
 # What is there all the time; and what while the losses, or one layer's gradients, are computed.
@@ -27,7 +27,7 @@ def by_formula(job: Job) -> dict[str, int]:
   parameters = list(job.placements["parameters"].values())
   there = sum(bytes_per_device(p, sizes) for p in parameters)
   optimizer = sum(bytes_per_device(p, sizes) for p in job.placements["optimizer"].values())
-  kept, one = held.by_the_layers(job)
+  kept, one = activation_memory.by_the_layers(job)
   accumulates = job.config.training.gradient_accumulation_steps > 1
   return {
     "parameters": there,

@@ -11,9 +11,9 @@ from analysis import hlo
 from analysis.chips import Rates, overridden
 from analysis.collectives import collectives
 from partitioning import shardings
-from planning import formulas, memory, schedule, target
-from planning.advice import overrides_that_fit
-from planning.topologies import Topology, parse
+from planning import analytic, aot, memory, step_time
+from planning.suggestions import overrides_that_fit
+from planning.topology import Topology, parse
 from training.setup import MODELS, Job
 
 LARGE_BYTES = 2**20
@@ -41,9 +41,9 @@ class Plan:
   job: Job
   topology: Topology
   rates: Rates
-  program: target.Program | None
+  program: aot.Program | None
   memory: dict[str, int]
-  times: schedule.Times | None
+  times: step_time.Times | None
   warnings: tuple[str, ...]
   advice: tuple[str, ...] = ()
 
@@ -58,7 +58,7 @@ class Plan:
     return memory.at_once(self.memory)
 
   @property
-  def sent(self) -> tuple[schedule.Sent, ...]:
+  def sent(self) -> tuple[step_time.Sent, ...]:
     """Returns the collectives of a step; () where they are not known."""
     return self.times.sent if self.times else ()
 
@@ -158,7 +158,7 @@ class Plan:
     }
 
 
-def _sent(one: schedule.Sent) -> dict[str, Any]:
+def _sent(one: step_time.Sent) -> dict[str, Any]:
   return {
     "axis": "+".join(one.axes),
     "kind": one.kind,
@@ -193,15 +193,15 @@ def make(
   """
   chips, rates = overridden(config.planning.constants)
   if topology_name is None:
-    topology_name = target.at_hand(config, simulate=simulate)
+    topology_name = aot.at_hand(config, simulate=simulate)
   topology = parse(topology_name, chips)
   progress(f"laying out the state on {topology.name}")
-  ready = target.prepare(config, topology)
+  ready = aot.prepare(config, topology)
   program = compiled = None
-  where = target.places(ready, topology)
-  if target.compiled_here(topology):
+  where = aot.places(ready, topology)
+  if aot.compiled_here(topology):
     progress(f"compiling the step for {ready.mesh.size} devices of {topology.name}")
-    program = target.compile_step(ready)
+    program = aot.compile_step(ready)
     progress("reading the compiled program")
     compiled = hlo.parse(program.text) if program.fits else None
   progress("tracing what a device holds")
@@ -222,10 +222,10 @@ def make(
     return dataclasses.replace(found, advice=tuple(advice))
   progress("timing the step")
   if compiled is None:
-    times = formulas.times(ready, where, topology.chip, rates)
+    times = analytic.times(ready, where, topology.chip, rates)
   else:
     sent = collectives(program.text, ready.mesh)
-    times = schedule.times(compiled, sent, where, topology.chip, rates)
+    times = step_time.times(compiled, sent, where, topology.chip, rates)
   return dataclasses.replace(found, times=times)
 
 

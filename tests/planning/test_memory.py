@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from planning import held, memory
+from planning import activation_memory, memory
 from tests.jobs import make_job
 
 # Of the small decoder: rows, tokens, model, heads, key/value heads, head, feed-forward, layers.
@@ -14,7 +14,7 @@ WIDE = 4  # bytes
 
 
 def kept(strategy, **overrides):
-  return held.by_the_layers(make_job(strategy, "lm", **overrides))[0]
+  return activation_memory.by_the_layers(make_job(strategy, "lm", **overrides))[0]
 
 
 def test_full_rematerialization_keeps_the_residual_of_each_layer():
@@ -37,7 +37,9 @@ def test_dots_keep_the_products_that_the_backward_pass_reads():
 
 def test_as_many_chunks_of_the_loss_as_layers_are_no_layers():
   [two, three] = (
-    held.by_the_layers(make_job("single", "lm", **FULL, **{"training.loss_chunks": chunks}))
+    activation_memory.by_the_layers(
+      make_job("single", "lm", **FULL, **{"training.loss_chunks": chunks})
+    )
     for chunks in (L, 3)
   )
   assert two == three
@@ -50,7 +52,7 @@ def test_nothing_recomputed_keeps_more():
 def test_scores_are_what_one_layer_holds_of_long_rows():
   long = {**FULL, "data.sequence_length": 256, "data.global_batch_size": 1}
   [one, split] = (
-    held.by_the_layers(make_job("single", "lm", **long, **more))[1]
+    activation_memory.by_the_layers(make_job("single", "lm", **long, **more))[1]
     for more in ({}, {"mesh.context": 2, "model.context_attention": "gather"})
   )
   scores = N * 256 * 256 * WIDE
@@ -60,7 +62,7 @@ def test_scores_are_what_one_layer_holds_of_long_rows():
 
 @pytest.mark.parametrize("recipe", ["mlp", "mlp_tutorial"])
 def test_without_layers_all_of_a_model_is_one(recipe):
-  of_all, one = held.by_the_layers(make_job("dp8", recipe))
+  of_all, one = activation_memory.by_the_layers(make_job("dp8", recipe))
   assert of_all == 0
   assert one >= 2 * (40 + 56) * WIDE
 
@@ -72,9 +74,9 @@ def test_what_is_elementwise_is_computed_where_it_is_read():
   sizes = (8, 16), (16, 32), (32, 4)
   jaxpr = jax.make_jaxpr(chain)(*map(jnp.zeros, sizes)).jaxpr
   # The first product is there, for the second one's argument, and so is the second.
-  assert held._most_at_once(jaxpr, 0, 0, 0) == (8 * 32 + 8 * 4) * WIDE
+  assert activation_memory._most_at_once(jaxpr, 0, 0, 0) == (8 * 32 + 8 * 4) * WIDE
   # x counts too where it is the body's own, until it has been read.
-  assert held._most_at_once(jaxpr, 0, 1, 1) == (8 * 32 + 8 * 16) * WIDE
+  assert activation_memory._most_at_once(jaxpr, 0, 1, 1) == (8 * 32 + 8 * 16) * WIDE
 
 
 def test_a_narrower_copy_replaces_what_it_is_made_of():
@@ -84,7 +86,7 @@ def test_a_narrower_copy_replaces_what_it_is_made_of():
     return jnp.dot(y, y.T) * z.astype(jnp.bfloat16)
 
   jaxpr = jax.make_jaxpr(cast)(jnp.zeros((8, 16)), jnp.zeros((16, 64))).jaxpr
-  assert held._most_at_once(jaxpr, 0, 0, 0) == 8 * 64 * (WIDE + 2)
+  assert activation_memory._most_at_once(jaxpr, 0, 0, 0) == 8 * 64 * (WIDE + 2)
 
 
 def test_not_all_is_there_at_a_time():

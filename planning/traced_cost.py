@@ -15,7 +15,7 @@ from typing import Any
 from jax.extend import core
 
 from analysis.roofline import Work
-from planning import held
+from planning import activation_memory
 from training.setup import Job
 
 _VIEWS = {"slice", "dynamic_slice", "squeeze", "split"}  # read where they are used
@@ -38,9 +38,9 @@ class _Fused(dict):
 
 def operations(job: Job) -> list[tuple[Work, int, bool]]:
   """Returns what a step's gradients do on one device: work, how often, whether in float32."""
-  config, share = held.part(job, at_once=False)
+  config, share = activation_memory.part(job, at_once=False)
   tracer = _Tracer(share)
-  jaxpr = held.gradients(job, config)
+  jaxpr = activation_memory.gradients(job, config)
   count = job.config.training.gradient_accumulation_steps
   inputs = {x: tracer.fresh(x) for x in [*jaxpr.invars, *jaxpr.constvars]}
   tracer.close(jaxpr, tracer.walk(jaxpr, inputs, count), count)
@@ -62,7 +62,7 @@ class _Tracer:
   def fresh(self, x: Any) -> Roots:
     """Returns a variable as an array of its own."""
     self._count += 1
-    return {self._count: held.bytes_of(x)}
+    return {self._count: activation_memory.bytes_of(x)}
 
   def walk(self, jaxpr: Any, roots: dict[Any, Roots], runs: int) -> list[Roots]:
     """Notes a body's work; returns what its results are computed from.
@@ -74,7 +74,7 @@ class _Tracer:
     """
     for equation in jaxpr.eqns:
       read = [{} if isinstance(x, core.Literal) else roots.get(x, {}) for x in equation.invars]
-      name, inner = equation.primitive.name, held.inlined(equation)
+      name, inner = equation.primitive.name, activation_memory.inlined(equation)
       if name in _WHOLE:
         read = [
           self._written(x, one, roots, runs) for x, one in zip(equation.invars, read, strict=True)
@@ -97,19 +97,19 @@ class _Tracer:
     """Notes that what a body returns is written, where it is not there yet."""
     for x, behind in zip(jaxpr.outvars, results, strict=True):
       if isinstance(behind, _Fused):
-        self._note(0, _read(x, behind) + held.bytes_of(x), runs)
+        self._note(0, _read(x, behind) + activation_memory.bytes_of(x), runs)
 
   def _written(self, x: Any, behind: Roots, roots: dict[Any, Roots], runs: int) -> Roots:
     """Notes that an argument is written, where it is not there yet; returns what it then is."""
     if isinstance(behind, _Fused):
-      self._note(0, _read(x, behind) + held.bytes_of(x), runs)
+      self._note(0, _read(x, behind) + activation_memory.bytes_of(x), runs)
       behind = roots[x] = self.fresh(x)
     return behind
 
   def _loop(self, equation: Any, runs: int) -> list[Roots]:
     """Notes a loop's work; in each turn a part of what goes into it is read."""
     if equation.primitive.name == "scan":
-      inner, turns = held.body(equation), equation.params["length"]
+      inner, turns = activation_memory.body(equation), equation.params["length"]
     else:
       inner, turns = equation.params["body_jaxpr"].jaxpr, 1
     arguments = {x: self.fresh(x) for x in [*inner.invars, *inner.constvars]}
@@ -117,14 +117,16 @@ class _Tracer:
     return [self.fresh(x) for x in equation.outvars]
 
   def _one(self, equation: Any, read: list[Roots], runs: int) -> list[Roots]:
-    name, results = equation.primitive.name, sum(map(held.bytes_of, equation.outvars))
+    name, results = equation.primitive.name, sum(map(activation_memory.bytes_of, equation.outvars))
     if name == "gather":
       self._note(0, 2 * results, runs)
     elif name.startswith("scatter"):
-      self._note(0, 3 * held.bytes_of(equation.invars[2]), runs)  # read, and read and written there
+      self._note(
+        0, 3 * activation_memory.bytes_of(equation.invars[2]), runs
+      )  # read, and read and written there
     elif name == "dynamic_update_slice":
-      self._note(0, 2 * held.bytes_of(equation.invars[1]), runs)
-    elif name in held.WRITTEN:
+      self._note(0, 2 * activation_memory.bytes_of(equation.invars[1]), runs)
+    elif name in activation_memory.WRITTEN:
       there = sum(_read(x, behind) for x, behind in zip(equation.invars, read, strict=True))
       self._note(_flops(equation), there + results, runs, wide=_wide(equation))
     else:
@@ -141,7 +143,7 @@ class _Tracer:
 
 def _read(x: Any, behind: Roots) -> int:
   """Returns the bytes that are read for an argument: its own, or those that it follows from."""
-  return min(held.bytes_of(x), sum(behind.values()))
+  return min(activation_memory.bytes_of(x), sum(behind.values()))
 
 
 def _wide(equation: Any) -> bool:

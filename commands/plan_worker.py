@@ -1,4 +1,4 @@
-"""Makes a plan in a process of its own: `python -m planning.worker`, a request on stdin.
+"""Makes a plan in a process of its own: `python -m commands.plan_worker`, a request on stdin.
 
 The compiler for TPUs, once loaded, prints on every start and holds a lock; ordinary runs never
 load it. Writes report.txt, plan.html and plan.json, and exits with 0; or writes the reason to

@@ -13,8 +13,8 @@ from analysis import hlo
 from analysis.chips import Chip, Rates
 from analysis.collectives import Collective
 from analysis.roofline import FREE, Costs, Work
-from planning import traffic
-from planning.traffic import Places, Wire
+from planning import interconnect
+from planning.interconnect import Places, Wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,8 @@ class _Walker:
     self.flops, self.bandwidth = chip.flops * rates.matmul, chip.hbm_bandwidth * rates.memory
     self.wires = {one.name: _slowest(one, places) for one in found}
     self.alone = {
-      one.name: traffic.seconds(one.kind, one.bytes, self.wires[one.name], rates) for one in found
+      one.name: interconnect.seconds(one.kind, one.bytes, self.wires[one.name], rates)
+      for one in found
     }
     self.waited: dict[str, float] = defaultdict(float)
     self.work = Work(0, 0)

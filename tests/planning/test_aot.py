@@ -12,8 +12,8 @@ from analysis.chips import CHIPS
 from analysis.collectives import collectives
 from configs import dp8
 from partitioning.mesh import AXES, make_mesh
-from planning import target
-from planning.topologies import EXAMPLES, parse
+from planning import aot
+from planning.topology import EXAMPLES, parse
 
 GIB = 2**30
 CLOUD = {
@@ -46,7 +46,7 @@ TEMPORARIES = (
   ],
 )
 def test_what_a_refused_program_needs(message, needed):
-  assert target.needed(message, 3 * GIB) == needed
+  assert aot.needed(message, 3 * GIB) == needed
 
 
 def sliced(topology, **over):
@@ -54,7 +54,7 @@ def sliced(topology, **over):
   config = dp8.get_config("lm")
   config.mesh_dcn.update(over)
   given = dict(config.mesh_dcn)
-  found = dict(target.with_slices(config, parse(topology)).mesh_dcn)
+  found = dict(aot.with_slices(config, parse(topology)).mesh_dcn)
   assert dict(config.mesh_dcn) == given, "the config that was given stays as it is"
   return {axis: size for axis, size in found.items() if size != 1}
 
@@ -71,7 +71,7 @@ def test_the_slices_of_a_name_are_those_of_the_config():
 
 @pytest.mark.plan
 def test_a_mesh_whose_axes_are_no_whole_axes_of_the_torus():
-  devices = target.start(parse("v6e:16x16"), 1)
+  devices = aot.start(parse("v6e:16x16"), 1)
   mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 64, "tensor": 4}, devices)
   assert mesh.shape["fsdp"] == 64
   groups = mesh.devices.reshape(64, 4)
@@ -95,11 +95,11 @@ def test_a_mesh_whose_axes_are_no_whole_axes_of_the_torus():
 )
 def test_the_compiler_is_told_which_axes_have_wraparound_links(name, wrap, monkeypatch):
   asked = []
-  describe = target.described.get_topology_desc
+  describe = aot.described.get_topology_desc
   monkeypatch.setattr(
-    target.described, "get_topology_desc", lambda **ask: asked.append(ask) or describe(**ask)
+    aot.described, "get_topology_desc", lambda **ask: asked.append(ask) or describe(**ask)
   )
-  assert len(target.start(parse(name), 1)) == parse(name).devices
+  assert len(aot.start(parse(name), 1)) == parse(name).devices
   assert asked == [{"platform": "tpu", "topology_name": name, "wrap": wrap}]
 
 
@@ -107,7 +107,7 @@ def test_the_compiler_is_told_which_axes_have_wraparound_links(name, wrap, monke
 @pytest.mark.plan
 def test_with_wraparound_links_a_gather_is_no_all_reduce_of_the_whole():
   # Without `wrap` the compiler wrote an all-reduce of twice the cost (libtpu 0.0.42.1, 0.0.48.1).
-  mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 64}, target.start(parse("v5p:4x4x4"), 1))
+  mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 64}, aot.start(parse("v5p:4x4x4"), 1))
   split, whole = (jax.sharding.NamedSharding(mesh, P(axis)) for axis in ("fsdp", None))
   array = jax.ShapeDtypeStruct((8192, 8192), "bfloat16", sharding=split)
   text = jax.jit(lambda x: x, out_shardings=whole).lower(array).compile().as_text()
@@ -120,10 +120,10 @@ def test_with_wraparound_links_a_gather_is_no_all_reduce_of_the_whole():
 )
 def test_the_compiler_knows_every_kind_and_counts_its_devices_alike(chip):
   for name in CLOUD.get(chip.name, ()):
-    assert len(target.start(parse(name), 1)) == parse(name).devices
+    assert len(aot.start(parse(name), 1)) == parse(name).devices
   for shape in ["2x2x1", *EXAMPLES[3].split(", ")[:2]] if chip.torus == 3 else ["2x2", "4x4"]:
     topology = parse(f"{chip.name}:{shape}")
-    found = target.start(topology, 1)
+    found = aot.start(topology, 1)
     assert len(found) == topology.devices
     assert {device.platform for device in found} == {"tpu"}
 
@@ -131,7 +131,7 @@ def test_the_compiler_knows_every_kind_and_counts_its_devices_alike(chip):
 @COMPILED
 @pytest.mark.plan
 def test_padded_bytes_of_the_arguments_are_what_the_compiler_says():
-  mesh = make_mesh({**dict.fromkeys(AXES, 1), "data": 4}, target.start(parse("v5e:2x2"), 1))
+  mesh = make_mesh({**dict.fromkeys(AXES, 1), "data": 4}, aot.start(parse("v5e:2x2"), 1))
   everywhere = jax.sharding.NamedSharding(mesh, P())
   sizes = {"a": (4096, 16), "b": (16, 4096), "c": (3, 200, 192), "d": (5,), "e": (128, 128)}
   state = {

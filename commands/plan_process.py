@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from analysis.chips import overridden
-from planning.topologies import parse
+from planning.topology import parse
 from processes import preemption
 from processes.printable import printable
 from runtime import files
@@ -102,7 +102,7 @@ def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> i
   read, write = os.pipe()
   with said.open("wb") as errors, open(read, "rb", buffering=0) as phases:
     worker = subprocess.Popen(
-      [sys.executable, "-m", "planning.worker"],
+      [sys.executable, "-m", "commands.plan_worker"],
       stdin=subprocess.PIPE,
       stderr=None if debug else errors,
       env={**os.environ, **({} if here else ENVIRONMENT), "PYTHONPATH": str(ROOT)},

@@ -8,9 +8,9 @@ import pytest
 
 from analysis.chips import Rates
 from models import MODELS
-from planning import formulas, traced
-from planning.topologies import parse
-from planning.traffic import in_order
+from planning import analytic, traced_cost
+from planning.interconnect import in_order
+from planning.topology import parse
 from tests.jobs import make_job
 from tests.parity.budgets import STRATEGIES, job_of
 from tests.parity.theory import theory
@@ -23,7 +23,7 @@ SCALARS = 200
 def test_what_is_sent_is_what_the_proved_budget_says(strategy):
   job = job_of(strategy)
   found = defaultdict(lambda: [0, 0])
-  for term in formulas.terms(job):
+  for term in analytic.terms(job):
     found[term.kind, term.axes][0] += term.runs
     found[term.kind, term.axes][1] += round(term.runs * term.elements * term.itemsize)
   wanted = {key: row.bytes for key, row in theory(job).items() if row.bytes > 4 * SCALARS}
@@ -35,7 +35,7 @@ def test_what_is_sent_is_what_the_proved_budget_says(strategy):
 def times_of(topology, **overrides):
   job = job_of("data=4 x fsdp=2 (HSDP)", **overrides)
   where = in_order(parse(topology), 8)
-  return formulas.times(job, where, parse(topology).chip, Rates())
+  return analytic.times(job, where, parse(topology).chip, Rates())
 
 
 def test_what_fsdp_sends_is_hidden_as_far_as_other_work_lasts():
@@ -74,7 +74,7 @@ def test_rematerialization_computes_the_layers_again():
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tp8"])
 def test_every_strategy_shares_the_same_flops_evenly(strategy):
   job = job_of(strategy)
-  found = sum(work.flops * runs for work, runs, _ in traced.operations(job))
+  found = sum(work.flops * runs for work, runs, _ in traced_cost.operations(job))
   each = MODELS[job.config.model.name].train_flops_per_example(job.config)
   wanted = each * job.config.data.global_batch_size / job.mesh.size
   assert found == pytest.approx(wanted, rel=0.01)
@@ -94,7 +94,7 @@ def scores_bytes(length, **overrides):
   job = make_job(
     "single", "lm", **{"data.global_batch_size": 1, "data.sequence_length": length, **overrides}
   )
-  found = sum(work.bytes * runs for work, runs, _ in traced.operations(job))
+  found = sum(work.bytes * runs for work, runs, _ in traced_cost.operations(job))
   return found / (LAYERS * N * length**2 * 4)
 
 
@@ -114,7 +114,7 @@ def test_a_kernel_that_keeps_its_scores_moves_next_to_none():
 def traffic(function, *shapes):
   """Returns the HBM bytes of a function of float32 arrays."""
   jaxpr = jax.make_jaxpr(function)(*map(jnp.zeros, shapes)).jaxpr
-  tracer = traced._Tracer(1.0)
+  tracer = traced_cost._Tracer(1.0)
   tracer.close(jaxpr, tracer.walk(jaxpr, {x: tracer.fresh(x) for x in jaxpr.invars}, 1), 1)
   return sum(work.bytes * runs for work, runs, _ in tracer.found)
 
@@ -150,5 +150,5 @@ def test_what_is_read_and_written(function, shapes, elements):
 
 def test_groups_along_axes():
   job = job_of("dp2_fsdp2_tp2")
-  assert formulas.groups(job, ("tensor",)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-  assert formulas.groups(job, ("data", "tensor")) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+  assert analytic.groups(job, ("tensor",)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+  assert analytic.groups(job, ("data", "tensor")) == [[0, 1, 4, 5], [2, 3, 6, 7]]

@@ -12,7 +12,7 @@ import jax
 
 from analysis import accelerators
 from analysis.chips import CHIPS, Chip
-from planning.slices import resolve
+from planning.slice_names import resolve
 from runtime.devices import Devices, memory_bytes
 from runtime.suggest import nearest
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from planning import memory, target
-from planning.topologies import Topology
+from planning import aot, memory
+from planning.topology import Topology
 from training.setup import Job
 
 MOST = 3  # pieces of advice
@@ -48,7 +48,7 @@ def _needed(config: ConfigDict, topology: Topology, changed: Mapping[str, Any]) 
   other = copy.deepcopy(config)
   other.update_from_flattened_dict(dict(changed))
   try:
-    job = target.prepare(other, topology)
+    job = aot.prepare(other, topology)
   except ValueError:
     return None
   return memory.at_once(memory.by_formula(job))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from planning import traffic
-from planning.topologies import parse
-from planning.traffic import Wire, in_order
+from planning import interconnect
+from planning.interconnect import Wire, in_order
+from planning.topology import parse
 from tests.planning.programs import IDEAL
 
 
@@ -19,7 +19,7 @@ from tests.planning.programs import IDEAL
   ],
 )
 def test_kinds(kind, passes):
-  found = traffic.seconds(kind, 9e9, Wire("ICI", 90e9, 1), IDEAL)
+  found = interconnect.seconds(kind, 9e9, Wire("ICI", 90e9, 1), IDEAL)
   assert found == pytest.approx(0.1 * passes)
 
 

@@ -15,8 +15,8 @@ from ml_collections import ConfigDict
 from configs.schema import finalize, validate
 from partitioning import shardings
 from partitioning.mesh import resolve_sizes
-from planning.topologies import Topology, of_devices
-from planning.traffic import Places, in_order
+from planning.interconnect import Places, in_order
+from planning.topology import Topology, of_devices
 from runtime import devices
 from training import setup
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from analysis.chips import Rates
-from planning.topologies import Topology
+from planning.topology import Topology
 
 # Kind -> how often V passes a link.
 _PASSES = {

@@ -5,14 +5,14 @@ import importlib
 import jax
 import pytest
 
-from planning import plan, target
+from planning import aot, plan
 from reports import plan_text
 
 
 @pytest.fixture(autouse=True)
 def _devices(monkeypatch):
   """Lays arrays out on the devices that the tests have."""
-  monkeypatch.setattr(target, "_MADE", {target.SIMULATED: tuple(jax.devices())})
+  monkeypatch.setattr(aot, "_MADE", {aot.SIMULATED: tuple(jax.devices())})
 
 
 def make(strategy, topology, *overrides, recipe="lm"):

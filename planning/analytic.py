@@ -15,9 +15,9 @@ from analysis.roofline import Work
 from partitioning.dims import spec_axes
 from partitioning.parallel import ring_attention
 from partitioning.shardings import bytes_per_device, shard_shape
-from planning import traced, traffic
-from planning.schedule import Sent, Times
-from planning.traffic import Places
+from planning import interconnect, traced_cost
+from planning.interconnect import Places
+from planning.step_time import Sent, Times
 from training.setup import Job
 
 
@@ -54,7 +54,7 @@ def times(job: Job, places: Places, chip: Chip, rates: Rates) -> Times:
   speed, bandwidth = chip.flops * rates.matmul, chip.hbm_bandwidth * rates.memory
   update = Work(0, _bytes(job))
   work, compute, busy = update, 0.0, update.bytes / bandwidth
-  for one, runs, wide in traced.operations(job):
+  for one, runs, wide in traced_cost.operations(job):
     work += one * runs
     # On GPUs float32 runs as TF32, at half the speed of bfloat16 (NVIDIA's data sheets).
     seconds = one.flops / speed * (2 if wide and not chip.torus else 1)
@@ -66,7 +66,7 @@ def times(job: Job, places: Places, chip: Chip, rates: Rates) -> Times:
     axes = tuple(axis for axis in job.mesh.axis_names if axis in term.axes)
     wire = min((places.wire(group) for group in groups(job, axes)), key=lambda w: w.bandwidth)
     size = round(term.elements * term.itemsize)
-    seconds = term.runs * traffic.seconds(term.kind, size, wire, rates)
+    seconds = term.runs * interconnect.seconds(term.kind, size, wire, rates)
     found.append((term, Sent(term.kind, axes, size, term.runs, term.why, wire, seconds, seconds)))
   hidden = sum(one.seconds for term, one in found if term.hidden)
   share = max(0.0, hidden - busy) / hidden if hidden else 0.0

@@ -7,9 +7,9 @@ import pytest
 from analysis import hlo
 from analysis.chips import CHIPS
 from analysis.collectives import collectives
-from planning import schedule
-from planning.topologies import parse
-from planning.traffic import in_order
+from planning import step_time
+from planning.interconnect import in_order
+from planning.topology import parse
 from tests.analysis.programs import make_mesh
 from tests.planning.programs import IDEAL
 
@@ -29,13 +29,13 @@ HEAD = """HloModule m, is_scheduled=true
 GROUPS = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true, to_apply=%add"
 
 
-def times(body: str, before: str = "") -> schedule.Times:
+def times(body: str, before: str = "") -> step_time.Times:
   """Returns what a program takes on 8 devices in a row."""
   text = f"{HEAD}{before}\nENTRY %main () -> f32[] {{\n{body}\n}}\n"
   found = in_order(parse("v5e:1x8"), 8)
   found = dataclasses.replace(found, topology=dataclasses.replace(found.topology, chip=CHIP))
   mesh = make_mesh(data=8)
-  return schedule.times(hlo.parse(text), collectives(text, mesh), found, CHIP, IDEAL)
+  return step_time.times(hlo.parse(text), collectives(text, mesh), found, CHIP, IDEAL)
 
 
 START = """

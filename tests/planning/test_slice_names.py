@@ -8,7 +8,7 @@ import pytest
 
 from analysis.accelerators import ACCELERATORS
 from analysis.chips import CHIPS, PUBLISHED, REASONS, Rates, overridden
-from planning.topologies import of_devices, parse
+from planning.topology import of_devices, parse
 
 
 @pytest.mark.parametrize(
