@@ -17,8 +17,6 @@ from checkpointing.integrity import CONFIG, RECORD, STATE, UnreadableError
 from checkpointing.retention import Retention
 from runtime import files
 
-__all__ = ["Checkpointer", "SaveError"]
-
 # Arrays are cut into chunks of at most this many bytes, since TensorStore reads whole chunks: a
 # device that needs an eighth of an array which one device wrote does not hold all of it.
 CHUNK_BYTES = 2**25

@@ -16,10 +16,11 @@ import jax
 from jax.extend import core
 from ml_collections import ConfigDict
 
+from models import MODELS
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size
 from partitioning.parallel import ring_attention
-from training.setup import MODELS, Job
+from training.setup import Job
 from training.step import make_program
 
 # Primitives whose results are written.

@@ -10,11 +10,12 @@ from ml_collections import ConfigDict
 from analysis import hlo
 from analysis.chips import Rates, overridden
 from analysis.collectives import collectives
+from models import MODELS
 from partitioning import shardings
 from planning import analytic, aot, memory, step_time
 from planning.suggestions import overrides_that_fit
 from planning.topology import Topology, parse
-from training.setup import MODELS, Job
+from training.setup import Job
 
 LARGE_BYTES = 2**20
 PADDED = 1.05  # times its own bytes: more is worth a warning

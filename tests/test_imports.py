@@ -7,68 +7,52 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-# room -> the other rooms that it may import. A new room is written down here first.
+# Package -> the others that it may import. A new package is written down here first.
 ARROWS = {
-  "main": {
-    "inference",
-    "commands",
-    "training",
-    "planning",
-    "interop",
-    "tour",
-    "partitioning",
-    "processes",
-    "reports",
-    "runtime",
-  },
-  # Flags and refusals: what a config is, how devices and jobs start, how processes end.
-  "commands": {"configs", "training", "processes", "runtime"},
-  "reports": {"planning", "training", "analysis", "partitioning"},
-  "inference": {"models", "partitioning", "runtime", "processes", "training"},
-  "planning": {
+  # The entrypoint. `processes` and `runtime`: what must happen before anything slow is imported.
+  "main": {"commands", "processes", "runtime"},
+  "commands": {
     "analysis",
-    "configs",
-    "partitioning",
-    "processes",
-    "reports",
-    "training",
-    "runtime",
-  },
-  # What compiled programs do, and what chips can do.
-  "analysis": {"partitioning", "runtime"},
-  "training": {
-    "inference",
-    "analysis",
-    "reports",
-    "models",
-    "partitioning",
-    "input_pipeline",
     "checkpointing",
+    "configs",
+    "inference",
+    "input_pipeline",
+    "partitioning",
+    "planning",
     "processes",
+    "reports",
+    "runtime",
+    "tour",
+    "training",
+  },
+  "tour": {
+    *("analysis", "configs", "input_pipeline", "partitioning", "processes", "reports"),
+    *("runtime", "training"),
+  },
+  # What is shown, apart from what is computed.
+  "reports": {"analysis", "partitioning", "planning", "training"},
+  # Its formulas are about the models' dims, and say so.
+  "planning": {"analysis", "configs", "models", "partitioning", "runtime", "training"},
+  "inference": {"models", "partitioning", "processes", "runtime", "training"},
+  "training": {
+    *("analysis", "checkpointing", "input_pipeline", "models", "partitioning", "processes"),
     "runtime",
   },
   "models": {"partitioning"},
   "configs": {"runtime"},
-  "partitioning": set(),
-  "input_pipeline": {"runtime"},
   "checkpointing": {"processes", "runtime"},
-  "processes": set(),
-  # This process: its devices, its files, what it is made of.
+  "input_pipeline": {"runtime"},
+  # What compiled programs do, and what chips can do.
+  "analysis": {"runtime"},
+  # This process: its devices, its files, what it is made of. Of partitioning, sizes of meshes.
   "runtime": {"partitioning", "processes"},
+  # The processes of a run.
+  "processes": set(),
+  "partitioning": set(),
   "launch": set(),
-  "tour": {
-    "analysis",
-    "reports",
-    "configs",
-    "input_pipeline",
-    "partitioning",
-    "processes",
-    "runtime",
-    "training",
-  },
 }
-NO_ROOMS = {"tests", "benchmarks", "locks"}
-NAMES = {*ARROWS, *NO_ROOMS, "interop"}
+NOT_PACKAGES = {"tests", "benchmarks", "locks"}
+NAMES = {*ARROWS, *NOT_PACKAGES, "interop"}
 
 
 def imports(tree, *, deferred=True):
@@ -88,17 +72,58 @@ def imports(tree, *, deferred=True):
       yield from imports(node, deferred=deferred)
 
 
-def wrong_arrows(source, room, where):
-  """Returns a line for each import of a room that this room may not import."""
+def wrong_arrows(source, package, where):
+  """Returns a line for each import of a package that this package may not import."""
   wrong = []
   for line, module in imports(ast.parse(source)):
     if module.startswith("."):
-      wrong.append(f"{where}:{line}: relative import {module}; write the room's name")
+      wrong.append(f"{where}:{line}: relative import {module}; write the package's name")
     target = module.split(".")[0]
-    if target in NAMES and target != room and target not in ARROWS[room]:
-      allowed = ", ".join(sorted(ARROWS[room])) or "no other room"
-      wrong.append(f"{where}:{line}: {room} imports {module}; it may import {allowed}")
+    if target in NAMES and target != package and target not in ARROWS[package]:
+      allowed = ", ".join(sorted(ARROWS[package])) or "no other package"
+      wrong.append(f"{where}:{line}: {package} imports {module}; it may import {allowed}")
   return wrong
+
+
+def defined(source):
+  """Returns the names that a module binds itself, or passes on openly: `import X as X`."""
+  names = set()
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+      names.add(node.name)
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+      names.add(node.id)
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+      names |= {alias.name for alias in node.names if alias.name == alias.asname}
+  return names
+
+
+def through_a_third(source, where, modules):
+  """Returns a line for each name that is imported from a module that imported it itself.
+
+  Args:
+    source: of a file.
+    where: the file.
+    modules: dotted name -> the names that this module of ours defines.
+  """
+  tree = ast.parse(source)
+  uses, bound = [], {}  # (line, module, name); a name of this file -> the module that it is
+  for node in ast.walk(tree):
+    if isinstance(node, ast.ImportFrom):
+      for alias in node.names:
+        dotted = f"{node.module}.{alias.name}"
+        if dotted in modules:
+          bound[alias.asname or alias.name] = dotted
+        else:
+          uses.append((node.lineno, node.module, alias.name))
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+      uses.append((node.lineno, bound.get(node.value.id), node.attr))
+  return [
+    f"{where}:{line}: {name} is not defined in {module}; import it from its own"
+    for line, module, name in uses
+    if module in modules and name not in modules[module] and not name.startswith("__")
+  ]
 
 
 # The one file that may use them; it says which and why.
@@ -137,42 +162,62 @@ def folders():
   return {top.name: top for top in tops if any(top.glob("*.py"))}
 
 
-def files(*, rooms_only):
-  """Returns (room, path) of every Python file."""
-  kept = {name: top for name, top in folders().items() if not (rooms_only and name in NO_ROOMS)}
+def files(*, packages_only):
+  """Returns (package, path) of every Python file."""
+  kept = {
+    name: top for name, top in folders().items() if not (packages_only and name in NOT_PACKAGES)
+  }
   inside = [(name, path) for name, top in kept.items() for path in sorted(top.rglob("*.py"))]
   return [("main", ROOT / "main.py"), *inside]
 
 
-def test_every_room_has_its_arrows_written_down():
-  assert not {*folders()} - NO_ROOMS - {*ARROWS}
+def test_every_package_has_its_arrows_written_down():
+  assert not {*folders()} - NOT_PACKAGES - {*ARROWS}
   assert {"configs", "models", "partitioning", "training", "input_pipeline"} <= {*folders()}
 
 
 def test_arrows_make_no_circle():
   done = set()
   while len(done) < len(ARROWS):
-    ready = {room for room, targets in ARROWS.items() if targets & {*ARROWS} <= done} - done
+    ready = {package for package, targets in ARROWS.items() if targets & {*ARROWS} <= done} - done
     assert ready, set(ARROWS) - done
     done |= ready
 
 
 def test_imports_run_one_way():
-  found = files(rooms_only=True)
+  found = files(packages_only=True)
   assert len(found) > 20
   lines = [
     line
-    for room, path in found
-    for line in wrong_arrows(path.read_text(), room, path.relative_to(ROOT))
+    for package, path in found
+    for line in wrong_arrows(path.read_text(), package, path.relative_to(ROOT))
   ]
   assert not lines, "\n".join(lines)
+
+
+def test_names_are_imported_from_where_they_are_defined():
+  modules = {}
+  for _, path in files(packages_only=False):
+    dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    modules[dotted] = defined(path.read_text())
+  found = files(packages_only=True)
+  lines = [line for _, p in found for line in through_a_third(p.read_text(), p.name, modules)]
+  assert not lines, "\n".join(lines)
+
+
+def test_a_name_imported_through_a_third_module_is_found():
+  modules = {"a.b": defined("from c import d, e as e\nf: int = 1\ndef g(): pass"), "a.b.h": set()}
+  [line] = through_a_third("from a.b import d, e, f, g, h\nfrom x import d", "r", modules)
+  assert line == "r:1: d is not defined in a.b; import it from its own"
+  [line] = through_a_third("from a import b\nb.f()\nb.d()", "r", modules | {"a": set()})
+  assert line == "r:3: d is not defined in a.b; import it from its own"
 
 
 def test_the_rest_is_imported_as_it_is_meant_to():
   for check in (private_names, early_tensorflow):
     lines = [
       line
-      for _, path in files(rooms_only=False)
+      for _, path in files(packages_only=False)
       for line in check(path.read_text(), path.relative_to(ROOT))
     ]
     assert not lines, "\n".join(lines)
@@ -184,22 +229,26 @@ def test_the_plain_reference_imports_nothing_of_the_project():
 
 
 @pytest.mark.parametrize(
-  ("room", "source", "said"),
+  ("package", "source", "said"),
   [
     ("partitioning", "import models.mlp", "partitioning imports models.mlp; it may import no"),
     ("models", "from training import step", "models imports training.step; it may import part"),
     ("training", "from planning.cost import x", "training imports planning.cost.x"),
-    ("training", "from configs import base", "may import checkpointing, input_pipeline, models"),
+    (
+      "training",
+      "from configs import base",
+      "may import analysis, checkpointing, input_pipeline, models",
+    ),
     ("planning", "import main", "planning imports main"),
     ("main", "import models", "main imports models"),
     ("configs", "def f():\n  if True:\n    from partitioning import mesh", "r:3: configs imports"),
     ("models", "from tests.jobs import make_job", "models imports tests.jobs.make_job"),
     ("input_pipeline", "import numpy, training", "input_pipeline imports training"),
-    ("models", "from ..training import step", "relative import ..training.step; write the room"),
+    ("models", "from ..training import step", "relative import ..training.step; write the package"),
   ],
 )
-def test_an_arrow_that_points_elsewhere_is_found(room, source, said):
-  [line] = wrong_arrows(source, room, "r")
+def test_an_arrow_that_points_elsewhere_is_found(package, source, said):
+  [line] = wrong_arrows(source, package, "r")
   assert said in line
 
 

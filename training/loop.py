@@ -9,7 +9,7 @@ from typing import Any
 from etils import epath
 
 from analysis import collectives
-from checkpointing.checkpointer import SaveError
+from checkpointing.async_writer import SaveError
 from input_pipeline.prefetch import Prefetcher
 from processes.coordination import current
 from processes.step_barrier import Lockstep

@@ -7,7 +7,8 @@ import pytest
 from etils import epath
 
 from checkpointing import folder_entries, restore
-from checkpointing.checkpointer import Checkpointer, SaveError
+from checkpointing.async_writer import SaveError
+from checkpointing.checkpointer import Checkpointer
 from tests.checkpointing import damage
 from tests.checkpointing.states import (
   CONFIG,

@@ -11,7 +11,8 @@ import types
 import pytest
 
 from checkpointing import async_writer, checksums
-from checkpointing.checkpointer import Checkpointer, SaveError
+from checkpointing.async_writer import SaveError
+from checkpointing.checkpointer import Checkpointer
 from tests.checkpointing.states import (
   CONFIG,
   RECORD,

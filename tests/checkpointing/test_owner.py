@@ -2,7 +2,8 @@
 
 import pytest
 
-from checkpointing.checkpointer import Checkpointer, SaveError
+from checkpointing.async_writer import SaveError
+from checkpointing.checkpointer import Checkpointer
 from tests.checkpointing.states import CONFIG, RECORD, contents, counting_tree, save_counting
 
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from inference.sampler import Request, Sampler
-from models import documents, token_positions, transformer
+from models import token_positions, transformer
 from models.kv_cache import Cache
 from models.token_positions import END
 from tests.jobs import first_state, make_job
@@ -139,7 +139,7 @@ def documents_of(rows, counts):
 
 
 def test_documents_and_positions_read_in_parts_are_those_of_the_whole(monkeypatch):
-  monkeypatch.setattr(documents, "constrain", lambda x, _: x)
+  monkeypatch.setattr(token_positions, "constrain", lambda x, _: x)
   random = np.random.default_rng(0)
   read = jax.jit(token_positions.read_on)
   for _ in range(20):

@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from inference.text_stream import END, Printer, Row, as_bytes
+from inference.text_stream import Printer, Row, as_bytes
+from models.token_positions import END
 
 
 def shown(row, tokens):

@@ -12,7 +12,7 @@ import pytest
 from runtime import compilation_cache
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-SCRIPT = ROOT / "tests" / "training" / "damaging_the_cache.py"
+SCRIPT = ROOT / "tests" / "runtime" / "damaging_the_cache.py"
 
 
 def start(folder, *flags):

@@ -18,11 +18,11 @@ ROOT = provenance.ROOT
 OTHERS = {
   "input_pipeline": "__init__ file_lock prefetch sources/__init__ sources/catalog",
   "partitioning": "__init__ shardings",
-  "training": "__init__ agreement evaluation loop metrics/__init__ metrics/append_log "
-  "metrics/console metrics/device_probe metrics/goodput metrics/log_lines "
-  "metrics/log_schedule metrics/profiler metrics/reader metrics/throughput "
-  "metrics/waiting metrics/writer parity record_schema replica_check "
-  "replica_digests restore running workdir_files workdir_owner",
+  "training": "__init__ evaluation loop metrics/__init__ metrics/append_log metrics/console "
+  "metrics/device_probe metrics/goodput metrics/log_lines metrics/log_schedule "
+  "metrics/profiler metrics/reader metrics/throughput metrics/waiting "
+  "metrics/writer parity record_schema replica_check replica_digests restore "
+  "workdir_files workdir_owner",
 }
 
 

@@ -136,7 +136,7 @@ def test_each_second_is_in_its_own_bin(tmp_path, monkeypatch):
   made.compile_eval_step()
   monkeypatch.setattr(runs.loop.Evaluator, "__call__", slowed(runs.loop.Evaluator.__call__, 0.7))
   monkeypatch.setattr(
-    runs.resuming.Checkpointer, "save", slowed(runs.resuming.Checkpointer.save, 0.3)
+    runs.restore.Checkpointer, "save", slowed(runs.restore.Checkpointer.save, 0.3)
   )
   rows = source()
   slow_rows = dataclasses.replace(rows, read=slowed(rows.read, 0.06))

@@ -38,7 +38,7 @@ def test_a_number_that_is_not_finite_stops_and_names_its_step(loss, norm):
 
 def test_rates_leave_out_the_first_step_and_pauses(monkeypatch):
   now = [100.0]
-  monkeypatch.setattr("training.meter.time.monotonic", lambda: now[0])
+  monkeypatch.setattr("training.metrics.throughput.time.monotonic", lambda: now[0])
   meter = Meter(make_job("dp8", "lm"))  # 16 rows of 12 tokens
   now[0] = 150.0
   meter.start(1, wait_seconds=3.0)

@@ -1,4 +1,4 @@
-"""A training run from its announcement to its exit code, once nothing can be refused any more."""
+"""The verb `train`: from its config to its exit code."""
 
 import dataclasses
 import sys
@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from etils import epath
 
+from checkpointing.async_writer import SaveError
+from commands import build, flags, preflight_facts
 from inference import sampler
 from input_pipeline.row_source import Source
-from input_pipeline.row_store import UnreadableError
 from partitioning.mesh import mesh_text
 from processes import coordination as groups
 from processes.preemption import EXIT_CODE
@@ -16,10 +17,22 @@ from processes.printable import printable
 from processes.watchdog import DONE, Watchdog
 from reports import layout_text
 from runtime import files
-from training import evaluation, loop, restore, setup, splits, workdir_files
+from training import evaluation, loop, restore, setup, splits, workdir_files, workdir_owner
 from training.bad_steps import TrainingStoppedError
 from training.metrics import goodput
 from training.metrics.console import say
+
+
+def prepare(watch: Watchdog) -> Callable[[], int]:
+  [ready] = build.prepare(flags.CONFIG)
+  data = splits.open_data(ready)
+  workdir = flags.workdir()
+  with workdir_owner.owned(ready, workdir, watch) as owner:
+    record = restore.judge(ready, data.train.source, workdir, flags.ACCEPT.value)
+    sources = {"train": data.train.source, "held out": data.held_out.source}
+    preflight_facts.about_to_run(ready, sources, workdir, writes=True)
+    start = restore.begin(ready, workdir, record, owner)
+  return lambda: run(ready, data, start, workdir, watch)
 
 
 def run(
@@ -48,7 +61,7 @@ def _run(
     return 0
   try:
     end = loop.train(ready, data, start, workdir, watch, started=goodput.process_started())
-  except (TrainingStoppedError, loop.SaveError) as error:
+  except (TrainingStoppedError, SaveError) as error:
     return _failed(error, watch, everywhere=isinstance(error, TrainingStoppedError))
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if end.stopped:
@@ -126,16 +139,3 @@ def write_files(
   }
   text = files.json_text(listed, indent=2) + "\n"
   files.replace(workdir / workdir_files.BAD_RECORDS, text, require=require)
-
-
-def to_its_end(run: Callable[[], int], watch: Watchdog) -> int:
-  """Runs what a verb has made ready; where data cannot be read, the answer is one message and 1."""
-  try:
-    return run()
-  except UnreadableError as error:
-    if watch.group.alone:
-      print(f"error: {printable(error)}", file=sys.stderr, flush=True)
-      return 1
-    if watch.refusing(str(error), "failed"):
-      print(f"error: {groups.label()}{printable(error)}", file=sys.stderr, flush=True)
-    return groups.leave(1, patience_seconds=3)

@@ -1,0 +1,31 @@
+"""The verb `compare`: whether two configs train alike, tensor by tensor."""
+
+from collections.abc import Callable
+
+from commands import build, config_flag, flags, preflight_facts
+from commands.refusal import NO
+from processes.watchdog import STARTING, Watchdog
+from training import parity
+from training.metrics.console import say
+
+
+def prepare(watch: Watchdog) -> Callable[[], int]:
+  """Trains both configs for three steps, and tells how far every tensor is from the other's."""
+  if flags.AGAINST.value is None:
+    raise ValueError("compare needs a second config: --against=configs/single.py")
+  ours, wanted = jobs = build.prepare(flags.CONFIG, flags.AGAINST, proof=True)
+  data = parity.bring_together(jobs)
+  sources = {"config": data[0].train.source, "against": data[1].train.source}
+  preflight_facts.about_to_run(
+    ours, sources, flags.workdir(), writes=False, more={"mesh, against": wanted.devices.sizes}
+  )
+
+  def run() -> int:
+    watch.at("comparing", STARTING)  # of which nothing is kept, and which may take long
+    found = parity.compare(jobs, data)
+    titles = (config_flag.name(flags.CONFIG), config_flag.name(flags.AGAINST))
+    say(parity.text(jobs, titles, found))
+    bound = parity.BOUNDS[ours.config.training.parameter_dtype]
+    return NO if parity.beyond(found, bound) else 0
+
+  return run

@@ -1,0 +1,36 @@
+"""The verb `evaluate`: a checkpoint on the validation split."""
+
+import functools
+from collections.abc import Callable
+
+from commands import build, flags, preflight_facts, train
+from processes.preemption import EXIT_CODE
+from processes.step_barrier import Lockstep
+from processes.watchdog import Watchdog
+from training import restore, splits
+from training.evaluation import Evaluator
+from training.metrics.console import ProgressLine, say
+
+
+def prepare(watch: Watchdog) -> Callable[[], int]:
+  """Evaluates a checkpoint on the held-out split, or evaluation.final_steps batches of it."""
+  [ready] = build.prepare(flags.CONFIG)
+  held_out = splits.open_held_out(ready)
+  preflight_facts.about_to_run(ready, {"held out": held_out.source}, flags.workdir(), writes=False)
+  step, params = restore.parameters(ready, flags.CHECKPOINT.value or str(flags.workdir()))
+
+  def run() -> int:
+    train.announce_bad(held_out.source)
+    lockstep = Lockstep(watch.group, watch.stop)
+    compiled = ready.compile_eval_step().function
+    steps = ready.config.evaluation.final_steps
+    with ProgressLine(min(steps or len(held_out), len(held_out))) as progress:
+      shown = functools.partial(progress.evaluating, alone=True)
+      evaluator = Evaluator(ready, held_out, compiled, watch, lockstep, shown)
+      found = evaluator(params, steps=steps)
+    if found is None:
+      return EXIT_CODE
+    say(found.text(step))
+    return 0
+
+  return run

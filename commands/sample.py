@@ -1,0 +1,41 @@
+"""The verb `sample`: continues prompts with a checkpoint's model."""
+
+import hashlib
+from collections.abc import Callable
+
+from etils import epath
+
+from commands import build, flags, preflight_facts
+from inference import sampler
+from processes.watchdog import STARTING, Watchdog
+from training import restore
+
+
+def prepare(watch: Watchdog) -> Callable[[], int]:
+  """Continues prompts with a checkpoint's model."""
+  if flags.PROMPT.value and flags.PROMPT_FILE.value:
+    raise ValueError("--prompt and --prompt_file: give one of the two")
+  prompts = flags.PROMPT.value
+  if flags.PROMPT_FILE.value:
+    prompts = epath.Path(flags.PROMPT_FILE.value).read_bytes().splitlines()
+  [ready] = build.prepare(flags.CONFIG)
+  request = sampler.Request(
+    tuple(prompts or [""]),
+    max_new_tokens=flags.MAX_NEW_TOKENS.value,
+    temperature=flags.TEMPERATURE.value,
+    top_k=flags.TOP_K.value,
+    top_p=flags.TOP_P.value,
+    seed=flags.SEED.value,
+    stop=tuple(flags.STOP.value),
+  )
+  sampler.check(ready.config, request)
+  digest = hashlib.sha256(repr(request.tokens).encode()).hexdigest()[:16]
+  preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more={"prompts": digest})
+  _, params = restore.parameters(ready, flags.CHECKPOINT.value or str(flags.workdir()))
+
+  def run() -> int:
+    watch.at("sampling", STARTING)
+    sampler.show(ready, params, request)
+    return 0
+
+  return run

@@ -1,0 +1,93 @@
+"""A command from its flags to its exit code: processes, watchdog, refusals.
+
+Each verb is a module of this package. `prepare(watch)` does all that may be refused, and returns
+what runs after it; `plan` and `tour` (ALONE) are one process without a run, and have `run()`.
+"""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+
+from absl import logging
+
+from commands import flags, preflight_facts
+from commands.refusal import refuse
+from input_pipeline.row_store import UnreadableError
+from processes import coordination as groups
+from processes import preemption
+from processes.preemption import StopRequest
+from processes.printable import printable
+from processes.watchdog import Watchdog
+from runtime import devices, xla_flags
+
+ALONE = ("plan", "tour")
+
+
+def main(argv: list[str]) -> int:
+  """Runs the verb and returns the exit code."""
+  if not flags.DEBUG.value:
+    logging.set_verbosity(logging.WARNING)  # the libraries' own news is not the user's
+  try:
+    verb = flags.chosen_verb(argv[1:])
+    xla_flags.check()
+  except (ValueError, OSError) as error:
+    return refuse(error)
+  command = importlib.import_module(f"commands.{verb}")  # the others' imports take time
+  if verb in ALONE:
+    return command.run()
+  try:
+    keys = flags.CONFIG.value.processes
+    on_tpu = not flags.SIMULATE.value and devices.hardware() == "tpu"
+    group = groups.connect(
+      start_timeout_seconds=keys.start_timeout_seconds,
+      heartbeat_seconds=keys.heartbeat_seconds,
+      on_tpu=on_tpu,
+      workdir=flags.workdir(),
+    )
+  except (ValueError, OSError, RuntimeError) as error:
+    return refuse(error)
+  watch = Watchdog(
+    group,
+    StopRequest(),
+    deadline_seconds=keys.deadline_seconds,
+    start_timeout_seconds=keys.start_timeout_seconds,
+    input_timeout_seconds=keys.input_timeout_seconds,
+  )
+  try:
+    with watch:
+      code = _run(command.prepare, verb, watch)
+      watch.part()
+  except Exception:  # whatever it is, the other processes must not wait for this one
+    if group.alone:
+      raise
+    print(f"{groups.label()}{traceback.format_exc()}", file=sys.stderr, flush=True)
+    groups.leave(1, patience_seconds=3)
+  return code
+
+
+def _run(prepare: Callable[[Watchdog], Callable[[], int]], verb: str, watch: Watchdog) -> int:
+  try:
+    configs = {"config": flags.CONFIG.value, "against": flags.AGAINST.value}
+    configs = {name: config for name, config in configs.items() if config is not None}
+    preflight_facts.about_to_start(configs, flags.facts(verb))
+    # What a verb returns runs outside of this block: from there on, errors are no refusals.
+    run = prepare(watch)
+  except preemption.Stopped:
+    watch.leave()
+  except (ValueError, OSError, RuntimeError) as error:
+    return refuse(error, watch)
+  return to_its_end(run, watch)
+
+
+def to_its_end(run: Callable[[], int], watch: Watchdog) -> int:
+  """Runs what a verb has made ready; where data cannot be read, the answer is one message and 1."""
+  try:
+    return run()
+  except UnreadableError as error:
+    if watch.group.alone:
+      print(f"error: {printable(error)}", file=sys.stderr, flush=True)
+      return 1
+    if watch.refusing(str(error), "failed"):
+      print(f"error: {groups.label()}{printable(error)}", file=sys.stderr, flush=True)
+    return groups.leave(1, patience_seconds=3)

@@ -1,0 +1,17 @@
+"""The verb `tour`: small examples of what sharding does. Without a config."""
+
+from commands import flags
+from commands.refusal import refuse
+from tour import chapters
+from tour import run as tour
+
+
+def run() -> int:
+  """Tells the tour: of one process, which starts others itself, and has no config."""
+  try:
+    told = chapters.chosen(flags.CHAPTER.value)
+    tour.start(simulate=flags.SIMULATE.value)
+  except (ValueError, OSError, RuntimeError) as error:
+    return refuse(error)
+  tour.tell(told)
+  return 0
