@@ -8,6 +8,7 @@ from collections import defaultdict
 
 import jax
 
+from partitioning.dims import spec_entries
 from training.job import Job
 
 
@@ -307,8 +308,7 @@ def norm(job: Job) -> dict[tuple[str, ...], int]:
   """Returns axes -> scalars of the gradients' norm: XLA sums over one cut dim after the other."""
   found = defaultdict(int)
   for spec in jax.tree.leaves(job.program.norm_specs):
-    for entry in spec:
-      cut = (entry,) if isinstance(entry, str) else entry or ()
+    for cut in spec_entries(spec):
       if axes := tuple(a for a, size in job.devices.sizes.items() if a in cut and size > 1):
         found[axes] += 1
   return dict(found)
