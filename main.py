@@ -41,15 +41,15 @@ from etils import epath
 
 from commands import build, config_flag, flags
 from commands.flags import parse_flags
-from commands.refusal import NO, refuse
+from commands.refusal import refuse
 from partitioning import layout
 from planning import launching
 from processes import group as groups
 from processes.lockstep import Lockstep
 from processes.printable import printable
-from processes.stopping import EXIT_CODE, StopRequest
+from processes.stopping import StopRequest
 from processes.watchdog import STARTING, Watchdog
-from runtime import files, xla_flags
+from runtime import exit_codes, files, xla_flags
 from tour import chapters
 from tour import run as tour
 from training import (
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
     if group.alone:
       raise
     print(f"{groups.label()}{traceback.format_exc()}", file=sys.stderr, flush=True)
-    groups.leave(1, patience_seconds=3)
+    groups.leave(exit_codes.FAILED, patience_seconds=3)
   return code
 
 
@@ -132,7 +132,7 @@ def _tour() -> int:
   except (ValueError, OSError, RuntimeError) as error:
     return refuse(error)
   tour.tell(told)
-  return 0
+  return exit_codes.DONE
 
 
 def _plan() -> int:
@@ -179,9 +179,9 @@ def _evaluate(watch: Watchdog) -> Callable[[], int]:
       evaluator = Evaluator(ready, held_out, compiled, watch, lockstep, shown)
       found = evaluator(params, steps=steps)
     if found is None:
-      return EXIT_CODE
+      return exit_codes.STOPPED
     say(found.text(step))
-    return 0
+    return exit_codes.DONE
 
   return run
 
@@ -211,7 +211,7 @@ def _sample(watch: Watchdog) -> Callable[[], int]:
   def run() -> int:
     watch.at("sampling", STARTING)
     sampling.show(ready, params, request)
-    return 0
+    return exit_codes.DONE
 
   return run
 
@@ -237,16 +237,16 @@ def _layout(watch: Watchdog) -> Callable[[], int]:
   def run() -> int:
     if file is None:
       say(text)
-      return 0
+      return exit_codes.DONE
     written = page.html(*jobs, titles=titles)
     try:
       if groups.current().first:
         files.replace(file, written)
     except OSError as error:
       print(printable(f"error: --html={file}: {error}"), file=sys.stderr, flush=True)
-      return 1
+      return exit_codes.FAILED
     say(f"wrote {file}, {layout.size_text(len(written.encode()))}")
-    return 0
+    return exit_codes.DONE
 
   return run
 
@@ -268,7 +268,7 @@ def _compare(watch: Watchdog) -> Callable[[], int]:
     titles = (config_flag.name(flags.CONFIG), config_flag.name(flags.AGAINST))
     say(comparison.text(jobs, titles, found))
     bound = comparison.BOUNDS[ours.config.training.parameter_dtype]
-    return NO if comparison.beyond(found, bound) else 0
+    return exit_codes.ANSWER_IS_NO if comparison.beyond(found, bound) else exit_codes.DONE
 
   return run
 

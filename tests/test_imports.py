@@ -30,7 +30,7 @@ ARROWS = {
   "checkpointing": {"runtime"},
   "processes": {"runtime"},
   "runtime": set(),
-  "launch": set(),
+  "launch": {"runtime"},
   "tour": {"configs", "input_pipeline", "partitioning", "processes", "runtime", "training"},
 }
 NO_ROOMS = {"tests", "benchmarks", "locks"}

@@ -11,9 +11,8 @@ from input_pipeline.sources import Source
 from partitioning.mesh import mesh_text
 from processes import group as groups
 from processes.printable import printable
-from processes.stopping import EXIT_CODE
 from processes.watchdog import DONE, Watchdog
-from runtime import files
+from runtime import exit_codes, files
 from training import evaluation, goodput, job, loop, opening, resuming, sampling, workdir_files
 from training.meter import TrainingStoppedError
 from training.reporting import say
@@ -42,7 +41,7 @@ def _run(
   if _finished(ready, start, workdir):
     start.checkpointer.close()
     say(f"training.steps={ready.config.training.steps} are done; evaluate reads the result")
-    return 0
+    return exit_codes.DONE
   try:
     end = loop.train(ready, data, start, workdir, watch, started=goodput.process_started())
   except (TrainingStoppedError, loop.SaveError) as error:
@@ -50,12 +49,12 @@ def _run(
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if end.stopped:
     say("stopped as asked, after saving; run the same command again to go on")
-    return EXIT_CODE
+    return exit_codes.STOPPED
   if request := sampling.first_words(ready.config):
     watch.at("showing a sample", DONE)
     say("the model goes on:")
     sampling.show(ready, end.state.params, request)
-  return 0
+  return exit_codes.DONE
 
 
 def _finished(ready: job.Job, start: resuming.Start, workdir: epath.Path) -> bool:
@@ -77,7 +76,9 @@ def _failed(error: Exception, watch: Watchdog, *, everywhere: bool) -> int:
   if watch.group.first or not everywhere:
     label = "" if everywhere else groups.label()
     print(f"error: {label}{printable(error)}", file=sys.stderr, flush=True)
-  return 1 if watch.group.alone else groups.leave(1, patience_seconds=3)
+  return (
+    exit_codes.FAILED if watch.group.alone else groups.leave(exit_codes.FAILED, patience_seconds=3)
+  )
 
 
 def announce(ready: job.Job, data: opening.Data, workdir: epath.Path) -> None:
@@ -132,7 +133,7 @@ def to_its_end(run: Callable[[], int], watch: Watchdog) -> int:
   except UnreadableError as error:
     if watch.group.alone:
       print(f"error: {printable(error)}", file=sys.stderr, flush=True)
-      return 1
+      return exit_codes.FAILED
     if watch.refusing(str(error), "failed"):
       print(f"error: {groups.label()}{printable(error)}", file=sys.stderr, flush=True)
-    return groups.leave(1, patience_seconds=3)
+    return groups.leave(exit_codes.FAILED, patience_seconds=3)
