@@ -36,3 +36,9 @@ def test_dead_links_are_seen():
     '<img src="docs/none.svg">\n```\n[f](none)\n```\n'
   )
   assert dead(text, ROOT / "README.md") == ["docs/none.md", "#b-page", "docs/none.svg"]
+
+
+def test_the_index_links_every_page_once():
+  index = ROOT / "docs" / "index.md"
+  linked = [a for a, _ in LINK.findall(index.read_text())]
+  assert sorted(linked) == sorted(page.name for page in PAGES[1:] if page != index)
