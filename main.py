@@ -155,10 +155,10 @@ def _train(watch: Watchdog) -> Callable[[], int]:
   data = opening.open_data(ready)
   workdir = flags.workdir()
   with owning.owned(ready, workdir, watch) as owner:
-    record = resuming.judge(ready, data.train.source, workdir, flags.ACCEPT.value)
+    record, newest = resuming.judge(ready, data.train.source, workdir, flags.ACCEPT.value)
     sources = {"train": data.train.source, "held out": data.held_out.source}
     agreement.about_to_run(ready, sources, workdir, writes=True)
-    start = resuming.begin(ready, workdir, record, owner)
+    start = resuming.begin(ready, workdir, record, owner, newest)
   return lambda: running.run(ready, data, start, workdir, watch)
 
 
