@@ -13,12 +13,14 @@ import sys
 
 from absl import flags as absl_flags
 
-from commands import config_flag, flags
+from commands import config_flag, flags, help
 from configs import base
 
 
 def wrong(arguments: list[str]) -> str:
   """Returns what a start with these arguments would be refused for, or ""."""
+  if help.asked(["main.py", *arguments]):
+    return ""
   sys.argv = config_flag.with_settings(["main.py", *arguments], ("config", "against"))
   try:
     verb = flags.chosen_verb(config_flag.parse(sys.argv, ("config", "against"))[1:])
