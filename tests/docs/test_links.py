@@ -42,3 +42,10 @@ def test_the_index_links_every_page_once():
   index = ROOT / "docs" / "index.md"
   linked = [a for a, _ in LINK.findall(index.read_text())]
   assert sorted(linked) == sorted(page.name for page in PAGES[1:] if page != index)
+
+
+def test_the_readme_is_short_and_defines_the_projects_own_terms_once():
+  text = (ROOT / "README.md").read_text()
+  assert len(text.splitlines()) <= LINES
+  for term in ("dim", "axis", "verdict"):
+    assert text.count(f"**{term}**") == 1, term
