@@ -80,7 +80,7 @@ def measured(case: Case) -> tuple[int, int]:
   keys = {f"mesh.{axis}": size for axis, size in case.mesh.items()} | case.more
   keys |= {"data.global_batch_size": case.rows, "data.sequence_length": case.length}
   config.update_from_flattened_dict({**keys, "training.rematerialization": case.rematerialization})
-  job = target.prepare(config, parse(case.topology))
+  job = target.prepare(config, parse(case.topology), target.Here())
   return memory.at_once(memory.by_formula(job)), target.compile_step(job).peak_bytes
 
 

@@ -72,7 +72,7 @@ def compared(case: Case) -> tuple[schedule.Times, schedule.Times]:
   keys |= {"training.attention_kernel": case.kernel}
   config.update_from_flattened_dict({**keys, "training.rematerialization": case.rematerialization})
   topology = parse(case.topology)
-  job = target.prepare(config, topology)
+  job = target.prepare(config, topology, target.Here())
   where, chip = target.places(job, topology), CHIPS[topology.chip.name]
   program = target.compile_step(job)
   if not program.fits:

@@ -12,7 +12,7 @@ from partitioning.collectives import collectives
 from planning import formulas, memory, schedule, target
 from planning.advice import overrides_that_fit
 from planning.hardware import Rates, overridden
-from planning.topologies import Topology, parse
+from planning.topologies import Topology, of_devices, parse
 from training.job import MODELS, Job
 
 LARGE_BYTES = 2**20
@@ -176,15 +176,17 @@ def make(
   *,
   title: str = "",
   simulate: bool = False,
+  here: target.Here | None = None,
   progress: Callable[[str], None] = lambda phase: None,
 ) -> Plan:
   """Returns the plan of a config.
 
   Args:
     config: as parsed, with overrides.
-    topology_name: `v5p:4x4x4`; None: that of the devices at hand.
+    topology_name: `v5p:4x4x4`; None: that of the attached devices.
     title: of the config.
-    simulate: takes simulated devices for those at hand.
+    simulate: takes simulated devices for the attached ones.
+    here: the devices of this process, where they have been started; by default they are now.
     progress: is called with what is being done.
 
   Raises:
@@ -192,13 +194,15 @@ def make(
   """
   chips, rates = overridden(config.planning.constants)
   if topology_name is None:
-    topology_name = target.at_hand(config, simulate=simulate)
+    here = target.attached(config, simulate=simulate)
+    topology_name = of_devices(here.attached)
   topology = parse(topology_name, chips)
+  here = here or target.simulated(config, topology)
   progress(f"laying out the state on {topology.name}")
-  ready = target.prepare(config, topology)
+  ready = target.prepare(config, topology, here)
   program = compiled = None
   where = target.places(ready, topology)
-  if target.compiled_here(topology):
+  if target.compiled_here(topology, here):
     progress(f"compiling the step for {ready.mesh.size} devices of {topology.name}")
     program = target.compile_step(ready)
     progress("reading the compiled program")
@@ -217,7 +221,7 @@ def make(
   if not found.fits:
     progress("looking for overrides that fit")
     scale = found.peak_bytes / found.memory_at_once
-    advice = overrides_that_fit(config, ready, topology, scale)
+    advice = overrides_that_fit(config, ready, topology, scale, here)
     return dataclasses.replace(found, advice=tuple(advice))
   progress("timing the step")
   if compiled is None:
