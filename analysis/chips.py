@@ -151,9 +151,9 @@ class Rates:
 # Predicted / published throughput, least and most, of docs/planner_accuracy.md.
 PUBLISHED = (0.70, 0.96)
 REASONS = {
-  "matmul": "large products reach 75 to 90 % of the systolic array's peak ([2], chapter on TPUs)",
-  "memory": "streams reach about 80 % of what the sheet says",
-  "link": "rings of large arrays reach about 80 %; small ones wait for the hops",
+  "matmul": "large matmuls reach 75 to 90 % of the systolic array's peak ([2], chapter on TPUs)",
+  "memory": "streams reach about 80 % of the data sheet",
+  "link": "rings of large arrays reach about 80 %; small ones are bound by the latency of hops",
   "hop_seconds": "about 1 microsecond ([2])",
   "spread": "the sources themselves differ by 15 %",
 }

@@ -81,7 +81,7 @@ def measured(case: Case) -> tuple[int, int]:
   keys = {f"mesh.{axis}": size for axis, size in case.mesh.items()} | case.more
   keys |= {"data.global_batch_size": case.rows, "data.sequence_length": case.length}
   config.update_from_flattened_dict({**keys, "training.rematerialization": case.rematerialization})
-  job = aot.prepare(config, parse(case.topology))
+  job = aot.prepare(config, parse(case.topology), aot.Here())
   return memory.at_once(memory.by_formula(job)), aot.compile_step(job).peak_bytes
 
 
@@ -89,12 +89,13 @@ def page(lines: list[str], close: int) -> str:
   """Returns docs/planner_memory.md."""
   return "\n".join(
     [
-      "# Memory by formula, beside the compiler's",
+      "# Memory by formula and by the compiler",
       "",
-      "Written by `python benchmarks/plan_memory.py --write`; do not edit. Bytes per device of the",
-      "train step compiled for TPUs that are not there: the compiler's peak, and the most that",
-      f"`planning/memory.py` says is there at a time. {close} of {len(lines)} are within "
-      f"{100 * WITHIN:.0f} %.",
+      "Written by `python -m benchmarks.plan_memory --write`; do not edit.",
+      "",
+      "Peak bytes per device of the train step, compiled for TPUs that are not attached: as the",
+      "compiler reports it, and as `plan` computes it by formula. "
+      f"{close} of {len(lines)} are within {100 * WITHIN:.0f} %.",
       "",
       "| model, devices, mesh, rows x tokens, rematerialization | formula | compiler | ratio |",
       "| --- | --- | --- | --- |",

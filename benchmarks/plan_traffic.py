@@ -73,7 +73,7 @@ def compared(case: Case) -> tuple[step_time.Times, step_time.Times]:
   keys |= {"training.attention_kernel": case.kernel}
   config.update_from_flattened_dict({**keys, "training.rematerialization": case.rematerialization})
   topology = parse(case.topology)
-  job = aot.prepare(config, topology)
+  job = aot.prepare(config, topology, aot.Here())
   where, chip = aot.places(job, topology), CHIPS[topology.chip.name]
   program = aot.compile_step(job)
   if not program.fits:
@@ -101,16 +101,22 @@ def page(lines: list[str]) -> str:
   heads += ["ms without collectives, formula", "compiled", "ratio"]
   return "\n".join(
     [
-      "# FLOPs and HBM traffic by formula, beside compiled programs",
+      "# FLOPs and HBM traffic by formula and in compiled programs",
       "",
-      "Written by `python benchmarks/plan_traffic.py --write`; do not edit. Per device and step.",
-      "A plan for GPUs has no compiler and goes by the traced gradients; here the same rules are",
-      "applied to steps compiled for TPUs, whose FLOPs and bytes are counted from optimized HLO.",
-      "Neither was measured on a device: this shows what the rules leave out or count twice beside",
-      "one compiler, not how fast a GPU is. FLOPs agree. A TPU's compiler fuses whole softmaxes,",
-      "and what is elementwise into matmuls, which the formula does not count on. Why the formula",
-      "has about half of the bytes where nothing is rematerialized is known only in part: fusions",
-      "that write slices of several saved arrays were once counted as writing them whole.",
+      "Written by `python -m benchmarks.plan_traffic --write`; do not edit.",
+      "",
+      "Per device and step. A plan for GPUs has no compiler and counts operations of the traced",
+      "gradients. Here the same rules are applied to steps that are compiled for TPUs, whose",
+      "FLOPs and bytes are counted from optimized HLO. Neither was measured on a device. The",
+      "table shows what the rules omit or count twice next to one compiler, not how fast a GPU",
+      "is.",
+      "",
+      "FLOPs agree. HBM traffic does not: a TPU's compiler fuses entire softmaxes, and",
+      "elementwise operations into matmuls, which the formula does not assume. Without",
+      "rematerialization the formula counts about half of the bytes. The reason is known only in",
+      "part: fusions that write slices of several saved arrays were once counted as writing all",
+      "of them.",
+      "",
       f"{len(lines)} of {len(CASES)} configs were compiled.",
       "",
       f"| {' | '.join(['model, devices, mesh, rows x tokens, rematerialization', *heads])} |",

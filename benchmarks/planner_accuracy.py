@@ -56,13 +56,13 @@ class Row:
 ROWS = (
   Row(
     *("llama3_8b", "v6e:16x16", 4, 8192, "full", 7207, "45.46 % (scores halved)"),
-    "offloads the layers' inputs, queries, keys, values and attention's results to the host, where "
-    "ours computes them again; attention blocks of 2048, ours of 512",
+    "offloads the layers' inputs, queries, keys, values and attention outputs to the host, "
+    "which ours recomputes; attention blocks of 2048, ours of 512",
   ),
   Row(
     *("llama2_70b", "v5p:8x8x8", 1, 4096, "dots", 692, "65.4 % (scores in full)"),
-    "keeps all products but the MLP's first; ours keeps all, for which 4 rows per device would "
-    "take 215 GiB, so it has 1",
+    "saves the outputs of all matmuls but the MLP's first; ours saves all, for which 4 rows per "
+    "device would take 215 GiB, so it has 1",
   ),
   Row(
     *("llama2_70b", "v6e:16x16", 3, 4096, "full", 900, "43.8 %"),
@@ -131,14 +131,16 @@ def page(lines: list[str]) -> str:
     [
       "# Predicted and published throughput",
       "",
-      "Written by `python benchmarks/planner_accuracy.py --write`; do not edit. Published:",
-      "MaxText's tiering page, bfloat16, tokens per second and device. Predicted: from the program",
-      "compiled for the same TPUs, described with their wraparound links, and the constants below:",
-      "one set for all rows, fixed before they were compared. Nothing was measured on a TPU.",
+      "Written by `python -m benchmarks.planner_accuracy --write`; do not edit.",
       "",
-      "Of GPUs nothing is compared: a plan for them goes by formula, and no GPU was available to",
-      "measure on, so its accuracy is unknown. [planner_traffic.md](planner_traffic.md) shows what",
-      "the formulas count next to compiled TPU programs.",
+      "Published: MaxText's tiering page, bfloat16, tokens per second and device. Predicted: from",
+      "the program compiled for the same TPUs, described with their wraparound links, and from",
+      "the constants below. One set of constants serves all rows, and it was fixed before the",
+      "comparison. Nothing was measured on a TPU.",
+      "",
+      "Nothing is compared for GPUs. They are planned by formula, and no GPU was available to",
+      "measure on, so the accuracy is unknown. [planner_traffic.md](planner_traffic.md) shows",
+      "what the formulas count next to compiled TPU programs.",
       "",
       "| model, devices, rows x tokens per device | published | predicted | predicted / published "
       "| peak GiB | MFU, published | MFU, predicted |",
@@ -147,7 +149,7 @@ def page(lines: list[str]) -> str:
       "",
       *differs,
       "",
-      "Constants, of `analysis/chips.py`:",
+      "Efficiencies assumed for every chip:",
       "",
       *rates,
       "",

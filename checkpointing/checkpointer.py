@@ -13,7 +13,7 @@ from checkpointing import async_writer, folder_entries, integrity, naming
 from checkpointing import restore as reading
 from checkpointing.async_writer import Owner, SaveError, Unowned, Writer
 from checkpointing.consensus import Together, told
-from checkpointing.integrity import CONFIG, RECORD, STATE, UnreadableError
+from checkpointing.integrity import CONFIG, RECORD, STATE, UnreadableError, Verified
 from checkpointing.retention import Retention
 from runtime import files
 
@@ -109,7 +109,7 @@ class Checkpointer:
       raise OSError(newer)
     for step in self.steps():
       with contextlib.suppress(UnreadableError):
-        record = integrity.read_json(self.folder / str(step), RECORD, integrity.OFF)
+        record = integrity.read_json(self.folder / str(step), RECORD)
         self._retention.note(step, _metrics(record), record.get("metrics_over"))
     self._writing = True
     if self._broken:
@@ -238,6 +238,13 @@ class Checkpointer:
   # ------------------------------ restoring ------------------------------
 
   def restore(self, abstract: Any, *, step: int | None = None) -> tuple[int, Any]:
+    """Returns (step, tree) of a step, as `restore_verified` does."""
+    verified, tree = self.restore_verified(abstract, step=step)
+    return verified.step, tree
+
+  def restore_verified(
+    self, abstract: Any, *, step: int | None = None, known: Verified | None = None
+  ) -> tuple[Verified, Any]:
     """Restores a step directly into the shardings asked for, whatever layout wrote it.
 
     Args:
@@ -245,9 +252,10 @@ class Checkpointer:
       step: which; by default the newest that can be read. Broken ones that are newer are
         reported and renamed to `STEP.broken` (unless read_only), since nothing older than the
         newest step can be saved.
+      known: a step that `verified` has returned; its small files are not read again.
 
     Returns:
-      The step, and its tree.
+      The step's config and record, and its tree.
 
     Raises:
       ValueError: no such step; the arrays differ in name, shape or dtype (every difference in
@@ -255,7 +263,7 @@ class Checkpointer:
     """
     self.wait()
     found = reading.restore_first(
-      self.folder, step, lambda step: self._read(step, abstract), self._together
+      self.folder, step, lambda step: self._read(step, abstract, known), self._together
     )
     remedy = "nothing is changed" if self._read_only else "it is renamed to end with .broken"
     for line in found.warnings(self.folder, remedy):
@@ -264,32 +272,15 @@ class Checkpointer:
       self._set_aside(found.broken)
     elif not self._writing:
       self._broken = found.broken
-    return found.step, found.tree
+    return found.tree
 
-  def readable(self) -> int:
-    """Returns the newest step whose config and record can be read; ValueError without one."""
-
-    def read(step: int) -> None:
-      for item in (CONFIG, RECORD):
-        integrity.read_json(self.folder / str(step), item, self._verify)
-
-    return reading.restore_first(self.folder, None, read).step
-
-  def read_config(self, step: int | None = None) -> dict[str, Any]:
-    """Returns the config of a step, or of the newest whose config can be read.
+  def verified(self, step: int | None = None) -> Verified:
+    """Returns a step's config and record, or those of the newest whose small files are sound.
 
     Raises:
       ValueError: there is none.
     """
-    return self._read_json(CONFIG, step)
-
-  def read_record(self, step: int | None = None) -> dict[str, Any]:
-    """Returns the record of a step, or of the newest whose record can be read.
-
-    Raises:
-      ValueError: there is none.
-    """
-    return self._read_json(RECORD, step)
+    return reading.restore_first(self.folder, step, self._check).tree
 
   # ------------------------------ removing ------------------------------
 
@@ -321,23 +312,17 @@ class Checkpointer:
 
   # ------------------------------ inside ------------------------------
 
-  def _read(self, step: int, abstract: Any) -> Any:
-    """Returns the tree of a step; a folder that holds another step than its name is torn."""
-    tree = reading.read_arrays(
-      self.folder / str(step), abstract, verify=self._verify, together=self._together
-    )
+  def _check(self, step: int) -> Verified:
+    return integrity.check(self.folder / str(step), self._verify)
+
+  def _read(self, step: int, abstract: Any, known: Verified | None) -> tuple[Verified, Any]:
+    """Returns a step and its tree; a folder that holds another step than its name is torn."""
+    verified = known if known is not None and known.step == step else self._check(step)
+    tree = reading.read_arrays(verified.path, abstract, together=self._together, verified=verified)
     held = tree["step"] if isinstance(tree, dict) and "step" in tree else step
     if int(held) != step:
       raise UnreadableError(f"it holds step {int(held)}")
-    return tree
-
-  def _read_json(self, item: str, step: int | None) -> dict[str, Any]:
-    found = reading.restore_first(
-      self.folder,
-      step,
-      lambda step: integrity.read_json(self.folder / str(step), item, self._verify),
-    )
-    return found.tree
+    return verified, tree
 
   def _set_aside(self, broken: Collection[int]) -> None:
     """Renames broken steps, in one move each: nothing is lost should one be whole after all."""

@@ -18,7 +18,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from etils import epath
 
@@ -215,17 +215,29 @@ def check_sizes(folder: epath.Path, listed: Sequence[Digest]) -> None:
   _raise(wrong)
 
 
-def check_contents(folder: epath.Path, listed: Sequence[Digest]) -> None:
+def check_contents(
+  folder: epath.Path, listed: Sequence[Digest], keep: Collection[str] = ()
+) -> dict[str, bytes]:
   """Reads files in blocks, by several threads, and compares their digests.
+
+  Args:
+    folder: that the paths are relative to.
+    listed: the files.
+    keep: paths of small files whose content is returned, so that they need not be read again.
+
+  Returns:
+    path -> content of the files to be kept.
 
   Raises:
     DamagedError: with those that are not what was written.
     PermissionError: which speaks of this process, not of the file.
   """
+  blocks: dict[str, list[bytes]] = {path: [] for path in keep}
 
   def one(digest: Digest) -> str:
     try:
-      size, value = read_through(folder / digest.path, digest.size)
+      kept = blocks.get(digest.path)
+      size, value = read_through(folder / digest.path, digest.size, kept)
     except PermissionError:
       raise
     except OSError as error:
@@ -238,6 +250,8 @@ def check_contents(folder: epath.Path, listed: Sequence[Digest]) -> None:
 
   with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
     _raise([text for text in pool.map(one, listed) if text])
+  read = {digest.path for digest in listed}
+  return {path: b"".join(parts) for path, parts in blocks.items() if path in read}
 
 
 def share(listed: Sequence[Digest], index: int, count: int) -> list[Digest]:
@@ -251,8 +265,15 @@ def share(listed: Sequence[Digest], index: int, count: int) -> list[Digest]:
   return shares[index]
 
 
-def read_through(path: epath.Path, most_bytes: int = sys.maxsize) -> tuple[int, str]:
+def read_through(
+  path: epath.Path, most_bytes: int = sys.maxsize, kept: list[bytes] | None = None
+) -> tuple[int, str]:
   """Returns (bytes, SHA-256) of a file, of which a block at a time is in memory.
+
+  Args:
+    path: of the file.
+    most_bytes: of a file that is read.
+    kept: is given every block; None: nothing is kept.
 
   Raises:
     OSError: it cannot be read, is no plain file, or has more than so many bytes.
@@ -261,6 +282,8 @@ def read_through(path: epath.Path, most_bytes: int = sys.maxsize) -> tuple[int, 
   for block in files.read_blocks(path, most_bytes=most_bytes):
     hashed.update(block)
     size += len(block)
+    if kept is not None:
+      kept.append(block)
     Read.count += len(block)  # not exact between threads, but it grows
   return size, hashed.hexdigest()
 

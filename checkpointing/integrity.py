@@ -8,6 +8,7 @@ A step's folder, as it is committed:
   STEP/digests                                          what all of these should be
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from checkpointing.consensus import Together
 from runtime import files
 
 STATE, CONFIG, RECORD = "state", "config", "record"
+_JSON = {item: f"{item}/metadata" for item in (CONFIG, RECORD)}
 COMMITTED = "commit_success.txt"
 STEP_METADATA = "_CHECKPOINT_METADATA"
 FULL, SIZE, OFF = "full", "size", "off"  # checkpoint.verify
@@ -32,34 +34,58 @@ class UnreadableError(Exception):
   """A step's folder is torn: a file of it is missing, cut short or not what it should be."""
 
 
-def check(path: epath.Path, verify: str) -> list[Digest]:
-  """Looks whether everything is there, and whether the small files are what was written.
+@dataclasses.dataclass(frozen=True)
+class Verified:
+  """A step whose files are all there, and what its small files say.
+
+  Attributes:
+    path: of the step's folder.
+    config: of the run.
+    record: what else was known: versions, metrics.
+    large: the files whose content is still to be compared with their digests.
+  """
+
+  path: epath.Path
+  config: dict[str, Any]
+  record: dict[str, Any]
+  large: tuple[Digest, ...] = ()
+
+  @property
+  def step(self) -> int:
+    """Returns its number."""
+    return int(self.path.name)
+
+
+def check(path: epath.Path, verify: str) -> Verified:
+  """Verifies that everything is there, and that the small files are what was written.
+
+  Each small file is read once: what stands in it is what was verified.
 
   Args:
     path: a step's folder.
     verify: `full`; `size`: of no file more than its size; `off`: only Orbax's marks.
 
-  Returns:
-    The files whose content is still to be checked.
-
   Raises:
     UnreadableError: something is missing or damaged.
   """
+  contents: dict[str, bytes] = {}
+  large: list[Digest] = []
   if verify == OFF:
     _check_marks(path)
   try:
     if verify == OFF:
       checksums.sizes(path)  # plain files only: Orbax and TensorStore would wait for a FIFO
-      return []
-    listed = checksums.read(path)
-    checksums.check_sizes(path, listed)
-    if verify == SIZE:
-      return []
-    small = [digest for digest in listed if digest.size <= SMALL_BYTES]
-    checksums.check_contents(path, small)
+    else:
+      listed = checksums.read(path)
+      checksums.check_sizes(path, listed)
+    if verify == FULL:
+      small = [d for d in listed if d.size <= SMALL_BYTES or d.path in _JSON.values()]
+      large = [d for d in listed if d not in small]
+      contents = checksums.check_contents(path, small, keep=_JSON.values())
   except DamagedError as error:
     raise UnreadableError(str(error)) from error
-  return [digest for digest in listed if digest.size > SMALL_BYTES]
+  config, record = (read_json(path, item, contents.get(_JSON[item])) for item in (CONFIG, RECORD))
+  return Verified(path, config, record, tuple(large))
 
 
 def check_share(path: epath.Path, listed: Sequence[Digest], together: Together) -> None:
@@ -74,21 +100,24 @@ def check_share(path: epath.Path, listed: Sequence[Digest], together: Together) 
     raise UnreadableError(str(error)) from error
 
 
-def read_json(path: epath.Path, item: str, verify: str) -> dict[str, Any]:
-  """Returns the JSON of an item (`config` or `record`) of a step's folder.
+def read_json(path: epath.Path, item: str, content: bytes | None = None) -> dict[str, Any]:
+  """Returns the JSON of an item (`config` or `record`) of a step's folder, which is not verified.
+
+  Args:
+    path: the step's folder.
+    item: which.
+    content: of its file, where that has been read.
 
   Raises:
-    UnreadableError: it is missing, is not JSON, or another file of the step is damaged.
+    UnreadableError: it is missing, or is not JSON.
   """
-  if verify != OFF:
-    check(path, verify)
   try:
-    content = files.read_json(path / item / "metadata")
+    parsed = files.read_json(path / _JSON[item]) if content is None else files.parse_json(content)
   except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
     raise UnreadableError(f"{item}/metadata: {one_line(error)}") from error
-  if not isinstance(content, dict):
+  if not isinstance(parsed, dict):
     raise UnreadableError(f"{item}/metadata: not a JSON object")
-  return content
+  return parsed
 
 
 def _check_marks(path: epath.Path) -> None:
@@ -108,8 +137,6 @@ def _check_marks(path: epath.Path) -> None:
     files.read_json(path / STEP_METADATA)
   except (OSError, ValueError) as error:
     raise UnreadableError(f"{STEP_METADATA}: {one_line(error)}") from error
-  for item in (CONFIG, RECORD):
-    read_json(path, item, OFF)
 
 
 def one_line(error: BaseException) -> str:

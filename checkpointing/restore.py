@@ -16,7 +16,7 @@ from etils import epath
 
 from checkpointing import folder_entries, integrity, naming
 from checkpointing.consensus import Together, told
-from checkpointing.integrity import FULL, STATE, UnreadableError, one_line
+from checkpointing.integrity import FULL, STATE, UnreadableError, Verified, one_line
 from runtime import files
 
 FOLDER = "checkpoints"  # in a workdir
@@ -188,6 +188,7 @@ def read_arrays(
   under: str = "",
   verify: str = FULL,
   together: Together | None = None,
+  verified: Verified | None = None,
 ) -> Any:
   """Restores arrays directly into their shardings, whatever layout wrote them.
 
@@ -197,6 +198,7 @@ def read_arrays(
     under: compare and restore only what stands under this name (`params`) in the checkpoint.
     verify: how the step is checked before: `full`, `size` or `off`.
     together: the processes, each of which checks its share and reads its own shards.
+    verified: this step, where its small files have been verified already.
 
   Returns:
     A tree like `abstract` of placed arrays.
@@ -205,7 +207,7 @@ def read_arrays(
     UnreadableError: the checkpoint is torn, as far as this process has looked.
     ValueError: it holds other arrays than asked for; every difference in one message.
   """
-  large = integrity.check(path, verify)
+  verified = verified or integrity.check(path, verify)
   prefix = f"{under}/" if under else ""
   wanted = {prefix + name: leaf for name, leaf in naming.named_leaves(abstract).items()}
   # Orbax reports one difference of several, and casts another dtype without a word.
@@ -217,7 +219,7 @@ def read_arrays(
     if len(lines) > _NAMED:
       lines = [*lines[:_NAMED], f"and {len(lines) - _NAMED} more"]
     raise ValueError(f"{path} does not fit ({count}):\n" + "\n".join(f"  {x}" for x in lines))
-  integrity.check_share(path, large, together or Together())
+  integrity.check_share(path, verified.large, together or Together())
   restore_args = {
     name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
     for name, leaf in wanted.items()

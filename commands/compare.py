@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from commands import build, config_flag, flags, preflight_facts
-from commands.refusal import NO
 from processes.watchdog import STARTING, Watchdog
+from runtime import exit_codes
 from training import parity
 from training.metrics.console import say
 
@@ -26,6 +26,6 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     titles = (config_flag.name(flags.CONFIG), config_flag.name(flags.AGAINST))
     say(parity.text(jobs, titles, found))
     bound = parity.BOUNDS[ours.config.training.parameter_dtype]
-    return NO if parity.beyond(found, bound) else 0
+    return exit_codes.ANSWER_IS_NO if parity.beyond(found, bound) else exit_codes.DONE
 
   return run

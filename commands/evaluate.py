@@ -4,9 +4,9 @@ import functools
 from collections.abc import Callable
 
 from commands import build, flags, preflight_facts, train
-from processes.preemption import EXIT_CODE
 from processes.step_barrier import Lockstep
 from processes.watchdog import Watchdog
+from runtime import exit_codes
 from training import restore, splits
 from training.evaluation import Evaluator
 from training.metrics.console import ProgressLine, say
@@ -29,8 +29,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
       evaluator = Evaluator(ready, held_out, compiled, watch, lockstep, shown)
       found = evaluator(params, steps=steps)
     if found is None:
-      return EXIT_CODE
+      return exit_codes.STOPPED
     say(found.text(step))
-    return 0
+    return exit_codes.DONE
 
   return run

@@ -8,6 +8,7 @@ from ml_collections import config_flags
 
 from commands import config_flag, help
 from commands.refusal import refuse
+from runtime import exit_codes
 from runtime.suggest import nearest
 
 VERBS = ("train", "evaluate", "sample", "layout", "compare", "plan", "tour")
@@ -85,7 +86,7 @@ def parse_flags(argv: list[str]) -> list[str]:
   try:
     if help.asked(argv):
       print(help.text(argv))
-      sys.exit(0)
+      sys.exit(exit_codes.DONE)
     sys.argv = config_flag.with_settings(argv, ("config", "against"))  # ml_collections reads it
     return config_flag.parse(sys.argv, ("config", "against"))
   except ValueError as error:

@@ -11,7 +11,7 @@ from processes import coordination as groups
 from processes.printable import printable
 from processes.watchdog import Watchdog
 from reports import layout_page, layout_text
-from runtime import files
+from runtime import exit_codes, files
 from training.metrics.console import say
 
 
@@ -36,15 +36,15 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   def run() -> int:
     if file is None:
       say(text)
-      return 0
+      return exit_codes.DONE
     written = layout_page.html(*jobs, titles=titles)
     try:
       if groups.current().first:
         files.replace(file, written)
     except OSError as error:
       print(printable(f"error: --html={file}: {error}"), file=sys.stderr, flush=True)
-      return 1
+      return exit_codes.FAILED
     say(f"wrote {file}, {shardings.size_text(len(written.encode()))}")
-    return 0
+    return exit_codes.DONE
 
   return run

@@ -29,7 +29,7 @@ from analysis.chips import overridden
 from planning.topology import parse
 from processes import preemption
 from processes.printable import printable
-from runtime import files
+from runtime import exit_codes, files
 from runtime.provenance import everything
 from training.metrics.console import duration
 from training.restore import plain
@@ -124,14 +124,14 @@ def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> i
         with contextlib.suppress(BrokenPipeError):
           worker.stdin.close()
   if asked.is_set():  # to stop, in the thread that waits for signals, which ends this process
-    sys.exit(preemption.EXIT_CODE)
-  if code == 2:
+    sys.exit(exit_codes.STOPPED)
+  if code == exit_codes.REFUSED:
     raise ValueError((folder / "refusal").read_text())
   if code:
     sys.stderr.write(said.read_text(errors="replace"))
-    return 1
+    return exit_codes.FAILED
   said.unlink()
-  return 0
+  return exit_codes.DONE
 
 
 def _kill(worker: subprocess.Popen) -> None:

@@ -14,6 +14,8 @@ import signal
 import sys
 import threading
 
+from runtime import exit_codes
+
 
 def main() -> int:
   """Reads the request, and answers it."""
@@ -36,13 +38,13 @@ def main() -> int:
     if request["debug"]:
       raise
     (pathlib.Path(request["folder"]) / "refusal").write_text(str(error))
-    return 2
+    return exit_codes.REFUSED
   folder = pathlib.Path(request["folder"])
   _report(request["phases"], "writing the page")
   (folder / "report.txt").write_text(plan_text.text(found) + "\n")
   (folder / "plan.html").write_text(plan_page.html(found))
   (folder / "plan.json").write_text(json.dumps(found.as_json(), indent=2) + "\n")
-  return 0
+  return exit_codes.DONE
 
 
 def _report(pipe: int, phase: str) -> None:

@@ -11,8 +11,7 @@ from processes.preflight import DifferenceError, NotComeError
 from processes.printable import printable
 from processes.rendezvous import MissingError, RollCallError, ToldError
 from processes.watchdog import Watchdog
-
-REFUSED, NO = 2, 3
+from runtime import exit_codes
 
 
 def refuse(error: Exception, watch: Watchdog | None = None, *, debug: bool = False) -> int:
@@ -28,7 +27,8 @@ def refuse(error: Exception, watch: Watchdog | None = None, *, debug: bool = Fal
   missing = isinstance(error, (MissingError, ToldError, NotComeError))
   # Of values that are quoted, a line after a line break would pass for a message of its own.
   text = re.sub(r"\n(?! )", "\n  ", printable(error))
-  word, code = ("error", 1) if missing else ("refused", REFUSED)
+  word = "error" if missing else "refused"
+  code = exit_codes.FAILED if missing else exit_codes.REFUSED
   if watch is None or watch.group.alone:
     print(f"{word}: {text}", file=sys.stderr, flush=True)
     if watch is None and not isinstance(error, RollCallError):

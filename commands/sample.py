@@ -8,6 +8,7 @@ from etils import epath
 from commands import build, flags, preflight_facts
 from inference import sampler
 from processes.watchdog import STARTING, Watchdog
+from runtime import exit_codes
 from training import restore
 
 
@@ -36,6 +37,6 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   def run() -> int:
     watch.at("sampling", STARTING)
     sampler.show(ready, params, request)
-    return 0
+    return exit_codes.DONE
 
   return run

@@ -19,7 +19,7 @@ from processes import preemption
 from processes.preemption import StopRequest
 from processes.printable import printable
 from processes.watchdog import Watchdog
-from runtime import devices, xla_flags
+from runtime import devices, exit_codes, xla_flags
 
 ALONE = ("plan", "tour")
 
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     if group.alone:
       raise
     print(f"{groups.label()}{traceback.format_exc()}", file=sys.stderr, flush=True)
-    groups.leave(1, patience_seconds=3)
+    groups.leave(exit_codes.FAILED, patience_seconds=3)
   return code
 
 
@@ -87,7 +87,7 @@ def to_its_end(run: Callable[[], int], watch: Watchdog) -> int:
   except UnreadableError as error:
     if watch.group.alone:
       print(f"error: {printable(error)}", file=sys.stderr, flush=True)
-      return 1
+      return exit_codes.FAILED
     if watch.refusing(str(error), "failed"):
       print(f"error: {groups.label()}{printable(error)}", file=sys.stderr, flush=True)
-    return groups.leave(1, patience_seconds=3)
+    return groups.leave(exit_codes.FAILED, patience_seconds=3)

@@ -2,6 +2,7 @@
 
 from commands import flags
 from commands.refusal import refuse
+from runtime import exit_codes
 from tour import chapters
 from tour import run as tour
 
@@ -14,4 +15,4 @@ def run() -> int:
   except (ValueError, OSError, RuntimeError) as error:
     return refuse(error)
   tour.tell(told)
-  return 0
+  return exit_codes.DONE

@@ -12,11 +12,10 @@ from inference import sampler
 from input_pipeline.row_source import Source
 from partitioning.mesh import mesh_text
 from processes import coordination as groups
-from processes.preemption import EXIT_CODE
 from processes.printable import printable
 from processes.watchdog import DONE, Watchdog
 from reports import layout_text
-from runtime import files
+from runtime import exit_codes, files
 from training import evaluation, loop, restore, setup, splits, workdir_files, workdir_owner
 from training.bad_steps import TrainingStoppedError
 from training.metrics import goodput
@@ -28,10 +27,10 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   data = splits.open_data(ready)
   workdir = flags.workdir()
   with workdir_owner.owned(ready, workdir, watch) as owner:
-    record = restore.judge(ready, data.train.source, workdir, flags.ACCEPT.value)
+    record, newest = restore.judge(ready, data.train.source, workdir, flags.ACCEPT.value)
     sources = {"train": data.train.source, "held out": data.held_out.source}
     preflight_facts.about_to_run(ready, sources, workdir, writes=True)
-    start = restore.begin(ready, workdir, record, owner)
+    start = restore.begin(ready, workdir, record, owner, newest)
   return lambda: run(ready, data, start, workdir, watch)
 
 
@@ -58,7 +57,7 @@ def _run(
   if _finished(ready, start, workdir):
     start.checkpointer.close()
     say(f"training.steps={ready.config.training.steps} are done; evaluate reads the result")
-    return 0
+    return exit_codes.DONE
   try:
     end = loop.train(ready, data, start, workdir, watch, started=goodput.process_started())
   except (TrainingStoppedError, SaveError) as error:
@@ -66,12 +65,12 @@ def _run(
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if end.stopped:
     say("stopped as asked, after saving; run the same command again to go on")
-    return EXIT_CODE
+    return exit_codes.STOPPED
   if request := sampler.first_words(ready.config):
     watch.at("showing a sample", DONE)
     say("the model goes on:")
     sampler.show(ready, end.state.params, request)
-  return 0
+  return exit_codes.DONE
 
 
 def _finished(ready: setup.Job, start: restore.Start, workdir: epath.Path) -> bool:
@@ -93,7 +92,9 @@ def _failed(error: Exception, watch: Watchdog, *, everywhere: bool) -> int:
   if watch.group.first or not everywhere:
     label = "" if everywhere else groups.label()
     print(f"error: {label}{printable(error)}", file=sys.stderr, flush=True)
-  return 1 if watch.group.alone else groups.leave(1, patience_seconds=3)
+  return (
+    exit_codes.FAILED if watch.group.alone else groups.leave(exit_codes.FAILED, patience_seconds=3)
+  )
 
 
 def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:

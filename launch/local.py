@@ -48,10 +48,9 @@ import sys
 import psutil
 
 from launch import logs, reaper, room
+from runtime.exit_codes import DONE, FAILED, REFUSED, STOPPED
 
-REFUSED = 2
-SAVED = 75  # stopped as asked, after saving: run the same command again
-RESTARTABLE = (1, SAVED)  # and what signals did
+RESTARTABLE = (FAILED, STOPPED)  # and what signals did
 
 # After the first failure the others may be about to print their own diagnosis. They cannot save any
 # more, which takes all of them.
@@ -217,19 +216,19 @@ class Attempt:
       time.sleep(SETTLE_SECONDS)
       ended += self._reap()
     for process in sorted(ended, key=_consequence):
-      if process.code == 0 or process.pressed:
+      if process.code == DONE or process.pressed:
         continue
-      grace = self._options.grace_seconds if process.code == SAVED else OWN_END_SECONDS
+      grace = self._options.grace_seconds if process.code == STOPPED else OWN_END_SECONDS
       self._terminate_at = min(self._terminate_at, time.monotonic() + grace)
       self._kill_at = min(self._kill_at, time.monotonic() + grace + TERMINATE_SECONDS)
       obeyed = self._heard and process.code == -signal.SIGTERM
-      if process.code == SAVED or self._first or obeyed:
+      if process.code == STOPPED or self._first or obeyed:
         self._log.say(f"process {process.index} ended: {process.how()}")
       else:
         self._log.drain([process.output])
         self._log.say(f"process {process.index} failed first: {process.how()}; its last lines:")
         self._log.say_last_lines(process.output)
-      if process.code != SAVED:
+      if process.code != STOPPED:
         self._first = self._first or process
 
   def _reap(self) -> list[Process]:
@@ -265,7 +264,7 @@ class Attempt:
     for process in self._alive():
       self._log.say(f"process {process.index} (pid {process.popen.pid}) survives SIGKILL")
     if len(self._processes) < self._options.processes:
-      return SAVED  # stopped while they were started: nothing is lost
+      return STOPPED  # stopped while they were started: nothing is lost
     if any(process.code == REFUSED and not process.pressed for process in self._processes):
       return REFUSED  # whoever ended first: the same again would end the same
     if self._first:
@@ -273,7 +272,7 @@ class Attempt:
       return code if code >= 0 else 128 - code
     if self._asked and any(process.pressed for process in self._processes):
       return 128 + self._asked[-1]
-    return SAVED if any(process.code == SAVED for process in self._processes) else 0
+    return STOPPED if any(process.code == STOPPED for process in self._processes) else DONE
 
 
 def _state(process: Process) -> str:
@@ -287,7 +286,7 @@ def _consequence(process: Process) -> int:
     return 0
   if process.code < 0:
     return 3 if process.code == -signal.SIGABRT else 0
-  return 2 if process.code == SAVED else 1
+  return 2 if process.code == STOPPED else 1
 
 
 def free_port() -> int:
@@ -341,7 +340,7 @@ def main(arguments: list[str]) -> int:
     if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
       signal.signal(number, ask)
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
-  code = SAVED
+  code = STOPPED
   for start in range(options.restarts + 1):
     log = logs.Logs(asked)
     if start:

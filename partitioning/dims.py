@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from jax.sharding import PartitionSpec
 
@@ -72,7 +72,7 @@ def resolve(
       known = ", ".join(f"{key} {value.name}" for key, value in legend.items())
       what = "is not in the legend" if dim is None else f"({dim.name}) is not in the axis table"
       failures.append(f"dim {letter} {what} ({known})")
-      entries.append(None)
+      entries.append(())
       continue
     if dim.size is not None and dim.size != size:
       failures.append(f"dim {letter} ({dim.name}) has size {size}, its legend says {dim.size}")
@@ -93,8 +93,8 @@ def resolve(
       axes = ()
     elif size % parts:
       failures.append(indivisible(letter, dim.name, size, axes, sizes))
-    entries.append(axes[0] if len(axes) == 1 else axes or None)
-  return Resolved(PartitionSpec(*entries), tuple(notes), tuple(failures))
+    entries.append(axes)
+  return Resolved(partition_spec(entries), tuple(notes), tuple(failures))
 
 
 def indivisible(letter: str, name: str, size: int, axes: Axes, sizes: Mapping[str, int]) -> str:
@@ -115,10 +115,27 @@ def _axes_text(axes: Axes, sizes: Mapping[str, int]) -> str:
   return " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
 
 
+def spec_entries(spec: Iterable, rank: int | None = None) -> tuple[Axes, ...]:
+  """Returns the mesh axes of each dim, outermost first; `()` where a dim is not sharded.
+
+  A PartitionSpec may write a dim's axes as None, as one name or as a tuple, and may leave out
+  the last dims.
+
+  Args:
+    spec: a PartitionSpec, or its entries.
+    rank: the array's rank; None: as many dims as the spec names.
+  """
+  entries = tuple(
+    () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec
+  )
+  return entries + ((),) * ((rank or 0) - len(entries))
+
+
+def partition_spec(entries: Iterable[Axes]) -> PartitionSpec:
+  """Returns the spec of dims that are sharded over these axes: the inverse of `spec_entries`."""
+  return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
+
+
 def spec_axes(spec: PartitionSpec) -> set[str]:
   """Returns the mesh axes that a spec names."""
-  axes: set[str] = set()
-  for entry in spec:
-    if entry is not None:
-      axes.update((entry,) if isinstance(entry, str) else entry)
-  return axes
+  return {axis for axes in spec_entries(spec) for axis in axes}

@@ -12,7 +12,16 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from partitioning.dims import Legend, Table, indivisible, resolve, spec_axes
+from partitioning.dims import (
+  Legend,
+  Table,
+  axes_size,
+  indivisible,
+  partition_spec,
+  resolve,
+  spec_axes,
+  spec_entries,
+)
 
 Overrides = Sequence[tuple[str, tuple]]  # (name, entries of an explicit PartitionSpec)
 
@@ -240,13 +249,17 @@ def _override(
   name: str, leaf: Any, letters: str, entries: tuple, sizes: Mapping[str, int]
 ) -> tuple[Placement, tuple[str, ...]]:
   """Checks an explicit PartitionSpec as strictly as one made from letters."""
-  named = [() if e is None else (e,) if isinstance(e, str) else e for e in entries]
   failures = [
-    f"override: {axes!r} is no mesh axis, tuple of them or None"
-    for axes in named
-    if not (isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes))
+    f"override: {entry!r} is no mesh axis, tuple of them or None"
+    for entry in entries
+    if not (
+      entry is None
+      or isinstance(entry, str)
+      or (isinstance(entry, tuple) and all(isinstance(axis, str) for axis in entry))
+    )
   ]
-  flat = [] if failures else [axis for axes in named for axis in axes]
+  named = () if failures else spec_entries(entries)
+  flat = [axis for axes in named for axis in axes]
   failures += [f"override: unknown mesh axis {axis!r}" for axis in flat if axis not in sizes]
   failures += [
     f"override: mesh axis {a} stands twice" for a in dict.fromkeys(flat) if flat.count(a) > 1
@@ -254,16 +267,13 @@ def _override(
   if len(entries) > leaf.ndim:
     failures.append(f"override: {len(entries)} entries for shape {tuple(leaf.shape)}")
   if failures:
-    entries, named = (), []
+    named = ()
   kept = [tuple(axis for axis in axes if sizes[axis] > 1) for axes in named]
   for position, (axes, size) in enumerate(zip(kept, leaf.shape, strict=False)):
-    parts = 1
-    for axis in axes:
-      parts *= sizes[axis]
-    if size % parts:
+    if size % axes_size(axes, sizes):
       letter = letters[position] if len(letters) == leaf.ndim else str(position)
       failures.append("override: " + indivisible(letter, "its size", size, axes, sizes))
-  spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
+  spec = partition_spec(kept)
   placement = Placement(name, leaf.shape, leaf.dtype, letters, "override", spec)
   return placement, tuple(failures)
 

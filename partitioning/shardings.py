@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from partitioning.dims import axes_size, spec_axes
+from partitioning.dims import axes_size, partition_spec, spec_axes, spec_entries
 from partitioning.rules import LayoutError, Placement, named_leaves
 
 
@@ -17,9 +17,8 @@ def shard_shape(
   shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
   """Returns the shape of the piece that one device holds."""
-  entries = tuple(spec) + (None,) * (len(shape) - len(spec))
-  axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
-  return tuple(size // axes_size(names, sizes) for size, names in zip(shape, axes, strict=True))
+  entries = spec_entries(spec, len(shape))
+  return tuple(size // axes_size(axes, sizes) for size, axes in zip(shape, entries, strict=True))
 
 
 def spread(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
@@ -29,14 +28,12 @@ def spread(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) 
   dim, the spec stays as it is.
   """
   left_out = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in spec_axes(spec))
-  entries = list(spec) + [None] * (len(shape) - len(spec))
+  entries = list(spec_entries(spec, len(shape)))
   for position, size in enumerate(shard_shape(shape, spec, sizes)):
     if left_out and size % axes_size(left_out, sizes) == 0:
-      entry = entries[position]
-      taken = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-      entries[position] = (*taken, *left_out)
+      entries[position] += left_out
       break
-  return PartitionSpec(*entries)
+  return partition_spec(entries)
 
 
 def bytes_per_device(placement: Placement, sizes: Mapping[str, int]) -> int:
@@ -61,9 +58,7 @@ def replicated_bytes(placements: Iterable[Placement], sizes: Mapping[str, int]) 
 
 def spec_text(spec: PartitionSpec, rank: int) -> str:
   """Returns `(-, fsdp, tensor)`, a dash where a dim is whole."""
-  entries = tuple(spec) + (None,) * (rank - len(spec))
-  texts = ["-" if e is None else e if isinstance(e, str) else "+".join(e) for e in entries]
-  return f"({', '.join(texts)})"
+  return f"({', '.join('+'.join(axes) or '-' for axes in spec_entries(spec, rank))})"
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -20,17 +20,32 @@ from planning.topology import Topology, of_devices
 from runtime import devices
 from training import setup
 
-# Devices to lay arrays out on, where there is no compiler: made once, as they are when JAX starts,
-# so many times what the plan asks for; the advice may ask for more.
+# So many times the devices that a plan asks for are simulated: its advice may ask for more, and JAX
+# makes them once, when its backend starts.
 ROOM = 8
-SIMULATED, AT_HAND = "simulated", "at hand"
-_MADE: dict[str, tuple[jax.Device, ...]] = {}
 # What the compiler says of a program that is too large: of all of it, or of what is there besides
 # its arguments.
 _OUT_OF_MEMORY = re.compile(
   r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\) exceeds"
 )
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+  """The devices of this process that a plan may use.
+
+  Attributes:
+    attached: those that `train` would use; () where the plan is for others.
+    simulated: to lay arrays out on, for a topology that no compiler here knows.
+  """
+
+  attached: tuple[jax.Device, ...] = ()
+  simulated: tuple[jax.Device, ...] = ()
+
+  def is_attached(self, topology: Topology) -> bool:
+    """Tells whether a topology is that of the attached devices."""
+    return bool(self.attached) and of_devices(self.attached) == topology.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +68,15 @@ def compiler_there() -> bool:
   return importlib.util.find_spec("libtpu") is not None
 
 
-def compiled_here(topology: Topology) -> bool:
-  """Tells whether there is a compiler for a topology: for devices at hand JAX's own."""
-  if _at_hand(topology) or topology.platform == "cpu":
+def compiled_here(topology: Topology, here: Here) -> bool:
+  """Tells whether there is a compiler for a topology: for attached devices JAX's own."""
+  if here.is_attached(topology) or topology.platform == "cpu":
     return True
   return topology.platform == "tpu" and compiler_there()
 
 
-def at_hand(config: ConfigDict, *, simulate: bool) -> str:
-  """Starts the devices that `train` would use; returns the name of their topology.
+def attached(config: ConfigDict, *, simulate: bool) -> Here:
+  """Starts the devices that `train` would use.
 
   Raises:
     ValueError: the mesh does not fit them, no constants are known of their kind, or hardware is
@@ -73,19 +88,37 @@ def at_hand(config: ConfigDict, *, simulate: bool) -> str:
   except RuntimeError as error:
     raise ValueError(str(error)) from error
   found = tuple(jax.devices())
-  _MADE.update({AT_HAND: found, SIMULATED: found if found[0].platform == "cpu" else ()})
-  return of_devices(found)
+  return Here(found, found if found[0].platform == "cpu" else ())
 
 
-def start(topology: Topology, slices: int) -> tuple[jax.Device, ...]:
+def simulated(config: ConfigDict, topology: Topology) -> Here:
+  """Starts simulated devices where no compiler here knows the topology.
+
+  Raises:
+    ValueError: mesh_dcn asks for another number of slices than the topology has.
+  """
+  config = with_slices(config, topology)
+  if topology.platform == "tpu" and compiler_there():
+    return Here()
+  count = topology.devices * math.prod(config.mesh_dcn.values())
+  jax.config.update("jax_num_cpu_devices", ROOM * count)
+  return Here(simulated=tuple(jax.devices("cpu")))
+
+
+def start(topology: Topology, slices: int, here: Here) -> tuple[jax.Device, ...]:
   """Returns devices of a topology, or as many simulated ones where there is no compiler for it.
+
+  Args:
+    topology: of one slice.
+    slices: how many there are.
+    here: the devices of this process.
 
   Raises:
     ValueError: the compiler knows no such topology.
   """
   count = topology.devices * slices
-  if _at_hand(topology):
-    return _MADE[AT_HAND]
+  if here.is_attached(topology):
+    return here.attached
   if topology.platform == "tpu" and compiler_there():
     # Without `wrap` the compiler takes every axis for one without wraparound links.
     more: dict[str, Any] = {"wrap": (*topology.wraps(), False)[:3]}
@@ -103,20 +136,18 @@ def start(topology: Topology, slices: int) -> tuple[jax.Device, ...]:
         f"({' '.join(str(error).split())[:200]})"
       ) from error
     return tuple(found.devices)
-  if SIMULATED not in _MADE:
-    jax.config.update("jax_num_cpu_devices", ROOM * count)
-    _MADE[SIMULATED] = tuple(jax.devices("cpu"))
-  if count > len(_MADE[SIMULATED]):
+  if count > len(here.simulated):
     raise ValueError(f"--topology={topology.name}: too many devices to lay arrays out on here")
-  return _MADE[SIMULATED][:count]
+  return here.simulated[:count]
 
 
-def _at_hand(topology: Topology) -> bool:
-  return AT_HAND in _MADE and of_devices(_MADE[AT_HAND]) == topology.name
-
-
-def prepare(config: ConfigDict, topology: Topology) -> setup.Job:
+def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
   """Brings a config together with a topology; platform defaults are the topology's.
+
+  Args:
+    config: as parsed, with overrides.
+    topology: of one slice.
+    here: the devices of this process.
 
   Raises:
     ValueError: the mesh does not make the number of devices, or the config cannot be laid out so.
@@ -124,7 +155,7 @@ def prepare(config: ConfigDict, topology: Topology) -> setup.Job:
   config = with_slices(config, topology)
   over = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
   slices = math.prod(over.values())
-  found = start(topology, slices)
+  found = start(topology, slices, here)
   sizes = resolve_sizes(config.mesh, len(found), over)
   config = finalize.finalize(config, topology.platform)
   validate.check(config, sizes)

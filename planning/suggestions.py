@@ -22,7 +22,7 @@ _MARGIN = 0.95  # of a device's memory: the formulas are no compiler
 
 
 def overrides_that_fit(
-  config: ConfigDict, ready: Job, topology: Topology, scale: float
+  config: ConfigDict, ready: Job, topology: Topology, scale: float, here: aot.Here
 ) -> list[str]:
   """Returns overrides to copy, at most `MOST`, the cheapest first.
 
@@ -31,24 +31,27 @@ def overrides_that_fit(
     ready: its job.
     topology: that it does not fit.
     scale: what it needs per device, as a multiple of what the formulas say.
+    here: the devices of this process.
   """
   found: list[str] = []
   for tried, (where, changed) in enumerate(_candidates(ready, topology)):
     if len(found) == MOST or tried == _TRIES:
       break
-    needed = _needed(config, where, changed)
+    needed = _needed(config, where, changed, here)
     if needed is not None and needed * scale <= _MARGIN * where.chip.hbm_bytes:
       more = [] if where is topology else [f"--topology={where.name}"]
       found.append(" ".join([*more, *(f"--config.{k}={v}" for k, v in changed.items())]))
   return found
 
 
-def _needed(config: ConfigDict, topology: Topology, changed: Mapping[str, Any]) -> int | None:
+def _needed(
+  config: ConfigDict, topology: Topology, changed: Mapping[str, Any], here: aot.Here
+) -> int | None:
   """Returns the bytes per device by formula; None where the config cannot be so."""
   other = copy.deepcopy(config)
   other.update_from_flattened_dict(dict(changed))
   try:
-    job = aot.prepare(other, topology)
+    job = aot.prepare(other, topology, here)
   except ValueError:
     return None
   return memory.at_once(memory.by_formula(job))

@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-EXIT_CODE = 75  # EX_TEMPFAIL: run the same command again
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it: stopped by a second Ctrl-C, without saving
+from runtime import exit_codes
+
 # A Ctrl-C that comes sooner than this after the first was announced is the same one: a terminal
 # sends it to all processes, and wrappers (timeout, srun, make) pass theirs on as well.
 AGAIN_SECONDS = 1.0
@@ -172,7 +172,7 @@ class _Unwatched:
     if self.code is None:
       tell(f"stopped as asked ({self._stop.requested}); there was nothing to save")
     clean_up()
-    os._exit(EXIT_CODE if self.code is None else self.code)
+    os._exit(exit_codes.STOPPED if self.code is None else self.code)
 
 
 _unwatched: _Unwatched | None = None

@@ -19,9 +19,10 @@ from typing import NoReturn
 
 from processes import coordination as groups
 from processes.heartbeat import Exchange
-from processes.preemption import EXIT_CODE, INTERRUPTED, StopRequest, tell
+from processes.preemption import StopRequest, tell
 from processes.printable import printable
 from processes.progress import Measure, Progress
+from runtime import exit_codes
 
 PERIOD_SECONDS = 0.25
 # A lap that took so much longer than its period: this process was stopped, or the machine slept.
@@ -35,7 +36,6 @@ _REMEMBERED = 50
 _CALLS = 4  # of a thread stand in a warning
 _POLLED_SECONDS = 3.0  # a main thread that looks for a stop by itself has for cleaning up
 _NO_PROGRESS = "no progress"
-_FAILED = 1
 
 # What is going on: steps and evaluation have beats of known length, the others may take long.
 # STARTING: nothing is to be saved yet; DONE: everything is. A stop then ends the process at once.
@@ -231,7 +231,7 @@ class Watchdog:
         self._look()
       except Exception:  # whatever it is, the run must not go on unwatched
         traceback.print_exc()
-        groups.leave(_FAILED, patience_seconds=0)
+        groups.leave(exit_codes.FAILED, patience_seconds=0)
 
   def _look(self) -> None:
     self.stop.hear()
@@ -296,7 +296,7 @@ class Watchdog:
     if self.group.first:
       why = "the run is done and saved" if done else "there was nothing to save"
       tell(f"stopped as asked ({self.stop.requested}) while {self._label}; {why}")
-    groups.leave(0 if done else EXIT_CODE)
+    groups.leave(exit_codes.DONE if done else exit_codes.STOPPED)
 
   def _leave_unsaved(self) -> None:
     """Ends this process without waiting for a save: Ctrl-C was pressed again."""
@@ -310,7 +310,7 @@ class Watchdog:
     tell(f"{groups.label()}{text}")
     self.tell("failed", text)
     self._exchange.close()
-    groups.leave(INTERRUPTED, patience_seconds=0 if self.group.alone else 3)
+    groups.leave(exit_codes.INTERRUPTED, patience_seconds=0 if self.group.alone else 3)
 
   def _receive(self, what: str, index: str, notice: dict[str, str]) -> None:
     """Acts upon what another process has told; runs in the thread of the exchange."""
@@ -332,7 +332,7 @@ class Watchdog:
       if text.startswith(_NO_PROGRESS):
         _stacks()
       # Also of a refusal: 2, after which supervisors give up, is for what a process sees itself.
-      groups.leave(_FAILED, patience_seconds=3)
+      groups.leave(exit_codes.FAILED, patience_seconds=3)
 
   def _stuck(self, waited: float, why: str) -> None:
     """Says who is behind and where every thread stands; ends this process."""
@@ -344,7 +344,7 @@ class Watchdog:
     self.tell("failed", text)
     self._exchange.close()
     # One that has come to a standstill itself dumps its stacks when it hears of this.
-    groups.leave(_FAILED, patience_seconds=2.5 if self._exchange.answering() else 0)
+    groups.leave(exit_codes.FAILED, patience_seconds=2.5 if self._exchange.answering() else 0)
 
 
 def _print(text: str) -> None:

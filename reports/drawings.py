@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from rich.text import Text
 
+from partitioning.dims import partition_spec, spec_axes, spec_entries
 from partitioning.rules import Placement
 from reports import svg as svg_drawing
 from reports.grid import (
@@ -64,7 +65,7 @@ class Picture:
   @property
   def copied(self) -> tuple[str, ...]:
     """Returns the mesh axes along which every device holds the same."""
-    return tuple(a for a, size in self.sizes.items() if size > 1 and a not in _named(self.spec))
+    return tuple(a for a, size in self.sizes.items() if size > 1 and a not in spec_axes(self.spec))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,16 +145,8 @@ def _seen_spec(mesh: Mesh, places: Mapping[jax.Device, tuple]) -> PartitionSpec:
       axis: np.abs(np.diff(start, axis=i)).max(initial=0) for i, axis in enumerate(mesh.axis_names)
     }
     axes = sorted((axis for axis in steps if steps[axis]), key=lambda axis: -steps[axis])
-    entries.append(axes[0] if len(axes) == 1 else tuple(axes) or None)
-  return PartitionSpec(*entries)
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _named(spec: PartitionSpec) -> set[str]:
-  return {axis for entry in spec for axis in _axes(entry)}
+    entries.append(tuple(axes))
+  return partition_spec(entries)
 
 
 # ------------------------------ picture -> sheet ------------------------------
@@ -211,7 +204,7 @@ def _cut(p: Picture, d: int, parts: list) -> str:
     return "whole"
   lengths = {stop - start for start, stop in parts[d]}
   pieces = f"{len(parts[d])} x {lengths.pop()}" if len(lengths) == 1 else f"{len(parts[d])} pieces"
-  axes = "+".join(_axes(p.spec[d]))
+  axes = "+".join(spec_entries(p.spec)[d])
   return f"over {axes} ({pieces})" if axes else f"in {pieces}"
 
 

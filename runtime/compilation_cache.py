@@ -1,16 +1,19 @@
-"""JAX's cache of compiled programs, whose entries a kill may cut short.
+"""JAX's persistent compilation cache, without the entries that a kill has cut short.
 
-JAX writes an entry in place. Where the process is killed meanwhile, or the disk is full, a part of
-it stays; every later start fails to read it, warns, compiles, and leaves it there, because JAX
-never replaces an entry. Looking through all entries at each start would cost more than it is worth,
-and how JAX writes is its own affair. So when JAX says that it could not read one, and before it
-compiles, the entries that are not whole are removed: then JAX writes a whole one.
+JAX writes an entry in place (`LRUCache.put` of jax 0.10.2 and 0.12.0). Where the process is killed
+meanwhile, or the disk is full, a part of it stays. Every later start then fails to read it, warns,
+compiles, and leaves it there, because JAX never replaces an entry. So entries that were written
+since the last start are decompressed before JAX reads them, and those that are cut short are
+removed. In a bucket nothing is checked: an object appears there as a whole.
 """
 
+import contextlib
+import os
+import pathlib
 import sys
 import time
-import warnings
 import zlib
+from collections.abc import Iterator
 
 import jax
 from etils import epath
@@ -25,17 +28,18 @@ except ImportError:
   except ImportError:
     zstd = None
 
-# What JAX warns with, of its public category UserWarning, and how it names an entry's file.
-_READING = "Error reading persistent compilation cache entry"
-_ENTRIES = "*-cache"
-_ZSTD_BEGINS = bytes.fromhex("28b52ffd")
+_ENTRIES = "-cache"  # ends the name of an entry's file
+_CHECKED = ".checked"  # a file that is as old as the last check
+# Clocks of the machines that share the folder may differ by so much.
+_SKEW_SECONDS = 60.0
 # Another process may just be writing an entry: for so long it must not change.
 _SETTLED_SECONDS = 1.0
+_ZSTD_BEGINS = bytes.fromhex("28b52ffd")
 _MOST_BYTES = 2**32  # of an entry
 
 
 def use(folder: str) -> None:
-  """Makes JAX keep compiled programs in a folder, and repairs it when an entry cannot be read.
+  """Makes JAX keep compiled programs in a folder, after removing entries that are cut short.
 
   Args:
     folder: of this machine or shared; `~` stands for the home.
@@ -46,30 +50,27 @@ def use(folder: str) -> None:
   path = epath.Path(folder).expanduser()
   if path.exists() and not path.is_dir():
     raise ValueError(f"compilation_cache_dir={folder}: it is no folder; name another one")
+  if files.is_local(path) and path.exists() and os.access(path, os.W_OK):
+    _repair(pathlib.Path(path))
   jax.config.update("jax_compilation_cache_dir", str(path))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-  warnings.filterwarnings("always", message=_READING)
-  before = warnings.showwarning
-
-  def show(message, category, filename, lineno, file=None, line=None) -> None:
-    if not (str(message).startswith(_READING) and _repair(path)):
-      before(message, category, filename, lineno, file, line)
-
-  warnings.showwarning = show
 
 
-def _repair(folder: epath.Path) -> bool:
-  """Removes the entries that are not whole; returns whether there were any."""
-  torn = {path: content for path in folder.glob(_ENTRIES) if (content := _torn(path)) is not None}
-  if not torn:
-    return False
-  time.sleep(_SETTLED_SECONDS)
+def _repair(folder: pathlib.Path) -> None:
+  """Removes the entries that were written since the last check and are cut short."""
+  checked = folder / _CHECKED
+  since = checked.stat().st_mtime - _SKEW_SECONDS if checked.exists() else 0.0
+  with contextlib.suppress(OSError):  # the disk is still full
+    files.replace(checked, b"", shared=True)  # before the entries are listed: later ones come next
+  torn = {path: content for path in _since(folder, since) if (content := _torn(path)) is not None}
+  if torn:
+    time.sleep(_SETTLED_SECONDS)
   removed = []
   for path, content in torn.items():
     if _torn(path) == content:
       try:
         path.unlink()
-      except OSError:  # another process of this run, which has seen the same, was faster
+      except OSError:  # another process of this run, which has found the same, was faster
         continue
       removed.append(path.name.partition("-")[0])  # the function's name, without the key
   if removed:
@@ -80,11 +81,22 @@ def _repair(folder: epath.Path) -> bool:
       file=sys.stderr,
       flush=True,
     )
-  return True
 
 
-def _torn(path: epath.Path) -> bytes | None:
-  """Returns the content of an entry that is not whole, else None."""
+def _since(folder: pathlib.Path, since: float) -> Iterator[pathlib.Path]:
+  """Yields the entries that were written after a time (seconds since the epoch)."""
+  for path in folder.iterdir():
+    if path.name.endswith(_ENTRIES):
+      try:
+        written = path.stat().st_mtime
+      except OSError:  # gone meanwhile
+        continue
+      if written >= since:
+        yield path
+
+
+def _torn(path: pathlib.Path) -> bytes | None:
+  """Returns the content of an entry that is cut short, else None."""
   try:
     content = files.read_bytes(path, most_bytes=_MOST_BYTES, follow=True)
   except OSError:  # gone meanwhile, or no plain file

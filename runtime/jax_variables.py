@@ -2,7 +2,7 @@
 
 import sys
 
-REFUSED = 2
+from runtime import exit_codes
 
 
 def load() -> None:
@@ -11,4 +11,4 @@ def load() -> None:
     import jax  # noqa: F401
   except ValueError as error:
     print(f"refused: {error}", file=sys.stderr, flush=True)
-    sys.exit(REFUSED)
+    sys.exit(exit_codes.REFUSED)

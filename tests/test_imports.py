@@ -44,12 +44,12 @@ ARROWS = {
   "input_pipeline": {"runtime"},
   # What compiled programs do, and what chips can do.
   "analysis": {"runtime"},
-  # This process: its devices, its files, what it is made of. Of partitioning, sizes of meshes.
-  "runtime": {"partitioning", "processes"},
   # The processes of a run.
-  "processes": set(),
+  "processes": {"runtime"},
+  # This process: its devices, its files, what it is made of. Of partitioning, sizes of meshes.
+  "runtime": {"partitioning"},
   "partitioning": set(),
-  "launch": set(),
+  "launch": {"runtime"},
 }
 NOT_PACKAGES = {"tests", "benchmarks", "locks"}
 NAMES = {*ARROWS, *NOT_PACKAGES, "interop"}

@@ -4,6 +4,7 @@ import json
 import sys
 
 from reports.drawings import holdings
+from runtime import exit_codes
 from tour import launching, telling
 from tour.member import feed
 from tour.scene import DEVICES, Scene, Shown, mesh_of
@@ -105,13 +106,13 @@ def _run(ended: launching.Ended) -> Shown:
   else:
     findings = ["Nobody hangs: both processes end by themselves."]
   findings += [
-    f"Process {index}: exit code {code} ({MEANINGS.get(code, 'failed')})."
+    f"Process {index}: exit code {code} ({exit_codes.MEANINGS.get(code, 'failed')})."
     for index, code in codes.items()
   ]
   refusal = [
     line.partition("] ")[2]
     for line in ended.out.splitlines()
-    if line.startswith("[") and ("refused:" in line or ended.code == 2)
+    if line.startswith("[") and ("refused:" in line or ended.code == exit_codes.REFUSED)
   ]
   if not ended.made:
     findings.append("No step was made, and no workdir.")
@@ -122,14 +123,6 @@ def _run(ended: launching.Ended) -> Shown:
   measured = [f"It took {ended.seconds:.0f} s; steps made: {max(ended.logged, default=0)}."]
   return Shown(findings, text="\n".join(refusal), measured=measured)
 
-
-# As in the README.
-MEANINGS = {
-  0: "done",
-  1: "failed",
-  2: "refused before anything started",
-  75: "stopped, after saving",
-}
 
 SCENES = (
   Scene("Who feeds what", who_feeds_what, _who_feeds_what, parts=(feed,)),

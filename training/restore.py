@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from checkpointing import restore, resume_policy
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.consensus import Together
+from checkpointing.integrity import Verified
 from input_pipeline.row_source import Source
 from partitioning.shardings import size_text
 from processes.coordination import current
@@ -52,7 +53,7 @@ class Start:
 
 def judge(
   job: Job, source: Source, workdir: epath.Path, accept: Sequence[str] = ()
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Verified | None]:
   """Compares a run with the checkpoints in its workdir, where there are any; changes nothing.
 
   Args:
@@ -62,7 +63,8 @@ def judge(
     accept: config keys whose change is accepted.
 
   Returns:
-    The record that the run's checkpoints get.
+    The record that the run's checkpoints get, and the newest checkpoint that was compared, for
+    `begin`: so its small files are read once.
 
   Raises:
     ValueError: something changed that may not, or not without acceptance.
@@ -75,28 +77,40 @@ def judge(
   if not restore.steps(folder):
     if accept:
       raise ValueError(f"--accept-changes: {workdir} holds no checkpoints to go on from")
-    return record
+    return record, None
   with Checkpointer(folder, read_only=True, verify=job.config.checkpoint.verify) as checkpoints:
-    done = checkpoints.readable()
-    old_record = _record(checkpoints, done)
-    rollback.require_same_past(job.config, old_record, done)
-    return resume_policy.changes(
-      rollback.upgraded_config(checkpoints.read_config(done)),
-      plain(job.config),
-      old_record=old_record,
-      new_record=record,
-      accept=accept,
-      done=done,
-      workdir=workdir,
-    )
+    newest = checkpoints.verified()
+  old_record = _record(newest)
+  rollback.require_same_past(job.config, old_record, newest.step)
+  changed = resume_policy.changes(
+    rollback.upgraded_config(newest.config),
+    plain(job.config),
+    old_record=old_record,
+    new_record=record,
+    accept=accept,
+    done=newest.step,
+    workdir=workdir,
+  )
+  return changed, newest
 
 
 def begin(
-  job: Job, workdir: epath.Path, record: dict[str, Any], owner: Ownership | None = None
+  job: Job,
+  workdir: epath.Path,
+  record: dict[str, Any],
+  owner: Ownership | None = None,
+  newest: Verified | None = None,
 ) -> Start:
   """Opens the checkpoints and brings the state onto the devices; changes nothing in the workdir.
 
   What a killed save has left is removed by the checkpointer's `start_writing`.
+
+  Args:
+    job: the run.
+    workdir: its folder.
+    record: of its checkpoints, as `judge` returns it.
+    owner: of the workdir.
+    newest: the checkpoint that `judge` has compared.
 
   Raises:
     ValueError: the checkpoint's arrays are not the model's, or none can be read.
@@ -115,8 +129,8 @@ def begin(
     writes_later=True,
   )
   if checkpointer.steps():
-    step, tree = checkpointer.restore(vars(job.placed_state))
-    known = _record(checkpointer, step)
+    found, tree = checkpointer.restore_verified(vars(job.placed_state), known=newest)
+    step, known = found.step, _record(found)
     state, origin = State(**tree), f"goes on from the checkpoint of step {step}"
   else:
     step, (state, origin), known = 0, first_state(job), {}
@@ -151,21 +165,20 @@ def go_back(
     checkpointer.remove_after(0)
   else:
     try:
-      step, tree = checkpointer.restore(vars(job.placed_state), step=step)
+      found, tree = checkpointer.restore_verified(vars(job.placed_state), step=step)
     except ValueError as error:  # the newest that can be read, then
       warn(f"WARNING: {error}")
       checkpointer.remove_after(bad_step - 1)
-      step, tree = checkpointer.restore(vars(job.placed_state))
-    state, record = State(**tree), _record(checkpointer, step)
+      found, tree = checkpointer.restore_verified(vars(job.placed_state))
+    step, state, record = found.step, State(**tree), _record(found)
     checkpointer.remove_after(step)
   return bad_steps.go_back(bad_step, why, step, saved, record), state
 
 
-def _record(checkpointer: Checkpointer, step: int) -> dict[str, Any]:
-  """Returns the record of a step, as records are written now."""
-  record = checkpointer.read_record(step)
-  record_schema.require(record, checkpointer.folder / str(step))
-  return rollback.upgraded(record, checkpointer.read_config(step))
+def _record(checkpoint: Verified) -> dict[str, Any]:
+  """Returns the record of a checkpoint, as records are written now."""
+  record_schema.require(checkpoint.record, checkpoint.path)
+  return rollback.upgraded(checkpoint.record, checkpoint.config)
 
 
 def require_room(job: Job, workdir: epath.Path) -> None:

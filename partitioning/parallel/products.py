@@ -11,7 +11,6 @@ residual (letter R) no axis that the sequence inside of a block (letter T) does 
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from partitioning.constraints import constrain, current_layout
-from partitioning.dims import Axes, Table, resolve
+from partitioning.dims import Axes, Table, resolve, spec_entries
 from partitioning.parallel import collectives
 
 RESIDUAL, WHOLE = "R", "T"
@@ -379,8 +378,9 @@ def _gathers(before: PartitionSpec, after: PartitionSpec) -> tuple[tuple[int, Ax
   one piece.
   """
   moves = []
-  for dim, (old, new) in enumerate(itertools.zip_longest(before, after)):
-    old, new = _axes(old), _axes(new)
+  rank = max(len(before), len(after))
+  specs = zip(spec_entries(before, rank), spec_entries(after, rank), strict=True)
+  for dim, (old, new) in enumerate(specs):
     if old[: len(new)] != new:
       return None
     if len(old) > len(new):
@@ -393,8 +393,3 @@ def _gather(shard: jax.Array, moves: Sequence[tuple[int, Axes]]) -> jax.Array:
   for dim, axes in moves:
     shard = collectives.all_gather(shard, axes, dim)
   return shard
-
-
-def _axes(entry: str | Axes | None) -> Axes:
-  """Returns a spec's entry as a tuple."""
-  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

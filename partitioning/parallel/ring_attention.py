@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from partitioning.constraints import current_layout, together
-from partitioning.dims import Axes, resolve
+from partitioning.dims import Axes, resolve, spec_entries
 
 # Operations that an accelerator makes while it sends a byte: from 2,190 (TPU v5e: 197e12 / 90e9) to
 # 5,100 (v6e), bfloat16 by both links of a torus axis or by NVLink; most are near this.
@@ -164,9 +164,7 @@ def ring_attention(
 
 
 def _part(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> Axes:
-  entry = spec[dim] if dim < len(spec) else None
-  found = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-  return tuple(axis for axis in found if sizes[axis] > 1)
+  return tuple(axis for axis in spec_entries(spec, dim + 1)[dim] if sizes[axis] > 1)
 
 
 def _spread(x_BSKH: jax.Array, serving_N: jax.Array | None, queries: int) -> jax.Array:

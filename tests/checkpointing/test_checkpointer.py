@@ -86,11 +86,11 @@ def test_config_record_and_metrics_travel_along(tmp_path):
       2, counting_tree(2), config={"seed": 2}, record=RECORD, metrics={"eval_loss": 0.1}
     )
     checkpointer.wait()
-    assert checkpointer.read_config(1) == {"seed": 1}
-    assert checkpointer.read_config() == {"seed": 2}
-    assert checkpointer.read_record() == {**RECORD, "metrics": {"eval_loss": 0.1}}
+    assert checkpointer.verified(1).config == {"seed": 1}
+    assert checkpointer.verified().config == {"seed": 2}
+    assert checkpointer.verified().record == {**RECORD, "metrics": {"eval_loss": 0.1}}
     with pytest.raises(ValueError, match=r"holds no step 5; it holds 1, 2"):
-      checkpointer.read_config(5)
+      checkpointer.verified(5)
 
 
 # ------------------------------ what is kept ------------------------------
@@ -149,7 +149,7 @@ def test_metrics_over_other_examples_are_never_compared(tmp_path):
           metrics_over=over,
         )
       checkpointer.wait()
-      record = checkpointer.read_record(2)
+      record = checkpointer.verified(2).record
     return checkpointer.steps(), record
 
   steps, record = save((1, 2, 3, 4))
@@ -268,7 +268,7 @@ def test_reading_only_never_changes_a_byte(tmp_path):
   before, said = contents(tmp_path), []
   with Checkpointer(folder, read_only=True, warn=said.append) as checkpointer:
     step, tree = checkpointer.restore(counting_target())
-    checkpointer.read_config()
+    checkpointer.verified()
     checkpointer.check()
   parameters = restore.restore_parameters(folder, counting_target()["params"], warn=said.append)
   assert step == parameters[0] == 2

@@ -152,9 +152,9 @@ def read(monkeypatch):
   """Returns the list of files whose content is compared from here on."""
   found, check = [], checksums.check_contents
 
-  def noting(folder, listed):
+  def noting(folder, listed, **more):
     found.extend(digest.path for digest in listed)
-    check(folder, listed)
+    return check(folder, listed, **more)
 
   monkeypatch.setattr(checksums, "check_contents", noting)
   monkeypatch.setattr(integrity, "SMALL_BYTES", 2000)
@@ -196,8 +196,8 @@ def test_a_config_whose_bits_have_changed_is_not_believed(copy):
   path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
   for verify, step, seed in ((integrity.FULL, OLDER, 0), (integrity.OFF, NEWER, 1)):
     with Checkpointer(copy, read_only=True, verify=verify) as checkpointer:
-      assert checkpointer.readable() == step
-      assert checkpointer.read_config()["seed"] == seed
+      newest = checkpointer.verified()
+      assert (newest.step, newest.config["seed"]) == (step, seed)
 
 
 def test_parameters_alone_are_verified_too(copy):

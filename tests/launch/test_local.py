@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from launch import local
+from runtime import exit_codes
 from tests.launch.launchers import ROOT, runs, wait_until
 
 SLEEP = "print('up', index); time.sleep(100)"
@@ -176,7 +177,7 @@ os.kill(os.getpid(), signal.SIGKILL if index else signal.SIGABRT)
 
 
 def test_of_those_found_dead_at_once_the_likeliest_cause_is_the_first():
-  codes = [-signal.SIGABRT, 0, local.SAVED, 1, -signal.SIGKILL]
+  codes = [-signal.SIGABRT, 0, exit_codes.STOPPED, 1, -signal.SIGKILL]
   ended = [local.Process(index, None, None, None, code) for index, code in enumerate(codes)]
   assert [p.code for p in sorted(ended, key=local._consequence)] == [-9, 0, 1, 75, -6]
 

@@ -5,7 +5,8 @@ import resource
 import psutil
 import pytest
 
-from launch import local, room
+from launch import room
+from runtime import exit_codes
 from tests.launch.launchers import runs
 
 ENOUGH = {"available_mib": 10**6, "usable_cores": 64, "free_tasks": 10**6, "open_files": 10**6}
@@ -77,7 +78,7 @@ def test_sigterm_while_processes_are_started_leaves_none_behind(launch):
   # The first one to start asks the launcher to stop, while it starts the others.
   command = ["sh", "-c", 'kill -TERM "$PPID"; echo $$ >> pids; exec sleep 100']
   launcher = launch(None, "--processes=48", "--restarts=2", command=command)
-  assert launcher.end() == local.SAVED
+  assert launcher.end() == exit_codes.STOPPED
   assert " of 48 processes were started; nothing has begun" in launcher.err
   assert "restart" not in launcher.err
   pids = map(int, (launcher.folder / "pids").read_text().split())

@@ -132,18 +132,19 @@ def page() -> str:
   lines = [
     "# What each strategy sends",
     "",
-    f"Written by `{COMMAND}`; do not edit. What theory says of one",
-    "train step of the small `lm` job of `tests/jobs.py`. `tests/parity/test_budgets.py` compares",
-    "it with the compiled programs: kinds, axes (told by the ids of the devices in each group),",
-    "arrays and bytes, exactly.",
+    f"Written by `{COMMAND}`; do not edit.",
+    "",
+    "What one train step of a small `lm` config sends, in formulas. `tests/parity/test_budgets.py`",
+    "compares them with the compiled programs, exactly: kinds of collectives, axes (identified by",
+    "the device ids of each group), arrays and bytes.",
     "",
     f"{sizes}, {job.config.data.global_batch_size} rows, float32 (4 bytes).",
     "",
     LETTERS,
     "",
-    "Bytes are payload per device: the array that is reduced or scattered, or that was gathered.",
+    "Bytes are payload per device: the array that is reduced or scattered, or the gathered array.",
     "In a ring of n devices each sends (n - 1) / n of that, and twice as much in an all-reduce.",
-    "Arrays are counted, not messages: XLA combines small all-reduces, each version as it likes.",
+    "Arrays are counted, not messages: how XLA combines small all-reduces depends on its version.",
     "",
     "| strategy | kind | along | elements | arrays | bytes |",
     "| --- | --- | --- | --- | ---: | ---: |",
@@ -161,15 +162,15 @@ def page() -> str:
 
 
 MORE = """\
-## More than is needed
+## Known inefficiencies
 
-- ZeRO-1: the gradients are all-reduced as without it, where a reduce-scatter of the same bytes
-  would do, half of what a ring sends. By constraints alone XLA does not write it on CPUs.
-- The gradients of the scales over `fsdp`: likewise; D numbers each.
-- Microbatches: the gradients of each are reduced; those of their sum would do.
-- `context`, gathered: the gradients of keys and values are all-reduced for each query head, where
-  a reduce-scatter for each key/value head would do; both ways, the gradients of the parameters
-  are all-reduced along `data` and then along `context`.
+- ZeRO-1: the gradients are all-reduced as without it. A reduce-scatter of the same bytes would be
+  enough, half of what a ring sends. From constraints alone XLA does not emit it on CPUs.
+- The gradients of the scales over `fsdp`: the same, D numbers each.
+- Microbatches: the gradients of each are reduced; reducing their sum would be enough.
+- `context`, gathered: the gradients of keys and values are all-reduced for each query head. A
+  reduce-scatter for each key/value head would be enough. With both kinds of attention, the
+  gradients of the parameters are all-reduced along `data` and then along `context`.
 - Key and value kernels that `tensor` does not divide: their gradients are summed over it."""
 
 

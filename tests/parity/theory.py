@@ -8,6 +8,7 @@ from collections import defaultdict
 
 import jax
 
+from partitioning.dims import spec_entries
 from training.setup import Job
 
 
@@ -42,59 +43,60 @@ TERMS = (
     ("fsdp",),
     "m * 2 * 7 * L",
     "m * 2 * L * W",
-    "The seven kernels of each layer, inside the scan over the layers, and again in its backward "
-    "pass, because no gathered kernel is kept.",
+    "The seven kernels of each layer, inside the scan over layers, and again in its backward pass, "
+    "because gathered kernels are not saved.",
   ),
   Term(
     "all-gather",
     ("fsdp",),
     "2",
     "2 * V * D / t",
-    "Embedding and unembedding, once: the gradient of a lookup does not read the table, that of "
-    "the logits follows them at once, and XLA takes them out of the loop over microbatches.",
+    "Embedding and unembedding, once. The gradient of a lookup does not read the table, the "
+    "gradient of the logits follows them immediately, and XLA hoists both out of the loop over "
+    "microbatches.",
   ),
   Term(
     "all-gather",
     ("fsdp",),
     "m * 2 * L + 1",
     "(m * 2 * L + 1) * D",
-    "The scales of the norms, D numbers each, which the backward pass keeps.",
+    "The scales of the norms, D numbers each, which are saved for the backward pass.",
   ),
   Term(
     "reduce-scatter",
     ("fsdp",),
     "m * (7 * L + 2)",
     f"m * ({KERNELS})",
-    "The gradients of the kernels: each gather, transposed.",
+    "The gradients of the kernels: the transpose of each all-gather.",
   ),
   Term(
     "all-reduce",
     ("data",),
     "m * (7 * L + 2)",
     f"m * ({KERNELS}) / f",
-    "The gradients of the kernels, those of its own shard on each device.",
+    "The gradients of the kernels; each device reduces those of its own shard.",
   ),
   Term(
     "all-reduce",
     ("data", "fsdp"),
     "m * (2 * L + 1)",
     "m * (2 * L + 1) * D",
-    "The gradients of the scales, whole: by constraints alone XLA writes no reduce-scatter.",
+    "The full gradients of the scales. From constraints alone XLA emits no reduce-scatter.",
   ),
   Term(
     "all-reduce",
     ("data", "fsdp"),
     "m * 2",
     "m * 2",
-    "Two scalars: the sum of the losses and that of the weights.",
+    "Two scalars: the sum of the losses and the sum of the weights.",
   ),
   Term(
     "all-reduce",
     ("tensor",),
     "m * (4 * L + 2)",
     "m * (4 * L + 2) * b * T * D",
-    "Forward the partial sums of the embedding and of both blocks of a layer; backward the "
-    "gradients of what both blocks and the logits read, each summed over its readers first.",
+    "Forward: the partial sums of the embedding and of both blocks of a layer. Backward: the "
+    "gradients of the inputs of both blocks and of the logits, each summed over its uses first.",
     only="not sequence_parallel",
   ),
   Term(
@@ -102,7 +104,7 @@ TERMS = (
     ("tensor",),
     "m * (4 * L + 2)",
     "m * (4 * L + 2) * b * T * D",
-    "The same sums, of which each device keeps its part of the sequence.",
+    "The same sums; each device keeps its part of the sequence.",
     only="sequence_parallel",
   ),
   Term(
@@ -110,8 +112,8 @@ TERMS = (
     ("tensor",),
     "m * (6 * L + 2)",
     "m * (6 * L + 2) * b * T * D",
-    "What both blocks and the logits read, gathered; that of the blocks again in the backward "
-    "pass, which keeps it split; and the gradients of what embedding and blocks return.",
+    "The inputs of both blocks and of the logits; those of the blocks again in the backward pass, "
+    "because they are saved sharded; and the gradients of the outputs of embedding and blocks.",
     only="sequence_parallel",
   ),
   Term(
@@ -119,7 +121,7 @@ TERMS = (
     ("tensor",),
     "m * (2 * L + 1)",
     "m * (2 * L + 1) * D",
-    "The gradients of the scales, to which each part of the sequence adds.",
+    "The gradients of the scales, to which each part of the sequence contributes.",
     only="sequence_parallel",
   ),
   Term(
@@ -127,7 +129,7 @@ TERMS = (
     ("tensor",),
     "m * 3",
     "m * 3 * b * T",
-    "The cross-entropy over a split vocabulary: the largest logit, the sum of exponentials and the "
+    "Vocabulary-parallel cross-entropy: the largest logit, the sum of exponentials and the "
     "target's logit of each token.",
   ),
   Term(
@@ -144,7 +146,7 @@ TERMS = (
     ("tensor",),
     "m * 2 * L",
     "m * 2 * L * b * T * K * H",
-    "Likewise: from these, the gradients of all keys and values on each device.",
+    "In the same case: from these, the gradients of all keys and values on each device.",
     only="k == K and t > 1",
   ),
   Term(
@@ -152,8 +154,8 @@ TERMS = (
     ("tensor",),
     "m * 2 * L",
     "m * 2 * L * D * K * H",
-    "Likewise: the gradients of the key and value kernels, which each device has, divided by t: "
-    "shard_map cannot know that they are equal.",
+    "In the same case: the gradients of the replicated key and value kernels, divided by t, since "
+    "shard_map does not know that they are equal.",
     only="k == K and t > 1",
   ),
   Term(
@@ -161,16 +163,16 @@ TERMS = (
     ("context",),
     "m * (9 * L + 5)",
     f"m * (({KERNELS}) / f + (2 * L + 1) * D + 2)",
-    "All gradients and the two scalars, summed over the parts of the rows as well: XLA sums over "
-    "one cut dim after the other.",
+    "All gradients and the two scalars, summed over the parts of the sequence as well. XLA reduces "
+    "over one sharded dim after the other.",
   ),
   Term(
     "all-gather",
     ("context",),
     "m * 3",
     "m * 3 * b * T * c",
-    "The ring's order: tokens, targets and weights of whole rows, from which each device takes an "
-    "early and a late piece.",
+    "The zigzag order of ring attention: tokens, targets and weights of whole rows, from which "
+    "each device takes an early and a late piece.",
     only="ring",
   ),
   Term(
@@ -178,8 +180,8 @@ TERMS = (
     ("context",),
     "m * L * (6 * (c - 1) + 2)",
     "m * L * (6 * (c - 1) + 2) * b * T * k * H",
-    "The ring: keys and values go c - 1 times to the next device; in the backward pass again, "
-    "their gradients with them, which then go once more to be home.",
+    "Ring attention: keys and values are passed to the next device c - 1 times, and again in the "
+    "backward pass, with their gradients, which take one more hop back to their own device.",
     only="ring",
   ),
   Term(
@@ -187,7 +189,7 @@ TERMS = (
     ("context",),
     "m * L * 2",
     "m * L * 2 * b * T * c * k * H",
-    "In place of a ring: the keys and values of whole rows.",
+    "Instead of a ring: the keys and values of whole rows.",
     only="not ring",
   ),
   Term(
@@ -195,7 +197,7 @@ TERMS = (
     ("context",),
     "m * L * 2",
     "m * L * 2 * b * T * c * N * H / t",
-    "Likewise: their gradients, summed before those of the query heads of a group are added up.",
+    "Instead of a ring: their gradients, summed before those of a group's query heads are added.",
     only="not ring",
   ),
   Term(
@@ -203,13 +205,13 @@ TERMS = (
     ("data",),
     "7 + 2 + 3",
     f"({KERNELS} + (2 * L + 1) * D) / f",
-    "ZeRO-1: each device updates its part of every parameter, and gathers the others.",
+    "ZeRO-1: each device updates its part of every parameter and gathers the other parts.",
     only="zero_1",
   ),
 )
 NORM = (
-  "The norm of the gradients: a scalar for each parameter and each of its dims that is cut while "
-  "the squares are summed; copies are cut for that along the first dim that their devices divide."
+  "The gradient norm: a scalar for each parameter and each of its dims that is sharded while the "
+  "squares are summed. Replicas are sharded for that along the first dim that their number divides."
 )
 
 
@@ -307,8 +309,7 @@ def norm(job: Job) -> dict[tuple[str, ...], int]:
   """Returns axes -> scalars of the gradients' norm: XLA sums over one cut dim after the other."""
   found = defaultdict(int)
   for spec in jax.tree.leaves(job.program.norm_specs):
-    for entry in spec:
-      cut = (entry,) if isinstance(entry, str) else entry or ()
+    for cut in spec_entries(spec):
       if axes := tuple(a for a, size in job.devices.sizes.items() if a in cut and size > 1):
         found[axes] += 1
   return dict(found)

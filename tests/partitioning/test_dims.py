@@ -3,7 +3,15 @@
 import pytest
 from jax.sharding import PartitionSpec
 
-from partitioning.dims import Dim, axes_size, indivisible, resolve, spec_axes
+from partitioning.dims import (
+  Dim,
+  axes_size,
+  indivisible,
+  partition_spec,
+  resolve,
+  spec_axes,
+  spec_entries,
+)
 
 LEGEND = {
   "B": Dim("batch", None),
@@ -147,3 +155,20 @@ def test_all_failures_of_one_array_come_together():
 def test_the_axes_of_a_spec():
   assert spec_axes(PartitionSpec(("data", "fsdp"), None, "tensor")) == {"data", "fsdp", "tensor"}
   assert spec_axes(PartitionSpec()) == set()
+
+
+def test_spec_entries_write_every_dim_as_a_tuple_and_partition_spec_takes_them_back():
+  spec = PartitionSpec("data", None, ("fsdp", "tensor"), ())
+  assert spec_entries(spec) == (("data",), (), ("fsdp", "tensor"), ())
+  assert spec_entries(spec, 6) == (("data",), (), ("fsdp", "tensor"), (), (), ())
+  assert spec_entries(PartitionSpec(), 1) == ((),)
+  assert spec_entries(PartitionSpec("data"), 0) == (("data",),)
+  # As jax itself writes a spec: a bare name for one axis, None for none.
+  assert tuple(partition_spec(spec_entries(spec, 5))) == (
+    "data",
+    None,
+    ("fsdp", "tensor"),
+    None,
+    None,
+  )
+  assert spec_axes(spec) == {"data", "fsdp", "tensor"}

@@ -9,12 +9,6 @@ from planning import aot, plan
 from reports import plan_text
 
 
-@pytest.fixture(autouse=True)
-def _devices(monkeypatch):
-  """Lays arrays out on the devices that the tests have."""
-  monkeypatch.setattr(aot, "_MADE", {aot.SIMULATED: tuple(jax.devices())})
-
-
 def make(strategy, topology, *overrides, recipe="lm"):
   """Returns a plan of a shipped config; the overrides as on a command line."""
   config = importlib.import_module(f"configs.{strategy}").get_config(recipe)
@@ -22,7 +16,7 @@ def make(strategy, topology, *overrides, recipe="lm"):
     key, _, value = override.removeprefix("--config.").partition("=")
     section, _, name = key.partition(".")
     config[section][name] = type(config[section][name])(value)
-  return plan.make(config, topology)
+  return plan.make(config, topology, here=aot.Here(simulated=tuple(jax.devices())))
 
 
 def test_what_a_budget_of_tokens_costs():

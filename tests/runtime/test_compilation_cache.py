@@ -5,11 +5,14 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
+import warnings
 import zlib
 
+import jax
 import pytest
 
-from runtime import compilation_cache
+from runtime import compilation_cache, files
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "tests" / "runtime" / "damaging_the_cache.py"
@@ -68,6 +71,30 @@ def test_several_processes_repair_one_cache_at_once(tmp_path):
     zlib.decompress(entry.read_bytes())
   _, err = ended(start(tmp_path, "--once"))
   assert err == ""
+
+
+def test_only_entries_written_since_the_last_start_are_read(tmp_path, monkeypatch, capsys):
+  def read():
+    """Returns the entries that a start reads."""
+    found, read_bytes = [], files.read_bytes
+    monkeypatch.setattr(files, "read_bytes", lambda p, **_: found.append(p.name) or p.read_bytes())
+    hook = warnings.showwarning
+    compilation_cache.use(str(tmp_path))
+    assert warnings.showwarning is hook
+    monkeypatch.setattr(files, "read_bytes", read_bytes)
+    return sorted(found)
+
+  for name in ("a-1-cache", "b-2-cache"):
+    (tmp_path / name).write_bytes(zlib.compress(b"program"))
+  monkeypatch.setattr(jax.config, "update", lambda *_: None)
+  monkeypatch.setattr(compilation_cache, "_SETTLED_SECONDS", 0)
+  assert read() == ["a-1-cache", "b-2-cache"]
+  hour_ago = time.time() - 3600
+  os.utime(tmp_path / "a-1-cache", (hour_ago, hour_ago))
+  (tmp_path / "c-3-cache").write_bytes(zlib.compress(b"program")[:-1])
+  assert {*read()} == {"b-2-cache", "c-3-cache"}
+  assert sorted(path.name for path in tmp_path.iterdir()) == [".checked", "a-1-cache", "b-2-cache"]
+  assert capsys.readouterr().err.startswith("WARNING: removed 1 entry of the compilation cache")
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):

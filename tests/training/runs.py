@@ -100,7 +100,8 @@ def train(
   held_out = EvaluationBatches(held_out or source(), global_batch_size=batch)
   data = Data(TrainingBatches(rows, global_batch_size=batch, seed=0), held_out)
   folder.mkdir(parents=True, exist_ok=True)
-  start = restore.begin(prepared, folder, restore.judge(prepared, rows, folder, accept))
+  record, newest = restore.judge(prepared, rows, folder, accept)
+  start = restore.begin(prepared, folder, record, newest=newest)
   start.checkpointer.start_writing()
   with Watchdog(current(), StopRequest() if stop is None else stop) as watch:
     return loop.train(prepared, data, start, folder, watch, started=started)

@@ -19,7 +19,7 @@ PARTS = {"evaluation.every_steps": 5, "evaluation.steps": 2}
 def records(workdir):
   """Returns step -> the record of its checkpoint."""
   with Checkpointer(epath.Path(workdir) / restore.FOLDER, read_only=True) as checkpoints:
-    return {step: checkpoints.read_record(step) for step in checkpoints.steps()}
+    return {step: checkpoints.verified(step).record for step in checkpoints.steps()}
 
 
 def evaluations(workdir):

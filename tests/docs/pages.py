@@ -1,0 +1,57 @@
+"""README.md and docs/*.md as the tests read them: prose, code blocks, headings, commands."""
+
+import pathlib
+import re
+import shlex
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def name(page: pathlib.Path) -> str:
+  """Returns a page's path from the repository's root."""
+  return page.relative_to(ROOT).as_posix()
+
+
+def blocks(text: str) -> list[str]:
+  """Returns the content of the fenced code blocks."""
+  return [block.split("\n", 1)[1].removesuffix("```") for block in FENCE.findall(text)]
+
+
+def prose(text: str) -> str:
+  """Returns a page without its fenced code blocks."""
+  return FENCE.sub("", text)
+
+
+def anchors(text: str) -> set[str]:
+  """Returns the anchors that GitHub gives a page's headings."""
+  found = []
+  for heading in re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE):
+    words = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    anchor = words.replace(" ", "-")
+    found.append(f"{anchor}-{found.count(anchor)}" if anchor in found else anchor)
+  return {*found}
+
+
+def commands(text: str) -> list[list[str]]:
+  """Returns the command lines of a page, split into words: and `python ... --flag` in prose.
+
+  Lines that a backslash continues are joined. Comments and output are left out: a command begins
+  with a program, a variable assignment or a script of launch/.
+  """
+  lines = [line for block in blocks(text) for line in block.replace("\\\n", " ").splitlines()]
+  lines += re.findall(r"`(python [^`]*--[^`]+)`", prose(text).replace("\n", " "))
+  started = re.compile(r"(\S*python|make|mpirun|launch/|[A-Z_]+=\S+ )")
+  return [shlex.split(line, comments=True) for line in lines if started.match(line.strip())]
+
+
+def applications(text: str) -> list[list[str]]:
+  """Returns the arguments of every `main.py` on a page, also of those that a launcher starts."""
+  found = []
+  for words in commands(text):
+    if "main.py" in words:
+      found.append(words[words.index("main.py") + 1 :])
+    elif words[0].startswith("launch/") and any(word.startswith("--") for word in words):
+      found.append([word for word in words if word.startswith("--")])
+  return found

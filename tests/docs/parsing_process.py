@@ -1,0 +1,53 @@
+"""Parses command lines of main.py without running them, each in a fork of one process.
+
+Reads a line of JSON per command line from standard input: a list of arguments. Answers with a line
+of JSON: what is wrong with it, or "". Flags, config files, override keys and their types are
+checked as at a real start, and so are the config's values, for the devices that its mesh asks for.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+
+from absl import flags as absl_flags
+
+from commands import config_flag, flags, help
+from configs.schema import finalize, validate
+
+
+def wrong(arguments: list[str]) -> str:
+  """Returns what a start with these arguments would be refused for, or ""."""
+  if help.asked(["main.py", *arguments]):
+    return ""
+  sys.argv = config_flag.with_settings(["main.py", *arguments], ("config", "against"))
+  try:
+    verb = flags.chosen_verb(config_flag.parse(sys.argv, ("config", "against"))[1:])
+    for flag in (flags.CONFIG, flags.AGAINST):
+      # The mesh of a plan belongs to its topology, of which nothing is here.
+      if flag.value is not None and verb != "plan":
+        sizes = {axis: abs(size) for axis, size in flag.value.mesh.items()}
+        validate.check(finalize.finalize(flag.value, "cpu"), sizes)
+  except (ValueError, absl_flags.Error) as error:
+    return str(error) or type(error).__name__
+  return ""
+
+
+def in_a_fork(arguments: list[str]) -> str:
+  reading, writing = os.pipe()
+  if not os.fork():
+    with contextlib.redirect_stdout(io.StringIO()):
+      answer = wrong(arguments)
+    os.write(writing, answer.encode()[:60_000])
+    os._exit(0)
+  os.close(writing)
+  with os.fdopen(reading, "rb") as answer:
+    text = answer.read().decode(errors="replace")
+  os.wait()
+  return text
+
+
+if __name__ == "__main__":
+  for line in sys.stdin:
+    print(json.dumps(in_a_fork(json.loads(line))), flush=True)

@@ -1,0 +1,49 @@
+"""Exit codes have one definition, and the rest of the project uses its names."""
+
+import ast
+import pathlib
+
+import pytest
+
+from runtime import exit_codes
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+ELSEWHERE = {"tests", "docs"}
+ENDS = {"exit", "_exit", "leave", "SystemExit"}
+
+
+def literal_codes(source):
+  """Returns the lines in which a process ends with a number, or a number stands for `STOPPED`."""
+  lines = []
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Call):
+      name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+      first = node.args[0] if node.args else None
+      if name in ENDS and isinstance(first, ast.Constant) and isinstance(first.value, int):
+        lines.append(node.lineno)
+    elif isinstance(node, ast.Constant) and node.value is not True and node.value == 75:
+      lines.append(node.lineno)
+  return lines
+
+
+def test_the_codes_are_those_that_supervisors_know():
+  names = ("DONE", "FAILED", "REFUSED", "ANSWER_IS_NO", "STOPPED", "INTERRUPTED")
+  assert [getattr(exit_codes, name) for name in names] == [0, 1, 2, 3, 75, 130]
+  assert {*exit_codes.MEANINGS} == {0, 1, 2, 3, 75, 130}
+
+
+def test_no_process_ends_with_a_number_that_is_written_out():
+  paths = [
+    path
+    for path in (ROOT / "main.py", *ROOT.glob("[a-z]*/**/*.py"))
+    if path.relative_to(ROOT).parts[0] not in ELSEWHERE and path.name != "exit_codes.py"
+  ]
+  assert len(paths) > 100
+  found = [f"{p.relative_to(ROOT)}:{line}" for p in paths for line in literal_codes(p.read_text())]
+  assert not found, "use the names of runtime/exit_codes.py: " + ", ".join(found)
+
+
+@pytest.mark.parametrize("source", ["sys.exit(1)", "groups.leave(1, x=3)", "code == 75", "exit(2)"])
+def test_a_number_that_is_written_out_is_found(source):
+  assert literal_codes(f"x = 3\n{source}") == [2]
+  assert literal_codes("leave(exit_codes.FAILED, patience_seconds=3)\nx = 0.75") == []
