@@ -337,6 +337,8 @@ class Checkpointer:
 def _metrics(record: Mapping[str, Any]) -> dict[str, float] | None:
   """Returns the metrics of a record; None where it has none that can be compared."""
   metrics = record.get("metrics")
-  with contextlib.suppress(TypeError, ValueError, AttributeError):
+  if not isinstance(metrics, dict):
+    return None
+  with contextlib.suppress(TypeError, ValueError):
     return {name: float(value) for name, value in metrics.items()} or None
   return None

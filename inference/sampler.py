@@ -169,7 +169,7 @@ class Sampler:
     self.prompt_tokens = max(map(len, request.tokens))
     self.max_new_tokens = request.max_new_tokens
     self.placements = self._place()
-    self._compile()
+    self.prefill, self.decode, self.seconds = self._compile()
 
   def __call__(self, params: Any, request: Request, write: Write | None = None) -> list[bytes]:
     """Returns what was drawn for each prompt, without the end of the document.
@@ -271,8 +271,8 @@ class Sampler:
       )
     return placements
 
-  def _compile(self) -> None:
-    """Compiles prefill and decode, each once."""
+  def _compile(self) -> tuple[Callable, Callable, float]:
+    """Compiles prefill and decode, each once; returns both, and the seconds that it took."""
     whole = NamedSharding(self.job.mesh, PartitionSpec())
     params, cache = self.job.state.params, jax.eval_shape(self._empty_cache)
     params_lie = self.job.state_shardings.params
@@ -298,8 +298,7 @@ class Sampler:
       donate_argnums=2,
       out_shardings=(whole, cache_lies),
     )
-    self.prefill, self.decode = prefill.function, decode.function
-    self.seconds = prefill.seconds + decode.seconds
+    return prefill.function, decode.function, prefill.seconds + decode.seconds
 
   def _prefill(self, params, tokens_BT, counts_B, settings) -> tuple[jax.Array, Cache]:
     return self._next(params, tokens_BT, counts_B, self._empty_cache(), settings)

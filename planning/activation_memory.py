@@ -39,9 +39,8 @@ def by_the_layers(job: Job) -> tuple[int, int]:
   """
   config, share = part(job)
   jaxpr = gradients(job, config)
-  forward, back = (
-    _scan(jaxpr, config.model.get("layers", 0), reverse=way) for way in (False, True)
-  )
+  layers = config.model.layers if "layers" in config.model else 0
+  forward, back = (_scan(jaxpr, layers, reverse=way) for way in (False, True))
   if back is None:
     return 0, int(share * _most_at_once(jaxpr, 0, 0, 0))
   _, carried = fixed_and_carried(forward)

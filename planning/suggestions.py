@@ -66,7 +66,7 @@ def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict
   steps = []
   if sizes["data"] > 1 and one_slice:
     steps.append(split)
-  if training.get("rematerialization", "full") != "full":
+  if "rematerialization" in training and training.rematerialization != "full":
     steps.append(recompute)
     if steps[0] is split:
       steps.append({**split, **recompute})

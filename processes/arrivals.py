@@ -66,13 +66,14 @@ class Roll:
     self._strangers: dict[_Connection, None] = {}  # oldest first: all have the same time
     self._dropped: collections.Counter[tuple[str, str]] = collections.Counter()  # why, host
     self._told: set[int] = set()  # indices of those that know of the error
+    self._selector = selectors.DefaultSelector()
     self._kind, self._error = self._wrong(own)
     if full and not self._error:
       self._kind, self._error = FULL, full
 
   def take(self, listeners: Sequence[socket.socket], deadline: float) -> dict[str, Any]:
     """Returns the answer that all have got: `error`, "" for none, and its `kind`."""
-    with selectors.DefaultSelector() as self._selector:
+    with self._selector:
       for listener in listeners:
         self._selector.register(listener, selectors.EVENT_READ)
       try:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from runtime import exit_codes
 
@@ -55,6 +56,10 @@ class StopRequest:
     self.requested, self.insisted, self.polls = "", False, False
     self._announced: float | None = None
     self._heard = time.monotonic()  # when the pipe was empty
+    self._terminals: list[int] = []
+    # What `__enter__` replaces: signal -> handler, and the descriptor that is woken up.
+    self._old: dict[int, Any] = {}
+    self._old_wakeup = -1
     self.wakeup, self._write = os.pipe()
     for end in (self.wakeup, self._write):
       os.set_blocking(end, False)

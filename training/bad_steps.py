@@ -69,12 +69,14 @@ class BadSteps:
     """
     self._config, self._keys = config, config.training
     self.rollbacks = tuple(map(Rollback.read, record.get(RECORD, {}).get("rollbacks", ())))
-    self._take_up(record, done)
+    self.position, self._losses = self._restored(record, done)
 
-  def _take_up(self, record: Mapping[str, Any], done: int) -> None:
-    """Goes on from a checkpoint."""
+  def _restored(
+    self, record: Mapping[str, Any], done: int
+  ) -> tuple[Position, collections.deque[float]]:
+    """Returns the position and the newest losses at a checkpoint."""
     batch = self._config.data.global_batch_size
-    self.position = (
+    restored = (
       _position(record, batch)
       .resumed(done, batch)
       .skipping(
@@ -82,7 +84,7 @@ class BadSteps:
       )
     )
     losses = record.get(RECORD, {}).get("losses", ())
-    self._losses = collections.deque(losses, maxlen=self._keys.bad_step_window)
+    return restored, collections.deque(losses, maxlen=self._keys.bad_step_window)
 
   def record(self) -> dict[str, Any]:
     """Returns what a checkpoint says of it; JSON gives floats back to the last bit."""
@@ -166,7 +168,7 @@ class BadSteps:
     rows = position.merged(rows for s in steps for rows in self.position.rows(s))
     rollback = Rollback(bad_step, why, step, rows)
     self.rollbacks += (rollback,)
-    self._take_up(record, step)
+    self.position, self._losses = self._restored(record, step)
     return rollback
 
   def text(self) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from etils import epath
@@ -13,6 +13,7 @@ from checkpointing.async_writer import SaveError
 from input_pipeline.prefetch import Prefetcher
 from processes.coordination import current
 from processes.step_barrier import Lockstep
+from processes.stragglers import Pace
 from processes.watchdog import ENDING, SAVING, STARTING, Watchdog
 from training import restore
 from training.bad_steps import BadStepError, BadSteps
@@ -61,8 +62,8 @@ def train(
   with contextlib.ExitStack() as stack:
     stack.enter_context(start.checkpointer)
     watch.saves = True
-    run = Run(job, data, start, workdir, watch, started=started)
-    run.open(stack)
+    run = Run(job, data, start, workdir, watch, stack, started=started)
+    run.open()
     run.compile()
     run.catch_up()
     while run.goes_on():
@@ -98,10 +99,11 @@ class Run:
     start: Start,
     workdir: epath.Path,
     watch: Watchdog,
+    stack: contextlib.ExitStack,
     *,
     started: float,
   ):
-    """Takes what `train` is given; nothing is opened yet."""
+    """Takes what `train` is given, and opens `metrics.jsonl`; `stack` closes what is opened."""
     self.state, self.done, self.stopped = start.state, start.step, False
     self._job, self._config, self._data, self._start = job, job.config, data, start
     self._workdir, self._watch, self._started = workdir, watch, started
@@ -116,35 +118,42 @@ class Run:
     self._reader = MetricsReader(
       late=0 if job.devices.simulated else 1, judge=self._bad_steps.judge
     )
+    self._stack = stack
+    self._interrupted = start.step > 0 and self.evaluation_due() and not self._evaluated()
+    self._writer = stack.enter_context(
+      MetricsWriter(
+        workdir,
+        step=start.step,
+        tensorboard=job.config.metrics.tensorboard,
+        rollbacks=len(self._bad_steps.rollbacks),
+        owner=start.owner,
+      )
+    )
+    self._goodput = Goodput(started, self._writer.times)
+    self._meter, self._measuring = Meter(job), False
+    # Set by `open`, `compile` and `catch_up`, in this order, before the first step.
+    self._profile: Profile | None = None
+    self._pace: Pace | None = None
+    self._train_step: Callable | None = None
+    self._progress: ProgressLine | None = None
+    self._evaluator: Evaluator | None = None
+    self._replicas: ReplicaCheck | None = None
+    self._batches: Prefetcher | None = None
 
   # ------------------------------ before the first step ------------------------------
 
-  def open(self, stack: contextlib.ExitStack) -> None:
-    """Opens the files that are written, and begins to read ahead."""
-    config, step = self._config, self.done
-    self._interrupted = step > 0 and self.evaluation_due() and not self._evaluated()
-    self._writer = stack.enter_context(
-      MetricsWriter(
-        self._workdir,
-        step=step,
-        tensorboard=config.metrics.tensorboard,
-        rollbacks=len(self._bad_steps.rollbacks),
-        owner=self._start.owner,
-      )
-    )
+  def open(self) -> None:
+    """Writes where the time has gone so far, and begins to measure."""
     self._report_missing_lines()
-    self._goodput = Goodput(self._started, self._writer.times)
     if self._goodput.doubt:
       warn(self._goodput.doubt)
-    if self._writer.times is None or self._writer.times["step"] != step:
-      self._writer.write_times(step, self._goodput.line())
-    self._stack = stack
-    self._profile = stack.enter_context(
-      Profile(config.profile, self._workdir / "profile", self._watch)
+    if self._writer.times is None or self._writer.times["step"] != self.done:
+      self._writer.write_times(self.done, self._goodput.line())
+    self._profile = self._stack.enter_context(
+      Profile(self._config.profile, self._workdir / "profile", self._watch)
     )
-    self._pace = stack.enter_context(device_probe.measured(self._job, self._watch.group))
-    self._batches: Prefetcher | None = None
-    stack.callback(lambda: self._batches and self._batches.close())
+    self._pace = self._stack.enter_context(device_probe.measured(self._job, self._watch.group))
+    self._stack.callback(lambda: self._batches and self._batches.close())
 
   def _report_missing_lines(self) -> None:
     """Warns where lines are missing that were written before the checkpoint was."""
@@ -184,7 +193,6 @@ class Run:
   def catch_up(self) -> None:
     """Makes the evaluation of the first state where a kill or a stop has come before it."""
     self._goodput.switch("step")
-    self._meter, self._measuring = Meter(self._job), False
     self._read_ahead()
     try:
       if self._interrupted and self.evaluate() is not None:

@@ -142,9 +142,9 @@ def _wrong_keys(value: Mapping[str, Any], form: Any, name: str) -> Iterator[str]
   if isinstance(form, Exactly) and set(value) != set(form.keys):
     keys = ", ".join(form.keys)
     yield f"{name}: the keys {keys} are expected, and {', '.join(value) or 'none'} are there"
-  keys = form.keys if isinstance(form, Exactly) else form
+  forms = form.keys if isinstance(form, Exactly) else form
   for key, inner in value.items():
-    its_form = form.form if isinstance(form, Each) else keys.get(key, ANY)
+    its_form = form.form if isinstance(form, Each) else forms.get(key, ANY)
     yield from _wrong(inner, its_form, f"{name}.{key}" if name else key)
 
 

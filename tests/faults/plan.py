@@ -91,7 +91,7 @@ ROWS = (
   ),
   Row(
     4,
-    "SIGKILL of process 0, of another",
+    "SIGKILL of process 0, or of another process",
     20,
     "all others end within 25 s (JAX aborts them); the launcher names the one that died first; "
     "Same after restart",
@@ -100,7 +100,7 @@ ROWS = (
   ),
   Row(
     5,
-    "SIGTERM at any time, also in evaluation, compilation, a save, a stalled input",
+    "SIGTERM at any time, also during evaluation, compilation, a save, a stalled input",
     30,
     "exit 75 within 30 s, one common step saved, no step lost; Same after restart",
     "rows_stops",
@@ -114,9 +114,9 @@ ROWS = (
     "noticed within 45 s, the process named, stacks dumped; Same after restart",
     "rows_standstills",
     35,
-    note="Where JAX's own heartbeat is faster than what the watchdog has learned (in a start and "
-    "at the end), a stopped process ends the others without a name, unless the launcher names it; "
-    "a stop in a step, an evaluation or a save is always named.",
+    note="Where JAX's own heartbeat expires before the deadline that the watchdog has learned (at "
+    "the start and at the end), the others are ended without naming the stopped process, unless "
+    "the launcher names it. A stop in a step, an evaluation or a save is always named.",
   ),
   Row(
     7,
@@ -125,8 +125,8 @@ ROWS = (
     "equal steps everywhere, no hang; padded loss within 1e-6 of one process",
     "rows_processes",
     4,
-    note="A trial is a remainder in training (nothing is dropped: the rest of an epoch and the "
-    "next share a batch) or in evaluation (padded), on 1, 2 and 4 processes.",
+    note="A trial is a remainder in training (nothing is dropped: the rest of an epoch shares a "
+    "batch with the next) or in evaluation (padded), on 1, 2 and 4 processes.",
   ),
   Row(
     8,
@@ -156,19 +156,19 @@ ROWS = (
   ),
   Row(
     11,
-    "a bit flipped, a file cut short, a file deleted, in each class of file of a checkpoint",
+    "a bit flipped, a file truncated, a file deleted, in each class of file of a checkpoint",
     200,
-    "all noticed; falls back to the older step, and says so",
+    "all noticed; falls back to the older step and reports it",
     "rows_checkpoints",
     4,
-    note="Of a run whose two processes each write arrays. Every 20th trial goes on with two "
-    "processes; in the others the application's reader reads the newest step that is whole.",
+    note="On a run whose two processes each write arrays. Every 20th trial resumes with two "
+    "processes. In the others the application's reader reads the newest intact step.",
   ),
   Row(
     12,
     "disk full at each stage of a save",
     10,
-    "the last good step is kept; reported at the next step; saves go on when there is room",
+    "the last good step is kept; reported at the next step; saves continue once there is space",
     "rows_checkpoints",
     30,
   ),
@@ -197,9 +197,9 @@ ROWS = (
     "rows_silent",
     45,
     usual=21,
-    note="Of 2 and 4 copies, on 2 and 4 processes, in the memory of a process: any bit of a word. "
-    "One that makes the loss infinite is met as a bad step, without a name. The last trial is the "
-    "clean one, with a check after every step.",
+    note="With 2 and 4 replicas, on 2 and 4 processes, in the memory of a process: any bit of a "
+    "word. A flip that makes the loss infinite is found as a bad step, which names no process. The "
+    "last trial is the clean one, with a check after every step.",
   ),
   Row(
     16,
@@ -230,22 +230,22 @@ ROWS = (
   ),
   Row(
     19,
-    "a truncated compilation cache entry; shared memory after test 1",
+    "a truncated compilation cache entry; shared memory after row 1",
     10,
-    "healed; nothing leaked",
+    "repaired; nothing leaked",
     "rows_silent",
     25,
-    note="Even trials damage the largest entry; odd ones kill a run that has just prepared its "
-    "data, and look into /dev/shm and the folder for temporary files.",
+    note="Even trials damage the largest entry. Odd ones kill a run that has just prepared its "
+    "data, and inspect /dev/shm and the folder for temporary files.",
   ),
   Row(
     20,
     "an hour of Poisson kills, one per 180 s on average",
     20,
-    "goodput at least 90 %; the parts of lost time add up to the whole within 1 %",
+    "goodput at least 90 %; the bins of lost time add up to the total within 1 %",
     "rows_goodput",
     190,
-    note="A trial is a kill, and the last one is the verdict on the whole.",
+    note="A trial is a kill; the last one is the check of the whole run.",
   ),
   Row(
     21,
@@ -260,63 +260,65 @@ ROWS = (
   ),
   Row(
     22,
-    "a slow disk (a save takes several times the start timeout), one that stands still, a slow "
-    "trace, a slow input",
+    "a slow disk (a save takes several times the start timeout), a hanging disk, a slow trace, a "
+    "slow input",
     10,
-    "what makes progress is never ended: exit 0, Same; what stands still is, with exit 1; a slow "
-    "input of a single process is warned about",
+    "a save or trace that progresses is never ended: exit 0, Same; one that hangs is, with exit 1; "
+    "a slow input of a single process is warned about",
     "rows_slow",
     60,
-    note="Writes are delayed by a library that is preloaded from outside (LD_PRELOAD): a few "
-    "kilobytes at a time. Needs a C compiler.",
+    note="Writes are slowed to a few kilobytes at a time by a preloaded library (LD_PRELOAD). "
+    "Needs a C compiler.",
   ),
   Row(
     23,
-    "two starts in one workdir, 0-60 s apart; the first goes on, is asked to stop, or is killed",
+    "two starts in one workdir, 0-60 s apart; the first continues, is stopped, or is killed",
     20,
-    "one of them trains, each step stands once, Same; the other is refused with 2 by the name of "
-    "the owner, or takes over once the first has ended",
+    "one of them trains, each step appears once, Same; the other is refused with 2, naming the "
+    "owner, or takes over once the first has ended",
     "rows_owners",
     70,
   ),
   Row(
     24,
-    "an owner stopped by SIGSTOP, replaced after its lease, woken",
+    "an owner suspended by SIGSTOP, replaced after its lease, resumed",
     16,
     "it writes nothing more and ends with 2; Same",
     "rows_owners",
     50,
-    note="Of 2 processes that were stopped JAX may end some by SIGABRT before they find out.",
+    note="Of 2 suspended processes JAX may end some by SIGABRT before they notice.",
   ),
   Row(
     25,
     "damage to metrics.jsonl and to each small file of a workdir and of prepared data",
     40,
     "the start continues with a warning, or is refused in one message with nothing changed, and "
-    "continues once the file is mended; Same, but for lines that were destroyed",
+    "continues once the file is repaired; Same, except for lines that were destroyed",
     "rows_files",
     20,
-    note="Content: emptied, deleted, cut, NULs, random bytes, lines inserted, JSON of another form "
-    "or nested 100,000 deep. Place: a directory, a FIFO, a sparse terabyte, a symbolic link.",
+    note="Content: emptied, deleted, truncated, NULs, random bytes, lines inserted, JSON of "
+    "another form or nested 100,000 deep. Place: a directory, a FIFO, a sparse terabyte, a "
+    "symbolic link.",
   ),
   Row(
     26,
     "foreign folders among the checkpoints; FIFOs, devices, links and sparse files in one; clocks "
     "that jump by an hour or a year",
     20,
-    "what is foreign is reported and unchanged; the step before is used, in time; the bins of "
+    "foreign files are reported and left unchanged; the step before is used, in time; the bins of "
     "goodput add up; links are followed for folders and refused for files; Same",
     "rows_foreign",
     20,
-    note="Of five trials two are of files in a checkpoint, one each of folders, clocks and links. "
-    "The wall clock jumps within a process, or between two of them, of which the first is killed.",
+    note="Of five trials two are about files in a checkpoint, and one each about folders, clocks "
+    "and links. The wall clock jumps within a process, or between two, the first of which is "
+    "killed.",
   ),
   Row(
     27,
-    "hostile messages at the rendezvous and in the exchange: a seeded fuzz",
+    "hostile messages at the rendezvous and in the key-value store: a seeded fuzz",
     40,
-    "the run is unaffected: Same, exit 0; every process meets the others, hears their notices and "
-    "none of an outsider's",
+    "the run is unaffected: Same, exit 0; every process meets the others and receives their "
+    "messages, and none from outside",
     "rows_network",
     4,
     note="Every tenth trial attacks the port of a whole run of 2 processes until it ends; the "
@@ -325,20 +327,20 @@ ROWS = (
   ),
   Row(
     28,
-    "a rendezvous of 2 to 4,096 processes, some late, beside connections that are silent",
+    "a rendezvous of 2 to 4,096 processes, some late, with silent connections beside them",
     16,
     "all meet within 30 s of the last one's arrival",
     "rows_network",
     8,
-    note="Each process has a socket of its own; they are threads of four processes. 2, 3, 16, 64, "
+    note="Each process has its own socket; they are threads of four processes. 2, 3, 16, 64, "
     "256, 1,024, 2,048 and 4,096 of them in turn.",
   ),
   Row(
     29,
     "wrong command lines, override values, variables; damaged small files of a workdir",
     500,
-    "ends in time with an exit code that the input may have, one message, no traceback and no "
-    "control character; the workdir is unchanged where it is refused",
+    "ends in time with an exit code that this input allows, one message, no traceback and no "
+    "control character; a refusal leaves the workdir unchanged",
     "rows_inputs",
     2,
     note="Seeded. The four kinds in turn, each in a fork of a process that has imported "

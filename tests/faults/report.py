@@ -1,4 +1,4 @@
-"""What became of the rows: kept as JSON, and written as a page."""
+"""The results of the rows: kept as JSON, and written as a page."""
 
 import dataclasses
 import datetime
@@ -20,18 +20,18 @@ RESULTS, PAGE = DOCS / "reliability.json", DOCS / "reliability.md"
 INTRODUCTION = """\
 # Reliability
 
-What is done to real runs, how often, and what became of it. Written by `python -m tests.faults
---write`; nobody edits it.
+The faults that were tried on real runs, how often, and the results. Written by
+`python -m tests.faults --write`; do not edit.
 
-Each trial starts the application as it is, as 2 or 4 processes on this machine, with a small
-decoder; disturbs it from outside, by signals and by what it finds on its disk; and starts it again
-with the same command. A row that is expected to take longer than an hour is run with fewer trials
-than planned. A row that was not run says so.
+Each trial starts the unmodified application as 2 or 4 processes on this machine, with a small
+decoder. It disturbs the run from outside, by signals and by changes on its disk, and starts it
+again with the same command. A row that is expected to take longer than an hour is run with fewer
+trials than planned. A row that was not run says so.
 
-**Same** means, compared with a run that nothing disturbs: every line of `metrics.jsonl` has the
-same loss, gradient norm and evaluation to the last bit; every step stands once and in order; and
-the SHA-256 of every array of every tenth step's checkpoint, parameters and optimizer, is the same.
-The examples of a step follow from the step alone; another row would show in the bits of its loss.
+**Same** means, compared with an undisturbed run: every line of `metrics.jsonl` has the same loss,
+gradient norm and evaluation to the last bit, every step appears once and in order, and the SHA-256
+of every array of every tenth checkpoint, parameters and optimizer state, is the same. The examples
+of a step follow from the step alone; another row would change the bits of its loss.
 
 ```
 make test-faults                                    # all rows
@@ -97,7 +97,7 @@ def read() -> dict[int, Result]:
 
 
 def write(results: Mapping[int, Result]) -> None:
-  """Adds what became of some rows to what is known of the others, and writes the page anew."""
+  """Merges the results of some rows into those of the others, and rewrites the page."""
   known = {**read(), **results}
   texts = {number: dataclasses.asdict(known[number]) for number in sorted(known)}
   RESULTS.write_text(json.dumps(texts, indent=1) + "\n")

@@ -140,7 +140,7 @@ def test_one_token_is_not_split_over_context():
 )
 def test_other_types(monkeypatch, parameters, compute):
   # Traced only: a type that does not fit shows there, since promotion is strict.
-  monkeypatch.setattr(Sampler, "_compile", lambda self: None)
+  monkeypatch.setattr(Sampler, "_compile", lambda self: (None, None, 0.0))
   with jax.enable_x64(parameters == "float64"):
     types = {"training.parameter_dtype": parameters, "training.compute_dtype": compute}
     made = Sampler(make_job("dp4_tp2", "lm", **types), GREEDY)

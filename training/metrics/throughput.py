@@ -93,7 +93,7 @@ class Pause:
 
   def __init__(self, meter: Meter):
     """Stops nothing yet."""
-    self._meter = meter
+    self._meter, self._began = meter, 0.0
 
   def __enter__(self) -> None:
     """Stops the clock."""

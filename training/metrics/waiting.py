@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from processes import preemption
 from processes.coordination import current
@@ -22,6 +22,7 @@ class Waiting:
     """Takes what is going on; `show` shows it."""
     self._text, self._began, self._looked = text, time.monotonic(), 0.0
     self._progress: Progress | None = None
+    self._task: TaskID | None = None
     self.done = ""  # how far it has come
     self.count = 0
 

@@ -56,7 +56,7 @@ class MetricsWriter:
     self._owner = owner or Ownership()
     self._lines = Lines(workdir / FILE, self._owner.require)
     self._damaged = Lines(workdir / DAMAGED, self._owner.require)
-    self._board, self.times = None, None
+    self._board, self._boards, self.times = None, 0, None
     self._workdir, self._tensorboard = workdir, tensorboard
     self._scalars: list[tuple[str, float, int]] = []  # for the board, while the disk is full
     if current().first:
