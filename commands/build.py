@@ -4,6 +4,7 @@ import jax
 
 from commands import config_flag, flags
 from configs.schema import finalize, validate
+from processes.coordination import current
 from runtime import compilation_cache, devices
 from training import parity, setup
 
@@ -15,6 +16,7 @@ def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
     *(config.mesh.to_dict() for config in configs),
     slices=[config.mesh_dcn.to_dict() for config in configs],
     simulate=flags.SIMULATE.value,
+    processes=current().count,
   )
   jobs = []
   for config, its_devices in zip(configs, started, strict=True):

@@ -8,10 +8,10 @@ from etils import epath
 from commands import build, config_flag, flags
 from partitioning import shardings
 from processes import coordination as groups
-from processes.printable import printable
 from processes.watchdog import Watchdog
 from reports import layout_page, layout_text
 from runtime import exit_codes, files
+from runtime.printable import printable
 from training.metrics.console import say
 
 

@@ -28,8 +28,8 @@ from rich.console import Console
 from analysis.chips import overridden
 from planning.topology import parse
 from processes import preemption
-from processes.printable import printable
 from runtime import exit_codes, files
+from runtime.printable import printable
 from runtime.provenance import everything
 from training.metrics.console import duration
 from training.restore import plain

@@ -8,10 +8,10 @@ from absl import flags
 
 from processes import coordination as groups
 from processes.preflight import DifferenceError, NotComeError
-from processes.printable import printable
 from processes.rendezvous import MissingError, RollCallError, ToldError
 from processes.watchdog import Watchdog
 from runtime import exit_codes
+from runtime.printable import printable
 
 
 def refuse(error: Exception, watch: Watchdog | None = None, *, debug: bool = False) -> int:

@@ -17,9 +17,9 @@ from input_pipeline.row_store import UnreadableError
 from processes import coordination as groups
 from processes import preemption
 from processes.preemption import StopRequest
-from processes.printable import printable
 from processes.watchdog import Watchdog
 from runtime import devices, exit_codes, xla_flags
+from runtime.printable import printable
 
 ALONE = ("plan", "tour")
 

@@ -12,10 +12,10 @@ from inference import sampler
 from input_pipeline.row_source import Source
 from partitioning.mesh import mesh_text
 from processes import coordination as groups
-from processes.printable import printable
 from processes.watchdog import DONE, Watchdog
 from reports import layout_text
 from runtime import exit_codes, files
+from runtime.printable import printable
 from training import evaluation, loop, restore, setup, splits, workdir_files, workdir_owner
 from training.bad_steps import TrainingStoppedError
 from training.metrics import goodput

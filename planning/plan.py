@@ -14,7 +14,7 @@ from models import MODELS
 from partitioning import shardings
 from planning import analytic, aot, memory, step_time
 from planning.suggestions import overrides_that_fit
-from planning.topology import Topology, parse
+from planning.topology import Topology, of_devices, parse
 from training.setup import Job
 
 LARGE_BYTES = 2**20
@@ -178,15 +178,17 @@ def make(
   *,
   title: str = "",
   simulate: bool = False,
+  here: aot.Here | None = None,
   progress: Callable[[str], None] = lambda phase: None,
 ) -> Plan:
   """Returns the plan of a config.
 
   Args:
     config: as parsed, with overrides.
-    topology_name: `v5p:4x4x4`; None: that of the devices at hand.
+    topology_name: `v5p:4x4x4`; None: that of the attached devices.
     title: of the config.
-    simulate: takes simulated devices for those at hand.
+    simulate: takes simulated devices for the attached ones.
+    here: the devices of this process, where they have been started; by default they are now.
     progress: is called with what is being done.
 
   Raises:
@@ -194,13 +196,15 @@ def make(
   """
   chips, rates = overridden(config.planning.constants)
   if topology_name is None:
-    topology_name = aot.at_hand(config, simulate=simulate)
+    here = aot.attached(config, simulate=simulate)
+    topology_name = of_devices(here.attached)
   topology = parse(topology_name, chips)
+  here = here or aot.simulated(config, topology)
   progress(f"laying out the state on {topology.name}")
-  ready = aot.prepare(config, topology)
+  ready = aot.prepare(config, topology, here)
   program = compiled = None
   where = aot.places(ready, topology)
-  if aot.compiled_here(topology):
+  if aot.compiled_here(topology, here):
     progress(f"compiling the step for {ready.mesh.size} devices of {topology.name}")
     program = aot.compile_step(ready)
     progress("reading the compiled program")
@@ -219,7 +223,7 @@ def make(
   if not found.fits:
     progress("looking for overrides that fit")
     scale = found.peak_bytes / found.memory_at_once
-    advice = overrides_that_fit(config, ready, topology, scale)
+    advice = overrides_that_fit(config, ready, topology, scale, here)
     return dataclasses.replace(found, advice=tuple(advice))
   progress("timing the step")
   if compiled is None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from processes import listening, tokens
-from processes.printable import printable
+from runtime.printable import printable
 
 GREETING, HELLO, ANSWER = "greeting", "hello", "answer"
 # Kinds of answers; "" where all are there.

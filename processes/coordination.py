@@ -18,7 +18,7 @@ import jax
 from etils import epath
 
 from processes import jax_internals, listening, preemption, rendezvous, tokens
-from processes.printable import printable
+from runtime.printable import printable
 
 # Set by `python -m launch.local`, by launch/jobset.yaml, or by hand on each host.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"

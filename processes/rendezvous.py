@@ -21,7 +21,7 @@ import time
 from typing import Any
 
 from processes import arrivals, listening, tokens
-from processes.printable import printable
+from runtime.printable import printable
 
 _PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 1.0

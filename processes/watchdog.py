@@ -20,9 +20,9 @@ from typing import NoReturn
 from processes import coordination as groups
 from processes.heartbeat import Exchange
 from processes.preemption import StopRequest, tell
-from processes.printable import printable
 from processes.progress import Measure, Progress
 from runtime import exit_codes
+from runtime.printable import printable
 
 PERIOD_SECONDS = 0.25
 # A lap that took so much longer than its period: this process was stopped, or the machine slept.

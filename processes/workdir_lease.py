@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from processes.claims import FOLDER, LAST, Claims
-from processes.printable import printable
+from runtime.printable import printable
 
 BEATS_PER_LEASE = 6
 RUNNING, STOPPING, RELEASED = "running", "stopping", "released"

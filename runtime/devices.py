@@ -14,7 +14,6 @@ import jax
 import psutil
 
 from partitioning.mesh import product_text, resolve_sizes
-from processes.coordination import current
 
 # Device files by which a GPU shows itself, whether or not a driver library is installed.
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd")
@@ -73,6 +72,7 @@ def start(
   *meshes: Mapping[str, int],
   slices: Sequence[Mapping[str, int]] = (),
   simulate: bool = False,
+  processes: int = 1,
 ) -> list[Devices]:
   """Starts JAX's backend with the devices that the meshes need; returns one entry per mesh.
 
@@ -82,6 +82,7 @@ def start(
     *meshes: each axis name -> size within a slice, at most one of them -1.
     slices: of each mesh, axis name -> over how many slices it goes; by default there is one.
     simulate: use simulated CPU devices even where there is an accelerator.
+    processes: of the run.
 
   Raises:
     ValueError: the sizes do not fit the devices.
@@ -92,7 +93,7 @@ def start(
   pairs = list(zip(meshes, over, strict=True))
   if simulate or os.environ.get("JAX_PLATFORMS") == "cpu" or found is None:
     sizes = [resolve_sizes(mesh, None, over) for mesh, over in pairs]
-    _simulate(_largest(sizes))
+    _simulate(_largest(sizes, processes), processes)
     return [Devices("cpu", True, s, over) for s, (_, over) in zip(sizes, pairs, strict=True)]
   try:
     platform = jax.default_backend()
@@ -104,10 +105,9 @@ def start(
   return [Devices(platform, False, resolve_sizes(mesh, count, one), one) for mesh, one in pairs]
 
 
-def _largest(sizes: list[dict[str, int]]) -> int:
+def _largest(sizes: list[dict[str, int]], processes: int) -> int:
   """Returns how many simulated devices there must be; several processes all use all of theirs."""
   counts = [math.prod(size.values()) for size in sizes]
-  processes = current().count
   for size, count in zip(sizes, counts, strict=True):
     if count % processes or (processes > 1 and count != max(counts)):
       raise ValueError(
@@ -125,9 +125,9 @@ def _largest(sizes: list[dict[str, int]]) -> int:
   return most
 
 
-def _simulate(count: int) -> None:
+def _simulate(count: int, processes: int) -> None:
   """Makes `count` CPU devices over all processes, with threads enough for all to wait at once."""
-  own = count // current().count
+  own = count // processes
   os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * own, os.cpu_count() or 1))
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", own)

@@ -37,8 +37,8 @@ def feed(sizes):
 
 def main(sizes: dict[str, int]) -> None:
   """Joins the others, feeds, prints, and leaves with them."""
-  groups.connect(start_timeout_seconds=60, heartbeat_seconds=100)
-  [started] = devices.start(sizes, simulate=True)
+  joined = groups.connect(start_timeout_seconds=60, heartbeat_seconds=100)
+  [started] = devices.start(sizes, simulate=True, processes=joined.count)
   print(json.dumps(feed(started.sizes)), flush=True)
   groups.part()
 

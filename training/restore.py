@@ -19,8 +19,8 @@ from checkpointing.integrity import Verified
 from input_pipeline.row_source import Source
 from partitioning.shardings import size_text
 from processes.coordination import current
-from processes.printable import printable
 from processes.workdir_lease import Ownership
+from runtime.printable import printable
 from runtime.provenance import versions
 from training import bad_steps as rollback
 from training import record_schema, workdir_files

@@ -101,7 +101,7 @@ def wrong(mesh: Mesh, chunk_bytes: int) -> list[str]:
 
 if __name__ == "__main__":
   joined = groups.connect(start_timeout_seconds=60, heartbeat_seconds=60)
-  devices.start({"data": 2 * joined.count})
+  devices.start({"data": 2 * joined.count}, processes=joined.count)
   everyone = jax.devices()
   for argument in sys.argv[1:]:
     per_process, megabytes = map(int, argument.split("x"))

@@ -116,6 +116,6 @@ def part(name: str, group: groups.Group) -> Any:
 
 if __name__ == "__main__":
   joined = groups.connect(start_timeout_seconds=60, heartbeat_seconds=30)
-  devices.start({**base.MESH, "data": 8})
+  devices.start({**base.MESH, "data": 8}, processes=joined.count)
   print("\n" + json.dumps({name: part(name, joined) for name in sys.argv[1:]}), flush=True)
   groups.part()

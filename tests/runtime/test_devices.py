@@ -56,10 +56,9 @@ def test_accelerators_must_all_be_used(monkeypatch):
 
 @pytest.mark.parametrize("processes", [1, 4])
 def test_a_million_simulated_devices_are_refused_before_any_are_made(monkeypatch, processes):
-  monkeypatch.setattr(devices, "current", lambda: types.SimpleNamespace(count=processes))
-  monkeypatch.setattr(devices, "_simulate", lambda count: pytest.fail(f"makes {count} devices"))
+  monkeypatch.setattr(devices, "_simulate", lambda count, _: pytest.fail(f"makes {count} devices"))
   with pytest.raises(ValueError, match="asks for 1000000 simulated devices") as refusal:
-    devices.start({"data": 1000, "tensor": 1000}, simulate=True)
+    devices.start({"data": 1000, "tensor": 1000}, simulate=True, processes=processes)
   for text in ("data=1000 x tensor=1000", "at most 2048", "at least 489 processes", "--topology"):
     assert text in str(refusal.value)
 
@@ -67,9 +66,8 @@ def test_a_million_simulated_devices_are_refused_before_any_are_made(monkeypatch
 @pytest.mark.parametrize("processes", [1, 4])
 def test_as_many_simulated_devices_as_processes_can_make(monkeypatch, processes):
   made, most = [], devices.MOST_SIMULATED * processes
-  monkeypatch.setattr(devices, "current", lambda: types.SimpleNamespace(count=processes))
-  monkeypatch.setattr(devices, "_simulate", made.append)
-  devices.start({"data": most}, simulate=True)
+  monkeypatch.setattr(devices, "_simulate", lambda count, _: made.append(count))
+  devices.start({"data": most}, simulate=True, processes=processes)
   assert made == [most]
 
 

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from processes import preemption
 from processes.coordination import current
-from processes.printable import printable
+from runtime.printable import printable
 
 
 class ProgressLine:

@@ -2,7 +2,7 @@
 
 import unicodedata
 
-from processes.printable import printable
+from runtime.printable import printable
 
 
 def test_ordinary_text_stays_as_it_is():
