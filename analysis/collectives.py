@@ -1,6 +1,7 @@
 """The collectives of a compiled program: what is sent along which mesh axes, and how often."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections import defaultdict
@@ -365,14 +366,11 @@ def format_summary(rows: Sequence[Row]) -> str:
   lines.append(("total", "", sum(row.count for row in known), sum(row.bytes for row in known)))
   kinds, axes = (max(len(line[i]) for line in lines) for i in range(2))
   counts = max(len(str(line[2])) for line in lines if line[2] is not None)
+  size_text = functools.partial(humanize.naturalsize, binary=True)
   text = []
   for kind, names, count, size in lines:
-    each = "" if kind == "total" else f"x {_size(size / (count or 1)):>10}"
-    product = "" if count is None else f" = {_size(size):>10}"
+    each = "" if kind == "total" else f"x {size_text(size / (count or 1)):>10}"
+    product = "" if count is None else f" = {size_text(size):>10}"
     runs = "?" if count is None else count
     text.append(f"{kind:<{kinds}}  {names:<{axes}}  {runs:>{counts}} {each:<12}{product}".rstrip())
   return "\n".join(text)
-
-
-def _size(count: float) -> str:
-  return humanize.naturalsize(count, binary=True)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import humanize
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
@@ -363,17 +364,14 @@ def room(folder: epath.Path, needed: int) -> str:
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if free < needed:
-      return f"{_mib(free)} free there, and a checkpoint needs {_mib(needed)}"
+      sizes = [humanize.naturalsize(size, binary=True) for size in (free, needed)]
+      return f"{sizes[0]} free there, and a checkpoint needs {sizes[1]}"
     probe = folder / f"0{SAVING}-{secrets.token_hex(4)}"
     probe.mkdir()
     probe.rmdir()
   except OSError as error:
     return reason(error)
   return ""
-
-
-def _mib(size: int) -> str:
-  return f"{size / 2**20:,.1f} MiB"
 
 
 def reason(error: BaseException) -> str:

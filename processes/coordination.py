@@ -38,7 +38,7 @@ class NotTogetherError(RuntimeError):
   """The processes did not come together at a point where all should."""
 
 
-class _LocalStore:
+class LocalStore:
   """The store of a process that is alone; with the methods of JAX's client that are used here."""
 
   def __init__(self):
@@ -88,7 +88,7 @@ class Group:
   index: int = 0
   count: int = 1
   heartbeat_seconds: float = 100.0
-  store: Any = dataclasses.field(default_factory=_LocalStore)
+  store: Any = dataclasses.field(default_factory=LocalStore)
   key: bytes = dataclasses.field(default=b"", repr=False)
   unsigned: set[str] = dataclasses.field(default_factory=set)
   _meetings: collections.Counter = dataclasses.field(default_factory=collections.Counter)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from input_pipeline import prepare
 from models import token_positions
 from tests.jobs import host_batch, make_job, place
 
@@ -39,3 +40,7 @@ def test_a_document_is_read_as_if_it_stood_alone(separate):
     return float(function(params, place(job, given))["loss"])
 
   assert (losses(tokens_BT) == losses(other_BT)) == separate
+
+
+def test_the_token_that_ends_a_document_is_the_byte_that_preparation_writes():
+  assert bytes([token_positions.END]) == prepare.END_OF_DOCUMENT

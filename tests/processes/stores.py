@@ -7,18 +7,18 @@ from typing import Any
 
 import jax
 
-from processes.coordination import Group
+from processes.coordination import Group, LocalStore
 
 WAIT_SECONDS = 20  # a bound for a machine that is busy; nothing here takes it
 
 
-class SharedStore:
+class SharedStore(LocalStore):
   """What the client of JAX's coordination service does, for several groups in one process."""
 
   def __init__(self, count: int):
     """Takes the number of processes that a barrier waits for."""
+    super().__init__()
     self._count = count
-    self._values: dict[str, str] = {}
     self._changed = threading.Condition()
     self._barriers: dict[str, tuple[int, int]] = {}  # name -> (how many wait, how often all came)
 
@@ -28,24 +28,6 @@ class SharedStore:
       if key in self._values and not allow_overwrite:
         raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
       self._values[key] = value
-
-  def key_value_try_get(self, key: str) -> str:
-    """Returns a value, or raises as JAX's client does."""
-    with self._changed:
-      if key not in self._values:
-        raise jax.errors.JaxRuntimeError(f"NOT_FOUND: Config key {key} not found.")
-      return self._values[key]
-
-  def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
-    """Returns what has been set below a folder."""
-    with self._changed:
-      return [(key, value) for key, value in self._values.items() if key.startswith(prefix)]
-
-  def key_value_delete(self, key: str) -> None:
-    """Removes a value, or all below a folder."""
-    with self._changed:
-      for name in [n for n in self._values if n == key or n.startswith(f"{key}/")]:
-        del self._values[name]
 
   def wait_at_barrier(self, name: str, timeout_in_ms: int) -> None:
     """Returns when all have come; a name serves again once they have."""
