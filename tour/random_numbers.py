@@ -38,7 +38,7 @@ def draw(partitionable=True):
 def _draw(results) -> Shown:
   first = results[0][2]
   findings = [
-    f"{telling.mesh_text(x)}: {telling.blocks(x)}; sent: {telling.sent_text(compiled, mesh)}; the "
+    f"{telling.mesh_text(x)}: {telling.blocks(x)}. Sent: {telling.sent_text(compiled, mesh)}. The "
     f"numbers and those of the first mesh are {telling.same(x, first)}."
     for mesh, compiled, x in results
   ]
@@ -89,8 +89,8 @@ def _parameters(results) -> Shown:
     pairs = zip(leaves, first, strict=True)
     bits = sum(np.array_equal(ours, theirs) for ours, theirs in pairs)
     findings.append(
-      f"{strategy}: layer_2/kernel is sharded as {telling.lies(kernel)}; sent: "
-      f"{telling.sent_text(program, job.mesh)}; {bits} of {len(leaves)} arrays equal those under "
+      f"{strategy}: layer_2/kernel is sharded as {telling.lies(kernel)}. Sent: "
+      f"{telling.sent_text(program, job.mesh)}. {bits} of {len(leaves)} arrays equal those under "
       f"{results[0][0]} to the last bit."
     )
   return Shown(findings)

@@ -266,7 +266,7 @@ def test_parameters_that_differ_are_told_of():
   results = random_numbers.parameters()
   text = "\n".join(random_numbers._parameters(results).findings)
   assert (
-    "dp4_tp2: layer_2/kernel is sharded as (-, tensor); sent: nothing; 8 of 8 arrays equal" in text
+    "dp4_tp2: layer_2/kernel is sharded as (-, tensor). Sent: nothing. 8 of 8 arrays equal" in text
   )
   results[1][3]["layer_1"]["bias"] += 1
   text = "\n".join(random_numbers._parameters(results).findings)
