@@ -27,7 +27,7 @@ ARROWS = {
   "configs": {"runtime"},
   "partitioning": set(),
   "input_pipeline": {"runtime"},
-  "checkpointing": {"runtime"},
+  "checkpointing": {"processes", "runtime"},
   "processes": {"runtime"},
   "runtime": set(),
   "launch": {"runtime"},
