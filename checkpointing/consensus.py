@@ -7,33 +7,11 @@ whoever passes a stage looks whether any has failed, and all leave the save at t
 """
 
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+
+from processes.coordination import Group
 
 # What is said and where it is met; every process uses the same names.
 _POINT, _SAID, _FAILED, _SHARED = "checkpoint", "checkpoint_said", "save_failed", "save_shared"
-
-
-class Group(Protocol):
-  """The processes, as one of them sees them: `processes.coordination.Group` is such a group."""
-
-  index: int
-  count: int
-
-  def put(self, name: str, value: Mapping[str, Any]) -> None:
-    """Shows a value to all, in place of an earlier one of this name."""
-
-  def list(self, folder: str) -> dict[str, dict[str, Any]]:
-    """Returns name -> value of what has been put below `folder/`."""
-
-  def delete(self, folder: str) -> None:
-    """Removes a value."""
-
-  def wait(self, point: str, *, timeout_seconds: float) -> None:
-    """Returns when all have come to the point, as often as this one."""
-
-  def all_true(self, point: str, value: bool, *, timeout_seconds: float) -> bool:
-    """Returns whether the value is true on every process."""
 
 
 class ElsewhereError(RuntimeError):
@@ -44,32 +22,29 @@ class Together:
   """The meetings of one process; several of these may be used, one after another."""
 
   def __init__(self, group: Group | None = None, *, timeout_seconds: float = 300.0):
-    """Takes the processes; None or one: nobody is waited for.
+    """Takes the processes; None: this one alone.
 
     Args:
       group: who they are.
       timeout_seconds: how long the others may take to come to an exchange; and four times as long
         as this object is there, since disks are read before, which may be slower for others.
     """
-    alone = group is None or group.count == 1
-    self._group = None if alone else group
+    self._group = group or Group()
     self._timeout, self._began = timeout_seconds, time.monotonic()
-    self.index, self.count = (0, 1) if alone else (group.index, group.count)
+    self.index, self.count = self._group.index, self._group.count
 
   @property
   def alone(self) -> bool:
     """Tells whether there is no other process."""
-    return self._group is None
+    return self._group.alone
 
   @property
   def first(self) -> bool:
     """Tells whether this is the process that removes and renames."""
-    return self.index == 0
+    return self._group.first
 
   def all_true(self, value: bool, *, timeout_seconds: float | None = None) -> bool:
     """Returns whether `value` is true on every process; all come."""
-    if self._group is None:
-      return value
     timeout = timeout_seconds or self._patience()
     return self._group.all_true(_POINT, value, timeout_seconds=timeout)
 
@@ -84,8 +59,6 @@ class Together:
       text: of this process.
       timeout_seconds: how long the others may take to come, where not as usual.
     """
-    if self._group is None:
-      return [text]
     own = f"{_SAID}/{self.index}"
     if text:
       self._group.put(own, {"text": text})
@@ -106,8 +79,7 @@ class Together:
 
   def begin_stages(self) -> None:
     """Forgets the save before; on every process its stages are over."""
-    if self._group is not None:
-      self._group.delete(f"{_FAILED}/{self.index}")
+    self._group.delete(f"{_FAILED}/{self.index}")
 
   def stage(self, number: int, *, timeout_seconds: float) -> None:
     """Returns when all processes are at this stage of a save.
@@ -115,8 +87,6 @@ class Together:
     Raises:
       ElsewhereError: one has failed, and comes no further.
     """
-    if self._group is None:
-      return
     self._group.wait(f"save_{number}", timeout_seconds=timeout_seconds)
     if text := self.failures(number):
       raise ElsewhereError(text)
@@ -126,25 +96,19 @@ class Together:
 
     The number tells those who are still leaving the stage before that it does not concern them.
     """
-    if self._group is not None:
-      self._group.put(f"{_FAILED}/{self.index}", {"text": text, "stage": number})
+    self._group.put(f"{_FAILED}/{self.index}", {"text": text, "stage": number})
 
   def failures(self, number: int) -> str:
     """Returns who has failed and why, "" for nobody: the same for all who have passed a stage."""
-    if self._group is None:
-      return ""
     failed = sorted(self._group.list(_FAILED).items(), key=lambda item: int(item[0]))
     return "; ".join(f"process {i}: {v['text']}" for i, v in failed if v["stage"] <= number)
 
   def share(self, text: str) -> None:
     """Gives a text to process 0, which may take it from the next stage on."""
-    if self._group is not None:
-      self._group.put(f"{_SHARED}/{self.index}", {"text": text})
+    self._group.put(f"{_SHARED}/{self.index}", {"text": text})
 
   def shared(self) -> list[str]:
     """Returns the texts that have been given."""
-    if self._group is None:
-      return []
     return [value["text"] for value in self._group.list(_SHARED).values()]
 
 

@@ -1,15 +1,23 @@
-"""One line for a save that fails, not hundreds.
+"""One line for a save that fails, instead of hundreds of log lines from Orbax.
 
 For each of its files that cannot be written Orbax logs a traceback, and so does asyncio, in which
-it runs, for those that nobody has asked for. What they say stands in SaveError.
+it runs, for those that nobody has asked for. What they say stands in SaveError. Both are recognized
+by the code that they come from, not by their wording.
 """
 
+import asyncio
 import logging
+import os
 import sys
+import traceback
 from typing import Any
 
+import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 
+_ORBAX = os.path.dirname(ocp.__file__) + os.sep
+# What a thread of TensorStore's calls when a write has ended that a coroutine waits for.
+_TO_A_LOOP = asyncio.BaseEventLoop.call_soon_threadsafe.__code__
 _installed = False
 
 
@@ -20,9 +28,9 @@ class _Quiet(logging.Filter):
     """Tells whether a line is to be printed."""
     if record.levelno < logging.ERROR or absl_logging.get_verbosity() >= absl_logging.INFO:
       return True
-    return "/orbax/" not in record.pathname and (
-      record.name != "asyncio" or "orbax" not in record.getMessage()
-    )
+    raised = record.exc_info[2] if record.exc_info else None
+    files = [record.pathname, *(frame.filename for frame in traceback.extract_tb(raised))]
+    return not any(file.startswith(_ORBAX) for file in files)
 
 
 def quiet() -> None:
@@ -36,8 +44,9 @@ def quiet() -> None:
   hook = sys.unraisablehook
 
   def unless_late(unraisable: Any) -> None:
-    # A write of TensorStore that ends after the save has failed finds nobody who waits for it.
-    if str(unraisable.exc_value) != "Event loop is closed":
+    # A write that ends after the save has failed: the event loop that waited for it is closed.
+    raised = unraisable.exc_traceback
+    if raised is None or raised.tb_frame.f_code is not _TO_A_LOOP:
       hook(unraisable)
 
   sys.unraisablehook = unless_late

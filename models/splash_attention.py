@@ -56,7 +56,8 @@ def attention(
 
 def _shard(q_BTNH: Array, k_BSNH: Array, v_BSNH: Array, *segments: Array, cap: float) -> Array:
   """Runs the kernel for each row of a shard."""
-  # A third of a second of every start, were it imported above.
+  # Experimental: JAX has no public attention kernel for TPUs (jax.nn.dot_product_attention is XLA's
+  # there). Imported here: it takes a third of a second.
   from jax.experimental.pallas.ops.tpu import splash_attention as pallas
 
   turned = [jnp.moveaxis(x, 2, 1) for x in (q_BTNH, k_BSNH, v_BSNH)]

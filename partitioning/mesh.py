@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
+
+# Experimental: jax.make_mesh places devices within one slice, and raises for several (jax#37769).
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 

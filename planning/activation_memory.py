@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+
+# Not covered by JAX's promise of compatibility (JEP 15856): the types of a jaxpr's parts, which
+# jax.make_jaxpr returns, have no other public name since those of jax.core were deprecated.
 from jax.extend import core
 from ml_collections import ConfigDict
 
@@ -140,6 +143,11 @@ def gradients(job: Job, config: ConfigDict) -> Any:
     return jax.make_jaxpr(program.gradients)(program.params, batch, key).jaxpr
 
 
+def is_literal(x: Any) -> bool:
+  """Tells a number that stands in a jaxpr from a variable."""
+  return isinstance(x, core.Literal)
+
+
 def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
   """Yields all equations, those inside of others too."""
   for equation in jaxpr.eqns:
@@ -194,7 +202,7 @@ class _Names:
     """Adds the lines of a body; returns the names of its results."""
 
     def get(x: Any) -> int:
-      return 0 if isinstance(x, core.Literal) else names.get(x, 0)
+      return 0 if is_literal(x) else names.get(x, 0)
 
     for equation in jaxpr.eqns:
       read, inner = list(map(get, equation.invars)), inlined(equation)

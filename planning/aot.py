@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+# Experimental: no public name describes TPUs that are not attached (jax 0.10.2 to 0.12.0).
 from jax.experimental import topologies as described
 from ml_collections import ConfigDict
 

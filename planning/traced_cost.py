@@ -12,8 +12,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jax.extend import core
-
 from analysis.roofline import Work
 from planning import activation_memory
 from training.setup import Job
@@ -73,7 +71,7 @@ class _Tracer:
       runs: how often it runs in a step.
     """
     for equation in jaxpr.eqns:
-      read = [{} if isinstance(x, core.Literal) else roots.get(x, {}) for x in equation.invars]
+      read = [{} if activation_memory.is_literal(x) else roots.get(x, {}) for x in equation.invars]
       name, inner = equation.primitive.name, activation_memory.inlined(equation)
       if name in _WHOLE:
         read = [
@@ -91,7 +89,7 @@ class _Tracer:
       else:
         given = self._one(equation, read, runs)
       roots.update(zip(equation.outvars, given, strict=True))
-    return [{} if isinstance(x, core.Literal) else roots.get(x, {}) for x in jaxpr.outvars]
+    return [{} if activation_memory.is_literal(x) else roots.get(x, {}) for x in jaxpr.outvars]
 
   def close(self, jaxpr: Any, results: list[Roots], runs: int) -> None:
     """Notes that what a body returns is written, where it is not there yet."""

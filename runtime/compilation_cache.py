@@ -1,6 +1,7 @@
 """JAX's persistent compilation cache, without the entries that a kill has cut short.
 
-JAX writes an entry in place (`LRUCache.put` of jax 0.10.2 and 0.12.0). Where the process is killed
+JAX writes an entry in place (`LRUCache.put` of jax 0.10.2 and 0.12.0; see jax#39880 for what else
+follows from that). Where the process is killed
 meanwhile, or the disk is full, a part of it stays. Every later start then fails to read it, warns,
 compiles, and leaves it there, because JAX never replaces an entry. So entries that were written
 since the last start are decompressed before JAX reads them, and those that are cut short are

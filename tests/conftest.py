@@ -1,10 +1,7 @@
 """Eight simulated CPU devices for every test, strict promotion, one compilation cache."""
 
-import json
 import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 
 DEVICES = 8
@@ -28,6 +25,8 @@ HOOK = jaxtyping.install_import_hook("models", "beartype.beartype")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+from tests.forks import Forks  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -68,25 +67,23 @@ def pytest_collection_modifyitems(items: list) -> None:
 
 
 @pytest.fixture(scope="session")
-def main():
+def forks():
+  """Returns what starts processes of the application without importing it again."""
+  with Forks() as started:
+    yield started
+
+
+@pytest.fixture(scope="session")
+def main(forks, tmp_path_factory):
   """Returns a function from arguments to (exit code, standard output, standard error)."""
-  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-  del environment["NPROC"]  # as a person's shell: main.py sets it
-  server = subprocess.Popen(
-    [sys.executable, str(ROOT / "tests" / "cli_server.py")],
-    cwd=ROOT,
-    env=environment,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
+  environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
+  folder = tmp_path_factory.mktemp("main")
 
   def run(*arguments: str) -> tuple[int, str, str]:
-    server.stdin.write(json.dumps(arguments) + "\n")
-    server.stdin.flush()
-    answer = json.loads(server.stdout.readline())
-    return answer["code"], answer["out"], answer["err"]
+    out, err = folder / "out", folder / "err"
+    for file in (out, err):
+      file.unlink(missing_ok=True)
+    code = forks.start(["main.py", *arguments], out=out, err=err, environment=environment).wait()
+    return code, *(file.read_bytes().decode(errors="surrogateescape") for file in (out, err))
 
-  yield run
-  server.stdin.close()
-  server.wait()
+  return run

@@ -147,6 +147,21 @@ def private_names(source, where):
   ]
 
 
+UNSTABLE = ("jax.extend", "jax.experimental")
+
+
+def unstable(source, where):
+  """Yields (module, line) of each import of an API that JAX may change without notice.
+
+  The line is a text that names the place where the reason for it is missing, else "".
+  """
+  lines = source.splitlines()
+  for line, module in imports(ast.parse(source)):
+    if module.startswith(UNSTABLE):
+      reason = lines[line - 2].strip().startswith("#")
+      yield module, "" if reason else f"{where}:{line}: {module}: say above it why, and the issue"
+
+
 def early_tensorflow(source, where):
   """Returns a line for each import of TensorFlow that happens as soon as the module's does."""
   return [
@@ -221,6 +236,25 @@ def test_the_rest_is_imported_as_it_is_meant_to():
       for line in check(path.read_text(), path.relative_to(ROOT))
     ]
     assert not lines, "\n".join(lines)
+
+
+def test_what_jax_may_change_is_imported_in_one_place_each_with_its_reason():
+  places, missing = {}, []
+  for _, path in files(packages_only=True):
+    where = path.relative_to(ROOT)
+    for module, line in unstable(path.read_text(), where):
+      places.setdefault(module, []).append(str(where))
+      missing += [line] if line else []
+  assert len(places) >= 4
+  assert not missing, "\n".join(missing)
+  assert not {module: found for module, found in places.items() if len(found) > 1}
+
+
+def test_a_missing_reason_is_found():
+  bare = "import jax\nfrom jax.extend import core"
+  [(module, line)] = unstable(bare, "r")
+  assert (module, line[:3]) == ("jax.extend.core", "r:2")
+  assert [*unstable(bare.replace("\nfrom", "\n# Why.\nfrom"), "r")] == [("jax.extend.core", "")]
 
 
 def test_the_plain_reference_imports_nothing_of_the_project():

@@ -8,18 +8,16 @@ import json
 import os
 import pathlib
 import random
-import subprocess
-import sys
 import time
 
 import pytest
 
 from tests.compiling import FAST
+from tests.forks import Fork, Forks
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 40
 COMMAND = [
-  sys.executable,
   "main.py",
   "--config=configs/dp4_tp2.py",
   "--config.model.layers=1",
@@ -38,17 +36,21 @@ COMMAND = [
 TIMEOUT_SECONDS = 120
 
 
-def start(workdir: pathlib.Path) -> subprocess.Popen:
-  """Starts the run, or lets it go on."""
-  environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
-  return subprocess.Popen(
-    [*COMMAND, f"--workdir={workdir}"],
-    cwd=ROOT,
-    env=environment,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
+class Start:
+  """A process that runs it, or lets it go on."""
+
+  def __init__(self, forks: Forks, workdir: pathlib.Path):
+    """Starts it."""
+    environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
+    self.out = workdir.with_name(f"{workdir.name}.out")
+    self.out.unlink(missing_ok=True)
+    command = [*COMMAND, f"--workdir={workdir}"]
+    self.process = forks.start(command, out=self.out, environment=environment)
+
+  def end(self) -> tuple[int, str]:
+    """Waits for its end; returns its code and what it has printed."""
+    code = self.process.wait(TIMEOUT_SECONDS)
+    return code, self.out.read_text()
 
 
 def losses(workdir: pathlib.Path) -> dict[int, tuple[str, str]]:
@@ -62,7 +64,7 @@ def losses(workdir: pathlib.Path) -> dict[int, tuple[str, str]]:
   return found
 
 
-def wait_for(condition, process: subprocess.Popen) -> bool:
+def wait_for(condition, process: Fork) -> bool:
   """Waits until the condition holds (True) or the process has ended (False)."""
   began = time.monotonic()
   while time.monotonic() - began < TIMEOUT_SECONDS:
@@ -74,7 +76,7 @@ def wait_for(condition, process: subprocess.Popen) -> bool:
   raise AssertionError("neither happened in time")
 
 
-def kill_at_a_random_moment(workdir: pathlib.Path, process: subprocess.Popen) -> bool:
+def kill_at_a_random_moment(workdir: pathlib.Path, process: Fork) -> bool:
   """Kills within a second of the first line that this start writes."""
   lines = workdir / "metrics.jsonl"
   size = lines.stat().st_size if lines.exists() else 0
@@ -84,7 +86,7 @@ def kill_at_a_random_moment(workdir: pathlib.Path, process: subprocess.Popen) ->
   return True
 
 
-def kill_during_a_save(workdir: pathlib.Path, process: subprocess.Popen) -> bool:
+def kill_during_a_save(workdir: pathlib.Path, process: Fork) -> bool:
   """Kills while a save's temporary folder stands there."""
   folder = workdir / "checkpoints"
 
@@ -100,12 +102,11 @@ def kill_during_a_save(workdir: pathlib.Path, process: subprocess.Popen) -> bool
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict[int, tuple[str, str]]:
+def undisturbed(forks, tmp_path_factory) -> dict[int, tuple[str, str]]:
   """Returns the losses of a run that nothing disturbs."""
   workdir = tmp_path_factory.mktemp("undisturbed")
-  process = start(workdir)
-  out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-  assert process.returncode == 0, out
+  code, out = Start(forks, workdir).end()
+  assert code == 0, out
   found = losses(workdir)
   assert sorted(found) == list(range(1, STEPS + 1))
   return found
@@ -115,18 +116,16 @@ def undisturbed(tmp_path_factory) -> dict[int, tuple[str, str]]:
 @pytest.mark.parametrize(
   "moment", [kill_at_a_random_moment, pytest.param(kill_during_a_save, marks=pytest.mark.faults)]
 )
-def test_a_killed_run_gives_the_losses_of_one_never_killed(undisturbed, tmp_path, moment):
+def test_a_killed_run_gives_the_losses_of_one_never_killed(undisturbed, forks, tmp_path, moment):
   kills, began = 0, time.time()
   for _ in range(2):
-    process = start(tmp_path)
-    if moment(tmp_path, process):
-      process.kill()
-      kills += process.wait() == -9
-    process.communicate()
+    started = Start(forks, tmp_path)
+    if moment(tmp_path, started.process):
+      started.process.kill()
+    kills += started.end()[0] == -9
   assert kills, "the run ended before it could be killed"
-  process = start(tmp_path)
-  out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-  assert process.returncode == 0, out
+  code, out = Start(forks, tmp_path).end()
+  assert code == 0, out
   assert losses(tmp_path) == undisturbed
   assert not list((tmp_path / "checkpoints").glob("*tmp*"))
   lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -135,18 +134,19 @@ def test_a_killed_run_gives_the_losses_of_one_never_killed(undisturbed, tmp_path
   assert last["seconds"]["lost_to_restart"] > 0
 
 
-def test_sigterm_saves_and_exits_with_75(undisturbed, tmp_path):
-  process = start(tmp_path)
+def test_sigterm_saves_and_exits_with_75(undisturbed, forks, tmp_path):
+  started = Start(forks, tmp_path)
   lines = tmp_path / "metrics.jsonl"
-  assert wait_for(lambda: lines.exists() and len(lines.read_text().splitlines()) > 2, process)
-  process.terminate()
-  out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-  assert process.returncode == 75, out
+  assert wait_for(
+    lambda: lines.exists() and len(lines.read_text().splitlines()) > 2, started.process
+  )
+  started.process.terminate()
+  code, out = started.end()
+  assert code == 75, out
   assert "stopped as asked, after saving" in out
   done = max(losses(tmp_path))
   assert done < STEPS
   assert (tmp_path / "checkpoints" / str(done)).is_dir(), "no step is lost"
-  process = start(tmp_path)
-  out, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-  assert process.returncode == 0, out
+  code, out = Start(forks, tmp_path).end()
+  assert code == 0, out
   assert losses(tmp_path) == undisturbed

@@ -14,21 +14,23 @@ from tour.scene import Scene, Shown, mesh_of
 
 TITLE = "One array on eight devices"
 OPENING = """
-An array that is larger than one device's memory, or that many devices shall work on at once, is
-cut into blocks. It stays one array: it has one shape, and a program reads as if nothing were cut.
+An array that is larger than one device's memory, or that many devices should work on at once, is
+sharded: split into blocks. It stays one array. It has one shape, and a program reads as if
+nothing were split.
 
-Two things say where its blocks lie. A **mesh** gives the devices coordinates along named axes. A
-**PartitionSpec** names, for each dim of the array, the mesh axes that cut it; a dim without an axis
-is whole. Every array of a training run lies like this, and `python main.py layout` draws it.
+Two things define its sharding. A **mesh** gives the devices coordinates along named axes. A
+**PartitionSpec** names, for each dim of the array, the mesh axes that shard it; a dim without an
+axis is not split. Every array of a training run is sharded in this way, and `python main.py
+layout` draws it.
 """
 
 DIMS = ("row", "column")
 
 
 def four_cuts(sizes=((8, 1), (4, 2), (2, 4), (1, 8)), spec=("data", "tensor")):
-  """Lays out 16 x 8 numbers over 8 devices: rows along `data`, columns along `tensor`.
+  """Shards 16 x 8 numbers over 8 devices: rows along `data`, columns along `tensor`.
 
-  The spec is the same four times. The mesh alone decides how rows and columns are cut.
+  The spec is the same four times. Only the mesh decides how rows and columns are split.
   """
   x = jnp.arange(16 * 8, dtype=jnp.float32).reshape(16, 8)
   meshes = [mesh_of(data=data, tensor=tensor) for data, tensor in sizes]
@@ -40,7 +42,7 @@ def _four_cuts(arrays) -> Shown:
   right = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
   equal = [np.array_equal(x, right) for x in arrays]
   which = f"all {len(equal)}" if all(equal) else f"only {sum(equal)} of {len(equal)}"
-  findings.append(f"Put together again, {which} are the array that was laid out.")
+  findings.append(f"Reassembled, {which} are the original array.")
   sizes = {telling.held_bytes(x) for x in arrays}
   sizes_text = " or ".join(shardings.size_text(size) for size in sorted(sizes))
   findings.append(f"A device holds {sizes_text} of the {shardings.size_text(arrays[0].nbytes)}.")
@@ -48,7 +50,7 @@ def _four_cuts(arrays) -> Shown:
 
 
 def copies(spec=("data", None)):
-  """Names one axis only: rows along `data`; nothing is cut along `tensor`."""
+  """Names one axis only: rows along `data`. Nothing is sharded along `tensor`."""
   x = jnp.arange(16 * 8, dtype=jnp.float32).reshape(16, 8)
   return jax.device_put(x, NamedSharding(mesh_of(data=4, tensor=2), P(*spec)))
 
@@ -59,14 +61,14 @@ def _copies(x) -> Shown:
   (rows, columns), ids = next(iter(found.items()))
   if len(ids) > 1:
     findings.append(
-      f"Devices {' and '.join(map(str, ids))} hold the same: rows {telling.span(rows)}, columns "
-      f"{telling.span(columns)}. The spec does not name {' and '.join(_unnamed(x))}."
+      f"Devices {' and '.join(map(str, ids))} hold the same block: rows {telling.span(rows)}, "
+      f"columns {telling.span(columns)}. The spec does not name {' and '.join(_unnamed(x))}."
     )
   else:
-    findings.append("No two devices hold the same: the spec names every axis of the mesh.")
+    findings.append("No two devices hold the same block: the spec names every axis of the mesh.")
   total = sum(shard.data.nbytes for shard in x.addressable_shards)
   findings.append(
-    f"All devices together hold {shardings.size_text(total)}, for an array of "
+    f"All devices together store {shardings.size_text(total)} for an array of "
     f"{shardings.size_text(x.nbytes)}."
   )
   return Shown(findings, [_drawn(x)])
@@ -79,9 +81,9 @@ def _unnamed(x) -> list[str]:
 
 
 def two_axes_on_one_dim(specs=((("data", "tensor"), None), (("tensor", "data"), None))):
-  """Cuts the rows along both axes at once, in one order of the axes and in the other.
+  """Shards the rows along both axes at once, in one order of the axes and in the other.
 
-  The axis that is named first cuts first, into the larger parts.
+  The axis that is named first splits first, into the larger parts.
   """
   x = jnp.arange(16 * 8, dtype=jnp.float32).reshape(16, 8)
   mesh = mesh_of(data=4, tensor=2)
@@ -95,7 +97,7 @@ def _two_axes_on_one_dim(arrays) -> Shown:
   if moved:
     device = moved[0]
     findings.append(
-      f"The order matters: {len(moved)} of {len(first)} devices hold another block. Device "
+      f"The order matters: {len(moved)} of {len(first)} devices hold different blocks. Device "
       f"{device} has rows {telling.span(first[device][0])} under the first spec and rows "
       f"{telling.span(second[device][0])} under the second."
     )
@@ -110,7 +112,7 @@ def _drawn(x):
 
 
 SCENES = (
-  Scene("Four ways to cut it", four_cuts, _four_cuts),
-  Scene("Copies", copies, _copies),
+  Scene("Four ways to shard it", four_cuts, _four_cuts),
+  Scene("Replicas", copies, _copies),
   Scene("Two axes on one dim", two_axes_on_one_dim, _two_axes_on_one_dim),
 )

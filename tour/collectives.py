@@ -1,4 +1,4 @@
-"""Each collective, written by hand: who holds what before and after."""
+"""Each collective, written explicitly: what each device holds before and after."""
 
 import dataclasses
 
@@ -14,16 +14,16 @@ from tour.scene import Scene, Shown, mesh_of
 
 TITLE = "Collectives"
 OPENING = """
-In a collective several devices take part: each gives something and gets something. Compilers and
-papers call them by these names, and the application prints them so. Inside `jax.shard_map` a
-function sees the block of one device and names the mesh axis along which it wants to talk.
+In a collective several devices take part: each sends something and receives something. Compilers
+and papers use these names, and the application prints them. Inside `jax.shard_map` a function
+sees the block of one device and names the mesh axis along which it communicates.
 
-In most scenes four devices stand along the axis `data`. Device d begins with the numbers 10 d,
-10 d + 1 and so on, one row of x. In each scene NumPy computes the same on the whole array.
+Most scenes use four devices along the axis `data`. Device d begins with the numbers 10 d, 10 d +
+1 and so on, one row of x. In each scene NumPy computes the same on the full array.
 
-JAX runs the same program on every device, so broadcast, scatter, reduce and gather, in which one
-device (the root) is special, are made of the others: everyone takes part, and all but the root give
-zeros or keep none of what they get.
+JAX runs the same program on every device. Broadcast, scatter, reduce and gather, in which one
+device (the root) is special, are therefore built from the others: all devices take part, and all
+but the root contribute zeros or discard the result.
 """
 
 
@@ -52,7 +52,7 @@ def exchange(function, x):
 
 
 def broadcast(count=4):
-  """The root's numbers come to all. As a sum to which all others give zeros."""
+  """All devices get the root's numbers. As an all-reduce to which all others contribute zeros."""
 
   def send(row):
     root = jax.lax.axis_index("data") == 0
@@ -63,7 +63,7 @@ def broadcast(count=4):
 
 
 def scatter(count=4):
-  """The root has one number for each device. As a reduce-scatter in which all others give zeros."""
+  """Each device gets one of the root's numbers. As a reduce-scatter with zeros from the others."""
 
   def send(row):
     root = jax.lax.axis_index("data") == 0
@@ -75,7 +75,7 @@ def scatter(count=4):
 
 
 def reduce(count=4):
-  """The root gets the sum of all. As an all-reduce of which only the root keeps the result."""
+  """The root gets the sum of all. As an all-reduce whose result only the root keeps."""
 
   def add(row):
     root = jax.lax.axis_index("data") == 0
@@ -88,7 +88,7 @@ def reduce(count=4):
 
 
 def all_reduce(count=4):
-  """Everyone gets the sum of all: this is how data-parallel devices add up their gradients."""
+  """Every device gets the sum: this is how data parallelism sums gradients."""
 
   def add(row):
     return jax.lax.psum(row, "data")
@@ -98,7 +98,7 @@ def all_reduce(count=4):
 
 
 def gather(count=4):
-  """The root gets what all have. As an all-gather of which only the root keeps the result."""
+  """The root gets the numbers of all. As an all-gather whose result only the root keeps."""
 
   def collect(row):
     root = jax.lax.axis_index("data") == 0
@@ -111,7 +111,7 @@ def gather(count=4):
 
 
 def all_gather(count=4):
-  """Everyone gets what all have: this is how a layer that is cut over `fsdp` is put together."""
+  """Every device gets the numbers of all: this is how FSDP gathers the kernels of a layer."""
 
   def collect(row):
     return jax.lax.all_gather(row, "data", axis=1, tiled=True)
@@ -121,7 +121,7 @@ def all_gather(count=4):
 
 
 def reduce_scatter(count=4):
-  """Device d gets the sum of everyone's number d: an all-reduce of which each keeps one part."""
+  """Device d gets the sum of all numbers d: an all-reduce of which each device keeps one part."""
 
   def add(row):
     return jax.lax.psum_scatter(row, "data", scatter_dimension=1, tiled=True)
@@ -131,7 +131,7 @@ def reduce_scatter(count=4):
 
 
 def all_to_all(count=4):
-  """Device d gets everyone's number d: rows become columns."""
+  """Device d gets number d of every device: rows become columns."""
 
   def swap(row):
     return jax.lax.all_to_all(row, "data", split_axis=1, concat_axis=1, tiled=True)
@@ -141,7 +141,7 @@ def all_to_all(count=4):
 
 
 def permute(count=4):
-  """Everyone hands what it has to the next, the last one to the first: a ring."""
+  """Each device sends its numbers to the next, the last one to the first: a ring."""
 
   def hand_on(row):
     ring = [(device, (device + 1) % count) for device in range(count)]
@@ -162,9 +162,9 @@ def normalise(count=4):
 
 
 def along_one_axis(axes=("tensor",)):
-  """Adds along one axis of two: eight devices, four along `data` by two along `tensor`.
+  """Sums along one axis of two: eight devices, four along `data` by two along `tensor`.
 
-  Devices that differ in `tensor` alone form a group, and each group has a sum of its own. Each
+  Devices that differ only in `tensor` form a group, and each group computes its own sum. Each
   device begins with one number.
   """
 

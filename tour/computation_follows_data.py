@@ -19,10 +19,10 @@ from training.setup import prepare
 
 TITLE = "Computation follows data"
 OPENING = """
-A program does not say which device does what. Each device works on the blocks that it holds, and
-the compiler adds the communication that is needed: **collectives**, operations in which several
-devices take part. They are what a layout costs, and they can be read from the compiled program.
-This is how `python main.py` prints them before the first step of a run.
+A program does not say which device does what. Each device computes on the blocks that it holds,
+and the compiler inserts the communication that is needed: **collectives**, operations in which
+several devices take part. They are the cost of a layout, and they can be read from the compiled
+program. `python main.py` prints them in this way before the first step of a run.
 """
 
 
@@ -38,9 +38,9 @@ def elementwise(spec=("data", "tensor")):
 def _elementwise(result) -> Shown:
   mesh, compiled, x, y = result
   kept = y.sharding.is_equivalent_to(x.sharding, x.ndim)
-  where = "lies as x does" if kept else "does not lie as x does"
+  where = "is sharded like x" if kept else "is not sharded like x"
   findings = [
-    f"x lies {telling.lies(x)}; sin(x) {where}: {telling.lies(y)}.",
+    f"x is sharded as {telling.lies(x)}; sin(x) {where}: {telling.lies(y)}.",
     telling.communication(compiled, mesh),
   ]
   pictures = [
@@ -51,7 +51,7 @@ def _elementwise(result) -> Shown:
 
 
 def product(x_spec=("data", None), y_spec=(None, "tensor")):
-  """Multiplies x, cut by rows, by y, cut by columns.
+  """Multiplies x, sharded by rows, by y, sharded by columns.
 
   An element of the product is a row of x times a column of y.
   """
@@ -67,7 +67,8 @@ def product(x_spec=("data", None), y_spec=(None, "tensor")):
 def _product(result) -> Shown:
   mesh, compiled, x, y, z, right = result
   findings = [
-    f"x lies {telling.lies(x)}, y {telling.lies(y)}, and the product {telling.lies(z)}.",
+    f"x is sharded as {telling.lies(x)}, y as {telling.lies(y)}, and the product as "
+    f"{telling.lies(z)}.",
     telling.communication(compiled, mesh),
     _why(x, y),
     f"The product and NumPy's are {telling.close(z, right)}.",
@@ -86,21 +87,21 @@ def _why(x, y) -> str:
   needed = x.shape[1]
   whole = x.sharding.shard_shape(x.shape)[1] == needed == y.sharding.shard_shape(y.shape)[0]
   if whole:
-    return f"Each device has whole rows of x and whole columns of y, all {needed} numbers of each."
+    return f"Each device has full rows of x and full columns of y, all {needed} numbers of each."
   x_has, y_has = x.sharding.shard_shape(x.shape)[1], y.sharding.shard_shape(y.shape)[0]
   return (
-    f"Of the {needed} products that an element is the sum of, a device holds {x_has} numbers of "
-    f"its row of x and {y_has} of its column of y. What is missing has to come from others."
+    f"An element is a sum of {needed} products. A device holds {x_has} numbers of its row of x and "
+    f"{y_has} of its column of y. The rest has to come from other devices."
   )
 
 
 def product_with_communication():
-  """Multiplies x, cut by columns, by y, cut by rows: the function above with other layouts."""
+  """Multiplies x, sharded by columns, by y, sharded by rows: the same function, other layouts."""
   return product(x_spec=(None, "tensor"), y_spec=("tensor", None))
 
 
 def different_devices(first=1, second=2):
-  """Adds arrays that were put on devices by name, and one that was only made."""
+  """Adds arrays that were placed on a device explicitly, and one that was not."""
   x = jax.device_put(jnp.ones(4), jax.devices()[first])
   y = jax.device_put(jnp.ones(4), jax.devices()[second])
   free = jnp.ones(4)
@@ -114,16 +115,16 @@ def _different_devices(result) -> Shown:
   x, y, free, followed, outcome = result
   on_x, on_y, made_on, ran_on = (_device(a) for a in (x, y, free, followed))
   findings = [
-    f"x was put on device {on_x}. z = jnp.ones(4) was made on device {made_on} and put nowhere by "
-    f"name: x + z is on device {ran_on}."
+    f"x was placed on device {on_x}. z = jnp.ones(4) was created on device {made_on} and not "
+    f"placed explicitly: x + z is on device {ran_on}."
   ]
   if isinstance(outcome, Exception):
     findings.append(
-      f"y was put on device {on_y}. x + y is refused ({type(outcome).__name__}): JAX does not "
+      f"y was placed on device {on_y}. x + y is refused ({type(outcome).__name__}): JAX does not "
       "choose for you."
     )
     return Shown(findings, text=str(outcome))
-  findings.append(f"y was put on device {on_y}. x + y is on device {_device(outcome)}.")
+  findings.append(f"y was placed on device {on_y}. x + y is on device {_device(outcome)}.")
   return Shown(findings)
 
 
@@ -133,9 +134,9 @@ def _device(x) -> int:
 
 
 def before_the_first_step(width=100):
-  """Asks the application for a network that 8-way `tensor` does not divide.
+  """Asks the application for a network whose dims 8-way `tensor` does not divide.
 
-  The application compares all layouts before it starts anything, and tells of all that is wrong.
+  The application checks the layout of every array before it starts, and reports all errors.
   """
   config = importlib.import_module("configs.tp8").get_config("mlp_tutorial")
   config.model.model_size, config.model.feedforward_size = 64, width
@@ -151,17 +152,17 @@ def _before_the_first_step(outcome) -> Shown:
   if isinstance(outcome, LayoutError):
     names = [failure.partition(":")[0] for failure in outcome.failures]
     findings = [
-      f"Refused before the first step. One message names all {len(names)} arrays that are wrong: "
+      f"Refused before the first step. One message names all {len(names)} wrong arrays: "
       f"{', '.join(names)}."
     ]
     return Shown(findings, text=str(outcome))
-  return Shown(["Accepted: every dim is divided by the axes that cut it."])
+  return Shown(["Accepted: every dim is divisible by the axes that shard it."])
 
 
 SCENES = (
   Scene("An elementwise map", elementwise, _elementwise),
-  Scene("A product without communication", product, _product),
-  Scene("A product with communication", product_with_communication, _product),
+  Scene("A matmul without communication", product, _product),
+  Scene("A matmul with communication", product_with_communication, _product),
   Scene("Arrays that disagree", different_devices, _different_devices),
-  Scene("The application asks first", before_the_first_step, _before_the_first_step),
+  Scene("The application checks first", before_the_first_step, _before_the_first_step),
 )

@@ -1,4 +1,4 @@
-"""Saying inside a program how a value shall lie."""
+"""Choosing the sharding of a value inside a program."""
 
 import functools
 
@@ -17,16 +17,16 @@ from tour.scene import Scene, Shown, mesh_of
 
 TITLE = "Constraints"
 OPENING = """
-The compiler chooses the layout of everything that is computed on the way. Where its choice is not
-the one that is wanted, the program says so: `with_sharding_constraint` returns its argument, laid
-out as told. The numbers stay the same. What each device holds, and what is sent, can change.
+The compiler chooses the sharding of all intermediate values. Where its choice is not the one you
+want, the program sets it: `with_sharding_constraint` returns its argument in the given sharding.
+The numbers stay the same. What each device holds, and what is sent, can change.
 """
 
 
 def before_and_after(spec=(None, "tensor")):
-  """Multiplies x, cut by rows, by w, which every device holds whole; without and with a constraint.
+  """Multiplies x, sharded by rows, by a replicated w, without and with a constraint.
 
-  The first program leaves the layout to the compiler; the second asks for one.
+  The first program leaves the sharding to the compiler; the second sets it.
   """
   mesh = mesh_of(data=4, tensor=2)
   x = jax.device_put(jnp.ones((16, 12)), NamedSharding(mesh, P("data", None)))
@@ -45,18 +45,19 @@ def before_and_after(spec=(None, "tensor")):
 def _before_and_after(result) -> Shown:
   mesh, programs, (before, after) = result
   findings = [
-    f"Before: the result lies {telling.lies(before)}, {telling.blocks(before)}; the program sends "
-    f"{telling.sent_text(programs[0], mesh)}.",
-    f"After: it lies {telling.lies(after)}, {telling.blocks(after)}; the program sends "
+    f"Before: the result is sharded as {telling.lies(before)}, {telling.blocks(before)}; the "
+    f"program sends {telling.sent_text(programs[0], mesh)}.",
+    f"After: it is sharded as {telling.lies(after)}, {telling.blocks(after)}; the program sends "
     f"{telling.sent_text(programs[1], mesh)}.",
     f"The numbers are {telling.close(after, before)}.",
   ]
   if before.sharding.is_equivalent_to(after.sharding, after.ndim):
-    findings.append("The constraint asks for what the compiler had chosen: nothing changes.")
+    findings.append("The constraint sets what the compiler had chosen: nothing changes.")
   else:
     findings.append(
-      f"The constraint acts. A device holds {shardings.size_text(telling.held_bytes(before))} of "
-      f"the result before and {shardings.size_text(telling.held_bytes(after))} after."
+      f"The constraint has an effect. A device holds "
+      f"{shardings.size_text(telling.held_bytes(before))} of the result before and "
+      f"{shardings.size_text(telling.held_bytes(after))} after."
     )
   drawn = ((before, "before"), (after, "after"))
   return Shown(findings, [_drawn(a, title) for a, title in drawn])
@@ -73,10 +74,10 @@ def two_layers(x_BD, w_DF, w_FD):
 
 
 def by_letters(tables=((), ("tensor",))):
-  """Constrains by letters, as the models of this project do, and exchanges the table behind them.
+  """Constrains by letters, as the models of this project do, under two different tables.
 
   The program names dims: B, D and F. A table says which mesh axes a dim takes. So one program runs
-  under every strategy. Here F takes no axis first, and then `tensor`.
+  under every strategy. Here F takes no axis at first, and then `tensor`.
   """
   legend = {"B": Dim("batch", None), "D": Dim("model", 12), "F": Dim("feedforward", 32)}
   mesh = mesh_of(data=4, tensor=2)
@@ -87,7 +88,7 @@ def by_letters(tables=((), ("tensor",))):
   for feedforward in tables:
     table = {"batch": ("data",), "model": (), "feedforward": feedforward}
     with jax.set_mesh(mesh), activation_layout(legend, table):
-      # A function of its own: JAX remembers what it has traced, and does not know of the table.
+      # A new function each time: JAX caches traces, and the table is not part of the cache key.
       program = jax.jit(functools.partial(two_layers))
       compiled = program.lower(x_BD, w_DF, w_FD).compile()
     results.append((table, compiled, *compiled(x_BD, w_DF, w_FD)))
@@ -100,8 +101,8 @@ def _by_letters(result) -> Shown:
   for table, compiled, y, hidden in results:
     axes = "+".join(table["feedforward"]) or "no axis"
     findings.append(
-      f"feedforward takes {axes}: the hidden values BF lie {telling.lies(hidden)}, "
-      f"{telling.blocks(hidden)}; the result BD {telling.lies(y)}. The program sends "
+      f"feedforward takes {axes}: the hidden values BF are sharded as {telling.lies(hidden)}, "
+      f"{telling.blocks(hidden)}, and the result BD as {telling.lies(y)}. The program sends "
       f"{telling.sent_text(compiled, mesh)}."
     )
   first, second = (r[2] for r in results)
@@ -109,7 +110,7 @@ def _by_letters(result) -> Shown:
   before, after = (_operations(compiled) for _, compiled, _, _ in results)
   if after < before:
     findings.append(
-      f"The second table saves work: {after:,} operations on each device in place of {before:,}."
+      f"The second table saves work: {after:,} operations on each device instead of {before:,}."
     )
   else:
     findings.append(f"The second table saves no work: {after:,} operations on each device.")

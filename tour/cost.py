@@ -17,15 +17,15 @@ from tour.scene import DEVICES, Scene, Shown, mesh_of
 
 TITLE = "The cost"
 OPENING = """
-What a layout is worth shows in seconds. Simulated devices share the cores of one machine, so there
-the times tell what the parts of a program cost, and nothing of how a real machine would scale.
+The cost of a layout shows in seconds. Simulated devices share the cores of one machine. Their
+times show what the parts of a program cost, but not how a real machine would scale.
 """
 
 
 def products(size=512):
   """Multiplies 8 pairs of matrices: by NumPy, on one device, and over all devices.
 
-  It is `benchmarks/matmul.py`, with smaller matrices. It compares the products with NumPy's.
+  This is `benchmarks/matmul.py` with smaller matrices. It compares the products with NumPy's.
   """
   simulated = ["--simulate"] if jax.default_backend() == "cpu" else []
   command = [sys.executable, "benchmarks/matmul.py", f"--size={size}", *simulated]
@@ -47,7 +47,7 @@ def _products(result) -> Shown:
 def gather_and_reduce(lengths=(1 << 11, 1 << 16, 1 << 21), axis="data"):
   """Measures an all-gather and an all-reduce that leave the same array on every device.
 
-  In the gather each of 8 devices begins with an eighth of the array, in the sum with a whole one.
+  In the gather each of 8 devices begins with an eighth of the array, in the sum with a full one.
   """
   mesh = mesh_of(data=DEVICES)
   kinds = {
@@ -100,6 +100,6 @@ def _gather_and_reduce(results) -> Shown:
 
 
 SCENES = (
-  Scene("A batch of products", products, _products),
+  Scene("A batch of matmuls", products, _products),
   Scene("All-gather and all-reduce", gather_and_reduce, _gather_and_reduce, parts=(best_seconds,)),
 )

@@ -22,13 +22,13 @@ TITLE = "A network under two strategies"
 WIDTH = 128
 STRATEGIES = ("dp8", "dp4_tp2")
 OPENING = f"""
-Four layers, [784, W, W, W, 10], trained on W random rows by plain gradient descent: the network of
-JAX's tutorial on distributed arrays, and a recipe of this project. Here W is {WIDTH}, which
+Four layers, [784, W, W, W, 10], trained on W random rows by plain gradient descent: the network
+of JAX's tutorial on distributed arrays, and a recipe of this project. Here W is {WIDTH}, which
 takes seconds. In full: `python main.py --config=configs/dp4_tp2.py:mlp_tutorial`.
 
-`dp8` divides the rows alone. `dp4_tp2` divides the two inner layers as well, layer 2 by the columns
-of its kernel and layer 3 by the rows, so that what layer 2 leaves on a device is what layer 3 needs
-there.
+`dp8` shards only the batch. `dp4_tp2` also shards the two inner layers, layer 2 by the columns of
+its kernel (column-parallel) and layer 3 by the rows (row-parallel). The output of layer 2 on a
+device is then the input that layer 3 needs there.
 """
 
 
@@ -44,7 +44,7 @@ def job_of(strategy: str, width: int = WIDTH) -> Job:
 
 
 def layouts(strategies=STRATEGIES):
-  """Asks where the parameters lie. No device has done anything yet."""
+  """Computes the sharding of the parameters. No device has done anything yet."""
   return [(strategy, job_of(strategy)) for strategy in strategies]
 
 
@@ -56,7 +56,7 @@ def _layouts(jobs) -> Shown:
     held = sum(shardings.bytes_per_device(p, job.devices.sizes) for p in placements.values())
     findings.append(
       f"{strategy}: {shardings.size_text(held)} of parameters on each device. "
-      + (f"Cut: {', '.join(cut)}." if cut else "No parameter is cut: every device has all of them.")
+      + (f"Sharded: {', '.join(cut)}." if cut else "Every parameter is replicated on every device.")
     )
     for name in ("layer_2/kernel", "layer_3/kernel"):
       sharding = job.state_shardings.params[name.split("/")[0]]["kernel"]

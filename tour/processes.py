@@ -11,14 +11,14 @@ from tour.scene import DEVICES, Scene, Shown, mesh_of
 
 TITLE = "Many processes"
 OPENING = """
-On several machines a run is several processes, one per host, each with the devices of its host (its
-local devices), and all over one mesh (the global devices). They run the same program, and each
-feeds its own devices.
+On several machines a run consists of several processes, one per host. Each has the devices of its
+host (its local devices), and all share one mesh (the global devices). They run the same program,
+and each feeds its own devices.
 
-A collective waits for all of its devices. So processes that do not do the same in the same order
-wait for one another for ever. Two ways to get there are classic: batches of another shape on one
-process, and one process that leaves the loop early. Both are tried here with the application
-itself, as two processes on this machine.
+A collective waits for all of its devices. Processes that do not run the same operations in the
+same order therefore wait for one another forever. There are two classic ways to get there: a
+batch of another shape on one process, and a process that leaves the loop early. Both are tried
+here with the application itself, as two processes on this machine.
 """
 
 TRAINING = (
@@ -33,7 +33,7 @@ TRAINING = (
 def who_feeds_what(data=DEVICES, tensor=1):
   """Starts two processes, each with half of the devices, and each runs the function above.
 
-  The batch has the same shape on both. Each reads those of its rows that its own devices hold.
+  The batch has the same global shape on both. Each reads the rows that its own devices hold.
   """
   sizes = {"data": data, "tensor": tensor}
   command = [sys.executable, "-m", "tour.member", json.dumps(sizes)]
@@ -88,7 +88,7 @@ def another_shape(first=32, second=48):
 def leaves_early(stopped=1, steps=2000):
   """Trains, and sends SIGTERM to process 1 alone once the first step has been made.
 
-  A scheduler does this to a machine that it wants back. The other process hears nothing of it.
+  A scheduler does this to a machine that it wants back. The other process gets no signal.
   """
   return launching.train(
     *TRAINING,
@@ -104,7 +104,7 @@ def _run(ended: launching.Ended) -> Shown:
     names = " and ".join(f"process {index}" for index in ended.hung)
     findings = [f"Hangs, and has to be killed: {names}."]
   else:
-    findings = ["Nobody hangs: both processes end by themselves."]
+    findings = ["Nothing hangs: both processes end by themselves."]
   findings += [
     f"Process {index}: exit code {code} ({exit_codes.MEANINGS.get(code, 'failed')})."
     for index, code in codes.items()

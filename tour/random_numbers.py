@@ -13,8 +13,8 @@ from tour.scene import Scene, Shown, mesh_of
 TITLE = "Random numbers"
 OPENING = """
 A run on another mesh should start with the same parameters and drop the same activations. JAX's
-generator makes number i of an array from the key and from i alone. So each device draws the numbers
-of its own block: they are the same on every mesh, and nobody has to send any.
+generator computes number i of an array from the key and i alone. So each device draws the numbers
+of its own block. They are the same on every mesh, without communication.
 """
 
 SHAPE = (8, 6)
@@ -38,7 +38,7 @@ def draw(partitionable=True):
 def _draw(results) -> Shown:
   first = results[0][2]
   findings = [
-    f"{telling.mesh_text(x)}: {telling.blocks(x)}; sent: {telling.sent_text(compiled, mesh)}; the "
+    f"{telling.mesh_text(x)}: {telling.blocks(x)}. Sent: {telling.sent_text(compiled, mesh)}. The "
     f"numbers and those of the first mesh are {telling.same(x, first)}."
     for mesh, compiled, x in results
   ]
@@ -67,7 +67,7 @@ def _row(x) -> dict[int, str]:
 
 
 def draw_without():
-  """Does the same by the generator that JAX had before, which can still be switched on."""
+  """Does the same with JAX's previous generator, which can still be switched on."""
   return draw(partitionable=False)
 
 
@@ -89,15 +89,15 @@ def _parameters(results) -> Shown:
     pairs = zip(leaves, first, strict=True)
     bits = sum(np.array_equal(ours, theirs) for ours, theirs in pairs)
     findings.append(
-      f"{strategy}: layer_2/kernel lies {telling.lies(kernel)}; sent: "
-      f"{telling.sent_text(program, job.mesh)}; {bits} of {len(leaves)} arrays equal those under "
+      f"{strategy}: layer_2/kernel is sharded as {telling.lies(kernel)}. Sent: "
+      f"{telling.sent_text(program, job.mesh)}. {bits} of {len(leaves)} arrays equal those under "
       f"{results[0][0]} to the last bit."
     )
   return Shown(findings)
 
 
 SCENES = (
-  Scene("Drawn where they lie", draw, _draw),
-  Scene("The generator before", draw_without, _draw),
+  Scene("Each device draws its own block", draw, _draw),
+  Scene("The previous generator", draw_without, _draw),
   Scene("The parameters of a network", parameters, _parameters),
 )

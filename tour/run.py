@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+
+# Not covered by JAX's promise of compatibility (JEP 15856). Devices that the tour cannot use are
+# given up for simulated ones in the same process; the public name of it is gone (jax#24865).
 import jax.extend
 from rich.console import Console, Group
 from rich.padding import Padding

@@ -62,7 +62,7 @@ def blocks(x: jax.Array) -> str:
   where = "one device" if copies == {1} else f"{copies.pop()} devices"
   shape = shardings.shape_text(x.sharding.shard_shape(x.shape))
   if len(found) == 1:
-    return f"the whole of {shape}, on {where}"
+    return f"one block of {shape}, on {where}"
   return f"{len(found)} blocks of {shape}, each on {where}"
 
 

@@ -12,8 +12,8 @@ from tour.scene import Scene, Shown, mesh_of
 
 TITLE = "From vmap to a mesh"
 OPENING = """
-A function is easiest to write for one example. `jax.vmap` makes it a function of a batch, with no
-loop. What is left is to lay the batch out: the same function then runs over all devices.
+A function is easiest to write for one example. `jax.vmap` makes it a function of a batch, without
+a loop. What is left is to shard the batch: the same function then runs on all devices.
 """
 
 
@@ -43,7 +43,7 @@ def _batch_by_vmap(result) -> Shown:
 
 
 def batch_over_devices(spec=("data", None)):
-  """Lays the batch out and calls the same function. Nothing else is said."""
+  """Shards the batch and calls the same function. Nothing else changes."""
   mesh = mesh_of(data=8)
   signals = np.random.default_rng(0).standard_normal((16, 24), np.float32)
   window = np.array([0.25, 0.5, 0.25], np.float32)
@@ -57,7 +57,7 @@ def _batch_over_devices(result) -> Shown:
   held = placed.sharding.shard_shape(placed.shape)
   whole = held[1] == placed.shape[1]
   if whole:
-    reason = f"Each device has {held[0]} whole signals: it needs nobody."
+    reason = f"Each device has {held[0]} complete signals and needs no other device."
   else:
     reason = (
       f"Each device has {held[1]} numbers of each signal, and their neighbours are on other "
@@ -65,8 +65,8 @@ def _batch_over_devices(result) -> Shown:
     )
   return Shown(
     [
-      f"The batch lies {telling.lies(placed)}: {telling.blocks(placed)}. The result lies "
-      f"{telling.lies(smoothed)}.",
+      f"The batch is sharded as {telling.lies(placed)}: {telling.blocks(placed)}. The result is "
+      f"sharded as {telling.lies(smoothed)}.",
       telling.communication(compiled, mesh),
       reason,
       f"The result and that of one device are {telling.close(smoothed, on_one)}.",
@@ -76,9 +76,9 @@ def _batch_over_devices(result) -> Shown:
 
 
 def batch_by_shard_map(axis="data"):
-  """Writes the same by `jax.shard_map`: the function then sees what one device holds.
+  """Writes the same with `jax.shard_map`: the function then sees the block of one device.
 
-  This is the way to write a collective by hand. The next chapter does.
+  This is the way to write collectives explicitly. The next chapter does.
   """
   mesh = mesh_of(data=8)
   signals = np.random.default_rng(0).standard_normal((16, 24), np.float32)
@@ -100,7 +100,7 @@ def _batch_by_shard_map(result) -> Shown:
   mesh, compiled, seen, smoothed, on_one = result
   return Shown(
     [
-      f"The function was traced for {list(seen)}, the block of one device; the whole is "
+      f"The function was traced for {list(seen)}, the block of one device; the full shape is "
       f"{list(smoothed.shape)}.",
       telling.communication(compiled, mesh),
       f"The result and that of one device are {telling.close(smoothed, on_one)}.",

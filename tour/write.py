@@ -15,16 +15,16 @@ FOLDER = "docs/tour"
 
 HEAD = """# The tour
 
-What sharding does, by small examples that run on eight devices. Written by `python -m tour.write`
-from what ran; do not edit it. To run it yourself, in a terminal:
+What sharding does, shown by small examples on eight devices. Written by `python -m tour.write` from
+the results of a run; do not edit. To run it yourself, in a terminal:
 
 ```
 python main.py tour
 python main.py tour --chapter=collectives
 ```
 
-Where there are not eight accelerators, it simulates eight devices on the CPU. Times are of your
-machine: you see them when you run it.
+Unless there are eight accelerators, it simulates eight devices on the CPU. Times depend on the
+machine and are shown when you run it.
 """
 
 
@@ -58,9 +58,7 @@ def _scene(stem: str, scene: Scene) -> tuple[str, dict[str, str]]:
   parts += ["\n".join(images)] if images else []
   parts += [f"```\n{shown.text}\n```"] if shown.text else []
   findings = [_wrapped(f"- {finding}", indent="  ") for finding in shown.findings]
-  findings += (
-    ["- Times: you see them when you run it."] if shown.measured or shown.measured_text else []
-  )
+  findings += ["- Times: shown when you run it."] if shown.measured or shown.measured_text else []
   return "\n\n".join([*parts, "Notice:", "\n".join(findings)]), drawings
 
 

@@ -265,9 +265,11 @@ def _reduce(partial_BTD: jax.Array, summed: str) -> jax.Array:
 def total(partial: jax.Array, axes: Axes) -> jax.Array:
   """Sums over axes a result that shard_map returns as it is, whole on each device of them.
 
-  Its gradient is the whole one, known to all. Without check_vma, shard_map divides it by the
-  number of devices, and the transpose of psum would add it up again: right, by a collective for
-  nothing.
+  Its gradient is the whole one, the same on all devices. Without check_vma, the transpose of
+  shard_map divides the gradient of a replicated result by the number of devices, and the transpose
+  of psum, a psum, adds it up again: right, by a collective for nothing. So the gradient is
+  multiplied instead. The division is `_shard_map_transpose` in jax 0.10.2 and 0.12.0; JEP 17111
+  (docs.jax.dev/en/latest/jep/17111-shmap-transpose.html) explains it. A test tells should it go.
   """
   return jax.lax.psum(partial, axes) if axes else partial
 

@@ -15,6 +15,7 @@ import psutil
 
 from launch.local import free_port
 from tests.compiling import FAST
+from tests.forks import Forks
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 OUTSIDE = pathlib.Path(__file__).parent / "outside"
@@ -80,6 +81,7 @@ class Run:
     flags: tuple[str, ...] = (),
     common: Sequence[str] = FLAGS,
     environment: Mapping[str, str] | None = None,
+    forks: Forks | None = None,
   ):
     """Starts it, or lets it go on.
 
@@ -93,6 +95,7 @@ class Run:
       flags: more of them.
       common: those that come first, where they are not those of most rows.
       environment: more variables.
+      forks: starts them as forks; None: as new interpreters.
     """
     self.count, self.steps, self.workdir, self.launcher = count, steps, workdir, launcher
     self.stalled = workdir.with_name(f"{workdir.name}-stalled")
@@ -100,24 +103,30 @@ class Run:
     self._family: dict[psutil.Process, None] = {}
     self._looked = 0.0
     told = arguments(workdir, count=count, steps=steps, flags=flags, common=common)
-    command = [sys.executable, "main.py", *told]
+    command = ["main.py", *told]
     number = len(list(workdir.parent.glob(f"{workdir.name}-*.out")))
     if launcher:
-      before = [sys.executable, "-m", "launch.local", f"--processes={count}"]
-      command = [*before, f"--restarts={restarts}", "--", *command]
+      before = ["-m", "launch.local", f"--processes={count}", f"--restarts={restarts}"]
+      command = [*before, "--", sys.executable, *command]
     self.port = free_port()
     address = f"localhost:{self.port}"
     self._outputs, self.popens = [], []
     for index in range(1 if launcher else count):
       names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
       one = {} if launcher else dict(zip(names, (address, str(count), str(index)), strict=True))
-      self._outputs.append(workdir.with_name(f"{workdir.name}-{number + index}.out"))
-      with open(self._outputs[-1], "wb") as output:
+      one = self._environment() | one
+      out = workdir.with_name(f"{workdir.name}-{number + index}.out")
+      out.touch()
+      self._outputs.append(out)
+      if forks:
+        self.popens.append(forks.start(command, environment=one, out=out))
+        continue
+      with open(out, "wb") as output:
         self.popens.append(
           subprocess.Popen(
-            command,
+            [sys.executable, *command],
             cwd=ROOT,
-            env=self._environment() | one,
+            env=one,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -16,10 +16,10 @@ FLAGS = (*QUICK, *same.KEPT)
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory):
+def clean(forks, tmp_path_factory):
   """Returns what a run without a fault leaves, one of whose processes is late at the end."""
   workdir = tmp_path_factory.mktemp("clean") / "run"
-  with Run(workdir, flags=FLAGS) as run:
+  with Run(workdir, flags=FLAGS, forks=forks) as run:
     run.wait_for(f"held out after step {STEPS}")
     run.signal(1, signal.SIGSTOP)
     time.sleep(1.5)
@@ -37,9 +37,11 @@ def test_the_steps_of_a_clean_run_stand_once_and_in_order(clean):
   assert len(set(tables)) == len(tables)
 
 
-def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(clean, tmp_path):
+def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(
+  clean, forks, tmp_path
+):
   workdir = tmp_path / "run"
-  with Run(workdir, launcher=True, restarts=3, slow=1, flags=FLAGS) as run:
+  with Run(workdir, launcher=True, restarts=3, flags=FLAGS, forks=forks) as run:
     # ------------------------------ killed ------------------------------
     run.wait_for("step 12/")
     run.signal(0, signal.SIGKILL)

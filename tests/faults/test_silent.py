@@ -46,10 +46,10 @@ def test_an_array_is_found_in_another_process_and_a_bit_of_it_flipped(tmp_path):
     holder.stdin.close()
 
 
-def test_a_slow_process_and_then_a_flipped_bit_are_named(tmp_path):
+def test_a_slow_process_and_then_a_flipped_bit_are_named(forks, tmp_path):
   attempt = Attempt(15, 0, tmp_path / "trial")
   flags = (*rows_silent.FLIP, *rows_silent.mesh(4))
-  with Run(attempt.workdir, slow=1, steps=2000, flags=flags) as run:
+  with Run(attempt.workdir, slow=1, steps=2000, flags=flags, forks=forks) as run:
     run.wait_for(f"step {rows_silent.SAVE_EVERY + 1}/")
     # On a machine that is busy with other things, all processes are slow.
     rows_silent.slow_down(attempt, run, 1, on=20, off=100, most_steps=100)

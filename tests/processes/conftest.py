@@ -1,16 +1,14 @@
 """Real processes: the application, or a script, as several that find one another."""
 
-import json
 import os
-import subprocess
-import sys
+import time
 
 import pytest
 
 from launch.local import free_port
 from processes import heartbeat, tokens, watchdog
 from tests.processes.clocks import Clock
-from tests.processes.starting import ROOT, SECONDS, TOKEN, Ended, printed
+from tests.processes.starting import TOKEN, VARIABLES, Ended, printed, wait
 
 
 @pytest.fixture
@@ -23,53 +21,38 @@ def clock(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def forks():
-  """Returns the server of tests/processes/server.py."""
-  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-  del environment["NPROC"]  # as a person's shell: main.py sets it
-  server = subprocess.Popen(
-    # -P: the files beside it are no packages of the application.
-    [sys.executable, "-P", str(ROOT / "tests" / "processes" / "server.py")],
-    cwd=ROOT,
-    env=environment,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  yield server
-  server.stdin.close()
-  server.wait()
-
-
-@pytest.fixture(scope="session")
-def start(forks):
+def start(forks, tmp_path_factory):
   """Returns a function that runs main.py as several processes.
 
   It takes their number, the arguments of all, `more` (index -> further arguments of one) and
   `environments` (index -> variables of one); `script`, a file to run instead of main.py.
   """
+  inherited = {key: value for key, value in os.environ.items() if key != "NPROC"}
 
   def run(count, *arguments, more=(), environments=(), script=None) -> list[Ended]:
     more, environments = dict(more), dict(environments)
-    address = f"localhost:{free_port()}"
-    processes = []
+    address, folder = f"localhost:{free_port()}", tmp_path_factory.mktemp("processes")
+    began, started = time.monotonic(), []
     for index in range(count):
-      three = {
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": str(count),
-        "JAX_PROCESS_ID": str(index),
-        tokens.VARIABLE: TOKEN,
-      }
-      processes.append(
-        {
-          "arguments": [*map(str, arguments), *more.get(index, ())],
-          "environment": {**three, **environments.get(index, {})},
-        }
+      own = dict(zip(VARIABLES, (address, str(count), str(index)), strict=True))
+      started.append(
+        forks.start(
+          [script or "main.py", *arguments, *more.get(index, ())],
+          environment={**inherited, **own, tokens.VARIABLE: TOKEN, **environments.get(index, {})},
+          out=folder / f"{index}.out",
+          err=folder / f"{index}.err",
+        )
       )
-    asked = {"processes": processes, "seconds": SECONDS, "script": script and str(script)}
-    forks.stdin.write(json.dumps(asked) + "\n")
-    forks.stdin.flush()
-    return [Ended(**answer) for answer in json.loads(forks.stdout.readline())]
+    seconds = wait(started, began)
+    return [
+      Ended(
+        code=process.returncode,
+        seconds=seconds[index],
+        out=(folder / f"{index}.out").read_text(),
+        err=(folder / f"{index}.err").read_text(),
+      )
+      for index, process in enumerate(started)
+    ]
 
   return run
 

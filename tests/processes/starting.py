@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from launch.local import free_port
 from processes import tokens
+from tests.forks import Fork
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SECONDS = 240  # a bound for a machine that is busy; nothing here takes it
@@ -76,12 +77,12 @@ def start(
       )
       stack.callback(popen.kill)  # nothing to one that has ended
       popens.append(popen)
-    seconds = _wait(popens, began)
+    seconds = wait(popens, began)
     said = [[_whole(file) for file in files] for files in outputs]
   return [Ended(popens[index].returncode, seconds[index], *said[index]) for index in range(count)]
 
 
-def _wait(popens: Sequence[subprocess.Popen], began: float) -> list[float]:
+def wait(popens: Sequence[subprocess.Popen | Fork], began: float) -> list[float]:
   """Returns the seconds after which each has ended; kills those that take too long."""
   seconds = [0.0] * len(popens)
   while not all(seconds):

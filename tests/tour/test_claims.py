@@ -37,37 +37,37 @@ FLIPS = {
     (arrays, "copies", {}, {"spec": ("data", "tensor")}),
     [
       ("4 blocks of [4, 8], each on 2 devices", "8 blocks of [4, 4], each on one device"),
-      ("Devices 0 and 1 hold the same: rows 0 to 3", "No two devices hold the same"),
-      ("together hold 1.0 KiB", "together hold 512 Bytes"),
+      ("Devices 0 and 1 hold the same block: rows 0 to 3", "No two devices hold the same block"),
+      ("together store 1.0 KiB", "together store 512 Bytes"),
     ],
   ),
   "whole copies": (
     (arrays, "copies", {}, {"spec": (None, None)}),
     [
-      ("each on 2 devices", "the whole of [16, 8], on 8 devices"),
+      ("each on 2 devices", "one block of [16, 8], on 8 devices"),
       ("does not name tensor.", "does not name data and tensor."),
     ],
   ),
   "the order of two axes": (
     (arrays, "two_axes_on_one_dim", {}, {"specs": ((("data", "tensor"), None),) * 2}),
-    [("6 of 8 devices hold another block", "Every device holds the same block under both")],
+    [("6 of 8 devices hold different blocks", "Every device holds the same block under both")],
   ),
   "elementwise": (
     (computation_follows_data, "elementwise", {}, {"spec": ("tensor", None)}),
-    [("sin(x) lies as x does: (data, tensor)", "sin(x) lies as x does: (tensor, -)")],
+    [("sin(x) is sharded like x: (data, tensor)", "sin(x) is sharded like x: (tensor, -)")],
   ),
   "a product": (
     (computation_follows_data, "product", {}, {"x_spec": (None, "data"), "y_spec": ("data", None)}),
     [
-      ("the product (data, tensor)", "the product (-, -)"),
+      ("the product as (data, tensor)", "the product as (-, -)"),
       ("No communication", "sends 1 all-reduce along data (512 Bytes a device)"),
-      ("has whole rows of x and whole columns of y, all 12", "holds 3 numbers of its row of x"),
+      ("has full rows of x and full columns of y, all 12", "holds 3 numbers of its row of x"),
     ],
   ),
   "committed arrays": (
     (computation_follows_data, "different_devices", {}, {"first": 3, "second": 3}),
     [
-      ("x was put on device 1", "x was put on device 3"),
+      ("x was placed on device 1", "x was placed on device 3"),
       ("x + z is on device 1", "x + z is on device 3"),
       ("x + y is refused (ValueError)", "x + y is on device 3"),
     ],
@@ -75,21 +75,21 @@ FLIPS = {
   "a layout that is asked for": (
     (computation_follows_data, "before_the_first_step", {}, {"width": 96}),
     [
-      ("names all 3 arrays that are wrong: layer_2/bias", "Accepted: every dim is divided"),
+      ("names all 3 wrong arrays: layer_2/bias", "Accepted: every dim is divisible"),
     ],
   ),
   "a constraint that asks for what is there": (
     (constraints, "before_and_after", {}, {"spec": ("data", None)}),
     [
-      ("After: it lies (-, tensor)", "After: it lies (data, -)"),
+      ("After: it is sharded as (-, tensor)", "After: it is sharded as (data, -)"),
       ("sends 1 all-gather along data", "the program sends nothing.\nThe numbers"),
-      ("The constraint acts", "asks for what the compiler had chosen: nothing changes"),
+      ("The constraint has an effect", "sets what the compiler had chosen: nothing changes"),
     ],
   ),
   "a table": (
     (constraints, "by_letters", {}, {"tables": ((), ())}),
     [
-      ("takes tensor: the hidden values BF lie (data, tensor)", "feedforward takes no axis"),
+      ("takes tensor: the hidden values BF are sharded as (data, tensor)", "takes no axis"),
       ("sends 1 all-reduce along tensor", "sends nothing.\nThe results"),
       ("The second table saves work: 3,", "The second table saves no work: 6,144"),
     ],
@@ -99,7 +99,7 @@ FLIPS = {
     [
       ("8 blocks of [2, 24]", "8 blocks of [16, 3]"),
       ("No communication", "Communication: the compiled program sends"),
-      ("has 2 whole signals", "has 3 numbers of each signal, and their neighbours are on other"),
+      ("has 2 complete signals", "has 3 numbers of each signal, and their neighbours are on other"),
     ],
   ),
   "a map over no axis": (
@@ -114,8 +114,8 @@ FLIPS = {
     (network, "layouts", {}, {"strategies": ("dp8", "fsdp8")}),
     [
       (
-        "dp4_tp2: 462.3 KiB of parameters on each device. Cut: layer_2/bias, layer_2/kernel",
-        "fsdp8: 66.3 KiB of parameters on each device. Cut: layer_1/bias, layer_1/kernel",
+        "dp4_tp2: 462.3 KiB of parameters on each device. Sharded: layer_2/bias, layer_2/kernel",
+        "fsdp8: 66.3 KiB of parameters on each device. Sharded: layer_1/bias, layer_1/kernel",
       )
     ],
   ),
@@ -219,7 +219,7 @@ def test_the_network_is_compared():
 # module, scene, where in its result the numbers are that are compared, what it says when some of
 # them are others.
 SPOILED = {
-  "put together": (arrays, "four_cuts", (2,), "only 3 of 4 are the array that was laid out"),
+  "put together": (arrays, "four_cuts", (2,), "only 3 of 4 are the original array"),
   "a product": (computation_follows_data, "product", (4,), "The product and NumPy's are NOT"),
   "a product that communicates": (
     computation_follows_data,
@@ -238,7 +238,7 @@ SHOWS = {"product_with_communication": "_product"}
 
 
 def spoiled(result, path):
-  """Returns a scene's result with another number in one of its arrays, which lies as before."""
+  """Returns a scene's result with another number in one of its arrays, sharded as before."""
   if path:
     return [spoiled(part, path[1:]) if i == path[0] else part for i, part in enumerate(result)]
   numbers = np.array(result)
@@ -265,7 +265,9 @@ def test_random_numbers_of_the_generator_before():
 def test_parameters_that_differ_are_told_of():
   results = random_numbers.parameters()
   text = "\n".join(random_numbers._parameters(results).findings)
-  assert "dp4_tp2: layer_2/kernel lies (-, tensor); sent: nothing; 8 of 8 arrays equal" in text
+  assert (
+    "dp4_tp2: layer_2/kernel is sharded as (-, tensor). Sent: nothing. 8 of 8 arrays equal" in text
+  )
   results[1][3]["layer_1"]["bias"] += 1
   text = "\n".join(random_numbers._parameters(results).findings)
   assert "7 of 8 arrays equal those under single to the last bit" in text

@@ -30,7 +30,7 @@ def said(**changes):
 
 def test_runs_that_end_well():
   text = said()
-  assert "Nobody hangs" in text
+  assert "Nothing hangs" in text
   assert "Process 1: exit code 75 (stopped, after saving)." in text
   assert "Both leave after the same step: one step is saved, the last one made." in text
   assert "It took 12 s; steps made: 3." in text

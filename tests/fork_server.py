@@ -1,0 +1,145 @@
+"""Runs `python main.py ...` and the like, each in a fork of one process that has imported it all.
+
+A fork has no backend started and no flag parsed, which is what a new interpreter has after the
+seconds that it imports. It runs the file as `__main__` does, under the environment that it is given
+(but for variables that are read while Python starts, such as LD_PRELOAD).
+
+Reads a JSON object per line from standard input: `command`, the arguments of Python; `environment`;
+`folder`, the working directory; `out` and `err`, files to write to, or null for the same as `out`.
+Answers with `{"pid": ...}`. Whenever a fork has ended, says `{"ended": pid, "code": ...}`, with the
+code as of `subprocess`. All forks end with this process.
+"""
+
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import pathlib
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import main  # noqa: F401 (what the forks find imported)
+from commands import compare, evaluate, layout, plan, sample, tour, train  # noqa: F401 (the same)
+from training.metrics import goodput
+
+PR_SET_PDEATHSIG = 1
+
+
+def become(command: list[str], environment: dict[str, str]) -> None:
+  """Runs what `python *command` runs, in this process, and ends it; 0, 1 and 2 are its files."""
+  os.environ.clear()
+  os.environ.update(environment)
+  sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+  if "PYTHONFAULTHANDLER" in environment:
+    faulthandler.enable()
+  goodput._IMPORTED = time.monotonic()  # or its time would run from the start of the server
+  code = 1
+  try:
+    for folder in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
+      if folder not in sys.path:
+        sys.path.insert(0, folder)
+      if (site := pathlib.Path(folder) / "sitecustomize.py").exists():
+        runpy.run_path(str(site))
+    _run(command)
+    code = 0
+  except SystemExit as end:
+    code = end.code if isinstance(end.code, int) else int(end.code is not None)
+  except BaseException:  # a fork must end here and not go on as the server
+    sys.excepthook(*sys.exc_info())
+  finally:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(command: list[str]) -> None:
+  if command[0] != "-m":
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+    return
+  sys.argv = command[1:]
+  if command[1] == "launch.local":
+    subprocess.Popen = _popen
+  runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+
+
+def _popen(command: list[str], *arguments, **settings) -> subprocess.Popen:
+  """Starts what a launcher starts, with `main.py` in a fork of the launcher."""
+  if list(command[:2]) != [sys.executable, "main.py"]:
+    return _POPEN(command, *arguments, **settings)
+  before = settings.pop("preexec_fn", lambda: None)
+
+  def instead_of_exec() -> None:
+    before()
+    os.closerange(3, 1024)  # by which the launcher learns that it has started
+    gc.enable()
+    # As Python finds and leaves them when it starts.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    become(list(command[1:]), settings["env"])
+
+  return _POPEN(command, *arguments, preexec_fn=instead_of_exec, **settings)
+
+
+_POPEN = subprocess.Popen
+
+
+class Server:
+  """The forks that run."""
+
+  def __init__(self):
+    """Has none yet."""
+    self._forks: dict[int, int] = {}  # pidfd -> process id
+
+  def serve(self) -> None:
+    """Answers until standard input is closed."""
+    text = b""
+    while True:
+      ready, _, _ = select.select([0, *self._forks], [], [])
+      for file in ready:
+        if file:
+          self._ended(file)
+      if 0 in ready:
+        part = os.read(0, 65536)
+        if not part:
+          break
+        *lines, text = (text + part).split(b"\n")
+        for line in lines:
+          _say(pid=self._start(**json.loads(line)))
+
+  def _start(self, command, environment, folder, out, err) -> int:
+    child = os.fork()
+    if child:
+      self._forks[os.pidfd_open(child)] = child
+      return child
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    files = [os.open(os.devnull, os.O_RDONLY), os.open(out, append), os.open(err or out, append)]
+    for number, file in enumerate(files):
+      os.dup2(file, number)
+    for file in [*files, *self._forks]:
+      os.close(file)
+    os.chdir(folder)
+    become(command, environment)
+    return 0
+
+  def _ended(self, file: int) -> None:
+    os.close(file)
+    child, status = os.waitpid(self._forks.pop(file), 0)
+    _say(ended=child, code=os.waitstatus_to_exitcode(status))
+
+
+def _say(**what: int) -> None:
+  os.write(1, json.dumps(what).encode() + b"\n")
+
+
+if __name__ == "__main__":
+  gc.freeze()  # or each fork would copy the pages of what it collects
+  Server().serve()
