@@ -11,9 +11,10 @@ from etils import epath
 
 from checkpointing import ownership, reading, saving, trees, whole
 from checkpointing.retention import Retention
-from checkpointing.saving import Owner, SaveError, Unowned, Writer
+from checkpointing.saving import SaveError, Writer
 from checkpointing.together import Together, told
 from checkpointing.whole import CONFIG, RECORD, STATE, UnreadableError, Verified
+from processes.ownership import Ownership
 from runtime import files
 
 __all__ = ["Checkpointer", "SaveError"]
@@ -46,7 +47,7 @@ class Checkpointer:
     read_only: bool = False,
     warn: Callable[[str], None] = reading.warn,
     together: Together | None = None,
-    owner: Owner | None = None,
+    owner: Ownership | None = None,
     writes_later: bool = False,
   ):
     """Opens a folder; what killed saves have left in it is removed, unless `read_only`.
@@ -70,7 +71,7 @@ class Checkpointer:
     """
     self.folder = epath.Path(folder).expanduser().resolve()
     self._warn, self._verify, self._read_only = warn, verify, read_only
-    self._together, self._owner = together or Together(), owner or Unowned()
+    self._together, self._owner = together or Together(), owner or Ownership()
     self._retention = Retention(keep, keep_every_steps, keep_best, lower_is_better)
     self._writer: Writer | None = None
     self._writing = False
