@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import humanize
 import jax
@@ -26,6 +25,7 @@ from checkpointing.early_checksums import Ahead
 from checkpointing.folder_entries import REMOVING, SAVING
 from checkpointing.integrity import CONFIG, RECORD, STATE
 from checkpointing.orbax_logging import quiet
+from processes.workdir_lease import Ownership
 
 # Processes that hold copies of an array share the writing of it in slices of at least this size.
 SLICE_BYTES = 2**23
@@ -56,24 +56,6 @@ class SaveError(RuntimeError):
     super().__init__(f"saving step {step} to {folder} failed: {why}")
 
 
-class Owner(Protocol):
-  """The right to write to a folder, which another run may take away."""
-
-  number: int
-
-  def require(self) -> None:
-    """Raises where this run has it no longer; to be called before each change."""
-
-
-class Unowned:
-  """A folder that one run alone knows of."""
-
-  number = 0
-
-  def require(self) -> None:
-    """Always has the right."""
-
-
 class Writer:
   """Writes the steps of one folder, one at a time; every process has one of its own."""
 
@@ -84,7 +66,7 @@ class Writer:
     *,
     committed: Callable[[], None],
     warn: Callable[[str], None],
-    owner: Owner,
+    owner: Ownership,
   ):
     """Prepares; nothing is written yet.
 

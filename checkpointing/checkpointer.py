@@ -11,10 +11,11 @@ from etils import epath
 
 from checkpointing import async_writer, folder_entries, integrity, naming
 from checkpointing import restore as reading
-from checkpointing.async_writer import Owner, SaveError, Unowned, Writer
+from checkpointing.async_writer import SaveError, Writer
 from checkpointing.consensus import Together, told
 from checkpointing.integrity import CONFIG, RECORD, STATE, UnreadableError, Verified
 from checkpointing.retention import Retention
+from processes.workdir_lease import Ownership
 from runtime import files
 
 # Arrays are cut into chunks of at most this many bytes, since TensorStore reads whole chunks: a
@@ -45,7 +46,7 @@ class Checkpointer:
     read_only: bool = False,
     warn: Callable[[str], None] = reading.warn,
     together: Together | None = None,
-    owner: Owner | None = None,
+    owner: Ownership | None = None,
     writes_later: bool = False,
   ):
     """Opens a folder; what killed saves have left in it is removed, unless `read_only`.
@@ -69,7 +70,7 @@ class Checkpointer:
     """
     self.folder = epath.Path(folder).expanduser().resolve()
     self._warn, self._verify, self._read_only = warn, verify, read_only
-    self._together, self._owner = together or Together(), owner or Unowned()
+    self._together, self._owner = together or Together(), owner or Ownership()
     self._retention = Retention(keep, keep_every_steps, keep_best, lower_is_better)
     self._writer: Writer | None = None
     self._writing = False

@@ -29,6 +29,8 @@ class _Quiet(logging.Filter):
     if record.levelno < logging.ERROR or absl_logging.get_verbosity() >= absl_logging.INFO:
       return True
     raised = record.exc_info[2] if record.exc_info else None
+    if record.name == "asyncio" and record.exc_info and raised is None:
+      return False  # never raised in Python: TensorStore has set it, and nobody has asked for it
     files = [record.pathname, *(frame.filename for frame in traceback.extract_tb(raised))]
     return not any(file.startswith(_ORBAX) for file in files)
 

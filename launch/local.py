@@ -1,6 +1,7 @@
 """Starts the processes of one run on this machine, joins their logs, and leaves none behind.
 
-python -m launch.local --processes=2 [--restarts=0] [--grace_seconds=30] -- python main.py ...
+python -m launch.local --processes=2 [--restarts=0] [--grace_seconds=30] [--report=FILE]
+  -- python main.py ...
 
 Each process sees JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. When one fails, it
 is named, its last lines are repeated, and the others are ended. SIGTERM, Ctrl-C and a closed
@@ -9,6 +10,9 @@ first was announced), or --grace_seconds, kills.
 SIGTERM goes to each process alone, not to its children: a shell in between must `exec`.
 
 --restarts=N runs the same command again after exit code 1, 75 or death by a signal.
+--report=FILE appends two lines of JSON for each start: {"pids": [...]} when all processes have
+started, {"codes": [...], "killed": [...]} when they have ended: exit codes (128 + n for signal n),
+and the indices of those that the launcher ended.
 
 Exit codes: 0 all ended well; that of the process that failed first, and 128 + n where signal n
 killed it; 75 stopped after saving; 128 + n asked to stop by signal n and killed; 2 bad usage.
@@ -36,6 +40,7 @@ if __name__ == "__main__":  # before what takes a moment to import, in which Ctr
 import argparse
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import pathlib
@@ -175,6 +180,7 @@ class Attempt:
       self._processes.append(Process(index, popen, psutil.Process(popen.pid), output))
     pids = ", ".join(str(process.popen.pid) for process in self._processes)
     self._log.say(f"started {count} processes (pid {pids}), coordinator {address}")
+    self._report(pids=[process.popen.pid for process in self._processes])
 
   def wait(self) -> int:
     """Waits until no process is left, and returns the launcher's exit code."""
@@ -183,7 +189,15 @@ class Attempt:
       self._hear()
       self._notice()
       self._press()
+    codes = [None if p.code is None else _exit_code(p.code) for p in self._processes]
+    self._report(codes=codes, killed=[p.index for p in self._processes if p.pressed])
     return self._verdict()
+
+  def _report(self, **values) -> None:
+    """Appends a line of JSON to the file of --report."""
+    if self._options.report:
+      with open(self._options.report, "a") as file:
+        file.write(json.dumps(values) + "\n")
 
   def _alive(self) -> list[Process]:
     return [process for process in self._processes if process.code is None]
@@ -268,11 +282,15 @@ class Attempt:
     if any(process.code == REFUSED and not process.pressed for process in self._processes):
       return REFUSED  # whoever ended first: the same again would end the same
     if self._first:
-      code = self._first.code
-      return code if code >= 0 else 128 - code
+      return _exit_code(self._first.code)
     if self._asked and any(process.pressed for process in self._processes):
       return 128 + self._asked[-1]
     return STOPPED if any(process.code == STOPPED for process in self._processes) else DONE
+
+
+def _exit_code(code: int) -> int:
+  """Returns an exit code as shells have it, of one as Popen has it."""
+  return code if code >= 0 else 128 - code
 
 
 def _state(process: Process) -> str:
@@ -309,6 +327,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
   parser.add_argument("--processes", type=int, required=True, help="how many")
   parser.add_argument("--restarts", type=int, default=0, help="how often at most; 0")
   parser.add_argument("--grace_seconds", type=float, default=30, help="to save in; 30")
+  parser.add_argument("--report", default="", help="the file for pids and exit codes; none")
   options = parser.parse_args(arguments[:split])
   options.command = arguments[split + 1 :]
   for name, least in (("processes", 1), ("restarts", 0), ("grace_seconds", 0)):

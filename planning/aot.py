@@ -26,7 +26,8 @@ from training import setup
 # makes them once, when its backend starts.
 ROOM = 8
 # What the compiler says of a program that is too large: of all of it, or of what is there besides
-# its arguments.
+# its arguments. Its wording is the only source, as jaxlib's error has no fields; should it change,
+# the error is raised as it is (tests/planning/test_tpu.py).
 _OUT_OF_MEMORY = re.compile(
   r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\) exceeds"
 )

@@ -1,9 +1,9 @@
-"""Which process of a run is slow, although all take the same time for a step.
+"""Straggler detection: which process is slow, although a step takes the same time on all of them.
 
 Steps are synchronous: a process that runs at a third of the speed makes every step of every process
 three times as long, and the time that each spends in a collective cannot be seen from Python. What
-can be seen is what a process did not get: time in which it was stopped, time in which it waited for
-its input or for a processor, and the speed of its accelerators.
+can be seen is the time in which a process did not run (stopped, waiting for its input or for a
+processor), and the speed of its accelerators.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 from processes.coordination import Group
 
-# Half of what is looked at, so that a single hiccup is not enough; in steps and in seconds.
-HALF_STEPS, HALF_SECONDS = 3, 0.4
+# The shortest window, in steps and in seconds. Two are compared, so that one hiccup is not enough.
+WINDOW_STEPS, WINDOW_SECONDS = 3, 0.4
 DELAY_SECONDS = 20.0
-# How much of the ratio must be seen in each half alone.
-_HALF_SHARE = 0.75
+# The share of the ratio that each window must show alone.
+_WINDOW_SHARE = 0.75
 _LEAST_SHARE = 0.02
 
 
-class Sampler:
-  """A thread that sleeps, and adds up by how much it is woken too late; a context manager.
+class LostTime:
+  """A thread that sleeps, and adds up how late it wakes; a context manager.
 
-  A process that is stopped, or whose machine is, wakes late by as much as it did not run. Sleeps of
-  5 ms see stops of 10 ms and more nearly whole, for less than 1 % of a core; of 25 ms, they missed
-  half of them. What the thread waited for a processor, Linux tells apart.
+  A process that is stopped, or whose machine is, wakes late by the time in which it did not run.
+  Sleeps of 5 ms see nearly all of stops of 10 ms and more, for less than 1 % of a core; sleeps of
+  25 ms missed half of them. Linux reports how much of it was spent waiting for a processor.
   """
 
   PERIOD_SECONDS = 0.005
@@ -40,7 +40,7 @@ class Sampler:
     self._closed = threading.Event()
     self._thread = threading.Thread(target=self._run, name="pace", daemon=True)
 
-  def __enter__(self) -> "Sampler":
+  def __enter__(self) -> "LostTime":
     """Starts the thread."""
     self._woke = time.monotonic()
     self._thread.start()
@@ -55,10 +55,10 @@ class Sampler:
     """Returns the seconds in which it was stopped, and in which it waited for a processor."""
     late, woke = self._late, self._woke
     late += max(0.0, time.monotonic() - woke - self.PERIOD_SECONDS)  # a stop that has just ended
-    delayed = min(late, self._delayed())
-    return late - delayed, delayed
+    cpu_wait = min(late, self._cpu_wait())
+    return late - cpu_wait, cpu_wait
 
-  def _delayed(self) -> float:
+  def _cpu_wait(self) -> float:
     try:
       with open(f"/proc/self/task/{self._thread.native_id}/schedstat") as file:
         return int(file.read().split()[1]) / 1e9
@@ -74,27 +74,27 @@ class Sampler:
 
 
 @dataclasses.dataclass(frozen=True)
-class Half:
-  """What one process did not get, in a few steps.
+class Window:
+  """The time that one process lost during a few steps.
 
   Attributes:
     stopped: share of the time in which it was stopped.
-    starved: share in which it waited for its input.
-    delayed: share, of the time in which it was not stopped, in which it waited for a processor;
-      over `DELAY_SECONDS`, because on a machine that is busy it varies too much from half to half.
+    input_wait: share in which it waited for its input.
+    cpu_wait: share, of the time in which it was not stopped, in which it waited for a processor;
+      averaged over `DELAY_SECONDS`, since on a busy machine it varies much between windows.
     probe: seconds that a fixed computation took on its accelerators; 1 where there are none.
   """
 
   stopped: float
-  starved: float
-  delayed: float = 0.0
+  input_wait: float
+  cpu_wait: float = 0.0
   probe: float = 1.0
 
   @property
   def speed(self) -> float:
-    """Returns how fast it can have been; only the ratio of two means something."""
-    undisturbed = max(_LEAST_SHARE, 1 - self.stopped - self.starved)
-    return undisturbed * max(_LEAST_SHARE, 1 - self.delayed) / self.probe
+    """Returns its relative speed; only the ratio of two is meaningful."""
+    undisturbed = max(_LEAST_SHARE, 1 - self.stopped - self.input_wait)
+    return undisturbed * max(_LEAST_SHARE, 1 - self.cpu_wait) / self.probe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,45 +104,45 @@ class Verdict:
   Attributes:
     index: which.
     ratio: how many times slower than the median of the others it is.
-    surely: the smallest of the ratios of the halves.
-    why: what it did not get.
+    at_least: the smallest of the ratios of the windows.
+    why: the largest of its losses.
   """
 
   index: int
   ratio: float
-  surely: float
+  at_least: float
   why: str
 
 
-def slowest(halves: Mapping[int, Sequence[Half]]) -> Verdict:
-  """Compares all processes, at least two of them, by the same number of halves each."""
+def slowest(windows: Mapping[int, Sequence[Window]]) -> Verdict:
+  """Compares all processes, at least two of them, by the same number of windows each."""
 
-  def ratio(index: int, speed: Callable[[Sequence[Half]], float]) -> float:
-    others = [speed(halves[other]) for other in halves if other != index]
-    return statistics.median(others) / speed(halves[index])
+  def ratio(index: int, speed: Callable[[Sequence[Window]], float]) -> float:
+    others = [speed(windows[other]) for other in windows if other != index]
+    return statistics.median(others) / speed(windows[index])
 
-  def mean(of: Sequence[Half]) -> float:
-    return statistics.fmean(half.speed for half in of)
+  def mean(of: Sequence[Window]) -> float:
+    return statistics.fmean(window.speed for window in of)
 
-  ratios = {index: ratio(index, mean) for index in halves}
+  ratios = {index: ratio(index, mean) for index in windows}
   index = max(ratios, key=lambda index: ratios[index])
-  own = halves[index]
-  surely = min(ratio(index, lambda of, n=n: of[n].speed) for n in range(len(own)))
-  return Verdict(index, ratios[index], surely, _why(own))
+  own = windows[index]
+  at_least = min(ratio(index, lambda of, n=n: of[n].speed) for n in range(len(own)))
+  return Verdict(index, ratios[index], at_least, _why(own))
 
 
-def _why(own: Sequence[Half]) -> str:
+def _why(own: Sequence[Window]) -> str:
   shares = {
-    name: statistics.fmean(getattr(half, name) for half in own)
-    for name in ("stopped", "starved", "delayed")
+    name: statistics.fmean(getattr(window, name) for window in own)
+    for name in ("stopped", "input_wait", "cpu_wait")
   }
   name = max(shares, key=lambda name: shares[name])
   if shares[name] < 0.3:
     return "its devices compute slowly"
   what = {
     "stopped": "it is stopped",
-    "starved": "it waits for its input",
-    "delayed": "it waits for a processor",
+    "input_wait": "it waits for its input",
+    "cpu_wait": "it waits for a processor",
   }
   return f"{100 * shares[name]:.0f} % of the time {what[name]}"
 
@@ -157,7 +157,7 @@ class Pace:
     slow_ratio: float,
     probe: Callable[[], float] | None = None,
     lost: Callable[[], tuple[float, float]] | None = None,
-    half_seconds: float = HALF_SECONDS,
+    window_seconds: float = WINDOW_SECONDS,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Begins with the next step.
@@ -167,18 +167,18 @@ class Pace:
       slow_ratio: so many times slower than the median of the others is slow; 0 is off.
       probe: returns the seconds of a fixed computation on the devices of this process.
       lost: returns the seconds in which this process was stopped, and in which it waited for a
-        processor; by default a `Sampler` counts.
-      half_seconds: the shortest time that is measured at once.
+        processor; by default a `LostTime` counts.
+      window_seconds: the shortest time that is measured at once.
       clock: a monotonic one.
     """
     self._group, self._ratio = group, slow_ratio
     self._on = slow_ratio > 0 and not group.alone
-    self._sampler = Sampler() if self._on and lost is None else None
+    self._sampler = LostTime() if self._on and lost is None else None
     self._lost, self._probe = lost or (self._sampler and self._sampler.lost), probe
-    self._half_seconds, self._clock = half_seconds, clock
+    self._window_seconds, self._clock = window_seconds, clock
     self._marks: tuple[float, ...] | None = None
-    self._delayed = 0.0
-    self._halves: list[tuple[int, Half]] = []
+    self._cpu_wait = 0.0
+    self._windows: list[tuple[int, Window]] = []
     self._look_at: int | None = None  # the step after which all have shown what they have
     self._named: int | None = None
     self._verdict: Verdict | None = None
@@ -205,19 +205,19 @@ class Pace:
       return ""
     news = self._look() if step == self._look_at else ""
     if self._marks is None or step <= self._marks[0]:  # the first, or a run that was rolled back
-      self._marks, self._halves = self._mark(step, input_wait_seconds), []
+      self._marks, self._windows = self._mark(step, input_wait_seconds), []
     steps, seconds = step - self._marks[0], self._clock() - self._marks[1]
-    if steps < HALF_STEPS or seconds < self._half_seconds:
+    if steps < WINDOW_STEPS or seconds < self._window_seconds:
       return news
     mark = self._mark(step, input_wait_seconds)
-    _, seconds, stopped, delayed, waited = (a - b for a, b in zip(mark, self._marks, strict=True))
-    self._delayed = self._over_longer(delayed / max(seconds - stopped, 1e-3), seconds)
+    _, seconds, stopped, cpu_wait, waited = (a - b for a, b in zip(mark, self._marks, strict=True))
+    self._cpu_wait = self._over_longer(cpu_wait / max(seconds - stopped, 1e-3), seconds)
     probe = self._probe() if self._probe else 1.0
-    half = Half(min(1.0, stopped / seconds), min(1.0, waited / seconds), self._delayed, probe)
-    self._halves = [*self._halves[-1:], (steps, half)]
+    window = Window(min(1.0, stopped / seconds), min(1.0, waited / seconds), self._cpu_wait, probe)
+    self._windows = [*self._windows[-1:], (steps, window)]
     # What the probe took belongs to nobody's steps.
     self._marks = self._mark(step, input_wait_seconds)
-    if len(self._halves) == 2:
+    if len(self._windows) == 2:
       self._show()
       self._look_at = step + 1
     return news
@@ -231,14 +231,14 @@ class Pace:
   def _mark(self, step: int, input_wait_seconds: float) -> tuple[float, ...]:
     return (step, self._clock(), *self._lost(), input_wait_seconds)
 
-  def _over_longer(self, delayed: float, seconds: float) -> float:
+  def _over_longer(self, cpu_wait: float, seconds: float) -> float:
     """Returns the mean of a share, older ones counting less and less."""
     weight = 1 - math.exp(-seconds / DELAY_SECONDS)
-    return self._delayed + weight * (min(1.0, delayed) - self._delayed)
+    return self._cpu_wait + weight * (min(1.0, cpu_wait) - self._cpu_wait)
 
   def _show(self) -> None:
-    halves = [dataclasses.astuple(half) for _, half in self._halves]
-    self._group.put(f"pace/{self._group.index}", {"halves": halves, "host": socket.gethostname()})
+    windows = [dataclasses.astuple(window) for _, window in self._windows]
+    self._group.put(f"pace/{self._group.index}", {"windows": windows, "host": socket.gethostname()})
 
   def _look(self) -> str:
     """Compares what all have shown, and returns what has changed since the last time."""
@@ -248,17 +248,17 @@ class Pace:
     shown = self._group.list("pace")
     if len(shown) < self._group.count:
       return ""
-    halves = {int(i): [Half(*half) for half in one["halves"]] for i, one in shown.items()}
-    self._verdict = found = slowest(halves)
-    steps = sum(steps for steps, _ in self._halves)
-    slow = found.ratio >= self._ratio and found.surely >= _HALF_SHARE * self._ratio
+    windows = {int(i): [Window(*window) for window in one["windows"]] for i, one in shown.items()}
+    self._verdict = found = slowest(windows)
+    steps = sum(steps for steps, _ in self._windows)
+    slow = found.ratio >= self._ratio and found.at_least >= _WINDOW_SHARE * self._ratio
     if slow and found.index != self._named:
       self._named = found.index
       return (
         f"WARNING: process {found.index} ({shown[str(found.index)]['host']}) is {found.ratio:.1f} "
         f"times slower than the median of the others over the last {steps} steps: {found.why}"
       )
-    if self._named is not None and found.ratio < _HALF_SHARE * self._ratio:
+    if self._named is not None and found.ratio < _WINDOW_SHARE * self._ratio:
       before, self._named = self._named, None
       return f"process {before} is no longer slower than the others"
     return ""

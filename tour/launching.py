@@ -20,12 +20,6 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Each takes seconds; a busy machine is slower. What hangs shall not hang the tour.
 LIMIT_SECONDS = 180
 _STEP = re.compile(r"\] step \d+/")
-_END = re.compile(
-  r"process (\d+) (?:ended|failed first): (?:exit code (\d+)|signal [\w ]+ \((\d+)\))"
-)
-# What the launcher says of a process that it ends.
-_ENDS = re.compile(r"process (\d+) (?:still runs|has not ended|is stopped)")
-_PIDS = re.compile(r"\(pid ([\d, ]+)\)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +28,7 @@ class Ended:
 
   Attributes:
     code: the launcher's exit code.
-    codes: process -> its exit code, where that was not 0.
+    codes: process -> its exit code, where that was not 0 and it ended by itself.
     out: all that was printed, each line with its process in front.
     seconds: until all had ended.
     stopped: the process that was sent SIGTERM.
@@ -93,9 +87,22 @@ def start(
     limit_seconds: they are asked to end then.
     grace_seconds: how long after that they are killed.
   """
-  options = ["--processes=2", f"--grace_seconds={grace_seconds}"]
+  with tempfile.TemporaryDirectory() as folder:
+    report = pathlib.Path(folder) / "report"
+    options = ["--processes=2", f"--grace_seconds={grace_seconds}", f"--report={report}"]
+    return _run(options, command, report, workdir, stopped, limit_seconds)
+
+
+def _run(
+  options: Sequence[str],
+  command: Sequence[str],
+  report: pathlib.Path,
+  workdir: pathlib.Path | None,
+  stopped: int | None,
+  limit_seconds: float,
+) -> Ended:
   launcher = [sys.executable, "-m", "launch.local", *options, "--"]
-  began, lines, pids = time.monotonic(), [], []
+  began, lines = time.monotonic(), []
   environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
   running = subprocess.Popen(
     [*launcher, *command],
@@ -112,20 +119,20 @@ def start(
     waiting = stopped is not None
     for line in running.stdout:
       lines.append(line)
-      if found := _PIDS.search(line):
-        pids = [int(pid) for pid in found[1].split(",")]
       if waiting and _STEP.search(line):
         waiting = False
-        os.kill(pids[stopped], signal.SIGTERM)
+        os.kill(json.loads(report.read_text())["pids"][stopped], signal.SIGTERM)
   limit.cancel()
-  out = "".join(lines)
+  ended = {"codes": [], "killed": []}
+  if report.exists():
+    ended |= json.loads(report.read_text().splitlines()[-1])
   return Ended(
     code=running.returncode,
-    codes={int(found[1]): int(found[2] or 128 + int(found[3])) for found in _END.finditer(out)},
-    out=out,
+    codes={i: c for i, c in enumerate(ended["codes"]) if c and i not in ended["killed"]},
+    out="".join(lines),
     seconds=time.monotonic() - began,
     stopped=stopped,
-    hung=tuple(sorted({int(index) for index in _ENDS.findall(out)})),
+    hung=tuple(ended["killed"]),
     made=workdir is not None and workdir.exists(),
     saved=_saved(workdir),
     logged=_logged(workdir),

@@ -31,10 +31,10 @@ computed, checked = [], []
 def counted(function, paths_of, found):
   """Returns the function, noting the paths that it is given."""
 
-  def call(folder, files, *more):
+  def call(folder, files, *more, **keys):
     files = list(files)
     found.extend(paths_of(files))
-    return function(folder, files, *more)
+    return function(folder, files, *more, **keys)
 
   return call
 

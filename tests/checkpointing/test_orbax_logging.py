@@ -52,6 +52,23 @@ def test_a_write_that_ends_after_its_event_loop_is_left_out(unraisable):
   assert unraisable == ["Event loop is closed"]
 
 
+def test_an_error_of_tensorstore_that_nobody_asked_for_is_left_out(unraisable, caplog):
+  loop = asyncio.new_event_loop()
+  futures = [loop.create_future() for _ in range(2)]
+  futures[0].set_exception(ValueError("OUT_OF_RANGE: Error writing"))  # as its threads do
+
+  async def raising():
+    raise ValueError("of another")
+
+  task = loop.create_task(raising())
+  loop.run_until_complete(asyncio.wait([task]))
+  loop.close()
+  del futures, task
+  gc.collect()
+  [line] = caplog.records
+  assert "of another" in line.exc_text
+
+
 def shown(name, file, code="raise OSError('disk')"):
   """Tells whether an error that this code raises is logged, by a logger and from another file."""
   try:

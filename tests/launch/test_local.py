@@ -1,5 +1,6 @@
 """The launcher with real processes and real signals."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -34,6 +35,14 @@ def test_each_process_is_told_its_place(launch):
   assert host == "localhost"
   assert 1024 < int(port) < 65536
   assert {tuple(line[6:]) for line in found} == {("True", "''")}
+
+
+def test_the_report_has_pids_and_exit_codes(launch, tmp_path):
+  launcher = launch("sys.exit(3 * index)", f"--report={tmp_path / 'report'}")
+  assert launcher.end() == 3
+  started, ended = map(json.loads, (tmp_path / "report").read_text().splitlines())
+  assert f"(pid {', '.join(map(str, started['pids']))})" in launcher.err
+  assert ended == {"codes": [0, 3], "killed": []}
 
 
 def test_lines_are_joined_whole_with_their_process_in_front(launch):

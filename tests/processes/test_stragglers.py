@@ -9,7 +9,7 @@ import time
 import pytest
 
 from processes import stragglers
-from processes.stragglers import Half, Pace, slowest
+from processes.stragglers import Pace, Window, slowest
 from tests.processes.stores import groups_of
 
 HOST = socket.gethostname()
@@ -49,18 +49,18 @@ class DutyCycle:
 def test_the_sampler_sees_the_share_of_stops(monkeypatch, on, off, least, most):
   clock = DutyCycle(on, off, 6.0)
   monkeypatch.setattr(stragglers, "time", clock)
-  sampler = stragglers.Sampler()
+  sampler = stragglers.LostTime()
   clock.closed = sampler._closed
   sampler._run()
-  stopped, delayed = sampler.lost()
+  stopped, cpu_wait = sampler.lost()
   assert least <= stopped / clock.now <= most
-  assert delayed == 0  # the thread was never started
+  assert cpu_wait == 0  # the thread was never started
 
 
 def test_a_stop_that_has_just_ended_counts_before_the_sampler_wakes(monkeypatch):
   clock = DutyCycle(1.0, 0.0, 6.0)
   monkeypatch.setattr(stragglers, "time", clock)
-  sampler = stragglers.Sampler()
+  sampler = stragglers.LostTime()
   clock.now += 2.0
   assert sampler.lost() == (pytest.approx(2.0 - sampler.PERIOD_SECONDS), 0)
 
@@ -87,55 +87,55 @@ class LateClock:
 def test_the_sampler_counts_in_a_thread_until_it_is_closed(monkeypatch):
   clock = LateClock()
   monkeypatch.setattr(stragglers, "time", clock)
-  with stragglers.Sampler() as sampler:
+  with stragglers.LostTime() as sampler:
     assert clock.enough.wait(60), "the thread does not run"
     assert sampler._thread.is_alive()
   assert not sampler._thread.is_alive()
   assert len(clock.sleepers) == 1
   assert clock.sleepers != {threading.get_ident()}
-  stopped, delayed = sampler.lost()
-  assert stopped + delayed == pytest.approx(0.1 * clock.sleeps)
+  stopped, cpu_wait = sampler.lost()
+  assert stopped + cpu_wait == pytest.approx(0.1 * clock.sleeps)
 
 
 def test_waiting_for_a_processor_is_told_apart(monkeypatch):
-  sampler = stragglers.Sampler()
+  sampler = stragglers.LostTime()
   sampler._late = 5.0
-  monkeypatch.setattr(sampler, "_delayed", lambda: 3.0)
-  stopped, delayed = sampler.lost()
+  monkeypatch.setattr(sampler, "_cpu_wait", lambda: 3.0)
+  stopped, cpu_wait = sampler.lost()
   assert stopped == pytest.approx(2.0, abs=1)
-  assert delayed == 3.0
+  assert cpu_wait == 3.0
 
 
 # ---- The comparison ----
 
-FAST = Half(0.1, 0.0)
+FAST = Window(0.1, 0.0)
 
 
 @pytest.mark.parametrize(
   ("slow", "ratio", "why"),
   [
-    (Half(0.7, 0.0), 3.0, "70 % of the time it is stopped"),
-    (Half(0.1, 0.6), 3.0, "60 % of the time it waits for its input"),
-    (Half(0.1, 0.0, 0.75), 4.0, "75 % of the time it waits for a processor"),
-    (Half(0.1, 0.0, 0.0, 3.5), 3.5, "its devices compute slowly"),
-    (Half(1.0, 0.3), 45.0, "100 % of the time it is stopped"),
+    (Window(0.7, 0.0), 3.0, "70 % of the time it is stopped"),
+    (Window(0.1, 0.6), 3.0, "60 % of the time it waits for its input"),
+    (Window(0.1, 0.0, 0.75), 4.0, "75 % of the time it waits for a processor"),
+    (Window(0.1, 0.0, 0.0, 3.5), 3.5, "its devices compute slowly"),
+    (Window(1.0, 0.3), 45.0, "100 % of the time it is stopped"),
   ],
 )
 @pytest.mark.parametrize("count", [2, 4, 5])
 def test_the_slowest_is_compared_with_the_median_of_the_others(slow, ratio, why, count):
-  halves = {index: [FAST, FAST] for index in range(count)}
-  halves[1] = [slow, slow]
-  found = slowest(halves)
+  windows = {index: [FAST, FAST] for index in range(count)}
+  windows[1] = [slow, slow]
+  found = slowest(windows)
   assert (found.index, found.why) == (1, why)
-  assert (found.ratio, found.surely) == (pytest.approx(ratio), pytest.approx(ratio))
+  assert (found.ratio, found.at_least) == (pytest.approx(ratio), pytest.approx(ratio))
 
 
-def test_a_hiccup_is_surely_nothing():
-  halves = {index: [FAST, FAST] for index in range(3)}
-  halves[2] = [Half(0.95, 0.0), FAST]
-  found = slowest(halves)
+def test_a_hiccup_is_at_least_nothing():
+  windows = {index: [FAST, FAST] for index in range(3)}
+  windows[2] = [Window(0.95, 0.0), FAST]
+  found = slowest(windows)
   assert found.index == 2
-  assert found.surely == pytest.approx(1.0)
+  assert found.at_least == pytest.approx(1.0)
 
 
 # ---- A run ----
@@ -146,14 +146,14 @@ class Run:
 
   def __init__(self, count: int, **settings):
     self.seconds, self.done = 0.0, 0
-    self.lost, self.waited, self.delayed = ([0.0] * count for _ in range(3))
+    self.lost, self.waited, self.cpu_wait = ([0.0] * count for _ in range(3))
     self.probe = [1.0] * count
     probes = settings.pop("probes", False)
     self.paces = [
       Pace(
         group,
         slow_ratio=settings.get("slow_ratio", 2.0),
-        lost=lambda i=i: (self.lost[i], self.delayed[i]),
+        lost=lambda i=i: (self.lost[i], self.cpu_wait[i]),
         probe=(lambda i=i: self.probe[i]) if probes else None,
         clock=lambda: self.seconds,
       )
@@ -161,7 +161,7 @@ class Run:
     ]
 
   def steps(
-    self, count, seconds, stopped=None, starved=None, delayed=None
+    self, count, seconds, stopped=None, input_wait=None, cpu_wait=None
   ) -> list[tuple[int, str]]:
     """Makes steps; returns what process 0 has said, with the step, and checks that others do not.
 
@@ -169,8 +169,8 @@ class Run:
       count: of steps.
       seconds: of each.
       stopped: index -> share of the time; 0.1 for the others.
-      starved: index -> share.
-      delayed: index -> share.
+      input_wait: index -> share.
+      cpu_wait: index -> share.
     """
     said = []
     for _ in range(count):
@@ -178,8 +178,8 @@ class Run:
       self.seconds += seconds
       for i, one in enumerate(self.paces):
         self.lost[i] += (stopped or {}).get(i, 0.1) * seconds
-        self.waited[i] += (starved or {}).get(i, 0.0) * seconds
-        self.delayed[i] += (delayed or {}).get(i, 0.0) * seconds
+        self.waited[i] += (input_wait or {}).get(i, 0.0) * seconds
+        self.cpu_wait[i] += (cpu_wait or {}).get(i, 0.0) * seconds
         text = one.after_step(self.done, self.waited[i])
         assert i == 0 or text == ""
         if text:
@@ -211,15 +211,15 @@ def test_a_process_three_times_slower_is_named_within_ten_steps_and_once(before,
 def test_a_slow_input_is_named():
   run = Run(2)
   run.steps(20, 0.05)
-  [(_, text)] = run.steps(12, 0.15, starved={1: 0.6})
+  [(_, text)] = run.steps(12, 0.15, input_wait={1: 0.6})
   assert "process 1 " in text
   assert re.search(r"over the last \d steps: [56]\d % of the time it waits for its input$", text)
 
 
 def test_a_process_without_a_processor_is_named_after_a_while():
   run = Run(2)
-  run.steps(100, 0.1, delayed={0: 0.1, 1: 0.1})
-  [(step, text)] = run.steps(600, 0.3, delayed={0: 0.1, 1: 0.7})
+  run.steps(100, 0.1, cpu_wait={0: 0.1, 1: 0.1})
+  [(step, text)] = run.steps(600, 0.3, cpu_wait={0: 0.1, 1: 0.7})
   assert 20 < step - 100 < 300
   assert re.search(r"process 1 .* [45]\d % of the time it waits for a processor$", text)
 
@@ -227,8 +227,8 @@ def test_a_process_without_a_processor_is_named_after_a_while():
 def test_waiting_for_processors_that_varies_is_no_alarm():
   run, chance = Run(4), random.Random(1)
   for _ in range(200):
-    delayed = {i: chance.choice((0.1, 0.3, 0.5, 0.8)) for i in range(4)}
-    assert run.steps(3, chance.uniform(0.1, 0.4), delayed=delayed) == []
+    cpu_wait = {i: chance.choice((0.1, 0.3, 0.5, 0.8)) for i in range(4)}
+    assert run.steps(3, chance.uniform(0.1, 0.4), cpu_wait=cpu_wait) == []
 
 
 def test_slow_devices_are_named():

@@ -27,7 +27,7 @@ def measured(job: Job, group: Group) -> Pace:
   slow_ratio = job.config.processes.slow_ratio
   if job.devices.simulated or group.alone or not slow_ratio:
     return Pace(group, slow_ratio=slow_ratio)
-  return Pace(group, slow_ratio=slow_ratio, probe=DeviceProbe(), half_seconds=_BETWEEN_SECONDS)
+  return Pace(group, slow_ratio=slow_ratio, probe=DeviceProbe(), window_seconds=_BETWEEN_SECONDS)
 
 
 class DeviceProbe:
