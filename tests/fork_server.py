@@ -5,13 +5,15 @@ seconds that it imports. It runs the file as `__main__` does, under the environm
 (but for variables that are read while Python starts, such as LD_PRELOAD).
 
 Reads a JSON object per line from standard input: `command`, the arguments of Python; `environment`;
-`folder`, the working directory; `out` and `err`, files to write to, or null for the same as `out`.
+`folder`, the working directory; `out` and `err`, files to write to, or null for the same as `out`,
+or a terminal, which then is the one that controls it.
 Answers with `{"pid": ...}`. Whenever a fork has ended, says `{"ended": pid, "code": ...}`, with the
 code as of `subprocess`. All forks end with this process.
 """
 
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import json
 import os
@@ -21,6 +23,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import main  # noqa: F401 (what the forks find imported)
@@ -114,14 +117,19 @@ class Server:
           _say(pid=self._start(**json.loads(line)))
 
   def _start(self, command, environment, folder, out, err) -> int:
+    append = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY
+    files = [os.open(os.devnull, os.O_RDONLY), os.open(out, append), os.open(err or out, append)]
     child = os.fork()
     if child:
+      for file in files:
+        os.close(file)
       self._forks[os.pidfd_open(child)] = child
       return child
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
-    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    files = [os.open(os.devnull, os.O_RDONLY), os.open(out, append), os.open(err or out, append)]
+    if os.isatty(files[1]):
+      os.dup2(files[1], files[0])
+      fcntl.ioctl(files[1], termios.TIOCSCTTY, 0)
     for number, file in enumerate(files):
       os.dup2(file, number)
     for file in [*files, *self._forks]:

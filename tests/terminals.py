@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from tests.forks import Forks
+
 ROOT = pathlib.Path(__file__).parent.parent
 PATIENCE_SECONDS = 240  # for what takes seconds, on a machine that is busy
 CTRL_C = b"\x03"
@@ -38,20 +40,33 @@ class Terminal:
     *,
     environment: Mapping[str, str] | None = None,
     columns: int = 200,
+    forks: Forks | None = None,
   ):
-    """Starts the command."""
+    """Starts the command.
+
+    Args:
+      command: of which the first is the interpreter, where forks start it.
+      environment: more variables.
+      columns: of the terminal.
+      forks: start it without importing again.
+    """
     self._master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (50, columns))
     inherited = {key: value for key, value in os.environ.items() if key != "NPROC"}
-    self.popen = subprocess.Popen(
-      [sys.executable, "-c", _TAKE_TERMINAL, *command],
-      cwd=ROOT,
-      env={**inherited, "TERM": "xterm", **(environment or {})},
-      stdin=slave,
-      stdout=slave,
-      stderr=slave,
-      start_new_session=True,
-    )
+    all_variables = {**inherited, "TERM": "xterm", **(environment or {})}
+    if forks:
+      name = pathlib.Path(os.ttyname(slave))
+      self.popen = forks.start(command[1:], out=name, environment=all_variables)
+    else:
+      self.popen = subprocess.Popen(
+        [sys.executable, "-c", _TAKE_TERMINAL, *command],
+        cwd=ROOT,
+        env=all_variables,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+      )
     os.close(slave)
     self._output = bytearray()
     self._reader = threading.Thread(target=self._read, daemon=True)

@@ -27,8 +27,8 @@ def stopped(terminal: Terminal) -> str:
   return text
 
 
-def test_ctrl_c_saves_and_a_second_one_does_not(tmp_path):
-  with Terminal(main(*TRAIN, f"--workdir={tmp_path}")) as terminal:
+def test_ctrl_c_saves_and_a_second_one_does_not(forks, tmp_path):
+  with Terminal(main(*TRAIN, f"--workdir={tmp_path}"), forks=forks) as terminal:
     terminal.wait_for("step 2/")
     terminal.press(CTRL_C + CTRL_C)  # twice at once, as wrappers do, is once
     text = stopped(terminal)
@@ -51,8 +51,8 @@ def test_ctrl_c_saves_where_it_ends_the_reader_of_the_output(tmp_path):
   assert last == story(tmp_path / "run")[-1][0]
 
 
-def test_a_window_that_is_closed_is_a_stop(tmp_path):
-  with Terminal(main(*TRAIN, f"--workdir={tmp_path}")) as terminal:
+def test_a_window_that_is_closed_is_a_stop(forks, tmp_path):
+  with Terminal(main(*TRAIN, f"--workdir={tmp_path}"), forks=forks) as terminal:
     terminal.wait_for("step 2/")
     terminal.hang_up()
     assert terminal.end() == 75

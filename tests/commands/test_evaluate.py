@@ -1,15 +1,13 @@
 """The verb evaluate: how much it takes, what it shows on a terminal, and how it is interrupted."""
 
-import os
-import pty
+import re
 import signal
-import subprocess
-import sys
 
 import pytest
 
+from tests import terminals
 from tests.cli import TINY_LM
-from tests.conftest import ROOT
+from tests.terminals import Terminal
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +35,14 @@ def test_a_part_of_the_split(main, trained):
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
-def test_it_shows_its_progress_on_a_terminal_and_stops_within_a_batch(trained, kind):
-  terminal, other = pty.openpty()
-  command = [sys.executable, "main.py", "evaluate", "--config=configs/single.py", *TINY_LM]
+def test_it_shows_its_progress_on_a_terminal_and_stops_within_a_batch(forks, trained, kind):
+  command = ["evaluate", "--config=configs/single.py", *TINY_LM, f"--checkpoint={trained}"]
   command += ["--config.data.evaluation_split=test", "--config.data.global_batch_size=1"]
-  process = subprocess.Popen(
-    [*command, f"--checkpoint={trained}"], cwd=ROOT, stdin=other, stdout=other, stderr=other
-  )
-  os.close(other)
-  shown = b""
-  while b"held out: batch 2" not in shown:  # the second, or a later one
-    shown += os.read(terminal, 4096)
-  process.send_signal(kind)
-  while True:
-    try:
-      shown += os.read(terminal, 4096)
-    except OSError:  # the last process has closed its end
-      break
-  os.close(terminal)
-  assert process.wait(60) == 75, shown.decode()
-  assert b"eval_loss" not in shown
-  assert b"Traceback" not in shown, shown.decode()
+  with Terminal(terminals.main(*command), forks=forks) as terminal:
+    # The second batch, or a later one.
+    terminal.wait_until(lambda: re.search(r"held out: batch [2-9]", terminal.text()), "a batch")
+    terminal.popen.send_signal(kind)
+    assert terminal.end() == 75, terminal.text()
+    shown = terminal.text()
+  assert "eval_loss" not in shown
+  assert "Traceback" not in shown, shown
