@@ -44,6 +44,7 @@ CLASSES = {
   "seed": REFUSED,
   # The model. Initial deviations too: the parameters are drawn, so a change would do nothing.
   "model.dropout_rate": ACCEPT,
+  "model.context_attention": GOES_ON,  # a schedule over mesh.context, which may change as well
   "model.*": REFUSED,
   # The step.
   "training.steps": GOES_ON,  # unless fewer than are done

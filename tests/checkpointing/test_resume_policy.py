@@ -7,7 +7,7 @@ import pytest
 from checkpointing import resume_policy
 from checkpointing.resume_policy import ACCEPT, GOES_ON, REFUSED, changes, classify
 from configs import base
-from configs.schema import finalize, recipes
+from configs.schema import finalize, recipes, validate
 
 RECORD = {
   "versions": {"code": "abc", "jax": "0.10.2"},
@@ -74,6 +74,7 @@ ROWS = {
     "training.on_bad_step": "roll_back",
     "training.bad_step_deviations": 5.0,
     "training.max_rollbacks": 9,
+    "model.context_attention": "gather",  # how it is computed over mesh.context, not what
   },
   ACCEPT: {
     "optimizer.learning_rate": 0.5,
@@ -183,6 +184,24 @@ def test_more_steps_go_on_and_fewer_than_done_do_not():
   assert judge({"training.steps": 100})["accepted_changes"] == []  # there is nothing left to do
   with pytest.raises(ValueError, match=r"training.steps=99, but runs/x has done 100; .*=runs/x_2"):
     judge({"training.steps": 99})
+
+
+def test_a_ring_run_resumes_with_gather_on_a_mesh_that_cannot_run_the_ring():
+  """The refusal of the ring names a key; setting it must not be refused as another run."""
+  rows = {"data.sequence_length": 12, "data.global_batch_size": 16}
+  ring = {**rows, "mesh.context": 2, "model.context_attention": "ring"}
+  moved = {**ring, "mesh.context": 4}  # 12 tokens are not 8 pieces
+  config = base.get_config("lm")
+  config.update_from_flattened_dict(moved)
+  with pytest.raises(ValueError, match=r"or set model\.context_attention=gather"):
+    validate.check(finalize.finalize(config, "cpu"), dict(config.mesh))
+  config.model.context_attention = "gather"
+  validate.check(finalize.finalize(config, "cpu"), dict(config.mesh))
+  resumed = {**moved, "model.context_attention": "gather"}
+  changed = changes(
+    resolved(**ring), resolved(**resumed), old_record={}, new_record={}, done=5, workdir="runs/x"
+  )
+  assert changed == {"accepted_changes": []}
 
 
 def test_a_warm_up_that_is_over_may_follow_the_steps():
