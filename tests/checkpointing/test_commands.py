@@ -2,11 +2,8 @@
 
 import json
 import os
-import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
@@ -14,7 +11,6 @@ import pytest
 from tests.faults.rows_disks import Full, small_disk
 from tests.processes.command_lines import MLP
 
-ROOT = pathlib.Path(__file__).parents[2]
 TRAIN = [*MLP, "--config.checkpoint.every_steps=2", "--config.checkpoint.keep=9"]
 OLDER, NEWER = 4, 6
 SECONDS = 120
@@ -113,10 +109,10 @@ def everything(folder):
 STEPS = 200
 
 
-def test_a_full_disk_loses_nothing_and_training_goes_on(tmp_path):
+def test_a_full_disk_loses_nothing_and_training_goes_on(forks, tmp_path):
   workdir, output = tmp_path / "run", tmp_path / "out"
   with small_disk(workdir) as mounted:
-    step, kept = train_on_a_full_disk(workdir, output, mounted)
+    step, kept = train_on_a_full_disk(forks, workdir, output, mounted)
     assert "Traceback" not in output.read_text()
     assert 5 <= max(kept) < step
     names = [path.name for path in workdir.glob("checkpoints/*")]
@@ -128,24 +124,20 @@ def test_a_full_disk_loses_nothing_and_training_goes_on(tmp_path):
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
 
 
-def train_on_a_full_disk(workdir, output, mounted) -> tuple[int, list[int]]:
+def train_on_a_full_disk(forks, workdir, output, mounted) -> tuple[int, list[int]]:
   """Trains, the disk being full for some steps.
 
   Returns the step whose failed save was reported first, and the steps that were there meanwhile.
   """
-  command = [sys.executable, "main.py", *TRAIN, f"--config.training.steps={STEPS}"]
+  command = ["main.py", *TRAIN, f"--config.training.steps={STEPS}"]
   command += ["--config.model.model_size=256", "--config.checkpoint.every_steps=5"]
   command += ["--config.checkpoint.keep=3", f"--workdir={workdir}"]
   environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
-  environment["PYTHONUNBUFFERED"] = "1"
-  with output.open("w") as file:
-    run = subprocess.Popen(
-      command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
-    )
+  run = forks.start(command, out=output, environment=environment)
 
   def wait_for(pattern) -> str:
     until = time.monotonic() + SECONDS
-    while not (match := re.search(pattern, output.read_text())):
+    while not (match := output.exists() and re.search(pattern, output.read_text())):
       assert run.poll() is None, output.read_text()
       assert time.monotonic() < until, output.read_text()
       time.sleep(0.002)

@@ -6,10 +6,7 @@ by stays below the array's size.
 """
 
 import json
-import os
 import pathlib
-import socket
-import subprocess
 import sys
 
 import jax
@@ -17,8 +14,8 @@ import numpy as np
 import pytest
 
 from checkpointing import checkpointer as store
+from launch.local import free_port
 
-ROOT = pathlib.Path(__file__).parents[2]
 PROCESSES = 2
 SHAPE = (8 * 2048, 4096)  # float32: 256 MiB
 BYTES = 4 * SHAPE[0] * SHAPE[1]
@@ -37,32 +34,26 @@ def save(folder):
     checkpointer.save(1, tree, config={}, record={})
 
 
-def restore_in_processes(folder) -> list[dict[str, int]]:
+def restore_in_processes(forks, folder) -> list[dict[str, int]]:
   """Returns what each process tells of its restore."""
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-  script = str(pathlib.Path(__file__).with_name("restoring_process.py"))
+  script = pathlib.Path(__file__).with_name("restoring_process.py")
+  port = free_port()
   started = [
-    subprocess.Popen(
-      [sys.executable, script, str(folder), str(index), str(PROCESSES), str(port)],
-      env={**os.environ, "PYTHONPATH": str(ROOT)},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
+    forks.start(
+      [script, folder, index, PROCESSES, port],
+      out=folder.with_suffix(f".{index}.out"),
+      err=folder.with_suffix(f".{index}.err"),
     )
     for index in range(PROCESSES)
   ]
   told = []
   try:
-    for process in started:
-      out, err = process.communicate(timeout=120)
-      assert process.returncode == 0, err
-      told.append(json.loads(out.splitlines()[-1]))
+    for index, process in enumerate(started):
+      assert process.wait(120) == 0, folder.with_suffix(f".{index}.err").read_text()
+      told.append(json.loads(folder.with_suffix(f".{index}.out").read_text().splitlines()[-1]))
   finally:
     for process in started:
       process.kill()
-      process.wait()
   return told
 
 
@@ -73,9 +64,9 @@ def within_bound(told: dict[str, int]) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the highest resident memory")
-def test_a_process_holds_its_shards_and_the_pieces_being_read(tmp_path, monkeypatch):
+def test_a_process_holds_its_shards_and_the_pieces_being_read(forks, tmp_path, monkeypatch):
   save(tmp_path / "pieces")
-  for told in restore_in_processes(tmp_path / "pieces"):
+  for told in restore_in_processes(forks, tmp_path / "pieces"):
     assert told["shards"] == BYTES // PROCESSES
     assert within_bound(told), told
 
@@ -84,5 +75,5 @@ def test_a_process_holds_its_shards_and_the_pieces_being_read(tmp_path, monkeypa
     patches.setattr(store, "CHUNK_BYTES", 2 * BYTES)
     patches.setattr(store, "FILE_BYTES", 2 * BYTES)  # a piece is never larger than a file
     save(tmp_path / "whole")
-  whole = restore_in_processes(tmp_path / "whole")
+  whole = restore_in_processes(forks, tmp_path / "whole")
   assert not any(within_bound(told) for told in whole), whole
