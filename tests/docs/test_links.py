@@ -49,3 +49,25 @@ def test_the_readme_is_short_and_defines_the_projects_own_terms_once():
   assert len(text.splitlines()) <= LINES
   for term in ("dim", "axis", "verdict"):
     assert text.count(f"**{term}**") == 1, term
+
+
+def absent(text):
+  """Returns the files of this repository that a page names and that do not exist.
+
+  A file is named by its path from the root: in prose, or in a block of commands; what the program
+  prints (blocks marked `text`) may name others.
+  """
+  folders = "|".join(sorted(p.name for p in ROOT.iterdir() if p.is_dir() and p.name != "runs"))
+  text = re.sub(r"^```text\n.*?^```$|\]\(.*?\)", "", text, flags=re.MULTILINE | re.DOTALL)
+  named = re.findall(rf"(?<![\w/.:-])((?:{folders})/[\w./-]*\.[a-z]+)\b", text)
+  return sorted({path for path in named if not (ROOT / path).exists()})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_are_named_exist(page):
+  assert absent(page.read_text()) == []
+
+
+def test_files_that_do_not_exist_are_seen():
+  text = "`training/lop.py`, training/none.py::test and runs/none.py, https://x.org/docs/none.md\n"
+  assert absent(text) == ["training/lop.py", "training/none.py"]
