@@ -48,6 +48,14 @@ SECTIONS = {
   "processes": "Processes and timeouts",
   "planning": "Planning",
 }
+NOTES = {
+  "mesh": "Sizes of the mesh axes, of one slice; 1: off, -1: all devices that are left\n"
+  "([strategies.md](strategies.md)).",
+  "mesh_dcn": "Over how many slices an axis extends. Its size is the product with `mesh`.",
+  "partitioning": "Axis tables: the mesh axes that shard each dim of parameters, activations and\n"
+  "optimizer state (by default as parameters), outermost first ([layout.md](layout.md)).",
+  "evaluation": "Evaluations are on `data.evaluation_split`.",
+}
 
 
 def page() -> str:
@@ -63,7 +71,9 @@ def page() -> str:
       sections[section].setdefault(key, {})[recipe] = value
   parts = [HEAD]
   for section, keys in sections.items():
-    parts.append(f"\n## {SECTIONS[section]}\n\n| key | default | meaning | on resume |")
+    parts.append(f"\n## {SECTIONS[section]}\n\n")
+    parts.append(f"{NOTES[section]}\n\n" if section in NOTES else "")
+    parts.append("| key | default | meaning | on resume |")
     parts.append("\n| --- | --- | --- | --- |\n")
     parts += [row(key, values) for key, values in keys.items()]
   return "".join(parts)
