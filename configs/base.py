@@ -27,45 +27,45 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
     ValueError: an unknown recipe, model or data set, with the nearest known name.
   """
   config = recipes.base(argument or "lm")
-  config.seed = 0  # one seed for parameters, data order and dropout
-  config.argument = argument or "lm"  # the recipe, as asked for; part of the default workdir
+  config.seed = 0  # of parameters, data order and dropout
+  config.argument = argument or "lm"  # the recipe, as given; part of the default workdir
   config.mesh = ConfigDict({**MESH, **(mesh or {})})
   config.mesh_dcn = ConfigDict(MESH_DCN)  # over slices; the size of an axis is the product
   config.partitioning = _partitioning(config.model.name)
   config.metrics = ConfigDict({"every_steps": 10, "tensorboard": True})
   config.checkpoint = ConfigDict(
     {
-      "every_steps": 50,  # and at the end; 0: only then
-      "keep": 2,  # the newest
-      "keep_every_steps": 0,  # and every step that is a multiple of it; 0 is off
-      "keep_best": "",  # and the best by a metric such as eval_loss; evaluated steps are saved
-      "initialize_from": "",  # DIR[/STEP] of another run, whose parameters this one starts with
-      "verify": "full",  # before it is read: every byte; size: of each file that alone; off
+      "every_steps": 50,  # and at the end; 0: only at the end
+      "keep": 2,  # number of newest steps that are kept
+      "keep_every_steps": 0,  # also keep steps that are a multiple of this; 0: off
+      "keep_best": "",  # also keep the best step by a metric, such as eval_loss
+      "initialize_from": "",  # DIR[/STEP] of another run, whose parameters this one starts from
+      "verify": "full",  # checked before reading: full (every byte), size (of each file) or off
     }
   )
-  config.profile = ConfigDict({"start_step": 0, "steps": 0})  # traced into WORKDIR/profile
+  config.profile = ConfigDict({"start_step": 0, "steps": 0})  # traced to WORKDIR/profile
   config.processes = ConfigDict(
     {
-      "start_timeout_seconds": 300,  # for all to come, and for a first step or evaluation batch
-      "heartbeat_seconds": 100,  # without a sign of life: then JAX ends all the others
-      "deadline_seconds": 0,  # a step without end; 0: learned from the run. Below the heartbeat
-      "input_timeout_seconds": 1800,  # of a process alone, for a batch; several: deadline_seconds
-      "slow_ratio": 2.0,  # a process so many times slower than the others is named; 0 is off
-      "lease_seconds": 30.0,  # without a heartbeat: then another run may take over the workdir
-      "owner_wait_seconds": 30.0,  # how long a start waits for a live owner of the workdir to end
+      "start_timeout_seconds": 300,  # for all processes to arrive, and for a first step
+      "heartbeat_seconds": 100,  # a process without a heartbeat for this long counts as dead
+      "deadline_seconds": 0,  # limit for a step, below heartbeat_seconds; 0: learned from the run
+      "input_timeout_seconds": 1800,  # limit for a batch, of a run of one process
+      "slow_ratio": 2.0,  # a process this many times slower than the others is named; 0: off
+      "lease_seconds": 30.0,  # without a heartbeat for this long another run may take the workdir
+      "owner_wait_seconds": 30.0,  # how long a start waits for a live owner of the workdir
     }
   )
   config.planning = ConfigDict(
     {
-      "constants": "",  # other ones of analysis/chips.py: "matmul=0.7,v5p.hbm_bytes=95e9"
-      "price_per_chip_hour": 0.0,  # in any currency; 0: not known
-      "token_budget": 0.0,  # tokens to train on in all; 0: those of training.steps
-      "cache_dir": "~/.cache/meshwright/plans",  # plans that have been made; "" makes each anew
+      "constants": "",  # override assumed speeds: "matmul=0.7,v5p.hbm_bytes=95e9"
+      "price_per_chip_hour": 0.0,  # in any currency; 0: unknown
+      "token_budget": 0.0,  # tokens to train on; 0: those of training.steps
+      "cache_dir": "~/.cache/meshwright/plans",  # finished plans; "": no cache
     }
   )
-  config.compiler_options = ""  # XLA's, for every compiled step: "name=value,name=value"
-  config.compilation_cache_dir = "~/.cache/meshwright/compilation"  # "" turns it off
-  config.memory_limit_gib = config_dict.placeholder(float)  # per device (CPU: all); unset: asked
+  config.compiler_options = ""  # of XLA, for every compiled step: "name=value,name=value"
+  config.compilation_cache_dir = "~/.cache/meshwright/compilation"  # "": off
+  config.memory_limit_gib = config_dict.placeholder(float)  # per device (CPU: all); unset: detected
   config.lock()
   return config
 
@@ -79,10 +79,10 @@ def _partitioning(model: str) -> ConfigDict:
       "parameters": dict(tables["parameters"]),
       "activations": dict(tables["activations"]),
       "optimizer": unset,  # unset: as parameters. Another table than theirs is ZeRO-1
-      # Between blocks, also split the sequence over tensor: norms and residual are not repeated.
+      # Sequence parallelism: between blocks, split the sequence over tensor as well.
       "sequence_parallel": False,
       "overrides": (),  # (("layers/mlp/up/kernel", (None, "fsdp", "tensor")), ...)
-      # Cap on the bytes of parameters and optimizer state that every device holds whole.
+      # Limit on the replicated bytes of parameters and optimizer state per device; unset: none.
       "max_replicated_bytes": config_dict.placeholder(int),
     }
   )

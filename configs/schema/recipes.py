@@ -71,46 +71,46 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
 def _data(**keys) -> dict:
   """Returns the keys that every kind of data has; `kind` is text, image or random."""
   common = {
-    "data_dir": "",  # "": TFDS_DATA_DIR, or ~/tensorflow_datasets
-    "train_split": "train",
-    "evaluation_split": "test",
-    "shuffle": True,  # anew each epoch
+    "data_dir": "",  # of TFDS data sets; "": TFDS_DATA_DIR, or ~/tensorflow_datasets
+    "train_split": "train",  # TFDS syntax, such as train[:90%]
+    "evaluation_split": "test",  # TFDS syntax
+    "shuffle": True,  # in another order each epoch
     "prefetch_batches": 2,  # prepared ahead, in the background
-    "max_bad_records": 0,  # of a split: that many unreadable ones get weight 0; 0 refuses them
+    "max_bad_records": 0,  # unreadable records of a split that get weight 0; more are refused
     "sequence_length": 0,  # tokens per row (text)
-    "text_feature": "",  # "": the only one there is
-    "image_feature": "",
-    "label_feature": "",
+    "text_feature": "",  # "": the only one of that type
+    "image_feature": "",  # "": the only one of that type
+    "label_feature": "",  # "": the only one of that type
     "examples": 0,  # rows (random)
     "input_size": 0,  # values per example (image, random); derived from the model
     "target_size": 0,  # classes (image), values (random); derived from the model
-    # Rows, counted from 0 over all epochs, that no step trains on, in ranges (first, the one
-    # behind the last): ((544, 608),)
+    # Rows to skip, counted from 0 over all epochs, in ranges (first, one after the last):
+    # ((544, 608),)
     "skip_rows": (),
-    "skip_batches": (),  # the same by batches of global_batch_size rows, from 0: (17, 18)
+    "skip_batches": (),  # the same in batches of global_batch_size rows, from 0: (17, 18)
   }
   return {**common, **keys}
 
 
 def _training(**keys) -> dict:
   common = {
-    "steps": 0,
+    "steps": 0,  # optimizer steps
     "gradient_accumulation_steps": 1,  # microbatches per step
-    "parameter_dtype": "float32",
-    "compute_dtype": config_dict.placeholder(str),  # bfloat16 on accelerators
-    "matmul_precision": config_dict.placeholder(str),  # default, high, highest
-    "rematerialization": "none",  # or dots, full: what the backward pass computes again
-    # splash: a kernel that never has all scores, the default on TPUs where it can be; or xla.
+    "parameter_dtype": "float32",  # float32 or float64; of parameters and optimizer state
+    "compute_dtype": config_dict.placeholder(str),  # bfloat16 on accelerators, else parameter_dtype
+    "matmul_precision": config_dict.placeholder(str),  # default, high or highest
+    "rematerialization": "none",  # none, dots (save matmul outputs) or full (save layer inputs)
+    # splash (JAX's flash attention for TPUs, the default there where it applies) or xla.
     "attention_kernel": config_dict.placeholder(str),
-    "loss_chunks": 1,  # of a row of tokens, whose logits are there one chunk at a time
-    # A step is bad whose loss or gradient norm is not finite, or whose loss lies above the mean of
-    # the last bad_step_window losses by more than so many of their standard deviations (0: off).
+    "loss_chunks": 1,  # chunked cross-entropy: logits of one chunk of a row at a time
+    # A loss spike is a bad step, as a loss that is not finite: this many standard deviations above
+    # the mean of the last bad_step_window losses; 0: off.
     "bad_step_deviations": 0.0,
     "bad_step_window": 100,  # steps
-    "on_bad_step": "stop",  # or roll_back: to the last good checkpoint, skipping its batch
+    "on_bad_step": "stop",  # or roll_back: to the last good checkpoint, skipping the batch
     "bad_step_skips": 1,  # batches that a rollback skips, the last of them the bad step's
-    "max_rollbacks": 3,  # of a run, over all its starts; one more bad step stops it
-    # Compare what devices hold copies of, also before every save; 0 is off.
+    "max_rollbacks": 3,  # of a run, over all its starts; the next bad step stops it
+    # Compare replicas of parameters and optimizer state, also before every save; 0: off.
     "replica_check_every_steps": 10,
   }
   return {**common, **keys}
@@ -118,26 +118,26 @@ def _training(**keys) -> dict:
 
 def _optimizer(**keys) -> dict:
   common = {
-    "name": "adamw",
+    "name": "adamw",  # adamw or sgd
     "learning_rate": 1e-3,  # at its peak
-    "schedule": "cosine",  # to a tenth of the peak; or constant
-    "warmup_steps": config_dict.placeholder(int),  # linear; a twentieth of the steps
-    "beta_1": 0.9,
-    "beta_2": 0.95,
-    "epsilon": 1e-8,
-    "momentum": 0.0,  # sgd only
-    "weight_decay": 0.1,  # of kernels and tables, not of scales and biases
-    "clip_norm": 1.0,  # of the global gradient norm; 0 is off
+    "schedule": "cosine",  # cosine (to a tenth of the peak) or constant
+    "warmup_steps": config_dict.placeholder(int),  # linear warm-up; a twentieth of the steps
+    "beta_1": 0.9,  # decay of AdamW's first moment
+    "beta_2": 0.95,  # decay of AdamW's second moment
+    "epsilon": 1e-8,  # AdamW only
+    "momentum": 0.0,  # SGD only
+    "weight_decay": 0.1,  # of kernels and embeddings, not of scales and biases
+    "clip_norm": 1.0,  # of the global gradient norm; 0: off
   }
   return {**common, **keys}
 
 
 def _evaluation(**keys) -> dict:
   common = {
-    "every_steps": 0,  # and at the end
-    "steps": 0,  # batches of each but the last; 0: the whole split
-    "final_steps": 0,  # batches of the last one, and of the verb evaluate; 0: the whole split
-    "sample_tokens": 0,  # drawn when training ends (text); 0 is off
+    "every_steps": 0,  # periodic evaluation, besides the final one; 0: off
+    "steps": 0,  # batches of a periodic evaluation; 0: the whole split
+    "final_steps": 0,  # batches of the final evaluation and of `evaluate`; 0: the whole split
+    "sample_tokens": 0,  # tokens sampled at the end of training (text); 0: off
   }
   return {**common, **keys}
 
@@ -146,37 +146,37 @@ def lm() -> ConfigDict:
   """Returns a byte-level decoder of 0.66 M parameters on the source of the standard library."""
   model = {
     "name": "transformer",
-    "layers": 3,
-    "model_size": 128,
-    "feedforward_size": 384,
-    "heads": 8,
-    "kv_heads": 4,
+    "layers": 3,  # transformer blocks
+    "model_size": 128,  # width of the residual stream
+    "feedforward_size": 384,  # hidden width of the MLP
+    "heads": 8,  # query heads
+    "kv_heads": 4,  # key/value heads; fewer than heads: grouped-query attention
     "head_size": config_dict.placeholder(int),  # model_size / heads
     "vocabulary_size": 256,  # tokens are bytes
-    "vocabulary_multiple": 128,  # rounded up to this, so that shapes never depend on the mesh
-    "positions": "rotary",  # or learned
-    "rotary_base": 10_000.0,
-    "rotary_scaling": (),  # Llama 3.1's: (factor, low, high, length trained on at first)
-    "local_rotary_base": 0.0,  # of layers that see a window, unscaled; 0: as the others
-    "window": 0,  # tokens that a layer sees, its own the last; 0: all of the past
-    "global_every": 0,  # every n-th layer sees all of the past in spite of it; 0: none
-    "norm": "rms",  # or layer
-    "norm_epsilon": 1e-6,
-    "norm_scale_from_one": False,  # what is stored is added to one
-    "post_norms": False,  # what attention and MLP add is normalised too
+    "vocabulary_multiple": 128,  # the vocabulary is padded to a multiple of this, on every mesh
+    "positions": "rotary",  # rotary (RoPE) or learned
+    "rotary_base": 10_000.0,  # RoPE's theta
+    "rotary_scaling": (),  # Llama 3.1's: (factor, low, high, original length); (): none
+    "local_rotary_base": 0.0,  # theta of sliding-window layers, unscaled; 0: rotary_base
+    "window": 0,  # sliding-window attention: tokens that a token attends to; 0: all
+    "global_every": 0,  # every n-th layer has full attention in spite of the window; 0: none
+    "norm": "rms",  # rms or layer
+    "norm_epsilon": 1e-6,  # added to the variance
+    "norm_scale_from_one": False,  # the stored scale is added to one (Gemma)
+    "post_norms": False,  # also normalize the outputs of attention and MLP (Gemma 2)
     "query_key_norm": False,  # RMSNorm of each query and key head
-    "biases": "none",  # or qkv, all
-    "activation": "silu",  # or gelu, its tanh form
-    "gated": True,  # down(f(gate(x)) * up(x)), else down(f(up(x)))
-    "attention_scale": config_dict.placeholder(float),  # of the scores; head_size**-0.5
-    "attention_soft_cap": 0.0,  # of the scaled scores; 0 is off
-    "logits_soft_cap": 0.0,
-    "scaled_embeddings": False,  # by model_size**0.5
-    "context_attention": "auto",  # where context > 1: ring, gather, or what should be faster
+    "biases": "none",  # none, qkv or all
+    "activation": "silu",  # silu or gelu (tanh approximation)
+    "gated": True,  # MLP: down(f(gate(x)) * up(x)); else down(f(up(x)))
+    "attention_scale": config_dict.placeholder(float),  # factor of the scores; head_size**-0.5
+    "attention_soft_cap": 0.0,  # soft-capping of the scaled scores; 0: off
+    "logits_soft_cap": 0.0,  # soft-capping of the logits; 0: off
+    "scaled_embeddings": False,  # multiply embeddings by model_size**0.5
+    "context_attention": "auto",  # where context > 1: ring, gather, or auto: by a cost formula
     "embedding_standard_deviation": config_dict.placeholder(float),  # 1; tied: model_size**-0.5
-    "dropout_rate": 0.0,
-    "tied_embeddings": False,  # the logits by the embedding's table
-    "separate_documents": False,  # a row's documents do not see one another; positions restart
+    "dropout_rate": 0.0,  # of the outputs of attention and MLP
+    "tied_embeddings": False,  # compute the logits with the embedding table
+    "separate_documents": False,  # intra-document attention masking; positions restart
   }
   return ConfigDict(
     {
@@ -197,7 +197,7 @@ def mlp() -> ConfigDict:
     "model_size": 128,
     "feedforward_size": config_dict.placeholder(int),  # as model_size
     "output_size": config_dict.placeholder(int),  # classes
-    "bias_standard_deviation": 0.0,
+    "bias_standard_deviation": 0.0,  # of initial biases
   }
   return ConfigDict(
     {

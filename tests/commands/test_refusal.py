@@ -240,12 +240,12 @@ def test_help_lists_verbs_flags_and_keys(main, words):
   for text in (
     "evaluate: ",
     "--max_new_tokens=64  # sample: the most tokens per prompt.",
-    "--config.training.steps=200\n",
+    "--config.training.steps=200  # optimizer steps\n",
     "--config.metrics.every_steps=10\n",
-    "--config.checkpoint.keep=2  # the newest\n",
+    "--config.checkpoint.keep=2  # number of newest steps that are kept\n",
     "--config.model.head_size=unset  # model_size / heads\n",
-    "--config.optimizer.clip_norm=1.0  # of the global gradient norm; 0 is off\n",
-    "--config.seed=0  # one seed for parameters, data order and dropout\n",
+    "--config.optimizer.clip_norm=1.0  # of the global gradient norm; 0: off\n",
+    "--config.seed=0  # of parameters, data order and dropout\n",
   ):
     assert text in out
 
