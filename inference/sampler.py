@@ -25,8 +25,7 @@ from ml_collections import ConfigDict
 
 from inference.sample_token import draw
 from inference.text_stream import Printer, Row, as_bytes
-from models import transformer
-from models.kv_cache import CACHE, Cache
+from models import MODELS, Generator
 from models.token_positions import END
 from partitioning import shardings
 from partitioning.constraints import activation_layout
@@ -84,7 +83,7 @@ def check(config: ConfigDict, request: Request) -> None:
   Raises:
     ValueError: with all that is wrong, a line each.
   """
-  if config.model.name != "transformer":
+  if not isinstance(MODELS[config.model.name], Generator):
     raise ValueError(
       f"model.name={config.model.name!r} has no next token to draw; sample takes a transformer, "
       f"such as --config=FILE:lm"
@@ -160,6 +159,7 @@ class Sampler:
     """
     check(job.config, request)
     self.job = job
+    self._model = MODELS[job.config.model.name]
     # The one difference from training: one token cannot be split over `context`, whose
     # devices all do the same, nor the residual over `tensor`.
     alone = {job.legend[letter].name: () for letter in ("R", "T")}
@@ -247,24 +247,25 @@ class Sampler:
   def _put(self, tree: Any) -> Any:
     return jax.device_put(tree, NamedSharding(self.job.mesh, PartitionSpec()))
 
-  def _empty_cache(self) -> Cache:
+  def _empty_cache(self) -> Any:
     slots = self.prompt_tokens + self.max_new_tokens
-    return transformer.empty_cache(self.job.config, self.rows, slots)
+    return self._model.empty_cache(self.job.config, self.rows, slots)
 
   def _place(self) -> dict[str, Placement]:
     """Returns how the cache lies: as the activations of the same letters."""
     table = {self.job.legend["L"].name: (), **self._table}
     placements = {}
     for name, array in vars(jax.eval_shape(self._empty_cache)).items():
+      letters = self._model.CACHE[name]
       if array is None:  # documents are not kept apart
         continue
-      found = resolve(CACHE[name], array.shape, self.job.legend, table, self.job.devices.sizes)
+      found = resolve(letters, array.shape, self.job.legend, table, self.job.devices.sizes)
       assert not found.failures, found.failures  # judged with the job's activations
       placements[f"cache/{name}"] = Placement(
         f"cache/{name}",
         array.shape,
         array.dtype,
-        CACHE[name],
+        letters,
         "activations",
         found.spec,
         found.notes,
@@ -300,10 +301,10 @@ class Sampler:
     )
     return prefill.function, decode.function, prefill.seconds + decode.seconds
 
-  def _prefill(self, params, tokens_BT, counts_B, settings) -> tuple[jax.Array, Cache]:
+  def _prefill(self, params, tokens_BT, counts_B, settings) -> tuple[jax.Array, Any]:
     return self._next(params, tokens_BT, counts_B, self._empty_cache(), settings)
 
-  def _decode(self, params, tokens_B, cache, settings) -> tuple[jax.Array, Cache]:
+  def _decode(self, params, tokens_B, cache, settings) -> tuple[jax.Array, Any]:
     return self._next(params, tokens_B[:, None], jnp.ones_like(tokens_B), cache, settings)
 
   def _traced(self, function: Callable) -> Callable:
@@ -317,7 +318,7 @@ class Sampler:
 
     return traced
 
-  def _next(self, params, tokens_BT, counts_B, cache, settings) -> tuple[jax.Array, Cache]:
+  def _next(self, params, tokens_BT, counts_B, cache, settings) -> tuple[jax.Array, Any]:
     """Reads tokens and draws the next of each row."""
     model = nnx.merge(self.job.program.graphdef, params)
     logits_BV, cache = model.extend(tokens_BT, counts_B, cache)

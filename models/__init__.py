@@ -1,9 +1,103 @@
-"""The models by the name that `config.model.name` gives them.
+"""The models by the name that `config.model.name` gives them, and what a model has to offer.
 
-Each module holds, beside its NNX modules: `legend(config)` (letter -> Dim), `parameters(config)`
-(name pattern -> letters), `build(config, rngs)`, and `train_flops_per_example(config)`.
+A model is a module (or any object) with the members of `Model`; one that can generate text has
+those of `Generator` too. What `build` returns is an NNX module with the methods of `Network`.
+Each method takes a finalized config.
 """
 
-from models import mlp, transformer
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
-MODELS = {"transformer": transformer, "mlp": mlp}
+import jax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from models import mlp, transformer
+from models.losses import Batch, Sums
+from partitioning.dims import Dim
+
+
+@runtime_checkable
+class Network(Protocol):
+  """The NNX module that a model builds."""
+
+  def loss_sums(self, batch: Batch, key: jax.Array | None = None) -> Sums:
+    """Returns sums over the rows of a batch: scalars, float32 or wider.
+
+    `loss` is what training minimises, divided by the sum of the weights: weighted by the batch's
+    `weights`, with auxiliary losses, if any, already added. Every other sum is a metric; those
+    that the task does not define are logged as they are named, divided by the sum of the weights.
+
+    Args:
+      batch: the arrays of the task's batch, `weights` among them.
+      key: draws what is random in training, such as dropout; None turns it off.
+    """
+    ...
+
+
+@runtime_checkable
+class Model(Protocol):
+  """What training, the layout and the planner know of a model."""
+
+  def legend(self, config: ConfigDict) -> dict[str, Dim]:
+    """Returns letter -> Dim: the names and sizes of the dims of its arrays. `B` is the batch."""
+    ...
+
+  def parameters(self, config: ConfigDict) -> dict[str, str]:
+    """Returns name pattern -> letters; exactly one pattern matches each parameter."""
+    ...
+
+  def build(self, config: ConfigDict, *, rngs: nnx.Rngs) -> Network:
+    """Returns the module, its parameters drawn from `rngs.params`."""
+    ...
+
+  def train_flops_per_example(self, config: ConfigDict, *, causal: bool = False) -> float:
+    """Returns floating-point operations per row of a batch, forward and backward.
+
+    Args:
+      config: finalized.
+      causal: count of attention only what its mask leaves.
+    """
+    ...
+
+
+@runtime_checkable
+class Generator(Model, Protocol):
+  """A model that generates tokens one by one; its Network has `extend` as `Extending` does.
+
+  Its legend has the letters B (rows), T and R (tokens, in a block and between blocks) and L
+  (layers).
+
+  Attributes:
+    CACHE: field of the cache -> its letters.
+  """
+
+  CACHE: Mapping[str, str]
+
+  def empty_cache(self, config: ConfigDict, rows: int, slots: int) -> Any:
+    """Returns a cache before any token: a dataclass of arrays [B=rows, S=slots, ...] or None.
+
+    It has a field `lengths`, int32 [B]: the tokens read of each row.
+    """
+    ...
+
+
+@runtime_checkable
+class Extending(Network, Protocol):
+  """The NNX module of a Generator."""
+
+  def extend(self, tokens_BT: jax.Array, counts_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    """Reads tokens that follow those in the cache; nothing is dropped.
+
+    Args:
+      tokens_BT: int32 token ids, each row padded on the right.
+      counts_B: int32, how many of a row's T are tokens, at least 1.
+      cache: with space for T more slots in every row.
+
+    Returns:
+      The logits [B, V] of each row's last token; the cache with the tokens.
+    """
+    ...
+
+
+MODELS: dict[str, Model] = {"transformer": transformer, "mlp": mlp}

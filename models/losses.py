@@ -1,4 +1,10 @@
-"""Cross-entropy, also over a vocabulary that mesh axes split."""
+"""Losses, as sums over the rows of a batch; cross-entropy, also vocabulary-parallel.
+
+Sums of weighted losses and of weights are what adds up over microbatches, devices and evaluation
+batches; the mean is taken once, over the global batch.
+"""
+
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +13,9 @@ from jaxtyping import Array, Float, Int
 from models.dtypes import wide_dtype
 from partitioning.dims import Axes
 from partitioning.parallel import products
+
+Batch = Mapping[str, jax.Array]
+Sums = dict[str, jax.Array]  # each a scalar, float32 or wider
 
 
 def cross_entropy(
@@ -34,3 +43,24 @@ def cross_entropy(
   largest = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), axes)
   total = products.total(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1), axes)
   return jnp.log(total) + largest - products.total(picked, axes)
+
+
+def weighted_sum(losses: Float[Array, "*X"], weights: Float[Array, "*X"]) -> Float[Array, ""]:
+  """Returns the sum of losses times weights, in the dtype of the losses."""
+  return jnp.sum(losses * weights.astype(losses.dtype))
+
+
+def classification(logits_BO: Float[Array, "B O"], batch: Batch) -> Sums:
+  """Returns the summed weighted cross-entropy of the labels, and how many were right."""
+  loss_B = cross_entropy(logits_BO, batch["targets"])
+  weights_B = batch["weights"].astype(loss_B.dtype)
+  right_B = jax.lax.argmax(logits_BO, 1, batch["targets"].dtype) == batch["targets"]
+  correct = jnp.sum(jnp.where(right_B, weights_B, jnp.zeros_like(weights_B)))
+  return {"loss": jnp.sum(loss_B * weights_B), "correct": correct}
+
+
+def squared_error(outputs_BO: Float[Array, "B O"], batch: Batch) -> Sums:
+  """Returns the weighted sum over rows of the squared error summed over outputs."""
+  wide = wide_dtype(outputs_BO.dtype)
+  error_BO = outputs_BO.astype(wide) - batch["targets"].astype(wide)
+  return {"loss": weighted_sum(jnp.sum(error_BO**2, axis=-1), batch["weights"])}

@@ -8,10 +8,12 @@ are replicated.
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 from ml_collections import ConfigDict
 
+from models import losses
 from models.dtypes import wide_dtype
+from models.losses import Batch, Sums
 from partitioning.constraints import constrain
 from partitioning.dims import Dim
 
@@ -70,6 +72,9 @@ class Linear(nnx.Module):
     return constrain(product.astype(self.dtype), "B" + self.letters[1])
 
 
+LOSSES = {"classification": losses.classification, "squared_error": losses.squared_error}
+
+
 class MLP(nnx.Module):
   """The four layers."""
 
@@ -80,6 +85,7 @@ class MLP(nnx.Module):
     self.layer_3 = Linear("FD", config, rngs=rngs)
     self.layer_4 = Linear("DO", config, rngs=rngs)
     self.dtype = jnp.dtype(config.training.compute_dtype)
+    self.loss = config.training.loss
 
   def __call__(self, inputs_BI: Float[Array, "B I"]) -> Float[Array, "B O"]:
     """Returns the outputs (logits, or values to regress on)."""
@@ -88,6 +94,16 @@ class MLP(nnx.Module):
     x_BF = nnx.relu(self.layer_2(x_BD))
     x_BD = nnx.relu(self.layer_3(x_BF))
     return self.layer_4(x_BD)
+
+  def loss_sums(self, batch: Batch, key: Key[Array, ""] | None = None) -> Sums:
+    """Returns the sums of the task; see `models.Network`.
+
+    Args:
+      batch: `inputs` [B, I]; `targets`, labels [B] or values [B, O]; `weights` [B].
+      key: not used, nothing is random.
+    """
+    del key
+    return LOSSES[self.loss](self(batch["inputs"]), batch)
 
 
 build = MLP

@@ -5,7 +5,6 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,11 @@ from ml_collections import ConfigDict
 from models import token_positions
 from models.attention import Attention, soft_cap
 from models.dtypes import wide_dtype
+from models.kv_cache import CACHE as CACHE
 from models.kv_cache import Cache, layer_of, with_layer
 from models.layer_pattern import Layer, is_global, layers
 from models.layers import MLP, Embedding, Kernel, Norm, Positions, dropout
+from models.losses import Batch, Sums, cross_entropy, weighted_sum
 from models.token_positions import Rows, rows_of
 from models.transformer_dims import PARAMETERS as PARAMETERS
 from models.transformer_dims import legend as legend
@@ -59,8 +60,8 @@ class Block(nnx.Module):
     key: Key[Array, ""] | None,
     rows: Rows,
     cache: Cache | None = None,
-  ) -> tuple[Float[Array, "B R D"], Cache | None]:
-    """Returns the residual after this layer, and the layer's cache.
+  ) -> tuple[Float[Array, "B R D"], Cache | None, Sums]:
+    """Returns the residual after this layer, the layer's cache, and its auxiliary sums.
 
     Args:
       x_BRD: the residual.
@@ -68,6 +69,10 @@ class Block(nnx.Module):
       key: draws the dropout; None turns it off.
       rows: where the tokens are.
       cache: what attention has kept of the past; None where x is all that there is.
+
+    Returns:
+      The residual; the cache; scalar sums over rows by name, the same names in every layer: what
+      the layers add to `Transformer.loss_sums`.
     """
     keys = (None, None) if key is None else jax.random.split(key)
     mixed_BRD, cache = self.attention(self.attention_norm(x_BRD), layer, rows, cache)
@@ -77,7 +82,7 @@ class Block(nnx.Module):
     update_BRD = self.mlp(self.mlp_norm(x_BRD))
     if self.post_norms:
       update_BRD = self.mlp_post_norm(update_BRD)
-    return x_BRD + dropout(update_BRD, self.dropout_rate, keys[1], rows.slots_BT[0]), cache
+    return x_BRD + dropout(update_BRD, self.dropout_rate, keys[1], rows.slots_BT[0]), cache, {}
 
 
 class Transformer(nnx.Module):
@@ -109,82 +114,81 @@ class Transformer(nnx.Module):
     self.rematerialization = config.training.rematerialization
     self.loss_chunks = config.training.loss_chunks
 
-  def order(self, length: int) -> np.ndarray | None:
-    """Returns the order in which attention in a ring takes rows of so many tokens.
+  def __call__(
+    self, tokens_BT: Int[Array, "B T"], key: Key[Array, ""] | None = None
+  ) -> Float[Array, "B T V"]:
+    """Returns logits in float32 or wider; those of padding tokens are the lowest number.
+
+    Where attention runs in a ring over a split sequence, the logits are in the ring's order.
+
+    Args:
+      tokens_BT: token ids.
+      key: draws the dropout; None turns it off.
+    """
+    return self._logits(self._residual(tokens_BT, key, self._ring_order(tokens_BT.shape[1]))[0])
+
+  def loss_sums(self, batch: Batch, key: Key[Array, ""] | None = None) -> Sums:
+    """Returns the summed weighted cross-entropy of each next token, in nats; see `models.Network`.
+
+    Args:
+      batch: `tokens`, `targets` and `weights`, each [B, T].
+      key: draws the dropout; None turns it off.
+    """
+    targets_BT, weights_BT = batch["targets"], batch["weights"]
+    order_T = self._ring_order(targets_BT.shape[1])
+    if order_T is not None:  # the sums are over all tokens, in any order
+      targets_BT, weights_BT = (
+        constrain(x_BT[:, order_T], "BT") for x_BT in (targets_BT, weights_BT)
+      )
+    x_BRD, sums = self._residual(constrain(batch["tokens"], "BT"), key, order_T)
+    return {"loss": weighted_sum(self._losses(x_BRD, targets_BT), weights_BT), **sums}
+
+  def _ring_order(self, length: int) -> np.ndarray | None:
+    """Returns the order in which ring attention takes the tokens of rows of this length.
 
     None where the sequence is not split, or where keys and values are gathered instead.
     """
     count = ring_attention.parts() if ring_attention.axes() else 1
-    goes_round = count > 1 and ring_attention.chosen(
+    use_ring = count > 1 and ring_attention.chosen(
       self.context_attention, length, count, *self.heads
     )
-    return ring_attention.balanced(length, count) if goes_round else None
+    return ring_attention.balanced(length, count) if use_ring else None
 
-  def __call__(
-    self,
-    tokens_BT: Int[Array, "B T"],
-    key: Key[Array, ""] | None = None,
-    *,
-    order_T: np.ndarray | None = None,
-  ) -> Float[Array, "B T V"]:
-    """Returns logits in float32 or wider; those of padding tokens are the lowest number.
-
-    Args:
-      tokens_BT: token ids.
-      key: draws the dropout; None turns it off.
-      order_T: of `order`: the logits come in it. None: in the order of the tokens.
-    """
-    return self._logits(self._residual(tokens_BT, key, order_T))
-
-  def losses(
-    self,
-    tokens_BT: Int[Array, "B T"],
-    targets_BT: Int[Array, "B T"],
-    loss: Callable[[jax.Array, jax.Array, Axes], jax.Array],
-    key: Key[Array, ""] | None = None,
-    *,
-    order_T: np.ndarray | None = None,
+  def _losses(
+    self, x_BRD: Float[Array, "B R D"], targets_BT: Int[Array, "B T"]
   ) -> Float[Array, "B T"]:
-    """Returns the loss of each token; of `training.loss_chunks`, one chunk's logits are there.
-
-    Args:
-      tokens_BT: token ids.
-      targets_BT: in the order in which the logits come.
-      loss: takes logits, targets and the axes over which the classes are split by hand.
-      key: draws the dropout; None turns it off.
-      order_T: as `__call__` takes it.
-    """
-    x_BRD = self._residual(tokens_BT, key, order_T)
+    """Returns each token's cross-entropy; the logits of one of `loss_chunks` exist at a time."""
     if self.loss_chunks == 1:
-      return loss(self._logits(x_BRD), targets_BT, ())
+      return cross_entropy(self._logits(x_BRD), targets_BT)
     kernel, letters = self._unembedding()
 
     def finish(logits_BtV: jax.Array, targets_Bt: jax.Array, axes: Axes) -> jax.Array:
       first = jax.lax.axis_index(axes) * logits_BtV.shape[-1] if axes else 0
-      return loss(self._finished(logits_BtV, first), targets_Bt, axes)
+      return cross_entropy(self._finished(logits_BtV, first), targets_Bt, axes)
 
     normed_BRD = self.final_norm(x_BRD)
     return product_in_chunks(normed_BRD, kernel, letters, targets_BT, finish, self.loss_chunks)
 
   def _residual(
     self, tokens_BT: Int[Array, "B T"], key: Key[Array, ""] | None, order_T: np.ndarray | None
-  ) -> Float[Array, "B R D"]:
-    """Returns what the last layer leaves."""
+  ) -> tuple[Float[Array, "B R D"], Sums]:
+    """Returns the residual after the last layer, and the layers' auxiliary sums added up."""
     graphdef, stack = nnx.split(self.layers)
     keys = None if key is None else jax.random.split(key, self.layer_count)
     rows = rows_of(tokens_BT, order_T, self.kinds, separate_documents=self.separate_documents)
 
     def layer(x_BRD, inputs):
       params, one, layer_key = inputs
-      return nnx.merge(graphdef, params)(x_BRD, one, layer_key, rows)
+      x_BRD, _, sums = nnx.merge(graphdef, params)(x_BRD, one, layer_key, rows)
+      return x_BRD, sums
 
     if (policy := REMATERIALIZATION[self.rematerialization]) is not None:
       layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
     if order_T is not None:
       tokens_BT = constrain(tokens_BT[:, order_T], "BT")
     x_BRD = self._embedded(tokens_BT, rows)
-    x_BRD, _ = jax.lax.scan(layer, x_BRD, (stack, self.kinds.stacked(), keys))
-    return x_BRD
+    x_BRD, sums_L = jax.lax.scan(layer, x_BRD, (stack, self.kinds.stacked(), keys))
+    return x_BRD, jax.tree.map(jnp.sum, sums_L)
 
   def extend(
     self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache
@@ -212,7 +216,7 @@ class Transformer(nnx.Module):
       x_BRD, cache = carry
       params, one, number = inputs
       block = nnx.merge(graphdef, params)
-      x_BRD, new = block(x_BRD, one, None, rows, layer_of(cache, number))
+      x_BRD, new, _ = block(x_BRD, one, None, rows, layer_of(cache, number))
       return (x_BRD, with_layer(cache, number, new)), None
 
     numbers_L = jnp.arange(self.layer_count, dtype=jnp.int32)

@@ -12,7 +12,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from models import MODELS
-from training.objectives import OBJECTIVES, Batch, Sums
+from models.losses import Batch, Sums
 from training.optimizer import learning_rate_schedule, make_optimizer
 from training.state import State
 
@@ -43,9 +43,9 @@ class Program:
     return State(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
 
   def sums(self, params: Any, batch: Batch, key: jax.Array | None = None) -> Sums:
-    """Returns the objective's sums and the sum of weights; without a key nothing is dropped."""
+    """Returns the model's loss sums and the sum of weights; without a key nothing is dropped."""
     model = nnx.merge(self.graphdef, params)
-    sums = OBJECTIVES[self.config.training.loss](model, batch, key)
+    sums = model.loss_sums(batch, key)
     return {**sums, "weight": jnp.sum(batch["weights"], dtype=sums["loss"].dtype)}
 
   def gradients(

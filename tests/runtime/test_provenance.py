@@ -94,7 +94,7 @@ def test_every_instruction_of_a_step_comes_from_a_listed_file(strategy, recipe, 
   found = project_files(lowered.as_text(debug_info=True)) | project_files(
     drawn.as_text(debug_info=True)
   )
-  assert {"training/step.py", "training/objectives.py"} < found
+  assert {"training/step.py", "models/losses.py"} < found
   assert found - numerics() - {pathlib.Path(__file__).relative_to(ROOT).as_posix()} == set()
 
 

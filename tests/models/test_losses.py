@@ -1,0 +1,115 @@
+"""Losses beside NumPy, and what every model owes to its contract."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import MODELS, Extending, Generator, Model, Network, losses
+from models.transformer import Block
+from tests.jobs import host_batch, make_job
+
+RECIPES = ("lm", "mlp", "mlp_tutorial")
+
+
+def log_softmax(logits):
+  shifted = logits - logits.max(axis=-1, keepdims=True)
+  return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def drawn(*shape):
+  return np.random.default_rng(len(shape)).normal(size=shape)
+
+
+def test_cross_entropy_is_numpys():
+  logits = drawn(3, 5, 7) * 4
+  targets = np.random.default_rng(0).integers(0, 7, (3, 5), np.int32)
+  found = losses.cross_entropy(jnp.asarray(logits), jnp.asarray(targets))
+  picked = np.take_along_axis(log_softmax(logits), targets[..., None], -1)[..., 0]
+  np.testing.assert_allclose(found, -picked, rtol=1e-5)
+
+
+def test_classification_sums_losses_and_right_answers_by_weight():
+  logits, targets = drawn(6, 4), np.array([0, 1, 2, 3, 0, 1], np.int32)
+  weights = np.array([1, 0, 2, 1, 0.5, 1], np.float32)
+  batch = {"targets": jnp.asarray(targets), "weights": jnp.asarray(weights)}
+  found = losses.classification(jnp.asarray(logits), batch)
+  rows = -log_softmax(logits)[np.arange(6), targets]
+  right = logits.argmax(-1) == targets
+  assert 0 < right.sum() < 6
+  assert {*found} == {"loss", "correct"}
+  np.testing.assert_allclose(found["loss"], (rows * weights).sum(), rtol=1e-5)
+  np.testing.assert_allclose(found["correct"], (right * weights).sum(), rtol=1e-6)
+
+
+def test_squared_error_sums_over_outputs_and_weighs_rows():
+  outputs, targets, weights = drawn(5, 3), drawn(5, 3) + 1, np.arange(5.0)
+  batch = {"targets": jnp.asarray(targets), "weights": jnp.asarray(weights)}
+  found = losses.squared_error(jnp.asarray(outputs), batch)
+  wanted = (((outputs - targets) ** 2).sum(-1) * weights).sum()
+  np.testing.assert_allclose(found["loss"], wanted, rtol=1e-5)
+
+
+def members(protocol):
+  """Returns name -> function of what a protocol asks for."""
+  return {
+    name: function
+    for one in protocol.__mro__
+    for name, function in vars(one).items()
+    if inspect.isfunction(function) and not name.startswith("_")
+  }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_has_what_its_contract_names(name):
+  model = MODELS[name]
+  asked = members(Generator if isinstance(model, Generator) else Model)
+  assert {"legend", "parameters", "build", "train_flops_per_example"} <= {*asked}
+  for member, function in asked.items():
+    found = getattr(model, member)
+    made = inspect.isclass(found)  # what `build` may be
+    given = [*inspect.signature(found.__init__ if made else found).parameters]
+    assert given[made:] == [*inspect.signature(function).parameters][1:], member
+  network = Extending if isinstance(model, Generator) else Network
+  for member, function in members(network).items():
+    found = inspect.signature(getattr(model.build, member))
+    assert [*found.parameters] == [*inspect.signature(function).parameters], member
+
+
+def test_only_the_decoder_generates():
+  assert [name for name, model in MODELS.items() if isinstance(model, Generator)] == ["transformer"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_loss_sums_are_wide_scalars(recipe):
+  job = make_job("single", recipe, **{"training.compute_dtype": "bfloat16"})
+  with job.tracing():
+    found = jax.eval_shape(job.program.sums, job.state.params, job.batch)
+  assert {"loss", "weight"} <= {*found}
+  assert {(x.shape, x.dtype) for x in found.values()} == {((), jnp.dtype("float32"))}
+
+
+def test_auxiliary_sums_of_the_layers_are_added_up(monkeypatch):
+  original = Block.__call__
+
+  def with_balance(self, *arguments):
+    x_BRD, cache, sums = original(self, *arguments)
+    assert sums == {}
+    return x_BRD, cache, {"balance": jnp.sum(self.mlp.up.kernel[...])}
+
+  job = make_job("single", "lm", **{"model.layers": 3})
+  params, batch = job.initial_state().params, host_batch(job)
+
+  def sums():
+    return jax.device_get(job.compile_eval_step().function(params, batch))
+
+  plain = sums()
+  monkeypatch.setattr(Block, "__call__", with_balance)
+  found = sums()
+  assert {*found} == {*plain, "balance"}
+  assert found["loss"] == plain["loss"]
+  kernels_LDF = np.asarray(params["layers"]["mlp"]["up"]["kernel"], np.float64)
+  assert kernels_LDF.shape[0] == 3
+  assert found["balance"] == pytest.approx(kernels_LDF.sum(), rel=1e-4)
