@@ -1,6 +1,6 @@
 r"""What checkpoints cost: seconds blocked, bytes per second, seconds to a first step, slower steps.
 
-  python benchmarks/checkpoint.py [--parts=start,loop,disk] [--repeats=9] [--mebibytes=384]
+  python -m benchmarks.checkpoint [--parts=start,loop,disk] [--repeats=9] [--mebibytes=384]
     [--devices=1] [--config=configs/dp4_tp2.py] [--starts=5] [--pairs=3] [--folder=DIR]
 
 start: seconds from the command to the first step, of runs of main.py that restore a checkpoint and
@@ -41,12 +41,9 @@ import sys
 import tempfile
 import time
 
-from absl import app, flags, logging
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
 import jax
 import numpy as np
+from absl import app, flags, logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from checkpointing.checkpointer import Checkpointer

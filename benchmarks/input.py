@@ -1,6 +1,6 @@
 r"""Tokens per second of the input pipeline beside a bare Grain loop over the same rows.
 
-  python benchmarks/input.py [--sequence_length=512] [--global_batch_size=64] [--data_dir=DIR]
+  python -m benchmarks.input [--sequence_length=512] [--global_batch_size=64] [--data_dir=DIR]
 
 Ours is TrainingBatches over the prepared store of python_source, up to the jax arrays. Bare is
 `MapDataset.source(rows).map(decode).shuffle().repeat().batch(B)`, up to the NumPy arrays. Both read
@@ -9,19 +9,14 @@ reaches less than 0.9 of bare. Also printed: the rows per second of one process 
 once, as data.max_bad_records makes it do.
 """
 
-import pathlib
 import statistics
-import sys
 import time
-
-from absl import app, flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import grain
 import jax
 import ml_collections
 import numpy as np
+from absl import app, flags
 
 from input_pipeline import batches, prepare, row_source, row_store
 

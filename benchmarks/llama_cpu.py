@@ -1,6 +1,6 @@
 r"""A Llama-style decoder on CPUs beside the plain hand-written step: `ratio R` for each mesh.
 
-  python benchmarks/llama_cpu.py [--steps=3] [--rounds=8]
+  python -m benchmarks.llama_cpu [--steps=3] [--rounds=8]
 
 4 layers, width 256, feed-forward 1024, 8 heads and 4 key/value heads of 32, vocabulary 1024,
 sequence 256, global batch 16, float32, no rematerialization, AdamW; on one device, fsdp=8, data=8
@@ -9,12 +9,7 @@ and data=4 x tensor=2. Method and reference are those of benchmarks/step_overhea
 Exits with 1 where a ratio is above 1.00 (rounded), or two losses differ.
 """
 
-import pathlib
-import sys
-
 from absl import app, flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks import step_overhead
 

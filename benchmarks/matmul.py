@@ -1,6 +1,6 @@
 r"""A batch of matrix products three ways: NumPy, one device, all devices. Prints a table.
 
-  python benchmarks/matmul.py [--batch=8] [--size=4096] [--repeats=3]
+  python -m benchmarks.matmul [--batch=8] [--size=4096] [--repeats=3]
 
 C[b] = X[b] @ Y[b] for b in 0..batch-1, float32, each matrix size x size. On one device and on all
 of them the product is `jax.jit`'s, at the highest precision, with the arrays laid out beforehand;
@@ -14,18 +14,14 @@ XLA already uses all cores for one device, so no speed-up is to be expected ther
 """
 
 import os
-import pathlib
 import re
 import sys
 import time
 
-from absl import app, flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import app, flags
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 

@@ -1,7 +1,7 @@
 r"""What `plan` says of memory by formula, beside what the compiler says, for configs of all kinds.
 
   pip install -r requirements-plan.txt
-  python benchmarks/plan_memory.py [--only=gpt2] [--write]
+  python -m benchmarks.plan_memory [--only=gpt2] [--write]
 
 Compiles the train step of each config for its TPUs (about a minute each on two cores, no TPU) and
 prints formula / compiler; --write writes docs/planner_memory.md. Exits with 1 where fewer than a
@@ -11,12 +11,9 @@ dozen are within 10 %.
 import dataclasses
 import os
 import pathlib
-import sys
 from typing import Any
 
 from absl import app, flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from commands import plan_process
 from configs import single

@@ -1,6 +1,6 @@
 r"""Whether `plan` orders meshes as their measured step times do, on simulated CPU devices.
 
-  python benchmarks/plan_order.py [--rounds=5]
+  python -m benchmarks.plan_order [--rounds=5]
 
 A decoder of 4 layers and width 256 on a dozen meshes of 8 devices. Each is planned by its compiled
 program, then its steps are timed, all meshes in turns. Prints seconds foretold and measured,
@@ -10,16 +10,12 @@ exits with 1 where that is below 0.8.
 """
 
 import itertools
-import pathlib
 import statistics
-import sys
 import time
 
 import jax
 import numpy as np
 from absl import app, flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.llama_cpu import MODEL
 from benchmarks.step_overhead import ROUNDS

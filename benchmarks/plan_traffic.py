@@ -1,7 +1,7 @@
 r"""FLOPs and HBM traffic of a step by the planner's formulas, beside those of compiled programs.
 
   pip install -r requirements-plan.txt
-  python benchmarks/plan_traffic.py [--only=gpt2] [--write]
+  python -m benchmarks.plan_traffic [--only=gpt2] [--write]
 
 For GPUs there is no compiler here, so a plan reads the traced gradients (planning/traced_cost.py).
 This compiles steps for TPUs (a minute each on two cores, no TPU), where the same rules can be
@@ -13,11 +13,8 @@ the optimized HLO (analysis/roofline.py), not measured.
 import dataclasses
 import os
 import pathlib
-import sys
 
 from absl import app, flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from analysis import hlo
 from analysis.chips import CHIPS, Rates

@@ -1,7 +1,7 @@
 r"""Predictions of `plan` next to published throughputs: tokens per second and device.
 
   pip install -r requirements-plan.txt
-  python benchmarks/planner_accuracy.py [--only=v6e] [--write]
+  python -m benchmarks.planner_accuracy [--only=v6e] [--write]
 
 Compiles the train step of each row for its devices (minutes each on two cores, no TPU) and prints
 predicted / published; --write writes docs/planner_accuracy.md. The efficiency constants are those
@@ -16,8 +16,6 @@ import sys
 import tempfile
 
 from absl import app, flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from analysis.chips import REASONS, Rates
 

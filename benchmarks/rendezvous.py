@@ -1,6 +1,6 @@
 """How long the rendezvous of a run's processes takes, on one machine.
 
-python benchmarks/rendezvous.py [--counts=2,64,1024,4096] [--drivers=8]
+python -m benchmarks.rendezvous [--counts=2,64,1024,4096] [--drivers=8]
 
 Process 0 is this one, and calls what a run calls. The others are threads of a few driver processes,
 each with a socket of its own and the calls of a run, since no single machine holds thousands of
@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import os
+import pathlib
 import resource
 import secrets
 import socket
@@ -22,11 +23,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
 from launch.local import free_port
 from processes import listening, rendezvous, tokens
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 120.0
 _STACK_BYTES = 2**18
 
@@ -70,7 +70,11 @@ def meet(
   plays = [range(1, count)[driver::drivers] for driver in range(min(drivers, count - 1))]
   started = [
     subprocess.Popen(
-      [sys.executable, __file__, "--play"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+      [sys.executable, "-m", "benchmarks.rendezvous", "--play"],
+      cwd=ROOT,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
     )
     for _ in plays
   ]

@@ -1,6 +1,6 @@
 r"""The application's training loop against a plain hand-written one: `ratio R` for each case.
 
-  python benchmarks/step_overhead.py [--cases=lm:dp8,lm:fsdp8,mlp_tutorial:dp4_tp2]
+  python -m benchmarks.step_overhead [--cases=lm:dp8,lm:fsdp8,mlp_tutorial:dp4_tp2]
     [--steps=10] [--rounds=8]
 
 Ours is one call of `training.loop.train`, with prefetching, metrics.jsonl, TensorBoard events and
@@ -27,7 +27,6 @@ import functools
 import importlib
 import itertools
 import json
-import pathlib
 import statistics
 import sys
 import tempfile
@@ -35,15 +34,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from absl import app, flags
-from ml_collections import ConfigDict
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
 import jax
 import jax.numpy as jnp
 import optax
+from absl import app, flags
 from etils import epath
+from ml_collections import ConfigDict
 
 from benchmarks import reference
 from configs.schema import finalize, validate

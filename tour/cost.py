@@ -28,7 +28,7 @@ def products(size=512):
   This is `benchmarks/matmul.py` with smaller matrices. It compares the products with NumPy's.
   """
   simulated = ["--simulate"] if jax.default_backend() == "cpu" else []
-  command = [sys.executable, "benchmarks/matmul.py", f"--size={size}", *simulated]
+  command = [sys.executable, "-m", "benchmarks.matmul", f"--size={size}", *simulated]
   return size, subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -40,7 +40,7 @@ def _products(result) -> Shown:
   elif "differs from NumPy's" in done.stderr:
     finding = f"{what}: the products and NumPy's are NOT the same: {done.stderr.strip()}"
   else:  # such as a TPU, which one process has to itself
-    finding = "The benchmark did not run here; run it by itself: python benchmarks/matmul.py"
+    finding = "The benchmark did not run here; run it by itself: python -m benchmarks.matmul"
   return Shown([finding], measured_text=done.stdout.strip() or done.stderr.strip())
 
 
