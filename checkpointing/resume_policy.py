@@ -14,7 +14,7 @@ from etils import epath
 
 from runtime.suggest import nearest
 
-GOES_ON, ACCEPT, REFUSED = "goes on", "needs acceptance", "refused"
+GOES_ON, ACCEPT, REFUSED = "may change", "needs acceptance", "refused"
 
 CLASSES = {
   # Where and how it runs.

@@ -112,8 +112,8 @@ TERMS = (
     ("tensor",),
     "m * (6 * L + 2)",
     "m * (6 * L + 2) * b * T * D",
-    "The inputs of both blocks and of the logits; those of the blocks again in the backward pass, "
-    "because they are saved sharded; and the gradients of the outputs of embedding and blocks.",
+    "The inputs of both blocks and of the logits, and the gradients of the outputs of embedding "
+    "and blocks. Inputs of blocks are saved sharded and gathered again in the backward pass.",
     only="sequence_parallel",
   ),
   Term(
