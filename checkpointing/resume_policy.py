@@ -42,6 +42,7 @@ CLASSES = {
   "data.*": REFUSED,
   "dataset.*": REFUSED,  # of the record: version, fingerprint
   "seed": REFUSED,
+  "task": REFUSED,
   # The model. Initial deviations too: the parameters are drawn, so a change would do nothing.
   "model.dropout_rate": ACCEPT,
   "model.context_attention": GOES_ON,  # a schedule over mesh.context, which may change as well
@@ -60,7 +61,6 @@ CLASSES = {
   "training.bad_step_*": GOES_ON,
   "training.max_rollbacks": GOES_ON,
   "training.parameter_dtype": REFUSED,
-  "training.loss": REFUSED,
   "optimizer.name": REFUSED,  # its state is of another kind
   "optimizer.learning_rate": ACCEPT,
   "optimizer.schedule": ACCEPT,

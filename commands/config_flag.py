@@ -195,6 +195,8 @@ def _check_overrides(argv: list[str], flag: str) -> None:
       continue
     if key not in known and any(other.startswith(key + ".") for other in known):
       raise ValueError(f"--{full}={value}: {key} is a section; set one of its keys")
+    if key in base.REPLACED:
+      raise ValueError(f"--{full}={value}: {key} is no key any more; {base.REPLACED[key]}")
     if key not in known:
       raise ValueError(f"--{full}={value}: unknown config key {key!r}{nearest(key, known)}")
     wanted = KINDS.get(known[key])

@@ -14,6 +14,12 @@ from configs.schema import axis_tables, recipes
 MESH = {"data": 1, "fsdp": 1, "stage": 1, "expert": 1, "context": 1, "tensor": 1}
 MESH_DCN = {"data": 1, "fsdp": 1, "stage": 1}  # the axes that may go over the network as well
 
+# Keys of earlier versions -> what has come in their place.
+REPLACED = {
+  "data.kind": "the recipe's task says how rows are read; choose it with --config=FILE:RECIPE",
+  "training.loss": "the recipe's task says what is minimised; choose it with --config=FILE:RECIPE",
+}
+
 
 def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = None) -> ConfigDict:
   """Returns a locked config for a strategy (the mesh) and a recipe (the argument).

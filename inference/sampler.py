@@ -33,6 +33,7 @@ from partitioning.dims import axes_size, resolve
 from partitioning.rules import Placement
 from processes.coordination import current
 from training.setup import Job
+from training.tasks import TASKS
 
 BYTES = 256
 
@@ -343,6 +344,6 @@ def first_words(config: ConfigDict) -> Request | None:
   """Returns what a run ends with: a short continuation, or None where there is no text to draw."""
   room = config.data.sequence_length - len(OPENING)
   tokens = min(config.evaluation.sample_tokens, room)
-  if config.data.kind != "text" or tokens < 1:
+  if not TASKS[config.task].of_tokens or tokens < 1:
     return None
   return Request((OPENING,), max_new_tokens=tokens, temperature=0.8)

@@ -76,7 +76,7 @@ def prepare(data, split, tick=no_tick):
   """Returns the Store of a split; writes it first if it is not there.
 
   Args:
-    data: the config's `data` section, of kind "text" or "image".
+    data: the config's `data` section, with `kind`, how its rows are read: text or image.
     split: a split of the data set, or a slice of one in TFDS's notation.
     tick: is called often while something is written, with (what is counted, how many so far). What
       it raises ends the preparation, of which nothing is left then.
@@ -87,7 +87,7 @@ def prepare(data, split, tick=no_tick):
       either somebody changed it or the disk is failing, and both are worth knowing.
   """
   if data.kind not in ("text", "image"):
-    raise ValueError(f"data.kind={data.kind!r} is unknown; it is one of text, image, random")
+    raise ValueError(f"a task on {data.kind!r} rows: they are one of text, image, random")
   reference, root = catalog.parse_name(data.name), catalog.data_folder(data)
   known = catalog.embedded_reference(reference)
   if known is not None:

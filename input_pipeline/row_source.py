@@ -50,14 +50,14 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
   """Opens a split of the data set that the config names, and prepares it on first use.
 
   Args:
-    data: the config's `data` section.
+    data: the config's `data` section, with `kind`, how its rows are read: text, image, random.
     split: name of the split.
     seed: int; only "random_normal" depends on it.
     sharing: the processes that open it together, where there are several; all call this.
     tick: as of `preparation.prepare`.
 
   Returns:
-    A Source. Fields by data.kind, with T = sequence_length, P = input_size, C = target_size:
+    A Source. Fields by kind, with T = sequence_length, P = input_size, C = target_size:
       text: tokens int32 [T], targets int32 [T], weights float32 [T]
       image: inputs float32 [P] in 0..1, targets int32 [], weights float32 []
       random: inputs float32 [P], targets float32 [C], weights float32 []
@@ -68,8 +68,9 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
   """
   if (data.kind == "random") != (data.name == catalog.RANDOM_NORMAL):
     raise ValueError(
-      f"data.name={data.name!r} and data.kind={data.kind!r} do not go together: kind random is for"
-      f" {catalog.RANDOM_NORMAL}, which has no other"
+      f"data.name={data.name!r}: this recipe's task reads {data.kind} rows, and the only data set"
+      f" of random rows is {catalog.RANDOM_NORMAL}, which has no others; choose another data set,"
+      " or another recipe with --config=FILE:RECIPE"
     )
   if data.kind == "random":
     return _random_normal(data, split, seed)

@@ -72,7 +72,8 @@ class Linear(nnx.Module):
     return constrain(product.astype(self.dtype), "B" + self.letters[1])
 
 
-LOSSES = {"classification": losses.classification, "squared_error": losses.squared_error}
+# By `config.task`.
+LOSSES = {"classification": losses.classification, "regression": losses.squared_error}
 
 
 class MLP(nnx.Module):
@@ -85,7 +86,7 @@ class MLP(nnx.Module):
     self.layer_3 = Linear("FD", config, rngs=rngs)
     self.layer_4 = Linear("DO", config, rngs=rngs)
     self.dtype = jnp.dtype(config.training.compute_dtype)
-    self.loss = config.training.loss
+    self.task = config.task
 
   def __call__(self, inputs_BI: Float[Array, "B I"]) -> Float[Array, "B O"]:
     """Returns the outputs (logits, or values to regress on)."""
@@ -103,7 +104,7 @@ class MLP(nnx.Module):
       key: not used, nothing is random.
     """
     del key
-    return LOSSES[self.loss](self(batch["inputs"]), batch)
+    return LOSSES[self.task](self(batch["inputs"]), batch)
 
 
 build = MLP

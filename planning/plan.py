@@ -16,6 +16,7 @@ from planning import analytic, aot, memory, step_time
 from planning.suggestions import overrides_that_fit
 from planning.topology import Topology, of_devices, parse
 from training.setup import Job
+from training.tasks import TASKS
 
 LARGE_BYTES = 2**20
 PADDED = 1.05  # times its own bytes: more is worth a warning
@@ -73,7 +74,7 @@ class Plan:
   @property
   def unit(self) -> str:
     """Returns what a batch is counted in."""
-    return "tokens" if self.job.config.data.kind == "text" else "examples"
+    return TASKS[self.job.config.task].unit
 
   @property
   def tokens(self) -> int:

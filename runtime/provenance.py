@@ -27,12 +27,12 @@ NUMERICS = (
   "partitioning/mesh.py",  # the order of devices is the order of sums
   "partitioning/rules.py",
   "training/setup.py",  # precision, compiler options, placement
-  "training/objectives.py",
   "training/splits.py",  # seeds and splits
   "training/optimizer.py",
   "training/bad_steps.py",  # which rows are skipped
   "training/state.py",
   "training/step.py",
+  "training/tasks.py",  # the arrays of a batch
 )
 # Folders of which some files determine numbers. A test requires each of their files to be either
 # above or in its own list of those that do not.

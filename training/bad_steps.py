@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline import position
 from input_pipeline.position import Position, Ranges
+from training.tasks import TASKS
 
 # Of a checkpoint's record.
 RECORD, POSITION = "bad_steps", "position"
@@ -232,10 +233,23 @@ def upgraded(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
 
 
 def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a checkpoint's config with the rows of `data.skip_batches` in `data.skip_rows`."""
-  data = dict(config["data"])
+  """Returns a checkpoint's config with the keys of today.
+
+  The rows of `data.skip_batches` are in `data.skip_rows`, and `task` is in place of `data.kind`
+  and `training.loss`.
+  """
+  data, training = dict(config["data"]), dict(config["training"])
   rows = position.batches(sorted(data.pop("skip_batches", ())), data["global_batch_size"])
-  return {**config, "data": {"skip_batches": (), "skip_rows": rows, **data}}
+  # In place of a task there were a kind of data and a loss; the recipe had chosen both.
+  data.pop("kind", None)
+  loss, named = training.pop("loss", None), {task.trained_as: name for name, task in TASKS.items()}
+  task = {"task": named[loss]} if loss in named else {}
+  return {
+    **config,
+    "data": {"skip_batches": (), "skip_rows": rows, **data},
+    "training": training,
+    **task,
+  }
 
 
 class TrainingStoppedError(RuntimeError):

@@ -15,6 +15,7 @@ from processes.step_barrier import Lockstep
 from processes.watchdog import EVALUATION, SAVING, Watchdog
 from training.metrics.writer import evaluated
 from training.setup import Job
+from training.tasks import TASKS
 
 _READER = "prefetch of the evaluation"
 
@@ -126,22 +127,11 @@ class Evaluator:
           judged = dict(totals)
         if self.progress is not None:
           self.progress(i + 1, count)
-    loss = self.job.config.training.loss
+    task = TASKS[self.job.config.task]
     return Evaluation(
-      metrics=means(totals, loss),
+      metrics=task.evaluated(totals),
       examples=self.batches.examples(count),
       whole=count == len(self.batches),
-      judged=means(judged, loss),
+      judged=task.evaluated(judged),
       judged_examples=self.batches.examples(judged_count),
     )
-
-
-def means(totals: dict[str, float], loss: str) -> dict[str, float]:
-  """Returns the metrics of an evaluation line from sums over rows."""
-  mean = totals["loss"] / totals["weight"]
-  metrics = {"eval_loss": mean}
-  if loss == "next_token":
-    metrics["eval_bits_per_byte"] = mean / math.log(2)  # a token is a byte
-  if "correct" in totals:
-    metrics["eval_accuracy"] = totals["correct"] / totals["weight"]
-  return metrics

@@ -105,7 +105,7 @@ def bring_together(jobs: Sequence[Job]) -> list[Data]:
     f"{name}: {a} and {b}"
     for name, a, b in [
       ("seed", ours.config.seed, wanted.config.seed),
-      ("training.loss", ours.config.training.loss, wanted.config.training.loss),
+      ("task", ours.config.task, wanted.config.task),
       *((f"data.{k}", ours.config.data[k], wanted.config.data[k]) for k in _SAME_DATA),
       ("the rows' digest", *(one.train.source.fingerprint for one in data)),
       ("training.parameter_dtype", *(job.config.training.parameter_dtype for job in jobs)),

@@ -18,9 +18,9 @@ from partitioning.dims import Legend, resolve
 from partitioning.mesh import make_mesh
 from partitioning.rules import LayoutError, Placement
 from runtime.devices import Devices, memory_bytes
-from training.objectives import BATCH, abstract_batch
 from training.state import State
-from training.step import Program, make_program
+from training.step import Program, abstract_batch, make_program
+from training.tasks import TASKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _place(config, legend, state, batch, sizes):
   failures += rules.unknown_overrides(overrides, [*parameters, *optimizer])
   arrays = {}
   for name, array in batch.items():
-    letters = BATCH[config.training.loss][name][0]
+    letters = TASKS[config.task].batch[name][0]
     found = resolve(letters, array.shape, legend, tables.activations, sizes)
     failures += [f"batch/{name}: {failure}" for failure in found.failures]
     arrays[f"batch/{name}"] = Placement(

@@ -5,6 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from input_pipeline.bad_records import Sharing
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.row_source import Source, check_ids, open_source
@@ -12,6 +14,7 @@ from processes import preflight
 from processes.coordination import Group, NotTogetherError, current
 from training.metrics.waiting import preparing
 from training.setup import Job
+from training.tasks import TASKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +60,16 @@ def _open(job: Job, split: str) -> Source:
   """Opens a split, whose tokens must be in the model's vocabulary."""
   config = job.config
   with preparing(f"{config.data.name}, {split}") as waiting:
-    source = open_source(config.data, split, config.seed, sharing(job), waiting.tick)
-    if config.data.kind == "text":
+    data = read_as(config)
+    source = open_source(data, split, config.seed, sharing(job), waiting.tick)
+    if TASKS[config.task].of_tokens:
       check_ids(source, config.model.vocabulary_size)
   return source
+
+
+def read_as(config: ConfigDict) -> ConfigDict:
+  """Returns the `data` section with `kind`, how the task wants the rows read."""
+  return ConfigDict({**config.data, "kind": TASKS[config.task].rows})
 
 
 def sharing(job: Job, group: Group | None = None) -> Sharing:

@@ -13,8 +13,10 @@ from ml_collections import ConfigDict
 
 from models import MODELS
 from models.losses import Batch, Sums
+from partitioning.dims import Legend
 from training.optimizer import learning_rate_schedule, make_optimizer
 from training.state import State
+from training.tasks import TASKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +117,20 @@ class Program:
       updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
       rate = jnp.asarray(self.schedule(state.step), norm.dtype)
     params = optax.apply_updates(state.params, updates)
-    metrics = {"loss": means["loss"], "grad_norm": norm, "learning_rate": rate}
+    own = {n: x for n, x in means.items() if n not in TASKS[self.config.task].sums}
+    metrics = {"loss": means["loss"], "grad_norm": norm, "learning_rate": rate, **own}
     return State(state.step + 1, params, optimizer), metrics, _scaled(raw, mean)
+
+
+def abstract_batch(config: ConfigDict, legend: Legend) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the shapes and dtypes of a global batch, without opening the data set."""
+  differing = {"B": config.data.global_batch_size, "T": config.data.sequence_length}
+  return {
+    name: jax.ShapeDtypeStruct(
+      tuple(differing.get(letter) or legend[letter].size for letter in letters), jnp.dtype(dtype)
+    )
+    for name, (letters, dtype) in TASKS[config.task].batch.items()
+  }
 
 
 def make_program(config: ConfigDict) -> Program:

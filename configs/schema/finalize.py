@@ -25,6 +25,11 @@ def finalize(config: ConfigDict, platform: str) -> ConfigDict:
       f"model.name={config.model.name!r} was overridden while the sizes are those of "
       f"{chosen.model.name!r}; pick the model with --config=FILE:model=NAME"
     )
+  if config.task != chosen.task:
+    raise ValueError(
+      f"task={config.task!r} was overridden while model and data are those of {chosen.task!r}; "
+      f"choose another recipe with --config=FILE:RECIPE"
+    )
   config = copy.deepcopy(config)
   with config.unlocked():
     accelerated = platform in ACCELERATORS

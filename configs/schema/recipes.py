@@ -4,6 +4,7 @@ from ml_collections import ConfigDict, config_dict
 
 from configs.schema.presets import PRESETS
 from runtime.suggest import nearest
+from training.tasks import TASKS
 
 # Data sets whose sizes are known here: (values per image, classes).
 IMAGE_SIZES = {"digits": (64, 10), "mnist": (784, 10), "fashion_mnist": (784, 10)}
@@ -36,12 +37,13 @@ def base(argument: str) -> ConfigDict:
 def finalize(config: ConfigDict, accelerated: bool) -> None:
   """Fills in the sizes that depend on the data set or on the hardware; `config` is unlocked."""
   model, data = config.model, config.data
-  if data.kind == "random":
+  task = TASKS[config.task]
+  if task.rows == "random":
     width = 8192 if accelerated else 512
     for section, key in ((model, "model_size"), (data, "global_batch_size")):
       section[key] = width if section[key] is None else section[key]
     data.examples = data.global_batch_size
-  if data.kind == "image":
+  if task.rows == "image":
     known = IMAGE_SIZES.get(data.name, (None, None))
     for key, value in zip(("input_size", "output_size"), known, strict=True):
       if model[key] is None:
@@ -69,7 +71,7 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
 
 
 def _data(**keys) -> dict:
-  """Returns the keys that every kind of data has; `kind` is text, image or random."""
+  """Returns the keys that the data of every task have."""
   common = {
     "data_dir": "",  # of TFDS data sets; "": TFDS_DATA_DIR, or ~/tensorflow_datasets
     "train_split": "train",  # TFDS syntax, such as train[:90%]
@@ -180,9 +182,10 @@ def lm() -> ConfigDict:
   }
   return ConfigDict(
     {
+      "task": "causal_lm",  # what is learnt; the recipe fixes it
       "model": model,
-      "data": _data(kind="text", name="python_source", global_batch_size=32, sequence_length=128),
-      "training": _training(steps=200, loss="next_token"),
+      "data": _data(name="python_source", global_batch_size=32, sequence_length=128),
+      "training": _training(steps=200),
       "optimizer": _optimizer(learning_rate=8e-3),
       "evaluation": _evaluation(every_steps=50, steps=8, sample_tokens=120),
     }
@@ -201,9 +204,10 @@ def mlp() -> ConfigDict:
   }
   return ConfigDict(
     {
+      "task": "classification",
       "model": model,
-      "data": _data(kind="image", name="digits", global_batch_size=128),
-      "training": _training(steps=400, loss="classification"),
+      "data": _data(name="digits", global_batch_size=128),
+      "training": _training(steps=400),
       "optimizer": _optimizer(learning_rate=2e-3, weight_decay=0.05),
       "evaluation": _evaluation(every_steps=100),
     }
@@ -222,14 +226,14 @@ def mlp_tutorial() -> ConfigDict:
   }
   return ConfigDict(
     {
+      "task": "regression",
       "model": model,
       "data": _data(
-        kind="random",
         name="random_normal",
         global_batch_size=config_dict.placeholder(int),  # as W by default
         shuffle=False,
       ),
-      "training": _training(steps=30, loss="squared_error"),
+      "training": _training(steps=30),
       "optimizer": _optimizer(
         name="sgd",
         learning_rate=1e-5,

@@ -5,21 +5,14 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-from configs.schema import decoder_checks, recipes
+from configs.schema import decoder_checks
 from runtime.suggest import nearest
+from training.tasks import TASKS
 
 MATMUL_PRECISIONS = ("default", "high", "highest")
 REMATERIALIZATIONS = ("none", "dots", "full")
 ATTENTION_KERNELS = ("xla", "splash")
 DTYPES = ("bfloat16", "float32", "float64")
-# What each kind of data is trained on.
-MODEL_LOSSES = {"text": "next_token", "image": "classification", "random": "squared_error"}
-# What an evaluation gives, by the kind of data.
-METRICS = {
-  "text": ("eval_loss", "eval_bits_per_byte"),
-  "image": ("eval_loss", "eval_accuracy"),
-  "random": ("eval_loss",),
-}
 OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("cosine", "constant")
 VERIFY = ("full", "size", "off")
@@ -112,7 +105,7 @@ def _at_least(config: ConfigDict) -> list[str]:
     for name, value in config.model.items()
     if type(value) is int and name not in decoder_checks.MAY_BE_ZERO
   ]
-  if config.data.kind == "text":
+  if TASKS[config.task].of_tokens:
     positive.append(("data.sequence_length", config.data.sequence_length))
   wrong.extend(f"{name}={value}: at least 1" for name, value in positive if value < 1)
   if config.seed >= 2**32:
@@ -124,19 +117,17 @@ def _at_least(config: ConfigDict) -> list[str]:
 
 
 def _choices(config: ConfigDict) -> list[str]:
-  kind = recipes.base(config.argument).data.kind
+  task = TASKS[config.task]
   choices = {
     "training.rematerialization": REMATERIALIZATIONS,
     "training.parameter_dtype": ("float32", "float64"),
     "training.compute_dtype": DTYPES,
     "training.matmul_precision": MATMUL_PRECISIONS,
-    "training.attention_kernel": ATTENTION_KERNELS if kind == "text" else ("xla",),
-    "training.loss": (MODEL_LOSSES[kind],),
+    "training.attention_kernel": ATTENTION_KERNELS if task.of_tokens else ("xla",),
     "training.on_bad_step": ON_BAD_STEP,
-    "data.kind": (kind,),  # as the model needs it: another kind is another recipe
     "optimizer.name": OPTIMIZERS,
     "optimizer.schedule": SCHEDULES,
-    "checkpoint.keep_best": ("", *METRICS[kind]),
+    "checkpoint.keep_best": ("", *task.metrics),
     "checkpoint.verify": VERIFY,
     **(decoder_checks.CHOICES if config.model.name == "transformer" else {}),
   }
@@ -182,8 +173,8 @@ def _tables(config: ConfigDict) -> list[str]:
 def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
   """Checks that each device's part of a row can be cut into the chunks of the loss."""
   count, parts = config.training.loss_chunks, sizes.get("context", 1)
-  if config.training.loss != "next_token":
-    wrong = f"training.loss_chunks={count}: {config.training.loss} has no rows of tokens to cut"
+  if not TASKS[config.task].of_tokens:
+    wrong = f"training.loss_chunks={count}: {config.task} has no rows of tokens to cut"
     return [wrong] if count != 1 else []
   length = config.data.sequence_length
   # Of a row that is not cut, the layout's verdict says whether `context` divides it.

@@ -245,7 +245,7 @@ def choose_feature(builder, role, wanted):
     found = f"{len(fitting)} features fit" if fitting else "no feature fits"
     raise ValueError(
       f"data set {reference}: {found} as the {role}; it has {listing}. Set data.{role}_feature"
-      f" to one of them{'' if fitting else ', or data.kind to what the data set is'}"
+      f" to one of them{'' if fitting else ', or take a recipe whose task is on such data'}"
     )
   return fitting[0]
 

@@ -198,6 +198,15 @@ def test_an_unknown_choice_is_refused_with_the_nearest(argument, said):
   assert ("did you mean" in str(refusal.value)) == (argument in NEAR)
 
 
+def test_the_task_cannot_be_overridden_while_model_and_data_stay():
+  for name in ("regression", "causal_lmm"):
+    with pytest.raises(
+      ValueError, match=f"task='{name}' was overridden while model and data"
+    ) as no:
+      finalized("lm", task=name)
+    assert "those of 'causal_lm'; choose another recipe with --config=FILE:RECIPE" in str(no.value)
+
+
 def test_the_models_name_cannot_be_overridden_while_its_sizes_stay():
   with pytest.raises(ValueError, match=r"model\.name='mlp' was overridden while the sizes") as no:
     finalized("lm", **{"model.name": "mlp"})
@@ -292,11 +301,6 @@ def refusal(argument, sizes, /, **overrides):
     ({}, {"model.layers": 0}, "model.layers=0: at least 1"),
     ({}, {"model.kv_heads": 0}, "model.kv_heads=0: at least 1"),
     ({}, {"model.heads": 0}, "model.heads=0: at least 1"),
-    (
-      {},
-      {"training.loss": "next_tokn"},
-      "training.loss='next_tokn': one of next_token; did you mean",
-    ),
     ({}, {"training.on_bad_step": "rollback"}, "'rollback': one of stop, roll_back; did you mean"),
     ({}, {"data.skip_batches": (3, -1)}, "data.skip_batches: -1 is not the number of a batch"),
     ({}, {"data.skip_rows": ((8, 8),)}, "data.skip_rows: (8, 8) is not a range of rows"),

@@ -23,6 +23,7 @@ from tests.faults import same
 from tests.faults.harness import HEARTBEAT_SECONDS, Run, saved
 from tests.faults.plan import Trial
 from tests.faults.trying import Attempt, tried
+from training.splits import read_as
 
 SPOILING = pathlib.Path(__file__).parent / "spoiling"
 STEPS, BATCH, WINDOW, EVERY = 60, 24, 6, 15
@@ -179,9 +180,9 @@ def _spoiled(rows: dict[int, list[int]], factor: str) -> dict[str, str]:
 @functools.cache
 def _digests() -> list[list[str]]:
   """Returns the SHA-256 of the rows of each batch that a run may come to."""
-  data = base.get_config("mlp").data
-  data.input_size, data.target_size = 64, 10
-  source = open_source(data, data.train_split, 0)
+  config = base.get_config("mlp")
+  config.data.input_size, config.data.target_size = 64, 10
+  source = open_source(read_as(config), config.data.train_split, 0)
   batches = TrainingBatches(source, global_batch_size=BATCH, seed=0)
   rows = source.read(np.concatenate([batches.row_ids(batch) for batch in range(STEPS + 2)]))
   digests = [hashlib.sha256(row.tobytes()).hexdigest() for row in rows["inputs"]]

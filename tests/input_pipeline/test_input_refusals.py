@@ -126,10 +126,10 @@ def test_a_vocabulary_of_the_tokens_that_occur_is_enough(config, data_dir, write
 
 
 def test_kinds(config):
-  assert "data.kind='audio' is unknown" in _refusal(config("digits", "audio"))
+  assert "'audio' rows: they are one of text, image, random" in _refusal(config("digits", "audio"))
   for name, kind in (("random_normal", "text"), ("digits", "random")):
     message = _refusal(config(name, kind))
-    assert f"data.name={name!r} and data.kind={kind!r} do not go together: kind random" in message
+    assert f"data.name={name!r}: this recipe's task reads {kind} rows, and the only" in message
   assert "data.examples=0" in _refusal(config("random_normal", "random", examples=0))
   assert "data.sequence_length=0" in _refusal(config("python_source", sequence_length=0))
 

@@ -118,6 +118,7 @@ def old_batch(step, skipped):
 
 def test_records_that_named_batches_give_the_same_rows():
   old = {"data": {"global_batch_size": 8, "skip_batches": [21], "name": "x"}, "seed": 0}
+  old = {**old, "data": {**old["data"], "kind": "image"}, "training": {"loss": "classification"}}
   record = bad_steps.upgraded(json.loads(json.dumps(OLD_RECORD)), old)
   assert record["versions"] == OLD_RECORD["versions"]
   assert bad_steps.upgraded(record, old) == record
@@ -136,6 +137,9 @@ def test_records_that_named_batches_give_the_same_rows():
   upgraded = bad_steps.upgraded_config(old)
   assert upgraded["data"]["skip_rows"] == [(168, 176)]
   assert upgraded["data"]["skip_batches"] == ()
+  assert upgraded["task"] == "classification"
+  assert "kind" not in upgraded["data"]
+  assert "loss" not in upgraded["training"]
   assert bad_steps.upgraded_config(upgraded) == upgraded
 
 

@@ -6,6 +6,7 @@ from analysis.accelerators import peak_flops
 from models import MODELS
 from training.metrics.console import duration
 from training.setup import Job
+from training.tasks import TASKS
 
 
 class Meter:
@@ -16,9 +17,9 @@ class Meter:
     config = job.config
     self._steps = config.training.steps
     self._rows = config.data.global_batch_size
-    text = config.data.kind == "text"
-    self._unit = "tokens" if text else "examples"
-    self._per_step = self._rows * (config.data.sequence_length if text else 1)
+    task = TASKS[config.task]
+    self._unit = task.unit
+    self._per_step = self._rows * (config.data.sequence_length if task.of_tokens else 1)
     flops = MODELS[config.model.name].train_flops_per_example(config) * self._rows
     self._device = job.mesh.local_devices[0]
     peak = peak_flops(self._device)

@@ -1,0 +1,58 @@
+"""Tasks: one entry decides a batch's arrays, how rows are read and what is measured."""
+
+import math
+
+import jax
+import pytest
+
+from configs import base
+from configs.schema.recipes import RECIPES
+from input_pipeline.row_source import open_source
+from models import MODELS
+from tests.jobs import make_job
+from training.splits import read_as
+from training.tasks import TASKS
+
+SUMS = {
+  "causal_lm": {"loss": 6.0, "weight": 4.0},
+  "classification": {"loss": 6.0, "weight": 4.0, "correct": 3.0},
+  "regression": {"loss": 6.0, "weight": 4.0},
+}
+METRICS = {
+  "causal_lm": {"eval_loss": 1.5, "eval_bits_per_byte": 1.5 / math.log(2)},
+  "classification": {"eval_loss": 1.5, "eval_accuracy": 0.75},
+  "regression": {"eval_loss": 1.5},
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_metrics_of_an_evaluation(name):
+  assert TASKS[name].evaluated(SUMS[name]) == pytest.approx(METRICS[name])
+
+
+def test_a_models_own_sums_are_metrics_of_their_names():
+  found = TASKS["causal_lm"].evaluated({**SUMS["causal_lm"], "balance": 10.0})
+  assert found == pytest.approx({**METRICS["causal_lm"], "eval_balance": 2.5})
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_has_a_task_whose_sums_and_arrays_its_model_knows(recipe):
+  job = make_job("single", recipe)
+  task = TASKS[job.config.task]
+  assert {name: str(array.dtype) for name, array in job.batch.items()} == {
+    name: dtype for name, (_, dtype) in task.batch.items()
+  }
+  legend = MODELS[job.config.model.name].legend(job.config)
+  assert {*"".join(letters for letters, _ in task.batch.values())} <= {*legend}
+  with job.tracing():
+    sums = jax.eval_shape(job.program.sums, job.state.params, job.batch)
+  assert {*sums} == {*task.sums}
+
+
+def test_rows_are_read_as_the_task_wants_them():
+  kinds = {recipe: read_as(base.get_config(recipe)).kind for recipe in RECIPES}
+  assert kinds == {"lm": "text", "mlp": "image", "mlp_tutorial": "random"}
+  config = base.get_config("mlp_tutorial")
+  config.data.update(examples=8, input_size=3, target_size=2)
+  source = open_source(read_as(config), "train", 0)
+  assert {*source.fields} == {*TASKS["regression"].batch}

@@ -1,0 +1,86 @@
+"""What a run learns, by `config.task`: the arrays of a batch, how rows are read, what is measured.
+
+A recipe names its task. The losses themselves are the models' (`models.Network.loss_sums`). This
+module imports nothing, so that configs can be checked without JAX. Another task is another entry
+of TASKS.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+Totals = Mapping[str, float]  # sums over the rows of an evaluation, by name
+
+
+def mean_loss(totals: Totals) -> float:
+  """Returns the loss per unit of weight."""
+  return totals["loss"] / totals["weight"]
+
+
+def accuracy(totals: Totals) -> float:
+  """Returns the share of rows whose likeliest class is the label."""
+  return totals["correct"] / totals["weight"]
+
+
+def bits_per_byte(totals: Totals) -> float:
+  """Returns the mean loss in bits; a token is a byte."""
+  return mean_loss(totals) / math.log(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """A kind of learning problem.
+
+  Attributes:
+    batch: array of a batch -> (its letters, of which B and T are sized by `config.data` and the
+      others by the model's legend; its dtype). `weights` is one of them.
+    rows: how a data set is read: `text`, `image` or `random` (`input_pipeline.row_source`).
+    metrics: name in metrics.jsonl -> function of an evaluation's sums.
+    sums: of the model's loss sums, those that the metrics are computed from. Any others are a
+      model's own metrics and logged as such.
+    trained_as: the value of `training.loss` that recorded runs had in place of `task`.
+  """
+
+  batch: Mapping[str, tuple[str, str]]
+  rows: str
+  metrics: Mapping[str, Callable[[Totals], float]]
+  sums: tuple[str, ...] = ("loss", "weight")
+  trained_as: str = ""
+
+  @property
+  def of_tokens(self) -> bool:
+    """Returns whether a row is a sequence of tokens, and not one example."""
+    return "T" in self.batch["weights"][0]
+
+  @property
+  def unit(self) -> str:
+    """Returns what throughput counts."""
+    return "tokens" if self.of_tokens else "examples"
+
+  def evaluated(self, totals: Totals) -> dict[str, float]:
+    """Returns the metrics of an evaluation, a model's own ones after those of the task."""
+    own = {f"eval_{n}": x / totals["weight"] for n, x in totals.items() if n not in self.sums}
+    return {name: metric(totals) for name, metric in self.metrics.items()} | own
+
+
+TASKS = {
+  "causal_lm": Task(
+    batch={"tokens": ("BT", "int32"), "targets": ("BT", "int32"), "weights": ("BT", "float32")},
+    rows="text",
+    metrics={"eval_loss": mean_loss, "eval_bits_per_byte": bits_per_byte},
+    trained_as="next_token",
+  ),
+  "classification": Task(
+    batch={"inputs": ("BI", "float32"), "targets": ("B", "int32"), "weights": ("B", "float32")},
+    rows="image",
+    metrics={"eval_loss": mean_loss, "eval_accuracy": accuracy},
+    sums=("loss", "weight", "correct"),
+    trained_as="classification",
+  ),
+  "regression": Task(
+    batch={"inputs": ("BI", "float32"), "targets": ("BO", "float32"), "weights": ("B", "float32")},
+    rows="random",
+    metrics={"eval_loss": mean_loss},
+    trained_as="squared_error",
+  ),
+}
