@@ -150,4 +150,5 @@ def _say(**what: int) -> None:
 
 if __name__ == "__main__":
   gc.freeze()  # or each fork would copy the pages of what it collects
+  gc.set_threshold(20_000, 20, 20)  # as in the tests
   Server().serve()
