@@ -65,6 +65,7 @@ CLASSES = {
   "optimizer.learning_rate": ACCEPT,
   "optimizer.schedule": ACCEPT,
   "optimizer.warmup_steps": ACCEPT,  # goes on where it is over and the steps changed: see below
+  "optimizer.arguments": ACCEPT,
   "optimizer.beta_1": ACCEPT,
   "optimizer.beta_2": ACCEPT,
   "optimizer.epsilon": ACCEPT,

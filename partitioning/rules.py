@@ -68,6 +68,12 @@ def named_leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
   }
 
 
+def letters_of(name: str, rules: Mapping[str, str]) -> str:
+  """Returns the letters of a parameter; "" where not exactly one rule matches its name."""
+  matching = [letters for pattern, letters in rules.items() if re.fullmatch(pattern, name)]
+  return matching[0] if len(matching) == 1 else ""
+
+
 def place_parameters(
   abstract_params: Any,
   rules: Mapping[str, str],

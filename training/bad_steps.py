@@ -236,7 +236,7 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a checkpoint's config with the keys of today.
 
   The rows of `data.skip_batches` are in `data.skip_rows`, and `task` is in place of `data.kind`
-  and `training.loss`.
+  and `training.loss`. Keys that an older version did not have get the value that does what it did.
   """
   data, training = dict(config["data"]), dict(config["training"])
   rows = position.batches(sorted(data.pop("skip_batches", ())), data["global_batch_size"])
@@ -248,6 +248,7 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
     **config,
     "data": {"skip_batches": (), "skip_rows": rows, **data},
     "training": training,
+    "optimizer": {"arguments": "", **config["optimizer"]},
     **task,
   }
 

@@ -1,13 +1,98 @@
-"""The optimizer and its learning-rate schedule, both optax's."""
+"""Optimizers by name, ours and all of optax's, and the learning-rate schedule.
+
+`OPTIMIZERS` is the table of ours; any other name is looked up in optax (`lion`, `contrib.muon`).
+The schedule, clipping (in the step) and which parameters decay are the same for all of them.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import optax
 from ml_collections import ConfigDict
 
-from partitioning.rules import named_leaves
+from models import MODELS
+from partitioning.rules import letters_of, named_leaves
+from runtime.suggest import nearest
 
 # Parameters that weight decay leaves alone, by the last part of their name.
 NOT_DECAYED = ("scale", "bias")
+# Dims of hidden matrices, the ones that Muon is for; not those of inputs, outputs and tables.
+_HIDDEN = ("model", "feedforward", "heads", "kv_heads", "head")
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+  """A row of the table.
+
+  Attributes:
+    build: returns an optax.GradientTransformation. It takes `learning_rate` (a schedule) and
+      arguments of its own, those of `optimizer.arguments`; where it takes `weight_decay` with a
+      `mask` (or `weight_decay_mask`), both are given by `optimizer.weight_decay` and `decayed`.
+    keys: key of the config's section `optimizer` -> the argument that it sets.
+    of_model: finalized config -> arguments that follow from the model.
+  """
+
+  build: Callable[..., optax.GradientTransformation]
+  keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  of_model: Callable[[ConfigDict], Mapping[str, Any]] = lambda config: {}
+
+
+def sgd(learning_rate, momentum=0.0, nesterov=False, accumulator_dtype=None):
+  """Returns stochastic gradient descent; a momentum of 0 has no state.
+
+  Raises:
+    ValueError: Nesterov's momentum without a momentum.
+  """
+  if nesterov and not momentum:
+    raise ValueError("optimizer.arguments: nesterov=True needs optimizer.momentum above 0")
+  return optax.sgd(learning_rate, momentum or None, nesterov, accumulator_dtype)
+
+
+def muon_dimensions(config: ConfigDict) -> Mapping[str, Any]:
+  """Returns Muon's dimension numbers, from the letters of the model's parameters.
+
+  Without them optax's Muon takes what has rank 2, and leaves the kernels of stacked layers to Adam.
+  Here it takes every kernel of which all dims but `layers` are hidden ones: `layers` is a batch
+  dim, and of the others D (model) is the input where it comes first, else the output.
+  """
+  model = MODELS[config.model.name]
+  legend, rules = model.legend(config), model.parameters(config)
+
+  def numbers(name: str) -> optax.contrib.MuonDimensionNumbers | None:
+    letters = letters_of(name, rules)
+    dims = [(i, legend[letter].name) for i, letter in enumerate(letters)]
+    dims = [(i, dim) for i, dim in dims if dim != "layers"]
+    if len(dims) < 2 or name.endswith(NOT_DECAYED) or any(dim not in _HIDDEN for _, dim in dims):
+      return None
+    places = [i for i, _ in dims]
+    cut = 1 if dims[0][1] == "model" else len(dims) - 1
+    return optax.contrib.MuonDimensionNumbers(tuple(places[:cut]), tuple(places[cut:]))
+
+  def of(params):
+    found = [numbers(name) for name in named_leaves(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), found)
+
+  return {"muon_weight_dimension_numbers": of}
+
+
+OPTIMIZERS = {
+  "adamw": Optimizer(optax.adamw, {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"}),
+  "sgd": Optimizer(sgd, {"momentum": "momentum"}),
+  "contrib.muon": Optimizer(optax.contrib.muon, of_model=muon_dimensions),
+}
+
+_AVERAGES = "its parameters are not those to evaluate, and evaluation and sampling would take them"
+REFUSED = {
+  "contrib.schedule_free_adamw": _AVERAGES,
+  "contrib.schedule_free_sgd": _AVERAGES,
+  "contrib.schedule_free": _AVERAGES,
+  "contrib.dpsgd": "it needs the gradient of each example, and the step has their sum",
+}
 
 
 def learning_rate_schedule(config: ConfigDict) -> optax.Schedule:
@@ -25,23 +110,173 @@ def learning_rate_schedule(config: ConfigDict) -> optax.Schedule:
   )
 
 
-def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
-  """Returns AdamW (arXiv:1711.05101) or SGD, without clipping, which the step does itself."""
-  keys = config.optimizer
+def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformation:
+  """Returns the config's optimizer, without clipping, which the step does itself.
+
+  Args:
+    config: finalized.
+    params: a tree of arrays or ShapeDtypeStructs, with which an optimizer of optax is tried.
+
+  Raises:
+    ValueError: an unknown optimizer or argument, or an optimizer that the step cannot use.
+  """
+  keys, name = config.optimizer, config.optimizer.name
+  row = find(name)
+  build = functools.partial(row.build, **arguments(row, config))
   schedule = learning_rate_schedule(config)
-  if keys.name == "sgd":
-    return optax.sgd(schedule, momentum=keys.momentum or None)
-  return optax.adamw(
-    schedule,
-    b1=keys.beta_1,
-    b2=keys.beta_2,
-    eps=keys.epsilon,
-    weight_decay=keys.weight_decay,
-    mask=decayed,
-  )
+  if row.keys:  # ours, of which the tests show that they work
+    return build(learning_rate=schedule)
+  optimizer, wrong = _tried(build, schedule, params)
+  if not wrong:
+    return optimizer
+  # Some take no schedule, since the rate is used otherwise than as a factor.
+  optimizer, wrong = _tried(build, keys.learning_rate, params)
+  if wrong:
+    raise ValueError(f"optimizer.name={name}: the step cannot use it: {wrong}")
+  if keys.schedule != "constant" or keys.warmup_steps:
+    raise ValueError(
+      f"optimizer.name={name}: its learning rate is a number, not a schedule; set "
+      f"optimizer.schedule=constant and optimizer.warmup_steps=0"
+    )
+  return optimizer
 
 
 def decayed(params):
   """Returns a tree of booleans: True for kernels and tables, False for scales and biases."""
   flags = [not name.endswith(NOT_DECAYED) for name in named_leaves(params)]
   return jax.tree.unflatten(jax.tree.structure(params), flags)
+
+
+# ---- By name ----
+
+
+def find(name: str) -> Optimizer:
+  """Returns the row of `OPTIMIZERS`, or a new one for an optimizer of optax.
+
+  Raises:
+    ValueError: there is none of this name, or it is one that cannot be used here, with the reason.
+  """
+  if name in OPTIMIZERS:
+    return OPTIMIZERS[name]
+  if name in REFUSED:
+    raise ValueError(f"optimizer.name={name}: {REFUSED[name]}")
+  known = names_in_optax()
+  if name not in known:
+    near = nearest(name, [*OPTIMIZERS, *known])
+    raise ValueError(
+      f"optimizer.name={name!r}: one of {', '.join(OPTIMIZERS)}, or one of optax's by its name, "
+      f"such as lion or contrib.adopt{near}"
+    )
+  module, _, function = name.rpartition(".")
+  return Optimizer(getattr(optax.contrib if module else optax, function))
+
+
+@functools.cache
+def names_in_optax() -> list[str]:
+  """Returns the names of optax's optimizers: its functions that take a learning rate."""
+  return [
+    prefix + name
+    for prefix, module in (("", optax), ("contrib.", optax.contrib))
+    for name, function in sorted(vars(module).items())
+    if inspect.isfunction(function)
+    and not name.startswith(("_", "scale_by_"))
+    and "learning_rate" in inspect.signature(function).parameters
+  ]
+
+
+# ---- Its arguments ----
+
+
+def arguments(row: Optimizer, config: ConfigDict) -> dict[str, Any]:
+  """Returns all arguments of an optimizer but its learning rate.
+
+  Raises:
+    ValueError: with all that is wrong about `optimizer.arguments`, a line each.
+  """
+  keys, taken = config.optimizer, inspect.signature(row.build).parameters
+  given = parse_arguments(keys.arguments)
+  mask = next((m for m in ("mask", "weight_decay_mask") if m in taken), None)
+  found = {argument: keys[key] for key, argument in row.keys.items()}
+  found |= row.of_model(config)
+  ours = {argument: f"set optimizer.{key}" for key, argument in row.keys.items()}
+  ours["learning_rate"] = "set optimizer.learning_rate"
+  ours |= dict.fromkeys(row.of_model(config), "it follows from the model")
+  if mask:
+    found[mask], ours[mask] = decayed, "scales and biases never decay"
+  if mask and "weight_decay" in taken:
+    found["weight_decay"], ours["weight_decay"] = keys.weight_decay, "set optimizer.weight_decay"
+  # Under sgd the recipe's value stands unused, as it did before other optimizers came.
+  elif keys.weight_decay and not row.keys:
+    raise ValueError(
+      f"optimizer.weight_decay={keys.weight_decay}: {keys.name} takes none that leaves scales and "
+      f"biases alone; set it to 0{_own_decay(taken)}"
+    )
+  wrong = [f"{name}: {ours[name]}" for name in given if name in ours]
+  wrong += [
+    f"{name}: {keys.name} has no such argument{nearest(name, set(taken) - set(ours))}"
+    for name in given
+    if name not in taken
+  ]
+  needed = [n for n, parameter in taken.items() if parameter.default is parameter.empty]
+  wrong += [f"{n}: it has no default" for n in needed if n not in {*found, *ours, *given}]
+  if wrong:
+    raise ValueError(
+      "optimizer.arguments:\n"
+      + "\n".join(f"  {line}" for line in wrong)
+      + f"\nit is {keys.name}({_signature(taken)})"
+    )
+  return {**found, **given}
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+  """Returns name -> value of `b1=0.9,nesterov=True,mu_dtype=bfloat16`, as in a call in Python.
+
+  Raises:
+    ValueError: the text is not of this form.
+  """
+  try:
+    call = ast.parse(f"f({text})", mode="eval").body
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+      raise ValueError(text)
+    if any(word.arg is None for word in call.keywords):
+      raise ValueError(text)
+    return {
+      word.arg: word.value.id if isinstance(word.value, ast.Name) else ast.literal_eval(word.value)
+      for word in call.keywords
+    }
+  except (ValueError, SyntaxError) as error:
+    raise ValueError(
+      f"optimizer.arguments={text!r}: give name=value,name=value, such as b1=0.9,nesterov=True"
+    ) from error
+
+
+def _own_decay(taken: Mapping[str, inspect.Parameter]) -> str:
+  """Returns how to set a decay that is the optimizer's own."""
+  own = next((name for name in taken if name.startswith("weight_decay")), None)
+  return f", and give its own as optimizer.arguments={own}=..." if own else ""
+
+
+def _signature(taken: Mapping[str, inspect.Parameter]) -> str:
+  """Returns `learning_rate, b1=0.9`: without types, which fill pages."""
+  return ", ".join(
+    name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
+    for name, parameter in taken.items()
+  )
+
+
+def _tried(build: Callable, rate: Any, params: Any) -> tuple[Any, str]:
+  """Returns an optimizer, and why the step cannot use it; "" where it can."""
+  try:
+    optimizer = build(learning_rate=rate)
+    with jax.numpy_dtype_promotion("standard"):
+      state = jax.eval_shape(optimizer.init, params)
+      updates, after = jax.eval_shape(optimizer.update, params, state, params)
+  except Exception as error:  # whatever a function of another library raises
+    return None, f"{type(error).__name__}: {error}".splitlines()[0]
+  if _types(after) != _types(state) or _types(updates) != _types(params):
+    return None, "its state or its updates change their types from step to step"
+  return optimizer, ""
+
+
+def _types(tree: Any) -> list[tuple[str, tuple[int, ...], Any]]:
+  return [(name, leaf.shape, leaf.dtype) for name, leaf in named_leaves(tree).items()]

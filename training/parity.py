@@ -26,6 +26,7 @@ STEPS = 3
 # In place of AdamW, which divides a constant factor of a gradient away.
 SGD = {
   "optimizer.name": "sgd",
+  "optimizer.arguments": "",
   "optimizer.learning_rate": 0.05,
   "optimizer.warmup_steps": 0,
   "optimizer.schedule": "constant",

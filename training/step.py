@@ -140,8 +140,9 @@ def make_program(config: ConfigDict) -> Program:
     return MODELS[config.model.name].build(config, rngs=nnx.Rngs(params=0))
 
   graphdef, params = nnx.split(nnx.eval_shape(abstract), nnx.Param)
-  made = make_optimizer(config), learning_rate_schedule(config)
-  return Program(config, graphdef, nnx.to_pure_dict(params), *made)
+  params = nnx.to_pure_dict(params)
+  made = make_optimizer(config, params), learning_rate_schedule(config)
+  return Program(config, graphdef, params, *made)
 
 
 def _scaled(grads: Any, scale: jax.Array) -> Any:

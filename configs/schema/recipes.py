@@ -120,7 +120,8 @@ def _training(**keys) -> dict:
 
 def _optimizer(**keys) -> dict:
   common = {
-    "name": "adamw",  # adamw or sgd
+    "name": "adamw",  # adamw, sgd, or any optimizer of optax by name: lion, contrib.muon
+    "arguments": "",  # its own that have no key here: "nesterov=True,mu_dtype=bfloat16"
     "learning_rate": 1e-3,  # at its peak
     "schedule": "cosine",  # cosine (to a tenth of the peak) or constant
     "warmup_steps": config_dict.placeholder(int),  # linear warm-up; a twentieth of the steps

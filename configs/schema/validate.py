@@ -13,7 +13,6 @@ MATMUL_PRECISIONS = ("default", "high", "highest")
 REMATERIALIZATIONS = ("none", "dots", "full")
 ATTENTION_KERNELS = ("xla", "splash")
 DTYPES = ("bfloat16", "float32", "float64")
-OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("cosine", "constant")
 VERIFY = ("full", "size", "off")
 ON_BAD_STEP = ("stop", "roll_back")
@@ -125,7 +124,6 @@ def _choices(config: ConfigDict) -> list[str]:
     "training.matmul_precision": MATMUL_PRECISIONS,
     "training.attention_kernel": ATTENTION_KERNELS if task.of_tokens else ("xla",),
     "training.on_bad_step": ON_BAD_STEP,
-    "optimizer.name": OPTIMIZERS,
     "optimizer.schedule": SCHEDULES,
     "checkpoint.keep_best": ("", *task.metrics),
     "checkpoint.verify": VERIFY,

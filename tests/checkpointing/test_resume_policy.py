@@ -81,6 +81,7 @@ ROWS = {
     "optimizer.schedule": "constant",
     "optimizer.warmup_steps": 9,
     "optimizer.weight_decay": 0.5,
+    "optimizer.arguments": "nesterov=True",
     "optimizer.beta_1": 0.5,
     "optimizer.beta_2": 0.5,
     "optimizer.epsilon": 0.5,
