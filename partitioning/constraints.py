@@ -29,21 +29,21 @@ class Constraint:
 
 @dataclasses.dataclass
 class ActivationLayout:
-  """The activation table in force, and, where `collect` is set, what was constrained by it.
+  """The activation table in force, and the activations that have been traced under it.
 
   Attributes:
     legend: letter -> Dim.
     table: dim name -> mesh axes, for activations.
-    parameters: likewise, for parameters: how kernels lie before they are used.
-    collect: True while the layout is judged: failures are gathered instead of raised, so
-      that all of them come in one message.
-    seen: the constraints met in tracing, in order, each once.
+    parameters: likewise, for parameters: how kernels are sharded before they are used.
+    judging: True while the layout is checked: what is wrong is recorded and not raised, so that
+      all of it comes in one message. The code that is traced is the same either way.
+    seen: the activations met in tracing, in order, each once.
   """
 
   legend: Legend
   table: Table
   parameters: Table = dataclasses.field(default_factory=dict)
-  collect: bool = False
+  judging: bool = False
   seen: list[Constraint] = dataclasses.field(default_factory=list)
 
   def axes(self) -> set[str]:
@@ -58,10 +58,10 @@ _LAYOUT: contextvars.ContextVar[ActivationLayout | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def activation_layout(
-  legend: Legend, table: Table, *, parameters: Table | None = None, collect: bool = False
+  legend: Legend, table: Table, *, parameters: Table | None = None, judging: bool = False
 ) -> Iterator[ActivationLayout]:
-  """Sets the tables by which `constrain` and `regions` lay out arrays inside the block."""
-  layout = ActivationLayout(legend, table, parameters or {}, collect)
+  """Sets the tables by which arrays are sharded inside the block; yields what is traced there."""
+  layout = ActivationLayout(legend, table, parameters or {}, judging)
   token = _LAYOUT.set(layout)
   try:
     yield layout
@@ -91,7 +91,8 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
   """Returns `x`, laid out over the mesh as the activation table says for its letters.
 
   Acts under `jax.jit` only. Axes that a surrounding `jax.shard_map` has made manual are
-  left out, since inside it they are not the compiler's to lay out.
+  left out, since inside it they are not the compiler's to lay out; where it has made all of
+  them so, `x` is returned as it is.
 
   Args:
     x: an array of any dtype.
@@ -104,24 +105,62 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
       return another layout: jax#26946).
   """
   layout, sizes = current_layout(f'constrain(x, "{letters}")')
-  mesh = jax.sharding.get_abstract_mesh()
-  manual = {
-    axis
-    for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-    if kind == AxisType.Manual
-  }
+  manual = _manual_axes()
   table = {
     name: tuple(axis for axis in axes if axis not in manual) for name, axes in layout.table.items()
   }
-  resolved = resolve(letters, x.shape, layout.legend, table, sizes)
-  if layout.collect:
-    entry = Constraint(letters, x.shape, resolved.spec, resolved.notes, resolved.failures)
-    if entry not in layout.seen:
-      layout.seen.append(entry)
+  spec, fits = _recorded(letters, x.shape, layout, table, sizes)
+  if not fits or on_one_device():
     return x
-  if resolved.failures:
-    raise ValueError(f"activation {letters} of shape {x.shape}: " + "; ".join(resolved.failures))
-  return jax.lax.with_sharding_constraint(x, resolved.spec)
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+def on_one_device() -> bool:
+  """Tells whether all axes of the mesh are manual, so that arrays are one device's own."""
+  return len(_manual_axes()) == len(jax.sharding.get_abstract_mesh().axis_names)
+
+
+def _manual_axes() -> set[str]:
+  mesh = jax.sharding.get_abstract_mesh()
+  kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+  return {axis for axis, kind in kinds if kind == AxisType.Manual}
+
+
+def record(letters: str, shape: tuple[int, ...]) -> None:
+  """Records an activation that is sharded by the table without a constraint of its own.
+
+  Such as an operand inside of a `jax.shard_map`, which the compiler does not lay out.
+
+  Args:
+    letters: one letter of the model's legend per dim.
+    shape: of the whole array, over all devices.
+
+  Raises:
+    ValueError: as `constrain`.
+  """
+  layout, sizes = current_layout(f'record("{letters}")')
+  _recorded(letters, shape, layout, layout.table, sizes)
+
+
+def _recorded(
+  letters: str,
+  shape: tuple[int, ...],
+  layout: ActivationLayout,
+  table: Table,
+  sizes: dict[str, int],
+) -> tuple[PartitionSpec, bool]:
+  """Records an activation; returns its spec, and whether its dims can be sharded so.
+
+  Raises:
+    ValueError: they cannot, and no layout is being judged.
+  """
+  found = resolve(letters, shape, layout.legend, table, sizes)
+  entry = Constraint(letters, shape, found.spec, found.notes, found.failures)
+  if entry not in layout.seen:
+    layout.seen.append(entry)
+  if found.failures and not layout.judging:
+    raise ValueError(f"activation {letters} of shape {shape}: " + "; ".join(found.failures))
+  return found.spec, not found.failures
 
 
 def together(x: jax.Array, facts: Any) -> tuple[jax.Array, Any]:

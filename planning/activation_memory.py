@@ -6,6 +6,7 @@ goes back. Products, sums, gathers and kernels write their results; what is elem
 where it is used, as XLA fuses it, and holds what it is computed from, or itself where that is less.
 """
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -17,6 +18,7 @@ import jax
 # Not covered by JAX's promise of compatibility (JEP 15856): the types of a jaxpr's parts, which
 # jax.make_jaxpr returns, have no other public name since those of jax.core were deprecated.
 from jax.extend import core
+from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
 from models import MODELS
@@ -121,6 +123,7 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
         data.sequence_length, rows = length // (2 * around), 2 * rows  # half of the scores
       else:
         rows /= around
+      model.context_attention = "gather"  # alone, there is no ring
     data.global_batch_size = max(1, int(rows))
   return config, rows / data.global_batch_size
 
@@ -138,9 +141,32 @@ def gradients(job: Job, config: ConfigDict) -> Any:
     )
     batch[name] = jax.ShapeDtypeStruct(shape, whole.dtype)
   key = jax.eval_shape(jax.random.key, 0)
-  legend, table = MODELS[config.model.name].legend(config), config.partitioning.activations
-  with jax.set_mesh(job.mesh), activation_layout(legend, table, collect=True):
+  with _one_device(job, config):
     return jax.make_jaxpr(program.gradients)(program.params, batch, key).jaxpr
+
+
+@contextlib.contextmanager
+def _one_device(job: Job, config: ConfigDict) -> Iterator[None]:
+  """Sets a mesh of manual axes and tables by which nothing is sharded: no array is exchanged.
+
+  But for the sequence, where the job shards it: attention then does not leave out the blocks of
+  scores above the diagonal, since a device's queries come from all of the sequence.
+  """
+  legend, tables = MODELS[config.model.name].legend(config), config.partitioning
+  activations, parameters = (dict.fromkeys(t, ()) for t in (tables.activations, tables.parameters))
+  sizes = dict.fromkeys(job.mesh.axis_names, 1)
+  if "T" in legend:
+    name = legend["T"].name
+    axes = [axis for axis in tables.activations[name] if job.devices.sizes[axis] > 1]
+    activations[name] = tuple(axes)
+    sizes |= {axis: job.devices.sizes[axis] for axis in axes}
+  kinds = (AxisType.Manual,) * len(sizes)
+  mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+  with (
+    jax.sharding.use_abstract_mesh(mesh),
+    activation_layout(legend, activations, parameters=parameters),
+  ):
+    yield
 
 
 def is_literal(x: Any) -> bool:

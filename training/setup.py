@@ -242,8 +242,13 @@ def _trace_activations(config, legend, program, state, batch, mesh) -> Activatio
     name: jax.ShapeDtypeStruct((array.shape[0] // count, *array.shape[1:]), array.dtype)
     for name, array in batch.items()
   }
-  table = config.partitioning.activations
-  with jax.set_mesh(mesh), activation_layout(legend, table, collect=True) as seen:
+  tables = config.partitioning
+  with (
+    jax.set_mesh(mesh),
+    activation_layout(
+      legend, tables.activations, parameters=tables.parameters, judging=True
+    ) as seen,
+  ):
     jax.eval_shape(program.sums, state.params, microbatch, jax.eval_shape(jax.random.key, 0))
   return seen
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from partitioning.constraints import constrain, current_layout
+from partitioning.constraints import constrain, current_layout, on_one_device, record
 from partitioning.dims import Axes, Table, resolve, spec_entries
 from partitioning.parallel import collectives
 
@@ -83,6 +83,8 @@ def product_in_chunks(
   """
   turned, stored = _turned(letters, "D"), kernel.dtype
   [last] = turned.replace("D", "")
+  rows, length = targets.shape
+  logits_shape = rows, length // chunks, kernel.shape[letters.index(last)]
 
   def product(by_hand: bool, x_BTD, kernel, targets_BT) -> list[jax.Array]:
     if by_hand and (axes := _extra_axes()):
@@ -94,6 +96,7 @@ def product_in_chunks(
       logits_BtV = jnp.einsum(f"BTD,{turned}->BT{last}", x_BtD, kernel)
       if not by_hand:
         return finish(constrain(logits_BtV, f"BT{last}"), targets_Bt, ())
+      record(f"BT{last}", logits_shape)
       return finish(total(logits_BtV, _split_over("D")), targets_Bt, _split_over(last))
 
     # Cast back in each chunk, so that the scan adds up the chunks' gradients in the wide dtype.
@@ -223,9 +226,11 @@ def on_shards(
     *arguments: the arrays.
   """
   layout, _ = current_layout()
-  if layout.collect:
-    return function(*arguments)
   extents = _extents(given, arguments)
+  if on_one_device() or (
+    layout.judging and not _fit([*given, outside], extents, layout.table)
+  ):  # Why they do not fit was recorded where they were constrained.
+    return function(*arguments)
   ins = tuple(_spec(letters, extents, layout.table) for letters in given)
   out = _spec(outside, extents, layout.table)
   return jax.shard_map(function, in_specs=ins, out_specs=out, check_vma=False)(*arguments)
@@ -314,9 +319,13 @@ def _product(
   stored = list(lies)
   for number in kernels:
     spec = _spec(inside[number], extents, {**layout.table, **layout.parameters})
-    if not layout.collect and _gathers(spec, lies[number]) is not None:
+    if _gathers(spec, lies[number]) is not None:
       stored[number] = spec
   moves = [_gathers(before, after) for before, after in zip(stored, lies, strict=True)]
+  # Where a dim cannot be split there is no region to trace, and constraints record what is wrong.
+  fits = _fit([*inside, *outside], extents, layout.table) and _fit(
+    [inside[number] for number in kernels], extents, {**layout.table, **layout.parameters}
+  )
 
   def by_hand(*shards: jax.Array) -> list[jax.Array]:
     return function(True, *map(_gather, shards, moves))
@@ -329,7 +338,8 @@ def _product(
     # Split kernels too: XLA's partitioner would reduce the gradient that reaches x once for each
     # kernel that x is multiplied by; here the sum of them is reduced (as seen on CPUs).
     split = any(_split_over(inside[number]) for number in kernels)
-    if layout.collect or not (split or _extra_axes() or any(moves)):
+    manual = split or _extra_axes() or any(moves)
+    if not manual or (layout.judging and not fits):
       arguments = [constrain(x, letters) for x, letters in zip(arguments, inside, strict=True)]
       results = function(False, *arguments)
     else:
@@ -338,6 +348,8 @@ def _product(
       # over some of the axes (as seen on CPUs, jax 0.10.2). Without check_vma: a kernel that is
       # whole on all devices has a product that is too, which the check cannot see behind an
       # all-gather. The parity tests see what it would.
+      for x, letters in zip(arguments, inside, strict=True):
+        record(letters, x.shape)
       outs = [_spec(letters, extents, layout.table) for letters in outside]
       shard = jax.shard_map(by_hand, in_specs=tuple(stored), out_specs=outs, check_vma=False)
       results = shard(*arguments)
@@ -350,7 +362,7 @@ def _product(
 def _extra_axes() -> tuple[str, ...]:
   """Returns the axes larger than 1 that split the residual's sequence and not that in a block."""
   layout, sizes = current_layout()
-  if layout.collect or RESIDUAL not in layout.legend:
+  if RESIDUAL not in layout.legend:
     return ()
   residual, whole = (layout.table[layout.legend[letter].name] for letter in (RESIDUAL, WHOLE))
   return tuple(axis for axis in residual if axis not in whole and sizes[axis] > 1)
@@ -371,6 +383,21 @@ def _spec(letters: str, extents: Mapping[str, int], table: Table) -> PartitionSp
   layout, sizes = current_layout()
   shape = tuple(extents.get(letter) or layout.legend[letter].size for letter in letters)
   return resolve(letters, shape, layout.legend, table, sizes).spec
+
+
+def _fit(every: Sequence[str], extents: Mapping[str, int], table: Table) -> bool:
+  """Tells whether a table can shard arrays of these letters."""
+  layout, sizes = current_layout()
+  return not any(
+    resolve(
+      letters,
+      [extents.get(x) or layout.legend[x].size for x in letters],
+      layout.legend,
+      table,
+      sizes,
+    ).failures
+    for letters in every
+  )
 
 
 def _gathers(before: PartitionSpec, after: PartitionSpec) -> tuple[tuple[int, Axes], ...] | None:

@@ -64,9 +64,8 @@ def splitting() -> Axes:
 
 
 def axes() -> Axes:
-  """Returns the axes along which there is a ring to go round: none while a layout is judged."""
-  layout, _ = current_layout("ring attention")
-  return () if layout.collect else splitting()
+  """Returns the axes along which keys and values are passed around a ring."""
+  return splitting()
 
 
 def parts() -> int:
@@ -139,9 +138,10 @@ def ring_attention(
   """
   layout, sizes = current_layout("ring attention")
   named = (QUERIES, q_BTNH), (KEYS, k_BTKH), (SEGMENTS, q_BTNH[..., 0, 0])
-  queries, keys, rows = (
-    resolve(letters, x.shape, layout.legend, layout.table, sizes).spec for letters, x in named
-  )
+  found = [resolve(letters, x.shape, layout.legend, layout.table, sizes) for letters, x in named]
+  if layout.judging and any(one.failures for one in found):
+    return q_BTNH  # there is no such region; where they were constrained, it was recorded why
+  queries, keys, rows = (one.spec for one in found)
   same = _part(queries, 2, sizes) == _part(keys, 2, sizes)
   ring = _Ring(axes(), scores)
   # Who a device is, it reads from what it is given, and not from its index: what depends on

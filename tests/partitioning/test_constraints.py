@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from analysis.collectives import collectives
-from partitioning.constraints import activation_layout, constrain
+from partitioning.constraints import activation_layout, constrain, record
 from partitioning.dims import Dim
 from partitioning.mesh import AXES, make_mesh
 
@@ -105,16 +105,16 @@ def test_an_axis_that_the_mesh_has_not_is_refused(data_tensor):
     jax.eval_shape(lambda x: constrain(x, "BF"), abstract(6, 20))
 
 
-# ---- Collected, for a verdict over all of them ----
+# ---- Recorded, for a verdict on all of them ----
 
 
-def test_while_the_layout_is_judged_failures_are_gathered(data_tensor):
+def test_while_the_layout_is_judged_failures_are_recorded(data_tensor):
   def forward(x, y):
     for _ in range(2):
       x = constrain(x, "BF")
     return x, constrain(y, "BTK"), constrain(y, "BX")
 
-  with activation_layout(LEGEND, TABLE, collect=True) as layout:
+  with activation_layout(LEGEND, TABLE, judging=True) as layout:
     jax.eval_shape(forward, abstract(5, 20), abstract(6, 3, 7))
   assert [(c.letters, c.shape) for c in layout.seen] == [
     ("BF", (5, 20)),  # once, though it was met twice
@@ -130,11 +130,41 @@ def test_while_the_layout_is_judged_failures_are_gathered(data_tensor):
   assert layout.axes() == {"data", "tensor"}
 
 
-def test_nothing_is_gathered_while_it_is_in_force(data_tensor):
+def test_what_is_traced_is_recorded_in_any_case(data_tensor):
+  def forward(x):
+    record("FD", (20, 12))  # has no constraint, such as an operand inside of a shard_map
+    return constrain(x, "BF")
+
   with activation_layout(LEGEND, TABLE) as layout:
-    jax.eval_shape(lambda x: constrain(x, "BF"), abstract(6, 20))
-  assert layout.seen == []
-  assert layout.axes() == set()
+    jax.eval_shape(forward, abstract(6, 20))
+    with pytest.raises(ValueError, match="activation BF of shape"):
+      record("BF", (5, 20))
+  assert [(c.letters, c.shape, tuple(c.spec)) for c in layout.seen[:2]] == [
+    ("FD", (20, 12), ("tensor", None)),
+    ("BF", (6, 20), ("data", "tensor")),
+  ]
+  assert layout.axes() == {"data", "tensor"}
+
+
+def test_judging_leaves_out_only_the_constraints_that_fail(data_tensor):
+  def forward(x, y):
+    return constrain(x, "BF"), constrain(y, "BF")
+
+  with activation_layout(LEGEND, TABLE, judging=True):
+    jaxpr = jax.make_jaxpr(forward)(abstract(6, 20), abstract(5, 20)).jaxpr
+  [equation] = jaxpr.eqns
+  assert equation.primitive.name == "sharding_constraint"
+  assert equation.outvars[0].aval.shape == (6, 20)
+
+
+def test_where_all_axes_are_manual_nothing_is_constrained(data_tensor):
+  split = PartitionSpec("data", "tensor")
+  manual = jax.shard_map(lambda x: constrain(x, "BF"), in_specs=split, out_specs=split)
+  legend = {**LEGEND, "F": Dim("feedforward", None)}
+  x_BF = jnp.arange(120.0).reshape(6, 20)
+  with activation_layout(legend, TABLE) as layout:
+    assert (jax.jit(manual)(x_BF) == x_BF).all()
+  assert [(c.shape, tuple(c.spec)) for c in layout.seen] == [((3, 5), (None, None))]
 
 
 # ---- What it does to a program ----

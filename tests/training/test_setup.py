@@ -1,5 +1,6 @@
 """The verdict over a whole job, and what a prepared job knows."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -10,7 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.schema import finalize
 from models import mlp
+from partitioning.constraints import activation_layout
 from partitioning.rules import LayoutError, named_leaves
+from planning import activation_memory
 from reports import layout_text
 from runtime.devices import Devices
 from tests.jobs import make_job
@@ -164,6 +167,81 @@ def test_a_real_device_holds_its_own_part_only():
 
 def test_the_memory_of_this_machine_is_known():
   assert 2**28 < jobs.memory_bytes(Devices("cpu", True, {"data": 8})) < 2**50
+
+
+# ---- The activations of the verdict are those of the compiled program ----
+
+CONTEXT = {"mesh.context": 2, "mesh.tensor": 2}
+PROGRAMS = {
+  "dp4_tp2": ("dp4_tp2", {}),
+  "fsdp8": ("fsdp8", {}),
+  "sequence_parallel": ("dp2_fsdp2_tp2", {"partitioning.sequence_parallel": True}),
+  "ring": ("single", {**CONTEXT, "model.context_attention": "ring"}),
+  "gather": ("single", {**CONTEXT, "model.context_attention": "gather"}),
+  "loss_chunks": ("dp2_fsdp2_tp2", {"training.loss_chunks": 2}),
+  "microbatches": (
+    "dp2_fsdp2_tp2",
+    {"training.gradient_accumulation_steps": 2, "model.separate_documents": True},
+  ),
+}
+
+
+def program(name, **overrides):
+  """Returns the job of one of `PROGRAMS`."""
+  strategy, given = PROGRAMS[name]
+  return make_job(strategy, "lm", **given, **overrides)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_verdict_lists_what_the_train_step_is_compiled_with(name, monkeypatch):
+  layouts = []
+
+  @contextlib.contextmanager
+  def kept(*arguments, **more):
+    with activation_layout(*arguments, **more) as layout:
+      layouts.append(layout)
+      yield layout
+
+  monkeypatch.setattr(jobs, "activation_layout", kept)
+  monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: None)  # XLA has no say
+  job = program(name)
+  judged = job.activations.seen
+  job.compile_train_step()
+  compiled = layouts[-1]
+  assert not compiled.judging
+  assert compiled.seen == judged
+
+
+def constraints(jaxpr):
+  """Yields (shape, spec) of each sharding constraint in a jaxpr, as JAX has written it down."""
+  for equation in activation_memory.equations(jaxpr):
+    if equation.primitive.name == "sharding_constraint":
+      yield equation.outvars[0].aval.shape, tuple(equation.params["sharding"].spec)
+
+
+@pytest.mark.parametrize("name", ["dp4_tp2", "ring", "gather"])
+def test_the_verdict_lists_the_constraints_that_jax_traces(name):
+  job = program(name)
+  with job.tracing():
+    jaxpr = jax.make_jaxpr(job.program.sums)(job.state.params, job.batch).jaxpr
+  listed = {(c.shape, tuple(c.spec)) for c in job.activations.seen}
+  found = set(constraints(jaxpr))
+  assert found <= listed
+  # The others are operands of matmuls inside of shard_map.
+  others = [c.letters for c in job.activations.seen if (c.shape, tuple(c.spec)) not in found]
+  operands = {"BTD", "NHD", "KHD", "DNH", "FD", "DF", "VD"}
+  assert set(others) <= operands, others
+
+
+def test_with_a_ring_no_keys_are_gathered_over_the_sequence():
+  ring, gather = (program(name) for name in ("ring", "gather"))
+  letters = {c.letters for c in gather.activations.seen}
+  assert {"BSKH", "BSNH"} <= letters
+  of_keys = [c for c in ring.activations.seen if c.letters.endswith("KH") and "B" in c.letters]
+  assert of_keys
+  assert {(c.letters, c.spec[1]) for c in of_keys} == {("BTKH", "context")}
+  assert not any("S" in c.letters for c in ring.activations.seen)
+  assert "BSNH" not in layout_text.job_text(ring)
 
 
 # ---- What a job knows ----
