@@ -1,5 +1,7 @@
 """Every flag, and the verbs that take it."""
 
+import pathlib
+import shlex
 import sys
 
 from absl import flags
@@ -9,6 +11,7 @@ from ml_collections import config_flags
 from commands import config_flag, help
 from commands.refusal import refuse
 from runtime import exit_codes
+from runtime.printable import printable
 from runtime.suggest import nearest
 
 VERBS = ("train", "evaluate", "sample", "layout", "compare", "plan", "tour")
@@ -50,6 +53,11 @@ OWNERS = [
   (CHECKPOINT, ("evaluate", "sample")),
   *((flag, ("sample",)) for flag in SAMPLE_FLAGS),
 ]
+
+
+def command_line() -> str:
+  """Returns the command of this process, for a page that says how it was made."""
+  return printable(shlex.join(["python", pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]))
 
 
 def chosen_verb(words: list[str]) -> str:

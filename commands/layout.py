@@ -37,7 +37,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     if file is None:
       say(text)
       return exit_codes.DONE
-    written = layout_page.html(*jobs, titles=titles)
+    written = layout_page.html(*jobs, titles=titles, command=flags.command_line())
     try:
       if groups.current().first:
         files.replace(file, written)

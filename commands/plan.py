@@ -14,6 +14,7 @@ def run() -> int:
       title=config_flag.name(flags.CONFIG),
       simulate=flags.SIMULATE.value,
       debug=flags.DEBUG.value,
+      command=flags.command_line(),
     )
   except (ValueError, OSError, RuntimeError) as error:
     return refuse(error)

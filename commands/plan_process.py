@@ -54,6 +54,7 @@ def run(
   title: str,
   simulate: bool = False,
   debug: bool = False,
+  command: str = "",
 ) -> int:
   """Prints the plan, writes plan.json and plan.html, and returns 0 (fits), 3 (not), 1 (failed).
 
@@ -64,6 +65,7 @@ def run(
     title: of the plan.
     simulate: takes simulated devices for those at hand.
     debug: shows what the compiler prints and the traceback of a refusal, and makes the plan anew.
+    command: that asked for the plan; the page shows it.
 
   Raises:
     ValueError: what is asked for cannot be; nothing has been written.
@@ -80,6 +82,7 @@ def run(
   with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
     folder = pathlib.Path(name)
     request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
+    request["command"] = command
     code = _make(request, folder, debug=debug)
     if code == 0:
       code = _deliver(folder, workdir)

@@ -42,7 +42,7 @@ def main() -> int:
   folder = pathlib.Path(request["folder"])
   _report(request["phases"], "writing the page")
   (folder / "report.txt").write_text(plan_text.text(found) + "\n")
-  (folder / "plan.html").write_text(plan_page.html(found))
+  (folder / "plan.html").write_text(plan_page.html(found, command=request["command"]))
   (folder / "plan.json").write_text(json.dumps(found.as_json(), indent=2) + "\n")
   return exit_codes.DONE
 

@@ -42,16 +42,20 @@ def by_formula(job: Job) -> dict[str, int]:
   }
 
 
-def at_once(parts: Mapping[str, int]) -> int:
-  """Returns the most bytes that are there at a time, of what `by_formula` returns.
+def at_peak(parts: Mapping[str, int]) -> dict[str, int]:
+  """Returns the parts that are there at the peak, of what `by_formula` returns.
 
   That is when the losses are computed, or when the last layer's gradients are, for which room for
   all gradients has been taken.
   """
-  always, losses, layer = (
-    sum(parts[name] for name in names) for names in (_ALWAYS, _LOSSES, _LAYER)
-  )
-  return always + max(losses, layer)
+  losses, layer = ({name: parts[name] for name in names} for names in (_LOSSES, _LAYER))
+  always = {name: parts[name] for name in _ALWAYS}
+  return always | max(losses, layer, key=lambda some: sum(some.values()))
+
+
+def at_once(parts: Mapping[str, int]) -> int:
+  """Returns the bytes at the peak: the sum of `at_peak`."""
+  return sum(at_peak(parts).values())
 
 
 def _logits(job: Job) -> int:

@@ -1,37 +1,53 @@
-"""Pictures of arrays on a mesh: which devices hold which block, for the terminal and as SVG.
+"""Drawings of arrays on a mesh: which devices hold which block, by rich for terminals and as SVG.
 
 What is drawn is read from the sharding's own map of devices to indices, not from its spec.
 """
 
+import collections
 import dataclasses
-import itertools
+import io
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from xml.sax.saxutils import escape
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.measure import measure_renderables
+from rich.table import Table
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from partitioning.dims import partition_spec, spec_axes, spec_entries
-from partitioning.rules import Placement
-from reports import svg as svg_drawing
-from reports.grid import (
-  Cell,
-  Edge,
-  Sheet,
-  at,
-  cell_height,
-  cell_width,
-  gap_text,
-  labels_text,
-  numbers_text,
-  shown,
-)
+from reports.grid import Cell, Edge, Panel, Sheet, color
 
 # More rows or panels than these are drawn with a gap.
 TERMINAL_ROWS = 8
 TERMINAL_PANELS = 4
+
+STROKES = "╱╲═│·┼"  # hatchings, taken in turn
+THEME = TerminalTheme((255, 255, 255), (31, 35, 40), [(31, 35, 40)] * 8)
+# rich's own frame is a terminal's window and loads a font. A dark page inverts the lightness.
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="BOX" SIZE role="img">
+<title>TITLE</title>
+<style>
+.{unique_id}-matrix {{
+  font: {char_height}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  white-space: pre;
+}}
+{styles}
+@media (prefers-color-scheme: dark) {{ svg {{ filter: invert(.93) hue-rotate(180deg); }} }}
+</style>
+<defs>{lines}</defs>
+<rect x="-12" y="-12" width="100%" height="100%" fill="#fff"/>
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</svg>
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +60,13 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-  """How one array lies.
+  """How one array is sharded.
 
   Attributes:
     title: such as the array's name.
     shape: global shape.
     dims: a name per dim, or nothing.
-    spec: the mesh axes along which each dim's place changes, as seen; None for a whole dim.
+    spec: the mesh axes along which each dim's place changes, as seen; None for an unsharded dim.
     sizes: mesh axis -> size; empty where the sharding has no mesh.
     blocks: the distinct pieces, in the order of their places.
   """
@@ -86,7 +102,7 @@ class Holdings:
 def picture(
   shape: Sequence[int], sharding: Sharding, *, title: str = "", dims: Iterable[str] = ()
 ) -> Picture:
-  """Returns how an array of this shape lies.
+  """Returns how an array of this shape is sharded.
 
   Args:
     shape: global shape.
@@ -165,11 +181,11 @@ def _sheet_of_array(p: Picture) -> Sheet:
   row, column = _grid_dims(rank, split)
   outer = [d for d in split if d not in (row, column)]
   panels: dict[str, dict] = {}
-  for group, block in enumerate(p.blocks):
+  for block in p.blocks:
     ends = [(part.start, part.stop) for part in block.index]
     caption = ", ".join(f"{_name(p, d)} {ends[d][0]}:{ends[d][1]}" for d in outer)
     place = tuple(0 if d is None else parts[d].index(ends[d]) for d in (row, column))
-    cell = Cell(numbers_text(block.devices), group, int(len(block.devices) > 1))
+    cell = Cell(block.devices, hatch=int(len(block.devices) > 1))
     panels.setdefault(caption, {})[place] = cell
   letters = "".join(p.dims) if all(len(name) == 1 for name in p.dims) else ""
   what = f"{letters} {list(p.shape)}" if rank else "(scalar)"
@@ -201,7 +217,7 @@ def _name(p: Picture, d: int) -> str:
 def _cut(p: Picture, d: int, parts: list) -> str:
   """Returns `over tensor (2 x 192)`."""
   if len(parts[d]) == 1:
-    return "whole"
+    return "unsharded"
   lengths = {stop - start for start, stop in parts[d]}
   pieces = f"{len(parts[d])} x {lengths.pop()}" if len(lengths) == 1 else f"{len(parts[d])} pieces"
   axes = "+".join(spec_entries(p.spec)[d])
@@ -219,14 +235,14 @@ def _notes(p: Picture, undrawn: list[int], parts: list) -> tuple[str, ...]:
   notes = []
   for d in undrawn:
     if len(parts[d]) > 1:
-      notes.append(f"a panel per piece of {_name(p, d)} = {p.shape[d]}, {_cut(p, d, parts)}")
+      notes.append(f"one panel per shard of {_name(p, d)} = {p.shape[d]}, {_cut(p, d, parts)}")
   if whole := [f"{_name(p, d)} = {p.shape[d]}" for d in undrawn if len(parts[d]) == 1]:
-    notes.append(f"whole, not drawn: {', '.join(whole)}")
+    notes.append(f"unsharded, not drawn: {', '.join(whole)}")
   counts = sorted({len(block.devices) for block in p.blocks})
   if counts[-1] > 1:
     number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     what = "the array is" if len(p.blocks) == 1 else "each block is"
-    along = f", copies along {' and '.join(p.copied)}" if p.copied else ""
+    along = f", replicated over {' and '.join(p.copied)}" if p.copied else ""
     notes.append(f"{what} on {number} devices{along}")
   return tuple(notes)
 
@@ -237,18 +253,15 @@ def _sheet_of_mesh(h: Holdings) -> Sheet:
   long = [i for i, size in enumerate(devices.shape) if size > 1]
   row = long[-2] if len(long) > 1 else None
   column = long[-1] if long else None
-  counts: dict[str, int] = {}
-  for text in filter(None, h.values.values()):
-    counts[text] = counts.get(text, 0) + 1
-  groups = {text: group for group, text in enumerate(counts)}
-  hatches = {text: i + 1 for i, text in enumerate(t for t, count in counts.items() if count > 1)}
+  counts = collections.Counter(filter(None, h.values.values()))
+  several = (text for text, count in counts.items() if count > 1)
+  hatches = {text: number for number, text in enumerate(several, start=1)}
   panels: dict[str, dict] = {}
   for position, device in np.ndenumerate(devices):
     caption = ", ".join(f"{names[i]} {position[i]}" for i in long[:-2])
     place = tuple(0 if i is None else position[i] for i in (row, column))
-    text = h.values.get(device.id)
-    lines = _holding(device.id, text)
-    cell = Cell(lines, groups.get(text, len(groups)), hatches.get(text, 0))
+    text = h.values.get(device.id, "-")
+    cell = Cell((device.id,), text, hatches.get(text, 0))
     panels.setdefault(caption, {})[place] = cell
   edges = [
     Edge() if i is None else Edge(f"{names[i]} = {devices.shape[i]}", "", ("",) * devices.shape[i])
@@ -258,125 +271,116 @@ def _sheet_of_mesh(h: Holdings) -> Sheet:
   return Sheet(h.title, *edges, panels, notes, turnable=row is None)
 
 
-def _holding(number: int, text: str | None) -> tuple[str, ...]:
-  """Returns `3: [0 1]`, further lines below the first; the number alone for an empty text."""
-  if text == "":
-    return (f"{number}",)
-  head = f"{number}: "
-  first, *more = (head + ("-" if text is None else text)).splitlines()
-  lines = [first, *(" " * len(head) + line for line in more)]
-  # Of one length, so that they stand below one another also where they are centred.
-  return tuple(line.ljust(max(map(len, lines))) for line in lines)
-
-
 # ------------------------------ sheet -> terminal, SVG ------------------------------
 
 
-def svg(drawn: Picture | Holdings, *, width: int = 720) -> str:
-  """Returns the picture as an SVG element that needs nothing else.
-
-  Args:
-    drawn: a picture or holdings.
-    width: that it may take, in pixels; what does not fit is drawn with a gap.
-  """
-  return svg_drawing.draw(sheet(drawn), width)
-
-
-def terminal(drawn: Picture | Holdings, *, width: int = 80) -> Text:
-  """Returns the picture in box-drawing characters; what does not fit is drawn with a gap.
+def terminal(
+  drawn: Picture | Holdings, *, width: int = 80, hatched: bool = False
+) -> RenderableType:
+  """Returns the drawing as rich tables; what does not fit is drawn with a gap.
 
   Args:
     drawn: a picture or holdings.
     width: in characters. Long names are not cut for it.
+    hatched: fills what several devices hold with strokes.
   """
   s = sheet(drawn)
-  if s.turnable and len(s.columns.labels) * (cell_width(s) + 3) + 1 > width:
+  extra = 3 if hatched else 0  # two strokes and a space
+  if s.turnable and len(s.columns.labels) * (s.cell_width + extra + 3) + 1 > width:
     s = s.turned()
-  tiles = [
-    [gap_text(captions, len(s.panels))] if i is None else _panel(s, list(s.panels)[i], width)
-    for captions in [shown(len(s.panels), TERMINAL_PANELS)]
-    for i in captions
-  ]
-  lines = [*textwrap.wrap(s.title, width), *_side_by_side(tiles, width)]
-  notes = [line for note in s.notes for line in textwrap.wrap(note, width)]
-  return Text("\n".join([*lines, *notes]), no_wrap=True, overflow="ignore")
-
-
-def _panel(s: Sheet, caption: str, width: int) -> list[str]:
-  """Returns the lines of one panel."""
   gutter = max(map(len, (s.rows.title, s.rows.under, *s.rows.labels)))
-  size = cell_width(s)
-  columns = shown(len(s.columns.labels), (width - gutter - 2) // (size + 3))
-  rows = shown(len(s.rows.labels), TERMINAL_ROWS)
-  widths = [
-    size if c is not None else len(gap_text(columns, len(s.columns.labels))) for c in columns
-  ]
-  labels = labels_text(s.columns, columns)
-  title = ", ".join(filter(None, (s.columns.title, s.columns.under)))
-  lines = [caption] if caption else []
-  lines.append(f"{s.rows.title:>{gutter}}   {title}")
-  lines.append(
-    f"{s.rows.under:>{gutter}}   "
-    + "   ".join(f"{label:<{w}}" for label, w in zip(labels, widths, strict=True))
-  )
-  lines = [line.rstrip() for line in lines if line.strip()]
-  for i, (row, label) in enumerate(zip(rows, labels_text(s.rows, rows), strict=True)):
-    lines.append(_rule(gutter, widths, "├┼┤" if i else "┌┬┐"))
-    cells = [at(s, caption, row, column) for column in columns]
-    for j in range(1 if row is None else cell_height(s)):
-      texts = [cell.lines[j] if j < len(cell.lines) else "" for cell in cells]
-      inside = " │ ".join(f"{text:<{w}}" for text, w in zip(texts, widths, strict=True))
-      lines.append(f"{label if j == 0 else '':>{gutter}} │ {inside} │")
-  return [*lines, _rule(gutter, widths, "└┴┘")]
-
-
-def _rule(gutter: int, widths: list[int], corners: str) -> str:
-  return (
-    " " * (gutter + 1) + corners[0] + corners[1].join("─" * (w + 2) for w in widths) + corners[2]
-  )
-
-
-def _side_by_side(tiles: list[list[str]], width: int) -> list[str]:
-  """Returns the lines of panels, as many beside one another as fit."""
-  size = max(len(line) for tile in tiles for line in tile) + 3
-  count = max(1, (width + 3) // size)
-  lines = []
+  columns = (width - gutter - 2) // (s.cell_width + extra + 3)
+  panels = s.visible(rows=TERMINAL_ROWS, columns=columns, panels=TERMINAL_PANELS)
+  tiles = [_panel(s, panel, gutter, hatched=hatched) for panel in panels]
+  console = Console(width=10_000)
+  size = measure_renderables(console, console.options, tiles).maximum
+  beside = Table.grid(padding=(0, 3, 0, 0))
+  count = max(1, (width + 3) // (size + 3))
+  for _ in range(min(count, len(tiles))):
+    beside.add_column(min_width=size)
   for start in range(0, len(tiles), count):
-    for parts in itertools.zip_longest(*tiles[start : start + count], fillvalue=""):
-      lines.append("".join(f"{part:<{size}}" for part in parts).rstrip())
+    beside.add_row(*tiles[start : start + count])
+  title = [_line(line, "bold") for line in textwrap.wrap(s.title, width)]
+  notes = [_line(line) for note in s.notes for line in textwrap.wrap(note, width)]
+  return Group(*title, beside, *notes)
+
+
+def _line(text: str, style: str = "") -> Text:
+  return Text(text, style, no_wrap=True, overflow="ignore")
+
+
+def _panel(s: Sheet, panel: Panel, gutter: int, *, hatched: bool) -> RenderableType:
+  """Returns one panel: its caption and edges around a table of cells."""
+  if not panel.rows:
+    return _line(panel.caption)
+  cells = [
+    [_cell_lines(cell, s.cell_width, hatched=hatched) for cell in row] for _, row in panel.rows
+  ]
+  extra = 3 if hatched and any(cell.hatch for _, row in panel.rows for cell in row) else 0
+  grid = Table(box=box.SQUARE, show_header=False, show_lines=True, border_style="dim")
+  for label in panel.columns:
+    grid.add_column(no_wrap=True, min_width=max(len(label), s.cell_width + extra))
+  heights = [max(map(len, row)) for row in cells]
+  for row in cells:
+    grid.add_row(*(Text("\n").join(lines) for lines in row))
+  labels = [
+    f"{label:>{gutter}}" + "\n" * height
+    for (label, _), height in zip(panel.rows, heights, strict=True)
+  ]
+  widths = [max(len(label), s.cell_width + extra) for label in panel.columns]
+  around = Table.grid(padding=(0, 1, 0, 0))
+  title = ", ".join(filter(None, (s.columns.title, s.columns.under)))
+  under = "   ".join(f"{label:<{w}}" for label, w in zip(panel.columns, widths, strict=True))
+  for left, right in ((s.rows.title, title), (s.rows.under, under)):
+    if left or right.strip():
+      around.add_row(_line(f"{left:>{gutter}}"), _line(f"  {right}"))
+  around.add_row(_line("\n" + "\n".join(labels)), grid)
+  return Group(*([_line(panel.caption, "bold")] if panel.caption else []), around)
+
+
+def _cell_lines(cell: Cell, width: int, *, hatched: bool) -> list[Text]:
+  """Returns the lines of a cell, each device in its color."""
+  lines = []
+  for i, line in enumerate(cell.lines):
+    text = Text(line)
+    if i == 0:  # the numbers of devices, and what the device holds after a colon
+      for found in re.finditer("[0-9]+", line.partition(":")[0]):
+        text.stylize(f"bold {color(int(found[0]))}", *found.span())
+    if hatched and cell.hatch:
+      stroke = STROKES[(cell.hatch - 1) % len(STROKES)]
+      text.append(" " + stroke * (width + 2 - len(line)), style="dim")
+    lines.append(text)
   return lines
 
 
-# ------------------------------ the ways of a layout ------------------------------
+def plain(renderable: RenderableType) -> str:
+  """Returns what rich renders as plain text, as wide as it needs to be."""
+  # Plain: rich would read the brackets of a pattern as markup, and cut what is too wide.
+  off = {"color_system": None, "markup": False, "emoji": False, "highlight": False}
+  console = Console(file=io.StringIO(), width=10_000, **off)
+  console.print(renderable)
+  return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
 
 
-def ways_text(placements: Iterable[Placement], mesh: Mesh, *, width: int = 120) -> str:
-  """Returns one drawing for each way in which dims are cut, and the names of the arrays cut so.
+def svg(drawn: Picture | Holdings, *, width: int = 80) -> str:
+  """Returns the drawing as an SVG that needs nothing else and follows a dark color scheme.
 
   Args:
-    placements: of parameters, optimizer state, batch.
-    mesh: the mesh that their specs speak of.
-    width: in characters.
+    drawn: a picture or holdings.
+    width: in characters; what does not fit is drawn with a gap.
   """
-  ways: dict[frozenset, list[Picture]] = {}
-  for p in placements:
-    drawn = picture(p.shape, NamedSharding(mesh, p.spec), title=p.name, dims=p.letters)
-    cut = [(_name(drawn, d), p.shape[d], entry) for d, entry in enumerate(drawn.spec) if entry]
-    ways.setdefault(frozenset(cut), []).append(drawn)
-  texts = []
-  for members in (members for cut, members in ways.items() if cut):
-    text = terminal(members[0], width=width).plain
-    also = _names_text([p.title for p in members])
-    also = textwrap.wrap(f"cut so: {also}", width) if len(members) > 1 else []
-    texts.append("\n".join([text, *also]))
-  if (whole := ways.get(frozenset())) and mesh.size > 1:
-    names = _names_text([p.title for p in whole])
-    texts.append("\n".join(textwrap.wrap(f"whole on each of {mesh.size} devices: {names}", width)))
-  return "\n\n".join(texts)
-
-
-def _names_text(names: Sequence[str]) -> str:
-  """Returns the names; an optimizer's leaf that is cut like its parameter is not named."""
-  kept = [name for name in names if not any(name.endswith(f"/{other}") for other in names)]
-  more = " and their optimizer state" if len(kept) < len(names) else ""
-  return ", ".join(kept) + more
+  rendered = terminal(drawn, width=width, hatched=True)
+  lines = plain(rendered).splitlines()
+  columns = max(map(len, lines))
+  console = Console(
+    file=io.StringIO(), record=True, width=columns, force_terminal=True, color_system="truecolor"
+  )
+  console.print(rendered)
+  text = console.export_svg(theme=THEME, code_format=SVG, font_aspect_ratio=0.6)
+  width, height = 12 * columns + 24, round(24.4 * len(lines)) + 24  # rich's pixels of a character
+  values = {
+    "TITLE": escape(sheet(drawn).title),
+    "BOX": f"-12 -12 {width} {height}",
+    "SIZE": f'width="{round(0.62 * width)}" height="{round(0.62 * height)}"',
+  }
+  return re.sub("TITLE|BOX|SIZE", lambda found: values[found[0]], text, count=3)

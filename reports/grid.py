@@ -1,24 +1,49 @@
-"""Sheets: a drawing before it is drawn. A grid of cells with two named edges, once or in panels."""
+"""The grid of a drawing: cells with the devices that hold a block, two named edges, panels.
 
+Terminals (rich), pages (HTML tables) and the documentation's SVG all draw this one model.
+"""
+
+import colorsys
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 GAP = "..."  # stands where rows, columns or panels are left out
+NAMED = 16  # devices of a cell that a page names one by one
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-  """What stands in one cell.
+  """A block of an array, or a device of the mesh.
 
   Attributes:
-    lines: its text.
-    group: cells of one group hold the same; 0, 1, 2, ...
-    hatch: 0 for what one device alone holds, otherwise a number of a hatching.
+    devices: ids of those that hold it; none in a gap.
+    text: what the device holds; None: the cell only names its devices.
+    hatch: 0 for what a single device holds, else the number of a hatching.
   """
 
-  lines: tuple[str, ...]
-  group: int = 0
+  devices: tuple[int, ...] = ()
+  text: str | None = None
   hatch: int = 0
+
+  @property
+  def lines(self) -> tuple[str, ...]:
+    """Returns the text in the cell: `0, 2, 4, 6`, or `3: [0 1]` with further lines below."""
+    if not self.devices:
+      return (GAP,)
+    if self.text is None:
+      return numbers_text(self.devices)
+    if not self.text:
+      return (f"{self.devices[0]}",)
+    head = f"{self.devices[0]}: "
+    first, *more = (head + self.text).splitlines()
+    return (first, *(" " * len(head) + line for line in more))
+
+  @property
+  def badges(self) -> list[tuple[str, int | None]]:
+    """Returns (text, device) for a page; of many devices a summary that names none of them."""
+    if len(self.devices) <= NAMED:
+      return [(str(device), device) for device in self.devices]
+    return [(line, None) for line in numbers_text(self.devices)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +56,23 @@ class Edge:
 
 
 @dataclasses.dataclass(frozen=True)
+class Panel:
+  """What is drawn of a panel. A gap among its columns or rows has a label that counts it.
+
+  Attributes:
+    caption: above it; of a gap between panels, how many are left out.
+    columns: labels.
+    rows: (label, cells); none where the panel is a gap.
+  """
+
+  caption: str
+  columns: tuple[str, ...] = ()
+  rows: tuple[tuple[str, tuple[Cell, ...]], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Sheet:
-  """A drawing in words.
+  """A drawing: one grid, or several panels with the same edges.
 
   Attributes:
     title: one line above it.
@@ -50,13 +90,43 @@ class Sheet:
   notes: tuple[str, ...] = ()
   turnable: bool = False
 
+  @property
+  def cell_width(self) -> int:
+    """Returns the characters of the widest cell or column label."""
+    cells = (cell for panel in self.panels.values() for cell in panel.values())
+    texts = [line for cell in cells for line in cell.lines]
+    return max(map(len, [*texts, *self.columns.labels]), default=1)
+
   def turned(self) -> "Sheet":
-    """Returns the sheet with rows for columns."""
+    """Returns the sheet with rows and columns exchanged."""
     panels = {
       caption: {(column, row): cell for (row, column), cell in cells.items()}
       for caption, cells in self.panels.items()
     }
     return dataclasses.replace(self, rows=self.columns, columns=self.rows, panels=panels)
+
+  def visible(self, *, rows: int, columns: int, panels: int) -> list[Panel]:
+    """Returns what is drawn where there is space for so many; the rest becomes gaps."""
+    captions = list(self.panels)
+    down = shown(len(self.rows.labels), rows)
+    across = shown(len(self.columns.labels), columns)
+    tiles = shown(len(captions), panels)
+    return [
+      Panel(gap_text(tiles, len(captions)))
+      if tile is None
+      else Panel(
+        captions[tile],
+        _labels(self.columns, across),
+        tuple(
+          (label, tuple(self._cell(captions[tile], row, column) for column in across))
+          for row, label in zip(down, _labels(self.rows, down), strict=True)
+        ),
+      )
+      for tile in tiles
+    ]
+
+  def _cell(self, caption: str, row: int | None, column: int | None) -> Cell:
+    return Cell() if row is None or column is None else self.panels[caption][row, column]
 
 
 def shown(count: int, most: int) -> list[int | None]:
@@ -72,33 +142,13 @@ def gap_text(positions: Sequence[int | None], count: int) -> str:
   return f"({count - len(positions) + 1} more)"
 
 
-def labels_text(edge: Edge, positions: Sequence[int | None]) -> list[str]:
-  """Returns the labels of the rows or columns that are drawn."""
+def _labels(edge: Edge, positions: Sequence[int | None]) -> tuple[str, ...]:
   gap = gap_text(positions, len(edge.labels))
-  return [gap if i is None else edge.labels[i] for i in positions]
-
-
-def cell_width(sheet: Sheet) -> int:
-  """Returns the characters of the widest cell or column label."""
-  cells = [cell for panel in sheet.panels.values() for cell in panel.values()]
-  texts = [line for cell in cells for line in cell.lines]
-  return max(map(len, [*texts, *sheet.columns.labels]), default=1)
-
-
-def cell_height(sheet: Sheet) -> int:
-  """Returns the lines of the tallest cell."""
-  return max(len(cell.lines) for panel in sheet.panels.values() for cell in panel.values())
-
-
-def at(sheet: Sheet, caption: str, row: int | None, column: int | None) -> Cell:
-  """Returns a cell of a panel; a gap's cell where one of the positions is None."""
-  if row is None or column is None:
-    return Cell((GAP,))
-  return sheet.panels[caption].get((row, column), Cell(("-",)))
+  return tuple(gap if i is None else edge.labels[i] for i in positions)
 
 
 def numbers_text(numbers: Sequence[int]) -> tuple[str, ...]:
-  """Returns device numbers in a line or two: `0-3`, `0, 4`, or `0, 16 ... 496` and `32 copies`."""
+  """Returns device numbers in a line or two: `0-3`, `0, 4`, or `0, 16 ... 496`, `32 replicas`."""
   runs: list[list[int]] = []
   for number in sorted(numbers):
     if runs and number == runs[-1][-1] + 1:
@@ -110,4 +160,15 @@ def numbers_text(numbers: Sequence[int]) -> tuple[str, ...]:
     texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(number) for number in run]
   if len(texts) <= 4:
     return (", ".join(texts),)
-  return (f"{texts[0]}, {texts[1]} {GAP} {texts[-1]}", f"{len(numbers)} copies")
+  return (f"{texts[0]}, {texts[1]} {GAP} {texts[-1]}", f"{len(numbers)} replicas")
+
+
+def hue(device: int) -> int:
+  """Returns the hue of a device in degrees, the same in every drawing; neighbours are far apart."""
+  return round(device * 137.508 + 210) % 360
+
+
+def color(device: int) -> str:
+  """Returns a device's color as `#rrggbb`, dark enough for paper, light enough for a terminal."""
+  parts = colorsys.hls_to_rgb(hue(device) / 360, 0.45, 0.75)
+  return "#" + "".join(f"{round(255 * part):02x}" for part in parts)

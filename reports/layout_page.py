@@ -1,13 +1,12 @@
-"""The layout as one HTML page: drawings, bytes, rules, and what each mesh axis costs.
+"""The layout as an HTML page: which devices hold which block, bytes, rules, collectives.
 
-The page needs nothing else: style and drawings stand in it. It follows the reader's light or dark
-setting, and prints in black and white with everything unfolded.
+This collects what the page says; `templates/layout.html.j2` is its form.
 """
 
 import dataclasses
-import html as markup
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -17,27 +16,27 @@ from partitioning import shardings
 from partitioning.constraints import Constraint
 from partitioning.mesh import mesh_text
 from partitioning.rules import Placement
-from reports import drawings as pictures
-from reports.html import HEAD, TAIL
+from partitioning.shardings import bytes_per_device, shape_text, size_text, spec_text
+from reports import drawings
+from reports.grid import Sheet
+from reports.html import render
 from training.setup import Job
-
-FIGURE_WIDTH = 720  # pixels that a drawing may take: enough for 8 columns without a gap
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-  """One of the layouts that the page shows.
+  """One of the layouts that a page shows.
 
   Attributes:
     title: such as `dp4_tp2_lm`.
     job: a prepared job.
     costs: the collectives of its compiled train step.
-    kind: of its devices; "": as they say themselves.
+    kind: of its devices; "": as the devices themselves report it.
   """
 
   title: str
   job: Job
-  costs: Sequence[collectives.Row]
+  costs: Sequence[collectives.Row] = ()
   kind: str = ""
 
   @property
@@ -45,19 +44,66 @@ class Side:
     """Returns mesh axis -> size."""
     return self.job.devices.sizes
 
+  @property
+  def caption(self) -> str:
+    """Returns the mesh's axes and the kind of its devices."""
+    device = self.job.mesh.devices.flat[0]
+    kind = "simulated CPU devices" if self.job.devices.simulated else device.device_kind
+    axes = mesh_text(self.sizes, self.job.devices.slices)
+    return f"{axes}, {self.job.mesh.size} {self.kind or kind}"
+
+  @property
+  def mesh(self) -> Sheet:
+    """Returns the drawing of the mesh."""
+    numbers = {device.id: "" for device in self.job.mesh.devices.flat}
+    return drawings.sheet(drawings.holdings("", self.job.mesh, numbers))
+
+  @property
+  def legend(self) -> str:
+    """Returns the letters of the model's dims: `B batch 32, D model 128`."""
+    return ", ".join(
+      f"{letter} {dim.name}" if dim.size is None else f"{letter} {dim.name} {dim.size}"
+      for letter, dim in self.job.legend.items()
+    )
+
+  @property
+  def held(self) -> list[Placement]:
+    """Returns parameters and optimizer state."""
+    sections = self.job.placements
+    return [*sections["parameters"].values(), *sections["optimizer"].values()]
+
+  @property
+  def activations(self) -> list[dict[str, Any]]:
+    """Returns the constrained activations, in the order of the forward pass."""
+    return [
+      {
+        "letters": c.letters,
+        "dims": ", ".join(self.dims(c.letters)),
+        "shape": shape_text(c.shape),
+        "spec": spec_text(c.spec, len(c.shape)),
+        "notes": "; ".join(c.notes),
+        "sheet": self.drawing(c, c.letters),
+      }
+      for c in self.job.activations.seen
+    ]
+
   def dims(self, letters: str) -> tuple[str, ...]:
     """Returns `("D model", "F feedforward")`."""
     return tuple(f"{letter} {self.job.legend[letter].name}" for letter in letters)
 
-  def drawing(self, array: Placement | Constraint, title: str = "") -> str:
-    """Returns how an array lies, as SVG."""
-    lies = NamedSharding(self.job.mesh, array.spec)
+  def drawing(self, array: Placement | Constraint, title: str = "") -> Sheet:
+    """Returns which devices hold which block of an array."""
+    sharding = NamedSharding(self.job.mesh, array.spec)
     dims = self.dims(array.letters)
-    return _svg(pictures.picture(array.shape, lies, title=title, dims=dims))
+    return drawings.sheet(drawings.picture(array.shape, sharding, title=title, dims=dims))
 
 
 def html(
-  job: Job, against: Job | None = None, *, titles: tuple[str, str] = ("this layout", "the other")
+  job: Job,
+  against: Job | None = None,
+  *,
+  titles: tuple[str, str] = ("this layout", "the other"),
+  command: str = "",
 ) -> str:
   """Returns the page; compiles the train step of each job for its collectives.
 
@@ -65,125 +111,122 @@ def html(
     job: a prepared job.
     against: another one, to be shown beside it; what differs is marked.
     titles: of the two.
+    command: that asked for the page.
   """
   jobs = [job] if against is None else [job, against]
   sides = [Side(title, one, _costs(one)) for title, one in zip(titles, jobs, strict=False)]
-  page = Page(sides)
-  name = " against ".join(side.title for side in sides)
-  parts = [
-    HEAD.replace("TITLE", markup.escape(f"Layout: {name}")),
-    f"<h1>Layout: {markup.escape(name)}</h1>",
-    meshes(sides),
-    "<h2>What a device holds</h2>",
-    _totals(sides),
-    "<h2>What each mesh axis costs</h2>",
-    _all_costs(sides),
-    "<h2>Parameters</h2>",
-    legend(sides),
-    page.section("parameters"),
-    "<h2>Batch</h2>",
-    page.section("batch"),
-    "<h2>Optimizer state</h2>",
-    page.section("optimizer", folded=True),
-    "<h2>Activations</h2>",
-    *(_activations(side, several=len(sides) > 1) for side in sides),
-    TAIL,
-  ]
-  return "\n".join(parts)
+  arrays = Arrays(sides)
+  return render(
+    "layout.html.j2",
+    title=f"Layout: {' against '.join(side.title for side in sides)}",
+    command=command,
+    sides=sides,
+    remarks=remarks(sides),
+    totals=_totals(sides),
+    platform=job.devices.platform,
+    costs=[_costs_of(side, sides) for side in sides],
+    **{name: arrays.section(name) for name in ("parameters", "batch", "optimizer")},
+  )
+
+
+def remarks(sides: Sequence[Side]) -> list[str]:
+  """Returns what is remarkable: bytes replicated on every device, and how two layouts differ."""
+  texts = []
+  for side in sides:
+    count, total = side.job.mesh.size, sum(bytes_per_device(p, side.sizes) for p in side.held)
+    same = shardings.replicated_bytes(side.held, side.sizes)
+    text = f"Parameters and optimizer state take {size_text(total)} per device"
+    if count > 1:
+      share = f"{size_text(same)} of it ({100 * same / max(total, 1):.0f} %) is replicated on all "
+      text += f"; {share}{count} devices" if same else "; none of it is replicated on every device"
+      whole = sum(math.prod(p.shape) * np.dtype(p.dtype).itemsize for p in side.held)
+      text += f". The {count} devices store each byte {count * total / max(whole, 1):.3g} times"
+    texts.append(f"{side.title}: {text}." if len(sides) > 1 else f"{text}.")
+  if len(sides) == 2:
+    names = dict.fromkeys(
+      (section, name)
+      for side in sides
+      for section, ps in side.job.placements.items()
+      for name in ps
+    )
+    pairs = [
+      [_sharding(s.job.placements[section].get(name), s) for s in sides] for section, name in names
+    ]
+    differ = sum(ours != theirs for ours, theirs in pairs)
+    texts.append(f"{differ} of {len(pairs)} arrays are sharded differently.")
+  return texts
 
 
 # ------------------------------ arrays ------------------------------
 
 
-class Page:
-  """The sections of arrays; arrays that lie alike share one numbered drawing."""
+class Arrays:
+  """The sections of arrays; arrays that are sharded alike share one numbered drawing."""
 
   def __init__(self, sides: Sequence[Side]):
     """Starts without drawings."""
     self._sides = sides
     self._numbers: dict[tuple, int] = {}
 
-  def section(self, title: str, *, folded: bool = False) -> str:
+  def section(self, title: str) -> list[dict[str, Any]]:
     """Returns the arrays of `parameters`, `optimizer` or `batch`, grouped by module."""
     sections = [side.job.placements[title] for side in self._sides]
-    names = list(dict.fromkeys(name for section in sections for name in section))
-    groups: dict[str, list[str]] = {}
-    for name in names:
-      groups.setdefault(_group(name), []).append(name)
-    return "\n".join(
-      self._module(group, {n: [s.get(n) for s in sections] for n in names}, folded)
-      for group, names in groups.items()
-    )
+    groups: dict[str, dict[str, list[Placement | None]]] = {}
+    for name in dict.fromkeys(name for section in sections for name in section):
+      groups.setdefault(_group(name), {})[name] = [section.get(name) for section in sections]
+    return [self._module(group, arrays) for group, arrays in groups.items()]
 
-  def _module(self, group: str, arrays: Mapping[str, list[Placement | None]], folded: bool) -> str:
-    """Returns one module: its table, then the drawings that no module before it has shown."""
+  def _module(self, group: str, arrays: Mapping[str, list[Placement | None]]) -> dict[str, Any]:
+    """Returns one module: its rows, then the drawings that no module before it has shown."""
     rows, fresh = [], {}
     for name, pair in arrays.items():
       key = tuple(p and (p.shape, p.letters, str(p.spec)) for p in pair)
       if key not in self._numbers:
         self._numbers[key] = len(self._numbers) + 1
-        fresh[key] = []
+        fresh[key] = {"number": self._numbers[key], "names": [], "drawings": self._drawings(pair)}
       if key in fresh:
-        fresh[key].append((name, pair))
+        fresh[key]["names"].append(name)
       rows.append(self._row(name, pair, self._numbers[key]))
     sums = [
-      sum(shardings.bytes_per_device(pair[i], side.sizes) for pair in arrays.values() if pair[i])
+      sum(bytes_per_device(pair[i], side.sizes) for pair in arrays.values() if pair[i])
       for i, side in enumerate(self._sides)
     ]
-    heads = ["array", "dims", "shape", "type", *([""] if len(self._sides) > 1 else [])]
-    heads += ["spec", "shard", "bytes/device", "copies", "drawing", "rule"]
-    figures = "".join(self._figure(self._numbers[key], members) for key, members in fresh.items())
-    count = f"{len(arrays)} array{'s' if len(arrays) > 1 else ''}"
-    weights = " | ".join(f"{shardings.size_text(size)} per device" for size in sums)
-    return (
-      f"<details{'' if folded else ' open'}><summary><b>{markup.escape(group)}</b> "
-      f"<small>{count}, {weights}</small></summary>"
-      f'<div class="module">{table(heads, rows)}<div class="figures">{figures}</div></div>'
-      "</details>"
-    )
+    return {
+      "name": group,
+      "count": f"{len(arrays)} array{'s' if len(arrays) > 1 else ''}",
+      "sizes": [f"{size_text(size)} per device" for size in sums],
+      "rows": rows,
+      "figures": list(fresh.values()),
+    }
 
-  def _row(self, name: str, pair: Sequence[Placement | None], number: int) -> tuple[str, list[str]]:
-    """Returns (class, cells) of one array."""
+  def _row(self, name: str, pair: Sequence[Placement | None], number: int) -> dict[str, Any]:
+    """Returns the row of one array; `shardings` has spec, shard, bytes, replicas of each side."""
     known = [p for p in pair if p]
-    lies = [
-      _lies(p, side.sizes) if p else ["not there", "", "", ""]
-      for p, side in zip(pair, self._sides, strict=True)
-    ]
-    differs = len(lies) > 1 and lies[0] != lies[1]
-    if len(lies) > 1:
-      lies = [[side.title, *lie] for side, lie in zip(self._sides, lies, strict=True)]
-    letters = known[0].letters
-    words = " ".join(self._sides[0 if pair[0] else 1].dims(letters))
-    notes = [f"note: {note}" for p in known for note in p.notes]
-    cells = [
-      f"{'≠ ' if differs else ''}{_lines([name])}",
-      f'<span title="{markup.escape(words)}">{markup.escape(letters or "-")}</span>',
-      _lines(shardings.shape_text(p.shape) for p in known),
-      _lines(str(np.dtype(p.dtype)) for p in known),
-      # A line per side, also where both are the same.
-      *("<br>".join(map(markup.escape, texts)) for texts in zip(*lies, strict=True)),
-      f'<a href="#drawing-{number}">{number}</a>',
-      _lines([*(p.rule for p in known), *notes]),
-    ]
-    return "differs" if differs else "", cells
+    found = [_sharding(p, side) for p, side in zip(pair, self._sides, strict=True)]
+    return {
+      "name": name,
+      "differs": len(found) > 1 and found[0] != found[1],
+      "letters": known[0].letters or "-",
+      "dims": " ".join(self._sides[0 if pair[0] else 1].dims(known[0].letters)),
+      "shapes": _once(shape_text(p.shape) for p in known),
+      "types": _once(str(np.dtype(p.dtype)) for p in known),
+      "shardings": found,
+      "drawing": number,
+      "rules": _once([*(p.rule for p in known), *(f"note: {n}" for p in known for n in p.notes)]),
+    }
 
-  def _figure(self, number: int, members: Sequence[tuple[str, list[Placement | None]]]) -> str:
-    """Returns the drawing of arrays that lie alike, on each side."""
-    names = ", ".join(markup.escape(name) for name, _ in members)
-    drawn = [
-      side.drawing(p) if p else "<p>not there</p>"
-      for p, side in zip(members[0][1], self._sides, strict=True)
-    ]
-    titles = [f"<h4>{markup.escape(side.title)}</h4>" for side in self._sides]
+  def _drawings(self, pair: Sequence[Placement | None]) -> list[tuple[str, Sheet | None]]:
+    """Returns (title, drawing) of each side, or of both where they are the same."""
+    drawn = [p and side.drawing(p) for p, side in zip(pair, self._sides, strict=True)]
     if len(drawn) == 1:
-      titles = [""]
-    elif drawn[0] == drawn[1]:
-      drawn, titles = drawn[:1], ["<h4>both</h4>"]
-    drawings = [f"<div>{title}{one}</div>" for title, one in zip(titles, drawn, strict=True)]
-    return (
-      f'<figure id="drawing-{number}"><figcaption><b>{number}</b> {names}</figcaption>'
-      f'<div class="pair">{"".join(drawings)}</div></figure>'
-    )
+      return [("", drawn[0])]
+    if drawn[0] == drawn[1]:
+      return [("both", drawn[0])]
+    return [(side.title, one) for side, one in zip(self._sides, drawn, strict=True)]
+
+
+def _once(texts: Any) -> list[str]:
+  return list(dict.fromkeys(texts))
 
 
 def _group(name: str) -> str:
@@ -194,85 +237,36 @@ def _group(name: str) -> str:
   return "/".join(words[:2]) or name
 
 
-def _lies(placement: Placement, sizes: Mapping[str, int]) -> list[str]:
-  """Returns spec, shard, bytes per device, copies."""
+def _sharding(placement: Placement | None, side: Side) -> list[str]:
+  """Returns spec, shard, bytes per device, replicas."""
+  if placement is None:
+    return ["not there", "", "", ""]
   return [
-    shardings.spec_text(placement.spec, len(placement.shape)),
-    shardings.shape_text(shardings.shard_shape(placement.shape, placement.spec, sizes)),
-    shardings.size_text(shardings.bytes_per_device(placement, sizes)),
-    str(shardings.copies(placement, sizes)),
+    spec_text(placement.spec, len(placement.shape)),
+    shape_text(shardings.shard_shape(placement.shape, placement.spec, side.sizes)),
+    size_text(bytes_per_device(placement, side.sizes)),
+    str(shardings.copies(placement, side.sizes)),
   ]
 
 
-def _lines(texts: Iterable[str]) -> str:
-  """Returns a line per text, each text once; names may be broken after a slash."""
-  lines = (markup.escape(text).replace("/", "/<wbr>") for text in dict.fromkeys(texts))
-  return "<br>".join(lines)
+# ------------------------------ sums, collectives ------------------------------
 
 
-def _activations(side: Side, *, several: bool) -> str:
-  rows, figures = [], []
-  for c in side.job.activations.seen:
-    dims = ", ".join(side.dims(c.letters))
-    cells = [
-      c.letters,
-      dims,
-      shardings.shape_text(c.shape),
-      shardings.spec_text(c.spec, len(c.shape)),
-    ]
-    rows.append(("", [markup.escape(cell) for cell in [*cells, "; ".join(c.notes)]]))
-    figures.append(f"<figure>{side.drawing(c, c.letters)}</figure>")
-  title = f"{side.title}: " if several else ""
-  return (
-    f"<details><summary>{markup.escape(title)}<b>{len(rows)} layouts</b> "
-    "<small>in the order of the forward pass</small></summary>"
-    + table(["letters", "dims", "shape", "spec", "note"], rows)
-    + f'<div class="figures">{"".join(figures)}</div></details>'
-  )
-
-
-# ------------------------------ mesh, sums, costs ------------------------------
-
-
-def meshes(sides: Sequence[Side]) -> str:
-  """Returns a drawing of each side's mesh."""
-  figures = []
-  for side in sides:
-    device = side.job.mesh.devices.flat[0]
-    kind = "simulated CPU devices" if side.job.devices.simulated else device.device_kind
-    kind = side.kind or kind
-    caption = f"{mesh_text(side.sizes, side.job.devices.slices)}, {side.job.mesh.size} {kind}"
-    if len(sides) > 1:
-      caption = f"{side.title}: {caption}"
-    numbers = {device.id: "" for device in side.job.mesh.devices.flat}
-    drawn = _svg(pictures.holdings("", side.job.mesh, numbers))
-    text = f"<figcaption><b>Mesh</b> {markup.escape(caption)}</figcaption>"
-    figures.append(f"<figure>{text}{drawn}</figure>")
-  return f'<div class="figures">{"".join(figures)}</div>'
-
-
-def _totals(sides: Sequence[Side]) -> str:
-  """Returns the table of sums: elements, bytes per device, bytes that every device holds."""
+def _totals(sides: Sequence[Side]) -> dict[str, Any]:
+  """Returns the sums: elements, bytes per device, bytes replicated on every device."""
   rows = []
-  for i, side in enumerate(sides):
-    sections = {title: list(ps.values()) for title, ps in side.job.placements.items()}
-    held = [*sections["parameters"], *sections["optimizer"]]
-    count = sum(math.prod(p.shape) for p in sections["parameters"])
-    sums = [
-      *(sum(shardings.bytes_per_device(p, side.sizes) for p in ps) for ps in sections.values()),
-      sum(shardings.bytes_per_device(p, side.sizes) for p in held),
-      shardings.replicated_bytes(held, side.sizes),
-    ]
-    texts = [f"{count:,}", *map(shardings.size_text, sums)]
-    if i and texts != rows[0][1][1:]:
-      texts = [
-        f"≠ {text}" if text != other else text
-        for text, other in zip(texts, rows[0][1][1:], strict=True)
-      ]
-    rows.append(("", [markup.escape(text) for text in (side.title, *texts)]))
-  titles = [f"{title}/device" for title in sides[0].job.placements]
-  heads = ["", "parameters", *titles, "parameters + optimizer/device", "of it on every device"]
-  return table(heads, rows)
+  for side in sides:
+    sections = side.job.placements
+    count = sum(math.prod(p.shape) for p in sections["parameters"].values())
+    sums = [sum(bytes_per_device(p, side.sizes) for p in ps.values()) for ps in sections.values()]
+    sums.append(sum(bytes_per_device(p, side.sizes) for p in side.held))
+    sums.append(shardings.replicated_bytes(side.held, side.sizes))
+    texts = [f"{count:,}", *map(size_text, sums)]
+    first = rows[0] if rows else texts
+    rows.append([t if t == other else f"≠ {t}" for t, other in zip(texts, first, strict=True)])
+  heads = [f"{title}/device" for title in sides[0].job.placements]
+  heads += ["parameters + optimizer/device", "replicated on every device"]
+  return {"heads": ["parameters", *heads], "rows": rows}
 
 
 def _costs(job: Job) -> list[collectives.Row]:
@@ -281,75 +275,29 @@ def _costs(job: Job) -> list[collectives.Row]:
   return collectives.summarize(collectives.collectives(text, job.mesh))
 
 
-def _all_costs(sides: Sequence[Side]) -> str:
-  """Returns the collectives of one train step, on each side."""
-  platform = sides[0].job.devices.platform
-  tables = "".join(f"<div>{_costs_table(side, sides)}</div>" for side in sides)
-  return (
-    f"<p><small>One train step, as compiled for {platform}; bytes are the payload per device. "
-    "Where the program does not tell how often a collective runs, runs is ? and its bytes count "
-    f'once.</small></p><div class="pair">{tables}</div>'
-  )
-
-
-def _costs_table(side: Side, sides: Sequence[Side]) -> str:
+def _costs_of(side: Side, sides: Sequence[Side]) -> dict[str, Any]:
   """Returns one side's collectives, grouped by the axes that they run along."""
   by_axes: dict[tuple[str, ...], list[collectives.Row]] = {}
   for row in side.costs:
     by_axes.setdefault(row.axes, []).append(row)
   most = max(1, *(sum(row.bytes for row in one.costs) for one in sides))
-  lines = []
-  for axes, found in by_axes.items():
-    name = " + ".join(f"{axis}={side.sizes[axis]}" for axis in axes)
-    size = sum(row.bytes for row in found)
-    bar = f'<i class="bar" style="width:{max(1, 200 * size // most)}px"></i>'
-    lines.append(("sum", [markup.escape(name), "sum", "", "", shardings.size_text(size), bar]))
-    for row in found:
-      each = shardings.size_text(row.bytes / (row.count or 1))
-      runs = "?" if row.count is None else str(row.count)
-      lines.append(("", ["", row.kind, runs, each, shardings.size_text(row.bytes), ""]))
   along = {axis for axes in by_axes for axis in axes}
-  silent = [f"{a}={size}" for a, size in side.sizes.items() if size > 1 and a not in along]
-  title = f"<h3>{markup.escape(side.title)}</h3>" if len(sides) > 1 else ""
-  heads = ["mesh axis", "collective", "runs", "bytes each", "bytes per step", ""]
-  rows = table(heads, lines) if lines else "<p>No collectives.</p>"
-  said = f"<p>Nothing is sent along {', '.join(silent)}.</p>" if silent else ""
-  return title + rows + said
+  return {
+    "silent": [f"{a}={size}" for a, size in side.sizes.items() if size > 1 and a not in along],
+    "axes": [
+      {
+        "name": " + ".join(f"{axis}={side.sizes[axis]}" for axis in axes),
+        "size": size_text(size),
+        "percent": round(100 * size / most, 2),
+        "rows": [{"kind": row.kind, "numbers": _numbers(row)} for row in found],
+      }
+      for axes, found in by_axes.items()
+      for size in [sum(row.bytes for row in found)]
+    ],
+  }
 
 
-def legend(sides: Sequence[Side]) -> str:
-  """Returns the letters of each model."""
-  texts = []
-  for side in sides:
-    letters = [
-      f"<b>{markup.escape(letter)}</b> {markup.escape(dim.name)}"
-      + ("" if dim.size is None else f" {dim.size}")
-      for letter, dim in side.job.legend.items()
-    ]
-    texts.append(f"<p>Dims: {', '.join(letters)}</p>")
-  return (
-    "".join(dict.fromkeys(texts)) + "<p><small>In the drawings, each block names the devices that "
-    "hold it; hatched blocks are held by more than one.</small></p>"
-  )
-
-
-def _svg(drawn: pictures.Picture | pictures.Holdings) -> str:
-  # Within HTML the namespace is known.
-  return pictures.svg(drawn, width=FIGURE_WIDTH).replace(
-    ' xmlns="http://www.w3.org/2000/svg"', "", 1
-  )
-
-
-def table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-  """Returns a table.
-
-  Args:
-    heads: plain text.
-    rows: (class of the row, cells as HTML).
-  """
-  head = "".join(f"<th>{markup.escape(text)}</th>" for text in heads)
-  body = "".join(
-    f'<tr class="{kind}">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-    for kind, cells in rows
-  )
-  return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+def _numbers(row: collectives.Row) -> list[str]:
+  """Returns runs, bytes of each, bytes per step."""
+  runs = "?" if row.count is None else str(row.count)
+  return [runs, size_text(row.bytes / (row.count or 1)), size_text(row.bytes)]

@@ -1,12 +1,12 @@
 """The layout as text: a row per array, its bytes per device, two strategies compared."""
 
-import io
 import math
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from partitioning import shardings
@@ -47,7 +47,7 @@ def table_text(
   more = ("dtype", "dims", "rule") if whole else ()
   table = _table("array", "shape", *more, "spec", "shard")
   table.add_column("bytes/device", justify="right")
-  table.add_column("copies", justify="right")
+  table.add_column("replicas", justify="right")
   for title, placements in sections.items():
     total = sum(bytes_per_device(p, sizes) for p in placements)
     table.add_row(title, *[""] * (3 + len(more)), size_text(total), "", style="bold")
@@ -63,7 +63,7 @@ def table_text(
       )
     table.add_section()
   notes = [f"note: {p.name}: {note}" for ps in sections.values() for p in ps for note in p.notes]
-  return "\n".join([render(table), *notes])
+  return "\n".join([drawings.plain(table), *notes])
 
 
 def against_text(
@@ -94,16 +94,7 @@ def against_text(
     for placements, size in zip((ours, theirs), sizes, strict=True)
   ]
   table.add_row("", "all", "", "", totals[0], "", totals[1], style="bold")
-  return render(table)
-
-
-def render(table: Table) -> str:
-  """Returns a rich table as plain text, as wide as it needs to be."""
-  # Plain: rich would read the brackets of a pattern as markup, and cut what is too wide.
-  plain = {"color_system": None, "markup": False, "emoji": False, "highlight": False}
-  console = Console(file=io.StringIO(), width=10_000, **plain)
-  console.print(table)
-  return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
+  return drawings.plain(table)
 
 
 def _table(*columns: str) -> Table:
@@ -132,14 +123,50 @@ def job_text(job: Job, *, whole: bool = True) -> str:
   lines.append(table_text(sections, sizes, whole=whole))
   if whole:
     every = [p for placements in sections.values() for p in placements]
-    if ways := drawings.ways_text(every, job.mesh):
-      lines += ["how they lie, the devices that hold each block:", "", ways, ""]
+    if ways := ways_text(every, job.mesh):
+      lines += ["the devices that hold each block, a drawing per sharding:", "", ways, ""]
     lines += ["activations, in the order of the forward pass:", *_activation_lines(job), ""]
   lines.append(
     f"{count:,} parameters; with optimizer state {shardings.size_text(per_device)} per device, "
-    f"of which {shardings.size_text(replicated)} are held whole by every device"
+    f"of which {shardings.size_text(replicated)} are replicated on every device"
   )
   return "\n".join(lines)
+
+
+def ways_text(placements: Iterable[Placement], mesh: Mesh, *, width: int = 120) -> str:
+  """Returns a drawing per distinct sharding, with the names of all arrays that are sharded so.
+
+  Args:
+    placements: of parameters, optimizer state, batch.
+    mesh: of their specs.
+    width: in characters.
+  """
+  ways: dict[frozenset, list[drawings.Picture]] = {}
+  for p in placements:
+    drawn = drawings.picture(p.shape, NamedSharding(mesh, p.spec), title=p.name, dims=p.letters)
+    cut = [
+      ((p.letters[d] if p.letters else d), p.shape[d], entry)
+      for d, entry in enumerate(drawn.spec)
+      if entry
+    ]
+    ways.setdefault(frozenset(cut), []).append(drawn)
+  texts = []
+  for members in (members for cut, members in ways.items() if cut):
+    text = drawings.plain(drawings.terminal(members[0], width=width))
+    also = _names_text([p.title for p in members])
+    also = textwrap.wrap(f"sharded alike: {also}", width) if len(members) > 1 else []
+    texts.append("\n".join([text, *also]))
+  if (whole := ways.get(frozenset())) and mesh.size > 1:
+    names = _names_text([p.title for p in whole])
+    texts.append("\n".join(textwrap.wrap(f"replicated on all {mesh.size} devices: {names}", width)))
+  return "\n\n".join(texts)
+
+
+def _names_text(names: Sequence[str]) -> str:
+  """Returns the names; an optimizer's leaf that is sharded like its parameter is not named."""
+  kept = [name for name in names if not any(name.endswith(f"/{other}") for other in names)]
+  more = " and their optimizer state" if len(kept) < len(names) else ""
+  return ", ".join(kept) + more
 
 
 def _activation_lines(job: Job) -> list[str]:

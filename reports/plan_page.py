@@ -1,118 +1,125 @@
-"""A plan as one HTML page: the verdict, memory, what each mesh axis carries, time, the layout."""
+"""A plan as an HTML page: the verdict, memory, communication, time, the layout, the constants.
 
-import html as markup
-from collections.abc import Mapping
+This collects what the page says; `templates/plan.html.j2` is its form.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from analysis.accelerators import ACCELERATORS
 from analysis.chips import REASONS, SOURCES
 from partitioning.shardings import size_text
+from planning import memory
 from planning.plan import Plan
 from reports import plan_text
-from reports.html import HEAD, TAIL
-from reports.layout_page import Page, Side, legend, meshes, table
+from reports.html import render
+from reports.layout_page import Arrays, Side
 
-WIDTH = 560  # pixels of the longest bar
-
-
-def html(plan: Plan) -> str:
-  """Returns the page, which needs nothing else."""
-  side = Side(plan.title, plan.job, (), plan.topology.name)
-  page, name = Page([side]), f"{plan.title} on {plan.topology.name}"
-  notes = [*plan_text.remarks(plan), *(f"warning: {warning}" for warning in plan.warnings)]
-  parts = [
-    HEAD.replace("TITLE", markup.escape(f"Plan: {name}")),
-    f"<h1>Plan: {markup.escape(name)}</h1>",
-    f"<p><b>{markup.escape(plan_text.verdict(plan))}</b></p>",
-    *(f"<p>{markup.escape(note)}</p>" for note in notes),
-    meshes([side]),
-    "<h2>Memory per device</h2>",
-    _memory(plan),
-    "<h2>What each mesh axis carries in a step</h2>",
-    _axes(plan),
-    "<h2>Time of a step</h2>",
-    _time(plan),
-    "<h2>Layout of the parameters</h2>",
-    legend([side]),
-    page.section("parameters", folded=True),
-    "<h2>Constants</h2>",
-    _constants(plan),
-    TAIL,
-  ]
-  return "\n".join(parts)
+SMALL = 0.1  # of the limit: a peak below it gets a second, enlarged bar
 
 
-def _bar(share: float) -> str:
-  return f'<i class="bar" style="width:{max(1, round(WIDTH * share))}px"></i>'
-
-
-def _bars(title: str, values: Mapping[str, float], texts: Mapping[str, str], most: float) -> str:
-  """Returns a table of names, values and bars, the longest possible one for `most`."""
-  rows = [
-    ("", [markup.escape(name), texts[name], _bar(value / most)]) for name, value in values.items()
-  ]
-  return table([title, "", ""], rows)
-
-
-def _memory(plan: Plan) -> str:
-  """Returns the parts by formula, what the compiler says, and the room that there is."""
-  room = plan.topology.chip.hbm_bytes
-  sizes: dict[str, float] = dict(plan.memory)
-  sizes["peak, by formula"] = plan.memory_at_once
-  if plan.program:
-    sizes["peak, by the compiler"] = plan.peak_bytes
-  sizes[f"memory of a device of {plan.topology.name}"] = room
-  texts = {name: size_text(int(size)) for name, size in sizes.items()}
-  return _bars("part", sizes, texts, max(sizes.values()))
-
-
-def _axes(plan: Plan) -> str:
-  """Returns the collectives, grouped by axis; then each with the line that asked for it."""
-  if plan.times is None:
-    return "<p>Not computed: it does not fit.</p>"
-  if not plan.sent:
-    return "<p>No collectives.</p>"
-  rows, sums = [], plan_text.sums(plan)
-  most = max(max(row.seconds for row in sums), 1e-12)
-  for row in sums:
-    texts = [row.axis, row.kind, row.network, f"{row.runs:,}", size_text(row.bytes)]
-    texts += [f"{1e3 * row.seconds:,.2f}", f"{1e3 * row.waited:,.2f}"]
-    rows.append(("", [*map(markup.escape, texts), _bar(row.seconds / most / 2)]))
-  heads = ["mesh axis", "kind", "over", "runs", "bytes", "ms", "exposed ms", ""]
-  lines = [
-    (
-      "",
-      [
-        *("+".join(one.axes), one.kind, f"{one.runs:,}", size_text(one.bytes)),
-        f"{1e3 * one.seconds:,.2f}",
-        markup.escape(one.source),
-      ],
-    )
-    for one in sorted(plan.sent, key=lambda one: -one.seconds)
-  ]
-  each = table(["axis", "kind", "runs", "bytes", "ms", "asked for by"], lines)
-  return (
-    f"{table(heads, rows)}<details><summary><b>{len(lines)} collectives</b> "
-    f"<small>with the line that asked for each</small></summary>{each}</details>"
+def html(plan: Plan, *, command: str = "") -> str:
+  """Returns the page; `command` is the one that asked for it."""
+  sides = [Side(plan.title, plan.job, (), plan.topology.name)]
+  return render(
+    "plan.html.j2",
+    title=f"Plan: {plan.title} on {plan.topology.name}",
+    command=command,
+    sides=sides,
+    fits=plan.fits,
+    verdict=plan_text.verdict(plan),
+    notes=plan_text.notes(plan),
+    warnings=plan.warnings,
+    advice=plan.advice,
+    memory=_memory(plan),
+    **_communication(plan),
+    time_lines=plan_text.time_lines(plan),
+    times=_times(plan),
+    parameters=Arrays(sides).section("parameters"),
+    constants=_constants(plan),
+    sources=SOURCES,
   )
 
 
-def _time(plan: Plan) -> str:
-  if plan.step_seconds is None:
-    return "<p>Not computed: it does not fit.</p>"
-  low, expected, high = plan.step_seconds
-  values = {
-    **plan_text.terms(plan),
-    "step, low": low,
-    "step, expected": expected,
-    "step, high": high,
+def _memory(plan: Plan) -> dict[str, Any]:
+  """Returns the parts by formula, stacked against the limit, and the compiler's peak."""
+  limit, at_peak = plan.topology.chip.hbm_bytes, memory.at_peak(plan.memory)
+  most = max(limit, plan.memory_at_once, plan.peak_bytes)
+  bar = _stack(plan.memory, at_peak, most)
+  line, peak = round(100 * limit / most, 2), size_text(plan.memory_at_once)
+  limit_text = f"a device of {plan.topology.name} has {size_text(int(limit))}"
+  bars = [
+    {"title": f"peak by formula, {peak}; {limit_text} (vertical line)", "parts": bar, "limit": line}
+  ]
+  if plan.program:
+    text = size_text(plan.peak_bytes)
+    part = {"name": "peak", "text": text, "percent": 100 * plan.peak_bytes / most, "color": "peak"}
+    bars.append({"title": f"peak by the compiler, {text}", "parts": [part], "limit": line})
+  if plan.memory_at_once < SMALL * most:
+    parts = _stack(plan.memory, at_peak, plan.memory_at_once)
+    bars.append({"title": f"peak by formula, enlarged: {peak}", "parts": parts, "limit": 0})
+  sums = [("peak, by formula", peak)]
+  if plan.program:
+    sums.append(("peak, by the compiler", size_text(plan.peak_bytes)))
+  return {
+    "bars": bars,
+    "limit": limit_text,
+    "parts": [
+      {"name": name, "text": size_text(size), "at_peak": name in at_peak}
+      for name, size in plan.memory.items()
+    ],
+    "sums": [*sums, (f"memory of a device of {plan.topology.name}", size_text(int(limit)))],
   }
-  texts = {name: plan_text.duration(seconds) for name, seconds in values.items()}
-  said = "".join(f"<p>{markup.escape(line)}</p>" for line in plan_text.time_lines(plan))
-  return said + _bars("term", values, texts, max(values.values()))
 
 
-def _constants(plan: Plan) -> str:
-  """Returns what was taken to be so, with sources; a config's own numbers stand here too."""
+def _stack(parts: Mapping[str, int], shown: Mapping[str, int], most: float) -> list[dict[str, Any]]:
+  """Returns the parts of a bar; a part has the same color in each bar."""
+  return [
+    {"name": name, "text": size_text(size), "percent": 100 * size / most, "color": f"part{i}"}
+    for i, (name, size) in enumerate(parts.items(), start=1)
+    if name in shown and size
+  ]
+
+
+def _communication(plan: Plan) -> dict[str, list[dict[str, Any]]]:
+  """Returns the collectives by axes and kind; then each with the line that caused it."""
+  sums = plan_text.sums(plan)
+  most = max([row.seconds for row in sums], default=0) or 1
+  return {
+    "collectives": [
+      {
+        **{"axis": row.axis, "kind": row.kind, "network": row.network},
+        "numbers": [*_runs(row), plan_text.duration(row.waited)],
+        "percent": 100 * row.seconds / most,
+      }
+      for row in sums
+    ],
+    "each": [
+      {"axis": "+".join(one.axes), "kind": one.kind, "numbers": _runs(one), "source": one.source}
+      for one in sorted(plan.sent, key=lambda one: -one.seconds)
+    ],
+  }
+
+
+def _runs(row: Any) -> list[str]:
+  return [f"{row.runs:,}", size_text(row.bytes), plan_text.duration(row.seconds)]
+
+
+def _times(plan: Plan) -> list[dict[str, Any]]:
+  """Returns the roofline terms and the range of the step's time."""
+  if plan.step_seconds is None:
+    return []
+  names = ("step, low", "step, expected", "step, high")
+  values = {**plan_text.terms(plan), **dict(zip(names, plan.step_seconds, strict=True))}
+  most = max(values.values())
+  return [
+    {"name": name, "text": plan_text.duration(seconds), "percent": 100 * seconds / most}
+    for name, seconds in values.items()
+  ]
+
+
+def _constants(plan: Plan) -> Sequence[tuple[str, str, str]]:
+  """Returns what was assumed, with sources; a config's own numbers are among them."""
   chip = plan.topology.chip
   peak = ACCELERATORS[chip.name].source if chip.name in ACCELERATORS else chip.source
   rows = [
@@ -120,9 +127,4 @@ def _constants(plan: Plan) -> str:
     for name, value in vars(chip).items()
     if isinstance(value, float)
   ]
-  rows += [(name, f"{value:.4g}", REASONS[name]) for name, value in vars(plan.rates).items()]
-  values = table(
-    ["planning.constants", "value", "source or reason"],
-    [("", list(map(markup.escape, row))) for row in rows],
-  )
-  return f"{values}<p>Sources: {markup.escape(SOURCES)}.</p>"
+  return [*rows, *((name, f"{v:.4g}", REASONS[name]) for name, v in vars(plan.rates).items())]

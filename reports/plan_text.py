@@ -30,7 +30,8 @@ def text(plan: Plan, *, width: int = 110) -> str:
   """Returns the plan as text."""
   out = io.StringIO()
   console = Console(file=out, width=width, highlight=False, no_color=True)
-  for line in [verdict(plan), *remarks(plan)]:
+  advice = (f"  would fit, by formula: {line}" for line in plan.advice)
+  for line in [verdict(plan), *notes(plan), *advice]:
     console.print(line, soft_wrap=True)
   console.print()
   console.print(_memory(plan))
@@ -54,15 +55,15 @@ def verdict(plan: Plan) -> str:
   return f"does not fit {devices}: {says}; {size_text(peak - room)} too much, so no speed is given"
 
 
-def remarks(plan: Plan) -> list[str]:
-  """Returns where the numbers come from, and what would fit where this does not."""
-  notes = [plan.topology.note] if plan.topology.note else []
+def notes(plan: Plan) -> list[str]:
+  """Returns where the numbers come from."""
+  found = [plan.topology.note] if plan.topology.note else []
   if plan.topology.slices > 1:
     over = " ".join(f"--config.mesh_dcn.{k}={v}" for k, v in plan.job.devices.slices.items())
-    notes.append(f"{plan.topology.slices} slices, as {over}: train needs it too")
+    found.append(f"{plan.topology.slices} slices, as {over}: train needs it too")
   if not plan.program:
-    notes.append(_without(plan))
-  return [*notes, *(f"  would fit, by formula: {line}" for line in plan.advice)]
+    found.append(_without(plan))
+  return found
 
 
 def _without(plan: Plan) -> str:
@@ -128,7 +129,7 @@ def constants(plan: Plan) -> str:
   chip, rates = plan.topology.chip, plan.rates
   name = "a simulated device" if chip.name == "cpu" else chip.name.upper()
   near = "ICI per axis" if chip.torus else chip.network
-  speeds = [f"{chip.flops / 1e12:.4g} TFLOP/s", f"{chip.hbm_bandwidth / 1e12:.3g} TB/s HBM"]
+  speeds = [f"{number(chip.flops / 1e12)} TFLOP/s", f"{chip.hbm_bandwidth / 1e12:.3g} TB/s HBM"]
   speeds.append(f"{chip.link_bandwidth / 1e9:.3g} GB/s {near}")
   shares = [f"{100 * share:g}" for share in (rates.matmul, rates.memory, rates.link)]
   each = f"each at {shares[0]} %" if len(set(shares)) == 1 else f"at {', '.join(shares)} %"

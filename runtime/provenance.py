@@ -54,7 +54,7 @@ RUN = (
 
 
 def source_files(names: Iterable[str]) -> list[pathlib.Path]:
-  """Returns the Python files of files and folders, relative to the root, in a fixed order.
+  """Returns the Python files and templates of files and folders, relative, in a fixed order.
 
   Raises:
     FileNotFoundError: there is no such file or folder.
@@ -64,7 +64,8 @@ def source_files(names: Iterable[str]) -> list[pathlib.Path]:
     path = ROOT / name
     if not path.exists():
       raise FileNotFoundError(f"{path}: listed as code of a run, and not there")
-    found.update(path.rglob("*.py") if path.is_dir() else [path])
+    files = path.rglob("*") if path.is_dir() else [path]
+    found.update(file for file in files if file.suffix in (".py", ".j2"))
   return sorted(path.relative_to(ROOT) for path in found)
 
 

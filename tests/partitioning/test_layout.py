@@ -98,7 +98,7 @@ def row(text, name):
 
 def test_the_table_has_a_row_per_array_with_its_rule_spec_shard_bytes_and_copies():
   text = layout_text.table_text({"parameters": [UP, HALF], "optimizer": [COUNT]}, SIZES)
-  head = "array shape dtype dims rule spec shard bytes/device copies"
+  head = "array shape dtype dims rule spec shard bytes/device replicas"
   assert row(text, "array") == head
   assert row(text, "up/kernel") == (
     "up/kernel [3, 12, 20] float32 LDF (up|gate).* (-, fsdp, tensor) [3, 6, 5] 360 Bytes 1"

@@ -1,6 +1,6 @@
 """Pictures: blocks where JAX really puts them, drawn in full, for every rank and mesh."""
 
-import itertools
+import re
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from partitioning.rules import Placement
-from reports import drawings
+from reports import drawings, layout_text
 from reports.drawings import Block, holdings, picture, svg, terminal
-from reports.grid import numbers_text, shown
+from reports.grid import color, numbers_text, shown
 
 MESH = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
 WIDE = jax.make_mesh((4, 2), ("data", "tensor"))
@@ -48,13 +48,17 @@ def lies(mesh, *entries):
 
 
 def words(drawn):
-  """Returns the texts of an SVG, after parsing it as XML."""
-  root = ElementTree.fromstring(svg(drawn))
-  return [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
+  """Returns the lines of an SVG, after parsing it as XML."""
+  lines = {}
+  for text in ElementTree.fromstring(svg(drawn)).iter("{http://www.w3.org/2000/svg}text"):
+    before = lines.get(float(text.get("y")), "").ljust(round(float(text.get("x")) / 12))
+    said = (text.text or "").replace("\N{NO-BREAK SPACE}", " ")
+    lines[float(text.get("y"))] = (before + said).rstrip("\n")
+  return [line.rstrip() for line in lines.values() if line.strip()]
 
 
 def plain(drawn, **width):
-  return terminal(drawn, **width).plain
+  return drawings.plain(terminal(drawn, **width))
 
 
 # ---- What is drawn ----
@@ -88,8 +92,8 @@ def test_every_block_is_drawn_with_its_devices_and_every_edge_is_named(shape, sp
   texts, text = words(drawn), plain(drawn)
   for block in drawn.blocks:
     [numbers] = numbers_text(block.devices)
-    assert texts.count(numbers) == 1
-    assert f"│ {numbers} " in text
+    assert f"│ {numbers} " in "\n".join(texts)
+    assert text.count(f"│ {numbers} ") == 1
   for dim, size in zip(dims, shape, strict=True):
     assert any(f"{dim} = {size}" in said for said in texts)
     assert f"{dim} = {size}" in text
@@ -125,13 +129,13 @@ def test_a_picture_by_hand():
   )
   assert plain(drawn).splitlines() == [
     "up/kernel LDF [3, 128, 384]",
-    "D = 128   F = 384, over tensor (2 x 192)",
-    "  whole   0:192        192:384",
-    "        ┌────────────┬────────────┐",
-    "        │ 0, 2, 4, 6 │ 1, 3, 5, 7 │",
-    "        └────────────┴────────────┘",
-    "whole, not drawn: L = 3",
-    "each block is on 4 devices, copies along data",
+    "  D = 128   F = 384, over tensor (2 x 192)",
+    "unsharded   0:192        192:384",
+    "          ┌────────────┬────────────┐",
+    "          │ 0, 2, 4, 6 │ 1, 3, 5, 7 │",
+    "          └────────────┴────────────┘",
+    "unsharded, not drawn: L = 3",
+    "each block is on 4 devices, replicated over data",
   ]
 
 
@@ -139,13 +143,14 @@ def test_a_third_split_dim_is_a_panel_per_piece():
   drawn = picture((4, 12, 10), lies(MESH, "tensor", "fsdp", "data"), dims=("layers", "in", "out"))
   texts = words(drawn)
   assert [text for text in texts if text.startswith("layers ")] == ["layers 0:2", "layers 2:4"]
-  assert "a panel per piece of layers = 4, over tensor (2 x 2)" in texts
-  assert sorted(text for text in texts if text.isdigit()) == [str(i) for i in range(8)]
+  assert "one panel per shard of layers = 4, over tensor (2 x 2)" in texts
+  boxes = [box.strip() for text in texts if "│" in text for box in text.split("│")[1:3]]
+  assert sorted(boxes) == [str(i) for i in range(8)]
 
 
 def test_copies_are_hatched_and_single_blocks_are_not():
-  assert "<pattern" in svg(picture((12, 10), lies(WIDE, "data")))
-  assert "<pattern" not in svg(picture((12, 10), lies(WIDE, "data", "tensor")))
+  assert "╱╱" in svg(picture((12, 10), lies(WIDE, "data")))
+  assert "╱" not in svg(picture((12, 10), lies(WIDE, "data", "tensor")))
 
 
 def test_a_sharding_without_a_mesh():
@@ -188,12 +193,28 @@ def test_holdings_stand_as_the_mesh_does():
 
 def test_devices_that_hold_the_same_are_hatched_alike():
   texts = {i: "evens" if i % 2 == 0 else f"only {i}" for i in range(8)}
-  drawn = svg(holdings("t", MESH, texts))
-  assert drawn.count("<pattern") == 1
-  assert drawn.count('fill="url(#') == 4
-  assert drawn.count("evens") == 4
-  both = svg(holdings("t", MESH, {i: "even" if i % 2 == 0 else "odd" for i in range(8)}))
-  assert both.count("<pattern") == 2
+  drawn = "\n".join(words(holdings("t", MESH, texts)))
+  assert len(re.findall(r"[0246]: evens ╱+ │", drawn)) == 4
+  assert drawn.count(" ╱") == 4
+  both = words(holdings("t", MESH, {i: "even" if i % 2 == 0 else "odd" for i in range(8)}))
+  assert len(re.findall(r"[0246]: even ╱+ │ [1357]: odd ╲+ │", "\n".join(both))) == 4
+
+
+def test_a_device_has_the_same_color_in_every_drawing():
+  assert len({color(i) for i in range(64)}) == 64
+  found = {}
+  for drawn in (
+    picture((16,), lies(LINE, "data")),
+    picture((16, 24), lies(BACKWARDS, "tensor", "data")),
+    holdings("t", MESH, dict.fromkeys(range(8), "")),
+  ):
+    root = ElementTree.fromstring(svg(drawn))
+    fills = dict(re.findall(r"\.(\S+) { fill: (#\w+);font-weight: bold }", svg(drawn)))
+    numbers = [t for t in root.iter("{http://www.w3.org/2000/svg}text") if t.text.isdigit()]
+    assert len(numbers) == 8
+    for text in numbers:
+      found.setdefault(int(text.text), set()).add(fills[text.get("class")])
+  assert found == {i: {color(i)} for i in range(8)}
 
 
 def test_a_row_that_is_too_wide_becomes_a_column():
@@ -205,9 +226,10 @@ def test_a_row_that_is_too_wide_becomes_a_column():
   assert len([line for line in lines if "[0 1 2 3" in line]) == 8
   at = lines.index(next(line for line in lines if "3: [0 1 2 3" in line))
   assert lines[at + 1].index("4") == lines[at].index("0 1 2 3")
-  rows = [text for text in words(wide) if "4 5 6 7]" in text]
-  assert rows == ["    4 5 6 7]"] * 8  # as long as "3: [0 1 2 3 ", which is centred like it
-  assert words(wide).count("3: [0 1 2 3 ") == 1
+  drawn = words(wide)
+  assert len([line for line in drawn if "4 5 6 7]" in line]) == 8
+  [at] = [i for i, line in enumerate(drawn) if "3: [0 1 2 3" in line]
+  assert drawn[at + 1].index("4") == drawn[at].index("0 1 2 3")
 
 
 def test_a_device_without_a_value_holds_nothing_and_an_empty_one_shows_its_number():
@@ -222,7 +244,7 @@ def test_numbers_in_few_words():
   assert numbers_text([3]) == ("3",)
   assert numbers_text([4, 0]) == ("0, 4",)
   assert numbers_text([0, 1, 2, 3, 8, 9, 10]) == ("0-3, 8-10",)
-  assert numbers_text(range(0, 512, 16)) == ("0, 16 ... 496", "32 copies")
+  assert numbers_text(range(0, 512, 16)) == ("0, 16 ... 496", "32 replicas")
 
 
 def test_a_gap_stands_before_the_last():
@@ -235,11 +257,11 @@ MANY = """
 import jax
 jax.config.update("jax_num_cpu_devices", 512)
 from jax.sharding import NamedSharding, PartitionSpec as P
-from reports.drawings import picture, svg, terminal
+from reports.drawings import picture, plain, svg, terminal
 mesh = jax.make_mesh((32, 16), ("data", "tensor"))
 for spec in (P("data", "tensor"), P(None, "tensor"), P(("data", "tensor")), P()):
   drawn = picture((1024, 4096), NamedSharding(mesh, spec), dims="DF")
-  text = terminal(drawn).plain
+  text = plain(terminal(drawn))
   assert sum(len(block.devices) for block in drawn.blocks) == 512
   assert max(map(len, text.splitlines())) <= 80, text
   assert len(text.splitlines()) < 30, text
@@ -251,33 +273,27 @@ for spec in (P("data", "tensor"), P(None, "tensor"), P(("data", "tensor")), P())
 def test_512_devices_are_summed_up():
   result = subprocess.run([sys.executable, "-c", MANY], capture_output=True, text=True)
   assert result.returncode == 0, result.stderr
-  for said in ("(13 more)", "(25 more)", "0, 16 ... 496", "32 copies", "(505 more)", "0-511"):
+  for said in ("(13 more)", "(25 more)", "0, 16 ... 496", "32 replicas", "(505 more)", "0-511"):
     assert said in result.stdout, result.stdout
 
 
-# ---- Nothing overlaps ----
+# ---- Nothing is cut off ----
 
 
 @pytest.mark.parametrize(("shape", "spec", "mesh"), LAYOUTS, ids=NAMES)
-def test_texts_of_an_svg_lie_inside_and_apart(shape, spec, mesh):
+def test_texts_of_an_svg_are_inside_and_lines_do_not_overlap(shape, spec, mesh):
   dims = ("batch", "sequence", "feedforward", "model")[: len(shape)]
   root = ElementTree.fromstring(svg(picture(shape, lies(mesh, *spec), title="x", dims=dims)))
-  width, height = float(root.get("width")), float(root.get("height"))
-  boxes = []
+  left, top, width, height = map(float, root.get("viewBox").split())
+  ends = {}
   for text in root.iter("{http://www.w3.org/2000/svg}text"):
-    wide, x, y = 7.25 * len(text.text or ""), float(text.get("x")), float(text.get("y"))
-    left = {"middle": x - wide / 2, "end": x - wide}.get(text.get("text-anchor"), x)
-    box = (left, y - 10, left + wide, y + 3)
-    if text.get("transform"):  # turned by 90 degrees around its middle
-      box = (x - 10, y - wide / 2, x + 3, y + wide / 2)
-    assert box[0] >= 0, text.text
-    assert box[1] >= 0, text.text
-    assert box[2] <= width, text.text
-    assert box[3] <= height, text.text
-    boxes.append((text.text, box))
-  for (one, a), (other, b) in itertools.combinations(boxes, 2):
-    apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
-    assert apart, (one, other)
+    x, y, wide = (float(text.get(name)) for name in ("x", "y", "textLength"))
+    assert left <= x
+    assert x + wide <= left + width
+    assert top + 20 <= y <= top + height - 4
+    assert x >= ends.get(y, 0)
+    ends[y] = x + wide
+  assert len(ends) > 1
 
 
 # ---- The ways of a layout ----
@@ -293,8 +309,8 @@ def test_arrays_that_are_cut_alike_share_a_drawing():
   state = placed("optimizer/mu/up", (3, 12, 20), "LDF", None, None, "tensor")
   other = placed("optimizer/mu/down", (3, 20, 12), "LFD", None, "tensor", "data")
   scale = placed("scale", (12,), "D")
-  text = drawings.ways_text([up, down, scale, state, other], WIDE)
+  text = layout_text.ways_text([up, down, scale, state, other], WIDE)
   assert text.count("┌") == 2
-  assert "cut so: up, down and their optimizer state" in text
+  assert "sharded alike: up, down and their optimizer state" in text
   assert "optimizer/mu/down LFD [3, 20, 12]" in text
-  assert text.endswith("whole on each of 8 devices: scale")
+  assert text.endswith("replicated on all 8 devices: scale")

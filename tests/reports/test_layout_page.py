@@ -3,9 +3,9 @@
 import dataclasses
 import html.parser
 import re
-from xml.etree import ElementTree
 
 import pytest
+from jax.sharding import NamedSharding
 
 from analysis import collectives
 from partitioning import shardings
@@ -17,11 +17,15 @@ VOID = {"meta", "br", "wbr"}
 
 
 class Reader(html.parser.HTMLParser):
-  """Reads a page: its rows, its drawings, its ids and links; refuses tags that do not close."""
+  """Reads a page: its rows, its drawings, its ids and links; refuses tags that do not close.
+
+  A drawing is a list of its rows; `styles` has device -> the styles of its number in all drawings.
+  """
 
   def __init__(self, text):
     super().__init__()
     self.open, self.rows, self.ids, self.links, self.said = [], [], [], [], []
+    self.tables, self.drawings, self.styles = [], [], {}
     self.feed(text)
     self.close()
     assert self.open == []
@@ -30,12 +34,17 @@ class Reader(html.parser.HTMLParser):
     attrs = dict(attrs)
     self.ids += [attrs["id"]] if "id" in attrs else []
     self.links += [value for name, value in attrs.items() if name in ("href", "src")]
-    if tag == "tr":
-      self.rows.append([])
+    if "data-device" in attrs:
+      self.styles.setdefault(attrs["data-device"], set()).add(attrs["style"])
+    if tag == "table":
+      self.tables.append(self.rows if attrs.get("class") != "grid" else [])
+      self.drawings += [self.tables[-1]] if attrs.get("class") == "grid" else []
+    elif tag == "tr":
+      self.tables[-1].append([])
     elif tag in ("td", "th"):
-      self.rows[-1].append("")
-    elif tag == "br" and self.rows:
-      self.rows[-1][-1] += "\n"
+      self.tables[-1][-1].append("")
+    elif tag == "br" and {"td", "th"} & {*self.open}:
+      self.tables[-1][-1][-1] += "\n"
     if tag not in VOID:
       self.open.append(tag)
 
@@ -45,7 +54,7 @@ class Reader(html.parser.HTMLParser):
   def handle_data(self, data):
     self.said.append(data)
     if {"td", "th"} & {*self.open}:
-      self.rows[-1][-1] += data
+      self.tables[-1][-1][-1] += data
 
   def row(self, name):
     """Returns the cells of the row of one array."""
@@ -103,18 +112,30 @@ def test_every_array_links_to_a_drawing_that_is_there_and_alike_arrays_share_it(
 
 
 def test_the_drawings_are_those_of_the_shardings(job, text):
-  found = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
-  drawings = len({link for link in Reader(text).links if link.startswith("#drawing-")})
-  assert len(found) == 1 + drawings + len(job.activations.seen)  # the mesh is drawn, too
+  read = Reader(text)
+  drawings = len({link for link in read.links if link.startswith("#drawing-")})
+  pages = [cells for drawn in read.drawings for cells in drawn]
+  assert text.count('<div class="drawing">') == 1 + drawings + len(job.activations.seen)  # the mesh
+  [number] = {read.row("layers/mlp/up/kernel")[8]}
+  [at] = re.findall(f'<figure id="drawing-{number}">.*?</figure>', text, re.DOTALL)
+  [drawn] = Reader(at).drawings
   up = job.placements["parameters"]["layers/mlp/up/kernel"]
-  side = layout_page.Side("", job, ())
-  assert side.drawing(up) in text
-  assert "over fsdp (2 x" in side.drawing(up)
-  ids = Reader(text).ids
-  alike = {name for name in ids if name.startswith("h") and ids.count(name) > 1}
-  assert not [name for name in ids if name.startswith("drawing-") and ids.count(name) > 1]
-  for name in alike:  # the same drawing twice: the same pattern
-    assert len(set(re.findall(f'<pattern id="{name}".*?</pattern>', text))) == 1
+  found = {}  # of the drawing: (row, column) -> devices
+  for i, row in enumerate(row for row in drawn if row[0].count(":") == 1):
+    for k, cell in enumerate(row[1:]):
+      found[i, k] = {int(word) for word in cell.split()}
+  indices = NamedSharding(job.mesh, up.spec).devices_indices_map(up.shape)
+  expected = {}
+  for device, index in indices.items():
+    starts = tuple(part.indices(n)[0] for part, n in zip(index[1:], up.shape[1:], strict=True))
+    expected.setdefault(starts, set()).add(device.id)
+  assert [found[place] for place in sorted(found)] == [expected[s] for s in sorted(expected)]
+  assert "over fsdp (2 x" in "".join(Reader(at).said)
+  assert at.count('class="hatch1"') == len(expected)  # each block is on both devices of `data`
+  assert pages
+  assert sorted(read.styles, key=int) == [str(i) for i in range(8)]
+  assert len({*map(str, read.styles.values())}) == 8
+  assert all(len(styles) == 1 for styles in read.styles.values())  # the same color everywhere
 
 
 def test_modules_have_their_sums(job, text):
@@ -131,7 +152,7 @@ def test_the_sums_are_those_of_the_printed_layout(job, text):
   count, _, after = job_text(job).splitlines()[-1].partition(" parameters; with optimizer ")
   [cells] = [row for row in Reader(text).rows if row[0] == "a_strategy"]
   assert cells[1] == count
-  assert f"state {cells[5]} per device, of which {cells[6]} are held whole" in after
+  assert f"state {cells[5]} per device, of which {cells[6]} are replicated" in after
 
 
 def test_the_costs_are_the_collectives_of_the_compiled_step(job, text):
@@ -172,11 +193,13 @@ def test_names_are_escaped(job, monkeypatch):
   odd = dataclasses.replace(first, name="a<b>/c&d", rule="(?P<x>a|&b)", notes=("<i>",))
   parameters = {odd.name: odd, **dict(rest)}
   changed = dataclasses.replace(job, placements={**job.placements, "parameters": parameters})
-  text = layout_page.html(changed, titles=('<script>"x"</script>', ""))
+  text = layout_page.html(changed, titles=('<script>"x"</script>', ""), command="<script>y()")
   read = Reader(text)
   assert 'Layout: <script>"x"</script>' in "".join(read.said)
   assert read.row("a<b>/c&d")[9] == "(?P<x>a|&b)\nnote: <i>"
   assert '<script>"' not in text
+  assert "<script>y" not in text
+  assert "<script>y()" in "".join(read.said)
   assert "a<b>" not in text
 
 

@@ -1,0 +1,82 @@
+"""The page of a plan: the verdict, memory against the limit, overrides to copy, human units."""
+
+import dataclasses
+import importlib
+import re
+
+import jax
+import pytest
+
+from planning import aot, memory, plan
+from reports import plan_page, plan_text
+from tests.reports.test_layout_page import Reader
+
+
+def make(strategy, topology, constants=""):
+  config = importlib.import_module(f"configs.{strategy}").get_config("mlp")
+  config.planning.constants = constants
+  here = aot.Here(simulated=tuple(jax.devices()))
+  return plan.make(config, topology, title="<script>a()", here=here)
+
+
+@pytest.fixture(scope="module")
+def fits():
+  return make("dp4_tp2", "h100:8")
+
+
+def bars(text):
+  """Returns (percents of the parts, percent of the limit) of each stacked bar."""
+  found = re.findall(r'<div class="stack".*?</div>', text, re.DOTALL)
+  return [
+    ([float(x) for x in re.findall(r"<i [^>]*width:([\d.e-]+)%", bar)], re.findall(r"<b.*?%", bar))
+    for bar in found
+  ]
+
+
+def test_the_verdict_the_numbers_and_the_command_are_on_the_page(fits):
+  text = plan_page.html(fits, command='main.py plan "<b>"')
+  read = Reader(text)
+  said = "".join(read.said)
+  assert plan_text.verdict(fits) in said
+  assert 'main.py plan "<b>"' in said
+  assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", said)
+  for line in plan_text.time_lines(fits):
+    assert line in said
+  rows = {row[0]: row for row in read.rows}
+  for name, seconds in plan_text.terms(fits).items():
+    assert rows[name][1] == plan_text.duration(seconds)
+  assert "e+0" not in "".join(plan_text.time_lines(fits))
+
+
+def test_what_is_in_a_title_is_text_and_no_markup(fits):
+  text = plan_page.html(dataclasses.replace(fits, warnings=("<img src=x>",)))
+  assert "<script>a()" not in text
+  assert "<img" not in text
+  said = "".join(Reader(text).said)
+  assert "Plan: <script>a() on h100:8" in said
+  assert "warning: <img src=x>" in said
+
+
+def test_memory_is_one_bar_against_the_limit_and_a_small_one_is_enlarged(fits):
+  limit, peak = fits.topology.chip.hbm_bytes, fits.memory_at_once
+  [(parts, line), (large, none)] = bars(plan_page.html(fits))
+  assert sum(parts) == pytest.approx(100 * peak / limit)
+  assert line == ['<b style="left:0;width:100.0%']
+  assert sum(large) == pytest.approx(100)
+  assert none == []
+  there = memory.at_peak(fits.memory)
+  assert sum(there.values()) == peak <= sum(fits.memory.values())
+  assert len(parts) == len([size for size in there.values() if size])
+
+
+def test_overrides_of_a_plan_that_does_not_fit_can_be_copied():
+  found = make("dp8", "h100:8", "h100.hbm_bytes=5e5")
+  text = plan_page.html(found)
+  assert not found.fits
+  assert found.advice
+  for line in found.advice:
+    assert f'<div class="copy"><code>{line}</code><button type="button">copy</button></div>' in text
+  [(parts, line)] = bars(text)
+  assert sum(parts) == pytest.approx(100)
+  assert 0 < float(line[0].split("width:")[1].rstrip("%")) < 100
+  assert text.count("Not computed: it does not fit.") == 2
