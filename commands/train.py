@@ -68,7 +68,7 @@ def _run(
     return exit_codes.STOPPED
   if request := sampler.first_words(ready.config):
     watch.at("showing a sample", DONE)
-    say("the model goes on:")
+    say("sample from the trained model:")
     sampler.show(ready, end.state.params, request)
   return exit_codes.DONE
 
@@ -110,7 +110,7 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
   say(layout_text.job_text(ready, whole=False))
   say(
     f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
-    f"held out: {data.held_out.source.name}, {len(data.held_out.source):,} rows"
+    f"evaluation: {data.held_out.source.name}, {len(data.held_out.source):,} rows"
   )
   announce_bad(data.train.source)
   announce_bad(data.held_out.source)

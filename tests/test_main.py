@@ -68,7 +68,7 @@ def test_the_same_command_goes_on(main, tmp_path):
       "evaluate", f"--config=configs/{strategy}.py", *TINY_LM, f"--checkpoint={whole}/9"
     )
     assert code == 0, (out, err)
-    assert "held out after step 9 (all of it)" in out
+    assert "evaluation after step 9 (the whole split)" in out
     found = float(out.split("eval_loss ")[1].split()[0])
     assert found == pytest.approx(last, abs=1e-4)
 

@@ -43,7 +43,7 @@ def test_evaluate_gives_the_same_number_on_every_mesh_and_batch_size(main, train
   for where, step in ((f"--checkpoint={trained}/2", 2), (f"--workdir={trained}", 4)):
     code, out, _ = main("evaluate", "--config=configs/single.py", *TINY_LM, where)
     assert code == 0
-    assert f"held out after step {step} (all of it)" in out
+    assert f"evaluation after step {step} (the whole split)" in out
 
 
 def test_another_run_starts_with_the_parameters(main, trained, tmp_path):
@@ -112,7 +112,7 @@ def test_the_run_ends_with_a_continuation(main, trained):
     "--config.evaluation.sample_tokens=6",
   )
   assert code == 0, (out, err)
-  assert "the model goes on:\ndef " in out
+  assert "sample from the trained model:\ndef " in out
 
 
 REFUSALS = {

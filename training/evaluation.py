@@ -60,7 +60,8 @@ class Evaluation:
   def text(self, step: int) -> str:
     """Returns a line for people."""
     numbers = "  ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
-    return f"held out after step {step} ({'all' if self.whole else 'a part'} of it): {numbers}"
+    of = "the whole split" if self.whole else "a part of the split"
+    return f"evaluation after step {step} ({of}): {numbers}"
 
 
 def is_logged(job: Job, workdir: epath.Path, step: int) -> bool:

@@ -59,7 +59,7 @@ def test_evaluating_passes_over_it_too_and_changes_nothing(damaged, main):
   assert code == 0, err
   assert f"cannot be read ({file}: its bytes" in err
   assert f"nothing is changed, and step {OLDER} is used instead" in err
-  assert f"held out after step {OLDER}" in out
+  assert f"evaluation after step {OLDER}" in out
   code, _, err = main(*evaluate, f"--checkpoint={workdir / 'checkpoints' / str(NEWER)}")
   assert code == 2
   assert f"refused: {workdir / 'checkpoints'}: nothing to restore from:" in err
@@ -67,7 +67,7 @@ def test_evaluating_passes_over_it_too_and_changes_nothing(damaged, main):
   code, out, err = main(*evaluate, "--config.checkpoint.verify=off")
   assert code == 0, err
   assert "cannot be read" not in err
-  assert f"held out after step {NEWER}" in out
+  assert f"evaluation after step {NEWER}" in out
 
 
 def test_checkpoints_from_before_there_were_digests(saved, main, tmp_path):

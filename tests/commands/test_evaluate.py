@@ -23,10 +23,10 @@ def trained(main, tmp_path_factory):
 def test_a_part_of_the_split(main, trained):
   command = ["evaluate", "--config=configs/single.py", *TINY_LM, f"--checkpoint={trained}"]
   losses = []
-  for steps, what in ((0, "all"), (2, "a part"), (10**6, "all")):
+  for steps, what in ((0, "the whole"), (2, "a part of the"), (10**6, "the whole")):
     code, out, err = main(*command, f"--config.evaluation.final_steps={steps}")
     assert code == 0, (out, err)
-    assert f"held out after step 2 ({what} of it): eval_loss " in out
+    assert f"evaluation after step 2 ({what} split): eval_loss " in out
     assert "batch 1/" not in out, "the progress is for terminals"
     losses.append(float(out.split("eval_loss ")[1].split()[0]))
   assert losses[0] == losses[2] != losses[1]
@@ -40,7 +40,7 @@ def test_it_shows_its_progress_on_a_terminal_and_stops_within_a_batch(forks, tra
   command += ["--config.data.evaluation_split=test", "--config.data.global_batch_size=1"]
   with Terminal(terminals.main(*command), forks=forks) as terminal:
     # The second batch, or a later one.
-    terminal.wait_until(lambda: re.search(r"held out: batch [2-9]", terminal.text()), "a batch")
+    terminal.wait_until(lambda: re.search(r"evaluation: batch [2-9]", terminal.text()), "a batch")
     terminal.popen.send_signal(kind)
     assert terminal.end() == 75, terminal.text()
     shown = terminal.text()

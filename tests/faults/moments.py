@@ -67,12 +67,12 @@ def last_evaluation(run: Run, chance: random.Random) -> None:
 
 def last_save(run: Run, chance: random.Random) -> None:
   """In the last save."""
-  run.wait_for(f"held out after step {run.steps}")
+  run.wait_for(f"evaluation after step {run.steps}")
   time.sleep(chance.uniform(0, 0.1))
 
 
 def sampling(run: Run, chance: random.Random) -> None:
-  """While the model goes on with a text, at the end."""
+  """While a sample is drawn from the model, at the end."""
   run.wait_for("metrics in")
   time.sleep(chance.uniform(0, 3))
 

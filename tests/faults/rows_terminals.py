@@ -81,7 +81,7 @@ PHASES = (
   Phase("an evaluation", _after(f"step {EVALUATE_EVERY * 2}/", 0.1)),
   Phase("a save", _save),
   Phase("the last evaluation", _after("step 100/", 0.7), late=True),
-  Phase("the sample at the end", _after("the model goes on", 2), late=True),
+  Phase("the sample at the end", _after("sample from the trained model", 2), late=True),
   Phase("a step, twice", _step, twice=True),
   Phase("a step, under launch.local", _step, launcher=True),
   Phase("imports, under launch.local", _after("started 2 processes", 4), launcher=True),

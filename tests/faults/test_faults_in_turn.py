@@ -20,7 +20,7 @@ def clean(forks, tmp_path_factory):
   """Returns what a run without a fault leaves, one of whose processes is late at the end."""
   workdir = tmp_path_factory.mktemp("clean") / "run"
   with Run(workdir, flags=FLAGS, forks=forks) as run:
-    run.wait_for(f"held out after step {STEPS}")
+    run.wait_for(f"evaluation after step {STEPS}")
     run.signal(1, signal.SIGSTOP)
     time.sleep(1.5)
     run.signal(1, signal.SIGCONT)

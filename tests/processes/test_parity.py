@@ -78,7 +78,7 @@ def test_evaluate_gives_the_same_number(main, well, alone):
   assert code == 0, err
   out, other = well(2, "evaluate", *arguments, f"--workdir={one}")
   assert _without_gloo(out) == _without_gloo(alone_out)
-  assert "held out after step 3 (all of it): eval_loss " in out
+  assert "evaluation after step 3 (the whole split): eval_loss " in out
   assert _without_gloo(other) == ""
 
 

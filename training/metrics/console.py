@@ -60,7 +60,7 @@ class ProgressLine:
       alone: the bar shows the evaluation too, not the steps of a training run.
     """
     if self._bar is not None:
-      text, completed = f"held out: batch {done}/{count}", {"completed": done} if alone else {}
+      text, completed = f"evaluation: batch {done}/{count}", {"completed": done} if alone else {}
       self._bar.update(self._task, text=text, refresh=True, **completed)
 
   def note(self, text: str) -> None:
