@@ -1,14 +1,18 @@
-"""Constants of accelerators besides their peaks: one table, with sources, overridable.
+"""Constants of accelerators, with sources: what MFU, `plan` and the pages read; overridable.
 
-The numbers in brackets are those of `SOURCES`. They differ by up to 15 % on v5p's memory bandwidth
-and on the links between chips.
+Variants of a product differ by up to a third in their peak (H100 SXM, PCIe and NVL), so a device's
+name is matched exactly: for a name that is not in the table no MFU is reported, rather than a wrong
+one. Peaks are dense; data sheets that give sparse ones state twice as much. The numbers in brackets
+are those of `SOURCES`. They differ by up to 15 % on v5p's memory bandwidth and on the links between
+chips. TPU names are from JAX's `mesh_utils`, GPU names as the CUDA driver reports them.
 """
 
 import dataclasses
 import re
 from collections.abc import Mapping
 
-from analysis.accelerators import ACCELERATORS
+import jax
+
 from runtime.suggest import nearest
 
 
@@ -23,7 +27,8 @@ class Chip:
     link_bandwidth: bytes per second that a device sends along one axis of the torus, both links
       in use; of a GPU, over NVLink.
     slow_bandwidth: bytes per second of a device to those beyond the slice or the machine.
-    flops: bfloat16 operations per second, of analysis/accelerators.py.
+    flops: dense bfloat16 operations per second.
+    device_kinds: what JAX's `device_kind` may be, in lower case.
     latency: seconds that a collective takes besides its bytes and hops.
     torus: dims of a TPU's torus; 0 for GPUs, whose switch joins all devices of a machine.
     devices_per_chip: JAX devices that a chip is.
@@ -31,7 +36,8 @@ class Chip:
       size of an axis that has them.
     machine: devices that a switch joins, where there is no torus.
     network: what joins the devices of a machine, where there is no torus.
-    source: of the numbers; that of `flops` stands in analysis/accelerators.py.
+    source: of the numbers but `flops`.
+    flops_source: of `flops`.
   """
 
   name: str
@@ -39,23 +45,16 @@ class Chip:
   hbm_bandwidth: float
   link_bandwidth: float
   slow_bandwidth: float
-  flops: float = 0.0
+  flops: float
+  device_kinds: tuple[str, ...] = ()
   latency: float = 0.0
   torus: int = 0
   devices_per_chip: int = 1
   wraps: int = 0
   machine: int = 8
   network: str = "NVLink"
-  source: str = ""
-
-
-def _over_pcie(name: str, hbm_bytes: float, hbm_bandwidth: float, link_bandwidth: float) -> Chip:
-  """Returns a card; a bridge, where there is one, joins two of them alone and is left out."""
-  return Chip(
-    *(name, hbm_bytes, hbm_bandwidth, link_bandwidth, min(link_bandwidth, 25e9)),
-    network="PCIe",
-    source="[3]; over PCIe",
-  )
+  source: str = "[3]"
+  flops_source: str = ""
 
 
 SOURCES = (
@@ -67,65 +66,122 @@ SOURCES = (
 GIB = 2.0**30
 PCIE4, PCIE5 = 32e9, 64e9  # bytes per second each way, 16 lanes
 
+
+def _tpu(name: str, kinds: tuple[str, ...], torus: int, *numbers: float) -> Chip:
+  """Returns a TPU whose chip is one device; the numbers are in the order of the fields."""
+  more = {"source": "[1], [2]", "flops_source": "[1]"}
+  return Chip(name, *numbers, kinds, torus=torus, wraps=4 if torus == 3 else 16, **more)
+
+
+def _over_pcie(
+  name: str, kind: str, hbm_bytes: float, hbm_bandwidth: float, link: float, flops: float, peak: str
+) -> Chip:
+  """Returns a card; a bridge, where there is one, joins only two of them and is left out."""
+  numbers = (hbm_bytes, hbm_bandwidth, link, min(link, 25e9), flops)
+  more = {"source": "[3]; over PCIe", "flops_source": peak}
+  return Chip(name, *numbers, (kind,), network="PCIe", **more)
+
+
 _CHIPS = (
-  Chip("v4", 32 * GIB, 1.2e12, 90e9, 6.25e9, torus=3, wraps=4, source="[1], [2]"),
-  Chip("v5e", 16 * GIB, 0.82e12, 90e9, 25e9 / 8, torus=2, wraps=16, source="[1], [2]"),
-  Chip("v5p", 95 * GIB, 2.77e12, 180e9, 50e9 / 8, torus=3, wraps=4, source="[1], [2]"),
-  Chip("v6e", 32 * GIB, 1.64e12, 180e9, 100e9 / 8, torus=2, wraps=16, source="[1], [2]"),
+  _tpu("v4", ("tpu v4",), 3, 32 * GIB, 1.2e12, 90e9, 6.25e9, 275e12),
+  _tpu("v5e", ("tpu v5 lite", "tpu v5e"), 2, 16 * GIB, 0.82e12, 90e9, 25e9 / 8, 197e12),
+  _tpu("v5p", ("tpu v5", "tpu v5p"), 3, 95 * GIB, 2.77e12, 180e9, 50e9 / 8, 459e12),
+  _tpu("v6e", ("tpu v6 lite", "tpu v6e"), 2, 32 * GIB, 1.64e12, 180e9, 100e9 / 8, 918e12),
   Chip(
-    "tpu7x",
-    96.0 * GIB,
-    7.4e12 / 2,
-    200e9 / 2,
-    100e9 / 8 / 2,
+    *("tpu7x", 96 * GIB, 7.4e12 / 2, 200e9 / 2, 100e9 / 8 / 2, 2307e12 / 2, ("tpu7x",)),
     torus=3,
     devices_per_chip=2,
     wraps=4,
     source="[1]; a chip is two devices, which halves each number",
+    flops_source="[1], a chip is two JAX devices",
   ),
   Chip(
-    "cpu",
-    0.0,
-    20e9,
-    4e9,
-    1e9,
-    flops=100e9,
+    *("cpu", 0.0, 20e9, 4e9, 1e9, 100e9),
     latency=2e-4,
     machine=2**20,
     network="memory",
     source="a guess at two cores, which the devices share",
+    flops_source="a guess at two cores, which the devices share",
   ),
-  Chip("a100", 80 * GIB, 2.039e12, 300e9, 25e9, source="[3]"),
-  Chip("a100-40gb", 39.6 * GIB, 1.555e12, 300e9, 25e9, source="[3]"),
-  _over_pcie("a100-pcie", 80 * GIB, 1.935e12, PCIE4),
-  _over_pcie("a100-pcie-40gb", 39.6 * GIB, 1.555e12, PCIE4),
-  Chip("h100", 80 * GIB, 3.35e12, 450e9, 50e9, source="[2], [3]"),
-  _over_pcie("h100-pcie", 80 * GIB, 2.0e12, PCIE5),
-  _over_pcie("h100-nvl", 93.6 * GIB, 3.9e12, PCIE5),
-  Chip("h200", 140 * GIB, 4.8e12, 450e9, 50e9, source="[3]"),
   Chip(
-    *("h200-nvl", 140 * GIB, 4.8e12, 450e9, 50e9),
+    *("a100", 80 * GIB, 2.039e12, 300e9, 25e9, 312e12, ("nvidia a100-sxm4-80gb",)),
+    flops_source="[3] A100",
+  ),
+  Chip(
+    *("a100-40gb", 39.6 * GIB, 1.555e12, 300e9, 25e9, 312e12, ("nvidia a100-sxm4-40gb",)),
+    flops_source="[3] A100",
+  ),
+  _over_pcie(
+    *("a100-pcie", "nvidia a100 80gb pcie", 80 * GIB, 1.935e12, PCIE4, 312e12, "[3] A100")
+  ),
+  _over_pcie(
+    *("a100-pcie-40gb", "nvidia a100-pcie-40gb", 39.6 * GIB, 1.555e12, PCIE4, 312e12, "[3] A100")
+  ),
+  Chip(
+    *("h100", 80 * GIB, 3.35e12, 450e9, 50e9, 1979e12 / 2, ("nvidia h100 80gb hbm3",)),
+    source="[2], [3]",
+    flops_source="[3] H100 SXM, half of sparse",
+  ),
+  _over_pcie(
+    *("h100-pcie", "nvidia h100 pcie", 80 * GIB, 2.0e12, PCIE5, 1513e12 / 2),
+    "[3] H100 PCIe, half of sparse",
+  ),
+  _over_pcie(
+    *("h100-nvl", "nvidia h100 nvl", 93.6 * GIB, 3.9e12, PCIE5, 1671e12 / 2),
+    "[3] H100 NVL, half of sparse",
+  ),
+  Chip(
+    *("h200", 140 * GIB, 4.8e12, 450e9, 50e9, 1979e12 / 2, ("nvidia h200",)),
+    flops_source="[3] H200 SXM, half of sparse",
+  ),
+  Chip(
+    *("h200-nvl", 140 * GIB, 4.8e12, 450e9, 50e9, 1671e12 / 2, ("nvidia h200 nvl",)),
     machine=4,
     source="[3]; bridges join four of them",
+    flops_source="[3] H200 NVL, half of sparse",
   ),
-  Chip("gh200", 95.6 * GIB, 4.0e12, 450e9, 50e9, machine=1, source="[3]; one per machine"),
-  Chip("gh200-144gb", 143 * GIB, 4.9e12, 450e9, 50e9, machine=1, source="[3]; one per machine"),
-  Chip("b200", 179 * GIB, 8.0e12, 900e9, 50e9, source="[2], [3]"),
-  Chip("gb200", 185 * GIB, 8.0e12, 900e9, 50e9, machine=72, source="[3], of NVL72"),
-  _over_pcie("l4", 22.5 * GIB, 0.3e12, PCIE4),
-  _over_pcie("l40s", 44.9 * GIB, 0.864e12, PCIE4),
-  _over_pcie("a10", 22.5 * GIB, 0.6e12, PCIE4),
+  Chip(
+    *("gh200", 95.6 * GIB, 4.0e12, 450e9, 50e9, 1979e12 / 2),
+    ("nvidia gh200 480gb", "nvidia gh200 120gb"),
+    machine=1,
+    source="[3]; one per machine",
+    flops_source="[3] GH200 with 96 GB of HBM3 (the name counts the processor's memory), half of "
+    "sparse",
+  ),
+  Chip(
+    *("gh200-144gb", 143 * GIB, 4.9e12, 450e9, 50e9, 1979e12 / 2, ("nvidia gh200 144g hbm3e",)),
+    machine=1,
+    source="[3]; one per machine",
+    flops_source="[3] GH200, half of sparse",
+  ),
+  Chip(
+    *("b200", 179 * GIB, 8.0e12, 900e9, 50e9, 2250e12, ("nvidia b200",)),
+    source="[2], [3]",
+    flops_source="[3] HGX B200, half of sparse",
+  ),
+  Chip(
+    *("gb200", 185 * GIB, 8.0e12, 900e9, 50e9, 2500e12, ("nvidia gb200",)),
+    machine=72,
+    source="[3], of NVL72",
+    flops_source="[3] GB200 NVL72, half of sparse",
+  ),
+  _over_pcie(*("l4", "nvidia l4", 22.5 * GIB, 0.3e12, PCIE4, 242e12 / 2, "[3] L4, half of sparse")),
+  _over_pcie("l40s", "nvidia l40s", 44.9 * GIB, 0.864e12, PCIE4, 362e12, "[3] L40S"),
+  _over_pcie("a10", "nvidia a10", 22.5 * GIB, 0.6e12, PCIE4, 125e12, "[3] A10"),
 )
+CHIPS = {chip.name: chip for chip in _CHIPS}
+_BY_KIND = {kind: chip for chip in _CHIPS for kind in chip.device_kinds}
 
 
-def _with_peak(chip: Chip) -> Chip:
-  """Returns a chip with its peak from `accelerators`; the one that is made up has its own."""
-  if chip.name == "cpu":
-    return chip
-  return dataclasses.replace(chip, flops=1e12 * ACCELERATORS[chip.name].bfloat16_tflops)
+def known(device: jax.Device) -> Chip | None:
+  """Returns the chip that a device is; None where its name is not in the table (CPUs)."""
+  return _BY_KIND.get(device.device_kind.lower())
 
 
-CHIPS = {chip.name: _with_peak(chip) for chip in _CHIPS}
+def peak_flops(device: jax.Device) -> float | None:
+  """Returns the device's dense bfloat16 FLOP/s; None where its name is not in the table (CPUs)."""
+  chip = known(device)
+  return None if chip is None else chip.flops
 
 
 @dataclasses.dataclass(frozen=True)

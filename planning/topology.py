@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from analysis import accelerators
-from analysis.chips import CHIPS, Chip
+from analysis.chips import CHIPS, Chip, known
 from planning.slice_names import resolve
 from runtime.devices import Devices, memory_bytes
 from runtime.suggest import nearest
@@ -113,13 +112,14 @@ def of_devices(found: Sequence[jax.Device]) -> str:
   """
   if found[0].platform == "cpu":
     return f"cpu:{len(found)}"
-  if (kind := accelerators.known(found[0])) is None:
+  if (kind := known(found[0])) is None:
+    names = ", ".join(chip.name for chip in CHIPS.values() if chip.device_kinds)
     raise ValueError(
-      f"no constants are known of {found[0].device_kind!r}; known are "
-      f"{', '.join(accelerators.ACCELERATORS)}; choose the nearest with --topology"
+      f"no constants are known of {found[0].device_kind!r}; known are {names}; choose the nearest "
+      "with --topology"
     )
   name = kind.name
-  torus = CHIPS[name].torus
+  torus = kind.torus
   if not torus:
     return f"{name}:{len(found)}"
   ends = [max(device.coords[dim] for device in found) + 1 for dim in range(torus)]

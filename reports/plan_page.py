@@ -6,7 +6,6 @@ This collects what the page says; `templates/plan.html.j2` is its form.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analysis.accelerators import ACCELERATORS
 from analysis.chips import REASONS, SOURCES
 from partitioning.shardings import size_text
 from planning import memory
@@ -121,9 +120,8 @@ def _times(plan: Plan) -> list[dict[str, Any]]:
 def _constants(plan: Plan) -> Sequence[tuple[str, str, str]]:
   """Returns what was assumed, with sources; a config's own numbers are among them."""
   chip = plan.topology.chip
-  peak = ACCELERATORS[chip.name].source if chip.name in ACCELERATORS else chip.source
   rows = [
-    (f"{chip.name}.{name}", f"{value:.4g}", peak if name == "flops" else chip.source)
+    (f"{chip.name}.{name}", f"{value:.4g}", chip.flops_source if name == "flops" else chip.source)
     for name, value in vars(chip).items()
     if isinstance(value, float)
   ]

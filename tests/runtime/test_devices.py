@@ -5,7 +5,7 @@ import types
 import jax
 import pytest
 
-from analysis import accelerators
+from analysis import chips
 from runtime import devices
 
 MESH = {"data": 4, "tensor": 2}
@@ -109,5 +109,5 @@ def test_memory_is_that_of_the_machine_or_of_a_device(monkeypatch):
   ],
 )
 def test_peak_speeds_by_exact_device_kind(kind, teraflops):
-  peak = accelerators.peak_flops(types.SimpleNamespace(device_kind=kind))
+  peak = chips.peak_flops(types.SimpleNamespace(device_kind=kind))
   assert peak == (teraflops and teraflops * 1e12)

@@ -2,7 +2,7 @@
 
 import time
 
-from analysis.accelerators import peak_flops
+from analysis.chips import peak_flops
 from models import MODELS
 from training.metrics.console import duration
 from training.setup import Job
