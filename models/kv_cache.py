@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from partitioning.constraints import constrain
 
-# The cache's dims, of the stack of layers.
+# The letters of the cache's arrays, of all layers.
 CACHE = {
   "keys": "LBSKH",
   "values": "LBSKH",
@@ -22,17 +22,17 @@ CACHE = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-  """What attention keeps of the tokens read so far, of one layer or (with L first) of all.
+  """Keys and values of the tokens read so far, of one layer or (with L first) of all.
 
-  Slot s of a row holds its s-th token, so rows may differ in length: what lies at or past a row's
-  length is never seen, whatever it holds.
+  Slot s of a row holds its s-th token, so rows may differ in length: what is at or past a row's
+  length is masked, whatever it is.
 
   Attributes:
-    keys: [L, B, S, K, H], turned by their positions, in the compute dtype.
+    keys: [L, B, S, K, H], rotated by their positions, in the compute dtype.
     values: likewise.
     lengths: int32 [B], tokens read of each row.
     segments: int32 [B, S], the document that each slot's token belongs to, counted from 0 within
-      the row; None where documents are not kept apart. Likewise the following.
+      the row; None where attention is not masked by documents. Likewise the following.
     ends: int32 [B], how many documents each row has read to their ends.
     starts: int32 [B], the slot at which each row's last document starts, which is its length where
       the token read last has ended one.
@@ -46,10 +46,10 @@ class Cache:
   starts: Any = None
 
 
-def remember(
+def update_cache(
   cache: Cache, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
 ) -> Cache:
-  """Returns one layer's cache with keys and values written behind what each row has read.
+  """Returns one layer's cache with new keys and values written behind what each row has read.
 
   The lengths stay as they are: how many of the T are tokens and not padding, the caller knows.
   """
@@ -63,7 +63,7 @@ def remember(
   return dataclasses.replace(cache, keys=keys_BSKH, values=values_BSKH)
 
 
-def layer_of(cache: Cache, layer: Int[Array, ""]) -> Cache:
+def cache_layer(cache: Cache, layer: Int[Array, ""]) -> Cache:
   """Returns one layer's cache."""
   keys_BSKH, values_BSKH = (
     constrain(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), "BSKH")
@@ -72,8 +72,8 @@ def layer_of(cache: Cache, layer: Int[Array, ""]) -> Cache:
   return dataclasses.replace(cache, keys=keys_BSKH, values=values_BSKH)
 
 
-def with_layer(cache: Cache, layer: Int[Array, ""], new: Cache) -> Cache:
-  """Returns the stack with one layer's keys and values replaced."""
+def set_cache_layer(cache: Cache, layer: Int[Array, ""], new: Cache) -> Cache:
+  """Returns the cache of all layers with one layer's keys and values replaced."""
   keys_LBSKH, values_LBSKH = (
     jax.lax.dynamic_update_index_in_dim(x, new_x, layer, axis=0)
     for x, new_x in ((cache.keys, new.keys), (cache.values, new.values))

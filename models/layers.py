@@ -1,4 +1,6 @@
-"""What the decoder is made of: kernels, norms, embeddings, attention, the MLPs.
+"""The decoder's layers: linear projections, norms, embeddings, dropout, the MLP.
+
+A layer takes the letters of its parameters from the dims table, by its own name.
 
 Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
@@ -12,9 +14,13 @@ from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from models.dtypes import wide_dtype
-from models.transformer_dims import legend, padded_vocabulary
+from models.transformer_dims import RESIDUAL, fan_in, letters_of, optional_letters, sizes
 from partitioning.constraints import constrain
-from partitioning.parallel.products import gathered_products, scattered_lookup, scattered_product
+from partitioning.parallel.products import (
+  column_parallel,
+  row_parallel,
+  vocab_parallel_embedding,
+)
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
 
@@ -22,11 +28,11 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, appro
 def rms_norm(
   x: Float[Array, "*X D"], scale_D: Float[Array, " D"], *, epsilon: float
 ) -> Float[Array, "*X D"]:
-  """Scales x to unit root mean square over D, in float32 or wider. Source: arXiv:1910.07467."""
+  """RMSNorm: x over its root mean square over D, in float32 or wider. Source: arXiv:1910.07467."""
   wide = wide_dtype(x.dtype)
   x_wide = x.astype(wide)
   inverse = jax.lax.rsqrt(jnp.mean(x_wide * x_wide, axis=-1, keepdims=True) + epsilon)
-  return (x_wide * inverse * _beside(scale_D.astype(wide), x)).astype(x.dtype)
+  return (x_wide * inverse * _broadcast(scale_D.astype(wide), x)).astype(x.dtype)
 
 
 def layer_norm(
@@ -36,16 +42,16 @@ def layer_norm(
   *,
   epsilon: float,
 ) -> Float[Array, "*X D"]:
-  """Scales x to mean 0 and variance 1 over D, in float32 or wider. Source: arXiv:1607.06450."""
+  """LayerNorm: x to mean 0 and variance 1 over D, in float32 or wider. Source: arXiv:1607.06450."""
   wide = wide_dtype(x.dtype)
   x_wide = x.astype(wide)
   centred = x_wide - jnp.mean(x_wide, axis=-1, keepdims=True)
   inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
-  scale, bias = (_beside(vector.astype(wide), x) for vector in (scale_D, bias_D))
+  scale, bias = (_broadcast(vector.astype(wide), x) for vector in (scale_D, bias_D))
   return (centred * inverse * scale + bias).astype(x.dtype)
 
 
-def _beside(vector: Array, x: Array) -> Array:
+def _broadcast(vector: Array, x: Array) -> Array:
   """Returns a vector over the last dims of x with dims of 1 before them."""
   return vector.reshape((1,) * (x.ndim - vector.ndim) + vector.shape)
 
@@ -53,14 +59,14 @@ def _beside(vector: Array, x: Array) -> Array:
 def dropout(
   x_BRD: Array, rate: float, key: Key[Array, ""] | None, slots_R: Int[Array, " R"]
 ) -> Array:
-  """Zeroes a share `rate` of x and scales the rest up; without a key it returns x as it is.
+  """Zeroes a share `rate` of x and scales the rest up; without a key it returns x unchanged.
 
   Args:
-    x_BRD: the rows.
+    x_BRD: activations.
     rate: at least 0, below 1.
     key: draws what is zeroed.
-    slots_R: where the tokens stand in the text: what is drawn for one does not depend on where in
-      the array it lies, so that any order drops the same.
+    slots_R: where the tokens are in the text: what is drawn for one does not depend on its place in
+      the array, so that any order of them drops the same.
   """
   if key is None or rate == 0.0:
     return x_BRD
@@ -71,40 +77,38 @@ def dropout(
   return jnp.where(keep_BRD, x_BRD / (1.0 - rate), jnp.zeros_like(x_BRD))
 
 
-class Kernel(nnx.Module):
-  """A matrix (of any rank) drawn with standard deviation `scale * fan_in ** -0.5`."""
+class Linear(nnx.Module):
+  """A kernel of any rank, drawn with standard deviation `scale * fan_in ** -0.5`, maybe a bias.
 
-  def __init__(
-    self,
-    letters: str,
-    config: ConfigDict,
-    *,
-    fan_in: int,
-    scale: float = 1.0,
-    bias: str = "",
-    rngs: nnx.Rngs,
-  ):
-    """Draws the kernel with the sizes that its letters have in the legend; a bias starts at 0.
+  It is multiplied by in `partitioning.parallel.products`, which knows where its dims are sharded.
+
+  Attributes:
+    letters: of the kernel, without the stack's L.
+  """
+
+  def __init__(self, name: str, config: ConfigDict, *, scale: float = 1.0, rngs: nnx.Rngs):
+    """Draws the kernel; a bias, where the dims table has one for this name, starts at 0.
 
     Args:
-      letters: the kernel's dims.
+      name: of the layer among the parameters, such as `layers/mlp/up`.
       config: finalized.
-      fan_in: how many numbers are summed for one of the product.
       scale: of the standard deviation.
-      bias: its dims; "" for none.
       rngs: draws the kernel.
     """
-    sizes = legend(config)
-    shape = tuple(sizes[letter].size for letter in letters)
+    self.letters = letters_of(config, f"{name}/kernel")
+    self.bias_letters = optional_letters(config, f"{name}/bias")
     dtype = jnp.dtype(config.training.parameter_dtype)
-    deviation = jnp.asarray(scale * fan_in**-0.5, dtype)
+    deviation = jnp.asarray(scale * fan_in(config, self.letters) ** -0.5, dtype)
+    shape = sizes(config, self.letters)
     self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
-    self.bias_letters = bias
-    if bias:
-      self.bias = nnx.Param(jnp.zeros([sizes[letter].size for letter in bias], dtype))
-    self.dtype = jnp.dtype(config.training.compute_dtype)
+    if self.bias_letters:
+      self.bias = nnx.Param(jnp.zeros(sizes(config, self.bias_letters), dtype))
 
-  def biased(self, x: Array) -> Array:
+  def effective_kernel(self) -> Array:
+    """Returns the kernel that activations are multiplied by, in the dtype of the parameters."""
+    return self.kernel[...]
+
+  def add_bias(self, x: Array) -> Array:
     """Returns a product with the bias added, where there is one.
 
     Added in float32 or wider: the bias' gradient is a sum over all tokens.
@@ -113,64 +117,73 @@ class Kernel(nnx.Module):
       return x
     wide = wide_dtype(x.dtype)
     bias = constrain(self.bias[...].astype(wide), self.bias_letters)
-    return (x.astype(wide) + _beside(bias, x)).astype(x.dtype)
+    return (x.astype(wide) + _broadcast(bias, x)).astype(x.dtype)
 
 
 class Norm(nnx.Module):
-  """RMSNorm or LayerNorm over the last dim."""
+  """RMSNorm, or LayerNorm where the dims table has a bias, over the last dim."""
 
-  def __init__(self, config: ConfigDict, letter: str = "D"):
-    """Starts as the plain normalisation.
+  def __init__(self, name: str, config: ConfigDict):
+    """Starts as the plain normalization.
 
     Args:
+      name: of the layer among the parameters, such as `layers/mlp_norm`.
       config: finalized.
-      letter: the last dim's; over H it is always RMSNorm.
     """
-    model, dtype = config.model, jnp.dtype(config.training.parameter_dtype)
-    shape = (legend(config)[letter].size,)
+    self.letters = letters_of(config, f"{name}/scale")
+    self.centred = bool(optional_letters(config, f"{name}/bias"))
+    dtype, shape = jnp.dtype(config.training.parameter_dtype), sizes(config, self.letters)
     # Gemma stores what is added to one, so that weight decay pulls towards one.
-    self.offset = 1.0 if model.norm_scale_from_one else 0.0
+    self.offset = 1.0 if config.model.norm_scale_from_one else 0.0
     self.scale = nnx.Param(jnp.full(shape, 1.0 - self.offset, dtype))
-    self.centred = model.norm == "layer" and letter == "D"
     if self.centred:
       self.bias = nnx.Param(jnp.zeros(shape, dtype))
-    self.epsilon, self.letter = model.norm_epsilon, letter
+    self.epsilon = config.model.norm_epsilon
 
   def __call__(self, x: Float[Array, "*X D"]) -> Float[Array, "*X D"]:
-    """Returns x, normalised."""
-    scale = constrain(self.scale[...], self.letter)
+    """Returns x, normalized."""
+    scale = constrain(self.scale[...], self.letters)
     if self.offset:
       scale = scale + self.offset
     if self.centred:
-      return layer_norm(x, scale, constrain(self.bias[...], self.letter), epsilon=self.epsilon)
+      return layer_norm(x, scale, constrain(self.bias[...], self.letters), epsilon=self.epsilon)
     return rms_norm(x, scale, epsilon=self.epsilon)
 
 
 class Embedding(nnx.Module):
-  """Token id -> vector."""
+  """Token embeddings, split over the vocabulary; where they are tied, also the logits' kernel.
+
+  Attributes:
+    letters: of the table.
+  """
 
   def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
-    """Draws the table with unit variance per element of D ** 0.5."""
+    """Draws the table with `model.embedding_standard_deviation`: 1, or D ** -0.5 where tied."""
+    self.letters = letters_of(config, "embed/table")
     dtype = jnp.dtype(config.training.parameter_dtype)
-    shape = (padded_vocabulary(config), config.model.model_size)
     deviation = jnp.asarray(config.model.embedding_standard_deviation, dtype)
+    shape = sizes(config, self.letters)
     self.table = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
     self.dtype = jnp.dtype(config.training.compute_dtype)
     self.scale = config.model.model_size**0.5 if config.model.scaled_embeddings else 1.0
 
+  def effective_kernel(self) -> Array:
+    """Returns the table, in the dtype of the parameters."""
+    return self.table[...]
+
   def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B R D"]:
-    """Returns the rows of the table."""
-    x_BRD = scattered_lookup(self.table[...], tokens_BT, self.dtype)
+    """Returns the rows of the table, times D ** 0.5 with `model.scaled_embeddings`."""
+    x_BRD = vocab_parallel_embedding(self, tokens_BT, RESIDUAL, self.dtype)
     return x_BRD * jnp.asarray(self.scale, self.dtype) if self.scale != 1.0 else x_BRD
 
 
-class Positions(nnx.Module):
-  """Position -> vector, learned. Source: GPT-2."""
+class LearnedPositions(nnx.Module):
+  """Learned position embeddings, added to the residual. Source: GPT-2."""
 
   def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
-    """Draws a row for each position of a training sequence, as small as GPT-2's."""
-    dtype = jnp.dtype(config.training.parameter_dtype)
-    shape = (config.data.sequence_length, config.model.model_size)
+    """Draws a row for each position, with GPT-2's standard deviation of 0.02."""
+    self.letters = letters_of(config, "positions/table")
+    dtype, shape = jnp.dtype(config.training.parameter_dtype), sizes(config, self.letters)
     self.table = nnx.Param(
       jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(0.02, dtype)
     )
@@ -185,29 +198,28 @@ class Positions(nnx.Module):
     gradient is a sum over all rows and documents of the batch.
     """
     wide = wide_dtype(self.dtype)
-    table_PD = constrain(self.table[...].astype(self.dtype), "PD").astype(wide)
-    return constrain((x_BRD.astype(wide) + table_PD[positions_BT]).astype(self.dtype), "BRD")
+    table_PD = constrain(self.table[...].astype(self.dtype), self.letters).astype(wide)
+    x_wide = x_BRD.astype(wide) + table_PD[positions_BT]
+    return constrain(x_wide.astype(self.dtype), RESIDUAL.between)
 
 
 class MLP(nnx.Module):
   """down(f(up(x))), or gated: down(f(gate(x)) * up(x)). Source of the latter: arXiv:2002.05202."""
 
   def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
-    """Draws the projections; the last is scaled down by the depth."""
-    model, biased = config.model, config.model.biases == "all"
-    kernel = functools.partial(Kernel, config=config, rngs=rngs)
-    self.gated = model.gated
+    """Draws the projections; the last is scaled down by the depth, as in GPT-2."""
+    linear = functools.partial(Linear, config=config, rngs=rngs)
+    self.gated = config.model.gated
     if self.gated:
-      self.gate = kernel("DF", fan_in=model.model_size)
-    self.up = kernel("DF", fan_in=model.model_size, bias="F" if biased else "")
-    depth = (2 * model.layers) ** -0.5
-    self.down = kernel("FD", fan_in=model.feedforward_size, scale=depth, bias="D" if biased else "")
-    self.activation = ACTIVATIONS[model.activation]
+      self.gate = linear("layers/mlp/gate")
+    self.up = linear("layers/mlp/up")
+    self.down = linear("layers/mlp/down", scale=(2 * config.model.layers) ** -0.5)
+    self.activation = ACTIVATIONS[config.model.activation]
 
   def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
     """Returns the block's update."""
-    kernels = [kernel.kernel[...] for kernel in ([self.gate, self.up] if self.gated else [self.up])]
-    products = gathered_products(x_BRD, kernels, (("DF", "BTF"),) * len(kernels))
-    up_BTF = self.up.biased(products[-1])
-    hidden_BTF = self.activation(products[0]) * up_BTF if self.gated else self.activation(up_BTF)
-    return self.down.biased(scattered_product(hidden_BTF, self.down.kernel[...], "FD", "BTF"))
+    projections = [self.gate, self.up] if self.gated else [self.up]
+    *gate, up_BTF = column_parallel(x_BRD, projections, RESIDUAL)
+    up_BTF = self.up.add_bias(up_BTF)
+    hidden_BTF = self.activation(gate[0]) * up_BTF if gate else self.activation(up_BTF)
+    return self.down.add_bias(row_parallel(hidden_BTF, self.down, RESIDUAL))

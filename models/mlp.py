@@ -48,8 +48,8 @@ def parameters(config: ConfigDict) -> dict[str, str]:
   return PARAMETERS
 
 
-class Linear(nnx.Module):
-  """`x @ kernel + bias`, kernel drawn with standard deviation fan_in ** -0.5."""
+class Dense(nnx.Module):
+  """`x @ kernel + bias`, sharded by constraints; kernel of standard deviation fan_in ** -0.5."""
 
   def __init__(self, letters: str, config: ConfigDict, *, rngs: nnx.Rngs):
     """Draws kernel and bias of the sizes that the two letters have in the legend."""
@@ -63,7 +63,7 @@ class Linear(nnx.Module):
     self.dtype = jnp.dtype(config.training.compute_dtype)
 
   def __call__(self, x: Float[Array, "B X"]) -> Float[Array, "B Y"]:
-    """Returns the layer's output, laid out by its letters."""
+    """Returns the layer's output, sharded by its letters."""
     kernel = constrain(self.kernel[...].astype(self.dtype), self.letters)
     # In float32 or wider: the bias' gradient is a sum over all rows.
     wide = wide_dtype(self.dtype)
@@ -81,10 +81,10 @@ class MLP(nnx.Module):
 
   def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
     """Draws the parameters from `rngs.params`."""
-    self.layer_1 = Linear("ID", config, rngs=rngs)
-    self.layer_2 = Linear("DF", config, rngs=rngs)
-    self.layer_3 = Linear("FD", config, rngs=rngs)
-    self.layer_4 = Linear("DO", config, rngs=rngs)
+    self.layer_1 = Dense("ID", config, rngs=rngs)
+    self.layer_2 = Dense("DF", config, rngs=rngs)
+    self.layer_3 = Dense("FD", config, rngs=rngs)
+    self.layer_4 = Dense("DO", config, rngs=rngs)
     self.dtype = jnp.dtype(config.training.compute_dtype)
     self.task = config.task
 

@@ -11,15 +11,15 @@ from models.dtypes import wide_dtype
 def rotary_frequencies(
   head_size: int, base: float, scaling: tuple[float, ...] = (), *, dtype: jnp.dtype
 ) -> Float[Array, " h"]:
-  """Returns by how much each of the H/2 pairs turns from one position to the next, in radians.
+  """Returns the angle between one position and the next of each of the H/2 pairs, in radians.
 
   Args:
     head_size: H.
     base: of the geometric series.
-    scaling: Llama 3's, for longer texts than it was first trained on: (factor, low, high, length).
-      Pairs that turn less than `low` times in `length` positions turn `factor` times slower, those
-      that turn more than `high` times are left alone, in between it is interpolated. Source: the
-      definition of `rope_type: llama3` in Llama 3.1's configuration. () leaves all alone.
+    scaling: Llama 3's, for longer contexts than it was first trained on: (factor, low, high,
+      length). Frequencies of less than `low` turns in `length` positions are divided by `factor`,
+      those of more than `high` are kept, in between they are interpolated. Source: the definition
+      of `rope_type: llama3` in Llama 3.1's configuration. () keeps all.
     dtype: of the result, float32 or wider.
   """
   half = head_size // 2
@@ -32,21 +32,21 @@ def rotary_frequencies(
   return frequency_h * (share_h + (1 - share_h) / factor)
 
 
-def turns(
+def rope_table(
   positions_BT: Int[Array, "#B T"], frequency_h: Float[Array, " h"]
 ) -> Float[Array, "2 #B T h"]:
-  """Returns cosine and sine of how far each pair is turned at each position."""
+  """Returns cosine and sine of each pair's angle at each position."""
   angle_BTh = positions_BT.astype(frequency_h.dtype)[:, :, None] * frequency_h[None, None]
   return jnp.stack([jnp.cos(angle_BTh), jnp.sin(angle_BTh)])
 
 
-def rotate(
-  x_BTNH: Float[Array, "B T N H"], turns_2BTh: Float[Array, "2 #B T h"]
+def apply_rope(
+  x_BTNH: Float[Array, "B T N H"], table_2BTh: Float[Array, "2 #B T h"]
 ) -> Float[Array, "B T N H"]:
-  """Turns each pair (i, i + H/2) by its position, in float32 or wider. Source: arXiv:2104.09864."""
+  """Rotates each pair (i, i + H/2) by its position's angle, in float32 or wider."""
   wide = wide_dtype(x_BTNH.dtype)
   half = x_BTNH.shape[-1] // 2
-  cos, sin = turns_2BTh.astype(wide)[:, :, :, None]
+  cos, sin = table_2BTh.astype(wide)[:, :, :, None]
   first, second = x_BTNH[..., :half].astype(wide), x_BTNH[..., half:].astype(wide)
-  turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return turned.astype(x_BTNH.dtype)
+  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+  return rotated.astype(x_BTNH.dtype)

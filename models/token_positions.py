@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from models.kv_cache import Cache
-from models.layer_pattern import Layer, Layers
+from models.layer_pattern import Layer, LayerPattern
 from partitioning.constraints import constrain
 
 END = 0  # the token that ends a document, and belongs to it
@@ -64,46 +64,46 @@ def read_on(
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """Where the tokens at hand are.
+  """Slots, positions and documents of the tokens that the model is given.
 
   Attributes:
     slots_BT: int32, within their rows.
     positions_BT: int32, within their documents.
-    turns_X2BTh: `turns` of queries and keys, of each way that a layer has of it; computed once,
-      before the scan over the layers. None: nothing turns.
-    segments_BT: the documents that do not see one another; None: a row is one.
+    rope_X2BTh: the rope table of each variant among the layers; computed once, before the scan
+      over the layers. None: no rotary positions.
+    segments_BT: the documents, for intra-document attention masking; None: a row is one.
     key_segments_BS: those of the keys, where these are not of the same tokens.
-    ring: whether they lie in the order in which `partitioning.parallel.ring_attention` takes them.
+    ring: whether the tokens are in the zigzag order of `partitioning.parallel.ring_attention`.
   """
 
   slots_BT: Int[Array, "#B T"]
   positions_BT: Int[Array, "#B T"]
-  turns_X2BTh: Float[Array, "X 2 #B T h"] | None
+  rope_X2BTh: Float[Array, "X 2 #B T h"] | None
   segments_BT: Int[Array, "B T"] | None = None
   key_segments_BS: Int[Array, "B S"] | None = None
   ring: bool = False
 
-  def turns(self, layer: Layer) -> Float[Array, "2 #B T h"] | None:
-    """Returns how far a layer turns queries and keys; None where it does not."""
-    if self.turns_X2BTh is None:
+  def rope(self, layer: Layer) -> Float[Array, "2 #B T h"] | None:
+    """Returns a layer's rope table; None without rotary positions."""
+    if self.rope_X2BTh is None:
       return None
-    return self.turns_X2BTh[0 if layer.rotary is None else layer.rotary]
+    return self.rope_X2BTh[0 if layer.rotary is None else layer.rotary]
 
 
 def rows_of(
   tokens_BT: Int[Array, "B T"],
   order_T: np.ndarray | None,
-  kinds: Layers,
+  pattern: LayerPattern,
   *,
   separate_documents: bool,
 ) -> Rows:
-  """Returns where the tokens of whole rows are.
+  """Returns slots, positions and documents of complete rows.
 
   Args:
     tokens_BT: in the order of the text.
-    order_T: the order in which they are to lie, None: as they are.
-    kinds: what the layers are.
-    separate_documents: whether documents do not see one another.
+    order_T: the order into which the tokens are brought, None: that of the text.
+    pattern: what differs between the layers.
+    separate_documents: whether attention is masked to each token's own document.
   """
   slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
   segments_BT, positions_BT = None, slots_BT
@@ -115,5 +115,5 @@ def rows_of(
     segments_BT = None if segments_BT is None else segments_BT[:, order_T]
   if segments_BT is not None:
     segments_BT, positions_BT = constrain(segments_BT, "BT"), constrain(positions_BT, "BT")
-  turns = kinds.turns(positions_BT)
-  return Rows(slots_BT, positions_BT, turns, segments_BT, ring=order_T is not None)
+  tables = pattern.rope_tables(positions_BT)
+  return Rows(slots_BT, positions_BT, tables, segments_BT, ring=order_T is not None)

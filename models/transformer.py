@@ -1,6 +1,7 @@
-"""The decoder of the open families: which of them it is, the config's `model` section says.
+"""The decoder-only transformer of the open families (GPT-2, Llama, Mistral, Qwen, Gemma).
 
-Its layers are stacked along L and scanned, so the program's size does not grow with depth.
+Which of them it is, the config's `model` section says. The layers are stacked along L and scanned,
+so the program's size does not grow with depth.
 Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
@@ -17,19 +18,19 @@ from models import token_positions
 from models.attention import Attention, soft_cap
 from models.dtypes import wide_dtype
 from models.kv_cache import CACHE as CACHE
-from models.kv_cache import Cache, layer_of, with_layer
-from models.layer_pattern import Layer, is_global, layers
-from models.layers import MLP, Embedding, Kernel, Norm, Positions, dropout
+from models.kv_cache import Cache, cache_layer, set_cache_layer
+from models.layer_pattern import Layer, is_global, layer_pattern
+from models.layers import MLP, Embedding, LearnedPositions, Linear, Norm, dropout
 from models.losses import Batch, Sums, cross_entropy, weighted_sum
 from models.token_positions import Rows, rows_of
 from models.transformer_dims import PARAMETERS as PARAMETERS
+from models.transformer_dims import RESIDUAL, padded_vocabulary
 from models.transformer_dims import legend as legend
-from models.transformer_dims import padded_vocabulary
 from models.transformer_dims import parameters as parameters
 from partitioning.constraints import constrain
 from partitioning.dims import Axes
 from partitioning.parallel import ring_attention
-from partitioning.parallel.products import gathered_products, product_in_chunks
+from partitioning.parallel.products import chunked_logits, column_parallel
 
 # What the backward pass recomputes, by the value of `training.rematerialization`.
 REMATERIALIZATION = {
@@ -40,17 +41,18 @@ REMATERIALIZATION = {
 
 
 class Block(nnx.Module):
-  """One layer: attention and MLP, each on a normalised residual, and normalised again if told."""
+  """One layer: attention and MLP, each on the normalized residual, with or without post-norms."""
 
   def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
     """Draws the layer's parameters from `rngs.params`."""
-    self.attention_norm = Norm(config)
+    self.attention_norm = Norm("layers/attention_norm", config)
     self.attention = Attention(config, rngs=rngs)
-    self.mlp_norm = Norm(config)
+    self.mlp_norm = Norm("layers/mlp_norm", config)
     self.mlp = MLP(config, rngs=rngs)
     self.post_norms = config.model.post_norms
     if self.post_norms:
-      self.attention_post_norm, self.mlp_post_norm = Norm(config), Norm(config)
+      self.attention_post_norm = Norm("layers/attention_post_norm", config)
+      self.mlp_post_norm = Norm("layers/mlp_post_norm", config)
     self.dropout_rate = config.model.dropout_rate
 
   def __call__(
@@ -65,20 +67,20 @@ class Block(nnx.Module):
 
     Args:
       x_BRD: the residual.
-      layer: in what this layer differs from others.
+      layer: the numbers that differ between layers.
       key: draws the dropout; None turns it off.
-      rows: where the tokens are.
-      cache: what attention has kept of the past; None where x is all that there is.
+      rows: slots, positions and documents of the tokens.
+      cache: keys and values of earlier tokens; None where x is all that there is.
 
     Returns:
       The residual; the cache; scalar sums over rows by name, the same names in every layer: what
       the layers add to `Transformer.loss_sums`.
     """
     keys = (None, None) if key is None else jax.random.split(key)
-    mixed_BRD, cache = self.attention(self.attention_norm(x_BRD), layer, rows, cache)
+    update_BRD, cache = self.attention(self.attention_norm(x_BRD), layer, rows, cache)
     if self.post_norms:
-      mixed_BRD = self.attention_post_norm(mixed_BRD)
-    x_BRD = x_BRD + dropout(mixed_BRD, self.dropout_rate, keys[0], rows.slots_BT[0])
+      update_BRD = self.attention_post_norm(update_BRD)
+    x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[0], rows.slots_BT[0])
     update_BRD = self.mlp(self.mlp_norm(x_BRD))
     if self.post_norms:
       update_BRD = self.mlp_post_norm(update_BRD)
@@ -93,7 +95,7 @@ class Transformer(nnx.Module):
     self.embed = Embedding(config, rngs=rngs)
     self.learned_positions = config.model.positions == "learned"
     if self.learned_positions:
-      self.positions = Positions(config, rngs=rngs)
+      self.positions = LearnedPositions(config, rngs=rngs)
 
     @nnx.split_rngs(splits=config.model.layers)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -101,13 +103,13 @@ class Transformer(nnx.Module):
       return Block(config, rngs=rngs)
 
     self.layers = stack(rngs)
-    self.final_norm = Norm(config)
+    self.final_norm = Norm("final_norm", config)
     self.tied = config.model.tied_embeddings
     if not self.tied:
-      self.unembed = Kernel("DV", config, fan_in=config.model.model_size, rngs=rngs)
+      self.unembed = Linear("unembed", config, rngs=rngs)
     self.separate_documents = config.model.separate_documents
     self.vocabulary_size = config.model.vocabulary_size
-    self.layer_count, self.kinds = config.model.layers, layers(config)
+    self.layer_count, self.layer_pattern = config.model.layers, layer_pattern(config)
     self.soft_cap = config.model.logits_soft_cap
     self.context_attention = config.model.context_attention
     self.heads = config.model.heads, config.model.kv_heads
@@ -144,15 +146,13 @@ class Transformer(nnx.Module):
     return {"loss": weighted_sum(self._losses(x_BRD, targets_BT), weights_BT), **sums}
 
   def _ring_order(self, length: int) -> np.ndarray | None:
-    """Returns the order in which ring attention takes the tokens of rows of this length.
+    """Returns the zigzag order of ring attention for rows of this length.
 
-    None where the sequence is not split, or where keys and values are gathered instead.
+    None where the sequence is not split, or where keys and values are all-gathered instead.
     """
-    count = ring_attention.parts() if ring_attention.axes() else 1
-    use_ring = count > 1 and ring_attention.chosen(
-      self.context_attention, length, count, *self.heads
-    )
-    return ring_attention.balanced(length, count) if use_ring else None
+    count = ring_attention.ring_size("T")
+    ring = count > 1 and ring_attention.use_ring(self.context_attention, length, count, *self.heads)
+    return ring_attention.zigzag_order(length, count) if ring else None
 
   def _losses(
     self, x_BRD: Float[Array, "B R D"], targets_BT: Int[Array, "B T"]
@@ -160,14 +160,14 @@ class Transformer(nnx.Module):
     """Returns each token's cross-entropy; the logits of one of `loss_chunks` exist at a time."""
     if self.loss_chunks == 1:
       return cross_entropy(self._logits(x_BRD), targets_BT)
-    kernel, letters = self._unembedding()
 
-    def finish(logits_BtV: jax.Array, targets_Bt: jax.Array, axes: Axes) -> jax.Array:
+    def reduce(logits_BtV: jax.Array, targets_Bt: jax.Array, axes: Axes) -> jax.Array:
       first = jax.lax.axis_index(axes) * logits_BtV.shape[-1] if axes else 0
       return cross_entropy(self._finished(logits_BtV, first), targets_Bt, axes)
 
     normed_BRD = self.final_norm(x_BRD)
-    return product_in_chunks(normed_BRD, kernel, letters, targets_BT, finish, self.loss_chunks)
+    chunks = self.loss_chunks
+    return chunked_logits(normed_BRD, self._unembedding(), targets_BT, reduce, chunks, RESIDUAL)
 
   def _residual(
     self, tokens_BT: Int[Array, "B T"], key: Key[Array, ""] | None, order_T: np.ndarray | None
@@ -175,7 +175,9 @@ class Transformer(nnx.Module):
     """Returns the residual after the last layer, and the layers' auxiliary sums added up."""
     graphdef, stack = nnx.split(self.layers)
     keys = None if key is None else jax.random.split(key, self.layer_count)
-    rows = rows_of(tokens_BT, order_T, self.kinds, separate_documents=self.separate_documents)
+    rows = rows_of(
+      tokens_BT, order_T, self.layer_pattern, separate_documents=self.separate_documents
+    )
 
     def layer(x_BRD, inputs):
       params, one, layer_key = inputs
@@ -187,13 +189,13 @@ class Transformer(nnx.Module):
     if order_T is not None:
       tokens_BT = constrain(tokens_BT[:, order_T], "BT")
     x_BRD = self._embedded(tokens_BT, rows)
-    x_BRD, sums_L = jax.lax.scan(layer, x_BRD, (stack, self.kinds.stacked(), keys))
+    x_BRD, sums_L = jax.lax.scan(layer, x_BRD, (stack, self.layer_pattern.stacked(), keys))
     return x_BRD, jax.tree.map(jnp.sum, sums_L)
 
   def extend(
     self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache
   ) -> tuple[Float[Array, "B V"], Cache]:
-    """Reads tokens behind those that the cache holds; nothing is dropped.
+    """Reads tokens that follow those in the cache, without dropout.
 
     Args:
       tokens_BT: token ids, each row's padded on the right with anything.
@@ -209,22 +211,22 @@ class Transformer(nnx.Module):
     segments_BT, positions_BT = None, slots_BT
     if self.separate_documents:
       segments_BT, positions_BT, cache = token_positions.read_on(tokens_BT, counts_B, cache)
-    turns = self.kinds.turns(positions_BT)
-    rows = Rows(slots_BT, positions_BT, turns, segments_BT, cache.segments)
+    tables = self.layer_pattern.rope_tables(positions_BT)
+    rows = Rows(slots_BT, positions_BT, tables, segments_BT, cache.segments)
 
     def layer(carry, inputs):
       x_BRD, cache = carry
       params, one, number = inputs
       block = nnx.merge(graphdef, params)
-      x_BRD, new, _ = block(x_BRD, one, None, rows, layer_of(cache, number))
-      return (x_BRD, with_layer(cache, number, new)), None
+      x_BRD, new, _ = block(x_BRD, one, None, rows, cache_layer(cache, number))
+      return (x_BRD, set_cache_layer(cache, number, new)), None
 
     numbers_L = jnp.arange(self.layer_count, dtype=jnp.int32)
-    # Carried and not scanned over: so a layer is replaced in place, and there is one cache.
+    # Carried and not scanned over: so a layer is updated in place, and there is one cache.
     (x_BRD, cache), _ = jax.lax.scan(
       layer,
       (self._embedded(tokens_BT, rows), cache),
-      (stack, self.kinds.stacked(), numbers_L),
+      (stack, self.layer_pattern.stacked(), numbers_L),
     )
     last_B11 = (counts_B - 1)[:, None, None]
     last_B1D = constrain(jnp.take_along_axis(x_BRD, last_B11, axis=1), "BRD")
@@ -239,19 +241,16 @@ class Transformer(nnx.Module):
 
   def _logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B T V"]:
     normed_BRD = self.final_norm(x_BRD)
-    kernel, letters = self._unembedding()
-    [logits_BTV] = gathered_products(normed_BRD, [kernel], ((letters, "BTV"),))
+    [logits_BTV] = column_parallel(normed_BRD, [self._unembedding()], RESIDUAL)
     wide_BTV = constrain(logits_BTV.astype(wide_dtype(logits_BTV.dtype)), "BTV")
     return self._finished(wide_BTV, 0)
 
-  def _unembedding(self) -> tuple[jax.Array, str]:
-    """Returns the kernel of the logits, and its letters."""
-    if self.tied:
-      return self.embed.table[...], "VD"
-    return self.unembed.kernel[...], "DV"
+  def _unembedding(self) -> Embedding | Linear:
+    """Returns the layer that holds the logits' kernel."""
+    return self.embed if self.tied else self.unembed
 
   def _finished(self, logits_BTV: jax.Array, first: jax.Array | int) -> jax.Array:
-    """Returns logits, wide, capped and without padding; `first` is the token of the first."""
+    """Returns wide, soft-capped logits, padding masked; `first` is the token of the first."""
     wide = wide_dtype(logits_BTV.dtype)
     logits_BTV = soft_cap(logits_BTV.astype(wide), self.soft_cap)
     tokens_V = jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)
@@ -260,7 +259,7 @@ class Transformer(nnx.Module):
 
 
 def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache:
-  """Returns a cache in which nothing has been read.
+  """Returns an empty cache.
 
   Args:
     config: finalized.

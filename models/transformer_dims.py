@@ -1,10 +1,20 @@
-"""The decoder's dims: its legend, and which dims each parameter has."""
+"""The decoder's dims: its legend, and which dims each parameter has.
 
+The one place where a parameter's letters are written: modules and matmuls take them from here.
+"""
+
+import math
+import re
 from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
 from partitioning.dims import Dim
+from partitioning.parallel.products import Residual
+
+# The residual stream, between blocks and inside; queries, keys and values inside a block.
+RESIDUAL = Residual(between="BRD", inside="BTD")
+QUERIES, KEYS = "BTNH", "BTKH"
 
 
 def legend(config: ConfigDict) -> dict[str, Dim]:
@@ -47,12 +57,13 @@ PARAMETERS = {
   "layers/mlp/down/kernel": "LFD",
   "layers/mlp/down/bias": "LD",
   "layers/mlp_post_norm/scale": "LD",
+  "layers/(attention|mlp)_post_norm/bias": "LD",
   "final_norm/scale": "D",
   "final_norm/bias": "D",
   "unembed/kernel": "DV",
 }
 
-# What not every decoder has: a part of the pattern -> when it has it.
+# What not every decoder has: a part of the pattern -> whether it does.
 _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
   "positions/": lambda m: m.positions == "learned",
   "norm/bias": lambda m: m.norm == "layer",
@@ -72,6 +83,43 @@ def parameters(config: ConfigDict) -> dict[str, str]:
   """Returns name pattern -> letters of the parameters that this config has."""
   absent = [part for part, when in _WHEN.items() if not when(config.model)]
   return {n: dims for n, dims in PARAMETERS.items() if not any(part in n for part in absent)}
+
+
+def letters_of(config: ConfigDict, name: str) -> str:
+  """Returns the letters of a parameter within its layer, so without the stack's L.
+
+  Args:
+    config: finalized.
+    name: such as `layers/mlp/up/kernel`.
+
+  Raises:
+    ValueError: no row of the table matches the name.
+  """
+  if found := optional_letters(config, name):
+    return found
+  raise ValueError(f"{name}: no row of models/transformer_dims.py says which dims it has; add one")
+
+
+def optional_letters(config: ConfigDict, name: str) -> str:
+  """Returns the same of a parameter that not every config has, "" where this one does not."""
+  table = parameters(config)
+  found = next((dims for pattern, dims in table.items() if re.fullmatch(pattern, name)), "")
+  return found.removeprefix("L") if name.startswith("layers/") else found
+
+
+def sizes(config: ConfigDict, dims: str) -> tuple[int, ...]:
+  """Returns the shape of a parameter with these letters."""
+  table = legend(config)
+  return tuple(table[letter].size for letter in dims)
+
+
+def fan_in(config: ConfigDict, dims: str) -> int:
+  """Returns how many numbers a kernel with these letters sums for one of its outputs.
+
+  A kernel that begins with the residual's width reads the residual; any other ends with it.
+  """
+  summed = RESIDUAL.width if dims.startswith(RESIDUAL.width) else dims.removesuffix(RESIDUAL.width)
+  return math.prod(sizes(config, summed))
 
 
 def padded_vocabulary(config: ConfigDict) -> int:

@@ -163,13 +163,13 @@ def _recorded(
   return found.spec, not found.failures
 
 
-def together(x: jax.Array, facts: Any) -> tuple[jax.Array, Any]:
-  """Returns both as they are; `facts` count as computed from `x` from here on.
+def tie_to(x: jax.Array, facts: Any) -> tuple[jax.Array, Any]:
+  """Returns both unchanged, behind an `optimization_barrier`: `facts` now depend on `x`.
 
-  For what masks are made of. Where it follows from no parameter and no activation, JAX computes it
-  and all that follows from it alone before a scan over layers or rounds, and hands it in: a mask
-  then is there as an array of the size of all scores, of every round, for each of its uses (as
-  seen in jaxprs of jax 0.10.2).
+  For what masks are computed from. Where that depends on no parameter and no activation, JAX hoists
+  it and all that follows from it alone out of a scan over layers or ring steps, and passes it in:
+  the mask is then an array of the size of all scores, of every step, for each of its uses (as seen
+  in jaxprs of jax 0.10.2).
 
   Args:
     x: an activation.

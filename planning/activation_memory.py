@@ -119,7 +119,7 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
       model.kv_heads = math.gcd(split, model.heads)
     if (around := parts("T")) > 1:
       length, heads = data.sequence_length, (job.config.model.heads, job.config.model.kv_heads)
-      if at_once and ring_attention.chosen(model.context_attention, length, around, *heads):
+      if at_once and ring_attention.use_ring(model.context_attention, length, around, *heads):
         data.sequence_length, rows = length // (2 * around), 2 * rows  # half of the scores
       else:
         rows /= around

@@ -182,7 +182,7 @@ def _of_context(job: Job) -> Iterator[Term]:
   pair = tokens * heads * model.head_size
   times_each = count * model.layers
   length = config.data.sequence_length
-  if ring_attention.chosen(model.context_attention, length, around, model.heads, model.kv_heads):
+  if ring_attention.use_ring(model.context_attention, length, around, model.heads, model.kv_heads):
     why = "keys, values and their gradients, going round"
     runs = times_each * (6 * (around - 1) + 2)
     yield Term("collective-permute", ("context",), runs, pair, why, narrow)

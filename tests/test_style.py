@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -90,6 +91,49 @@ def hidden_attribute_errors(tree):
     if kinds is not None
     and any(getattr(kind, "id", "") == "AttributeError" for kind in ast.walk(kinds))
   ]
+
+
+def named_dims(tree):
+  """Returns (line, text) of each string that spells the dims of an array, such as "BTD".
+
+  Docstrings are left out, and equations of einsum, whose letters are their own.
+  """
+  known = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+      known.add(node.value)
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "einsum":
+      known.add(node.args[0])
+  return [
+    (node.lineno, node.value)
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Constant)
+    and isinstance(node.value, str)
+    and node not in known
+    and re.fullmatch("[A-Z]+", "".join(c for c in node.value if c not in ",->"))
+  ]
+
+
+def test_parallel_schedules_are_told_the_letters_of_a_models_dims():
+  """Else they would depend on the models' legend, by strings that no import shows."""
+  package = {p: t for p, t in sources().items() if p.parts[:2] == ("partitioning", "parallel")}
+  assert len(package) >= 4
+  lines = [
+    f"{p}:{line}: {text!r}" for p, tree in package.items() for line, text in named_dims(tree)
+  ]
+  assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+  "source", ['f("T")', 'LETTERS = "BTNH", 1', 'g(f"BTD,{x}->{y}")', 'einsum(f"BTD,{x}->{y}", x)']
+)
+def test_letters_of_a_legend_are_found(source):
+  assert len(named_dims(ast.parse(source))) == 1
+
+
+def test_einsums_own_letters_are_left_alone():
+  source = '"""BTD"""\nx = jnp.einsum("BTNH,BSNH->BNTS", f(q, "step"), k)'
+  assert named_dims(ast.parse(source)) == []
 
 
 def test_all_attributes_of_an_object_are_set_when_it_is_made():

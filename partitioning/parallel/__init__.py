@@ -1,1 +1,1 @@
-"""Manual parallel schedules under jax.shard_map: matmuls, ring attention, collectives."""
+"""Parallel schedules written as shard_maps: FSDP and tensor-parallel matmuls, ring attention."""

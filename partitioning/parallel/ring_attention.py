@@ -1,12 +1,13 @@
-"""Attention over a sequence that mesh axes split: keys and values go round in a ring.
+"""Ring attention (context parallelism): keys and values are passed around a ring of devices.
 
-Source: arXiv:2310.01889; the order of the pieces: arXiv:2311.09431. Each device holds one early and
-one late piece of the sequence: of 2c pieces over c devices, device i has i and 2c - 1 - i. Then of
-the keys and values that come from another device it needs half, for half of its queries or for
-all, and every device has as much to do in every round.
+Source: arXiv:2310.01889; the zigzag order: arXiv:2311.09431. The sequence is split over devices,
+each of which holds an early and a late piece: of 2c pieces over c devices, device i has i and
+2c - 1 - i. Under a causal mask it then needs half of each block of keys and values that arrives:
+all of them for half of its queries, or half of them for all, and every device has the same amount
+of work in every step of the ring.
 
-The backward pass sends keys and values round again, with their gradients beside them. What is kept
-for it are a device's own queries, keys, values and results, and never the scores.
+The backward pass is written here too: it passes keys and values around again, with their gradients.
+Saved for it are a device's own queries, keys, values and outputs, and never the scores.
 """
 
 import dataclasses
@@ -19,14 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from partitioning.constraints import current_layout, together
+from partitioning.constraints import current_layout, tie_to
 from partitioning.dims import Axes, resolve, spec_entries
 
-# Operations that an accelerator makes while it sends a byte: from 2,190 (TPU v5e: 197e12 / 90e9) to
-# 5,100 (v6e), bfloat16 by both links of a torus axis or by NVLink; most are near this.
+# Operations that an accelerator computes per byte that it sends: from 2,190 (TPU v5e,
+# 197e12 / 90e9) to 5,100 (v6e), bfloat16 by both links of a torus axis or by NVLink.
 OPERATIONS_PER_BYTE = 2500
-
-QUERIES, KEYS, SEGMENTS = "BTNH", "BTKH", "BT"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,33 +54,26 @@ class Scores:
     return slope * (1 - (scores / self.cap) ** 2) if self.cap else slope
 
 
-def splitting() -> Axes:
-  """Returns the axes larger than 1 that split the sequence within a block."""
+def sequence_axes(letter: str) -> Axes:
+  """Returns the axes larger than 1 that split the sequence, whose letter it is, inside a block."""
   layout, sizes = current_layout("attention")
-  if "T" not in layout.legend:
-    return ()
-  return tuple(axis for axis in layout.table[layout.legend["T"].name] if sizes[axis] > 1)
+  return tuple(axis for axis in layout.table[layout.legend[letter].name] if sizes[axis] > 1)
 
 
-def axes() -> Axes:
-  """Returns the axes along which keys and values are passed around a ring."""
-  return splitting()
-
-
-def parts() -> int:
-  """Returns into how many parts the sequence is split."""
+def ring_size(letter: str) -> int:
+  """Returns the number of devices in the ring, 1 where the sequence is not split."""
   _, sizes = current_layout("ring attention")
-  return int(np.prod([sizes[axis] for axis in axes()], dtype=int))
+  return int(np.prod([sizes[axis] for axis in sequence_axes(letter)], dtype=int))
 
 
-def favoured(length: int, count: int, queries: int, keys: int) -> bool:
-  """Tells whether a ring should take less time than gathering keys and values.
+def prefer_ring(length: int, count: int, queries: int, keys: int) -> bool:
+  """Tells whether a ring should take less time than all-gathering keys and values.
 
   Let V/W be the seconds of an all-gather of the keys and values and r those of the causal half of
-  the scores, in units of V/W. Gathering is waited for, and multiplies the other half too: 1 + 2 r.
-  The ring uses one direction of the links, behind the products: max(2, r). So the ring wins from
-  r = 1/2 on, where a device's tokens times the query heads of a key/value head are as many as the
-  operations that it makes per byte sent. It always needs less memory.
+  the scores, in units of V/W. The gather does not overlap with compute, which is of the masked half
+  too: 1 + 2 r. The ring uses one direction of the links and overlaps: max(2, r). So the ring wins
+  from r = 1/2 on, where a device's tokens times the query heads of a key/value head are as many as
+  the operations that it computes per byte sent. It always needs less memory.
 
   Args:
     length: of the sequence.
@@ -93,16 +85,21 @@ def favoured(length: int, count: int, queries: int, keys: int) -> bool:
   return divisible and length // count * (queries // keys) >= OPERATIONS_PER_BYTE
 
 
-def chosen(kind: str, length: int, count: int, queries: int, keys: int) -> bool:
-  """Tells whether keys and values go round, by `model.context_attention` and what `favoured` takes.
+def use_ring(kind: str, length: int, count: int, queries: int, keys: int) -> bool:
+  """Tells whether attention runs as a ring; else keys and values are all-gathered.
 
-  Where they do not, they are gathered.
+  Args:
+    kind: `model.context_attention`: ring, gather, or auto, which is what `prefer_ring` says.
+    length: as `prefer_ring` takes it, as are the following.
+    count: of devices.
+    queries: heads.
+    keys: heads.
   """
-  return kind == "ring" or (kind == "auto" and favoured(length, count, queries, keys))
+  return kind == "ring" or (kind == "auto" and prefer_ring(length, count, queries, keys))
 
 
-def balanced(length: int, count: int) -> np.ndarray:
-  """Returns int32 [length]: the slots in the order in which the devices hold them.
+def zigzag_order(length: int, count: int) -> np.ndarray:
+  """Returns int32 [length]: the slots of a sequence in the order in which the devices hold them.
 
   Raises:
     ValueError: the length is no multiple of twice the count.
@@ -122,52 +119,54 @@ def ring_attention(
   window: jax.Array | int | None,
   *,
   scores: Scores,
+  letters: tuple[str, str],
 ) -> jax.Array:
-  """Attends to the past and to itself.
+  """Causal self-attention over a sequence that mesh axes split.
 
   Args:
-    q_BTNH: queries, in `balanced` order along T.
-    k_BTKH: keys, likewise; each of the K heads serves N/K of the queries'.
+    q_BTNH: queries, in `zigzag_order` along T.
+    k_BTKH: keys, likewise; each of the K heads serves N/K query heads.
     v_BTKH: values.
-    segments_BT: the documents, in the same order; each query sees its own alone. None: all are one.
-    window: each sees that many slots, its own the last of them; None: all of its past.
-    scores: how scores are made.
+    segments_BT: the documents, in the same order; a query sees only its facts. None: all are one.
+    window: slots that a query sees, its own the last of them; None: all of its past.
+    scores: how scores are computed.
+    letters: the legend's letters of the queries, and of the keys and values.
 
   Returns:
-    B T N H, constrained as the queries.
+    B T N H, sharded as the queries.
   """
   layout, sizes = current_layout("ring attention")
-  named = (QUERIES, q_BTNH), (KEYS, k_BTKH), (SEGMENTS, q_BTNH[..., 0, 0])
-  found = [resolve(letters, x.shape, layout.legend, layout.table, sizes) for letters, x in named]
+  of_queries, of_keys = letters
+  named = (of_queries, q_BTNH), (of_keys, k_BTKH), (of_queries[:2], q_BTNH[..., 0, 0])
+  found = [resolve(one, x.shape, layout.legend, layout.table, sizes) for one, x in named]
   if layout.judging and any(one.failures for one in found):
     return q_BTNH  # there is no such region; where they were constrained, it was recorded why
   queries, keys, rows = (one.spec for one in found)
-  same = _part(queries, 2, sizes) == _part(keys, 2, sizes)
-  ring = _Ring(axes(), scores)
-  # Who a device is, it reads from what it is given, and not from its index: what depends on
-  # nothing that is given, JAX would hoist into a shard_map without arguments, which XLA refuses.
-  slots_T = jnp.asarray(balanced(q_BTNH.shape[1], parts()))
+  same = _split(queries, 2, sizes) == _split(keys, 2, sizes)
+  ring = _Ring(sequence_axes(of_queries[1]), scores)
+  # A device reads its place in the ring from its slots, and not from its index: what depends on no
+  # argument, JAX would hoist into a shard_map without arguments, which XLA refuses.
+  slots_T = jnp.asarray(zigzag_order(q_BTNH.shape[1], ring_size(of_queries[1])))
   serving_N = jnp.arange(q_BTNH.shape[2], dtype=jnp.int32) // (q_BTNH.shape[2] // k_BTKH.shape[2])
-  own = _Own(slots_T, None if same else serving_N, segments_BT, window)
-  q_BTNH, own = together(q_BTNH, own)
-  lie = PartitionSpec(queries[1]), PartitionSpec(queries[2]), rows, PartitionSpec()
-  lie = _Own(*(None if fact is None else spec for fact, spec in zip(own, lie, strict=True)))
+  facts = _QueryFacts(slots_T, None if same else serving_N, segments_BT, window)
+  q_BTNH, facts = tie_to(q_BTNH, facts)
+  specs = PartitionSpec(queries[1]), PartitionSpec(queries[2]), rows, PartitionSpec()
+  specs = (None if fact is None else spec for fact, spec in zip(facts, specs, strict=True))
 
-  def inside(q, k, v, own):
-    return _attend(ring, q, k, v, own)
+  def inside(q, k, v, facts):
+    return _attend(ring, q, k, v, facts)
 
   # Without check_vma: a branch of `cond` that differs between devices confuses it.
-  shards = jax.shard_map(
-    inside, in_specs=(queries, keys, keys, lie), out_specs=queries, check_vma=False
-  )
-  return shards(q_BTNH, k_BTKH, v_BTKH, own)
+  in_specs = (queries, keys, keys, _QueryFacts(*specs))
+  shards = jax.shard_map(inside, in_specs=in_specs, out_specs=queries, check_vma=False)
+  return shards(q_BTNH, k_BTKH, v_BTKH, facts)
 
 
-def _part(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> Axes:
+def _split(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> Axes:
   return tuple(axis for axis in spec_entries(spec, dim + 1)[dim] if sizes[axis] > 1)
 
 
-def _spread(x_BSKH: jax.Array, serving_N: jax.Array | None, queries: int) -> jax.Array:
+def repeat_kv(x_BSKH: jax.Array, serving_N: jax.Array | None, queries: int) -> jax.Array:
   """Returns B S N H, for each of the device's query heads the head that serves it.
 
   Args:
@@ -180,8 +179,8 @@ def _spread(x_BSKH: jax.Array, serving_N: jax.Array | None, queries: int) -> jax
   return jnp.take(x_BSKH, serving_N, axis=2)
 
 
-def _collect(d_BSNH: jax.Array, serving_N: jax.Array | None, keys: int) -> jax.Array:
-  """Returns B S K H, the transpose of `_spread`."""
+def sum_kv_grads(d_BSNH: jax.Array, serving_N: jax.Array | None, keys: int) -> jax.Array:
+  """Returns B S K H, the transpose of `repeat_kv`."""
   batch, slots, queries, head = d_BSNH.shape
   if serving_N is None:
     return d_BSNH.reshape(batch, slots, keys, queries // keys, head).sum(axis=3)
@@ -192,8 +191,8 @@ def _collect(d_BSNH: jax.Array, serving_N: jax.Array | None, keys: int) -> jax.A
 _WHOLE = slice(None)
 
 
-class _Own(NamedTuple):
-  """What a device knows of the queries that it holds; segments, window, serving: see above."""
+class _QueryFacts(NamedTuple):
+  """What masks and heads follow from, of a device's queries: see `ring_attention`, `repeat_kv`."""
 
   slots_T: jax.Array
   serving_N: jax.Array | None
@@ -201,8 +200,8 @@ class _Own(NamedTuple):
   window: jax.Array | int | None
 
 
-class _Held(NamedTuple):
-  """What goes round: keys, values, and the documents that they belong to."""
+class _KVBlock(NamedTuple):
+  """What is passed around the ring: keys, values, and the documents that they belong to."""
 
   k_BSKH: jax.Array
   v_BSKH: jax.Array
@@ -211,7 +210,7 @@ class _Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-  """What is known of the ring before there are arrays."""
+  """What is static of a ring: its mesh axes, and how scores are computed."""
 
   axes: Axes
   scores: Scores
@@ -224,26 +223,26 @@ class _Ring:
     return jnp.concatenate([device * piece + inside, late * piece + inside])
 
   def next(self, tree: Any) -> Any:
-    """Returns what the device before this one has held."""
+    """Passes arrays on: returns those of the device before this one."""
     count = jax.lax.axis_size(self.axes)
     pairs = [(i, (i + 1) % count) for i in range(count)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
-  def rounds(self) -> jax.Array:
-    """Returns the numbers of the rounds after the first, which needs nobody else's keys."""
+  def steps(self) -> jax.Array:
+    """Returns the numbers of the ring's steps; in step 0, a device's own keys, nothing is sent."""
     return jnp.arange(1, jax.lax.axis_size(self.axes), dtype=jnp.int32)
 
-  def visit(self, own: _Own, number: jax.Array, add: Callable, total: Any) -> Any:
-    """Adds to a total what a round brings: half of all pairs of queries and keys, on each device.
+  def ring_step(self, facts: _QueryFacts, number: jax.Array, add: Callable, total: Any) -> Any:
+    """Takes in the block that has arrived: half of all pairs of queries and keys, on each device.
 
     Args:
-      own: of this device.
-      number: of the round, so that of the device whose keys are here.
+      facts: of this device's queries.
+      number: of the step: the block comes from the device that many places before this one.
       add: returns the new total of (total, which queries, which keys, int32 [T] the keys' slots).
       total: so far.
     """
-    length, half = own.slots_T.shape[0], own.slots_T.shape[0] // 2
-    here = own.slots_T[0] // half
+    length, half = facts.slots_T.shape[0], facts.slots_T.shape[0] // 2
+    here = facts.slots_T[0] // half
     device = (here - number) % jax.lax.axis_size(self.axes)
     slots_T = self.slots(device, length)
     return jax.lax.cond(
@@ -254,120 +253,120 @@ class _Ring:
     )
 
 
-def _own_pairs(length: int) -> Iterator[tuple[slice, slice]]:
-  """Yields queries and keys of a device's own: its early queries see none of its late keys."""
+def _local_pairs(length: int) -> Iterator[tuple[slice, slice]]:
+  """Yields the queries and keys of step 0: a device's early queries see none of its late keys."""
   half = length // 2
   yield slice(0, half), slice(0, half)
   yield slice(half, None), _WHOLE
 
 
-def _unseen(own: _Own, rows: slice, columns: slice, slots_S, segments_BS) -> jax.Array:
+def _masked(facts: _QueryFacts, rows: slice, columns: slice, slots_S, segments_BS) -> jax.Array:
   """Returns bool, (B or 1) 1 T S: which of some keys each of some queries does not see."""
-  q_slots, k_slots = own.slots_T[rows, None], slots_S[None, columns]
+  q_slots, k_slots = facts.slots_T[rows, None], slots_S[None, columns]
   seen = k_slots <= q_slots
-  if own.window is not None:
-    seen = seen & (q_slots - k_slots < own.window)
+  if facts.window is not None:
+    seen = seen & (q_slots - k_slots < facts.window)
   seen = seen[None]
-  if own.segments_BT is not None:
-    seen = seen & (own.segments_BT[:, rows, None] == segments_BS[:, None, columns])
+  if facts.segments_BT is not None:
+    seen = seen & (facts.segments_BT[:, rows, None] == segments_BS[:, None, columns])
   return jnp.logical_not(seen)[:, None]
 
 
-def _hide(scores: jax.Array, unseen: jax.Array) -> jax.Array:
-  """Returns scores whose exponentials are 0 where a key is not seen.
+def _add_mask_bias(scores: jax.Array, masked: jax.Array) -> jax.Array:
+  """Returns scores whose exponentials are 0 where a key is masked.
 
   Added and not selected: what would be selected is a constant of the size of all scores, which JAX
-  computes before a scan over layers, and hands in.
+  computes before a scan over layers, and passes in.
   """
-  return scores + unseen.astype(scores.dtype) * float(jnp.finfo(scores.dtype).min)
+  return scores + masked.astype(scores.dtype) * float(jnp.finfo(scores.dtype).min)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: _Ring, q, k, v, own: _Own):
-  return _forward(ring, q, k, v, own)[0]
+def _attend(ring: _Ring, q, k, v, facts: _QueryFacts):
+  return _forward(ring, q, k, v, facts)[0]
 
 
-def _forward(ring: _Ring, q, k, v, own: _Own):
-  """Returns the mixed values, and what the backward pass needs."""
+def _forward(ring: _Ring, q, k, v, facts: _QueryFacts):
+  """Returns the attention output, and what the backward pass needs."""
 
-  def add(held: _Held, total, rows, columns, slots_S):
-    unseen = _unseen(own, rows, columns, slots_S, held.segments_BS)
-    more = (_spread(x[:, columns], own.serving_N, q.shape[2]) for x in held[:2])
+  def add(block: _KVBlock, total, rows, columns, slots_S):
+    masked = _masked(facts, rows, columns, slots_S, block.segments_BS)
+    more = (repeat_kv(x[:, columns], facts.serving_N, q.shape[2]) for x in block[:2])
     cut = tuple(x[:, :, rows] for x in total)
-    found = _mix(ring.scores, cut, q[:, rows], *more, unseen)
+    found = _update_softmax(ring.scores, cut, q[:, rows], *more, masked)
     return tuple(x.at[:, :, rows].set(new) for x, new in zip(total, found, strict=True))
 
-  def round_of(carry, number):
-    total, held = carry
-    held = ring.next(held)
-    return (ring.visit(own, number, functools.partial(add, held), total), held), None
+  def step(carry, number):
+    total, block = carry
+    block = ring.next(block)
+    return (ring.ring_step(facts, number, functools.partial(add, block), total), block), None
 
   batch, length, queries, head = q.shape
   zeros = functools.partial(jnp.zeros, dtype=ring.scores.dtype)
   weight = zeros((batch, queries, length))
   lowest = jnp.full_like(weight, jnp.finfo(weight.dtype).min)
   total = zeros((*weight.shape, head)), lowest, weight
-  held = _Held(k, v, own.segments_BT)
-  for rows, columns in _own_pairs(length):
-    total = add(held, total, rows, columns, own.slots_T)
-  (total, _), _ = jax.lax.scan(round_of, (total, held), ring.rounds())
-  mixed, largest, weight = total
-  out = jnp.swapaxes(mixed / weight[..., None], 1, 2).astype(v.dtype)
-  return out, (q, k, v, own, out, largest + jnp.log(weight))
+  block = _KVBlock(k, v, facts.segments_BT)
+  for rows, columns in _local_pairs(length):
+    total = add(block, total, rows, columns, facts.slots_T)
+  (total, _), _ = jax.lax.scan(step, (total, block), ring.steps())
+  sums, largest, weight = total
+  out = jnp.swapaxes(sums / weight[..., None], 1, 2).astype(v.dtype)
+  return out, (q, k, v, facts, out, largest + jnp.log(weight))
 
 
-def _mix(scores: Scores, total, q_BTNH, k_BSNH, v_BSNH, unseen):
-  """Takes more keys into a running softmax: mixed values BNTH, largest score and weight BNT."""
-  mixed, largest, weight = total
-  found = _hide(scores(q_BTNH, k_BSNH), unseen)
+def _update_softmax(scores: Scores, total, q_BTNH, k_BSNH, v_BSNH, masked):
+  """Updates a running softmax by more keys: weighted values BNTH, largest score and weight BNT."""
+  sums, largest, weight = total
+  found = _add_mask_bias(scores(q_BTNH, k_BSNH), masked)
   top = jnp.maximum(largest, found.max(axis=-1))
-  # 0 for what is not seen, since each query sees itself, and that first.
+  # 0 where a key is masked, since each query has seen itself by then.
   shares = jnp.exp(found - top[..., None])
   shrink = jnp.exp(largest - top)
-  more = jnp.einsum("BNTS,BSNH->BNTH", shares.astype(v_BSNH.dtype), v_BSNH).astype(mixed.dtype)
-  return mixed * shrink[..., None] + more, top, weight * shrink + shares.sum(axis=-1)
+  more = jnp.einsum("BNTS,BSNH->BNTH", shares.astype(v_BSNH.dtype), v_BSNH).astype(sums.dtype)
+  return sums * shrink[..., None] + more, top, weight * shrink + shares.sum(axis=-1)
 
 
-def _backward(ring: _Ring, kept, d_out):
-  """Returns the gradients; keys and values go round again, their gradients with them."""
-  q, k, v, own, out, logs = kept
+def _backward(ring: _Ring, saved, d_out):
+  """Returns the gradients; keys and values are passed around again, with their gradients."""
+  q, k, v, facts, out, logs = saved
   # What the softmax's gradient takes off: the sum over S of weights times their gradients.
   off = jnp.einsum("BTNH,BTNH->BNT", d_out.astype(logs.dtype), out.astype(logs.dtype))
 
-  def gradients(held: _Held, rows, columns, slots_S):
-    unseen = _unseen(own, rows, columns, slots_S, held.segments_BS)
-    more = (_spread(x[:, columns], own.serving_N, q.shape[2]) for x in held[:2])
+  def gradients(block: _KVBlock, rows, columns, slots_S):
+    masked = _masked(facts, rows, columns, slots_S, block.segments_BS)
+    more = (repeat_kv(x[:, columns], facts.serving_N, q.shape[2]) for x in block[:2])
     past = logs[:, :, rows, None], off[:, :, rows, None]
-    d_q, *d_held = _gradients(ring.scores, q[:, rows], *more, d_out[:, rows], *past, unseen)
-    return d_q, *(_collect(d, own.serving_N, k.shape[2]) for d in d_held)
+    d_q, *d_block = _gradients(ring.scores, q[:, rows], *more, d_out[:, rows], *past, masked)
+    return d_q, *(sum_kv_grads(d, facts.serving_N, k.shape[2]) for d in d_block)
 
-  def add(held: _Held, sums, rows, columns, slots_S):
+  def add(block: _KVBlock, sums, rows, columns, slots_S):
     found = zip(
-      sums, (rows, columns, columns), gradients(held, rows, columns, slots_S), strict=True
+      sums, (rows, columns, columns), gradients(block, rows, columns, slots_S), strict=True
     )
     return tuple(total.at[:, place].add(more) for total, place, more in found)
 
-  def round_of(carry, number):
+  def step(carry, number):
     d_q, moving = carry
-    held, d_held = ring.next(moving)
-    d_q, *d_held = ring.visit(own, number, functools.partial(add, held), (d_q, *d_held))
-    return (d_q, (held, d_held)), None
+    block, d_block = ring.next(moving)
+    d_q, *d_block = ring.ring_step(facts, number, functools.partial(add, block), (d_q, *d_block))
+    return (d_q, (block, d_block)), None
 
-  held = _Held(k, v, own.segments_BT)
+  block = _KVBlock(k, v, facts.segments_BT)
   sums = tuple(jnp.zeros(x.shape, logs.dtype) for x in (q, k, v))
-  for rows, columns in _own_pairs(q.shape[1]):
-    sums = add(held, sums, rows, columns, own.slots_T)
-  d_q, *d_held = sums
-  (d_q, (_, d_held)), _ = jax.lax.scan(round_of, (d_q, (held, d_held)), ring.rounds())
-  d_k, d_v = ring.next(d_held)  # home
+  for rows, columns in _local_pairs(q.shape[1]):
+    sums = add(block, sums, rows, columns, facts.slots_T)
+  d_q, *d_block = sums
+  (d_q, (_, d_block)), _ = jax.lax.scan(step, (d_q, (block, d_block)), ring.steps())
+  d_k, d_v = ring.next(d_block)  # home
   return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
-def _gradients(scores: Scores, q_BTNH, k_BSNH, v_BSNH, d_BTNH, logs, off, unseen):
-  """Returns what some queries and some keys give: the gradients of q, k and v."""
+def _gradients(scores: Scores, q_BTNH, k_BSNH, v_BSNH, d_BTNH, logs, off, masked):
+  """Returns the gradients of q, k and v from the pairs of some queries and some keys."""
   wide = logs.dtype
   found = scores(q_BTNH, k_BSNH)
-  weights = jnp.exp(_hide(found, unseen) - logs)
+  weights = jnp.exp(_add_mask_bias(found, masked) - logs)
   d_weights = jnp.einsum("BTNH,BSNH->BNTS", d_BTNH, v_BSNH, preferred_element_type=wide)
   d_scores = (weights * (d_weights - off) * scores.slope(found)).astype(q_BTNH.dtype)
   weights = weights.astype(q_BTNH.dtype)

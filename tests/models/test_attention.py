@@ -29,7 +29,9 @@ def numpy_rotate(x, position, base):
 
 def test_each_row_is_turned_by_its_own_positions():
   x_BTNH, positions_BT = normal(2, 3, 5, 4), np.array([[0, 1, 2], [7, 8, 9]], np.int32)
-  found = rope.rotate(jnp.asarray(x_BTNH), rope.turns(jnp.asarray(positions_BT), FREQUENCY))
+  found = rope.apply_rope(
+    jnp.asarray(x_BTNH), rope.rope_table(jnp.asarray(positions_BT), FREQUENCY)
+  )
   for b, t, n in np.ndindex(2, 3, 5):
     wanted = numpy_rotate(x_BTNH[b, t, n], positions_BT[b, t], 100.0)
     np.testing.assert_allclose(found[b, t, n], wanted, atol=1e-5)
@@ -37,9 +39,9 @@ def test_each_row_is_turned_by_its_own_positions():
 
 def test_positions_of_one_row_serve_all():
   x_BTNH = jnp.asarray(normal(2, 3, 5, 4))
-  one = rope.rotate(x_BTNH, rope.turns(jnp.arange(3, dtype=jnp.int32)[None], FREQUENCY))
+  one = rope.apply_rope(x_BTNH, rope.rope_table(jnp.arange(3, dtype=jnp.int32)[None], FREQUENCY))
   each = jnp.tile(jnp.arange(3, dtype=jnp.int32)[None], (2, 1))
-  np.testing.assert_array_equal(one, rope.rotate(x_BTNH, rope.turns(each, FREQUENCY)))
+  np.testing.assert_array_equal(one, rope.apply_rope(x_BTNH, rope.rope_table(each, FREQUENCY)))
 
 
 def test_a_query_sees_the_slots_up_to_its_position_and_nothing_of_the_rest():
@@ -120,7 +122,7 @@ def test_each_row_remembers_behind_its_own_length(strategy):
   lengths, new, past = np.array([0, 3, 5, 1], np.int32), normal(4, 2, 4, 6), normal(4, 7, 4, 6)
   layer = kv_cache.Cache(past, past + 1, lengths)
   with job.tracing():
-    found = jax.jit(kv_cache.remember)(layer, new, new * 2)
+    found = jax.jit(kv_cache.update_cache)(layer, new, new * 2)
   np.testing.assert_array_equal(found.lengths, lengths)
   for keys, old, fresh in ((found.keys, past, new), (found.values, past + 1, new * 2)):
     wanted = old.copy()
@@ -136,8 +138,10 @@ def test_the_layers_of_a_cache_are_read_and_replaced_apart():
   assert cache.keys.dtype == job.config.training.compute_dtype
 
   def replace(cache, layer):
-    one = kv_cache.layer_of(cache, layer)
-    return kv_cache.with_layer(cache, layer, kv_cache.Cache(one.keys + 1, one.values + 2, None))
+    one = kv_cache.cache_layer(cache, layer)
+    return kv_cache.set_cache_layer(
+      cache, layer, kv_cache.Cache(one.keys + 1, one.values + 2, None)
+    )
 
   with job.tracing():
     found = jax.jit(replace)(cache, jnp.int32(1))

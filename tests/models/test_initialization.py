@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from models import transformer_dims
 from partitioning.rules import named_leaves
 from tests.jobs import make_job
 from tests.models import families
@@ -84,3 +85,16 @@ def test_layers_are_drawn_apart():
     first, second, third = found[name]
     assert not np.any(first == second), name
     assert not np.any(second == third), name
+
+
+@pytest.mark.parametrize("row", ["final_norm/scale", "layers/mlp/up/kernel"])
+def test_a_parameter_whose_dims_no_table_says_is_refused(row, monkeypatch):
+  monkeypatch.delitem(transformer_dims.PARAMETERS, row)
+  with pytest.raises(ValueError, match=f"^{row}: no row of models/transformer_dims.py says"):
+    make_job("single", "lm")
+
+
+def test_layer_norms_after_attention_and_mlp_have_a_bias_too():
+  norms = {"model.norm": "layer", "model.post_norms": True}
+  names = named_leaves(make_job("single", "lm", **norms).state.params)
+  assert {"layers/attention_post_norm/bias", "layers/mlp_post_norm/bias"} <= names.keys()

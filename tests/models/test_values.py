@@ -105,8 +105,8 @@ def test_the_softmax_of_scores_is_not_in_bfloat16(cap):
 def test_rotary_positions_round_once():
   (x, narrow_x), positions = normal(2, 512, 3, 16), np.arange(512)
   frequency = rope.rotary_frequencies(16, 1e4, dtype=jnp.dtype("float32"))
-  turns = rope.turns(jnp.asarray(positions, jnp.int32)[None], frequency)
-  found = rope.rotate(narrow_x, turns)
+  table = rope.rope_table(jnp.asarray(positions, jnp.int32)[None], frequency)
+  found = rope.apply_rope(narrow_x, table)
   model = job_of("llama2", **{"model.head_size": 16}).config.model
   wanted = np.stack([numpy_decoder.rotated(model, row, positions, sees_all=True) for row in x])
   assert share_rounded_otherwise(found, wanted) < 1e-2  # of sums near zero, more than once

@@ -88,7 +88,7 @@ def test_the_gradient_of_a_lookup_is_a_sum_in_the_dtype_of_the_parameters():
   table = jnp.asarray(random.standard_normal((61, 5)), jnp.bfloat16)
 
   def rows(table, dtype):
-    return products.rows_of(table, ids, jnp.dtype(dtype))
+    return products.table_rows(table, ids, jnp.dtype(dtype))
 
   wanted = np.zeros((61, 5))
   np.add.at(wanted, ids, np.asarray(pulled, np.float64))

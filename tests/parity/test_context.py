@@ -115,7 +115,7 @@ def test_evaluation_is_that_of_one_device(kind):
 def test_the_ring_is_favoured_where_its_messages_hide_behind_the_products(
   length, count, heads, favoured
 ):
-  assert ring_attention.favoured(length, count, *heads) is favoured
+  assert ring_attention.prefer_ring(length, count, *heads) is favoured
 
 
 @pytest.mark.parametrize(("operations", "rings"), [(1, True), (1e9, False)])
@@ -131,7 +131,7 @@ def test_the_default_follows_the_formula(operations, rings, monkeypatch):
 
 
 def test_the_order_gives_each_device_an_early_and_a_late_piece():
-  assert ring_attention.balanced(16, 4).tolist() == [
+  assert ring_attention.zigzag_order(16, 4).tolist() == [
     0,
     1,
     14,
@@ -150,14 +150,14 @@ def test_the_order_gives_each_device_an_early_and_a_late_piece():
     9,
   ]
   with pytest.raises(ValueError, match="a sequence of 12 is not divisible into 2 x 4 pieces"):
-    ring_attention.balanced(12, 4)
+    ring_attention.zigzag_order(12, 4)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_the_causal_work_is_balanced(count):
   """Counts the pairs of slots that each device multiplies in each round, and those it needs."""
   length = 16 * count
-  slots = ring_attention.balanced(length, count).reshape(count, -1)
+  slots = ring_attention.zigzag_order(length, count).reshape(count, -1)
   for shift in range(1, count):
     multiplied, needed = [], []
     for device in range(count):
@@ -231,12 +231,12 @@ def test_an_off_by_one_at_a_seam(monkeypatch):
 
 def test_a_mask_that_leaks_across_documents(monkeypatch):
   on_one_device("seen")
-  unseen = ring_attention._unseen
+  masked = ring_attention._masked
 
-  def without(own, *more):
-    return unseen(own._replace(segments_BT=None), *more)
+  def without(facts, *more):
+    return masked(facts._replace(segments_BT=None), *more)
 
-  monkeypatch.setattr(ring_attention, "_unseen", without)
+  monkeypatch.setattr(ring_attention, "_masked", without)
   assert_caught({})
 
 
