@@ -6,12 +6,13 @@ There is no catch-all: a parameter that is replicated is written down as such.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from partitioning import optimizer_state
 from partitioning.dims import (
   Legend,
   Table,
@@ -23,6 +24,8 @@ from partitioning.dims import (
   spec_entries,
 )
 
+# Elements of a leaf of the optimizer's state that belongs to no parameter and is replicated.
+SMALL = 64
 Overrides = Sequence[tuple[str, tuple]]  # (name, entries of an explicit PartitionSpec)
 
 
@@ -135,8 +138,14 @@ def place_optimizer(
   sizes: Mapping[str, int],
   overrides: Overrides = (),
   prefix: str = "optimizer/",
+  init: Callable[[Any], Any] | None = None,
 ) -> tuple[dict[str, Placement], list[str]]:
-  """Places every optimizer leaf: like the parameter that its name ends with, by its own table.
+  """Places every leaf of the optimizer's state by the dims of the parameter that it belongs to.
+
+  A leaf of the parameter's shape has its letters; one whose shape is the parameter's with dims
+  removed or set to 1 (Adafactor's rows and columns) has those of the dims that are left. Scalars,
+  leaves of one element and small leaves of no parameter (a random key) are replicated. Any other
+  leaf needs an override of its own.
 
   Args:
     abstract_opt_state: the optimizer's state, arrays or ShapeDtypeStructs.
@@ -146,41 +155,102 @@ def place_optimizer(
     sizes: mesh axis -> size.
     overrides: (name with its prefix, PartitionSpec entries).
     prefix: put before each leaf's name.
+    init: the optimizer's, parameters -> state. With it, dims of equal size are told apart; without
+      it, a leaf that would be sharded otherwise by either of them needs an override.
 
   Returns:
-    name -> Placement, and the failures. A leaf of another shape than its parameter, which is
-    not a scalar, needs an override of its own.
+    name -> Placement, and the failures.
   """
-  overrides = dict(overrides)
+  overrides, by_path = dict(overrides), {tuple(name.split("/")): name for name in parameters}
+  leaves = optimizer_state.leaves_by_path(abstract_opt_state)
+  owners = optimizer_state.owners(leaves, by_path)
+  trial: dict | None = None
   placements, failures = {}, []
-  for name, leaf in named_leaves(abstract_opt_state, prefix).items():
-    owner = max((p for p in parameters if name.endswith("/" + p)), key=len, default=None)
+  for path, leaf in leaves.items():
+    name = prefix + "/".join(path)
+    owner = parameters[by_path[owners[path]]] if owners[path] else None
+    ways = optimizer_state.candidates(leaf.shape, owner.shape) if owner else []
     wrong: tuple[str, ...] = ()
     if name in overrides:
       placement, wrong = _override(name, leaf, "", overrides[name], sizes)
-    elif leaf.ndim == 0:
-      placement = Placement(name, leaf.shape, leaf.dtype, "", "scalar", PartitionSpec())
-    elif owner is not None and parameters[owner].shape == leaf.shape:
-      letters = parameters[owner].letters
-      if parameters[owner].rule == "override":
-        spec = parameters[owner].spec
-        placements[name] = Placement(name, leaf.shape, leaf.dtype, letters, f"as {owner}", spec)
-        continue
-      found = resolve(letters, leaf.shape, legend, table, sizes)
-      placement = Placement(
-        name, leaf.shape, leaf.dtype, letters, f"as {owner}", found.spec, found.notes
-      )
-      wrong = found.failures
+    elif rule := _replicated(leaf, owner):
+      placement = Placement(name, leaf.shape, leaf.dtype, "", rule, PartitionSpec())
     else:
-      like = f"{owner} has shape {parameters[owner].shape}" if owner else "no parameter is like it"
-      failures.append(
-        f"{name}: shape {leaf.shape}, but {like}; give it a spec of its own, "
-        f'partitioning.overrides=(("{name}", ({"None, " * leaf.ndim})),)'
-      )
-      continue
+      found = [_statistic(name, leaf, owner, kept, legend, table, sizes) for kept in ways]
+      if len({placed.spec for placed, _ in found}) > 1 and init is not None:
+        if trial is None:
+          arrays = {
+            p: jax.ShapeDtypeStruct(parameters[n].shape, parameters[n].dtype)
+            for p, n in by_path.items()
+          }
+          trial = optimizer_state.kept_by_trial(init, arrays)
+        by_trial = [kept for kept in trial.get(path, []) if kept in ways]
+        found = [found[ways.index(kept)] for kept in by_trial[:1]] or found
+      if len({placed.spec for placed, _ in found}) != 1:
+        failures.append(_no_dims(name, leaf, owner, [placed.rule for placed, _ in found]))
+        continue
+      placement, wrong = found[0]
     placements[name] = placement
     failures.extend(f"{name}: {failure}" for failure in wrong)
   return placements, failures
+
+
+def _replicated(leaf: Any, owner: Placement | None) -> str:
+  """Returns the rule by which a leaf is replicated; "" where its dims decide."""
+  if leaf.ndim == 0:
+    return "scalar"
+  if owner is not None and owner.shape == leaf.shape:
+    return ""
+  if leaf.size == 1:
+    return "one element"
+  if owner is None and leaf.size <= SMALL:
+    return "of no parameter"
+  return ""
+
+
+def _statistic(
+  name: str,
+  leaf: Any,
+  owner: Placement,
+  kept: Sequence[int],
+  legend: Legend,
+  table: Table,
+  sizes: Mapping[str, int],
+) -> tuple[Placement, tuple[str, ...]]:
+  """Places a leaf that has these dims of its parameter."""
+  if len(owner.letters) != len(owner.shape):  # a failure of the parameter's own, already found
+    return dataclasses.replace(owner, name=name, shape=leaf.shape, dtype=leaf.dtype), ()
+  letters = "".join(owner.letters[i] for i in kept)
+  gone = "".join(letter for i, letter in enumerate(owner.letters) if i not in kept)
+  rule = f"as {owner.name}" + (f" without {gone}" if gone else "")
+  notes: tuple[str, ...] = ()
+  wrong: tuple[str, ...] = ()
+  if owner.rule == "override":
+    entries = spec_entries(owner.spec, len(owner.shape))
+    entries = [entries[i] for i in kept]
+  else:
+    found = resolve(letters, tuple(owner.shape[i] for i in kept), legend, table, sizes)
+    entries, notes, wrong = spec_entries(found.spec, len(kept)), found.notes, found.failures
+  if len(leaf.shape) == len(owner.shape):  # the others are of size 1
+    axes = dict(zip(kept, entries, strict=True))
+    entries = [axes.get(i, ()) for i in range(len(owner.shape))]
+    letters = "" if gone else letters
+  spec = partition_spec(entries)
+  return Placement(name, leaf.shape, leaf.dtype, letters, rule, spec, notes), wrong
+
+
+def _no_dims(name: str, leaf: Any, owner: Placement | None, rules: Sequence[str]) -> str:
+  """Returns the failure of a leaf of which no rule says how it is sharded."""
+  if owner is None:
+    why = f"but it belongs to no parameter and has more than {SMALL} elements"
+  elif rules:
+    why = f"which is {' or '.join(rules)}: dims of equal size, sharded differently"
+  else:
+    why = f"but {owner.name} has shape {owner.shape}, and it is not that with dims removed"
+  return (
+    f"{name}: shape {leaf.shape}, {why}; give it a spec of its own, "
+    f'partitioning.overrides=(("{name}", ({"None, " * leaf.ndim})),)'
+  )
 
 
 def partition_specs(

@@ -25,6 +25,7 @@ NUMERICS = (
   "partitioning/dims.py",
   "partitioning/parallel",
   "partitioning/mesh.py",  # the order of devices is the order of sums
+  "partitioning/optimizer_state.py",
   "partitioning/rules.py",
   "training/setup.py",  # precision, compiler options, placement
   "training/splits.py",  # seeds and splits

@@ -275,6 +275,8 @@ def _tried(build: Callable, rate: Any, params: Any) -> tuple[Any, str]:
     return None, f"{type(error).__name__}: {error}".splitlines()[0]
   if _types(after) != _types(state) or _types(updates) != _types(params):
     return None, "its state or its updates change their types from step to step"
+  if any(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state)):
+    return None, "its state has a typed random key, which a checkpoint cannot hold"
   return optimizer, ""
 
 

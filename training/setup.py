@@ -178,7 +178,7 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   program = make_program(config)
   state = program.abstract_state()
   batch = abstract_batch(config, legend)
-  placements, failures = _place(config, legend, state, batch, devices.sizes)
+  placements, failures = _place(config, legend, program, state, batch, devices.sizes)
   activations = _trace_activations(config, legend, program, state, batch, mesh)
   failures += [
     f"activation {c.letters} {shardings.shape_text(c.shape)}: {failure}"
@@ -207,7 +207,7 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   return Job(config, devices, mesh, legend, program, state, batch, placements, activations)
 
 
-def _place(config, legend, state, batch, sizes):
+def _place(config, legend, program, state, batch, sizes):
   """Places parameters, optimizer state and batch; returns the placements and all failures."""
   tables, overrides = config.partitioning, config.partitioning.overrides
   failures = []
@@ -220,7 +220,13 @@ def _place(config, legend, state, batch, sizes):
     state.params, names, legend, tables.parameters, sizes, overrides
   )
   optimizer, wrong_optimizer = rules.place_optimizer(
-    state.optimizer, parameters, legend, tables.optimizer, sizes, overrides
+    state.optimizer,
+    parameters,
+    legend,
+    tables.optimizer,
+    sizes,
+    overrides,
+    init=program.optimizer.init,
   )
   failures += wrong + [w for w in wrong_optimizer if not wrong]
   failures += rules.unknown_overrides(overrides, [*parameters, *optimizer])

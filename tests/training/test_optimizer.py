@@ -96,6 +96,7 @@ def test_an_unknown_name_is_refused_with_the_nearest():
   [
     ("lbfgs", NO_DECAY, "the step cannot use it: TypeError: scale_by_zoom_linesearch"),
     ("contrib.momo", NO_DECAY, "missing 1 required keyword-only argument: 'value'"),
+    ("noisy_sgd", NO_DECAY, "its state has a typed random key, which a checkpoint cannot hold"),
     ("contrib.schedule_free_adamw", {}, "its parameters are not those to evaluate"),
     ("sm3", NO_DECAY, "a number, not a schedule; set optimizer.schedule=constant and optimizer.wa"),
     ("rmsprop", {}, "optimizer.weight_decay=0.1: rmsprop takes none that leaves scales and biases"),

@@ -1,0 +1,89 @@
+"""Optimizers whose state is not of the parameters' shapes, on meshes beside one device, resumed."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from checkpointing.checkpointer import Checkpointer
+from partitioning.rules import named_leaves
+from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
+from tests.jobs import first_state, host_batch, make_job, place
+from training.parity import BOUNDS
+from training.state import State
+
+STEPS = 3
+KEYS = {
+  "training.parameter_dtype": "float64",
+  "training.matmul_precision": "highest",
+  "optimizer.weight_decay": 0.0,
+}
+ADAFACTOR = {
+  "optimizer.name": "adafactor",
+  "optimizer.arguments": "min_dim_size_to_factor=4,momentum=0.9,dtype_momentum=float64",
+}
+
+
+@functools.cache
+def job_of(strategy):
+  """Returns the job and its compiled step."""
+  with jax.enable_x64(True):
+    job = make_job(strategy, "lm", **KEYS, **ADAFACTOR)
+    return job, job.compile_train_step().function
+
+
+def take(strategy, state, count):
+  """Takes steps; returns the state."""
+  job, step = job_of(strategy)
+  for _ in range(count):
+    state, _ = step(state, place(job, host_batch(job, seed=int(state.step))))
+  return state
+
+
+@functools.cache
+def trained(strategy):
+  """Returns the parameters and the optimizer's state after three steps, on the host."""
+  with jax.enable_x64(True):
+    return on_host(take(strategy, first_state(job_of(strategy)[0]), STEPS))
+
+
+def on_host(state):
+  """Returns name -> array of floats."""
+  leaves = named_leaves(jax.device_get({"params": state.params, "optimizer": state.optimizer}))
+  return {name: x for name, x in leaves.items() if x.dtype == np.float64}
+
+
+def assert_equal(ours, wanted):
+  """Compares each tensor by its relative L2 distance."""
+  assert ours.keys() == wanted.keys()
+  far = {
+    name: np.linalg.norm(ours[name] - x) / max(np.linalg.norm(x), 1e-30)
+    for name, x in wanted.items()
+    if not np.array_equal(ours[name], x)
+  }
+  assert {name: d for name, d in far.items() if not d <= BOUNDS["float64"]} == {}
+
+
+@pytest.mark.parametrize("strategy", ["dp8", "fsdp8", "dp4_tp2"])
+def test_adafactor_trains_as_on_one_device(strategy):
+  job, _ = job_of(strategy)
+  rows = job.placements["optimizer"]["optimizer/0/v_row/layers/mlp/up/kernel"]
+  columns = job.placements["optimizer"]["optimizer/0/v_col/layers/mlp/up/kernel"]
+  axes = {"dp8": (None, None), "fsdp8": ("fsdp", None), "dp4_tp2": (None, "tensor")}[strategy]
+  assert (rows.letters, tuple(rows.spec)) == ("LD", (None, axes[0]))  # F, the largest, is gone
+  assert (columns.letters, tuple(columns.spec)) == ("LF", (None, axes[1]))
+  assert_equal(trained(strategy), trained("single"))
+  begun = named_leaves(first_state(job_of("single")[0]).params, "params/")
+  assert any(not np.array_equal(trained("single")[name], x) for name, x in begun.items())
+
+
+def test_adafactor_is_saved_and_resumes_on_another_mesh(tmp_path):
+  with jax.enable_x64(True):
+    state = take("fsdp8", first_state(job_of("fsdp8")[0]), STEPS - 1)
+    with Checkpointer(tmp_path) as checkpointer:
+      checkpointer.save(STEPS - 1, tree_of(state), config=CONFIG, record=RECORD)
+    with Checkpointer(tmp_path, read_only=True) as checkpointer:
+      _, tree = checkpointer.restore(abstract(job_of("dp4_tp2")[0]))
+    resumed = on_host(take("dp4_tp2", State(**tree), 1))
+  assert_equal(resumed, trained("single"))
