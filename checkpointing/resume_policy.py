@@ -61,6 +61,7 @@ CLASSES = {
   "training.bad_step_*": GOES_ON,
   "training.max_rollbacks": GOES_ON,
   "training.parameter_dtype": REFUSED,
+  "training.trainable": REFUSED,  # the optimizer state is of those alone
   "optimizer.name": REFUSED,  # its state is of another kind
   "optimizer.learning_rate": ACCEPT,
   "optimizer.schedule": ACCEPT,

@@ -142,7 +142,7 @@ def gradients(job: Job, config: ConfigDict) -> Any:
     batch[name] = jax.ShapeDtypeStruct(shape, whole.dtype)
   key = jax.eval_shape(jax.random.key, 0)
   with _one_device(job, config):
-    return jax.make_jaxpr(program.gradients)(program.params, batch, key).jaxpr
+    return jax.make_jaxpr(program.gradients)(program.params, batch, key, program.variables).jaxpr
 
 
 @contextlib.contextmanager

@@ -247,7 +247,7 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
   return {
     **config,
     "data": {"skip_batches": (), "skip_rows": rows, **data},
-    "training": training,
+    "training": {"trainable": ("*",), **training},
     "optimizer": {"arguments": "", **config["optimizer"]},
     **task,
   }

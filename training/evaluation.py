@@ -93,11 +93,14 @@ class Evaluator:
   lockstep: Lockstep
   progress: Callable[[int, int], None] | None = None
 
-  def __call__(self, params: Any, *, steps: int = 0, judged_steps: int = 0) -> Evaluation | None:
+  def __call__(
+    self, params: Any, variables: Any = None, *, steps: int = 0, judged_steps: int = 0
+  ) -> Evaluation | None:
     """Evaluates; returns None where a stop came in between.
 
     Args:
       params: the parameters, placed as the job's.
+      variables: the model's other variables, where it has any.
       steps: batches to take; 0 for the whole split.
       judged_steps: how many of them checkpoints are compared by; 0 for all that are taken.
     """
@@ -121,7 +124,7 @@ class Evaluator:
           return None
         self.watch.at(f"evaluation batch {i + 1}: computing", EVALUATION)
         # Added up in Python's float64, in order: the same on every mesh but for rounding.
-        sums = jax.device_get(self.step(params, batch))
+        sums = jax.device_get(self.step(params, batch, *([None, variables] if variables else [])))
         for name, value in sums.items():
           totals[name] = totals.get(name, 0.0) + float(value)
         if i + 1 == judged_count:

@@ -299,6 +299,7 @@ class Run:
     with self._meter.paused(), self._goodput.within("evaluation"):
       found = self._evaluator(
         self.state.params,
+        self.state.variables,
         steps=keys.final_steps if self._last() else keys.steps,
         judged_steps=keys.steps if keys.every_steps else 0,
       )

@@ -206,12 +206,13 @@ def take_steps(
     CopiesDifferError: devices that should hold the same numbers do not.
   """
   shardings = job.state_shardings
+  trained, _ = job.program.split(shardings.params)
   compiled = job.compile(
     job.program.step_and_gradients,
     job.state,
     job.batch,
     in_shardings=(shardings, job.batch_shardings),
-    out_shardings=(shardings, NamedSharding(job.mesh, PartitionSpec()), shardings.params),
+    out_shardings=(shardings, NamedSharding(job.mesh, PartitionSpec()), trained),
   ).function
   state = job.initial_state() if state is None else state
   first, losses, norms = {}, [], []

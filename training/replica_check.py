@@ -99,7 +99,8 @@ class ReplicaCheck:
 def _named(state: State) -> dict[str, Any]:
   """Returns the leaves by the names that the layout gives them."""
   optimizer = named_leaves(state.optimizer, "optimizer/")
-  return {"step": state.step, **named_leaves(state.params), **optimizer}
+  variables = named_leaves(state.variables, "variables/")
+  return {"step": state.step, **named_leaves(state.params), **optimizer, **variables}
 
 
 def _text(step: int, found: Sequence[replica_digests.Difference], leaves: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from checkpointing.checkpointer import Checkpointer
 from checkpointing.consensus import Together
 from checkpointing.integrity import Verified
 from input_pipeline.row_source import Source
+from partitioning.rules import named_leaves
 from partitioning.shardings import size_text
 from processes.coordination import current
 from processes.workdir_lease import Ownership
@@ -230,8 +231,15 @@ def parameters(job: Job, location: str) -> tuple[int, Any]:
     location: `DIR[/STEP]`, DIR a workdir or its folder of checkpoints.
 
   Raises:
-    ValueError: no such checkpoint, or one of another model.
+    ValueError: no such checkpoint, or one of another model; or the model has variables besides its
+      parameters, which are not read here.
   """
+  if job.state.variables:
+    names = ", ".join(named_leaves(job.state.variables))
+    raise ValueError(
+      f"model.name={job.config.model.name!r}: its loss also depends on the variables {names}, and "
+      f"only training reads those from a checkpoint; see eval_loss in metrics.jsonl"
+    )
   return _parameters(job, *restore.parse_location(location))
 
 

@@ -58,6 +58,7 @@ class Job:
       shardings.shardings(
         self.state.optimizer, self.placements["optimizer"], self.mesh, "optimizer/"
       ),
+      jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), self.state.variables),
     )
 
   @property
@@ -141,12 +142,18 @@ class Job:
     )
 
   def compile_eval_step(self) -> "Compiled":
-    """Compiles `(params, batch) -> sums`."""
+    """Compiles `(params, batch) -> sums`; `(params, batch, None, variables)` where it has any."""
+    state, lies = self.state, self.state_shardings
     return self.compile(
       self.program.sums,
-      self.state.params,
+      state.params,
       self.batch,
-      in_shardings=(self.state_shardings.params, self.batch_shardings),
+      *([None, state.variables] if state.variables else []),
+      in_shardings=(
+        lies.params,
+        self.batch_shardings,
+        *([None, lies.variables] if state.variables else []),
+      ),
       out_shardings=NamedSharding(self.mesh, PartitionSpec()),
     )
 
@@ -255,7 +262,8 @@ def _trace_activations(config, legend, program, state, batch, mesh) -> Activatio
       legend, tables.activations, parameters=tables.parameters, judging=True
     ) as seen,
   ):
-    jax.eval_shape(program.sums, state.params, microbatch, jax.eval_shape(jax.random.key, 0))
+    key = jax.eval_shape(jax.random.key, 0)
+    jax.eval_shape(program.sums, state.params, microbatch, key, state.variables)
   return seen
 
 

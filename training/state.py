@@ -1,9 +1,14 @@
-"""The train state: step, parameters, optimizer state, and nothing hidden."""
+"""The train state; and which of its parameters are trained."""
 
 import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+
+_NEAR = 3  # names that a message suggests
 
 
 @jax.tree_util.register_dataclass
@@ -14,9 +19,61 @@ class State:
   Attributes:
     step: int32 scalar, the number of steps done.
     params: nested dict of parameters.
-    optimizer: the optimizer's state, a tree of optax's.
+    optimizer: the optimizer's state, a tree of optax's, of the parameters that are trained.
+    variables: nested dict of the model's other NNX variables, which its loss may change in each
+      step; replicated on every device. {} where it has none: a checkpoint then has no such arrays.
   """
 
   step: jax.Array
   params: Any
   optimizer: Any
+  variables: Any = dataclasses.field(default_factory=dict)
+
+
+def trainable(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str]:
+  """Returns the names of parameters that any of the patterns matches.
+
+  Args:
+    patterns: as `fnmatch` has them; `*` matches `/` too.
+    names: of all parameters.
+
+  Raises:
+    ValueError: a pattern that matches none, or no pattern at all.
+  """
+  wrong = [one for one in patterns if not fnmatch.filter(names, one)]
+  if wrong or not patterns:
+    lines = [
+      f"{one!r} matches no parameter; near are {', '.join(near(one, names))}" for one in wrong
+    ]
+    lines = lines or ["no parameter would be trained; ('*',) trains all"]
+    raise ValueError("\n".join(f"training.trainable: {line}" for line in lines))
+  return frozenset(name for one in patterns for name in fnmatch.filter(names, one))
+
+
+def near(pattern: str, names: Sequence[str]) -> list[str]:
+  """Returns the names that are most like a pattern."""
+  return difflib.get_close_matches(pattern, names, _NEAR, cutoff=0.0)
+
+
+def split(tree: Any, chosen: Callable[[str], bool], prefix: str = "") -> tuple[Any, Any]:
+  """Returns the leaves of nested dicts whose names are chosen, and the others, as nested dicts.
+
+  A part without leaves is left out.
+  """
+  ours, others = {}, {}
+  for key, value in tree.items():
+    name = f"{prefix}{key}"
+    if not isinstance(value, Mapping):
+      (ours if chosen(name) else others)[key] = value
+      continue
+    for side, part in zip((ours, others), split(value, chosen, f"{name}/"), strict=True):
+      if part:
+        side[key] = part
+  return ours, others
+
+
+def merged(ours: Any, others: Any) -> Any:
+  """Returns the nested dict that `split` has taken apart."""
+  # A name on both sides is that of a section: each leaf is on one side.
+  both = {key: merged(ours[key], others[key]) for key in ours if key in others}
+  return {**ours, **others, **both}

@@ -1,7 +1,6 @@
-"""The step: `(state, batch) -> (state, metrics)`, pure, whole on one screen."""
+"""The step: `(state, batch) -> (state, metrics)`, pure: the loss, its gradients, the update."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,86 +13,124 @@ from ml_collections import ConfigDict
 from models import MODELS
 from models.losses import Batch, Sums
 from partitioning.dims import Legend
+from partitioning.rules import named_leaves
 from training.optimizer import learning_rate_schedule, make_optimizer
-from training.state import State
+from training.state import State, merged, split, trainable
 from training.tasks import TASKS
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """The pure functions of a config; what they are compiled for is not their business."""
+  """The pure functions of a config; what they are compiled for is not their business.
+
+  Attributes:
+    config: finalized.
+    graphdef: of the model.
+    params: shapes and dtypes of the parameters.
+    optimizer: of those that are trained.
+    schedule: step -> learning rate.
+    variables: shapes and dtypes of the model's variables that are no parameters.
+    trained: names of the parameters that `training.trainable` selects.
+    param_specs: a tree like the parameters, by which their gradients are laid out.
+    norm_specs: likewise, while their squares are summed.
+  """
 
   config: ConfigDict
   graphdef: nnx.GraphDef
-  params: Any  # shapes and dtypes
+  params: Any
   optimizer: optax.GradientTransformation
   schedule: optax.Schedule
-  param_specs: Any = None  # a tree like the parameters; their gradients are laid out by it
-  norm_specs: Any = None  # likewise, while their squares are summed
+  variables: Any
+  trained: frozenset[str]
+  param_specs: Any = None
+  norm_specs: Any = None
 
   def init(self, key: jax.Array) -> State:
     """Returns the first state. Jit it: drawn eagerly, parameters differ in their last bits."""
     model = MODELS[self.config.model.name].build(self.config, rngs=nnx.Rngs(params=key))
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return self._first(params)
+    return self._first(nnx.to_pure_dict(nnx.state(model, nnx.Param)), variables_of(model))
 
   def abstract_state(self) -> State:
     """Returns the first state's shapes and dtypes."""
-    return jax.eval_shape(self._first, self.params)
+    return jax.eval_shape(self._first, self.params, self.variables)
 
-  def _first(self, params: Any) -> State:
-    return State(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
+  def _first(self, params: Any, variables: Any) -> State:
+    optimizer = self.optimizer.init(self.split(params)[0])
+    return State(jnp.zeros((), jnp.int32), params, optimizer, variables)
 
-  def sums(self, params: Any, batch: Batch, key: jax.Array | None = None) -> Sums:
-    """Returns the model's loss sums and the sum of weights; without a key nothing is dropped."""
-    model = nnx.merge(self.graphdef, params)
+  def split(self, params: Any) -> tuple[Any, Any]:
+    """Returns the parts of a tree like the parameters that are trained, and those that are not."""
+    return split(params, self.trained.__contains__)
+
+  # ------------------------------ the loss and its gradients ------------------------------
+
+  def forward(
+    self, params: Any, variables: Any, batch: Batch, key: jax.Array | None
+  ) -> tuple[Sums, Any]:
+    """Returns the model's loss sums with the sum of weights, and its variables afterwards."""
+    # A model without variables is merged from its parameters alone.
+    model = nnx.merge(self.graphdef, params, *([variables] if variables else []))
     sums = model.loss_sums(batch, key)
-    return {**sums, "weight": jnp.sum(batch["weights"], dtype=sums["loss"].dtype)}
+    sums = {**sums, "weight": jnp.sum(batch["weights"], dtype=sums["loss"].dtype)}
+    return sums, variables_of(model)
+
+  def sums(
+    self, params: Any, batch: Batch, key: jax.Array | None = None, variables: Any = None
+  ) -> Sums:
+    """Returns the model's loss sums and the sum of weights; without a key nothing is dropped."""
+    return self.forward(params, variables, batch, key)[0]
 
   def gradients(
-    self, params: Any, batch: Batch, key: jax.Array | None
-  ) -> tuple[Any, Sums, jax.Array]:
-    """Returns the gradients of the global batch's mean loss but for a factor, the means, and it.
+    self, params: Any, batch: Batch, key: jax.Array | None, variables: Any = None
+  ) -> tuple[Any, Sums, jax.Array, Any]:
+    """Returns the trained parameters' gradients but for a factor, the means, it, the variables.
 
-    The mean is the sum of weighted losses over the sum of weights across the global batch,
-    also where it is cut into microbatches: those with fewer weights count for less. Divided by the
-    weights' number, which is known, and not by their sum: so the sum is reduced together with the
-    gradients, not by a collective of its own before them; and the step scales and clips in one
-    pass over the gradients.
+    The gradients are those of the mean loss of the global batch: the sum of weighted losses over
+    the sum of weights, also where it is cut into microbatches: those with fewer weights count for
+    less. Divided by the weights' number, which is known, and not by their sum: so the sum is
+    reduced together with the gradients, not by a collective of its own before them; and the step
+    scales and clips in one pass over the gradients.
     """
     count = self.config.training.gradient_accumulation_steps
     entries = batch["weights"].size
+    trained, frozen = self.split(params)
 
-    def mean(params, microbatch, key):
-      sums = self.sums(params, microbatch, key)
+    def mean(trained, variables, microbatch, key):
+      sums, variables = self.forward(merged(trained, frozen), variables, microbatch, key)
       means = {name: value / entries for name, value in sums.items()}
-      return means["loss"], means
+      return means["loss"], (means, variables)
 
-    def grad(params, microbatch, key):
-      grads, means = jax.grad(mean, has_aux=True)(params, microbatch, key)
-      return self.laid_out(grads), means
+    def grad(variables, microbatch, key):
+      found = jax.grad(mean, has_aux=True)(trained, variables, microbatch, key)
+      grads, (means, variables) = found
+      return (self.laid_out(grads), means), variables
 
+    variables = variables or {}
     if count == 1:
-      grads, means = grad(params, batch, key)
+      (grads, means), variables = grad(variables, batch, key)
     else:
-      grads, means = _accumulate(functools.partial(grad, params), count, batch, key)
+      (grads, means), variables = _accumulate(grad, count, variables, batch, key)
       # Left to XLA, the sums would lie as the norm wants them, and parameters and optimizer state
       # be computed so and gathered at the end, each of them.
       grads = self.laid_out(grads)
     scale = 1 / means.pop("weight")
-    return grads, {name: value * scale for name, value in means.items()}, scale
+    return grads, {name: value * scale for name, value in means.items()}, scale, variables
 
   def laid_out(self, grads: Any) -> Any:
     """Returns gradients that lie as their parameters do."""
     if self.param_specs is None:
       return grads
-    return jax.tree.map(jax.lax.with_sharding_constraint, grads, self.param_specs)
+    specs, _ = self.split(self.param_specs)
+    return jax.tree.map(jax.lax.with_sharding_constraint, grads, specs)
 
   def norm(self, grads: Any) -> jax.Array:
     """Returns the global norm; devices that hold copies of a gradient sum a part of it each."""
     if self.norm_specs is not None:
-      grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, self.norm_specs)
+      specs, _ = self.split(self.norm_specs)
+      grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, specs)
     return optax.tree.norm(grads)
+
+  # ------------------------------ the step ------------------------------
 
   def train_step(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
     """Returns the state after one optimizer step, and scalars about it.
@@ -107,19 +144,27 @@ class Program:
   ) -> tuple[State, dict[str, jax.Array], Any]:
     """Returns what `train_step` does, and the gradients before they are clipped."""
     key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
-    raw, means, mean = self.gradients(state.params, batch, key)
-    norm = mean * self.norm(raw)
+    raw, means, inverse_weight, variables = self.gradients(
+      state.params, batch, key, state.variables
+    )
+    norm = inverse_weight * self.norm(raw)
     clip = self.config.optimizer.clip_norm
-    scale = mean * clip / jnp.maximum(norm, clip) if clip else mean
-    grads = _scaled(raw, scale)
+    scale = inverse_weight * clip / jnp.maximum(norm, clip) if clip else inverse_weight
+    params, optimizer, rate = self.updated(state, _scaled(raw, scale))
+    own = {n: x for n, x in means.items() if n not in TASKS[self.config.task].sums}
+    rate = jnp.asarray(rate, norm.dtype)
+    metrics = {"loss": means["loss"], "grad_norm": norm, "learning_rate": rate, **own}
+    state = State(state.step + 1, params, optimizer, variables)
+    return state, metrics, _scaled(raw, inverse_weight)
+
+  def updated(self, state: State, grads: Any) -> tuple[Any, Any, jax.Array | float]:
+    """Returns parameters and optimizer state after gradients are applied, and the learning rate."""
+    trained, frozen = self.split(state.params)
     # optax raises decays to an integer count, which strict promotion (on in the tests) forbids.
     with jax.numpy_dtype_promotion("standard"):
-      updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
-      rate = jnp.asarray(self.schedule(state.step), norm.dtype)
-    params = optax.apply_updates(state.params, updates)
-    own = {n: x for n, x in means.items() if n not in TASKS[self.config.task].sums}
-    metrics = {"loss": means["loss"], "grad_norm": norm, "learning_rate": rate, **own}
-    return State(state.step + 1, params, optimizer), metrics, _scaled(raw, mean)
+      updates, optimizer = self.optimizer.update(grads, state.optimizer, trained)
+      rate = self.schedule(state.step)
+    return merged(optax.apply_updates(trained, updates), frozen), optimizer, rate
 
 
 def abstract_batch(config: ConfigDict, legend: Legend) -> dict[str, jax.ShapeDtypeStruct]:
@@ -134,34 +179,52 @@ def abstract_batch(config: ConfigDict, legend: Legend) -> dict[str, jax.ShapeDty
 
 
 def make_program(config: ConfigDict) -> Program:
-  """Returns the functions of a finalized config."""
+  """Returns the functions of a finalized config.
+
+  Raises:
+    ValueError: `training.trainable` selects nothing, or an optimizer that the step cannot use.
+  """
 
   def abstract() -> nnx.Module:
     return MODELS[config.model.name].build(config, rngs=nnx.Rngs(params=0))
 
-  graphdef, params = nnx.split(nnx.eval_shape(abstract), nnx.Param)
+  model = nnx.eval_shape(abstract)
+  graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
-  made = make_optimizer(config, params), learning_rate_schedule(config)
-  return Program(config, graphdef, params, *made)
+  trained = trainable(config.training.trainable, list(named_leaves(params)))
+  optimizer = make_optimizer(config, split(params, trained.__contains__)[0])
+  schedule = learning_rate_schedule(config)
+  return Program(config, graphdef, params, optimizer, schedule, variables_of(model), trained)
+
+
+def variables_of(model: nnx.Module) -> Any:
+  """Returns a model's variables that are no parameters, as nested dicts; {} where it has none."""
+  return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
 def _scaled(grads: Any, scale: jax.Array) -> Any:
   return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
 
 
-def _accumulate(grad: Callable, count: int, batch: Batch, key: jax.Array | None) -> Any:
-  """Returns the sum of `grad(microbatch, key)` over the microbatches of a batch.
+def _accumulate(
+  grad: Callable, count: int, variables: Any, batch: Batch, key: jax.Array | None
+) -> tuple[Any, Any]:
+  """Returns the sum of `grad(variables, microbatch, key)[0]` over a batch, and the variables.
 
-  Row r of the batch goes to microbatch r % count, so that no row changes its device.
+  Row r of the batch goes to microbatch r % count, so that no row changes its device. The variables
+  pass through the microbatches in their order.
   """
   microbatches = jax.tree.map(
     lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), dict(batch)
   )
   keys = None if key is None else jax.random.split(key, count)
 
-  def add(total, inputs):
-    return jax.tree.map(jnp.add, total, grad(*inputs)), None
+  def add(carry, inputs):
+    total, variables = carry
+    found, variables = grad(variables, *inputs)
+    return (jax.tree.map(jnp.add, total, found), variables), None
 
   first = jax.tree.map(lambda x: x[0], (microbatches, keys))
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, *first))
-  return jax.lax.scan(add, zeros, (microbatches, keys))[0]
+  shapes, _ = jax.eval_shape(grad, variables, *first)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  return jax.lax.scan(add, (zeros, variables), (microbatches, keys))[0]

@@ -98,6 +98,9 @@ def _training(**keys) -> dict:
   common = {
     "steps": 0,  # optimizer steps
     "gradient_accumulation_steps": 1,  # microbatches per step
+    # Names of the parameters that are trained, as patterns (* also matches /); the others stay as
+    # they are, without optimizer state: ("layers/attention/*", "final_norm/*")
+    "trainable": ("*",),
     "parameter_dtype": "float32",  # float32 or float64; of parameters and optimizer state
     "compute_dtype": config_dict.placeholder(str),  # bfloat16 on accelerators, else parameter_dtype
     "matmul_precision": config_dict.placeholder(str),  # default, high or highest

@@ -152,6 +152,11 @@ def _tables(config: ConfigDict) -> list[str]:
         f"partitioning.overrides: {entry!r} is not a name with the entries of a PartitionSpec, "
         f"such as ('layers/mlp/up/kernel', (None, 'fsdp', 'tensor'))"
       )
+  for pattern in config.training.trainable:
+    if not isinstance(pattern, str):
+      wrong.append(
+        f"training.trainable: {pattern!r} is not a pattern, such as 'layers/attention/*'"
+      )
   for batch in config.data.skip_batches:
     if type(batch) is not int or batch < 0:
       wrong.append(f"data.skip_batches: {batch!r} is not the number of a batch, such as (17, 18)")

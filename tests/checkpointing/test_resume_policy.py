@@ -104,6 +104,7 @@ ROWS = {
     "model.rotary_base": 5.0,
     "model.embedding_standard_deviation": 0.5,
     "training.parameter_dtype": "float64",
+    "training.trainable": ["layer_1/*"],
     "optimizer.name": "sgd",
     "data.name": "other",
     "data.train_split": "other",

@@ -58,14 +58,14 @@ def test_a_mean_of_the_microbatches_means(monkeypatch):
   # test_tied_embeddings_documents_rematerialization_and_accumulation
   accumulate = step._accumulate
 
-  def mean_of_means(grad, count, batch, key):
-    def scaled(microbatch, key):
-      grads, means = grad(microbatch, key)
+  def mean_of_means(grad, count, variables, batch, key):
+    def scaled(variables, microbatch, key):
+      (grads, means), variables = grad(variables, microbatch, key)
       scale = 1 / means["weight"] / count
       means = {name: value * scale for name, value in means.items()}
-      return jax.tree.map(lambda g: g * scale, grads), means
+      return (jax.tree.map(lambda g: g * scale, grads), means), variables
 
-    return accumulate(scaled, count, batch, key)
+    return accumulate(scaled, count, variables, batch, key)
 
   monkeypatch.setattr(step, "_accumulate", mean_of_means)
   assert_caught("fsdp8", {"training.gradient_accumulation_steps": 2}, featured=True)

@@ -119,6 +119,7 @@ def old_batch(step, skipped):
 def test_records_that_named_batches_give_the_same_rows():
   old = {"data": {"global_batch_size": 8, "skip_batches": [21], "name": "x"}, "seed": 0}
   old = {**old, "data": {**old["data"], "kind": "image"}, "training": {"loss": "classification"}}
+  old = {**old, "optimizer": {"name": "adamw"}}
   record = bad_steps.upgraded(json.loads(json.dumps(OLD_RECORD)), old)
   assert record["versions"] == OLD_RECORD["versions"]
   assert bad_steps.upgraded(record, old) == record

@@ -1,0 +1,184 @@
+"""What a state carries: parameters that are trained or not, and a model's own variables."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from flax import nnx
+
+from checkpointing import restore as reading
+from models import MODELS, mlp
+from partitioning.rules import named_leaves
+from tests.jobs import first_state, host_batch, make_job, place
+from tests.training import runs
+from training.state import merged, split, trainable
+
+NAMES = ["layer_1/kernel", "layer_1/bias", "layer_2/kernel", "layer_2/bias"]
+
+
+# ---- Which parameters are trained ----
+
+
+def test_patterns_match_names():
+  assert trainable(("*",), NAMES) == {*NAMES}
+  assert trainable(("layer_2/*", "*/bias"), NAMES) == {*NAMES} - {"layer_1/kernel"}
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_near_names():
+  with pytest.raises(ValueError, match=r"training\.trainable") as refusal:
+    trainable(("layer_2/*", "layr_1/kernels"), NAMES)
+  line = str(refusal.value)
+  assert line.startswith("training.trainable: 'layr_1/kernels' matches no parameter; near are ")
+  assert "near are layer_1/kernel, " in line
+  assert "layer_2/*" not in line
+  with pytest.raises(ValueError, match="no parameter would be trained"):
+    trainable((), NAMES)
+
+
+def test_a_config_with_an_unknown_pattern_is_refused():
+  with pytest.raises(ValueError, match=r"'layer_9/\*' matches no parameter; near are layer_"):
+    make_job("single", "mlp", **{"training.trainable": ("layer_9/*",)})
+  with pytest.raises(ValueError, match=r"training\.trainable: 3 is not a pattern"):
+    make_job("single", "mlp", **{"training.trainable": (3,)})
+
+
+def test_a_tree_is_taken_apart_and_put_together():
+  tree = {"a": {"b": 1, "c": {"d": 2}}, "e": 3, "f": {"g": 4}}
+  ours, others = split(tree, {"a/c/d", "f/g"}.__contains__)
+  assert ours == {"a": {"c": {"d": 2}}, "f": {"g": 4}}
+  assert others == {"a": {"b": 1}, "e": 3}
+  assert merged(ours, others) == tree
+  assert split(tree, lambda name: True) == (tree, {})
+
+
+def two_steps(strategy, recipe, **overrides):
+  """Returns the job, the first state, and metrics, gradients and the state after two steps."""
+  job = make_job(strategy, recipe, **overrides)
+  compiled = job.compile(
+    job.program.step_and_gradients,
+    job.state,
+    job.batch,
+    in_shardings=(job.state_shardings, job.batch_shardings),
+    out_shardings=(job.state_shardings, None, None),
+  ).function
+  state = job.initial_state()
+  first = jax.device_get(state)
+  for number in range(2):
+    state, metrics, gradients = compiled(state, place(job, host_batch(job, seed=number)))
+    job.check_placed(state)
+  return job, first, *jax.device_get((metrics, named_leaves(gradients), state))
+
+
+ATTENTION = {
+  "training.trainable": ("layers/attention/*", "final_norm/*"),
+  "training.gradient_accumulation_steps": 2,
+  "optimizer.clip_norm": 0.0,
+  "optimizer.warmup_steps": 0,
+}
+
+
+def test_frozen_parameters_stay_and_have_no_optimizer_state_on_every_mesh():
+  found = {}
+  for strategy in ("dp8", "dp4_tp2"):
+    job, first, metrics, gradients, last = two_steps(strategy, "lm", **ATTENTION)
+    before, after = named_leaves(first.params), named_leaves(last.params)
+    assert before.keys() == after.keys()
+    moved = {name for name in before if before[name].tobytes() != after[name].tobytes()}
+    wanted = {n for n in before if n.startswith(("layers/attention/", "final_norm/"))}
+    assert moved == wanted == gradients.keys()
+    assert 0 < len(wanted) < len(before)
+    moments = {n.split("/", 2)[2] for n in named_leaves(last.optimizer) if n.startswith("0/mu/")}
+    assert moments == wanted
+    assert {n.split("/", 3)[3] for n in job.placements["optimizer"] if "/mu/" in n} == wanted
+    norm = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in gradients.values()))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    found[strategy] = metrics, gradients, after
+  ours, theirs = found.values()
+  assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
+  assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=1e-4)
+  for name, gradient in ours[1].items():
+    np.testing.assert_allclose(gradient, theirs[1][name], rtol=1e-3, atol=1e-5, err_msg=name)
+  for name, parameter in ours[2].items():
+    np.testing.assert_allclose(parameter, theirs[2][name], rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_gradients_of_trained_parameters_are_those_of_training_all():
+  keys = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.0, "optimizer.weight_decay": 0.0}
+  *_, everything, _ = two_steps("single", "mlp", **keys)
+  keys["training.trainable"] = ("layer_2/*", "layer_4/bias")
+  *_, found, _ = two_steps("single", "mlp", **keys)
+  assert {*found} == {"layer_2/kernel", "layer_2/bias", "layer_4/bias"}
+  for name, gradient in found.items():
+    np.testing.assert_allclose(gradient, everything[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+# ---- Variables that are no parameters ----
+
+
+class Counting(mlp.MLP):
+  """A classifier that counts its training batches, and adds up their first inputs."""
+
+  def __init__(self, config, *, rngs):
+    super().__init__(config, rngs=rngs)
+    self.batches = nnx.Variable(jnp.zeros((), jnp.int32))
+    self.seen = nnx.BatchStat(jnp.zeros((), jnp.float32))
+
+  def loss_sums(self, batch, key=None):
+    self.batches[...] = self.batches[...] + 1
+    self.seen[...] = self.seen[...] + jnp.sum(batch["inputs"][:, 0])
+    return {**super().loss_sums(batch, key), "counted": self.batches[...].astype(jnp.float32)}
+
+
+@pytest.fixture
+def counting(monkeypatch):
+  """Returns a function of config keys that makes a job of this model, in place of the MLP."""
+  members = {name: getattr(mlp, name) for name in ("legend", "parameters")}
+  members["train_flops_per_example"] = mlp.train_flops_per_example
+  monkeypatch.setitem(MODELS, "mlp", types.SimpleNamespace(**members, build=Counting))
+  keys = {**runs.KEYS, "training.steps": 10, "evaluation.every_steps": 5}
+  return lambda **more: make_job("dp4_tp2", "mlp", **{**keys, **more})
+
+
+def test_variables_are_updated_saved_and_resumed(counting, tmp_path):
+  rows, ends = runs.source(), []
+  ends.append(runs.train(tmp_path / "whole", rows, prepared=counting()))
+  shorter = counting(**{"training.steps": 5})
+  assert int(runs.train(tmp_path / "cut", rows, prepared=shorter).state.variables["batches"]) == 5
+  ends.append(
+    runs.train(
+      tmp_path / "cut",
+      rows,
+      prepared=counting(),
+      accept=["optimizer.warmup_steps"] if shorter.config.optimizer.warmup_steps else [],
+    )
+  )
+  batches, seen = ([end.state.variables[name] for end in ends] for name in ("batches", "seen"))
+  assert [int(x) for x in batches] == [10, 10]
+  assert np.asarray(seen[0]).tobytes() == np.asarray(seen[1]).tobytes()
+  order = runs.TrainingBatches(rows, global_batch_size=runs.BATCH, seed=0)
+  ids = np.concatenate([order.row_ids(step) for step in range(10)])
+  assert float(seen[0]) == pytest.approx(rows.read(ids)["inputs"][:, 0].sum(), rel=1e-3)
+  stored = reading.stored_arrays(epath.Path(tmp_path / "cut") / reading.FOLDER / "10")
+  assert {"variables/batches", "variables/seen"} < {*stored}
+  # A sum that the task does not know is a metric; an evaluation counts on, and leaves no trace.
+  counted = [line["counted"] for line in runs.lines(tmp_path / "whole") if "counted" in line]
+  weights = runs.BATCH
+  assert counted == pytest.approx([step / weights for step in range(1, 11)], rel=1e-5)
+
+
+def test_microbatches_pass_variables_on(counting):
+  job = counting(**{"training.gradient_accumulation_steps": 2})
+  step, state = job.compile_train_step().function, job.initial_state()
+  batch = host_batch(job)
+  state, _ = step(state, place(job, batch))
+  assert int(state.variables["batches"]) == 2
+  assert float(state.variables["seen"]) == pytest.approx(batch["inputs"][:, 0].sum(), rel=1e-4)
+
+
+def test_a_model_without_variables_saves_none():
+  state = first_state(make_job("dp8", "mlp"))
+  assert state.variables == {}
+  assert not any(name.startswith("variables") for name in named_leaves(vars(state)))
