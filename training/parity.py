@@ -32,7 +32,7 @@ SGD = {
   "optimizer.schedule": "constant",
   "optimizer.momentum": 0.9,
 }
-_SAME_DATA = ("kind", "name", "global_batch_size", "shuffle")  # keys that decide a batch
+_SAME_DATA = ("name", "global_batch_size", "shuffle")  # keys that decide a batch
 _MOST_NAMED = 12
 
 
