@@ -140,7 +140,9 @@ def remarks(sides: Sequence[Side]) -> list[str]:
       share = f"{size_text(same)} of it ({100 * same / max(total, 1):.0f} %) is replicated on all "
       text += f"; {share}{count} devices" if same else "; none of it is replicated on every device"
       whole = sum(math.prod(p.shape) * np.dtype(p.dtype).itemsize for p in side.held)
-      text += f". The {count} devices store each byte {count * total / max(whole, 1):.3g} times"
+      times = f"{count * total / max(whole, 1):.3g}"
+      stored = "once" if times == "1" else f"{times} times on average"
+      text += f". The {count} devices store each byte {stored}"
     texts.append(f"{side.title}: {text}." if len(sides) > 1 else f"{text}.")
   if len(sides) == 2:
     names = dict.fromkeys(

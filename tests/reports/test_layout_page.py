@@ -215,6 +215,24 @@ def test_an_axis_along_which_nothing_is_sent_is_named(job, monkeypatch):
 # ---- Two layouts ----
 
 
+def test_what_is_remarkable_is_said_first(two):
+  said = "".join(Reader(two).said)
+  jobs = [make_job(strategy, "mlp") for strategy in ("dp8", "dp4_tp2")]
+  sides = [layout_page.Side(*one) for one in zip(("dp8", "dp4_tp2"), jobs, strict=True)]
+  ours, theirs, differ = layout_page.remarks(sides)
+  held = (shardings.bytes_per_device(p, sides[0].sizes) for p in sides[0].held)
+  total = shardings.size_text(sum(held))
+  assert ours == (
+    f"dp8: Parameters and optimizer state take {total} per device; {total} of it (100 %) is "
+    "replicated on all 8 devices. The 8 devices store each byte 8 times on average."
+  )
+  assert 4 < float(theirs.split()[-4]) < 8  # kernels 4 times, the rest 8 times
+  arrays = [row for row in Reader(two).rows if len(row) == 11 and row[0] != "array"]
+  marked = sum(row[0].startswith("≠") for row in arrays)
+  assert differ == f"{marked} of {len(arrays)} arrays are sharded differently."
+  assert all(text in said for text in (ours, theirs, differ))
+
+
 def test_two_layouts_beside_each_other_mark_what_differs(two):
   read = Reader(two)
   arrays = {row[0].removeprefix("≠ "): row for row in read.rows if len(row) == 11}
