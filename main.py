@@ -13,7 +13,7 @@ VERB    train (default): train, evaluating on the held-out split
         tour: see what sharding does, by small examples; --chapter=NAME tells one. Without a config
 RECIPE  lm (default), mlp, mlp_tutorial; or model=NAME,data=NAME
 
-The same command again goes on where the run was stopped.
+The same command again resumes a run that was stopped.
 
 On several machines, or as several processes on one, every process runs the same command; see
 docs/running.md.

@@ -58,7 +58,7 @@ _PAIRS = flags.DEFINE_integer("pairs", 3, "loop: runs of each kind.", 1)
 _SIMULATE = flags.DEFINE_bool(
   "simulate",
   False,
-  "Simulated CPU devices, even beside a GPU or TPU.",
+  "Use simulated CPU devices even if there is a GPU or TPU.",
   allow_override=True,  # the tests import several benchmarks into one process
 )
 _FOLDER = flags.DEFINE_string("folder", "", "On the disk to be measured; a temporary one.")
@@ -113,7 +113,7 @@ def _start(folder):
 
 def first_step(text, *, restored):
   """Returns the seconds to the first step that a run has printed; it must have begun as told."""
-  if ("goes on from the checkpoint of step 1" in text) != restored:
+  if ("resumes from the checkpoint of step 1" in text) != restored:
     raise RuntimeError(f"this run was to {'restore' if restored else 'start anew'}:\n{text}")
   return float(re.search(r"first step finished ([\d.]+) s after the command", text)[1])
 

@@ -32,7 +32,9 @@ _BATCH = flags.DEFINE_integer("batch", 8, "Products; a multiple of the devices."
 _SIZE = flags.DEFINE_integer("size", None, "Rows and columns of a matrix.", 1)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Timed runs; the best counts.", 1)
 _DEVICES = flags.DEFINE_integer("devices", -1, "Devices; -1 for all there are, or 8 simulated.")
-_SIMULATE = flags.DEFINE_bool("simulate", False, "Simulated CPU devices, even beside a GPU or TPU.")
+_SIMULATE = flags.DEFINE_bool(
+  "simulate", False, "Use simulated CPU devices even if there is a GPU or TPU."
+)
 
 # Relative L2 to NumPy's product: float32's rounding over sums of thousands of terms.
 TOLERANCE = 1e-5

@@ -57,7 +57,9 @@ _CASES = flags.DEFINE_list(
 )
 STEPS = flags.DEFINE_integer("steps", 10, "Steps per turn; a log line is written every 10.", 1)
 ROUNDS = flags.DEFINE_integer("rounds", 8, "Turns of each.", 1)
-_SIMULATE = flags.DEFINE_bool("simulate", False, "Simulated CPU devices, even beside a GPU or TPU.")
+_SIMULATE = flags.DEFINE_bool(
+  "simulate", False, "Use simulated CPU devices even if there is a GPU or TPU."
+)
 
 MOST_RATIO = 1.03
 # Relative difference of the last losses: rounding, grown over the steps.

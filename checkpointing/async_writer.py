@@ -2,7 +2,7 @@
 
 A step is written to `STEP.saving`. Once every process has written its arrays and Orbax has put
 their index together, each process computes the digests of what it has written; process 0 writes
-them beside the rest and renames the folder to `STEP`. Until then there is no such step. In a
+them with the rest and renames the folder to `STEP`. Until then there is no such step. In a
 bucket, where a folder cannot be renamed at once, the file of digests is what makes it a step.
 """
 
@@ -46,7 +46,7 @@ class SaveError(RuntimeError):
 
   Attributes:
     step: the step that was to be saved.
-    agreed: whether all processes know, so that they can go on; where only this one does, the
+    agreed: whether all processes know, so that they can continue; where only this one does, the
       others wait for it in the middle of a save, and the run has to end.
   """
 
@@ -71,7 +71,7 @@ class Writer:
     """Prepares; nothing is written yet.
 
     Args:
-      folder: that the steps lie in.
+      folder: of the steps.
       together: the processes.
       committed: is called in the background by process 0 after each save.
       warn: is given warnings.
@@ -89,12 +89,12 @@ class Writer:
 
   @property
   def busy(self) -> bool:
-    """Tells whether a save has been started whose end was not asked for with `finish`."""
+    """Returns whether a save has been started whose end was not asked for with `finish`."""
     return self._thread is not None
 
   @property
   def ended(self) -> bool:
-    """Tells whether the save has ended on this process."""
+    """Returns whether the save has ended on this process."""
     return self._thread is not None and not self._thread.is_alive()
 
   def start(self, step: int, items: ocp.args.Composite) -> None:
@@ -111,7 +111,7 @@ class Writer:
       if self._orbax is None:
         self._orbax = self._new_orbax()
       self._orbax.save(self._making(self._step), args=items, force=True)
-    except Exception as error:  # of any library below; the run can go on without this save
+    except Exception as error:  # of any library below; the run can continue without this save
       self._failed += 1
       self.close()
       raise SaveError(step, self._folder, reason(error), agreed=self._together.alone) from error
@@ -214,7 +214,7 @@ class Writer:
       with self._reading_ahead() as ahead:
         self._orbax.wait_until_finished()
       self._commit(ahead)
-    except BaseException as error:  # there is nobody above who would hear of it
+    except BaseException as error:  # no caller would see it
       self.close()
       self._failure = self._give_up(error)
       if first:
@@ -262,7 +262,7 @@ class Writer:
 
   def _meet(self, *, key: str = "", timeout_ms: int = PATIENCE_SECONDS * 1000) -> None:
     """Waits for the other processes; Orbax's threads call it too, with a name of theirs."""
-    del key  # every process comes to the same meetings in the same order
+    del key  # every process reaches the same barriers in the same order
     self._stage += 1
     self._together.stage(self._stage, timeout_seconds=timeout_ms / 1000)
 
@@ -276,7 +276,7 @@ class Writer:
       self._meet()
     except ElsewhereError as failed:
       return str(failed)
-    except Exception as also:  # said beside the first
+    except Exception as also:  # reported with the first
       return f"{text} ({reason(also)})"
     raise AssertionError("a process that has failed was not heard")
 
@@ -284,7 +284,7 @@ class Writer:
     """Does what is left to do when the save is over, one way or the other."""
     try:
       do()
-    except Exception as error:  # what is left over harms nobody
+    except Exception as error:  # what is left over does no harm
       step = f"{self._folder}, after the save of step {self._step}"
       self._warn(f"WARNING: {step}: {what} failed: {reason(error)}")
 
@@ -301,7 +301,7 @@ class Writer:
     """Returns the folder that the step is written to.
 
     After a failure it is another one: TensorStore's threads may still write to the one before, and
-    make it anew where it has been removed. With an owner's number in its name it is no other's.
+    make it again where it has been removed. With an owner's number in its name it is no other's.
     """
     if self._in_place:
       return self._folder / str(step)

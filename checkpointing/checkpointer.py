@@ -18,7 +18,7 @@ from checkpointing.retention import Retention
 from processes.workdir_lease import Ownership
 from runtime import files
 
-# Arrays are cut into chunks of at most this many bytes, since TensorStore reads whole chunks: a
+# Arrays are cut into chunks of at most this many bytes, since TensorStore reads complete chunks: a
 # device that needs an eighth of an array which one device wrote does not hold all of it.
 CHUNK_BYTES = 2**25
 # A file of arrays is ended when it has reached this size, so that digests of several are computed
@@ -29,7 +29,7 @@ FILE_BYTES = 2**26
 class Checkpointer:
   """Saves and restores the steps of one folder; a context manager.
 
-  A step is saved as `{"step", "params", "optimizer"}` beside the config and a record. Where there
+  A step is saved as `{"step", "params", "optimizer"}` with the config and a record. Where there
   are several processes, all make the same calls, and what a call raises it raises on all. Only
   process 0 removes or renames anything. Broken checkpoints are renamed, never deleted.
   """
@@ -61,7 +61,7 @@ class Checkpointer:
       read_only: nothing in the folder is ever changed.
       warn: is given every warning; standard error by default.
       together: the processes; by default there is one.
-      owner: the right to write to the folder; by default nobody can take it away.
+      owner: the right to write to the folder; by default no other run can take it over.
       writes_later: nothing in the folder is changed before `start_writing`.
 
     Raises:
@@ -210,7 +210,7 @@ class Checkpointer:
   def check(self) -> None:
     """Reports a save that has failed in the background; to be called at every step, by all.
 
-    Costs nothing where no save is under way; a meeting of the processes while one is.
+    Costs nothing where no save is running, and a barrier of the processes while one is.
 
     Raises:
       SaveError: once for each failed save. What it left is gone: save the step again.
@@ -233,7 +233,7 @@ class Checkpointer:
 
   @property
   def saving(self) -> bool:
-    """Tells whether a save was started of whose end nobody has heard yet; the same for all."""
+    """Returns whether a save was started and has not been finished; the same on all processes."""
     return self._writer is not None and self._writer.busy
 
   # ------------------------------ restoring ------------------------------
@@ -320,13 +320,13 @@ class Checkpointer:
     """Returns a step and its tree; a folder that holds another step than its name is torn."""
     verified = known if known is not None and known.step == step else self._check(step)
     tree = reading.read_arrays(verified.path, abstract, together=self._together, verified=verified)
-    held = tree["step"] if isinstance(tree, dict) and "step" in tree else step
-    if int(held) != step:
-      raise UnreadableError(f"it holds step {int(held)}")
+    found = tree["step"] if isinstance(tree, dict) and "step" in tree else step
+    if int(found) != step:
+      raise UnreadableError(f"it holds step {int(found)}")
     return verified, tree
 
   def _set_aside(self, broken: Collection[int]) -> None:
-    """Renames broken steps, in one move each: nothing is lost should one be whole after all."""
+    """Renames broken steps, in one move each: nothing is lost if one turns out to be intact."""
     if self._together.first:
       self._owner.require()
       for step in broken:

@@ -1,8 +1,8 @@
 """A SHA-256 of every file of a folder, in a file of its own.
 
 The file `digests` begins with a line that names its form, has a line for each other file of the
-folder, and ends with the digest of all lines above, so that damage to itself is told from damage to
-what it lists:
+folder, and ends with the digest of all lines above, so that damage to this file is distinguished
+from damage to what it lists:
 
   checkpoint digests 1
   SHA256 BYTES PATH
@@ -106,7 +106,7 @@ def read(folder: epath.Path) -> list[Digest]:
     return parse(files.read_bytes(folder / FILE, most_bytes=_MOST_BYTES))
   except FileNotFoundError:
     raise DamagedError(
-      f"{FILE}: missing, so that nothing tells whether the other files are whole; lost, or saved "
+      f"{FILE}: missing, so the other files cannot be verified; it was lost, or the step was saved "
       f"before there were digests: checkpoint.verify=off reads it as it is"
     ) from None
   except OSError as error:
@@ -114,7 +114,7 @@ def read(folder: epath.Path) -> list[Digest]:
 
 
 def begins(folder: epath.Path) -> bool:
-  """Tells whether a folder has a file of digests that begins as ours do."""
+  """Returns whether a folder has a file of digests that begins as ours do."""
   try:
     first = next(files.read_blocks(folder / FILE, most_bytes=_MOST_BYTES), b"")
   except OSError:

@@ -1,8 +1,8 @@
-"""What the processes of a run tell one another about a checkpoint; one alone tells itself.
+"""Agreement of the processes of a run about a checkpoint; a single process agrees with itself.
 
-Two kinds of meeting: `exchange`, of the main threads, at points that all come to in the same order;
+Two kinds of barrier: `exchange`, of the main threads, at points that all reach in the same order;
 and the stages of a save, where threads in the background wait for one another. A process whose part
-of a save has failed says so and still comes to the next stage, so that nobody waits for it there:
+of a save has failed says so and still reaches the next stage, so that none waits for it there:
 whoever passes a stage looks whether any has failed, and all leave the save at the same stage.
 """
 
@@ -26,7 +26,7 @@ class Together:
 
     Args:
       group: who they are.
-      timeout_seconds: how long the others may take to come to an exchange; and four times as long
+      timeout_seconds: how long the others may take to reach an exchange; and four times as long
         as this object is there, since disks are read before, which may be slower for others.
     """
     self._group = group or Group()
@@ -35,12 +35,12 @@ class Together:
 
   @property
   def alone(self) -> bool:
-    """Tells whether there is no other process."""
+    """Returns whether there is no other process."""
     return self._group.alone
 
   @property
   def first(self) -> bool:
-    """Tells whether this is the process that removes and renames."""
+    """Returns whether this is the process that removes and renames."""
     return self._group.first
 
   def all_true(self, value: bool, *, timeout_seconds: float | None = None) -> bool:
@@ -65,7 +65,7 @@ class Together:
     if self.all_true(not text, timeout_seconds=timeout_seconds):
       return [""] * self.count
     said = self._group.list(_SAID)
-    # Nobody takes back what it has said, or says something else, before all have heard it.
+    # No process withdraws or replaces its message before all have read it.
     self._group.wait(_SAID, timeout_seconds=self._patience())
     if text:
       self._group.delete(own)
@@ -92,14 +92,14 @@ class Together:
       raise ElsewhereError(text)
 
   def fail(self, text: str, number: int) -> None:
-    """Says that the part of this process has failed, before it comes to its last stage.
+    """Reports that this process's part has failed, before it reaches its last stage.
 
-    The number tells those who are still leaving the stage before that it does not concern them.
+    By the number, those still leaving the stage before know that it does not concern them.
     """
     self._group.put(f"{_FAILED}/{self.index}", {"text": text, "stage": number})
 
   def failures(self, number: int) -> str:
-    """Returns who has failed and why, "" for nobody: the same for all who have passed a stage."""
+    """Returns who has failed and why, "" for none: the same for all who have passed a stage."""
     failed = sorted(self._group.list(_FAILED).items(), key=lambda item: int(item[0]))
     return "; ".join(f"process {i}: {v['text']}" for i, v in failed if v["stage"] <= number)
 

@@ -1,9 +1,9 @@
 """Digests of the files of a save, computed while others of its files are still being written.
 
-A file of arrays has its name once it is whole: TensorStore writes it under another one, which ends
-with `.__lock`, syncs it and renames it. Nobody writes to it again; the folders above it are renamed
-when the save is complete. So what is read here by a file's own name, which is random, is looked up
-by that name and its size later, and the disk's waiting time is used.
+A file of arrays has its final name once it is complete: TensorStore writes it under another one,
+which ends with `.__lock`, syncs it and renames it. It is not written to again; the folders above it
+are renamed when the save is complete. So what is read here by a file's own name, which is random,
+is looked up by that name and its size later, and the disk's waiting time is used.
 """
 
 import concurrent.futures

@@ -31,7 +31,7 @@ _LEFT = re.compile(rf"\d+((\.saving(-\w+)*|\.removing(-\d+)?){_ORBAX}?|{_ORBAX})
 
 
 def is_step(path: epath.Path) -> bool:
-  """Tells whether a path is a step's folder that was saved here, whole or damaged.
+  """Returns whether a path is a step's folder that was saved here, intact or damaged.
 
   Its file of digests begins as ours do, or it holds the folders of all items.
   """
@@ -42,12 +42,12 @@ def is_step(path: epath.Path) -> bool:
 
 
 def is_leftover(path: epath.Path) -> bool:
-  """Tells whether a path is what a save or a removal has left that was killed or has failed."""
+  """Returns whether a path is what a save or a removal has left that was killed or has failed."""
   return _LEFT.fullmatch(path.name) is not None and _is_folder(path) and only_ours(path)
 
 
 def only_ours(path: epath.Path) -> bool:
-  """Tells whether a folder holds nothing but what a save writes there, by all the names in it."""
+  """Returns whether a folder holds nothing but what a save writes there, by all the names in it."""
   return _all_named(path, _TOP)
 
 
@@ -77,7 +77,7 @@ def free(folder: epath.Path, name: str) -> epath.Path:
 
 
 def _is_folder(path: epath.Path) -> bool:
-  """Tells whether a path is a folder, and no link to one."""
+  """Returns whether a path is a folder, and no link to one."""
   return path.is_dir() and not (files.is_local(path) and os.path.islink(path))
 
 

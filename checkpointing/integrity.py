@@ -1,4 +1,4 @@
-"""Is a step whole? Its marks, its digests, and the JSON in it.
+"""Whether a saved step is complete and intact: its markers, its checksums, and its JSON.
 
 A step's folder, as it is committed:
 
@@ -59,7 +59,7 @@ class Verified:
 def check(path: epath.Path, verify: str) -> Verified:
   """Verifies that everything is there, and that the small files are what was written.
 
-  Each small file is read once: what stands in it is what was verified.
+  Each small file is read once: what is returned is what was verified.
 
   Args:
     path: a step's folder.

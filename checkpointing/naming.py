@@ -1,4 +1,4 @@
-"""Trees as they lie on disk: nested dicts by name, and two of them compared, strictly."""
+"""Trees as they are stored: nested dicts by name, and a strict comparison of two of them."""
 
 from collections.abc import Mapping
 from typing import Any

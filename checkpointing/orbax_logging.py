@@ -1,7 +1,7 @@
 """One line for a save that fails, instead of hundreds of log lines from Orbax.
 
 For each of its files that cannot be written Orbax logs a traceback, and so does asyncio, in which
-it runs, for those that nobody has asked for. What they say stands in SaveError. Both are recognized
+it runs, for those whose result was never read. SaveError has what they say. Both are recognized
 by the code that they come from, not by their wording.
 """
 
@@ -25,12 +25,12 @@ class _Quiet(logging.Filter):
   """Lets through everything but errors of Orbax."""
 
   def filter(self, record: logging.LogRecord) -> bool:
-    """Tells whether a line is to be printed."""
+    """Returns whether a line is to be printed."""
     if record.levelno < logging.ERROR or absl_logging.get_verbosity() >= absl_logging.INFO:
       return True
     raised = record.exc_info[2] if record.exc_info else None
     if record.name == "asyncio" and record.exc_info and raised is None:
-      return False  # never raised in Python: TensorStore has set it, and nobody has asked for it
+      return False  # never raised in Python: TensorStore has set it, and it was never read
     files = [record.pathname, *(frame.filename for frame in traceback.extract_tb(raised))]
     return not any(file.startswith(_ORBAX) for file in files)
 

@@ -41,7 +41,7 @@ def parse_location(text: str) -> tuple[epath.Path, int | None]:
   """
   path = epath.Path(text).expanduser().resolve()
   if path.name.isdecimal() and files.is_local(path) and os.path.islink(path):
-    path = epath.Path(os.path.realpath(path))  # a step that is kept elsewhere, beside others there
+    path = epath.Path(os.path.realpath(path))  # a step that is stored elsewhere, with others there
   for folder in (path / FOLDER, path):
     if _is_store(folder):
       return folder, None
@@ -54,7 +54,7 @@ def parse_location(text: str) -> tuple[epath.Path, int | None]:
 
 
 def _is_store(folder: epath.Path) -> bool:
-  """Tells a folder of checkpoints from one that holds other folders named by numbers."""
+  """Returns whether a folder holds checkpoints, and not other folders named by numbers."""
   return any((folder / str(step) / STATE).is_dir() for step in steps(folder))
 
 
@@ -74,7 +74,7 @@ def restore_parameters(
     abstract: the nested dict of parameters, ShapeDtypeStructs with shardings.
     step: which; by default the newest that can be read.
     verify: how a step is checked before it is read: `full`, `size` or `off`.
-    warn: is told of newer ones that cannot.
+    warn: is called with the reason why newer ones cannot.
     together: the processes, each of which reads its own shards; by default there is one.
 
   Returns:
@@ -150,7 +150,7 @@ def restore_first(
     f"{folder}: nothing to restore from:\n"
     + "\n".join(f"  step {s} cannot be read: {why}" for s, why in broken.items())
     + (f"\nthere are also the steps {listed(others)}" if others else "")
-    + "\nput the files back from a copy, or start anew in another workdir"
+    + "\nput the files back from a copy, or start a new run in another workdir"
   )
 
 
@@ -175,7 +175,7 @@ def listed(there: Sequence[int]) -> str:
 
 
 def steps(folder: epath.Path) -> list[int]:
-  """Returns the steps that were saved there, oldest first, whole or damaged."""
+  """Returns the steps that were saved there, oldest first, intact or damaged."""
   if not folder.is_dir():
     return []
   return sorted(int(child.name) for child in folder.iterdir() if folder_entries.is_step(child))
@@ -195,7 +195,7 @@ def read_arrays(
   Args:
     path: a step's folder.
     abstract: a tree of ShapeDtypeStructs with shardings.
-    under: compare and restore only what stands under this name (`params`) in the checkpoint.
+    under: compare and restore only what is under this name (`params`) in the checkpoint.
     verify: how the step is checked before: `full`, `size` or `off`.
     together: the processes, each of which checks its share and reads its own shards.
     verified: this step, where its small files have been verified already.
@@ -246,7 +246,7 @@ def stored_arrays(path: epath.Path) -> Mapping[str, Any]:
 
 
 def _check_names(path: epath.Path) -> None:
-  """Tells metadata that was damaged from a checkpoint of another model, before that is refused.
+  """Distinguishes damaged metadata from a checkpoint of another model, before that is refused.
 
   Orbax's metadata names the arrays, and TensorStore's index has them by the same names.
 
@@ -280,5 +280,5 @@ def _from_orbax(path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
     return read(path / STATE)
   except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
     raise
-  except Exception as error:  # of any kind; what is let through stands above
+  except Exception as error:  # of any kind; what is let through is listed above
     raise UnreadableError(f"{STATE}: {one_line(error)}") from error

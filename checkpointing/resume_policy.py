@@ -1,4 +1,4 @@
-"""What may change when a run goes on: every key of a config belongs to one of three classes.
+"""What may change when a run resumes: every key of a config belongs to one of three classes.
 
 The first pattern that matches a key decides. A class is chosen by what the key does to the run:
 `GOES_ON` leaves what is computed alone (to rounding), `ACCEPT` changes it from here on, `REFUSED`
@@ -32,9 +32,9 @@ CLASSES = {
   "checkpoint.*": GOES_ON,  # initialize_from was used before the first step
   "profile.*": GOES_ON,
   # The data. Another row order or another row is another run.
-  "data.data_dir": GOES_ON,  # where the same rows lie; dataset.* tells whether they are the same
+  "data.data_dir": GOES_ON,  # where the rows are stored; dataset.* shows whether they are the same
   "data.prefetch_batches": GOES_ON,
-  "data.max_bad_records": GOES_ON,  # a run that an unreadable record has stopped may go on
+  "data.max_bad_records": GOES_ON,  # a run that an unreadable record has stopped may resume
   "data.evaluation_split": GOES_ON,
   "data.global_batch_size": ACCEPT,
   "data.skip_rows": ACCEPT,  # those that no step has reached yet: training.bad_steps checks
@@ -56,7 +56,7 @@ CLASSES = {
   "training.rematerialization": ACCEPT,
   "training.loss_chunks": ACCEPT,
   "training.attention_kernel": ACCEPT,
-  # What becomes of a step that is bad, so that a run which stopped at one can go on.
+  # What becomes of a step that is bad, so that a run which stopped at one can resume.
   "training.on_bad_step": GOES_ON,
   "training.bad_step_*": GOES_ON,
   "training.max_rollbacks": GOES_ON,
@@ -65,7 +65,7 @@ CLASSES = {
   "optimizer.name": REFUSED,  # its state is of another kind
   "optimizer.learning_rate": ACCEPT,
   "optimizer.schedule": ACCEPT,
-  "optimizer.warmup_steps": ACCEPT,  # goes on where it is over and the steps changed: see below
+  "optimizer.warmup_steps": ACCEPT,  # resumes where warm-up is over: see below
   "optimizer.arguments": ACCEPT,
   "optimizer.beta_1": ACCEPT,
   "optimizer.beta_2": ACCEPT,
@@ -99,7 +99,7 @@ def changes(
   done: int,
   workdir: epath.PathLike,
 ) -> dict[str, Any]:
-  """Judges what differs between a checkpoint and the run that is to go on from it.
+  """Checks what differs between a checkpoint and the run that is to resume from it.
 
   Args:
     old_config: nested dicts, as the checkpoint holds them.
@@ -107,7 +107,7 @@ def changes(
     old_record: the checkpoint's record: `versions`, `data`, `accepted_changes`.
     new_record: the same of now; a part that one of the two lacks is not compared.
     accept: dotted keys whose change is accepted.
-    done: the step to go on from.
+    done: the step to resume from.
     workdir: the run's folder.
 
   Returns:
@@ -137,7 +137,7 @@ def changes(
   if missing := [key for key in asked if key not in accept]:
     keys = ",".join([*missing, *(key for key in accept if key in asked)])
     raise ValueError(
-      f"{workdir} goes on from step {done}, and what follows would be computed otherwise:\n"
+      f"{workdir} resumes from step {done}, and what follows would be computed differently:\n"
       + _lines(missing, differing)
       + f"\nset them back, or accept this with --accept-changes={keys}"
     )
@@ -169,14 +169,14 @@ def _check_refused(differing: Mapping[str, tuple], done: int, workdir: epath.Pat
   if refused == [STEPS]:
     raise ValueError(
       f"training.steps={differing[STEPS][1]}, but {workdir} has done {done}; give at least "
-      f"{done}, or start anew with --workdir={free_workdir(workdir)}"
+      f"{done}, or start a new run with --workdir={free_workdir(workdir)}"
     )
   if refused:
     raise ValueError(
-      f"{workdir} goes on from step {done}, which another run has computed:\n"
+      f"{workdir} resumes from step {done}, which another run has computed:\n"
       + _lines(refused, differing)
-      + f"\nset them back, or start anew with --workdir={free_workdir(workdir)}; where the names "
-      f"and shapes of the parameters are the same, it may begin with these: "
+      + f"\nset them back, or start a new run with --workdir={free_workdir(workdir)}; where the "
+      f"names and shapes of the parameters are the same, it may begin with these: "
       f"--config.checkpoint.initialize_from={workdir}"
     )
 

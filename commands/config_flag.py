@@ -47,7 +47,7 @@ def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:
 
 
 def with_settings(argv: list[str], names: tuple[str, ...]) -> list[str]:
-  """Returns a command line on which each `--set key=value` stands as an override of every config.
+  """Returns a command line with each `--set key=value` as an override of every config.
 
   Args:
     argv: the command line.
@@ -93,7 +93,7 @@ def strategies() -> list[str]:
 
 
 def _is_strategy(path: pathlib.Path) -> bool:
-  """Tells whether a file defines `get_config(recipe)`, without running it."""
+  """Returns whether a file defines `get_config(recipe)`, without running it."""
   for node in ast.parse(path.read_text()).body:
     if isinstance(node, ast.FunctionDef) and node.name == "get_config":
       return len(node.args.args) == 1 and not node.args.kwonlyargs
@@ -101,7 +101,7 @@ def _is_strategy(path: pathlib.Path) -> bool:
 
 
 def config_values(argv: Sequence[str], flag: str) -> list[str]:
-  """Returns what stands after each `--FLAG=` that names a config."""
+  """Returns the value of each `--FLAG=` that names a config."""
   return [value for given, value in _values(argv, flag) if given == flag]
 
 

@@ -27,7 +27,9 @@ CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "evaluate, sample: DIR[/STEP] to read.")
 ACCEPT = flags.DEFINE_list("accept_changes", [], "train: keys that may differ from before.")
-SIMULATE = flags.DEFINE_bool("simulate", False, "Simulated CPU devices, even beside a GPU or TPU.")
+SIMULATE = flags.DEFINE_bool(
+  "simulate", False, "Use simulated CPU devices even if there is a GPU or TPU."
+)
 DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of a refusal.")
 
 PROMPT = flags.DEFINE_multi_string("prompt", [], "sample: a text to continue; repeatable.")

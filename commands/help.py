@@ -1,6 +1,6 @@
 """`help`, `-h`, `--help`: the verbs, every flag, and every config key with its default and meaning.
 
-The meanings are the comments beside the defaults in configs/, so that they are written once.
+The meanings are the comments at the defaults in configs/, so that they are written once.
 """
 
 import ast
@@ -22,7 +22,7 @@ WORDS = ("-h", "-help", "--help", "-?", "--helpfull", "--helpshort", "--helpxml"
 
 
 def asked(argv: Sequence[str]) -> bool:
-  """Tells whether a command line asks for help."""
+  """Returns whether a command line asks for help."""
   return any(word in WORDS for word in argv[1:]) or argv[1:2] == ["help"]
 
 
@@ -82,7 +82,7 @@ def _line(name: str, default: str, meaning: str) -> list[str]:
 
 @functools.cache
 def comments() -> dict[tuple[str, str], str]:
-  """Returns (recipe or "", dotted key) -> the comment beside its default in configs/."""
+  """Returns (recipe or "", dotted key) -> the comment at its default in configs/."""
   found = {}
   for module in (base, recipes):
     source = inspect.getsource(module)

@@ -1,4 +1,4 @@
-"""Starts the process that makes a plan, with what the compiler for TPUs wants to be told.
+"""Starts the process that makes a plan, with the environment that the TPU compiler needs.
 
 A plan is kept under a digest of all that it follows from: config, topology, code and versions.
 """
@@ -64,7 +64,7 @@ def run(
     workdir: to write to.
     title: of the plan.
     simulate: takes simulated devices for those at hand.
-    debug: shows what the compiler prints and the traceback of a refusal, and makes the plan anew.
+    debug: shows what the compiler prints and the traceback of a refusal; ignores the cached plan.
     command: that asked for the plan; the page shows it.
 
   Raises:

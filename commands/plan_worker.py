@@ -55,7 +55,7 @@ def _report(pipe: int, phase: str) -> None:
 def _end_with_the_parent() -> None:
   """Kills this process when its standard input ends: whoever started it is gone.
 
-  Also while the main thread is inside of the compiler, which hears no other signal for minutes.
+  Also while the main thread is inside of the compiler, which reacts to no other signal for minutes.
   """
   while os.read(0, 1):
     pass

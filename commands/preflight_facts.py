@@ -27,7 +27,7 @@ def _shapes_programs(name: str) -> bool:
 
 
 def about_to_start(configs: Mapping[str, ConfigDict], more: Mapping[str, Any]) -> None:
-  """Compares what each process was told to do, before any backend starts.
+  """Compares the command lines of the processes, before any backend starts.
 
   Args:
     configs: name -> as parsed.

@@ -1,4 +1,4 @@
-"""A refusal: one message, told to the other processes, and its exit code."""
+"""A refusal: one message, passed on to the other processes, and its exit code."""
 
 import re
 import sys

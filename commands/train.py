@@ -64,7 +64,7 @@ def _run(
     return _failed(error, watch, everywhere=isinstance(error, TrainingStoppedError))
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if end.stopped:
-    say("stopped as asked, after saving; run the same command again to go on")
+    say("stopped as requested, after saving; run the same command again to resume")
     return exit_codes.STOPPED
   if request := sampler.first_words(ready.config):
     watch.at("showing a sample", DONE)
@@ -74,7 +74,7 @@ def _run(
 
 
 def _finished(ready: setup.Job, start: restore.Start, workdir: epath.Path) -> bool:
-  """Tells whether all steps have been made, and the last evaluation with them."""
+  """Returns whether all steps have been made, and the last evaluation with them."""
   if start.step < ready.config.training.steps:
     return False
   return evaluation.is_logged(ready, workdir, start.step)

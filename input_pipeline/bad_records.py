@@ -3,7 +3,7 @@
 A process reads the rows that its devices hold, so none would meet all of the bad ones; and what was
 met in the steps so far would be state. With data.max_bad_records above 0 therefore every row is
 read once when the split is opened, each process its share, and what they found is put together.
-The list follows from the files alone. It is kept beside the rows for as long as their file stays as
+The list follows from the files alone. It is stored with the rows for as long as their file stays as
 it is, so that the next start need not read them all again.
 """
 
@@ -41,7 +41,7 @@ class BadRecords:
   why: str = ""
 
   def __bool__(self) -> bool:
-    """Tells whether there are any."""
+    """Returns whether there are any."""
     return bool(self.rows or self.left_out)
 
   def __len__(self) -> int:
@@ -101,7 +101,7 @@ def check_prepared(store: prepare.Store, limit: int) -> None:
     raise ValueError(
       f"{store.name}: {len(bad)} records of the data set could not be read when {store.folder} was"
       f" prepared, more than data.max_bad_records={limit}: {few(bad)} ({store.why}); set it to"
-      f" {len(bad)} or more to go on without them, or mend the data set and {again(store)}"
+      f" {len(bad)} or more to continue without them, or repair the data set and {again(store)}"
     )
 
 
@@ -118,24 +118,26 @@ def find(records: Records, limit: int, sharing: Sharing) -> BadRecords:
   """
   store, stamp = records.store, _stamp(records.store)
   known = _load(store, stamp)
-  # Where each process has a copy, what one has met since the last check stands in its file alone.
-  told = sharing.gather({"checked": known is not None and not known["suspects"], **(known or {})})
-  checked = all(each["checked"] for each in told)
+  # Where each process has a copy, what one has met since the last check is in its own file.
+  reports = sharing.gather(
+    {"checked": known is not None and not known["suspects"], **(known or {})}
+  )
+  checked = all(each["checked"] for each in reports)
   if not checked:
-    told = sharing.gather(_share(records, known["suspects"] if known else [], limit, sharing))
-  rows = tuple(sorted({row for each in told for row in each["rows"]}))
+    reports = sharing.gather(_share(records, known["suspects"] if known else [], limit, sharing))
+  rows = tuple(sorted({row for each in reports for row in each["rows"]}))
   left_out = store.bad_records if store.manifest["kind"] == "text" else ()
   of_the_data_set = not rows or (rows[0] in store.bad_records and not left_out)
-  why = store.why if of_the_data_set else next(e["why"] for e in told if rows[0] in e["rows"])
+  why = store.why if of_the_data_set else next(e["why"] for e in reports if rows[0] in e["rows"])
   bad = BadRecords(rows, left_out, why)
-  _judge(records, bad, len(rows) if checked else sum(each["found"] for each in told), limit)
+  _judge(records, bad, len(rows) if checked else sum(each["found"] for each in reports), limit)
   if not checked:
     _keep(store, {"stamp": stamp, "rows": rows, "why": why, "suspects": []})
   return bad
 
 
 def suspect(records: Records, rows: Mapping[int, str]) -> None:
-  """Notes rows that were found to be bad after the check, so that the next start checks anew."""
+  """Notes rows that were found to be bad after the check, so that the next start checks again."""
   stamp = _stamp(records.store)
   known = _load(records.store, stamp) or {"rows": [], "why": "", "suspects": []}
   suspects = sorted({*known["suspects"], *rows})
@@ -170,7 +172,7 @@ def _judge(records: Records, bad: BadRecords, found: int, limit: int) -> None:
     raise ValueError(
       f"{store.name}: {rows:,} of {len(records):,} rows cannot be read{out or ','} more than"
       f" data.max_bad_records={limit}: rows {few(bad.rows)} of {store.rows_path} (the first:"
-      f" {bad.why}); {again(store)}, or set data.max_bad_records={total} to go on without them"
+      f" {bad.why}); {again(store)}, or set data.max_bad_records={total} to continue without them"
     )
   if len(bad.rows) == len(records):
     raise ValueError(
@@ -179,7 +181,7 @@ def _judge(records: Records, bad: BadRecords, found: int, limit: int) -> None:
     )
 
 
-# ------------------------------ what is kept beside the rows ------------------------------
+# ------------------------------ what is stored with the rows ------------------------------
 
 
 def _stamp(store: prepare.Store) -> dict[str, Any]:
@@ -198,7 +200,7 @@ def _load(store: prepare.Store, stamp: Mapping[str, Any]) -> dict[str, Any] | No
     known = {key: kept[key] for key in ("rows", "why", "suspects")}
     if kept["stamp"] != stamp:
       return None
-  except (OSError, ValueError, KeyError, TypeError):  # what a kill has torn, or nobody has written
+  except (OSError, ValueError, KeyError, TypeError):  # torn by a kill, or written by something else
     return None
   count = store.manifest["rows"]
   numbers = all(
@@ -209,7 +211,7 @@ def _load(store: prepare.Store, stamp: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def _keep(store: prepare.Store, found: Mapping[str, Any]) -> None:
-  """Writes what was found, whole or not at all; without the right to, every start checks anew."""
+  """Writes what was found, atomically; without the right to, every start checks again."""
   try:
     files.replace(store.folder / FILE, files.json_text(dict(found)) + "\n", shared=True)
   except OSError as error:
@@ -253,7 +255,7 @@ def spread(rows: dict[str, np.ndarray], there: np.ndarray) -> dict[str, np.ndarr
 
   Args:
     rows: field name -> [n, ...].
-    there: bool[N], n of them True: where the rows come to stand.
+    there: bool[N], n of them True: where the rows go.
   """
   if there.all():
     return rows

@@ -215,7 +215,7 @@ def _assemble(source, ids_B, abstract, shardings):
     for index in shardings[field].addressable_devices_indices_map(array.shape).values():
       here_B[index[0]] = True
   local_rows = _read_padded(source, ids_B[here_B])
-  # Where a row of the batch stands among those read. A device's rows are neighbours in the batch,
+  # The index of a row of the batch among those read. A device's rows are neighbours in the batch,
   # and all of them are here, so they are neighbours among those read too.
   position_B = np.cumsum(here_B) - 1
 

@@ -13,7 +13,7 @@ from absl import logging
 def locked(path):
   """Holds the lock that belongs to `path` (an epath.Path), waiting for as long as it takes.
 
-  The operating system frees the lock when its holder dies, so a killed process blocks nobody.
+  The operating system frees the lock when its holder dies, so a killed process blocks no other.
   A path in object storage (gs://) cannot hold a lock: it is taken on this machine only, and two
   machines that do the same work at once both finish it, with the same result.
   """

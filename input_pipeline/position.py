@@ -56,7 +56,7 @@ class Position:
     return [dataclasses.asdict(phase) for phase in self.phases]
 
   def resumed(self, step: int, batch: int) -> "Position":
-    """Returns that of a run which goes on after `step` steps with a batch size."""
+    """Returns that of a run which resumes after `step` steps with a batch size."""
     phases = tuple(phase for phase in self.phases if phase.step < step or phase.step == 0)
     if phases[-1].batch == batch:
       return dataclasses.replace(self, phases=phases)

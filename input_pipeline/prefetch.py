@@ -60,7 +60,7 @@ class Prefetcher(Generic[T]):
           self._changed.notify_all()
         return
       with self._changed:
-        if self._closed:  # nobody will ask for it: keep no device memory
+        if self._closed:  # it is not needed any more: keep no device memory
           return
         self._ready.append(batch)
         self._changed.notify_all()

@@ -10,9 +10,9 @@ is stream[r*T : r*T + T + 1], where the stream is every document in the order of
 followed by one 0 byte. So each token but the very first is predicted exactly once; only the last
 row may be shorter. An image row is the pixels (uint8) and then the label (int32, little-endian).
 
-A record of the data set that cannot be read is refused, or with data.max_bad_records above 0 stands
+A record of the data set that cannot be read is refused, or with data.max_bad_records above 0 is
 in store.json: in place of an image is a row without bytes, so that all others stay where they were;
-a document, whose length nobody knows, is left out of the stream.
+a document, whose length is unknown, is left out of the stream.
 """
 
 import dataclasses
@@ -98,8 +98,8 @@ def prepare(data, split, tick=no_tick):
     return _prepare(data, split, reference, root, tick)
   except OSError as error:
     raise ValueError(
-      f"data set {reference} cannot be prepared in {root} ({error}); make room or get the right to"
-      " write there, or set data.data_dir to another folder"
+      f"data set {reference} cannot be prepared in {root} ({error}); free some space or get the"
+      " right to write there, or set data.data_dir to another folder"
     ) from error
 
 
@@ -126,7 +126,7 @@ def _prepare(data, split, reference, root, tick):
     raise ValueError(
       f"{store.name} has {stored} examples, but its rows were made from"
       f" {store.manifest['examples']}: the data set changed under its version; delete {folder} and"
-      " run again to prepare it anew"
+      " run again to prepare it from scratch"
     )
   return store
 
@@ -153,7 +153,7 @@ def _wanted(data, reference, split, features):
 
 
 def _folder(root, wanted):
-  """Returns the folder of a store: everything that identifies it stands in the path."""
+  """Returns the folder of a store: everything that identifies it is in the path."""
   reference = catalog.Reference(wanted["name"], wanted["config"], wanted["version"])
   split = wanted["split"]
   plain = re.sub(r"[^\w.-]", "_", split)
@@ -168,7 +168,7 @@ def _folder(root, wanted):
 
 def _open(folder, wanted):
   """Returns the Store in `folder` after holding store.json against the request and the rows."""
-  again = f"delete {folder} and run again to prepare it anew"
+  again = f"delete {folder} and run again to prepare it from scratch"
   try:
     manifest = files.read_json(folder / MANIFEST_FILE, follow=True)
     if wrong := _malformed(manifest, wanted):
@@ -189,7 +189,7 @@ def _open(folder, wanted):
   return Store(folder, manifest)
 
 
-# The keys of store.json that nobody asked for, and what they hold.
+# The keys of store.json that do not follow from the request, and what they hold.
 _COUNTS = ("rows", "row_file_bytes", "examples")
 _OF_KIND = {"text": ("tokens",), "image": ("smallest_label", "largest_label")}
 
@@ -233,7 +233,7 @@ class _BadRecords:
     if not self._limit:
       raise ValueError(
         f"{self.where}: record {number} cannot be read ({why}); prepare the data set again, or copy"
-        " it again, or set data.max_bad_records to go on without such records"
+        " it again, or set data.max_bad_records to continue without such records"
       )
     if len(self._whys) > self._limit:
       raise ValueError(
@@ -272,34 +272,34 @@ class _RowWriter:
 
 
 def _write(folder, wanted, examples, bad, tick):
-  """Writes a whole store: in a local folder, then beside `folder`, then renamed to it."""
-  beside = folder.parent / f"{folder.name}.{uuid.uuid4().hex}.tmp"
+  """Writes a store: in a local folder, then next to `folder`, then renamed to it."""
+  partial = folder.parent / f"{folder.name}.{uuid.uuid4().hex}.tmp"
   remote = "://" in str(folder)  # ArrayRecord reads object storage, but writes local files only
   if not remote:
     for left in folder.parent.glob(f"{folder.name}.*.tmp"):
-      left.rmtree()  # a killed process's: we hold the lock, so nobody is writing it
-  beside.mkdir(parents=True)
-  local = epath.Path(tempfile.mkdtemp()) if remote else beside
+      left.rmtree()  # a killed process's: this process has the lock, so no other is writing it
+  partial.mkdir(parents=True)
+  local = epath.Path(tempfile.mkdtemp()) if remote else partial
   writer = _RowWriter(local / ROWS_FILE, tick)
   fill = _write_text if wanted["kind"] == "text" else _write_images
   try:
     facts = fill(writer, wanted, examples, bad)
     facts |= writer.finish() | bad.facts()
   except BaseException:  # also a stop: half a store is of no use
-    for left in {local, beside}:
+    for left in {local, partial}:
       left.rmtree()
     raise
   facts["row_file_bytes"] = (local / ROWS_FILE).stat().length
   if remote:
-    (local / ROWS_FILE).copy(beside / ROWS_FILE)
+    (local / ROWS_FILE).copy(partial / ROWS_FILE)
     local.rmtree()
-  files.replace(beside / MANIFEST_FILE, files.json_text(wanted | facts, indent=2) + "\n")
+  files.replace(partial / MANIFEST_FILE, files.json_text(wanted | facts, indent=2) + "\n")
   if (folder / MANIFEST_FILE).exists():  # another machine was first; see locked()
-    beside.rmtree()
+    partial.rmtree()
     return
   if folder.exists():  # without a manifest it is no store, and would block the rename
     folder.rmtree()
-  beside.rename(folder)
+  partial.rename(folder)
 
 
 def _write_text(writer, wanted, examples, bad):

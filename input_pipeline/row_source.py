@@ -156,13 +156,13 @@ def _reading(records, decode, limit):
     except UnreadableError as error:
       if not limit:
         raise UnreadableError(
-          f"{error}; {again(records.store)}, or set data.max_bad_records to go on without it",
+          f"{error}; {again(records.store)}, or set data.max_bad_records to continue without it",
           error.rows,
         ) from error
       bad_records.suspect(records, error.rows)
       raise UnreadableError(
-        f"{error}, and could be when all rows were checked; the same command again checks them anew"
-        f" and goes on without, as far as data.max_bad_records={limit} allows",
+        f"{error}, and could be when all rows were checked; the same command checks them again and"
+        f" continues without them, as far as data.max_bad_records={limit} allows",
         error.rows,
       ) from error
     return decode(found)

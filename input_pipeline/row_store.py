@@ -125,4 +125,4 @@ class Records:
 
 def again(store: prepare.Store) -> str:
   """Returns the way out of a store that is damaged."""
-  return f"delete {store.folder} and run again to prepare it anew"
+  return f"delete {store.folder} and run again to prepare it from scratch"

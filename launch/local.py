@@ -62,7 +62,7 @@ RESTARTABLE = (FAILED, STOPPED)  # and what signals did
 OWN_END_SECONDS = 4
 TERMINATE_SECONDS = 2
 UNKILLABLE_SECONDS = 10
-# Peers of a dead process end by SIGABRT. Their sockets tell them before the kernel tells us.
+# Peers of a dead process end by SIGABRT. Their sockets close before the kernel reports the death.
 SETTLE_SECONDS = 0.5
 RESTART_PAUSE_SECONDS = 1
 # A Ctrl-C that comes sooner than this after the first was announced is the same one, which a
@@ -300,7 +300,7 @@ def _state(process: Process) -> str:
 
 def _consequence(process: Process) -> int:
   """Returns how likely an end is to follow from another one that was found in the same look."""
-  if process.code == REFUSED:  # seen by itself; who was only told of it ends with 1
+  if process.code == REFUSED:  # seen by itself; one that was only notified ends with 1
     return 0
   if process.code < 0:
     return 3 if process.code == -signal.SIGABRT else 0
@@ -308,7 +308,7 @@ def _consequence(process: Process) -> int:
 
 
 def free_port() -> int:
-  """Returns a port that nobody uses now; who takes it before the run does makes the run fail."""
+  """Returns a port that is free now; the run fails if another process takes it before."""
   with socket.socket() as found:
     found.bind(("", 0))
     return found.getsockname()[1]

@@ -60,14 +60,14 @@ class _Stream:
 
 
 class Logs:
-  """Joins the outputs. One thread reads and writes, whole lines, as bytes, as they came."""
+  """Joins the outputs. One thread reads and writes complete lines of bytes, as they arrive."""
 
   def __init__(self, asked: list[int]):
     """Has no outputs yet.
 
     Args:
       asked: the signals by which the launcher was asked to stop. SIGPIPE is added here when
-        nobody reads any more.
+        the reader has gone.
     """
     self._asked = asked
     self._closed = set()
@@ -125,7 +125,7 @@ class Logs:
     self._write(stream.to, b"".join(prefix + line + b"\n" for line in lines))
 
   def _write(self, to: int, data: bytes) -> None:
-    """Writes all, waiting for a slow reader; without end only while nobody asked to stop."""
+    """Writes all, waiting for a slow reader; without a limit only while no stop is requested."""
     waited = 0.0
     while data and to not in self._closed:
       try:

@@ -123,7 +123,7 @@ def place_parameters(
     placements[name] = placement
     failures.extend(f"{name}: {failure}" for failure in wrong)
   failures.extend(
-    f"rule {pattern!r}: matches no parameter; remove it, or mend the name it was written for"
+    f"rule {pattern!r}: matches no parameter; remove it, or correct the name it was written for"
     for pattern in rules
     if pattern not in used
   )

@@ -32,12 +32,12 @@ _CLOSE_SECONDS = 5.0
 _MOST_STRANGERS = 4096  # connections that have not said yet who they are
 _AT_ONCE = 256  # connections taken before those that are open are read again
 _MOST_NAMED = 16
-_MOST_HOSTS = 1000  # that are told apart in what was dropped
+_MOST_HOSTS = 1000  # that are distinguished in what was dropped
 
 
 @dataclasses.dataclass(eq=False)
 class _Connection:
-  """A connection; `hello` is what was said, None so far; `told` whether it was answered."""
+  """A connection; `hello` is its first message, None so far; `told` whether it was answered."""
 
   socket: socket.socket
   host: str
@@ -52,7 +52,7 @@ class Roll:
   """The processes that are there, and the connections to them."""
 
   def __init__(self, own: dict[str, Any], key: bytes, timeout_seconds: float, full: str = ""):
-    """Listens to nobody yet.
+    """Has no connections yet.
 
     Args:
       own: what process 0 would say of itself.
@@ -93,7 +93,7 @@ class Roll:
     return answer
 
   def _listen_until(self, deadline: float) -> None:
-    """Hears processes come and go, until all are there or the time is over."""
+    """Accepts processes as they connect and leave, until all are there or the time is over."""
     if self._error:
       deadline = min(deadline, time.monotonic() + _OWN_ERROR_SECONDS)
     while len(self._told if self._error else self._members) < self._count - 1:
@@ -157,7 +157,7 @@ class Roll:
       self._hear(connection)
 
   def _hear(self, connection: _Connection) -> None:
-    """Takes a whole line for a hello, or drops who has sent it."""
+    """Takes a complete line for a hello, or drops its sender."""
     try:
       signature, text = tokens.split_line(connection.received)
     except ValueError:

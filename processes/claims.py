@@ -22,7 +22,7 @@ FOLDER = "owner"
 LAST = 10**9 - 1  # number; a larger one would have to be foreign
 _CLAIM = re.compile(r"([0-9]{6,9})\.json")
 _OURS = re.compile(r"[0-9]{6,9}\.(json|beat|[0-9a-f]{16}\.new)")
-_BEAT_BYTES = 32  # always the same, so that a beat needs no room on a full disk
+_BEAT_BYTES = 32  # always the same, so that a beat needs no space on a full disk
 _MOST_BYTES = 2**16
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -144,7 +144,7 @@ class LocalClaims:
     except OSError as error:
       if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         raise
-      os.utime(path)  # a sign of life that needs no room
+      os.utime(path)  # a heartbeat that needs no space
 
   def read_beat(self, number: int) -> Beat:
     text, stamp = _read(self._beat(number))

@@ -1,6 +1,6 @@
 """The group of processes that a run consists of, and what they tell one another.
 
-One process alone is a group as well: its store is a dict, and it waits for nobody.
+A single process is a group as well: its store is a dict, and it waits for none.
 """
 
 import collections
@@ -66,7 +66,7 @@ class LocalStore:
         del self._values[name]
 
   def wait_at_barrier(self, name: str, timeout_in_ms: int) -> None:
-    """Nobody else comes."""
+    """There is no other process."""
 
 
 @dataclasses.dataclass
@@ -95,12 +95,12 @@ class Group:
 
   @property
   def alone(self) -> bool:
-    """Tells whether there is no other process."""
+    """Returns whether there is no other process."""
     return self.count == 1
 
   @property
   def first(self) -> bool:
-    """Tells whether this is the process that prints and writes."""
+    """Returns whether this is the process that prints and writes."""
     return self.index == 0
 
   def put(self, name: str, value: Mapping[str, Any]) -> None:
@@ -147,7 +147,7 @@ class Group:
     self.store.key_value_delete(folder)
 
   def wait(self, point: str, *, timeout_seconds: float) -> None:
-    """Returns when all processes have come to the point, as often as this one.
+    """Returns when all processes have reached the point, as often as this one.
 
     Raises:
       NotTogetherError: someone has not come in time.
@@ -159,7 +159,7 @@ class Group:
       raise NotTogetherError(f"waiting for all processes at {point!r}: {first_line}") from error
 
   def all_true(self, point: str, value: bool, *, timeout_seconds: float) -> bool:
-    """Returns whether `value` is true on every process, at the n-th meeting at a point.
+    """Returns whether `value` is true on every process, at the n-th barrier at a point.
 
     Raises:
       NotTogetherError: someone has not come in time.
@@ -175,7 +175,7 @@ class Group:
   def gather(
     self, point: str, value: Mapping[str, Any], *, timeout_seconds: float
   ) -> Sequence[dict[str, Any]]:
-    """Returns the value of each process, in their order, at the n-th meeting at a point.
+    """Returns the value of each process, in their order, at the n-th barrier at a point.
 
     Raises:
       NotTogetherError: with those that have not come in time.
@@ -189,7 +189,7 @@ class Group:
       there = self.list(folder)
       missing = ", ".join(str(i) for i in range(self.count) if str(i) not in there)
       raise NotTogetherError(
-        f"process {missing} of {self.count} has not come to {point!r} within"
+        f"process {missing} of {self.count} has not reached {point!r} within"
         f" {timeout_seconds:.0f} s{self.unsigned_text()}"
       ) from error
     found = self.list(folder)
@@ -239,7 +239,7 @@ def who() -> tuple[str, int, int] | None:
 
 
 def _is_host(text: str) -> bool:
-  """Tells whether a text can be a host: a name, an IPv4 address, or an IPv6 address in brackets."""
+  """Returns whether a text can be a host: a name, an IPv4 address, or an IPv6 one in brackets."""
   if text.startswith("[") and text.endswith("]"):
     return ":" in text
   return bool(text) and not any(character in "[]:" or character.isspace() for character in text)
@@ -336,13 +336,13 @@ def _find(timeout_seconds: float, on_tpu: bool) -> tuple[str, int, int]:
 
 
 def refuse(text: str, workdir: epath.Path | None = None) -> None:
-  """Tells the others, who may be waiting for this process, that it does not come."""
+  """Notifies the others, who may be waiting for this process, that it does not join."""
   with contextlib.suppress(ValueError, OSError, RuntimeError):
     found = who()
     if found and found[1] > 1:
       token = tokens.Token(workdir, found[0])
       if workdir is None and not token.given:
-        return  # nobody would believe it
+        return  # it would not be trusted
       rendezvous.call(*found, token=token, timeout_seconds=5, refused=text)
 
 

@@ -1,7 +1,7 @@
-"""What a process tells the others of its run, and hears of them, in a thread of its own.
+"""Heartbeats and notifications between the processes of a run, in a thread of their own.
 
 Through the coordination service, which lives in process 0: where that one is stopped, a call to it
-does not return. So nobody else waits for this thread.
+does not return. So no other thread waits for this one.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class Exchange:
     self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
 
   def start(self) -> None:
-    """Starts the thread, unless there is nobody to talk to."""
+    """Starts the thread, unless there is no other process."""
     if not self._group.alone:
       self._thread.start()
 
@@ -70,16 +70,16 @@ class Exchange:
       self._thread.join(2)
 
   def tell(self, what: str, text: str) -> None:
-    """Tells all processes of an end: `stop`, `left`, `refused` or `failed`."""
+    """Notifies all processes of an end: `stop`, `left`, `refused` or `failed`."""
     self._outbox.put((what, text))
 
   def said(self, what: str, index: int) -> str | None:
-    """Returns the text that a process has told, None where it has not."""
+    """Returns the notification of a process, None where there is none."""
     notice = self._group.get(f"notice/{what}-{index}")
     return None if notice is None else notice["text"]
 
   def answering(self) -> bool:
-    """Tells whether the coordination service answers."""
+    """Returns whether the coordination service answers."""
     return self._group.alone or time.monotonic() - self._answered < self._silent
 
   def silence(self, since: float = 0.0) -> float:
@@ -105,7 +105,7 @@ class Exchange:
       return "no answer from process 0, which keeps the coordination service"
     if not self._watches:
       return self._told or f"processes 0 to {WATCHERS - 1} look for who is behind"
-    now, seen = time.monotonic(), dict(self._seen)  # a copy: the thread goes on
+    now, seen = time.monotonic(), dict(self._seen)  # a copy: the thread keeps changing it
     places = {index: place for index, (place, _) in seen.items()}
     missing = [str(i) for i in range(self._group.count) if str(i) not in places]
     living = {index: since for index, (place, since) in seen.items() if not place["ends"]}

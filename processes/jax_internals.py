@@ -3,8 +3,8 @@
 The coordination service's key-value store carries text with a timeout and without a collective.
 JAX has no public name for it: `multihost_utils.sync_global_devices` has no timeout and carries
 nothing. And `jax.distributed.initialize` finds out by itself, on Cloud TPU, Slurm, Open MPI and
-Kubernetes, who the processes are, but tells nobody before it connects; where processes are missing
-it then ends this one by SIGABRT (jax#22436), without naming them. So it is asked first.
+Kubernetes, who the processes are, but does not show it before it connects; where processes are
+missing it then ends this one by SIGABRT (jax#22436), without naming them. So it is asked first.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where process 0 listens: at the address that it was given, with room for all others."""
+"""Where process 0 listens: at the address that it was given, with a backlog for all others."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ _SPARE_FILES = 64  # that are opened meanwhile, besides one for each process
 
 
 def split(address: str) -> tuple[str, int]:
-  """Returns host and port of host:port; an IPv6 address stands in brackets."""
+  """Returns host and port of host:port; an IPv6 address is in brackets."""
   host, _, port = address.rpartition(":")
   return host.strip("[]"), int(port)
 
@@ -50,7 +50,7 @@ def _resolved(host: str) -> list[str]:
 
 
 def _is_own(ip: str) -> bool:
-  """Tells whether a socket can listen at an address: whether it is one of this machine."""
+  """Returns whether a socket can listen at an address: whether it is one of this machine."""
   with contextlib.suppress(OSError), socket.socket(_family(ip)) as tried:
     tried.bind((ip, 0))
     return True
@@ -72,7 +72,7 @@ def bind_address(address: str) -> str | None:
   host, port = split(address)
   found = addresses(host)
   if len(found) > 1 and set(found) == set(_resolved(host)):
-    return address  # gRPC listens at all that the name stands for
+    return address  # gRPC listens at all addresses of the name
   return (f"[{found[0]}]" if ":" in found[0] else found[0]) + f":{port}" if found else None
 
 
@@ -132,7 +132,7 @@ def _open_files() -> int:
 
 
 def out_of_files(error: OSError) -> bool:
-  """Tells whether an error says that no more files can be opened."""
+  """Returns whether an error says that no more files can be opened."""
   return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 

@@ -86,7 +86,7 @@ class StopRequest:
     os.close(self.wakeup)
 
   def __bool__(self) -> bool:
-    """Tells whether a stop was requested."""
+    """Returns whether a stop was requested."""
     return bool(self.requested)
 
   def request(self, reason: str) -> None:
@@ -103,7 +103,7 @@ class StopRequest:
       self.polls = False
 
   def announced(self) -> None:
-    """Takes note that the person was told of the request: from now on, Ctrl-C may come again."""
+    """Records that the request was announced: from now on, Ctrl-C counts again."""
     self._announced = time.monotonic()
 
   def hear(self) -> None:
@@ -128,7 +128,7 @@ class StopRequest:
     os.close(nowhere)
 
   def _again(self) -> bool:
-    """Tells whether what arrived since the pipe was empty came clearly after the announcement."""
+    """Returns whether what arrived since the pipe was empty came clearly after the announcement."""
     return self._announced is not None and self._heard - self._announced >= AGAIN_SECONDS
 
 
@@ -138,7 +138,7 @@ def current() -> StopRequest | None:
 
 
 def output_closed() -> None:
-  """Asks for a stop because nobody reads what is printed; from now on it goes nowhere."""
+  """Requests a stop because standard output was closed; what is printed from now on is lost."""
   with contextlib.suppress(OSError, ValueError):
     closed = os.fstat(sys.stdout.fileno())
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -151,7 +151,7 @@ def output_closed() -> None:
 
 
 def _nothing(number: int, frame: object) -> None:
-  """Handles a signal: it stands in the pipe already."""
+  """Handles a signal: it is in the pipe already."""
 
 
 # ------------------------------ while nothing is watched ------------------------------
@@ -175,7 +175,7 @@ class _Unwatched:
       select.select([self._stop.wakeup], [], [])
       self._stop.hear()
     if self.code is None:
-      tell(f"stopped as asked ({self._stop.requested}); there was nothing to save")
+      tell(f"stopped as requested ({self._stop.requested}); there was nothing to save")
     clean_up()
     os._exit(exit_codes.STOPPED if self.code is None else self.code)
 
@@ -245,7 +245,7 @@ def clean_up() -> None:
 
 
 def tell(text: str) -> None:
-  """Prints a line from any thread; where nobody can read it any more, nothing happens."""
+  """Prints a line from any thread; does nothing where the output was closed."""
 
   def run() -> None:
     stream = sys.stdout

@@ -84,7 +84,7 @@ def _meet(group: Group, stage: str, point: str, timeout_seconds: float) -> None:
       if len(missing) > _MOST_LINES:
         names += f" and {len(missing) - _MOST_LINES} more"
     raise NotComeError(
-      f"before the first step, process {names} of {group.count} has not come to "
+      f"before the first step, process {names} of {group.count} has not reached "
       f"{stage!r} within processes.start_timeout_seconds={timeout_seconds:g}"
       f"{group.unsigned_text()}"
     ) from error
@@ -140,9 +140,9 @@ def _names(indices: list[int]) -> str:
 
 
 def _reads(path: epath.Path, token: str) -> bool:
-  """Tells whether a file is seen with its content; a file system may show it some seconds late."""
+  """Returns whether a file is seen with its content; file systems may show it some seconds late."""
   try:
-    next(iter(path.parent.iterdir()), None)  # asks the server of a network file system anew
+    next(iter(path.parent.iterdir()), None)  # asks the server of a network file system again
     return path.exists() and path.read_text() == token
   except OSError:
     return False

@@ -14,7 +14,7 @@ class Progress:
   """Compares what a measure returns with what it returned before.
 
   In a thread of its own, since a look at a disk that hangs does not return; it is daemonic, and
-  nobody waits for it. A look that fails tells nothing: files vanish while they are counted.
+  nothing waits for it. A look that fails is ignored: files vanish while they are counted.
   """
 
   def __init__(self):

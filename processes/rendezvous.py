@@ -56,7 +56,7 @@ def call(
 
   Args:
     address: host:port of process 0, where JAX's coordination service will listen.
-    count: how many processes this one was told there are.
+    count: how many processes this one expects.
     index: which of them it is.
     token: of the run.
     timeout_seconds: how long the others may take to come.
@@ -88,7 +88,7 @@ def _error(answer: dict[str, Any], index: int, count: int) -> RollCallError:
   text, kind = printable(answer["error"]), answer["kind"]
   if kind == arrivals.MISSING:
     return MissingError(text)
-  # The numbers are compared here: nobody has to be believed.
+  # The numbers are compared here, so no claim of another has to be trusted.
   differs = kind == arrivals.COUNTS and answer["count"] != count
   if differs or (index == 0 and kind != arrivals.REFUSED):
     return RollCallError(text)

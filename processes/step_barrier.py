@@ -8,7 +8,7 @@ computations, where they can still turn back with the state of the last one.
 from processes.coordination import Group
 from processes.preemption import StopRequest
 
-# Nobody waits so long: the watchdog ends a run that stands still, and names who is behind.
+# Never reached: the watchdog ends a run that hangs before, and names who is behind.
 _FOR_EVER_SECONDS = 7 * 24 * 3600
 
 
@@ -21,13 +21,13 @@ class Lockstep:
 
   @property
   def stopping(self) -> bool:
-    """Tells whether this process is asked to stop; the others may not know yet."""
+    """Returns whether this process is asked to stop; the others may not know yet."""
     return bool(self._stop)
 
   def enter(self) -> bool:
-    """Returns whether all go on, the same answer on every process; waits for the last.
+    """Returns whether all take the next step, the same on every process; waits for the last.
 
-    Called before every step, as often and in the same order by all. In the meeting a stop that any
+    Called before every step, as often and in the same order by all. At the barrier a stop that any
     process knows of is known to all.
     """
     if self._group.alone:

@@ -215,7 +215,7 @@ class Pace:
     probe = self._probe() if self._probe else 1.0
     window = Window(min(1.0, stopped / seconds), min(1.0, waited / seconds), self._cpu_wait, probe)
     self._windows = [*self._windows[-1:], (steps, window)]
-    # What the probe took belongs to nobody's steps.
+    # The probe's time belongs to no step.
     self._marks = self._mark(step, input_wait_seconds)
     if len(self._windows) == 2:
       self._show()

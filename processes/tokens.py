@@ -103,7 +103,7 @@ class Token:
 
   @property
   def given(self) -> bool:
-    """Tells whether the environment has one, so that it does not change any more."""
+    """Returns whether the environment has one, so that it does not change any more."""
     return bool(self._given)
 
   @contextlib.contextmanager
@@ -114,7 +114,7 @@ class Token:
       OSError: the workdir cannot be written, and the environment has no token.
     """
     if self._given or self._file is None:
-      yield self._given.encode() or secrets.token_bytes()  # nobody can know the second
+      yield self._given.encode() or secrets.token_bytes()  # no other can know the second
       return
     folder, text = self._file.parent, secrets.token_hex(32)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -185,7 +185,7 @@ def _read(file: epath.Path) -> bytes:
 
 
 def _in_bucket(file: epath.Path) -> bool:
-  """Tells whether the rights of the bucket, and not a mode, decide who reads the file."""
+  """Returns whether the rights of the bucket, and not a mode, decide who reads the file."""
   return "://" in str(file)
 
 

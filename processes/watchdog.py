@@ -1,8 +1,8 @@
 """Watches over a process from a thread of its own: stops, failures elsewhere, and standing still.
 
 The main thread may sit in a compilation or a collective for minutes, where no Python runs. This
-thread goes on: it hears of a stop at once and passes it on, ends this process when another has
-failed, and when nothing moves any more it prints where every thread stands and who is behind.
+thread keeps running: it sees a stop at once and passes it on, ends this process when another has
+failed, and when nothing makes progress it prints every thread's stack and who is behind.
 """
 
 import collections
@@ -92,7 +92,7 @@ class Watchdog:
     self._lengths: dict[str, collections.deque[float]] = {}  # kind -> seconds of the last ones
     self._changing = threading.Lock()
     self._leaving = False
-    self._told: float | None = None  # when the others were told of the stop
+    self._told: float | None = None  # when the others were notified of the stop
     self._exchange = Exchange(
       group, lambda: (self._beats, self._label, time.monotonic() - self._since), self._receive
     )
@@ -107,7 +107,7 @@ class Watchdog:
     return self
 
   def __exit__(self, kind, error, trace) -> None:
-    """Ends it; of an error that ends this process the others are told."""
+    """Ends it; the others are notified of an error that ends this process."""
     if error is not None and not isinstance(error, SystemExit):
       self.tell("failed", f"{kind.__name__}: {error}")
     self._closed.set()
@@ -155,7 +155,7 @@ class Watchdog:
   def part(self) -> None:
     """Takes leave of the others at the end of a run that went well.
 
-    Still inside of the watch, so that a signal that comes while they are waited for kills nobody.
+    Still inside of the watch, so that a signal that arrives during the wait kills no process.
     """
     self.at("waiting for the other processes to end", ENDING)
     self._exchange.close()
@@ -170,11 +170,11 @@ class Watchdog:
       time.sleep(1)
 
   def tell(self, what: str, text: str) -> None:
-    """Tells all processes of an end: `stop`, `left`, `refused` or `failed`."""
+    """Notifies all processes of an end: `stop`, `left`, `refused` or `failed`."""
     self._exchange.tell(what, text)
 
   def refusing(self, text: str, what: str = "refused") -> bool:
-    """Tells the others of a refusal or a failure; returns whether this process should print it.
+    """Notifies the others of a refusal or a failure; returns whether this process should print it.
 
     What process 0 refuses with the same words, it says for all.
     """
@@ -193,7 +193,7 @@ class Watchdog:
     Of a step: at most half of the heartbeat, since after 0.6 to 0.8 of it (as seen) JAX aborts
     everybody without naming anyone; only where a single step has taken long is more allowed.
     Compiling may take as long as it likes: others wait for it in their first step. A process that
-    is alone keeps nobody waiting, and is patient; most of all with its input, about which it warns.
+    is alone blocks no other, and is patient; most of all with its input, about which it warns.
     """
     if self._kind in (STARTING, ENDING, DONE):
       return math.inf
@@ -229,7 +229,7 @@ class Watchdog:
       lap = now
       try:
         self._look()
-      except Exception:  # whatever it is, the run must not go on unwatched
+      except Exception:  # whatever it is, the run must not continue without a watchdog
         traceback.print_exc()
         groups.leave(exit_codes.FAILED, patience_seconds=0)
 
@@ -264,12 +264,12 @@ class Watchdog:
       self._stuck(waited, f"a process that is silent for {silence:.0f} s counts as stopped")
 
   def _has_slept(self, seconds: float) -> None:
-    """Takes it that this process was stopped for so long: nobody is to blame for that time."""
+    """Takes it that this process was stopped for so long: no process is to blame for that time."""
     self._since += seconds
     self._awake = time.monotonic()
 
   def _may_leave(self) -> bool:
-    """Tells whether the main thread has had its time to give up by itself, where it does."""
+    """Returns whether the main thread has had its time to give up by itself, where it does."""
     return not self.stop.polls or time.monotonic() - self._told > _POLLED_SECONDS
 
   def _announce(self) -> None:
@@ -295,7 +295,7 @@ class Watchdog:
     done = self._kind in (DONE, ENDING)
     if self.group.first:
       why = "the run is done and saved" if done else "there was nothing to save"
-      tell(f"stopped as asked ({self.stop.requested}) while {self._label}; {why}")
+      tell(f"stopped as requested ({self.stop.requested}) while {self._label}; {why}")
     groups.leave(exit_codes.DONE if done else exit_codes.STOPPED)
 
   def _leave_unsaved(self) -> None:
@@ -313,12 +313,12 @@ class Watchdog:
     groups.leave(exit_codes.INTERRUPTED, patience_seconds=0 if self.group.alone else 3)
 
   def _receive(self, what: str, index: str, notice: dict[str, str]) -> None:
-    """Acts upon what another process has told; runs in the thread of the exchange."""
+    """Acts on a notification of another process; runs in the thread of the exchange."""
     if self._leaving:
       return
     if what == "stop":
       self.stop.request(f"{notice['text']} to process {index}")
-    elif what == "left":  # the first meeting, where this process may be waiting, cannot be
+    elif what == "left":  # the first barrier, where this process may be waiting, cannot be
       self.stop.request(notice["text"])
       self._leave_early()
     else:
@@ -335,7 +335,7 @@ class Watchdog:
       groups.leave(exit_codes.FAILED, patience_seconds=3)
 
   def _stuck(self, waited: float, why: str) -> None:
-    """Says who is behind and where every thread stands; ends this process."""
+    """Prints who is behind and every thread's stack; ends this process."""
     self._leaving = True
     text = f"{_NO_PROGRESS} for {waited:.0f} s at {self._label!r} ({why}); "
     text += self._exchange.behind()
@@ -343,7 +343,7 @@ class Watchdog:
     _stacks()
     self.tell("failed", text)
     self._exchange.close()
-    # One that has come to a standstill itself dumps its stacks when it hears of this.
+    # One that hangs itself dumps its stacks when it is notified of this.
     groups.leave(exit_codes.FAILED, patience_seconds=2.5 if self._exchange.answering() else 0)
 
 

@@ -52,7 +52,7 @@ class Process:
   machine: str
 
   def ended(self) -> bool:
-    """Tells whether it certainly runs no longer: known on the same machine alone."""
+    """Returns whether it certainly runs no longer: known on the same machine alone."""
     if not self.machine or self.machine != _machine():
       return False
     if self.ticks <= 0 or not 0 < self.pid <= _LARGEST_PID:
@@ -88,7 +88,7 @@ def _ticks(pid: int) -> int:
 
 
 def _exists(pid: int) -> bool:
-  """Tells whether there is a process; /proc may hide those of other users (`hidepid`)."""
+  """Returns whether there is a process; /proc may hide those of other users (`hidepid`)."""
   try:
     os.kill(pid, 0)
   except ProcessLookupError:
@@ -142,7 +142,7 @@ class Ownership:
   Process 0 holds it. The others only know its number, which their files of a save carry.
 
   Attributes:
-    number: of the claim; 0 where nobody claims, as in tests of what writes.
+    number: of the claim; 0 where there is no claim, as in tests of what writes.
     replaced: whether the owner before did not release the workdir, nor is known to be dead.
   """
 

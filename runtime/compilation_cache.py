@@ -5,7 +5,7 @@ follows from that). Where the process is killed
 meanwhile, or the disk is full, a part of it stays. Every later start then fails to read it, warns,
 compiles, and leaves it there, because JAX never replaces an entry. So entries that were written
 since the last start are decompressed before JAX reads them, and those that are cut short are
-removed. In a bucket nothing is checked: an object appears there as a whole.
+removed. In a bucket nothing is checked: an object appears there complete.
 """
 
 import contextlib
@@ -43,10 +43,10 @@ def use(folder: str) -> None:
   """Makes JAX keep compiled programs in a folder, after removing entries that are cut short.
 
   Args:
-    folder: of this machine or shared; `~` stands for the home.
+    folder: of this machine or shared; `~` is the home folder.
 
   Raises:
-    ValueError: something else stands there.
+    ValueError: something else is there.
   """
   path = epath.Path(folder).expanduser()
   if path.exists() and not path.is_dir():

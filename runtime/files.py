@@ -1,4 +1,4 @@
-"""Small files, read and written safely: plain files only, with limits, whole or not at all.
+"""Small files, read and written safely: plain files only, with limits, and atomically.
 
 A workdir, a checkpoint or a data_dir may hold anything by the time it is read: a directory, a FIFO
 or a sparse file of a terabyte in place of a file, a link to somewhere else, JSON nested a million
@@ -36,7 +36,7 @@ _KINDS = (
 
 
 class NotPlainError(OSError):
-  """Something else stands where a plain file should be, or the file is too large to be it."""
+  """There is something else in the place of a plain file, or the file is larger than it can be."""
 
   def __str__(self) -> str:
     """Returns one line, beginning with the path."""
@@ -44,7 +44,7 @@ class NotPlainError(OSError):
 
 
 def is_local(path: epath.PathLike) -> bool:
-  """Tells a path of this machine's file systems from one in a bucket."""
+  """Returns whether a path is on this machine's file systems, and not in a bucket."""
   return "://" not in os.fspath(path)
 
 
@@ -160,7 +160,7 @@ def replace(
   shared: bool = False,
   require: Callable[[], None] = always,
 ) -> None:
-  """Writes a file whole or not at all: a kill or a full disk leaves what was there.
+  """Writes a file atomically: a kill or a full disk leaves what was there.
 
   A symbolic link in its place is replaced, and what it points to is left alone.
 
@@ -178,7 +178,7 @@ def replace(
   require()
   with _naming(path):
     if not is_local(path):
-      path.write_bytes(content)  # an object in a bucket appears whole
+      path.write_bytes(content)  # an object in a bucket appears at once, complete
       return
     temporary = _temporary(path, shared)
     descriptor = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -219,7 +219,7 @@ def append(path: epath.PathLike, content: bytes, *, require: Callable[[], None] 
       that gives the file a new inode, appends to the old one.
 
   Raises:
-    NotPlainError: something else stands there, a symbolic link included.
+    NotPlainError: something else is there, a symbolic link included.
     OSError: it cannot be written; the path is named.
   """
   if not content:

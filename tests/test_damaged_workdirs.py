@@ -126,4 +126,4 @@ def test_a_workdir_and_its_checkpoints_may_be_links(place, workdir, main, tmp_pa
   assert code == 0, (out, err)
   assert (tmp_path / place).is_symlink()
   assert (workdir / "checkpoints" / "6").is_dir()
-  assert "goes on from the checkpoint of step 4" in out
+  assert "resumes from the checkpoint of step 4" in out

@@ -143,7 +143,7 @@ def test_sigterm_saves_and_exits_with_75(undisturbed, forks, tmp_path):
   started.process.terminate()
   code, out = started.end()
   assert code == 75, out
-  assert "stopped as asked, after saving" in out
+  assert "stopped as requested, after saving" in out
   done = max(losses(tmp_path))
   assert done < STEPS
   assert (tmp_path / "checkpoints" / str(done)).is_dir(), "no step is lost"

@@ -54,7 +54,7 @@ def test_the_same_command_goes_on(main, tmp_path):
       *short, *constant, f"--workdir={parts}", f"--config.training.steps={steps}"
     )
     assert code == 0, (out, err)
-  assert "goes on from the checkpoint of step 5" in out
+  assert "resumes from the checkpoint of step 5" in out
   assert losses(parts)[9] == losses(whole)[9]
   assert set(losses(whole)) <= set(losses(parts))
   code, out, err = main(*short, *constant, f"--workdir={parts}", "--config.training.steps=9")

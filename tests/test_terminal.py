@@ -34,7 +34,7 @@ def test_ctrl_c_saves_and_a_second_one_does_not(forks, tmp_path):
     text = stopped(terminal)
   assert text.count("press Ctrl-C again to stop without saving") == 1
   assert "SIGINT: stopping after this step and saving" in text
-  assert "stopped as asked, after saving; run the same command again" in text
+  assert "stopped as requested, after saving; run the same command again" in text
   [last] = saved(tmp_path)
   assert last == story(tmp_path)[-1][0], "the step that was made last is saved"
 
@@ -67,6 +67,6 @@ def test_ctrl_c_while_importing_ends_with_one_line(tmp_path):
     terminal.press()
     text = stopped(terminal)
   assert text.replace("^C", "").strip() == (
-    "stopped as asked (SIGINT); there was nothing to save"
+    "stopped as requested (SIGINT); there was nothing to save"
   ), text
   assert not (tmp_path / "run").exists()

@@ -326,14 +326,14 @@ class Run:
 
   @contextlib.contextmanager
   def _failing_saves(self, instead: str) -> Iterator[None]:
-    """Reports a save that has failed, and goes on."""
+    """Reports a save that has failed, and continues."""
     try:
       yield
     except SaveError as error:
-      if not error.agreed:  # the others wait in the middle of it; a restart goes on from the last
+      if not error.agreed:  # the others wait in the middle of it; a restart resumes from the last
         raise
       self._unsaved = True
-      self._progress.note(f"WARNING: {error}; training goes on, and {instead}")
+      self._progress.note(f"WARNING: {error}; training continues, and {instead}")
 
   def _save_due(self) -> bool:
     keys = self._config.checkpoint

@@ -132,7 +132,7 @@ def begin(
   if checkpointer.steps():
     found, tree = checkpointer.restore_verified(vars(job.placed_state), known=newest)
     step, known = found.step, _record(found)
-    state, origin = State(**tree), f"goes on from the checkpoint of step {step}"
+    state, origin = State(**tree), f"resumes from the checkpoint of step {step}"
   else:
     step, (state, origin), known = 0, first_state(job), {}
   job.check_placed(state)

@@ -48,7 +48,7 @@ class _Info(tfds.core.DatasetInfo):
   """
 
   def initialize_from_bucket(self) -> None:
-    """Asks nobody."""
+    """Needs no confirmation."""
 
 
 def _no_tick(what, count):

@@ -67,7 +67,7 @@ def parse_name(name):
 
 
 def data_folder(data):
-  """Returns data.data_dir as a path; '' means the folder that TFDS uses when it is not told."""
+  """Returns data.data_dir as a path; '' means the folder that TFDS uses by default."""
   default = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
   return epath.Path(data.data_dir or default).expanduser()
 

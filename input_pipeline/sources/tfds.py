@@ -22,7 +22,7 @@ _EXAMPLES_PER_READ = 256
 
 
 def load_builder(reference, root, tick=lambda what, count: None):
-  """Returns a TFDS builder whose data lies prepared below `root`; prepares it if it does not.
+  """Returns a TFDS builder whose data is prepared below `root`; prepares it first if it is not.
 
   What is on disk comes first, also without a builder class, so that a data_dir once prepared
   gives the same data wherever it is taken. The choice is then the newest version there.
@@ -70,7 +70,7 @@ def _whole(folder, make):
       raise
     raise ValueError(
       f"the metadata of the data set in {folder} cannot be read ({_first_line(error)}); copy it"
-      " again, or delete it and run again to prepare it anew"
+      " again, or delete it and run again to prepare it from scratch"
     ) from error
 
 
@@ -256,7 +256,7 @@ def examples(builder, split, unreadable):
   Args:
     builder: TFDS builder of a data set that is prepared.
     split: a split of it.
-    unreadable: is told of each record that cannot be read: (number, why). May raise.
+    unreadable: is called with (number, why) for each record that cannot be read. May raise.
 
   Raises:
     ValueError: for a file format without random access, or a file that is missing or torn.
@@ -266,8 +266,8 @@ def examples(builder, split, unreadable):
     source = builder.as_data_source(split=split)
   except NotImplementedError as error:
     raise ValueError(
-      f"data set {reference} lies in {builder.data_dir} as {builder.info.file_format.value}, which"
-      f" has no random access; prepare it again in another folder with `tfds build"
+      f"data set {reference} is stored in {builder.data_dir} as {builder.info.file_format.value},"
+      f" which has no random access; prepare it again in another folder with `tfds build"
       f" {reference} --file_format=array_record --data_dir=FOLDER` and set data.data_dir=FOLDER"
     ) from error
   _check_files(builder, split)

@@ -47,7 +47,7 @@ def test_a_run_goes_on_from_the_newest_step_that_is_whole_and_says_so(damaged, m
     f"WARNING: the checkpoint {checkpoints / str(NEWER)} cannot be read ({file}: its bytes have"
   )
   assert line.endswith(f"it is renamed to end with .broken, and step {OLDER} is used instead")
-  assert f"goes on from the checkpoint of step {OLDER}" in out
+  assert f"resumes from the checkpoint of step {OLDER}" in out
   names = {path.name for path in checkpoints.iterdir()}
   assert names == {"2", "4", "6", "8", "6.broken"}
 
@@ -81,10 +81,10 @@ def test_checkpoints_from_before_there_were_digests(saved, main, tmp_path):
   assert err.count("checkpoint.verify=off reads it as it is") == 3
   code, out, err = main(*train, "--config.checkpoint.verify=off")
   assert code == 0, err
-  assert f"goes on from the checkpoint of step {NEWER}" in out
+  assert f"resumes from the checkpoint of step {NEWER}" in out
   code, out, err = main(*train)  # what is saved now has digests
   assert code == 0, err
-  assert "goes on from the checkpoint of step 8" in out
+  assert "resumes from the checkpoint of step 8" in out
 
 
 def test_a_start_that_is_refused_removes_and_renames_nothing(saved, main, tmp_path):
@@ -147,7 +147,7 @@ def train_on_a_full_disk(forks, workdir, output, mounted) -> tuple[int, list[int
   try:
     wait_for(r"(step 15/)")
     full.fill()
-    step = int(wait_for(r"WARNING: saving step (\d+) to .* failed: .*; training goes on"))
+    step = int(wait_for(r"WARNING: saving step (\d+) to .* failed: .*; training continues"))
     wait_for(rf"(step {step + 5}/)")
     kept = [int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit()]
     full.free()

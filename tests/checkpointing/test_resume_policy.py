@@ -156,10 +156,10 @@ def test_versions_need_acceptance_and_other_data_is_refused():
 
 def test_all_that_needs_acceptance_stands_in_one_message_with_the_flag_to_copy():
   overrides = {"optimizer.learning_rate": 0.5, "model.dropout_rate": 0.1, "training.steps": 400}
-  with pytest.raises(ValueError, match="goes on") as refusal:
+  with pytest.raises(ValueError, match="resumes") as refusal:
     judge(overrides, accept=["model.dropout_rate"])
   assert str(refusal.value) == (
-    "runs/x goes on from step 100, and what follows would be computed otherwise:\n"
+    "runs/x resumes from step 100, and what follows would be computed differently:\n"
     "  optimizer.learning_rate: 0.008 in the checkpoint, now 0.5\n"
     "set them back, or accept this with "
     "--accept-changes=optimizer.learning_rate,model.dropout_rate"

@@ -45,7 +45,7 @@ def test_ctrl_c_while_compiling_ends_at_once_and_leaves_no_worker(tmp_path):
     assert phase in text
   assert re.search(r"plan: [a-z ]+, \d+:\d\d", text), text
   assert "Traceback" not in text
-  assert "stopped as asked (SIGINT)" in text
+  assert "stopped as requested (SIGINT)" in text
   shown, hidden = raw.rfind(b"\x1b[?25h"), raw.rfind(b"\x1b[?25l")
   assert shown > hidden >= 0, "the cursor is visible again"
   assert not (tmp_path / "run").exists()

@@ -24,4 +24,4 @@ def test_one_that_has_not_come_is_named():
   first, _, third = groups_of(3)
   for error in together(*(lambda g=g: sharing(job, g).gather({}) for g in (first, third))):
     assert isinstance(error, NotComeError)
-    assert str(error) == "process 1 of 3 has not come to 'reading all rows' within 1 s"
+    assert str(error) == "process 1 of 3 has not reached 'reading all rows' within 1 s"

@@ -94,4 +94,4 @@ def _resume(workdir: pathlib.Path, file: str) -> None:
   warning = f"WARNING: the checkpoint {workdir / 'checkpoints' / str(NEWER)} cannot be read ("
   assert text.count(warning) == 1, "it was not said once"
   assert file in text.partition(warning)[2].partition("\n")[0], "the file is not named"
-  assert f"goes on from the checkpoint of step {OLDER}" in text
+  assert f"resumes from the checkpoint of step {OLDER}" in text

@@ -116,7 +116,7 @@ def _disturb(attempt: Attempt, run: Run, full: Full, kind: str) -> None:
     while not STAGES[kind](folder, step) and step not in saved(workdir):
       assert all(popen.poll() is None for popen in run.popens)
   full.fill(but=200 * 1024 if kind == "all but 200 KiB" else 0)
-  reported = r"WARNING: saving step (\d+) to \S+ failed: (.*); training goes on"
+  reported = r"WARNING: saving step (\d+) to \S+ failed: (.*); training continues"
   run.wait_until(lambda: re.search(reported, run.text()), "the report of a failed save")
   step, why = re.search(reported, run.text()).groups()
   attempt.seen.append(f"step {step}: {why[-60:]}")

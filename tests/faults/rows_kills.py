@@ -77,7 +77,7 @@ def _one_killed(
 
 def resumed(text: str) -> int:
   """Returns the step from which the run goes on that has printed this."""
-  found = re.search(r"goes on from the checkpoint of step (\d+)|starts from the first step", text)
+  found = re.search(r"resumes from the checkpoint of step (\d+)|starts from the first step", text)
   assert found, "nothing is said of where the run goes on from"
   return int(found[1] or 0)
 
@@ -125,7 +125,7 @@ def _all_killed(
 
   with Run(workdir, **settings) as run:
     assert set(run.end()) == {0}, run.codes
-    attempt.seen.append(f"goes on from step {resumed(run.text())}")
+    attempt.seen.append(f"resumes from step {resumed(run.text())}")
     assert run.left_behind() == []
   same.check(workdir, pace.record)
   assert not list((workdir / "checkpoints").glob("*.broken*"))
@@ -139,7 +139,7 @@ def _killed_in_restore(attempt: Attempt, workdir: pathlib.Path, settings: dict) 
     run.wait_until(opening.seen, "a file of the checkpoint is opened")
     time.sleep(attempt.chance.uniform(0, 0.1))
     _kill_all(run)
-    return "goes on from the checkpoint" not in run.text()
+    return "resumes from the checkpoint" not in run.text()
 
 
 def _kill_all(run: Run) -> None:

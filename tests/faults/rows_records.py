@@ -120,7 +120,7 @@ def _killed(fault: Fault) -> None:
 
 
 def _one_goes_bad_in_the_run(fault: Fault) -> None:
-  """Damages a row when the run has checked it and has not come to it, and leaves no trace of it."""
+  """Damages a row when the run has checked it and has not reached it, and leaves no trace of it."""
   late = _of_the_last_batch(fault)
   fault.damage([row for row in fault.bad if row != late])
   with fault.run(LIMIT) as run:

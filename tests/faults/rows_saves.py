@@ -120,7 +120,7 @@ def _killed(
   with Run(workdir, steps=STEPS, flags=FLAGS) as run:
     assert run.end() == [0, 0], run.codes
     text = run.text()
-  [resumed] = re.findall(r"goes on from the checkpoint of step (\d+)", text)
+  [resumed] = re.findall(r"resumes from the checkpoint of step (\d+)", text)
   attempt.seen.append(f"went on from step {resumed}")
   assert int(resumed) == there[-1], "a step that is there was not read"
   assert "cannot be read" not in text, "a torn step was met"

@@ -53,7 +53,7 @@ def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(
     asked = run.signal(1, signal.SIGTERM)
     run.wait_for("restart 2 of 3")
     assert time.monotonic() - asked < 30
-    assert "stopped as asked, after saving" in run.text()
+    assert "stopped as requested, after saving" in run.text()
     assert run.text().count("ended: exit code 75") == 2
     last_step, _ = story(workdir)[-1]
     assert saved(workdir)[-1] == last_step >= 17, "no step is lost"

@@ -168,7 +168,7 @@ def test_more_than_the_limit_are_refused_with_their_number(text):
   assert (
     "noise:1.2.0 train: 5 of 67 rows cannot be read, more than data.max_bad_records=4" in message
   )
-  assert "set data.max_bad_records=5 to go on without them" in message
+  assert "set data.max_bad_records=5 to continue without them" in message
   assert _together(3, lambda index, sharing: _refusal(text(4), sharing)) == [message] * 3
   assert len(opened(text(5)).bad) == 5
 
@@ -189,7 +189,7 @@ def test_without_the_key_the_read_refuses_by_name(text):
   assert "rows.array_record cannot be read (Corrupted Riegeli/records file: " in message
   assert ", and 1 more of this batch; delete " in message
   assert message.endswith(
-    " and run again to prepare it anew, or set data.max_bad_records to go on without it"
+    " and run again to prepare it from scratch, or set data.max_bad_records to continue without it"
   )
 
 

@@ -72,7 +72,7 @@ def test_bad_images_of_the_data_set_get_weight_0_and_all_others_stay(images, fol
   damage_data_set(folder, "snow", [pixels[row].tobytes() for row in BAD_IMAGES])
   message = _refusal(images(0))
   assert "data set snow:1.2.0, split train: record 2 cannot be read (RuntimeError: " in message
-  assert "or set data.max_bad_records to go on without such records" in message
+  assert "or set data.max_bad_records to continue without such records" in message
   message = _refusal(images(2))
   assert "more than data.max_bad_records=2 records cannot be read: record 19 is number 3" in message
   source = opened(images(3))
@@ -104,7 +104,7 @@ def test_a_bad_document_is_left_out(text, folder):
   damage_more(text(1), 5)
   message = _refusal(text(1))
   assert "rows cannot be read, and 1 document could not be, more than data.max_bad" in message
-  assert "set data.max_bad_records=2 to go on without them" in message
+  assert "set data.max_bad_records=2 to continue without them" in message
   assert opened(text(2)).bad.rows == (5,)
 
 
@@ -201,11 +201,11 @@ def test_the_application_refuses_by_name_or_goes_on(main, text, folder, tmp_path
   code, out, err = main(*run)
   assert (code, err.count("\n")) == (1, 1), err
   assert err.startswith(f"error: noise:1.2.0 train: row {row} of ")
-  assert "or set data.max_bad_records to go on without it" in err
+  assert "or set data.max_bad_records to continue without it" in err
   assert [line["step"] for line in lines_of(tmp_path / "run") if "loss" in line] == [1, 2, 3, 4]
   code, out, err = main(*run, "--config.data.max_bad_records=1")
   assert code == 0, err
-  assert "goes on from the checkpoint of step 4" in out
+  assert "resumes from the checkpoint of step 4" in out
   assert f"noise:1.2.0 train: unreadable: 1 row of weight 0: {row} (" in out
   listed = json.loads((tmp_path / "run" / "bad_records.json").read_text())
   assert listed["train"]["rows"] == [row]

@@ -96,7 +96,7 @@ def test_a_doubly_matched_parameter_is_refused_with_both_rules():
 
 def test_a_dead_rule_is_refused():
   message = refusal(params(), names={**RULES, "layers/down/kernel": "LFD"})
-  assert "rule 'layers/down/kernel': matches no parameter; remove it, or mend" in message
+  assert "rule 'layers/down/kernel': matches no parameter; remove it, or correct" in message
 
 
 @pytest.mark.parametrize(

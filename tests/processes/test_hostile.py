@@ -305,5 +305,5 @@ def test_the_preflight_says_what_was_ignored():
   first, _ = groups_of(2, store, key=b"key of the run")
   store.key_value_set("digests/run/1", '{"seed": 7}')
   [result] = together(lambda: agree(first, "run", {"seed": 0}, timeout_seconds=0.2))
-  assert "process 1 of 2 has not come to 'run'" in str(result)
+  assert "process 1 of 2 has not reached 'run'" in str(result)
   assert "1 entries of the coordination service were ignored" in str(result)

@@ -83,7 +83,7 @@ def test_someone_who_does_not_come_is_named():
   )
   for result in results:
     assert isinstance(result, NotComeError)
-    assert "process 2 of 3 has not come to 'run' within" in str(result)
+    assert "process 2 of 3 has not reached 'run' within" in str(result)
     assert "processes.start_timeout_seconds=0.2" in str(result)
 
 

@@ -246,7 +246,7 @@ def test_a_stop_while_starting_ends_it_from_the_middle_of_c_code():
       ctypes.CDLL(None).usleep(30_000_000)
     """)
   assert code == 75, (out, err)
-  assert out == "stopped as asked (SIGTERM) while starting; there was nothing to save\n"
+  assert out == "stopped as requested (SIGTERM) while starting; there was nothing to save\n"
   assert err == ""
   assert seconds < 15
 
