@@ -133,7 +133,7 @@ def test_a_row_that_goes_bad_after_the_check_stops_the_run_and_is_known_to_the_n
   with pytest.raises(row_store.UnreadableError) as error:
     source.read(np.array([39, 40, 41, 7]))
   assert "noise:1.2.0 train: row 40 of " in str(error.value)
-  assert "could be when all rows were checked; the same command again checks" in str(error.value)
+  assert "could be when all rows were checked; the same command checks" in str(error.value)
   bad = tuple(sorted((*BAD, 40)))
   # The first process has half of the rows, without 40, and its own copy of the data.
   for again in _together(2, lambda index, sharing: opened(data, sharing)):
