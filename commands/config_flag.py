@@ -5,7 +5,6 @@ text) becomes one ValueError that names the thing and the way out.
 """
 
 import ast
-import importlib.util
 import inspect
 import os
 import pathlib
@@ -15,6 +14,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import base
+from runtime import extensions
 from runtime.suggest import closest, nearest
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "configs"
@@ -158,13 +158,10 @@ def _module(flag: str, value: str):
     ValueError: it cannot be imported.
   """
   path = value.partition(":")[0]
-  spec = importlib.util.spec_from_file_location("strategy", path)
-  module = importlib.util.module_from_spec(spec)
   try:
-    spec.loader.exec_module(module)
+    return extensions.load(path)
   except (Exception, SystemExit) as error:
     raise ValueError(f"--{flag}={value}: {path} cannot be imported: {_line(error)}") from error
-  return module
 
 
 def _line(error: BaseException) -> str:

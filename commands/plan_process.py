@@ -28,7 +28,7 @@ from rich.console import Console
 from analysis.chips import overridden
 from planning.topology import parse
 from processes import preemption
-from runtime import exit_codes, files
+from runtime import exit_codes, extensions, files
 from runtime.printable import printable
 from runtime.provenance import everything
 from training.metrics.console import duration
@@ -83,6 +83,7 @@ def run(
     folder = pathlib.Path(name)
     request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
     request["command"] = command
+    request["extensions"] = [*map(str, extensions.files())]
     code = _make(request, folder, debug=debug)
     if code == 0:
       code = _deliver(folder, workdir)

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from models import mlp, transformer
 from models.losses import Batch, Sums
 from partitioning.dims import Dim
+from runtime.extensions import Table
 
 
 @runtime_checkable
@@ -100,4 +101,4 @@ class Extending(Network, Protocol):
     ...
 
 
-MODELS: dict[str, Model] = {"transformer": transformer, "mlp": mlp}
+MODELS: Table = Table("model", {"transformer": transformer, "mlp": mlp})

@@ -7,6 +7,8 @@ import pathlib
 import platform
 from collections.abc import Iterable
 
+from runtime import extensions
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # What determines the numbers of a run: its parameters, its batches, its steps. A folder counts with
 # everything below it. A change in one of these needs --accept-changes=versions.code to resume; a
@@ -70,33 +72,47 @@ def source_files(names: Iterable[str]) -> list[pathlib.Path]:
   return sorted(path.relative_to(ROOT) for path in found)
 
 
-def digest(names: Iterable[str]) -> str:
-  """Returns a digest of the names and contents of source files."""
+def digest(names: Iterable[str], more: Iterable[pathlib.Path] = ()) -> str:
+  """Returns a digest of the names and contents of source files.
+
+  Args:
+    names: files and folders of the project.
+    more: files of extensions; of their names, the last part counts, since a folder may move.
+  """
   whole = hashlib.sha256()
-  for path in source_files(names):
-    content = (ROOT / path).read_bytes()
-    whole.update(f"{path.as_posix()}\n{len(content)}\n".encode() + content)
+  named = [(path.as_posix(), ROOT / path) for path in source_files(names)]
+  for name, path in named + sorted((path.name, path) for path in more):
+    content = path.read_bytes()
+    whole.update(f"{name}\n{len(content)}\n".encode() + content)
   return whole.hexdigest()[:16]
 
 
-@functools.cache
 def versions() -> dict[str, str]:
   """Returns name -> version of what computes a run's numbers; for `code`, a digest."""
-  found = {name: importlib.metadata.version(name) for name in LIBRARIES}
-  return {"code": digest(NUMERICS), "python": platform.python_version(), **found}
+  return dict(_versions(tuple(extensions.files(numerics=True))))
 
 
 @functools.cache
+def _versions(more: tuple[pathlib.Path, ...]) -> dict[str, str]:
+  found = {name: importlib.metadata.version(name) for name in LIBRARIES}
+  return {"code": digest(NUMERICS, more), "python": platform.python_version(), **found}
+
+
 def everything() -> dict[str, str]:
   """Returns the digest of all code that a run may reach, and the version of every library.
 
   More than `versions`, and not kept in checkpoints: what the processes of one run must share.
   A library that is not installed here has the version "missing".
   """
+  return dict(_everything(tuple(extensions.files())))
+
+
+@functools.cache
+def _everything(more: tuple[pathlib.Path, ...]) -> dict[str, str]:
   lines = (ROOT / "requirements.txt").read_text().splitlines()
   names = sorted({line.partition("==")[0] for line in lines if "==" in line})
   found = {f"versions.{name}": _version(name) for name in names}
-  return {"code": digest(RUN), "versions.python": platform.python_version(), **found}
+  return {"code": digest(RUN, more), "versions.python": platform.python_version(), **found}
 
 
 def _version(name: str) -> str:
