@@ -50,6 +50,7 @@ CLASSES = {
   # The step.
   "training.steps": GOES_ON,  # unless fewer than are done
   "training.replica_check_every_steps": GOES_ON,
+  "training.callbacks": GOES_ON,
   "training.gradient_accumulation_steps": ACCEPT,
   "training.compute_dtype": ACCEPT,
   "training.matmul_precision": ACCEPT,

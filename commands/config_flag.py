@@ -8,6 +8,7 @@ import ast
 import inspect
 import os
 import pathlib
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags
@@ -133,10 +134,12 @@ def load(flag: str, value: str) -> ConfigDict:
     )
   try:
     config = get_config(argument) if colon else get_config()
-  except ValueError:  # its own refusal, such as that of an unknown recipe
-    raise
   except (Exception, SystemExit) as error:
-    raise ValueError(f"--{flag}={value}: get_config of {path} fails: {_line(error)}") from error
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, ValueError) and not extensions.is_outside(innermost.filename):
+      raise  # the project's own refusal, such as that of an unknown recipe
+    why = extensions.error_text(error)
+    raise ValueError(f"--{flag}={value}: get_config of {path} fails: {why}") from error
   missing = [key for key in base.get_config() if key not in config] if _is_config(config) else []
   if missing or not _is_config(config):
     what = f"a config without {', '.join(missing)}" if missing else f"a {type(config).__name__}"
@@ -161,12 +164,8 @@ def _module(flag: str, value: str):
   try:
     return extensions.load(path)
   except (Exception, SystemExit) as error:
-    raise ValueError(f"--{flag}={value}: {path} cannot be imported: {_line(error)}") from error
-
-
-def _line(error: BaseException) -> str:
-  """Returns `TypeError: its message`, in one line."""
-  return " ".join(f"{type(error).__name__}: {error}".split())
+    why = extensions.error_text(error)
+    raise ValueError(f"--{flag}={value}: {path} cannot be imported: {why}") from error
 
 
 def _values(argv: Sequence[str], flag: str) -> Iterator[tuple[str, str]]:

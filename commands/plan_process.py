@@ -83,7 +83,7 @@ def run(
     folder = pathlib.Path(name)
     request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
     request["command"] = command
-    request["extensions"] = [*map(str, extensions.files())]
+    request["extensions"] = [*map(str, extensions.loaded())]
     code = _make(request, folder, debug=debug)
     if code == 0:
       code = _deliver(folder, workdir)

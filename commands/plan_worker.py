@@ -24,8 +24,8 @@ def main() -> int:
   _report(request["phases"], "importing")
   # These import JAX, which takes seconds, while whoever started this may be killed.
   from planning import plan
-  from runtime import extensions
   from reports import plan_page, plan_text
+  from runtime import extensions
 
   for path in request["extensions"]:
     extensions.load(path)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import traceback
 from collections.abc import Callable
 
 from etils import epath
@@ -18,6 +19,7 @@ from runtime import exit_codes, files
 from runtime.printable import printable
 from training import evaluation, loop, restore, setup, splits, workdir_files, workdir_owner
 from training.bad_steps import TrainingStoppedError
+from training.callbacks import CallbackError
 from training.metrics import goodput
 from training.metrics.console import say
 
@@ -60,7 +62,9 @@ def _run(
     return exit_codes.DONE
   try:
     end = loop.train(ready, data, start, workdir, watch, started=goodput.process_started())
-  except (TrainingStoppedError, SaveError) as error:
+  except (TrainingStoppedError, SaveError, CallbackError) as error:
+    if flags.DEBUG.value:
+      traceback.print_exception(error)
     return _failed(error, watch, everywhere=isinstance(error, TrainingStoppedError))
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if end.stopped:

@@ -38,7 +38,13 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
   config.mesh = ConfigDict({**MESH, **(mesh or {})})
   config.mesh_dcn = ConfigDict(MESH_DCN)  # over slices; the size of an axis is the product
   config.partitioning = _partitioning(config.model.name)
-  config.metrics = ConfigDict({"every_steps": 10, "tensorboard": True})
+  config.metrics = ConfigDict(
+    {
+      "every_steps": 10,
+      "tensorboard": True,
+      "sinks": (),  # registered sinks that are given the metrics as well: ("csv",)
+    }
+  )
   config.checkpoint = ConfigDict(
     {
       "every_steps": 50,  # and at the end; 0: only at the end

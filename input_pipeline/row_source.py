@@ -11,6 +11,7 @@ from input_pipeline import bad_records, prepare
 from input_pipeline.bad_records import BadRecords, Sharing
 from input_pipeline.row_store import Records, UnreadableError, again
 from input_pipeline.sources import catalog
+from runtime.extensions import Table, error_text
 
 _LABEL_BYTES = 4
 BYTES = 256  # that a token can be
@@ -46,6 +47,11 @@ class Source:
     return self.rows
 
 
+# name, as data.name gives it -> function of (the config's `data` section, split, seed), which
+# returns a Source. Its `fingerprint` changes whenever a row does (`array_source` sees to that).
+SOURCES: Table = Table("data source", {})
+
+
 def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
   """Opens a split of the data set that the config names, and prepares it on first use.
 
@@ -66,6 +72,8 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
     ValueError: the data set or split is unknown, empty, damaged or does not fit the config; or
       has more records that cannot be read than data.max_bad_records.
   """
+  if data.name in SOURCES:
+    return _registered(data, split, seed)
   if (data.kind == "random") != (data.name == catalog.RANDOM_NORMAL):
     raise ValueError(
       f"data.name={data.name!r}: this recipe's task reads {data.kind} rows, and the only data set"
@@ -85,6 +93,27 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
     read = bad_records.skipping(read, bad.rows)
   ids = BYTES if data.kind == "text" else 0
   return Source(store.name, _fingerprint(store), len(records), fields, read, bad, ids)
+
+
+def _registered(data, split, seed):
+  """Opens a data source of SOURCES; raises ValueError if what it returns is no Source."""
+  if data.max_bad_records:
+    raise ValueError(
+      f"data.max_bad_records={data.max_bad_records}: the registered data source {data.name!r} "
+      f"finds its bad records itself; set it to 0"
+    )
+  try:
+    source = SOURCES[data.name](data, split, seed)
+  except Exception as error:
+    raise ValueError(
+      f"the data source {data.name!r} fails, split {split!r}: {error_text(error)}"
+    ) from error
+  if not isinstance(source, Source):
+    raise ValueError(
+      f"the data source {data.name!r} returns a {type(source).__name__}, not a "
+      f"input_pipeline.row_source.Source"
+    )
+  return source
 
 
 def check_ids(source, vocabulary_size):

@@ -5,6 +5,7 @@ those of `Generator` too. What `build` returns is an NNX module with the methods
 Each method takes a finalized config.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -102,3 +103,44 @@ class Extending(Network, Protocol):
 
 
 MODELS: Table = Table("model", {"transformer": transformer, "mlp": mlp})
+
+
+def find(name: str) -> Model:
+  """Returns a model by its name.
+
+  Raises:
+    ValueError: it lacks members of `Model`, or its class those of `Network`.
+  """
+  model = MODELS[name]
+  missing = [f"{one}()" for one in _members(Model) if not callable(getattr(model, one, None))]
+  if inspect.isclass(build := getattr(model, "build", None)):
+    missing += _missing_in_network(build)
+  if missing:
+    _refuse(name, missing)
+  return model
+
+
+def check_network(name: str, network: Any) -> None:
+  """Raises ValueError if what a model has built lacks members of `Network`."""
+  if missing := _missing_in_network(network):
+    _refuse(name, missing)
+
+
+def _missing_in_network(network: Any) -> list[str]:
+  return [
+    f"{one}() of what build returns"
+    for one in _members(Network)
+    if not callable(getattr(network, one, None))
+  ]
+
+
+def _members(protocol: type) -> list[str]:
+  return [name for name in vars(protocol) if not name.startswith("_")]
+
+
+def _refuse(name: str, missing: list[str]) -> None:
+  origin = MODELS.origins.get(name, "models/__init__.py")
+  raise ValueError(
+    f"model.name={name!r}, registered by {origin}: it lacks {', '.join(missing)}; see Model and "
+    f"Network in models/__init__.py"
+  )

@@ -101,6 +101,7 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
   """
   config, legend = copy.deepcopy(job.config), job.legend
   model, data = config.model, config.data
+  decoder = model.name == "transformer"  # of another model the keys may mean anything
   table, sizes = job.activations.table, job.devices.sizes
 
   def parts(letter: str) -> int:
@@ -109,15 +110,15 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
   rows = data.global_batch_size / parts("B") / config.training.gradient_accumulation_steps
   with config.unlocked():
     config.training.gradient_accumulation_steps = 1
-    if not at_once and "V" in legend:  # memory has formulas of its own for logits
+    if decoder and not at_once:  # memory has formulas of its own for logits
       model.vocabulary_size, model.vocabulary_multiple = legend["V"].size // parts("V"), 1
     for name, letter in (("feedforward_size", "F"), ("heads", "N")):
-      if name in model:
+      if name in model and model.name in ("transformer", "mlp"):
         model[name] = max(1, model[name] // parts(letter))
-    if "kv_heads" in model:
+    if decoder:
       split = model.kv_heads // parts("K") if model.kv_heads % parts("K") == 0 else model.kv_heads
       model.kv_heads = math.gcd(split, model.heads)
-    if (around := parts("T")) > 1:
+    if decoder and (around := parts("T")) > 1:
       length, heads = data.sequence_length, (job.config.model.heads, job.config.model.kv_heads)
       if at_once and ring_attention.use_ring(model.context_attention, length, around, *heads):
         data.sequence_length, rows = length // (2 * around), 2 * rows  # half of the scores

@@ -90,7 +90,7 @@ def terms(job: Job) -> list[Term]:
   """Returns what is sent; terms whose axes all have size 1 are left out."""
   sizes = job.devices.sizes
   every = [*_of_parameters(job), *_of_the_optimizer(job)]
-  if "layers" in job.config.model:
+  if job.config.model.name == "transformer":
     every += [*_of_activations(job), *_of_context(job)]
   kept = []
   for term in every:

@@ -4,17 +4,25 @@ The tables that can be extended are dicts, each beside what it names: `models.MO
 registers under a name of its own:
 
   MODELS.register("vit", sys.modules[__name__])
+
+docs/extending.md shows each.
 """
 
 import importlib.util
 import os
 import pathlib
 import sys
+import sysconfig
+import traceback
 from types import ModuleType
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+_LIBRARIES = tuple(
+  pathlib.Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")
+)
 _TABLES: list["Table"] = []
+_LOADED: dict[pathlib.Path, None] = {}  # in the order of `load`
 
 
 class Table(dict):
@@ -50,25 +58,65 @@ class Table(dict):
     return value
 
 
-def load(path: str) -> ModuleType:
-  """Executes a config file and returns its module; modules beside it can be imported by it.
+def load(path: str | os.PathLike) -> ModuleType:
+  """Executes a config file and returns its module; it can import modules beside it.
 
   They are found last, so that none takes the place of the project's or a library's. While the file
   runs, `sys.modules[__name__]` is its module.
+
+  Raises:
+    ValueError: the file's folder and that of another config file both have a module of one name,
+      of which Python would import only the first.
+    Exception: whatever the file raises.
   """
-  folder = os.path.dirname(os.path.abspath(path))
-  if folder not in sys.path:
-    sys.path.append(folder)
-  name = f"config_of_{pathlib.Path(path).stem}"
+  path = pathlib.Path(path).resolve()
+  _require_one_module_of_each_name(path.parent)
+  if str(path.parent) not in sys.path:
+    sys.path.append(str(path.parent))
+  name = f"config_of_{path.stem}"
   spec = importlib.util.spec_from_file_location(name, path)
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module
   spec.loader.exec_module(module)
+  _LOADED[path] = None
   return module
 
 
+def loaded() -> list[pathlib.Path]:
+  """Returns the config files that `load` has executed: another process loads the same."""
+  return [*_LOADED]
+
+
+def _require_one_module_of_each_name(folder: pathlib.Path) -> None:
+  for other in {path.parent for path in _LOADED} - {folder}:
+    for name in {module.__name__.partition(".")[0] for module in _modules(other)}:
+      for rival in (folder / f"{name}.py", folder / name / "__init__.py"):
+        if rival.exists():
+          raise ValueError(
+            f"{rival}: {other} has a module {name!r} too, and Python would import only one of "
+            f"them; rename one"
+          )
+
+
+def _modules(folder: pathlib.Path) -> list[ModuleType]:
+  """Returns the modules that were imported from a folder: neither the project's nor libraries'."""
+  if any(folder.is_relative_to(library) for library in _LIBRARIES):
+    return []
+  found = []
+  for name, module in list(sys.modules.items()):
+    file = getattr(module, "__file__", None)
+    if not file or name.partition(".")[0] in ("__main__", "main"):
+      continue
+    path = pathlib.Path(file)
+    ours = path.is_relative_to(ROOT) and (ROOT / name.partition(".")[0]).is_dir()
+    library = any(path.is_relative_to(library) for library in _LIBRARIES)
+    if path.is_relative_to(folder) and not ours and not library:
+      found.append(module)
+  return found
+
+
 def files(*, numerics: bool = False) -> list[pathlib.Path]:
-  """Returns the files that have registered something, and what they imported from their folders.
+  """Returns the files that have registered something, and the modules from their folders.
 
   Args:
     numerics: only of entries that decide what a run computes.
@@ -79,9 +127,34 @@ def files(*, numerics: bool = False) -> list[pathlib.Path]:
     if table.numerics or not numerics
     for origin in table.origins.values()
   }
-  folders = {path.parent for path in found} - {ROOT}
-  for module in list(sys.modules.values()):
-    path = pathlib.Path(getattr(module, "__file__", None) or os.devnull)
-    if path.parent in folders:
-      found.add(path)
+  configs = {*_LOADED}  # one that has registered nothing is not part of another's code
+  for folder in {path.parent for path in found}:
+    beside = {pathlib.Path(module.__file__).resolve() for module in _modules(folder)}
+    found |= beside - configs
   return sorted(found)
+
+
+def error_text(error: BaseException) -> str:
+  """Returns `FILE:LINE: TypeError: its message` of what a user's file has raised, in one line.
+
+  The place is the innermost in a user's file, or the innermost of all where there is none.
+  """
+  place = ""
+  if isinstance(error, SyntaxError) and error.filename:
+    place = f"{error.filename}:{error.lineno}: "
+    error = type(error)(error.msg)
+  else:
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in [one for one in frames if is_outside(one.filename)][-1:] or frames[-1:]:
+      place = f"{frame.filename}:{frame.lineno}: "
+  return place + " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def is_outside(filename: str) -> bool:
+  """Returns whether a file is a user's: neither the project's, nor a library's, nor Python's."""
+  path = pathlib.Path(filename)
+  parts = {*_LOADED, *(origin for table in _TABLES for origin in table.origins.values())}
+  if path.resolve() in parts:
+    return True
+  within = any(path.is_relative_to(folder) for folder in (*_LIBRARIES, ROOT))
+  return not within and not filename.startswith("<")

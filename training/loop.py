@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -14,9 +14,10 @@ from input_pipeline.prefetch import Prefetcher
 from processes.coordination import current
 from processes.step_barrier import Lockstep
 from processes.stragglers import Pace
-from processes.watchdog import ENDING, SAVING, STARTING, Watchdog
-from training import restore
+from processes.watchdog import ENDING, EVALUATION, SAVING, STARTING, Watchdog
+from training import callbacks, restore
 from training.bad_steps import BadStepError, BadSteps
+from training.callbacks import CALLBACKS, Callback
 from training.evaluation import Evaluation, Evaluator, is_logged
 from training.metrics import device_probe, log_schedule
 from training.metrics.console import ProgressLine, duration, say, warn
@@ -24,6 +25,7 @@ from training.metrics.goodput import Goodput
 from training.metrics.log_schedule import LogSchedule
 from training.metrics.profiler import Profile
 from training.metrics.reader import MetricsReader
+from training.metrics.sinks import Sinks
 from training.metrics.throughput import Meter
 from training.metrics.waiting import Waiting
 from training.metrics.writer import FILE, MetricsWriter
@@ -43,7 +45,14 @@ class End:
 
 
 def train(
-  job: Job, data: Data, start: Start, workdir: epath.Path, watch: Watchdog, *, started: float
+  job: Job,
+  data: Data,
+  start: Start,
+  workdir: epath.Path,
+  watch: Watchdog,
+  *,
+  started: float,
+  more_callbacks: Mapping[str, Callback] | None = None,
 ) -> End:
   """Trains from the step where the run starts to the last.
 
@@ -54,15 +63,19 @@ def train(
     workdir: an existing folder.
     watch: running; it knows of the other processes and of what asks for a stop.
     started: when the command was given, on the clock of `time.monotonic`.
+    more_callbacks: name -> Callback, besides those that the config names.
 
   Raises:
+    CallbackError: a callback has raised.
     TrainingStoppedError: a step with bad numbers, where the run may not go back; or copies of the
       state that differ.
   """
   with contextlib.ExitStack() as stack:
     stack.enter_context(start.checkpointer)
     watch.saves = True
-    run = Run(job, data, start, workdir, watch, stack, started=started)
+    called = {name: CALLBACKS[name] for name in job.config.training.callbacks}
+    called.update(more_callbacks or {})
+    run = Run(job, data, start, workdir, watch, stack, called, started=started)
     run.open()
     run.compile()
     run.catch_up()
@@ -100,6 +113,7 @@ class Run:
     workdir: epath.Path,
     watch: Watchdog,
     stack: contextlib.ExitStack,
+    called: Mapping[str, Callback],
     *,
     started: float,
   ):
@@ -107,6 +121,7 @@ class Run:
     self.state, self.done, self.stopped = start.state, start.step, False
     self._job, self._config, self._data, self._start = job, job.config, data, start
     self._workdir, self._watch, self._started = workdir, watch, started
+    self._callbacks = called
     self._checkpointer = start.checkpointer
     self._saved = start.step
     self._unsaved = False  # a save has failed, and is tried again at the next step
@@ -127,6 +142,7 @@ class Run:
         tensorboard=job.config.metrics.tensorboard,
         rollbacks=len(self._bad_steps.rollbacks),
         owner=start.owner,
+        sinks=lambda: Sinks(job.config, workdir, start.step, warn),
       )
     )
     self._goodput = Goodput(started, self._writer.times)
@@ -235,11 +251,23 @@ class Run:
     self._watch.at(f"step {self.done + 1}: computing")
     self.state, metrics = self._train_step(self.state, batch)
     self.done += 1
-    drain = self.evaluation_due() or self._save_due()
-    self._report(self._reader.read(self.done, metrics, drain=drain))
+    called = callbacks.due(self._callbacks, self.done)
+    drain = called or self.evaluation_due() or self._save_due()
+    due = self._reader.read(self.done, metrics, drain=drain)
+    values = dict(due[-1][1]) if due else {}
+    self._report(due)
     if news := self._pace.after_step(self.done, self._batches.wait_seconds):
       self._progress.note(news)
     self._replicas.after_step(self.done, self.state)
+    if called:
+      self._call(values)
+
+  def _call(self, values: Mapping[str, float]) -> None:
+    """Calls the callbacks that are due, with the metrics of the step just made."""
+    self._watch.at(f"step {self.done}: callbacks", EVALUATION, begins=True)
+    with self._meter.paused(), self._goodput.within("evaluation"):
+      context = callbacks.Context(self.done, self.state, values, self._job, self._workdir)
+      callbacks.call(self._callbacks, context)
 
   def _report(self, due: list[tuple[int, dict[str, float]]]) -> None:
     """Writes and shows the metrics of steps."""

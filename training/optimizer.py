@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from models import MODELS
 from partitioning.rules import letters_of, named_leaves
+from runtime.extensions import Table
 from runtime.suggest import nearest
 
 # Parameters that weight decay leaves alone, by the last part of their name.
@@ -80,11 +81,14 @@ def muon_dimensions(config: ConfigDict) -> Mapping[str, Any]:
   return {"muon_weight_dimension_numbers": of}
 
 
-OPTIMIZERS = {
-  "adamw": Optimizer(optax.adamw, {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"}),
-  "sgd": Optimizer(sgd, {"momentum": "momentum"}),
-  "contrib.muon": Optimizer(optax.contrib.muon, of_model=muon_dimensions),
-}
+OPTIMIZERS: Table = Table(
+  "optimizer",
+  {
+    "adamw": Optimizer(optax.adamw, {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"}),
+    "sgd": Optimizer(sgd, {"momentum": "momentum"}),
+    "contrib.muon": Optimizer(optax.contrib.muon, of_model=muon_dimensions),
+  },
+)
 
 _AVERAGES = "its parameters are not those to evaluate, and evaluation and sampling would take them"
 REFUSED = {

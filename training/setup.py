@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from models import MODELS
+from models import MODELS, find
 from partitioning import rules, shardings
 from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.dims import Legend, resolve
@@ -179,7 +179,7 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
     LayoutError: with every failure of the layout in one message.
     ValueError: parameters and optimizer state do not fit the memory.
   """
-  legend = MODELS[config.model.name].legend(config)
+  legend = find(config.model.name).legend(config)
   count = math.prod(devices.sizes.values())
   mesh = make_mesh(devices.sizes, devices.described or jax.devices()[:count], devices.slices)
   program = make_program(config)

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from models import MODELS
+from models import MODELS, check_network
 from models.losses import Batch, Sums
 from partitioning.dims import Legend
 from partitioning.rules import named_leaves
@@ -189,6 +189,7 @@ def make_program(config: ConfigDict) -> Program:
     return MODELS[config.model.name].build(config, rngs=nnx.Rngs(params=0))
 
   model = nnx.eval_shape(abstract)
+  check_network(config.model.name, model)
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
   trained = trainable(config.training.trainable, list(named_leaves(params)))

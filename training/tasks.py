@@ -1,13 +1,15 @@
 """What a run learns, by `config.task`: the arrays of a batch, how rows are read, what is measured.
 
 A recipe names its task. The losses themselves are the models' (`models.Network.loss_sums`). This
-module imports nothing, so that configs can be checked without JAX. Another task is another entry
-of TASKS.
+module imports nothing slow, so that configs can be checked without JAX. Another task is another
+entry of TASKS.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+
+from runtime.extensions import Table
 
 Totals = Mapping[str, float]  # sums over the rows of an evaluation, by name
 
@@ -63,24 +65,31 @@ class Task:
     return {name: metric(totals) for name, metric in self.metrics.items()} | own
 
 
-TASKS = {
-  "causal_lm": Task(
-    batch={"tokens": ("BT", "int32"), "targets": ("BT", "int32"), "weights": ("BT", "float32")},
-    rows="text",
-    metrics={"eval_loss": mean_loss, "eval_bits_per_byte": bits_per_byte},
-    trained_as="next_token",
-  ),
-  "classification": Task(
-    batch={"inputs": ("BI", "float32"), "targets": ("B", "int32"), "weights": ("B", "float32")},
-    rows="image",
-    metrics={"eval_loss": mean_loss, "eval_accuracy": accuracy},
-    sums=("loss", "weight", "correct"),
-    trained_as="classification",
-  ),
-  "regression": Task(
-    batch={"inputs": ("BI", "float32"), "targets": ("BO", "float32"), "weights": ("B", "float32")},
-    rows="random",
-    metrics={"eval_loss": mean_loss},
-    trained_as="squared_error",
-  ),
-}
+TASKS: Table = Table(
+  "task",
+  {
+    "causal_lm": Task(
+      batch={"tokens": ("BT", "int32"), "targets": ("BT", "int32"), "weights": ("BT", "float32")},
+      rows="text",
+      metrics={"eval_loss": mean_loss, "eval_bits_per_byte": bits_per_byte},
+      trained_as="next_token",
+    ),
+    "classification": Task(
+      batch={"inputs": ("BI", "float32"), "targets": ("B", "int32"), "weights": ("B", "float32")},
+      rows="image",
+      metrics={"eval_loss": mean_loss, "eval_accuracy": accuracy},
+      sums=("loss", "weight", "correct"),
+      trained_as="classification",
+    ),
+    "regression": Task(
+      batch={
+        "inputs": ("BI", "float32"),
+        "targets": ("BO", "float32"),
+        "weights": ("B", "float32"),
+      },
+      rows="random",
+      metrics={"eval_loss": mean_loss},
+      trained_as="squared_error",
+    ),
+  },
+)

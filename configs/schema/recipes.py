@@ -1,8 +1,12 @@
 """Recipes: a model, a data set and how it is trained. A strategy is chosen apart from them."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from ml_collections import ConfigDict, config_dict
 
 from configs.schema.presets import PRESETS
+from runtime.extensions import Table
 from runtime.suggest import nearest
 from training.tasks import TASKS
 
@@ -46,16 +50,16 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
   if task.rows == "image":
     known = IMAGE_SIZES.get(data.name, (None, None))
     for key, value in zip(("input_size", "output_size"), known, strict=True):
-      if model[key] is None:
+      if key in model and model[key] is None:
         if value is None:
           raise ValueError(
             f"data.name={data.name!r}: set model.{key} (values per image, or classes); it is "
             f"known for {', '.join(IMAGE_SIZES)} only"
           )
         model[key] = value
-  if model.name == "mlp":
-    if model.feedforward_size is None:
-      model.feedforward_size = model.model_size
+  if model.name == "mlp" and model.feedforward_size is None:
+    model.feedforward_size = model.model_size
+  if not task.of_tokens and "input_size" in model:
     data.input_size, data.target_size = model.input_size, model.output_size
   if model.name == "transformer" and model.embedding_standard_deviation is None:
     model.embedding_standard_deviation = model.model_size**-0.5 if model.tied_embeddings else 1.0
@@ -114,6 +118,7 @@ def _training(**keys) -> dict:
     "bad_step_window": 100,  # steps
     "on_bad_step": "stop",  # or roll_back: to the last good checkpoint, skipping the batch
     "bad_step_skips": 1,  # batches that a rollback skips, the last of them the bad step's
+    "callbacks": (),  # registered functions that are called every n steps: ("norms",)
     "max_rollbacks": 3,  # of a run, over all its starts; the next bad step stops it
     # Compare replicas of parameters and optimizer state, also before every save; 0: off.
     "replica_check_every_steps": 10,
@@ -146,6 +151,39 @@ def _evaluation(**keys) -> dict:
     "sample_tokens": 0,  # tokens sampled at the end of training (text); 0: off
   }
   return {**common, **keys}
+
+
+def make(
+  task: str,
+  model: Mapping[str, Any],
+  *,
+  data: Mapping[str, Any],
+  training: Mapping[str, Any],
+  optimizer: Mapping[str, Any] | None = None,
+  evaluation: Mapping[str, Any] | None = None,
+) -> ConfigDict:
+  """Returns a recipe; the keys that are not given have the defaults that all recipes share.
+
+  Args:
+    task: a name in `training.tasks.TASKS`.
+    model: `name`, one of `models.MODELS`, and whatever keys the model reads. `model_size` and the
+      like are refused below 1. Image tasks size `input_size` and `output_size` by the data set
+      where these are placeholders.
+    data: at least `name` and `global_batch_size`.
+    training: at least `steps`.
+    optimizer: other than AdamW at 1e-3 with a cosine schedule.
+    evaluation: when to evaluate; by default at the end.
+  """
+  return ConfigDict(
+    {
+      "task": task,
+      "model": dict(model),
+      "data": _data(**data),
+      "training": _training(**training),
+      "optimizer": _optimizer(**(optimizer or {})),
+      "evaluation": _evaluation(**(evaluation or {})),
+    }
+  )
 
 
 def lm() -> ConfigDict:
@@ -251,7 +289,10 @@ def mlp_tutorial() -> ConfigDict:
   )
 
 
-RECIPES = {"lm": lm, "mlp": mlp, "mlp_tutorial": mlp_tutorial}
+# name -> function that returns a config, as those above.
+RECIPES: Table = Table(
+  "recipe", {"lm": lm, "mlp": mlp, "mlp_tutorial": mlp_tutorial}, numerics=False
+)
 
 
 def _preset(name: str) -> ConfigDict:

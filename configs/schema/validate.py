@@ -7,6 +7,8 @@ from ml_collections import ConfigDict
 
 from configs.schema import decoder_checks
 from runtime.suggest import nearest
+from training.callbacks import CALLBACKS
+from training.metrics.sinks import SINKS
 from training.tasks import TASKS
 
 MATMUL_PRECISIONS = ("default", "high", "highest")
@@ -29,7 +31,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     ValueError: with all that is wrong, a line each.
   """
   wrong = [*_at_least(config), *_choices(config), *_tables(config), *_batch(config, sizes)]
-  wrong += _chunks(config, sizes)
+  wrong += [*_chunks(config, sizes), *_registered(config)]
   if config.processes.deadline_seconds >= config.processes.heartbeat_seconds:
     wrong.append(
       f"processes.deadline_seconds={config.processes.deadline_seconds}: below "
@@ -135,6 +137,18 @@ def _choices(config: ConfigDict) -> list[str]:
     value = config[section][key]
     if value not in known and (key, value) != ("compute_dtype", "float16"):  # see `check`
       wrong.append(f"{name}={value!r}: one of {', '.join(known)}{nearest(value, known)}")
+  return wrong
+
+
+def _registered(config: ConfigDict) -> list[str]:
+  """Checks the names of callbacks and sinks."""
+  wrong = []
+  for key, table in (("training.callbacks", CALLBACKS), ("metrics.sinks", SINKS)):
+    section, name = key.split(".")
+    for one in config[section][name]:
+      if one not in table:
+        known = f"registered are {', '.join(table)}" if table else "none is registered"
+        wrong.append(f"{key}: unknown {table.what} {one!r}; {known}{nearest(str(one), table)}")
   return wrong
 
 

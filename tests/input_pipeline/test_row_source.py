@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from input_pipeline import prepare, row_source
 
@@ -87,3 +88,27 @@ def test_a_flipped_byte_names_its_row(config, tiny_images):
     source.read(np.array([0, 8, 5, 2]))
   others = np.array([0, 1, 2, 3, 4, 6, 7, 8])  # the damage costs no other row
   np.testing.assert_array_equal(source.read(others)["inputs"], wanted[others])
+
+
+def test_a_registered_data_source_is_opened_by_its_function(monkeypatch):
+  def count(data, split, seed):
+    return row_source.array_source(f"{data.name} {split}", {"x": np.arange(seed, dtype=np.int32)})
+
+  monkeypatch.setitem(row_source.SOURCES, "counting", count)
+  data = ConfigDict({"name": "counting", "kind": "text", "max_bad_records": 0})
+  source = row_source.open_source(data, "train", 5)
+  assert (source.name, len(source)) == ("counting train", 5)
+  assert source.fingerprint != row_source.open_source(data, "train", 6).fingerprint
+  data.max_bad_records = 1
+  with pytest.raises(ValueError, match="'counting' finds its bad records itself; set it to 0"):
+    row_source.open_source(data, "train", 5)
+
+
+def test_a_data_source_that_fails_is_named(monkeypatch):
+  data = ConfigDict({"name": "mine", "kind": "text", "max_bad_records": 0})
+  monkeypatch.setitem(row_source.SOURCES, "mine", lambda data, split, seed: 1 / 0)
+  with pytest.raises(ValueError, match=r"'mine' fails, split 'test': .*ZeroDivisionError"):
+    row_source.open_source(data, "test", 0)
+  monkeypatch.setitem(row_source.SOURCES, "mine", lambda data, split, seed: [1])
+  with pytest.raises(ValueError, match="'mine' returns a list, not a"):
+    row_source.open_source(data, "test", 0)

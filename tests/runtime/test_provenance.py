@@ -18,9 +18,9 @@ ROOT = provenance.ROOT
 OTHERS = {
   "input_pipeline": "__init__ file_lock prefetch sources/__init__ sources/catalog",
   "partitioning": "__init__ shardings",
-  "training": "__init__ evaluation loop metrics/__init__ metrics/append_log metrics/console "
-  "metrics/device_probe metrics/goodput metrics/log_lines metrics/log_schedule "
-  "metrics/profiler metrics/reader metrics/throughput metrics/waiting "
+  "training": "__init__ callbacks evaluation loop metrics/__init__ metrics/append_log "
+  "metrics/console metrics/device_probe metrics/goodput metrics/log_lines metrics/log_schedule "
+  "metrics/profiler metrics/reader metrics/sinks metrics/throughput metrics/waiting "
   "metrics/writer parity record_schema replica_check replica_digests restore "
   "workdir_files workdir_owner",
 }
@@ -127,4 +127,4 @@ def test_a_library_that_is_not_installed_is_no_traceback(monkeypatch):
     return real(name)
 
   monkeypatch.setattr(importlib.metadata, "version", version)
-  assert provenance.everything.__wrapped__()["versions.pillow"] == "missing"
+  assert provenance._everything.__wrapped__(())["versions.pillow"] == "missing"

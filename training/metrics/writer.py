@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
@@ -15,6 +15,7 @@ from training.metrics import log_lines
 from training.metrics.append_log import Lines
 from training.metrics.console import warn
 from training.metrics.log_lines import TIMES, Line
+from training.metrics.sinks import Sinks
 
 FILE, DAMAGED = "metrics.jsonl", "metrics.damaged.jsonl"
 
@@ -43,6 +44,7 @@ class MetricsWriter:
     tensorboard: bool,
     rollbacks: int = 0,
     owner: Ownership | None = None,
+    sinks: Callable[[], Sinks] | None = None,
   ):
     """Opens the files of a workdir that exists.
 
@@ -52,12 +54,14 @@ class MetricsWriter:
       tensorboard: also write event files.
       rollbacks: how many the checkpoint of that step knows of; it will come to later ones again.
       owner: of the workdir; each write requires it.
+      sinks: opens what is given the same numbers, on process 0.
     """
     self._owner = owner or Ownership()
     self._lines = Lines(workdir / FILE, self._owner.require)
     self._damaged = Lines(workdir / DAMAGED, self._owner.require)
     self._board, self._boards, self.times = None, 0, None
     self._workdir, self._tensorboard = workdir, tensorboard
+    self._sinks = sinks() if sinks is not None and current().first else None
     self._scalars: list[tuple[str, float, int]] = []  # for the board, while the disk is full
     if current().first:
       if self._owner.replaced:
@@ -69,7 +73,7 @@ class MetricsWriter:
     return self
 
   def __exit__(self, *exception) -> None:
-    """Closes the event file."""
+    """Closes the event file and the sinks."""
     self.close()
 
   @property
@@ -78,7 +82,12 @@ class MetricsWriter:
     return self._lines.waiting
 
   def close(self) -> None:
-    """Closes the event file."""
+    """Closes the event file and the sinks."""
+    self._close_board()
+    if self._sinks is not None:
+      self._sinks.close()
+
+  def _close_board(self) -> None:
     if self._board is not None:
       with contextlib.suppress(OSError):  # a full disk: all of it stands in `metrics.jsonl` too
         self._board.close()
@@ -110,7 +119,7 @@ class MetricsWriter:
 
   def _open_board(self, purge: int | None, number: int) -> None:
     """Opens the `number`-th event file; events before it from a step on count no more."""
-    self.close()
+    self._close_board()
     self._scalars, self._boards = [], number
     self._board = SummaryWriter(
       str(self._workdir),
@@ -146,6 +155,8 @@ class MetricsWriter:
       return
     self._append({"step": step, **values})
     self._show(step, values)
+    if self._sinks is not None:
+      self._sinks.write(step, values)
 
   def _append(self, values: Mapping[str, Any]) -> None:
     self._lines.append(log_lines.made(values).raw)

@@ -1,0 +1,72 @@
+"""Callbacks: functions that a run calls every n steps.
+
+A config file registers one in CALLBACKS, and `training.callbacks` names it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from runtime.extensions import Table, error_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+  """What a callback is given.
+
+  Attributes:
+    step: the steps that are done.
+    state: after this step (`training.state.State`). It must not be kept: the next step reuses its
+      memory.
+    metrics: of this step: `loss`, `grad_norm`, `learning_rate` and the model's own.
+    job: the run's config, devices and layout (`training.setup.Job`).
+    workdir: the run's folder.
+  """
+
+  step: int
+  state: Any
+  metrics: Mapping[str, float]
+  job: Any
+  workdir: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Callback:
+  """A function, and how often it is called: on all processes alike, as its collectives need."""
+
+  every_steps: int
+  function: Callable[[Context], None]
+
+  def __post_init__(self):
+    """Raises ValueError for a period below one step."""
+    if self.every_steps < 1:
+      raise ValueError(f"a callback: every_steps={self.every_steps}: at least 1")
+
+
+CALLBACKS: Table = Table("callback", {}, numerics=False)  # name -> Callback
+
+
+class CallbackError(RuntimeError):
+  """A callback has raised; the run ends."""
+
+
+def due(callbacks: Mapping[str, Callback], step: int) -> bool:
+  """Tells whether one is to be called after a step."""
+  return any(step % callback.every_steps == 0 for callback in callbacks.values())
+
+
+def call(callbacks: Mapping[str, Callback], context: Context) -> None:
+  """Calls those that are due.
+
+  Raises:
+    CallbackError: one has raised, with its name and the place in its file.
+  """
+  for name, callback in callbacks.items():
+    if context.step % callback.every_steps:
+      continue
+    try:
+      callback.function(context)
+    except Exception as error:
+      raise CallbackError(
+        f"the callback {name!r} fails after step {context.step}: {error_text(error)}"
+      ) from error
