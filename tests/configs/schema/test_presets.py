@@ -4,7 +4,7 @@ import pytest
 
 from configs.schema import validate
 from partitioning.mesh import resolve_sizes
-from tests.configs.test_base import finalized
+from tests.configs.loading import finalized
 
 
 def refusal(argument, sizes, overrides):

@@ -2,32 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from partitioning import shardings
-from partitioning.dims import Dim
-from partitioning.mesh import AXES, make_mesh
-from partitioning.rules import LayoutError, Placement
-from reports import layout_text
-
-SIZES = {axis: {"fsdp": 2, "tensor": 4}.get(axis, 1) for axis in AXES}
-ALONE = dict.fromkeys(AXES, 1)
-
-
-def placement(name, shape, *entries, dtype="float32", letters="", rule="a rule", notes=()):
-  """Returns where one array lies."""
-  spec = PartitionSpec(*entries)
-  return Placement(name, shape, np.dtype(dtype), letters, rule, spec, notes)
-
-
-UP = placement("up/kernel", (3, 12, 20), None, "fsdp", "tensor", letters="LDF", rule="(up|gate).*")
-BOTH = placement("table", (24, 5), ("tensor", "fsdp"))
-HALF = placement("out/kernel", (12, 7), "fsdp", None, dtype="bfloat16")
-WHOLE = placement("norm/scale", (12,), dtype="float64")
-COUNT = placement("count", (), dtype="int32", rule="scalar")
-
+from partitioning.mesh import make_mesh
+from partitioning.rules import LayoutError
+from tests.partitioning.placements import ALONE, BOTH, COUNT, HALF, SIZES, UP, WHOLE, placement
 
 # ---- Numbers ----
 
@@ -88,87 +69,6 @@ def test_sizes_in_words():
 
 
 # ---- Tables ----
-
-
-def row(text, name):
-  """Returns the words of the one row with this array."""
-  [found] = [line.split() for line in text.splitlines() if name in line.split()]
-  return " ".join(found)
-
-
-def test_the_table_has_a_row_per_array_with_its_rule_spec_shard_bytes_and_copies():
-  text = layout_text.table_text({"parameters": [UP, HALF], "optimizer": [COUNT]}, SIZES)
-  head = "array shape dtype dims rule spec shard bytes/device replicas"
-  assert row(text, "array") == head
-  assert row(text, "up/kernel") == (
-    "up/kernel [3, 12, 20] float32 LDF (up|gate).* (-, fsdp, tensor) [3, 6, 5] 360 Bytes 1"
-  )
-  assert row(text, "out/kernel") == (
-    "out/kernel [12, 7] bfloat16 - a rule (fsdp, -) [6, 7] 84 Bytes 4"
-  )
-  assert row(text, "count") == "count [] int32 - scalar () [] 4 Bytes 8"
-  assert row(text, "parameters") == "parameters 444 Bytes"
-  assert row(text, "optimizer") == "optimizer 4 Bytes"
-
-
-def test_the_short_table_leaves_out_the_rules_and_the_optimizers_leaves():
-  text = layout_text.table_text({"parameters": [UP], "optimizer": [COUNT]}, SIZES, whole=False)
-  assert row(text, "up/kernel") == ("up/kernel [3, 12, 20] (-, fsdp, tensor) [3, 6, 5] 360 Bytes 1")
-  assert row(text, "optimizer") == "optimizer 4 Bytes"
-  assert "count" not in text
-
-
-def test_the_table_is_never_cut_and_its_notes_stand_below():
-  name = "/".join(["a_name"] * 60)
-  long = placement(name, (4,), notes=("kv_heads=7 stays whole: tensor=4 does not divide it",))
-  text = layout_text.table_text({"parameters": [long]}, SIZES)
-  assert row(text, name).startswith(name)
-  assert text.endswith(f"note: {name}: kv_heads=7 stays whole: tensor=4 does not divide it")
-
-
-def test_patterns_are_shown_as_they_are_written():
-  array = placement("b", (4,), rule="[ab]|[/c]:smile:")
-  assert "[ab]|[/c]:smile:" in row(layout_text.table_text({"parameters": [array]}, SIZES), "b")
-
-
-def test_the_legend_in_words():
-  legend = {"B": Dim("batch", None), "K": Dim("kv_heads", 7, may_replicate=True)}
-  title, batch, heads = layout_text.legend_text(legend).splitlines()
-  assert title == "legend: letter, dim, size"
-  assert batch.split() == ["B", "batch", "differs"]
-  assert heads.split()[:3] == ["K", "kv_heads", "7"]
-  assert "may replicate where its axes do not divide it" in heads
-
-
-def test_two_layouts_side_by_side_mark_what_differs_and_nothing_else():
-  ours = {p.name: p for p in (UP, HALF, WHOLE)}
-  other = placement("up/kernel", (3, 12, 20), None, "fsdp", None)
-  theirs = {p.name: p for p in (other, HALF, WHOLE, COUNT)}
-  text = layout_text.against_text(ours, theirs, (SIZES, SIZES), ("fsdp_tp", "fsdp"))
-  assert row(text, "array") == "array shape fsdp_tp bytes/device fsdp bytes/device"
-  assert row(text, "up/kernel") == (
-    "* up/kernel [3, 12, 20] (-, fsdp, tensor) 360 Bytes (-, fsdp, -) 1.4 KiB"
-  )
-  assert row(text, "out/kernel") == "out/kernel [12, 7] (fsdp, -) 84 Bytes (fsdp, -) 84 Bytes"
-  assert row(text, "norm/scale").startswith("norm/scale")
-  assert row(text, "count") == "* count [] not there 0 Bytes () 4 Bytes"
-  assert row(text, "all") == f"all 540 Bytes {(3 * 6 * 20 * 4 + 84 + 96 + 4) / 1024:.1f} KiB"
-
-
-def test_two_layouts_on_meshes_of_two_sizes_differ_by_their_bytes():
-  sizes = ({**ALONE, "fsdp": 2}, {**ALONE, "fsdp": 4})
-  text = layout_text.against_text(
-    {"out/kernel": HALF}, {"out/kernel": HALF}, sizes, ("fsdp2", "fsdp4")
-  )
-  assert row(text, "out/kernel") == "* out/kernel [12, 7] (fsdp, -) 84 Bytes (fsdp, -) 42 Bytes"
-
-
-def test_two_models_side_by_side_show_both_shapes():
-  wide = placement("up/kernel", (3, 12, 40), None, "fsdp", "tensor")
-  text = layout_text.against_text(
-    {"up/kernel": UP}, {"up/kernel": wide}, (SIZES, SIZES), ("a", "b")
-  )
-  assert "[3, 12, 20] | [3, 12, 40]" in row(text, "up/kernel")
 
 
 # ---- What was placed ----

@@ -1,0 +1,154 @@
+"""Values and combinations of keys that are refused, before any device is touched."""
+
+import pytest
+
+from configs.schema import validate
+from tests.configs.loading import SIZES, finalized, load
+
+# ---- What is shipped ----
+
+
+# ---- What is derived ----
+
+
+# ---- Choosing model and data ----
+
+
+def test_an_unknown_key_is_refused():
+  config = load("dp8")
+  with pytest.raises(AttributeError, match="modle"):
+    config.modle = 1
+  with pytest.raises(AttributeError, match="tensr"):
+    config.mesh.tensr = 2
+  with pytest.raises(KeyError, match='Key "hats" does not exist'):
+    config.update_from_flattened_dict({"partitioning.parameters.hats": ("tensor",)})
+
+
+# ---- What does not go together ----
+
+
+def refusal(argument, sizes, /, **overrides):
+  """Returns the message with which `check` refuses."""
+  with pytest.raises(ValueError, match="the config is refused") as error:
+    validate.check(finalized(argument, **overrides), {**SIZES, **sizes})
+  return str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "overrides", "said"),
+  [
+    (
+      {"data": 3, "fsdp": 2, "tensor": 5},
+      {"data.global_batch_size": 20},
+      "data.global_batch_size=20 is not divisible by the batch axes data=3 x fsdp=2 = 6; "
+      "make it 18 or 24",
+    ),
+    (
+      {"data": 8},
+      {"data.global_batch_size": 5},
+      "data.global_batch_size=5 is not divisible by the batch axes data=8 x fsdp=1 = 8; make it 8",
+    ),
+    (
+      {"data": 8},
+      {"data.global_batch_size": 40, "training.gradient_accumulation_steps": 4},
+      "data.global_batch_size=40 / 4 accumulation steps is not divisible by the batch axes "
+      "data=8 x fsdp=1 = 8; make it 32 or 64",
+    ),
+    (
+      {"data": 2},
+      {"data.global_batch_size": 28, "training.gradient_accumulation_steps": 5},
+      "data.global_batch_size=28 is not divisible by training.gradient_accumulation_steps=5",
+    ),
+    (
+      {},
+      {"optimizer.schedule": "cosin"},
+      "optimizer.schedule='cosin': one of cosine, constant; did you mean 'cosine'?",
+    ),
+    ({}, {"training.rematerialization": "dot"}, "one of none, dots, full; did you mean 'dots'?"),
+    (
+      {"context": 2},
+      {"training.loss_chunks": 3},
+      "data.sequence_length=128 is not divisible by training.loss_chunks=3 x mesh.context=2",
+    ),
+    ({}, {"training.loss_chunks": 0}, "training.loss_chunks=0: at least 1"),
+    ({}, {"training.parameter_dtype": "bfloat16"}, "parameter_dtype='bfloat16': one of float32, f"),
+    ({}, {"training.compute_dtype": "float31"}, "bfloat16, float32, float64; did you mean"),
+    ({}, {"training.compute_dtype": "float16"}, "set training.compute_dtype=bfloat16, whose"),
+    ({}, {"training.parameter_dtype": "float16"}, "='float16': one of float32, float64; did you"),
+    ({}, {"training.matmul_precision": "hihg"}, "one of default, high, highest; did you mean 'hi"),
+    (
+      {},
+      {"training.compute_dtype": "float64"},
+      "training.compute_dtype=float64 needs training.parameter_dtype=float64",
+    ),
+    (
+      {},
+      {"model.heads": 8, "model.kv_heads": 3},
+      "model.heads=8 is not a multiple of model.kv_heads=3",
+    ),
+    ({}, {"model.head_size": 7}, "model.head_size=7 is odd; rotary positions turn pairs"),
+    ({}, {"model.dropout_rate": 1.0}, "model.dropout_rate=1.0: at least 0 and below 1"),
+    ({}, {"model.dropout_rate": -0.25}, "model.dropout_rate=-0.25: at least 0 and below 1"),
+    (
+      {},
+      {"training.steps": 13, "optimizer.warmup_steps": 14},
+      "optimizer.warmup_steps=14: at most 13 steps",
+    ),
+    ({}, {"model.layers": 0}, "model.layers=0: at least 1"),
+    ({}, {"model.kv_heads": 0}, "model.kv_heads=0: at least 1"),
+    ({}, {"model.heads": 0}, "model.heads=0: at least 1"),
+    ({}, {"training.on_bad_step": "rollback"}, "'rollback': one of stop, roll_back; did you mean"),
+    ({}, {"data.skip_batches": (3, -1)}, "data.skip_batches: -1 is not the number of a batch"),
+    ({}, {"data.skip_rows": ((8, 8),)}, "data.skip_rows: (8, 8) is not a range of rows"),
+    ({}, {"data.skip_rows": ((-8, 8),)}, "data.skip_rows: (-8, 8) is not a range of rows"),
+    ({}, {"data.skip_rows": (8, 16)}, "data.skip_rows: 8 is not a range of rows"),
+    ({}, {"data.skip_batches": ("3",)}, "data.skip_batches: '3' is not the number of a batch"),
+    ({}, {"data.sequence_length": 0}, "data.sequence_length=0: at least 1"),
+    ({}, {"seed": 2**32}, "seed=4294967296: below 2**32"),
+    (
+      {},
+      {"partitioning.parameters.model": (2,)},
+      "partitioning.parameters.model=(2,): names of mesh axes, such as ('fsdp',)",
+    ),
+    (
+      {},
+      {"partitioning.overrides": ("layers/mlp/up/kernel",)},
+      "partitioning.overrides: 'layers/mlp/up/kernel' is not a name with the entries of a Partit",
+    ),
+    ({}, {"processes.slow_ratio": 0.9}, "processes.slow_ratio=0.9: above 1, or 0 to turn it off"),
+    ({}, {"training.replica_check_every_steps": -1}, "replica_check_every_steps=-1: at least 0"),
+    ({}, {"compiler_options": "a=1,b"}, "compiler_options: 'b' is not name=value"),
+  ],
+)
+def test_keys_that_do_not_go_together_are_refused(sizes, overrides, said):
+  assert said in refusal("lm", sizes, **overrides)
+
+
+@pytest.mark.parametrize(("key", "least"), validate.LEAST.items())
+def test_counts_have_a_least(key, least):
+  message = refusal("lm", {}, **{key: least - 1})
+  assert f"{key}={least - 1}" in message
+  assert f": at least {least}" in message
+  if key != "training.steps":  # of one step, none can be left to warm up
+    validate.check(finalized("lm", **{key: least}), SIZES)
+
+
+def test_the_least_number_of_steps_is_enough():
+  validate.check(finalized("lm", **{"training.steps": 1, "optimizer.warmup_steps": 1}), SIZES)
+
+
+def test_all_that_is_wrong_comes_in_one_message():
+  message = refusal(
+    "lm",
+    {"data": 3},
+    **{
+      "data.global_batch_size": 32,
+      "training.steps": 0,
+      "optimizer.schedule": "linear",
+      "model.kv_heads": 5,
+      "model.head_size": 9,
+    },
+  )
+  assert len(message.splitlines()) == 6
+  for part in ("training.steps=0", "'linear'", "kv_heads=5", "head_size=9", "batch axes data=3"):
+    assert part in message
