@@ -10,7 +10,6 @@ rotary positions go on for ever, but the model has been trained on those alone.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from inference.text_stream import Printer, Row, as_bytes
 from models import MODELS, Generator
 from models.token_positions import END
 from partitioning import shardings
-from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size, resolve
 from partitioning.rules import Placement
 from processes.coordination import current
@@ -282,20 +280,22 @@ class Sampler:
     tokens_BT = np.zeros((self.rows, self.prompt_tokens), np.int32)
     settings = self._settings(Request(()))
     prefill = self.job.compile(
-      self._traced(self._prefill),
+      self._prefill,
       params,
       tokens_BT,
       tokens_BT[:, 0],
       settings,
+      activations=self._table,
       in_shardings=(params_lie, whole, whole, whole),
       out_shardings=(whole, cache_lies),
     )
     decode = self.job.compile(
-      self._traced(self._decode),
+      self._decode,
       params,
       tokens_BT[:, 0],
       cache,
       settings,
+      activations=self._table,
       in_shardings=(params_lie, whole, cache_lies, whole),
       donate_argnums=2,
       out_shardings=(whole, cache_lies),
@@ -307,17 +307,6 @@ class Sampler:
 
   def _decode(self, params, tokens_B, cache, settings) -> tuple[jax.Array, Any]:
     return self._next(params, tokens_B[:, None], jnp.ones_like(tokens_B), cache, settings)
-
-  def _traced(self, function: Callable) -> Callable:
-    """Returns the function, traced under the activation table of sampling."""
-
-    @functools.wraps(function)
-    def traced(*arguments):
-      parameters = self.job.config.partitioning.parameters
-      with activation_layout(self.job.legend, self._table, parameters=parameters):
-        return function(*arguments)
-
-    return traced
 
   def _next(self, params, tokens_BT, counts_B, cache, settings) -> tuple[jax.Array, Any]:
     """Reads tokens and draws the next of each row."""

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from partitioning.dims import Legend, Table, resolve, spec_axes
+from partitioning.dims import Failure, Legend, Table, resolve, spec_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Constraint:
   shape: tuple[int, ...]
   spec: PartitionSpec
   notes: tuple[str, ...]
-  failures: tuple[str, ...]
+  failures: tuple[Failure, ...]
 
 
 @dataclasses.dataclass
@@ -159,7 +159,9 @@ def _recorded(
   if entry not in layout.seen:
     layout.seen.append(entry)
   if found.failures and not layout.judging:
-    raise ValueError(f"activation {letters} of shape {shape}: " + "; ".join(found.failures))
+    raise ValueError(
+      f"activation {letters} of shape {shape}: " + "; ".join(map(str, found.failures))
+    )
   return found.spec, not found.failures
 
 

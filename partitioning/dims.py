@@ -30,12 +30,36 @@ Legend = Mapping[str, Dim]  # letter -> Dim
 
 
 @dataclasses.dataclass(frozen=True)
+class Failure:
+  """One thing that is wrong with a layout; as a string, a line of the message.
+
+  Attributes:
+    text: what is wrong, the numbers and the fix, without the name of the array.
+    cause: what is wrong as a value, the same for all arrays that fail by it and are mended
+      together: its kind, then the dim, size or axes; () where no other array can share it.
+    array: the name of the array, or "" where none is meant.
+  """
+
+  text: str
+  cause: tuple = ()
+  array: str = ""
+
+  def __str__(self) -> str:
+    """Returns `layers/mlp/up/kernel: dim F (feedforward) = 54 is not ...`."""
+    return f"{self.array}: {self.text}" if self.array else self.text
+
+  def of(self, array: str) -> "Failure":
+    """Returns this failure as that of an array."""
+    return dataclasses.replace(self, array=array)
+
+
+@dataclasses.dataclass(frozen=True)
 class Resolved:
   """What became of one array's letters: its spec, remarks for the table, and what was wrong."""
 
   spec: PartitionSpec
   notes: tuple[str, ...]
-  failures: tuple[str, ...]
+  failures: tuple[Failure, ...]
 
 
 def axes_size(axes: Axes, sizes: Mapping[str, int]) -> int:
@@ -62,30 +86,30 @@ def resolve(
     sizes: mesh axis -> size.
   """
   if len(letters) != len(shape):
-    return Resolved(
-      PartitionSpec(), (), (f"dims {letters} have rank {len(letters)}, its shape is {shape}",)
-    )
+    text = f"dims {letters} have rank {len(letters)}, its shape is {shape}"
+    return Resolved(PartitionSpec(), (), (Failure(text, ("rank", letters, tuple(shape))),))
   entries, notes, failures, seen = [], [], [], {}
   for letter, size in zip(letters, shape, strict=True):
     dim = legend.get(letter)
     if dim is None or dim.name not in table:
       known = ", ".join(f"{key} {value.name}" for key, value in legend.items())
       what = "is not in the legend" if dim is None else f"({dim.name}) is not in the axis table"
-      failures.append(f"dim {letter} {what} ({known})")
+      failures.append(Failure(f"dim {letter} {what} ({known})", ("unknown dim", letter)))
       entries.append(())
       continue
     if dim.size is not None and dim.size != size:
-      failures.append(f"dim {letter} ({dim.name}) has size {size}, its legend says {dim.size}")
+      text = f"dim {letter} ({dim.name}) has size {size}, its legend says {dim.size}"
+      failures.append(Failure(text, ("size", letter, size)))
     axes = table[dim.name]
     for axis in axes:
       if axis in seen:
-        failures.append(f"mesh axis {axis} is taken by dim {letter} and by dim {seen[axis]}")
+        text = f"mesh axis {axis} is taken by dim {letter} and by dim {seen[axis]}"
+        failures.append(Failure(text, ("axis taken twice", axis, letter, seen[axis])))
       seen[axis] = letter
       if axis not in sizes:
         known = ", ".join(sizes)
-        failures.append(
-          f"dim {letter} ({dim.name}) takes unknown mesh axis {axis!r}; the axes are {known}"
-        )
+        text = f"dim {letter} ({dim.name}) takes unknown mesh axis {axis!r}; the axes are {known}"
+        failures.append(Failure(text, ("unknown axis", letter, axis)))
     axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
     parts = axes_size(axes, sizes)
     if size % parts and dim.may_replicate:
@@ -97,18 +121,30 @@ def resolve(
   return Resolved(partition_spec(entries), tuple(notes), tuple(failures))
 
 
-def indivisible(letter: str, name: str, size: int, axes: Axes, sizes: Mapping[str, int]) -> str:
-  """Returns the message for a dim that its axes do not divide, with the nearest ways out."""
+def indivisible(
+  letter: str, name: str, size: int, axes: Axes, sizes: Mapping[str, int], where: str = ""
+) -> Failure:
+  """Returns the failure of a dim that its axes do not divide, with the nearest sizes that work.
+
+  Args:
+    letter: of the dim.
+    name: of the dim.
+    size: in elements.
+    axes: mesh axes.
+    sizes: mesh axis -> size.
+    where: put before the message.
+  """
   parts = axes_size(axes, sizes)
   below, above = size // parts * parts, (size // parts + 1) * parts
   near = f"{below} or {above}" if below else f"{above}"
   way_out = f"make {name} {near}"
   if len(axes) == 1:
     way_out += f", or set mesh.{axes[0]}={math.gcd(size, parts)}"
-  return (
-    f"dim {letter} ({name}) = {size} is not divisible by mesh axis "
+  text = (
+    f"{where}dim {letter} ({name}) = {size} is not divisible by mesh axis "
     f"{_axes_text(axes, sizes)}; {way_out}"
   )
+  return Failure(text, ("indivisible", letter, name, size, axes))
 
 
 def _axes_text(axes: Axes, sizes: Mapping[str, int]) -> str:

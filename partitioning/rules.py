@@ -1,4 +1,4 @@
-"""Names -> dims -> PartitionSpecs, and the verdict: everything that is wrong, in one message.
+"""Names -> dims -> PartitionSpecs, and everything that is wrong on the way.
 
 A rule is `pattern: letters`; the pattern must match a parameter's whole name (`re.fullmatch`).
 There is no catch-all: a parameter that is replicated is written down as such.
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from partitioning import optimizer_state
 from partitioning.dims import (
+  Failure,
   Legend,
   Table,
   axes_size,
@@ -32,9 +33,9 @@ Overrides = Sequence[tuple[str, tuple]]  # (name, entries of an explicit Partiti
 class LayoutError(ValueError):
   """The layout is wrong; the message lists every failure, one per line."""
 
-  def __init__(self, failures: Iterable[str]):
+  def __init__(self, failures: Iterable[Failure | str]):
     """Joins the failures into one message."""
-    self.failures = tuple(failures)
+    self.failures = tuple(map(str, failures))
     count = len(self.failures)
     head = f"the layout is refused ({count} {'failure' if count == 1 else 'failures'}):"
     super().__init__("\n".join([head, *(f"  {failure}" for failure in self.failures)]))
@@ -84,7 +85,7 @@ def place_parameters(
   table: Table,
   sizes: Mapping[str, int],
   overrides: Overrides = (),
-) -> tuple[dict[str, Placement], list[str]]:
+) -> tuple[dict[str, Placement], list[Failure]]:
   """Places every parameter by the rule that matches its name.
 
   Args:
@@ -121,9 +122,9 @@ def place_parameters(
       )
       wrong = found.failures
     placements[name] = placement
-    failures.extend(f"{name}: {failure}" for failure in wrong)
+    failures.extend(failure.of(name) for failure in wrong)
   failures.extend(
-    f"rule {pattern!r}: matches no parameter; remove it, or correct the name it was written for"
+    Failure(f"rule {pattern!r}: matches no parameter; remove it, or correct its name")
     for pattern in rules
     if pattern not in used
   )
@@ -139,7 +140,7 @@ def place_optimizer(
   overrides: Overrides = (),
   prefix: str = "optimizer/",
   init: Callable[[Any], Any] | None = None,
-) -> tuple[dict[str, Placement], list[str]]:
+) -> tuple[dict[str, Placement], list[Failure]]:
   """Places every leaf of the optimizer's state by the dims of the parameter that it belongs to.
 
   A leaf of the parameter's shape has its letters; one whose shape is the parameter's with dims
@@ -170,7 +171,7 @@ def place_optimizer(
     name = prefix + "/".join(path)
     owner = parameters[by_path[owners[path]]] if owners[path] else None
     ways = optimizer_state.candidates(leaf.shape, owner.shape) if owner else []
-    wrong: tuple[str, ...] = ()
+    wrong: tuple[Failure, ...] = ()
     if name in overrides:
       placement, wrong = _override(name, leaf, "", overrides[name], sizes)
     elif rule := _replicated(leaf, owner):
@@ -191,7 +192,7 @@ def place_optimizer(
         continue
       placement, wrong = found[0]
     placements[name] = placement
-    failures.extend(f"{name}: {failure}" for failure in wrong)
+    failures.extend(failure.of(name) for failure in wrong)
   return placements, failures
 
 
@@ -216,7 +217,7 @@ def _statistic(
   legend: Legend,
   table: Table,
   sizes: Mapping[str, int],
-) -> tuple[Placement, tuple[str, ...]]:
+) -> tuple[Placement, tuple[Failure, ...]]:
   """Places a leaf that has these dims of its parameter."""
   if len(owner.letters) != len(owner.shape):  # a failure of the parameter's own, already found
     return dataclasses.replace(owner, name=name, shape=leaf.shape, dtype=leaf.dtype), ()
@@ -224,7 +225,7 @@ def _statistic(
   gone = "".join(letter for i, letter in enumerate(owner.letters) if i not in kept)
   rule = f"as {owner.name}" + (f" without {gone}" if gone else "")
   notes: tuple[str, ...] = ()
-  wrong: tuple[str, ...] = ()
+  wrong: tuple[Failure, ...] = ()
   if owner.rule == "override":
     entries = spec_entries(owner.spec, len(owner.shape))
     entries = [entries[i] for i in kept]
@@ -239,7 +240,7 @@ def _statistic(
   return Placement(name, leaf.shape, leaf.dtype, letters, rule, spec, notes), wrong
 
 
-def _no_dims(name: str, leaf: Any, owner: Placement | None, rules: Sequence[str]) -> str:
+def _no_dims(name: str, leaf: Any, owner: Placement | None, rules: Sequence[str]) -> Failure:
   """Returns the failure of a leaf of which no rule says how it is sharded."""
   if owner is None:
     why = f"but it belongs to no parameter and has more than {SMALL} elements"
@@ -247,37 +248,18 @@ def _no_dims(name: str, leaf: Any, owner: Placement | None, rules: Sequence[str]
     why = f"which is {' or '.join(rules)}: dims of equal size, sharded differently"
   else:
     why = f"but {owner.name} has shape {owner.shape}, and it is not that with dims removed"
-  return (
-    f"{name}: shape {leaf.shape}, {why}; give it a spec of its own, "
+  text = (
+    f"shape {leaf.shape}, {why}; give it a spec of its own, "
     f'partitioning.overrides=(("{name}", ({"None, " * leaf.ndim})),)'
   )
+  return Failure(text, array=name)
 
 
-def partition_specs(
-  abstract_params: Any,
-  rules: Mapping[str, str],
-  legend: Legend,
-  table: Table,
-  sizes: Mapping[str, int],
-  overrides: Overrides = (),
-) -> dict[str, PartitionSpec]:
-  """Returns parameter name -> PartitionSpec; arguments as in `place_parameters`.
-
-  Raises:
-    LayoutError: with every failure in its message.
-  """
-  placements, failures = place_parameters(abstract_params, rules, legend, table, sizes, overrides)
-  failures += unknown_overrides(overrides, placements)
-  if failures:
-    raise LayoutError(failures)
-  return {name: placement.spec for name, placement in placements.items()}
-
-
-def unknown_overrides(overrides: Overrides, names: Iterable[str]) -> list[str]:
+def unknown_overrides(overrides: Overrides, names: Iterable[str]) -> list[Failure]:
   """Returns a failure for each override whose name no array has, or that stands there twice."""
   names, given = set(names), [name for name, _ in overrides]
   return [
-    f"partitioning.overrides: {name!r} {wrong}"
+    Failure(f"partitioning.overrides: {name!r} {wrong}")
     for name in dict.fromkeys(given)
     for wrong, found in (
       ("is no parameter and no optimizer leaf", name not in names),
@@ -287,46 +269,52 @@ def unknown_overrides(overrides: Overrides, names: Iterable[str]) -> list[str]:
   ]
 
 
-def check_table(title: str, table: Table, legend: Legend, sizes: Mapping[str, int]) -> list[str]:
+def check_table(
+  title: str, table: Table, legend: Legend, sizes: Mapping[str, int]
+) -> list[Failure]:
   """Returns failures of an axis table itself: axes that no mesh has, dims no model has."""
   dims = sorted({dim.name for dim in legend.values()})
   failures = [
-    f"{title}.{name}: the model has no dim of this name; its dims are {', '.join(dims)}"
+    Failure(f"{title}.{name}: the model has no dim of this name; its dims are {', '.join(dims)}")
     for name in table
     if name not in dims
   ]
   for name, axes in table.items():
     failures.extend(
-      f"{title}.{name}: unknown mesh axis {axis!r}; the axes are {', '.join(sizes)}"
+      Failure(f"{title}.{name}: unknown mesh axis {axis!r}; the axes are {', '.join(sizes)}")
       for axis in axes
       if axis not in sizes
     )
   return failures
 
 
-def unused_axes(sizes: Mapping[str, int], used: set[str]) -> list[str]:
+def unused_axes(sizes: Mapping[str, int], used: set[str]) -> list[Failure]:
   """Returns a failure for each axis larger than 1 that nothing is split over."""
   return [
-    f"mesh.{axis}={size}: no parameter, activation or schedule of this model uses it, so it "
-    f"would only repeat work; set mesh.{axis}=1"
+    Failure(
+      f"mesh.{axis}={size}: no parameter, activation or schedule of this model uses it, so it "
+      f"would only repeat work; set mesh.{axis}=1"
+    )
     for axis, size in sizes.items()
     if size > 1 and axis not in used
   ]
 
 
-def _not_one_rule(name: str, shape: tuple[int, ...], matching: list[str]) -> str:
+def _not_one_rule(name: str, shape: tuple[int, ...], matching: list[str]) -> Failure:
   if not matching:
-    return f"{name}: no rule matches this parameter of shape {tuple(shape)}; add one to its table"
-  rules = " and ".join(repr(pattern) for pattern in matching)
-  return f"{name}: {len(matching)} rules match, {rules}; a name may have one only"
+    text = f"no rule matches this parameter of shape {tuple(shape)}; add one to its table"
+  else:
+    rules = " and ".join(repr(pattern) for pattern in matching)
+    text = f"{len(matching)} rules match, {rules}; a name may have one only"
+  return Failure(text, array=name)
 
 
 def _override(
   name: str, leaf: Any, letters: str, entries: tuple, sizes: Mapping[str, int]
-) -> tuple[Placement, tuple[str, ...]]:
+) -> tuple[Placement, tuple[Failure, ...]]:
   """Checks an explicit PartitionSpec as strictly as one made from letters."""
   failures = [
-    f"override: {entry!r} is no mesh axis, tuple of them or None"
+    Failure(f"override: {entry!r} is no mesh axis, tuple of them or None")
     for entry in entries
     if not (
       entry is None
@@ -336,19 +324,24 @@ def _override(
   ]
   named = () if failures else spec_entries(entries)
   flat = [axis for axes in named for axis in axes]
-  failures += [f"override: unknown mesh axis {axis!r}" for axis in flat if axis not in sizes]
   failures += [
-    f"override: mesh axis {a} stands twice" for a in dict.fromkeys(flat) if flat.count(a) > 1
+    Failure(f"override: unknown mesh axis {axis!r}") for axis in flat if axis not in sizes
+  ]
+  failures += [
+    Failure(f"override: mesh axis {axis} stands twice")
+    for axis in dict.fromkeys(flat)
+    if flat.count(axis) > 1
   ]
   if len(entries) > leaf.ndim:
-    failures.append(f"override: {len(entries)} entries for shape {tuple(leaf.shape)}")
+    text = f"override: {len(entries)} entries for shape {tuple(leaf.shape)}"
+    failures.append(Failure(text))
   if failures:
     named = ()
   kept = [tuple(axis for axis in axes if sizes[axis] > 1) for axes in named]
   for position, (axes, size) in enumerate(zip(kept, leaf.shape, strict=False)):
     if size % axes_size(axes, sizes):
       letter = letters[position] if len(letters) == leaf.ndim else str(position)
-      failures.append("override: " + indivisible(letter, "its size", size, axes, sizes))
+      failures.append(indivisible(letter, "its size", size, axes, sizes, "override: "))
   spec = partition_spec(kept)
   placement = Placement(name, leaf.shape, leaf.dtype, letters, "override", spec)
   return placement, tuple(failures)

@@ -29,7 +29,8 @@ NUMERICS = (
   "partitioning/mesh.py",  # the order of devices is the order of sums
   "partitioning/optimizer_state.py",
   "partitioning/rules.py",
-  "training/setup.py",  # precision, compiler options, placement
+  "partitioning/verdict.py",  # placement
+  "training/setup.py",  # precision, compiler options
   "training/splits.py",  # seeds and splits
   "training/optimizer.py",
   "training/bad_steps.py",  # which rows are skipped

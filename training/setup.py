@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from models import MODELS, find
-from partitioning import rules, shardings
+from partitioning import shardings
 from partitioning.constraints import ActivationLayout, activation_layout
-from partitioning.dims import Legend, resolve
+from partitioning.dims import Legend, Table
 from partitioning.mesh import make_mesh
-from partitioning.rules import LayoutError, Placement
+from partitioning.rules import Placement
+from partitioning.verdict import TABLES, Layout, judge
 from runtime.devices import Devices, memory_bytes
 from training.state import State
 from training.step import Program, abstract_batch, make_program
@@ -36,7 +38,7 @@ class Job:
     state: the abstract state (ShapeDtypeStructs).
     batch: the abstract global batch.
     placements: `parameters`, `optimizer`, `batch`: name -> Placement.
-    activations: how the activations lie, in the order of the forward pass.
+    activations: how the activations are sharded, in the order of the forward pass.
   """
 
   config: ConfigDict
@@ -76,13 +78,18 @@ class Job:
     return shardings.shardings(self.batch, self.placements["batch"], self.mesh, "batch/")
 
   @contextlib.contextmanager
-  def tracing(self) -> Iterator[None]:
-    """Sets what the program is traced under: mesh, activation table, matmul precision."""
+  def tracing(self, activations: Table | None = None) -> Iterator[None]:
+    """Sets what the program is traced under: mesh, activation table, matmul precision.
+
+    Args:
+      activations: dim name -> mesh axes; None: the config's.
+    """
     precision = self.config.training.matmul_precision
     tables = self.config.partitioning
+    table = tables.activations if activations is None else activations
     with (
       jax.set_mesh(self.mesh),
-      activation_layout(self.legend, tables.activations, parameters=tables.parameters),
+      activation_layout(self.legend, table, parameters=tables.parameters),
       jax.default_matmul_precision(precision),
     ):
       yield
@@ -103,20 +110,29 @@ class Job:
     shardings.check_placed(state.optimizer, self.placements["optimizer"], self.mesh, "optimizer/")
 
   def compile(
-    self, function: Callable, *arguments: Any, options: dict[str, str] | None = None, **jit: Any
+    self,
+    function: Callable,
+    *arguments: Any,
+    activations: Table | None = None,
+    options: dict[str, str] | None = None,
+    **jit: Any,
   ) -> "Compiled":
     """Compiles a function of the program for abstract arguments, and takes the time.
 
     Args:
       function: a function of jax arrays.
       *arguments: what it takes, concrete or abstract.
+      activations: dim name -> mesh axes, where they are not those of the config.
       options: XLA options besides those of the config, which come first.
       **jit: further arguments of `jax.jit`.
     """
     began = time.monotonic()
     given = filter(None, self.config.compiler_options.split(","))
     options = {**(options or {}), **dict(map(_option, given))}
-    with self.tracing():
+    if activations is not None:
+      # jax.jit keeps traces by function, and does not see the table that one was made under.
+      function = functools.wraps(function)(functools.partial(function))
+    with self.tracing(activations):
       compiled = (
         jax.jit(function, **jit).lower(*arguments).compile(compiler_options=options or None)
       )
@@ -185,21 +201,8 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   program = make_program(config)
   state = program.abstract_state()
   batch = abstract_batch(config, legend)
-  placements, failures = _place(config, legend, program, state, batch, devices.sizes)
-  activations = _trace_activations(config, legend, program, state, batch, mesh)
-  failures += [
-    f"activation {c.letters} {shardings.shape_text(c.shape)}: {failure}"
-    for c in activations.seen
-    for failure in c.failures
-    if not any(said.endswith(failure) for said in failures)  # of a parameter, already
-  ]
-  if not failures:
-    every = [p for section in placements.values() for p in section.values()]
-    used = rules.used_axes(every) | activations.axes()
-    failures = rules.unused_axes(devices.sizes, used)
-    failures += _replicated(config, placements, devices.sizes)
-  if failures:
-    raise LayoutError(dict.fromkeys(failures))
+  layout = _judge(config, legend, program, state, batch, mesh)
+  placements = layout.placements
   if not devices.described:  # whether it fits devices that are not here, a plan says
     _check_memory(config, placements, devices)
   lies = shardings.shardings(state.params, placements["parameters"], mesh)
@@ -211,80 +214,36 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
       lambda leaf, spec: shardings.spread(spec, leaf.shape, devices.sizes), state.params, specs
     ),
   )
-  return Job(config, devices, mesh, legend, program, state, batch, placements, activations)
+  return Job(config, devices, mesh, legend, program, state, batch, placements, layout.activations)
 
 
-def _place(config, legend, program, state, batch, sizes):
-  """Places parameters, optimizer state and batch; returns the placements and all failures."""
-  tables, overrides = config.partitioning, config.partitioning.overrides
-  failures = []
-  for title in ("parameters", "activations", "optimizer"):
-    failures += rules.check_table(f"partitioning.{title}", tables[title], legend, sizes)
-  if failures:  # with a wrong table every parameter would fail again
-    raise LayoutError(failures)
-  names = MODELS[config.model.name].parameters(config)
-  parameters, wrong = rules.place_parameters(
-    state.params, names, legend, tables.parameters, sizes, overrides
-  )
-  optimizer, wrong_optimizer = rules.place_optimizer(
-    state.optimizer,
-    parameters,
-    legend,
-    tables.optimizer,
-    sizes,
-    overrides,
-    init=program.optimizer.init,
-  )
-  failures += wrong + [w for w in wrong_optimizer if not wrong]
-  failures += rules.unknown_overrides(overrides, [*parameters, *optimizer])
-  arrays = {}
-  for name, array in batch.items():
-    letters = TASKS[config.task].batch[name][0]
-    found = resolve(letters, array.shape, legend, tables.activations, sizes)
-    failures += [f"batch/{name}: {failure}" for failure in found.failures]
-    arrays[f"batch/{name}"] = Placement(
-      f"batch/{name}", array.shape, array.dtype, letters, "activations", found.spec, found.notes
-    )
-  return {"parameters": parameters, "optimizer": optimizer, "batch": arrays}, failures
-
-
-def _trace_activations(config, legend, program, state, batch, mesh) -> ActivationLayout:
-  """Traces one microbatch of the forward pass, to see every activation and how it would lie."""
+def _judge(config, legend, program, state, batch, mesh) -> Layout:
+  """Returns the verdict on the layout, by a trace of one microbatch's forward pass."""
   count = config.training.gradient_accumulation_steps
   microbatch = {
     name: jax.ShapeDtypeStruct((array.shape[0] // count, *array.shape[1:]), array.dtype)
     for name, array in batch.items()
   }
-  tables = config.partitioning
-  with (
-    jax.set_mesh(mesh),
-    activation_layout(
-      legend, tables.activations, parameters=tables.parameters, judging=True
-    ) as seen,
-  ):
-    key = jax.eval_shape(jax.random.key, 0)
-    jax.eval_shape(program.sums, state.params, microbatch, key, state.variables)
-  return seen
 
+  def trace() -> None:
+    with jax.set_mesh(mesh):
+      key = jax.eval_shape(jax.random.key, 0)
+      jax.eval_shape(program.sums, state.params, microbatch, key, state.variables)
 
-def _replicated(config, placements, sizes) -> list[str]:
-  """Returns a failure where more is replicated than the config allows."""
-  limit = config.partitioning.max_replicated_bytes
-  held = [*placements["parameters"].values(), *placements["optimizer"].values()]
-  count = shardings.replicated_bytes(held, sizes)
-  if limit is None or count <= limit:
-    return []
-  devices = math.prod(sizes.values())
-  largest = max(
-    (p for p in held if shardings.copies(p, sizes) == devices),
-    key=lambda p: shardings.bytes_per_device(p, sizes),
+  return judge(
+    state.params,
+    state.optimizer,
+    batch,
+    trace,
+    optimizer_init=program.optimizer.init,
+    names=MODELS[config.model.name].parameters(config),
+    batch_letters={name: letters for name, (letters, _) in TASKS[config.task].batch.items()},
+    legend=legend,
+    tables={title: config.partitioning[title] for title in TABLES},
+    sizes=dict(mesh.shape),
+    overrides=config.partitioning.overrides,
+    max_replicated_bytes=config.partitioning.max_replicated_bytes,
   )
-  return [
-    f"{shardings.size_text(count)} per device are replicated, and "
-    f"partitioning.max_replicated_bytes={limit} ({shardings.size_text(limit)}); the largest is "
-    f"{largest.name} {shardings.shape_text(largest.shape)}; split its dims in "
-    "partitioning.parameters"
-  ]
 
 
 def _check_memory(config, placements, devices: Devices) -> None:

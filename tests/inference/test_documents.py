@@ -54,9 +54,9 @@ def by_cache(job, params):
   counts_B = np.ones(made.rows, np.int32)
   for row, count in enumerate(counts):
     tokens_BT[row, :count], counts_B[row] = TOKENS[row, :count], count
-  step = jax.jit(made._traced(read))
+  step = jax.jit(read)
   found = [{} for _ in ROWS]
-  with job.tracing():
+  with job.tracing(made._table):
     logits_BV, cache = step(params, tokens_BT, counts_B, cache)
     for extra in range(LENGTH - longest + 1):
       for row, count in enumerate(counts):

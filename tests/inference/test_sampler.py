@@ -146,11 +146,9 @@ def test_other_types(monkeypatch, parameters, compute):
     made = Sampler(make_job("dp4_tp2", "lm", **types), GREEDY)
     params, settings = made.job.state.params, made._settings(GREEDY)
     tokens_BT = np.zeros((made.rows, made.prompt_tokens), np.int32)
-    with made.job.tracing():
-      read = jax.eval_shape(
-        made._traced(made._prefill), params, tokens_BT, tokens_BT[:, 0], settings
-      )
-      after = jax.eval_shape(made._traced(made._decode), params, *read, settings)
+    with made.job.tracing(made._table):
+      read = jax.eval_shape(made._prefill, params, tokens_BT, tokens_BT[:, 0], settings)
+      after = jax.eval_shape(made._decode, params, *read, settings)
   assert after == read
   tokens_B, cache = read
   assert tokens_B.dtype == cache.lengths.dtype == jnp.int32

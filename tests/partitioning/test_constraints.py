@@ -122,11 +122,11 @@ def test_while_the_layout_is_judged_failures_are_recorded(data_tensor):
     ("BX", (6, 3, 7)),
   ]
   odd, noted, ranked = layout.seen
-  assert "batch) = 5 is not divisible by mesh axis data=2" in odd.failures[0]
+  assert "batch) = 5 is not divisible by mesh axis data=2" in str(odd.failures[0])
   assert noted.failures == ()
   assert noted.notes == ("kv_heads=7 stays whole: tensor=4 does not divide it",)
   assert tuple(noted.spec) == ("data", None, None)
-  assert "dims BX have rank 2" in ranked.failures[0]
+  assert "dims BX have rank 2" in str(ranked.failures[0])
   assert layout.axes() == {"data", "tensor"}
 
 

@@ -1,5 +1,7 @@
 """Names -> dims -> PartitionSpecs, and a verdict that holds everything that is wrong."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,8 @@ from jax.sharding import PartitionSpec
 
 from partitioning import rules
 from partitioning.dims import Dim
-from partitioning.rules import LayoutError, partition_specs, place_optimizer, place_parameters
+from partitioning.rules import LayoutError, place_optimizer, place_parameters
+from partitioning.verdict import judge
 
 LEGEND = {
   "L": Dim("layers", 3),
@@ -41,10 +44,31 @@ def params(**more):
   return {"layers": layers, "norm": {"scale": array(12)}, **more}
 
 
-def refusal(tree, *, names=RULES, legend=LEGEND, table=TABLE, sizes=SIZES, overrides=()):
+def specs(tree, *, names=RULES, legend=LEGEND, table=TABLE, sizes=SIZES, overrides=()):
+  """Returns name -> PartitionSpec of parameters, as the verdict lays them out.
+
+  An activation takes every axis, so that none is unused.
+  """
+  tables = {"parameters": table, "optimizer": table, "activations": table}
+  layout = judge(
+    tree,
+    {},
+    {"all": array(math.prod(sizes.values()))},
+    lambda: None,
+    names=names,
+    batch_letters={"all": "B"},
+    legend={**legend, "B": Dim("batch", None)},
+    tables={title: {**table, "batch": tuple(sizes)} for title, table in tables.items()},
+    sizes=sizes,
+    overrides=overrides,
+  )
+  return {name: found.spec for name, found in layout.placements["parameters"].items()}
+
+
+def refusal(tree, **changes):
   """Returns the message with which a layout is refused."""
   with pytest.raises(LayoutError) as error:
-    partition_specs(tree, names, legend, table, sizes, overrides)
+    specs(tree, **changes)
   return str(error.value)
 
 
@@ -52,7 +76,7 @@ def refusal(tree, *, names=RULES, legend=LEGEND, table=TABLE, sizes=SIZES, overr
 
 
 def test_partition_specs_by_name():
-  assert partition_specs(params(), RULES, LEGEND, TABLE, SIZES) == {
+  assert specs(params()) == {
     "layers/gate/kernel": PartitionSpec(None, "fsdp", "tensor"),
     "layers/key/kernel": PartitionSpec(None, "fsdp", None, None),
     "layers/up/kernel": PartitionSpec(None, "fsdp", "tensor"),
@@ -62,9 +86,8 @@ def test_partition_specs_by_name():
 
 def test_partition_specs_of_real_arrays_and_without_a_mesh():
   tree = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params())
-  sizes = dict.fromkeys(SIZES, 1)
-  specs = partition_specs(tree, RULES, LEGEND, TABLE, sizes)
-  assert all(entry is None for spec in specs.values() for entry in spec)
+  found = specs(tree, sizes=dict.fromkeys(SIZES, 1))
+  assert all(entry is None for spec in found.values() for entry in spec)
 
 
 def test_a_placement_keeps_its_rule_its_letters_and_its_notes():
@@ -119,8 +142,13 @@ def test_an_axis_used_twice_is_refused_also_while_its_size_is_1():
 
 
 def test_an_axis_that_no_mesh_has_is_refused():
-  message = refusal(params(), table={**TABLE, "model": ("fsd",)})
+  table = {**TABLE, "model": ("fsd",)}
+  _, failures = place_parameters(params(), RULES, LEGEND, table, SIZES)
+  message = "\n".join(map(str, failures))
   assert "norm/scale: dim D (model) takes unknown mesh axis 'fsd'; the axes are data" in message
+  message = refusal(params(), table=table)  # which says so once of each table
+  assert message.startswith("the layout is refused (3 failures):")
+  assert "partitioning.parameters.model: unknown mesh axis 'fsd'; the axes are data" in message
 
 
 def test_an_indivisible_dim_is_refused_with_the_ways_out():
@@ -174,14 +202,12 @@ def test_an_override_is_applied_after_matching():
   assert tuple(found["layers/up/kernel"].spec) == (None, ("fsdp", "tensor"))
   assert found["layers/up/kernel"].rule == "override"
   bare = place_parameters(tree, {}, legend, TABLE, SIZES, overrides)[1]
-  assert "no rule matches" in bare[0]
+  assert "no rule matches" in str(bare[0])
 
 
 def test_an_override_leaves_out_axes_of_size_1():
-  specs = partition_specs(
-    params(), RULES, LEGEND, TABLE, SIZES, (("norm/scale", (("data", "fsdp"),)),)
-  )
-  assert specs["norm/scale"] == PartitionSpec("fsdp")
+  found = specs(params(), overrides=(("norm/scale", (("data", "fsdp"),)),))
+  assert found["norm/scale"] == PartitionSpec("fsdp")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +265,7 @@ def placed(optimizer, *, table=TABLE, sizes=SIZES, overrides=()):
 def test_optimizer_leaves_follow_their_parameter_and_scalars_are_whole():
   found, failures = placed(optax.adamw(1e-3))
   assert failures == []
-  parameters = partition_specs(params(), RULES, LEGEND, TABLE, SIZES)
+  parameters = specs(params())
   scalars = {name for name, leaf in found.items() if leaf.shape == ()}
   assert {found[name].rule for name in scalars} == {"scalar"}
   assert {found[name].spec for name in scalars} == {PartitionSpec()}
@@ -255,7 +281,7 @@ def test_another_table_gives_zero_1_specs():
   sizes = {**SIZES, "data": 3}
   found, failures = placed(optax.sgd(1e-3, momentum=0.9), table=table, sizes=sizes)
   assert failures == []
-  parameters = partition_specs(params(), RULES, LEGEND, TABLE, sizes)
+  parameters = specs(params(), sizes=sizes)
   assert parameters["norm/scale"] == PartitionSpec("fsdp")
   assert found["optimizer/0/trace/norm/scale"].spec == PartitionSpec(("fsdp", "data"))
   up = found["optimizer/0/trace/layers/up/kernel"].spec
@@ -267,7 +293,9 @@ def test_a_table_that_does_not_divide_a_leaf_is_refused_by_the_leafs_name():
   _, failures = placed(optax.adamw(1e-3), table=table, sizes={**SIZES, "data": 5})
   assert len(failures) == 2 * 4
   assert any(
-    failure.startswith("optimizer/0/nu/norm/scale: dim D (model) = 12 is not divisible by mesh")
+    str(failure).startswith(
+      "optimizer/0/nu/norm/scale: dim D (model) = 12 is not divisible by mesh"
+    )
     for failure in failures
   )
 
@@ -340,14 +368,14 @@ def test_dims_of_equal_size_are_told_apart_by_the_optimizer_itself():
 
 def test_dims_that_cannot_be_told_apart_are_refused_with_the_override_to_write():
   _, failures = square()
-  [row] = [f for f in failures if "/v_row/" in f]
+  [row] = [str(f) for f in failures if "/v_row/" in f.array]
   name = "optimizer/0/v_row/layers/up/kernel"
   assert row == (
     f"{name}: shape (3, 12), which is as layers/up/kernel without F or as layers/up/kernel "
     "without D: dims of equal size, sharded differently; give it a spec of its own, "
     f'partitioning.overrides=(("{name}", (None, None, )),)'
   )
-  overrides = [(failure.partition(":")[0], (None, "fsdp")) for failure in failures]
+  overrides = [(failure.array, (None, "fsdp")) for failure in failures]
   found, failures = square(overrides=overrides)
   assert failures == []
   assert tuple(found[name].spec) == (None, "fsdp")
@@ -358,6 +386,7 @@ def test_a_leaf_that_is_no_part_of_its_parameter_is_refused():
   parameters, _ = place_parameters({"up": array(12, 20)}, {"up": "DF"}, LEGEND, TABLE, SIZES)
   state = {"mu": {"up": array(12, 12)}}
   _, [failure] = place_optimizer(state, parameters, LEGEND, TABLE, SIZES)
+  failure = str(failure)
   assert "optimizer/mu/up: shape (12, 12), but up has shape (12, 20), and it is not that" in failure
   assert failure.endswith('partitioning.overrides=(("optimizer/mu/up", (None, None, )),)')
 
@@ -368,7 +397,9 @@ def test_what_belongs_to_no_parameter_is_replicated_if_small_and_refused_if_larg
   assert found["optimizer/random_key"].rule == "of no parameter"
   state = {"history": array(13, 5)}
   _, [failure] = place_optimizer(state, {}, LEGEND, TABLE, SIZES)
-  assert "optimizer/history: shape (13, 5), but it belongs to no parameter and has mo" in failure
+  assert "optimizer/history: shape (13, 5), but it belongs to no parameter and has mo" in str(
+    failure
+  )
 
 
 def test_an_owner_is_found_by_structure_and_not_by_the_end_of_a_name():
@@ -399,7 +430,7 @@ def test_the_longest_name_owns_the_leaf():
 
 def test_a_table_of_unknown_axes_and_dims_is_refused():
   table = {**TABLE, "head": ("tensor", "tensr"), "vocabulary": ()}
-  dim, axis = rules.check_table("partitioning.parameters", table, LEGEND, SIZES)
+  dim, axis = map(str, rules.check_table("partitioning.parameters", table, LEGEND, SIZES))
   assert dim == (
     "partitioning.parameters.vocabulary: the model has no dim of this name; "
     "its dims are feedforward, head, kv_heads, layers, model"
@@ -413,7 +444,7 @@ def test_an_axis_larger_than_1_that_nothing_uses_is_a_failure():
   used = rules.used_axes(placements.values())
   assert used == {"fsdp", "tensor"}
   assert rules.unused_axes(SIZES, used) == []
-  [failure] = rules.unused_axes({**SIZES, "expert": 3}, used)
+  [failure] = map(str, rules.unused_axes({**SIZES, "expert": 3}, used))
   assert failure.startswith("mesh.expert=3: no parameter, activation or schedule of this model")
   assert failure.endswith("would only repeat work; set mesh.expert=1")
 

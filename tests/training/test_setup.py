@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.schema import finalize
 from models import mlp
-from partitioning.constraints import activation_layout
+from partitioning.constraints import activation_layout, constrain
 from partitioning.rules import LayoutError, named_leaves
 from planning import activation_memory
 from reports import layout_text
@@ -242,6 +242,20 @@ def test_with_a_ring_no_keys_are_gathered_over_the_sequence():
   assert {(c.letters, c.spec[1]) for c in of_keys} == {("BTKH", "context")}
   assert not any("S" in c.letters for c in ring.activations.seen)
   assert "BSNH" not in layout_text.job_text(ring)
+
+
+def test_a_function_is_compiled_under_the_activation_table_that_is_given():
+  job = make_job("dp4_tp2", "mlp")
+  x_BF = jax.ShapeDtypeStruct((16, 56), jnp.float32)
+
+  def forward(x_BF):
+    return constrain(x_BF, "BF")
+
+  whole = {**job.config.partitioning.activations, "feedforward": ()}
+  tables = (None, whole, None)
+  compiled = [job.compile(forward, x_BF, activations=table).function for table in tables]
+  shards = [one.output_shardings.shard_shape(x_BF.shape) for one in compiled]
+  assert shards == [(4, 28), (4, 56), (4, 28)]
 
 
 # ---- What a job knows ----

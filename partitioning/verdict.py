@@ -1,0 +1,160 @@
+"""The verdict: tables, names and traced activations against a mesh, before any memory is taken.
+
+Everything that is wrong with a layout comes in one message. What is being laid out, and for what,
+this module does not know: it is given shapes, letters, tables, and a function that traces.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from partitioning import rules
+from partitioning.constraints import ActivationLayout, activation_layout
+from partitioning.dims import Failure, Legend, Table, resolve
+from partitioning.rules import LayoutError, Overrides, Placement
+from partitioning.shardings import (
+  bytes_per_device,
+  copies,
+  replicated_bytes,
+  shape_text,
+  size_text,
+)
+
+TABLES = ("parameters", "activations", "optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Where all arrays of a program live.
+
+  Attributes:
+    placements: `parameters`, `optimizer`, `batch`: name -> Placement.
+    activations: how the activations are sharded, in the order of the forward pass.
+  """
+
+  placements: dict[str, dict[str, Placement]]
+  activations: ActivationLayout
+
+
+def judge(
+  params: Any,
+  optimizer: Any,
+  batch: Mapping[str, jax.ShapeDtypeStruct],
+  trace: Callable[[], Any],
+  *,
+  names: Mapping[str, str],
+  batch_letters: Mapping[str, str],
+  legend: Legend,
+  tables: Mapping[str, Table],
+  sizes: Mapping[str, int],
+  overrides: Overrides = (),
+  max_replicated_bytes: int | None = None,
+  optimizer_init: Callable[[Any], Any] | None = None,
+) -> Layout:
+  """Lays out every array of a program, or refuses the layout.
+
+  Args:
+    params: a tree of arrays or ShapeDtypeStructs.
+    optimizer: the optimizer's state, likewise.
+    batch: name -> array.
+    trace: traces the forward pass that is to be compiled, under the mesh.
+    names: pattern of parameter names -> letters.
+    batch_letters: name of an array of the batch -> its letters.
+    legend: letter -> Dim.
+    tables: of each of `TABLES`, dim name -> mesh axes.
+    sizes: mesh axis -> size.
+    overrides: (name, PartitionSpec entries) of parameters and optimizer leaves.
+    max_replicated_bytes: per device, of parameters and optimizer state; None: no limit.
+    optimizer_init: parameters -> optimizer state; tells dims of equal size apart.
+
+  Raises:
+    LayoutError: with every failure in one message.
+  """
+  wrong = [
+    failure
+    for title in TABLES
+    for failure in rules.check_table(f"partitioning.{title}", tables[title], legend, sizes)
+  ]
+  if wrong:  # every array would fail by the same table again
+    raise LayoutError(wrong)
+  placements, failures = _place(
+    params,
+    optimizer,
+    batch,
+    names,
+    batch_letters,
+    legend,
+    tables,
+    sizes,
+    overrides,
+    optimizer_init,
+  )
+  with activation_layout(
+    legend, tables["activations"], parameters=tables["parameters"], judging=True
+  ) as activations:
+    trace()
+  failures += _of_activations(activations, failures)
+  if not failures:
+    every = [placement for section in placements.values() for placement in section.values()]
+    failures = rules.unused_axes(sizes, rules.used_axes(every) | activations.axes())
+    failures += _replicated(placements, sizes, max_replicated_bytes)
+  if failures:
+    raise LayoutError(dict.fromkeys(failures))
+  return Layout(placements, activations)
+
+
+def _place(params, optimizer, batch, names, batch_letters, legend, tables, sizes, overrides, init):
+  """Places parameters, optimizer state and batch; returns the placements and all failures."""
+  parameters, failures = rules.place_parameters(
+    params, names, legend, tables["parameters"], sizes, overrides
+  )
+  states, wrong = rules.place_optimizer(
+    optimizer, parameters, legend, tables["optimizer"], sizes, overrides, init=init
+  )
+  if not failures:  # else the state's would follow from the parameters'
+    failures += wrong
+  failures += rules.unknown_overrides(overrides, [*parameters, *states])
+  arrays = {}
+  for key, array in batch.items():
+    name, letters = f"batch/{key}", batch_letters[key]
+    found = resolve(letters, array.shape, legend, tables["activations"], sizes)
+    failures += [failure.of(name) for failure in found.failures]
+    arrays[name] = Placement(
+      name, array.shape, array.dtype, letters, "activations", found.spec, found.notes
+    )
+  return {"parameters": parameters, "optimizer": states, "batch": arrays}, failures
+
+
+def _of_activations(activations: ActivationLayout, known: list[Failure]) -> list[Failure]:
+  """Returns the failures of activations whose cause no other array's failure has."""
+  causes = {failure.cause for failure in known}
+  return [
+    failure.of(f"activation {one.letters} {shape_text(one.shape)}")
+    for one in activations.seen
+    for failure in one.failures
+    if failure.cause not in causes
+  ]
+
+
+def _replicated(
+  placements: Mapping[str, Mapping[str, Placement]], sizes: Mapping[str, int], limit: int | None
+) -> list[Failure]:
+  """Returns a failure where more is replicated than is allowed."""
+  state = [*placements["parameters"].values(), *placements["optimizer"].values()]
+  count = replicated_bytes(state, sizes)
+  if limit is None or count <= limit:
+    return []
+  devices = math.prod(sizes.values())
+  largest = max(
+    (placement for placement in state if copies(placement, sizes) == devices),
+    key=lambda placement: bytes_per_device(placement, sizes),
+  )
+  text = (
+    f"{size_text(count)} per device are replicated, and partitioning.max_replicated_bytes={limit} "
+    f"({size_text(limit)}); the largest is {largest.name} {shape_text(largest.shape)}; split its "
+    "dims in partitioning.parameters"
+  )
+  return [Failure(text)]
