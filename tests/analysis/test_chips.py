@@ -1,0 +1,59 @@
+"""The table of chips: names that JAX reports, peaks of published data sheets, overrides."""
+
+import types
+
+import pytest
+
+from analysis import chips
+
+
+def device(kind):
+  return types.SimpleNamespace(device_kind=kind)
+
+
+@pytest.mark.parametrize(
+  ("kind", "name", "tflops"),
+  [  # dense bfloat16, of the vendors' data sheets
+    ("TPU v4", "v4", 275),
+    ("TPU v5 lite", "v5e", 197),
+    ("TPU v5p", "v5p", 459),
+    ("TPU v6 lite", "v6e", 918),
+    ("NVIDIA A100-SXM4-80GB", "a100", 312),
+    ("NVIDIA H100 80GB HBM3", "h100", 989.5),
+    ("NVIDIA H200", "h200", 989.5),
+    ("NVIDIA B200", "b200", 2250),
+  ],
+)
+def test_a_device_is_known_by_the_exact_name_that_jax_reports(kind, name, tflops):
+  assert chips.known(device(kind)).name == name
+  assert chips.peak_flops(device(kind)) == pytest.approx(tflops * 1e12)
+
+
+def test_of_other_names_no_peak_is_known():
+  for kind in ("cpu", "NVIDIA H100", "NVIDIA H200 SOMETHING", "tpu v99"):
+    assert chips.known(device(kind)) is None
+    assert chips.peak_flops(device(kind)) is None
+
+
+def test_constants_are_replaced_by_name():
+  table, rates = chips.overridden("matmul=0.7,v5p.hbm_bandwidth=2.6e12")
+  assert rates.matmul == 0.7
+  assert table["v5p"].hbm_bandwidth == 2.6e12
+  assert table["v5e"] == chips.CHIPS["v5e"]
+  assert chips.overridden("") == (chips.CHIPS, chips.Rates())
+
+
+@pytest.mark.parametrize(
+  ("text", "said"),
+  [
+    ("matmull=0.7", "there is no 'matmull'; did you mean 'matmul'"),
+    ("v5p.hbm_bandwith=1", "did you mean 'v5p.hbm_bandwidth'"),
+    ("matmul=0", "matmul='0' is no positive number"),
+    ("matmul=-1", "matmul='-1' is no positive number"),
+    ("v5p.name=3", "there is no 'v5p.name'"),
+  ],
+)
+def test_what_there_is_not_is_refused(text, said):
+  with pytest.raises(ValueError, match=r"planning\.constants") as refusal:
+    chips.overridden(text)
+  assert said in str(refusal.value)
