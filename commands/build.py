@@ -3,7 +3,7 @@
 import jax
 
 from commands import config_flag, flags
-from configs.schema import finalize, validate
+from configs.schema import finalize, unused, validate
 from processes.coordination import current
 from runtime import compilation_cache, devices
 from training import parity, setup
@@ -21,7 +21,10 @@ def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
   jobs = []
   for config, its_devices in zip(configs, started, strict=True):
     if proof:
+      given = config.optimizer.name
       parity.prove(config, its_devices.platform, keep=config_flag.set_keys(flags.SET.value))
+      if config.optimizer.name != given:  # what was set for that one is not wrong with this one
+        unused.reset(config)
     config = finalize.finalize(config, its_devices.platform)
     validate.check(config, its_devices.sizes)
     _configure_jax(config)

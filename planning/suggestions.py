@@ -12,6 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from configs.schema import unused
 from planning import aot, memory
 from planning.topology import Topology
 from training.setup import Job
@@ -66,7 +67,8 @@ def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict
   steps = []
   if sizes["data"] > 1 and one_slice:
     steps.append(split)
-  if "rematerialization" in training and training.rematerialization != "full":
+  used = "training.rematerialization" not in unused.MODELS.get(ready.config.model.name, {})
+  if used and training.rematerialization != "full":
     steps.append(recompute)
     if steps[0] is split:
       steps.append({**split, **recompute})

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-from configs.schema import decoder_checks
+from configs.schema import decoder_checks, unused
 from runtime.suggest import nearest
 from training.callbacks import CALLBACKS
 from training.metrics.sinks import SINKS
@@ -31,7 +31,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     ValueError: with all that is wrong, a line each.
   """
   wrong = [*_at_least(config), *_choices(config), *_tables(config), *_batch(config, sizes)]
-  wrong += [*_chunks(config, sizes), *_registered(config)]
+  wrong += [*_chunks(config, sizes), *_registered(config), *unused.wrong(config)]
   if config.processes.deadline_seconds >= config.processes.heartbeat_seconds:
     wrong.append(
       f"processes.deadline_seconds={config.processes.deadline_seconds}: below "

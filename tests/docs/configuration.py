@@ -26,11 +26,12 @@ Set a key on the command line with `--config.KEY=VALUE`:
 python main.py --config=configs/dp4_tp2.py --config.training.steps=400 --config.mesh.tensor=2
 ```
 
-An unknown key, a value of another type and keys that do not go together are refused before
-anything starts. Units are in the names: `_steps`, `_seconds`, `_gib`. Defaults are those of the
-recipe `lm`, where not stated otherwise; "derived" means that the value is computed when the run
-starts. The last column says what happens if a key differs from the checkpoint that a run resumes
-from ([checkpoints.md](checkpoints.md#what-may-change-on-resume)).
+An unknown key, a value of another type, keys that do not go together and keys that the chosen
+optimizer, model or task does not use are refused before anything starts. Units are in the names:
+`_steps`, `_seconds`, `_gib`. Defaults are those of the recipe `lm`, where not stated otherwise;
+"derived" means that the value is computed when the run starts. The last column says what happens if
+a key differs from the checkpoint that a run resumes from
+([checkpoints.md](checkpoints.md#what-may-change-on-resume)).
 """
 SECTIONS = {
   "": "The config itself",

@@ -1,0 +1,152 @@
+"""Keys that do nothing for a config's optimizer, model or task are refused where they are set."""
+
+import jax
+import pytest
+from ml_collections import ConfigDict
+
+from configs import base
+from configs.schema import finalize, recipes, unused, validate
+from partitioning.mesh import resolve_sizes
+from runtime.devices import Devices
+from tests.jobs import SMALL
+from training import optimizer
+from training.setup import prepare
+from training.tasks import TASKS
+
+SIZES = resolve_sizes({}, None)
+
+
+def finalized(recipe, **overrides):
+  config = base.get_config(recipe)
+  config.update_from_flattened_dict({**SMALL[recipe], **overrides})
+  return finalize.finalize(config, "cpu")
+
+
+def lines(recipe, **overrides):
+  return list(unused.wrong(finalized(recipe, **overrides)))
+
+
+SGD = {"optimizer.name": "sgd"}
+
+
+@pytest.mark.parametrize(
+  ("recipe", "overrides", "said"),
+  [
+    (
+      "lm",
+      {**SGD, "optimizer.weight_decay": 0.2},
+      "optimizer.weight_decay=0.2: sgd does not use it; of those keys it uses momentum",
+    ),
+    ("lm", {**SGD, "optimizer.beta_2": 0.9}, "optimizer.beta_2=0.9: sgd does not use it"),
+    ("lm", {**SGD, "optimizer.epsilon": 1e-6}, "optimizer.epsilon=1e-06: sgd does not use it"),
+    (
+      "mlp",
+      {"optimizer.momentum": 0.9},
+      "optimizer.momentum=0.9: adamw does not use it; of those keys it uses beta_1, beta_2, "
+      "epsilon, weight_decay",
+    ),
+    (
+      "lm",
+      {"optimizer.name": "lion", "optimizer.beta_1": 0.8},
+      "it uses weight_decay; its own arguments are given by optimizer.arguments",
+    ),
+    (
+      "mlp",
+      {"training.rematerialization": "full"},
+      "training.rematerialization='full': the model mlp does not use it; leave it at 'none'",
+    ),
+    ("mlp", {"partitioning.sequence_parallel": True}, "the model mlp does not use it"),
+    (
+      "mlp",
+      {"evaluation.sample_tokens": 9},
+      "evaluation.sample_tokens=9: the task classification does not use it; leave it at 0",
+    ),
+    ("mlp_tutorial", {"data.label_feature": "label"}, "data.label_feature='label': the task"),
+    ("lm", {"data.image_feature": "image"}, "data.image_feature='image': the task"),
+  ],
+)
+def test_a_key_that_does_nothing_is_refused_where_it_is_set(recipe, overrides, said):
+  [line] = lines(recipe, **overrides)
+  assert said in line
+  with pytest.raises(ValueError, match="the config is refused") as refusal:
+    validate.check(finalized(recipe, **overrides), SIZES)
+  assert line in str(refusal.value)
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_the_recipe_s_own_values_and_those_that_turn_a_key_off_are_accepted(recipe):
+  assert lines(recipe) == []
+  for name in ("sgd", "adamw", "lion"):
+    assert lines(recipe, **{"optimizer.name": name}) == []
+    assert lines(recipe, **{"optimizer.name": name, "optimizer.weight_decay": 0.0}) == []
+
+
+def test_what_compare_exchanges_the_optimizer_of_is_not_refused():
+  config = base.get_config("lm")
+  config.optimizer.beta_1, config.optimizer.name = 0.7, "sgd"
+  assert list(unused.wrong(finalize.finalize(config, "cpu"))) != []
+  unused.reset(config)
+  assert list(unused.wrong(finalize.finalize(config, "cpu"))) == []
+
+
+def test_the_keys_of_our_optimizers_are_those_of_their_table():
+  for name, keys in unused.OPTIMIZER_KEYS.items():
+    decay = ("weight_decay",) if name == "adamw" else ()
+    assert (*optimizer.OPTIMIZERS[name].keys, *decay) == keys
+
+
+# ---- No other key of these sections does nothing ----
+
+
+class Recording(ConfigDict):
+  """A config that notes each key that is read."""
+
+  def __init__(self, given, prefix, read):
+    super().__init__()
+    object.__setattr__(self, "_noted", None)
+    for key, value in given.items():
+      section = isinstance(value, ConfigDict)
+      self[key] = Recording(value, f"{prefix}{key}.", read) if section else value
+    object.__setattr__(self, "_noted", (prefix, read))
+
+  def __getitem__(self, key):
+    if self._noted:
+      self._noted[1].add(self._noted[0] + key)
+    return super().__getitem__(key)
+
+
+SECTIONS = ("model", "training", "optimizer", "partitioning")
+# Read by the loop, or before a job is prepared.
+ELSEWHERE = {
+  "model.global_every",  # where model.window is set; refused where it is not
+  "model.vocabulary_size",  # by vocabulary_multiple's rounding; the sampler
+  "partitioning.sequence_parallel",  # resolved into an axis table
+  "training.steps",  # also by the cosine schedule
+  "training.bad_step_deviations",
+  "training.bad_step_skips",
+  "training.bad_step_window",
+  "training.callbacks",
+  "training.max_rollbacks",
+  "training.on_bad_step",
+  "training.replica_check_every_steps",
+}
+# Which validate.py refuses for a task without tokens, by checks of their own.
+OF_TOKENS = {"training.attention_kernel", "training.loss_chunks"}
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_every_key_is_read_or_listed(recipe):
+  config, read = finalized(recipe), set()
+  keys = {f"{section}.{key}" for section in SECTIONS for key in config[section]}
+  job = prepare(Recording(config, "", read), Devices("cpu", True, SIZES))
+  with job.tracing():
+    jax.eval_shape(job.program.train_step, job.state, job.batch)
+  listed = set(unused.MODELS.get(config.model.name, {}))
+  listed |= set(unused.ROWS[TASKS[config.task].rows]) | ELSEWHERE
+  optimizer_keys = unused.OPTIMIZER_KEYS[config.optimizer.name]
+  listed |= {f"optimizer.{key}" for key in ("beta_1", "beta_2", "epsilon", "momentum")}
+  listed |= {"optimizer.weight_decay"}
+  listed |= set() if TASKS[config.task].of_tokens else OF_TOKENS
+  listed -= {f"optimizer.{key}" for key in optimizer_keys}
+  unread = {key for key in keys if key not in read} - listed
+  assert unread == set(), "put a key in ELSEWHERE if the loop reads it, else in schema/unused.py"
