@@ -1,7 +1,8 @@
 """The decoder-only transformer of the open families (GPT-2, Llama, Mistral, Qwen, Gemma).
 
 Which of them it is, the config's `model` section says. The layers are stacked along L and scanned,
-so the program's size does not grow with depth.
+so the program's size does not grow with depth. A forward pass is `embed_tokens`, `blocks`, of which
+a pipeline stage runs some, and `head`.
 Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
@@ -127,7 +128,8 @@ class Transformer(nnx.Module):
       tokens_BT: token ids.
       key: draws the dropout; None turns it off.
     """
-    return self._logits(self._residual(tokens_BT, key, self._ring_order(tokens_BT.shape[1]))[0])
+    x_BRD, rows = self.embed_tokens(tokens_BT, self._ring_order(tokens_BT.shape[1]))
+    return self.head(self.blocks(x_BRD, rows, key)[0])
 
   def loss_sums(self, batch: Batch, key: Key[Array, ""] | None = None) -> Sums:
     """Returns the summed weighted cross-entropy of each next token, in nats; see `models.Network`.
@@ -142,7 +144,8 @@ class Transformer(nnx.Module):
       targets_BT, weights_BT = (
         constrain(x_BT[:, order_T], "BT") for x_BT in (targets_BT, weights_BT)
       )
-    x_BRD, sums = self._residual(constrain(batch["tokens"], "BT"), key, order_T)
+    x_BRD, rows = self.embed_tokens(constrain(batch["tokens"], "BT"), order_T)
+    x_BRD, sums = self.blocks(x_BRD, rows, key)
     return {"loss": weighted_sum(self._losses(x_BRD, targets_BT), weights_BT), **sums}
 
   def _ring_order(self, length: int) -> np.ndarray | None:
@@ -159,7 +162,7 @@ class Transformer(nnx.Module):
   ) -> Float[Array, "B T"]:
     """Returns each token's cross-entropy; the logits of one of `loss_chunks` exist at a time."""
     if self.loss_chunks == 1:
-      return cross_entropy(self._logits(x_BRD), targets_BT)
+      return cross_entropy(self.head(x_BRD), targets_BT)
 
     def reduce(logits_BtV: jax.Array, targets_Bt: jax.Array, axes: Axes) -> jax.Array:
       first = jax.lax.axis_index(axes) * logits_BtV.shape[-1] if axes else 0
@@ -169,27 +172,60 @@ class Transformer(nnx.Module):
     chunks = self.loss_chunks
     return chunked_logits(normed_BRD, self._unembedding(), targets_BT, reduce, chunks, RESIDUAL)
 
-  def _residual(
-    self, tokens_BT: Int[Array, "B T"], key: Key[Array, ""] | None, order_T: np.ndarray | None
+  def embed_tokens(
+    self, tokens_BT: Int[Array, "B T"], order_T: np.ndarray | None = None
+  ) -> tuple[Float[Array, "B R D"], Rows]:
+    """Returns the residual before the first layer, and what every layer knows of the tokens.
+
+    Args:
+      tokens_BT: token ids, of complete rows.
+      order_T: the zigzag order of ring attention; None: that of the text.
+    """
+    documents = self.separate_documents
+    rows = rows_of(tokens_BT, order_T, self.layer_pattern, separate_documents=documents)
+    if order_T is not None:
+      tokens_BT = constrain(tokens_BT[:, order_T], "BT")
+    return self._embedded(tokens_BT, rows), rows
+
+  def blocks(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    rows: Rows,
+    key: Key[Array, ""] | None = None,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B R D"], Sums]:
-    """Returns the residual after the last layer, and the layers' auxiliary sums added up."""
+    """Returns the residual after layers start to stop - 1, and their auxiliary sums added up.
+
+    Args:
+      x_BRD: the residual before them.
+      rows: of `embed_tokens`.
+      key: of the whole model's dropout; None turns it off.
+      start: counted from 0 among the layers that this module holds.
+      stop: likewise; None: all that follow.
+      first: number of the first layer that this module holds: that of a pipeline stage, whose
+        module has only the stage's part of the stacked parameters.
+    """
     graphdef, stack = nnx.split(self.layers)
+    stop = jax.tree.leaves(stack)[0].shape[0] if stop is None else stop
     keys = None if key is None else jax.random.split(key, self.layer_count)
-    rows = rows_of(
-      tokens_BT, order_T, self.layer_pattern, separate_documents=self.separate_documents
-    )
+    every = self.layer_pattern.stacked(), keys
+    if stop - start < self.layer_count:
+      every = jax.tree.map(
+        lambda x: jax.lax.dynamic_slice_in_dim(x, first + start, stop - start), every
+      )
+      stack = jax.tree.map(lambda x: x[start:stop], stack)
 
     def layer(x_BRD, inputs):
-      params, one, layer_key = inputs
+      params, (one, layer_key) = inputs
       x_BRD, _, sums = nnx.merge(graphdef, params)(x_BRD, one, layer_key, rows)
       return x_BRD, sums
 
     if (policy := REMATERIALIZATION[self.rematerialization]) is not None:
       layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
-    if order_T is not None:
-      tokens_BT = constrain(tokens_BT[:, order_T], "BT")
-    x_BRD = self._embedded(tokens_BT, rows)
-    x_BRD, sums_L = jax.lax.scan(layer, x_BRD, (stack, self.layer_pattern.stacked(), keys))
+    x_BRD, sums_L = jax.lax.scan(layer, x_BRD, (stack, every))
     return x_BRD, jax.tree.map(jnp.sum, sums_L)
 
   def extend(
@@ -231,7 +267,7 @@ class Transformer(nnx.Module):
     last_B11 = (counts_B - 1)[:, None, None]
     last_B1D = constrain(jnp.take_along_axis(x_BRD, last_B11, axis=1), "BRD")
     cache = dataclasses.replace(cache, lengths=constrain(cache.lengths + counts_B, "B"))
-    return self._logits(last_B1D)[:, 0], cache
+    return self.head(last_B1D)[:, 0], cache
 
   def _embedded(self, tokens_BT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B R D"]:
     x_BRD = self.embed(tokens_BT)
@@ -239,7 +275,8 @@ class Transformer(nnx.Module):
       return x_BRD
     return self.positions(x_BRD, rows.positions_BT)
 
-  def _logits(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B T V"]:
+  def head(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B T V"]:
+    """Returns the logits, as `__call__` does, of the residual after the last layer."""
     normed_BRD = self.final_norm(x_BRD)
     [logits_BTV] = column_parallel(normed_BRD, [self._unembedding()], RESIDUAL)
     wide_BTV = constrain(logits_BTV.astype(wide_dtype(logits_BTV.dtype)), "BTV")

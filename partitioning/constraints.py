@@ -87,6 +87,21 @@ def current_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[st
   return layout, dict(mesh.shape)
 
 
+def automatic_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[str, int]]:
+  """Returns what `current_layout` does, the tables without the axes that are manual here.
+
+  So a region that is manual over some axes, such as pipeline stages, is laid out over the others.
+  """
+  layout, sizes = current_layout(caller)
+  if not (manual := manual_axes()):
+    return layout, sizes
+  tables = (
+    {name: tuple(axis for axis in axes if axis not in manual) for name, axes in table.items()}
+    for table in (layout.table, layout.parameters)
+  )
+  return ActivationLayout(layout.legend, *tables, layout.judging, layout.seen), sizes
+
+
 def constrain(x: jax.Array, letters: str) -> jax.Array:
   """Returns `x`, laid out over the mesh as the activation table says for its letters.
 
@@ -104,12 +119,8 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
       that its axes do not divide (`with_sharding_constraint` alone would accept that and
       return another layout: jax#26946).
   """
-  layout, sizes = current_layout(f'constrain(x, "{letters}")')
-  manual = _manual_axes()
-  table = {
-    name: tuple(axis for axis in axes if axis not in manual) for name, axes in layout.table.items()
-  }
-  spec, fits = _recorded(letters, x.shape, layout, table, sizes)
+  layout, sizes = automatic_layout(f'constrain(x, "{letters}")')
+  spec, fits = _recorded(letters, x.shape, layout, sizes)
   if not fits or on_one_device():
     return x
   return jax.lax.with_sharding_constraint(x, spec)
@@ -117,36 +128,37 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
 
 def on_one_device() -> bool:
   """Tells whether all axes of the mesh are manual, so that arrays are one device's own."""
-  return len(_manual_axes()) == len(jax.sharding.get_abstract_mesh().axis_names)
+  return len(manual_axes()) == len(jax.sharding.get_abstract_mesh().axis_names)
 
 
-def _manual_axes() -> set[str]:
+def manual_axes() -> set[str]:
+  """Returns the mesh axes that surrounding `jax.shard_map`s have made manual."""
   mesh = jax.sharding.get_abstract_mesh()
   kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
   return {axis for axis, kind in kinds if kind == AxisType.Manual}
 
 
-def record(letters: str, shape: tuple[int, ...]) -> None:
+def record(letters: str, shape: tuple[int, ...], layout: ActivationLayout | None = None) -> None:
   """Records an activation that is sharded by the table without a constraint of its own.
 
   Such as an operand inside of a `jax.shard_map`, which the compiler does not lay out.
 
   Args:
     letters: one letter of the model's legend per dim.
-    shape: of the whole array, over all devices.
+    shape: of the array before that region.
+    layout: `automatic_layout` outside of that region; None: as it is here.
 
   Raises:
     ValueError: as `constrain`.
   """
-  layout, sizes = current_layout(f'record("{letters}")')
-  _recorded(letters, shape, layout, layout.table, sizes)
+  found, sizes = automatic_layout(f'record("{letters}")')
+  _recorded(letters, shape, layout or found, sizes)
 
 
 def _recorded(
   letters: str,
   shape: tuple[int, ...],
   layout: ActivationLayout,
-  table: Table,
   sizes: dict[str, int],
 ) -> tuple[PartitionSpec, bool]:
   """Records an activation; returns its spec, and whether its dims can be sharded so.
@@ -154,7 +166,7 @@ def _recorded(
   Raises:
     ValueError: they cannot, and no layout is being judged.
   """
-  found = resolve(letters, shape, layout.legend, table, sizes)
+  found = resolve(letters, shape, layout.legend, layout.table, sizes)
   entry = Constraint(letters, shape, found.spec, found.notes, found.failures)
   if entry not in layout.seen:
     layout.seen.append(entry)

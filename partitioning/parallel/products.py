@@ -29,9 +29,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from partitioning.constraints import constrain, current_layout, on_one_device, record
+from partitioning.constraints import automatic_layout, constrain, on_one_device, record
 from partitioning.dims import Axes, Table, resolve, spec_entries
 from partitioning.parallel import collectives
+from partitioning.parallel.manual_region import manual_region
 
 SEQUENCE_DIM = 1  # of activations (batch, sequence, ...)
 
@@ -94,13 +95,14 @@ def column_parallel(x: jax.Array, weights: Sequence[Weight], residual: Residual)
     For each weight the product over the width, constrained by `residual.activation` of its
     letters.
   """
+  sequence, width = _sequence_axes(residual), _split_over(residual.width)
 
   def matmuls(manual: bool, x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
-    if manual and (axes := _sequence_axes(residual)):
-      x = collectives.all_gather(x, axes, SEQUENCE_DIM)
+    if manual and sequence:
+      x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
     triples = zip(inside, outputs, kernels, strict=True)
     results = [jnp.einsum(f"{residual.inside},{ins}->{out}", x, k) for ins, out, k in triples]
-    return [total(result, _split_over(residual.width)) for result in results] if manual else results
+    return [total(result, width) for result in results] if manual else results
 
   outputs = [residual.activation(weight.letters) for weight in weights]
   inside = [_summed_last(weight.letters, residual.width) for weight in weights]
@@ -130,13 +132,14 @@ def row_parallel(x: jax.Array, weight: Weight, residual: Residual) -> jax.Array:
 
   def matmul(manual: bool, x: jax.Array, kernel: jax.Array) -> list[jax.Array]:
     out = jnp.einsum(f"{x_letters},{inside}->{residual.inside}", x, kernel)
-    return [_reduce(out, summed, residual) if manual else out]
+    return [_reduce(out, axes, sequence) if manual else out]
 
   x_letters, summed = (
     residual.activation(weight.letters),
     weight.letters.replace(residual.width, ""),
   )
   inside = _summed_last(weight.letters, summed)
+  axes, sequence = _split_over(summed), _sequence_axes(residual)
   [out] = _sharded(
     matmul,
     [x_letters, weight.letters],
@@ -181,17 +184,20 @@ def chunked_logits(
   (rows, length), stored = targets.shape, kernel.dtype
   vocabulary_size = kernel.shape[weight.letters.index(vocabulary)]
 
+  sequence, width = _sequence_axes(residual), _split_over(residual.width)
+  classes, (layout, _) = _split_over(vocabulary), automatic_layout()
+
   def losses(manual: bool, x, kernel, targets) -> list[jax.Array]:
-    if manual and (axes := _sequence_axes(residual)):
-      x = collectives.all_gather(x, axes, SEQUENCE_DIM)
+    if manual and sequence:
+      x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def chunk(wide_kernel, x, targets) -> jax.Array:
       logits = jnp.einsum(f"{residual.inside},{inside}->{output}", x, wide_kernel.astype(x.dtype))
       if not manual:
         return reduce(constrain(logits, output), targets, ())
-      record(output, (rows, length // chunks, vocabulary_size))
-      return reduce(total(logits, _split_over(residual.width)), targets, _split_over(vocabulary))
+      record(output, (rows, length // chunks, vocabulary_size), layout)
+      return reduce(total(logits, width), targets, classes)
 
     # Cast back in each chunk, so that the scan adds up the chunks' gradients in the wide dtype.
     wide_kernel = kernel.astype(stored)
@@ -244,14 +250,15 @@ def vocab_parallel_embedding(
   def look_up(manual: bool, table: jax.Array, tokens: jax.Array) -> list[jax.Array]:
     if not manual:
       return [table_rows(table, tokens, stored)]
-    if axes := _split_over(vocabulary):  # each device adds the rows that it has
+    if axes:  # each device adds the rows that it has
       rows = jnp.asarray(table.shape[0], tokens.dtype)
       tokens = tokens - jax.lax.axis_index(axes) * rows
     here = (tokens >= 0) & (tokens < table.shape[0])
     found = table_rows(table, jnp.where(here, tokens, jnp.zeros_like(tokens)), stored)
     own = jnp.where(here[:, :, None], found, jnp.zeros_like(found))
-    return [_reduce(own, vocabulary, residual)]
+    return [_reduce(own, axes, sequence)]
 
+  axes, sequence = _split_over(vocabulary), _sequence_axes(residual)
   letters = [weight.letters, residual.tokens]
   [out] = _sharded(
     look_up,
@@ -308,15 +315,13 @@ def on_shards(
     output: the letters of the result; only such that are given.
     *arguments: the arrays.
   """
-  layout, _ = current_layout()
+  layout, _ = automatic_layout()
   extents = _extents(given, arguments)
   if on_one_device() or (layout.judging and not _fit([*given, output], extents, layout.table)):
     return function(*arguments)  # why they do not fit was recorded where they were constrained
   in_specs = tuple(_spec(letters, extents, layout.table) for letters in given)
   out_specs = _spec(output, extents, layout.table)
-  return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
-    *arguments
-  )
+  return manual_region(function, in_specs, out_specs)(*arguments)
 
 
 def _summed_last(letters: str, summed: str) -> str:
@@ -331,14 +336,19 @@ def _summed_last(letters: str, summed: str) -> str:
 
 def _split_over(letters: str) -> Axes:
   """Returns the axes larger than 1 that split dims inside of a block."""
-  layout, sizes = current_layout()
+  layout, sizes = automatic_layout()
   axes = [axis for letter in letters for axis in layout.table[layout.legend[letter].name]]
   return tuple(axis for axis in axes if sizes[axis] > 1)
 
 
-def _reduce(partial: jax.Array, summed: str, residual: Residual) -> jax.Array:
-  """Sums what the devices have of split dims; each keeps its part of the residual's sequence."""
-  axes, extra = _split_over(summed), _sequence_axes(residual)
+def _reduce(partial: jax.Array, axes: Axes, extra: Axes) -> jax.Array:
+  """Sums over the axes that split summed dims; each device keeps its part of the sequence.
+
+  Args:
+    partial: sums, of batch, the sequence inside a block, and width.
+    axes: of the summed dims.
+    extra: those that split the residual's sequence between blocks alone.
+  """
   if not extra:
     return total(partial, axes)
   if axes == extra:
@@ -398,7 +408,7 @@ def _sharded(
     residual: the residual's letters.
     dtype: that the function takes parameters in.
   """
-  layout, _ = current_layout()
+  layout, _ = automatic_layout()
   extents = _extents(given, arguments)
   between, within = residual.sequences  # the sequence is as long in a block as between blocks
   extents.setdefault(between, extents.get(within, 0))
@@ -431,16 +441,10 @@ def _sharded(
       arguments = [constrain(x, letters) for x, letters in zip(arguments, inside, strict=True)]
       results = function(False, *arguments)
     else:
-      # All axes are manual, also those that only carry rows along (data): XLA's partitioner
-      # copies the whole batch to every device before a hand-written all-gather or reduce-scatter
-      # over some of the axes (as seen on CPUs, jax 0.10.2). Without check_vma: a weight that is
-      # replicated has a product that is too, which the check cannot see behind an all-gather. The
-      # parity tests see what it would.
       for x, letters in zip(arguments, inside, strict=True):
         record(letters, x.shape)
       outs = [_spec(letters, extents, layout.table) for letters in outputs]
-      shard = jax.shard_map(on_device, in_specs=tuple(stored), out_specs=outs, check_vma=False)
-      results = shard(*arguments)
+      results = manual_region(on_device, tuple(stored), outs)(*arguments)
     return [constrain(x, letters) for x, letters in zip(results, outputs, strict=True)]
 
   # A new function each time: a traced one would be reused under another activation layout.
@@ -449,7 +453,7 @@ def _sharded(
 
 def _sequence_axes(residual: Residual) -> tuple[str, ...]:
   """Returns the axes larger than 1 that split the residual's sequence and not that in a block."""
-  layout, sizes = current_layout()
+  layout, sizes = automatic_layout()
   between, within = (layout.table[layout.legend[letter].name] for letter in residual.sequences)
   return tuple(axis for axis in between if axis not in within and sizes[axis] > 1)
 
@@ -464,14 +468,14 @@ def _extents(letters: Sequence[str], arguments: Sequence[jax.Array]) -> dict[str
 
 def _spec(letters: str, extents: Mapping[str, int], table: Table) -> PartitionSpec:
   """Returns how a table shards an array of these letters; what is wrong, `constrain` raises."""
-  layout, sizes = current_layout()
+  layout, sizes = automatic_layout()
   shape = tuple(extents.get(letter) or layout.legend[letter].size for letter in letters)
   return resolve(letters, shape, layout.legend, table, sizes).spec
 
 
 def _fit(every: Sequence[str], extents: Mapping[str, int], table: Table) -> bool:
   """Tells whether a table can shard arrays of these letters."""
-  layout, sizes = current_layout()
+  layout, sizes = automatic_layout()
   shapes = ([extents.get(x) or layout.legend[x].size for x in letters] for letters in every)
   return not any(
     resolve(letters, shape, layout.legend, table, sizes).failures

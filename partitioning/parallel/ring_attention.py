@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from partitioning.constraints import current_layout, tie_to
+from partitioning.constraints import automatic_layout, current_layout, manual_axes, tie_to
 from partitioning.dims import Axes, resolve, spec_entries
+from partitioning.parallel.manual_region import manual_region
 
 # Operations that an accelerator computes per byte that it sends: from 2,190 (TPU v5e,
 # 197e12 / 90e9) to 5,100 (v6e), bfloat16 by both links of a torus axis or by NVLink.
@@ -135,15 +136,17 @@ def ring_attention(
   Returns:
     B T N H, sharded as the queries.
   """
-  layout, sizes = current_layout("ring attention")
+  layout, sizes = automatic_layout("ring attention")
   of_queries, of_keys = letters
+  around = sequence_axes(of_queries[1])
+  assert not manual_axes() & {*around}, around
   named = (of_queries, q_BTNH), (of_keys, k_BTKH), (of_queries[:2], q_BTNH[..., 0, 0])
   found = [resolve(one, x.shape, layout.legend, layout.table, sizes) for one, x in named]
   if layout.judging and any(one.failures for one in found):
     return q_BTNH  # there is no such region; where they were constrained, it was recorded why
   queries, keys, rows = (one.spec for one in found)
   same = _split(queries, 2, sizes) == _split(keys, 2, sizes)
-  ring = _Ring(sequence_axes(of_queries[1]), scores)
+  ring = _Ring(around, scores)
   # A device reads its place in the ring from its slots, and not from its index: what depends on no
   # argument, JAX would hoist into a shard_map without arguments, which XLA refuses.
   slots_T = jnp.asarray(zigzag_order(q_BTNH.shape[1], ring_size(of_queries[1])))
@@ -156,10 +159,8 @@ def ring_attention(
   def inside(q, k, v, facts):
     return _attend(ring, q, k, v, facts)
 
-  # Without check_vma: a branch of `cond` that differs between devices confuses it.
   in_specs = (queries, keys, keys, _QueryFacts(*specs))
-  shards = jax.shard_map(inside, in_specs=in_specs, out_specs=queries, check_vma=False)
-  return shards(q_BTNH, k_BTKH, v_BTKH, facts)
+  return manual_region(inside, in_specs, queries)(q_BTNH, k_BTKH, v_BTKH, facts)
 
 
 def _split(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> Axes:
