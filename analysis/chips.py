@@ -186,10 +186,10 @@ def peak_flops(device: jax.Device) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-  """What share of a constant a program reaches, and what is lost beside; the same for all chips.
+  """What share of a constant a program reaches, and fixed losses; the same for all chips.
 
   Attributes:
-    matmul: of the operations per second, in products as large as a model's.
+    matmul: of the operations per second, in matmuls as large as a model's.
     memory: of the memory's bandwidth, in elementwise passes.
     link: of the links' bandwidth, in collectives of many MiB.
     hop_seconds: from one chip to the next.

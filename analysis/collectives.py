@@ -43,7 +43,7 @@ class Collective:
     count: runs per execution of the program: the product of the trip counts of the loops
       around it. None where such a loop's trip count is not in the text. Each branch of a
       conditional counts as if it were taken, so that there it is an upper bound.
-    source: `op_name (file:line)` of the line that it came from, as much as the text tells of it
+    source: `op_name (file:line)` of the line that it came from, as far as the text has it
       or, where it says nothing, of the fusion or loop around it.
     whole: whether every group is a full product of `axes`. False for, say, pairs within an
       axis of 4: `axes` then names the axes that vary. The group of a permute is the set of
@@ -83,7 +83,7 @@ class Row(NamedTuple):
 def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
   """Returns the collectives that one execution of a compiled program runs, in program order.
 
-  Each instruction reached from ENTRY stands once, whatever calls it; an asynchronous pair
+  Each instruction reached from ENTRY appears once, whatever calls it; an asynchronous pair
   counts at its start. Those in which no device speaks to another one are left out. Transfers
   between TPU slices count at their send. Other sends, and what is inside custom kernels, are not
   seen.
@@ -170,7 +170,7 @@ _BETWEEN_SLICES = {
 
 
 def _over_slices(instruction: hlo.Instruction) -> str | None:
-  """Returns the kind of a transfer between slices, which stands in a program as a send."""
+  """Returns the kind of a transfer between slices, which is a send in a program."""
   found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
   if found is None:
     return None
@@ -180,7 +180,7 @@ def _over_slices(instruction: hlo.Instruction) -> str | None:
 
 
 def _across(mesh: Mesh) -> list[list[int]]:
-  """Returns the places of devices that lie at the same place of their slices."""
+  """Returns the indices of devices at the same place of their slices."""
   groups: dict[tuple, list[int]] = defaultdict(list)
   for place, device in enumerate(mesh.devices.flat):
     groups[tuple(device.coords), getattr(device, "core_on_chip", 0)].append(place)
@@ -284,7 +284,7 @@ def _mesh_groups(mesh: str, ids: str | None, axes: str) -> list[list[int]]:
   """Reads `mesh['a'=4,'b'=2], device_ids=([8]) {'a':(2)2}`.
 
   The mesh is XLA's, with names and sizes that need not be ours, so only its ids are used.
-  `'a':(2)2` is a part of an axis: of its size, the factor 2 that stands inside a factor 2.
+  `'a':(2)2` is a part of an axis: of its size, the factor 2 inside a factor 2.
   """
   sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", mesh)}
   positions = np.arange(math.prod(sizes.values()))

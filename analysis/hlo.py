@@ -175,7 +175,7 @@ def _close(text: str, start: int) -> int:
 
 
 def split(text: str) -> list[str]:
-  """Returns the parts between the commas that stand in no bracket and in no string."""
+  """Splits at the commas that are outside of brackets and strings."""
   text, parts, depth, start = re.sub(r"/\*.*?\*/", "", text), [], 0, 0
   for bracket in _BRACKET.finditer(text):
     depth += (bracket[0] in "([{") - (bracket[0] in ")]}")

@@ -1,6 +1,6 @@
 """What a compiled program does on one device: operations and bytes of each instruction.
 
-An instruction takes the longer of its operations at the rate of products and its bytes at the rate
+An instruction takes the longer of its operations at the rate of matmuls and its bytes at the rate
 of the memory (Williams et al. 2009, doi:10.1145/1498765.1498785).
 """
 
@@ -22,7 +22,7 @@ FREE = frozenset(
   ]
 )
 _ON_CHIP = re.compile(r"S\([1-9]\)")  # the memory space of a layout: not the device's main one
-# Kernel -> its products of two matrices: the scores (again), and what is made of them.
+# Kernel -> its matmuls: the scores (again), and what is made of them.
 _PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
@@ -32,7 +32,7 @@ class Work:
   """What an instruction does when it runs once.
 
   Attributes:
-    flops: operations of its products; other arithmetic is bound by the memory.
+    flops: operations of its matmuls; other arithmetic is bound by HBM bandwidth.
     bytes: read and written in the device's memory.
   """
 
@@ -112,7 +112,7 @@ def _written(inner: hlo.Computation, name: str, shape: str) -> int:
 
 
 def _moved(shape: str) -> int:
-  """Returns the bytes of a shape, but for parts of it that lie in the memory on the chip."""
+  """Returns the bytes of a shape, but for parts of it in on-chip memory."""
   parts = hlo.elements(shape) or [shape]
   return sum(hlo.shape_bytes(part) for part in parts if not _ON_CHIP.search(part))
 
@@ -157,7 +157,7 @@ def _dot(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
 
 
 def _convolution(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
-  """Returns the operations of a convolution, which is how a TPU's program writes products.
+  """Returns the operations of a convolution, which is what matmuls are in a TPU's program.
 
   Of its windows only those places count that fall on the input and not between its dilated
   elements or on its padding: a batch dim is written as a window of which all but one do.

@@ -6,7 +6,7 @@ so another temperature or seed compiles nothing.
 
 Tokens are bytes. Byte 0, the end of a document in the prepared data, ends a row; an empty prompt
 starts behind one. A prompt and its new tokens together are at most `data.sequence_length`:
-rotary positions go on for ever, but the model has been trained on those alone.
+rotary positions have no limit, but the model has been trained on those alone.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Request:
   """What is asked for.
 
   Attributes:
-    prompts: texts, or bytes that need not be whole characters; one may be empty.
+    prompts: texts, or bytes that need not be complete characters; one may be empty.
     max_new_tokens: the most tokens (bytes) drawn per prompt.
     temperature: divides the logits; 0 takes the likeliest token.
     top_k: draws among the k likeliest; 0 is off.
@@ -121,7 +121,7 @@ def _prompts(config: ConfigDict, request: Request) -> Iterator[str]:
       yield (
         f"prompt {number} is {length} tokens (bytes) long, with max_new_tokens={new} together "
         f"{length + new}; the limit is data.sequence_length={limit}, the positions that the model "
-        f"was trained on; {ways} (rotary positions go on, but what follows is untrained)"
+        f"was trained on; {ways} (rotary positions have no limit, but longer texts are untrained)"
       )
     if max(tokens) >= choices:
       place = next(i for i, token in enumerate(tokens) if token >= choices)
@@ -146,7 +146,7 @@ class Sampler:
     rows: B, the prompts and as many dummy rows as the batch axes need.
     prompt_tokens: T of the prefill, the longest prompt.
     max_new_tokens: the most tokens drawn per row.
-    placements: `cache/keys`, ...: how the cache lies, for `partitioning.layout`.
+    placements: `cache/keys`, ...: of the cache, for `partitioning.shardings`.
     seconds: that compiling took.
   """
 
@@ -176,7 +176,7 @@ class Sampler:
     Args:
       params: the parameters, placed as the job's.
       request: the one that the sampler was made for, or a smaller one.
-      write: is given text as it comes, in whole characters.
+      write: is called with text as it comes, in complete characters.
 
     Raises:
       ValueError: as `check`; or a request larger than the sampler was compiled for.
@@ -251,7 +251,7 @@ class Sampler:
     return self._model.empty_cache(self.job.config, self.rows, slots)
 
   def _place(self) -> dict[str, Placement]:
-    """Returns how the cache lies: as the activations of the same letters."""
+    """Returns how the cache is sharded: as the activations of the same letters."""
     table = {self.job.legend["L"].name: (), **self._table}
     placements = {}
     for name, array in vars(jax.eval_shape(self._empty_cache)).items():

@@ -1,4 +1,4 @@
-"""Text as it comes: bytes drawn one at a time, shown in whole characters."""
+"""Streaming text: bytes drawn one at a time, shown in complete characters."""
 
 import codecs
 import sys
@@ -35,7 +35,7 @@ class Row:
     self._decoder.decode(prompt)
 
   def add(self, token: int) -> str:
-    """Takes the next token and returns the text that is whole by now, often empty."""
+    """Takes the next token and returns the text that is complete by now, often empty."""
     if token == END:
       return self.end()
     self.drawn.append(token)
@@ -51,7 +51,7 @@ class Row:
 class Printer:
   r"""Prints prompts and what follows them, as it comes; the `write` of a `Sampler`.
 
-  One prompt's text appears byte by byte; of several, whole lines, each behind its prompt's number.
+  One prompt's text appears byte by byte; of several, complete lines, each after its number.
   Control characters are shown as `\x1b`.
   """
 

@@ -68,7 +68,7 @@ class LayerPattern:
 
 
 def is_global(config: ConfigDict, layer: int) -> bool:
-  """Tells whether a layer, counted from 0, attends to all of its past."""
+  """Returns whether a layer, counted from 0, attends to all of its past."""
   model = config.model
   return not model.window or (model.global_every > 0 and (layer + 1) % model.global_every == 0)
 

@@ -2,7 +2,7 @@
 
 What a layer keeps for the backward pass are the results that its scan stacks. What one layer holds
 while its gradients are computed follows from the life of each array in the body of the scan that
-goes back. Products, sums, gathers and kernels write their results; what is elementwise is computed
+goes back. Matmuls, sums, gathers and kernels write their results; what is elementwise is computed
 where it is used, as XLA fuses it, and holds what it is computed from, or itself where that is less.
 """
 
@@ -171,7 +171,7 @@ def _one_device(job: Job, config: ConfigDict) -> Iterator[None]:
 
 
 def is_literal(x: Any) -> bool:
-  """Tells a number that stands in a jaxpr from a variable."""
+  """Returns whether an atom of a jaxpr is a literal, and not a variable."""
   return isinstance(x, core.Literal)
 
 

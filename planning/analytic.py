@@ -32,7 +32,7 @@ class Term:
     elements: of the payload of one run, per device.
     why: what they are.
     itemsize: bytes of an element.
-    hidden: whether products can go on meanwhile.
+    hidden: whether matmuls can run at the same time.
   """
 
   kind: str
@@ -144,7 +144,7 @@ def _of_the_optimizer(job: Job) -> Iterator[Term]:
 
 
 def _of_activations(job: Job) -> Iterator[Term]:
-  """Yields what tensor parallelism sums: partial products forward, gradients backward."""
+  """Yields what tensor parallelism sums: partial results forward, gradients backward."""
   config, sizes = job.config, job.devices.sizes
   count, layers = config.training.gradient_accumulation_steps, config.model.layers
   narrow = np.dtype(config.training.compute_dtype).itemsize

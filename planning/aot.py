@@ -47,7 +47,7 @@ class Here:
   simulated: tuple[jax.Device, ...] = ()
 
   def is_attached(self, topology: Topology) -> bool:
-    """Tells whether a topology is that of the attached devices."""
+    """Returns whether a topology is that of the attached devices."""
     return bool(self.attached) and of_devices(self.attached) == topology.name
 
 
@@ -58,7 +58,7 @@ class Program:
   Attributes:
     text: the optimized HLO; "" where the compiler gave up.
     peak_bytes: what a device holds at most, by the compiler; also of one that does not fit.
-    fits: whether the compiler found room.
+    fits: whether the compiler could allocate it.
   """
 
   text: str
@@ -67,12 +67,12 @@ class Program:
 
 
 def compiler_there() -> bool:
-  """Tells whether the compiler for TPUs is installed."""
+  """Returns whether the compiler for TPUs is installed."""
   return importlib.util.find_spec("libtpu") is not None
 
 
 def compiled_here(topology: Topology, here: Here) -> bool:
-  """Tells whether there is a compiler for a topology: for attached devices JAX's own."""
+  """Returns whether there is a compiler for a topology: for attached devices JAX's own."""
   if here.is_attached(topology) or topology.platform == "cpu":
     return True
   return topology.platform == "tpu" and compiler_there()
@@ -229,7 +229,7 @@ def needed(error: str, arguments: int) -> int | None:
 
 
 def places(ready: setup.Job, topology: Topology) -> Places:
-  """Returns where the devices of a job's mesh lie."""
+  """Returns the places of a job's devices in the topology."""
   flat = list(ready.mesh.devices.flat)
   slices = np.array([getattr(device, "slice_index", None) or 0 for device in flat])
   if not (topology.chip.torus and hasattr(flat[0], "coords")):

@@ -1,4 +1,4 @@
-"""How long a collective takes, from its bytes and the links that its devices lie on.
+"""How long a collective takes, from its bytes and the links between its devices.
 
 V bytes over links of W bytes per second each way: an all-gather or reduce-scatter takes V/W, an
 all-reduce twice that, an all-to-all on a ring V/4W; a group that spans several axes of a torus
@@ -44,7 +44,7 @@ class Wire:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-  """Where the devices of a mesh lie.
+  """The places of a mesh's devices in the topology.
 
   Attributes:
     topology: theirs, of one slice.
@@ -82,7 +82,7 @@ class Places:
 
 
 def in_order(topology: Topology, count: int) -> Places:
-  """Returns devices that are numbered as they lie: through chips, machines and slices."""
+  """Returns devices numbered by place: through chips, machines and slices."""
   numbers = np.arange(count)
   slices, inside = np.divmod(numbers, topology.devices)
   if not topology.chip.torus:

@@ -1,4 +1,4 @@
-"""What a step holds on one device, by formula: to be read beside what the compiler says.
+"""Memory of a step on one device, by formula: to compare with the compiler's number.
 
 Parameters, gradients and optimizer state follow from the layout. What the layers keep for the
 backward pass, and what one of them holds meanwhile, is read from the traced gradients of a device's

@@ -1,6 +1,6 @@
 """How long a step takes: its instructions one after another, as the compiler has ordered them.
 
-A collective between whose start and end other work stands is hidden as far as that work lasts;
+A collective is hidden as far as other work lasts between its start and its end;
 one that begins and ends at once is waited for. Loops are counted as often as they run.
 """
 
@@ -53,7 +53,7 @@ class Times:
 
   Attributes:
     step: seconds.
-    compute: seconds that the products alone would take.
+    compute: seconds that the matmuls alone would take.
     memory: seconds that reading and writing the memory alone would take.
     work: operations and bytes, both counted as often as they run.
     sent: the collectives.
@@ -84,7 +84,7 @@ def times(
   Args:
     program: as compiled and scheduled for one device.
     found: its collectives.
-    places: where the devices of its mesh lie.
+    places: of its mesh's devices in the topology.
     chip: what a device is.
     rates: what share of the chip's constants is reached.
   """
@@ -147,7 +147,7 @@ class _Walker:
           under_way[instruction.name] = names, free
         elif instruction.opcode == "send":
           under_way[_meeting(instruction)] = names, free
-        else:  # at once, or fused with products that go on meanwhile
+        else:  # at once, or fused with matmuls that run at the same time
           clock += lasts if instruction.opcode == "fusion" else 0.0
           clock += self._wait(names, free - clock, runs)
     return clock

@@ -145,7 +145,7 @@ def _read(x: Any, behind: Roots) -> int:
 
 
 def _wide(equation: Any) -> bool:
-  """Tells whether a matmul is one of float32: an argument that is wider than 16 bits widens all."""
+  """Returns whether a matmul is in float32: an argument wider than 16 bits widens all."""
   if equation.primitive.name not in ("dot_general", "conv_general_dilated"):
     return False
   return any(x.aval.dtype.itemsize > 2 for x in equation.invars)

@@ -162,7 +162,7 @@ REFUSALS = {
   ),
   "acceptance without a checkpoint": (
     ["train", "--accept-changes=seed", "--workdir={empty}/new"],
-    ["holds no checkpoints to go on from"],
+    ["has no checkpoints to resume from"],
   ),
   "a checkpoint for a verb that reads none": (
     ["train", "--checkpoint={trained}"],

@@ -1,7 +1,7 @@
 """Steps with bad numbers: which are bad, which rows are skipped for them, and where to go back.
 
 What is decided here follows from the metrics, which are the same on every process, and from the
-record of the checkpoint that a start goes on from: so a run that is killed decides as one that is
+record of the checkpoint that a start resumes from: so a run that is killed decides as one that is
 not.
 """
 
@@ -61,7 +61,7 @@ class BadSteps:
   """
 
   def __init__(self, config: ConfigDict, record: Mapping[str, Any], done: int = 0):
-    """Takes up what the record says of the checkpoint that the run goes on from.
+    """Takes over the record of the checkpoint that the run resumes from.
 
     Args:
       config: of the run.
@@ -254,7 +254,7 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TrainingStoppedError(RuntimeError):
-  """The run cannot go on; the message names the step. Exit code 1."""
+  """The run cannot continue; the message names the step. Exit code 1."""
 
 
 class BadStepError(TrainingStoppedError):

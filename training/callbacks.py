@@ -51,7 +51,7 @@ class CallbackError(RuntimeError):
 
 
 def due(callbacks: Mapping[str, Callback], step: int) -> bool:
-  """Tells whether one is to be called after a step."""
+  """Returns whether one is to be called after a step."""
   return any(step % callback.every_steps == 0 for callback in callbacks.values())
 
 

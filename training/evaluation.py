@@ -1,4 +1,4 @@
-"""Evaluation: batches of the held-out split in order, the remainder padded with weight 0."""
+"""Evaluation: batches of the evaluation split in order, the remainder padded with weight 0."""
 
 import dataclasses
 import math
@@ -65,7 +65,7 @@ class Evaluation:
 
 
 def is_logged(job: Job, workdir: epath.Path, step: int) -> bool:
-  """Tells whether a step's evaluation is in metrics.jsonl; all processes call it.
+  """Returns whether a step's evaluation is in metrics.jsonl; all processes call it.
 
   A network file system may not show the file to all of them at once.
   """
@@ -79,9 +79,9 @@ class Evaluator:
 
   Attributes:
     job: whose model is evaluated.
-    batches: the held-out split.
+    batches: of the evaluation split.
     step: the compiled `(params, batch) -> sums`.
-    watch: is told of every batch.
+    watch: is notified of every batch.
     lockstep: where the processes meet before every batch.
     progress: is given the number of batches done, and of all; None shows nothing.
   """

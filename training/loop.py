@@ -97,7 +97,7 @@ def train(
 
 
 class Run:
-  """A run under way; `train` calls its methods in the order in which they stand here.
+  """A run under way; `train` calls its methods in the order of their definition.
 
   Attributes:
     state: after step `done`.
@@ -231,7 +231,7 @@ class Run:
   # ------------------------------ steps ------------------------------
 
   def goes_on(self) -> bool:
-    """Tells whether there is another step to make."""
+    """Returns whether there is another step to make."""
     return self.done < self._config.training.steps and not self.stopped
 
   def next_batch(self) -> Any:
@@ -297,7 +297,7 @@ class Run:
         self._checkpointer.wait()
       self._watch.at(f"going back from step {bad.step}", STARTING)
       self._batches.close()
-      self.state = None  # there need not be room for two
+      self.state = None  # there need not be memory for two
       made, self.state = restore.go_back(
         self._job, self._checkpointer, self._bad_steps, bad.step, bad.why
       )
@@ -314,7 +314,7 @@ class Run:
   # ------------------------------ evaluation ------------------------------
 
   def evaluation_due(self) -> bool:
-    """Tells whether the state is one to evaluate."""
+    """Returns whether the state is one to evaluate."""
     return self._last() or _due(self.done, self._config.evaluation.every_steps)
 
   def evaluate(self) -> Evaluation | None:

@@ -209,7 +209,7 @@ def arguments(row: Optimizer, config: ConfigDict) -> dict[str, Any]:
     found[mask], ours[mask] = decayed, "scales and biases never decay"
   if mask and "weight_decay" in taken:
     found["weight_decay"], ours["weight_decay"] = keys.weight_decay, "set optimizer.weight_decay"
-  # Under sgd the recipe's value stands unused, as it did before other optimizers came.
+  # Under sgd the recipe's value is unused, as it did before other optimizers came.
   elif keys.weight_decay and not row.keys:
     raise ValueError(
       f"optimizer.weight_decay={keys.weight_decay}: {keys.name} takes none that leaves scales and "

@@ -38,10 +38,10 @@ _MOST_NAMED = 12
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-  """What three steps gave, whole and on the host.
+  """What three steps gave, as full arrays on the host.
 
   Attributes:
-    text: the compiled program, which gives the gradients beside the step.
+    text: the compiled program, which returns the gradients in addition to the step's results.
     gradients: of the first step, raw: before clipping and optimizer.
     losses: of each step.
     norms: likewise, the global norm that clipping uses.
@@ -202,7 +202,7 @@ def take_steps(
     state: to begin with, and not to be used afterwards; None: the job's own.
 
   Raises:
-    LayoutError: a leaf of the state lies otherwise than its spec says.
+    LayoutError: a leaf of the state is not sharded as its spec says.
     CopiesDifferError: devices that should hold the same numbers do not.
   """
   shardings = job.state_shardings
@@ -277,7 +277,7 @@ def _distance(ours: np.ndarray, wanted: np.ndarray, floor: float) -> float:
 
 
 def _on_host(tree: Any, what: str) -> dict[str, np.ndarray]:
-  """Returns name -> the whole array; all copies of a shard must be the same."""
+  """Returns name -> the full array; all replicas of a shard must be the same."""
   return {name: _whole(leaf, f"{what} {name}") for name, leaf in named_leaves(tree).items()}
 
 

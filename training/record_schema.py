@@ -16,7 +16,7 @@ from etils import epath
 from training import bad_steps
 from training.metrics import log_schedule
 
-_NAMED = 8  # so many keys stand in a message
+_NAMED = 8  # so many keys are named in a message
 _LONGEST = 60  # characters of a value in it
 
 
@@ -51,7 +51,7 @@ def _is_number(value: Any) -> bool:
 
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
-COUNT = Kind("a whole number", _is_whole)
+COUNT = Kind("an integer", _is_whole)
 NUMBER = Kind("a number", _is_number)
 _NOT_FINITE = ("nan", "inf", "-inf")  # as they are written
 METRIC = Kind("a number", lambda value: _is_number(value) or value in _NOT_FINITE)

@@ -42,7 +42,7 @@ class ReplicaCheck:
   """Compares the copies every so many steps, and before every save."""
 
   def __init__(self, job: Job):
-    """Compiles the digests, unless the config turns the check off or nothing is held twice."""
+    """Compiles the digests, unless the config turns the check off or nothing is replicated."""
     self._every = job.config.training.replica_check_every_steps
     self._simulated = job.devices.simulated
     self._copies = replica_digests.Copies(_named(job.placed_state) if self._every else {}, job.mesh)
@@ -50,7 +50,7 @@ class ReplicaCheck:
     self._checked: int | None = None
     if not self._copies.leaves:
       return
-    # In one process the rows are read where they lie; else each process needs those of all.
+    # In one process the rows are read directly; else each process needs those of all.
     together = PartitionSpec(job.mesh.axis_names) if current().alone else PartitionSpec()
     self._digests = job.compile(
       replica_digests.digest_program(self._copies.leaves, job.mesh),
@@ -71,7 +71,7 @@ class ReplicaCheck:
       CopiesDifferError: copies differ.
     """
     self._read()
-    self._checked = None  # a run that was rolled back comes to the same step again
+    self._checked = None  # a run that was rolled back reaches the same step again
     if self._copies.leaves and step % self._every == 0:
       self._begin(step, state)
       if self._simulated:
@@ -113,13 +113,13 @@ def _text(step: int, found: Sequence[replica_digests.Difference], leaves: Mappin
     named = _devices([device for device, _ in counts.most_common()])
     verdict = f"{named} {'is' if len(counts) == 1 else 'are'} not as the others that hold the same"
   else:
-    verdict = "there is no majority, so nobody can tell which device is wrong"
+    verdict = "there is no majority, so it is not known which device is wrong"
   return (
     f"step {step}: copies of the state differ, which must be the same to the bit: {verdict}:\n"
     + "\n".join(lines)
-    + f"\nThis step is not saved. Run the same command again to go on from the last checkpoint; if "
-    f"the same device is named again, leave it out. Where many differ at once after few steps, a "
-    f"collective or an operation of this platform may not give the same bits everywhere: {KEY}=0 "
+    + f"\nThis step is not saved. Run the same command again to resume from the last checkpoint; "
+    f"if the same device is named again, leave it out. Where many differ at once after few steps, "
+    f"a collective or an operation of this platform may not give the same bits everywhere: {KEY}=0 "
     f"turns this check off"
   )
 

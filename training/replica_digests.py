@@ -93,7 +93,7 @@ def digests(blocks: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _mixed(words: jax.Array, seed: int) -> jax.Array:
-  """Returns words that depend on their place; where they stand keeps its dims, unlike a reshape."""
+  """Returns words that depend on their place; their index keeps its dims, unlike a reshape."""
   place = jnp.full(words.shape, (seed * _MIX_1 + 1) % 2**32, jnp.uint32)
   for dim in range(words.ndim):
     stride = math.prod(words.shape[dim + 1 :]) * _PLACE % 2**32
@@ -122,7 +122,7 @@ class Copies:
   """
 
   def __init__(self, leaves: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh):
-    """Picks, of these arrays, those that have copies; all lie on this mesh."""
+    """Picks, of these arrays, those that are replicated; all are on this mesh."""
     groups = {name: holders(leaf.sharding, leaf.shape) for name, leaf in leaves.items()}
     self.leaves = {name: leaf for name, leaf in leaves.items() if groups[name]}
     self._groups = [groups[name] for name in self.leaves]

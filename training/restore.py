@@ -39,7 +39,7 @@ class Start:
     record: what the run's checkpoints say of it besides the config.
     checkpointer: open for saving.
     origin: a line about where the state is from.
-    known: the record of the checkpoint that it goes on from; {} at the first step.
+    known: the record of the checkpoint that it resumes from; {} at the first step.
     owner: of the workdir.
   """
 
@@ -69,7 +69,7 @@ def judge(
 
   Raises:
     ValueError: something changed that may not, or not without acceptance.
-    OSError: the workdir or a file of it cannot be written, or there is no room for a checkpoint.
+    OSError: the workdir or a file of it cannot be written, or there is no space for a checkpoint.
   """
   require_room(job, workdir)
   workdir_files.require_plain(workdir)
@@ -77,7 +77,7 @@ def judge(
   folder = workdir / restore.FOLDER
   if not restore.steps(folder):
     if accept:
-      raise ValueError(f"--accept-changes: {workdir} holds no checkpoints to go on from")
+      raise ValueError(f"--accept-changes: {workdir} has no checkpoints to resume from")
     return record, None
   with Checkpointer(folder, read_only=True, verify=job.config.checkpoint.verify) as checkpoints:
     newest = checkpoints.verified()
@@ -202,8 +202,8 @@ def require_room(job: Job, workdir: epath.Path) -> None:
   free = shutil.disk_usage(there).free
   if free < needed:
     raise OSError(
-      f"{there} has {size_text(free)} free, and a checkpoint needs {size_text(needed)}; make room, "
-      f"or give another --workdir"
+      f"{there} has {size_text(free)} free, and a checkpoint needs {size_text(needed)}; free some "
+      f"space, or give another --workdir"
     )
 
 

@@ -95,10 +95,10 @@ class Job:
       yield
 
   def initial_state(self) -> State:
-    """Returns the first state, drawn where it lies, and checked against its specs.
+    """Returns the first state, drawn on its devices, and checked against its specs.
 
     Raises:
-      LayoutError: a leaf lies otherwise than its spec says.
+      LayoutError: a leaf is not sharded as its spec says.
     """
     state = self.compile_init().function(jax.random.key(self.config.seed))
     self.check_placed(state)

@@ -76,7 +76,7 @@ def sharing(job: Job, group: Group | None = None) -> Sharing:
   """Returns how the processes share the reading of all rows of a split.
 
   They wait for the slowest as long as a start may take, and four times as long as they took; one
-  that has not come then is told by NotComeError.
+  that has not arrived then is named by NotComeError.
   """
   group, began = group or current(), time.monotonic()
   patience = job.config.processes.start_timeout_seconds

@@ -110,14 +110,14 @@ class Program:
       (grads, means), variables = grad(variables, batch, key)
     else:
       (grads, means), variables = _accumulate(grad, count, variables, batch, key)
-      # Left to XLA, the sums would lie as the norm wants them, and parameters and optimizer state
+      # Left to XLA, the sums would be sharded for the norm, and parameters and optimizer state
       # be computed so and gathered at the end, each of them.
       grads = self.laid_out(grads)
     scale = 1 / means.pop("weight")
     return grads, {name: value * scale for name, value in means.items()}, scale, variables
 
   def laid_out(self, grads: Any) -> Any:
-    """Returns gradients that lie as their parameters do."""
+    """Returns gradients that are sharded as their parameters are."""
     if self.param_specs is None:
       return grads
     specs, _ = self.split(self.param_specs)

@@ -1,4 +1,4 @@
-"""What stands in the place of a workdir's files before a run begins: plain files, or nothing."""
+"""Checks a workdir before a run begins: in the place of its files are plain files, or nothing."""
 
 import os
 

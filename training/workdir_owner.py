@@ -14,7 +14,7 @@ from training import restore
 from training.metrics.console import say
 from training.setup import Job
 
-# A supervisor would restart the run after 1, beside the one that has replaced it.
+# A supervisor would restart the run after 1, next to the one that has replaced it.
 REPLACED = 2
 
 
@@ -28,7 +28,7 @@ def owned(job: Job, workdir: epath.Path, watch: Watchdog) -> Iterator[Ownership]
   Raises:
     OwnedError: it belongs to another run that is alive.
     ValueError: its storage has no conditional write.
-    OSError: it cannot be read or written, or has no room for a checkpoint.
+    OSError: it cannot be read or written, or has no space for a checkpoint.
   """
   ownership = _shared(job, workdir, watch)
   try:

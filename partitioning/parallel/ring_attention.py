@@ -68,7 +68,7 @@ def ring_size(letter: str) -> int:
 
 
 def prefer_ring(length: int, count: int, queries: int, keys: int) -> bool:
-  """Tells whether a ring should take less time than all-gathering keys and values.
+  """Returns whether a ring should take less time than all-gathering keys and values.
 
   Let V/W be the seconds of an all-gather of the keys and values and r those of the causal half of
   the scores, in units of V/W. The gather does not overlap with compute, which is of the masked half
@@ -87,7 +87,7 @@ def prefer_ring(length: int, count: int, queries: int, keys: int) -> bool:
 
 
 def use_ring(kind: str, length: int, count: int, queries: int, keys: int) -> bool:
-  """Tells whether attention runs as a ring; else keys and values are all-gathered.
+  """Returns whether attention runs as a ring; else keys and values are all-gathered.
 
   Args:
     kind: `model.context_attention`: ring, gather, or auto, which is what `prefer_ring` says.

@@ -45,7 +45,7 @@ MALFORMED = {
   "position/0": ([0, 0, 8], "position: a list of step, row and batch, ascending from step 0, is"),
   "position/0/step": (1, "position: a list of step, row and batch, ascending from step 0, is"),
   "position/0/batch": (0, "position: a list of step, row and batch, ascending from step 0, is"),
-  "metrics_over/examples": ("x", 'metrics_over.examples: a whole number is expected, and "x" is'),
+  "metrics_over/examples": ("x", 'metrics_over.examples: an integer is expected, and "x" is'),
   "bad_steps/losses/0": ("nan", 'bad_steps.losses[0]: a number is expected, and "nan" is there'),
   "bad_steps/rollbacks/0": (
     {"step": True},
@@ -53,7 +53,7 @@ MALFORMED = {
   ),
   "bad_steps/rollbacks/0/step": (
     True,
-    "bad_steps.rollbacks[0].step: a whole number is expected, and true is there",
+    "bad_steps.rollbacks[0].step: an integer is expected, and true is there",
   ),
   "logged/0": ([1, 2], "logged[0]: a list of 3 is expected, and [1, 2] is there"),
   "metrics": ({"eval_loss": "x" * 99}, 'metrics.eval_loss: a number is expected, and "xxx'),
@@ -88,7 +88,7 @@ def test_records_of_versions_that_named_batches_have_their_own_form():
   record = {"bad_steps": {"skipped": [3], "rollbacks": [made], "losses": []}}
   record_schema.require(record, epath.Path("x"))
   for path, said in (("skipped/0", r"skipped\[0\]"), ("rollbacks/0/skipped/0", r"rollbacks\[0\]")):
-    with pytest.raises(ValueError, match=f"bad_steps.{said}.*: a whole number is expected"):
+    with pytest.raises(ValueError, match=f"bad_steps.{said}.*: an integer is expected"):
       record_schema.require(changed(record, f"bad_steps/{path}", "3"), epath.Path("x"))
 
 

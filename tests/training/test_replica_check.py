@@ -65,7 +65,7 @@ def test_a_flipped_bit_is_caught_at_the_next_check_and_its_device_named(tried):
   assert text.startswith("step 6: copies of the state differ, which must be the same to the bit: ")
   assert "device 5 is not as the others that hold the same:" in text
   assert "\n  layer_2/kernel [40, 56]: device 5 against devices 1, 3, 7\n" in text
-  assert "This step is not saved. Run the same command again to go on" in text
+  assert "This step is not saved. Run the same command again to resume" in text
   assert isinstance(error, TrainingStoppedError)  # exit code 1, said once for all processes
 
 
@@ -107,7 +107,7 @@ def test_of_two_copies_both_are_named():
   job = make_job("dp4_tp2", "mlp", **EVERY, **{"mesh.data": 2, "mesh.tensor": 4})
   state = flipped(job.initial_state(), ("layer_2", "kernel"), 1, (0, 0))
   text = str(caught(ReplicaCheck(job).before_save, 1, state))
-  assert "there is no majority, so nobody can tell which device is wrong" in text
+  assert "there is no majority, so it is not known which device is wrong" in text
   assert "layer_2/kernel [40, 56]: the copies on devices 1, 5 differ" in text
 
 

@@ -1,4 +1,4 @@
-"""A file of lines that grows while a run trains; on a full disk it waits in memory for room."""
+"""A file of lines that grows while a run trains; on a full disk it waits in memory for space."""
 
 import errno
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ class Lines:
   """A file of lines that one process appends to or replaces.
 
   What a full disk does not take stays in memory, and is written, in order, as soon as there is
-  room. Other errors are raised.
+  space. Other errors are raised.
 
   Attributes:
     waiting: why lines are waiting in memory; "" where all are in the file.
@@ -44,15 +44,15 @@ class Lines:
     self.flush()
 
   def replace(self, lines: Iterable[bytes]) -> None:
-    """Makes these lines the whole file; a kill or a full disk leaves what was there."""
+    """Replaces the file by these lines; a kill or a full disk leaves what was there."""
     self._anew, self._more = b"".join(lines), []
     self.flush()
 
   def flush(self) -> None:
-    """Writes what is waiting, as far as there is room.
+    """Writes what is waiting, as far as there is space.
 
     Raises:
-      OSError: the file cannot be written, and not for want of room; the path is named.
+      OSError: the file cannot be written, for another reason than a full disk; the path is named.
     """
     try:
       if self._anew is not None:

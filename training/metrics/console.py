@@ -74,8 +74,8 @@ class ProgressLine:
 def say(text: str) -> None:
   """Prints a line at once, also into a pipe; process 0 speaks for all.
 
-  Where nobody reads the pipe any more (in `| tee FILE` Ctrl-C ends tee as well), a run stops as if
-  it were asked to, and saves: an error here would lose its work.
+  Where the reader of the pipe has ended (in `| tee FILE` Ctrl-C ends tee as well), a run stops as
+  if it were asked to, and saves: an error here would lose its work.
   """
   if not current().first:
     return

@@ -11,7 +11,7 @@ from processes.coordination import Group
 from processes.stragglers import Pace
 from training.setup import Job
 
-SIZE, PRODUCTS = 2048, 32  # matrices of 8 MiB; about a millisecond on an accelerator of 2023
+SIZE, MATMULS = 2048, 32  # matrices of 8 MiB; about a millisecond on an accelerator of 2023
 _TRIES = 3
 # A probe leaves the accelerators idle for milliseconds: not more often than that.
 _BETWEEN_SECONDS = 1.0
@@ -36,24 +36,24 @@ class DeviceProbe:
   def __init__(self, *, size: int = SIZE):
     """Compiles it; matrices of `size` x `size` in bfloat16 are multiplied."""
     devices = jax.local_devices()
-    lies = NamedSharding(Mesh(np.asarray(devices), ("device",)), PartitionSpec("device"))
+    sharding = NamedSharding(Mesh(np.asarray(devices), ("device",)), PartitionSpec("device"))
     ones = np.full((len(devices), size, size), 1 / size, jnp.bfloat16)
-    self._matrices = jax.device_put(ones, lies)
+    self._matrices = jax.device_put(ones, sharding)
 
-    def products(matrices_DNN: jax.Array) -> jax.Array:
-      return jax.lax.fori_loop(0, PRODUCTS, lambda _, product: product @ matrices_DNN, matrices_DNN)
+    def matmuls(matrices_DNN: jax.Array) -> jax.Array:
+      return jax.lax.fori_loop(0, MATMULS, lambda _, product: product @ matrices_DNN, matrices_DNN)
 
-    self._products = jax.jit(products, out_shardings=lies).lower(self._matrices).compile()
+    self._matmuls = jax.jit(matmuls, out_shardings=sharding).lower(self._matrices).compile()
 
   def __call__(self) -> float:
     """Returns the seconds that the slowest device took, in the best of three tries.
 
     What the devices had to do before is waited for; they are idle for a moment afterwards.
     """
-    jax.block_until_ready(self._products(self._matrices))
+    jax.block_until_ready(self._matmuls(self._matrices))
     return min(self._once() for _ in range(_TRIES))
 
   def _once(self) -> float:
     began = time.monotonic()
-    jax.block_until_ready(self._products(self._matrices))
+    jax.block_until_ready(self._matmuls(self._matrices))
     return time.monotonic() - began

@@ -25,7 +25,7 @@ BINS = {
 _UNDONE = ("step", "input_wait", "save", "evaluation")
 
 
-# A longer pause than this is a clock that was wrong, or a run that nobody was waiting for.
+# A longer pause than this is a clock that was wrong, or a run that was put aside.
 MOST_PAUSE_SECONDS = 7 * 24 * 3600
 _IMPORTED = time.monotonic()
 _LONGEST_IMPORT_SECONDS = 3600.0  # from the start of a process until it imports this
@@ -43,7 +43,7 @@ class Goodput:
 
     Args:
       started: when the process started, on the clock of `time.monotonic`.
-      last: what an earlier start has written at the step that this one goes on from. What came
+      last: what an earlier start has written at the step that this one resumes from. What came
         after it is lost, unless it was the end of a run that was done.
     """
     self._bin, self._since = "start", started
@@ -53,7 +53,7 @@ class Goodput:
       self._seconds["lost_to_restart"] += pause
 
   def switch(self, name: str) -> str:
-    """Goes on in a bin; returns the one until now."""
+    """Switches to a bin; returns the one until now."""
     now = time.monotonic()
     self._seconds[self._bin] += now - self._since
     former, self._bin, self._since = self._bin, name, now
@@ -69,7 +69,7 @@ class Goodput:
       self.switch(former)
 
   def undo(self, last: Mapping[str, Any] | None) -> None:
-    """Counts as lost what the steps took since a line was written that stands again."""
+    """Counts as lost the time of the steps since a line that is valid again."""
     self.switch(self._bin)
     before = _bins(last)
     for name in _UNDONE:

@@ -63,7 +63,7 @@ def split(content: bytes) -> tuple[list[Line], list[Damaged]]:
 
 
 def _torn(rest: bytes) -> bool:
-  """Tells whether what follows the last line break is the beginning of a line, as a kill leaves."""
+  """Returns whether what follows the last line break is a line that a kill cut short."""
   begins = rest.startswith(_BEGINS) or _BEGINS.startswith(rest)
   return begins and rest.isascii() and b"\0" not in rest
 
@@ -85,7 +85,7 @@ def _values(raw: bytes) -> dict[str, Any]:
   if not isinstance(values, dict):
     raise ValueError("it is not a JSON object")
   if not _is_count(values.get("step")):
-    raise ValueError("it has no step" if "step" not in values else "its step is no whole number")
+    raise ValueError("it has no step" if "step" not in values else "its step is not an integer")
   if TIMES in values and (why := _wrong_times(values)):
     raise ValueError(why)
   return values

@@ -12,7 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 RECORD = "logged"  # of a checkpoint's record
-_NAMED = 5  # so many steps stand in a message
+_NAMED = 5  # so many steps are named in a message
 
 
 @dataclasses.dataclass(frozen=True)

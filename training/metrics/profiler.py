@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from processes.watchdog import SAVING, Watchdog
 from training.metrics.console import say
 
-# Nobody waits so long: the watchdog ends a run in which a trace makes no progress.
+# Never reached: the watchdog ends a run before in which a trace makes no progress.
 _FOR_EVER_SECONDS = 7 * 24 * 3600
 
 

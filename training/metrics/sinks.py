@@ -27,7 +27,7 @@ SINKS: Table = Table("sink", {}, numerics=False)
 
 
 class Sinks:
-  """The sinks of a run. One that raises is reported once and dropped: training goes on."""
+  """The sinks of a run. One that raises is reported once and dropped: training continues."""
 
   def __init__(self, config: Any, workdir: Any, step: int, warn: Callable[[str], None]):
     """Opens those that `metrics.sinks` names.

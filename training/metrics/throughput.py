@@ -38,7 +38,7 @@ class Meter:
     self._wait = self._first_wait = wait_seconds
 
   def back(self, bad_step: int, step: int) -> None:
-    """Goes on from an earlier step; what the undone steps took stays measured."""
+    """Continues from an earlier step; the time of the undone steps stays counted."""
     self._first_step -= bad_step - step
     self._lap_began, self._lap_step = time.monotonic() - self._paused, step
 
@@ -69,7 +69,7 @@ class Meter:
     return values if step > self._first_step else {}
 
   def paused(self) -> "Pause":
-    """Returns a context in which the clock stands still (evaluation)."""
+    """Returns a context in which the clock is stopped (evaluation)."""
     return Pause(self)
 
   def pause_for(self, seconds: float) -> None:
@@ -101,5 +101,5 @@ class Pause:
     self._began = time.monotonic()
 
   def __exit__(self, *exception) -> None:
-    """Lets it go on."""
+    """Starts the clock again."""
     self._meter.pause_for(time.monotonic() - self._began)

@@ -1,4 +1,4 @@
-"""What a run says while something takes long of which no step tells: one line, on a terminal."""
+"""Progress of long operations outside of the steps: one line, on a terminal."""
 
 import contextlib
 import sys

@@ -23,16 +23,16 @@ FILE, DAMAGED = "metrics.jsonl", "metrics.damaged.jsonl"
 class MetricsWriter:
   """Appends to `metrics.jsonl` and to TensorBoard's event files; a context manager.
 
-  Process 0 alone writes. A line tells of a step, of an evaluation, of a rollback, or of where the
+  Process 0 alone writes. A line is about a step, an evaluation, a rollback, or where the
   time went. On a start at step s, and on going back to it, lines past s are dropped, so that a
-  step stands once. Those of rollbacks stay.
+  step appears once. Those of rollbacks stay.
 
-  While the disk is full, what it does not take is kept in memory, and written once there is room.
+  While the disk is full, what it does not take is kept in memory, and written once there is space.
 
   Lines that are damaged are moved to `metrics.damaged.jsonl`, byte for byte, and reported.
 
   Attributes:
-    times: the newest line that stands of where the time went; None where there is none, and on
+    times: the newest valid line of where the time went; None where there is none, and on
       processes that do not write.
   """
 
@@ -52,7 +52,7 @@ class MetricsWriter:
       workdir: the run's folder.
       step: the step that the run starts from; 0 drops every line of later ones.
       tensorboard: also write event files.
-      rollbacks: how many the checkpoint of that step knows of; it will come to later ones again.
+      rollbacks: how many the checkpoint of that step knows of; it will reach later ones again.
       owner: of the workdir; each write requires it.
       sinks: opens what is given the same numbers, on process 0.
     """
@@ -78,7 +78,7 @@ class MetricsWriter:
 
   @property
   def waiting(self) -> str:
-    """Tells why lines are kept in memory, "" where all are written."""
+    """Returns why lines are kept in memory, "" where all are written."""
     return self._lines.waiting
 
   def close(self) -> None:
@@ -89,7 +89,7 @@ class MetricsWriter:
 
   def _close_board(self) -> None:
     if self._board is not None:
-      with contextlib.suppress(OSError):  # a full disk: all of it stands in `metrics.jsonl` too
+      with contextlib.suppress(OSError):  # a full disk: `metrics.jsonl` has all of it too
         self._board.close()
 
   def _cut(self, step: int, rollbacks: int, *more: Mapping[str, Any]) -> None:
@@ -164,7 +164,7 @@ class MetricsWriter:
       self._damaged.flush()
 
   def write_times(self, step: int, values: Mapping[str, Any]) -> None:
-    """Writes where the time went; of a step the newest such line stands, after all others."""
+    """Writes where the time went; of a step the newest such line is kept, after all others."""
     if not current().first:
       return
     line = {"step": step, **values}
@@ -202,6 +202,6 @@ def _detach(workdir: epath.Path) -> None:
 
 
 def evaluated(workdir: epath.Path, step: int) -> bool:
-  """Tells whether `metrics.jsonl` holds the evaluation of a step."""
+  """Returns whether `metrics.jsonl` holds the evaluation of a step."""
   sound, _ = log_lines.split(Lines(workdir / FILE).read())
   return any(line.values["step"] == step and "eval_loss" in line.values for line in sound)

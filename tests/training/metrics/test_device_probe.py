@@ -8,7 +8,7 @@ from training.metrics.device_probe import DeviceProbe
 def test_it_runs_on_every_device_without_a_collective():
   probe = DeviceProbe(size=16)
   assert {shard.device for shard in probe._matrices.addressable_shards} == {*jax.local_devices()}
-  text = probe._products.as_text()
+  text = probe._matmuls.as_text()
   assert "bf16[1,16,16]" in text
   assert not any(name in text for name in ("all-reduce", "all-gather", "collective-permute"))
   assert 0 < probe() < 60
