@@ -13,7 +13,7 @@ from training.metrics.console import ProgressLine, say
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
-  """Evaluates a checkpoint on the held-out split, or evaluation.final_steps batches of it."""
+  """Evaluates a checkpoint on the evaluation split, or evaluation.final_steps batches of it."""
   [ready] = build.prepare(flags.CONFIG)
   held_out = splits.open_held_out(ready)
   preflight_facts.about_to_run(ready, {"held out": held_out.source}, flags.workdir(), writes=False)
