@@ -32,7 +32,7 @@ def legend(config: ConfigDict) -> dict[str, Dim]:
     "K": Dim("kv_heads", model.kv_heads, may_replicate=True),
     "H": Dim("head", model.head_size),
     "V": Dim("vocabulary", padded_vocabulary(config)),
-    "P": Dim("positions", config.data.sequence_length),
+    "P": Dim("positions", model.max_positions),
   }
 
 

@@ -244,8 +244,12 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
   data.pop("kind", None)
   loss, named = training.pop("loss", None), {task.trained_as: name for name, task in TASKS.items()}
   task = {"task": named[loss]} if loss in named else {}
+  model = config["model"]
+  if model["name"] == "transformer":
+    model = {"max_positions": data["sequence_length"], **model}
   return {
     **config,
+    "model": model,
     "data": {"skip_batches": (), "skip_rows": rows, **data},
     "training": {"trainable": ("*",), **training},
     "optimizer": {"arguments": "", **config["optimizer"]},

@@ -47,6 +47,16 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
     yield f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"
   if model.positions == "rotary" and model.head_size % 2:
     yield f"model.head_size={model.head_size} is odd; rotary positions turn pairs"
+  if model.positions == "learned" and length > model.max_positions > 0:
+    yield (
+      f"data.sequence_length={length} is beyond model.max_positions={model.max_positions}; "
+      f"make data.sequence_length {model.max_positions} or less: what is behind is not learned"
+    )
+  if model.positions == "rotary" and model.max_positions != length:
+    yield (
+      f"model.max_positions={model.max_positions}: model.positions='rotary' learns none; leave it "
+      f"out, or set model.positions=learned"
+    )
   if not 0 <= model.dropout_rate < 1:
     yield f"model.dropout_rate={model.dropout_rate}: at least 0 and below 1"
   if model.window > length:

@@ -50,6 +50,7 @@ PRESETS: dict[str, tuple[int, dict[str, Any]]] = {
     {
       **_llama(12, 768, 3072, 12, 12, head_size=64),
       **GPT_2,
+      "max_positions": 1024,
       "vocabulary_size": 50_257,
     },
   ),

@@ -70,6 +70,8 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
         f"change one, or set model.head_size"
       )
     model.head_size = model.model_size // max(1, model.heads)
+  if model.name == "transformer" and model.max_positions is None:
+    model.max_positions = data.sequence_length
   if model.name == "transformer" and model.attention_scale is None:
     model.attention_scale = model.head_size**-0.5 if model.head_size > 0 else 1.0
 
@@ -199,6 +201,7 @@ def lm() -> ConfigDict:
     "vocabulary_size": 256,  # tokens are bytes
     "vocabulary_multiple": 128,  # the vocabulary is padded to a multiple of this, on every mesh
     "positions": "rotary",  # rotary (RoPE) or learned
+    "max_positions": config_dict.placeholder(int),  # of learned ones; data.sequence_length
     "rotary_base": 10_000.0,  # RoPE's theta
     "rotary_scaling": (),  # Llama 3.1's: (factor, low, high, original length); (): none
     "local_rotary_base": 0.0,  # theta of sliding-window layers, unscaled; 0: rotary_base

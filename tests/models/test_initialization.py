@@ -98,3 +98,10 @@ def test_layer_norms_after_attention_and_mlp_have_a_bias_too():
   norms = {"model.norm": "layer", "model.post_norms": True}
   names = named_leaves(make_job("single", "lm", **norms).state.params)
   assert {"layers/attention_post_norm/bias", "layers/mlp_post_norm/bias"} <= names.keys()
+
+
+def test_learned_positions_are_as_many_as_the_config_says_whatever_the_rows():
+  learned = {"model.positions": "learned"}
+  for keys, rows in (({}, 12), ({"model.max_positions": 32}, 32)):
+    job = make_job("single", "lm", **learned, **keys)
+    assert named_leaves(job.state.params)["positions/table"].shape == (rows, 40)

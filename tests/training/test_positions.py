@@ -119,7 +119,7 @@ def old_batch(step, skipped):
 def test_records_that_named_batches_give_the_same_rows():
   old = {"data": {"global_batch_size": 8, "skip_batches": [21], "name": "x"}, "seed": 0}
   old = {**old, "data": {**old["data"], "kind": "image"}, "training": {"loss": "classification"}}
-  old = {**old, "optimizer": {"name": "adamw"}}
+  old = {**old, "optimizer": {"name": "adamw"}, "model": {"name": "mlp"}}
   record = bad_steps.upgraded(json.loads(json.dumps(OLD_RECORD)), old)
   assert record["versions"] == OLD_RECORD["versions"]
   assert bad_steps.upgraded(record, old) == record
@@ -142,6 +142,12 @@ def test_records_that_named_batches_give_the_same_rows():
   assert "kind" not in upgraded["data"]
   assert "loss" not in upgraded["training"]
   assert bad_steps.upgraded_config(upgraded) == upgraded
+
+
+def test_an_older_decoder_had_as_many_positions_as_tokens_in_a_row():
+  data = {"global_batch_size": 8, "sequence_length": 24}
+  old = {"model": {"name": "transformer"}, "data": data, "training": {}, "optimizer": {}}
+  assert bad_steps.upgraded_config(old)["model"]["max_positions"] == 24
 
 
 def test_records_from_before_there_were_rollbacks_begin_at_the_first_row():

@@ -45,6 +45,13 @@ PRESET = "model=mistral_7b,data=python_source"
       "data.sequence_length=12 is not divisible by 2 x mesh.context = 8: in a ring each device has "
       "an early and a late piece; make it 8 or 16, or set model.context_attention=gather",
     ),
+    (
+      "model=gpt2_124m",
+      {},
+      {"data.sequence_length": 2048},
+      "data.sequence_length=2048 is beyond model.max_positions=1024; make data.sequence_length",
+    ),
+    ("lm", {}, {"model.max_positions": 64}, "model.max_positions=64: model.positions='rotary'"),
     ("lm", {"context": 2}, {"model.context_attention": "rings"}, "one of auto, ring, gather; did"),
   ],
 )
