@@ -1,6 +1,7 @@
 """From the configs of the command line to jobs: finalized, checked, on their devices."""
 
 import jax
+from ml_collections import ConfigDict
 
 from commands import config_flag, flags
 from configs.schema import finalize, unused, validate
@@ -25,11 +26,20 @@ def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
       parity.prove(config, its_devices.platform, keep=config_flag.set_keys(flags.SET.value))
       if config.optimizer.name != given:  # what was set for that one is not wrong with this one
         unused.reset(config)
-    config = finalize.finalize(config, its_devices.platform)
-    validate.check(config, its_devices.sizes)
-    _configure_jax(config)
-    jobs.append(setup.prepare(config, its_devices))
+    jobs.append(job(config, its_devices))
   return jobs
+
+
+def job(config: ConfigDict, its_devices: devices.Devices) -> setup.Job:
+  """Finalizes and checks a config, and judges its layout.
+
+  Raises:
+    ValueError: keys that do not go together, or a layout that is refused.
+  """
+  config = finalize.finalize(config, its_devices.platform)
+  validate.check(config, its_devices.sizes)
+  _configure_jax(config)
+  return setup.prepare(config, its_devices)
 
 
 def _configure_jax(config) -> None:

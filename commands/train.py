@@ -56,7 +56,7 @@ def _run(
     start.checkpointer.start_writing()
   except OSError as error:
     return _failed(error, watch, everywhere=False)
-  if _finished(ready, start, workdir):
+  if finished(ready, start, workdir):
     start.checkpointer.close()
     say(f"training.steps={ready.config.training.steps} are done; evaluate reads the result")
     return exit_codes.DONE
@@ -77,7 +77,7 @@ def _run(
   return exit_codes.DONE
 
 
-def _finished(ready: setup.Job, start: restore.Start, workdir: epath.Path) -> bool:
+def finished(ready: setup.Job, start: restore.Start, workdir: epath.Path) -> bool:
   """Returns whether all steps have been made, and the last evaluation with them."""
   if start.step < ready.config.training.steps:
     return False

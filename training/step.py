@@ -186,10 +186,11 @@ def make_program(config: ConfigDict) -> Program:
   """
 
   def abstract() -> nnx.Module:
-    return MODELS[config.model.name].build(config, rngs=nnx.Rngs(params=0))
+    model = MODELS[config.model.name].build(config, rngs=nnx.Rngs(params=0))
+    check_network(config.model.name, model)
+    return model
 
   model = nnx.eval_shape(abstract)
-  check_network(config.model.name, model)
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
   trained = trainable(config.training.trainable, list(named_leaves(params)))

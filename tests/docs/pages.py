@@ -19,6 +19,11 @@ def blocks(text: str) -> list[str]:
   return [block.split("\n", 1)[1].removesuffix("```") for block in FENCE.findall(text)]
 
 
+def files(text: str) -> dict[str, str]:
+  """Returns the files that a page shows: fenced blocks with a name, such as "```python mine.py"."""
+  return dict(re.findall(r"^```python (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+
+
 def prose(text: str) -> str:
   """Returns a page without its fenced code blocks."""
   return FENCE.sub("", text)

@@ -11,7 +11,7 @@ import pytest
 
 from commands import config_flag
 from configs import base
-from tests.docs.pages import PAGES, ROOT, applications, commands, name
+from tests.docs.pages import PAGES, ROOT, applications, commands, files, name
 
 
 @functools.cache
@@ -46,8 +46,12 @@ def refusals():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_commands_parse(page, refusals):
+def test_commands_parse(page, refusals, tmp_path):
   found = applications(page.read_text())
+  # The files that the page shows are in a folder beside the clone.
+  for file, content in files(page.read_text()).items():
+    (tmp_path / file).write_text(content)
+  found = [[word.replace("../mine/", f"{tmp_path}/") for word in words] for words in found]
   wrong = {" ".join(arguments): refusals(arguments) for arguments in found}
   assert {command: why for command, why in wrong.items() if why} == {}
 

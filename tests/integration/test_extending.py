@@ -1,0 +1,123 @@
+"""Every file of docs/extending.md, run from a folder outside of the tree."""
+
+import json
+
+import pytest
+
+from tests.cli import TINY_LM, lines_of
+from tests.compiling import FAST
+from tests.docs.pages import ROOT, files
+
+DP8 = ["--config.mesh.data=8", "--config.mesh.tensor=1"]
+DP4_TP2 = ["--config.mesh.data=4", "--config.mesh.tensor=2"]
+SHORT = [
+  f"--config.compiler_options={FAST}",
+  "--config.metrics.tensorboard=false",
+  "--config.metrics.every_steps=1",
+  "--config.evaluation.final_steps=1",
+  "--config.optimizer.warmup_steps=0",
+  "--config.optimizer.schedule=constant",
+]
+LM = [*TINY_LM, *SHORT, "--config.evaluation.every_steps=0"]
+LLAMA = [*SHORT, "--config.evaluation.sample_tokens=0", "--config.evaluation.every_steps=0"]
+LLAMA += ["--config.data.evaluation_split=test[:1]"]
+LION = ["--config.optimizer.name=lion", "--config.optimizer.arguments=b1=0.95"]
+CASES = {
+  "zero1": ("zero1.py", LM),
+  "an optimizer of optax": ("zero1.py", [*LM, *LION]),
+  "a size": ("small_llama.py", LLAMA),
+  "a model": ("vit.py", SHORT),
+  "a factored optimizer": ("factored.py", LM),
+  "data, callback and sink": ("together.py", LM),
+}
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+  """Returns the folder of the page's files."""
+  folder = tmp_path_factory.mktemp("mine")
+  for name, text in files((ROOT / "docs" / "extending.md").read_text()).items():
+    (folder / name).write_text(text)
+  return folder
+
+
+def losses(workdir):
+  """Returns step -> loss."""
+  return {line["step"]: line["loss"] for line in lines_of(workdir) if "loss" in line}
+
+
+def train(main, mine, case, workdir, mesh, steps):
+  """Trains until a step; returns the exit code and what was printed."""
+  file, keys = CASES[case]
+  more = [*keys, *mesh, f"--config.training.steps={steps}", f"--workdir={workdir}"]
+  return main(f"--config={mine / file}", *more)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_on_one_mesh_and_resumes_on_another(main, mine, tmp_path, case):
+  for mesh, steps in ((DP8, 2), (DP4_TP2, 3)):
+    code, out, err = train(main, mine, case, tmp_path, mesh, steps)
+    assert code == 0, (out, err)
+  assert [*losses(tmp_path)] == [1, 2, 3]
+  if case == "data, callback and sink":
+    assert "counting, train, 256 rows" in out
+    steps = {line.split()[0] for line in (tmp_path / "norms.txt").read_text().splitlines()}
+    assert steps == {"2"}
+    rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    assert {int(row[0]): float(row[2]) for row in rows if row[1] == "loss"} == losses(tmp_path)
+
+
+def test_the_same_model_on_both_meshes(main, mine):
+  both = [f"--config={mine / 'vit.py'}", f"--against={mine / 'vit.py'}"]
+  on_dp8 = [word.replace("--config.", "--against.") for word in DP8]
+  code, out, err = main("compare", *both, *DP4_TP2, *on_dp8, f"--set=compiler_options={FAST}")
+  assert code == 0, (out, err)
+
+
+@pytest.mark.parametrize("case", ["a model", "a factored optimizer"])
+def test_plan_loads_the_file_in_its_own_process(main, mine, tmp_path, case):
+  file, keys = CASES[case]
+  more = ["--topology=h100:8", "--config.planning.cache_dir=", f"--workdir={tmp_path}"]
+  keys = [key for key in keys if "compiler_options" not in key]
+  code, out, err = main("plan", f"--config={mine / file}", *keys, *more)
+  assert code == 0, (out, err)
+  assert json.loads((tmp_path / "plan.json").read_text())["fits"]
+
+
+def test_a_change_of_the_file_must_be_accepted_on_resume(main, mine, tmp_path):
+  own = tmp_path / "own"
+  own.mkdir()
+  (own / "counting.py").write_text((mine / "counting.py").read_text())
+  (own / "together.py").write_text("import counting\nget_config = counting.get_config\n")
+  workdir = tmp_path / "run"
+  code, out, err = train(main, own, "data, callback and sink", workdir, DP8, 1)
+  assert code == 0, (out, err)
+  with (own / "counting.py").open("a") as file:
+    file.write("# changed\n")
+  code, out, err = train(main, own, "data, callback and sink", workdir, DP8, 2)
+  assert code == 2, (out, err)
+  assert "--accept-changes=versions.code" in err
+
+
+def test_a_callback_that_raises_ends_the_run_and_a_sink_that_raises_does_not(main, mine, tmp_path):
+  (tmp_path / "failing.py").write_text(
+    "from configs import base\n"
+    "from training.callbacks import CALLBACKS, Callback\n"
+    "from training.metrics.sinks import SINKS\n"
+    "SINKS.register('broken', lambda config, workdir, step: 1 / 0)\n"
+    "CALLBACKS.register('wrong', Callback(2, lambda context: context.nothing))\n"
+    "def get_config(recipe=None):\n"
+    "  config = base.get_config(recipe, mesh={'data': 8})\n"
+    "  config.training.callbacks, config.metrics.sinks = ('wrong',), ('broken',)\n"
+    "  return config\n"
+  )
+  workdir = tmp_path / "run"
+  path = tmp_path / "failing.py"
+  keys = [*LM, *DP8, "--config.training.steps=3", f"--workdir={workdir}"]
+  code, out, err = main(f"--config={path}", *keys)
+  assert code == 1, (out, err)
+  said = f"the callback 'wrong' fails after step 2: {path}:5: AttributeError: "
+  assert said in err
+  assert "Traceback" not in err
+  assert out.count("the sink 'broken' is dropped") + err.count("the sink 'broken' is dropped") == 1
+  assert [*losses(workdir)] == [1, 2]
