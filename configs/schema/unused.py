@@ -57,7 +57,7 @@ def wrong(config: ConfigDict) -> Iterator[str]:
   task = TASKS[config.task]
   for who, keys in (
     (f"the model {config.model.name}", MODELS.get(config.model.name, {})),
-    (f"the task {config.task}", ROWS[task.rows]),
+    (f"the task {config.task}", ROWS.get(task.rows, {})),
   ):
     for full, off in keys.items():
       section, _, key = full.partition(".")
