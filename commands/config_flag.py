@@ -164,6 +164,9 @@ def _module(flag: str, value: str):
   try:
     return extensions.load(path)
   except (Exception, SystemExit) as error:
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, ValueError) and innermost.filename == extensions.__file__:
+      raise ValueError(f"--{flag}={value}: {error}") from error  # names the files itself
     why = extensions.error_text(error)
     raise ValueError(f"--{flag}={value}: {path} cannot be imported: {why}") from error
 

@@ -121,3 +121,18 @@ def test_a_callback_that_raises_ends_the_run_and_a_sink_that_raises_does_not(mai
   assert "Traceback" not in err
   assert out.count("the sink 'broken' is dropped") + err.count("the sink 'broken' is dropped") == 1
   assert [*losses(workdir)] == [1, 2]
+
+
+def test_two_files_that_cannot_be_loaded_together_are_one_message(main, mine, tmp_path):
+  other = tmp_path / "counting.py"
+  other.write_text((mine / "counting.py").read_text())
+  code, out, err = main("layout", f"--config={mine / 'together.py'}", f"--against={other}")
+  assert code == 2, (out, err)
+  said = f"{other}: {mine} has a module 'counting' too, and Python would import only one of them"
+  assert err == f"refused: --against={other}: {said}; rename one\n"
+  folder = tmp_path / "apart"
+  folder.mkdir()
+  (folder / "one.py").write_text((mine / "vit.py").read_text())
+  code, out, err = main("layout", f"--config={mine / 'vit.py'}", f"--against={folder / 'one.py'}")
+  assert code == 2, (out, err)
+  assert f"the model 'vit' is already registered by {mine / 'vit.py'}; rename it" in err
