@@ -12,7 +12,7 @@ DEVICES = 8
 os.environ["NPROC"] = str(4 * DEVICES)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from tests.compiling import OPTIONS  # noqa: E402
+from tests.helpers.compiling import OPTIONS  # noqa: E402
 
 # For what is compiled here without a config. XLA reads it when its backend starts.
 FLAGS = os.environ.get("XLA_FLAGS")
@@ -27,7 +27,7 @@ HOOK = jaxtyping.install_import_hook("models", "beartype.beartype")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.forks import Forks  # noqa: E402
+from tests.helpers.forks import Forks  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -53,7 +53,7 @@ def _eight_devices() -> None:
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Files whose tests take long one by one: begun last, they would leave a worker alone with them.
-LONG = ("faults/", "test_kill.py", "processes/", "checkpointing/", "test_main.py", "test_using.py")
+LONG = ("faults/", "integration/", "processes/", "checkpointing/", "partitioning/parallel/")
 
 
 def pytest_collection_modifyitems(items: list) -> None:

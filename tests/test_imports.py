@@ -278,7 +278,11 @@ def test_the_plain_reference_imports_nothing_of_the_project():
     ("planning", "import main", "planning imports main"),
     ("main", "import models", "main imports models"),
     ("configs", "def f():\n  if True:\n    from partitioning import mesh", "r:3: configs imports"),
-    ("models", "from tests.jobs import make_job", "models imports tests.jobs.make_job"),
+    (
+      "models",
+      "from tests.helpers.jobs import make_job",
+      "models imports tests.helpers.jobs.make_job",
+    ),
     ("input_pipeline", "import numpy, training", "input_pipeline imports training"),
     ("models", "from ..training import step", "relative import ..training.step; write the package"),
   ],

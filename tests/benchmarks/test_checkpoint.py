@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from benchmarks import checkpoint
-from tests.cli import TINY_LM, lines_of
+from tests.helpers.cli import TINY_LM, lines_of
 
 
 def logged(plain, saving):

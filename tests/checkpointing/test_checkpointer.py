@@ -19,7 +19,7 @@ from tests.checkpointing.states import (
   random_tree,
   save_counting,
 )
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.cli import lines_of
+from tests.helpers.cli import lines_of
 from tests.input_pipeline.writing import write
 
 FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "older_run"

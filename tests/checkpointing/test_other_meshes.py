@@ -10,7 +10,7 @@ import pytest
 
 from checkpointing.checkpointer import Checkpointer
 from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
-from tests.jobs import host_batch, make_job, place
+from tests.helpers.jobs import host_batch, make_job, place
 from training.setup import Job
 from training.state import State
 

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from tests import terminals
-from tests.cli import TINY_LM
-from tests.terminals import Terminal
+from tests.helpers import terminals
+from tests.helpers.cli import TINY_LM
+from tests.helpers.terminals import Terminal
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.compiling import FAST
+from tests.helpers.compiling import FAST
 
 SMALL = ["--config.training.rematerialization=full"]
 HEADS = ["--config.model.heads=12", "--config.model.head_size=16"]

@@ -8,8 +8,8 @@ import time
 import psutil
 import pytest
 
-from tests.terminals import Terminal
-from tests.terminals import main as command
+from tests.helpers.terminals import Terminal
+from tests.helpers.terminals import main as command
 
 # The program of simulated devices, which takes seconds to compile.
 ARGUMENTS = [

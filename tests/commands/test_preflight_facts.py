@@ -3,7 +3,7 @@
 import functools
 
 from processes.preflight import NotComeError
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from tests.processes.stores import groups_of, together
 from training.splits import sharing
 

@@ -12,7 +12,7 @@ import subprocess
 import pytest
 
 from tests.checkpointing.states import contents
-from tests.cli import TINY_LM
+from tests.helpers.cli import TINY_LM
 
 SHORT = ["--config=configs/dp8.py", *TINY_LM, "--config.training.steps=2"]
 

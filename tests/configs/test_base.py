@@ -7,7 +7,7 @@ from configs import base
 from configs.schema import finalize, recipes, validate
 from partitioning.mesh import AXES
 from tests.configs.loading import SIZES, load
-from tests.jobs import STRATEGIES
+from tests.helpers.jobs import STRATEGIES
 
 MESHES = {
   "single": {},

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 import psutil
 
 from launch.local import free_port
-from tests.compiling import FAST
-from tests.forks import Forks
+from tests.helpers.compiling import FAST
+from tests.helpers.forks import Forks
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 OUTSIDE = pathlib.Path(__file__).parent / "outside"

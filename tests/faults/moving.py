@@ -22,7 +22,7 @@ from configs.schema import finalize, validate
 from processes import coordination as groups
 from runtime import devices
 from tests.checkpointing import plain
-from tests.compiling import FAST
+from tests.helpers.compiling import FAST
 from training import splits
 from training.setup import Job, prepare
 from training.state import State

@@ -41,7 +41,7 @@ class Server:
   def __enter__(self) -> "Server":
     """Starts it."""
     self._process = subprocess.Popen(
-      [sys.executable, str(ROOT / "tests" / "cli_server.py")],
+      [sys.executable, str(ROOT / "tests" / "helpers" / "cli_server.py")],
       cwd=ROOT,
       env={k: v for k, v in os.environ.items() if k != "NPROC"} | {"PYTHONPATH": str(ROOT)},
       stdin=subprocess.PIPE,

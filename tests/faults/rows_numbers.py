@@ -18,11 +18,11 @@ import tensorstore as ts
 from configs import base
 from input_pipeline.batches import TrainingBatches
 from input_pipeline.row_source import open_source
-from tests.compiling import FAST
 from tests.faults import same
 from tests.faults.harness import HEARTBEAT_SECONDS, Run, saved
 from tests.faults.plan import Trial
 from tests.faults.trying import Attempt, tried
+from tests.helpers.compiling import FAST
 from training.splits import read_as
 
 SPOILING = pathlib.Path(__file__).parent / "spoiling"

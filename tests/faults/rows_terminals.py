@@ -14,7 +14,7 @@ from tests.faults import same
 from tests.faults.harness import EVALUATE_EVERY, FLAGS, Run, arguments, saved, story
 from tests.faults.plan import Trial
 from tests.faults.trying import Attempt, Undisturbed, tried
-from tests.terminals import Terminal, main
+from tests.helpers.terminals import Terminal, main
 
 STOPPED, INTERRUPTED = 75, 130
 STOP_SECONDS = 30

@@ -54,7 +54,7 @@ class Commands:
     environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
-      [sys.executable, str(pathlib.Path("tests") / "cli_server.py")],
+      [sys.executable, str(pathlib.Path("tests") / "helpers" / "cli_server.py")],
       cwd=ROOT,
       env=environment,
       stdin=subprocess.PIPE,

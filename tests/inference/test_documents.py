@@ -12,7 +12,7 @@ from inference.sampler import Request, Sampler
 from models import token_positions, transformer
 from models.kv_cache import Cache
 from models.token_positions import END
-from tests.jobs import first_state, make_job
+from tests.helpers.jobs import first_state, make_job
 
 # A row each, and how many of its tokens are the prompt: with ends of documents in prompts and
 # behind them, one after the other, at the end of a prompt, and none.

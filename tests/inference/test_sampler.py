@@ -15,7 +15,7 @@ from inference.sampler import Request, Sampler, check
 from models import transformer
 from partitioning import shardings
 from partitioning.rules import named_leaves
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 
 # Tokens below the small model's vocabulary of 61; an empty prompt starts a document.
 PROMPTS = (bytes([3, 5, 7]), b"", bytes([9, 60, 9, 1, 2]), bytes([44]))

@@ -11,7 +11,8 @@ from jax.sharding import SingleDeviceSharding
 from input_pipeline import batches, row_source, row_store
 from input_pipeline.sources import tfds as datasets
 from input_pipeline.sources.catalog import Reference
-from tests.cli import TINY_LM, lines_of
+from tests.helpers.cli import TINY_LM, lines_of
+from tests.helpers.jobs import make_job
 from tests.input_pipeline.damage import (
   BAD_IMAGES,
   IMAGES,
@@ -22,7 +23,6 @@ from tests.input_pipeline.damage import (
   is_without,
   opened,
 )
-from tests.jobs import make_job
 
 
 def _refusal(data, sharing=None):

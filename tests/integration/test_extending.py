@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.cli import TINY_LM, lines_of
-from tests.compiling import FAST
 from tests.docs.pages import ROOT, files
+from tests.helpers.cli import TINY_LM, lines_of
+from tests.helpers.compiling import FAST
 
 DP8 = ["--config.mesh.data=8", "--config.mesh.tensor=1"]
 DP4_TP2 = ["--config.mesh.data=4", "--config.mesh.tensor=2"]

@@ -7,7 +7,7 @@ import numpy as np
 
 from configs.schema.decoder_checks import GPT_2
 from partitioning.rules import named_leaves
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from training.setup import Job
 
 ROWS, LENGTH = 2, 24

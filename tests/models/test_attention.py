@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models import attention, kv_cache, rope, transformer
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 
 FREQUENCY = rope.rotary_frequencies(4, 100.0, dtype=jnp.dtype("float32"))
 RANDOM = np.random.default_rng(0)

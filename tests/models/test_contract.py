@@ -5,7 +5,7 @@ import types
 import pytest
 
 import models
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 
 
 def test_ours_have_all_of_it():

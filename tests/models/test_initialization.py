@@ -8,7 +8,7 @@ import pytest
 
 from models import transformer_dims
 from partitioning.rules import named_leaves
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from tests.models import families
 
 SIZES = {

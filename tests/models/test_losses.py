@@ -9,7 +9,7 @@ import pytest
 
 from models import MODELS, Extending, Generator, Model, Network, losses
 from models.transformer import Block
-from tests.jobs import host_batch, make_job
+from tests.helpers.jobs import host_batch, make_job
 
 RECIPES = ("lm", "mlp", "mlp_tutorial")
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.jobs import first_state, host_batch, make_job
+from tests.helpers.jobs import first_state, host_batch, make_job
 
 
 def forward(params, inputs):

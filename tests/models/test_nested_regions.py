@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from partitioning import shardings
 from partitioning.constraints import activation_layout
 from partitioning.mesh import AXES, make_mesh
-from tests.jobs import first_state, make_job
+from tests.helpers.jobs import first_state, make_job
 
 ROWS, LENGTH, LAYERS = 8, 12, 4
 KEYS = {

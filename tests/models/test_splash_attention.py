@@ -10,7 +10,7 @@ from configs.schema import finalize, validate
 from models import splash_attention
 from models.attention import causal_attention
 from partitioning.constraints import activation_layout
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 
 B, T, N, H = 2, 256, 2, 128
 

@@ -6,7 +6,7 @@ import pytest
 
 from input_pipeline import prepare
 from models import token_positions
-from tests.jobs import host_batch, make_job, place
+from tests.helpers.jobs import host_batch, make_job, place
 
 END = token_positions.END
 

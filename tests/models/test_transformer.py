@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from models import transformer
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 
 ROWS, LENGTH = 8, 12
 

@@ -21,7 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from analysis import collectives
 from runtime import devices
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from tests.parity.theory import LETTERS, NORM, TERMS, letters, shown, theory
 from training.setup import Job
 

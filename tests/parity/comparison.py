@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tests.jobs import first_state, host_batch, make_job, place
+from tests.helpers.jobs import first_state, host_batch, make_job, place
 from training.parity import BOUNDS, Trained, beyond, differences, take_steps
 from training.setup import Job
 

@@ -15,7 +15,7 @@ import pytest
 
 from partitioning.parallel import products
 from partitioning.rules import named_leaves
-from tests.jobs import first_state, make_job, place, zipf
+from tests.helpers.jobs import first_state, make_job, place, zipf
 from tests.parity.comparison import SEQUENCE_PARALLEL
 from tests.parity.matrix import FAMILIES, LEARNED
 

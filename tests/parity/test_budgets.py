@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from analysis import collectives, hlo
 from partitioning.parallel import products
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from tests.parity import theory as parity_theory
 from tests.parity.budgets import (
   COMMAND,

@@ -9,7 +9,7 @@ import pytest
 from checkpointing.checkpointer import Checkpointer
 from partitioning.rules import named_leaves
 from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
-from tests.jobs import first_state, host_batch, make_job, place
+from tests.helpers.jobs import first_state, host_batch, make_job, place
 from training.parity import BOUNDS
 from training.state import State
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from analysis import collectives
 from models import transformer
 from partitioning.rules import named_leaves
-from tests.jobs import STRATEGIES, make_job
+from tests.helpers.jobs import STRATEGIES, make_job
 
 
 def summary(compiled, job):

@@ -6,7 +6,7 @@ import pytest
 
 from analysis import collectives
 from partitioning import shardings
-from tests.jobs import STRATEGIES, make_job
+from tests.helpers.jobs import STRATEGIES, make_job
 from tests.parity.comparison import (
   MESHES,
   Run,

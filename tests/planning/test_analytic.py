@@ -11,7 +11,7 @@ from models import MODELS
 from planning import analytic, traced_cost
 from planning.interconnect import in_order
 from planning.topology import parse
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from tests.parity.budgets import STRATEGIES, job_of
 from tests.parity.theory import theory
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from planning import activation_memory, memory
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 
 # Of the small decoder: rows, tokens, model, heads, key/value heads, head, feed-forward, layers.
 B, T, D, N, K, H, F, L = 16, 12, 40, 8, 4, 6, 56, 2

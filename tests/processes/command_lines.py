@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from tests.compiling import FAST
+from tests.helpers.compiling import FAST
 
 # A classifier that compiles faster than anything else here; four devices, batches of 12.
 MLP = [

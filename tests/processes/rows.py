@@ -22,7 +22,7 @@ from processes.preemption import StopRequest
 from processes.step_barrier import Lockstep
 from processes.watchdog import Watchdog
 from runtime import devices
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from training.evaluation import Evaluator
 
 P = PartitionSpec

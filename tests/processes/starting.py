@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from launch.local import free_port
 from processes import tokens
-from tests.forks import Fork
+from tests.helpers.forks import Fork
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SECONDS = 240  # a bound for a machine that is busy; nothing here takes it

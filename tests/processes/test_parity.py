@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from tests.cli import TINY_LM
+from tests.helpers.cli import TINY_LM
 from tests.processes.command_lines import MLP, evaluations, losses
 
 LM = [

@@ -11,7 +11,7 @@ from analysis import collectives
 from partitioning import shardings
 from reports import layout_page
 from reports.layout_text import job_text
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 
 VOID = {"meta", "br", "wbr"}
 

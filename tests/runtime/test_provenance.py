@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from runtime import provenance
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from training import splits
 
 ROOT = provenance.ROOT

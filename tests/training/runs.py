@@ -16,7 +16,7 @@ from input_pipeline.row_source import Source, array_source
 from processes.coordination import current
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from training import loop, restore
 from training.setup import Job
 from training.splits import Data

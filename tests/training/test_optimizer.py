@@ -9,7 +9,7 @@ import pytest
 from configs import base
 from configs.schema import finalize
 from partitioning.rules import named_leaves
-from tests.jobs import SMALL
+from tests.helpers.jobs import SMALL
 from training import optimizer
 from training.optimizer import make_optimizer
 

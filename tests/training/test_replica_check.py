@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import pytest
 
-from tests.flips import altered
-from tests.jobs import host_batch, make_job, place
+from tests.helpers.flips import altered
+from tests.helpers.jobs import host_batch, make_job, place
 from training.bad_steps import TrainingStoppedError
 from training.replica_check import CopiesDifferError, ReplicaCheck
 

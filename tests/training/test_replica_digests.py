@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from partitioning.mesh import AXES, make_mesh
-from tests.flips import altered
+from tests.helpers.flips import altered
 from training import replica_digests
 
 SIZES = {axis: {"data": 2, "tensor": 4}.get(axis, 1) for axis in AXES}

@@ -16,7 +16,7 @@ from partitioning.rules import LayoutError, named_leaves
 from planning import activation_memory
 from reports import layout_text
 from runtime.devices import Devices
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from training import setup as jobs
 
 

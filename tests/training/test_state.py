@@ -12,7 +12,7 @@ from flax import nnx
 from checkpointing import restore as reading
 from models import MODELS, mlp
 from partitioning.rules import named_leaves
-from tests.jobs import first_state, host_batch, make_job, place
+from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.training import runs
 from training.state import merged, split, trainable
 

@@ -9,7 +9,7 @@ import pytest
 
 from models import layers, transformer
 from partitioning.rules import named_leaves
-from tests.jobs import first_state, host_batch, make_job, place
+from tests.helpers.jobs import first_state, host_batch, make_job, place
 from training import optimizer
 
 LAYERS, MICROBATCHES = 3, 4

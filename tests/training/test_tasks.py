@@ -9,7 +9,7 @@ from configs import base
 from configs.schema.recipes import RECIPES
 from input_pipeline.row_source import open_source
 from models import MODELS
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from training.splits import read_as
 from training.tasks import TASKS
 

@@ -9,7 +9,7 @@ from etils import epath
 from processes.claims import LocalClaims
 from processes.workdir_lease import LostError, acquire
 from runtime import files
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from tests.training.metrics.test_append_log import scalars
 from training import workdir_owner
 from training.metrics.append_log import Lines

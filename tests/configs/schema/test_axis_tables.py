@@ -5,7 +5,7 @@ import pytest
 from configs.schema import axis_tables
 from models import MODELS
 from partitioning.mesh import AXES
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 
 
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])

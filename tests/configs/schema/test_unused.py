@@ -8,7 +8,7 @@ from configs import base
 from configs.schema import finalize, recipes, unused, validate
 from partitioning.mesh import resolve_sizes
 from runtime.devices import Devices
-from tests.jobs import SMALL
+from tests.helpers.jobs import SMALL
 from training import optimizer
 from training.setup import prepare
 from training.tasks import TASKS

@@ -9,7 +9,7 @@ import pytest
 from analysis import collectives
 from partitioning.parallel import ring_attention
 from planning.activation_memory import body, equations, fixed_and_carried
-from tests.jobs import host_batch, make_job, place
+from tests.helpers.jobs import host_batch, make_job, place
 from tests.parity.comparison import FEATURES, SEQUENCE_PARALLEL, assert_equal, reference, train
 
 MESHES = {

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.jobs import make_job
+from tests.helpers.jobs import make_job
 from training import optimizer
 from training.bad_steps import TrainingStoppedError
 from training.metrics.reader import MetricsReader

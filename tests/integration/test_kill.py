@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-from tests.compiling import FAST
-from tests.forks import Fork, Forks
+from tests.helpers.compiling import FAST
+from tests.helpers.forks import Fork, Forks
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 40
 COMMAND = [
   "main.py",

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests.checkpointing.states import contents
-from tests.cli import TINY_LM, lines_of
+from tests.helpers.cli import TINY_LM, lines_of
 
 SHORT = [
   "--config=configs/dp8.py",

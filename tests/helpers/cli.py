@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from tests.compiling import FAST
+from tests.helpers.compiling import FAST
 
 # Flags of a decoder that trains in seconds.
 TINY_LM = [

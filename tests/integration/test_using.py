@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.cli import TINY_LM, lines_of
+from tests.helpers.cli import TINY_LM, lines_of
 
 SHORT = [*TINY_LM, "--config.training.steps=4", "--config.checkpoint.every_steps=2"]
 

@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 
-from tests.cli import TINY_LM, lines_of
+from tests.helpers.cli import TINY_LM, lines_of
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_trains_and_leaves_its_files(main, tmp_path):

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Forks:
@@ -94,7 +94,7 @@ class Forks:
     environment.pop("NPROC", None)  # as a person's shell: main.py sets it
     return subprocess.Popen(
       # -P: the files beside it are no packages of the application.
-      [sys.executable, "-P", str(ROOT / "tests" / "fork_server.py")],
+      [sys.executable, "-P", str(ROOT / "tests" / "helpers" / "fork_server.py")],
       cwd=ROOT,
       env=environment,
       stdin=subprocess.PIPE,

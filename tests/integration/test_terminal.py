@@ -3,9 +3,9 @@
 import pathlib
 import shlex
 
-from tests.cli import TINY_LM
 from tests.faults.harness import saved, story
-from tests.terminals import CTRL_C, Terminal, main
+from tests.helpers.cli import TINY_LM
+from tests.helpers.terminals import CTRL_C, Terminal, main
 
 TRAIN = [
   "--config=configs/single.py",

@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tests.forks import Forks
+from tests.helpers.forks import Forks
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PATIENCE_SECONDS = 240  # for what takes seconds, on a machine that is busy
 CTRL_C = b"\x03"
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")

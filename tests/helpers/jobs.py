@@ -9,7 +9,7 @@ import numpy as np
 from configs.schema import finalize, validate
 from partitioning.mesh import resolve_sizes
 from runtime.devices import Devices
-from tests.compiling import FAST
+from tests.helpers.compiling import FAST
 from training.setup import Job, prepare
 from training.state import State
 
