@@ -35,5 +35,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
   return f"; did you mean {found!r}?" if found is not None else ""
 
 
+def most_similar(name: str, known: Iterable[str], count: int) -> list[str]:
+  """Returns that many of the known names, the most similar first, however little they are."""
+  return sorted(known, key=lambda other: -_ratio(name, other))[:count]
+
+
 def _ratio(one: str, other: str) -> float:
   return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()

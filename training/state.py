@@ -1,12 +1,13 @@
 """The train state; and which of its parameters are trained."""
 
 import dataclasses
-import difflib
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+
+from runtime.suggest import most_similar
 
 _NEAR = 3  # names that a message suggests
 
@@ -43,16 +44,12 @@ def trainable(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str]:
   wrong = [one for one in patterns if not fnmatch.filter(names, one)]
   if wrong or not patterns:
     lines = [
-      f"{one!r} matches no parameter; near are {', '.join(near(one, names))}" for one in wrong
+      f"{one!r} matches no parameter; near are {', '.join(most_similar(one, names, _NEAR))}"
+      for one in wrong
     ]
     lines = lines or ["no parameter would be trained; ('*',) trains all"]
     raise ValueError("\n".join(f"training.trainable: {line}" for line in lines))
   return frozenset(name for one in patterns for name in fnmatch.filter(names, one))
-
-
-def near(pattern: str, names: Sequence[str]) -> list[str]:
-  """Returns the names that are most like a pattern."""
-  return difflib.get_close_matches(pattern, names, _NEAR, cutoff=0.0)
 
 
 def split(tree: Any, chosen: Callable[[str], bool], prefix: str = "") -> tuple[Any, Any]:

@@ -75,7 +75,7 @@ def test_several_broken_steps_are_all_named_and_passed_over(copy):
     save_counting(checkpointer, 11)
   assert len(said) == 2
   assert "/30 cannot be read (state/_METADATA: missing)" in said[0]
-  assert "/20 cannot be read (digests: missing, so that nothing tells" in said[1]
+  assert "/20 cannot be read (digests: missing, so the other files cannot be verified" in said[1]
   assert all("it is renamed to end with .broken, and step 10 is used instead" in s for s in said)
 
 
@@ -100,7 +100,7 @@ def test_where_all_are_broken_each_is_named_and_nothing_is_changed(copy):
   assert [line.partition("metadata: ")[0] for line in lines[1:4]] == [
     f"  step {s} cannot be read: config/" for s in (30, 20, 10)
   ]
-  assert lines[4].startswith("put the files back from a copy, or start anew")
+  assert lines[4].startswith("put the files back from a copy, or start a new run")
   assert contents(copy) == before
 
 

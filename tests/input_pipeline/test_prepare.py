@@ -116,7 +116,7 @@ def test_a_failure_half_way_leaves_no_store(config, tiny_text, monkeypatch):
 
   monkeypatch.setattr(prepare._RowWriter, "write", failing)
   with pytest.raises(
-    ValueError, match=r"tiny_text cannot be prepared in .*No space left.*make room"
+    ValueError, match=r"tiny_text cannot be prepared in .*No space left.*free some space"
   ):
     prepare.prepare(data, "train")
   monkeypatch.undo()
