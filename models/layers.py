@@ -16,11 +16,8 @@ from ml_collections import ConfigDict
 from models.dtypes import wide_dtype
 from models.transformer_dims import RESIDUAL, fan_in, letters_of, optional_letters, sizes
 from partitioning.constraints import constrain
-from partitioning.parallel.products import (
-  column_parallel,
-  row_parallel,
-  vocab_parallel_embedding,
-)
+from partitioning.parallel.products import column_parallel, row_parallel
+from partitioning.parallel.vocabulary import vocab_parallel_embedding
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
 

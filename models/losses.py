@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from models.dtypes import wide_dtype
 from partitioning.dims import Axes
-from partitioning.parallel import products
+from partitioning.parallel import collectives
 
 Batch = Mapping[str, jax.Array]
 Sums = dict[str, jax.Array]  # each a scalar, float32 or wider
@@ -41,8 +41,8 @@ def cross_entropy(
   if not axes:
     return jax.nn.logsumexp(logits, axis=-1) - picked
   largest = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), axes)
-  total = products.total(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1), axes)
-  return jnp.log(total) + largest - products.total(picked, axes)
+  total = collectives.total(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1), axes)
+  return jnp.log(total) + largest - collectives.total(picked, axes)
 
 
 def weighted_sum(losses: Float[Array, "*X"], weights: Float[Array, "*X"]) -> Float[Array, ""]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from partitioning.parallel import products
+from partitioning.parallel.sharded_function import on_shards
 
 _BLOCKS = (512, 256, 128)  # tokens; the largest that divides a row
 
@@ -40,13 +40,13 @@ def attention(
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   q_BTNH = q_BTNH * jnp.asarray(scale, q_BTNH.dtype)
   if segments is None:
-    return products.on_shards(
+    return on_shards(
       functools.partial(_shard, cap=cap),
       ("BTNH", "BSNH", "BSNH"),
       "BTNH",
       *(q_BTNH, k_BSNH, v_BSNH),
     )
-  return products.on_shards(
+  return on_shards(
     functools.partial(_shard, cap=cap),
     ("BTNH", "BSNH", "BSNH", "BT", "BS"),
     "BTNH",

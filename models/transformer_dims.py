@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from partitioning.dims import Dim
-from partitioning.parallel.products import Residual
+from partitioning.parallel.sharded_function import Residual
 
 # The residual stream, between blocks and inside; queries, keys and values inside a block.
 RESIDUAL = Residual(between="BRD", inside="BTD")

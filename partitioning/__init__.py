@@ -1,1 +1,1 @@
-"""Mesh, dims, rules and their verdict, constraints, layout tables, collectives."""
+"""Where arrays are placed: mesh, dims, rules, their verdict, constraints and shardings."""

@@ -1,4 +1,4 @@
-"""The step: `(state, batch) -> (state, metrics)`, pure: the loss, its gradients, the update."""
+"""The train step: `(state, batch) -> (state, metrics)`, pure: loss, gradients, update."""
 
 import dataclasses
 from collections.abc import Callable

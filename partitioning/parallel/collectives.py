@@ -72,3 +72,27 @@ def _scatter_backward(axes: Axes, dim: int, _: None, gradient: jax.Array) -> tup
 
 _gather.defvjp(_gather_forward, _gather_backward)
 _scatter.defvjp(_scatter_forward, _scatter_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def total(partial: jax.Array, axes: Axes) -> jax.Array:
+  """Sums over axes a result that shard_map returns as it is, replicated over them.
+
+  Its gradient is the whole one, the same on all devices. Without check_vma, the transpose of
+  shard_map divides the gradient of a replicated result by the number of devices, and the transpose
+  of psum, a psum, adds it up again: right, by a collective for nothing. So the gradient is
+  multiplied instead. The division is `_shard_map_transpose` in jax 0.10.2 and 0.12.0; JEP 17111
+  (docs.jax.dev/en/latest/jep/17111-shmap-transpose.html) explains it. A test tells should it go.
+  """
+  return jax.lax.psum(partial, axes) if axes else partial
+
+
+def _total_forward(partial: jax.Array, axes: Axes) -> tuple[jax.Array, None]:
+  return total(partial, axes), None
+
+
+def _total_backward(axes: Axes, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+  return (gradient * jnp.asarray(jax.lax.axis_size(axes), gradient.dtype) if axes else gradient,)
+
+
+total.defvjp(_total_forward, _total_backward)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from partitioning.parallel import products
+from partitioning.parallel import vocabulary
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, make_job, place, zipf
 from tests.parity.comparison import SEQUENCE_PARALLEL
@@ -88,7 +88,7 @@ def test_the_gradient_of_a_lookup_is_a_sum_in_the_dtype_of_the_parameters():
   table = jnp.asarray(random.standard_normal((61, 5)), jnp.bfloat16)
 
   def rows(table, dtype):
-    return products.table_rows(table, ids, jnp.dtype(dtype))
+    return vocabulary.table_rows(table, ids, jnp.dtype(dtype))
 
   wanted = np.zeros((61, 5))
   np.add.at(wanted, ids, np.asarray(pulled, np.float64))

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from analysis import collectives, hlo
-from partitioning.parallel import products
+from partitioning.parallel import collectives as manual
 from tests.helpers.jobs import make_job
 from tests.parity import theory as parity_theory
 from tests.parity.budgets import (
@@ -130,7 +130,7 @@ def test_a_budget_catches_kernels_that_are_kept(monkeypatch):
 
 def test_a_budget_catches_a_sum_that_is_taken_again(monkeypatch):
   # The transpose of psum: right, and one collective more for each block.
-  monkeypatch.setattr(products, "total", lambda x, axes: jax.lax.psum(x, axes) if axes else x)
+  monkeypatch.setattr(manual, "total", lambda x, axes: jax.lax.psum(x, axes) if axes else x)
   ours = compile_step(job_of("dp4_tp2"))
   with pytest.raises(AssertionError):
     assert_within_budget(ours)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from models.transformer import Transformer
-from partitioning.parallel import products
+from partitioning.parallel import sharded_function
 from tests.parity.comparison import (
   FEATURES,
   MESHES,
@@ -98,8 +98,8 @@ def test_gradients_that_are_not_summed_over_fsdp(monkeypatch):
       return gather(shard)
     return regions_gather(shard, moves)
 
-  regions_gather = products._gather
-  monkeypatch.setattr(products, "_gather", gathered)
+  regions_gather = sharded_function._gather
+  monkeypatch.setattr(sharded_function, "_gather", gathered)
   assert_caught("fsdp8")
 
 

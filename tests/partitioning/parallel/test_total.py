@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from partitioning.mesh import AXES, make_mesh
-from partitioning.parallel.products import total
+from partitioning.parallel.collectives import total
 
 SIZES = {**dict.fromkeys(AXES, 1), "data": 2, "tensor": 4}
 X = np.arange(1.0, 17.0, dtype=np.float32)

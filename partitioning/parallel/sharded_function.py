@@ -1,0 +1,245 @@
+"""Functions of sharded arrays: under `jax.shard_map` where a weight or the sequence is gathered.
+
+Weights and the residual as the matmuls of this package see them, the specs of their arguments, and
+the collectives around a function. Letters are those of the model's legend.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from partitioning.constraints import automatic_layout, constrain, on_one_device, record
+from partitioning.dims import Axes, Table, resolve, spec_entries
+from partitioning.parallel import collectives
+from partitioning.parallel.manual_region import manual_region
+
+SEQUENCE_DIM = 1  # of activations (batch, sequence, ...)
+
+
+class Weight(Protocol):
+  """A parameter that activations are multiplied by, or that tokens are looked up in.
+
+  Attributes:
+    letters: of its dims.
+  """
+
+  letters: str
+
+  def effective_kernel(self) -> jax.Array:
+    """Returns the array to multiply by, in the dtype in which it is stored."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+  """The letters of the residual stream, each of them (batch, sequence, width).
+
+  Attributes:
+    between: as it is sharded between blocks, such as BRD.
+    inside: as it is sharded inside a block, such as BTD: the sequence has another letter, since
+      sequence parallelism splits it between blocks alone.
+  """
+
+  between: str
+  inside: str
+
+  @property
+  def tokens(self) -> str:
+    """Returns the letters of batch and sequence inside a block."""
+    return self.inside[:-1]
+
+  @property
+  def width(self) -> str:
+    """Returns the letter of the width."""
+    return self.inside[-1]
+
+  @property
+  def sequences(self) -> tuple[str, str]:
+    """Returns the letters of the sequence between blocks and inside."""
+    return self.between[SEQUENCE_DIM], self.inside[SEQUENCE_DIM]
+
+  def activation(self, letters: str) -> str:
+    """Returns the letters of an activation of a weight's dims: tokens instead of the width."""
+    return self.tokens + letters.replace(self.width, "")
+
+
+def on_shards(
+  function: Callable[..., jax.Array], given: Sequence[str], output: str, *arguments: jax.Array
+) -> jax.Array:
+  """Runs a function on each device's part of activations, which it needs no other part for.
+
+  Args:
+    function: takes shards; devices along mesh axes that split none of the arrays do the same work.
+    given: the letters of the arrays.
+    output: the letters of the result; only such that are given.
+    *arguments: the arrays.
+  """
+  layout, _ = automatic_layout()
+  extents = _extents(given, arguments)
+  if on_one_device() or (layout.judging and not _fit([*given, output], extents, layout.table)):
+    return function(*arguments)  # why they do not fit was recorded where they were constrained
+  in_specs = tuple(_spec(letters, extents, layout.table) for letters in given)
+  out_specs = _spec(output, extents, layout.table)
+  return manual_region(function, in_specs, out_specs)(*arguments)
+
+
+def summed_last(letters: str, summed: str) -> str:
+  """Returns the letters of a weight with those that are summed over at the end.
+
+  So the matmul that computes the weight's gradient has its dims in this order, and is reduced over
+  devices as it comes. In another order XLA folds the transposition into the matmul, and on CPUs
+  has no fast kernel for that (jax 0.10.2: a step of fsdp8 took 8 % longer).
+  """
+  return "".join(x for x in letters if x not in summed) + summed
+
+
+def split_over(letters: str) -> Axes:
+  """Returns the axes larger than 1 that split dims inside of a block."""
+  layout, sizes = automatic_layout()
+  axes = [axis for letter in letters for axis in layout.table[layout.legend[letter].name]]
+  return tuple(axis for axis in axes if sizes[axis] > 1)
+
+
+def reduce_partial(partial: jax.Array, axes: Axes, extra: Axes) -> jax.Array:
+  """Sums over the axes that split summed dims; each device keeps its part of the sequence.
+
+  Args:
+    partial: sums, of batch, the sequence inside a block, and width.
+    axes: of the summed dims.
+    extra: those that split the residual's sequence between blocks alone.
+  """
+  if not extra:
+    return collectives.total(partial, axes)
+  if axes == extra:
+    return collectives.reduce_scatter(partial, axes, SEQUENCE_DIM)
+  whole = jax.lax.psum(partial, axes) if axes else partial
+  length = whole.shape[SEQUENCE_DIM] // jax.lax.axis_size(extra)
+  start = jax.lax.axis_index(extra) * length
+  return jax.lax.dynamic_slice_in_dim(whole, start, length, SEQUENCE_DIM)
+
+
+def sharded(
+  function: Callable[..., list[jax.Array]],
+  given: Sequence[str],
+  inside: Sequence[str],
+  outputs: Sequence[str],
+  *arguments: jax.Array,
+  kernels: Sequence[int],
+  residual: Residual,
+  dtype: jnp.dtype,
+) -> list[jax.Array]:
+  """Runs a function of sharded arrays: in a shard_map, where a weight or the sequence is gathered.
+
+  What the backward pass keeps are the arguments as they are given and sharded: neither a gathered
+  sequence nor gathered, cast or transposed weights of every layer.
+
+  Args:
+    function: takes whether it runs in a shard_map, then shards, or whole arrays.
+    given: the letters of the arrays.
+    inside: the same letters of each, in the order in which the function takes them.
+    outputs: the letters of its results.
+    *arguments: the arrays.
+    kernels: which of them are parameters.
+    residual: the residual's letters.
+    dtype: that the function takes parameters in.
+  """
+  layout, _ = automatic_layout()
+  extents = _extents(given, arguments)
+  between, within = residual.sequences  # the sequence is as long in a block as between blocks
+  extents.setdefault(between, extents.get(within, 0))
+  extents.setdefault(within, extents[between])
+  used = [_spec(letters, extents, layout.table) for letters in inside]
+  stored = list(used)
+  for number in kernels:
+    spec = _spec(inside[number], extents, {**layout.table, **layout.parameters})
+    if _gathers(spec, used[number]) is not None:
+      stored[number] = spec
+  moves = [_gathers(before, after) for before, after in zip(stored, used, strict=True)]
+  # Where a dim cannot be split there is no region to trace, and constraints record what is wrong.
+  fits = _fit([*inside, *outputs], extents, layout.table) and _fit(
+    [inside[number] for number in kernels], extents, {**layout.table, **layout.parameters}
+  )
+
+  def on_device(*shards: jax.Array) -> list[jax.Array]:
+    return function(True, *map(_gather, shards, moves))
+
+  def product(*arguments: jax.Array) -> list[jax.Array]:
+    arguments = [
+      jnp.transpose(x.astype(dtype) if number in kernels else x, [old.index(c) for c in new])
+      for number, (x, old, new) in enumerate(zip(arguments, given, inside, strict=True))
+    ]
+    # Split weights too: XLA's partitioner would reduce the gradient that reaches x once for each
+    # weight that x is multiplied by; here the sum of them is reduced (as seen on CPUs).
+    split = any(split_over(inside[number]) for number in kernels)
+    manual = split or sequence_axes(residual) or any(moves)
+    if not manual or (layout.judging and not fits):
+      arguments = [constrain(x, letters) for x, letters in zip(arguments, inside, strict=True)]
+      results = function(False, *arguments)
+    else:
+      for x, letters in zip(arguments, inside, strict=True):
+        record(letters, x.shape)
+      outs = [_spec(letters, extents, layout.table) for letters in outputs]
+      results = manual_region(on_device, tuple(stored), outs)(*arguments)
+    return [constrain(x, letters) for x, letters in zip(results, outputs, strict=True)]
+
+  # A new function each time: a traced one would be reused under another activation layout.
+  return jax.checkpoint(product, prevent_cse=False)(*arguments)
+
+
+def sequence_axes(residual: Residual) -> tuple[str, ...]:
+  """Returns the axes larger than 1 that split the residual's sequence and not that in a block."""
+  layout, sizes = automatic_layout()
+  between, within = (layout.table[layout.legend[letter].name] for letter in residual.sequences)
+  return tuple(axis for axis in between if axis not in within and sizes[axis] > 1)
+
+
+def _extents(letters: Sequence[str], arguments: Sequence[jax.Array]) -> dict[str, int]:
+  """Returns letter -> size."""
+  extents: dict[str, int] = {}
+  for one, x in zip(letters, arguments, strict=True):
+    extents.update(zip(one, x.shape, strict=True))
+  return extents
+
+
+def _spec(letters: str, extents: Mapping[str, int], table: Table) -> PartitionSpec:
+  """Returns how a table shards an array of these letters; what is wrong, `constrain` raises."""
+  layout, sizes = automatic_layout()
+  shape = tuple(extents.get(letter) or layout.legend[letter].size for letter in letters)
+  return resolve(letters, shape, layout.legend, table, sizes).spec
+
+
+def _fit(every: Sequence[str], extents: Mapping[str, int], table: Table) -> bool:
+  """Tells whether a table can shard arrays of these letters."""
+  layout, sizes = automatic_layout()
+  shapes = ([extents.get(x) or layout.legend[x].size for x in letters] for letters in every)
+  return not any(
+    resolve(letters, shape, layout.legend, table, sizes).failures
+    for letters, shape in zip(every, shapes, strict=True)
+  )
+
+
+def _gathers(before: PartitionSpec, after: PartitionSpec) -> tuple[tuple[int, Axes], ...] | None:
+  """Returns (dim, axes) of each all-gather from one spec to another; None where it takes more.
+
+  Of a dim that two axes split, the inner one can be gathered: the outer one's parts stay in one
+  piece.
+  """
+  moves = []
+  rank = max(len(before), len(after))
+  specs = zip(spec_entries(before, rank), spec_entries(after, rank), strict=True)
+  for dim, (old, new) in enumerate(specs):
+    if old[: len(new)] != new:
+      return None
+    if len(old) > len(new):
+      moves.append((dim, old[len(new) :]))
+  return tuple(moves)
+
+
+def _gather(shard: jax.Array, moves: Sequence[tuple[int, Axes]]) -> jax.Array:
+  """All-gathers a shard; the transpose is a reduce-scatter of the gradient."""
+  for dim, axes in moves:
+    shard = collectives.all_gather(shard, axes, dim)
+  return shard
