@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from commands import build, config_flag, flags, preflight_facts
 from processes.watchdog import STARTING, Watchdog
+from reports import parity_text
 from runtime import exit_codes
 from training import parity
 from training.metrics.console import say
@@ -24,7 +25,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     watch.at("comparing", STARTING)  # of which nothing is kept, and which may take long
     found = parity.compare(jobs, data)
     titles = (config_flag.name(flags.CONFIG), config_flag.name(flags.AGAINST))
-    say(parity.text(jobs, titles, found))
+    say(parity_text.text(jobs, titles, found))
     bound = parity.BOUNDS[ours.config.training.parameter_dtype]
     return exit_codes.ANSWER_IS_NO if parity.beyond(found, bound) else exit_codes.DONE
 

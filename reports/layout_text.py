@@ -45,7 +45,7 @@ def table_text(
     whole: False leaves out types and rules, and gives the optimizer one line for all leaves.
   """
   more = ("dtype", "dims", "rule") if whole else ()
-  table = _table("array", "shape", *more, "spec", "shard")
+  table = plain_table("array", "shape", *more, "spec", "shard")
   table.add_column("bytes/device", justify="right")
   table.add_column("replicas", justify="right")
   for title, placements in sections.items():
@@ -73,7 +73,7 @@ def against_text(
   titles: tuple[str, str],
 ) -> str:
   """Returns two layouts side by side; `*` marks an array that differs."""
-  table = _table("", "array", "shape")
+  table = plain_table("", "array", "shape")
   for title in titles:
     table.add_column(title)
     table.add_column("bytes/device", justify="right")
@@ -97,7 +97,8 @@ def against_text(
   return drawings.plain(table)
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
+  """Returns an empty table of these columns, none of which is cut."""
   table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
   for column in columns:
     table.add_column(column, no_wrap=True)

@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from partitioning.mesh import mesh_text
 from partitioning.rules import named_leaves
 from partitioning.shardings import shape_text
 from training.setup import Job
@@ -149,46 +148,6 @@ def compare(jobs: Sequence[Job], data: Sequence[Data]) -> list[Difference]:
 def beyond(found: Sequence[Difference], bound: float) -> list[Difference]:
   """Returns the differences beyond the bound, in the order in which a step makes the tensors."""
   return [one for one in found if not one.distance <= bound]
-
-
-def text(jobs: Sequence[Job], titles: Sequence[str], found: Sequence[Difference]) -> str:
-  """Returns the table, tensor by tensor, and the verdict below it."""
-  dtype = jobs[0].config.training.parameter_dtype
-  bound, keys = BOUNDS[dtype], jobs[0].config.optimizer
-  shapes = {
-    name: shape_text(leaf.shape) for name, leaf in named_leaves(jobs[0].state.params).items()
-  }
-  rows = [("", "tensor", "shape", "relative L2")]
-  for one in found:
-    mark = "" if one.distance <= bound else "  > bound"
-    rows.append((one.what, one.name, shapes.get(one.name, ""), f"{one.distance:.2e}{mark}"))
-  widths = [max(len(row[column]) for row in rows) for column in range(3)]
-  lines = [
-    *(
-      f"{title}: {mesh_text(job.devices.sizes, job.devices.slices)}"
-      for title, job in zip(titles, jobs, strict=True)
-      for title, job in zip(titles, jobs, strict=True)
-    ),
-    f"{STEPS} steps of {keys.name} at {keys.learning_rate:g}, {dtype} at "
-    f"{jobs[0].config.training.matmul_precision} precision; bound {bound:g}",
-    "",
-    *(" ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows),
-    "",
-  ]
-  wrong = beyond(found, bound)
-  if wrong:
-    first = wrong[0]
-    lines.append(
-      f"different: {len(wrong)} of {len(found)} tensors are beyond {bound:g}; the first is "
-      f"{first.what} {first.name}, off by {first.distance:.2e}"
-    )
-  else:
-    largest = max(found, key=lambda one: one.distance)
-    lines.append(
-      f"equal: {len(found)} tensors, the largest difference is {largest.distance:.2e} "
-      f"({largest.what} {largest.name})"
-    )
-  return "\n".join(lines)
 
 
 def take_steps(

@@ -1,0 +1,41 @@
+"""The result of `compare` as text."""
+
+from reports import parity_text
+from tests.helpers.jobs import make_job
+from training.parity import Difference
+
+FOUND = [
+  Difference("loss", "step 1", 0.0),
+  Difference("gradient", "layer_2/kernel", 3e-16),
+  Difference("parameters", "layer_3/bias", 1e-16),
+]
+
+
+def text(found):
+  jobs = [make_job("dp8", "mlp"), make_job("single", "mlp")]
+  for job in jobs:
+    with job.config.unlocked():
+      job.config.training.parameter_dtype = "float64"
+  return parity_text.text(jobs, ("dp8_mlp", "single_mlp"), found)
+
+
+def test_each_config_is_named_once_with_its_mesh():
+  lines = text(FOUND).splitlines()
+  assert lines[0] == "dp8_mlp: data=8"
+  assert lines[1].startswith("single_mlp: ")
+  assert lines[2].startswith("3 steps of adamw at ")
+  assert [line for line in lines if line.startswith(("dp8_mlp", "single_mlp"))] == lines[:2]
+
+
+def test_every_tensor_has_a_row_and_equality_the_largest_difference():
+  lines = text(FOUND).splitlines()
+  [row] = [line.split() for line in lines if "layer_2/kernel" in line and "3.00e-16" in line][:1]
+  assert row == ["gradient", "layer_2/kernel", "[40,", "56]", "3.00e-16"]
+  wanted = "equal: 3 tensors, the largest difference is 3.00e-16 (gradient layer_2/kernel)"
+  assert lines[-1] == wanted
+
+
+def test_what_is_beyond_the_bound_is_marked_and_the_first_is_named():
+  lines = text([*FOUND, Difference("parameters", "layer_1/kernel", 0.5)]).splitlines()
+  assert [line for line in lines if line.endswith("5.00e-01  > bound")]
+  assert lines[-1].startswith("different: 1 of 4 tensors are beyond 1e-12; the first is parameters")
