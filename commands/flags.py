@@ -16,7 +16,9 @@ from runtime.suggest import nearest
 
 VERBS = ("train", "evaluate", "sample", "layout", "compare", "plan", "tour")
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "A strategy, and after a colon a recipe.")
+CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "Config file, optionally with a recipe: configs/dp8.py:mlp."
+)
 AGAINST = config_flags.DEFINE_config_file("against", None, "layout, compare: the other config.")
 SET = flags.DEFINE_multi_string("set", [], "compare: key=value for both configs; repeatable.")
 HTML = flags.DEFINE_string("html", None, "layout: the file for a page with drawings.")
@@ -26,7 +28,9 @@ TOPOLOGY = flags.DEFINE_string(
 CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "evaluate, sample: DIR[/STEP] to read.")
-ACCEPT = flags.DEFINE_list("accept_changes", [], "train: keys that may differ from before.")
+ACCEPT = flags.DEFINE_list(
+  "accept_changes", [], "train: comma-separated config keys allowed to differ from the checkpoint."
+)
 SIMULATE = flags.DEFINE_bool(
   "simulate", False, "Use simulated CPU devices even if there is a GPU or TPU."
 )
