@@ -1,0 +1,181 @@
+"""Where the optimizer's state is placed: by its parameters' dims, also where it is factored."""
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+
+from partitioning import rules
+from partitioning.dims import Dim
+from partitioning.rules import place_optimizer, place_parameters
+from tests.partitioning.tables import LEGEND, RULES, SIZES, TABLE, array, params, specs
+
+
+def placed(optimizer, *, table=TABLE, sizes=SIZES, overrides=()):
+  """Returns placements and failures of an optimizer's state for `params()`."""
+  parameters, failures = place_parameters(params(), RULES, LEGEND, TABLE, sizes)
+  assert failures == []
+  state = jax.eval_shape(optimizer.init, params())
+  return place_optimizer(state, parameters, LEGEND, table, sizes, overrides)
+
+
+def test_optimizer_leaves_follow_their_parameter_and_scalars_are_whole():
+  found, failures = placed(optax.adamw(1e-3))
+  assert failures == []
+  parameters = specs(params())
+  scalars = {name for name, leaf in found.items() if leaf.shape == ()}
+  assert {found[name].rule for name in scalars} == {"scalar"}
+  assert {found[name].spec for name in scalars} == {PartitionSpec()}
+  assert len(found) == 2 * len(parameters) + len(scalars)
+  for moment in ("mu", "nu"):
+    for name, spec in parameters.items():
+      leaf = found[f"optimizer/0/{moment}/{name}"]
+      assert (leaf.spec, leaf.rule) == (spec, f"as {name}")
+
+
+def test_another_table_gives_zero_1_specs():
+  table = {**TABLE, "model": ("fsdp", "data")}
+  sizes = {**SIZES, "data": 3}
+  found, failures = placed(optax.sgd(1e-3, momentum=0.9), table=table, sizes=sizes)
+  assert failures == []
+  parameters = specs(params(), sizes=sizes)
+  assert parameters["norm/scale"] == PartitionSpec("fsdp")
+  assert found["optimizer/0/trace/norm/scale"].spec == PartitionSpec(("fsdp", "data"))
+  up = found["optimizer/0/trace/layers/up/kernel"].spec
+  assert tuple(up) == (None, ("fsdp", "data"), "tensor")
+
+
+def test_a_table_that_does_not_divide_a_leaf_is_refused_by_the_leafs_name():
+  table = {**TABLE, "model": ("fsdp", "data")}
+  _, failures = placed(optax.adamw(1e-3), table=table, sizes={**SIZES, "data": 5})
+  assert len(failures) == 2 * 4
+  assert any(
+    str(failure).startswith(
+      "optimizer/0/nu/norm/scale: dim D (model) = 12 is not divisible by mesh"
+    )
+    for failure in failures
+  )
+
+
+FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+
+
+def test_a_factored_statistic_has_the_dims_that_are_left_of_its_parameter():
+  """Adafactor's rows leave out a parameter's largest dim, its columns the second largest."""
+  found, failures = placed(FACTORED)
+  assert failures == []
+  rows, columns = (f"optimizer/0/v_{kind}/layers/{{}}/kernel" for kind in ("row", "col"))
+  wanted = {
+    rows.format("up"): ("LD", (3, 12), (None, "fsdp"), "as layers/up/kernel without F"),
+    columns.format("up"): ("LF", (3, 20), (None, "tensor"), "as layers/up/kernel without D"),
+    rows.format("key"): ("LKH", (3, 7, 5), (None, None, None), "as layers/key/kernel without D"),
+    columns.format("key"): ("LDH", (3, 12, 5), (None, "fsdp", None), "as layers/key/kernel with"),
+  }
+  for name, (letters, shape, entries, rule) in wanted.items():
+    leaf = found[name]
+    assert (leaf.letters, leaf.shape, tuple(leaf.spec)) == (letters, shape, entries), name
+    assert leaf.rule.startswith(rule)
+  assert found[rows.format("key")].notes == ("kv_heads=7 stays whole: tensor=4 does not divide it",)
+  # Where a parameter is not factored, and in its place where it is: arrays of one element.
+  assert found["optimizer/0/v/layers/up/kernel"].rule == "one element"
+  assert found["optimizer/0/v_row/norm/scale"].rule == "one element"
+  assert found["optimizer/0/v/norm/scale"].letters == "D"
+  assert found["optimizer/0/count"].rule == "scalar"
+
+
+def test_a_statistic_of_an_overridden_parameter_is_sharded_as_it_is():
+  overrides = (("layers/up/kernel", (None, "tensor", "fsdp")),)
+  parameters, _ = place_parameters(params(), RULES, LEGEND, TABLE, SIZES, overrides)
+  state = jax.eval_shape(FACTORED.init, params())
+  found, failures = place_optimizer(state, parameters, LEGEND, TABLE, SIZES)
+  assert failures == []
+  assert tuple(found["optimizer/0/v_row/layers/up/kernel"].spec) == (None, "tensor")
+  assert tuple(found["optimizer/0/v_col/layers/up/kernel"].spec) == (None, "fsdp")
+
+
+def test_dims_set_to_1_are_whole_and_the_others_sharded():
+  tree = {"up": array(12, 20)}
+  parameters, _ = place_parameters(tree, {"up": "DF"}, LEGEND, TABLE, SIZES)
+  # As SM3 has them: below a parameter's name, a statistic for each of its dims.
+  state = {"mu": {"up": [array(12, 1), array(1, 20)]}}
+  found, failures = place_optimizer(state, parameters, LEGEND, TABLE, SIZES)
+  assert failures == []
+  assert tuple(found["optimizer/mu/up/0"].spec) == ("fsdp", None)
+  assert tuple(found["optimizer/mu/up/1"].spec) == (None, "tensor")
+  assert found["optimizer/mu/up/1"].rule == "as up without D"
+
+
+def square(*, init=None, overrides=()):
+  """Places Adafactor's state of a square matrix, whose two dims are sharded differently."""
+  legend = {**LEGEND, "F": Dim("feedforward", 12)}
+  tree = {"layers": {"up": {"kernel": array(3, 12, 12)}}}
+  parameters, failures = place_parameters(tree, {"layers/up/kernel": "LDF"}, legend, TABLE, SIZES)
+  assert failures == []
+  state = jax.eval_shape(FACTORED.init, tree)
+  return place_optimizer(state, parameters, legend, TABLE, SIZES, overrides, init=init)
+
+
+def test_dims_of_equal_size_are_told_apart_by_the_optimizer_itself():
+  found, failures = square(init=FACTORED.init)
+  assert failures == []
+  # NumPy's argsort puts the later of two equal dims last: optax takes F for the largest.
+  assert found["optimizer/0/v_row/layers/up/kernel"].letters == "LD"
+  assert found["optimizer/0/v_col/layers/up/kernel"].letters == "LF"
+
+
+def test_dims_that_cannot_be_told_apart_are_refused_with_the_override_to_write():
+  _, failures = square()
+  [row] = [str(f) for f in failures if "/v_row/" in f.array]
+  name = "optimizer/0/v_row/layers/up/kernel"
+  assert row == (
+    f"{name}: shape (3, 12), which is as layers/up/kernel without F or as layers/up/kernel "
+    "without D: dims of equal size, sharded differently; give it a spec of its own, "
+    f'partitioning.overrides=(("{name}", (None, None, )),)'
+  )
+  overrides = [(failure.array, (None, "fsdp")) for failure in failures]
+  found, failures = square(overrides=overrides)
+  assert failures == []
+  assert tuple(found[name].spec) == (None, "fsdp")
+  assert rules.unknown_overrides(overrides, found) == []
+
+
+def test_a_leaf_that_is_no_part_of_its_parameter_is_refused():
+  parameters, _ = place_parameters({"up": array(12, 20)}, {"up": "DF"}, LEGEND, TABLE, SIZES)
+  state = {"mu": {"up": array(12, 12)}}
+  _, [failure] = place_optimizer(state, parameters, LEGEND, TABLE, SIZES)
+  failure = str(failure)
+  assert "optimizer/mu/up: shape (12, 12), but up has shape (12, 20), and it is not that" in failure
+  assert failure.endswith('partitioning.overrides=(("optimizer/mu/up", (None, None, )),)')
+
+
+def test_what_belongs_to_no_parameter_is_replicated_if_small_and_refused_if_large():
+  found, failures = place_optimizer({"random_key": array(2)}, {}, LEGEND, TABLE, SIZES)
+  assert failures == []
+  assert found["optimizer/random_key"].rule == "of no parameter"
+  state = {"history": array(13, 5)}
+  _, [failure] = place_optimizer(state, {}, LEGEND, TABLE, SIZES)
+  assert "optimizer/history: shape (13, 5), but it belongs to no parameter and has mo" in str(
+    failure
+  )
+
+
+def test_an_owner_is_found_by_structure_and_not_by_the_end_of_a_name():
+  tree = {"scale": array(12), "up": {"kernel": array(20)}}
+  names = {"scale": "D", "up/kernel": "F"}
+  parameters, _ = place_parameters(tree, names, LEGEND, TABLE, SIZES)
+  masked = {"mu": {"up": {"kernel": array(20)}}}  # of the others there is nothing
+  state = [{"scale": array(12), "count": array()}, masked, {"nu": tree}]
+  found, failures = place_optimizer(state, parameters, LEGEND, TABLE, SIZES)
+  assert failures == []
+  assert found["optimizer/0/scale"].rule == "of no parameter"  # a field that is called like one
+  assert found["optimizer/1/mu/up/kernel"].rule == "as up/kernel"
+  assert found["optimizer/2/nu/scale"].rule == "as scale"
+
+
+def test_the_longest_name_owns_the_leaf():
+  tree = {"kernel": array(12), "up": {"kernel": array(20)}}
+  names = {"kernel": "D", "up/kernel": "F"}
+  parameters, _ = place_parameters(tree, names, LEGEND, TABLE, SIZES)
+  found, failures = place_optimizer({"mu": tree}, parameters, LEGEND, TABLE, SIZES)
+  assert failures == []
+  assert found["optimizer/mu/up/kernel"].rule == "as up/kernel"
+  assert found["optimizer/mu/kernel"].rule == "as kernel"
