@@ -32,10 +32,18 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class Callback:
-  """A function, and how often it is called: on all processes alike, as its collectives need."""
+  """A function, and how often it is called: on all processes alike, as its collectives need.
+
+  Attributes:
+    every_steps: the period.
+    function: is called after every step that is a multiple of it.
+    on_rollback: is called after training has gone back to an earlier state because of a bad step;
+      its context has this state, the number of its step, and no metrics.
+  """
 
   every_steps: int
   function: Callable[[Context], None]
+  on_rollback: Callable[[Context], None] | None = None
 
   def __post_init__(self):
     """Raises ValueError for a period below one step."""
@@ -62,11 +70,19 @@ def call(callbacks: Mapping[str, Callback], context: Context) -> None:
     CallbackError: one has raised, with its name and the place in its file.
   """
   for name, callback in callbacks.items():
-    if context.step % callback.every_steps:
-      continue
-    try:
-      callback.function(context)
-    except Exception as error:
-      raise CallbackError(
-        f"the callback {name!r} fails after step {context.step}: {error_text(error)}"
-      ) from error
+    if context.step % callback.every_steps == 0:
+      _call(name, callback.function, context, f"after step {context.step}")
+
+
+def roll_back(callbacks: Mapping[str, Callback], context: Context) -> None:
+  """Notifies those that have `on_rollback`; raises as `call`."""
+  for name, callback in callbacks.items():
+    if callback.on_rollback is not None:
+      _call(name, callback.on_rollback, context, f"on the rollback to step {context.step}")
+
+
+def _call(name: str, function: Callable[[Context], None], context: Context, when: str) -> None:
+  try:
+    function(context)
+  except Exception as error:
+    raise CallbackError(f"the callback {name!r} fails {when}: {error_text(error)}") from error

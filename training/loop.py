@@ -266,8 +266,10 @@ class Run:
     """Calls the callbacks that are due, with the metrics of the step just made."""
     self._watch.at(f"step {self.done}: callbacks", EVALUATION, begins=True)
     with self._meter.paused(), self._goodput.within("evaluation"):
-      context = callbacks.Context(self.done, self.state, values, self._job, self._workdir)
-      callbacks.call(self._callbacks, context)
+      callbacks.call(self._callbacks, self._context(values))
+
+  def _context(self, values: Mapping[str, float]) -> callbacks.Context:
+    return callbacks.Context(self.done, self.state, values, self._job, self._workdir)
 
   def _report(self, due: list[tuple[int, dict[str, float]]]) -> None:
     """Writes and shows the metrics of steps."""
@@ -309,6 +311,7 @@ class Run:
     self._writer.go_back(self.done, len(self._bad_steps.rollbacks), made.line())
     self._goodput.undo(self._writer.times)
     self._writer.write_times(self.done, self._goodput.line())
+    callbacks.roll_back(self._callbacks, self._context({}))
     self._read_ahead()
 
   # ------------------------------ evaluation ------------------------------

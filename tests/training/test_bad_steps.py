@@ -23,6 +23,8 @@ from tests.training.runs import (
 )
 from training import bad_steps as rollback
 from training.bad_steps import BadSteps, TrainingStoppedError
+from training.callbacks import CALLBACKS, Callback
+from training.metrics.sinks import SINKS
 
 NAN, HUGE = math.inf, 1e7
 WINDOW = {"training.bad_step_deviations": 10.0, "training.bad_step_window": 4}
@@ -46,7 +48,7 @@ def told(tmp_path_factory):
 # ------------------------------ whole runs ------------------------------
 
 
-def test_a_bad_step_stops_the_run_by_default_and_is_not_saved(tmp_path):
+def test_a_bad_step_stops_the_run_by_default_and_is_not_saved(tmp_path, monkeypatch):
   with pytest.raises(
     TrainingStoppedError, match=r"step 13: .*nan.*training\.on_bad_step=roll_back"
   ):
@@ -54,8 +56,40 @@ def test_a_bad_step_stops_the_run_by_default_and_is_not_saved(tmp_path):
   assert saved(tmp_path) == [5, 10]
   assert [line["step"] for line in numbers(tmp_path) if "loss" in line] == list(range(1, 13))
   # The same command goes on once it may go back: nothing has to be accepted.
-  train(tmp_path, source({12: NAN}), **ROLL_BACK)
+  heard = {"sink": [], "callback": []}
+  train(tmp_path, source({12: NAN}), **ROLL_BACK, **notified(monkeypatch, heard))
   assert [line["step"] for line in rollbacks(tmp_path)] == [10]
+  # The run resumes from step 10, and step 13 is bad again.
+  losses = [*range(11, 13), "back to 10", *range(11, STEPS + 1)]
+  assert [one for one in heard["sink"] if not str(one).startswith("eval")] == losses
+  assert heard["callback"] == [11, 12, ("back to", 10, 10, {}), *range(11, STEPS + 1)]
+
+
+def notified(monkeypatch, heard):
+  """Returns keys of a run whose sink and callback note what they are called with."""
+
+  class Noting:
+    def __init__(self, config, workdir, step):
+      assert step == 10
+
+    def write(self, step, values):
+      heard["sink"].append(step if "loss" in values else f"eval {step}")
+
+    def on_rollback(self, step):
+      heard["sink"].append(f"back to {step}")
+
+    def close(self):
+      pass
+
+  def back(context):
+    heard["callback"].append(
+      ("back to", context.step, int(context.state.step), dict(context.metrics))
+    )
+
+  noting = Callback(1, lambda context: heard["callback"].append(context.step), on_rollback=back)
+  monkeypatch.setitem(SINKS, "noting", Noting)
+  monkeypatch.setitem(CALLBACKS, "noting", noting)
+  return {"metrics.sinks": ("noting",), "training.callbacks": ("noting",)}
 
 
 @pytest.mark.parametrize(

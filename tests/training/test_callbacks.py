@@ -44,6 +44,15 @@ def test_one_that_raises_ends_the_run_with_its_name_and_place(tmp_path, monkeypa
     runs.train(tmp_path, runs.source(), prepared=job)
 
 
+def test_one_that_raises_on_a_rollback_is_named():
+  context = callbacks.Context(5, None, {}, None, None)
+  table = {"quiet": Callback(2, print), "failing": Callback(2, print, on_rollback=lambda _: 1 / 0)}
+  with pytest.raises(
+    CallbackError, match=r"'failing' fails on the rollback to step 5: .*ZeroDivisionError"
+  ):
+    callbacks.roll_back(table, context)
+
+
 def test_a_period_below_one_step_is_refused():
   with pytest.raises(ValueError, match="every_steps=0: at least 1"):
     Callback(0, print)

@@ -11,7 +11,11 @@ from runtime.extensions import Table, error_text
 
 
 class Sink(Protocol):
-  """Takes the lines of metrics.jsonl that are about steps and evaluations."""
+  """Takes the lines of metrics.jsonl that are about steps and evaluations.
+
+  It may also have `on_rollback(step)`, which is called when training has gone back to the
+  checkpoint of a step, before a later step is written again.
+  """
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Takes a line. After a rollback or a resume, a step comes again."""
@@ -47,6 +51,12 @@ class Sinks:
     """Gives a line to every sink."""
     for name, sink in list(self._open.items()):
       self._guarded(name, lambda sink=sink: sink.write(step, dict(values)))
+
+  def on_rollback(self, step: int) -> None:
+    """Notifies every sink that has `on_rollback`."""
+    for name, sink in list(self._open.items()):
+      if hasattr(sink, "on_rollback"):
+        self._guarded(name, lambda sink=sink: sink.on_rollback(step))
 
   def close(self) -> None:
     """Closes every sink."""

@@ -186,6 +186,8 @@ class MetricsWriter:
     """
     if current().first:
       self._cut(step, number - 1, {"step": step, **values})
+      if self._sinks is not None:
+        self._sinks.on_rollback(step)
 
 
 def _detach(workdir: epath.Path) -> None:

@@ -82,6 +82,20 @@ def test_one_that_cannot_be_opened_or_closed_is_reported_too(table):
   ]
 
 
+def test_only_a_sink_that_has_on_rollback_is_notified_of_one(table):
+  told, other, wrong, said = Kept(), Kept(), Kept(), []
+  told.on_rollback = lambda step: told.got.append(f"back to {step}")
+  wrong.on_rollback = lambda step: 1 / 0
+  made = opened(table, {"told": told, "other": other, "wrong": wrong}, said)
+  made.write(5, {"loss": 2.0})
+  made.on_rollback(4)
+  made.write(5, {"loss": 1.0})
+  assert told.got == [(5, {"loss": 2.0}), "back to 4", (5, {"loss": 1.0})]
+  assert other.got == [(5, {"loss": 2.0}), (5, {"loss": 1.0})]
+  [line] = said
+  assert line.startswith("the sink 'wrong' is dropped, training continues: ")
+
+
 def test_a_line_that_a_sink_changes_stays_for_the_others(table):
   kept, said = Kept(), []
   changing = Kept()
