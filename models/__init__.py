@@ -39,7 +39,12 @@ class Network(Protocol):
 
 @runtime_checkable
 class Model(Protocol):
-  """What training, the layout and the planner know of a model."""
+  """What training, the layout and the planner know of a model.
+
+  One that is registered may also have READS: which of the keys `training.rematerialization`,
+  `training.attention_kernel` and `training.loss_chunks` it reads; the others are refused where they
+  are set.
+  """
 
   def legend(self, config: ConfigDict) -> dict[str, Dim]:
     """Returns letter -> Dim: the names and sizes of the dims of its arrays. `B` is the batch."""

@@ -67,7 +67,7 @@ def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict
   steps = []
   if sizes["data"] > 1 and one_slice:
     steps.append(split)
-  used = "training.rematerialization" not in unused.MODELS.get(ready.config.model.name, {})
+  used = "training.rematerialization" not in unused.of_model(ready.config)
   if used and training.rematerialization != "full":
     steps.append(recompute)
     if steps[0] is split:

@@ -87,6 +87,20 @@ def loaded() -> list[pathlib.Path]:
   return [*_LOADED]
 
 
+def registered(what: str, name: str) -> Any:
+  """Returns what a config file has registered in a table; None where none has.
+
+  Without an import of the table's module, which may be slow: whatever has registered has imported
+  it.
+
+  Args:
+    what: the entries of the table are: "model".
+    name: of the entry.
+  """
+  tables = (table for table in _TABLES if table.what == what and name in table.origins)
+  return next((table[name] for table in tables), None)
+
+
 def _require_one_module_of_each_name(folder: pathlib.Path) -> None:
   for other in {path.parent for path in _LOADED} - {folder}:
     for name in {module.__name__.partition(".")[0] for module in _modules(other)}:

@@ -24,6 +24,7 @@ from runtime.suggest import nearest
 NOT_DECAYED = ("scale", "bias")
 # Dims of hidden matrices, the ones that Muon is for; not those of inputs, outputs and tables.
 _HIDDEN = ("model", "feedforward", "heads", "kv_heads", "head")
+_MOST_KERNELS = 6  # that a message names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Optimizer:
     build: returns an optax.GradientTransformation. It takes `learning_rate` (a schedule) and
       arguments of its own, those of `optimizer.arguments`; where it takes `weight_decay` with a
       `mask` (or `weight_decay_mask`), both are given by `optimizer.weight_decay` and `decayed`.
-    keys: key of the config's section `optimizer` -> the argument that it sets.
+    keys: key of the config's section `optimizer` -> the argument that it sets. Of those keys that
+      not every optimizer uses, any other is refused where it is set.
     of_model: finalized config -> arguments that follow from the model.
   """
 
@@ -52,6 +54,27 @@ def sgd(learning_rate, momentum=0.0, nesterov=False, accumulator_dtype=None):
   if nesterov and not momentum:
     raise ValueError("optimizer.arguments: nesterov=True needs optimizer.momentum above 0")
   return optax.sgd(learning_rate, momentum or None, nesterov, accumulator_dtype)
+
+
+class UnfitError(ValueError):
+  """An optimizer does not fit the model."""
+
+
+def _nothing_for_muon(config, leaves, legend, rules) -> str:
+  """Returns what is wrong where all parameters would be left to Muon's Adam."""
+  kernels = [
+    f"{name} ({', '.join(legend[letter].name for letter in letters_of(name, rules))})"
+    for name, leaf in leaves.items()
+    if leaf.ndim > 1 and not name.endswith(NOT_DECAYED)
+  ]
+  more = f" and {len(kernels) - _MOST_KERNELS} more" if len(kernels) > _MOST_KERNELS else ""
+  return (
+    f"optimizer.name=contrib.muon: Muon would update 0 of the {len(leaves)} trained parameters of "
+    f"the model {config.model.name}, and its Adam all: Muon takes kernels whose dims, `layers` "
+    f"apart, are all among {', '.join(_HIDDEN)}. Trained kernels are "
+    f"{', '.join(kernels[:_MOST_KERNELS]) or '(none)'}{more}. Give the model's hidden dims these "
+    f"names, or choose another optimizer"
+  )
 
 
 def muon_dimensions(config: ConfigDict) -> Mapping[str, Any]:
@@ -75,7 +98,10 @@ def muon_dimensions(config: ConfigDict) -> Mapping[str, Any]:
     return optax.contrib.MuonDimensionNumbers(tuple(places[:cut]), tuple(places[cut:]))
 
   def of(params):
-    found = [numbers(name) for name in named_leaves(params)]
+    leaves = named_leaves(params)
+    found = [numbers(name) for name in leaves]
+    if not any(found):
+      raise UnfitError(_nothing_for_muon(config, leaves, legend, rules))
     return jax.tree.unflatten(jax.tree.structure(params), found)
 
   return {"muon_weight_dimension_numbers": of}
@@ -90,6 +116,8 @@ OPTIMIZERS: Table = Table(
   },
 )
 
+# Of which the tests show that the step can use them.
+_SHOWN = ("adamw", "sgd")
 _AVERAGES = "its parameters are not those to evaluate, and evaluation and sampling would take them"
 REFUSED = {
   "contrib.schedule_free_adamw": _AVERAGES,
@@ -128,7 +156,7 @@ def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformat
   row = find(name)
   build = functools.partial(row.build, **arguments(row, config))
   schedule = learning_rate_schedule(config)
-  if row.keys:  # ours, of which the tests show that they work
+  if name in _SHOWN:
     return build(learning_rate=schedule)
   optimizer, wrong = _tried(build, schedule, params)
   if not wrong:
@@ -200,6 +228,7 @@ def arguments(row: Optimizer, config: ConfigDict) -> dict[str, Any]:
   keys, taken = config.optimizer, inspect.signature(row.build).parameters
   given = parse_arguments(keys.arguments)
   mask = next((m for m in ("mask", "weight_decay_mask") if m in taken), None)
+  _check_keys(row, keys, taken)
   found = {argument: keys[key] for key, argument in row.keys.items()}
   found |= row.of_model(config)
   ours = {argument: f"set optimizer.{key}" for key, argument in row.keys.items()}
@@ -207,10 +236,12 @@ def arguments(row: Optimizer, config: ConfigDict) -> dict[str, Any]:
   ours |= dict.fromkeys(row.of_model(config), "it follows from the model")
   if mask:
     found[mask], ours[mask] = decayed, "scales and biases never decay"
-  if mask and "weight_decay" in taken:
+  if "weight_decay" in row.keys:
+    pass  # it says itself what that does
+  elif mask and "weight_decay" in taken:
     found["weight_decay"], ours["weight_decay"] = keys.weight_decay, "set optimizer.weight_decay"
   # Under sgd the recipe's value is unused, as it did before other optimizers came.
-  elif keys.weight_decay and not row.keys:
+  elif keys.weight_decay and keys.name != "sgd":
     raise ValueError(
       f"optimizer.weight_decay={keys.weight_decay}: {keys.name} takes none that leaves scales and "
       f"biases alone; set it to 0{_own_decay(taken)}"
@@ -219,9 +250,13 @@ def arguments(row: Optimizer, config: ConfigDict) -> dict[str, Any]:
   wrong += [
     f"{name}: {keys.name} has no such argument{nearest(name, set(taken) - set(ours))}"
     for name in given
-    if name not in taken
+    if not _takes(taken, name)
   ]
-  needed = [n for n, parameter in taken.items() if parameter.default is parameter.empty]
+  needed = [
+    n
+    for n, parameter in taken.items()
+    if parameter.default is parameter.empty and parameter.kind not in _ANY
+  ]
   wrong += [f"{n}: it has no default" for n in needed if n not in {*found, *ours, *given}]
   if wrong:
     raise ValueError(
@@ -230,6 +265,33 @@ def arguments(row: Optimizer, config: ConfigDict) -> dict[str, Any]:
       + f"\nit is {keys.name}({_signature(taken)})"
     )
   return {**found, **given}
+
+
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args, **kwargs
+
+
+def _takes(taken: Mapping[str, inspect.Parameter], name: str) -> bool:
+  return name in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
+
+
+def _check_keys(row: Optimizer, keys: ConfigDict, taken: Mapping[str, inspect.Parameter]) -> None:
+  """Raises ValueError where `Optimizer.keys` names no key of the config, or no argument."""
+  wrong = [
+    f"optimizer.{key} is no key of this config{nearest(key, list(keys))}"
+    for key in row.keys
+    if key not in keys
+  ]
+  wrong += [
+    f"{argument} is no argument of {_signature(taken)}{nearest(argument, list(taken))}"
+    for argument in row.keys.values()
+    if not _takes(taken, argument)
+  ]
+  if wrong:
+    origin = OPTIMIZERS.origins.get(keys.name, __name__)
+    lines = "\n".join(f"  {line}" for line in wrong)
+    raise ValueError(
+      f"optimizer.name={keys.name}, registered by {origin}, Optimizer.keys:\n{lines}"
+    )
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
@@ -275,6 +337,8 @@ def _tried(build: Callable, rate: Any, params: Any) -> tuple[Any, str]:
     with jax.numpy_dtype_promotion("standard"):
       state = jax.eval_shape(optimizer.init, params)
       updates, after = jax.eval_shape(optimizer.update, params, state, params)
+  except UnfitError:
+    raise
   except Exception as error:  # whatever a function of another library raises
     return None, f"{type(error).__name__}: {error}".splitlines()[0]
   if _types(after) != _types(state) or _types(updates) != _types(params):

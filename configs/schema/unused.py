@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from configs.schema import recipes
+from runtime import extensions
 from training.tasks import TASKS
 
-# Keys of `optimizer` that not every optimizer uses -> the value that turns it off, and says what is
-# so; None where there is none.
+# Keys of `optimizer` that every optimizer uses.
+_GENERAL = ("name", "arguments", "learning_rate", "schedule", "warmup_steps", "clip_norm")
+# The others -> the value that turns it off, and says what is so; None where there is none. A
+# recipe may have more, for an optimizer of its own.
 _OPTIMIZER = {
   "beta_1": None,
   "beta_2": None,
@@ -16,8 +19,9 @@ _OPTIMIZER = {
   "momentum": 0.0,
   "weight_decay": 0.0,
 }
-# Optimizer -> which of them it uses. Those of optax take their own by `optimizer.arguments`;
-# whether one of them takes weight decay, `training.optimizer` finds out.
+# Optimizer -> which of them it uses. A registered one says so by `Optimizer.keys`, and those of
+# optax take their own by `optimizer.arguments`; whether one of these takes weight decay,
+# `training.optimizer` finds out.
 OPTIMIZER_KEYS = {
   "adamw": ("beta_1", "beta_2", "epsilon", "weight_decay"),
   "sgd": ("momentum",),
@@ -32,8 +36,40 @@ ROWS = {
   "image": {**_TOKENS, "data.examples": 0},
   "random": {**_TOKENS, **_IMAGES},
 }
-# Model -> keys about how a decoder is computed.
-MODELS = {"mlp": {"training.rematerialization": "none", "partitioning.sequence_parallel": False}}
+# Keys about how a decoder is computed. A registered model that reads any of the first three names
+# them in its READS; sequence parallelism is for one whose axis table has `residual_sequence`.
+_COMPUTED = {"training.rematerialization": "none"}
+_OF_TOKENS = {"training.attention_kernel": "xla", "training.loss_chunks": 1}
+_SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": False}
+MODELS = {"mlp": {**_COMPUTED, **_SEQUENCE_PARALLEL}}
+
+
+def optimizer_keys(name: str) -> tuple[str, ...]:
+  """Returns the keys of `optimizer` that an optimizer uses, besides those that all do."""
+  if name in OPTIMIZER_KEYS:
+    return OPTIMIZER_KEYS[name]
+  row = extensions.registered("optimizer", name)
+  return tuple(dict.fromkeys((*(row.keys if row else ()), *OTHERS)))
+
+
+def of_model(config: ConfigDict) -> dict[str, object]:
+  """Returns the keys outside of `model` that a config's model does not use -> their unset value."""
+  model = extensions.registered("model", config.model.name)
+  if model is None:
+    return MODELS.get(config.model.name, {})
+  # For a task without tokens `validate` has checks of its own.
+  known = {**_COMPUTED, **(_OF_TOKENS if TASKS[config.task].of_tokens else {})}
+  reads = getattr(model, "READS", ())
+  split = "residual_sequence" in config.partitioning.activations
+  keys = {key: off for key, off in known.items() if key not in reads}
+  return keys | ({} if split else _SEQUENCE_PARALLEL)
+
+
+def of_task(config: ConfigDict) -> dict[str, object]:
+  """Returns the keys that a config's task does not use -> their unset value."""
+  task = TASKS[config.task]
+  sampled = {} if task.of_tokens else {"evaluation.sample_tokens": 0}
+  return {**ROWS.get(task.rows, {}), **sampled}
 
 
 def wrong(config: ConfigDict) -> Iterator[str]:
@@ -45,19 +81,19 @@ def wrong(config: ConfigDict) -> Iterator[str]:
     config: finalized.
   """
   recipe, name = recipes.base(config.argument), config.optimizer.name
-  used = OPTIMIZER_KEYS.get(name, OTHERS)
+  used = optimizer_keys(name)
   own = "" if name in OPTIMIZER_KEYS else "; its own arguments are given by optimizer.arguments"
-  for key, off in _OPTIMIZER.items():
-    value = config.optimizer[key]
-    if key not in used and value not in (off, recipe.optimizer[key]):
+  for key, value in config.optimizer.items():
+    if key in (*_GENERAL, *used):
+      continue
+    if value not in (_OPTIMIZER.get(key), recipe.optimizer.get(key)):
       yield (
         f"optimizer.{key}={value!r}: {name} does not use it; of those keys it uses "
         f"{', '.join(used)}{own}"
       )
-  task = TASKS[config.task]
   for who, keys in (
-    (f"the model {config.model.name}", MODELS.get(config.model.name, {})),
-    (f"the task {config.task}", ROWS.get(task.rows, {})),
+    (f"the model {config.model.name}", of_model(config)),
+    (f"the task {config.task}", of_task(config)),
   ):
     for full, off in keys.items():
       section, _, key = full.partition(".")
@@ -68,7 +104,7 @@ def wrong(config: ConfigDict) -> Iterator[str]:
 
 def reset(config: ConfigDict) -> None:
   """Sets the optimizer's keys that it does not use to the recipe's; `compare` exchanges it."""
-  recipe, used = recipes.base(config.argument), OPTIMIZER_KEYS.get(config.optimizer.name, OTHERS)
-  for key in _OPTIMIZER:
-    if key not in used:
+  recipe, used = recipes.base(config.argument), optimizer_keys(config.optimizer.name)
+  for key in config.optimizer:
+    if key not in (*_GENERAL, *used):
       config.optimizer[key] = recipe.optimizer[key]

@@ -62,6 +62,13 @@ def test_a_name_that_is_taken_is_refused_with_the_place_of_the_other(tmp_path):
     extensions.load(write(tmp_path / "c", name="ours", beside="helper_c"))
 
 
+def test_what_is_registered_is_found_without_its_table(tmp_path):
+  module = extensions.load(write(tmp_path))
+  assert extensions.registered("model", "mine") is module
+  assert extensions.registered("model", "ours") is None  # the project's own
+  assert extensions.registered("sink", "mine") is None
+
+
 def test_modules_of_one_name_in_two_folders_are_refused(tmp_path):
   extensions.load(write(tmp_path / "a"))
   path = write(tmp_path / "b", name="other")

@@ -160,6 +160,34 @@ def test_a_row_that_a_user_adds_is_found_and_gets_what_it_takes(monkeypatch):
   np.testing.assert_allclose(updates["scale"], -8e-3 * 0.5 * grads["scale"], rtol=1e-5)
 
 
+def test_a_row_that_names_what_is_not_there_is_refused(monkeypatch):
+  def halving(learning_rate, factor=0.5):
+    return optax.scale(-factor)
+
+  row = optimizer.Optimizer(halving, keys={"beta_3": "factor", "beta_2": "factors"})
+  monkeypatch.setitem(optimizer.OPTIMIZERS, "halving", row)
+  message = refusal("halving")
+  assert "optimizer.beta_3 is no key of this config; did you mean 'beta_" in message
+  assert "factors is no argument of learning_rate, factor=0.5; did you mean 'factor'?" in message
+
+
+def test_a_row_with_keys_gets_them_and_is_tried_as_any_other(monkeypatch):
+  def halving(learning_rate, factor, **more):
+    assert more == {"other": 3}
+    return optax.chain(optax.scale(factor), optax.scale_by_learning_rate(learning_rate))
+
+  row = optimizer.Optimizer(halving, keys={"beta_2": "factor"})
+  monkeypatch.setitem(optimizer.OPTIMIZERS, "halving", row)
+  assert "optimizer.weight_decay=0.1: halving takes none" in refusal("halving")
+  keys = {**CONSTANT, **NO_DECAY, "optimizer.beta_2": 0.25, "optimizer.arguments": "other=3"}
+  params, grads = drawn(0), drawn(1)
+  [updates] = updates_of(make_optimizer(config_of("halving", **keys), params), params, [grads])
+  np.testing.assert_allclose(updates["scale"], -8e-3 * 0.25 * grads["scale"], rtol=1e-5)
+  broken = optimizer.Optimizer(lambda learning_rate, b=1: None, keys={"beta_2": "b"})
+  monkeypatch.setitem(optimizer.OPTIMIZERS, "halving", broken)
+  assert "optimizer.name=halving: the step cannot use it: " in refusal("halving", **NO_DECAY)
+
+
 # ---- Muon ----
 
 STACKED = {
@@ -171,6 +199,18 @@ STACKED = {
     "mlp_norm": {"scale": (2, 5)},
   },
 }
+
+
+def test_muon_refuses_a_model_of_which_it_would_update_nothing():
+  params = {"embed": {"table": jax.ShapeDtypeStruct((6, 5), jnp.float32)}}
+  with pytest.raises(ValueError, match="optimizer") as error:
+    make_optimizer(config_of("contrib.muon"), params)
+  assert str(error.value) == (
+    "optimizer.name=contrib.muon: Muon would update 0 of the 1 trained parameters of the model "
+    "transformer, and its Adam all: Muon takes kernels whose dims, `layers` apart, are all among "
+    "model, feedforward, heads, kv_heads, head. Trained kernels are embed/table (vocabulary, "
+    "model). Give the model's hidden dims these names, or choose another optimizer"
+  )
 
 
 def test_muon_takes_each_layer_s_hidden_kernels_and_no_table():

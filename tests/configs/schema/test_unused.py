@@ -1,15 +1,21 @@
 """Keys that do nothing for a config's optimizer, model or task are refused where they are set."""
 
+import pathlib
+import types
+
 import jax
 import pytest
 from ml_collections import ConfigDict
 
 from configs import base
 from configs.schema import finalize, recipes, unused, validate
+from configs.schema.axis_tables import AXIS_TABLES
+from models import MODELS
 from partitioning.mesh import resolve_sizes
 from runtime.devices import Devices
 from tests.helpers.jobs import SMALL
 from training import optimizer
+from training.optimizer import Optimizer
 from training.setup import prepare
 from training.tasks import TASKS
 
@@ -18,7 +24,7 @@ SIZES = resolve_sizes({}, None)
 
 def finalized(recipe, **overrides):
   config = base.get_config(recipe)
-  config.update_from_flattened_dict({**SMALL[recipe], **overrides})
+  config.update_from_flattened_dict({**SMALL.get(recipe, {}), **overrides})
   return finalize.finalize(config, "cpu")
 
 
@@ -87,6 +93,63 @@ def test_what_compare_exchanges_the_optimizer_of_is_not_refused():
   assert list(unused.wrong(finalize.finalize(config, "cpu"))) != []
   unused.reset(config)
   assert list(unused.wrong(finalize.finalize(config, "cpu"))) == []
+
+
+@pytest.fixture
+def register(monkeypatch):
+  """Returns a function that registers an entry as a config file does, for one test."""
+
+  def add(table, name, value):
+    monkeypatch.setitem(table, name, value)
+    monkeypatch.setitem(table.origins, name, pathlib.Path("mine.py"))
+
+  return add
+
+
+def test_a_registered_optimizer_uses_the_keys_that_it_names(register):
+  register(optimizer.OPTIMIZERS, "mine", Optimizer(print, keys={"beta_2": "decay"}))
+  mine = {"optimizer.name": "mine", "optimizer.beta_2": 0.5}
+  assert lines("lm", **mine) == []
+  [line] = lines("lm", **mine, **{"optimizer.beta_1": 0.5})
+  assert line == (
+    "optimizer.beta_1=0.5: mine does not use it; of those keys it uses beta_2, weight_decay; its "
+    "own arguments are given by optimizer.arguments"
+  )
+
+
+def test_a_key_that_a_recipe_adds_for_its_optimizer_is_refused_under_another(register):
+  def small():
+    config = recipes.mlp()
+    config.optimizer.rank = 3
+    return config
+
+  register(recipes.RECIPES, "small", small)
+  register(optimizer.OPTIMIZERS, "mine", Optimizer(print, keys={"rank": "rank"}))
+  assert lines("small") == []
+  assert lines("small", **{"optimizer.name": "mine", "optimizer.rank": 4}) == []
+  [line] = lines("small", **{"optimizer.rank": 4})
+  assert line.startswith("optimizer.rank=4: adamw does not use it; of those keys it uses beta_1")
+
+
+def test_a_registered_model_uses_the_keys_that_it_names(register):
+  def small():
+    config = recipes.mlp()
+    config.model.name = "mine"
+    return config
+
+  register(recipes.RECIPES, "small", small)
+  register(AXIS_TABLES, "mine", AXIS_TABLES["mlp"])
+  model = types.SimpleNamespace()
+  register(MODELS, "mine", model)
+  keys = {"training.rematerialization": "full", "partitioning.sequence_parallel": True}
+  assert lines("small", **keys) == [
+    "training.rematerialization='full': the model mine does not use it; leave it at 'none'",
+    "partitioning.sequence_parallel=True: the model mine does not use it; leave it at False",
+  ]
+  model.READS = ("training.rematerialization",)
+  assert [line.partition("=")[0] for line in lines("small", **keys)] == [
+    "partitioning.sequence_parallel"
+  ]
 
 
 def test_the_keys_of_our_optimizers_are_those_of_their_table():
