@@ -2,8 +2,8 @@
 
 python main.py [VERB] --config=configs/STRATEGY.py[:RECIPE] [--workdir=DIR] [--config.key=value ...]
 
-VERB    train (default): train, evaluating on the held-out split
-        evaluate: a checkpoint on the held-out split, on the mesh that the config names
+VERB    train (default): train, evaluating on the evaluation split
+        evaluate: a checkpoint on the evaluation split, on the mesh that the config names
         sample: continue --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE
         layout: print where every array lies; --against=CONFIG compares two strategies,
           --html=FILE writes it as a page with drawings and what each mesh axis costs

@@ -186,8 +186,8 @@ def measure(name: str, ready: setup.Job, most: float) -> bool:
   data = splits.open_data(ready)
   # The evaluation at the end is not timed; one batch of it is enough.
   size = ready.config.data.global_batch_size
-  few = dataclasses.replace(data.held_out.source, rows=size)
-  data = dataclasses.replace(data, held_out=EvaluationBatches(few, global_batch_size=size))
+  few = dataclasses.replace(data.evaluation.source, rows=size)
+  data = dataclasses.replace(data, evaluation=EvaluationBatches(few, global_batch_size=size))
   steps = ready.config.training.steps
   batches = [data.train.batch(step, ready.batch_shardings) for step in range(steps)]
   params = jax.device_get(ready.initial_state().params)

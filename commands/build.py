@@ -11,7 +11,7 @@ from training import parity, setup
 
 
 def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
-  """Finalizes and checks the configs, starts the devices, judges the layouts."""
+  """Finalizes and checks the configs, starts the devices, checks the layouts."""
   configs = [flag.value for flag in config_flags_given]
   started = devices.start(
     *(config.mesh.to_dict() for config in configs),
@@ -31,7 +31,7 @@ def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
 
 
 def job(config: ConfigDict, its_devices: devices.Devices) -> setup.Job:
-  """Finalizes and checks a config, and judges its layout.
+  """Finalizes and checks a config, and checks its layout.
 
   Raises:
     ValueError: keys that do not go together, or a layout that is refused.

@@ -15,18 +15,20 @@ from training.metrics.console import ProgressLine, say
 def prepare(watch: Watchdog) -> Callable[[], int]:
   """Evaluates a checkpoint on the evaluation split, or evaluation.final_steps batches of it."""
   [ready] = build.prepare(flags.CONFIG)
-  held_out = splits.open_held_out(ready)
-  preflight_facts.about_to_run(ready, {"held out": held_out.source}, flags.workdir(), writes=False)
+  evaluation = splits.open_evaluation(ready)
+  preflight_facts.about_to_run(
+    ready, {"held out": evaluation.source}, flags.workdir(), writes=False
+  )
   step, params = restore.parameters(ready, flags.CHECKPOINT.value or str(flags.workdir()))
 
   def run() -> int:
-    train.announce_bad(held_out.source)
+    train.announce_bad(evaluation.source)
     lockstep = Lockstep(watch.group, watch.stop)
     compiled = ready.compile_eval_step().function
     steps = ready.config.evaluation.final_steps
-    with ProgressLine(min(steps or len(held_out), len(held_out))) as progress:
+    with ProgressLine(min(steps or len(evaluation), len(evaluation))) as progress:
       shown = functools.partial(progress.evaluating, alone=True)
-      evaluator = Evaluator(ready, held_out, compiled, watch, lockstep, shown)
+      evaluator = Evaluator(ready, evaluation, compiled, watch, lockstep, shown)
       found = evaluator(params, steps=steps)
     if found is None:
       return exit_codes.STOPPED

@@ -51,7 +51,7 @@ class Result:
 
 
 def build(config: ConfigDict, simulate: bool = True) -> Job:
-  """Returns the job of a config: finalized, checked, its layout judged.
+  """Returns the job of a config: finalized, checked, its layout checked.
 
   Args:
     config: as a strategy's `get_config` returns it, with any keys changed.
@@ -115,7 +115,7 @@ def train(job: Job, workdir: str | epath.Path, callbacks: Sequence[Callback] = (
   with watch:
     data = splits.open_data(job)
     with workdir_owner.owned(job, folder, watch) as owner:
-      record, newest = restore.judge(job, data.train.source, folder)
+      record, newest = restore.check_resume(job, data.train.source, folder)
       start = restore.begin(job, folder, record, owner, newest)
     with start.owner:
       verb.write_files(job, data, folder, start.owner.require)

@@ -29,8 +29,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   data = splits.open_data(ready)
   workdir = flags.workdir()
   with workdir_owner.owned(ready, workdir, watch) as owner:
-    record, newest = restore.judge(ready, data.train.source, workdir, flags.ACCEPT.value)
-    sources = {"train": data.train.source, "held out": data.held_out.source}
+    record, newest = restore.check_resume(ready, data.train.source, workdir, flags.ACCEPT.value)
+    sources = {"train": data.train.source, "held out": data.evaluation.source}
     preflight_facts.about_to_run(ready, sources, workdir, writes=True)
     start = restore.begin(ready, workdir, record, owner, newest)
   return lambda: run(ready, data, start, workdir, watch)
@@ -114,10 +114,10 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
   say(layout_text.job_text(ready, whole=False))
   say(
     f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
-    f"evaluation: {data.held_out.source.name}, {len(data.held_out.source):,} rows"
+    f"evaluation: {data.evaluation.source.name}, {len(data.evaluation.source):,} rows"
   )
   announce_bad(data.train.source)
-  announce_bad(data.held_out.source)
+  announce_bad(data.evaluation.source)
   say(f"workdir: {workdir}")
 
 
@@ -137,7 +137,7 @@ def write_files(
   files.replace(workdir / workdir_files.LAYOUT, text, require=require)
   if not ready.config.data.max_bad_records:
     return
-  sources = {"train": data.train.source, "held out": data.held_out.source}
+  sources = {"train": data.train.source, "held out": data.evaluation.source}
   listed = {
     split: {"name": source.name, **dataclasses.asdict(source.bad)}
     for split, source in sources.items()

@@ -130,7 +130,9 @@ def find(records: Records, limit: int, sharing: Sharing) -> BadRecords:
   of_the_data_set = not rows or (rows[0] in store.bad_records and not left_out)
   why = store.why if of_the_data_set else next(e["why"] for e in reports if rows[0] in e["rows"])
   bad = BadRecords(rows, left_out, why)
-  _judge(records, bad, len(rows) if checked else sum(each["found"] for each in reports), limit)
+  _check_limit(
+    records, bad, len(rows) if checked else sum(each["found"] for each in reports), limit
+  )
   if not checked:
     _keep(store, {"stamp": stamp, "rows": rows, "why": why, "suspects": []})
   return bad
@@ -163,7 +165,7 @@ def _share(records: Records, suspects: list[int], limit: int, sharing: Sharing) 
   return {"rows": kept, "why": found[kept[0]] if kept else "", "found": count_here}
 
 
-def _judge(records: Records, bad: BadRecords, found: int, limit: int) -> None:
+def _check_limit(records: Records, bad: BadRecords, found: int, limit: int) -> None:
   """Raises ValueError where too much is bad; of the rows that were found, not all may be listed."""
   store, rows = records.store, max(found, len(bad.rows))
   total = rows + len(bad.left_out)

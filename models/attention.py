@@ -20,7 +20,7 @@ from models.rope import apply_rope
 from models.token_positions import Rows
 from models.transformer_dims import KEYS, QUERIES, RESIDUAL
 from partitioning.constraints import constrain, tie_to
-from partitioning.parallel.products import column_parallel, row_parallel
+from partitioning.parallel.matmuls import column_parallel, row_parallel
 from partitioning.parallel.ring_attention import Scores, ring_attention, sequence_axes
 
 
@@ -144,9 +144,9 @@ class Attention(nnx.Module):
       cache: this layer's; None where x is all that there is.
     """
     projections = [self.query, self.key, self.value]
-    products = column_parallel(x_BRD, projections, RESIDUAL)
+    projected = column_parallel(x_BRD, projections, RESIDUAL)
     q_BTNH, k_BTKH, v_BTKH = (
-      linear.add_bias(x) for linear, x in zip(projections, products, strict=True)
+      linear.add_bias(x) for linear, x in zip(projections, projected, strict=True)
     )
     if self.query_key_norm:
       q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from models.dtypes import wide_dtype
 from models.transformer_dims import RESIDUAL, fan_in, letters_of, optional_letters, sizes
 from partitioning.constraints import constrain
-from partitioning.parallel.products import column_parallel, row_parallel
+from partitioning.parallel.matmuls import column_parallel, row_parallel
 from partitioning.parallel.vocabulary import vocab_parallel_embedding
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
@@ -77,7 +77,7 @@ def dropout(
 class Linear(nnx.Module):
   """A kernel of any rank, drawn with standard deviation `scale * fan_in ** -0.5`, maybe a bias.
 
-  It is multiplied by in `partitioning.parallel.products`, which knows where its dims are sharded.
+  It is multiplied by in `partitioning.parallel.matmuls`, which knows where its dims are sharded.
 
   Attributes:
     letters: of the kernel, without the stack's L.

@@ -31,7 +31,7 @@ from models.transformer_dims import parameters as parameters
 from partitioning.constraints import constrain
 from partitioning.dims import Axes
 from partitioning.parallel import ring_attention
-from partitioning.parallel.products import column_parallel
+from partitioning.parallel.matmuls import column_parallel
 from partitioning.parallel.vocabulary import chunked_logits
 
 # What the backward pass recomputes, by the value of `training.rematerialization`.

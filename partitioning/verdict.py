@@ -39,7 +39,7 @@ class Layout:
   activations: ActivationLayout
 
 
-def judge(
+def check_layout(
   params: Any,
   optimizer: Any,
   batch: Mapping[str, jax.ShapeDtypeStruct],

@@ -33,7 +33,7 @@ device is then the input that layer 3 needs there.
 
 
 def job_of(strategy: str, width: int = WIDTH) -> Job:
-  """Returns the job of a config in configs/, its layout judged, nothing started."""
+  """Returns the job of a config in configs/, its layout checked, nothing started."""
   config = importlib.import_module(f"configs.{strategy}").get_config("mlp_tutorial")
   config.model.model_size = config.data.global_batch_size = width
   platform = jax.default_backend()

@@ -96,9 +96,9 @@ class BadSteps:
     }
     return {RECORD: known, POSITION: self.position.listed()}
 
-  # ------------------------------ judging ------------------------------
+  # ------------------------------ checking ------------------------------
 
-  def judge(self, values: Mapping[str, float]) -> str:
+  def check(self, values: Mapping[str, float]) -> str:
     """Returns what is wrong with a step's metrics; "" where nothing is, and its loss is kept."""
     why = not_finite(values) or self._too_large(values["loss"])
     if not why and self._keys.bad_step_deviations:
@@ -106,7 +106,7 @@ class BadSteps:
     return why
 
   def _too_large(self, loss: float) -> str:
-    """Judges once the window is full; sums by `fsum`, which are right to the last bit."""
+    """Checks once the window is full; sums by `fsum`, which are right to the last bit."""
     known, most = self._losses, self._keys.bad_step_deviations
     if not most or len(known) < self._keys.bad_step_window:
       return ""
@@ -150,7 +150,7 @@ class BadSteps:
     last = self.rollbacks[-1] if self.rollbacks else None
     return last is not None and last.step == saved[-1] and bad_step <= last.bad_step
 
-  def go_back(
+  def roll_back(
     self, bad_step: int, why: str, step: int, saved: Sequence[int], record: Mapping[str, Any]
   ) -> Rollback:
     """Notes a rollback, and returns it.

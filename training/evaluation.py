@@ -28,16 +28,16 @@ class Evaluation:
     metrics: `eval_loss` and what the objective adds to it, over all batches that were taken.
     examples: of the split, in these batches.
     whole: whether these are all examples of the split.
-    judged: the metrics by which a checkpoint is compared with others: of the first
-      `judged_examples` examples alone, so that every evaluation of a run compares the same ones.
-    judged_examples: how many these are.
+    ranking: the metrics by which a checkpoint is compared with others: of the first
+      `ranking_examples` examples alone, so that every evaluation of a run compares the same ones.
+    ranking_examples: how many these are.
   """
 
   metrics: dict[str, float]
   examples: int
   whole: bool
-  judged: dict[str, float]
-  judged_examples: int
+  ranking: dict[str, float]
+  ranking_examples: int
 
   def line(self) -> dict[str, float]:
     """Returns what `metrics.jsonl` says."""
@@ -49,8 +49,8 @@ class Evaluation:
     Args:
       fingerprint: of the split's rows.
     """
-    over = {"data": fingerprint, "examples": self.judged_examples}
-    return {"metrics": self.judged, "metrics_over": over}
+    over = {"data": fingerprint, "examples": self.ranking_examples}
+    return {"metrics": self.ranking, "metrics_over": over}
 
   def bad(self) -> str:
     """Returns what is wrong with the metrics; "" where they are finite."""
@@ -94,7 +94,7 @@ class Evaluator:
   progress: Callable[[int, int], None] | None = None
 
   def __call__(
-    self, params: Any, variables: Any = None, *, steps: int = 0, judged_steps: int = 0
+    self, params: Any, variables: Any = None, *, steps: int = 0, ranking_steps: int = 0
   ) -> Evaluation | None:
     """Evaluates; returns None where a stop came in between.
 
@@ -102,13 +102,13 @@ class Evaluator:
       params: the parameters, placed as the job's.
       variables: the model's other variables, where it has any.
       steps: batches to take; 0 for the whole split.
-      judged_steps: how many of them checkpoints are compared by; 0 for all that are taken.
+      ranking_steps: how many of them checkpoints are compared by; 0 for all that are taken.
     """
     count = min(steps, len(self.batches)) if steps else len(self.batches)
-    judged_count = min(judged_steps, count) if judged_steps else count
+    ranking_count = min(ranking_steps, count) if ranking_steps else count
     shardings = self.job.batch_shardings
     totals: dict[str, float] = {}
-    judged: dict[str, float] = {}
+    ranking: dict[str, float] = {}
     with Prefetcher(
       lambda i: self.batches.batch(i, shardings), start=0, stop=count, name=_READER
     ) as prefetched:
@@ -127,8 +127,8 @@ class Evaluator:
         sums = jax.device_get(self.step(params, batch, *([None, variables] if variables else [])))
         for name, value in sums.items():
           totals[name] = totals.get(name, 0.0) + float(value)
-        if i + 1 == judged_count:
-          judged = dict(totals)
+        if i + 1 == ranking_count:
+          ranking = dict(totals)
         if self.progress is not None:
           self.progress(i + 1, count)
     task = TASKS[self.job.config.task]
@@ -136,6 +136,6 @@ class Evaluator:
       metrics=task.evaluated(totals),
       examples=self.batches.examples(count),
       whole=count == len(self.batches),
-      judged=task.evaluated(judged),
-      judged_examples=self.batches.examples(judged_count),
+      ranking=task.evaluated(ranking),
+      ranking_examples=self.batches.examples(ranking_count),
     )

@@ -3,18 +3,17 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
 
 from analysis import collectives
-from checkpointing.async_writer import SaveError
 from input_pipeline.prefetch import Prefetcher
 from processes.coordination import current
 from processes.step_barrier import Lockstep
 from processes.stragglers import Pace
-from processes.watchdog import ENDING, EVALUATION, SAVING, STARTING, Watchdog
+from processes.watchdog import ENDING, EVALUATION, STARTING, Watchdog
 from training import callbacks, restore
 from training.bad_steps import BadStepError, BadSteps
 from training.callbacks import CALLBACKS, Callback
@@ -31,6 +30,7 @@ from training.metrics.waiting import Waiting
 from training.metrics.writer import FILE, MetricsWriter
 from training.replica_check import ReplicaCheck
 from training.restore import Start, plain
+from training.saving import Saver
 from training.setup import Job
 from training.splits import Data
 from training.state import State
@@ -79,18 +79,18 @@ def train(
     run.open()
     run.compile()
     run.catch_up()
-    while run.goes_on():
+    while run.has_next_step():
       batch = run.next_batch()
       if batch is None:
         break
       try:
         run.step(batch)
-        held_out = run.evaluate() if run.evaluation_due() else None
+        evaluation = run.evaluate() if run.evaluation_due() else None
       except BadStepError as bad:
-        run.go_back(bad)
+        run.roll_back(bad)
         continue
-      run.save_if_due(held_out)
-    run.save_the_rest()
+      run.save_if_due(evaluation)
+    run.save_last_step()
   watch.at("ending", ENDING)
   say(run.summary())
   return End(run.state, run.stopped)
@@ -122,19 +122,19 @@ class Run:
     self._job, self._config, self._data, self._start = job, job.config, data, start
     self._workdir, self._watch, self._started = workdir, watch, started
     self._callbacks = called
-    self._checkpointer = start.checkpointer
-    self._saved = start.step
-    self._unsaved = False  # a save has failed, and is tried again at the next step
+    self._saver = Saver(start, plain(job.config), watch)
     self._bad_steps = BadSteps(job.config, start.known, start.step)
     self._schedule = LogSchedule(job.config, start.known, start.step)
     self._lockstep = Lockstep(watch.group, watch.stop)
     # On simulated devices one step is in flight at most: more can deadlock in a rendezvous.
     # On accelerators metrics are read a step late, so that the device never waits for the host.
     self._reader = MetricsReader(
-      late=0 if job.devices.simulated else 1, judge=self._bad_steps.judge
+      late=0 if job.devices.simulated else 1, check=self._bad_steps.check
     )
     self._stack = stack
-    self._interrupted = start.step > 0 and self.evaluation_due() and not self._evaluated()
+    self._interrupted = (
+      start.step > 0 and self.evaluation_due() and not is_logged(job, workdir, start.step)
+    )
     self._writer = stack.enter_context(
       MetricsWriter(
         workdir,
@@ -179,9 +179,6 @@ class Run:
         where = self._workdir / FILE
         warn(f"{where} has lost lines of finished steps: {news}; training continues without them")
 
-  def _evaluated(self) -> bool:
-    return is_logged(self._job, self._workdir, self.done)
-
   def compile(self) -> None:
     """Compiles the steps of training and evaluation, and prints the collectives."""
     job = self._job
@@ -196,13 +193,9 @@ class Run:
     with Waiting("compiling the evaluation step").show():
       evaluation = job.compile_eval_step().function
     self._progress = self._stack.enter_context(ProgressLine(self._config.training.steps))
+    shown = self._progress.evaluating
     self._evaluator = Evaluator(
-      job,
-      self._data.held_out,
-      evaluation,
-      self._watch,
-      self._lockstep,
-      self._progress.evaluating,
+      job, self._data.evaluation, evaluation, self._watch, self._lockstep, shown
     )
     self._replicas = ReplicaCheck(job)
 
@@ -214,7 +207,7 @@ class Run:
       if self._interrupted and self.evaluate() is not None:
         self._writer.write_times(self.done, self._goodput.line())
     except BadStepError as bad:
-      self.go_back(bad)
+      self.roll_back(bad)
 
   def _read_ahead(self) -> None:
     """Begins to make the batches of the steps to come."""
@@ -230,8 +223,8 @@ class Run:
 
   # ------------------------------ steps ------------------------------
 
-  def goes_on(self) -> bool:
-    """Returns whether there is another step to make."""
+  def has_next_step(self) -> bool:
+    """Returns whether another step is to be computed."""
     return self.done < self._config.training.steps and not self.stopped
 
   def next_batch(self) -> Any:
@@ -285,7 +278,7 @@ class Run:
         self._writer.write(number, values)
         self._progress.update(number, meter.text(number, values))
 
-  def go_back(self, bad: BadStepError) -> None:
+  def roll_back(self, bad: BadStepError) -> None:
     """Goes back to before a bad step, whose batch is skipped from now on.
 
     Raises:
@@ -294,21 +287,20 @@ class Run:
     if more := self._bad_steps.refusal():
       raise BadStepError(bad.step, bad.why, more) from None
     with self._goodput.within("lost_to_restart"), self._meter.paused():
-      self._saving("waiting for the last save")
-      with self._failing_saves("an older step is restored"):
-        self._checkpointer.wait()
+      with self._saver.tolerating_failure("an older step is restored", self._progress.note):
+        self._saver.wait()
       self._watch.at(f"going back from step {bad.step}", STARTING)
       self._batches.close()
       self.state = None  # there need not be memory for two
-      made, self.state = restore.go_back(
-        self._job, self._checkpointer, self._bad_steps, bad.step, bad.why
+      made, self.state = restore.roll_back(
+        self._job, self._start.checkpointer, self._bad_steps, bad.step, bad.why
       )
       self._progress.note(self._bad_steps.text())
-    self.done = self._saved = made.step
-    self._schedule.go_back(self.done)
-    self._unsaved = False
+    self.done = made.step
+    self._saver.roll_back(self.done)
+    self._schedule.roll_back(self.done)
     self._meter.back(bad.step, self.done)
-    self._writer.go_back(self.done, len(self._bad_steps.rollbacks), made.line())
+    self._writer.roll_back(self.done, len(self._bad_steps.rollbacks), made.line())
     self._goodput.undo(self._writer.times)
     self._writer.write_times(self.done, self._goodput.line())
     callbacks.roll_back(self._callbacks, self._context({}))
@@ -332,7 +324,7 @@ class Run:
         self.state.params,
         self.state.variables,
         steps=keys.final_steps if self._last() else keys.steps,
-        judged_steps=keys.steps if keys.every_steps else 0,
+        ranking_steps=keys.steps if keys.every_steps else 0,
       )
       if found is None:
         self.stopped = True
@@ -345,64 +337,47 @@ class Run:
 
   # ------------------------------ saving ------------------------------
 
-  def save_if_due(self, held_out: Evaluation | None) -> None:
+  def save_if_due(self, evaluation: Evaluation | None) -> None:
     """Saves, after the metrics are read and written: what is saved is finite, and is logged."""
-    with self._goodput.within("save"), self._failing_saves("the next step is saved instead"):
-      self._checkpointer.check()
+    failures = self._saver.tolerating_failure("the next step is saved instead", self._progress.note)
+    with self._goodput.within("save"), failures:
+      self._saver.check()
       if self._save_due():
-        self._save(held_out)
-      self._unsaved = False
-    if self._saved == self.done:
+        self._save(evaluation)
+      self._saver.retry = False
+    if self._saver.step == self.done:
       self._writer.write_times(self.done, self._goodput.line())
-
-  @contextlib.contextmanager
-  def _failing_saves(self, instead: str) -> Iterator[None]:
-    """Reports a save that has failed, and continues."""
-    try:
-      yield
-    except SaveError as error:
-      if not error.agreed:  # the others wait in the middle of it; a restart resumes from the last
-        raise
-      self._unsaved = True
-      self._progress.note(f"WARNING: {error}; training continues, and {instead}")
 
   def _save_due(self) -> bool:
     keys = self._config.checkpoint
-    if self._last() or self._unsaved or _due(self.done, keys.every_steps):
+    if self._last() or self._saver.retry or _due(self.done, keys.every_steps):
       return True
     return self.evaluation_due() and bool(keys.keep_best)
 
-  def _saving(self, label: str) -> None:
-    """Says what is going on with a save, which may take long where it makes progress."""
-    self._watch.at(label, SAVING, progress=self._checkpointer.progress)
-
-  def _save(self, held_out: Evaluation | None) -> None:
-    self._saving(f"saving step {self.done}")
-    self._replicas.before_save(self.done, self.state)
-    judged = {}
-    if held_out is not None and self._config.checkpoint.keep_best:
-      judged = held_out.compared(self._data.held_out.source.fingerprint)
-    self._checkpointer.save(
+  def _save(self, evaluation: Evaluation | None) -> None:
+    ranked_by = {}
+    if evaluation is not None and self._config.checkpoint.keep_best:
+      ranked_by = evaluation.compared(self._data.evaluation.source.fingerprint)
+    record = {**self._start.record, **self._bad_steps.record(), **self._schedule.record()}
+    self._saver.save(
       self.done,
-      vars(self.state),
-      config=plain(self._config),
-      record={**self._start.record, **self._bad_steps.record(), **self._schedule.record()},
-      **judged,
+      self.state,
+      record,
+      before=lambda: self._replicas.before_save(self.done, self.state),
+      **ranked_by,
     )
-    self._saved = self.done
 
   # ------------------------------ end ------------------------------
 
-  def save_the_rest(self) -> None:
+  def save_last_step(self) -> None:
     """Saves the last step where a stop came before it was due, or its save has failed."""
-    if self._saved < self.done and self._rest_is_good():
+    if self._saver.step < self.done and self._last_step_is_good():
       self._save(None)
-    self._saving("waiting for the last save")
     with self._goodput.within("save"):
-      self._checkpointer.wait()
-    self._writer.write_times(self._saved, self._goodput.line(done=not self.stopped))
+      self._saver.wait()
+    self._writer.write_times(self._saver.step, self._goodput.line(done=not self.stopped))
 
-  def _rest_is_good(self) -> bool:
+  def _last_step_is_good(self) -> bool:
     """Reads the metrics of the last step; one that is bad is left to the next start."""
     try:
       self._report(self._reader.rest())
@@ -410,7 +385,7 @@ class Run:
       if more := self._bad_steps.refusal():
         raise BadStepError(bad.step, bad.why, more) from None
       self._progress.note(f"WARNING: step {bad.step}: {bad.why}; it is not saved")
-      self.done = self._saved
+      self.done = self._saver.step
       return False
     return True
 

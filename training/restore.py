@@ -52,7 +52,7 @@ class Start:
   owner: Ownership = dataclasses.field(default_factory=Ownership)
 
 
-def judge(
+def check_resume(
   job: Job, source: Source, workdir: epath.Path, accept: Sequence[str] = ()
 ) -> tuple[dict[str, Any], Verified | None]:
   """Compares a run with the checkpoints in its workdir, where there are any; changes nothing.
@@ -109,9 +109,9 @@ def begin(
   Args:
     job: the run.
     workdir: its folder.
-    record: of its checkpoints, as `judge` returns it.
+    record: of its checkpoints, as `check_resume` returns it.
     owner: of the workdir.
-    newest: the checkpoint that `judge` has compared.
+    newest: the checkpoint that `check_resume` has compared.
 
   Raises:
     ValueError: the checkpoint's arrays are not the model's, or none can be read.
@@ -139,7 +139,7 @@ def begin(
   return Start(state, step, record, checkpointer, origin, known, owner)
 
 
-def go_back(
+def roll_back(
   job: Job, checkpointer: Checkpointer, bad_steps: rollback.BadSteps, bad_step: int, why: str
 ) -> tuple[rollback.Rollback, State]:
   """Goes back to before a bad step; returns the rollback and the state. All processes call it.
@@ -173,7 +173,7 @@ def go_back(
       found, tree = checkpointer.restore_verified(vars(job.placed_state))
     step, state, record = found.step, State(**tree), _record(found)
     checkpointer.remove_after(step)
-  return bad_steps.go_back(bad_step, why, step, saved, record), state
+  return bad_steps.roll_back(bad_step, why, step, saved, record), state
 
 
 def _record(checkpoint: Verified) -> dict[str, Any]:

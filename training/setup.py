@@ -1,4 +1,4 @@
-"""A job: a config brought together with its devices, its layout judged, nothing started yet."""
+"""A job: a config brought together with its devices, its layout checked, nothing started yet."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.dims import Legend, Table
 from partitioning.mesh import make_mesh
 from partitioning.rules import Placement
-from partitioning.verdict import TABLES, Layout, judge
+from partitioning.verdict import TABLES, Layout, check_layout
 from runtime.devices import Devices, memory_bytes
 from training.state import State
 from training.step import Program, abstract_batch, make_program
@@ -189,7 +189,7 @@ class Compiled:
 
 
 def prepare(config: ConfigDict, devices: Devices) -> Job:
-  """Brings a finalized config together with its devices, and judges the layout.
+  """Brings a finalized config together with its devices, and checks the layout.
 
   Raises:
     LayoutError: with every failure of the layout in one message.
@@ -201,7 +201,7 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   program = make_program(config)
   state = program.abstract_state()
   batch = abstract_batch(config, legend)
-  layout = _judge(config, legend, program, state, batch, mesh)
+  layout = _check_layout(config, legend, program, state, batch, mesh)
   placements = layout.placements
   if not devices.described:  # whether it fits devices that are not here, a plan says
     _check_memory(config, placements, devices)
@@ -217,7 +217,7 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   return Job(config, devices, mesh, legend, program, state, batch, placements, layout.activations)
 
 
-def _judge(config, legend, program, state, batch, mesh) -> Layout:
+def _check_layout(config, legend, program, state, batch, mesh) -> Layout:
   """Returns the verdict on the layout, by a trace of one microbatch's forward pass."""
   count = config.training.gradient_accumulation_steps
   microbatch = {
@@ -230,7 +230,7 @@ def _judge(config, legend, program, state, batch, mesh) -> Layout:
       key = jax.eval_shape(jax.random.key, 0)
       jax.eval_shape(program.sums, state.params, microbatch, key, state.variables)
 
-  return judge(
+  return check_layout(
     state.params,
     state.optimizer,
     batch,

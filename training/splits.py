@@ -22,7 +22,7 @@ class Data:
   """The batches of a job, both splits opened and found fit."""
 
   train: TrainingBatches
-  held_out: EvaluationBatches
+  evaluation: EvaluationBatches
 
 
 def open_data(job: Job) -> Data:
@@ -44,10 +44,10 @@ def open_data(job: Job) -> Data:
   )
   if train.abstract != job.batch:
     raise ValueError(f"{source.name} gives {train.abstract}, the model takes {job.batch}")
-  return Data(train, open_held_out(job))
+  return Data(train, open_evaluation(job))
 
 
-def open_held_out(job: Job) -> EvaluationBatches:
+def open_evaluation(job: Job) -> EvaluationBatches:
   """Opens the evaluation split; raises as `open_data`."""
   data, keys = job.config.data, job.config.evaluation
   source = _open(job, data.evaluation_split)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from partitioning.dims import Dim
-from partitioning.verdict import judge
+from partitioning.verdict import check_layout
 
 LEGEND = {
   "L": Dim("layers", 3),
@@ -50,7 +50,7 @@ def specs(tree, *, names=RULES, legend=LEGEND, table=TABLE, sizes=SIZES, overrid
   An activation takes every axis, so that none is unused.
   """
   tables = {"parameters": table, "optimizer": table, "activations": table}
-  layout = judge(
+  layout = check_layout(
     tree,
     {},
     {"all": array(math.prod(sizes.values()))},

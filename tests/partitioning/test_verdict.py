@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from partitioning.constraints import constrain
 from partitioning.dims import Dim
 from partitioning.rules import LayoutError
-from partitioning.verdict import TABLES, judge
+from partitioning.verdict import TABLES, check_layout
 
 LEGEND = {
   "B": Dim("batch", None),
@@ -35,7 +35,7 @@ def two_matmuls(params, x_BD):
 
 
 def verdict(*, sizes=SIZES, legend=LEGEND, rows=8, forward=two_matmuls, **changes):
-  """Returns the layout of a network of two matmuls; `changes` are arguments of `judge`."""
+  """Returns the layout of a network of two matmuls; `changes` are arguments of `check_layout`."""
   width, outputs = legend["F"].size, legend["O"].size
   params = {"up": array(12, width), "down": array(width, outputs)}
   mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
@@ -52,7 +52,7 @@ def verdict(*, sizes=SIZES, legend=LEGEND, rows=8, forward=two_matmuls, **change
     "sizes": sizes,
   }
   state = jax.eval_shape(OPTIMIZER.init, params)
-  return judge(params, state, {"inputs": array(rows, 12)}, trace, **{**given, **changes})
+  return check_layout(params, state, {"inputs": array(rows, 12)}, trace, **{**given, **changes})
 
 
 def refusal(**changes):

@@ -31,7 +31,7 @@ def losses(workdir: pathlib.Path) -> dict[int, float]:
 
 
 def evaluations(workdir: pathlib.Path) -> dict[int, float]:
-  """Returns step -> loss on the held-out split."""
+  """Returns step -> loss on the evaluation split."""
   lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
   return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
 

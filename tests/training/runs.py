@@ -100,7 +100,7 @@ def train(
   held_out = EvaluationBatches(held_out or source(), global_batch_size=batch)
   data = Data(TrainingBatches(rows, global_batch_size=batch, seed=0), held_out)
   folder.mkdir(parents=True, exist_ok=True)
-  record, newest = restore.judge(prepared, rows, folder, accept)
+  record, newest = restore.check_resume(prepared, rows, folder, accept)
   start = restore.begin(prepared, folder, record, newest=newest)
   start.checkpointer.start_writing()
   with Watchdog(current(), StopRequest() if stop is None else stop) as watch:

@@ -250,7 +250,7 @@ def config(**keys) -> ConfigDict:
 
 def judged(bad_steps, *losses) -> list[bool]:
   """Returns which losses are bad."""
-  return [bool(bad_steps.judge({"loss": loss, "grad_norm": 1.0})) for loss in losses]
+  return [bool(bad_steps.check({"loss": loss, "grad_norm": 1.0})) for loss in losses]
 
 
 def test_a_loss_is_held_against_the_last_ones():
@@ -269,7 +269,7 @@ def test_a_loss_is_held_against_the_last_ones():
 def test_the_record_gives_everything_back_to_the_bit():
   one = BadSteps(config(), {})
   judged(one, 0.1 + 0.2, 1 / 3, 2.5e-17, 7.0, math.pi)
-  one.go_back(9, "loss is nan", 5, (5,), one.record())
+  one.roll_back(9, "loss is nan", 5, (5,), one.record())
   again = BadSteps(config(), json.loads(json.dumps(one.record())), 5)
   assert again.record() == one.record()
   assert again.position == one.position
@@ -283,7 +283,7 @@ def test_going_back_forgets_the_losses_of_the_undone_steps():
   judged(bad_steps, 1, 2, 3)
   record = bad_steps.record()
   judged(bad_steps, 4, 5)
-  bad_steps.go_back(6, "", 3, (3,), record)
+  bad_steps.roll_back(6, "", 3, (3,), record)
   assert bad_steps.record()[rollback.RECORD]["losses"] == [1, 2, 3]
 
 
@@ -293,7 +293,7 @@ def test_how_far_it_goes_back():
   assert bad_steps.target(9, (2, 4, 6)) == 6
   assert bad_steps.target(8, (2, 4, 6)) == 4
   assert bad_steps.target(8, (6,)) == 6, "there is none before"
-  made = bad_steps.go_back(8, "", 6, (6,), {})
+  made = bad_steps.roll_back(8, "", 6, (6,), {})
   assert made.skipped_rows == ((24, 32),), "what the checkpoint has done cannot be skipped"
   # The batches 8, 9, 10 were the steps 7, 8, 9 of now.
-  assert bad_steps.go_back(9, "", 6, (6,), {}).skipped_rows == ((32, 44),)
+  assert bad_steps.roll_back(9, "", 6, (6,), {}).skipped_rows == ((32, 44),)

@@ -108,4 +108,4 @@ def test_a_run_does_not_begin_with_one(run):
   with pytest.raises(
     ValueError, match=r"bad_steps\.skipped_rows: a list is expected, and \"none\""
   ):
-    runs.restore.judge(prepared, rows, epath.Path(workdir))
+    runs.restore.check_resume(prepared, rows, epath.Path(workdir))

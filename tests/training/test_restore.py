@@ -32,7 +32,7 @@ def test_a_start_reads_each_small_file_of_the_newest_step_once(tmp_path, monkeyp
   sizes = checksums.sizes(step)
 
   counts = reads(monkeypatch, step)
-  record, newest = restore.judge(prepared, rows, folder)
+  record, newest = restore.check_resume(prepared, rows, folder)
   start = restore.begin(prepared, folder, record, newest=newest)
 
   assert (start.step, start.known["data"]["name"]) == (2, "rows")

@@ -75,7 +75,7 @@ def test_metrics_and_events_of_a_run_that_was_replaced_are_not_written(tmp_path)
     for change in (
       lambda: stale.write(2, {"loss": 1.0}),
       lambda: stale.write_times(1, {"goodput": 1.0}),
-      lambda: stale.go_back(0, 1, {"rolled_back": 1}),
+      lambda: stale.roll_back(0, 1, {"rolled_back": 1}),
       lambda: stale._show(3, {"loss": 1.0}),
     ):
       with pytest.raises(LostError):

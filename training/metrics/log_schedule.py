@@ -40,9 +40,9 @@ class LogSchedule:
     """
     self._now = (config.metrics.every_steps, config.evaluation.every_steps)
     self._spans = tuple(Span(*values) for values in record.get(RECORD, ()))
-    self.go_back(done)
+    self.roll_back(done)
 
-  def go_back(self, done: int) -> None:
+  def roll_back(self, done: int) -> None:
     """Takes note that the next step comes after step `done`."""
     kept = [span for span in self._spans if span.first <= done]
     if not kept or (kept[-1].metrics, kept[-1].evaluation) != self._now:

@@ -11,9 +11,9 @@ from training.bad_steps import BadStepError, not_finite
 class MetricsReader:
   """Reads the metrics of steps from the device, `late` steps after they were dispatched."""
 
-  def __init__(self, *, late: int, judge: Callable[[Mapping[str, float]], str] = not_finite):
+  def __init__(self, *, late: int, check: Callable[[Mapping[str, float]], str] = not_finite):
     """Sets how many steps may be in flight while one is read, and what finds them bad."""
-    self._late, self._judge = late, judge
+    self._late, self._check = late, check
     self._pending: list[tuple[int, Any]] = []
 
   def read(self, step: int, metrics: Any, *, drain: bool) -> list[tuple[int, dict[str, float]]]:
@@ -25,7 +25,7 @@ class MetricsReader:
       drain: return all that are left.
 
     Raises:
-      BadStepError: `judge` has found a step bad. Of the steps in flight nothing is left.
+      BadStepError: `check` has found a step bad. The steps in flight are dropped.
     """
     self._pending.append((step, metrics))
     return self._read(0 if drain else self._late)
@@ -39,7 +39,7 @@ class MetricsReader:
     while len(self._pending) > keep:
       number, scalars = self._pending.pop(0)
       values = {name: float(value) for name, value in jax.device_get(scalars).items()}
-      if why := self._judge(values):
+      if why := self._check(values):
         self._pending.clear()
         raise BadStepError(number, why)
       due.append((number, values))

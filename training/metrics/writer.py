@@ -176,7 +176,7 @@ class MetricsWriter:
     self.times = line
     self._show(step, {TIMES: values[TIMES]})
 
-  def go_back(self, step: int, number: int, values: Mapping[str, Any]) -> None:
+  def roll_back(self, step: int, number: int, values: Mapping[str, Any]) -> None:
     """Goes back to a step, and says so.
 
     Args:

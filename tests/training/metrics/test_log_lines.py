@@ -98,7 +98,7 @@ def test_damage_in_a_run_is_moved_aside_when_the_file_is_written_again(tmp_path,
     assert "1 damaged line moved" in capsys.readouterr().err
     with metrics.open("ab") as file:
       file.write(b"\n")
-    writer.go_back(0, 1, {"rolled_back": 2})
+    writer.roll_back(0, 1, {"rolled_back": 2})
   assert [json.loads(raw)["step"] for raw in metrics.read_bytes().splitlines()] == [0]
   assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"\0\0\n\n"
 

@@ -65,9 +65,9 @@ def test_going_back_forgets_what_came_later():
   known = {RECORD: [[1, 10, 50], [31, 5, 50]]}
   schedule = LogSchedule(config(2, 50), known, 40)
   assert schedule.record()[RECORD] == [[1, 10, 50], [31, 5, 50], [41, 2, 50]]
-  schedule.go_back(20)
+  schedule.roll_back(20)
   assert schedule.record()[RECORD] == [[1, 10, 50], [21, 2, 50]]
-  schedule.go_back(0)
+  schedule.roll_back(0)
   assert schedule.record()[RECORD] == [[1, 2, 50]]
 
 

@@ -30,7 +30,7 @@ def folder(tmp_path):
       if step == 4:
         writer.write(step, {"eval_loss": 0.25})
         writer.write_times(step, times(step))
-    writer.go_back(4, 1, {"rolled_back": 7})
+    writer.roll_back(4, 1, {"rolled_back": 7})
     writer.write_times(4, times(7))
     writer.write(5, {"loss": 0.2})
   with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -82,7 +82,7 @@ def test_event_files_of_undone_steps_are_purged(tmp_path):
   with MetricsWriter(epath.Path(tmp_path), step=0, tensorboard=True) as writer:
     writer.write(1, {"loss": 1.0})
     before = set(tmp_path.glob("events.out.tfevents.*"))
-    writer.go_back(0, 1, {"rolled_back": 2})
+    writer.roll_back(0, 1, {"rolled_back": 2})
     writer.write(1, {"loss": 1.0})
   assert len(set(tmp_path.glob("events.out.tfevents.*")) - before) == 1
 
