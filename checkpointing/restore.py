@@ -20,7 +20,7 @@ from checkpointing.integrity import FULL, STATE, UnreadableError, Verified, one_
 from runtime import files
 
 FOLDER = "checkpoints"  # in a workdir
-PARAMETERS = "params"  # the branch of the state that holds them
+PARAMETERS, VARIABLES = "params", "variables"  # branches of the state
 _NAMED = 30  # so many arrays stand in a message
 _ARRAY = "/.zarray"  # ends the name of each array in TensorStore's index
 
@@ -67,11 +67,28 @@ def restore_parameters(
   warn: Callable[[str], None] = warn,
   together: Together | None = None,
 ) -> tuple[int, Any]:
-  """Restores the parameters alone, from a run of any optimizer; writes nothing.
+  """Restores the parameters alone; `restore_branches` with a tree of one branch."""
+  abstract = {PARAMETERS: abstract}
+  found, tree = restore_branches(
+    folder, abstract, step, verify=verify, warn=warn, together=together
+  )
+  return found, tree[PARAMETERS]
+
+
+def restore_branches(
+  folder: epath.PathLike,
+  abstract: Mapping[str, Any],
+  step: int | None = None,
+  *,
+  verify: str = FULL,
+  warn: Callable[[str], None] = warn,
+  together: Together | None = None,
+) -> tuple[int, Any]:
+  """Restores some branches of the state, from a run of any optimizer; writes nothing.
 
   Args:
     folder: of checkpoints, as `parse_location` gives it.
-    abstract: the nested dict of parameters, ShapeDtypeStructs with shardings.
+    abstract: name of the branch -> nested dict of ShapeDtypeStructs with shardings.
     step: which; by default the newest that can be read.
     verify: how a step is checked before it is read: `full`, `size` or `off`.
     warn: is called with the reason why newer ones cannot.
@@ -89,7 +106,7 @@ def restore_parameters(
 
   def read(step: int) -> Any:
     path = folder / str(step)
-    return read_arrays(path, abstract, under=PARAMETERS, verify=verify, together=together)
+    return read_arrays(path, abstract, branches=tuple(abstract), verify=verify, together=together)
 
   found = restore_first(folder, step, read, together)
   for line in found.warnings(folder, "nothing is changed"):
@@ -185,7 +202,7 @@ def read_arrays(
   path: epath.Path,
   abstract: Any,
   *,
-  under: str = "",
+  branches: Sequence[str] = (),
   verify: str = FULL,
   together: Together | None = None,
   verified: Verified | None = None,
@@ -195,7 +212,7 @@ def read_arrays(
   Args:
     path: a step's folder.
     abstract: a tree of ShapeDtypeStructs with shardings.
-    under: compare and restore only what is under this name (`params`) in the checkpoint.
+    branches: compare and restore only these branches of the state, such as `params`; (): all.
     verify: how the step is checked before: `full`, `size` or `off`.
     together: the processes, each of which checks its share and reads its own shards.
     verified: this step, where its small files have been verified already.
@@ -208,10 +225,11 @@ def read_arrays(
     ValueError: it holds other arrays than asked for; every difference in one message.
   """
   verified = verified or integrity.check(path, verify)
-  prefix = f"{under}/" if under else ""
-  wanted = {prefix + name: leaf for name, leaf in naming.named_leaves(abstract).items()}
+  wanted = naming.named_leaves(abstract)
   # Orbax reports one difference of several, and casts another dtype without a word.
-  stored = {n: a for n, a in stored_arrays(path).items() if n.startswith(prefix)}
+  stored = stored_arrays(path)
+  if branches:
+    stored = {name: x for name, x in stored.items() if name.partition("/")[0] in branches}
   lines = naming.differences(stored, wanted)
   if lines:
     _check_names(path)
@@ -225,7 +243,7 @@ def read_arrays(
     for name, leaf in wanted.items()
   }
   arguments = ocp.args.PyTreeRestore(
-    naming.nested(wanted), restore_args=naming.nested(restore_args), partial_restore=bool(under)
+    naming.nested(wanted), restore_args=naming.nested(restore_args), partial_restore=bool(branches)
   )
   # Not through a Checkpointer, in which processes wait for one another: one may fail to read.
   handler = ocp.PyTreeCheckpointHandler()

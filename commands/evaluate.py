@@ -19,7 +19,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   preflight_facts.about_to_run(
     ready, {"held out": evaluation.source}, flags.workdir(), writes=False
   )
-  step, params = restore.parameters(ready, flags.CHECKPOINT.value or str(flags.workdir()))
+  location = flags.CHECKPOINT.value or str(flags.workdir())
+  step, params, variables = restore.model_state(ready, location)
 
   def run() -> int:
     train.announce_bad(evaluation.source)
@@ -29,7 +30,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     with ProgressLine(min(steps or len(evaluation), len(evaluation))) as progress:
       shown = functools.partial(progress.evaluating, alone=True)
       evaluator = Evaluator(ready, evaluation, compiled, watch, lockstep, shown)
-      found = evaluator(params, steps=steps)
+      found = evaluator(params, variables, steps=steps)
     if found is None:
       return exit_codes.STOPPED
     say(found.text(step))

@@ -143,5 +143,5 @@ def sample(job: Job, state: State, prompts: Sequence[str | bytes], **settings: A
     ValueError: the model draws no tokens, or a prompt is too long.
   """
   request = Request(tuple(prompts), **settings)
-  drawn = Sampler(job, request)(state.params, request)
+  drawn = Sampler(job, request)(state.params, request, variables=state.variables)
   return [one.decode(errors="replace") for one in drawn]

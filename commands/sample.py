@@ -32,11 +32,12 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   sampler.check(ready.config, request)
   digest = hashlib.sha256(repr(request.tokens).encode()).hexdigest()[:16]
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more={"prompts": digest})
-  _, params = restore.parameters(ready, flags.CHECKPOINT.value or str(flags.workdir()))
+  location = flags.CHECKPOINT.value or str(flags.workdir())
+  _, params, variables = restore.model_state(ready, location)
 
   def run() -> int:
     watch.at("sampling", STARTING)
-    sampler.show(ready, params, request)
+    sampler.show(ready, params, request, variables)
     return exit_codes.DONE
 
   return run

@@ -73,7 +73,7 @@ def _run(
   if request := sampler.first_words(ready.config):
     watch.at("showing a sample", DONE)
     say("sample from the trained model:")
-    sampler.show(ready, end.state.params, request)
+    sampler.show(ready, end.state.params, request, end.state.variables)
   return exit_codes.DONE
 
 

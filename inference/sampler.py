@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -170,13 +169,16 @@ class Sampler:
     self.placements = self._place()
     self.prefill, self.decode, self.seconds = self._compile()
 
-  def __call__(self, params: Any, request: Request, write: Write | None = None) -> list[bytes]:
+  def __call__(
+    self, params: Any, request: Request, write: Write | None = None, variables: Any = None
+  ) -> list[bytes]:
     """Returns what was drawn for each prompt, without the end of the document.
 
     Args:
       params: the parameters, placed as the job's.
       request: the one that the sampler was made for, or a smaller one.
       write: is called with text as it comes, in complete characters.
+      variables: the model's other variables, where it has any.
 
     Raises:
       ValueError: as `check`; or a request larger than the sampler was compiled for.
@@ -185,7 +187,9 @@ class Sampler:
     self._check_size(request)
     rows = [Row(tokens, [as_bytes(stop) for stop in request.stop]) for tokens in request.tokens]
     left = set(range(len(rows)))
-    for tokens_B in itertools.islice(self._drawn(params, request), request.max_new_tokens):
+    for tokens_B in itertools.islice(
+      self._drawn(params, variables, request), request.max_new_tokens
+    ):
       for number in sorted(left):
         text = rows[number].add(int(tokens_B[number]))
         if text and write is not None:
@@ -211,7 +215,7 @@ class Sampler:
         f"this sampler was compiled for a smaller request: {', '.join(wrong)}; make another"
       )
 
-  def _drawn(self, params: Any, request: Request) -> Iterator[np.ndarray]:
+  def _drawn(self, params: Any, variables: Any, request: Request) -> Iterator[np.ndarray]:
     """Yields the tokens of each step, [B].
 
     On accelerators the next step is under way while one is read. On simulated devices one is
@@ -223,12 +227,13 @@ class Sampler:
       tokens_BT[row, : len(tokens)] = list(tokens)
       counts_B[row] = len(tokens)
     tokens_BT, counts_B, settings = self._put((tokens_BT, counts_B, self._settings(request)))
-    tokens_B, cache = self.prefill(params, tokens_BT, counts_B, settings)
+    more = [variables] if variables else []
+    tokens_B, cache = self.prefill(params, tokens_BT, counts_B, settings, *more)
     shardings.check_placed(cache, self.placements, self.job.mesh, "cache/")
     for _ in range(self.max_new_tokens - 1):
       if self.job.devices.simulated:
         yield np.asarray(tokens_B)
-      following_B, cache = self.decode(params, tokens_B, cache, settings)
+      following_B, cache = self.decode(params, tokens_B, cache, settings, *more)
       if not self.job.devices.simulated:
         yield np.asarray(tokens_B)
       tokens_B = following_B
@@ -276,6 +281,8 @@ class Sampler:
     whole = NamedSharding(self.job.mesh, PartitionSpec())
     params, cache = self.job.state.params, jax.eval_shape(self._empty_cache)
     params_lie = self.job.state_shardings.params
+    variables = [self.job.state.variables] if self.job.state.variables else []
+    variables_lie = [self.job.state_shardings.variables] if variables else []
     cache_lies = shardings.shardings(cache, self.placements, self.job.mesh, "cache/")
     tokens_BT = np.zeros((self.rows, self.prompt_tokens), np.int32)
     settings = self._settings(Request(()))
@@ -285,8 +292,9 @@ class Sampler:
       tokens_BT,
       tokens_BT[:, 0],
       settings,
+      *variables,
       activations=self._table,
-      in_shardings=(params_lie, whole, whole, whole),
+      in_shardings=(params_lie, whole, whole, whole, *variables_lie),
       out_shardings=(whole, cache_lies),
     )
     decode = self.job.compile(
@@ -295,22 +303,26 @@ class Sampler:
       tokens_BT[:, 0],
       cache,
       settings,
+      *variables,
       activations=self._table,
-      in_shardings=(params_lie, whole, cache_lies, whole),
+      in_shardings=(params_lie, whole, cache_lies, whole, *variables_lie),
       donate_argnums=2,
       out_shardings=(whole, cache_lies),
     )
     return prefill.function, decode.function, prefill.seconds + decode.seconds
 
-  def _prefill(self, params, tokens_BT, counts_B, settings) -> tuple[jax.Array, Any]:
-    return self._next(params, tokens_BT, counts_B, self._empty_cache(), settings)
+  def _prefill(
+    self, params, tokens_BT, counts_B, settings, variables=None
+  ) -> tuple[jax.Array, Any]:
+    model = self.job.program.module(params, variables)
+    return self._next(model, tokens_BT, counts_B, self._empty_cache(), settings)
 
-  def _decode(self, params, tokens_B, cache, settings) -> tuple[jax.Array, Any]:
-    return self._next(params, tokens_B[:, None], jnp.ones_like(tokens_B), cache, settings)
+  def _decode(self, params, tokens_B, cache, settings, variables=None) -> tuple[jax.Array, Any]:
+    model = self.job.program.module(params, variables)
+    return self._next(model, tokens_B[:, None], jnp.ones_like(tokens_B), cache, settings)
 
-  def _next(self, params, tokens_BT, counts_B, cache, settings) -> tuple[jax.Array, Any]:
+  def _next(self, model, tokens_BT, counts_B, cache, settings) -> tuple[jax.Array, Any]:
     """Reads tokens and draws the next of each row."""
-    model = nnx.merge(self.job.program.graphdef, params)
     logits_BV, cache = model.extend(tokens_BT, counts_B, cache)
     # Each device draws for its own rows, and needs all of their logits.
     batch = self.placements["cache/lengths"].spec
@@ -318,14 +330,14 @@ class Sampler:
     return draw(logits_BV[:, : drawable(self.job.config)], cache.lengths, settings), cache
 
 
-def show(job: Job, params: Any, request: Request) -> None:
+def show(job: Job, params: Any, request: Request, variables: Any = None) -> None:
   """Prints the prompts and what the model draws after them, as it comes."""
   sampler = Sampler(job, request)
   if not current().first:  # all compute, process 0 prints
-    sampler(params, request)
+    sampler(params, request, variables=variables)
     return
   printer = Printer(request.prompts)
-  sampler(params, request, printer)
+  sampler(params, request, printer, variables)
   printer.close()
 
 

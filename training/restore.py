@@ -17,7 +17,6 @@ from checkpointing.checkpointer import Checkpointer
 from checkpointing.consensus import Together
 from checkpointing.integrity import Verified
 from input_pipeline.row_source import Source
-from partitioning.rules import named_leaves
 from partitioning.shardings import size_text
 from processes.coordination import current
 from processes.workdir_lease import Ownership
@@ -218,35 +217,33 @@ def initialized(job: Job) -> tuple[State, str]:
   """Returns the first state with another run's parameters; nothing else of that run is read."""
   where = job.config.checkpoint.initialize_from
   folder, step = restore.parse_location(where)
-  step, params = _parameters(job, folder, step)
-  state = dataclasses.replace(job.initial_state(), params=params)
+  step, tree = _branches(job, folder, step, (restore.PARAMETERS,))
+  state = dataclasses.replace(job.initial_state(), **tree)
   return state, f"starts with the parameters of {where}, step {step}"
 
 
-def parameters(job: Job, location: str) -> tuple[int, Any]:
-  """Returns (step, parameters) of a run, placed as the job's, for evaluation and sampling.
+def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
+  """Returns (step, parameters, variables) of a run, placed as the job's, to evaluate and sample.
 
   Args:
     job: whose model and mesh they are for.
     location: `DIR[/STEP]`, DIR a workdir or its folder of checkpoints.
 
   Raises:
-    ValueError: no such checkpoint, or one of another model; or the model has variables besides its
-      parameters, which are not read here.
+    ValueError: no such checkpoint, or one of another model.
   """
-  if job.state.variables:
-    names = ", ".join(named_leaves(job.state.variables))
-    raise ValueError(
-      f"model.name={job.config.model.name!r}: its loss also depends on the variables {names}, and "
-      f"only training reads those from a checkpoint; see eval_loss in metrics.jsonl"
-    )
-  return _parameters(job, *restore.parse_location(location))
+  folder, step = restore.parse_location(location)
+  step, tree = _branches(job, folder, step, (restore.PARAMETERS, restore.VARIABLES))
+  return step, tree[restore.PARAMETERS], tree[restore.VARIABLES]
 
 
-def _parameters(job: Job, folder: epath.Path, step: int | None) -> tuple[int, Any]:
-  return restore.restore_parameters(
+def _branches(
+  job: Job, folder: epath.Path, step: int | None, names: Sequence[str]
+) -> tuple[int, dict[str, Any]]:
+  abstract = vars(job.placed_state)
+  return restore.restore_branches(
     folder,
-    job.placed_state.params,
+    {name: abstract[name] for name in names},
     step,
     verify=job.config.checkpoint.verify,
     warn=warn,

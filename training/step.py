@@ -62,14 +62,17 @@ class Program:
     """Returns the parts of a tree like the parameters that are trained, and those that are not."""
     return split(params, self.trained.__contains__)
 
+  def module(self, params: Any, variables: Any = None) -> nnx.Module:
+    """Returns the model of these; one without variables is merged from its parameters alone."""
+    return nnx.merge(self.graphdef, params, *([variables] if variables else []))
+
   # ------------------------------ the loss and its gradients ------------------------------
 
   def forward(
     self, params: Any, variables: Any, batch: Batch, key: jax.Array | None
   ) -> tuple[Sums, Any]:
     """Returns the model's loss sums with the sum of weights, and its variables afterwards."""
-    # A model without variables is merged from its parameters alone.
-    model = nnx.merge(self.graphdef, params, *([variables] if variables else []))
+    model = self.module(params, variables)
     sums = model.loss_sums(batch, key)
     sums = {**sums, "weight": jnp.sum(batch["weights"], dtype=sums["loss"].dtype)}
     return sums, variables_of(model)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.restore import parse_location, restore_parameters
+from checkpointing.restore import parse_location, restore_branches, restore_parameters
 from tests.checkpointing.states import (
   assert_bit_equal,
   counting_target,
@@ -55,6 +55,15 @@ def test_parameters_alone_are_restored_whatever_the_optimizer(run):
     assert_bit_equal(params, counting_tree(wanted)["params"])
   with pytest.raises(ValueError, match=r"holds no step 15; it holds 10, 20"):
     restore_parameters(folder, counting_target()["params"], 15)
+
+
+def test_variables_that_a_checkpoint_lacks_are_refused(run):
+  folder, _ = parse_location(str(run))
+  target = counting_target()
+  target = {"params": target["params"], "variables": {"mean": target["params"]["bias"]}}
+  with pytest.raises(ValueError, match=r"20 does not fit \(1 array differs\)") as refusal:
+    restore_branches(folder, target)
+  assert "variables/mean: absent in the checkpoint, float32[7] here" in str(refusal.value)
 
 
 def test_parameters_of_another_model_are_refused_in_one_message(run):

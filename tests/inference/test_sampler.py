@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,10 @@ from flax import nnx
 from analysis import collectives
 from inference import sampler as sampling
 from inference.sampler import Request, Sampler, check
-from models import transformer
+from models import MODELS, transformer
 from partitioning import shardings
 from partitioning.rules import named_leaves
-from tests.helpers.jobs import make_job
+from tests.helpers.jobs import first_state, make_job
 
 # Tokens below the small model's vocabulary of 61; an empty prompt starts a document.
 PROMPTS = (bytes([3, 5, 7]), b"", bytes([9, 60, 9, 1, 2]), bytes([44]))
@@ -49,6 +50,31 @@ def decoded_without_cache(made, params):
       place = lengths[row] + step
       drawn[row, step] = tokens_BT[row, place] = logits_BTV[row, place - 1].argmax()
   return [bytes(row.tolist()).partition(b"\0")[0] for row in drawn]
+
+
+class Biased(transformer.Transformer):
+  """A decoder whose logits have a bias that is a variable and no parameter."""
+
+  def __init__(self, config, *, rngs):
+    super().__init__(config, rngs=rngs)
+    self.bias = nnx.BatchStat(jnp.zeros(config.model.vocabulary_size, jnp.float32))
+
+  def extend(self, tokens_BT, counts_B, cache):
+    logits_BV, cache = super().extend(tokens_BT, counts_B, cache)
+    size = self.bias[...].size
+    return logits_BV.at[:, :size].add(self.bias[...].astype(logits_BV.dtype)), cache
+
+
+def test_variables_that_are_no_parameters_are_used(monkeypatch):
+  names = ("legend", "parameters", "train_flops_per_example", "CACHE", "empty_cache")
+  members = {name: getattr(transformer, name) for name in names}
+  monkeypatch.setitem(MODELS, "transformer", types.SimpleNamespace(**members, build=Biased))
+  job = make_job("dp4_tp2", "lm")
+  state, request = first_state(job), dataclasses.replace(GREEDY, max_new_tokens=2)
+  made, [bias] = Sampler(job, request), jax.tree.leaves(state.variables)
+  for token in (17, 23):
+    variables = {"bias": jax.device_put(bias.at[token].set(1e4), bias.sharding)}
+    assert made(state.params, request, variables=variables) == [bytes([token] * 2)] * len(PROMPTS)
 
 
 # ---- The cache ----

@@ -10,10 +10,17 @@ from etils import epath
 from flax import nnx
 
 from checkpointing import restore as reading
+from input_pipeline.batches import EvaluationBatches
 from models import MODELS, mlp
 from partitioning.rules import named_leaves
+from processes.coordination import current
+from processes.preemption import StopRequest
+from processes.step_barrier import Lockstep
+from processes.watchdog import Watchdog
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.training import runs
+from training import restore
+from training.evaluation import Evaluator
 from training.state import merged, split, trainable
 
 NAMES = ["layer_1/kernel", "layer_1/bias", "layer_2/kernel", "layer_2/bias"]
@@ -163,10 +170,26 @@ def test_variables_are_updated_saved_and_resumed(counting, tmp_path):
   assert float(seen[0]) == pytest.approx(rows.read(ids)["inputs"][:, 0].sum(), rel=1e-3)
   stored = reading.stored_arrays(epath.Path(tmp_path / "cut") / reading.FOLDER / "10")
   assert {"variables/batches", "variables/seen"} < {*stored}
+  assert_evaluated_as_when_saved(counting(), tmp_path / "cut")
   # A sum that the task does not know is a metric; an evaluation counts on, and leaves no trace.
   counted = [line["counted"] for line in runs.lines(tmp_path / "whole") if "counted" in line]
   weights = runs.BATCH
   assert counted == pytest.approx([step / weights for step in range(1, 11)], rel=1e-5)
+
+
+def assert_evaluated_as_when_saved(job, workdir):
+  """Asserts that what the verb `evaluate` reads and computes is what training wrote last."""
+  step, *restored = restore.model_state(job, str(workdir))
+  assert step == 10
+  assert int(restored[1]["batches"]) == 10
+  batches = EvaluationBatches(runs.source(), global_batch_size=runs.BATCH)
+  with Watchdog(current(), StopRequest()) as watch:
+    compiled = job.compile_eval_step().function
+    found = Evaluator(job, batches, compiled, watch, Lockstep(watch.group, watch.stop))(*restored)
+  [written] = [x for x in runs.lines(workdir) if "eval_loss" in x and x["step"] == 10]
+  assert {"step": 10, **found.line()} == written
+  # 10 batches of training, and the one of the evaluation itself.
+  assert written["eval_counted"] == pytest.approx(11 / runs.BATCH)
 
 
 def test_microbatches_pass_variables_on(counting):
