@@ -26,6 +26,7 @@ from training.metrics.console import say
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
   [ready] = build.prepare(flags.CONFIG)
+  sampler.check_first_words(ready.config)
   data = splits.open_data(ready)
   workdir = flags.workdir()
   with workdir_owner.owned(ready, workdir, watch) as owner:

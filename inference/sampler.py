@@ -341,6 +341,16 @@ def show(job: Job, params: Any, request: Request, variables: Any = None) -> None
   printer.close()
 
 
+def check_first_words(config: ConfigDict) -> None:
+  """Raises ValueError where a run could not draw what `evaluation.sample_tokens` asks for."""
+  try:
+    if request := first_words(config):
+      check(config, request)
+  except ValueError as error:
+    tokens = config.evaluation.sample_tokens
+    raise ValueError(f"evaluation.sample_tokens={tokens} (0 turns it off): {error}") from error
+
+
 def first_words(config: ConfigDict) -> Request | None:
   """Returns what a run ends with: a short continuation, or None where there is no text to draw."""
   room = config.data.sequence_length - len(OPENING)

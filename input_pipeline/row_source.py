@@ -15,6 +15,7 @@ from runtime.extensions import Table, error_text
 
 _LABEL_BYTES = 4
 BYTES = 256  # that a token can be
+KINDS = ("text", "image", "random")  # of rows, that data sets can be read as
 _ROWS_PER_READ = 1024
 _NONE = BadRecords()
 
@@ -56,7 +57,8 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
   """Opens a split of the data set that the config names, and prepares it on first use.
 
   Args:
-    data: the config's `data` section, with `kind`, how its rows are read: text, image, random.
+    data: the config's `data` section, with `kind`, how its rows are read: one of KINDS; a
+      registered data source may have others.
     split: name of the split.
     seed: int; only "random_normal" depends on it.
     sharing: the processes that open it together, where there are several; all call this.
@@ -74,6 +76,12 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
   """
   if data.name in SOURCES:
     return _registered(data, split, seed)
+  if data.kind not in KINDS:
+    raise ValueError(
+      f"data.name={data.name!r}: this recipe's task has rows of its own (Task.rows="
+      f"{data.kind!r}), which only a registered data source gives; registered are "
+      f"{', '.join(SOURCES) or 'none'}"
+    )
   if (data.kind == "random") != (data.name == catalog.RANDOM_NORMAL):
     raise ValueError(
       f"data.name={data.name!r}: this recipe's task reads {data.kind} rows, and the only data set"
@@ -142,7 +150,13 @@ def check_ids(source, vocabulary_size):
 
 
 def array_source(name, arrays):
-  """Returns a Source over arrays in memory: field name -> [rows, ...]."""
+  """Returns a Source over arrays in memory: field name -> [rows, ...].
+
+  The ids of `tokens` and `targets`, if it has `tokens`, must be in the model's vocabulary.
+  """
+  ids = 0
+  if "tokens" in arrays:
+    ids = 1 + max(int(arrays[field].max()) for field in ("tokens", "targets") if field in arrays)
   digest = hashlib.sha256()
   for field, array in sorted(arrays.items()):
     digest.update(f"{field} {array.shape} {array.dtype.str}".encode() + array.tobytes())
@@ -152,6 +166,7 @@ def array_source(name, arrays):
     rows=min(len(array) for array in arrays.values()),
     fields={field: (array.shape[1:], array.dtype) for field, array in arrays.items()},
     read=lambda indices: {field: array[indices] for field, array in arrays.items()},
+    ids=ids,
   )
 
 

@@ -62,7 +62,7 @@ def _open(job: Job, split: str) -> Source:
   with preparing(f"{config.data.name}, {split}") as waiting:
     data = read_as(config)
     source = open_source(data, split, config.seed, sharing(job), waiting.tick)
-    if TASKS[config.task].of_tokens:
+    if TASKS[config.task].of_tokens and "vocabulary_size" in config.model:
       check_ids(source, config.model.vocabulary_size)
   return source
 

@@ -29,25 +29,38 @@ def bits_per_byte(totals: Totals) -> float:
   return mean_loss(totals) / math.log(2)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-  """A kind of learning problem.
+  """A kind of learning problem; a config file registers one in TASKS.
 
   Attributes:
     batch: array of a batch -> (its letters, of which B and T are sized by `config.data` and the
       others by the model's legend; its dtype). `weights` is one of them.
-    rows: how a data set is read: `text`, `image` or `random` (`input_pipeline.row_source`).
-    metrics: name in metrics.jsonl -> function of an evaluation's sums.
+    rows: how a data set is read: `text`, `image` or `random` (`input_pipeline.row_source`). "":
+      only registered data sources have such rows.
+    metrics: name in metrics.jsonl -> function of an evaluation's sums; `eval_loss` is one of them.
     sums: of the model's loss sums, those that the metrics are computed from. Any others are a
       model's own metrics and logged as such.
     trained_as: the value of `training.loss` that recorded runs had in place of `task`.
   """
 
   batch: Mapping[str, tuple[str, str]]
-  rows: str
   metrics: Mapping[str, Callable[[Totals], float]]
+  rows: str = ""
   sums: tuple[str, ...] = ("loss", "weight")
   trained_as: str = ""
+
+  def __post_init__(self):
+    """Raises ValueError for a task that lacks what every run needs."""
+    if "weights" not in self.batch:
+      raise ValueError(
+        "a task: batch lacks `weights`, by which the loss and each metric are divided"
+      )
+    if "eval_loss" not in self.metrics:
+      raise ValueError(
+        "a task: metrics lacks `eval_loss`, such as training.tasks.mean_loss; by it a run knows "
+        "which evaluations are done"
+      )
 
   @property
   def of_tokens(self) -> bool:

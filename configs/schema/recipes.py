@@ -59,7 +59,7 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
         model[key] = value
   if model.name == "mlp" and model.feedforward_size is None:
     model.feedforward_size = model.model_size
-  if not task.of_tokens and "input_size" in model:
+  if not task.of_tokens and "input_size" in model and "output_size" in model:
     data.input_size, data.target_size = model.input_size, model.output_size
   if model.name == "transformer" and model.embedding_standard_deviation is None:
     model.embedding_standard_deviation = model.model_size**-0.5 if model.tied_embeddings else 1.0

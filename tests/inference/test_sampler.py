@@ -52,6 +52,17 @@ def decoded_without_cache(made, params):
   return [bytes(row.tolist()).partition(b"\0")[0] for row in drawn]
 
 
+def test_what_a_run_could_not_sample_at_its_end_is_refused_before_it_starts(monkeypatch):
+  job = make_job("single", "lm", **{"evaluation.sample_tokens": 5})
+  off = r"(?s)evaluation\.sample_tokens=5 \(0 turns it off\): .*"
+  with pytest.raises(ValueError, match=f"{off}holds byte 100"):
+    sampling.check_first_words(job.config)  # the vocabulary is smaller than "def "
+  monkeypatch.setitem(MODELS, "transformer", types.SimpleNamespace())
+  with pytest.raises(ValueError, match=f"{off}has no next token to draw"):
+    sampling.check_first_words(job.config)
+  sampling.check_first_words(make_job("single", "lm", **{"evaluation.sample_tokens": 0}).config)
+
+
 class Biased(transformer.Transformer):
   """A decoder whose logits have a bias that is a variable and no parameter."""
 

@@ -56,6 +56,15 @@ def test_fingerprint_tells_rows_apart(config, tiny_text):
   assert len(prints[0]) == 64
 
 
+def test_tokens_of_arrays_must_be_in_the_vocabulary():
+  arrays = {"tokens": np.array([[3, 5], [4, 0]]), "targets": np.array([[5, 9], [0, 1]])}
+  source = row_source.array_source("mine", arrays)
+  row_source.check_ids(source, 10)
+  with pytest.raises(ValueError, match=r"mine: row 0 holds token 9.*set model\.vocabulary_size=10"):
+    row_source.check_ids(source, 9)
+  assert row_source.array_source("classes", {"targets": np.array([9])}).ids == 0
+
+
 def test_reading_no_rows(config, tiny_text, tiny_images):
   for data in (
     config(tiny_text, sequence_length=9),

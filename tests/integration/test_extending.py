@@ -27,9 +27,21 @@ CASES = {
   "an optimizer of optax": ("zero1.py", [*LM, *LION]),
   "a size": ("small_llama.py", LLAMA),
   "a model": ("vit.py", SHORT),
+  "a task": ("pairs.py", [*SHORT, "--config.evaluation.final_steps=0"]),
   "a factored optimizer": ("factored.py", LM),
   "data, callback and sink": ("together.py", LM),
 }
+# A config file that imports two others, which register what it uses.
+PLANNED = """
+import factored  # noqa: F401 (registers)
+import pairs
+
+
+def get_config(recipe="pairs"):
+  config = pairs.get_config(recipe)
+  config.optimizer.update({"name": "factored", "weight_decay": 0.0, "beta_2": 0.9})
+  return config
+"""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +71,11 @@ def test_it_trains_on_one_mesh_and_resumes_on_another(main, mine, tmp_path, case
     code, out, err = train(main, mine, case, tmp_path, mesh, steps)
     assert code == 0, (out, err)
   assert [*losses(tmp_path)] == [1, 2, 3]
+  if case == "a task":
+    for steps in (1, 2):
+      code, out, err = train(main, mine, case, again := tmp_path / "again", DP8, steps)
+      assert code == 0, (out, err)
+    assert losses(again) == {step: losses(tmp_path)[step] for step in (1, 2)}  # to the bit
   if case == "data, callback and sink":
     assert "counting, train, 256 rows" in out
     steps = {line.split()[0] for line in (tmp_path / "norms.txt").read_text().splitlines()}
@@ -74,12 +91,11 @@ def test_the_same_model_on_both_meshes(main, mine):
   assert code == 0, (out, err)
 
 
-@pytest.mark.parametrize("case", ["a model", "a factored optimizer"])
-def test_plan_loads_the_file_in_its_own_process(main, mine, tmp_path, case):
-  file, keys = CASES[case]
+@pytest.mark.parametrize("file", ["vit.py", "planned.py"])
+def test_plan_loads_the_file_in_its_own_process(main, mine, tmp_path, file):
+  (mine / "planned.py").write_text(PLANNED)
   more = ["--topology=h100:8", "--config.planning.cache_dir=", f"--workdir={tmp_path}"]
-  keys = [key for key in keys if "compiler_options" not in key]
-  code, out, err = main("plan", f"--config={mine / file}", *keys, *more)
+  code, out, err = main("plan", f"--config={mine / file}", *more)
   assert code == 0, (out, err)
   assert json.loads((tmp_path / "plan.json").read_text())["fits"]
 
@@ -87,13 +103,13 @@ def test_plan_loads_the_file_in_its_own_process(main, mine, tmp_path, case):
 def test_a_change_of_the_file_must_be_accepted_on_resume(main, mine, tmp_path):
   own = tmp_path / "own"
   own.mkdir()
-  (own / "counting.py").write_text((mine / "counting.py").read_text())
+  (own / "counting.py").write_text("import helper\n" + (mine / "counting.py").read_text())
+  (own / "helper.py").write_text("")
   (own / "together.py").write_text("import counting\nget_config = counting.get_config\n")
   workdir = tmp_path / "run"
   code, out, err = train(main, own, "data, callback and sink", workdir, DP8, 1)
   assert code == 0, (out, err)
-  with (own / "counting.py").open("a") as file:
-    file.write("# changed\n")
+  (own / "helper.py").write_text("# changed\n")
   code, out, err = train(main, own, "data, callback and sink", workdir, DP8, 2)
   assert code == 2, (out, err)
   assert "--accept-changes=versions.code" in err

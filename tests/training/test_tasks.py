@@ -3,15 +3,16 @@
 import math
 
 import jax
+import numpy as np
 import pytest
 
 from configs import base
 from configs.schema.recipes import RECIPES
-from input_pipeline.row_source import open_source
+from input_pipeline.row_source import SOURCES, array_source, open_source
 from models import MODELS
 from tests.helpers.jobs import make_job
 from training.splits import read_as
-from training.tasks import TASKS
+from training.tasks import TASKS, Task, mean_loss
 
 SUMS = {
   "causal_lm": {"loss": 6.0, "weight": 4.0},
@@ -33,6 +34,26 @@ def test_metrics_of_an_evaluation(name):
 def test_a_models_own_sums_are_metrics_of_their_names():
   found = TASKS["causal_lm"].evaluated({**SUMS["causal_lm"], "balance": 10.0})
   assert found == pytest.approx({**METRICS["causal_lm"], "eval_balance": 2.5})
+
+
+def test_a_task_without_what_every_run_needs_is_refused():
+  weights = {"weights": ("B", "float32")}
+  with pytest.raises(ValueError, match="a task: batch lacks `weights`"):
+    Task(batch={"inputs": ("BI", "float32")}, metrics={"eval_loss": mean_loss})
+  with pytest.raises(ValueError, match="a task: metrics lacks `eval_loss`"):
+    Task(batch=weights, metrics={"eval_accuracy": mean_loss})
+
+
+def test_rows_of_a_task_of_ones_own_are_a_registered_data_source_s(monkeypatch):
+  own = Task(batch={"weights": ("B", "float32")}, metrics={"eval_loss": mean_loss})
+  monkeypatch.setitem(TASKS, "own", own)
+  config = base.get_config("mlp")
+  config.task = "own"
+  with pytest.raises(ValueError, match=r"data\.name='digits': .* only a registered data source"):
+    open_source(read_as(config), "train", 0)
+  rows = array_source("rows", {"weights": np.ones(3, np.float32)})
+  monkeypatch.setitem(SOURCES, "digits", lambda data, split, seed: rows)
+  assert open_source(read_as(config), "train", 0) is rows
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
