@@ -57,10 +57,12 @@ def test_what_a_run_could_not_sample_at_its_end_is_refused_before_it_starts(monk
   off = r"(?s)evaluation\.sample_tokens=5 \(0 turns it off\): .*"
   with pytest.raises(ValueError, match=f"{off}holds byte 100"):
     sampling.check_first_words(job.config)  # the vocabulary is smaller than "def "
+  job.config.evaluation.sample_tokens = 0
+  sampling.check_first_words(job.config)
+  job.config.evaluation.sample_tokens = 5
   monkeypatch.setitem(MODELS, "transformer", types.SimpleNamespace())
   with pytest.raises(ValueError, match=f"{off}has no next token to draw"):
     sampling.check_first_words(job.config)
-  sampling.check_first_words(make_job("single", "lm", **{"evaluation.sample_tokens": 0}).config)
 
 
 class Biased(transformer.Transformer):
