@@ -1,7 +1,7 @@
-"""Activations keep the layout that their letters name: `constrain(x_BTD, "BTD")`.
+"""Sharding constraints of activations, by their letters: `constrain(x_BTD, "BTD")`.
 
-The activation table, the legend and the mesh's sizes are set for the time of a trace by
-`activation_layout`; the mesh itself is the one of `jax.set_mesh`. Nothing here invents one.
+`activation_layout` sets the activation table, the legend and the mesh's sizes while a function is
+traced. The mesh is the one of `jax.set_mesh`; there is no default.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ class ActivationLayout:
     legend: letter -> Dim.
     table: dim name -> mesh axes, for activations.
     parameters: likewise, for parameters: how kernels are sharded before they are used.
-    judging: True while the layout is checked: what is wrong is recorded and not raised, so that
-      all of it comes in one message. The code that is traced is the same either way.
-    seen: the activations met in tracing, in order, each once.
+    checking: True while the layout is checked: failures are recorded and not raised, so that one
+      message has all of them. The traced code is the same either way.
+    seen: the traced activations, in order, each once.
   """
 
   legend: Legend
   table: Table
   parameters: Table = dataclasses.field(default_factory=dict)
-  judging: bool = False
+  checking: bool = False
   seen: list[Constraint] = dataclasses.field(default_factory=list)
 
   def axes(self) -> set[str]:
@@ -58,10 +58,10 @@ _LAYOUT: contextvars.ContextVar[ActivationLayout | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def activation_layout(
-  legend: Legend, table: Table, *, parameters: Table | None = None, judging: bool = False
+  legend: Legend, table: Table, *, parameters: Table | None = None, checking: bool = False
 ) -> Iterator[ActivationLayout]:
-  """Sets the tables by which arrays are sharded inside the block; yields what is traced there."""
-  layout = ActivationLayout(legend, table, parameters or {}, judging)
+  """Sets the tables that shard arrays inside the block; yields the record of what is traced."""
+  layout = ActivationLayout(legend, table, parameters or {}, checking)
   token = _LAYOUT.set(layout)
   try:
     yield layout
@@ -88,9 +88,9 @@ def current_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[st
 
 
 def automatic_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[str, int]]:
-  """Returns what `current_layout` does, the tables without the axes that are manual here.
+  """Returns `current_layout`, its tables without the axes that are manual here.
 
-  So a region that is manual over some axes, such as pipeline stages, is laid out over the others.
+  A region that is manual over some axes, such as pipeline stages, is sharded over the others.
   """
   layout, sizes = current_layout(caller)
   if not (manual := manual_axes()):
@@ -99,15 +99,15 @@ def automatic_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[
     {name: tuple(axis for axis in axes if axis not in manual) for name, axes in table.items()}
     for table in (layout.table, layout.parameters)
   )
-  return ActivationLayout(layout.legend, *tables, layout.judging, layout.seen), sizes
+  return ActivationLayout(layout.legend, *tables, layout.checking, layout.seen), sizes
 
 
 def constrain(x: jax.Array, letters: str) -> jax.Array:
-  """Returns `x`, laid out over the mesh as the activation table says for its letters.
+  """Returns `x` with the sharding constraint that the activation table has for its letters.
 
-  Acts under `jax.jit` only. Axes that a surrounding `jax.shard_map` has made manual are
-  left out, since inside it they are not the compiler's to lay out; where it has made all of
-  them so, `x` is returned as it is.
+  Acts under `jax.jit` only. Axes that a surrounding `jax.shard_map` has made manual are left out,
+  since the compiler does not shard over them there; if all axes are manual, `x` is returned
+  unchanged.
 
   Args:
     x: an array of any dtype.
@@ -115,9 +115,9 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
 
   Raises:
     RuntimeError: no `activation_layout` or no mesh is set.
-    ValueError: a wrong rank, an unknown letter, a size that is not the legend's, or a dim
-      that its axes do not divide (`with_sharding_constraint` alone would accept that and
-      return another layout: jax#26946).
+    ValueError: a wrong rank, an unknown letter, a size other than the legend's, or a dim that is
+      not divisible by its axes (`with_sharding_constraint` alone would accept that and return
+      another layout: jax#26946).
   """
   layout, sizes = automatic_layout(f'constrain(x, "{letters}")')
   spec, fits = _recorded(letters, x.shape, layout, sizes)
@@ -127,7 +127,7 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
 
 
 def on_one_device() -> bool:
-  """Tells whether all axes of the mesh are manual, so that arrays are one device's own."""
+  """Returns whether all axes of the mesh are manual, so that arrays are one device's shards."""
   return len(manual_axes()) == len(jax.sharding.get_abstract_mesh().axis_names)
 
 
@@ -139,14 +139,14 @@ def manual_axes() -> set[str]:
 
 
 def record(letters: str, shape: tuple[int, ...], layout: ActivationLayout | None = None) -> None:
-  """Records an activation that is sharded by the table without a constraint of its own.
+  """Records an activation that the table shards without a call of `constrain`.
 
-  Such as an operand inside of a `jax.shard_map`, which the compiler does not lay out.
+  For example an operand inside a `jax.shard_map`, which the compiler does not shard.
 
   Args:
     letters: one letter of the model's legend per dim.
     shape: of the array before that region.
-    layout: `automatic_layout` outside of that region; None: as it is here.
+    layout: `automatic_layout` outside that region; None: the current one.
 
   Raises:
     ValueError: as `constrain`.
@@ -164,13 +164,13 @@ def _recorded(
   """Records an activation; returns its spec, and whether its dims can be sharded so.
 
   Raises:
-    ValueError: they cannot, and no layout is being judged.
+    ValueError: they cannot, and no layout is being checked.
   """
   found = resolve(letters, shape, layout.legend, layout.table, sizes)
   entry = Constraint(letters, shape, found.spec, found.notes, found.failures)
   if entry not in layout.seen:
     layout.seen.append(entry)
-  if found.failures and not layout.judging:
+  if found.failures and not layout.checking:
     raise ValueError(
       f"activation {letters} of shape {shape}: " + "; ".join(map(str, found.failures))
     )
@@ -180,10 +180,10 @@ def _recorded(
 def tie_to(x: jax.Array, facts: Any) -> tuple[jax.Array, Any]:
   """Returns both unchanged, behind an `optimization_barrier`: `facts` now depend on `x`.
 
-  For what masks are computed from. Where that depends on no parameter and no activation, JAX hoists
-  it and all that follows from it alone out of a scan over layers or ring steps, and passes it in:
-  the mask is then an array of the size of all scores, of every step, for each of its uses (as seen
-  in jaxprs of jax 0.10.2).
+  For the inputs of masks. If they depend on no parameter and no activation, JAX hoists them, and
+  everything computed from them alone, out of a scan over layers or ring steps, and passes the
+  result in: for each use, a mask of the size of all scores of all steps (as seen in jaxprs of jax
+  0.10.2).
 
   Args:
     x: an activation.

@@ -1,4 +1,4 @@
-"""Dims: the named extents of a tensor, written as one letter each in a model's legend."""
+"""Dims: the named dimensions of a tensor, one letter each in a model's legend."""
 
 import dataclasses
 import math
@@ -17,8 +17,8 @@ class Dim:
   Attributes:
     name: the dim's name, the key of the axis tables.
     size: its size in elements, or None where it differs between arrays (batch, sequence).
-    may_replicate: the one exception to "an axis must divide it": the dim stays whole where
-      its axes do not divide it, and the layout says so.
+    may_replicate: the one exception to "an axis must divide it": the dim is replicated where its
+      axes do not divide it, and the layout reports that.
   """
 
   name: str
@@ -35,9 +35,9 @@ class Failure:
 
   Attributes:
     text: what is wrong, the numbers and the fix, without the name of the array.
-    cause: what is wrong as a value, the same for all arrays that fail by it and are mended
-      together: its kind, then the dim, size or axes; () where no other array can share it.
-    array: the name of the array, or "" where none is meant.
+    cause: what is wrong as a value, the same for all arrays that fail for it and have the same
+      fix: its kind, then the dim, size or axes; () where no other array can share it.
+    array: the name of the array; "" if it concerns none.
   """
 
   text: str
@@ -49,13 +49,13 @@ class Failure:
     return f"{self.array}: {self.text}" if self.array else self.text
 
   def of(self, array: str) -> "Failure":
-    """Returns this failure as that of an array."""
+    """Returns this failure with the name of an array."""
     return dataclasses.replace(self, array=array)
 
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-  """What became of one array's letters: its spec, remarks for the table, and what was wrong."""
+  """The result for one array's letters: its spec, notes for the table, and failures."""
 
   spec: PartitionSpec
   notes: tuple[str, ...]
@@ -63,7 +63,7 @@ class Resolved:
 
 
 def axes_size(axes: Axes, sizes: Mapping[str, int]) -> int:
-  """Returns into how many parts the axes cut a dim."""
+  """Returns the number of shards of a dim that these axes split."""
   count = 1
   for axis in axes:
     count *= sizes[axis]
@@ -73,10 +73,10 @@ def axes_size(axes: Axes, sizes: Mapping[str, int]) -> int:
 def resolve(
   letters: str, shape: tuple[int, ...], legend: Legend, table: Table, sizes: Mapping[str, int]
 ) -> Resolved:
-  """Turns one array's letters into a PartitionSpec, collecting everything that is wrong.
+  """Turns one array's letters into a PartitionSpec, collecting all failures.
 
-  Axes of size 1 are left out of the spec, but count when an axis stands twice: a table
-  that is wrong on one mesh should not wait for it.
+  Axes of size 1 are left out of the spec, but an axis that is used twice is a failure at size 1
+  too: an error in a table should show on every mesh.
 
   Args:
     letters: one letter of the legend per dim.
@@ -103,7 +103,7 @@ def resolve(
     axes = table[dim.name]
     for axis in axes:
       if axis in seen:
-        text = f"mesh axis {axis} is taken by dim {letter} and by dim {seen[axis]}"
+        text = f"mesh axis {axis} splits both dim {letter} and dim {seen[axis]}"
         failures.append(Failure(text, ("axis taken twice", axis, letter, seen[axis])))
       seen[axis] = letter
       if axis not in sizes:
@@ -113,7 +113,7 @@ def resolve(
     axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
     parts = axes_size(axes, sizes)
     if size % parts and dim.may_replicate:
-      notes.append(f"{dim.name}={size} stays whole: {_axes_text(axes, sizes)} does not divide it")
+      notes.append(f"{dim.name}={size} is replicated: {_axes_text(axes, sizes)} does not divide it")
       axes = ()
     elif size % parts:
       failures.append(indivisible(letter, dim.name, size, axes, sizes))
@@ -132,17 +132,17 @@ def indivisible(
     size: in elements.
     axes: mesh axes.
     sizes: mesh axis -> size.
-    where: put before the message.
+    where: prefix of the message.
   """
   parts = axes_size(axes, sizes)
   below, above = size // parts * parts, (size // parts + 1) * parts
   near = f"{below} or {above}" if below else f"{above}"
-  way_out = f"make {name} {near}"
+  fix = f"make {name} {near}"
   if len(axes) == 1:
-    way_out += f", or set mesh.{axes[0]}={math.gcd(size, parts)}"
+    fix += f", or set mesh.{axes[0]}={math.gcd(size, parts)}"
   text = (
     f"{where}dim {letter} ({name}) = {size} is not divisible by mesh axis "
-    f"{_axes_text(axes, sizes)}; {way_out}"
+    f"{_axes_text(axes, sizes)}; {fix}"
   )
   return Failure(text, ("indivisible", letter, name, size, axes))
 
@@ -154,12 +154,11 @@ def _axes_text(axes: Axes, sizes: Mapping[str, int]) -> str:
 def spec_entries(spec: Iterable, rank: int | None = None) -> tuple[Axes, ...]:
   """Returns the mesh axes of each dim, outermost first; `()` where a dim is not sharded.
 
-  A PartitionSpec may write a dim's axes as None, as one name or as a tuple, and may leave out
-  the last dims.
+  In a PartitionSpec a dim's axes are None, one name or a tuple, and the last dims may be omitted.
 
   Args:
     spec: a PartitionSpec, or its entries.
-    rank: the array's rank; None: as many dims as the spec names.
+    rank: the array's rank; None: the number of entries of the spec.
   """
   entries = tuple(
     () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec

@@ -14,21 +14,21 @@ from jax.sharding import AxisType, Mesh
 # communicates most (tensor) gets the shortest links.
 AXES = ("data", "fsdp", "stage", "expert", "context", "tensor")
 
-# The axes that may also go over the network between slices: what they send is needed once a step,
-# or can be waited for a layer ahead.
+# The axes that may also cross slices, over DCN: they communicate once a step, or can prefetch a
+# layer ahead.
 SLOW_AXES = ("data", "fsdp", "stage")
 
-# What `-1` means where the application makes its own (simulated) devices.
+# The number of devices that `-1` fills up to where devices are simulated.
 SIMULATED_DEVICES = 8
 
 
 def product_text(sizes: Mapping[str, int]) -> str:
-  """Returns the sizes as people write them, `data=4 x tensor=2`; axes of size 1 are left out."""
+  """Returns the sizes as `data=4 x tensor=2`; axes of size 1 are left out."""
   return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1 device"
 
 
 def mesh_text(sizes: Mapping[str, int], slices: Mapping[str, int]) -> str:
-  """Returns the sizes, `data=4 x tensor=2`, and over which slices they go, if there are several."""
+  """Returns the sizes, `data=4 x tensor=2`, and along which axes slices differ, if any do."""
   text, count = product_text(sizes), math.prod(slices.values())
   return f"{text} ({count} slices along {product_text(slices)})" if count > 1 else text
 
@@ -44,8 +44,8 @@ def resolve_sizes(
     sizes: axis name -> size, all of `AXES`, within a slice; -1 stands for "what is left".
     device_count: devices that the mesh must use, or None where they are simulated: then
       the product decides, and -1 fills up to `SIMULATED_DEVICES`.
-    slices: axis name -> over how many slices it goes, of `SLOW_AXES`; by default there is one
-      slice. The size of an axis is the product.
+    slices: axis name -> number of slices that it spans, of `SLOW_AXES`; one slice by default. An
+      axis' size is the product of both.
 
   Raises:
     ValueError: an unknown axis, a size of 0, two sizes of -1, or a product that is not
@@ -124,11 +124,11 @@ def make_mesh(
   Args:
     sizes: of every axis, over all slices.
     devices: as many.
-    slices: axis name -> over how many slices it goes. Along such an axis the slice changes last:
-      neighbours are within one slice. On CPUs devices that follow one another make a slice.
+    slices: axis name -> number of slices that it spans. Along such an axis, neighbours are within
+      one slice. On CPUs consecutive devices make a slice.
 
   Raises:
-    ValueError: the hardware has another number of slices.
+    ValueError: the hardware has a different number of slices.
   """
   devices = jax.devices() if devices is None else list(devices)
   over = [(slices or {}).get(axis, 1) for axis in AXES]
@@ -149,9 +149,9 @@ def make_mesh(
 
 
 def _placed(place: Callable[..., np.ndarray]) -> np.ndarray:
-  """Returns devices laid out on their torus, with whole axes of it for each of the mesh's.
+  """Returns devices in mesh order, each mesh axis taking complete axes of the torus.
 
-  Where that cannot be (16 by 16 chips as 64 by 4), axes of the torus are split.
+  Where that is impossible (16 by 16 chips as 64 by 4), axes of the torus are split.
   """
   try:
     return place()
@@ -160,12 +160,12 @@ def _placed(place: Callable[..., np.ndarray]) -> np.ndarray:
 
 
 def _check_slices(devices: Sequence[jax.Device], asked: int, slices: Mapping[str, int]) -> None:
-  """Raises where the hardware tells of slices, and there are more or fewer than asked for."""
+  """Raises ValueError if the hardware reports slices, and not as many as asked for."""
   there = {getattr(device, "slice_index", None) for device in devices} - {None}
   if there and len(there) != asked:
     raise ValueError(
       f"mesh_dcn: {product_text(slices) if asked > 1 else 'all 1'} asks for {asked} slices, and "
-      f"the devices lie in {len(there)}; make the product of mesh_dcn.* {len(there)}, such as "
+      f"the devices are in {len(there)}; make the product of mesh_dcn.* {len(there)}, such as "
       f"mesh_dcn.data={len(there)}"
     )
 

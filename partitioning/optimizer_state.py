@@ -1,7 +1,7 @@
-"""Which parameter a leaf of an optimizer's state belongs to, and which of its dims it has.
+"""Matches each leaf of an optimizer's state to its parameter, and to dims of that parameter.
 
-Copies of the parameter tree are found by structure, so no field of a state is known by name. Of a
-factored statistic (Adafactor's `v_row`), the dims that are left say how it is sharded.
+Copies of the parameter tree are found by structure, without knowing a state's fields by name. A
+factored statistic (Adafactor's `v_row`) is sharded by the dims that it keeps of its parameter.
 """
 
 import itertools
@@ -17,9 +17,9 @@ Kept = tuple[int, ...]  # the dims of a parameter that a statistic of it has
 def owners(paths: Iterable[Path], parameters: Iterable[Path]) -> dict[Path, Path | None]:
   """Returns leaf -> the parameter that it belongs to; None where it belongs to none.
 
-  A node of the state is a copy of the parameter tree where every leaf below it has a parameter's
-  path there; some parameters may be absent (masked), and below one there may be more than a leaf.
-  A leaf belongs to the parameter that the outermost copy around it says.
+  A node of the state is a copy of the parameter tree if the path of every leaf below it begins
+  with a parameter's path; some parameters may be absent (masked), and one may have several leaves.
+  The outermost copy that contains a leaf determines its parameter.
 
   Args:
     paths: of the state's leaves.
@@ -50,7 +50,7 @@ def candidates(shape: Sequence[int], whole: Sequence[int]) -> list[Kept]:
     whole: of its parameter.
 
   Returns:
-    For each way, the dims that are left, in order.
+    For each way, the dims that remain, in order.
   """
   if len(shape) == len(whole):
     kept = tuple(i for i, (n, m) in enumerate(zip(shape, whole, strict=True)) if n == m)
@@ -64,11 +64,11 @@ def kept_by_trial(
   init: Callable[[Any], Any],
   parameters: Mapping[Path, jax.ShapeDtypeStruct],
 ) -> dict[Path, list[Kept]]:
-  """Returns state leaf -> the ways of `candidates`, had each parameter dims of different sizes.
+  """Returns state leaf -> the ways of `candidates`, as if each parameter's dims differed in size.
 
-  Dims of equal size cannot be told apart by it. So the state is made once more, in the abstract,
-  for parameters whose equal dims differ by the least that keeps their order, the later ones being
-  the larger; as NumPy's and JAX's stable sorts order equal ones.
+  Dims of equal size are ambiguous. So the state is evaluated abstractly once more, for parameters
+  whose equal dims are made to differ as little as possible, the later ones being larger: the order
+  that NumPy's and JAX's stable sorts give equal ones.
 
   Args:
     init: the optimizer's: parameters -> state.

@@ -1,7 +1,7 @@
-"""Names -> dims -> PartitionSpecs, and everything that is wrong on the way.
+"""Partition rules: parameter names -> dims -> PartitionSpecs, with all failures collected.
 
 A rule is `pattern: letters`; the pattern must match a parameter's whole name (`re.fullmatch`).
-There is no catch-all: a parameter that is replicated is written down as such.
+There is no catch-all: replication has to be explicit.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from partitioning.dims import (
   spec_entries,
 )
 
-# Elements of a leaf of the optimizer's state that belongs to no parameter and is replicated.
+# Most elements of an optimizer leaf that belongs to no parameter and is replicated.
 SMALL = 64
 Overrides = Sequence[tuple[str, tuple]]  # (name, entries of an explicit PartitionSpec)
 
@@ -43,16 +43,16 @@ class LayoutError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """Where one array of the state or the batch lives.
+  """How one array of the state or the batch is sharded.
 
   Attributes:
     name: `layers/mlp/up/kernel`, `optimizer/0/mu/layers/mlp/up/kernel`, `batch/tokens`.
     shape: logical (global) shape.
     dtype: NumPy dtype.
     letters: its dims, or "" where an override or a scalar has none.
-    rule: the pattern that matched, or what stood in for one.
+    rule: the pattern that matched, or what was used instead.
     spec: the PartitionSpec, without axes of size 1.
-    notes: remarks, such as a kv_heads dim that stays whole.
+    notes: remarks, such as a kv_heads dim that is replicated.
   """
 
   name: str
@@ -112,7 +112,7 @@ def place_parameters(
     letters = rules[matching[0]]
     if name in overrides:
       placement, wrong = _override(name, leaf, letters, overrides[name], sizes)
-      # The letters still have to be right: optimizer leaves are laid out by them.
+      # The letters still have to be right: optimizer leaves are sharded by them.
       whole = dict.fromkeys(table, ())
       wrong += resolve(letters, leaf.shape, legend, whole, sizes).failures
     else:
@@ -144,9 +144,9 @@ def place_optimizer(
   """Places every leaf of the optimizer's state by the dims of the parameter that it belongs to.
 
   A leaf of the parameter's shape has its letters; one whose shape is the parameter's with dims
-  removed or set to 1 (Adafactor's rows and columns) has those of the dims that are left. Scalars,
+  removed or set to 1 (Adafactor's rows and columns) has the letters of the remaining dims. Scalars,
   leaves of one element and small leaves of no parameter (a random key) are replicated. Any other
-  leaf needs an override of its own.
+  leaf needs an override.
 
   Args:
     abstract_opt_state: the optimizer's state, arrays or ShapeDtypeStructs.
@@ -156,8 +156,8 @@ def place_optimizer(
     sizes: mesh axis -> size.
     overrides: (name with its prefix, PartitionSpec entries).
     prefix: put before each leaf's name.
-    init: the optimizer's, parameters -> state. With it, dims of equal size are told apart; without
-      it, a leaf that would be sharded otherwise by either of them needs an override.
+    init: the optimizer's, parameters -> state. It distinguishes dims of equal size; without it, a
+      leaf for which they give different shardings needs an override.
 
   Returns:
     name -> Placement, and the failures.
@@ -205,7 +205,7 @@ def _replicated(leaf: Any, owner: Placement | None) -> str:
   if leaf.size == 1:
     return "one element"
   if owner is None and leaf.size <= SMALL:
-    return "of no parameter"
+    return "no parameter's"
   return ""
 
 
@@ -219,7 +219,7 @@ def _statistic(
   sizes: Mapping[str, int],
 ) -> tuple[Placement, tuple[Failure, ...]]:
   """Places a leaf that has these dims of its parameter."""
-  if len(owner.letters) != len(owner.shape):  # a failure of the parameter's own, already found
+  if len(owner.letters) != len(owner.shape):  # the parameter's own failure, already reported
     return dataclasses.replace(owner, name=name, shape=leaf.shape, dtype=leaf.dtype), ()
   letters = "".join(owner.letters[i] for i in kept)
   gone = "".join(letter for i, letter in enumerate(owner.letters) if i not in kept)
@@ -241,7 +241,7 @@ def _statistic(
 
 
 def _no_dims(name: str, leaf: Any, owner: Placement | None, rules: Sequence[str]) -> Failure:
-  """Returns the failure of a leaf of which no rule says how it is sharded."""
+  """Returns the failure of a leaf that no rule places."""
   if owner is None:
     why = f"but it belongs to no parameter and has more than {SMALL} elements"
   elif rules:
@@ -249,20 +249,20 @@ def _no_dims(name: str, leaf: Any, owner: Placement | None, rules: Sequence[str]
   else:
     why = f"but {owner.name} has shape {owner.shape}, and it is not that with dims removed"
   text = (
-    f"shape {leaf.shape}, {why}; give it a spec of its own, "
+    f"shape {leaf.shape}, {why}; give it an explicit spec, "
     f'partitioning.overrides=(("{name}", ({"None, " * leaf.ndim})),)'
   )
   return Failure(text, array=name)
 
 
 def unknown_overrides(overrides: Overrides, names: Iterable[str]) -> list[Failure]:
-  """Returns a failure for each override whose name no array has, or that stands there twice."""
+  """Returns a failure for each override whose name no array has, or that is given twice."""
   names, given = set(names), [name for name, _ in overrides]
   return [
     Failure(f"partitioning.overrides: {name!r} {wrong}")
     for name in dict.fromkeys(given)
     for wrong, found in (
-      ("is no parameter and no optimizer leaf", name not in names),
+      ("is neither a parameter nor an optimizer leaf", name not in names),
       ("is given twice; keep one of them", given.count(name) > 1),
     )
     if found
@@ -272,7 +272,7 @@ def unknown_overrides(overrides: Overrides, names: Iterable[str]) -> list[Failur
 def check_table(
   title: str, table: Table, legend: Legend, sizes: Mapping[str, int]
 ) -> list[Failure]:
-  """Returns failures of an axis table itself: axes that no mesh has, dims no model has."""
+  """Returns failures of an axis table itself: unknown axes, and dims that the model lacks."""
   dims = sorted({dim.name for dim in legend.values()})
   failures = [
     Failure(f"{title}.{name}: the model has no dim of this name; its dims are {', '.join(dims)}")
@@ -289,7 +289,7 @@ def check_table(
 
 
 def unused_axes(sizes: Mapping[str, int], used: set[str]) -> list[Failure]:
-  """Returns a failure for each axis larger than 1 that nothing is split over."""
+  """Returns a failure for each axis larger than 1 that splits nothing."""
   return [
     Failure(
       f"mesh.{axis}={size}: no parameter, activation or schedule of this model uses it, so it "
@@ -305,7 +305,7 @@ def _not_one_rule(name: str, shape: tuple[int, ...], matching: list[str]) -> Fai
     text = f"no rule matches this parameter of shape {tuple(shape)}; add one to its table"
   else:
     rules = " and ".join(repr(pattern) for pattern in matching)
-    text = f"{len(matching)} rules match, {rules}; a name may have one only"
+    text = f"{len(matching)} rules match, {rules}; exactly one must"
   return Failure(text, array=name)
 
 
@@ -314,7 +314,7 @@ def _override(
 ) -> tuple[Placement, tuple[Failure, ...]]:
   """Checks an explicit PartitionSpec as strictly as one made from letters."""
   failures = [
-    Failure(f"override: {entry!r} is no mesh axis, tuple of them or None")
+    Failure(f"override: {entry!r} is not a mesh axis, a tuple of them or None")
     for entry in entries
     if not (
       entry is None
@@ -328,7 +328,7 @@ def _override(
     Failure(f"override: unknown mesh axis {axis!r}") for axis in flat if axis not in sizes
   ]
   failures += [
-    Failure(f"override: mesh axis {axis} stands twice")
+    Failure(f"override: mesh axis {axis} is used twice")
     for axis in dict.fromkeys(flat)
     if flat.count(axis) > 1
   ]

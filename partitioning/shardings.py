@@ -16,16 +16,15 @@ from partitioning.rules import LayoutError, Placement, named_leaves
 def shard_shape(
   shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-  """Returns the shape of the piece that one device holds."""
+  """Returns the shape of one device's shard."""
   entries = spec_entries(spec, len(shape))
   return tuple(size // axes_size(axes, sizes) for size, axes in zip(shape, entries, strict=True))
 
 
 def spread(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-  """Returns the spec with the axes that it leaves out put on the first dim that they divide.
+  """Returns the spec with the unused axes put on the first dim that they divide.
 
-  So an array that devices hold copies of is cut among them instead; where the axes divide no
-  dim, the spec stays as it is.
+  So a replicated array is sharded instead; if the axes divide no dim, the spec is unchanged.
   """
   left_out = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in spec_axes(spec))
   entries = list(spec_entries(spec, len(shape)))
@@ -37,19 +36,19 @@ def spread(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) 
 
 
 def bytes_per_device(placement: Placement, sizes: Mapping[str, int]) -> int:
-  """Returns the bytes of this array that one device holds."""
+  """Returns the bytes of one device's shard of this array."""
   shard = shard_shape(placement.shape, placement.spec, sizes)
   return math.prod(shard) * np.dtype(placement.dtype).itemsize
 
 
 def copies(placement: Placement, sizes: Mapping[str, int]) -> int:
-  """Returns how many devices hold each element of this array."""
+  """Returns the number of replicas of each element of this array."""
   shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
   return math.prod(sizes.values()) * shard // max(1, math.prod(placement.shape))
 
 
 def replicated_bytes(placements: Iterable[Placement], sizes: Mapping[str, int]) -> int:
-  """Returns the bytes per device of arrays that every device holds whole (0 on one device)."""
+  """Returns the bytes per device of fully replicated arrays (0 on one device)."""
   devices = math.prod(sizes.values())
   if devices == 1:
     return 0
@@ -57,7 +56,7 @@ def replicated_bytes(placements: Iterable[Placement], sizes: Mapping[str, int]) 
 
 
 def spec_text(spec: PartitionSpec, rank: int) -> str:
-  """Returns `(-, fsdp, tensor)`, a dash where a dim is whole."""
+  """Returns `(-, fsdp, tensor)`, with a dash for a dim that is not sharded."""
   return f"({', '.join('+'.join(axes) or '-' for axes in spec_entries(spec, rank))})"
 
 
@@ -72,23 +71,23 @@ def size_text(count: int) -> str:
 
 
 def check_placed(tree: Any, placements: Mapping[str, Placement], mesh: Mesh, prefix: str = ""):
-  """Compares the sharding that every leaf really has with its spec.
+  """Compares every leaf's actual sharding with its spec.
 
   Args:
     tree: placed arrays.
-    placements: name -> Placement, a name for each leaf.
-    mesh: the mesh that the specs speak of.
+    placements: name -> Placement, one per leaf.
+    mesh: the mesh of the specs.
     prefix: put before each leaf's name.
 
   Raises:
-    LayoutError: naming every leaf that lies otherwise.
+    LayoutError: naming every leaf that is sharded differently.
   """
   failures = []
   for name, leaf in named_leaves(tree, prefix).items():
     wanted = NamedSharding(mesh, placements[name].spec)
     if not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
       is_text = getattr(leaf.sharding, "spec", leaf.sharding)
-      failures.append(f"{name}: lies as {is_text}, its spec says {wanted.spec}")
+      failures.append(f"{name}: is sharded as {is_text}, its spec says {wanted.spec}")
   if failures:
     raise LayoutError(failures)
 

@@ -1,7 +1,7 @@
-"""The verdict: tables, names and traced activations against a mesh, before any memory is taken.
+"""The verdict: checks tables, names and traced activations before memory is allocated.
 
-Everything that is wrong with a layout comes in one message. What is being laid out, and for what,
-this module does not know: it is given shapes, letters, tables, and a function that traces.
+One message lists everything that is wrong with a layout. This module knows nothing of models or
+training: it is given shapes, letters, tables, and a function that traces the program.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ TABLES = ("parameters", "activations", "optimizer")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Where all arrays of a program live.
+  """How all arrays of a program are sharded.
 
   Attributes:
     placements: `parameters`, `optimizer`, `batch`: name -> Placement.
@@ -54,13 +54,13 @@ def check_layout(
   max_replicated_bytes: int | None = None,
   optimizer_init: Callable[[Any], Any] | None = None,
 ) -> Layout:
-  """Lays out every array of a program, or refuses the layout.
+  """Places every array of a program, or refuses the layout.
 
   Args:
     params: a tree of arrays or ShapeDtypeStructs.
     optimizer: the optimizer's state, likewise.
     batch: name -> array.
-    trace: traces the forward pass that is to be compiled, under the mesh.
+    trace: traces, under the mesh, the forward pass that will be compiled.
     names: pattern of parameter names -> letters.
     batch_letters: name of an array of the batch -> its letters.
     legend: letter -> Dim.
@@ -68,7 +68,7 @@ def check_layout(
     sizes: mesh axis -> size.
     overrides: (name, PartitionSpec entries) of parameters and optimizer leaves.
     max_replicated_bytes: per device, of parameters and optimizer state; None: no limit.
-    optimizer_init: parameters -> optimizer state; tells dims of equal size apart.
+    optimizer_init: parameters -> optimizer state; distinguishes dims of equal size.
 
   Raises:
     LayoutError: with every failure in one message.
@@ -78,7 +78,7 @@ def check_layout(
     for title in TABLES
     for failure in rules.check_table(f"partitioning.{title}", tables[title], legend, sizes)
   ]
-  if wrong:  # every array would fail by the same table again
+  if wrong:  # every array would fail for the same reason
     raise LayoutError(wrong)
   placements, failures = _place(
     params,
@@ -93,7 +93,7 @@ def check_layout(
     optimizer_init,
   )
   with activation_layout(
-    legend, tables["activations"], parameters=tables["parameters"], judging=True
+    legend, tables["activations"], parameters=tables["parameters"], checking=True
   ) as activations:
     trace()
   failures += _of_activations(activations, failures)
@@ -114,7 +114,7 @@ def _place(params, optimizer, batch, names, batch_letters, legend, tables, sizes
   states, wrong = rules.place_optimizer(
     optimizer, parameters, legend, tables["optimizer"], sizes, overrides, init=init
   )
-  if not failures:  # else the state's would follow from the parameters'
+  if not failures:  # else the parameters' failures would be repeated
     failures += wrong
   failures += rules.unknown_overrides(overrides, [*parameters, *states])
   arrays = {}
@@ -129,7 +129,7 @@ def _place(params, optimizer, batch, names, batch_letters, legend, tables, sizes
 
 
 def _of_activations(activations: ActivationLayout, known: list[Failure]) -> list[Failure]:
-  """Returns the failures of activations whose cause no other array's failure has."""
+  """Returns the failures of activations whose cause was not reported for another array."""
   causes = {failure.cause for failure in known}
   return [
     failure.of(f"activation {one.letters} {shape_text(one.shape)}")
@@ -142,7 +142,7 @@ def _of_activations(activations: ActivationLayout, known: list[Failure]) -> list
 def _replicated(
   placements: Mapping[str, Mapping[str, Placement]], sizes: Mapping[str, int], limit: int | None
 ) -> list[Failure]:
-  """Returns a failure where more is replicated than is allowed."""
+  """Returns a failure if more is replicated than allowed."""
   state = [*placements["parameters"].values(), *placements["optimizer"].values()]
   count = replicated_bytes(state, sizes)
   if limit is None or count <= limit:
@@ -153,7 +153,7 @@ def _replicated(
     key=lambda placement: bytes_per_device(placement, sizes),
   )
   text = (
-    f"{size_text(count)} per device are replicated, and partitioning.max_replicated_bytes={limit} "
+    f"{size_text(count)} per device are replicated; partitioning.max_replicated_bytes={limit} "
     f"({size_text(limit)}); the largest is {largest.name} {shape_text(largest.shape)}; split its "
     "dims in partitioning.parameters"
   )

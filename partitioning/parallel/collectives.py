@@ -1,10 +1,10 @@
-"""Collectives for `jax.shard_map` whose numbers are right on every backend.
+"""Collectives for `jax.shard_map` with correct results on every backend.
 
-Between processes, CPUs exchange arrays by gloo, whose reduce-scatter copies a device's result over
-memory that it may still be sending: numbers at the end of the first device's chunk are wrong now
-and then, the more often the larger the chunk, and nothing is said (jax#40830). It also gives up
-after 30 s, whatever the timeouts (jax#40831). There each device sends its parts to their owners,
-who add them up: the same bytes, by another collective.
+Between processes, CPUs communicate by gloo. Its reduce-scatter copies a device's result over memory
+that it may still be sending: values at the end of the first device's chunk are sometimes wrong,
+without an error, more often for larger chunks (jax#40830). It also times out after 30 s, whatever
+the configured timeouts (jax#40831). So on gloo each device sends its parts to their owners by an
+all-to-all, and the owners sum them: the same number of bytes.
 """
 
 import functools
@@ -17,19 +17,19 @@ from partitioning.dims import Axes
 
 def all_gather(shard: jax.Array, axes: Axes, dim: int) -> jax.Array:
   """Joins the shards of all devices along the axes; the transpose is `reduce_scatter`."""
-  # Whole numbers have no gradient.
+  # Integers have no gradient.
   if jax.distributed.is_initialized() and jnp.issubdtype(shard.dtype, jnp.inexact):
     return _gather(shard, axes, dim)
   return jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
 
 
 def reduce_scatter(partial: jax.Array, axes: Axes, dim: int) -> jax.Array:
-  """Sums over the devices, each of which keeps a part; the transpose is `all_gather`.
+  """Sums over the devices, each of which keeps one shard; the transpose is `all_gather`.
 
   Args:
-    partial: what a device has of the sum, of the whole's shape.
-    axes: of the mesh; their devices' number divides the dim.
-    dim: that the sum is split along.
+    partial: a device's partial sum, of the full shape.
+    axes: of the mesh; the number of their devices divides the dim.
+    dim: the dim that the result is split along.
   """
   if jax.distributed.is_initialized():
     return _scatter(partial, axes, dim)
@@ -76,13 +76,13 @@ _scatter.defvjp(_scatter_forward, _scatter_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def total(partial: jax.Array, axes: Axes) -> jax.Array:
-  """Sums over axes a result that shard_map returns as it is, replicated over them.
+  """All-reduces a result that shard_map returns replicated over these axes.
 
-  Its gradient is the whole one, the same on all devices. Without check_vma, the transpose of
+  Its gradient is the full one, the same on all devices. Without check_vma, the transpose of
   shard_map divides the gradient of a replicated result by the number of devices, and the transpose
-  of psum, a psum, adds it up again: right, by a collective for nothing. So the gradient is
-  multiplied instead. The division is `_shard_map_transpose` in jax 0.10.2 and 0.12.0; JEP 17111
-  (docs.jax.dev/en/latest/jep/17111-shmap-transpose.html) explains it. A test tells should it go.
+  of psum, a psum, sums it again: correct, but a needless collective. So the gradient is multiplied
+  instead. The division is in `_shard_map_transpose` in jax 0.10.2 and 0.12.0; JEP 17111
+  (docs.jax.dev/en/latest/jep/17111-shmap-transpose.html) explains it. A test fails if it goes.
   """
   return jax.lax.psum(partial, axes) if axes else partial
 

@@ -6,18 +6,17 @@ arXiv:2304.11277 (parameters gathered where they are used), arXiv:2205.05198, se
 
 - A weight that `fsdp` shards is all-gathered for its matmul; its gradient is reduce-scattered.
 - A column-parallel weight is split along its output dims: each device computes its part of the
-  output. A row-parallel one is split along the dims that are summed over: the partial sums are
-  all-reduced.
+  output. A row-parallel one is split along the contracted dims: the partial sums are all-reduced.
 - With sequence parallelism the residual's sequence is split over `tensor` between blocks, so that
   norms and residual are computed and stored once. Before a block's first matmuls the sequence is
   all-gathered, after its last one the partial sums are reduce-scattered along it.
 
-Given constraints alone, XLA's partitioner writes all-reduces of whole activations and gradients
-instead, on CPUs and, as seen, on TPUs. So these matmuls run in a `jax.shard_map`; the transpose of
-each collective is the other one. Where no weight is split or gathered, and the residual's sequence
-lies as it does inside a block, a matmul is a plain constrained einsum.
+Given only sharding constraints, XLA's partitioner inserts all-reduces of full activations and
+gradients instead (seen on CPUs and TPUs). So these matmuls run in a `jax.shard_map`, where the two
+collectives are each other's transpose. Where no weight is split or gathered, and the residual's
+sequence is sharded as inside a block, a matmul is a plain constrained einsum.
 
-Letters are those of the model's legend; which of them the residual has, the caller says.
+Letters are those of the model's legend; the caller says which ones the residual has.
 """
 
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from partitioning.parallel.sharded_function import (
 
 
 def column_parallel(x: jax.Array, weights: Sequence[Weight], residual: Residual) -> list[jax.Array]:
-  """Multiplies the residual, gathered over its sequence, by weights that are split by columns.
+  """Multiplies the residual, all-gathered along its sequence, by column-parallel weights.
 
   Args:
     x: the residual, between blocks.
@@ -47,8 +46,8 @@ def column_parallel(x: jax.Array, weights: Sequence[Weight], residual: Residual)
     residual: the residual's letters.
 
   Returns:
-    For each weight the product over the width, constrained by `residual.activation` of its
-    letters.
+    For each weight the contraction over the width, with the letters that `residual.activation`
+    gives for the weight's.
   """
   sequence, width = sequence_axes(residual), split_over(residual.width)
 
@@ -74,10 +73,10 @@ def column_parallel(x: jax.Array, weights: Sequence[Weight], residual: Residual)
 
 
 def row_parallel(x: jax.Array, weight: Weight, residual: Residual) -> jax.Array:
-  """Multiplies by a weight that is split by rows; each device gets its part of the sequence.
+  """Multiplies by a row-parallel weight; the partial sums are reduced along the sequence.
 
   Args:
-    x: batch and sequence, inside a block, and the dims of the weight but for the residual's width.
+    x: batch and sequence, inside a block, and the weight's dims except the residual's width.
     weight: cast to the dtype of x.
     residual: the residual's letters.
 

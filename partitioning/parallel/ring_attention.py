@@ -1,13 +1,12 @@
 """Ring attention (context parallelism): keys and values are passed around a ring of devices.
 
-Source: arXiv:2310.01889; the zigzag order: arXiv:2311.09431. The sequence is split over devices,
-each of which holds an early and a late piece: of 2c pieces over c devices, device i has i and
-2c - 1 - i. Under a causal mask it then needs half of each block of keys and values that arrives:
-all of them for half of its queries, or half of them for all, and every device has the same amount
-of work in every step of the ring.
+Source: arXiv:2310.01889; the zigzag order: arXiv:2311.09431. The sequence is cut into 2c pieces
+over c devices; device i has the pieces i and 2c - 1 - i, an early and a late one. Under a causal
+mask a device then uses half of each block of keys and values that it receives (all of them for half
+of its queries, or half of them for all), so the work is balanced in every ring step.
 
-The backward pass is written here too: it passes keys and values around again, with their gradients.
-Saved for it are a device's own queries, keys, values and outputs, and never the scores.
+The backward pass is implemented here too: keys and values are passed around again, with their
+gradients. Only a device's queries, keys, values and outputs are saved for it, never the scores.
 """
 
 import dataclasses
@@ -24,19 +23,19 @@ from partitioning.constraints import automatic_layout, current_layout, manual_ax
 from partitioning.dims import Axes, resolve, spec_entries
 from partitioning.parallel.manual_region import manual_region
 
-# Operations that an accelerator computes per byte that it sends: from 2,190 (TPU v5e,
-# 197e12 / 90e9) to 5,100 (v6e), bfloat16 by both links of a torus axis or by NVLink.
+# FLOPs that an accelerator computes in the time that it sends a byte: 2,190 (TPU v5e,
+# 197e12 / 90e9) to 5,100 (v6e), in bfloat16, over both links of a torus axis or NVLink.
 OPERATIONS_PER_BYTE = 2500
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-  """How scores are made of queries and keys.
+  """How scores are computed from queries and keys.
 
   Attributes:
-    scale: what their products are multiplied by.
+    scale: factor of their dot products.
     dtype: of the scores, and of the softmax over them.
-    cap: keeps them within (-cap, cap) by a tanh; 0 is off.
+    cap: soft cap: a tanh keeps them within (-cap, cap); 0 is off.
   """
 
   scale: float
@@ -50,13 +49,13 @@ class Scores:
     return self.cap * jnp.tanh(scores / self.cap) if self.cap else scores
 
   def slope(self, scores: jax.Array) -> jax.Array | float:
-    """Returns the derivative of the scores by the products."""
+    """Returns the derivative of the capped scores by the uncapped ones."""
     slope = jnp.asarray(self.scale, scores.dtype)
     return slope * (1 - (scores / self.cap) ** 2) if self.cap else slope
 
 
 def sequence_axes(letter: str) -> Axes:
-  """Returns the axes larger than 1 that split the sequence, whose letter it is, inside a block."""
+  """Returns the axes larger than 1 that split the sequence (this letter) inside a block."""
   layout, sizes = current_layout("attention")
   return tuple(axis for axis in layout.table[layout.legend[letter].name] if sizes[axis] > 1)
 
@@ -68,19 +67,19 @@ def ring_size(letter: str) -> int:
 
 
 def prefer_ring(length: int, count: int, queries: int, keys: int) -> bool:
-  """Returns whether a ring should take less time than all-gathering keys and values.
+  """Returns whether a ring should be faster than all-gathering keys and values.
 
-  Let V/W be the seconds of an all-gather of the keys and values and r those of the causal half of
-  the scores, in units of V/W. The gather does not overlap with compute, which is of the masked half
-  too: 1 + 2 r. The ring uses one direction of the links and overlaps: max(2, r). So the ring wins
-  from r = 1/2 on, where a device's tokens times the query heads of a key/value head are as many as
-  the operations that it computes per byte sent. It always needs less memory.
+  In units of the time of an all-gather of keys and values, let r be the time to compute the causal
+  half of the scores. The all-gather does not overlap with compute, which includes the masked half:
+  1 + 2 r. The ring uses one direction of the links and overlaps: max(2, r). So the ring wins from
+  r = 1/2 on: where a device's tokens times the query heads per key/value head reach the FLOPs that
+  it computes per byte sent. It always needs less memory.
 
   Args:
     length: of the sequence.
     count: of the devices that split it.
-    queries: heads.
-    keys: heads.
+    queries: number of query heads.
+    keys: number of key/value heads.
   """
   divisible = length % (2 * count) == 0
   return divisible and length // count * (queries // keys) >= OPERATIONS_PER_BYTE
@@ -90,20 +89,20 @@ def use_ring(kind: str, length: int, count: int, queries: int, keys: int) -> boo
   """Returns whether attention runs as a ring; else keys and values are all-gathered.
 
   Args:
-    kind: `model.context_attention`: ring, gather, or auto, which is what `prefer_ring` says.
-    length: as `prefer_ring` takes it, as are the following.
-    count: of devices.
-    queries: heads.
-    keys: heads.
+    kind: `model.context_attention`: ring, gather, or auto, which follows `prefer_ring`.
+    length: as in `prefer_ring`.
+    count: likewise.
+    queries: likewise.
+    keys: likewise.
   """
   return kind == "ring" or (kind == "auto" and prefer_ring(length, count, queries, keys))
 
 
 def zigzag_order(length: int, count: int) -> np.ndarray:
-  """Returns int32 [length]: the slots of a sequence in the order in which the devices hold them.
+  """Returns int32 [length]: a sequence's slots in zigzag order, device by device.
 
   Raises:
-    ValueError: the length is no multiple of twice the count.
+    ValueError: the length is not a multiple of twice the count.
   """
   if length % (2 * count):
     raise ValueError(f"a sequence of {length} is not divisible into 2 x {count} pieces")
@@ -128,8 +127,9 @@ def ring_attention(
     q_BTNH: queries, in `zigzag_order` along T.
     k_BTKH: keys, likewise; each of the K heads serves N/K query heads.
     v_BTKH: values.
-    segments_BT: the documents, in the same order; a query sees only its facts. None: all are one.
-    window: slots that a query sees, its own the last of them; None: all of its past.
+    segments_BT: document of each token, in the same order; a query attends only to its own. None:
+      one document.
+    window: number of slots that a query attends to, its own being the last; None: its full past.
     scores: how scores are computed.
     letters: the legend's letters of the queries, and of the keys and values.
 
@@ -142,13 +142,13 @@ def ring_attention(
   assert not manual_axes() & {*around}, around
   named = (of_queries, q_BTNH), (of_keys, k_BTKH), (of_queries[:2], q_BTNH[..., 0, 0])
   found = [resolve(one, x.shape, layout.legend, layout.table, sizes) for one, x in named]
-  if layout.judging and any(one.failures for one in found):
-    return q_BTNH  # there is no such region; where they were constrained, it was recorded why
+  if layout.checking and any(one.failures for one in found):
+    return q_BTNH  # the dims cannot be sharded so, which `constrain` has recorded
   queries, keys, rows = (one.spec for one in found)
   same = _split(queries, 2, sizes) == _split(keys, 2, sizes)
   ring = _Ring(around, scores)
-  # A device reads its place in the ring from its slots, and not from its index: what depends on no
-  # argument, JAX would hoist into a shard_map without arguments, which XLA refuses.
+  # A device derives its place in the ring from its slots, not from its axis index: JAX would hoist
+  # what depends on no argument into a shard_map without arguments, which XLA rejects.
   slots_T = jnp.asarray(zigzag_order(q_BTNH.shape[1], ring_size(of_queries[1])))
   serving_N = jnp.arange(q_BTNH.shape[2], dtype=jnp.int32) // (q_BTNH.shape[2] // k_BTKH.shape[2])
   facts = _QueryFacts(slots_T, None if same else serving_N, segments_BT, window)
@@ -168,11 +168,11 @@ def _split(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> Axes:
 
 
 def repeat_kv(x_BSKH: jax.Array, serving_N: jax.Array | None, queries: int) -> jax.Array:
-  """Returns B S N H, for each of the device's query heads the head that serves it.
+  """Returns B S N H: for each of the device's query heads its key/value head.
 
   Args:
     x_BSKH: the device's keys or values.
-    serving_N: which serves which; None: each of the K as many, in their order.
+    serving_N: key/value head of each query head; None: N/K consecutive query heads share one.
     queries: N.
   """
   if serving_N is None:
@@ -193,7 +193,7 @@ _WHOLE = slice(None)
 
 
 class _QueryFacts(NamedTuple):
-  """What masks and heads follow from, of a device's queries: see `ring_attention`, `repeat_kv`."""
+  """A device's queries: inputs of the mask and of `repeat_kv`; see `ring_attention`."""
 
   slots_T: jax.Array
   serving_N: jax.Array | None
@@ -211,7 +211,7 @@ class _KVBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-  """What is static of a ring: its mesh axes, and how scores are computed."""
+  """The static description of a ring: its mesh axes, and how scores are computed."""
 
   axes: Axes
   scores: Scores
@@ -224,23 +224,23 @@ class _Ring:
     return jnp.concatenate([device * piece + inside, late * piece + inside])
 
   def next(self, tree: Any) -> Any:
-    """Passes arrays on: returns those of the device before this one."""
+    """Passes arrays around the ring by one: returns those of the previous device."""
     count = jax.lax.axis_size(self.axes)
     pairs = [(i, (i + 1) % count) for i in range(count)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
   def steps(self) -> jax.Array:
-    """Returns the numbers of the ring's steps; in step 0, a device's own keys, nothing is sent."""
+    """Returns the numbers of the ring's steps; step 0, of a device's own keys, sends nothing."""
     return jnp.arange(1, jax.lax.axis_size(self.axes), dtype=jnp.int32)
 
   def ring_step(self, facts: _QueryFacts, number: jax.Array, add: Callable, total: Any) -> Any:
-    """Takes in the block that has arrived: half of all pairs of queries and keys, on each device.
+    """Processes the received block: on each device, half of all pairs of queries and keys.
 
     Args:
       facts: of this device's queries.
-      number: of the step: the block comes from the device that many places before this one.
-      add: returns the new total of (total, which queries, which keys, int32 [T] the keys' slots).
-      total: so far.
+      number: of the step, which is how many places before this device the block's owner is.
+      add: returns the new total, given (total, query slice, key slice, int32 slots of the keys).
+      total: the sums so far.
     """
     length, half = facts.slots_T.shape[0], facts.slots_T.shape[0] // 2
     here = facts.slots_T[0] // half
@@ -255,14 +255,14 @@ class _Ring:
 
 
 def _local_pairs(length: int) -> Iterator[tuple[slice, slice]]:
-  """Yields the queries and keys of step 0: a device's early queries see none of its late keys."""
+  """Yields the query and key slices of step 0: early queries do not attend to late keys."""
   half = length // 2
   yield slice(0, half), slice(0, half)
   yield slice(half, None), _WHOLE
 
 
 def _masked(facts: _QueryFacts, rows: slice, columns: slice, slots_S, segments_BS) -> jax.Array:
-  """Returns bool, (B or 1) 1 T S: which of some keys each of some queries does not see."""
+  """Returns bool, (B or 1) 1 T S: True where a key is masked for a query."""
   q_slots, k_slots = facts.slots_T[rows, None], slots_S[None, columns]
   seen = k_slots <= q_slots
   if facts.window is not None:
@@ -276,8 +276,8 @@ def _masked(facts: _QueryFacts, rows: slice, columns: slice, slots_S, segments_B
 def _add_mask_bias(scores: jax.Array, masked: jax.Array) -> jax.Array:
   """Returns scores whose exponentials are 0 where a key is masked.
 
-  Added and not selected: what would be selected is a constant of the size of all scores, which JAX
-  computes before a scan over layers, and passes in.
+  Added, not selected by `where`: JAX would hoist the alternative, a constant of the size of all
+  scores, out of a scan over layers.
   """
   return scores + masked.astype(scores.dtype) * float(jnp.finfo(scores.dtype).min)
 
@@ -317,11 +317,11 @@ def _forward(ring: _Ring, q, k, v, facts: _QueryFacts):
 
 
 def _update_softmax(scores: Scores, total, q_BTNH, k_BSNH, v_BSNH, masked):
-  """Updates a running softmax by more keys: weighted values BNTH, largest score and weight BNT."""
+  """Adds keys to an online softmax: weighted values BNTH, maximum and sum of weights BNT."""
   sums, largest, weight = total
   found = _add_mask_bias(scores(q_BTNH, k_BSNH), masked)
   top = jnp.maximum(largest, found.max(axis=-1))
-  # 0 where a key is masked, since each query has seen itself by then.
+  # 0 where a key is masked: the maximum is finite by then, since step 0 has each query's own key.
   shares = jnp.exp(found - top[..., None])
   shrink = jnp.exp(largest - top)
   more = jnp.einsum("BNTS,BSNH->BNTH", shares.astype(v_BSNH.dtype), v_BSNH).astype(sums.dtype)
@@ -331,7 +331,7 @@ def _update_softmax(scores: Scores, total, q_BTNH, k_BSNH, v_BSNH, masked):
 def _backward(ring: _Ring, saved, d_out):
   """Returns the gradients; keys and values are passed around again, with their gradients."""
   q, k, v, facts, out, logs = saved
-  # What the softmax's gradient takes off: the sum over S of weights times their gradients.
+  # Subtracted in the softmax's gradient: the sum over S of weights times their gradients.
   off = jnp.einsum("BTNH,BTNH->BNT", d_out.astype(logs.dtype), out.astype(logs.dtype))
 
   def gradients(block: _KVBlock, rows, columns, slots_S):
@@ -359,7 +359,7 @@ def _backward(ring: _Ring, saved, d_out):
     sums = add(block, sums, rows, columns, facts.slots_T)
   d_q, *d_block = sums
   (d_q, (_, d_block)), _ = jax.lax.scan(step, (d_q, (block, d_block)), ring.steps())
-  d_k, d_v = ring.next(d_block)  # home
+  d_k, d_v = ring.next(d_block)  # back to their owner
   return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 

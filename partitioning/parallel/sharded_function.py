@@ -1,6 +1,6 @@
-"""Functions of sharded arrays: under `jax.shard_map` where a weight or the sequence is gathered.
+"""Runs a function of sharded arrays, in a `jax.shard_map` if a weight or the sequence is gathered.
 
-Weights and the residual as the matmuls of this package see them, the specs of their arguments, and
+Defines weights and the residual for the matmuls of this package, the specs of their arguments, and
 the collectives around a function. Letters are those of the model's legend.
 """
 
@@ -38,9 +38,9 @@ class Residual:
   """The letters of the residual stream, each of them (batch, sequence, width).
 
   Attributes:
-    between: as it is sharded between blocks, such as BRD.
-    inside: as it is sharded inside a block, such as BTD: the sequence has another letter, since
-      sequence parallelism splits it between blocks alone.
+    between: its letters between blocks, such as BRD.
+    inside: its letters inside a block, such as BTD: the sequence has another letter, since sequence
+      parallelism splits it only between blocks.
   """
 
   between: str
@@ -62,54 +62,54 @@ class Residual:
     return self.between[SEQUENCE_DIM], self.inside[SEQUENCE_DIM]
 
   def activation(self, letters: str) -> str:
-    """Returns the letters of an activation of a weight's dims: tokens instead of the width."""
+    """Returns the letters of an activation: a weight's, with the tokens in place of the width."""
     return self.tokens + letters.replace(self.width, "")
 
 
 def on_shards(
   function: Callable[..., jax.Array], given: Sequence[str], output: str, *arguments: jax.Array
 ) -> jax.Array:
-  """Runs a function on each device's part of activations, which it needs no other part for.
+  """Runs a function on each device's shards of activations, without communication.
 
   Args:
-    function: takes shards; devices along mesh axes that split none of the arrays do the same work.
+    function: takes shards; along mesh axes that split none of the arrays, devices repeat the work.
     given: the letters of the arrays.
-    output: the letters of the result; only such that are given.
+    output: the letters of the result, each among the given ones.
     *arguments: the arrays.
   """
   layout, _ = automatic_layout()
   extents = _extents(given, arguments)
-  if on_one_device() or (layout.judging and not _fit([*given, output], extents, layout.table)):
-    return function(*arguments)  # why they do not fit was recorded where they were constrained
+  if on_one_device() or (layout.checking and not _fit([*given, output], extents, layout.table)):
+    return function(*arguments)  # `constrain` has recorded why they cannot be sharded
   in_specs = tuple(_spec(letters, extents, layout.table) for letters in given)
   out_specs = _spec(output, extents, layout.table)
   return manual_region(function, in_specs, out_specs)(*arguments)
 
 
 def summed_last(letters: str, summed: str) -> str:
-  """Returns the letters of a weight with those that are summed over at the end.
+  """Returns the letters of a weight, the contracted ones last.
 
-  So the matmul that computes the weight's gradient has its dims in this order, and is reduced over
-  devices as it comes. In another order XLA folds the transposition into the matmul, and on CPUs
-  has no fast kernel for that (jax 0.10.2: a step of fsdp8 took 8 % longer).
+  The matmul of the weight's gradient then has its output dims in this order, and the result is
+  reduced over devices without a transpose. In another order XLA folds the transpose into the
+  matmul, for which it has no fast kernel on CPUs (jax 0.10.2: a step of fsdp8 took 8 % longer).
   """
   return "".join(x for x in letters if x not in summed) + summed
 
 
 def split_over(letters: str) -> Axes:
-  """Returns the axes larger than 1 that split dims inside of a block."""
+  """Returns the axes larger than 1 that split these dims inside a block."""
   layout, sizes = automatic_layout()
   axes = [axis for letter in letters for axis in layout.table[layout.legend[letter].name]]
   return tuple(axis for axis in axes if sizes[axis] > 1)
 
 
 def reduce_partial(partial: jax.Array, axes: Axes, extra: Axes) -> jax.Array:
-  """Sums over the axes that split summed dims; each device keeps its part of the sequence.
+  """Reduces partial sums over the axes of contracted dims; devices keep their part of the sequence.
 
   Args:
-    partial: sums, of batch, the sequence inside a block, and width.
-    axes: of the summed dims.
-    extra: those that split the residual's sequence between blocks alone.
+    partial: partial sums, of batch, the sequence inside a block, and width.
+    axes: of the contracted dims.
+    extra: those that split the residual's sequence only between blocks.
   """
   if not extra:
     return collectives.total(partial, axes)
@@ -133,18 +133,18 @@ def sharded(
 ) -> list[jax.Array]:
   """Runs a function of sharded arrays: in a shard_map, where a weight or the sequence is gathered.
 
-  What the backward pass keeps are the arguments as they are given and sharded: neither a gathered
-  sequence nor gathered, cast or transposed weights of every layer.
+  Only the sharded arguments are saved for the backward pass: neither the gathered sequence, nor
+  gathered, cast or transposed weights of each layer.
 
   Args:
-    function: takes whether it runs in a shard_map, then shards, or whole arrays.
+    function: takes whether it runs in a shard_map, then shards or global arrays.
     given: the letters of the arrays.
-    inside: the same letters of each, in the order in which the function takes them.
+    inside: the same letters, in the order in which the function takes each array's dims.
     outputs: the letters of its results.
     *arguments: the arrays.
-    kernels: which of them are parameters.
+    kernels: indices of the arguments that are parameters.
     residual: the residual's letters.
-    dtype: that the function takes parameters in.
+    dtype: to which parameters are cast for the function.
   """
   layout, _ = automatic_layout()
   extents = _extents(given, arguments)
@@ -158,7 +158,7 @@ def sharded(
     if _gathers(spec, used[number]) is not None:
       stored[number] = spec
   moves = [_gathers(before, after) for before, after in zip(stored, used, strict=True)]
-  # Where a dim cannot be split there is no region to trace, and constraints record what is wrong.
+  # If a dim cannot be split there is no region to trace, and `constrain` records the failure.
   fits = _fit([*inside, *outputs], extents, layout.table) and _fit(
     [inside[number] for number in kernels], extents, {**layout.table, **layout.parameters}
   )
@@ -171,11 +171,11 @@ def sharded(
       jnp.transpose(x.astype(dtype) if number in kernels else x, [old.index(c) for c in new])
       for number, (x, old, new) in enumerate(zip(arguments, given, inside, strict=True))
     ]
-    # Split weights too: XLA's partitioner would reduce the gradient that reaches x once for each
-    # weight that x is multiplied by; here the sum of them is reduced (as seen on CPUs).
+    # Also for split weights: XLA's partitioner would all-reduce the gradient of x once per weight;
+    # here their sum is reduced once (as seen on CPUs).
     split = any(split_over(inside[number]) for number in kernels)
     manual = split or sequence_axes(residual) or any(moves)
-    if not manual or (layout.judging and not fits):
+    if not manual or (layout.checking and not fits):
       arguments = [constrain(x, letters) for x, letters in zip(arguments, inside, strict=True)]
       results = function(False, *arguments)
     else:
@@ -185,12 +185,12 @@ def sharded(
       results = manual_region(on_device, tuple(stored), outs)(*arguments)
     return [constrain(x, letters) for x, letters in zip(results, outputs, strict=True)]
 
-  # A new function each time: a traced one would be reused under another activation layout.
+  # A new function each time: JAX would reuse a traced one under another activation layout.
   return jax.checkpoint(product, prevent_cse=False)(*arguments)
 
 
 def sequence_axes(residual: Residual) -> tuple[str, ...]:
-  """Returns the axes larger than 1 that split the residual's sequence and not that in a block."""
+  """Returns the axes larger than 1 that split the sequence between blocks but not inside."""
   layout, sizes = automatic_layout()
   between, within = (layout.table[layout.legend[letter].name] for letter in residual.sequences)
   return tuple(axis for axis in between if axis not in within and sizes[axis] > 1)
@@ -205,14 +205,14 @@ def _extents(letters: Sequence[str], arguments: Sequence[jax.Array]) -> dict[str
 
 
 def _spec(letters: str, extents: Mapping[str, int], table: Table) -> PartitionSpec:
-  """Returns how a table shards an array of these letters; what is wrong, `constrain` raises."""
+  """Returns the spec of an array by a table; failures are left to `constrain`."""
   layout, sizes = automatic_layout()
   shape = tuple(extents.get(letter) or layout.legend[letter].size for letter in letters)
   return resolve(letters, shape, layout.legend, table, sizes).spec
 
 
 def _fit(every: Sequence[str], extents: Mapping[str, int], table: Table) -> bool:
-  """Tells whether a table can shard arrays of these letters."""
+  """Returns whether a table can shard arrays of these letters."""
   layout, sizes = automatic_layout()
   shapes = ([extents.get(x) or layout.legend[x].size for x in letters] for letters in every)
   return not any(
@@ -222,10 +222,10 @@ def _fit(every: Sequence[str], extents: Mapping[str, int], table: Table) -> bool
 
 
 def _gathers(before: PartitionSpec, after: PartitionSpec) -> tuple[tuple[int, Axes], ...] | None:
-  """Returns (dim, axes) of each all-gather from one spec to another; None where it takes more.
+  """Returns (dim, axes) of the all-gathers from one spec to another; None if they are not enough.
 
-  Of a dim that two axes split, the inner one can be gathered: the outer one's parts stay in one
-  piece.
+  Of a dim that two axes split, the inner one can be gathered: the shards of the outer one stay
+  contiguous.
   """
   moves = []
   rank = max(len(before), len(after))

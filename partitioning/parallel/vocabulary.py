@@ -1,6 +1,6 @@
 """Vocabulary-parallel embedding lookups and chunked logits. Source: arXiv:1909.08053, section 3.
 
-Letters are those of the model's legend; which of them the residual has, the caller says.
+Letters are those of the model's legend; the caller says which ones the residual has.
 """
 
 import functools
@@ -34,17 +34,17 @@ def chunked_logits(
 ) -> jax.Array:
   """Computes the logits of one chunk of tokens at a time, and reduces them to a number per token.
 
-  The weight is gathered once, and its gradient scattered once; the logits of one chunk are in
-  memory at a time, and are computed again in the backward pass. A chunk takes every so many-th
-  token, so that each device has a part of it as long as the others'.
+  The weight is gathered once, and its gradient is reduce-scattered once. Only one chunk's logits
+  are in memory at a time; the backward pass recomputes them. Chunks are strided (every
+  `chunks`-th token), so that all devices have equal parts of each.
 
   Args:
     x: the residual, between blocks.
     weight: of the residual's width and the vocabulary; cast to the dtype of x.
-    targets: of the tokens; of the same length within a device as x, gathered.
-    reduce: takes logits (batch, chunk, vocabulary), targets (batch, chunk) and the axes over which
-      the vocabulary is split in the shards that it is given; returns (batch, chunk).
-    chunks: number; divides the tokens of a device.
+    targets: of the tokens; within a device as long as x after its all-gather.
+    reduce: takes logits (batch, chunk, vocabulary), targets (batch, chunk) and the axes that split
+      the vocabulary of these logits; returns (batch, chunk).
+    chunks: their number; divides the tokens of a device.
     residual: the residual's letters.
 
   Returns:
@@ -93,7 +93,7 @@ def chunked_logits(
 
 
 def _strided(x: jax.Array, count: int) -> jax.Array:
-  """Returns the tokens r, r + count, ... of each row, for every r below count, in front."""
+  """Returns the tokens r, r + count, ... of each row, with r < count as the first dim."""
   rows, length, *rest = x.shape
   return jnp.moveaxis(x.reshape(rows, length // count, count, *rest), 2, 0)
 
@@ -101,10 +101,10 @@ def _strided(x: jax.Array, count: int) -> jax.Array:
 def vocab_parallel_embedding(
   weight: Weight, tokens: jax.Array, residual: Residual, dtype: jnp.dtype
 ) -> jax.Array:
-  """Returns the rows of a table that tokens name; see `table_rows` for the gradient.
+  """Looks up the embeddings of tokens; see `table_rows` for the gradient.
 
-  The table is gathered over fsdp before the lookup: a lookup in a table that is split along its
-  width as well makes XLA copy the whole batch ("involuntary full rematerialization").
+  The table is all-gathered over fsdp first: a lookup in a table that is also split along its width
+  makes XLA copy the full batch ("involuntary full rematerialization").
 
   Args:
     weight: the table, (vocabulary, width).
@@ -121,7 +121,7 @@ def vocab_parallel_embedding(
   def look_up(manual: bool, table: jax.Array, tokens: jax.Array) -> list[jax.Array]:
     if not manual:
       return [table_rows(table, tokens, stored)]
-    if axes:  # each device adds the rows that it has
+    if axes:  # each device contributes the rows that it has
       rows = jnp.asarray(table.shape[0], tokens.dtype)
       tokens = tokens - jax.lax.axis_index(axes) * rows
     here = (tokens >= 0) & (tokens < table.shape[0])
@@ -146,11 +146,11 @@ def vocab_parallel_embedding(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def table_rows(table: jax.Array, ids: jax.Array, sum_dtype: jnp.dtype) -> jax.Array:
-  """Returns the rows of a table that ids name; its gradient is summed in `sum_dtype`.
+  """Looks up rows of a table by id; the table's gradient is summed in `sum_dtype`.
 
-  The transpose of a lookup adds up the gradients of all tokens that name the same row. A sum in
-  bfloat16 stops growing after some hundred terms of the same size: with text, the table's gradient
-  was 14 % wrong at 4,096 tokens on a device. So only the finished sum is rounded.
+  The transpose of a lookup sums the gradients of all tokens with the same id. A bfloat16 sum stops
+  growing after some hundred terms of equal size: on text, the table's gradient was off by 14 % with
+  4,096 tokens on a device. So only the final sum is rounded.
   """
   del sum_dtype
   return table[ids]

@@ -155,7 +155,7 @@ REFUSALS = {
   ),
   "override of a name that is not there": (
     [DP8, "--config.partitioning.overrides=(('layers/mlp/upp/kernel',(None,)),)"],
-    ["'layers/mlp/upp/kernel' is no parameter and no optimizer leaf"],
+    ["'layers/mlp/upp/kernel' is neither a parameter nor an optimizer leaf"],
   ),
   "more than the memory": (
     [DP8, "--config.model.model_size=65536", "--config.model.layers=100"],

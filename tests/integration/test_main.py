@@ -159,7 +159,7 @@ def test_layout_prints_the_table_and_two_side_by_side(main):
   code, out, _ = main("layout", "--config=configs/tp8.py")
   assert code == 0
   assert "K  kv_heads              4  (may replicate" in out
-  assert "note: layers/attention/key/kernel: kv_heads=4 stays whole: tensor=8" in out
+  assert "note: layers/attention/key/kernel: kv_heads=4 is replicated: tensor=8" in out
   code, out, _ = main("layout", "--config=configs/dp8.py", "--against=configs/fsdp8.py")
   assert code == 0
   rows = [line for line in out.splitlines() if " embed/table" in line]

@@ -81,7 +81,7 @@ WRONG = [
     "activation BF of shape (5, 20): dim B (batch) = 5 is not divisible by mesh axis data=2; "
     "make batch 4 or 6, or set mesh.data=1",
   ),
-  ("FF", (20, 20), "mesh axis tensor is taken by dim F and by dim F"),
+  ("FF", (20, 20), "mesh axis tensor splits both dim F and dim F"),
 ]
 
 
@@ -114,7 +114,7 @@ def test_while_the_layout_is_judged_failures_are_recorded(data_tensor):
       x = constrain(x, "BF")
     return x, constrain(y, "BTK"), constrain(y, "BX")
 
-  with activation_layout(LEGEND, TABLE, judging=True) as layout:
+  with activation_layout(LEGEND, TABLE, checking=True) as layout:
     jax.eval_shape(forward, abstract(5, 20), abstract(6, 3, 7))
   assert [(c.letters, c.shape) for c in layout.seen] == [
     ("BF", (5, 20)),  # once, though it was met twice
@@ -124,7 +124,7 @@ def test_while_the_layout_is_judged_failures_are_recorded(data_tensor):
   odd, noted, ranked = layout.seen
   assert "batch) = 5 is not divisible by mesh axis data=2" in str(odd.failures[0])
   assert noted.failures == ()
-  assert noted.notes == ("kv_heads=7 stays whole: tensor=4 does not divide it",)
+  assert noted.notes == ("kv_heads=7 is replicated: tensor=4 does not divide it",)
   assert tuple(noted.spec) == ("data", None, None)
   assert "dims BX have rank 2" in str(ranked.failures[0])
   assert layout.axes() == {"data", "tensor"}
@@ -150,7 +150,7 @@ def test_judging_leaves_out_only_the_constraints_that_fail(data_tensor):
   def forward(x, y):
     return constrain(x, "BF"), constrain(y, "BF")
 
-  with activation_layout(LEGEND, TABLE, judging=True):
+  with activation_layout(LEGEND, TABLE, checking=True):
     jaxpr = jax.make_jaxpr(forward)(abstract(6, 20), abstract(5, 20)).jaxpr
   [equation] = jaxpr.eqns
   assert equation.primitive.name == "sharding_constraint"

@@ -60,8 +60,8 @@ def test_a_dim_that_is_written_as_whole_stays_whole():
     ("DF", (12,), ["dims DF have rank 2", "its shape is (12,)"]),
     ("DF", (20, 12), ["dim D (model) has size 20, its legend says 12", "dim F (feedforward)"]),
     ("DX", (12, 20), ["dim X is not in the legend", "D model, F feedforward"]),
-    ("DD", (12, 12), ["mesh axis fsdp is taken by dim D and by dim D"]),
-    ("FN", (20, 28), ["mesh axis tensor is taken by dim N and by dim F"]),
+    ("DD", (12, 12), ["mesh axis fsdp splits both dim D and dim D"]),
+    ("FN", (20, 28), ["mesh axis tensor splits both dim N and dim F"]),
   ],
 )
 def test_wrong_letters_are_a_failure_with_the_numbers(letters, shape, said):
@@ -87,14 +87,14 @@ def test_an_axis_that_the_mesh_has_not_is_a_failure():
 def test_an_axis_used_twice_does_not_wait_for_the_mesh_on_which_it_fails():
   sizes = {**SIZES, "tensor": 1}
   [failure] = resolve("FN", (20, 28), LEGEND, TABLE, sizes).failures
-  assert str(failure) == "mesh axis tensor is taken by dim N and by dim F"
+  assert str(failure) == "mesh axis tensor splits both dim N and dim F"
 
 
 def test_an_axis_twice_in_one_dim_is_a_failure():
   table = {**TABLE, "feedforward": ("tensor", "tensor")}
   legend = {**LEGEND, "F": Dim("feedforward", 80)}
   [failure] = resolve("DF", (12, 80), legend, table, SIZES).failures
-  assert str(failure) == "mesh axis tensor is taken by dim F and by dim F"
+  assert str(failure) == "mesh axis tensor splits both dim F and dim F"
 
 
 def test_an_indivisible_dim_is_told_the_nearest_sizes_and_the_smaller_axis():
@@ -127,7 +127,7 @@ def test_only_a_dim_whose_legend_says_so_stays_whole_and_that_is_noted():
   found = resolve("DK", (12, 7), LEGEND, TABLE, SIZES)
   assert tuple(found.spec) == ("fsdp", None)
   assert found.failures == ()
-  assert found.notes == ("kv_heads=7 stays whole: tensor=4 does not divide it",)
+  assert found.notes == ("kv_heads=7 is replicated: tensor=4 does not divide it",)
   strict = {**LEGEND, "K": Dim("kv_heads", 7)}
   [failure] = resolve("DK", (12, 7), strict, TABLE, SIZES).failures
   assert "kv_heads) = 7 is not divisible" in str(failure)
@@ -156,7 +156,7 @@ def test_all_failures_of_one_array_come_together():
     "model) has size 13, its legend says 12",
     "model) = 13 is not divisible by mesh axis fsdp=2",
     "dim X is not in the legend",
-    "mesh axis fsdp is taken by dim B and by dim D",
+    "mesh axis fsdp splits both dim B and dim D",
     "batch) = 5 is not divisible by mesh axis data=3 x fsdp=2",
   ):
     assert part in text

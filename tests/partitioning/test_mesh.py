@@ -195,5 +195,5 @@ def test_where_the_hardware_has_slices_only_the_slow_axis_crosses_them(monkeypat
 
 @pytest.mark.parametrize("slices", [{}, {"data": 4}])
 def test_another_number_of_slices_than_the_hardware_has_is_refused(slices):
-  with pytest.raises(ValueError, match=r"the devices lie in 2; .* such as mesh_dcn.data=2"):
+  with pytest.raises(ValueError, match=r"the devices are in 2; .* such as mesh_dcn.data=2"):
     make_mesh(whole(data=4, tensor=2), pod(2, 4), slices)

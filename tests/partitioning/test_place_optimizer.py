@@ -74,7 +74,9 @@ def test_a_factored_statistic_has_the_dims_that_are_left_of_its_parameter():
     leaf = found[name]
     assert (leaf.letters, leaf.shape, tuple(leaf.spec)) == (letters, shape, entries), name
     assert leaf.rule.startswith(rule)
-  assert found[rows.format("key")].notes == ("kv_heads=7 stays whole: tensor=4 does not divide it",)
+  assert found[rows.format("key")].notes == (
+    "kv_heads=7 is replicated: tensor=4 does not divide it",
+  )
   # Where a parameter is not factored, and in its place where it is: arrays of one element.
   assert found["optimizer/0/v/layers/up/kernel"].rule == "one element"
   assert found["optimizer/0/v_row/norm/scale"].rule == "one element"
@@ -128,7 +130,7 @@ def test_dims_that_cannot_be_told_apart_are_refused_with_the_override_to_write()
   name = "optimizer/0/v_row/layers/up/kernel"
   assert row == (
     f"{name}: shape (3, 12), which is as layers/up/kernel without F or as layers/up/kernel "
-    "without D: dims of equal size, sharded differently; give it a spec of its own, "
+    "without D: dims of equal size, sharded differently; give it an explicit spec, "
     f'partitioning.overrides=(("{name}", (None, None, )),)'
   )
   overrides = [(failure.array, (None, "fsdp")) for failure in failures]
@@ -150,7 +152,7 @@ def test_a_leaf_that_is_no_part_of_its_parameter_is_refused():
 def test_what_belongs_to_no_parameter_is_replicated_if_small_and_refused_if_large():
   found, failures = place_optimizer({"random_key": array(2)}, {}, LEGEND, TABLE, SIZES)
   assert failures == []
-  assert found["optimizer/random_key"].rule == "of no parameter"
+  assert found["optimizer/random_key"].rule == "no parameter's"
   state = {"history": array(13, 5)}
   _, [failure] = place_optimizer(state, {}, LEGEND, TABLE, SIZES)
   assert "optimizer/history: shape (13, 5), but it belongs to no parameter and has mo" in str(
@@ -166,7 +168,7 @@ def test_an_owner_is_found_by_structure_and_not_by_the_end_of_a_name():
   state = [{"scale": array(12), "count": array()}, masked, {"nu": tree}]
   found, failures = place_optimizer(state, parameters, LEGEND, TABLE, SIZES)
   assert failures == []
-  assert found["optimizer/0/scale"].rule == "of no parameter"  # a field that is called like one
+  assert found["optimizer/0/scale"].rule == "no parameter's"  # a field that is called like one
   assert found["optimizer/1/mu/up/kernel"].rule == "as up/kernel"
   assert found["optimizer/2/nu/scale"].rule == "as scale"
 

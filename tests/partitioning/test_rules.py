@@ -41,7 +41,7 @@ def test_a_placement_keeps_its_rule_its_letters_and_its_notes():
   assert failures == []
   key = placements["layers/key/kernel"]
   assert (key.rule, key.letters, key.shape) == ("layers/key/kernel", "LDKH", (3, 12, 7, 5))
-  assert key.notes == ("kv_heads=7 stays whole: tensor=4 does not divide it",)
+  assert key.notes == ("kv_heads=7 is replicated: tensor=4 does not divide it",)
   assert placements["layers/up/kernel"].rule == "layers/(up|gate)/kernel"
   assert placements["layers/up/kernel"].notes == ()
 
@@ -60,7 +60,7 @@ def test_a_rule_must_match_the_whole_name():
 
 def test_a_doubly_matched_parameter_is_refused_with_both_rules():
   message = refusal(params(), names={**RULES, "norm/.*": "D"})
-  assert "norm/scale: 2 rules match, 'norm/scale' and 'norm/.*'; a name may have one" in message
+  assert "norm/scale: 2 rules match, 'norm/scale' and 'norm/.*'; exactly one must" in message
 
 
 def test_a_dead_rule_is_refused():
@@ -84,7 +84,7 @@ def test_an_axis_used_twice_is_refused_also_while_its_size_is_1():
   table = {**TABLE, "head": ("fsdp",)}
   for size in (1, 2):
     message = refusal(params(), table=table, sizes={**SIZES, "fsdp": size})
-    assert "layers/key/kernel: mesh axis fsdp is taken by dim H and by dim D" in message
+    assert "layers/key/kernel: mesh axis fsdp splits both dim H and dim D" in message
 
 
 def test_an_axis_that_no_mesh_has_is_refused():
@@ -160,10 +160,10 @@ def test_an_override_leaves_out_axes_of_size_1():
   ("name", "entries", "said"),
   [
     ("norm/scale", ("fsd",), "norm/scale: override: unknown mesh axis 'fsd'"),
-    ("layers/up/kernel", ("fsdp", "fsdp"), "override: mesh axis fsdp stands twice"),
-    ("layers/up/kernel", (("fsdp", "fsdp"),), "override: mesh axis fsdp stands twice"),
+    ("layers/up/kernel", ("fsdp", "fsdp"), "override: mesh axis fsdp is used twice"),
+    ("layers/up/kernel", (("fsdp", "fsdp"),), "override: mesh axis fsdp is used twice"),
     ("norm/scale", (None, "fsdp"), "norm/scale: override: 2 entries for shape (12,)"),
-    ("norm/scale", (3,), "norm/scale: override: 3 is no mesh axis, tuple of them or None"),
+    ("norm/scale", (3,), "norm/scale: override: 3 is not a mesh axis, a tuple of them or None"),
     (
       "layers/key/kernel",
       (None, None, "tensor"),
@@ -173,7 +173,7 @@ def test_an_override_leaves_out_axes_of_size_1():
     (
       "norm/scal",
       ("fsdp",),
-      "partitioning.overrides: 'norm/scal' is no parameter and no optimizer leaf",
+      "partitioning.overrides: 'norm/scal' is neither a parameter nor an optimizer leaf",
     ),
   ],
 )

@@ -105,20 +105,20 @@ def test_every_leaf_that_lies_otherwise_is_named(placed):
   with pytest.raises(LayoutError) as refusal:
     shardings.check_placed(tree, placements, mesh)
   [failure] = refusal.value.failures
-  assert failure.startswith("up/kernel: lies as ")
+  assert failure.startswith("up/kernel: is sharded as ")
   assert "'tensor', 'fsdp')" in failure.partition("its spec says")[0]
   assert "'fsdp', 'tensor')" in failure.partition("its spec says")[2]
   tree["scale"] = jnp.zeros(12)  # on one device only
   with pytest.raises(LayoutError, match="2 failures") as refusal:
     shardings.check_placed(tree, placements, mesh)
-  assert "scale: lies as SingleDeviceSharding" in str(refusal.value)
+  assert "scale: is sharded as SingleDeviceSharding" in str(refusal.value)
 
 
 def test_a_leaf_on_a_part_of_the_mesh_is_named(placed):
   _, placements, mesh = placed
   half = make_mesh({**ALONE, "fsdp": 2, "tensor": 2}, jax.devices()[:4])
   leaf = jax.device_put(jnp.zeros(12), NamedSharding(half, PartitionSpec("fsdp")))
-  with pytest.raises(LayoutError, match="scale: lies as"):
+  with pytest.raises(LayoutError, match="scale: is sharded as"):
     shardings.check_placed({"scale": leaf}, placements, mesh)
 
 

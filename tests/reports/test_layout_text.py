@@ -35,10 +35,10 @@ def test_the_short_table_leaves_out_the_rules_and_the_optimizers_leaves():
 
 def test_the_table_is_never_cut_and_its_notes_stand_below():
   name = "/".join(["a_name"] * 60)
-  long = placement(name, (4,), notes=("kv_heads=7 stays whole: tensor=4 does not divide it",))
+  long = placement(name, (4,), notes=("kv_heads=7 is replicated: tensor=4 does not divide it",))
   text = layout_text.table_text({"parameters": [long]}, SIZES)
   assert row(text, name).startswith(name)
-  assert text.endswith(f"note: {name}: kv_heads=7 stays whole: tensor=4 does not divide it")
+  assert text.endswith(f"note: {name}: kv_heads=7 is replicated: tensor=4 does not divide it")
 
 
 def test_patterns_are_shown_as_they_are_written():

@@ -86,7 +86,7 @@ def test_everything_that_is_wrong_comes_in_one_message():
     "query/kernel: dim N (heads) = 6",
     "up/kernel: dim F (feedforward) = 54",
     "batch/tokens: dim T (sequence) = 11",
-    "partitioning.overrides: 'layers/mlp/upp/kernel' is no parameter",
+    "partitioning.overrides: 'layers/mlp/upp/kernel' is neither a parameter",
   ):
     assert part in message
 
@@ -208,7 +208,7 @@ def test_the_verdict_lists_what_the_train_step_is_compiled_with(name, monkeypatc
   judged = job.activations.seen
   job.compile_train_step()
   compiled = layouts[-1]
-  assert not compiled.judging
+  assert not compiled.checking
   assert compiled.seen == judged
 
 
@@ -265,13 +265,13 @@ def test_key_value_heads_stay_whole_where_tensor_does_not_divide_them():
   job = make_job("tp8", "lm")
   kernel = job.placements["parameters"]["layers/attention/key/kernel"]
   assert tuple(kernel.spec) == (None, None, None, None)
-  assert kernel.notes == ("kv_heads=4 stays whole: tensor=8 does not divide it",)
+  assert kernel.notes == ("kv_heads=4 is replicated: tensor=8 does not divide it",)
   moment = job.placements["optimizer"]["optimizer/0/mu/layers/attention/key/kernel"]
   assert moment.spec == kernel.spec
   specs = {c.letters: tuple(c.spec) for c in job.activations.seen}
   assert specs["BSKH"] == (None, None, None, None)
   assert specs["BSNH"] == (None, None, "tensor", None)  # repeated, they split
-  assert "note: layers/attention/key/kernel: kv_heads=4 stays whole" in layout_text.job_text(job)
+  assert "note: layers/attention/key/kernel: kv_heads=4 is replicated" in layout_text.job_text(job)
   fits = make_job("dp4_tp2", "lm").placements["parameters"]["layers/attention/key/kernel"]
   assert (tuple(fits.spec), fits.notes) == ((None, None, "tensor", None), ())
 
@@ -303,11 +303,13 @@ def test_every_leaf_of_the_state_is_compared_with_its_spec():
   moved = NamedSharding(job.mesh, PartitionSpec("tensor"))
   params = {**state.params, "layer_1": dict(state.params["layer_1"])}
   params["layer_1"]["bias"] = jax.device_put(jnp.zeros(40), moved)
-  with pytest.raises(LayoutError, match=r"layer_1/bias: lies as .*tensor.*, its spec says .*fsdp"):
+  with pytest.raises(
+    LayoutError, match=r"layer_1/bias: is sharded as .*tensor.*, its spec says .*fsdp"
+  ):
     job.check_placed(dataclasses.replace(state, params=params))
   moments = jax.tree.map(lambda x: np.asarray(x), state.optimizer)
   moments = jax.device_put(moments, NamedSharding(job.mesh, PartitionSpec()))
-  with pytest.raises(LayoutError, match="optimizer/0/nu/layer_2/kernel: lies as"):
+  with pytest.raises(LayoutError, match="optimizer/0/nu/layer_2/kernel: is sharded as"):
     job.check_placed(dataclasses.replace(state, optimizer=moments))
 
 
