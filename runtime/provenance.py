@@ -6,6 +6,7 @@ import importlib.metadata
 import pathlib
 import platform
 from collections.abc import Iterable
+from typing import Any
 
 from runtime import extensions
 
@@ -99,21 +100,24 @@ def _versions(more: tuple[pathlib.Path, ...]) -> dict[str, str]:
   return {"code": digest(NUMERICS, more), "python": platform.python_version(), **found}
 
 
-def everything() -> dict[str, str]:
+def everything() -> dict[str, Any]:
   """Returns the digest of all code that a run may reach, and the version of every library.
 
   More than `versions`, and not kept in checkpoints: what the processes of one run must share.
+  Each file of an extension has a digest of its own, so that a message names the one that differs.
   A library that is not installed here has the version "missing".
   """
   return dict(_everything(tuple(extensions.files())))
 
 
 @functools.cache
-def _everything(more: tuple[pathlib.Path, ...]) -> dict[str, str]:
+def _everything(more: tuple[pathlib.Path, ...]) -> dict[str, Any]:
   lines = (ROOT / "requirements.txt").read_text().splitlines()
   names = sorted({line.partition("==")[0] for line in lines if "==" in line})
-  found = {f"versions.{name}": _version(name) for name in names}
-  return {"code": digest(RUN, more), "versions.python": platform.python_version(), **found}
+  found: dict[str, Any] = {f"versions.{name}": _version(name) for name in names}
+  for path in more:
+    found.setdefault(f"code of {path.name}", []).append(digest((), [path]))
+  return {"code": digest(RUN), "versions.python": platform.python_version(), **found}
 
 
 def _version(name: str) -> str:

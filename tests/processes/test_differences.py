@@ -36,6 +36,35 @@ def test_a_process_that_sees_another_workdir(start, tmp_path):
   assert everything(tmp_path) == ["0", "1"]
 
 
+HELPED = """
+import helper
+from configs import base
+from training.callbacks import CALLBACKS, Callback
+
+CALLBACKS.register("mine", Callback(helper.EVERY_STEPS, print))
+
+
+def get_config(recipe="mlp"):
+  config = base.get_config(recipe, mesh={"data": 4})
+  config.training.callbacks = ("mine",)
+  return config
+"""
+
+
+def test_a_file_that_a_users_config_imports_is_named(start, tmp_path):
+  folders = [tmp_path / str(index) for index in range(2)]
+  for number, folder in enumerate(folders):
+    folder.mkdir()
+    (folder / "mine.py").write_text(HELPED)
+    (folder / "helper.py").write_text(f"EVERY_STEPS = {2 + number}\n")
+  keys = [*MLP[1:], f"--workdir={(workdir := tmp_path / 'run')}"]
+  more = {index: [f"--config={one / 'mine.py'}", *keys] for index, one in enumerate(folders)}
+  ended = start(2, more=more)
+  differences.check(ended, ["refused: the processes differ", "code of helper.py: "], workdir)
+  assert "code of mine.py" not in ended[0].err
+  assert " code: " not in ended[0].err
+
+
 def _made(folder: pathlib.Path) -> str:
   folder.mkdir()
   return str(folder)
