@@ -31,8 +31,10 @@ CASES = {
   "a factored optimizer": ("factored.py", LM),
   "data, callback and sink": ("together.py", LM),
 }
-# A config file that imports two others, which register what it uses.
-PLANNED = """
+# Config files that import others, which register what they use: of all, the plan is made thrice.
+PLANNED = {
+  "a model": "from vit import get_config  # noqa: F401\n",
+  "a task and an optimizer": """
 import factored  # noqa: F401 (registers)
 import pairs
 
@@ -41,7 +43,21 @@ def get_config(recipe="pairs"):
   config = pairs.get_config(recipe)
   config.optimizer.update({"name": "factored", "weight_decay": 0.0, "beta_2": 0.9})
   return config
-"""
+""",
+  "the others": """
+import small_llama  # noqa: F401 (registers)
+import together
+import zero1
+
+
+def get_config(recipe="small_llama"):
+  config, other = zero1.get_config(recipe), together.get_config(recipe)
+  config.data.name = other.data.name
+  config.training.callbacks, config.metrics.sinks = other.training.callbacks, other.metrics.sinks
+  config.optimizer.name = "lion"
+  return config
+""",
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +107,11 @@ def test_the_same_model_on_both_meshes(main, mine):
   assert code == 0, (out, err)
 
 
-@pytest.mark.parametrize("file", ["vit.py", "planned.py"])
-def test_plan_loads_the_file_in_its_own_process(main, mine, tmp_path, file):
-  (mine / "planned.py").write_text(PLANNED)
+@pytest.mark.parametrize("case", PLANNED)
+def test_plan_loads_the_files_in_its_own_process(main, mine, tmp_path, case):
+  (mine / "planned.py").write_text(PLANNED[case])
   more = ["--topology=h100:8", "--config.planning.cache_dir=", f"--workdir={tmp_path}"]
-  code, out, err = main("plan", f"--config={mine / file}", *more)
+  code, out, err = main("plan", f"--config={mine / 'planned.py'}", *more)
   assert code == 0, (out, err)
   assert json.loads((tmp_path / "plan.json").read_text())["fits"]
 
