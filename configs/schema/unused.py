@@ -41,6 +41,7 @@ ROWS = {
 _COMPUTED = {"training.rematerialization": "none"}
 _OF_TOKENS = {"training.attention_kernel": "xla", "training.loss_chunks": 1}
 _SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": False}
+_READABLE = {**_COMPUTED, **_OF_TOKENS}
 MODELS = {"mlp": {**_COMPUTED, **_SEQUENCE_PARALLEL}}
 
 
@@ -99,7 +100,9 @@ def wrong(config: ConfigDict) -> Iterator[str]:
       section, _, key = full.partition(".")
       value = config[section][key]
       if value not in (off, recipe.get(section, {}).get(key, off)):
-        yield f"{full}={value!r}: {who} does not use it; leave it at {off!r}"
+        named = full in _READABLE and extensions.registered("model", config.model.name)
+        hint = ", or name it in the model's READS" if named else ""
+        yield f"{full}={value!r}: {who} does not use it; leave it at {off!r}{hint}"
 
 
 def reset(config: ConfigDict) -> None:

@@ -143,7 +143,8 @@ def test_a_registered_model_uses_the_keys_that_it_names(register):
   register(MODELS, "mine", model)
   keys = {"training.rematerialization": "full", "partitioning.sequence_parallel": True}
   assert lines("small", **keys) == [
-    "training.rematerialization='full': the model mine does not use it; leave it at 'none'",
+    "training.rematerialization='full': the model mine does not use it; leave it at 'none', or "
+    "name it in the model's READS",
     "partitioning.sequence_parallel=True: the model mine does not use it; leave it at False",
   ]
   model.READS = ("training.rematerialization",)
