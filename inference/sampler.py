@@ -22,9 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from inference.sample_token import draw
-from inference.text_stream import Printer, Row, as_bytes
+from inference.text_stream import END, Printer, Row, as_bytes
 from models import MODELS, Generator
-from models.token_positions import END
 from partitioning import shardings
 from partitioning.dims import axes_size, resolve
 from partitioning.rules import Placement

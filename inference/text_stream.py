@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from models.token_positions import END
+END = 0  # the byte that ends a document
 
 # Shown as what they are instead of acted on: a model's bytes may be a terminal's commands.
 _CONTROLS = {

@@ -66,7 +66,8 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
 
   Returns:
     A Source. Fields by kind, with T = sequence_length, P = input_size, C = target_size:
-      text: tokens int32 [T], targets int32 [T], weights float32 [T]
+      text: tokens int32 [T], targets int32 [T], weights float32 [T], segments int32 [T] (see
+        `segments_of`)
       image: inputs float32 [P] in 0..1, targets int32 [], weights float32 []
       random: inputs float32 [P], targets float32 [C], weights float32 []
 
@@ -121,7 +122,20 @@ def _registered(data, split, seed):
       f"the data source {data.name!r} returns a {type(source).__name__}, not a "
       f"input_pipeline.row_source.Source"
     )
+  if "tokens" in source.fields and "segments" not in source.fields:
+    return _of_one_document_each(source)
   return source
+
+
+def _of_one_document_each(source):
+  """Returns a source of tokens with `segments`: each row is one document."""
+  shape, read = source.fields["tokens"][0], source.read
+
+  def with_segments(indices):
+    return {**read(indices), "segments": np.zeros((len(indices), *shape), np.int32)}
+
+  fields = {**source.fields, "segments": (shape, np.dtype(np.int32))}
+  return dataclasses.replace(source, fields=fields, read=with_segments)
 
 
 def check_ids(source, vocabulary_size):
@@ -230,14 +244,28 @@ def _text(store):
       "tokens": stream_BS[:, :-1],
       "targets": stream_BS[:, 1:],
       "weights": weights_BT.astype(np.float32),
+      "segments": segments_of(stream_BS[:, :-1] == prepare.END_OF_DOCUMENT[0]),
     }
 
   fields = {
     "tokens": ((T,), np.dtype(np.int32)),
     "targets": ((T,), np.dtype(np.int32)),
     "weights": ((T,), np.dtype(np.float32)),
+    "segments": ((T,), np.dtype(np.int32)),
   }
   return fields, fits, decode
+
+
+def segments_of(ends_BT):
+  """Returns int32 [B, T]: the document, within its row and from 0, of each token's target.
+
+  The token that ends a document is the first input of the next one.
+
+  Args:
+    ends_BT: bool; which input tokens end a document.
+  """
+  ended_BT = np.cumsum(ends_BT, axis=1, dtype=np.int32)
+  return ended_BT - ended_BT[:, :1]
 
 
 def _pad(records, length):

@@ -179,8 +179,7 @@ class Attention(nnx.Module):
     v_BSNH = constrain(jnp.repeat(v_BSKH, self.groups, axis=2), "BSNH")
     segments = None
     if rows.segments_BT is not None:
-      of_keys = rows.segments_BT if rows.key_segments_BS is None else rows.key_segments_BS
-      segments = rows.segments_BT, constrain(of_keys, "BS")
+      segments = rows.segments_BT, constrain(rows.segments_BT, "BS")
     given = {"scale": self.scale, "cap": self.cap}
     if self.splash and cache is None:
       return splash_attention.attention(q_BTNH, k_BSNH, v_BSNH, segments, **given), None

@@ -9,14 +9,7 @@ from jaxtyping import Array, Float, Int
 from partitioning.constraints import constrain
 
 # The letters of the cache's arrays, of all layers.
-CACHE = {
-  "keys": "LBSKH",
-  "values": "LBSKH",
-  "lengths": "B",
-  "segments": "BS",
-  "ends": "B",
-  "starts": "B",
-}
+CACHE = {"keys": "LBSKH", "values": "LBSKH", "lengths": "B"}
 
 
 @jax.tree_util.register_dataclass
@@ -24,26 +17,18 @@ CACHE = {
 class Cache:
   """Keys and values of the tokens read so far, of one layer or (with L first) of all.
 
-  Slot s of a row holds its s-th token, so rows may differ in length: what is at or past a row's
-  length is masked, whatever it is.
+  A row is one document. Slot s of a row holds its s-th token, so rows may differ in length: what is
+  at or past a row's length is masked, whatever it is.
 
   Attributes:
     keys: [L, B, S, K, H], rotated by their positions, in the compute dtype.
     values: likewise.
     lengths: int32 [B], tokens read of each row.
-    segments: int32 [B, S], the document that each slot's token belongs to, counted from 0 within
-      the row; None where attention is not masked by documents. Likewise the following.
-    ends: int32 [B], how many documents each row has read to their ends.
-    starts: int32 [B], the slot at which each row's last document starts, which is its length where
-      the token read last has ended one.
   """
 
   keys: Any
   values: Any
   lengths: Any
-  segments: Any = None
-  ends: Any = None
-  starts: Any = None
 
 
 def update_cache(

@@ -15,7 +15,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
-from models import token_positions
 from models.attention import Attention, soft_cap
 from models.dtypes import wide_dtype
 from models.kv_cache import CACHE as CACHE
@@ -119,7 +118,10 @@ class Transformer(nnx.Module):
     self.loss_chunks = config.training.loss_chunks
 
   def __call__(
-    self, tokens_BT: Int[Array, "B T"], key: Key[Array, ""] | None = None
+    self,
+    tokens_BT: Int[Array, "B T"],
+    key: Key[Array, ""] | None = None,
+    segments_BT: Int[Array, "B T"] | None = None,
   ) -> Float[Array, "B T V"]:
     """Returns logits in float32 or wider; those of padding tokens are the lowest number.
 
@@ -128,15 +130,17 @@ class Transformer(nnx.Module):
     Args:
       tokens_BT: token ids.
       key: draws the dropout; None turns it off.
+      segments_BT: the document of each token; None: a row is one document.
     """
-    x_BRD, rows = self.embed_tokens(tokens_BT, self._ring_order(tokens_BT.shape[1]))
+    x_BRD, rows = self.embed_tokens(tokens_BT, self._ring_order(tokens_BT.shape[1]), segments_BT)
     return self.head(self.blocks(x_BRD, rows, key)[0])
 
   def loss_sums(self, batch: Batch, key: Key[Array, ""] | None = None) -> Sums:
     """Returns the summed weighted cross-entropy of each next token, in nats; see `models.Network`.
 
     Args:
-      batch: `tokens`, `targets` and `weights`, each [B, T].
+      batch: `tokens`, `targets`, `weights` and, where documents are separated, `segments`, each
+        [B, T].
       key: draws the dropout; None turns it off.
     """
     targets_BT, weights_BT = batch["targets"], batch["weights"]
@@ -145,7 +149,8 @@ class Transformer(nnx.Module):
       targets_BT, weights_BT = (
         constrain(x_BT[:, order_T], "BT") for x_BT in (targets_BT, weights_BT)
       )
-    x_BRD, rows = self.embed_tokens(constrain(batch["tokens"], "BT"), order_T)
+    segments_BT = batch["segments"] if self.separate_documents else None
+    x_BRD, rows = self.embed_tokens(constrain(batch["tokens"], "BT"), order_T, segments_BT)
     x_BRD, sums = self.blocks(x_BRD, rows, key)
     return {"loss": weighted_sum(self._losses(x_BRD, targets_BT), weights_BT), **sums}
 
@@ -174,16 +179,20 @@ class Transformer(nnx.Module):
     return chunked_logits(normed_BRD, self._unembedding(), targets_BT, reduce, chunks, RESIDUAL)
 
   def embed_tokens(
-    self, tokens_BT: Int[Array, "B T"], order_T: np.ndarray | None = None
+    self,
+    tokens_BT: Int[Array, "B T"],
+    order_T: np.ndarray | None = None,
+    segments_BT: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B R D"], Rows]:
     """Returns the residual before the first layer, and what every layer knows of the tokens.
 
     Args:
       tokens_BT: token ids, of complete rows.
       order_T: the zigzag order of ring attention; None: that of the text.
+      segments_BT: the document of each token, in the order of the text, where attention is masked
+        to the token's own document; None: a row is one document.
     """
-    documents = self.separate_documents
-    rows = rows_of(tokens_BT, order_T, self.layer_pattern, separate_documents=documents)
+    rows = rows_of(tokens_BT, order_T, self.layer_pattern, segments_BT)
     if order_T is not None:
       tokens_BT = constrain(tokens_BT[:, order_T], "BT")
     return self._embedded(tokens_BT, rows), rows
@@ -232,7 +241,7 @@ class Transformer(nnx.Module):
   def extend(
     self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache
   ) -> tuple[Float[Array, "B V"], Cache]:
-    """Reads tokens that follow those in the cache, without dropout.
+    """Reads tokens that follow those in the cache, of the same document, without dropout.
 
     Args:
       tokens_BT: token ids, each row's padded on the right with anything.
@@ -245,11 +254,7 @@ class Transformer(nnx.Module):
     graphdef, stack = nnx.split(self.layers)
     slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
     slots_BT = cache.lengths[:, None] + slots_BT
-    segments_BT, positions_BT = None, slots_BT
-    if self.separate_documents:
-      segments_BT, positions_BT, cache = token_positions.read_on(tokens_BT, counts_B, cache)
-    tables = self.layer_pattern.rope_tables(positions_BT)
-    rows = Rows(slots_BT, positions_BT, tables, segments_BT, cache.segments)
+    rows = Rows(slots_BT, slots_BT, self.layer_pattern.rope_tables(slots_BT))
 
     def layer(carry, inputs):
       x_BRD, cache = carry
@@ -307,15 +312,8 @@ def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache:
   model = config.model
   shape = (model.layers, rows, slots, model.kv_heads, model.head_size)
   dtype = jnp.dtype(config.training.compute_dtype)
-  documents = {}
-  if model.separate_documents:
-    documents = {
-      "segments": jnp.zeros((rows, slots), jnp.int32),
-      "ends": jnp.zeros((rows,), jnp.int32),
-      "starts": jnp.zeros((rows,), jnp.int32),
-    }
   lengths = jnp.zeros((rows,), jnp.int32)
-  return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), lengths, **documents)
+  return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), lengths)
 
 
 build = Transformer

@@ -82,7 +82,12 @@ TASKS: Table = Table(
   "task",
   {
     "causal_lm": Task(
-      batch={"tokens": ("BT", "int32"), "targets": ("BT", "int32"), "weights": ("BT", "float32")},
+      batch={
+        "tokens": ("BT", "int32"),
+        "targets": ("BT", "int32"),
+        "weights": ("BT", "float32"),
+        "segments": ("BT", "int32"),  # the document, within the row, of each target
+      },
       rows="text",
       metrics={"eval_loss": mean_loss, "eval_bits_per_byte": bits_per_byte},
       trained_as="next_token",

@@ -73,7 +73,7 @@ def first_state(job: Job) -> State:
 def zipf(random: np.random.Generator, limit: int, shape: tuple[int, ...]) -> np.ndarray:
   """Draws ids below a limit as text has tokens: the r-th most common one has a share of 1 / r.
 
-  The most common is the last, so that 0, which ends documents, is rare.
+  The most common is the last.
   """
   shares = 1 / np.arange(limit, 0, -1)
   return random.choice(limit, shape, p=shares / shares.sum()).astype(np.int32)
@@ -91,6 +91,9 @@ def host_batch(job: Job, seed: int = 0) -> dict[str, np.ndarray]:
     if name == "weights":
       values = random.integers(0, 3, array.shape).astype(array.dtype)
       values.flat[0] = 1
+    elif name == "segments":
+      starts = random.random(array.shape) < 0.2
+      values = np.cumsum(starts, axis=1, dtype=np.int32) - starts[:, :1]
     elif array.dtype == np.int32 and vocabulary:
       values = zipf(random, vocabulary, array.shape)
     elif array.dtype == np.int32:

@@ -1,6 +1,4 @@
-"""Sampling where the documents of a row are kept apart, as the model was trained."""
-
-import itertools
+"""Sampling from a model that is trained on rows of several documents, kept apart."""
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +7,13 @@ import pytest
 from flax import nnx
 
 from inference.sampler import Request, Sampler
-from models import token_positions, transformer
-from models.kv_cache import Cache
-from models.token_positions import END
 from tests.helpers.jobs import first_state, make_job
 
-# A row each, and how many of its tokens are the prompt: with ends of documents in prompts and
-# behind them, one after the other, at the end of a prompt, and none.
-ROWS = (
-  ([3, END, 5, 7, END, END, 9, 4, 2, END, 6, 8], 3),
-  ([END, 11, 12, END, 13, 14, 15, 16, 17, 18, END, 19], 1),
-  ([21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32], 5),
-  ([41, 42, 43, END, 44, 45, 46, END, 47, 48, 49, 50], 4),
-)
-TOKENS = np.array([row for row, _ in ROWS], np.int32)
-LENGTH = TOKENS.shape[1]
+# Rows of documents of these lengths.
+LENGTHS = ((3, 2, 7), (1, 10, 1), (12,), (4, 4, 4))
+LENGTH = 12
+TOKENS = np.random.default_rng(3).integers(1, 61, (len(LENGTHS), LENGTH)).astype(np.int32)
+SEGMENTS = np.array([np.repeat(range(len(row)), row) for row in LENGTHS], np.int32)
 APART = {"model.separate_documents": True, "training.matmul_precision": "highest"}
 JOBS = {
   "single-rotary": ("single", {}),
@@ -35,134 +25,68 @@ JOBS = {
 }
 
 
-def by_cache(job, params):
-  """Returns each row's logits after its prompt and after every token that follows, [T V] each.
+def documents():
+  """Returns (row, slots) of each document."""
+  return [
+    (row, np.flatnonzero(SEGMENTS[row] == number))
+    for row, lengths in enumerate(LENGTHS)
+    for number in range(len(lengths))
+  ]
 
-  The tokens are given: what is drawn plays no part.
+
+def by_cache(job, params):
+  """Yields ((row, slot), logits [V]) of each token, every document read alone through the cache.
+
+  A document's first two tokens are its prompt; the tokens are given: what is drawn plays no part.
   """
-  counts = [count for _, count in ROWS]
-  longest = max(counts)
-  prompts = tuple(bytes(row[:count]) for row, count in ROWS)
-  made = Sampler(job, Request(prompts, max_new_tokens=LENGTH - longest))
+  alone = [TOKENS[row, slots] for row, slots in documents()]
+  prompts = tuple(bytes(tokens[:2].tolist()) for tokens in alone)
+  made = Sampler(job, Request(prompts, max_new_tokens=LENGTH - 2))
 
   def read(params, tokens_BT, counts_B, cache):
     return nnx.merge(job.program.graphdef, params).extend(tokens_BT, counts_B, cache)
 
-  # Not an empty cache but one that would show if what lies past a row's length were seen.
   cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(made._empty_cache))
-  tokens_BT = np.full((made.rows, longest), 60, np.int32)
+  tokens_BT = np.full((made.rows, LENGTH), 60, np.int32)
   counts_B = np.ones(made.rows, np.int32)
-  for row, count in enumerate(counts):
-    tokens_BT[row, :count], counts_B[row] = TOKENS[row, :count], count
+  for row, tokens in enumerate(alone):
+    tokens_BT[row, : len(tokens)], counts_B[row] = tokens, min(2, len(tokens))
   step = jax.jit(read)
-  found = [{} for _ in ROWS]
   with job.tracing(made._table):
-    logits_BV, cache = step(params, tokens_BT, counts_B, cache)
-    for extra in range(LENGTH - longest + 1):
-      for row, count in enumerate(counts):
-        found[row][count + extra - 1] = np.asarray(logits_BV)[row]
-      if extra < LENGTH - longest:
-        following = np.full((made.rows, 1), 60, np.int32)
-        following[: len(ROWS), 0] = [TOKENS[row, count + extra] for row, count in enumerate(counts)]
-        logits_BV, cache = step(params, following, np.ones(made.rows, np.int32), cache)
-  return found
+    logits_BV, cache = step(params, tokens_BT[:, :2], counts_B, cache)
+    for extra in range(LENGTH - 1):
+      for number, (row, slots) in enumerate(documents()):
+        if (place := counts_B[number] - 1 + extra) < len(slots):
+          yield (row, slots[place]), np.asarray(logits_BV)[number]
+      following_B1 = np.take_along_axis(tokens_BT, np.minimum(counts_B + extra, 11)[:, None], 1)
+      logits_BV, cache = step(params, following_B1, np.ones(made.rows, np.int32), cache)
 
 
-def whole(job, params, tokens_BT):
-  """Returns the logits of the forward pass over whole rows, as many of them as the mesh needs."""
-  rows = np.concatenate([tokens_BT] * 8)[: max(8, len(tokens_BT))]
+def packed(job, params, segments_BT):
+  """Returns the logits of the forward pass over the rows, as many of them as the mesh needs."""
+  tokens_BT, segments_BT = (np.concatenate([x, x]) for x in (TOKENS, segments_BT))
   forward = job.compile(
-    lambda params, tokens_BT: nnx.merge(job.program.graphdef, params)(tokens_BT),
-    *(job.state.params, rows),
-    in_shardings=(job.state_shardings.params, None),
+    lambda params, tokens_BT, segments_BT: nnx.merge(job.program.graphdef, params)(
+      tokens_BT, None, segments_BT
+    ),
+    *(job.state.params, tokens_BT, segments_BT),
+    in_shardings=(job.state_shardings.params, None, None),
   ).function
-  return np.asarray(forward(params, rows))[: len(tokens_BT)]
-
-
-def close(found, expected):
-  """Asserts that two logits are equal to rounding, those of padding apart."""
-  found, expected = found[:61], expected[:61]
-  assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+  return np.asarray(forward(params, tokens_BT, segments_BT))
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_sampled_logits_are_those_of_the_forward_pass(name):
+def test_sampled_logits_are_those_of_a_packed_row(name):
   strategy, overrides = JOBS[name]
   job = make_job(strategy, "lm", **APART, **overrides)
   params = first_state(job).params
-  found = by_cache(job, params)
-  expected = whole(job, params, TOKENS)
-  for row, logits in enumerate(found):
-    assert len(logits) > 5
-    for place, logits_V in logits.items():
-      close(logits_V, expected[row, place])
-
-
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_sampled_logits_are_those_of_each_document_alone(positions):
-  """What other documents are in the row changes nothing, and positions restart."""
-  keys = {"model.positions": positions}
-  apart = make_job("single", "lm", **APART, **keys)
-  plain = make_job("single", "lm", **{**APART, **keys, "model.separate_documents": False})
-  params = first_state(apart).params
-  pieces = []  # (row, the place of its first token, tokens)
-  for row in range(len(ROWS)):
-    ends = [0, *(place + 1 for place in np.flatnonzero(TOKENS[row] == END)), LENGTH]
-    pieces += [(row, a, TOKENS[row, a:b]) for a, b in itertools.pairwise(ends) if a < b]
-  alone = np.full((len(pieces), LENGTH), 33, np.int32)
-  for number, (_, _, tokens) in enumerate(pieces):
-    alone[number, : len(tokens)] = tokens
-  expected = whole(plain, params, alone)
-  found, compared, differing = by_cache(apart, params), 0, 0
-  together = whole(plain, params, TOKENS)
-  for number, (row, start, tokens) in enumerate(pieces):
-    for place in range(len(tokens)):
-      if start + place in found[row]:
-        close(found[row][start + place], expected[number, place])
-        compared += 1
-        distance = np.abs(together[row, start + place] - expected[number, place])[:61].max()
-        differing += start > 0 and distance > 0.01
-  assert compared > 30
+  expected = packed(job, params, SEGMENTS)
+  together = packed(job, params, np.zeros_like(SEGMENTS))
+  compared, differing = 0, 0
+  for (row, slot), logits_V in by_cache(job, params):
+    found, wanted = logits_V[:61], expected[row, slot][:61]
+    assert np.linalg.norm(found - wanted) <= 1e-5 * np.linalg.norm(wanted)
+    compared += 1
+    differing += np.abs(together[row, slot][:61] - wanted).max() > 0.01
+  assert compared >= 38
   assert differing > 10, "documents that see one another would give the same"
-
-
-def documents_of(rows, counts):
-  """Returns documents and positions of the first tokens of rows, one token after the other."""
-  found = []
-  for row, count in zip(rows, counts, strict=True):
-    document, position, pairs = 0, 0, []
-    for token in row[:count]:
-      pairs.append((document, position))
-      document, position = (document + 1, 0) if token == END else (document, position + 1)
-    found.append(pairs)
-  return found
-
-
-def test_documents_and_positions_read_in_parts_are_those_of_the_whole(monkeypatch):
-  monkeypatch.setattr(token_positions, "constrain", lambda x, _: x)
-  random = np.random.default_rng(0)
-  read = jax.jit(token_positions.read_on)
-  for _ in range(20):
-    rows = random.integers(0, 4, (5, 12)).astype(np.int32)  # a quarter of them ends documents
-    first = random.integers(1, 6, 5)
-    none = jnp.zeros(5, jnp.int32)
-    cache = Cache(None, None, none, jnp.full((5, 12), 99, jnp.int32), none, none)
-    segments, positions, cache = read(rows[:, :6], first.astype(np.int32), cache)
-    cache = Cache(None, None, jnp.asarray(first, jnp.int32), *list(vars(cache).values())[3:])
-    more = np.stack([row[count : count + 6] for row, count in zip(rows, first, strict=True)])
-    more_segments, more_positions, cache = read(more, np.full(5, 6, np.int32), cache)
-    for row, expected in enumerate(documents_of(rows, first + 6)):
-      begun = pairs(segments[row, : first[row]], positions[row, : first[row]])
-      assert begun + pairs(more_segments[row], more_positions[row]) == expected
-      assert cache.segments[row, : first[row] + 6].tolist() == [d for d, _ in expected]
-
-
-def pairs(segments_T, positions_T):
-  """Returns (document, position) of each token."""
-  return list(zip(segments_T.tolist(), positions_T.tolist(), strict=True))
-
-
-def test_a_model_that_keeps_documents_together_has_no_more_in_its_cache():
-  config = make_job("single", "lm").config
-  cache = jax.eval_shape(lambda: transformer.empty_cache(config, 2, 5))
-  assert (cache.segments, cache.ends, cache.starts) == (None, None, None)

@@ -4,8 +4,7 @@ import io
 
 import pytest
 
-from inference.text_stream import Printer, Row, as_bytes
-from models.token_positions import END
+from inference.text_stream import END, Printer, Row, as_bytes
 
 
 def shown(row, tokens):

@@ -9,17 +9,21 @@ import math
 import numpy as np
 
 
-def logits(config, arrays, tokens_T):
+def logits(config, arrays, tokens_T, segments_T=None):
   """Returns float64 [T, V], V without padding.
 
   Args:
     config: finalized, of a transformer.
     arrays: name of a parameter -> array, those of the layers stacked.
     tokens_T: ids.
+    segments_T: the document of each; None: all are one. Obeyed with model.separate_documents.
   """
   model = config.model
   weights = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
-  numbers_T, positions_T = documents(tokens_T, separate=model.separate_documents)
+  numbers_T = np.zeros_like(tokens_T)
+  if model.separate_documents and segments_T is not None:
+    numbers_T = np.asarray(segments_T)
+  positions_T = np.array([np.sum(numbers_T[:i] == n) for i, n in enumerate(numbers_T)])
   slots_T = np.arange(len(tokens_T))
   x_TD = weights["embed/table"][tokens_T]
   if model.scaled_embeddings:
@@ -46,26 +50,15 @@ def logits(config, arrays, tokens_T):
   return capped((x_TD @ kernel_DV)[:, : model.vocabulary_size], model.logits_soft_cap)
 
 
-def loss(config, arrays, tokens_BT, targets_BT, weights_BT):
+def loss(config, arrays, tokens_BT, targets_BT, weights_BT, segments_BT):
   """Returns the mean weighted cross-entropy of a batch, in nats."""
   total = 0.0
-  for tokens_T, targets_T, weights_T in zip(tokens_BT, targets_BT, weights_BT, strict=True):
-    shares_TV = softmax(logits(config, arrays, tokens_T))
+  rows = zip(tokens_BT, targets_BT, weights_BT, segments_BT, strict=True)
+  for tokens_T, targets_T, weights_T, segments_T in rows:
+    shares_TV = softmax(logits(config, arrays, tokens_T, segments_T))
     right_T = shares_TV[np.arange(len(targets_T)), targets_T]
     total -= np.sum(np.log(right_T) * weights_T)
   return total / np.sum(weights_BT, dtype=np.float64)
-
-
-def documents(tokens_T, *, separate):
-  """Returns each token's document and its place in it; a 0 ends a document and belongs to it."""
-  numbers, positions, number, position = [], [], 0, 0
-  for token in tokens_T:
-    numbers.append(number)
-    positions.append(position)
-    position += 1
-    if separate and token == 0:
-      number, position = number + 1, 0
-  return np.array(numbers), np.array(positions)
 
 
 def softmax(x):

@@ -13,10 +13,13 @@ from tests.models.families import LENGTH, ROWS, drawn, job_of, tokens, tree_of
 def batch():
   """Returns rows of several documents each, and weights that differ."""
   tokens_BT = tokens()
-  tokens_BT[0, [3, 4, 15]] = tokens_BT[1, 9] = 0
   targets_BT = np.random.RandomState(8).randint(0, 61, (ROWS, LENGTH)).astype(np.int32)
   weights_BT = (np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 3).astype(np.float32)
-  return {"tokens": tokens_BT, "targets": targets_BT, "weights": weights_BT}
+  segments_BT = np.zeros_like(tokens_BT)
+  segments_BT[0, 4:], segments_BT[0, 5:], segments_BT[0, 16:] = 1, 2, 3
+  segments_BT[1, 3:], segments_BT[1, 8:], segments_BT[1, 12:] = 1, 2, 3
+  given = {"tokens": tokens_BT, "targets": targets_BT, "weights": weights_BT}
+  return {**given, "segments": segments_BT}
 
 
 def losses(family, dtype):
