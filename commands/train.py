@@ -26,8 +26,8 @@ from training.metrics.console import say
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
   [ready] = build.prepare(flags.CONFIG)
-  sampler.check_first_words(ready.config)
   data = splits.open_data(ready)
+  sampler.check_first_words(ready.config)  # after the data's vocabulary, whose refusal says more
   workdir = flags.workdir()
   with workdir_owner.owned(ready, workdir, watch) as owner:
     record, newest = restore.check_resume(ready, data.train.source, workdir, flags.ACCEPT.value)
