@@ -11,6 +11,7 @@ import pytest
 from benchmarks import step_overhead
 from configs.schema import finalize
 from runtime.devices import Devices
+from tests.helpers.compiling import FAST
 from training import setup
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -40,7 +41,9 @@ SMALL = {
 
 def prepare(strategy: str, recipe: str) -> setup.Job:
   config = importlib.import_module(f"configs.{strategy}").get_config(recipe)
-  config.update_from_flattened_dict({**SMALL[recipe], "training.steps": STEPS})
+  config.update_from_flattened_dict(
+    {**SMALL[recipe], "training.steps": STEPS, "compiler_options": FAST}
+  )
   config = finalize.finalize(config, "cpu")
   return setup.prepare(config, Devices("cpu", True, config.mesh.to_dict()))
 

@@ -130,7 +130,8 @@ def train_on_a_full_disk(forks, workdir, output, mounted) -> tuple[int, list[int
   Returns the step whose failed save was reported first, and the steps that were there meanwhile.
   """
   command = ["main.py", *TRAIN, f"--config.training.steps={STEPS}"]
-  command += ["--config.model.model_size=256", "--config.checkpoint.every_steps=5"]
+  command += ["--config.mesh.data=2", "--config.model.model_size=256"]
+  command += ["--config.checkpoint.every_steps=5"]
   command += ["--config.checkpoint.keep=3", f"--workdir={workdir}"]
   environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
   run = forks.start(command, out=output, environment=environment)

@@ -10,8 +10,9 @@ import time
 import pytest
 
 from tests.faults import same
-from tests.faults.harness import QUICK, STEPS, Run, named, saved, story
+from tests.faults.harness import QUICK, Run, named, saved, story
 
+STEPS = 30
 FLAGS = (*QUICK, *same.KEPT)
 
 
@@ -19,7 +20,7 @@ FLAGS = (*QUICK, *same.KEPT)
 def clean(forks, tmp_path_factory):
   """Returns what a run without a fault leaves, one of whose processes is late at the end."""
   workdir = tmp_path_factory.mktemp("clean") / "run"
-  with Run(workdir, flags=FLAGS, forks=forks) as run:
+  with Run(workdir, steps=STEPS, flags=FLAGS, forks=forks) as run:
     run.wait_for(f"evaluation after step {STEPS}")
     run.signal(1, signal.SIGSTOP)
     time.sleep(1.5)
@@ -41,7 +42,8 @@ def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(
   clean, forks, tmp_path
 ):
   workdir = tmp_path / "run"
-  with Run(workdir, launcher=True, restarts=3, flags=FLAGS, forks=forks) as run:
+  settings = {"launcher": True, "steps": STEPS, "flags": FLAGS}
+  with Run(workdir, restarts=3, forks=forks, **settings) as run:
     # ------------------------------ killed ------------------------------
     run.wait_for("step 12/")
     run.signal(0, signal.SIGKILL)
@@ -77,7 +79,8 @@ def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(
 @pytest.mark.faults
 def test_a_run_whose_reader_sleeps_ends_as_one_whose_reader_does_not(clean, tmp_path):
   workdir = tmp_path / "run"
-  with Run(workdir, launcher=True, restarts=1, slow=1, flags=FLAGS) as run:
+  settings = {"launcher": True, "steps": STEPS, "flags": FLAGS}
+  with Run(workdir, restarts=1, slow=1, **settings) as run:
     run.wait_for("step 16/")
     stalled = run.stall()
     run.wait_for("restart 1 of 1")

@@ -5,6 +5,8 @@ import pathlib
 
 from tests.helpers.compiling import FAST
 
+# Compiles with little effort.
+QUICKLY = f"--config.compiler_options={FAST}"
 # Flags of a decoder that trains in seconds.
 TINY_LM = [
   "--config.model.layers=1",
@@ -16,7 +18,7 @@ TINY_LM = [
   "--config.evaluation.steps=2",
   "--config.evaluation.sample_tokens=0",
   "--config.metrics.every_steps=2",
-  f"--config.compiler_options={FAST}",
+  QUICKLY,
 ]
 
 

@@ -4,6 +4,9 @@ A fork has no backend started and no flag parsed, which is what a new interprete
 seconds that it imports. It runs the file as `__main__` does, under the environment that it is given
 (but for variables that are read while Python starts, such as LD_PRELOAD).
 
+Where a config leaves the compilation cache at its default, forks use one of the tests', and keep
+every program in it, also those that compile quickly: many tests compile what others have compiled.
+
 Reads a JSON object per line from standard input: `command`, the arguments of Python; `environment`;
 `folder`, the working directory; `out` and `err`, files to write to, or null for the same as `out`,
 or a terminal, which then is the one that controls it.
@@ -11,6 +14,7 @@ Answers with `{"pid": ...}`. Whenever a fork has ended, says `{"ended": pid, "co
 code as of `subprocess`. All forks end with this process.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import fcntl
@@ -23,14 +27,21 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 
+import jax
+
 import main  # noqa: F401 (what the forks find imported)
 from commands import compare, evaluate, layout, plan, sample, tour, train  # noqa: F401 (the same)
+from configs import base
+from runtime import compilation_cache
 from training.metrics import goodput
 
 PR_SET_PDEATHSIG = 1
+DEFAULT_CACHE = base.get_config("mlp", mesh={}).compilation_cache_dir
+CACHE = pathlib.Path(tempfile.gettempdir()) / f"meshwright-tests-{os.getuid()}" / "processes"
 
 
 def become(command: list[str], environment: dict[str, str]) -> None:
@@ -63,6 +74,7 @@ def become(command: list[str], environment: dict[str, str]) -> None:
 def _run(command: list[str]) -> None:
   if command[0] != "-m":
     sys.argv = command
+    subprocess.Popen = _popen
     runpy.run_path(command[0], run_name="__main__")
     return
   sys.argv = command[1:]
@@ -71,17 +83,29 @@ def _run(command: list[str]) -> None:
   runpy.run_module(command[1], run_name="__main__", alter_sys=True)
 
 
+def _use_cache(folder: str) -> None:
+  """Keeps all programs in the tests' cache instead of slow ones in the default one."""
+  _USE_CACHE(str(CACHE) if folder == DEFAULT_CACHE else folder)
+  if folder == DEFAULT_CACHE:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
 def _popen(command: list[str], *arguments, **settings) -> subprocess.Popen:
-  """Starts what a launcher starts, with `main.py` in a fork of the launcher."""
-  if list(command[:2]) != [sys.executable, "main.py"]:
+  """Starts a process; `main.py` of a launcher and the worker of `plan` in a fork of this one."""
+  if list(command[:2]) != [sys.executable, "main.py"] and command != PLAN_WORKER:
     return _POPEN(command, *arguments, **settings)
   before = settings.pop("preexec_fn", lambda: None)
+  kept = settings.get("pass_fds", ())
 
   def instead_of_exec() -> None:
     before()
-    os.closerange(3, 1024)  # by which the launcher learns that it has started
+    # By which the parent learns that it has started.
+    for file in {*range(3, 1024)} - {*kept}:
+      with contextlib.suppress(OSError):
+        os.close(file)
     gc.enable()
     # As Python finds and leaves them when it starts.
+    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -90,7 +114,9 @@ def _popen(command: list[str], *arguments, **settings) -> subprocess.Popen:
   return _POPEN(command, *arguments, preexec_fn=instead_of_exec, **settings)
 
 
+PLAN_WORKER = [sys.executable, "-m", "commands.plan_worker"]
 _POPEN = subprocess.Popen
+_USE_CACHE = compilation_cache.use
 
 
 class Server:
@@ -130,6 +156,9 @@ class Server:
     if os.isatty(files[1]):
       os.dup2(files[1], files[0])
       fcntl.ioctl(files[1], termios.TIOCSCTTY, 0)
+      # As in a new terminal's session, even where the tests run under nohup.
+      signal.signal(signal.SIGINT, signal.default_int_handler)
+      signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for number, file in enumerate(files):
       os.dup2(file, number)
     for file in [*files, *self._forks]:
@@ -151,4 +180,5 @@ def _say(**what: int) -> None:
 if __name__ == "__main__":
   gc.freeze()  # or each fork would copy the pages of what it collects
   gc.set_threshold(20_000, 20, 20)  # as in the tests
+  compilation_cache.use = _use_cache
   Server().serve()

@@ -20,8 +20,11 @@ PATIENCE_SECONDS = 240  # for what takes seconds, on a machine that is busy
 CTRL_C = b"\x03"
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 # Makes the terminal on standard input the one that controls the session, then becomes the command.
+# A new terminal's session ignores neither Ctrl-C nor its end, even where the tests run under nohup.
 _TAKE_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execvp(sys.argv[1], sys.argv[1:])
 """

@@ -6,13 +6,14 @@ import subprocess
 import sys
 
 from tests.docs.pages import ROOT
+from tests.helpers.compiling import FAST
 
-TINY = """
-config.update_from_flattened_dict({
+TINY = f"""
+config.update_from_flattened_dict({{
   "model.layers": 1, "model.model_size": 32, "model.feedforward_size": 48,
   "data.sequence_length": 64, "data.evaluation_split": "test[:1]", "evaluation.final_steps": 1,
-  "metrics.tensorboard": False,
-})
+  "metrics.tensorboard": False, "compiler_options": "{FAST}",
+}})
 """
 AFTER = """
 import jax

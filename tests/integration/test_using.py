@@ -11,12 +11,20 @@ SHORT = [*TINY_LM, "--config.training.steps=4", "--config.checkpoint.every_steps
 
 
 @pytest.fixture(scope="module")
-def trained(main, tmp_path_factory):
-  """Returns the workdir of a run of four steps, with checkpoints 2 and 4 and a trace."""
+def training(main, tmp_path_factory):
+  """Returns the workdir of that run, and what it has printed."""
   workdir = tmp_path_factory.mktemp("trained")
-  profile = ["--config.profile.start_step=1", "--config.profile.steps=2"]
-  code, out, err = main("--config=configs/dp4_tp2.py", *SHORT, *profile, f"--workdir={workdir}")
+  more = ["--config.profile.start_step=1", "--config.profile.steps=2"]
+  more += ["--config.evaluation.sample_tokens=6", f"--workdir={workdir}"]
+  code, out, err = main("train", "--config=configs/dp4_tp2.py", *SHORT, *more)
   assert code == 0, (out, err)
+  return workdir, out
+
+
+@pytest.fixture(scope="module")
+def trained(training):
+  """Returns the workdir of a run of four steps, with checkpoints 2 and 4 and a trace."""
+  workdir, _ = training
   return workdir
 
 
@@ -103,15 +111,8 @@ def test_the_best_step_is_kept(main, tmp_path):
   assert there == {str(best), "5"}
 
 
-def test_the_run_ends_with_a_continuation(main, trained):
-  code, out, err = main(
-    "train",
-    "--config=configs/dp4_tp2.py",
-    *SHORT,
-    f"--workdir={trained}_words",
-    "--config.evaluation.sample_tokens=6",
-  )
-  assert code == 0, (out, err)
+def test_the_run_ends_with_a_continuation(training):
+  _, out = training
   assert "sample from the trained model:\ndef " in out
 
 

@@ -16,6 +16,7 @@ MLP = [
   "--config.optimizer.warmup_steps=0",
   "--config.evaluation.every_steps=0",
   "--config.evaluation.steps=2",
+  "--config.evaluation.final_steps=2",
   "--config.metrics.every_steps=1",
   "--config.metrics.tensorboard=False",
   "--config.checkpoint.every_steps=0",

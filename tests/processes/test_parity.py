@@ -18,8 +18,9 @@ LM = [
 ]
 SHARDED = [*MLP, "--config.mesh.data=1", "--config.mesh.fsdp=4"]
 TENSOR = [*MLP, "--config.mesh.data=1", "--config.mesh.tensor=4"]
-# The whole evaluation split, whose last batch is padded; saves and evaluations in between.
+# All of a small evaluation split, whose last batch is padded; saves and evaluations in between.
 WHOLE = ["--config.evaluation.steps=0", "--config.evaluation.every_steps=2"]
+WHOLE += ["--config.evaluation.final_steps=0", "--config.data.evaluation_split=test[:40]"]
 WHOLE += ["--config.checkpoint.every_steps=1", "--config.data.global_batch_size=16"]
 
 
