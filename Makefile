@@ -63,8 +63,9 @@ $(VENV)/.installed-$(ACCELERATOR): locks/base.txt $(wildcard locks/$(ACCELERATOR
 	$(PIP) $(LOCKS_$(ACCELERATOR))
 	@touch $@
 
-$(VENV)/.installed-dev: locks/base.txt locks/dev.txt | $(BIN)/python
+$(VENV)/.installed-dev: locks/base.txt locks/dev.txt locks/fixtures.txt | $(BIN)/python
 	$(PIP) $(LOCKS_dev)
+	$(PIP) --no-deps -r locks/fixtures.txt
 	@touch $@
 
 $(VENV)/.installed-plan: locks/plan.txt $(VENV)/.installed-dev

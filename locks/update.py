@@ -4,6 +4,7 @@ A lock file pins every package of an installation, those required by others incl
 SHA-256 of each of its files, for all platforms and each Python version from 3.11 on (an entry that
 only some versions take carries a marker). `make setup` and `make test` install from the lock files
 with pip's --require-hashes. `base.txt` is requirements.txt; the others hold what they add to it.
+`fixtures.txt` is data for the tests, installed without what its packages require.
 """
 
 import pathlib
@@ -18,6 +19,7 @@ OLDEST_PYTHON = "3.11"
 EXTRAS = {
   "dev": "-r requirements-dev.txt",
   "plan": "-r requirements-plan.txt",
+  "sentencepiece": "-r requirements-sentencepiece.txt",
   "tpu": "-r requirements.txt\njax[tpu]",
   "gpu": "-r requirements.txt\njax[cuda12]",
 }
@@ -46,6 +48,7 @@ def main(options: list[str]) -> None:
   in_base = [f"--no-emit-package={name}" for name in names(base)]
   for extra, wanted in EXTRAS.items():
     compile_lock(wanted, LOCKS / f"{extra}.txt", f"--constraint={base}", *in_base, *options)
+  compile_lock("-r requirements-fixtures.txt", LOCKS / "fixtures.txt", "--no-deps", *options)
   print("wrote", *(f"{path.name}: {len(names(path))} packages;" for path in LOCKS.glob("*.txt")))
 
 

@@ -38,7 +38,7 @@ def wanted(name):
   return [Requirement(line) for line in lines if line and not line.startswith(("#", "-r"))]
 
 
-@pytest.mark.parametrize("file", ["base", "dev", "plan", "tpu", "gpu"])
+@pytest.mark.parametrize("file", ["base", "dev", "plan", "tpu", "gpu", "sentencepiece", "fixtures"])
 def test_every_entry_is_pinned_and_hashed(file):
   assert entries(file)
   for requirement, hashes in entries(file):
@@ -54,6 +54,8 @@ def test_every_entry_is_pinned_and_hashed(file):
     ("requirements.txt", ["base"]),
     ("requirements-dev.txt", ["base", "dev"]),
     ("requirements-plan.txt", ["base", "dev", "plan"]),
+    ("requirements-sentencepiece.txt", ["base", "sentencepiece"]),
+    ("requirements-fixtures.txt", ["fixtures"]),
   ],
 )
 def test_the_lock_files_pin_what_the_requirements_pin_for_every_python(requirements, files):
@@ -74,7 +76,8 @@ def test_the_lock_files_pin_what_the_requirements_pin_for_every_python(requireme
 def test_what_the_packages_require_is_locked_too():
   # pip refuses an installation with --require-hashes where one is missing; this names it, offline.
   locked = pins("base", "dev")
-  found, open_ones = {}, [*wanted("requirements.txt"), *wanted("requirements-dev.txt")]
+  files = ("requirements.txt", "requirements-sentencepiece.txt", "requirements-dev.txt")
+  found, open_ones = {}, [each for file in files for each in wanted(file)]
   while open_ones:
     each = open_ones.pop()
     name = canonicalize_name(each.name)

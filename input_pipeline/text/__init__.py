@@ -1,0 +1,1 @@
+"""Text files of a user's own: reading, tokenizing, storing and packing documents."""

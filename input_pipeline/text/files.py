@@ -1,0 +1,355 @@
+"""Files of text by path, folder or glob: on disk, in buckets (gs://, s3://), on the Hub (hf://).
+
+pyarrow's file systems read buckets, and huggingface_hub's the Parquet files of Hub data sets; they
+are imported only if a path asks for them. What is compressed (.gz, .zst) is decompressed while it
+is read.
+"""
+
+import dataclasses
+import functools
+import glob
+import os
+import posixpath
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from runtime import files
+
+TEXT = (".txt", ".md")
+LINES = (".jsonl",)
+PARQUET = ".parquet"
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+SUFFIXES = (*TEXT, *LINES, *(s + c for s in (*TEXT, *LINES) for c in COMPRESSED), PARQUET)
+FORMATS = ".txt, .md, .jsonl (each also .gz, .zst) and .parquet"
+_BUCKETS = ("gs://", "s3://")
+_HUB = "hf://"
+_GLOB = re.compile(r"[*?[]")
+_LISTED = 8
+_CONVERTED = "refs/convert/parquet"  # where the Hub keeps the Parquet files that it made itself
+_RETRY_SECONDS = 60  # of a bucket that does not answer; pyarrow's own limit is a quarter of an hour
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class InputFile:
+  """A file of a data set.
+
+  Attributes:
+    path: absolute, or a URI.
+    size: in bytes.
+    stamp: changes when the content does: the time of modification, or the Hub's content id.
+  """
+
+  path: str
+  size: int
+  stamp: str
+
+  @property
+  def suffix(self) -> str:
+    """The format: one of TEXT, LINES or PARQUET, without that of the compression."""
+    return _split(self.path)[0]
+
+  @property
+  def compression(self) -> str | None:
+    """How it is compressed, as pyarrow calls it: gzip, zstd or None."""
+    return _split(self.path)[1]
+
+
+def _split(path: str) -> tuple[str, str | None]:
+  stem, last = os.path.splitext(path.lower())
+  if last in COMPRESSED:
+    return os.path.splitext(stem)[1], COMPRESSED[last]
+  return last, None
+
+
+def is_supported(path: str) -> bool:
+  """Returns whether a file's name ends in one of the formats that are read."""
+  return path.lower().endswith(SUFFIXES)
+
+
+# ------------------------------ finding ------------------------------
+
+
+def parts(spec: str) -> list[str]:
+  """Returns the paths of data.files: what stands between its commas."""
+  return [part.strip() for part in spec.split(",") if part.strip()]
+
+
+def absolute(path: str) -> str:
+  """Returns a local path as an absolute one, and a URI as it is."""
+  if not files.is_local(path):
+    return path
+  return os.path.abspath(os.path.expanduser(path))
+
+
+def find(spec: str, key: str = "data.files") -> list[InputFile]:
+  """Returns the files that a spec names, sorted by path, each once.
+
+  Args:
+    spec: paths, folders, globs (`**` for any folders) and URIs (gs://, s3://, hf://OWNER/NAME),
+      separated by commas. A folder stands for all the files of the known formats below it, without
+      hidden ones. What a glob matches and is of no known format is left out, as are folders.
+    key: the config's, for messages.
+
+  Raises:
+    ValueError: a path of it matches nothing, or cannot be read.
+  """
+  if not parts(spec):
+    raise ValueError(
+      f"{key} is empty; name the files of the text: paths, folders or globs, separated by commas"
+      f" ({FORMATS})"
+    )
+  found: dict[str, InputFile] = {}
+  for part in parts(spec):
+    try:
+      matches = _match(part, key)
+    except OSError as error:
+      raise ValueError(f"{key}: {part} cannot be read ({error})") from error
+    for real, file in matches:
+      found.setdefault(real, file)
+  return sorted(found.values())
+
+
+def _match(part: str, key: str) -> list[tuple[str, InputFile]]:
+  """Returns (what it is the same as, file) of each match of one path of a spec, sorted."""
+  if part.startswith(_HUB):
+    return _on_hub(part, key)
+  if part.startswith(_BUCKETS):
+    return _in_bucket(part, key)
+  if "://" in part:
+    raise ValueError(f"{key}: {part}: only local paths, gs://, s3:// and hf:// are read")
+  return _local(part, key)
+
+
+def _chosen(part: str, key: str, paths: Iterable[str]) -> list[str]:
+  """Returns those of the matches that are of a known format. Raises ValueError if none is."""
+  paths = sorted(paths)
+  chosen = [path for path in paths if is_supported(path)]
+  if not chosen:
+    what = "matches no file"
+    if paths:
+      names = ", ".join(posixpath.basename(path) for path in paths[:_LISTED])
+      more = f" and {len(paths) - _LISTED:,} more" if len(paths) > _LISTED else ""
+      what = f"matches {len(paths):,} files, none of a format that is read ({names}{more})"
+    raise ValueError(f"{key}: {part} {what}; files are {FORMATS}")
+  return chosen
+
+
+def _local(part: str, key: str) -> list[tuple[str, InputFile]]:
+  path = absolute(part)
+  if os.path.isdir(path):
+    matches = _below(path)
+  elif os.path.lexists(path):
+    matches = [path]
+  elif _GLOB.search(part):
+    matches = [match for match in glob.glob(path, recursive=True) if not os.path.isdir(match)]
+    if not matches and glob.glob(path):
+      raise ValueError(f"{key}: {part} matches folders alone; {part.rstrip('/')}/** reads them")
+  else:
+    near = os.path.dirname(path)
+    where = "" if os.path.isdir(near) else f", and no folder {near}"
+    raise ValueError(f"{key}: there is no file or folder {path}{where}")
+  return [(os.path.realpath(match), _look_at(match)) for match in _chosen(part, key, matches)]
+
+
+def _below(folder: str) -> Iterator[str]:
+  """Yields the files below a folder, through links too, without hidden files and folders."""
+  seen = set()
+
+  def fail(error):
+    raise error
+
+  for place, folders, names in os.walk(folder, followlinks=True, onerror=fail):
+    real = os.path.realpath(place)
+    if real in seen:  # a link to a folder above
+      folders.clear()
+      continue
+    seen.add(real)
+    folders[:] = sorted(name for name in folders if not name.startswith("."))
+    yield from (os.path.join(place, name) for name in names if not name.startswith("."))
+
+
+def _look_at(path: str) -> InputFile:
+  if what := files.kind(path, follow=True):
+    raise ValueError(f"data.files: {path} is {what}, not a file")
+  state = os.stat(path)  # a link that points nowhere raises, with the path
+  return InputFile(path, state.st_size, str(state.st_mtime_ns))
+
+
+def matcher(pattern: str) -> re.Pattern:
+  """Returns the regular expression of a glob, in which `**` stands for any folders."""
+  regex = ""
+  for token in re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|.", pattern, re.DOTALL):
+    if token in _WILD:
+      regex += _WILD[token]
+    elif token.startswith("[") and len(token) > 1:
+      regex += "[" + token[1:-1].replace("!", "^", 1).replace("\\", "\\\\") + "]"
+    else:
+      regex += re.escape(token)
+  return re.compile(regex, re.DOTALL)
+
+
+_WILD = {"**/": r"(?:[^/]+/)*", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
+
+
+def _fixed(pattern: str) -> str:
+  """Returns the folder of a glob above its first wildcard."""
+  wild = _GLOB.search(pattern)
+  return pattern if not wild else posixpath.dirname(pattern[: wild.start()])
+
+
+def _visible(path: str, folder: str) -> bool:
+  below = path[len(folder) :].lstrip("/")
+  return not any(name.startswith(".") for name in below.split("/"))
+
+
+# ------------------------------ buckets ------------------------------
+
+
+def _in_bucket(part: str, key: str) -> list[tuple[str, InputFile]]:
+  from pyarrow import fs
+
+  scheme = part.partition("://")[0]
+  system, path = bucket(part)
+  path = path.rstrip("/")
+  folder = _fixed(path)
+  state = system.get_file_info(folder)
+  if state.type == fs.FileType.File:
+    states = [state]
+  elif state.type == fs.FileType.NotFound:
+    raise ValueError(f"{key}: there is no file or folder {scheme}://{folder}")
+  else:
+    states = system.get_file_info(fs.FileSelector(folder, recursive=True))
+    states = [one for one in states if one.type == fs.FileType.File]
+    if folder != path:
+      pattern = matcher(path)
+      states = [one for one in states if pattern.fullmatch(one.path)]
+    states = [one for one in states if _visible(one.path, folder)]
+  known = {f"{scheme}://{one.path}": one for one in states}
+  stamps = {path: str(one.mtime_ns or 0) for path, one in known.items()}
+  chosen = _chosen(part, key, known)
+  return [(path, InputFile(path, known[path].size, stamps[path])) for path in chosen]
+
+
+def bucket(uri: str) -> tuple[Any, str]:
+  """Returns the pyarrow file system of a URI, and the path in it: BUCKET/PATH."""
+  scheme, _, path = uri.partition("://")
+  return _file_system(scheme, path.partition("/")[0]), path
+
+
+@functools.cache
+def _file_system(scheme: str, name: str):
+  from pyarrow import fs
+
+  options = f"?retry_limit_seconds={_RETRY_SECONDS}" if scheme == "gs" else ""
+  return fs.FileSystem.from_uri(f"{scheme}://{name}{options}")[0]
+
+
+# ------------------------------ the Hub ------------------------------
+
+
+def _on_hub(part: str, key: str) -> list[tuple[str, InputFile]]:
+  repository, revision, inner = hub_name(part)
+  try:
+    system = hub()
+    commit = revision
+    matches = _parquet_of(system, repository, revision, inner)
+    if not matches and not revision and not inner:
+      commit = _CONVERTED
+      matches = _parquet_of(system, repository, commit, inner)
+  except Exception as error:  # of the network, of the Hub, of a data set that is private or missing
+    raise ValueError(
+      f"{key}: {part} cannot be read from the Hugging Face Hub ({type(error).__name__}: {error})."
+      " Without network access, download it where there is some, with"
+      f" `hf download --repo-type dataset {repository} --local-dir FOLDER`, and set {key}=FOLDER"
+    ) from error
+  if not matches:
+    raise ValueError(f"{key}: {part} has no Parquet files; download its files and name those")
+  at = f"@{commit}" if commit else ""
+  found = []
+  for path, facts in sorted(matches.items()):
+    stamp = facts.get("blob_id") or facts.get("ETag") or ""
+    path = f"{_HUB}{repository}{at}/{path}"
+    found.append((path, InputFile(path, facts["size"], str(stamp))))
+  return found
+
+
+def hub_name(uri: str) -> tuple[str, str, str]:
+  """Returns (OWNER/NAME, revision or "", path or glob inside or "") of hf://OWNER/NAME[@REV]/..."""
+  match = re.fullmatch(
+    r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@(refs/\w+/\w+|[^/@]+))?(?:/(.*))?", uri
+  )
+  if not match:
+    raise ValueError(
+      f"{uri}: a data set of the Hub is hf://OWNER/NAME, with a path or glob after it"
+    )
+  return match[1], match[2] or "", (match[3] or "").strip("/")
+
+
+def hub():
+  """Returns the file system of the Hub, whose paths are datasets/OWNER/NAME@REVISION/PATH."""
+  import huggingface_hub
+
+  return huggingface_hub.HfFileSystem()
+
+
+def _hub_root(repository: str, revision: str) -> str:
+  at = f"@{revision.replace('/', '%2F')}" if revision else ""
+  return f"datasets/{repository}{at}"
+
+
+def _parquet_of(system, repository, revision, inner):
+  """Returns path in the data set -> facts of the Parquet files that a URI names."""
+  root = _hub_root(repository, revision)
+  pattern = inner if _GLOB.search(inner) or inner.endswith(PARQUET) else f"{inner}/**".lstrip("/")
+  wanted = matcher(pattern)
+  known = system.find(f"{root}/{_fixed(inner)}".rstrip("/"), detail=True)
+  names = {
+    re.sub(r"^datasets/[^/]+/[^/@]+(@(refs/\w+/\w+|[^/]+))?/", "", path): facts
+    for path, facts in known.items()
+  }
+  return {n: f for n, f in names.items() if n.endswith(PARQUET) and wanted.fullmatch(n)}
+
+
+# ------------------------------ opening ------------------------------
+
+
+def open_file(path: str) -> Any:
+  """Opens a file for reading at any place in it: a binary file, or pyarrow's or fsspec's.
+
+  Raises:
+    OSError: it cannot be read; the path is named.
+  """
+  if path.startswith(_HUB):
+    repository, revision, inner = hub_name(path)
+    return hub().open(f"{_hub_root(repository, revision)}/{inner}", "rb")
+  if not files.is_local(path):
+    system, inner = bucket(path)
+    return system.open_input_file(inner)
+  return os.fdopen(files.open_plain(path, os.O_RDONLY, follow=True), "rb")
+
+
+def open_content(file: InputFile) -> Any:
+  """Opens a file for reading from its beginning, decompressed.
+
+  Raises:
+    OSError: it cannot be read; also later, while it is read, where its compression is damaged.
+  """
+  raw = open_file(file.path)
+  if not file.compression:
+    return raw
+  import pyarrow
+
+  return pyarrow.CompressedInputStream(raw, file.compression)
+
+
+def check_unchanged(file: InputFile) -> None:
+  """Raises ValueError where a local file is not what it was when it was found."""
+  if not files.is_local(file.path):
+    return
+  now = _look_at(file.path)
+  if now != file:
+    raise ValueError(
+      f"{file.path} was changed while it was being prepared (it had {file.size:,} bytes and now"
+      f" has {now.size:,}); run again when it is complete"
+    )

@@ -1,0 +1,356 @@
+"""Tokenizers in a tokenizer.json, the format of the library `tokenizers`, which encodes them.
+
+Two instances of the library's tokenizer are made of one file. In the first, which encodes
+documents, the names of the special tokens are replaced by random ones: their ids stay as they are,
+and no text can contain them. (The library's own switch, `encode_special_tokens`, is not enough: a
+Unigram model has `</s>` among its pieces, and finds it in the text all the same.) The second, which
+encodes what a chat template has written, is the file as it is. Neither truncates, pads, adds BOS or
+end, or drops merges at random, whatever the file says.
+"""
+
+import copy
+import functools
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import tokenizers
+from etils import epath
+
+from input_pipeline.text import tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# The keys of tokenizer_config.json and special_tokens_map.json that name one special token each.
+_NAMED = (
+  *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
+)
+_LISTED = ("additional_special_tokens", "extra_special_tokens")
+
+
+def load(path: epath.Path, companions: Mapping[str, epath.Path]) -> "JsonTokenizer":
+  """Returns the tokenizer of a tokenizer.json.
+
+  Args:
+    path: of the file.
+    companions: the files beside it, by name, which say which special token does what.
+
+  Raises:
+    ValueError: a file cannot be read, or none of them says which id ends a document.
+  """
+  return JsonTokenizer(path, companions)
+
+
+class JsonTokenizer:
+  """A tokenizer.json; the methods are those of `tokenizer.Tokenizer`."""
+
+  def __init__(self, path, companions):
+    content = tokenizer.read(path)
+    self._description = _plain_behavior(tokenizer.parse_object(content, path), path)
+    said = {
+      name: tokenizer.read_object(p) for name, p in companions.items() if name[-5:] == ".json"
+    }
+    self.name = str(path)
+    self.files = {tokenizer.TOKENIZER_FILE: path, **companions}
+    vocabulary = _vocabulary(self._description, path)
+    self.size = max(vocabulary.values(), default=-1) + 1
+    names = {*_special_names(self._description, said.values())} & {*vocabulary}
+    self.special = {name: vocabulary[name] for name in sorted(names, key=vocabulary.get)}
+    self._encoder = _library(_without_special(self._description, names), path)
+    prefix, suffix = self._surroundings(path)
+    self.end = _end(path, said, vocabulary, suffix)
+    bos = _bos(said, vocabulary, prefix)
+    self.has_bos = bos is not None and bos != self.end
+    self.start = bos if self.has_bos else self.end
+    facts = {"end": self.end, "start": self.start, "special": self.special}
+    self.digest = tokenizer.digest(content, facts)
+
+  def encode(self, texts):
+    """Returns the ids of each text, uint32[N], without BOS and end; see the protocol."""
+    encodings = self._encoder.encode_batch_fast(
+      [tokenizer.as_str(text) for text in texts], add_special_tokens=False
+    )
+    return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+  def encode_template(self, text):
+    """Returns ids uint32[N] and offsets int64[N, 2], special tokens recognized by name."""
+    encoding = self._template_encoder.encode(tokenizer.as_str(text), add_special_tokens=False)
+    return np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+  def decode(self, ids):
+    """Returns the bytes of a text."""
+    if self._spelling is None:
+      return self._template_encoder.decode([*map(int, ids)], skip_special_tokens=False).encode()
+    text = b"".join(self.token_bytes(id_) for id_ in ids)
+    strips = _strips_first_space(self._description["decoder"])
+    return text[1:] if strips and text.startswith(b" ") else text
+
+  def token_bytes(self, id_):
+    """Returns the bytes that an id adds to a text; none for an id that is not in use."""
+    piece = self._template_encoder.id_to_token(int(id_))
+    if piece is None:
+      return b""
+    if int(id_) in self._added:
+      return self._added[int(id_)].encode()
+    if self._spelling is None:
+      return self._template_encoder.decode([int(id_)], skip_special_tokens=False).encode()
+    return self._spelling(piece)
+
+  @functools.cached_property
+  def _template_encoder(self):
+    listed = self._description["added_tokens"]
+    missing = self.special.keys() - {token["content"] for token in listed}
+    tokens = [{**token, "special": token["content"] in self.special} for token in listed]
+    tokens += [_added_token(self.special[name], name) for name in sorted(missing)]
+    description = {**self._description, "added_tokens": tokens, "post_processor": None}
+    return _library(description, self.name)
+
+  @functools.cached_property
+  def _added(self):
+    return {token["id"]: token["content"] for token in self._description["added_tokens"]}
+
+  @functools.cached_property
+  def _spelling(self):
+    return _spelling(self._description["decoder"])
+
+  def _surroundings(self, path):
+    """Returns the ids that the file's post-processor puts before and after a text."""
+    if not self._description["post_processor"]:
+      return [], []
+    text = "a"
+    library = _library(self._description, path)
+    bare = library.encode(text, add_special_tokens=False).ids
+    full = library.encode(text).ids
+    for start in range(len(full) - len(bare) + 1):
+      if full[start : start + len(bare)] == bare:
+        return full[:start], full[start + len(bare) :]
+    return [], []
+
+
+# ------------------------------ the file ------------------------------
+
+
+def _plain_behavior(description: dict[str, Any], path: epath.PathLike) -> dict[str, Any]:
+  """Returns the content of a tokenizer.json without what is not wanted of it: see the module."""
+  model = description.get("model")
+  if not isinstance(model, dict) or "vocab" not in model:
+    hint = ""
+    if "vocab" in description and "config" in description:
+      hint = f"; it looks like {tokenizer.TEKKEN_FILE}: use the tokenizer.json of the same model"
+    raise ValueError(
+      f"data.tokenizer: {path} is not a tokenizer.json of the library `tokenizers`: it has no model"
+      f" with a vocabulary{hint}"
+    )
+  missing = {"added_tokens": [], "decoder": None, "post_processor": None}
+  plain = {**missing, **description, "truncation": None, "padding": None}
+  plain["added_tokens"] = plain["added_tokens"] or []
+  if model.get("dropout"):
+    plain["model"] = {**model, "dropout": None}
+  return plain
+
+
+def _vocabulary(description: dict[str, Any], path: epath.PathLike) -> dict[str, int]:
+  """Returns piece -> id, of the model and of the tokens added to it."""
+  try:
+    vocabulary = description["model"]["vocab"]
+    if isinstance(vocabulary, list):  # Unigram: [piece, score]
+      vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    added = {token["content"]: token["id"] for token in description["added_tokens"]}
+    vocabulary = {**vocabulary, **added}
+    if not all(type(id_) is int and id_ >= 0 for id_ in vocabulary.values()):
+      raise ValueError("ids that are not whole numbers of 0 or more")
+  except (TypeError, KeyError, ValueError) as error:
+    raise ValueError(
+      f"data.tokenizer: {path} has a malformed vocabulary ({type(error).__name__}: {error})"
+    ) from error
+  return vocabulary
+
+
+def _library(description: dict[str, Any], path: epath.PathLike) -> tokenizers.Tokenizer:
+  try:
+    return tokenizers.Tokenizer.from_str(json.dumps(description))
+  except Exception as error:  # the library raises no narrower type
+    raise ValueError(
+      f"data.tokenizer: the library tokenizers {tokenizers.__version__} cannot read {path}"
+      f" ({error})"
+    ) from error
+
+
+def _without_special(description: dict[str, Any], names: set[str]) -> dict[str, Any]:
+  """Returns a tokenizer.json in which the special tokens have names that no text contains.
+
+  A special token that is a piece of ordinary words too, as `!` can be, remains only that.
+  """
+  plain, model = copy.copy(description), copy.copy(description["model"])
+  ordinary = _ordinary(names, model)
+  secret = secrets.token_hex(16)
+  hidden = {name: f"\uffff{secret}{number}\uffff" for number, name in enumerate(names - ordinary)}
+  if isinstance(model["vocab"], dict):
+    model["vocab"] = {hidden.get(piece, piece): id_ for piece, id_ in model["vocab"].items()}
+  else:
+    model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in model["vocab"]]
+  if model.get("unk_token") in hidden:
+    model["unk_token"] = hidden[model["unk_token"]]
+  plain["model"], plain["post_processor"] = model, None
+  plain["added_tokens"] = [
+    {**token, "content": hidden.get(token["content"], token["content"])}
+    for token in description["added_tokens"]
+    if token["content"] not in ordinary
+  ]
+  return plain
+
+
+def _added_token(id_: int, content: str) -> dict[str, Any]:
+  flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+  return {"id": id_, "content": content, "special": True, **flags}
+
+
+def _ordinary(names: set[str], model: dict[str, Any]) -> set[str]:
+  """Returns those names that texts are made of: single characters, and what BPE merges."""
+  pieces = model["vocab"]
+  present = names & {piece if isinstance(piece, str) else piece[0] for piece in pieces}
+  if not present:
+    return set()
+  used = {name for name in present if len(name) == 1}
+  for merge in model.get("merges") or ():
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    used |= {first, second, first + second} & present
+  return used
+
+
+# ------------------------------ special tokens ------------------------------
+
+
+def _content(token: Any) -> str | None:
+  """Returns the name of a special token, as both forms of tokenizer_config.json write it."""
+  content = token.get("content") if isinstance(token, dict) else token
+  return content if isinstance(content, str) and content else None
+
+
+def _special_names(description: dict[str, Any], said: Iterable[dict[str, Any]]) -> Iterable[str]:
+  """Yields the names of the special tokens: those of the file, and those that others name."""
+  yield from (token["content"] for token in description["added_tokens"] if token.get("special"))
+  for config in said:
+    named = [config.get(key) for key in _NAMED]
+    for key in _LISTED:
+      listed = config.get(key) or []
+      named += listed.values() if isinstance(listed, dict) else listed
+    decoder = config.get("added_tokens_decoder") or {}
+    named += [token for token in decoder.values() if token.get("special")]
+    yield from filter(None, map(_content, named))
+
+
+def _end(path, said, vocabulary, suffix):
+  """Returns the id that ends a document. Raises ValueError where no file says which."""
+  for file in (tokenizer.CONFIG_FILE, tokenizer.SPECIAL_FILE):
+    if name := _content(said.get(file, {}).get("eos_token")):
+      if name in vocabulary:
+        return vocabulary[name]
+      raise ValueError(
+        f"data.tokenizer: {path.parent / file} names {name!r} as eos_token, which is not in the"
+        f" vocabulary of {path}"
+      )
+  generation = said.get(tokenizer.GENERATION_FILE, {}).get("eos_token_id")
+  ends = generation if isinstance(generation, list) else [generation]
+  known = {*vocabulary.values()}
+  if ends and ends[0] in known:
+    return ends[0]
+  if len(suffix) == 1:
+    return suffix[0]
+  named = [token for token in vocabulary if re.fullmatch(r"</s>|<eos>|<\|end\w*\|>", token)]
+  raise ValueError(
+    f"data.tokenizer: no file says which id ends a document: {path} adds none after a text, and"
+    f" {tokenizer.CONFIG_FILE}, {tokenizer.SPECIAL_FILE} and {tokenizer.GENERATION_FILE} beside it"
+    f" name no eos_token. Write {path.parent / tokenizer.CONFIG_FILE} with"
+    f" {json.dumps({'eos_token': (named or ['<|endoftext|>'])[0]})}, or the token of the"
+    " vocabulary that does"
+  )
+
+
+def _bos(said, vocabulary, prefix):
+  """Returns the id of a BOS that the tokenizer puts before a text, None where it puts none.
+
+  Many files name a bos_token that their tokenizer does not put anywhere; it counts only if the
+  post-processor does, or `add_bos_token` says so.
+  """
+  config = {**said.get(tokenizer.SPECIAL_FILE, {}), **said.get(tokenizer.CONFIG_FILE, {})}
+  named = vocabulary.get(_content(config.get("bos_token")))
+  if config.get("add_bos_token") is False:
+    return None
+  if config.get("add_bos_token") and named is not None:
+    return named
+  return named if named in prefix else next(iter(prefix), None)
+
+
+# ------------------------------ from ids to bytes ------------------------------
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+  """Returns character -> byte of byte-level BPE: printable bytes stand for themselves.
+
+  Source: `bytes_to_unicode` of GPT-2's encoder; the others get the characters from 256 on.
+  """
+  printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  others = [byte for byte in range(256) if byte not in {*printable}]
+  alphabet = {chr(byte): byte for byte in printable}
+  return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+def _parts(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+  if not decoder:
+    return []
+  return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _spelling(decoder: dict[str, Any] | None):
+  """Returns the function from a piece to its bytes, None for a decoder that looks at neighbors."""
+  parts = _parts(decoder)
+  kinds = {part["type"] for part in parts}
+  if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
+    return _byte_level
+  if not parts or not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+    return None
+  replaced = []
+  for part in parts:
+    if part["type"] == "Replace":
+      if "String" not in part["pattern"]:
+        return None
+      replaced.append((part["pattern"]["String"], part["content"]))
+    elif part["type"] == "Metaspace":
+      replaced.append((part["replacement"], " "))
+    elif part["type"] == "Strip" and (part["content"], part["stop"]) != (" ", 0):
+      return None
+  fallback = "ByteFallback" in kinds
+
+  def spell(piece):
+    if fallback and (byte := _BYTE_TOKEN.fullmatch(piece)):
+      return bytes((int(byte[1], 16),))
+    for old, new in replaced:
+      piece = piece.replace(old, new)
+    return piece.encode()
+
+  return spell
+
+
+def _byte_level(piece):
+  alphabet = _byte_alphabet()
+  try:
+    return bytes(alphabet[character] for character in piece)
+  except KeyError:
+    return piece.encode()
+
+
+def _strips_first_space(decoder: dict[str, Any] | None) -> bool:
+  """Returns whether decoding removes the space that encoding has put before the first word."""
+  return any(
+    (part["type"] == "Strip" and part["start"] > 0)
+    or (
+      part["type"] == "Metaspace"
+      and part.get("prepend_scheme", "always" if part.get("add_prefix_space", True) else "never")
+      != "never"
+    )
+    for part in _parts(decoder)
+  )

@@ -1,0 +1,279 @@
+"""Tokenizers: what turns a document into ids, and ids into exactly the bytes that they stand for.
+
+`load` takes the word `bytes`, a tokenizer.json or a folder with one, or a SentencePiece model. What
+a document contains is text: a special token's name in it (`<|endoftext|>`) is encoded like any
+other characters, so that no document can end itself or open a turn of a conversation. Only
+`encode_template`, for what a chat template has written, reads such names as special tokens.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from etils import epath
+
+from input_pipeline.sources import catalog
+from input_pipeline.text import files as text_files
+from runtime import files
+
+BYTES = "bytes"
+MOST_BYTES = 2**29  # of one of a tokenizer's files; vocabularies of 256k have 30 to 50 MB
+TOKENIZER_FILE = "tokenizer.json"
+SENTENCEPIECE_FILE = "tokenizer.model"
+TEKKEN_FILE = "tekken.json"
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_FILE = "special_tokens_map.json"
+GENERATION_FILE = "generation_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+CURRENT_FILE = "current.json"
+# What may stand beside a tokenizer, and is copied with it.
+COMPANIONS = (CONFIG_FILE, SPECIAL_FILE, GENERATION_FILE, TEMPLATE_FILE)
+
+
+class Tokenizer(Protocol):
+  """What every tokenizer can do.
+
+  Attributes:
+    name: as messages call it: `bytes`, or the path of its file.
+    size: ids are 0 to size - 1.
+    end: the id that ends a document.
+    start: the id from which the first token of a document is predicted: BOS if there is one, else
+      `end`.
+    has_bos: whether the tokenizer puts a BOS of its own before a text.
+    special: name -> id of the special tokens.
+    digest: of all that decides ids: two tokenizers with the same digest encode alike.
+    files: name in a folder -> path, of what to copy so that `load` of that folder gives the same
+      tokenizer; empty for bytes.
+  """
+
+  name: str
+  size: int
+  end: int
+  start: int
+  has_bos: bool
+  special: Mapping[str, int]
+  digest: str
+  files: Mapping[str, epath.Path]
+
+  def encode(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+    """Returns the ids of each text, uint32[N], without BOS and end.
+
+    Args:
+      texts: str, or bytes in UTF-8. Special tokens named in them are plain text.
+
+    Raises:
+      ValueError: a text is not valid Unicode, or not UTF-8.
+    """
+
+  def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ids uint32[N] of what a chat template wrote, and offsets int64[N, 2].
+
+    The names of special tokens in it are special tokens. Offsets are the characters of the text
+    that a token stands for, from (inclusive) and to (exclusive).
+    """
+
+  def decode(self, ids: Sequence[int]) -> bytes:
+    """Returns the bytes of a text; a character that is cut off stays incomplete."""
+
+  def token_bytes(self, id_: int) -> bytes:
+    """Returns the bytes that an id adds to a text that is already there."""
+
+
+class ByteTokenizer:
+  """A token is a byte, and byte 0 ends a document. Takes any bytes, also such as are not UTF-8."""
+
+  name = BYTES
+  size = 256
+  end = start = 0
+  has_bos = False
+  special: Mapping[str, int] = {}
+  digest = hashlib.sha256(b"bytes, ended by 0").hexdigest()
+  files: Mapping[str, epath.Path] = {}
+
+  def encode(self, texts):
+    """Returns the bytes of each text as ids, uint32[N]."""
+    return [np.frombuffer(as_bytes(text), np.uint8).astype(np.uint32) for text in texts]
+
+  def encode_template(self, text):
+    """Returns the bytes of a text, each with the offsets of its character."""
+    widths = [len(as_bytes(character)) for character in text]
+    starts = np.repeat(np.arange(len(text)), widths)
+    return self.encode([text])[0], np.stack([starts, starts + 1], axis=1)
+
+  def decode(self, ids):
+    """Returns the ids as bytes."""
+    return b"".join(map(self.token_bytes, ids))
+
+  def token_bytes(self, id_):
+    """Returns the id as a byte; none for an id that is not in use."""
+    return bytes((int(id_),)) if id_ < self.size else b""
+
+
+def as_bytes(text: str | bytes) -> bytes:
+  """Returns a text in UTF-8; bytes as they are. Raises ValueError for half a surrogate pair."""
+  if isinstance(text, bytes):
+    return text
+  try:
+    return text.encode()
+  except UnicodeEncodeError as error:
+    raise ValueError(
+      f"character {error.start:,} of a text is half a surrogate pair"
+      f" (U+{ord(text[error.start]):04X}), which UTF-8 cannot represent"
+    ) from None
+
+
+def as_str(text: str | bytes) -> str:
+  """Returns a text as valid Unicode. Raises ValueError for bytes that are not UTF-8."""
+  if isinstance(text, str):
+    as_bytes(text)
+    return text
+  try:
+    return text.decode()
+  except UnicodeDecodeError as error:
+    raise ValueError(
+      f"byte {error.start:,} of a text is 0x{text[error.start]:02x}, which is not valid UTF-8"
+    ) from None
+
+
+def digest(definition: bytes, facts: Mapping[str, Any]) -> str:
+  """Returns the digest of a tokenizer: of the file that defines it, and of its special ids."""
+  hashed = hashlib.sha256(definition)
+  hashed.update(json.dumps(facts, sort_keys=True).encode())
+  return hashed.hexdigest()
+
+
+# ------------------------------ by name or path ------------------------------
+
+
+def load(spec: epath.PathLike) -> Tokenizer:
+  """Returns the tokenizer that data.tokenizer names.
+
+  Args:
+    spec: `bytes`; a tokenizer.json; a SentencePiece model (*.model); or a folder with either, of
+      which tokenizer.json is taken if both are there. Paths may be in a bucket (gs://).
+
+  Raises:
+    ValueError: there is none, it cannot be read, or it does not say which id ends a document.
+  """
+  if str(spec) == BYTES:
+    return ByteTokenizer()
+  path = find_file(epath.Path(spec).expanduser())
+  companions = {name: path.parent / name for name in COMPANIONS if (path.parent / name).exists()}
+  if _is_json(path):
+    from input_pipeline.text import json_tokenizer  # where no such tokenizer is used, not imported
+
+    return json_tokenizer.load(path, companions)
+  from input_pipeline.text import sentencepiece_model  # an optional requirement
+
+  return sentencepiece_model.load(path, companions)
+
+
+def find_file(path: epath.Path) -> epath.Path:
+  """Returns the file of a tokenizer: the path itself, or what is in that folder."""
+  try:
+    if path.is_dir():
+      return _in_folder(path)
+    if path.exists():
+      return path
+  except OSError as error:
+    raise ValueError(f"data.tokenizer={path}: it cannot be read ({error.strerror})") from error
+  raise ValueError(
+    f"data.tokenizer={path}: there is no such file or folder. It is `bytes`, a {TOKENIZER_FILE} or"
+    " a folder with one, or a SentencePiece model (*.model). One of the Hugging Face Hub is"
+    f" downloaded first: `hf download OWNER/NAME --include '*token*' '*.jinja' --local-dir FOLDER`"
+  )
+
+
+def _in_folder(folder: epath.Path) -> epath.Path:
+  for name in (TOKENIZER_FILE, SENTENCEPIECE_FILE):
+    if (folder / name).exists():
+      return folder / name
+  models = sorted(path for path in folder.iterdir() if ".model" in path.name)
+  if len(models) == 1:
+    return models[0]
+  if models:
+    names = ", ".join(path.name for path in models)
+    raise ValueError(f"data.tokenizer={folder}: several SentencePiece models ({names}); name one")
+  present = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+  if (folder / TEKKEN_FILE).exists():
+    present += f"; {TEKKEN_FILE} is not read, use the {TOKENIZER_FILE} of the same model"
+  raise ValueError(
+    f"data.tokenizer={folder}: the folder has neither a {TOKENIZER_FILE} nor a SentencePiece model"
+    f" (*.model), only {present}"
+  )
+
+
+def _is_json(path: epath.Path) -> bool:
+  if path.suffix == ".json":
+    return True
+  if ".model" in path.name:
+    return False
+  return read(path).lstrip()[:1] == b"{"
+
+
+def read(path: epath.PathLike) -> bytes:
+  """Returns the content of one of a tokenizer's files; raises ValueError, which names it."""
+  try:
+    return files.read_bytes(path, most_bytes=MOST_BYTES, follow=True)
+  except OSError as error:
+    raise ValueError(f"data.tokenizer: {path} cannot be read ({error})") from error
+
+
+def read_object(path: epath.PathLike) -> dict[str, Any]:
+  """Returns the JSON object in one of a tokenizer's files; raises ValueError, which names it."""
+  return parse_object(read(path), path)
+
+
+def parse_object(content: bytes, path: epath.PathLike) -> dict[str, Any]:
+  """Returns the JSON object in the content of a file; raises ValueError, which names it."""
+  try:
+    value = files.parse_json(content)
+  except ValueError as error:
+    raise ValueError(f"data.tokenizer: {path} is not valid JSON ({error})") from error
+  if not isinstance(value, dict):
+    raise ValueError(f"data.tokenizer: {path} holds a {type(value).__name__}, not a JSON object")
+  return value
+
+
+def copy(tokenizer: Tokenizer, folder: epath.PathLike) -> None:
+  """Writes a tokenizer's files into a folder, from which `load` then gives the same tokenizer."""
+  for name, path in tokenizer.files.items():
+    files.replace(epath.Path(folder) / name, read(path))
+
+
+# ------------------------------ the one trained for these files ------------------------------
+
+
+def resolve(data: Any) -> str:
+  """Returns the spec of the tokenizer of a config's data section, for `load`.
+
+  It is data.tokenizer; where that is empty, the tokenizer that was trained for these files, else
+  `bytes`.
+  """
+  if data.tokenizer:
+    return data.tokenizer
+  folder = trained_folder(data)
+  try:
+    current = files.read_json(folder / CURRENT_FILE, follow=True)
+    return str(folder / current["folder"])
+  except FileNotFoundError:
+    return BYTES
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise ValueError(
+      f"{folder / CURRENT_FILE} cannot be read ({error}); it names the tokenizer trained for"
+      " data.files. Delete it and train again, or set data.tokenizer"
+    ) from error
+
+
+def trained_folder(data: Any) -> epath.Path:
+  """Returns the folder of the tokenizers that are trained for data.files (or data.sources).
+
+  Each has a folder of its own in it, and CURRENT_FILE names the one that was trained last.
+  """
+  sources = getattr(data, "sources", ())
+  specs = [data.files, *(source["files"] for source in sources)]
+  facts = [[text_files.absolute(part) for part in text_files.parts(spec)] for spec in specs]
+  key = hashlib.sha256(json.dumps([*facts, data.text_feature]).encode()).hexdigest()[:16]
+  return catalog.data_folder(data) / "prepared" / "text" / "tokenizers" / key

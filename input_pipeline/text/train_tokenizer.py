@@ -1,0 +1,154 @@
+"""Trains a byte-level BPE tokenizer on a user's documents (arXiv:1508.07909; bytes as in GPT-2).
+
+Every text can be encoded, and decoding gives exactly its bytes. Words are split as Llama 3 does it.
+The same documents give the same tokenizer, in any order of the processes that count.
+"""
+
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tokenizers
+from etils import epath
+
+from input_pipeline.text import documents, items, tokenizer
+from runtime import files
+
+END = "<|endoftext|>"
+LEAST_SIZE = 257  # a token for each byte, and the end of a document
+MOST_SIZE = 2**20
+SAMPLE_BYTES = 2**30  # of text; more changes few merges, and takes hours
+_LEAST_OF_UNIT = 2**20
+# A word with what stands before it, up to three digits, punctuation with line ends, whitespace.
+_WORDS = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+  r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def no_tick(what: str, count: int) -> None:
+  """Takes no note of what was done."""
+
+
+def check_size(size: int) -> None:
+  """Raises ValueError where no tokenizer can have that many tokens."""
+  if not LEAST_SIZE <= size <= MOST_SIZE:
+    raise ValueError(
+      f"--train_tokenizer={size}: a tokenizer has {LEAST_SIZE} (each byte, and the end of a"
+      f" document) to {MOST_SIZE:,} tokens"
+    )
+
+
+def sample(
+  units: Sequence[documents.Unit],
+  feature: str,
+  bad: Callable[[items.Item], None],
+  most_bytes: int = SAMPLE_BYTES,
+) -> Iterator[bytes]:
+  """Yields documents to train on: all, or an even share of each unit.
+
+  Args:
+    units: the input; if it is larger than `most_bytes`, the first documents of each unit are taken.
+    feature: as of `documents.read`.
+    bad: is called with what cannot be read; raises where that is too much.
+    most_bytes: about how much is taken.
+  """
+  share = max(most_bytes // max(len(units), 1), _LEAST_OF_UNIT)
+  ordered = sorted(units, key=lambda unit: unit.id)  # neighbors are alike
+  taken = 0
+  for unit in ordered:
+    of_unit = 0
+    for item in documents.read(unit, feature):
+      if item.text is None:
+        bad(item)
+        continue
+      yield item.text
+      of_unit += len(item.text)
+      if of_unit >= share:
+        break
+    taken += of_unit
+    if taken >= most_bytes:
+      return
+
+
+def train(texts: Iterable[bytes], size: int, tick: Callable[[str, int], None] = no_tick) -> bytes:
+  """Returns the tokenizer.json of a tokenizer trained on some texts.
+
+  Args:
+    texts: in UTF-8.
+    size: of the vocabulary; where the texts have fewer pairs to merge, it becomes smaller.
+    tick: is called with ("documents", how many were read); what it raises ends the training.
+
+  Raises:
+    ValueError: the size is out of range, or there are no texts.
+  """
+  check_size(size)
+  count = 0
+
+  def read():
+    nonlocal count
+    for text in texts:
+      yield text.decode()
+      count += 1
+      tick("documents", count)
+
+  library = tokenizers.Tokenizer(tokenizers.models.BPE())
+  splitting = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated")
+  byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([splitting, byte_level])
+  library.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=size,
+    special_tokens=[END],
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  library.train_from_iterator(read(), trainer)
+  if not count:
+    raise ValueError("there is no document to train a tokenizer on")
+  return library.to_str().encode()
+
+
+def store(data: Any, content: bytes, facts: dict[str, Any]) -> str:
+  """Writes a trained tokenizer, which `tokenizer.resolve` then gives for these files.
+
+  Args:
+    data: the config's data section.
+    content: of its tokenizer.json.
+    facts: what it was trained on, written beside it.
+
+  Returns:
+    its folder. What was trained for these files before stays: runs may name it.
+
+  Raises:
+    ValueError: the folder cannot be written.
+  """
+  root = tokenizer.trained_folder(data)
+  folder = root / f"bpe-{hashlib.sha256(content).hexdigest()[:12]}"
+  try:
+    if not (folder / tokenizer.TOKENIZER_FILE).exists():
+      _write(folder, content, facts)
+    files.replace(root / tokenizer.CURRENT_FILE, json.dumps({"folder": folder.name}) + "\n")
+  except OSError as error:
+    raise ValueError(
+      f"the tokenizer cannot be written to {root} ({error}); free some space or get the right to"
+      " write there, or set data.data_dir to another folder"
+    ) from error
+  return str(folder)
+
+
+def _write(folder: epath.Path, content: bytes, facts: dict[str, Any]) -> None:
+  """Writes a tokenizer's folder under another name, and renames it."""
+  partial = folder.parent / f"{folder.name}.{uuid.uuid4().hex}.tmp"
+  config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+  partial.mkdir(parents=True)
+  try:
+    for name, value in (("training.json", facts), (tokenizer.CONFIG_FILE, config)):
+      files.replace(partial / name, json.dumps(value, indent=2) + "\n")
+    files.replace(partial / tokenizer.TOKENIZER_FILE, content)
+    partial.rename(folder)
+  except BaseException:
+    partial.rmtree(missing_ok=True)
+    raise

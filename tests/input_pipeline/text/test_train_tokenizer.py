@@ -1,0 +1,120 @@
+"""input_pipeline/text/train_tokenizer.py: a byte-level BPE of a user's documents."""
+
+import json
+import types
+
+import pytest
+import tokenizers
+
+from input_pipeline.text import documents, files, tokenizer, train_tokenizer
+from tests.input_pipeline.text.conftest import python_files
+
+TEXTS = [b"the cat sat on the mat\n" * 40, "größer über Öl\n".encode() * 30]
+
+
+@pytest.fixture
+def data(tmp_path):
+  return types.SimpleNamespace(
+    files="corpus/*.jsonl", text_feature="", tokenizer="", data_dir=str(tmp_path), sources=()
+  )
+
+
+def test_a_trained_tokenizer_is_the_library_s_and_encodes_any_bytes(bpe, trained):
+  library = tokenizers.Tokenizer.from_file(str(trained / "tokenizer.json"))
+  assert bpe.size == library.get_vocab_size() == 512
+  assert bpe.end == bpe.start == library.token_to_id("<|endoftext|>")
+  assert not bpe.has_bos
+  [text] = python_files(1)
+  [ids] = bpe.encode([text])
+  assert ids.tolist() == library.encode(text.decode()).ids
+  assert len(ids) < 0.7 * len(text)
+  assert {bpe.token_bytes(i) for i in range(bpe.size)} >= {bytes((b,)) for b in range(256)}
+
+
+def test_the_same_texts_give_the_same_tokenizer_and_others_another():
+  first, second = (train_tokenizer.train(TEXTS, 300) for _ in range(2))
+  assert first == second
+  assert train_tokenizer.train(TEXTS[:1], 300) != first
+
+
+def test_few_texts_give_fewer_tokens_than_asked_for():
+  made = json.loads(train_tokenizer.train([b"ab ab"], 1000))
+  assert len(made["model"]["vocab"]) == 257 + 2  # "ab", " ab"
+
+
+def test_documents_are_counted_and_a_tick_may_stop_the_training():
+  counts = []
+  train_tokenizer.train(TEXTS, 257, lambda what, count: counts.append((what, count)))
+  assert counts == [("documents", 1), ("documents", 2)]
+
+  def stop(what, count):
+    raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    train_tokenizer.train(TEXTS, 257, stop)
+
+
+@pytest.mark.parametrize("size", [0, 256, 2**20 + 1])
+def test_a_size_out_of_range_is_refused(size):
+  with pytest.raises(ValueError, match=f"--train_tokenizer={size}: .* has 257 .* 1,048,576 tokens"):
+    train_tokenizer.train(TEXTS, size)
+
+
+def test_no_documents_are_refused():
+  with pytest.raises(ValueError, match="no document to train a tokenizer on"):
+    train_tokenizer.train([], 300)
+
+
+def test_what_was_trained_for_these_files_is_resolved_and_only_for_them(data, monkeypatch):
+  assert tokenizer.resolve(data) == "bytes"
+  older = train_tokenizer.store(data, train_tokenizer.train(TEXTS[:1], 300), {"size": 300})
+  assert tokenizer.resolve(data) == older
+  newer = train_tokenizer.store(data, train_tokenizer.train(TEXTS, 300), {"size": 300})
+  assert tokenizer.resolve(data) == newer != older
+  assert tokenizer.load(older).digest != tokenizer.load(newer).digest
+  assert tokenizer.load(newer).special == {"<|endoftext|>": 0}
+  data.files = "corpus/../corpus/*.jsonl , "  # the same
+  assert tokenizer.resolve(data) == newer
+  data.files = "other/*.jsonl"
+  assert tokenizer.resolve(data) == "bytes"
+  data.tokenizer = "mine"
+  assert tokenizer.resolve(data) == "mine"
+
+
+def test_no_half_written_tokenizer_is_left_or_taken(data, monkeypatch):
+  content = train_tokenizer.train(TEXTS, 300)
+  replace = train_tokenizer.files.replace
+
+  def full(path, text):
+    if path.name == "tokenizer.json":
+      raise OSError(28, "No space left on device", str(path))
+    replace(path, text)
+
+  monkeypatch.setattr(train_tokenizer.files, "replace", full)
+  with pytest.raises(ValueError, match=r"cannot be written to .*No space left.*data\.data_dir"):
+    train_tokenizer.store(data, content, {})
+  assert [*tokenizer.trained_folder(data).iterdir()] == []
+  assert tokenizer.resolve(data) == "bytes"
+
+
+def test_a_damaged_pointer_to_a_trained_tokenizer_is_named(data):
+  train_tokenizer.store(data, train_tokenizer.train(TEXTS, 300), {})
+  current = tokenizer.trained_folder(data) / "current.json"
+  current.write_text("{")
+  with pytest.raises(ValueError, match=r"current\.json cannot be read .*train again"):
+    tokenizer.resolve(data)
+
+
+def test_a_sample_takes_an_even_share_of_each_unit(tmp_path, monkeypatch):
+  monkeypatch.setattr(train_tokenizer, "_LEAST_OF_UNIT", 1)
+  for name in "abcd":
+    lines = [json.dumps({"text": f"{name}{i:02}" + "x" * 97}) for i in range(20)]
+    (tmp_path / f"{name}.jsonl").write_text("\n".join([*lines, "{"]))
+  units, bad = documents.units(files.find(str(tmp_path))), []
+  everything = [*train_tokenizer.sample(units, "text", bad.append)]
+  assert len(everything) == 80
+  assert {item.where.rpartition("/")[2] for item in bad} == {f"{n}.jsonl:21" for n in "abcd"}
+  some = [*train_tokenizer.sample(units, "text", bad.append, 1200)]
+  assert sorted(text[:3] for text in some) == [
+    f"{n}{i:02}".encode() for n in "abcd" for i in range(3)
+  ]
