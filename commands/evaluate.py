@@ -27,7 +27,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     lockstep = Lockstep(watch.group, watch.stop)
     compiled = ready.compile_eval_step().function
     steps = ready.config.evaluation.final_steps
-    with ProgressLine(min(steps or len(evaluation), len(evaluation))) as progress:
+    with ProgressLine(evaluation.count(steps)) as progress:
       shown = functools.partial(progress.evaluating, alone=True)
       evaluator = Evaluator(ready, evaluation, compiled, watch, lockstep, shown)
       found = evaluator(params, variables, steps=steps)

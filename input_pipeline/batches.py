@@ -1,23 +1,20 @@
 """The global batch: which rows each step takes, and the rows on the devices."""
 
-import functools
-
-import grain
 import jax
 import numpy as np
 
 from input_pipeline.bad_records import among, few, spread
+from input_pipeline.order import EpochOrder, MixtureOrder
 from input_pipeline.position import Position
 from input_pipeline.row_store import UnreadableError
 
-# Up to here an epoch's order is made whole. Grain's shuffle makes one number at a time, by walking
-# a domain of no fewer than 2**16: a set of 64 rows would cost 25 ms an epoch, and so a step.
-_WHOLE_EPOCH_ROWS = 2**16
 _PADDING = -1  # the row number of a row that is not there
 
 
 class TrainingBatches:
   """Batches without end: epochs one after the other, each in an order of its own, cut every B rows.
+
+  Of a mixture, the rows of all sources in their order by weight, each source in its own epochs.
 
   What `batch(step)` holds depends on the source's rows, the seed, the position and the step, and on
   nothing else: not on the mesh, the processes, or the steps before. The position says which batch
@@ -47,14 +44,12 @@ class TrainingBatches:
     self.global_batch_size = global_batch_size
     self.abstract = _abstract(source, global_batch_size)
     self._bad = np.array(source.bad.rows, np.int64)
-    self._shuffle = shuffle
-    self._epoch_order = functools.lru_cache(maxsize=2)(
-      functools.partial(_epoch_order, len(source), seed)
-    )
-    numbers = grain.MapDataset.range(len(source)).shuffle(seed=_grain_seed(seed))
-    self._large_order = numbers.repeat()
+    if source.parts:
+      self.order = MixtureOrder(source.parts, source.stages, seed, shuffle=shuffle)
+    else:
+      self.order = EpochOrder(len(source), seed, shuffle=shuffle)
     # Only this set gives the same rows at every step; keeping its batch saves reading it again.
-    self._always_the_same = not shuffle and global_batch_size == len(source)
+    self._always_the_same = not shuffle and global_batch_size == len(source) and not source.parts
     self._last = None
 
   def row_ids(self, step, position=None):
@@ -67,23 +62,9 @@ class TrainingBatches:
     if step < 0:
       raise IndexError(f"{self.source.name}: step {step} is below 0")
     position = position or Position.start(self.global_batch_size)
-    ids_B = np.concatenate([self._ids(*rows) for rows in position.rows(step)])
+    ids_B = np.concatenate([self.order.ids(*rows, position) for rows in position.rows(step)])
     assert len(ids_B) == self.global_batch_size, (position, step)
     return ids_B
-
-  def _ids(self, first, stop):
-    """Returns the numbers of rows in the source, of rows that are numbered over all epochs."""
-    rows = len(self.source)
-    if not self._shuffle:
-      return (first % rows + np.arange(stop - first, dtype=np.int64)) % rows
-    if rows > _WHOLE_EPOCH_ROWS:
-      return np.asarray([self._large_order[number] for number in range(first, stop)], np.int64)
-    parts = []
-    while first < stop:
-      epoch, offset = divmod(first, rows)
-      parts.append(self._epoch_order(epoch)[offset : offset + stop - first])
-      first += len(parts[-1])
-    return np.concatenate(parts)
 
   def batch(self, step, shardings, position=None):
     """Returns the batch of step `step` (from 0) on the devices.
@@ -130,7 +111,11 @@ class TrainingBatches:
 
 
 class EvaluationBatches:
-  """A split once, in its order; the last batch is filled up with rows of weight 0."""
+  """A split once, in its order; the last batch is filled up with rows of weight 0.
+
+  No batch holds rows of two sources of a mixture: the first batch of each comes first, then the
+  second of each, and so on.
+  """
 
   def __init__(self, source, *, global_batch_size, steps=0):
     """Prepares nothing yet.
@@ -138,7 +123,7 @@ class EvaluationBatches:
     Args:
       source: a sources.Source.
       global_batch_size: B, rows per batch over all processes.
-      steps: the fewest batches that an evaluation takes; 0 for all.
+      steps: the fewest batches of each source that an evaluation takes; 0 for all.
 
     Raises:
       ValueError: the source is empty, or none of the rows of so many batches can be read.
@@ -146,31 +131,52 @@ class EvaluationBatches:
     _check_not_empty(source)
     if global_batch_size < 1:
       raise ValueError(f"{source.name}: a batch of {global_batch_size} rows; set at least 1")
-    taken = min(len(source), steps * global_batch_size or len(source))
-    if int(np.sum(np.asarray(source.bad.rows, np.int64) < taken)) == taken:
-      raise ValueError(
-        f"{source.name}: none of the first {taken} rows, which an evaluation of {steps} batches"
-        f" takes, can be read ({source.bad.why}); set evaluation.steps (or final_steps) to 0 or"
-        f" more than {steps}"
-      )
     self.source = source
     self.global_batch_size = global_batch_size
     self.abstract = _abstract(source, global_batch_size)
+    sizes = [part.rows for part in source.parts] or [len(source)]
+    stops = np.cumsum(sizes)
+    batches = [
+      (number, part, first, min(first + global_batch_size, stop))
+      for part, (size, stop) in enumerate(zip(sizes, stops.tolist(), strict=True))
+      for number, first in enumerate(range(stop - size, stop, global_batch_size))
+    ]
+    self._batches = sorted(batches)
+    self._check_some_can_be_read(steps)
+
+  def _check_some_can_be_read(self, steps):
+    rows = [range(*ends) for _, _, *ends in self._batches[: self.count(steps)]]
+    bad = set(self.source.bad.rows)
+    if bad and all(row in bad for each in rows for row in each):
+      raise ValueError(
+        f"{self.source.name}: none of the first {sum(map(len, rows))} rows, which an evaluation of"
+        f" {steps} batches takes, can be read ({self.source.bad.why}); set evaluation.steps (or"
+        f" final_steps) to 0 or more than {steps}"
+      )
 
   def __len__(self):
     """How many batches cover the split."""
-    return -(-len(self.source) // self.global_batch_size)
+    return len(self._batches)
+
+  def count(self, steps):
+    """Returns how many batches the first `steps` of each source are; 0 steps are all."""
+    return sum(1 for number, *_ in self._batches if number < steps) if steps else len(self)
+
+  def part(self, index):
+    """Returns the name of the source of batch `index`; "" where there is only one."""
+    return self.source.parts[self._batches[index][1]].name if self.source.parts else ""
 
   def examples(self, count):
     """How many rows of the split the first `count` batches hold."""
-    return min(count * self.global_batch_size, len(self.source))
+    return sum(stop - first for _, _, first, stop in self._batches[:count])
 
   def row_ids(self, index):
     """Returns the numbers of the rows of batch `index`, int64 [B]; -1 where it is padded."""
     if not 0 <= index < len(self):
       raise IndexError(f"{self.source.name}: batch {index} of {len(self)}")
-    ids_B = index * self.global_batch_size + np.arange(self.global_batch_size, dtype=np.int64)
-    return np.where(ids_B < len(self.source), ids_B, _PADDING)
+    _, _, first, stop = self._batches[index]
+    ids_B = first + np.arange(self.global_batch_size, dtype=np.int64)
+    return np.where(ids_B < stop, ids_B, _PADDING)
 
   def batch(self, index, shardings):
     """Returns batch `index` on the devices; arguments and result as of TrainingBatches.batch."""
@@ -180,24 +186,6 @@ class EvaluationBatches:
 def _check_not_empty(source):
   if not len(source):
     raise ValueError(f"{source.name} is empty (0 rows); take another split or data set")
-
-
-def _epoch_order(rows, seed, epoch):
-  """Returns the row numbers in the order of one epoch, int64 [rows].
-
-  Sorts the generator's raw numbers: NumPy promises that those stay as they are, which it does not
-  of its own permutations.
-  """
-  generator = np.random.Philox(np.random.SeedSequence([seed, epoch]))
-  return np.argsort(generator.random_raw(rows), kind="stable")
-
-
-def _grain_seed(seed):
-  """Returns a 32-bit seed for Grain, whose epoch e of seed s is its epoch e-1 of seed s+1.
-
-  Hashed, so that runs with neighbouring seeds do not see each other's epochs.
-  """
-  return int(np.random.SeedSequence(seed).generate_state(1)[0])
 
 
 def _abstract(source, global_batch_size):

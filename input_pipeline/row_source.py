@@ -3,12 +3,13 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from input_pipeline import bad_records, prepare
 from input_pipeline.bad_records import BadRecords, Sharing
+from input_pipeline.mixture import Part
 from input_pipeline.row_store import Records, UnreadableError, again
 from input_pipeline.sources import catalog
 from runtime.extensions import Table, error_text
@@ -34,6 +35,8 @@ class Source:
     bad: the rows that cannot be read, and are zeros: known only where data.max_bad_records allows
       for some.
     ids: how many token ids its rows can hold, from 0 on; 0 where there are no tokens.
+    parts: of a mixture, its sources, whose rows are numbered one source after the other.
+    stages: of a mixture, (step, source -> share of the tokens from that step on), from step 0.
   """
 
   name: str
@@ -43,6 +46,8 @@ class Source:
   read: Callable[[np.ndarray], dict[str, np.ndarray]]
   bad: BadRecords = _NONE
   ids: int = 0
+  parts: tuple[Part, ...] = ()
+  stages: tuple[tuple[int, Mapping[str, float]], ...] = ()
 
   def __len__(self):
     return self.rows

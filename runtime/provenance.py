@@ -18,6 +18,9 @@ NUMERICS = (
   "models",
   "input_pipeline/bad_records.py",  # which rows get weight 0
   "input_pipeline/batches.py",
+  "input_pipeline/combined.py",
+  "input_pipeline/mixture.py",  # the order of the rows of several sources
+  "input_pipeline/order.py",
   "input_pipeline/sources/tfds.py",
   "input_pipeline/sources/builtin.py",
   "input_pipeline/position.py",  # which rows a step takes

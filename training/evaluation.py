@@ -1,8 +1,9 @@
 """Evaluation: batches of the evaluation split in order, the remainder padded with weight 0."""
 
+import copy
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -101,14 +102,14 @@ class Evaluator:
     Args:
       params: the parameters, placed as the job's.
       variables: the model's other variables, where it has any.
-      steps: batches to take; 0 for the whole split.
+      steps: batches to take, of each source of a mixture; 0 for the whole split.
       ranking_steps: how many of them checkpoints are compared by; 0 for all that are taken.
     """
-    count = min(steps, len(self.batches)) if steps else len(self.batches)
-    ranking_count = min(ranking_steps, count) if ranking_steps else count
+    count = self.batches.count(steps)
+    ranking_count = min(self.batches.count(ranking_steps), count)
     shardings = self.job.batch_shardings
-    totals: dict[str, float] = {}
-    ranking: dict[str, float] = {}
+    totals: dict[str, dict[str, float]] = {}  # name of a mixture's source -> sums
+    ranking: dict[str, dict[str, float]] = {}
     with Prefetcher(
       lambda i: self.batches.batch(i, shardings), start=0, stop=count, name=_READER
     ) as prefetched:
@@ -125,17 +126,32 @@ class Evaluator:
         self.watch.at(f"evaluation batch {i + 1}: computing", EVALUATION)
         # Added up in Python's float64, in order: the same on every mesh but for rounding.
         sums = jax.device_get(self.step(params, batch, *([None, variables] if variables else [])))
+        of_part = totals.setdefault(self.batches.part(i), {})
         for name, value in sums.items():
-          totals[name] = totals.get(name, 0.0) + float(value)
+          of_part[name] = of_part.get(name, 0.0) + float(value)
         if i + 1 == ranking_count:
-          ranking = dict(totals)
+          ranking = copy.deepcopy(totals)
         if self.progress is not None:
           self.progress(i + 1, count)
-    task = TASKS[self.job.config.task]
     return Evaluation(
-      metrics=task.evaluated(totals),
+      metrics=self._metrics(totals),
       examples=self.batches.examples(count),
       whole=count == len(self.batches),
-      ranking=task.evaluated(ranking),
+      ranking=self._metrics(ranking),
       ranking_examples=self.batches.examples(ranking_count),
     )
+
+  def _metrics(self, totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Returns the metrics over all rows, then those of each source of a mixture."""
+    task = TASKS[self.job.config.task]
+    combined: dict[str, float] = {}
+    for sums in totals.values():
+      for name, value in sums.items():
+        combined[name] = combined.get(name, 0.0) + value
+    of_parts = {
+      f"{name}/{part}": value
+      for part, sums in totals.items()
+      if part
+      for name, value in task.evaluated(sums).items()
+    }
+    return task.evaluated(combined) | of_parts

@@ -1,0 +1,118 @@
+"""Several sources as one: the rows of each after those of the one before."""
+
+import hashlib
+
+import numpy as np
+
+from input_pipeline.bad_records import BadRecords
+from input_pipeline.mixture import Part
+from input_pipeline.row_source import Source
+from input_pipeline.row_store import UnreadableError
+
+
+def combine(name, sources, *, tokens=None, maximum_epochs=None, stages=()) -> Source:
+  """Returns a Source of the rows of several.
+
+  Args:
+    name: as messages call it.
+    sources: name -> Source; all have the same fields.
+    tokens: name -> how many tokens its rows predict; default: as many as rows.
+    maximum_epochs: name -> see `mixture.Part`; default 1.
+    stages: see `Source`.
+
+  Raises:
+    ValueError: a source has no rows, or other fields than the first.
+  """
+  names = list(sources)
+  fields = sources[names[0]].fields
+  for each, source in sources.items():
+    if not len(source):
+      raise ValueError(f"source {each!r} of data.sources is empty ({source.name} has 0 rows)")
+    if source.fields != fields:
+      raise ValueError(f"source {each!r} has rows of {source.fields}, {names[0]!r} of {fields}")
+  offsets = np.cumsum([0, *(len(sources[each]) for each in names)])
+  digest = hashlib.sha256(
+    repr([(each, sources[each].fingerprint) for each in names]).encode()
+  ).hexdigest()
+  return Source(
+    name=name,
+    fingerprint=digest,
+    rows=int(offsets[-1]),
+    fields=fields,
+    read=_reading([sources[each].read for each in names], offsets, fields),
+    bad=_bad([sources[each].bad for each in names], offsets),
+    ids=max(source.ids for source in sources.values()),
+    parts=tuple(
+      Part(
+        each,
+        len(sources[each]),
+        len(sources[each]) if tokens is None else tokens[each],
+        1 if maximum_epochs is None else maximum_epochs[each],
+      )
+      for each in names
+    ),
+    stages=tuple(stages),
+  )
+
+
+def check_epochs(order, rows: int, position, steps: int) -> None:
+  """Raises ValueError where a run takes rows of a source more often than its maximum_epochs.
+
+  Args:
+    order: an `order.MixtureOrder`.
+    rows: how many the whole run takes.
+    position: of the run.
+    steps: of the whole run, for the message.
+  """
+  wrong = []
+  counts = order.counts(rows, position)
+  for part in order.parts:
+    most = part.maximum_epochs * part.rows
+    if part.maximum_epochs and counts[part.name] > most:
+      epochs = counts[part.name] / part.rows
+      wrong.append(
+        f"source {part.name!r} of data.sources has {part.rows} rows, and {steps} steps take"
+        f" {counts[part.name]} of it, {epochs:.2f} epochs, but its maximum_epochs is"
+        f" {part.maximum_epochs}; set maximum_epochs={-(-counts[part.name] // part.rows)} (0: no"
+        f" limit), lower its weight, or train about {int(steps / epochs * part.maximum_epochs)}"
+        f" steps"
+      )
+  if wrong:
+    raise ValueError("\n".join(wrong))
+
+
+def _reading(reads, offsets, fields):
+  """Returns Source.read over several."""
+
+  def read(indices):
+    indices = np.asarray(indices, np.int64)
+    found = {
+      field: np.zeros((len(indices), *shape), dtype) for field, (shape, dtype) in fields.items()
+    }
+    parts = np.searchsorted(offsets, indices, side="right") - 1
+    whys: dict[int, str] = {}
+    messages = []
+    for part in np.unique(parts):
+      mask = parts == part
+      try:
+        rows = reads[part](indices[mask] - offsets[part])
+      except UnreadableError as error:
+        messages.append(str(error))
+        whys.update({row + int(offsets[part]): why for row, why in error.rows.items()})
+        continue
+      for field, array in found.items():
+        array[mask] = rows[field]
+    if messages:
+      raise UnreadableError("; ".join(messages), whys)
+    return found
+
+  return read
+
+
+def _bad(lists, offsets) -> BadRecords:
+  """Returns the unreadable rows of all; left-out documents are named per source only."""
+  rows = tuple(
+    row + int(first) for bad, first in zip(lists, offsets, strict=False) for row in bad.rows
+  )
+  left_out = tuple(number for bad in lists for number in bad.left_out)
+  return BadRecords(rows, left_out, next((bad.why for bad in lists if bad), ""))

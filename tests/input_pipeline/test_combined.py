@@ -1,0 +1,118 @@
+"""Several sources as one, their training batches, and the evaluation of each."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from input_pipeline.bad_records import BadRecords
+from input_pipeline.batches import EvaluationBatches, TrainingBatches
+from input_pipeline.combined import check_epochs, combine
+from input_pipeline.position import Position
+from input_pipeline.row_source import array_source
+from input_pipeline.row_store import UnreadableError
+
+SIZES = {"web": 21, "code": 9, "books": 5}
+STAGES = ((0, {"web": 0.5, "code": 0.25, "books": 0.25}),)
+
+
+def source_of(name, rows):
+  """Returns rows that say where they are from: 1000 * the source + the row."""
+  values = 1000 * list(SIZES).index(name) + np.arange(rows, dtype=np.int32)
+  return array_source(name, {"values": values, "weights": np.ones(rows, np.float32)})
+
+
+def sources():
+  return {name: source_of(name, rows) for name, rows in SIZES.items()}
+
+
+def unreadable(source, row):
+  """Returns the source with a row that raises."""
+
+  def read(indices):
+    if row in indices:
+      raise UnreadableError(f"{source.name}: row {row}", {row: "torn"})
+    return source.read(indices)
+
+  return dataclasses.replace(source, read=read, bad=BadRecords((row,), (), "torn"))
+
+
+def test_rows_are_numbered_one_source_after_the_other():
+  source = combine("mixture", sources(), stages=STAGES)
+  assert len(source) == 35
+  ids = np.array([34, 0, 20, 21, 29, 30])
+  assert source.read(ids)["values"].tolist() == [2004, 0, 20, 1000, 1008, 2000]
+  assert source.read(ids[:0])["values"].shape == (0,)
+  fewer = combine("mixture", {**sources(), "books": source_of("books", 4)}, stages=STAGES)
+  assert fewer.fingerprint != source.fingerprint
+
+
+def test_an_unreadable_row_keeps_its_number():
+  damaged = {**sources(), "code": unreadable(source_of("code", 9), 2)}
+  source = combine("mixture", damaged)
+  assert source.bad.rows == (23,)
+  with pytest.raises(UnreadableError, match="code: row 2") as raised:
+    source.read(np.array([1, 23]))
+  assert raised.value.rows == {23: "torn"}
+
+
+def test_batches_have_each_source_s_share_at_every_step():
+  source = combine("mixture", sources(), stages=STAGES, maximum_epochs=dict.fromkeys(SIZES, 0))
+  training = TrainingBatches(source, global_batch_size=4, seed=0)
+  taken = np.zeros(3)
+  for step in range(50):
+    values = source.read(training.row_ids(step))["values"]
+    taken += np.bincount(values // 1000, minlength=3)
+    assert np.abs(taken - 4 * (step + 1) * np.array([0.5, 0.25, 0.25])).max() < 1
+
+
+def test_a_source_that_the_run_would_exhaust_is_refused_with_the_numbers():
+  limits = {"web": 1, "code": 0, "books": 2}
+  source = combine("mixture", sources(), stages=STAGES, maximum_epochs=limits)
+  order = TrainingBatches(source, global_batch_size=4, seed=0).order
+  check_epochs(order, 40, Position.start(4), 10)  # 20, 10 and 10 rows: books twice
+  with pytest.raises(ValueError, match="web") as raised:
+    check_epochs(order, 48, Position.start(4), 12)
+  lines = str(raised.value).splitlines()
+  assert len(lines) == 2
+  assert lines[0].startswith(
+    "source 'web' of data.sources has 21 rows, and 12 steps take 24 of it, 1.14 epochs, but its"
+    " maximum_epochs is 1; set maximum_epochs=2 (0: no limit)"
+  )
+  assert "source 'books'" in lines[1]
+
+
+def test_no_evaluation_batch_holds_rows_of_two_sources():
+  source = combine("mixture", sources())
+  batches = EvaluationBatches(source, global_batch_size=4)
+  found = [batches.row_ids(i) for i in range(len(batches))]
+  assert [batches.part(i) for i in range(5)] == ["web", "code", "books", "web", "code"]
+  for index, ids in enumerate(found):
+    names = {list(SIZES)[value // 1000] for value in source.read(ids[ids >= 0])["values"]}
+    assert names == {batches.part(index)}
+  everything = np.concatenate(found)
+  assert sorted(everything[everything >= 0]) == list(range(35))
+  # Two batches of each source, of which books has 5 rows.
+  assert batches.count(2) == 6
+  assert batches.examples(6) == 8 + 8 + 5
+  assert batches.count(0) == len(batches) == 6 + 3 + 2
+  one = EvaluationBatches(source_of("web", 10), global_batch_size=4)
+  assert [one.part(i) for i in range(3)] == ["", "", ""]
+
+
+@pytest.mark.parametrize("other", ["empty", "fields"])
+def test_sources_that_do_not_go_together_are_refused(other):
+  wrong = source_of("code", 0)
+  if other == "fields":
+    wrong = array_source("code", {"values": np.zeros((3, 2), np.int32)})
+  with pytest.raises(ValueError, match="source 'code'"):
+    combine("mixture", {**sources(), "code": wrong})
+
+
+def test_a_batch_of_a_mixture_is_on_the_devices_as_read():
+  source = combine("mixture", sources(), stages=STAGES)
+  training = TrainingBatches(source, global_batch_size=4, seed=0)
+  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  batch = training.batch(3, dict.fromkeys(source.fields, device))
+  assert batch["values"].tolist() == source.read(training.row_ids(3))["values"].tolist()
