@@ -36,7 +36,7 @@ import jax
 import main  # noqa: F401 (what the forks find imported)
 from commands import compare, evaluate, layout, plan, sample, tour, train  # noqa: F401 (the same)
 from configs import base
-from runtime import compilation_cache
+from runtime import compilation_cache, extensions
 from training.metrics import goodput
 
 PR_SET_PDEATHSIG = 1
@@ -91,8 +91,12 @@ def _use_cache(folder: str) -> None:
 
 
 def _popen(command: list[str], *arguments, **settings) -> subprocess.Popen:
-  """Starts a process; `main.py` of a launcher and the worker of `plan` in a fork of this one."""
-  if list(command[:2]) != [sys.executable, "main.py"] and command != PLAN_WORKER:
+  """Starts a process; `main.py` of a launcher and the worker of `plan` in a fork of this one.
+
+  A worker that has to load a user's files is a new interpreter: a fork would have them already.
+  """
+  launched = list(command[:2]) == [sys.executable, "main.py"]
+  if not launched and (command != PLAN_WORKER or extensions.loaded()):
     return _POPEN(command, *arguments, **settings)
   before = settings.pop("preexec_fn", lambda: None)
   kept = settings.get("pass_fds", ())

@@ -75,11 +75,12 @@ def where_rows_lie() -> dict:
 
 BATCH = 16
 EPOCHS = 2
+DEVICES = 4  # of all processes; a batch has several rows for each
 
 
 def remainders(watch: Watchdog) -> Iterator[dict]:
   """Yields, for 0 to 15 rows beyond two batches, every loss of training and that of evaluation."""
-  job = make_job("dp8", "mlp")
+  job = make_job("dp8", "mlp", **{"mesh.data": DEVICES})
   train, evaluate = job.compile_train_step().function, job.compile_eval_step().function
   draw, key = job.compile_init().function, jax.random.key(job.config.seed)
   lockstep = Lockstep(watch.group, watch.stop)
@@ -116,6 +117,8 @@ def part(name: str, group: groups.Group) -> Any:
 
 if __name__ == "__main__":
   joined = groups.connect(start_timeout_seconds=60, heartbeat_seconds=30)
-  devices.start({**base.MESH, "data": 8}, processes=joined.count)
-  print("\n" + json.dumps({name: part(name, joined) for name in sys.argv[1:]}), flush=True)
+  [name] = sys.argv[1:]
+  count = DEVICES if name == "remainders" else 8
+  devices.start({**base.MESH, "data": count}, processes=joined.count)
+  print("\n" + json.dumps({name: part(name, joined)}), flush=True)
   groups.part()
