@@ -1,7 +1,7 @@
-"""The models by the name that `config.model.name` gives them, and what a model has to offer.
+"""The models by their `config.model.name`, and the interfaces that a model implements.
 
-A model is a module (or any object) with the members of `Model`; one that can generate text has
-those of `Generator` too. What `build` returns is an NNX module with the methods of `Network`.
+A model is a module (or any object) with the members of `Model`; one that can generate text also has
+those of `Generator`. `build` returns an NNX module with the methods of `Network`.
 Each method takes a finalized config.
 """
 
@@ -63,7 +63,7 @@ class Model(Protocol):
 
     Args:
       config: finalized.
-      causal: count of attention only what its mask leaves.
+      causal: count only the unmasked half of attention.
     """
     ...
 
@@ -94,7 +94,7 @@ class Extending(Network, Protocol):
   """The NNX module of a Generator."""
 
   def extend(self, tokens_BT: jax.Array, counts_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-    """Reads tokens that follow those in the cache; nothing is dropped.
+    """Reads tokens that follow those in the cache, without dropout.
 
     Args:
       tokens_BT: int32 token ids, each row padded on the right.

@@ -1,4 +1,4 @@
-"""Causal self-attention: the projections, the masked softmax, and where a ring computes it.
+"""Causal self-attention: the projections, the masked softmax, and the call of ring attention.
 
 Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
@@ -45,15 +45,15 @@ def causal_attention(
 
   Args:
     q_BTNH: queries.
-    k_BSNH: keys, the one in slot s being the s-th of its row.
+    k_BSNH: keys; slot s has the s-th of its row.
     v_BSNH: values, likewise.
-    slots_BT: of the queries; each sees the slots up to its own.
-    segments: the documents of queries and keys; a query sees only its own. None: all are one.
+    slots_BT: of the queries; each attends to the slots up to its own.
+    segments: document of each query and key; a query attends only to its own. None: one document.
     scale: of the scores; None: H ** -0.5.
     cap: of the scaled scores, see `soft_cap`; 0 is off.
-    window: slots that a query sees, its own the last of them; None: all of its past.
-    blocks: of queries, whose scores are computed one block after the other, without those of keys
-      that a whole block does not see; a divisor of T. More than 1 only where query t is in slot t.
+    window: sliding window: slots that a query attends to, its own the last; None: its full past.
+    blocks: number of query blocks, a divisor of T. Each block's scores are computed in turn,
+      without the keys that are masked for all of it. More than 1 only where query t is in slot t.
   """
   size = q_BTNH.shape[1] // blocks
   outputs = []
@@ -71,9 +71,9 @@ def causal_attention(
 
 
 def blocks_of(length: int) -> int:
-  """Returns into how many blocks of queries the attention of a complete row is cut.
+  """Returns the number of query blocks for the attention of a complete row.
 
-  Four leave out three eighths of the scores; sixteen would leave out 47 %, in four times the code.
+  Four skip three eighths of the scores; sixteen would skip 47 %, in four times the code.
   """
   return next((count for count in (4, 2) if length % (64 * count) == 0), 1)
 
@@ -81,7 +81,7 @@ def blocks_of(length: int) -> int:
 def causal_mask(
   slots_BT: Int[Array, "#B T"], slots_S: Int[Array, " S"], window: Int[Array, ""] | int | None
 ) -> Bool[Array, "#B T S"]:
-  """Returns True for the slots that each query may see."""
+  """Returns True for the slots that each query may attend to."""
   mask_BTS = slots_S[None, None, :] <= slots_BT[:, :, None]
   if window is None:
     return mask_BTS
@@ -97,13 +97,13 @@ def _attend(
   scale: float | None,
   cap: float,
 ) -> Float[Array, "B T N H"]:
-  """Returns the mean of the values that each query sees, weighted by a softmax of its scores."""
+  """Returns the values, averaged with the softmax of each query's scores as weights."""
   wide = wide_dtype(q_BTNH.dtype)
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   q_BTNH = q_BTNH * jnp.asarray(scale, q_BTNH.dtype)
   scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
   scores_BNTS = soft_cap(scores_BNTS, cap)
-  # Added and not selected: then no layer saves the mask for its gradient.
+  # Added, not selected by `where`: then no layer saves the mask for its gradient.
   mask_bias_BTS = jnp.logical_not(mask_BTS).astype(wide) * float(jnp.finfo(wide).min)
   scores_BNTS = scores_BNTS + mask_bias_BTS[:, None]
   weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
@@ -141,7 +141,7 @@ class Attention(nnx.Module):
       x_BRD: the normalized residual.
       layer: the numbers that differ between layers.
       rows: slots, positions and documents of the tokens.
-      cache: this layer's; None where x is all that there is.
+      cache: this layer's; None if x has all tokens.
     """
     projections = [self.query, self.key, self.value]
     projected = column_parallel(x_BRD, projections, RESIDUAL)
@@ -168,13 +168,13 @@ class Attention(nnx.Module):
   def _gathered(
     self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, layer: Layer, rows: Rows, cache: Cache | None
   ) -> tuple[Float[Array, "B T N H"], Cache | None]:
-    """Returns the attention output, of keys and values that are all-gathered over the sequence."""
+    """Returns the attention output, with keys and values all-gathered along the sequence."""
     k_BSKH, v_BSKH = constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH")
     if cache is not None:
       cache = update_cache(cache, k_BSKH, v_BSKH)
       k_BSKH, v_BSKH = cache.keys, cache.values
-    # Each key/value head serves N/K query heads. Repeated, the heads split over tensor even
-    # where it does not divide K.
+    # Each key/value head serves N/K query heads. Repeated heads can be split over tensor even where
+    # it does not divide K.
     k_BSNH = constrain(jnp.repeat(k_BSKH, self.groups, axis=2), "BSNH")
     v_BSNH = constrain(jnp.repeat(v_BSKH, self.groups, axis=2), "BSNH")
     segments = None

@@ -34,9 +34,9 @@ class Cache:
 def update_cache(
   cache: Cache, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
 ) -> Cache:
-  """Returns one layer's cache with new keys and values written behind what each row has read.
+  """Returns one layer's cache with new keys and values appended to each row.
 
-  The lengths stay as they are: how many of the T are tokens and not padding, the caller knows.
+  The lengths are unchanged: the caller knows how many of the T are tokens and not padding.
   """
 
   def write(row_SKH: Array, new_TKH: Array, start: Array) -> Array:

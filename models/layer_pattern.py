@@ -1,6 +1,6 @@
 """The layer pattern: sliding windows and rotary bases that differ between a decoder's layers.
 
-As numbers, so that one block serves all layers, and the scan over the layers takes them along.
+As arrays, so that one block serves all layers and a scan over the layers can take them as input.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class Layer:
   """The numbers of one layer, or (with L first) of all.
 
   Attributes:
-    window: int32, how many slots a token sees, its own the last of them; None: all of its past.
+    window: int32, the slots that a token attends to, its own the last; None: its full past.
     rotary: int32, which of the rows' rope tables it uses; None: all layers use the same.
   """
 
@@ -30,7 +30,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPattern:
-  """What differs between layers, as Python numbers: hashable, so that a module can hold it.
+  """What differs between layers, as Python numbers: hashable, so that a module can store it.
 
   Attributes:
     windows: of each layer, None for all of the past; () where none has one.
@@ -45,7 +45,7 @@ class LayerPattern:
   dtype: jnp.dtype
 
   def stacked(self) -> Layer:
-    """Returns the layers' numbers, stacked along L: what a scan over the layers takes."""
+    """Returns the layers' numbers, stacked along L, as inputs of a scan over the layers."""
     window = rotary = None
     if self.windows:
       beyond = jnp.iinfo(jnp.int32).max  # longer than any text
@@ -68,7 +68,7 @@ class LayerPattern:
 
 
 def is_global(config: ConfigDict, layer: int) -> bool:
-  """Returns whether a layer, counted from 0, attends to all of its past."""
+  """Returns whether a layer, counted from 0, has global attention (no sliding window)."""
   model = config.model
   return not model.window or (model.global_every > 0 and (layer + 1) % model.global_every == 0)
 

@@ -56,14 +56,14 @@ def _broadcast(vector: Array, x: Array) -> Array:
 def dropout(
   x_BRD: Array, rate: float, key: Key[Array, ""] | None, slots_R: Int[Array, " R"]
 ) -> Array:
-  """Zeroes a share `rate` of x and scales the rest up; without a key it returns x unchanged.
+  """Dropout: zeroes a share `rate` of x and scales up the rest; without a key returns x unchanged.
 
   Args:
     x_BRD: activations.
     rate: at least 0, below 1.
     key: draws what is zeroed.
-    slots_R: where the tokens are in the text: what is drawn for one does not depend on its place in
-      the array, so that any order of them drops the same.
+    slots_R: the tokens' slots in the text. The mask of a token depends on its slot and not on its
+      place in the array, so every order of the tokens drops the same.
   """
   if key is None or rate == 0.0:
     return x_BRD
@@ -77,7 +77,7 @@ def dropout(
 class Linear(nnx.Module):
   """A kernel of any rank, drawn with standard deviation `scale * fan_in ** -0.5`, maybe a bias.
 
-  It is multiplied by in `partitioning.parallel.matmuls`, which knows where its dims are sharded.
+  `partitioning.parallel.matmuls` multiplies by it, according to how its dims are sharded.
 
   Attributes:
     letters: of the kernel, without the stack's L.
@@ -106,9 +106,9 @@ class Linear(nnx.Module):
     return self.kernel[...]
 
   def add_bias(self, x: Array) -> Array:
-    """Returns a product with the bias added, where there is one.
+    """Returns x plus the bias, if there is one.
 
-    Added in float32 or wider: the bias' gradient is a sum over all tokens.
+    Added in float32 or wider: the gradient of the bias is a sum over all tokens.
     """
     if not self.bias_letters:
       return x
@@ -121,7 +121,7 @@ class Norm(nnx.Module):
   """RMSNorm, or LayerNorm where the dims table has a bias, over the last dim."""
 
   def __init__(self, name: str, config: ConfigDict):
-    """Starts as the plain normalization.
+    """Initializes it as the plain normalization.
 
     Args:
       name: of the layer among the parameters, such as `layers/mlp_norm`.
@@ -130,7 +130,7 @@ class Norm(nnx.Module):
     self.letters = letters_of(config, f"{name}/scale")
     self.centred = bool(optional_letters(config, f"{name}/bias"))
     dtype, shape = jnp.dtype(config.training.parameter_dtype), sizes(config, self.letters)
-    # Gemma stores what is added to one, so that weight decay pulls towards one.
+    # Gemma stores the scale minus one, so that weight decay pulls the scale towards one.
     self.offset = 1.0 if config.model.norm_scale_from_one else 0.0
     self.scale = nnx.Param(jnp.full(shape, 1.0 - self.offset, dtype))
     if self.centred:

@@ -1,7 +1,7 @@
 """Losses, as sums over the rows of a batch; cross-entropy, also vocabulary-parallel.
 
-Sums of weighted losses and of weights are what adds up over microbatches, devices and evaluation
-batches; the mean is taken once, over the global batch.
+Sums of weighted losses and of weights are accumulated over microbatches, devices and evaluation
+batches; they are divided once, for the global batch.
 """
 
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ def cross_entropy(
 ) -> Float[Array, "*X"]:
   """Returns -log softmax(logits)[target], in nats.
 
-  The target's logit is picked by a masked sum: a gather along a dim that is split over
-  `tensor` would need the whole row on each device.
+  The target's logit is selected by a masked sum: a gather along a dim that is split over `tensor`
+  would need the full row on each device.
 
   Args:
-    logits: of all classes, or of a device's share of them.
-    targets: among all classes.
-    axes: of the mesh, inside of a `jax.shard_map`, over which the classes are split.
+    logits: of all classes, or a device's shard of them.
+    targets: class ids, global.
+    axes: mesh axes that split the classes, inside a `jax.shard_map`.
   """
   logits = logits.astype(wide_dtype(logits.dtype))
   classes = jnp.arange(logits.shape[-1], dtype=targets.dtype)
@@ -51,7 +51,7 @@ def weighted_sum(losses: Float[Array, "*X"], weights: Float[Array, "*X"]) -> Flo
 
 
 def classification(logits_BO: Float[Array, "B O"], batch: Batch) -> Sums:
-  """Returns the summed weighted cross-entropy of the labels, and how many were right."""
+  """Returns the summed weighted cross-entropy of the labels, and the number of correct ones."""
   loss_B = cross_entropy(logits_BO, batch["targets"])
   weights_B = batch["weights"].astype(loss_B.dtype)
   right_B = jax.lax.argmax(logits_BO, 1, batch["targets"].dtype) == batch["targets"]

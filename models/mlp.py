@@ -1,8 +1,8 @@
 """A network of four layers, [I, D, F, D, O] with ReLU between them.
 
-With D = F = W it is the network [784, W, W, W, 10] of JAX's distributed-arrays tutorial:
-under `tensor`, the second kernel is split by columns, the third by rows, the outer two
-are replicated.
+With D = F = W it is the network [784, W, W, W, 10] of JAX's distributed-arrays tutorial: under
+`tensor`, the second kernel is column-parallel, the third row-parallel, and the outer two are
+replicated.
 """
 
 import jax

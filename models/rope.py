@@ -17,9 +17,9 @@ def rotary_frequencies(
     head_size: H.
     base: of the geometric series.
     scaling: Llama 3's, for longer contexts than it was first trained on: (factor, low, high,
-      length). Frequencies of less than `low` turns in `length` positions are divided by `factor`,
-      those of more than `high` are kept, in between they are interpolated. Source: the definition
-      of `rope_type: llama3` in Llama 3.1's configuration. () keeps all.
+      length). Frequencies of less than `low` rotations in `length` positions are divided by
+      `factor`, those of more than `high` are unchanged, those in between are interpolated. Source:
+      `rope_type: llama3` in Llama 3.1's configuration. () changes none.
     dtype: of the result, float32 or wider.
   """
   half = head_size // 2

@@ -1,8 +1,8 @@
-"""Attention that never has all scores: JAX's splash attention, a Pallas kernel for TPUs.
+"""JAX's splash attention, a flash-attention kernel in Pallas for TPUs.
 
-Blocks of queries go over blocks of keys and keep a running softmax (arXiv:2205.14135); blocks that
-the mask leaves nothing of are not computed. On other platforms the kernel is interpreted, which is
-slow: the tests compare it so.
+It never materializes all scores: blocks of queries iterate over blocks of keys with an online
+softmax (arXiv:2205.14135), and fully masked blocks are skipped. On other platforms the kernel is
+interpreted, which is slow and serves for tests.
 """
 
 import functools
@@ -27,13 +27,13 @@ def attention(
   scale: float | None = None,
   cap: float = 0.0,
 ) -> Float[Array, "B T N H"]:
-  """Returns what `attention.causal_attention` does of whole rows without a window.
+  """Returns the same as `attention.causal_attention`, for complete rows without a window.
 
   Args:
     q_BTNH: queries; T is a multiple of 128.
     k_BSNH: keys, as many.
     v_BSNH: values.
-    segments: the documents of queries and keys; None: all are one.
+    segments: document of each query and key; None: one document.
     scale: of the scores; None: H ** -0.5.
     cap: of the scaled scores; 0 is off.
   """

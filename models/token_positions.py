@@ -59,7 +59,7 @@ def rows_of(
 
   Args:
     tokens_BT: in the order of the text.
-    order_T: the order into which the tokens are brought, None: that of the text.
+    order_T: permutation of the tokens; None: the order of the text.
     pattern: what differs between the layers.
     segments_BT: the document of each token, in the order of the text, where attention is masked
       to the token's own document; None: a row is one document.

@@ -1,8 +1,8 @@
 """The decoder-only transformer of the open families (GPT-2, Llama, Mistral, Qwen, Gemma).
 
-Which of them it is, the config's `model` section says. The layers are stacked along L and scanned,
-so the program's size does not grow with depth. A forward pass is `embed_tokens`, `blocks`, of which
-a pipeline stage runs some, and `head`.
+The config's `model` section selects the variant. The layers are stacked along L and scanned, so the
+program's size does not grow with depth. A forward pass is `embed_tokens`, then `blocks` (a pipeline
+stage runs some of them), then `head`.
 Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
@@ -71,11 +71,12 @@ class Block(nnx.Module):
       layer: the numbers that differ between layers.
       key: draws the dropout; None turns it off.
       rows: slots, positions and documents of the tokens.
-      cache: keys and values of earlier tokens; None where x is all that there is.
+      cache: keys and values of earlier tokens; None if x has all tokens.
 
     Returns:
-      The residual; the cache; scalar sums over rows by name, the same names in every layer: what
-      the layers add to `Transformer.loss_sums`.
+      The residual; the cache; auxiliary scalar sums over rows, by name, with the same names in
+      every
+      layer: `Transformer.loss_sums` adds them.
     """
     keys = (None, None) if key is None else jax.random.split(key)
     update_BRD, cache = self.attention(self.attention_norm(x_BRD), layer, rows, cache)
@@ -123,7 +124,7 @@ class Transformer(nnx.Module):
     key: Key[Array, ""] | None = None,
     segments_BT: Int[Array, "B T"] | None = None,
   ) -> Float[Array, "B T V"]:
-    """Returns logits in float32 or wider; those of padding tokens are the lowest number.
+    """Returns logits in float32 or wider; those of padding ids are the dtype's lowest number.
 
     Where attention runs in a ring over a split sequence, the logits are in the ring's order.
 
@@ -166,7 +167,7 @@ class Transformer(nnx.Module):
   def _losses(
     self, x_BRD: Float[Array, "B R D"], targets_BT: Int[Array, "B T"]
   ) -> Float[Array, "B T"]:
-    """Returns each token's cross-entropy; the logits of one of `loss_chunks` exist at a time."""
+    """Returns each token's cross-entropy; only one of `loss_chunks` has its logits in memory."""
     if self.loss_chunks == 1:
       return cross_entropy(self.head(x_BRD), targets_BT)
 
@@ -184,7 +185,7 @@ class Transformer(nnx.Module):
     order_T: np.ndarray | None = None,
     segments_BT: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B R D"], Rows]:
-    """Returns the residual before the first layer, and what every layer knows of the tokens.
+    """Returns the residual before the first layer, and the positions and documents of the tokens.
 
     Args:
       tokens_BT: token ids, of complete rows.
@@ -213,10 +214,10 @@ class Transformer(nnx.Module):
       x_BRD: the residual before them.
       rows: of `embed_tokens`.
       key: of the whole model's dropout; None turns it off.
-      start: counted from 0 among the layers that this module holds.
-      stop: likewise; None: all that follow.
-      first: number of the first layer that this module holds: that of a pipeline stage, whose
-        module has only the stage's part of the stacked parameters.
+      start: counted from 0 among this module's layers.
+      stop: likewise; None: the last.
+      first: global number of this module's first layer: a pipeline stage's module has only the
+        stage's part of the stacked parameters.
     """
     graphdef, stack = nnx.split(self.layers)
     stop = jax.tree.leaves(stack)[0].shape[0] if stop is None else stop
@@ -244,9 +245,9 @@ class Transformer(nnx.Module):
     """Reads tokens that follow those in the cache, of the same document, without dropout.
 
     Args:
-      tokens_BT: token ids, each row's padded on the right with anything.
+      tokens_BT: token ids, each row padded on the right with any ids.
       counts_B: int32, how many of a row's T are tokens, at least 1.
-      cache: of all layers, with room for T more slots in every row.
+      cache: of all layers, with space for T more slots in every row.
 
     Returns:
       The logits, as `__call__` gives them, of each row's last token; the cache with the tokens.
@@ -264,7 +265,7 @@ class Transformer(nnx.Module):
       return (x_BRD, set_cache_layer(cache, number, new)), None
 
     numbers_L = jnp.arange(self.layer_count, dtype=jnp.int32)
-    # Carried and not scanned over: so a layer is updated in place, and there is one cache.
+    # In the carry, not a scanned input: a layer is updated in place, and there is only one cache.
     (x_BRD, cache), _ = jax.lax.scan(
       layer,
       (self._embedded(tokens_BT, rows), cache),
@@ -289,7 +290,7 @@ class Transformer(nnx.Module):
     return self._finished(wide_BTV, 0)
 
   def _unembedding(self) -> Embedding | Linear:
-    """Returns the layer that holds the logits' kernel."""
+    """Returns the layer with the kernel of the logits."""
     return self.embed if self.tied else self.unembed
 
   def _finished(self, logits_BTV: jax.Array, first: jax.Array | int) -> jax.Array:
@@ -322,13 +323,13 @@ build = Transformer
 def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> float:
   """Returns floating-point operations per sequence, forward and backward.
 
-  6 per token and element of a multiplied matrix, and attention's scores and sums counted in
-  full, 12 L N H T per token (arXiv:2204.02311, appendix B); of a layer that sees a window, so many
-  tokens instead of T.
+  6 per token and element of a weight matrix, and attention's two matmuls without the causal mask,
+  12 L N H T per token (arXiv:2204.02311, appendix B); a layer with a sliding window has the window
+  instead of T.
 
   Args:
     config: finalized.
-    causal: of the scores, only those that the mask leaves (half, where there is no window).
+    causal: count only unmasked scores (half, without a window).
   """
   m, length = config.model, config.data.sequence_length
   attention = m.model_size * m.head_size * (2 * m.heads + 2 * m.kv_heads)
@@ -337,6 +338,6 @@ def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> floa
   windows = [
     length if is_global(config, layer) else min(length, m.window) for layer in range(m.layers)
   ]
-  # Behind a window w, the first w tokens see less.
+  # With a window w, the first w tokens attend to fewer.
   seen = sum(one - one**2 / (2 * length) if causal else one for one in windows)
   return float(length) * (6 * elements + 12 * m.heads * m.head_size * seen)

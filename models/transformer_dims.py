@@ -1,6 +1,6 @@
-"""The decoder's dims: its legend, and which dims each parameter has.
+"""The decoder's dims: its legend, and the letters of each parameter.
 
-The one place where a parameter's letters are written: modules and matmuls take them from here.
+The only place where a parameter's letters are written: modules and matmuls take them from here.
 """
 
 import math
@@ -63,7 +63,7 @@ PARAMETERS = {
   "unembed/kernel": "DV",
 }
 
-# What not every decoder has: a part of the pattern -> whether it does.
+# Optional parameters: a part of their pattern -> whether a config has them.
 _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
   "positions/": lambda m: m.positions == "learned",
   "norm/bias": lambda m: m.norm == "layer",
@@ -101,7 +101,7 @@ def letters_of(config: ConfigDict, name: str) -> str:
 
 
 def optional_letters(config: ConfigDict, name: str) -> str:
-  """Returns the same of a parameter that not every config has, "" where this one does not."""
+  """Returns the letters of an optional parameter; "" if this config does not have it."""
   table = parameters(config)
   found = next((dims for pattern, dims in table.items() if re.fullmatch(pattern, name)), "")
   return found.removeprefix("L") if name.startswith("layers/") else found
@@ -114,9 +114,9 @@ def sizes(config: ConfigDict, dims: str) -> tuple[int, ...]:
 
 
 def fan_in(config: ConfigDict, dims: str) -> int:
-  """Returns how many numbers a kernel with these letters sums for one of its outputs.
+  """Returns the fan-in of a kernel with these letters.
 
-  A kernel that begins with the residual's width reads the residual; any other ends with it.
+  A kernel whose first dim is the residual's width reads the residual; any other writes it.
   """
   summed = RESIDUAL.width if dims.startswith(RESIDUAL.width) else dims.removesuffix(RESIDUAL.width)
   return math.prod(sizes(config, summed))

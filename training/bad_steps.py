@@ -1,8 +1,8 @@
-"""Steps with bad numbers: which are bad, which rows are skipped for them, and where to go back.
+"""Bad steps (loss spikes, NaNs): detection, which rows are skipped, and the step to roll back to.
 
-What is decided here follows from the metrics, which are the same on every process, and from the
-record of the checkpoint that a start resumes from: so a run that is killed decides as one that is
-not.
+All decisions follow from the metrics, which are the same on every process, and from the record of
+the checkpoint that a run resumes from: so a killed and resumed run decides like an uninterrupted
+one.
 """
 
 import collections
@@ -23,12 +23,12 @@ RECORD, POSITION = "bad_steps", "position"
 
 @dataclasses.dataclass(frozen=True)
 class Rollback:
-  """One time that a run went back.
+  """One rollback of a run.
 
   Attributes:
     bad_step: the step with the bad numbers, counted from 1.
     why: what was bad.
-    step: the step that it went back to; 0 is the first state.
+    step: the restored step; 0 is the initial state.
     skipped_rows: the rows that are skipped for it.
   """
 
@@ -47,17 +47,17 @@ class Rollback:
     return {**vars(self), "skipped_rows": [list(rows) for rows in self.skipped_rows]}
 
   def line(self) -> dict[str, Any]:
-    """Returns what `metrics.jsonl` says of it besides the step that it went back to."""
+    """Returns its line in `metrics.jsonl`, without the restored step."""
     rows = self.asdict()["skipped_rows"]
     return {"rolled_back": self.bad_step, "why": self.why, "skipped_rows": rows}
 
 
 class BadSteps:
-  """Judges steps, and knows which rows they take.
+  """Detects bad steps, and tracks which rows steps take.
 
   Attributes:
-    rollbacks: those that the run has made, over all its starts.
-    position: which rows each step takes, and which are skipped.
+    rollbacks: of the run, over all its starts.
+    position: the rows that each step takes, and the skipped ones.
   """
 
   def __init__(self, config: ConfigDict, record: Mapping[str, Any], done: int = 0):
@@ -88,7 +88,7 @@ class BadSteps:
     return restored, collections.deque(losses, maxlen=self._keys.bad_step_window)
 
   def record(self) -> dict[str, Any]:
-    """Returns what a checkpoint says of it; JSON gives floats back to the last bit."""
+    """Returns its part of a checkpoint's record; JSON restores floats to the last bit."""
     known = {
       "skipped_rows": [list(rows) for rows in self.position.skipped],
       "rollbacks": [rollback.asdict() for rollback in self.rollbacks],
@@ -99,14 +99,14 @@ class BadSteps:
   # ------------------------------ checking ------------------------------
 
   def check(self, values: Mapping[str, float]) -> str:
-    """Returns what is wrong with a step's metrics; "" where nothing is, and its loss is kept."""
+    """Returns what is wrong with a step's metrics; "" if nothing is, and its loss is remembered."""
     why = not_finite(values) or self._too_large(values["loss"])
     if not why and self._keys.bad_step_deviations:
       self._losses.append(values["loss"])
     return why
 
   def _too_large(self, loss: float) -> str:
-    """Checks once the window is full; sums by `fsum`, which are right to the last bit."""
+    """Checks once the window is full; `fsum` is exact to the last bit."""
     known, most = self._losses, self._keys.bad_step_deviations
     if not most or len(known) < self._keys.bad_step_window:
       return ""
@@ -119,26 +119,26 @@ class BadSteps:
       f"({deviation:.3g}) above {mean:.6g}, the mean of the last {len(known)}"
     )
 
-  # ------------------------------ going back ------------------------------
+  # ------------------------------ rollback ------------------------------
 
   def refusal(self) -> str:
-    """Returns why the run may not go back once more, or how it might; "" where it may."""
+    """Returns why the run may not roll back again, or how to allow it; "" if it may."""
     if self._keys.on_bad_step != "roll_back":
-      return "training.on_bad_step=roll_back goes back and skips the batch"
+      return "training.on_bad_step=roll_back restores an earlier step and skips the batch"
     if len(self.rollbacks) < self._keys.max_rollbacks:
       return ""
     return (
-      f"it went back {len(self.rollbacks)} times (training.max_rollbacks="
+      f"it was rolled back {len(self.rollbacks)} times (training.max_rollbacks="
       f"{self._keys.max_rollbacks}), and skipped the rows {position.text(self.position.skipped)}"
     )
 
   def target(self, bad_step: int, saved: Sequence[int]) -> int:
-    """Returns the step to go back to: the newest before the batches to skip; 0: none is saved.
+    """Returns the step to roll back to: the newest before the batches to skip; 0: none is saved.
 
     `saved` are the steps before the bad one.
 
-    Where the newest has led to a bad step for the second time, and no later than before, it was
-    saved after something bad: then it is an older one. If none is old enough, it is the oldest.
+    If the newest one leads to a bad step for the second time, and no later than before, it was
+    saved after the cause: then an older one is chosen, or the oldest if none is old enough.
     """
     if not saved:
       return 0
@@ -153,18 +153,18 @@ class BadSteps:
   def roll_back(
     self, bad_step: int, why: str, step: int, saved: Sequence[int], record: Mapping[str, Any]
   ) -> Rollback:
-    """Notes a rollback, and returns it.
+    """Records a rollback, and returns it.
 
     Args:
-      bad_step: that was bad.
+      bad_step: the bad step.
       why: what was bad.
-      step: that was restored; 0 is the first state.
-      saved: the steps before the bad one that were saved until now.
+      step: the restored step; 0 is the initial state.
+      saved: the steps before the bad one that are saved.
       record: that of the restored one.
     """
     ends = [bad_step]
     if saved and self._suspect(bad_step, saved):
-      ends.append(saved[-1])  # what it was saved after is skipped as well
+      ends.append(saved[-1])  # the steps up to its save are skipped as well
     steps = {s for end in ends for s in range(end - self._keys.bad_step_skips, end) if s >= step}
     rows = position.merged(rows for s in steps for rows in self.position.rows(s))
     rollback = Rollback(bad_step, why, step, rows)
@@ -175,15 +175,15 @@ class BadSteps:
   def text(self) -> str:
     """Returns a line about the last rollback."""
     last, count = self.rollbacks[-1], len(self.rollbacks)
-    where = f"the checkpoint of step {last.step}" if last.step else "the first state"
+    where = f"the checkpoint of step {last.step}" if last.step else "the initial state"
     return (
-      f"WARNING: step {last.bad_step}: {last.why}; back to {where}, without the rows "
+      f"WARNING: step {last.bad_step}: {last.why}; rolled back to {where}, skipping the rows "
       f"{position.text(last.skipped_rows)} (rollback {count} of at most {self._keys.max_rollbacks})"
     )
 
 
 def require_same_past(config: ConfigDict, record: Mapping[str, Any], done: int) -> None:
-  """Finds out whether the steps of a checkpoint have skipped what the run is to skip now.
+  """Checks that the steps of a checkpoint have skipped the rows that the run skips now.
 
   Args:
     config: of now.
@@ -191,7 +191,7 @@ def require_same_past(config: ConfigDict, record: Mapping[str, Any], done: int) 
     done: its step.
 
   Raises:
-    ValueError: data.skip_rows adds or takes away rows that the run has passed.
+    ValueError: data.skip_rows adds or removes rows that the run has passed.
   """
   old = _position(record, config.data.global_batch_size)
   made = (Rollback.read(values) for values in record.get(RECORD, {}).get("rollbacks", ()))
@@ -200,13 +200,13 @@ def require_same_past(config: ConfigDict, record: Mapping[str, Any], done: int) 
   if wrong := position.differing(old.skipped, new.skipped, reached):
     raise ValueError(
       f"data.skip_rows={tuple(config.data.skip_rows)}: the {done} steps that are done have passed "
-      f"the rows up to {reached - 1}, and treated the rows {position.text(wrong)} otherwise; name "
-      f"rows from {reached} on, or start a new run with another --workdir"
+      f"the rows up to {reached - 1}, and treated the rows {position.text(wrong)} differently; "
+      f"name rows from {reached} on, or start a new run with another --workdir"
     )
 
 
 def _position(record: Mapping[str, Any], batch: int) -> Position:
-  """Returns the position that a record holds; that of a new run where it is {}."""
+  """Returns the position in a record; that of a new run if the record is {}."""
   if POSITION not in record:
     return Position.start(batch)
   return Position.read(record[POSITION], record.get(RECORD, {}).get("skipped_rows", ()))
@@ -216,7 +216,7 @@ def _position(record: Mapping[str, Any], batch: int) -> Position:
 
 
 def upgraded(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a record as it is written now; older ones named batches, all of one size.
+  """Returns a record in the current format; older ones named batches, all of one size.
 
   Args:
     record: a checkpoint's.
@@ -233,14 +233,14 @@ def upgraded(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
 
 
 def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a checkpoint's config with the keys of today.
+  """Returns a checkpoint's config with the current keys.
 
-  The rows of `data.skip_batches` are in `data.skip_rows`, and `task` is in place of `data.kind`
-  and `training.loss`. Keys that an older version did not have get the value that does what it did.
+  `data.skip_batches` becomes `data.skip_rows`, and `task` replaces `data.kind` and `training.loss`.
+  Keys that an older version did not have get the value that preserves its behaviour.
   """
   data, training = dict(config["data"]), dict(config["training"])
   rows = position.batches(sorted(data.pop("skip_batches", ())), data["global_batch_size"])
-  # In place of a task there were a kind of data and a loss; the recipe had chosen both.
+  # Before there were tasks, the recipe chose a kind of data and a loss.
   data.pop("kind", None)
   loss, named = training.pop("loss", None), {task.trained_as: name for name, task in TASKS.items()}
   task = {"task": named[loss]} if loss in named else {}
@@ -262,7 +262,7 @@ class TrainingStoppedError(RuntimeError):
 
 
 class BadStepError(TrainingStoppedError):
-  """A step has bad numbers; where the run cannot go back, it stops.
+  """A step has bad numbers; if the run cannot roll back, it stops.
 
   Attributes:
     step: its number, counted from 1.
@@ -270,7 +270,7 @@ class BadStepError(TrainingStoppedError):
   """
 
   def __init__(self, step: int, why: str, more: str = ""):
-    """Says what to do, and `more`: of going back."""
+    """Builds the message with the fix; `more` is about rolling back."""
     self.step, self.why = step, why
     text = f"step {step}: {why}; training stops. A smaller optimizer.learning_rate or a longer "
     super().__init__(f"{text}optimizer.warmup_steps may help{more and '; '}{more}")

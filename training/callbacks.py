@@ -12,12 +12,12 @@ from runtime.extensions import Table, error_text
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-  """What a callback is given.
+  """The argument of a callback.
 
   Attributes:
     step: the steps that are done.
-    state: after this step (`training.state.State`). It must not be kept: the next step reuses its
-      memory.
+    state: after this step (`training.state.State`). Do not keep a reference: the next step donates
+      its buffers.
     metrics: of this step: `loss`, `grad_norm`, `learning_rate` and the model's own.
     job: the run's config, devices and layout (`training.setup.Job`).
     workdir: the run's folder.
@@ -59,7 +59,7 @@ class CallbackError(RuntimeError):
 
 
 def due(callbacks: Mapping[str, Callback], step: int) -> bool:
-  """Returns whether one is to be called after a step."""
+  """Returns whether a callback is due after a step."""
   return any(step % callback.every_steps == 0 for callback in callbacks.values())
 
 

@@ -26,12 +26,12 @@ class Evaluation:
   """The result of an evaluation.
 
   Attributes:
-    metrics: `eval_loss` and what the objective adds to it, over all batches that were taken.
-    examples: of the split, in these batches.
+    metrics: `eval_loss` and the task's other metrics, over all evaluated batches.
+    examples: number of examples in these batches.
     whole: whether these are all examples of the split.
-    ranking: the metrics by which a checkpoint is compared with others: of the first
-      `ranking_examples` examples alone, so that every evaluation of a run compares the same ones.
-    ranking_examples: how many these are.
+    ranking: the metrics by which checkpoints are ranked: of the first `ranking_examples` examples
+      only, so that every evaluation of a run compares the same ones.
+    ranking_examples: their number.
   """
 
   metrics: dict[str, float]
@@ -41,11 +41,11 @@ class Evaluation:
   ranking_examples: int
 
   def line(self) -> dict[str, float]:
-    """Returns what `metrics.jsonl` says."""
+    """Returns its line in `metrics.jsonl`."""
     return {**self.metrics, "eval_examples": self.examples}
 
   def compared(self, fingerprint: str) -> dict[str, Any]:
-    """Returns what a checkpoint keeps to be compared with others: metrics, and what they are over.
+    """Returns what a checkpoint stores to be ranked: metrics, and the examples that they are over.
 
     Args:
       fingerprint: of the split's rows.
@@ -83,8 +83,8 @@ class Evaluator:
     batches: of the evaluation split.
     step: the compiled `(params, batch) -> sums`.
     watch: is notified of every batch.
-    lockstep: where the processes meet before every batch.
-    progress: is given the number of batches done, and of all; None shows nothing.
+    lockstep: the barrier before every batch.
+    progress: is called with the number of batches done, and of all; None shows nothing.
   """
 
   job: Job
@@ -97,7 +97,7 @@ class Evaluator:
   def __call__(
     self, params: Any, variables: Any = None, *, steps: int = 0, ranking_steps: int = 0
   ) -> Evaluation | None:
-    """Evaluates; returns None where a stop came in between.
+    """Evaluates; returns None if it was stopped.
 
     Args:
       params: the parameters, placed as the job's.
@@ -119,12 +119,12 @@ class Evaluator:
         batch = prefetched.get(i, cancelled=lambda: self.lockstep.stopping)
         self.watch.at(f"evaluation batch {i + 1}: waiting for the other processes", EVALUATION)
         if not self.lockstep.enter():
-          # What comes now may take long; and the reader may be what does not come back.
+          # This may take long, and the reader may be what hangs.
           self.watch.at("stopping", SAVING)
           prefetched.close(timeout_seconds=0)
           return None
         self.watch.at(f"evaluation batch {i + 1}: computing", EVALUATION)
-        # Added up in Python's float64, in order: the same on every mesh but for rounding.
+        # Summed in Python's float64, in order: the same on every mesh, up to rounding.
         sums = jax.device_get(self.step(params, batch, *([None, variables] if variables else [])))
         of_part = totals.setdefault(self.batches.part(i), {})
         for name, value in sums.items():

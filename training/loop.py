@@ -1,4 +1,4 @@
-"""Training, as one story: compile, steps, evaluation, saving, end."""
+"""The training loop: compile, steps, evaluation, saving, end."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ from training.state import State
 
 @dataclasses.dataclass(frozen=True)
 class End:
-  """How a run ended: its last state, and whether it was asked to stop before it was done."""
+  """The result of a run: its last state, and whether it was stopped before it was done."""
 
   state: State
   stopped: bool
@@ -59,16 +59,15 @@ def train(
   Args:
     job: a prepared job.
     data: its batches.
-    start: where it starts: the state and the step. Its checkpointer is closed at the end.
+    start: the state and the step to start from. Its checkpointer is closed at the end.
     workdir: an existing folder.
-    watch: running; it knows of the other processes and of what asks for a stop.
+    watch: the running watchdog, with the other processes and stop requests.
     started: when the command was given, on the clock of `time.monotonic`.
-    more_callbacks: name -> Callback, besides those that the config names.
+    more_callbacks: name -> Callback, in addition to those that the config names.
 
   Raises:
     CallbackError: a callback has raised.
-    TrainingStoppedError: a step with bad numbers, where the run may not go back; or copies of the
-      state that differ.
+    TrainingStoppedError: a bad step without a rollback, or replicas of the state that differ.
   """
   with contextlib.ExitStack() as stack:
     stack.enter_context(start.checkpointer)
@@ -97,12 +96,12 @@ def train(
 
 
 class Run:
-  """A run under way; `train` calls its methods in the order of their definition.
+  """A running training; `train` calls its methods in the order of their definition.
 
   Attributes:
     state: after step `done`.
-    done: int, the steps that are done.
-    stopped: whether it was asked to stop before the last step or evaluation was done.
+    done: number of finished steps.
+    stopped: whether it was stopped before the last step or evaluation was done.
   """
 
   def __init__(
@@ -117,7 +116,7 @@ class Run:
     *,
     started: float,
   ):
-    """Takes what `train` is given, and opens `metrics.jsonl`; `stack` closes what is opened."""
+    """Takes the arguments of `train`, and opens `metrics.jsonl`; `stack` closes what is opened."""
     self.state, self.done, self.stopped = start.state, start.step, False
     self._job, self._config, self._data, self._start = job, job.config, data, start
     self._workdir, self._watch, self._started = workdir, watch, started
@@ -126,7 +125,7 @@ class Run:
     self._bad_steps = BadSteps(job.config, start.known, start.step)
     self._schedule = LogSchedule(job.config, start.known, start.step)
     self._lockstep = Lockstep(watch.group, watch.stop)
-    # On simulated devices one step is in flight at most: more can deadlock in a rendezvous.
+    # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.
     # On accelerators metrics are read a step late, so that the device never waits for the host.
     self._reader = MetricsReader(
       late=0 if job.devices.simulated else 1, check=self._bad_steps.check
@@ -159,7 +158,7 @@ class Run:
   # ------------------------------ before the first step ------------------------------
 
   def open(self) -> None:
-    """Writes where the time has gone so far, and begins to measure."""
+    """Logs the time spent so far, and starts the profiler and the straggler detection."""
     self._report_missing_lines()
     if self._goodput.doubt:
       warn(self._goodput.doubt)
@@ -172,7 +171,7 @@ class Run:
     self._stack.callback(lambda: self._batches and self._batches.close())
 
   def _report_missing_lines(self) -> None:
-    """Warns where lines are missing that were written before the checkpoint was."""
+    """Warns if lines are missing that were written before the checkpoint."""
     if current().first and self.done:
       missing = self._schedule.missing(self.done, *self._writer.logged())
       if news := log_schedule.text(missing):
@@ -200,7 +199,7 @@ class Run:
     self._replicas = ReplicaCheck(job)
 
   def catch_up(self) -> None:
-    """Makes the evaluation of the first state where a kill or a stop has come before it."""
+    """Evaluates the restored step if the run was killed or stopped before its evaluation."""
     self._goodput.switch("step")
     self._read_ahead()
     try:
@@ -210,7 +209,7 @@ class Run:
       self.roll_back(bad)
 
   def _read_ahead(self) -> None:
-    """Begins to make the batches of the steps to come."""
+    """Starts to prefetch batches."""
     waited = self._batches.wait_seconds if self._batches else 0.0
     shardings, position = self._job.batch_shardings, self._bad_steps.position
     self._batches = Prefetcher(
@@ -219,16 +218,16 @@ class Run:
       stop=self._config.training.steps,
       depth=self._config.data.prefetch_batches,
     )
-    self._batches.wait_seconds = waited  # counted on
+    self._batches.wait_seconds = waited  # keeps counting
 
   # ------------------------------ steps ------------------------------
 
   def has_next_step(self) -> bool:
-    """Returns whether another step is to be computed."""
+    """Returns whether there is another step to compute."""
     return self.done < self._config.training.steps and not self.stopped
 
   def next_batch(self) -> Any:
-    """Returns the batch of the next step once all processes have theirs; None where they stop."""
+    """Returns the next step's batch once all processes have theirs; None if the run stops."""
     self._profile.before(self.done)
     self._watch.at(f"step {self.done + 1}: waiting for its batch", begins=True, reader="prefetch")
     with self._goodput.within("input_wait"):
@@ -240,7 +239,7 @@ class Run:
     return None
 
   def step(self, batch: Any) -> None:
-    """Makes a step, and writes the metrics of those that are due."""
+    """Runs a step, and logs the metrics that are due."""
     self._watch.at(f"step {self.done + 1}: computing")
     self.state, metrics = self._train_step(self.state, batch)
     self.done += 1
@@ -256,7 +255,7 @@ class Run:
       self._call(values)
 
   def _call(self, values: Mapping[str, float]) -> None:
-    """Calls the callbacks that are due, with the metrics of the step just made."""
+    """Calls the callbacks that are due, with the metrics of this step."""
     self._watch.at(f"step {self.done}: callbacks", EVALUATION, begins=True)
     with self._meter.paused(), self._goodput.within("evaluation"):
       callbacks.call(self._callbacks, self._context(values))
@@ -279,19 +278,19 @@ class Run:
         self._progress.update(number, meter.text(number, values))
 
   def roll_back(self, bad: BadStepError) -> None:
-    """Goes back to before a bad step, whose batch is skipped from now on.
+    """Restores a step before a bad one, whose batch is skipped from now on.
 
     Raises:
-      BadStepError: the run may not go back.
+      BadStepError: the run may not roll back.
     """
     if more := self._bad_steps.refusal():
       raise BadStepError(bad.step, bad.why, more) from None
     with self._goodput.within("lost_to_restart"), self._meter.paused():
       with self._saver.tolerating_failure("an older step is restored", self._progress.note):
         self._saver.wait()
-      self._watch.at(f"going back from step {bad.step}", STARTING)
+      self._watch.at(f"rolling back from step {bad.step}", STARTING)
       self._batches.close()
-      self.state = None  # there need not be memory for two
+      self.state = None  # frees the memory for the restored one
       made, self.state = restore.roll_back(
         self._job, self._start.checkpointer, self._bad_steps, bad.step, bad.why
       )
@@ -309,14 +308,14 @@ class Run:
   # ------------------------------ evaluation ------------------------------
 
   def evaluation_due(self) -> bool:
-    """Returns whether the state is one to evaluate."""
+    """Returns whether the state is to be evaluated."""
     return self._last() or _due(self.done, self._config.evaluation.every_steps)
 
   def evaluate(self) -> Evaluation | None:
-    """Evaluates and writes; None where a stop came in between.
+    """Evaluates and logs the result; None if the run is stopped.
 
     Raises:
-      BadStepError: a metric is not finite: the step has left parameters that are of no use.
+      BadStepError: a metric is not finite: the parameters are unusable.
     """
     keys = self._config.evaluation
     with self._meter.paused(), self._goodput.within("evaluation"):
@@ -338,7 +337,7 @@ class Run:
   # ------------------------------ saving ------------------------------
 
   def save_if_due(self, evaluation: Evaluation | None) -> None:
-    """Saves, after the metrics are read and written: what is saved is finite, and is logged."""
+    """Saves if due, after the metrics were read and logged: only finite states are saved."""
     failures = self._saver.tolerating_failure("the next step is saved instead", self._progress.note)
     with self._goodput.within("save"), failures:
       self._saver.check()
@@ -370,7 +369,7 @@ class Run:
   # ------------------------------ end ------------------------------
 
   def save_last_step(self) -> None:
-    """Saves the last step where a stop came before it was due, or its save has failed."""
+    """Saves the last step if the run was stopped before a save was due, or if a save has failed."""
     if self._saver.step < self.done and self._last_step_is_good():
       self._save(None)
     with self._goodput.within("save"):
@@ -378,7 +377,7 @@ class Run:
     self._writer.write_times(self._saver.step, self._goodput.line(done=not self.stopped))
 
   def _last_step_is_good(self) -> bool:
-    """Reads the metrics of the last step; one that is bad is left to the next start."""
+    """Reads the metrics of the last step; the next start handles a bad one."""
     try:
       self._report(self._reader.rest())
     except BadStepError as bad:
@@ -390,7 +389,7 @@ class Run:
     return True
 
   def summary(self) -> str:
-    """Returns lines about what was done."""
+    """Returns a summary of the run, in lines."""
     return (
       f"{'stopped' if self.stopped else 'done'}: {self.done - self._start.step} steps in "
       f"{duration(self._meter.seconds)}, evaluation apart; "

@@ -1,4 +1,4 @@
-"""Optimizers by name, ours and all of optax's, and the learning-rate schedule.
+"""Optimizers by name, this project's and all of optax's, and the learning-rate schedule.
 
 `OPTIMIZERS` is the table of ours; any other name is looked up in optax (`lion`, `contrib.muon`).
 The schedule, clipping (in the step) and which parameters decay are the same for all of them.
@@ -20,9 +20,9 @@ from partitioning.rules import letters_of, named_leaves
 from runtime.extensions import Table
 from runtime.suggest import nearest
 
-# Parameters that weight decay leaves alone, by the last part of their name.
+# Parameters without weight decay, by the last part of their name.
 NOT_DECAYED = ("scale", "bias")
-# Dims of hidden matrices, the ones that Muon is for; not those of inputs, outputs and tables.
+# Dims of hidden matrices, which Muon is for; not those of inputs, outputs and tables.
 _HIDDEN = ("model", "feedforward", "heads", "kv_heads", "head")
 _MOST_KERNELS = 6  # that a message names
 
@@ -80,9 +80,9 @@ def _nothing_for_muon(config, leaves, legend, rules) -> str:
 def muon_dimensions(config: ConfigDict) -> Mapping[str, Any]:
   """Returns Muon's dimension numbers, from the letters of the model's parameters.
 
-  Without them optax's Muon takes what has rank 2, and leaves the kernels of stacked layers to Adam.
-  Here it takes every kernel of which all dims but `layers` are hidden ones: `layers` is a batch
-  dim, and of the others D (model) is the input where it comes first, else the output.
+  Without them optax's Muon takes arrays of rank 2, and leaves the kernels of stacked layers to
+  Adam. Here it takes every kernel whose dims, except `layers`, are hidden ones: `layers` is a batch
+  dim, and D (model) is the input if it comes first of the others, else the output.
   """
   model = MODELS[config.model.name]
   legend, rules = model.legend(config), model.parameters(config)
@@ -136,7 +136,7 @@ def learning_rate_schedule(config: ConfigDict) -> optax.Schedule:
     after = optax.cosine_decay_schedule(peak, max(1, config.training.steps - warmup), alpha=0.1)
   if warmup == 0:
     return after
-  # The first step already moves: it is 1/warmup of the peak, not 0.
+  # The first step has 1/warmup of the peak, not 0.
   return optax.join_schedules(
     [optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1)), after], [warmup]
   )
@@ -161,7 +161,7 @@ def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformat
   optimizer, wrong = _tried(build, schedule, params)
   if not wrong:
     return optimizer
-  # Some take no schedule, since the rate is used otherwise than as a factor.
+  # Some take no schedule, since they use the rate not only as a factor.
   optimizer, wrong = _tried(build, keys.learning_rate, params)
   if wrong:
     raise ValueError(f"optimizer.name={name}: the step cannot use it: {wrong}")
@@ -186,7 +186,7 @@ def find(name: str) -> Optimizer:
   """Returns the row of `OPTIMIZERS`, or a new one for an optimizer of optax.
 
   Raises:
-    ValueError: there is none of this name, or it is one that cannot be used here, with the reason.
+    ValueError: there is none of this name, or it cannot be used here, with the reason.
   """
   if name in OPTIMIZERS:
     return OPTIMIZERS[name]
@@ -220,10 +220,10 @@ def names_in_optax() -> list[str]:
 
 
 def arguments(row: Optimizer, config: ConfigDict) -> dict[str, Any]:
-  """Returns all arguments of an optimizer but its learning rate.
+  """Returns all arguments of an optimizer except its learning rate.
 
   Raises:
-    ValueError: with all that is wrong about `optimizer.arguments`, a line each.
+    ValueError: everything that is wrong with `optimizer.arguments`, a line each.
   """
   keys, taken = config.optimizer, inspect.signature(row.build).parameters
   given = parse_arguments(keys.arguments)
@@ -317,7 +317,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 
 def _own_decay(taken: Mapping[str, inspect.Parameter]) -> str:
-  """Returns how to set a decay that is the optimizer's own."""
+  """Returns how to set the optimizer's own decay argument."""
   own = next((name for name in taken if name.startswith("weight_decay")), None)
   return f", and give its own as optimizer.arguments={own}=..." if own else ""
 

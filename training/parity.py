@@ -1,7 +1,7 @@
-"""The proof that two layouts train alike: every raw gradient and three steps, tensor by tensor.
+"""Parity of two layouts: compares every raw gradient and three steps, tensor by tensor.
 
-The norm is relative L2 per tensor: element by element, rounding alone gives differences that mean
-nothing. In float64 only a bug can differ by more than the bound.
+The norm is relative L2 per tensor: element-wise, rounding alone gives meaningless differences. In
+float64 only a bug can exceed the bound.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ _MOST_NAMED = 12
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-  """What three steps gave, as full arrays on the host.
+  """The results of three steps, as full arrays on the host.
 
   Attributes:
-    text: the compiled program, which returns the gradients in addition to the step's results.
+    text: the compiled program, which also returns the gradients.
     gradients: of the first step, raw: before clipping and optimizer.
     losses: of each step.
     norms: likewise, the global norm that clipping uses.
@@ -56,7 +56,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """How far one tensor is from the other side's.
+  """The distance of one tensor from the other side's.
 
   Attributes:
     what: `loss`, `gradient`, `norm` or `parameter`.
@@ -70,16 +70,16 @@ class Difference:
 
 
 class CopiesDifferError(RuntimeError):
-  """Devices that should hold the same numbers do not."""
+  """Replicas differ between devices."""
 
 
 def prove(config: ConfigDict, platform: str, keep: Collection[str] = ()) -> None:
-  """Sets a config, before it is finalized, to what a proof needs.
+  """Changes a config, before it is finalized, to what a comparison needs.
 
   Args:
     config: of one side; changed.
     platform: TPUs have no float64.
-    keep: dotted keys that stay as they are.
+    keep: dotted keys to leave unchanged.
   """
   values = {"training.matmul_precision": "highest"}
   if "training.parameter_dtype" not in keep:
@@ -162,7 +162,7 @@ def take_steps(
 
   Raises:
     LayoutError: a leaf of the state is not sharded as its spec says.
-    CopiesDifferError: devices that should hold the same numbers do not.
+    CopiesDifferError: replicas differ between devices.
   """
   shardings = job.state_shardings
   trained, _ = job.program.split(shardings.params)
@@ -208,10 +208,10 @@ def _numbers(what: str, ours: list[float], wanted: list[float]) -> list[Differen
 def _tensors(
   what: str, ours: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]
 ) -> list[Difference]:
-  """Compares tensor by tensor; the floor keeps those that are zero from being judged by rounding.
+  """Compares tensor by tensor, with a floor for those that are mathematically zero.
 
-  It is rounding of all tensors together: a bias that cancels has a gradient that is
-  mathematically zero, and nothing but rounding on either side.
+  The floor is the rounding error of all tensors together: a bias that cancels has a gradient of
+  zero, and only rounding errors on either side.
   """
   signatures = [{n: (x.shape, x.dtype.name) for n, x in side.items()} for side in (ours, wanted)]
   if signatures[0] != signatures[1]:
@@ -248,8 +248,8 @@ def _whole(leaf: jax.Array, name: str) -> np.ndarray:
     first, device = pieces.setdefault(place, (value, shard.device))
     if first.tobytes() != value.tobytes():
       raise CopiesDifferError(
-        f"{name}: {device} and {shard.device} hold other numbers for the same part of it, "
-        f"where both should hold a copy"
+        f"{name}: {device} and {shard.device} have different numbers for the same shard, which "
+        f"should be replicas"
       )
   if leaf.is_fully_addressable:
     return np.asarray(leaf)

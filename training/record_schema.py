@@ -1,8 +1,8 @@
-"""The form of a checkpoint's record: what each key must hold.
+"""The schema of a checkpoint's record.
 
-Digests say that a record is what was written. They do not say that it is well-formed: another
-version or a person may have written it, digests included. What a start would trip over later, far
-from the cause, is refused here by the name of the key.
+Digests show that a record is what was written, not that it is well-formed: another version or a
+person may have written both. A malformed key is refused here by its name, before it causes an error
+far from here.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ _OLDER = {**FORM, bad_steps.RECORD: _bad_steps({"skipped": [COUNT]})}
 
 
 def require(record: Mapping[str, Any], path: epath.Path) -> None:
-  """Raises ValueError where a record is malformed, with the keys, what is expected and is there.
+  """Raises ValueError if a record is malformed, with the keys and the expected and actual values.
 
   Args:
     record: of a checkpoint.

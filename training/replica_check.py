@@ -1,7 +1,7 @@
-"""Whether what devices hold copies of is still the same: parameters and optimizer state.
+"""Detects silent data corruption: replicas of parameters and optimizer state that differ.
 
-A device that computes wrong, or a bit that flips in its memory, raises no error. Where several
-devices hold one part, their copies can be compared: copies get the same updates, to the bit.
+A device that computes wrong results, or a bit flip in its memory, raises no error. Replicas get the
+same updates to the bit, so they can be compared.
 """
 
 import collections
@@ -28,7 +28,7 @@ class CopiesDifferError(TrainingStoppedError):
 
   Attributes:
     step: the first after which it was seen; the check before found nothing.
-    wrong: the devices that are not as most of those that hold the same part.
+    wrong: the devices whose replicas differ from the majority.
   """
 
   def __init__(self, step: int, found: Sequence[replica_digests.Difference], text: str):
@@ -39,7 +39,7 @@ class CopiesDifferError(TrainingStoppedError):
 
 
 class ReplicaCheck:
-  """Compares the copies every so many steps, and before every save."""
+  """Compares replicas every `training.replica_check_every_steps` steps, and before every save."""
 
   def __init__(self, job: Job):
     """Compiles the digests, unless the config turns the check off or nothing is replicated."""
@@ -50,7 +50,7 @@ class ReplicaCheck:
     self._checked: int | None = None
     if not self._copies.leaves:
       return
-    # In one process the rows are read directly; else each process needs those of all.
+    # A single process reads the rows directly; several processes each need all rows.
     together = PartitionSpec(job.mesh.axis_names) if current().alone else PartitionSpec()
     self._digests = job.compile(
       replica_digests.digest_program(self._copies.leaves, job.mesh),
@@ -59,7 +59,7 @@ class ReplicaCheck:
     ).function
 
   def after_step(self, step: int, state: State) -> None:
-    """Begins a check where one is due, and reads the one before.
+    """Starts a check if one is due, and reads the previous one.
 
     On accelerators a check is read a step late, so that the device never waits for the host.
 
@@ -78,7 +78,7 @@ class ReplicaCheck:
         self._read()
 
   def before_save(self, step: int, state: State) -> None:
-    """Checks a state that is about to be saved, unless that has been done; raises as above."""
+    """Checks a state that is about to be saved, unless it was checked; raises as above."""
     if self._copies.leaves and self._checked != step:
       self._begin(step, state)
     self._read()
@@ -111,7 +111,7 @@ def _text(step: int, found: Sequence[replica_digests.Difference], leaves: Mappin
   counts = collections.Counter(device for one in found if one.right for device in one.wrong)
   if counts:
     named = _devices([device for device, _ in counts.most_common()])
-    verdict = f"{named} {'is' if len(counts) == 1 else 'are'} not as the others that hold the same"
+    verdict = f"{named} {'differs' if len(counts) == 1 else 'differ'} from the other replicas"
   else:
     verdict = "there is no majority, so it is not known which device is wrong"
   return (

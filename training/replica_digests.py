@@ -1,6 +1,6 @@
-"""Arrays that devices hold copies of: a digest of each copy, and which of them differ.
+"""Digests of replicated arrays: a digest of each replica, and which of them differ.
 
-No array is gathered. Each device reduces what it holds to one 32-bit number per array, by integer
+No array is gathered. Each device reduces its shard to one 32-bit number per array, by integer
 arithmetic on its bits, and only these numbers are compared.
 """
 
@@ -21,12 +21,12 @@ _PLACE, _MIX_1, _MIX_2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """Copies of one part of an array that are not the same to the bit.
+  """Replicas of one shard of an array that are not the same to the bit.
 
   Attributes:
     name: of the array.
-    wrong: the devices that are not as most of the others; all of them, where there is no most.
-    right: the devices whose copies are the same and the most; none where that is not known.
+    wrong: the devices that differ from the majority; all of them, if there is no majority.
+    right: the devices of the majority; none if there is none.
   """
 
   name: str
@@ -35,7 +35,7 @@ class Difference:
 
 
 def holders(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> list[tuple[jax.Device, ...]]:
-  """Returns the devices that hold copies of one another, for each part that several hold."""
+  """Returns, for each shard with several replicas, the devices that hold them."""
   parts = collections.defaultdict(list)
   for device, index in sharding.devices_indices_map(tuple(shape)).items():
     parts[tuple(part.indices(size) for part, size in zip(index, shape, strict=True))].append(device)
@@ -47,8 +47,8 @@ def digest_program(
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
   """Returns the function from arrays to their digests: uint32 [device of the mesh, array].
 
-  Each device computes its own row of what it holds; jitted with a replicated output these few
-  numbers are gathered everywhere.
+  Each device computes the row of its shards; jitted with a replicated output, these few numbers are
+  gathered everywhere.
 
   Args:
     leaves: name -> shape, dtype and NamedSharding; the function takes a list in this order.
@@ -63,20 +63,20 @@ def digest_program(
     mesh=mesh,
     in_specs=([leaf.sharding.spec for leaf in leaves.values()],),
     out_specs=PartitionSpec(mesh.axis_names),
-    check_vma=False,  # the result differs between devices exactly where it must not
+    check_vma=False,  # the result differs between devices if replicas do
   )
 
 
 def digests(blocks: Sequence[jax.Array]) -> list[jax.Array]:
   """Returns for each array a uint32 that changes with any single bit of it.
 
-  Each word is mixed with its place by a function that can be undone, so another word gives another
-  term; the terms are added modulo 2**32, in any order. Several changes together go unseen once in
-  four billion times. Bits are read, not values: -0.0 is not 0.0, and NaNs differ by their payload.
+  Each word is mixed with its index by a bijection, so a changed word changes its term; the terms
+  are summed modulo 2**32, in any order. Several changes cancel with a probability of one in four
+  billion. Bits are compared, not values: -0.0 is not 0.0, and NaNs differ by their payload.
   """
   mixed = [_mixed(_words(block), seed) for seed, block in enumerate(blocks)]
-  # Arrays of one shape are reduced together: on CPUs a third of the programs to compile (of AdamW,
-  # parameter and both moments), which also run four times as fast as one for each.
+  # Arrays of one shape (with AdamW, parameter and both moments) are reduced together: on CPUs that
+  # is a third of the code to compile, and runs four times as fast.
   alike = collections.defaultdict(list)
   for position, words in enumerate(mixed):
     alike[words.shape].append(position)
@@ -115,10 +115,10 @@ def _words(block: jax.Array) -> jax.Array:
 
 
 class Copies:
-  """Arrays of which some devices hold copies.
+  """Replicated arrays.
 
   Attributes:
-    leaves: name -> shape, dtype and NamedSharding; only those that several devices hold.
+    leaves: name -> shape, dtype and NamedSharding; only those with several replicas.
   """
 
   def __init__(self, leaves: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh):
@@ -127,14 +127,14 @@ class Copies:
     self.leaves = {name: leaf for name, leaf in leaves.items() if groups[name]}
     self._groups = [groups[name] for name in self.leaves]
     self._rows = {device: row for row, device in enumerate(mesh.devices.flat)}
-    # The row of a copy of what each device holds: its own, or that of the first that holds it.
+    # For each device the row to compare with: that of the first device with the same shard.
     self._first = np.tile(np.arange(mesh.size)[:, None], (1, len(self.leaves)))
     for column, parts in enumerate(self._groups):
       for devices in parts:
         self._first[[self._rows[d] for d in devices], column] = self._rows[devices[0]]
 
   def differences(self, digests: np.ndarray) -> list[Difference]:
-    """Compares the digests of devices that hold the same part; returns what is not the same.
+    """Compares the digests of replicas; returns those that differ.
 
     Args:
       digests: uint32 [device of the mesh, array], of `digest_program`.

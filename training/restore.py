@@ -1,4 +1,4 @@
-"""Where a run starts: from the first step, from its own newest checkpoint, or with parameters."""
+"""The start of a run: from scratch, from a checkpoint, or with parameters of another run."""
 
 import dataclasses
 import json
@@ -54,17 +54,17 @@ class Start:
 def check_resume(
   job: Job, source: Source, workdir: epath.Path, accept: Sequence[str] = ()
 ) -> tuple[dict[str, Any], Verified | None]:
-  """Compares a run with the checkpoints in its workdir, where there are any; changes nothing.
+  """Compares a run with the checkpoints in its workdir, if there are any; changes nothing.
 
   Args:
-    job: the run as it is asked for now.
+    job: the run as requested now.
     source: its training split.
     workdir: its folder, which need not exist.
     accept: config keys whose change is accepted.
 
   Returns:
-    The record that the run's checkpoints get, and the newest checkpoint that was compared, for
-    `begin`: so its small files are read once.
+    The record of the run's checkpoints, and the newest checkpoint, which `begin` takes so that its
+    small files are read only once.
 
   Raises:
     ValueError: something changed that may not, or not without acceptance.
@@ -101,9 +101,9 @@ def begin(
   owner: Ownership | None = None,
   newest: Verified | None = None,
 ) -> Start:
-  """Opens the checkpoints and brings the state onto the devices; changes nothing in the workdir.
+  """Opens the checkpoints and places the state on the devices; changes nothing in the workdir.
 
-  What a killed save has left is removed by the checkpointer's `start_writing`.
+  The checkpointer's `start_writing` removes what a killed save has left.
 
   Args:
     job: the run.
@@ -141,23 +141,23 @@ def begin(
 def roll_back(
   job: Job, checkpointer: Checkpointer, bad_steps: rollback.BadSteps, bad_step: int, why: str
 ) -> tuple[rollback.Rollback, State]:
-  """Goes back to before a bad step; returns the rollback and the state. All processes call it.
+  """Restores a step before a bad one; returns the rollback and the state. All processes call it.
 
   Newer checkpoints are removed, since nothing older than the newest can be saved.
 
   Args:
     job: the run's.
-    checkpointer: open for saving, with no save under way.
-    bad_steps: says how far it goes back, and takes note.
+    checkpointer: open for saving, with no save running.
+    bad_steps: chooses the step to restore, and records the rollback.
     bad_step: its number, counted from 1.
     why: what is bad.
 
   Raises:
     ValueError: no checkpoint can be read.
   """
-  # The list of one process is everybody's: another may still see a step that is being removed.
+  # All use the list of one process: another may still see a step that is being removed.
   steps = _together(job).from_first(json.dumps(checkpointer.steps()))
-  # The bad step itself is there where a stop has interrupted the evaluation that finds it bad.
+  # The bad step itself is saved if a stop interrupted the evaluation that finds it bad.
   saved = [step for step in json.loads(steps) if step < bad_step]
   step, record = bad_steps.target(bad_step, saved), {}
   if step == 0:
@@ -166,7 +166,7 @@ def roll_back(
   else:
     try:
       found, tree = checkpointer.restore_verified(vars(job.placed_state), step=step)
-    except ValueError as error:  # the newest that can be read, then
+    except ValueError as error:  # then the newest that can be read
       warn(f"WARNING: {error}")
       checkpointer.remove_after(bad_step - 1)
       found, tree = checkpointer.restore_verified(vars(job.placed_state))
@@ -176,18 +176,18 @@ def roll_back(
 
 
 def _record(checkpoint: Verified) -> dict[str, Any]:
-  """Returns the record of a checkpoint, as records are written now."""
+  """Returns the record of a checkpoint, in the current format."""
   record_schema.require(checkpoint.record, checkpoint.path)
   return rollback.upgraded(checkpoint.record, checkpoint.config)
 
 
 def require_room(job: Job, workdir: epath.Path) -> None:
-  """Finds out, without making anything, whether a workdir can be written and holds a checkpoint.
+  """Checks, without creating anything, that a workdir is writable and has space for a checkpoint.
 
   Raises:
-    OSError: it cannot or does not; with what is there, what is needed, and the way out.
+    OSError: it is not, or has not; with the free and the needed space, and the fix.
   """
-  if "://" in str(workdir):  # a bucket has neither permissions nor an end
+  if "://" in str(workdir):  # a bucket has neither permissions nor a size
     return
   workdir = pathlib.Path(workdir).absolute()
   there = next(
@@ -207,14 +207,14 @@ def require_room(job: Job, workdir: epath.Path) -> None:
 
 
 def first_state(job: Job) -> tuple[State, str]:
-  """Returns the state before the first step, and a line about where it is from."""
+  """Returns the initial state, and a line about where it is from."""
   if job.config.checkpoint.initialize_from:
     return initialized(job)
   return job.initial_state(), "starts from the first step"
 
 
 def initialized(job: Job) -> tuple[State, str]:
-  """Returns the first state with another run's parameters; nothing else of that run is read."""
+  """Returns the initial state with another run's parameters; nothing else of that run is read."""
   where = job.config.checkpoint.initialize_from
   folder, step = restore.parse_location(where)
   step, tree = _branches(job, folder, step, (restore.PARAMETERS,))
@@ -252,7 +252,7 @@ def _branches(
 
 
 def _together(job: Job) -> Together:
-  """Returns where the processes of the run tell one another about checkpoints."""
+  """Returns the consensus of the run's processes about checkpoints."""
   return Together(current(), timeout_seconds=job.config.processes.start_timeout_seconds)
 
 

@@ -1,4 +1,4 @@
-"""A job: a config brought together with its devices, its layout checked, nothing started yet."""
+"""A job: a config with its devices and its checked layout; nothing is started yet."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from training.tasks import TASKS
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """What is known of a run before it starts.
+  """A run before it starts.
 
   Attributes:
     config: finalized and checked.
@@ -79,7 +79,7 @@ class Job:
 
   @contextlib.contextmanager
   def tracing(self, activations: Table | None = None) -> Iterator[None]:
-    """Sets what the program is traced under: mesh, activation table, matmul precision.
+    """Sets the context of a trace: mesh, activation table, matmul precision.
 
     Args:
       activations: dim name -> mesh axes; None: the config's.
@@ -95,7 +95,7 @@ class Job:
       yield
 
   def initial_state(self) -> State:
-    """Returns the first state, drawn on its devices, and checked against its specs.
+    """Returns the initial state, drawn on its devices, and checked against its specs.
 
     Raises:
       LayoutError: a leaf is not sharded as its spec says.
@@ -122,15 +122,15 @@ class Job:
     Args:
       function: a function of jax arrays.
       *arguments: what it takes, concrete or abstract.
-      activations: dim name -> mesh axes, where they are not those of the config.
-      options: XLA options besides those of the config, which come first.
+      activations: dim name -> mesh axes; None: the config's.
+      options: XLA options in addition to the config's, which take precedence.
       **jit: further arguments of `jax.jit`.
     """
     began = time.monotonic()
     given = filter(None, self.config.compiler_options.split(","))
     options = {**(options or {}), **dict(map(_option, given))}
     if activations is not None:
-      # jax.jit keeps traces by function, and does not see the table that one was made under.
+      # jax.jit caches traces by function, and does not know the table that one was made under.
       function = functools.wraps(function)(functools.partial(function))
     with self.tracing(activations):
       compiled = (
@@ -141,8 +141,8 @@ class Job:
   def compile_init(self) -> "Compiled":
     """Compiles `key -> state`."""
     key = jax.random.key(self.config.seed)
-    # It runs once. On CPUs, LLVM at its default level takes four times as long over it, longer
-    # than over the train step.
+    # It runs once. On CPUs, LLVM at its default level takes four times as long to compile it,
+    # longer than the train step.
     options = {"xla_backend_optimization_level": "1"} if self.devices.platform == "cpu" else None
     return self.compile(self.program.init, key, options=options, out_shardings=self.state_shardings)
 
@@ -175,7 +175,7 @@ class Job:
 
 
 def _option(text: str) -> tuple[str, str | bool]:
-  """Returns name and value of `name=value`; as in XLA_FLAGS, true and false are written small."""
+  """Returns name and value of `name=value`; as in XLA_FLAGS, booleans are `true` and `false`."""
   name, _, value = text.partition("=")
   return name, {"true": True, "false": False}.get(value.lower(), value)
 
@@ -189,7 +189,7 @@ class Compiled:
 
 
 def prepare(config: ConfigDict, devices: Devices) -> Job:
-  """Brings a finalized config together with its devices, and checks the layout.
+  """Makes a job of a finalized config and its devices, and checks the layout.
 
   Raises:
     LayoutError: with every failure of the layout in one message.
@@ -203,7 +203,7 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   batch = abstract_batch(config, legend)
   layout = _check_layout(config, legend, program, state, batch, mesh)
   placements = layout.placements
-  if not devices.described:  # whether it fits devices that are not here, a plan says
+  if not devices.described:  # a plan says whether it fits devices that are not attached
     _check_memory(config, placements, devices)
   lies = shardings.shardings(state.params, placements["parameters"], mesh)
   specs = jax.tree.map(lambda sharding: sharding.spec, lies)

@@ -1,4 +1,4 @@
-"""The batches of a job: both splits opened, and prepared on first use."""
+"""The batches of a job: opens both splits, and prepares them on first use."""
 
 import dataclasses
 import time
@@ -19,7 +19,7 @@ from training.tasks import TASKS
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-  """The batches of a job, both splits opened and found fit."""
+  """The batches of a job, of both splits, opened and checked."""
 
   train: TrainingBatches
   evaluation: EvaluationBatches
@@ -30,9 +30,8 @@ def open_data(job: Job) -> Data:
 
   Raises:
     ValueError: from the input pipeline: an unknown data set, an empty split, a missing
-      feature, fewer rows than a batch, or rows that are not what the model takes, tokens
-      beyond its vocabulary among them; more records that cannot be read than
-      data.max_bad_records.
+      feature, fewer rows than a batch, rows that the model does not take (for example tokens
+      beyond its vocabulary), or more unreadable records than data.max_bad_records.
   """
   config = job.config
   source = _open(job, config.data.train_split)
@@ -57,7 +56,7 @@ def open_evaluation(job: Job) -> EvaluationBatches:
 
 
 def _open(job: Job, split: str) -> Source:
-  """Opens a split, whose tokens must be in the model's vocabulary."""
+  """Opens a split, and checks that its tokens are in the model's vocabulary."""
   config = job.config
   with preparing(f"{config.data.name}, {split}") as waiting:
     data = read_as(config)
@@ -75,8 +74,8 @@ def read_as(config: ConfigDict) -> ConfigDict:
 def sharing(job: Job, group: Group | None = None) -> Sharing:
   """Returns how the processes share the reading of all rows of a split.
 
-  They wait for the slowest as long as a start may take, and four times as long as they took; one
-  that has not arrived then is named by NotComeError.
+  They wait for the slowest as long as a start may take, plus four times as long as they took; then
+  NotComeError names those that are missing.
   """
   group, began = group or current(), time.monotonic()
   patience = job.config.processes.start_timeout_seconds

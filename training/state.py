@@ -15,14 +15,14 @@ _NEAR = 3  # names that a message suggests
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-  """All that a run carries from step to step.
+  """The state that a run carries from step to step.
 
   Attributes:
     step: int32 scalar, the number of steps done.
     params: nested dict of parameters.
     optimizer: the optimizer's state, a tree of optax's, of the parameters that are trained.
     variables: nested dict of the model's other NNX variables, which its loss may change in each
-      step; replicated on every device. {} where it has none: a checkpoint then has no such arrays.
+      step; replicated. {} if it has none: a checkpoint then has no such arrays.
   """
 
   step: jax.Array
@@ -35,11 +35,11 @@ def trainable(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str]:
   """Returns the names of parameters that any of the patterns matches.
 
   Args:
-    patterns: as `fnmatch` has them; `*` matches `/` too.
+    patterns: as in `fnmatch`; `*` matches `/` too.
     names: of all parameters.
 
   Raises:
-    ValueError: a pattern that matches none, or no pattern at all.
+    ValueError: a pattern that matches nothing, or no patterns.
   """
   wrong = [one for one in patterns if not fnmatch.filter(names, one)]
   if wrong or not patterns:
@@ -70,7 +70,7 @@ def split(tree: Any, chosen: Callable[[str], bool], prefix: str = "") -> tuple[A
 
 
 def merged(ours: Any, others: Any) -> Any:
-  """Returns the nested dict that `split` has taken apart."""
-  # A name on both sides is that of a section: each leaf is on one side.
+  """Returns the nested dict that `split` was given."""
+  # A key on both sides is an inner node: each leaf is on one side.
   both = {key: merged(ours[key], others[key]) for key in ours if key in others}
   return {**ours, **others, **both}

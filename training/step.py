@@ -21,7 +21,7 @@ from training.tasks import TASKS
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """The pure functions of a config; what they are compiled for is not their business.
+  """The pure functions of a config, independent of the devices that they are compiled for.
 
   Attributes:
     config: finalized.
@@ -29,10 +29,10 @@ class Program:
     params: shapes and dtypes of the parameters.
     optimizer: of those that are trained.
     schedule: step -> learning rate.
-    variables: shapes and dtypes of the model's variables that are no parameters.
+    variables: shapes and dtypes of the model's variables that are not parameters.
     trained: names of the parameters that `training.trainable` selects.
-    param_specs: a tree like the parameters, by which their gradients are laid out.
-    norm_specs: likewise, while their squares are summed.
+    param_specs: a tree like the parameters: the sharding of their gradients.
+    norm_specs: likewise, while their squares are summed for the norm.
   """
 
   config: ConfigDict
@@ -46,12 +46,12 @@ class Program:
   norm_specs: Any = None
 
   def init(self, key: jax.Array) -> State:
-    """Returns the first state. Jit it: drawn eagerly, parameters differ in their last bits."""
+    """Returns the initial state. Jit it: drawn eagerly, parameters differ in their last bits."""
     model = MODELS[self.config.model.name].build(self.config, rngs=nnx.Rngs(params=key))
     return self._first(nnx.to_pure_dict(nnx.state(model, nnx.Param)), variables_of(model))
 
   def abstract_state(self) -> State:
-    """Returns the first state's shapes and dtypes."""
+    """Returns the shapes and dtypes of the initial state."""
     return jax.eval_shape(self._first, self.params, self.variables)
 
   def _first(self, params: Any, variables: Any) -> State:
@@ -80,18 +80,18 @@ class Program:
   def sums(
     self, params: Any, batch: Batch, key: jax.Array | None = None, variables: Any = None
   ) -> Sums:
-    """Returns the model's loss sums and the sum of weights; without a key nothing is dropped."""
+    """Returns the model's loss sums and the sum of weights; without a key, without dropout."""
     return self.forward(params, variables, batch, key)[0]
 
   def gradients(
     self, params: Any, batch: Batch, key: jax.Array | None, variables: Any = None
   ) -> tuple[Any, Sums, jax.Array, Any]:
-    """Returns the trained parameters' gradients but for a factor, the means, it, the variables.
+    """Returns (unscaled gradients of the trained parameters, means, their scale, variables).
 
-    The gradients are those of the mean loss of the global batch: the sum of weighted losses over
-    the sum of weights, also where it is cut into microbatches: those with fewer weights count for
-    less. Divided by the weights' number, which is known, and not by their sum: so the sum is
-    reduced together with the gradients, not by a collective of its own before them; and the step
+    The scaled gradients are those of the mean loss of the global batch, the sum of weighted losses
+    over the sum of weights; so microbatches with a smaller sum of weights count for less. Unscaled
+    gradients are divided by the number of weights, which is known, not by their sum: the sum is
+    then reduced together with the gradients, not by a separate collective before them, and the step
     scales and clips in one pass over the gradients.
     """
     count = self.config.training.gradient_accumulation_steps
@@ -113,8 +113,8 @@ class Program:
       (grads, means), variables = grad(variables, batch, key)
     else:
       (grads, means), variables = _accumulate(grad, count, variables, batch, key)
-      # Left to XLA, the sums would be sharded for the norm, and parameters and optimizer state
-      # be computed so and gathered at the end, each of them.
+      # Otherwise XLA would shard the sums for the norm, compute parameters and optimizer state with
+      # that sharding, and all-gather each of them at the end.
       grads = self.laid_out(grads)
     scale = 1 / means.pop("weight")
     return grads, {name: value * scale for name, value in means.items()}, scale, variables
@@ -127,7 +127,7 @@ class Program:
     return jax.tree.map(jax.lax.with_sharding_constraint, grads, specs)
 
   def norm(self, grads: Any) -> jax.Array:
-    """Returns the global norm; devices that hold copies of a gradient sum a part of it each."""
+    """Returns the global norm; devices with replicas of a gradient each sum a part of it."""
     if self.norm_specs is not None:
       specs, _ = self.split(self.norm_specs)
       grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, specs)
@@ -138,7 +138,7 @@ class Program:
   def train_step(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
     """Returns the state after one optimizer step, and scalars about it.
 
-    Randomness is folded from (seed, step), so it does not depend on where a run began.
+    Random keys are folded from (seed, step), so they do not depend on where a run started.
     """
     return self.step_and_gradients(state, batch)[:2]
 
@@ -203,7 +203,7 @@ def make_program(config: ConfigDict) -> Program:
 
 
 def variables_of(model: nnx.Module) -> Any:
-  """Returns a model's variables that are no parameters, as nested dicts; {} where it has none."""
+  """Returns a model's variables that are not parameters, as nested dicts; {} if it has none."""
   return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
@@ -216,8 +216,8 @@ def _accumulate(
 ) -> tuple[Any, Any]:
   """Returns the sum of `grad(variables, microbatch, key)[0]` over a batch, and the variables.
 
-  Row r of the batch goes to microbatch r % count, so that no row changes its device. The variables
-  pass through the microbatches in their order.
+  Row r of the batch belongs to microbatch r % count, so that no row moves between devices. The
+  variables are carried through the microbatches in order.
   """
   microbatches = jax.tree.map(
     lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), dict(batch)

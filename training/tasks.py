@@ -1,8 +1,8 @@
-"""What a run learns, by `config.task`: the arrays of a batch, how rows are read, what is measured.
+"""Tasks, by `config.task`: the arrays of a batch, how rows are read, and the metrics.
 
 A recipe names its task. The losses themselves are the models' (`models.Network.loss_sums`). This
-module imports nothing slow, so that configs can be checked without JAX. Another task is another
-entry of TASKS.
+module imports nothing slow, so that configs can be checked without JAX. A new task is a new entry
+of TASKS.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Task:
     metrics: name in metrics.jsonl -> function of an evaluation's sums; `eval_loss` is one of them.
     sums: of the model's loss sums, those that the metrics are computed from. Any others are a
       model's own metrics and logged as such.
-    trained_as: the value of `training.loss` that recorded runs had in place of `task`.
+    trained_as: the value of `training.loss` that older runs recorded instead of `task`.
   """
 
   batch: Mapping[str, tuple[str, str]]

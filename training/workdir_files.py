@@ -1,4 +1,4 @@
-"""Checks a workdir before a run begins: in the place of its files are plain files, or nothing."""
+"""Checks a workdir before a run: each of its files is a plain file, or does not exist."""
 
 import os
 
@@ -14,10 +14,10 @@ FOLDERS = ("profile",)
 
 
 def require_plain(workdir: epath.Path) -> None:
-  """Finds out, without changing anything, whether the files of a workdir can be read and written.
+  """Checks, without changing anything, that the files of a workdir can be read and written.
 
   The workdir and its folder of checkpoints may be symbolic links; the files may not, since a run
-  would write to another place than it says.
+  would then write elsewhere than it reports.
 
   Raises:
     OSError: some cannot; all of them in one message, with the fix.
@@ -38,7 +38,7 @@ def require_plain(workdir: epath.Path) -> None:
 
 
 def _wrong_file(path: epath.Path) -> str:
-  """Returns why a file cannot be read and written, "" where it can, or is not there."""
+  """Returns why a file cannot be read and written; "" if it can, or does not exist."""
   try:
     if what := files.kind(path):
       target = f" to {os.readlink(path)}" if os.path.islink(path) else ""

@@ -14,13 +14,13 @@ from training import restore
 from training.metrics.console import say
 from training.setup import Job
 
-# A supervisor would restart the run after 1, next to the one that has replaced it.
+# After exit code 1 a supervisor would restart the run, next to the one that has replaced it.
 REPLACED = 2
 
 
 @contextlib.contextmanager
 def owned(job: Job, workdir: epath.Path, watch: Watchdog) -> Iterator[Ownership]:
-  """Owns the workdir from here on; if what is done inside is refused, as if it had never been.
+  """Owns the workdir until the run ends; if the body is refused, undoes the claim.
 
   All processes call it. Process 0 claims the workdir and renews the claim until it is released, at
   the end of the run.
@@ -56,7 +56,7 @@ def _shared(job: Job, workdir: epath.Path, watch: Watchdog) -> Ownership:
     groups.before_leaving(ownership.end)
     ownership.watch(lambda: bool(watch.stop), lambda text: _replaced(workdir, text, watch))
     group.put("owner/0", {"number": ownership.number})
-  # As long as process 0 may wait; that it was refused the others hear from the watchdog.
+  # As long as process 0 may wait; the watchdog notifies the others of its refusal.
   longest = 2 * keys.start_timeout_seconds + keys.owner_wait_seconds + 3600
   group.wait("owner", timeout_seconds=longest)
   watch.at("starting", STARTING)

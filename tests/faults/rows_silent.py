@@ -118,7 +118,9 @@ def flip(attempt: Attempt, run: Run, whom: int, leaf: str, bit: int, *, named: b
     return
   assert re.search(rf"^  {leaf.replace('.', '/')} \[", text, re.MULTILINE), "the array is not named"
   if named:
-    assert re.search(rf"device \d+ \(process {whom}\) is not as the others", text), "nor its device"
+    assert re.search(rf"device \d+ \(process {whom}\) differs from the other", text), (
+      "nor its device"
+    )
   else:
     assert "the copies on devices " in text
 

@@ -146,10 +146,10 @@ def test_a_run_goes_back_only_so_many_times(tmp_path):
   with pytest.raises(TrainingStoppedError) as caught:
     train(tmp_path, bad, **ROLL_BACK, **{"training.max_rollbacks": 2})
   assert "step 15: loss is nan" in str(caught.value)
-  said = "it went back 2 times (training.max_rollbacks=2), and skipped the rows 56-63, 72-79"
+  said = "it was rolled back 2 times (training.max_rollbacks=2), and skipped the rows 56-63, 72-79"
   assert said in str(caught.value)
   # Also where it was started anew in between: the third rollback is still one too many.
-  with pytest.raises(TrainingStoppedError, match="it went back 2 times"):
+  with pytest.raises(TrainingStoppedError, match="it was rolled back 2 times"):
     train(tmp_path, bad, **ROLL_BACK, **{"training.max_rollbacks": 2})
   train(tmp_path, bad, **ROLL_BACK, **{"training.max_rollbacks": 3})
   assert [line["rolled_back"] for line in rollbacks(tmp_path)] == [8, 9, 15]

@@ -68,5 +68,5 @@ def test_copies_that_differ_are_found():
     return jax.make_array_from_single_device_arrays((2,), whole, pieces)
 
   assert parity._whole(array([1, 2]), "x").tolist() == [1, 2]
-  with pytest.raises(CopiesDifferError, match=r"gradient x: .* hold other numbers"):
+  with pytest.raises(CopiesDifferError, match=r"gradient x: .* have different numbers"):
     parity._whole(array([1, 3]), "gradient x")

@@ -63,7 +63,7 @@ def test_a_flipped_bit_is_caught_at_the_next_check_and_its_device_named(tried):
   assert [device.id for device in error.wrong] == [5]
   text = str(error)
   assert text.startswith("step 6: copies of the state differ, which must be the same to the bit: ")
-  assert "device 5 is not as the others that hold the same:" in text
+  assert "device 5 differs from the other replicas:" in text
   assert "\n  layer_2/kernel [40, 56]: device 5 against devices 1, 3, 7\n" in text
   assert "This step is not saved. Run the same command again to resume" in text
   assert isinstance(error, TrainingStoppedError)  # exit code 1, said once for all processes
@@ -98,7 +98,7 @@ def test_many_differences_are_one_message(tried):
       state = flipped(state, (layer, key), 3, (0, 1))
   state = dataclasses.replace(state, step=altered(state.step, 4, (0, 0)))
   error = caught(check.before_save, 12, state)
-  assert "devices 3, 4 are not as the others" in str(error)
+  assert "devices 3, 4 differ from the other replicas" in str(error)
   assert "\n  step []: device 4 against devices 0, 1, 2, 3, 5, 6, 7\n" in str(error)
   assert "\n  and 1 more\n" in str(error)
 

@@ -1,4 +1,4 @@
-"""A file of lines that grows while a run trains; on a full disk it waits in memory for space."""
+"""An append-only log; while the disk is full, its lines are buffered in memory."""
 
 import errno
 from collections.abc import Callable, Iterable
@@ -8,14 +8,14 @@ from etils import epath
 from runtime import files
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# All of it is read at a start. A larger file is refused, also a sparse one that claims to be.
+# The log is read completely at a start. A larger file is refused, even a sparse one.
 MOST_BYTES = 2**30
 
 
 class Lines:
   """A file of lines that one process appends to or replaces.
 
-  What a full disk does not take stays in memory, and is written, in order, as soon as there is
+  Lines that do not fit on a full disk stay in memory and are written, in order, as soon as there is
   space. Other errors are raised.
 
   Attributes:
@@ -23,14 +23,14 @@ class Lines:
   """
 
   def __init__(self, path: epath.Path, require: Callable[[], None] = files.always):
-    """Takes a file, which need not exist, and what raises where it may not be written any more."""
+    """Takes a file, which need not exist, and a check that raises if it must not be written."""
     self._path, self._require, self.waiting = path, require, ""
-    self._anew: bytes | None = None  # what the file is to hold, where that is not written yet
-    self._more: list[bytes] = []  # lines that are to follow
+    self._replacement: bytes | None = None  # the file's new content, until it is written
+    self._more: list[bytes] = []  # lines to append after that
 
   def read(self) -> bytes:
     """Returns what is in the file, or will be."""
-    held = self._anew
+    held = self._replacement
     if held is None:
       try:
         held = files.read_bytes(self._path, most_bytes=MOST_BYTES)
@@ -44,20 +44,20 @@ class Lines:
     self.flush()
 
   def replace(self, lines: Iterable[bytes]) -> None:
-    """Replaces the file by these lines; a kill or a full disk leaves what was there."""
-    self._anew, self._more = b"".join(lines), []
+    """Replaces the file by these lines, atomically: a kill or a full disk leaves the old ones."""
+    self._replacement, self._more = b"".join(lines), []
     self.flush()
 
   def flush(self) -> None:
-    """Writes what is waiting, as far as there is space.
+    """Writes the buffered lines, as far as there is space.
 
     Raises:
       OSError: the file cannot be written, for another reason than a full disk; the path is named.
     """
     try:
-      if self._anew is not None:
-        files.replace(self._path, self._anew, require=self._require)
-        self._anew = None
+      if self._replacement is not None:
+        files.replace(self._path, self._replacement, require=self._require)
+        self._replacement = None
       files.append(self._path, b"".join(self._more), require=self._require)
       self._more = []
     except OSError as error:

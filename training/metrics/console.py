@@ -12,7 +12,7 @@ from runtime.printable import printable
 
 
 class ProgressLine:
-  """One line that is rewritten on a terminal; plain lines where there is none."""
+  """A progress line that is rewritten on a terminal; plain lines without a terminal."""
 
   def __init__(self, steps: int):
     """Starts the line; `steps` is the number of the last step."""
@@ -20,8 +20,8 @@ class ProgressLine:
     self._bar, self._undone = None, contextlib.ExitStack()
     if sys.stdout.isatty() and current().first:
       columns = (BarColumn(bar_width=20), TextColumn("{task.fields[text]}"))
-      # What other threads print (that a signal has come) does not go through the bar: rich's
-      # redirection is not made for it, and has ended in a RecursionError.
+      # Output of other threads (on a signal) does not go through the bar: rich's redirection is not
+      # thread-safe, and has ended in a RecursionError.
       self._bar = Progress(
         *columns,
         console=Console(soft_wrap=True),
@@ -39,7 +39,7 @@ class ProgressLine:
     return self
 
   def __exit__(self, *exception) -> None:
-    """Leaves the last line standing."""
+    """Leaves the last line on the terminal."""
     self._undone.close()
     if self._bar is not None:
       self._bar.stop()
@@ -72,10 +72,10 @@ class ProgressLine:
 
 
 def say(text: str) -> None:
-  """Prints a line at once, also into a pipe; process 0 speaks for all.
+  """Prints a line on process 0, and flushes it.
 
-  Where the reader of the pipe has ended (in `| tee FILE` Ctrl-C ends tee as well), a run stops as
-  if it were asked to, and saves: an error here would lose its work.
+  If the reader of a pipe has ended (in `| tee FILE` Ctrl-C ends tee as well), the run stops as if
+  requested, and saves: an error here would lose its work.
   """
   if not current().first:
     return
@@ -86,7 +86,7 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-  """Prints a warning to standard error at once; process 0 speaks for all."""
+  """Prints a warning to standard error on process 0, and flushes it."""
   if current().first:
     print(f"WARNING: {printable(text)}", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""How fast the accelerators of this process compute, apart from what they do for the run."""
+"""A speed probe of this process's accelerators, independent of the train step."""
 
 import time
 
@@ -18,10 +18,10 @@ _BETWEEN_SECONDS = 1.0
 
 
 def measured(job: Job, group: Group) -> Pace:
-  """Returns what compares the processes of a run: by the speed of their accelerators as well.
+  """Returns the straggler detection of a run, with a probe where devices are accelerators.
 
-  The processors of simulated devices are shared with whatever else runs: a probe of them varies
-  by a factor of 50 on a busy machine, while what a process lost does not; see
+  Simulated devices share their processors with everything else on the machine: a probe of them
+  varies by a factor of 50 on a busy machine, while the CPU time that a process lost does not; see
   processes/stragglers.py.
   """
   slow_ratio = job.config.processes.slow_ratio
@@ -48,7 +48,7 @@ class DeviceProbe:
   def __call__(self) -> float:
     """Returns the seconds that the slowest device took, in the best of three tries.
 
-    What the devices had to do before is waited for; they are idle for a moment afterwards.
+    It waits for work in flight; the devices are idle for a moment afterwards.
     """
     jax.block_until_ready(self._matmuls(self._matrices))
     return min(self._once() for _ in range(_TRIES))

@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes, from its first start on: every second is in one bin."""
+"""Goodput: the wall time of a run since its first start, divided into bins."""
 
 import contextlib
 import os
@@ -21,11 +21,11 @@ BINS = {
   "evaluation": "evaluation",
   "lost_to_restart": "lost to restart",  # undone steps, and the time until the next process
 }
-# What is lost where steps are undone within a process.
+# Bins that are lost when steps are rolled back within a process.
 _UNDONE = ("step", "input_wait", "save", "evaluation")
 
 
-# A longer pause than this is a clock that was wrong, or a run that was put aside.
+# A longer pause than this means a wrong clock, or a run that was set aside.
 MOST_PAUSE_SECONDS = 7 * 24 * 3600
 _IMPORTED = time.monotonic()
 _LONGEST_IMPORT_SECONDS = 3600.0  # from the start of a process until it imports this
@@ -43,8 +43,8 @@ class Goodput:
 
     Args:
       started: when the process started, on the clock of `time.monotonic`.
-      last: what an earlier start has written at the step that this one resumes from. What came
-        after it is lost, unless it was the end of a run that was done.
+      last: the line of an earlier start at the step that this one resumes from. The time after it
+        is lost, unless the run was done then.
     """
     self._bin, self._since = "start", started
     self._seconds, self.doubt = _bins(last), ""
@@ -61,7 +61,7 @@ class Goodput:
 
   @contextlib.contextmanager
   def within(self, name: str) -> Iterator[None]:
-    """Is in a bin for a while."""
+    """Counts the time inside the block in a bin."""
     former = self.switch(name)
     try:
       yield
@@ -77,10 +77,10 @@ class Goodput:
       self._seconds[name] = before[name]
 
   def line(self, *, done: bool = False) -> dict[str, Any]:
-    """Returns what `metrics.jsonl` says: the share of steps, all seconds, when, and if at the end.
+    """Returns its line in `metrics.jsonl`: the share of steps, the bins, the time, whether done.
 
     Args:
-      done: whether all steps are done: the time until somebody asks for more is not the run's.
+      done: whether all steps are done: the time until the run is extended is not counted.
     """
     self.switch(self._bin)
     share = self._seconds["step"] / sum(self._seconds.values())
@@ -93,7 +93,7 @@ class Goodput:
     }
 
   def text(self) -> str:
-    """Returns a line for people."""
+    """Returns a line for the console."""
     self.switch(self._bin)
     whole = sum(self._seconds.values())
     parts = ", ".join(f"{BINS[name]} {100 * s / whole:.1f} %" for name, s in self._seconds.items())
@@ -101,7 +101,7 @@ class Goodput:
 
 
 def _bins(line: Mapping[str, Any] | None) -> dict[str, float]:
-  """Returns the seconds per bin that a line holds; 0 without one."""
+  """Returns the seconds per bin of a line; 0 without one."""
   known = line["seconds"] if line is not None else {}
   return {name: known.get(name, 0.0) for name in BINS}
 
@@ -109,9 +109,8 @@ def _bins(line: Mapping[str, Any] | None) -> dict[str, float]:
 def _pause(last: Mapping[str, Any], started: float) -> tuple[float, str]:
   """Returns the seconds from a line to the start of this process; or 0, and why not to trust them.
 
-  Wall clocks jump: where both times are of one machine that has not been restarted in between, they
-  are read from the clock that runs from its start. Else the wall clocks have to do; what they
-  cannot be right about is not counted.
+  Wall clocks jump. If both times are from one machine that was not rebooted in between, the time
+  since boot is used; otherwise the wall clock, unless its result is impossible.
   """
   age = time.monotonic() - started
   known = boot()
@@ -128,7 +127,7 @@ def _pause(last: Mapping[str, Any], started: float) -> tuple[float, str]:
 
 
 def boot() -> dict[str, Any]:
-  """Returns which start of the machine this is, and the seconds since then; {} where unknown."""
+  """Returns the id of the machine's boot, and the seconds since then; {} if unknown."""
   if not hasattr(time, "CLOCK_BOOTTIME"):
     return {}
   try:
@@ -141,8 +140,8 @@ def boot() -> dict[str, Any]:
 def process_started() -> float:
   """Returns when this process started, on the clock of `time.monotonic`.
 
-  Linux counts a process's start from the machine's own, as CLOCK_BOOTTIME does. Where that cannot
-  be right (a sandbox with other clocks), the wall clock is asked, which may have jumped.
+  Linux gives a process's start relative to boot, like CLOCK_BOOTTIME. If that is impossible (a
+  sandbox with other clocks), the wall clock is used, which may have jumped.
   """
   for age_of in (_age_by_boot, _age_by_wall):
     started = -age_of() + time.monotonic()  # read right after the other clock

@@ -1,8 +1,8 @@
-"""The lines of `metrics.jsonl`: which are sound, which are damaged, and which finished steps lack.
+"""The lines of `metrics.jsonl`: which are valid, damaged or missing.
 
-A file system, an editor or a copy that broke off may leave anything in the file. A line is sound
-that is a JSON object in UTF-8 with a `step`. What a kill has torn off at the end of the file is
-dropped in silence: the step that it was about is made again.
+A file system, an editor or an interrupted copy may leave anything in the file. A valid line is a
+JSON object in UTF-8 with a `step`. A last line that was cut short by a kill is dropped silently:
+its step is computed again.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ _BEGINS = b'{"step": '  # every line that is written
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """A sound line.
+  """A valid line.
 
   Attributes:
     raw: its bytes, with the line break.
-    values: what it says.
+    values: its JSON object.
   """
 
   raw: bytes
@@ -31,7 +31,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Damaged:
-  """A line that is not sound.
+  """A line that is not valid.
 
   Attributes:
     number: of the line, counted from 1.
@@ -45,12 +45,12 @@ class Damaged:
 
 
 def made(values: Mapping[str, Any]) -> Line:
-  """Returns the line that says something."""
+  """Returns the line with these values."""
   return Line(files.json_text(values).encode() + b"\n", values)
 
 
 def split(content: bytes) -> tuple[list[Line], list[Damaged]]:
-  """Returns the sound lines and the damaged ones of a file, each in their order."""
+  """Returns the valid lines and the damaged ones of a file, each in their order."""
   sound, damaged = [], []
   *whole, rest = content.split(b"\n")
   for number, raw in enumerate([*whole, *([rest] if rest else [])], 1):
@@ -69,7 +69,7 @@ def _torn(rest: bytes) -> bool:
 
 
 def _values(raw: bytes) -> dict[str, Any]:
-  """Returns what a line says.
+  """Returns the values of a line.
 
   Raises:
     ValueError: it is damaged; with what is wrong, in a few words.
@@ -101,7 +101,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _wrong_times(values: Mapping[str, Any]) -> str:
-  """Returns what is wrong with a line about where the time went; a start adds to its numbers."""
+  """Returns what is wrong with a line about goodput; a start adds to its numbers."""
   seconds = values.get("seconds")
   if not isinstance(seconds, dict) or not all(map(_is_number, seconds.values())):
     return "its seconds are no numbers by name"
@@ -115,7 +115,7 @@ def _wrong_times(values: Mapping[str, Any]) -> str:
 def until(lines: Sequence[Line], step: int, rollbacks: int = 0) -> list[Line]:
   """Returns the lines up to a step.
 
-  Of the lines about rollbacks, whatever their step, it is the first so many.
+  Of lines about rollbacks, the first `rollbacks` are returned, whatever their step.
   """
   kept = []
   for line in lines:

@@ -1,8 +1,8 @@
-"""Which lines `metrics.jsonl` should hold by the schedules that a run has had.
+"""Which lines `metrics.jsonl` should have, by the logging schedules of a run.
 
-`metrics.every_steps` and `evaluation.every_steps` may change whenever a run starts again, so each
-checkpoint's record says from which step on they had which values. What a line was due for and is
-not there was lost after it was written: no step is saved before its lines are.
+`metrics.every_steps` and `evaluation.every_steps` may change when a run resumes, so each
+checkpoint's record has their values and from which step on they applied. A line that was due and is
+missing was lost after it was written: lines are written before their step is saved.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class Span:
   """The schedules from a step on.
 
   Attributes:
-    first: the first step that was made with them.
+    first: the first step that they apply to.
     metrics: of metrics.every_steps.
     evaluation: of evaluation.every_steps.
   """
@@ -36,21 +36,21 @@ class LogSchedule:
   def __init__(self, config: ConfigDict, record: Mapping[str, Any], done: int):
     """Continues those of a checkpoint's record ({} without a checkpoint) after `done` steps.
 
-    What a record without them has logged is not known, and nothing is missed of it.
+    If a record has none, it is not known what was logged, and no line counts as missing.
     """
     self._now = (config.metrics.every_steps, config.evaluation.every_steps)
     self._spans = tuple(Span(*values) for values in record.get(RECORD, ()))
     self.roll_back(done)
 
   def roll_back(self, done: int) -> None:
-    """Takes note that the next step comes after step `done`."""
+    """Continues after step `done`."""
     kept = [span for span in self._spans if span.first <= done]
     if not kept or (kept[-1].metrics, kept[-1].evaluation) != self._now:
       kept.append(Span(done + 1, *self._now))
     self._spans = tuple(kept)
 
   def record(self) -> dict[str, Any]:
-    """Returns what a checkpoint says of it."""
+    """Returns its part of a checkpoint's record."""
     return {RECORD: [list(dataclasses.astuple(span)) for span in self._spans]}
 
   def missing(
@@ -59,9 +59,9 @@ class LogSchedule:
     """Returns the finished steps, and the evaluations after them, whose lines are missing.
 
     Args:
-      done: the steps that are done. The evaluation after the last of them may be still to come.
-      steps: whose lines are there.
-      evaluations: after which steps the evaluations were made that are there.
+      done: number of finished steps. The evaluation after the last one may not have been made yet.
+      steps: the steps that have a line.
+      evaluations: the steps whose evaluation has a line.
     """
     made, evaluated = [], []
     for span, end in self._ends(done):
@@ -85,7 +85,7 @@ def _multiples(every: int, first: int, last: int) -> range:
 
 
 def text(missing: tuple[Sequence[int], Sequence[int]]) -> str:
-  """Returns what is missing in words, "" where nothing is."""
+  """Returns what is missing in words; "" if nothing is."""
   parts = [
     f"{len(found)} of {what} ({', '.join(map(str, found[:_NAMED]))}"
     f"{', ...' if len(found) > _NAMED else ''})"

@@ -10,15 +10,15 @@ from ml_collections import ConfigDict
 from processes.watchdog import SAVING, Watchdog
 from training.metrics.console import say
 
-# Never reached: the watchdog ends a run before in which a trace makes no progress.
+# Never reached: before that, the watchdog ends a run whose trace makes no progress.
 _FOR_EVER_SECONDS = 7 * 24 * 3600
 
 
 class Profile:
   """Traces the steps that `profile.start_step` and `profile.steps` name; a context manager.
 
-  Process 0 alone traces: those of one host would write to one file. Collecting and writing a trace
-  takes up to minutes, in which the others wait for it, and which are no part of a step.
+  Only process 0 traces: the processes of one host would write to the same file. Collecting and
+  writing a trace takes up to minutes, during which the others wait; no step's time includes it.
   """
 
   def __init__(self, keys: ConfigDict, folder: epath.Path, watch: Watchdog):
@@ -36,7 +36,7 @@ class Profile:
     self._end(together=error is None)
 
   def before(self, step: int) -> None:
-    """Starts or ends the trace; is called before each step with its number, by all processes."""
+    """Starts or ends the trace; all processes call it before each step, with its number."""
     if step in self._steps and not self._running:
       self._at("starting to trace")
       if self._watch.group.first:
@@ -55,9 +55,9 @@ class Profile:
       try:
         jax.profiler.stop_trace()
         say(f"trace in {self._folder}")
-      except (OSError, RuntimeError) as error:  # a full disk: the steps are worth more
+      except (OSError, RuntimeError) as error:  # such as a full disk; training is worth more
         say(f"WARNING: no trace could be written to {self._folder}: {error}; training continues")
-    if together:  # else the others may have failed, and do not come
+    if together:  # else the others may have failed, and never reach the barrier
       self._meet()
 
   def _meet(self) -> None:
@@ -68,9 +68,9 @@ class Profile:
     self._watch.at(label, SAVING, progress=self._progress)
 
   def _progress(self) -> tuple[int, float]:
-    """Returns the bytes of traces, and the processor time of this process in tens of seconds.
+    """Returns the bytes of traces, and the CPU time of this process in tens of seconds.
 
-    A trace is put together in memory before it is written. What waits takes next to none.
+    A trace is assembled in memory, which takes CPU time, before it is written.
     """
     size = 0
     for folder, _, names in os.walk(str(self._folder)):

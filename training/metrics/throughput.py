@@ -32,7 +32,7 @@ class Meter:
     self.wait_share = 0.0
 
   def start(self, step: int, wait_seconds: float) -> None:
-    """Begins to measure, when the first step is done: compiling and first use stay out."""
+    """Starts to measure after the first step, which includes compilation."""
     self._began = self._lap_began = time.monotonic()
     self._first_step = self._lap_step = step
     self._wait = self._first_wait = wait_seconds
@@ -47,7 +47,7 @@ class Meter:
 
     Args:
       step: the newest step that is done.
-      wait_seconds: what the loop has waited for data so far.
+      wait_seconds: the time that the loop has waited for data so far.
     """
     now = time.monotonic() - self._paused
     count = max(1, step - self._lap_step)
@@ -65,7 +65,7 @@ class Meter:
     stats = self._device.memory_stats() or {}
     if "peak_bytes_in_use" in stats:
       values["peak_bytes"] = stats["peak_bytes_in_use"]
-    # The first lap holds no step: it says when measuring began, not how fast a step is.
+    # The first lap has no steps: it marks the start of the measurement.
     return values if step > self._first_step else {}
 
   def paused(self) -> "Pause":

@@ -1,4 +1,4 @@
-"""Progress of long operations outside of the steps: one line, on a terminal."""
+"""Progress of long operations outside the steps: one line, on a terminal."""
 
 import contextlib
 import sys
@@ -16,10 +16,10 @@ _SECONDS = 0.2  # between two looks at the clock
 
 
 class Waiting:
-  """The line: what is going on, how far it is, since when. It vanishes when that is done."""
+  """The line: what is running, how far it is, since when. It disappears when that is done."""
 
   def __init__(self, text: str):
-    """Takes what is going on; `show` shows it."""
+    """Takes a description of the operation; `show` shows it."""
     self._text, self._began, self._looked = text, time.monotonic(), 0.0
     self._progress: Progress | None = None
     self._task: TaskID | None = None
@@ -32,7 +32,7 @@ class Waiting:
     if not (sys.stdout.isatty() and current().first):
       yield self
       return
-    # The terminal itself: what is under way may point the standard output elsewhere.
+    # The terminal itself: the operation may redirect standard output.
     console = Console(file=sys.stdout, soft_wrap=True)
     columns = (TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, refresh_per_second=2) as progress:
@@ -42,10 +42,10 @@ class Waiting:
     self._progress = None
 
   def tick(self, what: str, count: int) -> None:
-    """Shows how far it has come; gives up where a stop was requested.
+    """Shows the progress; raises if a stop was requested.
 
     Args:
-      what: is counted, for people: `rows of python_source`.
+      what: what is counted: `rows of python_source`.
       count: so far.
 
     Raises:
@@ -67,7 +67,7 @@ class Waiting:
 
 @contextlib.contextmanager
 def preparing(name: str) -> Iterator[Waiting]:
-  """Shows the preparation of a data set ; says what was prepared, once it is."""
+  """Shows the progress of preparing a data set, and logs when it is done."""
   began = time.monotonic()
   waiting = Waiting(f"preparing {name}")
   with waiting.show():

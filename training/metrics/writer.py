@@ -1,4 +1,4 @@
-"""What a run says: one progress line, `metrics.jsonl`, TensorBoard events."""
+"""The metrics of a run: `metrics.jsonl`, TensorBoard events, sinks."""
 
 import contextlib
 import shutil
@@ -23,17 +23,17 @@ FILE, DAMAGED = "metrics.jsonl", "metrics.damaged.jsonl"
 class MetricsWriter:
   """Appends to `metrics.jsonl` and to TensorBoard's event files; a context manager.
 
-  Process 0 alone writes. A line is about a step, an evaluation, a rollback, or where the
-  time went. On a start at step s, and on going back to it, lines past s are dropped, so that a
-  step appears once. Those of rollbacks stay.
+  Only process 0 writes. A line is about a step, an evaluation, a rollback, or goodput. On a start
+  at step s, and on a rollback to it, lines past s are dropped, so that each step appears once.
+  Lines about rollbacks stay.
 
-  While the disk is full, what it does not take is kept in memory, and written once there is space.
+  While the disk is full, lines are buffered in memory, and written once there is space.
 
   Lines that are damaged are moved to `metrics.damaged.jsonl`, byte for byte, and reported.
 
   Attributes:
-    times: the newest valid line of where the time went; None where there is none, and on
-      processes that do not write.
+    times: the newest valid line about goodput; None if there is none, and on processes that do not
+      write.
   """
 
   def __init__(
@@ -46,7 +46,7 @@ class MetricsWriter:
     owner: Ownership | None = None,
     sinks: Callable[[], Sinks] | None = None,
   ):
-    """Opens the files of a workdir that exists.
+    """Opens the files of an existing workdir.
 
     Args:
       workdir: the run's folder.
@@ -54,7 +54,7 @@ class MetricsWriter:
       tensorboard: also write event files.
       rollbacks: how many the checkpoint of that step knows of; it will reach later ones again.
       owner: of the workdir; each write requires it.
-      sinks: opens what is given the same numbers, on process 0.
+      sinks: opens the sinks, on process 0.
     """
     self._owner = owner or Ownership()
     self._lines = Lines(workdir / FILE, self._owner.require)
@@ -78,7 +78,7 @@ class MetricsWriter:
 
   @property
   def waiting(self) -> str:
-    """Returns why lines are kept in memory, "" where all are written."""
+    """Returns why lines are buffered in memory; "" if all are written."""
     return self._lines.waiting
 
   def close(self) -> None:
@@ -93,7 +93,7 @@ class MetricsWriter:
         self._board.close()
 
   def _cut(self, step: int, rollbacks: int, *more: Mapping[str, Any]) -> None:
-    """Drops lines past a step, and rollbacks past a number of them; adds lines in the same move."""
+    """Drops lines past a step, and rollbacks past a number; adds lines in the same replacement."""
     kept = [*log_lines.until(self._sound(), step, rollbacks), *map(log_lines.made, more)]
     self._lines.replace(line.raw for line in kept)
     times = [line.values for line in kept if TIMES in line.values]
@@ -102,9 +102,9 @@ class MetricsWriter:
       self._open_board(step + 1, rollbacks + len(more))
 
   def _sound(self) -> list[Line]:
-    """Returns the sound lines; copies the damaged ones to where they are kept, and reports them.
+    """Returns the valid lines; copies the damaged ones to their own file, and reports them.
 
-    They come first: a kill before the others are written leaves them in both files, or in one.
+    The copy comes first: a kill in between leaves damaged lines in both files, not in none.
     """
     sound, damaged = log_lines.split(self._lines.read())
     if damaged:
@@ -118,7 +118,7 @@ class MetricsWriter:
     return sound
 
   def _open_board(self, purge: int | None, number: int) -> None:
-    """Opens the `number`-th event file; events before it from a step on count no more."""
+    """Opens the `number`-th event file; it purges earlier events from step `purge` on."""
     self._close_board()
     self._scalars, self._boards = [], number
     self._board = SummaryWriter(
@@ -129,7 +129,7 @@ class MetricsWriter:
     )
 
   def _show(self, step: int, values: Mapping[str, float]) -> None:
-    """Adds values to the event file; what a full disk would not take, later and to another one."""
+    """Adds values to the event file; on a full disk, later and to a new file."""
     if self._board is None:
       return
     due = [*self._scalars, *((name, value, step) for name, value in values.items())]
@@ -164,7 +164,7 @@ class MetricsWriter:
       self._damaged.flush()
 
   def write_times(self, step: int, values: Mapping[str, Any]) -> None:
-    """Writes where the time went; of a step the newest such line is kept, after all others."""
+    """Writes a goodput line; only the newest of a step is kept, after all its other lines."""
     if not current().first:
       return
     line = {"step": step, **values}
@@ -177,10 +177,10 @@ class MetricsWriter:
     self._show(step, {TIMES: values[TIMES]})
 
   def roll_back(self, step: int, number: int, values: Mapping[str, Any]) -> None:
-    """Goes back to a step, and says so.
+    """Drops lines past a restored step, and adds one about the rollback.
 
     Args:
-      step: gone back to.
+      step: the restored step.
       number: of this rollback, counted from 1.
       values: of its line.
     """
@@ -193,7 +193,7 @@ class MetricsWriter:
 def _detach(workdir: epath.Path) -> None:
   """Gives the event files of earlier starts new inodes.
 
-  An owner that was stopped and replaced may have lines in memory for the file that it has open.
+  A former owner that was suspended and replaced may have buffered lines for a file it has open.
   """
   if not files.is_local(workdir):  # each write of an object makes a new one
     return
