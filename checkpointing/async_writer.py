@@ -1,9 +1,9 @@
-"""A save in the background: Orbax writes the arrays, then the step gets its digests and its name.
+"""Asynchronous saves: Orbax writes the arrays, then the step is committed with its digests.
 
-A step is written to `STEP.saving`. Once every process has written its arrays and Orbax has put
-their index together, each process computes the digests of what it has written; process 0 writes
-them with the rest and renames the folder to `STEP`. Until then there is no such step. In a
-bucket, where a folder cannot be renamed at once, the file of digests is what makes it a step.
+A step is written to `STEP.saving`. When every process has written its arrays and Orbax has merged
+their index, each process computes the digests of its files; process 0 writes all digests and
+renames the folder to `STEP`, which commits the step. In a bucket, where a folder cannot be renamed
+atomically, the file of digests commits it.
 """
 
 import contextlib
@@ -30,11 +30,10 @@ from processes.workdir_lease import Ownership
 # Processes that hold copies of an array share the writing of it in slices of at least this size.
 SLICE_BYTES = 2**23
 _OWNER = re.compile(r"\.process_(\d+)/")  # the folder of what one process has written
-# What TensorStore says of an array, between the cause and its number: a page of JSON.
+# The settings of an array in TensorStore's errors, a page of JSON.
 _SETTINGS = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)")
-# How long a save may take, and processes wait for one another between its parts. However slow the
-# disk is, nobody judges that by the clock: whoever waits for a save ends a run in which `progress`
-# has stood still for too long.
+# Timeout of a save, and of the barriers between its stages. It is never reached, however slow the
+# disk is: the watchdog ends a run whose `progress` has not changed for too long.
 PATIENCE_SECONDS = 7 * 24 * 3600
 
 
@@ -42,12 +41,12 @@ _UNDER_WAY = re.compile(r"\d+\.(saving|removing|orbax-checkpoint-tmp)")
 
 
 class SaveError(RuntimeError):
-  """A save failed; the checkpoints before it stand, and the same step may be saved again.
+  """A save failed; earlier checkpoints are intact, and the same step may be saved again.
 
   Attributes:
     step: the step that was to be saved.
-    agreed: whether all processes know, so that they can continue; where only this one does, the
-      others wait for it in the middle of a save, and the run has to end.
+    agreed: whether all processes know, so that they can continue; if only this one does, the others
+      wait for it in the middle of a save, and the run has to end.
   """
 
   def __init__(self, step: int, folder: epath.Path, why: str, *, agreed: bool = True):
@@ -57,7 +56,7 @@ class SaveError(RuntimeError):
 
 
 class Writer:
-  """Writes the steps of one folder, one at a time; every process has one of its own."""
+  """Writes the steps of one folder, one at a time; every process has a Writer."""
 
   def __init__(
     self,
@@ -73,8 +72,8 @@ class Writer:
     Args:
       folder: of the steps.
       together: the processes.
-      committed: is called in the background by process 0 after each save.
-      warn: is given warnings.
+      committed: process 0 calls it in the background after each save.
+      warn: called with warnings.
       owner: the right to write; folders of a save carry its number.
     """
     assert together.count == jax.process_count(), (together.count, jax.process_count())
@@ -85,11 +84,11 @@ class Writer:
     self._thread: threading.Thread | None = None
     self._step, self._stage, self._failure = 0, 0, ""
     self._failed = 0  # saves
-    self._kept: set[int] = set()  # steps that are not removed, since they hold something else
+    self._kept: set[int] = set()  # steps that are not removed, since they contain other files
 
   @property
   def busy(self) -> bool:
-    """Returns whether a save has been started whose end was not asked for with `finish`."""
+    """Returns whether a save was started and `finish` was not called yet."""
     return self._thread is not None
 
   @property
@@ -98,7 +97,7 @@ class Writer:
     return self._thread is not None and not self._thread.is_alive()
 
   def start(self, step: int, items: ocp.args.Composite) -> None:
-    """Copies what is to be saved, and starts to write it.
+    """Copies the items, and starts to write them.
 
     Raises:
       SaveError: it could not be started.
@@ -132,7 +131,7 @@ class Writer:
         raise SaveError(self._step, self._folder, self._failure)
 
   def close(self) -> None:
-    """Ends Orbax's threads; what they ended with has been raised already."""
+    """Ends Orbax's threads; their errors have been raised already."""
     if self._orbax is not None:
       with contextlib.suppress(Exception):
         self._orbax.close()
@@ -141,9 +140,9 @@ class Writer:
       self._tidy("removing what it has left", self.remove_leftovers)
 
   def progress(self) -> tuple[object, ...]:
-    """Returns what changes while a save or a removal makes progress; from any thread.
+    """Returns a value that changes while a save or a removal makes progress; from any thread.
 
-    Files of any process that grow, appear or vanish, and bytes that are read for digests.
+    It covers files of any process that grow, appear or disappear, and bytes read for digests.
 
     Raises:
       OSError: the folder cannot be read now.
@@ -172,9 +171,9 @@ class Writer:
     self._remove_folder(path)
 
   def remove_leftovers(self) -> None:
-    """Removes what saves and removals have left that were killed or have failed.
+    """Removes what killed or failed saves and removals have left.
 
-    Also those of an earlier owner that still writes: its save can then not be committed.
+    Including those of an earlier owner that still writes: its save then cannot be committed.
     """
     self._owner.require()
     for child in self._folder.iterdir():
@@ -182,7 +181,7 @@ class Writer:
         self._remove_folder(child)
 
   def in_the_way(self, step: int) -> str:
-    """Returns why a step cannot be written under its name, "" where it can."""
+    """Returns why a step cannot be written under its name; "" if it can."""
     step_folder = self._folder / str(step)
     if self._in_place and folder_entries.only_ours(step_folder):
       return ""  # of a save that was killed; Orbax removes it
@@ -202,7 +201,7 @@ class Writer:
         return None
       except OSError:
         time.sleep(0.1)
-    # It counts as no step, and the next start tries again.
+    # It does not count as a step, and the next start tries again.
     self._warn(f"WARNING: {folder} is left of a failed save or removal, and could not be removed")
     return None
 
@@ -223,17 +222,17 @@ class Writer:
       if first:
         self._tidy("waiting for the disk", self._sync)
         self._tidy("removing older steps", self._committed)
-        if self._failed:  # threads of a failed save may have written once more after it was removed
+        if self._failed:  # threads of a failed save may have written after it was removed
           self._tidy("removing what an earlier save has left", self.remove_leftovers)
 
   def _reading_ahead(self) -> contextlib.AbstractContextManager[Ahead | None]:
-    """Reads files as they appear; not from a bucket, where reading takes as long as writing."""
+    """Computes digests as files appear; not in a bucket, where reading is as slow as writing."""
     if self._in_place:
       return contextlib.nullcontext()
     return Ahead(self._making(self._step), self._together.index)
 
   def _commit(self, ahead: Ahead | None) -> None:
-    """Gives the step its digests and its name."""
+    """Writes the digests, and renames the folder."""
     folder, together = self._making(self._step), self._together
     there = checksums.sizes(folder) if together.first or folder.exists() else {}
 
@@ -251,7 +250,7 @@ class Writer:
         self._owner.require()
       checksums.write(folder, [*known.values(), *rest])
       if not self._in_place:
-        # An owner that is replaced after this has no folder to rename any more.
+        # If the owner is replaced after this, there is no folder left to rename.
         self._owner.require()
         folder.rename(self._folder / str(self._step))
     self._meet()
@@ -261,13 +260,13 @@ class Writer:
     return int(owner[1] if owner else 0) == self._together.index
 
   def _meet(self, *, key: str = "", timeout_ms: int = PATIENCE_SECONDS * 1000) -> None:
-    """Waits for the other processes; Orbax's threads call it too, with a name of theirs."""
+    """A barrier of the processes; Orbax's threads call it too, with their own key."""
     del key  # every process reaches the same barriers in the same order
     self._stage += 1
     self._together.stage(self._stage, timeout_seconds=timeout_ms / 1000)
 
   def _give_up(self, error: BaseException) -> str:
-    """Tells the others that this process has failed; returns why the save has, for all the same."""
+    """Notifies the others that this process has failed; returns the same reason on all."""
     text = str(error) if isinstance(error, ElsewhereError) else reason(error)
     if self._together.alone or isinstance(error, ElsewhereError):
       return text
@@ -281,7 +280,7 @@ class Writer:
     raise AssertionError("a process that has failed was not heard")
 
   def _tidy(self, what: str, do: Callable[[], None]) -> None:
-    """Does what is left to do when the save is over, one way or the other."""
+    """Cleans up after a save, whether it has failed or not; errors become warnings."""
     try:
       do()
     except Exception as error:  # what is left over does no harm
@@ -300,8 +299,8 @@ class Writer:
   def _making(self, step: int) -> epath.Path:
     """Returns the folder that the step is written to.
 
-    After a failure it is another one: TensorStore's threads may still write to the one before, and
-    make it again where it has been removed. With an owner's number in its name it is no other's.
+    After a failure it is a different one: TensorStore's threads may still write to the previous
+    one, and recreate it after its removal. The owner's number in its name keeps owners apart.
     """
     if self._in_place:
       return self._folder / str(step)
@@ -309,15 +308,15 @@ class Writer:
     return self._folder / f"{step}{SAVING}{''.join(marks)}"
 
   def _new_orbax(self) -> ocp.AsyncCheckpointer:
-    """Returns an object of Orbax's that writes our items."""
-    # By default every device that holds a copy writes a slice of it, each slice by a program of
-    # its own: hundreds to compile at the first save (seconds). Within one process nothing is
-    # gained by it, among several only where the slices are large.
+    """Returns an Orbax checkpointer for the items of a step."""
+    # By default every device with a replica writes a slice of it, and each slice is a separate
+    # program: the first save compiles hundreds of them (seconds). Within one process that gains
+    # nothing, among several only if the slices are large.
     handler = ocp.type_handlers.ArrayHandler(
       use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=SLICE_BYTES
     )
     arrays = ocp.PyTreeCheckpointHandler(
-      use_compression=False,  # of weights it gains 8 %
+      use_compression=False,  # it saves only 8 % of the size of weights
       type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, handler)),
     )
     quiet()
@@ -327,7 +326,7 @@ class Writer:
       registry.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
     return ocp.AsyncCheckpointer(
       ocp.CompositeCheckpointHandler(handler_registry=registry),
-      # Orbax's own meetings know nothing of a process whose part has failed.
+      # Orbax's own barriers do not handle a process whose part has failed.
       async_options=ocp.options.AsyncOptions(
         timeout_secs=PATIENCE_SECONDS, barrier_sync_fn=self._meet
       ),
@@ -335,12 +334,12 @@ class Writer:
 
 
 def room(folder: epath.Path, needed: int) -> str:
-  """Returns why a checkpoint of so many bytes cannot be begun, "" where it can.
+  """Returns why a checkpoint of this many bytes cannot be saved; "" if it can.
 
-  Asked before Orbax is: it would copy the arrays first, and where it cannot make a folder the
-  other processes wait for that for minutes.
+  Checked before Orbax starts: it would copy the arrays first, and if it cannot create a folder, the
+  other processes wait for minutes.
   """
-  if "://" in str(folder):  # a bucket has no end
+  if "://" in str(folder):  # a bucket has no size
     return ""
   try:
     disk = os.statvfs(folder)
@@ -357,7 +356,7 @@ def room(folder: epath.Path, needed: int) -> str:
 
 
 def reason(error: BaseException) -> str:
-  """Returns what an error says, in one line, without the settings of the array it fell upon."""
+  """Returns the message of an error in one line, without the settings of its array."""
   text = f"{type(error).__name__}: {' '.join(str(error).split())}"
   text = _SETTINGS.sub("", text)
   return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved in the background, kept by rule, restored where they fit."""
+"""The checkpoints of a run: asynchronous saves, retention, restore into any layout."""
 
 import contextlib
 import time
@@ -18,20 +18,20 @@ from checkpointing.retention import Retention
 from processes.workdir_lease import Ownership
 from runtime import files
 
-# Arrays are cut into chunks of at most this many bytes, since TensorStore reads complete chunks: a
-# device that needs an eighth of an array which one device wrote does not hold all of it.
+# Arrays are stored in chunks of at most this many bytes, since TensorStore reads complete chunks: a
+# device that needs an eighth of an array which one device wrote does not load all of it.
 CHUNK_BYTES = 2**25
-# A file of arrays is ended when it has reached this size, so that digests of several are computed
-# and compared at once. TensorStore's own limit is 2 GiB.
+# The size of a file of arrays, small enough that digests of several are computed in parallel.
+# TensorStore's own limit is 2 GiB.
 FILE_BYTES = 2**26
 
 
 class Checkpointer:
   """Saves and restores the steps of one folder; a context manager.
 
-  A step is saved as `{"step", "params", "optimizer"}` with the config and a record. Where there
-  are several processes, all make the same calls, and what a call raises it raises on all. Only
-  process 0 removes or renames anything. Broken checkpoints are renamed, never deleted.
+  A step is saved as `{"step", "params", "optimizer"}` with the config and a record. Several
+  processes make the same calls, and an error is raised on all of them. Only process 0 removes or
+  renames anything. Broken checkpoints are renamed, never deleted.
   """
 
   def __init__(
@@ -49,18 +49,18 @@ class Checkpointer:
     owner: Ownership | None = None,
     writes_later: bool = False,
   ):
-    """Opens a folder; what killed saves have left in it is removed, unless `read_only`.
+    """Opens a folder; removes what killed saves have left in it, unless `read_only`.
 
     Args:
-      folder: `WORKDIR/checkpoints`; made if it is missing.
-      keep: how many of the newest steps are kept, at least 1.
-      keep_every_steps: every step that is a multiple of it is kept as well; 0 is off.
+      folder: `WORKDIR/checkpoints`; created if it is missing.
+      keep: number of newest steps to keep, at least 1.
+      keep_every_steps: multiples of it are kept as well; 0 is off.
       keep_best: the metric whose best step is kept as well; "" is off.
-      lower_is_better: of that metric; by default yes, unless its name ends with `accuracy`.
+      lower_is_better: for that metric; by default true, unless its name ends with `accuracy`.
       verify: how a step is checked before it is read: `full`, `size` or `off`.
       read_only: nothing in the folder is ever changed.
-      warn: is given every warning; standard error by default.
-      together: the processes; by default there is one.
+      warn: called with every warning; standard error by default.
+      together: the processes; by default a single one.
       owner: the right to write to the folder; by default no other run can take it over.
       writes_later: nothing in the folder is changed before `start_writing`.
 
@@ -86,11 +86,11 @@ class Checkpointer:
         self.start_writing()
 
   def start_writing(self) -> None:
-    """Makes the folder ready for saves: removes leftovers, renames broken steps; all call it.
+    """Prepares the folder: removes leftovers, renames broken steps; all processes call it.
 
     Raises:
-      OSError: the folder cannot be made or changed; or a step has appeared since one was restored,
-        saved by an owner of the workdir that was replaced meanwhile. Starting again helps.
+      OSError: the folder cannot be created or changed; or a step has appeared since the restore,
+        saved by an owner of the workdir that was replaced meanwhile. Restarting helps.
     """
     newer = ""
     if self._together.first:
@@ -103,10 +103,10 @@ class Checkpointer:
         )
       if names := folder_entries.foreign(self.folder):
         self._warn(
-          f"WARNING: {self.folder} holds what was not saved by this application: "
-          f"{', '.join(names)}; it is left alone, and no step can be saved under these names"
+          f"WARNING: {self.folder} contains entries not saved by this application: "
+          f"{', '.join(names)}; they are left alone, and no step can be saved under these names"
         )
-    if newer := told(self._together.exchange(newer)):  # the others look at the folder after that
+    if newer := told(self._together.exchange(newer)):  # the others read the folder after that
       raise OSError(newer)
     for step in self.steps():
       with contextlib.suppress(UnreadableError):
@@ -133,7 +133,7 @@ class Checkpointer:
         self._writer.close()
 
   def close(self) -> None:
-    """Waits for the last save and closes; SaveError where it failed."""
+    """Waits for the last save and closes; raises SaveError if it failed."""
     self.__exit__(None, None, None)
 
   def steps(self) -> list[int]:
@@ -156,16 +156,16 @@ class Checkpointer:
     """Starts to save a step in the background, once the save before it is done.
 
     Args:
-      step: the number of steps done; newer than every step that is there.
+      step: the number of steps done; newer than every saved step.
       tree: placed arrays; they may be donated as soon as this returns.
-      config: resolved, as JSON has it.
-      record: what else is to be known: versions, accepted changes.
+      config: resolved, as JSON.
+      record: further JSON: versions, accepted changes.
       metrics: of an evaluation at this step, for `keep_best`.
-      metrics_over: which examples they are over; steps are compared where these are the same.
-      hindrance: why this process cannot have the step saved now; "" for nothing.
+      metrics_over: the examples that they are over; only steps with the same ones are compared.
+      hindrance: why this process cannot save the step now; "" if it can.
 
     Returns:
-      The seconds that the caller was kept waiting.
+      The seconds that the caller waited.
 
     Raises:
       SaveError: this save could not start, a process was hindered, or the save before it failed.
@@ -176,9 +176,9 @@ class Checkpointer:
     self.wait()
     self._retention.note(step, metrics, metrics_over)
     there = self.steps()
-    if there and step <= there[-1]:  # where runs are resumed, the newest step counts
+    if there and step <= there[-1]:  # a run resumes from the newest step
       raise ValueError(
-        f"step {step} is not saved: {self.folder} holds the steps {reading.listed(there)}, and "
+        f"step {step} is not saved: {self.folder} has the steps {reading.listed(there)}, and "
         f"only newer ones can be added"
       )
     arrays = naming.nested(naming.named_leaves(tree))
@@ -186,7 +186,7 @@ class Checkpointer:
     self._owner.require()
     if not hindrance and self._together.first:
       hindrance = async_writer.room(self.folder, needed) or self._writer.in_the_way(step)
-    # The one that removes older steps may still do so, on a slow disk.
+    # The thread that removes older steps may still be doing so, on a slow disk.
     if why := told(
       self._together.exchange(hindrance, timeout_seconds=async_writer.PATIENCE_SECONDS)
     ):
@@ -208,7 +208,7 @@ class Checkpointer:
     return time.monotonic() - began
 
   def check(self) -> None:
-    """Reports a save that has failed in the background; to be called at every step, by all.
+    """Raises the error of a failed background save; all processes call it at every step.
 
     Costs nothing where no save is running, and a barrier of the processes while one is.
 
@@ -228,7 +228,7 @@ class Checkpointer:
       self._writer.finish()
 
   def progress(self) -> object:
-    """Returns what changes while a save makes progress: see `Writer.progress`; from any thread."""
+    """Returns a value that changes while a save progresses, see `Writer.progress`; thread-safe."""
     return None if self._writer is None else self._writer.progress()
 
   @property
@@ -246,13 +246,13 @@ class Checkpointer:
   def restore_verified(
     self, abstract: Any, *, step: int | None = None, known: Verified | None = None
   ) -> tuple[Verified, Any]:
-    """Restores a step directly into the shardings asked for, whatever layout wrote it.
+    """Restores a step directly into the requested shardings, whatever layout wrote it.
 
     Args:
-      abstract: the tree that was saved, of ShapeDtypeStructs with shardings.
-      step: which; by default the newest that can be read. Broken ones that are newer are
-        reported and renamed to `STEP.broken` (unless read_only), since nothing older than the
-        newest step can be saved.
+      abstract: the saved tree, of ShapeDtypeStructs with shardings.
+      step: the step; by default the newest that can be read. Newer broken ones are reported and
+        renamed to `STEP.broken` (unless read_only), since nothing older than the newest step can
+        be saved.
       known: a step that `verified` has returned; its small files are not read again.
 
     Returns:
@@ -276,7 +276,7 @@ class Checkpointer:
     return found.tree
 
   def verified(self, step: int | None = None) -> Verified:
-    """Returns a step's config and record, or those of the newest whose small files are sound.
+    """Returns a step's config and record, or those of the newest whose small files are intact.
 
     Raises:
       ValueError: there is none.
@@ -297,13 +297,13 @@ class Checkpointer:
       raise ValueError(f"{self.folder} was opened for reading only; nothing is removed")
     try:
       self.wait()
-    except SaveError as failure:  # what is not there need not be removed
+    except SaveError as failure:  # a step that was not saved need not be removed
       self._warn(f"WARNING: {failure}")
     if self._together.first:
-      # The newest first: a kill leaves no step without those before it.
+      # The newest first, so that a kill leaves no gap.
       for newer in reversed([there for there in self.steps() if there > step]):
         self._writer.remove(newer)
-    self._together.exchange("")  # the others look at the folder after that
+    self._together.exchange("")  # the others read the folder after that
 
   def _collect(self) -> None:
     """Removes the steps that the rules do not keep."""
@@ -317,26 +317,26 @@ class Checkpointer:
     return integrity.check(self.folder / str(step), self._verify)
 
   def _read(self, step: int, abstract: Any, known: Verified | None) -> tuple[Verified, Any]:
-    """Returns a step and its tree; a folder that holds another step than its name is torn."""
+    """Returns a step and its tree; a folder whose step is not its name is damaged."""
     verified = known if known is not None and known.step == step else self._check(step)
     tree = reading.read_arrays(verified.path, abstract, together=self._together, verified=verified)
     found = tree["step"] if isinstance(tree, dict) and "step" in tree else step
     if int(found) != step:
-      raise UnreadableError(f"it holds step {int(found)}")
+      raise UnreadableError(f"it contains step {int(found)}")
     return verified, tree
 
   def _set_aside(self, broken: Collection[int]) -> None:
-    """Renames broken steps, in one move each: nothing is lost if one turns out to be intact."""
+    """Renames broken steps: nothing is lost if one turns out to be intact."""
     if self._together.first:
       self._owner.require()
       for step in broken:
         aside = folder_entries.free(self.folder, f"{step}.broken")  # an earlier one is kept, too
         (self.folder / str(step)).rename(aside)
-    self._together.exchange("")  # the others look at the folder after that
+    self._together.exchange("")  # the others read the folder after that
 
 
 def _metrics(record: Mapping[str, Any]) -> dict[str, float] | None:
-  """Returns the metrics of a record; None where it has none that can be compared."""
+  """Returns the metrics of a record; None if it has none that can be compared."""
   metrics = record.get("metrics")
   if not isinstance(metrics, dict):
     return None

@@ -1,15 +1,15 @@
-"""A SHA-256 of every file of a folder, in a file of its own.
+"""SHA-256 checksums of the files of a folder, in a file `digests`.
 
-The file `digests` begins with a line that names its form, has a line for each other file of the
-folder, and ends with the digest of all lines above, so that damage to this file is distinguished
-from damage to what it lists:
+It begins with a line that names its format, has a line for each other file of the folder, and ends
+with the digest of all lines above, so that damage to this file is distinguished from damage to what
+it lists:
 
   checkpoint digests 1
   SHA256 BYTES PATH
   ...
   SHA256 end
 
-Files whose names begin with a dot belong to the file system, and are passed over.
+Files whose names begin with a dot belong to the file system, and are ignored.
 """
 
 import concurrent.futures
@@ -30,22 +30,22 @@ _LINE = re.compile(r"([0-9a-f]{64}) (0|[1-9][0-9]*) (\S(?:.*\S)?)")
 _MOST_BYTES = 2**28  # of this file: two million lines
 THREADS = min(8, os.cpu_count() or 1)
 _DEEPEST = 16  # folders in one another; a checkpoint has three
-_NAMED = 3  # so many files stand in a message
+_NAMED = 3  # files that a message names
 
 
 class Read:
-  """How many bytes were read through by this process so far: that a number grows is progress."""
+  """The number of bytes that this process has read so far, as a measure of progress."""
 
   count = 0
 
 
 class DamagedError(Exception):
-  """A file is missing, cut, changed or cannot be read."""
+  """A file is missing, truncated, changed or unreadable."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Digest:
-  """What a file should be.
+  """The expected size and checksum of a file.
 
   Attributes:
     path: relative to the folder, with `/` between its parts.
@@ -89,7 +89,7 @@ def parse(content: bytes) -> list[Digest]:
 
 
 def parse_line(line: str) -> Digest:
-  """Returns what `Digest.line` was made of; raises DamagedError where it is none."""
+  """Parses the result of `Digest.line`; raises DamagedError if it is malformed."""
   match = _LINE.fullmatch(line)
   if not match:
     raise DamagedError(f"{FILE}: {line!r} is no digest, size and path")
@@ -114,7 +114,7 @@ def read(folder: epath.Path) -> list[Digest]:
 
 
 def begins(folder: epath.Path) -> bool:
-  """Returns whether a folder has a file of digests that begins as ours do."""
+  """Returns whether a folder has a file of digests that begins with the right title."""
   try:
     first = next(files.read_blocks(folder / FILE, most_bytes=_MOST_BYTES), b"")
   except OSError:
@@ -131,11 +131,11 @@ def write(folder: epath.Path, listed: Iterable[Digest]) -> None:
 
 
 def sizes(folder: epath.Path) -> dict[str, int]:
-  """Returns path -> bytes of every file below a folder, but the digests themselves.
+  """Returns path -> bytes of every file below a folder, except the digests themselves.
 
   Raises:
     DamagedError: something below it is neither a folder nor a plain file. Reading a FIFO or a
-      device would wait forever, and a link leads to what may change without the checkpoint.
+      device would block forever, and the target of a link may change without the checkpoint.
   """
   found: dict[str, int] = {}
   walk = _walk_local if files.is_local(folder) else _walk_bucket
@@ -194,10 +194,10 @@ def compute(
 
 
 def check_sizes(folder: epath.Path, listed: Sequence[Digest]) -> None:
-  """Looks whether exactly the files that are listed are there, in their sizes.
+  """Checks that exactly the listed files exist, with their sizes.
 
   Raises:
-    DamagedError: with what is missing, of another size, or too much.
+    DamagedError: with the files that are missing, unlisted or of another size.
   """
   try:
     there = sizes(folder)
@@ -230,7 +230,7 @@ def check_contents(
 
   Raises:
     DamagedError: with those that are not what was written.
-    PermissionError: which speaks of this process, not of the file.
+    PermissionError: it concerns this process, not the file.
   """
   blocks: dict[str, list[bytes]] = {path: [] for path in keep}
 
@@ -268,15 +268,15 @@ def share(listed: Sequence[Digest], index: int, count: int) -> list[Digest]:
 def read_through(
   path: epath.Path, most_bytes: int = sys.maxsize, kept: list[bytes] | None = None
 ) -> tuple[int, str]:
-  """Returns (bytes, SHA-256) of a file, of which a block at a time is in memory.
+  """Returns (bytes, SHA-256) of a file, reading one block at a time.
 
   Args:
     path: of the file.
-    most_bytes: of a file that is read.
-    kept: is given every block; None: nothing is kept.
+    most_bytes: the largest size that is read.
+    kept: collects the blocks; None: they are dropped.
 
   Raises:
-    OSError: it cannot be read, is no plain file, or has more than so many bytes.
+    OSError: it cannot be read, is not a plain file, or is larger than `most_bytes`.
   """
   hashed, size = hashlib.sha256(), 0
   for block in files.read_blocks(path, most_bytes=most_bytes):

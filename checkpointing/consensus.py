@@ -10,7 +10,7 @@ import time
 
 from processes.coordination import Group
 
-# What is said and where it is met; every process uses the same names.
+# Names of barriers and messages, the same on every process.
 _POINT, _SAID, _FAILED, _SHARED = "checkpoint", "checkpoint_said", "save_failed", "save_shared"
 
 
@@ -19,15 +19,15 @@ class ElsewhereError(RuntimeError):
 
 
 class Together:
-  """The meetings of one process; several of these may be used, one after another."""
+  """One process's side of the barriers; several of these may be used, one after another."""
 
   def __init__(self, group: Group | None = None, *, timeout_seconds: float = 300.0):
     """Takes the processes; None: this one alone.
 
     Args:
-      group: who they are.
+      group: the processes.
       timeout_seconds: how long the others may take to reach an exchange; and four times as long
-        as this object is there, since disks are read before, which may be slower for others.
+        as this object exists, since disks were read before, which may be slower for others.
     """
     self._group = group or Group()
     self._timeout, self._began = timeout_seconds, time.monotonic()
@@ -44,20 +44,20 @@ class Together:
     return self._group.first
 
   def all_true(self, value: bool, *, timeout_seconds: float | None = None) -> bool:
-    """Returns whether `value` is true on every process; all come."""
+    """Returns whether `value` is true on every process; all call it."""
     timeout = timeout_seconds or self._patience()
     return self._group.all_true(_POINT, value, timeout_seconds=timeout)
 
   def _patience(self) -> float:
-    """Returns how long the others may take: what took this process long may take them longer."""
+    """Returns how long the others may take: if this process took long, they may take longer."""
     return self._timeout + 4 * (time.monotonic() - self._began)
 
   def exchange(self, text: str, *, timeout_seconds: float | None = None) -> list[str]:
-    """Returns what each process says, by index; all come. One meeting if all say "".
+    """Returns the texts of all processes, by index; all call it. One barrier if all texts are "".
 
     Args:
       text: of this process.
-      timeout_seconds: how long the others may take to come, where not as usual.
+      timeout_seconds: how long the others may take to reach it; None: the default.
     """
     own = f"{_SAID}/{self.index}"
     if text:
@@ -72,20 +72,20 @@ class Together:
     return [said.get(str(index), {}).get("text", "") for index in range(self.count)]
 
   def from_first(self, text: str) -> str:
-    """Returns what process 0 says; all come."""
+    """Returns the text of process 0; all call it."""
     return self.exchange(text if self.first else "")[0]
 
   # ------------------------------ the stages of a save ------------------------------
 
   def begin_stages(self) -> None:
-    """Forgets the save before; on every process its stages are over."""
+    """Forgets the previous save, whose stages are over on every process."""
     self._group.delete(f"{_FAILED}/{self.index}")
 
   def stage(self, number: int, *, timeout_seconds: float) -> None:
     """Returns when all processes are at this stage of a save.
 
     Raises:
-      ElsewhereError: one has failed, and comes no further.
+      ElsewhereError: another process has failed.
     """
     self._group.wait(f"save_{number}", timeout_seconds=timeout_seconds)
     if text := self.failures(number):
@@ -99,21 +99,21 @@ class Together:
     self._group.put(f"{_FAILED}/{self.index}", {"text": text, "stage": number})
 
   def failures(self, number: int) -> str:
-    """Returns who has failed and why, "" for none: the same for all who have passed a stage."""
+    """Returns which processes have failed and why; "" if none: the same on all after a stage."""
     failed = sorted(self._group.list(_FAILED).items(), key=lambda item: int(item[0]))
     return "; ".join(f"process {i}: {v['text']}" for i, v in failed if v["stage"] <= number)
 
   def share(self, text: str) -> None:
-    """Gives a text to process 0, which may take it from the next stage on."""
+    """Sends a text to process 0, which can read it after the next stage."""
     self._group.put(f"{_SHARED}/{self.index}", {"text": text})
 
   def shared(self) -> list[str]:
-    """Returns the texts that have been given."""
+    """Returns the texts that have been sent."""
     return [value["text"] for value in self._group.list(_SHARED).values()]
 
 
 def told(texts: list[str]) -> str:
-  """Returns what was said in an exchange in one line, with who said it where there are several."""
+  """Joins the texts of an exchange in one line, naming the process if there are several."""
   if len(texts) == 1:
     return texts[0]
   return "; ".join(f"process {index}: {text}" for index, text in enumerate(texts) if text)

@@ -1,9 +1,9 @@
-"""Digests of the files of a save, computed while others of its files are still being written.
+"""Digests of the files of a save, computed while other files are still being written.
 
-A file of arrays has its final name once it is complete: TensorStore writes it under another one,
-which ends with `.__lock`, syncs it and renames it. It is not written to again; the folders above it
-are renamed when the save is complete. So what is read here by a file's own name, which is random,
-is looked up by that name and its size later, and the disk's waiting time is used.
+TensorStore writes a file of arrays under a name that ends with `.__lock`, syncs it, renames it and
+never writes to it again. Digests computed here are looked up later by the file's random name and
+its size, since the folders above it are renamed when the save is complete. This uses the time in
+which the save waits for the disk.
 """
 
 import concurrent.futures
@@ -17,14 +17,14 @@ from etils import epath
 from checkpointing import checksums
 
 _LOCK = ".__lock"
-_LEAST_BYTES = 2**20  # smaller files are read in no time, later
+_LEAST_BYTES = 2**20  # smaller files are read quickly, later
 _PAUSE_SECONDS = 0.01
 
 
 class Ahead:
-  """Reads the files of one process from when they appear; a context manager, which ends that.
+  """A context manager that reads the files of one process as they appear.
 
-  A file that cannot be read, or is renamed at that moment, is left to be read later.
+  A file that cannot be read, or is renamed at that moment, is left for later.
   """
 
   def __init__(self, making: epath.Path, process: int):
@@ -43,13 +43,13 @@ class Ahead:
     return self
 
   def __exit__(self, *error) -> None:
-    """Looks for no more files; what has been begun is read to its end."""
+    """Stops looking for files; finishes those being read."""
     self._over.set()
     self._thread.join()
     self._pool.shutdown(wait=False)
 
   def sha256(self, name: str, size: int) -> str:
-    """Returns the digest of a file by its own name, "" where it was not read in this size."""
+    """Returns the digest of a file by its name; "" if it was not read with this size."""
     if name not in self._reading:
       return ""
     with contextlib.suppress(OSError):

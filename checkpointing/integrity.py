@@ -25,24 +25,24 @@ COMMITTED = "commit_success.txt"
 STEP_METADATA = "_CHECKPOINT_METADATA"
 FULL, SIZE, OFF = "full", "size", "off"  # checkpoint.verify
 # Files up to this size are checked by every process, before it trusts the names in them; shapes and
-# dtypes stand in TensorStore's index, which has checksums of its own. Of the larger files, which
-# hold the arrays, each process checks a share.
+# dtypes are in TensorStore's index, which has its own checksums. Of the larger files, with the
+# arrays, each process checks a share.
 SMALL_BYTES = 2**20
 
 
 class UnreadableError(Exception):
-  """A step's folder is torn: a file of it is missing, cut short or not what it should be."""
+  """A step's folder is damaged: a file is missing, truncated or changed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-  """A step whose files are all there, and what its small files say.
+  """A step whose files all exist, with its config and record.
 
   Attributes:
     path: of the step's folder.
     config: of the run.
-    record: what else was known: versions, metrics.
-    large: the files whose content is still to be compared with their digests.
+    record: versions, metrics and more.
+    large: the files whose content has not been compared with their digests yet.
   """
 
   path: epath.Path
@@ -57,13 +57,13 @@ class Verified:
 
 
 def check(path: epath.Path, verify: str) -> Verified:
-  """Verifies that everything is there, and that the small files are what was written.
+  """Verifies that all files exist, and that the small ones are what was written.
 
   Each small file is read once: what is returned is what was verified.
 
   Args:
     path: a step's folder.
-    verify: `full`; `size`: of no file more than its size; `off`: only Orbax's marks.
+    verify: `full`; `size`: only the sizes of files; `off`: only Orbax's markers.
 
   Raises:
     UnreadableError: something is missing or damaged.
@@ -121,7 +121,7 @@ def read_json(path: epath.Path, item: str, content: bytes | None = None) -> dict
 
 
 def _check_marks(path: epath.Path) -> None:
-  """Looks at what Orbax takes on trust: the marks that a step was written to its end."""
+  """Checks the markers of a complete step, which Orbax does not."""
   missing = [
     name
     for name in (
@@ -140,7 +140,7 @@ def _check_marks(path: epath.Path) -> None:
 
 
 def one_line(error: BaseException) -> str:
-  """Returns what an error began with, in at most 300 characters of one line."""
+  """Returns the beginning of an error's message: one line of at most 300 characters."""
   while error.__cause__ is not None:
     error = error.__cause__
   text = " ".join(f"{type(error).__name__}: {error}".split()).partition(" [tensorstore_spec=")[0]

@@ -34,11 +34,11 @@ def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
   """Compares names, shapes and dtypes, strictly both ways.
 
   Args:
-    stored: name -> what the checkpoint holds: anything with a shape and a dtype.
-    wanted: name -> what is to be filled from it.
+    stored: name -> array of the checkpoint: anything with a shape and a dtype.
+    wanted: name -> array to be restored.
 
   Returns:
-    A line per array that is not the same on both sides.
+    A line per array that differs.
   """
   lines = []
   for name in sorted({*stored, *wanted}):

@@ -16,13 +16,13 @@ import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 
 _ORBAX = os.path.dirname(ocp.__file__) + os.sep
-# What a thread of TensorStore's calls when a write has ended that a coroutine waits for.
+# What a TensorStore thread calls at the end of a write that a coroutine waits for.
 _TO_A_LOOP = asyncio.BaseEventLoop.call_soon_threadsafe.__code__
 _installed = False
 
 
 class _Quiet(logging.Filter):
-  """Lets through everything but errors of Orbax."""
+  """Lets through everything except errors of Orbax."""
 
   def filter(self, record: logging.LogRecord) -> bool:
     """Returns whether a line is to be printed."""
@@ -36,7 +36,7 @@ class _Quiet(logging.Filter):
 
 
 def quiet() -> None:
-  """Leaves it to SaveError to say what has failed; with --debug everything is printed."""
+  """Silences Orbax's logs of failures that SaveError reports, unless --debug is set."""
   global _installed
   if _installed:
     return
@@ -46,7 +46,7 @@ def quiet() -> None:
   hook = sys.unraisablehook
 
   def unless_late(unraisable: Any) -> None:
-    # A write that ends after the save has failed: the event loop that waited for it is closed.
+    # A write that ends after the save has failed, when its event loop is closed.
     raised = unraisable.exc_traceback
     if raised is None or raised.tb_frame.f_code is not _TO_A_LOOP:
       hook(unraisable)

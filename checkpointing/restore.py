@@ -1,6 +1,6 @@
-"""Reading a checkpoint: where it is, does it fit, and its arrays, straight into their layout.
+"""Reads checkpoints: finds a step, compares its arrays with the model, restores them sharded.
 
-Nothing here ever writes.
+Nothing here writes.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def warn(text: str) -> None:
 
 
 def parse_location(text: str) -> tuple[epath.Path, int | None]:
-  """Returns the folder of checkpoints, and the step where one is named.
+  """Returns the folder of checkpoints, and the step if one is named.
 
   Args:
     text: `DIR` or `DIR/STEP`; DIR is a run's workdir or the `checkpoints` folder in it.
@@ -48,7 +48,7 @@ def parse_location(text: str) -> tuple[epath.Path, int | None]:
   for folder in (path.parent / FOLDER, path.parent):
     if path.name.isdecimal() and _is_store(folder):
       if int(path.name) not in steps(folder):
-        raise ValueError(f"{folder} holds no step {path.name}; it holds {listed(steps(folder))}")
+        raise ValueError(f"{folder} has no step {path.name}; it has {listed(steps(folder))}")
       return folder, int(path.name)
   raise _nothing_in(path)
 
@@ -91,8 +91,8 @@ def restore_branches(
     abstract: name of the branch -> nested dict of ShapeDtypeStructs with shardings.
     step: which; by default the newest that can be read.
     verify: how a step is checked before it is read: `full`, `size` or `off`.
-    warn: is called with the reason why newer ones cannot.
-    together: the processes, each of which reads its own shards; by default there is one.
+    warn: called with the reason why newer ones cannot be read.
+    together: the processes, each of which reads its own shards; by default a single one.
 
   Returns:
     The step, and a tree like `abstract` of placed arrays.
@@ -116,14 +116,14 @@ def restore_branches(
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-  """What a search for a readable step has found: the step, its tree, and the broken newer ones."""
+  """The result of a search for a readable step: the step, its tree, and newer broken ones."""
 
   step: int
   tree: Any
   broken: Mapping[int, str]  # step -> what is wrong with it
 
   def warnings(self, folder: epath.Path, remedy: str) -> list[str]:
-    """Returns a line for each broken step; `remedy` says what becomes of it."""
+    """Returns a line for each broken step; `remedy` says what happens to it."""
     return [
       f"WARNING: the checkpoint {folder / str(step)} cannot be read ({why}); {remedy}, and "
       f"step {self.step} is used instead"
@@ -137,20 +137,20 @@ def restore_first(
   read: Callable[[int], Any],
   together: Together | None = None,
 ) -> Found:
-  """Reads one step, or where none is named the newest that can be read.
+  """Reads one step, or by default the newest that can be read.
 
   Args:
     folder: of checkpoints.
     step: which, or None.
     read: step -> tree; raises UnreadableError.
-    together: the processes, if all of them ask: a step counts that every one could read.
+    together: the processes, if all call this: a step counts if all of them can read it.
 
   Raises:
-    ValueError: no such step, or none that can be read; and whatever `read` raises besides.
+    ValueError: no such step, or none that can be read; and what else `read` raises.
   """
   there = require_steps(folder)
   if step is not None and step not in there:
-    raise ValueError(f"{folder} holds no step {step}; it holds {listed(there)}")
+    raise ValueError(f"{folder} has no step {step}; it has {listed(there)}")
   together = together or Together()
   broken: dict[int, str] = {}
   for candidate in [step] if step is not None else reversed(there):
@@ -167,12 +167,12 @@ def restore_first(
     f"{folder}: nothing to restore from:\n"
     + "\n".join(f"  step {s} cannot be read: {why}" for s, why in broken.items())
     + (f"\nthere are also the steps {listed(others)}" if others else "")
-    + "\nput the files back from a copy, or start a new run in another workdir"
+    + "\nrestore the files from a copy, or start a new run in another workdir"
   )
 
 
 def require_steps(folder: epath.Path) -> list[int]:
-  """Returns the steps of a folder; raises ValueError where there are none."""
+  """Returns the steps of a folder; raises ValueError if there are none."""
   there = steps(folder)
   if not there:
     raise _nothing_in(folder)
@@ -180,7 +180,7 @@ def require_steps(folder: epath.Path) -> list[int]:
 
 
 def _nothing_in(folder: epath.Path) -> ValueError:
-  what = "holds no checkpoints" if folder.is_dir() else "is no folder"
+  what = "has no checkpoints" if folder.is_dir() else "is not a folder"
   return ValueError(
     f"{folder} {what}; give the workdir of a run that has saved one, or WORKDIR/STEP"
   )
@@ -192,7 +192,7 @@ def listed(there: Sequence[int]) -> str:
 
 
 def steps(folder: epath.Path) -> list[int]:
-  """Returns the steps that were saved there, oldest first, intact or damaged."""
+  """Returns the steps saved in a folder, oldest first, intact or damaged."""
   if not folder.is_dir():
     return []
   return sorted(int(child.name) for child in folder.iterdir() if folder_entries.is_step(child))
@@ -213,20 +213,20 @@ def read_arrays(
     path: a step's folder.
     abstract: a tree of ShapeDtypeStructs with shardings.
     branches: compare and restore only these branches of the state, such as `params`; (): all.
-    verify: how the step is checked before: `full`, `size` or `off`.
+    verify: how the step is checked first: `full`, `size` or `off`.
     together: the processes, each of which checks its share and reads its own shards.
-    verified: this step, where its small files have been verified already.
+    verified: this step, if its small files have been verified already.
 
   Returns:
     A tree like `abstract` of placed arrays.
 
   Raises:
-    UnreadableError: the checkpoint is torn, as far as this process has looked.
-    ValueError: it holds other arrays than asked for; every difference in one message.
+    UnreadableError: the part of the checkpoint that this process reads is damaged.
+    ValueError: its arrays are not the requested ones; every difference in one message.
   """
   verified = verified or integrity.check(path, verify)
   wanted = naming.named_leaves(abstract)
-  # Orbax reports one difference of several, and casts another dtype without a word.
+  # Orbax reports only one of several differences, and casts dtypes silently.
   stored = stored_arrays(path)
   if branches:
     stored = {name: x for name, x in stored.items() if name.partition("/")[0] in branches}
@@ -245,7 +245,7 @@ def read_arrays(
   arguments = ocp.args.PyTreeRestore(
     naming.nested(wanted), restore_args=naming.nested(restore_args), partial_restore=bool(branches)
   )
-  # Not through a Checkpointer, in which processes wait for one another: one may fail to read.
+  # Not with an Orbax Checkpointer, which has barriers: a process may fail to read.
   handler = ocp.PyTreeCheckpointHandler()
   restored = _from_orbax(path, lambda path: handler.restore(path, args=arguments))
   arrays = naming.named_leaves(restored)
@@ -258,7 +258,7 @@ def stored_arrays(path: epath.Path) -> Mapping[str, Any]:
   Raises:
     UnreadableError: the metadata is missing or broken.
   """
-  # A Checkpointer would log what is wrong and answer None.
+  # A Checkpointer would log the error and return None.
   metadata = _from_orbax(path, lambda path: ocp.PyTreeCheckpointHandler().metadata(path))
   return naming.named_leaves(metadata.tree)
 
@@ -283,16 +283,16 @@ def _check_names(path: epath.Path) -> None:
   if named != indexed:
     few = ", ".join(sorted(named ^ indexed)[:3])
     raise UnreadableError(
-      f"{STATE}/_METADATA: it names {len(named)} arrays, and the index holds {len(indexed)}; only "
+      f"{STATE}/_METADATA: it names {len(named)} arrays, and the index has {len(indexed)}; only "
       f"one of them has {few}"
     )
 
 
 def _from_orbax(path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
-  """Reads the state; whatever Orbax and TensorStore raise over its files is UnreadableError.
+  """Reads the state; errors of Orbax and TensorStore about its files become UnreadableError.
 
-  Torn files come up as nearly every kind of exception. Those that speak of this machine, not
-  of the files, are let through: memory that is full makes no checkpoint a broken one.
+  Damaged files cause nearly every kind of exception. Errors about this machine and not the files
+  are passed on: a checkpoint is not broken because the memory is full.
   """
   try:
     return read(path / STATE)

@@ -1,8 +1,8 @@
 """What may change when a run resumes: every key of a config belongs to one of three classes.
 
-The first pattern that matches a key decides. A class is chosen by what the key does to the run:
-`GOES_ON` leaves what is computed alone (to rounding), `ACCEPT` changes it from here on, `REFUSED`
-makes another run of it, to which the state so far does not belong.
+The first pattern that matches a key decides. The class follows from the effect of the key:
+`MAY_CHANGE` does not change what is computed (up to rounding), `ACCEPT` changes it from here on,
+`REFUSED` makes it a different run, to which the saved state does not belong.
 """
 
 import fnmatch
@@ -14,55 +14,55 @@ from etils import epath
 
 from runtime.suggest import nearest
 
-GOES_ON, ACCEPT, REFUSED = "may change", "needs acceptance", "refused"
+MAY_CHANGE, ACCEPT, REFUSED = "may change", "needs acceptance", "refused"
 
 CLASSES = {
   # Where and how it runs.
-  "mesh.*": GOES_ON,
-  "mesh_dcn.*": GOES_ON,
-  "partitioning.*": GOES_ON,
-  "memory_limit_gib": GOES_ON,
-  "compilation_cache_dir": GOES_ON,
-  "processes.*": GOES_ON,
-  "planning.*": GOES_ON,
-  "argument": GOES_ON,  # the recipe's name; what it sets is compared key by key
-  # What is looked at, and what is kept.
-  "metrics.*": GOES_ON,
-  "evaluation.*": GOES_ON,
-  "checkpoint.*": GOES_ON,  # initialize_from was used before the first step
-  "profile.*": GOES_ON,
-  # The data. Another row order or another row is another run.
-  "data.data_dir": GOES_ON,  # where the rows are stored; dataset.* shows whether they are the same
-  "data.prefetch_batches": GOES_ON,
-  "data.max_bad_records": GOES_ON,  # a run that an unreadable record has stopped may resume
-  "data.evaluation_split": GOES_ON,
+  "mesh.*": MAY_CHANGE,
+  "mesh_dcn.*": MAY_CHANGE,
+  "partitioning.*": MAY_CHANGE,
+  "memory_limit_gib": MAY_CHANGE,
+  "compilation_cache_dir": MAY_CHANGE,
+  "processes.*": MAY_CHANGE,
+  "planning.*": MAY_CHANGE,
+  "argument": MAY_CHANGE,  # the recipe's name; what it sets is compared key by key
+  # What is logged, and what is kept.
+  "metrics.*": MAY_CHANGE,
+  "evaluation.*": MAY_CHANGE,
+  "checkpoint.*": MAY_CHANGE,  # initialize_from was used before the first step
+  "profile.*": MAY_CHANGE,
+  # The data. Other rows, or another order of rows, make it a different run.
+  "data.data_dir": MAY_CHANGE,  # dataset.* shows whether the rows are the same
+  "data.prefetch_batches": MAY_CHANGE,
+  "data.max_bad_records": MAY_CHANGE,  # a run that an unreadable record has stopped may resume
+  "data.evaluation_split": MAY_CHANGE,
   "data.global_batch_size": ACCEPT,
-  "data.skip_rows": ACCEPT,  # those that no step has reached yet: training.bad_steps checks
+  "data.skip_rows": ACCEPT,  # only of rows that no step has reached: training.bad_steps checks
   "data.skip_batches": ACCEPT,  # always (): resolved into rows
   "data.*": REFUSED,
   "dataset.*": REFUSED,  # of the record: version, fingerprint
   "seed": REFUSED,
   "task": REFUSED,
-  # The model. Initial deviations too: the parameters are drawn, so a change would do nothing.
+  # The model. Initial deviations too: the parameters are initialized, so a change has no effect.
   "model.dropout_rate": ACCEPT,
-  "model.context_attention": GOES_ON,  # a schedule over mesh.context, which may change as well
+  "model.context_attention": MAY_CHANGE,  # a schedule over mesh.context, which may change as well
   "model.*": REFUSED,
   # The step.
-  "training.steps": GOES_ON,  # unless fewer than are done
-  "training.replica_check_every_steps": GOES_ON,
-  "training.callbacks": GOES_ON,
+  "training.steps": MAY_CHANGE,  # unless fewer than are done
+  "training.replica_check_every_steps": MAY_CHANGE,
+  "training.callbacks": MAY_CHANGE,
   "training.gradient_accumulation_steps": ACCEPT,
   "training.compute_dtype": ACCEPT,
   "training.matmul_precision": ACCEPT,
   "training.rematerialization": ACCEPT,
   "training.loss_chunks": ACCEPT,
   "training.attention_kernel": ACCEPT,
-  # What becomes of a step that is bad, so that a run which stopped at one can resume.
-  "training.on_bad_step": GOES_ON,
-  "training.bad_step_*": GOES_ON,
-  "training.max_rollbacks": GOES_ON,
+  # How bad steps are handled, so that a run which stopped at one can resume.
+  "training.on_bad_step": MAY_CHANGE,
+  "training.bad_step_*": MAY_CHANGE,
+  "training.max_rollbacks": MAY_CHANGE,
   "training.parameter_dtype": REFUSED,
-  "training.trainable": REFUSED,  # the optimizer state is of those alone
+  "training.trainable": REFUSED,  # the optimizer state has only those parameters
   "optimizer.name": REFUSED,  # its state is of another kind
   "optimizer.learning_rate": ACCEPT,
   "optimizer.schedule": ACCEPT,
@@ -103,17 +103,17 @@ def changes(
   """Checks what differs between a checkpoint and the run that is to resume from it.
 
   Args:
-    old_config: nested dicts, as the checkpoint holds them.
+    old_config: nested dicts, as in the checkpoint.
     new_config: as resolved now.
     old_record: the checkpoint's record: `versions`, `data`, `accepted_changes`.
-    new_record: the same of now; a part that one of the two lacks is not compared.
+    new_record: the current one; a part that one of the two lacks is not compared.
     accept: dotted keys whose change is accepted.
     done: the step to resume from.
     workdir: the run's folder.
 
   Returns:
-    The new record: `new_record` with `accepted_changes`, those of the checkpoint and the new
-    ones: `{"step", "key", "old", "new"}` each.
+    `new_record` with `accepted_changes`: those of the checkpoint and the new ones, each
+    `{"step", "key", "old", "new"}`.
 
   Raises:
     ValueError: a change that is refused, or that needs acceptance, or an acceptance of
@@ -156,16 +156,16 @@ def _needs(key: str, differing: Mapping[str, Any], done: int) -> str:
   """
   if key == STEPS:
     after = differing[key][1]
-    return GOES_ON if isinstance(after, int) and after >= done else REFUSED
-  # Warm-up is by default a share of the steps: with more steps it would be longer, but it is over.
+    return MAY_CHANGE if isinstance(after, int) and after >= done else REFUSED
+  # By default warm-up is a share of the steps: with more steps it would be longer, but it is over.
   if key == WARMUP and STEPS in differing:
     ended = all(isinstance(steps, int) and steps <= done for steps in differing[key])
-    return GOES_ON if ended else ACCEPT
+    return MAY_CHANGE if ended else ACCEPT
   return classify(key) or ACCEPT
 
 
 def _check_refused(differing: Mapping[str, tuple], done: int, workdir: epath.Path) -> None:
-  """Raises ValueError with all changes that another run is needed for."""
+  """Raises ValueError with all changes that need a new run."""
   refused = [key for key in differing if _needs(key, differing, done) == REFUSED]
   if refused == [STEPS]:
     raise ValueError(
@@ -177,7 +177,7 @@ def _check_refused(differing: Mapping[str, tuple], done: int, workdir: epath.Pat
       f"{workdir} resumes from step {done}, which another run has computed:\n"
       + _lines(refused, differing)
       + f"\nset them back, or start a new run with --workdir={free_workdir(workdir)}; where the "
-      f"names and shapes of the parameters are the same, it may begin with these: "
+      f"names and shapes of the parameters are the same, it can start from these: "
       f"--config.checkpoint.initialize_from={workdir}"
     )
 
@@ -189,9 +189,9 @@ def _check_accepted(
   accepted: Sequence[Mapping[str, Any]],
   new: Mapping[str, Any],
 ) -> None:
-  """Raises ValueError for acceptances of what needs none.
+  """Raises ValueError for accepted changes that need no acceptance.
 
-  One that an earlier start has recorded is let through: the same command again resumes.
+  One that an earlier start has recorded is allowed, so that the same command resumes.
   """
   recorded = {change["key"]: change["new"] for change in accepted}
   wrong = []

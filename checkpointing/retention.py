@@ -1,4 +1,4 @@
-"""Which steps are kept: the newest, every n-th, and the best by a metric."""
+"""Retention of checkpoints: the newest steps, every n-th, and the best by a metric."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Retention:
-  """The rules of one run, and the metrics of the steps that are judged by one."""
+  """The retention rules of a run, and the metrics of steps that are ranked by one."""
 
   def __init__(self, keep: int, every_steps: int, best: str, lower_is_better: bool | None):
     """Sets the rules; see Checkpointer.
@@ -22,22 +22,22 @@ class Retention:
     self._keep, self._every, self._best = keep, every_steps, best
     lower = not best.endswith("accuracy") if lower_is_better is None else lower_is_better
     self._sign = -1.0 if lower else 1.0
-    # step -> the examples that its metric is over, and the metric, larger for better steps.
+    # step -> the examples that its metric is over, and the metric, with larger being better.
     self._values: dict[int, tuple[str, float]] = {}
 
   def note(
     self, step: int, metrics: Mapping[str, float] | None, over: Mapping[str, Any] | None = None
   ) -> None:
-    """Remembers a step's metric; without one the step is not judged.
+    """Remembers a step's metric; a step without one is not ranked.
 
     Args:
       step: the number of steps done.
       metrics: of its evaluation.
-      over: which examples they are over; None: not known. Only metrics over the same examples are
+      over: the examples that they are over; None: unknown. Only metrics over the same examples are
         compared.
 
     Raises:
-      ValueError: the metrics are there, and the one to keep the best by is not.
+      ValueError: the metrics lack the one that ranks steps.
     """
     self._values.pop(step, None)
     if not self._best or metrics is None:
@@ -49,7 +49,7 @@ class Retention:
       self._values[step] = json.dumps(over, sort_keys=True), self._sign * metrics[self._best]
 
   def kept(self, steps: Sequence[int]) -> set[int]:
-    """Returns those of the steps that are kept."""
+    """Returns which of these steps are kept."""
     there = sorted(steps)
     kept = set(there[-self._keep :])
     kept.update(step for step in there if self._every and step % self._every == 0)

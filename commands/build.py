@@ -1,4 +1,4 @@
-"""From the configs of the command line to jobs: finalized, checked, on their devices."""
+"""Makes jobs of the configs of the command line: finalized, checked, on their devices."""
 
 import jax
 from ml_collections import ConfigDict
@@ -24,7 +24,7 @@ def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
     if proof:
       given = config.optimizer.name
       parity.prove(config, its_devices.platform, keep=config_flag.set_keys(flags.SET.value))
-      if config.optimizer.name != given:  # what was set for that one is not wrong with this one
+      if config.optimizer.name != given:  # arguments set for that optimizer do not apply
         unused.reset(config)
     jobs.append(job(config, its_devices))
   return jobs

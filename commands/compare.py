@@ -1,4 +1,4 @@
-"""The verb `compare`: whether two configs train alike, tensor by tensor."""
+"""The verb `compare`: numerical parity of two configs, tensor by tensor."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from training.metrics.console import say
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
-  """Trains both configs for three steps, and tells how far every tensor is from the other's."""
+  """Trains both configs for three steps, and reports the difference of every tensor."""
   if flags.AGAINST.value is None:
     raise ValueError("compare needs a second config: --against=configs/single.py")
   ours, wanted = jobs = build.prepare(flags.CONFIG, flags.AGAINST, proof=True)
@@ -22,7 +22,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   )
 
   def run() -> int:
-    watch.at("comparing", STARTING)  # of which nothing is kept, and which may take long
+    watch.at("comparing", STARTING)  # it may take long, and its length is not learned
     found = parity.compare(jobs, data)
     titles = (config_flag.name(flags.CONFIG), config_flag.name(flags.AGAINST))
     say(parity_text.text(jobs, titles, found))

@@ -1,7 +1,7 @@
-"""The command line's `--config=FILE[:RECIPE]` and `--config.key=value`, with errors people can use.
+"""The flags `--config=FILE[:RECIPE]` and `--config.key=value`, with helpful errors.
 
-absl and ml_collections parse; what they raise (in five shapes, some with a traceback as their
-text) becomes one ValueError that names the thing and the way out.
+absl and ml_collections parse; their errors (of five kinds, some with a traceback as their text)
+become one ValueError with the cause and the fix.
 """
 
 import ast
@@ -22,11 +22,11 @@ FOLDER = pathlib.Path(__file__).resolve().parent.parent / "configs"
 
 
 def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:
-  """Parses absl's flags and returns the words that are left, the program's name first.
+  """Parses absl's flags and returns the remaining words, the program's name first.
 
   Args:
     argv: the command line.
-    names: the flags that hold configs.
+    names: the flags whose values are configs.
 
   Raises:
     ValueError: an unknown flag or config key (with the nearest known one), a wrong type, a
@@ -52,7 +52,7 @@ def with_settings(argv: list[str], names: tuple[str, ...]) -> list[str]:
 
   Args:
     argv: the command line.
-    names: the flags that hold configs.
+    names: the flags whose values are configs.
 
   Raises:
     ValueError: a setting without a key or a value.
@@ -64,7 +64,7 @@ def with_settings(argv: list[str], names: tuple[str, ...]) -> list[str]:
 
 
 def set_keys(settings: Sequence[str]) -> list[str]:
-  """Returns the dotted keys of `key=value` settings; raises ValueError for what is none."""
+  """Returns the dotted keys of `key=value` settings; raises ValueError for a malformed one."""
   for setting in settings:
     if "=" not in setting.strip("="):
       raise ValueError(f"--set {setting}: give key=value, such as data.global_batch_size=16")
@@ -79,7 +79,7 @@ def name(flag: flags.FlagHolder) -> str:
 
 
 def keys(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, ConfigDict, str]]:
-  """Yields every key as (dotted name, the section that holds it, its name there)."""
+  """Yields every key as (dotted name, its section, its name in the section)."""
   for key in config:
     value = config[key]
     if isinstance(value, ConfigDict):
@@ -129,7 +129,7 @@ def load(flag: str, value: str) -> ConfigDict:
     raise ValueError(f"--{flag}={value}: {path} defines no function get_config{shipped}")
   if len(taken := inspect.signature(get_config).parameters) > 1:
     raise ValueError(
-      f"--{flag}={value}: get_config of a strategy takes the recipe alone, and that of {path} "
+      f"--{flag}={value}: get_config of a strategy takes only the recipe, and that of {path} "
       f"takes {', '.join(taken)}{shipped}"
     )
   try:
@@ -181,7 +181,7 @@ def _values(argv: Sequence[str], flag: str) -> Iterator[tuple[str, str]]:
 
 
 def _check_overrides(argv: list[str], flag: str) -> None:
-  """Raises for the first override that names no key, or whose value is of another type."""
+  """Raises for the first override of an unknown key, or with a value of the wrong type."""
   given = list(_values(argv, flag))
   files = [value for name, value in given if name == flag]
   if not files:
@@ -195,7 +195,7 @@ def _check_overrides(argv: list[str], flag: str) -> None:
     if key not in known and any(other.startswith(key + ".") for other in known):
       raise ValueError(f"--{full}={value}: {key} is a section; set one of its keys")
     if key in base.REPLACED:
-      raise ValueError(f"--{full}={value}: {key} is no key any more; {base.REPLACED[key]}")
+      raise ValueError(f"--{full}={value}: {key} is no longer a key; {base.REPLACED[key]}")
     if key not in known:
       raise ValueError(f"--{full}={value}: unknown config key {key!r}{nearest(key, known)}")
     wanted = KINDS.get(known[key])
@@ -220,7 +220,7 @@ KINDS = {
 
 
 def _check_types(argv: list[str]) -> None:
-  """Raises for the first flag besides configs whose value is of another type."""
+  """Raises for the first flag, other than configs, with a value of the wrong type."""
   names = {"int": int, "float": float, "bool": bool}
   for full, flag in ((name, flags.FLAGS[name]) for name in flags.FLAGS):
     fits, called = KINDS.get(names.get(flag.flag_type()), (None, ""))

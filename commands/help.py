@@ -98,7 +98,7 @@ def comments() -> dict[tuple[str, str], str]:
 
 
 def _defaults(function: ast.FunctionDef):
-  """Yields (dotted key, first line, last line) of the defaults that a function writes down."""
+  """Yields (dotted key, first line, last line) of the defaults in a function's code."""
   for node in ast.walk(function):
     if isinstance(node, ast.Assign):
       target = node.targets[0]

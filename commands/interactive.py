@@ -37,7 +37,7 @@ _started: devices.Devices | None = None  # of the first `build`; later ones shar
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What training gave.
+  """The result of training.
 
   Attributes:
     state: the last one.
@@ -55,7 +55,7 @@ def build(config: ConfigDict, simulate: bool = True) -> Job:
 
   Args:
     config: as a strategy's `get_config` returns it, with any keys changed.
-    simulate: use simulated CPU devices, also beside an accelerator.
+    simulate: use simulated CPU devices, even if there is an accelerator.
 
   Raises:
     ValueError: what the command line would refuse.
@@ -131,7 +131,7 @@ def train(job: Job, workdir: str | epath.Path, callbacks: Sequence[Callback] = (
 
 
 def sample(job: Job, state: State, prompts: Sequence[str | bytes], **settings: Any) -> list[str]:
-  """Returns what the model continues each prompt with.
+  """Returns the model's continuation of each prompt.
 
   Args:
     job: of `build`.
@@ -140,7 +140,7 @@ def sample(job: Job, state: State, prompts: Sequence[str | bytes], **settings: A
     **settings: fields of `inference.sampler.Request`, such as max_new_tokens and temperature.
 
   Raises:
-    ValueError: the model draws no tokens, or a prompt is too long.
+    ValueError: the model does not generate tokens, or a prompt is too long.
   """
   request = Request(tuple(prompts), **settings)
   drawn = Sampler(job, request)(state.params, request, variables=state.variables)

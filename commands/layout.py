@@ -1,4 +1,4 @@
-"""The verb `layout`: where every array is placed, also of two strategies, also as a page."""
+"""The verb `layout`: the sharding of every array, of one or two strategies, as text or a page."""
 
 import sys
 from collections.abc import Callable

@@ -5,7 +5,7 @@ from commands.refusal import refuse
 
 
 def run() -> int:
-  """Tells what a run on devices that need not be here will need: in a process of its own."""
+  """Makes and prints the plan, in a separate process."""
   try:
     return plan_process.run(
       flags.CONFIG.value,

@@ -1,6 +1,6 @@
 """Starts the process that makes a plan, with the environment that the TPU compiler needs.
 
-A plan is kept under a digest of all that it follows from: config, topology, code and versions.
+A plan is cached under a digest of its inputs: config, topology, code and versions.
 """
 
 import contextlib
@@ -63,12 +63,12 @@ def run(
     topology: `v5p:4x4x4`; None: the devices at hand.
     workdir: to write to.
     title: of the plan.
-    simulate: takes simulated devices for those at hand.
-    debug: shows what the compiler prints and the traceback of a refusal; ignores the cached plan.
-    command: that asked for the plan; the page shows it.
+    simulate: plan for simulated devices instead of the attached ones.
+    debug: shows the compiler's output and the traceback of a refusal; ignores the cached plan.
+    command: the command line, which the page shows.
 
   Raises:
-    ValueError: what is asked for cannot be; nothing has been written.
+    ValueError: the plan is impossible; nothing has been written.
     OSError: the workdir cannot be written to.
   """
   chips, _ = overridden(config.planning.constants)  # before anything is waited for
@@ -92,11 +92,11 @@ def run(
 
 
 def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> int:
-  """Runs the worker; returns 0 where it made a plan, and 1 where it failed, after its last words.
+  """Runs the worker; returns 0 if it made a plan, or 1 if it failed, after printing its output.
 
-  A compiler does not listen to signals. So the worker is in a session of its own, which a
-  terminal's Ctrl-C does not reach, and is killed when this process is asked to stop; if this
-  process is killed itself, the worker's standard input ends, and it kills itself.
+  A compiler does not react to signals. So the worker has its own session, which a terminal's Ctrl-C
+  does not reach, and is killed when this process is asked to stop. If this process is killed, the
+  worker's standard input ends, and it kills itself.
 
   Raises:
     ValueError: it refused.
@@ -118,7 +118,7 @@ def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> i
       try:
         os.close(write)
         more = {"folder": str(folder), "debug": debug, "phases": write}
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, and said why
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, with a message
           worker.stdin.write(pickle.dumps({**request, **more}))
           worker.stdin.flush()
         _watch(phases, quiet=debug)
@@ -139,7 +139,7 @@ def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> i
 
 
 def _kill(worker: subprocess.Popen) -> None:
-  """Kills the worker with all that it has started, where it is still there."""
+  """Kills the worker and its child processes, if it is still running."""
   if worker.poll() is None:
     with contextlib.suppress(ProcessLookupError):
       os.killpg(worker.pid, signal.SIGKILL)
@@ -166,7 +166,7 @@ def _watch(phases: BinaryIO, *, quiet: bool) -> None:
 
 
 def _deliver(folder: pathlib.Path, workdir: epath.Path, remark: str = "") -> int:
-  """Prints and writes a plan that is there; returns its verdict."""
+  """Prints and writes an existing plan; returns its exit code."""
   found = json.loads((folder / "plan.json").read_text())
   workdir.mkdir(parents=True, exist_ok=True)
   for name in FILES:
@@ -179,7 +179,7 @@ def _deliver(folder: pathlib.Path, workdir: epath.Path, remark: str = "") -> int
 
 
 def _place(config: ConfigDict, topology: str, title: str) -> pathlib.Path | None:
-  """Returns where a plan of these is kept; None where none are."""
+  """Returns the place of this plan in the cache; None without a cache."""
   if not config.planning.cache_dir:
     return None
   code = hashlib.sha256()
@@ -200,7 +200,7 @@ def _compiler() -> str:
 
 
 def _keep(folder: pathlib.Path, kept: pathlib.Path | None) -> None:
-  """Keeps a plan, whole or not at all: others may be looking for it, or keeping the same."""
+  """Puts a plan into the cache atomically: other processes may read it, or write the same."""
   if kept is None or kept.exists():
     return
   kept.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Makes a plan in a process of its own: `python -m commands.plan_worker`, a request on stdin.
+"""Makes a plan in a separate process: `python -m commands.plan_worker`, a request on stdin.
 
 The compiler for TPUs, once loaded, prints on every start and holds a lock; ordinary runs never
 load it. Writes report.txt, plan.html and plan.json, and exits with 0; or writes the reason to
-`refusal`, and exits with 2. What it is doing it writes to the pipe that the request names.
+`refusal`, and exits with 2. It reports its phases to the pipe that the request names.
 """
 
 import contextlib
@@ -56,9 +56,9 @@ def _report(pipe: int, phase: str) -> None:
 
 
 def _end_with_the_parent() -> None:
-  """Kills this process when its standard input ends: whoever started it is gone.
+  """Kills this process when its standard input ends, which means that its parent is gone.
 
-  Also while the main thread is inside of the compiler, which reacts to no other signal for minutes.
+  This works even inside the compiler, which reacts to no other signal for minutes.
   """
   while os.read(0, 1):
     pass

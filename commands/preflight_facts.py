@@ -1,4 +1,4 @@
-"""What the processes of a run compare before the first collective; see processes/preflight.py."""
+"""Consistency check of the processes before the first collective; see processes/preflight.py."""
 
 import os
 from collections.abc import Mapping
@@ -31,10 +31,10 @@ def about_to_start(configs: Mapping[str, ConfigDict], more: Mapping[str, Any]) -
 
   Args:
     configs: name -> as parsed.
-    more: name -> what else decides what the verb does, as JSON has it.
+    more: name -> further values that must be the same, as JSON.
 
   Raises:
-    DifferenceError: with what differs, and where.
+    DifferenceError: with what differs, and on which processes.
   """
   group = current()
   facts: dict[str, Any] = {**more, "hardware": devices.hardware()}
@@ -54,17 +54,17 @@ def about_to_run(
   writes: bool,
   more: Mapping[str, Any] | None = None,
 ) -> None:
-  """Compares what each process has found: devices, batch, data, checkpoints, and the workdir.
+  """Compares what each process sees: devices, batch, data, checkpoints, and the workdir.
 
   Args:
     job: prepared.
     sources: split -> what was opened.
     workdir: of the run.
     writes: whether the run writes to it: process 0 does, and all must see it.
-    more: name -> what else must be the same, as JSON has it.
+    more: name -> further values that must be the same, as JSON.
 
   Raises:
-    DifferenceError: with what differs, and where; or who does not see the workdir.
+    DifferenceError: with what differs, and on which processes; or which do not see the workdir.
     OSError: the workdir cannot be written.
   """
   group = current()

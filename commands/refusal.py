@@ -15,17 +15,17 @@ from runtime.printable import printable
 
 
 def refuse(error: Exception, watch: Watchdog | None = None, *, debug: bool = False) -> int:
-  """Prints one message, and tells the other processes; returns exit code 2.
+  """Prints one message, and notifies the other processes; returns exit code 2.
 
-  Where processes have only not come in time, it is 1: the same again may go well. It is 1 as well
-  where only another process says so: a supervisor must not give up because of what came over the
-  network. The process that has seen it itself ends with 2.
+  If processes did not arrive in time, it returns 1: a retry may succeed. It also returns 1 if only
+  another process reported the refusal: a supervisor must not give up because of a message from the
+  network. The process that refused exits with 2.
   """
   if debug or (flags.FLAGS.is_parsed() and flags.FLAGS.debug):
     lines = traceback.format_exception(error)
     print(printable("".join(lines)), file=sys.stderr, flush=True)
   missing = isinstance(error, (MissingError, ToldError, NotComeError))
-  # Of values that are quoted, a line after a line break would pass for a message of its own.
+  # A quoted value with a line break must not look like a separate message.
   text = re.sub(r"\n(?! )", "\n  ", printable(error))
   word = "error" if missing else "refused"
   code = exit_codes.FAILED if missing else exit_codes.REFUSED

@@ -1,7 +1,8 @@
 """A command from its flags to its exit code: processes, watchdog, refusals.
 
-Each verb is a module of this package. `prepare(watch)` does all that may be refused, and returns
-what runs after it; `plan` and `tour` (ALONE) are one process without a run, and have `run()`.
+Each verb is a module of this package. `prepare(watch)` does everything that may be refused, and
+returns the function to run; `plan` and `tour` (ALONE) are one process without a run, and have
+`run()`.
 """
 
 import importlib
@@ -27,7 +28,7 @@ ALONE = ("plan", "tour")
 def main(argv: list[str]) -> int:
   """Runs the verb and returns the exit code."""
   if not flags.DEBUG.value:
-    logging.set_verbosity(logging.WARNING)  # the libraries' own news is not the user's
+    logging.set_verbosity(logging.WARNING)  # info of libraries is not of interest
   try:
     verb = flags.chosen_verb(argv[1:])
     xla_flags.check()
@@ -71,7 +72,7 @@ def _run(prepare: Callable[[Watchdog], Callable[[], int]], verb: str, watch: Wat
     configs = {"config": flags.CONFIG.value, "against": flags.AGAINST.value}
     configs = {name: config for name, config in configs.items() if config is not None}
     preflight_facts.about_to_start(configs, flags.facts(verb))
-    # What a verb returns runs outside of this block: from there on, errors are no refusals.
+    # What a verb returns runs outside this block: its errors are not refusals.
     run = prepare(watch)
   except preemption.Stopped:
     watch.leave()
@@ -81,7 +82,7 @@ def _run(prepare: Callable[[Watchdog], Callable[[], int]], verb: str, watch: Wat
 
 
 def to_its_end(run: Callable[[], int], watch: Watchdog) -> int:
-  """Runs what a verb has made ready; where data cannot be read, the answer is one message and 1."""
+  """Runs what a verb has prepared; unreadable data gives one message and exit code 1."""
   try:
     return run()
   except UnreadableError as error:

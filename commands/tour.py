@@ -8,7 +8,7 @@ from tour import run as tour
 
 
 def run() -> int:
-  """Tells the tour: of one process, which starts others itself, and has no config."""
+  """Prints the tour; it needs no config, and starts further processes itself."""
   try:
     told = chapters.chosen(flags.CHAPTER.value)
     tour.start(simulate=flags.SIMULATE.value)

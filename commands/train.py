@@ -1,4 +1,4 @@
-"""The verb `train`: from its config to its exit code."""
+"""The verb `train`: trains or resumes a run, and returns its exit code."""
 
 import dataclasses
 import sys
@@ -50,7 +50,7 @@ def _run(
 ) -> int:
   announce(ready, data, workdir)
   say(start.origin)
-  # From here on the workdir is changed: what fails is no refusal any more.
+  # From here on the workdir is changed: failures are no longer refusals.
   try:
     if watch.group.first:
       write_files(ready, data, workdir, start.owner.require)
@@ -79,19 +79,19 @@ def _run(
 
 
 def finished(ready: setup.Job, start: restore.Start, workdir: epath.Path) -> bool:
-  """Returns whether all steps have been made, and the last evaluation with them."""
+  """Returns whether all steps and the last evaluation are done."""
   if start.step < ready.config.training.steps:
     return False
   return evaluation.is_logged(ready, workdir, start.step)
 
 
 def _failed(error: Exception, watch: Watchdog, *, everywhere: bool) -> int:
-  """Prints what has ended the run, and tells the other processes; returns exit code 1.
+  """Prints the error that ended the run, and notifies the other processes; returns exit code 1.
 
   Args:
-    error: what has happened.
+    error: the error.
     watch: of this process.
-    everywhere: it is the same on all processes, such as a loss that is not finite.
+    everywhere: it occurred on all processes, such as a loss that is not finite.
   """
   watch.tell("failed", str(error))
   if watch.group.first or not everywhere:
@@ -123,7 +123,7 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
 
 
 def announce_bad(source: Source) -> None:
-  """Prints what of a split cannot be read, where that is allowed."""
+  """Prints which records of a split cannot be read, if that is allowed."""
   if source.bad:
     say(f"{source.name}: {source.bad}")
 

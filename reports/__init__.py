@@ -1,1 +1,1 @@
-"""What is shown: tables, drawings and pages. Nothing is computed here that is not printed."""
+"""Presentation: tables, drawings and pages. Nothing is computed here that is not printed."""

@@ -1,6 +1,6 @@
-"""Drawings of arrays on a mesh: which devices hold which block, by rich for terminals and as SVG.
+"""Drawings of sharded arrays, by rich for terminals and as SVG: the devices of each shard.
 
-What is drawn is read from the sharding's own map of devices to indices, not from its spec.
+They are computed from the sharding's map of devices to indices, not from its spec.
 """
 
 import collections
@@ -24,7 +24,7 @@ from rich.text import Text
 from partitioning.dims import partition_spec, spec_axes, spec_entries
 from reports.grid import Cell, Edge, Panel, Sheet, color
 
-# More rows or panels than these are drawn with a gap.
+# Larger numbers of rows or panels are drawn with a gap.
 TERMINAL_ROWS = 8
 TERMINAL_PANELS = 4
 
@@ -52,7 +52,7 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="BOX" SIZE role="img">
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-  """A piece of an array: its place in the global array, and the ids of all devices holding it."""
+  """A shard of an array: its place in the global array, and the ids of all devices that have it."""
 
   index: tuple[slice, ...]
   devices: tuple[int, ...]
@@ -66,9 +66,9 @@ class Picture:
     title: such as the array's name.
     shape: global shape.
     dims: a name per dim, or nothing.
-    spec: the mesh axes along which each dim's place changes, as seen; None for an unsharded dim.
-    sizes: mesh axis -> size; empty where the sharding has no mesh.
-    blocks: the distinct pieces, in the order of their places.
+    spec: the mesh axes that shard each dim, as observed; None for an unsharded dim.
+    sizes: mesh axis -> size; empty if the sharding has no mesh.
+    blocks: the distinct shards, in the order of their places.
   """
 
   title: str
@@ -80,13 +80,13 @@ class Picture:
 
   @property
   def copied(self) -> tuple[str, ...]:
-    """Returns the mesh axes along which every device holds the same."""
+    """Returns the mesh axes over which the array is replicated."""
     return tuple(a for a, size in self.sizes.items() if size > 1 and a not in spec_axes(self.spec))
 
 
 @dataclasses.dataclass(frozen=True)
 class Holdings:
-  """What each device of a mesh holds, in words.
+  """A text for each device of a mesh, such as its shards.
 
   Attributes:
     title: one line.
@@ -111,8 +111,7 @@ def picture(
     dims: a name per dim, `("batch", "model")` or `"BD"`.
 
   Raises:
-    ValueError: as many names as there are dims are not given, or the sharding does not divide
-      the shape.
+    ValueError: the number of names is not that of dims, or the sharding does not divide the shape.
   """
   shape, dims = tuple(shape), tuple(dims)
   if dims and len(dims) != len(shape):
@@ -134,15 +133,15 @@ def picture(
 
 
 def holdings(title: str, mesh: Mesh, values: Mapping[int, str]) -> Holdings:
-  """Returns what each device holds, to be drawn as the mesh is.
+  """Returns a text for each device, to be drawn on the mesh.
 
   Args:
     title: one line.
     mesh: devices and their axes.
-    values: device id -> text; a device that is not named holds nothing.
+    values: device id -> text; other devices are empty.
 
   Raises:
-    ValueError: a device that the mesh does not have.
+    ValueError: a device that is not in the mesh.
   """
   if unknown := sorted(set(values) - {device.id for device in mesh.devices.flat}):
     raise ValueError(f"{title}: the mesh has no device {', '.join(map(str, unknown))}")
@@ -150,7 +149,7 @@ def holdings(title: str, mesh: Mesh, values: Mapping[int, str]) -> Holdings:
 
 
 def _seen_spec(mesh: Mesh, places: Mapping[jax.Device, tuple]) -> PartitionSpec:
-  """Returns, for each dim, the axes along which its place changes; the widest steps first."""
+  """Returns, for each dim, the axes that shard it, outermost first."""
   rank = len(next(iter(places.values())))
   starts = np.zeros((rank, *mesh.devices.shape), np.int64)
   for position, device in np.ndenumerate(mesh.devices):
@@ -169,12 +168,12 @@ def _seen_spec(mesh: Mesh, places: Mapping[jax.Device, tuple]) -> PartitionSpec:
 
 
 def sheet(drawn: Picture | Holdings) -> Sheet:
-  """Returns the sheet of a picture: what terminal and SVG both draw."""
+  """Returns the sheet of a picture, which terminal and SVG both draw."""
   return _sheet_of_array(drawn) if isinstance(drawn, Picture) else _sheet_of_mesh(drawn)
 
 
 def _sheet_of_array(p: Picture) -> Sheet:
-  """The last two dims that are split make the grid, further ones a panel per piece."""
+  """The last two sharded dims make the grid, further ones a panel per shard."""
   rank = len(p.shape)
   parts = [sorted({(b.index[d].start, b.index[d].stop) for b in p.blocks}) for d in range(rank)]
   split = [d for d in range(rank) if len(parts[d]) > 1]
@@ -277,12 +276,12 @@ def _sheet_of_mesh(h: Holdings) -> Sheet:
 def terminal(
   drawn: Picture | Holdings, *, width: int = 80, hatched: bool = False
 ) -> RenderableType:
-  """Returns the drawing as rich tables; what does not fit is drawn with a gap.
+  """Returns the drawing as rich tables; what does not fit is replaced by a gap.
 
   Args:
     drawn: a picture or holdings.
-    width: in characters. Long names are not cut for it.
-    hatched: fills what several devices hold with strokes.
+    width: in characters. Long names are not truncated.
+    hatched: fills replicated shards with strokes.
   """
   s = sheet(drawn)
   extra = 3 if hatched else 0  # two strokes and a space
@@ -343,7 +342,7 @@ def _cell_lines(cell: Cell, width: int, *, hatched: bool) -> list[Text]:
   lines = []
   for i, line in enumerate(cell.lines):
     text = Text(line)
-    if i == 0:  # the numbers of devices, and what the device holds after a colon
+    if i == 0:  # the numbers of devices, and after a colon the device's text
       for found in re.finditer("[0-9]+", line.partition(":")[0]):
         text.stylize(f"bold {color(int(found[0]))}", *found.span())
     if hatched and cell.hatch:
@@ -355,7 +354,7 @@ def _cell_lines(cell: Cell, width: int, *, hatched: bool) -> list[Text]:
 
 def plain(renderable: RenderableType) -> str:
   """Returns what rich renders as plain text, as wide as it needs to be."""
-  # Plain: rich would read the brackets of a pattern as markup, and cut what is too wide.
+  # Plain: rich would read the brackets of a pattern as markup, and truncate wide lines.
   off = {"color_system": None, "markup": False, "emoji": False, "highlight": False}
   console = Console(file=io.StringIO(), width=10_000, **off)
   console.print(renderable)

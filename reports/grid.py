@@ -1,13 +1,13 @@
-"""The grid of a drawing: cells with the devices that hold a block, two named edges, panels.
+"""The grid of a drawing: cells with the devices of a shard, two named edges, panels.
 
-Terminals (rich), pages (HTML tables) and the documentation's SVG all draw this one model.
+Terminals (rich), pages (HTML tables) and the documentation's SVG all draw this model.
 """
 
 import colorsys
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-GAP = "..."  # stands where rows, columns or panels are left out
+GAP = "..."  # replaces omitted rows, columns or panels
 NAMED = 16  # devices of a cell that a page names one by one
 
 
@@ -16,9 +16,9 @@ class Cell:
   """A block of an array, or a device of the mesh.
 
   Attributes:
-    devices: ids of those that hold it; none in a gap.
-    text: what the device holds; None: the cell only names its devices.
-    hatch: 0 for what a single device holds, else the number of a hatching.
+    devices: ids of its devices; none in a gap.
+    text: of a single device; None: the cell only names its devices.
+    hatch: 0 for a shard of a single device, else the number of a hatching.
   """
 
   devices: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-  """One edge of the grid: what runs along it, in two lines, and a label per row or column."""
+  """One edge of the grid: its name, in two lines, and a label per row or column."""
 
   title: str = ""
   under: str = ""
@@ -57,12 +57,12 @@ class Edge:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-  """What is drawn of a panel. A gap among its columns or rows has a label that counts it.
+  """The drawn part of a panel. A gap among its columns or rows has a label with its size.
 
   Attributes:
-    caption: above it; of a gap between panels, how many are left out.
+    caption: above it; of a gap between panels, how many are omitted.
     columns: labels.
-    rows: (label, cells); none where the panel is a gap.
+    rows: (label, cells); none if the panel is a gap.
   """
 
   caption: str
@@ -78,9 +78,9 @@ class Sheet:
     title: one line above it.
     rows: the left edge.
     columns: the upper edge.
-    panels: caption -> (row, column) -> Cell; more than one where there are further dims or axes.
+    panels: caption -> (row, column) -> Cell; more than one if there are further dims or axes.
     notes: lines below.
-    turnable: whether a single row may be drawn as a column where it is too wide.
+    turnable: whether a single row may be drawn as a column if it is too wide.
   """
 
   title: str
@@ -106,7 +106,7 @@ class Sheet:
     return dataclasses.replace(self, rows=self.columns, columns=self.rows, panels=panels)
 
   def visible(self, *, rows: int, columns: int, panels: int) -> list[Panel]:
-    """Returns what is drawn where there is space for so many; the rest becomes gaps."""
+    """Returns the panels that fit into this many rows and columns; the rest becomes gaps."""
     captions = list(self.panels)
     down = shown(len(self.rows.labels), rows)
     across = shown(len(self.columns.labels), columns)
@@ -138,7 +138,7 @@ def shown(count: int, most: int) -> list[int | None]:
 
 
 def gap_text(positions: Sequence[int | None], count: int) -> str:
-  """Returns `(29 more)`, how many a gap stands for."""
+  """Returns `(29 more)`, the size of a gap."""
   return f"({count - len(positions) + 1} more)"
 
 

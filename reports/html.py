@@ -1,4 +1,4 @@
-"""Pages by Jinja2: every value is escaped, and a page needs no other file.
+"""HTML pages by Jinja2: every value is escaped, and a page needs no other file.
 
 A page follows the reader's light or dark setting, and prints with everything unfolded. The
 templates are in reports/templates; their style is in base.html.j2.
@@ -28,7 +28,7 @@ def _breakable(text: str) -> Markup:
 
 _ENVIRONMENT = jinja2.Environment(
   loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent / "templates"),
-  autoescape=True,  # by default the name's ending decides, and .j2 is not among those escaped
+  autoescape=True,  # the default depends on the suffix, and .j2 would not be escaped
   undefined=jinja2.StrictUndefined,
   trim_blocks=True,
   lstrip_blocks=True,

@@ -1,6 +1,6 @@
-"""The layout as an HTML page: which devices hold which block, bytes, rules, collectives.
+"""The layout as an HTML page: shards by device, bytes, rules, collectives.
 
-This collects what the page says; `templates/layout.html.j2` is its form.
+This module collects the content; `templates/layout.html.j2` renders it.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ class Side:
     return tuple(f"{letter} {self.job.legend[letter].name}" for letter in letters)
 
   def drawing(self, array: Placement | Constraint, title: str = "") -> Sheet:
-    """Returns which devices hold which block of an array."""
+    """Returns the drawing of an array's shards."""
     sharding = NamedSharding(self.job.mesh, array.spec)
     dims = self.dims(array.letters)
     return drawings.sheet(drawings.picture(array.shape, sharding, title=title, dims=dims))
@@ -109,7 +109,7 @@ def html(
 
   Args:
     job: a prepared job.
-    against: another one, to be shown beside it; what differs is marked.
+    against: a second one, shown side by side; differences are marked.
     titles: of the two.
     command: that asked for the page.
   """
@@ -130,7 +130,7 @@ def html(
 
 
 def remarks(sides: Sequence[Side]) -> list[str]:
-  """Returns what is remarkable: bytes replicated on every device, and how two layouts differ."""
+  """Returns notes: bytes replicated on every device, and how two layouts differ."""
   texts = []
   for side in sides:
     count, total = side.job.mesh.size, sum(bytes_per_device(p, side.sizes) for p in side.held)
@@ -179,7 +179,7 @@ class Arrays:
     return [self._module(group, arrays) for group, arrays in groups.items()]
 
   def _module(self, group: str, arrays: Mapping[str, list[Placement | None]]) -> dict[str, Any]:
-    """Returns one module: its rows, then the drawings that no module before it has shown."""
+    """Returns one module: its rows, then the drawings that were not shown before."""
     rows, fresh = [], {}
     for name, pair in arrays.items():
       key = tuple(p and (p.shape, p.letters, str(p.spec)) for p in pair)
@@ -218,7 +218,7 @@ class Arrays:
     }
 
   def _drawings(self, pair: Sequence[Placement | None]) -> list[tuple[str, Sheet | None]]:
-    """Returns (title, drawing) of each side, or of both where they are the same."""
+    """Returns (title, drawing) of each side, or of both if they are the same."""
     drawn = [p and side.drawing(p) for p, side in zip(pair, self._sides, strict=True)]
     if len(drawn) == 1:
       return [("", drawn[0])]

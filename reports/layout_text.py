@@ -98,7 +98,7 @@ def against_text(
 
 
 def plain_table(*columns: str) -> Table:
-  """Returns an empty table of these columns, none of which is cut."""
+  """Returns an empty table of these columns, none of which is truncated."""
   table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
   for column in columns:
     table.add_column(column, no_wrap=True)

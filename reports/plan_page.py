@@ -1,6 +1,6 @@
 """A plan as an HTML page: the verdict, memory, communication, time, the layout, the constants.
 
-This collects what the page says; `templates/plan.html.j2` is its form.
+This module collects the content; `templates/plan.html.j2` renders it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -81,7 +81,7 @@ def _stack(parts: Mapping[str, int], shown: Mapping[str, int], most: float) -> l
 
 
 def _communication(plan: Plan) -> dict[str, list[dict[str, Any]]]:
-  """Returns the collectives by axes and kind; then each with the line that caused it."""
+  """Returns the collectives by axes and kind, then each with its source line."""
   sums = plan_text.sums(plan)
   most = max([row.seconds for row in sums], default=0) or 1
   return {
@@ -118,7 +118,7 @@ def _times(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _constants(plan: Plan) -> Sequence[tuple[str, str, str]]:
-  """Returns what was assumed, with sources; a config's own numbers are among them."""
+  """Returns the assumptions, with their sources, including numbers set by the config."""
   chip = plan.topology.chip
   rows = [
     (f"{chip.name}.{name}", f"{value:.4g}", chip.flops_source if name == "flops" else chip.source)

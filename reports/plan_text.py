@@ -1,4 +1,4 @@
-"""A plan as a person reads it in a terminal: the verdict first, then why."""
+"""A plan as text for the terminal: the verdict first, then the reasons."""
 
 import dataclasses
 import io
@@ -15,7 +15,7 @@ from planning.plan import Plan
 
 @dataclasses.dataclass
 class Row:
-  """All collectives of one kind along the same axes, of one step."""
+  """All collectives of one kind over the same axes, in one step."""
 
   axis: str
   kind: str
@@ -56,7 +56,7 @@ def verdict(plan: Plan) -> str:
 
 
 def notes(plan: Plan) -> list[str]:
-  """Returns where the numbers come from."""
+  """Returns notes on the source of the numbers."""
   found = [plan.topology.note] if plan.topology.note else []
   if plan.topology.slices > 1:
     over = " ".join(f"--config.mesh_dcn.{k}={v}" for k, v in plan.job.devices.slices.items())
@@ -67,7 +67,7 @@ def notes(plan: Plan) -> list[str]:
 
 
 def _without(plan: Plan) -> str:
-  """Returns why there is no compiler, and what that means."""
+  """Returns why there is no compiler, and the consequence."""
   if plan.topology.platform == "tpu":
     why = "the compiler for TPUs is not installed: pip install -r requirements-plan.txt"
   else:
@@ -117,7 +117,7 @@ def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
 
 
 def terms(plan: Plan) -> dict[str, float]:
-  """Returns the roofline terms: the seconds of a step that did one thing alone."""
+  """Returns the roofline terms: the seconds of compute, HBM and communication by themselves."""
   if plan.times is None:
     return {}
   times = plan.times
@@ -125,7 +125,7 @@ def terms(plan: Plan) -> dict[str, float]:
 
 
 def constants(plan: Plan) -> str:
-  """Returns the constants that the times follow from, in one line; plan.html has the sources."""
+  """Returns the constants behind the times, in one line; plan.html has the sources."""
   chip, rates = plan.topology.chip, plan.rates
   name = "a simulated device" if chip.name == "cpu" else chip.name.upper()
   near = "ICI per axis" if chip.torus else chip.network
@@ -137,7 +137,7 @@ def constants(plan: Plan) -> str:
 
 
 def accuracy(plan: Plan) -> str:
-  """Returns what the times were compared with."""
+  """Returns how accurate the times are known to be."""
   if plan.topology.platform == "cpu":
     return "accuracy: simulated devices share one machine; compare plans, not times"
   if plan.program:
@@ -153,14 +153,14 @@ def accuracy(plan: Plan) -> str:
 
 
 def duration(seconds: float) -> str:
-  """Returns seconds with a unit in which they are easy to read: `3.19 s`, `12 ms`."""
+  """Returns seconds with a suitable unit: `3.19 s`, `12 ms`."""
   if seconds >= 1 or seconds == 0:
     return f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
   return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
 
 
 def number(value: float) -> str:
-  """Returns a number of three digits without an exponent where it is neither huge nor tiny."""
+  """Returns a number with three digits, without an exponent unless it is huge or tiny."""
   if 1000 <= value < 1e15:
     return f"{round(value):,}" if value < 1e6 else intword(value, "%.3g")
   return f"{value:.3g}"

@@ -89,7 +89,7 @@ def test_config_record_and_metrics_travel_along(tmp_path):
     assert checkpointer.verified(1).config == {"seed": 1}
     assert checkpointer.verified().config == {"seed": 2}
     assert checkpointer.verified().record == {**RECORD, "metrics": {"eval_loss": 0.1}}
-    with pytest.raises(ValueError, match=r"holds no step 5; it holds 1, 2"):
+    with pytest.raises(ValueError, match=r"has no step 5; it has 1, 2"):
       checkpointer.verified(5)
 
 
@@ -241,10 +241,10 @@ def test_an_optimizer_of_another_kind_is_refused(written):
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
   with Checkpointer(tmp_path, keep=2) as checkpointer:
-    with pytest.raises(ValueError, match=r"holds no checkpoints; give the workdir"):
+    with pytest.raises(ValueError, match=r"has no checkpoints; give the workdir"):
       checkpointer.restore(counting_target())
     save_counting(checkpointer, 1, 2)
-    with pytest.raises(ValueError, match=r"holds no step 3; it holds 1, 2"):
+    with pytest.raises(ValueError, match=r"has no step 3; it has 1, 2"):
       checkpointer.restore(counting_target(), step=3)
 
 
@@ -281,6 +281,6 @@ def test_reading_only_never_changes_a_byte(tmp_path):
 
 
 def test_reading_only_makes_no_folder(tmp_path):
-  with pytest.raises(ValueError, match=r"absent is no folder"):
+  with pytest.raises(ValueError, match=r"absent is not a folder"):
     Checkpointer(tmp_path / "absent", read_only=True)
   assert not list(tmp_path.iterdir())

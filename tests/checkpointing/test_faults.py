@@ -84,7 +84,7 @@ def test_a_folder_renamed_to_another_step_is_broken(copy):
   said = []
   with Checkpointer(copy, warn=said.append) as checkpointer:
     assert checkpointer.restore(counting_target())[0] == 20
-  assert "/31 cannot be read (it holds step 30)" in said[0]
+  assert "/31 cannot be read (it contains step 30)" in said[0]
 
 
 def test_where_all_are_broken_each_is_named_and_nothing_is_changed(copy):
@@ -100,7 +100,7 @@ def test_where_all_are_broken_each_is_named_and_nothing_is_changed(copy):
   assert [line.partition("metadata: ")[0] for line in lines[1:4]] == [
     f"  step {s} cannot be read: config/" for s in (30, 20, 10)
   ]
-  assert lines[4].startswith("put the files back from a copy, or start a new run")
+  assert lines[4].startswith("restore the files from a copy, or start a new run")
   assert contents(copy) == before
 
 

@@ -63,8 +63,8 @@ def test_foreign_folders_are_reported_and_left_alone(tmp_path):
   assert foreign_contents(tmp_path) == before
   names = ", ".join(sorted(FOREIGN))
   assert said == [
-    f"WARNING: {tmp_path} holds what was not saved by this application: {names}; it is left alone, "
-    f"and no step can be saved under these names"
+    f"WARNING: {tmp_path} contains entries not saved by this application: {names}; "
+    f"they are left alone, and no step can be saved under these names"
   ]
 
 
@@ -140,7 +140,7 @@ def test_a_link_to_a_step_is_not_a_step_of_this_folder(copy, tmp_path):
     assert checkpointer.steps() == [40]
   assert (copy / "20").is_symlink()
   assert contents(elsewhere) == before
-  assert "was not saved by this application: 20;" in said[0]
+  assert "not saved by this application: 20;" in said[0]
   # Named by itself it can be read.
   folder, step = restore.parse_location(str(copy / "20"))
   _, parameters = restore.restore_parameters(folder, counting_target()["params"], step)

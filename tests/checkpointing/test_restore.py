@@ -36,10 +36,10 @@ def test_a_location_is_a_workdir_or_its_checkpoints_and_may_name_a_step(text, st
 @pytest.mark.parametrize(
   ("text", "message"),
   [
-    ("30", "checkpoints holds no step 30; it holds 10, 20"),
-    ("checkpoints/5", "checkpoints holds no step 5; it holds 10, 20"),
-    ("nothing", "nothing is no folder; give the workdir of a run"),
-    ("..", "holds no checkpoints; give the workdir of a run"),
+    ("30", "checkpoints has no step 30; it has 10, 20"),
+    ("checkpoints/5", "checkpoints has no step 5; it has 10, 20"),
+    ("nothing", "nothing is not a folder; give the workdir of a run"),
+    ("..", "has no checkpoints; give the workdir of a run"),
   ],
 )
 def test_a_wrong_location_is_refused_with_the_way_out(text, message, run):
@@ -53,7 +53,7 @@ def test_parameters_alone_are_restored_whatever_the_optimizer(run):
     found, params = restore_parameters(folder, counting_target()["params"], step)
     assert found == wanted
     assert_bit_equal(params, counting_tree(wanted)["params"])
-  with pytest.raises(ValueError, match=r"holds no step 15; it holds 10, 20"):
+  with pytest.raises(ValueError, match=r"has no step 15; it has 10, 20"):
     restore_parameters(folder, counting_target()["params"], 15)
 
 

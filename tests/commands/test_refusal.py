@@ -29,11 +29,11 @@ REFUSALS = {
   ),
   "a key that the task has replaced": (
     [DP8, "--config.data.kind=image"],
-    ["data.kind is no key any more; the recipe's task says how rows are read", "FILE:RECIPE"],
+    ["data.kind is no longer a key; the recipe's task says how rows are read", "FILE:RECIPE"],
   ),
   "another key that the task has replaced": (
     [DP8, "--config.training.loss=classification"],
-    ["training.loss is no key any more; the recipe's task says what is minimised"],
+    ["training.loss is no longer a key; the recipe's task says what is minimised"],
   ),
   "a task that is not the recipe's": (
     [DP8, "--config.task=regression"],
@@ -52,7 +52,7 @@ REFUSALS = {
   "a config that is no config": (["--config=/etc/passwd"], ["/etc/passwd is not a Python file"]),
   "what strategies are made of": (
     ["--config=configs/base.py"],
-    ["get_config of a strategy takes the recipe alone", "takes argument, mesh"],
+    ["get_config of a strategy takes only the recipe", "takes argument, mesh"],
   ),
   "a module without a config": (
     ["--config=configs/schema/recipes.py"],

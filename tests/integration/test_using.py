@@ -131,11 +131,11 @@ REFUSALS = {
   ),
   "a missing step": (
     ["evaluate", "--checkpoint={trained}/3"],
-    ["holds no step 3; it holds 2, 4"],
+    ["has no step 3; it has 2, 4"],
   ),
-  "a folder that is not there": (["evaluate", "--checkpoint={trained}/x"], ["is no folder"]),
-  "a foreign folder": (["evaluate", "--checkpoint={trained}/profile"], ["holds no checkpoints"]),
-  "no checkpoint in the workdir": (["evaluate", "--workdir={empty}"], ["holds no checkpoints"]),
+  "a folder that is not there": (["evaluate", "--checkpoint={trained}/x"], ["is not a folder"]),
+  "a foreign folder": (["evaluate", "--checkpoint={trained}/profile"], ["has no checkpoints"]),
+  "no checkpoint in the workdir": (["evaluate", "--workdir={empty}"], ["has no checkpoints"]),
   "another model": (
     ["evaluate", "--checkpoint={trained}", "--config.model.feedforward_size=64"],
     [

@@ -94,7 +94,7 @@ def test_what_is_skipped_by_rows_stays_the_same_rows(tmp_path, taken):
       train(tmp_path, rows, prepared=runs.job("single", **{**bigger, "data.skip_rows": changed}))
   # Given as a batch of the new size, the same number names other rows.
   by_batch = {**bigger, "data.skip_rows": (), "data.skip_batches": (11,)}
-  with pytest.raises(ValueError, match=r"the rows 92-99 otherwise; name rows from 120 on"):
+  with pytest.raises(ValueError, match=r"the rows 92-99 differently; name rows from 120 on"):
     train(tmp_path, rows, prepared=runs.job("single", **by_batch))
 
 
