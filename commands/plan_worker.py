@@ -37,10 +37,11 @@ def main() -> int:
       simulate=request["simulate"],
       progress=lambda phase: _report(request["phases"], phase),
     )
-  except ValueError as error:
-    if request["debug"]:
+  except Exception as error:
+    named = extensions.placed(error)
+    if request["debug"] or not isinstance(named, ValueError):
       raise
-    (pathlib.Path(request["folder"]) / "refusal").write_text(str(error))
+    (pathlib.Path(request["folder"]) / "refusal").write_text(str(named))
     return exit_codes.REFUSED
   folder = pathlib.Path(request["folder"])
   _report(request["phases"], "writing the page")

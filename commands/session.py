@@ -19,7 +19,7 @@ from processes import coordination as groups
 from processes import preemption
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
-from runtime import devices, exit_codes, xla_flags
+from runtime import devices, exit_codes, extensions, xla_flags
 from runtime.printable import printable
 
 ALONE = ("plan", "tour")
@@ -59,10 +59,15 @@ def main(argv: list[str]) -> int:
     with watch:
       code = _run(command.prepare, verb, watch)
       watch.part()
-  except Exception:  # whatever it is, the other processes must not wait for this one
-    if group.alone:
+  except Exception as error:  # whatever it is, the other processes must not wait for this one
+    named = extensions.placed(error)
+    told = isinstance(named, extensions.UserCodeError) and not flags.DEBUG.value
+    if group.alone and not told:
       raise
-    print(f"{groups.label()}{traceback.format_exc()}", file=sys.stderr, flush=True)
+    text = f"error: {printable(named)}" if told else traceback.format_exc()
+    print(f"{groups.label()}{text}", file=sys.stderr, flush=True)
+    if group.alone:
+      return exit_codes.FAILED
     groups.leave(exit_codes.FAILED, patience_seconds=3)
   return code
 
@@ -76,8 +81,11 @@ def _run(prepare: Callable[[Watchdog], Callable[[], int]], verb: str, watch: Wat
     run = prepare(watch)
   except preemption.Stopped:
     watch.leave()
-  except (ValueError, OSError, RuntimeError) as error:
-    return refuse(error, watch)
+  except Exception as error:
+    named = extensions.placed(error)
+    if not isinstance(named, (ValueError, OSError, RuntimeError)):
+      raise
+    return refuse(named, watch)
   return to_its_end(run, watch)
 
 

@@ -164,6 +164,20 @@ def error_text(error: BaseException) -> str:
   return place + " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def placed(error: Exception) -> Exception:
+  """Returns an error with its place in a user's file, as `error_text`; itself where it has none."""
+  frames = traceback.extract_tb(error.__traceback__)
+  if not any(is_outside(frame.filename) for frame in frames):
+    return error
+  named = UserCodeError(error_text(error))
+  named.__cause__ = error
+  return named
+
+
+class UserCodeError(ValueError):
+  """A user's file has raised; the message names file and line."""
+
+
 def is_outside(filename: str) -> bool:
   """Returns whether a file is a user's: neither the project's, nor a library's, nor Python's."""
   path = pathlib.Path(filename)

@@ -57,7 +57,7 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
             f"known for {', '.join(IMAGE_SIZES)} only"
           )
         model[key] = value
-  if model.name == "mlp" and model.feedforward_size is None:
+  if model.get("feedforward_size", 0) is None:
     model.feedforward_size = model.model_size
   if not task.of_tokens and "input_size" in model and "output_size" in model:
     data.input_size, data.target_size = model.input_size, model.output_size

@@ -60,6 +60,48 @@ def get_config(recipe="small_llama"):
 }
 
 
+# A model with a running mean, as batch normalization has one; only training changes it.
+CENTERED = """
+import types
+
+import jax.numpy as jnp
+from flax import nnx
+
+from configs import base
+from configs.schema import recipes
+from configs.schema.axis_tables import AXIS_TABLES
+from models import MODELS, mlp
+
+
+class Centered(mlp.MLP):
+  def __init__(self, config, *, rngs):
+    super().__init__(config, rngs=rngs)
+    self.mean = nnx.BatchStat(jnp.zeros(config.model.input_size, jnp.float32))
+
+  def loss_sums(self, batch, key=None):
+    if key is not None:
+      self.mean[...] = 0.5 * self.mean[...] + 0.5 * jnp.mean(batch["inputs"], axis=0)
+    centered = batch["inputs"] - self.mean[...]
+    return super().loss_sums({**batch, "inputs": centered}, key)
+
+
+def centered():
+  config = recipes.mlp()
+  config.model.update({"name": "centered", "model_size": 16})
+  return config
+
+
+members = {name: getattr(mlp, name) for name in ("legend", "parameters", "train_flops_per_example")}
+MODELS.register("centered", types.SimpleNamespace(**members, build=Centered))
+AXIS_TABLES.register("centered", AXIS_TABLES["mlp"])
+recipes.RECIPES.register("centered", centered)
+
+
+def get_config(recipe="centered"):
+  return base.get_config(recipe)
+"""
+
+
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
   """Returns the folder of the page's files."""
@@ -105,6 +147,27 @@ def test_the_same_model_on_both_meshes(main, mine):
   on_dp8 = [word.replace("--config.", "--against.") for word in DP8]
   code, out, err = main("compare", *both, *DP4_TP2, *on_dp8, f"--set=compiler_options={FAST}")
   assert code == 0, (out, err)
+
+
+def test_evaluate_takes_the_variables_of_the_checkpoint(main, tmp_path):
+  (tmp_path / "centered.py").write_text(CENTERED)
+  command = [f"--config={tmp_path / 'centered.py'}", *SHORT, "--config.training.steps=3"]
+  code, out, err = main(*command, *DP8, f"--workdir={tmp_path}")
+  assert code == 0, (out, err)
+  code, out, err = main("evaluate", *command, *DP4_TP2, f"--checkpoint={tmp_path}")
+  assert code == 0, (out, err)
+  [written] = [line["eval_loss"] for line in lines_of(tmp_path) if "eval_loss" in line]
+  assert f"eval_loss {written:.4f} " in out
+
+
+def test_an_error_in_a_model_is_one_message_with_its_place(main, tmp_path):
+  path = tmp_path / "wrong.py"
+  path.write_text(wrong := CENTERED.replace("jnp.mean(", "jnp.meen("))
+  [number] = [i for i, line in enumerate(wrong.splitlines(), 1) if "jnp.meen(" in line]
+  code, out, err = main("layout", f"--config={path}")
+  assert code == 2, (out, err)
+  assert err.startswith(f"refused: {path}:{number}: AttributeError: module 'jax.numpy' has no")
+  assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("case", PLANNED)

@@ -120,6 +120,22 @@ def test_the_code_of_a_checkpoint_has_what_registers_and_not_where_it_is(tmp_pat
   assert provenance.digest(provenance.NUMERICS, files) == with_model[0]
 
 
+def test_an_error_below_a_users_file_is_placed_there_and_no_other(tmp_path):
+  path = tmp_path / "mine.py"
+  path.write_text("import json\n\ndef f():\n  return json.loads(3)\n")
+  mine = extensions.load(path)
+  with pytest.raises(TypeError) as caught:
+    mine.f()
+  # As this test's file is in the project, its frames are not a user's.
+  named = extensions.placed(caught.value)
+  assert isinstance(named, extensions.UserCodeError)
+  assert str(named).startswith(f"{path}:4: TypeError: the JSON object must be")
+  assert named.__cause__ is caught.value
+  with pytest.raises(KeyError) as caught:
+    {}["x"]
+  assert extensions.placed(caught.value) is caught.value
+
+
 def test_the_place_of_an_error_is_the_users(tmp_path):
   path = tmp_path / "mine.py"
   path.write_text("import json\n\njson.loads('x')\n")
