@@ -178,7 +178,7 @@ def _text(file: files.InputFile) -> Iterator[items.Item]:
       raise
     why = f"its compression is damaged ({error})"
   else:
-    why = items.too_long(len(content)) if len(content) > items.MOST_BYTES else ""
+    why = items.too_long() if len(content) > items.MOST_BYTES else ""
   content = content.removeprefix(json_lines.BOM)
   if not why:
     try:
@@ -215,7 +215,7 @@ def choose_feature(found: Sequence[files.InputFile], feature: str = "") -> str:
     ValueError: there is none, there are several, or its values are not all strings; those that
       are present are listed.
   """
-  tables = [file for file in found if file.suffix not in files.TEXT and file.size]
+  tables = [f for f in found if f.suffix == files.PARQUET or (f.suffix in files.LINES and f.size)]
   if not tables:
     if feature:
       raise ValueError(

@@ -125,14 +125,19 @@ def _chosen(part: str, key: str, paths: Iterable[str]) -> list[str]:
   """Returns those of the matches that are of a known format. Raises ValueError if none is."""
   paths = sorted(paths)
   chosen = [path for path in paths if is_supported(path)]
-  if not chosen:
-    what = "matches no file"
-    if paths:
-      names = ", ".join(posixpath.basename(path) for path in paths[:_LISTED])
-      more = f" and {len(paths) - _LISTED:,} more" if len(paths) > _LISTED else ""
-      what = f"matches {len(paths):,} files, none of a format that is read ({names}{more})"
-    raise ValueError(f"{key}: {part} {what}; files are {FORMATS}")
-  return chosen
+  if chosen:
+    return chosen
+  if not paths:
+    raise ValueError(f"{key}: {part} matches no file; files are {FORMATS}")
+  names = ", ".join(posixpath.basename(path) for path in paths[:_LISTED])
+  more = f" and {len(paths) - _LISTED:,} more" if len(paths) > _LISTED else ""
+  hint = (
+    "; a .json file with an object in each line is renamed to .jsonl" if ".json" in names else ""
+  )
+  raise ValueError(
+    f"{key}: {part} has no file of a format that is read, only {names}{more}; files are"
+    f" {FORMATS}{hint}"
+  )
 
 
 def _local(part: str, key: str) -> list[tuple[str, InputFile]]:
@@ -144,7 +149,7 @@ def _local(part: str, key: str) -> list[tuple[str, InputFile]]:
   elif _GLOB.search(part):
     matches = [match for match in glob.glob(path, recursive=True) if not os.path.isdir(match)]
     if not matches and glob.glob(path):
-      raise ValueError(f"{key}: {part} matches folders alone; {part.rstrip('/')}/** reads them")
+      raise ValueError(f"{key}: {part} matches only folders; {part.rstrip('/')}/** reads them")
   else:
     near = os.path.dirname(path)
     where = "" if os.path.isdir(near) else f", and no folder {near}"
@@ -251,12 +256,11 @@ def _file_system(scheme: str, name: str):
 def _on_hub(part: str, key: str) -> list[tuple[str, InputFile]]:
   repository, revision, inner = hub_name(part)
   try:
-    system = hub()
-    commit = revision
-    matches = _parquet_of(system, repository, revision, inner)
+    commit = _commit(repository, revision)
+    matches = _parquet_of(repository, commit, inner)
     if not matches and not revision and not inner:
-      commit = _CONVERTED
-      matches = _parquet_of(system, repository, commit, inner)
+      commit = _commit(repository, _CONVERTED)
+      matches = _parquet_of(repository, commit, inner)
   except Exception as error:  # of the network, of the Hub, of a data set that is private or missing
     raise ValueError(
       f"{key}: {part} cannot be read from the Hugging Face Hub ({type(error).__name__}: {error})."
@@ -265,13 +269,18 @@ def _on_hub(part: str, key: str) -> list[tuple[str, InputFile]]:
     ) from error
   if not matches:
     raise ValueError(f"{key}: {part} has no Parquet files; download its files and name those")
-  at = f"@{commit}" if commit else ""
   found = []
   for path, facts in sorted(matches.items()):
-    stamp = facts.get("blob_id") or facts.get("ETag") or ""
-    path = f"{_HUB}{repository}{at}/{path}"
-    found.append((path, InputFile(path, facts["size"], str(stamp))))
+    path = f"{_HUB}{repository}@{commit}/{path}"
+    found.append((path, InputFile(path, facts["size"], str(facts.get("blob_id") or commit))))
   return found
+
+
+def _commit(repository: str, revision: str) -> str:
+  """Returns the commit that a revision of a data set is now, so that all parts read the same."""
+  import huggingface_hub
+
+  return huggingface_hub.HfApi().dataset_info(repository, revision=revision or None).sha
 
 
 def hub_name(uri: str) -> tuple[str, str, str]:
@@ -293,21 +302,13 @@ def hub():
   return huggingface_hub.HfFileSystem()
 
 
-def _hub_root(repository: str, revision: str) -> str:
-  at = f"@{revision.replace('/', '%2F')}" if revision else ""
-  return f"datasets/{repository}{at}"
-
-
-def _parquet_of(system, repository, revision, inner):
+def _parquet_of(repository: str, commit: str, inner: str) -> dict[str, dict[str, Any]]:
   """Returns path in the data set -> facts of the Parquet files that a URI names."""
-  root = _hub_root(repository, revision)
-  pattern = inner if _GLOB.search(inner) or inner.endswith(PARQUET) else f"{inner}/**".lstrip("/")
-  wanted = matcher(pattern)
-  known = system.find(f"{root}/{_fixed(inner)}".rstrip("/"), detail=True)
-  names = {
-    re.sub(r"^datasets/[^/]+/[^/@]+(@(refs/\w+/\w+|[^/]+))?/", "", path): facts
-    for path, facts in known.items()
-  }
+  root = f"datasets/{repository}@{commit}"
+  exact = _GLOB.search(inner) or inner.endswith(PARQUET)
+  wanted = matcher(inner if exact else f"{inner}/**".lstrip("/"))
+  known = hub().find(f"{root}/{_fixed(inner)}".rstrip("/"), detail=True)
+  names = {path.removeprefix(f"{root}/"): facts for path, facts in known.items()}
   return {n: f for n, f in names.items() if n.endswith(PARQUET) and wanted.fullmatch(n)}
 
 
@@ -322,7 +323,7 @@ def open_file(path: str) -> Any:
   """
   if path.startswith(_HUB):
     repository, revision, inner = hub_name(path)
-    return hub().open(f"{_hub_root(repository, revision)}/{inner}", "rb")
+    return hub().open(f"datasets/{repository}@{revision}/{inner}", "rb")
   if not files.is_local(path):
     system, inner = bucket(path)
     return system.open_input_file(inner)

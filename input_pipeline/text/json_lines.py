@@ -10,6 +10,7 @@ from typing import Any
 from input_pipeline.text import files, items
 
 BOM = b"\xef\xbb\xbf"
+_COMPRESSED_BLOCK = 2**16  # where a file is damaged, what was read with the damage is lost
 _SAMPLE = 32  # records that show which keys there are
 
 
@@ -31,7 +32,8 @@ def records(file: files.InputFile, part: tuple[int, int] | None) -> Iterator[ite
 def _lines(file: files.InputFile, part: tuple[int, int] | None) -> Iterator[bytes]:
   """Yields the lines that begin in [from, to), with their ends."""
   start, stop = part or (0, None)
-  with files.open_content(file) as raw, io.BufferedReader(_Readable(raw), items.BLOCK) as stream:
+  block = _COMPRESSED_BLOCK if file.compression else items.BLOCK
+  with files.open_content(file) as raw, io.BufferedReader(_Readable(raw), block) as stream:
     if start:
       raw.seek(start - 1)
       start += _line(stream)[1] - 1  # the rest of a line that began before
@@ -92,9 +94,9 @@ def _line_place(file: files.InputFile, part: tuple[int, int] | None) -> items.Pl
 def _parse(line: bytes) -> tuple[Any, str]:
   """Returns (object, "") of a line, or (None, what is wrong)."""
   if len(line) > items.MOST_BYTES:
-    return None, items.too_long(len(line))
+    return None, items.too_long()
   try:
-    value = json.loads(line.decode())
+    value = json.loads(line.rstrip(b"\r\n").decode())
   except UnicodeDecodeError as error:
     return None, items.not_utf8(error, "line")
   except json.JSONDecodeError as error:

@@ -39,7 +39,7 @@ def column(
     if text is None:
       row.why = f"its {feature!r} is null, not a string"
     elif len(text) > items.MOST_BYTES:
-      row.why = items.too_long(len(text))
+      row.why = items.too_long()
     else:
       try:
         text.decode()
