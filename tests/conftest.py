@@ -11,6 +11,8 @@ DEVICES = 8
 # devices that wait for one another, collectives on simulated devices deadlock.
 os.environ["NPROC"] = str(4 * DEVICES)
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Instructions that name their lines of Python take a tenth of the time to trace and compile.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 from tests.helpers.compiling import OPTIONS  # noqa: E402
 
@@ -21,7 +23,7 @@ os.environ["XLA_FLAGS"] = " ".join([*OURS, FLAGS or ""])
 
 import jaxtyping  # noqa: E402
 
-# Shapes in the models' signatures are checked while the tests run.
+# Shapes in the models' signatures are checked while some of the tests run; see `_shapes`.
 HOOK = jaxtyping.install_import_hook("models", "beartype.beartype")
 
 import jax  # noqa: E402
@@ -52,6 +54,18 @@ def _eight_devices() -> None:
 
 
 ROOT = pathlib.Path(__file__).parent.parent
+# Tests that call every function of the models, on one device and on meshes. In the others the
+# check, a tenth of the time of a trace, would only repeat.
+CHECK_SHAPES = ("models/", "training/", "inference/")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shapes(request: pytest.FixtureRequest) -> None:
+  """Checks the shapes in the models' signatures, in the tests of `CHECK_SHAPES`."""
+  path = request.path.relative_to(ROOT / "tests").as_posix()
+  jaxtyping.config.update("jaxtyping_disable", not path.startswith(CHECK_SHAPES))
+
+
 # Files whose tests take long one by one: begun last, they would leave a worker alone with them.
 LONG = ("faults/", "integration/", "processes/", "checkpointing/", "partitioning/parallel/")
 

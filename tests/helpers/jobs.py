@@ -1,13 +1,13 @@
 """Small jobs for the tests: shipped strategies and recipes, with distinct prime-ish sizes."""
 
 import importlib
-import json
 
 import jax
 import numpy as np
 
 from configs.schema import finalize, validate
 from partitioning.mesh import resolve_sizes
+from partitioning.rules import named_leaves
 from runtime.devices import Devices
 from tests.helpers.compiling import FAST
 from training.setup import Job, prepare
@@ -57,17 +57,30 @@ def make_job(strategy: str, recipe: str, /, **overrides) -> Job:
   return prepare(config, Devices("cpu", True, sizes, slices))
 
 
-_STATES: dict[str, State] = {}
-
-
 def first_state(job: Job) -> State:
-  """Returns the job's first state, drawn once for all meshes, on which it is the same bits."""
-  config = job.config
-  drawn_from = config.model, config.optimizer, config.training.parameter_dtype, config.seed
-  key = json.dumps([str(one) for one in drawn_from])
-  if key not in _STATES:
-    _STATES[key] = jax.device_get(job.initial_state())
-  return jax.device_put(_STATES[key], job.state_shardings)
+  """Returns a first state that is the same numbers on every mesh and in every dtype.
+
+  Drawn by NumPy: to compile the program that draws a model's own takes as long as a train step.
+  Scales and biases are random too, where models begin with ones and zeros.
+  """
+  assert not job.state.variables, "what a model's variables begin with, only the model knows"
+  names, structure = list(named_leaves(job.state.params)), jax.tree.structure(job.state.params)
+  random = np.random.default_rng(job.config.seed)
+  unscaled = 0 if job.config.model.get("norm_scale_from_one") else 1
+  leaves = []
+  for name, leaf in zip(names, jax.tree.leaves(job.state.params), strict=True):
+    values = random.standard_normal(leaf.shape)
+    if name.endswith("/scale"):
+      values = unscaled + values / 10
+    elif name.endswith("/bias"):
+      values /= 10
+    else:
+      values *= 0.16  # of a kernel with 40 inputs
+    leaves.append(values.astype(leaf.dtype))
+  params = jax.tree.unflatten(structure, leaves)
+  optimizer = jax.jit(job.program.optimizer.init)(job.program.split(params)[0])
+  state = State(np.zeros((), np.int32), params, optimizer, {})
+  return jax.device_put(jax.device_get(state), job.state_shardings)
 
 
 def zipf(random: np.random.Generator, limit: int, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The decoder as each open family has it: logits, sizes, and that every key of theirs acts."""
 
+import functools
 import importlib.util
 import math
 
@@ -34,6 +35,12 @@ PUBLISHED = {
   "gemma2_9b": 9_241_705_984,
   "gemma3_1b": 999_885_952,
 }
+
+
+@functools.cache
+def arrays_of(family):
+  """Returns the parameters of a family, by name."""
+  return drawn(job_of(family))
 
 
 def logits(job, arrays):
@@ -109,7 +116,7 @@ OTHERWISE = {
 
 @pytest.mark.parametrize(("family", "key"), ACTS)
 def test_every_key_of_a_family_shows_in_its_logits(family, key):
-  arrays = drawn(job_of(family))
+  arrays = arrays_of(family)
   other = job_of(family, **{f"model.{key}": OTHERWISE[key]})
   kept = {name: arrays[name] for name in named_leaves(other.state.params)}
   with np.load(FIXTURE) as fixture:

@@ -9,7 +9,7 @@ import pytest
 
 from models import MODELS, Extending, Generator, Model, Network, losses
 from models.transformer import Block
-from tests.helpers.jobs import host_batch, make_job
+from tests.helpers.jobs import first_state, host_batch, make_job
 
 RECIPES = ("lm", "mlp", "mlp_tutorial")
 
@@ -100,7 +100,7 @@ def test_auxiliary_sums_of_the_layers_are_added_up(monkeypatch):
     return x_BRD, cache, {"balance": jnp.sum(self.mlp.up.kernel[...])}
 
   job = make_job("single", "lm", **{"model.layers": 3})
-  params, batch = job.initial_state().params, host_batch(job)
+  params, batch = first_state(job).params, host_batch(job)
 
   def sums():
     return jax.device_get(job.compile_eval_step().function(params, batch))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from models import token_positions
-from tests.helpers.jobs import host_batch, make_job, place
+from tests.helpers.jobs import first_state, host_batch, make_job, place
 
 
 def test_positions_restart_in_each_segment():
@@ -20,7 +20,7 @@ def test_positions_restart_in_each_segment():
 @pytest.mark.parametrize("separate", [True, False])
 def test_a_document_is_read_as_if_it_stood_alone(separate):
   job = make_job("single", "lm", **{"model.separate_documents": separate})
-  params = job.initial_state().params
+  params = first_state(job).params
   batch = host_batch(job)
   batch["segments"][:] = np.arange(batch["segments"].shape[1]) >= 4
   other_BT = batch["tokens"].copy()

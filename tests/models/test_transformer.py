@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from models import transformer
-from tests.helpers.jobs import make_job
+from tests.helpers.jobs import first_state, make_job
 
 ROWS, LENGTH = 8, 12
 
@@ -43,7 +43,7 @@ def test_reading_in_pieces_gives_the_logits_of_reading_at_once(strategy):
   tokens_BT = random.integers(0, 61, (ROWS, LENGTH), np.int32)
   counts = [random.integers(1, width + 1, ROWS, np.int32) for width in pieces]
   assert len(set(counts[0])) > 2, "rows must differ in length"
-  params = job.initial_state().params
+  params = first_state(job).params
 
   def both(params, tokens_BT, counts):
     whole = nnx.merge(job.program.graphdef, params)(tokens_BT)

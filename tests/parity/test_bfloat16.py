@@ -24,8 +24,7 @@ ROWS, LENGTH = 32, 128  # 4,096 tokens, most of them on one device
 BOUND = 0.02
 VARIANTS = {
   "families": {**FAMILIES, "training.loss_chunks": 16},
-  "learned": LEARNED,
-  "documents": {**LEARNED, "model.separate_documents": True},
+  "learned": {**LEARNED, "model.separate_documents": True},
 }
 
 
@@ -58,9 +57,8 @@ def in_float32(variant):
   [
     ("families", {}),
     ("families", {"mesh.fsdp": 2, "mesh.tensor": 2, **SEQUENCE_PARALLEL}),
-    ("learned", {}),
     ("learned", {"mesh.fsdp": 2}),
-    ("documents", {"mesh.tensor": 2}),
+    ("learned", {"mesh.tensor": 2}),
   ],
 )
 def test_each_gradient_is_that_of_float32(variant, mesh):

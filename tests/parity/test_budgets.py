@@ -1,5 +1,6 @@
 """What each strategy's compiled step sends is what theory says, array by array and to the byte."""
 
+import math
 import re
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from analysis import collectives, hlo
+from partitioning import shardings
 from partitioning.parallel import collectives as manual
 from tests.helpers.jobs import make_job
 from tests.parity import theory as parity_theory
@@ -20,23 +22,35 @@ from tests.parity.budgets import (
   job_of,
   page,
   said_while,
+  shared_job,
   step,
 )
 from tests.parity.theory import norm, theory
+from training.setup import Job
 
 INVOLUNTARY = "nvoluntary full rematerialization"
 LARGEST = "dp2_fsdp2_tp2, sequence-parallel"
 
 
+def budget(job: Job) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
+  """Returns (kind, axes) -> (arrays, bytes) of theory."""
+  return {key: (row.arrays, row.bytes) for key, row in theory(job).items()}
+
+
 def assert_within_budget(ours: Step) -> None:
   """Compares all that a step sends with theory."""
-  wanted = {key: (row.arrays, row.bytes) for key, row in theory(ours.job).items()}
-  assert ours.sent() == wanted
+  assert ours.sent() == budget(ours.job)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_sends_what_theory_says(strategy):
   assert_within_budget(step(strategy))
+
+
+def test_dropout_sends_nothing():
+  ours = compile_step(job_of("dp4_tp2", **{"model.dropout_rate": 0.3}))
+  assert_within_budget(ours)
+  assert "rng" in ours.text or "xor" in ours.text
 
 
 def test_fsdp_is_fsdp8_on_eight_devices():
@@ -76,12 +90,11 @@ def test_the_layers_are_gathered_one_by_one():
 
 
 def test_what_is_sent_is_linear_in_the_layers_and_the_program_does_not_grow():
-  depths = (2, 3, 4)
-  steps = [step(LARGEST), *(compile_step(job_of(LARGEST, **{"model.layers": n})) for n in (3, 4))]
-  assert [ours.job.config.model.layers for ours in steps] == [*depths]
+  jobs = [shared_job(LARGEST), *(job_of(LARGEST, **{"model.layers": n}) for n in (3, 4))]
+  steps = [step(LARGEST), compile_step(jobs[2])]
   for ours in steps:
-    assert_within_budget(ours)
-  two, three, four = map(without_norm, steps)
+    assert_within_budget(ours)  # of the program of three layers, only the budget is looked at
+  two, three, four = map(without_norm, jobs)
   assert two.keys() == three.keys() == four.keys()
   for key in two:
     for a, b, c in zip(two[key], three[key], four[key], strict=True):
@@ -92,11 +105,11 @@ def test_what_is_sent_is_linear_in_the_layers_and_the_program_does_not_grow():
     assert max(found) <= 1.01 * min(found), found
 
 
-def without_norm(ours: Step) -> dict:
-  """Returns what a step sends but for the norm's scalars, which dims cut anew at each depth."""
-  left_out = norm(ours.job)
+def without_norm(job: Job) -> dict:
+  """Returns a budget but for the norm's scalars, of which each depth has others."""
+  left_out = norm(job)
   found = {}
-  for (kind, axes), (arrays, size) in ours.sent().items():
+  for (kind, axes), (arrays, size) in budget(job).items():
     scalars = left_out.get(axes, 0) if kind == "all-reduce" else 0
     found[kind, axes] = (arrays - scalars, size - 4 * scalars)
   return {key: sent for key, sent in found.items() if sent != (0, 0)}
@@ -106,6 +119,26 @@ def instructions(text: str) -> int:
   """Returns how many instructions a program has."""
   program = hlo.parse(text)
   return sum(len(c.instructions) for c in program.computations.values())
+
+
+# ---- The loss in chunks ----
+
+
+@pytest.mark.parametrize("strategy", ["fsdp8", "dp2_fsdp2_tp2, sequence-parallel"])
+def test_a_loss_in_chunks_sends_no_more_for_kernels_and_never_has_all_logits(strategy):
+  whole = step(strategy)
+  cut = compile_step(job_of(strategy, **{"training.loss_chunks": 4}))
+  before, after = whole.sent(), cut.sent()
+  scalars = 4 * 3 * 4 * math.prod(cut.job.batch["tokens"].shape)  # of each chunk and token, three
+  assert after.keys() == before.keys()
+  for key, (_, size) in after.items():
+    extra = scalars if key == ("all-reduce", ("tensor",)) else 0
+    assert size <= before[key][1] + extra, key
+  [logits] = [one for one in whole.job.activations.seen if one.letters == "BTV"]
+  here = shardings.shard_shape(logits.shape, logits.spec, whole.job.devices.sizes)
+  text = f"f32[{','.join(map(str, here))}]"
+  assert text in whole.text
+  assert text not in cut.text
 
 
 # ---- What the budget must catch ----

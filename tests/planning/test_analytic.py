@@ -1,5 +1,6 @@
 """What a step sends, by formula, beside what is proved of the compiled programs."""
 
+import functools
 from collections import defaultdict
 
 import jax
@@ -12,7 +13,7 @@ from planning import analytic, traced_cost
 from planning.interconnect import in_order
 from planning.topology import parse
 from tests.helpers.jobs import make_job
-from tests.parity.budgets import STRATEGIES, job_of
+from tests.parity.budgets import STRATEGIES, job_of, shared_job
 from tests.parity.theory import theory
 
 # What the norm of the gradients and the mean of the loss send: scalars.
@@ -21,7 +22,7 @@ SCALARS = 200
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_sent_is_what_the_proved_budget_says(strategy):
-  job = job_of(strategy)
+  job = shared_job(strategy)
   found = defaultdict(lambda: [0, 0])
   for term in analytic.terms(job):
     found[term.kind, term.axes][0] += term.runs
@@ -32,6 +33,7 @@ def test_what_is_sent_is_what_the_proved_budget_says(strategy):
     assert found[key][1] == pytest.approx(size, rel=0.01, abs=4 * SCALARS), key
 
 
+@functools.cache
 def times_of(topology, **overrides):
   job = job_of("data=4 x fsdp=2 (HSDP)", **overrides)
   where = in_order(parse(topology), 8)
@@ -73,7 +75,7 @@ def test_rematerialization_computes_the_layers_again():
 # With tp8 each device projects all key/value heads, which are replicated.
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tp8"])
 def test_every_strategy_shares_the_same_flops_evenly(strategy):
-  job = job_of(strategy)
+  job = shared_job(strategy)
   found = sum(work.flops * runs for work, runs, _ in traced_cost.operations(job))
   each = MODELS[job.config.model.name].train_flops_per_example(job.config)
   wanted = each * job.config.data.global_batch_size / job.mesh.size

@@ -16,7 +16,7 @@ def test_it_is_called_every_n_steps_with_the_state_and_metrics_of_that_step(tmp_
     params = jax.device_get(context.state.params)
     seen[context.step] = (int(context.state.step), context.metrics["loss"], params)
     assert context.workdir.exists()
-    assert context.job.mesh.size == 8
+    assert context.job.mesh.shape["data"] == 2
 
   monkeypatch.setitem(CALLBACKS, "keep", Callback(3, keep))
   keys = {"training.steps": 7, "checkpoint.every_steps": 6, "metrics.every_steps": 5}

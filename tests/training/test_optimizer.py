@@ -33,10 +33,10 @@ def drawn(seed, shapes=SHAPES):
 
 def updates_of(made, params, steps):
   """Returns the updates of a step each."""
-  state, found = made.init(params), []
+  state, found, update = made.init(params), [], jax.jit(made.update)
   with jax.numpy_dtype_promotion("standard"):
     for grads in steps:
-      updates, state = made.update(grads, state, params)
+      updates, state = update(grads, state, params)
       found.append(updates)
   return found
 

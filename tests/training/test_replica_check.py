@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from tests.helpers.flips import altered
-from tests.helpers.jobs import host_batch, make_job, place
+from tests.helpers.jobs import first_state, host_batch, make_job, place
 from training.bad_steps import TrainingStoppedError
 from training.replica_check import CopiesDifferError, ReplicaCheck
 
@@ -27,7 +27,7 @@ def stepped(job, train, state, steps, check):
 def test_copies_stay_the_same_to_the_bit(strategy, recipe):
   job = make_job(strategy, recipe, **{"training.replica_check_every_steps": 1})
   check = ReplicaCheck(job)
-  state = stepped(job, job.compile_train_step().function, job.initial_state(), range(1, 7), check)
+  state = stepped(job, job.compile_train_step().function, first_state(job), range(1, 7), check)
   check.before_save(6, state)
 
 
@@ -55,7 +55,7 @@ def caught(call, *arguments):
 
 def test_a_flipped_bit_is_caught_at_the_next_check_and_its_device_named(tried):
   job, train, check = tried
-  state = stepped(job, train, job.initial_state(), range(1, 5), check)
+  state = stepped(job, train, first_state(job), range(1, 5), check)
   state = flipped(state, ("layer_2", "kernel"), 5, (2, 7))  # the exponent's last bit
   state = stepped(job, train, state, [5], check)  # not due
   error = caught(stepped, job, train, state, [6], check)
@@ -71,7 +71,7 @@ def test_a_flipped_bit_is_caught_at_the_next_check_and_its_device_named(tried):
 
 def test_nothing_is_saved_unchecked(tried):
   job, _, check = tried
-  state = job.initial_state()
+  state = first_state(job)
   check.before_save(7, state)
   wrong = flipped(state, ("layer_1", "bias"), 0, (0, 0))
   error = caught(check.before_save, 8, wrong)
@@ -81,7 +81,7 @@ def test_nothing_is_saved_unchecked(tried):
 
 def test_the_optimizers_moments_are_compared(tried):
   job, _, check = tried
-  state = job.initial_state()
+  state = first_state(job)
   first, *rest = state.optimizer
   mu = first.mu["layer_3"]
   mu = {**first.mu, "layer_3": {**mu, "kernel": altered(mu["kernel"], 6, (9, 3))}}
@@ -92,7 +92,7 @@ def test_the_optimizers_moments_are_compared(tried):
 
 def test_many_differences_are_one_message(tried):
   job, _, check = tried
-  state = job.initial_state()
+  state = first_state(job)
   for layer in ("layer_1", "layer_2", "layer_3", "layer_4"):
     for key in ("bias", "kernel"):
       state = flipped(state, (layer, key), 3, (0, 1))
@@ -105,7 +105,7 @@ def test_many_differences_are_one_message(tried):
 
 def test_of_two_copies_both_are_named():
   job = make_job("dp4_tp2", "mlp", **EVERY, **{"mesh.data": 2, "mesh.tensor": 4})
-  state = flipped(job.initial_state(), ("layer_2", "kernel"), 1, (0, 0))
+  state = flipped(first_state(job), ("layer_2", "kernel"), 1, (0, 0))
   text = str(caught(ReplicaCheck(job).before_save, 1, state))
   assert "there is no majority, so it is not known which device is wrong" in text
   assert "layer_2/kernel [40, 56]: the copies on devices 1, 5 differ" in text
@@ -117,7 +117,7 @@ def test_of_two_copies_both_are_named():
 )
 def test_off_and_without_copies_nothing_is_compiled(strategy, overrides, monkeypatch):
   job = make_job(strategy, "mlp", **overrides)
-  state = job.initial_state()
+  state = first_state(job)
   monkeypatch.setattr(type(job), "compile", None)
   check = ReplicaCheck(job)
   check.after_step(10, flipped(state, ("layer_1", "bias"), 0, (0, 0)))

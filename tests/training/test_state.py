@@ -71,7 +71,7 @@ def two_steps(strategy, recipe, **overrides):
     in_shardings=(job.state_shardings, job.batch_shardings),
     out_shardings=(job.state_shardings, None, None),
   ).function
-  state = job.initial_state()
+  state = first_state(job)
   first = jax.device_get(state)
   for number in range(2):
     state, metrics, gradients = compiled(state, place(job, host_batch(job, seed=number)))
