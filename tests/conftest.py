@@ -4,6 +4,7 @@ import gc
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterator
 
 DEVICES = 8
 
@@ -56,7 +57,7 @@ def _eight_devices() -> None:
 ROOT = pathlib.Path(__file__).parent.parent
 # Tests that call every function of the models, on one device and on meshes. In the others the
 # check, a tenth of the time of a trace, would only repeat.
-CHECK_SHAPES = ("models/", "training/", "inference/")
+CHECK_SHAPES = ("models/", "inference/")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,6 +89,15 @@ def pytest_collection_finish() -> None:
   """
   gc.freeze()
   gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture
+def lines_of_python() -> Iterator[None]:
+  """Has instructions name their lines of Python, as in a run."""
+  limit = jax.config.jax_traceback_in_locations_limit
+  jax.config.update("jax_traceback_in_locations_limit", 100)
+  yield
+  jax.config.update("jax_traceback_in_locations_limit", limit)
 
 
 @pytest.fixture(scope="session")

@@ -27,15 +27,6 @@ def mesh():
   return make_mesh(data=4, tensor=2)
 
 
-@pytest.fixture(autouse=True)
-def _lines_of_python():
-  """Has compiled programs name their lines, as in a run; the tests leave them out."""
-  limit = jax.config.jax_traceback_in_locations_limit
-  jax.config.update("jax_traceback_in_locations_limit", 100)
-  yield
-  jax.config.update("jax_traceback_in_locations_limit", limit)
-
-
 def compiled_text(function, mesh, spec=("data", "tensor"), shape=SHAPE, dtype=jnp.float32):
   """Compiles a function of each device's shard."""
   body = jax.shard_map(function, mesh=mesh, in_specs=P(*spec), out_specs=P(*spec), check_vma=False)
@@ -50,6 +41,7 @@ def scatter(x, axis):
   return jnp.tile(lax.psum_scatter(x, axis, tiled=True), (2, 1))
 
 
+@pytest.mark.usefixtures("lines_of_python")
 @pytest.mark.parametrize(
   ("function", "kind", "axes", "size"),
   [

@@ -85,6 +85,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.usefixtures("lines_of_python")
 @pytest.mark.parametrize(("strategy", "recipe", "keys"), STEPS, ids=str)
 def test_every_instruction_of_a_step_comes_from_a_listed_file(strategy, recipe, keys):
   job = make_job(strategy, recipe, **keys)
