@@ -1,11 +1,11 @@
-r"""What `plan` says of memory by formula, beside what the compiler says, for configs of all kinds.
+r"""Peak memory by the formulas of `plan` and by the compiler, for configs of many kinds.
 
   pip install -r requirements-plan.txt
   python -m benchmarks.plan_memory [--only=gpt2] [--write]
 
 Compiles the train step of each config for its TPUs (about a minute each on two cores, no TPU) and
-prints formula / compiler; --write writes docs/planner_memory.md. Exits with 1 where fewer than a
-dozen are within 10 %.
+prints formula / compiler; --write writes docs/planner_memory.md, and keeps the paragraph of that
+page that is marked as a note. Exits with 1 if fewer than a dozen are within 10 %.
 """
 
 import dataclasses
@@ -21,16 +21,17 @@ from planning import aot, memory
 from planning.topology import parse
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "planner_memory.md"
-_ONLY = flags.DEFINE_string("only", "", "Configs whose name has this in it.")
+_ONLY = flags.DEFINE_string("only", "", "Only configs whose name contains this.")
 _WRITE = flags.DEFINE_bool("write", False, "Write docs/planner_memory.md.")
 LEAST, WITHIN = 12, 0.1
+NOTE = "<!-- note: kept by --write; delete it when it no longer holds -->"
 CHUNKS = {"training.loss_chunks": 8}
 REGIONS = {"partitioning.sequence_parallel": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A config: preset, devices, mesh, rows of the global batch, tokens of a row, and what else."""
+  """A config: preset, devices, mesh, global batch size, sequence length, other keys."""
 
   model: str
   topology: str
@@ -42,7 +43,7 @@ class Case:
 
   @property
   def name(self) -> str:
-    """Returns it as a person reads it."""
+    """Returns it as text, the first column of the table."""
     mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
     more = "".join(f", {key.partition('.')[2]}={value}" for key, value in self.more.items())
     return f"{self.model}, {self.topology}, {mesh}, {self.rows} x {self.length}, " + (
@@ -82,8 +83,14 @@ def measured(case: Case) -> tuple[int, int]:
   return memory.at_once(memory.by_formula(job)), aot.compile_step(job).peak_bytes
 
 
-def page(lines: list[str], close: int) -> str:
-  """Returns docs/planner_memory.md."""
+def note_of(text: str) -> list[str]:
+  """Returns the note of a page, with its marker, as a list of one text; [] if it has none."""
+  _, marker, after = text.partition(NOTE)
+  return [marker + after.partition("\n\n")[0], ""] if marker else []
+
+
+def page(lines: list[str], close: int, note: list[str]) -> str:
+  """Returns docs/planner_memory.md; `note` as from `note_of`."""
   return "\n".join(
     [
       "# Memory by formula and by the compiler",
@@ -94,6 +101,7 @@ def page(lines: list[str], close: int) -> str:
       "compiler reports it, and as `plan` computes it by formula. "
       f"{close} of {len(lines)} are within {100 * WITHIN:.0f} %.",
       "",
+      *note,
       "| model, devices, mesh, rows x tokens, rematerialization | formula | compiler | ratio |",
       "| --- | --- | --- | --- |",
       *lines,
@@ -105,6 +113,8 @@ def page(lines: list[str], close: int) -> str:
 def main(argv: list[str]) -> int:
   """Compiles every config; returns the exit code."""
   del argv
+  if _WRITE.value and _ONLY.value:
+    raise app.UsageError("--write needs all configs; leave out --only")
   lines, close = [], 0
   for case in CASES:
     if _ONLY.value in case.name:
@@ -113,7 +123,7 @@ def main(argv: list[str]) -> int:
       lines.append(f"| {case.name} | {formula:,} | {compiler:,} | {formula / compiler:.2f} |")
       print(lines[-1], flush=True)
   if _WRITE.value:
-    PAGE.write_text(page(lines, close))
+    PAGE.write_text(page(lines, close, note_of(PAGE.read_text())))
   return 0 if close >= min(LEAST, len(lines)) else 1
 
 

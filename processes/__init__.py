@@ -1,1 +1,1 @@
-"""The processes of one run: who they are, what they agree on, and how they end together."""
+"""The processes of one run: rendezvous, consistency checks, barriers, watchdog, shutdown."""

@@ -1,8 +1,8 @@
-"""What process 0 knows of the others while it waits for them: one thread, thousands of connections.
+"""The rendezvous on process 0: one thread with thousands of connections.
 
-Nothing that arrives may end the wait or block it for the others: each connection has a deadline of
-its own to say who it is, a bound on what it may send, and is dropped and counted where it is not
-signed. What is sent back does not grow with the number of processes.
+No connection can end the wait or block it for the others: each has its own deadline to identify
+itself and a limit on what it may send, and is dropped and counted if its message is not signed. The
+size of a reply does not grow with the number of processes.
 """
 
 import collections
@@ -20,19 +20,19 @@ from processes import listening, tokens
 from runtime.printable import printable
 
 GREETING, HELLO, ANSWER = "greeting", "hello", "answer"
-# Kinds of answers; "" where all are there.
+# Kinds of answers; "" if all processes have arrived.
 MISSING, COUNTS, TWICE, REFUSED, FULL = "missing", "counts", "twice", "refused", "full"
 HELLO_SECONDS = 10.0
 _HELLO = {"index": int, "count": int, "host": str, "pid": int, "refused": str, "nonce": str}
 _PAUSE_SECONDS = 0.1
-# After an error: for those who are just about to come.
+# After an error: for processes that are about to connect.
 _LATE_SECONDS = 3.0
 _OWN_ERROR_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
-_MOST_STRANGERS = 4096  # connections that have not said yet who they are
-_AT_ONCE = 256  # connections taken before those that are open are read again
+_MOST_STRANGERS = 4096  # connections that have not identified themselves yet
+_AT_ONCE = 256  # connections accepted before open ones are read again
 _MOST_NAMED = 16
-_MOST_HOSTS = 1000  # that are distinguished in what was dropped
+_MOST_HOSTS = 1000  # that are counted separately among dropped connections
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,30 +49,30 @@ class _Connection:
 
 
 class Roll:
-  """The processes that are there, and the connections to them."""
+  """The processes that have arrived, and their connections."""
 
   def __init__(self, own: dict[str, Any], key: bytes, timeout_seconds: float, full: str = ""):
     """Has no connections yet.
 
     Args:
-      own: what process 0 would say of itself.
+      own: the hello of process 0.
       key: the token.
       timeout_seconds: how long the others may take, for messages.
-      full: why this machine cannot hold so many connections, "" where it can.
+      full: why this machine cannot have so many connections; "" if it can.
     """
     self._count, self._key, self._seconds = own["count"], key, timeout_seconds
     self._there = {0: own}
     self._members: dict[_Connection, None] = {}
     self._strangers: dict[_Connection, None] = {}  # oldest first: all have the same time
     self._dropped: collections.Counter[tuple[str, str]] = collections.Counter()  # why, host
-    self._told: set[int] = set()  # indices of those that know of the error
+    self._notified: set[int] = set()  # indices of processes that know of the error
     self._selector = selectors.DefaultSelector()
     self._kind, self._error = self._wrong(own)
     if full and not self._error:
       self._kind, self._error = FULL, full
 
   def take(self, listeners: Sequence[socket.socket], deadline: float) -> dict[str, Any]:
-    """Returns the answer that all have got: `error`, "" for none, and its `kind`."""
+    """Returns the answer that was sent to all: `error` ("" for none) and its `kind`."""
     with self._selector:
       for listener in listeners:
         self._selector.register(listener, selectors.EVENT_READ)
@@ -93,10 +93,10 @@ class Roll:
     return answer
 
   def _listen_until(self, deadline: float) -> None:
-    """Accepts processes as they connect and leave, until all are there or the time is over."""
+    """Accepts processes as they connect and leave, until all have arrived or the time is over."""
     if self._error:
       deadline = min(deadline, time.monotonic() + _OWN_ERROR_SECONDS)
-    while len(self._told if self._error else self._members) < self._count - 1:
+    while len(self._notified if self._error else self._members) < self._count - 1:
       now = time.monotonic()
       if now >= deadline:
         return
@@ -113,7 +113,7 @@ class Roll:
   # ------------------------------ connections ------------------------------
 
   def _accept(self, listener: socket.socket) -> None:
-    """Greets those that have connected."""
+    """Accepts connections, and greets them."""
     for _ in range(_AT_ONCE):
       try:
         accepted, peer = listener.accept()
@@ -121,9 +121,9 @@ class Roll:
         return
       except OSError as error:
         if not listening.out_of_files(error):
-          return  # it has gone again
+          return  # it has disconnected
         if not self._strangers:
-          time.sleep(_PAUSE_SECONDS)  # the machine is full, which may pass
+          time.sleep(_PAUSE_SECONDS)  # out of resources, perhaps temporarily
           return
         self._drop(next(iter(self._strangers)), "crowded out")
         continue
@@ -145,19 +145,19 @@ class Roll:
       return
     except OSError:
       part = b""
-    if connection.hello is not None:  # nothing more is said: it has died, and may come again
+    if connection.hello is not None:  # no further message is expected: it has died, and may return
       self._forget(connection)
       return
     connection.received += part
     if not part:
-      self._drop(connection, "closed before it said anything of use")
+      self._drop(connection, "closed before it sent a message")
     elif len(connection.received) > tokens.LINE_BYTES:
       self._drop(connection, "too long")
     elif connection.received.endswith(b"\n"):
       self._hear(connection)
 
   def _hear(self, connection: _Connection) -> None:
-    """Takes a complete line for a hello, or drops its sender."""
+    """Reads a complete line as a hello, or drops its sender."""
     try:
       signature, text = tokens.split_line(connection.received)
     except ValueError:
@@ -191,14 +191,14 @@ class Roll:
       self._drop(oldest, "silent")
 
   def _drop(self, connection: _Connection, why: str) -> None:
-    """Closes a connection that is none of ours, and counts it."""
+    """Closes a connection that is not of this run, and counts it."""
     known = (why, connection.host) in self._dropped or len(self._dropped) < _MOST_HOSTS
     self._dropped[why, connection.host if known else "others"] += 1
     del self._strangers[connection]
     self._close(connection)
 
   def _forget(self, connection: _Connection) -> None:
-    """Takes a process that was there for missing again."""
+    """Counts a process that had arrived as missing again."""
     del self._members[connection]
     self._close(connection)
     index = connection.hello["index"]
@@ -210,7 +210,7 @@ class Roll:
       self._selector.unregister(connection.socket)
     connection.socket.close()
 
-  # ------------------------------ what is said ------------------------------
+  # ------------------------------ messages ------------------------------
 
   def _answer(self) -> dict[str, Any]:
     run = "" if self._error else secrets.token_hex(16)
@@ -222,17 +222,17 @@ class Roll:
       if connection.told:
         continue
       connection.told = True
-      self._told.add(connection.hello["index"])
+      self._notified.add(connection.hello["index"])
       nonces = (connection.nonce, connection.hello["nonce"])
       self._send(connection, tokens.line(self._key, ANSWER, text, *nonces))
 
   def _send(self, connection: _Connection, data: bytes) -> None:
-    # A few kilobytes always fit into the buffer of a peer that reads; no other is waited for.
+    # A few kilobytes fit into the buffer of a peer that reads; a peer that does not is dropped.
     with contextlib.suppress(OSError):
       connection.socket.send(data)
 
   def _wait_for_their_ends(self) -> None:
-    """Lets the others close first: who does keeps the port busy for a while."""
+    """Lets the others close first: the side that closes first keeps the port busy for a while."""
     until = time.monotonic() + _CLOSE_SECONDS
     while self._members and time.monotonic() < until:
       for key, _ in self._selector.select(_PAUSE_SECONDS):
@@ -240,7 +240,7 @@ class Roll:
           self._read(key.data)
 
   def _wrong(self, hello: dict[str, Any]) -> tuple[str, str]:
-    """Returns what is wrong with what a process says: its kind and a sentence, or "" and ""."""
+    """Returns what is wrong with a hello: its kind and a sentence, or "" and ""."""
     index, name = hello["index"], who(hello)
     if hello["refused"]:
       return REFUSED, f"process {index} ({name}) refused: {printable(hello['refused'])}"
@@ -252,7 +252,7 @@ class Roll:
     if index in self._there and hello is not self._there[index]:
       return TWICE, (
         f"two processes say that they are process {index} of {self._count}: "
-        f"{who(self._there[index])} and {name}; stop one, or give each an index of its own"
+        f"{who(self._there[index])} and {name}; stop one, or give each a different index"
       )
     return "", ""
 
@@ -260,9 +260,9 @@ class Roll:
     missing = [index for index in range(self._count) if index not in self._there]
     there = [f"{index} ({who(hello)})" for index, hello in sorted(self._there.items())]
     return (
-      f"{len(self._there)} of {self._count} processes came within "
+      f"{len(self._there)} of {self._count} processes connected within "
       f"processes.start_timeout_seconds={self._seconds:g}; missing: {_ranges(missing)}; "
-      f"there: {', '.join(there[:_MOST_NAMED])}{_more(len(there))}{self._dropped_text()}"
+      f"connected: {', '.join(there[:_MOST_NAMED])}{_more(len(there))}{self._dropped_text()}"
     )
 
   def _dropped_text(self) -> str:
@@ -285,7 +285,7 @@ def who(hello: dict[str, Any]) -> str:
 
 
 def checked_answer(answer: dict[str, Any]) -> dict[str, Any]:
-  """Returns an answer; raises ValueError where it is none."""
+  """Returns an answer; raises ValueError if it is malformed."""
   types = {"error": str, "kind": str, "count": int, "run": str}
   if {name: type(value) for name, value in answer.items()} != types:
     raise ValueError("no answer")

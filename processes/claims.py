@@ -1,8 +1,8 @@
 """The claims to a workdir, numbered files in `WORKDIR/owner/`, on local disks, NFS and in buckets.
 
-`000007.json` says who claims; of all numbers the highest is the owner's. A claim is created only if
-its number is free, so of two starts that want the same one exactly one gets it. `000007.beat` is
-rewritten by the owner for as long as it lives.
+`000007.json` names the claimant; the highest number is the owner's. A claim is created only if its
+number is free, so of two starts that want the same one exactly one gets it. The owner rewrites
+`000007.beat` as long as it runs.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ from typing import Protocol
 from etils import epath
 
 FOLDER = "owner"
-LAST = 10**9 - 1  # number; a larger one would have to be foreign
+LAST = 10**9 - 1  # largest number of a claim; files with larger ones are foreign
 _CLAIM = re.compile(r"([0-9]{6,9})\.json")
 _OURS = re.compile(r"[0-9]{6,9}\.(json|beat|[0-9a-f]{16}\.new)")
-_BEAT_BYTES = 32  # always the same, so that a beat needs no space on a full disk
+_BEAT_BYTES = 32  # constant, so that a heartbeat needs no space on a full disk
 _MOST_BYTES = 2**16
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-  """What is seen of a heartbeat.
+  """A heartbeat as read.
 
   Attributes:
-    text: what the owner wrote, "" where nothing can be read.
-    stamp: of the file: another one means that the owner has written since.
+    text: what the owner wrote; "" if it cannot be read.
+    stamp: of the file: it changes whenever the owner writes.
   """
 
   text: str
@@ -44,13 +44,13 @@ class Claims(Protocol):
   """The claims to one workdir; every method may raise OSError."""
 
   def numbers(self) -> list[int]:
-    """Returns the numbers that are claimed, as they are now and not as a cache has them."""
+    """Returns the claimed numbers, bypassing caches."""
 
   def create(self, number: int, text: str) -> bool:
     """Claims a number; returns whether it was free."""
 
   def read(self, number: int) -> str:
-    """Returns what a claim says, "" where it cannot be read."""
+    """Returns the text of a claim; "" if it cannot be read."""
 
   def write_beat(self, number: int, text: str) -> None:
     """Writes a heartbeat, of at most 32 characters."""
@@ -62,10 +62,10 @@ class Claims(Protocol):
     """Removes a claim and its heartbeat."""
 
   def remove_others(self, number: int) -> None:
-    """Removes what claims below a number have left."""
+    """Removes what claims with lower numbers have left."""
 
   def withdraw(self, number: int) -> None:
-    """Removes a claim, and the folders that were made for it if nothing else is in them."""
+    """Removes a claim, and the folders created for it if they are empty."""
 
 
 def claims_to(workdir: epath.Path) -> Claims:
@@ -92,8 +92,8 @@ class LocalClaims:
   """Claims in a folder of a file system, which may be NFS.
 
   An NFS client may answer from its cache, but asks the server when a file or folder is opened. So
-  claims are found by listing the folder, never by looking for a name, and a heartbeat is written
-  into the same file again, never renamed into place.
+  claims are found by listing the folder, never by looking up a name, and a heartbeat overwrites the
+  same file instead of being renamed into place.
   """
 
   def __init__(self, workdir: pathlib.Path):
@@ -115,9 +115,9 @@ class LocalClaims:
     try:
       _write_new(new, text)
       try:
-        os.link(new, target)  # with all of its content, or not at all
+        os.link(new, target)  # atomic: with all of its content, or not at all
       except OSError as error:
-        # The answer of a network file system may have been lost: then there are two names.
+        # The reply of a network file system may have been lost: then the file has two names.
         if error.errno in _NO_LINKS:
           _write_new(target, text)
         elif new.stat().st_nlink != 2:
@@ -144,7 +144,7 @@ class LocalClaims:
     except OSError as error:
       if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         raise
-      os.utime(path)  # a heartbeat that needs no space
+      os.utime(path)  # a heartbeat without disk space
 
   def read_beat(self, number: int) -> Beat:
     text, stamp = _read(self._beat(number))
@@ -168,12 +168,12 @@ class LocalClaims:
         folder.rmdir()
 
   def _make_folder(self) -> None:
-    """Makes the folder, remembering what was made; a link or a file is not taken for one."""
+    """Creates the folder, remembering what was created; rejects a link or a file."""
     missing = [path for path in (self._folder, *self._folder.parents) if not os.path.lexists(path)]
     try:
       self._folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-      why = f"{self._folder} cannot be made: {error.strerror}; give another --workdir"
+      why = f"{self._folder} cannot be created: {error.strerror}; give another --workdir"
       raise type(error)(why) from error
     self._made = self._made or missing
     if self._folder.is_symlink():
@@ -195,7 +195,7 @@ def _write_new(path: pathlib.Path, text: str) -> None:
 
 
 def _read(path: pathlib.Path) -> tuple[str, str]:
-  """Returns (content, stamp) of a small plain file, ("", "") where there is none."""
+  """Returns (content, stamp) of a small plain file; ("", "") if there is none."""
   try:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
   except OSError:
@@ -214,8 +214,8 @@ def _read(path: pathlib.Path) -> tuple[str, str]:
 class BucketClaims:
   """Claims in a bucket, written by TensorStore, which also writes the arrays of checkpoints.
 
-  A claim is created under the condition that there is no object of its name: `ifGenerationMatch=0`
-  in Cloud Storage, `If-None-Match: *` in S3. Both list what has been written without delay.
+  A claim is created on the condition that its object does not exist: `ifGenerationMatch=0` in Cloud
+  Storage, `If-None-Match: *` in S3. Both list new objects without delay.
   """
 
   def __init__(self, url: str):
@@ -242,11 +242,11 @@ class BucketClaims:
     there = _found(self._objects.read(key))
     if there.state != "missing":
       return False
-    # The generation of what is missing: the write is refused by the server if there is one now.
+    # The generation of a missing object: the server refuses the write if there is one now.
     written = _found(self._objects.write(key, text, if_equal=there.stamp.generation))
     if written.generation:
       return True
-    # TensorStore repeats a request whose answer was lost; then ours is there, with its secret.
+    # TensorStore retries a request whose reply was lost; then the object has this claim's secret.
     return self.read(number) == text
 
   def read(self, number: int) -> str:
@@ -276,7 +276,7 @@ class BucketClaims:
 
 
 def _found(future):
-  """Returns the result of one of TensorStore's futures; OSError where it failed or takes long."""
+  """Returns the result of a TensorStore future; raises OSError if it failed or takes too long."""
   try:
     return future.result(timeout=60)
   except (ValueError, TimeoutError) as error:

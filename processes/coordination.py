@@ -1,6 +1,6 @@
-"""The group of processes that a run consists of, and what they tell one another.
+"""The group of processes of a run: a key-value store, barriers, joining and leaving.
 
-A single process is a group as well: its store is a dict, and it waits for none.
+A single process is a group as well: its store is a dict, and its barriers return at once.
 """
 
 import collections
@@ -20,26 +20,26 @@ from etils import epath
 from processes import jax_internals, listening, preemption, rendezvous, tokens
 from runtime.printable import printable
 
-# Set by `python -m launch.local`, by launch/jobset.yaml, or by hand on each host.
+# Set by `python -m launch.local`, by launch/jobset.yaml, or manually on each host.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-# What launchers tell each process: how many there are, and which one it is.
+# Variables of launchers: the number of processes, and the index of this one.
 RANKS = (
   ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
   ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
   ("PMI_SIZE", "PMI_RANK"),
 )
-# Where it is 1, a process takes all GPUs of its host. JAX's default is one GPU per process.
+# If it is 1, a process uses all GPUs of its host. JAX's default is one GPU per process.
 PER_HOST = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _SHUTDOWN_SECONDS = 300
 _MOST_UNSIGNED = 1000
 
 
 class NotTogetherError(RuntimeError):
-  """The processes did not come together at a point where all should."""
+  """Not all processes reached a barrier."""
 
 
 class LocalStore:
-  """The store of a process that is alone; with the methods of JAX's client that are used here."""
+  """The store of a single process, with the methods of JAX's client that are used here."""
 
   def __init__(self):
     self._values: dict[str, str] = {}
@@ -66,7 +66,7 @@ class LocalStore:
         del self._values[name]
 
   def wait_at_barrier(self, name: str, timeout_in_ms: int) -> None:
-    """There is no other process."""
+    """Returns at once: there is no other process."""
 
 
 @dataclasses.dataclass
@@ -74,15 +74,15 @@ class Group:
   """The processes of a run, as one of them sees it.
 
   Attributes:
-    index: which one this is; process 0 prints and writes.
-    count: how many there are.
-    heartbeat_seconds: after so long without a sign of life JAX takes a process for dead, and ends
+    index: of this process; process 0 prints and writes.
+    count: number of processes.
+    heartbeat_seconds: JAX considers a process dead after this time without a heartbeat, and ends
       all others.
-    store: text by name, seen by all: JAX's coordination service.
-    key: of this start of the run, which its processes alone know. Whoever reaches the service can
-      write to it, so what is put is signed together with its name, and what is not signed is left
-      out.
-    unsigned: names under which something was left out.
+    store: the key-value store of JAX's coordination service.
+    key: secret of this start of the run, known only to its processes. Anyone who reaches the
+      service can write to it, so values are signed together with their name, and unsigned ones are
+      ignored.
+    unsigned: names of ignored values.
   """
 
   index: int = 0
@@ -104,13 +104,13 @@ class Group:
     return self.index == 0
 
   def put(self, name: str, value: Mapping[str, Any]) -> None:
-    """Shows a value to all processes, in place of an earlier one of this name."""
+    """Publishes a value to all processes, replacing an earlier one with this name."""
     text = json.dumps(value)
     signature = tokens.sign(self.key, "shown", name, text)
     self.store.key_value_set(name, f"{signature} {text}", allow_overwrite=True)
 
   def get(self, name: str) -> dict[str, Any] | None:
-    """Returns what has been put under a name, None where nothing has."""
+    """Returns the value with a name; None if there is none."""
     try:
       return self._value(name, self.store.key_value_try_get(name))
     except jax.errors.JaxRuntimeError as error:
@@ -119,13 +119,13 @@ class Group:
       raise
 
   def list(self, folder: str) -> dict[str, dict[str, Any]]:
-    """Returns name -> value of what has been put below `folder/`."""
+    """Returns name -> value of the values below `folder/`."""
     found = self.store.key_value_dir_get(f"{folder}/")
     values = {key.rpartition("/")[2]: self._value(key, text) for key, text in found}
     return {name: value for name, value in values.items() if value is not None}
 
   def _value(self, name: str, shown: str) -> dict[str, Any] | None:
-    """Returns what a process of this run has put; None, and counts it, for what others have."""
+    """Returns a value that is signed by a process of this run; counts others, and returns None."""
     signature, _, text = shown.partition(" ")
     if tokens.signed(self.key, signature, "shown", name, text):
       return json.loads(text)
@@ -134,7 +134,7 @@ class Group:
     return None
 
   def unsigned_text(self) -> str:
-    """Returns, to end a message with, how much was left out; "" where nothing was."""
+    """Returns the end of a message, on ignored values; "" if there were none."""
     if not self.unsigned:
       return ""
     return (
@@ -143,14 +143,14 @@ class Group:
     )
 
   def delete(self, folder: str) -> None:
-    """Removes what has been put below `folder/`."""
+    """Removes the values below `folder/`."""
     self.store.key_value_delete(folder)
 
   def wait(self, point: str, *, timeout_seconds: float) -> None:
-    """Returns when all processes have reached the point, as often as this one.
+    """A barrier: returns when all processes have called it as often as this one.
 
     Raises:
-      NotTogetherError: someone has not come in time.
+      NotTogetherError: a process did not reach it in time.
     """
     try:
       self.store.wait_at_barrier(point, int(timeout_seconds * 1000))
@@ -162,12 +162,12 @@ class Group:
     """Returns whether `value` is true on every process, at the n-th barrier at a point.
 
     Raises:
-      NotTogetherError: someone has not come in time.
+      NotTogetherError: a process did not reach it in time.
     """
     self._meetings[point] += 1
     folder = f"false/{point}/{self._meetings[point]}"
-    if not value:  # before coming to the point, so that all see it who have passed it
-      # One entry, whoever it is: all may be false at once, and all read what is there.
+    if not value:  # before the barrier, so that all see it after the barrier
+      # A single entry: all may be false at once, and all read every entry.
       self.put(f"{folder}/false", {})
     self.wait(point, timeout_seconds=timeout_seconds)
     return not self.list(folder)
@@ -178,7 +178,7 @@ class Group:
     """Returns the value of each process, in their order, at the n-th barrier at a point.
 
     Raises:
-      NotTogetherError: with those that have not come in time.
+      NotTogetherError: naming those that did not reach it in time.
     """
     self._meetings[point] += 1
     folder = f"gathered/{point}/{self._meetings[point]}"
@@ -200,18 +200,18 @@ _current = Group()
 
 
 def current() -> Group:
-  """Returns the group of this run; before `connect`, a process that is alone."""
+  """Returns the group of this run; before `connect`, a single process."""
   return _current
 
 
 def who() -> tuple[str, int, int] | None:
   """Returns (coordinator's host:port, number of processes, index), from three variables.
 
-  Where only the address is set, number and index may come from MPI's or Slurm's variables. With
-  the number set to 1 the process is alone, wherever it runs.
+  If only the address is set, number and index may come from MPI's or Slurm's variables. With the
+  number set to 1 the process is alone, wherever it runs.
 
   Raises:
-    ValueError: some of the three are set and not all, or they are no such numbers.
+    ValueError: only some of the three are set, or they are not valid numbers.
   """
   values = {name: os.environ.get(name, "") for name in (ADDRESS, COUNT, INDEX)}
   if not any(values.values()):
@@ -230,7 +230,7 @@ def who() -> tuple[str, int, int] | None:
       raise ValueError
   except ValueError:
     raise ValueError(
-      f"{_text(values)}: a host:port and two numbers are wanted, such as 10.0.0.1:8476 or "
+      f"{_text(values)}: expected a host:port and two numbers, such as 10.0.0.1:8476 or "
       f"[::1]:8476, 2 and 0"
     ) from None
   if not 0 <= index < count:
@@ -246,7 +246,7 @@ def _is_host(text: str) -> bool:
 
 
 def _ranked() -> tuple[int, int] | None:
-  """Returns (number, index) of the processes that a launcher has started, where one has.
+  """Returns (number, index) from a launcher's variables; None without a launcher.
 
   Raises:
     ValueError: its variables are not numbers.
@@ -256,7 +256,7 @@ def _ranked() -> tuple[int, int] | None:
     try:
       numbers = [int(value) for value in values.values() if value]
     except ValueError:
-      raise ValueError(f"{_text(values)}: two numbers are wanted") from None
+      raise ValueError(f"{_text(values)}: expected two numbers") from None
     if len(numbers) == 2:
       return numbers[0], numbers[1]
   return None
@@ -276,10 +276,10 @@ def connect(
   """Joins the other processes of the run, if there are any; before JAX's backend starts.
 
   Args:
-    start_timeout_seconds: how long the others may take to come.
-    heartbeat_seconds: after so long without a sign of life a process is taken for dead.
-    on_tpu: this machine has TPUs, whose cluster is asked who there is.
-    workdir: where process 0 shows the token of the run, if the environment has none.
+    start_timeout_seconds: how long the others may take to arrive.
+    heartbeat_seconds: a process is considered dead after this time without a heartbeat.
+    on_tpu: this machine has TPUs: JAX's cluster detection is used.
+    workdir: where process 0 publishes the run's token, if the environment has none.
 
   Raises:
     ValueError: the variables are wrong, or there are several processes and no address.
@@ -297,7 +297,7 @@ def connect(
     token=tokens.Token(workdir, address),
     timeout_seconds=start_timeout_seconds,
   )
-  # SIGTERM is handled by `stopping`: JAX's own service would take the handler away.
+  # SIGTERM is handled by `preemption`: JAX's own service would replace the handler.
   jax.config.update("jax_enable_preemption_service", False)
   alone_here = any(os.environ.get(n, "").partition("(")[0] == "1" for n in PER_HOST)
   jax.distributed.initialize(
@@ -315,7 +315,7 @@ def connect(
 
 
 def _find(timeout_seconds: float, on_tpu: bool) -> tuple[str, int, int]:
-  """Returns (coordinator's host:port, number, index), by our variables or by JAX's detection."""
+  """Returns (coordinator's host:port, number, index) from the variables or JAX's detection."""
   if found := who():
     return found
   ranked = _ranked()
@@ -329,8 +329,8 @@ def _find(timeout_seconds: float, on_tpu: bool) -> tuple[str, int, int]:
   if number > 1 or in_job:
     what = f"{number} processes were started" if number > 1 else "this is a Kubernetes Job"
     raise ValueError(
-      f"{what}, and JAX does not find out where process 0 is; set {ADDRESS}=HOST:PORT for all of "
-      f"them{'' if ranked else f', {COUNT} and {INDEX}'}, or {COUNT}=1 if each is a run of its own"
+      f"{what}, and JAX cannot detect where process 0 is; set {ADDRESS}=HOST:PORT for all of "
+      f"them{'' if ranked else f', {COUNT} and {INDEX}'}, or {COUNT}=1 if each is a separate run"
     )
   return "", 1, 0
 
@@ -342,12 +342,12 @@ def refuse(text: str, workdir: epath.Path | None = None) -> None:
     if found and found[1] > 1:
       token = tokens.Token(workdir, found[0])
       if workdir is None and not token.given:
-        return  # it would not be trusted
+        return  # without a token it would not be trusted
       rendezvous.call(*found, token=token, timeout_seconds=5, refused=text)
 
 
 def part() -> None:
-  """Takes leave of the others at the end of a run that went well, waiting for those behind."""
+  """Disconnects at the end of a successful run, waiting for processes that are behind."""
   if not _current.alone:
     jax.distributed.shutdown()
 
@@ -356,15 +356,15 @@ _last_things: list[Callable[[], None]] = []
 
 
 def before_leaving(do: Callable[[], None]) -> None:
-  """Has something done by `leave` just before this process ends; it may take two seconds."""
+  """Registers a function that `leave` calls just before this process ends; it has two seconds."""
   _last_things.append(do)
 
 
 def leave(code: int, *, patience_seconds: float = 10.0) -> NoReturn:
   """Ends this process at once, with an exit code, from any thread; does not return.
 
-  The others are waited for a little: process 0 keeps the coordination service, and JAX aborts all
-  that lose it.
+  It waits briefly for the others: process 0 runs the coordination service, and JAX aborts all
+  processes that lose it.
   """
   preemption.clean_up()
   if not _current.alone and patience_seconds:
@@ -380,7 +380,7 @@ def leave(code: int, *, patience_seconds: float = 10.0) -> NoReturn:
 
 
 def label() -> str:
-  """Returns `process 1 (host): ` for messages, "" where there is only one process."""
+  """Returns `process 1 (host): ` for messages; "" if there is only one process."""
   if _current.alone:
     return ""
   return f"process {_current.index} ({socket.gethostname()}): "

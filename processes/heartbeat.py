@@ -1,6 +1,6 @@
-"""Heartbeats and notifications between the processes of a run, in a thread of their own.
+"""Heartbeats and notifications between the processes of a run, in a separate thread.
 
-Through the coordination service, which lives in process 0: where that one is stopped, a call to it
+They use the coordination service, which runs in process 0: if that process is suspended, a call
 does not return. So no other thread waits for this one.
 """
 
@@ -17,17 +17,17 @@ from processes.coordination import Group
 
 PERIOD_SECONDS = 0.25
 _POST_SECONDS = 1.0
-# Without a new pulse for so long, a process does not live.
+# A process without a new heartbeat for this long is not running.
 SILENT_SECONDS = 2.0
-# Process 0 answers all: beyond this number of processes, each asks less often.
+# Process 0 serves all requests: beyond this number of processes, each asks less often.
 _OFTEN_FOR = 1000
-# Those that look at all others while they wait. All looking at all would be N * N a second.
+# Only the first few processes watch all others: N watching N would be N * N reads a second.
 WATCHERS = 8
 _MOST_NAMED = 16
 
 
 class Exchange:
-  """Sends notices, receives those of others, and shows how far this process is."""
+  """Sends notices, receives those of others, and publishes the position of this process."""
 
   def __init__(
     self,
@@ -40,15 +40,15 @@ class Exchange:
     Args:
       group: the processes.
       place: returns (calls of `Watchdog.at`, its label, seconds since).
-      receive: is given (what, index of the process, {text, host}) of every notice of another,
-        once; runs in this thread.
+      receive: called once with (what, index of the process, {text, host}) for every notice of
+        another process, in this thread.
     """
     self._group, self._place, self._receive = group, place, receive
     slower = max(1.0, group.count / _OFTEN_FOR)
     self._period, self._posts_each = PERIOD_SECONDS * slower, _POST_SECONDS * slower
     self._silent = SILENT_SECONDS * slower
     self._watches = group.index < WATCHERS
-    self._told = ""  # to one that does not watch: who is behind
+    self._reported = ""  # by a watcher, for a process that does not watch: who is behind
     self._outbox: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     self._known: set[str] = set()
     self._held: list[str] = []
@@ -64,7 +64,7 @@ class Exchange:
       self._thread.start()
 
   def close(self) -> None:
-    """Sends what is left to send and ends the thread; not longer than two seconds."""
+    """Sends pending notices and ends the thread; takes at most two seconds."""
     self._closed.set()
     if not self._group.alone and self._thread is not threading.current_thread():
       self._thread.join(2)
@@ -74,7 +74,7 @@ class Exchange:
     self._outbox.put((what, text))
 
   def said(self, what: str, index: int) -> str | None:
-    """Returns the notification of a process, None where there is none."""
+    """Returns the notification of a process; None if there is none."""
     notice = self._group.get(f"notice/{what}-{index}")
     return None if notice is None else notice["text"]
 
@@ -83,12 +83,12 @@ class Exchange:
     return self._group.alone or time.monotonic() - self._answered < self._silent
 
   def silence(self, since: float = 0.0) -> float:
-    """Returns for how long nothing was heard of the one that is silent longest.
+    """Returns the longest time without a heartbeat, over the other processes.
 
-    Known only while this process waits. Those that have ended well are not waited for.
+    Known only while this process waits. Processes that have finished do not count.
 
     Args:
-      since: nothing could be heard before, by the monotonic clock.
+      since: when heartbeats could first be received, by the monotonic clock.
     """
     if self._group.alone:
       return 0.0
@@ -102,9 +102,9 @@ class Exchange:
     if self._group.alone:
       return "there is no other process"
     if not self.answering():
-      return "no answer from process 0, which keeps the coordination service"
+      return "no answer from process 0, which runs the coordination service"
     if not self._watches:
-      return self._told or f"processes 0 to {WATCHERS - 1} look for who is behind"
+      return self._reported or f"processes 0 to {WATCHERS - 1} look for who is behind"
     now, seen = time.monotonic(), dict(self._seen)  # a copy: the thread keeps changing it
     places = {index: place for index, (place, _) in seen.items()}
     missing = [str(i) for i in range(self._group.count) if str(i) not in places]
@@ -112,19 +112,19 @@ class Exchange:
     silent = [index for index, since in living.items() if now - since > self._silent]
     if silent or missing:
       names = [f"{i} ({places[i]['host']}, last seen at {places[i]['at']!r})" for i in silent]
-      return f"no sign of life from process {_listed(names + missing)}"
+      return f"no heartbeat from process {_listed(names + missing)}"
     fewest = min(place["beats"] for place in places.values())
     late = [i for i, place in places.items() if place["beats"] == fewest]
     if len(late) == len(places):
-      # One may have been stopped right there, a moment ago.
+      # One may have been suspended there, a moment ago.
       quiet = min(living, key=living.get, default=None)
       lasted = now - living[quiet] if quiet is not None else 0.0
       where = "all processes are at the same place"
       if lasted <= self._posts_each + 2 * self._period:
         return where
-      return f"{where}; for {lasted:.1f} s no sign of life from process {quiet}"
+      return f"{where}; for {lasted:.1f} s no heartbeat from process {quiet}"
     names = [f"{i} ({places[i]['host']}, at {places[i]['at']!r})" for i in late]
-    return f"behind is process {_listed(names)}"
+    return f"behind: process {_listed(names)}"
 
   # ------------------------------ the thread ------------------------------
 
@@ -148,7 +148,7 @@ class Exchange:
     held = []
     while not self._outbox.empty():
       what, text = self._outbox.get()
-      # A scheduler stops all at once: one notice of it is enough, and all would read all of them.
+      # A scheduler stops all at once: one notice is enough, since every process reads every notice.
       if what == "stop" and not self._watches and not self._closed.is_set():
         if any(name.startswith("stop-") for name in self._known):
           continue
@@ -170,18 +170,18 @@ class Exchange:
         self._receive(what, index, notice)
 
   def _post(self, *, ends: bool = False) -> None:
-    """Shows the others how far this process is; once it waits for long, looks at them as well."""
+    """Publishes this process's position; if it waits for long, reads those of the others."""
     self._pulse += 1
     beats, label, waited = self._place()
     place = {"beats": beats, "at": label, "pulse": self._pulse, "host": socket.gethostname()}
     self._group.put(f"progress/{self._group.index}", {**place, "ends": ends})
     if waited < self._posts_each / 2:
       self._seen.clear()
-      self._told = ""
+      self._reported = ""
       return
     if not self._watches:
       told = self._group.get("behind")
-      self._told = told["text"] if told else ""
+      self._reported = told["text"] if told else ""
       return
     now = time.monotonic()
     for index, place in self._group.list("progress").items():

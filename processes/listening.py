@@ -1,4 +1,4 @@
-"""Where process 0 listens: at the address that it was given, with a backlog for all others."""
+"""The listening sockets of process 0: at the coordinator's address, with a backlog for all."""
 
 import contextlib
 import errno
@@ -8,10 +8,10 @@ import resource
 import socket
 from collections.abc import Sequence
 
-# Of JAX: where its coordination service listens, if not where the coordinator's address says.
+# JAX's variable for the address at which its coordination service listens, by default everywhere.
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
 _BACKLOG = 4096
-_SPARE_FILES = 64  # that are opened meanwhile, besides one for each process
+_SPARE_FILES = 64  # open files in addition to one for each process
 
 
 def split(address: str) -> tuple[str, int]:
@@ -21,12 +21,12 @@ def split(address: str) -> tuple[str, int]:
 
 
 def addresses(host: str) -> list[str]:
-  """Returns the IP addresses at which process 0 listens; [] for all that the machine has.
+  """Returns the IP addresses at which process 0 listens; [] for all of the machine's.
 
-  `localhost` and literal addresses are taken as they are. Many systems resolve a machine's own name
-  to a loopback address (127.0.1.1 on Debian), at which no other machine reaches it: such addresses
-  are left out. Where none is left, or they are not of this machine (address translation), process 0
-  has to listen at all.
+  `localhost` and literal addresses are used as given. Many systems resolve a machine's own name to
+  a loopback address (127.0.1.1 on Debian), which other machines cannot reach: such addresses are
+  omitted. If none is left, or they are not this machine's (address translation), process 0 has to
+  listen at all of them.
   """
   try:
     literal = ipaddress.ip_address(host)
@@ -50,7 +50,7 @@ def _resolved(host: str) -> list[str]:
 
 
 def _is_own(ip: str) -> bool:
-  """Returns whether a socket can listen at an address: whether it is one of this machine."""
+  """Returns whether a socket can listen at an address, which means that it is this machine's."""
   with contextlib.suppress(OSError), socket.socket(_family(ip)) as tried:
     tried.bind((ip, 0))
     return True
@@ -62,7 +62,7 @@ def _family(ip: str) -> socket.AddressFamily:
 
 
 def bind_address(address: str) -> str | None:
-  """Returns where JAX's coordination service should listen, None for its default: everywhere.
+  """Returns where JAX's coordination service should listen; None for its default, everywhere.
 
   Args:
     address: the coordinator's host:port.
@@ -80,7 +80,7 @@ def listen(address: str) -> list[socket.socket]:
   """Returns sockets that listen at the coordinator's address.
 
   Raises:
-    OSError: somebody else has the port.
+    OSError: the port is in use.
   """
   host, port = split(address)
   if given := os.environ.get(BIND_VARIABLE):
@@ -106,7 +106,7 @@ def listen(address: str) -> list[socket.socket]:
 
 
 def room_for(connections: int) -> str:
-  """Raises the limit of open files so that so many fit; returns what is in the way, "" for none."""
+  """Raises the limit of open files as needed; returns why it cannot, or ""."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   needed = connections + _open_files() + _SPARE_FILES
   if soft == resource.RLIM_INFINITY or needed <= soft:

@@ -1,6 +1,6 @@
-"""SIGTERM, SIGHUP and Ctrl-C ask a process to stop: it saves the step at hand, and exits with 75.
+"""Preemption: on SIGTERM, SIGHUP or Ctrl-C a process saves the current step, and exits with 75.
 
-Imports nothing that takes time: main.py calls `begin` before everything else.
+It imports nothing slow: main.py calls `begin` before everything else.
 """
 
 import atexit
@@ -16,38 +16,38 @@ from typing import Any
 
 from runtime import exit_codes
 
-# A Ctrl-C that comes sooner than this after the first was announced is the same one: a terminal
-# sends it to all processes, and wrappers (timeout, srun, make) pass theirs on as well.
+# A Ctrl-C that arrives sooner than this after the first was announced counts as the same one: a
+# terminal sends it to all processes, and wrappers (timeout, srun, make) forward theirs as well.
 AGAIN_SECONDS = 1.0
 _CLEANUP_SECONDS = 5.0
 
-# Those that are in use, the newest last.
+# The requests in use, the newest last.
 _entered: list["StopRequest"] = []
-# What is to be undone before this process is ended by `os._exit`; the newest last.
+# Cleanups before this process is ended by `os._exit`; the newest last.
 _cleanups: list[Callable[[], None]] = []
 
 
 class Stopped(BaseException):
-  """Raised in the main thread where work is given up because a stop was requested.
+  """Raised in the main thread to abandon work because a stop was requested.
 
-  No `Exception`: libraries turn those into errors of their own.
+  Not an `Exception`: libraries turn those into their own errors.
   """
 
 
 class StopRequest:
   """Set by SIGTERM, SIGHUP or Ctrl-C, here or in another process; a context manager.
 
-  Python runs signal handlers in the main thread alone, which may be inside of a compilation for
-  minutes. So the handler does nothing; each signal is written to a pipe at once, and one thread,
-  the one that waits for `wakeup`, records it by `hear`. There must be no second record: where the
-  handler kept one too, a single Ctrl-C counted as two.
+  Python runs signal handlers only in the main thread, which may be in a compilation for minutes. So
+  the handler does nothing; each signal is written to a pipe at once, and one thread, which waits
+  for `wakeup`, records it by calling `hear`. The handler must not record it too: then a single
+  Ctrl-C counted twice.
 
   Attributes:
-    requested: what has asked for it, "" where nothing has.
-    insisted: whether Ctrl-C came again, clearly after the first request was announced: from someone
-      who does not want to wait for a save.
-    polls: whether the main thread looks for a stop by itself just now: it is left a moment to clean
-      up before the process is ended.
+    requested: what has requested it; "" if nothing has.
+    insisted: whether Ctrl-C was pressed again, clearly after the first request was announced: by
+      someone who does not want to wait for a save.
+    polls: whether the main thread currently polls for a stop: then it gets a moment to clean up
+      before the process is ended.
     wakeup: a file descriptor that becomes readable when a signal arrives.
   """
 
@@ -57,7 +57,7 @@ class StopRequest:
     self._announced: float | None = None
     self._heard = time.monotonic()  # when the pipe was empty
     self._terminals: list[int] = []
-    # What `__enter__` replaces: signal -> handler, and the descriptor that is woken up.
+    # What `__enter__` replaces: signal -> handler, and the wakeup descriptor.
     self._old: dict[int, Any] = {}
     self._old_wakeup = -1
     self.wakeup, self._write = os.pipe()
@@ -77,7 +77,7 @@ class StopRequest:
     return self
 
   def __exit__(self, *exception) -> None:
-    """Puts the old handlers back."""
+    """Restores the old handlers."""
     _entered.remove(self)
     for number, handler in self._old.items():
       signal.signal(number, handler)
@@ -90,12 +90,12 @@ class StopRequest:
     return bool(self.requested)
 
   def request(self, reason: str) -> None:
-    """Asks for a stop, from any thread."""
+    """Requests a stop, from any thread."""
     self.requested = self.requested or reason
 
   @contextlib.contextmanager
   def polled(self) -> Iterator[None]:
-    """Within it, the main thread looks for a stop, cleans up and raises `Stopped`."""
+    """Inside it, the main thread polls for a stop, cleans up and raises `Stopped`."""
     self.polls = True
     try:
       yield
@@ -121,24 +121,24 @@ class StopRequest:
     self._heard = time.monotonic()
 
   def _leave_terminals(self) -> None:
-    """Writes to nowhere what would go to a terminal that is gone, where it would be an error."""
+    """Redirects output from a closed terminal, where it would be an error, to the null device."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in self._terminals:
       os.dup2(nowhere, number)
     os.close(nowhere)
 
   def _again(self) -> bool:
-    """Returns whether what arrived since the pipe was empty came clearly after the announcement."""
+    """Returns whether the signals in the pipe arrived clearly after the announcement."""
     return self._announced is not None and self._heard - self._announced >= AGAIN_SECONDS
 
 
 def current() -> StopRequest | None:
-  """Returns the request that signals set now, None before there is one."""
+  """Returns the request that signals currently set; None before there is one."""
   return _entered[-1] if _entered else None
 
 
 def output_closed() -> None:
-  """Requests a stop because standard output was closed; what is printed from now on is lost."""
+  """Requests a stop because standard output was closed; further output is lost."""
   with contextlib.suppress(OSError, ValueError):
     closed = os.fstat(sys.stdout.fileno())
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -154,20 +154,20 @@ def _nothing(number: int, frame: object) -> None:
   """Handles a signal: it is in the pipe already."""
 
 
-# ------------------------------ while nothing is watched ------------------------------
+# ------------------------------ before the watchdog ------------------------------
 
 
 class _Unwatched:
   """Ends this process when it is asked to stop, while there is nothing to save.
 
   Attributes:
-    code: that it ends with.
+    code: its exit code.
   """
 
   def __init__(self):
     self.code: int | None = None
     self._stop = StopRequest().__enter__()
-    # A daemon: it waits for as long as the process lives.
+    # A daemon thread: it waits as long as the process runs.
     threading.Thread(target=self._run, name="signals", daemon=True).start()
 
   def _run(self) -> None:
@@ -184,20 +184,20 @@ _unwatched: _Unwatched | None = None
 
 
 def begin() -> None:
-  """Makes SIGTERM and Ctrl-C end this process with 75 and one line, until a watchdog takes over."""
+  """Makes SIGTERM and Ctrl-C end this process with 75 and one line, until the watchdog starts."""
   global _unwatched
   _unwatched = _Unwatched()
-  atexit.register(_ignore)  # the first to be registered is called last
+  atexit.register(_ignore)  # registered first, so called last
 
 
 def _ignore() -> None:
-  """Ignores signals from here on: Python puts their default back, by which they would kill it."""
+  """Ignores signals from here on: Python restores their default, which would kill the process."""
   for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 
 
 def ending(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-  """Returns `main`, after which a stop changes nothing: the process ends with the code it has."""
+  """Wraps `main`: a stop after its end does not change the exit code."""
 
   def run(arguments: list[str]) -> int:
     code = 1
@@ -219,9 +219,9 @@ def ending(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 
 @contextlib.contextmanager
 def undone(undo: Callable[[], None]) -> Iterator[None]:
-  """Within it, `undo` is called before this process is ended by a signal or the watchdog.
+  """Inside it, `undo` is called before a signal or the watchdog ends this process.
 
-  It is called in another thread than the one that is in here.
+  It is called in a different thread.
   """
   _cleanups.append(undo)
   try:
@@ -231,7 +231,7 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def clean_up() -> None:
-  """Undoes what is under way, within a few seconds; before `os._exit`."""
+  """Runs the registered cleanups, within a few seconds; called before `os._exit`."""
 
   def run() -> None:
     for undo in reversed(_cleanups):
@@ -245,14 +245,14 @@ def clean_up() -> None:
 
 
 def tell(text: str) -> None:
-  """Prints a line from any thread; does nothing where the output was closed."""
+  """Prints a line from any thread; does nothing if the output was closed."""
 
   def run() -> None:
     stream = sys.stdout
     with contextlib.suppress(OSError, ValueError):
       try:
         stream.fileno()
-      except (OSError, ValueError):  # it points to memory for now
+      except (OSError, ValueError):  # it is redirected to memory
         stream = sys.__stdout__
       print(text, file=stream, flush=True)
 
@@ -260,7 +260,7 @@ def tell(text: str) -> None:
 
 
 def _in_time(do: Callable[[], None], seconds: float) -> None:
-  """Does something in a thread of its own, which is given so long: a terminal may be paused."""
+  """Runs something in a separate thread with a timeout: a terminal may be paused."""
   thread = threading.Thread(target=do, daemon=True)
   with contextlib.suppress(RuntimeError):  # the interpreter is ending
     thread.start()

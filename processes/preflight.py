@@ -1,9 +1,9 @@
-"""What all processes of a run must agree on, compared before the first collective.
+"""Consistency checks of the processes of a run, before the first collective.
 
-A collective between processes that differ hangs or computes something else without a word. So each
-process shows what it is about to do in the coordination service, with a digest. Process 0 compares
-the digests, and says which two processes to look at where they differ: every process checks that
-difference itself. All comparing with all would be N * N facts.
+A collective between processes that differ hangs or silently computes something else. So each
+process publishes what it is about to do in the coordination service, with a digest. Process 0
+compares the digests, and names two processes that differ: every process verifies that difference
+itself. Comparing all with all would be N * N facts.
 """
 
 import collections
@@ -19,8 +19,8 @@ from etils import epath
 from processes.coordination import Group, NotTogetherError
 
 _MOST_LINES = 12
-_MOST_KINDS = 64  # of facts that are compared
-_WATCHERS = 8  # that look at all others where some have not come
+_MOST_KINDS = 64  # distinct sets of facts that are compared
+_WATCHERS = 8  # processes that look for those missing
 _LATE_SECONDS = 4.0
 
 
@@ -29,7 +29,7 @@ class DifferenceError(ValueError):
 
 
 class NotComeError(NotTogetherError):
-  """Processes have not come in time; the same again may go well."""
+  """Processes did not arrive in time; a retry may succeed."""
 
 
 def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds: float) -> None:
@@ -39,11 +39,11 @@ def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds
     group: the processes.
     stage: a name, used once in a run.
     facts: name -> what JSON can write.
-    timeout_seconds: how long the slowest may take to come here.
+    timeout_seconds: how long the slowest may take to arrive.
 
   Raises:
     DifferenceError: with the processes that differ, each key and both values.
-    NotComeError: with those that have not come.
+    NotComeError: naming those that did not arrive.
   """
   if group.alone:
     return
@@ -60,9 +60,10 @@ def agree(group: Group, stage: str, facts: Mapping[str, Any], *, timeout_seconds
   examples = [group.get(f"digests/{stage}/{index}") for index in verdict.get("examples", ())]
   if len(examples) == 2 and None not in examples and examples[0] != examples[1]:
     raise DifferenceError(verdict["text"])
-  # It has not seen it itself: no reason to refuse.
+  # This process does not see the difference, so it does not refuse.
   raise NotComeError(
-    f"process 0 says of {stage!r} what this process does not find: {verdict}{group.unsigned_text()}"
+    f"process 0 reports on {stage!r} what this process does not see: {verdict}"
+    f"{group.unsigned_text()}"
   )
 
 
@@ -72,7 +73,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def _meet(group: Group, stage: str, point: str, timeout_seconds: float) -> None:
-  """Waits for all; who has not come is named by the first few processes."""
+  """A barrier; the first few processes name those that did not reach it."""
   try:
     group.wait(point, timeout_seconds=timeout_seconds)
   except NotTogetherError as error:
@@ -91,7 +92,7 @@ def _meet(group: Group, stage: str, point: str, timeout_seconds: float) -> None:
 
 
 def _verdict(group: Group, stage: str) -> dict[str, Any]:
-  """Returns what process 0 has found: `text`, "" where all agree, and two that differ."""
+  """Returns what process 0 has found: `text`, "" if all agree, and two processes that differ."""
   holders = collections.defaultdict(list)  # digest -> indices
   for index, value in group.list(f"digests/{stage}").items():
     holders[value["digest"]].append(int(index))
@@ -104,7 +105,7 @@ def _verdict(group: Group, stage: str) -> dict[str, Any]:
   lines = differences(shown)
   more = [f"  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
   text = (
-    "the processes differ, and would wait for one another for ever or compute nonsense:\n"
+    "the processes differ; a collective would hang or compute nonsense:\n"
     + "\n".join([f"  {line}" for line in lines[:_MOST_LINES]] + more)
     + "\nstart all with the same command, code and libraries"
   )
@@ -112,7 +113,7 @@ def _verdict(group: Group, stage: str) -> dict[str, Any]:
 
 
 def differences(shown: Mapping[int, Mapping[str, Any]]) -> list[str]:
-  """Returns a line for each key whose values differ: who has which.
+  """Returns a line for each key whose values differ, with the processes of each value.
 
   Args:
     shown: index of the process -> its facts.
@@ -124,7 +125,7 @@ def differences(shown: Mapping[int, Mapping[str, Any]]) -> list[str]:
       value = json.dumps(shown[index][key]) if key in shown[index] else "missing"
       holders[value].append(index)
     if len(holders) > 1:
-      # The many first; of equally many, those with process 0.
+      # The majority first; in a tie, those with process 0.
       groups = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
       lines.append(
         f"{key}: " + "; ".join(f"{value} on {_names(indices)}" for value, indices in groups)
@@ -140,16 +141,16 @@ def _names(indices: list[int]) -> str:
 
 
 def _reads(path: epath.Path, token: str) -> bool:
-  """Returns whether a file is seen with its content; file systems may show it some seconds late."""
+  """Returns whether a file appears with its content; file systems may delay that some seconds."""
   try:
-    next(iter(path.parent.iterdir()), None)  # asks the server of a network file system again
+    next(iter(path.parent.iterdir()), None)  # makes a network file system ask its server
     return path.exists() and path.read_text() == token
   except OSError:
     return False
 
 
 def same_folder(group: Group, folder: epath.Path, *, timeout_seconds: float) -> None:
-  """Finds out whether all processes see the same folder: process 0 writes, all read it back.
+  """Checks that all processes see the same folder: process 0 writes a file, all read it back.
 
   Raises:
     DifferenceError: some do not see it.
@@ -172,7 +173,7 @@ def same_folder(group: Group, folder: epath.Path, *, timeout_seconds: float) -> 
   while not sees and time.monotonic() < until:
     time.sleep(0.2)
     sees = _reads(path, token)
-  if not sees:  # the others say nothing: all read what is there
+  if not sees:  # only these publish anything: all read every entry
     group.put(f"blind/{group.index}", {})
   group.wait("sees", timeout_seconds=timeout_seconds)
   blind = [int(index) for index in group.list("blind")]

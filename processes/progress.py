@@ -1,4 +1,4 @@
-"""When did what takes long last make progress? Asked in a thread of its own."""
+"""Detects whether a long operation makes progress, in a separate thread."""
 
 import contextlib
 import threading
@@ -11,10 +11,10 @@ Measure = Callable[[], Hashable]
 
 
 class Progress:
-  """Compares what a measure returns with what it returned before.
+  """Compares successive results of a measure.
 
-  In a thread of its own, since a look at a disk that hangs does not return; it is daemonic, and
-  nothing waits for it. A look that fails is ignored: files vanish while they are counted.
+  In a separate daemon thread that nothing waits for, since reading a disk that hangs does not
+  return. Failures are ignored: files disappear while they are counted.
   """
 
   def __init__(self):
@@ -25,7 +25,7 @@ class Progress:
     self._thread: threading.Thread | None = None
 
   def measure(self, measure: Measure | None) -> None:
-    """Takes what is measured from now on, None for nothing."""
+    """Sets what is measured from now on; None for nothing."""
     self._moved, self._measure = 0.0, measure
     if measure is None:
       self._wanted.clear()
@@ -40,7 +40,7 @@ class Progress:
     return max(began, self._moved)
 
   def close(self) -> None:
-    """Lets the thread end; it may take part in nothing any more."""
+    """Lets the thread end, without waiting for it."""
     self._closed = True
     self._wanted.set()
 

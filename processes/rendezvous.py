@@ -1,16 +1,16 @@
-"""Rendezvous before JAX connects: too few or too many processes are named, not waited for.
+"""Rendezvous before JAX connects: names missing and surplus processes.
 
-`jax.distributed.initialize` waits for everyone, and where someone is missing ends every process by
-SIGABRT without naming anybody (jax#22436). So process 0 first listens on the very port that JAX's
-coordination service will take, and the others report there. A conversation is three lines, each
+`jax.distributed.initialize` waits for all processes, and if one is missing ends every process by
+SIGABRT without naming it (jax#22436). So process 0 first listens on the port that JAX's
+coordination service will use, and the others report there. A conversation is three lines, each
 `SIGNATURE JSON`, signed with the token of the run (processes/tokens.py):
 
-- process 0 greets with a nonce; so the other knows that both have the same token,
-- the other says who it is, with a nonce of its own,
-- process 0 answers once all are there, or says what is wrong.
+- process 0 greets with a nonce, so the other knows that both have the same token,
+- the other identifies itself, with its own nonce,
+- process 0 replies once all have arrived, or with an error.
 
-A signature covers the purpose and the nonces, so no line can be used a second time. One that dies
-while it waits is missing again. What is not signed is dropped and counted.
+A signature covers the purpose and the nonces, so no line can be replayed. A process that dies while
+it waits counts as missing again. Unsigned messages are dropped and counted.
 """
 
 import json
@@ -26,21 +26,21 @@ from runtime.printable import printable
 _PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 1.0
 _CONNECT_SECONDS = 10.0
-# For so long another token, and nothing else, was seen: no start of a run takes that long to go.
+# After seeing only another token for this long, give up: an ending run would be gone by then.
 _OTHER_TOKEN_SECONDS = 10.0
 _LONGEST_REASON = 4000  # characters of why a process refuses
 
 
 class RollCallError(RuntimeError):
-  """Processes are too many or do not agree on how many they are, as this one has seen itself."""
+  """There are too many processes, or they disagree on their number, as this one has seen itself."""
 
 
 class ToldError(RollCallError):
-  """Another process refuses or has seen something wrong: said by it, not seen by this one."""
+  """Another process refuses or reports an error that this one has not seen itself."""
 
 
 class MissingError(RollCallError):
-  """Processes have not come in time; the same again may go well."""
+  """Processes did not arrive in time; a retry may succeed."""
 
 
 def call(
@@ -52,24 +52,24 @@ def call(
   timeout_seconds: float,
   refused: str = "",
 ) -> bytes:
-  """Returns once all processes of the run have said that they are there.
+  """Returns once all processes of the run have arrived.
 
   Args:
     address: host:port of process 0, where JAX's coordination service will listen.
     count: how many processes this one expects.
-    index: which of them it is.
+    index: of this process.
     token: of the run.
-    timeout_seconds: how long the others may take to come.
+    timeout_seconds: how long the others may take to arrive.
     refused: why this process refuses to run, which ends the others' wait.
 
   Returns:
-    The key of this start of the run, known to its processes alone.
+    The key of this start of the run, known only to its processes.
 
   Raises:
-    RollCallError: who is there twice, or differs.
-    ToldError: what another process has said is wrong.
-    MissingError: who has not come.
-    OSError: the token can be neither shown nor read.
+    RollCallError: processes have the same index, or disagree on their number.
+    ToldError: another process reports an error.
+    MissingError: processes did not arrive.
+    OSError: the token can be neither published nor read.
   """
   hello = {"index": index, "count": count, "host": socket.gethostname(), "pid": os.getpid()}
   hello["refused"] = refused[:_LONGEST_REASON]
@@ -84,11 +84,11 @@ def call(
 
 
 def _error(answer: dict[str, Any], index: int, count: int) -> RollCallError:
-  """Returns what this process raises; only what it has seen itself is a RollCallError."""
+  """Returns the error that this process raises; a RollCallError only if it has seen it itself."""
   text, kind = printable(answer["error"]), answer["kind"]
   if kind == arrivals.MISSING:
     return MissingError(text)
-  # The numbers are compared here, so no claim of another has to be trusted.
+  # The numbers are compared here, so that another process need not be trusted.
   differs = kind == arrivals.COUNTS and answer["count"] != count
   if differs or (index == 0 and kind != arrivals.REFUSED):
     return RollCallError(text)
@@ -98,7 +98,7 @@ def _error(answer: dict[str, Any], index: int, count: int) -> RollCallError:
 def _take(
   address: str, hello: dict[str, Any], token: tokens.Token, deadline: float, seconds: float
 ) -> tuple[bytes, dict[str, Any]]:
-  """Takes the roll as process 0; returns the token and the answer that all get."""
+  """Runs the rendezvous as process 0; returns the token and the answer that all get."""
   full = listening.room_for(hello["count"])
   try:
     listeners = listening.listen(address)
@@ -107,7 +107,7 @@ def _take(
       f"process 0 cannot listen on port {listening.split(address)[1]} of its host "
       f"({error.strerror}); is another run using it? Choose another in the coordinator's address"
     ) from error
-  try:  # the port first: who has it is the only one that shows a token for this address
+  try:  # the port first: only its owner publishes a token for this address
     with token.shown() as key:
       return key, arrivals.Roll(hello, key, seconds, full).take(listeners, deadline)
   finally:
@@ -115,12 +115,12 @@ def _take(
 
 
 class _Caller:
-  """Another process than 0, which reports to it."""
+  """A process other than 0, which reports to process 0."""
 
   def __init__(self, address: str, hello: dict[str, Any], token: tokens.Token, seconds: float):
     self._address, self._hello, self._token, self._seconds = address, hello, token, seconds
-    self._why = "nobody listens there"
-    self._other_since: float | None = None  # since when nothing but another token was seen
+    self._why = "nothing listens there"
+    self._other_since: float | None = None  # since when only another token was seen
 
   def answer(self, deadline: float) -> tuple[bytes, dict[str, Any]]:
     """Reports until process 0 answers; returns the token and the answer, or that there was none."""
@@ -138,7 +138,7 @@ class _Caller:
       waited = self._other_since and time.monotonic() - self._other_since
       if waited and waited > _OTHER_TOKEN_SECONDS:
         break
-      # Thousands that have come too soon must not keep the host of process 0 busy.
+      # Thousands that arrived too early must not keep the host of process 0 busy.
       time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
       pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.2)
     text = (
@@ -148,7 +148,7 @@ class _Caller:
     return b"", {"error": text, "kind": arrivals.MISSING}
 
   def _try(self, key: bytes, deadline: float) -> dict[str, Any] | None:
-    """Reports once; returns the answer, None where there is none, with the reason kept."""
+    """Reports once; returns the answer, or None and remembers the reason."""
     host, port = listening.split(self._address)
     seconds = min(_CONNECT_SECONDS, max(1.0, deadline - time.monotonic()))
     try:
@@ -156,7 +156,7 @@ class _Caller:
         return self._talk(connection, key, deadline)
     except TimeoutError:
       self._why, self._other_since = "no answer from there", None
-    except ValueError:  # JAX's service is there already: the rendezvous is over
+    except ValueError:  # JAX's service listens already: the rendezvous is over
       self._why = "something else answers there: a run that has begun with all its processes?"
       self._other_since = None
     except OSError as error:
@@ -171,7 +171,7 @@ class _Caller:
     nonces = [str(greeting.get("nonce")), secrets.token_hex(16)]
     mine = tokens.signed(key, signature, arrivals.GREETING, text)
     body = json.dumps({**self._hello, "nonce": nonces[1]})
-    # Also to one with another token: it cannot use the line, and counts it.
+    # Even to a process with another token: it cannot use the line, but counts it.
     connection.sendall(tokens.line(key, arrivals.HELLO, body, nonces[0]))
     if not mine:
       self._why = f"process 0 there has another token than this process, from {self._token}"
@@ -185,7 +185,7 @@ class _Caller:
 
 
 def _read_line(connection: socket.socket, deadline: float) -> bytes:
-  """Returns what a peer says; raises ValueError for too much, TimeoutError after the deadline."""
+  """Reads a peer's line; raises ValueError if it is too long, TimeoutError after the deadline."""
   received = b""
   while not received.endswith(b"\n"):
     connection.settimeout(max(0.01, deadline - time.monotonic()))

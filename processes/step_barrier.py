@@ -1,22 +1,22 @@
-"""No process enters a step before all have its batch, and all stop before the same one.
+"""The barrier before each step: all processes have their batch, and all stop at the same step.
 
-A process that waits in a collective for one that never comes cannot be reached: its state is given
-away to a step that does not end. So the processes meet before each step, outside of JAX's
-computations, where they can still turn back with the state of the last one.
+A process that waits in a collective for one that never arrives cannot recover: its state was
+donated to a step that does not end. So there is a barrier before each step, outside JAX's
+computations, where a process still has the state of the last step.
 """
 
 from processes.coordination import Group
 from processes.preemption import StopRequest
 
-# Never reached: the watchdog ends a run that hangs before, and names who is behind.
+# Never reached: before that, the watchdog ends a run that hangs, and names who is behind.
 _FOR_EVER_SECONDS = 7 * 24 * 3600
 
 
 class Lockstep:
-  """The meetings before the steps of training and the batches of evaluation."""
+  """The barriers before the steps of training and the batches of evaluation."""
 
   def __init__(self, group: Group, stop: StopRequest):
-    """Takes the processes, and what asks this one to stop."""
+    """Takes the processes, and this one's stop request."""
     self._group, self._stop = group, stop
 
   @property
@@ -25,10 +25,10 @@ class Lockstep:
     return bool(self._stop)
 
   def enter(self) -> bool:
-    """Returns whether all take the next step, the same on every process; waits for the last.
+    """A barrier; returns whether all processes take the next step, the same on all of them.
 
-    Called before every step, as often and in the same order by all. At the barrier a stop that any
-    process knows of is known to all.
+    All call it before every step, in the same order. A stop that any process knows of is known to
+    all after the barrier.
     """
     if self._group.alone:
       return not self.stopping

@@ -1,9 +1,9 @@
-"""Straggler detection: which process is slow, although a step takes the same time on all of them.
+"""Straggler detection: finds the slow process, although a step takes the same time on all.
 
-Steps are synchronous: a process that runs at a third of the speed makes every step of every process
-three times as long, and the time that each spends in a collective cannot be seen from Python. What
-can be seen is the time in which a process did not run (stopped, waiting for its input or for a
-processor), and the speed of its accelerators.
+Steps are synchronous: a process at a third of the speed makes every step of every process take
+three times as long, and Python cannot see the time that each spends in a collective. What can be
+measured is the time in which a process did not run (suspended, waiting for input or for a CPU), and
+the speed of its accelerators.
 """
 
 import dataclasses
@@ -16,20 +16,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 from processes.coordination import Group
 
-# The shortest window, in steps and in seconds. Two are compared, so that one hiccup is not enough.
+# The shortest window, in steps and in seconds. Two are compared, so that a single hiccup is
+# ignored.
 WINDOW_STEPS, WINDOW_SECONDS = 3, 0.4
 DELAY_SECONDS = 20.0
-# The share of the ratio that each window must show alone.
+# The share of the ratio that each single window must have.
 _WINDOW_SHARE = 0.75
 _LEAST_SHARE = 0.02
 
 
 class LostTime:
-  """A thread that sleeps, and adds up how late it wakes; a context manager.
+  """A thread that sleeps, and sums up how late it wakes; a context manager.
 
-  A process that is stopped, or whose machine is, wakes late by the time in which it did not run.
-  Sleeps of 5 ms see nearly all of stops of 10 ms and more, for less than 1 % of a core; sleeps of
-  25 ms missed half of them. Linux reports how much of it was spent waiting for a processor.
+  A process that was suspended, or whose machine was, wakes late by the time in which it did not
+  run. Sleeps of 5 ms detect nearly all suspensions of 10 ms and more, at less than 1 % of a core;
+  sleeps of 25 ms missed half of them. Linux reports how much of it was spent waiting for a CPU.
   """
 
   PERIOD_SECONDS = 0.005
@@ -52,7 +53,7 @@ class LostTime:
     self._thread.join()
 
   def lost(self) -> tuple[float, float]:
-    """Returns the seconds in which it was stopped, and in which it waited for a processor."""
+    """Returns the seconds in which it was suspended, and in which it waited for a CPU."""
     late, woke = self._late, self._woke
     late += max(0.0, time.monotonic() - woke - self.PERIOD_SECONDS)  # a stop that has just ended
     cpu_wait = min(late, self._cpu_wait())
@@ -82,7 +83,7 @@ class Window:
     input_wait: share in which it waited for its input.
     cpu_wait: share, of the time in which it was not stopped, in which it waited for a processor;
       averaged over `DELAY_SECONDS`, since on a busy machine it varies much between windows.
-    probe: seconds that a fixed computation took on its accelerators; 1 where there are none.
+    probe: seconds that a fixed computation took on its accelerators; 1 without accelerators.
   """
 
   stopped: float
@@ -102,10 +103,10 @@ class Verdict:
   """The slowest process.
 
   Attributes:
-    index: which.
+    index: of the process.
     ratio: how many times slower than the median of the others it is.
-    at_least: the smallest of the ratios of the windows.
-    why: the largest of its losses.
+    at_least: the smallest ratio of a window.
+    why: its largest loss of time.
   """
 
   index: int
@@ -160,15 +161,15 @@ class Pace:
     window_seconds: float = WINDOW_SECONDS,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Begins with the next step.
+    """Starts with the next step.
 
     Args:
-      group: the processes; of one alone nothing is measured.
-      slow_ratio: so many times slower than the median of the others is slow; 0 is off.
+      group: the processes; a single one is not measured.
+      slow_ratio: a process this many times slower than the median of the others is slow; 0 is off.
       probe: returns the seconds of a fixed computation on the devices of this process.
-      lost: returns the seconds in which this process was stopped, and in which it waited for a
-        processor; by default a `LostTime` counts.
-      window_seconds: the shortest time that is measured at once.
+      lost: returns the seconds in which this process was suspended, and in which it waited for a
+        CPU; by default a `LostTime`.
+      window_seconds: the shortest window.
       clock: a monotonic one.
     """
     self._group, self._ratio = group, slow_ratio
@@ -179,7 +180,7 @@ class Pace:
     self._marks: tuple[float, ...] | None = None
     self._cpu_wait = 0.0
     self._windows: list[tuple[int, Window]] = []
-    self._look_at: int | None = None  # the step after which all have shown what they have
+    self._look_at: int | None = None  # the step after which all have published their windows
     self._named: int | None = None
     self._verdict: Verdict | None = None
 
@@ -195,7 +196,7 @@ class Pace:
       self._sampler.__exit__()
 
   def after_step(self, step: int, input_wait_seconds: float) -> str:
-    """Measures, and compares where it is time; returns what is new, on process 0, or "".
+    """Measures, and compares if a window is complete; returns news on process 0, or "".
 
     Args:
       step: the steps done.
@@ -215,7 +216,7 @@ class Pace:
     probe = self._probe() if self._probe else 1.0
     window = Window(min(1.0, stopped / seconds), min(1.0, waited / seconds), self._cpu_wait, probe)
     self._windows = [*self._windows[-1:], (steps, window)]
-    # The probe's time belongs to no step.
+    # The probe's time does not count for any step.
     self._marks = self._mark(step, input_wait_seconds)
     if len(self._windows) == 2:
       self._show()
@@ -232,7 +233,7 @@ class Pace:
     return (step, self._clock(), *self._lost(), input_wait_seconds)
 
   def _over_longer(self, cpu_wait: float, seconds: float) -> float:
-    """Returns the mean of a share, older ones counting less and less."""
+    """Returns the exponential moving average of a share."""
     weight = 1 - math.exp(-seconds / DELAY_SECONDS)
     return self._cpu_wait + weight * (min(1.0, cpu_wait) - self._cpu_wait)
 
@@ -241,7 +242,7 @@ class Pace:
     self._group.put(f"pace/{self._group.index}", {"windows": windows, "host": socket.gethostname()})
 
   def _look(self) -> str:
-    """Compares what all have shown, and returns what has changed since the last time."""
+    """Compares all processes, and returns what has changed since the last comparison."""
     self._look_at = None
     if not self._group.first:
       return ""

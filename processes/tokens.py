@@ -1,11 +1,12 @@
-"""The secret that the processes of a run share, and the signatures made with it.
+"""The shared secret of the processes of a run, and message signatures.
 
-Whoever reaches the coordinator's port can send to it. So every message between processes carries an
-HMAC-SHA256 under a token that only they know, over the purpose of the message and the nonces of the
-conversation: a signature of one message is worth nothing for another.
+Anyone who reaches the coordinator's port can send to it. So every message between processes carries
+an HMAC-SHA256 under a token that only they know, over the purpose of the message and the nonces of
+the conversation: a signature of one message is not valid for another.
 
-The token comes from the environment (`launch.local` sets it there). Without one process 0 makes one
-and shows it in the workdir while it waits for the others: in a file that only its user may read.
+The token comes from the environment (`launch.local` sets it there). Otherwise process 0 generates
+one and publishes it in the workdir while it waits for the others, in a file that only its user may
+read.
 """
 
 import contextlib
@@ -37,14 +38,14 @@ def sign(key: bytes, purpose: str, *parts: str) -> str:
   Args:
     key: the token, or a key derived from it.
     purpose: what the message is for; part of what is signed.
-    parts: the message, and what ties it to a conversation: nonces, names.
+    parts: the message, and what binds it to a conversation: nonces, names.
   """
-  # JSON, because joined strings could be split in another place.
+  # JSON, because joined strings could be split differently.
   return hmac.new(key, json.dumps([purpose, *parts]).encode(), hashlib.sha256).hexdigest()
 
 
 def signed(key: bytes, signature: str, purpose: str, *parts: str) -> bool:
-  """Returns whether this is the signature that `sign` makes of the same."""
+  """Returns whether this is the signature that `sign` returns for the same arguments."""
   wanted = sign(key, purpose, *parts).encode()
   return hmac.compare_digest(wanted, signature.encode(errors="surrogatepass"))
 
@@ -55,7 +56,7 @@ def line(key: bytes, purpose: str, text: str, *nonces: str) -> bytes:
 
 
 def split_line(received: bytes) -> tuple[str, str]:
-  """Returns signature and text of a line; raises ValueError where it is none."""
+  """Returns signature and text of a line; raises ValueError if it is malformed."""
   found = _LINE.fullmatch(received)
   if not found:
     raise ValueError("no line")
@@ -63,7 +64,7 @@ def split_line(received: bytes) -> tuple[str, str]:
 
 
 def read_object(text: str) -> dict[str, Any]:
-  """Returns the JSON object of a text; raises ValueError where it is none."""
+  """Returns the JSON object of a text; raises ValueError if it is malformed."""
   try:
     content = json.loads(text)
   except RecursionError as error:
@@ -74,7 +75,7 @@ def read_object(text: str) -> dict[str, Any]:
 
 
 class Token:
-  """Where the token of a run comes from."""
+  """The token of a run, from the environment or the workdir."""
 
   def __init__(self, folder: epath.Path | None, address: str):
     """Reads the environment.
@@ -98,23 +99,23 @@ class Token:
       self._file = folder / f".token-{name}"
 
   def __str__(self) -> str:
-    """Returns where it comes from, for messages."""
+    """Returns its origin, for messages."""
     return VARIABLE if self._given or self._file is None else f"the file {self._file}"
 
   @property
   def given(self) -> bool:
-    """Returns whether the environment has one, so that it does not change any more."""
+    """Returns whether the environment has one, so that it cannot change."""
     return bool(self._given)
 
   @contextlib.contextmanager
   def shown(self) -> Iterator[bytes]:
-    """Returns the token of process 0, and shows it to the others until the block ends.
+    """Yields the token of process 0, and publishes it to the others until the block ends.
 
     Raises:
       OSError: the workdir cannot be written, and the environment has no token.
     """
     if self._given or self._file is None:
-      yield self._given.encode() or secrets.token_bytes()  # no other can know the second
+      yield self._given.encode() or secrets.token_bytes()  # the latter is unknown to all others
       return
     folder, text = self._file.parent, secrets.token_hex(32)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -134,21 +135,21 @@ class Token:
           empty.rmdir()
 
     try:
-      with preemption.undone(remove):  # also where a signal ends this process meanwhile
+      with preemption.undone(remove):  # even if a signal ends this process
         yield text.encode()
     finally:
       remove()
 
   def read(self) -> bytes:
-    """Returns the token as another process than 0 finds it, b"" where there is none yet.
+    """Returns the token as a process other than 0 reads it; b"" if there is none yet.
 
     Raises:
-      PermissionError: the file is not one that process 0 has written.
+      PermissionError: the file was not written by process 0.
     """
     if self._given or self._file is None:
       return self._given.encode()
     try:
-      next(iter(self._file.parent.iterdir()), None)  # a network file system then asks its server
+      next(iter(self._file.parent.iterdir()), None)  # makes a network file system ask its server
       return _read(self._file)
     except PermissionError:
       raise
@@ -157,7 +158,7 @@ class Token:
 
 
 def _write(file: epath.Path, text: str) -> None:
-  """Writes a file that only this user may read, in place of one of this name."""
+  """Writes a file that only this user may read, replacing an existing one."""
   if _in_bucket(file):
     file.write_text(text)
     return
@@ -171,11 +172,11 @@ def _write(file: epath.Path, text: str) -> None:
 def _read(file: epath.Path) -> bytes:
   if _in_bucket(file):
     return file.read_bytes()[:_MOST_BYTES]
-  # Not blocking, lest a FIFO of this name stops the process.
+  # Not blocking, in case a FIFO has this name.
   with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
     found = os.fstat(opened.fileno())
     if not stat.S_ISREG(found.st_mode):
-      raise PermissionError(f"{file} is no regular file")
+      raise PermissionError(f"{file} is not a regular file")
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
       raise PermissionError(
         f"{file} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:03o}, and only a "
@@ -185,12 +186,12 @@ def _read(file: epath.Path) -> bytes:
 
 
 def _in_bucket(file: epath.Path) -> bool:
-  """Returns whether the rights of the bucket, and not a mode, decide who reads the file."""
+  """Returns whether the file is in a bucket, whose permissions apply instead of a file mode."""
   return "://" in str(file)
 
 
 def wait_for(token: Token, deadline: float, pause_seconds: float = 0.1) -> bytes:
-  """Returns the token once it can be read; b"" where it cannot by the deadline."""
+  """Returns the token once it can be read; b"" after the deadline."""
   while not (found := token.read()) and time.monotonic() + pause_seconds < deadline:
     time.sleep(pause_seconds)
   return found

@@ -1,8 +1,8 @@
-"""Watches over a process from a thread of its own: stops, failures elsewhere, and standing still.
+"""The watchdog thread of a process: stop requests, failures elsewhere, and hangs.
 
-The main thread may sit in a compilation or a collective for minutes, where no Python runs. This
-thread keeps running: it sees a stop at once and passes it on, ends this process when another has
-failed, and when nothing makes progress it prints every thread's stack and who is behind.
+The main thread may be in a compilation or a collective for minutes, where no Python runs. This
+thread keeps running: it sees a stop request at once and forwards it, ends this process when another
+has failed, and when nothing makes progress it prints every thread's stack and who is behind.
 """
 
 import collections
@@ -25,23 +25,23 @@ from runtime import exit_codes
 from runtime.printable import printable
 
 PERIOD_SECONDS = 0.25
-# A lap that took so much longer than its period: this process was stopped, or the machine slept.
+# If a period takes this much longer, the process was suspended, or the machine slept.
 _ASLEEP_SECONDS = 3.0
-# After so much of the heartbeat a process that shows no sign of life in a save counts as stopped;
-# after 0.6 of it, as seen, JAX would end all others without a name.
+# After this share of the heartbeat timeout a silent process counts as suspended during a save;
+# after 0.6 of it, as observed, JAX would end all others without naming it.
 _SILENT_SHARE = 0.4
-# An input that is late for this share of the heartbeat, at least, is worth a warning.
+# Input that is late by at least this share of the heartbeat timeout gets a warning.
 _LATE_SHARE = 0.3
 _REMEMBERED = 50
-_CALLS = 4  # of a thread stand in a warning
-_POLLED_SECONDS = 3.0  # a main thread that looks for a stop by itself has for cleaning up
+_CALLS = 4  # innermost calls of a thread that a warning names
+_POLLED_SECONDS = 3.0  # for cleaning up, if the main thread polls for a stop
 _NO_PROGRESS = "no progress"
 
-# What is going on: steps and evaluation have beats of known length, the others may take long.
-# STARTING: nothing is to be saved yet; DONE: everything is. A stop then ends the process at once.
+# Phases: steps and evaluation have a known period, the others may take long.
+# STARTING: nothing to save yet; DONE: everything is saved. A stop then ends the process at once.
 STARTING, STEP, EVALUATION, SAVING, ENDING = "starting", "step", "evaluation", "saving", "ending"
 DONE = "done"
-# What is finished before a stop takes effect.
+# What is still finished after a stop request.
 _LAST = {
   STEP: "stopping after this step and saving",
   EVALUATION: "stopping after this batch of the evaluation",
@@ -50,14 +50,14 @@ _LAST = {
 
 
 class Watchdog:
-  """The thread; a context manager. `at` says what the main thread is about to do.
+  """The thread; a context manager. The main thread calls `at` to announce what it does next.
 
-  Every process makes the same calls of `at` in the same order, so that the one with the fewest is
-  the one that is behind.
+  Every process makes the same calls of `at` in the same order, so the one with the fewest is
+  behind.
 
   Attributes:
     group: the processes.
-    stop: is set when any process is asked to stop.
+    stop: set when any process is asked to stop.
     saves: whether there are steps to save before a stop.
   """
 
@@ -74,12 +74,12 @@ class Watchdog:
 
     Args:
       group: the processes.
-      stop: is set when any process is asked to stop.
+      stop: set when any process is asked to stop.
       deadline_seconds: how long a step may take; 0: ten times the longest so far, within bounds
-        that the heartbeat sets (see `limit`).
-      start_timeout_seconds: how long anything may take of which nothing is known yet, and how long
-        a save may make no progress.
-      input_timeout_seconds: how long a process that is alone waits for a batch.
+        that the heartbeat timeout sets (see `limit`).
+      start_timeout_seconds: how long anything may take whose duration is unknown, and how long a
+        save may make no progress.
+      input_timeout_seconds: how long a single process waits for a batch.
     """
     self.group, self.stop, self.saves = group, stop, False
     self._deadline, self._start_timeout = deadline_seconds, start_timeout_seconds
@@ -125,21 +125,21 @@ class Watchdog:
     reader: str = "",
     progress: Measure | None = None,
   ) -> None:
-    """Says what the main thread is about to do.
+    """Announces what the main thread does next.
 
     Args:
-      label: for people: `step 12: waiting for its batch`.
+      label: for messages: `step 12: waiting for its batch`.
       kind: one of STARTING, STEP, EVALUATION, SAVING, ENDING, DONE.
-      begins: a step, or a batch of evaluation, begins here: from here to the next such call is
-        how long one takes.
-      reader: the name of the thread that makes the batch that is waited for, "" where none is.
-      progress: returns what changes while this makes progress; the time is counted from there.
+      begins: a step, or a batch of evaluation, begins here: its duration is measured to the next
+        such call.
+      reader: the name of the thread that makes the batch that is waited for; "" if none is.
+      progress: returns a value that changes with progress; the timeout starts at the last change.
     """
     with self._changing:
       now = time.monotonic()
       if begins:
         if kind == self._kind and self._began is not None:
-          # The first one of a kind is not counted: it connects, allocates and warms up.
+          # The first one of a kind does not count: it connects, allocates and warms up.
           known = self._lengths.get(kind)
           if known is None:
             self._lengths[kind] = collections.deque(maxlen=_REMEMBERED)
@@ -153,16 +153,16 @@ class Watchdog:
       self._progress.measure(progress)
 
   def part(self) -> None:
-    """Takes leave of the others at the end of a run that went well.
+    """Disconnects at the end of a successful run.
 
-    Still inside of the watch, so that a signal that arrives during the wait kills no process.
+    Still under the watchdog, so that a signal during the wait kills no process.
     """
     self.at("waiting for the other processes to end", ENDING)
     self._exchange.close()
     groups.part()
 
   def leave(self) -> NoReturn:
-    """Ends this process after the main thread has given up what it did, because of a stop."""
+    """Ends this process after the main thread has abandoned its work because of a stop."""
     with self._changing:
       if not self._leaving:
         self._leave_early()
@@ -176,7 +176,7 @@ class Watchdog:
   def refusing(self, text: str, what: str = "refused") -> bool:
     """Notifies the others of a refusal or a failure; returns whether this process should print it.
 
-    What process 0 refuses with the same words, it says for all.
+    If process 0 refuses with the same message, only process 0 prints it.
     """
     self._leaving = True
     self.tell(what, text)
@@ -188,19 +188,19 @@ class Watchdog:
     return True
 
   def limit(self) -> float:
-    """Returns the seconds after which what is going on counts as stuck.
+    """Returns the seconds after which the current phase counts as hung.
 
-    Of a step: at most half of the heartbeat, since after 0.6 to 0.8 of it (as seen) JAX aborts
-    everybody without naming anyone; only where a single step has taken long is more allowed.
-    Compiling may take as long as it likes: others wait for it in their first step. A process that
-    is alone blocks no other, and is patient; most of all with its input, about which it warns.
+    For a step at most half of the heartbeat timeout, since after 0.6 to 0.8 of it (as observed) JAX
+    aborts all processes without naming one; more only if a single step takes that long. Compilation
+    has no limit: others wait for it in their first step. A single process blocks no other and gets
+    longer limits, the longest for its input, about which it warns.
     """
     if self._kind in (STARTING, ENDING, DONE):
       return math.inf
     if self._reader and self.group.alone:
       return max(self._input_timeout, self._deadline)
     lengths = self._lengths.get(self._kind)
-    first = not lengths and self._kind == EVALUATION  # judged by the steps that came before
+    first = not lengths and self._kind == EVALUATION  # limited by the steps before it
     lengths = lengths or (first and self._lengths.get(STEP)) or ()
     if not lengths:
       return self._start_timeout
@@ -213,7 +213,7 @@ class Watchdog:
     return most if first else min(max(10 * longest, 0.3 * heartbeat), most)
 
   def _late(self) -> float:
-    """Returns the seconds after which an input that is waited for is worth a warning."""
+    """Returns the seconds of waiting for input after which to warn."""
     longest = max(self._lengths.get(self._kind) or (0.0,))
     return self._deadline or max(10 * longest, _LATE_SHARE * self.group.heartbeat_seconds)
 
@@ -241,7 +241,7 @@ class Watchdog:
       self._told = time.monotonic()
       self.tell("stop", self.stop.requested)
       self._announce()
-    with self._changing:  # so that the main thread does not meet the others meanwhile
+    with self._changing:  # so that the main thread does not reach a barrier meanwhile
       if self.stop and self._kind in (STARTING, DONE) and not self._leaving and self._may_leave():
         self._leave_early()
     waited = time.monotonic() - self._progress.since(self._since)
@@ -255,25 +255,25 @@ class Watchdog:
       self._warn_after = 2 * waited
       where = f"thread {self._reader!r} {_where(self._reader)}"
       _print(
-        f"WARNING: {waited:.0f} s at {self._label!r}: the input is slow or stands still, {where}; "
+        f"WARNING: {waited:.0f} s at {self._label!r}: the input is slow or hangs, {where}; "
         f"the run is ended after {limit:.0f} s (processes.input_timeout_seconds)"
       )
-    # A save may take long, but whoever lives shows it meanwhile.
+    # A save may take long, but running processes send heartbeats meanwhile.
     most = _SILENT_SHARE * self.group.heartbeat_seconds
     if self._kind == SAVING and (silence := self._exchange.silence(self._awake)) > most:
-      self._stuck(waited, f"a process that is silent for {silence:.0f} s counts as stopped")
+      self._stuck(waited, f"a process without a heartbeat for {silence:.0f} s counts as stopped")
 
   def _has_slept(self, seconds: float) -> None:
-    """Takes it that this process was stopped for so long: no process is to blame for that time."""
+    """Accounts for a suspension of this process: no process is to blame for that time."""
     self._since += seconds
     self._awake = time.monotonic()
 
   def _may_leave(self) -> bool:
-    """Returns whether the main thread has had its time to give up by itself, where it does."""
+    """Returns whether the main thread, if it polls for a stop, has had its time to clean up."""
     return not self.stop.polls or time.monotonic() - self._told > _POLLED_SECONDS
 
   def _announce(self) -> None:
-    """Says what a stop does now, and that Ctrl-C may come again."""
+    """Prints what a stop does now, and what another Ctrl-C would do."""
     if self._kind in (STARTING, DONE):  # it leaves, and says so
       return
     if self.group.first:
@@ -288,7 +288,7 @@ class Watchdog:
     self.stop.announced()
 
   def _leave_early(self) -> None:
-    """Ends this process where nothing is to be saved: before its first step, or after its last."""
+    """Ends this process if there is nothing to save: before its first step, or after its last."""
     self._leaving = True
     self.tell("left", self.stop.requested)
     self._exchange.close()
@@ -313,7 +313,7 @@ class Watchdog:
     groups.leave(exit_codes.INTERRUPTED, patience_seconds=0 if self.group.alone else 3)
 
   def _receive(self, what: str, index: str, notice: dict[str, str]) -> None:
-    """Acts on a notification of another process; runs in the thread of the exchange."""
+    """Handles a notification of another process; runs in the thread of the exchange."""
     if self._leaving:
       return
     if what == "stop":
@@ -331,7 +331,7 @@ class Watchdog:
       _print(f"{groups.label()}{who} {what}: {printable(text)}")
       if text.startswith(_NO_PROGRESS):
         _stacks()
-      # Also of a refusal: 2, after which supervisors give up, is for what a process sees itself.
+      # Even for a refusal: 2, after which supervisors give up, is for what a process sees itself.
       groups.leave(exit_codes.FAILED, patience_seconds=3)
 
   def _stuck(self, waited: float, why: str) -> None:
@@ -343,7 +343,7 @@ class Watchdog:
     _stacks()
     self.tell("failed", text)
     self._exchange.close()
-    # One that hangs itself dumps its stacks when it is notified of this.
+    # A process that hangs itself prints its stacks when it is notified of this.
     groups.leave(exit_codes.FAILED, patience_seconds=2.5 if self._exchange.answering() else 0)
 
 

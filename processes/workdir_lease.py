@@ -1,8 +1,8 @@
-"""A workdir has one owner: the run with the highest claim, which it renews by a heartbeat.
+"""The lease on a workdir: its owner is the run with the highest claim, renewed by a heartbeat.
 
-A claim's number is a fencing token. Whoever takes over claims the next number, and the owner looks
-for a higher one before each write; a run that was stopped and replaced meanwhile stops there. No
-clock is compared with another machine's: a start watches whether the heartbeat changes.
+A claim's number is a fencing token. A run that takes over claims the next number, and the owner
+checks for a higher one before each write, so a run that was suspended and replaced stops there. No
+clocks of different machines are compared: a start watches whether the heartbeat changes.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from runtime.printable import printable
 BEATS_PER_LEASE = 6
 RUNNING, STOPPING, RELEASED = "running", "stopping", "released"
 _LARGEST_PID = 2**22  # of Linux
-_LONGEST_LEASE_SECONDS = 3600.0  # of what another run's claim says
+_LONGEST_LEASE_SECONDS = 3600.0  # accepted from another run's claim
 
 
 class OwnedError(RuntimeError):
@@ -31,19 +31,19 @@ class OwnedError(RuntimeError):
 
 
 class LostError(RuntimeError):
-  """The workdir belonged to this run, and does so no longer."""
+  """The workdir no longer belongs to this run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-  """Who claims a workdir.
+  """The process that claims a workdir.
 
   Attributes:
-    host: its name, for people.
+    host: its name, for messages.
     pid: of the process.
-    ticks: when it started, in clock ticks since the machine did; 0 where that is not known.
-    machine: the boot and the PID namespace, in which pid and ticks mean something; "" where they
-      are not known. Containers on one machine have namespaces of their own.
+    ticks: when it started, in clock ticks since boot; 0 if unknown.
+    machine: the boot and the PID namespace in which pid and ticks are valid; "" if unknown.
+      Containers on one machine have different namespaces.
   """
 
   host: str
@@ -52,7 +52,7 @@ class Process:
   machine: str
 
   def ended(self) -> bool:
-    """Returns whether it certainly runs no longer: known on the same machine alone."""
+    """Returns whether it has certainly ended, which is known only on the same machine."""
     if not self.machine or self.machine != _machine():
       return False
     if self.ticks <= 0 or not 0 < self.pid <= _LARGEST_PID:
@@ -62,7 +62,7 @@ class Process:
 
 
 def this_process() -> Process:
-  """Returns the process that asks."""
+  """Returns the current process."""
   return Process(socket.gethostname(), os.getpid(), _ticks(os.getpid()), _machine())
 
 
@@ -75,13 +75,13 @@ def _machine() -> str:
 
 
 def _ticks(pid: int) -> int:
-  """Returns when a process started, -1 if it has ended, 0 if nothing is known of it.
+  """Returns when a process started; -1 if it has ended, 0 if that is unknown.
 
-  Read from the kernel: a time of day would change with the clock.
+  In the kernel's ticks: a time of day would change with the clock.
   """
   try:
     with open(f"/proc/{pid}/stat", "rb") as file:
-      fields = file.read().rpartition(b")")[2].split()  # the name before it may hold anything
+      fields = file.read().rpartition(b")")[2].split()  # the name before it may contain anything
   except OSError:
     return 0
   return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
@@ -100,7 +100,7 @@ def _exists(pid: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-  """What the claim of another run says; nothing in it is trusted to be well formed."""
+  """The content of another run's claim, which need not be well-formed."""
 
   process: Process
   since: str
@@ -108,7 +108,7 @@ class Owner:
 
   @classmethod
   def parse(cls, text: str, lease_seconds: float) -> "Owner":
-    """Reads a claim; with this lease where it has none that makes sense."""
+    """Reads a claim; `lease_seconds` is used if it has no valid one."""
     try:
       said = json.loads(text)
     except (ValueError, RecursionError):
@@ -130,20 +130,20 @@ class Owner:
     return cls(process, field("since", str, ""), lease)
 
   def __str__(self) -> str:
-    """Returns who it is, for a message."""
+    """Returns a description for messages."""
     since = f", since {self.since}" if self.since else ""
     text = f"process {self.process.pid} on {self.process.host}{since}"
     return printable(text, newlines=False, longest=300)
 
 
 class Ownership:
-  """Of one workdir by one run; a context manager, which releases it at the end.
+  """A run's ownership of a workdir; a context manager, which releases it at the end.
 
-  Process 0 holds it. The others only know its number, which their files of a save carry.
+  Process 0 has it. The others only know its number, which is part of the names of their files.
 
   Attributes:
-    number: of the claim; 0 where there is no claim, as in tests of what writes.
-    replaced: whether the owner before did not release the workdir, nor is known to be dead.
+    number: of the claim; 0 without a claim, as in tests.
+    replaced: whether the previous owner neither released the workdir nor is known to be dead.
   """
 
   def __init__(
@@ -154,7 +154,7 @@ class Ownership:
     lease_seconds: float = 30.0,
     replaced: bool = False,
   ):
-    """Takes a number that is claimed already; `watch` begins to renew it."""
+    """Takes a claimed number; `watch` starts to renew it."""
     self.number, self.replaced = number, replaced
     self._claims, self._period = claims, lease_seconds / BEATS_PER_LEASE
     self._count, self._ended, self._settled, self._loss = 0, False, False, ""
@@ -173,23 +173,23 @@ class Ownership:
     self.end()
 
   def watch(self, stopping: Callable[[], bool], lost: Callable[[str], None]) -> None:
-    """Begins to renew the claim in a thread.
+    """Starts a thread that renews the claim.
 
     Args:
-      stopping: tells whether this run is about to end, for which another start waits.
-      lost: is called once with what has happened, by whichever thread finds out first; it should
-        end this process.
+      stopping: returns whether this run is about to end, for which another start waits.
+      lost: called once with the reason, by the thread that notices first; it should end this
+        process.
     """
     self._state, self._lost = lambda: STOPPING if stopping() else RUNNING, lost
     if self._claims is not None:
       self._thread.start()
 
   def require(self) -> None:
-    """Returns if this run still owns the workdir; to be called before each write.
+    """Checks that this run still owns the workdir; to be called before each write.
 
     Raises:
       LostError: another run has taken it over, or the claim has been removed.
-      OSError: that cannot be found out.
+      OSError: the claims cannot be read.
     """
     if self._claims is None:
       return
@@ -198,21 +198,21 @@ class Ownership:
     numbers = self._claims.numbers()
     if max(numbers, default=0) == self.number:
       return
-    with self._losing:  # a second thread that finds out waits here while the process ends
+    with self._losing:  # a second thread that notices waits here while the process ends
       if not self._loss:
         self._loss = self._what_happened(max(numbers, default=0))
         self._lost(self._loss)
     raise LostError(self._loss)
 
   def settle(self) -> None:
-    """Takes it that the run begins: what earlier owners have left in the folder is removed."""
+    """Confirms the claim when the run begins: removes what earlier owners have left."""
     self._settled = True
     if self._claims is not None:
       self.require()
       self._claims.remove_others(self.number)
 
   def end(self) -> None:
-    """Releases the workdir; a claim that was never settled is withdrawn, as if never made."""
+    """Releases the workdir; withdraws a claim that was not settled."""
     self._over.set()
     if self._claims is None or self._loss:
       return
@@ -236,7 +236,7 @@ class Ownership:
 
   def _run(self) -> None:
     while not self._over.wait(self._period):
-      # Where storage does not answer, those who write fail by themselves.
+      # If storage does not answer, writers fail by themselves.
       with contextlib.suppress(OSError):
         try:
           self.renew()
@@ -264,20 +264,20 @@ def acquire(
   clock: Callable[[], float] = time.monotonic,
   sleep: Callable[[float], None] = time.sleep,
 ) -> Ownership:
-  """Makes this run the owner of a workdir, waiting for another where it has to.
+  """Makes this run the owner of a workdir, waiting for another run if necessary.
 
-  A workdir that was released, whose owner is known to be dead, or whose heartbeat has not changed
-  for the owner's lease, is taken. A run that only looks alive may be about to end, such as the pods
-  of a job that was requeued; so it is waited for.
+  It takes a workdir that was released, whose owner is known to be dead, or whose heartbeat has not
+  changed for the duration of the lease. A run that still looks alive may be about to end, such as
+  the pods of a requeued job; so it waits for it.
 
   Args:
     claims: to the workdir.
     workdir: its name, for messages.
-    lease_seconds: after so long without a heartbeat others may take over from this run.
-    wait_seconds: how long another run that is alive is waited for.
-    ending_seconds: how long one is waited for that is saving in order to stop.
-    processes: of this run.
-    say: is given what is waited for, once.
+    lease_seconds: after this time without a heartbeat others may take over from this run.
+    wait_seconds: how long to wait for another run that is alive.
+    ending_seconds: how long to wait for one that is saving before it stops.
+    processes: their number.
+    say: called once with what it waits for.
     clock: of this machine, in seconds.
     sleep: waits.
 
@@ -297,7 +297,7 @@ def acquire(
       moved = seen is not None and seen[0] == number
       seen, since = (number, beat.stamp), clock()
     if number >= LAST:
-      raise OwnedError(f"{workdir}/{FOLDER}: {number} is no number of a run; remove that file")
+      raise OwnedError(f"{workdir}/{FOLDER}: {number} is not a run's number; remove that file")
     ended = beat is None or beat.text.startswith(RELEASED) or owner.process.ended()
     expired = beat is not None and clock() - since > owner.lease_seconds
     if ended or expired:
@@ -321,13 +321,13 @@ def acquire(
       say(
         f"{printable(workdir, newlines=False)} belongs to another run: {owner}; waiting "
         f"for it to end, {wait_seconds:g} s (processes.owner_wait_seconds), or "
-        f"{owner.lease_seconds:g} s if it shows no sign of life"
+        f"{owner.lease_seconds:g} s if it sends no heartbeat"
       )
     sleep(min(1.0, lease_seconds / BEATS_PER_LEASE / 2))
 
 
 def _claim(lease_seconds: float, processes: int) -> str:
-  """Returns what this run writes into its claim."""
+  """Returns the content of this run's claim."""
   now = datetime.datetime.now().astimezone()
   said = {
     **dataclasses.asdict(this_process()),

@@ -288,7 +288,7 @@ def refused(codes: Sequence[int | None]) -> bool:
 
 def named(text: str, index: int) -> bool:
   """Tells whether somebody has named a process as the one that the others wait for."""
-  signs = rf"(behind is|sign of life from|no answer from) process ([^;]*\), )?{index}\b"
+  signs = rf"(behind:|heartbeat from|no answer from) process ([^;]*\), )?{index}\b"
   return re.search(signs, text) is not None
 
 

@@ -126,7 +126,7 @@ def _slow_input(attempt: Attempt, count: int) -> None:
     run.wait_for(f"step {attempt.chance.randint(2, 15)}/")
     run.stall()
     run.wait_for("WARNING: ")
-    assert "waiting for its batch': the input is slow or stands still" in run.text()
+    assert "waiting for its batch': the input is slow or hangs" in run.text()
     time.sleep(attempt.chance.uniform(TIMEOUT_SECONDS[count], 2 * TIMEOUT_SECONDS[count]))
     run.stalled.unlink()
     assert set(run.end()) == {0}, run.text()[-1500:]

@@ -86,7 +86,7 @@ def test_a_run_whose_reader_sleeps_ends_as_one_whose_reader_does_not(clean, tmp_
     run.wait_for("restart 1 of 1")
     run.stalled.unlink()
     assert time.monotonic() - stalled < 45
-    assert run.text().count("behind is process 1 ") >= 1, run.text()
+    assert run.text().count("behind: process 1 ") >= 1, run.text()
 
     assert run.end() == [0], run.text()
     assert run.left_behind() == []

@@ -79,7 +79,7 @@ NO_NUMBERS = {
   ("host0:8476", "two", "0"): "JAX_NUM_PROCESSES=two",
   ("host0:8476", "2", "first"): "JAX_PROCESS_ID=first",
   ("host0", "2", "0"): "JAX_COORDINATOR_ADDRESS=host0,",
-  ("host0:port", "2", "0"): "a host:port and two numbers are wanted",
+  ("host0:port", "2", "0"): "expected a host:port and two numbers",
   ("[::1:8", "2", "0"): "JAX_COORDINATOR_ADDRESS=[::1:8,",
   ("::1:8", "2", "0"): "such as 10.0.0.1:8476 or [::1]:8476",
   ("a b:8", "2", "0"): "JAX_COORDINATOR_ADDRESS=a b:8,",
@@ -110,7 +110,9 @@ def test_an_address_alone_takes_the_rest_from_the_launcher(given, size, rank):
 @pytest.mark.parametrize("values", [("x", "0"), ("2", "first"), ("x", "")])
 def test_a_launchers_variables_that_are_no_numbers_are_named(given, size, rank, values):
   given(**{size: values[0], rank: values[1]})
-  with pytest.raises(ValueError, match=f"{size}={values[0]}, {rank}={values[1]}: two numbers are"):
+  with pytest.raises(
+    ValueError, match=f"{size}={values[0]}, {rank}={values[1]}: expected two numbers"
+  ):
     groups.connect(start_timeout_seconds=1, heartbeat_seconds=5)
 
 

@@ -30,13 +30,13 @@ def places(clock: Clock, *beats_and_labels, store=None) -> Exchange:
 
 def test_behind_is_the_one_with_the_fewest_beats(clock):
   text = places(clock, (7, "step 3"), (7, "step 3"), (6, "step 2: its batch")).behind()
-  assert text.startswith("behind is process 2 (")
+  assert text.startswith("behind: process 2 (")
   assert text.endswith(", at 'step 2: its batch')")
 
 
 def test_behind_are_several(clock):
   text = places(clock, (7, "c"), (5, "a"), (5, "b")).behind()
-  assert "behind is process 1 (" in text
+  assert "behind: process 1 (" in text
   assert ", 2 (" in text
   assert "0 (" not in text
 
@@ -49,12 +49,12 @@ def test_one_has_just_been_stopped_at_the_same_place(clock):
   one = places(clock, (7, "a"), (7, "a"))
   clock.now += 0.7
   one._post()  # its own
-  expected = "all processes are at the same place; for 1.7 s no sign of life from process 1"
+  expected = "all processes are at the same place; for 1.7 s no heartbeat from process 1"
   assert one.behind() == expected
 
 
 def test_one_has_never_posted(clock):
-  assert places(clock, (7, "a"), None, (7, "b")).behind() == "no sign of life from process 1"
+  assert places(clock, (7, "a"), None, (7, "b")).behind() == "no heartbeat from process 1"
 
 
 def test_one_has_fallen_silent(clock):
@@ -64,7 +64,7 @@ def test_one_has_fallen_silent(clock):
     first._post()
   first._answered = clock.now
   text = first.behind()
-  assert text.startswith("no sign of life from process 1 (")
+  assert text.startswith("no heartbeat from process 1 (")
   assert text.endswith(", last seen at 'b: its batch')")
 
 
@@ -72,7 +72,7 @@ def test_process_0_does_not_answer(clock):
   first = places(clock, (7, "a"), (7, "a"))
   clock.now += 3.0
   assert not first.answering()
-  assert first.behind() == "no answer from process 0, which keeps the coordination service"
+  assert first.behind() == "no answer from process 0, which runs the coordination service"
 
 
 def test_silence_is_counted_from_the_last_sign_of_life(clock):

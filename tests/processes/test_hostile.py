@@ -48,14 +48,14 @@ def test_strangers_on_the_port_are_dropped_and_counted():
   acts = [functools.partial(send, data) for data in STRANGERS.values()]
   result, *others = together(first, *[functools.partial(hostile.speak, port, act) for act in acts])
   assert others == [None] * len(STRANGERS)
-  assert "1 of 2 processes came" in str(result)
+  assert "1 of 2 processes connected" in str(result)
   text = str(result).partition("; connections dropped: ")[2]
   drops = re.findall(r"(\d+) ([a-z ]+) \(from 127", text)
   counts = {why: int(number) for number, why in drops}
   assert sum(counts.values()) == len(STRANGERS), text
   assert counts["unsigned"] >= 3
   assert counts["too long"] >= 1
-  assert counts["closed before it said anything of use"] == 1
+  assert counts["closed before it sent a message"] == 1
 
 
 def test_many_messages_of_a_seed_have_no_effect():
@@ -166,7 +166,7 @@ def test_connections_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch)
   assert time.monotonic() - began < 15
   for one in mute:
     one.close()
-  assert "2 of 3 processes came" in results[0]
+  assert "2 of 3 processes connected" in results[0]
   assert "missing: 2;" in results[0]
   assert "20 silent (from 127.0.0.1)" in results[0]
 

@@ -103,8 +103,8 @@ def test_thousands_meet_beside_some_that_say_nothing():
 def test_what_is_sent_to_each_does_not_grow_with_their_number():
   result, answers, sizes = meet(1300, missing=5, seconds=4.0)
   assert isinstance(result, rendezvous.MissingError)
-  assert "1295 of 1300 processes came" in str(result)
-  assert "missing: 1295-1299; there: 0 (" in str(result)
+  assert "1295 of 1300 processes connected" in str(result)
+  assert "missing: 1295-1299; connected: 0 (" in str(result)
   assert str(result).endswith(" and 1279 more")
   assert max(sizes) < 2000, "bytes"
   assert {answer["error"] for answer in answers} == {str(result)}

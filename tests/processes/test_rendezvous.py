@@ -79,9 +79,11 @@ def test_one_that_is_missing_is_named_to_those_who_are_there():
   results = said(together(*calls(free_port(), (4, 0), (4, 1), (4, 3), seconds=1.0)))
   assert time.monotonic() - began < 8
   assert len(set(results)) == 1
-  assert "3 of 4 processes came within processes.start_timeout_seconds=1; missing: 2;" in results[0]
+  assert (
+    "3 of 4 processes connected within processes.start_timeout_seconds=1; missing: 2;" in results[0]
+  )
   host = f"({socket.gethostname()}, pid {os.getpid()})"
-  assert f"there: 0 {host}, 1 {host}, 3 {host}" in results[0]
+  assert f"connected: 0 {host}, 1 {host}, 3 {host}" in results[0]
 
 
 def test_nobody_listens():
@@ -96,7 +98,7 @@ def test_two_that_say_that_they_are_the_same():
   results = said(together(*calls(free_port(), (3, 0), (3, 1), (3, 1))))
   assert len(set(results)) == 1
   assert "two processes say that they are process 1 of 3" in results[0]
-  assert "give each an index of its own" in results[0]
+  assert "give each a different index" in results[0]
 
 
 def test_two_that_say_that_they_are_process_0():

@@ -85,7 +85,7 @@ def test_those_that_do_not_look_hear_it_of_process_0():
   for one in [*exchanges, exchanges[0], last]:
     one._post()
   assert last.behind() == exchanges[0].behind()
-  assert last.behind().startswith("behind is process 3 (")
+  assert last.behind().startswith("behind: process 3 (")
   assert last.silence() == 0
 
 
@@ -127,5 +127,5 @@ def test_who_differs_only_by_the_word_of_process_0_is_not_refused():
   second.wait = lambda *_, **__: None
   first.put("digests/run/0", {"digest": "a"})
   first.put("verdicts/run", {"text": "the processes differ", "examples": [0, 0]})
-  with pytest.raises(NotComeError, match="what this process does not find"):
+  with pytest.raises(NotComeError, match="what this process does not see"):
     agree(second, "run", {}, timeout_seconds=1)

@@ -1,4 +1,4 @@
-"""Who owns a workdir: one of several starts, until it ends, is dead or shows no sign of life."""
+"""Who owns a workdir: one of several starts, until it ends, is dead or sends no heartbeat."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def test_who_owns_it_and_alive_refuses_others_by_name(claims):
   assert claims.numbers() == [1]
   assert said == [
     "runs/first belongs to another run: process 7 on far, since noon; waiting for it to end, 40 s "
-    "(processes.owner_wait_seconds), or 30 s if it shows no sign of life"
+    "(processes.owner_wait_seconds), or 30 s if it sends no heartbeat"
   ]
 
 
@@ -213,7 +213,7 @@ def test_a_claim_that_makes_no_sense_is_an_owner_like_any_other(claims, text):
 
 def test_a_number_that_no_run_can_have_is_refused(claims):
   assert claims.create(LAST, "{}")
-  with pytest.raises(OwnedError, match=f"{LAST} is no number of a run; remove that file"):
+  with pytest.raises(OwnedError, match=f"{LAST} is not a run's number; remove that file"):
     start(claims)
 
 
