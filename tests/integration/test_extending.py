@@ -170,6 +170,26 @@ def test_an_error_in_a_model_is_one_message_with_its_place(main, tmp_path):
   assert "Traceback" not in err
 
 
+def test_an_error_while_rows_are_read_is_one_message_with_its_place(main, mine, tmp_path):
+  (mine / "torn.py").write_text(
+    "import dataclasses\n"
+    "import pairs\n"
+    "from input_pipeline.row_source import SOURCES\n"
+    "def torn(data, split, seed):\n"
+    "  source = pairs.halves(data, split, seed)\n"
+    "  return dataclasses.replace(source, read=lambda rows: {}[rows[0]])\n"
+    "SOURCES.register('torn', torn)\n"
+    "def get_config(recipe='pairs'):\n"
+    "  config = pairs.get_config(recipe)\n"
+    "  config.data.name = 'torn'\n"
+    "  return config\n"
+  )
+  code, out, err = main(f"--config={mine / 'torn.py'}", *SHORT, f"--workdir={tmp_path}")
+  assert code == 1, (out, err)
+  assert f"error: {mine / 'torn.py'}:6: KeyError: " in err
+  assert "Traceback" not in err
+
+
 @pytest.mark.parametrize("case", PLANNED)
 def test_plan_loads_the_files_in_its_own_process(main, mine, tmp_path, case):
   (mine / "planned.py").write_text(PLANNED[case])
