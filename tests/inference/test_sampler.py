@@ -28,7 +28,7 @@ GREEDY = Request(PROMPTS, max_new_tokens=NEW, temperature=0.0)
 def sampler(strategy, **overrides):
   """Returns (sampler for PROMPTS, parameters), made once."""
   job = make_job(strategy, "lm", **{"training.matmul_precision": "highest", **overrides})
-  return Sampler(job, GREEDY), job.initial_state().params
+  return Sampler(job, GREEDY), first_state(job).params
 
 
 def decoded_without_cache(made, params):
@@ -83,7 +83,7 @@ def test_variables_that_are_no_parameters_are_used(monkeypatch):
   members = {name: getattr(transformer, name) for name in names}
   monkeypatch.setitem(MODELS, "transformer", types.SimpleNamespace(**members, build=Biased))
   job = make_job("dp4_tp2", "lm")
-  state, request = first_state(job), dataclasses.replace(GREEDY, max_new_tokens=2)
+  state, request = job.initial_state(), dataclasses.replace(GREEDY, max_new_tokens=2)
   made, [bias] = Sampler(job, request), jax.tree.leaves(state.variables)
   for token in (17, 23):
     variables = {"bias": jax.device_put(bias.at[token].set(1e4), bias.sharding)}
@@ -158,7 +158,7 @@ def test_prefill_and_decode_are_traced_and_compiled_once_each(monkeypatch):
   jax.monitoring.register_event_duration_secs_listener(listen)
   monkeypatch.setattr(transformer.Transformer, "extend", counted)
   job = make_job("dp4_tp2", "lm", **{"training.matmul_precision": "highest"})
-  params = job.initial_state().params
+  params = first_state(job).params
   compiles.clear()
   made = Sampler(job, GREEDY)
   assert len(compiles) == 2
