@@ -19,7 +19,8 @@ from ml_collections import ConfigDict
 
 from commands import build as building
 from commands import train as verb
-from inference.sampler import Request, Sampler
+from inference.request import Request
+from inference.sampler import Sampler
 from partitioning.mesh import product_text, resolve_sizes
 from processes.coordination import current
 from processes.preemption import StopRequest
@@ -137,7 +138,7 @@ def sample(job: Job, state: State, prompts: Sequence[str | bytes], **settings: A
     job: of `build`.
     state: as `train` returns it.
     prompts: texts.
-    **settings: fields of `inference.sampler.Request`, such as max_new_tokens and temperature.
+    **settings: fields of `inference.request.Request`, such as max_new_tokens and temperature.
 
   Raises:
     ValueError: the model does not generate tokens, or a prompt is too long.

@@ -7,6 +7,7 @@ from etils import epath
 
 from commands import build, flags, preflight_facts
 from inference import sampler
+from inference.request import Request, check
 from processes.watchdog import STARTING, Watchdog
 from runtime import exit_codes
 from training import restore
@@ -20,7 +21,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   if flags.PROMPT_FILE.value:
     prompts = epath.Path(flags.PROMPT_FILE.value).read_bytes().splitlines()
   [ready] = build.prepare(flags.CONFIG)
-  request = sampler.Request(
+  request = Request(
     tuple(prompts or [""]),
     max_new_tokens=flags.MAX_NEW_TOKENS.value,
     temperature=flags.TEMPERATURE.value,
@@ -29,8 +30,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     seed=flags.SEED.value,
     stop=tuple(flags.STOP.value),
   )
-  sampler.check(ready.config, request)
-  digest = hashlib.sha256(repr(request.tokens).encode()).hexdigest()[:16]
+  check(ready.config, request)
+  digest = hashlib.sha256(repr(request.prompts).encode()).hexdigest()[:16]
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more={"prompts": digest})
   location = flags.CHECKPOINT.value or str(flags.workdir())
   _, params, variables = restore.model_state(ready, location)

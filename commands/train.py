@@ -9,7 +9,7 @@ from etils import epath
 
 from checkpointing.async_writer import SaveError
 from commands import build, flags, preflight_facts
-from inference import sampler
+from inference import request, sampler
 from input_pipeline.row_source import Source
 from partitioning.mesh import mesh_text
 from processes import coordination as groups
@@ -27,7 +27,7 @@ from training.metrics.console import say
 def prepare(watch: Watchdog) -> Callable[[], int]:
   [ready] = build.prepare(flags.CONFIG)
   data = splits.open_data(ready)
-  sampler.check_first_words(ready.config)  # after the data's vocabulary, whose refusal says more
+  request.check_first_words(ready.config)  # after the data's vocabulary, whose refusal says more
   workdir = flags.workdir()
   with workdir_owner.owned(ready, workdir, watch) as owner:
     record, newest = restore.check_resume(ready, data.train.source, workdir, flags.ACCEPT.value)
@@ -71,10 +71,10 @@ def _run(
   if end.stopped:
     say("stopped as requested, after saving; run the same command again to resume")
     return exit_codes.STOPPED
-  if request := sampler.first_words(ready.config):
+  if wanted := request.first_words(ready.config):
     watch.at("showing a sample", DONE)
     say("sample from the trained model:")
-    sampler.show(ready, end.state.params, request, end.state.variables)
+    sampler.show(ready, end.state.params, wanted, end.state.variables)
   return exit_codes.DONE
 
 

@@ -1,11 +1,11 @@
-"""Streaming text: bytes drawn one at a time, shown in complete characters."""
+"""Streaming text: tokens drawn one at a time, shown in complete characters."""
 
 import codecs
 import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-END = 0  # the byte that ends a document
+from input_pipeline.text.tokenizer import ByteTokenizer, Tokenizer
 
 # Shown as what they are instead of acted on: a model's bytes may be a terminal's commands.
 _CONTROLS = {
@@ -22,25 +22,42 @@ class Row:
   """What has been drawn for one prompt, and its text.
 
   Attributes:
-    drawn: the bytes.
+    drawn: the bytes, up to the end of a stop text.
     done: True once the document or a stop text has ended the row.
   """
 
-  def __init__(self, prompt: bytes, stop: list[bytes]):
-    """Starts behind a prompt, which may end within a character."""
+  def __init__(self, prompt: bytes, stop: Sequence[bytes], tokenizer: Tokenizer | None = None):
+    """Starts behind a prompt, which may end within a character; by default, tokens are bytes."""
     self.drawn = bytearray()
     self.done = False
+    self._begun = bool(prompt)
     self._stop = tuple(stop)
+    self._tokenizer = tokenizer or ByteTokenizer()
     self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
     self._decoder.decode(prompt)
 
   def add(self, token: int) -> str:
     """Takes the next token and returns the text that is complete by now, often empty."""
-    if token == END:
+    if token == self._tokenizer.end:
       return self.end()
-    self.drawn.append(token)
-    text = self._decoder.decode(bytes([token]))
-    return text + self.end() if self._stop and self.drawn.endswith(self._stop) else text
+    # Only in front of a text is a token that begins a word without its space.
+    new = self._tokenizer.token_bytes(token) if self._begun else self._tokenizer.decode([token])
+    self._begun = True
+    before = len(self.drawn)
+    self.drawn += new
+    if (end := self._stopped(before)) is None:
+      return self._decoder.decode(new)
+    del self.drawn[end:]
+    return self._decoder.decode(bytes(self.drawn[before:])) + self.end()
+
+  def _stopped(self, before: int) -> int | None:
+    """Returns where the first stop text ends that bytes from `before` on complete."""
+    ends = []
+    for stop in self._stop:
+      found = self.drawn.find(stop, max(0, before - len(stop) + 1))
+      if found >= 0:
+        ends.append(found + len(stop))
+    return min(ends, default=None)
 
   def end(self) -> str:
     """Ends the row; returns a replacement character where it ends within one."""

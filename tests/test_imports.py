@@ -33,7 +33,7 @@ ARROWS = {
   "reports": {"analysis", "partitioning", "planning", "training"},
   # Its formulas are about the models' dims, and say so.
   "planning": {"analysis", "configs", "models", "partitioning", "runtime", "training"},
-  "inference": {"models", "partitioning", "processes", "runtime", "training"},
+  "inference": {"input_pipeline", "models", "partitioning", "processes", "runtime", "training"},
   "training": {
     *("analysis", "checkpointing", "input_pipeline", "models", "partitioning", "processes"),
     "runtime",

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from inference.sampler import Request, Sampler
+from inference.request import Request
+from inference.sampler import Sampler
 from tests.helpers.jobs import first_state, make_job
 
 # Rows of documents of these lengths.

@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 
 from analysis import collectives
-from inference import sampler as sampling
-from inference.sampler import Request, Sampler, check
+from inference import request as requests
+from inference.request import Request, check, encoded
+from inference.sampler import Sampler
 from models import MODELS, transformer
 from partitioning import shardings
 from partitioning.rules import named_leaves
@@ -34,10 +35,11 @@ def sampler(strategy, **overrides):
 def decoded_without_cache(made, params):
   """Returns greedy tokens by the whole forward pass of all so far, once for each token."""
   job, rows = made.job, made.rows
-  lengths = np.array([*map(len, GREEDY.tokens)])
+  prompts = encoded(job.config, GREEDY)
+  lengths = np.array([*map(len, prompts)])
   tokens_BT = np.zeros((rows, lengths.max() + NEW), np.int32)
-  for row, tokens in enumerate(GREEDY.tokens):
-    tokens_BT[row, : len(tokens)] = list(tokens)
+  for row, tokens in enumerate(prompts):
+    tokens_BT[row, : len(tokens)] = tokens
   forward = job.compile(
     lambda params, tokens_BT: nnx.merge(job.program.graphdef, params)(tokens_BT),
     *(job.state.params, tokens_BT),
@@ -56,13 +58,13 @@ def test_what_a_run_could_not_sample_at_its_end_is_refused_before_it_starts(monk
   job = make_job("single", "lm", **{"evaluation.sample_tokens": 5})
   off = r"(?s)evaluation\.sample_tokens=5 \(0 turns it off\): .*"
   with pytest.raises(ValueError, match=f"{off}holds byte 100"):
-    sampling.check_first_words(job.config)  # the vocabulary is smaller than "def "
+    requests.check_first_words(job.config)  # the vocabulary is smaller than "def "
   job.config.evaluation.sample_tokens = 0
-  sampling.check_first_words(job.config)
+  requests.check_first_words(job.config)
   job.config.evaluation.sample_tokens = 5
   monkeypatch.setitem(MODELS, "transformer", types.SimpleNamespace())
   with pytest.raises(ValueError, match=f"{off}has no next token to draw"):
-    sampling.check_first_words(job.config)
+    requests.check_first_words(job.config)
 
 
 class Biased(transformer.Transformer):
@@ -229,7 +231,7 @@ def test_padding_of_the_vocabulary_and_what_is_no_byte_are_never_drawn():
   ]
   assert 50 < max(map(max, found)) < 61  # of 72
   assert (
-    sampling.drawable(
+    requests.drawable(
       make_job(
         "single", "lm", **{"model.vocabulary_size": 300, "model.vocabulary_multiple": 8}
       ).config

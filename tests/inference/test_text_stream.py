@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from inference.text_stream import END, Printer, Row, as_bytes
+from inference.text_stream import Printer, Row, as_bytes
+from input_pipeline.text.tokenizer import ByteTokenizer
 
 
 def shown(row, tokens):
@@ -38,7 +39,7 @@ def test_a_character_that_the_prompt_began_is_finished():
 
 def test_the_end_of_the_document_ends_a_row():
   row = Row(b"", [])
-  assert shown(row, [*b"ab", END, *b"c"]) == ["a", "b", ""]
+  assert shown(row, [*b"ab", ByteTokenizer.end, *b"c"]) == ["a", "b", ""]
   assert (row.done, bytes(row.drawn)) == (True, b"ab")
 
 
@@ -47,6 +48,33 @@ def test_a_stop_text_ends_a_row_and_is_its_last_text():
   assert "".join(shown(row, b"nd endless")) == "nd end"  # not what the prompt began
   row = Row(b"", ["€".encode(), b"end"])
   assert "".join(shown(row, "1 € 2".encode())) == "1 €"
+
+
+class Words(ByteTokenizer):
+  """Tokens of several bytes, and of parts of a character; the first drops a leading space."""
+
+  pieces = (b"", b" the", b" end", b"\xe2\x82", b"\xac", b"ing")
+
+  def token_bytes(self, id_):
+    return self.pieces[id_]
+
+  def decode(self, ids):
+    return b"".join(map(self.token_bytes, ids)).removeprefix(b" ")
+
+
+def test_tokens_of_several_bytes():
+  row = Row(b"", [], Words())
+  assert shown(row, [1, 2, 3, 4, 5, 0, 1]) == ["the", " end", "", "€", "ing", ""]
+  assert bytes(row.drawn) == "the end€ing".encode()
+  assert shown(Row(b"see", [], Words()), [1]) == [" the"]
+
+
+def test_a_stop_text_within_a_token_ends_the_row_behind_it():
+  row = Row(b"", [b"e e", b"zz"], Words())
+  assert "".join(shown(row, [1, 2, 5])) == "the e"
+  assert (row.done, bytes(row.drawn)) == (True, b"the e")
+  row = Row(b"", [b"in", b"ing", b"di"], Words())
+  assert "".join(shown(row, [2, 5, 1])) == "endi"
 
 
 def test_bytes_of_a_command_line_come_back():

@@ -1,0 +1,161 @@
+"""What is asked of a sampler, and its prompts as tokens."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from inference.text_stream import as_bytes
+from input_pipeline.text import tokenizer
+from models import MODELS, Generator
+from training.tasks import TASKS
+
+# What the end of a training run continues, by data.name; a new document where none is given.
+OPENINGS = {"python_source": "def "}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """What is asked for.
+
+  Attributes:
+    prompts: texts, or bytes that need not be complete characters; one may be empty.
+    max_new_tokens: the most tokens drawn per prompt.
+    temperature: divides the logits; 0 takes the likeliest token.
+    top_k: draws among the k likeliest; 0 is off.
+    top_p: draws among the fewest likeliest that together have this probability; 1 is off.
+    seed: of the draws, which depend on (seed, number of the prompt, position) alone.
+    stop: texts; a row ends with the first of them in what was drawn.
+  """
+
+  prompts: tuple[str | bytes, ...]
+  max_new_tokens: int = 64
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  seed: int = 0
+  stop: tuple[str | bytes, ...] = ()
+
+
+def tokenizer_of(config: ConfigDict) -> tokenizer.Tokenizer:
+  """Returns the tokenizer of a finalized config; raises ValueError if it cannot be read."""
+  return _loaded(config.data.get("tokenizer") or tokenizer.BYTES)
+
+
+_loaded = functools.lru_cache(maxsize=4)(tokenizer.load)
+
+
+def encoded(config: ConfigDict, request: Request) -> list[np.ndarray]:
+  """Returns each prompt's tokens, at least one: an empty prompt begins a document.
+
+  A prompt follows the token from which documents are begun where the model has learnt them from it:
+  packed documents all begin with it, and a tokenizer with a BOS has it before each text.
+
+  Raises:
+    ValueError: a prompt is not text, and the tokenizer takes nothing else.
+  """
+  coder = tokenizer_of(config)
+  begins = coder.has_bos or config.data.get("packing", "concatenate") != "concatenate"
+  start = np.array([coder.start], np.uint32)
+  found = []
+  for number, prompt in enumerate(request.prompts, 1):
+    try:
+      [ids] = coder.encode([as_bytes(prompt)])
+    except ValueError as error:
+      raise ValueError(f"prompt {number}: {error}") from error
+    found.append(np.concatenate([start, ids]) if begins or not len(ids) else ids)
+  return found
+
+
+def check(config: ConfigDict, request: Request) -> None:
+  """Finds what cannot be sampled, before anything is read or compiled.
+
+  Args:
+    config: finalized and checked.
+    request: what is asked for.
+
+  Raises:
+    ValueError: with all that is wrong, a line each.
+  """
+  if not isinstance(MODELS[config.model.name], Generator):
+    raise ValueError(
+      f"model.name={config.model.name!r} has no next token to draw; sample takes a transformer, "
+      f"such as --config=FILE:lm"
+    )
+  wrong = [*_settings(config, request), *_prompts(config, request)]
+  if wrong:
+    raise ValueError("the sampling is refused:\n" + "\n".join(f"  {line}" for line in wrong))
+
+
+def _settings(config: ConfigDict, request: Request) -> Iterator[str]:
+  choices = drawable(config)
+  if request.max_new_tokens < 1:
+    yield f"max_new_tokens={request.max_new_tokens}: at least 1"
+  if not 0 <= request.temperature < math.inf:
+    yield f"temperature={request.temperature}: 0 (the likeliest token) or more, and finite"
+  if not 0 <= request.top_k <= choices:
+    yield f"top_k={request.top_k}: 0 (off) to {choices}, the number of tokens there are"
+  if not 0 < request.top_p <= 1:
+    yield f"top_p={request.top_p}: above 0 and at most 1 (off)"
+  if not 0 <= request.seed < 2**32:
+    yield f"seed={request.seed}: 0 or more and below 2**32"
+  if any(not stop for stop in request.stop):
+    yield "stop: an empty text would end every row at once; leave it out"
+
+
+def _prompts(config: ConfigDict, request: Request) -> Iterator[str]:
+  if not request.prompts:
+    yield "no prompt; give at least one (an empty one starts a document)"
+  limit, new, choices = config.data.sequence_length, request.max_new_tokens, drawable(config)
+  try:
+    prompts = encoded(config, request)
+  except ValueError as error:
+    yield str(error)
+    return
+  of_bytes = tokenizer_of(config).name == tokenizer.BYTES
+  for number, tokens in enumerate(prompts, 1):
+    length = len(tokens)
+    if new >= 1 and length + new > limit:
+      shorter = [f"shorten the prompt to {limit - new}"] if new < limit else []
+      fewer = [f"set max_new_tokens={limit - length}"] if length < limit else []
+      ways = ", ".join([*shorter, *fewer, "or raise data.sequence_length for this command"])
+      yield (
+        f"prompt {number} is {length} tokens{' (bytes)' * of_bytes} long, with "
+        f"max_new_tokens={new} together "
+        f"{length + new}; the limit is data.sequence_length={limit}, the positions that the model "
+        f"was trained on; {ways} (rotary positions have no limit, but longer texts are untrained)"
+      )
+    if max(tokens) >= choices:
+      place = int(np.argmax(tokens >= choices))
+      yield (
+        f"prompt {number} holds {'byte' if of_bytes else 'token'} {tokens[place]} at place {place};"
+        f" the model knows tokens below model.vocabulary_size={choices}"
+      )
+
+
+def drawable(config: ConfigDict) -> int:
+  """Returns how many token ids may be drawn: those that stand for something."""
+  return min(config.model.vocabulary_size, tokenizer_of(config).size)
+
+
+def first_words(config: ConfigDict) -> Request | None:
+  """Returns what a run ends with: a short continuation, or None where there is no text to draw."""
+  if not TASKS[config.task].of_tokens or config.evaluation.sample_tokens < 1:
+    return None
+  request = Request((OPENINGS.get(config.data.name, ""),), temperature=0.8)
+  room = config.data.sequence_length - len(encoded(config, request)[0])
+  tokens = min(config.evaluation.sample_tokens, room)
+  return dataclasses.replace(request, max_new_tokens=tokens) if tokens >= 1 else None
+
+
+def check_first_words(config: ConfigDict) -> None:
+  """Raises ValueError where a run could not draw what `evaluation.sample_tokens` asks for."""
+  try:
+    if request := first_words(config):
+      check(config, request)
+  except ValueError as error:
+    tokens = config.evaluation.sample_tokens
+    raise ValueError(f"evaluation.sample_tokens={tokens} (0 turns it off): {error}") from error
