@@ -114,7 +114,7 @@ def named_dims(tree):
   ]
 
 
-def test_parallel_schedules_are_told_the_letters_of_a_models_dims():
+def test_parallel_schedules_take_the_letters_of_a_models_dims():
   """Else they would depend on the models' legend, by strings that no import shows."""
   package = {p: t for p, t in sources().items() if p.parts[:2] == ("partitioning", "parallel")}
   assert len(package) >= 4

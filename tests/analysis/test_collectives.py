@@ -96,7 +96,7 @@ def test_ids_are_positions_in_the_mesh_and_not_device_ids(order):
   assert [c[1] for c in told(text, mesh)] == [("data",)]
 
 
-def test_half_an_axis_is_not_whole(mesh):
+def test_half_an_axis_is_not_a_full_one(mesh):
   halves = [[0, 1], [2, 3]]
   text = compiled_text(lambda x: lax.psum(x, "data", axis_index_groups=halves), mesh)
   (record,) = collectives(text, mesh)

@@ -27,7 +27,7 @@ def convolved(left: str, right: str, line: str) -> float:
   return work_of(text, "c").flops
 
 
-def test_a_product_of_matrices():
+def test_a_matmul():
   text = entry(
     "%a = f32[3,5,7]{2,1,0} parameter(0)",
     "%b = f32[3,7,11]{2,1,0} parameter(1)",
@@ -78,7 +78,7 @@ def test_a_product_of_matrices():
     ),
   ],
 )
-def test_products_as_a_tpu_writes_them(left, right, line, flops):
+def test_matmuls_in_a_tpu_program(left, right, line, flops):
   assert convolved(left, right, line) == flops
 
 
@@ -98,7 +98,7 @@ def test_a_convolution_of_an_image_counts_what_falls_on_it(stride, padding):
   assert convolved("f32[2,9,11,3]", "f32[3,5,3,4]", line) == 2 * float(ones.sum())
 
 
-def test_the_program_of_a_product_is_counted_by_what_it_does():
+def test_the_flops_of_a_compiled_matmul():
   x, y = jnp.ones((48, 64)), jnp.ones((64, 80))
   text = jax.jit(lambda x, y: jnp.sin(x @ y)).lower(x, y).compile().as_text()
   program = hlo.parse(text)
@@ -128,7 +128,7 @@ ENTRY %main (a: f32[32,64], i: s32[]) -> f32[1,64] {
   assert work_of(text, "fused").bytes == 4 * 64 + 4 + 4 * 64
 
 
-def test_what_is_updated_in_place_is_neither_read_nor_written_whole():
+def test_an_array_updated_in_place_counts_only_its_slice():
   text = """HloModule m
 
 %inside (p: f32[32,64], u: f32[1,64], i: s32[]) -> f32[32,64] {
@@ -149,7 +149,7 @@ ENTRY %main (a: f32[32,64], u: f32[1,64], i: s32[]) -> f32[32,64] {
   assert work_of(text, "fused").bytes == 4 * 64 + 4 + 4 * 64
 
 
-def test_several_arrays_that_one_fusion_updates_in_place_are_not_written_whole():
+def test_several_arrays_updated_in_place_by_one_fusion_count_only_their_slices():
   # As in a scan over layers that saves activations for the backward pass: one fusion computes
   # several and writes each into its stack.
   text = """HloModule m

@@ -146,7 +146,7 @@ def test_what_one_finds_damaged_all_pass_over_and_the_first_names_it(pair):
 
 @pytest.mark.parametrize("asks", ["settle", "wait"])
 @pytest.mark.parametrize("full", [0, 1])
-def test_where_one_cannot_write_all_are_told_and_save_again(pair, full, asks):
+def test_if_one_cannot_write_all_are_notified_and_save_again(pair, full, asks):
   before = pair.well("steps")[0]
   step = before[-1] + 10
   with pair.full_disk(full):

@@ -49,7 +49,7 @@ def test_another_layout_restores_every_leaf_bit_equal_where_it_belongs(strategy,
     assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
 
 
-def test_written_split_it_restores_whole(dp8, tmp_path):
+def test_saved_sharded_it_restores_on_one_device(dp8, tmp_path):
   tree = random_tree(make_job("dp2_fsdp2_tp2", "lm"), 3)
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(3, tree, config=CONFIG, record=RECORD)
@@ -158,7 +158,7 @@ def test_metrics_over_other_examples_are_never_compared(tmp_path):
   assert save((5, 6, 7, 8))[0] == [2, 4, 6, 7, 8]  # known after a new start
 
 
-def test_a_step_that_is_saved_again_is_judged_anew():
+def test_a_step_that_is_saved_again_is_ranked_again():
   retention = Retention(1, 0, "eval_loss", None)
   for step, value in ((1, 0.1), (2, 0.5), (3, 0.7)):
     retention.note(step, {"eval_loss": value})

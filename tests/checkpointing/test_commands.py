@@ -37,7 +37,7 @@ def damaged(saved, tmp_path):
   return workdir, str(path.relative_to(step))
 
 
-def test_a_run_goes_on_from_the_newest_step_that_is_whole_and_says_so(damaged, main):
+def test_a_run_resumes_from_the_newest_intact_step_and_says_so(damaged, main):
   workdir, file = damaged
   code, out, err = main(*TRAIN, "--config.training.steps=8", f"--workdir={workdir}")
   assert code == 0, err
@@ -109,7 +109,7 @@ def everything(folder):
 STEPS = 200
 
 
-def test_a_full_disk_loses_nothing_and_training_goes_on(forks, tmp_path):
+def test_a_full_disk_loses_nothing_and_training_continues(forks, tmp_path):
   workdir, output = tmp_path / "run", tmp_path / "out"
   with small_disk(workdir) as mounted:
     step, kept = train_on_a_full_disk(forks, workdir, output, mounted)

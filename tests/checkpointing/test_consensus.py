@@ -22,7 +22,7 @@ def all_of(count, act):
   return together(*(functools.partial(act, one) for one in of(count)))
 
 
-def test_one_process_hears_itself():
+def test_a_single_process_receives_its_own_message():
   alone = Together()
   assert alone.alone
   assert alone.first
@@ -36,7 +36,7 @@ def test_one_process_hears_itself():
   assert Together(groups_of(1)[0]).alone
 
 
-def test_everyone_hears_everything_at_each_of_many_exchanges():
+def test_all_receive_all_messages_in_each_of_many_exchanges():
   def says(index, number):
     return f"{index} at {number}" if (number + index) % 3 == 0 and number % 4 else ""
 
@@ -52,7 +52,7 @@ def test_everyone_hears_everything_at_each_of_many_exchanges():
   assert all_of(3, act) == [expected] * 3
 
 
-def test_what_the_first_says_is_heard_by_all():
+def test_all_receive_the_message_of_the_first():
   assert all_of(3, lambda one: one.from_first(f"by {one.index}")) == ["by 0"] * 3
 
 
@@ -98,7 +98,7 @@ def test_several_that_fail_are_all_named():
   assert results == [(2, "process 0: fault before 2; process 2: fault before 2")] * 3
 
 
-def test_one_who_is_slow_to_leave_a_stage_is_not_told_of_a_later_failure(monkeypatch):
+def test_a_process_slow_to_leave_a_stage_does_not_see_a_later_failure(monkeypatch):
   # Process 1 has passed stage 1 and fails before stage 2, while process 0 still leaves stage 1.
   first, second = of(2)
   first.begin_stages()

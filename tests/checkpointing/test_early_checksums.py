@@ -76,7 +76,7 @@ def test_a_file_that_cannot_be_read_is_left_for_later(tmp_path, data, monkeypatc
   assert ahead.sha256("a", len(LARGE)) == ""
 
 
-def test_what_was_read_ahead_is_not_read_again_and_stands_in_the_digests(tmp_path, monkeypatch):
+def test_files_read_ahead_are_not_read_again_and_are_in_the_digests(tmp_path, monkeypatch):
   names, read = [], checksums.read_through
 
   def noted(path, *limit):

@@ -137,7 +137,7 @@ def test_a_failed_last_save_ends_the_with_block(tmp_path):
     save_last()
 
 
-def test_where_there_is_no_room_nothing_is_begun(tmp_path, monkeypatch):
+def test_without_disk_space_no_save_is_started(tmp_path, monkeypatch):
   disk = types.SimpleNamespace(f_bavail=5, f_frsize=4096)
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     save_counting(checkpointer, 1)

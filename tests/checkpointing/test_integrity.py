@@ -125,7 +125,7 @@ def plain(copy):
 
 
 @pytest.mark.parametrize("verify", [integrity.FULL, integrity.SIZE])
-def test_checkpoints_without_digests_are_refused_with_the_way_out(verify, plain):
+def test_checkpoints_without_digests_are_refused_with_the_fix(verify, plain):
   before = contents(plain)
   with (
     Checkpointer(plain, verify=verify) as checkpointer,

@@ -52,7 +52,7 @@ def test_a_write_that_ends_after_its_event_loop_is_left_out(unraisable):
   assert unraisable == ["Event loop is closed"]
 
 
-def test_an_error_of_tensorstore_that_nobody_asked_for_is_left_out(unraisable, caplog):
+def test_an_unread_error_of_tensorstore_is_not_logged(unraisable, caplog):
   loop = asyncio.new_event_loop()
   futures = [loop.create_future() for _ in range(2)]
   futures[0].set_exception(ValueError("OUT_OF_RANGE: Error writing"))  # as its threads do

@@ -42,7 +42,7 @@ def test_a_location_is_a_workdir_or_its_checkpoints_and_may_name_a_step(text, st
     ("..", "has no checkpoints; give the workdir of a run"),
   ],
 )
-def test_a_wrong_location_is_refused_with_the_way_out(text, message, run):
+def test_a_wrong_location_is_refused_with_the_fix(text, message, run):
   with pytest.raises(ValueError, match=re.escape(message)):
     parse_location(f"{run}/{text}")
 

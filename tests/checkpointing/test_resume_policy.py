@@ -116,12 +116,12 @@ ROWS = {
 
 
 @pytest.mark.parametrize("key", ROWS[MAY_CHANGE])
-def test_goes_on(key):
+def test_may_change(key):
   assert judge({key: ROWS[MAY_CHANGE][key]}) == {**RECORD, "accepted_changes": []}
 
 
 @pytest.mark.parametrize("key", ROWS[ACCEPT])
-def test_goes_on_when_accepted_and_is_recorded(key):
+def test_resumes_when_accepted_and_is_recorded(key):
   overrides = {key: ROWS[ACCEPT][key]}
   with pytest.raises(ValueError, match="computed differently") as refusal:
     judge(overrides)
@@ -154,7 +154,7 @@ def test_versions_need_acceptance_and_other_data_is_refused():
   assert judge({}, record={"versions": RECORD["versions"]})  # a part that one lacks says nothing
 
 
-def test_all_that_needs_acceptance_stands_in_one_message_with_the_flag_to_copy():
+def test_one_message_has_all_that_needs_acceptance_and_the_flag_to_copy():
   overrides = {"optimizer.learning_rate": 0.5, "model.dropout_rate": 0.1, "training.steps": 400}
   with pytest.raises(ValueError, match="resumes") as refusal:
     judge(overrides, accept=["model.dropout_rate"])
@@ -166,7 +166,7 @@ def test_all_that_needs_acceptance_stands_in_one_message_with_the_flag_to_copy()
   )
 
 
-def test_all_that_is_refused_stands_in_one_message_with_a_free_workdir(tmp_path):
+def test_one_message_has_all_that_is_refused_and_a_free_workdir(tmp_path):
   (tmp_path / "x_2").mkdir()
   overrides = {"seed": 1, "model.layers": 2, "optimizer.learning_rate": 0.5}
   with pytest.raises(ValueError, match="another run") as refusal:
@@ -181,7 +181,7 @@ def test_all_that_is_refused_stands_in_one_message_with_a_free_workdir(tmp_path)
   assert not (tmp_path / "x_3").exists()
 
 
-def test_more_steps_go_on_and_fewer_than_done_do_not():
+def test_more_steps_resume_and_fewer_than_done_do_not():
   assert judge({"training.steps": 600})["accepted_changes"] == []
   assert judge({"training.steps": 100})["accepted_changes"] == []  # there is nothing left to do
   with pytest.raises(ValueError, match=r"training.steps=99, but runs/x has done 100; .*=runs/x_2"):

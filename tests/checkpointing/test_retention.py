@@ -34,7 +34,7 @@ def test_of_equal_steps_the_newest_is_the_best():
   assert noted("eval_loss", {10: 0.5, 20: 0.5}).kept(STEPS) == {20, 70}
 
 
-def test_a_step_without_a_finite_metric_is_not_judged():
+def test_a_step_without_a_finite_metric_is_not_ranked():
   retention = noted("eval_loss", {10: math.nan, 20: math.inf, 30: 2.0})
   retention.note(40, None)
   assert retention.kept(STEPS) == {30, 70}

@@ -67,7 +67,7 @@ def test_the_devices_at_hand_are_planned_by_their_own_compiler(main, tmp_path):
   assert {("data", "all-reduce", "memory"), ("tensor", "all-reduce", "memory")} <= sent
 
 
-def test_what_does_not_fit_is_told_and_ends_with_3(main, tmp_path):
+def test_what_does_not_fit_is_reported_and_ends_with_3(main, tmp_path):
   code, out, err = plan(
     main,
     "--config=configs/fsdp8.py:model=llama3_70b",

@@ -58,20 +58,20 @@ def test_a_read_only_workdir_is_refused(main, tmp_path, workdir):
     assert_refused(main, tmp_path / "disk" / workdir, tmp_path)
 
 
-def test_a_run_does_not_go_on_in_a_read_only_workdir(main, tmp_path):
+def test_a_run_does_not_resume_in_a_read_only_workdir(main, tmp_path):
   disk = tmp_path / "disk"
   disk.mkdir()
   with read_only(disk, [*SHORT, f"--workdir={disk}/there"], main):
     assert_refused(main, disk / "there", tmp_path, "--config.training.steps=4")
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_refused(main, tmp_path):
+def test_a_disk_without_space_for_a_checkpoint_is_refused(main, tmp_path):
   with mounted(tmp_path, "-o", "size=64k"):
     text = assert_refused(main, tmp_path / "new", tmp_path)
     assert "64.0 KiB free, and a checkpoint needs" in text
 
 
-def test_a_run_does_not_go_on_on_a_full_disk(main, tmp_path):
+def test_a_run_does_not_resume_on_a_full_disk(main, tmp_path):
   with mounted(tmp_path, "-o", "size=4m"):
     code, out, err = main(*SHORT, f"--workdir={tmp_path}/there")
     assert code == 0, (out, err)

@@ -24,7 +24,7 @@ def test_another_dataset_and_other_layers_are_refused(tmp_path):
 
 
 @pytest.mark.faults
-def test_one_process_saves_and_two_with_another_layout_go_on(tmp_path):
+def test_one_process_saves_and_two_with_another_layout_resume(tmp_path):
   [trial] = rows_checkpoints.row_10(1, tmp_path)
   assert trial.passed, trial
   assert trial.name == "saved by 1 process(es), dp; restored by 2 process(es), fsdp"

@@ -29,7 +29,7 @@ def clean(forks, tmp_path_factory):
   return same.record(workdir)
 
 
-def test_the_steps_of_a_clean_run_stand_once_and_in_order(clean):
+def test_each_step_of_a_clean_run_appears_once_and_in_order(clean):
   lines = clean.lines
   steps = [step for step, numbers in lines if "loss" in numbers and "eval_loss" not in numbers]
   assert steps == list(range(1, STEPS + 1))

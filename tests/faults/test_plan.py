@@ -67,7 +67,7 @@ def row_6(trials: int, folder: pathlib.Path) -> list[Trial]:
   raise RuntimeError("no disk")
 
 
-def test_trials_are_told_apart_and_can_be_repeated(tmp_path):
+def test_trials_are_distinguished_and_can_be_repeated(tmp_path):
   trials = list(row_4(4, tmp_path / "a"))
   assert [trial.passed for trial in trials] == [True, False, True, False]
   assert len({trial.name for trial in trials}) == 4
@@ -182,7 +182,7 @@ def run(tmp_path, *arguments: str) -> int:
   return command.main([f"--folder={tmp_path / 'runs'}", *arguments])
 
 
-def test_exit_code_tells_whether_all_passed(rows, files, tmp_path, capsys):
+def test_the_exit_code_shows_whether_all_passed(rows, files, tmp_path, capsys):
   assert run(tmp_path, "--row=5") == 0
   assert run(tmp_path, "--row=4", "--trials=1") == 0
   assert run(tmp_path, "--row=4", "--trials=2") == 1

@@ -114,7 +114,7 @@ SHARDS = {
 
 
 @pytest.mark.parametrize("strategy", SHARDS)
-def test_the_cache_lies_as_the_model_does(strategy):
+def test_the_cache_is_sharded_like_the_model(strategy):
   made, params = sampler(strategy)
   job = made.job
   tokens_BT = jnp.ones((made.rows, made.prompt_tokens), jnp.int32)

@@ -18,7 +18,7 @@ def shown(row, tokens):
   return texts
 
 
-def test_a_character_is_held_back_until_it_is_whole():
+def test_a_character_is_buffered_until_it_is_complete():
   row = Row(b"", [])
   assert shown(row, "aé€😀".encode()) == ["a", "", "é", "", "", "€", "", "", "", "😀"]
   assert not row.done
@@ -94,7 +94,7 @@ def test_one_prompt_is_printed_as_it_comes():
   assert stream.getvalue() == "def f(x\ny\n"
 
 
-def test_several_prompts_are_printed_in_whole_lines():
+def test_several_prompts_are_printed_in_complete_lines():
   stream = io.StringIO()
   printer = Printer(["a\nb", ""], stream)
   assert stream.getvalue() == "[1] a\n"

@@ -125,7 +125,7 @@ def test_an_image_of_another_shape_is_a_bad_record(config, tmp_path, write_tfds)
 
 
 @pytest.mark.parametrize("torn", ["cut", "empty", "missing", "its end flipped"])
-def test_a_file_that_is_torn_as_a_whole_is_refused_at_any_limit(images, folder, torn):
+def test_a_truncated_file_is_refused_at_any_limit(images, folder, torn):
   (path,) = (folder / "snow" / "1.2.0").glob("*train.array_record*")
   content = bytearray(path.read_bytes())
   shutil.rmtree(folder / "prepared" / "snow")
@@ -155,7 +155,7 @@ def _trained(job, step, source, state, numbers):
   return state, losses
 
 
-def test_training_goes_on_as_if_these_rows_weighed_nothing(images):
+def test_training_continues_with_zero_weight_for_these_rows(images):
   data = images(3)
   whole = damage(data, BAD_IMAGES)
   whole["weights"][list(BAD_IMAGES)] = 0  # the rows themselves are what they were
@@ -181,7 +181,7 @@ def test_training_goes_on_as_if_these_rows_weighed_nothing(images):
     assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
 
 
-def test_the_application_refuses_by_name_or_goes_on(main, text, folder, tmp_path):
+def test_the_application_refuses_by_name_or_continues(main, text, folder, tmp_path):
   run = [
     "--config=configs/dp4_tp2.py:model=lm,data=noise",
     *TINY_LM,

@@ -206,7 +206,7 @@ class Source:
 @pytest.mark.parametrize(
   "error", [OSError(24, "Too many open files"), OSError(5, "Input/output error"), MemoryError()]
 )
-def test_what_the_system_lacks_is_not_held_against_a_record(error):
+def test_an_error_of_the_system_does_not_make_a_record_bad(error):
   with pytest.raises(type(error)):
     datasets._read(Source(error), [0, 1], pytest.fail)
 

@@ -47,7 +47,7 @@ def test_random_normal_depends_on_the_seed_alone(normal):
   assert longer.fingerprint != normal().fingerprint
 
 
-def test_fingerprint_tells_rows_apart(config, tiny_text):
+def test_the_fingerprint_distinguishes_rows(config, tiny_text):
   prints = [
     row_source.open_source(config(tiny_text, sequence_length=length), "train", seed).fingerprint
     for length, seed in ((16, 0), (16, 1), (7, 0))

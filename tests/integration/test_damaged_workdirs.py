@@ -67,7 +67,7 @@ PLACES = (
 
 
 @pytest.mark.parametrize(("name", "make", "said"), PLACES)
-def test_what_is_no_plain_file_is_refused_with_the_way_out(name, make, said, workdir, main):
+def test_what_is_not_a_plain_file_is_refused_with_the_fix(name, make, said, workdir, main):
   path = workdir / name
   path.unlink(missing_ok=True)
   make(path)
@@ -91,7 +91,7 @@ def but_for_the_owner(found):
   return {path: value for path, value in found.items() if not path.endswith("/run/owner")}
 
 
-def test_all_of_them_stand_in_one_message(workdir, main):
+def test_one_message_has_all_of_them(workdir, main):
   for name in ("config.json", "metrics.jsonl"):
     (workdir / name).unlink()
     (workdir / name).mkdir()

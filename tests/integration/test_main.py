@@ -44,7 +44,7 @@ def test_trains_and_leaves_its_files(main, tmp_path):
   assert last["eval_bits_per_byte"] == last["eval_loss"] / math.log(2)
 
 
-def test_the_same_command_goes_on(main, tmp_path):
+def test_the_same_command_resumes(main, tmp_path):
   # One run of 9 steps; another asked for 5, and then for 9 on another number of log lines.
   short = ["--config=configs/dp4_tp2.py", *TINY_LM, "--config.checkpoint.every_steps=2"]
   whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -71,7 +71,7 @@ def losses(workdir: pathlib.Path) -> dict[int, tuple[float, float]]:
   }
 
 
-def test_changes_of_a_run_that_goes_on(main, tmp_path):
+def test_changes_when_a_run_resumes(main, tmp_path):
   command = ["--config=configs/dp8.py", *TINY_LM, f"--workdir={tmp_path}/run"]
   command += ["--config.training.steps=2", "--config.evaluation.steps=1"]
   code, out, err = main(*command)

@@ -20,7 +20,7 @@ UP = ("[0] up 0", "[1] up 1")
 # ---- What the processes see, and what is seen of them
 
 
-def test_each_process_is_told_its_place(launch):
+def test_each_process_gets_its_index(launch):
   names = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")
   launcher = launch(
     f"print(*(os.environ[name] for name in {names}), os.environ['JAX_COORDINATOR_ADDRESS'],"
@@ -45,7 +45,7 @@ def test_the_report_has_pids_and_exit_codes(launch, tmp_path):
   assert ended == {"codes": [0, 3], "killed": []}
 
 
-def test_lines_are_joined_whole_with_their_process_in_front(launch):
+def test_complete_lines_are_prefixed_with_their_process(launch):
   launcher = launch(
     """
 for step in range(3000):
@@ -324,7 +324,7 @@ def test_it_does_not_restart_what_a_restart_cannot_help(launch):
     assert "restart" not in launcher.err
 
 
-def test_who_was_told_of_a_refusal_does_not_hide_it(launch):
+def test_a_process_notified_of_a_refusal_does_not_hide_it(launch):
   # Only the process that refuses ends with 2; the others, with 1, may be first.
   launcher = launch("time.sleep(0.5 * index); sys.exit(1 + index)", "--restarts=3")
   assert launcher.end() == 2

@@ -135,7 +135,7 @@ def test_slurm_counts_failures_from_the_last_stop(slurm):
 
 
 @pytest.mark.parametrize("text", ["a[$(touch ran)]", "$(touch ran)", "x" * 9000, "-5", "08", ""])
-def test_slurm_never_evaluates_what_stands_in_its_file(slurm, text):
+def test_slurm_never_evaluates_the_content_of_its_file(slurm, text):
   (slurm.folder / "slurm-41.failures").write_text(text + "\n")
   _, out, calls = slurm.run(1, MAX_FAILURES="20")
   assert not (slurm.folder / "ran").exists()

@@ -84,7 +84,7 @@ def test_blocks_of_queries_give_the_same_with_their_gradients():
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(64, 1), (128, 2), (192, 1), (256, 4), (384, 2)])
-def test_blocks_leave_out_scores_that_nobody_sees(length, blocks):
+def test_blocks_skip_masked_scores(length, blocks):
   assert attention.blocks_of(length) == blocks
   zeros = [jnp.zeros((1, length, 1, 64))] * 3
   slots_BT = jnp.arange(length, dtype=jnp.int32)[None]
@@ -102,7 +102,7 @@ def test_blocks_leave_out_scores_that_nobody_sees(length, blocks):
   ("mesh", "blocks"),
   [({"mesh.tensor": 2}, 2), ({"mesh.context": 2, "model.context_attention": "gather"}, 1)],
 )
-def test_whole_rows_alone_are_cut_into_blocks(mesh, blocks, monkeypatch):
+def test_only_complete_rows_are_computed_in_blocks(mesh, blocks, monkeypatch):
   seen, attend = [], attention.causal_attention
 
   def noting(*arrays, **given):

@@ -18,7 +18,7 @@ def test_positions_restart_in_each_segment():
 
 
 @pytest.mark.parametrize("separate", [True, False])
-def test_a_document_is_read_as_if_it_stood_alone(separate):
+def test_a_document_is_read_as_if_it_were_alone(separate):
   job = make_job("single", "lm", **{"model.separate_documents": separate})
   params = first_state(job).params
   batch = host_batch(job)

@@ -42,7 +42,7 @@ def test_the_loss_is_numpys(family):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3"])
-def test_the_loss_in_bfloat16_is_numpys_but_for_the_rounding_of_products(family):
+def test_the_loss_in_bfloat16_is_numpys_up_to_rounding_of_matmuls(family):
   found, wanted = losses(family, "bfloat16")
   assert found == pytest.approx(wanted, rel=2e-3)
 

@@ -20,7 +20,7 @@ def test_accumulation_is_more_than_one_microbatch_everywhere():
       assert matrix.overrides(one)["training.gradient_accumulation_steps"] > 1
 
 
-def test_a_wrong_gradient_is_told(monkeypatch):
+def test_a_wrong_gradient_is_reported(monkeypatch):
   right = Combination("mlp", "data8", "plain", "float64")
   assert matrix.compare(right).wrong == ()
   train = matrix.train

@@ -108,7 +108,7 @@ def test_an_axis_that_the_mesh_has_not_is_refused(data_tensor):
 # ---- Recorded, for a verdict on all of them ----
 
 
-def test_while_the_layout_is_judged_failures_are_recorded(data_tensor):
+def test_while_the_layout_is_checked_failures_are_recorded(data_tensor):
   def forward(x, y):
     for _ in range(2):
       x = constrain(x, "BF")
@@ -201,7 +201,7 @@ def test_a_constraint_acts(data_tensor, monkeypatch):
   assert "f32[3,5]" not in free.as_text()
 
 
-def test_a_table_that_says_whole_acts_too(data_tensor):
+def test_a_table_that_replicates_acts_too(data_tensor):
   whole = dict.fromkeys(TABLE, ())
   compiled = compile_project(data_tensor, whole)
   assert lies_as(compiled, data_tensor)
@@ -227,7 +227,7 @@ def test_it_acts_on_the_gradient(data_tensor):
   assert ("all-reduce", ("tensor",)) in reduced  # F is summed over, and is split over tensor
 
 
-def test_a_dim_that_may_stay_whole_does(data_tensor):
+def test_a_dim_that_may_replicate_does(data_tensor):
   with activation_layout(LEGEND, TABLE):
     y_BK = jax.jit(lambda x: constrain(x, "BK"))(jnp.ones((6, 7)))
   assert y_BK.sharding.shard_shape(y_BK.shape) == (3, 7)

@@ -47,7 +47,7 @@ def test_axes_of_size_one_are_left_out_of_the_spec():
   assert tuple(resolve("", (), LEGEND, TABLE, sizes).spec) == ()
 
 
-def test_a_dim_that_is_written_as_whole_stays_whole():
+def test_a_dim_without_axes_is_replicated():
   found = resolve("DF", (12, 20), LEGEND, {**TABLE, "model": ()}, SIZES)
   assert tuple(found.spec) == (None, "tensor")
   assert found.failures == ()
@@ -70,7 +70,7 @@ def test_wrong_letters_are_a_failure_with_the_numbers(letters, shape, said):
     assert part in text
 
 
-def test_a_dim_without_an_entry_in_the_table_is_a_failure_and_not_whole():
+def test_a_dim_without_an_entry_in_the_table_is_a_failure_and_not_replicated():
   table = {name: axes for name, axes in TABLE.items() if name != "feedforward"}
   [failure] = resolve("DF", (12, 20), LEGEND, table, SIZES).failures
   assert "dim F (feedforward) is not in the axis table" in str(failure)
@@ -97,7 +97,7 @@ def test_an_axis_twice_in_one_dim_is_a_failure():
   assert str(failure) == "mesh axis tensor splits both dim F and dim F"
 
 
-def test_an_indivisible_dim_is_told_the_nearest_sizes_and_the_smaller_axis():
+def test_an_indivisible_dim_names_the_nearest_sizes_and_the_smaller_axis():
   legend = {**LEGEND, "F": Dim("feedforward", 1003)}
   [failure] = resolve("DF", (12, 1003), legend, TABLE, {**SIZES, "tensor": 16}).failures
   assert str(failure) == (
@@ -123,7 +123,7 @@ def test_an_indivisible_dim_on_two_axes_names_both():
   )
 
 
-def test_only_a_dim_whose_legend_says_so_stays_whole_and_that_is_noted():
+def test_only_a_dim_whose_legend_allows_it_is_replicated_with_a_note():
   found = resolve("DK", (12, 7), LEGEND, TABLE, SIZES)
   assert tuple(found.spec) == ("fsdp", None)
   assert found.failures == ()
@@ -133,7 +133,7 @@ def test_only_a_dim_whose_legend_says_so_stays_whole_and_that_is_noted():
   assert "kv_heads) = 7 is not divisible" in str(failure)
 
 
-def test_a_dim_that_may_stay_whole_is_split_where_that_works():
+def test_a_dim_that_may_replicate_is_split_if_possible():
   legend = {**LEGEND, "K": Dim("kv_heads", 8, may_replicate=True)}
   found = resolve("DK", (12, 8), legend, TABLE, SIZES)
   assert tuple(found.spec) == ("fsdp", "tensor")

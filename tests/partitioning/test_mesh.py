@@ -104,7 +104,7 @@ def test_the_mesh_has_every_axis_and_leaves_the_layout_to_constraints():
   assert mesh.size == 6
 
 
-def test_a_mesh_uses_all_devices_unless_told_otherwise():
+def test_a_mesh_uses_all_devices_by_default():
   assert make_mesh(whole(data=2, tensor=4)).size == jax.device_count()
 
 

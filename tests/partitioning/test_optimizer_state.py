@@ -42,7 +42,7 @@ def test_candidates(shape, whole, wanted):
   assert candidates(shape, whole) == wanted
 
 
-def test_equal_dims_are_told_apart_as_the_optimizer_sorts_them():
+def test_equal_dims_are_distinguished_as_the_optimizer_sorts_them():
   """Against optax: a row of its own second moment is a mean over one of the two equal dims."""
   init = optax.adafactor(1e-3, min_dim_size_to_factor=2).init
   parameters = {("up",): jax.ShapeDtypeStruct((4, 6, 6), jnp.float32)}

@@ -18,7 +18,7 @@ def placed(optimizer, *, table=TABLE, sizes=SIZES, overrides=()):
   return place_optimizer(state, parameters, LEGEND, table, sizes, overrides)
 
 
-def test_optimizer_leaves_follow_their_parameter_and_scalars_are_whole():
+def test_optimizer_leaves_follow_their_parameter_and_scalars_are_replicated():
   found, failures = placed(optax.adamw(1e-3))
   assert failures == []
   parameters = specs(params())
@@ -94,7 +94,7 @@ def test_a_statistic_of_an_overridden_parameter_is_sharded_as_it_is():
   assert tuple(found["optimizer/0/v_col/layers/up/kernel"].spec) == (None, "fsdp")
 
 
-def test_dims_set_to_1_are_whole_and_the_others_sharded():
+def test_dims_of_1_are_not_sharded_and_the_others_are():
   tree = {"up": array(12, 20)}
   parameters, _ = place_parameters(tree, {"up": "DF"}, LEGEND, TABLE, SIZES)
   # As SM3 has them: below a parameter's name, a statistic for each of its dims.
@@ -116,7 +116,7 @@ def square(*, init=None, overrides=()):
   return place_optimizer(state, parameters, legend, TABLE, SIZES, overrides, init=init)
 
 
-def test_dims_of_equal_size_are_told_apart_by_the_optimizer_itself():
+def test_dims_of_equal_size_are_distinguished_by_the_optimizer_itself():
   found, failures = square(init=FACTORED.init)
   assert failures == []
   # NumPy's argsort puts the later of two equal dims last: optax takes F for the largest.
@@ -124,7 +124,7 @@ def test_dims_of_equal_size_are_told_apart_by_the_optimizer_itself():
   assert found["optimizer/0/v_col/layers/up/kernel"].letters == "LF"
 
 
-def test_dims_that_cannot_be_told_apart_are_refused_with_the_override_to_write():
+def test_ambiguous_dims_are_refused_with_the_override_to_write():
   _, failures = square()
   [row] = [str(f) for f in failures if "/v_row/" in f.array]
   name = "optimizer/0/v_row/layers/up/kernel"

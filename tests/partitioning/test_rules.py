@@ -52,7 +52,7 @@ def test_an_unmatched_parameter_is_refused_and_not_replicated():
   assert "bias: no rule matches this parameter of shape (12,); add one to its table" in message
 
 
-def test_a_rule_must_match_the_whole_name():
+def test_a_rule_must_match_the_full_name():
   message = refusal(params(), names={**RULES, "norm": "D", "orm/scale": "D"})
   assert "rule 'norm': matches no parameter" in message
   assert "rule 'orm/scale': matches no parameter" in message

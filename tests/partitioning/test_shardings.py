@@ -29,7 +29,7 @@ def test_what_one_device_holds(array, shard, size, copies):
   assert shardings.copies(array, SIZES) == copies
 
 
-def test_dims_that_a_spec_leaves_out_are_whole():
+def test_dims_that_a_spec_omits_are_not_sharded():
   assert shardings.shard_shape((12, 20, 7), PartitionSpec("fsdp"), SIZES) == (6, 20, 7)
 
 
@@ -45,7 +45,7 @@ def test_the_numbers_are_those_of_the_real_arrays():
     assert len(first) == shardings.copies(array, SIZES)
 
 
-def test_replicated_bytes_are_of_arrays_that_every_device_holds_whole():
+def test_replicated_bytes_are_of_fully_replicated_arrays():
   assert shardings.replicated_bytes([UP, BOTH, HALF, WHOLE, COUNT], SIZES) == 96 + 4
   assert shardings.replicated_bytes([UP, HALF], SIZES) == 0
   assert shardings.replicated_bytes([WHOLE, COUNT], ALONE) == 0  # one device repeats nothing
@@ -83,7 +83,7 @@ def placed():
   return jax.device_put(tree, shardings.shardings(tree, placements, mesh)), placements, mesh
 
 
-def test_what_lies_as_its_spec_says_passes(placed):
+def test_what_is_sharded_as_its_spec_says_passes(placed):
   tree, placements, mesh = placed
   shardings.check_placed(tree, placements, mesh)
   assert tree["up"]["kernel"].addressable_shards[0].data.shape == (3, 6, 5)
@@ -98,7 +98,7 @@ def test_specs_that_are_written_otherwise_and_mean_the_same_pass(placed):
     shardings.check_placed(tree, {"out": placement("out", (12, 7), *entries)}, mesh)
 
 
-def test_every_leaf_that_lies_otherwise_is_named(placed):
+def test_every_leaf_that_is_sharded_differently_is_named(placed):
   tree, placements, mesh = placed
   wrong = NamedSharding(mesh, PartitionSpec(None, "tensor", "fsdp"))
   tree["up"]["kernel"] = jax.device_put(tree["up"]["kernel"], wrong)

@@ -129,7 +129,7 @@ def test_a_wrong_table_is_refused_before_anything_is_traced():
   assert failure.startswith("partitioning.optimizer.outputs: unknown mesh axis 'tensr'")
 
 
-def test_an_axis_and_bytes_that_are_held_twice():
+def test_an_unused_axis_and_replicated_bytes():
   unused, replicated = refusal(
     sizes={**SIZES, "stage": 2},
     tables={**dict.fromkeys(TABLES, TABLE), "parameters": dict.fromkeys(TABLE, ())},

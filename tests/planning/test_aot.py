@@ -70,7 +70,7 @@ def test_the_slices_of_a_name_are_those_of_the_config():
 
 
 @pytest.mark.plan
-def test_a_mesh_whose_axes_are_no_whole_axes_of_the_torus():
+def test_a_mesh_whose_axes_split_axes_of_the_torus():
   devices = aot.start(parse("v6e:16x16"), 1, aot.Here())
   mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 64, "tensor": 4}, devices)
   assert mesh.shape["fsdp"] == 64
@@ -93,7 +93,7 @@ def test_a_mesh_whose_axes_are_no_whole_axes_of_the_torus():
     ("v6e:8x16", (False, True, False)),
   ],
 )
-def test_the_compiler_is_told_which_axes_have_wraparound_links(name, wrap, monkeypatch):
+def test_the_compiler_gets_the_axes_with_wraparound_links(name, wrap, monkeypatch):
   asked = []
   describe = aot.described.get_topology_desc
   monkeypatch.setattr(
@@ -105,7 +105,7 @@ def test_the_compiler_is_told_which_axes_have_wraparound_links(name, wrap, monke
 
 @COMPILED
 @pytest.mark.plan
-def test_with_wraparound_links_a_gather_is_no_all_reduce_of_the_whole():
+def test_with_wraparound_links_an_all_gather_does_not_become_an_all_reduce():
   # Without `wrap` the compiler wrote an all-reduce of twice the cost (libtpu 0.0.42.1, 0.0.48.1).
   mesh = make_mesh(
     {**dict.fromkeys(AXES, 1), "fsdp": 64}, aot.start(parse("v5p:4x4x4"), 1, aot.Here())

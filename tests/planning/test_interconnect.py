@@ -52,6 +52,6 @@ def test_slices_speak_over_the_slow_network():
   assert two.wire([0, 4]) == Wire("DCN", 25e9 / 8, 1)
 
 
-def test_a_machine_of_gpus_speaks_over_its_switch():
+def test_gpus_of_a_machine_communicate_over_its_switch():
   assert in_order(parse("h100:8"), 8).wire(range(8)) == Wire("NVLink", 450e9, 1)
   assert in_order(parse("h100:16"), 16).wire([0, 8]) == Wire("DCN", 50e9, 1)

@@ -29,7 +29,7 @@ def test_full_rematerialization_keeps_the_residual_of_each_layer():
   assert kept("single", **FULL, **split) == L * B * T * D * WIDE // 2
 
 
-def test_dots_keep_the_products_that_the_backward_pass_reads():
+def test_dots_saves_the_matmuls_that_the_backward_pass_reads():
   dots = {"training.rematerialization": "dots"}
   products = (N + 2 * K) * H // 2 + D + 2 * F // 2  # queries, keys, values; out; gate, up
   assert kept("dp4_tp2", **dots) == L * B // 4 * T * (D + products) * WIDE

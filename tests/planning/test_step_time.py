@@ -59,7 +59,7 @@ def test_one_after_the_other():
 @pytest.mark.parametrize(
   ("products", "step", "exposed"), [(1, 1.0, 0.0), (0, 1.0, 1.0), (3, 3.0, 0)]
 )
-def test_what_stands_between_start_and_end_hides_it(products, step, exposed):
+def test_work_between_start_and_end_hides_it(products, step, exposed):
   lines = [f"  %p{i} = f32[1000,1000]{{1,0}} {PRODUCT}" for i in range(products)]
   found = times(
     START

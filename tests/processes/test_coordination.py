@@ -175,7 +175,7 @@ def test_variables_that_are_half_set_are_a_refusal_of_the_command():
 # ------------------------------ refusals ------------------------------
 
 
-def test_a_process_without_a_token_tells_nobody_and_does_not_wait(given, monkeypatch):
+def test_a_process_without_a_token_notifies_none_and_does_not_wait(given, monkeypatch):
   monkeypatch.delenv(tokens.VARIABLE, raising=False)
   given(**three("localhost:1", "2", "1"))
   began = time.monotonic()

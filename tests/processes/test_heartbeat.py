@@ -106,7 +106,7 @@ def test_who_has_ended_well_is_not_silent(clock):
   assert "process 1" not in one.behind()
 
 
-def test_alone_nobody_is_behind():
+def test_a_single_process_is_not_behind():
   alone = Exchange(Group(), lambda: (1, "a", 0.0), lambda *_: None)
   assert alone.answering()
   assert alone.behind() == "there is no other process"
@@ -150,7 +150,7 @@ def test_at_the_start_and_the_end_silence_is_allowed(clock, kind):
   assert stuck == []
 
 
-def test_a_process_that_was_stopped_itself_takes_nobody_for_silent(clock):
+def test_a_process_that_was_suspended_itself_considers_no_other_silent(clock):
   watch, other, stuck = waiting(clock, SAVING)
   waits(watch, clock, 2, other)
   clock.now += 20
@@ -195,7 +195,7 @@ def test_notices_reach_all_others_once():
   assert received[2] == [("stop", "1", "SIGTERM")]
 
 
-def test_what_is_told_last_is_sent_before_the_end():
+def test_the_last_notice_is_sent_before_the_end():
   first, second = groups_of(2)
   sender = Exchange(first, lambda: (1, "a", 0.0), lambda *_: None)
   sender.start()
@@ -204,7 +204,7 @@ def test_what_is_told_last_is_sent_before_the_end():
   assert second.list("notice")["left-0"]["text"] == "before its first step"
 
 
-def test_a_service_that_does_not_answer_holds_nobody_up():
+def test_a_service_that_does_not_answer_blocks_no_process():
   store = SilentStore(2)
   first, _ = groups_of(2, store)
   one = Exchange(first, lambda: (1, "a", 0.0), lambda *_: None)

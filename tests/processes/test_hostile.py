@@ -109,7 +109,7 @@ def test_what_is_signed_and_malformed_is_dropped():
   assert f"connections dropped: {len(MALFORMED)} malformed (from 127.0.0.1)" in str(result)
 
 
-def test_a_line_that_was_heard_elsewhere_is_worth_nothing():
+def test_a_replayed_line_is_rejected():
   # With the nonce of another conversation; and a hello sent as if it were an answer.
   port = free_port()
   hello = {"index": 1, "count": 2, "host": "h", "pid": 1, "refused": "", "nonce": "n"}
@@ -142,7 +142,7 @@ def test_what_peers_say_reaches_no_terminal_with_control_characters():
   assert r"(a\x1b[2J\nb, pid 1) refused: no\x07\x1b]0;t\x07" in str(result)
 
 
-def test_connections_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch):
+def test_silent_or_slow_connections_block_no_process(monkeypatch):
   monkeypatch.setattr(arrivals, "HELLO_SECONDS", 0.5)
   port, holding = free_port(), threading.Event()
   mute = [socket.socket() for _ in range(20)]
@@ -171,7 +171,7 @@ def test_connections_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch)
   assert "20 silent (from 127.0.0.1)" in results[0]
 
 
-def test_the_oldest_strangers_make_room_for_processes(monkeypatch):
+def test_the_oldest_unidentified_connections_are_dropped_for_processes(monkeypatch):
   monkeypatch.setattr(arrivals, "_MOST_STRANGERS", 4)
   port, holding = free_port(), threading.Event()
   mute = [socket.socket() for _ in range(12)]
@@ -274,7 +274,7 @@ def test_another_start_of_the_run_has_another_key():
   assert groups_of(2, store, key=second[0])[1].list("notice") == {}
 
 
-def test_the_exchange_lives_on_and_hears_the_others():
+def test_the_exchange_survives_and_receives_from_the_others():
   chance, store, heard = random.Random(18), SharedStore(2), []
   first, second = groups_of(2, store, key=b"key of the run")
   one = Exchange(first, lambda: (1, "a", 5.0), lambda *notice: heard.append(notice[:2]))

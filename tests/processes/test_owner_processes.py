@@ -11,7 +11,7 @@ from processes import workdir_lease
 from processes.workdir_lease import this_process
 
 
-def test_who_lives_and_whose_number_was_used_again_are_told_apart():
+def test_a_running_process_and_a_reused_pid_are_distinguished():
   me = this_process()
   assert me.machine, "no /proc here"
   assert not me.ended()

@@ -86,7 +86,7 @@ def test_one_that_is_missing_is_named_to_those_who_are_there():
   assert f"connected: 0 {host}, 1 {host}, 3 {host}" in results[0]
 
 
-def test_nobody_listens():
+def test_nothing_listens():
   port = free_port()
   [result] = said(together(*calls(port, (2, 1), seconds=0.5)))
   assert f"process 1 ({socket.gethostname()}, pid {os.getpid()})" in result
@@ -120,7 +120,7 @@ def test_other_numbers_of_processes_are_said_at_once(first, second):
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_one_that_has_refused_tells_the_others(index):
+def test_one_that_has_refused_notifies_the_others(index):
   port = free_port()
   [other] = calls(port, (2, 1 - index), seconds=60.0)
   [refusing] = calls(port, (2, index), seconds=5.0, refused="unknown config key 'x'")

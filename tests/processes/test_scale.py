@@ -56,7 +56,7 @@ def test_the_preflight_of_processes_that_all_differ():
   grows_with_their_number(act)
 
 
-def test_a_stop_that_all_have_heard_of():
+def test_a_stop_that_all_know_of():
   grows_with_their_number(lambda group: group.all_true("step", False, timeout_seconds=20))
 
 
@@ -101,7 +101,7 @@ def test_of_a_stop_of_all_a_few_notices_are_enough():
   assert len(store.key_value_dir_get("notice/")) == heartbeat.WATCHERS
 
 
-def test_a_stop_of_the_last_one_alone_is_told():
+def test_a_stop_of_the_last_one_only_is_forwarded():
   store = SharedStore(MANY)
   last = waiting(MANY, store)[-1]
   last.tell("stop", "SIGTERM")

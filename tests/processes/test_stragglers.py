@@ -97,7 +97,7 @@ def test_the_sampler_counts_in_a_thread_until_it_is_closed(monkeypatch):
   assert stopped + cpu_wait == pytest.approx(0.1 * clock.sleeps)
 
 
-def test_waiting_for_a_processor_is_told_apart(monkeypatch):
+def test_waiting_for_a_cpu_is_distinguished(monkeypatch):
   sampler = stragglers.LostTime()
   sampler._late = 5.0
   monkeypatch.setattr(sampler, "_cpu_wait", lambda: 3.0)
@@ -258,7 +258,7 @@ def test_hiccups_and_common_slowness_are_no_alarm():
       assert run.steps(20, 0.1) == []
 
 
-def test_after_a_rollback_it_begins_anew():
+def test_after_a_rollback_it_starts_again():
   run = Run(2)
   run.steps(20, 0.15)
   run.done = 5

@@ -76,7 +76,7 @@ def test_a_save_has_the_start_timeout(clock):
   assert watch.limit() == 300
 
 
-def test_a_process_alone_keeps_nobody_waiting_and_is_patient(clock):
+def test_a_single_process_has_longer_limits(clock):
   watch = Watchdog(
     Group(), StopRequest(), start_timeout_seconds=300.0, input_timeout_seconds=1800.0
   )
@@ -97,7 +97,7 @@ def test_among_several_a_late_batch_is_a_late_step(clock):
   assert watch.limit() == 30
 
 
-def test_what_lies_between_two_steps_is_not_counted(clock):
+def test_time_between_two_steps_is_not_counted(clock):
   watch = watching()
   beats(watch, clock, STEP, 1, 1)
   watch.at("evaluation batch 1: waiting", EVALUATION, begins=True)
@@ -186,7 +186,7 @@ def test_a_long_first_step_has_the_start_timeout():
   assert "at 'step 1: computing' (the limit was 1 s, processes.start_timeout" in err
 
 
-def test_a_save_that_makes_progress_is_never_ended_and_one_that_stands_still_is():
+def test_a_save_that_makes_progress_is_never_ended_and_one_that_hangs_is():
   code, out, err, _ = ended("""
     written = []
     watch = Watchdog(Group(), StopRequest(), start_timeout_seconds=2)

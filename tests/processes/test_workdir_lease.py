@@ -311,7 +311,7 @@ def test_a_beat_is_read_although_it_was_written_within_one_tick_of_the_clock(cla
 
 
 @pytest.mark.parametrize("place", ["owner", "000001.json", "000001.beat"])
-def test_a_fifo_or_a_link_in_the_place_of_a_file_stops_nobody_for_ever(tmp_path, place):
+def test_a_fifo_or_a_link_in_place_of_a_file_blocks_no_process(tmp_path, place):
   workdir = tmp_path / "run"
   workdir.mkdir()
   if place == "owner":

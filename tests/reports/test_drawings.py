@@ -181,7 +181,7 @@ def test_names_are_escaped_and_titles_too():
 # ---- Holdings ----
 
 
-def test_holdings_stand_as_the_mesh_does():
+def test_holdings_are_arranged_like_the_mesh():
   drawn = holdings("before", WIDE, {i: f"[{10 * i}]" for i in range(8)})
   lines = [line for line in plain(drawn).splitlines() if "[" in line]
   assert [line.split()[1:-1] for line in lines] == [
@@ -247,7 +247,7 @@ def test_numbers_in_few_words():
   assert numbers_text(range(0, 512, 16)) == ("0, 16 ... 496", "32 replicas")
 
 
-def test_a_gap_stands_before_the_last():
+def test_a_gap_comes_before_the_last():
   assert shown(4, 4) == [0, 1, 2, 3]
   assert shown(9, 4) == [0, 1, None, 8]
   assert shown(9, 1) == [0, None, 8]

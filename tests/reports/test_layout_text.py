@@ -33,7 +33,7 @@ def test_the_short_table_leaves_out_the_rules_and_the_optimizers_leaves():
   assert "count" not in text
 
 
-def test_the_table_is_never_cut_and_its_notes_stand_below():
+def test_the_table_is_never_truncated_and_its_notes_are_below():
   name = "/".join(["a_name"] * 60)
   long = placement(name, (4,), notes=("kv_heads=7 is replicated: tensor=4 does not divide it",))
   text = layout_text.table_text({"parameters": [long]}, SIZES)

@@ -54,7 +54,7 @@ def test_a_damaged_entry_is_replaced_and_one_line_says_so(report, damage):
   assert found["again"] == ""
 
 
-def test_whole_entries_are_used_and_stay(report):
+def test_complete_entries_are_used_and_stay(report):
   assert report["none"] == {"said": "", "replaced": [False, False], "again": ""}
 
 

@@ -115,7 +115,7 @@ def test_a_sparse_file_is_refused_before_it_is_read(tmp_path):
     files.read_bytes(path, most_bytes=4)
 
 
-def test_a_file_that_is_not_there_is_told_from_the_others(tmp_path):
+def test_a_missing_file_is_distinguished_from_the_others(tmp_path):
   with pytest.raises(FileNotFoundError):
     files.read_bytes(tmp_path / "file")
   assert files.kind(tmp_path / "file") == ""

@@ -194,7 +194,7 @@ def test_a_collective_along_other_axes():
   assert "1 number a device, the same everywhere." in both
 
 
-def test_a_collective_that_does_something_else_is_told_of():
+def test_a_collective_that_does_something_else_is_reported():
   moved, right = collectives.all_reduce()
   right = right.copy()
   right[3, 1] += 7
@@ -262,7 +262,7 @@ def test_random_numbers_of_the_generator_before():
   assert "3 of 3 meshes have the numbers of the first, and 2 of the programs communicate" in before
 
 
-def test_parameters_that_differ_are_told_of():
+def test_parameters_that_differ_are_reported():
   results = random_numbers.parameters()
   text = "\n".join(random_numbers._parameters(results).findings)
   assert (

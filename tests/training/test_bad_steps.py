@@ -105,7 +105,7 @@ def notified(monkeypatch, heard):
     ({12: NAN, 13: NAN}, {}, [(13, 10), (13, 5)], (9, 12, 13)),
   ],
 )
-def test_it_equals_to_the_bit_a_run_that_was_told(
+def test_it_equals_to_the_bit_a_run_that_skips_from_the_start(
   tmp_path, told, factors, keys, went_back, skipped
 ):
   train(tmp_path, source(factors), **ROLL_BACK, **keys)
@@ -253,7 +253,7 @@ def judged(bad_steps, *losses) -> list[bool]:
   return [bool(bad_steps.check({"loss": loss, "grad_norm": 1.0})) for loss in losses]
 
 
-def test_a_loss_is_held_against_the_last_ones():
+def test_a_loss_is_compared_with_the_last_ones():
   # Of 1, 2, 3, 4 the mean is 2.5, the standard deviation 1.118.
   assert judged(BadSteps(config(), {}), 1, 2, 3, 4, 5.86) == [False] * 4 + [True]
   assert judged(BadSteps(config(), {}), 1, 2, 3, 4, 5.85) == [False] * 5

@@ -35,7 +35,7 @@ def test_the_first_difference_is_the_one_that_a_step_makes_first():
   assert [one.what for one in wrong] == ["loss", "loss", "loss", "gradient"]
 
 
-def test_a_tensor_that_is_zero_is_judged_by_the_rounding_of_all():
+def test_a_tensor_that_is_zero_is_compared_by_the_rounding_of_all():
   ours, wanted = trained(np.ones(3)), trained(np.ones(3))
   rounding = np.finfo(np.float64).eps
   for ours.gradients["zero"][:] in (1e-30, 0.5 * rounding):

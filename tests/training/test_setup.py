@@ -261,7 +261,7 @@ def test_a_function_is_compiled_under_the_activation_table_that_is_given():
 # ---- What a job knows ----
 
 
-def test_key_value_heads_stay_whole_where_tensor_does_not_divide_them():
+def test_key_value_heads_are_replicated_where_tensor_does_not_divide_them():
   job = make_job("tp8", "lm")
   kernel = job.placements["parameters"]["layers/attention/key/kernel"]
   assert tuple(kernel.spec) == (None, None, None, None)

@@ -101,7 +101,7 @@ def test_what_is_refused_after_the_workdir_was_taken_leaves_it_as_it_was(tmp_pat
   assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_takes_the_workdir_over_and_tells_what_has_become_of_the_claims_before(tmp_path):
+def test_a_run_takes_over_the_workdir_and_reports_the_earlier_claims(tmp_path):
   job = make_job("single", "mlp", **{"processes.lease_seconds": 20.0})
   for number in (1, 2, 3):
     with workdir_owner.owned(job, epath.Path(tmp_path), Watch()) as owner:

@@ -43,7 +43,7 @@ def test_python_source_names_its_python(config):
   assert source.name == f"python_source/cpython-{platform.python_version()}:1.0.0 test"
 
 
-def test_digits_are_scaled_and_held_out(data_dir, config):
+def test_digits_are_scaled_and_split(data_dir, config):
   train, test = (_examples(data_dir, "digits", split) for split in ("train", "test"))
   assert (len(train), len(test)) == (1497, 300)
   pixels = np.stack([e["image"] for e in train])

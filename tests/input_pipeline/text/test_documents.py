@@ -360,7 +360,7 @@ def test_bad_first_records_do_not_hide_the_key(tmp_path):
 # ------------------------------ records ------------------------------
 
 
-def test_records_are_whole_objects(tmp_path):
+def test_records_are_complete_objects(tmp_path):
   turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
   records = [{"messages": turns, "n": 1}, {"messages": [], "n": 2}]
   write(tmp_path / "a.jsonl", lines(records) + b"\n[]")

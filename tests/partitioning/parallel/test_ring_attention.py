@@ -47,7 +47,7 @@ def test_trains_as_one_device_does(mesh, kind):
 @pytest.mark.parametrize(
   ("mesh", "kind"), [("fsdp2_context2_tensor2", "ring"), ("context8", "gather")]
 )
-def test_windows_soft_caps_documents_dropout_and_a_head_that_stays_whole(mesh, kind):
+def test_windows_soft_caps_documents_dropout_and_a_replicated_head(mesh, kind):
   overrides = {**LONG, **SEEN, **ONE_HEAD, **MESHES[mesh], "model.context_attention": kind}
   assert_equal(train("lm", "float64", overrides), on_one_device(True), "float64")
 
@@ -104,7 +104,7 @@ def test_evaluation_is_that_of_one_device(kind):
     (8196, 12, (64, 8), False),  # 683 tokens a device make no two pieces
   ],
 )
-def test_the_ring_is_favoured_where_its_messages_hide_behind_the_products(
+def test_the_ring_is_preferred_if_its_communication_is_hidden_by_compute(
   length, count, heads, favoured
 ):
   assert ring_attention.prefer_ring(length, count, *heads) is favoured

@@ -92,7 +92,7 @@ def scalars(folder) -> list[tuple[int, str]]:
   return found
 
 
-def test_a_run_writes_its_numbers_once_there_is_room(tmp_path):
+def test_a_run_writes_its_numbers_once_there_is_space(tmp_path):
   with MetricsWriter(epath.Path(tmp_path), step=0, tensorboard=True) as writer:
     writer.write(1, {"loss": 1.0})
     with full_disk(40):

@@ -202,7 +202,7 @@ def test_a_wall_clock_that_jumps_on_one_machine_changes_no_bin(jump, monkeypatch
 
 
 @pytest.mark.parametrize("jump", [-YEAR, -HOUR, YEAR])
-def test_a_pause_that_cannot_be_is_not_counted_where_another_machine_goes_on(jump, monkeypatch):
+def test_an_impossible_pause_is_not_counted_if_another_machine_resumes(jump, monkeypatch):
   clock = BootClock()
   monkeypatch.setattr(goodput, "time", clock)
   last = {**Goodput(90.0, None).line(), "boot": "another machine's"}

@@ -73,7 +73,7 @@ def test_all_of_several_are_kept_in_their_order_after_those_of_earlier_starts(tm
 
 
 @pytest.mark.parametrize("size", range(1, len(SOUND[-1])))
-def test_what_a_kill_has_torn_off_is_dropped_and_a_line_without_its_break_is_whole(size):
+def test_a_truncated_line_is_dropped_and_a_line_without_its_break_is_valid(size):
   sound, damaged = log_lines.split(b"".join(SOUND)[:-size])
   assert not damaged
   assert [one.raw for one in sound] == SOUND[: None if size == 1 else -1]

@@ -54,7 +54,7 @@ def test_rates_leave_out_the_first_step_and_pauses(monkeypatch):
   assert "left 6:28" in meter.text(6, {"loss": 1.0, "grad_norm": 1.0, **values})
 
 
-def test_peak_bytes_where_the_device_tells():
+def test_peak_bytes_if_the_device_reports_them():
   job = make_job("dp8", "lm")
   device = types.SimpleNamespace(
     device_kind="NVIDIA H200", memory_stats=lambda: {"peak_bytes_in_use": 12345}

@@ -61,7 +61,7 @@ def lines_whole(folder):
     (0, 0, STEPS[:1]),
   ],
 )
-def test_what_stands_when_a_run_goes_on(folder, step, known, expected):
+def test_the_lines_that_remain_when_a_run_resumes(folder, step, known, expected):
   writer = MetricsWriter(epath.Path(folder), step=step, tensorboard=False, rollbacks=known)
   assert lines(folder) == expected
   assert writer.times == {"step": expected[-1][0] and 4, **times(7)} if step >= 4 else times(0)
