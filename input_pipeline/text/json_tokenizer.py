@@ -13,7 +13,7 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from etils import epath
 
 from input_pipeline.text import tokenizer
 
+_BATCH = 2**20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # The keys of tokenizer_config.json and special_tokens_map.json that name one special token each.
 _NAMED = (
@@ -40,7 +41,13 @@ def load(path: epath.Path, companions: Mapping[str, epath.Path]) -> "JsonTokeniz
   Raises:
     ValueError: a file cannot be read, or none of them says which id ends a document.
   """
-  return JsonTokenizer(path, companions)
+  try:
+    return JsonTokenizer(path, companions)
+  except (AttributeError, IndexError, KeyError, TypeError) as error:
+    among = f" or {', '.join(companions)} beside it" if companions else ""
+    raise ValueError(
+      f"data.tokenizer: {path}{among} has an unexpected form ({type(error).__name__}: {error})"
+    ) from error
 
 
 class JsonTokenizer:
@@ -69,10 +76,11 @@ class JsonTokenizer:
 
   def encode(self, texts):
     """Returns the ids of each text, uint32[N], without BOS and end; see the protocol."""
-    encodings = self._encoder.encode_batch_fast(
-      [tokenizer.as_str(text) for text in texts], add_special_tokens=False
-    )
-    return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+    ids = []
+    for batch in _batches([tokenizer.as_str(text) for text in texts]):
+      encodings = self._encoder.encode_batch_fast(batch, add_special_tokens=False)
+      ids += [np.array(encoding.ids, np.uint32) for encoding in encodings]
+    return ids
 
   def encode_template(self, text):
     """Returns ids uint32[N] and offsets int64[N, 2], special tokens recognized by name."""
@@ -127,6 +135,16 @@ class JsonTokenizer:
       if full[start : start + len(bare)] == bare:
         return full[:start], full[start + len(bare) :]
     return [], []
+
+
+def _batches(texts: list[str]) -> Iterator[list[str]]:
+  """Yields the texts in lists of about _BATCH characters; encodings take memory while they last."""
+  start, size = 0, 0
+  for number, text in enumerate(texts, 1):
+    size += len(text)
+    if size >= _BATCH or number == len(texts):
+      yield texts[start:number]
+      start, size = number, 0
 
 
 # ------------------------------ the file ------------------------------
@@ -215,8 +233,8 @@ def _ordinary(names: set[str], model: dict[str, Any]) -> set[str]:
     return set()
   used = {name for name in present if len(name) == 1}
   for merge in model.get("merges") or ():
-    first, second = merge.split(" ") if isinstance(merge, str) else merge
-    used |= {first, second, first + second} & present
+    parts = merge.split(" ") if isinstance(merge, str) else merge
+    used |= {*parts, "".join(parts)} & present
   return used
 
 
@@ -236,6 +254,7 @@ def _special_names(description: dict[str, Any], said: Iterable[dict[str, Any]]) 
     named = [config.get(key) for key in _NAMED]
     for key in _LISTED:
       listed = config.get(key) or []
+      listed = [listed] if isinstance(listed, str) else listed
       named += listed.values() if isinstance(listed, dict) else listed
     decoder = config.get("added_tokens_decoder") or {}
     named += [token for token in decoder.values() if token.get("special")]

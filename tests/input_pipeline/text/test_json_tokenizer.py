@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from input_pipeline.text import tokenizer
+from input_pipeline.text import json_tokenizer, tokenizer
 from tests.input_pipeline.text.conftest import EVERY_PLANE, python_files, save
 
 TEXTS = [
@@ -70,6 +70,13 @@ def test_a_character_that_is_cut_off_stays_incomplete(bpe):
 def test_bytes_that_are_not_utf8_are_refused(bpe):
   with pytest.raises(ValueError, match="byte 1 of a text is 0xff, which is not valid UTF-8"):
     bpe.encode([b"a\xff"])
+
+
+def test_many_texts_are_encoded_in_batches(bpe, monkeypatch):
+  monkeypatch.setattr(json_tokenizer, "_BATCH", 10)
+  texts = ["", "a", "b" * 30, "c" * 5, "d" * 5, "e", ""]
+  assert [bpe.decode(ids).decode() for ids in bpe.encode(texts)] == texts
+  assert bpe.encode([]) == []
 
 
 def test_what_a_file_says_of_batches_is_not_done_to_documents(content, tmp_path, bpe):
@@ -231,6 +238,24 @@ def test_an_end_that_is_not_in_the_vocabulary_is_refused(content, tmp_path):
     ValueError, match=r"tokenizer_config\.json names '</s>' as eos_token, which is"
   ):
     tokenizer.load(save(tmp_path, content, {"eos_token": "</s>"}))
+
+
+@pytest.mark.parametrize(
+  ("parts", "config"),
+  [
+    ({"added_tokens": [5]}, {}),
+    ({"added_tokens": [{"content": "a"}]}, {}),
+    ({"added_tokens": {"a": 5}}, {}),
+    ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a"]]}}, {}),
+    ({"decoder": []}, {}),
+    ({}, {"added_tokens_decoder": [5]}),
+    ({}, {"additional_special_tokens": 5}),
+  ],
+)
+def test_a_malformed_file_is_refused_with_its_path(parts, config, content, tmp_path):
+  folder = save(tmp_path, changed(content, **parts), {"eos_token": "a", **config})
+  with pytest.raises(ValueError, match=rf"^data\.tokenizer: .*{tmp_path}/tokenizer\.json"):
+    tokenizer.load(folder)
 
 
 # ------------------------------ decoders ------------------------------
