@@ -111,6 +111,8 @@ class Run:
     self.port = free_port()
     address = f"localhost:{self.port}"
     self._outputs, self.popens = [], []
+    self._texts: dict[pathlib.Path, str] = {}  # as of the last look, by output
+    self._sizes: dict[pathlib.Path, int] = {}
     for index in range(1 if launcher else count):
       names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
       one = {} if launcher else dict(zip(names, (address, str(count), str(index)), strict=True))
@@ -161,8 +163,11 @@ class Run:
   # ------------------------------ look ------------------------------
 
   def text(self) -> str:
-    """Returns what was printed so far, process after process."""
-    return "".join(path.read_text(errors="replace") for path in self._outputs)
+    """Returns what was printed so far, process after process; reads only what has grown."""
+    for path in self._outputs:
+      if (size := path.stat().st_size) != self._sizes.get(path):
+        self._sizes[path], self._texts[path] = size, path.read_text(errors="replace")
+    return "".join(self._texts.values())
 
   def pids(self) -> list[int]:
     """Returns the ids of the processes; those of the launcher's last start."""

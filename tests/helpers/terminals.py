@@ -72,6 +72,7 @@ class Terminal:
       )
     os.close(slave)
     self._output = bytearray()
+    self._shown = 0, ""  # how much of it, and its text
     self._reader = threading.Thread(target=self._read, daemon=True)
     self._reader.start()
 
@@ -97,7 +98,9 @@ class Terminal:
 
   def text(self) -> str:
     """Returns what was written, without what moves the cursor and colors."""
-    return _CONTROL.sub("", self.raw().decode(errors="replace"))
+    if len(raw := self.raw()) != self._shown[0]:
+      self._shown = len(raw), _CONTROL.sub("", raw.decode(errors="replace"))
+    return self._shown[1]
 
   def press(self, keys: bytes = CTRL_C) -> float:
     """Presses keys; returns when, by the monotonic clock."""

@@ -2,8 +2,6 @@
 
 import functools
 import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -159,17 +157,14 @@ def test_a_kubernetes_job_without_an_address(given):
   assert "JAX_COORDINATOR_ADDRESS" in str(caught.value), caught.value
 
 
-def test_variables_that_are_half_set_are_a_refusal_of_the_command():
-  done = subprocess.run(
-    [sys.executable, "main.py", "layout", "--config=configs/dp8.py"],
-    env={**os.environ, groups.COUNT: "2"},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == 2, done.stderr
-  assert done.stderr.startswith("refused: of the three variables"), done.stderr
-  assert done.stdout == ""
+def test_variables_that_are_half_set_are_a_refusal_of_the_command(forks, tmp_path):
+  out, err = tmp_path / "out", tmp_path / "err"
+  command = ["main.py", "layout", "--config=configs/dp8.py"]
+  half = {**os.environ, groups.COUNT: "2"}
+  code = forks.start(command, out=out, err=err, environment=half).wait()
+  assert code == 2, err.read_text()
+  assert err.read_text().startswith("refused: of the three variables")
+  assert out.read_text() == ""
 
 
 # ------------------------------ refusals ------------------------------
