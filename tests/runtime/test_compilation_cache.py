@@ -3,8 +3,6 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import time
 import warnings
 import zlib
@@ -18,26 +16,27 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "tests" / "runtime" / "damaging_the_cache.py"
 
 
-def start(folder, *flags):
-  """Starts the script, in a process that knows nothing of this one's cache."""
-  return subprocess.Popen(
-    [sys.executable, SCRIPT, str(folder), *flags],
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+@pytest.fixture(scope="module")
+def start(forks, tmp_path_factory):
+  """Returns a function that starts the script, in a process that has no cache yet."""
+
+  def run(folder, *flags):
+    said = tmp_path_factory.mktemp("said")
+    out, err = said / "out", said / "err"
+    return forks.start([SCRIPT, folder, *flags], out=out, err=err), out, err
+
+  return run
 
 
-def ended(process):
+def ended(started):
   """Returns what the script has printed: its report, and its standard error."""
-  out, err = process.communicate(timeout=120)
-  assert process.returncode == 0, err
-  return json.loads(out), err
+  process, out, err = started
+  assert process.wait(120) == 0, err.read_text()
+  return json.loads(out.read_text()), err.read_text()
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
+def report(start, tmp_path_factory):
   found, _ = ended(start(tmp_path_factory.mktemp("cache") / "compilation"))
   return found
 
@@ -58,7 +57,7 @@ def test_complete_entries_are_used_and_stay(report):
   assert report["none"] == {"said": "", "replaced": [False, False], "again": ""}
 
 
-def test_several_processes_repair_one_cache_at_once(tmp_path):
+def test_several_processes_repair_one_cache_at_once(start, tmp_path):
   ended(start(tmp_path, "--once"))
   entries = sorted(tmp_path.glob("jit_*-cache"))
   assert len(entries) >= 2
