@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import humanize
 import jax
@@ -23,9 +23,10 @@ from checkpointing import checksums, folder_entries
 from checkpointing.consensus import ElsewhereError, Together
 from checkpointing.early_checksums import Ahead
 from checkpointing.folder_entries import REMOVING, SAVING
-from checkpointing.integrity import CONFIG, RECORD, STATE
+from checkpointing.integrity import CONFIG, RECORD, STATE, TOKENIZER
 from checkpointing.orbax_logging import quiet
 from processes.workdir_lease import Ownership
+from runtime import files
 
 # Processes that hold copies of an array share the writing of it in slices of at least this size.
 SLICE_BYTES = 2**23
@@ -66,6 +67,7 @@ class Writer:
     committed: Callable[[], None],
     warn: Callable[[str], None],
     owner: Ownership,
+    tokenizer: Mapping[str, bytes] | None = None,
   ):
     """Prepares; nothing is written yet.
 
@@ -75,10 +77,12 @@ class Writer:
       committed: process 0 calls it in the background after each save.
       warn: called with warnings.
       owner: the right to write; folders of a save carry its number.
+      tokenizer: name of a file -> its content; written beside the items of each step.
     """
     assert together.count == jax.process_count(), (together.count, jax.process_count())
     self._folder, self._together = folder, together
     self._committed, self._warn, self._owner = committed, warn, owner
+    self._tokenizer = dict(tokenizer or {})
     self._in_place = "://" in str(folder)
     self._orbax: ocp.AsyncCheckpointer | None = None
     self._thread: threading.Thread | None = None
@@ -212,6 +216,8 @@ class Writer:
     try:
       with self._reading_ahead() as ahead:
         self._orbax.wait_until_finished()
+      if first and self._tokenizer:
+        self._write_tokenizer(self._making(self._step) / TOKENIZER)
       self._commit(ahead)
     except BaseException as error:  # no caller would see it
       self.close()
@@ -224,6 +230,11 @@ class Writer:
         self._tidy("removing older steps", self._committed)
         if self._failed:  # threads of a failed save may have written after it was removed
           self._tidy("removing what an earlier save has left", self.remove_leftovers)
+
+  def _write_tokenizer(self, folder: epath.Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, content in self._tokenizer.items():
+      files.replace(folder / name, content)
 
   def _reading_ahead(self) -> contextlib.AbstractContextManager[Ahead | None]:
     """Computes digests as files appear; not in a bucket, where reading is as slow as writing."""

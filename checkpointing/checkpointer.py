@@ -48,6 +48,7 @@ class Checkpointer:
     together: Together | None = None,
     owner: Ownership | None = None,
     writes_later: bool = False,
+    tokenizer: Mapping[str, bytes] | None = None,
   ):
     """Opens a folder; removes what killed saves have left in it, unless `read_only`.
 
@@ -63,6 +64,7 @@ class Checkpointer:
       together: the processes; by default a single one.
       owner: the right to write to the folder; by default no other run can take it over.
       writes_later: nothing in the folder is changed before `start_writing`.
+      tokenizer: name of a file -> its content, of which each step gets a copy.
 
     Raises:
       ValueError: a number below its least; read_only, and there are no checkpoints.
@@ -80,7 +82,12 @@ class Checkpointer:
       reading.require_steps(self.folder)
     else:
       self._writer = Writer(
-        self.folder, self._together, committed=self._collect, warn=warn, owner=self._owner
+        self.folder,
+        self._together,
+        committed=self._collect,
+        warn=warn,
+        owner=self._owner,
+        tokenizer=tokenizer,
       )
       if not writes_later:
         self.start_writing()

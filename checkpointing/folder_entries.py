@@ -12,7 +12,7 @@ import re
 from etils import epath
 
 from checkpointing import checksums
-from checkpointing.integrity import COMMITTED, CONFIG, RECORD, STATE, STEP_METADATA
+from checkpointing.integrity import COMMITTED, CONFIG, RECORD, STATE, STEP_METADATA, TOKENIZER
 from runtime import files
 
 SAVING, REMOVING = ".saving", ".removing"
@@ -21,11 +21,12 @@ ITEMS = frozenset({STATE, CONFIG, RECORD})
 # `state.orbax-checkpoint-tmp`, `digests.tmp`, `manifest.ocdbt.__lock`.
 _ENDING = r"([._-].*)?"
 _FILES = {checksums.FILE, COMMITTED, STEP_METADATA}
-_TOP = re.compile(f"({'|'.join(map(re.escape, sorted(ITEMS | _FILES)))}){_ENDING}")
+_TOP = re.compile(f"({'|'.join(map(re.escape, sorted({*ITEMS, *_FILES, TOKENIZER})))}){_ENDING}")
 _BELOW = re.compile(
   rf"(metadata|_METADATA|_sharding|{STEP_METADATA}|{re.escape(COMMITTED)}|manifest\.ocdbt|"
   rf"array_metadatas|(ocdbt\.)?process_\d+|d|[0-9a-f]{{32}}){_ENDING}"
 )
+_TOKENIZER = re.compile(rf"[\w.-]+\.(json|model|jinja){_ENDING}")
 _ORBAX = r"(\.orbax-checkpoint-tmp(-\d+)?)"  # Orbax's suffix of incomplete files
 _LEFT = re.compile(rf"\d+((\.saving(-\w+)*|\.removing(-\d+)?){_ORBAX}?|{_ORBAX})")
 
@@ -53,7 +54,8 @@ def only_ours(path: epath.Path) -> bool:
 
 def _all_named(path: epath.Path, names: re.Pattern) -> bool:
   for name in _entries(path):
-    if not name.startswith(".") and not (names.fullmatch(name) and _all_named(path / name, _BELOW)):
+    below = _TOKENIZER if name == TOKENIZER else _BELOW
+    if not name.startswith(".") and not (names.fullmatch(name) and _all_named(path / name, below)):
       return False
   return True
 

@@ -20,6 +20,7 @@ from checkpointing.consensus import Together
 from runtime import files
 
 STATE, CONFIG, RECORD = "state", "config", "record"
+TOKENIZER = "tokenizer"  # a folder of files, where the tokens are not bytes
 _JSON = {item: f"{item}/metadata" for item in (CONFIG, RECORD)}
 COMMITTED = "commit_success.txt"
 STEP_METADATA = "_CHECKPOINT_METADATA"

@@ -284,3 +284,38 @@ def test_reading_only_makes_no_folder(tmp_path):
   with pytest.raises(ValueError, match=r"absent is not a folder"):
     Checkpointer(tmp_path / "absent", read_only=True)
   assert not list(tmp_path.iterdir())
+
+
+FILES = {"tokenizer.json": b'{"version": "1.0"}', "chat_template.jinja": b"{{ messages }}"}
+
+
+def test_each_step_has_a_copy_of_the_tokenizer(tmp_path):
+  with Checkpointer(tmp_path, keep=2, tokenizer=FILES) as checkpointer:
+    save_counting(checkpointer, 1, 2, 3)  # 1 is removed again
+    assert checkpointer.steps() == [2, 3]
+    assert checkpointer.restore(counting_target())[0] == 3
+  for step in (2, 3):
+    folder = tmp_path / str(step) / "tokenizer"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
+  assert {path.name for path in tmp_path.iterdir()} == {"2", "3"}
+
+
+def test_a_damaged_copy_of_the_tokenizer_is_a_damaged_step(tmp_path):
+  said = []
+  with Checkpointer(tmp_path, keep=2, tokenizer=FILES) as checkpointer:
+    save_counting(checkpointer, 1, 2)
+  (tmp_path / "2" / "tokenizer" / "tokenizer.json").write_bytes(b'{"version": "1.1"}')
+  with Checkpointer(tmp_path, read_only=True, warn=said.append) as checkpointer:
+    assert checkpointer.restore(counting_target())[0] == 1
+  assert "tokenizer/tokenizer.json" in " ".join(said)
+
+
+def test_a_step_with_another_file_beside_the_tokenizer_is_not_removed(tmp_path):
+  said = []
+  with Checkpointer(tmp_path, keep=1, warn=said.append, tokenizer=FILES) as checkpointer:
+    save_counting(checkpointer, 1)
+    checkpointer.wait()
+    (tmp_path / "1" / "tokenizer" / "notes.txt").write_text("somebody's")
+    save_counting(checkpointer, 2)
+  assert (tmp_path / "1" / "tokenizer" / "notes.txt").exists()
+  assert any("holds more than was saved there" in line for line in said)
