@@ -36,6 +36,8 @@ def gradients(dtype, overrides):
   stream = zipf(np.random.default_rng(0), job.config.model.vocabulary_size, (ROWS, LENGTH + 1))
   weights = np.ones((ROWS, LENGTH), np.float32)
   batch = {"tokens": stream[:, :-1], "targets": stream[:, 1:], "weights": weights}
+  if "segments" in job.batch:  # 0 ends a document
+    batch["segments"] = np.cumsum(stream[:, :-1] == 0, axis=1, dtype=np.int32)
   compiled = job.compile(
     job.program.step_and_gradients,
     job.state,
