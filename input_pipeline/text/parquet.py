@@ -77,10 +77,9 @@ def rows(
 def _values(batch, feature):
   if feature is None:
     return batch.to_pylist()
-  column = batch.column(0)
-  if pyarrow.types.is_dictionary(column.type):
-    column = column.dictionary_decode()
-  return column.cast(pyarrow.large_binary()).to_pylist()  # its UTF-8 is not checked by pyarrow
+  return (
+    batch.column(0).cast(pyarrow.large_binary()).to_pylist()
+  )  # its UTF-8 is not checked by pyarrow
 
 
 def check_column(file: files.InputFile, schema: pyarrow.Schema, feature: str) -> None:

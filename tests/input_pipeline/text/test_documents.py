@@ -167,6 +167,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_refused(tmp_path):
     (b'{"text": ["a"]}', "its 'text' is a list, not a string"),
     (b'{"text": {"a": 1}}', "its 'text' is an object, not a string"),
     (b'{"text": "a\\ud800b"}', "its 'text' has half a surrogate pair (\\ud800)"),
+    (b'\xef\xbb\xbf{"text": "a"}', "invalid JSON: Unexpected UTF-8 BOM"),
     (b'["a"]', "it is a list, not a JSON object; a .jsonl file has an object in each line"),
     (b'"a"', "it is a string, not a JSON object"),
     (b"[" * 10**5, "invalid JSON: maximum recursion depth"),
@@ -181,7 +182,7 @@ def test_a_line_that_is_no_document_is_a_bad_record_with_its_place(
     monkeypatch.setattr(items, "MOST_BYTES", 100)
   good = b'{"text": "good"}'
   write(tmp_path / "a.jsonl", b"\n".join([good, b"", line, good]))
-  for unit_bytes in (10**6, 20):
+  for unit_bytes in (10**6, 150, 20, 18):
     found = read(tmp_path, feature="text", unit_bytes=unit_bytes, choose=False)
     assert [item.text for item in found] == [b"good", None, b"good"]
     assert found[1].where == f"{tmp_path}/a.jsonl:3"
@@ -237,7 +238,7 @@ def test_a_compressed_file_that_ends_early_loses_its_rest_and_says_so(suffix, tm
   assert bad.why.startswith("its compression is damaged")
 
 
-def test_a_damaged_row_group_loses_its_rows_alone(tmp_path):
+def test_a_damaged_row_group_loses_its_rows_alone(tmp_path, monkeypatch):
   table = pyarrow.table({"text": [f"{n:06}" * 50 for n in range(300)]})
   options = dict(row_group_size=100, use_dictionary=False, compression="snappy")
   parquet.write_table(table, tmp_path / "a.parquet", **options)
@@ -250,6 +251,22 @@ def test_a_damaged_row_group_loses_its_rows_alone(tmp_path):
   assert [bool(item.why) for item in found] == [100 <= n < 200 for n in range(300)]
   assert found[150].where.endswith("a.parquet, row 150")
   assert found[150].why.startswith("row group 1 is damaged")
+
+  # Damage behind the first page of a group: what was read before it stays.
+  monkeypatch.setattr(documents.parquet, "_ROWS", 10)
+  pages = dict(data_page_size=2000, write_batch_size=10)
+  parquet.write_table(table, tmp_path / "a.parquet", **options, **pages)
+  content = bytearray((tmp_path / "a.parquet").read_bytes())
+  chunk = parquet.ParquetFile(tmp_path / "a.parquet").metadata.row_group(1).column(0)
+  start = chunk.data_page_offset + chunk.total_compressed_size // 2
+  for place in range(start, start + 200):
+    content[place] ^= 0xFF
+  write(tmp_path / "a.parquet", bytes(content))
+  found = read(tmp_path)
+  assert [int(item.where.rpartition(" ")[2]) for item in found] == [*range(300)]
+  first = next(number for number, item in enumerate(found) if item.why)
+  assert 110 <= first < 200
+  assert [bool(item.why) for item in found] == [first <= n < 200 for n in range(300)]
 
 
 def test_an_error_of_the_disk_is_no_bad_record(tmp_path, monkeypatch):

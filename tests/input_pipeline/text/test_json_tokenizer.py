@@ -77,6 +77,8 @@ def test_many_texts_are_encoded_in_batches(bpe, monkeypatch):
   texts = ["", "a", "b" * 30, "c" * 5, "d" * 5, "e", ""]
   assert [bpe.decode(ids).decode() for ids in bpe.encode(texts)] == texts
   assert bpe.encode([]) == []
+  sizes = [[*map(len, batch)] for batch in json_tokenizer._batches(texts)]
+  assert sizes == [[0, 1, 30], [5, 5], [1, 0]]
 
 
 def test_what_a_file_says_of_batches_is_not_done_to_documents(content, tmp_path, bpe):
@@ -100,18 +102,19 @@ def test_what_a_file_says_of_batches_is_not_done_to_documents(content, tmp_path,
 def test_no_text_becomes_a_special_token(content, tmp_path):
   """Also if only tokenizer_config.json says that it is special, as Gemma's does."""
   own = changed(content, added_tokens=[*content["added_tokens"], added(512, "<turn>", False)])
-  own["added_tokens"] += [added(513, "<think>", False), added(514, "<|im_end|>")]
+  own["added_tokens"] += [added(513, "<think>", False), added(514, "<|\xe9|>")]
   config = {"eos_token": "<|endoftext|>", "additional_special_tokens": [{"content": "<turn>"}]}
   one = tokenizer.load(save(tmp_path, own, config))
-  assert one.special == {"<|endoftext|>": 0, "<turn>": 512, "<|im_end|>": 514}
+  assert one.special == {"<|endoftext|>": 0, "<turn>": 512, "<|\xe9|>": 514}
   assert one.size == 515
-  text = "a<turn>b<|im_end|><|endoftext|> <think>"
+  text = "a<turn>b<|\xe9|><|endoftext|> <think>"
   [ids] = one.encode([text])
   assert not {*ids.tolist()} & {*one.special.values()}
   assert ids[-1] == 513  # an added token that is not special is part of the vocabulary
   assert one.decode(ids) == text.encode()
-  [ids] = one.encode(["<|im_e<|im_end|>"])
-  assert one.decode(ids) == b"<|im_e<|im_end|>"
+  [ids] = one.encode(["<|<|\xe9|>"])
+  assert one.decode(ids) == b"<|<|\xc3\xa9|>"
+  assert one.token_bytes(514) == b"<|\xc3\xa9|>"  # its letters are no bytes of the alphabet
 
 
 def test_a_unigram_model_does_not_find_its_own_end_in_a_text(tmp_path):
@@ -138,6 +141,15 @@ def test_a_unigram_model_does_not_find_its_own_end_in_a_text(tmp_path):
   assert ids[-1] == 0  # unknown
   assert 1 not in ids.tolist()
   assert one.encode_template("a</s>")[0].tolist()[-1] == 1
+
+
+def test_a_special_token_that_only_another_file_names_is_one(content, tmp_path):
+  own = changed(content, added_tokens=[])
+  one = tokenizer.load(save(tmp_path, own, {"eos_token": "<|endoftext|>"}))
+  assert one.special == {"<|endoftext|>": 0}
+  assert 0 not in one.encode(["a<|endoftext|>"])[0].tolist()
+  ids, offsets = one.encode_template("a<|endoftext|>")
+  assert (ids.tolist()[-1], offsets.tolist()[-1]) == (0, [1, 14])
 
 
 def test_a_template_s_text_has_its_special_tokens_and_offsets(bpe, content, tmp_path):

@@ -110,6 +110,15 @@ def test_a_model_trained_here_says_which_ids_it_has(tmp_path):
   assert unigram.special.keys() == {"<unk>", "<s>", "</s>"}
   assert unigram.decode(unigram.encode(["a cat \u3042"])[0]) == "a cat  \u2047 ".encode()  # unknown
 
+  controls = train(control_symbols=["<c>", "<c>d"], add_dummy_prefix=False)
+  assert controls.special.keys() == {"<unk>", "<s>", "</s>", "<c>", "<c>d"}
+  assert controls.encode_template("<c>d")[1].tolist() == [[0, 4]]
+  assert controls.decode(controls.encode([" a cat"])[0]) == b" a cat"[1:]  # trimmed when encoded
+  spaced = [id_ for id_ in range(controls.size) if controls.token_bytes(id_).startswith(b" ")]
+  for id_ in spaced:  # no space was put before the first word, so none is removed
+    assert controls.decode([id_]) == controls.token_bytes(id_)
+  assert spaced
+
   without = train(bos_id=-1)
   assert (without.start, without.end, without.has_bos) == (2, 2, False)
   (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))

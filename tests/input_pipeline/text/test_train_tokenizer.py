@@ -75,6 +75,9 @@ def test_what_was_trained_for_these_files_is_resolved_and_only_for_them(data, mo
   assert tokenizer.load(newer).special == {"<|endoftext|>": 0}
   data.files = "corpus/../corpus/*.jsonl , "  # the same
   assert tokenizer.resolve(data) == newer
+  with monkeypatch.context() as elsewhere:
+    elsewhere.chdir("/")
+    assert tokenizer.resolve(data) == "bytes"
   data.files = "other/*.jsonl"
   assert tokenizer.resolve(data) == "bytes"
   data.tokenizer = "mine"
