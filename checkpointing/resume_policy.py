@@ -34,6 +34,10 @@ CLASSES = {
   # The data. Other rows, or another order of rows, make it a different run.
   "data.data_dir": MAY_CHANGE,  # dataset.* shows whether the rows are the same
   "data.prefetch_batches": MAY_CHANGE,
+  "data.prepare_processes": MAY_CHANGE,
+  "data.files": MAY_CHANGE,  # may have moved; dataset.rows shows whether they hold the same
+  "data.evaluation_files": MAY_CHANGE,
+  "data.tokenizer": MAY_CHANGE,  # likewise; dataset.tokenizer
   "data.max_bad_records": MAY_CHANGE,  # a run that an unreadable record has stopped may resume
   "data.evaluation_split": MAY_CHANGE,
   "data.global_batch_size": ACCEPT,

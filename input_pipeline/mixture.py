@@ -27,12 +27,14 @@ class Part:
     rows: how many it has.
     tokens: how many of them its rows predict.
     maximum_epochs: how often a run may take each of its rows; 0: any number of times.
+    bytes_per_token: of text, per token that is predicted.
   """
 
   name: str
   rows: int
   tokens: int
   maximum_epochs: int = 1
+  bytes_per_token: float = 1.0
 
 
 def row_shares(parts: Sequence[Part], weights: Mapping[str, float]) -> list[float]:

@@ -68,7 +68,7 @@ class Store:
     return self.manifest["bad_record_why"] if self.bad_records else ""
 
 
-def no_tick(what, count):
+def no_tick(what, count, text=""):
   """Takes no note of what was done."""
 
 

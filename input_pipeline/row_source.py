@@ -37,6 +37,11 @@ class Source:
     ids: how many token ids its rows can hold, from 0 on; 0 where there are no tokens.
     parts: of a mixture, its sources, whose rows are numbered one source after the other.
     stages: of a mixture, (step, source -> share of the tokens from that step on), from step 0.
+    tokenizer: what they are the ids of; "": bytes.
+    tokenizer_digest: two with the same one encode alike; "" where the name says it all.
+    bytes_per_token: of text, per token that is predicted.
+    report: what a row index says of itself: documents, bytes, tokens, rows, padding (slots that
+      hold no token), split_documents; empty where there is none.
   """
 
   name: str
@@ -48,6 +53,10 @@ class Source:
   ids: int = 0
   parts: tuple[Part, ...] = ()
   stages: tuple[tuple[int, Mapping[str, float]], ...] = ()
+  tokenizer: str = ""
+  tokenizer_digest: str = ""
+  bytes_per_token: float = 1.0
+  report: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def __len__(self):
     return self.rows
@@ -96,6 +105,10 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
     )
   if data.kind == "random":
     return _random_normal(data, split, seed)
+  if is_indexed(data):
+    from input_pipeline.text import rows  # it takes a Source from here
+
+    return rows.open_source(data, split, seed, sharing, tick)
   store = prepare.prepare(data, split, tick)
   limit = data.max_bad_records
   bad_records.check_prepared(store, limit)
@@ -107,6 +120,17 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
     read = bad_records.skipping(read, bad.rows)
   ids = BYTES if data.kind == "text" else 0
   return Source(store.name, _fingerprint(store), len(records), fields, read, bad, ids)
+
+
+def is_indexed(data):
+  """Returns whether rows are an index over documents, and not stored as rows.
+
+  Bytes that are concatenated are stored as rows where a data set is taken by its name: a store
+  that older versions have written stays as it is, and so do their checkpoints.
+  """
+  if data.name in catalog.OF_FILES:
+    return True
+  return data.kind == "text" and (data.tokenizer, data.packing) != ("bytes", "concatenate")
 
 
 def _registered(data, split, seed):
@@ -155,6 +179,12 @@ def check_ids(source, vocabulary_size):
   """
   if source.ids <= vocabulary_size:
     return
+  if source.tokenizer:
+    raise ValueError(
+      f"{source.name}: the tokenizer {source.tokenizer} has {source.ids:,} tokens, but "
+      f"model.vocabulary_size={vocabulary_size} allows 0 to {vocabulary_size - 1}; set "
+      f"model.vocabulary_size={source.ids} or more, or take another tokenizer"
+    )
   for start in range(0, len(source), _ROWS_PER_READ):
     numbers = np.arange(start, min(start + _ROWS_PER_READ, len(source)))
     found = source.read(numbers)

@@ -232,6 +232,17 @@ def upgraded(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
   return {**record, RECORD: known, POSITION: Position.start(batch).listed()}
 
 
+# What versions without these keys did: data sets came from TFDS by name, as bytes.
+_OLD_DATA = {
+  "files": "",
+  "evaluation_files": "",
+  "evaluation_fraction": 0.05,
+  "tokenizer": "bytes",
+  "packing": "concatenate",
+  "prepare_processes": 0,
+}
+
+
 def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a checkpoint's config with the current keys.
 
@@ -250,7 +261,7 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
   return {
     **config,
     "model": model,
-    "data": {"skip_batches": (), "skip_rows": rows, **data},
+    "data": {**_OLD_DATA, "skip_batches": (), "skip_rows": rows, **data},
     "training": {"trainable": ("*",), **training},
     "optimizer": {"arguments": "", **config["optimizer"]},
     **task,

@@ -143,15 +143,20 @@ class Evaluator:
 
   def _metrics(self, totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Returns the metrics over all rows, then those of each source of a mixture."""
-    task = TASKS[self.job.config.task]
+    task, source = TASKS[self.job.config.task], self.batches.source
+    rates = {part.name: part.bytes_per_token for part in source.parts}
     combined: dict[str, float] = {}
-    for sums in totals.values():
+    size = 0.0
+    for part, sums in totals.items():
+      size += sums["weight"] * rates.get(part, source.bytes_per_token)
       for name, value in sums.items():
         combined[name] = combined.get(name, 0.0) + value
     of_parts = {
       f"{name}/{part}": value
       for part, sums in totals.items()
       if part
-      for name, value in task.evaluated(sums).items()
+      for name, value in task.evaluated(sums, rates[part]).items()
     }
-    return task.evaluated(combined) | of_parts
+    if totals.keys() <= {""}:
+      return task.evaluated(combined, source.bytes_per_token)
+    return task.evaluated(combined, size / combined["weight"]) | of_parts

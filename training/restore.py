@@ -73,6 +73,8 @@ def check_resume(
   require_room(job, workdir)
   workdir_files.require_plain(workdir)
   record = {"versions": versions(), "data": {"name": source.name, "rows": source.fingerprint}}
+  if source.tokenizer_digest:
+    record["data"]["tokenizer"] = source.tokenizer_digest
   folder = workdir / restore.FOLDER
   if not restore.steps(folder):
     if accept:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from runtime.extensions import Table
 
 Totals = Mapping[str, float]  # sums over the rows of an evaluation, by name
+BYTES_PER_TOKEN = "bytes_per_token"  # among the totals: of the split, no sum
 
 
 def mean_loss(totals: Totals) -> float:
@@ -25,8 +26,8 @@ def accuracy(totals: Totals) -> float:
 
 
 def bits_per_byte(totals: Totals) -> float:
-  """Returns the mean loss in bits; a token is a byte."""
-  return mean_loss(totals) / math.log(2)
+  """Returns the mean loss in bits, over the bytes that a token stands for."""
+  return mean_loss(totals) / math.log(2) / totals[BYTES_PER_TOKEN]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,9 +73,15 @@ class Task:
     """Returns what throughput counts."""
     return "tokens" if self.of_tokens else "examples"
 
-  def evaluated(self, totals: Totals) -> dict[str, float]:
-    """Returns the metrics of an evaluation, a model's own ones after those of the task."""
+  def evaluated(self, totals: Totals, bytes_per_token: float = 1.0) -> dict[str, float]:
+    """Returns the metrics of an evaluation, a model's own ones after those of the task.
+
+    Args:
+      totals: sums over the rows.
+      bytes_per_token: of the split (`input_pipeline.row_source.Source`).
+    """
     own = {f"eval_{n}": x / totals["weight"] for n, x in totals.items() if n not in self.sums}
+    totals = {**totals, BYTES_PER_TOKEN: bytes_per_token}
     return {name: metric(totals) for name, metric in self.metrics.items()} | own
 
 

@@ -6,6 +6,8 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from configs.schema.presets import PRESETS
+from input_pipeline.sources import catalog
+from input_pipeline.text import tokenizer
 from runtime.extensions import Table
 from runtime.suggest import nearest
 from training.tasks import TASKS
@@ -57,6 +59,7 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
             f"known for {', '.join(IMAGE_SIZES)} only"
           )
         model[key] = value
+  _finalize_text(model, data, task.rows == "text")
   if model.get("feedforward_size", 0) is None:
     model.feedforward_size = model.model_size
   if not task.of_tokens and "input_size" in model and "output_size" in model:
@@ -76,6 +79,18 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
     model.attention_scale = model.head_size**-0.5 if model.head_size > 0 else 1.0
 
 
+def _finalize_text(model: ConfigDict, data: ConfigDict, of_text: bool) -> None:
+  """Finds the tokenizer, and sizes the vocabulary by it."""
+  of_files = data.name in catalog.OF_FILES
+  if data.packing is None:
+    data.packing = "best_fit" if of_files else "concatenate"
+  data.tokenizer = tokenizer.resolve(data) if of_text and of_files else data.tokenizer or "bytes"
+  if model.get("vocabulary_size", 0) is None:
+    model.vocabulary_size = tokenizer.load(data.tokenizer).size
+  if model.get("separate_documents", False) is None:
+    model.separate_documents = of_files
+
+
 def _data(**keys) -> dict:
   """Returns the keys that the data of every task have."""
   common = {
@@ -87,6 +102,19 @@ def _data(**keys) -> dict:
     "max_bad_records": 0,  # unreadable records of a split that get weight 0; more are refused
     "sequence_length": 0,  # tokens per row (text)
     "text_feature": "",  # "": the only one of that type
+    # Files of text (data=text): paths, folders, globs, gs://, s3:// and hf://OWNER/NAME, separated
+    # by commas
+    "files": "",
+    "evaluation_files": "",  # of the validation split; "": a share of the documents of files
+    # Documents of files that are held out for validation, chosen by their content
+    "evaluation_fraction": 0.05,
+    # bytes, a tokenizer.json, a folder with one, or a SentencePiece model; "": the one that prepare
+    # has trained for these files, else bytes
+    "tokenizer": "",
+    # Which documents share a row: best_fit (the default of files), concatenate (of TFDS data sets)
+    # or none
+    "packing": config_dict.placeholder(str),
+    "prepare_processes": 0,  # that tokenize; 0: one per core
     "image_feature": "",  # "": the only one of that type
     "label_feature": "",  # "": the only one of that type
     "examples": 0,  # rows (random)
@@ -198,7 +226,7 @@ def lm() -> ConfigDict:
     "heads": 8,  # query heads
     "kv_heads": 4,  # key/value heads; fewer than heads: grouped-query attention
     "head_size": config_dict.placeholder(int),  # model_size / heads
-    "vocabulary_size": 256,  # tokens are bytes
+    "vocabulary_size": config_dict.placeholder(int),  # as the tokenizer's; 256: bytes
     "vocabulary_multiple": 128,  # the vocabulary is padded to a multiple of this, on every mesh
     "positions": "rotary",  # rotary (RoPE) or learned
     "max_positions": config_dict.placeholder(int),  # of learned ones; data.sequence_length
@@ -223,7 +251,9 @@ def lm() -> ConfigDict:
     "embedding_standard_deviation": config_dict.placeholder(float),  # 1; tied: model_size**-0.5
     "dropout_rate": 0.0,  # of the outputs of attention and MLP
     "tied_embeddings": False,  # compute the logits with the embedding table
-    "separate_documents": False,  # intra-document attention masking; positions restart
+    # Intra-document attention masking; positions restart. By default with data that are read from
+    # files, not with TFDS data sets
+    "separate_documents": config_dict.placeholder(bool),
   }
   return ConfigDict(
     {

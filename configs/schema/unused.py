@@ -28,7 +28,15 @@ OPTIMIZER_KEYS = {
 }
 OTHERS = ("weight_decay",)
 
-_TOKENS = {"data.sequence_length": 0, "data.text_feature": "", "evaluation.sample_tokens": 0}
+_TOKENS = {
+  "data.sequence_length": 0,
+  "data.text_feature": "",
+  "data.files": "",
+  "data.evaluation_files": "",
+  "data.tokenizer": "bytes",
+  "data.packing": "concatenate",
+  "evaluation.sample_tokens": 0,
+}
 _IMAGES = {"data.image_feature": "", "data.label_feature": ""}
 # How a task's rows are read -> keys that only other rows have, and their values while unset.
 ROWS = {

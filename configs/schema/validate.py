@@ -1,11 +1,13 @@
 """Which values and which combinations of keys a config may have."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ml_collections import ConfigDict
 
 from configs.schema import decoder_checks, unused
+from input_pipeline.sources import catalog
+from input_pipeline.text.packing import ALGORITHMS
 from runtime.suggest import nearest
 from training.callbacks import CALLBACKS
 from training.metrics.sinks import SINKS
@@ -49,6 +51,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     )
   if config.training.compute_dtype == "float64" and config.training.parameter_dtype != "float64":
     wrong.append("training.compute_dtype=float64 needs training.parameter_dtype=float64")
+  wrong.extend(_files(config))
   if config.model.name == "transformer":
     wrong.extend(decoder_checks.wrong(config, sizes))
   if wrong:
@@ -68,6 +71,7 @@ LEAST = {
   "data.global_batch_size": 1,
   "data.prefetch_batches": 1,
   "data.max_bad_records": 0,
+  "data.prepare_processes": 0,
   "optimizer.warmup_steps": 0,
   "optimizer.learning_rate": 0,
   "optimizer.weight_decay": 0,
@@ -126,6 +130,7 @@ def _choices(config: ConfigDict) -> list[str]:
     "training.matmul_precision": MATMUL_PRECISIONS,
     "training.attention_kernel": ATTENTION_KERNELS if task.of_tokens else ("xla",),
     "training.on_bad_step": ON_BAD_STEP,
+    "data.packing": ALGORITHMS,
     "optimizer.schedule": SCHEDULES,
     "checkpoint.keep_best": ("", *task.metrics),
     "checkpoint.verify": VERIFY,
@@ -201,6 +206,26 @@ def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
   return [
     f"data.sequence_length={length} is not divisible by training.loss_chunks={count}{context}"
   ]
+
+
+def _files(config: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with the keys of data that are read from files."""
+  data, given = config.data, [key for key in ("files", "evaluation_files") if config.data[key]]
+  if TASKS[config.task].rows != "text":
+    if data.name in catalog.OF_FILES:
+      yield f"data.name={data.name!r}: {config.task} has no rows of text; take the recipe lm"
+    return
+  if data.name not in catalog.OF_FILES:
+    for key in given:
+      yield (
+        f"data.{key}={data[key]!r}: data.name={data.name!r} is not read from files; choose "
+        f"--config=FILE:model=NAME,data={catalog.TEXT}"
+      )
+    return
+  if not data.files:
+    yield f"data.files='': data.name={data.name!r} is read from files; name them"
+  if not 0 < data.evaluation_fraction < 1:
+    yield f"data.evaluation_fraction={data.evaluation_fraction}: above 0 and below 1"
 
 
 def _batch(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:

@@ -8,6 +8,8 @@ import re
 from etils import epath
 
 RANDOM_NORMAL = "random_normal"
+TEXT = "text"
+OF_FILES = (TEXT,)  # names of data that are read from the files that data.files names
 
 
 @dataclasses.dataclass(frozen=True)

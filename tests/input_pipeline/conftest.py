@@ -25,6 +25,8 @@ _DATA = {
   "input_size": 1,
   "target_size": 1,
   "max_bad_records": 0,
+  "tokenizer": "bytes",
+  "packing": "concatenate",
 }
 
 DOCUMENTS = [

@@ -13,6 +13,7 @@ from processes.coordination import current
 from training.metrics.console import say
 
 _SECONDS = 0.2  # between two looks at the clock
+_LOG_SECONDS = 30.0  # between two lines where there is no terminal
 
 
 class Waiting:
@@ -21,6 +22,7 @@ class Waiting:
   def __init__(self, text: str):
     """Takes a description of the operation; `show` shows it."""
     self._text, self._began, self._looked = text, time.monotonic(), 0.0
+    self._told = self._began
     self._progress: Progress | None = None
     self._task: TaskID | None = None
     self.done = ""  # how far it has come
@@ -28,7 +30,7 @@ class Waiting:
 
   @contextlib.contextmanager
   def show(self) -> Iterator["Waiting"]:
-    """Shows it on a terminal; in a log there is nothing to see."""
+    """Shows it on a terminal; a log gets a line of what has a text of its own now and then."""
     if not (sys.stdout.isatty() and current().first):
       yield self
       return
@@ -41,12 +43,13 @@ class Waiting:
         yield self
     self._progress = None
 
-  def tick(self, what: str, count: int) -> None:
+  def tick(self, what: str, count: int, text: str = "") -> None:
     """Shows the progress; raises if a stop was requested.
 
     Args:
       what: what is counted: `rows of python_source`.
       count: so far.
+      text: what to show instead of the two.
 
     Raises:
       Stopped: as `stopping.current()` asks.
@@ -61,8 +64,11 @@ class Waiting:
       raise preemption.Stopped(self._text)
     if self._progress is not None:
       rate = count / max(now - self._began, 1e-3)
-      text = f"{self._text}: {count:,} {what}, {rate:,.0f} per second"
-      self._progress.update(self._task, description=text)
+      text = text or f"{count:,} {what}, {rate:,.0f} per second"
+      self._progress.update(self._task, description=f"{self._text}: {text}")
+    elif text and now - self._told > _LOG_SECONDS:
+      self._told = now
+      say(f"{self._text}: {text}")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,348 @@
+"""Fills the store: several processes tokenize every unit of the files that has no shard yet.
+
+Shards are kept below DATA_DIR/prepared/text/, in a folder for each tokenizer and text feature. What
+names a shard is the unit that it was made from: path, size, modification time and range. So a
+preparation that was killed continues with the next unit, files that are added cost their own
+tokens alone, and a file that has changed is tokenized again.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import pickle
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from etils import epath
+
+from input_pipeline.file_lock import locked
+from input_pipeline.sources import catalog
+from input_pipeline.text import documents, store, tokenizer, worker
+from input_pipeline.text import files as text_files
+from runtime import files
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_WAIT_SECONDS = 0.1
+_LISTED = 5
+ABOUT = "store.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """What files hold, tokenized.
+
+  Attributes:
+    documents: in the order of the files.
+    encoder: the tokenizer.
+    folder: of the shards.
+    bad: (where, why) of the first records of the files that are no documents.
+    bad_count: how many there are.
+    empty: how many documents have no text, and are left out.
+  """
+
+  documents: store.Documents
+  encoder: tokenizer.Tokenizer
+  folder: epath.Path
+  bad: tuple[tuple[str, str], ...]
+  bad_count: int
+  empty: int
+
+
+def no_tick(what: str, count: int, text: str = "") -> None:
+  """Takes no note of what was done."""
+
+
+def prepare(data: Any, spec: str, key: str = "data.files", tick: Callable = no_tick) -> Prepared:
+  """Returns the documents of files; tokenizes first what is not in the store.
+
+  Args:
+    data: the config's `data` section.
+    spec: the files, as data.files names them.
+    key: the config key of the spec, for messages.
+    tick: is called several times a second while something is written, with what is counted, how
+      many so far, and a line about it. What it raises ends the preparation; complete shards stay.
+
+  Raises:
+    ValueError: no file, no such feature, a tokenizer that cannot be read, more bad records than
+      data.max_bad_records, a damaged shard, or a folder that cannot be written.
+  """
+  encoder = tokenizer.load(tokenizer.resolve(data))
+  found = text_files.find(spec, key)
+  feature = documents.choose_feature(found, data.text_feature)
+  folder = folder_of(data, encoder, feature)
+  units = documents.units(found)
+  task = worker.Task(folder, encoder.name, encoder.digest, feature, data.max_bad_records)
+  with writing_to(folder):
+    fill(task, units, encoder, data.prepare_processes, tick)
+  return opened(folder, [unit.id for unit in units], encoder, spec, data.max_bad_records)
+
+
+def folder_of(data: Any, encoder: tokenizer.Tokenizer, feature: str) -> epath.Path:
+  """Returns the folder of the shards of a tokenizer and a feature."""
+  facts = [store.FORMAT, encoder.digest, feature]
+  digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+  name = pathlib.PurePath(encoder.name)
+  name = name.parent.name if name.name == tokenizer.TOKENIZER_FILE else name.stem
+  plain = re.sub(r"[^\w.-]", "_", f"{name[:40]}-{feature[:40]}")
+  return catalog.data_folder(data) / "prepared" / "text" / f"{plain}-{digest}"
+
+
+@contextlib.contextmanager
+def writing_to(folder: epath.Path) -> Iterator[None]:
+  """Turns what the system refuses into a message with the way out."""
+  try:
+    yield
+  except OSError as error:
+    raise ValueError(
+      f"text cannot be prepared in {folder} ({error}); free some space or get the right to write "
+      f"there, or set data.data_dir to another folder. What is complete is kept"
+    ) from error
+
+
+def opened(
+  folder: epath.Path, ids: Sequence[str], encoder: tokenizer.Tokenizer, name: str, limit: int
+) -> Prepared:
+  """Opens the shards of units; raises ValueError for a damaged one, or too many bad records."""
+  shards = [store.Shard.open(folder / one) for one in ids]
+  bad = [(where, why) for shard in shards for where, why in shard.manifest["bad_records"]]
+  count = sum(shard.manifest["bad"] for shard in shards)
+  if count > limit:
+    raise ValueError(too_many_bad(name, bad, count, limit))
+  empty = sum(shard.manifest["empty"] for shard in shards)
+  return Prepared(store.Documents(shards), encoder, folder, tuple(bad), count, empty)
+
+
+def too_many_bad(name: str, bad: Sequence[Sequence[str]], count: int, limit: int) -> str:
+  """Returns the refusal of more bad records than data.max_bad_records."""
+  listed = "".join(f"\n  {where}: {why}" for where, why in bad[:_LISTED])
+  more = f"\n  and {count - _LISTED:,} more" if count > _LISTED else ""
+  return (
+    f"{name}: {count:,} bad record{'' if count == 1 else 's'}, more than "
+    f"data.max_bad_records={limit}; repair the files, or set it to {count} or more to continue "
+    f"without such records:{listed}{more}"
+  )
+
+
+# ------------------------------ filling the store ------------------------------
+
+
+def fill(
+  task: worker.Task,
+  units: Sequence[documents.Unit],
+  encoder: tokenizer.Tokenizer,
+  processes: int,
+  tick: Callable = no_tick,
+) -> None:
+  """Writes the shards that are missing.
+
+  Args:
+    task: what is the same for all units.
+    units: of the files.
+    encoder: the tokenizer of the task.
+    processes: data.prepare_processes; 0: one per core, at most one per unit.
+    tick: as of `prepare`.
+
+  Raises:
+    ValueError: more bad records than may be left out, or what a worker process refuses.
+    OSError: a file cannot be read, or a shard not be written.
+  """
+  if all(store.is_there(task.folder / unit.id) for unit in units):
+    return
+  with locked(task.folder):
+    task.folder.mkdir(parents=True, exist_ok=True)
+    store.remove_partial(task.folder)
+    if not (task.folder / ABOUT).exists():
+      about = {"tokenizer": encoder.name, "digest": encoder.digest, "feature": task.feature}
+      files.replace(task.folder / ABOUT, files.json_text(about, indent=2) + "\n")
+    missing = [unit for unit in units if not store.is_there(task.folder / unit.id)]
+    progress = _Progress(missing, tick)
+    count = min(processes or _cores(), len(missing))
+    try:
+      if count > 1:
+        _in_processes(task, missing, count, progress)
+      else:
+        _here(task, missing, encoder, progress)
+    except worker.TooManyBadError as error:
+      text = too_many_bad("in the files so far", error.bad, error.count, task.limit)
+      raise ValueError(text) from error
+    finally:
+      store.remove_partial(task.folder)
+  progress.end()
+
+
+def _cores() -> int:
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Progress:
+  """How far a preparation is."""
+
+  def __init__(self, units: Sequence[documents.Unit], tick: Callable):
+    self._tick, self._began = tick, time.monotonic()
+    self._sizes = {unit.id: unit.size for unit in units}
+    self._total = max(1, sum(self._sizes.values()))
+    self._finished = 0
+    self._sums: dict[str, tuple[int, ...]] = {}
+
+  def at(self, unit: str, documents_: int, tokens: int, size: int) -> None:
+    """Takes note of what of a unit is done; may raise what the tick raises."""
+    self._sums[unit] = (documents_, tokens, size)
+    self.show()
+
+  def done(self, unit: str) -> None:
+    """Takes note of a shard that is complete."""
+    self._finished += self._sizes.pop(unit)
+    self.show()
+
+  def show(self) -> None:
+    """Ticks."""
+    sums = self._sums.values()
+    count, tokens, size = (sum(column) for column in zip((0, 0, 0), *sums, strict=True))
+    seconds = max(time.monotonic() - self._began, 1e-3)
+    under_way = sum(min(self._sums[u][2], s) for u, s in self._sizes.items() if u in self._sums)
+    share = min(1.0, (self._finished + under_way) / self._total)
+    left = f", {_duration(seconds / share - seconds)} left" if share > 0 else ""
+    self._tick(
+      "documents",
+      count,
+      f"{count:,} documents, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s, "
+      f"{size / 2**20:,.1f} MiB of text, {100 * share:.0f} %{left}",
+    )
+
+  def end(self) -> None:
+    """Ticks for the last time."""
+    self.show()
+
+
+def _duration(seconds: float) -> str:
+  minutes, rest = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _here(task, units, encoder, progress) -> None:
+  """Writes the shards in this process."""
+  for unit in units:
+    done = collections.Counter()
+
+    def tick(*more, unit=unit, done=done):
+      done.update(dict(enumerate(more)))
+      progress.at(unit.id, done[0], done[1], done[2])
+
+    worker.write_unit(task, unit, encoder, tick)
+    progress.done(unit.id)
+
+
+# ------------------------------ worker processes ------------------------------
+
+
+class _Worker:
+  """A worker process, and the unit that it works on."""
+
+  def __init__(self, number: int, task: worker.Task, answers: queue.SimpleQueue):
+    """Starts it; its answers, None at its end, go to `answers` with its number."""
+    # -P: not the modules of the folder in which the user is.
+    command = [sys.executable, "-P", "-m", "input_pipeline.text.worker"]
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    self.number, self.unit = number, None
+    self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the object
+    self._process = subprocess.Popen(
+      command,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=self._errors,
+      env=environment,
+      start_new_session=True,  # Ctrl-C is for the process that started it
+    )
+    threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
+    self._send(task)
+
+  def give(self, unit: documents.Unit) -> None:
+    """Lets it work on a unit."""
+    self.unit = unit
+    self._send(unit)
+
+  def _send(self, message: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):  # it has ended: `_listen` says so
+      pickle.dump(message, self._process.stdin)
+      self._process.stdin.flush()
+
+  def _listen(self, answers) -> None:
+    with contextlib.suppress(ValueError):  # cut off by a kill
+      for line in self._process.stdout:
+        answers.put((self.number, json.loads(line)))
+    answers.put((self.number, None))
+
+  def end(self) -> None:
+    """Ends it, whatever it is doing."""
+    self._process.kill()
+    self._process.wait()
+    with contextlib.suppress(BrokenPipeError):
+      self._process.stdin.close()
+
+  def death(self) -> str:
+    """Returns how it has ended, and the last that it said."""
+    code = self._process.wait()
+    self._errors.seek(0)
+    last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    hint = "; the system does so where memory runs out" if code == -9 else ""
+    return f"with {how}{hint}" + (f" ({last[0]})" if last else "")
+
+
+def _in_processes(task, units, count, progress) -> None:
+  """Writes the shards in worker processes, the largest units first."""
+  left = collections.deque(sorted(units, key=lambda unit: -unit.size))
+  answers: queue.SimpleQueue = queue.SimpleQueue()
+  workers: list[_Worker] = []
+  try:
+    for number in range(count):
+      workers.append(_Worker(number, task, answers))
+      workers[-1].give(left.popleft())
+    working = count
+    while working:
+      try:
+        number, answer = answers.get(timeout=_WAIT_SECONDS)
+      except queue.Empty:
+        progress.show()
+        continue
+      one = workers[number]
+      if answer is None:
+        raise ValueError(
+          f"worker process {number} of {count} has ended {one.death()} while it prepared "
+          f"{one.unit.name}; run again: what is complete is kept. With "
+          f"data.prepare_processes={max(1, count // 2)} less memory is needed"
+        )
+      if so_far := answer.get("so_far"):
+        progress.at(one.unit.id, *so_far)
+      if "done" in answer:
+        progress.done(one.unit.id)
+        if left:
+          one.give(left.popleft())
+        else:
+          working -= 1
+      elif "error" in answer:
+        _raise(answer)
+  finally:
+    for one in workers:
+      one.end()
+
+
+def _raise(answer: dict[str, Any]) -> None:
+  """Raises what has ended a worker process."""
+  if answer["error"] == "bad":
+    raise worker.TooManyBadError([(where, why) for where, why in answer["bad"]], answer["count"])
+  if answer["error"] == "system":
+    raise OSError(answer["text"])
+  raise ValueError(answer["text"])

@@ -1,0 +1,405 @@
+"""Documents as tokens on disk: shards that are written once, and read in any order.
+
+A shard is a folder with what one unit of the files holds (`documents.units`):
+  tokens.array_record   records of at most 8192 tokens of one document; each a chunk of its own with
+                        its own checksum, little-endian, of 8 or 16 bits where all ids fit
+  documents.npy         of each document: its tokens, its bytes, a hash of its content
+  shard.json            what the two hold, with sizes and digests
+It is written under another name and renamed, so that a shard is complete or absent. Nothing in it
+depends on the length of rows, on packing, seed or batch size.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import pathlib
+import secrets
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from array_record.python import array_record_module
+from etils import epath
+
+from runtime import files
+
+FORMAT = 1  # of the three files; raise it when one of them changes
+TOKENS, INDEX, MANIFEST = "tokens.array_record", "documents.npy", "shard.json"
+RECORD_TOKENS = 8192
+LISTED_BAD = 100  # bad records that shard.json lists; all are counted
+# tokens: of the document. bytes: of its text in UTF-8, and one for its end. hash: of its content.
+# trained: tokens that are learned; of text, all.
+DOCUMENT = np.dtype([("tokens", "<u4"), ("bytes", "<u4"), ("hash", "<u8"), ("trained", "<u4")])
+_WRITER_OPTIONS = "group_size:1,uncompressed"
+_READER = {"options": "readahead_buffer_size:0", "file_reader_buffer_size": 32768}
+_LARGEST_INDEX = 2**36
+_COUNTS = ("documents", "empty", "tokens", "bytes", "trained", "records", "largest_id", "bad")
+
+
+def content_hash(content: bytes) -> int:
+  """Returns 64 bits that depend on a document's content alone."""
+  return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def token_type(ids: int) -> np.dtype:
+  """Returns the type that tokens 0 to ids - 1 are stored as."""
+  return np.dtype("u1" if ids <= 2**8 else "<u2" if ids <= 2**16 else "<u4")
+
+
+# ------------------------------ writing ------------------------------
+
+
+class ShardWriter:
+  """Takes the documents of a unit, in order.
+
+  Attributes:
+    bad: [where, why] of the first records of the files that are no documents.
+    bad_count: how many there are in all.
+  """
+
+  def __init__(self, path: pathlib.Path, ids: int):
+    """Begins the file `path` of tokens 0 to ids - 1."""
+    self._path = path
+    with self._writing():
+      self._writer = array_record_module.ArrayRecordWriter(str(path), _WRITER_OPTIONS)
+    self._type, self._digest = token_type(ids), hashlib.sha256()
+    self._documents: list[tuple[int, int, int, int]] = []
+    self._records, self._empty, self._largest, self._masked = 0, 0, 0, False
+    self.bad: list[tuple[str, str]] = []
+    self.bad_count = 0
+
+  def add(
+    self, tokens: np.ndarray, size: int, hashed: int, trained: np.ndarray | None = None
+  ) -> None:
+    """Adds a document.
+
+    Args:
+      tokens: int [L], at least one.
+      size: bytes of its text, and one for its end.
+      hashed: `content_hash` of it.
+      trained: bool [L], which tokens are learned; None: all. In a shard all have one, or none.
+    """
+    assert 0 < len(tokens) < 2**32 > size
+    assert not self._documents or self._masked == (trained is not None)
+    self._masked = trained is not None
+    for start in range(0, len(tokens), RECORD_TOKENS):
+      part = slice(start, start + RECORD_TOKENS)
+      record = tokens[part].astype(self._type).tobytes()
+      if trained is not None:
+        record += np.packbits(trained[part]).tobytes()
+      with self._writing():
+        self._writer.write(record)
+      self._digest.update(record)
+      self._records += 1
+    self._largest = max(self._largest, int(tokens.max()))
+    learned = len(tokens) if trained is None else int(np.count_nonzero(trained))
+    self._documents.append((len(tokens), size, hashed, learned))
+
+  @contextlib.contextmanager
+  def _writing(self) -> Iterator[None]:
+    """Makes an OSError of what ArrayRecord's writer raises where a disk is full."""
+    try:
+      yield
+    except RuntimeError as error:
+      raise OSError(f"{self._path} cannot be written: {str(error).partition(';')[0]}") from error
+
+  def add_empty(self) -> None:
+    """Counts a document without text; it is left out."""
+    self._empty += 1
+
+  def add_bad(self, where: str, why: str) -> None:
+    """Counts a record that is no document; it is left out."""
+    self.bad_count += 1
+    if len(self.bad) < LISTED_BAD:
+      self.bad.append((where, why))
+
+  def finish(self) -> tuple[np.ndarray, dict[str, Any]]:
+    """Closes the file; returns the index and what shard.json says of it."""
+    with self._writing():
+      self._writer.close()
+    index = np.array(self._documents, DOCUMENT)
+    return index, {
+      "documents": len(index),
+      "empty": self._empty,
+      **{key: int(index[key].sum(dtype=np.int64)) for key in ("tokens", "bytes", "trained")},
+      "records": self._records,
+      "largest_id": self._largest,
+      "masked": self._masked,
+      "width": self._type.itemsize,
+      "digest": self._digest.hexdigest(),
+      "bad": self.bad_count,
+      "bad_records": self.bad,
+    }
+
+
+def write_shard(
+  folder: epath.Path, ids: int, facts: Mapping[str, Any], fill: Callable[[ShardWriter], None]
+) -> None:
+  """Writes a shard beside `folder` and renames it, unless another process was first.
+
+  Args:
+    folder: of the shard; its parent is there.
+    ids: how many token ids there are.
+    facts: what else shard.json says.
+    fill: adds the documents. What it raises ends the shard, of which nothing is left then.
+
+  Raises:
+    OSError: it cannot be written.
+  """
+  partial = folder.parent / f"{folder.name}.{secrets.token_hex(8)}.tmp"
+  remote = not files.is_local(folder)
+  # ArrayRecord reads object storage, but writes local files only.
+  local = pathlib.Path(tempfile.mkdtemp()) if remote else pathlib.Path(partial)
+  try:
+    local.mkdir(exist_ok=remote)
+    writer = ShardWriter(local / TOKENS, ids)
+    fill(writer)
+    index, counted = writer.finish()
+    np.save(local / INDEX, index)
+    sizes = {name: (local / name).stat().st_size for name in (TOKENS, INDEX)}
+    digest = hashlib.sha256((local / INDEX).read_bytes()).hexdigest()
+    shard = {"format": FORMAT, **facts, **counted, "sizes": sizes, "index_digest": digest}
+    files.replace(local / MANIFEST, files.json_text(shard, indent=2) + "\n")
+    _place(local, folder, remote)
+  finally:
+    if local.exists():
+      epath.Path(local).rmtree()
+
+
+def _place(local: pathlib.Path, folder: epath.Path, remote: bool) -> None:
+  if remote:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (TOKENS, INDEX, MANIFEST):  # the last of them makes it a shard
+      epath.Path(local / name).copy(folder / name, overwrite=True)
+    return
+  if not is_there(folder) and folder.exists():  # no shard, and would block the rename
+    folder.rmtree()
+  try:
+    local.rename(folder)
+  except OSError:
+    if not is_there(folder):  # another process was first: the same files give the same shard
+      raise
+
+
+def is_there(folder: epath.Path) -> bool:
+  """Returns whether a shard is complete."""
+  return (folder / MANIFEST).exists()
+
+
+def remove_partial(folder: epath.Path) -> None:
+  """Removes what killed processes have left in a folder of shards; nobody else may be writing."""
+  if files.is_local(folder):
+    for left in folder.glob("*.tmp"):
+      left.rmtree()
+
+
+# ------------------------------ reading ------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+  """A shard that is complete.
+
+  Attributes:
+    folder: its place.
+    manifest: what shard.json says.
+  """
+
+  folder: epath.Path
+  manifest: dict[str, Any]
+
+  @classmethod
+  def open(cls, folder: epath.Path) -> "Shard":
+    """Opens a shard after comparing sizes with shard.json.
+
+    Raises:
+      ValueError: a file is missing, torn or malformed; with the way out.
+    """
+    try:
+      manifest = files.read_json(folder / MANIFEST, follow=True)
+      counts = [manifest[key] for key in _COUNTS]
+      sizes = [manifest["sizes"][name] for name in (TOKENS, INDEX)]
+      if not all(type(count) is int and count >= 0 for count in (*counts, *sizes)):
+        raise ValueError("its counts are not numbers")
+      if manifest["format"] != FORMAT or manifest["width"] not in (1, 2, 4):
+        raise ValueError(f"it has the format {manifest['format']}, not {FORMAT}")
+      [*map(str, (manifest["digest"], manifest["index_digest"], manifest["masked"]))]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+      why = f"it lacks {error}" if isinstance(error, KeyError) else error
+      raise ValueError(f"{folder / MANIFEST} cannot be read ({why}); {again(folder)}") from error
+    for name in (TOKENS, INDEX):
+      path, size = folder / name, manifest["sizes"][name]
+      there = path.stat().length if path.exists() else 0
+      if there != size:
+        raise ValueError(
+          f"the shard {folder} is torn: {name} has {there} bytes, and {MANIFEST} says {size}; "
+          f"{again(folder)}"
+        )
+    return cls(folder, manifest)
+
+  @property
+  def digest(self) -> str:
+    """Of the tokens and of the documents that they make up."""
+    return f"{self.manifest['digest']} {self.manifest['index_digest']}"
+
+  def index(self) -> np.ndarray:
+    """Returns the documents, DOCUMENT [D].
+
+    Raises:
+      ValueError: they are damaged.
+    """
+    path = self.folder / INDEX
+    try:
+      content = files.read_bytes(path, most_bytes=_LARGEST_INDEX, follow=True)
+      wrong = hashlib.sha256(content).hexdigest() != self.manifest["index_digest"]
+      header = len(content) - DOCUMENT.itemsize * self.manifest["documents"]
+      if wrong or header < 0:
+        raise ValueError("its digest is not the one in shard.json")
+      return np.frombuffer(content, DOCUMENT, offset=header)
+    except (OSError, ValueError) as error:
+      raise ValueError(f"{path} cannot be read ({error}); {again(self.folder)}") from error
+
+
+def again(folder: epath.Path) -> str:
+  """Returns the way out of a shard that is damaged."""
+  return f"delete {folder} and run again to prepare it from scratch"
+
+
+class RecordError(ValueError):
+  """Records cannot be read.
+
+  Attributes:
+    records: number -> why.
+  """
+
+  def __init__(self, records: Mapping[int, str]):
+    """Takes the records."""
+    super().__init__(f"{len(records)} records cannot be read")
+    self.records = dict(records)
+
+
+class Documents:
+  """The documents of several shards, numbered through; may be read by several threads.
+
+  Attributes:
+    shards: in order.
+    index: DOCUMENT [D].
+    first_record: int64 [D + 1], the number of each document's first record.
+  """
+
+  def __init__(self, shards: Sequence[Shard]):
+    """Reads the indexes; raises ValueError for one that is damaged, or files that do not agree."""
+    self.shards = tuple(shards)
+    parts = [shard.index() for shard in self.shards]
+    self.index = np.concatenate([np.zeros(0, DOCUMENT), *parts])
+    records = -(-self.index["tokens"].astype(np.int64) // RECORD_TOKENS)
+    self.first_record = np.concatenate([[0], np.cumsum(records)])
+    counts = [shard.manifest["records"] for shard in self.shards]
+    self._first_of_shard = np.cumsum([0, *counts])
+    self._first_document = np.cumsum([0, *map(len, parts)])
+    if not np.array_equal(self.first_record[self._first_document], self._first_of_shard):
+      raise ValueError(f"the shards in {self.shards[0].folder.parent} have other records than said")
+    self.masked = bool(self.shards) and self.shards[0].manifest["masked"]
+    self._type = np.dtype(f"<u{self.shards[0].manifest['width']}" if self.shards else "<u2")
+    self._readers: dict[int, Any] = {}
+    self._lock = threading.Lock()
+
+  def __len__(self) -> int:
+    """How many documents there are."""
+    return len(self.index)
+
+  @property
+  def records(self) -> int:
+    """How many records there are."""
+    return int(self.first_record[-1])
+
+  def place(self, record: int) -> str:
+    """Returns where a record is: `document 17 of SHARD/tokens.array_record`."""
+    document = int(np.searchsorted(self.first_record, record, side="right")) - 1
+    shard = int(np.searchsorted(self._first_of_shard, record, side="right")) - 1
+    number = document - int(self._first_document[shard])
+    return f"document {number} of {self.shards[shard].folder / TOKENS}"
+
+  def sizes(self, records: np.ndarray) -> np.ndarray:
+    """Returns how many tokens each of these records has, int64 [N]."""
+    document = np.searchsorted(self.first_record, records, side="right") - 1
+    before = (records - self.first_record[document]) * RECORD_TOKENS
+    return np.minimum(self.index["tokens"][document].astype(np.int64) - before, RECORD_TOKENS)
+
+  def read(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the tokens of records, one after the other, and which of them are learned.
+
+    Args:
+      records: int64 [N], in any order.
+
+    Raises:
+      RecordError: with all of these that cannot be read.
+    """
+    sizes = self.sizes(records)
+    masks = (sizes + 7) // 8 if self.masked else np.zeros_like(sizes)
+    wanted = (sizes * self._type.itemsize + masks).tolist()
+    found: list[bytes] = [b""] * len(records)
+    bad: dict[int, str] = {}
+    shard_of = np.searchsorted(self._first_of_shard, records, side="right") - 1
+    for shard in np.unique(shard_of).tolist():
+      places = np.flatnonzero(shard_of == shard)
+      numbers = (records[places] - self._first_of_shard[shard]).tolist()
+      lengths = [wanted[place] for place in places]
+      for place, content in zip(places, self._read(shard, numbers, lengths, bad), strict=True):
+        found[place] = content
+    if bad:
+      raise RecordError(bad)
+    if not self.masked:
+      return np.frombuffer(b"".join(found), self._type), None
+    ends = (sizes * self._type.itemsize).tolist()
+    tokens = b"".join(content[:end] for content, end in zip(found, ends, strict=True))
+    trained = [
+      np.unpackbits(np.frombuffer(content, np.uint8, offset=end), count=size)
+      for content, end, size in zip(found, ends, sizes.tolist(), strict=True)
+    ]
+    none = np.zeros(0, np.uint8)
+    return np.frombuffer(tokens, self._type), np.concatenate([none, *trained]).astype(bool)
+
+  def unreadable(self, records: np.ndarray) -> dict[int, str]:
+    """Returns number -> why for those of the records that cannot be read."""
+    try:
+      self.read(records)
+    except RecordError as error:
+      return error.records
+    return {}
+
+  def _read(self, shard, numbers, lengths, bad) -> list[bytes]:
+    """Returns records of a shard by their numbers in it; notes in `bad` those that are damaged."""
+    first = int(self._first_of_shard[shard])
+    try:
+      reader = self._reader(shard)
+      found = reader.read(numbers)
+      if [*map(len, found)] == lengths:
+        return found
+    except RuntimeError:
+      pass
+    found = []
+    for number, length in zip(numbers, lengths, strict=True):  # one by one: which of them is it?
+      try:
+        [content] = self._reader(shard).read([number])
+        why = f"it has {len(content)} bytes, not {length}" if len(content) != length else ""
+      except RuntimeError as error:
+        content, why = b"", str(error).strip().partition("\n")[0]
+      if why:
+        bad[first + number] = why
+      found.append(content)
+    return found
+
+  def _reader(self, shard: int) -> Any:
+    """Returns the reader of a shard; RuntimeError where its file is damaged as a whole."""
+    with self._lock:
+      if shard not in self._readers:
+        path = str(self.shards[shard].folder / TOKENS)
+        reader = array_record_module.ArrayRecordReader(path, **_READER)
+        there, said = reader.num_records(), self.shards[shard].manifest["records"]
+        if there != said:
+          raise RuntimeError(f"{path} has {there} records, and {MANIFEST} says {said}")
+        self._readers[shard] = reader
+      return self._readers[shard]

@@ -1,0 +1,200 @@
+"""Tokenizes a unit of the files into a shard; also as a process: `-m input_pipeline.text.worker`.
+
+The process reads pickled messages from standard input, a Task and then one unit after the other,
+and answers on standard output with a line of JSON each: how far it is, that a shard is complete, or
+why it cannot be written. It ends as soon as its standard input is closed, so also when the process
+that started it is killed.
+"""
+
+import dataclasses
+import json
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from input_pipeline.text import documents, items, store, tokenizer
+
+_BATCH_DOCUMENTS, _BATCH_BYTES = 256, 2**21  # that the tokenizer gets at once
+_LONGEST = 2**32 - 2  # bytes of a document
+_NEWS_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """What is the same for all units.
+
+  Attributes:
+    folder: of the shards.
+    tokenizer: its spec.
+    digest: of the tokenizer.
+    feature: the column or key with the text.
+    limit: data.max_bad_records: with more, a unit is given up.
+  """
+
+  folder: epath.Path
+  tokenizer: str
+  digest: str
+  feature: str
+  limit: int
+
+
+class TooManyBadError(ValueError):
+  """A unit has more bad records than may be left out.
+
+  Attributes:
+    bad: (where, why) of the first.
+    count: how many were found.
+  """
+
+  def __init__(self, bad: list[tuple[str, str]], count: int):
+    """Takes them."""
+    super().__init__(f"{count} bad records, the first: {bad[0][0]}: {bad[0][1]}")
+    self.bad, self.count = bad, count
+
+
+def no_tick(documents: int, tokens: int, size: int) -> None:
+  """Takes no note of what was done."""
+
+
+def write_unit(
+  task: Task, unit: documents.Unit, encoder: tokenizer.Tokenizer, tick: Callable = no_tick
+) -> None:
+  """Writes the shard of a unit.
+
+  Args:
+    task: as of `Task`.
+    unit: of the files.
+    encoder: the tokenizer of the task.
+    tick: is called after each batch of documents, with how many documents, tokens and bytes the
+      batch had. What it raises ends the shard.
+
+  Raises:
+    TooManyBadError: more than `task.limit` records of the unit are bad.
+    OSError: a file cannot be read, or the shard not be written.
+  """
+  write(
+    task.folder / unit.id,
+    documents.read(unit, task.feature),
+    encoder,
+    limit=task.limit,
+    tick=tick,
+    facts={"files": unit.name, "feature": task.feature},
+  )
+
+
+def write(
+  folder: epath.Path,
+  read: Iterable[items.Item],
+  encoder: tokenizer.Tokenizer,
+  *,
+  limit: int,
+  facts: dict[str, Any],
+  tick: Callable = no_tick,
+) -> None:
+  """Writes documents, in order, as a shard; arguments and errors as of `write_unit`."""
+
+  def fill(shard: store.ShardWriter) -> None:
+    end = np.array([encoder.end], np.uint32)
+    for texts in _batches(_good(read, shard, limit)):
+      tokens = size = 0
+      for text, ids in zip(texts, encoder.encode(texts), strict=True):
+        shard.add(np.concatenate([ids, end]), len(text) + 1, store.content_hash(text))
+        tokens, size = tokens + len(ids) + 1, size + len(text)
+      tick(len(texts), tokens, size)
+
+  store.write_shard(folder, encoder.size, {"tokenizer": encoder.digest, **facts}, fill)
+
+
+def _good(read: Iterable[items.Item], shard: store.ShardWriter, limit: int) -> Iterator[bytes]:
+  """Yields the texts; counts documents without text, and records that are none."""
+  for document in read:
+    why = document.why
+    if document.text is not None and len(document.text) > _LONGEST:
+      why = f"it has {len(document.text):,} bytes, and at most {_LONGEST:,} can be stored"
+    if document.text is None or why:
+      shard.add_bad(document.where, why)
+      if shard.bad_count > limit:
+        raise TooManyBadError(shard.bad, shard.bad_count)
+    elif document.text:
+      yield document.text
+    else:
+      shard.add_empty()
+
+
+def _batches(texts: Iterator[bytes]) -> Iterator[list[bytes]]:
+  batch, size = [], 0
+  for text in texts:
+    batch.append(text)
+    size += len(text)
+    if len(batch) == _BATCH_DOCUMENTS or size >= _BATCH_BYTES:
+      yield batch
+      batch, size = [], 0
+  if batch:
+    yield batch
+
+
+# ------------------------------ the process ------------------------------
+
+
+def main() -> None:
+  """Answers to messages until standard input is closed."""
+  answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+  os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+  messages: queue.SimpleQueue = queue.SimpleQueue()
+  threading.Thread(target=_listen, args=(messages,), daemon=True).start()
+
+  def answer(**values: Any) -> None:
+    answers.write(json.dumps(values) + "\n")
+    answers.flush()
+
+  task = messages.get()
+  try:
+    encoder = tokenizer.load(task.tokenizer)
+    if encoder.digest != task.digest:
+      raise ValueError(f"data.tokenizer={task.tokenizer} has changed while it was used")
+    while True:
+      unit = messages.get()
+      counts = [0, 0, 0]
+      write_unit(task, unit, encoder, _telling(answer, counts))
+      answer(done=unit.id, so_far=counts)
+  except TooManyBadError as error:
+    answer(error="bad", bad=error.bad, count=error.count)
+  except OSError as error:
+    answer(error="system", text=str(error))
+  except ValueError as error:
+    answer(error="refused", text=str(error))
+
+
+def _listen(messages: queue.SimpleQueue) -> None:
+  """Passes messages on; ends this process, whatever it is doing, when there are no more."""
+  while True:
+    try:
+      messages.put(pickle.load(sys.stdin.buffer))
+    except EOFError:
+      os._exit(0)
+
+
+def _telling(answer: Callable, counts: list[int]) -> Callable[[int, int, int], None]:
+  """Returns the tick of a unit, which adds to `counts` and answers with them now and then."""
+  last = time.monotonic()
+
+  def tick(*more: int) -> None:
+    nonlocal last
+    counts[:] = [count + one for count, one in zip(counts, more, strict=True)]
+    if time.monotonic() - last > _NEWS_SECONDS:
+      last = time.monotonic()
+      answer(so_far=counts)
+
+  return tick
+
+
+if __name__ == "__main__":
+  main()
