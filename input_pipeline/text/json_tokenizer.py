@@ -63,6 +63,7 @@ class JsonTokenizer:
     self.files = {tokenizer.TOKENIZER_FILE: path, **companions}
     vocabulary = _vocabulary(self._description, path)
     self.size = max(vocabulary.values(), default=-1) + 1
+    tokenizer.check_added(path, said, vocabulary.get)
     names = {*_special_names(self._description, said.values())} & {*vocabulary}
     self.special = {name: vocabulary[name] for name in sorted(names, key=vocabulary.get)}
     self._encoder = _library(_without_special(self._description, names), path)

@@ -29,7 +29,13 @@ def load(path: epath.Path, companions: Mapping[str, epath.Path]) -> "SentencePie
       f"data.tokenizer: {path} is a SentencePiece model, which needs the library sentencepiece:"
       " pip install -r requirements-sentencepiece.txt"
     ) from error
-  return SentencePieceTokenizer(path, companions)
+  try:
+    return SentencePieceTokenizer(path, companions)
+  except (AttributeError, KeyError, TypeError) as error:
+    raise ValueError(
+      f"data.tokenizer: {', '.join(companions)} beside {path}: an unexpected form"
+      f" ({type(error).__name__}: {error})"
+    ) from error
 
 
 class SentencePieceTokenizer:
@@ -52,9 +58,11 @@ class SentencePieceTokenizer:
       raise ValueError(
         f"data.tokenizer: {path} has no id that ends a document; train it with an eos_id"
       )
-    config = {}
-    if tokenizer.CONFIG_FILE in companions:
-      config = tokenizer.read_object(companions[tokenizer.CONFIG_FILE])
+    said = {
+      name: tokenizer.read_object(p) for name, p in companions.items() if name[-5:] == ".json"
+    }
+    tokenizer.check_added(path, said, self._id_of)
+    config = said.get(tokenizer.CONFIG_FILE, {})
     bos = processor.bos_id()
     self.has_bos = bos not in (_UNUSED, self.end) and config.get("add_bos_token") is not False
     self.start = bos if self.has_bos else self.end
@@ -105,6 +113,10 @@ class SentencePieceTokenizer:
       return bytes((int(piece[1:-1], 16),))
     return piece.replace("\u2581", " ").encode()
 
+  def _id_of(self, piece):
+    id_ = self._processor.piece_to_id(piece)
+    return id_ if self._processor.id_to_piece(id_) == piece else None
+
   @functools.cached_property
   def _controls(self):
     names = sorted(self.special, key=len, reverse=True)
@@ -131,4 +143,9 @@ def _processor(content, path):
       raise ValueError("it has no pieces")
     return proto, sentencepiece.SentencePieceProcessor(model_proto=content)
   except (DecodeError, RuntimeError, ValueError) as error:
-    raise ValueError(f"data.tokenizer: {path} is not a SentencePiece model ({error})") from error
+    hint = ""
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", content):
+      hint = ", but ranks of tiktoken; use the tokenizer.json of the same model"
+    raise ValueError(
+      f"data.tokenizer: {path} is not a SentencePiece model{hint} ({error})"
+    ) from error

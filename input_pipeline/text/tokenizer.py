@@ -8,7 +8,7 @@ other characters, so that no document can end itself or open a turn of a convers
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,9 +27,10 @@ CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_FILE = "special_tokens_map.json"
 GENERATION_FILE = "generation_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+ADDED_FILE = "added_tokens.json"
 CURRENT_FILE = "current.json"
 # What may stand beside a tokenizer, and is copied with it.
-COMPANIONS = (CONFIG_FILE, SPECIAL_FILE, GENERATION_FILE, TEMPLATE_FILE)
+COMPANIONS = (CONFIG_FILE, SPECIAL_FILE, GENERATION_FILE, TEMPLATE_FILE, ADDED_FILE)
 
 
 class Tokenizer(Protocol):
@@ -235,6 +236,29 @@ def parse_object(content: bytes, path: epath.PathLike) -> dict[str, Any]:
   if not isinstance(value, dict):
     raise ValueError(f"data.tokenizer: {path} holds a {type(value).__name__}, not a JSON object")
   return value
+
+
+def check_added(
+  path: epath.PathLike, said: Mapping[str, dict[str, Any]], ids: Callable[[str], int | None]
+) -> None:
+  """Raises ValueError where files beside a tokenizer add tokens that it does not have.
+
+  Args:
+    path: of the tokenizer.
+    said: name -> content of the files beside it.
+    ids: gives the id of a token's name, None where there is none.
+  """
+  added = dict(said.get(ADDED_FILE, {}))
+  for id_, token in (said.get(CONFIG_FILE, {}).get("added_tokens_decoder") or {}).items():
+    added[token["content"]] = id_
+  differing = {name: id_ for name, id_ in added.items() if str(ids(name)) != str(id_)}
+  if differing:
+    name, id_ = next(iter(differing.items()))
+    raise ValueError(
+      f"data.tokenizer: files beside {path} add tokens that it does not have ({len(differing):,};"
+      f" the first is {name!r} with id {id_}). Write one {TOKENIZER_FILE} that has all: in Python,"
+      " `transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`"
+    )
 
 
 def copy(tokenizer: Tokenizer, folder: epath.PathLike) -> None:

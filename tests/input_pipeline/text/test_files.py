@@ -160,6 +160,27 @@ def test_a_bucket_is_read_like_a_folder(bucket, folder):
     assert stream.read() == b"x"
 
 
+def test_globs_match_the_same_in_a_bucket_as_on_disk(bucket, folder):
+  """Ours against Python's, over names that need escaping too."""
+  uri, _ = bucket
+  for name in ("x.y.txt", "x-y.txt", "+.txt", "(1).txt", "a/x/y/z.txt", "a/x/z.txt", "Ab.txt"):
+    write(folder / name, "x")
+  patterns = [
+    "*",
+    "**",
+    "**/*",
+    "*.txt",
+    "?.txt",
+    "x?y.txt",
+    "[x+]*.txt",
+    "[!x]*.txt",
+    "a/**/z.txt",
+  ]
+  patterns += ["a/*/*.txt", "**/x/*", "(*).txt", "x.y.*", "[A-Z]b.*", "*/*", "a/**", "*.[tj]*"]
+  for pattern in patterns:
+    assert names(f"{uri}/{pattern}", uri) == names(f"{folder}/{pattern}", folder), pattern
+
+
 def test_documents_of_a_bucket(bucket, folder):
   uri, _ = bucket
   lines = "".join(f'{{"text": "{n:04}"}}\n' for n in range(100))

@@ -91,6 +91,10 @@ def write(folder, files):
     ({"tokenizer.json": b'{"model": {"vocab": {"a": "b"}}}'}, r"malformed vocabulary .*whole num"),
     ({"tokenizer.json": b'{"model": {"vocab": {"a": 0}}}'}, r"library tokenizers [\d.]+ cannot re"),
     ({"tokenizer.model": b"no model"}, r"tokenizer\.model is not a SentencePiece model"),
+    (
+      {"tokenizer.model": b"IQ== 0\nIg== 1\n"},
+      r"but ranks of tiktoken; use the tokenizer\.json of",
+    ),
     ({"tokenizer.model": b""}, r"tokenizer\.model is not a SentencePiece model \(it has no pieces"),
   ],
 )
@@ -98,6 +102,44 @@ def test_what_is_no_tokenizer_is_refused_with_its_path(files, said, tmp_path):
   with pytest.raises(ValueError, match=said) as error:
     tokenizer.load(write(tmp_path, files))
   assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["json", "model"])
+@pytest.mark.parametrize(
+  ("name", "content", "differs"),
+  [
+    ("added_tokens.json", {"{end}": "{id}"}, False),
+    ("added_tokens.json", {"<new>": 40000}, True),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"{id}": {"content": "{end}"}}}, False),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": "{end}"}}}, True),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": "<new>"}}}, True),
+    ("tokenizer_config.json", {"added_tokens_decoder": [5]}, True),
+  ],
+)
+def test_tokens_that_only_files_beside_it_have_are_refused(
+  kind, name, content, differs, trained, tmp_path
+):
+  if kind == "json":
+    save(tmp_path, (trained / "tokenizer.json").read_bytes(), {"eos_token": "<|endoftext|>"})
+    end, id_ = "<|endoftext|>", 0
+  else:
+    model = MISTRAL / "mistral_instruct_tokenizer_240323.model.v3"
+    write(tmp_path, {"tokenizer.model": model.read_bytes()})
+    end, id_ = "</s>", 2
+  if name == "tokenizer_config.json":
+    content = {"eos_token": end, **content}
+  text = json.dumps(content).replace('"{id}":', f'"{id_}":').replace('"{id}"', str(id_))
+  (tmp_path / name).write_text(text.replace("{end}", end))
+  if not differs:
+    assert tokenizer.load(tmp_path).end == id_
+    return
+  said = (
+    r"unexpected form"
+    if "[5]" in text
+    else r"add tokens that it does not have \(1; the first is '<"
+  )
+  with pytest.raises(ValueError, match=said):
+    tokenizer.load(tmp_path)
 
 
 def test_a_name_of_the_hub_is_no_path(tmp_path):
