@@ -1,1 +1,1 @@
-"""What compiled programs do, read from their text, and constants of the chips that run them."""
+"""Analysis of compiled programs from their text, and constants of chips."""

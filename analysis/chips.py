@@ -1,7 +1,7 @@
 """Constants of accelerators, with sources: what MFU, `plan` and the pages read; overridable.
 
 Variants of a product differ by up to a third in their peak (H100 SXM, PCIe and NVL), so a device's
-name is matched exactly: for a name that is not in the table no MFU is reported, rather than a wrong
+name is matched exactly: for a name that is not in the table, no MFU is reported rather than a wrong
 one. Peaks are dense; data sheets that give sparse ones state twice as much. The numbers in brackets
 are those of `SOURCES`. They differ by up to 15 % on v5p's memory bandwidth and on the links between
 chips. TPU names are from JAX's `mesh_utils`, GPU names as the CUDA driver reports them.
@@ -29,14 +29,14 @@ class Chip:
     slow_bandwidth: bytes per second of a device to those beyond the slice or the machine.
     flops: dense bfloat16 operations per second.
     device_kinds: what JAX's `device_kind` may be, in lower case.
-    latency: seconds that a collective takes besides its bytes and hops.
-    torus: dims of a TPU's torus; 0 for GPUs, whose switch joins all devices of a machine.
-    devices_per_chip: JAX devices that a chip is.
-    wraps: of three dims, the side of a cube whose multiples have wraparound links; of two dims, the
-      size of an axis that has them.
-    machine: devices that a switch joins, where there is no torus.
-    network: what joins the devices of a machine, where there is no torus.
-    source: of the numbers but `flops`.
+    latency: seconds of a collective in addition to its bytes and hops.
+    torus: dims of a TPU's torus; 0 for GPUs, where a switch connects all devices of a machine.
+    devices_per_chip: JAX devices per chip.
+    wraps: for three dims, the side of a cube whose multiples have wraparound links; for two dims,
+      the size of an axis that has them.
+    machine: number of devices connected by a switch, if there is no torus.
+    network: the link between devices of a machine, if there is no torus.
+    source: of the numbers except `flops`.
     flops_source: of `flops`.
   """
 
@@ -186,7 +186,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-  """What share of a constant a program reaches, and fixed losses; the same for all chips.
+  """The achieved shares of the constants, and fixed overheads; the same for all chips.
 
   Attributes:
     matmul: of the operations per second, in matmuls as large as a model's.
@@ -222,7 +222,7 @@ def overridden(text: str) -> tuple[dict[str, Chip], Rates]:
     text: `matmul=0.7,v5p.hbm_bandwidth=2.6e12`; "" changes nothing.
 
   Raises:
-    ValueError: a constant that there is not, or a value that is no positive number.
+    ValueError: an unknown constant, or a value that is not a positive number.
   """
   chips, rates = dict(CHIPS), Rates()
   for item in filter(None, text.split(",")):
@@ -240,7 +240,7 @@ def overridden(text: str) -> tuple[dict[str, Chip], Rates]:
 
 def _positive(name: str, value: str) -> float:
   if not re.fullmatch(r"([0-9]+[.]?[0-9]*|[.][0-9]+)(e[+-]?[0-9]+)?", value) or not float(value):
-    raise ValueError(f"planning.constants: {name}={value!r} is no positive number")
+    raise ValueError(f"planning.constants: {name}={value!r} is not a positive number")
   return float(value)
 
 

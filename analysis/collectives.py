@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: what is sent along which mesh axes, and how often."""
+"""The collectives of a compiled program: kind, mesh axes, payload and number of runs."""
 
 import dataclasses
 import functools
@@ -36,20 +36,20 @@ class Collective:
     axes: the mesh axes along which the devices of a group differ, in the mesh's order.
     bytes: the payload V of one run, per device: the larger of all operands and all results,
       summed over the elements of a tuple. That is the reduced array for all-reduce, the
-      gathered one for all-gather, the one before scattering for reduce-scatter, everything a
-      device holds before (and after) for all-to-all, what it sends for collective-permute and
+      gathered one for all-gather, the one before scattering for reduce-scatter, a device's full
+      input (or output) for all-to-all, what it sends for collective-permute and
       collective-broadcast. In a ring of n devices each sends V (n - 1) / n in all-gather,
       reduce-scatter and all-to-all, and twice that in all-reduce.
     count: runs per execution of the program: the product of the trip counts of the loops
-      around it. None where such a loop's trip count is not in the text. Each branch of a
-      conditional counts as if it were taken, so that there it is an upper bound.
-    source: `op_name (file:line)` of the line that it came from, as far as the text has it
-      or, where it says nothing, of the fusion or loop around it.
+      around it. None if such a loop's trip count is not in the text. Each branch of a conditional
+      counts as if it were taken, so that there it is an upper bound.
+    source: `op_name (file:line)` of its source line, as far as the text has it, else of the fusion
+      or loop around it.
     whole: whether every group is a full product of `axes`. False for, say, pairs within an
       axis of 4: `axes` then names the axes that vary. The group of a permute is the set of
       devices that its pairs connect.
-    arrays: how many arrays one run carries. XLA combines small collectives, some of its versions
-      others than others; how many arrays travel does not depend on that.
+    arrays: number of arrays of one run. XLA combines small collectives, differently in each
+      version; the number of arrays does not depend on that.
     groups: the devices of each group, by their places in `mesh.devices.flat`.
   """
 
@@ -67,8 +67,8 @@ class Collective:
 class Row(NamedTuple):
   """Collectives of one kind along the same axes.
 
-  `count` and `bytes` are runs and payload bytes per device of one execution of the program. In
-  the row of those whose count is not known, count is None and each one's bytes count once.
+  `count` and `bytes` are runs and payload bytes per device of one execution of the program. In the
+  row of collectives with an unknown count, count is None and the bytes of each count once.
   """
 
   kind: str
@@ -84,9 +84,8 @@ def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
   """Returns the collectives that one execution of a compiled program runs, in program order.
 
   Each instruction reached from ENTRY appears once, whatever calls it; an asynchronous pair
-  counts at its start. Those in which no device speaks to another one are left out. Transfers
-  between TPU slices count at their send. Other sends, and what is inside custom kernels, are not
-  seen.
+  counts at its start. Those without communication between devices are omitted. Transfers between
+  TPU slices count at their send. Other sends, and collectives inside custom kernels, are not seen.
 
   Args:
     hlo_text: optimized HLO, `jitted.lower(...).compile().as_text()`.
@@ -94,8 +93,8 @@ def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
       `mesh.devices.flat`, not device ids.
 
   Raises:
-    ValueError: no HLO program, device groups or element types that are not known, or ids that
-      this mesh does not have.
+    ValueError: not an HLO program, unknown device groups or element types, or ids that this mesh
+      does not have.
   """
   program = hlo.parse(hlo_text)
   found: dict[tuple[str, str], Collective] = {}
@@ -115,7 +114,7 @@ def _runs(program: hlo.Program):
   speaking: dict[str, bool] = {}
 
   def speaks(name: str) -> bool:
-    """Whether there is a collective below: the others need no loops understood."""
+    """Returns whether there is a collective below; other loops need not be parsed."""
     if name not in speaking:
       speaking[name] = any(
         _kind(i) or any(map(speaks, i.called()))
@@ -159,7 +158,7 @@ def _kind(instruction: hlo.Instruction) -> str | None:
   return kind if kind in KINDS else None
 
 
-# What programs for several TPU slices hand to the runtime that joins them.
+# Transfers that programs for several TPU slices delegate to the runtime.
 _BETWEEN_SLICES = {
   "ALL_REDUCE": "all-reduce",
   "ALL_GATHER": "all-gather",
@@ -170,7 +169,7 @@ _BETWEEN_SLICES = {
 
 
 def _over_slices(instruction: hlo.Instruction) -> str | None:
-  """Returns the kind of a transfer between slices, which is a send in a program."""
+  """Returns the collective that a transfer between slices implements; in a program it is a send."""
   found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
   if found is None:
     return None
@@ -225,10 +224,10 @@ def _payload(computation: hlo.Computation, instruction: hlo.Instruction) -> int:
 
 
 def _groups(instruction: hlo.Instruction, device_count: int) -> list[Sequence[int]]:
-  """Returns the groups of positions that speak to each other.
+  """Returns the groups of positions that communicate.
 
   Raises:
-    ValueError: a syntax that is none of those known.
+    ValueError: an unknown syntax.
   """
   attributes = instruction.settings
   if pairs := re.search(r"\bsource_target_pairs=(\{.*?\}\}|\{\})", attributes):
@@ -302,7 +301,7 @@ def _mesh_groups(mesh: str, ids: str | None, axes: str) -> list[list[int]]:
 
 
 def _connected(pairs: Iterable[Sequence[int]]) -> list[list[int]]:
-  """Returns the sets of devices that pairs (source, target) connect; a copy to itself is none."""
+  """Returns the sets of devices connected by pairs (source, target), ignoring copies to itself."""
   groups: list[set[int]] = []
   for pair in (pair for pair in pairs if pair[0] != pair[1]):
     touched = [group for group in groups if group & set(pair)]
@@ -356,8 +355,8 @@ def format_summary(rows: Sequence[Row]) -> str:
   all-gather  tensor   ? x  512.0 KiB
   total               12              =   14.4 MiB
   ```
-  A count that is not known is `?`, its bytes are those of one run of each, and the total
-  leaves it out. Without collectives the text is `no collectives`.
+  An unknown count is `?`, its bytes are those of one run of each, and the total excludes it.
+  Without collectives the text is `no collectives`.
   """
   if not rows:
     return "no collectives"

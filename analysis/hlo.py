@@ -1,9 +1,9 @@
-"""Reads the text of a compiled program (optimized HLO) as far as counting its parts needs it.
+"""Parses the text of a compiled program (optimized HLO), as far as cost analysis needs it.
 
 A program is a set of computations, one of them ENTRY; an instruction may call others (fusions,
-loops, branches). `Frame` is a place on the way from ENTRY to a computation, so that a loop's
-bounds can be followed to where they are constants. Source: the grammar that XLA prints, read
-from jax 0.10.2 and 0.12 on CPU and from their compilers for TPU.
+loops, branches). A `Frame` is a computation with its chain of callers from ENTRY, so that a loop's
+bounds can be followed to constants. Source: the grammar that XLA prints, as observed with jax
+0.10.2 and 0.12 on CPU and with their compilers for TPU.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-# Bits per element. Packed types count what they carry, although some backends store wider.
+# Bits per element. Packed types count their logical size, although some backends store them wider.
 BITS = {
   "pred": 8,
   **{f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)},
@@ -73,7 +73,7 @@ class Computation:
   root: str
 
   def operand_shapes(self, instruction: Instruction) -> list[str]:
-    """Returns the shapes of what an instruction of this computation takes.
+    """Returns the shapes of the operands of an instruction of this computation.
 
     Raises:
       ValueError: an operand that is not defined here, and whose shape the text does not repeat.
@@ -140,7 +140,7 @@ def parse(text: str) -> Program:
 
 
 def _whole(lines: Iterable[str]) -> Iterator[str]:
-  """Yields the lines; one for an instruction whose attributes go over several, as of a kernel."""
+  """Yields the lines, joining those of an instruction whose attributes span several."""
   parts: list[str] = []
   for line in lines:
     if parts or (" = " in line and line.endswith("{")):
@@ -175,7 +175,7 @@ def _close(text: str, start: int) -> int:
 
 
 def split(text: str) -> list[str]:
-  """Splits at the commas that are outside of brackets and strings."""
+  """Splits at the commas outside brackets and strings."""
   text, parts, depth, start = re.sub(r"/\*.*?\*/", "", text), [], 0, 0
   for bracket in _BRACKET.finditer(text):
     depth += (bracket[0] in "([{") - (bracket[0] in ")]}")
@@ -209,7 +209,7 @@ def _sources(lines: list[str]) -> dict[str, str]:
 
 
 def source(program: Program, attributes: str) -> str:
-  """Returns `op_name (file:line)` from an instruction's metadata, as much of it as there is."""
+  """Returns `op_name (file:line)` from an instruction's metadata, as far as available."""
   name = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', attributes)
   file = re.search(r'\bsource_file="((?:[^"\\]|\\.)*)"', attributes)
   line = re.search(r"\bsource_line=(\d+)", attributes)
@@ -228,7 +228,7 @@ def shape_bytes(shape: str) -> int:
   A dim printed as `<=8` (dynamic) counts at its bound. Sub-byte arrays are rounded up to bytes.
 
   Raises:
-    ValueError: an element type that this table does not know.
+    ValueError: an element type that is not in this table.
   """
   total = 0
   for dtype, dims in _ARRAY.findall(shape):
@@ -247,8 +247,8 @@ def elements(shape: str) -> list[str]:
 def tiled_bytes(shape: str) -> int:
   """Returns the bytes that an array takes with its tiles filled up: `f32[3,192]{1,0:T(8,128)}`.
 
-  The layout lists dims from the minor one on; the last numbers of a tile are of the minor dims. A
-  shape without a layout or tiles takes its own bytes.
+  The layout lists dims from minor to major; the last numbers of a tile are for the minor dims. A
+  shape without a layout or tiles is not padded.
   """
   found = _TILED.match(shape)
   if found is None:
@@ -279,10 +279,10 @@ def entry_parameters(program: Program) -> dict[str, str]:
 
 
 def trip_count(program: Program, frame: Frame, loop: Instruction) -> int | None:
-  """Returns how often the body of a `while` in `frame` runs, or None where the text does not say.
+  """Returns how often the body of a `while` in `frame` runs, or None if the text does not show it.
 
-  It is XLA's `known_trip_count` where printed; else it follows from the condition, a comparison
-  of a counter with a constant, the counter's start and the constant added to it in the body.
+  It is XLA's `known_trip_count` if printed; else it follows from the condition, a comparison of a
+  counter with a constant, the counter's start and the constant added to it in the body.
   """
   if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
     return int(known[1])
@@ -337,7 +337,7 @@ def _start(program: Program, loop_frame: Frame, index: int) -> int | None:
     return value and value[1]
   while outer.site is not None and outer.site.opcode != "while":
     outer = outer.caller
-  # A value that an enclosing loop only hands on is what that loop started with.
+  # A value that an enclosing loop only passes through is that loop's initial value.
   if outer.site is None or _step(program, outer, value[0]) != 0:
     return None
   start = _start(program, outer, value[0])

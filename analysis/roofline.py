@@ -1,7 +1,7 @@
-"""What a compiled program does on one device: operations and bytes of each instruction.
+"""Roofline costs of a compiled program on one device: FLOPs and bytes of each instruction.
 
-An instruction takes the longer of its operations at the rate of matmuls and its bytes at the rate
-of the memory (Williams et al. 2009, doi:10.1145/1498765.1498785).
+An instruction takes the longer of its FLOPs at the peak rate and its bytes at the HBM bandwidth
+(Williams et al. 2009, doi:10.1145/1498765.1498785).
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 
 from analysis import hlo
 
-# Instructions that move nothing: names for what is there.
+# Instructions that move nothing: other names for existing arrays.
 FREE = frozenset(
   [
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "iota", "domain"),
@@ -22,41 +22,41 @@ FREE = frozenset(
   ]
 )
 _ON_CHIP = re.compile(r"S\([1-9]\)")  # the memory space of a layout: not the device's main one
-# Kernel -> its matmuls: the scores (again), and what is made of them.
+# Kernel -> its matmuls: the scores (recomputed), and those of the scores.
 _PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What an instruction does when it runs once.
+  """The cost of one run of an instruction.
 
   Attributes:
-    flops: operations of its matmuls; other arithmetic is bound by HBM bandwidth.
-    bytes: read and written in the device's memory.
+    flops: of its matmuls; other arithmetic is bound by HBM bandwidth.
+    bytes: read from and written to HBM.
   """
 
   flops: float
   bytes: float
 
   def __add__(self, other: "Work") -> "Work":
-    """Returns both."""
+    """Returns the sum."""
     return Work(self.flops + other.flops, self.bytes + other.bytes)
 
   def __mul__(self, runs: int) -> "Work":
-    """Returns what several runs do."""
+    """Returns the cost of several runs."""
     return Work(self.flops * runs, self.bytes * runs)
 
 
 class Costs:
-  """Computes what instructions cost; what a computation costs inside, once."""
+  """Computes the costs of instructions, caching those of computations."""
 
   def __init__(self, program: hlo.Program):
     self._program = program
     self._flops = functools.cache(self._flops_of)
 
   def work(self, computation: hlo.Computation, instruction: hlo.Instruction) -> Work:
-    """Returns what one run does."""
+    """Returns the cost of one run."""
     if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
       return Work(0, 0)
     flops = self._own_flops(computation, instruction)
@@ -79,7 +79,7 @@ class Costs:
     return sum(self._own_flops(computation, instruction) for instruction in inside)
 
   def _bytes(self, computation: hlo.Computation, instruction: hlo.Instruction) -> float:
-    """Returns what is read and written; of a slice of a larger array, the slice alone."""
+    """Returns the bytes read and written; for a slice of a larger array, only the slice."""
     opcode, result = instruction.opcode, _moved(instruction.shape)
     if opcode in ("dynamic-slice", "slice", "gather"):
       return 2.0 * result
@@ -102,7 +102,7 @@ class Costs:
 
 
 def _written(inner: hlo.Computation, name: str, shape: str) -> int:
-  """Returns how many bytes a fusion writes of one of its results: a slice, where it updates one."""
+  """Returns the bytes that a fusion writes of a result: only a slice, if it updates one."""
   found = inner.instructions[name]
   while found.opcode in ("bitcast", "copy"):
     found = inner.instructions[found.operand_names[0]]
@@ -112,13 +112,13 @@ def _written(inner: hlo.Computation, name: str, shape: str) -> int:
 
 
 def _moved(shape: str) -> int:
-  """Returns the bytes of a shape, but for parts of it in on-chip memory."""
+  """Returns the bytes of a shape, except those in on-chip memory."""
   parts = hlo.elements(shape) or [shape]
   return sum(hlo.shape_bytes(part) for part in parts if not _ON_CHIP.search(part))
 
 
 def _read(inner: hlo.Computation, index: int) -> float:
-  """Returns how many bytes of a parameter a fusion reads: slices, where it takes only those."""
+  """Returns the bytes of a parameter that a fusion reads: only slices, if it takes only those."""
   [name] = [
     i.name
     for i in inner.instructions.values()
@@ -157,10 +157,10 @@ def _dot(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
 
 
 def _convolution(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
-  """Returns the operations of a convolution, which is what matmuls are in a TPU's program.
+  """Returns the FLOPs of a convolution; in a TPU's program matmuls are convolutions.
 
-  Of its windows only those places count that fall on the input and not between its dilated
-  elements or on its padding: a batch dim is written as a window of which all but one do.
+  Only window positions on input elements count, not those on dilation gaps or padding: a batch dim
+  is expressed as a window of which only one position is on an element.
   """
   left, right = map(_sizes, computation.operand_shapes(instruction))
   result = _sizes(instruction.shape)
@@ -184,9 +184,9 @@ def _convolution(computation: hlo.Computation, instruction: hlo.Instruction) -> 
 
 
 def _kernel(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
-  """Returns the operations of splash attention; 0 of what else is called.
+  """Returns the FLOPs of splash attention; 0 for other kernels.
 
-  Of its blocks, those on and below the diagonal are computed.
+  Only blocks on and below the diagonal are computed.
   """
   products = [n for name, n in _PRODUCTS.items() if instruction.name.startswith(name)]
   if not products:
@@ -202,7 +202,7 @@ def _part(value: str, place: int) -> str:
 
 
 def _valid(size: int, kernel: int, result: int, window: dict[str, str]) -> int:
-  """Returns how many pairs of a result and a place of the kernel fall on an element."""
+  """Returns the number of pairs of an output and a window position that are on an element."""
   stride, low = int(window.get("stride", 1)), int(window.get("pad", "0_0").split("_")[0])
   apart, spread = int(window.get("lhs_dilate", 1)), int(window.get("rhs_dilate", 1))
   at = np.arange(result)[:, None] * stride - low + np.arange(kernel)[None] * spread

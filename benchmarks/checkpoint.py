@@ -1,33 +1,33 @@
-r"""What checkpoints cost: seconds blocked, bytes per second, seconds to a first step, slower steps.
+r"""The cost of checkpoints: seconds blocked, bytes per second, time to a first step, slower steps.
 
   python -m benchmarks.checkpoint [--parts=start,loop,disk] [--repeats=9] [--mebibytes=384]
     [--devices=1] [--config=configs/dp4_tp2.py] [--starts=5] [--pairs=3] [--folder=DIR]
 
 start: seconds from the command to the first step, of runs of main.py that restore a checkpoint and
-of runs that start anew, in turns. A run before them has filled the compilation cache.
+of runs from scratch, alternating. A run before them has filled the compilation cache.
 
 loop: seconds per step of runs of main.py that save every 20 steps, from step 20, before its save,
-to step 120, so that five saves are in it. They are compared in two ways: with runs that save only
-at the end, in turns; and within the runs themselves, the 10 steps after each save with the 10
-before it and the 10 that follow. Only the second counts: on 2 cores that others use, runs of a
-minute differ by tens of percent, neighbouring laps much less.
+to step 120, which includes five saves. They are compared in two ways: with runs that save only at
+the end, alternating; and within the runs, the 10 steps after each save with the 10 before it and
+the 10 that follow. Only the second counts: on 2 cores that others use, runs of a minute differ by
+tens of percent, neighbouring laps much less.
 
 disk: the state of an AdamW run, float32, random, `mebibytes` in all, split over the devices. A save
-is timed from the call until it is committed, blocked is the part of it that the caller waits;
-`dd conv=fsync` writes as many bytes to the same folder, in turns with it. Both are synced to the
-disk. The ratio is the median of each pair's. A save has a fixed cost (some twenty small files, each
-synced, and the removal of the save before), which a small state does not outweigh.
+is timed from the call until it is committed; blocked is the part that the caller waits. `dd
+conv=fsync` writes as many bytes to the same folder, alternating with it. Both are synced to the
+disk. The ratio is the median over the pairs. A save has a fixed cost (some twenty small files, each
+synced, and the removal of the previous save), which dominates for a small state.
 
 A virtual machine may get its memory from the host only when it is touched (measured: 2 s per GiB,
-all of it in the kernel). Whoever writes first pays for the pages that the file and its copy lie in
-before they reach the disk, be it a save or dd. So memory is touched before each pair; the first
-save and the first dd, without that, are printed apart: a process sees them so.
+all of it in the kernel). The first writer, a save or dd, pays for the pages of the file and its
+copy. So memory is touched before each pair; the first save and the first dd, without that, are
+printed separately: that is what a process sees.
 
-Restores are timed with the digests of all files compared before (checkpoint.verify=full) and
-without (off), in turns; the files lie in the page cache.
+Restores are timed with verification of all files (checkpoint.verify=full) and without (off),
+alternating; the files are in the page cache.
 
-Exits with 1 where a save reaches less than half of dd's bytes per second, or where saving slows
-the steps by 5 % or more.
+Exits with 1 if a save reaches less than half of dd's bytes per second, or if saving slows the steps
+by 5 % or more.
 """
 
 import json
@@ -112,9 +112,11 @@ def _start(folder):
 
 
 def first_step(text, *, restored):
-  """Returns the seconds to the first step that a run has printed; it must have begun as told."""
+  """Returns the seconds to the first step that a run has printed; checks how it has started."""
   if ("resumes from the checkpoint of step 1" in text) != restored:
-    raise RuntimeError(f"this run was to {'restore' if restored else 'start anew'}:\n{text}")
+    raise RuntimeError(
+      f"this run was to {'restore' if restored else 'start from scratch'}:\n{text}"
+    )
   return float(re.search(r"first step finished ([\d.]+) s after the command", text)[1])
 
 
@@ -139,7 +141,7 @@ def _loop(folder):
   for every, found in means.items():
     print(f"  saving {f'every {every}' if every else 'at the end'}: {_spread(found, 0)}")
   slowdown, within = _ratio(means[EVERY], means[0]), slowdown_within(laps[EVERY])
-  print(f"  slowdown {within:.3f} (laps beside laps), {slowdown:.3f} (runs beside runs)")
+  print(f"  slowdown {within:.3f} (between laps), {slowdown:.3f} (between runs)")
   return within < MOST_SLOWDOWN
 
 

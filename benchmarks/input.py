@@ -1,4 +1,4 @@
-r"""Tokens per second of the input pipeline beside a bare Grain loop over the same rows.
+r"""Tokens per second of the input pipeline compared with a bare Grain loop over the same rows.
 
   python -m benchmarks.input [--sequence_length=512] [--global_batch_size=64] [--data_dir=DIR]
 

@@ -1,4 +1,4 @@
-r"""A Llama-style decoder on CPUs beside the plain hand-written step: `ratio R` for each mesh.
+r"""A Llama-style decoder on CPUs compared with a plain hand-written step: `ratio R` per mesh.
 
   python -m benchmarks.llama_cpu [--steps=3] [--rounds=8]
 
@@ -6,7 +6,7 @@ r"""A Llama-style decoder on CPUs beside the plain hand-written step: `ratio R` 
 sequence 256, global batch 16, float32, no rematerialization, AdamW; on one device, fsdp=8, data=8
 and data=4 x tensor=2. Method and reference are those of benchmarks/step_overhead.py.
 
-Exits with 1 where a ratio is above 1.00 (rounded), or two losses differ.
+Exits with 1 if a ratio is above 1.00 (rounded), or two losses differ.
 """
 
 from absl import app, flags

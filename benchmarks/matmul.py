@@ -1,16 +1,16 @@
-r"""A batch of matrix products three ways: NumPy, one device, all devices. Prints a table.
+r"""A batch of matmuls by NumPy, on one device and on all devices. Prints a table.
 
   python -m benchmarks.matmul [--batch=8] [--size=4096] [--repeats=3]
 
 C[b] = X[b] @ Y[b] for b in 0..batch-1, float32, each matrix size x size. On one device and on all
-of them the product is `jax.jit`'s, at the highest precision, with the arrays laid out beforehand;
-over all devices the batch is split and nothing is sent, which the compiled text must show. Times
-are the best of `repeats` runs after one to warm up. The products must equal NumPy's to rounding,
+of them the matmul is compiled by `jax.jit`, at the highest precision, with arrays placed
+beforehand; over all devices the batch is split, and the compiled text must show no communication.
+Times are the best of `repeats` runs after a warm-up. The results must equal NumPy's up to rounding,
 or the exit code is 1.
 
 The default size is 4096 on an accelerator and 2048 on a CPU, where 4096 takes a minute or more.
-Where there is no accelerator, 8 CPU devices are simulated (--devices): they share the cores, and
-XLA already uses all cores for one device, so no speed-up is to be expected there.
+Without an accelerator, 8 CPU devices are simulated (--devices): they share the cores, and XLA
+already uses all cores for one device, so no speed-up is expected there.
 """
 
 import os
@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from partitioning.mesh import make_mesh
 from runtime import devices
 
-_BATCH = flags.DEFINE_integer("batch", 8, "Products; a multiple of the devices.", 1)
+_BATCH = flags.DEFINE_integer("batch", 8, "Matmuls; a multiple of the devices.", 1)
 _SIZE = flags.DEFINE_integer("size", None, "Rows and columns of a matrix.", 1)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Timed runs; the best counts.", 1)
 _DEVICES = flags.DEFINE_integer("devices", -1, "Devices; -1 for all there are, or 8 simulated.")
@@ -36,7 +36,7 @@ _SIMULATE = flags.DEFINE_bool(
   "simulate", False, "Use simulated CPU devices even if there is a GPU or TPU."
 )
 
-# Relative L2 to NumPy's product: float32's rounding over sums of thousands of terms.
+# Relative L2 distance to NumPy's result: float32 rounding of sums of thousands of terms.
 TOLERANCE = 1e-5
 COMMUNICATION = re.compile(
   r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-|\b(send|recv)\("
@@ -54,7 +54,7 @@ def best_seconds(function, *operands) -> float:
 
 
 def compile_product(sharding: jax.sharding.Sharding, shape: tuple[int, ...]):
-  """Returns the product compiled for operands and result that lie as `sharding` says."""
+  """Returns the matmul compiled for operands and result with this sharding."""
   operand = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
   def product(x, y):

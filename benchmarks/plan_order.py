@@ -1,12 +1,12 @@
-r"""Whether `plan` orders meshes as their measured step times do, on simulated CPU devices.
+r"""Compares the order of predicted and measured step times of meshes, on simulated CPU devices.
 
   python -m benchmarks.plan_order [--rounds=5]
 
 A decoder of 4 layers and width 256 on a dozen meshes of 8 devices. Each is planned by its compiled
-program, then its steps are timed, all meshes in turns. Prints seconds foretold and measured,
-Spearman's rank correlation of the two, and of the pairs of meshes that were measured at least 10 %
-apart (the others change places from run to run) the share that was foretold in the same order;
-exits with 1 where that is below 0.8.
+program, then its steps are timed, alternating between meshes. Prints predicted and measured
+seconds, Spearman's rank correlation of the two, and the share of pairs predicted in the right
+order, among those measured at least 10 % apart (the order of others varies from run to run); exits
+with 1 if that is below 0.8.
 """
 
 import itertools
@@ -85,19 +85,19 @@ def main(argv: list[str]) -> int:
   steps = [stepper(one.job) for one in plans]
   seconds = [[step() for step in steps] for _ in range(ROUNDS.value)]
   measured = [statistics.median(column) for column in zip(*seconds, strict=True)]
-  foretold = [one.step_seconds[1] for one in plans]
+  predicted = [one.step_seconds[1] for one in plans]
   for mesh, said, took in sorted(
-    zip(MESHES, foretold, measured, strict=True), key=lambda row: row[2]
+    zip(MESHES, predicted, measured, strict=True), key=lambda row: row[2]
   ):
     name = " x ".join(f"{axis}={size}" for axis, size in mesh.items())
-    print(f"{name:<32} foretold {said:6.3f} s  measured {took:6.3f} s  ratio {said / took:.2f}")
-  print(f"rank correlation {float(np.corrcoef(ranks(foretold), ranks(measured))[0, 1]):.2f}")
+    print(f"{name:<32} predicted {said:6.3f} s  measured {took:6.3f} s  ratio {said / took:.2f}")
+  print(f"rank correlation {float(np.corrcoef(ranks(predicted), ranks(measured))[0, 1]):.2f}")
   right = [
-    foretold[slow] > foretold[fast]
+    predicted[slow] > predicted[fast]
     for fast, slow in itertools.permutations(range(len(MESHES)), 2)
     if measured[slow] >= APART * measured[fast]
   ]
-  print(f"of {len(right)} pairs at least 10 % apart, {sum(right)} were foretold in that order")
+  print(f"of {len(right)} pairs at least 10 % apart, {sum(right)} were predicted in that order")
   return 0 if sum(right) >= LEAST * len(right) else 1
 
 

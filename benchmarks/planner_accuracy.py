@@ -37,7 +37,7 @@ class Row:
     rematerialization: of `training.rematerialization`.
     published: tokens per second and device.
     mfu: as published, with what it counts of attention.
-    differs: in what the published run was set otherwise.
+    differs: how the settings of the published run differ.
   """
 
   model: str

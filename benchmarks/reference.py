@@ -1,4 +1,4 @@
-"""A decoder, an MLP and their train step as one would write them by hand: jax, optax, plain dicts.
+"""Plain reference implementations of a decoder, an MLP and their train step: jax, optax, dicts.
 
 What the application's speed and losses are measured against, so it imports nothing of it. Each
 model is a table of PartitionSpecs, a function that draws nothing, and a loss; `compile_step` is

@@ -1,12 +1,12 @@
-"""How long the rendezvous of a run's processes takes, on one machine.
+"""The time of a rendezvous of many processes, on one machine.
 
 python -m benchmarks.rendezvous [--counts=2,64,1024,4096] [--drivers=8]
 
-Process 0 is this one, and calls what a run calls. The others are threads of a few driver processes,
-each with a socket of its own and the calls of a run, since no single machine holds thousands of
-processes. So the numbers are those of the rendezvous without the start of any process; they include
-what the other side costs, on the same cores. Printed are the seconds from when the others begin
-until the last has its answer.
+This process is process 0, and makes the calls of a run. The others are threads of a few driver
+processes, each with its own socket and the calls of a run, since no single machine can run
+thousands of processes. So the numbers are those of the rendezvous without starting any process;
+they include the cost of the other side, on the same cores. It prints the seconds from when the
+others begin until the last has its answer.
 """
 
 import argparse
@@ -33,12 +33,12 @@ _STACK_BYTES = 2**18
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-  """A rendezvous: how long it took, and what went wrong.
+  """The time and the errors of a rendezvous.
 
   Attributes:
     seconds: from when the others began until all had their answer.
     wrong: index -> what it raised.
-    keys: that the processes have got; one where all went well.
+    keys: that the processes have received; a single one in case of success.
   """
 
   seconds: float
@@ -54,14 +54,14 @@ def meet(
   late_seconds: float = 0.0,
   mute: int = 0,
 ) -> Meeting:
-  """Lets so many processes meet, and returns what became of it.
+  """Runs a rendezvous of `count` processes, and returns its result.
 
   Args:
-    count: how many.
-    drivers: the processes that play all but process 0.
-    late: indices of those that come late.
-    late_seconds: by so much.
-    mute: connections of others, which say nothing.
+    count: number of processes.
+    drivers: the processes that simulate all except process 0.
+    late: indices of those that arrive late.
+    late_seconds: their delay.
+    mute: number of further connections that send nothing.
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -116,7 +116,7 @@ def meet(
 def _play(
   address: str, count: int, indices: Sequence[int], late=frozenset(), late_seconds: float = 0.0
 ) -> tuple[dict[int, str], set[str]]:
-  """Takes part as several processes; returns what each that failed has raised, and their keys."""
+  """Simulates several processes; returns the errors of those that failed, and their keys."""
   wrong, keys = {}, set()
 
   def one(index: int) -> None:
@@ -138,7 +138,7 @@ def _play(
 
 
 def _say_nothing(address: str, mute: int, over: threading.Event) -> None:
-  """Holds connections until it is over; every other one has sent half a line."""
+  """Keeps connections open to the end; every other one has sent half a line."""
   host, port = listening.split(address)
   held: list[socket.socket] = []
   while len(held) < mute and not over.is_set():
@@ -146,7 +146,7 @@ def _say_nothing(address: str, mute: int, over: threading.Event) -> None:
       held.append(socket.create_connection((host, port), timeout=5))
       if len(held) % 2:
         held[-1].sendall(b"0" * 30)
-    except OSError:  # nobody listens yet
+    except OSError:  # nothing listens yet
       over.wait(0.01)
   over.wait()
   for one in held:

@@ -1,4 +1,4 @@
-r"""The application's training loop against a plain hand-written one: `ratio R` for each case.
+r"""The application's training loop compared with a plain hand-written one: `ratio R` per case.
 
   python -m benchmarks.step_overhead [--cases=lm:dp8,lm:fsdp8,mlp_tutorial:dp4_tp2]
     [--steps=10] [--rounds=8]
@@ -9,16 +9,15 @@ optimizer and batches, its step returning what ours does (the next state, the lo
 the gradients), its batches on the devices before it begins. Both start from the same parameters,
 and must end with the same loss.
 
-Method: they take turns of `steps` steps each, `rounds` times, so that a drift of the machine hits
-both: the compiled step that the loop is given lets the reference run before every turn of the
-loop. A turn of ours lasts from the moment that it gets the machine back to the moment when it
-asks for the step after its last, so all that the loop does between steps is in it. What is built
-and compiled before, and the first and the last step, are not. R is the median, over the rounds,
-of ours / reference; the milliseconds are the medians of the two. On a machine that others use,
-single turns differ by tens of percent: take more rounds, and look at the ratio of the processor
-time that both used on the way, which the line gives last (on an accelerator it says little).
+Method: they alternate in turns of `steps` steps, `rounds` times, so that a drift of the machine
+affects both: the compiled step given to the loop runs the reference before every turn of the loop.
+A turn of the loop lasts until it asks for the step after its last, so it includes all work between
+steps. Setup, compilation, and the first and the last step are excluded. R is the median over the
+rounds of ours / reference; the milliseconds are the medians of the two. On a shared machine single
+turns differ by tens of percent: use more rounds, and look at the ratio of CPU times at the end of
+the line (on an accelerator it says little).
 
-Exits with 1 where a ratio is above 1.03 or two losses differ.
+Exits with 1 if a ratio is above 1.03 or two losses differ.
 """
 
 import contextlib
@@ -67,10 +66,10 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 class Turns:
-  """Hands the machine to the reference and back while the loop believes that it runs alone."""
+  """Alternates between the loop and the reference, without the loop's knowledge."""
 
   def __init__(self, run_reference):
-    """Takes a function: it runs the next turn of the reference to its end."""
+    """Takes the function that runs the next turn of the reference."""
     self._run_reference = run_reference
     self._calls = 0
     self._began = clocks()
@@ -79,7 +78,7 @@ class Turns:
     self.reference: list[tuple[float, float]] = []
 
   def before_step(self, state) -> None:
-    """Ends a turn of ours and gives the reference one, each time that a turn is over."""
+    """At the end of each turn of the loop, runs a turn of the reference."""
     turn, inside = divmod(self._calls - 1, STEPS.value)  # the first step is in no turn
     self._calls += 1
     if inside or not 0 <= turn <= ROUNDS.value:
@@ -118,7 +117,7 @@ class StepInTurns:
     return self._function(state, batch)
 
   def __getattr__(self, name):
-    """Everything else, the compiled text for one, is the step's own."""
+    """Delegates everything else, such as the compiled text, to the step."""
     return getattr(self._function, name)
 
 
@@ -135,13 +134,13 @@ class JobInTurns(setup.Job):
 
 
 def get_config(case: str, overrides: Mapping[str, Any] | None = None):
-  """Returns the config of RECIPE:STRATEGY, but short and evaluated only at the end."""
+  """Returns the config of RECIPE:STRATEGY, shortened and evaluated only at the end."""
   recipe, _, strategy = case.partition(":")
   config = importlib.import_module(f"configs.{strategy}").get_config(recipe)
   config.update_from_flattened_dict(dict(overrides or {}))
   config.training.steps = STEPS.value * ROUNDS.value + 2  # the first and the last are not timed
   config.evaluation.every_steps = 0
-  config.checkpoint.every_steps = 0  # what a save costs, benchmarks/checkpoint.py measures
+  config.checkpoint.every_steps = 0  # benchmarks/checkpoint.py measures the cost of saves
   return config
 
 
@@ -182,7 +181,7 @@ def last_loss(ready: setup.Job, data: splits.Data) -> float:
 
 
 def measure(name: str, ready: setup.Job, most: float) -> bool:
-  """Prints the line of one case; returns whether speed and loss are as they should be."""
+  """Prints the line of one case; returns whether speed and loss are within the limits."""
   data = splits.open_data(ready)
   # The evaluation at the end is not timed; one batch of it is enough.
   size = ready.config.data.global_batch_size
@@ -225,7 +224,7 @@ def measure(name: str, ready: setup.Job, most: float) -> bool:
 
 
 def shallow_dict(record) -> dict:
-  """Returns the fields of a dataclass, as they are."""
+  """Returns the fields of a dataclass, without copies."""
   return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 

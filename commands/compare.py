@@ -27,6 +27,6 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     titles = (config_flag.name(flags.CONFIG), config_flag.name(flags.AGAINST))
     say(parity_text.text(jobs, titles, found))
     bound = parity.BOUNDS[ours.config.training.parameter_dtype]
-    return exit_codes.ANSWER_IS_NO if parity.beyond(found, bound) else exit_codes.DONE
+    return exit_codes.CHECK_FAILED if parity.beyond(found, bound) else exit_codes.DONE
 
   return run

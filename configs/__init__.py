@@ -1,1 +1,1 @@
-"""Configs: `base.py` holds every key; a strategy file names mesh sizes only."""
+"""Configs: `base.py` has every key; a strategy file sets only mesh sizes."""

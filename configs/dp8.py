@@ -1,4 +1,4 @@
-"""8-way data parallel: the batch is split, every device holds all parameters.
+"""8-way data parallel: the batch is split, parameters are replicated.
 
 python main.py --config=configs/dp8.py
 

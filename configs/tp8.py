@@ -1,4 +1,4 @@
-"""8-way tensor parallel; the recipe's 4 key/value heads stay whole on each device.
+"""8-way tensor parallel; the recipe's 4 key/value heads are replicated.
 
 python main.py --config=configs/tp8.py
 

@@ -1,1 +1,1 @@
-"""Text from a trained model."""
+"""Sampling text from a trained model."""

@@ -1,4 +1,4 @@
-"""The next token: drawn from logits by temperature, top-k and top-p, the same on every mesh."""
+"""Sampling of the next token by temperature, top-k and top-p, the same on every mesh."""
 
 from collections.abc import Mapping
 
@@ -14,11 +14,11 @@ def filter_logits(
   top_k: Int[Array, ""],
   top_p: Float[Array, ""],
 ) -> Float[Array, "B V"]:
-  """Returns (logits - the largest) / temperature, those that may not be drawn set to -inf.
+  """Returns (logits - the largest) / temperature, with excluded tokens set to -inf.
 
-  First the `top_k` likeliest are kept (0: all), then of these the fewest likeliest whose
-  probabilities, among those kept, reach `top_p` (1: all; arXiv:1904.09751). Tokens as likely as
-  the last one kept are kept with it, so no id is preferred.
+  First the `top_k` likeliest are kept (0: all), then of these the smallest set of likeliest tokens
+  whose renormalized probabilities reach `top_p` (1: all; arXiv:1904.09751). Tokens as likely as the
+  last one kept are also kept, so no id is preferred.
 
   Args:
     logits_BV: -inf is allowed, though not throughout a row.
@@ -35,7 +35,7 @@ def filter_logits(
   sorted_BV = jnp.where(kept_V[None], sorted_BV, -jnp.inf)
   probabilities_BV = jax.nn.softmax(sorted_BV, axis=-1)
   before_BV = jnp.cumsum(probabilities_BV, axis=-1) - probabilities_BV
-  # Said apart: rounded sums reach 1 before the last token.
+  # A separate case: rounded sums reach 1 before the last token.
   kept_BV = kept_V[None] & ((before_BV < top_p.astype(dtype)) | (top_p >= 1))
   cutoff_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
   return jnp.where(scaled_BV >= cutoff_B1, scaled_BV, -jnp.inf)
@@ -46,8 +46,8 @@ def draw(
 ) -> Int[Array, " B"]:
   """Returns each row's next token.
 
-  A row's random numbers are folded from (seed, number of the prompt, position): they know
-  nothing of the batch, of padding or of the mesh.
+  A row's random keys are folded from (seed, number of the prompt, position), independent of the
+  batch, padding and mesh.
 
   Args:
     logits_BV: of the tokens that may be drawn.
@@ -67,6 +67,6 @@ def draw(
     top_k=settings["top_k"],
     top_p=settings["top_p"],
   )
-  # The largest of logit + Gumbel noise is distributed as the softmax (arXiv:1411.0030, 2).
+  # Gumbel-max: the argmax of logit + Gumbel noise is a sample of the softmax (arXiv:1411.0030, 2).
   noisy_BV = kept_BV + jax.vmap(noise)(settings["numbers"], positions_B)
   return jax.lax.argmax(jnp.where(temperature == 0, logits_BV, noisy_BV), 1, jnp.int32)

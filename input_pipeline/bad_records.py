@@ -1,10 +1,10 @@
-"""Which rows of a split cannot be read: known when it is opened, on all processes alike.
+"""The unreadable rows of a split: found when it is opened, the same on all processes.
 
-A process reads the rows that its devices hold, so none would meet all of the bad ones; and what was
-met in the steps so far would be state. With data.max_bad_records above 0 therefore every row is
-read once when the split is opened, each process its share, and what they found is put together.
-The list follows from the files alone. It is stored with the rows for as long as their file stays as
-it is, so that the next start need not read them all again.
+A process reads only the rows of its devices, so none would find all bad ones, and what was found in
+the steps so far would be state. So with data.max_bad_records above 0 every row is read once when
+the split is opened, each process its share, and the results are merged. The list follows from the
+files alone. It is stored with the rows until their file changes, so that the next start need not
+read them all again.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ _NEWS_SECONDS = 15.0
 
 @dataclasses.dataclass(frozen=True)
 class BadRecords:
-  """What of a split cannot be read.
+  """The unreadable rows and records of a split.
 
   Attributes:
     rows: the numbers of the rows that get weight 0, in order.
-    left_out: the numbers of records of the data set that no row is made of: a text's documents.
+    left_out: the numbers of omitted records of the data set: documents of a text.
     why: what is wrong with the first.
   """
 
@@ -45,12 +45,12 @@ class BadRecords:
     return bool(self.rows or self.left_out)
 
   def __len__(self) -> int:
-    """How many count against data.max_bad_records."""
+    """Returns how many count against data.max_bad_records."""
     return len(self.rows) + len(self.left_out)
 
   @property
   def digest(self) -> str:
-    """What two lists that differ differ in."""
+    """Returns a digest of the list."""
     return hashlib.sha256(repr((self.rows, self.left_out)).encode()).hexdigest()[:16]
 
   def __str__(self) -> str:
@@ -68,10 +68,10 @@ class Sharing:
   """The processes that open a split together, as one of them sees it.
 
   Attributes:
-    index: which one this is.
-    count: how many there are.
-    gather: gives what one has found to all: returns the value of each process, in their order.
-      Values are what JSON can write. All call it as often and in the same order.
+    index: of this process.
+    count: number of processes.
+    gather: an all-gather of JSON values: returns the value of each process, in their order. All
+      call it equally often and in the same order.
   """
 
   index: int = 0
@@ -90,7 +90,7 @@ def few(numbers) -> str:
 
 
 def check_prepared(store: prepare.Store, limit: int) -> None:
-  """Raises ValueError where more records of the data set were bad, when it was prepared, than may.
+  """Raises ValueError if more records were bad when the data set was prepared than allowed.
 
   Args:
     store: a prepared store.
@@ -106,7 +106,7 @@ def check_prepared(store: prepare.Store, limit: int) -> None:
 
 
 def find(records: Records, limit: int, sharing: Sharing) -> BadRecords:
-  """Returns what of a store cannot be read, the same on all processes.
+  """Returns the unreadable rows of a store, the same on all processes.
 
   Args:
     records: of the store.
@@ -118,7 +118,7 @@ def find(records: Records, limit: int, sharing: Sharing) -> BadRecords:
   """
   store, stamp = records.store, _stamp(records.store)
   known = _load(store, stamp)
-  # Where each process has a copy, what one has met since the last check is in its own file.
+  # If each process has a copy, rows that one has found since the last check are in its own file.
   reports = sharing.gather(
     {"checked": known is not None and not known["suspects"], **(known or {})}
   )
@@ -139,7 +139,7 @@ def find(records: Records, limit: int, sharing: Sharing) -> BadRecords:
 
 
 def suspect(records: Records, rows: Mapping[int, str]) -> None:
-  """Notes rows that were found to be bad after the check, so that the next start checks again."""
+  """Records rows that were found to be bad after the check, so that the next start checks again."""
   stamp = _stamp(records.store)
   known = _load(records.store, stamp) or {"rows": [], "why": "", "suspects": []}
   suspects = sorted({*known["suspects"], *rows})
@@ -147,7 +147,7 @@ def suspect(records: Records, rows: Mapping[int, str]) -> None:
 
 
 def _share(records: Records, suspects: list[int], limit: int, sharing: Sharing) -> dict[str, Any]:
-  """Reads this process's share of all rows, and the suspects; returns what to tell the others."""
+  """Reads this process's share of all rows, and the suspects; returns its findings."""
   rows, count, index = len(records), sharing.count, sharing.index
   share = range(rows * index // count, rows * (index + 1) // count)
   found: dict[int, str] = {}
@@ -161,12 +161,12 @@ def _share(records: Records, suspects: list[int], limit: int, sharing: Sharing) 
       news = time.monotonic() + _NEWS_SECONDS
   count_here = len(found)
   found |= records.unreadable(suspects)
-  kept = sorted(found)[: limit + 1]  # more would only make the message large
+  kept = sorted(found)[: limit + 1]  # more would only make the message larger
   return {"rows": kept, "why": found[kept[0]] if kept else "", "found": count_here}
 
 
 def _check_limit(records: Records, bad: BadRecords, found: int, limit: int) -> None:
-  """Raises ValueError where too much is bad; of the rows that were found, not all may be listed."""
+  """Raises ValueError if too many are bad; `found` may count more rows than are listed."""
   store, rows = records.store, max(found, len(bad.rows))
   total = rows + len(bad.left_out)
   if total > limit:
@@ -187,7 +187,7 @@ def _check_limit(records: Records, bad: BadRecords, found: int, limit: int) -> N
 
 
 def _stamp(store: prepare.Store) -> dict[str, Any]:
-  """Returns what changes where the rows do."""
+  """Returns values that change when the rows do."""
   path = store.rows_path
   local = "://" not in str(path)
   modified = os.stat(path).st_mtime_ns if local else path.stat().mtime
@@ -196,7 +196,7 @@ def _stamp(store: prepare.Store) -> dict[str, Any]:
 
 
 def _load(store: prepare.Store, stamp: Mapping[str, Any]) -> dict[str, Any] | None:
-  """Returns what the last check has found, None where there was none of this file as it is."""
+  """Returns the findings of the last check; None if the file has changed or was never checked."""
   try:
     kept = files.read_json(store.folder / FILE, follow=True)
     known = {key: kept[key] for key in ("rows", "why", "suspects")}
@@ -213,7 +213,7 @@ def _load(store: prepare.Store, stamp: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def _keep(store: prepare.Store, found: Mapping[str, Any]) -> None:
-  """Writes what was found, atomically; without the right to, every start checks again."""
+  """Writes the findings, atomically; without permission to, every start checks again."""
   try:
     files.replace(store.folder / FILE, files.json_text(dict(found)) + "\n", shared=True)
   except OSError as error:
@@ -245,7 +245,7 @@ def skipping(read: Callable, bad: tuple[int, ...]) -> Callable:
 
 
 def among(indices: np.ndarray, ordered: np.ndarray) -> np.ndarray:
-  """Returns which of some numbers are among those that stand in ascending order, bool[N]."""
+  """Returns which numbers are among `ordered`, which is ascending: bool[N]."""
   if not len(ordered):
     return np.zeros(len(indices), bool)
   places = np.searchsorted(ordered, indices)
@@ -253,11 +253,11 @@ def among(indices: np.ndarray, ordered: np.ndarray) -> np.ndarray:
 
 
 def spread(rows: dict[str, np.ndarray], there: np.ndarray) -> dict[str, np.ndarray]:
-  """Returns rows with zeros between them.
+  """Scatters rows into zeros.
 
   Args:
     rows: field name -> [n, ...].
-    there: bool[N], n of them True: where the rows go.
+    there: bool[N], n of them True: the positions of the rows.
   """
   if there.all():
     return rows

@@ -1,4 +1,4 @@
-"""The global batch: which rows each step takes, and the rows on the devices."""
+"""The global batch: the rows of each step, placed on the devices."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from input_pipeline.order import EpochOrder, MixtureOrder
 from input_pipeline.position import Position
 from input_pipeline.row_store import UnreadableError
 
-_PADDING = -1  # the row number of a row that is not there
+_PADDING = -1  # the row number of padding
 
 
 class TrainingBatches:
@@ -48,12 +48,12 @@ class TrainingBatches:
       self.order = MixtureOrder(source.parts, source.stages, seed, shuffle=shuffle)
     else:
       self.order = EpochOrder(len(source), seed, shuffle=shuffle)
-    # Only this set gives the same rows at every step; keeping its batch saves reading it again.
+    # Only such a set has the same rows at every step; caching its batch avoids reading it again.
     self._always_the_same = not shuffle and global_batch_size == len(source) and not source.parts
     self._last = None
 
   def row_ids(self, step, position=None):
-    """Returns the numbers of the rows that step `step` (from 0) takes, int64 [B].
+    """Returns the numbers of the rows of step `step` (from 0), int64 [B].
 
     Args:
       step: int, at least 0.
@@ -79,8 +79,8 @@ class TrainingBatches:
       unshuffled batch, the same arrays each time.
 
     Raises:
-      UnreadableError: a row cannot be read, or is in the source's list of bad rows together with
-        all others of this batch.
+      UnreadableError: a row cannot be read, or all rows of this batch are in the source's list of
+        bad rows.
     """
     ids_B = self.row_ids(step, position)
     if self._always_the_same and self._last is not None:
@@ -96,16 +96,16 @@ class TrainingBatches:
     return arrays
 
   def _check_some_can_be_read(self, ids_B, step):
-    """Raises UnreadableError for a batch of bad rows alone, whose mean loss would be 0 / 0.
+    """Raises UnreadableError for a batch of only bad rows, whose mean loss would be 0 / 0.
 
-    Every process holds the ids of the whole batch against the same list, so all raise it.
+    Every process compares the ids of the global batch with the same list, so all raise it.
     """
     if among(ids_B, self._bad).all():
       raise UnreadableError(
         f"{self.source.name}: the batch of step {step + 1} has no row that can be read:"
         f" {few(sorted(set(ids_B.tolist())))} ({self.source.bad.why}); take more rows per batch"
         f" than data.global_batch_size={self.global_batch_size}, let data.shuffle spread the bad"
-        " rows, or mend the data set",
+        " rows, or repair the data set",
         {},
       )
 
@@ -155,7 +155,7 @@ class EvaluationBatches:
       )
 
   def __len__(self):
-    """How many batches cover the split."""
+    """Returns the number of batches that cover the split."""
     return len(self._batches)
 
   def count(self, steps):
@@ -167,11 +167,11 @@ class EvaluationBatches:
     return self.source.parts[self._batches[index][1]].name if self.source.parts else ""
 
   def examples(self, count):
-    """How many rows of the split the first `count` batches hold."""
+    """Returns the number of rows of the split in the first `count` batches."""
     return sum(stop - first for _, _, first, stop in self._batches[:count])
 
   def row_ids(self, index):
-    """Returns the numbers of the rows of batch `index`, int64 [B]; -1 where it is padded."""
+    """Returns the numbers of the rows of batch `index`, int64 [B]; -1 for padding."""
     if not 0 <= index < len(self):
       raise IndexError(f"{self.source.name}: batch {index} of {len(self)}")
     _, _, first, stop = self._batches[index]
@@ -196,15 +196,15 @@ def _abstract(source, global_batch_size):
 
 
 def _assemble(source, ids_B, abstract, shardings):
-  """Returns the global arrays of the rows `ids_B`, having read only those that live here."""
+  """Returns the global arrays of the rows `ids_B`, reading only those of this process's devices."""
   assert shardings.keys() == abstract.keys(), (sorted(shardings), sorted(abstract))
   here_B = np.zeros(len(ids_B), bool)
   for field, array in abstract.items():
     for index in shardings[field].addressable_devices_indices_map(array.shape).values():
       here_B[index[0]] = True
   local_rows = _read_padded(source, ids_B[here_B])
-  # The index of a row of the batch among those read. A device's rows are neighbours in the batch,
-  # and all of them are here, so they are neighbours among those read too.
+  # The index of a row of the batch among those read. A device's rows are contiguous in the batch,
+  # and all of them are read here, so they are contiguous among those read too.
   position_B = np.cumsum(here_B) - 1
 
   def shards_of(field):
@@ -222,6 +222,6 @@ def _assemble(source, ids_B, abstract, shardings):
 
 
 def _read_padded(source, ids):
-  """Reads rows; a padded one is 0 in every field, so its weight is 0 too."""
+  """Reads rows; padding is 0 in every field, including its weight."""
   there = ids != _PADDING
   return spread(source.read(ids[there]), there)

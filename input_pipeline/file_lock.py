@@ -1,4 +1,4 @@
-"""One process does the work, the others wait for it."""
+"""A file lock: one process does the work, the others wait for it."""
 
 import contextlib
 import hashlib
@@ -11,11 +11,11 @@ from absl import logging
 
 @contextlib.contextmanager
 def locked(path):
-  """Holds the lock that belongs to `path` (an epath.Path), waiting for as long as it takes.
+  """Acquires the lock of `path` (an epath.Path), waiting as long as necessary.
 
-  The operating system frees the lock when its holder dies, so a killed process blocks no other.
-  A path in object storage (gs://) cannot hold a lock: it is taken on this machine only, and two
-  machines that do the same work at once both finish it, with the same result.
+  The operating system releases the lock when its holder dies, so a killed process blocks no other.
+  Object storage (gs://) has no locks: the lock then excludes only processes of this machine, and
+  two machines that do the same work at once both finish it, with the same result.
   """
   name = str(path)
   if "://" in name:

@@ -1,9 +1,9 @@
-"""Where a run is in its data: which rows each of its steps takes.
+"""The data position of a run: the rows of each of its steps.
 
 The rows of all epochs are numbered from 0, one epoch after the other: of R rows, row n is the
-(n mod R)-th of epoch n // R. Steps take the rows in order, except those that are skipped, each step
-as many as the batch size was then. So a run whose batch size changes repeats and loses no row, and
-what is skipped stays skipped.
+(n mod R)-th of epoch n // R. Steps take the rows in order, except skipped ones, each step as many
+as its batch size. So a run whose batch size changes neither repeats nor loses a row, and skipped
+rows stay skipped.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-Ranges = tuple[tuple[int, int], ...]  # (first row, the row behind the last), ascending, apart
+Ranges = tuple[tuple[int, int], ...]  # (first row, one past the last), ascending, disjoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Phase:
   """Steps that have one batch size.
 
   Attributes:
-    step: how many steps were done before; at least 0.
-    row: how many rows these have taken, without those that were skipped.
+    step: number of steps before; at least 0.
+    row: number of rows that they have taken, without skipped ones.
     batch: rows per step from here on.
   """
 
@@ -31,7 +31,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-  """A run's way through its data: the batch sizes it has had, and what it skips.
+  """The batch sizes of a run so far, and the rows that it skips.
 
   Attributes:
     phases: the first begins at step 0; each begins later than the one before.
@@ -64,7 +64,7 @@ class Position:
     return dataclasses.replace(self, phases=(*(p for p in phases if p.step < step), new))
 
   def skipping(self, *ranges: Iterable[Sequence[int]]) -> "Position":
-    """Returns the same that skips these rows and no others."""
+    """Returns a copy that skips exactly these rows."""
     return dataclasses.replace(self, skipped=merged(itertools.chain(*ranges)))
 
   def taken(self, step: int) -> int:

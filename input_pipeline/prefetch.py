@@ -1,4 +1,4 @@
-"""Makes the next batches while the devices work on this one."""
+"""Prefetches batches while the devices compute."""
 
 import collections
 import threading
@@ -18,7 +18,7 @@ class Prefetcher(Generic[T]):
   it happened in.
 
   Attributes:
-    wait_seconds: float, how long get() has waited in all.
+    wait_seconds: float, the total time that get() has waited.
   """
 
   def __init__(
@@ -36,7 +36,7 @@ class Prefetcher(Generic[T]):
     self.wait_seconds = 0.0
     self._make_batch = make_batch
     self._steps = range(start, stop)
-    self._next = start  # the step that get() gives out next
+    self._next = start  # the step that get() returns next
     self._depth = depth
     self._ready = collections.deque()
     self._error = None
@@ -60,7 +60,7 @@ class Prefetcher(Generic[T]):
           self._changed.notify_all()
         return
       with self._changed:
-        if self._closed:  # it is not needed any more: keep no device memory
+        if self._closed:  # no longer needed: free its device memory
           return
         self._ready.append(batch)
         self._changed.notify_all()
@@ -70,7 +70,7 @@ class Prefetcher(Generic[T]):
 
     Args:
       step: its number.
-      cancelled: asked while waiting; once it answers True, None is returned.
+      cancelled: polled while waiting; once it returns True, None is returned.
 
     Raises:
       ValueError: `step` is not the next one.
@@ -103,7 +103,7 @@ class Prefetcher(Generic[T]):
       return self._ready.popleft()
 
   def close(self, timeout_seconds: float = 5.0):
-    """Ends the thread. A make_batch that is under way is waited for, but no longer than this."""
+    """Ends the thread; waits for a running make_batch, but no longer than this."""
     with self._changed:
       self._closed = True
       self._ready.clear()

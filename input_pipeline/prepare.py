@@ -1,18 +1,18 @@
-"""Turns a split of a data set into rows that can be read in any order, once, ahead of training.
+"""Prepares a split of a data set once, as rows with random access.
 
 A store is a folder `DATA_DIR/prepared/NAME[/CONFIG]/VERSION/SPLIT-KIND-...` with two files:
-  rows.array_record   the rows; each is a chunk of its own, with its own checksum
+  rows.array_record   the rows, each in its own chunk with its own checksum
   store.json          what they are, how many, and the SHA-256 over them
-It is written under another name and renamed, so that a store is whole or not there.
+It is written under another name and renamed, so that a store is complete or does not exist.
 
 A text row is T+1 tokens (one byte each), of which the last is the first of the next row: row r
 is stream[r*T : r*T + T + 1], where the stream is every document in the order of the split, each
-followed by one 0 byte. So each token but the very first is predicted exactly once; only the last
+followed by one 0 byte. So each token except the very first is predicted exactly once; only the last
 row may be shorter. An image row is the pixels (uint8) and then the label (int32, little-endian).
 
-A record of the data set that cannot be read is refused, or with data.max_bad_records above 0 is
-in store.json: in place of an image is a row without bytes, so that all others stay where they were;
-a document, whose length is unknown, is left out of the stream.
+An unreadable record of the data set is refused, or with data.max_bad_records above 0 listed in
+store.json: an image is replaced by an empty row, so that the numbers of the others do not change; a
+document, whose length is unknown, is left out of the stream.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _WRITER_OPTIONS = "group_size:1,uncompressed"
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-  """A prepared split: the folder, and what store.json says of it."""
+  """A prepared split: its folder, and the content of store.json."""
 
   folder: epath.Path
   manifest: dict
@@ -53,7 +53,7 @@ class Store:
 
   @property
   def name(self):
-    """The data set and its split, as messages call it."""
+    """The data set and its split, for messages."""
     parts = (self.manifest["name"], self.manifest["config"], self.manifest["version"])
     return f"{catalog.Reference(*parts)} {self.manifest['split']}"
 
@@ -64,7 +64,7 @@ class Store:
 
   @property
   def why(self):
-    """What was wrong with the first of them; "" where all could be read."""
+    """What was wrong with the first of them; "" if all could be read."""
     return self.manifest["bad_record_why"] if self.bad_records else ""
 
 
@@ -78,13 +78,13 @@ def prepare(data, split, tick=no_tick):
   Args:
     data: the config's `data` section, with `kind`, how its rows are read: text or image.
     split: a split of the data set, or a slice of one in TFDS's notation.
-    tick: is called often while something is written, with (what is counted, how many so far). What
-      it raises ends the preparation, of which nothing is left then.
+    tick: called often during preparation, with (what is counted, how many so far). If it raises,
+      the preparation ends and leaves nothing behind.
 
   Raises:
-    ValueError: whatever makes the data set unusable, with the way out; or a store whose files
-      disagree. Such a store is not mended in silence: the rename leaves none half written, so
-      either somebody changed it or the disk is failing, and both are worth knowing.
+    ValueError: the data set is unusable, with the fix; or the files of the store disagree. Such a
+      store is not repaired silently: since it was renamed when complete, someone has changed it or
+      the disk is failing, and the user should know.
   """
   if data.kind not in ("text", "image"):
     raise ValueError(f"a task on {data.kind!r} rows: they are one of text, image, random")
@@ -104,8 +104,8 @@ def prepare(data, split, tick=no_tick):
 
 
 def _prepare(data, split, reference, root, tick):
-  # Importing TFDS takes longer than all else here, and only a data set that is not prepared, or
-  # whose version is its builder's to tell, needs it.
+  # Importing TFDS takes longer than everything else here, and is only needed for a data set that is
+  # not prepared, or whose version only its builder knows.
   from input_pipeline.sources import tfds
 
   builder = tfds.load_builder(reference, root, tick)
@@ -132,7 +132,7 @@ def _prepare(data, split, reference, root, tick):
 
 
 def _wanted(data, reference, split, features):
-  """Returns what identifies a store, or None if a feature that the config names is not at hand."""
+  """Returns what identifies a store, or None if the config's feature is not known yet."""
   wanted = {
     "format": FORMAT,
     "name": reference.name,
@@ -167,7 +167,7 @@ def _folder(root, wanted):
 
 
 def _open(folder, wanted):
-  """Returns the Store in `folder` after holding store.json against the request and the rows."""
+  """Returns the Store in `folder` after comparing store.json with the request and the rows."""
   again = f"delete {folder} and run again to prepare it from scratch"
   try:
     manifest = files.read_json(folder / MANIFEST_FILE, follow=True)
@@ -189,13 +189,13 @@ def _open(folder, wanted):
   return Store(folder, manifest)
 
 
-# The keys of store.json that do not follow from the request, and what they hold.
+# The keys of store.json that do not follow from the request, and checks of their values.
 _COUNTS = ("rows", "row_file_bytes", "examples")
 _OF_KIND = {"text": ("tokens",), "image": ("smallest_label", "largest_label")}
 
 
 def _malformed(manifest, wanted):
-  """Returns what is wrong with the form of store.json, "" where nothing is."""
+  """Returns what is wrong with the format of store.json; "" if nothing is."""
   if not isinstance(manifest, dict):
     return "it is not a JSON object"
   kind = wanted["kind"]
@@ -227,7 +227,7 @@ class _BadRecords:
     self._whys = {}
 
   def add(self, number, why):
-    """Takes note of one; raises ValueError where it is one too many."""
+    """Records a bad record; raises ValueError if there are too many."""
     self._whys[number] = why
     first = min(self._whys)
     if not self._limit:
@@ -243,7 +243,7 @@ class _BadRecords:
       )
 
   def facts(self):
-    """Returns what store.json says about them: nothing where there are none."""
+    """Returns their entries in store.json; none if there are no bad records."""
     if not self._whys:
       return {}
     return {"bad_records": sorted(self._whys), "bad_record_why": self._whys[min(self._whys)]}
@@ -260,13 +260,13 @@ class _RowWriter:
 
   def write(self, row):
     self._writer.write(row)
-    # With its length, so that two ways to cut the same bytes differ.
+    # With its length, so that the digest depends on the row boundaries.
     self._digest.update(len(row).to_bytes(4, "little") + row)
     self.rows += 1
     self._tick("rows", self.rows)
 
   def finish(self):
-    """Closes the file and returns what store.json says about its rows."""
+    """Closes the file and returns the entries of store.json about its rows."""
     self._writer.close()
     return {"rows": self.rows, "digest": self._digest.hexdigest()}
 
@@ -285,7 +285,7 @@ def _write(folder, wanted, examples, bad, tick):
   try:
     facts = fill(writer, wanted, examples, bad)
     facts |= writer.finish() | bad.facts()
-  except BaseException:  # also a stop: half a store is of no use
+  except BaseException:  # including a stop: half a store is useless
     for left in {local, partial}:
       left.rmtree()
     raise
@@ -297,7 +297,7 @@ def _write(folder, wanted, examples, bad, tick):
   if (folder / MANIFEST_FILE).exists():  # another machine was first; see locked()
     partial.rmtree()
     return
-  if folder.exists():  # without a manifest it is no store, and would block the rename
+  if folder.exists():  # without a manifest it is not a store, and would block the rename
     folder.rmtree()
   partial.rename(folder)
 
@@ -318,7 +318,7 @@ def _write_text(writer, wanted, examples, bad):
       writer.write(bytes(pending[start : start + length + 1]))
       start += length
     del pending[:start]
-  if len(pending) > 1:  # a lone token is the target of the row before, and predicts nothing
+  if len(pending) > 1:  # a single token is only the target of the previous row
     writer.write(bytes(pending))
   if not writer.rows:
     raise ValueError(f"{bad.where} is empty: {documents} documents with no text in them")
@@ -345,7 +345,7 @@ def _write_images(writer, wanted, examples, bad):
       bad.add(
         number,
         f"it has shape {image.shape}, but the first image has {shape}; all images must have one"
-        " shape, so scale them in a data set of your own",
+        " shape; scale them in your own data set",
       )
       writer.write(NO_IMAGE)
       continue

@@ -15,7 +15,7 @@ from input_pipeline.sources import catalog
 from runtime.extensions import Table, error_text
 
 _LABEL_BYTES = 4
-BYTES = 256  # that a token can be
+BYTES = 256  # number of token ids
 KINDS = ("text", "image", "random")  # of rows, that data sets can be read as
 _ROWS_PER_READ = 1024
 _NONE = BadRecords()
@@ -26,15 +26,15 @@ class Source:
   """Rows with random access.
 
   Attributes:
-    name: the data set and its split, as messages call it.
+    name: the data set and its split, for messages.
     fingerprint: hex digest; two sources with the same one have the same rows.
-    rows: how many there are; also len(source).
+    rows: their number; also len(source).
     fields: field name -> (shape of one row, numpy dtype).
     read: row numbers int[N] -> field name -> the N rows stacked, in that order. Raises
       UnreadableError that names the row if one cannot be read. May be called from several threads.
-    bad: the rows that cannot be read, and are zeros: known only where data.max_bad_records allows
-      for some.
-    ids: how many token ids its rows can hold, from 0 on; 0 where there are no tokens.
+    bad: the unreadable rows, which are read as zeros: known only if data.max_bad_records allows
+      some.
+    ids: number of token ids that its rows may contain, from 0 on; 0 without tokens.
     parts: of a mixture, its sources, whose rows are numbered one source after the other.
     stages: of a mixture, (step, source -> share of the tokens from that step on), from step 0.
     tokenizer: what they are the ids of; "": bytes.
@@ -75,8 +75,8 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
       registered data source may have others.
     split: name of the split.
     seed: int; only "random_normal" depends on it.
-    sharing: the processes that open it together, where there are several; all call this.
-    tick: as of `preparation.prepare`.
+    sharing: the processes that open it together, if there are several; all call this.
+    tick: as in `prepare.prepare`.
 
   Returns:
     A Source. Fields by kind, with T = sequence_length, P = input_size, C = target_size:
@@ -134,7 +134,7 @@ def is_indexed(data):
 
 
 def _registered(data, split, seed):
-  """Opens a data source of SOURCES; raises ValueError if what it returns is no Source."""
+  """Opens a data source of SOURCES; raises ValueError if it does not return a Source."""
   if data.max_bad_records:
     raise ValueError(
       f"data.max_bad_records={data.max_bad_records}: the registered data source {data.name!r} "
@@ -168,14 +168,14 @@ def _of_one_document_each(source):
 
 
 def check_ids(source, vocabulary_size):
-  """Raises ValueError if a row of text holds a token that the model has no row of its table for.
+  """Raises ValueError if a row of text has a token beyond the model's vocabulary.
 
-  Rows are read only where the vocabulary is smaller than the ids that there can be: text in ASCII
-  has no byte above 127.
+  Rows are read only if the vocabulary is smaller than the range of ids, which may still suffice:
+  ASCII text has no byte above 127.
 
   Args:
     source: a Source.
-    vocabulary_size: how many tokens the model knows.
+    vocabulary_size: of the model.
   """
   if source.ids <= vocabulary_size:
     return
@@ -220,15 +220,15 @@ def array_source(name, arrays):
 
 
 def _random_normal(data, split, seed):
-  """Draws the whole set at once; both splits are the same set."""
+  """Draws the complete set at once; both splits are the same set."""
   if seed < 0 or min(data.examples, data.input_size, data.target_size) < 1:
     raise ValueError(
       f"{data.name}: seed={seed} must not be negative, and data.examples={data.examples},"
       f" data.input_size={data.input_size}, data.target_size={data.target_size} must be at least 1"
     )
   generator = np.random.Generator(np.random.Philox(key=seed))
-  # Row after row, and rounded from float64, so that neither more examples nor another machine's
-  # mathematics library changes a row.
+  # Row by row, and rounded from float64, so that neither more examples nor the mathematics library
+  # of another machine changes a row.
   drawn = generator.standard_normal((data.examples, data.input_size + data.target_size))
   inputs, targets = np.split(drawn.astype(np.float32), [data.input_size], axis=1)
   weights = np.ones(data.examples, np.float32)
@@ -241,7 +241,7 @@ def _fingerprint(store):
 
 
 def _reading(records, decode, limit):
-  """Returns Source.read: row numbers -> fields, with the way out in what it raises."""
+  """Returns Source.read: row numbers -> fields; its errors name the fix."""
 
   def read(indices):
     try:
@@ -311,7 +311,7 @@ def _image(store, data):
   """Returns fields, fits (see Records) and records -> fields of a store of images."""
   shape = tuple(store.manifest["shape"])
   P = int(np.prod(shape))
-  # The data's sizes are derived from the model's, which are what can be set.
+  # The data's sizes are derived from the model's, which the user sets.
   if data.input_size != P:
     raise ValueError(
       f"{store.name}: an image has {P} values {shape}, but model.input_size={data.input_size}; set"

@@ -1,8 +1,8 @@
 """The records of a prepared store by number, and which of them cannot be read.
 
-ArrayRecord checks every record that it reads against a checksum, so a damaged one raises, and
-costs no other: the store keeps each in a chunk of its own. Files with bits flipped at random places
-gave right records and errors, never a wrong record and never a crash.
+ArrayRecord verifies a checksum for every record, so a damaged one raises, without affecting others:
+the store has each in its own chunk. Files with randomly flipped bits gave correct records and
+errors, never a wrong record and never a crash.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ _RECORDS_PER_READ = 1024
 
 
 class UnreadableError(ValueError):
-  """What a step needs cannot be read.
+  """Rows that a step needs cannot be read.
 
   Attributes:
     rows: number -> why, of the rows in question.
@@ -32,7 +32,7 @@ class Records:
   """The records of a store, with random access; may be read by several threads.
 
   Attributes:
-    store: the preparation.Store.
+    store: the prepare.Store.
   """
 
   def __init__(self, store: prepare.Store, fits: Callable[[int, int], bool]):
@@ -40,15 +40,15 @@ class Records:
 
     Args:
       store: a prepared store.
-      fits: (number of a record, its bytes) -> whether it can have so many.
+      fits: (number of a record, its size in bytes) -> whether that size is possible.
 
     Raises:
-      ValueError: the file cannot be opened, or has other records than store.json says.
+      ValueError: the file cannot be opened, or its records are not those of store.json.
     """
     self.store, self._fits = store, fits
     path, rows = str(store.rows_path), store.manifest["rows"]
     try:
-      # Without read-ahead: rows are asked for in no order.
+      # Without read-ahead: rows are read in random order.
       self._reader = array_record_module.ArrayRecordReader(
         path, options="readahead_buffer_size:0", file_reader_buffer_size=32768
       )
@@ -57,18 +57,18 @@ class Records:
       raise ValueError(
         f"{store.name}: {path} cannot be opened ({error}); {again(store)}"
       ) from error
-    if there != rows:  # where the list of the records, at the end of the file, is damaged: 0
+    if there != rows:  # 0 if the index at the end of the file is damaged
       raise ValueError(
         f"{store.name}: {path} has {there} rows, store.json says {rows}; {again(store)}"
       )
 
   def __len__(self) -> int:
-    """How many there are."""
+    """Returns the number of records."""
     return self.store.manifest["rows"]
 
   @property
   def per_read(self) -> int:
-    """How many to read at once where all are read: not more than fit in a little memory."""
+    """Returns how many records to read at once when all are read, to use little memory."""
     mean = -(-self.store.manifest["row_file_bytes"] // max(1, len(self)))
     return min(_RECORDS_PER_READ, max(1, _BYTES_PER_READ // mean))
 
@@ -124,5 +124,5 @@ class Records:
 
 
 def again(store: prepare.Store) -> str:
-  """Returns the way out of a store that is damaged."""
+  """Returns the fix for a damaged store."""
   return f"delete {store.folder} and run again to prepare it from scratch"

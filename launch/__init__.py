@@ -1,1 +1,1 @@
-"""Starting the processes of a run, here or on many machines."""
+"""Launchers of the processes of a run, on one machine or many."""

@@ -1,4 +1,4 @@
-"""Starts the processes of one run on this machine, joins their logs, and leaves none behind.
+"""Starts the processes of one run on this machine, merges their logs, and leaves none behind.
 
 python -m launch.local --processes=2 [--restarts=0] [--grace_seconds=30] [--report=FILE]
   -- python main.py ...
@@ -27,13 +27,13 @@ interrupts: list[float] = []
 
 
 def ask(number: int, frame: object) -> None:
-  """Takes note of a signal; it is acted upon between two looks at the processes."""
+  """Records a signal, which the main loop handles."""
   asked.append(number)
   if number == signal.SIGINT:
     interrupts.append(time.monotonic())
 
 
-if __name__ == "__main__":  # before what takes a moment to import, in which Ctrl-C comes, too
+if __name__ == "__main__":  # before slow imports, so that Ctrl-C works during them
   signal.signal(signal.SIGTERM, ask)
   signal.signal(signal.SIGINT, ask)
 
@@ -55,10 +55,10 @@ import psutil
 from launch import logs, reaper, room
 from runtime.exit_codes import DONE, FAILED, REFUSED, STOPPED
 
-RESTARTABLE = (FAILED, STOPPED)  # and what signals did
+RESTARTABLE = (FAILED, STOPPED)  # and death by signals
 
-# After the first failure the others may be about to print their own diagnosis. They cannot save any
-# more, which takes all of them.
+# After the first failure the others may be about to print their own diagnosis. They can no longer
+# save, which takes all processes.
 OWN_END_SECONDS = 4
 TERMINATE_SECONDS = 2
 UNKILLABLE_SECONDS = 10
@@ -75,8 +75,8 @@ class Process:
   """One of the processes.
 
   Attributes:
-    code: None while it runs, then as of Popen: negative for a signal.
-    pressed: the last signal by which the launcher itself tried to end it.
+    code: None while it runs, then as in Popen: negative for a signal.
+    pressed: the last signal that the launcher sent to end it.
   """
 
   index: int
@@ -102,9 +102,9 @@ def signal_name(number: int) -> str:
 
 
 class Attempt:
-  """One start of all processes, and what happens until all have ended.
+  """One start of all processes, until all have ended.
 
-  A context manager: whatever happens inside, no process is left at its end.
+  A context manager, which leaves no process behind.
   """
 
   def __init__(self, options: argparse.Namespace, asked: list[int], log: logs.Logs):
@@ -123,7 +123,7 @@ class Attempt:
     self._first: Process | None = None  # that failed
     self._terminate_at = math.inf
     self._kill_at = math.inf
-    # A file of its own, so that whoever kills by the pattern launch.local does not kill it too.
+    # A separate file, so that killing by the pattern launch.local does not kill it too.
     self._reaper = subprocess.Popen(
       [sys.executable, pathlib.Path(reaper.__file__)],
       stdin=subprocess.PIPE,
@@ -137,7 +137,7 @@ class Attempt:
     return self
 
   def __exit__(self, *exception) -> None:
-    """Kills what runs, and joins the last of what was printed."""
+    """Kills running processes, and merges the rest of their output."""
     for process in self._alive():
       reaper.kill_session(process.popen.pid)
     self._log.drain([process.output for process in self._processes])
@@ -154,7 +154,7 @@ class Attempt:
     count = self._options.processes
     address, token = f"localhost:{free_port()}", secrets.token_hex(32)
     for index in range(count):
-      if self._asked:  # those that are up wait for the others: there is nothing to save
+      if self._asked:  # the started ones wait for the others: there is nothing to save
         self._log.say(f"{index} of {count} processes were started; nothing has begun")
         return
       popen = subprocess.Popen(
@@ -168,7 +168,7 @@ class Attempt:
           "JAX_COORDINATOR_ADDRESS": address,
           "JAX_NUM_PROCESSES": str(count),
           "JAX_PROCESS_ID": str(index),
-          "MESHWRIGHT_TOKEN": token,  # signs what they say to one another
+          "MESHWRIGHT_TOKEN": token,  # signs their messages
           "PYTHONUNBUFFERED": "1",
           "PYTHONFAULTHANDLER": "1",  # a peer's SIGABRT then shows where it was
         },
@@ -203,7 +203,7 @@ class Attempt:
     return [process for process in self._processes if process.code is None]
 
   def _hear(self) -> None:
-    """Passes on what the launcher was asked since it last looked."""
+    """Forwards the signals that have arrived since the last call."""
     new = self._asked[self._heard :]
     if not new:
       return
@@ -224,7 +224,7 @@ class Attempt:
     self._heard = len(self._asked)
 
   def _notice(self) -> None:
-    """Finds who has ended, and sets the others' time by it."""
+    """Finds processes that have ended, and sets a deadline for the others."""
     ended = self._reap()
     if any(process.code == -signal.SIGABRT for process in ended):
       time.sleep(SETTLE_SECONDS)
@@ -246,7 +246,7 @@ class Attempt:
         self._first = self._first or process
 
   def _reap(self) -> list[Process]:
-    """Returns the processes that have ended since the last look, with their codes."""
+    """Returns the processes that have ended since the last call, with their codes."""
     for process in (zombies := [p for p in self._alive() if _state(p) == psutil.STATUS_ZOMBIE]):
       # In this order: until it is waited for, its id belongs to its session alone.
       reaper.kill_session(process.popen.pid)
@@ -258,11 +258,11 @@ class Attempt:
     return [process for process in zombies if process.code is not None]
 
   def _press(self) -> None:
-    """Ends those whose time is up."""
+    """Ends processes past their deadline."""
     now = time.monotonic()
     for process in self._alive():
       stopped = _state(process) == psutil.STATUS_STOPPED
-      # A stopped process sees no SIGTERM, and its peers have failed for want of it.
+      # A suspended process does not handle SIGTERM, and its peers have failed because of it.
       if now >= self._kill_at or (stopped and self._first):
         if process.pressed != signal.SIGKILL:
           state = "is stopped (SIGSTOP)" if stopped else "has not ended"
@@ -280,7 +280,7 @@ class Attempt:
     if len(self._processes) < self._options.processes:
       return STOPPED  # stopped while they were started: nothing is lost
     if any(process.code == REFUSED and not process.pressed for process in self._processes):
-      return REFUSED  # whoever ended first: the same again would end the same
+      return REFUSED  # whichever ended first: a retry would end the same
     if self._first:
       return _exit_code(self._first.code)
     if self._asked and any(process.pressed for process in self._processes):
@@ -289,17 +289,17 @@ class Attempt:
 
 
 def _exit_code(code: int) -> int:
-  """Returns an exit code as shells have it, of one as Popen has it."""
+  """Converts an exit code of Popen to a shell's."""
   return code if code >= 0 else 128 - code
 
 
 def _state(process: Process) -> str:
-  """Returns the process's state; waiting for it instead would give its id to anyone."""
+  """Returns the process's state, without reaping it, so that its id is not reused."""
   return process.info.status()
 
 
 def _consequence(process: Process) -> int:
-  """Returns how likely an end is to follow from another one that was found in the same look."""
+  """Returns how likely an exit is a consequence of another one found at the same time."""
   if process.code == REFUSED:  # seen by itself; one that was only notified ends with 1
     return 0
   if process.code < 0:
@@ -352,7 +352,7 @@ def open_standard_files() -> None:
 
 
 def main(arguments: list[str]) -> int:
-  """Runs the command in as many processes as asked, again where that helps; returns the code."""
+  """Runs the command in the requested processes, with restarts; returns the exit code."""
   options = parse(arguments)
   open_standard_files()
   for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

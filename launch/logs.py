@@ -1,4 +1,4 @@
-"""Joins what several processes print, line by line, each with its process in front."""
+"""Merges the output of several processes line by line, with the process as a prefix."""
 
 import collections
 import dataclasses
@@ -10,13 +10,14 @@ import subprocess
 import time
 
 LAST_LINES = 15
-# Gloo prints such lines for each device and group to stdout, several threads at once, so that
-# pieces of them stand in one line and ends of lines alone.
+# Gloo prints such lines for each device and group to stdout from several threads, so that lines may
+# contain pieces of several, and line breaks may be alone.
 NOISE = (b"[Gloo] Rank", b"peer ranks. Expected number of connected")
 
 STDOUT, STDERR = 1, 2
 POLL_SECONDS = 0.05
-# What a process printed is there when it ends, unless a daemon that it left holds the pipe.
+# A process's output is complete when it ends, unless a daemon that it left behind has the pipe
+# open.
 DRAIN_SECONDS = 1
 # How long a reader may be stuck, once the run was asked to stop, before it is given up.
 STUCK_SECONDS = 1
@@ -24,7 +25,7 @@ STUCK_SECONDS = 1
 
 @dataclasses.dataclass
 class Output:
-  """What one process prints.
+  """The output of one process.
 
   Attributes:
     index: of the process.
@@ -60,7 +61,7 @@ class _Stream:
 
 
 class Logs:
-  """Joins the outputs. One thread reads and writes complete lines of bytes, as they arrive."""
+  """Merges the outputs. One thread reads and writes complete lines of bytes, as they arrive."""
 
   def __init__(self, asked: list[int]):
     """Has no outputs yet.
@@ -81,7 +82,7 @@ class Logs:
     return output
 
   def pump(self, seconds: float) -> None:
-    """Waits that long for output, and joins what is there."""
+    """Waits that long for output, and merges what has arrived."""
     for key, _ in self._selector.select(seconds):
       chunk = os.read(key.fd, 1 << 16)
       stream = key.data
@@ -91,19 +92,19 @@ class Logs:
         self._end(key)
 
   def drain(self, outputs: list[Output]) -> None:
-    """Joins what is left of processes that have ended."""
+    """Merges the remaining output of processes that have ended."""
     until = time.monotonic() + DRAIN_SECONDS
     while any(output.streams for output in outputs) and time.monotonic() < until:
       self.pump(POLL_SECONDS)
 
   def close(self) -> None:
-    """Joins lines that never ended, and closes the pipes."""
+    """Merges incomplete lines, and closes the pipes."""
     for key in [*self._selector.get_map().values()]:
       self._end(key)
     self._selector.close()
 
   def say(self, text: str) -> None:
-    """Says on stderr what the launcher does."""
+    """Prints a message of the launcher to stderr."""
     self._write(STDERR, f"launch: {text}\n".encode())
 
   def say_last_lines(self, output: Output) -> None:

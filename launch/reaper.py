@@ -1,13 +1,13 @@
-"""Kills what a launcher left behind when it was killed itself.
+"""Kills the processes of a launcher that was killed itself.
 
-The launcher starts this file with a pipe on its standard input and never needs to say goodbye: the
-kernel closes the pipe however the launcher ends. Linux's PR_SET_PDEATHSIG would be shorter, but it
-reaches no grandchildren (a shell in between, data workers), and only Linux has it.
+The launcher starts this file with a pipe on its standard input; the kernel closes the pipe however
+the launcher ends. Linux's PR_SET_PDEATHSIG would be shorter, but it does not reach grandchildren (a
+shell in between, data workers), and only Linux has it.
 
-Each line that comes is `+ID` (a session began) or `-ID` (it has ended, its id may be anyone's).
-The processes themselves write the first, between fork and exec, while they hold the pipe's other
-end. So there is no moment in which a process runs, the pipe is closed and its line is missing.
-What moves into yet another session (`setsid`, a daemon) is out of reach, and means to be.
+Each line is `+ID` (a session began) or `-ID` (it has ended, and its id may be reused). The
+processes themselves write the first, between fork and exec, while they have the pipe's other end
+open. So at no moment does a process run while the pipe is closed and its line is missing. A process
+that moves to another session (`setsid`, a daemon) is out of reach, intentionally.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ ROUND_SECONDS = 0.02
 
 
 def kill_session(session: int) -> None:
-  """Kills all processes of a session, also those that are forked meanwhile.
+  """Kills all processes of a session, including those forked in the meantime.
 
-  Sessions and not process groups, because `timeout`, `mpirun` and shells with job control make
-  groups of their own. It gives up on what survives SIGKILL (a driver that hangs) after 2 s.
+  Sessions and not process groups, because `timeout`, `mpirun` and shells with job control create
+  their own groups. It gives up on processes that survive SIGKILL (a driver that hangs) after 2 s.
   """
   assert session > 1, session
   for _ in range(ROUNDS):
@@ -43,12 +43,12 @@ def _runs_in(session: int, pid: int) -> bool:
   try:
     return os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
   except (OSError, psutil.Error):
-    return False  # it has ended, or is none of ours
+    return False  # it has ended, or belongs to another user
 
 
 def main() -> None:
-  """Reads who runs until the pipe closes, then kills those."""
-  # It has a session of its own, but a service manager signals all that it started.
+  """Reads the running sessions until the pipe closes, then kills them."""
+  # It has its own session, but a service manager signals every process that it started.
   for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
   sessions = set()

@@ -1,4 +1,4 @@
-"""How many processes a machine can hold: memory, cores, process ids, open files."""
+"""How many processes fit on a machine: memory, cores, process ids, open files."""
 
 import os
 import pathlib
@@ -11,16 +11,16 @@ import psutil
 # ways that are hard to read; one that needs less may still be too large.
 PROCESS_MIB = 150
 PROCESS_THREADS = 100
-# With so many to a core, a process that works looks as dead as one that does not.
+# With this many per core, a working process cannot be distinguished from a dead one.
 PROCESSES_PER_CORE = 32
 # Of the launcher: two pipes of each process, and its own.
 PROCESS_FILES, OWN_FILES = 2, 64
 
 
 def lacking(count: int) -> str:
-  """Returns what this machine lacks for so many processes, with the numbers; "" for nothing.
+  """Returns what this machine lacks for this many processes, with the numbers; "" for nothing.
 
-  The limit of open files is raised as far as it may be.
+  It raises the limit of open files as far as allowed.
   """
   memory, cores, tasks, files = available_mib(), usable_cores(), free_tasks(), open_files()
   bounds = {
@@ -41,7 +41,7 @@ def lacking(count: int) -> str:
     return ""
   most = max(1, min(bounds.values()))
   return (
-    f"--processes={count}: this machine holds about {most}: {'; '.join(why)}; start fewer, or on "
+    f"--processes={count}: this machine fits about {most}: {'; '.join(why)}; start fewer, or on "
     f"several machines"
   )
 

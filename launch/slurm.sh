@@ -28,7 +28,7 @@ set -u
 
 MAX_FAILURES=${MAX_FAILURES:-3}  # in a row, without a stop between them
 if [[ ! $MAX_FAILURES =~ ^[0-9]{1,3}$ ]]; then
-  echo "refused: MAX_FAILURES=$MAX_FAILURES is no number below 1000" >&2
+  echo "refused: MAX_FAILURES=$MAX_FAILURES is not a number below 1000" >&2
   exit 2
 fi
 
@@ -85,14 +85,14 @@ count_failures() {
 case $code in
 0) ;;
 2) echo "slurm.sh: exit 2: refused; the message above says why" ;;
-3) echo "slurm.sh: exit 3: the answer is no" ;;
+3) echo "slurm.sh: exit 3: the check failed" ;;
 75)
   rm -f "$failures"
   [[ $wanted == yes ]] && requeue "exit 75: stopped after saving"
   echo "slurm.sh: exit 75: stopped for good, after saving"
   ;;
 *)
-  # Only digits are taken from the file: bash's arithmetic would run commands that stand in its text.
+  # Only digits are taken from the file: bash's arithmetic would run commands in its text.
   count=0
   [[ -f $failures ]] && read -r -n 4 count <"$failures"
   [[ $count =~ ^[0-9]{1,3}$ ]] || count=0

@@ -39,8 +39,8 @@ running+=' && grep -qs main.py "/proc/$pid/cmdline"'
 [[ $# -ge 3 ]] || usage
 verb=$1 name=$2 zone=$3
 shift 3
-[[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] || refuse "'$name' is no name of a TPU VM"
-[[ $zone =~ ^[a-z]+-[a-z]+[0-9]+-[a-z]$ ]] || refuse "'$zone' is no zone, such as us-central2-b"
+[[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] || refuse "'$name' is not a valid name of a TPU VM"
+[[ $zone =~ ^[a-z]+-[a-z]+[0-9]+-[a-z]$ ]] || refuse "'$zone' is not a zone, such as us-central2-b"
 
 case $verb in
 setup)

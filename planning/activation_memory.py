@@ -1,9 +1,9 @@
-"""What the layers hold, read from the gradients of one device's part as JAX traces them.
+"""Activation memory of the layers, from the traced gradients of one device's part of the model.
 
-What a layer keeps for the backward pass are the results that its scan stacks. What one layer holds
-while its gradients are computed follows from the life of each array in the body of the scan that
-goes back. Matmuls, sums, gathers and kernels write their results; what is elementwise is computed
-where it is used, as XLA fuses it, and holds what it is computed from, or itself where that is less.
+A layer's saved activations are the results that its scan stacks. The memory of one layer while its
+gradients are computed follows from the lifetime of each array in the body of the backward scan.
+Matmuls, reductions, gathers and kernels write their results; elementwise operations are fused into
+their consumers, as XLA does, and keep their inputs alive, or their result if that is smaller.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-# Not covered by JAX's promise of compatibility (JEP 15856): the types of a jaxpr's parts, which
+# Not covered by JAX's compatibility policy (JEP 15856): the types of a jaxpr's parts, which
 # jax.make_jaxpr returns, have no other public name since those of jax.core were deprecated.
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType
@@ -34,13 +34,13 @@ WRITTEN = {
   *("scan", "while", "sort", "cumsum", "concatenate", "reduce_sum", "reduce_max"),
 }
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_CLOSED = {"scan", "while", "pallas_call"}  # what is inside of them is not looked at
+_CLOSED = {"scan", "while", "pallas_call"}  # primitives whose bodies are not inspected
 
 
 def by_the_layers(job: Job) -> tuple[int, int]:
-  """Returns the bytes that all layers keep, and the most that one holds besides meanwhile.
+  """Returns the bytes of saved activations of all layers, and the peak of one layer beyond them.
 
-  Of a model without a scan over layers 0 and the most that all of it holds.
+  For a model without a scan over layers: 0, and the peak of the model.
   """
   config, share = part(job)
   jaxpr = gradients(job, config)
@@ -56,9 +56,10 @@ def by_the_layers(job: Job) -> tuple[int, int]:
 
 
 def _scan(jaxpr: Any, layers: int, *, reverse: bool) -> core.JaxprEqn | None:
-  """Returns the scan over the layers; None where there is none.
+  """Returns the scan over the layers; None if there is none.
 
-  Of several of that length (chunks of the loss, rounds of a ring) it is given the most: parameters.
+  Of several scans of that length (chunks of the loss, steps of a ring) it has the largest inputs:
+  the parameters.
   """
   found = [
     one
@@ -70,16 +71,16 @@ def _scan(jaxpr: Any, layers: int, *, reverse: bool) -> core.JaxprEqn | None:
 
 
 def body(scan: core.JaxprEqn) -> Any:
-  """Returns the jaxpr of what a scan does in a turn."""
+  """Returns the jaxpr of one iteration of a scan."""
   inner = scan.params["jaxpr"]
   return getattr(inner, "jaxpr", inner)
 
 
 def fixed_and_carried(scan: core.JaxprEqn) -> tuple[int, int]:
-  """Returns how many arguments are the same in each turn, and how many are carried on.
+  """Returns the number of constant arguments, and of carried ones.
 
-  Told by their shapes, which for the others are of all turns: the parameters that say it have had
-  several names in JAX.
+  Found by their shapes, since those of scanned arguments include all iterations: JAX has changed
+  the names of the parameters with these numbers.
   """
   turn = body(scan)
   same, carried = (
@@ -90,18 +91,18 @@ def fixed_and_carried(scan: core.JaxprEqn) -> tuple[int, int]:
 
 
 def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
-  """Returns the config of what one device computes, and its tokens as a share of that config's.
+  """Returns the config of one device's computation, and its tokens as a share of that config's.
 
-  Where `context` gathers keys and values, its part of the queries of all rows makes as many scores
-  as whole rows of which there are fewer; a ring meets half of its keys at a time.
+  Where `context` gathers keys and values, a device's part of the queries of all rows has as many
+  scores as a smaller number of full rows; a ring step has half of its keys at a time.
 
   Args:
     job: of all devices.
-    at_once: of a ring, what it has at a time; else all that it computes.
+    at_once: for a ring, one step; else all of them.
   """
   config, legend = copy.deepcopy(job.config), job.legend
   model, data = config.model, config.data
-  decoder = model.name == "transformer"  # of another model the keys may mean anything
+  decoder = model.name == "transformer"  # the keys of another model may mean anything
   table, sizes = job.activations.table, job.devices.sizes
 
   def parts(letter: str) -> int:
@@ -110,7 +111,7 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
   rows = data.global_batch_size / parts("B") / config.training.gradient_accumulation_steps
   with config.unlocked():
     config.training.gradient_accumulation_steps = 1
-    if decoder and not at_once:  # memory has formulas of its own for logits
+    if decoder and not at_once:  # memory has separate formulas for logits
       model.vocabulary_size, model.vocabulary_multiple = legend["V"].size // parts("V"), 1
     for name, letter in (("feedforward_size", "F"), ("heads", "N")):
       if name in model and model.name in ("transformer", "mlp"):
@@ -124,13 +125,13 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
         data.sequence_length, rows = length // (2 * around), 2 * rows  # half of the scores
       else:
         rows /= around
-      model.context_attention = "gather"  # alone, there is no ring
+      model.context_attention = "gather"  # a single device has no ring
     data.global_batch_size = max(1, int(rows))
   return config, rows / data.global_batch_size
 
 
 def gradients(job: Job, config: ConfigDict) -> Any:
-  """Returns the jaxpr of the gradients of a batch, as one device would compute them alone."""
+  """Returns the jaxpr of the gradients of a batch on a single device."""
   program = make_program(config)
   names = {"B": config.data.global_batch_size, "T": config.data.sequence_length}
   batch = {}
@@ -148,10 +149,10 @@ def gradients(job: Job, config: ConfigDict) -> Any:
 
 @contextlib.contextmanager
 def _one_device(job: Job, config: ConfigDict) -> Iterator[None]:
-  """Sets a mesh of manual axes and tables by which nothing is sharded: no array is exchanged.
+  """Sets a mesh of manual axes and tables that shard nothing, so there is no communication.
 
-  But for the sequence, where the job shards it: attention then does not leave out the blocks of
-  scores above the diagonal, since a device's queries come from all of the sequence.
+  Except the sequence, if the job shards it: attention then does not skip the blocks of scores above
+  the diagonal, since a device's queries are from all of the sequence.
   """
   legend, tables = MODELS[config.model.name].legend(config), config.partitioning
   activations, parameters = (dict.fromkeys(t, ()) for t in (tables.activations, tables.parameters))
@@ -176,7 +177,7 @@ def is_literal(x: Any) -> bool:
 
 
 def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
-  """Yields all equations, those inside of others too."""
+  """Yields all equations, including nested ones."""
   for equation in jaxpr.eqns:
     yield equation
     for value in equation.params.values():
@@ -187,20 +188,20 @@ def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
 
 
 def _bytes(job: Job, config: ConfigDict, x: Any) -> float:
-  """Returns the bytes of what a scan stacks; in sequence-parallel regions a residual is split."""
+  """Returns the bytes of a stacked result; with sequence parallelism a residual is split."""
   regions = config.partitioning.sequence_parallel and x.aval.shape[-1] == config.model.model_size
   return bytes_of(x) / (job.devices.sizes["tensor"] if regions else 1)
 
 
 def bytes_of(x: Any) -> int:
-  """Returns the bytes of a variable; of what has none (a random key) 0."""
+  """Returns the bytes of a variable; 0 for a random key."""
   itemsize = getattr(getattr(x.aval, "dtype", None), "itemsize", 0)
   return math.prod(getattr(x.aval, "shape", ())) * itemsize
 
 
 @dataclasses.dataclass
 class _Line:
-  """An equation, with its variables named over all bodies: what it reads, what it gives."""
+  """An equation with its inputs and outputs, by names that are unique over all bodies."""
 
   name: str
   read: list[int]
@@ -213,8 +214,8 @@ class _Names:
   """Names the variables of a body and of those that it calls.
 
   Attributes:
-    lines: the equations met, in order.
-    count: names given.
+    lines: the equations, in order.
+    count: of names.
   """
 
   lines: list[_Line] = dataclasses.field(default_factory=list)
@@ -245,7 +246,7 @@ class _Names:
 
 
 def inlined(equation: core.JaxprEqn) -> Any:
-  """Returns the body that an equation runs; None where it is a primitive."""
+  """Returns the body that an equation calls; None if it is a primitive."""
   if equation.primitive.name in _CLOSED:
     return None
   if equation.primitive.name == "cond":
@@ -255,18 +256,18 @@ def inlined(equation: core.JaxprEqn) -> Any:
 
 
 def _most_at_once(jaxpr: Any, constants: int, carried: int, results: int) -> int:
-  """Returns the most bytes that a body holds at a time, but for what it is given.
+  """Returns the peak of live bytes in a body, without its arguments.
 
   Args:
     jaxpr: a body.
-    constants: of its arguments, which come first.
-    carried: arguments behind them that count as the body's own.
-    results: which are held to the end; the others are written away as they come.
+    constants: number of constant arguments, which come first.
+    carried: number of carried arguments after them, which count.
+    results: number of results that live to the end; the others are stored as they are computed.
   """
   found = _Names()
   names = {x: found.fresh() for x in jaxpr.invars}
   sizes: dict[int, int] = {}
-  of: dict[int, set[int]] = {0: set()}  # name -> what is held while it is needed
+  of: dict[int, set[int]] = {0: set()}  # name -> the arrays that it keeps alive
   own = [names[x] for x in jaxpr.invars[constants : constants + carried]]
   for x, name in names.items():
     of[name] = {name} if name in own else set()
@@ -290,7 +291,7 @@ def _peak(
   first: list[int],
   last: list[int],
 ) -> int:
-  """Returns the largest sum of the sizes of what is alive."""
+  """Returns the largest sum of the sizes of live arrays."""
   ends = {x: at for at, line in enumerate(lines) for name in line.read for x in of.get(name, ())}
   ends |= {x: len(lines) for name in last for x in of.get(name, ())}
   alive, most = set(first), 0

@@ -1,7 +1,7 @@
-"""What a step sends and how long it takes, by formula: where there is no compiler to ask.
+"""Communication and time of a step by formula, for topologies without a compiler.
 
-The terms are those that `docs/budgets.md` proves of the compiled programs, with the bytes of each
-array taken from its layout. Source of the times: the scaling book, chapter on training.
+The terms are those of `docs/budgets.md`, which tests verify for compiled programs, with the bytes
+of each array from its layout. Source of the times: the scaling book, chapter on training.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from training.setup import Job
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-  """Arrays that travel for one reason.
+  """The collectives of one kind and cause.
 
   Attributes:
     kind: of `collectives.KINDS`.
-    axes: of the mesh; those of size 1 drop out.
+    axes: of the mesh; those of size 1 are dropped.
     runs: in one step.
     elements: of the payload of one run, per device.
-    why: what they are.
+    why: the arrays that they carry.
     itemsize: bytes of an element.
     hidden: whether matmuls can run at the same time.
   """
@@ -47,9 +47,9 @@ class Term:
 def times(job: Job, places: Places, chip: Chip, rates: Rates) -> Times:
   """Returns how long a step takes.
 
-  Each operation of the traced gradients takes the longer of its FLOPs and its HBM bytes, one after
-  another; then comes the optimizer's pass over the state. What FSDP and data parallelism send is
-  hidden behind that as far as it lasts; what `tensor` and `context` send is exposed.
+  Operations of the traced gradients run one after another, each for the longer of its FLOPs and its
+  HBM traffic; then the optimizer passes over the state. The communication of FSDP and data
+  parallelism overlaps with that as far as possible; that of `tensor` and `context` is exposed.
   """
   speed, bandwidth = chip.flops * rates.matmul, chip.hbm_bandwidth * rates.memory
   update = Work(0, _bytes(job))
@@ -78,7 +78,7 @@ def times(job: Job, places: Places, chip: Chip, rates: Rates) -> Times:
 
 
 def groups(job: Job, axes: tuple[str, ...]) -> list[list[int]]:
-  """Returns the places in `mesh.devices.flat` of the devices that differ along the axes alone."""
+  """Returns groups of places in `mesh.devices.flat` that differ only along these axes."""
   sizes = tuple(job.mesh.shape.values())
   numbers = np.arange(job.mesh.size).reshape(sizes)
   chosen = [job.mesh.axis_names.index(axis) for axis in axes]
@@ -87,7 +87,7 @@ def groups(job: Job, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def terms(job: Job) -> list[Term]:
-  """Returns what is sent; terms whose axes all have size 1 are left out."""
+  """Returns the communication of a step; terms whose axes all have size 1 are omitted."""
   sizes = job.devices.sizes
   every = [*_of_parameters(job), *_of_the_optimizer(job)]
   if job.config.model.name == "transformer":
@@ -101,7 +101,7 @@ def terms(job: Job) -> list[Term]:
 
 
 def _of_parameters(job: Job) -> Iterator[Term]:
-  """Yields the gathers of kernels that fsdp splits, and the sums of all gradients."""
+  """Yields the all-gathers of kernels over fsdp, and the reductions of all gradients."""
   config, sizes = job.config, job.devices.sizes
   count = config.training.gradient_accumulation_steps
   narrow = np.dtype(config.training.compute_dtype).itemsize
@@ -131,7 +131,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
 
 
 def _of_the_optimizer(job: Job) -> Iterator[Term]:
-  """Yields ZeRO-1's: each device updates its part of a parameter, and gathers the others."""
+  """Yields those of ZeRO-1: each device updates its shard of a parameter, then all-gathers it."""
   sizes, optimizer = job.devices.sizes, job.config.partitioning.optimizer
   if not any("data" in axes for axes in optimizer.values()):
     return
@@ -144,7 +144,7 @@ def _of_the_optimizer(job: Job) -> Iterator[Term]:
 
 
 def _of_activations(job: Job) -> Iterator[Term]:
-  """Yields what tensor parallelism sums: partial results forward, gradients backward."""
+  """Yields those of tensor parallelism: partial results forward, gradients backward."""
   config, sizes = job.config, job.devices.sizes
   count, layers = config.training.gradient_accumulation_steps, config.model.layers
   narrow = np.dtype(config.training.compute_dtype).itemsize
@@ -173,7 +173,7 @@ def _of_activations(job: Job) -> Iterator[Term]:
 
 
 def _of_context(job: Job) -> Iterator[Term]:
-  """Yields what a split sequence exchanges for attention."""
+  """Yields those of attention over a split sequence."""
   config, sizes = job.config, job.devices.sizes
   model, count = config.model, config.training.gradient_accumulation_steps
   narrow, around = np.dtype(config.training.compute_dtype).itemsize, sizes["context"]
@@ -183,7 +183,7 @@ def _of_context(job: Job) -> Iterator[Term]:
   times_each = count * model.layers
   length = config.data.sequence_length
   if ring_attention.use_ring(model.context_attention, length, around, model.heads, model.kv_heads):
-    why = "keys, values and their gradients, going round"
+    why = "keys, values and their gradients, around the ring"
     runs = times_each * (6 * (around - 1) + 2)
     yield Term("collective-permute", ("context",), runs, pair, why, narrow)
   else:
@@ -204,9 +204,9 @@ def _tokens(job: Job) -> float:
 
 
 def _bytes(job: Job) -> float:
-  """Returns what the optimizer reads and writes: parameters, gradients and its state.
+  """Returns the HBM traffic of the optimizer: parameters, gradients and its state.
 
-  Gradients that are summed over microbatches are read, added to the sum and written as often.
+  Gradients that are accumulated are read, added and written once per microbatch.
   """
   sizes, count = job.devices.sizes, job.config.training.gradient_accumulation_steps
   held = {

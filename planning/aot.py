@@ -1,4 +1,4 @@
-"""The devices that a plan is for, attached or not, and the train step compiled for them."""
+"""Ahead-of-time compilation of the train step for a topology, attached or not."""
 
 import copy
 import dataclasses
@@ -22,12 +22,12 @@ from planning.topology import Topology, of_devices
 from runtime import devices
 from training import setup
 
-# So many times the devices that a plan asks for are simulated: its advice may ask for more, and JAX
-# makes them once, when its backend starts.
+# The multiple of a plan's devices that are simulated: its advice may need more, and JAX creates
+# them only once, when its backend starts.
 ROOM = 8
-# What the compiler says of a program that is too large: of all of it, or of what is there besides
-# its arguments. Its wording is the only source, as jaxlib's error has no fields; should it change,
-# the error is raised as it is (tests/planning/test_tpu.py).
+# The compiler's message about a program that is too large: all of it, or without its arguments. The
+# wording is the only source, as jaxlib's error has no fields; if it changes, the error is raised
+# unchanged (tests/planning/test_tpu.py).
 _OUT_OF_MEMORY = re.compile(
   r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\) exceeds"
 )
@@ -39,8 +39,8 @@ class Here:
   """The devices of this process that a plan may use.
 
   Attributes:
-    attached: those that `train` would use; () where the plan is for others.
-    simulated: to lay arrays out on, for a topology that no compiler here knows.
+    attached: those that `train` would use; () if the plan is for others.
+    simulated: stand-ins for a topology without a compiler here.
   """
 
   attached: tuple[jax.Device, ...] = ()
@@ -53,11 +53,11 @@ class Here:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """The train step as a compiler has made it.
+  """The compiled train step.
 
   Attributes:
-    text: the optimized HLO; "" where the compiler gave up.
-    peak_bytes: what a device holds at most, by the compiler; also of one that does not fit.
+    text: the optimized HLO; "" if the compiler failed.
+    peak_bytes: peak memory of a device, by the compiler; even if it does not fit.
     fits: whether the compiler could allocate it.
   """
 
@@ -72,7 +72,7 @@ def compiler_there() -> bool:
 
 
 def compiled_here(topology: Topology, here: Here) -> bool:
-  """Returns whether there is a compiler for a topology: for attached devices JAX's own."""
+  """Returns whether there is a compiler for a topology; for attached devices, JAX's own."""
   if here.is_attached(topology) or topology.platform == "cpu":
     return True
   return topology.platform == "tpu" and compiler_there()
@@ -82,8 +82,8 @@ def attached(config: ConfigDict, *, simulate: bool) -> Here:
   """Starts the devices that `train` would use.
 
   Raises:
-    ValueError: the mesh does not fit them, no constants are known of their kind, or hardware is
-      there whose backend did not start.
+    ValueError: the mesh does not fit them, no constants are known for their kind, or the backend of
+      attached hardware did not start.
   """
   slices = config.mesh_dcn.to_dict()
   try:
@@ -95,7 +95,7 @@ def attached(config: ConfigDict, *, simulate: bool) -> Here:
 
 
 def simulated(config: ConfigDict, topology: Topology) -> Here:
-  """Starts simulated devices where no compiler here knows the topology.
+  """Starts simulated devices if there is no compiler for the topology.
 
   Raises:
     ValueError: mesh_dcn asks for another number of slices than the topology has.
@@ -109,7 +109,7 @@ def simulated(config: ConfigDict, topology: Topology) -> Here:
 
 
 def start(topology: Topology, slices: int, here: Here) -> tuple[jax.Device, ...]:
-  """Returns devices of a topology, or as many simulated ones where there is no compiler for it.
+  """Returns devices of a topology, or as many simulated ones if there is no compiler for it.
 
   Args:
     topology: of one slice.
@@ -127,13 +127,13 @@ def start(topology: Topology, slices: int, here: Here) -> tuple[jax.Device, ...]
     more: dict[str, Any] = {"wrap": (*topology.wraps(), False)[:3]}
     if slices > 1:
       more["num_slices"] = slices
-    if math.prod(topology.shape) == 1:  # a host else has four chips
+    if math.prod(topology.shape) == 1:  # by default a host has four chips
       more["chips_per_host_bounds"] = (1, 1, 1)
-    if topology.chip.name == "v4":  # whose two cores else are two devices
+    if topology.chip.name == "v4":  # by default its two cores are two devices
       more["chip_config_name"] = "megacore"
     try:
       found = described.get_topology_desc(platform="tpu", topology_name=topology.name, **more)
-    except Exception as error:  # jaxlib raises what it likes for a shape that it does not know
+    except Exception as error:  # jaxlib raises various errors for unknown shapes
       raise ValueError(
         f"--topology={topology.name}: the compiler knows no such slice "
         f"({' '.join(str(error).split())[:200]})"
@@ -145,7 +145,7 @@ def start(topology: Topology, slices: int, here: Here) -> tuple[jax.Device, ...]
 
 
 def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
-  """Brings a config together with a topology; platform defaults are the topology's.
+  """Makes a job of a config and a topology, with the platform defaults of the topology.
 
   Args:
     config: as parsed, with overrides.
@@ -153,7 +153,7 @@ def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
     here: the devices of this process.
 
   Raises:
-    ValueError: the mesh does not make the number of devices, or the config cannot be laid out so.
+    ValueError: the mesh has a different number of devices, or the layout is refused.
   """
   config = with_slices(config, topology)
   over = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
@@ -169,10 +169,10 @@ def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
 
 
 def with_slices(config: ConfigDict, topology: Topology) -> ConfigDict:
-  """Returns the config for as many slices as the topology's name asks for, over `data` by default.
+  """Returns the config for the topology's number of slices, along `data` by default.
 
   Raises:
-    ValueError: mesh_dcn asks for another number of them.
+    ValueError: mesh_dcn has a different number.
   """
   asked = math.prod(config.mesh_dcn.values())
   if topology.slices in (1, asked):
@@ -189,7 +189,7 @@ def with_slices(config: ConfigDict, topology: Topology) -> ConfigDict:
 
 
 def compile_step(ready: setup.Job) -> Program:
-  """Compiles the step that `train` would compile; a program that does not fit is an answer too."""
+  """Compiles the step that `train` would compile; a program that does not fit is a valid result."""
   try:
     compiled = ready.compile_train_step().function
   except jax.errors.JaxRuntimeError as error:
@@ -199,7 +199,7 @@ def compile_step(ready: setup.Job) -> Program:
     return Program("", used, False)
   stats = compiled.memory_analysis()
   peak = stats.peak_memory_in_bytes
-  if ready.devices.platform == "cpu":  # there the peak leaves out what is there for a while
+  if ready.devices.platform == "cpu":  # its peak excludes temporaries
     peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     peak += stats.output_size_in_bytes - stats.alias_size_in_bytes
   return Program(compiled.as_text(), peak, True)
@@ -212,14 +212,14 @@ def _held(ready: setup.Job) -> int:
 
 
 def needed(error: str, arguments: int) -> int | None:
-  """Returns the bytes per device that a program needs which the compiler has refused.
+  """Returns the bytes per device that a rejected program needs.
 
   Args:
-    error: what the compiler says.
+    error: the compiler's message.
     arguments: bytes of the state and the batch on a device.
 
   Returns:
-    None where it is about something else.
+    None if the message is about something else.
   """
   if (found := _OUT_OF_MEMORY.search(error)) is None:
     return None

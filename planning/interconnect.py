@@ -1,4 +1,4 @@
-"""How long a collective takes, from its bytes and the links between its devices.
+"""The time of a collective, from its bytes and the links between its devices.
 
 V bytes over links of W bytes per second each way: an all-gather or reduce-scatter takes V/W, an
 all-reduce twice that, an all-to-all on a ring V/4W; a group that spans several axes of a torus
@@ -27,13 +27,13 @@ _PASSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-  """What a group of devices speaks over.
+  """The link between a group of devices.
 
   Attributes:
     network: `ICI`, `NVLink`, `PCIe`, `memory` or `DCN`.
     bandwidth: bytes per second that a device sends.
-    hops: to the farthest of the group.
-    latency: seconds that a collective takes besides.
+    hops: to the farthest device of the group.
+    latency: additional seconds of a collective.
   """
 
   network: str
@@ -58,7 +58,7 @@ class Places:
   slices: np.ndarray
 
   def wire(self, group: Sequence[int]) -> Wire:
-    """Returns what a group of places speaks over."""
+    """Returns the link between a group of places."""
     chip = self.topology.chip
     group = np.asarray(group)
     if len(np.unique(self.slices[group])) > 1:
@@ -92,13 +92,13 @@ def in_order(topology: Topology, count: int) -> Places:
 
 
 def seconds(kind: str, size: float, wire: Wire, rates: Rates) -> float:
-  """Returns how long one run takes, alone.
+  """Returns the time of one run without overlap.
 
   Args:
     kind: of `collectives.KINDS`.
     size: bytes of its payload, per device.
-    wire: what its groups speak over.
-    rates: what share of a link's bandwidth is reached.
+    wire: the link of its groups.
+    rates: the achieved share of a link's bandwidth.
   """
   beside = wire.hops * rates.hop_seconds + wire.latency
   return _PASSES[kind] * size / (wire.bandwidth * rates.link) + beside

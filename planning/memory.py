@@ -1,8 +1,8 @@
 """Memory of a step on one device, by formula: to compare with the compiler's number.
 
-Parameters, gradients and optimizer state follow from the layout. What the layers keep for the
-backward pass, and what one of them holds meanwhile, is read from the traced gradients of a device's
-part (`planning.activation_memory`).
+Parameters, gradients and optimizer state follow from the layout. Saved activations, and the peak of
+one layer's backward pass, come from the traced gradients of a device's part of the model
+(`planning.activation_memory`).
 """
 
 import math
@@ -15,14 +15,14 @@ from partitioning.shardings import bytes_per_device, shard_shape
 from planning import activation_memory
 from training.setup import Job
 
-# What is there all the time; and what while the losses, or one layer's gradients, are computed.
+# What is allocated all the time; and only while the losses, or one layer's gradients, are computed.
 _ALWAYS = ("parameters", "optimizer state", "sum of the microbatches", "activations kept")
 _LOSSES = ("logits", "kernel of the logits")
 _LAYER = ("gradients", "activations of one layer", "collective buffers")
 
 
 def by_formula(job: Job) -> dict[str, int]:
-  """Returns part -> bytes per device; `at_once` says how much is there at a time."""
+  """Returns part -> bytes per device; `at_once` gives the peak."""
   sizes = job.devices.sizes
   parameters = list(job.placements["parameters"].values())
   there = sum(bytes_per_device(p, sizes) for p in parameters)
@@ -43,10 +43,10 @@ def by_formula(job: Job) -> dict[str, int]:
 
 
 def at_peak(parts: Mapping[str, int]) -> dict[str, int]:
-  """Returns the parts that are there at the peak, of what `by_formula` returns.
+  """Returns the parts of `by_formula` that are allocated at the peak.
 
-  That is when the losses are computed, or when the last layer's gradients are, for which room for
-  all gradients has been taken.
+  That is when the losses are computed, or the last layer's gradients, when all gradients are
+  allocated.
   """
   losses, layer = ({name: parts[name] for name in names} for names in (_LOSSES, _LAYER))
   always = {name: parts[name] for name in _ALWAYS}
@@ -79,7 +79,7 @@ def _unembedding(job: Job) -> int:
 
 
 def _gathered(job: Job) -> int:
-  """Returns the bytes of the largest of a layer's kernels over fsdp: one is used, one comes."""
+  """Returns the bytes of two gathered copies of the largest kernel: one used, one prefetched."""
   itemsize = np.dtype(job.config.training.compute_dtype).itemsize
   sizes, largest = job.devices.sizes, 0
   for placement in job.placements["parameters"].values():

@@ -1,4 +1,4 @@
-"""A plan: whether a config fits the devices of a topology, what it sends, how long a step takes."""
+"""A plan: predicted memory, communication and step time of a config on a topology."""
 
 import dataclasses
 import math
@@ -19,24 +19,24 @@ from training.setup import Job
 from training.tasks import TASKS
 
 LARGE_BYTES = 2**20
-PADDED = 1.05  # times its own bytes: more is worth a warning
+PADDED = 1.05  # padding of an array above which to warn
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What is predicted of a config on a topology.
+  """The prediction for a config on a topology.
 
   Attributes:
     title: of the config.
     job: layout and program.
     topology: the devices.
-    rates: what share of their constants is reached.
-    program: what the compiler made of the step; None where there is none for the topology.
+    rates: achieved shares of the chip's constants.
+    program: the compiled step; None if there is no compiler for the topology.
     memory: part -> bytes per device, by formula.
-    times: of a step, from the compiled program, or by formula where there is no compiler; None
-      where it does not fit: what cannot run has no speed.
-    warnings: what should be looked at.
-    advice: where it does not fit, overrides with which it would.
+    times: of a step, from the compiled program, or by formula without a compiler; None if it does
+      not fit: what cannot run has no speed.
+    warnings: possible problems.
+    advice: overrides with which it would fit, if it does not.
   """
 
   title: str
@@ -51,17 +51,17 @@ class Plan:
 
   @property
   def peak_bytes(self) -> int:
-    """Returns the most that a device holds: by the compiler, else by formula."""
+    """Returns the peak memory of a device: by the compiler, else by formula."""
     return self.program.peak_bytes if self.program else self.memory_at_once
 
   @property
   def memory_at_once(self) -> int:
-    """Returns the most that a device holds, by formula: not all parts are there at a time."""
+    """Returns the peak memory of a device by formula: not all parts are allocated at a time."""
     return memory.at_once(self.memory)
 
   @property
   def sent(self) -> tuple[step_time.Sent, ...]:
-    """Returns the collectives of a step; () where they are not known."""
+    """Returns the collectives of a step; () if they are unknown."""
     return self.times.sent if self.times else ()
 
   @property
@@ -73,7 +73,7 @@ class Plan:
 
   @property
   def unit(self) -> str:
-    """Returns what a batch is counted in."""
+    """Returns the unit of a batch, tokens or examples."""
     return TASKS[self.job.config.task].unit
 
   @property
@@ -90,7 +90,7 @@ class Plan:
 
   @property
   def chip_hours(self) -> float | None:
-    """Returns the hours of all chips that the budget takes, expected; None: it does not fit."""
+    """Returns the expected chip-hours for the token budget; None: it does not fit."""
     if self.step_seconds is None:
       return None
     chips = self.job.mesh.size / self.topology.chip.devices_per_chip
@@ -98,13 +98,13 @@ class Plan:
 
   @property
   def cost(self) -> float | None:
-    """Returns what those cost; None where no price is given, or it does not fit."""
+    """Returns their cost; None without a price, or if it does not fit."""
     price, hours = self.job.config.planning.price_per_chip_hour, self.chip_hours
     return price * hours if price and hours is not None else None
 
   @property
   def step_seconds(self) -> tuple[float, float, float] | None:
-    """Returns low, expected, high; None where it does not fit."""
+    """Returns low, expected, high; None if it does not fit."""
     if self.times is None:
       return None
     expected, spread = self.times.step, self.rates.spread
@@ -118,7 +118,7 @@ class Plan:
     return self.tokens / self.step_seconds[1] / self.job.mesh.size
 
   def flops(self, *, causal: bool = False) -> float:
-    """Returns the operations of a step that count as the model's; see `mfu`."""
+    """Returns the model FLOPs of a step; see `mfu`."""
     config = self.job.config
     each = MODELS[config.model.name].train_flops_per_example(config, causal=causal)
     return each * config.data.global_batch_size
@@ -135,7 +135,7 @@ class Plan:
     return self.flops(causal=causal) / peak / self.step_seconds[1]
 
   def as_json(self) -> dict[str, Any]:
-    """Returns what plan.json holds; of a plan that does not fit, speeds are null."""
+    """Returns the content of plan.json; if the plan does not fit, speeds are null."""
     names = ("low", "expected", "high")
     seconds = self.step_seconds and dict(zip(names, self.step_seconds, strict=True))
     return {
@@ -188,9 +188,9 @@ def make(
     config: as parsed, with overrides.
     topology_name: `v5p:4x4x4`; None: that of the attached devices.
     title: of the config.
-    simulate: takes simulated devices for the attached ones.
-    here: the devices of this process, where they have been started; by default they are now.
-    progress: is called with what is being done.
+    simulate: plans for simulated devices instead of the attached ones.
+    here: the devices of this process, if already started; by default they are started here.
+    progress: called with the current phase.
 
   Raises:
     ValueError: bad input: the topology, the mesh, the layout, a constant.
@@ -210,7 +210,7 @@ def make(
     program = aot.compile_step(ready)
     progress("reading the compiled program")
     compiled = hlo.parse(program.text) if program.fits else None
-  progress("tracing what a device holds")
+  progress("tracing the memory of a device")
   found = Plan(
     title,
     ready,
@@ -257,7 +257,7 @@ def _warnings(ready: Job, topology: Topology, compiled: hlo.Program | None) -> I
 
 
 def _padded(compiled: hlo.Program) -> Iterator[str]:
-  """Yields the parameters whose tiles the compiler fills up; which dims it tiles, only it knows."""
+  """Yields the parameters that the compiler pads to tiles; only its layout shows which dims."""
   for name, shape in hlo.entry_parameters(compiled).items():
     size, padded = hlo.shape_bytes(shape), hlo.tiled_bytes(shape)
     if name.startswith("params/") and size >= LARGE_BYTES and padded > PADDED * size:

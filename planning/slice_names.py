@@ -1,10 +1,10 @@
 """The clouds' names of TPU slices: `v5p-128`, `v6e-256`, `v5litepod-16`.
 
 The number counts TensorCores, two per chip, of v4, v5p and 7x, and chips of v5e and v6e. A size has
-one standard shape: up to 32 chips 1x1x1 to 2x4x4, above that whole cubes of 4x4x4 chips, as near to
-a cube as their number allows. Source: the Cloud TPU pages of v4, v5e, v5p, v6e and tpu7x
-(cloud.google.com/tpu/docs), tables of configurations; for numbers of cubes that the tables leave
-out, XPK's list (github.com/AI-Hypercomputer/xpk, system_characteristics.py).
+one standard shape: up to 32 chips 1x1x1 to 2x4x4, above that complete cubes of 4x4x4 chips, as
+close to a cube as their number allows. Source: the Cloud TPU pages of v4, v5e, v5p, v6e and tpu7x
+(cloud.google.com/tpu/docs), tables of configurations; for numbers of cubes that the tables omit,
+XPK's list (github.com/AI-Hypercomputer/xpk, system_characteristics.py).
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ class _Family:
 
   Attributes:
     chip: its name in a topology.
-    cores: what the number counts of each chip.
-    small: shapes of less than a cube; of two dims, all shapes.
+    cores: how much each chip adds to the number.
+    small: shapes smaller than a cube; for two dims, all shapes.
     most: chips of the largest slice.
   """
 
@@ -45,9 +45,9 @@ _FAMILIES = {
 
 
 def resolve(text: str) -> tuple[str, str]:
-  """Returns a topology's name, `v5p:4x4x4` of `v5p-128`, and a remark about what that is.
+  """Returns a topology's name (`v5p:4x4x4` for `v5p-128`) and a remark about it.
 
-  Of a name of another form the name itself and "".
+  A name of another form is returned unchanged, with "".
 
   Raises:
     ValueError: there is no slice of that size; the message names the nearest ones.

@@ -1,7 +1,7 @@
-"""How long a step takes: its instructions one after another, as the compiler has ordered them.
+"""Simulates the time of a step: its instructions in the order of the compiler's schedule.
 
-A collective is hidden as far as other work lasts between its start and its end;
-one that begins and ends at once is waited for. Loops are counted as often as they run.
+A collective overlaps with the work between its start and its end; a synchronous one is exposed.
+Loops count as often as they run.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ class Sent:
     kind: of `collectives.KINDS`.
     axes: the mesh axes along which the devices of a group differ.
     each: bytes of the payload of one run, per device.
-    runs: how often it runs; where a program's text does not tell, once.
-    source: the line that asked for it, or, by formula, why.
-    wire: what it goes over.
+    runs: how often it runs; 1 if the program's text does not show it.
+    source: its source line, or, by formula, the cause.
+    wire: its link.
     seconds: of all its runs.
-    exposed_seconds: of those, how long the device waits.
+    exposed_seconds: the part of them that the device waits.
   """
 
   kind: str
@@ -53,9 +53,9 @@ class Times:
 
   Attributes:
     step: seconds.
-    compute: seconds that the matmuls alone would take.
-    memory: seconds that reading and writing the memory alone would take.
-    work: operations and bytes, both counted as often as they run.
+    compute: seconds of the matmuls alone.
+    memory: seconds of the HBM traffic alone.
+    work: FLOPs and bytes, counted as often as they run.
     sent: the collectives.
   """
 
@@ -85,8 +85,8 @@ def times(
     program: as compiled and scheduled for one device.
     found: its collectives.
     places: of its mesh's devices in the topology.
-    chip: what a device is.
-    rates: what share of the chip's constants is reached.
+    chip: of a device.
+    rates: achieved shares of the chip's constants.
   """
   walker = _Walker(program, found, places, chip, rates)
   step = walker.walk(hlo.Frame(program.computations[program.entry]), 1)
@@ -102,7 +102,7 @@ def times(
 
 
 class _Walker:
-  """Goes through the schedule with a clock."""
+  """Simulates the schedule with a clock."""
 
   def __init__(self, program, found: Sequence[Collective], places, chip: Chip, rates: Rates):
     self._program, self._costs = program, Costs(program)
@@ -116,7 +116,7 @@ class _Walker:
     self.work = Work(0, 0)
 
   def walk(self, frame: hlo.Frame, runs: int) -> float:
-    """Returns the seconds of one run of a computation, which runs so often in a step."""
+    """Returns the seconds of one run of a computation that runs `runs` times in a step."""
     clock, free = 0.0, 0.0  # now, and when the links are free again
     under_way: dict[str, tuple[list[str], float]] = {}
     for instruction in frame.computation.instructions.values():
@@ -132,7 +132,7 @@ class _Walker:
         names, end = under_way.pop(_start(frame, instruction), ([], 0.0))
         clock += self._wait(names, end - clock, runs)
       elif instruction.opcode == "recv":
-        continue  # what is sent to it began with a send
+        continue  # its transfer began with a send
       elif instruction.opcode not in FREE:
         names = self._collectives(instruction)
         there = self._costs.work(frame.computation, instruction)
@@ -147,13 +147,13 @@ class _Walker:
           under_way[instruction.name] = names, free
         elif instruction.opcode == "send":
           under_way[_meeting(instruction)] = names, free
-        else:  # at once, or fused with matmuls that run at the same time
+        else:  # synchronous, or fused with matmuls that run at the same time
           clock += lasts if instruction.opcode == "fusion" else 0.0
           clock += self._wait(names, free - clock, runs)
     return clock
 
   def _wait(self, names: list[str], seconds: float, runs: int) -> float:
-    """Notes that a device waits for collectives; returns how long."""
+    """Records that a device waits for collectives; returns how long."""
     if not names or seconds <= 0:
       return 0.0
     for name in names:
@@ -162,7 +162,7 @@ class _Walker:
     return seconds
 
   def _collectives(self, instruction: hlo.Instruction) -> list[str]:
-    """Returns the names of the collectives that an instruction is or holds."""
+    """Returns the names of the collectives that an instruction is or contains."""
     names = [instruction.name] if instruction.name in self.alone else []
     for called in instruction.called():
       for inner in self._program.computations[called].instructions.values():
@@ -175,7 +175,7 @@ def _slowest(collective: Collective, places: Places) -> Wire:
 
 
 def _start(frame: hlo.Frame, instruction: hlo.Instruction) -> str:
-  """Returns the name of what began that which an instruction ends or carries on."""
+  """Returns the name of the start of what an instruction ends or continues."""
   name = instruction.operand_names[0]
   before = frame.computation.instructions[name]
   if before.opcode == "recv":
@@ -184,6 +184,6 @@ def _start(frame: hlo.Frame, instruction: hlo.Instruction) -> str:
 
 
 def _meeting(instruction: hlo.Instruction) -> str:
-  """Returns what a send between slices and its recv have in common."""
+  """Returns the key that a send between slices shares with its recv."""
   found = re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', instruction.attributes)
   return found[1] if found else instruction.name

@@ -1,7 +1,7 @@
-"""What would make a config fit: changes of few keys, tried by formula in the order of their cost.
+"""Suggests overrides that make a config fit: changes of few keys, tried by formula, cheapest first.
 
-The formulas are scaled by what the compiler has said of the config as it is, where it has said
-something: what they leave out, they leave out of its neighbours too.
+The formulas are scaled by the compiler's number for the original config, if there is one: what they
+omit there they omit for similar configs too.
 """
 
 import copy
@@ -19,7 +19,7 @@ from training.setup import Job
 
 MOST = 3  # pieces of advice
 _TRIES = 12
-_MARGIN = 0.95  # of a device's memory: the formulas are no compiler
+_MARGIN = 0.95  # of a device's memory: the formulas are approximate
 
 
 def overrides_that_fit(
@@ -31,7 +31,7 @@ def overrides_that_fit(
     config: as parsed, with overrides.
     ready: its job.
     topology: that it does not fit.
-    scale: what it needs per device, as a multiple of what the formulas say.
+    scale: its memory per device, as a multiple of the formulas'.
     here: the devices of this process.
   """
   found: list[str] = []
@@ -48,7 +48,7 @@ def overrides_that_fit(
 def _needed(
   config: ConfigDict, topology: Topology, changed: Mapping[str, Any], here: aot.Here
 ) -> int | None:
-  """Returns the bytes per device by formula; None where the config cannot be so."""
+  """Returns the bytes per device by formula; None if the config is refused."""
   other = copy.deepcopy(config)
   other.update_from_flattened_dict(dict(changed))
   try:
@@ -59,7 +59,7 @@ def _needed(
 
 
 def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict[str, Any]]]:
-  """Yields what might fit, what costs least time first."""
+  """Yields changes that might fit, those that cost the least time first."""
   sizes, training = ready.devices.sizes, ready.config.training
   split = {"mesh.data": 1, "mesh.fsdp": sizes["data"] * sizes["fsdp"]}
   recompute = {"training.rematerialization": "full"}

@@ -1,6 +1,6 @@
-"""Which devices a plan is for: `v5p:4x4x4` is a slice of TPUs, `h100:8` a machine of GPUs.
+"""Topologies of a plan: `v5p:4x4x4` is a slice of TPUs, `h100:8` a machine of GPUs.
 
-`v5p-128`, a cloud's name, is the same slice, and `2xv5p-128` two of them.
+`v5p-128` is a cloud's name of the same slice, and `2xv5p-128` two of them.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ EXAMPLES = {2: "4x4, 8x8, 16x16", 3: "2x2x2, 4x4x4, 8x8x16"}
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """Devices that need not be there.
+  """Devices that need not be attached.
 
   Attributes:
-    name: as given, in small letters.
-    chip: what a device is.
-    shape: of the torus of one slice, in chips; of GPUs, their number.
-    slices: that the name asks for; 1: as many as the config's mesh_dcn.
-    note: what a cloud's name was taken for; "" of other names.
+    name: as given, in lower case.
+    chip: of a device.
+    shape: of the torus of one slice, in chips; for GPUs, their number.
+    slices: number in the name; 1: as many as the config's mesh_dcn.
+    note: how a cloud's name was interpreted; "" for other names.
   """
 
   name: str
@@ -38,7 +38,7 @@ class Topology:
 
   @property
   def devices(self) -> int:
-    """Returns how many devices a slice has, as JAX counts them."""
+    """Returns the number of devices of a slice, as JAX counts them."""
     return math.prod(self.shape) * self.chip.devices_per_chip
 
   @property
@@ -49,9 +49,9 @@ class Topology:
   def wraps(self) -> tuple[bool, ...]:
     """Returns for each axis of the torus whether it has wraparound links; () for GPUs.
 
-    Of v4, v5p and 7x, slices made of whole cubes of 4x4x4 chips have them on all axes, because the
-    optical switches sit on the faces of a cube; smaller slices have none. Of v5e and v6e an axis
-    has them where it is as long as the whole pod's. Source: [1] and [2] of analysis/chips.py.
+    Slices of v4, v5p and 7x that consist of cubes of 4x4x4 chips have them on all axes, because the
+    optical switches are at the faces of a cube; smaller slices have none. On v5e and v6e an axis
+    has them if it is as long as the pod's. Source: [1] and [2] of analysis/chips.py.
     """
     if not self.chip.torus:
       return ()
@@ -64,7 +64,7 @@ def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:
   """Returns the topology of a name.
 
   Raises:
-    ValueError: there is no such one; the message names those that there are.
+    ValueError: there is no such topology; the message names the known ones.
   """
   slices, name = re.fullmatch(r"(?:(\d+)x(?=[a-z]))?(.*)", text.lower(), re.DOTALL).groups()
   name, note = resolve(name)
@@ -94,7 +94,7 @@ def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:
 
 
 def _shared(chip: Chip, count: int) -> Chip:
-  """Returns what each of several simulated devices has of the one machine."""
+  """Returns a simulated device's share of the machine."""
   return dataclasses.replace(
     chip,
     hbm_bytes=(chip.hbm_bytes or memory_bytes(Devices("cpu", True, {}))) / count,
@@ -105,17 +105,17 @@ def _shared(chip: Chip, count: int) -> Chip:
 
 
 def of_devices(found: Sequence[jax.Device]) -> str:
-  """Returns the name of the topology that devices at hand are.
+  """Returns the topology's name of attached devices.
 
   Raises:
-    ValueError: no constants are known of their kind.
+    ValueError: no constants are known for their kind.
   """
   if found[0].platform == "cpu":
     return f"cpu:{len(found)}"
   if (kind := known(found[0])) is None:
     names = ", ".join(chip.name for chip in CHIPS.values() if chip.device_kinds)
     raise ValueError(
-      f"no constants are known of {found[0].device_kind!r}; known are {names}; choose the nearest "
+      f"no constants are known for {found[0].device_kind!r}; known are {names}; choose the nearest "
       "with --topology"
     )
   name = kind.name

@@ -1,11 +1,11 @@
-"""FLOPs and HBM traffic of a step on one device, from its traced gradients: where no compiler is.
+"""FLOPs and HBM traffic of a step on one device, from its traced gradients, without a compiler.
 
-What is traced is what would run: plain attention writes all of its scores, a kernel does not, and
-rematerialized layers compute their forward pass again. Matmuls, reductions, gathers and kernels
-read their arguments from HBM and write their results to it. What is elementwise is fused into what
-reads it, as XLA does, unless a matmul reads it, or it has at most half of the bytes that it is
-computed from. A reduction reads its argument by itself: a compiler that fuses a whole softmax moves
-less.
+The trace shows what would run: plain attention writes all scores, a kernel does not, and
+rematerialized layers repeat their forward pass. Matmuls, reductions, gathers and kernels read their
+arguments from HBM and write their results to it. Elementwise operations are fused into their
+consumers, as XLA does, unless a matmul reads them, or the result has at most half of the bytes of
+its inputs. A reduction reads its argument separately: a compiler that fuses a complete softmax
+moves less.
 """
 
 import math
@@ -31,11 +31,11 @@ Roots = Mapping[int, int]  # arrays in HBM, by number -> bytes
 
 
 class _Fused(dict):
-  """Roots of what is computed where it is read, and is not in HBM itself."""
+  """Roots of a fused value, which is not in HBM itself."""
 
 
 def operations(job: Job) -> list[tuple[Work, int, bool]]:
-  """Returns what a step's gradients do on one device: work, how often, whether in float32."""
+  """Returns (work, runs, whether in float32) of the operations of a step's gradients."""
   config, share = activation_memory.part(job, at_once=False)
   tracer = _Tracer(share)
   jaxpr = activation_memory.gradients(job, config)
@@ -46,24 +46,24 @@ def operations(job: Job) -> list[tuple[Work, int, bool]]:
 
 
 class _Tracer:
-  """Goes through equations and notes those that touch HBM.
+  """Walks equations and records those that access HBM.
 
   Attributes:
     found: work, how often, whether it is a float32 matmul.
   """
 
   def __init__(self, share: float):
-    """Takes what share of the traced rows is the device's."""
+    """Takes the device's share of the traced rows."""
     self.found: list[tuple[Work, int, bool]] = []
     self._share, self._count = share, 0
 
   def fresh(self, x: Any) -> Roots:
-    """Returns a variable as an array of its own."""
+    """Returns the roots of a variable that is an array in HBM."""
     self._count += 1
     return {self._count: activation_memory.bytes_of(x)}
 
   def walk(self, jaxpr: Any, roots: dict[Any, Roots], runs: int) -> list[Roots]:
-    """Notes a body's work; returns what its results are computed from.
+    """Records a body's work; returns the roots of its results.
 
     Args:
       jaxpr: the body.
@@ -92,20 +92,20 @@ class _Tracer:
     return [{} if activation_memory.is_literal(x) else roots.get(x, {}) for x in jaxpr.outvars]
 
   def close(self, jaxpr: Any, results: list[Roots], runs: int) -> None:
-    """Notes that what a body returns is written, where it is not there yet."""
+    """Records that the results of a body are written, if they are not in HBM yet."""
     for x, behind in zip(jaxpr.outvars, results, strict=True):
       if isinstance(behind, _Fused):
         self._note(0, _read(x, behind) + activation_memory.bytes_of(x), runs)
 
   def _written(self, x: Any, behind: Roots, roots: dict[Any, Roots], runs: int) -> Roots:
-    """Notes that an argument is written, where it is not there yet; returns what it then is."""
+    """Records that an argument is written, if it is not in HBM yet; returns its new roots."""
     if isinstance(behind, _Fused):
       self._note(0, _read(x, behind) + activation_memory.bytes_of(x), runs)
       behind = roots[x] = self.fresh(x)
     return behind
 
   def _loop(self, equation: Any, runs: int) -> list[Roots]:
-    """Notes a loop's work; in each turn a part of what goes into it is read."""
+    """Records a loop's work; each iteration reads a part of its inputs."""
     if equation.primitive.name == "scan":
       inner, turns = activation_memory.body(equation), equation.params["length"]
     else:
@@ -140,7 +140,7 @@ class _Tracer:
 
 
 def _read(x: Any, behind: Roots) -> int:
-  """Returns the bytes that are read for an argument: its own, or those that it follows from."""
+  """Returns the bytes read for an argument: its own, or those of its roots."""
   return min(activation_memory.bytes_of(x), sum(behind.values()))
 
 

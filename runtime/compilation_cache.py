@@ -1,11 +1,10 @@
-"""JAX's persistent compilation cache, without the entries that a kill has cut short.
+"""JAX's persistent compilation cache, without truncated entries.
 
-JAX writes an entry in place (`LRUCache.put` of jax 0.10.2 and 0.12.0; see jax#39880 for what else
-follows from that). Where the process is killed
-meanwhile, or the disk is full, a part of it stays. Every later start then fails to read it, warns,
-compiles, and leaves it there, because JAX never replaces an entry. So entries that were written
-since the last start are decompressed before JAX reads them, and those that are cut short are
-removed. In a bucket nothing is checked: an object appears there complete.
+JAX writes an entry in place (`LRUCache.put` of jax 0.10.2 and 0.12.0; see jax#39880 for other
+consequences). If the process is killed while it writes, or the disk is full, a partial entry
+remains. Every later start then fails to read it, warns, compiles, and leaves it, because JAX never
+replaces an entry. So entries that were written since the last start are decompressed before JAX
+reads them, and truncated ones are removed. In a bucket nothing is checked: objects appear complete.
 """
 
 import contextlib
@@ -31,26 +30,26 @@ except ImportError:
 
 _ENTRIES = "-cache"  # ends the name of an entry's file
 _CHECKED = ".checked"  # a file that is as old as the last check
-# Clocks of the machines that share the folder may differ by so much.
+# The clocks of machines that share the folder may differ by this much.
 _SKEW_SECONDS = 60.0
-# Another process may just be writing an entry: for so long it must not change.
+# Another process may be writing an entry: it must not have changed for this long.
 _SETTLED_SECONDS = 1.0
 _ZSTD_BEGINS = bytes.fromhex("28b52ffd")
 _MOST_BYTES = 2**32  # of an entry
 
 
 def use(folder: str) -> None:
-  """Makes JAX keep compiled programs in a folder, after removing entries that are cut short.
+  """Makes JAX cache compiled programs in a folder, after removing truncated entries.
 
   Args:
     folder: of this machine or shared; `~` is the home folder.
 
   Raises:
-    ValueError: something else is there.
+    ValueError: the path is not a folder.
   """
   path = epath.Path(folder).expanduser()
   if path.exists() and not path.is_dir():
-    raise ValueError(f"compilation_cache_dir={folder}: it is no folder; name another one")
+    raise ValueError(f"compilation_cache_dir={folder}: it is not a folder; name another one")
   if files.is_local(path) and path.exists() and os.access(path, os.W_OK):
     _repair(pathlib.Path(path))
   jax.config.update("jax_compilation_cache_dir", str(path))
@@ -58,7 +57,7 @@ def use(folder: str) -> None:
 
 
 def _repair(folder: pathlib.Path) -> None:
-  """Removes the entries that were written since the last check and are cut short."""
+  """Removes truncated entries among those written since the last check."""
   checked = folder / _CHECKED
   since = checked.stat().st_mtime - _SKEW_SECONDS if checked.exists() else 0.0
   with contextlib.suppress(OSError):  # the disk is still full
@@ -71,7 +70,7 @@ def _repair(folder: pathlib.Path) -> None:
     if _torn(path) == content:
       try:
         path.unlink()
-      except OSError:  # another process of this run, which has found the same, was faster
+      except OSError:  # another process of this run has removed it
         continue
       removed.append(path.name.partition("-")[0])  # the function's name, without the key
   if removed:
@@ -97,7 +96,7 @@ def _since(folder: pathlib.Path, since: float) -> Iterator[pathlib.Path]:
 
 
 def _torn(path: pathlib.Path) -> bytes | None:
-  """Returns the content of an entry that is cut short, else None."""
+  """Returns the content of a truncated entry, else None."""
   try:
     content = files.read_bytes(path, most_bytes=_MOST_BYTES, follow=True)
   except OSError:  # gone meanwhile, or no plain file

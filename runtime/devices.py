@@ -1,7 +1,7 @@
 """Which devices a run uses, decided before JAX's backend starts.
 
-Where there is no accelerator, the application makes as many CPU devices as the mesh asks for.
-Where there is one that does not start, that is a refusal: never a silent fall back to CPU.
+Without an accelerator, the application simulates as many CPU devices as the mesh asks for. An
+accelerator that does not start is a refusal, never a silent fallback to CPU.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import psutil
 
 from partitioning.mesh import product_text, resolve_sizes
 
-# Device files by which a GPU shows itself, whether or not a driver library is installed.
+# Device files of GPUs, which exist whether or not a driver library is installed.
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd")
 # TPUs by their PCI vendor and device ids (v3 to 7x); the files of /dev/vfio may be anyone's.
 TPU_VENDOR = "0x1ae0"
@@ -24,21 +24,21 @@ TPU_DEVICES = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x00
 # XLA's CPU client takes its thread count from NPROC. With fewer threads than collectives that
 # wait for one another, simulated devices deadlock in the rendezvous of an all-reduce.
 THREADS_PER_DEVICE = 4
-# The most that one process makes. 2,048 start in 7 s, with 8,461 threads and 1.1 GB; at 4,096 XLA
-# fails to start its threads (2 cores, jax 0.10.2).
+# The most that one process simulates. 2,048 start in 7 s, with 8,461 threads and 1.1 GB; at 4,096
+# XLA fails to start its threads (2 cores, jax 0.10.2).
 MOST_SIMULATED = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-  """What a run uses.
+  """The devices of a run.
 
   Attributes:
     platform: cpu, gpu or tpu.
-    simulated: True where the CPU devices are made here: then at most one step is in flight.
+    simulated: whether they are simulated CPU devices: then at most one step is in flight.
     sizes: mesh axis -> size, with -1 filled in, over all slices.
-    slices: mesh axis -> over how many slices it goes; {}: there is one.
-    described: the devices, where they are not attached: then nothing can run on them.
+    slices: mesh axis -> number of slices that it spans; {}: a single slice.
+    described: the devices of a topology that is not attached: nothing can run on them.
   """
 
   platform: str
@@ -49,7 +49,7 @@ class Devices:
 
 
 def hardware(root: str = "/") -> str | None:
-  """Returns `gpu` or `tpu` where such hardware is present, whether or not JAX can use it.
+  """Returns `gpu` or `tpu` if such hardware is present, whether or not JAX can use it.
 
   Args:
     root: where `dev` and `sys` are.
@@ -76,17 +76,17 @@ def start(
 ) -> list[Devices]:
   """Starts JAX's backend with the devices that the meshes need; returns one entry per mesh.
 
-  Simulated devices are shared out evenly to the processes of the run.
+  Simulated devices are divided evenly among the processes of the run.
 
   Args:
     *meshes: each axis name -> size within a slice, at most one of them -1.
-    slices: of each mesh, axis name -> over how many slices it goes; by default there is one.
-    simulate: use simulated CPU devices even where there is an accelerator.
+    slices: for each mesh, axis name -> number of slices that it spans; by default one.
+    simulate: use simulated CPU devices even if there is an accelerator.
     processes: of the run.
 
   Raises:
     ValueError: the sizes do not fit the devices.
-    RuntimeError: accelerator hardware is there, and its backend did not start.
+    RuntimeError: the backend of accelerator hardware did not start.
   """
   found = hardware()
   over = [{axis: n for axis, n in one.items() if n != 1} for one in slices] or [{}] * len(meshes)
@@ -106,13 +106,13 @@ def start(
 
 
 def _largest(sizes: list[dict[str, int]], processes: int) -> int:
-  """Returns how many simulated devices there must be; several processes all use all of theirs."""
+  """Returns the number of simulated devices; several processes must all use all of theirs."""
   counts = [math.prod(size.values()) for size in sizes]
   for size, count in zip(sizes, counts, strict=True):
     if count % processes or (processes > 1 and count != max(counts)):
       raise ValueError(
-        f"mesh: {product_text(size)} asks for {count} simulated devices, which cannot be shared "
-        f"out evenly to {processes} processes; start a number of processes that divides it"
+        f"mesh: {product_text(size)} asks for {count} simulated devices, which cannot be divided "
+        f"evenly among {processes} processes; start a number of processes that divides it"
       )
   most = max(counts)
   if most > MOST_SIMULATED * processes:
@@ -126,7 +126,7 @@ def _largest(sizes: list[dict[str, int]], processes: int) -> int:
 
 
 def _simulate(count: int, processes: int) -> None:
-  """Makes `count` CPU devices over all processes, with threads enough for all to wait at once."""
+  """Simulates `count` CPU devices over all processes, with a thread for each that may wait."""
   own = count // processes
   os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * own, os.cpu_count() or 1))
   jax.config.update("jax_platforms", "cpu")

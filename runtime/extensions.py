@@ -1,7 +1,7 @@
 """Extensions: a config file anywhere may register models, data sources, callbacks and more.
 
-The tables that can be extended are dicts, each beside what it names: `models.MODELS`, ... A file
-registers under a name of its own:
+The tables that can be extended are dicts next to what they name: `models.MODELS`, ... A file
+registers an entry under a new name:
 
   MODELS.register("vit", sys.modules[__name__])
 
@@ -26,16 +26,16 @@ _LOADED: dict[pathlib.Path, None] = {}  # in the order of `load`
 
 
 class Table(dict):
-  """Name -> what it stands for, some of it from files outside of the project."""
+  """A registry, name -> value, with entries from files outside the project."""
 
   def __init__(self, what: str, ours: dict[str, Any], *, numerics: bool = True):
     """Takes the project's own entries.
 
     Args:
-      what: the entries are, for messages: "model".
+      what: the kind of entry, for messages: "model".
       ours: name -> value.
-      numerics: whether an entry decides what a run computes: then the file that registers it
-        belongs to the code that a checkpoint records.
+      numerics: whether an entry determines what a run computes: then the file that registers it is
+        part of the code version in checkpoints.
     """
     super().__init__(ours)
     self.what, self.numerics = what, numerics
@@ -59,15 +59,15 @@ class Table(dict):
 
 
 def load(path: str | os.PathLike) -> ModuleType:
-  """Executes a config file and returns its module; it can import modules beside it.
+  """Executes a config file and returns its module; it can import modules from its folder.
 
-  They are found last, so that none takes the place of the project's or a library's. While the file
-  runs, `sys.modules[__name__]` is its module.
+  Its folder is last on the path, so that it cannot shadow the project's modules or a library's.
+  While the file runs, `sys.modules[__name__]` is its module.
 
   Raises:
-    ValueError: the file's folder and that of another config file both have a module of one name,
-      of which Python would import only the first.
-    Exception: whatever the file raises.
+    ValueError: the folders of two config files have modules with the same name, of which Python
+      would import only the first.
+    Exception: what the file raises.
   """
   path = pathlib.Path(path).resolve()
   _require_one_module_of_each_name(path.parent)
@@ -83,7 +83,7 @@ def load(path: str | os.PathLike) -> ModuleType:
 
 
 def loaded() -> list[pathlib.Path]:
-  """Returns the config files that `load` has executed: another process loads the same."""
+  """Returns the config files that `load` has executed, so that other processes load the same."""
   return [*_LOADED]
 
 
@@ -113,7 +113,7 @@ def _require_one_module_of_each_name(folder: pathlib.Path) -> None:
 
 
 def _modules(folder: pathlib.Path) -> list[ModuleType]:
-  """Returns the modules that were imported from a folder: neither the project's nor libraries'."""
+  """Returns the modules imported from a folder, except the project's and libraries'."""
   if any(folder.is_relative_to(library) for library in _LIBRARIES):
     return []
   found = []
@@ -133,7 +133,7 @@ def files(*, numerics: bool = False) -> list[pathlib.Path]:
   """Returns the files that have registered something, and the modules from their folders.
 
   Args:
-    numerics: only of entries that decide what a run computes.
+    numerics: only for entries that determine what a run computes.
   """
   found = {
     origin
@@ -149,9 +149,9 @@ def files(*, numerics: bool = False) -> list[pathlib.Path]:
 
 
 def error_text(error: BaseException) -> str:
-  """Returns `FILE:LINE: TypeError: its message` of what a user's file has raised, in one line.
+  """Returns `FILE:LINE: TypeError: its message` for an error of a user's file, in one line.
 
-  The place is the innermost in a user's file, or the innermost of all where there is none.
+  The place is the innermost frame in a user's file, or else the innermost of all.
   """
   place = ""
   if isinstance(error, SyntaxError) and error.filename:

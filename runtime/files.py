@@ -2,11 +2,11 @@
 
 A workdir, a checkpoint or a data_dir may hold anything by the time it is read: a directory, a FIFO
 or a sparse file of a terabyte in place of a file, a link to somewhere else, JSON nested a million
-deep. Opening a FIFO would wait forever, and reading without a limit would fill the memory. So local
-files are opened without waiting, and looked at before the first byte is read. Writes never follow a
-symbolic link in the last part of a path; the folders above may be links.
+deep. Opening a FIFO would block forever, and reading without a limit would fill the memory. So
+local files are opened without blocking, and checked before the first byte is read. Writes never
+follow a symbolic link in the last part of a path; the folders above may be links.
 
-Paths in a bucket (`gs://`) are passed on to epath: a bucket holds neither links nor FIFOs.
+Paths in a bucket (`gs://`) are passed to epath: a bucket has neither links nor FIFOs.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _KINDS = (
 
 
 class NotPlainError(OSError):
-  """There is something else in the place of a plain file, or the file is larger than it can be."""
+  """A path is not a plain file, or the file is too large."""
 
   def __str__(self) -> str:
     """Returns one line, beginning with the path."""
@@ -72,7 +72,7 @@ def _kind(mode: int) -> str:
 def read_bytes(
   path: epath.PathLike, *, most_bytes: int = MOST_BYTES, follow: bool = False
 ) -> bytes:
-  """Returns the content of a plain file of at most so many bytes.
+  """Returns the content of a plain file of at most `most_bytes`.
 
   Args:
     path: of the file.
@@ -81,7 +81,7 @@ def read_bytes(
 
   Raises:
     FileNotFoundError: there is none.
-    NotPlainError: it is no plain file, or too large.
+    NotPlainError: it is not a plain file, or too large.
     OSError: it cannot be read; the path is named.
   """
   return b"".join(read_blocks(path, most_bytes=most_bytes, follow=follow))
@@ -116,7 +116,7 @@ def _opened(path: epath.PathLike, follow: bool) -> Any:
 
 
 def open_plain(path: epath.PathLike, flags: int, *, follow: bool = False) -> int:
-  """Opens a local file and returns its descriptor; never waits, and opens plain files only.
+  """Opens a local file and returns its descriptor; never blocks, and opens only plain files.
 
   Raises:
     NotPlainError: it is something else.

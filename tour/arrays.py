@@ -91,7 +91,7 @@ def two_axes_on_one_dim(specs=((("data", "tensor"), None), (("tensor", "data"), 
 
 
 def _two_axes_on_one_dim(arrays) -> Shown:
-  findings = [f"{telling.lies(x)}: {telling.blocks(x)}." for x in arrays]
+  findings = [f"{telling.spec(x)}: {telling.blocks(x)}." for x in arrays]
   first, second = ({d: b for b, ids in telling.holders(x).items() for d in ids} for x in arrays)
   moved = sorted(device for device in first if first[device] != second[device])
   if moved:
@@ -107,7 +107,7 @@ def _two_axes_on_one_dim(arrays) -> Shown:
 
 
 def _drawn(x):
-  title = f"{telling.lies(x)} on {telling.mesh_text(x)}"
+  title = f"{telling.spec(x)} on {telling.mesh_text(x)}"
   return picture(x.shape, x.sharding, title=title, dims=DIMS)
 
 

@@ -1,4 +1,4 @@
-"""The chapters, in the order in which they are told."""
+"""The chapters, in their order."""
 
 from runtime.suggest import nearest
 from tour import (

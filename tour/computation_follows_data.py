@@ -40,7 +40,7 @@ def _elementwise(result) -> Shown:
   kept = y.sharding.is_equivalent_to(x.sharding, x.ndim)
   where = "is sharded like x" if kept else "is not sharded like x"
   findings = [
-    f"x is sharded as {telling.lies(x)}; sin(x) {where}: {telling.lies(y)}.",
+    f"x is sharded as {telling.spec(x)}; sin(x) {where}: {telling.spec(y)}.",
     telling.communication(compiled, mesh),
   ]
   pictures = [
@@ -67,8 +67,8 @@ def product(x_spec=("data", None), y_spec=(None, "tensor")):
 def _product(result) -> Shown:
   mesh, compiled, x, y, z, right = result
   findings = [
-    f"x is sharded as {telling.lies(x)}, y as {telling.lies(y)}, and the product as "
-    f"{telling.lies(z)}.",
+    f"x is sharded as {telling.spec(x)}, y as {telling.spec(y)}, and the product as "
+    f"{telling.spec(z)}.",
     telling.communication(compiled, mesh),
     _why(x, y),
     f"The product and NumPy's are {telling.close(z, right)}.",

@@ -45,9 +45,9 @@ def before_and_after(spec=(None, "tensor")):
 def _before_and_after(result) -> Shown:
   mesh, programs, (before, after) = result
   findings = [
-    f"Before: the result is sharded as {telling.lies(before)}, {telling.blocks(before)}; the "
+    f"Before: the result is sharded as {telling.spec(before)}, {telling.blocks(before)}; the "
     f"program sends {telling.sent_text(programs[0], mesh)}.",
-    f"After: it is sharded as {telling.lies(after)}, {telling.blocks(after)}; the program sends "
+    f"After: it is sharded as {telling.spec(after)}, {telling.blocks(after)}; the program sends "
     f"{telling.sent_text(programs[1], mesh)}.",
     f"The numbers are {telling.close(after, before)}.",
   ]
@@ -101,8 +101,8 @@ def _by_letters(result) -> Shown:
   for table, compiled, y, hidden in results:
     axes = "+".join(table["feedforward"]) or "no axis"
     findings.append(
-      f"feedforward takes {axes}: the hidden values BF are sharded as {telling.lies(hidden)}, "
-      f"{telling.blocks(hidden)}, and the result BD as {telling.lies(y)}. The program sends "
+      f"feedforward takes {axes}: the hidden values BF are sharded as {telling.spec(hidden)}, "
+      f"{telling.blocks(hidden)}, and the result BD as {telling.spec(y)}. The program sends "
       f"{telling.sent_text(compiled, mesh)}."
     )
   first, second = (r[2] for r in results)

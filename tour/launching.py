@@ -1,4 +1,4 @@
-"""Starts the application as several processes on this machine, and returns what became of them."""
+"""Runs the application as several processes on this machine, and returns the outcome."""
 
 import contextlib
 import dataclasses
@@ -17,23 +17,23 @@ from collections.abc import Sequence
 from processes import preemption
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Each takes seconds; a busy machine is slower. What hangs shall not hang the tour.
+# Each takes seconds, or longer on a busy machine. A hang must not hang the tour.
 LIMIT_SECONDS = 180
 _STEP = re.compile(r"\] step \d+/")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-  """What became of several processes.
+  """The outcome of several processes.
 
   Attributes:
     code: the launcher's exit code.
-    codes: process -> its exit code, where that was not 0 and it ended by itself.
-    out: all that was printed, each line with its process in front.
+    codes: process -> its exit code, if it was not 0 and the process ended by itself.
+    out: the output, each line prefixed with its process.
     seconds: until all had ended.
     stopped: the process that was sent SIGTERM.
     hung: the processes that did not end by themselves, and were ended.
-    made: whether the workdir was made.
+    made: whether the workdir was created.
     saved: the steps of the checkpoints.
     logged: the steps in metrics.jsonl.
   """

@@ -1,4 +1,4 @@
-"""One of the processes of the chapter `processes`: says what it has and what it feeds, as JSON.
+"""A process of the chapter `processes`: prints its devices and the rows that it feeds, as JSON.
 
 python -m launch.local --processes=2 -- python -m tour.member '{"data": 8}'
 """

@@ -89,7 +89,7 @@ def _parameters(results) -> Shown:
     pairs = zip(leaves, first, strict=True)
     bits = sum(np.array_equal(ours, theirs) for ours, theirs in pairs)
     findings.append(
-      f"{strategy}: layer_2/kernel is sharded as {telling.lies(kernel)}. Sent: "
+      f"{strategy}: layer_2/kernel is sharded as {telling.spec(kernel)}. Sent: "
       f"{telling.sent_text(program, job.mesh)}. {bits} of {len(leaves)} arrays equal those under "
       f"{results[0][0]} to the last bit."
     )

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-# Not covered by JAX's promise of compatibility (JEP 15856). Devices that the tour cannot use are
-# given up for simulated ones in the same process; the public name of it is gone (jax#24865).
+# Not covered by JAX's compatibility policy (JEP 15856). It replaces devices that the tour cannot
+# use by simulated ones in the same process; its public name was removed (jax#24865).
 import jax.extend
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -25,7 +25,7 @@ INDENT = 2
 
 
 def start(*, simulate: bool = False) -> None:
-  """Starts JAX's backend: 8 real devices where there are so many, else 8 simulated ones."""
+  """Starts JAX's backend: 8 real devices if available, else 8 simulated ones."""
   if not simulate and devices.hardware() is not None:
     try:
       devices.start({"data": DEVICES})
@@ -56,7 +56,7 @@ def tell(told: Mapping[str, Any], *, console: Console | None = None) -> None:
 
 
 def main(chapter: str | None = None, *, simulate: bool = False) -> None:
-  """Starts the devices, and tells one chapter or all of them.
+  """Starts the devices, and prints one chapter or all of them.
 
   Raises:
     ValueError: there is no such chapter.

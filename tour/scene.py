@@ -1,7 +1,7 @@
-"""What the tour is made of: chapters of scenes, and what a scene shows.
+"""The parts of the tour: chapters of scenes, and the output of a scene.
 
 A chapter is a module with TITLE, OPENING and SCENES. Its functions take their layouts as
-arguments with defaults, so that the tests run them with other layouts and read what is said then.
+arguments with defaults, so that the tests can run them with other layouts and read the findings.
 """
 
 import ast
@@ -21,14 +21,14 @@ DEVICES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-  """What a scene shows.
+  """The output of a scene.
 
   Attributes:
-    findings: sentences, each made of what was computed.
+    findings: sentences, each computed from the result.
     pictures: of `reports.drawings`.
-    text: a table or a message, shown as it is.
-    measured_text: as text, of the machine that it runs on.
-    measured: as findings, of the machine that it runs on. docs/tour.md leaves both out.
+    text: a table or a message, shown unchanged.
+    measured_text: like text, with measurements on this machine.
+    measured: like findings, with measurements on this machine. docs/tour.md omits both.
   """
 
   findings: list[str]
@@ -40,12 +40,12 @@ class Shown:
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-  """One thing to see.
+  """A function with its explanation and the display of its result.
 
   Attributes:
     title: its heading.
-    code: what runs, and what is printed as the code. Its docstring says what it does.
-    show: what it returned -> Shown.
+    code: the function that runs, and whose source is printed. Its docstring explains it.
+    show: result of `code` -> Shown.
     parts: functions that the code calls and that are printed before it.
   """
 

@@ -1,4 +1,4 @@
-"""Sentences about arrays and compiled programs, made of what they are found to be."""
+"""Sentences about arrays and compiled programs, computed from them."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ ROUNDING = 1e-6  # float32 sums of a few hundred terms, in another order
 
 
 def sent(compiled: jax.stages.Compiled, mesh: Mesh) -> list[collectives.Row]:
-  """Returns what one run of a compiled program sends."""
+  """Returns the collectives of one run of a compiled program."""
   return collectives.summarize(collectives.collectives(compiled.as_text(), mesh))
 
 
@@ -36,7 +36,7 @@ def communication(compiled: jax.stages.Compiled, mesh: Mesh) -> str:
   return f"Communication: the compiled program sends {sent_text(compiled, mesh)}."
 
 
-def lies(x: jax.Array) -> str:
+def spec(x: jax.Array) -> str:
   """Returns the spec of an array, `(data, tensor)`."""
   return shardings.spec_text(x.sharding.spec, x.ndim)
 
@@ -47,7 +47,7 @@ def mesh_text(x: jax.Array) -> str:
 
 
 def holders(x: jax.Array) -> dict[tuple, list[int]]:
-  """Returns what is held -> the ids of the devices that hold it; keys are (start, stop) by dim."""
+  """Returns shard -> the ids of its devices; keys are (start, stop) by dim."""
   found: dict[tuple, list[int]] = {}
   for device, index in x.sharding.devices_indices_map(x.shape).items():
     block = tuple(part.indices(size)[:2] for part, size in zip(index, x.shape, strict=True))
@@ -82,7 +82,7 @@ def close(ours, theirs) -> str:
 
 
 def _difference(ours, theirs, most: float = 0.0) -> str:
-  """Returns how two arrays differ, or nothing where it is by no more than `most` of the largest."""
+  """Returns how two arrays differ, or "" if by no more than `most` of the largest element."""
   ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
   if ours.shape != theirs.shape:
     return (
@@ -111,10 +111,10 @@ def numbers(values, places: int = 0) -> str:
 
 
 def held(x: jax.Array, places: int = 0) -> dict[int, str]:
-  """Returns device id -> the numbers that it holds."""
+  """Returns device id -> the numbers of its shard."""
   return {shard.device.id: numbers(shard.data, places) for shard in x.addressable_shards}
 
 
 def held_bytes(x: jax.Array) -> int:
-  """Returns the bytes of an array that one device holds."""
+  """Returns the bytes of one device's shard."""
   return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

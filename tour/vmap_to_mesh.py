@@ -65,8 +65,8 @@ def _batch_over_devices(result) -> Shown:
     )
   return Shown(
     [
-      f"The batch is sharded as {telling.lies(placed)}: {telling.blocks(placed)}. The result is "
-      f"sharded as {telling.lies(smoothed)}.",
+      f"The batch is sharded as {telling.spec(placed)}: {telling.blocks(placed)}. The result is "
+      f"sharded as {telling.spec(smoothed)}.",
       telling.communication(compiled, mesh),
       reason,
       f"The result and that of one device are {telling.close(smoothed, on_one)}.",

@@ -75,13 +75,13 @@ def anchor(title: str) -> str:
 
 
 def stale(root: pathlib.Path, section: str, drawings: dict[str, str]) -> list[str]:
-  """Returns a line for each thing of a chapter that the files below `root` do not show so."""
+  """Returns a line for each part of a chapter that is stale in the files below `root`."""
   wrong = [] if section in _read(root / PAGE) else [f"{PAGE}: {section.splitlines()[0]} is stale"]
   return wrong + [f"{p} is stale" for p, text in drawings.items() if _read(root / p) != text]
 
 
 def left_over(root: pathlib.Path) -> list[str]:
-  """Returns the files beside the page that it does not show."""
+  """Returns the picture files that the page does not use."""
   text = _read(root / PAGE)
   names = [path.name for path in sorted((root / FOLDER).glob("*"))]
   return [f"{FOLDER}/{name}" for name in names if f"/{name})" not in text]

@@ -50,7 +50,7 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
   if model.positions == "learned" and length > model.max_positions > 0:
     yield (
       f"data.sequence_length={length} is beyond model.max_positions={model.max_positions}; "
-      f"make data.sequence_length {model.max_positions} or less: what is behind is not learned"
+      f"make data.sequence_length {model.max_positions} or less: later positions are not learned"
     )
   if model.positions == "rotary" and model.max_positions != length:
     yield (
@@ -83,7 +83,7 @@ def no_splash(config: ConfigDict) -> str:
     return "it has one mask for all layers, and model.window gives them several"
   for name, value in (("model.head_size", model.head_size), ("data.sequence_length", length)):
     if value % LANES:
-      return f"{name}={value} is no multiple of {LANES}"
+      return f"{name}={value} is not a multiple of {LANES}"
   if config.mesh.context != 1:
     return "mesh.context splits the rows"
   if config.training.compute_dtype == "float64":

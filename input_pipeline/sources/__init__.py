@@ -1,1 +1,1 @@
-"""Where examples come from: data sets by name, their builders and their catalog."""
+"""Data sets by name: their builders and their catalog."""

@@ -1,7 +1,7 @@
 """TFDS builders for data sets that need no download.
 
-They write ArrayRecord files and keep clear of features whose encoding needs TensorFlow: an Image
-feature does, a Tensor named image does not.
+They write ArrayRecord files and avoid features whose encoding needs TensorFlow: an Image feature
+does, a Tensor named image does not.
 """
 
 import hashlib
@@ -13,11 +13,11 @@ import tensorflow_datasets as tfds
 
 from input_pipeline.sources import catalog
 
-# Folders below the standard library's that are tests, or are no part of it.
+# Folders below the standard library's that are tests, or do not belong to it.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-# Written when this Python was compiled: they would make each machine's data set another one.
+# Written when this Python was compiled: they would make the data set depend on the machine.
 _WRITTEN_ON_BUILD = ("_sysconfigdata", "config-")
-# Given, so that TFDS 4.9.10 does not look for a file of checksums: to do so it imports
+# Set, so that TFDS 4.9.10 does not look for a file of checksums: for that it imports
 # importlib_resources, which it uses but does not require.
 _NO_DOWNLOADS = None
 _TEST_SHARE = 0.05  # of the files of python_source
@@ -25,7 +25,7 @@ _HELD_OUT_EVERY = 6  # of the images of digits
 
 
 def _in_test(relative_path):
-  """Whether a file is held out: by a hash of its path, so that no other file has a say in it."""
+  """Returns whether a file is in the test split: by a hash of its path, independent of others."""
   digest = hashlib.sha256(relative_path.encode()).digest()
   return int.from_bytes(digest[:8], "big") < _TEST_SHARE * 2**64
 
@@ -42,24 +42,24 @@ def _library_files():
 
 
 class _Info(tfds.core.DatasetInfo):
-  """What is known of a data set without asking TFDS's bucket, which has none of these.
+  """The metadata of a data set, without querying TFDS's bucket, which has none of these.
 
-  To ask, TFDS makes a temporary folder, and leaves it.
+  For the query, TFDS would create a temporary folder and leave it behind.
   """
 
   def initialize_from_bucket(self) -> None:
-    """Needs no confirmation."""
+    """Does nothing."""
 
 
 def _no_tick(what, count):
-  """Takes no note of what was done."""
+  """Ignores progress."""
 
 
 class PythonSource(tfds.core.GeneratorBasedBuilder):
   """The .py files of the running Python's standard library, without its tests."""
 
   VERSION = tfds.core.Version(catalog.EMBEDDED["python_source"].version)
-  tick = staticmethod(_no_tick)  # is called for each example with (what, how many)
+  tick = staticmethod(_no_tick)  # called for each example with (what, how many)
   url_infos = _NO_DOWNLOADS
   BUILDER_CONFIGS = [  # noqa: RUF012 (the attribute is TFDS's)
     tfds.core.BuilderConfig(name=catalog.EMBEDDED["python_source"].config)

@@ -1,4 +1,4 @@
-"""What can be known about a data set by name, without importing TensorFlow Datasets."""
+"""The catalog of data sets by name, without importing TensorFlow Datasets."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ OF_FILES = (TEXT,)  # names of data that are read from the files that data.files
 
 @dataclasses.dataclass(frozen=True)
 class Embedded:
-  """A data set that is built from what every machine has; its builder is in embedded.py."""
+  """A data set that is built from local files; its builder is in builtin.py."""
 
   config: str  # "" for none, as in a TFDS path
   version: str
@@ -22,7 +22,7 @@ class Embedded:
   features: dict[str, str]  # the role "text", "image" or "label" -> the feature that has it
 
 
-# The Python version is the config, so that rows of two Pythons never pass for each other.
+# The Python version is the config, so that rows of two Pythons are never confused.
 EMBEDDED = {
   "python_source": Embedded(
     config=f"{platform.python_implementation().lower()}-{platform.python_version()}",
@@ -69,7 +69,7 @@ def parse_name(name):
 
 
 def data_folder(data):
-  """Returns data.data_dir as a path; '' means the folder that TFDS uses by default."""
+  """Returns data.data_dir as a path; '' is the default folder of TFDS."""
   default = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
   return epath.Path(data.data_dir or default).expanduser()
 

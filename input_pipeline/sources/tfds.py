@@ -1,6 +1,6 @@
 """Finds a TFDS data set by name, on disk or by building it, and reads its examples in order.
 
-Imports TensorFlow Datasets, so preparation.py imports this file only when it has to.
+Imports TensorFlow Datasets, so prepare.py imports this file only when necessary.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ _EXAMPLES_PER_READ = 256
 def load_builder(reference, root, tick=lambda what, count: None):
   """Returns a TFDS builder whose data is prepared below `root`; prepares it first if it is not.
 
-  What is on disk comes first, also without a builder class, so that a data_dir once prepared
-  gives the same data wherever it is taken. The choice is then the newest version there.
+  Data on disk takes precedence, even without a builder class, so that a prepared data_dir gives the
+  same data on every machine. Of several versions, the newest is used.
 
   Args:
     reference: catalog.Reference to the data set.
     root: the data_dir.
-    tick: as of `preparation.prepare`, while an embedded data set is built.
+    tick: as in `prepare.prepare`, while a built-in data set is built.
 
   Raises:
-    ValueError: unknown data set, or one that is neither prepared nor can be.
+    ValueError: an unknown data set, or one that is not prepared and cannot be.
   """
   known = catalog.embedded_reference(reference)
   if known is not None:
@@ -60,12 +60,12 @@ def _from_folder(folder):
 
 
 def _whole(folder, make):
-  """Returns what `make` does, which reads the metadata that TFDS has written to a folder."""
+  """Returns the result of `make`, which reads TFDS's metadata in a folder."""
   try:
     for path in folder.glob("*.json"):
       files.read_json(path, follow=True)  # plain files, of a size and a form that can be read
     return make()
-  except Exception as error:  # damaged metadata ends in nearly any kind of error
+  except Exception as error:  # damaged metadata raises nearly any kind of error
     if isinstance(error, MemoryError):
       raise
     raise ValueError(
@@ -115,7 +115,7 @@ def _build_embedded(reference, root, tick):
   def make():  # a builder looks for its data only when it is made
     return builtin.BUILDERS[reference.name](data_dir=root, file_format="array_record")
 
-  # TFDS renames a finished folder into place: there is all of it or none.
+  # TFDS renames a finished folder into place, so it is complete or does not exist.
   folder = epath.Path(root / reference.path)
   if folder.exists():
     return _whole(folder, make)
@@ -124,7 +124,7 @@ def _build_embedded(reference, root, tick):
     builder.tick = tick
     folder = epath.Path(builder.data_dir)
     for left in folder.parent.glob(f"incomplete.*_{folder.name}"):
-      left.rmtree()  # a killed process's: only holders of this lock build these
+      left.rmtree()  # left by a killed process: only holders of this lock build these
     tfds.disable_progress_bar()  # a second's work, not worth pages of bars in a log
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
       builder.download_and_prepare()  # returns at once if another process was first
@@ -196,7 +196,7 @@ def check_split(builder, split):
 
 
 def _fits(role, feature, name):
-  """Whether a feature can play a role, and was not merely mistaken for it."""
+  """Returns whether a feature fits a role by its type."""
   if role == "text":
     return isinstance(feature, tfds.features.Text)
   if role == "image":
@@ -206,7 +206,7 @@ def _fits(role, feature, name):
 
 
 def _may_be_named(role, feature, name):
-  """Whether a feature can play a role when the config names it."""
+  """Returns whether a feature can have a role when the config names it."""
   scalar = type(feature) is tfds.features.Tensor and feature.shape == ()
   whole = scalar and np.issubdtype(feature.np_dtype, np.integer)
   return _fits(role, feature, name or role) or (role == "label" and whole)
@@ -221,8 +221,8 @@ def choose_feature(builder, role, wanted):
     wanted: the name from the config; "" for the only one that fits.
 
   Raises:
-    ValueError: listing the features, if `wanted` is missing or of another type, or if "" leaves
-      none or a choice.
+    ValueError: listing the features, if `wanted` is missing or of the wrong type, or if for ""
+      none or several fit.
   """
   reference, features = full_reference(builder), builder.info.features
   named = dict(sorted(features.items())) if isinstance(features, tfds.features.FeaturesDict) else {}
@@ -239,7 +239,7 @@ def choose_feature(builder, role, wanted):
       )
     return wanted
   fitting = [name for name in named if _fits(role, named[name], name)]
-  # A whole number is taken for the label only where nothing says by its type that it is one.
+  # An integer is used as the label only if no feature is a label by its type.
   fitting = fitting or [name for name in named if _may_be_named(role, named[name], name)]
   if len(fitting) != 1:
     found = f"{len(fitting)} features fit" if fitting else "no feature fits"
@@ -256,10 +256,10 @@ def examples(builder, split, unreadable):
   Args:
     builder: TFDS builder of a data set that is prepared.
     split: a split of it.
-    unreadable: is called with (number, why) for each record that cannot be read. May raise.
+    unreadable: called with (number, why) for each record that cannot be read. May raise.
 
   Raises:
-    ValueError: for a file format without random access, or a file that is missing or torn.
+    ValueError: a file format without random access, or a missing or truncated file.
   """
   reference = full_reference(builder)
   try:
@@ -277,7 +277,7 @@ def examples(builder, split, unreadable):
 
 
 def _check_files(builder, split):
-  """Raises ValueError for a file that is torn as a whole: it is not a bad record for each in it."""
+  """Raises ValueError for a damaged file, which does not count as one bad record per record."""
   if builder.info.file_format != tfds.core.file_adapters.FileFormat.ARRAY_RECORD:
     return
   for part in builder.info.splits[split].file_instructions:

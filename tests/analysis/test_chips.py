@@ -48,8 +48,8 @@ def test_constants_are_replaced_by_name():
   [
     ("matmull=0.7", "there is no 'matmull'; did you mean 'matmul'"),
     ("v5p.hbm_bandwith=1", "did you mean 'v5p.hbm_bandwidth'"),
-    ("matmul=0", "matmul='0' is no positive number"),
-    ("matmul=-1", "matmul='-1' is no positive number"),
+    ("matmul=0", "matmul='0' is not a positive number"),
+    ("matmul=-1", "matmul='-1' is not a positive number"),
     ("v5p.name=3", "there is no 'v5p.name'"),
   ],
 )

@@ -1,4 +1,4 @@
-"""Sampling: the cache changes no token, lies as the model does, and compiles twice in all."""
+"""Sampling: the cache changes no token, is sharded like the model, and compiles twice in all."""
 
 import dataclasses
 import functools
@@ -313,7 +313,7 @@ def refusal(recipe="lm", /, **changed):
     ({"prompts": ()}, "no prompt"),
     (
       {"prompts": ("", "\x03é")},
-      "prompt 2 holds byte 195 at place 1; the model knows tokens below ",
+      "prompt 2 has byte 195 at position 1; the model has only tokens below ",
     ),
     (
       {"prompts": (b"\1", b"\2" * 9)},

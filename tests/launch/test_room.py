@@ -37,7 +37,7 @@ def test_what_is_lacking_is_said_with_the_numbers(machine, what):
   machine(**{what: has})
   assert room.lacking(most) == ""
   said = room.lacking(most + 1)
-  assert said.startswith(f"--processes={most + 1}: this machine holds about {most}: {text}")
+  assert said.startswith(f"--processes={most + 1}: this machine fits about {most}: {text}")
   assert ";" not in said.split(": ", 2)[2].removesuffix("; start fewer, or on several machines")
 
 
@@ -70,7 +70,7 @@ def test_the_launcher_refuses_and_starts_nothing(launch):
   launcher = launch("mark('up')", "--processes=1000000", "--restarts=3")
   assert launcher.end() == 2
   [line] = launcher.err.splitlines()
-  assert "--processes=1000000: this machine holds about " in line
+  assert "--processes=1000000: this machine fits about " in line
   assert not (launcher.folder / "up").exists()
 
 

@@ -140,7 +140,7 @@ def test_slurm_never_evaluates_the_content_of_its_file(slurm, text):
   _, out, calls = slurm.run(1, MAX_FAILURES="20")
   assert not (slurm.folder / "ran").exists()
   assert calls == REQUEUE, out
-  counted = "9" if text == "08" else "1"  # what is no number counts as none
+  counted = "9" if text == "08" else "1"  # what is not a number counts as none
   assert (slurm.folder / "slurm-41.failures").read_text() == f"{counted}\n"
 
 

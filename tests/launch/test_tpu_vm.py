@@ -126,8 +126,8 @@ def test_tpu_run_refuses_a_second_one_and_stop_ends_the_first(hosts):
     ((), "usage: launch/tpu_vm.sh setup NAME ZONE"),
     (("start", *VM), "'start' is none of setup, run, stop"),
     (("run", *VM), "run needs main.py's arguments"),
-    (("run", "--zone=x", "us-central2-b", "x"), "'--zone=x' is no name of a TPU VM"),
-    (("run", "my-tpu", "--config=configs/fsdp.py", "x"), "is no zone, such as us-central2-b"),
+    (("run", "--zone=x", "us-central2-b", "x"), "'--zone=x' is not a valid name of a TPU VM"),
+    (("run", "my-tpu", "--config=configs/fsdp.py", "x"), "is not a zone, such as us-central2-b"),
     (("stop", *VM, "now"), "stop takes no 'now'"),
   ],
 )

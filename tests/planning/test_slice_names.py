@@ -132,7 +132,7 @@ def test_devices_at_hand_are_a_topology(devices, name):
 
 
 def test_devices_of_an_unknown_kind_are_refused():
-  with pytest.raises(ValueError, match="no constants are known of 'Quadro'; known are v4, v5e"):
+  with pytest.raises(ValueError, match="no constants are known for 'Quadro'; known are v4, v5e"):
     of_devices([Device("gpu", "Quadro")])
 
 
@@ -158,10 +158,10 @@ def test_constants_can_be_replaced():
   [
     ("matmull=0.5", "there is no 'matmull'; did you mean 'matmul'"),
     ("v5p.flop=1", "there is no 'v5p.flop'; did you mean 'v5p.flops'"),
-    ("matmul=0", "is no positive number"),
-    ("matmul=1..2", "is no positive number"),
-    ("matmul=.", "is no positive number"),
-    ("matmul=fast", "matmul='fast' is no positive number"),
+    ("matmul=0", "is not a positive number"),
+    ("matmul=1..2", "is not a positive number"),
+    ("matmul=.", "is not a positive number"),
+    ("matmul=fast", "matmul='fast' is not a positive number"),
     ("v5p.name=1", "there is no 'v5p.name'"),
   ],
 )

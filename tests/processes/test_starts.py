@@ -51,7 +51,7 @@ def test_mpirun(tmp_path):
 def test_mpirun_ends_with_the_code_of_a_refusal(tmp_path):
   done = under_mpirun([*MLP, "--config.mesh.data=3", f"--workdir={tmp_path / 'run'}"])
   assert done.returncode == 2, done.stdout + done.stderr
-  assert "cannot be shared out evenly to 2 processes" in done.stderr
+  assert "cannot be divided evenly among 2 processes" in done.stderr
   assert not (tmp_path / "run").exists()
 
 

@@ -98,5 +98,5 @@ def test_only_entries_written_since_the_last_start_are_read(tmp_path, monkeypatc
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
   (tmp_path / "cache").write_text("not a folder\n")
-  with pytest.raises(ValueError, match=r"compilation_cache_dir=.*/cache: it is no folder; name"):
+  with pytest.raises(ValueError, match=r"compilation_cache_dir=.*/cache: it is not a folder; name"):
     compilation_cache.use(str(tmp_path / "cache"))

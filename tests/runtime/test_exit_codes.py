@@ -27,7 +27,7 @@ def literal_codes(source):
 
 
 def test_the_codes_are_those_that_supervisors_know():
-  names = ("DONE", "FAILED", "REFUSED", "ANSWER_IS_NO", "STOPPED", "INTERRUPTED")
+  names = ("DONE", "FAILED", "REFUSED", "CHECK_FAILED", "STOPPED", "INTERRUPTED")
   assert [getattr(exit_codes, name) for name in names] == [0, 1, 2, 3, 75, 130]
   assert {*exit_codes.MEANINGS} == {0, 1, 2, 3, 75, 130}
 
