@@ -5,12 +5,12 @@ python main.py [VERB] --config=configs/STRATEGY.py[:RECIPE] [--workdir=DIR] [--c
 VERB    train (default): train, evaluating on the evaluation split
         evaluate: a checkpoint on the evaluation split, on the mesh that the config names
         sample: continue --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE
-        layout: print where every array lies; --against=CONFIG compares two strategies,
+        layout: print how every array is sharded; --against=CONFIG compares two strategies,
           --html=FILE writes it as a page with drawings and what each mesh axis costs
         compare: whether --config and --against train alike: every raw gradient and three steps,
           in float64 where the hardware has it; --set key=value sets a key on both sides
-        plan: what a run on --topology=v5p:4x4x4 or h100:8 will need, send and take, told here
-        tour: see what sharding does, by small examples; --chapter=NAME tells one. Without a config
+        plan: predict memory, communication and step time on --topology=v5p:4x4x4 or h100:8
+        tour: see what sharding does, by small examples; --chapter=NAME shows one. Without a config
 RECIPE  lm (default), mlp, mlp_tutorial; or model=NAME,data=NAME
 
 The same command again resumes a run that was stopped.
@@ -26,7 +26,7 @@ Ctrl-C after saving; 130 by a second Ctrl-C, without saving.
 from processes import preemption
 from runtime import jax_variables
 
-if __name__ == "__main__":  # what is imported below takes seconds, and Ctrl-C comes then, too
+if __name__ == "__main__":  # the imports below take seconds, in which Ctrl-C must work, too
   preemption.begin()
   jax_variables.load()
 

@@ -113,11 +113,11 @@ def _runs(program: hlo.Program):
   """Yields (computation, instruction, count, calling instruction) for each way from ENTRY."""
   speaking: dict[str, bool] = {}
 
-  def speaks(name: str) -> bool:
+  def communicates(name: str) -> bool:
     """Returns whether there is a collective below; other loops need not be parsed."""
     if name not in speaking:
       speaking[name] = any(
-        _kind(i) or any(map(speaks, i.called()))
+        _kind(i) or any(map(communicates, i.called()))
         for i in program.computations[name].instructions.values()
       )
     return speaking[name]
@@ -133,7 +133,7 @@ def _runs(program: hlo.Program):
         if not (chain and link in chains):
           yield frame.computation, instruction, count, frame.site
         chains.add(link)
-      elif not any(map(speaks, instruction.called())):
+      elif not any(map(communicates, instruction.called())):
         continue
       elif instruction.opcode == "while":
         trips = hlo.trip_count(program, frame, instruction)

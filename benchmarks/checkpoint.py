@@ -149,7 +149,7 @@ def lap_seconds(lines):
   """Returns step -> seconds per step of the lap that ends there, from the one before step 20.
 
   A lap begins where a line is logged, before the save that follows, so that each save's blocking,
-  and what it takes from the steps while it writes, lies in the lap after it.
+  and what it takes from the steps while it writes, is in the lap after it.
   """
   laps = {line["step"]: line["step_seconds"] for line in lines if "step_seconds" in line}
   return {step: laps[step] for step in range(EVERY, LAST + 1, LAP)}

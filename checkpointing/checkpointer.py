@@ -12,7 +12,7 @@ from etils import epath
 from checkpointing import async_writer, folder_entries, integrity, naming
 from checkpointing import restore as reading
 from checkpointing.async_writer import SaveError, Writer
-from checkpointing.consensus import Together, told
+from checkpointing.consensus import Together, join_reports
 from checkpointing.integrity import CONFIG, RECORD, STATE, UnreadableError, Verified
 from checkpointing.retention import Retention
 from processes.workdir_lease import Ownership
@@ -113,7 +113,9 @@ class Checkpointer:
           f"WARNING: {self.folder} contains entries not saved by this application: "
           f"{', '.join(names)}; they are left alone, and no step can be saved under these names"
         )
-    if newer := told(self._together.exchange(newer)):  # the others read the folder after that
+    if newer := join_reports(
+      self._together.exchange(newer)
+    ):  # the others read the folder after that
       raise OSError(newer)
     for step in self.steps():
       with contextlib.suppress(UnreadableError):
@@ -194,13 +196,13 @@ class Checkpointer:
     if not hindrance and self._together.first:
       hindrance = async_writer.room(self.folder, needed) or self._writer.in_the_way(step)
     # The thread that removes older steps may still be doing so, on a slow disk.
-    if why := told(
+    if why := join_reports(
       self._together.exchange(hindrance, timeout_seconds=async_writer.PATIENCE_SECONDS)
     ):
       raise SaveError(step, self.folder, why)
-    judged = {"metrics": dict(metrics or {})}
+    ranked_by = {"metrics": dict(metrics or {})}
     if metrics and metrics_over:
-      judged["metrics_over"] = dict(metrics_over)
+      ranked_by["metrics_over"] = dict(metrics_over)
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), arrays)
     items = ocp.args.Composite(
       **{
@@ -208,7 +210,7 @@ class Checkpointer:
           arrays, save_args=chunks, ocdbt_target_data_file_size=FILE_BYTES
         ),
         CONFIG: ocp.args.JsonSave(dict(config)),
-        RECORD: ocp.args.JsonSave(files.finite({**record, **judged})),
+        RECORD: ocp.args.JsonSave(files.finite({**record, **ranked_by})),
       }
     )
     self._writer.start(step, items)

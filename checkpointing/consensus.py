@@ -112,7 +112,7 @@ class Together:
     return [value["text"] for value in self._group.list(_SHARED).values()]
 
 
-def told(texts: list[str]) -> str:
+def join_reports(texts: list[str]) -> str:
   """Joins the texts of an exchange in one line, naming the process if there are several."""
   if len(texts) == 1:
     return texts[0]

@@ -15,7 +15,7 @@ import tensorstore as ts
 from etils import epath
 
 from checkpointing import folder_entries, integrity, naming
-from checkpointing.consensus import Together, told
+from checkpointing.consensus import Together, join_reports
 from checkpointing.integrity import FULL, STATE, UnreadableError, Verified, one_line
 from runtime import files
 
@@ -159,7 +159,7 @@ def restore_first(
       tree = read(candidate)
     except UnreadableError as error:
       why = str(error)
-    if not (why := told(together.exchange(why))):
+    if not (why := join_reports(together.exchange(why))):
       return Found(candidate, tree, broken)
     broken[candidate] = why
   others = [s for s in there if s not in broken]

@@ -10,9 +10,9 @@ from tour import run as tour
 def run() -> int:
   """Prints the tour; it needs no config, and starts further processes itself."""
   try:
-    told = chapters.chosen(flags.CHAPTER.value)
+    chapters_shown = chapters.chosen(flags.CHAPTER.value)
     tour.start(simulate=flags.SIMULATE.value)
   except (ValueError, OSError, RuntimeError) as error:
     return refuse(error)
-  tour.tell(told)
+  tour.show(chapters_shown)
   return exit_codes.DONE

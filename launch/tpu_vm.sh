@@ -60,7 +60,7 @@ setup)
 run)
   [[ $# -gt 0 ]] || refuse "run needs main.py's arguments"
   arguments=$(printf ' %q' "$@")
-  # gcloud starts a command again when its connection breaks, up to ten times. The run goes on
+  # gcloud starts a command again when its connection breaks, up to ten times. The run continues
   # without the connection, so a second one beside it has to be refused.
   busy="echo \"refused: process \$pid runs main.py already; launch/tpu_vm.sh stop ends it\" >&2"
   remotely all "if $running; then $busy; exit 2; fi; cd meshwright && echo \$\$ >../meshwright.pid \
@@ -68,7 +68,7 @@ run)
   ;;
 stop)
   [[ $# -eq 0 ]] || refuse "stop takes no '$1'"
-  # One process is enough: it tells the others.
+  # One process is enough: it notifies the others.
   remotely 0 "if $running; then kill -TERM \$pid; else echo nothing runs; fi"
   ;;
 *) refuse "'$verb' is none of setup, run, stop" ;;

@@ -37,7 +37,7 @@ _MOST_HOSTS = 1000  # that are counted separately among dropped connections
 
 @dataclasses.dataclass(eq=False)
 class _Connection:
-  """A connection; `hello` is its first message, None so far; `told` whether it was answered."""
+  """A connection; `hello`: its first message, None so far; `answered`: whether it got an answer."""
 
   socket: socket.socket
   host: str
@@ -45,7 +45,7 @@ class _Connection:
   nonce: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16))
   received: bytes = b""
   hello: dict[str, Any] | None = None
-  told: bool = False
+  answered: bool = False
 
 
 class Roll:
@@ -219,9 +219,9 @@ class Roll:
   def _tell(self, connections: Iterable[_Connection], answer: dict[str, Any]) -> None:
     text = json.dumps(answer)
     for connection in connections:
-      if connection.told:
+      if connection.answered:
         continue
-      connection.told = True
+      connection.answered = True
       self._notified.add(connection.hello["index"])
       nonces = (connection.nonce, connection.hello["nonce"])
       self._send(connection, tokens.line(self._key, ANSWER, text, *nonces))

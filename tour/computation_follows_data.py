@@ -1,4 +1,4 @@
-"""Where the arrays lie decides where the work is done, and what is sent."""
+"""The sharding of the arrays decides where the work is done, and the communication."""
 
 import importlib
 

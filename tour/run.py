@@ -35,17 +35,17 @@ def start(*, simulate: bool = False) -> None:
   devices.start({"data": DEVICES}, simulate=True)
 
 
-def tell(told: Mapping[str, Any], *, console: Console | None = None) -> None:
+def show(shown: Mapping[str, Any], *, console: Console | None = None) -> None:
   """Runs chapters and prints what they show.
 
   Args:
-    told: name -> chapter, of `chapters.chosen`.
+    shown: name -> chapter, of `chapters.chosen`.
     console: where to print; the standard output.
   """
   console = console or _console()
   kind = jax.devices()[0].device_kind
   console.print(f"{DEVICES} devices of {jax.device_count()} x {kind}, jax {jax.__version__}")
-  for name, module in told.items():
+  for name, module in shown.items():
     console.print()
     console.rule(Text(f"{name}: {module.TITLE}", style="bold"), align="left")
     console.print()
@@ -61,9 +61,9 @@ def main(chapter: str | None = None, *, simulate: bool = False) -> None:
   Raises:
     ValueError: there is no such chapter.
   """
-  told = chosen(chapter)
+  shown = chosen(chapter)
   start(simulate=simulate)
-  tell(told)
+  show(shown)
 
 
 def heading(number: int, scene: Scene) -> Group:

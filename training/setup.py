@@ -159,16 +159,16 @@ class Job:
 
   def compile_eval_step(self) -> "Compiled":
     """Compiles `(params, batch) -> sums`; `(params, batch, None, variables)` where it has any."""
-    state, lies = self.state, self.state_shardings
+    state, placed = self.state, self.state_shardings
     return self.compile(
       self.program.sums,
       state.params,
       self.batch,
       *([None, state.variables] if state.variables else []),
       in_shardings=(
-        lies.params,
+        placed.params,
         self.batch_shardings,
-        *([None, lies.variables] if state.variables else []),
+        *([None, placed.variables] if state.variables else []),
       ),
       out_shardings=NamedSharding(self.mesh, PartitionSpec()),
     )
@@ -205,8 +205,8 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   placements = layout.placements
   if not devices.described:  # a plan says whether it fits devices that are not attached
     _check_memory(config, placements, devices)
-  lies = shardings.shardings(state.params, placements["parameters"], mesh)
-  specs = jax.tree.map(lambda sharding: sharding.spec, lies)
+  placed = shardings.shardings(state.params, placements["parameters"], mesh)
+  specs = jax.tree.map(lambda sharding: sharding.spec, placed)
   program = dataclasses.replace(
     program,
     param_specs=specs,

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from checkpointing.consensus import ElsewhereError, Together, told
+from checkpointing.consensus import ElsewhereError, Together, join_reports
 from tests.processes.stores import groups_of, together
 
 SECONDS = 20
@@ -57,9 +57,9 @@ def test_all_receive_the_message_of_the_first():
 
 
 def test_what_was_said_in_a_line():
-  assert told([""]) == told(["", ""]) == ""
-  assert told(["torn"]) == "torn"
-  assert told(["", "torn", "", "cut"]) == "process 1: torn; process 3: cut"
+  assert join_reports([""]) == join_reports(["", ""]) == ""
+  assert join_reports(["torn"]) == "torn"
+  assert join_reports(["", "torn", "", "cut"]) == "process 1: torn; process 3: cut"
 
 
 STAGES = 4

@@ -44,7 +44,7 @@ def test_what_is_lacking_is_said_with_the_numbers(machine, what):
 def test_all_that_is_lacking_is_said_at_once(machine):
   machine(available_mib=300, usable_cores=1)
   said = room.lacking(1000)
-  assert "holds about 2: 300 MiB" in said
+  assert "fits about 2: 300 MiB" in said
   assert "; 1 cores, at most 32" in said
 
 

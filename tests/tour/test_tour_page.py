@@ -76,7 +76,7 @@ def test_code_is_that_of_the_function_that_runs_and_fits_the_terminal(name):
 
 def test_the_terminal_shows_title_code_picture_and_findings():
   out = io.StringIO()
-  run.tell(chosen("vmap_to_mesh"), console=Console(file=out, width=run.WIDTH))
+  run.show(chosen("vmap_to_mesh"), console=Console(file=out, width=run.WIDTH))
   text = out.getvalue()
   assert max(map(len, text.splitlines())) <= run.WIDTH
   for part in (
