@@ -131,8 +131,8 @@ def _prompts(config: ConfigDict, request: Request) -> Iterator[str]:
     if max(tokens) >= choices:
       place = int(np.argmax(tokens >= choices))
       yield (
-        f"prompt {number} holds {'byte' if of_bytes else 'token'} {tokens[place]} at place {place};"
-        f" the model knows tokens below model.vocabulary_size={choices}"
+        f"prompt {number} has {'byte' if of_bytes else 'token'} {tokens[place]} at position {place}"
+        f"; the model has only tokens below model.vocabulary_size={choices}"
       )
 
 

@@ -57,7 +57,7 @@ def decoded_without_cache(made, params):
 def test_what_a_run_could_not_sample_at_its_end_is_refused_before_it_starts(monkeypatch):
   job = make_job("single", "lm", **{"evaluation.sample_tokens": 5})
   off = r"(?s)evaluation\.sample_tokens=5 \(0 turns it off\): .*"
-  with pytest.raises(ValueError, match=f"{off}holds byte 100"):
+  with pytest.raises(ValueError, match=f"{off}has byte 100"):
     requests.check_first_words(job.config)  # the vocabulary is smaller than "def "
   job.config.evaluation.sample_tokens = 0
   requests.check_first_words(job.config)
