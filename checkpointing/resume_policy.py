@@ -38,6 +38,7 @@ CLASSES = {
   "data.files": MAY_CHANGE,  # may have moved; dataset.rows shows whether they hold the same
   "data.evaluation_files": MAY_CHANGE,
   "data.tokenizer": MAY_CHANGE,  # likewise; dataset.tokenizer
+  "data.chat_template": MAY_CHANGE,  # likewise; dataset.chat_template
   "data.max_bad_records": MAY_CHANGE,  # a run that an unreadable record has stopped may resume
   "data.evaluation_split": MAY_CHANGE,
   "data.global_batch_size": ACCEPT,

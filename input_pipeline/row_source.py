@@ -39,9 +39,11 @@ class Source:
     stages: of a mixture, (step, source -> share of the tokens from that step on), from step 0.
     tokenizer: what they are the ids of; "": bytes.
     tokenizer_digest: two with the same one encode alike; "" where the name says it all.
+    chat_template_digest: of conversations: two with the same one are written alike.
     bytes_per_token: of text, per token that is predicted.
     report: what a row index says of itself: documents, bytes, tokens, rows, padding (slots that
-      hold no token), split_documents; empty where there is none.
+      hold no token), split_documents, and of conversations how many are left out
+      (untrained_conversations, long_conversations); empty where there is none.
   """
 
   name: str
@@ -55,6 +57,7 @@ class Source:
   stages: tuple[tuple[int, Mapping[str, float]], ...] = ()
   tokenizer: str = ""
   tokenizer_digest: str = ""
+  chat_template_digest: str = ""
   bytes_per_token: float = 1.0
   report: Mapping[str, int] = dataclasses.field(default_factory=dict)
 

@@ -240,6 +240,9 @@ _OLD_DATA = {
   "tokenizer": "bytes",
   "packing": "concatenate",
   "prepare_processes": 0,
+  "chat_template": "",
+  "untrained_conversations": "refuse",
+  "long_conversations": "refuse",
 }
 
 

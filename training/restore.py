@@ -75,6 +75,8 @@ def check_resume(
   record = {"versions": versions(), "data": {"name": source.name, "rows": source.fingerprint}}
   if source.tokenizer_digest:
     record["data"]["tokenizer"] = source.tokenizer_digest
+  if source.chat_template_digest:
+    record["data"]["chat_template"] = source.chat_template_digest
   folder = workdir / restore.FOLDER
   if not restore.steps(folder):
     if accept:

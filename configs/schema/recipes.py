@@ -102,8 +102,8 @@ def _data(**keys) -> dict:
     "max_bad_records": 0,  # unreadable records of a split that get weight 0; more are refused
     "sequence_length": 0,  # tokens per row (text)
     "text_feature": "",  # "": the only one of that type
-    # Files of text (data=text): paths, folders, globs, gs://, s3:// and hf://OWNER/NAME, separated
-    # by commas
+    # Files of data=text and data=conversations: paths, folders, globs, gs://, s3:// and
+    # hf://OWNER/NAME, separated by commas
     "files": "",
     "evaluation_files": "",  # of the validation split; "": a share of the documents of files
     # Documents of files that are held out for validation, chosen by their content
@@ -115,6 +115,10 @@ def _data(**keys) -> dict:
     # or none
     "packing": config_dict.placeholder(str),
     "prepare_processes": 0,  # that tokenize; 0: one per core
+    "chat_template": "",  # a file with one (data=conversations); "": the tokenizer's
+    # Conversations without a token to train on, or longer than a row: refuse or drop
+    "untrained_conversations": "refuse",
+    "long_conversations": "refuse",
     "image_feature": "",  # "": the only one of that type
     "label_feature": "",  # "": the only one of that type
     "examples": 0,  # rows (random)

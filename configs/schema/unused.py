@@ -35,6 +35,9 @@ _TOKENS = {
   "data.evaluation_files": "",
   "data.tokenizer": "bytes",
   "data.packing": "concatenate",
+  "data.chat_template": "",
+  "data.untrained_conversations": "refuse",
+  "data.long_conversations": "refuse",
   "evaluation.sample_tokens": 0,
 }
 _IMAGES = {"data.image_feature": "", "data.label_feature": ""}

@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 
 from configs.schema import decoder_checks, unused
 from input_pipeline.sources import catalog
+from input_pipeline.text.conversations import DROP, FORMS, REFUSE
 from input_pipeline.text.packing import ALGORITHMS
 from runtime.suggest import nearest
 from training.callbacks import CALLBACKS
@@ -131,6 +132,8 @@ def _choices(config: ConfigDict) -> list[str]:
     "training.attention_kernel": ATTENTION_KERNELS if task.of_tokens else ("xla",),
     "training.on_bad_step": ON_BAD_STEP,
     "data.packing": ALGORITHMS,
+    "data.untrained_conversations": (REFUSE, DROP),
+    "data.long_conversations": (REFUSE, DROP),
     "optimizer.schedule": SCHEDULES,
     "checkpoint.keep_best": ("", *task.metrics),
     "checkpoint.verify": VERIFY,
@@ -222,10 +225,34 @@ def _files(config: ConfigDict) -> Iterator[str]:
         f"--config=FILE:model=NAME,data={catalog.TEXT}"
       )
     return
+  yield from _conversations(data)
   if not data.files:
     yield f"data.files='': data.name={data.name!r} is read from files; name them"
   if not 0 < data.evaluation_fraction < 1:
     yield f"data.evaluation_fraction={data.evaluation_fraction}: above 0 and below 1"
+
+
+def _conversations(data: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with the keys of conversations."""
+  if data.name == catalog.CONVERSATIONS:
+    if data.packing == "concatenate":
+      yield "data.packing='concatenate': conversations are never split; take best_fit or none"
+    if data.text_feature:
+      yield (
+        f"data.text_feature={data.text_feature!r}: conversations are read from {FORMS}; leave it "
+        f"empty"
+      )
+    return
+  for key, off in (
+    ("chat_template", ""),
+    ("untrained_conversations", REFUSE),
+    ("long_conversations", REFUSE),
+  ):
+    if data[key] != off:
+      yield (
+        f"data.{key}={data[key]!r}: data.name={data.name!r} has no conversations; choose "
+        f"--config=FILE:model=NAME,data={catalog.CONVERSATIONS}"
+      )
 
 
 def _batch(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:

@@ -9,7 +9,8 @@ from etils import epath
 
 RANDOM_NORMAL = "random_normal"
 TEXT = "text"
-OF_FILES = (TEXT,)  # names of data that are read from the files that data.files names
+CONVERSATIONS = "conversations"
+OF_FILES = (TEXT, CONVERSATIONS)  # names of data that are read from the files that data.files names
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 from input_pipeline.text import items
 
 ASSISTANT = "assistant"
+REFUSE, DROP = "refuse", "drop"  # what is done with conversations that cannot be trained on
 FORMS = "'messages', 'conversations', or 'prompt' and 'completion'"
 # Roles of ShareGPT's `from`, as the chat templates call them.
 _ROLES = {

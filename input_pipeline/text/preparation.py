@@ -28,7 +28,7 @@ from etils import epath
 
 from input_pipeline.file_lock import locked
 from input_pipeline.sources import catalog
-from input_pipeline.text import documents, store, tokenizer, worker
+from input_pipeline.text import chat_template, documents, store, tokenizer, worker
 from input_pipeline.text import files as text_files
 from runtime import files
 
@@ -49,6 +49,8 @@ class Prepared:
     bad: (where, why) of the first records of the files that are no documents.
     bad_count: how many there are.
     empty: how many documents have no text, and are left out.
+    units: what each shard was made from; () where it was not made from files.
+    template: of conversations, their chat template; of texts, None.
   """
 
   documents: store.Documents
@@ -57,6 +59,8 @@ class Prepared:
   bad: tuple[tuple[str, str], ...]
   bad_count: int
   empty: int
+  units: tuple[documents.Unit, ...] = ()
+  template: chat_template.ChatTemplate | None = None
 
 
 def no_tick(what: str, count: int, text: str = "") -> None:
@@ -79,18 +83,31 @@ def prepare(data: Any, spec: str, key: str = "data.files", tick: Callable = no_t
   """
   encoder = tokenizer.load(tokenizer.resolve(data))
   found = text_files.find(spec, key)
-  feature = documents.choose_feature(found, data.text_feature)
-  folder = folder_of(data, encoder, feature)
+  template, chat = None, None
+  if data.name == catalog.CONVERSATIONS:
+    chat, feature = data.chat_template, ""
+    template = chat_template.load(chat, encoder)
+  else:
+    feature = documents.choose_feature(found, data.text_feature)
+  folder = folder_of(data, encoder, feature, template)
   units = documents.units(found)
-  task = worker.Task(folder, encoder.name, encoder.digest, feature, data.max_bad_records)
+  task = worker.Task(folder, encoder.name, encoder.digest, feature, data.max_bad_records, chat)
   with writing_to(folder):
     fill(task, units, encoder, data.prepare_processes, tick)
-  return opened(folder, [unit.id for unit in units], encoder, spec, data.max_bad_records)
+  prepared = opened(folder, [unit.id for unit in units], encoder, spec, data.max_bad_records)
+  return dataclasses.replace(prepared, units=tuple(units), template=template)
 
 
-def folder_of(data: Any, encoder: tokenizer.Tokenizer, feature: str) -> epath.Path:
-  """Returns the folder of the shards of a tokenizer and a feature."""
+def folder_of(
+  data: Any,
+  encoder: tokenizer.Tokenizer,
+  feature: str,
+  template: chat_template.ChatTemplate | None = None,
+) -> epath.Path:
+  """Returns the folder of the shards of a tokenizer and a feature, or a chat template."""
   facts = [store.FORMAT, encoder.digest, feature]
+  if template is not None:
+    facts, feature = [*facts, template.digest], catalog.CONVERSATIONS
   digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
   name = pathlib.PurePath(encoder.name)
   name = name.parent.name if name.name == tokenizer.TOKENIZER_FILE else name.stem

@@ -15,7 +15,14 @@ from input_pipeline.bad_records import BadRecords, Sharing, counted, few, skippi
 from input_pipeline.row_source import Source
 from input_pipeline.row_store import UnreadableError
 from input_pipeline.sources import catalog
-from input_pipeline.text import packing, preparation, store, tfds_documents, tokenizer
+from input_pipeline.text import (
+  chat_documents,
+  packing,
+  preparation,
+  store,
+  tfds_documents,
+  tokenizer,
+)
 from runtime import files
 
 _ALL = 2.0**64  # the hashes of documents are below
@@ -106,6 +113,9 @@ def source_of(
     ValueError: no rows, or more records that cannot be read than data.max_bad_records.
   """
   encoder, concatenated = prepared.encoder, data.packing == "concatenate"
+  left_out: dict[str, int] = {}
+  if prepared.template is not None:
+    chosen, left_out = chat_documents.kept(prepared, chosen, data, name)
   prefix = _prefix(encoder, prepared.documents.masked, concatenated)
   index = prepared.documents.index[chosen]
   slots = np.maximum(index["tokens"].astype(np.int64) + len(prefix) - 1, 0)
@@ -120,10 +130,12 @@ def source_of(
   if limit:
     bad = _bad_rows(reader, limit, sharing or Sharing())
     if prepared.bad:
-      left_out = tuple(where for where, _ in prepared.bad)
-      bad = BadRecords(bad.rows, left_out, bad.why or ": ".join(prepared.bad[0]))
+      bad_places = tuple(where for where, _ in prepared.bad)
+      bad = BadRecords(bad.rows, bad_places, bad.why or ": ".join(prepared.bad[0]))
     _judge(prepared, bad, len(packed), name, limit)
-  size, predicted = int(index["bytes"].sum(dtype=np.int64)), int(slots.sum())
+  size = int(index["bytes"].sum(dtype=np.int64))
+  masked = prepared.documents.masked
+  predicted = int(index["trained"].sum(dtype=np.int64)) if masked else int(slots.sum())
   return Source(
     name=name,
     fingerprint=_fingerprint(prepared, index, data, seed),
@@ -134,6 +146,7 @@ def source_of(
     ids=encoder.size,
     tokenizer="" if encoder.name == tokenizer.BYTES else encoder.name,
     tokenizer_digest=encoder.digest,
+    chat_template_digest=prepared.template.digest if prepared.template else "",
     bytes_per_token=size / predicted,
     report={
       "documents": len(index),
@@ -142,6 +155,7 @@ def source_of(
       "rows": len(packed),
       "padding": packed.padding,
       "split_documents": packed.split_documents,
+      **left_out,
     },
   )
 

@@ -301,7 +301,7 @@ class Documents:
     self._first_document = np.cumsum([0, *map(len, parts)])
     if not np.array_equal(self.first_record[self._first_document], self._first_of_shard):
       raise ValueError(f"the shards in {self.shards[0].folder.parent} have other records than said")
-    self.masked = bool(self.shards) and self.shards[0].manifest["masked"]
+    self.masked = any(shard.manifest["masked"] for shard in self.shards)
     self._type = np.dtype(f"<u{self.shards[0].manifest['width']}" if self.shards else "<u2")
     self._readers: dict[int, Any] = {}
     self._lock = threading.Lock()
@@ -314,6 +314,10 @@ class Documents:
   def records(self) -> int:
     """How many records there are."""
     return int(self.first_record[-1])
+
+  def shard_of(self, document: int) -> int:
+    """Returns the number of the shard that a document is in."""
+    return int(np.searchsorted(self._first_document, document, side="right")) - 1
 
   def place(self, record: int) -> str:
     """Returns where a record is: `document 17 of SHARD/tokens.array_record`."""

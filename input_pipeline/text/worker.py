@@ -37,6 +37,7 @@ class Task:
     digest: of the tokenizer.
     feature: the column or key with the text.
     limit: data.max_bad_records: with more, a unit is given up.
+    chat_template: data.chat_template where the files hold conversations; None: they hold texts.
   """
 
   folder: epath.Path
@@ -44,6 +45,7 @@ class Task:
   digest: str
   feature: str
   limit: int
+  chat_template: str | None = None
 
 
 class TooManyBadError(ValueError):
@@ -80,14 +82,16 @@ def write_unit(
     TooManyBadError: more than `task.limit` records of the unit are bad.
     OSError: a file cannot be read, or the shard not be written.
   """
-  write(
-    task.folder / unit.id,
-    documents.read(unit, task.feature),
-    encoder,
-    limit=task.limit,
-    tick=tick,
-    facts={"files": unit.name, "feature": task.feature},
-  )
+  folder, keys = task.folder / unit.id, {"limit": task.limit, "tick": tick}
+  if task.chat_template is not None:
+    from input_pipeline.text import chat_documents, chat_template  # they import Jinja, and this
+
+    template = chat_template.load(task.chat_template, encoder)
+    records = documents.read_records(unit)
+    chat_documents.write(folder, records, encoder, template, facts={"files": unit.name}, **keys)
+    return
+  facts = {"files": unit.name, "feature": task.feature}
+  write(folder, documents.read(unit, task.feature), encoder, facts=facts, **keys)
 
 
 def write(

@@ -133,6 +133,29 @@ def test_counts_have_a_least(key, least):
     validate.check(finalized("lm", **{key: least}), SIZES)
 
 
+@pytest.mark.parametrize(
+  ("data", "overrides", "said"),
+  [
+    (
+      "text",
+      {"data.chat_template": "t.jinja"},
+      "data.chat_template='t.jinja': data.name='text' has",
+    ),
+    ("text", {"data.long_conversations": "drop"}, "data.name='text' has no conversations; choose"),
+    ("conversations", {"data.untrained_conversations": "dorp"}, "'dorp': one of refuse, drop; did"),
+    ("conversations", {"data.packing": "concatenate"}, "conversations are never split; take best_"),
+    (
+      "conversations",
+      {"data.text_feature": "chat"},
+      "conversations are read from 'messages', 'con",
+    ),
+  ],
+)
+def test_keys_of_conversations(tmp_path, data, overrides, said):
+  files = {"data.files": str(tmp_path), "data.tokenizer": "bytes", "data.data_dir": str(tmp_path)}
+  assert said in refusal(f"model=lm,data={data}", {}, **files, **overrides)
+
+
 def test_the_least_number_of_steps_is_enough():
   validate.check(finalized("lm", **{"training.steps": 1, "optimizer.warmup_steps": 1}), SIZES)
 

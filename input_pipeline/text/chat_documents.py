@@ -1,0 +1,168 @@
+"""Conversations in the store: written as tokens with a mask, and left out where the config says so.
+
+The store holds every conversation that can be rendered, whatever the length of rows. Which of them
+the rows are made of is decided when a split is opened: one without a trained token, or longer than
+a row, is refused or left out (data.untrained_conversations, data.long_conversations).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from input_pipeline.bad_records import counted
+from input_pipeline.text import documents, items, store, tokenizer, worker
+from input_pipeline.text.chat_template import ChatTemplate
+from input_pipeline.text.conversations import DROP, parse
+
+_BATCH = 64  # conversations between two ticks
+
+Segment = tuple[bytes, bool]
+
+
+def write(
+  folder: epath.Path,
+  read: Iterable[items.Item],
+  encoder: tokenizer.Tokenizer,
+  template: ChatTemplate,
+  *,
+  limit: int,
+  facts: dict[str, Any],
+  tick: Callable = worker.no_tick,
+) -> None:
+  """Writes conversations, in order, as a shard.
+
+  Args:
+    folder: of the shard.
+    read: the records. One that is no conversation, or that the template refuses, is a bad one.
+    encoder: the tokenizer.
+    template: its chat template.
+    limit: data.max_bad_records: with more, the shard is given up.
+    facts: what else shard.json says.
+    tick: as of `worker.write_unit`.
+
+  Raises:
+    TooManyBadError: more than `limit` records are bad.
+    OSError: a file cannot be read, or the shard not be written.
+  """
+
+  def fill(shard: store.ShardWriter) -> None:
+    counts = np.zeros(3, np.int64)
+    for record in read:
+      why = record.why or _add(shard, record.value, encoder, template, counts)
+      if why:
+        shard.add_bad(record.where, why)
+        if shard.bad_count > limit:
+          raise worker.TooManyBadError(shard.bad, shard.bad_count)
+      if counts[0] == _BATCH:
+        tick(*counts.tolist())
+        counts[:] = 0
+    tick(*counts.tolist())
+
+  about = {"tokenizer": encoder.digest, "chat_template": template.digest, **facts}
+  store.write_shard(folder, encoder.size, about, fill)
+
+
+def _add(shard, record, encoder, template, counts: np.ndarray) -> str:
+  """Adds a record to the shard; returns why it is no conversation, "" where it is one."""
+  try:
+    conversation = parse(record)
+    found = template.encode(conversation, encoder)
+  except ValueError as error:
+    return str(error)
+  if not len(found.tokens):
+    return "the template writes nothing for it"
+  hashed = store.content_hash(conversation.content())
+  shard.add(found.tokens, found.bytes, hashed, found.trained)
+  counts += (1, len(found.tokens), len(found.text.encode()))
+  return ""
+
+
+# ------------------------------ which of them the rows are made of ------------------------------
+
+
+def kept(prepared: Any, chosen: np.ndarray, data: Any, name: str) -> tuple[np.ndarray, dict]:
+  """Returns those of the conversations that rows are made of.
+
+  Args:
+    prepared: `preparation.Prepared`.
+    chosen: int64 [N], the numbers of the conversations of a split.
+    data: the config's `data` section.
+    name: of the split, for messages.
+
+  Returns:
+    their numbers, int64; and what was left out, for the report of the Source.
+
+  Raises:
+    ValueError: there are some that may not be left out; with file and line of the first.
+  """
+  index, T = prepared.documents.index[chosen], data.sequence_length
+  untrained, slots = index["trained"] == 0, index["tokens"].astype(np.int64) - 1
+  longer = (slots > T) & ~untrained
+  report = {}
+  for key, bad, what, fix in (
+    (
+      "untrained_conversations",
+      untrained,
+      "without a token to train on",
+      "the assistant says nothing in it that is trained, by its template and weights",
+    ),
+    (
+      "long_conversations",
+      longer,
+      f"longer than a row of data.sequence_length={T} tokens",
+      f"the longest takes {int(slots.max(initial=0)):,}; conversations are never split",
+    ),
+  ):
+    report[key] = int(np.count_nonzero(bad))
+    if report[key] and data[key] != DROP:
+      first = int(chosen[np.flatnonzero(bad)[0]])
+      raise ValueError(
+        f"{name}: {report[key]:,} of {counted(index, 'conversation')} {what}, the first at "
+        f"{line(prepared, first)} ({fix}); set data.{key}={DROP} to continue without them"
+        + (f", or data.sequence_length={int(slots.max())}" if bad is longer else "")
+      )
+  good = chosen[~(untrained | longer)]
+  if len(chosen) and not len(good):
+    why = ", ".join(f"{count:,} by data.{key}={DROP}" for key, count in report.items() if count)
+    raise ValueError(f"{name}: all of its {len(chosen):,} conversations are left out: {why}")
+  return good, report
+
+
+def line(prepared: Any, number: int) -> str:
+  """Returns where a conversation is in the files: `FILE:LINE`; else, where it is in the store."""
+  unit = prepared.units[prepared.documents.shard_of(number)]
+  wanted = int(prepared.documents.index["hash"][number])
+  try:
+    for record in documents.read_records(unit):
+      if record.value is not None and _hash(record.value) == wanted:
+        return record.where
+  except (OSError, ValueError):  # the file is no longer what it was
+    pass
+  return prepared.documents.place(int(prepared.documents.first_record[number]))
+
+
+def _hash(record: Any) -> int:
+  try:
+    return store.content_hash(parse(record).content())
+  except ValueError:
+    return -1
+
+
+# ------------------------------ shown ------------------------------
+
+
+def segments(prepared: Any, number: int) -> list[Segment]:
+  """Returns a conversation as the store has it: runs of bytes, and whether they are trained on."""
+  first, last = prepared.documents.first_record[number : number + 2]
+  tokens, trained = prepared.documents.read(np.arange(first, last))
+  special = {id_: name.encode() for name, id_ in prepared.encoder.special.items()}
+  found: list[Segment] = []
+  for id_, learned in zip(tokens.tolist(), trained.tolist(), strict=True):
+    text = special.get(id_) or prepared.encoder.token_bytes(id_)
+    if found and found[-1][1] == learned:
+      found[-1] = (found[-1][0] + text, learned)
+    else:
+      found.append((text, learned))
+  return found

@@ -1,0 +1,278 @@
+"""Conversations from a file to rows: masks, splits, what is left out, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from input_pipeline import row_source
+from input_pipeline.text import chat_documents, chat_template, preparation, tokenizer, worker
+from input_pipeline.text.conversations import parse
+from tests.input_pipeline.text import chats
+from tests.input_pipeline.text.corpora import section
+
+T = 192
+
+
+@pytest.fixture(scope="module")
+def chat(trained, tmp_path_factory):
+  return chats.chat_tokenizer(trained, tmp_path_factory.mktemp("chat"), chats.CHATML)
+
+
+def record(number, turns=1, words=3):
+  messages = []
+  for turn in range(turns):
+    messages += [
+      {"role": "user", "content": f"What is {number} + {turn}?"},
+      {"role": "assistant", "content": "number " * words + str(number + turn)},
+    ]
+  return {"messages": messages}
+
+
+RECORDS = [record(number, 1 + number % 3, number % 5) for number in range(60)]
+
+
+@pytest.fixture
+def data(tmp_path, chat):
+  """Returns a function from records and keys to the config's `data` section."""
+
+  def write(records=RECORDS, **keys):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(
+      "".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in records)
+    )
+    keys = {"name": "conversations", "sequence_length": T, "tokenizer": str(chat)} | keys
+    return section(path, tmp_path / "data", **keys)
+
+  return write
+
+
+def encoded(records, chat, source=chats.CHATML):
+  """Returns (tokens, trained) of each record, encoded without a store."""
+  template = chat_template.ChatTemplate("T", {"default": source}, {})
+  encoder = tokenizer.load(chat)
+  found = [template.encode(parse(one), encoder) for one in records]
+  return [(one.tokens.tolist(), one.trained.tolist()) for one in found]
+
+
+def pieces(found):
+  """Returns (inputs, targets, weights) of each segment of the rows, sorted."""
+  pieces = []
+  for tokens, targets, weights, segments in zip(
+    *(found[name] for name in ("tokens", "targets", "weights", "segments")), strict=True
+  ):
+    for number in range(segments.max() + 1):
+      here = segments == number
+      if weights[here].any():
+        pieces.append((tokens[here].tolist(), targets[here].tolist(), weights[here].tolist()))
+  return sorted(pieces)
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+def test_each_conversation_is_in_one_row_with_its_mask(data, chat, packing):
+  keys = data(packing=packing)
+  sources = [row_source.open_source(keys, split, 3) for split in ("train", "test")]
+  found = [source.read(np.arange(len(source))) for source in sources]
+  wanted = [
+    (tokens[:-1], tokens[1:], [float(one) for one in trained[1:]])
+    for tokens, trained in encoded(RECORDS, chat)
+  ]
+  assert sorted(pieces(found[0]) + pieces(found[1])) == sorted(wanted)
+  report = sources[0].report
+  assert report["documents"] + sources[1].report["documents"] == len(RECORDS)
+  assert report["split_documents"] == report["untrained_conversations"] == 0
+  if packing == "best_fit":
+    assert report["rows"] < report["documents"]
+  trained = sum(weights.sum() for weights in (one["weights"] for one in found))
+  size = sum(
+    s.bytes_per_token * one["weights"].sum() for s, one in zip(sources, found, strict=True)
+  )
+  assert trained == sum(sum(mask) for _, mask in encoded(RECORDS, chat))
+  spoken = [m["content"] for one in RECORDS for m in one["messages"] if m["role"] == "assistant"]
+  assert size == pytest.approx(sum(len(text) + len("<|im_end|>\n") for text in spoken))
+
+
+def test_worker_processes_write_the_same(data, tmp_path):
+  keys = data()
+  here = row_source.open_source(keys, "train", 3)
+  keys.data_dir, keys.prepare_processes = str(tmp_path / "other"), 2
+  path = tmp_path / "more.jsonl"
+  path.write_text(json.dumps(record(99)) + "\n")
+  keys.files = f"{keys.files},{path}"
+  counts = []
+  prepared = preparation.prepare(keys, keys.files, tick=lambda *news: counts.append(news))
+  assert len(prepared.documents) == len(RECORDS) + 1
+  assert counts[-1][1] == len(RECORDS) + 1
+  keys.files = keys.files.partition(",")[0]
+  assert row_source.open_source(keys, "train", 3).fingerprint == here.fingerprint
+
+
+def test_another_template_is_another_store_and_is_named_on_resume(data, tmp_path):
+  keys = data()
+  first = row_source.open_source(keys, "train", 3)
+  (tmp_path / "t.jinja").write_text(chats.MARKED)
+  keys.chat_template = str(tmp_path / "t.jinja")
+  second = row_source.open_source(keys, "train", 3)
+  assert second.tokenizer_digest == first.tokenizer_digest
+  assert second.chat_template_digest != first.chat_template_digest
+  assert second.fingerprint != first.fingerprint
+  folders = [path for path in (tmp_path / "data/prepared/text").iterdir() if path.is_dir()]
+  assert len(folders) == 2
+
+
+def long_and_silent():
+  silent = {"messages": [{"role": "user", "content": "Hello?"}]}
+  muted = record(1)
+  muted["messages"][1]["weight"] = 0
+  return [*RECORDS[:5], record(7, 6), silent, *RECORDS[5:], muted, record(8, 9)]
+
+
+def test_what_cannot_be_trained_on_is_refused_by_its_line(data):
+  keys = data(long_and_silent(), evaluation_fraction=0.001)
+  with pytest.raises(ValueError, match="without a token") as refusal:
+    row_source.open_source(keys, "train", 3)
+  assert str(refusal.value) == (
+    f"conversations train: 2 of 63 conversations without a token to train on, the first at "
+    f"{keys.files}:7 (the assistant says nothing in it that is trained, by its template and "
+    f"weights); set data.untrained_conversations=drop to continue without them"
+  )
+  keys.untrained_conversations = "drop"
+  with pytest.raises(ValueError, match="longer than a row") as refusal:
+    row_source.open_source(keys, "train", 3)
+  message = str(refusal.value)
+  assert f"conversations longer than a row of data.sequence_length={T} tokens" in message
+  assert f"the first at {keys.files}:6 (the longest takes" in message
+  assert "set data.long_conversations=drop" in message
+  needed = int(message.rpartition("=")[2])
+  keys.sequence_length = needed
+  assert row_source.open_source(keys, "train", 3).report["long_conversations"] == 0
+  keys.sequence_length = needed - 1
+  with pytest.raises(ValueError, match="1 of 63 conversations longer"):
+    row_source.open_source(keys, "train", 3)
+
+
+def test_what_cannot_be_trained_on_is_dropped_and_counted(data, chat):
+  drop = {"untrained_conversations": "drop", "long_conversations": "drop"}
+  keys = data(long_and_silent(), evaluation_fraction=0.001, **drop)
+  source = row_source.open_source(keys, "train", 3)
+  report = source.report
+  assert (report["untrained_conversations"], report["long_conversations"]) == (2, 2)
+  good = [one for one in encoded(RECORDS, chat) if len(one[0]) <= T + 1]
+  held_out = row_source.open_source(keys, "test", 3).report["documents"]
+  assert (
+    report["documents"] == len(good) - held_out == len(pieces(source.read(np.arange(len(source)))))
+  )
+  keys.sequence_length = 4
+  with pytest.raises(
+    ValueError, match=r"all of its .* are left out: 2 by data.untrained_conv.*=drop, "
+  ):
+    row_source.open_source(keys, "train", 3)
+
+
+def test_records_that_are_no_conversations_are_bad_records(data, tmp_path):
+  bad = ['{"text": "a"}', "{", {"messages": []}, {"messages": [{"role": "user", "content": [{}]}]}]
+  records = [*RECORDS[:2], *bad, *RECORDS[2:]]
+  keys = data(records)
+  with pytest.raises(ValueError, match=r"more than data.max_bad_records=0") as refusal:
+    row_source.open_source(keys, "train", 3)
+  assert f"{keys.files}:3: it has none of 'messages', 'conversations', or" in str(refusal.value)
+  keys.max_bad_records = 4
+  source = row_source.open_source(keys, "train", 3)
+  assert [place.rpartition(":")[2] for place in source.bad.left_out] == ["3", "4", "5", "6"]
+  prepared = preparation.prepare(keys, keys.files)
+  assert [why for _, why in prepared.bad][2] == "the conversation is empty"
+
+
+def test_a_record_that_the_template_refuses_is_named_with_the_template_s_message(data, tmp_path):
+  (tmp_path / "t.jinja").write_text(chats.HEADERS)
+  strange = {"messages": [{"role": "narrator", "content": "a"}, *record(1)["messages"]]}
+  keys = data([*RECORDS, strange], chat_template=str(tmp_path / "t.jinja"))
+  with pytest.raises(
+    ValueError, match=r"chats.jsonl:61: data.chat_template=.*Unknown role: narrator"
+  ):
+    row_source.open_source(keys, "train", 3)
+  (tmp_path / "t.jinja").write_text(chats.THINKING)
+  with pytest.raises(ValueError, match=r"chats.jsonl:2: .* writes earlier text differently"):
+    row_source.open_source(keys, "train", 3)
+
+
+def test_nothing_is_read_without_a_template(data, trained, tmp_path):
+  with pytest.raises(ValueError, match="has no chat template"):
+    row_source.open_source(data(tokenizer=str(trained)), "train", 3)
+  assert not (tmp_path / "data").exists()
+  (tmp_path / "a.txt").write_text("a")
+  keys = data()
+  keys.files = str(tmp_path / "a.txt")
+  with pytest.raises(ValueError, match=r"records are read from .jsonl and .parquet files only"):
+    row_source.open_source(keys, "train", 3)
+
+
+def test_a_shard_without_conversations_and_one_with(data, tmp_path, chat):
+  keys = data(max_bad_records=1, prepare_processes=1)
+  first = tmp_path / "a.jsonl"
+  first.write_text("{}\n")
+  keys.files = f"{first},{keys.files}"
+  prepared = preparation.prepare(keys, keys.files)
+  assert prepared.documents.masked
+  assert prepared.documents.index["trained"].tolist() == [sum(m) for _, m in encoded(RECORDS, chat)]
+  numbers = [0, 17, 59]
+  assert [chat_documents.line(prepared, one).rpartition(":")[2] for one in numbers] == [
+    "1",
+    "18",
+    "60",
+  ]
+
+
+def test_a_conversation_as_it_is_shown(data):
+  keys = data()
+  prepared = preparation.prepare(keys, keys.files)
+  assert chat_documents.segments(prepared, 1) == [
+    (b"<|im_start|>user\nWhat is 1 + 0?<|im_end|>\n<|im_start|>assistant\n", False),
+    (b"number 1<|im_end|>\n", True),
+    (b"<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n", False),
+    (b"number 2<|im_end|>\n", True),
+  ]
+
+
+def test_parquet_rows(data, tmp_path):
+  import pyarrow
+  from pyarrow import parquet
+
+  keys = data()
+  rows = [{**one, "tools": None} for one in RECORDS]
+  parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chats.parquet")
+  lines = preparation.prepare(keys, keys.files)
+  columns = preparation.prepare(keys, str(tmp_path / "chats.parquet"))
+  assert lines.documents.index.tolist() == columns.documents.index.tolist()
+  assert lines.documents.shards[0].digest == columns.documents.shards[0].digest
+
+
+def test_ticks(chat, tmp_path):
+  encoder = tokenizer.load(chat)
+  template = chat_template.load("", encoder)
+
+  class Item:
+    why, where = "", "here"
+
+    def __init__(self, value):
+      self.value = value
+
+  ticks = []
+  chat_documents.write(
+    epath(tmp_path) / "shard",
+    [Item(record(n)) for n in range(70)],
+    encoder,
+    template,
+    limit=0,
+    facts={},
+    tick=lambda *news: ticks.append(news),
+  )
+  assert [news[0] for news in ticks] == [64, 6]
+  with pytest.raises(worker.TooManyBadError):
+    chat_documents.write(epath(tmp_path) / "bad", [Item({})], encoder, template, limit=0, facts={})
+
+
+def epath(path):
+  from etils import epath
+
+  return epath.Path(path)
