@@ -77,20 +77,24 @@ def units(found: Sequence[files.InputFile], unit_bytes: int = UNIT_BYTES) -> lis
   """
   made: list[Unit] = []
   texts: list[files.InputFile] = []
+  size = 0
 
   def finish():
+    nonlocal size
     if texts:
-      made.append(Unit((*texts,), None, sum(file.size for file in texts)))
-      texts.clear()
+      made.append(Unit((*texts,), None, size))
+    texts.clear()
+    size = 0
 
   for file in found:
     if file.suffix in files.TEXT:
-      if len(texts) == _MOST_FILES or sum(f.size for f in texts) + file.size > unit_bytes:
+      if len(texts) == _MOST_FILES or size + file.size > unit_bytes:
         finish()
       texts.append(file)
-      continue
-    finish()
-    made += _parts(file, unit_bytes)
+      size += file.size
+    else:
+      finish()
+      made += _parts(file, unit_bytes)
   finish()
   return made
 

@@ -294,10 +294,12 @@ def resolve(data: Any) -> str:
 def trained_folder(data: Any) -> epath.Path:
   """Returns the folder of the tokenizers that are trained for data.files (or data.sources).
 
-  Each has a folder of its own in it, and CURRENT_FILE names the one that was trained last.
+  Without files it is that of the data set's name. Each tokenizer has a folder of its own in it, and
+  CURRENT_FILE names the one that was trained last.
   """
   sources = getattr(data, "sources", ())
   specs = [data.files, *(source["files"] for source in sources)]
-  facts = [[text_files.absolute(part) for part in text_files.parts(spec)] for spec in specs]
-  key = hashlib.sha256(json.dumps([*facts, data.text_feature]).encode()).hexdigest()[:16]
+  paths = [[text_files.absolute(part) for part in text_files.parts(spec)] for spec in specs]
+  facts = [*paths, data.text_feature, "" if any(paths) else data.name]
+  key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
   return catalog.data_folder(data) / "prepared" / "text" / "tokenizers" / key

@@ -149,6 +149,8 @@ def _write(folder: epath.Path, content: bytes, facts: dict[str, Any]) -> None:
       files.replace(partial / name, json.dumps(value, indent=2) + "\n")
     files.replace(partial / tokenizer.TOKENIZER_FILE, content)
     partial.rename(folder)
-  except BaseException:
+  except BaseException as error:
     partial.rmtree(missing_ok=True)
+    if isinstance(error, OSError) and (folder / tokenizer.TOKENIZER_FILE).exists():
+      return  # another process was first, with the same content
     raise

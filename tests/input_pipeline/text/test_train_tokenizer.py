@@ -15,7 +15,12 @@ TEXTS = [b"the cat sat on the mat\n" * 40, "größer über Öl\n".encode() * 30]
 @pytest.fixture
 def data(tmp_path):
   return types.SimpleNamespace(
-    files="corpus/*.jsonl", text_feature="", tokenizer="", data_dir=str(tmp_path), sources=()
+    name="text",
+    files="corpus/*.jsonl",
+    text_feature="",
+    tokenizer="",
+    data_dir=str(tmp_path),
+    sources=(),
   )
 
 
@@ -80,6 +85,16 @@ def test_what_was_trained_for_these_files_is_resolved_and_only_for_them(data, mo
     assert tokenizer.resolve(data) == "bytes"
   data.files = "other/*.jsonl"
   assert tokenizer.resolve(data) == "bytes"
+  data.files, data.name = "", "python_source"
+  assert tokenizer.resolve(data) == "bytes"
+  of_name = train_tokenizer.store(data, train_tokenizer.train(TEXTS, 290), {})
+  assert tokenizer.resolve(data) == of_name
+  data.name = "another"
+  assert tokenizer.resolve(data) == "bytes"
+  data.sources = ({"name": "a", "files": "corpus/*.jsonl"},)
+  assert tokenizer.trained_folder(data) != tokenizer.trained_folder(
+    types.SimpleNamespace(**{**vars(data), "sources": ({"name": "a", "files": "b"},)})
+  )
   data.tokenizer = "mine"
   assert tokenizer.resolve(data) == "mine"
 
@@ -98,6 +113,24 @@ def test_no_half_written_tokenizer_is_left_or_taken(data, monkeypatch):
     train_tokenizer.store(data, content, {})
   assert [*tokenizer.trained_folder(data).iterdir()] == []
   assert tokenizer.resolve(data) == "bytes"
+
+
+def test_two_processes_may_train_at_once(data, monkeypatch):
+  content = train_tokenizer.train(TEXTS, 300)
+  replace = train_tokenizer.files.replace
+
+  def overtaken(path, text):
+    """As if the other one had stored the same just before."""
+    if path.name == "tokenizer.json":
+      monkeypatch.undo()
+      train_tokenizer.store(data, content, {"size": 300})
+    replace(path, text)
+
+  monkeypatch.setattr(train_tokenizer.files, "replace", overtaken)
+  folder = train_tokenizer.store(data, content, {"size": 300})
+  assert tokenizer.resolve(data) == folder
+  left = sorted(path.name for path in tokenizer.trained_folder(data).iterdir())
+  assert left == [folder.rpartition("/")[2], "current.json"]
 
 
 def test_a_damaged_pointer_to_a_trained_tokenizer_is_named(data):
