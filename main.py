@@ -3,6 +3,8 @@
 python main.py [VERB] --config=configs/STRATEGY.py[:RECIPE] [--workdir=DIR] [--config.key=value ...]
 
 VERB    train (default): train, evaluating on the evaluation split
+        prepare: prepare the data that train would: text is tokenized, once; prints tokens, rows,
+          padding, epochs; --train_tokenizer=N trains a tokenizer first. Needs no devices
         evaluate: a checkpoint on the evaluation split, on the mesh that the config names
         sample: continue --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE
         layout: print how every array is sharded; --against=CONFIG compares two strategies,

@@ -14,7 +14,7 @@ from runtime import exit_codes
 from runtime.printable import printable
 from runtime.suggest import nearest
 
-VERBS = ("train", "evaluate", "sample", "layout", "compare", "plan", "tour")
+VERBS = ("train", "prepare", "evaluate", "sample", "layout", "compare", "plan", "tour")
 
 CONFIG = config_flags.DEFINE_config_file(
   "config", None, "Config file, optionally with a recipe: configs/dp8.py:mlp."
@@ -26,6 +26,9 @@ TOPOLOGY = flags.DEFINE_string(
   "topology", None, "plan: v5p:4x4x4, v5p-128, 2xv6e-256 or h100:8; by default what is attached."
 )
 CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all.")
+TRAIN_TOKENIZER = flags.DEFINE_integer(
+  "train_tokenizer", None, "prepare: train a byte-level BPE of so many tokens on data.files first."
+)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "evaluate, sample: DIR[/STEP] to read.")
 ACCEPT = flags.DEFINE_list(
@@ -48,7 +51,8 @@ STOP = flags.DEFINE_multi_string("stop", [], "sample: a text that ends a row; re
 SAMPLE_FLAGS = (PROMPT, PROMPT_FILE, MAX_NEW_TOKENS, TEMPERATURE, TOP_K, TOP_P, SEED, STOP)
 # The flags that not every verb takes.
 OWNERS = [
-  (CONFIG, ("train", "evaluate", "sample", "layout", "compare", "plan")),
+  (TRAIN_TOKENIZER, ("prepare",)),
+  (CONFIG, ("train", "prepare", "evaluate", "sample", "layout", "compare", "plan")),
   (WORKDIR, ("train", "evaluate", "sample", "layout", "compare", "plan")),
   (TOPOLOGY, ("plan",)),
   (CHAPTER, ("tour",)),

@@ -22,7 +22,7 @@ from processes.watchdog import Watchdog
 from runtime import devices, exit_codes, extensions, xla_flags
 from runtime.printable import printable
 
-ALONE = ("plan", "tour")
+ALONE = ("plan", "prepare", "tour")
 
 
 def main(argv: list[str]) -> int:

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 
 from etils import epath
+from ml_collections import ConfigDict
 
 from checkpointing.async_writer import SaveError
 from commands import build, flags, preflight_facts
@@ -117,9 +118,18 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
     f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
     f"evaluation: {data.evaluation.source.name}, {len(data.evaluation.source):,} rows"
   )
+  announce_rows(ready.config, data.train.source, data.evaluation.source)
   announce_bad(data.train.source)
   announce_bad(data.evaluation.source)
   say(f"workdir: {workdir}")
+
+
+def announce_rows(config: ConfigDict, train: Source, validation: Source) -> None:
+  """Prints tokens, padding and epochs of rows that are an index over documents."""
+  steps, batch = config.training.steps, config.data.global_batch_size
+  for text in (splits.report_text(train, steps, batch), splits.report_text(validation)):
+    if text:
+      say(text)
 
 
 def announce_bad(source: Source) -> None:

@@ -91,6 +91,7 @@ def _bad_steps(skipped: Mapping[str, Any]) -> dict[str, Any]:
 FORM = {
   "versions": Each(TEXT),
   "data": {"name": TEXT, "rows": TEXT},
+  "data_report": Each(NUMBER),
   "accepted_changes": [Exactly({"step": COUNT, "key": TEXT, "old": ANY, "new": ANY})],
   "metrics": Each(METRIC),
   "metrics_over": {"data": TEXT, "examples": COUNT},

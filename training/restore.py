@@ -23,7 +23,7 @@ from processes.workdir_lease import Ownership
 from runtime.printable import printable
 from runtime.provenance import versions
 from training import bad_steps as rollback
-from training import record_schema, workdir_files
+from training import record_schema, splits, workdir_files
 from training.setup import Job
 from training.state import State
 
@@ -77,6 +77,8 @@ def check_resume(
     record["data"]["tokenizer"] = source.tokenizer_digest
   if source.chat_template_digest:
     record["data"]["chat_template"] = source.chat_template_digest
+  if report := splits.report(source, job.config):
+    record["data_report"] = report
   folder = workdir / restore.FOLDER
   if not restore.steps(folder):
     if accept:

@@ -33,37 +33,75 @@ def open_data(job: Job) -> Data:
       feature, fewer rows than a batch, rows that the model does not take (for example tokens
       beyond its vocabulary), or more unreadable records than data.max_bad_records.
   """
-  config = job.config
-  source = _open(job, config.data.train_split)
-  train = TrainingBatches(
-    source,
-    global_batch_size=config.data.global_batch_size,
-    seed=config.seed,
-    shuffle=config.data.shuffle,
-  )
+  train = training_batches(job.config, sharing(job))
   if train.abstract != job.batch:
-    raise ValueError(f"{source.name} gives {train.abstract}, the model takes {job.batch}")
+    raise ValueError(f"{train.source.name} gives {train.abstract}, the model takes {job.batch}")
   return Data(train, open_evaluation(job))
 
 
 def open_evaluation(job: Job) -> EvaluationBatches:
   """Opens the evaluation split; raises as `open_data`."""
-  data, keys = job.config.data, job.config.evaluation
-  source = _open(job, data.evaluation_split)
+  return evaluation_batches(job.config, sharing(job))
+
+
+def training_batches(config: ConfigDict, shared: Sharing | None = None) -> TrainingBatches:
+  """Opens the training split of a finalized config, without devices; raises as `open_data`."""
+  return TrainingBatches(
+    _open(config, config.data.train_split, shared),
+    global_batch_size=config.data.global_batch_size,
+    seed=config.seed,
+    shuffle=config.data.shuffle,
+  )
+
+
+def evaluation_batches(config: ConfigDict, shared: Sharing | None = None) -> EvaluationBatches:
+  """Opens the evaluation split of a finalized config; raises as `open_data`."""
+  data, keys = config.data, config.evaluation
+  source = _open(config, data.evaluation_split, shared)
   counts = (keys.steps if keys.every_steps else 0, keys.final_steps)
   steps = min((count for count in counts if count), default=0)
   return EvaluationBatches(source, global_batch_size=data.global_batch_size, steps=steps)
 
 
-def _open(job: Job, split: str) -> Source:
+def _open(config: ConfigDict, split: str, shared: Sharing | None) -> Source:
   """Opens a split, and checks that its tokens are in the model's vocabulary."""
-  config = job.config
   with preparing(f"{config.data.name}, {split}") as waiting:
     data = read_as(config)
-    source = open_source(data, split, config.seed, sharing(job), waiting.tick)
+    source = open_source(data, split, config.seed, shared, waiting.tick)
     if TASKS[config.task].of_tokens and "vocabulary_size" in config.model:
       check_ids(source, config.model.vocabulary_size)
   return source
+
+
+def report(source: Source, config: ConfigDict) -> dict[str, float]:
+  """Returns what a run's record says of the rows that it trains on; {} of rows stored as such."""
+  if not source.report:
+    return {}
+  taken = config.training.steps * config.data.global_batch_size
+  ratios = {"bytes_per_token": source.bytes_per_token, "epochs": taken / len(source)}
+  return {**source.report, **ratios}
+
+
+def report_text(source: Source, steps: int = 0, rows_per_step: int = 0) -> str:
+  """Returns a line about the rows of a split; "" for rows that are stored as such.
+
+  Args:
+    source: the split.
+    steps: that a run takes; 0 leaves its epochs out.
+    rows_per_step: of the run.
+  """
+  if not source.report:
+    return ""
+  facts = source.report
+  slots = facts["tokens"] + facts["padding"]
+  epochs = steps * rows_per_step / len(source)
+  taken = f"; {steps:,} steps take {epochs:.3g} epochs" if steps else ""
+  return (
+    f"{source.name}: {facts['tokens']:,} tokens of {facts['documents']:,} documents, "
+    f"{source.bytes_per_token:.3f} bytes per token; {facts['rows']:,} rows of "
+    f"{slots // facts['rows']:,} tokens, {100 * facts['padding'] / slots:.2g} % padding, "
+    f"{facts['split_documents']:,} documents split{taken}"
+  )
 
 
 def read_as(config: ConfigDict) -> ConfigDict:

@@ -14,6 +14,7 @@ import tokenizers
 from etils import epath
 
 from input_pipeline.text import documents, items, tokenizer
+from input_pipeline.text import files as text_files
 from runtime import files
 
 END = "<|endoftext|>"
@@ -109,6 +110,35 @@ def train(texts: Iterable[bytes], size: int, tick: Callable[[str, int], None] = 
   if not count:
     raise ValueError("there is no document to train a tokenizer on")
   return library.to_str().encode()
+
+
+def train_on(data: Any, size: int, tick: Callable[[str, int], None] = no_tick) -> str:
+  """Trains a tokenizer on the files of a config's data section; returns its folder.
+
+  Args:
+    data: the section.
+    size: of the vocabulary.
+    tick: as of `train`.
+
+  Raises:
+    ValueError: as of `train` and `store`; no file, or more bad records than data.max_bad_records.
+  """
+  check_size(size)
+  found = text_files.find(data.files)
+  feature = documents.choose_feature(found, data.text_feature)
+  count = 0
+
+  def bad(item: items.Item) -> None:
+    nonlocal count
+    count += 1
+    if count > data.max_bad_records:
+      raise ValueError(
+        f"{item.where}: {item.why}; repair it, or set data.max_bad_records to {count} or more to "
+        f"continue without such records"
+      )
+
+  content = train(sample(documents.units(found), feature, bad), size, tick)
+  return store(data, content, {"files": [file.path for file in found][:100], "size": size})
 
 
 def store(data: Any, content: bytes, facts: dict[str, Any]) -> str:

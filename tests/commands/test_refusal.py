@@ -73,14 +73,14 @@ REFUSALS = {
     ["did you mean '--config.training.steps'?"],
   ),
   "a key that is like no other": (
-    [DP8, "--config.data.tokenizer=x"],
-    ["unknown config key 'data.tokenizer'\n"],
+    [DP8, "--config.data.xylophone=x"],
+    ["unknown config key 'data.xylophone'\n"],
   ),
   "no config": ([], ["no config; for example: python main.py --config="]),
   "unknown flag": ([DP8, "--workdri=x"], ["unknown flag --workdri", "did you mean 'workdir'?"]),
   "unknown verb": (
     ["trian", DP8],
-    ["unknown verb 'trian'; there are train, evaluate, sample, layout", "did you mean 'train'?"],
+    ["unknown verb 'trian'; there are train, prepare, evaluate, sample", "did you mean 'train'?"],
   ),
   "two verbs": (["train", "layout", DP8], ["unexpected 'layout' after the verb"]),
   "against without layout": (

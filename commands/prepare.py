@@ -1,0 +1,54 @@
+"""The verb `prepare`: prepares the data that `train` would, on a machine without its devices."""
+
+from ml_collections import ConfigDict
+
+from commands import flags
+from commands.refusal import refuse
+from commands.train import announce_bad, announce_rows
+from configs.schema import finalize, validate
+from input_pipeline.sources import catalog
+from runtime import exit_codes
+from training import splits
+from training.metrics.console import say
+from training.metrics.waiting import preparing
+
+
+def run() -> int:
+  """Prepares both splits and prints what they hold; returns the exit code."""
+  try:
+    config = flags.CONFIG.value
+    if flags.TRAIN_TOKENIZER.value is not None:
+      say(f"trained the tokenizer {_train_tokenizer(config, flags.TRAIN_TOKENIZER.value)}")
+    # Which devices there are decides sizes of models whose data are random alone.
+    config = finalize.finalize(config, "cpu")
+    validate.check(config, {axis: abs(size) for axis, size in config.mesh.items()})
+    train = splits.training_batches(config).source
+    validation = splits.evaluation_batches(config).source
+  except (ValueError, OSError, RuntimeError) as error:
+    return refuse(error)
+  say(f"train: {train.name}, {len(train):,} rows")
+  say(f"evaluation: {validation.name}, {len(validation):,} rows")
+  announce_rows(config, train, validation)
+  for source in (train, validation):
+    announce_bad(source)
+  if train.tokenizer:
+    say(f"tokenizer: {train.tokenizer}, {train.ids:,} tokens")
+  return exit_codes.DONE
+
+
+def _train_tokenizer(config: ConfigDict, size: int) -> str:
+  """Trains a tokenizer on the files, and returns its folder; see `train_tokenizer.train_on`."""
+  from input_pipeline.text import train_tokenizer  # imports a library that others do not need
+
+  if config.data.name not in catalog.OF_FILES:
+    raise ValueError(
+      f"--train_tokenizer={size}: data.name={config.data.name!r} is not read from files; choose "
+      f"--config=FILE:model=NAME,data={catalog.TEXT}"
+    )
+  if config.data.tokenizer:
+    raise ValueError(
+      f"--train_tokenizer={size}: data.tokenizer={config.data.tokenizer} names another one; leave "
+      f"one of them out"
+    )
+  with preparing("a tokenizer") as waiting:
+    return train_tokenizer.train_on(config.data, size, waiting.tick)

@@ -1,0 +1,128 @@
+"""The verb `prepare`, and a run on what it has prepared: from a folder of text to bits per byte."""
+
+import json
+import math
+import re
+
+import pytest
+
+from tests.helpers.cli import TINY_LM, lines_of
+from tests.input_pipeline.text.corpora import texts, write_lines
+
+TEXT = "--config=configs/single.py:model=lm,data=text"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  """The flags of a folder of text that no test has prepared."""
+  folder = tmp_path_factory.mktemp("corpus")
+  write_lines(folder / "files" / "a.jsonl", texts(300, longest=60))
+  (folder / "files" / "b.md").write_text("# A document\n" * 20)
+  data = [f"--config.data.files={folder}/files", f"--config.data.data_dir={folder}/data"]
+  return [TEXT, *TINY_LM, *data, "--config.data.evaluation_split=test"]
+
+
+def report(out, split):
+  """Returns the numbers of a split's line."""
+  [line] = [line for line in out.splitlines() if line.startswith(f"text {split}: ")]
+  return [float(number.replace(",", "")) for number in re.findall(r"[\d,]*\.?\d+", line)]
+
+
+def test_text_is_prepared_once_and_trained_on(main, corpus, tmp_path):
+  code, out, err = main("prepare", *corpus, "--train_tokenizer=300")
+  assert (code, err) == (0, "")
+  assert "prepared a tokenizer: 301 documents in" in out
+  trained = re.search(r"tokenizer: (\S+)/tokenizer.json, 300 tokens", out)[1]
+  tokens, documents, bytes_per_token, rows, length, padding, split, steps, _ = report(out, "train")
+  assert 250 < documents < 301
+  assert 1 < bytes_per_token < 3
+  assert (length, steps) == (16, 200)
+  assert rows * 16 == pytest.approx(tokens / (1 - padding / 100), rel=1e-2)
+  assert split > 0
+  again, out, err = main("prepare", *corpus)
+  assert (again, err) == (0, "")
+  assert "prepared text" not in out, "it is there already"
+
+  workdir = tmp_path / "run"
+  steps = ["--config.training.steps=6", "--config.checkpoint.every_steps=3"]
+  code, out, err = main(*corpus, *steps, f"--workdir={workdir}")
+  assert (code, err) == (0, "")
+  assert "prepared text" not in out
+  assert report(out, "train")[:6] == [tokens, documents, bytes_per_token, rows, length, padding]
+  config = json.loads((workdir / "config.json").read_text())
+  assert config["data"]["tokenizer"] == trained
+  assert config["data"]["packing"] == "best_fit"
+  assert config["model"]["vocabulary_size"] == 300
+  assert config["model"]["separate_documents"] is True
+  last = lines_of(workdir)[-1]
+  per_token = last["eval_loss"] / math.log(2)
+  assert last["eval_bits_per_byte"] == pytest.approx(per_token / report(out, "test")[2], rel=1e-3)
+  record = json.loads((workdir / "checkpoints" / "6" / "record" / "metadata").read_text())
+  assert record["data_report"]["tokens"] == tokens
+  assert record["data_report"]["epochs"] == pytest.approx(6 * 32 / rows)
+  assert len(record["data"]["tokenizer"]) == 64
+
+
+def test_a_run_resumes_with_its_files_elsewhere_and_not_with_others(main, corpus, tmp_path):
+  files = tmp_path / "files"
+  write_lines(files / "a.jsonl", texts(100))
+  flags = [f"--config.data.files={files}", f"--workdir={tmp_path}/run", "--config.seed=1"]
+  short = [*flags, "--config.data.tokenizer=bytes", "--config.training.steps=2"]
+  code, _, err = main(*corpus, *short)
+  assert (code, err) == (0, "")
+  files.rename(tmp_path / "moved")
+  moved = f"--config.data.files={tmp_path}/moved"
+  code, out, err = main(*corpus, *short, moved, "--config.training.steps=3")
+  assert (code, err) == (0, "")
+  assert "resumes from the checkpoint of step 2" in out
+  write_lines(tmp_path / "moved" / "b.jsonl", texts(3, seed=8))
+  code, _, err = main(*corpus, *short, moved, "--config.training.steps=4")
+  assert code == 2
+  assert "dataset.rows: " in err
+
+
+@pytest.mark.parametrize(
+  ("flags", "said"),
+  [
+    (["--config.data.files=/no/such"], r"data.files: there is no file or folder /no/such"),
+    (["--config.data.tokenizer=/no/such"], r"data.tokenizer=/no/such: there is no such file"),
+    (["--config.data.text_feature=body"], r"'body'.*'text'"),
+    (["--config.data.packing=first"], r"data.packing='first': one of best_fit, concatenate, none"),
+    (["--config.data.evaluation_fraction=1.5"], r"data.evaluation_fraction=1.5: above 0 and below"),
+    (["--config.data.files="], r"data.files='': data.name='text' is read from files; name them"),
+    (
+      ["--config.model.vocabulary_size=90", "--config.data.tokenizer=bytes"],
+      r"token \d+, but model.vocabulary_size=90 allows 0 to 89; set model.vocabulary_size=256",
+    ),
+    (["--config.data.global_batch_size=100000"], r"text train has \d+ rows, but a batch takes dat"),
+    (
+      ["--config.data.name=python_source"],
+      r"data.files='.*': data.name='python_source' is not rea",
+    ),
+    (["--train_tokenizer=100"], r"--train_tokenizer=100: a tokenizer has 257"),
+    (
+      ["--train_tokenizer=300", "--config.data.tokenizer=bytes"],
+      r"names another one; leave one of",
+    ),
+    (
+      ["--train_tokenizer=300", "--config.data.name=python_source"],
+      r"--train_tokenizer=300: data.name='python_source' is not read from files; choose",
+    ),
+    (["--workdir=x"], r"--workdir belongs to the verb train or evaluate"),
+  ],
+  ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_prepared_is_one_message_and_exit_code_2(main, corpus, flags, said):
+  code, out, err = main("prepare", *corpus, *flags)
+  assert (code, out) == (2, "")
+  assert re.search(said, err), err
+  assert len(err.splitlines()) <= 2
+  assert err.startswith("refused: ")
+
+
+def test_a_data_set_by_name_is_prepared_too(main):
+  code, out, err = main("prepare", "--config=configs/single.py:mlp")
+  assert (code, err) == (0, "")
+  assert out.endswith(
+    "train: digits:1.0.0 train, 1,497 rows\nevaluation: digits:1.0.0 test, 300 rows\n"
+  )
