@@ -27,6 +27,12 @@ _HUB = "hf://"
 _GLOB = re.compile(r"[*?[]")
 _LISTED = 8
 _CONVERTED = "refs/convert/parquet"  # where the Hub keeps the Parquet files that it made itself
+_ADVICE = {
+  "gs": "; check the network, and `gcloud auth application-default login`; a public bucket is"
+  " gs://anonymous@BUCKET",
+  "s3": "; check the network, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials",
+}
+_MOST_SAID = 300
 _RETRY_SECONDS = 60  # of a bucket that does not answer; pyarrow's own limit is a quarter of an hour
 
 
@@ -104,7 +110,9 @@ def find(spec: str, key: str = "data.files") -> list[InputFile]:
     try:
       matches = _match(part, key)
     except OSError as error:
-      raise ValueError(f"{key}: {part} cannot be read ({error})") from error
+      said = str(error).partition(" error_info=")[0][:_MOST_SAID]
+      hint = _ADVICE.get(part.partition("://")[0], "")
+      raise ValueError(f"{key}: {part} cannot be read ({said}){hint}") from error
     for real, file in matches:
       found.setdefault(real, file)
   return sorted(found.values())
@@ -214,15 +222,15 @@ def _visible(path: str, folder: str) -> bool:
 def _in_bucket(part: str, key: str) -> list[tuple[str, InputFile]]:
   from pyarrow import fs
 
-  scheme = part.partition("://")[0]
-  system, path = bucket(part)
+  system, path = bucket(part, key)
+  prefix = part.removesuffix(path)
   path = path.rstrip("/")
   folder = _fixed(path)
   state = system.get_file_info(folder)
   if state.type == fs.FileType.File:
     states = [state]
   elif state.type == fs.FileType.NotFound:
-    raise ValueError(f"{key}: there is no file or folder {scheme}://{folder}")
+    raise ValueError(f"{key}: there is no file or folder {prefix}{folder}")
   else:
     states = system.get_file_info(fs.FileSelector(folder, recursive=True))
     states = [one for one in states if one.type == fs.FileType.File]
@@ -230,16 +238,26 @@ def _in_bucket(part: str, key: str) -> list[tuple[str, InputFile]]:
       pattern = matcher(path)
       states = [one for one in states if pattern.fullmatch(one.path)]
     states = [one for one in states if _visible(one.path, folder)]
-  known = {f"{scheme}://{one.path}": one for one in states}
+  known = {f"{prefix}{one.path}": one for one in states}
   stamps = {path: str(one.mtime_ns or 0) for path, one in known.items()}
   chosen = _chosen(part, key, known)
   return [(path, InputFile(path, known[path].size, stamps[path])) for path in chosen]
 
 
-def bucket(uri: str) -> tuple[Any, str]:
-  """Returns the pyarrow file system of a URI, and the path in it: BUCKET/PATH."""
+def bucket(uri: str, key: str = "data.files") -> tuple[Any, str]:
+  """Returns the pyarrow file system of a URI, and the path in it: BUCKET/PATH.
+
+  Raises:
+    ValueError: the URI has a password, which would be written into the records of the run.
+  """
   scheme, _, path = uri.partition("://")
-  return _file_system(scheme, path.partition("/")[0]), path
+  user, _, inner = path.rpartition("@") if "@" in path.partition("/")[0] else ("", "", path)
+  if user not in ("", "anonymous"):
+    raise ValueError(
+      f"{key}: {scheme}://...@{inner}: credentials are no part of a path; they are read from the"
+      " environment, as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are"
+    )
+  return _file_system(scheme, path.partition("/")[0]), inner
 
 
 @functools.cache

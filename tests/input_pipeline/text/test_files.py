@@ -213,8 +213,28 @@ def test_a_bucket_that_does_not_answer_is_named(monkeypatch):
       raise OSError("could not resolve the host")
 
   monkeypatch.setattr(files, "_file_system", lambda *_: Broken())
-  with pytest.raises(ValueError, match=r"data\.files: s3://b/x cannot be read \(could not resolve"):
+  said = r"data\.files: s3://b/x cannot be read \(could not resolve .*check .*AWS_ACCESS_KEY_ID"
+  with pytest.raises(ValueError, match=said):
     files.find("s3://b/x")
+
+
+def test_a_public_bucket_is_read_without_credentials(bucket, folder):
+  uri, asked = bucket
+  uri = uri.replace("gs://", "gs://anonymous@")
+  assert names(f"{uri}/**/*.txt", uri) == ["a/c.txt"]
+  [file] = files.find(f"{uri}/b.jsonl")
+  assert file.path == f"{uri}/b.jsonl"
+  with files.open_file(file.path) as stream:
+    assert stream.read() == b"x"
+  assert {*asked} == {("gs", f"anonymous@{folder.name}")}
+
+
+def test_a_password_in_a_path_is_refused_and_not_repeated():
+  with pytest.raises(
+    ValueError, match=r"data\.files: s3://\.\.\.@b/x: credentials are no"
+  ) as error:
+    files.find("s3://AKIA:secret@b/x")
+  assert "secret@" not in str(error.value)
 
 
 def test_pyarrow_opens_these_schemes():
