@@ -39,6 +39,7 @@ from configs import base
 from runtime import compilation_cache, extensions
 from training.metrics import goodput
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PR_SET_PDEATHSIG = 1
 DEFAULT_CACHE = base.get_config("mlp", mesh={}).compilation_cache_dir
 CACHE = pathlib.Path(tempfile.gettempdir()) / f"meshwright-tests-{os.getuid()}" / "processes"
@@ -96,7 +97,8 @@ def _popen(command: list[str], *arguments, **settings) -> subprocess.Popen:
   A worker that has to load a user's files is a new interpreter: a fork would have them already.
   """
   launched = list(command[:2]) == [sys.executable, "main.py"]
-  if not launched and (command != PLAN_WORKER or extensions.loaded()):
+  theirs = any(not path.resolve().is_relative_to(ROOT) for path in extensions.loaded())
+  if not launched and (command != PLAN_WORKER or theirs):
     return _POPEN(command, *arguments, **settings)
   before = settings.pop("preexec_fn", lambda: None)
   kept = settings.get("pass_fds", ())

@@ -30,12 +30,16 @@ def test_nothing_was_asked():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_a_request(number, monkeypatch):
   monkeypatch.setattr(os, "isatty", lambda _: False)  # the terminal of these tests is not gone
-  with StopRequest() as stop:
-    os.kill(os.getpid(), number)
-    assert not stop, "only the thread that waits records it"
-    stop.hear()
-    assert stop
-    assert stop.requested == number.name
+  before = signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP, and so would this
+  try:
+    with StopRequest() as stop:
+      os.kill(os.getpid(), number)
+      assert not stop, "only the thread that waits records it"
+      stop.hear()
+      assert stop
+      assert stop.requested == number.name
+  finally:
+    signal.signal(number, before)
 
 
 def test_a_signal_while_the_main_thread_runs_c_code():
