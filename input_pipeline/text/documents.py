@@ -250,35 +250,32 @@ def _some(tables: Sequence[files.InputFile]) -> list[files.InputFile]:
   return [file for of_kind in kinds for file in dict.fromkeys([*of_kind[:1], *of_kind[-1:]])]
 
 
-def _choose(file: files.InputFile, present: dict[str, set[str]], feature: str) -> str:
+def _choose(file: files.InputFile, present: dict[str, dict[str, str]], feature: str) -> str:
   """Returns the key of a file that has the text; "" if the file does not show which.
 
   Args:
     file: for messages.
-    present: key -> the types of its values.
+    present: key -> type of its values -> where the first is.
     feature: the one that is asked for, or "".
   """
   if not present:  # no record, or none that can be read: reading them says what is wrong
     return feature
   listing = ", ".join(f"{key!r} ({' or '.join(sorted(kinds))})" for key, kinds in present.items())
-  texts = [key for key, kinds in present.items() if kinds - {"null"} == {"a string"}]
-  mixed = [key for key, kinds in present.items() if "a string" in kinds and key not in texts]
-  for key in [feature] if feature else mixed if not texts else []:
-    if key in mixed:
-      kinds = " and ".join(sorted(present[key]))
-      raise ValueError(
-        f"{file.path}: the values of {key!r} are of mixed types: {kinds}; texts are strings"
-      )
-  if feature:
-    if feature in texts:
-      return feature
-    what = "holds no text" if feature in present else "is not there"
-    raise ValueError(f"{file.path}: data.text_feature={feature!r} {what}; present are {listing}")
-  if len(texts) == 1:
-    return texts[0]
-  if texts:
+  texts = [key for key, kinds in present.items() if "a string" in kinds]
+  if not feature and len(texts) > 1:
     raise ValueError(
       f"{file.path}: several hold texts: {', '.join(map(repr, texts))}; name one with"
       f" data.text_feature={'text' if 'text' in texts else texts[0]}"
     )
-  raise ValueError(f"{file.path} holds no texts; present are {listing}")
+  if not feature and not texts:
+    raise ValueError(f"{file.path} holds no texts; present are {listing}")
+  name = feature or texts[0]
+  if name not in present:
+    raise ValueError(f"{file.path}: data.text_feature={name!r} is not there; present are {listing}")
+  kinds = present[name]
+  if name in texts and not kinds.keys() <= {"a string", "null"}:
+    found = " and ".join(f"{kind} in {kinds[kind]}" for kind in sorted(kinds))
+    raise ValueError(f"{file.path}: {name!r} has mixed types: {found}; write strings")
+  if not kinds.keys() <= {"a string", "null"}:
+    raise ValueError(f"{file.path}: data.text_feature={name!r} is no text; present are {listing}")
+  return name

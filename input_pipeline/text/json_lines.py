@@ -122,10 +122,12 @@ def text_of(record: dict[str, Any], feature: str) -> tuple[bytes | None, str]:
     return None, f"its {feature!r} has half a surrogate pair (\\u{ord(value[error.start]):04x})"
 
 
-def types_of(file: files.InputFile) -> dict[str, set[str]]:
-  """Returns key -> the types of its values in the first records that can be read."""
-  present: dict[str, set[str]] = {}
+def types_of(file: files.InputFile) -> dict[str, dict[str, str]]:
+  """Returns key -> type -> the place of its first value, of the first records that can be read."""
+  present: dict[str, dict[str, str]] = {}
   for record in itertools.islice(records(file, None), _SAMPLE):
     for key, value in (record.value or {}).items():
-      present.setdefault(key, set()).add(items.type_name(value))
+      kinds, kind = present.setdefault(key, {}), items.type_name(value)
+      if kind not in kinds:
+        kinds[kind] = f"line {record.where.rpartition(':')[2]}"
   return present

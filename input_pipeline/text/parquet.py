@@ -91,10 +91,10 @@ def check_column(file: files.InputFile, schema: pyarrow.Schema, feature: str) ->
     raise ValueError(f"{file.path}: column {feature!r} {what}; present are {listing}")
 
 
-def types_of(file: files.InputFile) -> dict[str, set[str]]:
-  """Returns column -> the type of its values, as `items.type_name` calls it for texts."""
+def types_of(file: files.InputFile) -> dict[str, dict[str, str]]:
+  """Returns column -> {the type of its values, as `items.type_name` calls it for texts: ""}."""
   with open_file(file) as table:
-    return {field.name: {_type_name(field.type)} for field in table.schema_arrow}
+    return {field.name: {_type_name(field.type): ""} for field in table.schema_arrow}
 
 
 def _type_name(kind: pyarrow.DataType) -> str:

@@ -307,9 +307,15 @@ def test_what_is_no_parquet_file_is_refused(content, tmp_path):
     ([{"text": "a", "url": "b"}], "", r"several hold texts: 'text', 'url'; name .*_feature=text"),
     ([{"t": 1, "u": None}], "", r"holds no texts; present are 't' \(a number\), 'u' \(null\)"),
     ([{"text": "a", "n": 1}], "body", r"'body' is not there; present are 'text' \(a string\), 'n'"),
-    ([{"text": "a", "n": 1}], "n", r"_feature='n' holds no text; present are 'text' \(a string\)"),
-    ([{"text": "a"}, {"text": 1}], "", r"values of 'text' are of mixed types: a number and a st"),
-    ([{"text": "a"}, {"text": []}], "text", r"values of 'text' are of mixed types: a list and a"),
+    ([{"text": "a", "n": 1}], "n", r"_feature='n' is no text; present are 'text' \(a string\)"),
+    (
+      [{"text": "a"}, {"text": 1}],
+      "",
+      r"'text' has mixed types: a number in line 2 and a string in line 1; wr",
+    ),
+    ([{"text": "a"}, {"text": []}], "text", r"'text' has mixed types: a list in line 2"),
+    ([{"text": None}] * 3, "text", "text"),
+    ([{"text": 1, "url": "b"}, {"text": "a"}], "", r"several hold texts: 'text', 'url'; name"),
   ],
 )
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -330,7 +336,7 @@ def test_the_key_of_the_text(records, feature, said, suffix, tmp_path):
     ("", "text"),
     ("text", "text"),
     ("body", r"_feature='body' is not there; present are 'n' \(int64\), 'text' \(a string\)"),
-    ("n", r"_feature='n' holds no text; present are"),
+    ("n", r"_feature='n' is no text; present are"),
   ],
 )
 def test_the_column_of_the_text(feature, said, tmp_path):
