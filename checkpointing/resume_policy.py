@@ -37,6 +37,7 @@ CLASSES = {
   "data.prepare_processes": MAY_CHANGE,
   "data.files": MAY_CHANGE,  # may have moved; dataset.rows shows whether they hold the same
   "data.evaluation_files": MAY_CHANGE,
+  "data.stages": ACCEPT,  # only of steps that are not done: training.restore checks
   "data.tokenizer": MAY_CHANGE,  # likewise; dataset.tokenizer
   "data.chat_template": MAY_CHANGE,  # likewise; dataset.chat_template
   "data.max_bad_records": MAY_CHANGE,  # a run that an unreadable record has stopped may resume

@@ -10,13 +10,12 @@ from input_pipeline.row_source import Source
 from input_pipeline.row_store import UnreadableError
 
 
-def combine(name, sources, *, tokens=None, maximum_epochs=None, stages=()) -> Source:
+def combine(name, sources, *, maximum_epochs=None, stages=()) -> Source:
   """Returns a Source of the rows of several.
 
   Args:
     name: as messages call it.
     sources: name -> Source; all have the same fields.
-    tokens: name -> how many tokens its rows predict; default: as many as rows.
     maximum_epochs: name -> see `mixture.Part`; default 1.
     stages: see `Source`.
 
@@ -30,7 +29,19 @@ def combine(name, sources, *, tokens=None, maximum_epochs=None, stages=()) -> So
       raise ValueError(f"source {each!r} of data.sources is empty ({source.name} has 0 rows)")
     if source.fields != fields:
       raise ValueError(f"source {each!r} has rows of {source.fields}, {names[0]!r} of {fields}")
+  first = sources[names[0]]
   offsets = np.cumsum([0, *(len(sources[each]) for each in names)])
+  parts = tuple(
+    Part(
+      each,
+      len(source),
+      source.report.get("tokens", len(source)),
+      1 if maximum_epochs is None else maximum_epochs[each],
+      source.bytes_per_token,
+    )
+    for each, source in sources.items()
+  )
+  tokens = sum(part.tokens for part in parts)
   digest = hashlib.sha256(
     repr([(each, sources[each].fingerprint) for each in names]).encode()
   ).hexdigest()
@@ -42,17 +53,23 @@ def combine(name, sources, *, tokens=None, maximum_epochs=None, stages=()) -> So
     read=_reading([sources[each].read for each in names], offsets, fields),
     bad=_bad([sources[each].bad for each in names], offsets),
     ids=max(source.ids for source in sources.values()),
-    parts=tuple(
-      Part(
-        each,
-        len(sources[each]),
-        len(sources[each]) if tokens is None else tokens[each],
-        1 if maximum_epochs is None else maximum_epochs[each],
-      )
-      for each in names
-    ),
+    parts=parts,
     stages=tuple(stages),
+    tokenizer=first.tokenizer,
+    tokenizer_digest=first.tokenizer_digest,
+    bytes_per_token=sum(part.bytes_per_token * part.tokens for part in parts) / max(1, tokens),
+    report=_report(sources),
   )
+
+
+def _report(sources):
+  """Returns each source's facts, and their sums."""
+  total: dict[str, int] = {}
+  for source in sources.values():
+    for key, value in source.report.items():
+      total[key] = total.get(key, 0) + value
+  each = {f"{key}/{name}": v for name, source in sources.items() for key, v in source.report.items()}
+  return total | each
 
 
 def check_epochs(order, rows: int, position, steps: int) -> None:

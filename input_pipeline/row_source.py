@@ -109,9 +109,10 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
   if data.kind == "random":
     return _random_normal(data, split, seed)
   if is_indexed(data):
-    from input_pipeline.text import rows  # it takes a Source from here
+    from input_pipeline.text import mixed_files, rows  # they take a Source from here
 
-    return rows.open_source(data, split, seed, sharing, tick)
+    opened = mixed_files.open_source if data.get("sources") else rows.open_source
+    return opened(data, split, seed, sharing, tick)
   store = prepare.prepare(data, split, tick)
   limit = data.max_bad_records
   bad_records.check_prepared(store, limit)

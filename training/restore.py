@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,6 +88,7 @@ def check_resume(
     newest = checkpoints.verified()
   old_record = _record(newest)
   rollback.require_same_past(job.config, old_record, newest.step)
+  _require_same_stages(newest.config, job.config, newest.step)
   changed = resume_policy.changes(
     rollback.upgraded_config(newest.config),
     plain(job.config),
@@ -98,6 +99,21 @@ def check_resume(
     workdir=workdir,
   )
   return changed, newest
+
+
+def _require_same_stages(old: Mapping[str, Any], config: ConfigDict, done: int) -> None:
+  """Raises ValueError where data.stages differ in a stage that the run has entered."""
+
+  def entered(stages: Any) -> list[Any]:
+    return json.loads(json.dumps([stage for stage in stages if stage[0] <= done]))
+
+  before, now = entered(old["data"].get("stages", ())), entered(config.data.stages)
+  if before != now:
+    raise ValueError(
+      f"data.stages: up to step {done}, which is done, they were {before or 'none'} and are now "
+      f"{now or 'none'}; change stages that begin after step {done}, or start a new run with "
+      f"another --workdir"
+    )
 
 
 def begin(

@@ -9,6 +9,8 @@ from ml_collections import ConfigDict
 
 from input_pipeline.bad_records import Sharing
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
+from input_pipeline.combined import check_epochs
+from input_pipeline.position import Position
 from input_pipeline.row_source import Source, check_ids, open_source
 from processes import preflight
 from processes.coordination import Group, NotTogetherError, current
@@ -46,12 +48,14 @@ def open_evaluation(job: Job) -> EvaluationBatches:
 
 def training_batches(config: ConfigDict, shared: Sharing | None = None) -> TrainingBatches:
   """Opens the training split of a finalized config, without devices; raises as `open_data`."""
-  return TrainingBatches(
-    _open(config, config.data.train_split, shared),
-    global_batch_size=config.data.global_batch_size,
-    seed=config.seed,
-    shuffle=config.data.shuffle,
+  source = _open(config, config.data.train_split, shared)
+  size, steps = config.data.global_batch_size, config.training.steps
+  batches = TrainingBatches(
+    source, global_batch_size=size, seed=config.seed, shuffle=config.data.shuffle
   )
+  if source.parts:
+    check_epochs(batches.order, steps * size, Position.start(size), steps)
+  return batches
 
 
 def evaluation_batches(config: ConfigDict, shared: Sharing | None = None) -> EvaluationBatches:

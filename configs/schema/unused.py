@@ -32,6 +32,8 @@ _TOKENS = {
   "data.sequence_length": 0,
   "data.text_feature": "",
   "data.files": "",
+  "data.sources": (),
+  "data.stages": (),
   "data.evaluation_files": "",
   "data.tokenizer": "bytes",
   "data.packing": "concatenate",

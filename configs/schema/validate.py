@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from ml_collections import ConfigDict
 
-from configs.schema import decoder_checks, unused
+from configs.schema import decoder_checks, mixture_checks, unused
 from input_pipeline.sources import catalog
 from input_pipeline.text.conversations import DROP, FORMS, REFUSE
 from input_pipeline.text.packing import ALGORITHMS
@@ -213,7 +213,7 @@ def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
 
 def _files(config: ConfigDict) -> Iterator[str]:
   """Yields what is wrong with the keys of data that are read from files."""
-  data, given = config.data, [key for key in ("files", "evaluation_files") if config.data[key]]
+  data, given = config.data, [key for key in ("files", "evaluation_files", "sources", "stages") if config.data[key]]
   if TASKS[config.task].rows != "text":
     if data.name in catalog.OF_FILES:
       yield f"data.name={data.name!r}: {config.task} has no rows of text; take the recipe lm"
@@ -226,7 +226,8 @@ def _files(config: ConfigDict) -> Iterator[str]:
       )
     return
   yield from _conversations(data)
-  if not data.files:
+  yield from mixture_checks.wrong(data)
+  if not data.files and not data.sources:
     yield f"data.files='': data.name={data.name!r} is read from files; name them"
   if not 0 < data.evaluation_fraction < 1:
     yield f"data.evaluation_fraction={data.evaluation_fraction}: above 0 and below 1"

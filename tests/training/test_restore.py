@@ -39,3 +39,19 @@ def test_a_start_reads_each_small_file_of_the_newest_step_once(tmp_path, monkeyp
   small = [name for name in sizes if sizes[name] <= integrity.SMALL_BYTES]
   assert {"config/metadata", "record/metadata", "commit_success.txt"} <= {*small}
   assert counts == dict.fromkeys((*small, checksums.FILE), 1)
+
+
+def test_stages_may_change_only_where_no_step_has_been():
+  def check(old, new, done):
+    config = ConfigDict({"data": {"stages": new}})
+    restore._require_same_stages({"data": {"stages": json.loads(json.dumps(old))}}, config, done)
+
+  first, later = (10, {"web": 1.0}), (20, {"code": 1.0})
+  check((first, later), (first, later), 30)
+  check((first,), (first, later), 19)
+  check((first, later), (first,), 19)
+  check((), (first,), 9)
+  with pytest.raises(ValueError, match=r"data\.stages: up to step 20, which is done, they were"):
+    check((first, later), (first,), 20)
+  with pytest.raises(ValueError, match="change stages that begin after step 12"):
+    check((first,), ((10, {"web": 2.0}),), 12)
