@@ -7,19 +7,20 @@ from commands import build, flags, preflight_facts, train
 from processes.step_barrier import Lockstep
 from processes.watchdog import Watchdog
 from runtime import exit_codes
-from training import restore, splits
+from training import restore, run_tokenizer, splits
 from training.evaluation import Evaluator
 from training.metrics.console import ProgressLine, say
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
   """Evaluates a checkpoint on the evaluation split, or evaluation.final_steps batches of it."""
+  location = flags.CHECKPOINT.value or str(flags.workdir())
+  run_tokenizer.adopt(flags.CONFIG.value, location)
   [ready] = build.prepare(flags.CONFIG)
   evaluation = splits.open_evaluation(ready)
   preflight_facts.about_to_run(
     ready, {"held out": evaluation.source}, flags.workdir(), writes=False
   )
-  location = flags.CHECKPOINT.value or str(flags.workdir())
   step, params, variables = restore.model_state(ready, location)
 
   def run() -> int:

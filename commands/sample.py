@@ -10,7 +10,7 @@ from inference import sampler
 from inference.request import Request, check
 from processes.watchdog import STARTING, Watchdog
 from runtime import exit_codes
-from training import restore
+from training import restore, run_tokenizer
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
@@ -20,6 +20,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   prompts = flags.PROMPT.value
   if flags.PROMPT_FILE.value:
     prompts = epath.Path(flags.PROMPT_FILE.value).read_bytes().splitlines()
+  location = flags.CHECKPOINT.value or str(flags.workdir())
+  run_tokenizer.adopt(flags.CONFIG.value, location)
   [ready] = build.prepare(flags.CONFIG)
   request = Request(
     tuple(prompts or [""]),
@@ -33,7 +35,6 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   check(ready.config, request)
   digest = hashlib.sha256(repr(request.prompts).encode()).hexdigest()[:16]
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more={"prompts": digest})
-  location = flags.CHECKPOINT.value or str(flags.workdir())
   _, params, variables = restore.model_state(ready, location)
 
   def run() -> int:

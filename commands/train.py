@@ -18,7 +18,16 @@ from processes.watchdog import DONE, Watchdog
 from reports import layout_text
 from runtime import exit_codes, files
 from runtime.printable import printable
-from training import evaluation, loop, restore, setup, splits, workdir_files, workdir_owner
+from training import (
+  evaluation,
+  loop,
+  restore,
+  run_tokenizer,
+  setup,
+  splits,
+  workdir_files,
+  workdir_owner,
+)
 from training.bad_steps import TrainingStoppedError
 from training.callbacks import CallbackError
 from training.metrics import goodput
@@ -26,6 +35,7 @@ from training.metrics.console import say
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
+  run_tokenizer.adopt_missing(flags.CONFIG.value, flags.workdir())
   [ready] = build.prepare(flags.CONFIG)
   data = splits.open_data(ready)
   request.check_first_words(ready.config)  # after the data's vocabulary, whose refusal says more
@@ -146,6 +156,7 @@ def write_files(
   files.replace(workdir / workdir_files.CONFIG, text, require=require)
   text = layout_text.job_text(ready) + "\n"
   files.replace(workdir / workdir_files.LAYOUT, text, require=require)
+  run_tokenizer.write(ready.config, workdir, require)
   if not ready.config.data.max_bad_records:
     return
   sources = {"train": data.train.source, "held out": data.evaluation.source}

@@ -68,7 +68,9 @@ def _report(sources):
   for source in sources.values():
     for key, value in source.report.items():
       total[key] = total.get(key, 0) + value
-  each = {f"{key}/{name}": v for name, source in sources.items() for key, v in source.report.items()}
+  each = {
+    f"{key}/{name}": v for name, source in sources.items() for key, v in source.report.items()
+  }
   return total | each
 
 

@@ -23,7 +23,7 @@ from processes.workdir_lease import Ownership
 from runtime.printable import printable
 from runtime.provenance import versions
 from training import bad_steps as rollback
-from training import record_schema, splits, workdir_files
+from training import record_schema, run_tokenizer, splits, workdir_files
 from training.setup import Job
 from training.state import State
 
@@ -149,6 +149,7 @@ def begin(
     together=_together(job),
     owner=owner,
     writes_later=True,
+    tokenizer=run_tokenizer.contents(job.config),
   )
   if checkpointer.steps():
     found, tree = checkpointer.restore_verified(vars(job.placed_state), known=newest)

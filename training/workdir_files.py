@@ -10,7 +10,7 @@ from training.metrics.writer import DAMAGED, FILE
 
 CONFIG, LAYOUT, BAD_RECORDS = "config.json", "layout.txt", "bad_records.json"
 WRITTEN = (CONFIG, LAYOUT, BAD_RECORDS, FILE, DAMAGED)
-FOLDERS = ("profile",)
+FOLDERS = ("profile", "tokenizer")
 
 
 def require_plain(workdir: epath.Path) -> None:

@@ -96,6 +96,7 @@ def _stages(stages: Any, names: list[str]) -> Iterator[str]:
     last = max(last, step)
     for name, weight in weights.items():
       if name not in names:
-        yield f"{where}: unknown source {name!r}; there are {', '.join(names)}{nearest(name, names)}"
+        known = f"{', '.join(names)}{nearest(name, names)}"
+        yield f"{where}: unknown source {name!r}; there are {known}"
       yield from _weight(weight, f"{where}, source {name!r}")
     yield from _all_zero(weights, where)

@@ -105,8 +105,8 @@ def _data(**keys) -> dict:
     # Files of data=text and data=conversations: paths, folders, globs, gs://, s3:// and
     # hf://OWNER/NAME, separated by commas
     "files": "",
-    # A mixture in place of files: each source has name, files, weight (relative, of the tokens) and,
-    # where wanted, evaluation_files, text_feature and maximum_epochs (1; 0: no limit):
+    # A mixture in place of files: each source has name, files and weight (relative, of the tokens);
+    # also evaluation_files, text_feature and maximum_epochs (default 1; 0: no limit):
     # ({"name": "web", "files": "web/", "weight": 0.7}, {"name": "code", "files": "src/", ...})
     "sources": (),
     # Other weights from a step on: ((1000, {"web": 0.2, "code": 0.8}),)

@@ -213,7 +213,8 @@ def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
 
 def _files(config: ConfigDict) -> Iterator[str]:
   """Yields what is wrong with the keys of data that are read from files."""
-  data, given = config.data, [key for key in ("files", "evaluation_files", "sources", "stages") if config.data[key]]
+  data = config.data
+  given = [key for key in ("files", "evaluation_files", "sources", "stages") if data[key]]
   if TASKS[config.task].rows != "text":
     if data.name in catalog.OF_FILES:
       yield f"data.name={data.name!r}: {config.task} has no rows of text; take the recipe lm"

@@ -1,8 +1,11 @@
 """How often a start reads what a checkpoint holds."""
 
 import collections
+import json
 
+import pytest
 from etils import epath
+from ml_collections import ConfigDict
 
 from checkpointing import checksums, integrity
 from runtime import files
