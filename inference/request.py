@@ -42,7 +42,7 @@ class Request:
 
 def tokenizer_of(config: ConfigDict) -> tokenizer.Tokenizer:
   """Returns the tokenizer of a finalized config; raises ValueError if it cannot be read."""
-  return _loaded(config.data.get("tokenizer") or tokenizer.BYTES)
+  return _loaded(config.data.tokenizer or tokenizer.BYTES)
 
 
 _loaded = functools.lru_cache(maxsize=4)(tokenizer.load)
@@ -58,7 +58,7 @@ def encoded(config: ConfigDict, request: Request) -> list[np.ndarray]:
     ValueError: a prompt is not text, and the tokenizer takes nothing else.
   """
   coder = tokenizer_of(config)
-  begins = coder.has_bos or config.data.get("packing", "concatenate") != "concatenate"
+  begins = coder.has_bos or config.data.packing != "concatenate"
   start = np.array([coder.start], np.uint32)
   found = []
   for number, prompt in enumerate(request.prompts, 1):

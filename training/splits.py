@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from input_pipeline.bad_records import Sharing
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.combined import check_epochs
+from input_pipeline.order import MixtureOrder
 from input_pipeline.position import Position
 from input_pipeline.row_source import Source, check_ids, open_source
 from processes import preflight
@@ -81,31 +82,49 @@ def report(source: Source, config: ConfigDict) -> dict[str, float]:
   """Returns what a run's record says of the rows that it trains on; {} of rows stored as such."""
   if not source.report:
     return {}
-  taken = config.training.steps * config.data.global_batch_size
-  ratios = {"bytes_per_token": source.bytes_per_token, "epochs": taken / len(source)}
-  return {**source.report, **ratios}
+  steps, batch = config.training.steps, config.data.global_batch_size
+  epochs = {
+    f"epochs/{name}" if name else "epochs": value
+    for name, value in _epochs(source, steps, batch).items()
+  }
+  return {**source.report, "bytes_per_token": source.bytes_per_token, **epochs}
+
+
+def _epochs(source: Source, steps: int, batch: int) -> dict[str, float]:
+  """Returns how often a run takes the rows of each source of a mixture, or of the only one, ""."""
+  if not source.parts:
+    return {"": steps * batch / len(source)}
+  order = MixtureOrder(source.parts, source.stages, seed=0)
+  counts = order.counts(steps * batch, Position.start(batch))
+  return {part.name: counts[part.name] / part.rows for part in source.parts}
 
 
 def report_text(source: Source, steps: int = 0, rows_per_step: int = 0) -> str:
-  """Returns a line about the rows of a split; "" for rows that are stored as such.
+  """Returns lines about the rows of a split; "" for rows that are stored as such.
 
   Args:
-    source: the split.
+    source: the split; of a mixture there is a line for each source.
     steps: that a run takes; 0 leaves its epochs out.
     rows_per_step: of the run.
   """
   if not source.report:
     return ""
-  facts = source.report
-  slots = facts["tokens"] + facts["padding"]
-  epochs = steps * rows_per_step / len(source)
-  taken = f"; {steps:,} steps take {epochs:.3g} epochs" if steps else ""
-  return (
-    f"{source.name}: {facts['tokens']:,} tokens of {facts['documents']:,} documents, "
-    f"{source.bytes_per_token:.3f} bytes per token; {facts['rows']:,} rows of "
-    f"{slots // facts['rows']:,} tokens, {100 * facts['padding'] / slots:.2g} % padding, "
-    f"{facts['split_documents']:,} documents split{taken}"
-  )
+  epochs = _epochs(source, steps, rows_per_step) if steps else {}
+  rates = {part.name: part.bytes_per_token for part in source.parts} or {"": source.bytes_per_token}
+  lines = []
+  for name, bytes_per_token in rates.items():
+    taken = f"; {steps:,} steps take {epochs[name]:.3g} epochs" if steps else ""
+    keys = ("tokens", "documents", "rows", "padding", "split_documents")
+    facts = {key: source.report[f"{key}/{name}" if name else key] for key in keys}
+    slots = facts["tokens"] + facts["padding"]
+    lines.append(
+      f"{source.name}{', ' * bool(name)}{name}: {facts['tokens']:,} tokens of "
+      f"{facts['documents']:,} documents, {bytes_per_token:.3f} bytes per token; "
+      f"{facts['rows']:,} rows of {slots // facts['rows']:,} tokens, "
+      f"{100 * facts['padding'] / slots:.2g} % padding, "
+      f"{facts['split_documents']:,} documents split{taken}"
+    )
+  return "\n".join(lines)
 
 
 def read_as(config: ConfigDict) -> ConfigDict:

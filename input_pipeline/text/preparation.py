@@ -109,9 +109,9 @@ def folder_of(
   if template is not None:
     facts, feature = [*facts, template.digest], catalog.CONVERSATIONS
   digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
-  name = pathlib.PurePath(encoder.name)
-  name = name.parent.name if name.name == tokenizer.TOKENIZER_FILE else name.stem
-  plain = re.sub(r"[^\w.-]", "_", f"{name[:40]}-{feature[:40]}")
+  # No part of the tokenizer's path: a run's own copy of it finds the same shards.
+  name = tokenizer.BYTES if encoder.name == tokenizer.BYTES else "tokens"
+  plain = re.sub(r"[^\w.-]", "_", f"{name}-{feature[:40]}")
   return catalog.data_folder(data) / "prepared" / "text" / f"{plain}-{digest}"
 
 

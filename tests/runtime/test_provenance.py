@@ -21,7 +21,7 @@ OTHERS = {
   "training": "__init__ callbacks evaluation loop metrics/__init__ metrics/append_log "
   "metrics/console metrics/device_probe metrics/goodput metrics/log_lines metrics/log_schedule "
   "metrics/profiler metrics/reader metrics/sinks metrics/throughput metrics/waiting "
-  "metrics/writer parity record_schema replica_check replica_digests restore saving "
+  "metrics/writer parity record_schema replica_check replica_digests restore run_tokenizer saving "
   "workdir_files workdir_owner",
 }
 

@@ -1,0 +1,86 @@
+"""A run's own copy of its tokenizer, and who reads it."""
+
+import json
+import shutil
+
+import pytest
+from etils import epath
+from ml_collections import ConfigDict
+
+from checkpointing.checkpointer import Checkpointer
+from input_pipeline.text import tokenizer, train_tokenizer
+from tests.checkpointing.states import save_counting
+from training import run_tokenizer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  """Returns a folder with a small tokenizer."""
+  folder = tmp_path_factory.mktemp("trained")
+  texts = [f"one two three {number} words and others".encode() for number in range(300)]
+  (folder / "tokenizer.json").write_bytes(train_tokenizer.train(texts, 280))
+  said = json.dumps({"eos_token": train_tokenizer.END})
+  (folder / "tokenizer_config.json").write_text(said)
+  return folder
+
+
+def config_of(spec):
+  return ConfigDict({"data": {"tokenizer": str(spec)}})
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+  """Returns the workdir of a run with two checkpoints."""
+  files = run_tokenizer.contents(config_of(trained))
+  with Checkpointer(tmp_path / "run" / "checkpoints", keep=2, tokenizer=files) as checkpointer:
+    save_counting(checkpointer, 1, 2)
+  return tmp_path / "run"
+
+
+def test_the_workdir_has_a_copy_that_encodes_alike(trained, tmp_path):
+  run_tokenizer.write(config_of(trained), epath.Path(tmp_path / "run"), lambda: None)
+  copy = tokenizer.load(tmp_path / "run" / "tokenizer")
+  original = tokenizer.load(trained)
+  assert (copy.digest, copy.end) == (original.digest, original.end)
+  assert copy.encode(["two words"])[0].tolist() == original.encode(["two words"])[0].tolist()
+
+
+def test_bytes_need_no_copy(tmp_path):
+  run_tokenizer.write(config_of("bytes"), epath.Path(tmp_path), lambda: None)
+  assert list(tmp_path.iterdir()) == []
+  assert run_tokenizer.contents(ConfigDict({"data": {}})) == {}
+
+
+@pytest.mark.parametrize("given", ["", "as trained", "gone"])
+def test_a_checkpoint_s_own_tokenizer_is_read(given, trained, run):
+  spec = {"": "", "as trained": trained, "gone": run / "nowhere"}[given]
+  for location, step in ((run, 2), (run / "checkpoints" / "1", 1)):
+    config = config_of(spec)
+    run_tokenizer.adopt(config, str(location))
+    assert config.data.tokenizer == str((run / "checkpoints" / str(step) / "tokenizer").resolve())
+
+
+def test_another_tokenizer_than_the_checkpoint_s_is_refused(run):
+  with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is another tokenizer than the one"):
+    run_tokenizer.adopt(config_of("bytes"), str(run))
+
+
+def test_a_run_that_resumes_reads_its_own_only_where_the_given_one_is_gone(trained, run):
+  moved = run.parent / "moved"
+  shutil.copytree(trained, moved)
+  config = config_of(moved)
+  run_tokenizer.adopt_missing(config, epath.Path(run))
+  assert config.data.tokenizer == str(moved)
+  shutil.rmtree(moved)
+  run_tokenizer.adopt_missing(config, epath.Path(run))
+  assert config.data.tokenizer.endswith("checkpoints/2/tokenizer")
+  for spec in ("", "bytes"):
+    config = config_of(spec)
+    run_tokenizer.adopt_missing(config, epath.Path(run))
+    assert config.data.tokenizer == spec
+
+
+def test_where_there_is_no_checkpoint_nothing_is_changed(tmp_path):
+  config = config_of("bytes")
+  run_tokenizer.adopt(config, str(tmp_path / "nowhere"))
+  assert config.data.tokenizer == "bytes"
