@@ -297,8 +297,7 @@ def trained_folder(data: Any) -> epath.Path:
   Without files it is that of the data set's name. Each tokenizer has a folder of its own in it, and
   CURRENT_FILE names the one that was trained last.
   """
-  sources = getattr(data, "sources", ())
-  specs = [data.files, *(source["files"] for source in sources)]
+  specs = [data.files, *(source["files"] for source in data.sources)]
   paths = [[text_files.absolute(part) for part in text_files.parts(spec)] for spec in specs]
   facts = [*paths, data.text_feature, "" if any(paths) else data.name]
   key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
