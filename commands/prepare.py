@@ -1,16 +1,22 @@
 """The verb `prepare`: prepares the data that `train` would, on a machine without its devices."""
 
+import sys
+
 from ml_collections import ConfigDict
+from rich.console import Console
 
 from commands import flags
 from commands.refusal import refuse
 from commands.train import announce_bad, announce_rows
 from configs.schema import finalize, validate
 from input_pipeline.sources import catalog
+from reports import conversation_text
 from runtime import exit_codes
 from training import splits
 from training.metrics.console import say
 from training.metrics.waiting import preparing
+
+_EXAMPLES = 2  # conversations that are printed
 
 
 def run() -> int:
@@ -31,9 +37,22 @@ def run() -> int:
   announce_rows(config, train, validation)
   for source in (train, validation):
     announce_bad(source)
+  if config.data.name == catalog.CONVERSATIONS:
+    _show_conversations(config)
   if train.tokenizer:
     say(f"tokenizer: {train.tokenizer}, {train.ids:,} tokens")
   return exit_codes.DONE
+
+
+def _show_conversations(config: ConfigDict) -> None:
+  """Prints some conversations, with what is trained on highlighted."""
+  from input_pipeline.text import mixed_files  # imports libraries that others do not need
+
+  console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+  examples = mixed_files.conversations(splits.read_as(config), _EXAMPLES)
+  for example in examples:
+    console.print(conversation_text.heading(example, console.is_terminal))
+    console.print(conversation_text.text(example.segments, console.is_terminal))
 
 
 def _train_tokenizer(config: ConfigDict, size: int) -> str:

@@ -41,7 +41,12 @@ def combine(name, sources, *, maximum_epochs=None, stages=()) -> Source:
     )
     for each, source in sources.items()
   )
-  tokens = sum(part.tokens for part in parts)
+  # Of conversations, bytes_per_token is per token that is trained on.
+  weights = [
+    source.report.get("trained", part.tokens)
+    for source, part in zip(sources.values(), parts, strict=True)
+  ]
+  rates = [part.bytes_per_token for part in parts]
   digest = hashlib.sha256(
     repr([(each, sources[each].fingerprint) for each in names]).encode()
   ).hexdigest()
@@ -57,7 +62,8 @@ def combine(name, sources, *, maximum_epochs=None, stages=()) -> Source:
     stages=tuple(stages),
     tokenizer=first.tokenizer,
     tokenizer_digest=first.tokenizer_digest,
-    bytes_per_token=sum(part.bytes_per_token * part.tokens for part in parts) / max(1, tokens),
+    chat_template_digest=first.chat_template_digest,
+    bytes_per_token=float(np.dot(rates, weights)) / max(1, sum(weights)),
     report=_report(sources),
   )
 

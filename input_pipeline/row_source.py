@@ -42,8 +42,8 @@ class Source:
     chat_template_digest: of conversations: two with the same one are written alike.
     bytes_per_token: of text, per token that is predicted.
     report: what a row index says of itself: documents, bytes, tokens, rows, padding (slots that
-      hold no token), split_documents, and of conversations how many are left out
-      (untrained_conversations, long_conversations); empty where there is none.
+      hold no token), split_documents; of conversations also trained (tokens) and how many are left
+      out (untrained_conversations, long_conversations); empty where there is none.
   """
 
   name: str

@@ -30,7 +30,7 @@ ARROWS = {
     *("runtime", "training"),
   },
   # What is shown, apart from what is computed.
-  "reports": {"analysis", "partitioning", "planning", "training"},
+  "reports": {"analysis", "input_pipeline", "partitioning", "planning", "runtime", "training"},
   # Its formulas are about the models' dims, and say so.
   "planning": {"analysis", "configs", "models", "partitioning", "runtime", "training"},
   "inference": {"input_pipeline", "models", "partitioning", "processes", "runtime", "training"},

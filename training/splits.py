@@ -114,17 +114,32 @@ def report_text(source: Source, steps: int = 0, rows_per_step: int = 0) -> str:
   lines = []
   for name, bytes_per_token in rates.items():
     taken = f"; {steps:,} steps take {epochs[name]:.3g} epochs" if steps else ""
-    keys = ("tokens", "documents", "rows", "padding", "split_documents")
-    facts = {key: source.report[f"{key}/{name}" if name else key] for key in keys}
+    facts = {
+      key.removesuffix(f"/{name}"): value
+      for key, value in source.report.items()
+      if key.partition("/")[2] == name
+    }
     slots = facts["tokens"] + facts["padding"]
     lines.append(
       f"{source.name}{', ' * bool(name)}{name}: {facts['tokens']:,} tokens of "
       f"{facts['documents']:,} documents, {bytes_per_token:.3f} bytes per token; "
       f"{facts['rows']:,} rows of {slots // facts['rows']:,} tokens, "
       f"{100 * facts['padding'] / slots:.2g} % padding, "
-      f"{facts['split_documents']:,} documents split{taken}"
+      f"{_of_documents(facts)}{taken}"
     )
   return "\n".join(lines)
+
+
+def _of_documents(facts: Mapping[str, int]) -> str:
+  """Returns what became of the documents of a split."""
+  if "trained" not in facts:
+    return f"{facts['split_documents']:,} documents split"
+  share = 100 * facts["trained"] / max(1, facts["tokens"])
+  untrained, longer = facts["untrained_conversations"], facts["long_conversations"]
+  return (
+    f"{facts['trained']:,} tokens trained on ({share:.3g} %), {untrained + longer:,} conversations "
+    f"dropped ({untrained:,} without a trained token, {longer:,} longer than a row)"
+  )
 
 
 def read_as(config: ConfigDict) -> ConfigDict:

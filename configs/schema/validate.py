@@ -239,11 +239,10 @@ def _conversations(data: ConfigDict) -> Iterator[str]:
   if data.name == catalog.CONVERSATIONS:
     if data.packing == "concatenate":
       yield "data.packing='concatenate': conversations are never split; take best_fit or none"
-    if data.text_feature:
-      yield (
-        f"data.text_feature={data.text_feature!r}: conversations are read from {FORMS}; leave it "
-        f"empty"
-      )
+    sources = [source for source in data.sources if isinstance(source, Mapping)]
+    for feature in (data.text_feature, *(source.get("text_feature", "") for source in sources)):
+      if feature:
+        yield f"data.text_feature={feature!r}: conversations are read from {FORMS}; leave it empty"
     return
   for key, off in (
     ("chat_template", ""),

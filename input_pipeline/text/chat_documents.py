@@ -5,6 +5,7 @@ the rows are made of is decided when a split is opened: one without a trained to
 a row, is refused or left out (data.untrained_conversations, data.long_conversations).
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,22 @@ from input_pipeline.text.conversations import DROP, parse
 
 _BATCH = 64  # conversations between two ticks
 
-Segment = tuple[bytes, bool]
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+  """A conversation as the store has it.
+
+  Attributes:
+    place: where it is from: `FILE:LINE`.
+    tokens: how many it has.
+    trained: how many of them are trained on.
+    segments: its text in parts, each with whether it is trained on.
+  """
+
+  place: str
+  tokens: int
+  trained: int
+  segments: list[tuple[bytes, bool]]
 
 
 def write(
@@ -153,16 +169,16 @@ def _hash(record: Any) -> int:
 # ------------------------------ shown ------------------------------
 
 
-def segments(prepared: Any, number: int) -> list[Segment]:
-  """Returns a conversation as the store has it: runs of bytes, and whether they are trained on."""
+def example(prepared: Any, number: int) -> Example:
+  """Returns a conversation to be shown."""
   first, last = prepared.documents.first_record[number : number + 2]
   tokens, trained = prepared.documents.read(np.arange(first, last))
   special = {id_: name.encode() for name, id_ in prepared.encoder.special.items()}
-  found: list[Segment] = []
+  found: list[tuple[bytes, bool]] = []
   for id_, learned in zip(tokens.tolist(), trained.tolist(), strict=True):
     text = special.get(id_) or prepared.encoder.token_bytes(id_)
     if found and found[-1][1] == learned:
       found[-1] = (found[-1][0] + text, learned)
     else:
       found.append((text, learned))
-  return found
+  return Example(line(prepared, number), len(tokens), int(trained.sum()), found)

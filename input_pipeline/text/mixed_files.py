@@ -7,7 +7,7 @@ from typing import Any
 from input_pipeline.bad_records import Sharing
 from input_pipeline.combined import combine
 from input_pipeline.row_source import Source
-from input_pipeline.text import preparation, rows
+from input_pipeline.text import chat_documents, preparation, rows
 
 
 def open_source(
@@ -46,3 +46,19 @@ def of(data: Any, source: Any) -> Any:
     data.evaluation_files = source.get("evaluation_files", "")
     data.text_feature = source.get("text_feature", "")
   return data
+
+
+def conversations(data: Any, count: int) -> list[chat_documents.Example]:
+  """Returns the first conversations that are trained on, of a mixture those of its first source.
+
+  Args:
+    data: the config's `data` section.
+    count: how many.
+
+  Raises:
+    ValueError: as of `rows.open_source`.
+  """
+  data = of(data, data.sources[0]) if data.sources else data
+  prepared, chosen, name = rows.documents_of(data, data.train_split)
+  chosen, _ = chat_documents.kept(prepared, chosen, data, name)
+  return [chat_documents.example(prepared, number) for number in chosen[:count].tolist()]

@@ -56,9 +56,19 @@ def open_source(
   """
   # The same rows for every seed, so that runs with several seeds are evaluated on the same.
   seed = seed if split == data.train_split else 0
+  return source_of(*documents_of(data, split, tick), data, seed, sharing)
+
+
+def documents_of(
+  data: Any, split: str, tick: Callable = preparation.no_tick
+) -> tuple[preparation.Prepared, np.ndarray, str]:
+  """Returns documents, the numbers int64 [N] of those of a split, and the split's name.
+
+  Arguments and errors are those of `open_source`.
+  """
   if data.name not in catalog.OF_FILES:
     prepared, name = tfds_documents.prepare(data, split, tick)
-    return source_of(prepared, np.arange(len(prepared.documents)), name, data, seed, sharing)
+    return prepared, np.arange(len(prepared.documents)), name
   if split not in SPLITS:
     raise ValueError(
       f"data.name={data.name!r} has no split {split!r}; it has {' and '.join(SPLITS)}, the latter "
@@ -69,7 +79,7 @@ def open_source(
   spec = data.evaluation_files if apart and split == "test" else data.files
   prepared = preparation.prepare(data, spec, key, tick)
   chosen = np.arange(len(prepared.documents)) if apart else _side(prepared, data, split, spec)
-  return source_of(prepared, chosen, f"{data.name} {split}", data, seed, sharing)
+  return prepared, chosen, f"{data.name} {split}"
 
 
 def _side(prepared: preparation.Prepared, data: Any, split: str, spec: str) -> np.ndarray:
@@ -155,7 +165,7 @@ def source_of(
       "rows": len(packed),
       "padding": packed.padding,
       "split_documents": packed.split_documents,
-      **left_out,
+      **({"trained": predicted, **left_out} if masked else {}),
     },
   )
 

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from input_pipeline import row_source
-from input_pipeline.text import chat_documents, chat_template, preparation, tokenizer, worker
+from input_pipeline.text import (
+  chat_documents,
+  chat_template,
+  mixed_files,
+  preparation,
+  tokenizer,
+  worker,
+)
 from input_pipeline.text.conversations import parse
 from tests.input_pipeline.text import chats
 from tests.input_pipeline.text.corpora import section
@@ -223,10 +230,20 @@ def test_a_shard_without_conversations_and_one_with(data, tmp_path, chat):
   ]
 
 
-def test_a_conversation_as_it_is_shown(data):
+def test_a_conversation_as_it_is_shown(data, chat):
   keys = data()
   prepared = preparation.prepare(keys, keys.files)
-  assert chat_documents.segments(prepared, 1) == [
+  shown = chat_documents.example(prepared, 1)
+  tokens, trained = encoded(RECORDS, chat)[1]
+  assert (shown.place, shown.tokens, shown.trained) == (
+    f"{keys.files}:2",
+    len(tokens),
+    sum(trained),
+  )
+  assert mixed_files.conversations(keys, 2)[-1] in [
+    chat_documents.example(prepared, n) for n in (1, 2)
+  ]
+  assert shown.segments == [
     (b"<|im_start|>user\nWhat is 1 + 0?<|im_end|>\n<|im_start|>assistant\n", False),
     (b"number 1<|im_end|>\n", True),
     (b"<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n", False),
@@ -276,3 +293,24 @@ def epath(path):
   from etils import epath
 
   return epath.Path(path)
+
+
+def test_a_mixture_of_conversations(data, tmp_path, chat):
+  keys = data()
+  other = tmp_path / "other.jsonl"
+  other.write_text("".join(json.dumps(record(n, 1, 0)) + "\n" for n in range(500, 530)))
+  keys.sources = (
+    {"name": "long", "files": keys.files, "weight": 0.5},
+    {"name": "short", "files": str(other), "weight": 0.5},
+  )
+  keys.files = ""
+  source = row_source.open_source(keys, "train", 3)
+  assert source.chat_template_digest == chat_template.load("", tokenizer.load(chat)).digest
+  found = source.read(np.arange(len(source)))
+  assert source.report["trained"] == found["weights"].sum()
+  assert [part.name for part in source.parts] == ["long", "short"]
+  trained = [source.report[f"trained/{part.name}"] for part in source.parts]
+  rates = [part.bytes_per_token for part in source.parts]
+  assert source.bytes_per_token == pytest.approx(np.average(rates, weights=trained))
+  [example] = mixed_files.conversations(keys, 1)
+  assert example.place.startswith(f"{keys.sources[0]['files']}:")

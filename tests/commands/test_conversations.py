@@ -1,0 +1,137 @@
+"""Conversations from a file to a run: what `prepare` shows, resume, and what is refused."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+
+from tests.helpers.cli import TINY_LM, lines_of
+
+TEMPLATE = """\
+{%- for m in messages %}
+  {%- if m.role not in ('user', 'assistant') %}{{ raise_exception('no role ' ~ m.role) }}{% endif %}
+  {{- m.role[0] ~ ': ' ~ m.content ~ '|' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'a: ' }}{% endif %}"""
+
+
+def record(asked, answer, role="user"):
+  return {"messages": [{"role": role, "content": asked}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+  """The folder with the files of the conversations, and the flags that read them."""
+  folder = tmp_path_factory.mktemp("chats")
+  random = np.random.default_rng(3)
+  records = [record(f"{n}?", "ab"[: random.integers(1, 3)] * 2) for n in range(100, 260)]
+  records[0] = record("100?", "\x1b[31ma")
+  (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
+  (folder / "t.jinja").write_text(TEMPLATE)
+  keys = {
+    "data.files": folder / "chats.jsonl",
+    "data.chat_template": folder / "t.jinja",
+    "data.data_dir": folder / "data",
+    "data.sequence_length": 48,
+    "data.evaluation_split": "test",
+    "data.global_batch_size": 8,
+    "data.prepare_processes": 1,
+  }
+  flags = [f"--config.{key}={value}" for key, value in keys.items()]
+  config = "--config=configs/single.py:model=lm,data=conversations"
+  return folder, [config, *TINY_LM, *flags]
+
+
+def test_prepared_shown_trained_on_and_resumed(main, chats, tmp_path):
+  _folder, flags = chats
+  code, out, err = main("prepare", *flags)
+  assert (code, err) == (0, "")
+  shown = re.findall(r"/chats.jsonl:\d+: (\d+) tokens, of which the (\d) in \[\[brackets\]\]", out)
+  texts = re.findall(r"^(u: 1\d\d\?\|a: )\[\[(.*)\|\]\]$", out, re.MULTILINE)
+  assert len(shown) == len(texts) == 2
+  for (tokens, trained), (prompt, answer) in zip(shown, texts, strict=True):
+    answer = answer.replace("\\x1b", "\x1b")
+    assert (int(tokens), int(trained)) == (len(f"{prompt}{answer}|"), len(f"{answer}|"))
+  assert "\x1b" not in out
+  [line] = [line for line in out.splitlines() if line.startswith("conversations train: ")]
+  assert "1.000 bytes per token" in line
+  assert re.search(r", [\d,]+ tokens trained on \(2\d\.\d %\), 0 conversations dropped", line), line
+
+  run = [*flags, f"--workdir={tmp_path}/run", "--config.training.steps=2"]
+  code, out, err = main(*run)
+  assert (code, err) == (0, "")
+  assert line.partition(";")[0] in out
+  last = lines_of(tmp_path / "run")[-1]
+  assert last["eval_bits_per_byte"] == pytest.approx(last["eval_loss"] / math.log(2), rel=1e-6)
+  config = json.loads((tmp_path / "run/config.json").read_text())
+  assert config["model"]["separate_documents"] is True
+  assert (config["data"]["packing"], config["data"]["tokenizer"]) == ("best_fit", "bytes")
+
+  other = tmp_path / "other.jinja"
+  other.write_text(TEMPLATE.replace("'|'", "'/'"))
+  more = [*run, "--config.training.steps=3"]
+  code, _, err = main(*more, f"--config.data.chat_template={other}")
+  assert code == 2
+  assert "dataset.chat_template: " in err
+  other.write_text(TEMPLATE)
+  code, out, err = main(*more, f"--config.data.chat_template={other}")
+  assert (code, err) == (0, "")
+  assert "resumes from the checkpoint of step 2" in out
+
+
+BAD = {
+  "neither": ({"text": "a"}, r"chats.jsonl:2: it has none of 'messages', .* only 'text'"),
+  "empty": ({"messages": []}, r"chats.jsonl:2: the conversation is empty"),
+  "role": (record("a", "b", "judge"), r"chats.jsonl:2: data.chat_template=.*: no role judge"),
+  "image": (record([{"type": "image"}], "b"), r"message 0: .* part of type 'image'; only text"),
+  "untrained": (
+    {"messages": [{"role": "user", "content": "a"}]},
+    r"1 of \d+ conversations without a token to train on, the first at .*chats.jsonl:2 ",
+  ),
+  "long": (record("a", "b" * 90), r"longer than a row of data.sequence_length=48 .*chats.jsonl:2 "),
+}
+
+
+@pytest.mark.parametrize(("bad", "said"), BAD.values(), ids=BAD)
+def test_a_conversation_that_is_refused_is_one_message_and_exit_code_2(
+  main, chats, tmp_path, bad, said
+):
+  _, flags = chats
+  lines = [
+    json.dumps(one) for one in (record("1?", "a"), bad, record("2?", "b"), record("3?", "c"))
+  ]
+  (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+  files = [f"--config.data.files={tmp_path}/chats.jsonl", f"--config.data.data_dir={tmp_path}"]
+  code, _out, err = main("prepare", *flags, *files, "--config.data.evaluation_fraction=1e-9")
+  assert code == 2
+  assert re.search(said, err), err
+  assert err.startswith("refused: ")
+  assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+  ("template", "said"),
+  [
+    (
+      None,
+      r"data.tokenizer=bytes has no chat template.* name a file with one with data.chat_templ",
+    ),
+    ("a\n{% for %}", r"t.jinja, line 2: Expected an expression"),
+    (
+      "{{ messages[7].role }}",
+      r"chats.jsonl:1: data.chat_template=.*, line 1: .* has no element 7",
+    ),
+  ],
+)
+def test_a_template_that_fails_is_one_message_and_exit_code_2(
+  main, chats, tmp_path, template, said
+):
+  _folder, flags = chats
+  file = tmp_path / "t.jinja"
+  file.write_text(template or "")
+  name = f"--config.data.chat_template={file if template else ''}"
+  code, _out, err = main("prepare", *flags, name, f"--config.data.data_dir={tmp_path}")
+  assert code == 2
+  assert re.search(said, err), err
