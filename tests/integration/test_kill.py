@@ -14,17 +14,17 @@ import pytest
 
 from tests.helpers.compiling import FAST
 from tests.helpers.forks import Fork, Forks
+from tests.input_pipeline.text.corpora import texts, write_lines
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 40
 COMMAND = [
   "main.py",
-  "--config=configs/dp4_tp2.py",
+  "--config=configs/dp4_tp2.py:model=lm,data=text",
   "--config.model.layers=1",
   "--config.model.model_size=32",
   "--config.model.feedforward_size=48",
   "--config.data.sequence_length=16",
-  "--config.data.evaluation_split=test[:1]",
   "--config.evaluation.every_steps=0",
   "--config.evaluation.sample_tokens=0",
   "--config.metrics.every_steps=1",
@@ -36,15 +36,33 @@ COMMAND = [
 TIMEOUT_SECONDS = 120
 
 
+@pytest.fixture(scope="module")
+def command(tmp_path_factory) -> list[str]:
+  """Returns the command of a run on two sources in packed rows, whose weights change halfway."""
+  folder = tmp_path_factory.mktemp("corpus")
+  write_lines(folder / "web.jsonl", texts(200))
+  write_lines(folder / "code.jsonl", texts(100, seed=1, longest=30))
+  sources = tuple(
+    {"name": name, "files": f"{folder}/{name}.jsonl", "weight": weight, "maximum_epochs": 0}
+    for name, weight in (("web", 0.7), ("code", 0.3))
+  )
+  return [
+    *COMMAND,
+    f"--config.data.sources={sources!r}",
+    f"--config.data.stages=(({STEPS // 2}, {{'code': 1.0, 'web': 0.5}}),)",
+    f"--config.data.data_dir={folder}/data",
+  ]
+
+
 class Start:
   """A process that runs it, or lets it go on."""
 
-  def __init__(self, forks: Forks, workdir: pathlib.Path):
+  def __init__(self, forks: Forks, command: list[str], workdir: pathlib.Path):
     """Starts it."""
     environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
     self.out = workdir.with_name(f"{workdir.name}.out")
     self.out.unlink(missing_ok=True)
-    command = [*COMMAND, f"--workdir={workdir}"]
+    command = [*command, f"--workdir={workdir}"]
     self.process = forks.start(command, out=self.out, environment=environment)
 
   def end(self) -> tuple[int, str]:
@@ -102,10 +120,10 @@ def kill_during_a_save(workdir: pathlib.Path, process: Fork) -> bool:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forks, tmp_path_factory) -> dict[int, tuple[str, str]]:
+def undisturbed(forks, command, tmp_path_factory) -> dict[int, tuple[str, str]]:
   """Returns the losses of a run that nothing disturbs."""
   workdir = tmp_path_factory.mktemp("undisturbed")
-  code, out = Start(forks, workdir).end()
+  code, out = Start(forks, command, workdir).end()
   assert code == 0, out
   found = losses(workdir)
   assert sorted(found) == list(range(1, STEPS + 1))
@@ -116,15 +134,17 @@ def undisturbed(forks, tmp_path_factory) -> dict[int, tuple[str, str]]:
 @pytest.mark.parametrize(
   "moment", [kill_at_a_random_moment, pytest.param(kill_during_a_save, marks=pytest.mark.faults)]
 )
-def test_a_killed_run_gives_the_losses_of_one_never_killed(undisturbed, forks, tmp_path, moment):
+def test_a_killed_run_gives_the_losses_of_one_never_killed(
+  undisturbed, forks, command, tmp_path, moment
+):
   kills, began = 0, time.time()
   for _ in range(2):
-    started = Start(forks, tmp_path)
+    started = Start(forks, command, tmp_path)
     if moment(tmp_path, started.process):
       started.process.kill()
     kills += started.end()[0] == -9
   assert kills, "the run ended before it could be killed"
-  code, out = Start(forks, tmp_path).end()
+  code, out = Start(forks, command, tmp_path).end()
   assert code == 0, out
   assert losses(tmp_path) == undisturbed
   assert not list((tmp_path / "checkpoints").glob("*tmp*"))
@@ -134,8 +154,8 @@ def test_a_killed_run_gives_the_losses_of_one_never_killed(undisturbed, forks, t
   assert last["seconds"]["lost_to_restart"] > 0
 
 
-def test_sigterm_saves_and_exits_with_75(undisturbed, forks, tmp_path):
-  started = Start(forks, tmp_path)
+def test_sigterm_saves_and_exits_with_75(undisturbed, forks, command, tmp_path):
+  started = Start(forks, command, tmp_path)
   lines = tmp_path / "metrics.jsonl"
   assert wait_for(
     lambda: lines.exists() and len(lines.read_text().splitlines()) > 2, started.process
@@ -147,6 +167,6 @@ def test_sigterm_saves_and_exits_with_75(undisturbed, forks, tmp_path):
   done = max(losses(tmp_path))
   assert done < STEPS
   assert (tmp_path / "checkpoints" / str(done)).is_dir(), "no step is lost"
-  code, out = Start(forks, tmp_path).end()
+  code, out = Start(forks, command, tmp_path).end()
   assert code == 0, out
   assert losses(tmp_path) == undisturbed

@@ -5,16 +5,18 @@ import pathlib
 import pytest
 
 from tests.helpers.cli import TINY_LM
+from tests.input_pipeline.text.corpora import texts, write_lines
 from tests.processes.command_lines import MLP, evaluations, losses
 
-LM = [
-  "--config=configs/dp2_fsdp2_tp2.py",
+LM = [  # on packed rows of a mixture
+  "--config=configs/dp2_fsdp2_tp2.py:model=lm,data=text",
   *TINY_LM,
   "--config.data.global_batch_size=8",
   "--config.training.steps=3",
   "--config.metrics.every_steps=1",
   "--config.metrics.tensorboard=False",
   "--config.optimizer.warmup_steps=0",
+  "--config.data.evaluation_split=test",
 ]
 SHARDED = [*MLP, "--config.mesh.data=1", "--config.mesh.fsdp=4"]
 TENSOR = [*MLP, "--config.mesh.data=1", "--config.mesh.tensor=4"]
@@ -22,6 +24,19 @@ TENSOR = [*MLP, "--config.mesh.data=1", "--config.mesh.tensor=4"]
 WHOLE = ["--config.evaluation.steps=0", "--config.evaluation.every_steps=2"]
 WHOLE += ["--config.evaluation.final_steps=0", "--config.data.evaluation_split=test[:40]"]
 WHOLE += ["--config.checkpoint.every_steps=1", "--config.data.global_batch_size=16"]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> list[str]:
+  """Returns the arguments that name two sources, and where their tokens are stored."""
+  folder = tmp_path_factory.mktemp("corpus")
+  write_lines(folder / "web.jsonl", texts(60))
+  write_lines(folder / "code.jsonl", texts(40, seed=1, longest=30))
+  sources = tuple(
+    {"name": name, "files": f"{folder}/{name}.jsonl", "weight": weight, "maximum_epochs": 0}
+    for name, weight in (("web", 0.7), ("code", 0.3))
+  )
+  return [f"--config.data.sources={sources!r}", f"--config.data.data_dir={folder}/data"]
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +68,9 @@ def alone(main, tmp_path_factory):
     pytest.param("lm", 4, marks=pytest.mark.faults),
   ],
 )
-def test_losses_are_those_of_one_process(well, alone, tmp_path, name, count):
-  arguments = {"data": MLP + WHOLE, "fsdp": SHARDED + WHOLE, "tensor": TENSOR + WHOLE, "lm": LM}
+def test_losses_are_those_of_one_process(well, alone, mixture, tmp_path, name, count):
+  arguments = {"data": MLP + WHOLE, "fsdp": SHARDED + WHOLE, "tensor": TENSOR + WHOLE}
+  arguments["lm"] = LM + mixture
   one = alone(arguments[name])
   out, *others = well(count, *arguments[name], f"--workdir={tmp_path}")
   assert f"simulated CPU devices, made for this run, of {count} processes" in out
