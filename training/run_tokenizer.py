@@ -1,4 +1,4 @@
-"""The tokenizer of a run: a copy of its files is in the workdir and in each checkpoint.
+"""The tokenizer of a run, and its chat template: a copy is in the workdir and in each checkpoint.
 
 So evaluation, sampling and a resumed run need nothing but the run's own folder.
 """
@@ -10,18 +10,28 @@ from ml_collections import ConfigDict
 
 from checkpointing import restore
 from checkpointing.integrity import TOKENIZER
+from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer
 from runtime import files
+
+# What a file of data.chat_template is called in the copy; the second, if it is JSON.
+TEMPLATES = (tokenizer.TEMPLATE_FILE, "chat_template.json")
 
 
 def contents(config: ConfigDict) -> dict[str, bytes]:
   """Returns the files of the tokenizer of a finalized config, by name; none where it is bytes.
 
+  The file of data.chat_template is one of them.
+
   Raises:
     ValueError: a file cannot be read.
   """
   spec = config.data.get("tokenizer") or tokenizer.BYTES
-  return {name: tokenizer.read(path) for name, path in tokenizer.load(spec).files.items()}
+  found = {name: tokenizer.read(path) for name, path in tokenizer.load(spec).files.items()}
+  if given := config.data.get("chat_template"):
+    path = epath.Path(given).expanduser()
+    found[TEMPLATES[path.suffix == ".json"]] = tokenizer.read(path)
+  return found
 
 
 def write(config: ConfigDict, workdir: epath.Path, require: Callable[[], None]) -> None:
@@ -62,6 +72,9 @@ def adopt(config: ConfigDict, location: str) -> None:
   found = of_checkpoint(location)
   if found is None or "tokenizer" not in config.data:
     return
+  _adopt_template(config, found)
+  if not _has_tokenizer(found):
+    return
   if given := config.data.tokenizer:
     try:
       other = tokenizer.load(given).digest
@@ -76,9 +89,30 @@ def adopt(config: ConfigDict, location: str) -> None:
 
 
 def adopt_missing(config: ConfigDict, workdir: epath.Path) -> None:
-  """Lets a run that resumes read its own copy where data.tokenizer names what is gone."""
+  """Lets a run that resumes read its own copy of files that the config names and that are gone."""
+  if config.data.get("chat_template") and (found := of_checkpoint(str(workdir))) is not None:
+    _adopt_template(config, found)
   given = config.data.get("tokenizer")
   if not given or given == tokenizer.BYTES or epath.Path(given).expanduser().exists():
     return
-  if (found := of_checkpoint(str(workdir))) is not None:
+  if (found := of_checkpoint(str(workdir))) is not None and _has_tokenizer(found):
     config.data.tokenizer = str(found)
+
+
+def _has_tokenizer(folder: epath.Path) -> bool:
+  """Returns whether a copy has more than the chat template of a run on bytes."""
+  files_ = (tokenizer.TOKENIZER_FILE, tokenizer.SENTENCEPIECE_FILE)
+  return any((folder / name).exists() for name in files_)
+
+
+def _adopt_template(config: ConfigDict, folder: epath.Path) -> None:
+  """Lets a config read a copied chat template, unless it names a file that is there."""
+  given = config.data.get("chat_template")
+  if config.data.get("name") != catalog.CONVERSATIONS:
+    return
+  if given and epath.Path(given).expanduser().exists():
+    return
+  for name in TEMPLATES[::-1]:
+    if (folder / name).exists():
+      config.data.chat_template = str(folder / name)
+      return

@@ -69,6 +69,15 @@ def test_prepared_shown_trained_on_and_resumed(main, chats, tmp_path):
   assert config["model"]["separate_documents"] is True
   assert (config["data"]["packing"], config["data"]["tokenizer"]) == ("best_fit", "bytes")
 
+  kept = tmp_path / "run/checkpoints/2/tokenizer/chat_template.jinja"
+  assert (
+    kept.read_text() == (tmp_path / "run/tokenizer/chat_template.jinja").read_text() == TEMPLATE
+  )
+  gone = f"--config.data.chat_template={tmp_path}/gone.jinja"
+  code, out, err = main("evaluate", *flags, f"--checkpoint={tmp_path}/run", gone)
+  assert (code, err) == (0, "")
+  assert f"{last['eval_loss']:.4f}"[:5] in out
+
   other = tmp_path / "other.jinja"
   other.write_text(TEMPLATE.replace("'|'", "'/'"))
   more = [*run, "--config.training.steps=3"]
@@ -79,6 +88,9 @@ def test_prepared_shown_trained_on_and_resumed(main, chats, tmp_path):
   code, out, err = main(*more, f"--config.data.chat_template={other}")
   assert (code, err) == (0, "")
   assert "resumes from the checkpoint of step 2" in out
+  code, out, err = main(*more, gone, "--config.training.steps=4")
+  assert (code, err) == (0, "")
+  assert "resumes from the checkpoint of step 3" in out
 
 
 BAD = {

@@ -8,7 +8,8 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from checkpointing.checkpointer import Checkpointer
-from input_pipeline.text import tokenizer, train_tokenizer
+from input_pipeline.text import chat_template, tokenizer, train_tokenizer
+from input_pipeline.text.conversations import Conversation
 from tests.checkpointing.states import save_counting
 from training import run_tokenizer
 
@@ -84,3 +85,30 @@ def test_where_there_is_no_checkpoint_nothing_is_changed(tmp_path):
   config = config_of("bytes")
   run_tokenizer.adopt(config, str(tmp_path / "nowhere"))
   assert config.data.tokenizer == "bytes"
+
+
+@pytest.mark.parametrize("suffix", ["jinja", "json"])
+@pytest.mark.parametrize("spec", ["bytes", "trained"])
+def test_the_chat_template_of_a_file_is_copied_too(trained, tmp_path, spec, suffix):
+  file = tmp_path / f"t.{suffix}"
+  file.write_text("T" if suffix == "jinja" else json.dumps({"chat_template": "T"}))
+  spec = str(trained) if spec == "trained" else spec
+
+  def config():
+    keys = {"tokenizer": spec, "chat_template": str(file), "name": "conversations"}
+    return ConfigDict({"data": keys})
+
+  copies = run_tokenizer.contents(config())
+  with Checkpointer(tmp_path / "run" / "checkpoints", tokenizer=copies) as checkpointer:
+    save_counting(checkpointer, 1)
+  here = config()
+  run_tokenizer.adopt_missing(here, epath.Path(tmp_path / "run"))
+  assert here.data.chat_template == str(file)
+  file.unlink()
+  for adopt in (run_tokenizer.adopt, run_tokenizer.adopt_missing):
+    copied = config()
+    adopt(copied, epath.Path(tmp_path / "run"))
+    assert copied.data.chat_template.endswith(f"checkpoints/1/tokenizer/chat_template.{suffix}")
+    encoder = tokenizer.load(copied.data.tokenizer)
+    assert encoder.digest == tokenizer.load(spec).digest
+    assert chat_template.load(copied.data.chat_template, encoder).render(Conversation([])) == "T"
