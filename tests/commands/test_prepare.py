@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 
@@ -61,6 +62,20 @@ def test_text_is_prepared_once_and_trained_on(main, corpus, tmp_path):
   assert record["data_report"]["tokens"] == tokens
   assert record["data_report"]["epochs"] == pytest.approx(6 * 32 / rows)
   assert len(record["data"]["tokenizer"]) == 64
+
+  # As if it had been killed after step 3: what follows is the same to the bit.
+  killed = tmp_path / "killed"
+  shutil.copytree(workdir, killed, ignore=lambda path, names: {"6"} & {*names})
+  code, out, err = main(*corpus, *steps, f"--workdir={killed}")
+  assert (code, err) == (0, "")
+  assert "resumes from the checkpoint of step 3" in out
+  numbers = [
+    {key: line[key] for key in ("step", "loss", "grad_norm", "eval_loss") if key in line}
+    for line in (*lines_of(workdir), *lines_of(killed))
+  ]
+  half = len(numbers) // 2
+  assert numbers[:half] == numbers[half:]
+  assert numbers[-1]["step"] == 6
 
 
 def test_a_run_resumes_with_its_files_elsewhere_and_not_with_others(main, corpus, tmp_path):
