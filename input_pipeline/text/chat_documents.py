@@ -68,7 +68,7 @@ def write(
     for record in read:
       why = record.why or _add(shard, record.value, encoder, template, counts)
       if why:
-        shard.add_bad(record.where, why)
+        shard.add_bad(record, why)
         if shard.bad_count > limit:
           raise worker.TooManyBadError(shard.bad, shard.bad_count)
       if counts[0] == _BATCH:

@@ -23,6 +23,7 @@ import numpy as np
 from array_record.python import array_record_module
 from etils import epath
 
+from input_pipeline.text import items
 from runtime import files
 
 FORMAT = 1  # of the three files; raise it when one of them changes
@@ -109,11 +110,11 @@ class ShardWriter:
     """Counts a document without text; it is left out."""
     self._empty += 1
 
-  def add_bad(self, where: str, why: str) -> None:
+  def add_bad(self, item: items.Item, why: str) -> None:
     """Counts a record that is no document; it is left out."""
     self.bad_count += 1
     if len(self.bad) < LISTED_BAD:
-      self.bad.append((where, why))
+      self.bad.append((item.where, why))  # looking for the place may read the file
 
   def finish(self) -> tuple[np.ndarray, dict[str, Any]]:
     """Closes the file; returns the index and what shard.json says of it."""
@@ -257,9 +258,17 @@ class Shard:
       header = len(content) - DOCUMENT.itemsize * self.manifest["documents"]
       if wrong or header < 0:
         raise ValueError("its digest is not the one in shard.json")
-      return np.frombuffer(content, DOCUMENT, offset=header)
+      index = np.frombuffer(content, DOCUMENT, offset=header)
+      if records_of(index).sum() != self.manifest["records"]:
+        raise ValueError(f"its documents do not have {self.manifest['records']} records")
+      return index
     except (OSError, ValueError) as error:
       raise ValueError(f"{path} cannot be read ({error}); {again(self.folder)}") from error
+
+
+def records_of(index: np.ndarray) -> np.ndarray:
+  """Returns how many records each document has, int64 [D]."""
+  return -(-index["tokens"].astype(np.int64) // RECORD_TOKENS)
 
 
 def again(folder: epath.Path) -> str:
@@ -290,17 +299,14 @@ class Documents:
   """
 
   def __init__(self, shards: Sequence[Shard]):
-    """Reads the indexes; raises ValueError for one that is damaged, or files that do not agree."""
+    """Reads the indexes; raises ValueError for one that is damaged."""
     self.shards = tuple(shards)
     parts = [shard.index() for shard in self.shards]
     self.index = np.concatenate([np.zeros(0, DOCUMENT), *parts])
-    records = -(-self.index["tokens"].astype(np.int64) // RECORD_TOKENS)
-    self.first_record = np.concatenate([[0], np.cumsum(records)])
+    self.first_record = np.concatenate([[0], np.cumsum(records_of(self.index))])
     counts = [shard.manifest["records"] for shard in self.shards]
     self._first_of_shard = np.cumsum([0, *counts])
     self._first_document = np.cumsum([0, *map(len, parts)])
-    if not np.array_equal(self.first_record[self._first_document], self._first_of_shard):
-      raise ValueError(f"the shards in {self.shards[0].folder.parent} have other records than said")
     self.masked = any(shard.manifest["masked"] for shard in self.shards)
     self._type = np.dtype(f"<u{self.shards[0].manifest['width']}" if self.shards else "<u2")
     self._readers: dict[int, Any] = {}

@@ -124,7 +124,7 @@ def _good(read: Iterable[items.Item], shard: store.ShardWriter, limit: int) -> I
     if document.text is not None and len(document.text) > _LONGEST:
       why = f"it has {len(document.text):,} bytes, and at most {_LONGEST:,} can be stored"
     if document.text is None or why:
-      shard.add_bad(document.where, why)
+      shard.add_bad(document, why)
       if shard.bad_count > limit:
         raise TooManyBadError(shard.bad, shard.bad_count)
     elif document.text:

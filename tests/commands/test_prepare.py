@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from input_pipeline.text import train_tokenizer
 from tests.helpers.cli import TINY_LM, lines_of
 from tests.input_pipeline.text.corpora import texts, write_lines
 
@@ -90,6 +91,14 @@ def test_a_run_resumes_with_its_files_elsewhere_and_not_with_others(main, corpus
   code, out, err = main(*corpus, *short, moved, "--config.training.steps=3")
   assert (code, err) == (0, "")
   assert "resumes from the checkpoint of step 2" in out
+  (tmp_path / "tokenizer").mkdir()
+  content = train_tokenizer.train([text.encode() for text in texts(9)], 257)
+  (tmp_path / "tokenizer" / "tokenizer.json").write_bytes(content)
+  (tmp_path / "tokenizer" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+  other = [f"--config.data.tokenizer={tmp_path}/tokenizer", "--config.model.vocabulary_size=257"]
+  code, _, err = main(*corpus, *short, moved, "--config.training.steps=4", *other)
+  assert code == 2
+  assert "dataset.tokenizer: " in err
   write_lines(tmp_path / "moved" / "b.jsonl", texts(3, seed=8))
   code, _, err = main(*corpus, *short, moved, "--config.training.steps=4")
   assert code == 2

@@ -42,6 +42,16 @@ def test_a_stop_ends_the_preparation_and_leaves_nothing_half_made(config, tmp_pa
   assert prepare.prepare(data, "test").manifest["rows"] > 0
 
 
+def test_a_log_gets_a_line_now_and_then(monkeypatch, capsys):
+  monkeypatch.setattr(waiting, "_LOG_SECONDS", -1.0)
+  with waiting.preparing("text, train") as shown:
+    shown.tick("documents", 3)
+    shown.tick("documents", 7, "7 documents, 90 tokens")
+  line, last = capsys.readouterr().out.splitlines()
+  assert line == "preparing text, train: 7 documents, 90 tokens"
+  assert last.startswith("prepared text, train: 7 documents in ")
+
+
 def test_a_stop_while_rows_are_written_keeps_what_was_built_before(config, tmp_path):
   data = config("python_source", data_dir=str(tmp_path))
   with StopRequest() as stop, waiting.preparing("python_source") as shown:

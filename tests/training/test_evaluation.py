@@ -2,16 +2,19 @@
 
 import dataclasses
 import math
+import types
 
 import pytest
 from etils import epath
 
 from checkpointing import restore
 from checkpointing.checkpointer import Checkpointer
+from input_pipeline.mixture import Part
 from processes.preemption import StopRequest
 from tests.training import runs
 from tests.training.runs import BATCH, STEPS, saved, source, train
 from training.bad_steps import TrainingStoppedError
+from training.evaluation import Evaluator
 
 PARTS = {"evaluation.every_steps": 5, "evaluation.steps": 2}
 
@@ -137,3 +140,20 @@ def test_an_interrupted_last_evaluation_is_made_up(tmp_path, both):
   assert list(evaluations(tmp_path)) == [5, 10, 15]
   assert not train(tmp_path, source(), **keys).stopped
   assert evaluations(tmp_path) == evaluations(both[0])
+
+
+def test_bits_per_byte_of_a_mixture_count_the_bytes_of_each_source():
+  parts = (Part("a", 4, 40, bytes_per_token=2.0), Part("b", 4, 40, bytes_per_token=5.0))
+  job = types.SimpleNamespace(config=types.SimpleNamespace(task="causal_lm"))
+  batches = types.SimpleNamespace(source=types.SimpleNamespace(parts=parts, bytes_per_token=9.0))
+  found = Evaluator(job, batches, None, None, None)._metrics(
+    {"a": {"loss": 30.0, "weight": 10.0}, "b": {"loss": 90.0, "weight": 20.0}}
+  )
+  bits = {name: value * math.log(2) for name, value in found.items() if "bits" in name}
+  assert bits == pytest.approx(
+    {
+      "eval_bits_per_byte": 120 / (10 * 2 + 20 * 5),
+      "eval_bits_per_byte/a": 30 / (10 * 2),
+      "eval_bits_per_byte/b": 90 / (20 * 5),
+    }
+  )

@@ -31,6 +31,11 @@ def test_metrics_of_an_evaluation(name):
   assert TASKS[name].evaluated(SUMS[name]) == pytest.approx(METRICS[name])
 
 
+def test_bits_per_byte_count_the_bytes_of_a_token():
+  found = TASKS["causal_lm"].evaluated(SUMS["causal_lm"], bytes_per_token=4.0)
+  assert found == pytest.approx({"eval_loss": 1.5, "eval_bits_per_byte": 1.5 / math.log(2) / 4})
+
+
 def test_a_models_own_sums_are_metrics_of_their_names():
   found = TASKS["causal_lm"].evaluated({**SUMS["causal_lm"], "balance": 10.0})
   assert found == pytest.approx({**METRICS["causal_lm"], "eval_balance": 2.5})

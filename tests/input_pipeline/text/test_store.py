@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from input_pipeline.text import store
+from input_pipeline.text import items, store
 from tests.checkpointing.test_full_disk import full_disk
 
 SIZES = (3, 1, 8192, 20_000, 8193)
@@ -22,7 +22,7 @@ def write(folder, ids, tokens, masks=None):
     for i, document in enumerate(tokens):
       shard.add(document, 2 * len(document), i + 10**18, masks[i] if masks else None)
     shard.add_empty()
-    shard.add_bad("a.jsonl:7", "no key")
+    shard.add_bad(items.Item("a.jsonl:{}".format, 7, None), "no key")
 
   folder = epath.Path(folder)
   store.write_shard(folder, ids, {"files": "here"}, fill)
@@ -120,7 +120,15 @@ def test_a_torn_shard_is_named(tmp_path):
 
 @pytest.mark.parametrize(
   "change",
-  [{"format": 9}, {"records": -1}, {"records": "x"}, {"width": 3}, {"sizes": []}, {"digest": None}],
+  [
+    {"format": 9},
+    {"documents": "x"},
+    {"records": -1},
+    {"records": "x"},
+    {"width": 3},
+    {"sizes": []},
+    {"digest": None},
+  ],
   ids=str,
 )
 def test_a_malformed_manifest_is_named(tmp_path, change):
@@ -138,6 +146,14 @@ def test_a_changed_index_is_named(tmp_path):
   content[-3] ^= 1
   (folder / store.INDEX).write_bytes(bytes(content))
   with pytest.raises(ValueError, match=r"a/documents.npy cannot be read \(its digest"):
+    read([folder])
+
+
+def test_a_manifest_of_other_records_is_named(tmp_path):
+  folder = write(tmp_path / "a", 256, documents(256))
+  manifest = json.loads((folder / store.MANIFEST).read_text())
+  (folder / store.MANIFEST).write_text(json.dumps(manifest | {"records": 7}))
+  with pytest.raises(ValueError, match=r"documents.npy .* do not have 7 records\); delete"):
     read([folder])
 
 
