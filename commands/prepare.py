@@ -1,5 +1,6 @@
 """The verb `prepare`: prepares the data that `train` would, on a machine without its devices."""
 
+import copy
 import sys
 
 from ml_collections import ConfigDict
@@ -10,11 +11,13 @@ from commands.refusal import refuse
 from commands.train import announce_bad, announce_rows
 from configs.schema import finalize, validate
 from input_pipeline.sources import catalog
+from input_pipeline.text import tokenizer
 from reports import conversation_text
 from runtime import exit_codes
 from training import splits
 from training.metrics.console import say
 from training.metrics.waiting import preparing
+from training.tasks import TASKS
 
 _EXAMPLES = 2  # conversations that are printed
 
@@ -24,10 +27,14 @@ def run() -> int:
   try:
     config = flags.CONFIG.value
     if flags.TRAIN_TOKENIZER.value is not None:
-      say(f"trained the tokenizer {_train_tokenizer(config, flags.TRAIN_TOKENIZER.value)}")
+      folder = _train_tokenizer(config, flags.TRAIN_TOKENIZER.value)
+      say(f"trained the tokenizer {folder}")
+      if config.data.name not in catalog.OF_FILES:  # whose default stays bytes
+        say(f"train with it: --config.data.tokenizer={folder}")
+        config.data.tokenizer = folder
     # Which devices there are decides sizes of models whose data are random alone.
     config = finalize.finalize(config, "cpu")
-    validate.check(config, {axis: abs(size) for axis, size in config.mesh.items()})
+    _check(config)
     train = splits.training_batches(config).source
     validation = splits.evaluation_batches(config).source
   except (ValueError, OSError, RuntimeError) as error:
@@ -42,6 +49,11 @@ def run() -> int:
   if train.tokenizer:
     say(f"tokenizer: {train.tokenizer}, {train.ids:,} tokens")
   return exit_codes.DONE
+
+
+def _check(config: ConfigDict) -> None:
+  """Raises ValueError for keys that do not go together; a mesh axis of -1 counts as 1."""
+  validate.check(config, {axis: abs(size) for axis, size in config.mesh.items()})
 
 
 def _show_conversations(config: ConfigDict) -> None:
@@ -59,11 +71,15 @@ def _train_tokenizer(config: ConfigDict, size: int) -> str:
   """Trains a tokenizer on the files, and returns its folder; see `train_tokenizer.train_on`."""
   from input_pipeline.text import train_tokenizer  # imports a library that others do not need
 
-  if config.data.name not in catalog.OF_FILES:
+  if TASKS[config.task].rows != "text" or config.data.name == catalog.CONVERSATIONS:
     raise ValueError(
-      f"--train_tokenizer={size}: data.name={config.data.name!r} is not read from files; choose "
+      f"--train_tokenizer={size}: data.name={config.data.name!r} is no text; choose "
       f"--config=FILE:model=NAME,data={catalog.TEXT}"
     )
+  # What is wrong with the config is said before the training, not after it.
+  checked = copy.deepcopy(config)
+  checked.data.tokenizer = tokenizer.BYTES
+  _check(finalize.finalize(checked, "cpu"))
   if config.data.tokenizer:
     raise ValueError(
       f"--train_tokenizer={size}: data.tokenizer={config.data.tokenizer} names another one; leave "

@@ -83,6 +83,35 @@ def _fill(folder, shard, builder, split, feature, encoder, limit, tick) -> None:
       raise ValueError(text) from error
 
 
+def texts(
+  data: Any,
+  split: str,
+  bad: Callable[[items.Item], None],
+  tick: Callable = preparation.no_tick,
+) -> Iterator[bytes]:
+  """Yields the texts of a split, which need not be prepared.
+
+  Args:
+    data: the config's `data` section.
+    split: of the data set.
+    bad: is called with each record that cannot be read; raises where that is too much.
+    tick: as of `preparation.prepare`.
+
+  Raises:
+    ValueError: as of `prepare`.
+  """
+  from input_pipeline.sources import tfds  # slow to import
+
+  builder = tfds.load_builder(catalog.parse_name(data.name), catalog.data_folder(data), tick)
+  tfds.check_split(builder, split)
+  feature = tfds.choose_feature(builder, "text", data.text_feature)
+  for item in _documents(builder, split, feature):
+    if item.text is None:
+      bad(item)
+    else:
+      yield item.text
+
+
 def _documents(builder, split: str, feature: str) -> Iterator[items.Item]:
   from input_pipeline.sources import tfds
 

@@ -5,6 +5,7 @@ The same documents give the same tokenizer, in any order of the processes that c
 """
 
 import hashlib
+import itertools
 import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,8 +14,10 @@ from typing import Any
 import tokenizers
 from etils import epath
 
-from input_pipeline.text import documents, items, tokenizer
+from input_pipeline.sources import catalog
+from input_pipeline.text import documents, items, tfds_documents, tokenizer
 from input_pipeline.text import files as text_files
+from input_pipeline.text.store import content_hash
 from runtime import files
 
 END = "<|endoftext|>"
@@ -113,10 +116,12 @@ def train(texts: Iterable[bytes], size: int, tick: Callable[[str, int], None] = 
 
 
 def train_on(data: Any, size: int, tick: Callable[[str, int], None] = no_tick) -> str:
-  """Trains a tokenizer on the files of a config's data section; returns its folder.
+  """Trains a tokenizer on what a config's data section trains on; returns its folder.
+
+  Documents that are held out for validation by their content are left out.
 
   Args:
-    data: the section.
+    data: the section: of files, of a mixture, or of a TFDS data set with text.
     size: of the vocabulary.
     tick: as of `train`.
 
@@ -124,8 +129,6 @@ def train_on(data: Any, size: int, tick: Callable[[str, int], None] = no_tick) -
     ValueError: as of `train` and `store`; no file, or more bad records than data.max_bad_records.
   """
   check_size(size)
-  found = text_files.find(data.files)
-  feature = documents.choose_feature(found, data.text_feature)
   count = 0
 
   def bad(item: items.Item) -> None:
@@ -137,8 +140,37 @@ def train_on(data: Any, size: int, tick: Callable[[str, int], None] = no_tick) -
         f"continue without such records"
       )
 
-  content = train(sample(documents.units(found), feature, bad), size, tick)
-  return store(data, content, {"files": [file.path for file in found][:100], "size": size})
+  if data.name not in catalog.OF_FILES:
+    texts = tfds_documents.texts(data, data.train_split, bad, tick)
+    return store(data, train(texts, size, tick), {"data_set": data.name, "size": size})
+  sources = data.sources or (data,)
+  given = [
+    (source["files"], source.get("text_feature", ""), source.get("evaluation_files", ""))
+    for source in sources
+  ]
+  found = [text_files.find(spec) for spec, _, _ in given]
+  parts = [
+    _trained_on(files_, feature, "" if apart else data.evaluation_fraction, bad, len(given))
+    for files_, (_, feature, apart) in zip(found, given, strict=True)
+  ]
+  content = train(itertools.chain.from_iterable(parts), size, tick)
+  paths = [file.path for files_ in found for file in files_]
+  return store(data, content, {"files": paths[:100], "size": size})
+
+
+def _trained_on(
+  found: Sequence[text_files.InputFile],
+  feature: str,
+  held_out: float | str,
+  bad: Callable[[items.Item], None],
+  sources: int,
+) -> Iterator[bytes]:
+  """Yields the documents of one source that are not held out for validation."""
+  feature = documents.choose_feature(found, feature)
+  least = float(held_out or 0) * 2.0**64
+  for text in sample(documents.units(found), feature, bad, SAMPLE_BYTES // sources):
+    if content_hash(text) >= least:
+      yield text
 
 
 def store(data: Any, content: bytes, facts: dict[str, Any]) -> str:

@@ -7,6 +7,8 @@ import pytest
 import tokenizers
 
 from input_pipeline.text import documents, files, tokenizer, train_tokenizer
+from input_pipeline.text.store import content_hash
+from tests.input_pipeline.text import corpora
 from tests.input_pipeline.text.conftest import python_files
 
 TEXTS = [b"the cat sat on the mat\n" * 40, "größer über Öl\n".encode() * 30]
@@ -154,3 +156,26 @@ def test_a_sample_takes_an_even_share_of_each_unit(tmp_path, monkeypatch):
   assert sorted(text[:3] for text in some) == [
     f"{n}{i:02}".encode() for n in "abcd" for i in range(3)
   ]
+
+
+def test_it_is_trained_on_every_source_and_on_nothing_that_is_held_out(tmp_path, monkeypatch):
+  seen = []
+
+  def train(given, size, tick):
+    seen.extend(given)
+    return b"{}"
+
+  monkeypatch.setattr(train_tokenizer, "train", train)
+  web, code = corpora.texts(200), corpora.texts(50, seed=1)
+  corpora.write_lines(tmp_path / "web.jsonl", web)
+  corpora.write_lines(tmp_path / "code.jsonl", code)
+  sources = (
+    {"name": "web", "files": f"{tmp_path}/web.jsonl", "weight": 1.0},
+    {"name": "code", "files": f"{tmp_path}/code.jsonl", "weight": 1.0, "evaluation_files": "x"},
+  )
+  data = corpora.section("", tmp_path / "data", sources=sources, evaluation_fraction=0.3)
+  train_tokenizer.train_on(data, 300)
+  taken = {text.decode() for text in seen}
+  assert {*code} <= taken, "all of what has a validation split of its own"
+  assert 100 < len(taken & {*web}) < 180
+  assert all(content_hash(text.encode()) >= 0.3 * 2**64 for text in taken & {*web})
