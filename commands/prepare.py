@@ -61,10 +61,14 @@ def _show_conversations(config: ConfigDict) -> None:
   from input_pipeline.text import mixed_files  # imports libraries that others do not need
 
   console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
-  examples = mixed_files.conversations(splits.read_as(config), _EXAMPLES)
-  for example in examples:
-    console.print(conversation_text.heading(example, console.is_terminal))
-    console.print(conversation_text.text(example.segments, console.is_terminal))
+  colors = console.is_terminal
+  for example in mixed_files.conversations(splits.read_as(config), _EXAMPLES):
+    heading = conversation_text.heading(example, colors)
+    for text in (heading, conversation_text.text(example.segments, colors)):
+      if colors:
+        console.print(text)
+      else:
+        say(text.plain)
 
 
 def _train_tokenizer(config: ConfigDict, size: int) -> str:

@@ -9,6 +9,7 @@ from runtime.printable import printable
 
 TRAINED = "black on green"
 OPEN, CLOSE = "[[", "]]"
+_LONGEST = 2_000  # characters of a part that are shown
 
 
 def heading(example: Example, colors: bool) -> Text:
@@ -30,7 +31,7 @@ def text(segments: Sequence[tuple[bytes, bool]], colors: bool) -> Text:
   """
   shown = Text()
   for content, trained in segments:
-    part = printable(content.decode(errors="replace"))
+    part = printable(content.decode(errors="replace"), longest=_LONGEST)
     if trained and colors:
       shown.append(part, TRAINED)
     else:

@@ -1,5 +1,6 @@
 """The Source of a mixture: that of each of data.sources, as one."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ from input_pipeline.bad_records import Sharing
 from input_pipeline.combined import combine
 from input_pipeline.row_source import Source
 from input_pipeline.text import chat_documents, preparation, rows
+from input_pipeline.text.store import RecordError
 
 
 def open_source(
@@ -61,4 +63,8 @@ def conversations(data: Any, count: int) -> list[chat_documents.Example]:
   data = of(data, data.sources[0]) if data.sources else data
   prepared, chosen, name = rows.documents_of(data, data.train_split)
   chosen, _ = chat_documents.kept(prepared, chosen, data, name)
-  return [chat_documents.example(prepared, number) for number in chosen[:count].tolist()]
+  found = []
+  for number in chosen[:count].tolist():
+    with contextlib.suppress(RecordError):  # data.max_bad_records decides about those
+      found.append(chat_documents.example(prepared, number))
+  return found

@@ -25,6 +25,11 @@ def test_in_brackets_without_a_terminal():
   )
 
 
+def test_of_a_long_part_the_beginning_is_shown():
+  shown = conversation_text.text([(b"a" * 5000, True)], False)
+  assert shown.plain == f"[[{'a' * 2000}... (3000 more characters)]]"
+
+
 def test_highlighted_on_a_terminal(monkeypatch):
   monkeypatch.setenv("TERM", "xterm")
   monkeypatch.delenv("NO_COLOR", raising=False)

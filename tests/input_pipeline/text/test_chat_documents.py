@@ -11,6 +11,7 @@ from input_pipeline.text import (
   chat_template,
   mixed_files,
   preparation,
+  store,
   tokenizer,
   worker,
 )
@@ -314,3 +315,17 @@ def test_a_mixture_of_conversations(data, tmp_path, chat):
   assert source.bytes_per_token == pytest.approx(np.average(rates, weights=trained))
   [example] = mixed_files.conversations(keys, 1)
   assert example.place.startswith(f"{keys.sources[0]['files']}:")
+
+
+def test_a_conversation_that_cannot_be_read_is_not_shown(data, monkeypatch):
+  keys, read, asked = data(max_bad_records=1), store.Documents.read, []
+  assert len(mixed_files.conversations(keys, 2)) == 2
+
+  def first_is_damaged(documents, records):
+    asked.append(records)
+    if len(asked) == 1:
+      raise store.RecordError({int(records[0]): "damaged"})
+    return read(documents, records)
+
+  monkeypatch.setattr(store.Documents, "read", first_is_damaged)
+  assert len(mixed_files.conversations(keys, 2)) == 1
