@@ -122,7 +122,7 @@ def report_text(source: Source, steps: int = 0, rows_per_step: int = 0) -> str:
     slots = facts["tokens"] + facts["padding"]
     lines.append(
       f"{source.name}{', ' * bool(name)}{name}: {facts['tokens']:,} tokens of "
-      f"{facts['documents']:,} documents, {bytes_per_token:.3f} bytes per token; "
+      f"{_counted(facts['documents'], 'document')}, {bytes_per_token:.3f} bytes per token; "
       f"{facts['rows']:,} rows of {slots // facts['rows']:,} tokens, "
       f"{100 * facts['padding'] / slots:.2g} % padding, "
       f"{_of_documents(facts)}{taken}"
@@ -140,6 +140,10 @@ def _of_documents(facts: Mapping[str, int]) -> str:
     f"{facts['trained']:,} tokens trained on ({share:.3g} %), {untrained + longer:,} conversations "
     f"dropped ({untrained:,} without a trained token, {longer:,} longer than a row)"
   )
+
+
+def _counted(count: int, what: str) -> str:
+  return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def read_as(config: ConfigDict) -> ConfigDict:

@@ -225,16 +225,17 @@ class _Progress:
   def show(self) -> None:
     """Ticks."""
     sums = self._sums.values()
-    count, tokens, size = (sum(column) for column in zip((0, 0, 0), *sums, strict=True))
+    count, tokens, _ = (sum(column) for column in zip((0, 0, 0), *sums, strict=True))
     seconds = max(time.monotonic() - self._began, 1e-3)
     under_way = sum(min(self._sums[u][2], s) for u, s in self._sizes.items() if u in self._sums)
     share = min(1.0, (self._finished + under_way) / self._total)
     left = f", {_duration(seconds / share - seconds)} left" if share > 0 else ""
+    # What matters most comes first: a narrow terminal cuts the end off.
     self._tick(
       "documents",
       count,
-      f"{count:,} documents, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s, "
-      f"{size / 2**20:,.1f} MiB of text, {100 * share:.0f} %{left}",
+      f"{100 * share:.0f} % of {self._total / 2**20:,.0f} MiB{left}, {count:,} documents, "
+      f"{tokens / seconds / 1000:,.0f}k tokens/s",
     )
 
   def end(self) -> None:

@@ -77,9 +77,11 @@ def test_several_processes_write_the_same(corpus, contents, tmp_path):
   *_, (what, count, text, _) = seen
   documents = sum(shard["documents"] for shard in contents.values())
   assert (what, count) == ("documents", documents)
-  tokens = sum(shard["tokens"] for shard in contents.values())
-  assert text.startswith(f"{documents:,} documents, {tokens:,} tokens, ")
-  assert text.endswith(" MiB of text, 100 %, 0:00 left")
+  size = (
+    corpus.stat().st_size if corpus.is_file() else sum(f.stat().st_size for f in corpus.iterdir())
+  )
+  assert text.startswith(f"100 % of {size / 2**20:,.0f} MiB, 0:00 left, {documents:,} documents, ")
+  assert text.endswith("k tokens/s")
 
 
 PREPARE = """
