@@ -16,6 +16,11 @@ million per core. Tokenization: the source of the standard library by a BPE of 8
 trained on it, from .jsonl files to shards, compared with a bare loop over the same tokenizer and
 texts; exits with 1 where one process reaches less than 0.8 of the loop (CPU time), or two processes
 less than 1.7 times one (by the clock: of no meaning on a busy machine).
+
+  python -m benchmarks.input --of=conversations [--documents=20000]
+
+Conversations of 1 to 3 turns, from a .jsonl file to a shard, compared with a bare loop that
+tokenizes the texts that the chat template has written; exits with 1 below 0.8 (CPU time).
 """
 
 import json
@@ -34,15 +39,24 @@ from absl import app, flags
 from etils import epath
 
 from input_pipeline import batches, prepare, row_source, row_store
+from input_pipeline.text import (
+  chat_template,
+  conversations,
+  preparation,
+  rows,
+  store,
+  tokenizer,
+  train_tokenizer,
+  worker,
+)
 from input_pipeline.text import documents as text_documents
 from input_pipeline.text import files as text_files
-from input_pipeline.text import preparation, rows, store, tokenizer, train_tokenizer, worker
 
 _SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 512, "Tokens per row.")
 _BATCH = flags.DEFINE_integer("global_batch_size", 64, "Rows per batch.")
 _STEPS = flags.DEFINE_integer("steps", 20, "Batches per measurement.")
 _REPEATS = flags.DEFINE_integer("repeats", 15, "Measurements of each, taken in turns.")
-_OF = flags.DEFINE_enum("of", "rows", ["rows", "text"], "What is measured.")
+_OF = flags.DEFINE_enum("of", "rows", ["rows", "text", "conversations"], "What is measured.")
 _DOCUMENTS = flags.DEFINE_integer("documents", 20_000, "Documents in the store of random reads.")
 _COPIES = flags.DEFINE_integer("copies", 2, "Files of all the text, of which one is a unit.")
 _DATA_DIR = flags.DEFINE_string("data_dir", "", "Empty: TFDS's default folder.")
@@ -167,6 +181,49 @@ def _tokenization(folder):
   return seconds[bare] / seconds[ours], clock[1] / clock[2]
 
 
+_TEMPLATE = (
+  "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ m.content ~ '\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def _of_conversations(folder):
+  """Returns ours / bare for conversations."""
+  library = pathlib.Path(sysconfig.get_path("stdlib"))
+  texts = [path.read_bytes() for path in sorted(library.glob("*.py"))]
+  text = b"".join(texts).decode()
+  (folder / "tokenizer.json").write_bytes(train_tokenizer.train(iter(texts), 8192))
+  (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": train_tokenizer.END}))
+  (folder / "chat_template.jinja").write_text(_TEMPLATE)
+  encoder, random = tokenizer.load(folder), np.random.default_rng(0)
+  records = []
+  for _ in range(_DOCUMENTS.value):
+    starts = random.integers(0, len(text) - 2000, random.integers(1, 4)).tolist()
+    turns = [(text[at : at + 200], text[at + 200 : at + 1200]) for at in starts]
+    speakers = ("user", "assistant")
+    messages = [
+      {"role": r, "content": c} for turn in turns for r, c in zip(speakers, turn, strict=True)
+    ]
+    records.append({"messages": messages})
+  (folder / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+  template = chat_template.load("", encoder)
+  written = [template.render(conversations.parse(one)) for one in records]
+  [unit, *rest] = text_documents.units(text_files.find(str(folder / "chats.jsonl")), 2**40)
+  assert not rest
+  begin = time.process_time()
+  tokens = sum(len(encoder.encode_template(one)[0]) for one in written)
+  bare = time.process_time() - begin
+  task = worker.Task(epath.Path(folder), str(folder), encoder.digest, "", 0, "")
+  begin = time.process_time()
+  worker.write_unit(task, unit, encoder)
+  ours = time.process_time() - begin
+  print(f"{len(records):,} conversations of {tokens / len(records):.0f} tokens on average")
+  print(f"bare loop: {tokens / bare:,.0f} tokens per second of CPU time")
+  print(f"from .jsonl to a shard: {tokens / ours:,.0f} tokens per second of CPU time")
+  print(f"ratio {bare / ours:.2f}")
+  return bare / ours
+
+
 def _is_text(content):
   try:
     return bool(content.decode())
@@ -189,6 +246,10 @@ def main(argv):
   del argv
   if _OF.value == "text":
     return _text()
+  if _OF.value == "conversations":
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one thread
+    with tempfile.TemporaryDirectory() as name:
+      return 0 if _of_conversations(pathlib.Path(name)) >= _LEAST_TOKENIZED else 1
   T, B, steps = _SEQUENCE_LENGTH.value, _BATCH.value, _STEPS.value
   data = _data()
   source = row_source.open_source(data, "train", seed=0)

@@ -329,3 +329,23 @@ def test_a_conversation_that_cannot_be_read_is_not_shown(data, monkeypatch):
 
   monkeypatch.setattr(store.Documents, "read", first_is_damaged)
   assert len(mixed_files.conversations(keys, 2)) == 1
+
+
+def test_a_conversation_of_several_records_has_its_mask(data, tmp_path):
+  """The store keeps at most 8192 tokens in a record, each with its part of the mask."""
+  (tmp_path / "t.jinja").write_text(chats.CHATML)
+  random, messages = np.random.default_rng(1), []
+  for _ in range(40):
+    for role in ("user", "assistant"):
+      messages.append({"role": role, "content": "x" * int(random.integers(1, 900))})
+  records = [record(1), {"messages": messages}, record(2)]
+  keys = {"tokenizer": "bytes", "chat_template": str(tmp_path / "t.jinja")}
+  keys = data(records, sequence_length=40_000, evaluation_fraction=1e-9, **keys)
+  source = row_source.open_source(keys, "train", 0)
+  found = source.read(np.arange(len(source)))
+  template = chat_template.ChatTemplate("T", {"default": chats.CHATML}, {})
+  wanted = template.encode(parse(records[1]), tokenizer.ByteTokenizer())
+  assert len(wanted.tokens) > 3 * 8192
+  longest = max(pieces(found), key=lambda piece: len(piece[0]))
+  tokens, trained = wanted.tokens.tolist(), wanted.trained.tolist()
+  assert longest == (tokens[:-1], tokens[1:], [float(one) for one in trained[1:]])
