@@ -85,7 +85,7 @@ def _add(shard, record, encoder, template, counts: np.ndarray) -> str:
   try:
     conversation = parse(record)
     found = template.encode(conversation, encoder)
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:  # RecursionError: it is nested too deeply
     return str(error)
   if not len(found.tokens):
     return "the template writes nothing for it"
@@ -162,7 +162,7 @@ def line(prepared: Any, number: int) -> str:
 def _hash(record: Any) -> int:
   try:
     return store.content_hash(parse(record).content())
-  except ValueError:
+  except (ValueError, RecursionError):
     return -1
 
 

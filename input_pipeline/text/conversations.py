@@ -86,14 +86,14 @@ def parse(record: Mapping[str, Any]) -> Conversation:
     raise ValueError("it has 'functions', an earlier form of 'tools'; write 'tools'")
   tools = _decoded(record.get("tools") or None, "'tools'", list)
   variables = _decoded(record.get("chat_template_kwargs") or {}, "'chat_template_kwargs'", dict)
-  return Conversation(messages, tools or None, variables, frozenset(untrained))
+  return Conversation(messages, tools or None, variables or {}, frozenset(untrained))
 
 
 def _messages(record: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
   """Returns the messages, and how many of the first are only context."""
   for key in ("messages", "conversations"):
     if record.get(key) is not None:
-      return _all(_decoded(record[key], repr(key), list)), 0
+      return _all(_decoded(record[key], repr(key), list) or []), 0
   parts = [record.get(key) for key in ("prompt", "completion")]
   if any(part is None for part in parts):
     present = ", ".join(repr(key) for key, value in record.items() if value is not None)
@@ -181,7 +181,7 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
       raise ValueError(
         "its 'tool_calls' are not a list of objects with a 'function' of 'name' and 'arguments'"
       )
-    arguments = _decoded(function.get("arguments") or {}, "'arguments' of a tool call", dict)
+    arguments = _decoded(function.get("arguments"), "'arguments' of a tool call", dict) or {}
     outer = {key: value for key, value in call.items() if value is not None}
     if function is call:
       outer = {}
@@ -190,14 +190,20 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def _decoded(value: Any, what: str, kind: Any) -> Any:
-  """Returns a value, parsed if it is JSON in a string; raises ValueError for another type."""
+  """Returns a value, parsed if it is JSON in a string; None for none.
+
+  Raises:
+    ValueError: it is of another type.
+  """
   decoded = value
-  if isinstance(value, str):
+  if isinstance(value, str) and value:
     try:
       decoded = json.loads(value)
     except ValueError as error:
       raise ValueError(f"{what} is a string that is not valid JSON ({error})") from None
-  if decoded is not None and not isinstance(decoded, kind):
+  if decoded in (None, ""):
+    return None
+  if not isinstance(decoded, kind):
     kinds = kind if isinstance(kind, tuple) else (kind,)
     names = " or ".join(items.type_name(one()) for one in kinds)
     raise ValueError(f"{what} is {items.type_name(decoded)}, not {names}")

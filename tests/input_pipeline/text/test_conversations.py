@@ -78,6 +78,19 @@ def test_messages_that_are_not_trained():
   assert conversations.parse(prompted).untrained == {2}
 
 
+def test_nothing_written_as_json_is_nothing():
+  call = {"function": {"name": "add", "arguments": "null"}}
+  for nothing in (None, "", "null", "[]", []):
+    record = {"messages": [ASKED, ANSWER], "tools": nothing, "system": None}
+    assert conversations.parse(record) == conversations.Conversation([ASKED, ANSWER])
+    with pytest.raises(ValueError, match="the conversation is empty"):
+      conversations.parse({"messages": nothing or []})
+  found = conversations.parse({"messages": [{**ANSWER, "tool_calls": [call]}]})
+  assert found.messages[0]["tool_calls"][0]["function"]["arguments"] == {}
+  record = {"messages": [ASKED, ANSWER], "chat_template_kwargs": "null"}
+  assert conversations.parse(record).variables == {}
+
+
 def test_other_keys_reach_the_template():
   thought = {**ANSWER, "reasoning_content": "two and two"}
   found = conversations.parse(
