@@ -1,11 +1,13 @@
 """Every file of docs/extending.md, run from a folder outside of the tree."""
 
 import json
+import re
+import shutil
 
 import pytest
 
 from tests.docs.pages import ROOT, files
-from tests.helpers.cli import TINY_LM, lines_of
+from tests.helpers.cli import lines_of
 from tests.helpers.compiling import FAST
 
 DP8 = ["--config.mesh.data=8", "--config.mesh.tensor=1"]
@@ -18,33 +20,23 @@ SHORT = [
   "--config.optimizer.warmup_steps=0",
   "--config.optimizer.schedule=constant",
 ]
-LM = [*TINY_LM, *SHORT, "--config.evaluation.every_steps=0"]
-LLAMA = [*SHORT, "--config.evaluation.sample_tokens=0", "--config.evaluation.every_steps=0"]
-LLAMA += ["--config.data.evaluation_split=test[:1]"]
-LION = ["--config.optimizer.name=lion", "--config.optimizer.arguments=b1=0.95"]
+NO_STEPS = ["--config.evaluation.sample_tokens=0", "--config.evaluation.every_steps=0"]
+# Three runs have all of the page: config files that import others, which register what they use.
 CASES = {
-  "zero1": ("zero1.py", LM),
-  "an optimizer of optax": ("zero1.py", [*LM, *LION]),
-  "a size": ("small_llama.py", LLAMA),
-  "a model": ("vit.py", SHORT),
-  "a task": ("pairs.py", [*SHORT, "--config.evaluation.final_steps=0"]),
-  "a factored optimizer": ("factored.py", LM),
-  "data, callback and sink": ("together.py", LM),
-}
-# Config files that import others, which register what they use: of all, the plan is made thrice.
-PLANNED = {
   "a model": "from vit import get_config  # noqa: F401\n",
-  "a task and an optimizer": """
-import factored  # noqa: F401 (registers)
+  "a task and a factored optimizer": """
+import factored
 import pairs
 
 
 def get_config(recipe="pairs"):
-  config = pairs.get_config(recipe)
-  config.optimizer.update({"name": "factored", "weight_decay": 0.0, "beta_2": 0.9})
+  config, other = pairs.get_config(recipe), factored.get_config(recipe)
+  for key in ("name", "weight_decay", "beta_2"):
+    config.optimizer[key] = other.optimizer[key]
   return config
 """,
-  "the others": """
+  "a size, zero1, an optimizer of optax, data, callback and sink": """
+import helper  # noqa: F401 (beside it)
 import small_llama  # noqa: F401 (registers)
 import together
 import zero1
@@ -57,6 +49,13 @@ def get_config(recipe="small_llama"):
   config.optimizer.name = "lion"
   return config
 """,
+}
+MODEL, TASK, OTHERS = CASES
+EACH_STEP = ["--config.checkpoint.every_steps=1", "--config.checkpoint.keep=3"]
+KEYS = {
+  MODEL: SHORT,
+  TASK: [*SHORT, *EACH_STEP, "--config.evaluation.final_steps=0"],
+  OTHERS: [*SHORT, *NO_STEPS, "--config.optimizer.arguments=b1=0.95"],
 }
 
 
@@ -108,6 +107,9 @@ def mine(tmp_path_factory):
   folder = tmp_path_factory.mktemp("mine")
   for name, text in files((ROOT / "docs" / "extending.md").read_text()).items():
     (folder / name).write_text(text)
+  (folder / "helper.py").write_text("")
+  for number, text in enumerate(CASES.values()):
+    (folder / f"case_{number}.py").write_text(text)
   return folder
 
 
@@ -116,11 +118,15 @@ def losses(workdir):
   return {line["step"]: line["loss"] for line in lines_of(workdir) if "loss" in line}
 
 
+def config_of(mine, case):
+  """Returns the flag with a case's file."""
+  return f"--config={mine / f'case_{[*CASES].index(case)}.py'}"
+
+
 def train(main, mine, case, workdir, mesh, steps):
   """Trains until a step; returns the exit code and what was printed."""
-  file, keys = CASES[case]
-  more = [*keys, *mesh, f"--config.training.steps={steps}", f"--workdir={workdir}"]
-  return main(f"--config={mine / file}", *more)
+  more = [*KEYS[case], *mesh, f"--config.training.steps={steps}", f"--workdir={workdir}"]
+  return main(config_of(mine, case), *more)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -129,17 +135,25 @@ def test_it_trains_on_one_mesh_and_resumes_on_another(main, mine, tmp_path, case
     code, out, err = train(main, mine, case, tmp_path, mesh, steps)
     assert code == 0, (out, err)
   assert [*losses(tmp_path)] == [1, 2, 3]
-  if case == "a task":
-    for steps in (1, 2):
-      code, out, err = train(main, mine, case, again := tmp_path / "again", DP8, steps)
-      assert code == 0, (out, err)
-    assert losses(again) == {step: losses(tmp_path)[step] for step in (1, 2)}  # to the bit
-  if case == "data, callback and sink":
+  if case == TASK:
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "checkpoints" / "1", again / "checkpoints" / "1")
+    code, out, err = train(main, mine, case, again, DP8, 2)
+    assert code == 0, (out, err)
+    assert losses(again) == {2: losses(tmp_path)[2]}  # to the bit
+  if case == OTHERS:
     assert "counting, train, 256 rows" in out
     steps = {line.split()[0] for line in (tmp_path / "norms.txt").read_text().splitlines()}
     assert steps == {"2"}
     rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
     assert {int(row[0]): float(row[2]) for row in rows if row[1] == "loss"} == losses(tmp_path)
+    layout = (tmp_path / "layout.txt").read_text()
+    assert re.search(r"optimizer/0/mu/embed/table .* \(tensor, data\) ", layout), layout
+    # A module of the folder of a file that registers a data source has changed.
+    (mine / "helper.py").write_text("# changed\n")
+    code, out, err = train(main, mine, case, tmp_path, DP4_TP2, 4)
+    assert code == 2, (out, err)
+    assert "--accept-changes=versions.code" in err
 
 
 def test_the_same_model_on_both_meshes(main, mine):
@@ -190,28 +204,12 @@ def test_an_error_while_rows_are_read_is_one_message_with_its_place(main, mine, 
   assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("case", PLANNED)
+@pytest.mark.parametrize("case", CASES)
 def test_plan_loads_the_files_in_its_own_process(main, mine, tmp_path, case):
-  (mine / "planned.py").write_text(PLANNED[case])
   more = ["--topology=h100:8", "--config.planning.cache_dir=", f"--workdir={tmp_path}"]
-  code, out, err = main("plan", f"--config={mine / 'planned.py'}", *more)
+  code, out, err = main("plan", config_of(mine, case), *more)
   assert code == 0, (out, err)
   assert json.loads((tmp_path / "plan.json").read_text())["fits"]
-
-
-def test_a_change_of_the_file_must_be_accepted_on_resume(main, mine, tmp_path):
-  own = tmp_path / "own"
-  own.mkdir()
-  (own / "counting.py").write_text("import helper\n" + (mine / "counting.py").read_text())
-  (own / "helper.py").write_text("")
-  (own / "together.py").write_text("import counting\nget_config = counting.get_config\n")
-  workdir = tmp_path / "run"
-  code, out, err = train(main, own, "data, callback and sink", workdir, DP8, 1)
-  assert code == 0, (out, err)
-  (own / "helper.py").write_text("# changed\n")
-  code, out, err = train(main, own, "data, callback and sink", workdir, DP8, 2)
-  assert code == 2, (out, err)
-  assert "--accept-changes=versions.code" in err
 
 
 def test_a_callback_that_raises_ends_the_run_and_a_sink_that_raises_does_not(main, mine, tmp_path):
@@ -221,15 +219,15 @@ def test_a_callback_that_raises_ends_the_run_and_a_sink_that_raises_does_not(mai
     "from training.metrics.sinks import SINKS\n"
     "SINKS.register('broken', lambda config, workdir, step: 1 / 0)\n"
     "CALLBACKS.register('wrong', Callback(2, lambda context: context.nothing))\n"
-    "def get_config(recipe=None):\n"
+    "def get_config(recipe='mlp'):\n"
     "  config = base.get_config(recipe, mesh={'data': 8})\n"
     "  config.training.callbacks, config.metrics.sinks = ('wrong',), ('broken',)\n"
     "  return config\n"
   )
   workdir = tmp_path / "run"
   path = tmp_path / "failing.py"
-  keys = [*LM, *DP8, "--config.training.steps=3", f"--workdir={workdir}"]
-  code, out, err = main(f"--config={path}", *keys)
+  keys = [*SHORT, *DP8, "--config.model.model_size=16", "--config.training.steps=3"]
+  code, out, err = main(f"--config={path}", *keys, f"--workdir={workdir}")
   assert code == 1, (out, err)
   said = f"the callback 'wrong' fails after step 2: {path}:5: AttributeError: "
   assert said in err
