@@ -12,9 +12,9 @@ import subprocess
 import pytest
 
 from tests.checkpointing.states import contents
-from tests.helpers.cli import TINY_LM
+from tests.helpers.cli import TINY_MLP
 
-SHORT = ["--config=configs/dp8.py", *TINY_LM, "--config.training.steps=2"]
+SHORT = ["--config=configs/dp8.py:mlp", *TINY_MLP, "--config.training.steps=2"]
 
 
 def below_a_file(folder):
@@ -66,9 +66,9 @@ def test_a_run_does_not_resume_in_a_read_only_workdir(main, tmp_path):
 
 
 def test_a_disk_without_space_for_a_checkpoint_is_refused(main, tmp_path):
-  with mounted(tmp_path, "-o", "size=64k"):
+  with mounted(tmp_path, "-o", "size=16k"):
     text = assert_refused(main, tmp_path / "new", tmp_path)
-    assert "64.0 KiB free, and a checkpoint needs" in text
+    assert "16.0 KiB free, and a checkpoint needs" in text
 
 
 def test_a_run_does_not_resume_on_a_full_disk(main, tmp_path):
@@ -82,7 +82,7 @@ def test_a_run_does_not_resume_on_a_full_disk(main, tmp_path):
 
 def test_a_run_whose_last_steps_cannot_be_saved_fails(main, tmp_path):
   # Each step is saved; the second has no room beside the first, which the third one learns.
-  with mounted(tmp_path, "-o", "size=700k"):
+  with mounted(tmp_path, "-o", "size=220k"):
     arguments = ["--config.checkpoint.every_steps=1", "--config.training.steps=3"]
     code, out, err = main(*SHORT, *arguments, f"--workdir={tmp_path}/run")
     assert code == 1, (out, err)

@@ -7,11 +7,11 @@ import shutil
 import pytest
 
 from tests.checkpointing.states import contents
-from tests.helpers.cli import TINY_LM, lines_of
+from tests.helpers.cli import TINY_MLP, lines_of
 
 SHORT = [
-  "--config=configs/dp8.py",
-  *TINY_LM,
+  "--config=configs/dp8.py:mlp",
+  *TINY_MLP,
   "--config.metrics.every_steps=1",
   "--config.checkpoint.every_steps=2",
   "--config.checkpoint.keep=9",

@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 import re
+import shutil
 
 import pytest
 
@@ -13,10 +14,29 @@ from tests.helpers.compiling import FAST
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_trains_and_leaves_its_files(main, tmp_path):
-  command = ["--config=configs/dp4_tp2.py", f"--workdir={tmp_path}", "--config.training.steps=7"]
-  code, out, err = main(*command, *TINY_LM)
+COMMAND = [  # nothing of a step depends on the number of steps
+  "--config=configs/dp4_tp2.py",
+  *TINY_LM,
+  "--config.checkpoint.every_steps=2",
+  "--config.optimizer.schedule=constant",
+  "--config.optimizer.warmup_steps=0",
+]
+
+
+QUICK_END = "--config.evaluation.final_steps=1"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(main, tmp_path_factory):
+  """Returns the workdir of a run of seven steps, and what it has printed."""
+  workdir = tmp_path_factory.mktemp("uninterrupted")
+  code, out, err = main(*COMMAND, f"--workdir={workdir}", "--config.training.steps=7")
   assert code == 0, (out, err)
+  return workdir, out
+
+
+def test_trains_and_leaves_its_files(uninterrupted):
+  workdir, out = uninterrupted
   for text in (
     "devices: 8 x simulated CPU devices, made for this run; mesh: data=4 x tensor=2",
     "layers/mlp/up/kernel",
@@ -30,10 +50,10 @@ def test_trains_and_leaves_its_files(main, tmp_path):
     "waiting for data",
   ):
     assert text in out, out
-  assert json.loads((tmp_path / "config.json").read_text())["training"]["steps"] == 7
-  assert "optimizer/0/mu/layers/mlp/up/kernel" in (tmp_path / "layout.txt").read_text()
-  assert list(tmp_path.glob("events.out.tfevents.*"))
-  lines = lines_of(tmp_path)
+  assert json.loads((workdir / "config.json").read_text())["training"]["steps"] == 7
+  assert "optimizer/0/mu/layers/mlp/up/kernel" in (workdir / "layout.txt").read_text()
+  assert list(workdir.glob("events.out.tfevents.*"))
+  lines = lines_of(workdir)
   steps = [line for line in lines if "loss" in line]
   assert [line["step"] for line in steps] == [1, 2, 4, 6, 7]
   keys = {"step", "loss", "grad_norm", "learning_rate", "step_seconds", "data_wait_seconds"}
@@ -44,24 +64,19 @@ def test_trains_and_leaves_its_files(main, tmp_path):
   assert last["eval_bits_per_byte"] == last["eval_loss"] / math.log(2)
 
 
-def test_the_same_command_resumes(main, tmp_path):
-  # One run of 9 steps; another asked for 5, and then for 9 on another number of log lines.
-  short = ["--config=configs/dp4_tp2.py", *TINY_LM, "--config.checkpoint.every_steps=2"]
-  whole, parts = tmp_path / "whole", tmp_path / "parts"
-  constant = ["--config.optimizer.schedule=constant", "--config.optimizer.warmup_steps=0"]
-  code, out, err = main(*short, *constant, f"--workdir={whole}", "--config.training.steps=9")
-  assert code == 0, (out, err)
-  for steps in (5, 9):
+def test_the_same_command_resumes(main, uninterrupted, tmp_path):
+  for steps in (3, 7):
     code, out, err = main(
-      *short, *constant, f"--workdir={parts}", f"--config.training.steps={steps}"
+      *COMMAND, f"--workdir={tmp_path}", f"--config.training.steps={steps}", QUICK_END
     )
     assert code == 0, (out, err)
-  assert "resumes from the checkpoint of step 5" in out
-  assert losses(parts)[9] == losses(whole)[9]
-  assert set(losses(whole)) <= set(losses(parts))
-  code, out, err = main(*short, *constant, f"--workdir={parts}", "--config.training.steps=9")
+  assert "resumes from the checkpoint of step 3" in out
+  whole, _ = uninterrupted
+  assert losses(tmp_path)[7] == losses(whole)[7]
+  assert set(losses(whole)) <= set(losses(tmp_path))
+  code, out, err = main(*COMMAND, f"--workdir={tmp_path}", "--config.training.steps=7", QUICK_END)
   assert code == 0
-  assert "training.steps=9 are done" in out
+  assert "training.steps=7 are done" in out
 
 
 def losses(workdir: pathlib.Path) -> dict[int, tuple[float, float]]:
@@ -71,43 +86,46 @@ def losses(workdir: pathlib.Path) -> dict[int, tuple[float, float]]:
   }
 
 
-def test_changes_when_a_run_resumes(main, tmp_path):
-  command = ["--config=configs/dp8.py", *TINY_LM, f"--workdir={tmp_path}/run"]
-  command += ["--config.training.steps=2", "--config.evaluation.steps=1"]
-  code, out, err = main(*command)
-  assert code == 0, (out, err)
-  before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+def test_changes_when_a_run_resumes(main, uninterrupted, tmp_path):
+  run = tmp_path / "run"
+  shutil.copytree(uninterrupted[0], run)
+  command = [*COMMAND, f"--workdir={run}", QUICK_END]
+  before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+  decay = "--config.optimizer.weight_decay=0"
   refusals = {
-    "--config.model.layers=2": ["model.layers: 1 in the checkpoint, now 2", "run_2"],
-    "--config.optimizer.name=sgd": ['optimizer.name: "adamw" in the checkpoint, now "sgd"'],
-    "--config.seed=1": ["seed: 0 in the checkpoint, now 1"],
-    "--config.data.sequence_length=24": ["data.sequence_length: 16 in the checkpoint, now 24"],
-    "--config.optimizer.weight_decay=0": [
+    (
+      "--config.model.layers=2",
+      "--config.optimizer.name=sgd",
+      "--config.seed=1",
+      "--config.data.sequence_length=24",
+    ): [
+      "model.layers: 1 in the checkpoint, now 2",
+      "run_2",
+      'optimizer.name: "adamw" in the checkpoint, now "sgd"',
+      "seed: 0 in the checkpoint, now 1",
+      "data.sequence_length: 16 in the checkpoint, now 24",
+    ],
+    (decay,): [
       "optimizer.weight_decay: 0.1 in the checkpoint, now 0.0",
       "--accept-changes=optimizer.weight_decay",
     ],
   }
-  for change, messages in refusals.items():
-    code, out, err = main(*command, change)
-    assert code == 2, (change, out, err)
+  for changes, messages in refusals.items():
+    code, out, err = main(*command, "--config.training.steps=7", *changes)
+    assert code == 2, (changes, out, err)
     for message in messages:
-      assert message in err, (change, err)
-  assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-  code, out, err = main(
-    *command,
-    "--config.training.steps=4",
-    "--config.optimizer.weight_decay=0",
-    "--accept-changes=optimizer.weight_decay",
-  )
+      assert message in err, (changes, err)
+  assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+  accepted = [decay, "--accept-changes=optimizer.weight_decay"]
+  code, out, err = main(*command, "--config.training.steps=8", *accepted)
   assert code == 0, (out, err)
-  [record] = (tmp_path / "run").glob("checkpoints/4/record/metadata")
+  [record] = run.glob("checkpoints/8/record/metadata")
   [change] = json.loads(record.read_text())["accepted_changes"]
-  assert change == {"step": 2, "key": "optimizer.weight_decay", "old": 0.1, "new": 0.0}
+  assert change == {"step": 7, "key": "optimizer.weight_decay", "old": 0.1, "new": 0.0}
 
 
 def test_mlp_learns_the_digits(main, tmp_path):
-  two = ["--config=configs/dp8.py:mlp", "--config.mesh.data=2"]
-  code, out, err = main(*two, QUICKLY, f"--workdir={tmp_path}")
+  code, out, err = main("--config=configs/single.py:mlp", QUICKLY, f"--workdir={tmp_path}")
   assert code == 0, (out, err)
   last = lines_of(tmp_path)[-1]
   assert last["eval_accuracy"] >= 0.97
@@ -161,7 +179,7 @@ def test_layout_prints_the_table_and_two_side_by_side(main):
 
 
 COMPARE = ["compare", "--config=configs/dp4_tp2.py:mlp", "--against=configs/single.py:mlp"]
-COMPARE += [f"--set=compiler_options={FAST}"]
+COMPARE += [f"--set=compiler_options={FAST}", "--set=model.model_size=16"]
 
 
 def test_compare_finds_two_strategies_equal(main):

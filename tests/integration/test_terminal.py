@@ -4,12 +4,12 @@ import pathlib
 import shlex
 
 from tests.faults.harness import saved, story
-from tests.helpers.cli import TINY_LM
+from tests.helpers.cli import TINY_MLP
 from tests.helpers.terminals import CTRL_C, Terminal, main
 
 TRAIN = [
-  "--config=configs/single.py",
-  *TINY_LM,
+  "--config=configs/single.py:mlp",
+  *TINY_MLP,
   "--config.metrics.every_steps=1",
   "--config.metrics.tensorboard=false",
   "--config.training.steps=100000",

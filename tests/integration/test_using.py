@@ -38,77 +38,57 @@ def test_a_trace_that_xprof_and_perfetto_open(trained):
 
 def test_evaluate_gives_the_same_number_on_every_mesh_and_batch_size(main, trained):
   last = [line["eval_loss"] for line in lines_of(trained) if "eval_loss" in line][-1]
-  for strategy, batch in (("single", 32), ("fsdp8", 24), ("tp8", 7)):
-    code, out, err = main(
-      "evaluate",
-      f"--config=configs/{strategy}.py",
-      *TINY_LM,
-      f"--checkpoint={trained}",
-      f"--config.data.global_batch_size={batch}",
-    )
+  for strategy, batch, where, step in (
+    ("single", 32, f"--checkpoint={trained}", 4),
+    ("single", 32, f"--checkpoint={trained}/2", 2),
+    ("fsdp8", 24, f"--workdir={trained}", 4),
+    ("tp8", 7, f"--checkpoint={trained}", 4),
+  ):
+    size = f"--config.data.global_batch_size={batch}"
+    code, out, err = main("evaluate", f"--config=configs/{strategy}.py", *TINY_LM, where, size)
     assert code == 0, (out, err)
-    assert float(out.split("eval_loss ")[1].split()[0]) == pytest.approx(last, abs=1e-4)
-  for where, step in ((f"--checkpoint={trained}/2", 2), (f"--workdir={trained}", 4)):
-    code, out, _ = main("evaluate", "--config=configs/single.py", *TINY_LM, where)
-    assert code == 0
     assert f"evaluation after step {step} (the whole split)" in out
+    loss = float(out.split("eval_loss ")[1].split()[0])
+    assert (loss == pytest.approx(last, abs=1e-4)) == (step == 4)
 
 
-def test_another_run_starts_with_the_parameters(main, trained, tmp_path):
-  source = f"--config.checkpoint.initialize_from={trained}/4"
-  code, out, err = main(
-    "--config=configs/dp8.py", *SHORT, "--config.seed=5", source, f"--workdir={tmp_path}/new"
-  )
-  assert code == 0, (out, err)
-  assert f"starts with the parameters of {trained}/4, step 4" in out
-  first = lines_of(tmp_path / "new")[0]
-  assert first["step"] == 1
-  assert first["loss"] < lines_of(trained)[0]["loss"] - 0.3
-
-
-def test_sample_continues_prompts_on_any_mesh(main, trained, tmp_path):
-  (tmp_path / "prompts").write_text("import\ndef f\n")
-  settings = ["--max_new_tokens=5", "--temperature=0", f"--checkpoint={trained}"]
-  texts = []
-  for strategy in ("single", "tp8"):
-    code, out, err = main(
-      "sample",
-      f"--config=configs/{strategy}.py",
-      *TINY_LM,
-      *settings,
-      "--prompt=import",
-      "--prompt=def f",
-    )
-    assert code == 0, (out, err)
-    texts.append(out)
-  assert texts[0] == texts[1]
-  assert "import" in texts[0]
-  settings[-1] = f"--workdir={trained}"
-  code, out, _ = main(
-    "sample", "--config=configs/single.py", *TINY_LM, *settings, f"--prompt_file={tmp_path}/prompts"
-  )
-  assert code == 0
-  assert out == texts[0]
-
-
-def test_the_best_step_is_kept(main, tmp_path):
-  keep = ["keep=1", "keep_best=eval_loss", "every_steps=0"]
+def test_another_run_starts_with_the_parameters_and_its_best_step_is_kept(main, trained, tmp_path):
+  keep = [f"initialize_from={trained}/4", "keep=1", "keep_best=eval_loss", "every_steps=0"]
   code, out, err = main(
     "--config=configs/dp8.py",
     *SHORT,
     *(f"--config.checkpoint.{key}" for key in keep),
+    "--config.seed=5",
     "--config.evaluation.every_steps=1",
     "--config.training.steps=5",
     "--config.optimizer.learning_rate=3.0",  # so that the first steps are the best
     "--config.optimizer.warmup_steps=3",
-    f"--workdir={tmp_path}",
+    f"--workdir={tmp_path}/new",
   )
   assert code == 0, (out, err)
-  losses = {line["step"]: line["eval_loss"] for line in lines_of(tmp_path) if "eval_loss" in line}
+  assert f"starts with the parameters of {trained}/4, step 4" in out
+  lines = lines_of(tmp_path / "new")
+  assert lines[0]["step"] == 1
+  assert lines[0]["loss"] < lines_of(trained)[0]["loss"] - 0.3
+  losses = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
   best = min(losses, key=losses.get)
   assert best < 5
-  there = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+  there = {path.name for path in (tmp_path / "new" / "checkpoints").iterdir()}
   assert there == {str(best), "5"}
+
+
+def test_sample_continues_prompts_on_any_mesh(main, trained, tmp_path):
+  (tmp_path / "prompts").write_text("import\ndef f\n")
+  given = [f"--checkpoint={trained}", "--prompt=import", "--prompt=def f"]
+  read = [f"--workdir={trained}", f"--prompt_file={tmp_path}/prompts"]
+  texts = []
+  for strategy, prompts in (("single", given), ("tp8", read)):
+    settings = [*TINY_LM, "--max_new_tokens=5", "--temperature=0", *prompts]
+    code, out, err = main("sample", f"--config=configs/{strategy}.py", *settings)
+    assert code == 0, (out, err)
+    texts.append(out)
+  assert texts[0] == texts[1]
+  assert "import" in texts[0]
 
 
 def test_the_run_ends_with_a_continuation(training):
