@@ -287,7 +287,7 @@ class _Worker:
     self._send(task)
 
   def give(self, unit: documents.Unit) -> None:
-    """Lets it work on a unit."""
+    """Assigns a unit to it."""
     self.unit = unit
     self._send(unit)
 
@@ -303,14 +303,14 @@ class _Worker:
     answers.put((self.number, None))
 
   def end(self) -> None:
-    """Ends it, whatever it is doing."""
+    """Kills it."""
     self._process.kill()
     self._process.wait()
     with contextlib.suppress(BrokenPipeError):
       self._process.stdin.close()
 
   def death(self) -> str:
-    """Returns how it has ended, and the last that it said."""
+    """Returns how it ended, and the last line that it printed."""
     code = self._process.wait()
     self._errors.seek(0)
     last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]

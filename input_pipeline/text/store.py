@@ -190,7 +190,7 @@ def is_there(folder: epath.Path) -> bool:
 
 
 def remove_partial(folder: epath.Path) -> None:
-  """Removes what killed processes have left in a folder of shards; nobody else may be writing."""
+  """Removes what killed processes have left in a folder of shards; the caller holds its lock."""
   if files.is_local(folder):
     for left in folder.glob("*.tmp"):
       left.rmtree()

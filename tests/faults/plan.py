@@ -354,4 +354,14 @@ ROWS = (
     "rows_numbers",
     30,
   ),
+  Row(
+    31,
+    "SIGKILL while text is prepared, one to three times in a row: of the command, or of one of its "
+    "worker processes",
+    30,
+    "complete shards stay and the same command continues; the store is that of an undisturbed "
+    "preparation to the byte; no worker outlives the command",
+    "rows_text",
+    12,
+  ),
 )
