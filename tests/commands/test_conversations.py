@@ -93,6 +93,12 @@ def test_prepared_shown_trained_on_and_resumed(main, chats, tmp_path):
   assert "resumes from the checkpoint of step 3" in out
 
 
+def test_no_tokenizer_is_trained_on_conversations(main, chats):
+  code, out, err = main("prepare", *chats[1], "--train_tokenizer=300")
+  assert (code, out) == (2, "")
+  assert "--train_tokenizer=300: data.name='conversations' is no text; choose" in err
+
+
 BAD = {
   "neither": ({"text": "a"}, r"chats.jsonl:2: it has none of 'messages', .* only 'text'"),
   "empty": ({"messages": []}, r"chats.jsonl:2: the conversation is empty"),
