@@ -36,6 +36,7 @@ DOCUMENT = np.dtype([("tokens", "<u4"), ("bytes", "<u4"), ("hash", "<u8"), ("tra
 _WRITER_OPTIONS = "group_size:1,uncompressed"
 _READER = {"options": "readahead_buffer_size:0", "file_reader_buffer_size": 32768}
 _LARGEST_INDEX = 2**36
+_MOST_READERS = 512  # that are open: each has a file descriptor; opening one takes 0.25 ms
 _COUNTS = ("documents", "empty", "tokens", "bytes", "trained", "records", "largest_id", "bad")
 
 
@@ -405,11 +406,14 @@ class Documents:
   def _reader(self, shard: int) -> Any:
     """Returns the reader of a shard; RuntimeError where its file is damaged as a whole."""
     with self._lock:
-      if shard not in self._readers:
+      reader = self._readers.pop(shard, None)
+      if reader is None:
         path = str(self.shards[shard].folder / TOKENS)
         reader = array_record_module.ArrayRecordReader(path, **_READER)
         there, said = reader.num_records(), self.shards[shard].manifest["records"]
         if there != said:
           raise RuntimeError(f"{path} has {there} records, and {MANIFEST} says {said}")
-        self._readers[shard] = reader
-      return self._readers[shard]
+      self._readers[shard] = reader  # the last one: it was used last
+      while len(self._readers) > _MOST_READERS:
+        del self._readers[next(iter(self._readers))]  # a read under way keeps its own reference
+      return reader

@@ -225,6 +225,15 @@ def test_documents_without_text_are_left_out_and_counted(tmp_path):
   assert (len(found.documents), found.empty) == (1, 2)
 
 
+def test_worker_processes_import_nothing_slow():
+  slow = {"jax", "flax", "orbax", "grain", "tensorflow", "tensorflow_datasets"}
+  program = f"import sys, {preparation.worker.__name__}; print({slow} & set(sys.modules))"
+  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+  command = [sys.executable, "-c", program]
+  found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+  assert found.stdout == "set()\n"
+
+
 def test_a_tokenizer_that_encodes_otherwise_has_a_folder_of_its_own(tmp_path):
   data, encoder = section(tmp_path, tmp_path), tokenizer.load("bytes")
 

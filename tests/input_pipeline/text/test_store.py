@@ -1,5 +1,6 @@
 """Shards of documents: complete or absent, compared with what was written, damage by name."""
 
+import itertools
 import json
 
 import numpy as np
@@ -65,6 +66,15 @@ def test_records_of_several_shards_in_any_order(tmp_path):
   np.testing.assert_array_equal(stream, np.concatenate([pieces[i] for i in order]))
   assert found.records == 16
   assert found.place(12).startswith(f"document 3 of {folders[1]}/")
+
+
+def test_few_files_are_open_at_once(tmp_path, monkeypatch):
+  monkeypatch.setattr(store, "_MOST_READERS", 2)
+  parts = [documents(300, sizes=(5, 9), seed=i) for i in range(4)]
+  found, stream, _ = read([write(tmp_path / str(i), 300, part) for i, part in enumerate(parts)])
+  np.testing.assert_array_equal(stream, np.concatenate([*itertools.chain(*parts)]))
+  assert len(found._readers) == 2
+  np.testing.assert_array_equal(found.read(np.array([1, 6]))[0], [*parts[0][1], *parts[3][0]])
 
 
 def test_which_tokens_are_learned_is_kept_with_them(tmp_path):
