@@ -12,6 +12,7 @@ from benchmarks import step_overhead
 from configs.schema import finalize
 from runtime.devices import Devices
 from tests.helpers.compiling import FAST
+from tests.helpers.jobs import first_state
 from training import setup
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -72,7 +73,7 @@ CASES = [("dp4_tp2", "lm"), ("dp2_fsdp2_tp2", "lm"), ("tp8", "lm"), ("dp4_tp2", 
 def test_agrees_with_the_application(strategy, recipe):
   ready = prepare(strategy, recipe)
   batches = [draw_batch(ready, step) for step in range(STEPS)]
-  state = ready.initial_state()
+  state = first_state(ready)
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
     start, plain_step = step_overhead.plain_step(ready, batches[0])
   plain_state = start(jax.device_get(state.params))

@@ -11,15 +11,17 @@ import pytest
 
 from models.mlp import MLP
 from partitioning.parallel import sharded_function
+from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.comparison import (
   MESHES,
+  PLAIN,
   SEQUENCE_PARALLEL,
   assert_equal,
   reference,
   train,
 )
 from training import step
-from training.parity import CopiesDifferError
+from training.parity import BOUNDS, CopiesDifferError
 
 psum, psum_scatter, all_gather = jax.lax.psum, jax.lax.psum_scatter, jax.lax.all_gather
 
@@ -41,10 +43,29 @@ def assert_caught(mesh, overrides=None, *, recipe="lm"):
     assert_equal(ours, wanted, "float64")
 
 
+def assert_caught_by_the_loss(mesh, overrides=None):
+  """Computes the first loss on a mesh; the comparison of losses with one device must fail.
+
+  Without gradients, where the forward pass is broken: it compiles in a third.
+  """
+  wanted = assert_caught.references["lm"].trained.losses[0]
+  keys = {**PLAIN, "training.parameter_dtype": "float64", **MESHES[mesh], **(overrides or {})}
+  with jax.enable_x64(True):
+    job = make_job("single", "lm", **keys)
+    found = job.compile_eval_step().function(first_state(job).params, place(job, host_batch(job)))
+    loss = float(found["loss"] / found["weight"])
+  assert not abs(loss - wanted) <= BOUNDS["float64"] * abs(wanted)
+
+
 @pytest.fixture(autouse=True)
 def _references():
   """Trains on one device before anything is patched."""
   assert_caught.references = {recipe: reference(recipe, "float64") for recipe in ("lm", "mlp")}
+
+
+def test_an_unbroken_loss_is_that_of_one_device():
+  with pytest.raises(AssertionError):
+    assert_caught_by_the_loss("data4_tensor2", SEQUENCE_PARALLEL)
 
 
 def test_a_loss_summed_twice(monkeypatch):
@@ -113,7 +134,7 @@ def test_partial_sums_scaled_at_the_end_of_a_block(monkeypatch):
     return psum_scatter(x, *arguments, **keywords) * jnp.asarray(0.5, x.dtype)
 
   monkeypatch.setattr(jax.lax, "psum_scatter", scaled)
-  assert_caught("data4_tensor2", SEQUENCE_PARALLEL)
+  assert_caught_by_the_loss("data4_tensor2", SEQUENCE_PARALLEL)
 
 
 def test_partial_sums_that_are_cut_and_not_summed(monkeypatch):
@@ -124,13 +145,13 @@ def test_partial_sums_that_are_cut_and_not_summed(monkeypatch):
     return jax.lax.dynamic_slice_in_dim(x, start, length, scatter_dimension)
 
   monkeypatch.setattr(jax.lax, "psum_scatter", cut)
-  assert_caught("data4_tensor2", SEQUENCE_PARALLEL)
+  assert_caught_by_the_loss("data4_tensor2", SEQUENCE_PARALLEL)
 
 
 def test_a_sum_over_tensor_left_out(monkeypatch):
   # test_trains_as_one_device_does[fsdp4_tensor2], where the products are written by hand.
   monkeypatch.setattr(jax.lax, "psum", lambda x, axes: x)
-  assert_caught("fsdp4_tensor2")
+  assert_caught_by_the_loss("fsdp4_tensor2")
 
 
 def test_an_embedding_that_every_device_finds(monkeypatch):
@@ -141,4 +162,4 @@ def test_an_embedding_that_every_device_finds(monkeypatch):
     return x if condition.ndim == 3 and x.ndim == 3 and x.shape[2] == 40 else where(condition, x, y)
 
   monkeypatch.setattr(jnp, "where", unmasked)
-  assert_caught("data4_tensor2", SEQUENCE_PARALLEL)
+  assert_caught_by_the_loss("data4_tensor2", SEQUENCE_PARALLEL)

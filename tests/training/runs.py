@@ -1,6 +1,7 @@
 """Runs in this process, with rows that give bad numbers, and what they leave."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import time
@@ -60,9 +61,11 @@ class QuickJob(Job):
     return self._compiled[key]
 
 
+@functools.cache
 def job(strategy: str = "dp8", /, **overrides) -> Job:
   """Returns a small classifier; the overrides must not change a step, but for the optimizer.
 
+  Prepared once for all tests, which change nothing of it.
   Data parallelism is over two devices: over eight, a run takes a third longer.
   """
   fewer = {"mesh.data": 2} if strategy == "dp8" else {}

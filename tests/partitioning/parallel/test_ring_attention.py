@@ -10,7 +10,15 @@ from analysis import collectives
 from partitioning.parallel import ring_attention
 from planning.activation_memory import body, equations, fixed_and_carried
 from tests.helpers.jobs import first_state, host_batch, make_job, place
-from tests.parity.comparison import FEATURES, SEQUENCE_PARALLEL, assert_equal, reference, train
+from tests.parity.comparison import (
+  FEATURES,
+  PLAIN,
+  SEQUENCE_PARALLEL,
+  assert_equal,
+  reference,
+  train,
+)
+from training.parity import BOUNDS
 
 MESHES = {
   "context8": {"mesh.context": 8},
@@ -49,6 +57,8 @@ def test_trains_as_one_device_does(mesh, kind):
 )
 def test_windows_soft_caps_documents_dropout_and_a_replicated_head(mesh, kind):
   overrides = {**LONG, **SEEN, **ONE_HEAD, **MESHES[mesh], "model.context_attention": kind}
+  if kind == "ring":  # where the sequence stays split over `context`
+    overrides["training.loss_chunks"] = 2
   assert_equal(train("lm", "float64", overrides), on_one_device(True), "float64")
 
 
@@ -64,7 +74,7 @@ def test_with_everything_else():
 
 
 def test_rows_so_long_that_one_device_takes_them_in_blocks():
-  long = {"data.sequence_length": 128, "data.global_batch_size": 8}
+  long = {"data.sequence_length": 128, "data.global_batch_size": 4}
   split = {**MESHES["fsdp2_context2_tensor2"], "model.context_attention": "gather"}
   one, whole = train("lm", "float64", long), {"mesh.fsdp": 2, "mesh.tensor": 4}
   for mesh in (split, whole):
@@ -79,7 +89,12 @@ def test_in_float32():
 @functools.cache
 def evaluated(kind, **overrides):
   """Returns the sums of an evaluation step on the first state."""
-  job = make_job("single", "lm", **{**LONG, **overrides, "model.context_attention": kind})
+  return sums({**overrides, "model.context_attention": kind})
+
+
+def sums(overrides):
+  """Returns the sums of an evaluation step on the first state."""
+  job = make_job("single", "lm", **{**LONG, **overrides})
   step = job.compile_eval_step().function
   found = step(first_state(job).params, place(job, host_batch(job)))
   return {key: float(value) for key, value in found.items()}
@@ -193,6 +208,34 @@ def test_memory_falls_with_the_axis_and_keys_go_round():
 # ------------------------------ mutations ------------------------------
 
 
+BROKEN = {**SEEN, **ONE_HEAD, "model.dropout_rate": 0.0, **MESHES["context8"], **RING}
+
+
+def loss_in_float64(**overrides):
+  """Returns the sum of the losses of an evaluation step."""
+  with jax.enable_x64(True):
+    return sums({**PLAIN, **LONG, "training.parameter_dtype": "float64", **overrides})["loss"]
+
+
+@functools.cache
+def unbroken_loss():
+  """Returns the loss on one device, having compared the ring's with it."""
+  wanted = loss_in_float64(**{**BROKEN, "mesh.context": 1})
+  assert loss_in_float64(**BROKEN) == pytest.approx(wanted, rel=BOUNDS["float64"])
+  return wanted
+
+
+def assert_caught_by_the_loss():
+  """Compares losses; the one of one device was computed before."""
+  assert loss_in_float64(**BROKEN) != pytest.approx(unbroken_loss(), rel=BOUNDS["float64"])
+
+
+@pytest.fixture
+def _unbroken():
+  """Computes the loss on one device before anything is patched."""
+  unbroken_loss()
+
+
 def assert_caught():
   """Trains; the comparison with one device, trained before, must fail."""
   wanted = on_one_device(True)
@@ -201,33 +244,33 @@ def assert_caught():
     assert_equal(ours, wanted, "float64")
 
 
+@pytest.mark.usefixtures("_unbroken")
 def test_a_wrong_rotation_of_the_ring(monkeypatch):
-  on_one_device(True)
   permute = jax.lax.ppermute
   monkeypatch.setattr(
     jax.lax, "ppermute", lambda x, axes, pairs: permute(x, axes, [(b, a) for a, b in pairs])
   )
-  assert_caught()
+  assert_caught_by_the_loss()
 
 
+@pytest.mark.usefixtures("_unbroken")
 def test_an_off_by_one_at_a_seam(monkeypatch):
-  on_one_device(True)
   slots = ring_attention._Ring.slots
   monkeypatch.setattr(
     ring_attention._Ring, "slots", lambda self, device, length: slots(self, device, length) + 1
   )
-  assert_caught()
+  assert_caught_by_the_loss()
 
 
+@pytest.mark.usefixtures("_unbroken")
 def test_a_mask_that_leaks_across_documents(monkeypatch):
-  on_one_device(True)
   masked = ring_attention._masked
 
   def without(facts, *more):
     return masked(facts._replace(segments_BT=None), *more)
 
   monkeypatch.setattr(ring_attention, "_masked", without)
-  assert_caught()
+  assert_caught_by_the_loss()
 
 
 def test_gradients_of_keys_that_do_not_come_home(monkeypatch):
