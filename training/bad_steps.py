@@ -243,6 +243,8 @@ _OLD_DATA = {
   "chat_template": "",
   "untrained_conversations": "refuse",
   "long_conversations": "refuse",
+  "sources": (),
+  "stages": (),
 }
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from etils import epath
 
 from input_pipeline.text import documents, items, store, tokenizer
+from runtime import exit_codes
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 2**21  # that the tokenizer gets at once
 _LONGEST = 2**32 - 2  # bytes of a document
@@ -183,7 +184,7 @@ def _listen(messages: queue.SimpleQueue) -> None:
     try:
       messages.put(pickle.load(sys.stdin.buffer))
     except EOFError:
-      os._exit(0)
+      os._exit(exit_codes.DONE)
 
 
 def _telling(answer: Callable, counts: list[int]) -> Callable[[int, int, int], None]:

@@ -22,7 +22,7 @@ DATA_SETS = ["digits", "kitti", "mnist", "python_source", "wiki40b", "glue", "lm
     ("data.batch_size", KEYS, "data.global_batch_size"),
     ("learning_rate", KEYS, "optimizer.learning_rate"),
     ("training.learning_rate", KEYS, "optimizer.learning_rate"),
-    ("data.tokenizer", KEYS, None),
+    ("data.colour", KEYS, None),
     ("model.colour", KEYS, None),
     ("wikitext", DATA_SETS, None),
     ("imagenet", DATA_SETS, None),
