@@ -10,17 +10,17 @@ import time
 import pytest
 
 from tests.faults import same
-from tests.faults.harness import QUICK, Run, named, saved, story
+from tests.faults.harness import CLASSIFIER, Run, named, saved, story
 
-STEPS = 30
-FLAGS = (*QUICK, *same.KEPT)
+STEPS = 40
+SETTINGS = {"steps": STEPS, "flags": same.KEPT, "common": CLASSIFIER}
 
 
 @pytest.fixture(scope="module")
 def clean(forks, tmp_path_factory):
   """Returns what a run without a fault leaves, one of whose processes is late at the end."""
   workdir = tmp_path_factory.mktemp("clean") / "run"
-  with Run(workdir, steps=STEPS, flags=FLAGS, forks=forks) as run:
+  with Run(workdir, **SETTINGS, forks=forks) as run:
     run.wait_for(f"evaluation after step {STEPS}")
     run.signal(1, signal.SIGSTOP)
     time.sleep(1.5)
@@ -34,7 +34,7 @@ def test_each_step_of_a_clean_run_appears_once_and_in_order(clean):
   steps = [step for step, numbers in lines if "loss" in numbers and "eval_loss" not in numbers]
   assert steps == list(range(1, STEPS + 1))
   assert list(clean.arrays) == list(range(same.DIGEST_EVERY, STEPS + 1, same.DIGEST_EVERY))
-  tables = [arrays["params.embed.table"] for arrays in clean.arrays.values()]
+  tables = [arrays["params.layer_1.kernel"] for arrays in clean.arrays.values()]
   assert len(set(tables)) == len(tables)
 
 
@@ -42,8 +42,7 @@ def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(
   clean, forks, tmp_path
 ):
   workdir = tmp_path / "run"
-  settings = {"launcher": True, "steps": STEPS, "flags": FLAGS}
-  with Run(workdir, restarts=3, forks=forks, **settings) as run:
+  with Run(workdir, launcher=True, restarts=3, forks=forks, **SETTINGS) as run:
     # ------------------------------ killed ------------------------------
     run.wait_for("step 12/")
     run.signal(0, signal.SIGKILL)
@@ -79,8 +78,7 @@ def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(
 @pytest.mark.faults
 def test_a_run_whose_reader_sleeps_ends_as_one_whose_reader_does_not(clean, tmp_path):
   workdir = tmp_path / "run"
-  settings = {"launcher": True, "steps": STEPS, "flags": FLAGS}
-  with Run(workdir, restarts=1, slow=1, **settings) as run:
+  with Run(workdir, launcher=True, restarts=1, slow=1, **SETTINGS) as run:
     run.wait_for("step 16/")
     stalled = run.stall()
     run.wait_for("restart 1 of 1")
