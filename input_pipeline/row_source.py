@@ -209,7 +209,8 @@ def array_source(name, arrays):
   """
   ids = 0
   if "tokens" in arrays:
-    ids = 1 + max(int(arrays[field].max()) for field in ("tokens", "targets") if field in arrays)
+    fields = [field for field in ("tokens", "targets") if field in arrays]
+    ids = 1 + max(int(arrays[field].max(initial=-1)) for field in fields)
   digest = hashlib.sha256()
   for field, array in sorted(arrays.items()):
     digest.update(f"{field} {array.shape} {array.dtype.str}".encode() + array.tobytes())

@@ -126,7 +126,8 @@ def test_a_vocabulary_of_the_tokens_that_occur_is_enough(config, data_dir, write
 
 
 def test_kinds(config):
-  assert "'audio' rows: they are one of text, image, random" in _refusal(config("digits", "audio"))
+  message = _refusal(config("digits", "audio"))
+  assert "(Task.rows='audio'), which only a registered data source gives" in message
   for name, kind in (("random_normal", "text"), ("digits", "random")):
     message = _refusal(config(name, kind))
     assert f"data.name={name!r}: this recipe's task reads {kind} rows, and the only" in message
