@@ -167,6 +167,15 @@ def test_a_manifest_of_other_records_is_named(tmp_path):
     read([folder])
 
 
+def test_a_record_of_another_length_is_bad(tmp_path):
+  folder = write(tmp_path / "a", 256, documents(256, sizes=(3, 1, 9)))
+  other = write(tmp_path / "b", 256, documents(256, sizes=(1, 3, 9)))
+  (folder / store.TOKENS).write_bytes((other / store.TOKENS).read_bytes())
+  with pytest.raises(store.RecordError) as error:
+    read([folder])
+  assert error.value.records == {0: "it has 1 bytes, not 3", 1: "it has 3 bytes, not 1"}
+
+
 def test_a_flipped_bit_costs_its_record_alone(tmp_path):
   tokens = documents(256)
   folder = write(tmp_path / "a", 256, tokens)
