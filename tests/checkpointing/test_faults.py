@@ -58,8 +58,9 @@ def test_a_damaged_file_is_noticed_and_the_older_step_is_used(name, how, copy, c
     assert warning in capfd.readouterr().err, done
     assert checkpointer.steps() == [10, 20]
     assert (copy / "30.broken").is_dir()
-    save_counting(checkpointer, 25)  # older than the broken one
-    assert_bit_equal(checkpointer.restore(counting_target())[1], counting_tree(25))
+    if how is damage.DAMAGES[0]:  # what follows is the same for all
+      save_counting(checkpointer, 25)  # older than the broken one
+      assert_bit_equal(checkpointer.restore(counting_target())[1], counting_tree(25))
 
 
 def test_several_broken_steps_are_all_named_and_passed_over(copy):
@@ -116,7 +117,7 @@ def test_a_broken_step_that_is_asked_for_by_name_is_refused(copy):
 
 # ------------------------------ killed while saving ------------------------------
 
-KILLS = 12
+KILLS = range(6, 13)  # as many as it takes until one meets a save under way
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +146,9 @@ def start(server, folder, saves):
 def test_whatever_a_kill_leaves_opens_and_restores_to_a_saved_state(server, tmp_path):
   seed = random.randrange(2**32)
   rng = random.Random(seed)
-  torn = newest = 0
-  for _ in range(KILLS):
+  torn = newest = kills = 0
+  while kills < KILLS.start or (not torn and kills < KILLS.stop):
+    kills += 1
     pid = start(server, tmp_path, saves=rng.randrange(1, 5))
     time.sleep(rng.random() * 0.15)
     os.kill(pid, signal.SIGKILL)
@@ -162,7 +164,7 @@ def test_whatever_a_kill_leaves_opens_and_restores_to_a_saved_state(server, tmp_
         save_counting(checkpointer, step + 1)
         newest = step + 1
     assert not said, (seed, said)
-  assert torn, f"no kill of {KILLS} met a save under way (seed {seed})"
+  assert torn, f"no kill of {kills} met a save under way (seed {seed})"
 
 
 @pytest.mark.parametrize("stage", STAGES)

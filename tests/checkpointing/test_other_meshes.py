@@ -5,12 +5,15 @@ taken: the loss of the first depends on the parameters alone, that of the second
 restored moments and count as well.
 """
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from checkpointing.checkpointer import Checkpointer
 from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
-from tests.helpers.jobs import host_batch, make_job, place
+from tests.helpers.jobs import first_state, host_batch, make_job, place
 from training.setup import Job
 from training.state import State
 
@@ -19,9 +22,16 @@ SAVED, LAST = 3, 5  # steps
 PRECISE = {"training.matmul_precision": "highest"}
 
 
-def step_from(job: Job, state: State, last: int) -> tuple[State, list[tuple[float, float]]]:
+@functools.cache
+def prepared(strategy: str) -> tuple[Job, Callable]:
+  """Returns the job of a strategy, and its compiled train step."""
+  job = make_job(strategy, "lm", **PRECISE)
+  return job, job.compile_train_step().function
+
+
+def step_from(strategy: str, state: State, last: int) -> tuple[State, list[tuple[float, float]]]:
   """Takes the steps up to `last`; returns the state and each one's (loss, gradient norm)."""
-  train_step = job.compile_train_step().function
+  job, train_step = prepared(strategy)
   numbers = []
   for step in range(int(state.step), last):
     state, metrics = train_step(state, place(job, host_batch(job, seed=step)))
@@ -32,33 +42,33 @@ def step_from(job: Job, state: State, last: int) -> tuple[State, list[tuple[floa
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
   """Returns the folder of a dp8 run saved after step 3, and the numbers of the steps after it."""
-  job = make_job("dp8", "lm", **PRECISE)
+  job, _ = prepared("dp8")
   folder = tmp_path_factory.mktemp("run") / "checkpoints"
-  state, _ = step_from(job, job.initial_state(), SAVED)
+  state, _ = step_from("dp8", first_state(job), SAVED)
   with Checkpointer(folder) as checkpointer:
     checkpointer.save(SAVED, tree_of(state), config=CONFIG, record=RECORD)
-  return folder, step_from(job, state, LAST)[1]
+  return folder, step_from("dp8", state, LAST)[1]
 
 
 @pytest.mark.parametrize("strategy", ["dp4_tp2", "fsdp8", "single"])
 def test_the_next_losses_are_those_of_the_mesh_that_saved(strategy, run):
   folder, wanted = run
-  job = make_job(strategy, "lm", **PRECISE)
+  job, _ = prepared(strategy)
   with Checkpointer(folder, read_only=True) as checkpointer:
     step, tree = checkpointer.restore(abstract(job))
   assert step == SAVED
-  _, numbers = step_from(job, State(**tree), LAST)
+  _, numbers = step_from(strategy, State(**tree), LAST)
   np.testing.assert_allclose(numbers, wanted, rtol=BOUND)
 
 
 def test_a_step_of_another_state_would_be_noticed(run):
   folder, wanted = run
-  job = make_job("single", "lm", **PRECISE)
+  job, _ = prepared("single")
   with Checkpointer(folder, read_only=True) as checkpointer:
     _, tree = checkpointer.restore(abstract(job))
-  fresh = job.initial_state()
+  fresh = first_state(job)
   lost = State(tree["step"], tree["params"], fresh.optimizer)  # a restore without the optimizer
-  _, numbers = step_from(job, lost, LAST)
+  _, numbers = step_from("single", lost, LAST)
   first, second = (np.abs(np.divide(a, b) - 1) for a, b in zip(numbers, wanted, strict=True))
   assert first.max() < BOUND
   assert second.max() > 10 * BOUND
