@@ -59,8 +59,7 @@ def in_float32(variant):
   [
     ("families", {}),
     ("families", {"mesh.fsdp": 2, "mesh.tensor": 2, **SEQUENCE_PARALLEL}),
-    ("learned", {"mesh.fsdp": 2}),
-    ("learned", {"mesh.tensor": 2}),
+    ("learned", {"mesh.fsdp": 2, "mesh.tensor": 2}),
   ],
 )
 def test_each_gradient_is_that_of_float32(variant, mesh):

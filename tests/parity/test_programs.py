@@ -143,7 +143,8 @@ def test_nothing_of_a_kernels_size_is_kept_for_the_backward_pass(strategy, dtype
   """Neither cast nor turned: the kernels as they are stored are there anyway."""
   job = make_job(strategy, "lm", **{"training.compute_dtype": dtype})
   with job.tracing():
-    program = jax.make_jaxpr(job.program.train_step)(job.state, job.batch)
+    gradients, key = job.program.gradients, jax.random.key(0)
+    program = jax.make_jaxpr(gradients)(job.state.params, job.batch, key)
   sizes = {leaf.size for leaf in jax.tree.leaves(job.state.params["layers"]) if leaf.ndim > 2}
   loops = scans(program.jaxpr)
   assert len(loops) == 2, "the layers, and back"

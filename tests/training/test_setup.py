@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from partitioning.rules import LayoutError, named_leaves
 from planning import activation_memory
 from reports import layout_text
 from runtime.devices import Devices
-from tests.helpers.jobs import make_job
+from tests.helpers.jobs import first_state, make_job
 from training import setup as jobs
 
 
@@ -203,7 +204,9 @@ def test_the_verdict_lists_what_the_train_step_is_compiled_with(name, monkeypatc
       yield layout
 
   monkeypatch.setattr(jobs, "activation_layout", kept)
-  monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: None)  # XLA has no say
+  # What comes after the trace has no say.
+  nothing = types.SimpleNamespace(compile=lambda **_: None)
+  monkeypatch.setattr(jax.stages.Traced, "lower", lambda *_, **__: nothing)
   job = program(name)
   judged = job.activations.seen
   job.compile_train_step()
@@ -298,7 +301,7 @@ def test_an_override_reaches_the_arrays():
 
 def test_every_leaf_of_the_state_is_compared_with_its_spec():
   job = make_job("dp2_fsdp2_tp2", "mlp")
-  state = job.initial_state()
+  state = first_state(job)
   job.check_placed(state)
   moved = NamedSharding(job.mesh, PartitionSpec("tensor"))
   params = {**state.params, "layer_1": dict(state.params["layer_1"])}

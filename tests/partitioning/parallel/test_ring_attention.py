@@ -81,8 +81,9 @@ def test_rows_so_long_that_one_device_takes_them_in_blocks():
     assert_equal(train("lm", "float64", {**long, **mesh}), one, "float64")
 
 
-def test_in_float32():
-  ours = train("lm", "float32", {**MESHES["fsdp2_context2_tensor2"], **RING})
+def test_with_sequence_parallel_regions_in_float32():
+  mesh = MESHES["fsdp2_context2_tensor2"]
+  ours = train("lm", "float32", {**mesh, **RING, **SEQUENCE_PARALLEL})
   assert_equal(ours, reference("lm", "float32"), "float32")
 
 
