@@ -1,8 +1,11 @@
 """Parses command lines of main.py without running them, each in a fork of one process.
 
-Reads a line of JSON per command line from standard input: a list of arguments. Answers with a line
-of JSON: what is wrong with it, or "". Flags, config files, override keys and their types are
-checked as at a real start, and so are the config's values, for the devices that its mesh asks for.
+  python -m tests.docs.parsing_process QUESTIONS ANSWERS
+
+Reads a line of JSON per command line from the first file: a list of arguments. Answers with a line
+of JSON in the second: what is wrong with it, or "". Flags, config files, override keys and their
+types are checked as at a real start, and so are the config's values, for the devices that its mesh
+asks for.
 """
 
 import contextlib
@@ -49,5 +52,6 @@ def in_a_fork(arguments: list[str]) -> str:
 
 
 if __name__ == "__main__":
-  for line in sys.stdin:
-    print(json.dumps(in_a_fork(json.loads(line))), flush=True)
+  with open(sys.argv[1]) as questions, open(sys.argv[2], "w") as answers:
+    for line in questions:
+      print(json.dumps(in_a_fork(json.loads(line))), file=answers, flush=True)

@@ -4,8 +4,6 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -24,25 +22,23 @@ def keys() -> frozenset[str]:
 
 
 @pytest.fixture(scope="module")
-def refusals():
+def refusals(forks, tmp_path_factory):
   """Returns a function from arguments of main.py to what a start would be refused for."""
-  server = subprocess.Popen(
-    [sys.executable, str(ROOT / "tests" / "docs" / "parsing_process.py")],
-    cwd=ROOT,
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
+  folder = tmp_path_factory.mktemp("parsing")
+  asked, answers = (folder / name for name in ("asked", "answers"))
+  for pipe in (asked, answers):
+    os.mkfifo(pipe)
+  command = ["-m", "tests.docs.parsing_process", str(asked), str(answers)]
+  process = forks.start(command, out=folder / "out")
+  with asked.open("w") as questions, answers.open() as lines:
 
-  def ask(arguments: list[str]) -> str:
-    server.stdin.write(json.dumps(arguments) + "\n")
-    server.stdin.flush()
-    return json.loads(server.stdout.readline())
+    def ask(arguments: list[str]) -> str:
+      questions.write(json.dumps(arguments) + "\n")
+      questions.flush()
+      return json.loads(lines.readline())
 
-  yield ask
-  server.stdin.close()
-  server.wait()
+    yield ask
+  assert process.wait() == 0, (folder / "out").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

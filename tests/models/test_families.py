@@ -16,7 +16,7 @@ from models.layer_pattern import is_global
 from models.transformer import train_flops_per_example
 from partitioning.rules import named_leaves
 from tests.models import families
-from tests.models.families import FAMILIES, LENGTH, ROWS, drawn, job_of, tokens, tree_of
+from tests.models.families import FAMILIES, LENGTH, ROWS, drawn, tokens, tree_of
 from training.step import make_program
 
 FIXTURE = families.__file__.replace("families.py", "fixtures/families.npz")
@@ -35,6 +35,9 @@ PUBLISHED = {
   "gemma2_9b": 9_241_705_984,
   "gemma3_1b": 999_885_952,
 }
+
+
+job_of = functools.cache(families.job_of)  # prepared once for all tests
 
 
 @functools.cache

@@ -91,6 +91,7 @@ def test_float32_matmuls_take_twice_as_long_on_gpus():
   assert half.compute < wide.compute
 
 
+@functools.cache
 def scores_bytes(length, **overrides):
   """Returns the HBM bytes of a step of one row, over those of all scores in float32, once."""
   job = make_job(
