@@ -5,6 +5,7 @@ returns the function to run; `plan` and `tour` (ALONE) are one process without a
 `run()`.
 """
 
+import gc
 import importlib
 import sys
 import traceback
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
   except (ValueError, OSError) as error:
     return refuse(error)
   command = importlib.import_module(f"commands.{verb}")  # the others' imports take time
+  gc.freeze()  # what was imported stays: tracing would look for garbage in it again and again
   if verb in ALONE:
     return command.run()
   try:
