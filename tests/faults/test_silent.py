@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from tests.faults import memory, rows_silent
 from tests.faults.harness import Run
@@ -46,6 +47,9 @@ def test_an_array_is_found_in_another_process_and_a_bit_of_it_flipped(tmp_path):
     holder.stdin.close()
 
 
+# Half a minute; .ci/run calls it after `make test`. What it puts together has tests of its own in
+# tests/processes/test_stragglers.py and tests/training/test_replica_check.py.
+@pytest.mark.faults
 def test_a_slow_process_and_then_a_flipped_bit_are_named(forks, tmp_path):
   attempt = Attempt(15, 0, tmp_path / "trial")
   flags = (*rows_silent.FLIP, *rows_silent.mesh(4))
