@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 
 DEVICES = 8
+gc.disable()  # until the tests are collected: what is imported stays
 
 # Before anything imports jax: XLA reads NPROC when its backend starts. With fewer threads than
 # devices that wait for one another, collectives on simulated devices deadlock.
@@ -89,6 +90,7 @@ def pytest_collection_finish() -> None:
   """
   gc.freeze()
   gc.set_threshold(20_000, 20, 20)
+  gc.enable()
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def send(data: bytes, connection: socket.socket, nonce: str) -> None:
 
 def test_strangers_on_the_port_are_dropped_and_counted():
   port = free_port()
-  [first] = calls(port, (2, 0), seconds=3.0)
+  [first] = calls(port, (2, 0), seconds=1.5)
   acts = [functools.partial(send, data) for data in STRANGERS.values()]
   result, *others = together(first, *[functools.partial(hostile.speak, port, act) for act in acts])
   assert others == [None] * len(STRANGERS)
@@ -102,7 +102,7 @@ def test_what_is_signed_and_malformed_is_dropped():
 
   acts = [functools.partial(act, hello) for hello in MALFORMED.values()]
   result, *others = together(
-    lambda: call(port, 2, 0, seconds=3.0),
+    lambda: call(port, 2, 0, seconds=1.5),
     *[functools.partial(hostile.speak, port, act) for act in acts],
   )
   assert others == [None] * len(MALFORMED)
@@ -159,10 +159,10 @@ def test_silent_or_slow_connections_block_no_process(monkeypatch):
 
   def late():
     assert holding.wait(20)
-    return call(port, 3, 1, seconds=3.0)
+    return call(port, 3, 1, seconds=1.5)
 
   began = time.monotonic()
-  results = said(together(lambda: call(port, 3, 0, seconds=3.0), late, hold)[:2])
+  results = said(together(lambda: call(port, 3, 0, seconds=1.5), late, hold)[:2])
   assert time.monotonic() - began < 15
   for one in mute:
     one.close()
@@ -208,7 +208,7 @@ def test_another_token_is_said_on_both_sides(monkeypatch):
   monkeypatch.setattr(rendezvous, "_OTHER_TOKEN_SECONDS", 0.5)
   port = free_port()
   first, other = together(
-    lambda: call(port, 2, 0, seconds=3.0),
+    lambda: call(port, 2, 0, seconds=1.5),
     lambda: call(port, 2, 1, seconds=60.0, token=Given("quite another token")),
   )
   assert isinstance(first, rendezvous.MissingError)

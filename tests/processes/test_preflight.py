@@ -7,8 +7,15 @@ import re
 import pytest
 from etils import epath
 
+from processes import preflight
 from processes.preflight import DifferenceError, NotComeError, agree, differences, same_folder
 from tests.processes.stores import groups_of, together
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch):
+  """A folder that another process does not see is waited for 1 s, not 4."""
+  monkeypatch.setattr(preflight, "_LATE_SECONDS", 1.0)
 
 
 def agreed(*facts, stage="start", seconds=20.0):
