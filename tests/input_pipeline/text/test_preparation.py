@@ -96,6 +96,8 @@ preparation.prepare(data, data.files)
 def killed(corpus, folder, shards):
   """Kills a preparation once it has so many shards and writes another; returns its workers.
 
+  Near the end its workers are killed as well: alone, one may finish the last shard.
+
   Returns None where it has ended before.
   """
   process = subprocess.Popen(
@@ -109,7 +111,10 @@ def killed(corpus, folder, shards):
         break
       if process.poll() is not None:
         return None
-    return psutil.Process(process.pid).children()
+    workers = psutil.Process(process.pid).children()
+    for one in workers if shards == UNITS - 1 else ():
+      one.kill()
+    return workers
   finally:
     process.kill()
     process.wait()
