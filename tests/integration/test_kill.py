@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.compiling import FAST
 from tests.helpers.forks import Fork, Forks
-from tests.input_pipeline.text.corpora import texts, write_lines
+from tests.input_pipeline.text.corpora import mixture
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 40
@@ -39,18 +39,10 @@ TIMEOUT_SECONDS = 120
 @pytest.fixture(scope="module")
 def command(tmp_path_factory) -> list[str]:
   """Returns the command of a run on two sources in packed rows, whose weights change halfway."""
-  folder = tmp_path_factory.mktemp("corpus")
-  write_lines(folder / "web.jsonl", texts(200))
-  write_lines(folder / "code.jsonl", texts(100, seed=1, longest=30))
-  sources = tuple(
-    {"name": name, "files": f"{folder}/{name}.jsonl", "weight": weight, "maximum_epochs": 0}
-    for name, weight in (("web", 0.7), ("code", 0.3))
-  )
   return [
     *COMMAND,
-    f"--config.data.sources={sources!r}",
+    *mixture(tmp_path_factory.mktemp("corpus")),
     f"--config.data.stages=(({STEPS // 2}, {{'code': 1.0, 'web': 0.5}}),)",
-    f"--config.data.data_dir={folder}/data",
   ]
 
 

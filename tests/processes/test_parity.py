@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from tests.helpers.cli import TINY_LM
-from tests.input_pipeline.text.corpora import texts, write_lines
+from tests.input_pipeline.text import corpora
 from tests.processes.command_lines import MLP, evaluations, losses
 
 LM = [  # on packed rows of a mixture
@@ -27,16 +27,9 @@ WHOLE += ["--config.checkpoint.every_steps=1", "--config.data.global_batch_size=
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory) -> list[str]:
+def mixed(tmp_path_factory) -> list[str]:
   """Returns the arguments that name two sources, and where their tokens are stored."""
-  folder = tmp_path_factory.mktemp("corpus")
-  write_lines(folder / "web.jsonl", texts(60))
-  write_lines(folder / "code.jsonl", texts(40, seed=1, longest=30))
-  sources = tuple(
-    {"name": name, "files": f"{folder}/{name}.jsonl", "weight": weight, "maximum_epochs": 0}
-    for name, weight in (("web", 0.7), ("code", 0.3))
-  )
-  return [f"--config.data.sources={sources!r}", f"--config.data.data_dir={folder}/data"]
+  return corpora.mixture(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +61,9 @@ def alone(main, tmp_path_factory):
     pytest.param("lm", 4, marks=pytest.mark.faults),
   ],
 )
-def test_losses_are_those_of_one_process(well, alone, mixture, tmp_path, name, count):
+def test_losses_are_those_of_one_process(well, alone, mixed, tmp_path, name, count):
   arguments = {"data": MLP + WHOLE, "fsdp": SHARDED + WHOLE, "tensor": TENSOR + WHOLE}
-  arguments["lm"] = LM + mixture
+  arguments["lm"] = LM + mixed
   one = alone(arguments[name])
   out, *others = well(count, *arguments[name], f"--workdir={tmp_path}")
   assert f"simulated CPU devices, made for this run, of {count} processes" in out

@@ -39,3 +39,14 @@ def write_lines(path: pathlib.Path, documents: Sequence[str]) -> pathlib.Path:
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
   return path
+
+
+def mixture(folder: pathlib.Path) -> list[str]:
+  """Writes two sources; returns the flags that mix them, and that name where tokens are stored."""
+  write_lines(folder / "web.jsonl", texts(200))
+  write_lines(folder / "code.jsonl", texts(100, seed=1, longest=30))
+  sources = tuple(
+    {"name": name, "files": f"{folder}/{name}.jsonl", "weight": weight, "maximum_epochs": 0}
+    for name, weight in (("web", 0.7), ("code", 0.3))
+  )
+  return [f"--config.data.sources={sources!r}", f"--config.data.data_dir={folder}/data"]
