@@ -23,10 +23,14 @@ def main() -> int:
   threading.Thread(target=_end_with_the_parent, daemon=True).start()
   _report(request["phases"], "importing")
   # These import JAX, which takes seconds, while whoever started this may be killed.
+  import jax
+
   from planning import plan
   from reports import plan_page, plan_text
   from runtime import extensions
 
+  # The report names each collective's line of Python, also where the environment turned them off.
+  jax.config.update("jax_traceback_in_locations_limit", 10)
   for path in request["extensions"]:
     extensions.load(path)
   try:

@@ -64,7 +64,7 @@ def become(command: list[str], environment: dict[str, str]) -> None:
     code = 0
   except SystemExit as end:
     code = end.code if isinstance(end.code, int) else int(end.code is not None)
-  except BaseException:  # a fork must end here and not go on as the server
+  except BaseException:  # a fork must end here, not continue as the server
     sys.excepthook(*sys.exc_info())
   finally:
     sys.stdout.flush()
