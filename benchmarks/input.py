@@ -44,7 +44,7 @@ from input_pipeline.text import (
   conversations,
   preparation,
   rows,
-  store,
+  shard_writer,
   tokenizer,
   train_tokenizer,
   worker,
@@ -122,7 +122,7 @@ def _random_reads(folder):
     for number, length in enumerate(draw.integers(1, 2 * _MEAN_TOKENS, _DOCUMENTS.value)):
       shard.add(draw.integers(0, 2**16, length).astype(np.uint32), int(length), number)
 
-  store.write_shard(folder / "reads", 2**16, {}, fill)
+  shard_writer.write_shard(folder / "reads", 2**16, {}, fill)
   prepared = preparation.opened(folder, ["reads"], _Ids(), "documents", 0)
   keys = {"packing": "best_fit", "sequence_length": 4096, "max_bad_records": 0}
   everything = np.arange(_DOCUMENTS.value)

@@ -133,7 +133,7 @@ def report_text(source: Source, steps: int = 0, rows_per_step: int = 0) -> str:
 def _of_documents(facts: Mapping[str, int]) -> str:
   """Returns what became of the documents of a split."""
   if "trained" not in facts:
-    return f"{facts['split_documents']:,} documents split"
+    return f"{_counted(facts['split_documents'], 'document')} split"
   share = 100 * facts["trained"] / max(1, facts["tokens"])
   untrained, longer = facts["untrained_conversations"], facts["long_conversations"]
   return (

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from input_pipeline.bad_records import counted
-from input_pipeline.text import documents, items, store, tokenizer, worker
+from input_pipeline.text import documents, items, shard_writer, tokenizer, worker
 from input_pipeline.text.chat_template import ChatTemplate
 from input_pipeline.text.conversations import DROP, parse
 
@@ -63,7 +63,7 @@ def write(
     OSError: a file cannot be read, or the shard not be written.
   """
 
-  def fill(shard: store.ShardWriter) -> None:
+  def fill(shard: shard_writer.ShardWriter) -> None:
     counts = np.zeros(3, np.int64)
     for record in read:
       why = record.why or _add(shard, record.value, encoder, template, counts)
@@ -77,7 +77,7 @@ def write(
     tick(*counts.tolist())
 
   about = {"tokenizer": encoder.digest, "chat_template": template.digest, **facts}
-  store.write_shard(folder, encoder.size, about, fill)
+  shard_writer.write_shard(folder, encoder.size, about, fill)
 
 
 def _add(shard, record, encoder, template, counts: np.ndarray) -> str:
@@ -89,7 +89,7 @@ def _add(shard, record, encoder, template, counts: np.ndarray) -> str:
     return str(error)
   if not len(found.tokens):
     return "the template writes nothing for it"
-  hashed = store.content_hash(conversation.content())
+  hashed = shard_writer.content_hash(conversation.content())
   shard.add(found.tokens, found.bytes, hashed, found.trained)
   counts += (1, len(found.tokens), len(found.text.encode()))
   return ""
@@ -161,7 +161,7 @@ def line(prepared: Any, number: int) -> str:
 
 def _hash(record: Any) -> int:
   try:
-    return store.content_hash(parse(record).content())
+    return shard_writer.content_hash(parse(record).content())
   except (ValueError, RecursionError):
     return -1
 

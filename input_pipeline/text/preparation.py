@@ -28,7 +28,7 @@ from etils import epath
 
 from input_pipeline.file_lock import locked
 from input_pipeline.sources import catalog
-from input_pipeline.text import chat_template, documents, store, tokenizer, worker
+from input_pipeline.text import chat_template, documents, shard_writer, store, tokenizer, worker
 from input_pipeline.text import files as text_files
 from runtime import files
 
@@ -178,7 +178,7 @@ def fill(
     return
   with locked(task.folder):
     task.folder.mkdir(parents=True, exist_ok=True)
-    store.remove_partial(task.folder)
+    shard_writer.remove_partial(task.folder)
     if not (task.folder / ABOUT).exists():
       about = {"tokenizer": encoder.name, "digest": encoder.digest, "feature": task.feature}
       files.replace(task.folder / ABOUT, files.json_text(about, indent=2) + "\n")
@@ -194,7 +194,7 @@ def fill(
       text = too_many_bad("in the files so far", error.bad, error.count, task.limit)
       raise ValueError(text) from error
     finally:
-      store.remove_partial(task.folder)
+      shard_writer.remove_partial(task.folder)
   progress.end()
 
 

@@ -17,7 +17,7 @@ from etils import epath
 from input_pipeline.sources import catalog
 from input_pipeline.text import documents, items, tfds_documents, tokenizer
 from input_pipeline.text import files as text_files
-from input_pipeline.text.store import content_hash
+from input_pipeline.text.shard_writer import content_hash
 from runtime import files
 
 END = "<|endoftext|>"

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from input_pipeline.text import documents, items, store, tokenizer
+from input_pipeline.text import documents, items, shard_writer, tokenizer
 from runtime import exit_codes
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 2**21  # that the tokenizer gets at once
@@ -106,19 +106,21 @@ def write(
 ) -> None:
   """Writes documents, in order, as a shard; arguments and errors as of `write_unit`."""
 
-  def fill(shard: store.ShardWriter) -> None:
+  def fill(shard: shard_writer.ShardWriter) -> None:
     end = np.array([encoder.end], np.uint32)
     for texts in _batches(_good(read, shard, limit)):
       tokens = size = 0
       for text, ids in zip(texts, encoder.encode(texts), strict=True):
-        shard.add(np.concatenate([ids, end]), len(text) + 1, store.content_hash(text))
+        shard.add(np.concatenate([ids, end]), len(text) + 1, shard_writer.content_hash(text))
         tokens, size = tokens + len(ids) + 1, size + len(text)
       tick(len(texts), tokens, size)
 
-  store.write_shard(folder, encoder.size, {"tokenizer": encoder.digest, **facts}, fill)
+  shard_writer.write_shard(folder, encoder.size, {"tokenizer": encoder.digest, **facts}, fill)
 
 
-def _good(read: Iterable[items.Item], shard: store.ShardWriter, limit: int) -> Iterator[bytes]:
+def _good(
+  read: Iterable[items.Item], shard: shard_writer.ShardWriter, limit: int
+) -> Iterator[bytes]:
   """Yields the texts; counts documents without text, and records that are none."""
   for document in read:
     why = document.why

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from etils import epath
 
-from input_pipeline.text import preparation, store, tokenizer
+from input_pipeline.text import preparation, shard_writer, store, tokenizer
 from tests.checkpointing.test_full_disk import full_disk
 from tests.input_pipeline.text.corpora import section, texts, write_lines
 
@@ -65,7 +65,7 @@ def test_documents_are_those_of_the_files_in_their_order(corpus, tmp_path):
   wanted = [t for i in range(UNITS) for t in texts(1500 + 100 * i, seed=i, longest=20)]
   assert bytes(found.read(range_of(found))[0]) == b"".join(t.encode() + b"\0" for t in wanted)
   assert found.index["bytes"].tolist() == [len(t.encode()) + 1 for t in wanted]
-  assert found.index["hash"][7] == store.content_hash(wanted[7].encode())
+  assert found.index["hash"][7] == shard_writer.content_hash(wanted[7].encode())
 
 
 def test_several_processes_write_the_same(corpus, contents, tmp_path):

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from input_pipeline import row_source
 from input_pipeline.bad_records import Sharing
 from input_pipeline.row_store import UnreadableError
-from input_pipeline.text import packing, preparation, rows, store, tokenizer
+from input_pipeline.text import packing, preparation, rows, shard_writer, store, tokenizer
 from tests.input_pipeline.text.corpora import section, texts, write_lines
 
 T = 32
@@ -87,7 +87,7 @@ def prepared_by(encoder, folder, documents, masks=None):
     for number, document in enumerate(documents):
       shard.add(np.asarray(document), len(document), number, masks[number] if masks else None)
 
-  store.write_shard(folder / "a", encoder.size, {}, fill)
+  shard_writer.write_shard(folder / "a", encoder.size, {}, fill)
   return preparation.opened(folder, ["a"], encoder, "here", 0)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from input_pipeline.text import items, store
+from input_pipeline.text import items, shard_writer, store
 from tests.checkpointing.test_full_disk import full_disk
 
 SIZES = (3, 1, 8192, 20_000, 8193)
@@ -26,7 +26,7 @@ def write(folder, ids, tokens, masks=None):
     shard.add_bad(items.Item("a.jsonl:{}".format, 7, None), "no key")
 
   folder = epath.Path(folder)
-  store.write_shard(folder, ids, {"files": "here"}, fill)
+  shard_writer.write_shard(folder, ids, {"files": "here"}, fill)
   return folder
 
 
@@ -92,7 +92,7 @@ def test_what_fails_leaves_nothing(tmp_path):
     raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
-    store.write_shard(epath.Path(tmp_path / "a"), 256, {}, fill)
+    shard_writer.write_shard(epath.Path(tmp_path / "a"), 256, {}, fill)
   assert list(tmp_path.iterdir()) == []
 
 
