@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from models.dtypes import wide_dtype
-from models.rope import rope_table, rotary_frequencies
+from models.rope import attention_factor, hashable, rope_table, rotary_frequencies
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +40,7 @@ class LayerPattern:
   """
 
   windows: tuple[int | None, ...]
-  rotaries: tuple[tuple[float, tuple[float, ...]], ...]
+  rotaries: tuple[tuple[float, tuple], ...]
   head_size: int
   dtype: jnp.dtype
 
@@ -54,16 +54,24 @@ class LayerPattern:
       rotary = jnp.asarray([variants.index(one) for one in self.rotaries], jnp.int32)
     return Layer(window, rotary)
 
-  def rope_tables(self, positions_BT: Int[Array, "#B T"]) -> Float[Array, "X 2 #B T h"] | None:
-    """Returns a rope table for each variant among the layers; None without rotary positions."""
-    frequencies = [
-      rotary_frequencies(self.head_size, *one, dtype=self.dtype) for one in self._rope_variants()
-    ]
-    return (
-      jnp.stack([rope_table(positions_BT, one) for one in frequencies]) if frequencies else None
-    )
+  def rope_tables(
+    self, positions_BT: Int[Array, "#B T"], length: int
+  ) -> Float[Array, "X 2 #B T h"] | None:
+    """Returns a rope table for each variant among the layers; None without rotary positions.
 
-  def _rope_variants(self) -> list[tuple[float, tuple[float, ...]]]:
+    Args:
+      positions_BT: within the documents.
+      length: the most tokens that a row can have, on which some kinds of scaling depend.
+    """
+    tables = []
+    for base, scaling in self._rope_variants():
+      frequency_h = rotary_frequencies(
+        self.head_size, base, scaling, dtype=self.dtype, length=length
+      )
+      tables.append(rope_table(positions_BT, frequency_h, attention_factor(scaling)))
+    return jnp.stack(tables) if tables else None
+
+  def _rope_variants(self) -> list[tuple[float, tuple]]:
     return list(dict.fromkeys(self.rotaries))
 
 
@@ -77,7 +85,7 @@ def layer_pattern(config: ConfigDict) -> LayerPattern:
   """Returns the layer pattern of a finalized config."""
   model = config.model
   whole = [is_global(config, layer) for layer in range(model.layers)]
-  every = (model.rotary_base, tuple(model.rotary_scaling))
+  every = (model.rotary_base, hashable(model.rotary_scaling))
   local = (model.local_rotary_base, ()) if model.local_rotary_base else every
   return LayerPattern(
     windows=tuple(None if one else model.window for one in whole) if model.window else (),

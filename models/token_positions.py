@@ -71,5 +71,5 @@ def rows_of(
     segments_BT = None if segments_BT is None else segments_BT[:, order_T]
   if segments_BT is not None:
     segments_BT, positions_BT = constrain(segments_BT, "BT"), constrain(positions_BT, "BT")
-  tables = pattern.rope_tables(positions_BT)
+  tables = pattern.rope_tables(positions_BT, tokens_BT.shape[1])
   return Rows(slots_BT, positions_BT, tables, segments_BT, ring=order_T is not None)

@@ -255,7 +255,8 @@ class Transformer(nnx.Module):
     graphdef, stack = nnx.split(self.layers)
     slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
     slots_BT = cache.lengths[:, None] + slots_BT
-    rows = Rows(slots_BT, slots_BT, self.layer_pattern.rope_tables(slots_BT))
+    tables = self.layer_pattern.rope_tables(slots_BT, cache.keys.shape[2])
+    rows = Rows(slots_BT, slots_BT, tables)
 
     def layer(carry, inputs):
       x_BRD, cache = carry

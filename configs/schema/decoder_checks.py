@@ -1,8 +1,10 @@
 """The open decoder families: the published sizes, and which keys of a decoder go together."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ml_collections import ConfigDict
+
+from runtime.suggest import nearest
 
 LANES = 128  # of a TPU: what the kernel's blocks are multiples of
 
@@ -12,6 +14,20 @@ CHOICES = {
   "model.biases": ("none", "qkv", "all"),
   "model.activation": ("silu", "gelu"),
   "model.context_attention": ("auto", "ring", "gather"),
+}
+# Kinds of `model.rotary_scaling` -> the numbers that each needs, and those that it may have.
+ROTARY_SCALINGS = {
+  "linear": (("factor",), ()),
+  "dynamic": (("factor", "original_length"), ()),
+  "llama3": (("factor", "low", "high", "original_length"), ()),
+  "yarn": (
+    ("factor", "original_length"),
+    ("attention_factor", "beta_fast", "beta_slow", "truncate"),
+  ),
+  "longrope": (
+    ("original_length", "short_factors", "long_factors"),
+    ("factor", "attention_factor"),
+  ),
 }
 # Whole numbers of a decoder of which 0 turns something off.
 MAY_BE_ZERO = ("window", "global_every")
@@ -109,9 +125,53 @@ def _rotary(model: ConfigDict) -> Iterator[str]:
   scaling = tuple(model.rotary_scaling)
   if model.positions == "learned" and scaling:
     yield f"model.rotary_scaling={scaling}: model.positions='learned' turns nothing"
-  numbers = all(type(value) in (int, float) and value > 0 for value in scaling)
-  if scaling and (len(scaling) != 4 or not numbers or scaling[1] >= scaling[2]):
-    yield (
-      f"model.rotary_scaling={scaling}: (factor, low, high, length), all above 0 and low below "
-      f"high, such as (8.0, 1.0, 4.0, 8192.0)"
-    )
+  elif scaling and isinstance(scaling[0], str):
+    for wrong in _named_scaling(model, scaling):
+      yield f"model.rotary_scaling={scaling}: {wrong}"
+  elif scaling:
+    numbers = all(type(value) in (int, float) and value > 0 for value in scaling)
+    if len(scaling) != 4 or not numbers or scaling[1] >= scaling[2]:
+      yield (
+        f"model.rotary_scaling={scaling}: (factor, low, high, length), all above 0 and low below "
+        f"high, such as (8.0, 1.0, 4.0, 8192.0), or a kind with its numbers by name: "
+        f"('yarn', {{'factor': 4.0, 'original_length': 32768}})"
+      )
+
+
+def _named_scaling(model: ConfigDict, scaling: tuple) -> Iterator[str]:
+  """Yields what is wrong with rotary scaling that is given by name."""
+  kind, *rest = scaling
+  if kind not in ROTARY_SCALINGS:
+    yield f"one of {', '.join(ROTARY_SCALINGS)}{nearest(kind, ROTARY_SCALINGS)}"
+    return
+  needed, optional = ROTARY_SCALINGS[kind]
+  if len(rest) != 1 or not isinstance(rest[0], Mapping):
+    yield f"its numbers by name, such as ('linear', {{'factor': 4.0}}); it needs {_names(needed)}"
+    return
+  numbers = rest[0]
+  if missing := [name for name in needed if name not in numbers]:
+    yield f"it lacks {_names(missing)}"
+  if "factor" in optional and not {"factor", "attention_factor"} & {*numbers}:
+    yield "it lacks 'factor' or 'attention_factor'"
+  for name, value in numbers.items():
+    if name not in (*needed, *optional):
+      known = (*needed, *optional)
+      yield f"{kind} has no {name!r}; it has {_names(known)}{nearest(name, known)}"
+    elif name in ("short_factors", "long_factors"):
+      pairs = model.head_size // 2
+      listed = isinstance(value, (tuple, list)) and len(value) == pairs
+      if not listed or not all(type(x) in (int, float) and x > 0 for x in value):
+        yield f"{name!r}: {pairs} numbers above 0, one for each pair of model.head_size"
+    elif name == "truncate":
+      if type(value) is not bool:
+        yield f"{name!r}: True or False"
+    elif type(value) not in (int, float) or not value > 0:
+      yield f"{name!r}: a number above 0"
+  for low, high in (("low", "high"), ("beta_slow", "beta_fast")):
+    both = {"beta_slow": 1.0, "beta_fast": 32.0, **numbers}
+    if low in (*needed, *optional) and low in both and high in both and both[low] >= both[high]:
+      yield f"{low!r}: below {high!r}"
+
+
+def _names(names: Iterable[str]) -> str:
+  return ", ".join(map(repr, names))

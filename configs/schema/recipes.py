@@ -241,7 +241,10 @@ def lm() -> ConfigDict:
     "positions": "rotary",  # rotary (RoPE) or learned
     "max_positions": config_dict.placeholder(int),  # of learned ones; data.sequence_length
     "rotary_base": 10_000.0,  # RoPE's theta
-    "rotary_scaling": (),  # Llama 3.1's: (factor, low, high, original length); (): none
+    # For rows longer than pretraining: linear, dynamic, yarn, longrope or llama3, with its numbers:
+    # ("yarn", {"factor": 4.0, "original_length": 32768}); four numbers are llama3's (factor, low,
+    # high, original length); (): none
+    "rotary_scaling": (),
     "local_rotary_base": 0.0,  # theta of sliding-window layers, unscaled; 0: rotary_base
     "window": 0,  # sliding-window attention: tokens that a token attends to; 0: all
     "global_every": 0,  # every n-th layer has full attention in spite of the window; 0: none

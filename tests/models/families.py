@@ -11,6 +11,7 @@ from tests.helpers.jobs import make_job
 from training.setup import Job
 
 ROWS, LENGTH = 2, 24
+KEPT = (5, 11, 17, 23)  # the positions whose logits are in the fixture
 SIZES = {
   "model.layers": 3,
   "model.model_size": 32,
@@ -33,7 +34,12 @@ GEMMA = {
   "window": 5,
   "attention_scale": 12**-0.5,
 }
-# family -> keys of `model`. Windows are shorter than the rows, scaled positions lie within them.
+FACTORS = {
+  "short_factors": (1.0, 1.05, 1.2, 1.5, 1.7),
+  "long_factors": (1.1, 1.4, 2.5, 6.0, 9.0),
+}
+# family, or one with an option (`llama_yarn`) -> keys of `model`. Windows, and the original length
+# of scaled positions, are shorter than the rows.
 FAMILIES = {
   "gpt2": {**GPT_2, "kv_heads": 4, "head_size": 8},
   "llama2": {"norm_epsilon": 1e-5},
@@ -54,6 +60,30 @@ FAMILIES = {
     "rotary_base": 1000.0,
     "local_rotary_base": 20.0,
   },
+  "llama_linear": {"rotary_scaling": ("linear", {"factor": 4.0})},
+  "llama_dynamic": {"rotary_scaling": ("dynamic", {"factor": 3.0, "original_length": 16})},
+  "llama_yarn": {
+    "rotary_base": 100.0,
+    "rotary_scaling": (
+      "yarn",
+      {"factor": 4.0, "original_length": 16, "beta_fast": 2.0, "beta_slow": 0.2, "truncate": False},
+    ),
+  },
+  "qwen3_yarn": {
+    "query_key_norm": True,
+    "rotary_base": 50.0,
+    "rotary_scaling": (
+      "yarn",
+      {"factor": 2.0, "original_length": 12, "beta_fast": 1.0, "beta_slow": 0.1},
+    ),
+  },
+  "llama_longrope": {
+    "rotary_scaling": ("longrope", {"factor": 2.0, "original_length": 12, **FACTORS}),
+  },
+  # As long as the rows: the short factors.
+  "llama_shortrope": {
+    "rotary_scaling": ("longrope", {"factor": 4.0, "original_length": 24, **FACTORS}),
+  },
 }
 
 
@@ -64,7 +94,7 @@ def job_of(family: str, strategy: str = "single", **overrides) -> Job:
 
 
 def drawn(job: Job) -> dict[str, np.ndarray]:
-  """Returns name -> float32 array; large enough that each part of the model shows in the logits."""
+  """Returns name -> float32 array, for a job in float64 too; each part shows in the logits."""
   arrays = {}
   for name, leaf in named_leaves(job.state.params).items():
     random = np.random.RandomState(zlib.crc32(name.encode()))  # of all NumPys the same
@@ -85,5 +115,5 @@ def tokens() -> np.ndarray:
 def tree_of(job: Job, arrays: dict[str, np.ndarray]) -> dict:
   """Returns the arrays as the job's tree of parameters, laid out as the job's."""
   structure = jax.tree.structure(job.state.params)
-  leaves = [arrays[name] for name in named_leaves(job.state.params)]
+  leaves = [arrays[n].astype(x.dtype) for n, x in named_leaves(job.state.params).items()]
   return jax.device_put(jax.tree.unflatten(structure, leaves), job.state_shardings.params)

@@ -1,7 +1,6 @@
 """The decoder as each open family has it: logits, sizes, and that every key of theirs acts."""
 
 import functools
-import importlib.util
 import math
 
 import jax
@@ -14,9 +13,10 @@ from configs.schema import finalize, presets
 from models import transformer
 from models.layer_pattern import is_global
 from models.transformer import train_flops_per_example
+from partitioning.parallel import ring_attention
 from partitioning.rules import named_leaves
-from tests.models import families
-from tests.models.families import FAMILIES, LENGTH, ROWS, drawn, tokens, tree_of
+from tests.models import families, write_families
+from tests.models.families import FAMILIES, KEPT, LENGTH, ROWS, drawn, tokens, tree_of
 from training.step import make_program
 
 FIXTURE = families.__file__.replace("families.py", "fixtures/families.npz")
@@ -46,37 +46,114 @@ def arrays_of(family):
   return drawn(job_of(family))
 
 
+FLOAT64 = {"training.parameter_dtype": "float64", "training.compute_dtype": "float64"}
+# Of the largest logit.
+BOUNDS = {"float64": 1e-10, "float32": 3e-5}
+# Mesh -> strategy, and what else it sets. Rows and vocabulary are what eight devices divide.
+MESHES = {
+  "dp8": ("dp8", {}),
+  "fsdp8": ("fsdp8", {}),
+  "dp4_tp2": ("dp4_tp2", {}),
+  "context2": ("single", {"mesh.context": 2, "model.context_attention": "ring"}),
+  "context2_gathered": ("single", {"mesh.context": 2, "model.context_attention": "gather"}),
+}
+ON_MESH = {"data.global_batch_size": 8, "model.vocabulary_multiple": 8}
+# The options of several families in turn; `make test-transformers` tries all of them on all meshes.
+PAIRS = [("llama_longrope", "dp8"), ("llama_yarn", "context2")]
+
+
 def logits(job, arrays):
-  """Returns the logits of a job with these parameters."""
-  params = tree_of(job, arrays)
+  """Returns the logits of a job with these parameters, in the order of the text."""
+  params, given = tree_of(job, padded(job, arrays)), rows_of(job)
 
   def forward(params, tokens_BT):
     return nnx.merge(job.program.graphdef, params)(tokens_BT)
 
   compiled = job.compile(
-    forward, params, tokens(), in_shardings=(job.state_shardings.params, None)
+    forward, params, given, in_shardings=(job.state_shardings.params, None)
   ).function
-  return np.asarray(compiled(params, tokens()))
+  found = np.asarray(compiled(params, given))
+  if job.devices.sizes["context"] > 1 and job.config.model.context_attention == "ring":
+    order = ring_attention.zigzag_order(LENGTH, job.devices.sizes["context"])
+    found = found[:, np.argsort(order)]
+  return found[:ROWS, :, :61]
 
 
-def close(ours, wanted):
-  """Tells whether logits agree to 1e-4 of their size."""
-  return np.abs(ours - wanted).max() <= 1e-4 * np.abs(wanted).max()
+def rows_of(job):
+  """Returns the tokens, repeated for a job with more rows."""
+  return np.tile(tokens(), (job.config.data.global_batch_size // ROWS, 1))
+
+
+def padded(job, arrays):
+  """Returns the parameters with zeros for the tokens that a job's vocabulary is padded with."""
+  shapes = {name: leaf.shape for name, leaf in named_leaves(job.state.params).items()}
+  return {
+    name: np.pad(x, [(0, to - size) for size, to in zip(x.shape, shapes[name], strict=True)])
+    for name, x in arrays.items()
+  }
+
+
+def close(ours, wanted, dtype="float32"):
+  """Tells whether logits agree, up to a part of their size, with those that the fixture has."""
+  if ours.ndim == 3 and ours.shape[1] != wanted.shape[1]:
+    ours = ours[:, KEPT]
+  return np.abs(ours - wanted).max() <= BOUNDS[dtype] * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gives_the_logits_of_an_independent_implementation(family):
-  job = job_of(family)
-  arrays = drawn(job)
-  with np.load(FIXTURE) as fixture:
-    wanted = fixture[family]
-  ours = logits(job, arrays)
-  assert ours.shape == wanted.shape == (ROWS, LENGTH, 61)
-  assert close(ours, wanted), np.abs(ours - wanted).max()
-  if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
-    from tests.models import write_families
+  with jax.enable_x64(True):
+    ours = logits(job_of(family, **FLOAT64), arrays_of(family))
+  wanted = fixture(family)
+  assert ours.shape == (ROWS, LENGTH, 61)
+  assert wanted.shape == (ROWS, len(KEPT), 61)
+  assert close(ours, wanted, "float64"), np.abs(ours[:, KEPT] - wanted).max()
 
-    assert close(write_families.logits(family), wanted)
+
+@pytest.mark.parametrize(("family", "mesh"), PAIRS)
+def test_gives_those_logits_on_meshes(family, mesh):
+  ours, wanted = on_mesh(family, mesh), fixture(family)
+  assert close(ours, wanted), np.abs(ours[:, KEPT] - wanted).max()
+
+
+def on_mesh(family, mesh, **overrides):
+  """Returns the logits of a family on a mesh."""
+  strategy, keys = MESHES[mesh]
+  job = families.job_of(family, strategy, **ON_MESH, **keys, **overrides)
+  return logits(job, arrays_of(family))
+
+
+def fixture(family):
+  """Returns the logits of the transformers library, float64, at the positions KEPT."""
+  with np.load(FIXTURE) as found:
+    return found[family]
+
+
+OPTIONS = [name for name in FAMILIES if "_" in name]
+
+
+@pytest.mark.parametrize("family", OPTIONS)
+def test_an_option_shows_in_the_logits_of_its_family(family):
+  others = [name for name in FAMILIES if name != family]
+  assert not any(close(fixture(name), fixture(family)) for name in others)
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("version", write_families.PYTHONS)
+def test_the_fixture_is_what_the_library_computes(version):
+  found = write_families.logits([*FAMILIES], version)
+  for family, theirs in found.items():
+    assert close(theirs, fixture(family), "float64"), family
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gives_those_logits_on_every_mesh(family, mesh):
+  wanted = fixture(family)
+  assert close(on_mesh(family, mesh), wanted)
+  with jax.enable_x64(True):
+    assert close(on_mesh(family, mesh, **FLOAT64), wanted, "float64")
 
 
 ACTS = [
@@ -122,8 +199,7 @@ def test_every_key_of_a_family_shows_in_its_logits(family, key):
   arrays = arrays_of(family)
   other = job_of(family, **{f"model.{key}": OTHERWISE[key]})
   kept = {name: arrays[name] for name in named_leaves(other.state.params)}
-  with np.load(FIXTURE) as fixture:
-    assert not close(logits(other, kept), fixture[family])
+  assert not close(logits(other, kept), fixture(family))
 
 
 @pytest.mark.parametrize("preset", presets.PRESETS)

@@ -1,20 +1,32 @@
 r"""Writes the logits that Hugging Face's `transformers` gives for the decoders of families.py.
 
-  pip install torch transformers==5.23.0     # beside the project's own requirements
+  make .venv-transformers5
   python -m tests.models.write_families
 
-The tests compare with what it has written, and with the library itself where it is installed.
+The tests compare with what it has written, and those marked `transformers` with the library itself.
 """
 
+import json
+import os
 import pathlib
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
-import transformers
 
-from tests.models.families import FAMILIES, LENGTH, SIZES, drawn, job_of, tokens
+from tests.models.families import FAMILIES, KEPT, SIZES, drawn, job_of, tokens
 
+ROOT = pathlib.Path(__file__).parents[2]
 FILE = pathlib.Path(__file__).parent / "fixtures" / "families.npz"
+# Major version -> the Python that has it; `make test-transformers` makes both.
+PYTHONS = {
+  version: os.environ.get(
+    f"TRANSFORMERS_{version}_PYTHON", str(ROOT / f".venv-transformers{version}/bin/python")
+  )
+  for version in ("4", "5")
+}
 # Ours -> theirs, of a layer; kernels are transposed.
 LAYER = {
   "attention_norm": "input_layernorm",
@@ -29,7 +41,7 @@ LAYER = {
   "mlp/up": "mlp.up_proj",
   "mlp/down": "mlp.down_proj",
 }
-GEMMA_LAYER = {
+POST_NORM_LAYER = {
   **LAYER,
   "attention_post_norm": "post_attention_layernorm",
   "mlp_norm": "pre_feedforward_layernorm",
@@ -42,13 +54,35 @@ GPT_2_LAYER = {
   "mlp/up": "mlp.c_fc",
   "mlp/down": "mlp.c_proj",
 }
+# Families -> the `model_type` of their config; else it is the name up to the first underscore.
+MODEL_TYPES = {"llama2": "llama", "llama3": "llama", "gemma3": "gemma3_text"}
 
 
-def theirs(family: str) -> torch.nn.Module:
-  """Returns their model of a family, with its own initial weights."""
-  keys = {key.partition(".")[2]: value for key, value in SIZES.items() if key.startswith("model.")}
-  keys |= FAMILIES[family]
-  common = {
+def keys_of(family: str) -> dict[str, Any]:
+  """Returns our keys of `model` that a family's small decoder sets."""
+  sizes = {key.partition(".")[2]: value for key, value in SIZES.items() if key.startswith("model.")}
+  return sizes | FAMILIES[family]
+
+
+def their_config(family: str) -> dict[str, Any]:
+  """Returns the `config.json` of a family's small decoder, in the notation that both versions read.
+
+  Version 5 reads the older rope_theta and rope_scaling, version 4 does not read rope_parameters.
+  """
+  keys = keys_of(family)
+  kind = MODEL_TYPES.get(family, family.partition("_")[0])
+  if kind == "gpt2":
+    return {
+      "model_type": kind,
+      "vocab_size": keys["vocabulary_size"],
+      "n_positions": keys.get("max_positions", SIZES["data.sequence_length"]),
+      "n_embd": keys["model_size"],
+      "n_layer": keys["layers"],
+      "n_head": keys["heads"],
+      "n_inner": keys["feedforward_size"],
+    }
+  found = {
+    "model_type": kind,
     "vocab_size": keys["vocabulary_size"],
     "hidden_size": keys["model_size"],
     "intermediate_size": keys["feedforward_size"],
@@ -58,78 +92,63 @@ def theirs(family: str) -> torch.nn.Module:
     "head_dim": keys["head_size"],
     "rms_norm_eps": keys.get("norm_epsilon", 1e-6),
     "tie_word_embeddings": keys.get("tied_embeddings", False),
-    "max_position_embeddings": LENGTH,
-    "attn_implementation": "eager",
+    "max_position_embeddings": SIZES["data.sequence_length"],
+    "rope_theta": keys.get("rotary_base", 10_000.0),
   }
-  base = keys.get("rotary_base", 10_000.0)
-  rotary = {"rope_type": "default", "rope_theta": base}
-  kinds = [
-    "full_attention" if (layer + 1) % keys.get("global_every", 10**9) == 0 else "sliding_attention"
+  found |= _scaling(keys)
+  if "window" in keys:
+    found["sliding_window"] = keys["window"]
+    found["layer_types"] = _layer_types(keys)
+  if kind.startswith("gemma"):
+    found["query_pre_attn_scalar"] = round(keys["attention_scale"] ** -2)
+  if kind == "gemma2":
+    found["attn_logit_softcapping"] = keys["attention_soft_cap"]
+    found["final_logit_softcapping"] = keys["logits_soft_cap"]
+  if kind == "gemma3_text":
+    found["rope_local_base_freq"] = keys["local_rotary_base"]
+  return found
+
+
+def _layer_types(keys: dict[str, Any]) -> list[str]:
+  every = keys.get("global_every") or 10**9
+  return [
+    "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
     for layer in range(keys["layers"])
   ]
-  if family == "gpt2":
-    config = transformers.GPT2Config(
-      vocab_size=keys["vocabulary_size"],
-      n_positions=LENGTH,
-      n_embd=keys["model_size"],
-      n_layer=keys["layers"],
-      n_head=keys["heads"],
-      n_inner=keys["feedforward_size"],
-      attn_implementation="eager",
-    )
-    return transformers.GPT2LMHeadModel(config)
-  if family in ("llama2", "llama3"):
-    if family == "llama3":
-      factor, low, high, length = keys["rotary_scaling"]
-      rotary |= {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": int(length),
-      }
-    config = transformers.LlamaConfig(**common, rope_parameters=rotary)
-    return transformers.LlamaForCausalLM(config)
-  if family == "mistral":
-    config = transformers.MistralConfig(
-      **common, rope_parameters=rotary, sliding_window=keys["window"]
-    )
-    return transformers.MistralForCausalLM(config)
-  if family == "qwen2":
-    common.pop("head_dim")
-    config = transformers.Qwen2Config(**common, rope_parameters=rotary)
-    config.head_dim = keys["head_size"]
-    return transformers.Qwen2ForCausalLM(config)
-  if family == "qwen3":
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, rope_parameters=rotary))
-  gemma = {
-    "query_pre_attn_scalar": 12,
-    "sliding_window": keys["window"],
-    "layer_types": kinds,
-    "hidden_activation": "gelu_pytorch_tanh",
+
+
+def _scaling(keys: dict[str, Any]) -> dict[str, Any]:
+  """Returns `rope_scaling`, and the keys beside it that its kind reads."""
+  if not (scaling := keys.get("rotary_scaling")):
+    return {}
+  if not isinstance(scaling[0], str):
+    names = ("factor", "low", "high", "original_length")
+    scaling = "llama3", dict(zip(names, map(int, scaling), strict=True))
+  kind, numbers = scaling
+  names = {
+    "low": "low_freq_factor",
+    "high": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
   }
-  if family == "gemma2":
-    config = transformers.Gemma2Config(
-      **common,
-      **gemma,
-      rope_parameters=rotary,
-      attn_logit_softcapping=keys["attention_soft_cap"],
-      final_logit_softcapping=keys["logits_soft_cap"],
-    )
-    return transformers.Gemma2ForCausalLM(config)
-  rotaries = {
-    "full_attention": rotary,
-    "sliding_attention": {"rope_type": "default", "rope_theta": keys["local_rotary_base"]},
-  }
-  config = transformers.Gemma3TextConfig(**common, **gemma, rope_parameters=rotaries)
-  return transformers.Gemma3ForCausalLM(config)
+  theirs = {names.get(name, name): value for name, value in numbers.items()}
+  original = theirs.get("original_max_position_embeddings")
+  found = {"rope_scaling": {"rope_type": kind, **theirs}}
+  if kind == "dynamic":
+    found["max_position_embeddings"] = theirs.pop("original_max_position_embeddings")
+    found["rope_scaling"] = {"rope_type": kind, **theirs}
+  if kind == "longrope":  # its default attention factor is by the ratio of the two lengths
+    found["original_max_position_embeddings"] = original
+    found["max_position_embeddings"] = int(original * numbers["factor"])
+  return found
 
 
 def converted(family: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
   """Returns their names -> arrays, of ours."""
-  if family == "gpt2":
+  if family.startswith("gpt2"):
     return _gpt2(arrays)
-  table = GEMMA_LAYER if family.startswith("gemma") else LAYER
+  table = POST_NORM_LAYER if "layers/mlp_post_norm/scale" in arrays else LAYER
   found = {"model.embed_tokens.weight": arrays["embed/table"]}
   found["model.norm.weight"] = arrays["final_norm/scale"]
   if "unembed/kernel" in arrays:
@@ -144,10 +163,8 @@ def converted(family: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarra
         rows = -1 if part == "attention/out" else value.shape[0]
         columns = value.shape[-1] if part == "attention/out" else -1
         found[f"{where}.weight"] = value.reshape(rows, columns).T
-      elif kind == "bias":
-        found[f"{where}.bias"] = value.reshape(-1)
       else:
-        found[f"{where}.weight"] = value
+        found[f"{where}.{'bias' if kind == 'bias' else 'weight'}"] = value.reshape(-1)
   return found
 
 
@@ -177,21 +194,29 @@ def _gpt2(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
   return found
 
 
-def logits(family: str) -> np.ndarray:
-  """Returns float32 [ROWS, LENGTH, V] of their model with our parameters."""
-  model = theirs(family).eval()
-  state = {
-    n: torch.from_numpy(np.array(x)) for n, x in converted(family, drawn(job_of(family))).items()
+def logits(families: Sequence[str], version: str) -> dict[str, np.ndarray]:
+  """Returns float64 [ROWS, LENGTH, V] of each family, of their models with our parameters.
+
+  Args:
+    families: names in FAMILIES.
+    version: of transformers, "4" or "5".
+  """
+  arrays = {
+    "tokens": tokens(),
+    "models": json.dumps({name: their_config(name) for name in families}),
   }
-  missing, unexpected = model.load_state_dict(state, strict=False)
-  missing = [name for name in missing if name != "lm_head.weight"]  # tied: the embedding's table
-  if missing or unexpected:
-    raise ValueError(f"{family}: missing {missing}, unexpected {unexpected}")
-  model.tie_weights()
-  with torch.no_grad():
-    return model(torch.from_numpy(tokens().astype(np.int64))).logits.float().numpy()
+  for family in families:
+    theirs = converted(family, drawn(job_of(family)))
+    arrays |= {f"{family}/{name}": array for name, array in theirs.items()}
+  with tempfile.TemporaryDirectory() as folder:
+    given, written = pathlib.Path(folder) / "given.npz", pathlib.Path(folder) / "written.npz"
+    np.savez(given, **arrays)
+    script = pathlib.Path(__file__).parent / "their_logits.py"
+    subprocess.run([PYTHONS[version], script, given, written], check=True)
+    with np.load(written) as found:
+      return dict(found)
 
 
 if __name__ == "__main__":
   FILE.parent.mkdir(exist_ok=True)
-  np.savez_compressed(FILE, **{family: logits(family) for family in FAMILIES})
+  np.savez_compressed(FILE, **{name: x[:, KEPT] for name, x in logits([*FAMILIES], "5").items()})

@@ -17,6 +17,11 @@ def refusal(argument, sizes, overrides):
 PRESET = "model=mistral_7b,data=python_source"
 
 
+def scaled(kind, **numbers):
+  """Returns the overrides of a kind of rotary scaling."""
+  return {"model.rotary_scaling": (kind, numbers)}
+
+
 @pytest.mark.parametrize(
   ("argument", "sizes", "overrides", "said"),
   [
@@ -38,6 +43,45 @@ PRESET = "model=mistral_7b,data=python_source"
       "model.positions='learned' turns nothing",
     ),
     ("lm", {}, {"model.rotary_scaling": (8.0, 4.0, 1.0, 64.0)}, "above 0 and low below high"),
+    ("lm", {}, scaled("yarm", factor=2.0), "one of linear, dynamic, llama3, yarn, longrope; did y"),
+    (
+      "lm",
+      {},
+      {"model.rotary_scaling": ("linear", 2.0)},
+      "numbers by name, such as ('linear', {'f",
+    ),
+    ("lm", {}, scaled("yarn", factor=2.0), "it lacks 'original_length'"),
+    ("lm", {}, scaled("linear", factor=0), "'factor': a number above 0"),
+    (
+      "lm",
+      {},
+      scaled("linear", factor=2.0, faktor=1),
+      "linear has no 'faktor'; it has 'factor'; d",
+    ),
+    (
+      "lm",
+      {},
+      scaled("longrope", original_length=8, short_factors=(1,) * 8, long_factors=(1,) * 8),
+      "it lacks 'factor' or 'attention_factor'",
+    ),
+    (
+      "lm",
+      {},
+      scaled("longrope", factor=2, original_length=8, short_factors=(1, 2), long_factors=(1,) * 8),
+      "'short_factors': 8 numbers above 0, one for each pair of model.head_size",
+    ),
+    (
+      "lm",
+      {},
+      scaled("yarn", factor=2.0, original_length=8, beta_fast=2.0, truncate=1),
+      "'truncate': True or False",
+    ),
+    (
+      "lm",
+      {},
+      scaled("yarn", factor=2.0, original_length=8, beta_fast=1.0),
+      "'beta_slow': below 'beta_fast'",
+    ),
     (
       "lm",
       {"context": 4},

@@ -1,0 +1,78 @@
+"""Rotary scaling by name, at published sizes; test_families.py compares logits on small models."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.rope import attention_factor, hashable, rope_table, rotary_frequencies
+
+LENGTH = {"original_length": 4096}
+
+
+def frequencies(kind, numbers, length=0, size=128, base=1e4):
+  """Returns the frequencies of a kind in float32."""
+  scaling = hashable((kind, numbers)) if kind else ()
+  dtype = jnp.dtype("float32")
+  return np.asarray(rotary_frequencies(size, base, scaling, dtype=dtype, length=length))
+
+
+PLAIN = frequencies("", {})
+
+
+def test_yarn_divides_the_slow_frequencies_and_leaves_the_fast_ones():
+  found = frequencies("yarn", {"factor": 16.0, **LENGTH})
+  # By default pairs of more than 32 rotations in the original length are fast, below one slow:
+  # 64 log(4096 / (32 * 2 pi)) / log(1e4) = 20.9, and 64 log(4096 / (2 pi)) / log(1e4) = 45.0.
+  np.testing.assert_allclose(found[:21], PLAIN[:21], rtol=1e-6)
+  np.testing.assert_allclose(found[46:], PLAIN[46:] / 16, rtol=1e-6)
+  share = PLAIN[21:46] / found[21:46]
+  assert np.all(np.diff(share) > 0)
+
+
+def test_dynamic_scaling_begins_beyond_the_original_length():
+  numbers = {"factor": 2.0, **LENGTH}
+  for length in (0, 100, 4096):
+    np.testing.assert_allclose(frequencies("dynamic", numbers, length), PLAIN, rtol=1e-6)
+  longer, longest = (frequencies("dynamic", numbers, length) for length in (8192, 16_384))
+  assert np.all(longest[1:] < longer[1:])
+  # The slowest pair is that of positions divided by 2 * 8192 / 4096 - 1.
+  assert longer[-1] == pytest.approx(PLAIN[-1] / 3, rel=1e-6)
+
+
+def test_longrope_has_other_factors_beyond_the_original_length():
+  short, long = np.linspace(1, 2, 64), np.linspace(1, 60, 64)
+  numbers = {"factor": 32.0, "short_factors": (*short,), "long_factors": (*long,), **LENGTH}
+  short_h, long_h = (frequencies("longrope", numbers, length) for length in (4096, 4097))
+  np.testing.assert_allclose(short_h, PLAIN / short, rtol=1e-6)
+  np.testing.assert_allclose(long_h, PLAIN / long, rtol=1e-6)
+
+
+def test_llama_3_by_name_is_llama_3_by_its_four_numbers():
+  named = {"factor": 8.0, "low": 1.0, "high": 4.0, "original_length": 8192.0}
+  scaling, dtype = (8.0, 1.0, 4.0, 8192.0), jnp.dtype("float32")
+  by_numbers = rotary_frequencies(128, 1e4, scaling, dtype=dtype)
+  np.testing.assert_array_equal(frequencies("llama3", named), by_numbers)
+
+
+@pytest.mark.parametrize(
+  ("kind", "numbers", "wanted"),
+  [
+    ("linear", {"factor": 4.0}, 1.0),
+    ("dynamic", {"factor": 4.0, **LENGTH}, 1.0),
+    ("yarn", {"factor": 4.0, **LENGTH}, 0.1 * math.log(4) + 1),
+    ("yarn", {"factor": 0.5, **LENGTH}, 1.0),
+    ("yarn", {"factor": 4.0, "attention_factor": 0.7, **LENGTH}, 0.7),
+    ("longrope", {"factor": 32.0, **LENGTH}, math.sqrt(1 + 5 / 12)),
+    ("longrope", {"attention_factor": 1.19, **LENGTH}, 1.19),
+  ],
+)
+def test_the_factor_of_the_attention(kind, numbers, wanted):
+  assert attention_factor(hashable((kind, numbers))) == pytest.approx(wanted)
+
+
+def test_the_factor_of_the_attention_multiplies_cosine_and_sine():
+  positions, frequency = jnp.arange(9, dtype=jnp.int32)[None], jnp.asarray([1.0, 0.1])
+  plain = np.asarray(rope_table(positions, frequency))
+  np.testing.assert_allclose(rope_table(positions, frequency, 1.25), 1.25 * plain, rtol=1e-6)
