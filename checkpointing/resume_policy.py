@@ -69,6 +69,11 @@ CLASSES = {
   "training.max_rollbacks": MAY_CHANGE,
   "training.parameter_dtype": REFUSED,
   "training.trainable": REFUSED,  # the optimizer state has only those parameters
+  "training.frozen_dtype": REFUSED,  # the frozen parameters would be others
+  "lora.alpha": ACCEPT,
+  "lora.dropout": ACCEPT,
+  "lora.rs": ACCEPT,
+  "lora.*": REFUSED,  # the adapters' shapes
   "optimizer.name": REFUSED,  # its state is of another kind
   "optimizer.learning_rate": ACCEPT,
   "optimizer.schedule": ACCEPT,

@@ -38,6 +38,16 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
   config.mesh = ConfigDict({**MESH, **(mesh or {})})
   config.mesh_dcn = ConfigDict(MESH_DCN)  # over slices; the size of an axis is the product
   config.partitioning = _partitioning(config.model.name)
+  config.lora = ConfigDict(
+    {
+      "rank": 0,  # of the adapters; 0: off
+      "alpha": 16.0,  # an adapter's output is scaled by alpha / rank
+      # Linear layers that get an adapter, by name or pattern: ("query", "value"), ("layers/mlp/*",)
+      "targets": ("*",),
+      "rs": False,  # rsLoRA: scaled by alpha / rank**0.5
+      "dropout": 0.0,  # of the adapters' inputs
+    }
+  )
   config.metrics = ConfigDict(
     {
       "every_steps": 10,

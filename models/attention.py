@@ -8,14 +8,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 from ml_collections import ConfigDict
 
 from models import splash_attention
 from models.dtypes import wide_dtype
 from models.kv_cache import Cache, update_cache
 from models.layer_pattern import Layer
-from models.layers import Linear, Norm
+from models.layers import Linear, Norm, adapter_dropout
 from models.rope import apply_rope
 from models.token_positions import Rows
 from models.transformer_dims import KEYS, QUERIES, RESIDUAL
@@ -127,6 +127,7 @@ class Attention(nnx.Module):
     self.groups = model.heads // model.kv_heads
     self.scale, self.cap = model.attention_scale, model.attention_soft_cap
     self.splash = config.training.attention_kernel == "splash"
+    self.adapter_dropout = config.lora.dropout
 
   def __call__(
     self,
@@ -134,6 +135,7 @@ class Attention(nnx.Module):
     layer: Layer,
     rows: Rows,
     cache: Cache | None = None,
+    key: Key[Array, ""] | None = None,
   ) -> tuple[Float[Array, "B R D"], Cache | None]:
     """Returns the residual's update, and the cache with these tokens in it.
 
@@ -142,9 +144,13 @@ class Attention(nnx.Module):
       layer: the numbers that differ between layers.
       rows: slots, positions and documents of the tokens.
       cache: this layer's; None if x has all tokens.
+      key: draws the dropout of the adapters' inputs; None turns it off.
     """
+    keys = (None, None) if key is None else jax.random.split(key)
+    dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=rows.slots_BT[0])
     projections = [self.query, self.key, self.value]
-    projected = column_parallel(x_BRD, projections, RESIDUAL)
+    inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
+    projected = column_parallel(x_BRD, projections, RESIDUAL, inputs)
     q_BTNH, k_BTKH, v_BTKH = (
       linear.add_bias(x) for linear, x in zip(projections, projected, strict=True)
     )
@@ -163,7 +169,8 @@ class Attention(nnx.Module):
     else:
       output_BTNH, cache = self._gathered(q_BTNH, k_BTKH, v_BTKH, layer, rows, cache)
     output_BTNH = constrain(output_BTNH, QUERIES)
-    return self.out.add_bias(row_parallel(output_BTNH, self.out, RESIDUAL)), cache
+    inputs = dropped(key=keys[1], letters=QUERIES, shape=output_BTNH.shape)
+    return self.out.add_bias(row_parallel(output_BTNH, self.out, RESIDUAL, inputs)), cache
 
   def _gathered(
     self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, layer: Layer, rows: Rows, cache: Cache | None

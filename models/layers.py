@@ -13,10 +13,20 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
+from models import lora
 from models.dtypes import wide_dtype
-from models.transformer_dims import RESIDUAL, fan_in, letters_of, optional_letters, sizes
+from models.transformer_dims import (
+  LORA_A,
+  LORA_B,
+  RESIDUAL,
+  adapted,
+  fan_in,
+  letters_of,
+  optional_letters,
+  sizes,
+)
 from partitioning.constraints import constrain
-from partitioning.parallel.matmuls import column_parallel, row_parallel
+from partitioning.parallel.matmuls import Dropped, LowRank, column_parallel, row_parallel
 from partitioning.parallel.vocabulary import vocab_parallel_embedding
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
@@ -67,20 +77,50 @@ def dropout(
   """
   if key is None or rate == 0.0:
     return x_BRD
-  batch, _, width = x_BRD.shape
-  keys_R = jax.vmap(jax.random.fold_in, (None, 0))(key, slots_R)
-  keep_RBD = jax.vmap(lambda one: jax.random.bernoulli(one, 1.0 - rate, (batch, width)))(keys_R)
-  keep_BRD = constrain(jnp.swapaxes(keep_RBD, 0, 1), "BRD")
+  keep_BRD = constrain(_kept(key, rate, x_BRD.shape, slots_R), "BRD")
   return jnp.where(keep_BRD, x_BRD / (1.0 - rate), jnp.zeros_like(x_BRD))
+
+
+def adapter_dropout(
+  rate: float,
+  key: Key[Array, ""] | None,
+  letters: str,
+  shape: tuple[int, ...],
+  slots_T: Int[Array, " T"],
+) -> Dropped | None:
+  """Returns which inputs adapters do not see, as in `dropout`; None without a key or a rate.
+
+  Args:
+    rate: at least 0, below 1.
+    key: draws them.
+    letters: of the inputs inside a block.
+    shape: of the inputs: batch, sequence, and the dims that the layer contracts.
+    slots_T: the tokens' slots in the text.
+  """
+  if key is None or rate == 0.0:
+    return None
+  return Dropped(constrain(_kept(key, rate, shape, slots_T), letters), letters, rate)
+
+
+def _kept(
+  key: Key[Array, ""], rate: float, shape: tuple[int, ...], slots_R: Int[Array, " R"]
+) -> Array:
+  """Draws which activations (batch, sequence, ...) are kept, for each slot on its own."""
+  batch, _, *rest = shape
+  keys_R = jax.vmap(jax.random.fold_in, (None, 0))(key, slots_R)
+  keep = jax.vmap(lambda one: jax.random.bernoulli(one, 1.0 - rate, (batch, *rest)))(keys_R)
+  return jnp.swapaxes(keep, 0, 1)
 
 
 class Linear(nnx.Module):
   """A kernel of any rank, drawn with standard deviation `scale * fan_in ** -0.5`, maybe a bias.
 
+  With `lora.rank` it may also have a low-rank adapter, see `models.lora`.
   `partitioning.parallel.matmuls` multiplies by it, according to how its dims are sharded.
 
   Attributes:
     letters: of the kernel, without the stack's L.
+    adapter_letters: of the adapter's A and B, likewise; () if it has none.
   """
 
   def __init__(self, name: str, config: ConfigDict, *, scale: float = 1.0, rngs: nnx.Rngs):
@@ -96,14 +136,31 @@ class Linear(nnx.Module):
     self.bias_letters = optional_letters(config, f"{name}/bias")
     dtype = jnp.dtype(config.training.parameter_dtype)
     deviation = jnp.asarray(scale * fan_in(config, self.letters) ** -0.5, dtype)
-    shape = sizes(config, self.letters)
-    self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
+    shape, key = sizes(config, self.letters), rngs.params()
+    self.kernel = nnx.Param(jax.random.normal(key, shape, dtype) * deviation)
     if self.bias_letters:
       self.bias = nnx.Param(jnp.zeros(sizes(config, self.bias_letters), dtype))
+    self.adapter_letters: tuple[str, ...] = ()
+    if adapted(config, name):
+      self.adapter_letters = tuple(letters_of(config, f"{name}/{x}") for x in (LORA_A, LORA_B))
+      self.adapter_scale = lora.scale(config)
+      shapes = [sizes(config, letters) for letters in self.adapter_letters]
+      # With a key of its own, so that the other parameters are drawn as without adapters.
+      self.lora_a = nnx.Param(lora.draw(jax.random.fold_in(key, 1), shapes[0], dtype))
+      self.lora_b = nnx.Param(jnp.zeros(shapes[1], dtype))
 
   def effective_kernel(self) -> Array:
     """Returns the kernel that activations are multiplied by, in the dtype of the parameters."""
     return self.kernel[...]
+
+  def low_rank(self) -> LowRank | None:
+    """Returns the adapter, with its scale in A; None if the layer has none."""
+    if not self.adapter_letters:
+      return None
+    a = self.lora_a[...]
+    return LowRank(
+      *self.adapter_letters, a * jnp.asarray(self.adapter_scale, a.dtype), self.lora_b[...]
+    )
 
   def add_bias(self, x: Array) -> Array:
     """Returns x plus the bias, if there is one.
@@ -140,8 +197,8 @@ class Norm(nnx.Module):
   def __call__(self, x: Float[Array, "*X D"]) -> Float[Array, "*X D"]:
     """Returns x, normalized."""
     scale = constrain(self.scale[...], self.letters)
-    if self.offset:
-      scale = scale + self.offset
+    if self.offset:  # of a scale that may be stored in bfloat16
+      scale = scale.astype(wide_dtype(scale.dtype)) + self.offset
     if self.centred:
       return layer_norm(x, scale, constrain(self.bias[...], self.letters), epsilon=self.epsilon)
     return rms_norm(x, scale, epsilon=self.epsilon)
@@ -212,11 +269,24 @@ class MLP(nnx.Module):
     self.up = linear("layers/mlp/up")
     self.down = linear("layers/mlp/down", scale=(2 * config.model.layers) ** -0.5)
     self.activation = ACTIVATIONS[config.model.activation]
+    self.adapter_dropout = config.lora.dropout
 
-  def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
-    """Returns the block's update."""
+  def __call__(
+    self, x_BRD: Float[Array, "B R D"], key: Key[Array, ""] | None, slots_T: Int[Array, " T"]
+  ) -> Float[Array, "B R D"]:
+    """Returns the block's update.
+
+    Args:
+      x_BRD: the normalized residual.
+      key: draws the dropout of the adapters' inputs; None turns it off.
+      slots_T: the tokens' slots in the text.
+    """
+    keys = (None, None) if key is None else jax.random.split(key)
+    dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=slots_T)
     projections = [self.gate, self.up] if self.gated else [self.up]
-    *gate, up_BTF = column_parallel(x_BRD, projections, RESIDUAL)
+    inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
+    *gate, up_BTF = column_parallel(x_BRD, projections, RESIDUAL, inputs)
     up_BTF = self.up.add_bias(up_BTF)
     hidden_BTF = self.activation(gate[0]) * up_BTF if gate else self.activation(up_BTF)
-    return self.down.add_bias(row_parallel(hidden_BTF, self.down, RESIDUAL))
+    inputs = dropped(key=keys[1], letters="BTF", shape=hidden_BTF.shape)
+    return self.down.add_bias(row_parallel(hidden_BTF, self.down, RESIDUAL, inputs))

@@ -55,6 +55,7 @@ class Block(nnx.Module):
       self.attention_post_norm = Norm("layers/attention_post_norm", config)
       self.mlp_post_norm = Norm("layers/mlp_post_norm", config)
     self.dropout_rate = config.model.dropout_rate
+    self.adapter_dropout = config.lora.dropout
 
   def __call__(
     self,
@@ -78,12 +79,15 @@ class Block(nnx.Module):
       every
       layer: `Transformer.loss_sums` adds them.
     """
-    keys = (None, None) if key is None else jax.random.split(key)
-    update_BRD, cache = self.attention(self.attention_norm(x_BRD), layer, rows, cache)
+    keys = (None,) * 4
+    if key is not None:
+      count = 4 if self.adapter_dropout else 2
+      keys = (*jax.random.split(key, count), None, None)[:4]
+    update_BRD, cache = self.attention(self.attention_norm(x_BRD), layer, rows, cache, keys[2])
     if self.post_norms:
       update_BRD = self.attention_post_norm(update_BRD)
     x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[0], rows.slots_BT[0])
-    update_BRD = self.mlp(self.mlp_norm(x_BRD))
+    update_BRD = self.mlp(self.mlp_norm(x_BRD), keys[3], rows.slots_BT[0])
     if self.post_norms:
       update_BRD = self.mlp_post_norm(update_BRD)
     return x_BRD + dropout(update_BRD, self.dropout_rate, keys[1], rows.slots_BT[0]), cache, {}

@@ -33,6 +33,7 @@ def legend(config: ConfigDict) -> dict[str, Dim]:
     "H": Dim("head", model.head_size),
     "V": Dim("vocabulary", padded_vocabulary(config)),
     "P": Dim("positions", model.max_positions),
+    "r": Dim("lora_rank", config.lora.rank),
   }
 
 
@@ -61,7 +62,24 @@ PARAMETERS = {
   "final_norm/scale": "D",
   "final_norm/bias": "D",
   "unembed/kernel": "DV",
+  # Adapters: the kernel's input dims and the rank, the rank and the kernel's output dims.
+  "layers/attention/query/lora_a": "LDr",
+  "layers/attention/query/lora_b": "LrNH",
+  "layers/attention/key/lora_a": "LDr",
+  "layers/attention/key/lora_b": "LrKH",
+  "layers/attention/value/lora_a": "LDr",
+  "layers/attention/value/lora_b": "LrKH",
+  "layers/attention/out/lora_a": "LNHr",
+  "layers/attention/out/lora_b": "LrD",
+  "layers/mlp/gate/lora_a": "LDr",
+  "layers/mlp/gate/lora_b": "LrF",
+  "layers/mlp/up/lora_a": "LDr",
+  "layers/mlp/up/lora_b": "LrF",
+  "layers/mlp/down/lora_a": "LFr",
+  "layers/mlp/down/lora_b": "LrD",
 }
+# The last parts of an adapter's names.
+LORA_A, LORA_B = "lora_a", "lora_b"
 
 # Optional parameters: a part of their pattern -> whether a config has them.
 _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
@@ -82,7 +100,17 @@ _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
 def parameters(config: ConfigDict) -> dict[str, str]:
   """Returns name pattern -> letters of the parameters that this config has."""
   absent = [part for part, when in _WHEN.items() if not when(config.model)]
-  return {n: dims for n, dims in PARAMETERS.items() if not any(part in n for part in absent)}
+  return {
+    name: dims
+    for name, dims in PARAMETERS.items()
+    if not any(part in name for part in absent)
+    and (not name.endswith((LORA_A, LORA_B)) or adapted(config, name.rpartition("/")[0]))
+  }
+
+
+def adapted(config: ConfigDict, layer: str) -> bool:
+  """Returns whether a linear layer, such as `layers/mlp/up`, has an adapter."""
+  return config.lora.rank > 0 and layer in config.lora.targets
 
 
 def letters_of(config: ConfigDict, name: str) -> str:

@@ -64,6 +64,7 @@ class Side:
     return ", ".join(
       f"{letter} {dim.name}" if dim.size is None else f"{letter} {dim.name} {dim.size}"
       for letter, dim in self.job.legend.items()
+      if dim.size != 0  # the rank of adapters that the model does not have
     )
 
   @property

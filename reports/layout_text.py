@@ -28,6 +28,8 @@ def legend_text(legend: Legend) -> str:
   """Returns the legend, a line per letter."""
   lines = ["legend: letter, dim, size"]
   for letter, dim in legend.items():
+    if dim.size == 0:  # the rank of adapters that the model does not have
+      continue
     size = "differs" if dim.size is None else str(dim.size)
     exception = "  (may replicate where its axes do not divide it)" if dim.may_replicate else ""
     lines.append(f"  {letter}  {dim.name:<14} {size:>8}{exception}")

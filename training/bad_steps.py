@@ -232,7 +232,7 @@ def upgraded(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
   return {**record, RECORD: known, POSITION: Position.start(batch).listed()}
 
 
-# What versions without these keys did: data sets came from TFDS by name, as bytes.
+# What versions without these keys did: data sets came from TFDS by name, as bytes; no adapters.
 _OLD_DATA = {
   "files": "",
   "evaluation_files": "",
@@ -246,6 +246,7 @@ _OLD_DATA = {
   "sources": (),
   "stages": (),
 }
+_OLD_LORA = {"rank": 0, "alpha": 16.0, "targets": ("*",), "rs": False, "dropout": 0.0}
 
 
 def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,10 +265,15 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
   if model["name"] == "transformer":
     model = {"max_positions": data["sequence_length"], **model}
   return {
+    "lora": _OLD_LORA,
     **config,
     "model": model,
     "data": {**_OLD_DATA, "skip_batches": (), "skip_rows": rows, **data},
-    "training": {"trainable": ("*",), **training},
+    "training": {
+      "trainable": ("*",),
+      "frozen_dtype": training["parameter_dtype"],
+      **training,
+    },
     "optimizer": {"arguments": "", **config["optimizer"]},
     **task,
   }

@@ -48,7 +48,8 @@ class Program:
   def init(self, key: jax.Array) -> State:
     """Returns the initial state. Jit it: drawn eagerly, parameters differ in their last bits."""
     model = MODELS[self.config.model.name].build(self.config, rngs=nnx.Rngs(params=key))
-    return self._first(nnx.to_pure_dict(nnx.state(model, nnx.Param)), variables_of(model))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return self._first(self.frozen_cast(params), variables_of(model))
 
   def abstract_state(self) -> State:
     """Returns the shapes and dtypes of the initial state."""
@@ -61,6 +62,10 @@ class Program:
   def split(self, params: Any) -> tuple[Any, Any]:
     """Returns the parts of a tree like the parameters that are trained, and those that are not."""
     return split(params, self.trained.__contains__)
+
+  def frozen_cast(self, params: Any) -> Any:
+    """Returns parameters, those that are not trained as `training.frozen_dtype`."""
+    return _frozen_cast(params, self.trained, self.config.training.frozen_dtype)
 
   def module(self, params: Any, variables: Any = None) -> nnx.Module:
     """Returns the model of these; one without variables is merged from its parameters alone."""
@@ -197,9 +202,17 @@ def make_program(config: ConfigDict) -> Program:
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
   trained = trainable(config.training.trainable, list(named_leaves(params)))
+  params = jax.eval_shape(
+    lambda params: _frozen_cast(params, trained, config.training.frozen_dtype), params
+  )
   optimizer = make_optimizer(config, split(params, trained.__contains__)[0])
   schedule = learning_rate_schedule(config)
   return Program(config, graphdef, params, optimizer, schedule, variables_of(model), trained)
+
+
+def _frozen_cast(params: Any, trained: frozenset[str], dtype: str) -> Any:
+  ours, others = split(params, trained.__contains__)
+  return merged(ours, jax.tree.map(lambda x: x.astype(dtype), others))
 
 
 def variables_of(model: nnx.Module) -> Any:

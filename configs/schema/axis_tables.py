@@ -14,6 +14,7 @@ _OURS = {
       "head": (),
       "vocabulary": ("tensor",),
       "positions": (),
+      "lora_rank": (),
     },
     "activations": {
       "batch": ("data", "fsdp"),
@@ -27,6 +28,7 @@ _OURS = {
       "head": (),
       "vocabulary": ("tensor",),
       "positions": (),
+      "lora_rank": (),
     },
   },
   "mlp": {

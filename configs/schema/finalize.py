@@ -4,7 +4,7 @@ import copy
 
 from ml_collections import ConfigDict
 
-from configs.schema import decoder_checks, recipes
+from configs.schema import decoder_checks, lora_checks, recipes
 
 ACCELERATORS = ("tpu", "gpu")
 
@@ -36,7 +36,9 @@ def finalize(config: ConfigDict, platform: str) -> ConfigDict:
     training = config.training
     default(training, "compute_dtype", "bfloat16" if accelerated else training.parameter_dtype)
     default(training, "matmul_precision", "default")
+    default(training, "frozen_dtype", training.parameter_dtype)
     recipes.finalize(config, accelerated)
+    lora_checks.finalize(config)
     decoder = config.model.name == "transformer"
     splash = platform == "tpu" and decoder and not decoder_checks.no_splash(config)
     default(training, "attention_kernel", "splash" if splash else "xla")

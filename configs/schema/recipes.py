@@ -143,9 +143,12 @@ def _training(**keys) -> dict:
     "steps": 0,  # optimizer steps
     "gradient_accumulation_steps": 1,  # microbatches per step
     # Names of the parameters that are trained, as patterns (* also matches /); the others stay as
-    # they are, without optimizer state: ("layers/attention/*", "final_norm/*")
-    "trainable": ("*",),
+    # they are, without optimizer state: ("layers/attention/*", "final_norm/*"). All, or with
+    # lora.rank the adapters, which are trained besides what is given
+    "trainable": config_dict.placeholder(tuple),
     "parameter_dtype": "float32",  # float32 or float64; of parameters and optimizer state
+    # Of parameters that are not trained: bfloat16, or as parameter_dtype
+    "frozen_dtype": config_dict.placeholder(str),
     "compute_dtype": config_dict.placeholder(str),  # bfloat16 on accelerators, else parameter_dtype
     "matmul_precision": config_dict.placeholder(str),  # default, high or highest
     "rematerialization": "none",  # none, dots (save matmul outputs) or full (save layer inputs)

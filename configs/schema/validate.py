@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from ml_collections import ConfigDict
 
-from configs.schema import decoder_checks, mixture_checks, unused
+from configs.schema import decoder_checks, lora_checks, mixture_checks, unused
 from input_pipeline.sources import catalog
 from input_pipeline.text.conversations import DROP, FORMS, REFUSE
 from input_pipeline.text.packing import ALGORITHMS
@@ -53,6 +53,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   if config.training.compute_dtype == "float64" and config.training.parameter_dtype != "float64":
     wrong.append("training.compute_dtype=float64 needs training.parameter_dtype=float64")
   wrong.extend(_files(config))
+  wrong.extend(lora_checks.wrong(config))
   if config.model.name == "transformer":
     wrong.extend(decoder_checks.wrong(config, sizes))
   if wrong:
@@ -128,6 +129,7 @@ def _choices(config: ConfigDict) -> list[str]:
     "training.rematerialization": REMATERIALIZATIONS,
     "training.parameter_dtype": ("float32", "float64"),
     "training.compute_dtype": DTYPES,
+    "training.frozen_dtype": ("bfloat16", config.training.parameter_dtype),
     "training.matmul_precision": MATMUL_PRECISIONS,
     "training.attention_kernel": ATTENTION_KERNELS if task.of_tokens else ("xla",),
     "training.on_bad_step": ON_BAD_STEP,

@@ -19,6 +19,7 @@ sequence is sharded as inside a block, a matmul is a plain constrained einsum.
 Letters are those of the model's legend; the caller says which ones the residual has.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -37,13 +38,57 @@ from partitioning.parallel.sharded_function import (
 )
 
 
-def column_parallel(x: jax.Array, weights: Sequence[Weight], residual: Residual) -> list[jax.Array]:
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+  """A low-rank update A B of a weight, which `weight.low_rank()` returns where there is one.
+
+  Attributes:
+    letters_a: of A: the weight's contracted dims, and the rank.
+    letters_b: of B: the rank, and the weight's other dims.
+    a: A, sharded as parameters are.
+    b: B, likewise.
+  """
+
+  letters_a: str
+  letters_b: str
+  a: jax.Array
+  b: jax.Array
+
+  @property
+  def rank(self) -> str:
+    """Returns the letter of the rank."""
+    return self.letters_b[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropped:
+  """Inputs that low-rank updates do not see.
+
+  Attributes:
+    keep: booleans, False where an input counts as 0; the others are scaled up.
+    letters: of `keep`, inside a block.
+    rate: the share that counts as 0.
+  """
+
+  keep: jax.Array
+  letters: str
+  rate: float
+
+
+def column_parallel(
+  x: jax.Array, weights: Sequence[Weight], residual: Residual, dropped: Dropped | None = None
+) -> list[jax.Array]:
   """Multiplies the residual, all-gathered along its sequence, by column-parallel weights.
+
+  With the low-rank update of a weight W, where it has one, the result is x W + (x A) B. Like W, B
+  is split over its output dims; every device computes x A, and the gradient of A is summed over
+  the devices as that of any replicated parameter.
 
   Args:
     x: the residual, between blocks.
     weights: with the residual's width among their dims; cast to the dtype of x.
     residual: the residual's letters.
+    dropped: inputs that the updates do not see.
 
   Returns:
     For each weight the contraction over the width, with the letters that `residual.activation`
@@ -51,41 +96,50 @@ def column_parallel(x: jax.Array, weights: Sequence[Weight], residual: Residual)
   """
   sequence, width = sequence_axes(residual), split_over(residual.width)
 
-  def matmuls(manual: bool, x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
+  def matmuls(manual: bool, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     if manual and sequence:
       x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
-    triples = zip(inside, outputs, kernels, strict=True)
+    triples = zip(inside, outputs, operands[: len(weights)], strict=True)
     results = [jnp.einsum(f"{residual.inside},{ins}->{out}", x, k) for ins, out, k in triples]
+    results = updates.added(results, residual.inside, outputs, x, operands[len(weights) :])
     return [collectives.total(result, width) for result in results] if manual else results
 
   outputs = [residual.activation(weight.letters) for weight in weights]
   inside = [summed_last(weight.letters, residual.width) for weight in weights]
+  updates = _Updates(weights, dropped, residual)
   return sharded(
     matmuls,
-    [residual.between, *(weight.letters for weight in weights)],
-    [residual.between, *inside],
+    [residual.between, *(weight.letters for weight in weights), *updates.letters],
+    [residual.between, *inside, *updates.inside],
     outputs,
-    *(x, *(weight.effective_kernel() for weight in weights)),
-    kernels=range(1, 1 + len(weights)),
+    *(x, *(weight.effective_kernel() for weight in weights), *updates.operands),
+    kernels=range(1, 1 + len(weights) + updates.kernels),
     residual=residual,
     dtype=x.dtype,
   )
 
 
-def row_parallel(x: jax.Array, weight: Weight, residual: Residual) -> jax.Array:
+def row_parallel(
+  x: jax.Array, weight: Weight, residual: Residual, dropped: Dropped | None = None
+) -> jax.Array:
   """Multiplies by a row-parallel weight; the partial sums are reduced along the sequence.
+
+  With the low-rank update of a weight W, where it has one, the result is x W + (x A) B. Like W, A
+  is split over its input dims; the partial sums (x A) B are added before the reduction.
 
   Args:
     x: batch and sequence, inside a block, and the weight's dims except the residual's width.
     weight: cast to the dtype of x.
     residual: the residual's letters.
+    dropped: inputs that the update does not see.
 
   Returns:
     The residual's update, between blocks.
   """
 
-  def matmul(manual: bool, x: jax.Array, kernel: jax.Array) -> list[jax.Array]:
+  def matmul(manual: bool, x: jax.Array, kernel: jax.Array, *operands) -> list[jax.Array]:
     out = jnp.einsum(f"{x_letters},{inside}->{residual.inside}", x, kernel)
+    [out] = updates.added([out], x_letters, [residual.inside], x, operands)
     return [reduce_partial(out, axes, sequence) if manual else out]
 
   x_letters, summed = (
@@ -94,14 +148,64 @@ def row_parallel(x: jax.Array, weight: Weight, residual: Residual) -> jax.Array:
   )
   inside = summed_last(weight.letters, summed)
   axes, sequence = split_over(summed), sequence_axes(residual)
+  updates = _Updates([weight], dropped, residual)
   [out] = sharded(
     matmul,
-    [x_letters, weight.letters],
-    [x_letters, inside],
+    [x_letters, weight.letters, *updates.letters],
+    [x_letters, inside, *updates.inside],
     [residual.between],
-    *(x, weight.effective_kernel()),
-    kernels=[1],
+    *(x, weight.effective_kernel(), *updates.operands),
+    kernels=range(1, 2 + updates.kernels),
     residual=residual,
     dtype=x.dtype,
   )
   return out
+
+
+class _Updates:
+  """The low-rank updates of some weights, as further operands of their matmuls.
+
+  Attributes:
+    operands: A and B of each update, then the mask of dropped inputs if there is one.
+    letters: of the operands.
+    inside: the same letters, in the order in which the matmuls take them.
+    kernels: how many of the operands are parameters.
+  """
+
+  def __init__(self, weights: Sequence[Weight], dropped: Dropped | None, residual: Residual):
+    found = [weight.low_rank() if hasattr(weight, "low_rank") else None for weight in weights]
+    self._of = [(number, update) for number, update in enumerate(found) if update is not None]
+    self._dropped, self._tokens = dropped if self._of else None, residual.tokens
+    updates = [update for _, update in self._of]
+    self.operands = [x for update in updates for x in (update.a, update.b)]
+    self.letters = [x for update in updates for x in (update.letters_a, update.letters_b)]
+    self.inside = []
+    for update in updates:
+      self.inside.append(summed_last(update.letters_a, update.letters_a.replace(update.rank, "")))
+      self.inside.append(summed_last(update.letters_b, update.rank))
+    self.kernels = len(self.operands)
+    if self._dropped is not None:
+      self.operands.append(self._dropped.keep)
+      self.letters.append(self._dropped.letters)
+      self.inside.append(self._dropped.letters)
+
+  def added(
+    self,
+    results: Sequence[jax.Array],
+    x_letters: str,
+    outputs: Sequence[str],
+    x: jax.Array,
+    operands: Sequence[jax.Array],
+  ) -> list[jax.Array]:
+    """Returns the weights' results with the updates added; `operands` as they are inside."""
+    results = list(results)
+    if self._dropped is not None:
+      kept = x / jnp.asarray(1.0 - self._dropped.rate, x.dtype)
+      x = jnp.where(operands[-1], kept, jnp.zeros_like(x))
+    for order, (number, update) in enumerate(self._of):
+      hidden, output = self._tokens + update.rank, outputs[number]
+      inside_a, inside_b = self.inside[2 * order : 2 * order + 2]
+      a, b = operands[2 * order : 2 * order + 2]
+      low = jnp.einsum(f"{x_letters},{inside_a}->{hidden}", x, a)
+      results[number] = results[number] + jnp.einsum(f"{hidden},{inside_b}->{output}", low, b)
+    return results

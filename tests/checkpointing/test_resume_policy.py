@@ -96,6 +96,7 @@ ROWS = {
     "training.loss_chunks": 2,
     "training.attention_kernel": "splash",
     "model.dropout_rate": 0.5,
+    "lora.alpha": 8.0,
     "compiler_options": "a=b",
   },
   REFUSED: {
@@ -105,6 +106,9 @@ ROWS = {
     "model.embedding_standard_deviation": 0.5,
     "training.parameter_dtype": "float64",
     "training.trainable": ["layer_1/*"],
+    "training.frozen_dtype": "bfloat16",
+    "lora.rank": 4,
+    "lora.targets": ["layers/attention/query"],
     "optimizer.name": "sgd",
     "data.name": "other",
     "data.train_split": "other",

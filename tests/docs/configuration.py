@@ -38,6 +38,7 @@ SECTIONS = {
   "model": "Model",
   "data": "Data",
   "training": "Training",
+  "lora": "Low-rank adapters (LoRA)",
   "optimizer": "Optimizer",
   "evaluation": "Evaluation",
   "mesh": "Mesh",

@@ -18,7 +18,7 @@ import sys
 from typing import Any, NamedTuple
 
 from runtime.provenance import versions
-from tests.parity.comparison import FEATURES, SEQUENCE_PARALLEL, ZERO_1, Run, train
+from tests.parity.comparison import ADAPTERS, FEATURES, SEQUENCE_PARALLEL, ZERO_1, Run, train
 from tests.parity.comparison import MESHES as OF_BATCH_AND_PARAMETERS
 from training.parity import BOUNDS, beyond, differences
 
@@ -66,6 +66,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
   "the families' options": (FAMILIES, {}),
   "the families' options, sequence-parallel": (FAMILIES, SEQUENCE_PARALLEL),
   "learned positions": (LEARNED, {}),
+  "adapters": (ADAPTERS, {}),
+  "adapters with dropout, sequence-parallel": (
+    {**ADAPTERS, "lora.dropout": 0.3},
+    SEQUENCE_PARALLEL,
+  ),
 }
 RING, GATHER = ({"model.context_attention": kind} for kind in ("ring", "gather"))
 # Where the sequence is split as well.
@@ -192,6 +197,7 @@ def page(results: list[Result]) -> str:
     "- the families' options: sliding-window attention in every other layer, with another rotary",
     "  base, soft-capping of scores and logits, biases, query and key norms, norms after the",
     "  blocks, scaled embeddings",
+    "- adapters: LoRA of rank 3 in all linear layers, whose kernels are frozen",
     "- learned positions: with LayerNorm, biases, tied embeddings, an ungated MLP",
     "",
     f"| variant | dtype | {' | '.join(meshes)} |",

@@ -10,7 +10,8 @@ from tests.helpers.jobs import make_job
 
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])
 def test_the_axis_tables_hold_the_dims_that_the_model_has_and_no_other(recipe):
-  job = make_job("single", recipe, **({"model.positions": "learned"} if recipe == "lm" else {}))
+  every_dim = {"model.positions": "learned", "lora.rank": 3}
+  job = make_job("single", recipe, **(every_dim if recipe == "lm" else {}))
   tables = axis_tables.AXIS_TABLES[job.config.model.name]
   letters = "".join(MODELS[job.config.model.name].PARAMETERS.values())
   assert {*tables["parameters"]} == {job.legend[letter].name for letter in letters}

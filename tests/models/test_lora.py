@@ -1,0 +1,116 @@
+"""Adapters: which layers have one, how it starts, what it adds, and its merge into the kernel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.schema import lora_checks
+from models import lora
+from models.layers import Linear
+from models.transformer_dims import PARAMETERS, parameters
+from partitioning.rules import named_leaves
+from tests.helpers.jobs import first_state, host_batch, make_job, place
+
+ROWS = {"data.global_batch_size": 5, "data.sequence_length": 7}
+RANK_3 = {"lora.rank": 3, "lora.alpha": 5.0, **ROWS}
+
+
+@pytest.fixture(scope="module")
+def job():
+  return make_job("single", "lm", **RANK_3)
+
+
+def test_the_layers_that_a_config_may_name_are_those_of_the_table(job):
+  named = {n.removesuffix("/lora_a") for n in PARAMETERS if n.endswith("/lora_a")}
+  assert {*lora_checks.linear_layers(job.config)} == named
+  assert {n.removesuffix("/lora_b") for n in PARAMETERS if n.endswith("/lora_b")} == named
+
+
+def test_an_adapter_is_an_entry_of_the_parameter_table(job):
+  table = parameters(job.config)
+  assert table["layers/attention/query/lora_a"] == "LDr"
+  assert table["layers/attention/query/lora_b"] == "LrNH"
+  places = job.placements["parameters"]
+  assert places["layers/attention/out/lora_a"].shape == (2, 8, 6, 3)
+  assert places["layers/mlp/down/lora_b"].shape == (2, 3, 40)
+  # Only the adapters are trained, and have optimizer state.
+  assert job.program.trained == {name for name in places if "/lora_" in name}
+  moments = {name.split("/", 3)[3] for name in job.placements["optimizer"] if "/mu/" in name}
+  assert moments == job.program.trained
+
+
+def test_targets_and_more_trained_parameters():
+  chosen = make_job(
+    "single", "lm", **RANK_3, **{"lora.targets": ("query", "layers/mlp/*")}
+  ).program.params
+  names = {name.rpartition("/")[0] for name in named_leaves(chosen) if "/lora_" in name}
+  assert names == {"layers/attention/query", *(f"layers/mlp/{x}" for x in ("gate", "up", "down"))}
+  also = make_job("single", "lm", **RANK_3, **{"training.trainable": ("final_norm/*",)}).program
+  assert {name for name in also.trained if "/lora_" not in name} == {"final_norm/scale"}
+  assert len(also.trained) == 15
+
+
+def test_a_starts_within_its_bound_b_at_zero_and_the_kernel_as_without(job):
+  def drawn(config):
+    layer = Linear("layers/mlp/down", config, rngs=nnx.Rngs(params=7))
+    return jax.device_get(nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
+
+  ours, plain = drawn(job.config), drawn(make_job("single", "lm").config)
+  assert {*plain} == {"kernel"}
+  np.testing.assert_array_equal(ours["kernel"], plain["kernel"])
+  assert not ours["lora_b"].any()
+  a, bound = np.asarray(ours["lora_a"]), 56**-0.5
+  assert a.shape == (56, 3)
+  assert np.abs(a).max() <= bound
+  assert np.abs(a).max() > 0.95 * bound
+  assert a.std() == pytest.approx(bound / 3**0.5, rel=0.15)
+  assert abs(np.corrcoef(a[:40, 0], ours["kernel"][0, :40])[0, 1]) < 0.5
+
+
+def logits(job, params):
+  def forward(params, tokens):
+    return job.program.module(params)(tokens)
+
+  tokens = place(job, host_batch(job))["tokens"]
+  given = (job.state_shardings.params, job.batch_shardings["tokens"])
+  compiled = job.compile(forward, params, tokens, in_shardings=given).function
+  return np.asarray(compiled(jax.device_put(params, job.state_shardings.params), tokens))
+
+
+def test_before_the_first_step_logits_are_those_of_the_base_bit_for_bit(job):
+  params = jax.device_get(first_state(job).params)
+  zeros = {n: x if not n.endswith("lora_b") else 0 * x for n, x in named_leaves(params).items()}
+  params = jax.tree.unflatten(jax.tree.structure(params), zeros.values())
+  base = make_job("single", "lm", **ROWS)
+  without = jax.tree.unflatten(
+    jax.tree.structure(base.state.params), [zeros[n] for n in named_leaves(base.state.params)]
+  )
+  assert logits(job, params).tobytes() == logits(base, without).tobytes()
+
+
+def test_merged_kernels_are_those_of_numpy_rounded_once(job):
+  params = jax.device_get(first_state(job).params)
+  params["layers"]["mlp"]["up"]["kernel"] = params["layers"]["mlp"]["up"]["kernel"].astype(
+    jnp.bfloat16
+  )
+  found = lora.merge(job.config, params)
+  assert {*named_leaves(found)} == {n for n in named_leaves(params) if "/lora_" not in n}
+  for name, letters in (("up", "LDr,LrF->LDF"), ("down", "LFr,LrD->LFD")):
+    layer = {key: np.asarray(x, np.float64) for key, x in params["layers"]["mlp"][name].items()}
+    wanted = layer["kernel"] + 5 / 3 * np.einsum(letters, layer["lora_a"], layer["lora_b"])
+    kernel = found["layers"]["mlp"][name]["kernel"]
+    assert kernel.dtype == params["layers"]["mlp"][name]["kernel"].dtype
+    within = 2.0**-8 if kernel.dtype == jnp.bfloat16 else 1e-6
+    np.testing.assert_allclose(np.asarray(kernel, np.float64), wanted, rtol=within, atol=1e-6)
+  assert found["final_norm"]["scale"] is params["final_norm"]["scale"]
+
+
+def test_scales():
+  def scale(**keys):
+    return lora.scale(make_job("single", "lm", **{"lora.rank": 4, **keys}).config)
+
+  assert scale() == 4.0
+  assert scale(**{"lora.rs": True}) == 8.0
+  assert scale(**{"lora.alpha": 2.0}) == 0.5
