@@ -55,6 +55,7 @@ RUN = (
   "commands",
   "configs",
   "inference",
+  "interop",
   "processes",
   "reports",
   "runtime",

@@ -1,0 +1,1 @@
+"""Model folders of Hugging Face: their config.json, their tensors, in both directions."""

@@ -1,0 +1,244 @@
+"""The `config.json` of a model folder -> the keys of `config.model` that it determines, and back.
+
+A family (`hf_families.py`) is a table of parts. Each part reads some keys of config.json and gives
+some of ours, and writes them back. Every key of a config.json is either read by a part of its
+family, or must have one of the values that the family can express, or has no effect on what the
+model computes (`hf_ignored.py`); any other is refused by name. Nothing here imports JAX.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from interop.hf_ignored import IGNORED, ONLY
+from runtime.suggest import nearest
+
+# The keys of `model` that a folder determines and that turn something off where a family does not
+# mention them; a test compares them with the recipe's. SIZES have no such value.
+NEUTRAL: dict[str, Any] = {
+  "positions": "rotary",
+  "max_positions": None,  # of learned positions
+  "rotary_base": 10_000.0,
+  "rotary_scaling": (),
+  "local_rotary_base": 0.0,
+  "window": 0,
+  "global_every": 0,
+  "norm": "rms",
+  "norm_scale_from_one": False,
+  "post_norms": False,
+  "query_key_norm": False,
+  "biases": "none",
+  "gated": True,
+  "attention_soft_cap": 0.0,
+  "logits_soft_cap": 0.0,
+  "scaled_embeddings": False,
+}
+SIZES = (
+  *("layers", "model_size", "feedforward_size", "heads", "kv_heads", "head_size"),
+  *("vocabulary_size", "norm_epsilon", "activation", "attention_scale", "tied_embeddings"),
+)
+KEYS = (*SIZES, *NEUTRAL)
+
+Theirs = Mapping[str, Any]  # of a config.json, missing keys filled in
+Ours = Mapping[str, Any]  # of config.model
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """Some keys of config.json and the keys of `model` that they determine.
+
+  Attributes:
+    keys: of config.json.
+    read: config.json -> keys of `model`; raises ValueError for what `model` cannot express.
+    write: keys of `model` -> keys of config.json.
+  """
+
+  keys: tuple[str, ...]
+  read: Callable[[Theirs], dict[str, Any]]
+  write: Callable[[Ours], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """What the config.json of a model_type says, and what it leaves out.
+
+  Attributes:
+    architecture: the class that transformers loads, without `ForCausalLM`'s siblings.
+    parts: read and write the keys.
+    defaults: of keys that a config.json may lack, as transformers has them.
+    fixed: keys of `model` that are the same in all models of the family.
+    only: further keys -> (the values that can be expressed, the first its default; why).
+    ignored: further keys without effect on what the model computes.
+    positions: the key with the longest row that the model was trained for.
+  """
+
+  architecture: str
+  parts: tuple[Part, ...]
+  defaults: Mapping[str, Any]
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  only: Mapping[str, tuple[tuple[Any, ...], str]] = dataclasses.field(default_factory=dict)
+  ignored: tuple[str, ...] = ()
+  positions: str = "max_position_embeddings"
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+  """What a config.json says.
+
+  Attributes:
+    model_type: the family's name.
+    model: key of `config.model` -> value; all of KEYS.
+    positions: the longest row that the model was trained for, in tokens.
+  """
+
+  model_type: str
+  model: dict[str, Any]
+  positions: int
+
+
+def read(theirs: Any, where: str, families: Mapping[str, Family] | None = None) -> Described:
+  """Returns what a config.json says of its model.
+
+  Args:
+    theirs: its content.
+    where: its path, for messages.
+    families: model_type -> Family; None: all that are known.
+
+  Raises:
+    ValueError: an unknown model_type; or every key that cannot be expressed, in one message.
+  """
+  families = _all() if families is None else families
+  if not isinstance(theirs, Mapping):
+    raise ValueError(f"{where} holds a {type(theirs).__name__}, not a JSON object")
+  model_type = theirs.get("model_type")
+  if model_type not in families:
+    raise ValueError(_unknown_type(where, theirs, families))
+  family = families[model_type]
+  values = {**family.defaults, **theirs}
+  only = {**ONLY, **family.only}
+  read_keys = {key for part in family.parts for key in part.keys}
+  wrong = []
+  for key in theirs:
+    if key in only and key not in read_keys and theirs[key] not in only[key][0]:
+      wrong.append(f"{key}={short(theirs[key])}: {only[key][1]}")
+  known = {*read_keys, *only, *IGNORED, *family.ignored, "model_type", family.positions}
+  for key in theirs:
+    if key not in known and theirs[key] is not None:
+      wrong.append(
+        f"{key}={short(theirs[key])}: not known for model_type {model_type!r}"
+        f"{nearest(key, sorted(read_keys))}; if it has no effect on the logits, delete it from the "
+        f"file"
+      )
+  model = {**NEUTRAL, **family.fixed}
+  for part in family.parts:
+    try:
+      model.update(part.read(values))
+    except ValueError as error:
+      wrong.append(str(error))
+  positions = values.get(family.positions)
+  if type(positions) is not int or positions < 1:
+    wrong.append(f"{family.positions}={short(positions)}: a whole number of at least 1")
+  if wrong:
+    lines = "\n".join(f"  {line}" for line in dict.fromkeys(wrong))
+    raise ValueError(f"{where} describes a model that cannot be built:\n{lines}")
+  return Described(model_type, model, positions)
+
+
+def write(
+  ours: Ours, positions: int, model_type: str = "", families: Mapping[str, Family] | None = None
+) -> dict[str, Any]:
+  """Returns a config.json from which `read` gives the same keys of `model`.
+
+  Args:
+    ours: `config.model`, finalized.
+    positions: the longest row that the model was trained for, in tokens.
+    model_type: the family to write; "": the first that can express the model.
+    families: model_type -> Family; None: all that are known.
+
+  Raises:
+    ValueError: no family, or not this one, can express the model; with the keys that differ.
+  """
+  families = _all() if families is None else families
+  chosen = {model_type: families[model_type]} if model_type else families
+  nearest_miss: tuple[str, list[str]] | None = None
+  for name, family in chosen.items():
+    found = {
+      "architectures": [family.architecture],
+      "model_type": name,
+      family.positions: positions,
+    }
+    for part in family.parts:
+      found.update(part.write(ours))
+    differing = _differing(ours, found, families)
+    if not differing:
+      return found
+    if nearest_miss is None or len(differing) < len(nearest_miss[1]):
+      nearest_miss = name, differing
+  name, differing = nearest_miss
+  lines = "\n".join(f"  {line}" for line in differing)
+  raise ValueError(
+    f"no model_type of transformers is this model; the nearest, {name!r}, cannot express:\n{lines}"
+  )
+
+
+def _differing(ours: Ours, found: Theirs, families: Mapping[str, Family]) -> list[str]:
+  """Returns a line for each key of `model` that does not come back from what was written."""
+  try:
+    back = read(found, "config.json", families).model
+  except ValueError as error:
+    return str(error).splitlines()[1:]
+  one, two = canonical({key: ours[key] for key in KEYS}), canonical(back)
+  return [
+    f"model.{key}={one[key]!r} (it would be {two[key]!r})"
+    for key in KEYS
+    if not same_value(one[key], two[key])
+  ]
+
+
+def canonical(ours: Ours) -> dict[str, Any]:
+  """Returns keys of `model` in which those that have no effect are off."""
+  found = dict(ours)
+  if found["positions"] == "rotary":
+    found["max_positions"] = None
+  else:
+    found.update(rotary_base=NEUTRAL["rotary_base"], rotary_scaling=(), local_rotary_base=0.0)
+  if found["window"] and found["global_every"] == 1:
+    found["window"] = 0
+  if not found["window"] or found["global_every"] > found["layers"]:
+    found["global_every"] = 0
+  plain = not found["rotary_scaling"] and found["local_rotary_base"] == found["rotary_base"]
+  if not found["window"] or plain:
+    found["local_rotary_base"] = 0.0
+  return found
+
+
+def same_value(one: Any, two: Any) -> bool:
+  """Returns whether two values of a key are the same, up to the rounding of a power."""
+  if isinstance(one, float) and isinstance(two, float):
+    return math.isclose(one, two, rel_tol=1e-12)
+  if isinstance(one, tuple | list) and isinstance(two, tuple | list):
+    return len(one) == len(two) and all(map(same_value, one, two))
+  if isinstance(one, Mapping) and isinstance(two, Mapping):
+    return {*one} == {*two} and all(same_value(one[key], two[key]) for key in one)
+  return one == two
+
+
+def short(value: Any) -> str:
+  """Returns a value as a message shows it."""
+  text = repr(value)
+  return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _unknown_type(where: str, theirs: Theirs, families: Mapping[str, Family]) -> str:
+  model_type = theirs.get("model_type")
+  if model_type is None:
+    return f"{where} has no model_type, so it is not the config.json of a model"
+  near = nearest(str(model_type), families)
+  return f"{where}: unknown model_type {model_type!r}; known are {', '.join(families)}{near}"
+
+
+def _all() -> Mapping[str, Family]:
+  from interop.hf_families import FAMILIES  # which imports this module
+
+  return FAMILIES

@@ -1,0 +1,218 @@
+"""The families, by the `model_type` of config.json: which keys they have, and their defaults.
+
+A new family is an entry of FAMILIES, made of the parts of `hf_parts.py` and `hf_rope.py` or of new
+ones, and an entry in `name_maps.py`. Defaults are those of transformers, versions 4.57 and 5.
+"""
+
+from interop import hf_parts as parts
+from interop.hf_config import Family, Part
+from interop.hf_rope import rope, rope_by_layer
+
+COMMON = (
+  parts.same("num_hidden_layers", "layers"),
+  parts.same("hidden_size", "model_size"),
+  parts.same("intermediate_size", "feedforward_size"),
+  parts.same("num_attention_heads", "heads"),
+  parts.KV_HEADS,
+  parts.HEAD_SIZE,
+  parts.same("vocab_size", "vocabulary_size"),
+  parts.same("rms_norm_eps", "norm_epsilon", float),
+  parts.same("tie_word_embeddings", "tied_embeddings", bool),
+)
+SILU = parts.choice("hidden_act", "activation", parts.ACTIVATIONS)
+
+SIZES = {
+  "hidden_size": 4096,
+  "intermediate_size": 11_008,
+  "num_hidden_layers": 32,
+  "num_attention_heads": 32,
+  "vocab_size": 32_000,
+  "hidden_act": "silu",
+  "rms_norm_eps": 1e-6,
+  "tie_word_embeddings": False,
+}
+QWEN = {
+  **SIZES,
+  "intermediate_size": 22_016,
+  "num_key_value_heads": 32,
+  "vocab_size": 151_936,
+  "max_position_embeddings": 32_768,
+  "use_sliding_window": False,
+  "sliding_window": 4096,
+  "max_window_layers": 28,
+}
+GEMMA = {
+  **SIZES,
+  "hidden_act": "gelu_pytorch_tanh",
+  "hidden_activation": "gelu_pytorch_tanh",
+  "head_dim": 256,
+  "vocab_size": 256_000,
+  "max_position_embeddings": 8192,
+  "tie_word_embeddings": True,
+}
+GEMMA_FIXED = {"norm_scale_from_one": True, "scaled_embeddings": True}
+GEMMA_2 = {
+  **GEMMA,
+  "hidden_size": 2304,
+  "intermediate_size": 9216,
+  "num_hidden_layers": 26,
+  "num_attention_heads": 8,
+  "num_key_value_heads": 4,
+  "query_pre_attn_scalar": 256,
+  "sliding_window": 4096,
+}
+# `gelu` in a config.json of Gemma 1 stands for the tanh approximation that it was trained with.
+GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "gelu": "gelu", "gelu_new": "gelu"}
+GEMMA_ACTIVATION = parts.choice("hidden_activation", "activation", parts.ACTIVATIONS)
+GEMMA_3_ROPE = rope_by_layer(1_000_000.0, 10_000.0)
+SOFT_CAPS = (
+  parts.optional("attn_logit_softcapping", "attention_soft_cap"),
+  parts.optional("final_logit_softcapping", "logits_soft_cap"),
+)
+
+
+GPT_2_PARTS = (
+  parts.same("n_layer", "layers"),
+  parts.same("n_embd", "model_size"),
+  parts.same("n_positions", "max_positions"),
+  parts.same("vocab_size", "vocabulary_size"),
+  parts.same("layer_norm_epsilon", "norm_epsilon", float),
+  parts.same("tie_word_embeddings", "tied_embeddings", bool),
+  Part(("n_inner",), parts.gpt_2_feedforward, lambda model: {"n_inner": model["feedforward_size"]}),
+  Part(
+    ("n_head", "scale_attn_weights"),
+    parts.gpt_2_heads,
+    lambda model: {
+      "n_head": model["heads"],
+      "scale_attn_weights": model["attention_scale"] != 1.0 or model["head_size"] == 1,
+    },
+  ),
+  parts.choice("activation_function", "activation", {"gelu_new": "gelu", **parts.ACTIVATIONS}),
+)
+
+# In the order in which `hf_config.write` tries them.
+FAMILIES: dict[str, Family] = {
+  "llama": Family(
+    "LlamaForCausalLM",
+    (*COMMON, parts.SCALE, SILU, parts.BIASES, rope()),
+    {**SIZES, "max_position_embeddings": 2048},
+  ),
+  "mistral": Family(
+    "MistralForCausalLM",
+    (*COMMON, parts.SCALE, SILU, parts.WINDOW, rope()),
+    {
+      **SIZES,
+      "intermediate_size": 14_336,
+      "num_key_value_heads": 8,
+      "sliding_window": 4096,
+      "max_position_embeddings": 131_072,
+    },
+  ),
+  "qwen2": Family(
+    "Qwen2ForCausalLM",
+    (*COMMON, parts.SCALE, SILU, parts.QWEN_WINDOW, rope()),
+    QWEN,
+    fixed={"biases": "qkv"},
+  ),
+  "qwen3": Family(
+    "Qwen3ForCausalLM",
+    (*COMMON, parts.SCALE, SILU, parts.BIASES, parts.QWEN_WINDOW, rope()),
+    {**QWEN, "head_dim": 128},
+    fixed={"query_key_norm": True},
+  ),
+  "gemma": Family(
+    "GemmaForCausalLM",
+    (
+      *COMMON,
+      parts.SCALE,
+      parts.choice("hidden_act", "activation", GEMMA_ACTIVATIONS),
+      parts.BIASES,
+      rope(),
+    ),
+    {
+      **GEMMA,
+      "hidden_size": 3072,
+      "intermediate_size": 24_576,
+      "num_hidden_layers": 28,
+      "num_attention_heads": 16,
+      "num_key_value_heads": 16,
+    },
+    fixed=GEMMA_FIXED,
+    ignored=("hidden_activation",),
+  ),
+  "gemma2": Family(
+    "Gemma2ForCausalLM",
+    (
+      *COMMON,
+      parts.QUERY_SCALE,
+      GEMMA_ACTIVATION,
+      parts.BIASES,
+      parts.GEMMA_2_WINDOW,
+      *SOFT_CAPS,
+      rope(),
+    ),
+    {**GEMMA_2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    fixed={**GEMMA_FIXED, "post_norms": True},
+    ignored=("hidden_act", "cache_implementation"),
+  ),
+  "gemma3_text": Family(
+    "Gemma3ForCausalLM",
+    (
+      *COMMON,
+      parts.QUERY_SCALE,
+      GEMMA_ACTIVATION,
+      parts.BIASES,
+      parts.GEMMA_3_WINDOW,
+      *SOFT_CAPS,
+      rope_by_layer(1_000_000.0, 10_000.0),
+    ),
+    {
+      **GEMMA_2,
+      "vocab_size": 262_208,
+      "max_position_embeddings": 131_072,
+    },
+    fixed={**GEMMA_FIXED, "post_norms": True, "query_key_norm": True},
+    ignored=("hidden_act", "cache_implementation"),
+  ),
+  "gpt2": Family(
+    "GPT2LMHeadModel",
+    GPT_2_PARTS,
+    {
+      "n_layer": 12,
+      "n_embd": 768,
+      "n_head": 12,
+      "n_positions": 1024,
+      "vocab_size": 50_257,
+      "layer_norm_epsilon": 1e-5,
+      "tie_word_embeddings": True,
+      "activation_function": "gelu_new",
+      "scale_attn_weights": True,
+    },
+    fixed={"positions": "learned", "norm": "layer", "biases": "all", "gated": False},
+    only={
+      "scale_attn_by_inverse_layer_idx": (
+        (False, None),
+        "scores that are scaled by the number of the layer are not there",
+      ),
+    },
+    ignored=(
+      *("n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout"),
+      *("summary_proj_to_labels", "summary_type", "summary_use_proj", "gradient_checkpointing"),
+    ),
+    positions="n_positions",
+  ),
+  "phi3": Family(
+    "Phi3ForCausalLM",
+    (*COMMON, parts.SCALE, SILU, parts.WINDOW, rope()),
+    {
+      **SIZES,
+      "hidden_size": 3072,
+      "intermediate_size": 8192,
+      "vocab_size": 32_064,
+      "rms_norm_eps": 1e-5,
+      "max_position_embeddings": 4096,
+      "sliding_window": None,
+    },
+    ignored=("original_max_position_embeddings",),
+  ),
+}

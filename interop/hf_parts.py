@@ -1,0 +1,275 @@
+"""The parts that families are made of: keys of a config.json, read and written back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from interop.hf_config import Ours, Part, Theirs, short
+from runtime.suggest import nearest
+
+# ------------------------------ parts of one key ------------------------------
+
+
+def same(theirs: str, ours: str, kind: type = int) -> Part:
+  """Returns the part of a key that both have with the same value.
+
+  Args:
+    theirs: in config.json.
+    ours: in `model`.
+    kind: int (at least 1), float (at least 0) or bool.
+  """
+
+  def read(config: Theirs) -> dict[str, Any]:
+    return {ours: value_of(config, theirs, kind)}
+
+  return Part((theirs,), read, lambda model: {theirs: model[ours]})
+
+
+def value_of(config: Theirs, key: str, kind: type = int) -> Any:
+  """Returns a key's value; raises ValueError where it is missing or of another kind."""
+  value = config.get(key)
+  if kind is float and type(value) in (int, float) and 0 <= value < float("inf"):
+    return float(value)
+  if type(value) is kind and (kind is not int or value >= 1):
+    return value
+  what = {
+    int: "a whole number of at least 1",
+    float: "a number of at least 0",
+    bool: "true or false",
+  }
+  raise ValueError(f"{key}={short(value)}: {what[kind]} is needed")
+
+
+def choice(theirs: str, ours: str, table: Mapping[str, str]) -> Part:
+  """Returns the part of a key with names; of several names for ours, the first is written."""
+
+  def read(config: Theirs) -> dict[str, Any]:
+    value = config.get(theirs)
+    if value not in table:
+      known = ", ".join(table)
+      raise ValueError(
+        f"{theirs}={short(value)}: one of {known} is needed{nearest(str(value), table)}"
+      )
+    return {ours: table[value]}
+
+  def write(model: Ours) -> dict[str, Any]:
+    names = [name for name, value in table.items() if value == model[ours]]
+    return {theirs: names[0] if names else model[ours]}
+
+  return Part((theirs,), read, write)
+
+
+def optional(theirs: str, ours: str) -> Part:
+  """Returns the part of a number of which null and 0 turn something off."""
+
+  def read(config: Theirs) -> dict[str, Any]:
+    return {ours: 0.0 if config.get(theirs) is None else value_of(config, theirs, float)}
+
+  return Part((theirs,), read, lambda model: {theirs: model[ours] or None})
+
+
+ACTIVATIONS = {
+  "silu": "silu",
+  "swish": "silu",
+  "gelu_pytorch_tanh": "gelu",
+  "gelu_new": "gelu",
+  "gelu_fast": "gelu",
+  "gelu_accurate": "gelu",
+}
+
+# ------------------------------ parts of several keys ------------------------------
+
+
+def kv_heads_of(config: Theirs) -> int:
+  """Returns the key/value heads; null: as many as there are query heads."""
+  key = (
+    "num_attention_heads" if config.get("num_key_value_heads") is None else "num_key_value_heads"
+  )
+  return value_of(config, key)
+
+
+def head_size_of(config: Theirs, width: str = "hidden_size", heads: str = "num_attention_heads"):
+  """Returns the size of a head; null: the width over the heads."""
+  if config.get("head_dim") is not None:
+    return value_of(config, "head_dim")
+  size, count = value_of(config, width), value_of(config, heads)
+  if size % count:
+    raise ValueError(
+      f"{width}={size} is not a multiple of {heads}={count}, and head_dim is missing"
+    )
+  return size // count
+
+
+KV_HEADS = Part(
+  ("num_key_value_heads",),
+  lambda config: {"kv_heads": kv_heads_of(config)},
+  lambda model: {"num_key_value_heads": model["kv_heads"]},
+)
+HEAD_SIZE = Part(
+  ("head_dim",),
+  lambda config: {"head_size": head_size_of(config)},
+  lambda model: {"head_dim": model["head_size"]},
+)
+# Scores are scaled by the size of a head.
+SCALE = Part((), lambda config: {"attention_scale": head_size_of(config) ** -0.5}, lambda model: {})
+# Gemma's, by a number of its own.
+QUERY_SCALE = Part(
+  ("query_pre_attn_scalar",),
+  lambda config: {"attention_scale": _positive(config, "query_pre_attn_scalar") ** -0.5},
+  lambda model: {"query_pre_attn_scalar": _rounded(model["attention_scale"] ** -2)},
+)
+
+
+def _positive(config: Theirs, key: str) -> float:
+  if (value := value_of(config, key, float)) > 0:
+    return value
+  raise ValueError(f"{key}={value}: a number above 0 is needed")
+
+
+def _rounded(value: float) -> float | int:
+  """Returns a number without the rounding error of a power, as an int where it is one."""
+  near = round(value)
+  return near if abs(value - near) < 1e-9 * abs(value) else value
+
+
+def _biases(config: Theirs) -> dict[str, Any]:
+  attention, mlp = (
+    value_of(config, key, bool) if key in config else False
+    for key in ("attention_bias", "mlp_bias")
+  )
+  if attention or mlp:
+    raise ValueError(
+      f"attention_bias={attention}, mlp_bias={mlp}: biases of attention's output and of gated MLPs "
+      f"are not there; only models without them are read"
+    )
+  return {"biases": "none"}
+
+
+BIASES = Part(("attention_bias", "mlp_bias"), _biases, lambda model: {"attention_bias": False})
+
+
+# ------------------------------ windows and layer types ------------------------------
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def pattern(kinds: list[str], window: int | None) -> dict[str, Any]:
+  """Returns the keys of `model` for the attention of each layer.
+
+  Raises:
+    ValueError: a layer type that is not known, or a pattern that cannot be expressed.
+  """
+  for kind in dict.fromkeys(kinds):
+    if kind not in (FULL, SLIDING):
+      raise ValueError(f"layer_types: {short(kind)}: one of {FULL}, {SLIDING} is needed")
+  if SLIDING not in kinds or not window:
+    return {"window": 0, "global_every": 0}
+  if FULL not in kinds:
+    return {"window": window, "global_every": 0}
+  every = kinds.index(FULL) + 1
+  if all((kind == FULL) == ((layer + 1) % every == 0) for layer, kind in enumerate(kinds)):
+    return {"window": window, "global_every": every}
+  raise ValueError(
+    f"layer_types={short(kinds)}: full attention in every n-th layer is expected, from the n-th on"
+  )
+
+
+def kinds_of(model: Ours) -> list[str]:
+  """Returns the layer types of keys of `model`."""
+  every = model["global_every"]
+  layers = range(1, model["layers"] + 1)
+  if not model["window"]:
+    return [FULL] * model["layers"]
+  return [FULL if every and layer % every == 0 else SLIDING for layer in layers]
+
+
+def _window(config: Theirs) -> int | None:
+  return None if config.get("sliding_window") is None else value_of(config, "sliding_window")
+
+
+# Mistral, Phi-3: all layers have the window, or none.
+WINDOW = Part(
+  ("sliding_window",),
+  lambda config: {"window": _window(config) or 0},
+  lambda model: {"sliding_window": model["window"] or None},
+)
+
+
+def _qwen_window(config: Theirs) -> dict[str, Any]:
+  """Qwen: a window only if use_sliding_window, in the layers from max_window_layers on."""
+  window = _window(config) if value_of(config, "use_sliding_window", bool) else None
+  kinds, layers = config.get("layer_types"), value_of(config, "num_hidden_layers")
+  if kinds is None:
+    first = config.get("max_window_layers")
+    if type(first) is not int:
+      raise ValueError(f"max_window_layers={short(first)}: a whole number is needed")
+    kinds = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
+  return pattern(checked_kinds(kinds, layers), window)
+
+
+def _qwen_window_back(model: Ours) -> dict[str, Any]:
+  kinds = kinds_of(model)
+  first = kinds.index(SLIDING) if SLIDING in kinds else len(kinds)
+  return {
+    "use_sliding_window": bool(model["window"]),
+    "sliding_window": model["window"] or None,
+    "max_window_layers": first,
+    "layer_types": kinds,
+  }
+
+
+QWEN_WINDOW = Part(
+  ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+  _qwen_window,
+  _qwen_window_back,
+)
+
+
+def checked_kinds(kinds: Any, layers: int) -> list[str]:
+  """Returns layer types; raises ValueError where they are not one for each layer."""
+  if not isinstance(kinds, list) or len(kinds) != layers:
+    raise ValueError(f"layer_types={short(kinds)}: one for each of the {layers} layers is needed")
+  return kinds
+
+
+def _alternating(config: Theirs, every: Any) -> dict[str, Any]:
+  """Gemma 2 and 3: full attention in every n-th layer, windows in the others."""
+  kinds, layers = config.get("layer_types"), value_of(config, "num_hidden_layers")
+  if kinds is None:
+    if type(every) is not int or every < 1:
+      raise ValueError(f"sliding_window_pattern={short(every)}: a whole number of at least 1")
+    kinds = [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(layers)]
+  return pattern(checked_kinds(kinds, layers), _window(config))
+
+
+def _gemma_3_every(config: Theirs) -> Any:
+  names = ("sliding_window_pattern", "_sliding_window_pattern")
+  return next((config[name] for name in names if name in config), 6)
+
+
+def _alternating_back(model: Ours) -> dict[str, Any]:
+  return {"sliding_window": model["window"] or None, "layer_types": kinds_of(model)}
+
+
+GEMMA_2_WINDOW = Part(
+  ("sliding_window", "layer_types"), lambda config: _alternating(config, 2), _alternating_back
+)
+GEMMA_3_WINDOW = Part(
+  ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
+  lambda config: _alternating(config, _gemma_3_every(config)),
+  _alternating_back,
+)
+
+# ------------------------------ of GPT-2 ------------------------------
+
+
+def gpt_2_feedforward(config: Theirs) -> dict[str, Any]:
+  if config.get("n_inner") is None:
+    return {"feedforward_size": 4 * value_of(config, "n_embd")}
+  return {"feedforward_size": value_of(config, "n_inner")}
+
+
+def gpt_2_heads(config: Theirs) -> dict[str, Any]:
+  size = head_size_of({**config, "head_dim": None}, "n_embd", "n_head")
+  scale = size**-0.5 if value_of(config, "scale_attn_weights", bool) else 1.0
+  heads = value_of(config, "n_head")
+  return {"heads": heads, "kv_heads": heads, "head_size": size, "attention_scale": scale}

@@ -1,0 +1,151 @@
+"""config.json -> keys of `model` and back: every key is used, has no effect, or is refused."""
+
+import pytest
+
+from configs.schema import recipes
+from interop import hf_config
+from interop.hf_families import FAMILIES
+from tests.interop import folders
+from tests.models.families import job_of
+
+# Keys of `model` that no folder determines.
+OWN = {
+  *("name", "vocabulary_multiple", "context_attention", "embedding_standard_deviation"),
+  *("dropout_rate", "separate_documents"),
+}
+LLAMA = {
+  "model_type": "llama",
+  "hidden_size": 16,
+  "intermediate_size": 24,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "vocab_size": 37,
+}
+
+
+def read(**keys):
+  return hf_config.read({**LLAMA, **keys}, "config.json")
+
+
+def problems(theirs):
+  """Returns the lines of a refusal."""
+  with pytest.raises(ValueError, match=r"config\.json") as caught:
+    hf_config.read(theirs, "F/config.json")
+  return str(caught.value).splitlines()
+
+
+def test_every_key_of_a_decoder_is_determined_or_the_users_own():
+  model = recipes.lm().model
+  assert {*hf_config.KEYS} == {*model} - OWN
+  for key, value in hf_config.NEUTRAL.items():
+    assert model[key] == value, key
+
+
+@pytest.mark.parametrize("name", folders.NAMES)
+def test_both_notations_are_read_the_same_and_written_back(name):
+  old, new = (hf_config.read(folders.config_of(name, v), name) for v in folders.VERSIONS)
+  assert old == new
+  assert {*old.model} == {*hf_config.KEYS}
+  back = hf_config.write(old.model, old.positions, old.model_type)
+  again = hf_config.read(back, "back")
+  assert (again.model_type, again.positions) == (old.model_type, old.positions)
+  assert hf_config.canonical(again.model) == hf_config.canonical(old.model)
+  given = folders.config_of(name)
+  # What was written says the same where the original has the key, up to how a default is spelled.
+  for key in {*back} & {*given} - {"head_dim", "max_window_layers", "n_inner"}:
+    assert back[key] == given[key] or not (back[key] or given[key]), key
+  assert back["architectures"] == given["architectures"]
+
+
+def test_missing_keys_have_the_defaults_of_their_model_type():
+  llama = read().model
+  assert (llama["kv_heads"], llama["head_size"], llama["tied_embeddings"]) == (4, 4, False)
+  assert (llama["norm_epsilon"], llama["rotary_base"], llama["window"]) == (1e-6, 1e4, 0)
+  mistral = read(model_type="mistral", num_key_value_heads=2).model
+  assert (mistral["window"], mistral["head_size"]) == (4096, 4)
+  assert read(model_type="qwen2", num_key_value_heads=2).model["window"] == 0
+  gemma = read(model_type="gemma3_text", num_key_value_heads=2).model
+  assert gemma["tied_embeddings"]
+  assert (gemma["rotary_base"], gemma["local_rotary_base"]) == (1e6, 1e4)
+  assert (gemma["head_size"], gemma["attention_scale"]) == (256, 256**-0.5)
+  gemma2 = read(model_type="gemma2", num_key_value_heads=2).model
+  assert (gemma2["attention_soft_cap"], gemma2["logits_soft_cap"]) == (50.0, 30.0)
+  assert read(model_type="phi3").model["norm_epsilon"] == 1e-5
+
+
+def test_null_is_a_value_where_it_turns_something_off():
+  mistral = read(model_type="mistral", num_key_value_heads=None, sliding_window=None).model
+  assert (mistral["window"], mistral["kv_heads"]) == (0, 4)
+  gemma2 = read(model_type="gemma2", num_key_value_heads=2, attn_logit_softcapping=None).model
+  assert (gemma2["attention_soft_cap"], gemma2["logits_soft_cap"]) == (0.0, 30.0)
+
+
+def test_layer_types_become_windows():
+  keys = {"model_type": "qwen3", "num_key_value_heads": 2, "sliding_window": 5}
+  keys |= {"num_hidden_layers": 4, "use_sliding_window": True}
+  full, part = "full_attention", "sliding_attention"
+  for types, wanted in (
+    ([part, full, part, full], (5, 2)),
+    ([part] * 4, (5, 0)),
+    ([full] * 4, (0, 0)),
+    ([part, part, full, part], (5, 3)),
+  ):
+    found = read(**keys, layer_types=types).model
+    assert (found["window"], found["global_every"]) == wanted
+    back = hf_config.write(found, 32, "qwen3")
+    assert back["layer_types"] == types
+  assert read(**keys, max_window_layers=4).model["window"] == 0
+  assert read(**keys, max_window_layers=0).model["window"] == 5
+
+
+def test_all_that_is_wrong_is_in_one_message():
+  lines = problems(
+    {
+      **LLAMA,
+      "hidden_act": "tanh",
+      "attention_bias": "yes",
+      "rope_scaling": {"rope_type": "lama3", "factor": 8.0},
+      "num_attention_heads": 0,
+      "hiden_size": 16,
+      "quantization_config": {"bits": 4},
+      "is_encoder_decoder": True,
+    }
+  )
+  assert lines[0] == "F/config.json describes a model that cannot be built:"
+  text = "\n".join(lines[1:])
+  for said in (
+    "hidden_act='tanh'",
+    "attention_bias='yes': true or false",
+    "rope_type='lama3': known are default, llama3; did you mean 'llama3'?",
+    "num_attention_heads=0: a whole number of at least 1",
+    "hiden_size=16: not known for model_type 'llama'; did you mean 'hidden_size'?",
+    "quantization_config={'bits': 4}: the weights are quantized; take the folder of",
+    "is_encoder_decoder=True: only decoders",
+  ):
+    assert said in text, (said, text)
+
+
+def test_an_unknown_model_type_is_named_beside_those_that_are_known():
+  [line] = problems({**LLAMA, "model_type": "lama"})
+  assert line == (
+    f"F/config.json: unknown model_type 'lama'; known are {', '.join(FAMILIES)}; did you mean "
+    f"'llama'?"
+  )
+  assert problems({"hidden_size": 4}) == [
+    "F/config.json has no model_type, so it is not the config.json of a model"
+  ]
+  assert problems([]) == ["F/config.json holds a list, not a JSON object"]
+
+
+def test_what_no_family_has_is_named_when_it_is_written():
+  model = job_of("qwen3").config.model.to_dict()
+  with pytest.raises(ValueError, match=r"nearest, 'qwen3', cannot express:\n  model.post_norms=Tr"):
+    hf_config.write({**model, "post_norms": True}, 32)
+  with pytest.raises(ValueError, match=r"'llama', cannot express:\n  model.query_key_norm=True"):
+    hf_config.write(model, 32, "llama")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "gemma2"])
+def test_the_family_of_a_model_is_found_by_what_it_has(family):
+  model = job_of(family).config.model
+  assert hf_config.write(model, 24)["model_type"] == {"llama3": "llama"}.get(family, family)

@@ -1,0 +1,140 @@
+r"""Writes small model folders with Hugging Face's `transformers`, and the logits that it gives.
+
+  pip install torch transformers==5.23.0     # in an environment of its own
+  python tests/interop/write_folders.py
+  pip install transformers==4.57.6
+  python tests/interop/write_folders.py --config-only
+
+The first command writes weights and logits, the second the config.json of the older version, whose
+notation of rotary positions differs.
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+
+FOLDER = pathlib.Path(__file__).parent / "fixtures"
+LENGTH = 12
+COMMON = {
+  "vocab_size": 37,
+  "hidden_size": 16,
+  "intermediate_size": 24,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "max_position_embeddings": 32,
+}
+LLAMA_3 = {
+  "rope_type": "llama3",
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 16,
+}
+GEMMA = {"head_dim": 6, "query_pre_attn_scalar": 9, "sliding_window": 5}
+# name -> (model_type, keys of its config, dtype of the file). `rope` is written in the notation of
+# the version that is installed.
+FOLDERS = {
+  "llama": ("llama", {"rms_norm_eps": 1e-5, "rope": (500.0, LLAMA_3)}, "float32"),
+  "mistral": ("mistral", {"head_dim": 6, "sliding_window": 5, "rope": (1000.0, {})}, "bfloat16"),
+  "qwen2": ("qwen2", {"tie_word_embeddings": True, "rope": (1000.0, {})}, "float16"),
+  "qwen3": ("qwen3", {"head_dim": 6, "rope": (1000.0, {})}, "bfloat16"),
+  "gemma": ("gemma", {"head_dim": 6}, "bfloat16"),
+  "gemma2": ("gemma2", {**GEMMA, "final_logit_softcapping": 3.0}, "bfloat16"),
+  "gemma3": (
+    "gemma3_text",
+    {**GEMMA, "num_hidden_layers": 3, "sliding_window_pattern": 3},
+    "float64",
+  ),
+  "gpt2": ("gpt2", {}, "float32"),
+  "phi3": ("phi3", {"pad_token_id": 0, "sliding_window": 7}, "bfloat16"),
+}
+
+
+def config_of(name: str) -> transformers.PretrainedConfig:
+  """Returns the config of a folder, as the installed version has it."""
+  model_type, keys, dtype = FOLDERS[name]
+  keys = {**COMMON, **keys, "dtype": dtype}
+  theta, scaling = keys.pop("rope", (None, {}))
+  if theta and transformers.__version__ < "5":
+    keys |= {"rope_theta": theta, **({"rope_scaling": scaling} if scaling else {})}
+  elif theta:
+    keys["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": theta}
+  if model_type == "gpt2":
+    keys = {
+      "vocab_size": 37,
+      "n_embd": 16,
+      "n_layer": 2,
+      "n_head": 4,
+      "n_positions": 16,
+      "dtype": dtype,
+    }
+  keys.update(bos_token_id=1, eos_token_id=2)
+  return transformers.AutoConfig.for_model(model_type, **keys)
+
+
+def tokens() -> np.ndarray:
+  """Returns int32 [2, LENGTH]."""
+  return np.random.RandomState(3).randint(3, 37, (2, LENGTH)).astype(np.int32)
+
+
+@contextlib.contextmanager
+def wide():
+  """Makes float64 of what transformers computes in float32 whatever the model's dtype.
+
+  That is norms, softmax and rotary positions.
+  """
+  kept = torch.float32, torch.float, torch.Tensor.float
+  torch.float32 = torch.float = torch.float64
+  torch.Tensor.float = torch.Tensor.double
+  try:
+    yield
+  finally:
+    torch.float32, torch.float, torch.Tensor.float = kept
+
+
+def made(name: str) -> torch.nn.Module:
+  """Returns a model of a folder's config with its own initial parameters."""
+  config = config_of(name)
+  config._attn_implementation = "eager"
+  return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def write(name: str) -> None:
+  """Writes a folder with random parameters, and its logits in float64."""
+  torch.manual_seed(len(name))
+  model = made(name)
+  for parameter_name, parameter in model.named_parameters():
+    scale = parameter_name.endswith("weight") and parameter.ndim == 1 and "gemma" not in name
+    drawn = torch.randn(parameter.shape, dtype=torch.float64)
+    parameter.data = (0.3 if parameter.ndim == 1 else 0.4) * drawn + (1.0 if scale else 0.0)
+  model = model.to(getattr(torch, FOLDERS[name][2]))
+  model.save_pretrained(FOLDER / name)
+  (FOLDER / name / "model.safetensors").chmod(0o644)
+  (FOLDER / name / "generation_config.json").unlink()
+  (FOLDER / name / "config.json").rename(FOLDER / name / "config_5.json")
+  state = {key: value.double() for key, value in model.state_dict().items()}
+  with wide(), torch.no_grad():
+    model = made(name).to(torch.float64)
+    model.load_state_dict(state)
+    logits = model(torch.from_numpy(tokens().astype(np.int64))).logits
+  np.save(FOLDER / name / "logits.npy", logits.numpy())
+
+
+if __name__ == "__main__":
+  parser = argparse.ArgumentParser()
+  parser.add_argument("--config-only", action="store_true")
+  only = parser.parse_args().config_only
+  for one in FOLDERS:
+    if not only:
+      write(one)
+      continue
+    config = config_of(one)
+    config.architectures = [type(transformers.AutoModelForCausalLM.from_config(config)).__name__]
+    text = json.dumps(json.loads(config.to_json_string()), indent=1, sort_keys=True)
+    (FOLDER / one / "config.json").write_text(text + "\n")
