@@ -1,9 +1,9 @@
-"""The verb `evaluate`: a checkpoint on the validation split."""
+"""The verb `evaluate`: a checkpoint on the validation split, or on the tasks of --tasks."""
 
 import functools
 from collections.abc import Callable
 
-from commands import build, flags, preflight_facts, train
+from commands import build, flags, preflight_facts, score_tasks, train
 from processes.step_barrier import Lockstep
 from processes.watchdog import Watchdog
 from runtime import exit_codes
@@ -14,6 +14,8 @@ from training.metrics.console import ProgressLine, say
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
   """Evaluates a checkpoint on the evaluation split, or evaluation.final_steps batches of it."""
+  if flags.TASKS.value is not None:
+    return score_tasks.prepare(watch)
   location = flags.CHECKPOINT.value or str(flags.workdir())
   run_tokenizer.adopt(flags.CONFIG.value, location)
   [ready] = build.prepare(flags.CONFIG)

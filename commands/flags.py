@@ -31,6 +31,9 @@ TRAIN_TOKENIZER = flags.DEFINE_integer(
 )
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "evaluate, sample: DIR[/STEP] to read.")
+TASKS = flags.DEFINE_string(
+  "tasks", None, "evaluate: comma-separated .jsonl files of tasks, instead of the validation split."
+)
 ACCEPT = flags.DEFINE_list(
   "accept_changes", [], "train: comma-separated config keys allowed to differ from the checkpoint."
 )
@@ -61,6 +64,7 @@ OWNERS = [
   (HTML, ("layout",)),
   (ACCEPT, ("train",)),
   (CHECKPOINT, ("evaluate", "sample")),
+  (TASKS, ("evaluate",)),
   *((flag, ("sample",)) for flag in SAMPLE_FLAGS),
 ]
 
@@ -82,7 +86,7 @@ def chosen_verb(words: list[str]) -> str:
   for flag, owners in OWNERS:
     if flags.FLAGS[flag.name].present and verb not in owners:
       raise ValueError(f"--{flag.name} belongs to the verb {' or '.join(owners)}, not to {verb}")
-  for flag in (WORKDIR, CHECKPOINT, HTML, TOPOLOGY, CHAPTER, PROMPT_FILE):
+  for flag in (WORKDIR, CHECKPOINT, TASKS, HTML, TOPOLOGY, CHAPTER, PROMPT_FILE):
     if flag.value == "":  # of a shell's variable that is not set, as a rule
       raise ValueError(f"--{flag.name}= is empty; give a value, or leave the flag out")
   return verb
@@ -95,7 +99,7 @@ def workdir() -> epath.Path:
 def facts(verb: str) -> dict[str, object]:
   """Returns what the command line says besides the config: the same on every process."""
   values = {flag.name: flag.value for flag in SAMPLE_FLAGS}
-  values |= {flag.name: flag.value for flag in (CHECKPOINT, ACCEPT, SIMULATE)}
+  values |= {flag.name: flag.value for flag in (CHECKPOINT, TASKS, ACCEPT, SIMULATE)}
   return {"verb": verb, "workdir": str(workdir()), **values}
 
 

@@ -26,7 +26,7 @@ from processes.coordination import current
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from runtime import devices
-from training import loop, restore, splits, workdir_owner
+from training import loop, restore, run_tokenizer, splits, workdir_owner
 from training.callbacks import Callback
 from training.metrics import log_lines
 from training.metrics.writer import FILE
@@ -63,6 +63,23 @@ def build(config: ConfigDict, simulate: bool = True) -> Job:
     RuntimeError: JAX has started with fewer devices than the mesh asks for, or on another platform.
   """
   return building.job(config, _devices(config, simulate=simulate))
+
+
+def load(config: ConfigDict, location: str, simulate: bool = True) -> tuple[Job, Any, Any]:
+  """Returns the job of a config, and the parameters and variables of a checkpoint, placed as its.
+
+  Args:
+    config: as of `build`; it reads the tokenizer that the checkpoint was trained with.
+    location: `DIR[/STEP]`, DIR a workdir or its folder of checkpoints.
+    simulate: as of `build`.
+
+  Raises:
+    ValueError: as `build`; no such checkpoint, or one of another model.
+  """
+  run_tokenizer.adopt(config, location)
+  job = build(config, simulate=simulate)
+  _, params, variables = restore.model_state(job, location)
+  return job, params, variables
 
 
 def _devices(config: ConfigDict, *, simulate: bool) -> devices.Devices:

@@ -22,22 +22,25 @@ class Request:
   """What is asked for.
 
   Attributes:
-    prompts: texts, or bytes that need not be complete characters; one may be empty.
+    prompts: texts, or bytes that need not be complete characters; one may be empty. Or token ids,
+      taken as they are: at least one.
     max_new_tokens: the most tokens drawn per prompt.
     temperature: divides the logits; 0 takes the likeliest token.
     top_k: draws among the k likeliest; 0 is off.
     top_p: draws among the fewest likeliest that together have this probability; 1 is off.
     seed: of the draws, which depend on (seed, number of the prompt, position) alone.
     stop: texts; a row ends with the first of them in what was drawn.
+    stop_tokens: tokens that end a row as the end of a document does, and are no part of the text.
   """
 
-  prompts: tuple[str | bytes, ...]
+  prompts: tuple[str | bytes | tuple[int, ...], ...]
   max_new_tokens: int = 64
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
   seed: int = 0
   stop: tuple[str | bytes, ...] = ()
+  stop_tokens: tuple[int, ...] = ()
 
 
 def tokenizer_of(config: ConfigDict) -> tokenizer.Tokenizer:
@@ -46,6 +49,11 @@ def tokenizer_of(config: ConfigDict) -> tokenizer.Tokenizer:
 
 
 _loaded = functools.lru_cache(maxsize=4)(tokenizer.load)
+
+
+def begins(config: ConfigDict, encoder: tokenizer.Tokenizer) -> bool:
+  """Returns whether the model has learned texts behind the token that begins a document."""
+  return encoder.has_bos or config.data.packing != "concatenate"
 
 
 def encoded(config: ConfigDict, request: Request) -> list[np.ndarray]:
@@ -58,15 +66,18 @@ def encoded(config: ConfigDict, request: Request) -> list[np.ndarray]:
     ValueError: a prompt is not text, and the tokenizer takes nothing else.
   """
   coder = tokenizer_of(config)
-  begins = coder.has_bos or config.data.packing != "concatenate"
+  begin = begins(config, coder)
   start = np.array([coder.start], np.uint32)
   found = []
   for number, prompt in enumerate(request.prompts, 1):
+    if isinstance(prompt, tuple):
+      found.append(np.array(prompt, np.uint32))
+      continue
     try:
       [ids] = coder.encode([as_bytes(prompt)])
     except ValueError as error:
       raise ValueError(f"prompt {number}: {error}") from error
-    found.append(np.concatenate([start, ids]) if begins or not len(ids) else ids)
+    found.append(np.concatenate([start, ids]) if begin or not len(ids) else ids)
   return found
 
 

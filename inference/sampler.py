@@ -43,8 +43,14 @@ class Sampler:
     seconds: that compiling took.
   """
 
-  def __init__(self, job: Job, request: Request):
+  def __init__(self, job: Job, request: Request, prompt_tokens: int = 0, rows: int = 0):
     """Checks the request and compiles for its sizes.
+
+    Args:
+      job: whose model and mesh are used.
+      request: the largest one.
+      prompt_tokens: the most of a prompt; 0: as many as the longest of the request has.
+      rows: the most prompts; 0: as many as the request has.
 
     Raises:
       ValueError: as `check`.
@@ -57,9 +63,9 @@ class Sampler:
     alone = {job.legend[letter].name: () for letter in ("R", "T")}
     self._table = {**job.config.partitioning.activations, **alone}
     parts = axes_size(self._table[job.legend["B"].name], job.devices.sizes)
-    self.rows = -(-len(request.prompts) // parts) * parts
+    self.rows = -(-max(rows, len(request.prompts)) // parts) * parts
     self.tokenizer = tokenizer_of(job.config)
-    self.prompt_tokens = max(map(len, encoded(job.config, request)))
+    self.prompt_tokens = max(prompt_tokens, *map(len, encoded(job.config, request)))
     self.max_new_tokens = request.max_new_tokens
     self.placements = self._place()
     self.prefill, self.decode, self.seconds = self._compile()
@@ -82,7 +88,10 @@ class Sampler:
     prompts = encoded(self.job.config, request)
     self._check_size(request, prompts)
     stops = [as_bytes(stop) for stop in request.stop]
-    rows = [Row(as_bytes(prompt), stops, self.tokenizer) for prompt in request.prompts]
+    rows = [
+      Row(self._bytes_of(prompt), stops, self.tokenizer, request.stop_tokens)
+      for prompt in request.prompts
+    ]
     left = set(range(len(rows)))
     for tokens_B in itertools.islice(
       self._drawn(params, variables, request, prompts), request.max_new_tokens
@@ -99,6 +108,9 @@ class Sampler:
       if (text := rows[number].end()) and write is not None:
         write(number, text)
     return [bytes(row.drawn) for row in rows]
+
+  def _bytes_of(self, prompt: str | bytes | tuple[int, ...]) -> bytes:
+    return self.tokenizer.decode(prompt) if isinstance(prompt, tuple) else as_bytes(prompt)
 
   def _check_size(self, request: Request, prompts: Sequence[np.ndarray]) -> None:
     """Raises where a request is larger than the compiled programs."""

@@ -23,22 +23,29 @@ class Row:
 
   Attributes:
     drawn: the bytes, up to the end of a stop text.
-    done: True once the document or a stop text has ended the row.
+    done: True once a token or a stop text has ended the row.
   """
 
-  def __init__(self, prompt: bytes, stop: Sequence[bytes], tokenizer: Tokenizer | None = None):
+  def __init__(
+    self,
+    prompt: bytes,
+    stop: Sequence[bytes],
+    tokenizer: Tokenizer | None = None,
+    stop_tokens: Sequence[int] = (),
+  ):
     """Starts behind a prompt, which may end within a character; by default, tokens are bytes."""
     self.drawn = bytearray()
     self.done = False
     self._begun = bool(prompt)
     self._stop = tuple(stop)
     self._tokenizer = tokenizer or ByteTokenizer()
+    self._ends = {self._tokenizer.end, *stop_tokens}
     self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
     self._decoder.decode(prompt)
 
   def add(self, token: int) -> str:
     """Takes the next token and returns the text that is complete by now, often empty."""
-    if token == self._tokenizer.end:
+    if token in self._ends:
       return self.end()
     # Only in front of a text is a token that begins a word without its space.
     new = self._tokenizer.token_bytes(token) if self._begun else self._tokenizer.decode([token])

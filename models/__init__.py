@@ -107,6 +107,22 @@ class Extending(Network, Protocol):
     ...
 
 
+@runtime_checkable
+class Scoring(Network, Protocol):
+  """The NNX module of a model of tokens whose rows can be scored one by one."""
+
+  def row_scores(self, batch: Batch) -> Sums:
+    """Returns numbers of each row of a batch, without dropout: float32 or wider, [B].
+
+    `log_likelihood` is the sum of log p(target) over a row's weighted targets, in nats; `likeliest`
+    how many of these targets are the model's first choice (of equal logits, the lowest token).
+
+    Args:
+      batch: `tokens`, `targets`, `weights` (0 or 1) and `segments`, each [B, T].
+    """
+    ...
+
+
 MODELS: Table = Table("model", {"transformer": transformer, "mlp": mlp})
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from models.dtypes import wide_dtype
 from partitioning.dims import Axes
@@ -43,6 +43,21 @@ def cross_entropy(
   largest = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), axes)
   total = collectives.total(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1), axes)
   return jnp.log(total) + largest - collectives.total(picked, axes)
+
+
+def is_likeliest(
+  logits: Float[Array, "*X V"], targets: Int[Array, "*X"], axes: Axes = ()
+) -> Bool[Array, "*X"]:
+  """Returns whether the target is the first class with the largest logit; arguments as above."""
+  classes = jnp.arange(logits.shape[-1], dtype=targets.dtype)
+  largest = jnp.max(logits, axis=-1, keepdims=True)
+  if axes:
+    classes = classes + (jax.lax.axis_index(axes) * logits.shape[-1]).astype(targets.dtype)
+    largest = jax.lax.pmax(largest, axes)
+  none = jnp.asarray(jnp.iinfo(targets.dtype).max, targets.dtype)
+  classes = classes.reshape((1,) * targets.ndim + (-1,))
+  first = jnp.min(jnp.where(logits == largest, classes, none), axis=-1)
+  return targets == (jax.lax.pmin(first, axes) if axes else first)
 
 
 def weighted_sum(losses: Float[Array, "*X"], weights: Float[Array, "*X"]) -> Float[Array, ""]:

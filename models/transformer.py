@@ -7,6 +7,7 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from models.kv_cache import CACHE as CACHE
 from models.kv_cache import Cache, cache_layer, set_cache_layer
 from models.layer_pattern import Layer, is_global, layer_pattern
 from models.layers import MLP, Embedding, LearnedPositions, Linear, Norm, dropout
-from models.losses import Batch, Sums, cross_entropy, weighted_sum
+from models.losses import Batch, Sums, cross_entropy, is_likeliest, weighted_sum
 from models.token_positions import Rows, rows_of
 from models.transformer_dims import PARAMETERS as PARAMETERS
 from models.transformer_dims import RESIDUAL, padded_vocabulary
@@ -148,6 +149,34 @@ class Transformer(nnx.Module):
         [B, T].
       key: draws the dropout; None turns it off.
     """
+    [losses_BT], weights_BT, sums = self._reduced(batch, key, lambda *args: (cross_entropy(*args),))
+    return {"loss": weighted_sum(losses_BT, weights_BT), **sums}
+
+  def row_scores(self, batch: Batch) -> Sums:
+    """Returns numbers of each row, [B], without dropout; see `models.Scoring`."""
+
+    def scores(logits_BTV: jax.Array, targets_BT: jax.Array, axes: Axes = ()) -> tuple:
+      losses_BT = cross_entropy(logits_BTV, targets_BT, axes)
+      return losses_BT, is_likeliest(logits_BTV, targets_BT, axes).astype(losses_BT.dtype)
+
+    [losses_BT, likeliest_BT], weights_BT, _ = self._reduced(batch, None, scores, 2)
+    weights_BT = weights_BT.astype(losses_BT.dtype)
+    return {
+      "log_likelihood": -jnp.sum(losses_BT * weights_BT, axis=1),
+      "likeliest": jnp.sum(likeliest_BT * weights_BT, axis=1),
+    }
+
+  def _reduced(
+    self, batch: Batch, key: Key[Array, ""] | None, reduce: Callable, results: int = 1
+  ) -> tuple[list[jax.Array], jax.Array, Sums]:
+    """Returns numbers of each token and the weights, in one order, and the blocks' sums.
+
+    Args:
+      batch: of `loss_sums`.
+      key: draws the dropout; None turns it off.
+      reduce: takes logits, targets and the axes that split the logits' vocabulary.
+      results: how many arrays it returns.
+    """
     targets_BT, weights_BT = batch["targets"], batch["weights"]
     order_T = self._ring_order(targets_BT.shape[1])
     if order_T is not None:  # the sums are over all tokens, in any order
@@ -157,7 +186,7 @@ class Transformer(nnx.Module):
     segments_BT = batch["segments"] if self.separate_documents else None
     x_BRD, rows = self.embed_tokens(constrain(batch["tokens"], "BT"), order_T, segments_BT)
     x_BRD, sums = self.blocks(x_BRD, rows, key)
-    return {"loss": weighted_sum(self._losses(x_BRD, targets_BT), weights_BT), **sums}
+    return self._of_logits(x_BRD, targets_BT, reduce, results), weights_BT, sums
 
   def _ring_order(self, length: int) -> np.ndarray | None:
     """Returns the zigzag order of ring attention for rows of this length.
@@ -168,20 +197,24 @@ class Transformer(nnx.Module):
     ring = count > 1 and ring_attention.use_ring(self.context_attention, length, count, *self.heads)
     return ring_attention.zigzag_order(length, count) if ring else None
 
-  def _losses(
-    self, x_BRD: Float[Array, "B R D"], targets_BT: Int[Array, "B T"]
-  ) -> Float[Array, "B T"]:
-    """Returns each token's cross-entropy; only one of `loss_chunks` has its logits in memory."""
+  def _of_logits(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    targets_BT: Int[Array, "B T"],
+    reduce: Callable,
+    results: int,
+  ) -> list[jax.Array]:
+    """Returns what `reduce` makes of logits; only one of `loss_chunks` has them in memory."""
     if self.loss_chunks == 1:
-      return cross_entropy(self.head(x_BRD), targets_BT)
+      return list(reduce(self.head(x_BRD), targets_BT))
 
-    def reduce(logits_BtV: jax.Array, targets_Bt: jax.Array, axes: Axes) -> jax.Array:
+    def chunk(logits_BtV: jax.Array, targets_Bt: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
       first = jax.lax.axis_index(axes) * logits_BtV.shape[-1] if axes else 0
-      return cross_entropy(self._finished(logits_BtV, first), targets_Bt, axes)
+      return reduce(self._finished(logits_BtV, first), targets_Bt, axes)
 
-    normed_BRD = self.final_norm(x_BRD)
+    normed_BRD, kernel = self.final_norm(x_BRD), self._unembedding()
     chunks = self.loss_chunks
-    return chunked_logits(normed_BRD, self._unembedding(), targets_BT, reduce, chunks, RESIDUAL)
+    return chunked_logits(normed_BRD, kernel, targets_BT, chunk, chunks, RESIDUAL, results)
 
   def embed_tokens(
     self,

@@ -28,11 +28,12 @@ def chunked_logits(
   x: jax.Array,
   weight: Weight,
   targets: jax.Array,
-  reduce: Callable[[jax.Array, jax.Array, Axes], jax.Array],
+  reduce: Callable[[jax.Array, jax.Array, Axes], tuple[jax.Array, ...]],
   chunks: int,
   residual: Residual,
-) -> jax.Array:
-  """Computes the logits of one chunk of tokens at a time, and reduces them to a number per token.
+  results: int = 1,
+) -> list[jax.Array]:
+  """Computes the logits of one chunk of tokens at a time, and reduces them to numbers per token.
 
   The weight is gathered once, and its gradient is reduce-scattered once. Only one chunk's logits
   are in memory at a time; the backward pass recomputes them. Chunks are strided (every
@@ -43,12 +44,13 @@ def chunked_logits(
     weight: of the residual's width and the vocabulary; cast to the dtype of x.
     targets: of the tokens; within a device as long as x after its all-gather.
     reduce: takes logits (batch, chunk, vocabulary), targets (batch, chunk) and the axes that split
-      the vocabulary of these logits; returns (batch, chunk).
+      the vocabulary of these logits; returns `results` arrays (batch, chunk).
     chunks: their number; divides the tokens of a device.
     residual: the residual's letters.
+    results: how many numbers per token.
 
   Returns:
-    (batch, sequence), inside a block.
+    `results` arrays (batch, sequence), inside a block.
   """
   kernel, inside = weight.effective_kernel(), summed_last(weight.letters, residual.width)
   vocabulary, output = inside.replace(residual.width, ""), residual.activation(weight.letters)
@@ -63,7 +65,7 @@ def chunked_logits(
       x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def chunk(wide_kernel, x, targets) -> jax.Array:
+    def chunk(wide_kernel, x, targets) -> tuple[jax.Array, ...]:
       logits = jnp.einsum(f"{residual.inside},{inside}->{output}", x, wide_kernel.astype(x.dtype))
       if not manual:
         return reduce(constrain(logits, output), targets, ())
@@ -77,19 +79,18 @@ def chunked_logits(
       return None, chunk(wide_kernel, *inputs)
 
     _, found = jax.lax.scan(one, None, (_strided(x, chunks), _strided(targets, chunks)))
-    return [jnp.moveaxis(found, 0, 2).reshape(targets.shape)]
+    return [jnp.moveaxis(one, 0, 2).reshape(targets.shape) for one in found]
 
-  [out] = sharded(
+  return sharded(
     losses,
     [residual.between, weight.letters, residual.tokens],
     [residual.between, inside, residual.tokens],
-    [residual.tokens],
+    [residual.tokens] * results,
     *(x, kernel, targets),
     kernels=[1],
     residual=residual,
     dtype=x.dtype,
   )
-  return out
 
 
 def _strided(x: jax.Array, count: int) -> jax.Array:

@@ -1,5 +1,6 @@
 """The verb evaluate: how much it takes, what it shows on a terminal, and how it is interrupted."""
 
+import json
 import re
 import signal
 
@@ -46,3 +47,42 @@ def test_it_shows_its_progress_on_a_terminal_and_stops_within_a_batch(forks, tra
     shown = terminal.text()
   assert "eval_loss" not in shown
   assert "Traceback" not in shown, shown
+
+
+def test_tasks_are_scored_on_any_mesh(main, trained, tmp_path):
+  arc, words = tmp_path / "arc.jsonl", tmp_path / "words.jsonl"
+  choices = [{"context": f"x = {n}", "choices": [")", "a b"], "answer": n % 2} for n in range(9)]
+  arc.write_text("".join(f"{json.dumps(record)}\n" for record in choices))
+  words.write_text('{"context": "import numpy as np", "answer": "\\n"}\n')
+  found = []
+  for strategy, workdir in (("single", []), ("dp4_tp2", [f"--workdir={tmp_path}/other"])):
+    code, out, err = main(
+      *("evaluate", f"--config=configs/{strategy}.py", *TINY_LM, f"--checkpoint={trained}"),
+      *(f"--tasks={arc},{words}", "--config.data.global_batch_size=8", *workdir),
+    )
+    assert (code, err) == (0, "")
+    folder = (tmp_path / "other" if workdir else trained) / "tasks"
+    results = json.loads((folder / "2.json").read_text())
+    assert results["checkpoint"] == str(trained)
+    metrics = results["tasks"]["arc"]["metrics"]
+    [line] = [line for line in out.splitlines() if line.split()[:1] == ["arc"]]
+    assert line.split()[:4] == ["arc", "9", "acc", f"{metrics['acc']['value']:.4f}"]
+    assert f"± {metrics['acc']['standard_error']:.4f}" in line
+    assert "words: in 1 of 1 records the context is longer than a row" in out
+    found.append([json.loads(line) for line in (folder / "2_arc.jsonl").open()])
+    assert len(found[-1]) == 9
+  for one, other in zip(*found, strict=True):
+    assert one["log_likelihoods"] == pytest.approx(other["log_likelihoods"], rel=1e-5)
+
+
+def test_a_task_that_cannot_be_scored_is_refused(main, trained, tmp_path):
+  (tmp_path / "bad.jsonl").write_text('{"context": "a", "choices": ["b", "c"], "answer": "d"}\n')
+  command = ["evaluate", "--config=configs/single.py", *TINY_LM, f"--workdir={tmp_path}/new"]
+  for more, message in (
+    ([f"--tasks={tmp_path}/bad.jsonl"], "bad.jsonl:1: its 'answer' 'd' is not among its choices"),
+    (["--tasks="], "--tasks= is empty"),
+  ):
+    code, _, err = main(*command, f"--checkpoint={trained}", *more)
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "new").exists()
