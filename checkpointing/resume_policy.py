@@ -55,6 +55,7 @@ CLASSES = {
   "model.*": REFUSED,
   # The step.
   "training.steps": MAY_CHANGE,  # unless fewer than are done
+  "training.tokens": MAY_CHANGE,  # likewise: they become steps
   "training.replica_check_every_steps": MAY_CHANGE,
   "training.callbacks": MAY_CHANGE,
   "training.gradient_accumulation_steps": ACCEPT,
@@ -78,12 +79,18 @@ CLASSES = {
   "optimizer.learning_rate": ACCEPT,
   "optimizer.schedule": ACCEPT,
   "optimizer.warmup_steps": ACCEPT,  # resumes where warm-up is over: see below
+  "optimizer.warmup_tokens": MAY_CHANGE,  # they become steps
+  "optimizer.decay_steps": ACCEPT,  # resumes where neither decay has begun: see below
+  "optimizer.decay_tokens": MAY_CHANGE,
+  "optimizer.decay": ACCEPT,
+  "optimizer.final_fraction": ACCEPT,
   "optimizer.arguments": ACCEPT,
   "optimizer.beta_1": ACCEPT,
   "optimizer.beta_2": ACCEPT,
   "optimizer.epsilon": ACCEPT,
   "optimizer.momentum": ACCEPT,
   "optimizer.weight_decay": ACCEPT,
+  "optimizer.independent_weight_decay": ACCEPT,
   "optimizer.clip_norm": ACCEPT,
   "compiler_options": ACCEPT,  # may allow less precision
   "versions.*": ACCEPT,  # of the record: the code's and the libraries'
@@ -93,6 +100,8 @@ CLASSES = {
 COMPARED = {"versions": "versions", "data": "dataset"}
 
 STEPS, WARMUP = "training.steps", "optimizer.warmup_steps"
+SCHEDULE, FINAL_FRACTION = "optimizer.schedule", "optimizer.final_fraction"
+DECAY_STEPS = "optimizer.decay_steps"
 UNSET = "(unset)"
 
 
@@ -137,15 +146,13 @@ def changes(
     flat({**config, **{name: record[part] for name, part in parts.items()}})
     for config, record in ((old_config, old_record), (new_config, new_record))
   )
-  differing = {
-    key: (old.get(key, UNSET), new.get(key, UNSET))
-    for key in sorted({*old, *new})
-    if old.get(key, UNSET) != new.get(key, UNSET)
-  }
+  both = {key: (old.get(key, UNSET), new.get(key, UNSET)) for key in sorted({*old, *new})}
+  differing = {key: pair for key, pair in both.items() if pair[0] != pair[1]}
   accepted = list(old_record.get("accepted_changes", []))
-  asked = {key: pair for key, pair in differing.items() if _needs(key, differing, done) == ACCEPT}
+  asked = {key: pair for key, pair in differing.items() if _needs(key, both, done) == ACCEPT}
   _check_accepted(accept, asked, differing, accepted, new)
-  _check_refused(differing, done, epath.Path(workdir))
+  refused = [key for key in differing if _needs(key, both, done) == REFUSED]
+  _check_refused(refused, differing, done, epath.Path(workdir))
   if missing := [key for key in asked if key not in accept]:
     keys = ",".join([*missing, *(key for key in accept if key in asked)])
     raise ValueError(
@@ -160,24 +167,32 @@ def changes(
   return {**new_record, "accepted_changes": accepted}
 
 
-def _needs(key: str, differing: Mapping[str, Any], done: int) -> str:
-  """Returns the class of a key that differs.
+def _needs(key: str, both: Mapping[str, tuple], done: int) -> str:
+  """Returns the class of a key that differs; `both` has the old and the new value of every key.
 
   A key that no pattern matches (an older version of the code had it) needs acceptance.
   """
   if key == STEPS:
-    after = differing[key][1]
+    after = both[key][1]
     return MAY_CHANGE if isinstance(after, int) and after >= done else REFUSED
+  steps = both.get(STEPS, (UNSET, UNSET))
   # By default warm-up is a share of the steps: with more steps it would be longer, but it is over.
-  if key == WARMUP and STEPS in differing:
-    ended = all(isinstance(steps, int) and steps <= done for steps in differing[key])
+  if key == WARMUP and steps[0] != steps[1]:
+    ended = all(isinstance(warmup, int) and warmup <= done for warmup in both[key])
     return MAY_CHANGE if ended else ACCEPT
+  # By default it follows the schedule, whose change is asked for.
+  if key == FINAL_FRACTION and both[SCHEDULE][0] != both[SCHEDULE][1]:
+    return MAY_CHANGE
+  if key == DECAY_STEPS and all(isinstance(one, int) for one in (*steps, *both[key])):
+    begins = (total - decay for total, decay in zip(steps, both[key], strict=True))
+    return MAY_CHANGE if all(done <= first for first in begins) else ACCEPT
   return classify(key) or ACCEPT
 
 
-def _check_refused(differing: Mapping[str, tuple], done: int, workdir: epath.Path) -> None:
+def _check_refused(
+  refused: Sequence[str], differing: Mapping[str, tuple], done: int, workdir: epath.Path
+) -> None:
   """Raises ValueError with all changes that need a new run."""
-  refused = [key for key in differing if _needs(key, differing, done) == REFUSED]
   if refused == [STEPS]:
     raise ValueError(
       f"training.steps={differing[STEPS][1]}, but {workdir} has done {done}; give at least "

@@ -272,10 +272,25 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
     "training": {
       "trainable": ("*",),
       "frozen_dtype": training["parameter_dtype"],
+      "tokens": 0,
       **training,
     },
-    "optimizer": {"arguments": "", **config["optimizer"]},
+    "optimizer": _upgraded_optimizer(config["optimizer"]),
     **task,
+  }
+
+
+def _upgraded_optimizer(keys: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a checkpoint's section `optimizer` with the current keys."""
+  return {
+    "arguments": "",
+    "final_fraction": 0.1 if keys["schedule"] == "cosine" else 1.0,
+    "warmup_tokens": 0,
+    "decay_steps": 0,
+    "decay_tokens": 0,
+    "decay": "linear",
+    "independent_weight_decay": False,
+    **keys,
   }
 
 

@@ -1,4 +1,4 @@
-"""Optimizers by name, this project's and all of optax's, and the learning-rate schedule.
+"""Optimizers by name, this project's and all of optax's.
 
 `OPTIMIZERS` is the table of ours; any other name is looked up in optax (`lion`, `contrib.muon`).
 The schedule, clipping (in the step) and which parameters decay are the same for all of them.
@@ -19,6 +19,7 @@ from models import MODELS
 from partitioning.rules import letters_of, named_leaves
 from runtime.extensions import Table
 from runtime.suggest import nearest
+from training.schedules import learning_rate_schedule
 
 # Parameters without weight decay, by the last part of their name.
 NOT_DECAYED = ("scale", "bias")
@@ -127,21 +128,6 @@ REFUSED = {
 }
 
 
-def learning_rate_schedule(config: ConfigDict) -> optax.Schedule:
-  """Returns step -> learning rate: linear warm-up, then a cosine to a tenth, or constant."""
-  peak, warmup = config.optimizer.learning_rate, config.optimizer.warmup_steps
-  if config.optimizer.schedule == "constant":
-    after = optax.constant_schedule(peak)
-  else:
-    after = optax.cosine_decay_schedule(peak, max(1, config.training.steps - warmup), alpha=0.1)
-  if warmup == 0:
-    return after
-  # The first step has 1/warmup of the peak, not 0.
-  return optax.join_schedules(
-    [optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1)), after], [warmup]
-  )
-
-
 def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformation:
   """Returns the config's optimizer, without clipping, which the step does itself.
 
@@ -239,7 +225,7 @@ def arguments(row: Optimizer, config: ConfigDict) -> dict[str, Any]:
   if "weight_decay" in row.keys:
     pass  # it says itself what that does
   elif mask and "weight_decay" in taken:
-    found["weight_decay"], ours["weight_decay"] = keys.weight_decay, "set optimizer.weight_decay"
+    found["weight_decay"], ours["weight_decay"] = weight_decay(keys), "set optimizer.weight_decay"
   # Under sgd the recipe's value is unused, as it did before other optimizers came.
   elif keys.weight_decay and keys.name != "sgd":
     raise ValueError(
@@ -265,6 +251,17 @@ def arguments(row: Optimizer, config: ConfigDict) -> dict[str, Any]:
       + f"\nit is {keys.name}({_signature(taken)})"
     )
   return {**found, **given}
+
+
+def weight_decay(keys: ConfigDict) -> float:
+  """Returns the factor that an optimizer multiplies by the learning rate and the parameter.
+
+  With `optimizer.independent_weight_decay` a step at the peak removes `optimizer.weight_decay` of a
+  parameter whatever the peak is. Source: arXiv:2309.14322, section 3.2.1.
+  """
+  if not keys.independent_weight_decay:
+    return keys.weight_decay
+  return keys.weight_decay / keys.learning_rate
 
 
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args, **kwargs

@@ -14,7 +14,8 @@ from models import MODELS, check_network
 from models.losses import Batch, Sums
 from partitioning.dims import Legend
 from partitioning.rules import named_leaves
-from training.optimizer import learning_rate_schedule, make_optimizer
+from training.optimizer import make_optimizer
+from training.schedules import learning_rate_schedule
 from training.state import State, merged, split, trainable
 from training.tasks import TASKS
 

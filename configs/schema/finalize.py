@@ -5,8 +5,11 @@ import copy
 from ml_collections import ConfigDict
 
 from configs.schema import decoder_checks, lora_checks, recipes
+from training.tasks import TASKS
 
 ACCELERATORS = ("tpu", "gpu")
+# Schedule -> learning rate at its end over the peak, unless the config says so.
+FINAL_FRACTIONS = {"cosine": 0.1, "linear": 0.0, "wsd": 0.0}
 
 
 def finalize(config: ConfigDict, platform: str) -> ConfigDict:
@@ -42,7 +45,7 @@ def finalize(config: ConfigDict, platform: str) -> ConfigDict:
     decoder = config.model.name == "transformer"
     splash = platform == "tpu" and decoder and not decoder_checks.no_splash(config)
     default(training, "attention_kernel", "splash" if splash else "xla")
-    default(config.optimizer, "warmup_steps", training.steps // 20)
+    _schedule(config, chosen)
     _rows_to_skip(config.data)
     activations = config.partitioning.activations
     if config.partitioning.sequence_parallel and "residual_sequence" in activations:
@@ -52,6 +55,39 @@ def finalize(config: ConfigDict, platform: str) -> ConfigDict:
     for name in parameters:
       default(config.partitioning.optimizer, name, parameters[name])
   return config
+
+
+def _schedule(config: ConfigDict, chosen: ConfigDict) -> None:
+  """Turns tokens into steps, and fills in what the schedule's name implies.
+
+  Raises:
+    ValueError: a number of tokens and of steps for the same thing, or tokens of a task without.
+  """
+  keys, training = config.optimizer, config.training
+  if training.tokens and training.steps != chosen.training.steps:
+    raise ValueError(
+      f"training.tokens={training.tokens} and training.steps={training.steps}: set one of the two"
+    )
+  _steps_of_tokens(config, training, "tokens", "steps")
+  _steps_of_tokens(config, keys, "warmup_tokens", "warmup_steps")
+  _steps_of_tokens(config, keys, "decay_tokens", "decay_steps")
+  default(keys, "warmup_steps", training.steps // 20)
+  default(keys, "final_fraction", FINAL_FRACTIONS.get(keys.schedule, 1.0))
+  default(keys, "decay_steps", max(1, training.steps // 5) if keys.schedule == "wsd" else 0)
+
+
+def _steps_of_tokens(config: ConfigDict, section: ConfigDict, tokens: str, steps: str) -> None:
+  if not section[tokens]:
+    return
+  title = "training" if section is config.training else "optimizer"
+  if section is not config.training and section[steps] is not None:
+    raise ValueError(
+      f"{title}.{tokens}={section[tokens]} and {title}.{steps}={section[steps]}: set one of the two"
+    )
+  if not TASKS[config.task].of_tokens:
+    raise ValueError(f"{title}.{tokens}={section[tokens]}: {config.task} has no tokens; set steps")
+  of_step = max(1, config.data.global_batch_size * config.data.sequence_length)
+  section[steps] = max(1, -(-section[tokens] // of_step))
 
 
 def _rows_to_skip(data: ConfigDict) -> None:

@@ -141,6 +141,7 @@ def _data(**keys) -> dict:
 def _training(**keys) -> dict:
   common = {
     "steps": 0,  # optimizer steps
+    "tokens": 0,  # instead of steps: as many as have these tokens; 0: steps
     "gradient_accumulation_steps": 1,  # microbatches per step
     # Names of the parameters that are trained, as patterns (* also matches /); the others stay as
     # they are, without optimizer state: ("layers/attention/*", "final_norm/*"). All, or with
@@ -174,13 +175,22 @@ def _optimizer(**keys) -> dict:
     "name": "adamw",  # adamw, sgd, or any optimizer of optax by name: lion, contrib.muon
     "arguments": "",  # its own that have no key here: "nesterov=True,mu_dtype=bfloat16"
     "learning_rate": 1e-3,  # at its peak
-    "schedule": "cosine",  # cosine (to a tenth of the peak) or constant
+    # cosine, linear, constant, wsd (warm-up, stable, decay) or inverse_sqrt
+    "schedule": "cosine",
+    # Learning rate at the end over the peak; cosine: 0.1, linear and wsd: 0
+    "final_fraction": config_dict.placeholder(float),
     "warmup_steps": config_dict.placeholder(int),  # linear warm-up; a twentieth of the steps
+    "warmup_tokens": 0,  # instead of warmup_steps; 0: warmup_steps
+    "decay_steps": config_dict.placeholder(int),  # of wsd, the last ones; a fifth of the steps
+    "decay_tokens": 0,  # instead of decay_steps; 0: decay_steps
+    "decay": "linear",  # of wsd: linear or 1-sqrt
     "beta_1": 0.9,  # decay of AdamW's first moment
     "beta_2": 0.95,  # decay of AdamW's second moment
     "epsilon": 1e-8,  # AdamW only
     "momentum": 0.0,  # SGD only
     "weight_decay": 0.1,  # of kernels and embeddings, not of scales and biases
+    # A step at the peak takes weight_decay off a parameter, not learning_rate * weight_decay
+    "independent_weight_decay": False,
     "clip_norm": 1.0,  # of the global gradient norm; 0: off
   }
   return {**common, **keys}

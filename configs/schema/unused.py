@@ -9,7 +9,11 @@ from runtime import extensions
 from training.tasks import TASKS
 
 # Keys of `optimizer` that every optimizer uses.
-_GENERAL = ("name", "arguments", "learning_rate", "schedule", "warmup_steps", "clip_norm")
+_GENERAL = (
+  *("name", "arguments", "learning_rate", "clip_norm"),
+  *("schedule", "final_fraction", "warmup_steps", "warmup_tokens"),
+  *("decay_steps", "decay_tokens", "decay"),
+)
 # The others -> the value that turns it off, and says what is so; None where there is none. A
 # recipe may have more, for an optimizer of its own.
 _OPTIMIZER = {
@@ -18,6 +22,7 @@ _OPTIMIZER = {
   "epsilon": None,
   "momentum": 0.0,
   "weight_decay": 0.0,
+  "independent_weight_decay": False,
 }
 # Optimizer -> which of them it uses. A registered one says so by `Optimizer.keys`, and those of
 # optax take their own by `optimizer.arguments`; whether one of these takes weight decay,
@@ -27,6 +32,8 @@ OPTIMIZER_KEYS = {
   "sgd": ("momentum",),
 }
 OTHERS = ("weight_decay",)
+# Whose decay is learning rate times weight decay times the parameter: it can be independent.
+_PLAIN_DECAY = ("adamw", "lion")
 
 _TOKENS = {
   "data.sequence_length": 0,
@@ -60,10 +67,11 @@ MODELS = {"mlp": {**_COMPUTED, **_SEQUENCE_PARALLEL}}
 
 def optimizer_keys(name: str) -> tuple[str, ...]:
   """Returns the keys of `optimizer` that an optimizer uses, besides those that all do."""
+  independent = ("independent_weight_decay",) if name in _PLAIN_DECAY else ()
   if name in OPTIMIZER_KEYS:
-    return OPTIMIZER_KEYS[name]
+    return (*OPTIMIZER_KEYS[name], *independent)
   row = extensions.registered("optimizer", name)
-  return tuple(dict.fromkeys((*(row.keys if row else ()), *OTHERS)))
+  return tuple(dict.fromkeys((*(row.keys if row else ()), *OTHERS, *independent)))
 
 
 def of_model(config: ConfigDict) -> dict[str, object]:

@@ -18,7 +18,8 @@ MATMUL_PRECISIONS = ("default", "high", "highest")
 REMATERIALIZATIONS = ("none", "dots", "full")
 ATTENTION_KERNELS = ("xla", "splash")
 DTYPES = ("bfloat16", "float32", "float64")
-SCHEDULES = ("cosine", "constant")
+SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
+DECAYS = ("linear", "1-sqrt")
 VERIFY = ("full", "size", "off")
 ON_BAD_STEP = ("stop", "roll_back")
 
@@ -75,6 +76,10 @@ LEAST = {
   "data.max_bad_records": 0,
   "data.prepare_processes": 0,
   "optimizer.warmup_steps": 0,
+  "optimizer.warmup_tokens": 0,
+  "optimizer.decay_steps": 0,
+  "optimizer.decay_tokens": 0,
+  "training.tokens": 0,
   "optimizer.learning_rate": 0,
   "optimizer.weight_decay": 0,
   "optimizer.clip_norm": 0,
@@ -117,10 +122,39 @@ def _at_least(config: ConfigDict) -> list[str]:
   wrong.extend(f"{name}={value}: at least 1" for name, value in positive if value < 1)
   if config.seed >= 2**32:
     wrong.append(f"seed={config.seed}: below 2**32")
-  if config.optimizer.warmup_steps > config.training.steps:
-    steps = config.training.steps
-    wrong.append(f"optimizer.warmup_steps={config.optimizer.warmup_steps}: at most {steps} steps")
-  return wrong
+  return [*wrong, *_schedule(config)]
+
+
+def _schedule(config: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with the keys of the learning-rate schedule."""
+  keys, steps = config.optimizer, config.training.steps
+  name, warmup, decay = keys.schedule, keys.warmup_steps, keys.decay_steps
+  if warmup > steps:
+    yield f"optimizer.warmup_steps={warmup}: at most {steps} steps"
+  final = keys.final_fraction
+  if not 0 <= final <= 1:
+    yield f"optimizer.final_fraction={final}: from 0 to 1, of the peak"
+  if name in ("constant", "inverse_sqrt") and final != 1:
+    yield (
+      f"optimizer.final_fraction={final}: schedule={name} has no end; leave it out, "
+      f"or choose cosine, linear or wsd"
+    )
+  if name == "wsd" and not 0 < decay <= steps - warmup:
+    yield (
+      f"optimizer.decay_steps={decay}: from 1 to {steps - warmup}, the {steps} steps without the "
+      f"{warmup} of the warm-up"
+    )
+  if name != "wsd" and (decay or keys.decay != DECAYS[0]):
+    yield (
+      f"optimizer.decay_steps={decay} and optimizer.decay={keys.decay!r}: schedule={name} has no "
+      f"stable phase; leave them out, or set optimizer.schedule=wsd"
+    )
+  if name == "inverse_sqrt" and not warmup:
+    yield (
+      "optimizer.schedule=inverse_sqrt: it falls from the warm-up on; set optimizer.warmup_steps"
+    )
+  if keys.independent_weight_decay and not keys.learning_rate > 0:
+    yield "optimizer.independent_weight_decay needs optimizer.learning_rate above 0"
 
 
 def _choices(config: ConfigDict) -> list[str]:
@@ -137,6 +171,7 @@ def _choices(config: ConfigDict) -> list[str]:
     "data.untrained_conversations": (REFUSE, DROP),
     "data.long_conversations": (REFUSE, DROP),
     "optimizer.schedule": SCHEDULES,
+    "optimizer.decay": DECAYS,
     "checkpoint.keep_best": ("", *task.metrics),
     "checkpoint.verify": VERIFY,
     **(decoder_checks.CHOICES if config.model.name == "transformer" else {}),

@@ -252,3 +252,24 @@ def test_a_key_of_an_older_version_of_the_code_needs_acceptance():
   old["training"]["gone"] = 3
   with pytest.raises(ValueError, match=r"training.gone: 3 in the checkpoint, now \(unset\)"):
     changes(old, resolved(), old_record={}, new_record={}, done=1, workdir="x")
+
+
+def test_a_decay_that_has_not_begun_may_move():
+  wsd = {"optimizer.schedule": "wsd", "training.steps": 200, "optimizer.decay_steps": 50}
+
+  def resumed(done, **changed):
+    return changes(
+      resolved(**wsd),
+      resolved(**{**wsd, **changed}),
+      old_record={},
+      new_record={},
+      done=done,
+      workdir="runs/x",
+    )
+
+  longer = {"training.steps": 1000, "optimizer.decay_steps": 200}
+  assert resumed(150, **longer) == {"accepted_changes": []}
+  with pytest.raises(ValueError, match=r"--accept-changes=optimizer.decay_steps$"):
+    resumed(151, **longer)
+  earlier = {"training.steps": 120, "optimizer.decay_steps": 20}
+  assert resumed(100, **earlier) == {"accepted_changes": []}

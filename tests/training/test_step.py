@@ -10,7 +10,7 @@ import pytest
 from models import layers, transformer
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
-from training import optimizer
+from training import schedules
 
 LAYERS, MICROBATCHES = 3, 4
 DROPPING = {
@@ -150,7 +150,8 @@ def test_the_learning_rate_that_is_logged_is_the_one_of_the_update():
     assert used == pytest.approx(wanted, rel=1e-3), number
 
 
-def test_adamw_is_the_papers():
+@pytest.mark.parametrize("independent", [False, True])
+def test_adamw_is_the_papers(independent):
   # arXiv:1711.05101, algorithm 2; three steps of one kernel and of one bias, in NumPy.
   beta_1, beta_2, epsilon, decay, peak = 0.9, 0.95, 1e-8, 0.3, 0.01
   keys = {
@@ -160,6 +161,7 @@ def test_adamw_is_the_papers():
     "optimizer.beta_1": beta_1,
     "optimizer.beta_2": beta_2,
     "optimizer.weight_decay": decay,
+    "optimizer.independent_weight_decay": independent,
     "optimizer.clip_norm": 0.0,
     "model.bias_standard_deviation": 0.5,
   }
@@ -177,19 +179,21 @@ def test_adamw_is_the_papers():
       mean = first[name] / (1 - beta_1**number)
       spread = second[name] / (1 - beta_2**number)
       decayed = decay * wanted[name] if name.endswith("kernel") else 0.0
-      wanted[name] = wanted[name] - peak * (mean / (np.sqrt(spread) + epsilon) + decayed)
+      if not independent:
+        decayed = peak * decayed
+      wanted[name] = wanted[name] - peak * mean / (np.sqrt(spread) + epsilon) - decayed
     for name, found in parameters(state).items():
       np.testing.assert_allclose(found, wanted[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_the_schedule_ends_at_a_tenth_and_a_constant_one_stays():
   job = make_job("single", "mlp", **{"training.steps": 20, "optimizer.warmup_steps": 4})
-  schedule = optimizer.learning_rate_schedule(job.config)
+  schedule = schedules.learning_rate_schedule(job.config)
   peak = job.config.optimizer.learning_rate
   found = [float(schedule(step)) for step in range(25)]
   wanted = [rate(step, peak=peak, warmup=4, total=20) for step in range(25)]
   np.testing.assert_allclose(found, wanted, rtol=1e-5)
   assert found[20] == found[24] == pytest.approx(peak / 10)
   constant = make_job("single", "mlp", **{**SGD, "optimizer.warmup_steps": 2})
-  schedule = optimizer.learning_rate_schedule(constant.config)
+  schedule = schedules.learning_rate_schedule(constant.config)
   assert [float(schedule(step)) for step in range(4)] == [0.25, 0.5, 0.5, 0.5]

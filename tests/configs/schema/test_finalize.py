@@ -80,3 +80,15 @@ def test_the_models_name_cannot_be_overridden_while_its_sizes_stay():
   with pytest.raises(ValueError, match=r"model\.name='mlp' was overridden while the sizes") as no:
     finalized("lm", **{"model.name": "mlp"})
   assert "those of 'transformer'; pick the model with --config=FILE:model=NAME" in str(no.value)
+
+
+def test_tokens_become_steps():
+  tokens = {"training.tokens": 1_000_000, "optimizer.warmup_tokens": 50_000}
+  decay = {"optimizer.schedule": "wsd", "optimizer.decay_tokens": 100_000}
+  config = finalized("lm", "cpu", **tokens, **decay)  # 32 rows of 128 tokens
+  assert config.training.steps == 245  # 244.1
+  assert (config.optimizer.warmup_steps, config.optimizer.decay_steps) == (13, 25)
+  with pytest.raises(ValueError, match=r"training\.steps=300: set one of the two"):
+    finalized("lm", "cpu", **tokens, **{"training.steps": 300})
+  with pytest.raises(ValueError, match="classification has no tokens; set steps"):
+    finalized("mlp", "cpu", **{"training.tokens": 5})

@@ -49,12 +49,12 @@ SGD = {"optimizer.name": "sgd"}
       "mlp",
       {"optimizer.momentum": 0.9},
       "optimizer.momentum=0.9: adamw does not use it; of those keys it uses beta_1, beta_2, "
-      "epsilon, weight_decay",
+      "epsilon, weight_decay, independent_weight_decay",
     ),
     (
       "lm",
       {"optimizer.name": "lion", "optimizer.beta_1": 0.8},
-      "it uses weight_decay; its own arguments are given by optimizer.arguments",
+      "independent_weight_decay; its own arguments are given by optimizer.arguments",
     ),
     (
       "mlp",
@@ -186,6 +186,11 @@ ELSEWHERE = {
   "model.vocabulary_size",  # by vocabulary_multiple's rounding; the sampler
   "partitioning.sequence_parallel",  # resolved into an axis table
   "training.steps",  # also by the cosine schedule
+  "training.tokens",  # become steps, as do those below
+  "optimizer.warmup_tokens",
+  "optimizer.decay_tokens",
+  "optimizer.decay_steps",  # by the schedule wsd; refused with others
+  "optimizer.decay",
   "training.bad_step_deviations",
   "training.bad_step_skips",
   "training.bad_step_window",
@@ -209,7 +214,7 @@ def test_every_key_is_read_or_listed(recipe):
   listed |= set(unused.ROWS[TASKS[config.task].rows]) | ELSEWHERE
   optimizer_keys = unused.OPTIMIZER_KEYS[config.optimizer.name]
   listed |= {f"optimizer.{key}" for key in ("beta_1", "beta_2", "epsilon", "momentum")}
-  listed |= {"optimizer.weight_decay"}
+  listed |= {"optimizer.weight_decay", "optimizer.independent_weight_decay"}
   listed |= set() if TASKS[config.task].of_tokens else OF_TOKENS
   listed -= {f"optimizer.{key}" for key in optimizer_keys}
   unread = {key for key in keys if key not in read} - listed

@@ -62,7 +62,7 @@ def refusal(argument, sizes, /, **overrides):
     (
       {},
       {"optimizer.schedule": "cosin"},
-      "optimizer.schedule='cosin': one of cosine, constant; did you mean 'cosine'?",
+      "optimizer.schedule='cosin': one of cosine, linear, constant, wsd, inverse_sqrt; did you",
     ),
     ({}, {"training.rematerialization": "dot"}, "one of none, dots, full; did you mean 'dots'?"),
     (
@@ -167,7 +167,7 @@ def test_all_that_is_wrong_comes_in_one_message():
     **{
       "data.global_batch_size": 32,
       "training.steps": 0,
-      "optimizer.schedule": "linear",
+      "optimizer.schedule": "lin",
       "model.kv_heads": 5,
       "model.head_size": 9,
     },
