@@ -63,6 +63,7 @@ CLASSES = {
   "training.matmul_precision": ACCEPT,
   "training.rematerialization": ACCEPT,
   "training.loss_chunks": ACCEPT,
+  "training.z_loss": ACCEPT,
   "training.attention_kernel": ACCEPT,
   # How bad steps are handled, so that a run which stopped at one can resume.
   "training.on_bad_step": MAY_CHANGE,

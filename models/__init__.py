@@ -42,8 +42,8 @@ class Model(Protocol):
   """What training, the layout and the planner know of a model.
 
   One that is registered may also have READS: which of the keys `training.rematerialization`,
-  `training.attention_kernel` and `training.loss_chunks` it reads; the others are refused where they
-  are set.
+  `training.attention_kernel`, `training.loss_chunks` and `training.z_loss` it reads; the others are
+  refused where they are set.
   """
 
   def legend(self, config: ConfigDict) -> dict[str, Dim]:

@@ -21,7 +21,14 @@ Sums = dict[str, jax.Array]  # each a scalar, float32 or wider
 def cross_entropy(
   logits: Float[Array, "*X V"], targets: Int[Array, "*X"], axes: Axes = ()
 ) -> Float[Array, "*X"]:
-  """Returns -log softmax(logits)[target], in nats.
+  """Returns -log softmax(logits)[target], in nats; see `cross_entropy_and_normalizer`."""
+  return cross_entropy_and_normalizer(logits, targets, axes)[0]
+
+
+def cross_entropy_and_normalizer(
+  logits: Float[Array, "*X V"], targets: Int[Array, "*X"], axes: Axes = ()
+) -> tuple[Float[Array, "*X"], Float[Array, "*X"]]:
+  """Returns -log softmax(logits)[target] in nats, and log(sum(exp(logits))).
 
   The target's logit is selected by a masked sum: a gather along a dim that is split over `tensor`
   would need the full row on each device.
@@ -39,10 +46,12 @@ def cross_entropy(
   hot = targets[..., None] == classes.reshape((1,) * targets.ndim + (-1,))
   picked = jnp.sum(jnp.where(hot, logits, jnp.zeros_like(logits)), axis=-1)
   if not axes:
-    return jax.nn.logsumexp(logits, axis=-1) - picked
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    return normalizer - picked, normalizer
   largest = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), axes)
   total = collectives.total(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1), axes)
-  return jnp.log(total) + largest - collectives.total(picked, axes)
+  normalizer = jnp.log(total) + largest
+  return normalizer - collectives.total(picked, axes), normalizer
 
 
 def is_likeliest(

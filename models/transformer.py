@@ -22,7 +22,14 @@ from models.kv_cache import CACHE as CACHE
 from models.kv_cache import Cache, cache_layer, set_cache_layer
 from models.layer_pattern import Layer, is_global, layer_pattern
 from models.layers import MLP, Embedding, LearnedPositions, Linear, Norm, dropout
-from models.losses import Batch, Sums, cross_entropy, is_likeliest, weighted_sum
+from models.losses import (
+  Batch,
+  Sums,
+  cross_entropy,
+  cross_entropy_and_normalizer,
+  is_likeliest,
+  weighted_sum,
+)
 from models.token_positions import Rows, rows_of
 from models.transformer_dims import PARAMETERS as PARAMETERS
 from models.transformer_dims import RESIDUAL, padded_vocabulary
@@ -122,6 +129,7 @@ class Transformer(nnx.Module):
     self.heads = config.model.heads, config.model.kv_heads
     self.rematerialization = config.training.rematerialization
     self.loss_chunks = config.training.loss_chunks
+    self.z_loss = config.training.z_loss
 
   def __call__(
     self,
@@ -149,8 +157,16 @@ class Transformer(nnx.Module):
         [B, T].
       key: draws the dropout; None turns it off.
     """
-    [losses_BT], weights_BT, sums = self._reduced(batch, key, lambda *args: (cross_entropy(*args),))
-    return {"loss": weighted_sum(losses_BT, weights_BT), **sums}
+    if not self.z_loss or key is None:
+      only = lambda *arguments: (cross_entropy(*arguments),)  # noqa: E731
+      [losses_BT], weights_BT, sums = self._reduced(batch, key, only)
+      return {"loss": weighted_sum(losses_BT, weights_BT), **sums}
+    (losses_BT, normalizers_BT), weights_BT, sums = self._reduced(
+      batch, key, cross_entropy_and_normalizer, 2
+    )
+    # In training alone: an evaluation's loss is the cross-entropy. Source: arXiv:2204.02311, 5.
+    z_loss = self.z_loss * weighted_sum(normalizers_BT**2, weights_BT)
+    return {"loss": weighted_sum(losses_BT, weights_BT) + z_loss, "z_loss": z_loss, **sums}
 
   def row_scores(self, batch: Batch) -> Sums:
     """Returns numbers of each row, [B], without dropout; see `models.Scoring`."""

@@ -273,6 +273,7 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
       "trainable": ("*",),
       "frozen_dtype": training["parameter_dtype"],
       "tokens": 0,
+      "z_loss": 0.0,
       **training,
     },
     "optimizer": _upgraded_optimizer(config["optimizer"]),

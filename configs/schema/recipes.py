@@ -155,6 +155,8 @@ def _training(**keys) -> dict:
     "rematerialization": "none",  # none, dots (save matmul outputs) or full (save layer inputs)
     # splash (JAX's flash attention for TPUs, the default there where it applies) or xla.
     "attention_kernel": config_dict.placeholder(str),
+    # Times the squared logarithm of the softmax's normalizer, added to each token's loss; 0: off
+    "z_loss": 0.0,
     "loss_chunks": 1,  # chunked cross-entropy: logits of one chunk of a row at a time
     # A loss spike is a bad step, as a loss that is not finite: this many standard deviations above
     # the mean of the last bad_step_window losses; 0: off.

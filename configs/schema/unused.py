@@ -36,6 +36,7 @@ OTHERS = ("weight_decay",)
 _PLAIN_DECAY = ("adamw", "lion")
 
 _TOKENS = {
+  "training.z_loss": 0.0,
   "data.sequence_length": 0,
   "data.text_feature": "",
   "data.files": "",
@@ -59,7 +60,11 @@ ROWS = {
 # Keys about how a decoder is computed. A registered model that reads any of the first three names
 # them in its READS; sequence parallelism is for one whose axis table has `residual_sequence`.
 _COMPUTED = {"training.rematerialization": "none"}
-_OF_TOKENS = {"training.attention_kernel": "xla", "training.loss_chunks": 1}
+_OF_TOKENS = {
+  "training.attention_kernel": "xla",
+  "training.loss_chunks": 1,
+  "training.z_loss": 0.0,
+}
 _SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": False}
 _READABLE = {**_COMPUTED, **_OF_TOKENS}
 MODELS = {"mlp": {**_COMPUTED, **_SEQUENCE_PARALLEL}}

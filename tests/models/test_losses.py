@@ -31,6 +31,31 @@ def test_cross_entropy_is_numpys():
   np.testing.assert_allclose(found, -picked, rtol=1e-5)
 
 
+def test_the_normalizer_is_numpys():
+  logits = drawn(3, 5, 7) * 4
+  targets = np.zeros((3, 5), np.int32)
+  _, found = losses.cross_entropy_and_normalizer(jnp.asarray(logits), jnp.asarray(targets))
+  np.testing.assert_allclose(found, np.log(np.exp(logits).sum(-1)), rtol=1e-5)
+
+
+def test_z_loss_is_added_in_training_alone():
+  job = make_job("single", "lm", **{"training.z_loss": 0.3, "training.loss_chunks": 2})
+  params, batch = first_state(job).params, host_batch(job)
+  key = jax.random.key(0)
+
+  def found(params, batch):
+    logits = job.program.module(params)(batch["tokens"])
+    return logits, job.program.sums(params, batch), job.program.sums(params, batch, key)
+
+  with job.tracing():
+    logits, evaluated, trained = jax.jit(found)(params, batch)
+  normalizers = np.log(np.exp(np.asarray(logits, np.float64)).sum(-1))
+  wanted = 0.3 * (normalizers**2 * batch["weights"]).sum()
+  np.testing.assert_allclose(trained["z_loss"], wanted, rtol=1e-4)
+  np.testing.assert_allclose(trained["loss"], evaluated["loss"] + wanted, rtol=1e-5)
+  assert "z_loss" not in evaluated
+
+
 def test_classification_sums_losses_and_right_answers_by_weight():
   logits, targets = drawn(6, 4), np.array([0, 1, 2, 3, 0, 1], np.int32)
   weights = np.array([1, 0, 2, 1, 0.5, 1], np.float32)

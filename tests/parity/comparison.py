@@ -26,6 +26,7 @@ FEATURES = {
   "model.tied_embeddings": True,
   "model.separate_documents": True,
   "training.rematerialization": "full",
+  "training.z_loss": 0.01,
 }
 
 
