@@ -24,6 +24,7 @@ NEUTRAL: dict[str, Any] = {
   "local_rotary_base": 0.0,
   "window": 0,
   "global_every": 0,
+  "layer_types": (),
   "norm": "rms",
   "norm_scale_from_one": False,
   "post_norms": False,

@@ -75,10 +75,18 @@ class LayerPattern:
     return list(dict.fromkeys(self.rotaries))
 
 
+def layer_type(config: ConfigDict, layer: int) -> str:
+  """Returns the type of a layer, counted from 0: `full` attention, or `sliding`, with a window."""
+  model = config.model
+  if model.layer_types:
+    return model.layer_types[layer % len(model.layer_types)]
+  last_of_some = model.global_every > 0 and (layer + 1) % model.global_every == 0
+  return "full" if not model.window or last_of_some else "sliding"
+
+
 def is_global(config: ConfigDict, layer: int) -> bool:
   """Returns whether a layer, counted from 0, has global attention (no sliding window)."""
-  model = config.model
-  return not model.window or (model.global_every > 0 and (layer + 1) % model.global_every == 0)
+  return layer_type(config, layer) == "full"
 
 
 def layer_pattern(config: ConfigDict) -> LayerPattern:

@@ -247,6 +247,8 @@ _OLD_DATA = {
   "stages": (),
 }
 _OLD_LORA = {"rank": 0, "alpha": 16.0, "targets": ("*",), "rs": False, "dropout": 0.0}
+# Likewise of decoders.
+_OLD_DECODER = {"layer_types": ()}
 
 
 def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,7 +265,7 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
   task = {"task": named[loss]} if loss in named else {}
   model = config["model"]
   if model["name"] == "transformer":
-    model = {"max_positions": data["sequence_length"], **model}
+    model = {"max_positions": data["sequence_length"], **_OLD_DECODER, **model}
   return {
     "lora": _OLD_LORA,
     **config,

@@ -15,6 +15,7 @@ CHOICES = {
   "model.activation": ("silu", "gelu"),
   "model.context_attention": ("auto", "ring", "gather"),
 }
+LAYER_TYPES = ("full", "sliding")
 # Kinds of `model.rotary_scaling` -> the numbers that each needs, and those that it may have.
 ROTARY_SCALINGS = {
   "linear": (("factor",), ()),
@@ -80,16 +81,39 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
       f"model.window={model.window} is beyond data.sequence_length={length}: no token would see "
       f"less than all; make data.sequence_length {model.window} or more, or set model.window=0"
     )
-  if not model.window and (model.global_every or model.local_rotary_base):
+  yield from _layer_types(model)
+  if config.training.attention_kernel == "splash" and (why := no_splash(config)):
+    yield f"training.attention_kernel=splash: {why}; set it to xla"
+  yield from _rotary(model)
+  yield from _context(config, sizes["context"])
+
+
+def _layer_types(model: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with the window, and with which layers have it."""
+  types = model.layer_types
+  if unknown := [one for one in types if one not in LAYER_TYPES]:
+    known = ", ".join(LAYER_TYPES)
+    yield f"model.layer_types: {unknown[0]!r} is none of {known}{nearest(unknown[0], LAYER_TYPES)}"
+    return
+  if len(types) > model.layers > 0:
+    yield f"model.layer_types has {len(types)} types for model.layers={model.layers}"
+  if types and model.global_every:
+    yield (
+      f"model.layer_types and model.global_every={model.global_every} both say which layers see a "
+      f"window; set model.global_every=0"
+    )
+  sliding = any(one.startswith("sliding") for one in types) if types else bool(model.window)
+  if types and sliding != bool(model.window):
+    yield (
+      f"model.window={model.window}: "
+      + ("no layer is of the type sliding" if model.window else "the type sliding needs a window")
+    )
+  if not sliding and (model.global_every or model.local_rotary_base):
     yield (
       f"model.global_every={model.global_every} and "
       f"model.local_rotary_base={model.local_rotary_base} are about layers that see a window; set "
       f"model.window, or both to 0"
     )
-  if config.training.attention_kernel == "splash" and (why := no_splash(config)):
-    yield f"training.attention_kernel=splash: {why}; set it to xla"
-  yield from _rotary(model)
-  yield from _context(config, sizes["context"])
 
 
 def no_splash(config: ConfigDict) -> str:

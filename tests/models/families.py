@@ -60,6 +60,15 @@ FAMILIES = {
     "rotary_base": 1000.0,
     "local_rotary_base": 20.0,
   },
+  "qwen2_windows": {"biases": "qkv", "window": 6, "layer_types": ("full", "sliding", "sliding")},
+  "gemma3_pattern": {
+    **GEMMA,
+    "layer_types": ("full", "sliding"),
+    "query_key_norm": True,
+    "rotary_base": 1000.0,
+    "rotary_scaling": ("linear", {"factor": 8.0}),
+    "local_rotary_base": 20.0,
+  },
   "llama_linear": {"rotary_scaling": ("linear", {"factor": 4.0})},
   "llama_dynamic": {"rotary_scaling": ("dynamic", {"factor": 3.0, "original_length": 16})},
   "llama_yarn": {

@@ -54,7 +54,7 @@ GPT_2_LAYER = {
   "mlp/up": "mlp.c_fc",
   "mlp/down": "mlp.c_proj",
 }
-# Families -> the `model_type` of their config; else it is the name up to the first underscore.
+# The name up to the first underscore -> the `model_type` of the config, where they differ.
 MODEL_TYPES = {"llama2": "llama", "llama3": "llama", "gemma3": "gemma3_text"}
 
 
@@ -70,7 +70,8 @@ def their_config(family: str) -> dict[str, Any]:
   Version 5 reads the older rope_theta and rope_scaling, version 4 does not read rope_parameters.
   """
   keys = keys_of(family)
-  kind = MODEL_TYPES.get(family, family.partition("_")[0])
+  kind = family.partition("_")[0]
+  kind = MODEL_TYPES.get(kind, kind)
   if kind == "gpt2":
     return {
       "model_type": kind,
@@ -99,6 +100,9 @@ def their_config(family: str) -> dict[str, Any]:
   if "window" in keys:
     found["sliding_window"] = keys["window"]
     found["layer_types"] = _layer_types(keys)
+  if kind == "qwen2" and "window" in keys:  # it knows them by the first layer that slides
+    found["use_sliding_window"] = True
+    found["max_window_layers"] = found.pop("layer_types").index("sliding_attention")
   if kind.startswith("gemma"):
     found["query_pre_attn_scalar"] = round(keys["attention_scale"] ** -2)
   if kind == "gemma2":
@@ -110,11 +114,10 @@ def their_config(family: str) -> dict[str, Any]:
 
 
 def _layer_types(keys: dict[str, Any]) -> list[str]:
-  every = keys.get("global_every") or 10**9
-  return [
-    "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
-    for layer in range(keys["layers"])
-  ]
+  every, types = keys.get("global_every") or 10**9, keys.get("layer_types")
+  if not types:
+    types = ["full" if (layer + 1) % every == 0 else "sliding" for layer in range(keys["layers"])]
+  return [f"{types[layer % len(types)]}_attention" for layer in range(keys["layers"])]
 
 
 def _scaling(keys: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,12 @@ def scaled(kind, **numbers):
   return {"model.rotary_scaling": (kind, numbers)}
 
 
+def windows(types, **keys):
+  """Returns the overrides of layer types."""
+  keys = {"layer_types": types, "window": 8, **keys}
+  return {f"model.{key}": value for key, value in keys.items()}
+
+
 @pytest.mark.parametrize(
   ("argument", "sizes", "overrides", "said"),
   [
@@ -43,6 +49,16 @@ def scaled(kind, **numbers):
       "model.positions='learned' turns nothing",
     ),
     ("lm", {}, {"model.rotary_scaling": (8.0, 4.0, 1.0, 64.0)}, "above 0 and low below high"),
+    (
+      "lm",
+      {},
+      windows(("full", "slidin")),
+      "'slidin' is none of full, sliding; did you mean 'slidi",
+    ),
+    ("lm", {}, windows(("full", "sliding") * 2), "has 4 types for model.layers=3"),
+    ("lm", {}, windows(("full",)), "model.window=8: no layer is of the type sliding"),
+    ("lm", {}, windows(("sliding",), window=0), "model.window=0: the type sliding needs a window"),
+    ("lm", {}, windows(("sliding",), global_every=2), "both say which layers see a window"),
     ("lm", {}, scaled("yarm", factor=2.0), "one of linear, dynamic, llama3, yarn, longrope; did y"),
     (
       "lm",
