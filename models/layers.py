@@ -287,6 +287,8 @@ class MLP(nnx.Module):
     inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
     *gate, up_BTF = column_parallel(x_BRD, projections, RESIDUAL, inputs)
     up_BTF = self.up.add_bias(up_BTF)
-    hidden_BTF = self.activation(gate[0]) * up_BTF if gate else self.activation(up_BTF)
+    hidden_BTF = (
+      self.activation(self.gate.add_bias(gate[0])) * up_BTF if gate else self.activation(up_BTF)
+    )
     inputs = dropped(key=keys[1], letters="BTF", shape=hidden_BTF.shape)
     return self.down.add_bias(row_parallel(hidden_BTF, self.down, RESIDUAL, inputs))

@@ -3,6 +3,7 @@
 The only place where a parameter's letters are written: modules and matmuls take them from here.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -45,7 +46,8 @@ PARAMETERS = {
   "layers/attention/query/kernel": "LDNH",
   "layers/attention/query/bias": "LNH",
   "layers/attention/(key|value)/kernel": "LDKH",
-  "layers/attention/(key|value)/bias": "LKH",
+  "layers/attention/key/bias": "LKH",
+  "layers/attention/value/bias": "LKH",
   "layers/attention/(query|key)_norm/scale": "LH",
   "layers/attention/out/kernel": "LNHD",
   "layers/attention/out/bias": "LD",
@@ -53,6 +55,7 @@ PARAMETERS = {
   "layers/mlp_norm/scale": "LD",
   "layers/mlp_norm/bias": "LD",
   "layers/mlp/gate/kernel": "LDF",
+  "layers/mlp/gate/bias": "LF",
   "layers/mlp/up/kernel": "LDF",
   "layers/mlp/up/bias": "LF",
   "layers/mlp/down/kernel": "LFD",
@@ -81,16 +84,28 @@ PARAMETERS = {
 # The last parts of an adapter's names.
 LORA_A, LORA_B = "lora_a", "lora_b"
 
+LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
+# Values of `model.biases` that stand for several of them. GPT-2's `all` has no gate.
+BIASES = {
+  "none": (),
+  "qkv": ("query", "key", "value"),
+  "attention": ("query", "key", "value", "out"),
+  "mlp": ("gate", "up", "down"),
+  "all": ("query", "key", "value", "out", "up", "down"),
+}
+
+
+def has_bias(name: str, model: ConfigDict) -> bool:
+  """Returns whether a linear layer, one of LINEARS, has a bias if it is there."""
+  return any(name in BIASES.get(part, (part,)) for part in model.biases.split(","))
+
+
 # Optional parameters: a part of their pattern -> whether a config has them.
 _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
   "positions/": lambda m: m.positions == "learned",
   "norm/bias": lambda m: m.norm == "layer",
-  "query/bias": lambda m: m.biases in ("qkv", "all"),
-  "(key|value)/bias": lambda m: m.biases in ("qkv", "all"),
+  **{f"{name}/bias": functools.partial(has_bias, name) for name in LINEARS},
   "(query|key)_norm": lambda m: m.query_key_norm,
-  "out/bias": lambda m: m.biases == "all",
-  "up/bias": lambda m: m.biases == "all",
-  "down/bias": lambda m: m.biases == "all",
   "post_norm": lambda m: m.post_norms,
   "mlp/gate": lambda m: m.gated,
   "unembed": lambda m: not m.tied_embeddings,

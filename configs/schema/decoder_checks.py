@@ -11,10 +11,12 @@ LANES = 128  # of a TPU: what the kernel's blocks are multiples of
 CHOICES = {
   "model.positions": ("rotary", "learned"),
   "model.norm": ("rms", "layer"),
-  "model.biases": ("none", "qkv", "all"),
   "model.activation": ("silu", "gelu"),
   "model.context_attention": ("auto", "ring", "gather"),
 }
+# Of `model.biases`: one of the first, or a list of the others.
+BIASES = ("none", "qkv", "attention", "mlp", "all")
+LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
 LAYER_TYPES = ("full", "sliding")
 # Kinds of `model.rotary_scaling` -> the numbers that each needs, and those that it may have.
 ROTARY_SCALINGS = {
@@ -82,10 +84,23 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
       f"less than all; make data.sequence_length {model.window} or more, or set model.window=0"
     )
   yield from _layer_types(model)
+  yield from _biases(model)
   if config.training.attention_kernel == "splash" and (why := no_splash(config)):
     yield f"training.attention_kernel=splash: {why}; set it to xla"
   yield from _rotary(model)
   yield from _context(config, sizes["context"])
+
+
+def _biases(model: ConfigDict) -> Iterator[str]:
+  parts = model.biases.split(",")
+  for part in parts:
+    if part not in (*BIASES, *LINEARS):
+      yield (
+        f"model.biases={model.biases!r}: one of {', '.join(BIASES)}, or some of "
+        f"{', '.join(LINEARS)}, separated by commas{nearest(part, (*BIASES, *LINEARS))}"
+      )
+  if "gate" in parts and not model.gated:
+    yield f"model.biases={model.biases!r}: with model.gated=False there is no gate"
 
 
 def _layer_types(model: ConfigDict) -> Iterator[str]:

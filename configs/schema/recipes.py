@@ -271,7 +271,9 @@ def lm() -> ConfigDict:
     "norm_scale_from_one": False,  # the stored scale is added to one (Gemma)
     "post_norms": False,  # also normalize the outputs of attention and MLP (Gemma 2)
     "query_key_norm": False,  # RMSNorm of each query and key head
-    "biases": "none",  # none, qkv or all
+    # none, qkv, attention, mlp, all (GPT-2; without a gate's), or names: "query,value,out". Names
+    # are query, key, value, out, gate, up, down
+    "biases": "none",
     "activation": "silu",  # silu or gelu (tanh approximation)
     "gated": True,  # MLP: down(f(gate(x)) * up(x)); else down(f(up(x)))
     "attention_scale": config_dict.placeholder(float),  # factor of the scores; head_size**-0.5

@@ -69,6 +69,8 @@ FAMILIES = {
     "rotary_scaling": ("linear", {"factor": 8.0}),
     "local_rotary_base": 20.0,
   },
+  "llama_biases": {"biases": "attention,mlp"},
+  "qwen3_biases": {"query_key_norm": True, "biases": "attention"},
   "llama_linear": {"rotary_scaling": ("linear", {"factor": 4.0})},
   "llama_dynamic": {"rotary_scaling": ("dynamic", {"factor": 3.0, "original_length": 16})},
   "llama_yarn": {

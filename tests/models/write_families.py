@@ -96,6 +96,8 @@ def their_config(family: str) -> dict[str, Any]:
     "max_position_embeddings": SIZES["data.sequence_length"],
     "rope_theta": keys.get("rotary_base", 10_000.0),
   }
+  biases = keys.get("biases", "").split(",")
+  found["attention_bias"], found["mlp_bias"] = "attention" in biases, "mlp" in biases
   found |= _scaling(keys)
   if "window" in keys:
     found["sliding_window"] = keys["window"]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from configs.schema import validate
+from configs.schema import decoder_checks, validate
+from models import transformer_dims
 from partitioning.mesh import resolve_sizes
 from tests.configs.loading import finalized
 
@@ -39,7 +40,14 @@ def windows(types, **keys):
       "make data.sequence_length 4096 or more, or set model.window=0",
     ),
     (PRESET, {}, {"model.norm": "laier"}, "model.norm='laier': one of rms, layer; did you mean"),
-    (PRESET, {}, {"model.biases": "some"}, "model.biases='some': one of none, qkv, all"),
+    (PRESET, {}, {"model.biases": "some"}, "model.biases='some': one of none, qkv, atten"),
+    ("lm", {}, {"model.biases": "query,ou"}, "separated by commas; did you mean 'out'?"),
+    (
+      "lm",
+      {},
+      {"model.biases": "gate", "model.gated": False},
+      "model.gated=False there is no gate",
+    ),
     (PRESET, {}, {"model.attention_soft_cap": -1.0}, "attention_soft_cap=-1.0: at least 0"),
     ("lm", {}, {"model.global_every": 2}, "are about layers that see a window; set model.window"),
     (
@@ -124,3 +132,8 @@ def test_a_ring_takes_what_its_pieces_divide_and_gathering_what_the_axis_divides
   for kind, length in (("ring", 16), ("gather", 12), ("auto", 12)):
     keys = {"data.sequence_length": length, "model.context_attention": kind}
     validate.check(finalized("lm", **keys), resolve_sizes({"context": 4}, None))
+
+
+def test_the_names_of_biases_are_those_of_the_dims_table():
+  assert (*transformer_dims.BIASES,) == decoder_checks.BIASES
+  assert decoder_checks.LINEARS == transformer_dims.LINEARS
