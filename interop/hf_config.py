@@ -20,6 +20,7 @@ NEUTRAL: dict[str, Any] = {
   "positions": "rotary",
   "max_positions": None,  # of learned positions
   "rotary_base": 10_000.0,
+  "rotary_size": 0,
   "rotary_scaling": (),
   "local_rotary_base": 0.0,
   "window": 0,

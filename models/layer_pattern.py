@@ -35,13 +35,13 @@ class LayerPattern:
   Attributes:
     windows: of each layer, None for all of the past; () where none has one.
     rotaries: of each layer (base, scaling), see `rotary_frequencies`; () without rotary positions.
-    head_size: H.
+    rotary_size: dims of a head that are rotated.
     dtype: of the frequencies.
   """
 
   windows: tuple[int | None, ...]
   rotaries: tuple[tuple[float, tuple], ...]
-  head_size: int
+  rotary_size: int
   dtype: jnp.dtype
 
   def stacked(self) -> Layer:
@@ -66,7 +66,7 @@ class LayerPattern:
     tables = []
     for base, scaling in self._rope_variants():
       frequency_h = rotary_frequencies(
-        self.head_size, base, scaling, dtype=self.dtype, length=length
+        self.rotary_size, base, scaling, dtype=self.dtype, length=length
       )
       tables.append(rope_table(positions_BT, frequency_h, attention_factor(scaling)))
     return jnp.stack(tables) if tables else None
@@ -98,6 +98,6 @@ def layer_pattern(config: ConfigDict) -> LayerPattern:
   return LayerPattern(
     windows=tuple(None if one else model.window for one in whole) if model.window else (),
     rotaries=tuple(every if one else local for one in whole) if model.positions == "rotary" else (),
-    head_size=model.head_size,
+    rotary_size=model.rotary_size or model.head_size,
     dtype=wide_dtype(jnp.dtype(config.training.compute_dtype)),
   )

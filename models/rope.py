@@ -140,10 +140,16 @@ def rope_table(
 def apply_rope(
   x_BTNH: Float[Array, "B T N H"], table_2BTh: Float[Array, "2 #B T h"]
 ) -> Float[Array, "B T N H"]:
-  """Rotates each pair (i, i + H/2) by its position's angle, in float32 or wider."""
+  """Rotates each pair (i, i + h) by its position's angle, in float32 or wider.
+
+  Dims from 2 h on are not rotated (GPT-NeoX's partial rotary positions).
+  """
   wide = wide_dtype(x_BTNH.dtype)
-  half = x_BTNH.shape[-1] // 2
+  half = table_2BTh.shape[-1]
   cos, sin = table_2BTh.astype(wide)[:, :, :, None]
-  first, second = x_BTNH[..., :half].astype(wide), x_BTNH[..., half:].astype(wide)
+  first, second = x_BTNH[..., :half].astype(wide), x_BTNH[..., half : 2 * half].astype(wide)
   rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return rotated.astype(x_BTNH.dtype)
+  rotated = rotated.astype(x_BTNH.dtype)
+  if x_BTNH.shape[-1] == 2 * half:
+    return rotated
+  return jnp.concatenate([rotated, x_BTNH[..., 2 * half :]], axis=-1)

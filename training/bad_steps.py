@@ -248,7 +248,7 @@ _OLD_DATA = {
 }
 _OLD_LORA = {"rank": 0, "alpha": 16.0, "targets": ("*",), "rs": False, "dropout": 0.0}
 # Likewise of decoders.
-_OLD_DECODER = {"layer_types": ()}
+_OLD_DECODER = {"layer_types": (), "rotary_size": 0}
 
 
 def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,10 +33,11 @@ ROTARY_SCALINGS = {
   ),
 }
 # Whole numbers of a decoder of which 0 turns something off.
-MAY_BE_ZERO = ("window", "global_every")
+MAY_BE_ZERO = ("window", "global_every", "rotary_size")
 LEAST = {
   "model.window": 0,
   "model.global_every": 0,
+  "model.rotary_size": 0,
   "model.local_rotary_base": 0,
   "model.attention_soft_cap": 0,
   "model.logits_soft_cap": 0,
@@ -64,8 +65,15 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
   model, length = config.model, config.data.sequence_length
   if model.kv_heads > 0 and model.heads % model.kv_heads:
     yield f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"
-  if model.positions == "rotary" and model.head_size % 2:
-    yield f"model.head_size={model.head_size} is odd; rotary positions turn pairs"
+  if model.positions == "rotary" and (model.rotary_size or model.head_size) % 2:
+    name = "rotary_size" if model.rotary_size else "head_size"
+    yield f"model.{name}={model[name]} is odd; rotary positions turn pairs"
+  if model.rotary_size > model.head_size > 0:
+    yield f"model.rotary_size={model.rotary_size} is beyond model.head_size={model.head_size}"
+  if model.rotary_size and model.positions != "rotary":
+    yield (
+      f"model.rotary_size={model.rotary_size}: model.positions={model.positions!r} turns nothing"
+    )
   if model.positions == "learned" and length > model.max_positions > 0:
     yield (
       f"data.sequence_length={length} is beyond model.max_positions={model.max_positions}; "
@@ -197,10 +205,10 @@ def _named_scaling(model: ConfigDict, scaling: tuple) -> Iterator[str]:
       known = (*needed, *optional)
       yield f"{kind} has no {name!r}; it has {_names(known)}{nearest(name, known)}"
     elif name in ("short_factors", "long_factors"):
-      pairs = model.head_size // 2
+      pairs = (model.rotary_size or model.head_size) // 2
       listed = isinstance(value, (tuple, list)) and len(value) == pairs
       if not listed or not all(type(x) in (int, float) and x > 0 for x in value):
-        yield f"{name!r}: {pairs} numbers above 0, one for each pair of model.head_size"
+        yield f"{name!r}: {pairs} numbers above 0, one for each pair that is rotated"
     elif name == "truncate":
       if type(value) is not bool:
         yield f"{name!r}: True or False"

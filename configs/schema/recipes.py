@@ -256,6 +256,7 @@ def lm() -> ConfigDict:
     "positions": "rotary",  # rotary (RoPE) or learned
     "max_positions": config_dict.placeholder(int),  # of learned ones; data.sequence_length
     "rotary_base": 10_000.0,  # RoPE's theta
+    "rotary_size": 0,  # dims of a head that are rotated, the first ones; 0: all
     # For rows longer than pretraining: linear, dynamic, yarn, longrope or llama3, with its numbers:
     # ("yarn", {"factor": 4.0, "original_length": 32768}); four numbers are llama3's (factor, low,
     # high, original length); (): none

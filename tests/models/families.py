@@ -71,6 +71,20 @@ FAMILIES = {
   },
   "llama_biases": {"biases": "attention,mlp"},
   "qwen3_biases": {"query_key_norm": True, "biases": "attention"},
+  "phi3": {
+    "head_size": 8,
+    "rotary_size": 6,
+    "norm_epsilon": 1e-5,
+    "rotary_scaling": (
+      "longrope",
+      {
+        "factor": 2.0,
+        "original_length": 16,
+        "short_factors": (1.0, 1.1, 1.3),
+        "long_factors": (1.2, 3.0, 9.0),
+      },
+    ),
+  },
   "llama_linear": {"rotary_scaling": ("linear", {"factor": 4.0})},
   "llama_dynamic": {"rotary_scaling": ("dynamic", {"factor": 3.0, "original_length": 16})},
   "llama_yarn": {

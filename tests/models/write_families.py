@@ -96,6 +96,10 @@ def their_config(family: str) -> dict[str, Any]:
     "max_position_embeddings": SIZES["data.sequence_length"],
     "rope_theta": keys.get("rotary_base", 10_000.0),
   }
+  if "rotary_size" in keys:
+    found["partial_rotary_factor"] = keys["rotary_size"] / keys["head_size"]
+  if kind == "phi3":
+    found["pad_token_id"] = 0
   biases = keys.get("biases", "").split(",")
   found["attention_bias"], found["mlp_bias"] = "attention" in biases, "mlp" in biases
   found |= _scaling(keys)
@@ -170,6 +174,17 @@ def converted(family: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarra
         found[f"{where}.weight"] = value.reshape(rows, columns).T
       else:
         found[f"{where}.{'bias' if kind == 'bias' else 'weight'}"] = value.reshape(-1)
+  return _fused(found) if family == "phi3" else found
+
+
+def _fused(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Returns Phi-3's names -> arrays of Llama's: it joins those that read the same."""
+  joined = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+  found = dict(found)
+  for whole, parts in joined.items():
+    for name in [name for name in found if f".{parts[0]}." in name]:
+      arrays = [found.pop(name.replace(parts[0], part)) for part in parts]
+      found[name.replace(parts[0], whole)] = np.concatenate(arrays)
   return found
 
 

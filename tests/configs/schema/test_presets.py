@@ -41,6 +41,14 @@ def windows(types, **keys):
     ),
     (PRESET, {}, {"model.norm": "laier"}, "model.norm='laier': one of rms, layer; did you mean"),
     (PRESET, {}, {"model.biases": "some"}, "model.biases='some': one of none, qkv, atten"),
+    ("lm", {}, {"model.rotary_size": 18}, "model.rotary_size=18 is beyond model.head_size=16"),
+    ("lm", {}, {"model.rotary_size": 3}, "model.rotary_size=3 is odd; rotary positions turn pairs"),
+    (
+      "lm",
+      {},
+      {"model.rotary_size": 8, "model.positions": "learned"},
+      "model.positions='learned' turns nothing",
+    ),
     ("lm", {}, {"model.biases": "query,ou"}, "separated by commas; did you mean 'out'?"),
     (
       "lm",
@@ -92,7 +100,7 @@ def windows(types, **keys):
       "lm",
       {},
       scaled("longrope", factor=2, original_length=8, short_factors=(1, 2), long_factors=(1,) * 8),
-      "'short_factors': 8 numbers above 0, one for each pair of model.head_size",
+      "'short_factors': 8 numbers above 0, one for each pair that is rotated",
     ),
     (
       "lm",
