@@ -7,6 +7,8 @@ VERB    train (default): train, evaluating on the evaluation split
           padding, epochs; --train_tokenizer=N trains a tokenizer first. Needs no devices
         evaluate: a checkpoint on the evaluation split, on the mesh that the config names
         sample: continue --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE
+        export: write the model of a checkpoint to --to=FOLDER, which transformers and vLLM load;
+          --merge adds LoRA's adapters to the kernels, --dtype=bfloat16 rounds the weights
         layout: print how every array is sharded; --against=CONFIG compares two strategies,
           --html=FILE writes it as a page with drawings and what each mesh axis costs
         compare: whether --config and --against train alike: every raw gradient and three steps,

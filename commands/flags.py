@@ -14,7 +14,7 @@ from runtime import exit_codes
 from runtime.printable import printable
 from runtime.suggest import nearest
 
-VERBS = ("train", "prepare", "evaluate", "sample", "layout", "compare", "plan", "tour")
+VERBS = ("train", "prepare", "evaluate", "sample", "export", "layout", "compare", "plan", "tour")
 
 CONFIG = config_flags.DEFINE_config_file(
   "config", None, "Config file, optionally with a recipe: configs/dp8.py:mlp."
@@ -30,9 +30,18 @@ TRAIN_TOKENIZER = flags.DEFINE_integer(
   "train_tokenizer", None, "prepare: train a byte-level BPE of so many tokens on data.files first."
 )
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; runs/CONFIG_RECIPE.")
-CHECKPOINT = flags.DEFINE_string("checkpoint", None, "evaluate, sample: DIR[/STEP] to read.")
 TASKS = flags.DEFINE_string(
   "tasks", None, "evaluate: comma-separated .jsonl files of tasks, instead of the validation split."
+)
+CHECKPOINT = flags.DEFINE_string(
+  "checkpoint", None, "evaluate, sample, export: DIR[/STEP] to read."
+)
+TO = flags.DEFINE_string("to", None, "export: the folder to write; new, or empty.")
+MERGE = flags.DEFINE_bool(
+  "merge", False, "export: add LoRA's adapters to the kernels, instead of writing them alone."
+)
+DTYPE = flags.DEFINE_string(
+  "dtype", None, "export: of the weights; that of the model they came from, or the parameters'."
 )
 ACCEPT = flags.DEFINE_list(
   "accept_changes", [], "train: comma-separated config keys allowed to differ from the checkpoint."
@@ -55,16 +64,17 @@ SAMPLE_FLAGS = (PROMPT, PROMPT_FILE, MAX_NEW_TOKENS, TEMPERATURE, TOP_K, TOP_P, 
 # The flags that not every verb takes.
 OWNERS = [
   (TRAIN_TOKENIZER, ("prepare",)),
-  (CONFIG, ("train", "prepare", "evaluate", "sample", "layout", "compare", "plan")),
-  (WORKDIR, ("train", "evaluate", "sample", "layout", "compare", "plan")),
+  (CONFIG, ("train", "prepare", "evaluate", "sample", "export", "layout", "compare", "plan")),
+  (WORKDIR, ("train", "evaluate", "sample", "export", "layout", "compare", "plan")),
   (TOPOLOGY, ("plan",)),
   (CHAPTER, ("tour",)),
   (AGAINST, ("layout", "compare")),
   (SET, ("compare",)),
   (HTML, ("layout",)),
   (ACCEPT, ("train",)),
-  (CHECKPOINT, ("evaluate", "sample")),
+  (CHECKPOINT, ("evaluate", "sample", "export")),
   (TASKS, ("evaluate",)),
+  *((flag, ("export",)) for flag in (TO, MERGE, DTYPE)),
   *((flag, ("sample",)) for flag in SAMPLE_FLAGS),
 ]
 
@@ -86,7 +96,7 @@ def chosen_verb(words: list[str]) -> str:
   for flag, owners in OWNERS:
     if flags.FLAGS[flag.name].present and verb not in owners:
       raise ValueError(f"--{flag.name} belongs to the verb {' or '.join(owners)}, not to {verb}")
-  for flag in (WORKDIR, CHECKPOINT, TASKS, HTML, TOPOLOGY, CHAPTER, PROMPT_FILE):
+  for flag in (WORKDIR, CHECKPOINT, TASKS, TO, DTYPE, HTML, TOPOLOGY, CHAPTER, PROMPT_FILE):
     if flag.value == "":  # of a shell's variable that is not set, as a rule
       raise ValueError(f"--{flag.name}= is empty; give a value, or leave the flag out")
   return verb
@@ -99,7 +109,8 @@ def workdir() -> epath.Path:
 def facts(verb: str) -> dict[str, object]:
   """Returns what the command line says besides the config: the same on every process."""
   values = {flag.name: flag.value for flag in SAMPLE_FLAGS}
-  values |= {flag.name: flag.value for flag in (CHECKPOINT, TASKS, ACCEPT, SIMULATE)}
+  shown = (CHECKPOINT, TASKS, ACCEPT, SIMULATE, TO, MERGE, DTYPE)
+  values |= {flag.name: flag.value for flag in shown}
   return {"verb": verb, "workdir": str(workdir()), **values}
 
 

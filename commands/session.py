@@ -16,6 +16,7 @@ from absl import logging
 from commands import flags, preflight_facts
 from commands.refusal import refuse
 from input_pipeline.row_store import UnreadableError
+from interop.export_folder import ExportError
 from processes import coordination as groups
 from processes import preemption
 from processes.preemption import StopRequest
@@ -92,10 +93,13 @@ def _run(prepare: Callable[[Watchdog], Callable[[], int]], verb: str, watch: Wat
 
 
 def to_its_end(run: Callable[[], int], watch: Watchdog) -> int:
-  """Runs what a verb has prepared; unreadable data gives one message and exit code 1."""
+  """Runs what a verb has prepared.
+
+  Unreadable data and an export that fails give one message and exit code 1.
+  """
   try:
     return run()
-  except UnreadableError as error:
+  except (UnreadableError, ExportError) as error:
     if watch.group.alone:
       print(f"error: {printable(error)}", file=sys.stderr, flush=True)
       return exit_codes.FAILED

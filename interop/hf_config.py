@@ -186,16 +186,23 @@ def write(
 
 def _differing(ours: Ours, found: Theirs, families: Mapping[str, Family]) -> list[str]:
   """Returns a line for each key of `model` that does not come back from what was written."""
-  try:
-    back = read(found, "config.json", families).model
-  except ValueError as error:
-    return str(error).splitlines()[1:]
-  one, two = canonical({key: ours[key] for key in KEYS}), canonical(back)
-  return [
+  family, lines = families[found["model_type"]], []
+  values, back = {**family.defaults, **found}, {**NEUTRAL, **family.fixed}
+  for part in family.parts:
+    try:
+      back.update(part.read(values))
+    except ValueError as error:
+      lines.append(str(error))
+  one = {key: ours[key] for key in KEYS}
+  one, two = canonical(one), canonical({**one, **back})
+  lines += [
     f"model.{key}={one[key]!r} (it would be {two[key]!r})"
     for key in KEYS
     if not same_value(one[key], two[key])
   ]
+  if not lines:
+    read(found, "what was written", families)
+  return lines
 
 
 def canonical(ours: Ours) -> dict[str, Any]:

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import pathlib
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +14,9 @@ from checkpointing.checkpointer import Checkpointer
 from checkpointing.consensus import Together
 from checkpointing.integrity import Verified
 from input_pipeline.row_source import Source
-from partitioning.shardings import size_text
 from processes.coordination import current
 from processes.workdir_lease import Ownership
+from runtime import free_space
 from runtime.printable import printable
 from runtime.provenance import versions
 from training import bad_steps as rollback
@@ -210,23 +207,8 @@ def require_room(job: Job, workdir: epath.Path) -> None:
   Raises:
     OSError: it is not, or has not; with the free and the needed space, and the fix.
   """
-  if "://" in str(workdir):  # a bucket has neither permissions nor a size
-    return
-  workdir = pathlib.Path(workdir).absolute()
-  there = next(
-    path for path in (workdir / restore.FOLDER, workdir, *workdir.parents) if os.path.lexists(path)
-  )
-  if not there.is_dir():
-    raise NotADirectoryError(f"{there} is a file, not a folder; give another --workdir")
-  if not os.access(there, os.W_OK | os.X_OK):
-    raise PermissionError(f"{there} cannot be written; give another --workdir")
   needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(job.state))
-  free = shutil.disk_usage(there).free
-  if free < needed:
-    raise OSError(
-      f"{there} has {size_text(free)} free, and a checkpoint needs {size_text(needed)}; free some "
-      f"space, or give another --workdir"
-    )
+  free_space.require(workdir / restore.FOLDER, needed, "a checkpoint", "give another --workdir")
 
 
 def first_state(job: Job) -> tuple[State, str]:

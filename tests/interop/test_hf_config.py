@@ -143,6 +143,13 @@ def test_what_no_family_has_is_named_when_it_is_written():
     hf_config.write({**model, "post_norms": True}, 32)
   with pytest.raises(ValueError, match=r"'llama', cannot express:\n  model.query_key_norm=True"):
     hf_config.write(model, 32, "llama")
+  plain = job_of("llama2").config.model.to_dict()
+  with pytest.raises(ValueError, match="nearest, 'llama'") as caught:  # not one that has no silu
+    hf_config.write({**plain, "attention_scale": 0.5, "logits_soft_cap": 9.0}, 32)
+  assert [line.split("=")[0] for line in str(caught.value).splitlines()[1:]] == [
+    "  model.attention_scale",
+    "  model.logits_soft_cap",
+  ]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "gemma2"])

@@ -1,0 +1,263 @@
+"""Writes a model as a folder that transformers, vLLM and others load.
+
+Each file of weights is written by one process, from its start to its end, so that folders on
+network file systems and in buckets work. The parts of a tensor are brought to it by a collective,
+which all processes run; a process has one tensor in memory that it writes, and one that comes next.
+"""
+
+import concurrent.futures
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from checkpointing.consensus import Together, join_reports
+from interop import hf_config, name_maps, safetensors_writer
+from interop.export_folder import CONFIG_FILE, ExportError, ExportFolder
+from interop.safetensors_writer import WeightFile, Writer
+from interop.tokenizer_export import json_bytes
+from partitioning.rules import named_leaves
+
+# Keys of a config.json that are about the folder it was in, not about the model.
+_DROPPED = ("_name_or_path", "name_or_path", "auto_map", "torch_dtype", "dtype")
+# Gives one layer's part of a parameter; None where this process does not need it.
+Fetch = Callable[[str, int | None, bool], np.ndarray | None]
+
+
+def model_config(
+  config: ConfigDict, dtype: str, *, end: int, start: int | None, source: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns the config.json of a model.
+
+  Args:
+    config: finalized.
+    dtype: of the tensors.
+    end: the id that ends a document.
+    start: the id of the BOS that the tokenizer puts before a text; None: it puts none.
+    source: the config.json that the model came from; {}: it was not imported.
+
+  Raises:
+    ValueError: transformers has no class for this model; with the keys that no family has.
+  """
+  model_type = source.get("model_type", "")
+  positions = _positions(config, source)
+  written = hf_config.write(config.model, positions, model_type)
+  ids = {"bos_token_id": start, "eos_token_id": end, "pad_token_id": None}
+  if written["model_type"] == "gpt2":  # whose own defaults are not 0
+    rates = {"resid_pdrop": config.model.dropout_rate, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ids.update(rates)
+  kept = {key: value for key, value in source.items() if key not in _DROPPED}
+  # 4.57 reads torch_dtype, 5 reads dtype.
+  return {**ids, **kept, **written, "torch_dtype": dtype, "dtype": dtype}
+
+
+def _positions(config: ConfigDict, source: Mapping[str, Any]) -> int:
+  """Returns the longest row that a model is for, in tokens."""
+  length, scaling = config.data.sequence_length, tuple(config.model.rotary_scaling)
+  if source:
+    return max(length, hf_config.read(source, CONFIG_FILE).positions)
+  if not scaling:
+    return length
+  if isinstance(scaling[0], str):
+    kind, numbers = scaling
+  else:
+    kind, numbers = "llama3", {"factor": scaling[0], "original_length": scaling[-1]}
+  if kind == "dynamic":  # whose original length has no key of its own
+    return int(numbers["original_length"])
+  return max(length, int(numbers.get("factor", 1) * numbers.get("original_length", length)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What an export writes.
+
+  Attributes:
+    files: of weights.
+    tensors: name -> the parameters that it holds.
+    sizes: letter -> size in the folder.
+    small: name -> content of the other files.
+  """
+
+  files: Sequence[WeightFile]
+  tensors: Mapping[str, name_maps.Tensor]
+  sizes: Mapping[str, int]
+  small: Mapping[str, bytes]
+
+  @property
+  def bytes(self) -> int:
+    """Returns the space that it needs."""
+    return sum(file.bytes + len(file.header()) for file in self.files) + sum(
+      map(len, self.small.values())
+    )
+
+
+def planned(
+  config: ConfigDict, described: Mapping[str, Any], dtype: str, small: Mapping[str, bytes]
+) -> Plan:
+  """Returns the plan of a model.
+
+  Args:
+    config: finalized.
+    described: its config.json.
+    dtype: of the tensors.
+    small: name -> content of files that are written as they are.
+  """
+  tensors = name_maps.tensors(config, described["model_type"])
+  files = safetensors_writer.split(
+    safetensors_writer.Tensor(tensor.name, tensor.shape, dtype) for tensor in tensors.values()
+  )
+  last = {safetensors_writer.INDEX_FILE: json_bytes(safetensors_writer.index(files))}
+  last = (last if len(files) > 1 else {}) | {CONFIG_FILE: json_bytes(described)}
+  return Plan(files, tensors, name_maps.sizes_of(config), {**small, **last})
+
+
+class Fetcher:
+  """Brings a layer's part of a parameter to the processes that need it, in the dtype of the files.
+
+  On one process the devices' shards are put together on the host. Among several, each device gets
+  all of the part, by an all-gather.
+  """
+
+  def __init__(self, params: Any, dtype: str):
+    """Takes the placed parameters and a key of `safetensors_writer.DTYPES`."""
+    self._arrays, self._dtype = named_leaves(params), jnp.dtype(dtype)
+    self._programs: dict[str, Callable] = {}
+
+  def __call__(self, name: str, layer: int | None, here: bool) -> np.ndarray | None:
+    """Returns a parameter without its L, or None; all processes call it in the same order.
+
+    Args:
+      name: of the parameter.
+      layer: its index along L; None: the parameter has no L.
+      here: whether this process needs it.
+    """
+    array = self._arrays[name]
+    if name not in self._programs:
+      self._programs[name] = self._program(array, layer is not None)
+    found = self._programs[name](array, 0 if layer is None else layer)
+    if here:
+      return np.asarray(found).astype(self._dtype, copy=False)
+    found.block_until_ready()  # one at a time: collectives on simulated devices block one another
+    return None
+
+  def _program(self, array: jax.Array, stacked: bool) -> Callable:
+    spec = (*array.sharding.spec, *[None] * array.ndim)[: array.ndim]
+    kept = PartitionSpec(*spec[stacked:]) if array.is_fully_addressable else PartitionSpec()
+
+    # Rounded on the devices, so that less is sent; widened on the host, where float64 is always on.
+    narrower = self._dtype.itemsize < array.dtype.itemsize
+
+    def part(array: jax.Array, layer: jax.Array) -> jax.Array:
+      one = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False) if stacked else array
+      return one.astype(self._dtype) if narrower else one
+
+    return jax.jit(part, out_shardings=NamedSharding(array.sharding.mesh, kept))
+
+
+# ------------------------------ writing ------------------------------
+
+
+def write(folder: ExportFolder, plan: Plan, fetch: Fetch, together: Together) -> None:
+  """Writes a model; all processes call it. The folder appears when everything is written.
+
+  Args:
+    folder: where, begun by process 0.
+    plan: what.
+    fetch: gives the parameters.
+    together: the processes.
+
+  Raises:
+    ExportError: on all processes, where one of them cannot write; nothing is left.
+  """
+  _agree(_tried(folder.begin) if together.first else "", folder, together)
+  for first in range(0, len(plan.files), together.count):
+    files = plan.files[first : first + together.count]
+    _agree(_write_files(folder, plan, files, fetch, together.index), folder, together)
+  _agree(_tried(lambda: _finish(folder, plan)) if together.first else "", folder, together)
+
+
+def _finish(folder: ExportFolder, plan: Plan) -> None:
+  """Writes the small files, the last of which is the config.json; without it nothing loads."""
+  for name, content in plan.small.items():
+    folder.write(name, content)
+  folder.commit()
+
+
+def _tried(do: Callable[[], None]) -> str:
+  """Returns why something has failed, else ""."""
+  try:
+    do()
+  except (OSError, ValueError) as error:
+    return str(error)
+  return ""
+
+
+def _agree(why: str, folder: ExportFolder, together: Together) -> None:
+  """Raises ExportError on all processes if one of them says why it has failed."""
+  if text := join_reports(together.exchange(why)):
+    if together.first:
+      folder.remove()
+    raise ExportError(f"the export to {folder.final} failed, and nothing of it is left: {text}")
+
+
+def _write_files(
+  folder: ExportFolder, plan: Plan, files: Sequence[WeightFile], fetch: Fetch, index: int
+) -> str:
+  """Writes one file on each process; returns why that of this process failed, else ""."""
+  failed: list[str] = []
+  arrays = _arrays(plan, files, fetch, index, lambda: not failed)
+  try:
+    if index < len(files):
+      _write_file(folder, files[index], arrays)
+  except (OSError, ValueError) as error:
+    failed.append(str(error))
+  for _ in arrays:  # the other processes wait for the collectives
+    pass
+  return "".join(failed)
+
+
+def _write_file(folder: ExportFolder, file: WeightFile, arrays: Iterator[np.ndarray]) -> None:
+  """Writes a file; a thread writes each tensor while the next one is fetched."""
+  with Writer(folder.path, file) as writer, concurrent.futures.ThreadPoolExecutor(1) as thread:
+    pending = None
+    for array in arrays:
+      if pending is not None:
+        pending.result()
+      pending = thread.submit(writer.add, array)
+    if pending is not None:
+      pending.result()
+
+
+def _arrays(
+  plan: Plan,
+  files: Sequence[WeightFile],
+  fetch: Fetch,
+  index: int,
+  wanted: Callable[[], bool],
+) -> Iterator[np.ndarray]:
+  """Yields the tensors of this process's file, and takes part in fetching those of the others.
+
+  Args:
+    plan: what is written.
+    files: one for each process, the first for process 0.
+    fetch: gives the parameters.
+    index: of this process.
+    wanted: whether this process still needs its tensors.
+  """
+  for row in itertools.zip_longest(*(file.tensors for file in files)):
+    for number, one in enumerate(row):
+      if one is None:
+        continue
+      tensor, here = plan.tensors[one.name], number == index and wanted()
+      parts = {
+        (part.parameter, part.layer): fetch(part.parameter, part.layer, here)
+        for part in tensor.parts
+      }
+      if here:
+        yield name_maps.joined(tensor, plan.sizes, lambda *key, parts=parts: parts[key])

@@ -1,0 +1,64 @@
+"""Loads exported folders with transformers; run by the Python of an environment that has it.
+
+  PYTHON their_loading.py DTYPE GIVEN.npz WRITTEN.npz FOLDER...
+
+DTYPE is float32 or float64, in which it computes. GIVEN has `tokens`; WRITTEN gets the logits of
+each folder, by its name. Whatever transformers or Python warn of is an error.
+"""
+
+import logging
+import pathlib
+import sys
+import warnings
+
+import numpy as np
+import torch
+
+if sys.argv[1] == "float64":  # also what the library computes in float32 whatever the weights are
+  torch.float32 = torch.float = torch.float64
+  torch.Tensor.float = torch.Tensor.double
+  torch.set_default_dtype(torch.float64)
+
+import transformers
+from transformers.utils import logging as their_logging
+
+said = []
+
+
+class Listener(logging.Handler):
+  """Keeps what is logged."""
+
+  def emit(self, record):
+    """Keeps a record of a warning or an error."""
+    if record.levelno >= logging.WARNING:
+      said.append(record.getMessage())
+
+
+def main(dtype, given, written, *folders):
+  warnings.simplefilter("error")
+  their_logging.disable_default_handler()
+  their_logging.disable_progress_bar()
+  their_logging.add_handler(Listener())
+  logging.getLogger().addHandler(Listener())
+  tokens = torch.from_numpy(np.load(given)["tokens"].astype(np.int64))
+  found = {}
+  for folder in map(pathlib.Path, folders):
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+      folder, attn_implementation="eager", dtype="auto", output_loading_info=True
+    )
+    assert not any(loading.values()), (folder, loading)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "def f(x):\n  return 'ä'"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text, (folder, ids)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id, folder
+    assert not said, (folder, said)
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+    with torch.no_grad():
+      found[folder.name] = model.eval()(tokens).logits.numpy()
+    found[f"{folder.name}/ids"] = np.array(ids)
+  np.savez(written, **found)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
