@@ -34,13 +34,14 @@ class LayerPattern:
 
   Attributes:
     windows: of each layer, None for all of the past; () where none has one.
-    rotaries: of each layer (base, scaling), see `rotary_frequencies`; () without rotary positions.
+    rotaries: of each layer (base, scaling), see `rotary_frequencies`, or None where it does not
+      rotate; () without rotary positions.
     rotary_size: dims of a head that are rotated.
     dtype: of the frequencies.
   """
 
   windows: tuple[int | None, ...]
-  rotaries: tuple[tuple[float, tuple], ...]
+  rotaries: tuple[tuple[float, tuple] | None, ...]
   rotary_size: int
   dtype: jnp.dtype
 
@@ -64,19 +65,23 @@ class LayerPattern:
       length: the most tokens that a row can have, on which some kinds of scaling depend.
     """
     tables = []
-    for base, scaling in self._rope_variants():
+    for variant in self._rope_variants():
+      if variant is None:  # rotates by angles of zero
+        tables.append(rope_table(positions_BT, jnp.zeros((self.rotary_size // 2,), self.dtype)))
+        continue
+      base, scaling = variant
       frequency_h = rotary_frequencies(
         self.rotary_size, base, scaling, dtype=self.dtype, length=length
       )
       tables.append(rope_table(positions_BT, frequency_h, attention_factor(scaling)))
     return jnp.stack(tables) if tables else None
 
-  def _rope_variants(self) -> list[tuple[float, tuple]]:
+  def _rope_variants(self) -> list[tuple[float, tuple] | None]:
     return list(dict.fromkeys(self.rotaries))
 
 
 def layer_type(config: ConfigDict, layer: int) -> str:
-  """Returns the type of a layer, counted from 0: `full` attention, or `sliding`, with a window."""
+  """Returns the type of a layer, counted from 0: an entry of decoder_checks.LAYER_TYPES."""
   model = config.model
   if model.layer_types:
     return model.layer_types[layer % len(model.layer_types)]
@@ -86,18 +91,21 @@ def layer_type(config: ConfigDict, layer: int) -> str:
 
 def is_global(config: ConfigDict, layer: int) -> bool:
   """Returns whether a layer, counted from 0, has global attention (no sliding window)."""
-  return layer_type(config, layer) == "full"
+  return layer_type(config, layer).startswith("full")
 
 
 def layer_pattern(config: ConfigDict) -> LayerPattern:
   """Returns the layer pattern of a finalized config."""
   model = config.model
-  whole = [is_global(config, layer) for layer in range(model.layers)]
+  types = [layer_type(config, layer) for layer in range(model.layers)]
   every = (model.rotary_base, hashable(model.rotary_scaling))
   local = (model.local_rotary_base, ()) if model.local_rotary_base else every
+  kinds = {"full": every, "sliding": local, "full_unrotated": None, "sliding_unrotated": None}
   return LayerPattern(
-    windows=tuple(None if one else model.window for one in whole) if model.window else (),
-    rotaries=tuple(every if one else local for one in whole) if model.positions == "rotary" else (),
+    windows=tuple(None if one.startswith("full") else model.window for one in types)
+    if model.window
+    else (),
+    rotaries=tuple(kinds[one] for one in types) if model.positions == "rotary" else (),
     rotary_size=model.rotary_size or model.head_size,
     dtype=wide_dtype(jnp.dtype(config.training.compute_dtype)),
   )

@@ -17,7 +17,7 @@ CHOICES = {
 # Of `model.biases`: one of the first, or a list of the others.
 BIASES = ("none", "qkv", "attention", "mlp", "all")
 LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
-LAYER_TYPES = ("full", "sliding")
+LAYER_TYPES = ("full", "sliding", "full_unrotated", "sliding_unrotated")
 # Kinds of `model.rotary_scaling` -> the numbers that each needs, and those that it may have.
 ROTARY_SCALINGS = {
   "linear": (("factor",), ()),
@@ -130,6 +130,12 @@ def _layer_types(model: ConfigDict) -> Iterator[str]:
     yield (
       f"model.window={model.window}: "
       + ("no layer is of the type sliding" if model.window else "the type sliding needs a window")
+    )
+  unrotated = [one.endswith("unrotated") for one in types]
+  if any(unrotated) and (model.positions != "rotary" or all(unrotated)):
+    yield (
+      f"model.layer_types: layers without rotary positions need others with them; with "
+      f"model.positions={model.positions!r}, {'all' if all(unrotated) else 'some'} are unrotated"
     )
   if not sliding and (model.global_every or model.local_rotary_base):
     yield (

@@ -264,8 +264,9 @@ def lm() -> ConfigDict:
     "local_rotary_base": 0.0,  # theta of sliding-window layers, unscaled; 0: rotary_base
     "window": 0,  # sliding-window attention: tokens that a token attends to; 0: all
     "global_every": 0,  # every n-th layer has full attention in spite of the window; 0: none
-    # Instead of global_every: the type of each layer, full or sliding (it has the window); repeated
-    # where there are more layers: ("sliding", "sliding", "full")
+    # Instead of global_every: the type of each layer, full or sliding (it has the window), or
+    # full_unrotated or sliding_unrotated (without RoPE); repeated where there are more layers:
+    # ("sliding", "sliding", "full")
     "layer_types": (),
     "norm": "rms",  # rms or layer
     "norm_epsilon": 1e-6,  # added to the variance

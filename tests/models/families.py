@@ -85,6 +85,8 @@ FAMILIES = {
       },
     ),
   },
+  "smollm3": {"tied_embeddings": True, "layer_types": ("full", "full_unrotated", "full")},
+  "smollm3_windows": {"window": 7, "layer_types": ("full", "sliding_unrotated")},
   "llama_linear": {"rotary_scaling": ("linear", {"factor": 4.0})},
   "llama_dynamic": {"rotary_scaling": ("dynamic", {"factor": 3.0, "original_length": 16})},
   "llama_yarn": {

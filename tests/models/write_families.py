@@ -105,10 +105,14 @@ def their_config(family: str) -> dict[str, Any]:
   found |= _scaling(keys)
   if "window" in keys:
     found["sliding_window"] = keys["window"]
-    found["layer_types"] = _layer_types(keys)
+    found["layer_types"] = [f"{one.partition('_')[0]}_attention" for one in _layer_types(keys)]
   if kind == "qwen2" and "window" in keys:  # it knows them by the first layer that slides
     found["use_sliding_window"] = True
     found["max_window_layers"] = found.pop("layer_types").index("sliding_attention")
+  if kind == "smollm3":
+    found["use_sliding_window"] = "window" in keys
+    found["no_rope_layers"] = [int("unrotated" not in one) for one in _layer_types(keys)]
+    found["pad_token_id"] = 0
   if kind.startswith("gemma"):
     found["query_pre_attn_scalar"] = round(keys["attention_scale"] ** -2)
   if kind == "gemma2":
@@ -123,7 +127,7 @@ def _layer_types(keys: dict[str, Any]) -> list[str]:
   every, types = keys.get("global_every") or 10**9, keys.get("layer_types")
   if not types:
     types = ["full" if (layer + 1) % every == 0 else "sliding" for layer in range(keys["layers"])]
-  return [f"{types[layer % len(types)]}_attention" for layer in range(keys["layers"])]
+  return [types[layer % len(types)] for layer in range(keys["layers"])]
 
 
 def _scaling(keys: dict[str, Any]) -> dict[str, Any]:

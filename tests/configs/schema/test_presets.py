@@ -69,11 +69,17 @@ def windows(types, **keys):
       "lm",
       {},
       windows(("full", "slidin")),
-      "'slidin' is none of full, sliding; did you mean 'slidi",
+      "'slidin' is none of full, sliding, full_unrota",
     ),
     ("lm", {}, windows(("full", "sliding") * 2), "has 4 types for model.layers=3"),
     ("lm", {}, windows(("full",)), "model.window=8: no layer is of the type sliding"),
     ("lm", {}, windows(("sliding",), window=0), "model.window=0: the type sliding needs a window"),
+    (
+      "lm",
+      {},
+      windows(("full_unrotated",), window=0),
+      "model.positions='rotary', all are unrotated",
+    ),
     ("lm", {}, windows(("sliding",), global_every=2), "both say which layers see a window"),
     ("lm", {}, scaled("yarm", factor=2.0), "one of linear, dynamic, llama3, yarn, longrope; did y"),
     (
