@@ -86,6 +86,7 @@ CLASSES = {
   "optimizer.decay": ACCEPT,
   "optimizer.final_fraction": ACCEPT,
   "optimizer.arguments": ACCEPT,
+  "optimizer.groups": ACCEPT,  # where they have the same optimizers, or the state differs
   "optimizer.beta_1": ACCEPT,
   "optimizer.beta_2": ACCEPT,
   "optimizer.epsilon": ACCEPT,

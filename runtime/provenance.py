@@ -38,6 +38,7 @@ NUMERICS = (
   "training/setup.py",  # precision, compiler options
   "training/splits.py",  # seeds and splits
   "training/optimizer.py",
+  "training/optimizer_groups.py",
   "training/schedules.py",
   "training/bad_steps.py",  # which rows are skipped
   "training/state.py",

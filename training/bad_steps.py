@@ -293,6 +293,7 @@ def _upgraded_optimizer(keys: Mapping[str, Any]) -> dict[str, Any]:
     "decay_tokens": 0,
     "decay": "linear",
     "independent_weight_decay": False,
+    "groups": (),
     **keys,
   }
 

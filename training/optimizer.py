@@ -19,6 +19,7 @@ from models import MODELS
 from partitioning.rules import letters_of, named_leaves
 from runtime.extensions import Table
 from runtime.suggest import nearest
+from training import optimizer_groups
 from training.schedules import learning_rate_schedule
 
 # Parameters without weight decay, by the last part of their name.
@@ -138,9 +139,22 @@ def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformat
   Raises:
     ValueError: an unknown optimizer or argument, or an optimizer that the step cannot use.
   """
+  if config.optimizer.groups:
+    return optimizer_groups.grouped(config, params, _of_one_name)
+  return _of_one_name(config, params)
+
+
+def _of_one_name(
+  config: ConfigDict, params: Any, decays_all: bool = False
+) -> optax.GradientTransformation:
+  """Returns the optimizer of a config without groups; see `make_optimizer`.
+
+  `decays_all` is whether weight decay is for scales and biases too.
+  """
   keys, name = config.optimizer, config.optimizer.name
   row = find(name)
-  build = functools.partial(row.build, **arguments(row, config))
+  given = arguments(row, config, _all if decays_all else decayed)
+  build = functools.partial(row.build, **given)
   schedule = learning_rate_schedule(config)
   if name in _SHOWN:
     return build(learning_rate=schedule)
@@ -163,6 +177,10 @@ def decayed(params):
   """Returns a tree of booleans: True for kernels and tables, False for scales and biases."""
   flags = [not name.endswith(NOT_DECAYED) for name in named_leaves(params)]
   return jax.tree.unflatten(jax.tree.structure(params), flags)
+
+
+def _all(params):
+  return jax.tree.map(lambda _: True, params)
 
 
 # ---- By name ----
@@ -205,8 +223,15 @@ def names_in_optax() -> list[str]:
 # ---- Its arguments ----
 
 
-def arguments(row: Optimizer, config: ConfigDict) -> dict[str, Any]:
+def arguments(
+  row: Optimizer, config: ConfigDict, decays: Callable[[Any], Any] = decayed
+) -> dict[str, Any]:
   """Returns all arguments of an optimizer except its learning rate.
+
+  Args:
+    row: of the table.
+    config: finalized.
+    decays: parameters -> a tree of booleans, which of them weight decay is for.
 
   Raises:
     ValueError: everything that is wrong with `optimizer.arguments`, a line each.
@@ -221,7 +246,7 @@ def arguments(row: Optimizer, config: ConfigDict) -> dict[str, Any]:
   ours["learning_rate"] = "set optimizer.learning_rate"
   ours |= dict.fromkeys(row.of_model(config), "it follows from the model")
   if mask:
-    found[mask], ours[mask] = decayed, "scales and biases never decay"
+    found[mask], ours[mask] = decays, "scales and biases never decay"
   if "weight_decay" in row.keys:
     pass  # it says itself what that does
   elif mask and "weight_decay" in taken:

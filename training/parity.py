@@ -26,9 +26,15 @@ STEPS = 3
 SGD = {
   "optimizer.name": "sgd",
   "optimizer.arguments": "",
+  "optimizer.groups": (),
   "optimizer.learning_rate": 0.05,
   "optimizer.warmup_steps": 0,
+  "optimizer.warmup_tokens": 0,
   "optimizer.schedule": "constant",
+  "optimizer.final_fraction": None,
+  "optimizer.decay_steps": None,
+  "optimizer.decay_tokens": 0,
+  "optimizer.decay": "linear",
   "optimizer.momentum": 0.9,
 }
 _SAME_DATA = ("name", "global_batch_size", "shuffle")  # keys that decide a batch

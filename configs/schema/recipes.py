@@ -193,6 +193,9 @@ def _optimizer(**keys) -> dict:
     "weight_decay": 0.1,  # of kernels and embeddings, not of scales and biases
     # A step at the peak takes weight_decay off a parameter, not learning_rate * weight_decay
     "independent_weight_decay": False,
+    # Parts of the parameters with an optimizer, learning rate or decay of their own, the first that
+    # matches: ({"parameters": "embed/*", "learning_rate": 1e-3, "weight_decay": 0.0},)
+    "groups": (),
     "clip_norm": 1.0,  # of the global gradient norm; 0: off
   }
   return {**common, **keys}

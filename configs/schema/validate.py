@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from ml_collections import ConfigDict
 
-from configs.schema import decoder_checks, lora_checks, mixture_checks, unused
+from configs.schema import decoder_checks, group_checks, lora_checks, mixture_checks, unused
 from input_pipeline.sources import catalog
 from input_pipeline.text.conversations import DROP, FORMS, REFUSE
 from input_pipeline.text.packing import ALGORITHMS
@@ -123,7 +123,7 @@ def _at_least(config: ConfigDict) -> list[str]:
   wrong.extend(f"{name}={value}: at least 1" for name, value in positive if value < 1)
   if config.seed >= 2**32:
     wrong.append(f"seed={config.seed}: below 2**32")
-  return [*wrong, *_schedule(config)]
+  return [*wrong, *_schedule(config), *group_checks.wrong(config.optimizer)]
 
 
 def _schedule(config: ConfigDict) -> Iterator[str]:
