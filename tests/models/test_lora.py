@@ -7,11 +7,11 @@ import pytest
 from flax import nnx
 
 from configs.schema import lora_checks
-from models import lora
+from models import lora, transformer
 from models.layers import Linear
 from models.transformer_dims import PARAMETERS, parameters
 from partitioning.rules import named_leaves
-from tests.helpers.jobs import first_state, host_batch, make_job, place
+from tests.helpers.jobs import first_state, host_batch, make_job
 
 ROWS = {"data.global_batch_size": 5, "data.sequence_length": 7}
 RANK_3 = {"lora.rank": 3, "lora.alpha": 5.0, **ROWS}
@@ -70,13 +70,10 @@ def test_a_starts_within_its_bound_b_at_zero_and_the_kernel_as_without(job):
 
 
 def logits(job, params):
-  def forward(params, tokens):
-    return job.program.module(params)(tokens)
-
-  tokens = place(job, host_batch(job))["tokens"]
-  given = (job.state_shardings.params, job.batch_shardings["tokens"])
-  compiled = job.compile(forward, params, tokens, in_shardings=given).function
-  return np.asarray(compiled(jax.device_put(params, job.state_shardings.params), tokens))
+  model, tokens = job.program.module(params), host_batch(job)["tokens"]
+  return np.asarray(
+    job.compile(transformer.Transformer.__call__, model, tokens).function(model, tokens)
+  )
 
 
 def test_before_the_first_step_logits_are_those_of_the_base_bit_for_bit(job):
