@@ -206,6 +206,7 @@ def read_arrays(
   verify: str = FULL,
   together: Together | None = None,
   verified: Verified | None = None,
+  compared: bool = False,
 ) -> Any:
   """Restores arrays directly into their shardings, whatever layout wrote them.
 
@@ -216,6 +217,7 @@ def read_arrays(
     verify: how the step is checked first: `full`, `size` or `off`.
     together: the processes, each of which checks its share and reads its own shards.
     verified: this step, if its small files have been verified already.
+    compared: the caller has compared the arrays; dtypes may then differ, and are cast.
 
   Returns:
     A tree like `abstract` of placed arrays.
@@ -226,17 +228,11 @@ def read_arrays(
   """
   verified = verified or integrity.check(path, verify)
   wanted = naming.named_leaves(abstract)
-  # Orbax reports only one of several differences, and casts dtypes silently.
-  stored = stored_arrays(path)
-  if branches:
-    stored = {name: x for name, x in stored.items() if name.partition("/")[0] in branches}
-  lines = naming.differences(stored, wanted)
-  if lines:
-    _check_names(path)
-    count = f"{len(lines)} {'array differs' if len(lines) == 1 else 'arrays differ'}"
-    if len(lines) > _NAMED:
-      lines = [*lines[:_NAMED], f"and {len(lines) - _NAMED} more"]
-    raise ValueError(f"{path} does not fit ({count}):\n" + "\n".join(f"  {x}" for x in lines))
+  if not compared:  # Orbax reports only one of several differences, and casts dtypes silently
+    stored = stored_arrays(path)
+    if branches:
+      stored = {name: x for name, x in stored.items() if name.partition("/")[0] in branches}
+    require_same(path, naming.differences(stored, wanted))
   integrity.check_share(path, verified.large, together or Together())
   restore_args = {
     name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
@@ -250,6 +246,21 @@ def read_arrays(
   restored = _from_orbax(path, lambda path: handler.restore(path, args=arguments))
   arrays = naming.named_leaves(restored)
   return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
+
+
+def require_same(path: epath.Path, lines: Sequence[str]) -> None:
+  """Raises ValueError if there are differences between a step's arrays and the requested ones.
+
+  Raises:
+    UnreadableError: the step's metadata is damaged.
+  """
+  if not lines:
+    return
+  _check_names(path)
+  count = f"{len(lines)} {'array differs' if len(lines) == 1 else 'arrays differ'}"
+  if len(lines) > _NAMED:
+    lines = [*lines[:_NAMED], f"and {len(lines) - _NAMED} more"]
+  raise ValueError(f"{path} does not fit ({count}):\n" + "\n".join(f"  {x}" for x in lines))
 
 
 def stored_arrays(path: epath.Path) -> Mapping[str, Any]:

@@ -290,9 +290,11 @@ class Run:
         self._saver.wait()
       self._watch.at(f"rolling back from step {bad.step}", STARTING)
       self._batches.close()
-      self.state = None  # frees the memory for the restored one
+      # Frees the memory for the restored one, except of parameters that are not saved.
+      frozen = self._job.program.split(self.state.params)[1] if self._start.base else {}
+      self.state = None
       made, self.state = restore.roll_back(
-        self._job, self._start.checkpointer, self._bad_steps, bad.step, bad.why
+        self._job, self._start, self._bad_steps, bad.step, bad.why, frozen
       )
       self._progress.note(self._bad_steps.text())
     self.done = made.step

@@ -13,7 +13,7 @@ from typing import Any
 
 from etils import epath
 
-from training import bad_steps
+from training import bad_steps, base_parameters
 from training.metrics import log_schedule
 
 _NAMED = 8  # so many keys are named in a message
@@ -76,6 +76,7 @@ def _is_range(value: Any) -> bool:
   return all(map(_is_whole, value)) and value[0] < value[1]
 
 
+STEP = Kind("an integer or null", lambda value: value is None or _is_whole(value))
 POSITION = Kind("a list of step, row and batch, ascending from step 0,", _is_position)
 ROWS = Kind("a range of rows", _is_range)
 
@@ -95,6 +96,7 @@ FORM = {
   "accepted_changes": [Exactly({"step": COUNT, "key": TEXT, "old": ANY, "new": ANY})],
   "metrics": Each(METRIC),
   "metrics_over": {"data": TEXT, "examples": COUNT},
+  base_parameters.RECORD: Exactly({"folder": TEXT, "step": STEP, "dtype": TEXT, "digest": TEXT}),
   bad_steps.POSITION: POSITION,
   bad_steps.RECORD: _bad_steps({"skipped_rows": [ROWS]}),
   log_schedule.RECORD: [(COUNT, COUNT, COUNT)],

@@ -92,6 +92,19 @@ def digests(blocks: Sequence[jax.Array]) -> list[jax.Array]:
   return [sums[position] for position in range(len(blocks))]
 
 
+def of_contents(arrays: Sequence[jax.Array]) -> jax.Array:
+  """Returns a row of four uint32 for each array, which depends on its bits alone.
+
+  As in `digests`, but with the index in the full array, so that every sharding gives the same.
+  """
+  return jnp.stack(
+    [
+      jnp.stack([jnp.sum(_mixed(_words(x), seed), dtype=jnp.uint32) for seed in range(4)])
+      for x in arrays
+    ]
+  )
+
+
 def _mixed(words: jax.Array, seed: int) -> jax.Array:
   """Returns words that depend on their place; their index keeps its dims, unlike a reshape."""
   place = jnp.full(words.shape, (seed * _MIX_1 + 1) % 2**32, jnp.uint32)

@@ -1,28 +1,28 @@
 """The start of a run: from scratch, from a checkpoint, or with parameters of another run."""
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from checkpointing import restore, resume_policy
+from checkpointing import integrity, naming, restore, resume_policy
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.consensus import Together
 from checkpointing.integrity import Verified
 from input_pipeline.row_source import Source
-from processes.coordination import current
+from partitioning.rules import named_leaves
 from processes.workdir_lease import Ownership
 from runtime import free_space
-from runtime.printable import printable
 from runtime.provenance import versions
 from training import bad_steps as rollback
-from training import record_schema, run_tokenizer, splits, workdir_files
+from training import base_parameters, record_schema, run_tokenizer, splits, workdir_files
+from training.base_parameters import Base
 from training.setup import Job
-from training.state import State
+from training.state import State, merged, split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Start:
     origin: a line about where the state is from.
     known: the record of the checkpoint that it resumes from; {} at the first step.
     owner: of the workdir.
+    base: the frozen parameters that it does not save; None if it saves all.
+    saved: returns the part of a state that it saves.
   """
 
   state: State
@@ -46,6 +48,8 @@ class Start:
   origin: str
   known: dict[str, Any]
   owner: Ownership = dataclasses.field(default_factory=Ownership)
+  base: Base | None = None
+  saved: Callable[[State], dict[str, Any]] = vars
 
 
 def check_resume(
@@ -67,7 +71,8 @@ def check_resume(
     ValueError: something changed that may not, or not without acceptance.
     OSError: the workdir or a file of it cannot be written, or there is no space for a checkpoint.
   """
-  require_room(job, workdir)
+  fresh = bool(job.config.checkpoint.initialize_from)
+  require_room(job, workdir, part=True)
   workdir_files.require_plain(workdir)
   record = {"versions": versions(), "data": {"name": source.name, "rows": source.fingerprint}}
   if source.tokenizer_digest:
@@ -80,10 +85,12 @@ def check_resume(
   if not restore.steps(folder):
     if accept:
       raise ValueError(f"--accept-changes: {workdir} has no checkpoints to resume from")
+    require_room(job, workdir, part=fresh)
     return record, None
   with Checkpointer(folder, read_only=True, verify=job.config.checkpoint.verify) as checkpoints:
     newest = checkpoints.verified()
   old_record = _record(newest)
+  require_room(job, workdir, part=Base.of(old_record) is not None)
   rollback.require_same_past(job.config, old_record, newest.step)
   _require_same_stages(newest.config, job.config, newest.step)
   changed = resume_policy.changes(
@@ -141,25 +148,36 @@ def begin(
     keep=keys.keep,
     keep_every_steps=keys.keep_every_steps,
     keep_best=keys.keep_best,
-    warn=warn,
+    warn=base_parameters.warn,
     verify=keys.verify,
-    together=_together(job),
+    together=base_parameters.together(job),
     owner=owner,
     writes_later=True,
     tokenizer=run_tokenizer.contents(job.config),
   )
   if checkpointer.steps():
-    found, tree = checkpointer.restore_verified(vars(job.placed_state), known=newest)
+    base = Base.of(_record(newest or checkpointer.verified()))
+    found, tree = checkpointer.restore_verified(_saved(job, base)(job.placed_state), known=newest)
     step, known = found.step, _record(found)
-    state, origin = State(**tree), f"resumes from the checkpoint of step {step}"
+    params, base = base_parameters.completed(job, tree[restore.PARAMETERS], base, str(workdir))
+    state = State(**{**tree, restore.PARAMETERS: params})
+    origin = f"resumes from the checkpoint of step {step}"
   else:
-    step, (state, origin), known = 0, first_state(job), {}
+    step, (state, origin, base), known = 0, first_state(job), {}
   job.check_placed(state)
-  return Start(state, step, record, checkpointer, origin, known, owner)
+  if base is not None:
+    record = {**record, **base.record()}
+    origin += f"; saves what it trains, the frozen parameters are those of {base.location}"
+  return Start(state, step, record, checkpointer, origin, known, owner, base, _saved(job, base))
+
+
+def _saved(job: Job, base: Base | None) -> Callable[[State], dict[str, Any]]:
+  """Returns what gives the part of a state that a run with this base saves."""
+  return vars if base is None else functools.partial(base_parameters.trained_part, job)
 
 
 def roll_back(
-  job: Job, checkpointer: Checkpointer, bad_steps: rollback.BadSteps, bad_step: int, why: str
+  job: Job, start: Start, bad_steps: rollback.BadSteps, bad_step: int, why: str, frozen: Any
 ) -> tuple[rollback.Rollback, State]:
   """Restores a step before a bad one; returns the rollback and the state. All processes call it.
 
@@ -167,30 +185,34 @@ def roll_back(
 
   Args:
     job: the run's.
-    checkpointer: open for saving, with no save running.
+    start: of the run; its checkpointer has no save running.
     bad_steps: chooses the step to restore, and records the rollback.
     bad_step: its number, counted from 1.
     why: what is bad.
+    frozen: nested dict of the parameters that the run does not save.
 
   Raises:
     ValueError: no checkpoint can be read.
   """
+  checkpointer, abstract = start.checkpointer, start.saved(job.placed_state)
   # All use the list of one process: another may still see a step that is being removed.
-  steps = _together(job).from_first(json.dumps(checkpointer.steps()))
+  steps = base_parameters.together(job).from_first(json.dumps(checkpointer.steps()))
   # The bad step itself is saved if a stop interrupted the evaluation that finds it bad.
   saved = [step for step in json.loads(steps) if step < bad_step]
   step, record = bad_steps.target(bad_step, saved), {}
   if step == 0:
-    state, _ = first_state(job)
+    state, *_ = first_state(job, start.base)
     checkpointer.remove_after(0)
   else:
     try:
-      found, tree = checkpointer.restore_verified(vars(job.placed_state), step=step)
+      found, tree = checkpointer.restore_verified(abstract, step=step)
     except ValueError as error:  # then the newest that can be read
-      warn(f"WARNING: {error}")
+      base_parameters.warn(f"WARNING: {error}")
       checkpointer.remove_after(bad_step - 1)
-      found, tree = checkpointer.restore_verified(vars(job.placed_state))
-    step, state, record = found.step, State(**tree), _record(found)
+      found, tree = checkpointer.restore_verified(abstract)
+    params = merged(tree[restore.PARAMETERS], frozen)
+    state = State(**{**tree, restore.PARAMETERS: params})
+    step, record = found.step, _record(found)
     checkpointer.remove_after(step)
   return bad_steps.roll_back(bad_step, why, step, saved, record), state
 
@@ -201,70 +223,94 @@ def _record(checkpoint: Verified) -> dict[str, Any]:
   return rollback.upgraded(checkpoint.record, checkpoint.config)
 
 
-def require_room(job: Job, workdir: epath.Path) -> None:
+def require_room(job: Job, workdir: epath.Path, *, part: bool = False) -> None:
   """Checks, without creating anything, that a workdir is writable and has space for a checkpoint.
+
+  Args:
+    job: the run.
+    workdir: its folder.
+    part: the checkpoint has only the parameters that are trained.
 
   Raises:
     OSError: it is not, or has not; with the free and the needed space, and the fix.
   """
-  needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(job.state))
+  state = base_parameters.trained_part(job, job.state) if part else vars(job.state)
+  needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
   free_space.require(workdir / restore.FOLDER, needed, "a checkpoint", "give another --workdir")
 
 
-def first_state(job: Job) -> tuple[State, str]:
-  """Returns the initial state, and a line about where it is from."""
-  if job.config.checkpoint.initialize_from:
-    return initialized(job)
-  return job.initial_state(), "starts from the first step"
+def first_state(job: Job, base: Base | None = None) -> tuple[State, str, Base | None]:
+  """Returns the initial state, a line about where it is from, and its base.
+
+  Args:
+    job: the run.
+    base: that of the run's first start, if it has made its first step and saves only a part.
+  """
+  where = base.location if base else job.config.checkpoint.initialize_from
+  return (
+    initialized(job, where) if where else (job.initial_state(), "starts from the first step", None)
+  )
 
 
-def initialized(job: Job) -> tuple[State, str]:
-  """Returns the initial state with another run's parameters; nothing else of that run is read."""
-  where = job.config.checkpoint.initialize_from
-  folder, step = restore.parse_location(where)
-  step, tree = _branches(job, folder, step, (restore.PARAMETERS,))
-  state = dataclasses.replace(job.initial_state(), **tree)
-  return state, f"starts with the parameters of {where}, step {step}"
+def initialized(job: Job, where: str) -> tuple[State, str, Base | None]:
+  """Returns the initial state with other parameters, and more as `first_state` does.
+
+  Adapters that are not there are drawn; nothing else of the other run is read.
+
+  Args:
+    job: the run.
+    where: `DIR[/STEP]` of another run.
+
+  Raises:
+    ValueError: there is no checkpoint, or its parameters have other names, shapes or dtypes.
+  """
+  wanted, adapters = named_leaves(job.placed_state.params), base_parameters.adapters(job)
+  folder, step, arrays = base_parameters.read(job, where, wanted, optional=adapters)
+  state = job.initial_state(only=wanted.keys() - arrays.keys())
+  params = merged(state.params, naming.nested(arrays))
+  state = dataclasses.replace(state, params=params)
+  origin = f"starts with the parameters of {where}, step {step}"
+  return state, origin, base_parameters.found_at_start(job, folder, step, state)
 
 
 def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
   """Returns (step, parameters, variables) of a run, placed as the job's, to evaluate and sample.
+
+  Parameters that the run has not saved are read from its base, or from the job's
+  `checkpoint.initialize_from`.
 
   Args:
     job: whose model and mesh they are for.
     location: `DIR[/STEP]`, DIR a workdir or its folder of checkpoints.
 
   Raises:
-    ValueError: no such checkpoint, or one of another model.
+    ValueError: no such checkpoint, or one of another model; or its base is missing or another.
   """
   folder, step = restore.parse_location(location)
-  step, tree = _branches(job, folder, step, (restore.PARAMETERS, restore.VARIABLES))
-  return step, tree[restore.PARAMETERS], tree[restore.VARIABLES]
-
-
-def _branches(
-  job: Job, folder: epath.Path, step: int | None, names: Sequence[str]
-) -> tuple[int, dict[str, Any]]:
-  abstract = vars(job.placed_state)
-  return restore.restore_branches(
-    folder,
-    {name: abstract[name] for name in names},
-    step,
-    verify=job.config.checkpoint.verify,
-    warn=warn,
-    together=_together(job),
+  verify, together = job.config.checkpoint.verify, base_parameters.together(job)
+  newest = restore.restore_first(
+    folder, step, lambda step: integrity.check(folder / str(step), verify), together
   )
-
-
-def _together(job: Job) -> Together:
-  """Returns the consensus of the run's processes about checkpoints."""
-  return Together(current(), timeout_seconds=job.config.processes.start_timeout_seconds)
-
-
-def warn(text: str) -> None:
-  """Prints a warning, for all processes once."""
-  if current().first:
-    restore.warn(printable(text))
+  partial = base_parameters.RECORD in newest.tree.record
+  base = Base.of(_record(newest.tree)) if partial else None
+  abstract = vars(job.placed_state)
+  tree = {name: abstract[name] for name in (restore.PARAMETERS, restore.VARIABLES)}
+  base_parameters.require_same_scale(job, newest.tree)
+  if base is not None:
+    there = restore.stored_arrays(newest.tree.path)
+    tree[restore.PARAMETERS], _ = split(
+      tree[restore.PARAMETERS], lambda name: f"{restore.PARAMETERS}/{name}" in there
+    )
+  step, tree = restore.restore_branches(
+    folder,
+    tree,
+    step,
+    verify=verify,
+    warn=base_parameters.warn,
+    together=together,
+  )
+  params, _ = base_parameters.completed(job, tree[restore.PARAMETERS], base, str(folder))
+  return step, params, tree[restore.VARIABLES]
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:

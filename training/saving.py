@@ -22,6 +22,7 @@ class Saver:
     """Takes where the run starts, and the config that is stored with each step."""
     self.step, self.retry = start.step, False
     self._checkpointer, self._config, self._watch = start.checkpointer, config, watch
+    self._part = start.saved
 
   def check(self) -> None:
     """Raises SaveError if a save that was started before has failed."""
@@ -50,7 +51,8 @@ class Saver:
     """
     self._phase(f"saving step {step}")
     before()
-    self._checkpointer.save(step, vars(state), config=self._config, record=record, **ranked_by)
+    part = self._part(state)
+    self._checkpointer.save(step, part, config=self._config, record=record, **ranked_by)
     self.step = step
 
   def wait(self) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from partitioning.mesh import make_mesh
 from partitioning.rules import Placement
 from partitioning.verdict import TABLES, Layout, check_layout
 from runtime.devices import Devices, memory_bytes
-from training.state import State
+from training.state import State, split
 from training.step import Program, abstract_batch, make_program
 from training.tasks import TASKS
 
@@ -94,14 +94,18 @@ class Job:
     ):
       yield
 
-  def initial_state(self) -> State:
+  def initial_state(self, only: Collection[str] | None = None) -> State:
     """Returns the initial state, drawn on its devices, and checked against its specs.
+
+    Args:
+      only: names of the parameters that are drawn, if not all; the state has only these, unchecked.
 
     Raises:
       LayoutError: a leaf is not sharded as its spec says.
     """
-    state = self.compile_init().function(jax.random.key(self.config.seed))
-    self.check_placed(state)
+    state = self.compile_init(only).function(jax.random.key(self.config.seed))
+    if only is None:
+      self.check_placed(state)
     return state
 
   def check_placed(self, state: State) -> None:
@@ -138,13 +142,17 @@ class Job:
       )
     return Compiled(compiled, time.monotonic() - began)
 
-  def compile_init(self) -> "Compiled":
-    """Compiles `key -> state`."""
+  def compile_init(self, only: Collection[str] | None = None) -> "Compiled":
+    """Compiles `key -> state`; `only` names the parameters that are drawn, if not all."""
     key = jax.random.key(self.config.seed)
     # It runs once. On CPUs, LLVM at its default level takes four times as long to compile it,
     # longer than the train step.
     options = {"xla_backend_optimization_level": "1"} if self.devices.platform == "cpu" else None
-    return self.compile(self.program.init, key, options=options, out_shardings=self.state_shardings)
+    placed, init = self.state_shardings, self.program.init
+    if only is not None:
+      placed = dataclasses.replace(placed, params=split(placed.params, only.__contains__)[0])
+      init = functools.partial(init, only=only)
+    return self.compile(init, key, options=options, out_shardings=placed)
 
   def compile_train_step(self) -> "Compiled":
     """Compiles `(state, batch) -> (state, metrics)`; the state that it is given is donated."""

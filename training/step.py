@@ -1,7 +1,7 @@
 """The train step: `(state, batch) -> (state, metrics)`, pure: loss, gradients, update."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -46,11 +46,19 @@ class Program:
   param_specs: Any = None
   norm_specs: Any = None
 
-  def init(self, key: jax.Array) -> State:
-    """Returns the initial state. Jit it: drawn eagerly, parameters differ in their last bits."""
+  def init(self, key: jax.Array, only: Collection[str] | None = None) -> State:
+    """Returns the initial state. Jit it: drawn eagerly, parameters differ in their last bits.
+
+    Args:
+      key: draws the parameters.
+      only: names of the parameters that are returned, if not all.
+    """
     model = MODELS[self.config.model.name].build(self.config, rngs=nnx.Rngs(params=key))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return self._first(self.frozen_cast(params), variables_of(model))
+    state = self._first(self.frozen_cast(params), variables_of(model))
+    if only is None:
+      return state
+    return dataclasses.replace(state, params=split(state.params, only.__contains__)[0])
 
   def abstract_state(self) -> State:
     """Returns the shapes and dtypes of the initial state."""

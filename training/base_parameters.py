@@ -1,0 +1,267 @@
+"""Parameters that a run starts from and does not train: read where they are, and never saved again.
+
+A run with `checkpoint.initialize_from` and frozen parameters saves only those that it trains. The
+record of its checkpoints says where the others are, and identifies them by a digest.
+"""
+
+import dataclasses
+import fnmatch
+import hashlib
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
+
+from checkpointing import integrity, naming, restore
+from checkpointing.consensus import Together
+from checkpointing.integrity import Verified
+from partitioning.rules import named_leaves
+from processes.coordination import current
+from runtime.printable import printable
+from training import replica_digests
+from training.setup import Job
+from training.state import State, merged
+
+RECORD = "base"  # of a checkpoint's record
+ADAPTERS = "*/lora_*"  # their names
+_PREFIX = f"{restore.PARAMETERS}/"
+_KEY = "checkpoint.initialize_from"
+_SHOWN = 12  # characters of a digest in a message
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+  """Where the frozen parameters of a run are, and which they are.
+
+  Attributes:
+    folder: of checkpoints, or of a model.
+    step: of the checkpoint; None if the folder has no steps.
+    dtype: in which the run holds them.
+    digest: of their content in this dtype, see `digest`.
+  """
+
+  folder: str
+  step: int | None
+  dtype: str
+  digest: str
+
+  @classmethod
+  def of(cls, record: Mapping[str, Any]) -> "Base | None":
+    """Returns what a checkpoint's record says; None where the checkpoint has all parameters."""
+    return cls(**record[RECORD]) if RECORD in record else None
+
+  def record(self) -> dict[str, Any]:
+    """Returns its part of a checkpoint's record."""
+    return {RECORD: dataclasses.asdict(self)}
+
+  @property
+  def location(self) -> str:
+    """Returns `FOLDER/STEP`, or the folder of a model."""
+    return self.folder if self.step is None else os.path.join(self.folder, str(self.step))
+
+
+def trained_part(job: Job, state: State) -> dict[str, Any]:
+  """Returns a state, or an abstract one, without the parameters that are not trained."""
+  return {**vars(state), restore.PARAMETERS: job.program.split(state.params)[0]}
+
+
+def found_at_start(job: Job, folder: epath.Path, step: int | None, state: State) -> Base | None:
+  """Returns the base of a new run; None if the run trains all parameters, and saves them.
+
+  Args:
+    job: the run.
+    folder: from which its parameters were read.
+    step: likewise.
+    state: the first one.
+  """
+  frozen = named_leaves(job.program.split(state.params)[1])
+  if not frozen:
+    return None
+  dtype = job.config.training.frozen_dtype
+  return Base(os.fspath(folder), step, dtype, digest(job, frozen))
+
+
+def digest(job: Job, arrays: Mapping[str, jax.Array]) -> str:
+  """Returns a digest of the names, shapes, dtypes and bits of parameters, in hexadecimal.
+
+  SHA-256 of a line for each array with a 128-bit sum over its elements, mixed with their places,
+  which the devices compute from their shards: no array is gathered, and every mesh gives the same.
+  """
+  names = sorted(arrays)
+  compiled = job.compile(
+    replica_digests.of_contents,
+    [arrays[name] for name in names],
+    out_shardings=NamedSharding(job.mesh, PartitionSpec()),
+  ).function
+  sums = np.asarray(compiled([arrays[name] for name in names]))
+  lines = [
+    f"{name} {arrays[name].dtype} {list(arrays[name].shape)} {row.tobytes().hex()}\n"
+    for name, row in zip(names, sums.astype("<u4"), strict=True)
+  ]
+  return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def completed(job: Job, params: Any, base: Base | None, run: str) -> tuple[Any, Base | None]:
+  """Returns all parameters of a run: its own, and the frozen ones, which are read from its base.
+
+  Args:
+    job: whose model and mesh they are for; its `checkpoint.initialize_from`, where it is set, says
+      where the base is now.
+    params: nested dict of the parameters that the run has saved.
+    base: of the run's record; None: it has saved all.
+    run: its folder, for messages.
+
+  Returns:
+    The parameters; the base, as it was found.
+
+  Raises:
+    ValueError: the base is missing, or is another one.
+  """
+  if base is None:
+    return params, None
+  own = named_leaves(params)
+  wanted = {
+    name: leaf for name, leaf in named_leaves(job.placed_state.params).items() if name not in own
+  }
+  where = job.config.checkpoint.initialize_from or base.folder
+  arrays, base = _frozen(job, base, wanted, where, run)
+  return merged(params, naming.nested(arrays)), base
+
+
+def _frozen(
+  job: Job, base: Base, wanted: Mapping[str, Any], where: str, run: str
+) -> tuple[dict[str, jax.Array], Base]:
+  """Reads the frozen parameters of a run, and compares their digest."""
+  dtype = np.dtype(base.dtype)
+  stored = {
+    name: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+    for name, leaf in wanted.items()
+  }
+  try:
+    folder, step, arrays = read(job, where, stored, step=base.step, optional=adapters(job))
+  except (ValueError, OSError) as error:
+    raise ValueError(
+      f"{run} has saved the parameters that it trains; the others were those of "
+      f"{base.location}, and cannot be read from {where}: {error}\n"
+      f"if they have moved, give --config.{_KEY}"
+    ) from error
+  if (found := digest(job, arrays)) != base.digest:
+    raise ValueError(
+      f"{run} was trained with other frozen parameters than those of {where}: their digest is "
+      f"{found[:_SHOWN]}, and its record has {base.digest[:_SHOWN]}, of {base.location}; give "
+      f"those, --config.{_KEY}=DIR/STEP"
+    )
+  base = dataclasses.replace(base, folder=os.fspath(folder), step=step)
+  return {name: x.astype(wanted[name].dtype) for name, x in arrays.items()}, base
+
+
+def read(
+  job: Job,
+  location: str,
+  wanted: Mapping[str, jax.ShapeDtypeStruct],
+  *,
+  step: int | None = None,
+  optional: Collection[str] = (),
+) -> tuple[epath.Path, int | None, dict[str, jax.Array]]:
+  """Reads parameters of another run by their names; what it has not saved, from its own base.
+
+  Args:
+    job: whose model and mesh they are for.
+    location: `DIR[/STEP]`.
+    wanted: name -> shape, dtype and sharding. A parameter is cast from or to bfloat16.
+    step: which, if the location names none and it is there; by default the newest.
+    optional: names that may be missing.
+
+  Returns:
+    The folder and the step; name -> array.
+
+  Raises:
+    ValueError: there is no checkpoint, or its parameters have other names, shapes or dtypes.
+  """
+  folder, chosen = restore.parse_location(location)
+  if chosen is None and step in restore.steps(folder):
+    chosen = step
+  known = named_leaves(job.state.params).keys()
+
+  def read_step(number: int) -> tuple[Verified, dict[str, jax.Array]]:
+    path = folder / str(number)
+    verified = integrity.check(path, job.config.checkpoint.verify)
+    there = {
+      name.removeprefix(_PREFIX): x
+      for name, x in restore.stored_arrays(path).items()
+      if name.startswith(_PREFIX)
+    }
+    partial = Base.of(verified.record) is not None
+    expected = {n: x for n, x in wanted.items() if n in there or not (partial or n in optional)}
+    there = {
+      name: _as_wanted(x, wanted.get(name))
+      for name, x in there.items()
+      if name in wanted or name not in known
+    }
+    restore.require_same(path, naming.differences(there, expected))
+    require_same_scale(job, verified)
+    if not expected:
+      return verified, {}
+    tree = restore.read_arrays(
+      path,
+      {restore.PARAMETERS: naming.nested(expected)},
+      branches=(restore.PARAMETERS,),
+      together=together(job),
+      verified=verified,
+      compared=True,
+    )
+    return verified, named_leaves(tree[restore.PARAMETERS])
+
+  found = restore.restore_first(folder, chosen, read_step, together(job))
+  for line in found.warnings(folder, "nothing is changed"):
+    warn(line)
+  verified, arrays = found.tree
+  rest = {name: x for name, x in wanted.items() if name not in arrays}
+  if rest and (base := Base.of(verified.record)) is not None:
+    more, _ = _frozen(job, base, rest, base.folder, str(folder))
+    arrays |= more
+  return folder, found.step, arrays
+
+
+def _as_wanted(stored: Any, wanted: Any) -> Any:
+  """Returns an array of a checkpoint as it is compared: with the dtype to which it may be cast."""
+  kinds = {np.dtype(x.dtype).name for x in (stored, wanted) if x is not None}
+  if wanted is not None and "bfloat16" in kinds and all("float" in kind for kind in kinds):
+    return jax.ShapeDtypeStruct(stored.shape, wanted.dtype)
+  return stored
+
+
+def require_same_scale(job: Job, checkpoint: Verified) -> None:
+  """Raises ValueError if the adapters of a checkpoint were trained with another scale."""
+  if not job.config.lora.rank or "lora" not in checkpoint.config:
+    return
+  old, new = checkpoint.config["lora"], job.config.lora
+  lines = [
+    f"lora.{key}={new[key]!r}, and {old[key]!r} in {checkpoint.path}"
+    for key in ("alpha", "rs")
+    if old["rank"] and old[key] != new[key]
+  ]
+  if lines:
+    raise ValueError(
+      f"{'; '.join(lines)}: its adapters would be scaled differently; set them alike"
+    )
+
+
+def adapters(job: Job) -> list[str]:
+  """Returns the names of the adapters, which another run need not have."""
+  return [name for name in named_leaves(job.state.params) if fnmatch.fnmatchcase(name, ADAPTERS)]
+
+
+def together(job: Job) -> Together:
+  """Returns the consensus of the run's processes about checkpoints."""
+  return Together(current(), timeout_seconds=job.config.processes.start_timeout_seconds)
+
+
+def warn(text: str) -> None:
+  """Prints a warning, for all processes once."""
+  if current().first:
+    restore.warn(printable(text))
