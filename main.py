@@ -5,8 +5,10 @@ python main.py [VERB] --config=configs/STRATEGY.py[:RECIPE] [--workdir=DIR] [--c
 VERB    train (default): train, evaluating on the evaluation split
         prepare: prepare the data that train would: text is tokenized, once; prints tokens, rows,
           padding, epochs; --train_tokenizer=N trains a tokenizer first. Needs no devices
-        evaluate: a checkpoint on the evaluation split, on the mesh that the config names
-        sample: continue --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE
+        evaluate: a checkpoint on the evaluation split, on the mesh that the config names;
+          --tasks=FILE.jsonl scores multiple-choice and exact-match tasks instead
+        sample: continue --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE; --chat has a
+          conversation by the chat template
         export: write the model of a checkpoint to --to=FOLDER, which transformers and vLLM load;
           --merge adds LoRA's adapters to the kernels, --dtype=bfloat16 rounds the weights
         layout: print how every array is sharded; --against=CONFIG compares two strategies,

@@ -60,7 +60,12 @@ TOP_P = flags.DEFINE_float("top_p", 1.0, "sample: among the likeliest of this pr
 SEED = flags.DEFINE_integer("seed", 0, "sample: seed of the draws.")
 STOP = flags.DEFINE_multi_string("stop", [], "sample: a text that ends a row; repeatable.")
 
+CHAT = flags.DEFINE_bool("chat", False, "sample: a conversation by the tokenizer's chat template.")
+SYSTEM = flags.DEFINE_string("system", None, "sample --chat: the system message.")
+SYSTEM_FILE = flags.DEFINE_string("system_file", None, "sample --chat: the file of that message.")
+
 SAMPLE_FLAGS = (PROMPT, PROMPT_FILE, MAX_NEW_TOKENS, TEMPERATURE, TOP_K, TOP_P, SEED, STOP)
+SAMPLE_FLAGS += (CHAT, SYSTEM, SYSTEM_FILE)
 # The flags that not every verb takes.
 OWNERS = [
   (TRAIN_TOKENIZER, ("prepare",)),
@@ -94,16 +99,25 @@ def chosen_verb(words: list[str]) -> str:
   if CONFIG.value is None and verb != "tour":
     raise ValueError("no config; for example: python main.py --config=configs/dp4_tp2.py")
   for flag, owners in OWNERS:
-    if flags.FLAGS[flag.name].present and verb not in owners:
+    if given(flag) and verb not in owners:
       raise ValueError(f"--{flag.name} belongs to the verb {' or '.join(owners)}, not to {verb}")
-  for flag in (WORKDIR, CHECKPOINT, TASKS, TO, DTYPE, HTML, TOPOLOGY, CHAPTER, PROMPT_FILE):
+  paths = (WORKDIR, CHECKPOINT, TASKS, TO, HTML, PROMPT_FILE, SYSTEM_FILE)
+  for flag in (*paths, DTYPE, TOPOLOGY, CHAPTER):
     if flag.value == "":  # of a shell's variable that is not set, as a rule
       raise ValueError(f"--{flag.name}= is empty; give a value, or leave the flag out")
+  for flag in (SYSTEM, SYSTEM_FILE):
+    if flag.value is not None and not CHAT.value:
+      raise ValueError(f"--{flag.name} belongs to sample --chat; add --chat, or leave it out")
   return verb
 
 
 def workdir() -> epath.Path:
   return epath.Path(WORKDIR.value or f"runs/{config_flag.name(CONFIG)}")
+
+
+def given(flag: flags.FlagHolder) -> bool:
+  """Returns whether the command line has a flag."""
+  return bool(flags.FLAGS[flag.name].present)
 
 
 def facts(verb: str) -> dict[str, object]:

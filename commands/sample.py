@@ -1,11 +1,11 @@
-"""The verb `sample`: continues prompts with a checkpoint's model."""
+"""The verb `sample`: continues prompts with a checkpoint's model, or has a conversation with it."""
 
 import hashlib
 from collections.abc import Callable
 
 from etils import epath
 
-from commands import build, flags, preflight_facts
+from commands import build, chat, flags, preflight_facts
 from inference import sampler
 from inference.request import Request, check
 from processes.watchdog import STARTING, Watchdog
@@ -18,6 +18,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   if flags.PROMPT.value and flags.PROMPT_FILE.value:
     raise ValueError("--prompt and --prompt_file: give one of the two")
   prompts = flags.PROMPT.value
+  if flags.CHAT.value:
+    return chat.prepare(watch)
   if flags.PROMPT_FILE.value:
     prompts = epath.Path(flags.PROMPT_FILE.value).read_bytes().splitlines()
   location = flags.CHECKPOINT.value or str(flags.workdir())

@@ -16,7 +16,7 @@ from inference import task_evaluation, task_records
 from inference.task_evaluation import Metric, Result
 from processes.coordination import current
 from processes.step_barrier import Lockstep
-from processes.watchdog import DONE, EVALUATION, STARTING, Watchdog
+from processes.watchdog import EVALUATION, STARTING, Watchdog
 from runtime import exit_codes, files
 from training import restore, run_tokenizer
 from training.metrics.console import ProgressLine, say
@@ -48,7 +48,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
         if not lockstep.enter():
           return False
         generates = not what.startswith("scoring")  # as long as it takes
-        watch.at(f"{what}, batch {number + 1}", DONE if generates else EVALUATION)
+        watch.at(f"{what}, batch {number + 1}", STARTING if generates else EVALUATION)
         progress.evaluating(number, count)
         return True
 

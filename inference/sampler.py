@@ -160,7 +160,13 @@ class Sampler:
     }
 
   def _put(self, tree: Any) -> Any:
-    return jax.device_put(tree, NamedSharding(self.job.mesh, PartitionSpec()))
+    return jax.device_put(tree, self._replicated())
+
+  def _replicated(self) -> NamedSharding:
+    return NamedSharding(self.job.mesh, PartitionSpec())
+
+  def _cache_shardings(self, cache: Any) -> Any:
+    return shardings.shardings(cache, self.placements, self.job.mesh, "cache/")
 
   def _empty_cache(self) -> Any:
     slots = self.prompt_tokens + self.max_new_tokens
@@ -189,12 +195,12 @@ class Sampler:
 
   def _compile(self) -> tuple[Callable, Callable, float]:
     """Compiles prefill and decode, each once; returns both, and the seconds that it took."""
-    whole = NamedSharding(self.job.mesh, PartitionSpec())
+    whole = self._replicated()
     params, cache = self.job.state.params, jax.eval_shape(self._empty_cache)
     params_lie = self.job.state_shardings.params
     variables = [self.job.state.variables] if self.job.state.variables else []
     variables_lie = [self.job.state_shardings.variables] if variables else []
-    cache_lies = shardings.shardings(cache, self.placements, self.job.mesh, "cache/")
+    cache_lies = self._cache_shardings(cache)
     tokens_BT = np.zeros((self.rows, self.prompt_tokens), np.int32)
     settings = self._settings(Request(()))
     prefill = self.job.compile(

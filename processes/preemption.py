@@ -56,6 +56,7 @@ class StopRequest:
     self.requested, self.insisted, self.polls = "", False, False
     self._announced: float | None = None
     self._heard = time.monotonic()  # when the pipe was empty
+    self._take: Callable[[], bool] | None = None
     self._terminals: list[int] = []
     # What `__enter__` replaces: signal -> handler, and the wakeup descriptor.
     self._old: dict[int, Any] = {}
@@ -102,6 +103,19 @@ class StopRequest:
     finally:
       self.polls = False
 
+  @contextlib.contextmanager
+  def interrupts(self, take: Callable[[], bool]) -> Iterator[None]:
+    """Inside it, a Ctrl-C is first offered to `take`, in the thread that records signals.
+
+    Args:
+      take: returns whether it has dealt with it; else a stop is requested, as elsewhere.
+    """
+    self._take = take
+    try:
+      yield
+    finally:
+      self._take = None
+
   def announced(self) -> None:
     """Records that the request was announced: from now on, Ctrl-C counts again."""
     self._announced = time.monotonic()
@@ -114,6 +128,8 @@ class StopRequest:
     for number in numbers:
       if number == signal.SIGHUP:
         self._leave_terminals()
+      if number == signal.SIGINT and (take := self._take) is not None and take():
+        continue
       if number == signal.SIGINT and self._again():
         self.insisted = True
       elif number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

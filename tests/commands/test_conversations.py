@@ -17,6 +17,9 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{ 'a: ' }}{% endif %}"""
 
 
+CONFIGS = [f"configs/{name}.py:model=lm,data=conversations" for name in ("single", "dp4_tp2")]
+
+
 def record(asked, answer, role="user"):
   return {"messages": [{"role": role, "content": asked}, {"role": "assistant", "content": answer}]}
 
@@ -44,43 +47,50 @@ def chats(tmp_path_factory):
   return folder, [config, *TINY_LM, *flags]
 
 
-def test_prepared_shown_trained_on_and_resumed(main, chats, tmp_path):
+@pytest.fixture(scope="module")
+def trained(main, chats, tmp_path_factory):
+  """The workdir of a run of two steps, and what it and `prepare` before it have printed."""
+  workdir = tmp_path_factory.mktemp("trained") / "run"
+  printed = []
+  for verb, more in (("prepare", []), ("train", [f"--workdir={workdir}"])):
+    code, out, err = main(verb, *chats[1], *more, "--config.training.steps=2")
+    assert (code, err) == (0, "")
+    printed.append(out)
+  return workdir, *printed
+
+
+def test_prepared_shown_trained_on_and_resumed(main, chats, trained, tmp_path):
   _folder, flags = chats
-  code, out, err = main("prepare", *flags)
-  assert (code, err) == (0, "")
+  workdir, out, printed = trained
   shown = re.findall(r"/chats.jsonl:\d+: (\d+) tokens, of which the (\d) in \[\[brackets\]\]", out)
   texts = re.findall(r"^(u: 1\d\d\?\|a: )\[\[(.*)\|\]\]$", out, re.MULTILINE)
   assert len(shown) == len(texts) == 2
-  for (tokens, trained), (prompt, answer) in zip(shown, texts, strict=True):
+  for (tokens, learned), (prompt, answer) in zip(shown, texts, strict=True):
     answer = answer.replace("\\x1b", "\x1b")
-    assert (int(tokens), int(trained)) == (len(f"{prompt}{answer}|"), len(f"{answer}|"))
+    assert (int(tokens), int(learned)) == (len(f"{prompt}{answer}|"), len(f"{answer}|"))
   assert "\x1b" not in out
   [line] = [line for line in out.splitlines() if line.startswith("conversations train: ")]
   assert "1.000 bytes per token" in line
   assert re.search(r", [\d,]+ tokens trained on \(2\d\.\d %\), 0 conversations dropped", line), line
 
-  run = [*flags, f"--workdir={tmp_path}/run", "--config.training.steps=2"]
-  code, out, err = main(*run)
-  assert (code, err) == (0, "")
-  assert line.partition(";")[0] in out
-  last = lines_of(tmp_path / "run")[-1]
+  assert line.partition(";")[0] in printed
+  last = lines_of(workdir)[-1]
   assert last["eval_bits_per_byte"] == pytest.approx(last["eval_loss"] / math.log(2), rel=1e-6)
-  config = json.loads((tmp_path / "run/config.json").read_text())
+  config = json.loads((workdir / "config.json").read_text())
   assert config["model"]["separate_documents"] is True
   assert (config["data"]["packing"], config["data"]["tokenizer"]) == ("best_fit", "bytes")
 
-  kept = tmp_path / "run/checkpoints/2/tokenizer/chat_template.jinja"
-  assert (
-    kept.read_text() == (tmp_path / "run/tokenizer/chat_template.jinja").read_text() == TEMPLATE
-  )
+  kept = workdir / "checkpoints/2/tokenizer/chat_template.jinja"
+  assert kept.read_text() == (workdir / "tokenizer/chat_template.jinja").read_text() == TEMPLATE
+
   gone = f"--config.data.chat_template={tmp_path}/gone.jinja"
-  code, out, err = main("evaluate", *flags, f"--checkpoint={tmp_path}/run", gone)
+  code, out, err = main("evaluate", *flags, f"--checkpoint={workdir}", gone)
   assert (code, err) == (0, "")
   assert f"{last['eval_loss']:.4f}"[:5] in out
 
   other = tmp_path / "other.jinja"
   other.write_text(TEMPLATE.replace("'|'", "'/'"))
-  more = [*run, "--config.training.steps=3"]
+  more = [*flags, f"--workdir={workdir}", "--config.training.steps=3"]
   code, _, err = main(*more, f"--config.data.chat_template={other}")
   assert code == 2
   assert "dataset.chat_template: " in err

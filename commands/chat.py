@@ -1,0 +1,184 @@
+"""`sample --chat`: a conversation with a checkpoint's model, in a terminal or by --prompt."""
+
+import contextlib
+import hashlib
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+
+from etils import epath
+
+from commands import build, flags, preflight_facts
+from inference.chat import Chat
+from inference.chat import prepare as check
+from inference.request import Request
+from inference.text_stream import Printer
+from processes import preemption
+from processes.coordination import current
+from processes.preemption import AGAIN_SECONDS, StopRequest
+from processes.watchdog import STARTING, Watchdog
+from runtime import exit_codes
+from runtime.printable import printable
+from training import restore, run_tokenizer
+
+_ASK = "> "
+_HELP = "Ctrl-C ends a reply, and then the conversation, as Ctrl-D does; /new begins another"
+_NEW = "/new"
+
+
+def prepare(watch: Watchdog) -> Callable[[], int]:
+  """Has a conversation with a checkpoint's model."""
+  turns = _turns_given()
+  system = _system()
+  location = flags.CHECKPOINT.value or str(flags.workdir())
+  run_tokenizer.adopt(flags.CONFIG.value, location)
+  [ready] = build.prepare(flags.CONFIG)
+  limit = flags.MAX_NEW_TOKENS
+  settings = Request(
+    (),
+    max_new_tokens=limit.value if flags.given(limit) else 0,
+    temperature=flags.TEMPERATURE.value,
+    top_k=flags.TOP_K.value,
+    top_p=flags.TOP_P.value,
+    seed=flags.SEED.value,
+    stop=tuple(flags.STOP.value),
+  )
+  check(ready.config, settings, system)
+  if not turns and not current().alone:
+    raise ValueError(
+      f"--chat reads a terminal, and this run has {current().count} processes; give --prompt "
+      f"(repeatable: the turns of one conversation)"
+    )
+  digest = hashlib.sha256(repr((turns, system)).encode()).hexdigest()[:16]
+  preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more={"prompts": digest})
+  _, params, variables = restore.model_state(ready, location)
+
+  def run() -> int:
+    watch.at("compiling", STARTING)
+    chat = Chat(ready, params, settings, variables, system)
+    watch.at("in a conversation", STARTING)
+    if turns:
+      for turn in turns:
+        _show(chat, turn)
+      return exit_codes.DONE
+    _converse(chat, watch.stop)
+    return exit_codes.DONE
+
+  return run
+
+
+def _turns_given() -> list[str]:
+  """Returns the turns of the user that the command line gives; none: a terminal is read."""
+  if flags.PROMPT.value and flags.PROMPT_FILE.value:
+    raise ValueError("--prompt and --prompt_file: give one of the two")
+  if not flags.PROMPT_FILE.value:
+    return list(flags.PROMPT.value)
+  return [line for line in _text(flags.PROMPT_FILE.value).splitlines() if line.strip()]
+
+
+def _system() -> str:
+  if flags.SYSTEM.value and flags.SYSTEM_FILE.value:
+    raise ValueError("--system and --system_file: give one of the two")
+  return _text(flags.SYSTEM_FILE.value) if flags.SYSTEM_FILE.value else flags.SYSTEM.value or ""
+
+
+def _text(path: str) -> str:
+  try:
+    return epath.Path(path).read_text()
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{path} is not valid UTF-8 ({error})") from error
+
+
+def _show(chat: Chat, turn: str, cut: Callable[[], bool] | None = None) -> None:
+  """Prints the reply to a turn, as it is generated."""
+  if not current().first:  # all compute, process 0 prints
+    chat.reply(turn, lambda text: None, cut)
+    return
+  before, printer = chat.dropped, Printer([""])
+  try:
+    chat.reply(turn, lambda text: printer(0, text), cut)
+  finally:
+    printer.close()
+  if chat.dropped > before:
+    print(
+      f"note: the first {chat.dropped} messages no longer fit data.sequence_length, and the model "
+      f"does not see them",
+      file=sys.stderr,
+    )
+
+
+# ------------------------------ in a terminal ------------------------------
+
+
+class _Interrupts:
+  """Ctrl-C: it ends the reply that is being generated; where none is, the conversation.
+
+  Attributes:
+    cut: whether the reply is to end.
+  """
+
+  def __init__(self):
+    self.cut, self._generating, self._ended = False, False, -AGAIN_SECONDS
+
+  @contextlib.contextmanager
+  def generating(self) -> Iterator[None]:
+    """Inside it, Ctrl-C ends the reply."""
+    self.cut, self._generating = False, True
+    try:
+      yield
+    finally:
+      self._generating = False
+
+  def take(self) -> bool:
+    """Returns whether a Ctrl-C has been dealt with; of one that arrives twice, the second, too."""
+    now = time.monotonic()
+    if not self._generating:
+      return now - self._ended < AGAIN_SECONDS
+    self.cut, self._ended = True, now
+    return True
+
+
+def _converse(chat: Chat, stop: StopRequest) -> None:
+  """Reads turns from standard input, and replies, to its end."""
+  terminal, interrupts = sys.stdin.isatty(), _Interrupts()
+  first = len(chat.messages)
+  if terminal:
+    import readline  # noqa: F401 editing and history of lines, for `input`
+
+    print(_HELP, flush=True)
+  with stop.interrupts(interrupts.take), _terminal_restored(terminal):
+    for turn in _turns(terminal):
+      if turn.strip() == _NEW:
+        del chat.messages[first:]
+        chat.dropped = 0
+      elif turn.strip():
+        try:
+          with interrupts.generating():
+            _show(chat, turn, lambda: interrupts.cut)
+        except ValueError as error:
+          print(f"error: {printable(error)}", file=sys.stderr, flush=True)
+
+
+def _turns(terminal: bool) -> Iterator[str]:
+  while True:
+    try:
+      yield input(_ASK if terminal else "")
+    except EOFError:
+      if terminal:
+        print()
+      return
+    except UnicodeDecodeError as error:
+      print(f"error: that is not valid UTF-8 ({error})", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _terminal_restored(terminal: bool) -> Iterator[None]:
+  """Restores the terminal where the process is ended while a line is edited."""
+  if not terminal:
+    yield
+    return
+  number = sys.stdin.fileno()
+  mode = termios.tcgetattr(number)
+  with preemption.undone(lambda: termios.tcsetattr(number, termios.TCSANOW, mode)):
+    yield
