@@ -32,13 +32,15 @@ from partitioning.parallel.vocabulary import vocab_parallel_embedding
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
 
 
-def rms_norm(
-  x: Float[Array, "*X D"], scale_D: Float[Array, " D"], *, epsilon: float
-) -> Float[Array, "*X D"]:
-  """RMSNorm: x over its root mean square over D, in float32 or wider. Source: arXiv:1910.07467."""
+def rms_norm(x: Float[Array, "*X D"], scale_D: Float[Array, "*D"], *, epsilon: float) -> Array:
+  """RMSNorm: x over its root mean square over D, in float32 or wider. Source: arXiv:1910.07467.
+
+  D may be several dims, the last ones of x: those of the scale.
+  """
   wide = wide_dtype(x.dtype)
   x_wide = x.astype(wide)
-  inverse = jax.lax.rsqrt(jnp.mean(x_wide * x_wide, axis=-1, keepdims=True) + epsilon)
+  axes = tuple(range(-scale_D.ndim, 0))
+  inverse = jax.lax.rsqrt(jnp.mean(x_wide * x_wide, axis=axes, keepdims=True) + epsilon)
   return (x_wide * inverse * _broadcast(scale_D.astype(wide), x)).astype(x.dtype)
 
 
@@ -175,7 +177,7 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-  """RMSNorm, or LayerNorm where the dims table has a bias, over the last dim."""
+  """RMSNorm, or LayerNorm where the dims table has a bias, over the dims of its scale."""
 
   def __init__(self, name: str, config: ConfigDict):
     """Initializes it as the plain normalization.

@@ -50,15 +50,17 @@ REMATERIALIZATION = {
 
 
 class Block(nnx.Module):
-  """One layer: attention and MLP, each on the normalized residual, with or without post-norms."""
+  """One layer: attention and MLP, each with a norm before it, after it, or both."""
 
   def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
     """Draws the layer's parameters from `rngs.params`."""
-    self.attention_norm = Norm("layers/attention_norm", config)
+    self.pre_norms, self.post_norms = config.model.pre_norms, config.model.post_norms
+    if self.pre_norms:
+      self.attention_norm = Norm("layers/attention_norm", config)
     self.attention = Attention(config, rngs=rngs)
-    self.mlp_norm = Norm("layers/mlp_norm", config)
+    if self.pre_norms:
+      self.mlp_norm = Norm("layers/mlp_norm", config)
     self.mlp = MLP(config, rngs=rngs)
-    self.post_norms = config.model.post_norms
     if self.post_norms:
       self.attention_post_norm = Norm("layers/attention_post_norm", config)
       self.mlp_post_norm = Norm("layers/mlp_post_norm", config)
@@ -91,11 +93,13 @@ class Block(nnx.Module):
     if key is not None:
       count = 4 if self.adapter_dropout else 2
       keys = (*jax.random.split(key, count), None, None)[:4]
-    update_BRD, cache = self.attention(self.attention_norm(x_BRD), layer, rows, cache, keys[2])
+    normed_BRD = self.attention_norm(x_BRD) if self.pre_norms else x_BRD
+    update_BRD, cache = self.attention(normed_BRD, layer, rows, cache, keys[2])
     if self.post_norms:
       update_BRD = self.attention_post_norm(update_BRD)
     x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[0], rows.slots_BT[0])
-    update_BRD = self.mlp(self.mlp_norm(x_BRD), keys[3], rows.slots_BT[0])
+    normed_BRD = self.mlp_norm(x_BRD) if self.pre_norms else x_BRD
+    update_BRD = self.mlp(normed_BRD, keys[3], rows.slots_BT[0])
     if self.post_norms:
       update_BRD = self.mlp_post_norm(update_BRD)
     return x_BRD + dropout(update_BRD, self.dropout_rate, keys[1], rows.slots_BT[0]), cache, {}

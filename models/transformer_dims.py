@@ -100,12 +100,20 @@ def has_bias(name: str, model: ConfigDict) -> bool:
   return any(name in BIASES.get(part, (part,)) for part in model.biases.split(","))
 
 
+# In place of those of one head, with model.query_key_norm_across_heads.
+ACROSS_HEADS = {
+  "layers/attention/query_norm/scale": "LNH",
+  "layers/attention/key_norm/scale": "LKH",
+}
+
 # Optional parameters: a part of their pattern -> whether a config has them.
 _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
   "positions/": lambda m: m.positions == "learned",
   "norm/bias": lambda m: m.norm == "layer",
   **{f"{name}/bias": functools.partial(has_bias, name) for name in LINEARS},
   "(query|key)_norm": lambda m: m.query_key_norm,
+  "attention_norm": lambda m: m.pre_norms,
+  "mlp_norm": lambda m: m.pre_norms,
   "post_norm": lambda m: m.post_norms,
   "mlp/gate": lambda m: m.gated,
   "unembed": lambda m: not m.tied_embeddings,
@@ -115,9 +123,12 @@ _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
 def parameters(config: ConfigDict) -> dict[str, str]:
   """Returns name pattern -> letters of the parameters that this config has."""
   absent = [part for part, when in _WHEN.items() if not when(config.model)]
+  table = PARAMETERS
+  if config.model.query_key_norm and config.model.query_key_norm_across_heads:
+    table = {n: x for n, x in PARAMETERS.items() if "(query|key)_norm" not in n} | ACROSS_HEADS
   return {
     name: dims
-    for name, dims in PARAMETERS.items()
+    for name, dims in table.items()
     if not any(part in name for part in absent)
     and (not name.endswith((LORA_A, LORA_B)) or adapted(config, name.rpartition("/")[0]))
   }

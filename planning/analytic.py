@@ -162,6 +162,12 @@ def _of_activations(job: Job) -> Iterator[Term]:
   why = "the cross-entropy over a split vocabulary"
   yield Term("all-reduce", ("tensor",), 3 * count, tokens, why, 4)
   kv_heads = config.model.kv_heads
+  if config.model.query_key_norm_across_heads:
+    split = (
+      2 if kv_heads % sizes["tensor"] == 0 else 1
+    )  # queries, and keys if their heads are split
+    why = "sums of squares over all heads, and their gradients"
+    yield Term("all-reduce", ("tensor",), 2 * split * count * layers, tokens, why, 4)
   if sizes["tensor"] > 1 and kv_heads % sizes["tensor"]:
     heads = tokens * config.model.head_size
     why = "gradients of keys and values that query heads share"

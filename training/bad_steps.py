@@ -248,7 +248,12 @@ _OLD_DATA = {
 }
 _OLD_LORA = {"rank": 0, "alpha": 16.0, "targets": ("*",), "rs": False, "dropout": 0.0}
 # Likewise of decoders.
-_OLD_DECODER = {"layer_types": (), "rotary_size": 0}
+_OLD_DECODER = {
+  "layer_types": (),
+  "rotary_size": 0,
+  "pre_norms": True,
+  "query_key_norm_across_heads": False,
+}
 
 
 def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,6 +93,10 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
     )
   yield from _layer_types(model)
   yield from _biases(model)
+  if not model.pre_norms and not model.post_norms:
+    yield "model.pre_norms=False: layers without any norm do not train; set model.post_norms=True"
+  if model.query_key_norm_across_heads and not model.query_key_norm:
+    yield "model.query_key_norm_across_heads=True is about the norms of model.query_key_norm=True"
   if config.training.attention_kernel == "splash" and (why := no_splash(config)):
     yield f"training.attention_kernel=splash: {why}; set it to xla"
   yield from _rotary(model)

@@ -274,8 +274,10 @@ def lm() -> ConfigDict:
     "norm": "rms",  # rms or layer
     "norm_epsilon": 1e-6,  # added to the variance
     "norm_scale_from_one": False,  # the stored scale is added to one (Gemma)
-    "post_norms": False,  # also normalize the outputs of attention and MLP (Gemma 2)
+    "pre_norms": True,  # normalize the inputs of attention and MLP
+    "post_norms": False,  # normalize the outputs: also (Gemma 2), or instead (OLMo 2)
     "query_key_norm": False,  # RMSNorm of each query and key head
+    "query_key_norm_across_heads": False,  # of all heads of a token at once (OLMo 2)
     # none, qkv, attention, mlp, all (GPT-2; without a gate's), or names: "query,value,out". Names
     # are query, key, value, out, gate, up, down
     "biases": "none",

@@ -38,6 +38,12 @@ FACTORS = {
   "short_factors": (1.0, 1.05, 1.2, 1.5, 1.7),
   "long_factors": (1.1, 1.4, 2.5, 6.0, 9.0),
 }
+OLMO = {
+  "pre_norms": False,
+  "post_norms": True,
+  "query_key_norm": True,
+  "query_key_norm_across_heads": True,
+}
 # family, or one with an option (`llama_yarn`) -> keys of `model`. Windows, and the original length
 # of scaled positions, are shorter than the rows.
 FAMILIES = {
@@ -87,6 +93,20 @@ FAMILIES = {
   },
   "smollm3": {"tied_embeddings": True, "layer_types": ("full", "full_unrotated", "full")},
   "smollm3_windows": {"window": 7, "layer_types": ("full", "sliding_unrotated")},
+  "olmo2": {**OLMO, "rotary_base": 500.0},
+  "olmo2_biases": {**OLMO, "biases": "attention", "rotary_scaling": ("linear", {"factor": 2.0})},
+  # transformers 4 and 5 both read 500,000 as the base of its layers with a window, from one key.
+  "olmo3": {
+    **OLMO,
+    "window": 6,
+    "layer_types": ("sliding", "full"),
+    "rotary_base": 500_000.0,
+    "local_rotary_base": 500_000.0,
+    "rotary_scaling": (
+      "yarn",
+      {"factor": 8.0, "original_length": 16, "beta_fast": 1.0, "beta_slow": 0.1},
+    ),
+  },
   "llama_linear": {"rotary_scaling": ("linear", {"factor": 4.0})},
   "llama_dynamic": {"rotary_scaling": ("dynamic", {"factor": 3.0, "original_length": 16})},
   "llama_yarn": {

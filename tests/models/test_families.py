@@ -59,7 +59,12 @@ MESHES = {
 }
 ON_MESH = {"data.global_batch_size": 8, "model.vocabulary_multiple": 8}
 # The options of several families in turn; `make test-transformers` tries all of them on all meshes.
-PAIRS = [("llama_longrope", "dp8"), ("llama_yarn", "context2")]
+PAIRS = [
+  ("phi3", "dp8"),
+  ("olmo2_biases", "fsdp8"),
+  ("olmo3", "dp4_tp2"),
+  ("smollm3_windows", "context2"),
+]
 
 
 def logits(job, arrays):

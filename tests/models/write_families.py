@@ -47,6 +47,11 @@ POST_NORM_LAYER = {
   "mlp_norm": "pre_feedforward_layernorm",
   "mlp_post_norm": "post_feedforward_layernorm",
 }
+OLMO_LAYER = {
+  **LAYER,
+  "attention_post_norm": "post_attention_layernorm",
+  "mlp_post_norm": "post_feedforward_layernorm",
+}
 GPT_2_LAYER = {
   "attention_norm": "ln_1",
   "attention/out": "attn.c_proj",
@@ -109,6 +114,8 @@ def their_config(family: str) -> dict[str, Any]:
   if kind == "qwen2" and "window" in keys:  # it knows them by the first layer that slides
     found["use_sliding_window"] = True
     found["max_window_layers"] = found.pop("layer_types").index("sliding_attention")
+  if kind.startswith("olmo"):
+    found["pad_token_id"] = 0
   if kind == "smollm3":
     found["use_sliding_window"] = "window" in keys
     found["no_rope_layers"] = [int("unrotated" not in one) for one in _layer_types(keys)]
@@ -162,6 +169,7 @@ def converted(family: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarra
   if family.startswith("gpt2"):
     return _gpt2(arrays)
   table = POST_NORM_LAYER if "layers/mlp_post_norm/scale" in arrays else LAYER
+  table = OLMO_LAYER if family.startswith("olmo") else table
   found = {"model.embed_tokens.weight": arrays["embed/table"]}
   found["model.norm.weight"] = arrays["final_norm/scale"]
   if "unembed/kernel" in arrays:

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from analysis import collectives, hlo
 from partitioning import shardings
 from partitioning.parallel import collectives as manual
+from planning import analytic
 from tests.helpers.jobs import make_job
 from tests.parity import theory as parity_theory
 from tests.parity.budgets import (
@@ -51,6 +52,25 @@ def test_dropout_sends_nothing():
   ours = compile_step(job_of("dp4_tp2", **{"model.dropout_rate": 0.3}))
   assert_within_budget(ours)
   assert "rng" in ours.text or "xor" in ours.text
+
+
+def test_norms_across_heads_send_a_sum_of_squares_of_each_token():
+  keys = {"model.query_key_norm": True, "model.query_key_norm_across_heads": True}
+  job, plain = job_of("dp4_tp2", **keys), shared_job("dp4_tp2")
+  tensor = "all-reduce", ("tensor",)
+  more = compile_step(job).sent()[tensor][1] - theory(plain)[tensor].bytes
+  # Of queries and of keys, forward and backward: 4 L b T; and the norm's sums for their scales.
+  squares = 4 * 2 * 4 * 12 * 4
+  assert squares <= more <= squares + 4 * 8
+  planned = [
+    sum(
+      term.runs * term.elements * term.itemsize
+      for term in analytic.terms(one)
+      if "tensor" in term.axes
+    )
+    for one in (job, plain)
+  ]
+  assert planned[0] - planned[1] == squares
 
 
 def test_fsdp_is_fsdp8_on_eight_devices():

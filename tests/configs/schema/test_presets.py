@@ -49,6 +49,8 @@ def windows(types, **keys):
       {"model.rotary_size": 8, "model.positions": "learned"},
       "model.positions='learned' turns nothing",
     ),
+    ("lm", {}, {"model.pre_norms": False}, "layers without any norm do not train"),
+    ("lm", {}, {"model.query_key_norm_across_heads": True}, "of model.query_key_norm=True"),
     ("lm", {}, {"model.biases": "query,ou"}, "separated by commas; did you mean 'out'?"),
     (
       "lm",
