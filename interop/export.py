@@ -18,16 +18,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from checkpointing.consensus import Together, join_reports
-from interop import hf_config, name_maps, safetensors_writer
+from checkpointing.naming import nested
+from interop import hf_config, name_maps, peft_adapter, safetensors_writer
 from interop.export_folder import CONFIG_FILE, ExportError, ExportFolder
 from interop.safetensors_writer import WeightFile, Writer
 from interop.tokenizer_export import json_bytes
+from models import lora
+from models.transformer_dims import LORA_A, LORA_B
 from partitioning.rules import named_leaves
 
 # Keys of a config.json that are about the folder it was in, not about the model.
 _DROPPED = ("_name_or_path", "name_or_path", "auto_map", "torch_dtype", "dtype")
-# Gives one layer's part of a parameter; None where this process does not need it.
-Fetch = Callable[[str, int | None, bool], np.ndarray | None]
+# (parameter, layer, dtype, whether it is needed here) -> its part in the layer, or None.
+Fetch = Callable[[str, int | None, str, bool], np.ndarray | None]
+Array = Callable[[str, int | None], np.ndarray]
 
 
 def model_config(
@@ -81,13 +85,15 @@ class Plan:
     files: of weights.
     tensors: name -> the parameters that it holds.
     sizes: letter -> size in the folder.
-    small: name -> content of the other files.
+    small: name -> content of the other files, the last of which is written last.
+    joined: gives a tensor as it is stored, as `name_maps.joined`.
   """
 
   files: Sequence[WeightFile]
   tensors: Mapping[str, name_maps.Tensor]
   sizes: Mapping[str, int]
   small: Mapping[str, bytes]
+  joined: Callable[[name_maps.Tensor, Mapping[str, int], Array], np.ndarray] = name_maps.joined
 
   @property
   def bytes(self) -> int:
@@ -98,7 +104,11 @@ class Plan:
 
 
 def planned(
-  config: ConfigDict, described: Mapping[str, Any], dtype: str, small: Mapping[str, bytes]
+  config: ConfigDict,
+  described: Mapping[str, Any],
+  dtype: str,
+  small: Mapping[str, bytes],
+  dtypes: Mapping[str, str] | None = None,
 ) -> Plan:
   """Returns the plan of a model.
 
@@ -107,55 +117,88 @@ def planned(
     described: its config.json.
     dtype: of the tensors.
     small: name -> content of files that are written as they are.
+    dtypes: name -> dtype of tensors that have another.
   """
   tensors = name_maps.tensors(config, described["model_type"])
-  files = safetensors_writer.split(
-    safetensors_writer.Tensor(tensor.name, tensor.shape, dtype) for tensor in tensors.values()
-  )
+  found = [
+    (name, tensor.shape, (dtypes or {}).get(name, dtype)) for name, tensor in tensors.items()
+  ]
+  files = safetensors_writer.split(safetensors_writer.Tensor(*one) for one in found)
   last = {safetensors_writer.INDEX_FILE: json_bytes(safetensors_writer.index(files))}
   last = (last if len(files) > 1 else {}) | {CONFIG_FILE: json_bytes(described)}
   return Plan(files, tensors, name_maps.sizes_of(config), {**small, **last})
+
+
+def planned_adapter(
+  config: ConfigDict, model_type: str, dtype: str, base: str | None, metadata: Mapping[str, str]
+) -> Plan:
+  """Returns the plan of a model's adapters alone, in PEFT's two files.
+
+  Args:
+    config: finalized, with adapters.
+    model_type: the family of the base.
+    dtype: of the tensors.
+    base: folder or name of the base; None: it has none that others know.
+    metadata: what the file of weights says of itself.
+  """
+  tensors = peft_adapter.tensors(config, model_type)
+  found = (safetensors_writer.Tensor(n, tensor.shape, dtype) for n, tensor in tensors.items())
+  file = WeightFile(f"{peft_adapter.WEIGHTS}.safetensors", tuple(found), tuple(metadata.items()))
+  small = {peft_adapter.CONFIG_FILE: peft_adapter.adapter_config(config, model_type, base)}
+  small = {name: json_bytes(content) for name, content in small.items()}
+  return Plan([file], tensors, name_maps.sizes_of(config), small, peft_adapter.joined)
 
 
 class Fetcher:
   """Brings a layer's part of a parameter to the processes that need it, in the dtype of the files.
 
   On one process the devices' shards are put together on the host. Among several, each device gets
-  all of the part, by an all-gather.
+  all of the part, by an all-gather. Kernels that have an adapter are merged with it.
   """
 
-  def __init__(self, params: Any, dtype: str):
-    """Takes the placed parameters and a key of `safetensors_writer.DTYPES`."""
-    self._arrays, self._dtype = named_leaves(params), jnp.dtype(dtype)
-    self._programs: dict[str, Callable] = {}
+  def __init__(self, params: Any, config: ConfigDict):
+    """Takes the placed parameters of a finalized config."""
+    self._arrays, self._config = named_leaves(params), config
+    self._programs: dict[tuple[str, np.dtype], Callable] = {}
 
-  def __call__(self, name: str, layer: int | None, here: bool) -> np.ndarray | None:
+  def __call__(self, name: str, layer: int | None, dtype: str, here: bool) -> np.ndarray | None:
     """Returns a parameter without its L, or None; all processes call it in the same order.
 
     Args:
       name: of the parameter.
       layer: its index along L; None: the parameter has no L.
+      dtype: of the result, a key of `safetensors_writer.DTYPES`.
       here: whether this process needs it.
     """
-    array = self._arrays[name]
-    if name not in self._programs:
-      self._programs[name] = self._program(array, layer is not None)
-    found = self._programs[name](array, 0 if layer is None else layer)
+    wanted = jnp.dtype(dtype)
+    siblings = [name, *(f"{name.rpartition('/')[0]}/{one}" for one in (LORA_A, LORA_B))]
+    adapted = name.endswith("/kernel") and siblings[1] in self._arrays
+    arrays = {one: self._arrays[one] for one in (siblings if adapted else [name])}
+    if (name, wanted) not in self._programs:
+      self._programs[name, wanted] = self._program(name, arrays, wanted, layer is not None)
+    found = self._programs[name, wanted](arrays, 0 if layer is None else layer)
     if here:
-      return np.asarray(found).astype(self._dtype, copy=False)
+      return np.asarray(found).astype(wanted, copy=False)
     found.block_until_ready()  # one at a time: collectives on simulated devices block one another
     return None
 
-  def _program(self, array: jax.Array, stacked: bool) -> Callable:
+  def _program(
+    self, name: str, arrays: Mapping[str, jax.Array], wanted: np.dtype, stacked: bool
+  ) -> Callable:
+    """Compiles (the parameter, or with its adapter; layer) -> the parameter in this layer."""
+    array = arrays[name]
     spec = (*array.sharding.spec, *[None] * array.ndim)[: array.ndim]
     kept = PartitionSpec(*spec[stacked:]) if array.is_fully_addressable else PartitionSpec()
-
     # Rounded on the devices, so that less is sent; widened on the host, where float64 is always on.
-    narrower = self._dtype.itemsize < array.dtype.itemsize
+    narrower = wanted.itemsize < array.dtype.itemsize
 
-    def part(array: jax.Array, layer: jax.Array) -> jax.Array:
-      one = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False) if stacked else array
-      return one.astype(self._dtype) if narrower else one
+    def part(arrays: dict[str, jax.Array], layer: jax.Array) -> jax.Array:
+      if stacked:
+        arrays = {n: jax.lax.dynamic_slice_in_dim(x, layer, 1) for n, x in arrays.items()}
+      if len(arrays) > 1:
+        arrays = named_leaves(lora.merge(self._config, nested(arrays)))
+      one = arrays[name][0] if stacked else arrays[name]
+      return one.astype(wanted) if narrower else one
 
     return jax.jit(part, out_shardings=NamedSharding(array.sharding.mesh, kept))
 
@@ -256,8 +299,8 @@ def _arrays(
         continue
       tensor, here = plan.tensors[one.name], number == index and wanted()
       parts = {
-        (part.parameter, part.layer): fetch(part.parameter, part.layer, here)
+        (part.parameter, part.layer): fetch(part.parameter, part.layer, one.dtype, here)
         for part in tensor.parts
       }
       if here:
-        yield name_maps.joined(tensor, plan.sizes, lambda *key, parts=parts: parts[key])
+        yield plan.joined(tensor, plan.sizes, lambda *key, parts=parts: parts[key])

@@ -106,7 +106,12 @@ def tensors(config: ConfigDict, model_type: str) -> dict[str, Tensor]:
         found[one.name] = one
   used = {part.parameter for one in found.values() for part in one.parts}
   patterns = transformer_dims.parameters(config)
-  missing = [p for p in patterns if not any(re.fullmatch(p, name) for name in used)]
+  adapters = (transformer_dims.LORA_A, transformer_dims.LORA_B)  # in no model's folder
+  missing = [
+    pattern
+    for pattern in patterns
+    if not pattern.endswith(adapters) and not any(re.fullmatch(pattern, name) for name in used)
+  ]
   if missing:
     raise ValueError(f"model_type {model_type!r} has no tensor for {', '.join(missing)}")
   return found

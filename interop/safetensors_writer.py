@@ -42,10 +42,17 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class WeightFile:
-  """A file with some tensors, in the order in which they are written."""
+  """A file with some tensors, in the order in which they are written.
+
+  Attributes:
+    name: of the file.
+    tensors: in it.
+    metadata: pairs of texts in its header.
+  """
 
   name: str
   tensors: tuple[Tensor, ...]
+  metadata: tuple[tuple[str, str], ...] = ()
 
   @property
   def bytes(self) -> int:
@@ -55,7 +62,7 @@ class WeightFile:
   def header(self) -> bytes:
     """Returns what comes before the tensors: 8 bytes with a size, then JSON of that size."""
     # Of all readers, transformers requires the framework's name.
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **dict(self.metadata)}}
     end = 0
     for tensor in self.tensors:
       begin, end = end, end + tensor.bytes

@@ -54,6 +54,12 @@ class Base:
     """Returns what a checkpoint's record says; None where the checkpoint has all parameters."""
     return cls(**record[RECORD]) if RECORD in record else None
 
+  @classmethod
+  def of_step(cls, location: str, step: int) -> "Base | None":
+    """Returns what the record of a step says that has been read; see `of`."""
+    folder, _ = restore.parse_location(location)
+    return cls.of(integrity.read_json(folder / str(step), integrity.RECORD))
+
   def record(self) -> dict[str, Any]:
     """Returns its part of a checkpoint's record."""
     return {RECORD: dataclasses.asdict(self)}

@@ -1,15 +1,22 @@
 """The verb export: a run's checkpoint as a model folder, and what is refused."""
 
+import dataclasses
 import json
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
+from checkpointing.checkpointer import Checkpointer
 from input_pipeline.text import tokenizer
 from tests.checkpointing import plain
 from tests.checkpointing.test_older_run import EXPECTED, FIXTURE
+from tests.helpers.jobs import make_job
 from tests.interop import folders
+from training import base_parameters, restore
 
 RUN = FIXTURE / "run"
 COMMAND = ["export", f"--config={EXPECTED['config']}", *EXPECTED["flags"]]
@@ -24,7 +31,7 @@ def test_a_run_is_exported_from_any_mesh(main, tmp_path):
     command = ["export", f"--config=configs/{strategy}.py", *EXPECTED["flags"], READ]
     code, out, err = main(*command, f"--to={to}", *flags)
     assert (code, err) == (0, ""), out
-    assert re.search(rf"exported step 4 of \S+run to {to} \(llama, {dtype}, \d.* KiB\)", out)
+    assert re.search(rf"a llama model in {dtype} of \S+run, step 4, to {to} \(\d.* KiB\)", out)
     described = json.loads((to / "config.json").read_text())
     assert described["dtype"] == dtype
     assert {path.name for path in to.iterdir()} == {
@@ -46,7 +53,70 @@ def test_a_run_is_exported_from_any_mesh(main, tmp_path):
   assert sorted(RUN.rglob("*")) == before
 
 
+ADAPTERS = {"lora.rank": 2, "lora.alpha": 3.0, "lora.targets": ("query", "up")}
+AS_FLAGS = [f"--config.{key}={value}" for key, value in ADAPTERS.items()]
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+  """Returns the workdir of a run with adapters, which begins with the other run's parameters."""
+  workdir = tmp_path_factory.mktemp("tuned")
+  flags = [word.removeprefix("--config.").split("=") for word in EXPECTED["flags"]]
+  keys = {key: int(value) for key, value in flags if value.isdecimal()}
+  keys |= {"model.vocabulary_size": 256, "model.vocabulary_multiple": 128}
+  job = make_job("single", "lm", **{**keys, **ADAPTERS, "checkpoint.initialize_from": str(RUN)})
+  state, _, base = restore.first_state(job)
+  random = np.random.default_rng(3)
+
+  def drawn(path, leaf):
+    if "lora_b" not in jax.tree_util.keystr(path):  # which begins at zero
+      return leaf
+    return jax.device_put(random.standard_normal(leaf.shape, np.float32), leaf.sharding)
+
+  state = dataclasses.replace(
+    state, params=jax.tree_util.tree_map_with_path(drawn, state.params), step=jnp.int32(4)
+  )
+  record = {"versions": {}, "data": {"name": "rows", "rows": ""}, **base.record()}
+  with Checkpointer(epath.Path(workdir) / "checkpoints") as checkpoints:
+    part = base_parameters.trained_part(job, state)
+    checkpoints.save(4, part, config=restore.plain(job.config), record=record)
+  return workdir
+
+
+def test_adapters_are_exported_alone_or_merged(main, tuned, tmp_path):
+  for name, *flags in (("alone",), ("merged", "--merge")):
+    command = [*COMMAND, *AS_FLAGS, f"--checkpoint={tuned}", f"--to={tmp_path}/{name}", *flags]
+    code, out, err = main(*command)
+    assert (code, err) == (0, ""), out
+  assert {path.name for path in (tmp_path / "alone").iterdir()} == {
+    *("adapter_config.json", "adapter_model.safetensors"),
+  }
+  described = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+  assert (described["r"], described["lora_alpha"]) == (2, 3)
+  assert described["target_modules"] == ["q_proj", "up_proj"]
+  adapter = folders.tensors_of(tmp_path / "alone" / "adapter_model.safetensors")
+  merged = folders.tensors_of(tmp_path / "merged" / "model.safetensors")
+  base = plain.arrays(RUN / "checkpoints" / "4")
+  for layer, kernel in enumerate(base["params.layers.mlp.up.kernel"]):
+    name = f"model.layers.{layer}.mlp.up_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+    wanted = kernel.T + 1.5 * b @ a
+    np.testing.assert_allclose(merged[f"{name}.weight"], wanted, rtol=1e-5, atol=1e-6)
+    assert np.abs(1.5 * b @ a).max() > 0.1
+  assert len(adapter) == 2 * 2 * 2  # A and B of two layers' two targets
+
+
+def test_adapters_are_not_all_that_was_trained(main, tuned, tmp_path):
+  more = "--config.training.trainable=('unembed/*',)"
+  command = [*COMMAND, *AS_FLAGS, more, f"--checkpoint={tuned}", f"--to={tmp_path}/new"]
+  code, _, err = main(*command)
+  assert code == 2
+  assert "besides the adapters 1 parameters were trained (such as unembed/kernel)" in err
+  assert not list(tmp_path.iterdir())
+
+
 REFUSALS = {
+  "nothing to merge": ([READ, "--to={new}", "--merge"], ["has no adapters (lora.rank=0)"]),
   "no folder": ([READ], ["name the folder to write with --to=FOLDER"]),
   "an empty name": ([READ, "--to="], ["--to= is empty"]),
   "a folder with something": ([READ, "--to={full}"], ["full is not empty (it has a)"]),

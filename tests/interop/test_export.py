@@ -39,7 +39,7 @@ def exported(to, job, arrays, dtype="float32", source=None):
   plan = plan_of(job.config, dtype, source)
   folder = ExportFolder(export_folder.check(str(to), None))
   params = tree_of(job, arrays)
-  export.write(folder, plan, export.Fetcher(params, dtype), Together())
+  export.write(folder, plan, export.Fetcher(params, job.config), Together())
   assert sum(path.stat().st_size for path in to.iterdir()) == plan.bytes
   found, index = {}, {}
   if (to / safetensors_writer.INDEX_FILE).exists():
@@ -125,7 +125,7 @@ def on_processes(to, plan, fetches):
 def fetch_of(arrays, asked):
   """Returns a function that gives parameters, and notes which it was asked for."""
 
-  def fetch(name, layer, here):
+  def fetch(name, layer, dtype, here):
     asked.append((name, layer))
     return (arrays[name] if layer is None else arrays[name][layer]) if here else None
 
@@ -160,10 +160,10 @@ def test_where_one_cannot_write_all_say_why_and_nothing_is_left(small, tmp_path)
   asked = [[] for _ in range(COUNT)]
   taken = plan.files[COUNT + 1].name  # of process 1, in the second round
 
-  def fetch(name, layer, here):
+  def fetch(name, layer, dtype, here):
     if len(asked[1]) == 2:
       (tmp_path / "to.exporting" / taken).write_text("")
-    return fetch_of(arrays, asked[1])(name, layer, here)
+    return fetch_of(arrays, asked[1])(name, layer, dtype, here)
 
   raised = on_processes(
     tmp_path / "to", plan, [fetch_of(arrays, asked[0]), fetch, fetch_of(arrays, asked[2])]

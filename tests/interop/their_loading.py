@@ -6,6 +6,7 @@ DTYPE is float32 or float64, in which it computes. GIVEN has `tokens`; WRITTEN g
 each folder, by its name. Whatever transformers or Python warn of is an error.
 """
 
+import json
 import logging
 import pathlib
 import sys
@@ -43,11 +44,20 @@ def main(dtype, given, written, *folders):
   tokens = torch.from_numpy(np.load(given)["tokens"].astype(np.int64))
   found = {}
   for folder in map(pathlib.Path, folders):
+    adapter, base = folder / "adapter_config.json", folder
+    if adapter.exists():
+      base = json.loads(adapter.read_text())["base_model_name_or_path"]
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-      folder, attn_implementation="eager", dtype="auto", output_loading_info=True
+      base, attn_implementation="eager", dtype="auto", output_loading_info=True
     )
     assert not any(loading.values()), (folder, loading)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if adapter.exists():
+      import peft
+
+      with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what peft calls
+        model = peft.PeftModel.from_pretrained(model, folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     text = "def f(x):\n  return 'ä'"
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text, (folder, ids)
