@@ -50,6 +50,7 @@ CLASSES = {
   "seed": REFUSED,
   "task": REFUSED,
   # The model. Initial deviations too: the parameters are initialized, so a change has no effect.
+  "model.folder": MAY_CHANGE,  # may have moved; the keys that it determines are compared
   "model.dropout_rate": ACCEPT,
   "model.context_attention": MAY_CHANGE,  # a schedule over mesh.context, which may change as well
   "model.*": REFUSED,

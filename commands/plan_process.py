@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from analysis.chips import overridden
+from interop import hf_folder
 from planning.topology import parse
 from processes import preemption
 from runtime import exit_codes, extensions, files
@@ -188,6 +189,10 @@ def _place(config: ConfigDict, topology: str, title: str) -> pathlib.Path | None
   given = {key: value for key, value in plain(config).items() if key != "planning"}
   given["planning"] = {k: v for k, v in config.planning.items() if k != "cache_dir"}
   facts = [given, topology, title, everything(), code.hexdigest(), _compiler()]
+  if "folder" in config.model and config.model.folder:
+    facts.append(
+      hf_folder.digest(hf_folder.local(config.model.folder, "model.folder"), weights=False)
+    )
   digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
   return pathlib.Path(config.planning.cache_dir).expanduser() / digest
 

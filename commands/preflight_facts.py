@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from checkpointing import restore, resume_policy
 from input_pipeline.row_source import Source
+from interop import hf_folder
 from processes import preflight
 from processes.coordination import current
 from runtime import devices
@@ -77,6 +78,13 @@ def about_to_run(
     "checkpoints": restore.steps(workdir / restore.FOLDER),
     **(more or {}),
   }
+  if "folder" in job.config.model:
+    folder = hf_folder.local(job.config.model.folder, "model.folder")
+    facts["config.json of model.folder"] = hf_folder.digest(folder, weights=False)
+  source = job.config.checkpoint.initialize_from
+  if writes and not facts["checkpoints"] and hf_folder.is_model(source):
+    folder = hf_folder.local(source, "checkpoint.initialize_from", weights=True)
+    facts["weights of checkpoint.initialize_from"] = hf_folder.digest(folder, weights=True)
   for name, array in job.batch.items():
     facts[f"batch/{name}"] = f"{array.dtype.name}{list(array.shape)}"
   for split, source in sources.items():

@@ -19,6 +19,7 @@ from reports import layout_text
 from runtime import exit_codes, files
 from runtime.printable import printable
 from training import (
+  base_parameters,
   evaluation,
   loop,
   restore,
@@ -40,6 +41,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   data = splits.open_data(ready)
   request.check_first_words(ready.config)  # after the data's vocabulary, whose refusal says more
   workdir = flags.workdir()
+  base_parameters.check_model_folder(ready, workdir)
   with workdir_owner.owned(ready, workdir, watch) as owner:
     record, newest = restore.check_resume(ready, data.train.source, workdir, flags.ACCEPT.value)
     sources = {"train": data.train.source, "held out": data.evaluation.source}

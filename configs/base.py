@@ -61,7 +61,9 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
       "keep": 2,  # number of newest steps that are kept
       "keep_every_steps": 0,  # also keep steps that are a multiple of this; 0: off
       "keep_best": "",  # also keep the best step by a metric, such as eval_loss
-      "initialize_from": "",  # DIR[/STEP] of another run, whose parameters this one starts from
+      # DIR[/STEP] of another run, or a model folder: where this run's parameters start from. By
+      # default model.folder, where the model is a folder's
+      "initialize_from": "",
       "verify": "full",  # checked before reading: full (every byte), size (of each file) or off
     }
   )

@@ -43,6 +43,12 @@ SIZES = (
   *("vocabulary_size", "norm_epsilon", "activation", "attention_scale", "tied_embeddings"),
 )
 KEYS = (*SIZES, *NEUTRAL)
+# Those that determine which parameters there are, and their shapes.
+SHAPES = (
+  *("layers", "model_size", "feedforward_size", "heads", "kv_heads", "head_size"),
+  *("vocabulary_size", "positions", "norm", "post_norms", "query_key_norm", "biases", "gated"),
+  "tied_embeddings",
+)
 
 Theirs = Mapping[str, Any]  # of a config.json, missing keys filled in
 Ours = Mapping[str, Any]  # of config.model

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from checkpointing import integrity, naming, restore
 from checkpointing.consensus import Together
 from checkpointing.integrity import Verified
+from interop import hf_folder, read_weights
 from partitioning.rules import named_leaves
 from processes.coordination import current
 from runtime.printable import printable
@@ -75,12 +76,12 @@ def trained_part(job: Job, state: State) -> dict[str, Any]:
   return {**vars(state), restore.PARAMETERS: job.program.split(state.params)[0]}
 
 
-def found_at_start(job: Job, folder: epath.Path, step: int | None, state: State) -> Base | None:
+def found_at_start(job: Job, folder: epath.PathLike, step: int | None, state: State) -> Base | None:
   """Returns the base of a new run; None if the run trains all parameters, and saves them.
 
   Args:
     job: the run.
-    folder: from which its parameters were read.
+    folder: from which its parameters were read, of checkpoints or of a model.
     step: likewise.
     state: the first one.
   """
@@ -172,12 +173,12 @@ def read(
   *,
   step: int | None = None,
   optional: Collection[str] = (),
-) -> tuple[epath.Path, int | None, dict[str, jax.Array]]:
+) -> tuple[epath.PathLike, int | None, dict[str, jax.Array]]:
   """Reads parameters of another run by their names; what it has not saved, from its own base.
 
   Args:
     job: whose model and mesh they are for.
-    location: `DIR[/STEP]`.
+    location: `DIR[/STEP]`, or a model folder.
     wanted: name -> shape, dtype and sharding. A parameter is cast from or to bfloat16.
     step: which, if the location names none and it is there; by default the newest.
     optional: names that may be missing.
@@ -188,6 +189,8 @@ def read(
   Raises:
     ValueError: there is no checkpoint, or its parameters have other names, shapes or dtypes.
   """
+  if hf_folder.is_model(location):
+    return _of_model_folder(job, location, wanted)
   folder, chosen = restore.parse_location(location)
   if chosen is None and step in restore.steps(folder):
     chosen = step
@@ -231,6 +234,29 @@ def read(
     more, _ = _frozen(job, base, rest, base.folder, str(folder))
     arrays |= more
   return folder, found.step, arrays
+
+
+def _of_model_folder(
+  job: Job, location: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[str, None, dict[str, jax.Array]]:
+  """Reads what a model folder has of these parameters; adapters are in none."""
+  source = read_weights.open_folder(location, job.config, _KEY)
+  there = {name: leaf for name, leaf in wanted.items() if name in source.parts}
+  place = location if "://" in location else str(source.folder)
+  return place, None, read_weights.read(source, there)
+
+
+def check_model_folder(job: Job, workdir: epath.Path) -> None:
+  """Checks the model folder that a new run is to start from, of which only headers are read.
+
+  Raises:
+    ValueError: its tensors are not the model's.
+  """
+  where = job.config.checkpoint.initialize_from
+  if hf_folder.is_model(where) and not restore.steps(workdir / restore.FOLDER):
+    source = read_weights.open_folder(where, job.config, _KEY)
+    for line in read_weights.differing_keys(job.config, source.described):
+      warn(f"WARNING: {line}")
 
 
 def _as_wanted(stored: Any, wanted: Any) -> Any:

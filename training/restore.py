@@ -14,6 +14,7 @@ from checkpointing import integrity, naming, restore, resume_policy
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.integrity import Verified
 from input_pipeline.row_source import Source
+from interop import hf_folder
 from partitioning.rules import named_leaves
 from processes.workdir_lease import Ownership
 from runtime import free_space
@@ -259,18 +260,23 @@ def initialized(job: Job, where: str) -> tuple[State, str, Base | None]:
 
   Args:
     job: the run.
-    where: `DIR[/STEP]` of another run.
+    where: `DIR[/STEP]` of another run, or a model folder.
 
   Raises:
     ValueError: there is no checkpoint, or its parameters have other names, shapes or dtypes.
   """
+  state, folder, step = _with_parameters_of(job, where)
+  origin = f"starts with the parameters of {where}{'' if step is None else f', step {step}'}"
+  return state, origin, base_parameters.found_at_start(job, folder, step, state)
+
+
+def _with_parameters_of(job: Job, where: str) -> tuple[State, epath.PathLike, int | None]:
+  """Returns the initial state with these parameters, their folder and step; see `initialized`."""
   wanted, adapters = named_leaves(job.placed_state.params), base_parameters.adapters(job)
   folder, step, arrays = base_parameters.read(job, where, wanted, optional=adapters)
   state = job.initial_state(only=wanted.keys() - arrays.keys())
   params = merged(state.params, naming.nested(arrays))
-  state = dataclasses.replace(state, params=params)
-  origin = f"starts with the parameters of {where}, step {step}"
-  return state, origin, base_parameters.found_at_start(job, folder, step, state)
+  return dataclasses.replace(state, params=params), folder, step
 
 
 def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
@@ -281,11 +287,15 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
 
   Args:
     job: whose model and mesh they are for.
-    location: `DIR[/STEP]`, DIR a workdir or its folder of checkpoints.
+    location: `DIR[/STEP]`, DIR a workdir or its folder of checkpoints; or a model folder, which is
+      step 0.
 
   Raises:
     ValueError: no such checkpoint, or one of another model; or its base is missing or another.
   """
+  if hf_folder.is_model(location):
+    state, _, _ = _with_parameters_of(job, location)
+    return 0, state.params, state.variables
   folder, step = restore.parse_location(location)
   verify, together = job.config.checkpoint.verify, base_parameters.together(job)
   newest = restore.restore_first(

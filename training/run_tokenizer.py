@@ -1,8 +1,11 @@
-"""The tokenizer of a run, and its chat template: a copy is in the workdir and in each checkpoint.
+"""The tokenizer of a run, its chat template, and the config.json of the model folder it began with.
 
-So evaluation, sampling and a resumed run need nothing but the run's own folder.
+A copy is in the workdir and in each checkpoint. So evaluation, sampling and a resumed run need
+nothing but the run's own folder.
 """
 
+import os
+import pathlib
 from collections.abc import Callable
 
 from etils import epath
@@ -12,6 +15,7 @@ from checkpointing import restore
 from checkpointing.integrity import TOKENIZER
 from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer
+from interop import hf_folder
 from runtime import files
 
 # What a file of data.chat_template is called in the copy; the second, if it is JSON.
@@ -31,6 +35,11 @@ def contents(config: ConfigDict) -> dict[str, bytes]:
   if given := config.data.get("chat_template"):
     path = epath.Path(given).expanduser()
     found[TEMPLATES[path.suffix == ".json"]] = tokenizer.read(path)
+  if _has_folder(config):
+    folder = hf_folder.local(config.model.folder, "model.folder")
+    for name in (hf_folder.CONFIG, hf_folder.GENERATION):
+      if name not in found and (folder / name).exists():
+        found[name] = tokenizer.read(folder / name)
   return found
 
 
@@ -70,9 +79,12 @@ def adopt(config: ConfigDict, location: str) -> None:
     ValueError: data.tokenizer is another one.
   """
   found = of_checkpoint(location)
+  if hf_folder.is_model(location) and _has_folder(config):
+    config.model.folder = config.model.folder or location
   if found is None or "tokenizer" not in config.data:
     return
   _adopt_template(config, found)
+  _adopt_model(config, found, location)
   if not _has_tokenizer(found):
     return
   if given := config.data.tokenizer:
@@ -90,6 +102,9 @@ def adopt(config: ConfigDict, location: str) -> None:
 
 def adopt_missing(config: ConfigDict, workdir: epath.Path) -> None:
   """Lets a run that resumes read its own copy of files that the config names and that are gone."""
+  gone = _has_folder(config) and not os.path.isdir(os.path.expanduser(config.model.folder))
+  if gone and (found := of_checkpoint(str(workdir))) is not None:
+    _adopt_model(config, found, str(workdir))
   if config.data.get("chat_template") and (found := of_checkpoint(str(workdir))) is not None:
     _adopt_template(config, found)
   given = config.data.get("tokenizer")
@@ -97,6 +112,31 @@ def adopt_missing(config: ConfigDict, workdir: epath.Path) -> None:
     return
   if (found := of_checkpoint(str(workdir))) is not None and _has_tokenizer(found):
     config.data.tokenizer = str(found)
+
+
+def _has_folder(config: ConfigDict) -> bool:
+  """Returns whether a config's model is that of a folder."""
+  return "model" in config and "folder" in config.model
+
+
+def _adopt_model(config: ConfigDict, folder: epath.Path, location: str) -> None:
+  """Lets a config read the copied config.json; raises ValueError where it names another model."""
+  if not _has_folder(config) or not (folder / hf_folder.CONFIG).exists():
+    return
+  copy, given = folder / hf_folder.CONFIG, config.model.folder
+  there = epath.Path(given).expanduser() / hf_folder.CONFIG
+  if given and hf_folder.is_model(given) and there.exists():
+    said = [
+      hf_folder.read_config(pathlib.Path(path.parent), "model.folder") for path in (copy, there)
+    ]
+    if said[0] != said[1]:
+      raise ValueError(
+        f"model.folder={given} is another model than the one of {location}, whose config.json is "
+        f"in {folder}; leave model.folder unset"
+      )
+  config.model.folder = str(folder)
+  if not _has_tokenizer(folder):
+    config.data.tokenizer = config.data.tokenizer or tokenizer.BYTES
 
 
 def _has_tokenizer(folder: epath.Path) -> bool:

@@ -8,10 +8,12 @@ from ml_collections import ConfigDict, config_dict
 from configs.schema.presets import PRESETS
 from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer
+from interop import hf_config
 from runtime.extensions import Table
 from runtime.suggest import nearest
 from training.tasks import TASKS
 
+HF = "hf"  # the model of a folder
 # Data sets whose sizes are known here: (values per image, classes).
 IMAGE_SIZES = {"digits": (64, 10), "mnist": (784, 10), "fashion_mnist": (784, 10)}
 
@@ -307,6 +309,24 @@ def lm() -> ConfigDict:
   )
 
 
+def hf() -> ConfigDict:
+  """Returns the decoder of a model folder, to be trained further; its keys are the folder's."""
+  config = lm()
+  model = {
+    "folder": "",  # model=hf: a folder with config.json and safetensors, or hf://OWNER/NAME
+  }
+  for key in hf_config.KEYS:
+    value = config.model[key]
+    model[key] = config_dict.placeholder(int if value is None else type(value))
+  model["attention_scale"] = config_dict.placeholder(float)
+  config.model = ConfigDict({**config.model, **model})
+  config.data.sequence_length = config_dict.placeholder(int)  # 2048, or the model's most
+  config.training.rematerialization = "full"
+  config.optimizer.learning_rate = config_dict.placeholder(float)  # 1e-5; of adapters 2e-4
+  config.evaluation.sample_tokens = 0
+  return config
+
+
 def mlp() -> ConfigDict:
   """Returns a small classifier of images (handwritten digits)."""
   model = {
@@ -385,5 +405,7 @@ def _recipe(name: str, what: str) -> ConfigDict:
     return RECIPES[name]()
   if name in PRESETS:
     return _preset(name)
-  known = [*RECIPES, *PRESETS]
+  if name == HF:
+    return hf()
+  known = [*RECIPES, *PRESETS, HF]
   raise ValueError(f"unknown {what} {name!r}; there are {', '.join(known)}{nearest(name, known)}")

@@ -13,7 +13,7 @@ from configs import base
 from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
-RECIPES = ("lm", "mlp", "mlp_tutorial")
+RECIPES = ("lm", "mlp", "mlp_tutorial", "hf")
 ON_RESUME = {MAY_CHANGE: "may change", ACCEPT: "with `--accept-changes`", REFUSED: "fixed"}
 HEAD = """# Configuration
 
@@ -51,6 +51,8 @@ SECTIONS = {
   "planning": "Planning",
 }
 NOTES = {
+  "model": "With `model=hf` they are those of the folder's `config.json`\n"
+  "([open_weights.md](open_weights.md#import)).",
   "mesh": "Sizes of the mesh axes, of one slice; 1: off, -1: all devices that are left\n"
   "([strategies.md](strategies.md)).",
   "mesh_dcn": "Over how many slices an axis extends. Its size is the product with `mesh`.",
@@ -90,6 +92,8 @@ def defaults(recipe: str) -> Mapping[str, object]:
 def row(key: str, values: Mapping[str, object]) -> str:
   """Returns a key's row; defaults that differ between recipes are given for each."""
   first, *others = values.items()
+  if key.startswith("model."):  # the note says it for all of them
+    others = [(recipe, value) for recipe, value in others if (recipe, value) != ("hf", None)]
   shown = [shown_value(first[1])] if first[0] == "lm" else [f"{first[0]}: {shown_value(first[1])}"]
   shown += [f"{recipe}: {shown_value(value)}" for recipe, value in others if value != first[1]]
   return f"| `{key}` | {'; '.join(shown)} | {meaning(key, values)} | {ON_RESUME[classify(key)]} |\n"

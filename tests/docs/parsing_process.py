@@ -12,12 +12,15 @@ import contextlib
 import io
 import json
 import os
+import pathlib
 import sys
 
 from absl import flags as absl_flags
 
 from commands import config_flag, flags, help
 from configs.schema import finalize, validate
+
+MODEL = pathlib.Path(__file__).parents[1] / "interop" / "fixtures" / "qwen3"
 
 
 def wrong(arguments: list[str]) -> str:
@@ -31,6 +34,9 @@ def wrong(arguments: list[str]) -> str:
       # The mesh of a plan belongs to its topology, of which nothing is here.
       if flag.value is not None and verb != "plan":
         sizes = {axis: abs(size) for axis, size in flag.value.mesh.items()}
+        if "folder" in flag.value.model and flag.value.model.folder:  # one that is here
+          flag.value.model.folder = str(MODEL)
+          flag.value.data.tokenizer = flag.value.data.tokenizer or "bytes"
         validate.check(finalize.finalize(flag.value, "cpu"), sizes)
   except (ValueError, absl_flags.Error) as error:
     return str(error) or type(error).__name__

@@ -1,11 +1,17 @@
 """The model folders in fixtures/, which `write_folders.py` has written, read with NumPy alone."""
 
+import functools
 import json
 import pathlib
 import struct
 
+import jax
 import ml_dtypes
 import numpy as np
+
+from interop import hf_config, name_maps
+from partitioning.rules import named_leaves
+from tests.helpers.jobs import make_job
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures"
 NAMES = tuple(sorted(path.name for path in FOLDER.iterdir()))
@@ -41,3 +47,68 @@ def tokens() -> np.ndarray:
 def logits_of(name: str) -> np.ndarray:
   """Returns float64 [2, LENGTH, VOCABULARY], as transformers computes them in float64."""
   return np.load(FOLDER / name / "logits.npy")
+
+
+# ------------------------------ as ours ------------------------------
+
+
+@functools.cache
+def described(name: str) -> hf_config.Described:
+  """Returns what a folder's config.json says."""
+  return hf_config.read(config_of(name), name)
+
+
+@functools.cache
+def job_of(name: str, strategy: str = "single", dtype: str = "float64", **more):
+  """Returns a job of a folder's model, with a padded vocabulary; `more` are dotted keys."""
+  keys = {f"model.{k}": v for k, v in described(name).model.items() if v is not None}
+  keys |= {"model.vocabulary_multiple": 8, "data.sequence_length": LENGTH}
+  keys |= {"data.global_batch_size": 8, "training.parameter_dtype": dtype, **more}
+  with jax.enable_x64(True):
+    return make_job(strategy, "lm", **keys)
+
+
+def read_with_numpy(name: str) -> dict[str, np.ndarray]:
+  """Returns our names -> float64 arrays of a folder, by a plain reading of the table."""
+  job, stored = job_of(name), tensors_of(FOLDER / name / "model.safetensors")
+  sizes = name_maps.sizes_of(job.config)
+  arrays = {n: np.zeros(x.shape) for n, x in named_leaves(job.state.params).items()}
+  for tensor_name, tensor in name_maps.tensors(job.config, described(name).model_type).items():
+    for part in tensor.parts:
+      ends = [np.prod([sizes[letter] for letter in axis], dtype=int) for axis in part.axes]
+      one = stored[tensor_name].astype(np.float64)
+      one = np.take(one, range(part.start, part.start + ends[tensor.axis]), axis=tensor.axis)
+      order = "".join(part.axes)
+      one = one.reshape([sizes[letter] for letter in order])
+      one = one.transpose([order.index(letter) for letter in part.letters])
+      ours = arrays[part.parameter] if part.layer is None else arrays[part.parameter][part.layer]
+      ours[tuple(slice(0, size) for size in one.shape)] = one
+  return arrays
+
+
+# ------------------------------ writing ------------------------------
+
+
+def write_tensors(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
+  """Writes a safetensors file."""
+  header, start = {}, 0
+  names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+  for name, array in arrays.items():
+    ends = [start, start := start + array.nbytes]
+    header[name] = {"dtype": names[array.dtype], "shape": [*array.shape], "data_offsets": ends}
+  text = json.dumps(header).encode()
+  content = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
+  path.write_bytes(struct.pack("<Q", len(text)) + text + content)
+
+
+def write_folder(folder: pathlib.Path, job, model_type: str, **more) -> None:
+  """Writes a folder of a job's model with random weights; `more` are keys of its config.json."""
+  folder.mkdir(parents=True, exist_ok=True)
+  written = hf_config.write(job.config.model, 64, model_type)
+  (folder / "config.json").write_text(json.dumps({**written, **more}))
+  random = np.random.RandomState(0)
+  wanted = name_maps.tensors(job.config, model_type)
+  write_tensors(
+    folder / "model.safetensors",
+    {n: (0.1 * random.standard_normal(x.shape)).astype(np.float32) for n, x in wanted.items()},
+  )

@@ -1,37 +1,18 @@
-"""The tables of tensors: against folders that transformers has written, and their logits."""
+"""The tables of tensors, against folders that transformers has written."""
 
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 
-from interop import hf_config, name_maps
-from partitioning.rules import named_leaves
-from tests.helpers.jobs import make_job
+from interop import name_maps
 from tests.interop import folders
+from tests.interop.folders import described, job_of, read_with_numpy
 
-
-@functools.cache
-def described(name):
-  return hf_config.read(folders.config_of(name), name)
-
-
-@functools.cache
-def job_of(name):
-  """Returns a float64 job of a folder, with a padded vocabulary."""
-  keys = {f"model.{k}": v for k, v in described(name).model.items() if v is not None}
-  keys |= {"model.vocabulary_multiple": 8, "data.sequence_length": folders.LENGTH}
-  keys |= {"data.global_batch_size": 2, "training.parameter_dtype": "float64"}
-  with jax.enable_x64(True):
-    return make_job("single", "lm", **keys)
-
-
-@functools.cache
-def stored(name):
-  return folders.tensors_of(folders.FOLDER / name / "model.safetensors")
+stored = functools.cache(
+  lambda name: folders.tensors_of(folders.FOLDER / name / "model.safetensors")
+)
 
 
 def matched(name, shapes):
@@ -40,34 +21,6 @@ def matched(name, shapes):
 
 def shapes_of(name):
   return {tensor: array.shape for tensor, array in stored(name).items()}
-
-
-def read_with_numpy(name):
-  """Returns our names -> arrays of a folder, by a plain reading of the table."""
-  sizes = name_maps.sizes_of(job_of(name).config)
-  arrays = {n: np.zeros(x.shape) for n, x in named_leaves(job_of(name).state.params).items()}
-  for tensor_name, tensor in matched(name, shapes_of(name))[0].tensors.items():
-    for part in tensor.parts:
-      ends = [np.prod([sizes[letter] for letter in axis], dtype=int) for axis in part.axes]
-      one = stored(name)[tensor_name].astype(np.float64)
-      one = np.take(one, range(part.start, part.start + ends[tensor.axis]), axis=tensor.axis)
-      order = "".join(part.axes)
-      one = one.reshape([sizes[letter] for letter in order])
-      one = one.transpose([order.index(letter) for letter in part.letters])
-      ours = arrays[part.parameter] if part.layer is None else arrays[part.parameter][part.layer]
-      ours[tuple(slice(0, size) for size in one.shape)] = one
-  return arrays
-
-
-@pytest.mark.parametrize("name", folders.NAMES)
-def test_logits_of_a_folder_are_those_of_transformers(name):
-  job, arrays = job_of(name), read_with_numpy(name)
-  leaves = [arrays[leaf] for leaf in named_leaves(job.state.params)]
-  with jax.enable_x64(True), job.tracing():
-    params = jax.tree.unflatten(jax.tree.structure(job.state.params), leaves)
-    ours = jax.jit(lambda p, x: nnx.merge(job.program.graphdef, p)(x))(params, folders.tokens())
-  wanted = folders.logits_of(name)
-  assert np.abs(np.asarray(ours)[..., : folders.VOCABULARY] - wanted).max() < 1e-10
 
 
 @pytest.mark.parametrize("name", folders.NAMES)

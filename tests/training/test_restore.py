@@ -3,14 +3,18 @@
 import collections
 import json
 
+import jax
+import numpy as np
 import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
 from checkpointing import checksums, integrity
+from partitioning.rules import named_leaves
 from runtime import files
+from tests.interop import folders
 from tests.training import runs
-from training import restore
+from training import base_parameters, restore
 
 
 def reads(monkeypatch, folder):
@@ -58,3 +62,59 @@ def test_stages_may_change_only_where_no_step_has_been():
     check((first, later), (first,), 20)
   with pytest.raises(ValueError, match="change stages that begin after step 12"):
     check((first,), ((10, {"web": 2.0}),), 12)
+
+
+# ------------------------------ from a model folder ------------------------------
+
+
+def folder_job(name="llama", **more):
+  start = {"checkpoint.initialize_from": str(folders.FOLDER / name)}
+  return folders.job_of(name, "dp4_tp2", "float32", **start, **more)
+
+
+def test_a_folders_parameters_are_read_and_none_are_drawn(tmp_path):
+  job, wanted = folder_job(), folders.read_with_numpy("llama")
+  programs = [job.compile_init(only).function.as_text() for only in (None, ())]
+  assert [" xor(" in text for text in programs] == [True, False]  # as random numbers are made
+  base_parameters.check_model_folder(job, tmp_path)
+  state, origin, base = restore.first_state(job)
+  assert base is None
+  assert origin == f"starts with the parameters of {folders.FOLDER / 'llama'}"
+  assert int(state.step) == 0
+  assert jax.tree.structure(state) == jax.tree.structure(job.state)
+  for name, array in wanted.items():
+    np.testing.assert_array_equal(named_leaves(state.params)[name], array.astype(np.float32))
+  assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(state.optimizer))
+
+
+def test_adapters_are_drawn_beside_the_parameters_of_a_folder():
+  job = folder_job(**{"lora.rank": 2})
+  state, _, base = restore.first_state(job)
+  assert (base.location, base.dtype) == (str(folders.FOLDER / "llama"), "float32")
+  wanted, found = folders.read_with_numpy("llama"), named_leaves(state.params)
+  assert list(found) == list(named_leaves(job.state.params))
+  for name, leaf in found.items():
+    if name.endswith("lora_a"):
+      assert np.asarray(leaf).std() > 0.01
+    elif name.endswith("lora_b"):
+      assert not np.asarray(leaf).any()
+    else:
+      np.testing.assert_array_equal(leaf, wanted[name].astype(np.float32))
+
+
+def test_a_folder_is_evaluated_as_step_0():
+  step, params, variables = restore.model_state(folder_job(), str(folders.FOLDER / "llama"))
+  assert (step, variables) == (0, {})
+  assert {*named_leaves(params)} == {*folders.read_with_numpy("llama")}
+
+
+def test_a_folder_whose_numbers_differ_starts_with_a_warning(capsys, tmp_path):
+  job = folder_job(**{"model.rotary_base": 9.0})
+  base_parameters.check_model_folder(job, tmp_path)
+  assert capsys.readouterr().err == "WARNING: model.rotary_base=9.0, and the folder has 500.0\n"
+
+
+def test_the_tensors_of_a_folder_are_compared_before_a_run_begins(tmp_path):
+  job = folder_job(**{"model.heads": 8})
+  with pytest.raises(ValueError, match=r"model.heads=8, and the folder has 4"):
+    base_parameters.check_model_folder(job, tmp_path)

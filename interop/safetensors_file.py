@@ -1,0 +1,208 @@
+"""Files in the safetensors format: 8 bytes of length, a JSON header, and the arrays' bytes.
+
+Arrays are read by `os.preadv` into buffers, never mapped: the pages of a mapped file count as this
+process' memory, and a column of a matrix touches all of them. Source of the format:
+https://huggingface.co/docs/safetensors.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from interop.hf_config import short
+from runtime import files
+
+DTYPES = {
+  "F64": np.dtype(np.float64),
+  "F32": np.dtype(np.float32),
+  "F16": np.dtype(np.float16),
+  "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+METADATA = "__metadata__"
+MOST_HEADER_BYTES = 100_000_000  # as the format's own library has it
+_LENGTH_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """An array in a file.
+
+  Attributes:
+    path: of the file.
+    dtype: its name in the format, such as BF16.
+    shape: in elements.
+    start: of its first byte in the file.
+    size: in bytes.
+  """
+
+  path: str
+  dtype: str
+  shape: tuple[int, ...]
+  start: int
+  size: int
+
+
+def read_header(path: os.PathLike | str) -> dict[str, Stored]:
+  """Returns name -> array of a file, of which only the header is read.
+
+  Raises:
+    OSError: the file cannot be read, or is no plain file.
+    ValueError: it is truncated, or its header is not that of the format; the file is named.
+  """
+  path = os.fspath(path)
+  descriptor = files.open_plain(path, os.O_RDONLY, follow=True)
+  try:
+    size = os.fstat(descriptor).st_size
+    try:
+      length, content = _header(descriptor, size)
+      entries = files.parse_json(content)
+      return _checked(path, entries, _LENGTH_BYTES + length, size)
+    except ValueError as error:
+      raise ValueError(
+        f"{path}: {error}; it is not the safetensors file that it was: copy or download it again"
+      ) from error
+  finally:
+    os.close(descriptor)
+
+
+def _header(descriptor: int, size: int) -> tuple[int, bytes]:
+  if size < _LENGTH_BYTES:
+    raise ValueError(f"it has {size} bytes")
+  length = int.from_bytes(read_exactly(descriptor, 0, _LENGTH_BYTES), "little")
+  if length > MOST_HEADER_BYTES:
+    raise ValueError(f"it does not begin with the length of a header ({length:,} bytes)")
+  if _LENGTH_BYTES + length > size:
+    raise ValueError(f"it ends inside its header: {size:,} of {_LENGTH_BYTES + length:,} bytes")
+  return length, read_exactly(descriptor, _LENGTH_BYTES, length)
+
+
+def _checked(path: str, entries: Any, first: int, size: int) -> dict[str, Stored]:
+  """Returns the arrays of a header; raises ValueError where they do not fill the file."""
+  if not isinstance(entries, Mapping):
+    raise ValueError(f"its header holds a {type(entries).__name__}, not a JSON object")
+  found = {}
+  for name, entry in entries.items():
+    if name != METADATA:
+      found[name] = _stored(path, name, entry, first)
+  end = first
+  for name, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].size)):
+    if one.start != end:
+      raise ValueError(f"{name} does not begin where the array before it ends")
+    end += one.size
+  if end > size:
+    raise ValueError(f"it is truncated: {size:,} of {end:,} bytes")
+  if end < size:
+    raise ValueError(f"it has {size - end:,} bytes behind its last array")
+  return found
+
+
+def _stored(path: str, name: str, entry: Any, first: int) -> Stored:
+  entry = entry if isinstance(entry, Mapping) else {}
+  dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+  if not (isinstance(dtype, str) and _naturals(shape) and _naturals(offsets)):
+    raise ValueError(f"the header's entry of {name} is not one: {short(entry)}")
+  if len(offsets) != 2 or offsets[0] > offsets[1]:
+    raise ValueError(f"{name}: data_offsets={short(offsets)}")
+  size = offsets[1] - offsets[0]
+  if dtype in DTYPES and size != math.prod(shape) * DTYPES[dtype].itemsize:
+    raise ValueError(f"{name}: {size:,} bytes are not {dtype}{shape}")
+  return Stored(path, dtype, tuple(shape), first + offsets[0], size)
+
+
+def _naturals(value: Any) -> bool:
+  return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+
+
+def read_exactly(descriptor: int, start: int, size: int) -> bytes:
+  """Returns bytes of a file; raises ValueError where it ends before them."""
+  buffer = bytearray(size)
+  read_into(descriptor, start, memoryview(buffer))
+  return bytes(buffer)
+
+
+def read_into(descriptor: int, start: int, buffer: memoryview) -> None:
+  """Fills a buffer with bytes of a file; raises ValueError where it ends before."""
+  while buffer:
+    count = os.preadv(descriptor, [buffer], start)
+    if not count:
+      raise ValueError(f"the file ended at byte {start:,} while it was read")
+    buffer, start = buffer[count:], start + count
+
+
+# A part of a row that is at least so long is read alone, not with the rest of its row.
+SEEK_BYTES = 2**16
+
+
+class Reader:
+  """Reads blocks of the arrays of one folder; each file is opened once.
+
+  Attributes:
+    bytes_read: by this reader.
+  """
+
+  def __init__(self):
+    """Opens nothing yet."""
+    self._descriptors: dict[str, int] = {}
+    self._buffer = bytearray()
+    self.bytes_read = 0
+
+  def __enter__(self) -> "Reader":
+    """Returns itself."""
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    """Closes the files."""
+    for descriptor in self._descriptors.values():
+      os.close(descriptor)
+    self._descriptors.clear()
+
+  def block(self, stored: Stored, rows: slice, columns: slice) -> np.ndarray:
+    """Returns [rows, columns] of a matrix; of a vector, its only column's rows.
+
+    The array is valid until the next call, which uses its memory again.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it has become shorter.
+    """
+    dtype = DTYPES[stored.dtype]
+    width = stored.shape[1] if len(stored.shape) > 1 else 1
+    count, part = rows.stop - rows.start, columns.stop - columns.start
+    first = stored.start + rows.start * width * dtype.itemsize
+    if part < width and part * dtype.itemsize >= SEEK_BYTES:
+      found = self._memory(count * part * dtype.itemsize).cast("B")
+      for row in range(count):
+        start = first + (row * width + columns.start) * dtype.itemsize
+        size = part * dtype.itemsize
+        self._fill(stored.path, start, found[row * size : (row + 1) * size])
+      return np.frombuffer(found, dtype).reshape(count, part)
+    found = self._memory(count * width * dtype.itemsize)
+    self._fill(stored.path, first, found)
+    return np.frombuffer(found, dtype).reshape(count, width)[:, columns]
+
+  def _memory(self, size: int) -> memoryview:
+    """Returns that many bytes of a buffer that is used again."""
+    if len(self._buffer) < size:
+      self._buffer = bytearray(size)
+    return memoryview(self._buffer)[:size]
+
+  def _fill(self, path: str, start: int, buffer: memoryview) -> None:
+    if path not in self._descriptors:
+      self._descriptors[path] = files.open_plain(path, os.O_RDONLY, follow=True)
+    try:
+      read_into(self._descriptors[path], start, buffer)
+    except ValueError as error:
+      raise ValueError(f"{path}: {error}") from error
+    self.bytes_read += len(buffer)
+
+
+def pieces(first: int, stop: int, row_bytes: int, piece_bytes: int) -> Iterator[slice]:
+  """Yields ranges of rows, each of at most `piece_bytes` or one row."""
+  step = max(1, piece_bytes // max(1, row_bytes))
+  for start in range(first, stop, step):
+    yield slice(start, min(stop, start + step))

@@ -1,0 +1,103 @@
+"""The safetensors format: headers that are not one, and blocks that are read from the middle."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from interop import safetensors_file
+from interop.safetensors_file import Reader, pieces, read_header
+from tests.interop import folders
+
+
+def write(path, header, content=b""):
+  text = header if isinstance(header, bytes) else json.dumps(header).encode()
+  path.write_bytes(struct.pack("<Q", len(text)) + text + content)
+  return path
+
+
+def entry(dtype="F32", shape=(2, 3), offsets=(0, 24)):
+  return {"dtype": dtype, "shape": [*shape], "data_offsets": [*offsets]}
+
+
+@pytest.mark.parametrize(
+  ("header", "content", "said"),
+  [
+    (b"{", b"", "Expecting property name"),
+    (b"[]", b"", "its header holds a list, not a JSON object"),
+    ({"a": 3}, b"", "the header's entry of a is not one"),
+    ({"a": {**entry(), "shape": "2"}}, b"", "the header's entry of a is not one"),
+    ({"a": entry(shape=(2, -3))}, b"", "the header's entry of a is not one"),
+    ({"a": entry(offsets=(24, 0))}, b"", "a: data_offsets=[24, 0]"),
+    ({"a": entry(shape=(2, 4))}, bytes(24), "a: 24 bytes are not F32[2, 4]"),
+    ({"a": entry()}, bytes(23), "it is truncated"),
+    ({"a": entry()}, bytes(25), "it has 1 bytes behind its last array"),
+    ({"a": entry(), "b": entry(offsets=(20, 44))}, bytes(44), "b does not begin where"),
+    ({"a": entry(offsets=(4, 28))}, bytes(28), "a does not begin where"),
+  ],
+)
+def test_a_header_that_is_not_one_is_refused_with_the_file(tmp_path, header, content, said):
+  path = write(tmp_path / "model.safetensors", header, content)
+  with pytest.raises(ValueError, match="copy or download it again") as caught:
+    read_header(path)
+  assert said in str(caught.value)
+  assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+  ("content", "said"),
+  [
+    (b"", "it has 0 bytes"),
+    (struct.pack("<Q", 10) + b"{}", "it ends inside its header: 10 of 18 bytes"),
+    (struct.pack("<Q", 1 << 60) + b"{}", "does not begin with the length of a header"),
+    (b"PK\x03\x04" + bytes(100), "it ends inside its header"),
+  ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, content, said):
+  (tmp_path / "f").write_bytes(content)
+  with pytest.raises(ValueError, match="not the safetensors file") as caught:
+    read_header(tmp_path / "f")
+  assert said in str(caught.value)
+
+
+def test_the_header_of_a_file_that_transformers_wrote():
+  header = read_header(folders.FOLDER / "gemma3" / "model.safetensors")
+  arrays = folders.tensors_of(folders.FOLDER / "gemma3" / "model.safetensors")
+  assert {name: one.shape for name, one in header.items()} == {
+    name: array.shape for name, array in arrays.items()
+  }
+  assert {one.dtype for one in header.values()} == {"F64"}
+
+
+@pytest.mark.parametrize("seek_bytes", [1, safetensors_file.SEEK_BYTES])
+def test_blocks_are_what_numpy_slices(tmp_path, monkeypatch, seek_bytes):
+  monkeypatch.setattr(safetensors_file, "SEEK_BYTES", seek_bytes)
+  matrix = np.arange(7 * 5, dtype=np.float32).reshape(7, 5)
+  vector = np.arange(9, dtype=np.float64)
+  path = tmp_path / "model.safetensors"
+  folders.write_tensors(path, {"m": matrix, "v": vector})
+  header = read_header(path)
+  with Reader() as reader:
+    for rows, columns in ((slice(2, 6), slice(0, 5)), (slice(0, 7), slice(1, 3))):
+      np.testing.assert_array_equal(reader.block(header["m"], rows, columns), matrix[rows, columns])
+    found = reader.block(header["v"], slice(3, 8), slice(0, 1))
+    np.testing.assert_array_equal(found[:, 0], vector[3:8])
+  # Of a long part of a row, no more than the part.
+  wanted = 4 * 20 + 7 * (8 if seek_bytes == 1 else 20) + 5 * 8
+  assert reader.bytes_read == wanted
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_named(tmp_path):
+  path = tmp_path / "model.safetensors"
+  folders.write_tensors(path, {"m": np.zeros((4, 4), np.float32)})
+  stored = read_header(path)["m"]
+  with path.open("r+b") as file:
+    file.truncate(stored.start + 8)
+  with Reader() as reader, pytest.raises(ValueError, match=r"model.safetensors: the file ended at"):
+    reader.block(stored, slice(0, 4), slice(0, 4))
+
+
+def test_pieces_are_of_whole_rows():
+  assert [*pieces(3, 10, 4, 12)] == [slice(3, 6), slice(6, 9), slice(9, 10)]
+  assert [*pieces(0, 2, 100, 12)] == [slice(0, 1), slice(1, 2)]
