@@ -37,6 +37,9 @@ NEUTRAL: dict[str, Any] = {
   "attention_soft_cap": 0.0,
   "logits_soft_cap": 0.0,
   "scaled_embeddings": False,
+  "embedding_multiplier": 1.0,
+  "residual_multiplier": 1.0,
+  "logits_divisor": 1.0,
 }
 SIZES = (
   *("layers", "model_size", "feedforward_size", "heads", "kv_heads", "head_size"),

@@ -29,7 +29,15 @@ from partitioning.constraints import constrain
 from partitioning.parallel.matmuls import Dropped, LowRank, column_parallel, row_parallel
 from partitioning.parallel.vocabulary import vocab_parallel_embedding
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
+ACTIVATIONS = {
+  "silu": jax.nn.silu,
+  "gelu": functools.partial(jax.nn.gelu, approximate=True),
+  "gelu_erf": functools.partial(jax.nn.gelu, approximate=False),
+  # Source: https://github.com/hendrycks/GELUs
+  "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(jnp.asarray(1.702, x.dtype) * x),
+  "relu": jax.nn.relu,
+  "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),  # arXiv:2109.08668
+}
 
 
 def rms_norm(x: Float[Array, "*X D"], scale_D: Float[Array, "*D"], *, epsilon: float) -> Array:
@@ -221,14 +229,16 @@ class Embedding(nnx.Module):
     shape = sizes(config, self.letters)
     self.table = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
     self.dtype = jnp.dtype(config.training.compute_dtype)
-    self.scale = config.model.model_size**0.5 if config.model.scaled_embeddings else 1.0
+    self.scale = config.model.embedding_multiplier
+    if config.model.scaled_embeddings:
+      self.scale *= config.model.model_size**0.5
 
   def effective_kernel(self) -> Array:
     """Returns the table, in the dtype of the parameters."""
     return self.table[...]
 
   def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B R D"]:
-    """Returns the rows of the table, times D ** 0.5 with `model.scaled_embeddings`."""
+    """Returns the rows of the table, times a constant of the config."""
     x_BRD = vocab_parallel_embedding(self, tokens_BT, RESIDUAL, self.dtype)
     return x_BRD * jnp.asarray(self.scale, self.dtype) if self.scale != 1.0 else x_BRD
 

@@ -64,6 +64,7 @@ class Block(nnx.Module):
     if self.post_norms:
       self.attention_post_norm = Norm("layers/attention_post_norm", config)
       self.mlp_post_norm = Norm("layers/mlp_post_norm", config)
+    self.multiplier = config.model.residual_multiplier
     self.dropout_rate = config.model.dropout_rate
     self.adapter_dropout = config.lora.dropout
 
@@ -97,12 +98,20 @@ class Block(nnx.Module):
     update_BRD, cache = self.attention(normed_BRD, layer, rows, cache, keys[2])
     if self.post_norms:
       update_BRD = self.attention_post_norm(update_BRD)
+    update_BRD = self._scaled(update_BRD)
     x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[0], rows.slots_BT[0])
     normed_BRD = self.mlp_norm(x_BRD) if self.pre_norms else x_BRD
     update_BRD = self.mlp(normed_BRD, keys[3], rows.slots_BT[0])
     if self.post_norms:
       update_BRD = self.mlp_post_norm(update_BRD)
+    update_BRD = self._scaled(update_BRD)
     return x_BRD + dropout(update_BRD, self.dropout_rate, keys[1], rows.slots_BT[0]), cache, {}
+
+  def _scaled(self, update_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+    """Returns what is added to the residual, times `model.residual_multiplier` (Granite)."""
+    if self.multiplier == 1.0:
+      return update_BRD
+    return update_BRD * jnp.asarray(self.multiplier, update_BRD.dtype)
 
 
 class Transformer(nnx.Module):
@@ -128,7 +137,7 @@ class Transformer(nnx.Module):
     self.separate_documents = config.model.separate_documents
     self.vocabulary_size = config.model.vocabulary_size
     self.layer_count, self.layer_pattern = config.model.layers, layer_pattern(config)
-    self.soft_cap = config.model.logits_soft_cap
+    self.divisor, self.soft_cap = config.model.logits_divisor, config.model.logits_soft_cap
     self.context_attention = config.model.context_attention
     self.heads = config.model.heads, config.model.kv_heads
     self.rematerialization = config.training.rematerialization
@@ -352,9 +361,12 @@ class Transformer(nnx.Module):
     return self.embed if self.tied else self.unembed
 
   def _finished(self, logits_BTV: jax.Array, first: jax.Array | int) -> jax.Array:
-    """Returns wide, soft-capped logits, padding masked; `first` is the token of the first."""
+    """Returns wide, divided, soft-capped logits, padding masked; `first` is the first's token."""
     wide = wide_dtype(logits_BTV.dtype)
-    logits_BTV = soft_cap(logits_BTV.astype(wide), self.soft_cap)
+    logits_BTV = logits_BTV.astype(wide)
+    if self.divisor != 1.0:
+      logits_BTV = logits_BTV / jnp.asarray(self.divisor, wide)
+    logits_BTV = soft_cap(logits_BTV, self.soft_cap)
     tokens_V = jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)
     real_V = first + tokens_V < self.vocabulary_size
     return jnp.where(real_V[None, None], logits_BTV, jnp.finfo(wide).min)

@@ -124,7 +124,7 @@ def parameters(config: ConfigDict) -> dict[str, str]:
   """Returns name pattern -> letters of the parameters that this config has."""
   absent = [part for part, when in _WHEN.items() if not when(config.model)]
   table = PARAMETERS
-  if config.model.query_key_norm and config.model.query_key_norm_across_heads:
+  if config.model.query_key_norm_across_heads:  # only with query_key_norm, `validate` says
     table = {n: x for n, x in PARAMETERS.items() if "(query|key)_norm" not in n} | ACROSS_HEADS
   return {
     name: dims

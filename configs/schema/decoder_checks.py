@@ -1,5 +1,6 @@
 """The open decoder families: the published sizes, and which keys of a decoder go together."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from ml_collections import ConfigDict
@@ -11,7 +12,7 @@ LANES = 128  # of a TPU: what the kernel's blocks are multiples of
 CHOICES = {
   "model.positions": ("rotary", "learned"),
   "model.norm": ("rms", "layer"),
-  "model.activation": ("silu", "gelu"),
+  "model.activation": ("silu", "gelu", "gelu_erf", "gelu_sigmoid", "relu", "relu_squared"),
   "model.context_attention": ("auto", "ring", "gather"),
 }
 # Of `model.biases`: one of the first, or a list of the others.
@@ -84,6 +85,9 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
       f"model.max_positions={model.max_positions}: model.positions='rotary' learns none; leave it "
       f"out, or set model.positions=learned"
     )
+  for name in ("embedding_multiplier", "residual_multiplier", "logits_divisor"):
+    if not 0 < model[name] < math.inf:
+      yield f"model.{name}={model[name]}: above 0, and finite"
   if not 0 <= model.dropout_rate < 1:
     yield f"model.dropout_rate={model.dropout_rate}: at least 0 and below 1"
   if model.window > length and "folder" not in model:  # a folder's model has the window it has

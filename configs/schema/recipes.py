@@ -283,12 +283,17 @@ def lm() -> ConfigDict:
     # none, qkv, attention, mlp, all (GPT-2; without a gate's), or names: "query,value,out". Names
     # are query, key, value, out, gate, up, down
     "biases": "none",
-    "activation": "silu",  # silu or gelu (tanh approximation)
+    # silu, gelu (tanh approximation), gelu_erf (exact), gelu_sigmoid (x sigmoid(1.702 x)), relu or
+    # relu_squared
+    "activation": "silu",
     "gated": True,  # MLP: down(f(gate(x)) * up(x)); else down(f(up(x)))
     "attention_scale": config_dict.placeholder(float),  # factor of the scores; head_size**-0.5
     "attention_soft_cap": 0.0,  # soft-capping of the scaled scores; 0: off
     "logits_soft_cap": 0.0,  # soft-capping of the logits; 0: off
     "scaled_embeddings": False,  # multiply embeddings by model_size**0.5
+    "embedding_multiplier": 1.0,  # factor of the embeddings (Granite)
+    "residual_multiplier": 1.0,  # factor of what attention and MLP add to the residual (Granite)
+    "logits_divisor": 1.0,  # divides the logits, before their soft cap (Granite's logits_scaling)
     "context_attention": "auto",  # where context > 1: ring, gather, or auto: by a cost formula
     "embedding_standard_deviation": config_dict.placeholder(float),  # 1; tied: model_size**-0.5
     "dropout_rate": 0.0,  # of the outputs of attention and MLP

@@ -107,6 +107,20 @@ FAMILIES = {
       {"factor": 8.0, "original_length": 16, "beta_fast": 1.0, "beta_slow": 0.1},
     ),
   },
+  "granite": {
+    "biases": "attention",
+    "tied_embeddings": True,
+    "attention_scale": 0.25,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.22,
+    "logits_divisor": 6.0,
+  },
+  "llama_relu": {"activation": "relu"},
+  "llama_erf": {"activation": "gelu_erf"},
+  "gpt2_squared": {**GPT_2, "kv_heads": 4, "head_size": 8, "activation": "relu_squared"},
+  "gpt2_sigmoid": {**GPT_2, "kv_heads": 4, "head_size": 8, "activation": "gelu_sigmoid"},
+  # A table of positions that is longer than the rows.
+  "gpt2_positions": {**GPT_2, "kv_heads": 4, "head_size": 8, "max_positions": 37},
   "llama_linear": {"rotary_scaling": ("linear", {"factor": 4.0})},
   "llama_dynamic": {"rotary_scaling": ("dynamic", {"factor": 3.0, "original_length": 16})},
   "llama_yarn": {

@@ -27,6 +27,14 @@ PYTHONS = {
   )
   for version in ("4", "5")
 }
+ACTIVATIONS = {
+  "silu": "silu",
+  "gelu": "gelu_pytorch_tanh",
+  "gelu_erf": "gelu",
+  "gelu_sigmoid": "quick_gelu",
+  "relu": "relu",
+  "relu_squared": "relu2",
+}
 # Ours -> theirs, of a layer; kernels are transposed.
 LAYER = {
   "attention_norm": "input_layernorm",
@@ -86,6 +94,7 @@ def their_config(family: str) -> dict[str, Any]:
       "n_layer": keys["layers"],
       "n_head": keys["heads"],
       "n_inner": keys["feedforward_size"],
+      "activation_function": ACTIVATIONS[keys["activation"]],
     }
   found = {
     "model_type": kind,
@@ -96,6 +105,7 @@ def their_config(family: str) -> dict[str, Any]:
     "num_attention_heads": keys["heads"],
     "num_key_value_heads": keys["kv_heads"],
     "head_dim": keys["head_size"],
+    "hidden_act": ACTIVATIONS[keys.get("activation", "silu")],
     "rms_norm_eps": keys.get("norm_epsilon", 1e-6),
     "tie_word_embeddings": keys.get("tied_embeddings", False),
     "max_position_embeddings": SIZES["data.sequence_length"],
@@ -114,6 +124,10 @@ def their_config(family: str) -> dict[str, Any]:
   if kind == "qwen2" and "window" in keys:  # it knows them by the first layer that slides
     found["use_sliding_window"] = True
     found["max_window_layers"] = found.pop("layer_types").index("sliding_attention")
+  if kind == "granite":
+    found["attention_multiplier"] = keys["attention_scale"]
+    found["logits_scaling"] = keys["logits_divisor"]
+    found |= {key: keys[key] for key in ("embedding_multiplier", "residual_multiplier")}
   if kind.startswith("olmo"):
     found["pad_token_id"] = 0
   if kind == "smollm3":

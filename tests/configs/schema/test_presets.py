@@ -51,6 +51,8 @@ def windows(types, **keys):
     ),
     ("lm", {}, {"model.pre_norms": False}, "layers without any norm do not train"),
     ("lm", {}, {"model.query_key_norm_across_heads": True}, "of model.query_key_norm=True"),
+    ("lm", {}, {"model.activation": "relu2"}, "'relu2': one of silu, gelu, gelu_erf, gelu_sigmoid"),
+    ("lm", {}, {"model.logits_divisor": 0.0}, "model.logits_divisor=0.0: above 0, and finite"),
     ("lm", {}, {"model.biases": "query,ou"}, "separated by commas; did you mean 'out'?"),
     (
       "lm",
