@@ -12,12 +12,13 @@ import numpy as np
 
 from analysis.chips import Chip, Rates
 from analysis.roofline import Work
-from partitioning.dims import spec_axes
+from partitioning.dims import axes_size, spec_axes
 from partitioning.parallel import ring_attention
 from partitioning.shardings import bytes_per_device, shard_shape
 from planning import interconnect, traced_cost
 from planning.interconnect import Places
 from planning.step_time import Sent, Times
+from training.optimizer import orthogonalized
 from training.setup import Job
 
 
@@ -54,7 +55,7 @@ def times(job: Job, places: Places, chip: Chip, rates: Rates) -> Times:
   speed, bandwidth = chip.flops * rates.matmul, chip.hbm_bandwidth * rates.memory
   update = Work(0, _bytes(job))
   work, compute, busy = update, 0.0, update.bytes / bandwidth
-  for one, runs, wide in traced_cost.operations(job):
+  for one, runs, wide in [*traced_cost.operations(job), *traced_cost.of_matrices(job)]:
     work += one * runs
     # On GPUs float32 runs as TF32, at half the speed of bfloat16 (NVIDIA's data sheets).
     seconds = one.flops / speed * (2 if wide and not chip.torus else 1)
@@ -89,7 +90,7 @@ def groups(job: Job, axes: tuple[str, ...]) -> list[list[int]]:
 def terms(job: Job) -> list[Term]:
   """Returns the communication of a step; terms whose axes all have size 1 are omitted."""
   sizes = job.devices.sizes
-  every = [*_of_parameters(job), *_of_the_optimizer(job)]
+  every = [*_of_parameters(job), *_of_the_optimizer(job), *_of_matrices(job)]
   if job.config.model.name == "transformer":
     every += [*_of_activations(job), *_of_context(job)]
   kept = []
@@ -141,6 +142,18 @@ def _of_the_optimizer(job: Job) -> Iterator[Term]:
     shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
     itemsize = np.dtype(placement.dtype).itemsize
     yield Term("all-gather", ("data",), 1, shard, f"{name}, updated", itemsize)
+
+
+def _of_matrices(job: Job) -> Iterator[Term]:
+  """Yields those of Muon: matrices to the devices that orthogonalize them, and the results back."""
+  sizes, trained = job.devices.sizes, job.program.split(job.program.params)[0]
+  for how, group in orthogonalized(job.config, trained, sizes):
+    part, itemsize = group.each * math.prod(group.shape), how.dtype.itemsize
+    why = f"matrices of {group.shape[0]} x {group.shape[1]}"
+    axes = tuple(axis for axis in sizes if axis in group.exchanged)
+    yield Term("all-to-all", axes, 2, part, f"{why}, there and back", itemsize)
+    whole = part * axes_size(group.shared, sizes)
+    yield Term("all-gather", group.shared, 1, whole, f"{why}, orthogonalized", itemsize)
 
 
 def _of_activations(job: Job) -> Iterator[Term]:

@@ -21,6 +21,7 @@ from partitioning.shardings import (
   spec_text,
 )
 from reports import drawings
+from training.optimizer import orthogonalized
 from training.setup import Job
 
 
@@ -129,11 +130,31 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     if ways := ways_text(every, job.mesh):
       lines += ["the devices that hold each block, a drawing per sharding:", "", ways, ""]
     lines += ["activations, in the order of the forward pass:", *_activation_lines(job), ""]
+    if matrices := _matrix_lines(job):
+      lines += ["matrices that Muon brings whole to devices, and back:", *matrices, ""]
   lines.append(
     f"{count:,} parameters; with optimizer state {shardings.size_text(per_device)} per device, "
     f"of which {shardings.size_text(replicated)} are replicated on every device"
   )
   return "\n".join(lines)
+
+
+def _matrix_lines(job: Job) -> list[str]:
+  """Returns a line for each group of matrices that an update orthogonalizes."""
+  trained = job.program.split(job.program.params)[0]
+  lines = []
+  for _, group in orthogonalized(job.config, trained, job.devices.sizes):
+    rows, columns = group.shape
+    moves = [
+      f"{how} along {'+'.join(axes)}"
+      for how, axes in (("exchanged", group.exchanged), ("shared", group.shared))
+      if axes
+    ]
+    lines.append(
+      f"  {group.count} of {rows} x {columns}, {group.each} per device"
+      f"{''.join(f', {move}' for move in moves)}: {', '.join(group.names)}"
+    )
+  return lines
 
 
 def ways_text(placements: Iterable[Placement], mesh: Mesh, *, width: int = 120) -> str:

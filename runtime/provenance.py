@@ -39,6 +39,7 @@ NUMERICS = (
   "training/splits.py",  # seeds and splits
   "training/optimizer.py",
   "training/optimizer_groups.py",
+  "training/optimizers",
   "training/schedules.py",
   "training/bad_steps.py",  # which rows are skipped
   "training/state.py",

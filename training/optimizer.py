@@ -15,18 +15,14 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from models import MODELS
-from partitioning.rules import letters_of, named_leaves
+from partitioning.parallel.whole_matrices import Group
+from partitioning.rules import named_leaves
 from runtime.extensions import Table
 from runtime.suggest import nearest
 from training import optimizer_groups
+from training.optimizers import muon
+from training.optimizers.hidden_matrices import VECTORS, HiddenMatrices, UnfitError
 from training.schedules import learning_rate_schedule
-
-# Parameters without weight decay, by the last part of their name.
-NOT_DECAYED = ("scale", "bias")
-# Dims of hidden matrices, which Muon is for; not those of inputs, outputs and tables.
-_HIDDEN = ("model", "feedforward", "heads", "kv_heads", "head")
-_MOST_KERNELS = 6  # that a message names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,52 +54,23 @@ def sgd(learning_rate, momentum=0.0, nesterov=False, accumulator_dtype=None):
   return optax.sgd(learning_rate, momentum or None, nesterov, accumulator_dtype)
 
 
-class UnfitError(ValueError):
-  """An optimizer does not fit the model."""
-
-
-def _nothing_for_muon(config, leaves, legend, rules) -> str:
-  """Returns what is wrong where all parameters would be left to Muon's Adam."""
-  kernels = [
-    f"{name} ({', '.join(legend[letter].name for letter in letters_of(name, rules))})"
-    for name, leaf in leaves.items()
-    if leaf.ndim > 1 and not name.endswith(NOT_DECAYED)
-  ]
-  more = f" and {len(kernels) - _MOST_KERNELS} more" if len(kernels) > _MOST_KERNELS else ""
-  return (
-    f"optimizer.name=contrib.muon: Muon would update 0 of the {len(leaves)} trained parameters of "
-    f"the model {config.model.name}, and its Adam all: Muon takes kernels whose dims, `layers` "
-    f"apart, are all among {', '.join(_HIDDEN)}. Trained kernels are "
-    f"{', '.join(kernels[:_MOST_KERNELS]) or '(none)'}{more}. Give the model's hidden dims these "
-    f"names, or choose another optimizer"
-  )
-
-
 def muon_dimensions(config: ConfigDict) -> Mapping[str, Any]:
-  """Returns Muon's dimension numbers, from the letters of the model's parameters.
+  """Returns the dimension numbers of optax's Muon.
 
-  Without them optax's Muon takes arrays of rank 2, and leaves the kernels of stacked layers to
-  Adam. Here it takes every kernel whose dims, except `layers`, are hidden ones: `layers` is a batch
-  dim, and D (model) is the input if it comes first of the others, else the output.
+  Without them it takes arrays of rank 2, and leaves the kernels of stacked layers to Adam.
   """
-  model = MODELS[config.model.name]
-  legend, rules = model.legend(config), model.parameters(config)
-
-  def numbers(name: str) -> optax.contrib.MuonDimensionNumbers | None:
-    letters = letters_of(name, rules)
-    dims = [(i, legend[letter].name) for i, letter in enumerate(letters)]
-    dims = [(i, dim) for i, dim in dims if dim != "layers"]
-    if len(dims) < 2 or name.endswith(NOT_DECAYED) or any(dim not in _HIDDEN for _, dim in dims):
-      return None
-    places = [i for i, _ in dims]
-    cut = 1 if dims[0][1] == "model" else len(dims) - 1
-    return optax.contrib.MuonDimensionNumbers(tuple(places[:cut]), tuple(places[cut:]))
+  hidden = HiddenMatrices(config)
 
   def of(params):
     leaves = named_leaves(params)
-    found = [numbers(name) for name in leaves]
-    if not any(found):
-      raise UnfitError(_nothing_for_muon(config, leaves, legend, rules))
+    hidden.refuse_none(leaves)
+    matrices = hidden.of(leaves)
+    found = [
+      optax.contrib.MuonDimensionNumbers(matrices[name].rows, matrices[name].columns)
+      if name in matrices
+      else None
+      for name in leaves
+    ]
     return jax.tree.unflatten(jax.tree.structure(params), found)
 
   return {"muon_weight_dimension_numbers": of}
@@ -113,6 +80,11 @@ OPTIMIZERS: Table = Table(
   "optimizer",
   {
     "adamw": Optimizer(optax.adamw, {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"}),
+    "muon": Optimizer(
+      muon.muon,
+      {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"},
+      lambda config: {"hidden": HiddenMatrices(config)},
+    ),
     "sgd": Optimizer(sgd, {"momentum": "momentum"}),
     "contrib.muon": Optimizer(optax.contrib.muon, of_model=muon_dimensions),
   },
@@ -173,9 +145,27 @@ def _of_one_name(
   return optimizer
 
 
+def orthogonalized(
+  config: ConfigDict, params: Any, sizes: Mapping[str, int]
+) -> list[tuple[muon.Orthogonalization, Group]]:
+  """Returns the groups of matrices of Muon, as devices share them, and how it computes.
+
+  Args:
+    config: finalized.
+    params: a tree of the trained parameters, arrays or ShapeDtypeStructs.
+    sizes: mesh axis -> size.
+  """
+  found = []
+  for one, part in optimizer_groups.parts(config, params):
+    if one.optimizer.name == "muon":
+      how = muon.orthogonalization(**arguments(find("muon"), one))
+      found += [(how, group) for group in how.groups(part, sizes)]
+  return found
+
+
 def decayed(params):
   """Returns a tree of booleans: True for kernels and tables, False for scales and biases."""
-  flags = [not name.endswith(NOT_DECAYED) for name in named_leaves(params)]
+  flags = [not name.endswith(VECTORS) for name in named_leaves(params)]
   return jax.tree.unflatten(jax.tree.structure(params), flags)
 
 

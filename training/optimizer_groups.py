@@ -2,7 +2,7 @@
 
 import copy
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,9 +39,7 @@ def grouped(config: ConfigDict, params: Any, make: Make) -> optax.GradientTransf
   labels = {name: _label(name, patterns) for name in names}
   _check_matched(patterns, names, labels)
   transforms = {}
-  for label in sorted(set(labels.values())):
-    part, _ = split(params, lambda name, label=label: labels[name] == label)
-    group = {} if label == _REST else groups[int(label)]
+  for label, group, part in _parts(groups, params, labels):
     try:
       transforms[label] = make(of_group(config, group), part, "weight_decay" in group)
     except ValueError as error:
@@ -55,6 +53,30 @@ def grouped(config: ConfigDict, params: Any, make: Make) -> optax.GradientTransf
     )
 
   return optax.partition(transforms, labelled)
+
+
+def parts(config: ConfigDict, params: Any) -> list[tuple[ConfigDict, Any]]:
+  """Returns the parts of the parameters, each with the config of its group.
+
+  Args:
+    config: finalized, with groups or without.
+    params: as `grouped` takes them.
+  """
+  groups = config.optimizer.groups
+  if not groups:
+    return [(config, params)]
+  patterns = [patterns_of(group) for group in groups]
+  labels = {name: _label(name, patterns) for name in named_leaves(params)}
+  return [(of_group(config, group), part) for _, group, part in _parts(groups, params, labels)]
+
+
+def _parts(
+  groups: Sequence[Mapping[str, Any]], params: Any, labels: Mapping[str, str]
+) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
+  """Yields label, group and its parameters; of those in no group, an empty group."""
+  for label in sorted(set(labels.values())):
+    part, _ = split(params, lambda name, label=label: labels[name] == label)
+    yield label, {} if label == _REST else groups[int(label)], part
 
 
 def patterns_of(group: Mapping[str, Any]) -> tuple[str, ...]:

@@ -176,7 +176,7 @@ def _training(**keys) -> dict:
 
 def _optimizer(**keys) -> dict:
   common = {
-    "name": "adamw",  # adamw, sgd, or any optimizer of optax by name: lion, contrib.muon
+    "name": "adamw",  # adamw, muon, sgd, or any optimizer of optax by name: lion, contrib.muon
     "arguments": "",  # its own that have no key here: "nesterov=True,mu_dtype=bfloat16"
     "learning_rate": 1e-3,  # at its peak
     # cosine, linear, constant, wsd (warm-up, stable, decay) or inverse_sqrt

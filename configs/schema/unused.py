@@ -29,11 +29,13 @@ _OPTIMIZER = {
 # `training.optimizer` finds out.
 OPTIMIZER_KEYS = {
   "adamw": ("beta_1", "beta_2", "epsilon", "weight_decay"),
+  "muon": ("beta_1", "beta_2", "epsilon", "weight_decay"),
   "sgd": ("momentum",),
 }
+_WITHOUT_ARGUMENTS = ("adamw", "sgd")  # that are worth a hint: keys set all that is often set
 OTHERS = ("weight_decay",)
 # Whose decay is learning rate times weight decay times the parameter: it can be independent.
-_PLAIN_DECAY = ("adamw", "lion")
+_PLAIN_DECAY = ("adamw", "lion", "muon")
 
 _TOKENS = {
   "training.z_loss": 0.0,
@@ -109,7 +111,7 @@ def wrong(config: ConfigDict) -> Iterator[str]:
   """
   recipe, name = recipes.base(config.argument), config.optimizer.name
   used = optimizer_keys(name)
-  own = "" if name in OPTIMIZER_KEYS else "; its own arguments are given by optimizer.arguments"
+  own = "" if name in _WITHOUT_ARGUMENTS else "; its own arguments are given by optimizer.arguments"
   for key, value in config.optimizer.items():
     if key in (*_GENERAL, *used):
       continue

@@ -22,12 +22,24 @@ from jax.experimental.compilation_cache import compilation_cache
 from analysis import collectives
 from runtime import devices
 from tests.helpers.jobs import make_job
-from tests.parity.theory import LETTERS, NORM, TERMS, letters, shown, theory
+from tests.parity.theory import (
+  LETTERS,
+  MUON_LETTERS,
+  MUON_TERMS,
+  NORM,
+  TERMS,
+  letters,
+  shown,
+  theory,
+  theory_of_muon,
+)
 from training.setup import Job
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "budgets.md"
 COMMAND = "python -m tests.parity.budgets --write"
 
+INVOLUNTARY = "nvoluntary full rematerialization"  # XLA says so on stderr, while it compiles
+MUON = {"optimizer.name": "muon"}
 SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": True}
 # Title -> file of configs/, and what is set beside it.
 STRATEGIES = {
@@ -53,6 +65,8 @@ STRATEGIES = {
     {"mesh.fsdp": 2, "mesh.context": 4, "model.context_attention": "gather"},
   ),
 }
+# Of these the update alone is compiled; the gradients are those of AdamW's step.
+UPDATES = ("dp8", "dp8, ZeRO-1", "fsdp8", "tp8", "dp2_fsdp2_tp2")
 
 
 # ---- What the program does ----
@@ -146,19 +160,50 @@ def page() -> str:
     "In a ring of n devices each sends (n - 1) / n of that, and twice as much in an all-reduce.",
     "Arrays are counted, not messages: how XLA combines small all-reduces depends on its version.",
     "",
-    "| strategy | kind | along | elements | arrays | bytes |",
-    "| --- | --- | --- | --- | ---: | ---: |",
+    *_HEAD,
   ]
   for strategy in STRATEGIES:
-    for (kind, axes), row in theory(shared_job(strategy)).items():
-      cells = [strategy, kind, ", ".join(axes), row.formula]
-      lines.append("| " + " | ".join([*cells, f"{row.arrays:,}", f"{row.bytes:,}"]) + " |")
-  lines += ["", "## Why", ""]
-  for term in TERMS:
+    lines += _rows(strategy, theory(shared_job(strategy)))
+  lines += ["", "## Why", "", *_reasons(TERMS)]
+  lines += textwrap.wrap(f"- all-reduce, a few scalars: {NORM}", 100, subsequent_indent="  ")
+  lines += ["", *_OF_MUON.splitlines(), "", MUON_LETTERS, "", *_HEAD]
+  for strategy in UPDATES:
+    lines += _rows(strategy, theory_of_muon(job_of(strategy, **MUON)))
+  lines += ["", *_reasons(MUON_TERMS)]
+  return "\n".join([*lines, "", MORE, ""])
+
+
+_HEAD = (
+  "| strategy | kind | along | elements | arrays | bytes |",
+  "| --- | --- | --- | --- | ---: | ---: |",
+)
+_OF_MUON = """\
+## The update of Muon
+
+With `optimizer.name=muon` a step sends this in addition; AdamW's update sends nothing, or with
+ZeRO-1 the same all-gather. Matrices of the same shape and sharding are stacked, those of all layers
+and also transposed ones, and each device orthogonalizes its part of the stack.
+`tests/parity/test_muon.py` compares the formulas with the compiled updates. On CPUs an all-to-all
+is compiled as one array for each device; the bytes are those of all of them. What the stack lacks
+for an equal number on all devices is sent as zeros."""
+
+
+def _rows(strategy: str, found: dict) -> list[str]:
+  """Returns lines of a table."""
+  lines = []
+  for (kind, axes), row in found.items():
+    cells = [strategy, kind, ", ".join(axes), row.formula, f"{row.arrays:,}", f"{row.bytes:,}"]
+    lines.append(f"| {' | '.join(cells)} |")
+  return lines
+
+
+def _reasons(terms) -> list[str]:
+  """Returns a list of why terms are sent."""
+  lines = []
+  for term in terms:
     about = f"{term.kind} along {' and '.join(term.axes)}, {shown(term.elements)}"
     lines += textwrap.wrap(f"- {about}: {term.why}", 100, subsequent_indent="  ")
-  lines += textwrap.wrap(f"- all-reduce, a few scalars: {NORM}", 100, subsequent_indent="  ")
-  return "\n".join([*lines, "", MORE, ""])
+  return lines
 
 
 MORE = """\
@@ -171,7 +216,9 @@ MORE = """\
 - `context`, gathered: the gradients of keys and values are all-reduced for each query head. A
   reduce-scatter for each key/value head would be enough. With both kinds of attention, the
   gradients of the parameters are all-reduced along `data` and then along `context`.
-- Key and value kernels that `tensor` does not divide: their gradients are summed over it."""
+- Key and value kernels that `tensor` does not divide: their gradients are summed over it.
+- Muon: stacks are filled up with zeros (dp8: 16 matrices are gathered as 24). Where `data` replicas
+  share the work, a reduce-scatter of the gradients would be enough."""
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from tests.helpers.jobs import make_job
 from tests.parity import theory as parity_theory
 from tests.parity.budgets import (
   COMMAND,
+  INVOLUNTARY,
   PAGE,
   STRATEGIES,
   Step,
@@ -29,7 +30,6 @@ from tests.parity.budgets import (
 from tests.parity.theory import norm, theory
 from training.setup import Job
 
-INVOLUNTARY = "nvoluntary full rematerialization"
 LARGEST = "dp2_fsdp2_tp2, sequence-parallel"
 
 

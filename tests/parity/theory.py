@@ -4,7 +4,9 @@ Every formula is written once: it is computed, compared with the compiled progra
 """
 
 import dataclasses
+import math
 from collections import defaultdict
+from collections.abc import Iterable
 
 import jax
 
@@ -209,6 +211,67 @@ TERMS = (
     only="zero_1",
   ),
 )
+# Of the update of Muon: whole matrices are brought to devices, and back.
+_SPLIT_HEADS = "not (k == K and t > 1)"
+MUON_TERMS = (
+  Term(
+    "all-to-all",
+    ("fsdp", "tensor"),
+    "2 * 2 * e",
+    "2 * x * D * N * H + 2 * z * D * F",
+    "The matrices of query and out, and those of gate, up and down, to the devices that "
+    "orthogonalize them, and back: one array for each of the e devices.",
+    only="not zero_1",
+  ),
+  Term(
+    "all-to-all",
+    ("fsdp", "tensor"),
+    "2 * e",
+    "2 * y * D * K * H",
+    "Likewise those of key and value.",
+    only=f"not zero_1 and {_SPLIT_HEADS}",
+  ),
+  Term(
+    "all-to-all",
+    ("data", "fsdp", "tensor"),
+    "2 * 3 * e",
+    "2 * x * D * N * H + 2 * y * D * K * H + 2 * z * D * F",
+    "With ZeRO-1 the momentum is sharded over `data` too, and so are the matrices.",
+    only="zero_1",
+  ),
+  Term(
+    "all-gather",
+    ("data",),
+    "1",
+    "u * x * D * N * H",
+    "The results for query and out, where devices with the same shards have shared the work.",
+    only="u > 1",
+  ),
+  Term(
+    "all-gather",
+    ("data",),
+    "1",
+    "v * y * D * K * H",
+    "Likewise for key and value.",
+    only=f"v > 1 and {_SPLIT_HEADS}",
+  ),
+  Term(
+    "all-gather",
+    ("data", "tensor"),
+    "1",
+    "v * y * D * K * H",
+    "Where tensor does not divide the key/value heads, devices along it share their work too.",
+    only=f"v > 1 and not ({_SPLIT_HEADS})",
+  ),
+  Term(
+    "all-gather",
+    ("data",),
+    "1",
+    "w * z * D * F",
+    "Likewise for gate, up and down.",
+    only="w > 1",
+  ),
+)
 NORM = (
   "The gradient norm: a scalar for each parameter and each of its dims that is sharded while the "
   "squares are summed. Replicas are sharded for that along the first dim that their number divides."
@@ -226,6 +289,11 @@ def letters(job: Job) -> dict[str, int]:
   m = config.training.gradient_accumulation_steps
   k = K if K % t else K // t
   tables = config.partitioning
+  zero_1 = "data" in tables.optimizer.model and d > 1
+  e, replicated = (d * f * t, []) if zero_1 else (f * t, [d])
+  (x, u), (z, w) = (_shared(count * model.layers, e, replicated) for count in (2, 3))
+  split = e, replicated
+  y, v = _shared(2 * model.layers, *((f, [d, t]) if K % t else split))
   return {
     **{
       "L": model.layers,
@@ -242,8 +310,17 @@ def letters(job: Job) -> dict[str, int]:
     "b": config.data.global_batch_size // (d * f * m),
     "W": D * H * (2 * N // t + 2 * k) + 3 * D * F // t,
     "sequence_parallel": tables.sequence_parallel,
-    "zero_1": "data" in tables.optimizer.model and d > 1,
+    "zero_1": zero_1,
+    **{"e": e, "x": x, "y": y, "z": z, "u": u, "v": v, "w": w},
   }
+
+
+def _shared(count: int, exchanging: int, replicated: list[int]) -> tuple[int, int]:
+  """Returns how many matrices a device gets at least, and with how few sharing replicas."""
+  ways = [1]
+  for size in replicated:
+    ways += [way * size for way in ways]
+  return min((math.ceil(count / (exchanging * way)), way) for way in ways)
 
 
 LETTERS = """\
@@ -253,6 +330,10 @@ LETTERS = """\
   is 1); b rows of a microbatch on a device;
 - W numbers in the kernels of a layer, as `tensor` splits them: D H (2 N + 2 K) / t + 3 D F / t,
   with K in place of K / t where t does not divide it."""
+MUON_LETTERS = """\
+- e devices have shards of the same matrices: f t, and d f t with ZeRO-1;
+- x, y, z matrices on a device, of query and out, key and value, and gate, up and down;
+- u, v, w devices with the same shards that share the work of these."""
 
 
 @dataclasses.dataclass
@@ -272,13 +353,25 @@ class Row:
 
 def theory(job: Job) -> dict[tuple[str, tuple[str, ...]], Row]:
   """Returns (kind, axes) -> Row, in the order of `TERMS`."""
+  update = MUON_TERMS if job.config.optimizer.name == "muon" else ()
+  return _rows(job, (*TERMS, *update), norm(job))
+
+
+def theory_of_muon(job: Job) -> dict[tuple[str, tuple[str, ...]], Row]:
+  """Returns (kind, axes) -> Row of Muon's update alone, without the gradients."""
+  return _rows(job, (*(term for term in TERMS if term.only == "zero_1"), *MUON_TERMS), {})
+
+
+def _rows(
+  job: Job, terms: Iterable[Term], scalars: dict[tuple[str, ...], int]
+) -> dict[tuple[str, tuple[str, ...]], Row]:
   known, sizes = letters(job), job.devices.sizes
   parts = []
-  for term in TERMS:
+  for term in terms:
     axes = tuple(axis for axis in term.axes if sizes[axis] > 1)
     if axes and _value(term.only, known):
       parts.append((term.kind, axes, term.arrays, term.elements))
-  for axes, count in norm(job).items():
+  for axes, count in scalars.items():
     parts.append(("all-reduce", axes, str(count), str(count)))
   rows = defaultdict(Row)
   for kind, axes, arrays, elements in parts:

@@ -82,6 +82,17 @@ def test_every_strategy_shares_the_same_flops_evenly(strategy):
   assert found == pytest.approx(wanted, rel=0.01)
 
 
+def test_muon_s_iterations_are_counted_on_the_device_that_has_the_most():
+  """Each takes 4 A^2 B + 2 A^3 FLOPs of a matrix A x B, and a matrix is on one device."""
+  job = job_of("data=4 x fsdp=2 (HSDP)", **{"optimizer.name": "muon"})
+  found = traced_cost.of_matrices(job)
+  sides = ((D, N * H), (K * H, D), (D, F))  # of four, four and six matrices, one for each device
+  wanted = sum(5 * (4 * a * a * b + 2 * a**3) for a, b in sides)
+  assert sum(work.flops * runs for work, runs, _ in found) == wanted
+  assert all(wide for work, _, wide in found if work.flops)  # in float32, as what is computed here
+  assert traced_cost.of_matrices(shared_job("fsdp8")) == []
+
+
 def test_float32_matmuls_take_twice_as_long_on_gpus():
   half, wide = (
     times_of("h100:8", **{"training.compute_dtype": dtype}) for dtype in ("bfloat16", "float32")

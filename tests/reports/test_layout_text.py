@@ -2,6 +2,7 @@
 
 from partitioning.dims import Dim
 from reports import layout_text
+from tests.helpers.jobs import make_job
 from tests.partitioning.placements import ALONE, COUNT, HALF, SIZES, UP, WHOLE, placement
 
 
@@ -84,3 +85,17 @@ def test_two_models_side_by_side_show_both_shapes():
     {"up/kernel": UP}, {"up/kernel": wide}, (SIZES, SIZES), ("a", "b")
   )
   assert "[3, 12, 20] | [3, 12, 40]" in row(text, "up/kernel")
+
+
+def test_muon_s_matrices_and_how_they_move_are_below_the_activations():
+  text = layout_text.job_text(make_job("dp2_fsdp2_tp2", "lm", **{"optimizer.name": "muon"}))
+  _, _, said = text.partition("matrices that Muon brings whole to devices, and back:\n")
+  assert said.splitlines()[:3] == [
+    "  4 of 24 x 40, 1 per device, exchanged along tensor+fsdp: "
+    "layers/attention/key/kernel, layers/attention/value/kernel",
+    "  4 of 40 x 48, 1 per device, exchanged along fsdp+tensor: "
+    "layers/attention/out/kernel, layers/attention/query/kernel",
+    "  6 of 40 x 56, 1 per device, exchanged along fsdp+tensor, shared along data: "
+    "layers/mlp/down/kernel, layers/mlp/gate/kernel, layers/mlp/up/kernel",
+  ]
+  assert "Muon" not in layout_text.job_text(make_job("dp2_fsdp2_tp2", "lm"))

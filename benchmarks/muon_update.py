@@ -1,0 +1,76 @@
+r"""What the update of Muon sends: ours, and optax's left to XLA, compiled for the same mesh.
+
+  python -m benchmarks.muon_update [--rounds=5]
+
+A line per mesh and optimizer: bytes of each kind of collective, per device, of the update alone
+(the gradients arrive sharded as the parameters), by the compiled program; and the milliseconds of
+an update, the median of `--rounds`, on simulated devices a comparison of the work at best. The
+sizes are those of the recipe `lm`.
+"""
+
+import collections
+import statistics
+import time
+
+import jax
+from absl import app, flags
+from ml_collections import ConfigDict
+
+from analysis.collectives import collectives as collectives_of
+from configs import base
+from configs.schema import finalize
+from partitioning.shardings import size_text
+from runtime import devices
+from training import setup
+from training.state import State
+
+MESHES = ({"data": 8}, {"fsdp": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
+ROUNDS = flags.DEFINE_integer("rounds", 5, "Updates of which the median is taken.", 1)
+
+
+def config_of(name: str, mesh: dict[str, int]) -> ConfigDict:
+  """Returns the finalized config of the recipe `lm`."""
+  config = base.get_config("lm", mesh=mesh)
+  config.optimizer.name = name
+  return finalize.finalize(config, "cpu")
+
+
+def measured(config: ConfigDict, where: devices.Devices) -> tuple[dict[str, int], float]:
+  """Returns kind -> bytes of an update, and its seconds."""
+  job = setup.prepare(config, where)
+  placed = job.state_shardings
+
+  def update(state: State, grads) -> State:
+    params, optimizer, _ = job.program.updated(state, job.program.laid_out(grads))
+    return State(state.step + 1, params, optimizer, state.variables)
+
+  ways = {"in_shardings": (placed, placed.params), "out_shardings": placed}
+  compiled = job.compile(update, job.state, job.state.params, **ways).function
+  sent: dict[str, int] = collections.defaultdict(int)
+  for one in collectives_of(compiled.as_text(), job.mesh):
+    sent[one.kind] += (one.count or 1) * one.bytes
+  state = job.initial_state()
+  grads, seconds = state.params, []
+  for _ in range(1 + ROUNDS.value):
+    began = time.monotonic()
+    state = jax.block_until_ready(compiled(state, grads))
+    seconds.append(time.monotonic() - began)
+  return dict(sent), statistics.median(seconds[1:])
+
+
+def main(_) -> None:
+  """Prints a line for each mesh and optimizer."""
+  devices.start({"data": 8}, simulate=True)
+  for mesh in MESHES:
+    for name in ("muon", "contrib.muon"):
+      config = config_of(name, mesh)
+      sizes = dict.fromkeys(config.mesh, 1) | mesh
+      sent, seconds = measured(config, devices.Devices("cpu", True, sizes, {}))
+      title = " x ".join(f"{axis}={size}" for axis, size in mesh.items())
+      kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in sorted(sent.items()))
+      total = size_text(sum(sent.values()))
+      print(f"{title}, {name}: {total} ({kinds or 'nothing'}), {seconds * 1000:.0f} ms", flush=True)
+
+
+if __name__ == "__main__":
+  app.run(main)

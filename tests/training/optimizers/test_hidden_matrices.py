@@ -1,0 +1,62 @@
+"""Which parameters of a model are hidden matrices."""
+
+import pytest
+
+from partitioning.parallel.whole_matrices import Matrix
+from tests.helpers.jobs import make_job
+from training.optimizer import orthogonalized
+from training.optimizers.hidden_matrices import HiddenMatrices, UnfitError
+
+OF_THE_DECODER = {
+  "layers/attention/query/kernel": Matrix((1,), (2, 3)),
+  "layers/attention/key/kernel": Matrix((1,), (2, 3)),
+  "layers/attention/value/kernel": Matrix((1,), (2, 3)),
+  "layers/attention/out/kernel": Matrix((1, 2), (3,)),
+  "layers/mlp/gate/kernel": Matrix((1,), (2,)),
+  "layers/mlp/up/kernel": Matrix((1,), (2,)),
+  "layers/mlp/down/kernel": Matrix((1,), (2,)),
+}
+OTHERS = ("embed/table", "unembed/kernel", "final_norm/scale", "layers/mlp_norm/scale")
+
+
+def test_of_a_decoder_they_are_the_kernels_of_its_blocks():
+  hidden = HiddenMatrices(make_job("fsdp8", "lm", **{"model.biases": "qkv"}).config)
+  biases = ("layers/attention/query/bias",)  # of heads and head: two hidden dims, and no matrix
+  assert hidden.of([*OTHERS, *biases, *OF_THE_DECODER]) == OF_THE_DECODER
+  heads = hidden.of(OF_THE_DECODER, per_head=True)
+  assert heads["layers/attention/query/kernel"] == Matrix((1,), (3,))
+  assert heads["layers/attention/out/kernel"] == Matrix((2,), (3,))
+  assert heads["layers/mlp/up/kernel"] == Matrix((1,), (2,))
+
+
+def test_a_model_without_any_is_refused_with_its_kernels():
+  job = make_job("single", "mlp")
+  hidden = HiddenMatrices(job.config)
+  assert list(hidden.of(["layer_1/kernel", "layer_2/kernel", "layer_2/bias"])) == ["layer_2/kernel"]
+  with pytest.raises(UnfitError) as error:
+    hidden.refuse_none(["layer_1/kernel", "layer_1/bias"])
+  assert "would update 0 of the 2 trained parameters of the model mlp" in str(error.value)
+  assert "Trained kernels are layer_1/kernel (inputs, model). Give the model's" in str(error.value)
+
+
+def test_their_state_is_sharded_by_the_optimizers_table_and_overrides():
+  name = "layers/mlp/up/kernel"
+  keys = {"partitioning.optimizer.model": ("fsdp", "data")}
+  override = {"partitioning.overrides": ((name, (None, None, "data")),)}
+  for overrides, wanted in ((keys, (None, ("fsdp", "data"), "tensor")), (override, None)):
+    job = make_job("dp2_fsdp2_tp2", "lm", **{"optimizer.name": "muon", **overrides})
+    specs = HiddenMatrices(job.config).specs(job.program.params, job.devices.sizes)
+    placed = {n.partition("/momentum/")[2]: p for n, p in job.placements["optimizer"].items()}
+    assert {n: placed[n].spec for n in OF_THE_DECODER} == {n: specs[n] for n in OF_THE_DECODER}
+    assert tuple(specs[name]) == (wanted or (None, None, "data"))
+
+
+def test_a_group_of_the_parameters_may_be_muon_s():
+  groups = ({"parameters": "layers/mlp/*", "name": "muon"},)
+  job = make_job("fsdp8", "lm", **{"optimizer.groups": groups})
+  [(_, group)] = orthogonalized(job.config, job.program.params, job.devices.sizes)
+  assert (group.shape, group.count, group.each) == ((40, 56), 6, 1)
+  momenta = {n: p for n, p in job.placements["optimizer"].items() if "/momentum/" in n}
+  assert sorted(n.rpartition("layers/")[2] for n in momenta) == [
+    f"mlp/{name}/kernel" for name in ("down", "gate", "up")
+  ]

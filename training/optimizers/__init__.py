@@ -1,0 +1,1 @@
+"""Optimizers of this project's own."""

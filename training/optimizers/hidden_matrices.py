@@ -1,0 +1,108 @@
+"""Which parameters are hidden matrices, for optimizers that treat these alone as matrices.
+
+They follow from the letters of the model's parameters, and so does their sharding.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec
+from ml_collections import ConfigDict
+
+from models import MODELS
+from partitioning.parallel.whole_matrices import Group, Matrix, grouped
+from partitioning.rules import letters_of, named_leaves, place_parameters
+
+# Parameters that are no matrices, by the last part of their name; they have no weight decay either.
+VECTORS = ("scale", "bias")
+# Dims of hidden matrices; not those of inputs, outputs and tables.
+_HIDDEN = ("model", "feedforward", "heads", "kv_heads", "head")
+_HEADS = ("heads", "kv_heads")
+_MOST_KERNELS = 6  # that a message names
+
+
+class UnfitError(ValueError):
+  """An optimizer does not fit the model."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HiddenMatrices:
+  """The hidden matrices of a config's model.
+
+  Attributes:
+    config: finalized.
+  """
+
+  config: ConfigDict
+
+  def of(self, names: Iterable[str], *, per_head: bool = False) -> dict[str, Matrix]:
+    """Returns name -> its matrices, of those parameters that are hidden kernels.
+
+    Those are the kernels whose dims, `layers` apart, are all hidden ones. D (model) is the input
+    if it comes first of the others, else the output.
+
+    Args:
+      names: of parameters.
+      per_head: each head is a matrix; else all heads together are one.
+    """
+    model = MODELS[self.config.model.name]
+    legend, rules, found = model.legend(self.config), model.parameters(self.config), {}
+    for name in names:
+      dims = [(i, legend[letter].name) for i, letter in enumerate(letters_of(name, rules))]
+      dims = [(i, dim) for i, dim in dims if dim != "layers"]
+      hidden = all(dim in _HIDDEN for _, dim in dims)
+      cut = 1 if dims and dims[0][1] == "model" else -1
+      sides = dims[:cut], dims[cut:]
+      if per_head:
+        sides = tuple([one for one in side if one[1] not in _HEADS] for side in sides)
+      if hidden and all(sides) and not name.endswith(VECTORS):
+        found[name] = Matrix(*(tuple(i for i, _ in side) for side in sides))
+    return found
+
+  def specs(self, tree: Any, sizes: Mapping[str, int]) -> dict[str, PartitionSpec]:
+    """Returns name -> the sharding of optimizer state of the parameter's shape.
+
+    Args:
+      tree: of arrays of the parameters' shapes.
+      sizes: mesh axis -> size.
+    """
+    model, tables = MODELS[self.config.model.name], self.config.partitioning
+    rules, legend = model.parameters(self.config), model.legend(self.config)
+    placements, _ = place_parameters(tree, rules, legend, tables.optimizer, sizes, tables.overrides)
+    return {name: placement.spec for name, placement in placements.items()}
+
+  def groups(self, params: Any, sizes: Mapping[str, int], *, per_head: bool = False) -> list[Group]:
+    """Returns the matrices as the devices of a mesh share them.
+
+    Args:
+      params: a tree of the trained parameters, arrays or ShapeDtypeStructs.
+      sizes: mesh axis -> size.
+      per_head: as in `of`.
+    """
+    leaves = named_leaves(params)
+    matrices = self.of(leaves, per_head=per_head)
+    shapes = {name: leaves[name].shape for name in matrices}
+    return grouped(shapes, matrices, self.specs(params, sizes), sizes)
+
+  def refuse_none(self, names: Iterable[str]) -> None:
+    """Raises UnfitError if none of the parameters is a hidden kernel."""
+    names = list(names)
+    if self.of(names):
+      return
+    config, model = self.config, MODELS[self.config.model.name]
+    legend, rules = model.legend(config), model.parameters(config)
+    letters = {name: letters_of(name, rules) for name in names}
+    kernels = [
+      f"{name} ({', '.join(legend[letter].name for letter in letters[name])})"
+      for name in names
+      if len(letters[name]) > 1 and not name.endswith(VECTORS)
+    ]
+    more = f" and {len(kernels) - _MOST_KERNELS} more" if len(kernels) > _MOST_KERNELS else ""
+    raise UnfitError(
+      f"optimizer.name={config.optimizer.name}: Muon would update 0 of the {len(names)} trained "
+      f"parameters of the model {config.model.name}, and its Adam all: Muon takes kernels whose "
+      f"dims, `layers` apart, are all among {', '.join(_HIDDEN)}. Trained kernels are "
+      f"{', '.join(kernels[:_MOST_KERNELS]) or '(none)'}{more}. Give the model's hidden dims these "
+      f"names, or choose another optimizer"
+    )
