@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from models.attention import Attention, soft_cap
+from models.decoder_flops import train_flops_per_example as train_flops_per_example
 from models.dtypes import wide_dtype
 from models.kv_cache import CACHE as CACHE
 from models.kv_cache import Cache, cache_layer, set_cache_layer
-from models.layer_pattern import Layer, is_global, layer_pattern
+from models.layer_pattern import Layer, layer_pattern
 from models.layers import MLP, Embedding, LearnedPositions, Linear, Norm, dropout
 from models.losses import (
   Batch,
@@ -32,7 +33,7 @@ from models.losses import (
 )
 from models.token_positions import Rows, rows_of
 from models.transformer_dims import PARAMETERS as PARAMETERS
-from models.transformer_dims import RESIDUAL, padded_vocabulary
+from models.transformer_dims import RESIDUAL
 from models.transformer_dims import legend as legend
 from models.transformer_dims import parameters as parameters
 from partitioning.constraints import constrain
@@ -388,26 +389,3 @@ def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache:
 
 
 build = Transformer
-
-
-def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> float:
-  """Returns floating-point operations per sequence, forward and backward.
-
-  6 per token and element of a weight matrix, and attention's two matmuls without the causal mask,
-  12 L N H T per token (arXiv:2204.02311, appendix B); a layer with a sliding window has the window
-  instead of T.
-
-  Args:
-    config: finalized.
-    causal: count only unmasked scores (half, without a window).
-  """
-  m, length = config.model, config.data.sequence_length
-  attention = m.model_size * m.head_size * (2 * m.heads + 2 * m.kv_heads)
-  mlp = (3 if m.gated else 2) * m.model_size * m.feedforward_size
-  elements = m.layers * (attention + mlp) + m.model_size * padded_vocabulary(config)
-  windows = [
-    length if is_global(config, layer) else min(length, m.window) for layer in range(m.layers)
-  ]
-  # With a window w, the first w tokens attend to fewer.
-  seen = sum(one - one**2 / (2 * length) if causal else one for one in windows)
-  return float(length) * (6 * elements + 12 * m.heads * m.head_size * seen)

@@ -119,6 +119,19 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     passes = count * 2 * layers if layers > 1 else 1
     if split:
       yield Term("all-gather", ("fsdp",), passes, whole, f"{name}, gathered", *shared)
+    if name not in job.program.trained:
+      continue
+    if "r" in placement.letters and "tensor" not in spec_axes(placement.spec):
+      # The half of an adapter that tensor does not split: each device has a part of the gradient.
+      why = f"the gradient of {name}, which tensor does not split"
+      yield Term(
+        "all-reduce",
+        ("tensor",),
+        count * layers,
+        whole / (sizes["fsdp"] if split else 1),
+        why,
+        *shared,
+      )
     why = f"the gradient of {name}"
     if split and not scale:
       yield Term("reduce-scatter", ("fsdp",), count * layers, whole, why, *shared)
@@ -137,7 +150,7 @@ def _of_the_optimizer(job: Job) -> Iterator[Term]:
   if not any("data" in axes for axes in optimizer.values()):
     return
   for name, placement in job.placements["parameters"].items():
-    if "data" in spec_axes(placement.spec):
+    if "data" in spec_axes(placement.spec) or name not in job.program.trained:
       continue
     shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
     itemsize = np.dtype(placement.dtype).itemsize
@@ -229,7 +242,11 @@ def _bytes(job: Job) -> float:
   """
   sizes, count = job.devices.sizes, job.config.training.gradient_accumulation_steps
   held = {
-    title: sum(bytes_per_device(p, sizes) for p in job.placements[title].values())
+    title: sum(
+      bytes_per_device(p, sizes)
+      for p in job.placements[title].values()
+      if title == "optimizer" or p.name in job.program.trained
+    )
     for title in ("parameters", "optimizer")
   }
   sums = 3 * count if count > 1 else 0

@@ -26,13 +26,14 @@ def by_formula(job: Job) -> dict[str, int]:
   sizes = job.devices.sizes
   parameters = list(job.placements["parameters"].values())
   there = sum(bytes_per_device(p, sizes) for p in parameters)
+  trained = sum(bytes_per_device(p, sizes) for p in parameters if p.name in job.program.trained)
   optimizer = sum(bytes_per_device(p, sizes) for p in job.placements["optimizer"].values())
   kept, one = activation_memory.by_the_layers(job)
   accumulates = job.config.training.gradient_accumulation_steps > 1
   return {
     "parameters": there,
-    "gradients": there,
-    "sum of the microbatches": there if accumulates else 0,
+    "gradients": trained,
+    "sum of the microbatches": trained if accumulates else 0,
     "optimizer state": optimizer,
     "activations kept": kept,
     "activations of one layer": one,
@@ -68,14 +69,18 @@ def _logits(job: Job) -> int:
 
 
 def _unembedding(job: Job) -> int:
-  """Returns the bytes of the kernel of the logits, gathered and cast, a copy and its gradient."""
+  """Returns the bytes of the kernel of the logits, gathered and cast, a copy and its gradient.
+
+  One that is not trained has no gradient.
+  """
   kernels = {p.letters: p for p in job.placements["parameters"].values() if "V" in p.letters}
   kernel = kernels.get("DV", kernels.get("VD"))
   if kernel is None:
     return 0
   axes = job.activations.table[job.legend["V"].name]
   elements = math.prod(kernel.shape) // axes_size(axes, job.devices.sizes)
-  return 3 * elements * np.dtype(job.config.training.compute_dtype).itemsize
+  arrays = 3 if kernel.name in job.program.trained else 2
+  return arrays * elements * np.dtype(job.config.training.compute_dtype).itemsize
 
 
 def _gathered(job: Job) -> int:

@@ -151,7 +151,7 @@ class Job:
     placed, init = self.state_shardings, self.program.init
     if only is not None:
       placed = dataclasses.replace(placed, params=split(placed.params, only.__contains__)[0])
-      init = functools.partial(init, only=only)
+      init = functools.wraps(init)(functools.partial(init, only=only))
     return self.compile(init, key, options=options, out_shardings=placed)
 
   def compile_train_step(self) -> "Compiled":

@@ -207,6 +207,19 @@ def _reasons(terms) -> list[str]:
 
 
 MORE = """\
+## Adapters
+
+With LoRA of rank r in all linear layers ([fine_tuning.md](fine_tuning.md)) no kernel has a gradient to
+send. Of a layer's adapters the half with D among its dims has 7 D r numbers, the other half
+(2 N H + 2 K H + 3 F) r, which `tensor` splits. Instead of the gradients of the kernels a step sends
+
+- all-gather along fsdp, 2 L 7 D r: the first half, in both passes, besides the kernels;
+- reduce-scatter along fsdp, L 7 D r; all-reduce along data and tensor, L 7 D r / f: its gradients;
+- all-reduce along data and fsdp, L (2 N H + 2 K H + 3 F) r / t: those of the other half.
+
+Activations are sent as without adapters. `tests/parity/test_lora.py` compares this with a compiled
+program.
+
 ## Known inefficiencies
 
 - ZeRO-1: the gradients are all-reduced as without it. A reduce-scatter of the same bytes would be

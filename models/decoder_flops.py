@@ -1,0 +1,56 @@
+"""Floating-point operations of a decoder's train step, for MFU and the planner."""
+
+import fnmatch
+import math
+from collections.abc import Iterator
+
+from ml_collections import ConfigDict
+
+from models.layer_pattern import is_global
+from models.transformer_dims import LORA_A, LORA_B, parameters, sizes
+
+_KERNELS = ("/kernel", f"/{LORA_A}", f"/{LORA_B}")
+_BELOW = ("layers/", "embed/", "positions/")  # parameters whose gradient needs that of the layers
+
+
+def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> float:
+  """Returns floating-point operations per sequence, forward and backward.
+
+  6 per token and element of a weight matrix, and attention's two matmuls without the causal mask,
+  12 L N H T per token (arXiv:2204.02311, appendix B); a layer with a sliding window has the window
+  instead of T. A weight matrix that is not trained counts 4: it has no gradient, but that of its
+  input is computed with it; and 2 if nothing below it is trained.
+
+  Args:
+    config: finalized.
+    causal: count only unmasked scores (half, without a window).
+  """
+  m, length = config.model, config.data.sequence_length
+  names = dict(_names(config))
+  trained = {
+    name for name in names if any(fnmatch.fnmatchcase(name, x) for x in config.training.trainable)
+  }
+  into_layers = any(name.startswith(_BELOW) for name in trained)
+  into_logits = into_layers or any(name.startswith("final_norm/") for name in trained)
+  unembedding = "embed/table" if m.tied_embeddings else "unembed/kernel"
+  total = 0.0
+  for name, elements in names.items():
+    if name == unembedding or name.endswith(_KERNELS):
+      backward = into_layers if name.startswith("layers/") else into_logits
+      total += (2 + 2 * backward + 2 * (name in trained)) * elements
+  windows = [
+    length if is_global(config, layer) else min(length, m.window) for layer in range(m.layers)
+  ]
+  # With a window w, the first w tokens attend to fewer.
+  seen = sum(one - one**2 / (2 * length) if causal else one for one in windows)
+  attention = (12 if into_layers else 4) * m.heads * m.head_size
+  return float(length) * (total + attention * seen)
+
+
+def _names(config: ConfigDict) -> Iterator[tuple[str, int]]:
+  """Yields the name and the number of elements of each parameter."""
+  for pattern, letters in parameters(config).items():
+    before, _, rest = pattern.partition("(")
+    choices, _, after = rest.rpartition(")")
+    for choice in choices.split("|"):
+      yield (f"{before}{choice}{after}" if rest else pattern), math.prod(sizes(config, letters))
