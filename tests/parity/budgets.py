@@ -209,8 +209,8 @@ def _reasons(terms) -> list[str]:
 MORE = """\
 ## Adapters
 
-With LoRA of rank r in all linear layers ([fine_tuning.md](fine_tuning.md)) no kernel has a gradient to
-send. Of a layer's adapters the half with D among its dims has 7 D r numbers, the other half
+With LoRA of rank r in all linear layers ([fine_tuning.md](fine_tuning.md)) no kernel has a gradient
+to send. Of a layer's adapters the half with D among its dims has 7 D r numbers, the other half
 (2 N H + 2 K H + 3 F) r, which `tensor` splits. Instead of the gradients of the kernels a step sends
 
 - all-gather along fsdp, 2 L 7 D r: the first half, in both passes, besides the kernels;
