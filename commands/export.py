@@ -4,12 +4,13 @@ import json
 from collections.abc import Callable
 
 from etils import epath
+from ml_collections import ConfigDict
 
 from checkpointing import restore as checkpoints
 from checkpointing.consensus import Together
 from commands import build, flags, preflight_facts
 from input_pipeline.text import tokenizer
-from interop import export, export_folder
+from interop import export, export_folder, hf_folder
 from interop.safetensors_writer import DTYPES
 from interop.tokenizer_export import tokenizer_files
 from partitioning.shardings import size_text
@@ -38,14 +39,14 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     )
   if flags.MERGE.value and not config.lora.rank:
     raise ValueError("--merge: the model has no adapters (lora.rank=0); leave it out")
-  plan, what = _planned(ready, None)
+  plan, what = _planned(ready, location)
   folder = export_folder.ExportFolder(export_folder.check(flags.TO.value, _checkpoints(location)))
   free_space.require(folder.path, plan.bytes, "the export", "give another --to")
   more = {"to": str(folder.final), "files": [file.header().hex()[:64] for file in plan.files]}
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more=more)
   step, params, _ = restore.model_state(ready, location)
   if config.lora.rank and not flags.MERGE.value:
-    plan, what = _planned(ready, Base.of_step(location, step))
+    plan, what = _planned(ready, location, _base(location, step))
   seconds = config.processes.start_timeout_seconds
   preflight.same_folder(watch.group, folder.path, timeout_seconds=seconds)
 
@@ -54,40 +55,52 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     together = Together(watch.group, timeout_seconds=seconds)
     with preemption.undone(folder.remove):
       export.write(folder, plan, export.Fetcher(params, config), together)
-    say(f"exported {what} of {location}, step {step}, to {folder.final} ({size_text(plan.bytes)})")
+    which = f", step {step}," if step else ""
+    say(f"exported {what} of {location}{which} to {folder.final} ({size_text(plan.bytes)})")
     return exit_codes.DONE
 
   return run
 
 
 def _location() -> str:
-  """Returns where the parameters are: the run that is named, else checkpoint.initialize_from."""
-  named = flags.CHECKPOINT.value or flags.WORKDIR.value
-  return named or flags.CONFIG.value.checkpoint.initialize_from or str(flags.workdir())
+  """Returns where the parameters are: the run that is named, else where a new one would begin."""
+  config = flags.CONFIG.value
+  begins = config.checkpoint.initialize_from or config.model.get("folder")
+  return flags.CHECKPOINT.value or flags.WORKDIR.value or begins or str(flags.workdir())
 
 
-def _planned(ready: Job, base: Base | None) -> tuple[export.Plan, str]:
+def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[export.Plan, str]:
   """Returns what is written, and what it is called.
 
   Args:
     ready: the job.
+    location: of a run, or of a model folder.
     base: where the frozen parameters were, for adapters.
 
   Raises:
     ValueError: other programs have no such model, or the dtype is not known.
   """
   config = ready.config
-  dtype = _dtype(config.training.parameter_dtype)
   encoder = tokenizer.load(config.data.tokenizer)
+  if encoder.size > config.model.vocabulary_size:
+    raise ValueError(
+      f"data.tokenizer={encoder.name} has {encoder.size:,} tokens, and the model is for "
+      f"{config.model.vocabulary_size:,}; give the model's own tokenizer"
+    )
   ids = {"end": encoder.end, "start": encoder.start if encoder.has_bos else None}
   copies = run_tokenizer.contents(config)
   source = json.loads(copies.pop(export_folder.CONFIG_FILE, b"{}"))
+  dtype = _dtype(source.get("dtype") or source.get("torch_dtype"), config)
   described = export.model_config(config, dtype, **ids, source=source)
   model_type = described["model_type"]
   if config.lora.rank and not flags.MERGE.value:
-    return _adapter(ready, base, model_type, dtype)
+    return _adapter(ready, base, model_type, flags.DTYPE.value or config.training.parameter_dtype)
+  dtypes = {}
+  if hf_folder.is_model(location) and not flags.DTYPE.value:
+    dtypes = export.stored_dtypes(location, config, "--checkpoint")
   small = tokenizer_files(copies, **ids, special=encoder.special)
-  return export.planned(config, described, dtype, small), f"a {model_type} model in {dtype}"
+  plan = export.planned(config, described, dtype, small, dtypes)
+  return plan, f"a {model_type} model in {dtype}"
 
 
 def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tuple[export.Plan, str]:
@@ -104,15 +117,19 @@ def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tupl
   return plan, f"the adapters of a {model_type} model in {dtype}"
 
 
-def _dtype(default: str) -> str:
-  """Returns the dtype of the weights."""
-  dtype = flags.DTYPE.value or default
-  if dtype not in DTYPES:
-    near = nearest(dtype, DTYPES)
-    raise ValueError(f"--dtype={dtype!r}: one of {', '.join(DTYPES)} is needed{near}")
-  return dtype
+def _dtype(source: object, config: ConfigDict) -> str:
+  """Returns the dtype of a model's weights: given, of the folder it came from, or its own."""
+  if (given := flags.DTYPE.value) and given not in DTYPES:
+    near = nearest(given, DTYPES)
+    raise ValueError(f"--dtype={given!r}: one of {', '.join(DTYPES)} is needed{near}")
+  return given or (source if source in DTYPES else config.training.parameter_dtype)
 
 
-def _checkpoints(location: str) -> epath.Path:
-  """Returns the folder of a run's checkpoints."""
-  return checkpoints.parse_location(location)[0]
+def _checkpoints(location: str) -> epath.Path | None:
+  """Returns the folder of a run's checkpoints; None of a model folder."""
+  return None if hf_folder.is_model(location) else checkpoints.parse_location(location)[0]
+
+
+def _base(location: str, step: int) -> Base | None:
+  """Returns where the frozen parameters of a run were, if it has not saved them."""
+  return None if hf_folder.is_model(location) else Base.of_step(location, step)

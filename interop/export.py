@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from checkpointing.consensus import Together, join_reports
 from checkpointing.naming import nested
-from interop import hf_config, name_maps, peft_adapter, safetensors_writer
+from interop import hf_config, name_maps, peft_adapter, read_weights, safetensors_writer
 from interop.export_folder import CONFIG_FILE, ExportError, ExportFolder
 from interop.safetensors_writer import WeightFile, Writer
 from interop.tokenizer_export import json_bytes
@@ -57,8 +57,11 @@ def model_config(
     rates = {"resid_pdrop": config.model.dropout_rate, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     ids.update(rates)
   kept = {key: value for key, value in source.items() if key not in _DROPPED}
+  found = {**ids, **written, **kept}
+  if hf_config.read(found, CONFIG_FILE) != hf_config.read(written, CONFIG_FILE):
+    found |= written  # something was overridden since
   # 4.57 reads torch_dtype, 5 reads dtype.
-  return {**ids, **kept, **written, "torch_dtype": dtype, "dtype": dtype}
+  return {**found, "torch_dtype": dtype, "dtype": dtype}
 
 
 def _positions(config: ConfigDict, source: Mapping[str, Any]) -> int:
@@ -127,6 +130,31 @@ def planned(
   last = {safetensors_writer.INDEX_FILE: json_bytes(safetensors_writer.index(files))}
   last = (last if len(files) > 1 else {}) | {CONFIG_FILE: json_bytes(described)}
   return Plan(files, tensors, name_maps.sizes_of(config), {**small, **last})
+
+
+def stored_dtypes(location: str, config: ConfigDict, key: str) -> dict[str, str]:
+  """Returns name -> dtype of the tensors of a model folder, under the names of an export.
+
+  Args:
+    location: of the folder.
+    config: finalized, of its model.
+    key: names the location in messages.
+
+  Raises:
+    ValueError: the folder cannot be read, or its tensors are not the model's.
+  """
+  source = read_weights.open_folder(location, config, key)
+  names = {theirs: ours for ours, theirs in safetensors_writer.DTYPES.items()}
+  found = {
+    (part.parameter, part.layer): names[stored.dtype]
+    for entries in source.parts.values()
+    for stored, _, part in entries
+  }
+  tensors = name_maps.tensors(config, source.described.model_type)
+  return {
+    name: found[tensor.parts[0].parameter, tensor.parts[0].layer]
+    for name, tensor in tensors.items()
+  }
 
 
 def planned_adapter(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from etils import epath
 
 from checkpointing.checkpointer import Checkpointer
 from input_pipeline.text import tokenizer
+from interop import hf_config
 from tests.checkpointing import plain
 from tests.checkpointing.test_older_run import EXPECTED, FIXTURE
 from tests.helpers.jobs import make_job
@@ -51,6 +53,37 @@ def test_a_run_is_exported_from_any_mesh(main, tmp_path):
     assert narrow[name].tobytes() == array.astype(narrow[name].dtype).tobytes()
   assert tokenizer.load(tmp_path / "single").size == 256
   assert sorted(RUN.rglob("*")) == before
+
+
+def words():
+  """Returns a tokenizer.json of 37 tokens, as many as the folders' models have."""
+  vocabulary = {chr(ord("a") + id_): id_ for id_ in range(37)}
+  model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
+  parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+  return {"version": "1.0", "added_tokens": [], "model": model, **dict.fromkeys(parts)}
+
+
+def test_a_folder_that_is_imported_and_exported_is_the_same(main, tmp_path):
+  given = tmp_path / "given"
+  shutil.copytree(folders.FOLDER / "qwen2", given)
+  (given / "tokenizer.json").write_text(json.dumps(words()))
+  (given / "tokenizer_config.json").write_text('{"eos_token": "c"}')
+  (given / "generation_config.json").write_text('{"top_k":  7}')
+  command = ["export", "--config=configs/fsdp8.py:hf", f"--config.model.folder={given}"]
+  code, out, err = main(*command, "--config.data.global_batch_size=8", f"--to={tmp_path}/to")
+  assert (code, err) == (0, ""), out
+  assert f"exported a qwen2 model in float16 of {given} to " in out
+  stored, found = (
+    folders.tensors_of(tmp_path / name / "model.safetensors") for name in ("given", "to")
+  )
+  assert {name: (x.dtype, x.shape, x.tobytes()) for name, x in found.items()} == {
+    name: (x.dtype, x.shape, x.tobytes()) for name, x in stored.items()
+  }
+  for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    assert (tmp_path / "to" / name).read_bytes() == (given / name).read_bytes()
+  old, new = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("given", "to"))
+  assert hf_config.read(old, "old") == hf_config.read(new, "new")
+  assert {key: new[key] for key in old if new[key] != old[key]} == {}
 
 
 ADAPTERS = {"lora.rank": 2, "lora.alpha": 3.0, "lora.targets": ("query", "up")}

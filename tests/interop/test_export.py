@@ -52,8 +52,11 @@ def exported(to, job, arrays, dtype="float32", source=None):
   return found, json.loads((to / CONFIG_FILE).read_text())
 
 
-# Fused kernels, untransposed ones, tied embeddings, float16 and bfloat16.
-@pytest.mark.parametrize("name", ["gpt2", "phi3", "qwen2"])
+# Of one with fused kernels; the others are much the same.
+@pytest.mark.parametrize(
+  "name",
+  [n if n == "phi3" else pytest.param(n, marks=pytest.mark.transformers) for n in folders.NAMES],
+)
 def test_a_folder_that_was_imported_is_exported_bit_by_bit(name, tmp_path):
   dtype = str(next(iter(stored(name).values())).dtype)
   source = folders.config_of(name)
