@@ -65,6 +65,7 @@ CLASSES = {
   "training.rematerialization": ACCEPT,
   "training.loss_chunks": ACCEPT,
   "training.z_loss": ACCEPT,
+  "training.dpo_*": ACCEPT,
   "training.attention_kernel": ACCEPT,
   # How bad steps are handled, so that a run which stopped at one can resume.
   "training.on_bad_step": MAY_CHANGE,

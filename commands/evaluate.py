@@ -7,7 +7,7 @@ from commands import build, flags, preflight_facts, score_tasks, train
 from processes.step_barrier import Lockstep
 from processes.watchdog import Watchdog
 from runtime import exit_codes
-from training import restore, run_tokenizer, splits
+from training import reference, restore, run_tokenizer, splits
 from training.evaluation import Evaluator
 from training.metrics.console import ProgressLine, say
 
@@ -24,6 +24,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     ready, {"held out": evaluation.source}, flags.workdir(), writes=False
   )
   step, params, variables = restore.model_state(ready, location)
+  evaluation = reference.attached_to_evaluation(ready, evaluation, location, watch)
 
   def run() -> int:
     train.announce_bad(evaluation.source)

@@ -75,7 +75,7 @@ def _train_tokenizer(config: ConfigDict, size: int) -> str:
   """Trains a tokenizer on the files, and returns its folder; see `train_tokenizer.train_on`."""
   from input_pipeline.text import train_tokenizer  # imports a library that others do not need
 
-  if TASKS[config.task].rows != "text" or config.data.name == catalog.CONVERSATIONS:
+  if TASKS[config.task].rows != "text" or config.data.name in catalog.RENDERED:
     raise ValueError(
       f"--train_tokenizer={size}: data.name={config.data.name!r} is no text; choose "
       f"--config=FILE:model=NAME,data={catalog.TEXT}"

@@ -68,7 +68,10 @@ def _folder(location: str) -> epath.Path:
   """Returns the folder of the results: in --workdir where it is given, else in the run's own."""
   if flags.WORKDIR.value:
     return flags.workdir() / FOLDER
-  run, _ = checkpoints.parse_location(location)
+  try:
+    run, _ = checkpoints.parse_location(location)
+  except ValueError:  # a model folder, which is no run
+    return flags.workdir() / FOLDER
   return (run.parent if run.name == checkpoints.FOLDER else run) / FOLDER
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
+from models import preference
 from models.attention import Attention, soft_cap
 from models.decoder_flops import train_flops_per_example as train_flops_per_example
 from models.dtypes import wide_dtype
@@ -144,6 +145,9 @@ class Transformer(nnx.Module):
     self.rematerialization = config.training.rematerialization
     self.loss_chunks = config.training.loss_chunks
     self.z_loss = config.training.z_loss
+    self.of_pairs, self.has_adapters = config.task == "dpo", config.lora.rank > 0
+    self.dpo_beta = config.training.dpo_beta
+    self.dpo_label_smoothing = config.training.dpo_label_smoothing
 
   def __call__(
     self,
@@ -168,14 +172,16 @@ class Transformer(nnx.Module):
 
     Args:
       batch: `tokens`, `targets`, `weights` and, where documents are separated, `segments`, each
-        [B, T].
+        [B, T]; or pairs, see `models.preference`.
       key: draws the dropout; None turns it off.
     """
+    if self.of_pairs:
+      return preference.pair_sums(self, batch, key)
     if not self.z_loss or key is None:
       only = lambda *arguments: (cross_entropy(*arguments),)  # noqa: E731
-      [losses_BT], weights_BT, sums = self._reduced(batch, key, only)
+      [losses_BT], weights_BT, sums = self.per_token(batch, key, only)
       return {"loss": weighted_sum(losses_BT, weights_BT), **sums}
-    (losses_BT, normalizers_BT), weights_BT, sums = self._reduced(
+    (losses_BT, normalizers_BT), weights_BT, sums = self.per_token(
       batch, key, cross_entropy_and_normalizer, 2
     )
     # In training alone: an evaluation's loss is the cross-entropy. Source: arXiv:2204.02311, 5.
@@ -189,14 +195,14 @@ class Transformer(nnx.Module):
       losses_BT = cross_entropy(logits_BTV, targets_BT, axes)
       return losses_BT, is_likeliest(logits_BTV, targets_BT, axes).astype(losses_BT.dtype)
 
-    [losses_BT, likeliest_BT], weights_BT, _ = self._reduced(batch, None, scores, 2)
+    [losses_BT, likeliest_BT], weights_BT, _ = self.per_token(batch, None, scores, 2)
     weights_BT = weights_BT.astype(losses_BT.dtype)
     return {
       "log_likelihood": -jnp.sum(losses_BT * weights_BT, axis=1),
       "likeliest": jnp.sum(likeliest_BT * weights_BT, axis=1),
     }
 
-  def _reduced(
+  def per_token(
     self, batch: Batch, key: Key[Array, ""] | None, reduce: Callable, results: int = 1
   ) -> tuple[list[jax.Array], jax.Array, Sums]:
     """Returns numbers of each token and the weights, in one order, and the blocks' sums.

@@ -121,7 +121,7 @@ class Plan:
     """Returns the model FLOPs of a step; see `mfu`."""
     config = self.job.config
     each = MODELS[config.model.name].train_flops_per_example(config, causal=causal)
-    return each * config.data.global_batch_size
+    return each * TASKS[config.task].sequences * config.data.global_batch_size
 
   def mfu(self, *, causal: bool = False) -> float | None:
     """Returns model FLOPs utilization, attention's scores counted in full; None: it does not fit.

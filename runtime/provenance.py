@@ -35,6 +35,7 @@ NUMERICS = (
   "partitioning/optimizer_state.py",
   "partitioning/rules.py",
   "partitioning/verdict.py",  # placement
+  "training/reference.py",  # of preferences
   "training/setup.py",  # precision, compiler options
   "training/splits.py",  # seeds and splits
   "training/optimizer.py",

@@ -284,6 +284,8 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
       "frozen_dtype": training["parameter_dtype"],
       "tokens": 0,
       "z_loss": 0.0,
+      "dpo_beta": 0.1,
+      "dpo_label_smoothing": 0.0,
       **training,
     },
     "optimizer": _upgraded_optimizer(config["optimizer"]),

@@ -14,7 +14,7 @@ from processes.coordination import current
 from processes.step_barrier import Lockstep
 from processes.stragglers import Pace
 from processes.watchdog import ENDING, EVALUATION, STARTING, Watchdog
-from training import callbacks, restore
+from training import callbacks, reference, restore
 from training.bad_steps import BadStepError, BadSteps
 from training.callbacks import CALLBACKS, Callback
 from training.evaluation import Evaluation, Evaluator, is_logged
@@ -71,6 +71,7 @@ def train(
   """
   with contextlib.ExitStack() as stack:
     stack.enter_context(start.checkpointer)
+    data = reference.attached(job, data, start, workdir, watch)
     watch.saves = True
     called = {name: CALLBACKS[name] for name in job.config.training.callbacks}
     called.update(more_callbacks or {})

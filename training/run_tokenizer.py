@@ -148,7 +148,7 @@ def _has_tokenizer(folder: epath.Path) -> bool:
 def _adopt_template(config: ConfigDict, folder: epath.Path) -> None:
   """Lets a config read a copied chat template, unless it names a file that is there."""
   given = config.data.get("chat_template")
-  if config.data.get("name") != catalog.CONVERSATIONS:
+  if config.data.get("name") not in catalog.RENDERED:
     return
   if given and epath.Path(given).expanduser().exists():
     return

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from runtime.extensions import Table
 
 Totals = Mapping[str, float]  # sums over the rows of an evaluation, by name
+DPO = "dpo"  # the task of data=preferences
 BYTES_PER_TOKEN = "bytes_per_token"  # among the totals: of the split, no sum
 
 
@@ -42,6 +43,7 @@ class Task:
     metrics: name in metrics.jsonl -> function of an evaluation's sums; `eval_loss` is one of them.
     sums: of the model's loss sums, those that the metrics are computed from. Any others are a
       model's own metrics and logged as such.
+    sequences: how many sequences the model reads of a row.
     trained_as: the value of `training.loss` that older runs recorded instead of `task`.
   """
 
@@ -49,6 +51,7 @@ class Task:
   metrics: Mapping[str, Callable[[Totals], float]]
   rows: str = ""
   sums: tuple[str, ...] = ("loss", "weight")
+  sequences: int = 1
   trained_as: str = ""
 
   def __post_init__(self):
@@ -65,13 +68,18 @@ class Task:
 
   @property
   def of_tokens(self) -> bool:
-    """Returns whether a row is a sequence of tokens, and not one example."""
+    """Returns whether rows have sequences of tokens."""
+    return any("T" in letters for letters, _ in self.batch.values())
+
+  @property
+  def weighs_tokens(self) -> bool:
+    """Returns whether each token of a row has a weight, and not the row alone."""
     return "T" in self.batch["weights"][0]
 
   @property
   def unit(self) -> str:
     """Returns what throughput counts."""
-    return "tokens" if self.of_tokens else "examples"
+    return "tokens" if self.weighs_tokens else "examples"
 
   def evaluated(self, totals: Totals, bytes_per_token: float = 1.0) -> dict[str, float]:
     """Returns the metrics of an evaluation, a model's own ones after those of the task.
@@ -83,6 +91,16 @@ class Task:
     own = {f"eval_{n}": x / totals["weight"] for n, x in totals.items() if n not in self.sums}
     totals = {**totals, BYTES_PER_TOKEN: bytes_per_token}
     return {name: metric(totals) for name, metric in self.metrics.items()} | own
+
+
+def _pairs() -> dict[str, tuple[str, str]]:
+  """Returns the batch of DPO: of each side tokens, and log p under the reference; pairs weigh."""
+  batch = {"weights": ("B", "float32")}
+  for side in ("chosen", "rejected"):
+    kinds = {"tokens": "int32", "targets": "int32", "weights": "float32"}
+    batch |= {f"{side}_{key}": ("BT", kind) for key, kind in kinds.items()}
+    batch[f"reference_{side}"] = ("B", "float32")
+  return batch
 
 
 TASKS: Table = Table(
@@ -99,6 +117,7 @@ TASKS: Table = Table(
       metrics={"eval_loss": mean_loss, "eval_bits_per_byte": bits_per_byte},
       trained_as="next_token",
     ),
+    DPO: Task(batch=_pairs(), rows="text", metrics={"eval_loss": mean_loss}, sequences=2),
     "classification": Task(
       batch={"inputs": ("BI", "float32"), "targets": ("B", "int32"), "weights": ("B", "float32")},
       rows="image",

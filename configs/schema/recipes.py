@@ -11,7 +11,7 @@ from input_pipeline.text import tokenizer
 from interop import hf_config
 from runtime.extensions import Table
 from runtime.suggest import nearest
-from training.tasks import TASKS
+from training.tasks import DPO, TASKS
 
 HF = "hf"  # the model of a folder
 # Data sets whose sizes are known here: (values per image, classes).
@@ -39,6 +39,8 @@ def base(argument: str) -> ConfigDict:
   config = _recipe(chosen.get("model", "lm"), "model")
   if data := chosen.get("data"):
     config.data.name = data
+  if data == catalog.PREFERENCES:
+    config.task = DPO
   return config
 
 
@@ -84,6 +86,8 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
 def _finalize_text(model: ConfigDict, data: ConfigDict, of_text: bool) -> None:
   """Finds the tokenizer, and sizes the vocabulary by it."""
   of_files = data.name in catalog.OF_FILES
+  if data.packing is None and data.name == catalog.PREFERENCES:
+    data.packing = "none"
   if data.packing is None:
     data.packing = "best_fit" if of_files else "concatenate"
   data.tokenizer = tokenizer.resolve(data) if of_text and of_files else data.tokenizer or "bytes"
@@ -104,7 +108,7 @@ def _data(**keys) -> dict:
     "max_bad_records": 0,  # unreadable records of a split that get weight 0; more are refused
     "sequence_length": 0,  # tokens per row (text)
     "text_feature": "",  # "": the only one of that type
-    # Files of data=text and data=conversations: paths, folders, globs, gs://, s3:// and
+    # Files of data=text, conversations and preferences: paths, folders, globs, gs://, s3:// and
     # hf://OWNER/NAME, separated by commas
     "files": "",
     # A mixture in place of files: each source has name, files and weight (relative, of the tokens);
@@ -123,7 +127,7 @@ def _data(**keys) -> dict:
     # or none
     "packing": config_dict.placeholder(str),
     "prepare_processes": 0,  # that tokenize; 0: one per core
-    "chat_template": "",  # a file with one (data=conversations); "": the tokenizer's
+    "chat_template": "",  # a file with one (conversations, preferences); "": the tokenizer's
     # Conversations without a token to train on, or longer than a row: refuse or drop
     "untrained_conversations": "refuse",
     "long_conversations": "refuse",
@@ -159,6 +163,9 @@ def _training(**keys) -> dict:
     "attention_kernel": config_dict.placeholder(str),
     # Times the squared logarithm of the softmax's normalizer, added to each token's loss; 0: off
     "z_loss": 0.0,
+    # DPO (data=preferences): how strongly the model is kept near the reference
+    "dpo_beta": 0.1,
+    "dpo_label_smoothing": 0.0,  # the assumed share of pairs that are the wrong way around
     "loss_chunks": 1,  # chunked cross-entropy: logits of one chunk of a row at a time
     # A loss spike is a bad step, as a loss that is not finite: this many standard deviations above
     # the mean of the last bad_step_window losses; 0: off.

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from configs.schema import recipes
 from runtime import extensions
-from training.tasks import TASKS
+from training.tasks import DPO, TASKS
 
 # Keys of `optimizer` that every optimizer uses.
 _GENERAL = (
@@ -52,6 +52,7 @@ _TOKENS = {
   "data.long_conversations": "refuse",
   "evaluation.sample_tokens": 0,
 }
+_DPO = {"training.dpo_beta": 0.1, "training.dpo_label_smoothing": 0.0}
 _IMAGES = {"data.image_feature": "", "data.label_feature": ""}
 # How a task's rows are read -> keys that only other rows have, and their values while unset.
 ROWS = {
@@ -98,7 +99,8 @@ def of_task(config: ConfigDict) -> dict[str, object]:
   """Returns the keys that a config's task does not use -> their unset value."""
   task = TASKS[config.task]
   sampled = {} if task.of_tokens else {"evaluation.sample_tokens": 0}
-  return {**ROWS.get(task.rows, {}), **sampled}
+  pairs = {"training.z_loss": 0.0, "data.text_feature": ""} if config.task == DPO else _DPO
+  return {**ROWS.get(task.rows, {}), **sampled, **pairs}
 
 
 def wrong(config: ConfigDict) -> Iterator[str]:

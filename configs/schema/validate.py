@@ -12,7 +12,7 @@ from input_pipeline.text.packing import ALGORITHMS
 from runtime.suggest import nearest
 from training.callbacks import CALLBACKS
 from training.metrics.sinks import SINKS
-from training.tasks import TASKS
+from training.tasks import DPO, TASKS
 
 MATMUL_PRECISIONS = ("default", "high", "highest")
 REMATERIALIZATIONS = ("none", "dots", "full")
@@ -34,7 +34,13 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   Raises:
     ValueError: with all that is wrong, a line each.
   """
-  wrong = [*_at_least(config), *_choices(config), *_tables(config), *_batch(config, sizes)]
+  wrong = [
+    *_at_least(config),
+    *_choices(config),
+    *_dpo(config),
+    *_tables(config),
+    *_batch(config, sizes),
+  ]
   wrong += [*_chunks(config, sizes), *_registered(config), *unused.wrong(config)]
   if config.processes.deadline_seconds >= config.processes.heartbeat_seconds:
     wrong.append(
@@ -158,6 +164,17 @@ def _schedule(config: ConfigDict) -> Iterator[str]:
     yield "optimizer.independent_weight_decay needs optimizer.learning_rate above 0"
 
 
+def _dpo(config: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with the keys of DPO."""
+  beta, smoothing = config.training.dpo_beta, config.training.dpo_label_smoothing
+  if not 0 < beta < math.inf:
+    yield f"training.dpo_beta={beta}: above 0"
+  if not 0 <= smoothing < 0.5:
+    yield f"training.dpo_label_smoothing={smoothing}: from 0 to below 0.5, which prefers neither"
+  if config.task == DPO and config.model.name == "mlp":
+    yield f"model.name={config.model.name!r}: {DPO} takes a transformer"
+
+
 def _choices(config: ConfigDict) -> list[str]:
   task = TASKS[config.task]
   choices = {
@@ -264,6 +281,11 @@ def _files(config: ConfigDict) -> Iterator[str]:
         f"--config=FILE:model=NAME,data={catalog.TEXT}"
       )
     return
+  if (config.task == DPO) != (data.name == catalog.PREFERENCES):
+    yield (
+      f"data.name={data.name!r} with the task {config.task}: preferences and {DPO} go together; "
+      f"choose --config=FILE:model=NAME,data={catalog.PREFERENCES}"
+    )
   yield from _conversations(data)
   yield from mixture_checks.wrong(data)
   if not data.files and not data.sources:
@@ -274,7 +296,11 @@ def _files(config: ConfigDict) -> Iterator[str]:
 
 def _conversations(data: ConfigDict) -> Iterator[str]:
   """Yields what is wrong with the keys of conversations."""
-  if data.name == catalog.CONVERSATIONS:
+  if data.name in catalog.RENDERED:
+    if data.name == catalog.PREFERENCES and data.packing != "none":
+      yield f"data.packing={data.packing!r}: a row of data={data.name} is one pair; take none"
+    if data.name == catalog.PREFERENCES and data.sources:
+      yield f"data.sources: data={data.name} is not mixed; name its files with data.files"
     if data.packing == "concatenate":
       yield "data.packing='concatenate': conversations are never split; take best_fit or none"
     sources = [source for source in data.sources if isinstance(source, Mapping)]

@@ -10,7 +10,9 @@ from etils import epath
 RANDOM_NORMAL = "random_normal"
 TEXT = "text"
 CONVERSATIONS = "conversations"
-OF_FILES = (TEXT, CONVERSATIONS)  # names of data that are read from the files that data.files names
+PREFERENCES = "preferences"
+RENDERED = (CONVERSATIONS, PREFERENCES)  # by a chat template
+OF_FILES = (TEXT, *RENDERED)  # names of data that are read from the files that data.files names
 
 
 @dataclasses.dataclass(frozen=True)

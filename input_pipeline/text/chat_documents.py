@@ -5,6 +5,7 @@ the rows are made of is decided when a split is opened: one without a trained to
 a row, is refused or left out (data.untrained_conversations, data.long_conversations).
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 from etils import epath
 
 from input_pipeline.bad_records import counted
-from input_pipeline.text import documents, items, shard_writer, tokenizer, worker
+from input_pipeline.sources import catalog
+from input_pipeline.text import documents, items, preferences, shard_writer, tokenizer, worker
 from input_pipeline.text.chat_template import ChatTemplate
 from input_pipeline.text.conversations import DROP, parse
 
@@ -45,6 +47,7 @@ def write(
   *,
   limit: int,
   facts: dict[str, Any],
+  pairs: bool = False,
   tick: Callable = worker.no_tick,
 ) -> None:
   """Writes conversations, in order, as a shard.
@@ -56,6 +59,7 @@ def write(
     template: its chat template.
     limit: data.max_bad_records: with more, the shard is given up.
     facts: what else shard.json says.
+    pairs: whether the records are preferences; then each document is a pair.
     tick: as of `worker.write_unit`.
 
   Raises:
@@ -66,7 +70,7 @@ def write(
   def fill(shard: shard_writer.ShardWriter) -> None:
     counts = np.zeros(3, np.int64)
     for record in read:
-      why = record.why or _add(shard, record.value, encoder, template, counts)
+      why = record.why or _add(shard, record.value, encoder, template, counts, pairs)
       if why:
         shard.add_bad(record, why)
         if shard.bad_count > limit:
@@ -80,16 +84,18 @@ def write(
   shard_writer.write_shard(folder, encoder.size, about, fill)
 
 
-def _add(shard, record, encoder, template, counts: np.ndarray) -> str:
+def _add(shard, record, encoder, template, counts: np.ndarray, pairs: bool) -> str:
   """Adds a record to the shard; returns why it is no conversation, "" where it is one."""
   try:
-    conversation = parse(record)
-    found = template.encode(conversation, encoder)
+    parsed = preferences.parse_pair(record) if pairs else parse(record)
+    found = (
+      preferences.encode(parsed, template, encoder) if pairs else template.encode(parsed, encoder)
+    )
   except (ValueError, RecursionError) as error:  # RecursionError: it is nested too deeply
     return str(error)
   if not len(found.tokens):
     return "the template writes nothing for it"
-  hashed = shard_writer.content_hash(conversation.content())
+  hashed = shard_writer.content_hash(parsed.content())
   shard.add(found.tokens, found.bytes, hashed, found.trained)
   counts += (1, len(found.tokens), len(found.text.encode()))
   return ""
@@ -115,6 +121,8 @@ def kept(prepared: Any, chosen: np.ndarray, data: Any, name: str) -> tuple[np.nd
   """
   index, T = prepared.documents.index[chosen], data.sequence_length
   untrained, slots = index["trained"] == 0, index["tokens"].astype(np.int64) - 1
+  if data.name == catalog.PREFERENCES:
+    slots = preferences.slots(index["tokens"])
   longer = (slots > T) & ~untrained
   report = {}
   for key, bad, what, fix in (
@@ -152,18 +160,20 @@ def line(prepared: Any, number: int) -> str:
   wanted = int(prepared.documents.index["hash"][number])
   try:
     for record in documents.read_records(unit):
-      if record.value is not None and _hash(record.value) == wanted:
+      if record.value is not None and wanted in _hashes(record.value):
         return record.where
   except (OSError, ValueError):  # the file is no longer what it was
     pass
   return prepared.documents.place(int(prepared.documents.first_record[number]))
 
 
-def _hash(record: Any) -> int:
-  try:
-    return shard_writer.content_hash(parse(record).content())
-  except (ValueError, RecursionError):
-    return -1
+def _hashes(record: Any) -> list[int]:
+  """Returns the hashes that a record may have in the store."""
+  found = []
+  for read in (parse, preferences.parse_pair):
+    with contextlib.suppress(ValueError, RecursionError):
+      found.append(shard_writer.content_hash(read(record).content()))
+  return found
 
 
 # ------------------------------ shown ------------------------------

@@ -84,14 +84,17 @@ def prepare(data: Any, spec: str, key: str = "data.files", tick: Callable = no_t
   encoder = tokenizer.load(tokenizer.resolve(data))
   found = text_files.find(spec, key)
   template, chat = None, None
-  if data.name == catalog.CONVERSATIONS:
+  if data.name in catalog.RENDERED:
     chat, feature = data.chat_template, ""
     template = chat_template.load(chat, encoder)
   else:
     feature = documents.choose_feature(found, data.text_feature)
+  pairs = data.name == catalog.PREFERENCES
   folder = folder_of(data, encoder, feature, template)
   units = documents.units(found)
-  task = worker.Task(folder, encoder.name, encoder.digest, feature, data.max_bad_records, chat)
+  task = worker.Task(
+    folder, encoder.name, encoder.digest, feature, data.max_bad_records, chat, pairs
+  )
   with writing_to(folder):
     fill(task, units, encoder, data.prepare_processes, tick)
   prepared = opened(folder, [unit.id for unit in units], encoder, spec, data.max_bad_records)
@@ -107,7 +110,9 @@ def folder_of(
   """Returns the folder of the shards of a tokenizer and a feature, or a chat template."""
   facts = [store.FORMAT, encoder.digest, feature]
   if template is not None:
-    facts, feature = [*facts, template.digest], catalog.CONVERSATIONS
+    facts, feature = [*facts, template.digest], data.name
+    if data.name != catalog.CONVERSATIONS:
+      facts.append(data.name)
   digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
   # No part of the tokenizer's path: a run's own copy of it finds the same shards.
   name = tokenizer.BYTES if encoder.name == tokenizer.BYTES else "tokens"

@@ -18,6 +18,7 @@ from input_pipeline.sources import catalog
 from input_pipeline.text import (
   chat_documents,
   packing,
+  preferences,
   preparation,
   store,
   tfds_documents,
@@ -130,7 +131,9 @@ def source_of(
   index = prepared.documents.index[chosen]
   slots = np.maximum(index["tokens"].astype(np.int64) + len(prefix) - 1, 0)
   may_split = not prepared.documents.masked
-  packed = packing.pack(slots, data.sequence_length, data.packing, seed, may_split=may_split)
+  pairs, T = data.name == catalog.PREFERENCES, data.sequence_length
+  row_slots = preferences.row_slots(T) if pairs else T
+  packed = packing.pack(slots, row_slots, data.packing, seed, may_split=may_split)
   if not len(packed):
     raise ValueError(f"{name} is empty: {len(index):,} documents with nothing to predict")
   packed = dataclasses.replace(packed, document=chosen[packed.document])
@@ -146,11 +149,11 @@ def source_of(
   size = int(index["bytes"].sum(dtype=np.int64))
   masked = prepared.documents.masked
   predicted = int(index["trained"].sum(dtype=np.int64)) if masked else int(slots.sum())
-  return Source(
+  source = Source(
     name=name,
     fingerprint=_fingerprint(prepared, index, data, seed),
     rows=len(packed),
-    fields=_fields(data.sequence_length),
+    fields=_fields(row_slots),
     read=skipping(reader.rows, bad.rows) if bad.rows else reader.rows,
     bad=bad,
     ids=encoder.size,
@@ -168,6 +171,11 @@ def source_of(
       **({"trained": predicted, **left_out} if masked else {}),
     },
   )
+  if not pairs:
+    return source
+  documents = packed.document[packed.starts[:-1]]  # a row is one
+  sides = preferences.slots(prepared.documents.index["tokens"][documents])
+  return preferences.divided(source, sides, T)
 
 
 def _prefix(encoder: tokenizer.Tokenizer, masked: bool, concatenated: bool) -> np.ndarray:

@@ -39,6 +39,7 @@ class Task:
     feature: the column or key with the text.
     limit: data.max_bad_records: with more, a unit is given up.
     chat_template: data.chat_template where the files hold conversations; None: they hold texts.
+    pairs: whether they hold pairs of conversations: preferences.
   """
 
   folder: epath.Path
@@ -47,6 +48,7 @@ class Task:
   feature: str
   limit: int
   chat_template: str | None = None
+  pairs: bool = False
 
 
 class TooManyBadError(ValueError):
@@ -89,7 +91,8 @@ def write_unit(
 
     template = chat_template.load(task.chat_template, encoder)
     records = documents.read_records(unit)
-    chat_documents.write(folder, records, encoder, template, facts={"files": unit.name}, **keys)
+    keys |= {"facts": {"files": unit.name}, "pairs": task.pairs}
+    chat_documents.write(folder, records, encoder, template, **keys)
     return
   facts = {"files": unit.name, "feature": task.feature}
   write(folder, documents.read(unit, task.feature), encoder, facts=facts, **keys)

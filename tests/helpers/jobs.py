@@ -48,7 +48,11 @@ SMALL = {
 def make_job(strategy: str, recipe: str, /, **overrides) -> Job:
   """Returns a prepared small job; `overrides` are dotted keys."""
   config = importlib.import_module(f"configs.{strategy}").get_config(recipe)
-  for key, value in {**SMALL[recipe], "compiler_options": FAST, **overrides}.items():
+  for key, value in {
+    **SMALL["lm" if "model=lm" in recipe else recipe],
+    "compiler_options": FAST,
+    **overrides,
+  }.items():
     config.update_from_flattened_dict({key: value})
   slices = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
   sizes = resolve_sizes(config.mesh, None, slices)

@@ -18,11 +18,13 @@ SUMS = {
   "causal_lm": {"loss": 6.0, "weight": 4.0},
   "classification": {"loss": 6.0, "weight": 4.0, "correct": 3.0},
   "regression": {"loss": 6.0, "weight": 4.0},
+  "dpo": {"loss": 6.0, "weight": 4.0, "reward_margin": 2.0},
 }
 METRICS = {
   "causal_lm": {"eval_loss": 1.5, "eval_bits_per_byte": 1.5 / math.log(2)},
   "classification": {"eval_loss": 1.5, "eval_accuracy": 0.75},
   "regression": {"eval_loss": 1.5},
+  "dpo": {"eval_loss": 1.5, "eval_reward_margin": 0.5},
 }
 
 

@@ -19,8 +19,9 @@ class Meter:
     self._rows = config.data.global_batch_size
     task = TASKS[config.task]
     self._unit = task.unit
-    self._per_step = self._rows * (config.data.sequence_length if task.of_tokens else 1)
-    flops = MODELS[config.model.name].train_flops_per_example(config) * self._rows
+    self._per_step = self._rows * (config.data.sequence_length if task.weighs_tokens else 1)
+    flops = MODELS[config.model.name].train_flops_per_example(config)
+    flops *= self._rows * task.sequences
     self._device = job.mesh.local_devices[0]
     peak = peak_flops(self._device)
     self._mfu_seconds = flops / (peak * job.mesh.size) if peak else None

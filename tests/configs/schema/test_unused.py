@@ -211,7 +211,7 @@ def test_every_key_is_read_or_listed(recipe):
   with job.tracing():
     jax.eval_shape(job.program.train_step, job.state, job.batch)
   listed = set(unused.MODELS.get(config.model.name, {}))
-  listed |= set(unused.ROWS[TASKS[config.task].rows]) | ELSEWHERE
+  listed |= set(unused.of_task(config)) | ELSEWHERE
   optimizer_keys = unused.OPTIMIZER_KEYS[config.optimizer.name]
   listed |= {f"optimizer.{key}" for key in ("beta_1", "beta_2", "epsilon", "momentum")}
   listed |= {"optimizer.weight_decay", "optimizer.independent_weight_decay"}

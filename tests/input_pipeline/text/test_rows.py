@@ -110,7 +110,7 @@ def loop(packed, inputs_of, targets_of, trained_of):
 
 
 def settings(name):
-  return ConfigDict({"packing": name, "sequence_length": T, "max_bad_records": 0})
+  return ConfigDict({"name": "text", "packing": name, "sequence_length": T, "max_bad_records": 0})
 
 
 @pytest.mark.parametrize("has_bos", [False, True])
