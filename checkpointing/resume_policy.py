@@ -79,6 +79,7 @@ CLASSES = {
   "lora.rs": ACCEPT,
   "lora.*": REFUSED,  # the adapters' shapes
   "optimizer.name": REFUSED,  # its state is of another kind
+  "optimizer.ema_decays": REFUSED,  # likewise
   "optimizer.learning_rate": ACCEPT,
   "optimizer.schedule": ACCEPT,
   "optimizer.warmup_steps": ACCEPT,  # resumes where warm-up is over: see below

@@ -38,6 +38,7 @@ NUMERICS = (
   "training/reference.py",  # of preferences
   "training/setup.py",  # precision, compiler options
   "training/splits.py",  # seeds and splits
+  "training/averages.py",
   "training/optimizer.py",
   "training/optimizer_groups.py",
   "training/optimizers",

@@ -304,6 +304,7 @@ def _upgraded_optimizer(keys: Mapping[str, Any]) -> dict[str, Any]:
     "decay": "linear",
     "independent_weight_decay": False,
     "groups": (),
+    "ema_decays": (),
     **keys,
   }
 

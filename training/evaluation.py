@@ -14,8 +14,10 @@ from input_pipeline.prefetch import Prefetcher
 from processes.coordination import current
 from processes.step_barrier import Lockstep
 from processes.watchdog import EVALUATION, SAVING, Watchdog
+from training import averages
 from training.metrics.writer import evaluated
 from training.setup import Job
+from training.state import State, merged
 from training.tasks import TASKS
 
 _READER = "prefetch of the evaluation"
@@ -43,6 +45,11 @@ class Evaluation:
   def line(self) -> dict[str, float]:
     """Returns its line in `metrics.jsonl`."""
     return {**self.metrics, "eval_examples": self.examples}
+
+  def beside(self, other: "Evaluation", name: str) -> "Evaluation":
+    """Returns this one, with the metrics of another one of the same examples under a name."""
+    more = {f"{metric}/{name}": value for metric, value in other.metrics.items()}
+    return dataclasses.replace(self, metrics=self.metrics | more)
 
   def compared(self, fingerprint: str) -> dict[str, Any]:
     """Returns what a checkpoint stores to be ranked: metrics, and the examples that they are over.
@@ -93,6 +100,24 @@ class Evaluator:
   watch: Watchdog
   lockstep: Lockstep
   progress: Callable[[int, int], None] | None = None
+
+  def of_state(self, state: State, **steps: int) -> Evaluation | None:
+    """Evaluates the parameters, then each average of them; arguments and result as of a call.
+
+    An average's metrics are named as the others with `/ema_0.999` behind, and rank no checkpoint.
+    """
+    found = self(state.params, state.variables, **steps)
+    program, placed = self.job.program, self.job.state_shardings.params
+    for decay in self.job.config.optimizer.ema_decays:
+      if found is None:
+        return None
+      average = state.optimizer.averages[averages.key(decay)]
+      # With other axis tables for the optimizer's state it is sharded otherwise.
+      average = jax.device_put(average, program.split(placed)[0])
+      params = merged(average, program.split(state.params)[1])
+      other = self(params, state.variables, **steps)
+      found = found and other and found.beside(other, f"ema_{decay:g}")
+    return found
 
   def __call__(
     self, params: Any, variables: Any = None, *, steps: int = 0, ranking_steps: int = 0

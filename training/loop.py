@@ -322,9 +322,8 @@ class Run:
     """
     keys = self._config.evaluation
     with self._meter.paused(), self._goodput.within("evaluation"):
-      found = self._evaluator(
-        self.state.params,
-        self.state.variables,
+      found = self._evaluator.of_state(
+        self.state,
         steps=keys.final_steps if self._last() else keys.steps,
         ranking_steps=keys.steps if keys.every_steps else 0,
       )

@@ -19,7 +19,7 @@ from partitioning.parallel.whole_matrices import Group
 from partitioning.rules import named_leaves
 from runtime.extensions import Table
 from runtime.suggest import nearest
-from training import optimizer_groups
+from training import averages, optimizer_groups
 from training.optimizers import muon
 from training.optimizers.hidden_matrices import VECTORS, HiddenMatrices, UnfitError
 from training.schedules import learning_rate_schedule
@@ -112,8 +112,11 @@ def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformat
     ValueError: an unknown optimizer or argument, or an optimizer that the step cannot use.
   """
   if config.optimizer.groups:
-    return optimizer_groups.grouped(config, params, _of_one_name)
-  return _of_one_name(config, params)
+    optimizer = optimizer_groups.grouped(config, params, _of_one_name)
+  else:
+    optimizer = _of_one_name(config, params)
+  decays = config.optimizer.ema_decays
+  return averages.averaged(optimizer, decays) if decays else optimizer
 
 
 def _of_one_name(

@@ -27,6 +27,7 @@ SGD = {
   "optimizer.name": "sgd",
   "optimizer.arguments": "",
   "optimizer.groups": (),
+  "optimizer.ema_decays": (),
   "optimizer.learning_rate": 0.05,
   "optimizer.warmup_steps": 0,
   "optimizer.warmup_tokens": 0,

@@ -19,8 +19,15 @@ from partitioning.rules import named_leaves
 from processes.workdir_lease import Ownership
 from runtime import free_space
 from runtime.provenance import versions
+from training import (
+  averages,
+  base_parameters,
+  record_schema,
+  run_tokenizer,
+  splits,
+  workdir_files,
+)
 from training import bad_steps as rollback
-from training import base_parameters, record_schema, run_tokenizer, splits, workdir_files
 from training.base_parameters import Base
 from training.setup import Job
 from training.state import State, merged, split
@@ -294,6 +301,8 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
     ValueError: no such checkpoint, or one of another model; or its base is missing or another.
   """
   if hf_folder.is_model(location):
+    if decay := job.config.evaluation.ema_decay:
+      raise ValueError(f"evaluation.ema_decay={decay:g}: {location} is a model without averages")
     state, _, _ = _with_parameters_of(job, location)
     return 0, state.params, state.variables
   folder, step = restore.parse_location(location)
@@ -320,7 +329,37 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
     together=together,
   )
   params, _ = base_parameters.completed(job, tree[restore.PARAMETERS], base, str(folder))
+  if decay := job.config.evaluation.ema_decay:
+    average = _average(job, folder / str(step), decay)
+    params = merged(average, job.program.split(params)[1])
   return step, params, tree[restore.VARIABLES]
+
+
+def _average(job: Job, path: epath.Path, decay: float) -> dict[str, Any]:
+  """Returns an average of the trained parameters, from a step's folder, placed as the parameters.
+
+  Raises:
+    ValueError: the step has no average with this decay; with those that it has.
+  """
+  branch, prefix = "optimizer", f"optimizer/{averages.FIELD}/"
+  stored = [name.removeprefix(prefix) for name in restore.stored_arrays(path) if prefix in name]
+  there = sorted({name.partition("/")[0] for name in stored})
+  key = averages.key(decay)
+  if key not in there:
+    known = ", ".join(one.replace("_", ".") for one in there)
+    known = known or "none (optimizer.ema_decays was not set)"
+    raise ValueError(f"evaluation.ema_decay={decay:g}: {path} has no such average; it has {known}")
+  wanted, _ = job.program.split(job.placed_state.params)
+  tree = {branch: {averages.FIELD: {key: wanted}}}
+  found = restore.read_arrays(
+    path,
+    tree,
+    branches=(branch,),
+    verify=job.config.checkpoint.verify,
+    together=base_parameters.together(job),
+    compared=True,
+  )
+  return found[branch][averages.FIELD][key]
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from runtime.suggest import nearest
 EXAMPLE = '({"parameters": "embed/*", "learning_rate": 1e-3, "weight_decay": 0.0},)'
 # Keys of `optimizer` that a group may have for itself; schedule and clipping are the same for all.
 SHARED = (
-  *("groups", "clip_norm", "schedule", "final_fraction"),
+  *("groups", "ema_decays", "clip_norm", "schedule", "final_fraction"),
   *("warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens", "decay"),
 )
 

@@ -205,6 +205,8 @@ def _optimizer(**keys) -> dict:
     # Parts of the parameters with an optimizer, learning rate or decay of their own, the first that
     # matches: ({"parameters": "embed/*", "learning_rate": 1e-3, "weight_decay": 0.0},)
     "groups": (),
+    # Exponential moving averages of the parameters, one for each decay: (0.999, 0.9999)
+    "ema_decays": (),
     "clip_norm": 1.0,  # of the global gradient norm; 0: off
   }
   return {**common, **keys}
@@ -215,6 +217,9 @@ def _evaluation(**keys) -> dict:
     "every_steps": 0,  # periodic evaluation, besides the final one; 0: off
     "steps": 0,  # batches of a periodic evaluation; 0: the whole split
     "final_steps": 0,  # batches of the final evaluation and of `evaluate`; 0: the whole split
+    # evaluate, sample and export read the average with this decay, of optimizer.ema_decays; 0: the
+    # parameters themselves
+    "ema_decay": 0.0,
     "sample_tokens": 0,  # tokens sampled at the end of training (text); 0: off
   }
   return {**common, **keys}

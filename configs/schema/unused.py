@@ -10,7 +10,7 @@ from training.tasks import DPO, TASKS
 
 # Keys of `optimizer` that every optimizer uses.
 _GENERAL = (
-  *("name", "arguments", "learning_rate", "groups", "clip_norm"),
+  *("name", "arguments", "learning_rate", "groups", "clip_norm", "ema_decays"),
   *("schedule", "final_fraction", "warmup_steps", "warmup_tokens"),
   *("decay_steps", "decay_tokens", "decay"),
 )

@@ -91,6 +91,7 @@ LEAST = {
   "optimizer.weight_decay": 0,
   "optimizer.clip_norm": 0,
   "metrics.every_steps": 1,
+  "evaluation.ema_decay": 0,
   "evaluation.every_steps": 0,
   "evaluation.steps": 0,
   "evaluation.final_steps": 0,
@@ -129,7 +130,16 @@ def _at_least(config: ConfigDict) -> list[str]:
   wrong.extend(f"{name}={value}: at least 1" for name, value in positive if value < 1)
   if config.seed >= 2**32:
     wrong.append(f"seed={config.seed}: below 2**32")
-  return [*wrong, *_schedule(config), *group_checks.wrong(config.optimizer)]
+  return [*wrong, *_schedule(config), *_averages(config), *group_checks.wrong(config.optimizer)]
+
+
+def _averages(config: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with the decays of averages of the parameters."""
+  decays = config.optimizer.ema_decays
+  if wrong := [one for one in decays if not (isinstance(one, float) and 0 < one < 1)]:
+    yield f"optimizer.ema_decays: {wrong[0]!r} is not between 0 and 1, such as (0.999,)"
+  elif len({*decays}) < len(decays):
+    yield f"optimizer.ema_decays={decays}: each may be there once"
 
 
 def _schedule(config: ConfigDict) -> Iterator[str]:
