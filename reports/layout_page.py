@@ -20,6 +20,7 @@ from partitioning.shardings import bytes_per_device, shape_text, size_text, spec
 from reports import drawings
 from reports.grid import Sheet
 from reports.html import render
+from reports.layout_text import matrix_lines
 from training.setup import Job
 
 
@@ -126,6 +127,7 @@ def html(
     totals=_totals(sides),
     platform=job.devices.platform,
     costs=[_costs_of(side, sides) for side in sides],
+    matrices={side.title: matrix_lines(side.job) for side in sides},
     **{name: arrays.section(name) for name in ("parameters", "batch", "optimizer")},
   )
 

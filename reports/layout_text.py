@@ -130,7 +130,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     if ways := ways_text(every, job.mesh):
       lines += ["the devices that hold each block, a drawing per sharding:", "", ways, ""]
     lines += ["activations, in the order of the forward pass:", *_activation_lines(job), ""]
-    if matrices := _matrix_lines(job):
+    if matrices := matrix_lines(job):
+      matrices = [f"  {line}" for line in matrices]
       lines += ["matrices that Muon brings whole to devices, and back:", *matrices, ""]
   lines.append(
     f"{count:,} parameters; with optimizer state {shardings.size_text(per_device)} per device, "
@@ -139,7 +140,7 @@ def job_text(job: Job, *, whole: bool = True) -> str:
   return "\n".join(lines)
 
 
-def _matrix_lines(job: Job) -> list[str]:
+def matrix_lines(job: Job) -> list[str]:
   """Returns a line for each group of matrices that an update orthogonalizes."""
   trained = job.program.split(job.program.params)[0]
   lines = []
@@ -151,7 +152,7 @@ def _matrix_lines(job: Job) -> list[str]:
       if axes
     ]
     lines.append(
-      f"  {group.count} of {rows} x {columns}, {group.each} per device"
+      f"{group.count} of {rows} x {columns}, {group.each} per device"
       f"{''.join(f', {move}' for move in moves)}: {', '.join(group.names)}"
     )
   return lines

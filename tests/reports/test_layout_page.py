@@ -278,3 +278,13 @@ def test_an_array_that_one_layout_does_not_have(monkeypatch):
     assert row[5].split("\n")[line] == "not there"
     assert row[5].split("\n")[1 - line] != "not there"
     assert [cells[0] for cells in read.rows if cells[0].startswith("≠")] == [row[0]]
+
+
+def test_the_matrices_of_muon_are_listed_where_there_are_any(monkeypatch):
+  monkeypatch.setattr(layout_page, "_costs", lambda job: [])
+  muon = make_job("dp4_tp2", "mlp", **{"optimizer.name": "muon"})
+  read = layout_page.html(muon, make_job("dp4_tp2", "mlp"))
+  assert read.count("<h2>Matrices that Muon brings whole to devices, and back</h2>") == 1
+  line = "2 of 40 x 56, 1 per device, exchanged along tensor: layer_2/kernel, layer_3/kernel"
+  assert read.count(line) == 1
+  assert "Muon" not in layout_page.html(make_job("dp4_tp2", "mlp"))
