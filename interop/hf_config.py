@@ -49,9 +49,13 @@ KEYS = (*SIZES, *NEUTRAL)
 # Those that determine which parameters there are, and their shapes.
 SHAPES = (
   *("layers", "model_size", "feedforward_size", "heads", "kv_heads", "head_size"),
-  *("vocabulary_size", "positions", "norm", "post_norms", "query_key_norm", "biases", "gated"),
-  "tied_embeddings",
+  *("vocabulary_size", "positions", "max_positions", "norm", "pre_norms", "post_norms", "biases"),
+  *("query_key_norm", "query_key_norm_across_heads", "gated", "tied_embeddings"),
 )
+
+# model_type of a model with images -> (the key with its decoder's config, that one's model_type).
+TEXT_PARTS = {"gemma3": ("text_config", "gemma3_text")}
+_OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype")
 
 Theirs = Mapping[str, Any]  # of a config.json, missing keys filled in
 Ours = Mapping[str, Any]  # of config.model
@@ -124,6 +128,7 @@ def read(theirs: Any, where: str, families: Mapping[str, Family] | None = None) 
   families = _all() if families is None else families
   if not isinstance(theirs, Mapping):
     raise ValueError(f"{where} holds a {type(theirs).__name__}, not a JSON object")
+  theirs = text_part(theirs)
   model_type = theirs.get("model_type")
   if model_type not in families:
     raise ValueError(_unknown_type(where, theirs, families))
@@ -156,6 +161,16 @@ def read(theirs: Any, where: str, families: Mapping[str, Family] | None = None) 
     lines = "\n".join(f"  {line}" for line in dict.fromkeys(wrong))
     raise ValueError(f"{where} describes a model that cannot be built:\n{lines}")
   return Described(model_type, model, positions)
+
+
+def text_part(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns the config.json of the decoder in a model that also sees; of others, the same."""
+  found = TEXT_PARTS.get(str(theirs.get("model_type")))
+  if found is None or not isinstance(theirs.get(found[0]), Mapping):
+    return theirs
+  key, model_type = found
+  outer = {name: theirs[name] for name in (*_OUTER, *ONLY) if name in theirs}
+  return {**outer, **theirs[key], "model_type": model_type}
 
 
 def write(
@@ -254,8 +269,9 @@ def _unknown_type(where: str, theirs: Theirs, families: Mapping[str, Family]) ->
   model_type = theirs.get("model_type")
   if model_type is None:
     return f"{where} has no model_type, so it is not the config.json of a model"
-  near = nearest(str(model_type), families)
-  return f"{where}: unknown model_type {model_type!r}; known are {', '.join(families)}{near}"
+  near = nearest(str(model_type), [*families, *TEXT_PARTS])
+  known = ", ".join([*families, *TEXT_PARTS])
+  return f"{where}: unknown model_type {model_type!r}; known are {known}{near}"
 
 
 def _all() -> Mapping[str, Family]:

@@ -65,10 +65,8 @@ GEMMA_2 = {
 GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "gelu": "gelu", "gelu_new": "gelu"}
 GEMMA_ACTIVATION = parts.choice("hidden_activation", "activation", parts.ACTIVATIONS)
 GEMMA_3_ROPE = rope_by_layer(1_000_000.0, 10_000.0)
-SOFT_CAPS = (
-  parts.optional("attn_logit_softcapping", "attention_soft_cap"),
-  parts.optional("final_logit_softcapping", "logits_soft_cap"),
-)
+ATTENTION_SOFT_CAP = parts.optional("attn_logit_softcapping", "attention_soft_cap")
+LOGITS_SOFT_CAP = parts.optional("final_logit_softcapping", "logits_soft_cap")
 
 
 GPT_2_PARTS = (
@@ -148,7 +146,8 @@ FAMILIES: dict[str, Family] = {
       GEMMA_ACTIVATION,
       parts.BIASES,
       parts.GEMMA_2_WINDOW,
-      *SOFT_CAPS,
+      ATTENTION_SOFT_CAP,
+      LOGITS_SOFT_CAP,
       rope(),
     ),
     {**GEMMA_2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -163,7 +162,7 @@ FAMILIES: dict[str, Family] = {
       GEMMA_ACTIVATION,
       parts.BIASES,
       parts.GEMMA_3_WINDOW,
-      *SOFT_CAPS,
+      LOGITS_SOFT_CAP,
       rope_by_layer(1_000_000.0, 10_000.0),
     ),
     {
@@ -172,6 +171,13 @@ FAMILIES: dict[str, Family] = {
       "max_position_embeddings": 131_072,
     },
     fixed={**GEMMA_FIXED, "post_norms": True, "query_key_norm": True},
+    only={
+      "attn_logit_softcapping": (
+        (None,),
+        "transformers does not apply it in this family, so the model's own logits are not known; "
+        "set it to null for those of transformers",
+      ),
+    },
     ignored=("hidden_act", "cache_implementation"),
   ),
   "gpt2": Family(

@@ -135,6 +135,13 @@ def _listed(folder: pathlib.Path) -> str:
   return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "") or "nothing"
 
 
+def decoder_config(content: bytes) -> bytes:
+  """Returns the content of a config.json; of a model with images, that of its decoder."""
+  theirs = files.parse_json(content)
+  inner = hf_config.text_part(theirs)
+  return content if inner is theirs else f"{files.json_text(inner, indent=2)}\n".encode()
+
+
 # ------------------------------ weights ------------------------------
 
 

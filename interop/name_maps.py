@@ -31,12 +31,14 @@ class Names:
   Attributes:
     rows: tensor name -> (dims, our parameter, or several of a fused tensor).
     prefix: of all names but the logits'; a folder may leave it out everywhere.
+    inner: beginnings of names in the folder of a model of which this is a part -> what they are.
     unused: patterns of tensors without parameters: buffers that the code computes itself.
     tied: (the logits' tensor, the embedding's): the first may be stored although it is the second.
   """
 
   rows: Mapping[str, Row]
   prefix: str = "model."
+  inner: Mapping[str, str] = dataclasses.field(default_factory=dict)
   unused: tuple[str, ...] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
   tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
 
@@ -220,7 +222,10 @@ def match(
 
 
 def full_name(name: str, stored: Iterable[str], names: Names) -> str:
-  """Returns a tensor's name with the prefix that a folder may leave out everywhere."""
+  """Returns a tensor's name as the table has it."""
+  for theirs, ours in names.inner.items():
+    if name.startswith(theirs):
+      return ours + name.removeprefix(theirs)
   logits, embedding = names.tied
   bare = embedding.removeprefix(names.prefix) in stored and embedding not in stored
   return names.prefix + name if bare and name != logits else name
@@ -275,6 +280,20 @@ FUSED: dict[str, Row] = {
 }
 LLAMA = Names({**ENDS, **NORMS, **ATTENTION, **MLP})
 GEMMA_2 = Names({**ENDS, **FOUR_NORMS, **ATTENTION, **MLP})
+# Also the decoder of a folder with images, as transformers 4 and 5 write it.
+GEMMA_3 = dataclasses.replace(
+  GEMMA_2,
+  inner={
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+  },
+  unused=(
+    *GEMMA_2.unused,
+    *("vision_tower.*", "model.vision_tower.*"),
+    *("multi_modal_projector.*", "model.multi_modal_projector.*"),
+  ),
+)
 
 GPT_2_LAYER = "transformer.h.{}."
 # Its kernels are stored as they multiply, [in, out].
@@ -317,7 +336,7 @@ FAMILIES: dict[str, Names] = {
   "qwen3": LLAMA,
   "gemma": LLAMA,
   "gemma2": GEMMA_2,
-  "gemma3_text": GEMMA_2,
+  "gemma3_text": GEMMA_3,
   "gpt2": GPT_2,
   "phi3": Names({**ENDS, **NORMS, **FUSED}),
 }

@@ -40,6 +40,7 @@ def contents(config: ConfigDict) -> dict[str, bytes]:
     for name in (hf_folder.CONFIG, hf_folder.GENERATION):
       if name not in found and (folder / name).exists():
         found[name] = tokenizer.read(folder / name)
+    found[hf_folder.CONFIG] = hf_folder.decoder_config(found[hf_folder.CONFIG])
   return found
 
 

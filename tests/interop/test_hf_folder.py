@@ -151,3 +151,11 @@ def test_what_the_hub_says_is_passed_on_with_the_way_round(monkeypatch):
   said = refusal(local, "hf://owner/name", KEY)
   assert "cannot be read from the Hugging Face Hub (ConnectionError: no route to host)" in said
   assert f"`hf download owner/name --local-dir FOLDER`, and set {KEY}=FOLDER" in said
+
+
+def test_a_run_keeps_the_config_of_the_decoder():
+  inner = {**folders.config_of("gemma3")}
+  outer = {"model_type": "gemma3", "text_config": inner, "vision_config": {}}
+  kept = hf_folder.decoder_config(json.dumps(outer).encode())
+  assert json.loads(kept) == inner
+  assert hf_folder.decoder_config(content := json.dumps(inner).encode()) is content

@@ -67,6 +67,19 @@ def test_logits_that_are_stored_beside_a_tied_embedding_are_a_copy():
   assert matched("gpt2", shapes_of("gpt2"))[0].copies == ""
 
 
+@pytest.mark.parametrize("beginning", ["language_model.model.", "model.language_model."])
+def test_the_decoder_of_a_folder_with_images(beginning):
+  names = [(name, beginning + name.removeprefix("model.")) for name in stored("gemma3")]
+  shapes = {theirs: stored("gemma3")[name].shape for name, theirs in names}
+  vision = beginning.replace("language_model.model.", "").replace("language_model.", "")
+  shapes |= {f"{vision}vision_tower.weight": (2, 2), f"{vision}multi_modal_projector.a": (2,)}
+  found, wrong = matched("gemma3", shapes)
+  assert not wrong
+  assert {theirs: tensor.name for theirs, tensor in found.tensors.items()} == {
+    theirs: name for name, theirs in names
+  }
+
+
 def test_a_folder_may_leave_the_prefix_out():
   shapes = {name.removeprefix("transformer."): x for name, x in shapes_of("gpt2").items()}
   found, wrong = matched("gpt2", shapes)
