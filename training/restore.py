@@ -281,9 +281,7 @@ def _with_parameters_of(job: Job, where: str) -> tuple[State, epath.PathLike, in
   """Returns the initial state with these parameters, their folder and step; see `initialized`."""
   wanted, adapters = named_leaves(job.placed_state.params), base_parameters.adapters(job)
   folder, step, arrays = base_parameters.read(job, where, wanted, optional=adapters)
-  state = job.initial_state(only=wanted.keys() - arrays.keys())
-  params = merged(state.params, naming.nested(arrays))
-  return dataclasses.replace(state, params=params), folder, step
+  return job.initial_state(naming.nested(arrays)), folder, step
 
 
 def model_state(job: Job, location: str) -> tuple[int, Any, Any]:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,10 +17,10 @@ from partitioning import shardings
 from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.dims import Legend, Table
 from partitioning.mesh import make_mesh
-from partitioning.rules import Placement
+from partitioning.rules import Placement, named_leaves
 from partitioning.verdict import TABLES, Layout, check_layout
 from runtime.devices import Devices, memory_bytes
-from training.state import State, split
+from training.state import State, merged, split
 from training.step import Program, abstract_batch, make_program
 from training.tasks import TASKS
 
@@ -94,18 +94,21 @@ class Job:
     ):
       yield
 
-  def initial_state(self, only: Collection[str] | None = None) -> State:
+  def initial_state(self, given: Any = None) -> State:
     """Returns the initial state, drawn on its devices, and checked against its specs.
 
     Args:
-      only: names of the parameters that are drawn, if not all; the state has only these, unchecked.
+      given: nested dict of placed parameters that come from elsewhere; the others are drawn.
 
     Raises:
       LayoutError: a leaf is not sharded as its spec says.
     """
-    state = self.compile_init(only).function(jax.random.key(self.config.seed))
-    if only is None:
-      self.check_placed(state)
+    key = jax.random.key(self.config.seed)
+    more = () if given is None else (given,)
+    state = self.compile_init(*more).function(key, *more)
+    if given is not None:
+      state = dataclasses.replace(state, params=merged(state.params, given))
+    self.check_placed(state)
     return state
 
   def check_placed(self, state: State) -> None:
@@ -142,17 +145,17 @@ class Job:
       )
     return Compiled(compiled, time.monotonic() - began)
 
-  def compile_init(self, only: Collection[str] | None = None) -> "Compiled":
-    """Compiles `key -> state`; `only` names the parameters that are drawn, if not all."""
+  def compile_init(self, *given: Any) -> "Compiled":
+    """Compiles `key -> state`, or with parameters `(key, given) -> state without them`."""
     key = jax.random.key(self.config.seed)
     # It runs once. On CPUs, LLVM at its default level takes four times as long to compile it,
     # longer than the train step.
     options = {"xla_backend_optimization_level": "1"} if self.devices.platform == "cpu" else None
-    placed, init = self.state_shardings, self.program.init
-    if only is not None:
-      placed = dataclasses.replace(placed, params=split(placed.params, only.__contains__)[0])
-      init = functools.wraps(init)(functools.partial(init, only=only))
-    return self.compile(init, key, options=options, out_shardings=placed)
+    placed = self.state_shardings
+    if given:
+      _, drawn = split(placed.params, frozenset(named_leaves(given[0])).__contains__)
+      placed = dataclasses.replace(placed, params=drawn)
+    return self.compile(self.program.init, key, *given, options=options, out_shardings=placed)
 
   def compile_train_step(self) -> "Compiled":
     """Compiles `(state, batch) -> (state, metrics)`; the state that it is given is donated."""

@@ -1,7 +1,7 @@
 """The train step: `(state, batch) -> (state, metrics)`, pure: loss, gradients, update."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,19 +46,21 @@ class Program:
   param_specs: Any = None
   norm_specs: Any = None
 
-  def init(self, key: jax.Array, only: Collection[str] | None = None) -> State:
+  def init(self, key: jax.Array, given: Any = None) -> State:
     """Returns the initial state. Jit it: drawn eagerly, parameters differ in their last bits.
 
     Args:
       key: draws the parameters.
-      only: names of the parameters that are returned, if not all.
+      given: nested dict of parameters that come from elsewhere, which some optimizers remember; the
+        state is returned without them. None: all are drawn.
     """
     model = MODELS[self.config.model.name].build(self.config, rngs=nnx.Rngs(params=key))
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    state = self._first(self.frozen_cast(params), variables_of(model))
-    if only is None:
-      return state
-    return dataclasses.replace(state, params=split(state.params, only.__contains__)[0])
+    params = self.frozen_cast(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    if given is None:
+      return self._first(params, variables_of(model))
+    _, drawn = split(params, frozenset(named_leaves(given)).__contains__)
+    state = self._first(merged(given, drawn), variables_of(model))
+    return dataclasses.replace(state, params=drawn)
 
   def abstract_state(self) -> State:
     """Returns the shapes and dtypes of the initial state."""

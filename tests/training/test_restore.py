@@ -74,7 +74,8 @@ def folder_job(name="llama", **more):
 
 def test_a_folders_parameters_are_read_and_none_are_drawn(tmp_path):
   job, wanted = folder_job(), folders.read_with_numpy("llama")
-  programs = [job.compile_init(only).function.as_text() for only in (None, ())]
+  programs = [job.compile_init(*given) for given in ((), (job.placed_state.params,))]
+  programs = [compiled.function.as_text() for compiled in programs]
   assert [" xor(" in text for text in programs] == [True, False]  # as random numbers are made
   base_parameters.check_model_folder(job, tmp_path)
   state, origin, base = restore.first_state(job)
@@ -85,6 +86,26 @@ def test_a_folders_parameters_are_read_and_none_are_drawn(tmp_path):
   for name, array in wanted.items():
     np.testing.assert_array_equal(named_leaves(state.params)[name], array.astype(np.float32))
   assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(state.optimizer))
+
+
+@pytest.mark.parametrize(
+  ("keys", "state"),
+  [
+    ({"optimizer.name": "contrib.dog"}, "init_params"),
+    ({"optimizer.ema_decays": (0.9,)}, "averages"),
+  ],
+)
+def test_what_an_optimizer_remembers_of_the_first_parameters_is_of_those_read(keys, state):
+  found, _, _ = restore.first_state(folder_job(**keys))
+  table = np.asarray(found.params["embed"]["table"])
+  copies = [
+    np.asarray(leaf)
+    for name, leaf in named_leaves(found.optimizer).items()
+    if state in name and name.endswith("embed/table")
+  ]
+  assert copies
+  for copy in copies:
+    np.testing.assert_array_equal(copy, table)
 
 
 def test_adapters_are_drawn_beside_the_parameters_of_a_folder():
