@@ -301,6 +301,11 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
   if hf_folder.is_model(location):
     if decay := job.config.evaluation.ema_decay:
       raise ValueError(f"evaluation.ema_decay={decay:g}: {location} is a model without averages")
+    wanted = named_leaves(job.placed_state.params)
+    optional = base_parameters.adapters(job)
+    _, _, arrays = base_parameters.read(job, location, wanted, optional=optional)
+    if arrays.keys() == wanted.keys() and not job.state.variables:
+      return 0, naming.nested(arrays), {}  # without the optimizer's state, twice as large
     state, _, _ = _with_parameters_of(job, location)
     return 0, state.params, state.variables
   folder, step = restore.parse_location(location)
