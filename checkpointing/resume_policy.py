@@ -97,6 +97,9 @@ CLASSES = {
   "optimizer.weight_decay": ACCEPT,
   "optimizer.independent_weight_decay": ACCEPT,
   "optimizer.clip_norm": ACCEPT,
+  "optimizer.clip_groups": ACCEPT,
+  "optimizer.clip_quantile": ACCEPT,  # unless it is turned on or off, which changes the state
+  "optimizer.clip_window": REFUSED,
   "compiler_options": ACCEPT,  # may allow less precision
   "versions.*": ACCEPT,  # of the record: the code's and the libraries'
 }

@@ -304,6 +304,9 @@ def _upgraded_optimizer(keys: Mapping[str, Any]) -> dict[str, Any]:
     "decay": "linear",
     "independent_weight_decay": False,
     "groups": (),
+    "clip_groups": False,
+    "clip_quantile": 0.0,
+    "clip_window": 50,
     "ema_decays": (),
     **keys,
   }

@@ -19,7 +19,7 @@ from partitioning.parallel.whole_matrices import Group
 from partitioning.rules import named_leaves
 from runtime.extensions import Table
 from runtime.suggest import nearest
-from training import averages, optimizer_groups
+from training import averages, clipping, optimizer_groups
 from training.optimizers import muon
 from training.optimizers.hidden_matrices import VECTORS, HiddenMatrices, UnfitError
 from training.schedules import learning_rate_schedule
@@ -102,7 +102,7 @@ REFUSED = {
 
 
 def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformation:
-  """Returns the config's optimizer, without clipping, which the step does itself.
+  """Returns the config's optimizer; clipping by the norm of all gradients is the step's.
 
   Args:
     config: finalized.
@@ -114,7 +114,7 @@ def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformat
   if config.optimizer.groups:
     optimizer = optimizer_groups.grouped(config, params, _of_one_name)
   else:
-    optimizer = _of_one_name(config, params)
+    optimizer = clipping.clipped(config, _of_one_name(config, params))
   decays = config.optimizer.ema_decays
   return averages.averaged(optimizer, decays) if decays else optimizer
 

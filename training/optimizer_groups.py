@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from partitioning.rules import named_leaves
 from runtime.suggest import most_similar
+from training import clipping
 from training.state import split
 
 PARAMETERS = "parameters"  # the key of a group that is no key of `optimizer`
@@ -41,18 +42,23 @@ def grouped(config: ConfigDict, params: Any, make: Make) -> optax.GradientTransf
   transforms = {}
   for label, group, part in _parts(groups, params, labels):
     try:
-      transforms[label] = make(of_group(config, group), part, "weight_decay" in group)
+      own = of_group(config, group)
+      transforms[label] = make(own, part, "weight_decay" in group)
     except ValueError as error:
       if label == _REST:
         raise
       raise ValueError(f"optimizer.groups, group {int(label) + 1}: {error}") from error
+
+    if config.optimizer.clip_groups:
+      transforms[label] = clipping.clipped(own, transforms[label])
 
   def labelled(tree: Any) -> Any:
     return jax.tree.unflatten(
       jax.tree.structure(tree), [labels[name] for name in named_leaves(tree)]
     )
 
-  return optax.partition(transforms, labelled)
+  optimizer = optax.partition(transforms, labelled)
+  return optimizer if config.optimizer.clip_groups else clipping.clipped(config, optimizer)
 
 
 def parts(config: ConfigDict, params: Any) -> list[tuple[ConfigDict, Any]]:

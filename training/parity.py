@@ -27,6 +27,8 @@ SGD = {
   "optimizer.name": "sgd",
   "optimizer.arguments": "",
   "optimizer.groups": (),
+  "optimizer.clip_groups": False,
+  "optimizer.clip_quantile": 0.0,
   "optimizer.ema_decays": (),
   "optimizer.learning_rate": 0.05,
   "optimizer.warmup_steps": 0,

@@ -14,6 +14,7 @@ from models import MODELS, check_network
 from models.losses import Batch, Sums
 from partitioning.dims import Legend
 from partitioning.rules import named_leaves
+from training import clipping
 from training.optimizer import make_optimizer
 from training.schedules import learning_rate_schedule
 from training.state import State, merged, split, trainable
@@ -167,7 +168,7 @@ class Program:
       state.params, batch, key, state.variables
     )
     norm = inverse_weight * self.norm(raw)
-    clip = self.config.optimizer.clip_norm
+    clip = clipping.of_step(self.config)
     scale = inverse_weight * clip / jnp.maximum(norm, clip) if clip else inverse_weight
     params, optimizer, rate = self.updated(state, _scaled(raw, scale))
     own = {n: x for n, x in means.items() if n not in TASKS[self.config.task].sums}

@@ -9,9 +9,10 @@ from configs.schema import unused
 from runtime.suggest import nearest
 
 EXAMPLE = '({"parameters": "embed/*", "learning_rate": 1e-3, "weight_decay": 0.0},)'
-# Keys of `optimizer` that a group may have for itself; schedule and clipping are the same for all.
+# Keys of `optimizer` that a group may not have for itself.
 SHARED = (
-  *("groups", "ema_decays", "clip_norm", "schedule", "final_fraction"),
+  *("groups", "ema_decays", "schedule", "final_fraction"),
+  *("clip_groups", "clip_quantile", "clip_window"),
   *("warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens", "decay"),
 )
 
@@ -44,7 +45,9 @@ def _group(optimizer: ConfigDict, group: Mapping[str, Any], where: str) -> Itera
       yield f"{where}: {key}={value!r} is no {type(optimizer[key]).__name__}"
     elif key in ("learning_rate", "weight_decay") and value < 0:
       yield f"{where}: {key}={value}: at least 0"
-    elif key not in ("name", "arguments", "learning_rate", *used):
+    elif key == "clip_norm" and not (optimizer.clip_groups and value >= 0):
+      yield f"{where}: clip_norm={value}: at least 0, and with optimizer.clip_groups=true only"
+    elif key not in ("name", "arguments", "learning_rate", "clip_norm", *used):
       name = group.get("name", optimizer.name)
       yield f"{where}: {key}={value!r}: {name} does not use it; it uses {', '.join(used)}"
   if not own:

@@ -208,6 +208,10 @@ def _optimizer(**keys) -> dict:
     # Exponential moving averages of the parameters, one for each decay: (0.999, 0.9999)
     "ema_decays": (),
     "clip_norm": 1.0,  # of the global gradient norm; 0: off
+    "clip_groups": False,  # each of groups by the norm of its own gradients
+    # Instead of clip_norm: clip to this quantile of the last clip_window norms; 0: off
+    "clip_quantile": 0.0,
+    "clip_window": 50,  # steps
   }
   return {**common, **keys}
 

@@ -10,7 +10,8 @@ from training.tasks import DPO, TASKS
 
 # Keys of `optimizer` that every optimizer uses.
 _GENERAL = (
-  *("name", "arguments", "learning_rate", "groups", "clip_norm", "ema_decays"),
+  *("name", "arguments", "learning_rate", "groups", "ema_decays"),
+  *("clip_norm", "clip_groups", "clip_quantile", "clip_window"),
   *("schedule", "final_fraction", "warmup_steps", "warmup_tokens"),
   *("decay_steps", "decay_tokens", "decay"),
 )

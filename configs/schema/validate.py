@@ -20,6 +20,7 @@ ATTENTION_KERNELS = ("xla", "splash")
 DTYPES = ("bfloat16", "float32", "float64")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 DECAYS = ("linear", "1-sqrt")
+MOST_NORMS = 64  # that are stored on every device
 VERIFY = ("full", "size", "off")
 ON_BAD_STEP = ("stop", "roll_back")
 
@@ -90,6 +91,8 @@ LEAST = {
   "optimizer.learning_rate": 0,
   "optimizer.weight_decay": 0,
   "optimizer.clip_norm": 0,
+  "optimizer.clip_quantile": 0,
+  "optimizer.clip_window": 2,
   "metrics.every_steps": 1,
   "evaluation.ema_decay": 0,
   "evaluation.every_steps": 0,
@@ -130,7 +133,30 @@ def _at_least(config: ConfigDict) -> list[str]:
   wrong.extend(f"{name}={value}: at least 1" for name, value in positive if value < 1)
   if config.seed >= 2**32:
     wrong.append(f"seed={config.seed}: below 2**32")
-  return [*wrong, *_schedule(config), *_averages(config), *group_checks.wrong(config.optimizer)]
+  return [
+    *wrong,
+    *_schedule(config),
+    *_averages(config),
+    *_clipping(config.optimizer),
+    *group_checks.wrong(config.optimizer),
+  ]
+
+
+def _clipping(keys: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with the keys of clipping."""
+  if keys.clip_groups and not keys.groups:
+    yield "optimizer.clip_groups: there are no groups; name them in optimizer.groups"
+  if not keys.clip_quantile:
+    return
+  if keys.clip_quantile >= 1:
+    yield f"optimizer.clip_quantile={keys.clip_quantile}: below 1"
+  if keys.clip_norm:
+    yield (
+      f"optimizer.clip_quantile={keys.clip_quantile} takes the place of optimizer.clip_norm="
+      f"{keys.clip_norm}; set that to 0"
+    )
+  if keys.clip_window > MOST_NORMS:
+    yield f"optimizer.clip_window={keys.clip_window}: at most {MOST_NORMS}"
 
 
 def _averages(config: ConfigDict) -> Iterator[str]:
