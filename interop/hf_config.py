@@ -232,20 +232,73 @@ def _differing(ours: Ours, found: Theirs, families: Mapping[str, Family]) -> lis
 
 
 def canonical(ours: Ours) -> dict[str, Any]:
-  """Returns keys of `model` in which those that have no effect are off."""
+  """Returns keys of `model` in which those without effect are off, and lists are written out."""
   found = dict(ours)
   if found["positions"] == "rotary":
     found["max_positions"] = None
+    if found["rotary_size"] == found["head_size"]:
+      found["rotary_size"] = 0
+    found["rotary_scaling"] = _canonical_scaling(tuple(found["rotary_scaling"]))
   else:
     found.update(rotary_base=NEUTRAL["rotary_base"], rotary_scaling=(), local_rotary_base=0.0)
-  if found["window"] and found["global_every"] == 1:
+  types = types_of(found)
+  if not any(one.startswith("sliding") for one in types):
     found["window"] = 0
-  if not found["window"] or found["global_every"] > found["layers"]:
-    found["global_every"] = 0
+  found.update(layer_types=types, global_every=0, biases=",".join(bias_names(found)))
   plain = not found["rotary_scaling"] and found["local_rotary_base"] == found["rotary_base"]
   if not found["window"] or plain:
     found["local_rotary_base"] = 0.0
   return found
+
+
+def types_of(ours: Ours) -> tuple[str, ...]:
+  """Returns the type of each layer, as in `model.layer_types`."""
+  types, every = ours["layer_types"], ours["global_every"]
+  if types:
+    return tuple(types[layer % len(types)] for layer in range(ours["layers"]))
+  layers = range(1, ours["layers"] + 1)
+  full = [not ours["window"] or (every > 0 and layer % every == 0) for layer in layers]
+  return tuple("full" if one else "sliding" for one in full)
+
+
+_BIASES = {
+  "none": (),
+  "qkv": ("query", "key", "value"),
+  "attention": ("query", "key", "value", "out"),
+  "mlp": ("gate", "up", "down"),
+  "all": ("query", "key", "value", "out", "up", "down"),
+}
+
+
+def bias_names(ours: Ours) -> tuple[str, ...]:
+  """Returns the linear layers that have a bias by `model.biases`."""
+  named = {one for part in ours["biases"].split(",") for one in _BIASES.get(part, (part,))}
+  every = (*_BIASES["attention"], *(_BIASES["mlp"] if ours["gated"] else ("up", "down")))
+  return tuple(name for name in every if name in named)
+
+
+def _canonical_scaling(scaling: tuple) -> tuple:
+  """Returns rotary scaling by name, with the factor of the attention written out."""
+  if scaling and not isinstance(scaling[0], str):
+    names = ("factor", "low", "high", "original_length")
+    return "llama3", dict(zip(names, map(float, scaling), strict=True))
+  if not scaling:
+    return ()
+  kind, given = scaling
+  numbers = {name: float(x) if type(x) is int else x for name, x in given.items()}
+  if kind == "yarn":
+    numbers = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, **numbers}
+    numbers.setdefault("attention_factor", yarn_factor(numbers["factor"]))
+  if kind == "longrope":
+    factor, original = numbers.pop("factor", 1.0), numbers["original_length"]
+    above = math.log(factor) / math.log(original) if factor > 1 else 0.0
+    numbers.setdefault("attention_factor", math.sqrt(1 + above))
+  return kind, numbers
+
+
+def yarn_factor(factor: float, scale: float = 1.0) -> float:
+  """Returns YaRN's factor of the attention. Source: arXiv:2309.00071, equation 22."""
+  return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def same_value(one: Any, two: Any) -> bool:

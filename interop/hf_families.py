@@ -64,10 +64,21 @@ GEMMA_2 = {
 # `gelu` in a config.json of Gemma 1 stands for the tanh approximation that it was trained with.
 GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "gelu": "gelu", "gelu_new": "gelu"}
 GEMMA_ACTIVATION = parts.choice("hidden_activation", "activation", parts.ACTIVATIONS)
-GEMMA_3_ROPE = rope_by_layer(1_000_000.0, 10_000.0)
 ATTENTION_SOFT_CAP = parts.optional("attn_logit_softcapping", "attention_soft_cap")
 LOGITS_SOFT_CAP = parts.optional("final_logit_softcapping", "logits_soft_cap")
 
+OLMO = {
+  **SIZES,
+  "vocab_size": 50_304,
+  "rms_norm_eps": 1e-5,
+  "max_position_embeddings": 2048,
+}
+OLMO_FIXED = {
+  "pre_norms": False,
+  "post_norms": True,
+  "query_key_norm": True,
+  "query_key_norm_across_heads": True,
+}
 
 GPT_2_PARTS = (
   parts.same("n_layer", "layers"),
@@ -92,7 +103,7 @@ GPT_2_PARTS = (
 FAMILIES: dict[str, Family] = {
   "llama": Family(
     "LlamaForCausalLM",
-    (*COMMON, parts.SCALE, SILU, parts.BIASES, rope()),
+    (*COMMON, parts.SCALE, SILU, parts.MLP_BIASES, rope()),
     {**SIZES, "max_position_embeddings": 2048},
   ),
   "mistral": Family(
@@ -163,7 +174,7 @@ FAMILIES: dict[str, Family] = {
       parts.BIASES,
       parts.GEMMA_3_WINDOW,
       LOGITS_SOFT_CAP,
-      rope_by_layer(1_000_000.0, 10_000.0),
+      rope_by_layer(1_000_000.0, 10_000.0, "rope_local_base_freq"),
     ),
     {
       **GEMMA_2,
@@ -209,7 +220,7 @@ FAMILIES: dict[str, Family] = {
   ),
   "phi3": Family(
     "Phi3ForCausalLM",
-    (*COMMON, parts.SCALE, SILU, parts.WINDOW, rope()),
+    (*COMMON, parts.SCALE, SILU, parts.WINDOW, rope(partial=True, older=True)),
     {
       **SIZES,
       "hidden_size": 3072,
@@ -219,6 +230,61 @@ FAMILIES: dict[str, Family] = {
       "max_position_embeddings": 4096,
       "sliding_window": None,
     },
-    ignored=("original_max_position_embeddings",),
+  ),
+  "olmo2": Family(
+    "Olmo2ForCausalLM",
+    (*COMMON, parts.SCALE, SILU, parts.BIASES, rope(older=True)),
+    OLMO,
+    fixed=OLMO_FIXED,
+  ),
+  "olmo3": Family(
+    "Olmo3ForCausalLM",
+    (
+      *COMMON,
+      parts.SCALE,
+      SILU,
+      parts.BIASES,
+      parts.OLMO_3_WINDOW,
+      rope_by_layer(500_000.0, 500_000.0),
+    ),
+    {**OLMO, "sliding_window": 4096},
+    fixed=OLMO_FIXED,
+  ),
+  "smollm3": Family(
+    "SmolLM3ForCausalLM",
+    (*COMMON, parts.SCALE, SILU, parts.MLP_BIASES, parts.SMOLLM_3, rope(2_000_000.0)),
+    {
+      **SIZES,
+      "hidden_size": 2048,
+      "num_hidden_layers": 36,
+      "num_attention_heads": 16,
+      "num_key_value_heads": 4,
+      "vocab_size": 128_256,
+      "max_position_embeddings": 32_768,
+      "tie_word_embeddings": True,
+      "use_sliding_window": False,
+      "no_rope_layer_interval": 4,
+    },
+  ),
+  "granite": Family(
+    "GraniteForCausalLM",
+    (
+      *COMMON,
+      parts.same("attention_multiplier", "attention_scale", float),
+      parts.same("embedding_multiplier", "embedding_multiplier", float),
+      parts.same("residual_multiplier", "residual_multiplier", float),
+      parts.same("logits_scaling", "logits_divisor", float),
+      SILU,
+      parts.MLP_BIASES,
+      rope(),
+    ),
+    {
+      **SIZES,
+      "max_position_embeddings": 2048,
+      **dict.fromkeys(
+        ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+        1.0,
+      ),
+    },
   ),
 }

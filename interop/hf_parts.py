@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from interop.hf_config import Ours, Part, Theirs, short
+from interop.hf_config import Ours, Part, Theirs, bias_names, short, types_of
 from runtime.suggest import nearest
 
 # ------------------------------ parts of one key ------------------------------
@@ -74,6 +74,11 @@ ACTIVATIONS = {
   "gelu_new": "gelu",
   "gelu_fast": "gelu",
   "gelu_accurate": "gelu",
+  "gelu": "gelu_erf",
+  "gelu_python": "gelu_erf",
+  "quick_gelu": "gelu_sigmoid",
+  "relu": "relu",
+  "relu2": "relu_squared",
 }
 
 # ------------------------------ parts of several keys ------------------------------
@@ -131,20 +136,24 @@ def _rounded(value: float) -> float | int:
   return near if abs(value - near) < 1e-9 * abs(value) else value
 
 
-def _biases(config: Theirs) -> dict[str, Any]:
-  attention, mlp = (
-    value_of(config, key, bool) if key in config else False
-    for key in ("attention_bias", "mlp_bias")
-  )
-  if attention or mlp:
-    raise ValueError(
-      f"attention_bias={attention}, mlp_bias={mlp}: biases of attention's output and of gated MLPs "
-      f"are not there; only models without them are read"
-    )
-  return {"biases": "none"}
+def biases(*keys: str) -> Part:
+  """Returns the part of biases: some of attention_bias and mlp_bias."""
+  ours = {"attention_bias": "attention", "mlp_bias": "mlp"}
+
+  def read(config: Theirs) -> dict[str, Any]:
+    given = [ours[key] for key in keys if key in config and value_of(config, key, bool)]
+    return {"biases": ",".join(given) or "none"}
+
+  def write(model: Ours) -> dict[str, Any]:
+    names = bias_names(model)
+    any_of = {"attention_bias": "out" in names, "mlp_bias": "down" in names}
+    return {key: any_of[key] for key in keys}
+
+  return Part(keys, read, write)
 
 
-BIASES = Part(("attention_bias", "mlp_bias"), _biases, lambda model: {"attention_bias": False})
+# In `attention_bias` alone, `hf_ignored.py` says that there is no mlp_bias.
+BIASES, MLP_BIASES = biases("attention_bias"), biases("attention_bias", "mlp_bias")
 
 
 # ------------------------------ windows and layer types ------------------------------
@@ -156,30 +165,25 @@ def pattern(kinds: list[str], window: int | None) -> dict[str, Any]:
   """Returns the keys of `model` for the attention of each layer.
 
   Raises:
-    ValueError: a layer type that is not known, or a pattern that cannot be expressed.
+    ValueError: a layer type that is not known.
   """
   for kind in dict.fromkeys(kinds):
     if kind not in (FULL, SLIDING):
       raise ValueError(f"layer_types: {short(kind)}: one of {FULL}, {SLIDING} is needed")
   if SLIDING not in kinds or not window:
-    return {"window": 0, "global_every": 0}
+    return {"window": 0, "global_every": 0, "layer_types": ()}
   if FULL not in kinds:
-    return {"window": window, "global_every": 0}
+    return {"window": window, "global_every": 0, "layer_types": ()}
   every = kinds.index(FULL) + 1
   if all((kind == FULL) == ((layer + 1) % every == 0) for layer, kind in enumerate(kinds)):
-    return {"window": window, "global_every": every}
-  raise ValueError(
-    f"layer_types={short(kinds)}: full attention in every n-th layer is expected, from the n-th on"
-  )
+    return {"window": window, "global_every": every, "layer_types": ()}
+  ours = tuple(kind.partition("_")[0] for kind in kinds)
+  return {"window": window, "global_every": 0, "layer_types": ours}
 
 
 def kinds_of(model: Ours) -> list[str]:
   """Returns the layer types of keys of `model`."""
-  every = model["global_every"]
-  layers = range(1, model["layers"] + 1)
-  if not model["window"]:
-    return [FULL] * model["layers"]
-  return [FULL if every and layer % every == 0 else SLIDING for layer in layers]
+  return [f"{one.partition('_')[0]}_attention" for one in types_of(model)]
 
 
 def _window(config: Theirs) -> int | None:
@@ -257,6 +261,48 @@ GEMMA_3_WINDOW = Part(
   ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
   lambda config: _alternating(config, _gemma_3_every(config)),
   _alternating_back,
+)
+
+OLMO_3_WINDOW = Part(
+  ("sliding_window", "layer_types"), lambda config: _alternating(config, 4), _alternating_back
+)
+
+
+def _smollm_3(config: Theirs) -> dict[str, Any]:
+  """SmolLM 3: layers without rotary positions, which may have a window."""
+  rotated, layers = config.get("no_rope_layers"), value_of(config, "num_hidden_layers")
+  if rotated is None:
+    every = value_of(config, "no_rope_layer_interval")
+    rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
+  if not isinstance(rotated, list) or len(rotated) != layers or not {*rotated} <= {0, 1}:
+    raise ValueError(
+      f"no_rope_layers={short(rotated)}: 0 or 1 for each of the {layers} layers is needed"
+    )
+  window = _window(config) if value_of(config, "use_sliding_window", bool) else None
+  if (kinds := config.get("layer_types")) is None:
+    kinds = [FULL if one or not window else SLIDING for one in rotated]
+  found = pattern(checked_kinds(kinds, layers), window)
+  if all(rotated):
+    return found
+  types = types_of({**found, "layers": layers})
+  types = [one if rope else f"{one}_unrotated" for one, rope in zip(types, rotated, strict=True)]
+  return {**found, "global_every": 0, "layer_types": tuple(types)}
+
+
+SMOLLM_3 = Part(
+  (
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "use_sliding_window",
+    "sliding_window",
+    "layer_types",
+  ),
+  _smollm_3,
+  lambda model: {
+    "no_rope_layers": [int("unrotated" not in one) for one in types_of(model)],
+    "use_sliding_window": bool(model["window"]),
+    **_alternating_back(model),
+  },
 )
 
 # ------------------------------ of GPT-2 ------------------------------

@@ -251,6 +251,7 @@ ATTENTION: dict[str, Row] = {
   f"{LAYER}self_attn.q_proj.bias": ("NH", "layers/attention/query/bias"),
   f"{LAYER}self_attn.k_proj.bias": ("KH", "layers/attention/key/bias"),
   f"{LAYER}self_attn.v_proj.bias": ("KH", "layers/attention/value/bias"),
+  f"{LAYER}self_attn.o_proj.bias": ("D", "layers/attention/out/bias"),
   f"{LAYER}self_attn.q_norm.weight": ("H", "layers/attention/query_norm/scale"),
   f"{LAYER}self_attn.k_norm.weight": ("H", "layers/attention/key_norm/scale"),
 }
@@ -258,6 +259,16 @@ MLP: dict[str, Row] = {
   f"{LAYER}mlp.gate_proj.weight": ("F D", "layers/mlp/gate/kernel"),
   f"{LAYER}mlp.up_proj.weight": ("F D", "layers/mlp/up/kernel"),
   f"{LAYER}mlp.down_proj.weight": ("D F", "layers/mlp/down/kernel"),
+  f"{LAYER}mlp.gate_proj.bias": ("F", "layers/mlp/gate/bias"),
+  f"{LAYER}mlp.up_proj.bias": ("F", "layers/mlp/up/bias"),
+  f"{LAYER}mlp.down_proj.bias": ("D", "layers/mlp/down/bias"),
+}
+# Norms after the two parts of a layer alone, and of queries and keys across heads.
+OLMO_NORMS: dict[str, Row] = {
+  f"{LAYER}post_attention_layernorm.weight": ("D", "layers/attention_post_norm/scale"),
+  f"{LAYER}post_feedforward_layernorm.weight": ("D", "layers/mlp_post_norm/scale"),
+  f"{LAYER}self_attn.q_norm.weight": ("NH", "layers/attention/query_norm/scale"),
+  f"{LAYER}self_attn.k_norm.weight": ("KH", "layers/attention/key_norm/scale"),
 }
 # Norms before and after each of the two parts of a layer.
 FOUR_NORMS: dict[str, Row] = {
@@ -279,6 +290,7 @@ FUSED: dict[str, Row] = {
   f"{LAYER}mlp.down_proj.weight": ("D F", "layers/mlp/down/kernel"),
 }
 LLAMA = Names({**ENDS, **NORMS, **ATTENTION, **MLP})
+OLMO_2 = Names({**ENDS, **ATTENTION, **OLMO_NORMS, **MLP})
 GEMMA_2 = Names({**ENDS, **FOUR_NORMS, **ATTENTION, **MLP})
 # Also the decoder of a folder with images, as transformers 4 and 5 write it.
 GEMMA_3 = dataclasses.replace(
@@ -339,4 +351,8 @@ FAMILIES: dict[str, Names] = {
   "gemma3_text": GEMMA_3,
   "gpt2": GPT_2,
   "phi3": Names({**ENDS, **NORMS, **FUSED}),
+  "olmo2": OLMO_2,
+  "olmo3": OLMO_2,
+  "smollm3": LLAMA,
+  "granite": LLAMA,
 }

@@ -135,7 +135,7 @@ def test_all_that_is_wrong_is_in_one_message():
   for said in (
     "hidden_act='tanh'",
     "attention_bias='yes': true or false",
-    "rope_type='lama3': known are default, llama3; did you mean 'llama3'?",
+    "rope_type='lama3': known are default, llama3, linear, dynamic, yarn, longrope; did ",
     "num_attention_heads=0: a whole number of at least 1",
     "hiden_size=16: not known for model_type 'llama'; did you mean 'hidden_size'?",
     "quantization_config={'bits': 4}: the weights are quantized; take the folder of",
@@ -165,9 +165,9 @@ def test_what_no_family_has_is_named_when_it_is_written():
     hf_config.write(model, 32, "llama")
   plain = job_of("llama2").config.model.to_dict()
   with pytest.raises(ValueError, match="nearest, 'llama'") as caught:  # not one that has no silu
-    hf_config.write({**plain, "attention_scale": 0.5, "logits_soft_cap": 9.0}, 32)
+    hf_config.write({**plain, "attention_soft_cap": 5.0, "logits_soft_cap": 9.0}, 32)
   assert [line.split("=")[0] for line in str(caught.value).splitlines()[1:]] == [
-    "  model.attention_scale",
+    "  model.attention_soft_cap",
     "  model.logits_soft_cap",
   ]
 

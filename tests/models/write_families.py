@@ -121,6 +121,8 @@ def their_config(family: str) -> dict[str, Any]:
   if "window" in keys:
     found["sliding_window"] = keys["window"]
     found["layer_types"] = [f"{one.partition('_')[0]}_attention" for one in _layer_types(keys)]
+  if kind == "mistral":
+    found.pop("layer_types")  # all have the window
   if kind == "qwen2" and "window" in keys:  # it knows them by the first layer that slides
     found["use_sliding_window"] = True
     found["max_window_layers"] = found.pop("layer_types").index("sliding_attention")
@@ -157,7 +159,7 @@ def _scaling(keys: dict[str, Any]) -> dict[str, Any]:
     return {}
   if not isinstance(scaling[0], str):
     names = ("factor", "low", "high", "original_length")
-    scaling = "llama3", dict(zip(names, map(int, scaling), strict=True))
+    scaling = "llama3", {**dict(zip(names, scaling, strict=True)), "original_length": 16}
   kind, numbers = scaling
   names = {
     "low": "low_freq_factor",
@@ -175,6 +177,10 @@ def _scaling(keys: dict[str, Any]) -> dict[str, Any]:
   if kind == "longrope":  # its default attention factor is by the ratio of the two lengths
     found["original_max_position_embeddings"] = original
     found["max_position_embeddings"] = int(original * numbers["factor"])
+    factors = {
+      key: value for key, value in theirs.items() if key in ("short_factor", "long_factor")
+    }
+    found["rope_scaling"] = {"type": kind, **factors}  # all that Phi-3 allows in version 4
   return found
 
 
@@ -247,13 +253,19 @@ def logits(families: Sequence[str], version: str) -> dict[str, np.ndarray]:
     families: names in FAMILIES.
     version: of transformers, "4" or "5".
   """
-  arrays = {
-    "tokens": tokens(),
-    "models": json.dumps({name: their_config(name) for name in families}),
+  folders = {
+    family: (their_config(family), converted(family, drawn(job_of(family)))) for family in families
   }
-  for family in families:
-    theirs = converted(family, drawn(job_of(family)))
-    arrays |= {f"{family}/{name}": array for name, array in theirs.items()}
+  return library_logits(folders, version)
+
+
+def library_logits(
+  folders: dict[str, tuple[dict[str, Any], dict[str, np.ndarray]]], version: str
+) -> dict[str, np.ndarray]:
+  """Returns float64 [ROWS, LENGTH, V] of models by name: config.json and tensors."""
+  arrays = {"tokens": tokens(), "models": json.dumps({n: one for n, (one, _) in folders.items()})}
+  for name, (_, tensors) in folders.items():
+    arrays |= {f"{name}/{key}": array for key, array in tensors.items()}
   with tempfile.TemporaryDirectory() as folder:
     given, written = pathlib.Path(folder) / "given.npz", pathlib.Path(folder) / "written.npz"
     np.savez(given, **arrays)
