@@ -3,11 +3,15 @@
 import json
 import math
 import re
+import termios
+import time
 
 import numpy as np
 import pytest
 
+from tests.helpers import terminals
 from tests.helpers.cli import TINY_LM, lines_of
+from tests.helpers.terminals import Terminal
 
 TEMPLATE = """\
 {%- for m in messages %}
@@ -15,9 +19,6 @@ TEMPLATE = """\
   {{- m.role[0] ~ ': ' ~ m.content ~ '|' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'a: ' }}{% endif %}"""
-
-
-CONFIGS = [f"configs/{name}.py:model=lm,data=conversations" for name in ("single", "dp4_tp2")]
 
 
 def record(asked, answer, role="user"):
@@ -163,3 +164,60 @@ def test_a_template_that_fails_is_one_message_and_exit_code_2(
   code, _out, err = main("prepare", *flags, name, f"--config.data.data_dir={tmp_path}")
   assert code == 2
   assert re.search(said, err), err
+
+
+# ---- sample --chat ----
+
+
+def chat(chats, trained, *more):
+  """Returns the command of a conversation with the run; the template is the run's own copy."""
+  flags = [flag for flag in chats[1] if "chat_template" not in flag]
+  return ["sample", *flags, f"--checkpoint={trained[0]}", "--chat", *more]
+
+
+def test_turns_by_prompt(main, chats, trained):
+  turns = ["--temperature=0", "--max_new_tokens=4", "--prompt=1?", "--prompt=2?"]
+  code, out, err = main(*chat(chats, trained, *turns))
+  assert (code, err) == (0, "")
+  assert out.count("\n") >= 2
+  code, out, err = main(*chat(chats, trained, "--system=be kind", *turns))
+  assert (code, out) == (2, "")
+  assert "refuses the conversation: no role s" in err
+
+
+def test_in_a_terminal_ctrl_c_ends_a_reply_and_then_the_conversation(
+  main, forks, chats, trained, tmp_path
+):
+  # No limit but the row's, whose many slots take time; an end that the model does not write.
+  (tmp_path / "t.jinja").write_text(TEMPLATE.replace("'|'", "'<END OF THE TURN>'"))
+  longer = [word for word in chat(chats, trained) if "sequence_length" not in word]
+  longer += ["--config.data.sequence_length=65536", "--temperature=0"]
+  longer.append(f"--config.data.chat_template={tmp_path}/t.jinja")
+  with Terminal(terminals.main(*longer), forks=forks) as terminal:
+    terminal.wait_for("Ctrl-D does; /new begins another\n> ")
+    terminal.press(b"hello\n")
+    before = len("> hello\n")
+    terminal.wait_until(
+      lambda: len(terminal.text().partition("> ")[2]) > before + 5, "the stream of a reply"
+    )
+    terminal.press()
+    terminal.wait_until(lambda: terminal.text().endswith("\n> "), "the next prompt")
+    assert terminal.popen.poll() is None
+    time.sleep(1.1)  # before that, it would count as the same one
+    terminal.press(b"and")
+    terminal.wait_until(lambda: terminal.text().endswith("> and"), "the line")
+    terminal.press()
+    assert terminal.end() == 75
+    mode = termios.tcgetattr(terminal._master)[3]
+    assert mode & termios.ECHO, "the terminal is as it was"
+  code, out, err = main(*chat(chats, trained))
+  assert (code, out, err) == (0, "", ""), "standard input has ended"
+
+
+def test_a_chat_without_a_template_is_refused(main, tmp_path):
+  plain = ["sample", "--config=configs/single.py", f"--checkpoint={tmp_path}", "--prompt=a"]
+  code, _, err = main(*plain, "--chat")
+  assert code == 2
+  assert "--chat: data.tokenizer=bytes has no chat template" in err
+  code, _, err = main(*plain, "--system=a")
+  assert (code, "--system belongs to sample --chat" in err) == (2, True)

@@ -22,7 +22,6 @@ PAIRS = {
 }
 MESHES = {
   "single": ("single", {}),
-  "dp8": ("dp8", {}),
   "dp4_tp2": ("dp4_tp2", {}),
   "fsdp8, chunks": ("fsdp8", {"training.loss_chunks": 2}),
   "context=2": ("single", {"mesh.context": 2, "mesh.data": 2}),

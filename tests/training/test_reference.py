@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.cli import TINY_LM, lines_of
+from tests.helpers.jobs import make_job
+from training import reference
 
 TEMPLATE = (
   "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
@@ -34,9 +36,13 @@ def arguments(tmp_path_factory):
     "optimizer.learning_rate": 1e-3,
     "metrics.every_steps": 1,
     "metrics.tensorboard": False,
+    "training.steps": 4,
+    "checkpoint.every_steps": 2,
+    "evaluation.every_steps": 0,
   }
-  config = "--config=configs/dp4_tp2.py:model=lm,data=preferences"
-  return [config, *TINY_LM, *(f"--config.{key}={value}" for key, value in keys.items())]
+  config = "--config=configs/single.py:model=lm,data=preferences"
+  tiny = [flag for flag in TINY_LM if flag.split("=")[0][len("--config.") :] not in keys]
+  return [config, *tiny, *(f"--config.{key}={value}" for key, value in keys.items())]
 
 
 def losses(workdir):
@@ -46,49 +52,43 @@ def losses(workdir):
 def test_a_run_is_resumed_to_the_bit_and_its_reference_is_that_of_its_start(
   main, arguments, tmp_path
 ):
-  def run(workdir, steps, *more):
-    steps = f"--config.training.steps={steps}"
-    return main(
-      *arguments, f"--workdir={workdir}", steps, "--config.optimizer.schedule=constant", *more
-    )
-
-  one, two = tmp_path / "one", tmp_path / "two"
-  code, out, err = run(one, 4)
+  workdir = tmp_path / "run"
+  run = [*arguments, f"--workdir={workdir}"]
+  code, out, err = main(*run)
   assert code == 0, (out, err)
-  assert losses(one)[0] == pytest.approx(np.log(2), abs=1e-6), "model and reference are the same"
-  last = [line for line in lines_of(one) if "eval_loss" in line][-1]
+  found = losses(workdir)
+  assert found[0] == pytest.approx(np.log(2), abs=1e-6), "model and reference are the same"
+  [last] = [line for line in lines_of(workdir) if "eval_loss" in line]
   assert last["eval_reward_margin"] == pytest.approx(
     last["eval_reward_chosen"] - last["eval_reward_rejected"], rel=1e-5
   )
   assert 0 <= last["eval_reward_accuracy"] <= 1
-  stored = {path.name: path.read_bytes() for path in (one / "reference").iterdir()}
+  stored = {path.name: path.read_bytes() for path in (workdir / "reference").iterdir()}
   assert len(stored) == 3  # both splits, and the digest
 
-  code, out, err = run(two, 2)
-  assert code == 0, (out, err)
-  shutil.rmtree(two / "reference")  # it is computed again, from the parameters of the start
-  code, out, err = run(two, 4)
+  shutil.rmtree(workdir / "checkpoints" / "4")
+  shutil.rmtree(workdir / "reference")  # it is computed again, from the parameters of the start
+  code, out, err = main(*run)
   assert code == 0, (out, err)
   assert "resumes from the checkpoint of step 2" in out
-  assert losses(two) == losses(one)
-  assert {path.name: path.read_bytes() for path in (two / "reference").iterdir()} == stored
+  assert losses(workdir) == found
+  assert {path.name: path.read_bytes() for path in (workdir / "reference").iterdir()} == stored
 
-  code, out, err = main("evaluate", *arguments, f"--checkpoint={one}")
+  evaluate = ["evaluate", *arguments, f"--checkpoint={workdir}"]
+  code, out, err = main(*evaluate)
   assert code == 0, (out, err)
   assert f"eval_loss {last['eval_loss']:.4f}" in out
   # Other parameters than those of the start are no reference of it.
-  for path in (one / "reference").glob("*.npy"):
+  for path in (workdir / "reference").glob("*.npy"):
     path.unlink()
-  code, _, err = main("evaluate", *arguments, f"--checkpoint={one}", "--config.seed=7")
+  code, _, err = main(*evaluate, "--config.seed=7")
   assert code == 2
   assert "has other parameters (digest" in err
 
 
-def test_with_adapters_nothing_is_stored(main, arguments, tmp_path):
-  lora = ["--config.lora.rank=2", "--config.training.steps=2", f"--workdir={tmp_path}/run"]
-  code, out, err = main(*arguments, *lora)
-  assert code == 0, (out, err)
-  found = losses(tmp_path / "run")
-  assert found[0] == pytest.approx(np.log(2), abs=1e-6)
-  assert found[1] != found[0]
-  assert not (tmp_path / "run" / "reference").exists()
+def test_with_adapters_nothing_is_stored():
+  sizes = {"data.files": "pairs.jsonl", "data.sequence_length": 8}
+  recipe = "model=lm,data=preferences"
+  assert reference.needed(make_job("single", recipe, **sizes))
+  assert not reference.needed(make_job("single", recipe, **sizes, **{"lora.rank": 2}))
+  assert not reference.needed(make_job("single", "lm"))

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from configs import single
-from configs.schema import finalize
+from configs.schema import finalize, validate
 from input_pipeline.text import preferences
 from input_pipeline.text.chat_template import ChatTemplate
 from input_pipeline.text.preferences import encode, parse_pair
 from input_pipeline.text.tokenizer import ByteTokenizer
+from partitioning.mesh import resolve_sizes
 from training import splits
 
+PAIRS = "model=lm,data=preferences"
 SOURCE = (
   "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
   "{% if add_generation_prompt %}a:{% endif %}"
@@ -137,20 +139,20 @@ def test_rows_have_the_sides_apart(tmp_path):
     splits.training_batches(config_of(tmp_path, sequence_length=12))
 
 
-def test_keys_that_do_not_go_together_are_refused(main, tmp_path):
-  pairs = "--config=configs/single.py:model=lm,data=preferences"
-  for arguments, message in (
-    ([pairs, "--config.data.packing=best_fit"], "a row of data=preferences is one pair; take none"),
-    ([pairs, "--config.training.dpo_beta=0"], "training.dpo_beta=0.0: above 0"),
-    ([pairs, "--config.training.dpo_label_smoothing=0.5"], "from 0 to below 0.5"),
-    ([pairs, "--config.training.z_loss=1e-4"], "the task dpo does not use it"),
-    (["--config=configs/single.py", "--config.training.dpo_beta=0.5"], "causal_lm does not use it"),
-    (
-      ["--config=configs/single.py", "--config.data.name=preferences"],
-      "preferences and dpo go together; choose --config=FILE:model=NAME,data=preferences",
-    ),
-    (["--config=configs/single.py:model=mlp,data=preferences"], "dpo takes a transformer"),
-  ):
-    code, _, err = main(*arguments, "--config.data.files=a.jsonl", f"--workdir={tmp_path}/run")
-    assert code == 2
-    assert message in err
+@pytest.mark.parametrize(
+  ("recipe", "keys", "message"),
+  [
+    (PAIRS, {"data.packing": "best_fit"}, "a row of data=preferences is one pair; take none"),
+    (PAIRS, {"training.dpo_beta": 0.0}, r"training\.dpo_beta=0\.0: above 0"),
+    (PAIRS, {"training.dpo_label_smoothing": 0.5}, "from 0 to below 0.5"),
+    (PAIRS, {"training.z_loss": 1e-4}, "the task dpo does not use it"),
+    ("lm", {"training.dpo_beta": 0.5}, "the task causal_lm does not use it"),
+    ("lm", {"data.name": "preferences"}, "preferences and dpo go together; choose --config=FILE"),
+    ("model=mlp,data=preferences", {}, "dpo takes a transformer"),
+  ],
+)
+def test_keys_that_do_not_go_together_are_refused(recipe, keys, message):
+  config = single.get_config(recipe)
+  config.update_from_flattened_dict({"data.files": "pairs.jsonl", **keys})
+  with pytest.raises(ValueError, match=message):
+    validate.check(finalize.finalize(config, "cpu"), resolve_sizes({}, None))
