@@ -230,7 +230,7 @@ program.
   reduce-scatter for each key/value head would be enough. With both kinds of attention, the
   gradients of the parameters are all-reduced along `data` and then along `context`.
 - Key and value kernels that `tensor` does not divide: their gradients are summed over it.
-- Muon: stacks are filled up with zeros (dp8: 16 matrices are gathered as 24). Where `data` replicas
+- Muon: stacks are filled up with zeros (dp8: 14 matrices are gathered as 24). Where `data` replicas
   share the work, a reduce-scatter of the gradients would be enough."""
 
 

@@ -24,7 +24,8 @@ from tests.parity.theory import theory, theory_of_muon
 from training.parity import BOUNDS
 from training.state import State
 
-STEPS = 3
+STEPS = 2
+MESHES = [name for name in UPDATES if name != "dp8"]  # of which a complete step is compiled
 FLOAT64 = {
   "training.parameter_dtype": "float64",
   "training.matmul_precision": "highest",
@@ -68,7 +69,7 @@ def take(mesh, state, count):
 
 @functools.cache
 def trained(mesh):
-  """Returns parameters and optimizer state after three steps, on the host."""
+  """Returns parameters and optimizer state after the steps, on the host."""
   with jax.enable_x64(True):
     return on_host(take(mesh, first_state(compiled(mesh)[0]), STEPS))
 
@@ -85,12 +86,12 @@ def assert_equal(ours, wanted):
   assert {name: d for name, d in far.items() if not d <= BOUNDS["float64"]} == {}
 
 
-@pytest.mark.parametrize("mesh", UPDATES)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_muon_trains_as_on_one_device(mesh):
   assert_equal(trained(mesh), trained("single"))
 
 
-@pytest.mark.parametrize("mesh", UPDATES)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_the_update_sends_what_theory_says(mesh):
   job, _, ours = compiled(mesh)
   wanted = {key: (row.arrays, 2 * row.bytes) for key, row in theory_of_muon(job).items()}
@@ -104,7 +105,7 @@ def test_a_step_sends_what_its_gradients_and_its_update_send():
   assert ours.sent() == {key: (row.arrays, row.bytes) for key, row in theory(ours.job).items()}
 
 
-@pytest.mark.parametrize("mesh", UPDATES)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_plan_without_a_compiler_counts_the_same(mesh):
   job = compiled(mesh)[0]
   found = defaultdict(int)
