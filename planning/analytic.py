@@ -162,9 +162,10 @@ def _of_matrices(job: Job) -> Iterator[Term]:
   sizes, trained = job.devices.sizes, job.program.split(job.program.params)[0]
   for how, group in orthogonalized(job.config, trained, sizes):
     part, itemsize = group.each * math.prod(group.shape), how.dtype.itemsize
+    turn = part // group.rounds
     why = f"matrices of {group.shape[0]} x {group.shape[1]}"
     axes = tuple(axis for axis in sizes if axis in group.exchanged)
-    yield Term("all-to-all", axes, 2, part, f"{why}, there and back", itemsize)
+    yield Term("all-to-all", axes, 2 * group.rounds, turn, f"{why}, there and back", itemsize)
     whole = part * axes_size(group.shared, sizes)
     yield Term("all-gather", group.shared, 1, whole, f"{why}, orthogonalized", itemsize)
 

@@ -54,11 +54,11 @@ def of_matrices(job: Job) -> list[tuple[Work, int, bool]]:
   trained = job.program.split(job.program.params)[0]
   found = []
   for how, group in orthogonalized(job.config, trained, job.devices.sizes):
-    kernels = jax.ShapeDtypeStruct((group.each, *group.shape), how.dtype)
+    kernels = jax.ShapeDtypeStruct((group.each // group.rounds, *group.shape), how.dtype)
     tracer = _Tracer(1.0)
     jaxpr = jax.make_jaxpr(newton_schulz, static_argnums=1)(kernels, how.steps).jaxpr
     given = {x: tracer.fresh(x) for x in jaxpr.invars}
-    tracer.close(jaxpr, tracer.walk(jaxpr, given, 1), 1)
+    tracer.close(jaxpr, tracer.walk(jaxpr, given, group.rounds), group.rounds)
     found += tracer.found
   return found
 

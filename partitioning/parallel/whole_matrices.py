@@ -16,6 +16,9 @@ where no axis splits the matrices. So sharing costs no more bytes than repeating
 first case; in the second it pays where the work takes longer than the gather, which is so for
 Newton-Schulz of matrices with more than some hundred rows (docs/optimizers.md).
 
+Large matrices are computed in rounds, a few on each device at a time: what a round needs is small
+beside the parameters, however many matrices a device has.
+
 Source: arXiv:2502.16982, section 2.3 (each replica computes a part of the whole matrices).
 """
 
@@ -32,6 +35,9 @@ from partitioning.dims import Axes, axes_size, spec_entries
 from partitioning.parallel import collectives
 from partitioning.parallel.manual_region import manual_region
 
+# Of the matrices of one round on a device, unless one matrix has more: enough that matmuls are not
+# small, and 64 MiB in bfloat16.
+ROUND_ELEMENTS = 2**25
 Part = tuple[int, Axes]  # size of a dim, or of several merged ones, and the axes that split it
 
 
@@ -61,6 +67,7 @@ class Group:
     columns: likewise.
     count: how many matrices the devices that exchange have among them.
     each: how many a device gets; the last devices may get zeros.
+    rounds: in how many steps, each with as many matrices.
     exchanged: axes that split the matrices, which the all-to-alls are along.
     shared: axes over which the kernels are replicated that share the work.
   """
@@ -71,6 +78,7 @@ class Group:
   columns: tuple[Part, ...]
   count: int
   each: int
+  rounds: int
   exchanged: Axes
   shared: Axes
 
@@ -111,7 +119,10 @@ def grouped(
     replicated = [a for a, n in sizes.items() if n > 1 and a not in (*exchanged, *split)]
     parts = axes_size(exchanged, sizes)
     shared, each = _share(sum(counts), parts, replicated, sizes)
-    groups.append(Group(names, transposed, rows, columns, sum(counts), each, exchanged, shared))
+    rounds = _rounds(each, _size(rows) * _size(columns))
+    groups.append(
+      Group(names, transposed, rows, columns, sum(counts), each, rounds, exchanged, shared)
+    )
   return groups
 
 
@@ -165,7 +176,14 @@ def _of_group(function, group: Group, shards, matrices, sizes) -> dict[str, jax.
     length = group.each * devices
     start = jax.lax.axis_index(group.shared) * length
     stack = jax.lax.dynamic_slice_in_dim(stack, start, length)
-  stack = _back(function(_whole(stack, group, local, sizes)), group, local, sizes)
+
+  def one_round(stack: jax.Array) -> jax.Array:
+    return _back(function(_whole(stack, group, local, sizes)), group, local, sizes)
+
+  if group.rounds == 1:
+    stack = one_round(stack)
+  else:
+    stack = jax.lax.map(one_round, stack.reshape(group.rounds, -1, *local)).reshape(stack.shape)
   if group.shared:
     stack = collectives.all_gather(stack, group.shared, 0)
   found = jnp.split(stack[: cuts[-1]], cuts[:-1])
@@ -177,16 +195,17 @@ def _of_group(function, group: Group, shards, matrices, sizes) -> dict[str, jax.
 
 def _whole(stack: jax.Array, group: Group, local: tuple[int, ...], sizes) -> jax.Array:
   """Returns this device's whole matrices [each, rows, columns] of shards [matrices, ...]."""
+  each = group.each // group.rounds
   if group.exchanged:
-    stack = stack.reshape(-1, group.each, *local)
+    stack = stack.reshape(-1, each, *local)
     stack = jax.lax.all_to_all(stack, group.exchanged, 0, 0)  # by the device that a shard is of
     cut = [axes_size(axes, sizes) for _, axes in (*group.rows, *group.columns)]
     rank = len(cut)
-    stack = stack.reshape(*cut, group.each, *local)
+    stack = stack.reshape(*cut, each, *local)
     # Of each part, the device comes before the place in its shard.
     order = [rank, *(one for part in range(rank) for one in (part, rank + 1 + part))]
     stack = stack.transpose(order)
-  return stack.reshape(group.each, *group.shape)
+  return stack.reshape(each, *group.shape)
 
 
 def _back(whole: jax.Array, group: Group, local: tuple[int, ...], sizes) -> jax.Array:
@@ -197,8 +216,8 @@ def _back(whole: jax.Array, group: Group, local: tuple[int, ...], sizes) -> jax.
   pairs = [size for pair in zip(cut, local, strict=True) for size in pair]
   rank = len(cut)
   order = [*range(1, 2 * rank, 2), 0, *range(2, 2 * rank + 1, 2)]
-  stack = whole.reshape(group.each, *pairs).transpose(order)
-  stack = stack.reshape(math.prod(cut), group.each, *local)
+  stack = whole.reshape(len(whole), *pairs).transpose(order)
+  stack = stack.reshape(math.prod(cut), len(whole), *local)
   return jax.lax.all_to_all(stack, group.exchanged, 0, 0).reshape(-1, *local)
 
 
@@ -264,3 +283,9 @@ def _share(
 
   best = min(ways, key=cost)
   return best, cost(best)[0]
+
+
+def _rounds(each: int, elements: int) -> int:
+  """Returns into how many equal rounds a device's matrices of this size are divided."""
+  at_once = max(1, ROUND_ELEMENTS // elements)
+  return next(n for n in range(1, each + 1) if each % n == 0 and each // n <= at_once)

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from partitioning.mesh import make_mesh
+from partitioning.parallel import whole_matrices
 from partitioning.parallel.whole_matrices import Matrix, grouped, on_whole_matrices
 
 SIZES = {"data": 2, "fsdp": 2, "stage": 1, "expert": 1, "context": 1, "tensor": 2}
@@ -43,7 +44,9 @@ def by_hand(x, matrix):
   return cubes.reshape(moved.shape).transpose(np.argsort(order))
 
 
-def test_every_sharding_gives_what_numpy_does_with_each_matrix():
+def test_every_sharding_gives_what_numpy_does_with_each_matrix(monkeypatch):
+  # So that "two axes" and "square", of which a device has several, are done in rounds.
+  monkeypatch.setattr(whole_matrices, "ROUND_ELEMENTS", 1)
   random = np.random.default_rng(0)
   arrays = {n: random.standard_normal(shape).astype(np.float32) for n, shape in SHAPES.items()}
   mesh = make_mesh(SIZES, jax.devices(), {})
@@ -72,6 +75,14 @@ def test_kernels_of_one_shape_and_sharding_are_one_group_also_transposed():
   heads = found["each head",]  # of the two heads, a device has one, of three layers
   assert (heads.shape, heads.count, heads.exchanged) == ((4, 5), 3, ("fsdp",))
   assert (heads.shared, heads.each) == (("data",), 1)
+
+
+def test_large_matrices_are_done_a_few_at_a_time():
+  for count, elements, rounds in ((12, 2**26, 12), (12, 2**24, 6), (7, 2**24, 7), (96, 2**16, 1)):
+    [group] = grouped(
+      {"x": (count, 256, elements // 256)}, {"x": Matrix((1,), (2,))}, {"x": PartitionSpec()}, {}
+    )
+    assert (group.each, group.rounds) == (count, rounds)
 
 
 @pytest.mark.parametrize(
