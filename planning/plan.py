@@ -238,6 +238,8 @@ def make(
 def _warnings(ready: Job, topology: Topology, compiled: hlo.Program | None) -> Iterator[str]:
   sizes = ready.devices.sizes
   for placement in ready.placements["parameters"].values():
+    if "r" in placement.letters:  # the half of an adapter without the model's width
+      continue
     there = shardings.bytes_per_device(placement, sizes)
     if shardings.copies(placement, sizes) == math.prod(sizes.values()) > 1 and there >= LARGE_BYTES:
       yield f"{placement.name} is replicated on every device: {shardings.size_text(there)}"

@@ -7,6 +7,7 @@ record of its checkpoints says where the others are, and identifies them by a di
 import dataclasses
 import fnmatch
 import hashlib
+import json
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -212,7 +213,7 @@ def read(
       if name in wanted or name not in known
     }
     restore.require_same(path, naming.differences(there, expected))
-    require_same_scale(job, verified)
+    require_same_adapters(job, verified, ("alpha", "rs"))
     if not expected:
       return verified, {}
     tree = restore.read_arrays(
@@ -267,20 +268,20 @@ def _as_wanted(stored: Any, wanted: Any) -> Any:
   return stored
 
 
-def require_same_scale(job: Job, checkpoint: Verified) -> None:
-  """Raises ValueError if the adapters of a checkpoint were trained with another scale."""
-  if not job.config.lora.rank or "lora" not in checkpoint.config:
+def require_same_adapters(
+  job: Job, checkpoint: Verified, keys: Collection[str] = ("rank", "targets", "alpha", "rs")
+) -> None:
+  """Raises ValueError if the adapters of a checkpoint differ from a job's in these keys of `lora`.
+
+  The scale cannot be seen in their arrays.
+  """
+  old, new = checkpoint.config.get("lora"), json.loads(job.config.lora.to_json_best_effort())
+  if not old or not old["rank"] or (not new["rank"] and "rank" not in keys):
     return
-  old, new = checkpoint.config["lora"], job.config.lora
-  lines = [
-    f"lora.{key}={new[key]!r}, and {old[key]!r} in {checkpoint.path}"
-    for key in ("alpha", "rs")
-    if old["rank"] and old[key] != new[key]
-  ]
-  if lines:
-    raise ValueError(
-      f"{'; '.join(lines)}: its adapters would be scaled differently; set them alike"
-    )
+  wrong = {key: old[key] for key in keys if old[key] != new[key]}
+  if wrong:
+    lines = [f"lora.{key}={new[key]!r} here, and {value!r} there" for key, value in wrong.items()]
+    raise ValueError(f"{checkpoint.path} has other adapters: {'; '.join(lines)}; set them alike")
 
 
 def adapters(job: Job) -> list[str]:

@@ -317,7 +317,7 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
   base = Base.of(_record(newest.tree)) if partial else None
   abstract = vars(job.placed_state)
   tree = {name: abstract[name] for name in (restore.PARAMETERS, restore.VARIABLES)}
-  base_parameters.require_same_scale(job, newest.tree)
+  base_parameters.require_same_adapters(job, newest.tree)
   if base is not None:
     there = restore.stored_arrays(newest.tree.path)
     tree[restore.PARAMETERS], _ = split(

@@ -224,8 +224,16 @@ def test_a_run_starts_from_one_with_adapters_and_has_its_base(base_decoder, tmp_
   with pytest.raises(ValueError, match=r"query/lora_a: float32\[1, 40, 2\] in the checkpoint, fl"):
     restore.first_state(other_rank)
   scaled = {**more, "lora.alpha": 9.0, "checkpoint.initialize_from": str(tmp_path / "first")}
-  with pytest.raises(ValueError, match=r"lora\.alpha=9\.0, and 16\.0 in .*/4: its adapters would"):
+  with pytest.raises(
+    ValueError, match=r"/4 has other adapters: lora\.alpha=9\.0 here, and 16\.0 th"
+  ):
     restore.first_state(decoder(**scaled))
   without = decoder(**{"checkpoint.initialize_from": str(tmp_path / "first")})
   with pytest.raises(ValueError, match=r"query/lora_a: .* in the checkpoint, absent here"):
     restore.first_state(without)
+  for other, said in (
+    (decoder(), r"/4 has other adapters: lora\.rank=0 here, and 2 there; lora\.targets="),
+    (decoder(**more), r"has other adapters: lora\.targets=\['layers/attention/query', 'layers/mlp"),
+  ):
+    with pytest.raises(ValueError, match=said):
+      restore.model_state(other, str(tmp_path / "first"))
