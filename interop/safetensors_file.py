@@ -64,7 +64,7 @@ def read_header(path: os.PathLike | str) -> dict[str, Stored]:
       return _checked(path, entries, _LENGTH_BYTES + length, size)
     except ValueError as error:
       raise ValueError(
-        f"{path}: {error}; it is not the safetensors file that it was: copy or download it again"
+        f"{path}: {error}; it is damaged, or no safetensors file: copy or download it again"
       ) from error
   finally:
     os.close(descriptor)

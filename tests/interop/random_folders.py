@@ -1,0 +1,131 @@
+"""Run by a Python with transformers: writes folders of random models, and what it knows of them.
+
+  python tests/interop/random_folders.py FOLDER MODEL_TYPE...
+
+FOLDER/MODEL_TYPE_N gets config.json, weights in one file or several, and logits.npy, float64
+[2, LENGTH, V]. FOLDER/defaults.json has model_type -> the config of its class, with its defaults.
+"""
+
+import json
+import pathlib
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from write_folders import wide
+
+LENGTH, COUNT, LEAST_VOCABULARY = 20, 3, 40
+OLD = transformers.__version__ < "5"
+LLAMA_3 = {
+  "rope_type": "llama3",
+  "factor": 4.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 3.0,
+  "original_max_position_embeddings": 12,
+}
+
+
+def rotary(base: float, scaling: dict[str, Any] | None) -> dict[str, Any]:
+  """Returns the keys of rotary positions in this version's notation."""
+  if OLD:
+    return {"rope_theta": base, **({"rope_scaling": scaling} if scaling else {})}
+  return {"rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": base}}
+
+
+def keys_of(model_type: str, draw: random.Random) -> dict[str, Any]:
+  """Returns random keys of a config."""
+  heads = draw.choice([2, 4, 6])
+  ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+  if model_type == "gpt2":
+    return {
+      **ids,
+      "vocab_size": LEAST_VOCABULARY,
+      "n_embd": heads * 4,
+      "n_layer": 2,
+      "n_head": heads,
+      "n_positions": 30,
+      "n_inner": draw.choice([None, 20]),
+      "layer_norm_epsilon": 1e-4,
+      "tie_word_embeddings": draw.choice([True, False]),
+      "activation_function": draw.choice(["gelu_new", "gelu_pytorch_tanh"]),
+      "scale_attn_weights": draw.choice([True, False]),
+    }
+  found = {
+    **ids,
+    "vocab_size": draw.choice([LEAST_VOCABULARY, 57]),
+    "hidden_size": heads * draw.choice([4, 8]),
+    "intermediate_size": draw.choice([20, 33]),
+    "num_hidden_layers": draw.choice([2, 3, 4]),
+    "num_attention_heads": heads,
+    "num_key_value_heads": draw.choice([n for n in (1, 2, 3, heads) if heads % n == 0]),
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": draw.choice([True, False]),
+    "rms_norm_eps": draw.choice([1e-5, 1e-6, 1e-3]),
+  }
+  base, scaling = draw.choice([100.0, 1e4, 5e5]), None
+  if model_type not in ("qwen2", "phi3"):
+    found["head_dim"] = draw.choice([4, 6, 8])
+  if model_type == "llama":
+    scaling = draw.choice([None, LLAMA_3])
+  if model_type in ("mistral", "phi3"):
+    found["sliding_window"] = draw.choice([None, 3, 9])
+  if model_type.startswith("qwen"):
+    found["use_sliding_window"] = draw.choice([True, False])
+    found.update(sliding_window=5, max_window_layers=draw.choice([0, 99]))
+  if model_type.startswith("gemma"):
+    found["tie_word_embeddings"] = True
+  if model_type in ("gemma2", "gemma3_text"):
+    found["query_pre_attn_scalar"] = draw.choice([7, 16])
+    found["sliding_window"] = draw.choice([3, 8])
+    found["final_logit_softcapping"] = draw.choice([None, 3.0])
+  if model_type == "gemma2":
+    found["attn_logit_softcapping"] = draw.choice([None, 2.0])
+  if model_type != "gemma3_text":
+    return found | rotary(base, scaling)
+  found["sliding_window_pattern"] = draw.choice([2, 3])
+  if OLD:
+    return found | {"rope_theta": base, "rope_local_base_freq": 50.0}
+  kinds = {"full_attention": base, "sliding_attention": 50.0}
+  rotaries = {kind: {"rope_type": "default", "rope_theta": x} for kind, x in kinds.items()}
+  return found | {"rope_parameters": rotaries}
+
+
+def write(folder: pathlib.Path, model_type: str, seed: int) -> None:
+  """Writes a folder with its logits."""
+  draw = random.Random(f"{model_type}{seed}")
+  torch.manual_seed(seed)
+  config = transformers.AutoConfig.for_model(model_type, **keys_of(model_type, draw))
+  model = transformers.AutoModelForCausalLM.from_config(config)
+  for name, parameter in model.named_parameters():
+    scale = parameter.ndim == 1 and name.endswith("weight") and "gemma" not in model_type
+    drawn = torch.randn(parameter.shape)
+    parameter.data = (0.3 if parameter.ndim == 1 else 0.4) * drawn + (1.0 if scale else 0.0)
+  model = model.to(draw.choice([torch.float32, torch.bfloat16]))
+  model.save_pretrained(folder, max_shard_size=draw.choice(["5GB", "4KB"]))
+  state = {name: value.double() for name, value in model.state_dict().items()}
+  config = transformers.AutoConfig.from_pretrained(folder)
+  config._attn_implementation = "eager"
+  with wide(), torch.no_grad():
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    model = model.eval().to(torch.float64)
+    model.load_state_dict(state)
+    logits = model(torch.from_numpy(tokens().astype(np.int64))).logits
+  np.save(folder / "logits.npy", logits.numpy())
+
+
+def tokens() -> np.ndarray:
+  """Returns int32 [2, LENGTH]."""
+  random_state = np.random.RandomState(3)
+  return random_state.randint(3, LEAST_VOCABULARY, (2, LENGTH)).astype(np.int32)
+
+
+if __name__ == "__main__":
+  root = pathlib.Path(sys.argv[1])
+  for one in sys.argv[2:]:
+    for number in range(COUNT):
+      write(root / f"{one}_{number}", one, number)
+  known = {one: transformers.AutoConfig.for_model(one).to_dict() for one in sys.argv[2:]}
+  (root / "defaults.json").write_text(json.dumps(known))

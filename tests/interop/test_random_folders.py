@@ -1,0 +1,52 @@
+"""Folders of random models that transformers 4.57 and 5 write here and now: logits and defaults."""
+
+import json
+import pathlib
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from interop import hf_config, hf_folder, read_weights
+from tests.helpers.jobs import make_job
+from tests.models.write_families import PYTHONS
+
+pytestmark = pytest.mark.transformers
+SCRIPT = pathlib.Path(__file__).parent / "random_folders.py"
+# Those whose keys the script draws.
+DRAWN = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "phi3")
+LENGTH, LEAST_VOCABULARY = 20, 40  # as in the script, which needs torch
+
+
+@pytest.fixture(scope="module", params=PYTHONS)
+def root(request, tmp_path_factory):
+  folder = tmp_path_factory.mktemp(f"transformers{request.param}")
+  subprocess.run([PYTHONS[request.param], str(SCRIPT), str(folder), *DRAWN], check=True)
+  return folder
+
+
+def test_their_logits_are_ours(root):
+  tokens = np.random.RandomState(3).randint(3, LEAST_VOCABULARY, (2, LENGTH)).astype(np.int32)
+  folders = sorted(path for path in root.iterdir() if path.is_dir())
+  assert len(folders) >= 2 * len(DRAWN)
+  for folder in folders:
+    described = hf_folder.read_config(folder, "model.folder")
+    keys = {f"model.{key}": value for key, value in described.model.items() if value is not None}
+    keys |= {"data.sequence_length": LENGTH, "model.vocabulary_multiple": 8}
+    with jax.enable_x64(True):
+      job = make_job("single", "lm", **keys, **{"training.parameter_dtype": "float64"})
+      source = read_weights.open_folder(str(folder), job.config, "model.folder")
+      params = read_weights.read(source, job.placed_state.params)
+      with job.tracing():
+        ours = np.asarray(nnx.merge(job.program.graphdef, params)(tokens))
+    theirs = np.load(folder / "logits.npy")
+    assert np.abs(ours[..., : theirs.shape[-1]] - theirs).max() < 1e-10, folder
+
+
+def test_what_a_config_leaves_out_is_what_their_class_has(root):
+  for model_type, theirs in json.loads((root / "defaults.json").read_text()).items():
+    found = hf_config.read({"model_type": model_type}, model_type)
+    wanted = hf_config.read(theirs, model_type)
+    assert found == wanted
