@@ -1,9 +1,10 @@
 """Run by a Python with transformers: writes folders of random models, and what it knows of them.
 
-  python tests/interop/random_folders.py FOLDER MODEL_TYPE...
+  python tests/interop/random_folders.py FOLDER DRAWN,... ALL,...
 
-FOLDER/MODEL_TYPE_N gets config.json, weights in one file or several, and logits.npy, float64
-[2, LENGTH, V]. FOLDER/defaults.json has model_type -> the config of its class, with its defaults.
+Of each model_type in DRAWN, FOLDER/MODEL_TYPE_N gets config.json, weights in one file or several,
+and logits.npy, float64 [2, LENGTH, V]. FOLDER/defaults.json has model_type -> the config of its
+class, with its defaults, of each in ALL.
 """
 
 import json
@@ -123,9 +124,9 @@ def tokens() -> np.ndarray:
 
 
 if __name__ == "__main__":
-  root = pathlib.Path(sys.argv[1])
-  for one in sys.argv[2:]:
+  root, (every, all_) = pathlib.Path(sys.argv[1]), (word.split(",") for word in sys.argv[2:])
+  for one in every:
     for number in range(COUNT):
       write(root / f"{one}_{number}", one, number)
-  known = {one: transformers.AutoConfig.for_model(one).to_dict() for one in sys.argv[2:]}
+  known = {one: transformers.AutoConfig.for_model(one).to_dict() for one in all_}
   (root / "defaults.json").write_text(json.dumps(known))
