@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
@@ -226,11 +227,18 @@ def _tensors(
   if signatures[0] != signatures[1]:
     odd = sorted({n for n, _ in signatures[0].items() ^ signatures[1].items()})
     raise ValueError(f"{what}s differ in name, shape or dtype: {', '.join(odd)}")
+  epsilons = {name: float(jnp.finfo(x.dtype).eps) for name, x in wanted.items()}
+  ours, wanted = ({name: _wide(x) for name, x in side.items()} for side in (ours, wanted))
   everything = math.sqrt(sum(float(np.sum(np.square(x))) for x in wanted.values()))
   return [
-    Difference(what, name, _distance(ours[name], value, np.finfo(value.dtype).eps * everything))
+    Difference(what, name, _distance(ours[name], value, epsilons[name] * everything))
     for name, value in wanted.items()
   ]
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+  """Returns bfloat16, in which frozen parameters may be, as a dtype that NumPy computes in."""
+  return x.astype(np.float32) if x.dtype == jnp.bfloat16 else x
 
 
 def _distance(ours: np.ndarray, wanted: np.ndarray, floor: float) -> float:

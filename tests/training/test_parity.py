@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -49,6 +50,14 @@ def test_what_is_not_finite_is_never_equal(value):
   both = trained(np.array([1.0, value, 1.0]))
   [wrong] = parity.beyond(parity.differences(both, both), 1e-12)
   assert wrong.distance == math.inf
+
+
+def test_frozen_parameters_in_bfloat16_are_compared():
+  ones = np.ones(3, jnp.bfloat16)
+  assert parity.beyond(parity.differences(trained(ones), trained(ones)), 1e-12) == []
+  other = np.asarray([1, 1, 1.5], jnp.bfloat16)
+  [wrong] = parity.beyond(parity.differences(trained(other), trained(ones)), 1e-12)
+  assert wrong.distance == pytest.approx(0.5 / 3**0.5)
 
 
 def test_other_dtypes_are_no_comparison():
