@@ -1,4 +1,4 @@
-# make train | test | test-all | test-faults | test-plan | lint | setup | lock. Everything is installed
+# make train | test | test-all | test-faults | test-plan | test-transformers | lint | setup | lock. Everything is installed
 # into .venv, from PYTHON, as the lock files say: every package pinned and checked by its SHA-256.
 PYTHON ?= python3
 ACCELERATOR ?= cpu
@@ -19,7 +19,7 @@ ifeq ($(filter $(ACCELERATOR),cpu tpu gpu),)
 $(error ACCELERATOR=$(ACCELERATOR): cpu, tpu or gpu)
 endif
 
-.PHONY: setup train test test-all test-faults test-plan lint lock clean
+.PHONY: setup train test test-all test-faults test-plan test-transformers lint lock clean
 
 setup: $(VENV)/.installed-$(ACCELERATOR)
 
@@ -43,6 +43,11 @@ test-faults: $(VENV)/.installed-dev
 test-plan: $(VENV)/.installed-plan
 	$(BIN)/python -m pytest -m plan tests/planning
 
+# Beside Hugging Face's library, both major versions of it, each in an environment of its own with
+# PyTorch: several GB on Linux.
+test-transformers: $(VENV)/.installed-dev .venv-transformers4/.installed .venv-transformers5/.installed
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m transformers
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -52,7 +57,7 @@ lock: .venv-lock/.installed
 	.venv-lock/bin/python locks/update.py $(UPGRADE)
 
 clean:
-	rm -rf $(VENV) .venv-lock
+	rm -rf $(VENV) .venv-lock .venv-transformers4 .venv-transformers5
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -70,6 +75,12 @@ $(VENV)/.installed-dev: locks/base.txt locks/dev.txt locks/fixtures.txt | $(BIN)
 
 $(VENV)/.installed-plan: locks/plan.txt $(VENV)/.installed-dev
 	$(PIP) $(LOCKS_plan)
+	@touch $@
+
+.venv-transformers%/.installed: locks/transformers%.txt
+	$(PYTHON) -m venv .venv-transformers$*
+	.venv-transformers$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --require-hashes -r $<
 	@touch $@
 
 .venv-lock/.installed: Makefile

@@ -4,7 +4,8 @@ A lock file pins every package of an installation, those required by others incl
 SHA-256 of each of its files, for all platforms and each Python version from 3.11 on (an entry that
 only some versions take carries a marker). `make setup` and `make test` install from the lock files
 with pip's --require-hashes. `base.txt` is requirements.txt; the others hold what they add to it.
-`fixtures.txt` is data for the tests, installed without what its packages require.
+`fixtures.txt` is data for the tests, installed without what its packages require. Those of ALONE
+are for environments without the project's own requirements, with which theirs conflict.
 """
 
 import pathlib
@@ -23,6 +24,8 @@ EXTRAS = {
   "tpu": "-r requirements.txt\njax[tpu]",
   "gpu": "-r requirements.txt\njax[cuda12]",
 }
+# Environments of their own, beside that of the project.
+ALONE = ("transformers4", "transformers5")
 
 
 def compile_lock(wanted: str, output: pathlib.Path, *options: str) -> None:
@@ -48,6 +51,8 @@ def main(options: list[str]) -> None:
   in_base = [f"--no-emit-package={name}" for name in names(base)]
   for extra, wanted in EXTRAS.items():
     compile_lock(wanted, LOCKS / f"{extra}.txt", f"--constraint={base}", *in_base, *options)
+  for name in ALONE:
+    compile_lock(f"-r requirements-{name}.txt", LOCKS / f"{name}.txt", *options)
   compile_lock("-r requirements-fixtures.txt", LOCKS / "fixtures.txt", "--no-deps", *options)
   print("wrote", *(f"{path.name}: {len(names(path))} packages;" for path in LOCKS.glob("*.txt")))
 

@@ -38,7 +38,13 @@ def wanted(name):
   return [Requirement(line) for line in lines if line and not line.startswith(("#", "-r"))]
 
 
-@pytest.mark.parametrize("file", ["base", "dev", "plan", "tpu", "gpu", "sentencepiece", "fixtures"])
+@pytest.mark.parametrize(
+  "file",
+  [
+    *("base", "dev", "plan", "tpu", "gpu", "sentencepiece", "fixtures"),
+    *("transformers4", "transformers5"),
+  ],
+)
 def test_every_entry_is_pinned_and_hashed(file):
   assert entries(file)
   for requirement, hashes in entries(file):
@@ -56,6 +62,8 @@ def test_every_entry_is_pinned_and_hashed(file):
     ("requirements-plan.txt", ["base", "dev", "plan"]),
     ("requirements-sentencepiece.txt", ["base", "sentencepiece"]),
     ("requirements-fixtures.txt", ["fixtures"]),
+    ("requirements-transformers4.txt", ["transformers4"]),
+    ("requirements-transformers5.txt", ["transformers5"]),
   ],
 )
 def test_the_lock_files_pin_what_the_requirements_pin_for_every_python(requirements, files):

@@ -1,6 +1,6 @@
 r"""Writes the logits that Hugging Face's `transformers` gives for the decoders of families.py.
 
-  make .venv-transformers5
+  make .venv-transformers5/.installed
   python -m tests.models.write_families
 
 The tests compare with what it has written, and those marked `transformers` with the library itself.
