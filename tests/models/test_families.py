@@ -268,7 +268,13 @@ def test_every_preset_is_published():
   assert PUBLISHED.keys() == presets.PRESETS.keys()
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt2", "qwen2"])
+@pytest.mark.parametrize(
+  "family",
+  [
+    *("mistral", "gemma2", "gemma3", "gpt2", "qwen2"),
+    *("llama_dynamic", "olmo3", "smollm3_windows"),
+  ],
+)
 def test_reading_in_pieces_gives_the_logits_of_reading_at_once(family):
   job = job_of(family)
   params = tree_of(job, drawn(job))

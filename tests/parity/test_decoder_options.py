@@ -1,0 +1,34 @@
+"""Gradients of a decoder's options, on a mesh of three axes beside one device, in float64.
+
+tests/models/test_families.py compares each option's logits with the transformers library.
+"""
+
+from tests.parity.comparison import assert_equal, train
+
+OPTIONS = {
+  "model.layer_types": ("sliding", "full_unrotated"),
+  "model.window": 9,
+  "model.pre_norms": False,
+  "model.post_norms": True,
+  "model.query_key_norm": True,
+  "model.query_key_norm_across_heads": True,
+  "model.biases": "attention,mlp",
+  "model.activation": "gelu_erf",
+  "model.rotary_size": 4,
+  "model.rotary_scaling": ("yarn", {"factor": 4.0, "original_length": 8}),
+  "model.embedding_multiplier": 2.0,
+  "model.residual_multiplier": 0.5,
+  "model.logits_divisor": 2.0,
+  "training.loss_chunks": 2,
+}
+MESH = {
+  "mesh.fsdp": 2,
+  "mesh.context": 2,
+  "mesh.tensor": 2,
+  "model.context_attention": "ring",
+}
+
+
+def test_gradients_on_a_mesh_are_those_of_one_device():
+  wanted = train("lm", "float64", OPTIONS)
+  assert_equal(train("lm", "float64", {**OPTIONS, **MESH}), wanted, "float64")
