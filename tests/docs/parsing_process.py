@@ -34,7 +34,10 @@ def wrong(arguments: list[str]) -> str:
       # The mesh of a plan belongs to its topology, of which nothing is here.
       if flag.value is not None and verb != "plan":
         sizes = {axis: abs(size) for axis, size in flag.value.mesh.items()}
-        if "folder" in flag.value.model and flag.value.model.folder:  # one that is here
+        # A run that is evaluated or sampled from has a copy of what it needs of its folder.
+        kept = verb in ("evaluate", "sample") and flags.CHECKPOINT.value
+        # One that is here.
+        if "folder" in flag.value.model and (flag.value.model.folder or kept):
           flag.value.model.folder = str(MODEL)
           flag.value.data.tokenizer = flag.value.data.tokenizer or "bytes"
         validate.check(finalize.finalize(flag.value, "cpu"), sizes)
