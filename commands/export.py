@@ -10,7 +10,7 @@ from checkpointing import restore as checkpoints
 from checkpointing.consensus import Together
 from commands import build, flags, preflight_facts
 from input_pipeline.text import tokenizer
-from interop import export, export_folder, hf_folder
+from interop import export, export_folder, hf_folder, read_adapter
 from interop.safetensors_writer import DTYPES
 from interop.tokenizer_export import tokenizer_files
 from partitioning.shardings import size_text
@@ -96,7 +96,7 @@ def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[expor
   if config.lora.rank and not flags.MERGE.value:
     return _adapter(ready, base, model_type, flags.DTYPE.value or config.training.parameter_dtype)
   dtypes = {}
-  if hf_folder.is_model(location) and not flags.DTYPE.value:
+  if hf_folder.is_model(location) and not config.lora.rank and not flags.DTYPE.value:
     dtypes = export.stored_dtypes(location, config, "--checkpoint")
   small = tokenizer_files(copies, **ids, special=encoder.special)
   plan = export.planned(config, described, dtype, small, dtypes)
@@ -111,8 +111,10 @@ def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tupl
       f"training.trainable: besides the adapters {len(others)} parameters were trained (such as "
       f"{others[0]}), which an adapter's files do not hold; write the model with --merge"
     )
-  metadata = {} if base is None else {"base_digest": base.digest, "base_dtype": base.dtype}
-  name = base.folder if base is not None and base.step is None else None
+  metadata, name = {read_adapter.TARGETS: ",".join(ready.config.lora.targets)}, None
+  if base is not None and base.step is None:  # a model folder, which others know
+    metadata |= {read_adapter.DIGEST: base.digest, read_adapter.DTYPE: base.dtype}
+    name = base.folder
   plan = export.planned_adapter(ready.config, model_type, dtype, name, metadata)
   return plan, f"the adapters of a {model_type} model in {dtype}"
 

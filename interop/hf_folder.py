@@ -20,7 +20,7 @@ from runtime.suggest import nearest
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HUB = "hf://"
 # What is downloaded to know a model and its tokenizer, and then for its weights.
 _SMALL = ["*.json", "*.jinja", "*.model", "*.txt"]
@@ -47,6 +47,15 @@ def is_model(location: str | os.PathLike) -> bool:
   except (OSError, ValueError):
     return False
   return isinstance(content, Mapping) and "model_type" in content  # a run's config.json has none
+
+
+def is_adapter(location: str | os.PathLike) -> bool:
+  """Returns whether a location is the folder of an adapter, which has no weights of its base."""
+  location = os.fspath(location)
+  if not location or "://" in location:
+    return False
+  folder = pathlib.Path(location).expanduser()
+  return (folder / ADAPTER).exists() and not any((folder / one).exists() for one in (SINGLE, INDEX))
 
 
 def is_copy(folder: pathlib.Path) -> bool:
@@ -213,12 +222,15 @@ def _no_weights(folder: pathlib.Path, key: str) -> str:
 
 
 def digest(folder: pathlib.Path, *, weights: bool) -> str:
-  """Returns a digest of what a folder's model is: of config.json, and of the weights' headers."""
-  hashed = hashlib.sha256(files.read_bytes(folder / CONFIG, follow=True))
+  """Returns a digest of a folder's model or adapter: of its config, and of the weights' headers."""
+  adapter = is_adapter(folder)
+  hashed = hashlib.sha256(files.read_bytes(folder / (ADAPTER if adapter else CONFIG), follow=True))
   if weights:
+    key = "checkpoint.initialize_from"
+    tensors = _header(folder / ADAPTER_WEIGHTS) if adapter else stored_tensors(folder, key)
     facts = {
       name: [one.dtype, one.shape, one.size, os.path.basename(one.path)]
-      for name, one in stored_tensors(folder, "checkpoint.initialize_from").items()
+      for name, one in tensors.items()
     }
     hashed.update(json.dumps(facts, sort_keys=True).encode())
   return hashed.hexdigest()[:16]

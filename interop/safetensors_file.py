@@ -54,6 +54,15 @@ def read_header(path: os.PathLike | str) -> dict[str, Stored]:
     OSError: the file cannot be read, or is no plain file.
     ValueError: it is truncated, or its header is not that of the format; the file is named.
   """
+  return _read(path)[0]
+
+
+def read_metadata(path: os.PathLike | str) -> dict[str, str]:
+  """Returns the texts that a file's header has beside its arrays; raises as `read_header`."""
+  return _read(path)[1]
+
+
+def _read(path: os.PathLike | str) -> tuple[dict[str, Stored], dict[str, str]]:
   path = os.fspath(path)
   descriptor = files.open_plain(path, os.O_RDONLY, follow=True)
   try:
@@ -61,7 +70,10 @@ def read_header(path: os.PathLike | str) -> dict[str, Stored]:
     try:
       length, content = _header(descriptor, size)
       entries = files.parse_json(content)
-      return _checked(path, entries, _LENGTH_BYTES + length, size)
+      found = _checked(path, entries, _LENGTH_BYTES + length, size)
+      texts = entries.get(METADATA)
+      texts = texts if isinstance(texts, Mapping) else {}
+      return found, {name: text for name, text in texts.items() if isinstance(text, str)}
     except ValueError as error:
       raise ValueError(
         f"{path}: {error}; it is damaged, or no safetensors file: copy or download it again"

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from checkpointing import integrity, naming, restore
 from checkpointing.consensus import Together
 from checkpointing.integrity import Verified
-from interop import hf_folder, read_weights
+from interop import hf_folder, read_adapter, read_weights
 from partitioning.rules import named_leaves
 from processes.coordination import current
 from runtime.printable import printable
@@ -190,6 +190,8 @@ def read(
   Raises:
     ValueError: there is no checkpoint, or its parameters have other names, shapes or dtypes.
   """
+  if hf_folder.is_adapter(location):
+    return _of_adapter(job, location, wanted)
   if hf_folder.is_model(location):
     return _of_model_folder(job, location, wanted)
   folder, chosen = restore.parse_location(location)
@@ -247,6 +249,41 @@ def _of_model_folder(
   return place, None, read_weights.read(source, there)
 
 
+def _of_adapter(
+  job: Job, location: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[str, None, dict[str, jax.Array]]:
+  """Reads adapters from a folder, and the other parameters from `model.folder`, their base."""
+  config = job.config
+  if not (base := config.model.get("folder")):
+    raise ValueError(
+      f"{location} is an adapter, whose base is a model folder: choose --config=FILE:hf and name "
+      f"it with --config.model.folder"
+    )
+  place, _, arrays = _of_model_folder(job, base, wanted)
+  names = [name for name in adapters(job) if name in wanted]
+  if not names:
+    return place, None, arrays
+  adapter = read_adapter.read_config(location)
+  model_type = hf_folder.read_config(
+    hf_folder.local(base, "model.folder"), "model.folder"
+  ).model_type
+  found = read_adapter.read(adapter, config, model_type)
+  said = read_adapter.metadata(adapter)
+  frozen = {name: x for name, x in arrays.items() if name not in job.program.trained}
+  same_kind = said.get(read_adapter.DTYPE) == config.training.frozen_dtype
+  if same_kind and len(frozen) == len(arrays):
+    ours, theirs = digest(job, frozen), said.get(read_adapter.DIGEST, "")
+    if ours != theirs:
+      raise ValueError(
+        f"{location} is an adapter of another base than {base}: the digest of its base is "
+        f"{theirs[:_SHOWN]}, and that of this one {ours[:_SHOWN]}"
+      )
+  for name in names:
+    leaf, value = wanted[name], found[name].astype(wanted[name].dtype)
+    arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, value.__getitem__)
+  return place, None, arrays
+
+
 def check_model_folder(job: Job, workdir: epath.Path) -> None:
   """Checks the model folder that a new run is to start from, of which only headers are read.
 
@@ -254,7 +291,11 @@ def check_model_folder(job: Job, workdir: epath.Path) -> None:
     ValueError: its tensors are not the model's.
   """
   where = job.config.checkpoint.initialize_from
-  if hf_folder.is_model(where) and not restore.steps(workdir / restore.FOLDER):
+  if restore.steps(workdir / restore.FOLDER):
+    return
+  if hf_folder.is_adapter(where):
+    where = job.config.model.get("folder") or where
+  if hf_folder.is_model(where):
     source = read_weights.open_folder(where, job.config, _KEY)
     for line in read_weights.differing_keys(job.config, source.described):
       warn(f"WARNING: {line}")

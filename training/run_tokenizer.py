@@ -80,7 +80,9 @@ def adopt(config: ConfigDict, location: str) -> None:
     ValueError: data.tokenizer is another one.
   """
   found = of_checkpoint(location)
-  if hf_folder.is_model(location) and _has_folder(config):
+  if hf_folder.is_adapter(location):
+    config.checkpoint.initialize_from = config.checkpoint.initialize_from or location
+  elif hf_folder.is_model(location) and _has_folder(config):
     config.model.folder = config.model.folder or location
   if found is None or "tokenizer" not in config.data:
     return

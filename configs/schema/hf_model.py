@@ -49,5 +49,9 @@ def finalize(config: ConfigDict) -> None:
     data.tokenizer = str(tokenizer.find_file(folder).parent)
   if not config.checkpoint.initialize_from and not hf_folder.is_copy(folder):
     config.checkpoint.initialize_from = model.folder
+  if hf_folder.is_adapter(config.checkpoint.initialize_from):
+    from interop import read_adapter  # which imports JAX
+
+    read_adapter.adopt(config, config.checkpoint.initialize_from, described.model_type)
   if config.optimizer.learning_rate is None:
     config.optimizer.learning_rate = LEARNING_RATES[config.lora.rank > 0]

@@ -1,5 +1,6 @@
 """Adapters as PEFT has them: the same update of each kernel, and the same logits in PEFT."""
 
+import json
 import math
 import pathlib
 import subprocess
@@ -12,10 +13,11 @@ from checkpointing.consensus import Together
 from checkpointing.naming import nested
 from configs import single
 from configs.schema import finalize
-from interop import export, hf_config, name_maps, peft_adapter
+from interop import export, hf_config, name_maps, peft_adapter, read_adapter
 from interop.export_folder import ExportFolder, check
 from models import lora, transformer_dims
 from partitioning.rules import named_leaves
+from tests.interop import folders
 from tests.interop.test_export import exported
 from tests.models import families, write_families
 from tests.models.families import FAMILIES, drawn, tokens, tree_of
@@ -95,6 +97,87 @@ def test_a_target_is_named_so_that_no_other_module_has_its_name():
   assert targets("llama") == ["down_proj", "q_proj"]
   assert targets("gpt2") == ["c_attn", "c_fc", "c_proj"]
   assert targets("gpt2_down") == ["c_attn", "mlp.c_proj"]  # not attn.c_proj
+
+
+# ------------------------------ reading ------------------------------
+
+
+def stored(folder, config, model_type, tensors, metadata=(), **keys):
+  """Writes an adapter's two files; returns what read_adapter reads of its config."""
+  folder.mkdir()
+  described = peft_adapter.adapter_config(config, model_type, None) | keys
+  (folder / "adapter_config.json").write_text(json.dumps(described))
+  folders.write_tensors(folder / "adapter_model.safetensors", tensors)
+  return read_adapter.read_config(str(folder))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_exported_is_read_back(case, tmp_path):
+  config, model_type = config_of(case), CASES[case][0]
+  arrays, sizes = arrays_of(config), name_maps.sizes_of(config)
+  adapters = peft_adapter.tensors(config, model_type)
+  tensors = {n: peft_adapter.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
+  adapter = stored(tmp_path / "a", config, model_type, tensors)
+  found = read_adapter.read(adapter, config, model_type)
+  assert {*found} == {name for name in arrays if "lora_" in name}
+  for name, array in found.items():
+    np.testing.assert_array_equal(array, arrays[name])
+
+
+def test_one_adapter_of_a_fused_module_is_that_of_each_part(tmp_path):
+  config, plain = config_of("gpt2"), config_of("gpt2", adapters=False)
+  random, tensors = np.random.default_rng(1), {}
+  for name, tensor in peft_adapter.tensors(config, "gpt2").items():
+    rank = config.lora.rank
+    b = name.endswith("B.weight")
+    tensors[name] = random.standard_normal(
+      (tensor.shape[0], rank) if b else (rank, tensor.shape[1])
+    )
+  adapter = stored(tmp_path / "a", config, "gpt2", tensors, rank_pattern={}, alpha_pattern={})
+  arrays = arrays_of(config) | read_adapter.read(adapter, config, "gpt2")
+  with jax.enable_x64(True):
+    merged = named_leaves(jax.tree.map(np.asarray, lora.merge(config, nested(arrays))))
+  name = "transformer.h.1.attn.c_attn"
+  tensor = name_maps.tensors(plain, "gpt2")[f"{name}.weight"]
+  base, new = (
+    name_maps.joined(tensor, name_maps.sizes_of(plain), giving(x)) for x in (arrays, merged)
+  )
+  a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+  np.testing.assert_allclose(new - base, (2.5 * b @ a).T)
+
+
+def test_an_adapter_fills_in_the_keys_of_lora(tmp_path):
+  config, plain = config_of("llama"), config_of("llama", adapters=False)
+  tensors = {n: np.zeros(t.shape) for n, t in peft_adapter.tensors(config, "llama").items()}
+  stored(tmp_path / "a", config, "llama", tensors, lora_dropout=0.1)
+  with plain.unlocked():
+    read_adapter.adopt(plain, str(tmp_path / "a"), "llama")
+  assert plain.lora.to_dict() == {**config.lora.to_dict(), "dropout": 0.1}
+  plain.lora.alpha = 7.0
+  with pytest.raises(ValueError, match=r"lora.alpha=7\.0, and 6\.0 there; leave lora.rank"):
+    read_adapter.adopt(plain, str(tmp_path / "a"), "llama")
+
+
+def test_adapters_of_another_base_or_kind_are_refused(tmp_path):
+  config = config_of("llama")
+  adapters = peft_adapter.tensors(config, "llama")
+  tensors = {n: np.zeros(t.shape) for n, t in adapters.items()}
+  first, second, *_ = tensors
+  wrong = {**tensors, first: np.zeros((3, 7)), "base_model.model.x": np.zeros(2)}
+  del wrong[second]
+  adapter = stored(tmp_path / "a", config, "llama", wrong)
+  with pytest.raises(ValueError, match="it is an adapter of another base:") as caught:
+    read_adapter.read(adapter, config, "llama")
+  for said in (
+    "base_model.model.x is not known",
+    f"{first} is F64[3, 7]; the base and lora.rank=3 need [3, 32]",
+    f"{second} is missing; the base and lora.rank=3 need [40, 3]",
+  ):
+    assert said in str(caught.value)
+  with pytest.raises(ValueError, match=r"use_dora=True: .*\n  r=0: a whole number of at least 1"):
+    stored(tmp_path / "b", config, "llama", tensors, use_dora=True, r=0)
+  with pytest.raises(ValueError, match="it has no tensor of a 'gpt2' model"):
+    read_adapter.adopt(config_of("gpt2", adapters=False), str(tmp_path / "a"), "gpt2")
 
 
 # ------------------------------ PEFT ------------------------------
