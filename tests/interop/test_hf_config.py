@@ -2,11 +2,11 @@
 
 import pytest
 
-from configs.schema import recipes
+from configs import base
+from configs.schema import finalize, recipes
 from interop import hf_config
 from interop.hf_families import FAMILIES
 from tests.interop import folders
-from tests.models.families import job_of
 
 # Keys of `model` that no folder determines.
 OWN = {
@@ -25,6 +25,11 @@ LLAMA = {
 
 def read(**keys):
   return hf_config.read({**LLAMA, **keys}, "config.json")
+
+
+def model_of(preset):
+  """Returns the keys of `model` of a preset, finalized."""
+  return finalize.finalize(base.get_config(preset), "cpu").model.to_dict()
 
 
 def problems(theirs):
@@ -158,12 +163,12 @@ def test_an_unknown_model_type_is_named_beside_those_that_are_known():
 
 
 def test_what_no_family_has_is_named_when_it_is_written():
-  model = job_of("qwen3").config.model.to_dict()
+  model = model_of("qwen3_8b")
   with pytest.raises(ValueError, match=r"nearest, 'qwen3', cannot express:\n  model.post_norms=Tr"):
     hf_config.write({**model, "post_norms": True}, 32)
   with pytest.raises(ValueError, match=r"'llama', cannot express:\n  model.query_key_norm=True"):
     hf_config.write(model, 32, "llama")
-  plain = job_of("llama2").config.model.to_dict()
+  plain = model_of("llama2_7b")
   with pytest.raises(ValueError, match="nearest, 'llama'") as caught:  # not one that has no silu
     hf_config.write({**plain, "attention_soft_cap": 5.0, "logits_soft_cap": 9.0}, 32)
   assert [line.split("=")[0] for line in str(caught.value).splitlines()[1:]] == [
@@ -172,7 +177,16 @@ def test_what_no_family_has_is_named_when_it_is_written():
   ]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "gemma2"])
-def test_the_family_of_a_model_is_found_by_what_it_has(family):
-  model = job_of(family).config.model
-  assert hf_config.write(model, 24)["model_type"] == {"llama3": "llama"}.get(family, family)
+@pytest.mark.parametrize(
+  ("preset", "model_type"),
+  [
+    ("gpt2_124m", "gpt2"),
+    ("llama3_8b", "llama"),
+    ("mistral_7b", "mistral"),
+    ("qwen2_5_7b", "qwen2"),
+    ("qwen3_8b", "qwen3"),
+    ("gemma2_9b", "gemma2"),
+  ],
+)
+def test_the_family_of_a_model_is_found_by_what_it_has(preset, model_type):
+  assert hf_config.write(model_of(preset), 24)["model_type"] == model_type
