@@ -246,8 +246,15 @@ def test_a_preset_has_as_many_parameters_as_published(preset):
   assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) == PUBLISHED[preset]
 
 
+# One of each family: the formula is that of the others.
+COUNTED = (
+  *("gpt2_124m", "llama2_70b", "llama3_8b", "mistral_7b", "qwen2_5_0_5b", "qwen3_0_6b"),
+  *("gemma2_9b", "gemma3_1b", "phi4_mini", "olmo2_1b", "smollm3_3b"),
+)
+
+
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("preset", presets.PRESETS)
+@pytest.mark.parametrize("preset", COUNTED)
 def test_model_flops_are_six_for_each_weight_and_token_and_attentions_pairs(preset, causal):
   config = finalize.finalize(dp8.get_config(f"model={preset},data=python_source"), "tpu")
   model, length = config.model, config.data.sequence_length
