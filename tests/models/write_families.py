@@ -132,6 +132,9 @@ def their_config(family: str) -> dict[str, Any]:
     found |= {key: keys[key] for key in ("embedding_multiplier", "residual_multiplier")}
   if kind.startswith("olmo"):
     found["pad_token_id"] = 0
+  if kind == "olmo2" and "rope_scaling" in found:  # version 4 wants these two keys of it
+    scaling = found["rope_scaling"]
+    found["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}
   if kind == "smollm3":
     found["use_sliding_window"] = "window" in keys
     found["no_rope_layers"] = [int("unrotated" not in one) for one in _layer_types(keys)]
