@@ -1,0 +1,1 @@
+"""Runs worth repeating: model, data and mesh are fixed."""
