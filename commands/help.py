@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from commands import config_flag
 from configs import base
-from configs.schema import recipes
+from configs.schema import defaults, recipes
 
 WORDS = ("-h", "-help", "--help", "-?", "--helpfull", "--helpshort", "--helpxml", "--help=true")
 
@@ -84,7 +84,7 @@ def _line(name: str, default: str, meaning: str) -> list[str]:
 def comments() -> dict[tuple[str, str], str]:
   """Returns (recipe or "", dotted key) -> the comment at its default in configs/."""
   found = {}
-  for module in (base, recipes):
+  for module in (base, defaults, recipes):
     source = inspect.getsource(module)
     beside = _beside(source)
     for function in ast.parse(source).body:

@@ -2,7 +2,8 @@
 
 `get_config` is what a strategy file calls; `finalize` fills in, after all overrides, what is
 derived; `check` finds keys that do not go together. The keys that a recipe fixes (model, data,
-training) are in `schema/recipes.py`. An unset key (None) is derived in `schema/finalize.py`.
+training) are in `schema/recipes.py`, the defaults of all in `schema/defaults.py`. An unset key
+(None) is derived in `schema/finalize.py`.
 """
 
 from collections.abc import Mapping

@@ -5,6 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
+from configs.schema import defaults
 from configs.schema.presets import PRESETS
 from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer
@@ -97,138 +98,6 @@ def _finalize_text(model: ConfigDict, data: ConfigDict, of_text: bool) -> None:
     model.separate_documents = of_files
 
 
-def _data(**keys) -> dict:
-  """Returns the keys that the data of every task have."""
-  common = {
-    "data_dir": "",  # of TFDS data sets; "": TFDS_DATA_DIR, or ~/tensorflow_datasets
-    "train_split": "train",  # TFDS syntax, such as train[:90%]
-    "evaluation_split": "test",  # TFDS syntax
-    "shuffle": True,  # in another order each epoch
-    "prefetch_batches": 2,  # prepared ahead, in the background
-    "max_bad_records": 0,  # unreadable records of a split that get weight 0; more are refused
-    "sequence_length": 0,  # tokens per row (text)
-    "text_feature": "",  # "": the only one of that type
-    # Files of data=text, conversations and preferences: paths, folders, globs, gs://, s3:// and
-    # hf://OWNER/NAME, separated by commas
-    "files": "",
-    # A mixture in place of files: each source has name, files and weight (relative, of the tokens);
-    # also evaluation_files, text_feature and maximum_epochs (default 1; 0: no limit):
-    # ({"name": "web", "files": "web/", "weight": 0.7}, {"name": "code", "files": "src/", ...})
-    "sources": (),
-    # Other weights from a step on: ((1000, {"web": 0.2, "code": 0.8}),)
-    "stages": (),
-    "evaluation_files": "",  # of the validation split; "": a share of the documents of files
-    # Documents of files that are held out for validation, chosen by their content
-    "evaluation_fraction": 0.05,
-    # bytes, a tokenizer.json, a folder with one, or a SentencePiece model; "": the one that prepare
-    # has trained for these files, else bytes
-    "tokenizer": "",
-    # Which documents share a row: best_fit (the default of files), concatenate (of TFDS data sets)
-    # or none
-    "packing": config_dict.placeholder(str),
-    "prepare_processes": 0,  # that tokenize; 0: one per core
-    "chat_template": "",  # a file with one (conversations, preferences); "": the tokenizer's
-    # Conversations without a token to train on, or longer than a row: refuse or drop
-    "untrained_conversations": "refuse",
-    "long_conversations": "refuse",
-    "image_feature": "",  # "": the only one of that type
-    "label_feature": "",  # "": the only one of that type
-    "examples": 0,  # rows (random)
-    "input_size": 0,  # values per example (image, random); derived from the model
-    "target_size": 0,  # classes (image), values (random); derived from the model
-    # Rows to skip, counted from 0 over all epochs, in ranges (first, one after the last):
-    # ((544, 608),)
-    "skip_rows": (),
-    "skip_batches": (),  # the same in batches of global_batch_size rows, from 0: (17, 18)
-  }
-  return {**common, **keys}
-
-
-def _training(**keys) -> dict:
-  common = {
-    "steps": 0,  # optimizer steps
-    "tokens": 0,  # instead of steps: as many as have these tokens; 0: steps
-    "gradient_accumulation_steps": 1,  # microbatches per step
-    # Names of the parameters that are trained, as patterns (* also matches /); the others stay as
-    # they are, without optimizer state: ("layers/attention/*", "final_norm/*"). All, or with
-    # lora.rank the adapters, which are trained besides what is given
-    "trainable": config_dict.placeholder(tuple),
-    "parameter_dtype": "float32",  # float32 or float64; of parameters and optimizer state
-    # Of parameters that are not trained: bfloat16, or as parameter_dtype
-    "frozen_dtype": config_dict.placeholder(str),
-    "compute_dtype": config_dict.placeholder(str),  # bfloat16 on accelerators, else parameter_dtype
-    "matmul_precision": config_dict.placeholder(str),  # default, high or highest
-    "rematerialization": "none",  # none, dots (save matmul outputs) or full (save layer inputs)
-    # splash (JAX's flash attention for TPUs, the default there where it applies) or xla.
-    "attention_kernel": config_dict.placeholder(str),
-    # Times the squared logarithm of the softmax's normalizer, added to each token's loss; 0: off
-    "z_loss": 0.0,
-    # DPO (data=preferences): how strongly the model is kept near the reference
-    "dpo_beta": 0.1,
-    "dpo_label_smoothing": 0.0,  # the assumed share of pairs that are the wrong way around
-    "loss_chunks": 1,  # chunked cross-entropy: logits of one chunk of a row at a time
-    # A loss spike is a bad step, as a loss that is not finite: this many standard deviations above
-    # the mean of the last bad_step_window losses; 0: off.
-    "bad_step_deviations": 0.0,
-    "bad_step_window": 100,  # steps
-    "on_bad_step": "stop",  # or roll_back: to the last good checkpoint, skipping the batch
-    "bad_step_skips": 1,  # batches that a rollback skips, the last of them the bad step's
-    "callbacks": (),  # registered functions that are called every n steps: ("norms",)
-    "max_rollbacks": 3,  # of a run, over all its starts; the next bad step stops it
-    # Compare replicas of parameters and optimizer state, also before every save; 0: off.
-    "replica_check_every_steps": 10,
-  }
-  return {**common, **keys}
-
-
-def _optimizer(**keys) -> dict:
-  common = {
-    "name": "adamw",  # adamw, muon, sgd, or any optimizer of optax by name: lion, contrib.muon
-    "arguments": "",  # its own that have no key here: "nesterov=True,mu_dtype=bfloat16"
-    "learning_rate": 1e-3,  # at its peak
-    # cosine, linear, constant, wsd (warm-up, stable, decay) or inverse_sqrt
-    "schedule": "cosine",
-    # Learning rate at the end over the peak; cosine: 0.1, linear and wsd: 0
-    "final_fraction": config_dict.placeholder(float),
-    "warmup_steps": config_dict.placeholder(int),  # linear warm-up; a twentieth of the steps
-    "warmup_tokens": 0,  # instead of warmup_steps; 0: warmup_steps
-    "decay_steps": config_dict.placeholder(int),  # of wsd, the last ones; a fifth of the steps
-    "decay_tokens": 0,  # instead of decay_steps; 0: decay_steps
-    "decay": "linear",  # of wsd: linear or 1-sqrt
-    "beta_1": 0.9,  # decay of AdamW's first moment
-    "beta_2": 0.95,  # decay of AdamW's second moment
-    "epsilon": 1e-8,  # AdamW only
-    "momentum": 0.0,  # SGD only
-    "weight_decay": 0.1,  # of kernels and embeddings, not of scales and biases
-    # A step at the peak takes weight_decay off a parameter, not learning_rate * weight_decay
-    "independent_weight_decay": False,
-    # Parts of the parameters with an optimizer, learning rate or decay of their own, the first that
-    # matches: ({"parameters": "embed/*", "learning_rate": 1e-3, "weight_decay": 0.0},)
-    "groups": (),
-    # Exponential moving averages of the parameters, one for each decay: (0.999, 0.9999)
-    "ema_decays": (),
-    "clip_norm": 1.0,  # of the global gradient norm; 0: off
-    "clip_groups": False,  # each of groups by the norm of its own gradients
-    # Instead of clip_norm: clip to this quantile of the last clip_window norms; 0: off
-    "clip_quantile": 0.0,
-    "clip_window": 50,  # steps
-  }
-  return {**common, **keys}
-
-
-def _evaluation(**keys) -> dict:
-  common = {
-    "every_steps": 0,  # periodic evaluation, besides the final one; 0: off
-    "steps": 0,  # batches of a periodic evaluation; 0: the whole split
-    "final_steps": 0,  # batches of the final evaluation and of `evaluate`; 0: the whole split
-    # evaluate, sample and export read the average with this decay, of optimizer.ema_decays; 0: the
-    # parameters themselves
-    "ema_decay": 0.0,
-    "sample_tokens": 0,  # tokens sampled at the end of training (text); 0: off
-  }
-  return {**common, **keys}
-
-
 def make(
   task: str,
   model: Mapping[str, Any],
@@ -254,10 +123,10 @@ def make(
     {
       "task": task,
       "model": dict(model),
-      "data": _data(**data),
-      "training": _training(**training),
-      "optimizer": _optimizer(**(optimizer or {})),
-      "evaluation": _evaluation(**(evaluation or {})),
+      "data": defaults.data(**data),
+      "training": defaults.training(**training),
+      "optimizer": defaults.optimizer(**(optimizer or {})),
+      "evaluation": defaults.evaluation(**(evaluation or {})),
     }
   )
 
@@ -322,10 +191,10 @@ def lm() -> ConfigDict:
     {
       "task": "causal_lm",  # what is learnt; the recipe fixes it
       "model": model,
-      "data": _data(name="python_source", global_batch_size=32, sequence_length=128),
-      "training": _training(steps=200),
-      "optimizer": _optimizer(learning_rate=8e-3),
-      "evaluation": _evaluation(every_steps=50, steps=8, sample_tokens=120),
+      "data": defaults.data(name="python_source", global_batch_size=32, sequence_length=128),
+      "training": defaults.training(steps=200),
+      "optimizer": defaults.optimizer(learning_rate=8e-3),
+      "evaluation": defaults.evaluation(every_steps=50, steps=8, sample_tokens=120),
     }
   )
 
@@ -362,10 +231,10 @@ def mlp() -> ConfigDict:
     {
       "task": "classification",
       "model": model,
-      "data": _data(name="digits", global_batch_size=128),
-      "training": _training(steps=400),
-      "optimizer": _optimizer(learning_rate=2e-3, weight_decay=0.05),
-      "evaluation": _evaluation(every_steps=100),
+      "data": defaults.data(name="digits", global_batch_size=128),
+      "training": defaults.training(steps=400),
+      "optimizer": defaults.optimizer(learning_rate=2e-3, weight_decay=0.05),
+      "evaluation": defaults.evaluation(every_steps=100),
     }
   )
 
@@ -384,13 +253,13 @@ def mlp_tutorial() -> ConfigDict:
     {
       "task": "regression",
       "model": model,
-      "data": _data(
+      "data": defaults.data(
         name="random_normal",
         global_batch_size=config_dict.placeholder(int),  # as W by default
         shuffle=False,
       ),
-      "training": _training(steps=30),
-      "optimizer": _optimizer(
+      "training": defaults.training(steps=30),
+      "optimizer": defaults.optimizer(
         name="sgd",
         learning_rate=1e-5,
         schedule="constant",
@@ -398,7 +267,7 @@ def mlp_tutorial() -> ConfigDict:
         weight_decay=0.0,
         clip_norm=0.0,
       ),
-      "evaluation": _evaluation(),
+      "evaluation": defaults.evaluation(),
     }
   )
 
