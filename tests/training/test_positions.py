@@ -118,8 +118,9 @@ def old_batch(step, skipped):
 
 def test_records_that_named_batches_give_the_same_rows():
   old = {"data": {"global_batch_size": 8, "skip_batches": [21], "name": "x"}, "seed": 0}
-  old = {**old, "data": {**old["data"], "kind": "image"}, "training": {"loss": "classification"}}
-  old = {**old, "optimizer": {"name": "adamw"}, "model": {"name": "mlp"}}
+  training = {"loss": "classification", "parameter_dtype": "float32"}
+  old = {**old, "data": {**old["data"], "kind": "image"}, "training": training}
+  old = {**old, "optimizer": {"name": "adamw", "schedule": "cosine"}, "model": {"name": "mlp"}}
   record = bad_steps.upgraded(json.loads(json.dumps(OLD_RECORD)), old)
   assert record["versions"] == OLD_RECORD["versions"]
   assert bad_steps.upgraded(record, old) == record
@@ -146,7 +147,9 @@ def test_records_that_named_batches_give_the_same_rows():
 
 def test_an_older_decoder_had_as_many_positions_as_tokens_in_a_row():
   data = {"global_batch_size": 8, "sequence_length": 24}
-  old = {"model": {"name": "transformer"}, "data": data, "training": {}, "optimizer": {}}
+  training, optimizer = {"parameter_dtype": "float32"}, {"schedule": "cosine"}
+  old = {"model": {"name": "transformer"}, "data": data, "training": training}
+  old = {**old, "optimizer": optimizer}
   assert bad_steps.upgraded_config(old)["model"]["max_positions"] == 24
 
 
