@@ -203,6 +203,8 @@ def rope(default: float = 10_000.0, *, partial: bool = False, older: bool = Fals
     found = _write_partial(model) if partial else _write(model)
     if older and found["rope_scaling"]:
       scaling = dict(found["rope_scaling"])
+      if scaling["rope_type"] == "longrope":  # of which it wants three keys alone
+        scaling.pop("factor", None)
       found["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}
     return found
 
@@ -221,6 +223,9 @@ def _write(model: Ours) -> dict[str, Any]:
   base, scaling = model["rotary_base"], tuple(model["rotary_scaling"])
   one, lengths = write_scaling(scaling), _lengths(scaling)
   new = {**one, **{key: value for key, value in lengths.items() if key == _ORIGINAL}}
+  if one["rope_type"] == "longrope" and "factor" in scaling[1]:
+    # The ratio of the lengths again, without which transformers warns.
+    one, new = ({**x, "factor": scaling[1]["factor"]} for x in (one, new))
   return {
     "rope_theta": base,
     "rope_scaling": one if scaling else None,

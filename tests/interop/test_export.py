@@ -188,23 +188,20 @@ def test_where_one_cannot_write_all_say_why_and_nothing_is_left(small, tmp_path)
 # ------------------------------ transformers ------------------------------
 
 
-WRITTEN = [family for family in families.FAMILIES if "_" not in family]
-
-
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
   """Returns a function that has a version of transformers load a folder of each family."""
   root = tmp_path_factory.mktemp("folders")
   given = root / "given.npz"
   np.savez(given, tokens=tokens())
-  for family in WRITTEN:
+  for family in families.FAMILIES:
     for dtype in BOUNDS:
       job = families.job_of(family)
       exported(root / dtype / family, job, families.drawn(job), dtype)
 
   def load(version, dtype):
     command = [write_families.PYTHONS[version], HERE / "their_loading.py", dtype]
-    paths = [root / dtype / family for family in WRITTEN]
+    paths = [root / dtype / family for family in families.FAMILIES]
     subprocess.run([*command, given, root / "written.npz", *paths], check=True)
     with np.load(root / "written.npz") as written:
       return dict(written)
@@ -217,7 +214,7 @@ def loaded(tmp_path_factory):
 @pytest.mark.parametrize("version", write_families.PYTHONS)
 def test_transformers_loads_it_without_a_warning_and_with_the_same_logits(version, dtype, loaded):
   found = loaded(version, dtype)
-  for family in WRITTEN:
+  for family in families.FAMILIES:
     assert found[f"{family}/ids"].tolist() == list("def f(x):\n  return 'ä'".encode())
     wanted = fixture(family)
     error = np.abs(found[family][:ROWS, KEPT] - wanted).max()
