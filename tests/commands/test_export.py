@@ -106,27 +106,25 @@ def tuned(tmp_path_factory):
   return workdir
 
 
-def test_adapters_are_exported_alone_or_merged(main, tuned, tmp_path):
-  for name, *flags in (("alone",), ("merged", "--merge")):
-    command = ["export", "--config=configs/single.py", *EXPECTED["flags"], *AS_FLAGS, *flags]
-    code, out, err = main(*command, f"--checkpoint={tuned}", f"--to={tmp_path}/{name}")
-    assert (code, err) == (0, ""), out
-  assert {path.name for path in (tmp_path / "alone").iterdir()} == {
+def test_adapters_are_exported_alone(main, tuned, tmp_path):
+  command = ["export", "--config=configs/single.py", *EXPECTED["flags"], *AS_FLAGS]
+  code, out, err = main(*command, f"--checkpoint={tuned}", f"--to={tmp_path}/to")
+  assert (code, err) == (0, ""), out
+  assert f"exported the adapters of a llama model in float32 of {tuned}, step 4, to " in out
+  assert {path.name for path in (tmp_path / "to").iterdir()} == {
     *("adapter_config.json", "adapter_model.safetensors"),
   }
-  described = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+  described = json.loads((tmp_path / "to" / "adapter_config.json").read_text())
   assert (described["r"], described["lora_alpha"]) == (2, 3)
   assert described["target_modules"] == ["q_proj", "up_proj"]
-  adapter = folders.tensors_of(tmp_path / "alone" / "adapter_model.safetensors")
-  merged = folders.tensors_of(tmp_path / "merged" / "model.safetensors")
-  base = plain.arrays(RUN / "checkpoints" / "4")
-  for layer, kernel in enumerate(base["params.layers.mlp.up.kernel"]):
-    name = f"model.layers.{layer}.mlp.up_proj"
-    a, b = (adapter[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
-    wanted = kernel.T + 1.5 * b @ a
-    np.testing.assert_allclose(merged[f"{name}.weight"], wanted, rtol=1e-5, atol=1e-6)
-    assert np.abs(1.5 * b @ a).max() > 0.1
-  assert len(adapter) == 2 * 2 * 2  # A and B of two layers' two targets
+  found = folders.tensors_of(tmp_path / "to" / "adapter_model.safetensors")
+  stored = plain.arrays(tuned / "checkpoints" / "4")
+  for part in "ab":
+    for layer, array in enumerate(stored[f"params.layers.mlp.up.lora_{part}"]):
+      name = f"base_model.model.model.layers.{layer}.mlp.up_proj.lora_{part.upper()}.weight"
+      np.testing.assert_array_equal(found[name], array.T)
+      assert np.any(array)
+  assert len(found) == 2 * 2 * 2  # A and B of two layers' two targets
 
 
 def write_adapter(folder, random, metadata=()):
