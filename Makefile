@@ -1,5 +1,6 @@
-# make train | test | test-all | test-faults | test-plan | test-transformers | lint | setup | lock. Everything is installed
-# into .venv, from PYTHON, as the lock files say: every package pinned and checked by its SHA-256.
+# make train | test | test-long | test-all | test-faults | test-plan | test-transformers | lint | setup
+# | lock. Everything is installed into .venv, from PYTHON, as the lock files say: every package pinned
+# and checked by its SHA-256.
 PYTHON ?= python3
 ACCELERATOR ?= cpu
 CONFIG ?= configs/dp4_tp2.py
@@ -19,7 +20,7 @@ ifeq ($(filter $(ACCELERATOR),cpu tpu gpu),)
 $(error ACCELERATOR=$(ACCELERATOR): cpu, tpu or gpu)
 endif
 
-.PHONY: setup train test test-all test-faults test-plan test-transformers lint lock clean
+.PHONY: setup train test test-long test-all test-faults test-plan test-transformers lint lock clean
 
 setup: $(VENV)/.installed-$(ACCELERATOR)
 
@@ -29,8 +30,12 @@ train: $(VENV)/.installed-$(ACCELERATOR)
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# The tests that take longest one by one.
+test-long: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 --dist load -m long
+
 # The tests, and every mesh by every variant beside one device, which writes docs/parity.md.
-test-all: test
+test-all: test test-long
 	$(BIN)/python -m tests.parity.matrix --write
 
 # The plan of docs/reliability.md, whose table it writes, then the tests that are too long for

@@ -29,6 +29,7 @@ def clean(forks, tmp_path_factory):
   return same.record(workdir)
 
 
+@pytest.mark.long
 def test_each_step_of_a_clean_run_appears_once_and_in_order(clean):
   lines = clean.lines
   steps = [step for step, numbers in lines if "loss" in numbers and "eval_loss" not in numbers]
@@ -38,6 +39,7 @@ def test_each_step_of_a_clean_run_appears_once_and_in_order(clean):
   assert len(set(tables)) == len(tables)
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(
   clean, forks, tmp_path
 ):

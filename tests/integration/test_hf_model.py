@@ -24,6 +24,7 @@ def folder(tmp_path_factory):
   return folder
 
 
+@pytest.mark.long
 def test_a_folder_is_trained_and_its_run_needs_it_no_more(main, folder, tmp_path):
   given = [f"--config.model.folder={folder}", "--config.data.tokenizer=bytes"]
   work = [f"--workdir={tmp_path / 'run'}", *SHORT]

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.docs.pages import ROOT
 from tests.helpers.compiling import FAST
 
@@ -46,6 +48,7 @@ def cells():
   return ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
 
 
+@pytest.mark.long
 def test_every_cell_runs_in_one_kernel(tmp_path):
   code = cells()
   assert len([line for cell in code for line in cell.splitlines() if line]) <= 18

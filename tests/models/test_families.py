@@ -285,8 +285,11 @@ def test_every_preset_is_published():
 @pytest.mark.parametrize(
   "family",
   [
-    *("mistral", "gemma2", "gemma3", "gpt2", "qwen2"),
-    *("llama_dynamic", "olmo3", "smollm3_windows"),
+    *("gemma3", "gpt2", "smollm3_windows"),
+    *(
+      pytest.param(family, marks=pytest.mark.long)
+      for family in ("mistral", "gemma2", "qwen2", "llama_dynamic", "olmo3")
+    ),
   ],
 )
 def test_reading_in_pieces_gives_the_logits_of_reading_at_once(family):

@@ -40,6 +40,7 @@ def under_mpirun(arguments, **variables: str) -> subprocess.CompletedProcess:
   )
 
 
+@pytest.mark.long
 def test_mpirun(tmp_path):
   done = under_mpirun([*MLP, f"--workdir={tmp_path}"])
   assert done.returncode == 0, done.stdout + done.stderr

@@ -34,6 +34,7 @@ def test_averages_are_numpys_and_sharded_as_the_parameters_are():
   assert np.abs(ahead).max() > 1e-4, key
 
 
+@pytest.mark.long
 def test_an_average_is_evaluated_in_training_and_afterwards(main, tmp_path):
   command = [
     *("--config=configs/dp8.py:mlp", f"--workdir={tmp_path}", "--config.training.steps=6"),

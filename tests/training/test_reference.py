@@ -49,6 +49,7 @@ def losses(workdir):
   return [line["loss"] for line in lines_of(workdir) if "loss" in line]
 
 
+@pytest.mark.long
 def test_a_run_is_resumed_to_the_bit_and_its_reference_is_that_of_its_start(
   main, arguments, tmp_path
 ):

@@ -27,6 +27,7 @@ def test_an_unknown_stage_is_refused():
     docstring_chat.get_config("all")
 
 
+@pytest.mark.long
 def test_the_stages_one_after_the_other(main, tmp_path, monkeypatch):
   files = [f"def f{n}(x):\n  '''Return {n} times x.'''\n  return {n} * x\n" for n in range(60)]
   monkeypatch.setattr(docstring_chat, "_sources", lambda: iter(files))
