@@ -106,6 +106,7 @@ def tuned(tmp_path_factory):
   return workdir
 
 
+@pytest.mark.long
 def test_adapters_are_exported_alone(main, tuned, tmp_path):
   command = ["export", "--config=configs/single.py", *EXPECTED["flags"], *AS_FLAGS]
   code, out, err = main(*command, f"--checkpoint={tuned}", f"--to={tmp_path}/to")
@@ -148,6 +149,7 @@ def write_adapter(folder, random, metadata=()):
   return tensors
 
 
+@pytest.mark.long
 def test_an_adapter_of_peft_is_merged_into_its_base_and_into_no_other(main, tmp_path):
   base, random = tmp_path / "base", np.random.default_rng(2)
   shutil.copytree(folders.FOLDER / "qwen2", base)

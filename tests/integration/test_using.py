@@ -28,6 +28,7 @@ def trained(training):
   return workdir
 
 
+@pytest.mark.long
 def test_a_trace_that_xprof_and_perfetto_open(trained):
   [xprof] = (trained / "profile").rglob("*.xplane.pb")
   assert xprof.stat().st_size > 1000

@@ -114,6 +114,7 @@ def training_loss(overrides):
     return float(compiled(first_state(job).params, place(job, host_batch(job))))
 
 
+@pytest.mark.long
 def test_dropout_drops_the_same_on_every_mesh():
   dropped = training_loss({"lora.dropout": 0.3})
   assert abs(dropped - of_merged()[1]) > 1e-3

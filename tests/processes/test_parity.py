@@ -56,7 +56,7 @@ def alone(main, tmp_path_factory):
     pytest.param("fsdp", 2, marks=pytest.mark.faults),
     pytest.param("fsdp", 4, marks=pytest.mark.faults),
     pytest.param("tensor", 2, marks=pytest.mark.faults),
-    ("tensor", 4),
+    pytest.param("tensor", 4, marks=pytest.mark.long),
     pytest.param("lm", 2, marks=pytest.mark.faults),
     pytest.param("lm", 4, marks=pytest.mark.faults),
   ],

@@ -57,6 +57,7 @@ def test_what_one_process_holds_is_the_batch(alone):
   assert [row[0] // 100 for row in held[: -len(padding)]] == list(range(16, rows.ROWS))
 
 
+@pytest.mark.long
 def test_all_take_the_same_steps_whatever_remains(remaining):
   for one in remaining:
     for remainder, result in enumerate(one):

@@ -86,7 +86,13 @@ STEPS = [
 ]
 
 
-@pytest.mark.usefixtures("lines_of_python")
+@pytest.fixture(scope="module")
+def nothing_traced() -> None:
+  """Forgets what other tests have traced: an operation names the line that traced it first."""
+  jax.clear_caches()
+
+
+@pytest.mark.usefixtures("nothing_traced", "lines_of_python")
 @pytest.mark.parametrize(("strategy", "recipe", "keys"), STEPS, ids=str)
 def test_every_instruction_of_a_step_comes_from_a_listed_file(strategy, recipe, keys):
   job = make_job(strategy, recipe, **keys)

@@ -182,6 +182,7 @@ def base_decoder(tmp_path_factory):
 RANK = {"lora.rank": 2, "lora.targets": ("query",)}
 
 
+@pytest.mark.long
 def test_adapters_are_drawn_where_the_base_has_none(base_decoder):
   folder, wanted = base_decoder
   bfloat16 = {"training.frozen_dtype": "bfloat16"}
@@ -202,6 +203,7 @@ def test_adapters_are_drawn_where_the_base_has_none(base_decoder):
   assert not drawn["layers/attention/query/lora_b"].any()
 
 
+@pytest.mark.long
 def test_a_run_starts_from_one_with_adapters_and_has_its_base(base_decoder, tmp_path):
   folder, wanted = base_decoder
   first = decoder(**RANK, **{"checkpoint.initialize_from": str(folder)})
