@@ -1,10 +1,13 @@
 """Matches each leaf of an optimizer's state to its parameter, and to dims of that parameter.
 
 Copies of the parameter tree are found by structure, without knowing a state's fields by name. A
-factored statistic (Adafactor's `v_row`) is sharded by the dims that it keeps of its parameter.
+factored statistic (Adafactor's `v_row`) is sharded by the dims that it keeps of its parameter, a
+square one (SOAP's preconditioners) by those of the matrix that it is multiplied by.
 """
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +15,23 @@ import jax
 
 Path = tuple[str, ...]
 Kept = tuple[int, ...]  # the dims of a parameter that a statistic of it has
+
+
+@dataclasses.dataclass(frozen=True)
+class Square:
+  """How a statistic is a stack of squares, of the size of one side of a parameter's matrices.
+
+  Attributes:
+    stack: the parameter's dims that both have.
+    rows: the parameter's dims that are its matrices' rows.
+    columns: those that are the columns.
+    side: `rows` or `columns`: that whose size, all dims together, is the square's.
+  """
+
+  stack: tuple[int, ...]
+  rows: tuple[int, ...]
+  columns: tuple[int, ...]
+  side: tuple[int, ...]
 
 
 def owners(paths: Iterable[Path], parameters: Iterable[Path]) -> dict[Path, Path | None]:
@@ -42,16 +62,22 @@ def owners(paths: Iterable[Path], parameters: Iterable[Path]) -> dict[Path, Path
   return result
 
 
-def candidates(shape: Sequence[int], whole: Sequence[int]) -> list[Kept]:
-  """Returns every way in which a shape is another one with dims removed, or set to 1.
+def candidates(shape: Sequence[int], whole: Sequence[int]) -> list[Kept | Square]:
+  """Returns every way in which a shape is another one with dims removed or set to 1, or of squares.
 
   Args:
     shape: of a statistic.
     whole: of its parameter.
 
   Returns:
-    For each way, the dims that remain, in order.
+    For each way, the dims that remain, in order; or what the squares are of.
   """
+  if tuple(shape) == tuple(whole):
+    return [tuple(range(len(whole)))]
+  return [*_kept(shape, whole), *_squares(shape, whole)]
+
+
+def _kept(shape: Sequence[int], whole: Sequence[int]) -> list[Kept]:
   if len(shape) == len(whole):
     kept = tuple(i for i, (n, m) in enumerate(zip(shape, whole, strict=True)) if n == m)
     others = (shape[i] for i in range(len(whole)) if i not in kept)
@@ -60,10 +86,27 @@ def candidates(shape: Sequence[int], whole: Sequence[int]) -> list[Kept]:
   return [kept for kept in chosen if tuple(whole[i] for i in kept) == tuple(shape)]
 
 
+def _squares(shape: Sequence[int], whole: Sequence[int]) -> list[Square]:
+  if len(shape) < 2 or shape[-1] != shape[-2]:
+    return []
+  found = []
+  for stack in itertools.combinations(range(len(whole)), len(shape) - 2):
+    rest = tuple(dim for dim in range(len(whole)) if dim not in stack)
+    if tuple(whole[dim] for dim in stack) == tuple(shape[:-2]):
+      for cut in range(1, len(rest)):
+        sides = rest[:cut], rest[cut:]
+        found += [
+          Square(stack, *sides, side)
+          for side in sides
+          if math.prod(whole[dim] for dim in side) == shape[-1]
+        ]
+  return found
+
+
 def kept_by_trial(
   init: Callable[[Any], Any],
   parameters: Mapping[Path, jax.ShapeDtypeStruct],
-) -> dict[Path, list[Kept]]:
+) -> dict[Path, list[Kept | Square]]:
   """Returns state leaf -> the ways of `candidates`, as if each parameter's dims differed in size.
 
   Dims of equal size are ambiguous. So the state is evaluated abstractly once more, for parameters

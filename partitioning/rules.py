@@ -144,7 +144,9 @@ def place_optimizer(
   """Places every leaf of the optimizer's state by the dims of the parameter that it belongs to.
 
   A leaf of the parameter's shape has its letters; one whose shape is the parameter's with dims
-  removed or set to 1 (Adafactor's rows and columns) has the letters of the remaining dims. Scalars,
+  removed or set to 1 (Adafactor's rows and columns) has the letters of the remaining dims. Of
+  squares of the size of one side of the parameter's matrices (SOAP's preconditioners), the rows are
+  split over the axes of the matrices' rows, and the columns over those of their columns. Scalars,
   leaves of one element and small leaves of no parameter (a random key) are replicated. Any other
   leaf needs an override.
 
@@ -177,7 +179,12 @@ def place_optimizer(
     elif rule := _replicated(leaf, owner):
       placement = Placement(name, leaf.shape, leaf.dtype, "", rule, PartitionSpec())
     else:
-      found = [_statistic(name, leaf, owner, kept, legend, table, sizes) for kept in ways]
+      found = [
+        (_squares if isinstance(way, optimizer_state.Square) else _statistic)(
+          name, leaf, owner, way, legend, table, sizes
+        )
+        for way in ways
+      ]
       if len({placed.spec for placed, _ in found}) > 1 and init is not None:
         if trial is None:
           arrays = {
@@ -238,6 +245,35 @@ def _statistic(
     letters = "" if gone else letters
   spec = partition_spec(entries)
   return Placement(name, leaf.shape, leaf.dtype, letters, rule, spec, notes), wrong
+
+
+def _squares(
+  name: str,
+  leaf: Any,
+  owner: Placement,
+  square: optimizer_state.Square,
+  legend: Legend,
+  table: Table,
+  sizes: Mapping[str, int],
+) -> tuple[Placement, tuple[Failure, ...]]:
+  """Places squares of the size of one side of a parameter's matrices; see `place_optimizer`."""
+  like = jax.ShapeDtypeStruct(owner.shape, leaf.dtype)
+  whole, wrong = _statistic(name, like, owner, range(len(owner.shape)), legend, table, sizes)
+  if len(owner.letters) != len(owner.shape):
+    return dataclasses.replace(whole, shape=leaf.shape), wrong
+  axes, notes = spec_entries(whole.spec, len(owner.shape)), list(whole.notes)
+  entries = [axes[dim] for dim in square.stack]
+  for dims in (square.rows, square.columns):
+    split, size = tuple(axis for dim in dims for axis in axes[dim]), leaf.shape[-1]
+    if size % axes_size(split, sizes):
+      notes.append(f"{size} is replicated over {' x '.join(split)}, which does not divide it")
+      split = ()
+    entries.append(split)
+  side = "".join(owner.letters[dim] for dim in square.side)
+  stack = "".join(owner.letters[dim] for dim in square.stack)
+  letters = stack + 2 * side if len(side) == 1 else ""
+  rule, spec = f"squares of {side} of {owner.name}", partition_spec(entries)
+  return Placement(name, leaf.shape, leaf.dtype, letters, rule, spec, tuple(notes)), wrong
 
 
 def _no_dims(name: str, leaf: Any, owner: Placement | None, rules: Sequence[str]) -> Failure:

@@ -18,7 +18,7 @@ from partitioning.shardings import bytes_per_device, shard_shape
 from planning import interconnect, traced_cost
 from planning.interconnect import Places
 from planning.step_time import Sent, Times
-from training.optimizer import orthogonalized
+from training.optimizer import matrix_groups
 from training.setup import Job
 
 
@@ -158,16 +158,20 @@ def _of_the_optimizer(job: Job) -> Iterator[Term]:
 
 
 def _of_matrices(job: Job) -> Iterator[Term]:
-  """Yields those of Muon: matrices to the devices that orthogonalize them, and the results back."""
+  """Yields those of Muon and SOAP: matrices whole to devices, and what is computed of them back.
+
+  Of SOAP those of a step that refreshes its bases.
+  """
   sizes, trained = job.devices.sizes, job.program.split(job.program.params)[0]
-  for how, group in orthogonalized(job.config, trained, sizes):
-    part, itemsize = group.each * math.prod(group.shape), how.dtype.itemsize
-    turn = part // group.rounds
-    why = f"matrices of {group.shape[0]} x {group.shape[1]}"
+  for how, group in matrix_groups(job.config, trained, sizes):
+    of, itemsize = f"matrices of {group.shape[0]} x {group.shape[1]}", how.dtype.itemsize
     axes = tuple(axis for axis in sizes if axis in group.exchanged)
-    yield Term("all-to-all", axes, 2 * group.rounds, turn, f"{why}, there and back", itemsize)
-    whole = part * axes_size(group.shared, sizes)
-    yield Term("all-gather", group.shared, 1, whole, f"{why}, orthogonalized", itemsize)
+    for move in how.moves(group):
+      turn = group.each // group.rounds * group.elements(move.kind, sizes)
+      runs, why = (move.there + move.back) * group.rounds, f"{of}, {move.why}"
+      yield Term("all-to-all", axes, runs, turn, why, itemsize)
+      whole, runs = turn * axes_size(group.shared, sizes), move.back * group.rounds
+      yield Term("all-gather", group.shared, runs, whole, why, itemsize)
 
 
 def _of_activations(job: Job) -> Iterator[Term]:

@@ -1,11 +1,11 @@
 """FLOPs and HBM traffic of a step on one device, from what is traced, without a compiler.
 
-Traced are its gradients, and the iterations of Muon. The trace shows what would run: plain
-attention writes all scores, a kernel does not, and rematerialized layers repeat their forward pass.
-Matmuls, reductions, gathers and kernels read their arguments from HBM and write their results to
-it. Elementwise operations are fused into their consumers, as XLA does, unless a matmul reads them,
-or the result has at most half of the bytes of its inputs. A reduction reads its argument
-separately: a compiler that fuses a complete softmax moves less.
+Traced are its gradients, and the matmuls of Muon's or SOAP's update. The trace shows what would
+run: plain attention writes all scores, a kernel does not, and rematerialized layers repeat their
+forward pass. Matmuls, reductions, gathers and kernels read their arguments from HBM and write their
+results to it. Elementwise operations are fused into their consumers, as XLA does, unless a matmul
+reads them, or the result has at most half of the bytes of its inputs. A reduction reads its
+argument separately: a compiler that fuses a complete softmax moves less.
 """
 
 import math
@@ -16,8 +16,7 @@ import jax
 
 from analysis.roofline import Work
 from planning import activation_memory
-from training.optimizer import orthogonalized
-from training.optimizers.muon import newton_schulz
+from training.optimizer import matrix_groups
 from training.setup import Job
 
 _VIEWS = {"slice", "dynamic_slice", "squeeze", "split"}  # read where they are used
@@ -50,13 +49,13 @@ def operations(job: Job) -> list[tuple[Work, int, bool]]:
 
 
 def of_matrices(job: Job) -> list[tuple[Work, int, bool]]:
-  """Returns (work, runs, whether in float32) of the iterations of Muon's update on one device."""
+  """Returns (work, runs, whether in float32) of matmuls of whole matrices on one device."""
   trained = job.program.split(job.program.params)[0]
   found = []
-  for how, group in orthogonalized(job.config, trained, job.devices.sizes):
-    kernels = jax.ShapeDtypeStruct((group.each // group.rounds, *group.shape), how.dtype)
+  for how, group in matrix_groups(job.config, trained, job.devices.sizes):
+    function, given = how.computed(group)
     tracer = _Tracer(1.0)
-    jaxpr = jax.make_jaxpr(newton_schulz, static_argnums=1)(kernels, how.steps).jaxpr
+    jaxpr = jax.make_jaxpr(function)(*given).jaxpr
     given = {x: tracer.fresh(x) for x in jaxpr.invars}
     tracer.close(jaxpr, tracer.walk(jaxpr, given, group.rounds), group.rounds)
     found += tracer.found

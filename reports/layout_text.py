@@ -21,7 +21,7 @@ from partitioning.shardings import (
   spec_text,
 )
 from reports import drawings
-from training.optimizer import orthogonalized
+from training.optimizer import matrix_groups
 from training.setup import Job
 
 
@@ -132,7 +132,7 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     lines += ["activations, in the order of the forward pass:", *_activation_lines(job), ""]
     if matrices := matrix_lines(job):
       matrices = [f"  {line}" for line in matrices]
-      lines += ["matrices that Muon brings whole to devices, and back:", *matrices, ""]
+      lines += ["matrices that the optimizer brings whole to devices, and back:", *matrices, ""]
   lines.append(
     f"{count:,} parameters; with optimizer state {shardings.size_text(per_device)} per device, "
     f"of which {shardings.size_text(replicated)} are replicated on every device"
@@ -141,10 +141,10 @@ def job_text(job: Job, *, whole: bool = True) -> str:
 
 
 def matrix_lines(job: Job) -> list[str]:
-  """Returns a line for each group of matrices that an update orthogonalizes."""
+  """Returns a line for each group of matrices that an update brings whole to devices."""
   trained = job.program.split(job.program.params)[0]
   lines = []
-  for _, group in orthogonalized(job.config, trained, job.devices.sizes):
+  for _, group in matrix_groups(job.config, trained, job.devices.sizes):
     rows, columns = group.shape
     moves = [
       f"{how} along {'+'.join(axes)}"

@@ -15,12 +15,12 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from partitioning.parallel.whole_matrices import Group
+from partitioning.parallel.matrix_groups import Group
 from partitioning.rules import named_leaves
 from runtime.extensions import Table
 from runtime.suggest import nearest
 from training import averages, clipping, optimizer_groups
-from training.optimizers import muon
+from training.optimizers import muon, soap
 from training.optimizers.hidden_matrices import VECTORS, HiddenMatrices, UnfitError
 from training.schedules import learning_rate_schedule
 
@@ -85,11 +85,18 @@ OPTIMIZERS: Table = Table(
       {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"},
       lambda config: {"hidden": HiddenMatrices(config)},
     ),
+    "soap": Optimizer(
+      soap.soap,
+      {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"},
+      lambda config: {"hidden": HiddenMatrices(config)},
+    ),
     "sgd": Optimizer(sgd, {"momentum": "momentum"}),
     "contrib.muon": Optimizer(optax.contrib.muon, of_model=muon_dimensions),
   },
 )
 
+# Optimizer -> how it computes on whole matrices.
+_WHOLE_MATRICES = {"muon": muon.orthogonalization, "soap": soap.preconditioning}
 # Of which the tests show that the step can use them.
 _SHOWN = ("adamw", "sgd")
 _AVERAGES = "its parameters are not those to evaluate, and evaluation and sampling would take them"
@@ -148,10 +155,10 @@ def _of_one_name(
   return optimizer
 
 
-def orthogonalized(
+def matrix_groups(
   config: ConfigDict, params: Any, sizes: Mapping[str, int]
-) -> list[tuple[muon.Orthogonalization, Group]]:
-  """Returns the groups of matrices of Muon, as devices share them, and how it computes.
+) -> list[tuple[muon.Orthogonalization | soap.Preconditioning, Group]]:
+  """Returns the groups of matrices of Muon or SOAP, as devices share them, and how it computes.
 
   Args:
     config: finalized.
@@ -160,8 +167,8 @@ def orthogonalized(
   """
   found = []
   for one, part in optimizer_groups.parts(config, params):
-    if one.optimizer.name == "muon":
-      how = muon.orthogonalization(**arguments(find("muon"), one))
+    if make := _WHOLE_MATRICES.get(one.optimizer.name):
+      how = make(**arguments(find(one.optimizer.name), one))
       found += [(how, group) for group in how.groups(part, sizes)]
   return found
 

@@ -91,7 +91,7 @@ def training(**keys) -> dict:
 def optimizer(**keys) -> dict:
   """Returns the section `optimizer` with some keys replaced."""
   common = {
-    "name": "adamw",  # adamw, muon, sgd, or any optimizer of optax by name: lion, contrib.muon
+    "name": "adamw",  # adamw, muon, soap, sgd, or any of optax by its name: lion, contrib.muon
     "arguments": "",  # its own that have no key here: "nesterov=True,mu_dtype=bfloat16"
     "learning_rate": 1e-3,  # at its peak
     # cosine, linear, constant, wsd (warm-up, stable, decay) or inverse_sqrt

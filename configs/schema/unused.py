@@ -31,12 +31,13 @@ _OPTIMIZER = {
 OPTIMIZER_KEYS = {
   "adamw": ("beta_1", "beta_2", "epsilon", "weight_decay"),
   "muon": ("beta_1", "beta_2", "epsilon", "weight_decay"),
+  "soap": ("beta_1", "beta_2", "epsilon", "weight_decay"),
   "sgd": ("momentum",),
 }
 _WITHOUT_ARGUMENTS = ("adamw", "sgd")  # that are worth a hint: keys set all that is often set
 OTHERS = ("weight_decay",)
 # Whose decay is learning rate times weight decay times the parameter: it can be independent.
-_PLAIN_DECAY = ("adamw", "lion", "muon")
+_PLAIN_DECAY = ("adamw", "lion", "muon", "soap")
 
 _TOKENS = {
   "training.z_loss": 0.0,

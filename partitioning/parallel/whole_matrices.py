@@ -1,9 +1,10 @@
 """Brings whole matrices of sharded kernels to devices, and what is computed of them back.
 
-For optimizers that multiply a kernel by itself (Muon's Newton-Schulz iterations). Left to XLA, each
-such matmul of a sharded kernel is a collective of its own, in each iteration. Here the matrices of
-all kernels that have the same shape and the same sharding are stacked, those of all layers
-included, and each device gets its part of the stack:
+For optimizers that multiply a kernel by itself (Muon's Newton-Schulz iterations) or by squares of
+the size of its sides (SOAP's bases, which are exchanged with it). Left to XLA, each such matmul of
+a sharded kernel is a collective of its own. Here the matrices of all kernels that have the same
+shape and the same sharding are stacked, those of all layers included (`matrix_groups.py`), and each
+device gets its part of the stack:
 
 - Along the axes that split the matrices, by one all-to-all: of each matrix a device has a shard,
   and of its own matrices it gets all shards. Another all-to-all brings the results back.
@@ -22,108 +23,77 @@ beside the parameters, however many matrices a device has.
 Source: arXiv:2502.16982, section 2.3 (each replica computes a part of the whole matrices).
 """
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from partitioning.dims import Axes, axes_size, spec_entries
+from partitioning.dims import axes_size, partition_spec, spec_entries
 from partitioning.parallel import collectives
 from partitioning.parallel.manual_region import manual_region
+from partitioning.parallel.matrix_groups import MATRIX, ROWS, Group, Matrix, filled, grouped
 
-# Of the matrices of one round on a device, unless one matrix has more: enough that matmuls are not
-# small, and 64 MiB in bfloat16.
-ROUND_ELEMENTS = 2**25
-Part = tuple[int, Axes]  # size of a dim, or of several merged ones, and the axes that split it
+Stacks = dict[str, jax.Array]  # label -> shards [matrices, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Matrix:
-  """How an array is a stack of matrices.
+class Exchange:
+  """Brings the matrices of one round of a group whole to devices, and what is computed back."""
 
-  Attributes:
-    rows: the array's dims that are the rows, in order.
-    columns: those that are the columns. The remaining dims (layers) are the stack.
-  """
+  def __init__(self, group: Group, sizes: Mapping[str, int]):
+    """Takes a group and the mesh: axis -> size."""
+    self._group, self._sizes = group, sizes
 
-  rows: tuple[int, ...]
-  columns: tuple[int, ...]
+  def whole(self, stack: jax.Array, kind: str = MATRIX) -> jax.Array:
+    """Returns this device's whole matrices [each, rows, columns] of shards [matrices, ...]."""
+    group, sizes = self._group, self._sizes
+    if group.shared:
+      length = len(stack) // axes_size(group.shared, sizes)
+      start = jax.lax.axis_index(group.shared) * length
+      stack = jax.lax.dynamic_slice_in_dim(stack, start, length)
+    rows, columns = group.parts(kind, sizes)
+    local, cut = self.local(kind), [axes_size(axes, sizes) for _, axes in (*rows, *columns)]
+    each = len(stack) // math.prod(cut)
+    if group.exchanged:
+      stack = stack.reshape(-1, each, *local)
+      stack = jax.lax.all_to_all(stack, group.exchanged, 0, 0)  # by the device that a shard is of
+      rank = len(cut)
+      stack = stack.reshape(*cut, each, *local)
+      # Of each part, the device comes before the place in its shard.
+      order = [rank, *(one for part in range(rank) for one in (part, rank + 1 + part))]
+      stack = stack.transpose(order)
+    stack = stack.reshape(each, *(math.prod(size for size, _ in side) for side in (rows, columns)))
+    return stack[:, : self._shape(kind)[0], : self._shape(kind)[1]]
 
+  def back(self, whole: jax.Array, kind: str = MATRIX) -> jax.Array:
+    """Returns shards [matrices, ...] of whole matrices: the inverse of `whole`."""
+    group, sizes = self._group, self._sizes
+    local, parts = self.local(kind), [p for side in group.parts(kind, sizes) for p in side]
+    stack = whole
+    if group.exchanged:
+      if kind != MATRIX:
+        more = [(0, size - n) for (size, _), n in zip(parts, whole.shape[1:], strict=True)]
+        stack = jnp.pad(whole, [(0, 0), *more])
+      cut = [axes_size(axes, sizes) for _, axes in parts]
+      pairs = [size for pair in zip(cut, local, strict=True) for size in pair]
+      rank = len(cut)
+      order = [*range(1, 2 * rank, 2), 0, *range(2, 2 * rank + 1, 2)]
+      stack = stack.reshape(len(whole), *pairs).transpose(order)
+      stack = stack.reshape(math.prod(cut), len(whole), *local)
+      stack = jax.lax.all_to_all(stack, group.exchanged, 0, 0)
+    stack = stack.reshape(-1, *local)
+    return collectives.all_gather(stack, group.shared, 0) if group.shared else stack
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-  """Matrices of the same shape and sharding.
+  def local(self, kind: str) -> tuple[int, ...]:
+    """Returns the shape of a device's shard of a matrix, dims of a side that are split apart."""
+    sides = self._group.parts(kind, self._sizes)
+    return tuple(size // axes_size(axes, self._sizes) for side in sides for size, axes in side)
 
-  A matrix with more rows than columns is transposed.
-
-  Attributes:
-    names: of the arrays.
-    transposed: for each of them, whether its rows are the columns here.
-    rows: the parts of the rows, of the whole matrices.
-    columns: likewise.
-    count: how many matrices the devices that exchange have among them.
-    each: how many a device gets; the last devices may get zeros.
-    rounds: in how many steps, each with as many matrices.
-    exchanged: axes that split the matrices, which the all-to-alls are along.
-    shared: axes over which the kernels are replicated that share the work.
-  """
-
-  names: tuple[str, ...]
-  transposed: tuple[bool, ...]
-  rows: tuple[Part, ...]
-  columns: tuple[Part, ...]
-  count: int
-  each: int
-  rounds: int
-  exchanged: Axes
-  shared: Axes
-
-  @property
-  def shape(self) -> tuple[int, int]:
-    """Returns rows and columns of a matrix; there are never more rows."""
-    return _size(self.rows), _size(self.columns)
-
-
-def grouped(
-  shapes: Mapping[str, Sequence[int]],
-  matrices: Mapping[str, Matrix],
-  specs: Mapping[str, PartitionSpec],
-  sizes: Mapping[str, int],
-) -> list[Group]:
-  """Returns the groups of some arrays.
-
-  Args:
-    shapes: name -> global shape.
-    matrices: name -> its matrices.
-    specs: name -> its sharding.
-    sizes: mesh axis -> size.
-  """
-  members: dict[tuple, list[tuple[str, bool, int]]] = {}
-  for name, shape in shapes.items():
-    matrix, axes = matrices[name], _axes(specs[name], len(shape), sizes)
-    sides = [_parts(dims, shape, axes) for dims in (matrix.rows, matrix.columns)]
-    transposed = (_size(sides[0]), sides[0]) > (_size(sides[1]), sides[1])
-    stack = [dim for dim in range(len(shape)) if dim not in (*matrix.rows, *matrix.columns)]
-    split = tuple(axis for dim in stack for axis in axes[dim])
-    count = math.prod(shape[dim] for dim in stack) // axes_size(split, sizes)
-    key = (*(sides[::-1] if transposed else sides), tuple(sorted(split)))
-    members.setdefault(key, []).append((name, transposed, count))
-  groups = []
-  for (rows, columns, split), arrays in members.items():
-    names, transposed, counts = zip(*arrays, strict=True)
-    exchanged = tuple(axis for _, axes in (*rows, *columns) for axis in axes)
-    replicated = [a for a, n in sizes.items() if n > 1 and a not in (*exchanged, *split)]
-    parts = axes_size(exchanged, sizes)
-    shared, each = _share(sum(counts), parts, replicated, sizes)
-    rounds = _rounds(each, _size(rows) * _size(columns))
-    groups.append(
-      Group(names, transposed, rows, columns, sum(counts), each, rounds, exchanged, shared)
-    )
-  return groups
+  def _shape(self, kind: str) -> tuple[int, int]:
+    rows, columns = self._group.shape
+    return {MATRIX: (rows, columns), ROWS: (rows, rows)}.get(kind, (columns, columns))
 
 
 def on_whole_matrices(
@@ -145,80 +115,135 @@ def on_whole_matrices(
   """
   groups = grouped({name: x.shape for name, x in arrays.items()}, matrices, specs, sizes)
 
-  def on_device(shards: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {
-      name: result
-      for group in groups
-      for name, result in _of_group(function, group, shards, matrices, sizes).items()
+  def one_round(exchange: Exchange, stacks: Stacks) -> Stacks:
+    return {MATRIX: exchange.back(function(exchange.whole(stacks[MATRIX])))}
+
+  given = {MATRIX: (MATRIX, arrays)}
+  return in_rounds(one_round, given, [MATRIX], groups, matrices, specs, sizes)[MATRIX]
+
+
+def in_rounds(
+  function: Callable[..., Stacks],
+  arrays: Mapping[str, tuple[str, Mapping[str, jax.Array]]],
+  results: Sequence[str],
+  groups: Sequence[Group],
+  matrices: Mapping[str, Matrix],
+  specs: Mapping[str, PartitionSpec],
+  sizes: Mapping[str, int],
+  scalars: Sequence[jax.Array] = (),
+) -> dict[str, dict[str, jax.Array]]:
+  """Calls a function of shards on each device, for the matrices of each round of each group.
+
+  Args:
+    function: takes an `Exchange`, the shards of the round's matrices by label, and the scalars, and
+      returns shards by label.
+    arrays: label -> (kind, name -> array). Squares have the dims of the kernel's stack, and then
+      the size of their side twice; their sharding is that of `square_spec`. Groups of which a label
+      has no array do without it.
+    results: the labels that the function returns, of the kind of the same label of `arrays`.
+    groups: of the kernels.
+    matrices: name -> its matrices.
+    specs: name -> the sharding of the kernel.
+    sizes: mesh axis -> size, of the mesh that is set; {} without a mesh.
+    scalars: replicated arrays.
+
+  Returns:
+    label -> name -> array.
+  """
+  kinds = {label: kind for label, (kind, _) in arrays.items()}
+  placed = {
+    label: {
+      name: specs[name] if kind == MATRIX else square_spec(matrices[name], specs[name], x.ndim - 2)
+      for name, x in leaves.items()
     }
+    for label, (kind, leaves) in arrays.items()
+  }
+  given = {
+    label: {name: _filled(x, placed[label][name], sizes) for name, x in leaves.items()}
+    for label, (_, leaves) in arrays.items()
+  }
 
-  arrays = dict(arrays)
+  def on_device(shards, *scalars):
+    found: dict[str, dict[str, jax.Array]] = {label: {} for label in results}
+    for group in groups:
+      for label, name, x in _of_group(function, group, shards, kinds, matrices, sizes, scalars):
+        found[label][name] = x
+    return found
+
   if math.prod(sizes.values()) == 1:
-    return on_device(arrays)
-  placed = {name: specs[name] for name in arrays}
-  return manual_region(on_device, (placed,), placed)(arrays)
-
-
-def _of_group(function, group: Group, shards, matrices, sizes) -> dict[str, jax.Array]:
-  """Returns the results of a group's arrays, shards as they are; runs on each device."""
-  stacks = [
-    _stacked(shards[name], matrices[name], turned)
-    for name, turned in zip(group.names, group.transposed, strict=True)
-  ]
-  cuts = list(itertools.accumulate(len(stack) for stack in stacks))
-  parts = (*group.rows, *group.columns)
-  local = tuple(size // axes_size(axes, sizes) for size, axes in parts)
-  stack = jnp.concatenate([one.reshape(-1, *local) for one in stacks])
-  devices, sharers = axes_size(group.exchanged, sizes), axes_size(group.shared, sizes)
-  padding = group.each * devices * sharers - len(stack)
-  stack = jnp.pad(stack, [(0, padding), *[(0, 0)] * len(local)])
-  if group.shared:
-    length = group.each * devices
-    start = jax.lax.axis_index(group.shared) * length
-    stack = jax.lax.dynamic_slice_in_dim(stack, start, length)
-
-  def one_round(stack: jax.Array) -> jax.Array:
-    return _back(function(_whole(stack, group, local, sizes)), group, local, sizes)
-
-  if group.rounds == 1:
-    stack = one_round(stack)
+    found = on_device(given, *scalars)
   else:
-    stack = jax.lax.map(one_round, stack.reshape(group.rounds, -1, *local)).reshape(stack.shape)
-  if group.shared:
-    stack = collectives.all_gather(stack, group.shared, 0)
-  found = jnp.split(stack[: cuts[-1]], cuts[:-1])
+    ways = (placed, *(PartitionSpec() for _ in scalars))
+    region = manual_region(on_device, ways, {label: placed[label] for label in results})
+    found = region(given, *scalars)
   return {
-    name: _unstacked(one, shards[name].shape, matrices[name], turned)
-    for name, turned, one in zip(group.names, group.transposed, found, strict=True)
+    label: {name: _cut(x, arrays[label][1][name].shape) for name, x in leaves.items()}
+    for label, leaves in found.items()
   }
 
 
-def _whole(stack: jax.Array, group: Group, local: tuple[int, ...], sizes) -> jax.Array:
-  """Returns this device's whole matrices [each, rows, columns] of shards [matrices, ...]."""
-  each = group.each // group.rounds
-  if group.exchanged:
-    stack = stack.reshape(-1, each, *local)
-    stack = jax.lax.all_to_all(stack, group.exchanged, 0, 0)  # by the device that a shard is of
-    cut = [axes_size(axes, sizes) for _, axes in (*group.rows, *group.columns)]
-    rank = len(cut)
-    stack = stack.reshape(*cut, each, *local)
-    # Of each part, the device comes before the place in its shard.
-    order = [rank, *(one for part in range(rank) for one in (part, rank + 1 + part))]
-    stack = stack.transpose(order)
-  return stack.reshape(each, *group.shape)
+def square_spec(matrix: Matrix, spec: PartitionSpec, stacked: int) -> PartitionSpec:
+  """Returns the sharding of squares of a kernel, filled up to sizes that its axes divide.
+
+  Rows are split over the axes of the kernel's rows, columns over those of its columns, whichever
+  of the two sides the squares are of: so a square has as many shards as its kernel, and a device
+  sends its shards in the same order.
+
+  Args:
+    matrix: how the kernel is a stack of matrices.
+    spec: the kernel's sharding.
+    stacked: how many dims the stack has.
+  """
+  entries = spec_entries(spec, stacked + len(matrix.rows) + len(matrix.columns))
+  sides = [tuple(a for dim in dims for a in entries[dim]) for dims in (matrix.rows, matrix.columns)]
+  stack = [axes for i, axes in enumerate(entries) if i not in (*matrix.rows, *matrix.columns)]
+  return partition_spec([*stack, *sides])
 
 
-def _back(whole: jax.Array, group: Group, local: tuple[int, ...], sizes) -> jax.Array:
-  """Returns shards [matrices, ...] of whole matrices: the inverse of `_whole`."""
-  if not group.exchanged:
-    return whole.reshape(-1, *local)
-  cut = [axes_size(axes, sizes) for _, axes in (*group.rows, *group.columns)]
-  pairs = [size for pair in zip(cut, local, strict=True) for size in pair]
-  rank = len(cut)
-  order = [*range(1, 2 * rank, 2), 0, *range(2, 2 * rank + 1, 2)]
-  stack = whole.reshape(len(whole), *pairs).transpose(order)
-  stack = stack.reshape(math.prod(cut), len(whole), *local)
-  return jax.lax.all_to_all(stack, group.exchanged, 0, 0).reshape(-1, *local)
+def _of_group(
+  function, group: Group, shards, kinds, matrices, sizes, scalars
+) -> Iterator[tuple[str, str, jax.Array]]:
+  """Yields label, name and shards of the results of a group; runs on each device."""
+  exchange, stacks = Exchange(group, sizes), {}
+  total = group.each * axes_size(group.exchanged, sizes) * axes_size(group.shared, sizes)
+  for label, arrays in shards.items():
+    if group.names[0] in arrays:
+      parts = [
+        _stacked(arrays[name], _matrix(arrays[name], kinds[label], matrices[name]), turned)
+        for name, turned in zip(group.names, group.transposed, strict=True)
+      ]
+      local = exchange.local(kinds[label])
+      stack = jnp.concatenate([one.reshape(-1, *local) for one in parts])
+      stacks[label] = jnp.pad(stack, [(0, total - len(stack)), *[(0, 0)] * len(local)])
+  if group.rounds == 1:
+    found = function(exchange, stacks, *scalars)
+  else:
+    rounds = jax.tree.map(lambda x: x.reshape(group.rounds, -1, *x.shape[1:]), stacks)
+    found = jax.lax.map(lambda stacks: function(exchange, stacks, *scalars), rounds)
+    found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+  for label, stack in found.items():
+    arrays = [shards[label][name] for name in group.names]
+    counts = [x.size // math.prod(exchange.local(kinds[label])) for x in arrays]
+    cuts = list(itertools.accumulate(counts))
+    split = jnp.split(stack[: cuts[-1]], cuts[:-1])
+    for name, turned, x, one in zip(group.names, group.transposed, arrays, split, strict=True):
+      yield label, name, _unstacked(one, x.shape, _matrix(x, kinds[label], matrices[name]), turned)
+
+
+def _matrix(x: jax.Array, kind: str, matrix: Matrix) -> Matrix:
+  """Returns how an array of this kind is a stack of matrices."""
+  return matrix if kind == MATRIX else Matrix((x.ndim - 2,), (x.ndim - 1,))
+
+
+def _filled(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> jax.Array:
+  """Returns an array, filled up with zeros so that the axes of its sharding divide its dims."""
+  parts = [math.prod(sizes.get(a, 1) for a in axes) for axes in spec_entries(spec, x.ndim)]
+  sides = [(0, filled(size, n) - size) for size, n in zip(x.shape, parts, strict=True)]
+  return jnp.pad(x, sides) if any(more for _, more in sides) else x
+
+
+def _cut(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+  return x if x.shape == tuple(shape) else x[tuple(slice(size) for size in shape)]
 
 
 def _order(rank: int, matrix: Matrix, transposed: bool) -> list[int]:
@@ -240,52 +265,3 @@ def _unstacked(stack: jax.Array, shape, matrix: Matrix, transposed: bool) -> jax
   order = _order(len(shape), matrix, transposed)
   back = [order.index(dim) for dim in range(len(shape))]
   return stack.reshape([shape[dim] for dim in order]).transpose(back)
-
-
-def _axes(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> list[Axes]:
-  """Returns the axes larger than 1 of each dim."""
-  return [tuple(a for a in axes if sizes.get(a, 1) > 1) for axes in spec_entries(spec, rank)]
-
-
-def _parts(dims: Sequence[int], shape: Sequence[int], axes: Sequence[Axes]) -> tuple[Part, ...]:
-  """Returns the dims of one side, each merged with the one before it if nothing splits it.
-
-  Then a device's shard of the merged dims is contiguous.
-  """
-  parts: list[Part] = []
-  for dim in dims:
-    if parts and not axes[dim]:
-      size, split = parts.pop()
-      parts.append((size * shape[dim], split))
-    else:
-      parts.append((shape[dim], axes[dim]))
-  return tuple(parts)
-
-
-def _size(parts: Sequence[Part]) -> int:
-  return math.prod(size for size, _ in parts)
-
-
-def _share(
-  count: int, parts: int, replicated: Sequence[str], sizes: Mapping[str, int]
-) -> tuple[Axes, int]:
-  """Returns the replicated axes that share the work, and how many matrices a device then gets.
-
-  Those with which a device gets the fewest; of these, the fewest devices, since each adds to what
-  is all-gathered.
-  """
-  lengths = range(len(replicated) + 1)
-  ways = [way for length in lengths for way in itertools.combinations(replicated, length)]
-
-  def cost(way: Axes) -> tuple[int, int]:
-    sharers = axes_size(way, sizes)
-    return -(-count // (parts * sharers)), sharers
-
-  best = min(ways, key=cost)
-  return best, cost(best)[0]
-
-
-def _rounds(each: int, elements: int) -> int:
-  """Returns into how many equal rounds a device's matrices of this size are divided."""
-  at_once = max(1, ROUND_ELEMENTS // elements)
-  return next(n for n in range(1, each + 1) if each % n == 0 and each // n <= at_once)

@@ -24,15 +24,15 @@ from runtime import devices
 from tests.helpers.jobs import make_job
 from tests.parity.theory import (
   LETTERS,
-  MUON_LETTERS,
-  MUON_TERMS,
   NORM,
   TERMS,
   letters,
   shown,
   theory,
   theory_of_muon,
+  theory_of_soap,
 )
+from tests.parity.update_terms import MUON_LETTERS, MUON_TERMS, SOAP_LETTERS, SOAP_TERMS
 from training.setup import Job
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "budgets.md"
@@ -40,6 +40,7 @@ COMMAND = "python -m tests.parity.budgets --write"
 
 INVOLUNTARY = "nvoluntary full rematerialization"  # XLA says so on stderr, while it compiles
 MUON = {"optimizer.name": "muon"}
+SOAP = {"optimizer.name": "soap"}
 SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": True}
 # Title -> file of configs/, and what is set beside it.
 STRATEGIES = {
@@ -170,6 +171,11 @@ def page() -> str:
   for strategy in UPDATES:
     lines += _rows(strategy, theory_of_muon(job_of(strategy, **MUON)))
   lines += ["", *_reasons(MUON_TERMS)]
+  lines += ["", *_OF_SOAP.splitlines(), "", SOAP_LETTERS, "", *_HEAD]
+  for strategy in UPDATES:
+    for when, terms in SOAP_TERMS.items():
+      lines += _rows(f"{strategy}, {when}", theory_of_soap(job_of(strategy, **SOAP), terms))
+  lines += ["", *_reasons(term for terms in SOAP_TERMS.values() for term in terms)]
   return "\n".join([*lines, "", MORE, ""])
 
 
@@ -186,6 +192,15 @@ and also transposed ones, and each device orthogonalizes its part of the stack.
 `tests/parity/test_muon.py` compares the formulas with the compiled updates. On CPUs an all-to-all
 is compiled as one array for each device; the bytes are those of all of them. What the stack lacks
 for an equal number on all devices is sent as zeros."""
+
+_OF_SOAP = """\
+## The update of SOAP
+
+With `optimizer.name=soap` a step sends this in addition, and a step that refreshes the bases the
+lines of a refresh too. With ZeRO-1 parameters are gathered as with AdamW, and the all-to-alls are
+along `data` too. Of an A x B matrix a step moves 4 A B + 2 (A A + B B) numbers, a refresh
+2 A B + 2 (A A + B B) more. `tests/parity/test_soap.py` compares the formulas with the compiled
+updates."""
 
 
 def _rows(strategy: str, found: dict) -> list[str]:

@@ -11,31 +11,8 @@ from collections.abc import Iterable
 import jax
 
 from partitioning.dims import spec_entries
+from tests.parity.update_terms import MUON_TERMS, SOAP_TERMS, Term, with_zero_1
 from training.setup import Job
-
-
-@dataclasses.dataclass(frozen=True)
-class Term:
-  """Arrays that travel for one reason.
-
-  `arrays` and `elements` are formulas in the letters of `letters`; both are of one step, and
-  elements are those of the payload that `analysis.collectives` speaks of.
-
-  Attributes:
-    kind: of `collectives.KINDS`.
-    axes: those of size 1 drop out; a term that has none left is not sent.
-    arrays: how many.
-    elements: of all of them together.
-    why: what they are, and why so many.
-    only: a condition in the same letters.
-  """
-
-  kind: str
-  axes: tuple[str, ...]
-  arrays: str
-  elements: str
-  why: str
-  only: str = "True"
 
 
 KERNELS = "L * W + 2 * V * D / t"
@@ -211,67 +188,6 @@ TERMS = (
     only="zero_1",
   ),
 )
-# Of the update of Muon: whole matrices are brought to devices, and back.
-_SPLIT_HEADS = "not (k == K and t > 1)"
-MUON_TERMS = (
-  Term(
-    "all-to-all",
-    ("fsdp", "tensor"),
-    "2 * 2 * e",
-    "2 * x * D * N * H + 2 * z * D * F",
-    "The matrices of query and out, and those of gate, up and down, to the devices that "
-    "orthogonalize them, and back: one array for each of the e devices.",
-    only="not zero_1",
-  ),
-  Term(
-    "all-to-all",
-    ("fsdp", "tensor"),
-    "2 * e",
-    "2 * y * D * K * H",
-    "Likewise those of key and value.",
-    only=f"not zero_1 and {_SPLIT_HEADS}",
-  ),
-  Term(
-    "all-to-all",
-    ("data", "fsdp", "tensor"),
-    "2 * 3 * e",
-    "2 * x * D * N * H + 2 * y * D * K * H + 2 * z * D * F",
-    "With ZeRO-1 the momentum is sharded over `data` too, and so are the matrices.",
-    only="zero_1",
-  ),
-  Term(
-    "all-gather",
-    ("data",),
-    "1",
-    "u * x * D * N * H",
-    "The results for query and out, where devices with the same shards have shared the work.",
-    only="u > 1",
-  ),
-  Term(
-    "all-gather",
-    ("data",),
-    "1",
-    "v * y * D * K * H",
-    "Likewise for key and value.",
-    only=f"v > 1 and {_SPLIT_HEADS}",
-  ),
-  Term(
-    "all-gather",
-    ("data", "tensor"),
-    "1",
-    "v * y * D * K * H",
-    "Where tensor does not divide the key/value heads, devices along it share their work too.",
-    only=f"v > 1 and not ({_SPLIT_HEADS})",
-  ),
-  Term(
-    "all-gather",
-    ("data",),
-    "1",
-    "w * z * D * F",
-    "Likewise for gate, up and down.",
-    only="w > 1",
-  ),
-)
 NORM = (
   "The gradient norm: a scalar for each parameter and each of its dims that is sharded while the "
   "squares are summed. Replicas are sharded for that along the first dim that their number divides."
@@ -291,7 +207,9 @@ def letters(job: Job) -> dict[str, int]:
   tables = config.partitioning
   zero_1 = "data" in tables.optimizer.model and d > 1
   e, replicated = (d * f * t, []) if zero_1 else (f * t, [d])
-  (x, u), (z, w) = (_shared(count * model.layers, e, replicated) for count in (2, 3))
+  (x, u), (z, w), (i, r), (j, _) = (
+    _shared(count * model.layers, e, replicated) for count in (2, 3, 1, 2)
+  )
   split = e, replicated
   y, v = _shared(2 * model.layers, *((f, [d, t]) if K % t else split))
   return {
@@ -312,6 +230,10 @@ def letters(job: Job) -> dict[str, int]:
     "sequence_parallel": tables.sequence_parallel,
     "zero_1": zero_1,
     **{"e": e, "x": x, "y": y, "z": z, "u": u, "v": v, "w": w},
+    **{"i": i, "j": j, "r": r},
+    "P": i * (2 * D * N * H + D * F) + j * D * F,
+    "S": i * (3 * D**2 + 2 * (N * H) ** 2 + F**2) + j * (D**2 + F**2),
+    **{"p": y * D * K * H, "s": y * (D**2 + (K * H) ** 2)},
   }
 
 
@@ -330,10 +252,6 @@ LETTERS = """\
   is 1); b rows of a microbatch on a device;
 - W numbers in the kernels of a layer, as `tensor` splits them: D H (2 N + 2 K) / t + 3 D F / t,
   with K in place of K / t where t does not divide it."""
-MUON_LETTERS = """\
-- e devices have shards of the same matrices: f t, and d f t with ZeRO-1;
-- x, y, z matrices on a device, of query and out, key and value, and gate, up and down;
-- u, v, w devices with the same shards that share the work of these."""
 
 
 @dataclasses.dataclass
@@ -353,13 +271,19 @@ class Row:
 
 def theory(job: Job) -> dict[tuple[str, tuple[str, ...]], Row]:
   """Returns (kind, axes) -> Row, in the order of `TERMS`."""
-  update = MUON_TERMS if job.config.optimizer.name == "muon" else ()
+  soap_s = [*with_zero_1(term for terms in SOAP_TERMS.values() for term in terms)]
+  update = {"muon": MUON_TERMS, "soap": soap_s}.get(job.config.optimizer.name, ())
   return _rows(job, (*TERMS, *update), norm(job))
 
 
 def theory_of_muon(job: Job) -> dict[tuple[str, tuple[str, ...]], Row]:
   """Returns (kind, axes) -> Row of Muon's update alone, without the gradients."""
   return _rows(job, (*(term for term in TERMS if term.only == "zero_1"), *MUON_TERMS), {})
+
+
+def theory_of_soap(job: Job, terms: Iterable[Term]) -> dict[tuple[str, tuple[str, ...]], Row]:
+  """Returns (kind, axes) -> Row of some of `SOAP_TERMS`."""
+  return _rows(job, with_zero_1(terms), {})
 
 
 def _rows(

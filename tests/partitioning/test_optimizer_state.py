@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from partitioning.optimizer_state import candidates, kept_by_trial, leaves_by_path, owners
+from partitioning.optimizer_state import Square, candidates, kept_by_trial, leaves_by_path, owners
 
 PARAMETERS = [("kernel",), ("up", "kernel")]
 
@@ -39,6 +39,24 @@ def test_owners_are_found_by_structure(paths, wanted):
   ],
 )
 def test_candidates(shape, whole, wanted):
+  assert candidates(shape, whole) == wanted
+
+
+@pytest.mark.parametrize(
+  ("shape", "whole", "wanted"),
+  [
+    ((3, 12, 12), (3, 12, 20), [Square((0,), (1,), (2,), (1,))]),
+    ((3, 20, 20), (3, 12, 20), [Square((0,), (1,), (2,), (2,))]),
+    ((3, 20, 20), (3, 12, 4, 5), [Square((0,), (1,), (2, 3), (2, 3))]),  # of all heads
+    ((3, 4, 12, 12), (3, 12, 4, 5), [Square((0, 2), (1,), (3,), (1,))]),  # of each head
+    ((12, 12), (12, 20), [Square((), (0,), (1,), (0,))]),
+    ((3, 12, 12), (3, 12, 12), [(0, 1, 2)]),  # of the parameter's own shape, and sharding
+    ((2, 12, 12), (3, 12, 20), []),
+    ((3, 12, 20), (3, 12, 12), []),
+    ((3, 60, 60), (3, 12, 20), []),
+  ],
+)
+def test_squares_of_a_side(shape, whole, wanted):
   assert candidates(shape, whole) == wanted
 
 

@@ -106,6 +106,27 @@ def test_dims_of_1_are_not_sharded_and_the_others_are():
   assert found["optimizer/mu/up/1"].rule == "as up without D"
 
 
+def test_squares_of_a_side_are_split_over_the_axes_of_both_sides():
+  tree = {"up": array(3, 12, 20), "query": array(3, 12, 4, 5), "one": array(12, 7)}
+  legend = {**LEGEND, "K": Dim("kv_heads", 4), "X": Dim("kv_heads", 7, may_replicate=True)}
+  names = {"up": "LDF", "query": "LDKH", "one": "DX"}
+  parameters, failures = place_parameters(tree, names, legend, TABLE, SIZES)
+  assert failures == []
+  squares = {"up": array(3, 12, 12), "query": array(3, 20, 20), "one": array(7, 7)}
+  found, failures = place_optimizer({"left": squares}, parameters, legend, TABLE, SIZES)
+  assert failures == []
+  up, query, one = (found[f"optimizer/left/{name}"] for name in squares)
+  assert (up.letters, tuple(up.spec), up.rule) == (
+    "LDD",
+    (None, "fsdp", "tensor"),
+    "squares of D of up",
+  )
+  assert (query.letters, tuple(query.spec)) == ("", (None, "fsdp", "tensor"))
+  assert query.rule == "squares of KH of query"
+  assert tuple(one.spec) == (None, None)
+  assert one.notes[-1] == "7 is replicated over fsdp, which does not divide it"
+
+
 def square(*, init=None, overrides=()):
   """Places Adafactor's state of a square matrix, whose two dims are sharded differently."""
   legend = {**LEGEND, "F": Dim("feedforward", 12)}
@@ -142,10 +163,10 @@ def test_ambiguous_dims_are_refused_with_the_override_to_write():
 
 def test_a_leaf_that_is_no_part_of_its_parameter_is_refused():
   parameters, _ = place_parameters({"up": array(12, 20)}, {"up": "DF"}, LEGEND, TABLE, SIZES)
-  state = {"mu": {"up": array(12, 12)}}
+  state = {"mu": {"up": array(12, 13)}}
   _, [failure] = place_optimizer(state, parameters, LEGEND, TABLE, SIZES)
   failure = str(failure)
-  assert "optimizer/mu/up: shape (12, 12), but up has shape (12, 20), and it is not that" in failure
+  assert "optimizer/mu/up: shape (12, 13), but up has shape (12, 20), and it is not that" in failure
   assert failure.endswith('partitioning.overrides=(("optimizer/mu/up", (None, None, )),)')
 
 

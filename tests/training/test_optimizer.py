@@ -84,7 +84,7 @@ def test_others_of_optax_are_built(name):
 def test_an_unknown_name_is_refused_with_the_nearest():
   assert refusal("adamm").endswith("did you mean 'adam'?")
   message = refusal("contrib.moun")
-  assert "one of adamw, muon, sgd, contrib.muon, or one of optax's by its name" in message
+  assert "one of adamw, muon, soap, sgd, contrib.muon, or one of optax's by its name" in message
   assert message.endswith("did you mean 'contrib.muon'?")
   assert "scale_by_adam" not in optimizer.names_in_optax()  # no optimizer by itself
   with pytest.raises(ValueError, match="one of optax's"):

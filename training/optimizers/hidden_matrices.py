@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
 from models import MODELS
-from partitioning.parallel.whole_matrices import Group, Matrix, grouped
+from partitioning.parallel.matrix_groups import Group, Matrix, grouped
 from partitioning.rules import letters_of, named_leaves, place_parameters
 
 # Parameters that are no matrices, by the last part of their name; they have no weight decay either.
@@ -99,9 +99,10 @@ class HiddenMatrices:
       if len(letters[name]) > 1 and not name.endswith(VECTORS)
     ]
     more = f" and {len(kernels) - _MOST_KERNELS} more" if len(kernels) > _MOST_KERNELS else ""
+    title = "SOAP" if config.optimizer.name == "soap" else "Muon"
     raise UnfitError(
-      f"optimizer.name={config.optimizer.name}: Muon would update 0 of the {len(names)} trained "
-      f"parameters of the model {config.model.name}, and its Adam all: Muon takes kernels whose "
+      f"optimizer.name={config.optimizer.name}: {title} would update 0 of the {len(names)} trained "
+      f"parameters of the model {config.model.name}, and its Adam all: {title} takes kernels whose "
       f"dims, `layers` apart, are all among {', '.join(_HIDDEN)}. Trained kernels are "
       f"{', '.join(kernels[:_MOST_KERNELS]) or '(none)'}{more}. Give the model's hidden dims these "
       f"names, or choose another optimizer"

@@ -6,7 +6,7 @@ arXiv:2502.16982, sections 2.1 and 2.2 (weight decay, and the update's size, tha
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from models.dtypes import wide_dtype
-from partitioning.parallel.whole_matrices import Group, on_whole_matrices
+from partitioning.parallel.matrix_groups import MATRIX, Group, Move
+from partitioning.parallel.whole_matrices import on_whole_matrices
 from partitioning.rules import named_leaves
 from training.optimizers.hidden_matrices import HiddenMatrices
 
@@ -49,6 +50,16 @@ class Orthogonalization:
   def groups(self, params: Any, sizes: Mapping[str, int]) -> list[Group]:
     """Returns the matrices of some parameters as the devices of a mesh share them."""
     return self.hidden.groups(params, sizes, per_head=self.per_head)
+
+  def moves(self, group: Group) -> list[Move]:
+    """Returns what an update of a group exchanges."""
+    del group  # all alike
+    return [Move(MATRIX, 1, 1, "orthogonalized")]
+
+  def computed(self, group: Group) -> tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]:
+    """Returns what a device computes of a round of a group, and its arguments."""
+    kernels = jax.ShapeDtypeStruct((group.each // group.rounds, *group.shape), self.dtype)
+    return lambda x: newton_schulz(x, self.steps), (kernels,)
 
   def __call__(self, tree: Any) -> Any:
     """Returns a tree with each matrix orthogonalized, and scaled to the RMS of AdamW's updates."""

@@ -1,30 +1,15 @@
-"""Whole matrices of sharded kernels: how they are grouped, shared, and brought back."""
+"""Whole matrices of sharded kernels: what is computed of them, on any mesh."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from partitioning.mesh import make_mesh
-from partitioning.parallel import whole_matrices
-from partitioning.parallel.whole_matrices import Matrix, grouped, on_whole_matrices
-
-SIZES = {"data": 2, "fsdp": 2, "stage": 1, "expert": 1, "context": 1, "tensor": 2}
-# Name -> shape, rows, columns, sharding: of 3 layers, widths 4 and 6, and 10 as 2 heads of 5 or so.
-KERNELS = {
-  "in": ((3, 4, 2, 5), (1,), (2, 3), (None, "fsdp", "tensor")),
-  "out": ((3, 2, 5, 4), (1, 2), (3,), (None, "tensor", None, "fsdp")),  # its transpose, with "in"
-  "inside a head": ((3, 4, 3, 2), (1,), (2, 3), (None, None, None, "tensor")),
-  "two axes": ((2, 8, 6), (1,), (2,), (None, ("tensor", "data"), "fsdp")),
-  "each head": ((3, 4, 2, 5), (1,), (3,), (None, "fsdp", "tensor")),
-  "one layer": ((6, 4), (0,), (1,), ()),
-  "square": ((2, 4, 4), (1,), (2,), (None, "tensor")),
-  "square, transposed": ((2, 4, 4), (1,), (2,), (None, None, "tensor")),
-}
-MATRICES = {name: Matrix(rows, columns) for name, (_, rows, columns, _) in KERNELS.items()}
-SPECS = {name: PartitionSpec(*spec) for name, (*_, spec) in KERNELS.items()}
-SHAPES = {name: shape for name, (shape, *_) in KERNELS.items()}
+from partitioning.parallel import matrix_groups
+from partitioning.parallel.matrix_groups import COLUMNS, MATRIX, ROWS, grouped
+from partitioning.parallel.whole_matrices import in_rounds, on_whole_matrices, square_spec
+from tests.partitioning.parallel.kernels import MATRICES, SHAPES, SIZES, SPECS
 
 
 def cube(x):
@@ -33,20 +18,18 @@ def cube(x):
   return jnp.einsum("mij,mkj,mkl->mil", x, x, x)
 
 
-def by_hand(x, matrix):
-  """Returns X X^T X of each matrix by NumPy, one by one."""
+def apart(x, matrix):
+  """Returns an array's matrices [matrices, rows, columns]."""
   stack = [dim for dim in range(x.ndim) if dim not in (*matrix.rows, *matrix.columns)]
-  order = [*stack, *matrix.rows, *matrix.columns]
-  moved = x.transpose(order)
-  many, rows = (int(np.prod([x.shape[dim] for dim in dims])) for dims in (stack, matrix.rows))
-  flat = moved.reshape(many, rows, -1)
-  cubes = np.stack([one @ one.T @ one for one in flat])
-  return cubes.reshape(moved.shape).transpose(np.argsort(order))
+  rows, columns = (
+    int(np.prod([x.shape[dim] for dim in dims])) for dims in (matrix.rows, matrix.columns)
+  )
+  return x.transpose([*stack, *matrix.rows, *matrix.columns]).reshape(-1, rows, columns)
 
 
 def test_every_sharding_gives_what_numpy_does_with_each_matrix(monkeypatch):
-  # So that "two axes" and "square", of which a device has several, are done in rounds.
-  monkeypatch.setattr(whole_matrices, "ROUND_ELEMENTS", 1)
+  # So that "two axes", of which a device has several, is done in rounds.
+  monkeypatch.setattr(matrix_groups, "ROUND_ELEMENTS", 1)
   random = np.random.default_rng(0)
   arrays = {n: random.standard_normal(shape).astype(np.float32) for n, shape in SHAPES.items()}
   mesh = make_mesh(SIZES, jax.devices(), {})
@@ -59,45 +42,47 @@ def test_every_sharding_gives_what_numpy_does_with_each_matrix(monkeypatch):
     found = jax.jit(function, out_shardings=placed)(jax.device_put(arrays, placed))
   alone = jax.jit(lambda x: on_whole_matrices(cube, x, MATRICES, SPECS, {}))(arrays)
   for name, x in arrays.items():
-    wanted = by_hand(x, MATRICES[name])
-    np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=1e-4, err_msg=name)
-    np.testing.assert_allclose(alone[name], wanted, rtol=1e-4, atol=1e-4, err_msg=name)
+    matrices = apart(x, MATRICES[name])
+    for ours in (found, alone):
+      cubes = apart(np.asarray(ours[name]), MATRICES[name])
+      wanted = matrices @ matrices.mT @ matrices
+      np.testing.assert_allclose(cubes, wanted, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-def test_kernels_of_one_shape_and_sharding_are_one_group_also_transposed():
-  found = {group.names: group for group in grouped(SHAPES, MATRICES, SPECS, SIZES)}
-  assert ("in", "out") in found
-  assert ("square", "square, transposed") in found
-  group = found["in", "out"]
-  assert (group.shape, group.count, group.transposed) == ((4, 10), 6, (False, True))
-  # Six matrices: four devices exchange them, and with replicas along `data` each has one.
-  assert (group.exchanged, group.shared, group.each) == (("fsdp", "tensor"), ("data",), 1)
-  heads = found["each head",]  # of the two heads, a device has one, of three layers
-  assert (heads.shape, heads.count, heads.exchanged) == ((4, 5), 3, ("fsdp",))
-  assert (heads.shared, heads.each) == (("data",), 1)
+def test_squares_of_both_sides_are_exchanged_with_their_matrices(monkeypatch):
+  """Those of "two axes" are of 6, over four devices: they are filled up, and cut again."""
+  monkeypatch.setattr(matrix_groups, "ROUND_ELEMENTS", 1)
+  random, kinds = np.random.default_rng(0), (ROWS, COLUMNS)
+  arrays = {kind: {} for kind in (MATRIX, *kinds)}
+  for name, shape in SHAPES.items():
+    arrays[MATRIX][name] = random.standard_normal(shape).astype(np.float32)
+    matrix = MATRICES[name]
+    stack = [n for dim, n in enumerate(shape) if dim not in (*matrix.rows, *matrix.columns)]
+    for kind, size in zip(kinds, apart(arrays[MATRIX][name], matrix).shape[1:], strict=True):
+      arrays[kind][name] = random.standard_normal((*stack, size, size)).astype(np.float32)
+  groups = grouped(SHAPES, MATRICES, SPECS, SIZES, transpose=False)
+  assert any(group.shape == (8, 6) and group.rounds > 1 for group in groups)
+  assert square_spec(MATRICES["out"], SPECS["out"], 1) == PartitionSpec(None, "tensor", "fsdp")
 
+  def one_round(exchange, stacks, factor):
+    x, left, right = (exchange.whole(stacks[kind], kind) for kind in (MATRIX, *kinds))
+    product = factor * jnp.einsum("mij,mjk,mkl->mil", left, x, right)
+    squares = exchange.back(left + jnp.einsum("mij,mkj->mik", x, x), ROWS)
+    return {MATRIX: exchange.back(product), ROWS: squares}
 
-def test_large_matrices_are_done_a_few_at_a_time():
-  for count, elements, rounds in ((12, 2**26, 12), (12, 2**24, 6), (7, 2**24, 7), (96, 2**16, 1)):
-    [group] = grouped(
-      {"x": (count, 256, elements // 256)}, {"x": Matrix((1,), (2,))}, {"x": PartitionSpec()}, {}
+  def function(arrays):
+    given = {kind: (kind, leaves) for kind, leaves in arrays.items()}
+    rest = (groups, MATRICES, SPECS, SIZES, [jnp.float32(3)])
+    return in_rounds(one_round, given, [MATRIX, ROWS], *rest)
+
+  with jax.set_mesh(make_mesh(SIZES, jax.devices(), {})):
+    found = jax.jit(function)(arrays)
+  for name, matrix in MATRICES.items():
+    x = apart(arrays[MATRIX][name], matrix)
+    left, right = (
+      arrays[kind][name].reshape(-1, *[n] * 2) for kind, n in zip(kinds, x.shape[1:], strict=True)
     )
-    assert (group.each, group.rounds) == (count, rounds)
-
-
-@pytest.mark.parametrize(
-  ("count", "axes", "shared", "each"),
-  [
-    (16, {"data": 8}, ("data",), 2),
-    (3, {"data": 8}, ("data",), 1),
-    (1, {"data": 8}, (), 1),  # nothing to share
-    (2, {"data": 4, "context": 2}, ("context",), 1),  # more than two would send more for nothing
-    (5, {"data": 2, "context": 2}, ("data", "context"), 2),
-    (4, {"data": 2, "fsdp": 4}, (), 1),  # those that exchange have one each already
-    (5, {"data": 2, "fsdp": 4}, ("data",), 1),
-  ],
-)
-def test_replicas_share_the_work_where_a_device_then_has_less(count, axes, shared, each):
-  spec = PartitionSpec(None, "fsdp" if "fsdp" in axes else None)
-  [group] = grouped({"x": (count, 4, 8)}, {"x": Matrix((1,), (2,))}, {"x": spec}, axes)
-  assert (group.shared, group.each) == (shared, each)
+    ours = apart(np.asarray(found[MATRIX][name]), matrix)
+    np.testing.assert_allclose(ours, 3 * left @ x @ right, rtol=1e-4, atol=1e-4, err_msg=name)
+    ours = np.asarray(found[ROWS][name]).reshape(left.shape)
+    np.testing.assert_allclose(ours, left + x @ x.mT, rtol=1e-4, atol=1e-4, err_msg=name)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from partitioning.parallel.whole_matrices import Matrix
+from partitioning.parallel.matrix_groups import Matrix
 from tests.helpers.jobs import make_job
-from training.optimizer import orthogonalized
+from training.optimizer import matrix_groups
 from training.optimizers.hidden_matrices import HiddenMatrices, UnfitError
 
 OF_THE_DECODER = {
@@ -54,7 +54,7 @@ def test_their_state_is_sharded_by_the_optimizers_table_and_overrides():
 def test_a_group_of_the_parameters_may_be_muon_s():
   groups = ({"parameters": "layers/mlp/*", "name": "muon"},)
   job = make_job("fsdp8", "lm", **{"optimizer.groups": groups})
-  [(_, group)] = orthogonalized(job.config, job.program.params, job.devices.sizes)
+  [(_, group)] = matrix_groups(job.config, job.program.params, job.devices.sizes)
   assert (group.shape, group.count, group.each) == ((40, 56), 6, 1)
   momenta = {n: p for n, p in job.placements["optimizer"].items() if "/momentum/" in n}
   assert sorted(n.rpartition("layers/")[2] for n in momenta) == [
