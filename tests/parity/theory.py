@@ -14,7 +14,6 @@ from partitioning.dims import spec_entries
 from tests.parity.update_terms import MUON_TERMS, SOAP_TERMS, Term, with_zero_1
 from training.setup import Job
 
-
 KERNELS = "L * W + 2 * V * D / t"
 TERMS = (
   Term(
