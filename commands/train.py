@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from checkpointing.async_writer import SaveError
 from commands import build, flags, preflight_facts
+from configs.schema import optimizer_defaults
 from inference import request, sampler
 from input_pipeline.row_source import Source
 from partitioning.mesh import mesh_text
@@ -130,6 +131,7 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
     f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
     f"evaluation: {data.evaluation.source.name}, {len(data.evaluation.source):,} rows"
   )
+  say(optimizer_defaults.text(ready.config.optimizer))
   announce_rows(ready.config, data.train.source, data.evaluation.source)
   announce_bad(data.train.source)
   announce_bad(data.evaluation.source)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict, config_dict
 
-from configs.schema import axis_tables, recipes
+from configs.schema import axis_tables, optimizer_defaults, recipes
 
 MESH = {"data": 1, "fsdp": 1, "stage": 1, "expert": 1, "context": 1, "tensor": 1}
 MESH_DCN = {"data": 1, "fsdp": 1, "stage": 1}  # the axes that may go over the network as well
@@ -34,6 +34,7 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
     ValueError: an unknown recipe, model or data set, with the nearest known name.
   """
   config = recipes.base(argument or "lm")
+  optimizer_defaults.unset(config)
   config.seed = 0  # of parameters, data order and dropout
   config.argument = argument or "lm"  # the recipe, as given; part of the default workdir
   config.mesh = ConfigDict({**MESH, **(mesh or {})})

@@ -19,6 +19,7 @@ from planning import interconnect, traced_cost
 from planning.interconnect import Places
 from planning.step_time import Sent, Times
 from training.optimizer import matrix_groups
+from training.optimizers import schedule_free
 from training.setup import Job
 
 
@@ -145,7 +146,11 @@ def _of_parameters(job: Job) -> Iterator[Term]:
 
 
 def _of_the_optimizer(job: Job) -> Iterator[Term]:
-  """Yields those of ZeRO-1: each device updates its shard of a parameter, then all-gathers it."""
+  """Yields those of ZeRO-1: each device updates its shard of a parameter, then all-gathers it.
+
+  Of schedule-free parameters the iterates, sharded likewise, are gathered before the forward pass.
+  """
+  averaged = schedule_free.averaged(job.state.optimizer)
   sizes, optimizer = job.devices.sizes, job.config.partitioning.optimizer
   if not any("data" in axes for axes in optimizer.values()):
     return
@@ -155,6 +160,8 @@ def _of_the_optimizer(job: Job) -> Iterator[Term]:
     shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
     itemsize = np.dtype(placement.dtype).itemsize
     yield Term("all-gather", ("data",), 1, shard, f"{name}, updated", itemsize)
+    if name in averaged:
+      yield Term("all-gather", ("data",), 1, shard, f"{name}, its iterate", itemsize)
 
 
 def _of_matrices(job: Job) -> Iterator[Term]:

@@ -20,7 +20,7 @@ from partitioning.rules import named_leaves
 from runtime.extensions import Table
 from runtime.suggest import nearest
 from training import averages, clipping, optimizer_groups
-from training.optimizers import muon, soap
+from training.optimizers import adafactor, muon, schedule_free, soap
 from training.optimizers.hidden_matrices import VECTORS, HiddenMatrices, UnfitError
 from training.schedules import learning_rate_schedule
 
@@ -80,6 +80,7 @@ OPTIMIZERS: Table = Table(
   "optimizer",
   {
     "adamw": Optimizer(optax.adamw, {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"}),
+    "adafactor": Optimizer(adafactor.adafactor),
     "muon": Optimizer(
       muon.muon,
       {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"},
@@ -90,6 +91,9 @@ OPTIMIZERS: Table = Table(
       {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"},
       lambda config: {"hidden": HiddenMatrices(config)},
     ),
+    "schedule_free_adamw": Optimizer(
+      schedule_free.schedule_free_adamw, {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"}
+    ),
     "sgd": Optimizer(sgd, {"momentum": "momentum"}),
     "contrib.muon": Optimizer(optax.contrib.muon, of_model=muon_dimensions),
   },
@@ -99,7 +103,10 @@ OPTIMIZERS: Table = Table(
 _WHOLE_MATRICES = {"muon": muon.orthogonalization, "soap": soap.preconditioning}
 # Of which the tests show that the step can use them.
 _SHOWN = ("adamw", "sgd")
-_AVERAGES = "its parameters are not those to evaluate, and evaluation and sampling would take them"
+_AVERAGES = (
+  "its parameters are not those to evaluate, and evaluation and sampling would take them; "
+  "optimizer.name=schedule_free_adamw keeps the average as the parameters"
+)
 REFUSED = {
   "contrib.schedule_free_adamw": _AVERAGES,
   "contrib.schedule_free_sgd": _AVERAGES,

@@ -16,6 +16,7 @@ from partitioning.dims import Legend
 from partitioning.rules import named_leaves
 from training import clipping
 from training.optimizer import make_optimizer
+from training.optimizers.schedule_free import gradient_point
 from training.schedules import learning_rate_schedule
 from training.state import State, merged, split, trainable
 from training.tasks import TASKS
@@ -165,7 +166,7 @@ class Program:
     """Returns what `train_step` does, and the gradients before they are clipped."""
     key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
     raw, means, inverse_weight, variables = self.gradients(
-      state.params, batch, key, state.variables
+      self.gradient_point(state), batch, key, state.variables
     )
     norm = inverse_weight * self.norm(raw)
     clip = clipping.of_step(self.config)
@@ -176,6 +177,12 @@ class Program:
     metrics = {"loss": means["loss"], "grad_norm": norm, "learning_rate": rate, **own}
     state = State(state.step + 1, params, optimizer, variables)
     return state, metrics, _scaled(raw, inverse_weight)
+
+  def gradient_point(self, state: State) -> Any:
+    """Returns the parameters at which a step takes its gradients: some optimizers say where."""
+    trained, frozen = self.split(state.params)
+    point = gradient_point(trained, state.optimizer)
+    return state.params if point is trained else merged(self.laid_out(point), frozen)
 
   def updated(self, state: State, grads: Any) -> tuple[Any, Any, jax.Array | float]:
     """Returns parameters and optimizer state after gradients are applied, and the learning rate."""

@@ -91,10 +91,15 @@ def training(**keys) -> dict:
 def optimizer(**keys) -> dict:
   """Returns the section `optimizer` with some keys replaced."""
   common = {
-    "name": "adamw",  # adamw, muon, soap, sgd, or any of optax by its name: lion, contrib.muon
+    # adamw, adafactor, muon, schedule_free_adamw, sgd, soap, or any of optax by its name: lion,
+    # contrib.muon
+    "name": "adamw",
     "arguments": "",  # its own that have no key here: "nesterov=True,mu_dtype=bfloat16"
-    "learning_rate": 1e-3,  # at its peak
-    # cosine, linear, constant, wsd (warm-up, stable, decay) or inverse_sqrt
+    # At its peak; AdamW's is 8e-3 of lm, 2e-3 of mlp, 3e-4 of presets, and other optimizers follow
+    # (docs/optimizers.md); mlp_tutorial: 1e-5
+    "learning_rate": 1e-3,
+    # cosine, linear, constant, wsd (warm-up, stable, decay) or inverse_sqrt; by default cosine, and
+    # constant of schedule_free_adamw and mlp_tutorial
     "schedule": "cosine",
     # Learning rate at the end over the peak; cosine: 0.1, linear and wsd: 0
     "final_fraction": config_dict.placeholder(float),
@@ -107,7 +112,9 @@ def optimizer(**keys) -> dict:
     "beta_2": 0.95,  # decay of AdamW's second moment
     "epsilon": 1e-8,  # AdamW only
     "momentum": 0.0,  # SGD only
-    "weight_decay": 0.1,  # of kernels and embeddings, not of scales and biases
+    # Of kernels and embeddings, not of scales and biases; AdamW's is 0.1, of mlp 0.05, and other
+    # optimizers follow
+    "weight_decay": 0.1,
     # A step at the peak takes weight_decay off a parameter, not learning_rate * weight_decay
     "independent_weight_decay": False,
     # Parts of the parameters with an optimizer, learning rate or decay of their own, the first that

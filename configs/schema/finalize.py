@@ -4,7 +4,7 @@ import copy
 
 from ml_collections import ConfigDict
 
-from configs.schema import decoder_checks, hf_model, lora_checks, recipes
+from configs.schema import decoder_checks, hf_model, lora_checks, optimizer_defaults, recipes
 from training.tasks import TASKS
 
 ACCELERATORS = ("tpu", "gpu")
@@ -40,6 +40,7 @@ def finalize(config: ConfigDict, platform: str) -> ConfigDict:
     default(training, "compute_dtype", "bfloat16" if accelerated else training.parameter_dtype)
     default(training, "matmul_precision", "default")
     default(training, "frozen_dtype", training.parameter_dtype)
+    optimizer_defaults.finalize(config, chosen)
     if hf_model.is_folder(config):
       hf_model.finalize(config)
     recipes.finalize(config, accelerated)

@@ -2,12 +2,13 @@
 
 from ml_collections import ConfigDict
 
+from configs.schema import optimizer_defaults
 from input_pipeline.text import tokenizer
 from interop import hf_config, hf_folder
 
 KEY = "model.folder"
 LONGEST = 2048  # tokens of a row by default, where the model takes as many
-LEARNING_RATES = {False: 1e-5, True: 2e-4}  # of all parameters, and of adapters
+LEARNING_RATES = {False: 1e-5, True: 2e-4}  # of AdamW, of all parameters and of adapters
 
 
 def is_folder(config: ConfigDict) -> bool:
@@ -54,4 +55,5 @@ def finalize(config: ConfigDict) -> None:
 
     read_adapter.adopt(config, config.checkpoint.initialize_from, described.model_type)
   if config.optimizer.learning_rate is None:
-    config.optimizer.learning_rate = LEARNING_RATES[config.lora.rank > 0]
+    beside = optimizer_defaults.of(config.optimizer.name)
+    config.optimizer.learning_rate = LEARNING_RATES[config.lora.rank > 0] * beside.rate

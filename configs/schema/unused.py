@@ -30,14 +30,20 @@ _OPTIMIZER = {
 # `training.optimizer` finds out.
 OPTIMIZER_KEYS = {
   "adamw": ("beta_1", "beta_2", "epsilon", "weight_decay"),
+  "adafactor": ("weight_decay",),
   "muon": ("beta_1", "beta_2", "epsilon", "weight_decay"),
   "soap": ("beta_1", "beta_2", "epsilon", "weight_decay"),
+  "schedule_free_adamw": ("beta_1", "beta_2", "epsilon", "weight_decay"),
   "sgd": ("momentum",),
 }
-_WITHOUT_ARGUMENTS = ("adamw", "sgd")  # that are worth a hint: keys set all that is often set
+_WITHOUT_ARGUMENTS = (
+  "adamw",
+  "schedule_free_adamw",
+  "sgd",
+)  # that are worth a hint: keys set all that is often set
 OTHERS = ("weight_decay",)
 # Whose decay is learning rate times weight decay times the parameter: it can be independent.
-_PLAIN_DECAY = ("adamw", "lion", "muon", "soap")
+_PLAIN_DECAY = ("adafactor", "adamw", "lion", "muon", "schedule_free_adamw", "soap")
 
 _TOKENS = {
   "training.z_loss": 0.0,

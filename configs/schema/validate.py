@@ -5,7 +5,14 @@ from collections.abc import Iterator, Mapping
 
 from ml_collections import ConfigDict
 
-from configs.schema import decoder_checks, group_checks, lora_checks, mixture_checks, unused
+from configs.schema import (
+  decoder_checks,
+  group_checks,
+  lora_checks,
+  mixture_checks,
+  optimizer_defaults,
+  unused,
+)
 from input_pipeline.sources import catalog
 from input_pipeline.text.conversations import DROP, FORMS, REFUSE
 from input_pipeline.text.packing import ALGORITHMS
@@ -139,6 +146,7 @@ def _at_least(config: ConfigDict) -> list[str]:
     *_averages(config),
     *_clipping(config.optimizer),
     *group_checks.wrong(config.optimizer),
+    *optimizer_defaults.wrong(config.optimizer),
   ]
 
 

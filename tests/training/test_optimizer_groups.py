@@ -11,6 +11,7 @@ from training.optimizer import make_optimizer
 
 SHAPES = {"kernel": (3, 4), "scale": (4,), "bias": (4,), "table": (5, 3)}
 RATE = 8e-3
+LION = {"optimizer.name": "lion", "optimizer.learning_rate": RATE}
 
 
 def config_of(groups, /, recipe="lm", **overrides):
@@ -38,7 +39,7 @@ def test_each_parameter_is_updated_as_its_group_says():
     {"parameters": ("scale", "table"), "weight_decay": 0.3},
     {"parameters": "bias", "name": "sgd", "learning_rate": 2.0},
   )
-  config = config_of(groups, **{"optimizer.name": "lion", "optimizer.weight_decay": 0.1})
+  config = config_of(groups, **LION, **{"optimizer.weight_decay": 0.1})
   params, steps = drawn(0, SHAPES), [drawn(1, SHAPES), drawn(2, SHAPES)]
   found = updates_of(make_optimizer(config, params), params, steps)
   wanted = {
@@ -88,8 +89,8 @@ def test_state_is_placed_as_its_parameters_and_there_is_none_of_others():
       "group 2: its parameters are all in groups before it",
     ),
     (
-      ({"parameters": "*", "name": "adafactor"},),
-      "group 1: optimizer.weight_decay=0.1: adafactor takes none",
+      ({"parameters": "*", "name": "rmsprop"},),
+      "group 1: optimizer.weight_decay=0.1: rmsprop takes none",
     ),
   ],
 )

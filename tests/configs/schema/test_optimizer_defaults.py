@@ -1,0 +1,71 @@
+"""What a config says of the optimizer where only its name is set."""
+
+import pytest
+
+from configs import base
+from configs.schema import finalize, optimizer_defaults, recipes, validate
+
+SIZES = dict.fromkeys(base.MESH, 1)
+
+
+def finalized(recipe, **overrides):
+  config = base.get_config(recipe)
+  config.update_from_flattened_dict({f"optimizer.{key}": x for key, x in overrides.items()})
+  return finalize.finalize(config, "cpu")
+
+
+def values(recipe, **overrides):
+  keys = finalized(recipe, **overrides).optimizer
+  return keys.learning_rate, keys.weight_decay, keys.schedule
+
+
+@pytest.mark.parametrize("recipe", [*recipes.RECIPES, "llama3_8b"])
+def test_a_recipe_s_own_optimizer_has_the_recipe_s_values(recipe):
+  keys = recipes.base(recipe).optimizer
+  wanted = keys.learning_rate, keys.weight_decay, keys.schedule
+  assert values(recipe) == wanted
+  assert None not in wanted
+
+
+def test_of_another_optimizer_they_follow():
+  lion = optimizer_defaults.BESIDE_ADAMW["lion"]
+  assert values("lm", name="lion") == (8e-3 * lion.rate, 0.1 * lion.decay, "cosine")
+  assert values("mlp", name="lion")[0] == 2e-3 * lion.rate
+  assert values("llama3_8b", name="lion")[0] == 3e-4 * lion.rate
+  adafactor = optimizer_defaults.BESIDE_ADAMW["adafactor"]
+  assert values("lm", name="adafactor") == (8e-3 * adafactor.rate, 0.0, "cosine")
+  assert values("lm", name="schedule_free_adamw")[2] == "constant"
+  for name in ("muon", "adan"):
+    assert values("lm", name=name) == values("lm")
+
+
+def test_a_recipe_of_another_optimizer_than_adamw_says_nothing_about_others():
+  assert values("mlp_tutorial", name="lion") == values("mlp_tutorial")
+
+
+def test_what_is_set_stays():
+  given = {"learning_rate": 8e-3, "weight_decay": 0.1, "schedule": "linear"}
+  assert values("lm", name="lion", **given) == (8e-3, 0.1, "linear")
+  assert values("lm", learning_rate=0.0, weight_decay=0.0) == (0.0, 0.0, "cosine")
+
+
+def test_every_optimizer_of_the_table_is_one():
+  from training import optimizer
+
+  for name in optimizer_defaults.BESIDE_ADAMW:
+    assert optimizer.find(name)
+  assert optimizer_defaults.SCHEDULE_FREE in optimizer.OPTIMIZERS
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_a_schedule_that_decays_is_refused_where_parameters_are_averaged(schedule):
+  config = finalized("lm", name="schedule_free_adamw", schedule=schedule)
+  with pytest.raises(ValueError, match=f"schedule={schedule}: schedule_free_adamw averages"):
+    validate.check(config, SIZES)
+
+
+def test_a_group_needs_the_constant_schedule_as_well():
+  groups = ({"parameters": "embed/*", "name": "schedule_free_adamw"},)
+  with pytest.raises(ValueError, match="cosine, which is that of all groups: schedule_free_adamw"):
+    validate.check(finalized("lm", groups=groups), SIZES)
+  validate.check(finalized("lm", groups=groups, schedule="constant"), SIZES)
