@@ -60,6 +60,7 @@ CLASSES = {
   "training.replica_check_every_steps": MAY_CHANGE,
   "training.callbacks": MAY_CHANGE,
   "training.gradient_accumulation_steps": ACCEPT,
+  "training.gradient_reduction": MAY_CHANGE,  # another order of the same sums
   "training.compute_dtype": ACCEPT,
   "training.matmul_precision": ACCEPT,
   "training.rematerialization": ACCEPT,

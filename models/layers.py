@@ -10,11 +10,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from models import lora
 from models.dtypes import wide_dtype
+from models.random_rows import bernoulli_rows
 from models.transformer_dims import (
   LORA_A,
   LORA_B,
@@ -25,7 +27,7 @@ from models.transformer_dims import (
   optional_letters,
   sizes,
 )
-from partitioning.constraints import constrain
+from partitioning.constraints import batch_part, constrain
 from partitioning.parallel.matmuls import Dropped, LowRank, column_parallel, row_parallel
 from partitioning.parallel.vocabulary import vocab_parallel_embedding
 
@@ -118,7 +120,13 @@ def _kept(
   """Draws which activations (batch, sequence, ...) are kept, for each slot on its own."""
   batch, _, *rest = shape
   keys_R = jax.vmap(jax.random.fold_in, (None, 0))(key, slots_R)
-  keep = jax.vmap(lambda one: jax.random.bernoulli(one, 1.0 - rate, (batch, *rest)))(keys_R)
+  if (part := batch_part()) is None:
+    keep = jax.vmap(lambda one: jax.random.bernoulli(one, 1.0 - rate, (batch, *rest)))(keys_R)
+  else:
+    # Replicated: otherwise XLA would shard the slots as the mask, and with them the rope tables.
+    words_R2 = jax.lax.with_sharding_constraint(jax.random.key_data(keys_R), PartitionSpec())
+    first = part.index() * batch
+    keep = jax.vmap(lambda one: bernoulli_rows(one, 1.0 - rate, (batch, *rest), first))(words_R2)
   return jnp.swapaxes(keep, 0, 1)
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from partitioning.dims import Failure, Legend, Table, resolve, spec_axes
+from partitioning.dims import Axes, Failure, Legend, Table, resolve, spec_axes
+
+BATCH = "B"  # the letter of the batch in every legend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +53,28 @@ class ActivationLayout:
     return set().union(*(spec_axes(constraint.spec) for constraint in self.seen))
 
 
+@dataclasses.dataclass(frozen=True)
+class BatchPart:
+  """The rows that a region has of each batch, where mesh axes that split the batch are manual.
+
+  Attributes:
+    axes: those axes, the first ones of the batch.
+    count: the number of parts.
+  """
+
+  axes: Axes
+  count: int
+
+  def index(self) -> jax.Array:
+    """Returns which part the device has, int32."""
+    return jax.lax.axis_index(self.axes)
+
+
 _LAYOUT: contextvars.ContextVar[ActivationLayout | None] = contextvars.ContextVar(
   "activation_layout", default=None
+)
+_BATCH_PART: contextvars.ContextVar[BatchPart | None] = contextvars.ContextVar(
+  "batch_part", default=None
 )
 
 
@@ -67,6 +89,21 @@ def activation_layout(
     yield layout
   finally:
     _LAYOUT.reset(token)
+
+
+@contextlib.contextmanager
+def inside_batch_part(part: BatchPart) -> Iterator[None]:
+  """Says which rows of the batch the region has that is traced inside the block."""
+  token = _BATCH_PART.set(part)
+  try:
+    yield
+  finally:
+    _BATCH_PART.reset(token)
+
+
+def batch_part() -> BatchPart | None:
+  """Returns which rows of the batch the region that is traced has; None outside of such regions."""
+  return _BATCH_PART.get()
 
 
 def current_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[str, int]]:
@@ -168,6 +205,8 @@ def _recorded(
   """
   found = resolve(letters, shape, layout.legend, layout.table, sizes)
   entry = Constraint(letters, shape, found.spec, found.notes, found.failures)
+  if (part := _BATCH_PART.get()) is not None:
+    entry = _of_complete_batch(letters, shape, layout, sizes, part)
   if entry not in layout.seen:
     layout.seen.append(entry)
   if found.failures and not layout.checking:
@@ -175,6 +214,24 @@ def _recorded(
       f"activation {letters} of shape {shape}: " + "; ".join(map(str, found.failures))
     )
   return found.spec, not found.failures
+
+
+def _of_complete_batch(
+  letters: str,
+  shape: tuple[int, ...],
+  layout: ActivationLayout,
+  sizes: dict[str, int],
+  part: BatchPart,
+) -> Constraint:
+  """Returns the record of an activation of which a region has only some rows."""
+  batch = layout.legend[BATCH].name
+  shape = tuple(
+    size * part.count if letter == BATCH else size
+    for letter, size in zip(letters, shape, strict=True)
+  )
+  table = {**layout.table, batch: (*part.axes, *layout.table[batch])}
+  found = resolve(letters, shape, layout.legend, table, sizes)
+  return Constraint(letters, shape, found.spec, found.notes, found.failures)
 
 
 def tie_to(x: jax.Array, facts: Any) -> tuple[jax.Array, Any]:

@@ -107,7 +107,8 @@ def _of_parameters(job: Job) -> Iterator[Term]:
   config, sizes = job.config, job.devices.sizes
   count = config.training.gradient_accumulation_steps
   narrow = np.dtype(config.training.compute_dtype).itemsize
-  rows = ("data", "fsdp")
+  once = job.program.reduce_once_over
+  rows = tuple(axis for axis in ("data", "fsdp") if axis != once)
   for name, placement in job.placements["parameters"].items():
     shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
     layers = placement.shape[0] if placement.letters.startswith("L") else 1
@@ -136,9 +137,13 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     why = f"the gradient of {name}"
     if split and not scale:
       yield Term("reduce-scatter", ("fsdp",), count * layers, whole, why, *shared)
-      yield Term("all-reduce", ("data",), count * layers, whole / sizes["fsdp"], why, *shared)
+      if not once:
+        yield Term("all-reduce", ("data",), count * layers, whole / sizes["fsdp"], why, *shared)
     else:
       yield Term("all-reduce", rows, count * layers, whole, why, *shared)
+    if once:  # of all microbatches, when nothing is left to compute
+      itemsize = np.dtype(placement.dtype).itemsize
+      yield Term("all-reduce", (once,), 1, shard, f"{why}, added up", itemsize)
     if scale and config.partitioning.sequence_parallel:
       yield Term("all-reduce", ("tensor",), count * layers, whole, why, *shared)
     part = shard / layers if not scale else whole

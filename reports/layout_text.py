@@ -21,6 +21,7 @@ from partitioning.shardings import (
   spec_text,
 )
 from reports import drawings
+from training import gradient_reduction
 from training.optimizer import matrix_groups
 from training.setup import Job
 
@@ -133,6 +134,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     if matrices := matrix_lines(job):
       matrices = [f"  {line}" for line in matrices]
       lines += ["matrices that the optimizer brings whole to devices, and back:", *matrices, ""]
+  if reduced := gradient_reduction.text(job.config, job.program.reduce_once_over):
+    lines.append(reduced)
   lines.append(
     f"{count:,} parameters; with optimizer state {shardings.size_text(per_device)} per device, "
     f"of which {shardings.size_text(replicated)} are replicated on every device"

@@ -11,6 +11,7 @@ from rich.table import Table
 from analysis.chips import PUBLISHED
 from partitioning.shardings import size_text
 from planning.plan import Plan
+from training import gradient_reduction
 
 
 @dataclasses.dataclass
@@ -58,6 +59,9 @@ def verdict(plan: Plan) -> str:
 def notes(plan: Plan) -> list[str]:
   """Returns notes on the source of the numbers."""
   found = [plan.topology.note] if plan.topology.note else []
+  job = plan.job
+  if reduced := gradient_reduction.text(job.config, job.program.reduce_once_over):
+    found.append(reduced)
   if plan.topology.slices > 1:
     over = " ".join(f"--config.mesh_dcn.{k}={v}" for k, v in plan.job.devices.slices.items())
     found.append(f"{plan.topology.slices} slices, as {over}: train needs it too")

@@ -39,6 +39,7 @@ NUMERICS = (
   "training/setup.py",  # precision, compiler options
   "training/splits.py",  # seeds and splits
   "training/averages.py",
+  "training/gradient_reduction.py",  # the order of sums
   "training/clipping.py",
   "training/optimizer.py",
   "training/optimizer_groups.py",

@@ -284,6 +284,7 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
       "frozen_dtype": training["parameter_dtype"],
       "tokens": 0,
       "z_loss": 0.0,
+      "gradient_reduction": "microbatch",
       "dpo_beta": 0.1,
       "dpo_label_smoothing": 0.0,
       **training,

@@ -20,6 +20,7 @@ from partitioning.mesh import make_mesh
 from partitioning.rules import Placement, named_leaves
 from partitioning.verdict import TABLES, Layout, check_layout
 from runtime.devices import Devices, memory_bytes
+from training.gradient_reduction import reduced_once_over
 from training.state import State, merged, split
 from training.step import Program, abstract_batch, make_program
 from training.tasks import TASKS
@@ -204,7 +205,8 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
 
   Raises:
     LayoutError: with every failure of the layout in one message.
-    ValueError: parameters and optimizer state do not fit the memory.
+    ValueError: parameters and optimizer state do not fit the memory, or
+      `training.gradient_reduction=step` is not possible.
   """
   legend = find(config.model.name).legend(config)
   count = math.prod(devices.sizes.values())
@@ -221,6 +223,9 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   program = dataclasses.replace(
     program,
     param_specs=specs,
+    reduce_once_over=reduced_once_over(
+      config, devices.sizes, placements["parameters"], program.variables
+    ),
     norm_specs=jax.tree.map(
       lambda leaf, spec: shardings.spread(spec, leaf.shape, devices.sizes), state.params, specs
     ),

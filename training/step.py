@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from models import MODELS, check_network
 from models.losses import Batch, Sums
 from partitioning.dims import Legend
+from partitioning.parallel.batch_region import summed_over_batch_parts
 from partitioning.rules import named_leaves
 from training import clipping
 from training.optimizer import make_optimizer
@@ -36,6 +37,8 @@ class Program:
     trained: names of the parameters that `training.trainable` selects.
     param_specs: a tree like the parameters: the sharding of their gradients.
     norm_specs: likewise, while their squares are summed for the norm.
+    reduce_once_over: the mesh axis over which gradients are reduced after the last microbatch;
+      None: they are reduced over all axes after each (`training.gradient_reduction`).
   """
 
   config: ConfigDict
@@ -47,6 +50,7 @@ class Program:
   trained: frozenset[str]
   param_specs: Any = None
   norm_specs: Any = None
+  reduce_once_over: str | None = None
 
   def init(self, key: jax.Array, given: Any = None) -> State:
     """Returns the initial state. Jit it: drawn eagerly, parameters differ in their last bits.
@@ -114,23 +118,28 @@ class Program:
     """
     count = self.config.training.gradient_accumulation_steps
     entries = batch["weights"].size
-    trained, frozen = self.split(params)
 
-    def mean(trained, variables, microbatch, key):
+    def mean(trained, frozen, variables, microbatch, key):
       sums, variables = self.forward(merged(trained, frozen), variables, microbatch, key)
       means = {name: value / entries for name, value in sums.items()}
       return means["loss"], (means, variables)
 
-    def grad(variables, microbatch, key):
-      found = jax.grad(mean, has_aux=True)(trained, variables, microbatch, key)
-      grads, (means, variables) = found
-      return (self.laid_out(grads), means), variables
+    def total(batch, trained, frozen, variables, key):
+      def grad(variables, microbatch, key):
+        found = jax.grad(mean, has_aux=True)(trained, frozen, variables, microbatch, key)
+        grads, (means, variables) = found
+        return (self.laid_out(grads), means), variables
 
-    variables = variables or {}
-    if count == 1:
-      (grads, means), variables = grad(variables, batch, key)
+      if count == 1:
+        return grad(variables, batch, key)
+      return _accumulate(grad, count, variables, batch, key)
+
+    given = (dict(batch), *self.split(params), variables or {}, key)
+    if self.reduce_once_over is None:
+      (grads, means), variables = total(*given)
     else:
-      (grads, means), variables = _accumulate(grad, count, variables, batch, key)
+      (grads, means), variables = summed_over_batch_parts(total, self.reduce_once_over, *given)
+    if count > 1:
       # Otherwise XLA would shard the sums for the norm, compute parameters and optimizer state with
       # that sharding, and all-gather each of them at the end.
       grads = self.laid_out(grads)

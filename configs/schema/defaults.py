@@ -56,6 +56,8 @@ def training(**keys) -> dict:
     "steps": 0,  # optimizer steps
     "tokens": 0,  # instead of steps: as many as have these tokens; 0: steps
     "gradient_accumulation_steps": 1,  # microbatches per step
+    # Reduce gradients over data once per step or after each microbatch; auto: once where possible
+    "gradient_reduction": "auto",
     # Names of the parameters that are trained, as patterns (* also matches /); the others stay as
     # they are, without optimizer state: ("layers/attention/*", "final_norm/*"). All, or with
     # lora.rank the adapters, which are trained besides what is given

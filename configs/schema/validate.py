@@ -29,6 +29,7 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 DECAYS = ("linear", "1-sqrt")
 MOST_NORMS = 64  # that are stored on every device
 VERIFY = ("full", "size", "off")
+GRADIENT_REDUCTIONS = ("auto", "step", "microbatch")
 ON_BAD_STEP = ("stop", "roll_back")
 
 
@@ -229,6 +230,7 @@ def _choices(config: ConfigDict) -> list[str]:
     "training.matmul_precision": MATMUL_PRECISIONS,
     "training.attention_kernel": ATTENTION_KERNELS if task.of_tokens else ("xla",),
     "training.on_bad_step": ON_BAD_STEP,
+    "training.gradient_reduction": GRADIENT_REDUCTIONS,
     "data.packing": ALGORITHMS,
     "data.untrained_conversations": (REFUSE, DROP),
     "data.long_conversations": (REFUSE, DROP),

@@ -130,6 +130,7 @@ def sharded(
   kernels: Sequence[int],
   residual: Residual,
   dtype: jnp.dtype,
+  by_hand: bool = False,
 ) -> list[jax.Array]:
   """Runs a function of sharded arrays: in a shard_map, where a weight or the sequence is gathered.
 
@@ -145,6 +146,7 @@ def sharded(
     kernels: indices of the arguments that are parameters.
     residual: the residual's letters.
     dtype: to which parameters are cast for the function.
+    by_hand: in a shard_map in any case.
   """
   layout, _ = automatic_layout()
   extents = _extents(given, arguments)
@@ -174,7 +176,7 @@ def sharded(
     # Also for split weights: XLA's partitioner would all-reduce the gradient of x once per weight;
     # here their sum is reduced once (as seen on CPUs).
     split = any(split_over(inside[number]) for number in kernels)
-    manual = split or sequence_axes(residual) or any(moves)
+    manual = by_hand or split or sequence_axes(residual) or any(moves)
     if not manual or (layout.checking and not fits):
       arguments = [constrain(x, letters) for x, letters in zip(arguments, inside, strict=True)]
       results = function(False, *arguments)

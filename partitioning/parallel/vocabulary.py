@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from partitioning.constraints import automatic_layout, constrain, record
+from partitioning.constraints import automatic_layout, batch_part, constrain, record
 from partitioning.dims import Axes
 from partitioning.parallel import collectives
 from partitioning.parallel.sharded_function import (
@@ -131,6 +131,9 @@ def vocab_parallel_embedding(
     return [reduce_partial(own, axes, sequence)]
 
   axes, sequence = split_over(vocabulary), sequence_axes(residual)
+  # Where data is manual and context is not, XLA's partitioner would gather the gradients of all
+  # tokens along it for the table's gradient, instead of reducing that (as seen on CPUs).
+  by_hand = batch_part() is not None and bool(split_over(residual.tokens))
   letters = [weight.letters, residual.tokens]
   [out] = sharded(
     look_up,
@@ -141,6 +144,7 @@ def vocab_parallel_embedding(
     kernels=[0],
     residual=residual,
     dtype=dtype,
+    by_hand=by_hand,
   )
   return out
 

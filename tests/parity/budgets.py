@@ -42,6 +42,7 @@ INVOLUNTARY = "nvoluntary full rematerialization"  # XLA says so on stderr, whil
 MUON = {"optimizer.name": "muon"}
 SOAP = {"optimizer.name": "soap"}
 SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": True}
+MICROBATCHES = {"training.gradient_accumulation_steps": 2}
 # Title -> file of configs/, and what is set beside it.
 STRATEGIES = {
   "dp8": ("dp8", {}),
@@ -53,9 +54,19 @@ STRATEGIES = {
   "dp4_tp2, sequence-parallel": ("dp4_tp2", SEQUENCE_PARALLEL),
   "dp2_fsdp2_tp2": ("dp2_fsdp2_tp2", {}),
   "dp2_fsdp2_tp2, sequence-parallel": ("dp2_fsdp2_tp2", SEQUENCE_PARALLEL),
-  "dp2_fsdp2_tp2, 2 microbatches": (
+  "dp8, 2 microbatches": ("dp8", MICROBATCHES),
+  "dp4_tp2, sequence-parallel, 2 microbatches": (
+    "dp4_tp2",
+    {**SEQUENCE_PARALLEL, **MICROBATCHES},
+  ),
+  "dp2_fsdp2_tp2, 2 microbatches": ("dp2_fsdp2_tp2", MICROBATCHES),
+  "dp2_fsdp2_tp2, 2 microbatches, each reduced": (
     "dp2_fsdp2_tp2",
-    {"training.gradient_accumulation_steps": 2},
+    {**MICROBATCHES, "training.gradient_reduction": "microbatch"},
+  ),
+  "data=4 x context=2, ring, 2 microbatches": (
+    "single",
+    {"mesh.data": 4, "mesh.context": 2, "model.context_attention": "ring", **MICROBATCHES},
   ),
   "data=4 x context=2, ring": (
     "single",
@@ -66,6 +77,13 @@ STRATEGIES = {
     {"mesh.fsdp": 2, "mesh.context": 4, "model.context_attention": "gather"},
   ),
 }
+# Those whose tests are marked `long`.
+LONG = (
+  "dp8, 2 microbatches",
+  "dp4_tp2, sequence-parallel, 2 microbatches",
+  "dp2_fsdp2_tp2, 2 microbatches, each reduced",
+  "data=4 x context=2, ring, 2 microbatches",
+)
 # Of these the update alone is compiled; the gradients are those of AdamW's step.
 UPDATES = ("dp8", "dp8, ZeRO-1", "fsdp8", "tp8", "dp2_fsdp2_tp2")
 
@@ -240,7 +258,8 @@ program.
 - ZeRO-1: the gradients are all-reduced as without it. A reduce-scatter of the same bytes would be
   enough, half of what a ring sends. From constraints alone XLA does not emit it on CPUs.
 - The gradients of the scales over `fsdp`: the same, D numbers each.
-- Microbatches: the gradients of each are reduced; reducing their sum would be enough.
+- Microbatches: over `data` the sum of their gradients is reduced, over `fsdp`, `context` and
+  `tensor` those of each. Over `fsdp` an unreduced sum would have the size of all parameters.
 - `context`, gathered: the gradients of keys and values are all-reduced for each query head. A
   reduce-scatter for each key/value head would be enough. With both kinds of attention, the
   gradients of the parameters are all-reduced along `data` and then along `context`.

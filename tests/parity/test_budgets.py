@@ -17,6 +17,7 @@ from tests.parity import theory as parity_theory
 from tests.parity.budgets import (
   COMMAND,
   INVOLUNTARY,
+  LONG,
   PAGE,
   STRATEGIES,
   Step,
@@ -43,7 +44,10 @@ def assert_within_budget(ours: Step) -> None:
   assert ours.sent() == budget(ours.job)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+CASES = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in STRATEGIES]
+
+
+@pytest.mark.parametrize("strategy", CASES)
 def test_a_step_sends_what_theory_says(strategy):
   assert_within_budget(step(strategy))
 
@@ -80,7 +84,7 @@ def test_fsdp_is_fsdp8_on_eight_devices():
   assert ours.config.partitioning == wanted.config.partitioning
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", CASES)
 def test_no_involuntary_rematerialization(strategy):
   # XLA says so on stderr only, while it compiles.
   assert INVOLUNTARY not in step(strategy).said
