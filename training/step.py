@@ -128,7 +128,13 @@ class Program:
       def grad(variables, microbatch, key):
         found = jax.grad(mean, has_aux=True)(trained, frozen, variables, microbatch, key)
         grads, (means, variables) = found
-        return (self.laid_out(grads), means), variables
+        grads = self.laid_out(grads)
+        if self.reduce_once_over is not None:
+          # The compiler for TPUs (libtpu 0.0.42) moves reductions of what a loop adds up out of the
+          # loop: those over fsdp too, where the sums would need the memory of all parameters, and
+          # it fails (RET_CHECK in while_loop_all_reduce_code_motion.cc) where rows are split so.
+          grads, means = jax.lax.optimization_barrier((grads, means))
+        return (grads, means), variables
 
       if count == 1:
         return grad(variables, batch, key)
