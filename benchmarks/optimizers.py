@@ -1,0 +1,364 @@
+r"""Compares optimizers on the recipe `lm`: steps and seconds to AdamW's final loss.
+
+  python -m benchmarks.optimizers [--only=adamw,muon] [--write]
+
+Each optimizer has as many trials to find its learning rate, then three seeds at the best one for
+each budget of steps. Every run has its schedule to its own end, so that the loss of a budget is
+that of a run of so many steps; between budgets, losses are interpolated over the logarithm of the
+steps. One device. A finished run is kept in docs/optimizers.json, and a later call goes on from
+there. `--write` writes docs/optimizer_comparison.md and its picture from what is there.
+"""
+
+import copy
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from ml_collections import ConfigDict
+
+from benchmarks import optimizer_pages
+from configs import base
+from configs.schema import finalize
+from input_pipeline.batches import TrainingBatches
+from runtime import devices
+from training import setup, splits
+from training.optimizer import make_optimizer
+from training.schedules import learning_rate_schedule
+from training.state import State
+from training.step import Program
+
+TRIAL = 50  # steps of a trial
+TRIALS = 4  # learning rates per optimizer; more only while the best is at the border
+MOST_TRIALS = 6
+BUDGETS = (100, 50, 200)  # steps, in the order in which they are run; 200 are the recipe's own
+SEEDS = (0, 1, 2)
+ROUNDS, STEPS_OF_A_TURN = 8, 4  # of the times of steps
+MEAN_OF = 10  # steps whose training losses are a point of the picture
+EVALUATION_BATCHES = 8  # of the recipe's periodic evaluation: 256 rows, the same ones for all
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """How an optimizer is used.
+
+  Attributes:
+    prior: the learning rate that the trials begin around.
+    overrides: keys of the config's section `optimizer` that are not the recipe's.
+  """
+
+  prior: float
+  overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+SETTINGS = {
+  "adamw": Setting(8e-3),
+  "adafactor": Setting(4e-2, {"weight_decay": 0.0}),  # its rate is relative to the parameter's RMS
+  # Its update has three to ten times the RMS of AdamW's. Source: arXiv:2302.06675, section 5.
+  "lion": Setting(1e-3, {"weight_decay": 0.8}),
+  "muon": Setting(8e-3),
+  "soap": Setting(8e-3),
+  "schedule_free_adamw": Setting(8e-3),
+}
+
+
+_ONLY = flags.DEFINE_list("only", list(SETTINGS), "Optimizers; adamw must be among them.")
+_WRITE = flags.DEFINE_bool("write", False, "Write the pages from the runs that are there.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A run that was, or is to be, made.
+
+  Attributes:
+    optimizer: its name.
+    learning_rate: at its peak.
+    steps: in all.
+    seed: of parameters and of the data's order.
+  """
+
+  optimizer: str
+  learning_rate: float
+  steps: int
+  seed: int
+
+  def key(self) -> str:
+    """Returns its name in the results."""
+    return f"{self.optimizer}, {self.learning_rate:.3g}, {self.steps} steps, seed {self.seed}"
+
+
+class Results:
+  """Finished runs and the times of steps, in a file of JSON.
+
+  Attributes:
+    runs: key of a run -> `validation`, its loss after the last step, infinite if it diverged; and
+      `training`, the mean loss of each MEAN_OF steps.
+    times: optimizer -> seconds of a step over those of AdamW's, a number for each round.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    self._path = path
+    there = json.loads(path.read_text()) if path.exists() else {}
+    self.runs: dict[str, dict[str, Any]] = there.get("runs", {})
+    self.times: dict[str, list[float]] = there.get("times", {})
+
+  def save(self) -> None:
+    """Writes the file, whole or not at all."""
+    runs = sorted(self.runs.items())
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(losses)}" for key, losses in runs)
+    text = f'{{"runs": {{\n{lines}\n}},\n"times": {json.dumps(self.times)}}}\n'
+    beside = self._path.with_suffix(".part")
+    beside.write_text(text)
+    os.replace(beside, self._path)
+
+  def last(self, run: Run) -> float:
+    """Returns the validation loss after a run's last step."""
+    return self.runs[run.key()]["validation"]
+
+
+# ---- Which runs ----
+
+
+def next_rate(prior: float, losses: Mapping[float, float]) -> float:
+  """Returns the learning rate of the next trial.
+
+  The first three are the prior, half and double of it. Then the grid goes on by a factor of 2 where
+  the best is at its border; else the next one is between the best and the better of its neighbours.
+
+  Args:
+    prior: the learning rate to begin with.
+    losses: learning rate -> validation loss, of the trials so far.
+  """
+  for rate in (prior, prior / 2, prior * 2):
+    if rate not in losses:
+      return rate
+  rates = sorted(losses)
+  place = rates.index(min(losses, key=losses.get))
+  if place == 0:
+    return rates[0] / 2
+  if place == len(rates) - 1:
+    return rates[-1] * 2
+  other = min(rates[place - 1], rates[place + 1], key=losses.get)
+  return math.sqrt(rates[place] * other)
+
+
+def trials(name: str, results: Results) -> tuple[dict[float, float], Run | None]:
+  """Returns the finished trials of an optimizer, learning rate -> validation loss, and the next."""
+  losses: dict[float, float] = {}
+  while len(losses) < TRIALS or (at_border(losses) and len(losses) < MOST_TRIALS):
+    rate = next_rate(SETTINGS[name].prior, losses)
+    run = Run(name, rate, TRIAL, SEEDS[0])
+    if run.key() not in results.runs:
+      return losses, run
+    losses[rate] = results.last(run)
+  return losses, None
+
+
+def at_border(losses: Mapping[float, float]) -> bool:
+  """Returns whether the best learning rate is the smallest or the largest of those tried."""
+  return min(losses, key=losses.get) in (min(losses), max(losses))
+
+
+def missing(names: Sequence[str], results: Results) -> Run | None:
+  """Returns the next run, None where all are made: all optimizers are kept equally far."""
+  for name in names:
+    if run := trials(name, results)[1]:
+      return run
+  made = zip(*(finals(name, results) for name in names), strict=True)
+  runs = (run for of_all in made for run in of_all)
+  return next((run for run in runs if run.key() not in results.runs), None)
+
+
+def finals(name: str, results: Results) -> list[Run]:
+  """Returns the runs at the best learning rate of the trials."""
+  losses, _ = trials(name, results)
+  rate = min(losses, key=losses.get)
+  return [Run(name, rate, steps, seed) for steps in BUDGETS for seed in SEEDS]
+
+
+# ---- A run ----
+
+
+def config_of(
+  recipe: str, name: str, rate: float, steps: int, overrides: Mapping[str, Any]
+) -> ConfigDict:
+  """Returns the finalized config of a recipe on one device."""
+  config = base.get_config(recipe)
+  config.optimizer.update({"name": name, "learning_rate": rate, **SETTINGS[name].overrides})
+  config.training.steps = steps
+  config.update_from_flattened_dict(dict(overrides))
+  return finalize.finalize(config, "cpu")
+
+
+def step_at(
+  program: Program, state: State, batch: Mapping[str, jax.Array], rate: jax.Array
+) -> tuple[State, dict[str, jax.Array]]:
+  """Takes a train step at a learning rate that is no constant of the program."""
+  config = copy.deepcopy(program.config)
+  with config.unlocked(), config.ignore_type():
+    config.optimizer.learning_rate = rate
+  optimizer = make_optimizer(config, program.split(program.params)[0])
+  schedule = learning_rate_schedule(config)
+  return dataclasses.replace(program, optimizer=optimizer, schedule=schedule).train_step(
+    state, batch
+  )
+
+
+class Bench:
+  """Makes runs; of programs that all optimizers share, compiles one.
+
+  Attributes:
+    recipe: what is trained.
+    overrides: dotted keys of the config that replace the recipe's.
+  """
+
+  def __init__(self, where: devices.Devices, recipe: str = "lm", **overrides: Any):
+    self.recipe, self.overrides, self._where = recipe, overrides, where
+    self._compiled: dict[tuple[str, int], tuple[setup.Job, Callable]] = {}
+    self._initial: Callable | None = None
+    self._evaluate: Callable | None = None
+    self._data: splits.Data | None = None
+
+  def compiled(self, name: str, steps: int) -> tuple[setup.Job, Callable]:
+    """Returns a job, and its train step as a function of state, batch and learning rate."""
+    key = name, steps
+    if key not in self._compiled:
+      config = config_of(self.recipe, name, SETTINGS[name].prior, steps, self.overrides)
+      job = setup.prepare(config, self._where)
+      rate = jax.ShapeDtypeStruct((), jnp.float32)
+      step = functools.partial(step_at, job.program)
+      given = job.state, job.batch, rate
+      self._compiled[key] = job, job.compile(step, *given, donate_argnums=0).function
+      self._initial = self._initial or job.compile_init().function
+      self._evaluate = self._evaluate or job.compile_eval_step().function
+      self._data = self._data or splits.open_data(job)
+    return self._compiled[key]
+
+  def initial_state(self, job: setup.Job, seed: int) -> State:
+    """Returns the initial state, its parameters being the same for all optimizers."""
+    params = self._initial(jax.random.key(seed)).params
+    optimizer = jax.jit(job.program.optimizer.init)(params)
+    return State(jnp.zeros((), jnp.int32), params, optimizer, {})
+
+  def make(self, run: Run) -> dict[str, Any]:
+    """Returns the losses of a run, as `Results` keeps them."""
+    job, step = self.compiled(run.optimizer, run.steps)
+    batches, state, losses = self.batches(job, run.seed), self.initial_state(job, run.seed), []
+    for number in range(run.steps):
+      batch = batches.batch(number, job.batch_shardings)
+      state, metrics = step(state, batch, np.float32(run.learning_rate))
+      losses.append(float(metrics["loss"]))
+      if not math.isfinite(losses[-1]):
+        return {"validation": math.inf, "training": []}
+    means = [
+      round(statistics.fmean(losses[first : first + MEAN_OF]), 5)
+      for first in range(0, run.steps, MEAN_OF)
+    ]
+    return {"validation": round(self.validation_loss(job, state), 5), "training": means}
+
+  def batches(self, job: setup.Job, seed: int) -> TrainingBatches:
+    """Returns the training batches in the order of a seed."""
+    size = job.config.data.global_batch_size
+    return TrainingBatches(self._data.train.source, global_batch_size=size, seed=seed)
+
+  def validation_loss(self, job: setup.Job, state: State) -> float:
+    """Returns the mean loss of the first rows of the evaluation split, in nats per token."""
+    total = weight = 0.0
+    for number in range(min(EVALUATION_BATCHES, len(self._data.evaluation))):
+      batch = self._data.evaluation.batch(number, job.batch_shardings)
+      sums = jax.device_get(self._evaluate(state.params, batch))
+      total, weight = total + float(sums["loss"]), weight + float(sums["weight"])
+    return total / weight
+
+  def step_times(self, rates: Mapping[str, float], rounds: int, steps: int) -> dict[str, list]:
+    """Returns optimizer -> seconds of a step over AdamW's, for each round.
+
+    In a round all optimizers take their turns, so that a slow minute of the machine is one of all.
+
+    Args:
+      rates: optimizer -> learning rate.
+      rounds: how many.
+      steps: of each optimizer in a round.
+    """
+    states, found = {}, {name: [] for name in rates}
+    for _ in range(rounds + 1):
+      seconds = {}
+      for name, rate in rates.items():
+        job, step = self.compiled(name, TRIAL)
+        batch = self.batches(job, 0).batch(0, job.batch_shardings)
+        state = states.get(name) or self.initial_state(job, 0)
+        jax.block_until_ready(state)
+        began = time.monotonic()
+        for _ in range(steps):
+          state, _ = step(state, batch, np.float32(rate))
+          jax.block_until_ready(state)
+        seconds[name], states[name] = time.monotonic() - began, state
+      for name in rates:
+        found[name].append(seconds[name] / seconds["adamw"])
+    return {name: values[1:] for name, values in found.items()}  # the first warms up
+
+
+def make_all(bench: Bench, names: Sequence[str], results: Results) -> None:
+  """Makes the runs that are missing, and keeps each as soon as it is made."""
+  while run := missing(names, results):
+    began = time.monotonic()
+    results.runs[run.key()] = bench.make(run)
+    results.save()
+    loss, seconds = results.last(run), time.monotonic() - began
+    print(f"{run.key()}: validation loss {loss:.4f}, {seconds:.0f} s", flush=True)
+
+
+# ---- What is written ----
+
+
+def found_of(name: str, results: Results) -> optimizer_pages.Found:
+  """Returns what the results say of an optimizer whose trials are made."""
+  losses, _ = trials(name, results)
+  made = [run for run in finals(name, results) if run.key() in results.runs]
+  by_budget: dict[int, dict[int, float]] = {}
+  curves: dict[int, list[Sequence[float]]] = {}
+  for run in made:
+    by_budget.setdefault(run.steps, {})[run.seed] = results.last(run)
+    if training := results.runs[run.key()]["training"]:
+      curves.setdefault(run.steps, []).append(training)
+  rate = min(losses, key=losses.get)
+  return optimizer_pages.Found(losses, rate, by_budget, curves, results.times.get(name, []))
+
+
+def write(names: Sequence[str], results: Results, docs: pathlib.Path) -> None:
+  """Writes the page and the picture into a folder."""
+  found = {name: found_of(name, results) for name in names if trials(name, results)[0]}
+  page = optimizer_pages.page(found, TRIAL, BUDGETS, EVALUATION_BATCHES)
+  (docs / "optimizer_comparison.md").write_text(page)
+  picture = docs / optimizer_pages.PICTURE
+  picture.parent.mkdir(exist_ok=True)
+  picture.write_text(optimizer_pages.picture(found, MEAN_OF))
+
+
+def main(_: Sequence[str]) -> None:
+  """Makes the runs that are missing; or writes the pages from those that are there."""
+  results = Results(DOCS / "optimizers.json")
+  if _WRITE.value:
+    return write(_ONLY.value, results, DOCS)
+  [where] = devices.start({"data": 1}, simulate=True)
+  bench = Bench(where)
+  make_all(bench, _ONLY.value, results)
+  best = {name: found_of(name, results).rate for name in _ONLY.value}
+  results.times |= bench.step_times(best, ROUNDS, STEPS_OF_A_TURN)
+  results.save()
+
+
+if __name__ == "__main__":
+  app.run(main)
