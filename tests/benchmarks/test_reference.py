@@ -66,7 +66,12 @@ def draw_batch(ready: setup.Job, step: int) -> dict:
   return jax.device_put(batch, ready.batch_shardings)
 
 
-CASES = [("dp4_tp2", "lm"), ("dp2_fsdp2_tp2", "lm"), ("tp8", "lm"), ("dp4_tp2", "mlp_tutorial")]
+CASES = [
+  ("dp4_tp2", "lm"),
+  pytest.param("dp2_fsdp2_tp2", "lm", marks=pytest.mark.long),
+  pytest.param("tp8", "lm", marks=pytest.mark.long),
+  ("dp4_tp2", "mlp_tutorial"),
+]
 
 
 @pytest.mark.parametrize(("strategy", "recipe"), CASES)

@@ -204,6 +204,7 @@ def test_an_error_while_rows_are_read_is_one_message_with_its_place(main, mine, 
   assert "Traceback" not in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_plan_loads_the_files_in_its_own_process(main, mine, tmp_path, case):
   more = ["--topology=h100:8", "--config.planning.cache_dir=", f"--workdir={tmp_path}"]

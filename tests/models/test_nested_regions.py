@@ -133,7 +133,12 @@ def assert_same(found, wanted):
   ("forward", "mesh", "keys"),
   [
     (staged, {"stage": 2, "tensor": 2, "fsdp": 2}, {}),
-    (staged, {"stage": 2, "tensor": 2, "data": 2}, {"partitioning.sequence_parallel": True}),
+    pytest.param(
+      staged,
+      {"stage": 2, "tensor": 2, "data": 2},
+      {"partitioning.sequence_parallel": True},
+      marks=pytest.mark.long,
+    ),
     (over_experts, {"expert": 2, "tensor": 2, "fsdp": 2}, ROWS_OVER_EXPERTS),
   ],
 )

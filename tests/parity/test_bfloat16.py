@@ -57,9 +57,9 @@ def in_float32(variant):
 @pytest.mark.parametrize(
   ("variant", "mesh"),
   [
-    ("families", {}),
+    pytest.param("families", {}, marks=pytest.mark.long),
     ("families", {"mesh.fsdp": 2, "mesh.tensor": 2, **SEQUENCE_PARALLEL}),
-    ("learned", {"mesh.fsdp": 2, "mesh.tensor": 2}),
+    pytest.param("learned", {"mesh.fsdp": 2, "mesh.tensor": 2}, marks=pytest.mark.long),
   ],
 )
 def test_each_gradient_is_that_of_float32(variant, mesh):

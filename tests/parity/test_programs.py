@@ -20,7 +20,9 @@ def summary(compiled, job):
   return {(row.kind, row.axes): (row.count, row.bytes) for row in rows}
 
 
-@pytest.mark.parametrize("recipe", ["lm", "mlp", "mlp_tutorial"])
+@pytest.mark.parametrize(
+  "recipe", [pytest.param("lm", marks=pytest.mark.long), "mlp", "mlp_tutorial"]
+)
 def test_initial_parameters_are_the_same_bits_on_every_mesh_and_need_no_collective(recipe):
   _, wanted = drawn("single", recipe)
   assert any(np.std(leaf) > 0 for leaf in wanted.values())

@@ -62,6 +62,7 @@ def test_windows_soft_caps_documents_dropout_and_a_replicated_head(mesh, kind):
   assert_equal(train("lm", "float64", overrides), on_one_device(True), "float64")
 
 
+@pytest.mark.long
 def test_with_everything_else():
   overrides = {
     **FEATURES,
@@ -73,6 +74,7 @@ def test_with_everything_else():
   assert_equal(train("lm", "float64", overrides), reference("lm", "float64", True), "float64")
 
 
+@pytest.mark.long
 def test_rows_so_long_that_one_device_takes_them_in_blocks():
   long = {"data.sequence_length": 128, "data.global_batch_size": 4}
   split = {**MESHES["fsdp2_context2_tensor2"], "model.context_attention": "gather"}
@@ -197,6 +199,7 @@ def sizes(context):
   return step.memory_analysis().temp_size_in_bytes, {(c.kind, c.axes) for c in found}
 
 
+@pytest.mark.long
 def test_memory_falls_with_the_axis_and_keys_go_round():
   one, _ = sizes(1)
   two, _ = sizes(2)
