@@ -6,8 +6,11 @@ import numpy as np
 import optax
 import pytest
 
+from input_pipeline.batches import EvaluationBatches
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
+from tests.training import runs
+from training import restore
 from training.optimizer import decayed
 from training.optimizers.schedule_free import gradient_point, schedule_free_adamw
 
@@ -101,3 +104,35 @@ def test_warm_up_weighs_less_and_scales_do_not_decay():
     np.testing.assert_allclose(now[name], wanted, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient_point(now, state)[name], point, rtol=1e-5, atol=1e-6)
   assert float(state.weight) == pytest.approx(3 + 1 / 9 + 4 / 9)
+
+
+def test_a_run_resumes_to_the_bit_and_is_read_at_the_average(tmp_path):
+  """What `evaluate`, `sample` and `export` read is what training has evaluated last."""
+  keys = {"optimizer.name": "schedule_free_adamw", "optimizer.warmup_steps": 3}
+  rows, job = runs.source(), runs.job(**keys)
+  end = runs.train(tmp_path / "whole", rows, prepared=job)
+  runs.train(tmp_path / "cut", rows, prepared=runs.job(**keys, **{"training.steps": 10}))
+  runs.train(tmp_path / "cut", rows, prepared=job)
+  runs.assert_same(tmp_path / "cut", tmp_path / "whole", job)
+  _, params, _ = restore.model_state(job, str(tmp_path / "cut"))
+  for ours, its in zip(*map(jax.tree.leaves, (params, end.state.params)), strict=True):
+    assert np.asarray(ours).tobytes() == np.asarray(its).tobytes()
+  [written] = [
+    line
+    for line in runs.lines(tmp_path / "cut")
+    if line.get("step") == runs.STEPS and "eval_loss" in line
+  ]
+  batches = EvaluationBatches(runs.source(), global_batch_size=runs.BATCH)
+  evaluate = job.compile_eval_step().function
+
+  def loss(params):
+    sums = [
+      jax.device_get(evaluate(params, batches.batch(number, job.batch_shardings)))
+      for number in range(len(batches))
+    ]
+    return sum(x["loss"] for x in sums) / sum(x["weight"] for x in sums)
+
+  assert loss(params) == pytest.approx(written["eval_loss"], rel=1e-6)
+  with job.tracing():
+    point = jax.jit(job.program.gradient_point)(end.state)
+  assert abs(loss(point) - written["eval_loss"]) > 1e-4
