@@ -5,9 +5,8 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from html import escape
 
-from benchmarks.loss_curve import BOTTOM, FAINT, HEIGHT, INK, LEFT, RIGHT, TOP, WIDTH, ticks
+from benchmarks.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, axes, svg, text, ticks
 
 PICTURE = "images/optimizers.svg"  # beside the page
 COLORS = ("#57606a", "#0969da", "#1a7f37", "#8250df", "#bc4c00", "#bf3989", "#9a6700")
@@ -103,7 +102,7 @@ def page(results: Mapping[str, Found], trial: int, budgets: Sequence[int], batch
   lines = [
     "# Optimizers beside AdamW",
     "",
-    "Written by `python -m benchmarks.optimizers --write`; do not edit.",
+    "Written by `python -m benchmarks.optimizers --write_page`; do not edit.",
     "",
     "The recipe `lm` on one CPU device. Each optimizer has the same number of trials, runs of "
     f"{trial} steps with",
@@ -229,19 +228,7 @@ def picture(results: Mapping[str, Found], mean_of: int) -> str:
     return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
 
   title = f"Training loss of runs of {longest} steps; dots: validation loss at the end of a run"
-  parts = [
-    f'<rect x=".5" y=".5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8" fill="#fff" '
-    f'stroke="{FAINT}"/>',
-    _text(LEFT, 24, title, 'font-weight="600"'),
-  ]
-  for loss in up:
-    parts.append(
-      f'<path d="M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}" stroke="{FAINT}" stroke-width=".7"/>'
-    )
-    parts.append(_text(LEFT - 8, y(loss) + 4, f"{loss:g}", 'text-anchor="end"'))
-  for step in across:
-    parts.append(_text(x(step), HEIGHT - BOTTOM + 18, f"{step:g}", 'text-anchor="middle"'))
-  parts.append(_text(x(across[-1] / 2), HEIGHT - 6, "step", 'text-anchor="middle"'))
+  parts = axes(title, across, up, x, y)
   for row, (name, color) in enumerate(zip(results, COLORS, strict=False)):
     middles = [(number + 0.5) * mean_of for number in range(len(curves[name]))]
     points = zip(middles[1:], curves[name][1:], strict=True)
@@ -252,13 +239,5 @@ def picture(results: Mapping[str, Found], mean_of: int) -> str:
       for step, loss in ends[name].items()
     ]
     place = f'text-anchor="end" fill="{color}"'
-    parts.append(_text(WIDTH - RIGHT - 8, TOP + 18 + 18 * row, name, place))
-  return (
-    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-    f'height="{HEIGHT}" font-family="system-ui,sans-serif" font-size="13" fill="{INK}" role="img">'
-    f"<title>{escape(title)}</title>{''.join(parts)}</svg>\n"
-  )
-
-
-def _text(x: float, y: float, text: str, attributes: str = "") -> str:
-  return f'<text x="{x:.1f}" y="{y:.1f}" {attributes}>{escape(text)}</text>'
+    parts.append(text(WIDTH - RIGHT - 8, TOP + 18 + 18 * row, name, place))
+  return svg(title, parts)

@@ -1,12 +1,12 @@
 r"""Compares optimizers on the recipe `lm`: steps and seconds to AdamW's final loss.
 
-  python -m benchmarks.optimizers [--only=adamw,muon] [--write]
+  python -m benchmarks.optimizers [--optimizers=adamw,muon] [--write_page]
 
 Each optimizer has as many trials to find its learning rate, then three seeds at the best one for
 each budget of steps. Every run has its schedule to its own end, so that the loss of a budget is
 that of a run of so many steps; between budgets, losses are interpolated over the logarithm of the
 steps. One device. A finished run is kept in docs/optimizers.json, and a later call goes on from
-there. `--write` writes docs/optimizer_comparison.md and its picture from what is there.
+there. `--write_page` writes docs/optimizer_comparison.md and its picture from what is there.
 """
 
 import copy
@@ -74,8 +74,12 @@ SETTINGS = {
 }
 
 
-_ONLY = flags.DEFINE_list("only", list(SETTINGS), "Optimizers; adamw must be among them.")
-_WRITE = flags.DEFINE_bool("write", False, "Write the pages from the runs that are there.")
+_OPTIMIZERS = flags.DEFINE_list(
+  "optimizers", list(SETTINGS), "Optimizers; adamw must be among them."
+)
+_WRITE_PAGE = flags.DEFINE_bool(
+  "write_page", False, "Write the pages from the runs that are there."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,12 +354,12 @@ def write(names: Sequence[str], results: Results, docs: pathlib.Path) -> None:
 def main(_: Sequence[str]) -> None:
   """Makes the runs that are missing; or writes the pages from those that are there."""
   results = Results(DOCS / "optimizers.json")
-  if _WRITE.value:
-    return write(_ONLY.value, results, DOCS)
+  if _WRITE_PAGE.value:
+    return write(_OPTIMIZERS.value, results, DOCS)
   [where] = devices.start({"data": 1}, simulate=True)
   bench = Bench(where)
-  make_all(bench, _ONLY.value, results)
-  best = {name: found_of(name, results).rate for name in _ONLY.value}
+  make_all(bench, _OPTIMIZERS.value, results)
+  best = {name: found_of(name, results).rate for name in _OPTIMIZERS.value}
   results.times |= bench.step_times(best, ROUNDS, STEPS_OF_A_TURN)
   results.save()
 

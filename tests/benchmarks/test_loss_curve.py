@@ -5,13 +5,13 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from benchmarks import loss_curve
+from benchmarks import charts, loss_curve
 
 
 def test_axes_begin_and_end_at_round_numbers():
-  assert loss_curve.ticks(0, 200) == [0, 50, 100, 150, 200]
-  assert loss_curve.ticks(1.59, 6.2) == [1, 2, 3, 4, 5, 6, 7]
-  assert loss_curve.ticks(2, 2) == [2, 3]
+  assert charts.ticks(0, 200) == [0, 50, 100, 150, 200]
+  assert charts.ticks(1.59, 6.2) == [1, 2, 3, 4, 5, 6, 7]
+  assert charts.ticks(2, 2) == [2, 3]
 
 
 def test_a_curve_holds_every_finite_loss(tmp_path):
