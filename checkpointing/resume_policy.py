@@ -73,6 +73,7 @@ CLASSES = {
   "training.bad_step_*": MAY_CHANGE,
   "training.max_rollbacks": MAY_CHANGE,
   "training.parameter_dtype": REFUSED,
+  "training.stochastic_rounding": ACCEPT,
   "training.trainable": REFUSED,  # the optimizer state has only those parameters
   "training.frozen_dtype": REFUSED,  # the frozen parameters would be others
   "lora.alpha": ACCEPT,
@@ -81,6 +82,7 @@ CLASSES = {
   "lora.*": REFUSED,  # the adapters' shapes
   "optimizer.name": REFUSED,  # its state is of another kind
   "optimizer.ema_decays": REFUSED,  # likewise
+  "optimizer.state_dtype": REFUSED,  # likewise
   "optimizer.learning_rate": ACCEPT,
   "optimizer.schedule": ACCEPT,
   "optimizer.warmup_steps": ACCEPT,  # resumes where warm-up is over: see below

@@ -2,7 +2,8 @@
 
 Copies of the parameter tree are found by structure, without knowing a state's fields by name. A
 factored statistic (Adafactor's `v_row`) is sharded by the dims that it keeps of its parameter, a
-square one (SOAP's preconditioners) by those of the matrix that it is multiplied by.
+square one (SOAP's preconditioners) by those of the matrix that it is multiplied by, and the scales
+of an array in blocks as the array.
 """
 
 import dataclasses
@@ -15,6 +16,9 @@ import jax
 
 Path = tuple[str, ...]
 Kept = tuple[int, ...]  # the dims of a parameter that a statistic of it has
+
+
+CODES, SCALES = "codes", "scales"  # of an array in blocks: the last parts of their paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +105,28 @@ def _squares(shape: Sequence[int], whole: Sequence[int]) -> list[Square]:
           if math.prod(whole[dim] for dim in side) == shape[-1]
         ]
   return found
+
+
+def block_shape(
+  path: Path, leaf: Any, leaves: Mapping[Path, Any], whole: Sequence[int]
+) -> tuple[int, ...] | None:
+  """Returns the shape of the blocks that an array of scales has a number for each of.
+
+  Args:
+    path: of the leaf.
+    leaf: array or ShapeDtypeStruct.
+    leaves: of the state.
+    whole: shape of the parameter.
+
+  Returns:
+    A size for each dim; None if the leaf is no array of scales, with codes of the parameter's shape
+    beside it.
+  """
+  codes = leaves.get((*path[:-1], CODES)) if path[-1] == SCALES else None
+  if codes is None or codes.shape != tuple(whole) or len(leaf.shape) != len(whole):
+    return None
+  pairs = list(zip(whole, leaf.shape, strict=True))
+  return None if any(n % m for n, m in pairs) else tuple(n // m for n, m in pairs)
 
 
 def kept_by_trial(

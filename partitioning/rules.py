@@ -146,7 +146,8 @@ def place_optimizer(
   A leaf of the parameter's shape has its letters; one whose shape is the parameter's with dims
   removed or set to 1 (Adafactor's rows and columns) has the letters of the remaining dims. Of
   squares of the size of one side of the parameter's matrices (SOAP's preconditioners), the rows are
-  split over the axes of the matrices' rows, and the columns over those of their columns. Scalars,
+  split over the axes of the matrices' rows, and the columns over those of their columns. Scales of
+  an array in blocks are sharded as the array, whose blocks have to be whole on a device. Scalars,
   leaves of one element and small leaves of no parameter (a random key) are replicated. Any other
   leaf needs an override.
 
@@ -178,6 +179,8 @@ def place_optimizer(
       placement, wrong = _override(name, leaf, "", overrides[name], sizes)
     elif rule := _replicated(leaf, owner):
       placement = Placement(name, leaf.shape, leaf.dtype, "", rule, PartitionSpec())
+    elif owner and (block := optimizer_state.block_shape(path, leaf, leaves, owner.shape)):
+      placement, wrong = _scales(name, leaf, owner, block, legend, table, sizes)
     else:
       found = [
         (_squares if isinstance(way, optimizer_state.Square) else _statistic)(
@@ -274,6 +277,39 @@ def _squares(
   letters = stack + 2 * side if len(side) == 1 else ""
   rule, spec = f"squares of {side} of {owner.name}", partition_spec(entries)
   return Placement(name, leaf.shape, leaf.dtype, letters, rule, spec, tuple(notes)), wrong
+
+
+def _scales(
+  name: str,
+  leaf: Any,
+  owner: Placement,
+  block: Sequence[int],
+  legend: Legend,
+  table: Table,
+  sizes: Mapping[str, int],
+) -> tuple[Placement, tuple[Failure, ...]]:
+  """Places the scales of blocks as the array itself; refuses shards that would cut a block."""
+  whole = jax.ShapeDtypeStruct(owner.shape, leaf.dtype)
+  every = tuple(range(len(owner.shape)))
+  placed, wrong = _statistic(name, whole, owner, every, legend, table, sizes)
+  text = " x ".join(map(str, block))
+  placement = dataclasses.replace(
+    placed, shape=leaf.shape, letters="", rule=f"as {owner.name} in blocks of {text}"
+  )
+  if wrong:  # the failures of the codes
+    return placement, ()
+  entries = spec_entries(placed.spec, len(every))
+  cut = [
+    Failure(
+      f"shards of {owner.shape[i] // axes_size(axes, sizes)} of dim {owner.letters[i]} = "
+      f"{owner.shape[i]} (mesh axis {' x '.join(f'{axis}={sizes[axis]}' for axis in axes)}) would "
+      f"cut blocks of {block[i]}, whose shape {text} is the same on every mesh; split it over at "
+      f"most {leaf.shape[i]} devices, or set optimizer.state_dtype=bfloat16"
+    )
+    for i, axes in enumerate(entries)
+    if leaf.shape[i] % axes_size(axes, sizes)
+  ]
+  return placement, tuple(cut)
 
 
 def _no_dims(name: str, leaf: Any, owner: Placement | None, rules: Sequence[str]) -> Failure:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from models.dtypes import wide_dtype
 from partitioning.dims import axes_size, spec_axes
 from partitioning.shardings import bytes_per_device, shard_shape
 from planning import activation_memory
@@ -26,13 +27,17 @@ def by_formula(job: Job) -> dict[str, int]:
   sizes = job.devices.sizes
   parameters = list(job.placements["parameters"].values())
   there = sum(bytes_per_device(p, sizes) for p in parameters)
-  trained = sum(bytes_per_device(p, sizes) for p in parameters if p.name in job.program.trained)
+  trained = sum(
+    math.prod(shard_shape(p.shape, p.spec, sizes)) * wide_dtype(p.dtype).itemsize
+    for p in parameters
+    if p.name in job.program.trained
+  )
   optimizer = sum(bytes_per_device(p, sizes) for p in job.placements["optimizer"].values())
   kept, one = activation_memory.by_the_layers(job)
   accumulates = job.config.training.gradient_accumulation_steps > 1
   return {
     "parameters": there,
-    "gradients": trained,
+    "gradients": trained,  # float32 or wider
     "sum of the microbatches": trained if accumulates else 0,
     "optimizer state": optimizer,
     "activations kept": kept,

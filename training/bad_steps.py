@@ -287,9 +287,13 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
       "gradient_reduction": "microbatch",
       "dpo_beta": 0.1,
       "dpo_label_smoothing": 0.0,
+      "stochastic_rounding": False,
       **training,
     },
-    "optimizer": _upgraded_optimizer(config["optimizer"]),
+    "optimizer": {
+      "state_dtype": training["parameter_dtype"],
+      **_upgraded_optimizer(config["optimizer"]),
+    },
     **task,
   }
 

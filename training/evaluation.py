@@ -114,6 +114,10 @@ class Evaluator:
       average = state.optimizer.averages[averages.key(decay)]
       # With other axis tables for the optimizer's state it is sharded otherwise.
       average = jax.device_put(average, program.split(placed)[0])
+      # It is float32 where the parameters are bfloat16.
+      average = jax.tree.map(
+        lambda x, like: x.astype(like.dtype), average, program.split(state.params)[0]
+      )
       params = merged(average, program.split(state.params)[1])
       other = self(params, state.variables, **steps)
       found = found and other and found.beside(other, f"ema_{decay:g}")

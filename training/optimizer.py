@@ -20,7 +20,7 @@ from partitioning.rules import named_leaves
 from runtime.extensions import Table
 from runtime.suggest import nearest
 from training import averages, clipping, optimizer_groups
-from training.optimizers import adafactor, muon, schedule_free, soap
+from training.optimizers import adafactor, muon, schedule_free, soap, state_dtype
 from training.optimizers.hidden_matrices import VECTORS, HiddenMatrices, UnfitError
 from training.schedules import learning_rate_schedule
 
@@ -120,7 +120,8 @@ def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformat
 
   Args:
     config: finalized.
-    params: a tree of arrays or ShapeDtypeStructs, with which an optimizer of optax is tried.
+    params: a tree of arrays or ShapeDtypeStructs, float32 or wider, with which an optimizer of
+      optax is tried.
 
   Raises:
     ValueError: an unknown optimizer or argument, or an optimizer that the step cannot use.
@@ -129,6 +130,7 @@ def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformat
     optimizer = optimizer_groups.grouped(config, params, _of_one_name)
   else:
     optimizer = clipping.clipped(config, _of_one_name(config, params))
+  optimizer = state_dtype.stored_narrow(config, optimizer, params)
   decays = config.optimizer.ema_decays
   return averages.averaged(optimizer, decays) if decays else optimizer
 

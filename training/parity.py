@@ -90,11 +90,23 @@ def prove(config: ConfigDict, platform: str, keep: Collection[str] = ()) -> None
     config: of one side; changed.
     platform: TPUs have no float64.
     keep: dotted keys to leave unchanged.
+
+  Raises:
+    ValueError: parameters in bfloat16, whose rounding is larger than what a comparison looks for.
   """
-  values = {"training.matmul_precision": "highest"}
+  values = {
+    "training.matmul_precision": "highest",
+    "training.stochastic_rounding": None,
+    "optimizer.state_dtype": None,
+  }
   if "training.parameter_dtype" not in keep:
     values["training.parameter_dtype"] = "float32" if platform == "tpu" else "float64"
   dtype = values.get("training.parameter_dtype", config.training.parameter_dtype)
+  if dtype not in BOUNDS:
+    raise ValueError(
+      f"training.parameter_dtype={dtype}: layouts are compared in {' or '.join(BOUNDS)}, where "
+      f"rounding is smaller than what a wrong layout changes; leave it out"
+    )
   values["training.compute_dtype"] = dtype
   if config.optimizer.name != "sgd" and "optimizer.name" not in keep:
     values.update(SGD)

@@ -11,12 +11,14 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from models import MODELS, check_network
+from models.dtypes import wide_dtype
 from models.losses import Batch, Sums
 from partitioning.dims import Legend
 from partitioning.parallel.batch_region import summed_over_batch_parts
 from partitioning.rules import named_leaves
 from training import clipping
 from training.optimizer import make_optimizer
+from training.optimizers import stochastic_rounding
 from training.optimizers.schedule_free import gradient_point
 from training.schedules import learning_rate_schedule
 from training.state import State, merged, split, trainable
@@ -60,8 +62,8 @@ class Program:
       given: nested dict of parameters that come from elsewhere, which some optimizers remember; the
         state is returned without them. None: all are drawn.
     """
-    model = MODELS[self.config.model.name].build(self.config, rngs=nnx.Rngs(params=key))
-    params = self.frozen_cast(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    model = _build(self.config, nnx.Rngs(params=key))
+    params = _stored(nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.trained, self.config)
     if given is None:
       return self._first(params, variables_of(model))
     _, drawn = split(params, frozenset(named_leaves(given)).__contains__)
@@ -73,16 +75,12 @@ class Program:
     return jax.eval_shape(self._first, self.params, self.variables)
 
   def _first(self, params: Any, variables: Any) -> State:
-    optimizer = self.optimizer.init(self.split(params)[0])
+    optimizer = self.optimizer.init(wide(self.split(params)[0]))
     return State(jnp.zeros((), jnp.int32), params, optimizer, variables)
 
   def split(self, params: Any) -> tuple[Any, Any]:
     """Returns the parts of a tree like the parameters that are trained, and those that are not."""
     return split(params, self.trained.__contains__)
-
-  def frozen_cast(self, params: Any) -> Any:
-    """Returns parameters, those that are not trained as `training.frozen_dtype`."""
-    return _frozen_cast(params, self.trained, self.config.training.frozen_dtype)
 
   def module(self, params: Any, variables: Any = None) -> nnx.Module:
     """Returns the model of these; one without variables is merged from its parameters alone."""
@@ -94,7 +92,8 @@ class Program:
     self, params: Any, variables: Any, batch: Batch, key: jax.Array | None
   ) -> tuple[Sums, Any]:
     """Returns the model's loss sums with the sum of weights, and its variables afterwards."""
-    model = self.module(params, variables)
+    trained, frozen = self.split(params)
+    model = self.module(merged(wide(trained), frozen), variables)
     sums = model.loss_sums(batch, key)
     sums = {**sums, "weight": jnp.sum(batch["weights"], dtype=sums["loss"].dtype)}
     return sums, variables_of(model)
@@ -114,7 +113,8 @@ class Program:
     over the sum of weights; so microbatches with a smaller sum of weights count for less. Unscaled
     gradients are divided by the number of weights, which is known, not by their sum: the sum is
     then reduced together with the gradients, not by a separate collective before them, and the step
-    scales and clips in one pass over the gradients.
+    scales and clips in one pass over the gradients. All are float32 or wider, also where parameters
+    are stored in bfloat16.
     """
     count = self.config.training.gradient_accumulation_steps
     entries = batch["weights"].size
@@ -140,7 +140,8 @@ class Program:
         return grad(variables, batch, key)
       return _accumulate(grad, count, variables, batch, key)
 
-    given = (dict(batch), *self.split(params), variables or {}, key)
+    trained, frozen = self.split(params)
+    given = (dict(batch), wide(trained), frozen, variables or {}, key)
     if self.reduce_once_over is None:
       (grads, means), variables = total(*given)
     else:
@@ -196,17 +197,32 @@ class Program:
   def gradient_point(self, state: State) -> Any:
     """Returns the parameters at which a step takes its gradients: some optimizers say where."""
     trained, frozen = self.split(state.params)
+    trained = wide(trained)
     point = gradient_point(trained, state.optimizer)
     return state.params if point is trained else merged(self.laid_out(point), frozen)
 
   def updated(self, state: State, grads: Any) -> tuple[Any, Any, jax.Array | float]:
     """Returns parameters and optimizer state after gradients are applied, and the learning rate."""
     trained, frozen = self.split(state.params)
+    trained = wide(trained)
     # optax raises decays to an integer count, which strict promotion (on in the tests) forbids.
     with jax.numpy_dtype_promotion("standard"):
       updates, optimizer = self.optimizer.update(grads, state.optimizer, trained)
       rate = self.schedule(state.step)
-    return merged(optax.apply_updates(trained, updates), frozen), optimizer, rate
+    trained = self.rounded(optax.apply_updates(trained, updates), state.step)
+    return merged(trained, frozen), optimizer, rate
+
+  def rounded(self, params: Any, step: jax.Array) -> Any:
+    """Returns updated parameters as they are stored, rounded if that is in bfloat16."""
+    training = self.config.training
+    if not training.stochastic_rounding:
+      return jax.tree.map(lambda x: x.astype(training.parameter_dtype), params)
+    key = stochastic_rounding.key(self.config.seed, step)
+    rounded = [
+      stochastic_rounding.to_bfloat16(x, stochastic_rounding.words(key, name, x.shape))
+      for name, x in named_leaves(params, "params/").items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(params), rounded)
 
 
 def abstract_batch(config: ConfigDict, legend: Legend) -> dict[str, jax.ShapeDtypeStruct]:
@@ -228,7 +244,7 @@ def make_program(config: ConfigDict) -> Program:
   """
 
   def abstract() -> nnx.Module:
-    model = MODELS[config.model.name].build(config, rngs=nnx.Rngs(params=0))
+    model = _build(config, nnx.Rngs(params=0))
     check_network(config.model.name, model)
     return model
 
@@ -236,17 +252,36 @@ def make_program(config: ConfigDict) -> Program:
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
   trained = trainable(config.training.trainable, list(named_leaves(params)))
-  params = jax.eval_shape(
-    lambda params: _frozen_cast(params, trained, config.training.frozen_dtype), params
-  )
-  optimizer = make_optimizer(config, split(params, trained.__contains__)[0])
+  params = jax.eval_shape(lambda params: _stored(params, trained, config), params)
+  optimizer = make_optimizer(config, jax.eval_shape(wide, split(params, trained.__contains__)[0]))
   schedule = learning_rate_schedule(config)
   return Program(config, graphdef, params, optimizer, schedule, variables_of(model), trained)
 
 
-def _frozen_cast(params: Any, trained: frozenset[str], dtype: str) -> Any:
-  ours, others = split(params, trained.__contains__)
-  return merged(ours, jax.tree.map(lambda x: x.astype(dtype), others))
+def _build(config: ConfigDict, rngs: nnx.Rngs) -> nnx.Module:
+  """Returns the model, with parameters drawn in float32 or wider."""
+  if config.training.parameter_dtype == "bfloat16":
+    config = config.copy_and_resolve_references()
+    with config.unlocked():
+      config.training.parameter_dtype = "float32"
+  return MODELS[config.model.name].build(config, rngs=rngs)
+
+
+def _stored(params: Any, trained: frozenset[str], config: ConfigDict) -> Any:
+  """Returns parameters in the dtypes of the trained and of the other ones."""
+  dtypes = config.training.parameter_dtype, config.training.frozen_dtype
+  parts = split(params, trained.__contains__)
+  return merged(
+    *(
+      jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), part)
+      for part, dtype in zip(parts, dtypes, strict=True)
+    )
+  )
+
+
+def wide(tree: Any) -> Any:
+  """Returns a tree of arrays in float32 or wider."""
+  return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)), tree)
 
 
 def variables_of(model: nnx.Module) -> Any:

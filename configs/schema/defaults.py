@@ -62,10 +62,15 @@ def training(**keys) -> dict:
     # they are, without optimizer state: ("layers/attention/*", "final_norm/*"). All, or with
     # lora.rank the adapters, which are trained besides what is given
     "trainable": config_dict.placeholder(tuple),
-    "parameter_dtype": "float32",  # float32 or float64; of parameters and optimizer state
+    # bfloat16, float32 or float64; of parameters between steps. They are computed with in float32
+    # or wider, but for what compute_dtype says
+    "parameter_dtype": "float32",
+    # Round updated bfloat16 parameters up or down by chance, not to the nearest: the default there
+    "stochastic_rounding": config_dict.placeholder(bool),
     # Of parameters that are not trained: bfloat16, or as parameter_dtype
     "frozen_dtype": config_dict.placeholder(str),
-    "compute_dtype": config_dict.placeholder(str),  # bfloat16 on accelerators, else parameter_dtype
+    # bfloat16 on accelerators, else parameter_dtype, but at least float32
+    "compute_dtype": config_dict.placeholder(str),
     "matmul_precision": config_dict.placeholder(str),  # default, high or highest
     "rematerialization": "none",  # none, dots (save matmul outputs) or full (save layer inputs)
     # splash (JAX's flash attention for TPUs, the default there where it applies) or xla.
@@ -97,6 +102,9 @@ def optimizer(**keys) -> dict:
     # contrib.muon
     "name": "adamw",
     "arguments": "",  # its own that have no key here: "nesterov=True,mu_dtype=bfloat16"
+    # Of moments between steps: float32, bfloat16 or int8 (8 bits, in blocks of 128 elements); by
+    # default as training.parameter_dtype. Arrays of fewer than 4096 elements are float32 or wider
+    "state_dtype": config_dict.placeholder(str),
     # At its peak; AdamW's is 8e-3 of lm, 2e-3 of mlp, 3e-4 of presets, and other optimizers follow
     # (docs/optimizers.md); mlp_tutorial: 1e-5
     "learning_rate": 1e-3,

@@ -4,7 +4,14 @@ import copy
 
 from ml_collections import ConfigDict
 
-from configs.schema import decoder_checks, hf_model, lora_checks, optimizer_defaults, recipes
+from configs.schema import (
+  decoder_checks,
+  hf_model,
+  lora_checks,
+  optimizer_defaults,
+  precision_checks,
+  recipes,
+)
 from training.tasks import TASKS
 
 ACCELERATORS = ("tpu", "gpu")
@@ -37,9 +44,8 @@ def finalize(config: ConfigDict, platform: str) -> ConfigDict:
   with config.unlocked():
     accelerated = platform in ACCELERATORS
     training = config.training
-    default(training, "compute_dtype", "bfloat16" if accelerated else training.parameter_dtype)
+    precision_checks.finalize(config, accelerated)
     default(training, "matmul_precision", "default")
-    default(training, "frozen_dtype", training.parameter_dtype)
     optimizer_defaults.finalize(config, chosen)
     if hf_model.is_folder(config):
       hf_model.finalize(config)

@@ -11,6 +11,7 @@ from configs.schema import (
   lora_checks,
   mixture_checks,
   optimizer_defaults,
+  precision_checks,
   unused,
 )
 from input_pipeline.sources import catalog
@@ -24,7 +25,6 @@ from training.tasks import DPO, TASKS
 MATMUL_PRECISIONS = ("default", "high", "highest")
 REMATERIALIZATIONS = ("none", "dots", "full")
 ATTENTION_KERNELS = ("xla", "splash")
-DTYPES = ("bfloat16", "float32", "float64")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 DECAYS = ("linear", "1-sqrt")
 MOST_NORMS = 64  # that are stored on every device
@@ -60,14 +60,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   if 0 < config.processes.slow_ratio <= 1:
     ratio = config.processes.slow_ratio
     wrong.append(f"processes.slow_ratio={ratio}: above 1, or 0 to turn it off")
-  if config.training.compute_dtype == "float16":
-    wrong.append(
-      "training.compute_dtype='float16': gradients below 6e-8 become zero in it, and losses are "
-      "not scaled up to prevent that; set training.compute_dtype=bfloat16, whose range is that of "
-      "float32"
-    )
-  if config.training.compute_dtype == "float64" and config.training.parameter_dtype != "float64":
-    wrong.append("training.compute_dtype=float64 needs training.parameter_dtype=float64")
+  wrong.extend(precision_checks.wrong(config))
   wrong.extend(_files(config))
   wrong.extend(lora_checks.wrong(config))
   if config.model.name == "transformer":
@@ -224,9 +217,6 @@ def _choices(config: ConfigDict) -> list[str]:
   task = TASKS[config.task]
   choices = {
     "training.rematerialization": REMATERIALIZATIONS,
-    "training.parameter_dtype": ("float32", "float64"),
-    "training.compute_dtype": DTYPES,
-    "training.frozen_dtype": ("bfloat16", config.training.parameter_dtype),
     "training.matmul_precision": MATMUL_PRECISIONS,
     "training.attention_kernel": ATTENTION_KERNELS if task.of_tokens else ("xla",),
     "training.on_bad_step": ON_BAD_STEP,
@@ -244,7 +234,7 @@ def _choices(config: ConfigDict) -> list[str]:
   for name, known in choices.items():
     section, key = name.split(".")
     value = config[section][key]
-    if value not in known and (key, value) != ("compute_dtype", "float16"):  # see `check`
+    if value not in known:
       wrong.append(f"{name}={value!r}: one of {', '.join(known)}{nearest(value, known)}")
   return wrong
 

@@ -12,6 +12,7 @@ from runtime.devices import Devices
 from tests.helpers.compiling import FAST
 from training.setup import Job, prepare
 from training.state import State
+from training.step import wide
 
 STRATEGIES = ("single", "dp8", "dp4_tp2", "tp8", "fsdp8", "fsdp", "dp2_fsdp2_tp2")
 
@@ -82,7 +83,9 @@ def first_state(job: Job) -> State:
       values *= 0.16  # of a kernel with 40 inputs
     leaves.append(values.astype(leaf.dtype))
   params = jax.tree.unflatten(structure, leaves)
-  optimizer = jax.jit(job.program.optimizer.init)(job.program.split(params)[0])
+  optimizer = jax.jit(lambda params: job.program.optimizer.init(wide(params)))(
+    job.program.split(params)[0]
+  )
   state = State(np.zeros((), np.int32), params, optimizer, {})
   return jax.device_put(jax.device_get(state), job.state_shardings)
 

@@ -202,3 +202,40 @@ def test_the_longest_name_owns_the_leaf():
   assert failures == []
   assert found["optimizer/mu/up/kernel"].rule == "as up/kernel"
   assert found["optimizer/mu/kernel"].rule == "as kernel"
+
+
+def in_blocks(block):
+  """Returns a state whose one array is in blocks: its codes, and a scale for each of them."""
+
+  def init(tree):
+    whole = tree["layers"]["up"]["kernel"]
+    scales = tuple(n // m for n, m in zip(whole.shape, block, strict=True))
+    parts = {"codes": array(*whole.shape), "scales": array(*scales)}
+    return {"mu": {"layers": {"up": {"kernel": parts}}}}
+
+  return optax.GradientTransformation(init, None)
+
+
+def test_scales_of_blocks_are_sharded_as_what_they_scale():
+  found, failures = placed(in_blocks((1, 6, 5)))
+  assert failures == []
+  codes, scales = (found[f"optimizer/mu/layers/up/kernel/{part}"] for part in ("codes", "scales"))
+  assert codes.spec == scales.spec == PartitionSpec(None, "fsdp", "tensor")
+  assert (scales.shape, scales.letters) == ((3, 2, 4), "")
+  assert scales.rule == "as layers/up/kernel in blocks of 1 x 6 x 5"
+  assert codes.rule == "as layers/up/kernel"
+
+
+def test_a_shard_that_would_cut_a_block_is_refused():
+  for block, dim, parts in (((1, 12, 5), "D", 1), ((3, 6, 10), "F", 2), ((1, 4, 5), "D", 3)):
+    _, failures = placed(in_blocks(block))
+    [text] = map(str, failures)
+    assert text.startswith("optimizer/mu/layers/up/kernel/scales: shards of ")
+    assert f"of dim {dim} = " in text
+    assert f"split it over at most {parts} devices" in text
+  for wrong in ((1, 6, 5), (3, 12, 20)):  # what is not beside codes is no array of scales
+    tree = {"mu": {"layers": {"up": {"kernel": {"scales": array(*wrong)}}}}}
+    _, failures = placed(optax.GradientTransformation(lambda _, tree=tree: tree, None))
+    assert [str(one).partition(" (")[0] for one in failures] == (
+      [] if wrong == (3, 12, 20) else ["optimizer/mu/layers/up/kernel/scales: shape"]
+    )

@@ -34,9 +34,20 @@ def test_averages_are_numpys_and_sharded_as_the_parameters_are():
   assert np.abs(ahead).max() > 1e-4, key
 
 
+def test_averages_of_bfloat16_parameters_are_float32():
+  # In bfloat16 they would not move by a thousandth of the distance.
+  keys = {"optimizer.ema_decays": (0.999,), "training.parameter_dtype": "bfloat16"}
+  state = make_job("single", "mlp", **keys).state
+  assert {x.dtype.name for x in named_leaves(state.params).values()} == {"bfloat16"}
+  (tree,) = state.optimizer.averages.values()
+  assert {x.dtype.name for x in named_leaves(tree).values()} == {"float32"}
+
+
 @pytest.mark.long
-def test_an_average_is_evaluated_in_training_and_afterwards(main, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_average_is_evaluated_in_training_and_afterwards(main, tmp_path, dtype):
   command = [
+    f"--config.training.parameter_dtype={dtype}",
     *("--config=configs/dp8.py:mlp", f"--workdir={tmp_path}", "--config.training.steps=6"),
     *("--config.model.model_size=16", "--config.data.global_batch_size=16"),
     *("--config.evaluation.final_steps=2", "--config.optimizer.ema_decays=(0.9,)"),
@@ -47,7 +58,7 @@ def test_an_average_is_evaluated_in_training_and_afterwards(main, tmp_path):
   [found] = [line for line in lines if "eval_loss" in line]
   assert found["eval_loss/ema_0.9"] != found["eval_loss"]
   # On another mesh, whose axis table splits the parameters.
-  command[0] = "--config=configs/fsdp8.py:mlp"
+  command[1] = "--config=configs/fsdp8.py:mlp"
   code, out, err = main("evaluate", *command, "--config.evaluation.ema_decay=0.9")
   assert code == 0, err
   assert f"eval_loss {found['eval_loss/ema_0.9']:.4f}" in out

@@ -197,3 +197,62 @@ def test_the_schedule_ends_at_a_tenth_and_a_constant_one_stays():
   constant = make_job("single", "mlp", **{**SGD, "optimizer.warmup_steps": 2})
   schedule = schedules.learning_rate_schedule(constant.config)
   assert [float(schedule(step)) for step in range(4)] == [0.25, 0.5, 0.5, 0.5]
+
+
+# ---- Parameters in bfloat16 ----
+
+BFLOAT16 = {"training.parameter_dtype": "bfloat16"}
+
+
+def test_a_step_of_bfloat16_parameters_is_one_of_float32_rounded_at_its_end():
+  wide, narrow = make_job("single", "mlp"), make_job("single", "mlp", **BFLOAT16)
+  assert {x.dtype.name for x in jax.tree.leaves(narrow.state.params)} == {"bfloat16"}
+  ours = first_state(narrow)
+  theirs = first_state(wide)
+  params = jax.tree.map(lambda x: x.astype(jnp.float32), ours.params)
+  theirs = type(theirs)(theirs.step, params, theirs.optimizer)
+  batch = host_batch(wide)
+  ours, metrics, gradients = steps(narrow)(ours, batch)
+  theirs, wanted, exact = steps(wide)(theirs, batch)
+  for name, value in wanted.items():
+    np.testing.assert_allclose(metrics[name], value, rtol=1e-6, err_msg=name)
+  for name, value in exact.items():
+    assert gradients[name].dtype == np.float32
+    np.testing.assert_allclose(gradients[name], value, rtol=1e-5, atol=1e-8, err_msg=name)
+  stored, updated = parameters(ours), parameters(theirs)
+  assert all(
+    np.all(np.abs(stored[n] - x) <= np.abs(x) * 2.0**-7 + 1e-9) for n, x in updated.items()
+  )
+  nearest = {n: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for n, x in updated.items()}
+  assert np.mean(stored["layer_1/kernel"] != nearest["layer_1/kernel"]) > 0.1
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_updates_below_the_distance_of_bfloat16_numbers_are_lost_only_to_the_nearest(stochastic):
+  keys = {**SGD, "optimizer.learning_rate": 2.0**-11, "optimizer.clip_norm": 0.0}
+  job = make_job(
+    "single", "mlp", **keys, **BFLOAT16, **{"training.stochastic_rounding": stochastic}
+  )
+  state = first_state(job)
+  ones = jax.tree.map(jnp.ones_like, state.params)
+  grads = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), state.params)
+  update = jax.jit(job.program.updated)
+  state = type(state)(state.step, ones, state.optimizer)
+  for _ in range(64):
+    params, optimizer, _ = update(state, grads)
+    state = type(state)(state.step + 1, params, optimizer)
+  kernel = np.asarray(state.params["layer_1"]["kernel"], np.float64)
+  if not stochastic:
+    assert np.all(kernel == 1)
+    return
+  # Each step takes 1/8 of the distance 2**-8 below 1: down with a chance of an eighth.
+  deviation = 2**-8 * math.sqrt(64 / 8 * 7 / 8)
+  assert abs(kernel.mean() - (1 - 64 * 2**-11)) < 5 * deviation / math.sqrt(kernel.size)
+  assert abs(kernel.std() / deviation - 1) < 0.1
+
+
+def test_parameters_are_drawn_in_float32_and_rounded():
+  wide, narrow = make_job("single", "mlp"), make_job("single", "mlp", **BFLOAT16)
+  drawn, rounded = (named_leaves(job.initial_state().params) for job in (wide, narrow))
+  for name, x in drawn.items():
+    np.testing.assert_array_equal(np.asarray(rounded[name]), np.asarray(x.astype(jnp.bfloat16)))

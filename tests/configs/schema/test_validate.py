@@ -71,16 +71,7 @@ def refusal(argument, sizes, /, **overrides):
       "data.sequence_length=128 is not divisible by training.loss_chunks=3 x mesh.context=2",
     ),
     ({}, {"training.loss_chunks": 0}, "training.loss_chunks=0: at least 1"),
-    ({}, {"training.parameter_dtype": "bfloat16"}, "parameter_dtype='bfloat16': one of float32, f"),
-    ({}, {"training.compute_dtype": "float31"}, "bfloat16, float32, float64; did you mean"),
-    ({}, {"training.compute_dtype": "float16"}, "set training.compute_dtype=bfloat16, whose"),
-    ({}, {"training.parameter_dtype": "float16"}, "='float16': one of float32, float64; did you"),
     ({}, {"training.matmul_precision": "hihg"}, "one of default, high, highest; did you mean 'hi"),
-    (
-      {},
-      {"training.compute_dtype": "float64"},
-      "training.compute_dtype=float64 needs training.parameter_dtype=float64",
-    ),
     (
       {},
       {"model.heads": 8, "model.kv_heads": 3},

@@ -1,0 +1,172 @@
+r"""Loss with parameters and optimizer state in fewer bytes, beside that of float32.
+
+  python -m benchmarks.low_precision_state [--steps=200] [--seeds=3] [--only=float32,int8]
+    [--output=losses.jsonl] [--set=optimizer.beta_2=0.999,...]
+
+Trains the recipe `lm` on one device, each variant with each seed, and prints a table: bytes of
+parameters and of moments per parameter, the mean loss of the last tenth of the steps, the loss on
+eight batches that were held out, and the processor time of a step over that of float32, the median
+of steps that are taken in turn. All variants see the same batches with the same seed.
+
+With --output each run is written as it ends, and is not repeated by the next call.
+"""
+
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+from ml_collections import ConfigDict
+
+from configs import base
+from configs.schema import finalize
+from runtime import devices
+from training import setup, splits
+
+VARIANTS: dict[str, dict[str, Any]] = {
+  "float32": {},
+  "bfloat16 state": {"optimizer.state_dtype": "bfloat16"},
+  "int8 state": {"optimizer.state_dtype": "int8"},
+  "bfloat16 parameters and state": {"training.parameter_dtype": "bfloat16"},
+  "bfloat16 parameters, int8 state": {
+    "training.parameter_dtype": "bfloat16",
+    "optimizer.state_dtype": "int8",
+  },
+  "bfloat16 parameters, to the nearest": {
+    "training.parameter_dtype": "bfloat16",
+    "training.stochastic_rounding": False,
+  },
+}
+EVALUATION_BATCHES = 8
+ROUNDS = 8  # steps of each variant whose times are compared
+
+STEPS = flags.DEFINE_integer("steps", 200, "Steps of each run.", 1)
+SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each variant.", 1)
+ONLY = flags.DEFINE_list("only", [], "Words of the variants to run; all by default.")
+OUTPUT = flags.DEFINE_string("output", "", "A file of JSON lines, one for each run.")
+SET = flags.DEFINE_list("set", [], "Keys of the config, key=value.")
+
+
+class Variant:
+  """A compiled job of the recipe `lm` on one device.
+
+  Random bits of rounding follow from the config's seed in all runs; what differs between them is
+  the first parameters and the order of the data.
+  """
+
+  def __init__(self, keys: Mapping[str, Any]):
+    """Compiles it with these keys of the config."""
+    given = dict(text.split("=", 1) for text in SET.value)
+    parsed = {key: json.loads(value) for key, value in given.items()}
+    self._keys = {"training.steps": STEPS.value, **parsed, **keys}
+    config = self._config(0)
+    sizes = dict.fromkeys(config.mesh, 1)
+    self.job = setup.prepare(config, devices.Devices("cpu", True, sizes, {}))
+    self.init = self.job.compile_init().function
+    self.step = self.job.compile_train_step().function
+    self._evaluate = self.job.compile_eval_step().function
+
+  def _config(self, seed: int) -> ConfigDict:
+    config = base.get_config("lm", mesh={})
+    for key, value in {**self._keys, "seed": seed}.items():
+      config.update_from_flattened_dict({key: value})
+    return finalize.finalize(config, "cpu")
+
+  def batches(self, seed: int) -> Callable[[int], Mapping[str, jax.Array]]:
+    """Returns the training batches in the order of a seed."""
+    data = splits.training_batches(self._config(seed))
+    return lambda step: data.batch(step, self.job.batch_shardings)
+
+  def trained(self, seed: int) -> dict[str, float]:
+    """Returns the losses of a run."""
+    batch, state = self.batches(seed), self.init(jax.random.key(seed))
+    losses = []
+    for number in range(STEPS.value):
+      state, metrics = self.step(state, batch(number))
+      losses.append(float(metrics["loss"]))
+    held_out = splits.evaluation_batches(self._config(seed))
+    sums = [
+      jax.device_get(self._evaluate(state.params, held_out.batch(i, self.job.batch_shardings)))
+      for i in range(EVALUATION_BATCHES)
+    ]
+    totals = {name: sum(float(one[name]) for one in sums) for name in ("loss", "weight")}
+    return {
+      "training": float(np.mean(losses[-max(1, STEPS.value // 10) :])),
+      "held_out": totals["loss"] / totals["weight"],
+    }
+
+  def bytes_per_parameter(self) -> tuple[float, float]:
+    """Returns the bytes of parameters and of optimizer state, over the number of parameters."""
+    state = self.job.state
+    count = sum(x.size for x in jax.tree.leaves(state.params))
+    of_params, of_state = (
+      sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / count
+      for tree in (state.params, state.optimizer)
+    )
+    return of_params, of_state
+
+
+def seconds(variants: Mapping[str, Variant]) -> dict[str, float]:
+  """Returns the median processor time of a step; steps of the variants are taken in turn."""
+  states = {name: one.init(jax.random.key(0)) for name, one in variants.items()}
+  batch = next(iter(variants.values())).batches(0)(0)
+  times: dict[str, list[float]] = {name: [] for name in variants}
+  for _ in range(1 + ROUNDS):
+    for name, one in variants.items():
+      began = time.process_time()
+      states[name], _ = jax.block_until_ready(one.step(states[name], batch))
+      times[name].append(time.process_time() - began)
+  return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def run_all(variants: Mapping[str, Variant]) -> list[dict[str, Any]]:
+  """Returns a record for each run, those of the output file included."""
+  output = pathlib.Path(OUTPUT.value) if OUTPUT.value else None
+  lines = output.read_text().splitlines() if output and output.exists() else []
+  records = [json.loads(line) for line in lines]
+  records = [one for one in records if (one["steps"], one["set"]) == (STEPS.value, SET.value)]
+  there = {(one["variant"], one["seed"]) for one in records}
+  for seed in range(SEEDS.value):
+    for name, one in variants.items():
+      if (name, seed) in there:
+        continue
+      record = {"variant": name, "seed": seed, "steps": STEPS.value, "set": SET.value}
+      records.append({**record, **one.trained(seed)})
+      if output:
+        with output.open("a") as file:
+          file.write(json.dumps(records[-1]) + "\n")
+  return records
+
+
+def spread(values: Sequence[float]) -> str:
+  """Returns `1.675 (1.661 to 1.690)`: mean, least and most."""
+  return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def main(_) -> None:
+  """Prints the table."""
+  devices.start({"data": 1}, simulate=True)
+  words = ONLY.value
+  variants = {
+    name: Variant(keys)
+    for name, keys in VARIANTS.items()
+    if not words or any(word in name for word in words)
+  }
+  records, times = run_all(variants), seconds(variants)
+  first = next(iter(times.values()))
+  print("| stored | parameters | moments | last losses | held out | step |")
+  print("| --- | --- | --- | --- | --- | --- |")
+  for name, one in variants.items():
+    mine = [record for record in records if record["variant"] == name]
+    params, moments = one.bytes_per_parameter()
+    losses = " | ".join(spread([r[what] for r in mine]) for what in ("training", "held_out"))
+    print(f"| {name} | {params:.2f} | {moments:.2f} | {losses} | {times[name] / first:.2f} |")
+
+
+if __name__ == "__main__":
+  app.run(main)

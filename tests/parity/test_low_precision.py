@@ -1,0 +1,161 @@
+"""State in fewer bytes on meshes: the same bits as on one device, resumed on another, no messages.
+
+Given the same gradients, that is: these differ between meshes in the last bits of their sums.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from checkpointing.checkpointer import Checkpointer
+from partitioning.rules import LayoutError, named_leaves
+from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
+from tests.helpers.flips import altered
+from tests.helpers.jobs import first_state, host_batch, make_job, place
+from tests.parity.budgets import INVOLUNTARY, Step, job_of, said_while
+from tests.parity.theory import theory
+from training import replica_check
+from training.replica_check import ReplicaCheck
+from training.state import State
+from training.step import wide
+
+STEPS = 2
+# Sizes of which blocks of 128 leave eight parts of each dim.
+KEYS = {
+  "model.model_size": 64,
+  "model.feedforward_size": 128,
+  "model.head_size": 16,
+  "model.vocabulary_multiple": 128,
+  "training.parameter_dtype": "bfloat16",
+  "optimizer.state_dtype": "int8",
+}
+MESHES = [
+  "dp8, ZeRO-1",
+  "dp2_fsdp2_tp2",
+  pytest.param("fsdp8", marks=pytest.mark.long),
+  pytest.param("tp8", marks=pytest.mark.long),
+]
+
+
+def prepared(mesh, **overrides):
+  if mesh == "single":
+    return make_job("single", "lm", **{**KEYS, **overrides})
+  return job_of(mesh, **{**KEYS, **overrides})
+
+
+@functools.cache
+def compiled(mesh):
+  """Returns the job, the compiled update, and what the compiler said."""
+  job = prepared(mesh)
+  placed = job.state_shardings
+
+  def update(state, grads):
+    params, optimizer, _ = job.program.updated(state, job.program.laid_out(grads))
+    return State(state.step + 1, params, optimizer, state.variables)
+
+  def compile_it():
+    ways = {"in_shardings": (placed, placed.params), "out_shardings": placed}
+    grads = jax.eval_shape(wide, job.state.params)
+    return job.compile(update, job.state, grads, **ways).function
+
+  function, said = said_while(compile_it)
+  return job, function, Step(job, function.as_text(), said)
+
+
+def take(mesh, state, count):
+  """Takes steps by gradients that depend on the step alone; returns the state."""
+  job, update, _ = compiled(mesh)
+  for _ in range(count):
+    random = np.random.default_rng(int(state.step))
+    leaves, structure = jax.tree.flatten(job.state.params)
+    grads = [random.standard_normal(x.shape).astype(np.float32) for x in leaves]
+    state = update(state, jax.device_put(structure.unflatten(grads), job.state_shardings.params))
+  return state
+
+
+@functools.cache
+def trained(mesh):
+  """Returns parameters and optimizer state after the steps, on the host."""
+  return on_host(take(mesh, first_state(compiled(mesh)[0]), STEPS))
+
+
+def on_host(state):
+  return named_leaves(jax.device_get({"params": state.params, "optimizer": state.optimizer}))
+
+
+def assert_same_bits(ours, wanted):
+  assert ours.keys() == wanted.keys()
+  assert {x.dtype.name for x in ours.values()} == {"bfloat16", "float32", "uint8", "int32"}
+  assert [name for name, x in wanted.items() if x.tobytes() != ours[name].tobytes()] == []
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_computes_the_same_bits(mesh):
+  assert_same_bits(trained(mesh), trained("single"))
+  begun = on_host(first_state(compiled("single")[0]))
+  same = [name for name, x in trained(mesh).items() if np.array_equal(x, begun[name])]
+  assert same == []
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_update_sends_nothing_but_what_zero_1_gathers(mesh):
+  job, _, ours = compiled(mesh)
+  gathers = {k: (r.arrays, r.bytes) for k, r in theory(job).items() if k[0] == "all-gather"}
+  assert ours.sent() == (gathers if "ZeRO-1" in mesh else {})
+  assert INVOLUNTARY not in ours.said
+
+
+def test_it_is_saved_and_resumes_on_another_mesh_to_the_bit(tmp_path):
+  one, other = "dp8, ZeRO-1", "dp2_fsdp2_tp2"
+  state = take(one, first_state(compiled(one)[0]), STEPS - 1)
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(STEPS - 1, tree_of(state), config=CONFIG, record=RECORD)
+  with Checkpointer(tmp_path, read_only=True) as checkpointer:
+    _, tree = checkpointer.restore(abstract(compiled(other)[0]))
+  assert_same_bits(on_host(take(other, State(**tree), 1)), trained("single"))
+
+
+def test_a_step_sends_what_a_step_of_float32_sends_in_a_quarter_of_the_memory():
+  job = prepared("fsdp8")
+  function = job.compile_train_step().function
+  ours = Step(job, function.as_text(), "")
+  assert ours.sent() == {key: (row.arrays, row.bytes) for key, row in theory(job).items()}
+  count = sum(x.size for x in jax.tree.leaves(job.state.params))
+  batch = sum(x.size * 4 for x in jax.tree.leaves(job.batch))
+  sizes = function.memory_analysis()
+  assert sizes.argument_size_in_bytes <= ((2 + 2.2) * count + batch) / 8 + 1024
+  moments = [p for n, p in job.placements["optimizer"].items() if n.endswith(("codes", "scales"))]
+  stored = sum(p.dtype.itemsize * np.prod(p.shape) for p in moments)
+  of_kernels = sum(np.prod(p.shape) for p in moments if p.name.endswith("codes")) / 2
+  assert stored == (2 + 2 * 4 / 128) * of_kernels
+  # The gradients are float32, though the parameters are not.
+  state, batch = first_state(job), place(job, host_batch(job))
+  with job.tracing():
+    grads = jax.eval_shape(lambda s, b: job.program.step_and_gradients(s, b)[2], state, batch)
+  assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"float32"}
+  after, metrics = function(state, batch)
+  assert np.isfinite(metrics["loss"])
+  job.check_placed(after)
+
+
+def test_a_mesh_that_would_cut_blocks_is_refused():
+  with pytest.raises(LayoutError) as refusal:
+    prepared("fsdp8", **{"model.model_size": 32})
+  assert (
+    "optimizer/inner/0/mu/layers/mlp/up/kernel/scales: shards of 4 of dim D = 32 (mesh axis "
+    "fsdp=8) would cut blocks of 8, whose shape 1 x 8 x 16 is the same on every mesh; split it "
+    "over at most 4 devices, or set optimizer.state_dtype=bfloat16"
+  ) in str(refusal.value)
+
+
+def test_copies_of_codes_are_compared():
+  job = compiled("dp2_fsdp2_tp2")[0]
+  check, state = ReplicaCheck(job), first_state(job)
+  check.before_save(1, state)
+  mu = state.optimizer.inner[0].mu
+  blocks = mu["layers"]["mlp"]["up"]["kernel"]
+  mu["layers"]["mlp"]["up"]["kernel"] = blocks._replace(codes=altered(blocks.codes, 3, (5, 1)))
+  with pytest.raises(replica_check.CopiesDifferError, match="mlp/up/kernel/codes"):
+    check.before_save(2, state)
