@@ -127,9 +127,9 @@ class JobInTurns(setup.Job):
 
   turns: Turns
 
-  def compile_train_step(self) -> setup.Compiled:
+  def compile_train_step(self, *shape: object) -> setup.Compiled:
     """Returns the job's own step, wrapped."""
-    compiled = super().compile_train_step()
+    compiled = super().compile_train_step(*shape)
     return dataclasses.replace(compiled, function=StepInTurns(compiled.function, self.turns))
 
 

@@ -43,6 +43,8 @@ CLASSES = {
   "data.max_bad_records": MAY_CHANGE,  # a run that an unreadable record has stopped may resume
   "data.evaluation_split": MAY_CHANGE,
   "data.global_batch_size": ACCEPT,
+  "data.batch_size_ramp": ACCEPT,  # only of steps that are not done: training.restore checks
+  "data.sequence_length_ramp": ACCEPT,  # likewise
   "data.skip_rows": ACCEPT,  # only of rows that no step has reached: training.bad_steps checks
   "data.skip_batches": ACCEPT,  # always (): resolved into rows
   "data.*": REFUSED,

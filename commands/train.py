@@ -12,6 +12,7 @@ from checkpointing.async_writer import SaveError
 from commands import build, flags, preflight_facts
 from configs.schema import optimizer_defaults
 from inference import request, sampler
+from input_pipeline.ramp import Ramp
 from input_pipeline.row_source import Source
 from partitioning.mesh import mesh_text
 from processes import coordination as groups
@@ -140,8 +141,8 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
 
 def announce_rows(config: ConfigDict, train: Source, validation: Source) -> None:
   """Prints tokens, padding and epochs of rows that are an index over documents."""
-  steps, batch = config.training.steps, config.data.global_batch_size
-  for text in (splits.report_text(train, steps, batch), splits.report_text(validation)):
+  steps, ramp = config.training.steps, Ramp.of(config.data)
+  for text in (splits.report_text(train, steps, ramp), splits.report_text(validation)):
     if text:
       say(text)
 

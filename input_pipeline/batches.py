@@ -6,6 +6,8 @@ import numpy as np
 from input_pipeline.bad_records import among, few, spread
 from input_pipeline.order import EpochOrder, MixtureOrder
 from input_pipeline.position import Position
+from input_pipeline.ramp import Ramp
+from input_pipeline.row_pieces import cut
 from input_pipeline.row_store import UnreadableError
 
 _PADDING = -1  # the row number of padding
@@ -18,11 +20,11 @@ class TrainingBatches:
 
   What `batch(step)` holds depends on the source's rows, the seed, the position and the step, and on
   nothing else: not on the mesh, the processes, or the steps before. The position says which batch
-  sizes the run has had, and which rows it skips; without one, all steps have this batch size. An
+  sizes the run has had, and which rows it skips; without one, they are those of the ramp. An
   epoch's remainder opens a batch that the next epoch fills, so each epoch shows every row once.
   """
 
-  def __init__(self, source, *, global_batch_size, seed, shuffle=True):
+  def __init__(self, source, *, global_batch_size, seed, shuffle=True, ramp=None):
     """Prepares nothing yet.
 
     Args:
@@ -30,6 +32,7 @@ class TrainingBatches:
       global_batch_size: B, rows per batch over all processes.
       seed: int, at least 0; the order of the rows.
       shuffle: False keeps the source's order in each epoch.
+      ramp: a ramp.Ramp: the batches of the first steps, where they have another shape.
 
     Raises:
       ValueError: the source is empty or has fewer rows than a batch.
@@ -42,6 +45,7 @@ class TrainingBatches:
       )
     self.source = source
     self.global_batch_size = global_batch_size
+    self.ramp = ramp or Ramp.constant(global_batch_size)
     self.abstract = _abstract(source, global_batch_size)
     self._bad = np.array(source.bad.rows, np.int64)
     if source.parts:
@@ -49,7 +53,9 @@ class TrainingBatches:
     else:
       self.order = EpochOrder(len(source), seed, shuffle=shuffle)
     # Only such a set has the same rows at every step; caching its batch avoids reading it again.
-    self._always_the_same = not shuffle and global_batch_size == len(source) and not source.parts
+    constant = ramp in (None, Ramp.constant(global_batch_size))
+    whole = global_batch_size == len(source) and not source.parts
+    self._always_the_same = not shuffle and whole and constant
     self._last = None
 
   def row_ids(self, step, position=None):
@@ -57,13 +63,13 @@ class TrainingBatches:
 
     Args:
       step: int, at least 0.
-      position: a Position whose batch size at this step is B.
+      position: a Position; None: that of a run which has always had this ramp.
     """
     if step < 0:
       raise IndexError(f"{self.source.name}: step {step} is below 0")
-    position = position or Position.start(self.global_batch_size)
+    position = position or Position.of(self.ramp.rows)
     ids_B = np.concatenate([self.order.ids(*rows, position) for rows in position.rows(step)])
-    assert len(ids_B) == self.global_batch_size, (position, step)
+    assert len(ids_B) == position.batch(step), (position, step)
     return ids_B
 
   def batch(self, step, shardings, position=None):
@@ -72,10 +78,11 @@ class TrainingBatches:
     Args:
       step: int, at least 0.
       shardings: field name -> jax.sharding.Sharding of the global array.
-      position: a Position whose batch size at this step is B.
+      position: a Position whose batch size at this step is the ramp's.
 
     Returns:
-      Field name -> global jax.Array, as `abstract` describes it. Where the data set is exactly one
+      Field name -> global jax.Array, as `abstract` describes it; in the stages of a ramp with fewer
+      rows, or with more rows of fewer tokens. Where the data set is exactly one
       unshuffled batch, the same arrays each time.
 
     Raises:
@@ -90,7 +97,10 @@ class TrainingBatches:
       if same and not any(a.is_deleted() for a in arrays.values()):
         return arrays
     self._check_some_can_be_read(ids_B, step)
-    arrays = _assemble(self.source, ids_B, self.abstract, shardings)
+    source, pieces = self.source, self.ramp.shape(step).pieces
+    if pieces > 1:
+      source, ids_B = cut(source, pieces), _parts(ids_B, pieces)
+    arrays = _assemble(source, ids_B, _abstract(source, len(ids_B)), shardings)
     if self._always_the_same:
       self._last = (ids_B, dict(shardings), arrays)
     return arrays
@@ -186,6 +196,11 @@ class EvaluationBatches:
 def _check_not_empty(source):
   if not len(source):
     raise ValueError(f"{source.name} is empty (0 rows); take another split or data set")
+
+
+def _parts(ids_B, pieces):
+  """Returns the numbers of the parts of rows that are cut, int64 [B * pieces]."""
+  return (ids_B[:, None] * pieces + np.arange(pieces)).reshape(-1)
 
 
 def _abstract(source, global_batch_size):

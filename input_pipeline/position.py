@@ -47,6 +47,12 @@ class Position:
     return cls((Phase(0, 0, batch),))
 
   @classmethod
+  def of(cls, sizes: Iterable[Sequence[int]]) -> "Position":
+    """Returns that of a new run with batch sizes (step, rows per step from there on)."""
+    (_, first), *later = sizes
+    return cls.start(first).resumed(0, first, later)
+
+  @classmethod
   def read(cls, phases: Iterable[Mapping[str, Any]], skipped: Iterable[Sequence[int]]):
     """Returns what `listed` has written, as JSON gives it back."""
     return cls(tuple(Phase(**phase) for phase in phases), merged(skipped))
@@ -55,13 +61,30 @@ class Position:
     """Returns the phases as JSON has them."""
     return [dataclasses.asdict(phase) for phase in self.phases]
 
-  def resumed(self, step: int, batch: int) -> "Position":
-    """Returns that of a run which resumes after `step` steps with a batch size."""
+  def resumed(self, step: int, batch: int, later: Iterable[Sequence[int]] = ()) -> "Position":
+    """Returns that of a run which resumes after `step` steps with a batch size.
+
+    Args:
+      step: number of steps that are done.
+      batch: rows per step from there on.
+      later: (step, rows per step from there on) that follow, ascending.
+    """
     phases = tuple(phase for phase in self.phases if phase.step < step or phase.step == 0)
-    if phases[-1].batch == batch:
-      return dataclasses.replace(self, phases=phases)
+    kept = dataclasses.replace(self, phases=phases)
+    for first, size in ((step, batch), *later):
+      kept = kept._changed(first, size)
+    return kept
+
+  def _changed(self, step: int, batch: int) -> "Position":
+    """Returns a copy whose batch size changes after `step` steps, not before its last phase."""
+    if self.phases[-1].batch == batch:
+      return self
     new = Phase(step, self.taken(step), batch)
-    return dataclasses.replace(self, phases=(*(p for p in phases if p.step < step), new))
+    return dataclasses.replace(self, phases=(*(p for p in self.phases if p.step < step), new))
+
+  def batch(self, step: int) -> int:
+    """Returns how many rows the step after the first `step` steps takes."""
+    return self._phase(step).batch
 
   def skipping(self, *ranges: Iterable[Sequence[int]]) -> "Position":
     """Returns a copy that skips exactly these rows."""

@@ -23,7 +23,7 @@ from partitioning.shardings import (
 from reports import drawings
 from training import gradient_reduction
 from training.optimizer import matrix_groups
-from training.setup import Job
+from training.setup import Job, stage_lines
 
 
 def legend_text(legend: Legend) -> str:
@@ -134,6 +134,7 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     if matrices := matrix_lines(job):
       matrices = [f"  {line}" for line in matrices]
       lines += ["matrices that the optimizer brings whole to devices, and back:", *matrices, ""]
+  lines += stage_lines(job.config)
   if reduced := gradient_reduction.text(job.config, job.program.reduce_once_over):
     lines.append(reduced)
   lines.append(

@@ -24,6 +24,8 @@ NUMERICS = (
   "input_pipeline/sources/tfds.py",
   "input_pipeline/sources/builtin.py",
   "input_pipeline/position.py",  # which rows a step takes
+  "input_pipeline/ramp.py",  # likewise, and into what they are cut
+  "input_pipeline/row_pieces.py",
   "input_pipeline/prepare.py",  # how text is cut into rows
   "input_pipeline/row_store.py",
   "input_pipeline/row_source.py",

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline import position
 from input_pipeline.position import Position, Ranges
+from input_pipeline.ramp import Ramp, until
 from training.tasks import TASKS
 
 # Of a checkpoint's record.
@@ -76,10 +77,11 @@ class BadSteps:
     self, record: Mapping[str, Any], done: int
   ) -> tuple[Position, collections.deque[float]]:
     """Returns the position and the newest losses at a checkpoint."""
-    batch = self._config.data.global_batch_size
+    ramp = Ramp.of(self._config.data)
+    later = [stage for stage in ramp.rows if stage[0] > done]
     restored = (
-      _position(record, batch)
-      .resumed(done, batch)
+      _position(record, ramp)
+      .resumed(done, ramp.shape(done).rows, later)
       .skipping(
         self._config.data.skip_rows, *(rollback.skipped_rows for rollback in self.rollbacks)
       )
@@ -193,7 +195,7 @@ def require_same_past(config: ConfigDict, record: Mapping[str, Any], done: int) 
   Raises:
     ValueError: data.skip_rows adds or removes rows that the run has passed.
   """
-  old = _position(record, config.data.global_batch_size)
+  old = _position(record, Ramp.of(config.data))
   made = (Rollback.read(values) for values in record.get(RECORD, {}).get("rollbacks", ()))
   new = old.skipping(config.data.skip_rows, *(rollback.skipped_rows for rollback in made))
   reached = old.reached(done)
@@ -205,10 +207,46 @@ def require_same_past(config: ConfigDict, record: Mapping[str, Any], done: int) 
     )
 
 
-def _position(record: Mapping[str, Any], batch: int) -> Position:
+def require_same_ramps(
+  old: Mapping[str, Any], config: ConfigDict, record: Mapping[str, Any], done: int
+) -> None:
+  """Checks that the steps of a checkpoint had the shapes that the ramps of the run say.
+
+  Args:
+    old: the checkpoint's config, as `upgraded_config` gives it.
+    config: of now.
+    record: the checkpoint's, as `upgraded` gives it.
+    done: its step.
+
+  Raises:
+    ValueError: a ramp changes a step that is done.
+  """
+  ours, before = Ramp.of(config.data), Ramp.of(old["data"])
+  position = _position(record, before)
+  was = {
+    "batch_size_ramp": [(phase.step, phase.batch) for phase in position.phases],
+    "sequence_length_ramp": before.lengths(config.data.sequence_length),
+  }
+  now = {
+    "batch_size_ramp": ours.rows,
+    "sequence_length_ramp": ours.lengths(config.data.sequence_length),
+  }
+  for key, stages in was.items():
+    if key == "batch_size_ramp" and not config.data[key]:
+      continue  # another size from here on
+    entered, wanted = (until(given, done) for given in (stages, now[key]))
+    if entered != wanted:
+      raise ValueError(
+        f"data.{key}: up to step {done}, which is done, it was {entered} and is now {wanted}; "
+        f"change stages that begin at step {done} or later, or start a new run with another "
+        f"--workdir"
+      )
+
+
+def _position(record: Mapping[str, Any], ramp: Ramp) -> Position:
   """Returns the position in a record; that of a new run if the record is {}."""
   if POSITION not in record:
-    return Position.start(batch)
+    return Position.of(ramp.rows)
   return Position.read(record[POSITION], record.get(RECORD, {}).get("skipped_rows", ()))
 
 
@@ -244,6 +282,8 @@ _OLD_DATA = {
   "untrained_conversations": "refuse",
   "long_conversations": "refuse",
   "sources": (),
+  "batch_size_ramp": (),
+  "sequence_length_ramp": (),
   "stages": (),
 }
 _OLD_LORA = {"rank": 0, "alpha": 16.0, "targets": ("*",), "rs": False, "dropout": 0.0}

@@ -3,12 +3,11 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
-from analysis import collectives
 from input_pipeline.prefetch import Prefetcher
 from processes.coordination import current
 from processes.step_barrier import Lockstep
@@ -34,6 +33,7 @@ from training.saving import Saver
 from training.setup import Job
 from training.splits import Data
 from training.state import State
+from training.train_steps import TrainSteps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Run:
     # Set by `open`, `compile` and `catch_up`, in this order, before the first step.
     self._profile: Profile | None = None
     self._pace: Pace | None = None
-    self._train_step: Callable | None = None
+    self._train_steps = TrainSteps(job)
     self._progress: ProgressLine | None = None
     self._evaluator: Evaluator | None = None
     self._replicas: ReplicaCheck | None = None
@@ -184,12 +184,7 @@ class Run:
     job = self._job
     self._watch.at("compiling", STARTING)
     self._goodput.switch("compile")
-    with Waiting("compiling the train step").show():
-      step = job.compile_train_step()
-    rows = collectives.summarize(collectives.collectives(step.function.as_text(), job.mesh))
-    say(f"compiled the train step in {step.seconds:.1f} s; its collectives by mesh axis:")
-    say(collectives.format_summary(rows))
-    self._train_step = step.function
+    self._train_steps.compile(self.done)
     with Waiting("compiling the evaluation step").show():
       evaluation = job.compile_eval_step().function
     self._progress = self._stack.enter_context(ProgressLine(self._config.training.steps))
@@ -241,8 +236,12 @@ class Run:
 
   def step(self, batch: Any) -> None:
     """Runs a step, and logs the metrics that are due."""
+    if not self._train_steps.has(self.done):  # rolled back to a stage from before this start
+      self._watch.at(f"step {self.done + 1}: compiling", STARTING)
+      with self._goodput.within("compile"), self._meter.paused():
+        self._train_steps.after(self.done)
     self._watch.at(f"step {self.done + 1}: computing")
-    self.state, metrics = self._train_step(self.state, batch)
+    self.state, metrics = self._train_steps.after(self.done)(self.state, batch)
     self.done += 1
     called = callbacks.due(self._callbacks, self.done)
     drain = called or self.evaluation_due() or self._save_due()

@@ -94,10 +94,13 @@ def prove(config: ConfigDict, platform: str, keep: Collection[str] = ()) -> None
   Raises:
     ValueError: parameters in bfloat16, whose rounding is larger than what a comparison looks for.
   """
-  values = {
+  values: dict[str, Any] = {
     "training.matmul_precision": "highest",
     "training.stochastic_rounding": None,
     "optimizer.state_dtype": None,
+    # Both sides take the batches of the last stage of a ramp.
+    "data.batch_size_ramp": (),
+    "data.sequence_length_ramp": (),
   }
   if "training.parameter_dtype" not in keep:
     values["training.parameter_dtype"] = "float32" if platform == "tpu" else "float64"

@@ -101,8 +101,10 @@ def check_resume(
   require_room(job, workdir, part=Base.of(old_record) is not None)
   rollback.require_same_past(job.config, old_record, newest.step)
   _require_same_stages(newest.config, job.config, newest.step)
+  old_config = rollback.upgraded_config(newest.config)
+  rollback.require_same_ramps(old_config, job.config, old_record, newest.step)
   changed = resume_policy.changes(
-    rollback.upgraded_config(newest.config),
+    old_config,
     plain(job.config),
     old_record=old_record,
     new_record=record,

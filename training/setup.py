@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from input_pipeline.ramp import Ramp, Shape
 from models import MODELS, find
 from partitioning import shardings
 from partitioning.constraints import ActivationLayout, activation_layout
@@ -158,12 +159,16 @@ class Job:
       placed = dataclasses.replace(placed, params=drawn)
     return self.compile(self.program.init, key, *given, options=options, out_shardings=placed)
 
-  def compile_train_step(self) -> "Compiled":
-    """Compiles `(state, batch) -> (state, metrics)`; the state that it is given is donated."""
+  def compile_train_step(self, shape: Shape | None = None) -> "Compiled":
+    """Compiles `(state, batch) -> (state, metrics)`; the state that it is given is donated.
+
+    Args:
+      shape: of the batches of a stage of a ramp; None: of the last.
+    """
     return self.compile(
       self.program.train_step,
       self.state,
-      self.batch,
+      self.batch if shape is None else abstract_batch(self.config, self.legend, shape),
       in_shardings=(self.state_shardings, self.batch_shardings),
       out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
       donate_argnums=0,
@@ -215,6 +220,7 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   state = program.abstract_state()
   batch = abstract_batch(config, legend)
   layout = _check_layout(config, legend, program, state, batch, mesh)
+  _check_ramp(config, legend, program, state, mesh)
   placements = layout.placements
   if not devices.described:  # a plan says whether it fits devices that are not attached
     _check_memory(config, placements, devices)
@@ -231,6 +237,40 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
     ),
   )
   return Job(config, devices, mesh, legend, program, state, batch, placements, layout.activations)
+
+
+def _check_ramp(config, legend, program, state, mesh) -> None:
+  """Checks the layout of the batches of each stage of a ramp; raises ValueError with all of it."""
+  ramp = Ramp.of(config.data)
+  seen, wrong = {ramp.last}, []
+  for first, stop, shape in ramp.stages(config.training.steps):
+    if shape in seen:
+      continue
+    seen.add(shape)
+    batch = abstract_batch(config, legend, shape)
+    try:
+      _check_layout(config, legend, program, state, batch, mesh)
+    except ValueError as error:
+      wrong.append(f"steps {first + 1} to {stop}, {batch_text(config, shape)}: {error}")
+  if wrong:
+    raise ValueError("\n".join(wrong))
+
+
+def batch_text(config: ConfigDict, shape: Shape) -> str:
+  """Returns `32 rows of 64 tokens`, the batch of a stage of a ramp."""
+  length = config.data.sequence_length // shape.pieces
+  of = f" of {length} tokens" if TASKS[config.task].of_tokens else ""
+  return f"{shape.rows * shape.pieces} rows{of}"
+
+
+def stage_lines(config: ConfigDict) -> list[str]:
+  """Returns a line for each stage of the ramps of batch size and sequence length; [] without."""
+  stages = list(Ramp.of(config.data).stages(config.training.steps))
+  if len(stages) < 2:
+    return []
+  return [
+    f"steps {first + 1} to {stop}: {batch_text(config, shape)}" for first, stop, shape in stages
+  ]
 
 
 def _check_layout(config, legend, program, state, batch, mesh) -> Layout:

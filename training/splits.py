@@ -12,6 +12,7 @@ from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.combined import check_epochs
 from input_pipeline.order import MixtureOrder
 from input_pipeline.position import Position
+from input_pipeline.ramp import Ramp
 from input_pipeline.row_source import Source, check_ids, open_source
 from processes import preflight
 from processes.coordination import Group, NotTogetherError, current
@@ -50,12 +51,16 @@ def open_evaluation(job: Job) -> EvaluationBatches:
 def training_batches(config: ConfigDict, shared: Sharing | None = None) -> TrainingBatches:
   """Opens the training split of a finalized config, without devices; raises as `open_data`."""
   source = _open(config, config.data.train_split, shared)
-  size, steps = config.data.global_batch_size, config.training.steps
+  steps, ramp = config.training.steps, Ramp.of(config.data)
   batches = TrainingBatches(
-    source, global_batch_size=size, seed=config.seed, shuffle=config.data.shuffle
+    source,
+    global_batch_size=config.data.global_batch_size,
+    seed=config.seed,
+    shuffle=config.data.shuffle,
+    ramp=ramp,
   )
   if source.parts:
-    check_epochs(batches.order, steps * size, Position.start(size), steps)
+    check_epochs(batches.order, ramp.taken(steps), Position.of(ramp.rows), steps)
   return batches
 
 
@@ -82,38 +87,37 @@ def report(source: Source, config: ConfigDict) -> dict[str, float]:
   """Returns what a run's record says of the rows that it trains on; {} of rows stored as such."""
   if not source.report:
     return {}
-  steps, batch = config.training.steps, config.data.global_batch_size
   epochs = {
     f"epochs/{name}" if name else "epochs": value
-    for name, value in _epochs(source, steps, batch).items()
+    for name, value in _epochs(source, config.training.steps, Ramp.of(config.data)).items()
   }
   return {**source.report, "bytes_per_token": source.bytes_per_token, **epochs}
 
 
-def _epochs(source: Source, steps: int, batch: int) -> dict[str, float]:
+def _epochs(source: Source, steps: int, ramp: Ramp) -> dict[str, float]:
   """Returns how often a run takes the rows of each source of a mixture, or of the only one, ""."""
   if not source.parts:
-    return {"": steps * batch / len(source)}
+    return {"": ramp.taken(steps) / len(source)}
   order = MixtureOrder(source.parts, source.stages, seed=0)
-  counts = order.counts(steps * batch, Position.start(batch))
+  counts = order.counts(ramp.taken(steps), Position.of(ramp.rows))
   return {part.name: counts[part.name] / part.rows for part in source.parts}
 
 
-def report_text(source: Source, steps: int = 0, rows_per_step: int = 0) -> str:
+def report_text(source: Source, steps: int = 0, ramp: Ramp | None = None) -> str:
   """Returns lines about the rows of a split; "" for rows that are stored as such.
 
   Args:
     source: the split; of a mixture there is a line for each source.
     steps: that a run takes; 0 leaves its epochs out.
-    rows_per_step: of the run.
+    ramp: how many rows its steps take.
   """
   if not source.report:
     return ""
-  epochs = _epochs(source, steps, rows_per_step) if steps else {}
+  epochs = _epochs(source, steps, ramp) if ramp else {}
   rates = {part.name: part.bytes_per_token for part in source.parts} or {"": source.bytes_per_token}
   lines = []
   for name, bytes_per_token in rates.items():
-    taken = f"; {steps:,} steps take {epochs[name]:.3g} epochs" if steps else ""
+    taken = f"; {steps:,} steps take {epochs[name]:.3g} epochs" if ramp else ""
     facts = {
       key.removesuffix(f"/{name}"): value
       for key, value in source.report.items()

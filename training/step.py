@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
+from input_pipeline.ramp import Shape
 from models import MODELS, check_network
 from models.dtypes import wide_dtype
 from models.losses import Batch, Sums
@@ -225,9 +226,20 @@ class Program:
     return jax.tree.unflatten(jax.tree.structure(params), rounded)
 
 
-def abstract_batch(config: ConfigDict, legend: Legend) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the shapes and dtypes of a global batch, without opening the data set."""
-  differing = {"B": config.data.global_batch_size, "T": config.data.sequence_length}
+def abstract_batch(
+  config: ConfigDict, legend: Legend, shape: Shape | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the shapes and dtypes of a global batch, without opening the data set.
+
+  Args:
+    config: finalized.
+    legend: of the model.
+    shape: of a stage of a ramp; None: of the last.
+  """
+  rows, pieces = config.data.global_batch_size, 1
+  if shape is not None:
+    rows, pieces = shape.rows * shape.pieces, shape.pieces
+  differing = {"B": rows, "T": config.data.sequence_length // pieces}
   return {
     name: jax.ShapeDtypeStruct(
       tuple(differing.get(letter) or legend[letter].size for letter in letters), jnp.dtype(dtype)

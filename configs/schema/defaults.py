@@ -13,6 +13,12 @@ def data(**keys) -> dict:
     "prefetch_batches": 2,  # prepared ahead, in the background
     "max_bad_records": 0,  # unreadable records of a split that get weight 0; more are refused
     "sequence_length": 0,  # tokens per row (text)
+    # Fewer rows per step at first, each number from a step on: ((0, 8), (100, 16), (200, 32)), of
+    # which the last is global_batch_size
+    "batch_size_ramp": (),
+    # Shorter rows at first, in tokens: ((0, 64), (100, 128)), of which the last is sequence_length.
+    # Rows are cut into equal pieces, so that the tokens of a step stay as many
+    "sequence_length_ramp": (),
     "text_feature": "",  # "": the only one of that type
     # Files of data=text, conversations and preferences: paths, folders, globs, gs://, s3:// and
     # hf://OWNER/NAME, separated by commas

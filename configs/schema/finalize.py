@@ -9,7 +9,11 @@ from configs.schema import (
   hf_model,
   lora_checks,
   optimizer_defaults,
+<<<<<<< HEAD
   precision_checks,
+=======
+  ramp_checks,
+>>>>>>> 669d706 (Ramps of batch size and sequence length, as functions of the step)
   recipes,
 )
 from training.tasks import TASKS
@@ -79,13 +83,16 @@ def _schedule(config: ConfigDict, chosen: ConfigDict) -> None:
     )
   _steps_of_tokens(config, training, "tokens", "steps")
   _steps_of_tokens(config, keys, "warmup_tokens", "warmup_steps")
-  _steps_of_tokens(config, keys, "decay_tokens", "decay_steps")
+  _steps_of_tokens(config, keys, "decay_tokens", "decay_steps", last=True)
   default(keys, "warmup_steps", training.steps // 20)
   default(keys, "final_fraction", FINAL_FRACTIONS.get(keys.schedule, 1.0))
   default(keys, "decay_steps", max(1, training.steps // 5) if keys.schedule == "wsd" else 0)
 
 
-def _steps_of_tokens(config: ConfigDict, section: ConfigDict, tokens: str, steps: str) -> None:
+def _steps_of_tokens(
+  config: ConfigDict, section: ConfigDict, tokens: str, steps: str, *, last: bool = False
+) -> None:
+  """Turns tokens into the steps that have them: the first steps, or the last of the run."""
   if not section[tokens]:
     return
   title = "training" if section is config.training else "optimizer"
@@ -95,13 +102,21 @@ def _steps_of_tokens(config: ConfigDict, section: ConfigDict, tokens: str, steps
     )
   if not TASKS[config.task].of_tokens:
     raise ValueError(f"{title}.{tokens}={section[tokens]}: {config.task} has no tokens; set steps")
-  of_step = max(1, config.data.global_batch_size * config.data.sequence_length)
-  section[steps] = max(1, -(-section[tokens] // of_step))
+  ramp = ramp_checks.ramp_of(config.data)
+  rows = -(-section[tokens] // max(1, config.data.sequence_length))
+  if last:
+    total = config.training.steps
+    before = ramp.taken(total) - rows  # that the steps before may take
+    section[steps] = total - (ramp.steps(before + 1) - 1) if before >= 0 else total + 1
+  else:
+    section[steps] = max(1, ramp.steps(rows))
 
 
 def _rows_to_skip(data: ConfigDict) -> None:
   """Turns batches that are skipped into rows, which stay the same where the batch size changes."""
   given, batch = data.skip_batches, data.global_batch_size
+  if data.batch_size_ramp:  # `check` refuses them together
+    return
   if all(type(number) is int and number >= 0 for number in given):  # else `check` refuses it
     ranges = ((number * batch, (number + 1) * batch) for number in sorted(given))
     data.skip_rows = (*data.skip_rows, *ranges)

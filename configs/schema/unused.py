@@ -48,6 +48,7 @@ _PLAIN_DECAY = ("adafactor", "adamw", "lion", "muon", "schedule_free_adamw", "so
 _TOKENS = {
   "training.z_loss": 0.0,
   "data.sequence_length": 0,
+  "data.sequence_length_ramp": (),
   "data.text_feature": "",
   "data.files": "",
   "data.sources": (),

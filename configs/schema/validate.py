@@ -11,7 +11,11 @@ from configs.schema import (
   lora_checks,
   mixture_checks,
   optimizer_defaults,
+<<<<<<< HEAD
   precision_checks,
+=======
+  ramp_checks,
+>>>>>>> 669d706 (Ramps of batch size and sequence length, as functions of the step)
   unused,
 )
 from input_pipeline.sources import catalog
@@ -62,6 +66,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     wrong.append(f"processes.slow_ratio={ratio}: above 1, or 0 to turn it off")
   wrong.extend(precision_checks.wrong(config))
   wrong.extend(_files(config))
+  wrong.extend(ramp_checks.wrong(config, sizes))
   wrong.extend(lora_checks.wrong(config))
   if config.model.name == "transformer":
     wrong.extend(decoder_checks.wrong(config, sizes))

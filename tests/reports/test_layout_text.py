@@ -99,3 +99,14 @@ def test_muon_s_matrices_and_how_they_move_are_below_the_activations():
     "layers/mlp/down/kernel, layers/mlp/gate/kernel, layers/mlp/up/kernel",
   ]
   assert "brings whole" not in layout_text.job_text(make_job("dp2_fsdp2_tp2", "lm"))
+
+
+def test_the_stages_of_ramps_are_listed():
+  ramps = {
+    "data.batch_size_ramp": ((0, 8), (5, 16)),
+    "data.sequence_length_ramp": ((0, 6), (7, 12)),
+  }
+  text = layout_text.job_text(make_job("dp8", "lm", **ramps, **{"training.steps": 9}), whole=False)
+  assert "steps 1 to 5: 16 rows of 6 tokens\nsteps 6 to 7: 32 rows of 6 tokens\n" in text
+  assert "steps 8 to 9: 16 rows of 12 tokens\n" in text
+  assert "steps 1 to" not in layout_text.job_text(make_job("dp8", "lm"), whole=False)

@@ -23,7 +23,7 @@ OTHERS = {
   "metrics/console metrics/device_probe metrics/goodput metrics/log_lines metrics/log_schedule "
   "metrics/profiler metrics/reader metrics/sinks metrics/throughput metrics/waiting "
   "metrics/writer parity record_schema replica_check replica_digests restore run_tokenizer saving "
-  "workdir_files workdir_owner",
+  "train_steps workdir_files workdir_owner",
 }
 
 

@@ -13,6 +13,7 @@ from etils import epath
 
 from checkpointing import restore as reading
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
+from input_pipeline.ramp import Ramp
 from input_pipeline.row_source import Source, array_source
 from processes.coordination import current
 from processes.preemption import StopRequest
@@ -38,6 +39,7 @@ TIMES = (
   "step_seconds",
   "data_wait_seconds",
   "examples_per_second",
+  "tokens_per_second",
   "goodput",
   "seconds",
   "time",
@@ -54,8 +56,8 @@ class QuickJob(Job):
   def compile(self, function, *arguments, **more):
     """Returns what was compiled for a job that computes the same."""
     config = self.config
-    rows = config.data.global_batch_size
-    key = (function.__name__, self.mesh.size, rows, config.training.steps, str(config.optimizer))
+    batch = tuple(x.shape for x in jax.tree.leaves(arguments[1:2]))
+    key = (function.__name__, self.mesh.size, batch, config.training.steps, str(config.optimizer))
     if key not in self._compiled:
       self._compiled[key] = super().compile(function, *arguments, **more)
     return self._compiled[key]
@@ -69,7 +71,11 @@ def job(strategy: str = "dp8", /, **overrides) -> Job:
   Data parallelism is over two devices: over eight, a run takes a third longer.
   """
   fewer = {"mesh.data": 2} if strategy == "dp8" else {}
-  made = make_job(strategy, "mlp", **{**KEYS, **fewer, **overrides})
+  return quick(make_job(strategy, "mlp", **{**KEYS, **fewer, **overrides}))
+
+
+def quick(made: Job) -> Job:
+  """Returns a job that shares what was compiled with others; see `job`."""
   fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
   return QuickJob(**fields)
 
@@ -105,7 +111,8 @@ def train(
   folder = epath.Path(workdir)
   batch = prepared.config.data.global_batch_size
   held_out = EvaluationBatches(held_out or source(), global_batch_size=batch)
-  data = Data(TrainingBatches(rows, global_batch_size=batch, seed=0), held_out)
+  ramp = Ramp.of(prepared.config.data)
+  data = Data(TrainingBatches(rows, global_batch_size=batch, seed=0, ramp=ramp), held_out)
   folder.mkdir(parents=True, exist_ok=True)
   record, newest = restore.check_resume(prepared, rows, folder, accept)
   start = restore.begin(prepared, folder, record, newest=newest)

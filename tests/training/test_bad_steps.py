@@ -245,7 +245,9 @@ def config(**keys) -> ConfigDict:
     "max_rollbacks": 3,
     **keys,
   }
-  return ConfigDict({"training": training, "data": {"skip_rows": (), "global_batch_size": 4}})
+  data = {"skip_rows": (), "global_batch_size": 4, "sequence_length": 0}
+  ramps = {"batch_size_ramp": (), "sequence_length_ramp": ()}
+  return ConfigDict({"training": training, "data": {**data, **ramps}})
 
 
 def judged(bad_steps, *losses) -> list[bool]:

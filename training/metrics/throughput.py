@@ -1,8 +1,12 @@
 """How fast the steps are: tokens or examples per second, and MFU."""
 
+import copy
 import time
 
+from ml_collections import ConfigDict
+
 from analysis.chips import peak_flops
+from input_pipeline.ramp import Ramp
 from models import MODELS
 from training.metrics.console import duration
 from training.setup import Job
@@ -16,15 +20,13 @@ class Meter:
     """Reads from the job what a step does."""
     config = job.config
     self._steps = config.training.steps
-    self._rows = config.data.global_batch_size
-    task = TASKS[config.task]
+    task, self._ramp = TASKS[config.task], Ramp.of(config.data)
     self._unit = task.unit
-    self._per_step = self._rows * (config.data.sequence_length if task.weighs_tokens else 1)
-    flops = MODELS[config.model.name].train_flops_per_example(config)
-    flops *= self._rows * task.sequences
+    self._per_row = config.data.sequence_length if task.weighs_tokens else 1
+    self._flops = {pieces: _flops_per_row(config, pieces) for _, pieces in self._ramp.pieces}
     self._device = job.mesh.local_devices[0]
     peak = peak_flops(self._device)
-    self._mfu_seconds = flops / (peak * job.mesh.size) if peak else None
+    self._peak = peak * job.mesh.size if peak else None
     self._paused = 0.0
     self._began = self._lap_began = time.monotonic()
     self._first_step = self._lap_step = 0
@@ -56,10 +58,10 @@ class Meter:
     values = {
       "step_seconds": seconds,
       "data_wait_seconds": (wait_seconds - self._wait) / count,
-      f"{self._unit}_per_second": self._per_step / seconds,
+      f"{self._unit}_per_second": self._per_step(step, count) / seconds,
     }
-    if self._mfu_seconds is not None:
-      values["mfu"] = self._mfu_seconds / seconds
+    if self._peak is not None:
+      values["mfu"] = self._flops_per_step(step, count) / self._peak / seconds
     self.seconds = now - self._began
     self.wait_share = (wait_seconds - self._first_wait) / max(self.seconds, 1e-9)
     self._lap_began, self._lap_step, self._wait = now, step, wait_seconds
@@ -68,6 +70,20 @@ class Meter:
       values["peak_bytes"] = stats["peak_bytes_in_use"]
     # The first lap has no steps: it marks the start of the measurement.
     return values if step > self._first_step else {}
+
+  def _per_step(self, step: int, count: int) -> float:
+    """Returns the tokens or examples per step of the last `count` of the first `step` steps."""
+    rows = self._ramp.taken(step) - self._ramp.taken(step - count)
+    # Whatever its rows are cut into: the tokens stay, and examples are those of the data set.
+    return rows / count * self._per_row
+
+  def _flops_per_step(self, step: int, count: int) -> float:
+    """Returns the FLOPs per step, likewise."""
+    stages = self._ramp.stages(step, step - count)
+    return (
+      sum((stop - first) * shape.rows * self._flops[shape.pieces] for first, stop, shape in stages)
+      / count
+    )
 
   def paused(self) -> "Pause":
     """Returns a context in which the clock is stopped (evaluation)."""
@@ -88,6 +104,16 @@ class Meter:
       left = (self._steps - step) * self.seconds / max(1, step - self._first_step)
       parts.append(f"left {duration(left)}")
     return "  ".join(parts)
+
+
+def _flops_per_row(config: ConfigDict, pieces: int) -> float:
+  """Returns the FLOPs of a row of the data set that is cut into pieces."""
+  if pieces > 1:
+    config = copy.deepcopy(config)
+    with config.unlocked():
+      config.data.sequence_length //= pieces
+  flops = MODELS[config.model.name].train_flops_per_example(config)
+  return flops * pieces * TASKS[config.task].sequences
 
 
 class Pause:

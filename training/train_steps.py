@@ -1,0 +1,50 @@
+"""The compiled train steps of a run: one for each shape of batches that its ramps have."""
+
+from collections.abc import Callable
+
+from analysis import collectives
+from input_pipeline.ramp import Ramp, Shape
+from training.metrics.console import say
+from training.metrics.waiting import Waiting
+from training.setup import Job, batch_text
+
+
+class TrainSteps:
+  """Compiles each shape once."""
+
+  def __init__(self, job: Job):
+    """Compiles nothing yet."""
+    self._job, self._ramp = job, Ramp.of(job.config.data)
+    self._compiled: dict[Shape, Callable] = {}
+
+  def compile(self, done: int) -> None:
+    """Compiles for the steps after the first `done`, and prints the last one's collectives.
+
+    All before the first of them, so that a shape which needs too much memory fails at once.
+    """
+    stages = self._ramp.stages(self._job.config.training.steps, done)
+    *early, last = dict.fromkeys(shape for *_, shape in stages) or [self._ramp.last]
+    for shape in early:
+      self._compile(shape, f" for {batch_text(self._job.config, shape)}")
+    step = self._compile(last, f" for {batch_text(self._job.config, last)}" if early else "", True)
+    rows = collectives.summarize(collectives.collectives(step.as_text(), self._job.mesh))
+    say(collectives.format_summary(rows))
+
+  def has(self, done: int) -> bool:
+    """Returns whether the step after the first `done` is compiled."""
+    return self._ramp.shape(done) in self._compiled
+
+  def after(self, done: int) -> Callable:
+    """Returns the step after the first `done`, which is compiled now where it was not."""
+    shape = self._ramp.shape(done)
+    if shape not in self._compiled:
+      self._compile(shape, f" for {batch_text(self._job.config, shape)}")
+    return self._compiled[shape]
+
+  def _compile(self, shape: Shape, of: str, listed: bool = False) -> Callable:
+    with Waiting("compiling the train step").show():
+      step = self._job.compile_train_step(*([] if shape == self._ramp.last else [shape]))
+    more = "; its collectives by mesh axis:" if listed else ""
+    say(f"compiled the train step{of} in {step.seconds:.1f} s{more}")
+    self._compiled[shape] = step.function
+    return step.function
