@@ -9,11 +9,8 @@ from configs.schema import (
   hf_model,
   lora_checks,
   optimizer_defaults,
-<<<<<<< HEAD
   precision_checks,
-=======
   ramp_checks,
->>>>>>> 669d706 (Ramps of batch size and sequence length, as functions of the step)
   recipes,
 )
 from training.tasks import TASKS

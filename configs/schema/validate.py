@@ -11,11 +11,8 @@ from configs.schema import (
   lora_checks,
   mixture_checks,
   optimizer_defaults,
-<<<<<<< HEAD
   precision_checks,
-=======
   ramp_checks,
->>>>>>> 669d706 (Ramps of batch size and sequence length, as functions of the step)
   unused,
 )
 from input_pipeline.sources import catalog

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from analysis.chips import peak_flops
+from models import MODELS
 from tests.helpers.jobs import make_job
 from training import optimizer, schedules
 from training.bad_steps import TrainingStoppedError
@@ -84,3 +86,26 @@ def test_scales_and_biases_do_not_decay():
   assert flags["layers"]["mlp_norm"]["scale"] is False
   assert flags["layers"]["mlp"]["up"]["kernel"] is True
   assert flags["embed"]["table"] is True
+
+
+def test_rates_are_those_of_the_stages_of_ramps(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr("training.metrics.throughput.time.monotonic", lambda: now[0])
+  ramps = {
+    "data.batch_size_ramp": ((0, 8), (5, 16)),
+    "data.sequence_length_ramp": ((0, 6), (7, 12)),
+  }
+  plain, job = make_job("dp8", "lm"), make_job("dp8", "lm", **ramps)
+  device = types.SimpleNamespace(device_kind="NVIDIA H200", memory_stats=dict)
+  mesh = types.SimpleNamespace(local_devices=[device], size=8)
+  meter = Meter(dataclasses.replace(job, mesh=mesh))
+  meter.start(3, wait_seconds=0.0)
+  now[0] = 10.0
+  values = meter.lap(8, wait_seconds=0.0)  # steps 4 and 5 of 8 rows, 6 to 8 of 16
+  assert values["tokens_per_second"] == pytest.approx((2 * 8 + 3 * 16) * 12 / 10)
+  # Only step 8 has rows of 12 tokens; attention of half a row costs a quarter.
+  whole, config = MODELS["transformer"].train_flops_per_example(plain.config), plain.config
+  m = config.model
+  attention = 12 * m.layers * m.heads * m.head_size * 12**2
+  flops = 16 * whole + (2 * 8 + 2 * 16) * (whole - attention / 2)
+  assert values["mfu"] == pytest.approx(flops / (10 * peak_flops(device) * 8))
