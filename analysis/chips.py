@@ -38,6 +38,7 @@ class Chip:
     network: the link between devices of a machine, if there is no torus.
     source: of the numbers except `flops`.
     flops_source: of `flops`.
+    host_bandwidth: bytes per second between a device's memory and its host's, each way.
   """
 
   name: str
@@ -55,6 +56,7 @@ class Chip:
   network: str = "NVLink"
   source: str = "[3]"
   flops_source: str = ""
+  host_bandwidth: float = 64e9  # PCIe 5, 16 lanes
 
 
 SOURCES = (
@@ -65,11 +67,12 @@ SOURCES = (
 # Sheets say GB; what a TPU's compiler and a GPU's driver find is as many GiB, or nearly.
 GIB = 2.0**30
 PCIE4, PCIE5 = 32e9, 64e9  # bytes per second each way, 16 lanes
+TPU_PCIE = 15e9  # of v6e, by [2], chapter on TPUs, question 3; assumed for the others
 
 
 def _tpu(name: str, kinds: tuple[str, ...], torus: int, *numbers: float) -> Chip:
   """Returns a TPU whose chip is one device; the numbers are in the order of the fields."""
-  more = {"source": "[1], [2]", "flops_source": "[1]"}
+  more = {"source": "[1], [2]", "flops_source": "[1]", "host_bandwidth": TPU_PCIE}
   return Chip(name, *numbers, kinds, torus=torus, wraps=4 if torus == 3 else 16, **more)
 
 
@@ -78,7 +81,7 @@ def _over_pcie(
 ) -> Chip:
   """Returns a card; a bridge, where there is one, joins only two of them and is left out."""
   numbers = (hbm_bytes, hbm_bandwidth, link, min(link, 25e9), flops)
-  more = {"source": "[3]; over PCIe", "flops_source": peak}
+  more = {"source": "[3]; over PCIe", "flops_source": peak, "host_bandwidth": link}
   return Chip(name, *numbers, (kind,), network="PCIe", **more)
 
 
@@ -93,6 +96,7 @@ _CHIPS = (
     devices_per_chip=2,
     wraps=4,
     source="[1]; a chip is two devices, which halves each number",
+    host_bandwidth=TPU_PCIE,
     flops_source="[1], a chip is two JAX devices",
   ),
   Chip(
@@ -100,16 +104,19 @@ _CHIPS = (
     latency=2e-4,
     machine=2**20,
     network="memory",
+    host_bandwidth=20e9,
     source="a guess at two cores, which the devices share",
     flops_source="a guess at two cores, which the devices share",
   ),
   Chip(
     *("a100", 80 * GIB, 2.039e12, 300e9, 25e9, 312e12, ("nvidia a100-sxm4-80gb",)),
     flops_source="[3] A100",
+    host_bandwidth=PCIE4,
   ),
   Chip(
     *("a100-40gb", 39.6 * GIB, 1.555e12, 300e9, 25e9, 312e12, ("nvidia a100-sxm4-40gb",)),
     flops_source="[3] A100",
+    host_bandwidth=PCIE4,
   ),
   _over_pcie(
     *("a100-pcie", "nvidia a100 80gb pcie", 80 * GIB, 1.935e12, PCIE4, 312e12, "[3] A100")
@@ -145,6 +152,7 @@ _CHIPS = (
     ("nvidia gh200 480gb", "nvidia gh200 120gb"),
     machine=1,
     source="[3]; one per machine",
+    host_bandwidth=450e9,
     flops_source="[3] GH200 with 96 GB of HBM3 (the name counts the processor's memory), half of "
     "sparse",
   ),
@@ -152,6 +160,7 @@ _CHIPS = (
     *("gh200-144gb", 143 * GIB, 4.9e12, 450e9, 50e9, 1979e12 / 2, ("nvidia gh200 144g hbm3e",)),
     machine=1,
     source="[3]; one per machine",
+    host_bandwidth=450e9,
     flops_source="[3] GH200, half of sparse",
   ),
   Chip(
@@ -162,7 +171,8 @@ _CHIPS = (
   Chip(
     *("gb200", 185 * GIB, 8.0e12, 900e9, 50e9, 2500e12, ("nvidia gb200",)),
     machine=72,
-    source="[3], of NVL72",
+    source="[3], of NVL72; two devices share a processor's link",
+    host_bandwidth=225e9,
     flops_source="[3] GB200 NVL72, half of sparse",
   ),
   _over_pcie(*("l4", "nvidia l4", 22.5 * GIB, 0.3e12, PCIE4, 242e12 / 2, "[3] L4, half of sparse")),

@@ -85,6 +85,7 @@ CLASSES = {
   "optimizer.name": REFUSED,  # its state is of another kind
   "optimizer.ema_decays": REFUSED,  # likewise
   "optimizer.state_dtype": REFUSED,  # likewise
+  "optimizer.state_memory": MAY_CHANGE,  # the same numbers elsewhere
   "optimizer.learning_rate": ACCEPT,
   "optimizer.schedule": ACCEPT,
   "optimizer.warmup_steps": ACCEPT,  # resumes where warm-up is over: see below

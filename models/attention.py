@@ -16,12 +16,14 @@ from models.dtypes import wide_dtype
 from models.kv_cache import Cache, update_cache
 from models.layer_pattern import Layer
 from models.layers import Linear, Norm, adapter_dropout
+from models.rematerialization import named
 from models.rope import apply_rope
 from models.token_positions import Rows
 from models.transformer_dims import KEYS, QUERIES, RESIDUAL
 from partitioning.constraints import constrain, tie_to
 from partitioning.parallel.matmuls import column_parallel, row_parallel
 from partitioning.parallel.ring_attention import Scores, ring_attention, sequence_axes
+from runtime.rematerialization import ATTENTION_OUTPUT
 
 
 def soft_cap(x: Float[Array, "*X"], cap: float) -> Float[Array, "*X"]:
@@ -152,7 +154,8 @@ class Attention(nnx.Module):
     inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
     projected = column_parallel(x_BRD, projections, RESIDUAL, inputs)
     q_BTNH, k_BTKH, v_BTKH = (
-      linear.add_bias(x) for linear, x in zip(projections, projected, strict=True)
+      named(linear.add_bias(x), name)
+      for linear, x, name in zip(projections, projected, ("query", "key", "value"), strict=True)
     )
     if self.query_key_norm:
       q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
@@ -165,6 +168,7 @@ class Attention(nnx.Module):
         *(q_BTNH, k_BTKH, v_BTKH, rows.segments_BT, layer.window),
         scores=scores,
         letters=(QUERIES, KEYS),
+        name=ATTENTION_OUTPUT,
       )
     else:
       output_BTNH, cache = self._gathered(q_BTNH, k_BTKH, v_BTKH, layer, rows, cache)
@@ -198,4 +202,4 @@ class Attention(nnx.Module):
       blocks=blocks_of(q_BTNH.shape[1]) if complete else 1,
       **given,
     )
-    return output_BTNH, cache
+    return named(output_BTNH, ATTENTION_OUTPUT), cache

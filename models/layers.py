@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from models import lora
 from models.dtypes import wide_dtype
 from models.random_rows import bernoulli_rows
+from models.rematerialization import named
 from models.transformer_dims import (
   LORA_A,
   LORA_B,
@@ -306,9 +307,12 @@ class MLP(nnx.Module):
     projections = [self.gate, self.up] if self.gated else [self.up]
     inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
     *gate, up_BTF = column_parallel(x_BRD, projections, RESIDUAL, inputs)
-    up_BTF = self.up.add_bias(up_BTF)
-    hidden_BTF = (
-      self.activation(self.gate.add_bias(gate[0])) * up_BTF if gate else self.activation(up_BTF)
-    )
+    up_BTF = named(self.up.add_bias(up_BTF), "up")
+    if gate:
+      gate_BTF = named(self.gate.add_bias(gate[0]), "gate")
+      hidden_BTF = self.activation(gate_BTF) * up_BTF
+    else:
+      hidden_BTF = self.activation(up_BTF)
+    hidden_BTF = named(hidden_BTF, "hidden")
     inputs = dropped(key=keys[1], letters="BTF", shape=hidden_BTF.shape)
     return self.down.add_bias(row_parallel(hidden_BTF, self.down, RESIDUAL, inputs))

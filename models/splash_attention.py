@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from partitioning.parallel.sharded_function import on_shards
+from runtime.rematerialization import ATTENTION_OUTPUT
 
 _BLOCKS = (512, 256, 128)  # tokens; the largest that divides a row
 
@@ -95,6 +96,7 @@ def _kernel(
     block_sizes=pallas.BlockSizes(**sizes),
     head_shards=1,
     q_seq_shards=1,
+    residual_checkpoint_name=ATTENTION_OUTPUT,  # the output, and the softmax's normalizer
     attn_logits_soft_cap=cap or None,
     interpret=interpret,
   )

@@ -32,6 +32,7 @@ from models.losses import (
   is_likeliest,
   weighted_sum,
 )
+from models.rematerialization import named, rematerialized
 from models.token_positions import Rows, rows_of
 from models.transformer_dims import PARAMETERS as PARAMETERS
 from models.transformer_dims import RESIDUAL
@@ -42,13 +43,6 @@ from partitioning.dims import Axes
 from partitioning.parallel import ring_attention
 from partitioning.parallel.matmuls import column_parallel
 from partitioning.parallel.vocabulary import chunked_logits
-
-# What the backward pass recomputes, by the value of `training.rematerialization`.
-REMATERIALIZATION = {
-  "none": None,
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  "full": jax.checkpoint_policies.nothing_saveable,
-}
 
 
 class Block(nnx.Module):
@@ -96,14 +90,18 @@ class Block(nnx.Module):
     if key is not None:
       count = 4 if self.adapter_dropout else 2
       keys = (*jax.random.split(key, count), None, None)[:4]
-    normed_BRD = self.attention_norm(x_BRD) if self.pre_norms else x_BRD
+    x_BRD = named(x_BRD, "layer_input")
+    normed_BRD = x_BRD
+    if self.pre_norms:
+      normed_BRD = named(self.attention_norm(x_BRD), "attention_input")
     update_BRD, cache = self.attention(normed_BRD, layer, rows, cache, keys[2])
+    update_BRD = named(update_BRD, "attention_update")
     if self.post_norms:
       update_BRD = self.attention_post_norm(update_BRD)
     update_BRD = self._scaled(update_BRD)
     x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[0], rows.slots_BT[0])
-    normed_BRD = self.mlp_norm(x_BRD) if self.pre_norms else x_BRD
-    update_BRD = self.mlp(normed_BRD, keys[3], rows.slots_BT[0])
+    normed_BRD = named(self.mlp_norm(x_BRD), "mlp_input") if self.pre_norms else x_BRD
+    update_BRD = named(self.mlp(normed_BRD, keys[3], rows.slots_BT[0]), "mlp_update")
     if self.post_norms:
       update_BRD = self.mlp_post_norm(update_BRD)
     update_BRD = self._scaled(update_BRD)
@@ -307,8 +305,7 @@ class Transformer(nnx.Module):
       x_BRD, _, sums = nnx.merge(graphdef, params)(x_BRD, one, layer_key, rows)
       return x_BRD, sums
 
-    if (policy := REMATERIALIZATION[self.rematerialization]) is not None:
-      layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
+    layer = rematerialized(layer, self.rematerialization)
     x_BRD, sums_L = jax.lax.scan(layer, x_BRD, (stack, every))
     return x_BRD, jax.tree.map(jnp.sum, sums_L)
 

@@ -25,6 +25,7 @@ from partitioning.dims import (
   spec_entries,
 )
 
+DEVICE, HOST = "device", "pinned_host"  # kinds of memory, as JAX names them
 # Most elements of an optimizer leaf that belongs to no parameter and is replicated.
 SMALL = 64
 Overrides = Sequence[tuple[str, tuple]]  # (name, entries of an explicit PartitionSpec)
@@ -53,6 +54,7 @@ class Placement:
     rule: the pattern that matched, or what was used instead.
     spec: the PartitionSpec, without axes of size 1.
     notes: remarks, such as a kv_heads dim that is replicated.
+    memory: `device`, or the kind of a host's memory that it is in.
   """
 
   name: str
@@ -62,6 +64,7 @@ class Placement:
   rule: str
   spec: PartitionSpec
   notes: tuple[str, ...] = ()
+  memory: str = DEVICE
 
 
 def named_leaves(tree: Any, prefix: str = "") -> dict[str, Any]:

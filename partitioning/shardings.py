@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.dims import axes_size, partition_spec, spec_axes, spec_entries
-from partitioning.rules import LayoutError, Placement, named_leaves
+from partitioning.rules import DEVICE, LayoutError, Placement, named_leaves
 
 
 def shard_shape(
@@ -84,9 +84,11 @@ def check_placed(tree: Any, placements: Mapping[str, Placement], mesh: Mesh, pre
   """
   failures = []
   for name, leaf in named_leaves(tree, prefix).items():
-    wanted = NamedSharding(mesh, placements[name].spec)
+    wanted = sharding_of(placements[name], mesh)
     if not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
       is_text = getattr(leaf.sharding, "spec", leaf.sharding)
+      if wanted.memory_kind != leaf.sharding.memory_kind:
+        is_text = f"{is_text} in {leaf.sharding.memory_kind} memory"
       failures.append(f"{name}: is sharded as {is_text}, its spec says {wanted.spec}")
   if failures:
     raise LayoutError(failures)
@@ -95,8 +97,15 @@ def check_placed(tree: Any, placements: Mapping[str, Placement], mesh: Mesh, pre
 def shardings(tree: Any, placements: Mapping[str, Placement], mesh: Mesh, prefix: str = "") -> Any:
   """Returns a tree like `tree`, with each leaf's NamedSharding."""
   return jax.tree_util.tree_map_with_path(
-    lambda path, _: NamedSharding(
-      mesh, placements[prefix + jax.tree_util.keystr(path, simple=True, separator="/")].spec
+    lambda path, _: sharding_of(
+      placements[prefix + jax.tree_util.keystr(path, simple=True, separator="/")], mesh
     ),
     tree,
   )
+
+
+def sharding_of(placement: Placement, mesh: Mesh) -> NamedSharding:
+  """Returns an array's spec on a mesh, in its memory."""
+  if placement.memory == DEVICE:
+    return NamedSharding(mesh, placement.spec)
+  return NamedSharding(mesh, placement.spec, memory_kind=placement.memory)

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,28 +31,50 @@ from training.step import make_program
 # Primitives whose results are written.
 WRITTEN = {
   *("dot_general", "conv_general_dilated", "pallas_call", "gather", "scatter", "scatter-add"),
-  *("scan", "while", "sort", "cumsum", "concatenate", "reduce_sum", "reduce_max"),
+  *("scan", "while", "sort", "cumsum", "concatenate", "reduce_sum", "reduce_max", "device_put"),
 }
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CLOSED = {"scan", "while", "pallas_call"}  # primitives whose bodies are not inspected
 
 
-def by_the_layers(job: Job) -> tuple[int, int]:
-  """Returns the bytes of saved activations of all layers, and the peak of one layer beyond them.
+class OfTheLayers(NamedTuple):
+  """Bytes per device.
 
-  For a model without a scan over layers: 0, and the peak of the model.
+  Attributes:
+    kept: saved activations of all layers, on the device.
+    most: the peak of one layer beyond them.
+    offloaded: saved activations of all layers, in the host's memory.
+  """
+
+  kept: int
+  most: int
+  offloaded: int
+
+
+def by_the_layers(job: Job) -> OfTheLayers:
+  """Returns the memory of the layers' activations.
+
+  For a model without a scan over layers only the peak, which is that of the model.
   """
   config, share = part(job)
   jaxpr = gradients(job, config)
   layers = config.model.layers if "layers" in config.model else 0
   forward, back = (_scan(jaxpr, layers, reverse=way) for way in (False, True))
   if back is None:
-    return 0, int(share * _most_at_once(jaxpr, 0, 0, 0))
+    return OfTheLayers(0, int(share * _most_at_once(jaxpr, 0, 0, 0)), 0)
   _, carried = fixed_and_carried(forward)
-  kept = sum(_bytes(job, config, x) for x in forward.outvars[carried:])
+  saved = forward.outvars[carried:]
+  kept, offloaded = (
+    sum(_bytes(job, config, x) for x in saved if is_offloaded(x) == host) for host in (False, True)
+  )
   constants, carried = fixed_and_carried(back)
   most = _most_at_once(body(back), constants, carried, carried)
-  return int(share * kept), int(share * most)
+  return OfTheLayers(int(share * kept), int(share * most), int(share * offloaded))
+
+
+def is_offloaded(x: Any) -> bool:
+  """Returns whether an array is in the host's memory."""
+  return getattr(x.aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def _scan(jaxpr: Any, layers: int, *, reverse: bool) -> core.JaxprEqn | None:

@@ -12,8 +12,10 @@ import numpy as np
 
 from models.dtypes import wide_dtype
 from partitioning.dims import axes_size, spec_axes
+from partitioning.rules import HOST
 from partitioning.shardings import bytes_per_device, shard_shape
 from planning import activation_memory
+from planning.activation_memory import OfTheLayers
 from training.setup import Job
 
 # What is allocated all the time; and only while the losses, or one layer's gradients, are computed.
@@ -22,8 +24,22 @@ _LOSSES = ("logits", "kernel of the logits")
 _LAYER = ("gradients", "activations of one layer", "collective buffers")
 
 
-def by_formula(job: Job) -> dict[str, int]:
-  """Returns part -> bytes per device; `at_once` gives the peak."""
+def of_the_host(job: Job, layers: OfTheLayers) -> dict[str, int]:
+  """Returns part -> bytes of the host's memory for one device; parts of 0 bytes are left out."""
+  state = job.placements["optimizer"].values()
+  state = sum(bytes_per_device(p, job.devices.sizes) for p in state if p.memory == HOST)
+  parts = {"optimizer state": state, "activations": layers.offloaded}
+  return {name: size for name, size in parts.items() if size}
+
+
+def by_formula(job: Job, layers: OfTheLayers | None = None) -> dict[str, int]:
+  """Returns part -> bytes per device; `at_once` gives the peak.
+
+  Args:
+    job: a prepared job.
+    layers: the memory of its layers' activations; None: traced here.
+  """
+  layers = layers or activation_memory.by_the_layers(job)
   sizes = job.devices.sizes
   parameters = list(job.placements["parameters"].values())
   there = sum(bytes_per_device(p, sizes) for p in parameters)
@@ -32,16 +48,16 @@ def by_formula(job: Job) -> dict[str, int]:
     for p in parameters
     if p.name in job.program.trained
   )
-  optimizer = sum(bytes_per_device(p, sizes) for p in job.placements["optimizer"].values())
-  kept, one = activation_memory.by_the_layers(job)
+  state = job.placements["optimizer"].values()
+  optimizer = sum(bytes_per_device(p, sizes) for p in state if p.memory != HOST)
   accumulates = job.config.training.gradient_accumulation_steps > 1
   return {
     "parameters": there,
     "gradients": trained,  # float32 or wider
     "sum of the microbatches": trained if accumulates else 0,
     "optimizer state": optimizer,
-    "activations kept": kept,
-    "activations of one layer": one,
+    "activations kept": layers.kept,
+    "activations of one layer": layers.most,
     "logits": _logits(job),
     "kernel of the logits": _unembedding(job),
     "collective buffers": _gathered(job),

@@ -7,12 +7,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from analysis import hlo
+from analysis import hlo, host_traffic
 from analysis.chips import Rates, overridden
 from analysis.collectives import collectives
 from models import MODELS
 from partitioning import shardings
-from planning import analytic, aot, memory, step_time
+from planning import activation_memory, analytic, aot, memory, step_time
+from planning.host_transfers import with_host_traffic
 from planning.suggestions import overrides_that_fit
 from planning.topology import Topology, of_devices, parse
 from training.setup import Job
@@ -33,6 +34,7 @@ class Plan:
     rates: achieved shares of the chip's constants.
     program: the compiled step; None if there is no compiler for the topology.
     memory: part -> bytes per device, by formula.
+    host_memory: part -> bytes of the host's memory for one device, by formula.
     times: of a step, from the compiled program, or by formula without a compiler; None if it does
       not fit: what cannot run has no speed.
     warnings: possible problems.
@@ -48,6 +50,12 @@ class Plan:
   times: step_time.Times | None
   warnings: tuple[str, ...]
   advice: tuple[str, ...] = ()
+  host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
+
+  @property
+  def host(self) -> tuple[step_time.HostTraffic, ...]:
+    """Returns the traffic to and from the host's memory; () if there is none or it is unknown."""
+    return self.times.host if self.times else ()
 
   @property
   def peak_bytes(self) -> int:
@@ -147,6 +155,8 @@ class Plan:
       "hbm_bytes_per_device": int(self.topology.chip.hbm_bytes),
       "memory": self.memory,
       "memory_at_once": self.memory_at_once,
+      "host_memory": self.host_memory,
+      "host_traffic": [vars(one) for one in self.host],
       "collectives": [_sent(one) for one in self.sent],
       "step_seconds": seconds,
       "tokens_per_second_per_device": self.rate,
@@ -211,15 +221,17 @@ def make(
     progress("reading the compiled program")
     compiled = hlo.parse(program.text) if program.fits else None
   progress("tracing the memory of a device")
+  layers = activation_memory.by_the_layers(ready)
   found = Plan(
     title,
     ready,
     topology,
     rates,
     program,
-    memory.by_formula(ready),
+    memory.by_formula(ready, layers),
     None,
     tuple(_warnings(ready, topology, compiled)),
+    host_memory=memory.of_the_host(ready, layers),
   )
   if not found.fits:
     progress("looking for overrides that fit")
@@ -229,9 +241,13 @@ def make(
   progress("timing the step")
   if compiled is None:
     times = analytic.times(ready, where, topology.chip, rates)
+    times = with_host_traffic(times, ready, found.host_memory, topology.chip, rates)
   else:
     sent = collectives(program.text, ready.mesh)
-    times = step_time.times(compiled, sent, where, topology.chip, rates)
+    moved = host_traffic.transfers(compiled)
+    times = step_time.times(compiled, sent, where, topology.chip, rates, moved)
+    if not moved and topology.platform == "cpu":  # its programs do not show it
+      times = with_host_traffic(times, ready, found.host_memory, topology.chip, rates)
   return dataclasses.replace(found, times=times)
 
 

@@ -1,17 +1,18 @@
 """Simulates the time of a step: its instructions in the order of the compiler's schedule.
 
-A collective overlaps with the work between its start and its end; a synchronous one is exposed.
-Loops count as often as they run.
+A collective, or a transfer to or from the host's memory, overlaps with the work between its start
+and its end; a synchronous one is exposed. Loops count as often as they run.
 """
 
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from analysis import hlo
 from analysis.chips import Chip, Rates
 from analysis.collectives import Collective
+from analysis.host_traffic import Transfer
 from analysis.roofline import FREE, Costs, Work
 from planning import interconnect
 from planning.interconnect import Places, Wire
@@ -48,6 +49,25 @@ class Sent:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostTraffic:
+  """What a device sends to its host's memory, or receives from it, in one step.
+
+  Attributes:
+    direction: of `host_traffic`.
+    bytes: per device.
+    seconds: by itself, at the bandwidth of the link.
+    exposed_seconds: the part of them that the device waits.
+    what: the arrays; "" if it is all of them, in a compiled program.
+  """
+
+  direction: str
+  bytes: int
+  seconds: float
+  exposed_seconds: float
+  what: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Times:
   """One step on one device.
 
@@ -57,6 +77,7 @@ class Times:
     memory: seconds of the HBM traffic alone.
     work: FLOPs and bytes, counted as often as they run.
     sent: the collectives.
+    host: transfers between the device's memory and its host's.
   """
 
   step: float
@@ -64,6 +85,7 @@ class Times:
   memory: float
   work: Work
   sent: tuple[Sent, ...]
+  host: tuple[HostTraffic, ...] = ()
 
   @property
   def communication(self) -> float:
@@ -75,9 +97,19 @@ class Times:
     """Returns the seconds that the device waits for them."""
     return sum(one.exposed_seconds for one in self.sent)
 
+  @property
+  def host_exposed(self) -> float:
+    """Returns the seconds that the device waits for transfers to or from its host's memory."""
+    return sum(one.exposed_seconds for one in self.host)
+
 
 def times(
-  program: hlo.Program, found: Sequence[Collective], places: Places, chip: Chip, rates: Rates
+  program: hlo.Program,
+  found: Sequence[Collective],
+  places: Places,
+  chip: Chip,
+  rates: Rates,
+  moved: Sequence[Transfer] = (),
 ) -> Times:
   """Returns how long a step takes.
 
@@ -87,8 +119,9 @@ def times(
     places: of its mesh's devices in the topology.
     chip: of a device.
     rates: achieved shares of the chip's constants.
+    moved: its transfers between the device's memory and its host's.
   """
-  walker = _Walker(program, found, places, chip, rates)
+  walker = _Walker(program, found, places, chip, rates, moved)
   step = walker.walk(hlo.Frame(program.computations[program.entry]), 1)
   sent = []
   for one in found:
@@ -98,13 +131,21 @@ def times(
     sent.append(Sent(one.kind, one.axes, one.bytes, runs, one.source, wire, seconds, waited))
   work = walker.work
   compute, memory = work.flops / walker.flops, work.bytes / walker.bandwidth
-  return Times(step, compute, memory, work, tuple(sent))
+  return Times(step, compute, memory, work, tuple(sent), tuple(walker.host_traffic(moved)))
 
 
 class _Walker:
   """Simulates the schedule with a clock."""
 
-  def __init__(self, program, found: Sequence[Collective], places, chip: Chip, rates: Rates):
+  def __init__(
+    self,
+    program,
+    found: Sequence[Collective],
+    places,
+    chip: Chip,
+    rates: Rates,
+    moved: Sequence[Transfer],
+  ):
     self._program, self._costs = program, Costs(program)
     self.flops, self.bandwidth = chip.flops * rates.matmul, chip.hbm_bandwidth * rates.memory
     self.wires = {one.name: _slowest(one, places) for one in found}
@@ -112,12 +153,25 @@ class _Walker:
       one.name: interconnect.seconds(one.kind, one.bytes, self.wires[one.name], rates)
       for one in found
     }
+    # The link to the host is apart from those to other devices, and has two directions.
+    self._links = {one.name: one.direction for one in moved}
+    bandwidth = chip.host_bandwidth * rates.link
+    self.alone |= {one.name: one.bytes / bandwidth for one in moved}
     self.waited: dict[str, float] = defaultdict(float)
     self.work = Work(0, 0)
 
+  def host_traffic(self, moved: Sequence[Transfer]) -> Iterator[HostTraffic]:
+    """Yields the sums of the transfers by direction."""
+    for direction in dict.fromkeys(one.direction for one in moved):
+      some = [(one, one.count or 1) for one in moved if one.direction == direction]
+      size = sum(runs * one.bytes for one, runs in some)
+      seconds = sum(runs * self.alone[one.name] for one, runs in some)
+      waited = sum(self.waited[one.name] for one, _ in some)
+      yield HostTraffic(direction, size, seconds, waited)
+
   def walk(self, frame: hlo.Frame, runs: int) -> float:
     """Returns the seconds of one run of a computation that runs `runs` times in a step."""
-    clock, free = 0.0, 0.0  # now, and when the links are free again
+    clock, free = 0.0, defaultdict(float)  # now, and when each link is free again
     under_way: dict[str, tuple[list[str], float]] = {}
     for instruction in frame.computation.instructions.values():
       if instruction.opcode == "while":
@@ -142,14 +196,15 @@ class _Walker:
         if not names:
           clock += lasts
           continue
-        free = max(free, clock) + sum(self.alone[name] for name in names)
+        link = self._links.get(names[0], "")
+        free[link] = max(free[link], clock) + sum(self.alone[name] for name in names)
         if instruction.opcode.endswith("-start"):
-          under_way[instruction.name] = names, free
+          under_way[instruction.name] = names, free[link]
         elif instruction.opcode == "send":
-          under_way[_meeting(instruction)] = names, free
+          under_way[_meeting(instruction)] = names, free[link]
         else:  # synchronous, or fused with matmuls that run at the same time
           clock += lasts if instruction.opcode == "fusion" else 0.0
-          clock += self._wait(names, free - clock, runs)
+          clock += self._wait(names, free[link] - clock, runs)
     return clock
 
   def _wait(self, names: list[str], seconds: float, runs: int) -> float:

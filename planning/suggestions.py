@@ -12,9 +12,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.schema import unused
+from configs.schema import memory_checks, unused
 from planning import aot, memory
 from planning.topology import Topology
+from runtime import rematerialization
 from training.setup import Job
 
 MOST = 3  # pieces of advice
@@ -62,17 +63,19 @@ def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict
   """Yields changes that might fit, those that cost the least time first."""
   sizes, training = ready.devices.sizes, ready.config.training
   split = {"mesh.data": 1, "mesh.fsdp": sizes["data"] * sizes["fsdp"]}
-  recompute = {"training.rematerialization": "full"}
   one_slice = not ready.devices.slices
-  steps = []
+  steps: list[dict[str, Any]] = []
   if sizes["data"] > 1 and one_slice:
     steps.append(split)
-  used = "training.rematerialization" not in unused.of_model(ready.config)
-  if used and training.rematerialization != "full":
+  with_split = bool(steps)
+  for recompute in _recomputing(ready):
     steps.append(recompute)
-    if steps[0] is split:
+    if with_split:
       steps.append({**split, **recompute})
   most = {key: value for step in steps for key, value in step.items()}
+  on_host = ready.config.optimizer.state_memory == "host"
+  if not on_host and not any(memory_checks.on_the_device(ready.config.optimizer)):
+    steps.append({**most, "optimizer.state_memory": "host"})
   rows = ready.config.data.global_batch_size // (sizes["data"] * sizes["fsdp"])
   count = training.gradient_accumulation_steps
   if rows >= 2 * count:
@@ -80,6 +83,25 @@ def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict
   yield from ((topology, step) for step in steps)
   if one_slice and topology.platform != "cpu":  # more simulated devices have no more memory
     yield from _larger(ready, topology, most)
+
+
+def _recomputing(ready: Job) -> Iterator[dict[str, str]]:
+  """Yields other values of `training.rematerialization`, those that cost the least time first.
+
+  Matmuls are not computed again, then they are, then the input of each layer is offloaded too: it
+  is moved while the layer is computed.
+  """
+  key = "training.rematerialization"
+  if key in unused.of_model(ready.config):
+    return
+  names = rematerialization.names_of(ready.config.model)
+  now = rematerialization.parse(ready.config.training.rematerialization, names)
+  presets = rematerialization.PRESETS
+  weaker = presets.index(now.preset) if now.preset and not now.given else 0
+  for preset in presets[weaker + 1 :]:
+    yield {key: preset}
+  if names and now.by_name[rematerialization.LAYER_INPUT] != rematerialization.OFFLOAD:
+    yield {key: "full,layer_input=offload"}
 
 
 def _larger(

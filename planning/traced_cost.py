@@ -21,7 +21,7 @@ from training.setup import Job
 
 _VIEWS = {"slice", "dynamic_slice", "squeeze", "split"}  # read where they are used
 _SAME = {
-  *("optimization_barrier", "sharding_constraint", "copy", "pvary", "pcast"),
+  *("optimization_barrier", "sharding_constraint", "copy", "pvary", "pcast", "name"),
   *("reshape", "transpose", "expand_dims"),
 }
 # They read whole arrays: what is elementwise is not fused into them.
@@ -141,6 +141,8 @@ class _Tracer:
       )  # read, and read and written there
     elif name == "dynamic_update_slice":
       self._note(0, 2 * activation_memory.bytes_of(equation.invars[1]), runs)
+    elif name == "device_put":  # between the memories of device and host: HBM has one end of it
+      self._note(0, results, runs)
     elif name in activation_memory.WRITTEN:
       there = sum(_read(x, behind) for x, behind in zip(equation.invars, read, strict=True))
       self._note(_flops(equation), there + results, runs, wide=_wide(equation))

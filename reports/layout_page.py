@@ -17,10 +17,11 @@ from partitioning.constraints import Constraint
 from partitioning.mesh import mesh_text
 from partitioning.rules import Placement
 from partitioning.shardings import bytes_per_device, shape_text, size_text, spec_text
+from planning import named_activations
 from reports import drawings
 from reports.grid import Sheet
 from reports.html import render
-from reports.layout_text import matrix_lines
+from reports.layout_text import CHOICES, matrix_lines
 from training.setup import Job
 
 
@@ -88,6 +89,32 @@ class Side:
       }
       for c in self.job.activations.seen
     ]
+
+  @property
+  def rematerialization(self) -> str:
+    """Returns `training.rematerialization`."""
+    return self.job.config.training.rematerialization
+
+  @property
+  def named(self) -> list[dict[str, str]]:
+    """Returns the named activations of a layer, what they take, and what happens to them."""
+    return [
+      {
+        "name": one.name,
+        "dims": ", ".join(self.dims(one.letters)),
+        "shape": shape_text(one.shape),
+        "spec": spec_text(one.spec, len(one.shape)),
+        "size": size_text(one.bytes),
+        "choice": one.choice,
+      }
+      for one in named_activations.of_job(self.job)
+    ]
+
+  @property
+  def named_sums(self) -> list[tuple[str, str]]:
+    """Returns what is saved, offloaded and recomputed."""
+    sums = named_activations.sums(named_activations.of_job(self.job))
+    return [(CHOICES[choice], size_text(size)) for choice, size in sums.items()]
 
   def dims(self, letters: str) -> tuple[str, ...]:
     """Returns `("D model", "F feedforward")`."""

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from partitioning import shardings
 from partitioning.dims import Legend
-from partitioning.rules import Placement
+from partitioning.rules import HOST, Placement
 from partitioning.shardings import (
   bytes_per_device,
   copies,
@@ -20,10 +20,20 @@ from partitioning.shardings import (
   size_text,
   spec_text,
 )
+from planning import named_activations
+from planning.named_activations import Named
 from reports import drawings
+from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
 from training import gradient_reduction
 from training.optimizer import matrix_groups
 from training.setup import Job, stage_lines
+
+# What becomes of an activation's bytes, by its choice.
+CHOICES = {
+  SAVE: "saved on the device",
+  OFFLOAD: "offloaded to the host's memory",
+  RECOMPUTE: "not saved, recomputed",
+}
 
 
 def legend_text(legend: Legend) -> str:
@@ -122,7 +132,10 @@ def job_text(job: Job, *, whole: bool = True) -> str:
   parameters = sections["parameters"]
   held = [*parameters, *sections["optimizer"]]
   count = sum(math.prod(p.shape) for p in parameters)
-  per_device = sum(shardings.bytes_per_device(p, sizes) for p in held)
+  per_device, on_host = (
+    sum(shardings.bytes_per_device(p, sizes) for p in held if (p.memory == HOST) == host)
+    for host in (False, True)
+  )
   replicated = shardings.replicated_bytes(held, sizes)
   lines = [legend_text(job.legend)] if whole else []
   lines.append(table_text(sections, sizes, whole=whole))
@@ -131,6 +144,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     if ways := ways_text(every, job.mesh):
       lines += ["the devices that hold each block, a drawing per sharding:", "", ways, ""]
     lines += ["activations, in the order of the forward pass:", *_activation_lines(job), ""]
+    if named := named_activations.of_job(job):
+      lines += [named_text(named, job), ""]
     if matrices := matrix_lines(job):
       matrices = [f"  {line}" for line in matrices]
       lines += ["matrices that the optimizer brings whole to devices, and back:", *matrices, ""]
@@ -140,8 +155,24 @@ def job_text(job: Job, *, whole: bool = True) -> str:
   lines.append(
     f"{count:,} parameters; with optimizer state {shardings.size_text(per_device)} per device, "
     f"of which {shardings.size_text(replicated)} are replicated on every device"
+    + (f"; {shardings.size_text(on_host)} of it in the host's memory" if on_host else "")
   )
   return "\n".join(lines)
+
+
+def named_text(named: Sequence[Named], job: Job) -> str:
+  """Returns the table of named activations: bytes of all layers, and what happens to them."""
+  table = plain_table("activation of a layer", "dims", "shape", "spec")
+  table.add_column("bytes/device, all layers", justify="right")
+  table.add_column(f"rematerialization={job.config.training.rematerialization}", no_wrap=True)
+  for one in named:
+    spec = spec_text(one.spec, len(one.shape))
+    texts = one.name, one.letters, shape_text(one.shape), spec, size_text(one.bytes), one.choice
+    table.add_row(*texts)
+  table.add_section()
+  for choice, size in named_activations.sums(named).items():
+    table.add_row(CHOICES[choice], "", "", "", size_text(size), "", style="bold")
+  return drawings.plain(table)
 
 
 def matrix_lines(job: Job) -> list[str]:

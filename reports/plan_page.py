@@ -32,6 +32,7 @@ def html(plan: Plan, *, command: str = "") -> str:
     advice=plan.advice,
     memory=_memory(plan),
     **_communication(plan),
+    host=_host(plan),
     time_lines=plan_text.time_lines(plan),
     times=_times(plan),
     parameters=Arrays(sides).section("parameters"),
@@ -60,6 +61,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
   sums = [("peak, by formula", peak)]
   if plan.program:
     sums.append(("peak, by the compiler", size_text(plan.peak_bytes)))
+  sums += [(f"in the host's memory: {k}", size_text(size)) for k, size in plan.host_memory.items()]
   return {
     "bars": bars,
     "limit": limit_text,
@@ -98,6 +100,22 @@ def _communication(plan: Plan) -> dict[str, list[dict[str, Any]]]:
       for one in sorted(plan.sent, key=lambda one: -one.seconds)
     ],
   }
+
+
+def _host(plan: Plan) -> list[dict[str, Any]]:
+  """Returns the transfers to and from the host's memory."""
+  most = max([one.seconds for one in plan.host], default=0) or 1
+  return [
+    {
+      **{"direction": one.direction, "what": one.what or "all"},
+      "numbers": [
+        size_text(one.bytes),
+        *map(plan_text.duration, (one.seconds, one.exposed_seconds)),
+      ],
+      "percent": 100 * one.seconds / most,
+    }
+    for one in plan.host
+  ]
 
 
 def _runs(row: Any) -> list[str]:

@@ -38,6 +38,8 @@ def text(plan: Plan, *, width: int = 110) -> str:
   console.print(_memory(plan))
   if plan.sent:
     console.print(_collectives(plan))
+  if plan.host:
+    console.print(_host(plan))
   for line in [*time_lines(plan), *(f"warning: {warning}" for warning in plan.warnings)]:
     console.print(line, soft_wrap=True)
   return out.getvalue().rstrip()
@@ -86,6 +88,8 @@ def _memory(plan: Plan) -> Table:
   table.add_row("peak, by formula", size_text(plan.memory_at_once))
   if plan.program:
     table.add_row("peak, by the compiler", size_text(plan.peak_bytes))
+  for part, size in plan.host_memory.items():
+    table.add_row(f"in the host's memory: {part}", size_text(size))
   return table
 
 
@@ -111,6 +115,25 @@ def _collectives(plan: Plan) -> Table:
   return table
 
 
+def _host(plan: Plan) -> Table:
+  table = _table("transfers of a step", ("direction", "arrays"), ("bytes", "ms", "exposed ms"))
+  for one in plan.host:
+    times = (f"{1e3 * value:,.1f}" for value in (one.seconds, one.exposed_seconds))
+    table.add_row(one.direction, one.what or "all", size_text(one.bytes), *times)
+  return table
+
+
+def host_line(plan: Plan) -> str:
+  """Returns whether the traffic to and from the host's memory is hidden by compute."""
+  size, waited = sum(one.bytes for one in plan.host), plan.times.host_exposed
+  share = 1 - waited / max(sum(one.seconds for one in plan.host), 1e-12)
+  speed = f"{plan.topology.chip.host_bandwidth / 1e9:.3g} GB/s each way"
+  return (
+    f"host memory: {size_text(size)} moved per step and device over {speed}, "
+    f"{100 * share:.0f} % hidden (exposed {duration(waited)})"
+  )
+
+
 def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
   table = Table(title=title, title_justify="left", box=None, pad_edge=False)
   for name in left:
@@ -125,7 +148,8 @@ def terms(plan: Plan) -> dict[str, float]:
   if plan.times is None:
     return {}
   times = plan.times
-  return {"compute": times.compute, "HBM": times.memory, "communication": times.communication}
+  found = {"compute": times.compute, "HBM": times.memory, "communication": times.communication}
+  return found | ({"host memory": sum(one.seconds for one in times.host)} if times.host else {})
 
 
 def constants(plan: Plan) -> str:
@@ -180,11 +204,13 @@ def time_lines(plan: Plan) -> list[str]:
     f"step: {duration(expected)} ({duration(low)} to {duration(high)}), {plan.rate:,.0f} "
     f"{plan.unit}/s per device, MFU {100 * plan.mfu():.1f} % ({100 * plan.mfu(causal=True):.1f} % "
     "with causal attention counted half)",
-    f"roofline: {parts} (exposed {duration(plan.times.exposed)})",
+    f"roofline: {parts} (exposed {duration(plan.times.exposed + plan.times.host_exposed)})",
     f"largest term: {max(terms(plan), key=terms(plan).get)}",
     constants(plan),
     accuracy(plan),
   ]
+  if plan.host:
+    lines.insert(2, host_line(plan))
   budget = f"budget: {number(plan.token_budget)} {plan.unit} take {number(plan.chip_hours)} "
   budget += "chip-hours"
   return [*lines, budget if plan.cost is None else f"{budget} and cost {plan.cost:,.2f}"]

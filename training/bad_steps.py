@@ -353,6 +353,7 @@ def _upgraded_optimizer(keys: Mapping[str, Any]) -> dict[str, Any]:
     "clip_quantile": 0.0,
     "clip_window": 50,
     "ema_decays": (),
+    "state_memory": "device",
     **keys,
   }
 

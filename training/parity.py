@@ -31,6 +31,7 @@ SGD = {
   "optimizer.clip_groups": False,
   "optimizer.clip_quantile": 0.0,
   "optimizer.ema_decays": (),
+  "optimizer.state_memory": "device",
   "optimizer.learning_rate": 0.05,
   "optimizer.warmup_steps": 0,
   "optimizer.warmup_tokens": 0,

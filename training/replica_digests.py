@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from partitioning.rules import HOST
+
 # Odd, so that multiplying by them modulo 2**32 can be undone; MurmurHash3's finalizer has the last
 # two, the first is 2**32 over the golden ratio.
 _PLACE, _MIX_1, _MIX_2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
@@ -58,13 +60,24 @@ def digest_program(
   def own(blocks: Sequence[jax.Array]) -> jax.Array:
     return jnp.stack(digests(blocks)).reshape(1, -1)
 
-  return jax.shard_map(
+  program = jax.shard_map(
     own,
     mesh=mesh,
     in_specs=([leaf.sharding.spec for leaf in leaves.values()],),
     out_specs=PartitionSpec(mesh.axis_names),
     check_vma=False,  # the result differs between devices if replicas do
   )
+  hosted = [leaf.sharding.memory_kind == HOST for leaf in leaves.values()]
+  if not any(hosted):
+    return program
+
+  def fetching(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Brings to the device what is in host memory."""
+    pairs = zip(arrays, hosted, strict=True)
+    device = jax.memory.Space.Device
+    return program([jax.device_put(x, device) if host else x for x, host in pairs])
+
+  return fetching
 
 
 def digests(blocks: Sequence[jax.Array]) -> list[jax.Array]:

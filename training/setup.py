@@ -18,10 +18,11 @@ from partitioning import shardings
 from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.dims import Legend, Table
 from partitioning.mesh import make_mesh
-from partitioning.rules import Placement, named_leaves
+from partitioning.rules import DEVICE, Placement, named_leaves
 from partitioning.verdict import TABLES, Layout, check_layout
 from runtime.devices import Devices, memory_bytes
 from training.gradient_reduction import reduced_once_over
+from training.optimizers import host_state
 from training.state import State, merged, split
 from training.step import Program, abstract_batch, make_program
 from training.tasks import TASKS
@@ -222,6 +223,10 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
   layout = _check_layout(config, legend, program, state, batch, mesh)
   _check_ramp(config, legend, program, state, mesh)
   placements = layout.placements
+  if config.optimizer.state_memory == "host":
+    trained, _ = program.split(state.params)
+    moved = host_state.on_host(placements["optimizer"], program.stacked, trained, state.optimizer)
+    placements = {**placements, "optimizer": moved}
   if not devices.described:  # a plan says whether it fits devices that are not attached
     _check_memory(config, placements, devices)
   placed = shardings.shardings(state.params, placements["parameters"], mesh)
@@ -305,6 +310,8 @@ def _check_layout(config, legend, program, state, batch, mesh) -> Layout:
 def _check_memory(config, placements, devices: Devices) -> None:
   """Refuses a state that is larger than the memory, before anything is allocated."""
   held = [*placements["parameters"].values(), *placements["optimizer"].values()]
+  if not devices.simulated:  # else all memory is this machine's
+    held = [p for p in held if p.memory == DEVICE]
   needed = sum(shardings.bytes_per_device(p, devices.sizes) for p in held)
   where = "per device"
   if devices.simulated:

@@ -16,10 +16,10 @@ from models.dtypes import wide_dtype
 from models.losses import Batch, Sums
 from partitioning.dims import Legend
 from partitioning.parallel.batch_region import summed_over_batch_parts
-from partitioning.rules import named_leaves
+from partitioning.rules import letters_of, named_leaves
 from training import clipping
 from training.optimizer import make_optimizer
-from training.optimizers import stochastic_rounding
+from training.optimizers import host_state, stochastic_rounding
 from training.optimizers.schedule_free import gradient_point
 from training.schedules import learning_rate_schedule
 from training.state import State, merged, split, trainable
@@ -208,10 +208,15 @@ class Program:
     trained = wide(trained)
     # optax raises decays to an integer count, which strict promotion (on in the tests) forbids.
     with jax.numpy_dtype_promotion("standard"):
-      updates, optimizer = self.optimizer.update(grads, state.optimizer, trained)
+      if self.config.optimizer.state_memory == "host":
+        trained, optimizer = host_state.update(
+          *(self.optimizer, self.stacked, optax.apply_updates, grads, state.optimizer, trained)
+        )
+      else:
+        updates, optimizer = self.optimizer.update(grads, state.optimizer, trained)
+        trained = optax.apply_updates(trained, updates)
       rate = self.schedule(state.step)
-    trained = self.rounded(optax.apply_updates(trained, updates), state.step)
-    return merged(trained, frozen), optimizer, rate
+    return merged(self.rounded(trained, state.step), frozen), optimizer, rate
 
   def rounded(self, params: Any, step: jax.Array) -> Any:
     """Returns updated parameters as they are stored, rounded if that is in bfloat16."""
@@ -224,6 +229,11 @@ class Program:
       for name, x in named_leaves(params, "params/").items()
     ]
     return jax.tree.unflatten(jax.tree.structure(params), rounded)
+
+  def stacked(self, name: str) -> bool:
+    """Returns whether a parameter's first dim is that of the stacked layers."""
+    rules = MODELS[self.config.model.name].parameters(self.config)
+    return letters_of(name, rules).startswith("L")
 
 
 def abstract_batch(

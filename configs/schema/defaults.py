@@ -78,7 +78,9 @@ def training(**keys) -> dict:
     # bfloat16 on accelerators, else parameter_dtype, but at least float32
     "compute_dtype": config_dict.placeholder(str),
     "matmul_precision": config_dict.placeholder(str),  # default, high or highest
-    "rematerialization": "none",  # none, dots (save matmul outputs) or full (save layer inputs)
+    # What a layer saves for its backward pass: none (everything), dots (results of matmuls), full
+    # (its input), or by name: "full,query=save,key=save,layer_input=offload" (docs/memory.md)
+    "rematerialization": "none",
     # splash (JAX's flash attention for TPUs, the default there where it applies) or xla.
     "attention_kernel": config_dict.placeholder(str),
     # Times the squared logarithm of the softmax's normalizer, added to each token's loss; 0: off
@@ -111,6 +113,8 @@ def optimizer(**keys) -> dict:
     # Of moments between steps: float32, bfloat16 or int8 (8 bits, in blocks of 128 elements); by
     # default as training.parameter_dtype. Arrays of fewer than 4096 elements are float32 or wider
     "state_dtype": config_dict.placeholder(str),
+    # Where its state is between updates: device, or host, from where it is brought layer by layer
+    "state_memory": "device",
     # At its peak; AdamW's is 8e-3 of lm, 2e-3 of mlp, 3e-4 of presets, and other optimizers follow
     # (docs/optimizers.md); mlp_tutorial: 1e-5
     "learning_rate": 1e-3,

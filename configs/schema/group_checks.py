@@ -11,7 +11,7 @@ from runtime.suggest import nearest
 EXAMPLE = '({"parameters": "embed/*", "learning_rate": 1e-3, "weight_decay": 0.0},)'
 # Keys of `optimizer` that a group may not have for itself.
 SHARED = (
-  *("groups", "ema_decays", "state_dtype", "schedule", "final_fraction"),
+  *("groups", "ema_decays", "state_dtype", "state_memory", "schedule", "final_fraction"),
   *("clip_groups", "clip_quantile", "clip_window"),
   *("warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens", "decay"),
 )

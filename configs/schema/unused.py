@@ -10,7 +10,7 @@ from training.tasks import DPO, TASKS
 
 # Keys of `optimizer` that every optimizer uses.
 _GENERAL = (
-  *("name", "arguments", "state_dtype", "learning_rate", "groups", "ema_decays"),
+  *("name", "arguments", "state_dtype", "state_memory", "learning_rate", "groups", "ema_decays"),
   *("clip_norm", "clip_groups", "clip_quantile", "clip_window"),
   *("schedule", "final_fraction", "warmup_steps", "warmup_tokens"),
   *("decay_steps", "decay_tokens", "decay"),

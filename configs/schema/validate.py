@@ -9,6 +9,7 @@ from configs.schema import (
   decoder_checks,
   group_checks,
   lora_checks,
+  memory_checks,
   mixture_checks,
   optimizer_defaults,
   precision_checks,
@@ -24,7 +25,6 @@ from training.metrics.sinks import SINKS
 from training.tasks import DPO, TASKS
 
 MATMUL_PRECISIONS = ("default", "high", "highest")
-REMATERIALIZATIONS = ("none", "dots", "full")
 ATTENTION_KERNELS = ("xla", "splash")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 DECAYS = ("linear", "1-sqrt")
@@ -65,6 +65,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   wrong.extend(_files(config))
   wrong.extend(ramp_checks.wrong(config, sizes))
   wrong.extend(lora_checks.wrong(config))
+  wrong.extend(memory_checks.wrong(config))
   if config.model.name == "transformer":
     wrong.extend(decoder_checks.wrong(config, sizes))
   if wrong:
@@ -218,7 +219,6 @@ def _dpo(config: ConfigDict) -> Iterator[str]:
 def _choices(config: ConfigDict) -> list[str]:
   task = TASKS[config.task]
   choices = {
-    "training.rematerialization": REMATERIALIZATIONS,
     "training.matmul_precision": MATMUL_PRECISIONS,
     "training.attention_kernel": ATTENTION_KERNELS if task.of_tokens else ("xla",),
     "training.on_bad_step": ON_BAD_STEP,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from partitioning.constraints import automatic_layout, current_layout, manual_axes, tie_to
@@ -120,6 +121,7 @@ def ring_attention(
   *,
   scores: Scores,
   letters: tuple[str, str],
+  name: str = "",
 ) -> jax.Array:
   """Causal self-attention over a sequence that mesh axes split.
 
@@ -132,6 +134,8 @@ def ring_attention(
     window: number of slots that a query attends to, its own being the last; None: its full past.
     scores: how scores are computed.
     letters: the legend's letters of the queries, and of the keys and values.
+    name: of the output and the softmax's normalizer, for the policy of a surrounding
+      `jax.checkpoint`; "": none.
 
   Returns:
     B T N H, sharded as the queries.
@@ -146,7 +150,7 @@ def ring_attention(
     return q_BTNH  # the dims cannot be sharded so, which `constrain` has recorded
   queries, keys, rows = (one.spec for one in found)
   same = _split(queries, 2, sizes) == _split(keys, 2, sizes)
-  ring = _Ring(around, scores)
+  ring = _Ring(around, scores, name)
   # A device derives its place in the ring from its slots, not from its axis index: JAX would hoist
   # what depends on no argument into a shard_map without arguments, which XLA rejects.
   slots_T = jnp.asarray(zigzag_order(q_BTNH.shape[1], ring_size(of_queries[1])))
@@ -211,10 +215,15 @@ class _KVBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-  """The static description of a ring: its mesh axes, and how scores are computed."""
+  """The static description of a ring: its mesh axes, the scores, the name of its output."""
 
   axes: Axes
   scores: Scores
+  name: str = ""
+
+  def named(self, x: jax.Array) -> jax.Array:
+    """Returns x under the ring's name, if it has one."""
+    return checkpoint_name(x, self.name) if self.name else x
 
   def slots(self, device: jax.Array, length: int) -> jax.Array:
     """Returns int32 [length]: the slots that a device of the ring holds."""
@@ -312,8 +321,8 @@ def _forward(ring: _Ring, q, k, v, facts: _QueryFacts):
     total = add(block, total, rows, columns, facts.slots_T)
   (total, _), _ = jax.lax.scan(step, (total, block), ring.steps())
   sums, largest, weight = total
-  out = jnp.swapaxes(sums / weight[..., None], 1, 2).astype(v.dtype)
-  return out, (q, k, v, facts, out, largest + jnp.log(weight))
+  out = ring.named(jnp.swapaxes(sums / weight[..., None], 1, 2).astype(v.dtype))
+  return out, (q, k, v, facts, out, ring.named(largest + jnp.log(weight)))
 
 
 def _update_softmax(scores: Scores, total, q_BTNH, k_BSNH, v_BSNH, masked):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from planning import activation_memory, memory
+from planning import activation_memory, memory, named_activations
 from tests.helpers.jobs import make_job
 
 # Of the small decoder: rows, tokens, model, heads, key/value heads, head, feed-forward, layers.
@@ -35,6 +35,34 @@ def test_dots_saves_the_matmuls_that_the_backward_pass_reads():
   assert kept("dp4_tp2", **dots) == L * B // 4 * T * (D + products) * WIDE
 
 
+def test_named_activations_are_on_the_device_or_on_the_host():
+  """They are the numbers of the letters, which `layout` shows."""
+  text = "query=save,gate=offload,layer_input=offload,attention_input=save"
+  job = make_job("dp4_tp2", "lm", **{"training.rematerialization": text})
+  found = activation_memory.by_the_layers(job)
+  tokens = L * B // 4 * T * WIDE
+  assert found.kept == tokens * (N * H // 2 + D)
+  assert found.offloaded == tokens * (F // 2 + D)
+  named = named_activations.of_job(job)
+  sums = named_activations.sums(named)
+  assert (sums["save"], sums["offload"]) == (found.kept, found.offloaded)
+  assert memory.of_the_host(job, found) == {"activations": found.offloaded}
+  [key] = [one for one in named if one.name == "key"]
+  assert (key.bytes, key.choice) == (tokens * K * H // 2, "recompute")
+  assert named_activations.of_job(make_job("dp8", "mlp")) == []
+
+
+def test_the_host_has_the_optimizer_state_of_the_layers():
+  [here, there] = (
+    make_job("dp4_tp2", "lm", **{"optimizer.state_memory": where}) for where in ("device", "host")
+  )
+  parts, moved = memory.by_formula(here), memory.by_formula(there)
+  on_host = memory.of_the_host(there, activation_memory.by_the_layers(there))["optimizer state"]
+  kernels = D * N * H + D * 2 * K * H + N * H * D + 3 * D * F
+  assert on_host == 2 * WIDE * L * (kernels // 2 + 2 * D)
+  assert parts["optimizer state"] - moved["optimizer state"] == on_host
+
+
 def test_as_many_chunks_of_the_loss_as_layers_are_no_layers():
   [two, three] = (
     activation_memory.by_the_layers(
@@ -62,9 +90,9 @@ def test_scores_are_what_one_layer_holds_of_long_rows():
 
 @pytest.mark.parametrize("recipe", ["mlp", "mlp_tutorial"])
 def test_without_layers_all_of_a_model_is_one(recipe):
-  of_all, one = activation_memory.by_the_layers(make_job("dp8", recipe))
-  assert of_all == 0
-  assert one >= 2 * (40 + 56) * WIDE
+  found = activation_memory.by_the_layers(make_job("dp8", recipe))
+  assert found.kept == found.offloaded == 0
+  assert found.most >= 2 * (40 + 56) * WIDE
 
 
 def test_what_is_elementwise_is_computed_where_it_is_read():

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from analysis import hlo
+from analysis import hlo, host_traffic
 from analysis.chips import CHIPS
 from analysis.collectives import collectives
 from planning import step_time
@@ -15,7 +15,12 @@ from tests.planning.programs import IDEAL
 
 # A product of 2e9 operations takes 1 s; an all-reduce of 4 kB takes 1 s (2 V / W); memory is free.
 CHIP = dataclasses.replace(
-  CHIPS["v5e"], flops=2e9, hbm_bandwidth=1e30, link_bandwidth=2 * 8e3, wraps=16
+  CHIPS["v5e"],
+  flops=2e9,
+  hbm_bandwidth=1e30,
+  link_bandwidth=2 * 8e3,
+  wraps=16,
+  host_bandwidth=4e3,
 )
 PRODUCT = "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 HEAD = """HloModule m, is_scheduled=true
@@ -35,7 +40,8 @@ def times(body: str, before: str = "") -> step_time.Times:
   found = in_order(parse("v5e:1x8"), 8)
   found = dataclasses.replace(found, topology=dataclasses.replace(found.topology, chip=CHIP))
   mesh = make_mesh(data=8)
-  return step_time.times(hlo.parse(text), collectives(text, mesh), found, CHIP, IDEAL)
+  moved = host_traffic.transfers(hlo.parse(text))
+  return step_time.times(hlo.parse(text), collectives(text, mesh), found, CHIP, IDEAL, moved)
 
 
 START = """
@@ -83,6 +89,36 @@ def test_two_collectives_share_the_links():
   )
   assert found.step == pytest.approx(2.0)
   assert [one.exposed_seconds for one in found.sent] == pytest.approx([0.0, 1.0], abs=1e-9)
+
+
+FETCH = """
+  %h = f32[1000]{0:S(5)} parameter(2)
+  %f = (f32[1000]{0}, f32[1000]{0:S(5)}, u32[]) copy-start(%h)
+"""
+
+
+@pytest.mark.parametrize(("products", "exposed"), [(1, 0.0), (0, 1.0)])
+def test_what_is_fetched_from_the_host_is_hidden_by_work(products, exposed):
+  """The link to the host is another than the one of the collective beside it."""
+  lines = [f"  %p{i} = f32[1000,1000]{{1,0}} {PRODUCT}" for i in range(products)]
+  found = times(
+    f"{START}{FETCH}  %s = f32[1000]{{0}} all-reduce-start(%v), {GROUPS}\n"
+    + "\n".join(lines)
+    + "\n  %d = f32[1000]{0} all-reduce-done(%s)\n  ROOT %e = f32[1000]{0} copy-done(%f)"
+  )
+  assert found.step == pytest.approx(1.0)
+  [host] = found.host
+  assert (host.direction, host.bytes, host.seconds) == ("from host", 4000, pytest.approx(1.0))
+  # Without a product the collective waits first, and the fetch is done by then.
+  assert found.exposed == pytest.approx(exposed, abs=1e-9)
+  assert found.host_exposed == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_synchronous_copy_to_the_host_is_exposed():
+  found = times(f"{START}  ROOT %h = f32[1000]{{0:S(5)}} copy(%v)")
+  [host] = found.host
+  assert (host.direction, host.exposed_seconds) == ("to host", pytest.approx(1.0))
+  assert found.step == pytest.approx(1.0)
 
 
 LOOP = f"""

@@ -87,6 +87,18 @@ def test_two_models_side_by_side_show_both_shapes():
   assert "[3, 12, 20] | [3, 12, 40]" in row(text, "up/kernel")
 
 
+def test_named_activations_and_what_happens_to_them_are_below_the_constraints():
+  changes = {"training.rematerialization": "query=save,gate=offload"}
+  text = layout_text.job_text(make_job("dp4_tp2", "lm", **changes))
+  rows = [" ".join(line.split()) for line in text.splitlines()]
+  assert "query BTNH [16, 12, 8, 6] (data, -, tensor, -) 9.0 KiB save" in rows
+  assert "gate BTF [16, 12, 56] (data, -, tensor) 10.5 KiB offload" in rows
+  assert "key BTKH [16, 12, 4, 6] (data, -, tensor, -) 4.5 KiB recompute" in rows
+  assert "offloaded to the host's memory 10.5 KiB" in rows
+  assert "saved on the device 24.0 KiB" in rows  # with the layers' input
+  assert "attention_output" not in layout_text.job_text(make_job("dp8", "mlp"))
+
+
 def test_muon_s_matrices_and_how_they_move_are_below_the_activations():
   text = layout_text.job_text(make_job("dp2_fsdp2_tp2", "lm", **{"optimizer.name": "muon"}))
   _, _, said = text.partition("matrices that the optimizer brings whole to devices, and back:\n")

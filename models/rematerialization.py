@@ -1,0 +1,49 @@
+"""Rematerialization by name: the policies of `training.rematerialization`.
+
+`runtime.rematerialization` has the names and reads the key.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from partitioning.rules import HOST
+from runtime.rematerialization import LAYER_INPUT, NAMES, OFFLOAD, SAVE, parse
+
+# Preset -> its policy without exceptions; None: no rematerialization.
+_POLICIES = {
+  "none": None,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def named(x: jax.Array, name: str) -> jax.Array:
+  """Returns an activation under its name, one of `NAMES`.
+
+  Outside of a matmul's own `jax.checkpoint`: the policy of the layer's does not see inside.
+  """
+  assert name in NAMES, name
+  return checkpoint_name(x, name)
+
+
+def rematerialized(layer: Callable, text: str) -> Callable:
+  """Returns a layer's function, whose backward pass finds of its activations what `text` says.
+
+  Args:
+    layer: the body of a scan.
+    text: of `training.rematerialization`.
+  """
+  choices = parse(text)
+  if choices.given or not choices.preset:
+    # The layer's input, if it is saved, is saved as the function's argument.
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=[name for name in choices.chosen(SAVE) if name != LAYER_INPUT],
+      names_which_can_be_offloaded=choices.chosen(OFFLOAD),
+      offload_src="device",
+      offload_dst=HOST,
+    )
+  elif (policy := _POLICIES[choices.preset]) is None:
+    return layer
+  return jax.checkpoint(layer, prevent_cse=False, policy=policy)

@@ -1,0 +1,147 @@
+"""Rematerialization by name: which arrays have names, what is saved, and that no number changes."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from planning import activation_memory
+from runtime import rematerialization
+from runtime.rematerialization import NAMES
+from tests.helpers.jobs import first_state, host_batch, make_job, place
+
+KEY = "training.rematerialization"
+POST_NORMS = {"model.pre_norms": False, "model.post_norms": True}
+PLAIN = {"model.gated": False, "model.activation": "gelu"}
+RING = {"mesh.context": 2, "model.context_attention": "ring"}
+SPLASH = {
+  "training.attention_kernel": "splash",
+  "data.sequence_length": 128,
+  "model.head_size": 128,
+}
+
+
+def named_arrays(job):
+  """Returns name -> shapes of the arrays that have it in the forward pass of a batch."""
+  with job.tracing():
+    key = jax.eval_shape(jax.random.key, 0)
+    traced = jax.make_jaxpr(job.program.sums)(job.state.params, job.batch, key)
+  found = {}
+  for equation in activation_memory.equations(traced.jaxpr):
+    if equation.primitive.name == "name":
+      found.setdefault(equation.params["name"], []).append(equation.outvars[0].aval.shape)
+  return found
+
+
+@pytest.mark.parametrize(
+  "changes", [{}, POST_NORMS, PLAIN, RING], ids=["", "post", "plain", "ring"]
+)
+def test_each_name_is_that_of_one_array_with_the_dims_of_the_table(changes):
+  job = make_job("single", "lm", **changes)
+  sizes = {"B": 16, "R": 12, "T": 12, "D": 40, "N": 8, "K": 4, "H": 6, "F": 56}
+  found = named_arrays(job)
+  assert {*found} == {*rematerialization.names_of(job.config.model)}
+  for name, shapes in found.items():
+    wanted = [sizes[letter] for letter in NAMES[name]]
+    if name == "attention_output" and changes is RING:  # a shard, and its normalizers
+      wanted[1] //= 2
+      assert [*map(list, shapes)] == [wanted, [16, 8, 6]]
+    else:
+      assert [*map(list, shapes)] == [wanted], name
+
+
+def saved(job):
+  """Returns what the layers save for the backward pass: (memory, shape), and the backward scan."""
+  with job.tracing():
+    key = jax.eval_shape(jax.random.key, 0)
+    traced = jax.make_jaxpr(job.program.gradients)(job.state.params, job.batch, key)
+  scans = [
+    one
+    for one in activation_memory.equations(traced.jaxpr)
+    if one.primitive.name == "scan" and one.params["length"] == job.config.model.layers
+  ]
+  [forward], [backward] = (
+    [one for one in scans if one.params["reverse"] == way and len(one.invars) > 6]
+    for way in (False, True)
+  )
+  _, carried = activation_memory.fixed_and_carried(forward)
+  arrays = [x.aval for x in forward.outvars[carried:]]
+  found = [
+    ("host" if x.memory_space == jax.memory.Space.Host else "device", x.shape[1:]) for x in arrays
+  ]
+  return sorted(found), backward
+
+
+def shape(name):
+  sizes = {"B": 16, "R": 12, "T": 12, "D": 40, "N": 8, "K": 4, "H": 6, "F": 56}
+  return tuple(sizes[letter] for letter in NAMES[name])
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_each_name_is_saved_where_the_table_says(even):
+  """Nothing else is, but the layers' input; the backward pass needs all but the last update."""
+  choices = {name: "save" if number % 2 == even else "offload" for number, name in enumerate(NAMES)}
+  text = ",".join(f"{name}={choice}" for name, choice in choices.items())
+  found, _ = saved(make_job("single", "lm", **{KEY: text}))
+  memories = {"save": "device", "offload": "host"}
+  assert found == sorted(
+    (memories[choice], shape(name)) for name, choice in choices.items() if name != "mlp_update"
+  )
+
+
+@pytest.mark.parametrize(
+  ("changes", "normalizers", "kernel"),
+  [(RING, (32, 8, 6), "ppermute"), (SPLASH, (16, 8, 128), "pallas_call")],
+  ids=["ring", "splash"],
+)
+def test_the_normalizer_of_the_softmax_is_saved_with_the_output(changes, normalizers, kernel):
+  """So that a ring need not run again. Its shards are stacked."""
+
+  def runs(backward):
+    inside = activation_memory.equations(activation_memory.body(backward))
+    return sum(one.primitive.name == kernel for one in inside)
+
+  again = runs(saved(make_job("single", "lm", **{KEY: "full"}, **changes))[1])
+  found, backward = saved(make_job("single", "lm", **{KEY: "attention_output=offload"}, **changes))
+  assert [memory for memory, _ in found] == ["device", "host", "host"]
+  assert ("host", normalizers) in found
+  # Of the kernel, the compiler removes what is unused: tests/planning/test_tpu.py.
+  assert runs(backward) < again if changes is RING else runs(backward) == again
+
+
+@functools.cache
+def gradients(strategy, text, dtype="float32"):
+  with jax.enable_x64(dtype == "float64"):
+    job = make_job(strategy, "lm", **{KEY: text, "training.parameter_dtype": dtype})
+    placed = job.state_shardings.params, job.batch_shardings
+    compiled = job.compile(
+      lambda params, batch: job.program.gradients(params, batch, jax.random.key(0))[:3],
+      *(job.state.params, job.batch),
+      in_shardings=placed,
+    ).function
+    batch = place(job, host_batch(job))
+    return jax.tree.leaves(jax.device_get(compiled(first_state(job).params, batch)))
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "full,layer_input=offload,query=offload,key=offload,value=offload",
+    "none,gate=offload,attention_output=recompute",
+    "attention_input=save,mlp_input=offload,attention_update=save,hidden=save",
+  ],
+)
+def test_gradients_are_the_same_to_the_bit(text):
+  """On one device; on more, sums are in another order where a matmul is computed again."""
+  ours = gradients("single", text)
+  for wanted in ("none", "full"):
+    assert all(map(np.array_equal, ours, gradients("single", wanted)))
+
+
+def test_on_a_mesh_offloading_changes_no_bit_and_recomputing_only_the_last():
+  saving = gradients("dp2_fsdp2_tp2", "query=save,up=save", "float64")
+  offloading = gradients("dp2_fsdp2_tp2", "query=offload,up=offload", "float64")
+  assert all(map(np.array_equal, saving, offloading))
+  for ours, wanted in zip(saving, gradients("single", "none", "float64"), strict=True):
+    assert np.linalg.norm(ours - wanted) <= 1e-12 * np.linalg.norm(wanted)

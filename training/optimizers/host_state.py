@@ -1,0 +1,135 @@
+"""Optimizer state in pinned host memory: brought to the device and back layer by layer.
+
+The state of stacked parameters is in host memory. They are updated in a loop over L, so that the
+state of only one layer is on the device at a time; all at once, it would take as much of the
+device's memory as without (seen in compiled programs). The state of the other parameters
+(embeddings, the last norm) stays on the device: the TPU compiler cannot fetch an array whose layout
+on the device differs (libtpu 0.0.42, an internal error).
+
+Only for optimizers that update each element by itself. Source of the idea: arXiv:2101.06840
+(ZeRO-Offload), where the update runs on the host.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from partitioning import optimizer_state
+from partitioning.rules import HOST, Placement, named_leaves
+
+Apply = Callable[[Any, Any], Any]  # (parameters, updates) -> parameters
+
+
+def on_host(
+  placements: Mapping[str, Placement], stacked: Callable[[str], bool], params: Any, state: Any
+) -> dict[str, Placement]:
+  """Returns the placements of an optimizer's state, those of stacked arrays in host memory.
+
+  Args:
+    placements: of the state: name -> Placement.
+    stacked: parameter name -> whether its first dim is L.
+    params: nested dict of the parameters that are trained, arrays or ShapeDtypeStructs.
+    state: of the optimizer, likewise.
+
+  Raises:
+    ValueError: no array would be there.
+  """
+  moved = named_leaves(_Stacked(stacked, params, state).state, "optimizer/")
+  if not any(moved.values()):
+    raise ValueError(
+      "optimizer.state_memory=host: this optimizer has no state of stacked layers to move there; "
+      "set it to device"
+    )
+  return {
+    name: dataclasses.replace(one, memory=HOST, rule=f"{one.rule}, in the host's memory")
+    if moved[name]
+    else one
+    for name, one in placements.items()
+  }
+
+
+def update(
+  optimizer: optax.GradientTransformation,
+  stacked: Callable[[str], bool],
+  apply: Apply,
+  grads: Any,
+  state: Any,
+  params: Any,
+) -> tuple[Any, Any]:
+  """Returns the updated parameters, and the state, in its memories as before.
+
+  Args:
+    optimizer: one that updates each element by itself.
+    stacked: parameter name -> whether its first dim is L.
+    apply: adds updates to parameters.
+    grads: nested dict of the gradients.
+    state: of the optimizer; the arrays of stacked parameters are in host memory.
+    params: nested dict of the parameters.
+  """
+  ours = _Stacked(stacked, params, state)
+
+  def layer(number: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Updates one layer in place; of the other parameters it takes nothing."""
+
+    def part(x: jax.Array, is_stacked: bool) -> jax.Array:
+      return jax.lax.dynamic_slice_in_dim(x, number, 1) if is_stacked else x[:0] if x.ndim else x
+
+    def put(x: jax.Array, new: jax.Array, is_stacked: bool) -> jax.Array:
+      return jax.lax.dynamic_update_slice_in_dim(x, new, number, 0) if is_stacked else x
+
+    own = jax.tree.map(part, carry[0], ours.params)
+    here = ours.moved(jax.tree.map(part, carry[1], ours.state), jax.memory.Space.Device)
+    updates, here = optimizer.update(jax.tree.map(part, grads, ours.params), here, own)
+    found = apply(own, updates), ours.moved(here, jax.memory.Space.Host)
+    return tuple(
+      jax.tree.map(put, old, new, mine)
+      for old, new, mine in zip(carry, found, (ours.params, ours.state), strict=True)
+    )
+
+  def others() -> tuple[Any, Any]:
+    """Returns the other parameters, updated, and their state; of the stacked ones nothing."""
+
+    def part(x: jax.Array, is_stacked: bool) -> jax.Array:
+      return x[:0] if is_stacked else x
+
+    own, here = jax.tree.map(part, params, ours.params), jax.tree.map(part, state, ours.state)
+    here = ours.moved(here, jax.memory.Space.Device)
+    updates, here = optimizer.update(jax.tree.map(part, grads, ours.params), here, own)
+    return apply(own, updates), here
+
+  # The types of a jaxpr have memories; those of a program's arguments are not known to it.
+  state = ours.moved(state, jax.memory.Space.Host)
+  layers = jax.lax.fori_loop(0, ours.layers, layer, (params, state))
+  return tuple(
+    jax.tree.map(lambda x, other, mine: x if mine else other, *trees)
+    for trees in zip(layers, others(), (ours.params, ours.state), strict=True)
+  )
+
+
+class _Stacked:
+  """Which arrays are stacked.
+
+  Attributes:
+    params: a tree like the parameters, of booleans.
+    state: likewise, like the state.
+    layers: L; 0 where none is.
+  """
+
+  def __init__(self, stacked: Callable[[str], bool], params: Any, state: Any):
+    names = optimizer_state.leaves_by_path(params)
+    leaves = optimizer_state.leaves_by_path(state)
+    owners = optimizer_state.owners(leaves, names)
+    flags = {path: stacked("/".join(path)) for path in names}
+    self.layers = max((leaf.shape[0] for path, leaf in names.items() if flags[path]), default=0)
+    self.params = jax.tree.unflatten(jax.tree.structure(params), flags.values())
+    found = [
+      bool(leaf.ndim and owners[path] and flags[owners[path]]) for path, leaf in leaves.items()
+    ]
+    self.state = jax.tree.unflatten(jax.tree.structure(state), found)
+
+  def moved(self, state: Any, where: jax.memory.Space) -> Any:
+    """Returns a state whose stacked arrays, or parts of them, are in a memory."""
+    return jax.tree.map(lambda x, mine: jax.device_put(x, where) if mine else x, state, self.state)
