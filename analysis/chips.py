@@ -37,8 +37,10 @@ class Chip:
     machine: number of devices connected by a switch, if there is no torus.
     network: the link between devices of a machine, if there is no torus.
     source: of the numbers except `flops`.
-    flops_source: of `flops`.
+    flops_source: of `flops` and of the last two.
     host_bandwidth: bytes per second between a device's memory and its host's, each way.
+    int8_flops: dense 8-bit integer operations per second; 0: not given, or XLA does not use them.
+    float8_flops: likewise of 8-bit floating point.
   """
 
   name: str
@@ -57,6 +59,13 @@ class Chip:
   source: str = "[3]"
   flops_source: str = ""
   host_bandwidth: float = 64e9  # PCIe 5, 16 lanes
+  int8_flops: float = 0.0
+  float8_flops: float = 0.0
+
+  @property
+  def eight_bit_flops(self) -> float:
+    """Returns the operations per second of 8-bit matmuls: at least those of bfloat16."""
+    return max(self.flops, self.int8_flops, self.float8_flops)
 
 
 SOURCES = (
@@ -70,9 +79,14 @@ PCIE4, PCIE5 = 32e9, 64e9  # bytes per second each way, 16 lanes
 TPU_PCIE = 15e9  # of v6e, by [2], chapter on TPUs, question 3; assumed for the others
 
 
-def _tpu(name: str, kinds: tuple[str, ...], torus: int, *numbers: float) -> Chip:
+def _tpu(name: str, kinds: tuple[str, ...], torus: int, *numbers: float, int8: float) -> Chip:
   """Returns a TPU whose chip is one device; the numbers are in the order of the fields."""
-  more = {"source": "[1], [2]", "flops_source": "[1]", "host_bandwidth": TPU_PCIE}
+  more = {
+    "source": "[1], [2]",
+    "flops_source": "[1], of int8 [1], [2]",
+    "int8_flops": int8,
+    "host_bandwidth": TPU_PCIE,
+  }
   return Chip(name, *numbers, kinds, torus=torus, wraps=4 if torus == 3 else 16, **more)
 
 
@@ -86,10 +100,15 @@ def _over_pcie(
 
 
 _CHIPS = (
-  _tpu("v4", ("tpu v4",), 3, 32 * GIB, 1.2e12, 90e9, 6.25e9, 275e12),
-  _tpu("v5e", ("tpu v5 lite", "tpu v5e"), 2, 16 * GIB, 0.82e12, 90e9, 25e9 / 8, 197e12),
-  _tpu("v5p", ("tpu v5", "tpu v5p"), 3, 95 * GIB, 2.77e12, 180e9, 50e9 / 8, 459e12),
-  _tpu("v6e", ("tpu v6 lite", "tpu v6e"), 2, 32 * GIB, 1.64e12, 180e9, 100e9 / 8, 918e12),
+  _tpu("v4", ("tpu v4",), 3, 32 * GIB, 1.2e12, 90e9, 6.25e9, 275e12, int8=275e12),
+  _tpu(
+    *("v5e", ("tpu v5 lite", "tpu v5e"), 2, 16 * GIB, 0.82e12, 90e9, 25e9 / 8, 197e12), int8=394e12
+  ),
+  _tpu(*("v5p", ("tpu v5", "tpu v5p"), 3, 95 * GIB, 2.77e12, 180e9, 50e9 / 8, 459e12), int8=918e12),
+  _tpu(
+    *("v6e", ("tpu v6 lite", "tpu v6e"), 2, 32 * GIB, 1.64e12, 180e9, 100e9 / 8, 918e12),
+    int8=1836e12,
+  ),
   Chip(
     *("tpu7x", 96 * GIB, 7.4e12 / 2, 200e9 / 2, 100e9 / 8 / 2, 2307e12 / 2, ("tpu7x",)),
     torus=3,
@@ -98,6 +117,7 @@ _CHIPS = (
     source="[1]; a chip is two devices, which halves each number",
     host_bandwidth=TPU_PCIE,
     flops_source="[1], a chip is two JAX devices",
+    float8_flops=4614e12 / 2,
   ),
   Chip(
     *("cpu", 0.0, 20e9, 4e9, 1e9, 100e9),
@@ -179,8 +199,16 @@ _CHIPS = (
   _over_pcie("l40s", "nvidia l40s", 44.9 * GIB, 0.864e12, PCIE4, 362e12, "[3] L40S"),
   _over_pcie("a10", "nvidia a10", 22.5 * GIB, 0.6e12, PCIE4, 125e12, "[3] A10"),
 )
-CHIPS = {chip.name: chip for chip in _CHIPS}
-_BY_KIND = {kind: chip for chip in _CHIPS for kind in chip.device_kinds}
+# Ada, Hopper and Blackwell multiply float8 at twice the rate of bfloat16, by the same sheets; XLA
+# has no such path for int8.
+_WITH_FLOAT8 = re.compile("h100|h200|gh200|b200|gb200|l4")
+CHIPS = {
+  chip.name: dataclasses.replace(chip, float8_flops=2 * chip.flops)
+  if _WITH_FLOAT8.match(chip.name)
+  else chip
+  for chip in _CHIPS
+}
+_BY_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.device_kinds}
 
 
 def known(device: jax.Device) -> Chip | None:

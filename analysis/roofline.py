@@ -8,10 +8,12 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterable
 
 import numpy as np
 
 from analysis import hlo
+from analysis.chips import Chip, Rates
 
 # Instructions that move nothing: other names for existing arrays.
 FREE = frozenset(
@@ -24,6 +26,7 @@ FREE = frozenset(
 _ON_CHIP = re.compile(r"S\([1-9]\)")  # the memory space of a layout: not the device's main one
 # Kernel -> its matmuls: the scores (recomputed), and those of the scores.
 _PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+_EIGHT_BIT = re.compile(r"(s8|u8|f8\w+)\[")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
@@ -34,18 +37,28 @@ class Work:
   Attributes:
     flops: of its matmuls; other arithmetic is bound by HBM bandwidth.
     bytes: read from and written to HBM.
+    eight_bit: those of `flops` whose operands have 8 bits.
   """
 
   flops: float
   bytes: float
+  eight_bit: float = 0.0
 
   def __add__(self, other: "Work") -> "Work":
     """Returns the sum."""
-    return Work(self.flops + other.flops, self.bytes + other.bytes)
+    return Work(
+      self.flops + other.flops, self.bytes + other.bytes, self.eight_bit + other.eight_bit
+    )
 
   def __mul__(self, runs: int) -> "Work":
     """Returns the cost of several runs."""
-    return Work(self.flops * runs, self.bytes * runs)
+    return Work(self.flops * runs, self.bytes * runs, self.eight_bit * runs)
+
+
+def matmul_seconds(work: Work, chip: Chip, rates: Rates) -> float:
+  """Returns the seconds of the matmuls, at the achieved shares of the chip's peaks."""
+  wide = (work.flops - work.eight_bit) / chip.flops
+  return (wide + work.eight_bit / chip.eight_bit_flops) / rates.matmul
 
 
 class Costs:
@@ -59,24 +72,29 @@ class Costs:
     """Returns the cost of one run."""
     if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
       return Work(0, 0)
-    flops = self._own_flops(computation, instruction)
-    return Work(flops, self._bytes(computation, instruction))
+    flops, eight_bit = self._own_flops(computation, instruction)
+    return Work(flops, self._bytes(computation, instruction), eight_bit)
 
-  def _own_flops(self, computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+  def _own_flops(
+    self, computation: hlo.Computation, instruction: hlo.Instruction
+  ) -> tuple[float, float]:
+    """Returns all FLOPs, and those of matmuls with 8-bit operands."""
+    flops = 0.0
     if instruction.opcode == "dot":
-      return _dot(computation, instruction)
-    if instruction.opcode == "convolution":
-      return _convolution(computation, instruction)
-    if instruction.opcode == "custom-call":
-      return _kernel(computation, instruction)
-    if instruction.opcode == "fusion" or instruction.opcode.startswith("async"):
-      return sum(map(self._flops, instruction.called()))
-    return 0.0
+      flops = _dot(computation, instruction)
+    elif instruction.opcode == "convolution":
+      flops = _convolution(computation, instruction)
+    elif instruction.opcode == "custom-call":
+      return _kernel(computation, instruction), 0.0
+    elif instruction.opcode == "fusion" or instruction.opcode.startswith("async"):
+      return _sum(map(self._flops, instruction.called()))
+    narrow = flops and all(map(_EIGHT_BIT.match, computation.operand_shapes(instruction)[:2]))
+    return flops, flops if narrow else 0.0
 
-  def _flops_of(self, name: str) -> float:
+  def _flops_of(self, name: str) -> tuple[float, float]:
     computation = self._program.computations[name]
     inside = computation.instructions.values()
-    return sum(self._own_flops(computation, instruction) for instruction in inside)
+    return _sum(self._own_flops(computation, instruction) for instruction in inside)
 
   def _bytes(self, computation: hlo.Computation, instruction: hlo.Instruction) -> float:
     """Returns the bytes read and written; for a slice of a larger array, only the slice."""
@@ -99,6 +117,13 @@ class Costs:
     results = root.operand_names if root.opcode == "tuple" else [inner.root]
     shapes = hlo.elements(instruction.shape) or [instruction.shape]
     return float(read + sum(map(functools.partial(_written, inner), results, shapes)))
+
+
+def _sum(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
+  first, second = 0.0, 0.0
+  for one, other in pairs:
+    first, second = first + one, second + other
+  return first, second
 
 
 def _written(inner: hlo.Computation, name: str, shape: str) -> int:

@@ -65,6 +65,8 @@ CLASSES = {
   "training.gradient_reduction": MAY_CHANGE,  # another order of the same sums
   "training.compute_dtype": ACCEPT,
   "training.matmul_precision": ACCEPT,
+  "training.matmul_dtype": ACCEPT,
+  "training.matmul_scaling": REFUSED,  # delayed: the state has the magnitudes of earlier steps
   "training.rematerialization": ACCEPT,
   "training.loss_chunks": ACCEPT,
   "training.z_loss": ACCEPT,

@@ -24,11 +24,13 @@ from models.transformer_dims import (
   RESIDUAL,
   adapted,
   fan_in,
+  in_8_bits,
   letters_of,
   optional_letters,
   sizes,
 )
 from partitioning.constraints import batch_part, constrain
+from partitioning.parallel import eight_bit
 from partitioning.parallel.matmuls import Dropped, LowRank, column_parallel, row_parallel
 from partitioning.parallel.vocabulary import vocab_parallel_embedding
 
@@ -131,6 +133,13 @@ def _kept(
   return jnp.swapaxes(keep, 0, 1)
 
 
+class AmaxHistory(nnx.Variable):
+  """The largest magnitudes in a kernel's matmuls, [eight_bit.MAGNITUDES, steps], latest first."""
+
+
+HISTORY_STEPS = 16  # over which delayed scaling takes the largest
+
+
 class Linear(nnx.Module):
   """A kernel of any rank, drawn with standard deviation `scale * fan_in ** -0.5`, maybe a bias.
 
@@ -159,6 +168,12 @@ class Linear(nnx.Module):
     self.kernel = nnx.Param(jax.random.normal(key, shape, dtype) * deviation)
     if self.bias_letters:
       self.bias = nnx.Param(jnp.zeros(sizes(config, self.bias_letters), dtype))
+    self.in_8_bits = in_8_bits(config, f"{name}/kernel")
+    self.matmul_dtype = config.training.matmul_dtype
+    self.delayed = self.in_8_bits and config.training.matmul_scaling == "delayed"
+    if self.delayed:
+      history = jnp.zeros((eight_bit.MAGNITUDES, HISTORY_STEPS), jnp.float32)
+      self.amax_history = AmaxHistory(history)
     self.adapter_letters: tuple[str, ...] = ()
     if adapted(config, name):
       self.adapter_letters = tuple(letters_of(config, f"{name}/{x}") for x in (LORA_A, LORA_B))
@@ -171,6 +186,13 @@ class Linear(nnx.Module):
   def effective_kernel(self) -> Array:
     """Returns the kernel that activations are multiplied by, in the dtype of the parameters."""
     return self.kernel[...]
+
+  def eight_bit(self) -> eight_bit.EightBit | None:
+    """Returns how to multiply by the kernel in 8 bits; None where it is in the compute dtype."""
+    if not self.in_8_bits:
+      return None
+    known = eight_bit.known(self.amax_history[...]) if self.delayed else ()
+    return eight_bit.EightBit(self.matmul_dtype, known)
 
   def low_rank(self) -> LowRank | None:
     """Returns the adapter, with its scale in A; None if the layer has none."""

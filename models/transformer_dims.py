@@ -139,6 +139,16 @@ def adapted(config: ConfigDict, layer: str) -> bool:
   return config.lora.rank > 0 and layer in config.lora.targets
 
 
+def in_8_bits(config: ConfigDict, name: str) -> bool:
+  """Returns whether activations are multiplied by a parameter in 8 bits.
+
+  The kernels of the layers are; not the unembedding, since logits tell tokens apart by small
+  differences, nor adapters, which are small.
+  """
+  kernel = name.startswith("layers/") and name.endswith("/kernel")
+  return kernel and config.training.matmul_dtype != "compute"
+
+
 def letters_of(config: ConfigDict, name: str) -> str:
   """Returns the letters of a parameter within its layer, so without the stack's L.
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from analysis.chips import Chip, Rates
-from analysis.roofline import Work
+from analysis.roofline import Work, matmul_seconds
+from models.transformer_dims import in_8_bits
 from partitioning.dims import axes_size, spec_axes
 from partitioning.parallel import ring_attention
 from partitioning.shardings import bytes_per_device, shard_shape
@@ -53,13 +54,13 @@ def times(job: Job, places: Places, chip: Chip, rates: Rates) -> Times:
   HBM traffic; then the optimizer passes over the state. The communication of FSDP and data
   parallelism overlaps with that as far as possible; that of `tensor` and `context` is exposed.
   """
-  speed, bandwidth = chip.flops * rates.matmul, chip.hbm_bandwidth * rates.memory
+  bandwidth = chip.hbm_bandwidth * rates.memory
   update = Work(0, _bytes(job))
   work, compute, busy = update, 0.0, update.bytes / bandwidth
   for one, runs, wide in [*traced_cost.operations(job), *traced_cost.of_matrices(job)]:
     work += one * runs
     # On GPUs float32 runs as TF32, at half the speed of bfloat16 (NVIDIA's data sheets).
-    seconds = one.flops / speed * (2 if wide and not chip.torus else 1)
+    seconds = matmul_seconds(one, chip, rates) * (2 if wide and not chip.torus else 1)
     compute += runs * seconds
     busy += runs * max(seconds, one.bytes / bandwidth)
   memory = work.bytes / bandwidth
@@ -120,7 +121,8 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     # Inside the scan over the layers, in both passes of each microbatch; else once.
     passes = count * 2 * layers if layers > 1 else 1
     if split:
-      yield Term("all-gather", ("fsdp",), passes, whole, f"{name}, gathered", *shared)
+      itemsize = 1 if in_8_bits(config, name) else wide
+      yield Term("all-gather", ("fsdp",), passes, whole, f"{name}, gathered", itemsize, True)
     if name not in job.program.trained:
       continue
     if "r" in placement.letters and "tensor" not in spec_axes(placement.spec):
@@ -195,9 +197,13 @@ def _of_activations(job: Job) -> Iterator[Term]:
   width = tokens * config.model.model_size
   sums = count * (4 * layers + 2)
   if config.partitioning.sequence_parallel:
-    gathers = count * (6 * layers + 2)
     why = "activations between blocks"
     yield Term("reduce-scatter", ("tensor",), sums, width, f"{why}, scattered", narrow)
+    gathers = count * (6 * layers + 2)
+    if config.training.matmul_dtype != "compute" and not config.lora.rank:
+      inputs = count * 4 * layers  # of both blocks, in both passes
+      gathers -= inputs
+      yield Term("all-gather", ("tensor",), inputs, width, "inputs of blocks, in 8 bits", 1)
     yield Term("all-gather", ("tensor",), gathers, width, f"{why}, gathered", narrow)
   else:
     why = "partial sums of both blocks, and of their gradients"

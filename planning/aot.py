@@ -164,6 +164,7 @@ def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
   sizes = resolve_sizes(config.mesh, len(found), over)
   config = finalize.finalize(config, topology.platform)
   validate.check(config, sizes)
+  setup.check_matmul_dtype(config, topology.chip)
   simulated = topology.platform == "cpu"
   if config.training.parameter_dtype == "float64":
     jax.config.update("jax_enable_x64", True)

@@ -13,7 +13,7 @@ from analysis import hlo
 from analysis.chips import Chip, Rates
 from analysis.collectives import Collective
 from analysis.host_traffic import Transfer
-from analysis.roofline import FREE, Costs, Work
+from analysis.roofline import FREE, Costs, Work, matmul_seconds
 from planning import interconnect
 from planning.interconnect import Places, Wire
 
@@ -130,7 +130,7 @@ def times(
     waited = walker.waited[one.name]
     sent.append(Sent(one.kind, one.axes, one.bytes, runs, one.source, wire, seconds, waited))
   work = walker.work
-  compute, memory = work.flops / walker.flops, work.bytes / walker.bandwidth
+  compute, memory = matmul_seconds(work, chip, rates), work.bytes / walker.bandwidth
   return Times(step, compute, memory, work, tuple(sent), tuple(walker.host_traffic(moved)))
 
 
@@ -147,7 +147,8 @@ class _Walker:
     moved: Sequence[Transfer],
   ):
     self._program, self._costs = program, Costs(program)
-    self.flops, self.bandwidth = chip.flops * rates.matmul, chip.hbm_bandwidth * rates.memory
+    self._chip, self._rates = chip, rates
+    self.bandwidth = chip.hbm_bandwidth * rates.memory
     self.wires = {one.name: _slowest(one, places) for one in found}
     self.alone = {
       one.name: interconnect.seconds(one.kind, one.bytes, self.wires[one.name], rates)
@@ -192,7 +193,8 @@ class _Walker:
         there = self._costs.work(frame.computation, instruction)
         if not names or instruction.opcode == "fusion":
           self.work += there * runs
-        lasts = max(there.flops / self.flops, there.bytes / self.bandwidth)
+        compute = matmul_seconds(there, self._chip, self._rates)
+        lasts = max(compute, there.bytes / self.bandwidth)
         if not names:
           clock += lasts
           continue

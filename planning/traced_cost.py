@@ -145,7 +145,8 @@ class _Tracer:
       self._note(0, results, runs)
     elif name in activation_memory.WRITTEN:
       there = sum(_read(x, behind) for x, behind in zip(equation.invars, read, strict=True))
-      self._note(_flops(equation), there + results, runs, wide=_wide(equation))
+      rounded = name == "dot_general" and all(x.aval.dtype.itemsize == 1 for x in equation.invars)
+      self._note(*(_flops(equation), there + results, runs), wide=_wide(equation), rounded=rounded)
     else:
       behind = {root: size for one in read for root, size in one.items()}  # of all arguments
       if 2 * results > sum(behind.values()):
@@ -154,8 +155,11 @@ class _Tracer:
       self._note(0, there + results, runs)
     return [self.fresh(x) for x in equation.outvars]
 
-  def _note(self, flops: float, size: float, runs: int, *, wide: bool = False) -> None:
-    self.found.append((Work(self._share * flops, self._share * size), runs, wide))
+  def _note(
+    self, flops: float, size: float, runs: int, *, wide: bool = False, rounded: bool = False
+  ) -> None:
+    flops, size = self._share * flops, self._share * size
+    self.found.append((Work(flops, size, flops if rounded else 0.0), runs, wide))
 
 
 def _read(x: Any, behind: Roots) -> int:

@@ -139,8 +139,8 @@ def _constants(plan: Plan) -> Sequence[tuple[str, str, str]]:
   """Returns the assumptions, with their sources, including numbers set by the config."""
   chip = plan.topology.chip
   rows = [
-    (f"{chip.name}.{name}", f"{value:.4g}", chip.flops_source if name == "flops" else chip.source)
+    (f"{chip.name}.{name}", f"{value:.4g}", chip.flops_source if "flops" in name else chip.source)
     for name, value in vars(chip).items()
-    if isinstance(value, float)
+    if isinstance(value, float) and (value or not name.endswith("_flops"))
   ]
   return [*rows, *((name, f"{v:.4g}", REASONS[name]) for name, v in vars(plan.rates).items())]

@@ -325,6 +325,8 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
       "tokens": 0,
       "z_loss": 0.0,
       "gradient_reduction": "microbatch",
+      "matmul_dtype": "compute",
+      "matmul_scaling": "current",
       "dpo_beta": 0.1,
       "dpo_label_smoothing": 0.0,
       "stochastic_rounding": False,

@@ -74,6 +74,11 @@ def _obstacle(
       f"the model has variables that each microbatch of the global batch updates "
       f"({', '.join(sorted(variables))})"
     )
+  if config.training.matmul_dtype == "float8":
+    return (
+      "training.matmul_dtype='float8' has one scale for the rows of all devices, which each would "
+      "have to know"
+    )
   split = [name for name, one in parameters.items() if AXIS in spec_axes(one.spec)]
   if split:
     return (

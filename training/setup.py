@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from analysis import chips
 from input_pipeline.ramp import Ramp, Shape
 from models import MODELS, find
 from partitioning import shardings
@@ -211,12 +212,14 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
 
   Raises:
     LayoutError: with every failure of the layout in one message.
-    ValueError: parameters and optimizer state do not fit the memory, or
-      `training.gradient_reduction=step` is not possible.
+    ValueError: parameters and optimizer state do not fit the memory, the devices have no 8-bit
+      matmuls of the config's kind, or `training.gradient_reduction=step` is not possible.
   """
   legend = find(config.model.name).legend(config)
   count = math.prod(devices.sizes.values())
-  mesh = make_mesh(devices.sizes, devices.described or jax.devices()[:count], devices.slices)
+  there = devices.described or jax.devices()[:count]
+  check_matmul_dtype(config, chips.known(there[0]))
+  mesh = make_mesh(devices.sizes, there, devices.slices)
   program = make_program(config)
   state = program.abstract_state()
   batch = abstract_batch(config, legend)
@@ -276,6 +279,24 @@ def stage_lines(config: ConfigDict) -> list[str]:
   return [
     f"steps {first + 1} to {stop}: {batch_text(config, shape)}" for first, stop, shape in stages
   ]
+
+
+def check_matmul_dtype(config: ConfigDict, chip: chips.Chip | None) -> None:
+  """Refuses 8-bit matmuls that the chip does not compute faster; None, a CPU's, emulates them.
+
+  Raises:
+    ValueError: the chip is known, and it has none of this kind.
+  """
+  dtype = config.training.matmul_dtype
+  if chip is None or chip.name == "cpu" or dtype == "compute":
+    return
+  faster = {"int8": chip.int8_flops > chip.flops, "float8": chip.float8_flops > chip.flops}
+  if not faster[dtype]:
+    others = [one for one, is_so in faster.items() if is_so] or ["compute"]
+    raise ValueError(
+      f"training.matmul_dtype={dtype!r}: on {chip.name} its matmuls are not faster than those of "
+      f"bfloat16, {chip.flops / 1e12:g} TFLOP/s; set training.matmul_dtype={others[0]}"
+    )
 
 
 def _check_layout(config, legend, program, state, batch, mesh) -> Layout:

@@ -15,6 +15,7 @@ from models import MODELS, check_network
 from models.dtypes import wide_dtype
 from models.losses import Batch, Sums
 from partitioning.dims import Legend
+from partitioning.parallel import eight_bit
 from partitioning.parallel.batch_region import summed_over_batch_parts
 from partitioning.rules import letters_of, named_leaves
 from training import clipping
@@ -120,37 +121,46 @@ class Program:
     count = self.config.training.gradient_accumulation_steps
     entries = batch["weights"].size
 
-    def mean(trained, frozen, variables, microbatch, key):
+    def mean(trained, history, frozen, others, microbatch, key):
+      variables = merged(history, others)
       sums, variables = self.forward(merged(trained, frozen), variables, microbatch, key)
       means = {name: value / entries for name, value in sums.items()}
       return means["loss"], (means, variables)
 
     def total(batch, trained, frozen, variables, key):
       def grad(variables, microbatch, key):
-        found = jax.grad(mean, has_aux=True)(trained, frozen, variables, microbatch, key)
-        grads, (means, variables) = found
+        seen, variables = variables
+        history, others = split(variables, _is_history)
+        given = trained, history, frozen, others, microbatch, key
+        (grads, now), (means, variables) = jax.grad(mean, (0, 1), has_aux=True)(*given)
+        seen = jax.tree.map(jnp.maximum, seen, now)
         grads = self.laid_out(grads)
         if self.reduce_once_over is not None:
           # The compiler for TPUs (libtpu 0.0.42) moves reductions of what a loop adds up out of the
           # loop: those over fsdp too, where the sums would need the memory of all parameters, and
           # it fails (RET_CHECK in while_loop_all_reduce_code_motion.cc) where rows are split so.
           grads, means = jax.lax.optimization_barrier((grads, means))
-        return (grads, means), variables
+        return (grads, means), (seen, variables)
 
       if count == 1:
         return grad(variables, batch, key)
       return _accumulate(grad, count, variables, batch, key)
 
+    history, _ = split(variables or {}, _is_history)
+    carried = jax.tree.map(jnp.zeros_like, history), variables or {}
     trained, frozen = self.split(params)
-    given = (dict(batch), wide(trained), frozen, variables or {}, key)
+    given = (dict(batch), wide(trained), frozen, carried, key)
     if self.reduce_once_over is None:
-      (grads, means), variables = total(*given)
+      (grads, means), carried = total(*given)
     else:
-      (grads, means), variables = summed_over_batch_parts(total, self.reduce_once_over, *given)
+      (grads, means), carried = summed_over_batch_parts(total, self.reduce_once_over, *given)
     if count > 1:
       # Otherwise XLA would shard the sums for the norm, compute parameters and optimizer state with
       # that sharding, and all-gather each of them at the end.
       grads = self.laid_out(grads)
+    seen, variables = carried
+    history, others = split(variables, _is_history)
+    variables = merged(jax.tree.map(eight_bit.advanced, history, seen), others)
     scale = 1 / means.pop("weight")
     return grads, {name: value * scale for name, value in means.items()}, scale, variables
 
@@ -304,6 +314,11 @@ def _stored(params: Any, trained: frozenset[str], config: ConfigDict) -> Any:
 def wide(tree: Any) -> Any:
   """Returns a tree of arrays in float32 or wider."""
   return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)), tree)
+
+
+def _is_history(name: str) -> bool:
+  """Returns whether a variable is a history of delayed scaling: its gradient is what it gets."""
+  return name.endswith("/amax_history")
 
 
 def variables_of(model: nnx.Module) -> Any:

@@ -78,6 +78,12 @@ def training(**keys) -> dict:
     # bfloat16 on accelerators, else parameter_dtype, but at least float32
     "compute_dtype": config_dict.placeholder(str),
     "matmul_precision": config_dict.placeholder(str),  # default, high or highest
+    # Of the kernels of a decoder's layers: compute (as compute_dtype), int8 (TPU v5e and later) or
+    # float8 (H100 and later, TPU7x)
+    "matmul_dtype": "compute",
+    # Where scales of 8-bit numbers come from: current (the array itself) or delayed (float8; the
+    # largest magnitudes of the last 16 steps)
+    "matmul_scaling": "current",
     # What a layer saves for its backward pass: none (everything), dots (results of matmuls), full
     # (its input), or by name: "full,query=save,key=save,layer_input=offload" (docs/memory.md)
     "rematerialization": "none",

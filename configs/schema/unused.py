@@ -71,7 +71,7 @@ ROWS = {
 }
 # Keys about how a decoder is computed. A registered model that reads any of the first three names
 # them in its READS; sequence parallelism is for one whose axis table has `residual_sequence`.
-_COMPUTED = {"training.rematerialization": "none"}
+_COMPUTED = {"training.rematerialization": "none", "training.matmul_dtype": "compute"}
 _OF_TOKENS = {
   "training.attention_kernel": "xla",
   "training.loss_chunks": 1,

@@ -9,6 +9,7 @@ from configs.schema import (
   decoder_checks,
   group_checks,
   lora_checks,
+  matmul_checks,
   memory_checks,
   mixture_checks,
   optimizer_defaults,
@@ -66,6 +67,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   wrong.extend(ramp_checks.wrong(config, sizes))
   wrong.extend(lora_checks.wrong(config))
   wrong.extend(memory_checks.wrong(config))
+  wrong.extend(matmul_checks.wrong(config))
   if config.model.name == "transformer":
     wrong.extend(decoder_checks.wrong(config, sizes))
   if wrong:
@@ -223,6 +225,7 @@ def _choices(config: ConfigDict) -> list[str]:
     "training.attention_kernel": ATTENTION_KERNELS if task.of_tokens else ("xla",),
     "training.on_bad_step": ON_BAD_STEP,
     "training.gradient_reduction": GRADIENT_REDUCTIONS,
+    **matmul_checks.CHOICES,
     "data.packing": ALGORITHMS,
     "data.untrained_conversations": (REFUSE, DROP),
     "data.long_conversations": (REFUSE, DROP),

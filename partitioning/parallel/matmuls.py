@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from partitioning.parallel import collectives
+from partitioning.parallel.eight_bit import Products
 from partitioning.parallel.sharded_function import (
   SEQUENCE_DIM,
   Residual,
@@ -97,25 +98,37 @@ def column_parallel(
   sequence, width = sequence_axes(residual), split_over(residual.width)
 
   def matmuls(manual: bool, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-    if manual and sequence:
-      x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
-    triples = zip(inside, outputs, operands[: len(weights)], strict=True)
-    results = [jnp.einsum(f"{residual.inside},{ins}->{out}", x, k) for ins, out, k in triples]
-    results = updates.added(results, residual.inside, outputs, x, operands[len(weights) :])
+    kernels, more = operands[: len(weights)], operands[len(weights) :]
+    more, scalars = more[: len(updates.operands)], more[len(updates.operands) :]
+    # Updates are of the activation itself; without any, it is gathered in 8 bits.
+    if in_8_bits and not updates.kernels:
+      results = in_8_bits(manual, x, kernels, scalars, sequence if manual else ())
+    else:
+      if manual and sequence:
+        x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
+      if in_8_bits:
+        results = in_8_bits(manual, x, kernels, scalars)
+      else:
+        triples = zip(inside, outputs, kernels, strict=True)
+        results = [jnp.einsum(f"{residual.inside},{ins}->{out}", x, k) for ins, out, k in triples]
+      results = updates.added(results, residual.inside, outputs, x, more)
     return [collectives.total(result, width) for result in results] if manual else results
 
   outputs = [residual.activation(weight.letters) for weight in weights]
   inside = [summed_last(weight.letters, residual.width) for weight in weights]
   updates = _Updates(weights, dropped, residual)
+  in_8_bits, known = _eight_bit(weights, residual.inside, residual.between, outputs)
+  no_dims = [""] * len(known)
   return sharded(
     matmuls,
-    [residual.between, *(weight.letters for weight in weights), *updates.letters],
-    [residual.between, *inside, *updates.inside],
+    [residual.between, *(weight.letters for weight in weights), *updates.letters, *no_dims],
+    [residual.between, *inside, *updates.inside, *no_dims],
     outputs,
-    *(x, *(weight.effective_kernel() for weight in weights), *updates.operands),
+    *(x, *(weight.effective_kernel() for weight in weights), *updates.operands, *known),
     kernels=range(1, 1 + len(weights) + updates.kernels),
     residual=residual,
     dtype=x.dtype,
+    stored_kernels=range(1, 1 + len(weights)) if in_8_bits else (),
   )
 
 
@@ -137,8 +150,12 @@ def row_parallel(
     The residual's update, between blocks.
   """
 
-  def matmul(manual: bool, x: jax.Array, kernel: jax.Array, *operands) -> list[jax.Array]:
-    out = jnp.einsum(f"{x_letters},{inside}->{residual.inside}", x, kernel)
+  def matmul(manual: bool, x: jax.Array, kernel, *operands) -> list[jax.Array]:
+    operands, scalars = operands[: len(updates.operands)], operands[len(updates.operands) :]
+    if in_8_bits:
+      [out] = in_8_bits(manual, x, [kernel], scalars)
+    else:
+      out = jnp.einsum(f"{x_letters},{inside}->{residual.inside}", x, kernel)
     [out] = updates.added([out], x_letters, [residual.inside], x, operands)
     return [reduce_partial(out, axes, sequence) if manual else out]
 
@@ -149,17 +166,31 @@ def row_parallel(
   inside = summed_last(weight.letters, summed)
   axes, sequence = split_over(summed), sequence_axes(residual)
   updates = _Updates([weight], dropped, residual)
+  in_8_bits, known = _eight_bit([weight], x_letters, x_letters, [residual.inside])
+  no_dims = [""] * len(known)
   [out] = sharded(
     matmul,
-    [x_letters, weight.letters, *updates.letters],
-    [x_letters, inside, *updates.inside],
+    [x_letters, weight.letters, *updates.letters, *no_dims],
+    [x_letters, inside, *updates.inside, *no_dims],
     [residual.between],
-    *(x, weight.effective_kernel(), *updates.operands),
+    *(x, weight.effective_kernel(), *updates.operands, *known),
     kernels=range(1, 2 + updates.kernels),
     residual=residual,
     dtype=x.dtype,
+    stored_kernels=[1] if in_8_bits else (),
   )
   return out
+
+
+def _eight_bit(
+  weights: Sequence[Weight], x: str, stored_x: str, outputs: Sequence[str]
+) -> tuple[Products | None, list[jax.Array]]:
+  """Returns the products in 8 bits, where the weights are multiplied so, and what is `known`."""
+  found = [weight.eight_bit() if hasattr(weight, "eight_bit") else None for weight in weights]
+  if found[0] is None:
+    return None, []
+  known = [one for weight in found for one in weight.known]
+  return Products(found[0].dtype, x, stored_x, outputs), known
 
 
 class _Updates:

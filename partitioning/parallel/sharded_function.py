@@ -66,6 +66,21 @@ class Residual:
     return self.tokens + letters.replace(self.width, "")
 
 
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """A parameter as a device stores it, before it is gathered.
+
+  Attributes:
+    shard: the device's part.
+    moves: (dim, axes) of the all-gathers.
+    axes: of each dim, those that split it.
+  """
+
+  shard: jax.Array
+  moves: tuple[tuple[int, Axes], ...]
+  axes: tuple[Axes, ...]
+
+
 def on_shards(
   function: Callable[..., jax.Array], given: Sequence[str], output: str, *arguments: jax.Array
 ) -> jax.Array:
@@ -131,6 +146,7 @@ def sharded(
   residual: Residual,
   dtype: jnp.dtype,
   by_hand: bool = False,
+  stored_kernels: Sequence[int] = (),
 ) -> list[jax.Array]:
   """Runs a function of sharded arrays: in a shard_map, where a weight or the sequence is gathered.
 
@@ -139,7 +155,7 @@ def sharded(
 
   Args:
     function: takes whether it runs in a shard_map, then shards or global arrays.
-    given: the letters of the arrays.
+    given: the letters of the arrays; "" of scalars.
     inside: the same letters, in the order in which the function takes each array's dims.
     outputs: the letters of its results.
     *arguments: the arrays.
@@ -147,8 +163,9 @@ def sharded(
     residual: the residual's letters.
     dtype: to which parameters are cast for the function.
     by_hand: in a shard_map in any case.
+    stored_kernels: indices of the parameters that the function takes as `Stored`, and gathers.
   """
-  layout, _ = automatic_layout()
+  layout, sizes = automatic_layout()
   extents = _extents(given, arguments)
   between, within = residual.sequences  # the sequence is as long in a block as between blocks
   extents.setdefault(between, extents.get(within, 0))
@@ -166,7 +183,22 @@ def sharded(
   )
 
   def on_device(*shards: jax.Array) -> list[jax.Array]:
-    return function(True, *map(_gather, shards, moves))
+    operands = list(map(_gather, shards, moves))
+    for number in stored_kernels:
+      shard = shards[number]
+      entries = spec_entries(stored[number], shard.ndim)
+      axes = tuple(tuple(axis for axis in entry if sizes[axis] > 1) for entry in entries)
+      operands[number] = Stored(shard, moves[number], axes)
+    return function(True, *operands)
+
+  def everywhere(*arrays: jax.Array) -> list[jax.Array]:
+    operands = [
+      constrain(x, letters) if letters else x for x, letters in zip(arrays, inside, strict=True)
+    ]
+    for number in stored_kernels:
+      array = operands[number]
+      operands[number] = Stored(array, (), ((),) * array.ndim)
+    return function(False, *operands)
 
   def product(*arguments: jax.Array) -> list[jax.Array]:
     arguments = [
@@ -178,11 +210,11 @@ def sharded(
     split = any(split_over(inside[number]) for number in kernels)
     manual = by_hand or split or sequence_axes(residual) or any(moves)
     if not manual or (layout.checking and not fits):
-      arguments = [constrain(x, letters) for x, letters in zip(arguments, inside, strict=True)]
-      results = function(False, *arguments)
+      results = everywhere(*arguments)
     else:
       for x, letters in zip(arguments, inside, strict=True):
-        record(letters, x.shape)
+        if letters:
+          record(letters, x.shape)
       outs = [_spec(letters, extents, layout.table) for letters in outputs]
       results = manual_region(on_device, tuple(stored), outs)(*arguments)
     return [constrain(x, letters) for x, letters in zip(results, outputs, strict=True)]

@@ -29,6 +29,22 @@ def test_a_device_is_known_by_the_exact_name_that_jax_reports(kind, name, tflops
   assert chips.peak_flops(device(kind)) == pytest.approx(tflops * 1e12)
 
 
+def test_8_bit_matmuls_are_faster_where_the_data_sheets_say_so():
+  faster = {
+    name: (chip.int8_flops, chip.float8_flops)
+    for name, chip in chips.CHIPS.items()
+    if chip.eight_bit_flops > chip.flops
+  }
+  assert faster["v5e"] == (394e12, 0)
+  assert faster["v5p"] == (918e12, 0)
+  assert faster["v6e"] == (1836e12, 0)
+  assert faster["tpu7x"] == (0, 2307e12)
+  assert faster["h100"] == (0, 1979e12)
+  assert faster["b200"] == (0, 4500e12)
+  assert faster["l40s"] == (0, 724e12)
+  assert not {"v4", "cpu", "a10", "a100", "a100-pcie", "a100-40gb"} & {*faster}
+
+
 def test_of_other_names_no_peak_is_known():
   for kind in ("cpu", "NVIDIA H100", "NVIDIA H200 SOMETHING", "tpu v99"):
     assert chips.known(device(kind)) is None

@@ -68,7 +68,10 @@ def first_state(job: Job) -> State:
   Drawn by NumPy: to compile the program that draws a model's own takes as long as a train step.
   Scales and biases are random too, where models begin with ones and zeros.
   """
-  assert not job.state.variables, "what a model's variables begin with, only the model knows"
+  histories = named_leaves(job.state.variables)
+  known = all(name.endswith("/amax_history") for name in histories)
+  assert known, "what a model's own variables begin with, only the model knows"
+  variables = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), job.state.variables)
   names, structure = list(named_leaves(job.state.params)), jax.tree.structure(job.state.params)
   random = np.random.default_rng(job.config.seed)
   unscaled = 0 if job.config.model.get("norm_scale_from_one") else 1
@@ -86,7 +89,7 @@ def first_state(job: Job) -> State:
   optimizer = jax.jit(lambda params: job.program.optimizer.init(wide(params)))(
     job.program.split(params)[0]
   )
-  state = State(np.zeros((), np.int32), params, optimizer, {})
+  state = State(np.zeros((), np.int32), params, optimizer, variables)
   return jax.device_put(jax.device_get(state), job.state_shardings)
 
 

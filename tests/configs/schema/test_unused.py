@@ -192,6 +192,7 @@ ELSEWHERE = {
   "optimizer.decay_steps",  # by the schedule wsd; refused with others
   "optimizer.decay",
   "optimizer.clip_window",  # with clip_quantile
+  "training.matmul_scaling",  # with matmul_dtype; refused without
   "training.bad_step_deviations",
   "training.bad_step_skips",
   "training.bad_step_window",
