@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from configs.schema import finalize, validate
 from partitioning import shardings
 from partitioning.mesh import resolve_sizes
+from partitioning.rules import HOST
 from planning.interconnect import Places, in_order
 from planning.topology import Topology, of_devices
 from runtime import devices
@@ -212,9 +213,8 @@ def compile_step(ready: setup.Job) -> Program:
 
 
 def _held(ready: setup.Job) -> int:
-  sections = ready.placements.values()
-  sizes = ready.devices.sizes
-  return sum(shardings.bytes_per_device(p, sizes) for rows in sections for p in rows.values())
+  placed = [p for rows in ready.placements.values() for p in rows.values() if p.memory != HOST]
+  return sum(shardings.bytes_per_device(p, ready.devices.sizes) for p in placed)
 
 
 def needed(error: str, arguments: int) -> int | None:

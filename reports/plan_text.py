@@ -90,6 +90,8 @@ def _memory(plan: Plan) -> Table:
     table.add_row("peak, by the compiler", size_text(plan.peak_bytes))
   for part, size in plan.host_memory.items():
     table.add_row(f"in the host's memory: {part}", size_text(size))
+  if plan.program and plan.program.host_bytes:
+    table.add_row("in the host's memory, by the compiler", size_text(plan.program.host_bytes))
   return table
 
 

@@ -81,6 +81,49 @@ def test_two_slices_speak_over_the_slow_network(main, tmp_path):
   assert ("fsdp", "ICI") in over
 
 
+NAMES = ("query", "key", "value", "gate", "up", "layer_input")
+
+
+def of_layers(main, workdir, choice, *more):
+  """Returns plan.json of a decoder whose layers save or offload some activations."""
+  text = ",".join(f"{name}={choice}" for name in NAMES)
+  code, out, found = plan(
+    main,
+    workdir / choice,
+    *("--config=configs/dp4_tp2.py", "--topology=v5e:4x2", "--config.model.layers=12"),
+    *("--config.data.global_batch_size=128", f"--config.training.rematerialization={text}"),
+    *more,
+  )
+  assert code == 0, out
+  return found
+
+
+def test_offloading_lowers_the_peak_and_is_asynchronous(main, tmp_path):
+  saving, offloading = (of_layers(main, tmp_path, choice) for choice in ("save", "offload"))
+  held = offloading["host_memory"]["activations"]
+  moved = {one["direction"]: one for one in offloading["host_traffic"]}
+  assert {direction: one["bytes"] for direction, one in moved.items()} == {
+    "to host": held,
+    "from host": held,
+  }
+  assert all(one["exposed_seconds"] < one["seconds"] for one in moved.values())
+  assert saving["host_traffic"] == []
+  assert saving["host_memory"] == {}
+  fallen = saving["peak_bytes_per_device"] - offloading["peak_bytes_per_device"]
+  assert fallen > 0.5 * held  # a layer or two are on the device while they are moved
+
+
+def test_optimizer_state_on_the_host_leaves_the_device(main, tmp_path):
+  host = of_layers(main, tmp_path, "save", "--config.optimizer.state_memory=host")
+  held = host["host_memory"]["optimizer state"]
+  # Rows of less than a tile are padded.
+  assert all(held <= one["bytes"] < 1.1 * held for one in host["host_traffic"])
+  assert len(host["host_traffic"]) == 2
+  device = of_layers(main, tmp_path / "device", "save")
+  fallen = device["peak_bytes_per_device"] - host["peak_bytes_per_device"]
+  assert fallen > 0.5 * held
+
+
 def test_a_shape_that_the_compiler_does_not_know_is_refused(main, tmp_path):
   code, _, err = main(
     "plan", "--config=configs/dp8.py", "--topology=v5e:3x5", f"--workdir={tmp_path}"

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from analysis import collectives
 from partitioning import shardings
+from planning import named_activations
 from reports import layout_page
 from reports.layout_text import job_text
 from tests.helpers.jobs import make_job
@@ -177,6 +178,15 @@ def test_activations_are_listed_and_drawn(job, text):
       shardings.shape_text(c.shape),
       shardings.spec_text(c.spec, len(c.shape)),
     ] in [[row[0], row[2], row[3]] for row in rows]
+
+
+def test_named_activations_have_their_bytes_and_their_choice(job, text):
+  rows = [row for row in Reader(text).rows if len(row) == 6]
+  named = named_activations.of_job(job)
+  assert len(named) > 6
+  for one in named:
+    [row] = [row for row in rows if row[0] == one.name]
+    assert row[4:] == [shardings.size_text(one.bytes), one.choice]
 
 
 def test_the_page_needs_nothing_from_outside_and_is_small(text, two):

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from planning import aot, memory, plan
+from planning.step_time import HostTraffic
 from reports import plan_page, plan_text
 from tests.reports.test_layout_page import Reader
 
@@ -46,6 +47,24 @@ def test_the_verdict_the_numbers_and_the_command_are_on_the_page(fits):
   for name, seconds in plan_text.terms(fits).items():
     assert rows[name][1] == plan_text.duration(seconds)
   assert "e+0" not in "".join(plan_text.time_lines(fits))
+
+
+def test_transfers_to_and_from_the_host_and_whether_they_are_hidden(fits):
+  """On the page and in the text; without any there is no section."""
+  assert "host memory" not in plan_page.html(fits) + plan_text.text(fits)
+  out = HostTraffic("to host", 3 * 2**20, 0.004, 0.0, "activations")
+  back = HostTraffic("from host", 3 * 2**20, 0.004, 0.002, "activations")
+  times = dataclasses.replace(fits.times, host=(out, back))
+  moving = dataclasses.replace(fits, times=times, host_memory={"activations": 5 * 2**20})
+  rows = [row[:5] for row in Reader(plan_page.html(moving)).rows]
+  assert ["to host", "activations", "3.0 MiB", "4 ms", "0 s"] in rows
+  assert ["from host", "activations", "3.0 MiB", "4 ms", "2 ms"] in rows
+  text = plan_text.text(moving)
+  assert (
+    "6.0 MiB moved per step and device over 64 GB/s each way, 75 % hidden (exposed 2 ms)" in text
+  )
+  assert re.search("in the host's memory: activations +5.0 MiB", text)
+  assert moving.as_json()["host_traffic"][1]["exposed_seconds"] == 0.002
 
 
 def test_what_is_in_a_title_is_text_and_no_markup(fits):
