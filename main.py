@@ -15,6 +15,8 @@ VERB    train (default): train, evaluating on the evaluation split
           --html=FILE writes it as a page with drawings and what each mesh axis costs
         compare: whether --config and --against train alike: every raw gradient and three steps,
           in float64 where the hardware has it; --set key=value sets a key on both sides
+        coordcheck: whether activations are as large at every width, so that learning rates transfer
+          (model.base_width); --widths=64,128,256 trains the model at these for --steps=5 steps
         plan: predict memory, communication and step time on --topology=v5p:4x4x4 or h100:8
         tour: see what sharding does, by small examples; --chapter=NAME shows one. Without a config
 RECIPE  lm (default), mlp, mlp_tutorial; or model=NAME,data=NAME
@@ -25,8 +27,8 @@ On several machines, or as several processes on one, every process runs the same
 docs/running.md.
 
 Exit codes: 0 done; 1 failed; 2 refused before anything started or was changed, or another run has
-taken over the workdir; 3 compare: they differ, plan: it does not fit; 75 stopped by SIGTERM or
-Ctrl-C after saving; 130 by a second Ctrl-C, without saving.
+taken over the workdir; 3 compare: they differ, coordcheck: sizes depend on the width, plan: it does
+not fit; 75 stopped by SIGTERM or Ctrl-C after saving; 130 by a second Ctrl-C, without saving.
 """
 
 from processes import preemption

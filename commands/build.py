@@ -13,14 +13,8 @@ from training import parity, setup
 def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
   """Finalizes and checks the configs, starts the devices, checks the layouts."""
   configs = [flag.value for flag in config_flags_given]
-  started = devices.start(
-    *(config.mesh.to_dict() for config in configs),
-    slices=[config.mesh_dcn.to_dict() for config in configs],
-    simulate=flags.SIMULATE.value,
-    processes=current().count,
-  )
   jobs = []
-  for config, its_devices in zip(configs, started, strict=True):
+  for config, its_devices in zip(configs, start_devices(*configs), strict=True):
     if proof:
       given = config.optimizer.name
       parity.prove(config, its_devices.platform, keep=config_flag.set_keys(flags.SET.value))
@@ -28,6 +22,16 @@ def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
         unused.reset(config)
     jobs.append(job(config, its_devices))
   return jobs
+
+
+def start_devices(*configs: ConfigDict) -> list[devices.Devices]:
+  """Starts JAX's backend; returns the devices of each config."""
+  return devices.start(
+    *(config.mesh.to_dict() for config in configs),
+    slices=[config.mesh_dcn.to_dict() for config in configs],
+    simulate=flags.SIMULATE.value,
+    processes=current().count,
+  )
 
 
 def job(config: ConfigDict, its_devices: devices.Devices) -> setup.Job:

@@ -14,13 +14,21 @@ from runtime import exit_codes
 from runtime.printable import printable
 from runtime.suggest import nearest
 
-VERBS = ("train", "prepare", "evaluate", "sample", "export", "layout", "compare", "plan", "tour")
+VERBS = (
+  *("train", "prepare", "evaluate", "sample", "export"),
+  *("layout", "compare", "coordcheck", "plan", "tour"),
+)
 
 CONFIG = config_flags.DEFINE_config_file(
   "config", None, "Config file, optionally with a recipe: configs/dp8.py:mlp."
 )
 AGAINST = config_flags.DEFINE_config_file("against", None, "layout, compare: the other config.")
 SET = flags.DEFINE_multi_string("set", [], "compare: key=value for both configs; repeatable.")
+WIDTHS = flags.DEFINE_list(
+  "widths", [], "coordcheck: of the model, 64,128,256; by default 1/4, 1/2, 1 and 2 times its own."
+)
+STEPS = flags.DEFINE_integer("steps", 5, "coordcheck: optimizer steps at each width.")
+SVG = flags.DEFINE_string("svg", None, "coordcheck: the file for a picture.")
 HTML = flags.DEFINE_string("html", None, "layout: the file for a page with drawings.")
 TOPOLOGY = flags.DEFINE_string(
   "topology", None, "plan: v5p:4x4x4, v5p-128, 2xv6e-256 or h100:8; by default what is attached."
@@ -69,8 +77,9 @@ SAMPLE_FLAGS += (CHAT, SYSTEM, SYSTEM_FILE)
 # The flags that not every verb takes.
 OWNERS = [
   (TRAIN_TOKENIZER, ("prepare",)),
-  (CONFIG, ("train", "prepare", "evaluate", "sample", "export", "layout", "compare", "plan")),
+  (CONFIG, tuple(verb for verb in VERBS if verb != "tour")),
   (WORKDIR, ("train", "evaluate", "sample", "export", "layout", "compare", "plan")),
+  *((flag, ("coordcheck",)) for flag in (WIDTHS, STEPS, SVG)),
   (TOPOLOGY, ("plan",)),
   (CHAPTER, ("tour",)),
   (AGAINST, ("layout", "compare")),
@@ -101,7 +110,7 @@ def chosen_verb(words: list[str]) -> str:
   for flag, owners in OWNERS:
     if given(flag) and verb not in owners:
       raise ValueError(f"--{flag.name} belongs to the verb {' or '.join(owners)}, not to {verb}")
-  paths = (WORKDIR, CHECKPOINT, TASKS, TO, HTML, PROMPT_FILE, SYSTEM_FILE)
+  paths = (WORKDIR, CHECKPOINT, TASKS, TO, HTML, SVG, PROMPT_FILE, SYSTEM_FILE)
   for flag in (*paths, DTYPE, TOPOLOGY, CHAPTER):
     if flag.value == "":  # of a shell's variable that is not set, as a rule
       raise ValueError(f"--{flag.name}= is empty; give a value, or leave the flag out")
@@ -123,7 +132,7 @@ def given(flag: flags.FlagHolder) -> bool:
 def facts(verb: str) -> dict[str, object]:
   """Returns what the command line says besides the config: the same on every process."""
   values = {flag.name: flag.value for flag in SAMPLE_FLAGS}
-  shown = (CHECKPOINT, TASKS, ACCEPT, SIMULATE, TO, MERGE, DTYPE)
+  shown = (CHECKPOINT, TASKS, ACCEPT, SIMULATE, TO, MERGE, DTYPE, WIDTHS, STEPS)
   values |= {flag.name: flag.value for flag in shown}
   return {"verb": verb, "workdir": str(workdir()), **values}
 

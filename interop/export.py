@@ -23,7 +23,7 @@ from interop import hf_config, name_maps, peft_adapter, read_weights, safetensor
 from interop.export_folder import CONFIG_FILE, ExportError, ExportFolder
 from interop.safetensors_writer import WeightFile, Writer
 from interop.tokenizer_export import json_bytes
-from models import lora
+from models import lora, mup
 from models.transformer_dims import LORA_A, LORA_B
 from partitioning.rules import named_leaves
 
@@ -51,7 +51,7 @@ def model_config(
   """
   model_type = source.get("model_type", "")
   positions = _positions(config, source)
-  written = hf_config.write(config.model, positions, model_type)
+  written = hf_config.write(mup.plain_keys(config.model), positions, model_type)
   ids = {"bos_token_id": start, "eos_token_id": end, "pad_token_id": None}
   if written["model_type"] == "gpt2":  # whose own defaults are not 0
     rates = {"resid_pdrop": config.model.dropout_rate, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

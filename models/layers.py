@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
-from models import lora
+from models import lora, mup
 from models.dtypes import wide_dtype
 from models.random_rows import bernoulli_rows
 from models.rematerialization import named
@@ -25,6 +25,7 @@ from models.transformer_dims import (
   adapted,
   fan_in,
   in_8_bits,
+  legend,
   letters_of,
   optional_letters,
   sizes,
@@ -163,7 +164,9 @@ class Linear(nnx.Module):
     self.letters = letters_of(config, f"{name}/kernel")
     self.bias_letters = optional_letters(config, f"{name}/bias")
     dtype = jnp.dtype(config.training.parameter_dtype)
-    deviation = jnp.asarray(scale * fan_in(config, self.letters) ** -0.5, dtype)
+    inputs = fan_in(config, self.letters)
+    deviation = mup.deviation(config, self.letters, legend(config), inputs)
+    deviation = jnp.asarray(scale * deviation, dtype)
     shape, key = sizes(config, self.letters), rngs.params()
     self.kernel = nnx.Param(jax.random.normal(key, shape, dtype) * deviation)
     if self.bias_letters:
@@ -262,7 +265,7 @@ class Embedding(nnx.Module):
     self.dtype = jnp.dtype(config.training.compute_dtype)
     self.scale = config.model.embedding_multiplier
     if config.model.scaled_embeddings:
-      self.scale *= config.model.model_size**0.5
+      self.scale *= mup.embedding_width(config) ** 0.5
 
   def effective_kernel(self) -> Array:
     """Returns the table, in the dtype of the parameters."""

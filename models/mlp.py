@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 from ml_collections import ConfigDict
 
-from models import losses
+from models import activations, losses, mup
 from models.dtypes import wide_dtype
 from models.losses import Batch, Sums
 from partitioning.constraints import constrain
@@ -49,17 +49,23 @@ def parameters(config: ConfigDict) -> dict[str, str]:
 
 
 class Dense(nnx.Module):
-  """`x @ kernel + bias`, sharded by constraints; kernel of standard deviation fan_in ** -0.5."""
+  """`x @ kernel + bias`, sharded by constraints; kernel of standard deviation fan_in ** -0.5.
+
+  Under muP the last layer's product is divided by the width over that of the base model.
+  """
 
   def __init__(self, letters: str, config: ConfigDict, *, rngs: nnx.Rngs):
     """Draws kernel and bias of the sizes that the two letters have in the legend."""
-    fan_in, fan_out = (legend(config)[letter].size for letter in letters)
+    dims = legend(config)
+    fan_in, fan_out = (dims[letter].size for letter in letters)
     dtype = jnp.dtype(config.training.parameter_dtype)
-    scale = jnp.asarray(fan_in**-0.5, dtype)
+    scale = jnp.asarray(mup.deviation(config, letters, dims, fan_in), dtype)
     self.kernel = nnx.Param(jax.random.normal(rngs.params(), (fan_in, fan_out), dtype) * scale)
     scale = jnp.asarray(config.model.bias_standard_deviation, dtype)
     self.bias = nnx.Param(jax.random.normal(rngs.params(), (fan_out,), dtype) * scale)
     self.letters = letters
+    output = mup.growth(config, letters, dims).kind is mup.Kind.OUTPUT
+    self.divisor = mup.output_divisor(config) if output else 1.0
     self.dtype = jnp.dtype(config.training.compute_dtype)
 
   def __call__(self, x: Float[Array, "B X"]) -> Float[Array, "B Y"]:
@@ -68,7 +74,10 @@ class Dense(nnx.Module):
     # In float32 or wider: the bias' gradient is a sum over all rows.
     wide = wide_dtype(self.dtype)
     bias = constrain(self.bias[...].astype(wide), self.letters[1])
-    product = (x @ kernel).astype(wide) + bias[None, :]
+    product = (x @ kernel).astype(wide)
+    if self.divisor != 1.0:
+      product = product / jnp.asarray(self.divisor, wide)
+    product = product + bias[None, :]
     return constrain(product.astype(self.dtype), "B" + self.letters[1])
 
 
@@ -91,10 +100,13 @@ class MLP(nnx.Module):
   def __call__(self, inputs_BI: Float[Array, "B I"]) -> Float[Array, "B O"]:
     """Returns the outputs (logits, or values to regress on)."""
     x_BI = constrain(inputs_BI.astype(self.dtype), "BI")
-    x_BD = nnx.relu(self.layer_1(x_BI))
-    x_BF = nnx.relu(self.layer_2(x_BD))
-    x_BD = nnx.relu(self.layer_3(x_BF))
-    return self.layer_4(x_BD)
+    hidden = x_BI
+    for number, layer in enumerate((self.layer_1, self.layer_2, self.layer_3), start=1):
+      hidden = nnx.relu(layer(hidden))
+      activations.record(f"layer_{number}", hidden)
+    outputs_BO = self.layer_4(hidden)
+    activations.record("outputs", outputs_BO)
+    return outputs_BO
 
   def loss_sums(self, batch: Batch, key: Key[Array, ""] | None = None) -> Sums:
     """Returns the sums of the task; see `models.Network`.

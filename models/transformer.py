@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
-from models import preference
+from models import activations, mup, preference
 from models.attention import Attention, soft_cap
 from models.decoder_flops import train_flops_per_example as train_flops_per_example
 from models.dtypes import wide_dtype
@@ -99,13 +99,17 @@ class Block(nnx.Module):
     if self.post_norms:
       update_BRD = self.attention_post_norm(update_BRD)
     update_BRD = self._scaled(update_BRD)
+    activations.record("attention", update_BRD)
     x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[0], rows.slots_BT[0])
     normed_BRD = named(self.mlp_norm(x_BRD), "mlp_input") if self.pre_norms else x_BRD
     update_BRD = named(self.mlp(normed_BRD, keys[3], rows.slots_BT[0]), "mlp_update")
     if self.post_norms:
       update_BRD = self.mlp_post_norm(update_BRD)
     update_BRD = self._scaled(update_BRD)
-    return x_BRD + dropout(update_BRD, self.dropout_rate, keys[1], rows.slots_BT[0]), cache, {}
+    activations.record("mlp", update_BRD)
+    x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[1], rows.slots_BT[0])
+    activations.record("residual", x_BRD)
+    return x_BRD, cache, {}
 
   def _scaled(self, update_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
     """Returns what is added to the residual, times `model.residual_multiplier` (Granite)."""
@@ -137,7 +141,8 @@ class Transformer(nnx.Module):
     self.separate_documents = config.model.separate_documents
     self.vocabulary_size = config.model.vocabulary_size
     self.layer_count, self.layer_pattern = config.model.layers, layer_pattern(config)
-    self.divisor, self.soft_cap = config.model.logits_divisor, config.model.logits_soft_cap
+    self.divisor = config.model.logits_divisor * mup.output_divisor(config)
+    self.soft_cap = config.model.logits_soft_cap
     self.context_attention = config.model.context_attention
     self.heads = config.model.heads, config.model.kv_heads
     self.rematerialization = config.training.rematerialization
@@ -219,6 +224,7 @@ class Transformer(nnx.Module):
       )
     segments_BT = batch["segments"] if self.separate_documents else None
     x_BRD, rows = self.embed_tokens(constrain(batch["tokens"], "BT"), order_T, segments_BT)
+    activations.record("embedding", x_BRD)
     x_BRD, sums = self.blocks(x_BRD, rows, key)
     return self._of_logits(x_BRD, targets_BT, reduce, results), weights_BT, sums
 
@@ -302,11 +308,13 @@ class Transformer(nnx.Module):
 
     def layer(x_BRD, inputs):
       params, (one, layer_key) = inputs
-      x_BRD, _, sums = nnx.merge(graphdef, params)(x_BRD, one, layer_key, rows)
-      return x_BRD, sums
+      with activations.layer() as recorded:
+        x_BRD, _, sums = nnx.merge(graphdef, params)(x_BRD, one, layer_key, rows)
+      return x_BRD, (sums, recorded)
 
     layer = rematerialized(layer, self.rematerialization)
-    x_BRD, sums_L = jax.lax.scan(layer, x_BRD, (stack, every))
+    x_BRD, (sums_L, recorded_L) = jax.lax.scan(layer, x_BRD, (stack, every))
+    activations.record_layers(recorded_L)
     return x_BRD, jax.tree.map(jnp.sum, sums_L)
 
   def extend(
@@ -358,7 +366,9 @@ class Transformer(nnx.Module):
     normed_BRD = self.final_norm(x_BRD)
     [logits_BTV] = column_parallel(normed_BRD, [self._unembedding()], RESIDUAL)
     wide_BTV = constrain(logits_BTV.astype(wide_dtype(logits_BTV.dtype)), "BTV")
-    return self._finished(wide_BTV, 0)
+    logits_BTV = self._finished(wide_BTV, 0)
+    activations.record("logits", logits_BTV, length=self.vocabulary_size)
+    return logits_BTV
 
   def _unembedding(self) -> Embedding | Linear:
     """Returns the layer with the kernel of the logits."""

@@ -296,6 +296,7 @@ _OLD_DECODER = {
   "embedding_multiplier": 1.0,
   "residual_multiplier": 1.0,
   "logits_divisor": 1.0,
+  "base_width": 0,
 }
 
 
@@ -313,7 +314,10 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
   task = {"task": named[loss]} if loss in named else {}
   model = config["model"]
   if model["name"] == "transformer":
-    model = {"max_positions": data["sequence_length"], **_OLD_DECODER, **model}
+    derived = {"max_positions": data["sequence_length"], "base_head_size": model["head_size"]}
+    model = {**derived, **_OLD_DECODER, **model}
+  elif model["name"] == "mlp":
+    model = {"base_width": 0, **model}
   return {
     "lora": _OLD_LORA,
     **config,

@@ -4,10 +4,10 @@
 The schedule, clipping (in the step) and which parameters decay are the same for all of them.
 """
 
-import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,13 +15,22 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
+from models.mup import VECTORS
 from partitioning.parallel.matrix_groups import Group
 from partitioning.rules import named_leaves
 from runtime.extensions import Table
 from runtime.suggest import nearest
 from training import averages, clipping, optimizer_groups
-from training.optimizers import adafactor, muon, schedule_free, soap, state_dtype
-from training.optimizers.hidden_matrices import VECTORS, HiddenMatrices, UnfitError
+from training.optimizers import (
+  adafactor,
+  muon,
+  schedule_free,
+  soap,
+  state_dtype,
+  width_scaling,
+)
+from training.optimizers.arguments import parse_arguments
+from training.optimizers.hidden_matrices import HiddenMatrices, UnfitError
 from training.schedules import learning_rate_schedule
 
 
@@ -126,10 +135,11 @@ def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformat
   Raises:
     ValueError: an unknown optimizer or argument, or an optimizer that the step cannot use.
   """
+  make = width_scaling.scaled(_of_one_name)
   if config.optimizer.groups:
-    optimizer = optimizer_groups.grouped(config, params, _of_one_name)
+    optimizer = optimizer_groups.grouped(config, params, make)
   else:
-    optimizer = clipping.clipped(config, _of_one_name(config, params))
+    optimizer = clipping.clipped(config, make(config, params))
   optimizer = state_dtype.stored_narrow(config, optimizer, params)
   decays = config.optimizer.ema_decays
   return averages.averaged(optimizer, decays) if decays else optimizer
@@ -175,7 +185,8 @@ def matrix_groups(
     sizes: mesh axis -> size.
   """
   found = []
-  for one, part in optimizer_groups.parts(config, params):
+  groups = optimizer_groups.parts(config, params)
+  for one, part in itertools.chain.from_iterable(width_scaling.parts(*group) for group in groups):
     if make := _WHOLE_MATRICES.get(one.optimizer.name):
       how = make(**arguments(find(one.optimizer.name), one))
       found += [(how, group) for group in how.groups(part, sizes)]
@@ -323,28 +334,6 @@ def _check_keys(row: Optimizer, keys: ConfigDict, taken: Mapping[str, inspect.Pa
     raise ValueError(
       f"optimizer.name={keys.name}, registered by {origin}, Optimizer.keys:\n{lines}"
     )
-
-
-def parse_arguments(text: str) -> dict[str, Any]:
-  """Returns name -> value of `b1=0.9,nesterov=True,mu_dtype=bfloat16`, as in a call in Python.
-
-  Raises:
-    ValueError: the text is not of this form.
-  """
-  try:
-    call = ast.parse(f"f({text})", mode="eval").body
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-      raise ValueError(text)
-    if any(word.arg is None for word in call.keywords):
-      raise ValueError(text)
-    return {
-      word.arg: word.value.id if isinstance(word.value, ast.Name) else ast.literal_eval(word.value)
-      for word in call.keywords
-    }
-  except (ValueError, SyntaxError) as error:
-    raise ValueError(
-      f"optimizer.arguments={text!r}: give name=value,name=value, such as b1=0.9,nesterov=True"
-    ) from error
 
 
 def _own_decay(taken: Mapping[str, inspect.Parameter]) -> str:

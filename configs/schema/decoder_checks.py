@@ -34,7 +34,7 @@ ROTARY_SCALINGS = {
   ),
 }
 # Whole numbers of a decoder of which 0 turns something off.
-MAY_BE_ZERO = ("window", "global_every", "rotary_size")
+MAY_BE_ZERO = ("window", "global_every", "rotary_size", "base_width")
 LEAST = {
   "model.window": 0,
   "model.global_every": 0,

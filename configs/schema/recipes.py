@@ -5,7 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from configs.schema import defaults
+from configs.schema import defaults, mup_checks
 from configs.schema.presets import PRESETS
 from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer
@@ -70,7 +70,8 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
   if not task.of_tokens and "input_size" in model and "output_size" in model:
     data.input_size, data.target_size = model.input_size, model.output_size
   if model.name == "transformer" and model.embedding_standard_deviation is None:
-    model.embedding_standard_deviation = model.model_size**-0.5 if model.tied_embeddings else 1.0
+    width = model.base_width or model.model_size
+    model.embedding_standard_deviation = width**-0.5 if model.tied_embeddings else 1.0
   if model.name == "transformer" and model.head_size is None:
     if model.heads > 0 and model.model_size % model.heads:
       raise ValueError(
@@ -80,8 +81,8 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
     model.head_size = model.model_size // max(1, model.heads)
   if model.name == "transformer" and model.max_positions is None:
     model.max_positions = data.sequence_length
-  if model.name == "transformer" and model.attention_scale is None:
-    model.attention_scale = model.head_size**-0.5 if model.head_size > 0 else 1.0
+  if model.name == "transformer":
+    mup_checks.finalize(model)
 
 
 def _finalize_text(model: ConfigDict, data: ConfigDict, of_text: bool) -> None:
@@ -138,6 +139,10 @@ def lm() -> ConfigDict:
     "layers": 3,  # transformer blocks
     "model_size": 128,  # width of the residual stream
     "feedforward_size": 384,  # hidden width of the MLP
+    # muP: the width at which learning rates were tuned; the other widths of that model are smaller
+    # in proportion. 0: off
+    "base_width": 0,
+    "base_head_size": config_dict.placeholder(int),  # muP: head size there; head_size
     "heads": 8,  # query heads
     "kv_heads": 4,  # key/value heads; fewer than heads: grouped-query attention
     "head_size": config_dict.placeholder(int),  # model_size / heads
@@ -172,15 +177,17 @@ def lm() -> ConfigDict:
     # relu_squared
     "activation": "silu",
     "gated": True,  # MLP: down(f(gate(x)) * up(x)); else down(f(up(x)))
-    "attention_scale": config_dict.placeholder(float),  # factor of the scores; head_size**-0.5
+    # Factor of the scores; head_size**-0.5, or with base_width base_head_size**0.5 / head_size
+    "attention_scale": config_dict.placeholder(float),
     "attention_soft_cap": 0.0,  # soft-capping of the scaled scores; 0: off
     "logits_soft_cap": 0.0,  # soft-capping of the logits; 0: off
-    "scaled_embeddings": False,  # multiply embeddings by model_size**0.5
+    "scaled_embeddings": False,  # multiply embeddings by model_size**0.5 (base_width**0.5)
     "embedding_multiplier": 1.0,  # factor of the embeddings (Granite)
     "residual_multiplier": 1.0,  # factor of what attention and MLP add to the residual (Granite)
     "logits_divisor": 1.0,  # divides the logits, before their soft cap (Granite's logits_scaling)
     "context_attention": "auto",  # where context > 1: ring, gather, or auto: by a cost formula
-    "embedding_standard_deviation": config_dict.placeholder(float),  # 1; tied: model_size**-0.5
+    # 1; tied: model_size**-0.5, or with base_width base_width**-0.5
+    "embedding_standard_deviation": config_dict.placeholder(float),
     "dropout_rate": 0.0,  # of the outputs of attention and MLP
     "tied_embeddings": False,  # compute the logits with the embedding table
     # Intra-document attention masking; positions restart. By default with data that are read from
@@ -224,6 +231,7 @@ def mlp() -> ConfigDict:
     "input_size": config_dict.placeholder(int),  # values per image
     "model_size": 128,
     "feedforward_size": config_dict.placeholder(int),  # as model_size
+    "base_width": 0,  # muP: the width at which learning rates were tuned; 0: off
     "output_size": config_dict.placeholder(int),  # classes
     "bias_standard_deviation": 0.0,  # of initial biases
   }
@@ -246,6 +254,7 @@ def mlp_tutorial() -> ConfigDict:
     "input_size": 784,
     "model_size": config_dict.placeholder(int),  # W: 8192 on an accelerator, 512 on a CPU
     "feedforward_size": config_dict.placeholder(int),  # as model_size
+    "base_width": 0,  # muP: the width at which learning rates were tuned; 0: off
     "output_size": 10,
     "bias_standard_deviation": 1.0,
   }

@@ -12,6 +12,7 @@ from configs.schema import (
   matmul_checks,
   memory_checks,
   mixture_checks,
+  mup_checks,
   optimizer_defaults,
   precision_checks,
   ramp_checks,
@@ -68,6 +69,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   wrong.extend(lora_checks.wrong(config))
   wrong.extend(memory_checks.wrong(config))
   wrong.extend(matmul_checks.wrong(config))
+  wrong.extend(mup_checks.wrong(config))
   if config.model.name == "transformer":
     wrong.extend(decoder_checks.wrong(config, sizes))
   if wrong:

@@ -11,7 +11,7 @@ from tests.interop import folders
 # Keys of `model` that no folder determines.
 OWN = {
   *("name", "vocabulary_multiple", "context_attention", "embedding_standard_deviation"),
-  *("dropout_rate", "separate_documents"),
+  *("dropout_rate", "separate_documents", "base_width", "base_head_size"),
 }
 LLAMA = {
   "model_type": "llama",

@@ -20,6 +20,7 @@ OPTIONS = {
   "model.residual_multiplier": 0.5,
   "model.logits_divisor": 2.0,
   "training.loss_chunks": 2,
+  "model.base_width": 32,
 }
 MESH = {
   "mesh.fsdp": 2,

@@ -140,13 +140,6 @@ def test_arguments_of_another_form_are_refused(text):
   )
 
 
-def test_arguments_are_read_as_in_a_call():
-  text = "a=1e-3,b=(0.9, 0.99),c=True,d=bfloat16,e='x,y',f=None"
-  wanted = {"a": 1e-3, "b": (0.9, 0.99), "c": True, "d": "bfloat16", "e": "x,y", "f": None}
-  assert optimizer.parse_arguments(text) == wanted
-  assert optimizer.parse_arguments("") == {}
-
-
 # ---- A row of one's own ----
 
 

@@ -11,11 +11,10 @@ from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
 from models import MODELS
+from models.mup import VECTORS
 from partitioning.parallel.matrix_groups import Group, Matrix, grouped
 from partitioning.rules import letters_of, named_leaves, place_parameters
 
-# Parameters that are no matrices, by the last part of their name; they have no weight decay either.
-VECTORS = ("scale", "bias")
 # Dims of hidden matrices; not those of inputs, outputs and tables.
 _HIDDEN = ("model", "feedforward", "heads", "kv_heads", "head")
 _HEADS = ("heads", "kv_heads")

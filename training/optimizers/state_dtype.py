@@ -16,11 +16,11 @@ import optax
 from ml_collections import ConfigDict
 
 from models import MODELS
+from models.mup import VECTORS
 from partitioning.optimizer_state import Path, leaves_by_path, owners
 from partitioning.rules import letters_of
 from training.optimizers import blocks, stochastic_rounding
 from training.optimizers.blocks import Blocks
-from training.optimizers.hidden_matrices import VECTORS
 
 LEAST = 4096  # elements; smaller arrays stay float32
 # Dims, by name, that no mesh splits; and those that are numbers of separate arrays.

@@ -183,6 +183,7 @@ SECTIONS = ("model", "training", "optimizer", "partitioning")
 # Read by the loop, or before a job is prepared.
 ELSEWHERE = {
   "model.global_every",  # where model.window is set; refused where it is not
+  "model.base_head_size",  # where model.base_width is set; refused where it is not
   "model.vocabulary_size",  # by vocabulary_multiple's rounding; the sampler
   "partitioning.sequence_parallel",  # resolved into an axis table
   "training.steps",  # also by the cosine schedule

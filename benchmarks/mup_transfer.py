@@ -1,0 +1,108 @@
+"""The best learning rate at two widths, with and without muP.
+
+  python -m benchmarks.mup_transfer
+
+Trains the recipe `lm` on one device, at width 64 and at 4 times its widths, for each learning rate
+on the same batches, and prints the mean loss of the last steps: the table of docs/mup.md.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+
+from configs import single
+from configs.schema import finalize, validate
+from partitioning.mesh import resolve_sizes
+from runtime.devices import Devices
+from training import coordinate_check
+from training.setup import Job, prepare
+from training.splits import training_batches
+from training.state import State
+
+_STEPS = flags.DEFINE_integer("steps", 100, "Of each run.")
+_SEEDS = flags.DEFINE_integer("seeds", 1, "Initializations of each run.")
+
+BASE, WIDTHS = 64, (64, 256)
+RATES = tuple(2.0**power for power in range(-10, -3))
+LAST = 10  # steps, whose mean loss is reported
+SMALL = {
+  "model.layers": 2,
+  "data.sequence_length": 64,
+  "data.global_batch_size": 16,
+  "optimizer.learning_rate": 1.0,  # a run's own is a factor of the updates
+}
+
+
+def make_job(width: int, base_width: int, steps: int) -> Job:
+  """Returns the job of a width; its optimizer's peak learning rate is 1."""
+  config = single.get_config("lm")
+  config.update_from_flattened_dict({**SMALL, "training.steps": steps})
+  resolved = finalize.finalize(config, "cpu")
+  schedule = {key: config.optimizer[key] for key in ("schedule", "warmup_steps", "final_fraction")}
+  config = coordinate_check.of_width(config, resolved, width)
+  with config.unlocked():
+    config.optimizer.update(schedule)
+    config.model.base_width = base_width
+  config = finalize.finalize(config, "cpu")
+  sizes = resolve_sizes(config.mesh, None)
+  validate.check(config, sizes)
+  return prepare(config, Devices("cpu", True, sizes, {}))
+
+
+def train_step(job: Job, state: State, batch, rate: jax.Array):
+  """Returns the state and the metrics of a step whose learning rate is multiplied by `rate`."""
+  inner = job.program.optimizer
+
+  def update(grads, optimizer_state, params):
+    updates, optimizer_state = inner.update(grads, optimizer_state, params)
+    return jax.tree.map(lambda x: x * rate, updates), optimizer_state
+
+  optimizer = optax.GradientTransformation(inner.init, update)
+  return dataclasses.replace(job.program, optimizer=optimizer).train_step(state, batch)
+
+
+def losses(job: Job, rates: Sequence[float], seeds: int) -> list[float]:
+  """Returns the mean loss of the last steps at each learning rate."""
+  batches, steps = training_batches(job.config), job.config.training.steps
+  rate = jax.ShapeDtypeStruct((), jnp.float32)
+  step = job.compile(functools.partial(train_step, job), job.state, job.batch, rate).function
+  found = []
+  for value in rates:
+    last = []
+    for seed in range(seeds):
+      state = job.compile_init().function(jax.random.key(seed))
+      for number in range(steps):
+        batch = batches.batch(number, job.batch_shardings)
+        state, metrics = step(state, batch, jnp.float32(value))
+        if number >= steps - LAST:
+          last.append(float(metrics["loss"]))
+    found.append(float(np.mean(last)))
+    print(f"width {job.config.model.model_size}, {value:.4f}: {found[-1]:.3f}", flush=True)
+  return found
+
+
+def main(_: Sequence[str]) -> None:
+  """Prints the table."""
+  columns = {
+    f"width {BASE}": make_job(BASE, 0, _STEPS.value),
+    f"width {WIDTHS[1]}": make_job(WIDTHS[1], 0, _STEPS.value),
+    f"width {WIDTHS[1]}, muP": make_job(WIDTHS[1], BASE, _STEPS.value),
+  }
+  found = {title: losses(job, RATES, _SEEDS.value) for title, job in columns.items()}
+  print(f"| learning rate | {' | '.join(found)} |")
+  print(f"| --- |{' --- |' * len(found)}")
+  for row, rate in enumerate(RATES):
+    cells = [
+      f"**{of[row]:.3f}**" if of[row] == min(of) else f"{of[row]:.3f}" for of in found.values()
+    ]
+    print(f"| {rate:.4f} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,143 @@
+"""muP, the maximal update parametrization: what follows from a model's width, by dim.
+
+Embeddings, hidden matrices and unembedding change activations as much at all widths, so that a
+learning rate that was tuned at `model.base_width` is right at every width. Source:
+arXiv:2203.03466, table 8.
+
+The base model is the config's with all of its widths (model, feed-forward, heads x head) smaller by
+the same factor. Which dims of a parameter are widths, the letters of the legend say.
+"""
+
+import dataclasses
+import enum
+import math
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from partitioning.dims import Dim, Legend
+
+# Parameters that are no matrices, by the last part of their name; they have no weight decay either.
+VECTORS = ("scale", "bias")
+_HEADS, _HEAD = ("heads", "kv_heads"), "head"
+# Dims that grow with the model; all others (vocabulary, positions, inputs, ...) are finite.
+WIDTHS = ("model", "feedforward", *_HEADS, _HEAD)
+
+
+class Kind(enum.Enum):
+  """Which side of a parameter is a width: of its inputs, which a matmul sums over, and outputs."""
+
+  HIDDEN = "hidden matrix"  # both
+  INPUT = "embedding, bias or scale"  # the outputs
+  OUTPUT = "unembedding"  # the inputs
+  FINITE = "of no width"
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+  """How a parameter differs from that of the base model.
+
+  Attributes:
+    kind: which of its sides are widths.
+    inputs: the number of its inputs over that of the base model; of a vector 1.
+    outputs: likewise.
+  """
+
+  kind: Kind
+  inputs: float
+  outputs: float
+
+
+def base_width(config: ConfigDict) -> int:
+  """Returns `model.base_width`; 0 (off) for a registered model without this key."""
+  return config.model.base_width if "base_width" in config.model else 0
+
+
+def width_ratio(config: ConfigDict) -> float:
+  """Returns the model's width over that of the base model; 1 without muP."""
+  base = base_width(config)
+  return config.model.model_size / base if base else 1.0
+
+
+def dim_ratio(config: ConfigDict, dim: str) -> float:
+  """Returns the size of a dim of the legend over that in the base model.
+
+  Where a head is larger than in the base model, there are the fewer heads more.
+  """
+  if dim not in WIDTHS or not base_width(config):
+    return 1.0
+  head = 1.0
+  if base := config.model.get("base_head_size"):
+    head = config.model.head_size / base
+  if dim == _HEAD:
+    return head
+  return width_ratio(config) / (head if dim in _HEADS else 1.0)
+
+
+def differs(config: ConfigDict) -> bool:
+  """Returns whether any dim has another size than in the base model."""
+  return any(dim_ratio(config, dim) != 1.0 for dim in WIDTHS)
+
+
+def sides(letters: str, legend: Legend, *, vector: bool = False) -> tuple[list[Dim], list[Dim]]:
+  """Returns the dims of a parameter's inputs and of its outputs, `layers` apart.
+
+  D (model) is the input if it comes first of the others, else the output.
+
+  Args:
+    letters: of the parameter.
+    legend: letter -> Dim.
+    vector: whether it is a scale or a bias, which has outputs only.
+  """
+  dims = [legend[letter] for letter in letters if legend[letter].name != "layers"]
+  if vector:
+    return [], dims
+  cut = 1 if dims and dims[0].name == "model" else -1
+  return dims[:cut], dims[cut:]
+
+
+def growth(config: ConfigDict, letters: str, legend: Legend, *, vector: bool = False) -> Growth:
+  """Returns how a parameter differs from that of the base model; the arguments are `sides`'."""
+  found = sides(letters, legend, vector=vector)
+  inputs, outputs = (
+    math.prod((dim_ratio(config, dim.name) for dim in side), start=1.0) for side in found
+  )
+  wide = tuple(any(dim.name in WIDTHS for dim in side) for side in found)
+  kinds = {
+    (True, True): Kind.HIDDEN,
+    (False, True): Kind.INPUT,
+    (True, False): Kind.OUTPUT,
+    (False, False): Kind.FINITE,
+  }
+  return Growth(kinds[wide], inputs, outputs)
+
+
+def deviation(config: ConfigDict, letters: str, legend: Legend, fan_in: int) -> float:
+  """Returns the standard deviation of a kernel's initial elements: that of a model of any width.
+
+  fan_in ** -0.5, with an unembedding's fan-in at the base width: its output is divided by
+  `output_divisor` instead.
+  """
+  found = growth(config, letters, legend)
+  return fan_in**-0.5 * (found.inputs**0.5 if found.kind is Kind.OUTPUT else 1.0)
+
+
+def output_divisor(config: ConfigDict) -> float:
+  """Returns what the products of an unembedding are divided by."""
+  return width_ratio(config)
+
+
+def embedding_width(config: ConfigDict) -> int:
+  """Returns the width that embeddings are scaled by: the base model's, at all widths."""
+  return base_width(config) or config.model.model_size
+
+
+def plain_keys(model: ConfigDict) -> dict[str, Any]:
+  """Returns the keys of `model` with which a decoder computes the same without muP."""
+  found = dict(model.items())
+  if not (base := found["base_width"]):
+    return found
+  ratio = found["model_size"] / base
+  if found["scaled_embeddings"]:
+    found["embedding_multiplier"] *= ratio**-0.5
+  return {**found, "base_width": 0, "logits_divisor": found["logits_divisor"] * ratio}

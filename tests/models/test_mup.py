@@ -1,0 +1,161 @@
+"""muP: what follows from the letters of each parameter, next to table 8 of arXiv:2203.03466."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs import base
+from configs.schema import finalize
+from models import activations, layers, mlp, mup, transformer
+from models.mup import Kind
+from partitioning.rules import letters_of, named_leaves
+from tests.helpers.jobs import SMALL, host_batch, make_job
+
+# At 4 times the base width: the kind of each parameter, and how many more inputs it has.
+KINDS = {
+  "embed/table": (Kind.INPUT, 1),
+  "positions/table": (Kind.INPUT, 1),
+  "layers/attention_norm/scale": (Kind.INPUT, 1),
+  "layers/attention/query/kernel": (Kind.HIDDEN, 4),
+  "layers/attention/query/bias": (Kind.INPUT, 1),
+  "layers/attention/key/kernel": (Kind.HIDDEN, 4),
+  "layers/attention/query_norm/scale": (Kind.INPUT, 1),
+  "layers/attention/out/kernel": (Kind.HIDDEN, 4),
+  "layers/mlp/up/kernel": (Kind.HIDDEN, 4),
+  "layers/mlp/down/kernel": (Kind.HIDDEN, 4),
+  "layers/mlp/down/bias": (Kind.INPUT, 1),
+  "final_norm/scale": (Kind.INPUT, 1),
+  "unembed/kernel": (Kind.OUTPUT, 4),
+}
+MLP_KINDS = {
+  "layer_1/kernel": (Kind.INPUT, 1),
+  "layer_1/bias": (Kind.INPUT, 1),
+  "layer_2/kernel": (Kind.HIDDEN, 4),
+  "layer_3/kernel": (Kind.HIDDEN, 4),
+  "layer_4/kernel": (Kind.OUTPUT, 4),
+  "layer_4/bias": (Kind.FINITE, 1),
+}
+EVERYTHING = {"model.positions": "learned", "model.biases": "all", "model.query_key_norm": True}
+
+
+def config_of(recipe, **overrides):
+  config = base.get_config(recipe)
+  config.update_from_flattened_dict({**SMALL[recipe], **overrides})
+  return finalize.finalize(config, "cpu")
+
+
+@pytest.mark.parametrize(
+  ("recipe", "model", "wanted", "more"),
+  [("lm", transformer, KINDS, EVERYTHING), ("mlp", mlp, MLP_KINDS, {})],
+)
+def test_the_letters_say_what_a_parameter_is(recipe, model, wanted, more):
+  config = config_of(recipe, **{"model.base_width": 10}, **more)
+  rules, legend = model.parameters(config), model.legend(config)
+  for name, (kind, inputs) in wanted.items():
+    vector = name.endswith(mup.VECTORS)
+    found = mup.growth(config, letters_of(name, rules), legend, vector=vector)
+    assert (found.kind, found.inputs) == (kind, inputs), name
+    outputs = {Kind.OUTPUT: 1, Kind.FINITE: 1}.get(kind, 4)
+    assert found.outputs == (1 if name.endswith("query_norm/scale") else outputs), name
+
+
+def test_larger_heads_are_that_many_fewer():
+  config = config_of("lm", **{"model.base_width": 10, "model.base_head_size": 3})
+  legend = transformer.legend(config)
+  assert [mup.dim_ratio(config, dim) for dim in ("head", "heads", "kv_heads")] == [2, 2, 2]
+  assert mup.growth(config, "NHD", legend).inputs == 4
+  assert mup.growth(config, "LH", legend, vector=True).outputs == 2
+  assert config.model.attention_scale == pytest.approx(3**0.5 / 6)
+  assert config_of("lm", **{"model.base_width": 10}).model.attention_scale == 6**-0.5
+
+
+def test_no_dim_differs_at_the_base_width():
+  assert mup.differs(config_of("lm", **{"model.base_width": 20}))
+  for width in (0, 40):
+    assert not mup.differs(config_of("lm", **{"model.base_width": width}))
+    assert not mup.differs(config_of("mlp", **{"model.base_width": width}))
+
+
+def drawn(recipe, model, **overrides):
+  """Returns name -> standard deviation of the initial parameters."""
+  config = config_of(recipe, **overrides)
+
+  def deviations():
+    module = model.build(config, rngs=nnx.Rngs(params=0))
+    return jax.tree.map(jnp.std, nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+
+  return {name: float(x) for name, x in named_leaves(jax.jit(deviations)()).items()}
+
+
+WIDE = {"model.model_size": 160, "model.feedforward_size": 224, "model.heads": 32}
+
+
+def test_initial_deviations_are_those_of_table_8():
+  found = drawn("lm", transformer, **WIDE, **{"model.base_width": 40})
+  wanted = {
+    "embed/table": 1,
+    "layers/attention/query/kernel": 160**-0.5,
+    "layers/attention/out/kernel": (32 * 6) ** -0.5 / 2,  # 2 layers: GPT-2's (2 x 2) ** -0.5
+    "layers/mlp/up/kernel": 160**-0.5,
+    "layers/mlp/down/kernel": 224**-0.5 / 2,
+    "unembed/kernel": 40**-0.5,
+  }
+  assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=0.03)
+
+
+def test_initial_deviations_of_an_mlp():
+  sizes = {"model.model_size": 160, "model.feedforward_size": 160, "model.base_width": 40}
+  found = drawn("mlp", mlp, **sizes)
+  for name, inputs in (("layer_1", 13), ("layer_2", 160), ("layer_3", 160), ("layer_4", 40)):
+    assert found[f"{name}/kernel"] == pytest.approx(inputs**-0.5, rel=0.06), name
+
+
+def test_a_tied_table_is_drawn_and_scaled_by_the_base_width():
+  tied = {"model.tied_embeddings": True, "model.scaled_embeddings": True}
+  config = config_of("lm", **WIDE, **tied, **{"model.base_width": 40})
+  assert config.model.embedding_standard_deviation == 40**-0.5
+  assert nnx.eval_shape(lambda: layers.Embedding(config, rngs=nnx.Rngs(params=0))).scale == 40**0.5
+  config = config_of("lm", **WIDE, **tied)
+  assert config.model.embedding_standard_deviation == 160**-0.5
+  assert nnx.eval_shape(lambda: layers.Embedding(config, rngs=nnx.Rngs(params=0))).scale == 160**0.5
+
+
+@pytest.mark.parametrize(
+  ("recipe", "more"),
+  [("lm", {"model.tied_embeddings": True}), ("lm", {}), ("mlp", {})],
+)
+def test_products_of_the_unembedding_are_divided_by_the_ratio_of_the_widths(recipe, more):
+  """Against the same parameters without muP, whose logits NumPy divides; a bias is not divided."""
+  jobs = [make_job("single", recipe, **more, **{"model.base_width": width}) for width in (0, 10)]
+  random = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: 0.2 * random.standard_normal(x.shape).astype(x.dtype), jobs[0].state.params
+  )
+  batch = host_batch(jobs[0])
+
+  def recorded(job):
+    def outputs(params, batch):
+      with activations.recording() as found:
+        job.program.sums(params, batch)
+      return list(found.values())[-1]
+
+    with job.tracing():
+      return np.asarray(jax.jit(outputs)(params, batch))
+
+  plain, ours = map(recorded, jobs)
+  bias = params["layer_4"]["bias"] if recipe == "mlp" else 0
+  assert plain.shape[-1] == (10 if recipe == "mlp" else 61)
+  np.testing.assert_allclose(ours - bias, (plain - bias) / 4, rtol=1e-4, atol=1e-6)
+
+
+def test_the_same_function_without_mup():
+  """What `export` writes: the keys of a model that divides its logits itself."""
+  scaled = {"model.scaled_embeddings": True, "model.logits_divisor": 3.0}
+  config = config_of("lm", **{"model.base_width": 10}, **scaled)
+  keys = mup.plain_keys(config.model)
+  assert (keys["base_width"], keys["logits_divisor"]) == (0, 12.0)
+  assert keys["embedding_multiplier"] == pytest.approx(10**0.5 / 40**0.5)
+  off = config_of("lm").model
+  assert mup.plain_keys(off) == dict(off.items())

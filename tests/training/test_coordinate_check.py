@@ -1,0 +1,222 @@
+"""The coordinate check: with muP all is flat, without it or with a part of it broken it is not."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+from configs import base
+from configs.schema import finalize
+from models import mup
+from tests.helpers.jobs import SMALL, host_batch, make_job, place
+from training import coordinate_check
+from training.coordinate_check import Point, Trained, points, shown_layers, slope, slopes
+from training.optimizers import width_scaling
+
+BASE, WIDE = 32, 256
+CONSTANT = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
+SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.3}
+
+
+def trained(width, optimizer, base_width):
+  keys = {f"model.{key}": width for key in ("model_size", "feedforward_size")}
+  keys |= {**CONSTANT, "model.base_width": base_width, "data.global_batch_size": 32}
+  job = make_job("single", "mlp", **keys, **dict(optimizer))
+  batch = lambda step: place(job, host_batch(job, seed=step))  # noqa: E731
+  return coordinate_check.train(job, batch, steps=3, seeds=2)
+
+
+at_base = functools.cache(trained)  # where muP, and what a test breaks of it, changes nothing
+
+
+def not_flat(base_width=BASE, optimizer=()):
+  """Returns name -> slope of what is not flat."""
+  both = [at_base(BASE, optimizer, 0), trained(WIDE, optimizer, base_width)]
+  found = slopes(points(both), [BASE, WIDE])
+  assert [one.point.name for one in found[::2]] == ["layer_1", "layer_2", "layer_3", "outputs"]
+  return {one.point.name: one.value for one in found if one.change and not one.flat}
+
+
+def test_with_mup_all_is_flat():
+  assert not_flat() == {}
+
+
+def test_adamw_without_mup_is_not():
+  found = not_flat(base_width=0)
+  assert set(found) == {"layer_2", "layer_3", "outputs"}
+  assert min(found.values()) > 0.4
+
+
+def test_mup_without_its_divisor_is_not(monkeypatch):
+  monkeypatch.setattr(mup, "output_divisor", lambda config: 1.0)
+  found = not_flat()
+  assert set(found) == {"outputs"}
+  assert found["outputs"] > 0.5
+
+
+@pytest.mark.long
+def test_mup_without_its_learning_rates_is_not(monkeypatch):
+  monkeypatch.setitem(width_scaling.RULES, "adamw", lambda growth: 1.0)
+  assert {"layer_2", "layer_3"} <= set(not_flat())
+
+
+@pytest.mark.long
+def test_sgd_is_flat_with_mup_and_its_first_layer_stops_to_learn_without(monkeypatch):
+  assert not_flat(optimizer=tuple(SGD.items())) == {}
+  found = not_flat(0, tuple(SGD.items()))
+  assert found["layer_1"] == pytest.approx(-0.5, abs=0.1)  # 1 / sqrt(width)
+  monkeypatch.setitem(width_scaling.RULES, "sgd", lambda growth: 1.0)
+  assert "layer_1" in not_flat(optimizer=tuple(SGD.items()))
+
+
+DECODER = {
+  "model.layers": 1,
+  "data.sequence_length": 16,
+  "data.global_batch_size": 8,
+  "optimizer.learning_rate": 4e-3,
+  **CONSTANT,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  ("optimizer", "exponent"), [({}, 1.0), ({"optimizer.name": "muon"}, 0.5)], ids=["adamw", "muon"]
+)
+def test_a_decoder_is_flat_with_mup_and_its_layers_grow_without(optimizer, exponent):
+  def of(width, base_width):
+    heads = {"model.heads": width // 8, "model.kv_heads": width // 16, "model.head_size": 8}
+    sizes = {"model.model_size": width, "model.feedforward_size": 3 * width // 2, **heads}
+    keys = {**DECODER, **sizes, **optimizer, "model.base_width": base_width}
+    job = make_job("single", "lm", **keys)
+    batch = lambda step: place(job, host_batch(job, seed=step))  # noqa: E731
+    return coordinate_check.train(job, batch, steps=2, seeds=2)
+
+  small = of(32, 0)
+  for base_width in (32, 0):
+    found = slopes(points([small, of(128, base_width)]), [32, 128])
+    assert [one.point.name for one in found[::2]] == [
+      *("embedding", "layer 1: attention", "layer 1: mlp", "layer 1: residual", "logits")
+    ]
+    if base_width:
+      assert [one.point.name for one in found if not one.flat] == []
+      continue
+    values = {one.point.name: one.value for one in found if one.change and not one.flat}
+    assert set(values) == {one.point.name for one in found} - {"embedding"}
+    assert values["layer 1: residual"] == pytest.approx(exponent, abs=0.2)
+
+
+# ---- The family of configs ----
+
+
+def finalized(recipe="lm", **overrides):
+  config = base.get_config(recipe)
+  config.update_from_flattened_dict(overrides)
+  return config, finalize.finalize(config, "cpu")
+
+
+def test_widths_are_in_proportion_and_heads_stay_as_large():
+  config, resolved = finalized(**{"optimizer.warmup_tokens": 9, "training.tokens": 10**6})
+  wider = finalize.finalize(coordinate_check.of_width(config, resolved, 320), "cpu")
+  sizes = ("model_size", "feedforward_size", "heads", "kv_heads", "head_size")
+  assert [wider.model[key] for key in sizes] == [320, 960, 20, 10, 16]
+  assert (wider.optimizer.schedule, wider.optimizer.warmup_steps) == ("constant", 0)
+  assert config.model.model_size == 128  # is left as it was
+
+
+def test_the_widths_by_default():
+  assert coordinate_check.widths(finalized()[1], ()) == [32, 64, 128, 256]
+  _, few = finalized(**{"model.heads": 8, "model.kv_heads": 1})
+  assert coordinate_check.widths(few, ()) == [128, 256]
+
+
+@pytest.mark.parametrize(
+  ("given", "said"),
+  [
+    (("64", "x"), "--widths: 'x' is no whole number; such as --widths=64,128,256"),
+    (("64", "-64"), "--widths: '-64' is no whole number"),
+    (
+      ("64", "72"),
+      "--widths=64,72: 72 is not a multiple of 32, so that heads and other widths would not be "
+      "whole numbers (model.model_size=128, model.feedforward_size=384, model.heads=8, "
+      "model.kv_heads=4)",
+    ),
+    (("0", "64"), "0 is not a multiple of 32"),
+    (("64", "64"), "--widths=64: at least two widths, multiples of 32"),
+  ],
+)
+def test_widths_that_cannot_be_are_refused(given, said):
+  with pytest.raises(ValueError, match="--widths") as error:
+    coordinate_check.widths(finalized()[1], given)
+  assert said in str(error.value)
+
+
+def test_what_has_no_width_of_its_choice_is_refused():
+  _, config = finalized()
+  coordinate_check.check(config, 1)
+  with pytest.raises(ValueError, match="--steps=0: at least 1"):
+    coordinate_check.check(config, 0)
+  _, adapted = finalized(**{"lora.rank": 2})
+  with pytest.raises(ValueError, match=r"lora\.rank=2: a coordinate check trains a model from"):
+    coordinate_check.check(adapted, 5)
+  _, pairs = finalized("model=lm,data=preferences", **{"data.files": "x.jsonl"})
+  with pytest.raises(ValueError, match="the task dpo: a coordinate check trains"):
+    coordinate_check.check(pairs, 5)
+  with config.unlocked():
+    config.model.folder = "Qwen3-0.6B"
+  with pytest.raises(ValueError, match=r"model\.folder=Qwen3-0\.6B: a trained model has the width"):
+    coordinate_check.check(config, 5)
+
+
+def test_a_model_that_records_nothing_is_refused(monkeypatch):
+  monkeypatch.setattr("models.activations.record", lambda name, x: None)
+  job = make_job("single", "mlp", **SMALL["mlp"])
+  with pytest.raises(ValueError, match="'mlp': it records no activations; call"):
+    coordinate_check.train(job, lambda step: host_batch(job), steps=1)
+
+
+# ---- Slopes ----
+
+
+def test_the_slope_is_the_exponent_of_the_width():
+  at, seeds = np.array([10, 20, 40, 80]), np.array([1.0, 4.0])
+  for exponent in (-0.5, 0.0, 1.0):
+    values = 3 * at[:, None] ** exponent * seeds
+    assert slope(values, at) == pytest.approx(exponent)
+  assert slope(np.array([[1.0], [math.nan], [1.0], [1.0]]), at) == math.inf
+  assert slope(np.zeros((4, 1)), at) == math.inf
+
+
+def test_layers_are_shown_one_after_the_other_and_logits_may_fall():
+  at = (10, 20)
+  values = {"first": np.ones((2, 1, 2)), "layers/a": np.ones((2, 1, 2, 2))}
+  values |= {"layers/b": np.ones((2, 1, 2, 2)), "last": np.ones((2, 1, 2))}
+  wider = {name: x.copy() for name, x in values.items()}
+  wider["layers/b"][1, :, -1, 1] = 2.0  # the change of the second layer
+  wider["last"][1, :, -1] = 0.5
+  wider["first"][1, :, -1] = 0.5
+  both = [
+    Trained({"first": width, "layers/a": width, "layers/b": width, "last": 7}, x)
+    for width, x in zip(at, (values, wider), strict=True)
+  ]
+  found = slopes(points(both), at)
+  names = ["first", "layer 1: a", "layer 1: b", "layer 2: a", "layer 2: b", "last"]
+  assert [one.point.name for one in found[::2]] == names
+  wrong = {(one.point.name, one.change): one.value for one in found if not one.flat}
+  assert wrong == {("first", True): pytest.approx(-1), ("layer 2: b", True): pytest.approx(1)}
+  assert found[-1].value == pytest.approx(-1)  # of no width itself
+
+
+def test_of_many_layers_some_are_shown():
+  assert shown_layers(3) == [0, 1, 2]
+  assert shown_layers(32) == [7, 15, 23, 31]
+  assert len(set(shown_layers(5))) == 4
+  assert shown_layers(5)[-1] == 4
+
+
+def test_a_point_has_steps_widths_and_seeds():
+  values = {"x": np.arange(2 * 3 * 5.0).reshape(2, 3, 5)}  # sizes and changes, seeds, steps
+  [point] = points([Trained({"x": 1}, values), Trained({"x": 1}, values)])
+  assert isinstance(point, Point)
+  assert point.sizes.shape == point.changes.shape == (5, 2, 3)
+  np.testing.assert_array_equal(point.changes[:, 1, 2], values["x"][1, 2])
