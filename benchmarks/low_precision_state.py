@@ -9,6 +9,11 @@ eight batches that were held out, and the processor time of a step over that of 
 of steps that are taken in turn. All variants see the same batches with the same seed.
 
 With --output each run is written as it ends, and is not repeated by the next call.
+
+  python -m benchmarks.low_precision_state --codes [--steps=100]
+
+compares ways to store moments in 8 bits instead, all with blocks of 128 elements: how far the
+moments of a float32 run are from what is stored of them, and the update that follows from both.
 """
 
 import json
@@ -19,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from ml_collections import ConfigDict
@@ -27,6 +33,7 @@ from configs import base
 from configs.schema import finalize
 from runtime import devices
 from training import setup, splits
+from training.optimizers import blocks
 
 VARIANTS: dict[str, dict[str, Any]] = {
   "float32": {},
@@ -49,6 +56,7 @@ STEPS = flags.DEFINE_integer("steps", 200, "Steps of each run.", 1)
 SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each variant.", 1)
 ONLY = flags.DEFINE_list("only", [], "Words of the variants to run; all by default.")
 OUTPUT = flags.DEFINE_string("output", "", "A file of JSON lines, one for each run.")
+CODES = flags.DEFINE_bool("codes", False, "Compare ways to store moments in 8 bits.")
 SET = flags.DEFINE_list("set", [], "Keys of the config, key=value.")
 
 
@@ -143,6 +151,90 @@ def run_all(variants: Mapping[str, Variant]) -> list[dict[str, Any]]:
   return records
 
 
+# ---- Ways to store a moment in 8 bits ----
+
+
+def linear(signed: bool) -> np.ndarray:
+  """Returns the numbers of equal distance up to 1, without zero where they have no sign."""
+  return np.arange(-127, 128) / 127 if signed else np.arange(1, 256) / 255
+
+
+def dynamic_tree(signed: bool) -> np.ndarray:
+  """Returns the numbers of dynamic tree quantization. Source: arXiv:2110.02861, section 2.1."""
+  found = [0.0, 1.0]
+  for exponent in range(7):
+    edges = np.linspace(0.1, 1, 2 ** (exponent + (0 if signed else 1)) + 1)
+    found += list(10.0 ** (exponent - 6) * (edges[1:] + edges[:-1]) / 2)
+  return np.unique([*found, *(-x for x in found)] if signed else found)
+
+
+def ours(signed: bool) -> np.ndarray:
+  """Returns the numbers of `training.optimizers.blocks`, up to 1."""
+  codes = jnp.arange(256, dtype=jnp.uint8).reshape(1, -1)
+  scale = jnp.full((1, 1), -1.0 if signed else 1.0, jnp.float32)
+  numbers = np.unique(np.asarray(blocks.decode(blocks.Blocks(codes, scale)), np.float64))
+  return numbers / numbers.max()
+
+
+def to_nearest(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+  """Returns blocks [block, element] in numbers times the largest of each block."""
+  scale = np.abs(x).max(1, keepdims=True)
+  middle = (numbers[1:] + numbers[:-1]) / 2
+  return numbers[np.searchsorted(middle, x / np.where(scale > 0, scale, 1))] * scale
+
+
+def to_ours(x: np.ndarray) -> np.ndarray:
+  """Returns blocks as `training.optimizers.blocks` rounds them, stochastically."""
+  words = np.random.default_rng(0).integers(0, 2**32, x.shape, np.uint32)
+  coded = blocks.encode(jnp.asarray(x, jnp.float32), (1, blocks.SIZE), jnp.asarray(words))
+  return np.asarray(blocks.decode(coded), np.float64)
+
+
+WAYS = {
+  "first moment linear, second linear": (
+    lambda m: to_nearest(m, linear(True)),
+    lambda v: to_nearest(v, linear(False)),
+  ),
+  "first moment linear, root of the second linear": (
+    lambda m: to_nearest(m, linear(True)),
+    lambda v: to_nearest(np.sqrt(v), linear(False)) ** 2,
+  ),
+  "dynamic tree": (
+    lambda m: to_nearest(m, dynamic_tree(True)),
+    lambda v: to_nearest(v, dynamic_tree(False)),
+  ),
+  "small floating point, to the nearest": (
+    lambda m: to_nearest(m, ours(True)),
+    lambda v: to_nearest(v, ours(False)[1:]),
+  ),
+  "small floating point, stochastic": (to_ours, to_ours),
+}
+
+
+def compare_codes() -> None:
+  """Prints a table of the ways; a line's numbers are root mean squares over those of float32."""
+  variant = Variant({})
+  state, batch = variant.init(jax.random.key(0)), variant.batches(0)
+  for number in range(STEPS.value):
+    state, _ = variant.step(state, batch(number))
+  moments = []
+  for tree in (state.optimizer[0].mu, state.optimizer[0].nu):
+    leaves = [x for x in jax.tree.leaves(tree) if x.size >= 4096]
+    flat = [np.asarray(x, np.float64).reshape(-1, blocks.SIZE) for x in leaves]
+    moments.append(np.concatenate(flat))
+  m, v = moments
+  epsilon, update = 1e-8, m / (np.sqrt(v) + 1e-8)
+  print("| stored as | first moment | root of the second | update | largest update |")
+  print("| --- | --- | --- | --- | --- |")
+  for name, (of_first, of_second) in WAYS.items():
+    stored = of_first(m), of_second(v)
+    found = stored[0] / (np.sqrt(stored[1]) + epsilon)
+    pairs = ((stored[0], m), (np.sqrt(stored[1]), np.sqrt(v)), (found, update))
+    errors = [np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2)) for a, b in pairs]
+    texts = " | ".join(f"{100 * error:.1f} %" for error in errors)
+    print(f"| {name} | {texts} | {np.abs(found).max() / np.abs(update).max():.2f} times |")
+
+
 def spread(values: Sequence[float]) -> str:
   """Returns `1.675 (1.661 to 1.690)`: mean, least and most."""
   return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
@@ -151,6 +243,9 @@ def spread(values: Sequence[float]) -> str:
 def main(_) -> None:
   """Prints the table."""
   devices.start({"data": 1}, simulate=True)
+  if CODES.value:
+    compare_codes()
+    return
   words = ONLY.value
   variants = {
     name: Variant(keys)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from configs import base
 from training import parity
 from training.parity import CopiesDifferError, Trained
 
@@ -79,3 +80,14 @@ def test_copies_that_differ_are_found():
   assert parity._whole(array([1, 2]), "x").tolist() == [1, 2]
   with pytest.raises(CopiesDifferError, match=r"gradient x: .* have different numbers"):
     parity._whole(array([1, 3]), "gradient x")
+
+
+def test_parameters_and_state_in_fewer_bytes_are_not_compared():
+  config = base.get_config("lm")
+  narrow = {"training.parameter_dtype": "bfloat16", "optimizer.state_dtype": "int8"}
+  config.update_from_flattened_dict(narrow)
+  parity.prove(config, "cpu")
+  assert (config.training.parameter_dtype, config.optimizer.state_dtype) == ("float64", None)
+  config.update_from_flattened_dict(narrow)
+  with pytest.raises(ValueError, match="are compared in float32 or float64, where rounding is"):
+    parity.prove(config, "cpu", keep=["training.parameter_dtype"])

@@ -46,6 +46,12 @@ def rounded(x, fractions):
   return np.array(found)
 
 
+def stored(x):
+  """Returns what is stored of [1, 256], rounded down."""
+  through = jax.jit(lambda x, w: blocks.decode(blocks.encode(x, (1, 128), w)))
+  return np.asarray(through(x, np.zeros(x.shape, np.uint32)))
+
+
 def drawn(kind):
   random = np.random.default_rng(1)
   x = random.standard_normal(SHAPE) * np.exp(3 * random.standard_normal(SHAPE))
@@ -55,12 +61,10 @@ def drawn(kind):
 def test_the_code_numbers_are_those_of_the_documentation():
   assert (len(SIGNED), SIGNED[-1], len(UNSIGNED), UNSIGNED[-1]) == (128, 1984, 256, 507904)
   np.testing.assert_array_equal(SIGNED[[31, 32, 33, 47, 48, 49]], [31, 32, 34, 62, 64, 68])
-  for numbers, scale in ((SIGNED, -1.0), (UNSIGNED, 1.0)):
-    codes = jnp.arange(len(numbers), dtype=jnp.uint8).reshape(1, -1)
-    found = blocks.decode(Blocks(codes, jnp.full((1, 1), scale, jnp.float32)))
-    np.testing.assert_array_equal(np.abs(np.asarray(found)[0]), numbers)
-  negative = blocks.decode(Blocks(jnp.asarray([[131]], jnp.uint8), jnp.full((1, 1), -2.0)))
-  assert negative.item() == -6
+  codes = np.stack([np.arange(256, dtype=np.uint8)] * 2)
+  found = jax.jit(blocks.decode)(Blocks(codes, np.array([[-2.0], [1.0]], np.float32)))
+  wanted = np.concatenate([2 * SIGNED, -2 * SIGNED]), UNSIGNED  # the sign is the upper bit
+  np.testing.assert_array_equal(np.asarray(found), np.stack(wanted))
 
 
 @pytest.mark.parametrize("kind", ["first moment", "second moment"])
@@ -76,8 +80,9 @@ def test_encoding_rounds_as_numpy_does(kind):
   assert np.mean(np.abs(decoded - wanted) > 1e-6 * np.abs(wanted)) < 1e-3
   # The largest of each block stays, and so do numbers that are encoded once more.
   np.testing.assert_allclose(np.abs(decoded).max(1), np.abs(blocks_of(x)).max(1), rtol=3e-7)
-  again = blocks.encode(blocks.decode(found), BLOCK, chosen ^ jnp.uint32(2**32 - 1))
-  np.testing.assert_allclose(blocks.decode(again), blocks.decode(found), rtol=3e-7)
+  again = jax.jit(lambda x, w: blocks.decode(blocks.encode(x, BLOCK, w)))
+  twice = blocks_of(again(again(x, chosen), chosen ^ jnp.uint32(2**32 - 1)))
+  np.testing.assert_allclose(twice, decoded, rtol=3e-7)
 
 
 def test_over_all_chances_the_mean_is_the_number_itself():
@@ -95,11 +100,11 @@ def test_over_all_chances_the_mean_is_the_number_itself():
 def test_a_second_moment_above_zero_is_never_zero_and_zeros_stay():
   x = np.zeros((1, 256), np.float32)
   x[0, :3] = 1.0, 1e-12, 1e-30
-  found = np.asarray(blocks.decode(blocks.encode(x, (1, 128), np.zeros(x.shape, np.uint32))))
+  found = stored(x)
   np.testing.assert_allclose(found[0, :3], [1, 1 / 507904, 1 / 507904], rtol=1e-6)
   assert not found[0, 3:].any()
   x[0, 3] = -1e-12  # now it is no second moment
-  found = np.asarray(blocks.decode(blocks.encode(x, (1, 128), np.zeros(x.shape, np.uint32))))
+  found = stored(x)
   np.testing.assert_array_equal(found[0, 1:], 0)
 
 
@@ -107,7 +112,7 @@ def test_a_second_moment_above_zero_is_never_zero_and_zeros_stay():
 def test_what_is_not_finite_stays_so(bad):
   x = np.ones((1, 256), np.float32)
   x[0, 7] = bad
-  found = np.asarray(blocks.decode(blocks.encode(x, (1, 128), np.zeros(x.shape, np.uint32))))
+  found = stored(x)
   assert not np.isfinite(found[0, 7])
   np.testing.assert_allclose(found[0, 128:], 1, rtol=1e-6)  # the other block
 
