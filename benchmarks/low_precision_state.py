@@ -37,6 +37,7 @@ from training.optimizers import blocks
 
 VARIANTS: dict[str, dict[str, Any]] = {
   "float32": {},
+  "bfloat16 compute": {"training.compute_dtype": "bfloat16"},
   "bfloat16 state": {"optimizer.state_dtype": "bfloat16"},
   "int8 state": {"optimizer.state_dtype": "int8"},
   "bfloat16 parameters and state": {"training.parameter_dtype": "bfloat16"},
