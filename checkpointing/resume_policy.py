@@ -65,6 +65,7 @@ CLASSES = {
   "training.gradient_reduction": MAY_CHANGE,  # another order of the same sums
   "training.compute_dtype": ACCEPT,
   "training.matmul_precision": ACCEPT,
+  "training.gradient_reduction_dtype": ACCEPT,
   "training.matmul_dtype": ACCEPT,
   "training.matmul_scaling": REFUSED,  # delayed: the state has the magnitudes of earlier steps
   "training.rematerialization": ACCEPT,

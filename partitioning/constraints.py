@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from partitioning.dims import Axes, Failure, Legend, Table, resolve, spec_axes
@@ -37,6 +38,7 @@ class ActivationLayout:
     legend: letter -> Dim.
     table: dim name -> mesh axes, for activations.
     parameters: likewise, for parameters: how kernels are sharded before they are used.
+    gradient_dtype: in which the gradients of kernels are reduced by hand; None: that of matmuls.
     checking: True while the layout is checked: failures are recorded and not raised, so that one
       message has all of them. The traced code is the same either way.
     seen: the traced activations, in order, each once.
@@ -46,6 +48,7 @@ class ActivationLayout:
   table: Table
   parameters: Table = dataclasses.field(default_factory=dict)
   checking: bool = False
+  gradient_dtype: jnp.dtype | None = None
   seen: list[Constraint] = dataclasses.field(default_factory=list)
 
   def axes(self) -> set[str]:
@@ -80,10 +83,15 @@ _BATCH_PART: contextvars.ContextVar[BatchPart | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def activation_layout(
-  legend: Legend, table: Table, *, parameters: Table | None = None, checking: bool = False
+  legend: Legend,
+  table: Table,
+  *,
+  parameters: Table | None = None,
+  checking: bool = False,
+  gradient_dtype: jnp.dtype | None = None,
 ) -> Iterator[ActivationLayout]:
   """Sets the tables that shard arrays inside the block; yields the record of what is traced."""
-  layout = ActivationLayout(legend, table, parameters or {}, checking)
+  layout = ActivationLayout(legend, table, parameters or {}, checking, gradient_dtype)
   token = _LAYOUT.set(layout)
   try:
     yield layout
@@ -136,7 +144,9 @@ def automatic_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[
     {name: tuple(axis for axis in axes if axis not in manual) for name, axes in table.items()}
     for table in (layout.table, layout.parameters)
   )
-  return ActivationLayout(layout.legend, *tables, layout.checking, layout.seen), sizes
+  return dataclasses.replace(
+    layout, **dict(zip(("table", "parameters"), tables, strict=True))
+  ), sizes
 
 
 def constrain(x: jax.Array, letters: str) -> jax.Array:

@@ -108,6 +108,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
   config, sizes = job.config, job.devices.sizes
   count = config.training.gradient_accumulation_steps
   narrow = np.dtype(config.training.compute_dtype).itemsize
+  reduced = np.dtype(config.training.gradient_reduction_dtype).itemsize
   once = job.program.reduce_once_over
   rows = tuple(axis for axis in ("data", "fsdp") if axis != once)
   for name, placement in job.placements["parameters"].items():
@@ -117,7 +118,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     whole = shard * (sizes["fsdp"] if split else 1) / layers
     scale = len(placement.letters.removeprefix("L")) == 1
     wide = np.dtype(placement.dtype).itemsize if scale else narrow
-    shared = (wide, True)
+    shared = (wide if scale else reduced, True)
     # Inside the scan over the layers, in both passes of each microbatch; else once.
     passes = count * 2 * layers if layers > 1 else 1
     if split:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -91,9 +92,10 @@ class Job:
     precision = self.config.training.matmul_precision
     tables = self.config.partitioning
     table = tables.activations if activations is None else activations
+    reduced = jnp.dtype(self.config.training.gradient_reduction_dtype)
     with (
       jax.set_mesh(self.mesh),
-      activation_layout(self.legend, table, parameters=tables.parameters),
+      activation_layout(self.legend, table, parameters=tables.parameters, gradient_dtype=reduced),
       jax.default_matmul_precision(precision),
     ):
       yield

@@ -212,6 +212,7 @@ class _Calculation:
           dtype
         )
       of_x = part if of_x is None else of_x + part
+      of_kernel = of_kernel.astype(self._ways[number].gradient_dtype)
       for dim, axes in reversed(self._ways[number].moves):
         of_kernel = collectives.reduce_scatter(of_kernel, axes, dim)
       of_shards.append(of_kernel)

@@ -5,6 +5,8 @@ the collectives around a function. Letters are those of the model's legend.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -74,11 +76,13 @@ class Stored:
     shard: the device's part.
     moves: (dim, axes) of the all-gathers.
     axes: of each dim, those that split it.
+    gradient_dtype: in which its gradient is reduced.
   """
 
   shard: jax.Array
   moves: tuple[tuple[int, Axes], ...]
   axes: tuple[Axes, ...]
+  gradient_dtype: jnp.dtype
 
 
 def on_shards(
@@ -182,13 +186,20 @@ def sharded(
     [inside[number] for number in kernels], extents, {**layout.table, **layout.parameters}
   )
 
+  # Kernels enter a region in a wider dtype if their gradients are to leave it in one.
+  wide = layout.gradient_dtype or dtype
+  wider = jnp.finfo(wide).bits > jnp.finfo(dtype).bits
+
   def on_device(*shards: jax.Array) -> list[jax.Array]:
-    operands = list(map(_gather, shards, moves))
+    operands = [
+      _taken(x, moves[number], dtype) if wider and number in kernels else _gather(x, moves[number])
+      for number, x in enumerate(shards)
+    ]
     for number in stored_kernels:
       shard = shards[number]
       entries = spec_entries(stored[number], shard.ndim)
       axes = tuple(tuple(axis for axis in entry if sizes[axis] > 1) for entry in entries)
-      operands[number] = Stored(shard, moves[number], axes)
+      operands[number] = Stored(shard, moves[number], axes, shard.dtype)
     return function(True, *operands)
 
   def everywhere(*arrays: jax.Array) -> list[jax.Array]:
@@ -197,19 +208,23 @@ def sharded(
     ]
     for number in stored_kernels:
       array = operands[number]
-      operands[number] = Stored(array, (), ((),) * array.ndim)
+      operands[number] = Stored(array, (), ((),) * array.ndim, array.dtype)
     return function(False, *operands)
 
   def product(*arguments: jax.Array) -> list[jax.Array]:
-    arguments = [
-      jnp.transpose(x.astype(dtype) if number in kernels else x, [old.index(c) for c in new])
-      for number, (x, old, new) in enumerate(zip(arguments, given, inside, strict=True))
-    ]
     # Also for split weights: XLA's partitioner would all-reduce the gradient of x once per weight;
-    # here their sum is reduced once (as seen on CPUs).
+    # here their sum is reduced once (as seen on CPUs). And to reduce in a wider dtype: it reduces
+    # what a matmul returns.
     split = any(split_over(inside[number]) for number in kernels)
     manual = by_hand or split or sequence_axes(residual) or any(moves)
-    if not manual or (layout.checking and not fits):
+    manual = manual or (wider and not on_one_device() and math.prod(sizes.values()) > 1)
+    manual = manual and not (layout.checking and not fits)
+    cast = wide if wider and manual else dtype
+    arguments = [
+      jnp.transpose(x.astype(cast) if number in kernels else x, [old.index(c) for c in new])
+      for number, (x, old, new) in enumerate(zip(arguments, given, inside, strict=True))
+    ]
+    if not manual:
       results = everywhere(*arguments)
     else:
       for x, letters in zip(arguments, inside, strict=True):
@@ -277,3 +292,24 @@ def _gather(shard: jax.Array, moves: Sequence[tuple[int, Axes]]) -> jax.Array:
   for dim, axes in moves:
     shard = collectives.all_gather(shard, axes, dim)
   return shard
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _taken(shard: jax.Array, moves: Sequence[tuple[int, Axes]], dtype: jnp.dtype) -> jax.Array:
+  """Returns a parameter cast and all-gathered; its gradient is reduced in the parameter's dtype."""
+  return _gather(shard.astype(dtype), moves)
+
+
+def _taken_forward(shard: jax.Array, moves, dtype) -> tuple[jax.Array, jax.Array]:
+  return _taken(shard, moves, dtype), jnp.zeros((0,), shard.dtype)
+
+
+def _taken_backward(moves, dtype, like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+  del dtype
+  gradient = gradient.astype(like.dtype)
+  for dim, axes in reversed(moves):
+    gradient = collectives.reduce_scatter(gradient, axes, dim)
+  return (gradient,)
+
+
+_taken.defvjp(_taken_forward, _taken_backward)

@@ -28,9 +28,9 @@ VARIANTS = {
 }
 
 
-def gradients(dtype, overrides):
-  """Returns the gradients of the first step, in float64."""
-  sizes = {"data.global_batch_size": ROWS, "data.sequence_length": LENGTH}
+def gradients(dtype, overrides, parts=1):
+  """Returns the gradients of the first step, in float64; the mean of those of equal parts of it."""
+  sizes = {"data.global_batch_size": ROWS // parts, "data.sequence_length": LENGTH}
   precise = {"training.matmul_precision": "highest", "training.compute_dtype": dtype}
   job = make_job("single", "lm", **{**sizes, **precise, **overrides})
   stream = zipf(np.random.default_rng(0), job.config.model.vocabulary_size, (ROWS, LENGTH + 1))
@@ -44,8 +44,14 @@ def gradients(dtype, overrides):
     job.batch,
     in_shardings=(job.state_shardings, job.batch_shardings),
   ).function
-  _, _, found = compiled(first_state(job), place(job, batch))
-  return {name: np.asarray(value, np.float64) for name, value in named_leaves(found).items()}
+  total = {}
+  for part in range(parts):
+    rows = slice(part * ROWS // parts, (part + 1) * ROWS // parts)
+    mine = {name: array[rows] for name, array in batch.items()}
+    _, _, found = compiled(first_state(job), place(job, mine))
+    for name, value in named_leaves(found).items():
+      total[name] = total.get(name, 0) + np.asarray(value, np.float64) / parts
+  return total
 
 
 @functools.cache
@@ -153,6 +159,35 @@ def test_the_table_travels_in_the_compute_dtype():
         sent[equation.primitive.name].append(whole.dtype)
   # Table and unembedding, which the backward pass gathers again; and the gradients of both.
   assert sent == {"all_gather": 3 * [jnp.bfloat16], "reduce_scatter": 2 * [jnp.bfloat16]}
+
+
+@pytest.mark.parametrize(
+  ("mesh", "reductions"),
+  [({"mesh.fsdp": 8}, {"reduce_scatter"}), ({"mesh.data": 4, "mesh.tensor": 2}, {"psum"})],
+)
+@pytest.mark.parametrize("reduced", ["bfloat16", "float32"])
+def test_gradients_of_kernels_are_reduced_in_the_dtype_that_is_asked_for(mesh, reductions, reduced):
+  keys = {**mesh, "training.gradient_reduction_dtype": reduced}
+  wanted, found = jnp.dtype(reduced), []
+  for one in equations(backward("lm", keys)):
+    for array in one.invars:
+      # Of a layer's kernels: gate, up and down, as `tensor` splits them.
+      if one.primitive.name in reductions and sorted(array.aval.shape) in ([40, 56], [28, 40]):
+        found.append(array.aval.dtype)
+    if one.primitive.name == "all_gather":  # what is gathered stays narrow
+      assert one.invars[0].aval.dtype == jnp.bfloat16
+  assert found == 3 * [wanted]
+
+
+@pytest.mark.long
+def test_a_reduction_in_float32_adds_what_the_devices_have():
+  mesh, name = {"mesh.fsdp": 4, "mesh.data": 2}, "layers/mlp/down/kernel"
+  wanted, far = gradients("bfloat16", {}, parts=8)[name], {}
+  for reduced in ("bfloat16", "float32"):
+    found = gradients("bfloat16", {**mesh, "training.gradient_reduction_dtype": reduced})[name]
+    far[reduced] = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+  # What is left in float32: on its own a part is compiled, and so rounded, a little differently.
+  assert far["float32"] < 1e-3 < 2e-3 < far["bfloat16"], far
 
 
 def backward(recipe, changes):
