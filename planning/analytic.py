@@ -108,7 +108,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
   config, sizes = job.config, job.devices.sizes
   count = config.training.gradient_accumulation_steps
   narrow = np.dtype(config.training.compute_dtype).itemsize
-  reduced = np.dtype(config.training.gradient_reduction_dtype).itemsize
+  reduced = 4 if config.training.gradient_reduction_dtype == "float32" else narrow
   once = job.program.reduce_once_over
   rows = tuple(axis for axis in ("data", "fsdp") if axis != once)
   for name, placement in job.placements["parameters"].items():

@@ -329,7 +329,7 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
       "tokens": 0,
       "z_loss": 0.0,
       "gradient_reduction": "microbatch",
-      "gradient_reduction_dtype": training["compute_dtype"],
+      "gradient_reduction_dtype": "compute",
       "matmul_dtype": "compute",
       "matmul_scaling": "current",
       "dpo_beta": 0.1,

@@ -92,10 +92,15 @@ class Job:
     precision = self.config.training.matmul_precision
     tables = self.config.partitioning
     table = tables.activations if activations is None else activations
-    reduced = jnp.dtype(self.config.training.gradient_reduction_dtype)
+    reduced = self.config.training.gradient_reduction_dtype
     with (
       jax.set_mesh(self.mesh),
-      activation_layout(self.legend, table, parameters=tables.parameters, gradient_dtype=reduced),
+      activation_layout(
+        self.legend,
+        table,
+        parameters=tables.parameters,
+        gradient_dtype=None if reduced == "compute" else jnp.dtype(reduced),
+      ),
       jax.default_matmul_precision(precision),
     ):
       yield

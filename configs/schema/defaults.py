@@ -64,9 +64,9 @@ def training(**keys) -> dict:
     "gradient_accumulation_steps": 1,  # microbatches per step
     # Reduce gradients over data once per step or after each microbatch; auto: once where possible
     "gradient_reduction": "auto",
-    # In which gradients of kernels and embeddings are reduced over devices: as compute_dtype, or
-    # float32
-    "gradient_reduction_dtype": config_dict.placeholder(str),
+    # In which gradients of kernels and embeddings are reduced over devices: compute (compute_dtype)
+    # or float32
+    "gradient_reduction_dtype": "compute",
     # Names of the parameters that are trained, as patterns (* also matches /); the others stay as
     # they are, without optimizer state: ("layers/attention/*", "final_norm/*"). All, or with
     # lora.rank the adapters, which are trained besides what is given

@@ -8,6 +8,7 @@ from runtime.suggest import nearest
 
 PARAMETER_DTYPES = ("bfloat16", "float32", "float64")
 COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
+REDUCTION_DTYPES = ("compute", "float32")
 # Of parameters -> of the optimizer's moments.
 STATE_DTYPES = {
   "bfloat16": ("bfloat16", "float32", "int8"),
@@ -28,8 +29,6 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
   for key, value in derived.items():
     if training[key] is None:
       training[key] = value
-  if training.gradient_reduction_dtype is None:
-    training.gradient_reduction_dtype = training.compute_dtype
   if config.optimizer.state_dtype is None:
     config.optimizer.state_dtype = stored
 
@@ -58,15 +57,15 @@ def wrong(config: ConfigDict) -> Iterator[str]:
     )
   elif compute not in COMPUTE_DTYPES:
     yield _unknown("training.compute_dtype", compute, COMPUTE_DTYPES)
-    return
   if compute == "float64" and stored != "float64":
     yield "training.compute_dtype=float64 needs training.parameter_dtype=float64"
-  reduced, last = training.gradient_reduction_dtype, "float64" if stored == "float64" else "float32"
-  known = COMPUTE_DTYPES[COMPUTE_DTYPES.index(compute) : COMPUTE_DTYPES.index(last) + 1]
-  if reduced not in known:
+  reduced = training.gradient_reduction_dtype
+  if reduced not in REDUCTION_DTYPES:
+    yield _unknown("training.gradient_reduction_dtype", reduced, REDUCTION_DTYPES)
+  elif reduced == "float32" and compute == "float64":
     yield (
-      f"training.gradient_reduction_dtype={reduced!r}: with training.compute_dtype={compute} and "
-      f"training.parameter_dtype={stored} it is one of {', '.join(known)}{nearest(reduced, known)}"
+      "training.gradient_reduction_dtype=float32 is narrower than training.compute_dtype=float64; "
+      "leave it at compute"
     )
 
 

@@ -71,11 +71,10 @@ ROWS = {
 }
 # Keys about how a decoder is computed. A registered model that reads any of the first three names
 # them in its READS; sequence parallelism is for one whose axis table has `residual_sequence`.
-_REDUCED = "training.gradient_reduction_dtype"
 _COMPUTED = {
   "training.rematerialization": "none",
   "training.matmul_dtype": "compute",
-  _REDUCED: None,  # as training.compute_dtype
+  "training.gradient_reduction_dtype": "compute",
 }
 _OF_TOKENS = {
   "training.attention_kernel": "xla",
@@ -143,7 +142,6 @@ def wrong(config: ConfigDict) -> Iterator[str]:
     for full, off in keys.items():
       section, _, key = full.partition(".")
       value = config[section][key]
-      off = config.training.compute_dtype if full == _REDUCED else off
       if value not in (off, recipe.get(section, {}).get(key, off)):
         named = full in _READABLE and extensions.registered("model", config.model.name)
         hint = ", or name it in the model's READS" if named else ""

@@ -55,6 +55,14 @@ FLOAT64 = {"training.parameter_dtype": "float64"}
       {"training.compute_dtype": "float64"},
       "training.compute_dtype=float64 needs training.parameter_dtype=float64",
     ),
+    (
+      {"training.gradient_reduction_dtype": "float23"},
+      "one of compute, float32; did you mean 'float32'",
+    ),
+    (
+      {**FLOAT64, "training.gradient_reduction_dtype": "float32"},
+      "float32 is narrower than training.compute_dtype=float64; leave it at compute",
+    ),
     ({**BFLOAT16, "training.frozen_dtype": "float32"}, "frozen_dtype='float32': one of bfloat16"),
     (
       {"optimizer.state_dtype": "int4"},
