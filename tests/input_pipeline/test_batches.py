@@ -162,6 +162,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from input_pipeline import batches, row_source
+from input_pipeline.ramp import Ramp
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize("localhost:" + sys.argv[1], 2, int(sys.argv[2]))
 numbers = np.arange(21, dtype=np.int32)
@@ -182,6 +183,18 @@ for shard in array.addressable_shards:
   np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
 half = ids.tolist()[4 * int(sys.argv[2]):][:4]
 assert read == [half], (read, half)
+ramp = Ramp(((0, 4), (2, 8)), ((0, 3),))  # rows of 2 tokens: three pieces of each
+training = batches.TrainingBatches(watched, global_batch_size=8, seed=3, ramp=ramp)
+for step, rows in ((1, 4), (2, 8)):
+  read.clear()
+  array = training.batch(step, {"tokens": NamedSharding(mesh, P("data", "context"))})["tokens"]
+  ids = training.row_ids(step)
+  expected = source.read(ids)["tokens"].reshape(-1, 2)
+  assert array.shape == expected.shape == (3 * rows, 2)
+  for shard in array.addressable_shards:
+    np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+  half = ids.tolist()[rows // 2 * int(sys.argv[2]):][:rows // 2]
+  assert read == [sorted(half)], (read, half)
 print("right")
 """
 

@@ -130,3 +130,18 @@ def test_a_shape_that_the_compiler_does_not_know_is_refused(main, tmp_path):
   )
   assert code == 2
   assert err.startswith("refused: --topology=v5e:3x5: the compiler knows no such slice")
+
+
+def test_microbatches_are_added_up_before_they_are_reduced_over_data(main, tmp_path):
+  arguments = ["--config=configs/single.py", "--topology=v5e:2x2", "--config.mesh.data=2"]
+  arguments += ["--config.mesh.fsdp=2", "--config.training.gradient_accumulation_steps=4"]
+  code, out, found = plan(main, tmp_path, *arguments)
+  assert code == 0, out
+  assert "gradients of 4 microbatches: reduced once per step over data" in out
+  sent = sum(
+    one["count"] * one["bytes"]
+    for one in found["collectives"]
+    if (one["axis"], one["kind"]) == ("data", "all-reduce")
+  )
+  # The shards of all gradients, in float32: a half of the parameters, which are as large.
+  assert sent == pytest.approx(found["memory"]["parameters"], rel=0.01)
