@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ml_collections import ConfigDict
 
+from configs.schema import ramp_checks
 from runtime.suggest import nearest
 
 LANES = 128  # of a TPU: what the kernel's blocks are multiples of
@@ -155,10 +156,13 @@ def _layer_types(model: ConfigDict) -> Iterator[str]:
 
 def no_splash(config: ConfigDict) -> str:
   """Returns why the kernel of models/splash_attention.py cannot run a config; "" where it can."""
-  model, length = config.model, config.data.sequence_length
+  model, data = config.model, config.data
   if model.window:
     return "it has one mask for all layers, and model.window gives them several"
-  for name, value in (("model.head_size", model.head_size), ("data.sequence_length", length)):
+  lengths = ramp_checks.ramp_of(data).lengths(data.sequence_length)
+  ramp = (("a length of data.sequence_length_ramp", length) for _, length in lengths)
+  last = ("data.sequence_length", data.sequence_length)
+  for name, value in (("model.head_size", model.head_size), last, *ramp):
     if value % LANES:
       return f"{name}={value} is not a multiple of {LANES}"
   if config.mesh.context != 1:

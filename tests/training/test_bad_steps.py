@@ -299,3 +299,13 @@ def test_how_far_it_goes_back():
   assert made.skipped_rows == ((24, 32),), "what the checkpoint has done cannot be skipped"
   # The batches 8, 9, 10 were the steps 7, 8, 9 of now.
   assert bad_steps.roll_back(9, "", 6, (6,), {}).skipped_rows == ((32, 44),)
+
+
+def test_a_rollback_skips_the_rows_that_the_ramp_gave_the_step():
+  given = config()
+  given.data.batch_size_ramp = ((0, 2), (5, 4))
+  bad_steps = BadSteps(given, {})
+  rollback = bad_steps.roll_back(7, "bad", 5, [5], bad_steps.record())
+  assert rollback.skipped_rows == ((14, 18),)  # after 5 steps of 2 rows and one of 4
+  rows = [bad_steps.position.rows(step) for step in (4, 5, 6, 7)]
+  assert rows == [((8, 10),), ((10, 14),), ((18, 22),), ((22, 26),)]
