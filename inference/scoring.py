@@ -184,8 +184,7 @@ def _spec(job: Job, width: int) -> PartitionSpec | None:
   parts = 1
   for letter in ("T", "R"):
     parts = max(parts, axes_size(table[job.legend[letter].name], sizes))
-  # A ring takes two pieces of each part; the loss is computed in chunks of a device's tokens.
-  multiple = parts * (2 * config.training.loss_chunks if parts > 1 else config.training.loss_chunks)
+  multiple = 2 * parts if parts > 1 else 1  # a ring takes two pieces of each part
   if width != config.data.sequence_length and width % multiple:
     return None
   found = resolve("BT", shape, job.legend, table, sizes)

@@ -1,10 +1,11 @@
-"""Losses, as sums over the rows of a batch; cross-entropy, also vocabulary-parallel.
+"""Losses, as sums over the rows of a batch; cross-entropy, also of the vocabulary in chunks.
 
 Sums of weighted losses and of weights are accumulated over microbatches, devices and evaluation
 batches; they are divided once, for the global batch.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,55 +19,119 @@ Batch = Mapping[str, jax.Array]
 Sums = dict[str, jax.Array]  # each a scalar, float32 or wider
 
 
-def cross_entropy(
-  logits: Float[Array, "*X V"], targets: Int[Array, "*X"], axes: Axes = ()
-) -> Float[Array, "*X"]:
+def cross_entropy(logits: Float[Array, "*X V"], targets: Int[Array, "*X"]) -> Float[Array, "*X"]:
   """Returns -log softmax(logits)[target], in nats; see `cross_entropy_and_normalizer`."""
-  return cross_entropy_and_normalizer(logits, targets, axes)[0]
+  return cross_entropy_and_normalizer(logits, targets)[0]
 
 
 def cross_entropy_and_normalizer(
-  logits: Float[Array, "*X V"], targets: Int[Array, "*X"], axes: Axes = ()
+  logits: Float[Array, "*X V"], targets: Int[Array, "*X"]
 ) -> tuple[Float[Array, "*X"], Float[Array, "*X"]]:
   """Returns -log softmax(logits)[target] in nats, and log(sum(exp(logits))).
 
   The target's logit is selected by a masked sum: a gather along a dim that is split over `tensor`
   would need the full row on each device.
-
-  Args:
-    logits: of all classes, or a device's shard of them.
-    targets: class ids, global.
-    axes: mesh axes that split the classes, inside a `jax.shard_map`.
   """
   logits = logits.astype(wide_dtype(logits.dtype))
+  normalizer = jax.nn.logsumexp(logits, axis=-1)
   classes = jnp.arange(logits.shape[-1], dtype=targets.dtype)
-  if axes:
-    first = jax.lax.axis_index(axes) * logits.shape[-1]
-    targets = targets - first.astype(targets.dtype)
+  return normalizer - _picked(logits, targets, classes), normalizer
+
+
+def is_likeliest(logits: Float[Array, "*X V"], targets: Int[Array, "*X"]) -> Bool[Array, "*X"]:
+  """Returns whether the target is the first class with the largest logit."""
+  classes = jnp.arange(logits.shape[-1], dtype=targets.dtype)
+  return targets == _first_largest(logits, jnp.max(logits, axis=-1), classes)
+
+
+def _picked(logits: jax.Array, targets: jax.Array, classes: jax.Array) -> jax.Array:
+  """Returns the target's logit, 0 where it is not among the classes."""
   hot = targets[..., None] == classes.reshape((1,) * targets.ndim + (-1,))
-  picked = jnp.sum(jnp.where(hot, logits, jnp.zeros_like(logits)), axis=-1)
-  if not axes:
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
-    return normalizer - picked, normalizer
-  largest = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), axes)
-  total = collectives.total(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1), axes)
-  normalizer = jnp.log(total) + largest
-  return normalizer - collectives.total(picked, axes), normalizer
+  return jnp.sum(jnp.where(hot, logits, jnp.zeros_like(logits)), axis=-1)
 
 
-def is_likeliest(
-  logits: Float[Array, "*X V"], targets: Int[Array, "*X"], axes: Axes = ()
-) -> Bool[Array, "*X"]:
-  """Returns whether the target is the first class with the largest logit; arguments as above."""
-  classes = jnp.arange(logits.shape[-1], dtype=targets.dtype)
-  largest = jnp.max(logits, axis=-1, keepdims=True)
-  if axes:
-    classes = classes + (jax.lax.axis_index(axes) * logits.shape[-1]).astype(targets.dtype)
-    largest = jax.lax.pmax(largest, axes)
-  none = jnp.asarray(jnp.iinfo(targets.dtype).max, targets.dtype)
-  classes = classes.reshape((1,) * targets.ndim + (-1,))
-  first = jnp.min(jnp.where(logits == largest, classes, none), axis=-1)
-  return targets == (jax.lax.pmin(first, axes) if axes else first)
+def _first_largest(logits: jax.Array, largest: jax.Array, classes: jax.Array) -> jax.Array:
+  """Returns the first of the classes whose logit is the largest."""
+  classes = classes.reshape((1,) * largest.ndim + (-1,))
+  none = jnp.asarray(jnp.iinfo(classes.dtype).max, classes.dtype)
+  return jnp.min(jnp.where(logits == largest[..., None], classes, none), axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenNumbers:
+  """Numbers of each token, from its logits: of all classes at once, or of one chunk at a time.
+
+  Attributes:
+    names: among `loss`, the cross-entropy in nats, `normalizer`, log(sum(exp(logits))), and
+      `likeliest`, whether the target is the first class with the largest logit.
+    finished: makes logits, given with the id of the first, those that the losses are of.
+  """
+
+  names: tuple[str, ...]
+  finished: Callable[[jax.Array, jax.Array | int], jax.Array]
+
+  @property
+  def results(self) -> int:
+    """Returns how many numbers a token has."""
+    return len(self.names)
+
+  def of_all(self, logits: Float[Array, "*X V"], targets: Int[Array, "*X"]) -> list[jax.Array]:
+    """Returns the numbers, from finished logits of all classes."""
+    loss, normalizer = cross_entropy_and_normalizer(logits, targets)
+    found = {"loss": loss, "normalizer": normalizer}
+    if "likeliest" in self.names:
+      found["likeliest"] = is_likeliest(logits, targets).astype(loss.dtype)
+    return [found[name] for name in self.names]
+
+  def start(self, targets: Int[Array, "*X"], dtype: jnp.dtype) -> dict[str, jax.Array]:
+    """Returns what is known of each token's logits before the first chunk."""
+    found = {name: jnp.zeros(targets.shape, dtype) for name in ("total", "picked")}
+    found["largest"] = jnp.full(targets.shape, jnp.finfo(dtype).min, dtype)
+    if "likeliest" in self.names:
+      found["class"] = jnp.zeros_like(targets)
+    return found
+
+  def add(
+    self,
+    found: dict[str, jax.Array],
+    logits: Float[Array, "*X V"],
+    targets: Int[Array, "*X"],
+    first: jax.Array | int,
+  ) -> dict[str, jax.Array]:
+    """Returns what is known with the logits of classes from `first` on, not finished.
+
+    The online softmax of arXiv:1805.02867: sums are relative to the largest logit so far.
+    """
+    logits = self.finished(logits, first)
+    classes = first + jnp.arange(logits.shape[-1], dtype=targets.dtype)
+    here = jnp.max(jax.lax.stop_gradient(logits), axis=-1)
+    largest = jnp.maximum(found["largest"], here)
+    picked = found["picked"] + _picked(logits, targets, classes)
+    total = found["total"] * jnp.exp(found["largest"] - largest)
+    total += jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1)
+    known = {"total": total, "picked": picked, "largest": largest}
+    if "class" in found:
+      one = _first_largest(logits, here, classes)
+      known["class"] = jnp.where(here > found["largest"], one, found["class"])
+    return known
+
+  def finish(
+    self, found: dict[str, jax.Array], targets: Int[Array, "*X"], axes: Axes
+  ) -> tuple[jax.Array, ...]:
+    """Returns the numbers after the last chunk; `axes` split the classes."""
+    own, total, picked = found["largest"], found["total"], found["picked"]
+    largest = jax.lax.pmax(own, axes) if axes else own
+    if axes:
+      total = collectives.total(total * jnp.exp(own - largest), axes)
+      picked = collectives.total(picked, axes)
+    normalizer = jnp.log(total) + largest
+    numbers = {"loss": normalizer - picked, "normalizer": normalizer}
+    if "class" in found:
+      none = jnp.asarray(jnp.iinfo(targets.dtype).max, targets.dtype)
+      first = jnp.where(own == largest, found["class"], none)
+      first = jax.lax.pmin(first, axes) if axes else first
+      numbers["likeliest"] = (targets == first).astype(normalizer.dtype)
+    return tuple(numbers[name] for name in self.names)
 
 
 def weighted_sum(losses: Float[Array, "*X"], weights: Float[Array, "*X"]) -> Float[Array, ""]:

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from models.losses import Batch, Sums, cross_entropy, weighted_sum
+from models.losses import Batch, Sums, weighted_sum
 from models.transformer_dims import LORA_B
-from partitioning.dims import Axes
 
 SIDES = ("chosen", "rejected")
 
@@ -42,11 +41,7 @@ def log_probabilities(
   model: Any, batch: Batch, key: Key[Array, ""] | None = None
 ) -> tuple[Float[Array, "P 2"], Sums]:
   """Returns log p of both answers of each pair, and the sums of the model's blocks."""
-
-  def losses(logits: Array, targets: Array, axes: Axes = ()) -> tuple[Array]:
-    return (cross_entropy(logits, targets, axes),)
-
-  [losses_BT], weights_BT, sums = model.per_token(side_by_side(batch), key, losses)
+  [losses_BT], weights_BT, sums = model.per_token(side_by_side(batch), key, ("loss",))
   total_B = jnp.sum(losses_BT * weights_BT.astype(losses_BT.dtype), axis=1)
   return -total_B.reshape(-1, len(SIDES)), sums
 

@@ -7,7 +7,6 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +23,7 @@ from models.kv_cache import CACHE as CACHE
 from models.kv_cache import Cache, cache_layer, set_cache_layer
 from models.layer_pattern import Layer, layer_pattern
 from models.layers import MLP, Embedding, LearnedPositions, Linear, Norm, dropout
-from models.losses import (
-  Batch,
-  Sums,
-  cross_entropy,
-  cross_entropy_and_normalizer,
-  is_likeliest,
-  weighted_sum,
-)
+from models.losses import Batch, Sums, TokenNumbers, weighted_sum
 from models.rematerialization import named, rematerialized
 from models.token_positions import Rows, rows_of
 from models.transformer_dims import PARAMETERS as PARAMETERS
@@ -39,7 +31,6 @@ from models.transformer_dims import RESIDUAL
 from models.transformer_dims import legend as legend
 from models.transformer_dims import parameters as parameters
 from partitioning.constraints import constrain
-from partitioning.dims import Axes
 from partitioning.parallel import ring_attention
 from partitioning.parallel.matmuls import column_parallel
 from partitioning.parallel.vocabulary import chunked_logits
@@ -181,24 +172,18 @@ class Transformer(nnx.Module):
     if self.of_pairs:
       return preference.pair_sums(self, batch, key)
     if not self.z_loss or key is None:
-      only = lambda *arguments: (cross_entropy(*arguments),)  # noqa: E731
-      [losses_BT], weights_BT, sums = self.per_token(batch, key, only)
+      [losses_BT], weights_BT, sums = self.per_token(batch, key, ("loss",))
       return {"loss": weighted_sum(losses_BT, weights_BT), **sums}
-    (losses_BT, normalizers_BT), weights_BT, sums = self.per_token(
-      batch, key, cross_entropy_and_normalizer, 2
-    )
+    numbers, weights_BT, sums = self.per_token(batch, key, ("loss", "normalizer"))
+    losses_BT, normalizers_BT = numbers
     # In training alone: an evaluation's loss is the cross-entropy. Source: arXiv:2204.02311, 5.
     z_loss = self.z_loss * weighted_sum(normalizers_BT**2, weights_BT)
     return {"loss": weighted_sum(losses_BT, weights_BT) + z_loss, "z_loss": z_loss, **sums}
 
   def row_scores(self, batch: Batch) -> Sums:
     """Returns numbers of each row, [B], without dropout; see `models.Scoring`."""
-
-    def scores(logits_BTV: jax.Array, targets_BT: jax.Array, axes: Axes = ()) -> tuple:
-      losses_BT = cross_entropy(logits_BTV, targets_BT, axes)
-      return losses_BT, is_likeliest(logits_BTV, targets_BT, axes).astype(losses_BT.dtype)
-
-    [losses_BT, likeliest_BT], weights_BT, _ = self.per_token(batch, None, scores, 2)
+    numbers, weights_BT, _ = self.per_token(batch, None, ("loss", "likeliest"))
+    losses_BT, likeliest_BT = numbers
     weights_BT = weights_BT.astype(losses_BT.dtype)
     return {
       "log_likelihood": -jnp.sum(losses_BT * weights_BT, axis=1),
@@ -206,15 +191,14 @@ class Transformer(nnx.Module):
     }
 
   def per_token(
-    self, batch: Batch, key: Key[Array, ""] | None, reduce: Callable, results: int = 1
+    self, batch: Batch, key: Key[Array, ""] | None, names: tuple[str, ...]
   ) -> tuple[list[jax.Array], jax.Array, Sums]:
     """Returns numbers of each token and the weights, in one order, and the blocks' sums.
 
     Args:
       batch: of `loss_sums`.
       key: draws the dropout; None turns it off.
-      reduce: takes logits, targets and the axes that split the logits' vocabulary.
-      results: how many arrays it returns.
+      names: of the numbers, see `losses.TokenNumbers`.
     """
     targets_BT, weights_BT = batch["targets"], batch["weights"]
     order_T = self._ring_order(targets_BT.shape[1])
@@ -226,7 +210,7 @@ class Transformer(nnx.Module):
     x_BRD, rows = self.embed_tokens(constrain(batch["tokens"], "BT"), order_T, segments_BT)
     activations.record("embedding", x_BRD)
     x_BRD, sums = self.blocks(x_BRD, rows, key)
-    return self._of_logits(x_BRD, targets_BT, reduce, results), weights_BT, sums
+    return self._of_logits(x_BRD, targets_BT, names), weights_BT, sums
 
   def _ring_order(self, length: int) -> np.ndarray | None:
     """Returns the zigzag order of ring attention for rows of this length.
@@ -238,23 +222,14 @@ class Transformer(nnx.Module):
     return ring_attention.zigzag_order(length, count) if ring else None
 
   def _of_logits(
-    self,
-    x_BRD: Float[Array, "B R D"],
-    targets_BT: Int[Array, "B T"],
-    reduce: Callable,
-    results: int,
+    self, x_BRD: Float[Array, "B R D"], targets_BT: Int[Array, "B T"], names: tuple[str, ...]
   ) -> list[jax.Array]:
-    """Returns what `reduce` makes of logits; only one of `loss_chunks` has them in memory."""
+    """Returns numbers of each token; only one of `loss_chunks` has its logits in memory."""
+    numbers = TokenNumbers(names, self._finished)
     if self.loss_chunks == 1:
-      return list(reduce(self.head(x_BRD), targets_BT))
-
-    def chunk(logits_BtV: jax.Array, targets_Bt: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
-      first = jax.lax.axis_index(axes) * logits_BtV.shape[-1] if axes else 0
-      return reduce(self._finished(logits_BtV, first), targets_Bt, axes)
-
+      return numbers.of_all(self.head(x_BRD), targets_BT)
     normed_BRD, kernel = self.final_norm(x_BRD), self._unembedding()
-    chunks = self.loss_chunks
-    return chunked_logits(normed_BRD, kernel, targets_BT, chunk, chunks, RESIDUAL, results)
+    return chunked_logits(normed_BRD, kernel, targets_BT, numbers, self.loss_chunks, RESIDUAL)
 
   def embed_tokens(
     self,

@@ -81,12 +81,13 @@ def at_once(parts: Mapping[str, int]) -> int:
 
 
 def _logits(job: Job) -> int:
-  """Returns the bytes of the logits, which are written once, in the compute dtype."""
+  """Returns the bytes of the logits of one chunk, written once, in the compute dtype."""
   itemsize = np.dtype(job.config.training.compute_dtype).itemsize
   seen = [one for one in job.activations.seen if one.letters == "BTV"]
-  return itemsize * max(
+  most = max(
     (math.prod(shard_shape(one.shape, one.spec, job.devices.sizes)) for one in seen), default=0
   )
+  return itemsize * most // job.config.training.loss_chunks
 
 
 def _unembedding(job: Job) -> int:

@@ -106,6 +106,31 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
     yield f"training.attention_kernel=splash: {why}; set it to xla"
   yield from _rotary(model)
   yield from _context(config, sizes["context"])
+  yield from _chunks(config, sizes)
+
+
+def own_logits(config: ConfigDict, sizes: Mapping[str, int]) -> int:
+  """Returns how many logits of a token a device has; 0 where its axes do not divide them.
+
+  The vocabulary is padded to a multiple first.
+  """
+  multiple = max(1, config.model.vocabulary_multiple)
+  padded = -(-config.model.vocabulary_size // multiple) * multiple
+  parts = math.prod(sizes.get(axis, 1) for axis in config.partitioning.activations.vocabulary)
+  return 0 if padded % parts else padded // parts
+
+
+def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
+  """Yields why the logits cannot be cut into the chunks of the loss."""
+  count, own = config.training.loss_chunks, own_logits(config, sizes)
+  if count < 1 or own % count == 0:  # where they cannot be sharded, the layout's verdict says so
+    return
+  near = [max(size for size in range(1, count) if own % size == 0)]
+  near += [size for size in range(count + 1, own + 1) if own % size == 0][:1]
+  yield (
+    f"training.loss_chunks={count} does not divide the {own} logits that a device has of each "
+    f"token; make it {' or '.join(map(str, near))}"
+  )
 
 
 def _biases(model: ConfigDict) -> Iterator[str]:

@@ -53,7 +53,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     *_tables(config),
     *_batch(config, sizes),
   ]
-  wrong += [*_chunks(config, sizes), *_registered(config), *unused.wrong(config)]
+  wrong += [*_chunks(config), *_registered(config), *unused.wrong(config)]
   if config.processes.deadline_seconds >= config.processes.heartbeat_seconds:
     wrong.append(
       f"processes.deadline_seconds={config.processes.deadline_seconds}: below "
@@ -293,20 +293,12 @@ def _tables(config: ConfigDict) -> list[str]:
   return wrong
 
 
-def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
-  """Checks that each device's part of a row can be cut into the chunks of the loss."""
-  count, parts = config.training.loss_chunks, sizes.get("context", 1)
-  if not TASKS[config.task].of_tokens:
-    wrong = f"training.loss_chunks={count}: {config.task} has no rows of tokens to cut"
-    return [wrong] if count != 1 else []
-  length = config.data.sequence_length
-  # Of a row that is not cut, the layout's verdict says whether `context` divides it.
-  if count <= 1 or length % (count * parts) == 0:
+def _chunks(config: ConfigDict) -> list[str]:
+  """Checks that a task whose loss is in chunks has logits of a vocabulary."""
+  count = config.training.loss_chunks
+  if count == 1 or TASKS[config.task].of_tokens:
     return []
-  context = f" x mesh.context={parts}" if parts > 1 else ""
-  return [
-    f"data.sequence_length={length} is not divisible by training.loss_chunks={count}{context}"
-  ]
+  return [f"training.loss_chunks={count}: {config.task} has no vocabulary to cut"]
 
 
 def _files(config: ConfigDict) -> Iterator[str]:

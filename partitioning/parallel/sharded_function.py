@@ -151,6 +151,7 @@ def sharded(
   dtype: jnp.dtype,
   by_hand: bool = False,
   stored_kernels: Sequence[int] = (),
+  recompute: bool = True,
 ) -> list[jax.Array]:
   """Runs a function of sharded arrays: in a shard_map, where a weight or the sequence is gathered.
 
@@ -168,6 +169,7 @@ def sharded(
     dtype: to which parameters are cast for the function.
     by_hand: in a shard_map in any case.
     stored_kernels: indices of the parameters that the function takes as `Stored`, and gathers.
+    recompute: False saves what the function saves: of the last one, whose backward pass is next.
   """
   layout, sizes = automatic_layout()
   extents = _extents(given, arguments)
@@ -234,6 +236,8 @@ def sharded(
       results = manual_region(on_device, tuple(stored), outs)(*arguments)
     return [constrain(x, letters) for x, letters in zip(results, outputs, strict=True)]
 
+  if not recompute:
+    return product(*arguments)
   # A new function each time: JAX would reuse a traced one under another activation layout.
   return jax.checkpoint(product, prevent_cse=False)(*arguments)
 

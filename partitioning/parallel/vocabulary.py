@@ -4,7 +4,7 @@ Letters are those of the model's legend; the caller says which ones the residual
 """
 
 import functools
-from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,79 +24,103 @@ from partitioning.parallel.sharded_function import (
 )
 
 
+class Reduction(Protocol):
+  """Reduces the logits of each token to numbers, a chunk of the vocabulary at a time.
+
+  Attributes:
+    results: how many numbers per token.
+  """
+
+  results: int
+
+  def start(self, targets: jax.Array, dtype: jnp.dtype) -> Any:
+    """Returns the arrays (batch, sequence) that stand for no logits at all.
+
+    Args:
+      targets: of the tokens, (batch, sequence).
+      dtype: of sums.
+    """
+
+  def add(self, found: Any, logits: jax.Array, targets: jax.Array, first: jax.Array) -> Any:
+    """Returns the arrays with a chunk of logits (batch, sequence, chunk); `first` is its first id.
+
+    The chunks come in the order of their ids.
+    """
+
+  def finish(self, found: Any, targets: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
+    """Returns the numbers; `axes` split the vocabulary, each device having seen its own part."""
+
+
 def chunked_logits(
   x: jax.Array,
   weight: Weight,
   targets: jax.Array,
-  reduce: Callable[[jax.Array, jax.Array, Axes], tuple[jax.Array, ...]],
+  reduction: Reduction,
   chunks: int,
   residual: Residual,
-  results: int = 1,
 ) -> list[jax.Array]:
-  """Computes the logits of one chunk of tokens at a time, and reduces them to numbers per token.
+  """Computes the logits of one chunk of the vocabulary at a time, reduced to numbers per token.
 
   The weight is gathered once, and its gradient is reduce-scattered once. Only one chunk's logits
-  are in memory at a time; the backward pass recomputes them. Chunks are strided (every
-  `chunks`-th token), so that all devices have equal parts of each.
+  are in memory at a time; the backward pass recomputes them. A chunk has all of a device's tokens,
+  so that its part of the weight's gradient is complete: nothing as large as the weight is summed
+  over chunks. What is summed, in float32 or wider, is the gradient of x.
 
   Args:
     x: the residual, between blocks.
     weight: of the residual's width and the vocabulary; cast to the dtype of x.
     targets: of the tokens; within a device as long as x after its all-gather.
-    reduce: takes logits (batch, chunk, vocabulary), targets (batch, chunk) and the axes that split
-      the vocabulary of these logits; returns `results` arrays (batch, chunk).
-    chunks: their number; divides the tokens of a device.
+    reduction: of the logits.
+    chunks: their number; divides the part of the vocabulary that a device has.
     residual: the residual's letters.
-    results: how many numbers per token.
 
   Returns:
-    `results` arrays (batch, sequence), inside a block.
+    `reduction.results` arrays (batch, sequence), inside a block.
   """
   kernel, inside = weight.effective_kernel(), summed_last(weight.letters, residual.width)
   vocabulary, output = inside.replace(residual.width, ""), residual.activation(weight.letters)
-  (rows, length), stored = targets.shape, kernel.dtype
-  vocabulary_size = kernel.shape[weight.letters.index(vocabulary)]
+  shape = (*targets.shape, kernel.shape[weight.letters.index(vocabulary)])
+  wide = x.dtype if jnp.finfo(x.dtype).bits > 32 else jnp.dtype("float32")
 
   sequence, width = sequence_axes(residual), split_over(residual.width)
   classes, (layout, _) = split_over(vocabulary), automatic_layout()
 
-  def losses(manual: bool, x, kernel, targets) -> list[jax.Array]:
+  def numbers(manual: bool, x, kernel, targets) -> list[jax.Array]:
     if manual and sequence:
       x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
+    part = kernel.shape[0] // chunks
+    own = jax.lax.axis_index(classes) * kernel.shape[0] if manual and classes else 0
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def chunk(wide_kernel, x, targets) -> tuple[jax.Array, ...]:
-      logits = jnp.einsum(f"{residual.inside},{inside}->{output}", x, wide_kernel.astype(x.dtype))
-      if not manual:
-        return reduce(constrain(logits, output), targets, ())
-      record(output, (rows, length // chunks, vocabulary_size), layout)
-      return reduce(collectives.total(logits, width), targets, classes)
+    def chunk(found, wide_x, kernel, number):
+      logits = jnp.einsum(f"{residual.inside},{inside}->{output}", wide_x.astype(x.dtype), kernel)
+      logits = collectives.total(logits, width) if manual else logits
+      return reduction.add(found, logits, targets, own + number * part)
 
-    # Cast back in each chunk, so that the scan adds up the chunks' gradients in the wide dtype.
-    wide_kernel = kernel.astype(stored)
-
-    def one(_, inputs):
-      return None, chunk(wide_kernel, *inputs)
-
-    _, found = jax.lax.scan(one, None, (_strided(x, chunks), _strided(targets, chunks)))
-    return [jnp.moveaxis(one, 0, 2).reshape(targets.shape) for one in found]
+    record(output, shape, layout)  # of all chunks: `constrain` takes no part of a dim
+    start = reduction.start(targets, wide)
+    if not manual:
+      start = jax.tree.map(lambda one: constrain(one, residual.tokens), start)
+    # Cast back in each chunk, so that the scan adds up the gradients of x in the wide dtype.
+    wide_x = x.astype(wide)
+    found, _ = jax.lax.scan(
+      lambda found, inputs: (chunk(found, wide_x, *inputs), None),
+      start,
+      (kernel.reshape(chunks, part, -1), jnp.arange(chunks, dtype=targets.dtype)),
+    )
+    return list(reduction.finish(found, targets, classes if manual else ()))
 
   return sharded(
-    losses,
+    numbers,
     [residual.between, weight.letters, residual.tokens],
     [residual.between, inside, residual.tokens],
-    [residual.tokens] * results,
+    [residual.tokens] * reduction.results,
     *(x, kernel, targets),
     kernels=[1],
     residual=residual,
     dtype=x.dtype,
+    recompute=False,  # of all chunks, besides that of each
   )
-
-
-def _strided(x: jax.Array, count: int) -> jax.Array:
-  """Returns the tokens r, r + count, ... of each row, with r < count as the first dim."""
-  rows, length, *rest = x.shape
-  return jnp.moveaxis(x.reshape(rows, length // count, count, *rest), 2, 0)
 
 
 def vocab_parallel_embedding(

@@ -1,6 +1,5 @@
 """What each strategy's compiled step sends is what theory says, array by array and to the byte."""
 
-import math
 import re
 
 import jax
@@ -153,11 +152,9 @@ def test_a_loss_in_chunks_sends_no_more_for_kernels_and_never_has_all_logits(str
   whole = step(strategy)
   cut = compile_step(job_of(strategy, **{"training.loss_chunks": 4}))
   before, after = whole.sent(), cut.sent()
-  scalars = 4 * 3 * 4 * math.prod(cut.job.batch["tokens"].shape)  # of each chunk and token, three
   assert after.keys() == before.keys()
   for key, (_, size) in after.items():
-    extra = scalars if key == ("all-reduce", ("tensor",)) else 0
-    assert size <= before[key][1] + extra, key
+    assert size <= before[key][1], key
   [logits] = [one for one in whole.job.activations.seen if one.letters == "BTV"]
   here = shardings.shard_shape(logits.shape, logits.spec, whole.job.devices.sizes)
   text = f"f32[{','.join(map(str, here))}]"

@@ -66,9 +66,10 @@ def refusal(argument, sizes, /, **overrides):
     ),
     ({}, {"training.rematerialization": "dot"}, "one of none, dots, full; did you mean 'dots'?"),
     (
-      {"context": 2},
+      {"tensor": 2},
       {"training.loss_chunks": 3},
-      "data.sequence_length=128 is not divisible by training.loss_chunks=3 x mesh.context=2",
+      "training.loss_chunks=3 does not divide the 128 logits that a device has of each token; make "
+      "it 2 or 4",
     ),
     ({}, {"training.loss_chunks": 0}, "training.loss_chunks=0: at least 1"),
     ({}, {"training.matmul_precision": "hihg"}, "one of default, high, highest; did you mean 'hi"),
