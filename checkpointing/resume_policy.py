@@ -69,10 +69,10 @@ CLASSES = {
   "training.matmul_dtype": ACCEPT,
   "training.matmul_scaling": REFUSED,  # delayed: the state has the magnitudes of earlier steps
   "training.rematerialization": ACCEPT,
-  "training.loss_chunks": ACCEPT,
+  "training.loss_chunks": MAY_CHANGE,  # by default it follows the mesh
   "training.z_loss": ACCEPT,
   "training.dpo_*": ACCEPT,
-  "training.attention_kernel": ACCEPT,
+  "training.attention_kernel": MAY_CHANGE,  # by default it follows the platform
   # How bad steps are handled, so that a run which stopped at one can resume.
   "training.on_bad_step": MAY_CHANGE,
   "training.bad_step_*": MAY_CHANGE,
@@ -109,7 +109,7 @@ CLASSES = {
   "optimizer.clip_groups": ACCEPT,
   "optimizer.clip_quantile": ACCEPT,  # unless it is turned on or off, which changes the state
   "optimizer.clip_window": REFUSED,
-  "compiler_options": ACCEPT,  # may allow less precision
+  "compiler_options": ACCEPT,  # may allow less precision; those of the device are not in it
   "versions.*": ACCEPT,  # of the record: the code's and the libraries'
 }
 

@@ -40,10 +40,10 @@ def job(config: ConfigDict, its_devices: devices.Devices) -> setup.Job:
   Raises:
     ValueError: keys that do not go together, or a layout that is refused.
   """
-  config = finalize.finalize(config, its_devices.platform)
+  config, choices = finalize.with_choices(config, its_devices.platform, its_devices.sizes)
   validate.check(config, its_devices.sizes)
   _configure_jax(config)
-  return setup.prepare(config, its_devices)
+  return setup.prepare(config, its_devices, choices)
 
 
 def _configure_jax(config) -> None:

@@ -89,7 +89,9 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
       "cache_dir": "~/.cache/meshwright/plans",  # finished plans; "": no cache
     }
   )
-  config.compiler_options = ""  # of XLA, for every compiled step: "name=value,name=value"
+  # Of XLA, for every compiled step, besides the defaults of docs/defaults.md: "name=value,name="; a
+  # name without a value leaves that default out
+  config.compiler_options = ""
   config.compilation_cache_dir = "~/.cache/meshwright/compilation"  # "": off
   config.memory_limit_gib = config_dict.placeholder(float)  # per device (CPU: all); unset: detected
   config.lock()
@@ -105,8 +107,9 @@ def _partitioning(model: str) -> ConfigDict:
       "parameters": dict(tables["parameters"]),
       "activations": dict(tables["activations"]),
       "optimizer": unset,  # unset: as parameters. Another table than theirs is ZeRO-1
-      # Sequence parallelism: between blocks, split the sequence over tensor as well.
-      "sequence_parallel": False,
+      # Sequence parallelism: between blocks, split the sequence over tensor as well. By default
+      # where mesh.tensor > 1 on TPUs and GPUs
+      "sequence_parallel": config_dict.placeholder(bool),
       "overrides": (),  # (("layers/mlp/up/kernel", (None, "fsdp", "tensor")), ...)
       # Limit on the replicated bytes of parameters and optimizer state per device; unset: none.
       "max_replicated_bytes": config_dict.placeholder(int),

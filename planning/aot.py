@@ -163,13 +163,14 @@ def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
   slices = math.prod(over.values())
   found = start(topology, slices, here)
   sizes = resolve_sizes(config.mesh, len(found), over)
-  config = finalize.finalize(config, topology.platform)
+  config, choices = finalize.with_choices(config, topology.platform, sizes)
   validate.check(config, sizes)
   setup.check_matmul_dtype(config, topology.chip)
   simulated = topology.platform == "cpu"
   if config.training.parameter_dtype == "float64":
     jax.config.update("jax_enable_x64", True)
-  return setup.prepare(config, devices.Devices(topology.platform, simulated, sizes, over, found))
+  its_devices = devices.Devices(topology.platform, simulated, sizes, over, found)
+  return setup.prepare(config, its_devices, choices)
 
 
 def with_slices(config: ConfigDict, topology: Topology) -> ConfigDict:

@@ -153,6 +153,8 @@ class Plan:
       "compiled": self.program is not None,
       "peak_bytes_per_device": self.peak_bytes,
       "hbm_bytes_per_device": int(self.topology.chip.hbm_bytes),
+      "chosen": {one.key: one.value for one in self.job.choices},
+      "compiler_options": self.job.compiler_defaults,
       "memory": self.memory,
       "memory_at_once": self.memory_at_once,
       "host_memory": self.host_memory,

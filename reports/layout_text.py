@@ -24,7 +24,7 @@ from planning import named_activations
 from planning.named_activations import Named
 from reports import drawings
 from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
-from training import gradient_reduction
+from training import compiler_options, gradient_reduction
 from training.optimizer import matrix_groups
 from training.setup import Job, stage_lines
 
@@ -157,7 +157,18 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     f"of which {shardings.size_text(replicated)} are replicated on every device"
     + (f"; {shardings.size_text(on_host)} of it in the host's memory" if on_host else "")
   )
-  return "\n".join(lines)
+  return "\n".join([*lines, *chosen_lines(job)])
+
+
+def chosen_lines(job: Job) -> list[str]:
+  """Returns a line for each default that follows from platform and mesh: docs/defaults.md."""
+  lines = [f"chosen: {one.key}={one.value} ({one.why})" for one in job.choices]
+  if options := job.compiler_defaults:
+    kind = job.mesh.devices.flat[0].device_kind
+    lines.append(f"chosen: compiler_options={compiler_options.text(options)} (for {kind})")
+  if refused := compiler_options.dropped():
+    lines.append(f"left out, as this compiler does not know them: {', '.join(refused)}")
+  return lines
 
 
 def named_text(named: Sequence[Named], job: Job) -> str:

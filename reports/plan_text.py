@@ -11,6 +11,7 @@ from rich.table import Table
 from analysis.chips import PUBLISHED
 from partitioning.shardings import size_text
 from planning.plan import Plan
+from reports.layout_text import chosen_lines
 from training import gradient_reduction
 
 
@@ -69,7 +70,7 @@ def notes(plan: Plan) -> list[str]:
     found.append(f"{plan.topology.slices} slices, as {over}: train needs it too")
   if not plan.program:
     found.append(_without(plan))
-  return found
+  return [*found, *chosen_lines(plan.job)]
 
 
 def _without(plan: Plan) -> str:

@@ -38,7 +38,7 @@ NUMERICS = (
   "partitioning/rules.py",
   "partitioning/verdict.py",  # placement
   "training/reference.py",  # of preferences
-  "training/setup.py",  # precision, compiler options
+  "training/setup.py",  # precision
   "training/splits.py",  # seeds and splits
   "training/averages.py",
   "training/gradient_reduction.py",  # the order of sums

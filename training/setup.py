@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,8 @@ from partitioning.mesh import make_mesh
 from partitioning.rules import DEVICE, Placement, named_leaves
 from partitioning.verdict import TABLES, Layout, check_layout
 from runtime.devices import Devices, memory_bytes
+from training import compiler_options
+from training.choices import Choice
 from training.gradient_reduction import reduced_once_over
 from training.optimizers import host_state
 from training.state import State, merged, split
@@ -44,6 +46,7 @@ class Job:
     batch: the abstract global batch.
     placements: `parameters`, `optimizer`, `batch`: name -> Placement.
     activations: how the activations are sharded, in the order of the forward pass.
+    choices: the defaults that follow from platform and mesh.
   """
 
   config: ConfigDict
@@ -55,6 +58,13 @@ class Job:
   batch: dict[str, jax.ShapeDtypeStruct]
   placements: dict[str, dict[str, Placement]]
   activations: ActivationLayout
+  choices: tuple[Choice, ...] = ()
+
+  @property
+  def compiler_defaults(self) -> dict[str, str | bool]:
+    """Returns the compiler options of its devices that the config leaves in place."""
+    found = compiler_options.of_device(self.mesh.devices.flat[0])
+    return compiler_options.resolved(self.config.compiler_options, found)[0]
 
   @property
   def state_shardings(self) -> State:
@@ -145,15 +155,14 @@ class Job:
       **jit: further arguments of `jax.jit`.
     """
     began = time.monotonic()
-    given = filter(None, self.config.compiler_options.split(","))
-    options = {**(options or {}), **dict(map(_option, given))}
+    _, given = compiler_options.resolved(self.config.compiler_options, {})
+    given = {**(options or {}), **given}
     if activations is not None:
       # jax.jit caches traces by function, and does not know the table that one was made under.
       function = functools.wraps(function)(functools.partial(function))
     with self.tracing(activations):
-      compiled = (
-        jax.jit(function, **jit).lower(*arguments).compile(compiler_options=options or None)
-      )
+      lowered = jax.jit(function, **jit).lower(*arguments)
+      compiled = compiler_options.compile_with(lowered, self.compiler_defaults, given)
     return Compiled(compiled, time.monotonic() - began)
 
   def compile_init(self, *given: Any) -> "Compiled":
@@ -200,12 +209,6 @@ class Job:
     )
 
 
-def _option(text: str) -> tuple[str, str | bool]:
-  """Returns name and value of `name=value`; as in XLA_FLAGS, booleans are `true` and `false`."""
-  name, _, value = text.partition("=")
-  return name, {"true": True, "false": False}.get(value.lower(), value)
-
-
 @dataclasses.dataclass(frozen=True)
 class Compiled:
   """A compiled function, and the seconds that tracing and compiling took."""
@@ -214,8 +217,13 @@ class Compiled:
   seconds: float
 
 
-def prepare(config: ConfigDict, devices: Devices) -> Job:
+def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Choice] = ()) -> Job:
   """Makes a job of a finalized config and its devices, and checks the layout.
+
+  Args:
+    config: finalized.
+    devices: that it runs on.
+    choices: how its unset keys were filled in, to be shown.
 
   Raises:
     LayoutError: with every failure of the layout in one message.
@@ -251,7 +259,11 @@ def prepare(config: ConfigDict, devices: Devices) -> Job:
       lambda leaf, spec: shardings.spread(spec, leaf.shape, devices.sizes), state.params, specs
     ),
   )
-  return Job(config, devices, mesh, legend, program, state, batch, placements, layout.activations)
+  return Job(
+    *(config, devices, mesh, legend, program, state, batch, placements),
+    activations=layout.activations,
+    choices=tuple(choices),
+  )
 
 
 def _check_ramp(config, legend, program, state, mesh) -> None:

@@ -97,7 +97,9 @@ def training(**keys) -> dict:
     # DPO (data=preferences): how strongly the model is kept near the reference
     "dpo_beta": 0.1,
     "dpo_label_smoothing": 0.0,  # the assumed share of pairs that are the wrong way around
-    "loss_chunks": 1,  # chunked cross-entropy: logits of one chunk of a row at a time
+    # Chunked cross-entropy: logits of one part of the vocabulary at a time. As many chunks as keep
+    # those of a device under 256 MiB
+    "loss_chunks": config_dict.placeholder(int),
     # A loss spike is a bad step, as a loss that is not finite: this many standard deviations above
     # the mean of the last bad_step_window losses; 0: off.
     "bad_step_deviations": 0.0,

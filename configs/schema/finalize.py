@@ -1,11 +1,12 @@
 """Derived values, filled in after all overrides."""
 
 import copy
+from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
 from configs.schema import (
-  decoder_checks,
+  chosen,
   hf_model,
   lora_checks,
   optimizer_defaults,
@@ -13,49 +14,58 @@ from configs.schema import (
   ramp_checks,
   recipes,
 )
+from training.choices import Choice
 from training.tasks import TASKS
 
-ACCELERATORS = ("tpu", "gpu")
 # Schedule -> learning rate at its end over the peak, unless the config says so.
 FINAL_FRACTIONS = {"cosine": 0.1, "linear": 0.0, "wsd": 0.0}
 
 
-def finalize(config: ConfigDict, platform: str) -> ConfigDict:
+def finalize(
+  config: ConfigDict, platform: str, sizes: Mapping[str, int] | None = None
+) -> ConfigDict:
   """Returns a copy in which every derived value is filled in; run after all overrides.
 
   Args:
     config: as parsed, with overrides.
     platform: `cpu`, `gpu` or `tpu`: what the run will use.
+    sizes: mesh axis -> size, over all slices; None: the config's, where no devices are known.
 
   Raises:
     ValueError: a key that only the recipe may set was overridden.
   """
-  chosen = recipes.base(config.argument)
-  if config.model.name != chosen.model.name:
+  return with_choices(config, platform, sizes)[0]
+
+
+def with_choices(
+  config: ConfigDict, platform: str, sizes: Mapping[str, int] | None = None
+) -> tuple[ConfigDict, tuple[Choice, ...]]:
+  """Returns what `finalize` returns, and what it chose by platform and mesh, with reasons."""
+  recipe = recipes.base(config.argument)
+  if config.model.name != recipe.model.name:
     raise ValueError(
       f"model.name={config.model.name!r} was overridden while the sizes are those of "
-      f"{chosen.model.name!r}; pick the model with --config=FILE:model=NAME"
+      f"{recipe.model.name!r}; pick the model with --config=FILE:model=NAME"
     )
-  if config.task != chosen.task:
+  if config.task != recipe.task:
     raise ValueError(
-      f"task={config.task!r} was overridden while model and data are those of {chosen.task!r}; "
+      f"task={config.task!r} was overridden while model and data are those of {recipe.task!r}; "
       f"choose another recipe with --config=FILE:RECIPE"
     )
+  if sizes is None:
+    sizes = {axis: max(1, size) for axis, size in config.mesh.items()}
   config = copy.deepcopy(config)
   with config.unlocked():
-    accelerated = platform in ACCELERATORS
     training = config.training
-    precision_checks.finalize(config, accelerated)
+    precision_checks.finalize(config, platform in chosen.ACCELERATORS)
     default(training, "matmul_precision", "default")
-    optimizer_defaults.finalize(config, chosen)
+    optimizer_defaults.finalize(config, recipe)
     if hf_model.is_folder(config):
       hf_model.finalize(config)
-    recipes.finalize(config, accelerated)
+    recipes.finalize(config, platform in chosen.ACCELERATORS)
     lora_checks.finalize(config)
-    decoder = config.model.name == "transformer"
-    splash = platform == "tpu" and decoder and not decoder_checks.no_splash(config)
-    default(training, "attention_kernel", "splash" if splash else "xla")
-    _schedule(config, chosen)
+    choices = chosen.choose(config, platform, sizes)
+    _schedule(config, recipe)
     _rows_to_skip(config.data)
     activations = config.partitioning.activations
     if config.partitioning.sequence_parallel and "residual_sequence" in activations:
@@ -64,17 +74,17 @@ def finalize(config: ConfigDict, platform: str) -> ConfigDict:
     parameters = config.partitioning.parameters
     for name in parameters:
       default(config.partitioning.optimizer, name, parameters[name])
-  return config
+  return config, choices
 
 
-def _schedule(config: ConfigDict, chosen: ConfigDict) -> None:
+def _schedule(config: ConfigDict, recipe: ConfigDict) -> None:
   """Turns tokens into steps, and fills in what the schedule's name implies.
 
   Raises:
     ValueError: a number of tokens and of steps for the same thing, or tokens of a task without.
   """
   keys, training = config.optimizer, config.training
-  if training.tokens and training.steps != chosen.training.steps:
+  if training.tokens and training.steps != recipe.training.steps:
     raise ValueError(
       f"training.tokens={training.tokens} and training.steps={training.steps}: set one of the two"
     )

@@ -75,7 +75,11 @@ ROWS = {
     "training.on_bad_step": "roll_back",
     "training.bad_step_deviations": 5.0,
     "training.max_rollbacks": 9,
-    "model.context_attention": "gather",  # how it is computed over mesh.context, not what
+    # How it is computed, not what; by default these follow mesh and platform.
+    "model.context_attention": "gather",
+    "training.loss_chunks": 2,
+    "training.attention_kernel": "splash",
+    "partitioning.sequence_parallel": True,
   },
   ACCEPT: {
     "optimizer.learning_rate": 0.5,
@@ -95,8 +99,6 @@ ROWS = {
     "training.stochastic_rounding": True,
     "training.matmul_precision": "highest",
     "training.rematerialization": "full",
-    "training.loss_chunks": 2,
-    "training.attention_kernel": "splash",
     "model.dropout_rate": 0.5,
     "lora.alpha": 8.0,
     "compiler_options": "a=b",

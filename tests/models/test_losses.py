@@ -38,6 +38,31 @@ def test_the_normalizer_is_numpys():
   np.testing.assert_allclose(found, np.log(np.exp(logits).sum(-1)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunks", [1, 3, 6])
+def test_numbers_of_chunks_of_classes_are_numpys(chunks):
+  logits = drawn(4, 5, 12) * 30
+  logits[0, 0, 3:] = logits[0, 0, 4]  # ties: the first one counts
+  logits[1, 1, :6] = -1e9
+  targets = logits.argmax(-1).astype(np.int32)
+  targets[2:] = np.random.default_rng(0).integers(0, 12, (2, 5))
+  targets[0, 0] += 1
+  numbers = losses.TokenNumbers(("likeliest", "loss", "normalizer"), lambda x, first: x)
+  found = numbers.start(jnp.asarray(targets), jnp.dtype("float32"))
+  for first in range(0, 12, 12 // chunks):
+    part = jnp.asarray(logits[..., first : first + 12 // chunks], jnp.float32)
+    found = numbers.add(found, part, jnp.asarray(targets), first)
+  likeliest, loss, normalizer = numbers.finish(found, jnp.asarray(targets), ())
+  picked = np.take_along_axis(log_softmax(logits), targets[..., None], -1)[..., 0]
+  np.testing.assert_allclose(loss, -picked, rtol=1e-5, atol=2e-5)
+  largest = logits.max(-1)
+  wanted = np.log(np.exp(logits - largest[..., None]).sum(-1)) + largest
+  np.testing.assert_allclose(normalizer, wanted, rtol=1e-5)
+  np.testing.assert_array_equal(likeliest, logits.argmax(-1) == targets)
+  whole = numbers.of_all(jnp.asarray(logits, jnp.float32), jnp.asarray(targets))
+  np.testing.assert_array_equal(whole[0], likeliest)
+  assert 0 < likeliest.sum() < 20
+
+
 def test_z_loss_is_added_in_training_alone():
   job = make_job("single", "lm", **{"training.z_loss": 0.3, "training.loss_chunks": 2})
   params, batch = first_state(job).params, host_batch(job)

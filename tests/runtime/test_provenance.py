@@ -18,8 +18,8 @@ ROOT = provenance.ROOT
 OTHERS = {
   "input_pipeline": "__init__ file_lock prefetch sources/__init__ sources/catalog",
   "partitioning": "__init__ shardings",
-  "training": "__init__ base_parameters callbacks coordinate_check evaluation loop "
-  "metrics/__init__ metrics/append_log "
+  "training": "__init__ base_parameters callbacks choices compiler_options coordinate_check "
+  "evaluation loop metrics/__init__ metrics/append_log "
   "metrics/console metrics/device_probe metrics/goodput metrics/log_lines metrics/log_schedule "
   "metrics/profiler metrics/reader metrics/sinks metrics/throughput metrics/waiting "
   "metrics/writer parity record_schema replica_check replica_digests restore run_tokenizer saving "

@@ -1,0 +1,144 @@
+"""Defaults that follow from config, platform and mesh: the best configuration known for them.
+
+`RULES` says what each follows from; docs/defaults.md has the same table, with what was measured.
+Compiler options have a table of their own in training/compiler_options.py.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+from ml_collections import ConfigDict
+
+from configs.schema import axis_tables, decoder_checks
+from training.choices import Choice
+from training.tasks import TASKS
+
+ACCELERATORS = ("tpu", "gpu")
+# What the logits of a chunk may take on a device, in the compute dtype.
+CHUNK_BYTES = 256 * 2**20
+_BYTES = {"bfloat16": 2, "float64": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """How an unset key is filled in.
+
+  Attributes:
+    key: dotted.
+    default: what it becomes where, in words.
+    reason: in words.
+    value: returns the value and why, from a config in which the keys of earlier rules are set, the
+      platform, and mesh axis -> size. Why is "" where the key has nothing to say about a config.
+  """
+
+  key: str
+  default: str
+  reason: str
+  value: Callable[[ConfigDict, str, Mapping[str, int]], tuple[object, str]]
+
+
+def choose(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tuple[Choice, ...]:
+  """Fills in the keys of `RULES` that are unset; `config` is unlocked.
+
+  Args:
+    config: with everything else filled in.
+    platform: `cpu`, `gpu` or `tpu`.
+    sizes: mesh axis -> size, over all slices.
+
+  Returns:
+    What was chosen, except what the config has no use for.
+  """
+  found = []
+  for rule in RULES:
+    section, key = rule.key.split(".")
+    if config[section][key] is None:
+      value, why = rule.value(config, platform, sizes)
+      config[section][key] = value
+      if why:
+        found.append(Choice(rule.key, value, why))
+  return tuple(found)
+
+
+def _kernel(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tuple[str, str]:
+  del sizes
+  if config.model.name != "transformer":
+    return "xla", ""
+  if platform != "tpu":
+    return "xla", "splash is a kernel for TPUs"
+  if why := decoder_checks.no_splash(config):
+    return "xla", f"of splash: {why}"
+  return "splash", "never has all scores in memory"
+
+
+def _loss_chunks(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tuple[int, str]:
+  del platform
+  own = decoder_checks.own_logits(config, sizes) if config.model.name == "transformer" else 0
+  if not own or not TASKS[config.task].of_tokens:
+    return 1, ""
+  each = own_tokens(config, sizes) * _BYTES.get(config.training.compute_dtype, 4)
+  # At least as many columns as a TPU's lanes: narrower products waste them.
+  fits = [n for n in range(1, max(1, own // decoder_checks.LANES) + 1) if own % n == 0]
+  most = CHUNK_BYTES / each
+  count = next((n for n in fits if own // n <= most), fits[-1])
+  limit = f"{CHUNK_BYTES // 2**20} MiB"
+  size = f"{each * own // count / 2**20:,.1f} MiB of logits per device"
+  if own // count > most:
+    return count, f"{size}: the {own} columns of a device have no finer parts for {limit}"
+  if count == 1:
+    return 1, f"{size}, at most {limit}"
+  return count, f"{size} at a time instead of {each * own / 2**20:,.0f}, at most {limit}"
+
+
+def own_tokens(config: ConfigDict, sizes: Mapping[str, int]) -> int:
+  """Returns how many tokens of a microbatch a device has inside a block."""
+  activations = config.partitioning.activations
+  parts = math.prod(sizes.get(axis, 1) for axis in (*activations.batch, *activations.sequence))
+  rows = config.data.global_batch_size * TASKS[config.task].sequences
+  microbatches = max(1, config.training.gradient_accumulation_steps)
+  return max(1, -(-rows * config.data.sequence_length // (parts * microbatches)))
+
+
+def _sequence_parallel(
+  config: ConfigDict, platform: str, sizes: Mapping[str, int]
+) -> tuple[bool, str]:
+  tensor, activations = sizes.get("tensor", 1), config.partitioning.activations
+  if config.model.name != "transformer" or tensor == 1:
+    return False, ""
+  if platform not in ACCELERATORS:
+    return False, "simulated devices take longer with it"
+  given = tuple(activations.residual_sequence)
+  table = axis_tables.AXIS_TABLES["transformer"]["activations"]
+  if given != tuple(table["residual_sequence"]):
+    return False, f"partitioning.activations.residual_sequence={given} is set"
+  parts = tensor * math.prod(sizes.get(axis, 1) for axis in given)
+  length = config.data.sequence_length
+  if length % parts:
+    return False, f"data.sequence_length={length} is not a multiple of {parts}"
+  return True, f"mesh.tensor={tensor}: what lies between blocks takes 1/{tensor} of the memory"
+
+
+RULES = (
+  Rule(
+    "training.attention_kernel",
+    "splash on TPUs where it applies (no sliding window, no mesh.context, heads and rows multiples "
+    "of 128), else xla",
+    "all scores of a row of 8192 tokens would be the largest arrays of a step",
+    _kernel,
+  ),
+  Rule(
+    "training.loss_chunks",
+    "the fewest parts of a device's columns of the logits that take at most 256 MiB each, in the "
+    "compute dtype",
+    "the logits of all tokens are larger than any other activation; one chunk costs nothing",
+    _loss_chunks,
+  ),
+  Rule(
+    "partitioning.sequence_parallel",
+    "true where mesh.tensor > 1 on TPUs and GPUs, if tensor (and context) divide "
+    "`data.sequence_length`; false on simulated devices",
+    "norms and the saved residual are split instead of repeated (arXiv:2205.05198); as many bytes "
+    "are sent",
+    _sequence_parallel,
+  ),
+)

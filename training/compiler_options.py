@@ -1,0 +1,139 @@
+"""Compiler options: the best known ones of each kind of device, and the config's over them.
+
+The defaults move communication and change no result, so they are no part of a run's record: it
+resumes on another device with that device's. `compiler_options` of the config is compared.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+
+import jax
+
+from analysis.chips import known
+
+# The variables by which XLA is given flags; what is set there is left as it is.
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# The compiler's message about an option that it does not know, or not with such a value.
+_REFUSED = re.compile(
+  r"No such compile option: '(\w+)'|While setting option (\w+),|into flag (\w+):"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+  """The options of some kinds of devices.
+
+  Attributes:
+    devices: names of chips, as in `analysis.chips`; or `gpu`, for all of them.
+    options: name -> value.
+    reason: in words; docs/defaults.md has what was measured.
+  """
+
+  devices: tuple[str, ...]
+  options: Mapping[str, bool]
+  reason: str
+
+
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+_SPARSE_CORE = {
+  "xla_enable_async_all_gather": True,
+  "xla_tpu_prefer_async_allgather_to_allreduce": True,
+  f"{_OFFLOAD}_all_gather": True,
+  f"{_OFFLOAD}_2d_all_gather": True,
+  f"{_OFFLOAD}_3d_all_gather": True,
+  f"{_OFFLOAD}_reduce_scatter": True,
+  f"{_OFFLOAD}_nd_reduce_scatter": True,
+}
+
+TABLE = (
+  Defaults(
+    ("v5p", "v6e", "tpu7x"),
+    _SPARSE_CORE,
+    "all-gathers and reduce-scatters run on the SparseCores, beside the matrix units",
+  ),
+  Defaults(
+    ("gpu",),
+    {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "collectives start early and end late in the schedule",
+  ),
+)
+
+_dropped: dict[str, None] = {}  # by the compiler of this process, in the order it named them
+
+
+def of_device(device: jax.Device) -> dict[str, bool]:
+  """Returns the default options of a device; {} for CPUs and for kinds without a row."""
+  chip = known(device)
+  names = {chip.name if chip else "", *(("gpu",) if device.platform in ("gpu", "cuda") else ())}
+  given = " ".join(os.environ.get(variable, "") for variable in _VARIABLES)
+  return {
+    name: value
+    for row in TABLE
+    if names & {*row.devices}
+    for name, value in row.options.items()
+    if f"--{name}" not in given
+  }
+
+
+def of_config(text: str) -> dict[str, str | bool]:
+  """Returns name -> value of the config's `compiler_options`; "" leaves a default out.
+
+  As in XLA_FLAGS, booleans are `true` and `false`.
+  """
+  pairs = (option.partition("=") for option in text.split(",") if option)
+  return {
+    name.strip(): {"true": True, "false": False}.get(value.lower(), value)
+    for name, _, value in pairs
+  }
+
+
+def resolved(
+  config_text: str, defaults: Mapping[str, str | bool]
+) -> tuple[dict[str, str | bool], dict[str, str | bool]]:
+  """Returns the defaults that the config leaves in place, and its own options."""
+  given = of_config(config_text)
+  kept = {name: value for name, value in defaults.items() if name not in given | _dropped}
+  return kept, {name: value for name, value in given.items() if value != ""}
+
+
+def compile_with(
+  lowered: jax.stages.Lowered,
+  defaults: Mapping[str, str | bool],
+  given: Mapping[str, str | bool],
+) -> jax.stages.Compiled:
+  """Compiles; a default that the compiler refuses is left out, in this process from now on.
+
+  Args:
+    lowered: the program.
+    defaults: options that may be left out.
+    given: options that may not.
+
+  Raises:
+    jax.errors.JaxRuntimeError: it does not compile; or the compiler refuses a given option.
+  """
+  defaults = dict(defaults)
+  while True:
+    try:
+      return lowered.compile(compiler_options={**defaults, **given} or None)
+    except jax.errors.JaxRuntimeError as error:
+      found = _REFUSED.search(str(error))
+      name = next(filter(None, found.groups()), "") if found else ""
+      if name not in defaults or name in given:
+        raise
+      del defaults[name]
+      _dropped[name] = None
+
+
+def dropped() -> tuple[str, ...]:
+  """Returns the defaults that this process's compiler has refused."""
+  return tuple(_dropped)
+
+
+def text(options: Mapping[str, str | bool]) -> str:
+  """Returns options as `compiler_options` has them."""
+  return ",".join(
+    f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+    for name, value in options.items()
+  )
