@@ -27,6 +27,8 @@ LEAST, WITHIN = 12, 0.1
 NOTE = "<!-- note: kept by --write; delete it when it no longer holds -->"
 CHUNKS = {"training.loss_chunks": 8}
 REGIONS = {"partitioning.sequence_parallel": True}
+# What a row does not name is off, whatever the default.
+OFF = {"training.loss_chunks": 1, "partitioning.sequence_parallel": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,7 @@ CASES = (
 def measured(case: Case) -> tuple[int, int]:
   """Returns bytes per device: by formula, by the compiler."""
   config = single.get_config(f"model={case.model},data=python_source")
-  keys = {f"mesh.{axis}": size for axis, size in case.mesh.items()} | case.more
+  keys = {f"mesh.{axis}": size for axis, size in case.mesh.items()} | OFF | case.more
   keys |= {"data.global_batch_size": case.rows, "data.sequence_length": case.length}
   config.update_from_flattened_dict({**keys, "training.rematerialization": case.rematerialization})
   job = aot.prepare(config, parse(case.topology), aot.Here())

@@ -24,7 +24,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   """Trains the config's model at several widths, and reports how activations depend on them."""
   config, steps = flags.CONFIG.value, flags.STEPS.value
   [its_devices] = build.start_devices(config)
-  resolved = finalize.finalize(config, its_devices.platform)
+  resolved = finalize.finalize(config, its_devices.platform, its_devices.sizes)
   validate.check(resolved, its_devices.sizes)
   coordinate_check.check(resolved, steps)
   at = coordinate_check.widths(resolved, flags.WIDTHS.value)

@@ -49,7 +49,7 @@ _SPARSE_CORE = {
 
 TABLE = (
   Defaults(
-    ("v5p", "v6e", "tpu7x"),
+    ("v5p", "v6e"),
     _SPARSE_CORE,
     "all-gathers and reduce-scatters run on the SparseCores, beside the matrix units",
   ),

@@ -145,3 +145,50 @@ def test_microbatches_are_added_up_before_they_are_reduced_over_data(main, tmp_p
   )
   # The shards of all gradients, in float32: a half of the parameters, which are as large.
   assert sent == pytest.approx(found["memory"]["parameters"], rel=0.01)
+
+
+# ---- Defaults: presets alone, docs/performance.md ----
+
+LLAMA = "--config=configs/fsdp8.py:model=llama3_8b"
+
+
+def kinds(found):
+  """Returns kind -> GB of all collectives of a step."""
+  sent = {}
+  for one in found["collectives"]:
+    sent[one["kind"]] = sent.get(one["kind"], 0) + one["bytes"] / 1e9
+  return sent
+
+
+def test_llama_3_8b_on_64_chips_of_v5p_needs_no_expert(main, tmp_path):
+  code, out, found = plan(
+    main,
+    tmp_path,
+    *(LLAMA, "--topology=v5p:4x4x4", "--config.mesh.fsdp=64", "--config.data.global_batch_size=64"),
+  )
+  assert code == 0, out
+  assert found["chosen"]["training.loss_chunks"] == 8
+  assert found["chosen"]["training.attention_kernel"] == "splash"
+  assert "chosen: training.loss_chunks=8 (250.5 MiB of logits per device" in out
+  assert "chosen: compiler_options=xla_enable_async_all_gather=true," in out
+  assert "left out" not in out
+  assert found["peak_bytes_per_device"] < 7.4e9
+  # On the SparseCores: true gathers and scatters, beside the matmuls.
+  assert kinds(found)["reduce-scatter"] > 10
+  assert kinds(found)["all-reduce"] < 3
+  exposed = sum(one["exposed_seconds"] for one in found["collectives"])
+  assert exposed < 0.02 * found["step_seconds"]["expected"]
+
+
+def test_llama_3_8b_with_tensor_parallelism_on_v6e_needs_no_expert(main, tmp_path):
+  code, out, found = plan(
+    main,
+    tmp_path,
+    *(LLAMA, "--topology=v6e:16x16", "--config.mesh.fsdp=64", "--config.mesh.tensor=4"),
+    "--config.data.global_batch_size=256",
+  )
+  assert code == 0, out
+  assert found["chosen"]["training.loss_chunks"] == 8
+  assert found["chosen"]["partitioning.sequence_parallel"] is True
+  assert found["peak_bytes_per_device"] < 5.6e9
+  assert kinds(found)["reduce-scatter"] > 40
