@@ -284,3 +284,13 @@ def at_once(executor, does, *arguments):
   done = Future()
   done.set_result(does(*arguments))
   return done
+
+
+def test_a_model_with_mup_is_one_that_divides_its_logits():
+  config = single.get_config("lm")
+  config.model.base_width = 32
+  described = export.model_config(finalize.finalize(config, "cpu"), "float32", **BYTES, source={})
+  assert (described["model_type"], described["logits_scaling"]) == ("granite", 4.0)
+  config.model.base_width = 128
+  described = export.model_config(finalize.finalize(config, "cpu"), "float32", **BYTES, source={})
+  assert described["model_type"] == "llama"

@@ -46,10 +46,10 @@ RULES: Mapping[str, Rule] = {
   **dict.fromkeys(("lion", "signum", "sign_sgd", "schedule_free_adamw"), entrywise),
   "sgd": by_gradient,
 }
-# Those that are for hidden matrices, with AdamW for the others. SOAP's is Adam's in other bases.
-MUON, SOAP = "muon", "soap"
+MUON = "muon"
 _REASONS = {
   "adafactor": "its updates are a share of the parameter's size, which falls with the width",
+  "soap": "its first updates act on activations as Muon's, and none is known to hold throughout",
   "contrib.muon": "take optimizer.name=muon",
 }
 
@@ -122,7 +122,7 @@ def parts(config: ConfigDict, params: Any) -> list[tuple[ConfigDict, Any]]:
   keys, found = config.optimizer, {}
   if not mup.base_width(config):
     return [(config, params)]
-  if keys.name not in (*RULES, MUON, SOAP):
+  if keys.name not in (*RULES, MUON):
     raise ValueError(_refusal(config))
   if not mup.differs(config):
     return [(config, params)]
@@ -149,7 +149,7 @@ def _changes(config: ConfigDict, params: Any) -> dict[str, tuple]:
   rules, legend = model.parameters(config), model.legend(config)
   leaves = named_leaves(params)
   matrices, rule, other = {}, RULES.get(name, entrywise), ()
-  if name not in RULES:
+  if name == MUON:  # and AdamW for the others
     hidden, given = HiddenMatrices(config), parse_arguments(config.optimizer.arguments)
     hidden.refuse_none(leaves)
     matrices, other = hidden.of(leaves, per_head=given.get("per_head", False)), ("adamw",)
@@ -158,9 +158,7 @@ def _changes(config: ConfigDict, params: Any) -> dict[str, tuple]:
     letters = letters_of(leaf_name, rules)
     growth = mup.growth(config, letters, legend, vector=leaf_name.endswith(VECTORS))
     epsilon = 1.0 if growth.kind is Kind.FINITE else 1 / mup.width_ratio(config)
-    if leaf_name in matrices and name == SOAP:
-      found[leaf_name] = (rule(growth), epsilon)
-    elif leaf_name in matrices:
+    if leaf_name in matrices:
       ratios = [mup.dim_ratio(config, legend[letter].name) for letter in letters]
       found[leaf_name] = (orthogonal(matrices[leaf_name], leaf.shape, ratios, growth), epsilon)
     else:
@@ -173,6 +171,6 @@ def _refusal(config: ConfigDict) -> str:
   why = f": {_REASONS[name]}" if name in _REASONS else ""
   return (
     f"model.base_width={mup.base_width(config)}: muP has no rule here for the learning rates of "
-    f"optimizer.name={name}{why}; it has for {', '.join((*RULES, MUON, SOAP))}. Choose one of "
+    f"optimizer.name={name}{why}; it has for {', '.join((*RULES, MUON))}. Choose one of "
     f"these, or set model.base_width=0"
   )

@@ -159,6 +159,7 @@ def test_nothing_is_scaled_at_the_base_width():
   [
     ("adafactor", "of optimizer.name=adafactor: its updates are a share of the parameter's size"),
     ("contrib.muon", "of optimizer.name=contrib.muon: take optimizer.name=muon; it has for adamw,"),
+    ("soap", "of optimizer.name=soap: its first updates act on activations as Muon's"),
     ("rprop", "of optimizer.name=rprop; it has for adamw, adam,"),
   ],
 )
