@@ -177,9 +177,9 @@ def at_border(losses: Mapping[float, float]) -> bool:
 
 def missing(names: Sequence[str], results: Results) -> Run | None:
   """Returns the next run, None where all are made: all optimizers are kept equally far."""
-  for name in names:
-    if run := trials(name, results)[1]:
-      return run
+  tried = [trials(name, results) for name in names]
+  if any(run for _, run in tried):
+    return min(((len(losses), run) for losses, run in tried if run), key=lambda pair: pair[0])[1]
   made = zip(*(finals(name, results) for name in names), strict=True)
   runs = (run for of_all in made for run in of_all)
   return next((run for run in runs if run.key() not in results.runs), None)

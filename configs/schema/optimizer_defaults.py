@@ -26,7 +26,9 @@ class Beside:
   decay: float = 1.0
 
 
-# Of learning rates, the best that `python -m benchmarks.optimizers` found for the recipe `lm`.
+# Learning rates of the recipe `lm`, the best of those that `python -m benchmarks.optimizers` tried.
+OF_LM = {"muon": 3.2e-2}
+# Of other recipes.
 BESIDE_ADAMW = {
   # Its rate is relative to the root mean square of a parameter. Decay as published: none.
   "adafactor": Beside(5.0, 0.0),
@@ -52,14 +54,21 @@ def finalize(config: ConfigDict, chosen: ConfigDict) -> None:
   """
   keys, recipe = config.optimizer, chosen.optimizer
   beside = of(keys.name) if recipe.name == "adamw" else Beside()
+  rate = recipe.learning_rate and recipe.learning_rate * beside.rate
   values = {
-    "learning_rate": recipe.learning_rate and recipe.learning_rate * beside.rate,
+    "learning_rate": OF_LM.get(keys.name, rate) if _is_lm(config.argument) else rate,
     "weight_decay": recipe.weight_decay * beside.decay,
     "schedule": "constant" if keys.name == SCHEDULE_FREE else recipe.schedule,
   }
   for key, value in values.items():
     if keys[key] is None:
       keys[key] = value
+
+
+def _is_lm(argument: str) -> bool:
+  """Returns whether a recipe, as given, is `lm` or its model with another data set."""
+  parts = dict(part.split("=") for part in argument.split(",")) if "=" in argument else {}
+  return parts.get("model", "lm") == "lm" if parts else argument == "lm"
 
 
 def of(name: str) -> Beside:

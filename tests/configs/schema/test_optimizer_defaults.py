@@ -29,14 +29,26 @@ def test_a_recipe_s_own_optimizer_has_the_recipe_s_values(recipe):
 
 def test_of_another_optimizer_they_follow():
   lion = optimizer_defaults.BESIDE_ADAMW["lion"]
-  assert values("lm", name="lion") == (8e-3 * lion.rate, 0.1 * lion.decay, "cosine")
-  assert values("mlp", name="lion")[0] == 2e-3 * lion.rate
+  assert values("mlp", name="lion") == (2e-3 * lion.rate, 0.05 * lion.decay, "cosine")
   assert values("llama3_8b", name="lion")[0] == 3e-4 * lion.rate
-  adafactor = optimizer_defaults.BESIDE_ADAMW["adafactor"]
-  assert values("lm", name="adafactor") == (8e-3 * adafactor.rate, 0.0, "cosine")
-  assert values("lm", name="schedule_free_adamw")[2] == "constant"
+  assert values("mlp", name="adafactor")[1:] == (0.0, "cosine")
+  assert values("mlp", name="schedule_free_adamw")[2] == "constant"
   for name in ("muon", "adan"):
-    assert values("lm", name=name) == values("lm")
+    assert values("mlp", name=name) == values("mlp")
+  assert values("lm", name="adan") == values("lm")
+
+
+@pytest.mark.parametrize("argument", ["lm", "model=lm", "data=text", "model=lm,data=text"])
+def test_the_small_recipe_has_the_learning_rates_that_were_measured(argument):
+  for name, rate in optimizer_defaults.OF_LM.items():
+    config = base.get_config(argument)
+    config.optimizer.name = name
+    optimizer_defaults.finalize(config, recipes.base(argument))
+    assert config.optimizer.learning_rate == rate
+  config = base.get_config("model=llama3_8b,data=text")
+  config.optimizer.name = "muon"
+  optimizer_defaults.finalize(config, recipes.base(config.argument))
+  assert config.optimizer.learning_rate == 3e-4
 
 
 def test_a_recipe_of_another_optimizer_than_adamw_says_nothing_about_others():
@@ -45,14 +57,15 @@ def test_a_recipe_of_another_optimizer_than_adamw_says_nothing_about_others():
 
 def test_what_is_set_stays():
   given = {"learning_rate": 8e-3, "weight_decay": 0.1, "schedule": "linear"}
-  assert values("lm", name="lion", **given) == (8e-3, 0.1, "linear")
+  for name in ("lion", "muon"):
+    assert values("lm", name=name, **given) == (8e-3, 0.1, "linear")
   assert values("lm", learning_rate=0.0, weight_decay=0.0) == (0.0, 0.0, "cosine")
 
 
 def test_every_optimizer_of_the_table_is_one():
   from training import optimizer
 
-  for name in optimizer_defaults.BESIDE_ADAMW:
+  for name in (*optimizer_defaults.BESIDE_ADAMW, *optimizer_defaults.OF_LM):
     assert optimizer.find(name)
   assert optimizer_defaults.SCHEDULE_FREE in optimizer.OPTIMIZERS
 

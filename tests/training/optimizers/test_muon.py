@@ -13,7 +13,11 @@ from tests.helpers.jobs import first_state, make_job
 from training.optimizers import muon
 
 RATE, DECAY, MOMENTUM = 8e-3, 0.1, 0.9
-CONSTANT = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
+CONSTANT = {
+  "optimizer.schedule": "constant",
+  "optimizer.warmup_steps": 0,
+  "optimizer.learning_rate": RATE,
+}
 
 
 def job_of(arguments="", **overrides):
