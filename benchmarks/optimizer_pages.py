@@ -33,8 +33,21 @@ class Found:
   times: Sequence[float]
 
 
-def steps_to(target: float, losses: Mapping[int, float]) -> float | None:
-  """Returns the steps of the run that ends at a loss; None where no two budgets enclose it.
+@dataclasses.dataclass(frozen=True)
+class Steps:
+  """The steps of the run that ends at a loss.
+
+  Attributes:
+    value: the steps.
+    side: "" where two budgets enclose the loss; "fewer" or "more" than this one, where none does.
+  """
+
+  value: float
+  side: str = ""
+
+
+def steps_to(target: float, losses: Mapping[int, float]) -> Steps:
+  """Returns the steps of the run that ends at a loss.
 
   Args:
     target: a validation loss.
@@ -42,43 +55,36 @@ def steps_to(target: float, losses: Mapping[int, float]) -> float | None:
       of the steps.
   """
   budgets = sorted(losses)
+  for budget in budgets:
+    if losses[budget] == target:
+      return Steps(budget)
   for fewer, more in itertools.pairwise(budgets):
     high, low = losses[fewer], losses[more]
-    if low <= target <= high:
-      share = (high - target) / (high - low) if high > low else 0.0
-      return fewer * (more / fewer) ** share
-  return None
+    if low < target < high:
+      return Steps(fewer * (more / fewer) ** ((high - target) / (high - low)))
+  return Steps(budgets[0], "fewer") if target > losses[budgets[0]] else Steps(budgets[-1], "more")
 
 
-def ratios(found: Found, adamw: Found, budget: int) -> list[float]:
-  """Returns AdamW's steps over the optimizer's to AdamW's loss, for each seed where both have runs.
+def to_adamw(found: Found, adamw: Found, budget: int) -> list[Steps]:
+  """Returns, for each seed, AdamW's steps over the optimizer's to AdamW's loss after `budget`.
 
-  A seed is of the same parameters and data for both. Where the optimizer's loss after `budget`
-  steps is the higher one, its steps are these, and AdamW's are interpolated.
+  A seed is of the same parameters and data for both. "more" and "fewer" are of the ratio.
   """
-  found_ratios = []
-  for seed, target in adamw.losses.get(budget, {}).items():
-    ours, theirs = (of_seed(one.losses, seed) for one in (found, adamw))
-    if budget in ours and ours[budget] > target:
-      steps = steps_to(ours[budget], theirs)
-      ratio = steps / budget if steps else None
-    else:
-      steps = steps_to(target, ours)
-      ratio = budget / steps if steps else None
-    if ratio:
-      found_ratios.append(ratio)
-  return found_ratios
+  both = adamw.losses.get(budget, {}).keys() & _seeds(found)
+  every = [steps_to(adamw.losses[budget][n], of_seed(found.losses, n)) for n in sorted(both)]
+  other = {"": "", "fewer": "more", "more": "fewer"}
+  return [Steps(budget / one.value, other[one.side]) for one in every]
 
 
-def least_ratio(found: Found, adamw: Found, budget: int) -> float | None:
-  """Returns what AdamW's steps over the optimizer's exceed: its shortest runs end below AdamW's."""
-  targets = adamw.losses.get(budget, {})
-  shortest = min(found.losses, default=budget)
-  ends = found.losses.get(shortest, {})
-  both = targets.keys() & ends.keys()
-  if shortest < budget and both and all(ends[seed] < targets[seed] for seed in both):
-    return budget / shortest
-  return None
+def from_adamw(found: Found, adamw: Found, budget: int) -> list[Steps]:
+  """Returns, for each seed, AdamW's steps to the optimizer's loss after `budget` over these."""
+  both = found.losses.get(budget, {}).keys() & _seeds(adamw)
+  every = [steps_to(found.losses[budget][n], of_seed(adamw.losses, n)) for n in sorted(both)]
+  return [Steps(one.value / budget, one.side) for one in every]
+
+
+def _seeds(found: Found) -> set[int]:
+  return {seed for by_seed in found.losses.values() for seed in by_seed}
 
 
 def of_seed(losses: Losses, seed: int) -> dict[int, float]:
@@ -89,7 +95,9 @@ def of_seed(losses: Losses, seed: int) -> dict[int, float]:
 # ---- The page ----
 
 
-def page(results: Mapping[str, Found], trial: int, budgets: Sequence[int], batches: int) -> str:
+def page(
+  results: Mapping[str, Found], trial: int, budgets: Sequence[int], batches: int, left: str = ""
+) -> str:
   """Returns the page.
 
   Args:
@@ -97,6 +105,7 @@ def page(results: Mapping[str, Found], trial: int, budgets: Sequence[int], batch
     trial: steps of a trial.
     budgets: steps of the other runs.
     batches: of an evaluation.
+    left: what is still to be measured.
   """
   adamw = results["adamw"]
   lines = [
@@ -116,31 +125,26 @@ def page(results: Mapping[str, Found], trial: int, budgets: Sequence[int], batch
     "there. The loss is",
     f"that of {batches} batches of the evaluation split, the same ones for all, in nats per byte: "
     "the mean, and in parentheses",
-    "the lowest and the highest of the seeds. A seed draws the parameters and the order of the "
-    "data.",
+    "the lowest and the highest where there are several seeds. A seed draws the parameters and the "
+    "order of the data.",
     "",
+    *([f"**Not all is measured yet**: {left}.", ""] if left else []),
     f"![Losses of the optimizers]({PICTURE})",
     "",
     *_losses(results, budgets),
     "",
-    "## To AdamW's loss",
+    "## Steps",
     "",
-    "How many times fewer steps an optimizer takes to the loss that AdamW ends at after so many, "
-    "seed by seed. Between",
-    "budgets a loss is interpolated over the logarithm of the steps. Where an optimizer ends "
-    "above AdamW, it is the",
-    "number of steps after which AdamW ends at that loss, over those of the optimizer: below 1. "
-    "The last column is the",
-    "time of a step over AdamW's, measured in turns on the same CPU; on accelerators it is "
-    "another.",
+    "How many times fewer steps an optimizer takes to a loss, seed by seed: AdamW's steps over "
+    "its own. The loss is the",
+    "one that AdamW ends at after so many steps, or the one that the optimizer ends at. Between "
+    "budgets a loss is",
+    "interpolated over the logarithm of the steps; beyond them nothing is assumed. The last column "
+    "is the time of a step",
+    "over AdamW's, measured in turns on the same CPU; on accelerators it is another.",
     "",
+    *_ratios(results, adamw, sorted(budgets)),
   ]
-  shown = [budget for budget in sorted(budgets) if any(_shown(results, adamw, budget))]
-  head = [f"steps to AdamW's after {budget}" for budget in shown]
-  lines += [_row("optimizer", *head, "time of a step"), _row(*["---"] * (len(head) + 2))]
-  for name, found in results.items():
-    cells = [_ratio(found, adamw, budget) for budget in shown]
-    lines.append(_row(f"`{name}`", *cells, _spread(found.times, "x")))
   lines += ["", "## Learning rates", ""]
   lines += [f"Validation loss after {trial} steps, seed 0, the best in bold.", ""]
   lines += [_row("optimizer", "learning rate: loss"), _row("---", "---")]
@@ -150,9 +154,22 @@ def page(results: Mapping[str, Found], trial: int, budgets: Sequence[int], batch
   return "\n".join(lines) + "\n"
 
 
-def _shown(results: Mapping[str, Found], adamw: Found, budget: int) -> list[float]:
-  others = (found for name, found in results.items() if name != "adamw")
-  return [ratio for found in others for ratio in ratios(found, adamw, budget)]
+def _ratios(results: Mapping[str, Found], adamw: Found, budgets: Sequence[int]) -> list[str]:
+  columns = {}
+  for function, title in ((to_adamw, "AdamW's"), (from_adamw, "its own")):
+    for budget in budgets:
+      cells = {name: function(found, adamw, budget) for name, found in results.items()}
+      if any(one.side == "" for name, of in cells.items() if name != "adamw" for one in of):
+        columns[f"to {title} loss after {budget}"] = cells
+  if any(found.times for found in results.values()):
+    columns["time of a step"] = {
+      name: [Steps(time) for time in found.times] for name, found in results.items()
+    }
+  head = ["optimizer", *columns]
+  lines = [_row(*head), _row(*["---"] * len(head))]
+  for name in results:
+    lines.append(_row(f"`{name}`", *(_ratio(cells[name]) for cells in columns.values())))
+  return lines
 
 
 def _losses(results: Mapping[str, Found], budgets: Sequence[int]) -> list[str]:
@@ -165,10 +182,13 @@ def _losses(results: Mapping[str, Found], budgets: Sequence[int]) -> list[str]:
   return lines
 
 
-def _ratio(found: Found, adamw: Found, budget: int) -> str:
-  if least := least_ratio(found, adamw, budget):
-    return f"more than {least:.2f}x"
-  return _spread(ratios(found, adamw, budget), "x")
+def _ratio(every: Sequence[Steps]) -> str:
+  values = [one.value for one in every]
+  if any(one.side == "more" for one in every):
+    return f"more than {min(values):.2f}"
+  if any(one.side == "fewer" for one in every):
+    return f"less than {max(values):.2f}"
+  return _spread(values, 2)
 
 
 def _trial(rate: float, found: Found) -> str:
@@ -177,15 +197,14 @@ def _trial(rate: float, found: Found) -> str:
   return f"**{text}**" if rate == found.rate else text
 
 
-def _spread(values: Sequence[float], unit: str = "") -> str:
-  """Returns the mean, lowest and highest; "" of nothing."""
+def _spread(values: Sequence[float], digits: int = 3) -> str:
+  """Returns the mean, and of several the lowest and the highest; "" of nothing."""
   values = list(values)
   if not values:
     return ""
-  digits = 2 if unit else 3
-  mean = f"{statistics.fmean(values):.{digits}f}{unit}"
+  mean = f"{statistics.fmean(values):.{digits}f}"
   if len(values) == 1:
-    return f"{mean} (one seed)" if not unit else mean
+    return mean
   return f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
