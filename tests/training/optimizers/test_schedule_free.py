@@ -10,8 +10,9 @@ from input_pipeline.batches import EvaluationBatches
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.training import runs
+from tests.training.test_optimizer import config_of, drawn
 from training import restore
-from training.optimizer import decayed
+from training.optimizer import decayed, make_optimizer
 from training.optimizers.schedule_free import gradient_point, schedule_free_adamw
 
 RATE, DECAY, BETA_1, BETA_2, EPSILON = 0.05, 0.3, 0.8, 0.9, 1e-4
@@ -136,3 +137,23 @@ def test_a_run_resumes_to_the_bit_and_is_read_at_the_average(tmp_path):
   with job.tracing():
     point = jax.jit(job.program.gradient_point)(end.state)
   assert abs(loss(point) - written["eval_loss"]) > 1e-4
+
+
+def test_with_groups_only_its_own_parameters_have_another_point():
+  groups = ({"parameters": "*kernel", "name": "schedule_free_adamw"},)
+  keys = {"optimizer.groups": groups, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
+  params, grads = drawn(0), drawn(1)
+  made = make_optimizer(config_of("adamw", **keys), params)
+
+  @jax.jit
+  def two_steps(params, state):
+    for _ in range(2):
+      updates, state = made.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+    return params, gradient_point(params, state)
+
+  with jax.numpy_dtype_promotion("standard"):
+    params, point = two_steps(params, made.init(params))
+  assert {*point} == {*params}
+  assert np.abs(point["kernel"] - params["kernel"]).max() > 1e-4
+  np.testing.assert_array_equal(point["scale"], params["scale"])
