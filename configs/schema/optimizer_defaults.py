@@ -27,10 +27,11 @@ class Beside:
 
 
 # Learning rates of the recipe `lm`, the best of those that `python -m benchmarks.optimizers` tried.
-OF_LM = {"muon": 3.2e-2}
+OF_LM = {"adafactor": 8e-2, "lion": 4e-3, "muon": 3.2e-2}
 # Of other recipes.
 BESIDE_ADAMW = {
-  # Its rate is relative to the root mean square of a parameter. Decay as published: none.
+  # Its rate is relative to the root mean square of a parameter: 4e-2 and 8e-2 of `lm` ended alike.
+  # Decay as published: none.
   "adafactor": Beside(5.0, 0.0),
   # Its update is larger, and its decay as much more as its rate is less. Source: arXiv:2302.06675,
   # section 5.
