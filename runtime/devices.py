@@ -24,6 +24,10 @@ TPU_DEVICES = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x00
 # XLA's CPU client takes its thread count from NPROC. With fewer threads than collectives that
 # wait for one another, simulated devices deadlock in the rendezvous of an all-reduce.
 THREADS_PER_DEVICE = 4
+# Devices that decompose matrices at the same time share one pool of LAPACK's threads, which wait by
+# spinning: SOAP's first step under dp4_tp2 had not ended after 300 s on two busy cores, and took
+# 2 s with a single thread. JAX loads SciPy's OpenBLAS, which reads this, with the first such matrix.
+LAPACK_THREADS = ("OPENBLAS_NUM_THREADS", "1")
 # The most that one process simulates. 2,048 start in 7 s, with 8,461 threads and 1.1 GB; at 4,096
 # XLA fails to start its threads (2 cores, jax 0.10.2).
 MOST_SIMULATED = 2048
@@ -129,6 +133,7 @@ def _simulate(count: int, processes: int) -> None:
   """Simulates `count` CPU devices over all processes, with a thread for each that may wait."""
   own = count // processes
   os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * own, os.cpu_count() or 1))
+  os.environ.setdefault(*LAPACK_THREADS)
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", own)
   if jax.device_count() != count:

@@ -13,6 +13,7 @@ gc.disable()  # until the tests are collected: what is imported stays
 # devices that wait for one another, collectives on simulated devices deadlock.
 os.environ["NPROC"] = str(4 * DEVICES)
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as `runtime.devices` does, and why
 # Instructions that name their lines of Python take a tenth of the time to trace and compile.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 

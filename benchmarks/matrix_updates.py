@@ -1,11 +1,12 @@
-r"""What the update of Muon sends: ours, and optax's left to XLA, compiled for the same mesh.
+r"""What the updates of Muon and SOAP send, and what optax's Muon does, left to XLA, on each mesh.
 
-  python -m benchmarks.muon_update [--rounds=5]
+  python -m benchmarks.matrix_updates [--rounds=5]
 
 A line per mesh and optimizer: bytes of each kind of collective, per device, of the update alone
 (the gradients arrive sharded as the parameters), by the compiled program; and the milliseconds of
-an update, the median of `--rounds`, on simulated devices a comparison of the work at best. The
-sizes are those of the recipe `lm`.
+an update, the median of `--rounds`, on simulated devices a comparison of the work at best. For SOAP
+another line says what a refresh of its bases adds, and how long one such update takes. The sizes
+are those of the recipe `lm`.
 """
 
 import collections
@@ -29,14 +30,16 @@ ROUNDS = flags.DEFINE_integer("rounds", 5, "Updates of which the median is taken
 
 
 def config_of(name: str, mesh: dict[str, int]) -> ConfigDict:
-  """Returns the finalized config of the recipe `lm`."""
+  """Returns the finalized config of the recipe `lm`; SOAP refreshes its bases after the rounds."""
   config = base.get_config("lm", mesh=mesh)
   config.optimizer.name = name
+  if name == "soap":
+    config.optimizer.arguments = f"precondition_frequency={1 + ROUNDS.value}"
   return finalize.finalize(config, "cpu")
 
 
-def measured(config: ConfigDict, where: devices.Devices) -> tuple[dict[str, int], float]:
-  """Returns kind -> bytes of an update, and its seconds."""
+def measured(config: ConfigDict, where: devices.Devices) -> dict[str, tuple[dict[str, int], float]]:
+  """Returns an update, and a refresh where there is one -> (kind -> bytes, seconds)."""
   job = setup.prepare(config, where)
   placed = job.state_shardings
 
@@ -47,29 +50,33 @@ def measured(config: ConfigDict, where: devices.Devices) -> tuple[dict[str, int]
   ways = {"in_shardings": (placed, placed.params), "out_shardings": placed}
   compiled = job.compile(update, job.state, job.state.params, **ways).function
   sent: dict[str, int] = collections.defaultdict(int)
+  more: dict[str, int] = collections.defaultdict(int)
   for one in collectives_of(compiled.as_text(), job.mesh):
-    sent[one.kind] += (one.count or 1) * one.bytes
+    refresh = "/cond/branch_1_fun/" in one.source  # where its predicate holds
+    (more if refresh else sent)[one.kind] += (one.count or 1) * one.bytes
   state = job.initial_state()
   grads, seconds = state.params, []
-  for _ in range(1 + ROUNDS.value):
+  for _ in range(2 + ROUNDS.value):
     began = time.monotonic()
     state = jax.block_until_ready(compiled(state, grads))
     seconds.append(time.monotonic() - began)
-  return dict(sent), statistics.median(seconds[1:])
+  found = {"": (dict(sent), statistics.median(seconds[1:-1]))}
+  return found | ({", a refresh": (dict(more), seconds[-1])} if more else {})
 
 
 def main(_) -> None:
   """Prints a line for each mesh and optimizer."""
   devices.start({"data": 8}, simulate=True)
   for mesh in MESHES:
-    for name in ("muon", "contrib.muon"):
+    for name in ("muon", "contrib.muon", "soap"):
       config = config_of(name, mesh)
       sizes = dict.fromkeys(config.mesh, 1) | mesh
-      sent, seconds = measured(config, devices.Devices("cpu", True, sizes, {}))
       title = " x ".join(f"{axis}={size}" for axis, size in mesh.items())
-      kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in sorted(sent.items()))
-      total = size_text(sum(sent.values()))
-      print(f"{title}, {name}: {total} ({kinds or 'nothing'}), {seconds * 1000:.0f} ms", flush=True)
+      found = measured(config, devices.Devices("cpu", True, sizes, {}))
+      for when, (sent, seconds) in found.items():
+        kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in sorted(sent.items()))
+        said = f"{size_text(sum(sent.values()))} ({kinds or 'nothing'}), {seconds * 1000:.0f} ms"
+        print(f"{title}, {name}{when}: {said}", flush=True)
 
 
 if __name__ == "__main__":
