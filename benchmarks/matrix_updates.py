@@ -54,7 +54,7 @@ def measured(config: ConfigDict, where: devices.Devices) -> dict[str, tuple[dict
   for one in collectives_of(compiled.as_text(), job.mesh):
     refresh = "/cond/branch_1_fun/" in one.source  # where its predicate holds
     (more if refresh else sent)[one.kind] += (one.count or 1) * one.bytes
-  state = job.initial_state()
+  state = jax.block_until_ready(job.initial_state())
   grads, seconds = state.params, []
   for _ in range(2 + ROUNDS.value):
     began = time.monotonic()
