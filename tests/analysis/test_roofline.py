@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from analysis import hlo
-from analysis.roofline import Costs
+from analysis.chips import CHIPS, Rates
+from analysis.roofline import Costs, matmul_seconds
 
 
 def work_of(text: str, name: str):
@@ -37,6 +38,35 @@ def test_a_matmul():
   found = work_of(text, "c")
   assert found.flops == 2 * 3 * 5 * 7 * 11
   assert found.bytes == 4 * (3 * 5 * 7 + 3 * 7 * 11 + 3 * 5 * 11)
+
+
+@pytest.mark.parametrize(
+  ("left", "right", "result", "narrow"),
+  [
+    ("s8", "s8", "s32", True),
+    ("f8e4m3fn", "f8e5m2", "f32", True),
+    ("s8", "bf16", "f32", False),
+    ("bf16", "bf16", "bf16", False),
+  ],
+)
+def test_a_matmul_of_8_bit_operands_runs_at_its_own_rate(left, right, result, narrow):
+  inside = (
+    f"%inner (a: {left}[3,5], b: {right}[5,7]) -> {result}[3,7] {{\n"
+    f"  %a = {left}[3,5] parameter(0)\n  %b = {right}[5,7] parameter(1)\n"
+    f"  ROOT %d = {result}[3,7] dot(%a, %b), lhs_contracting_dims={{1}}, "
+    f"rhs_contracting_dims={{0}}\n}}\n\n"
+  )
+  text = entry(
+    f"%a = {left}[3,5] parameter(0)",
+    f"%b = {right}[5,7] parameter(1)",
+    f"ROOT %c = {result}[3,7] fusion(%a, %b), kind=kOutput, calls=%inner",
+  ).replace("ENTRY", inside + "ENTRY")
+  found, flops = work_of(text, "c"), 2 * 3 * 5 * 7
+  assert (found.flops, found.eight_bit) == (flops, flops if narrow else 0)
+  assert (found * 2).eight_bit == (found + found).eight_bit == 2 * found.eight_bit
+  peak = 1836e12 if narrow else 918e12
+  seconds = matmul_seconds(found, CHIPS["v6e"], Rates(matmul=0.5))
+  assert seconds == pytest.approx(flops / (0.5 * peak))
 
 
 # As the compiler for TPUs writes products of a decoder: with the heads as a window.

@@ -14,7 +14,7 @@ from planning.interconnect import in_order
 from planning.topology import parse
 from tests.helpers.jobs import make_job
 from tests.parity.budgets import STRATEGIES, job_of, shared_job
-from tests.parity.theory import theory
+from tests.parity.theory import letters, theory
 
 # What the norm of the gradients and the mean of the loss send: scalars.
 SCALARS = 200
@@ -63,6 +63,27 @@ FORWARD = {
 def test_traced_flops_are_those_of_the_models_matmuls():
   logits = 2 * TOKENS * D * V
   assert times_of("h100:8").work.flops == 3 * (LAYERS * sum(FORWARD.values()) + logits)
+
+
+def test_float8_runs_the_layers_matmuls_at_twice_the_rate_and_gathers_fewer_bytes():
+  plain, ours = times_of("h100:8"), times_of("h100:8", **{"training.matmul_dtype": "float8"})
+  kernels = 3 * LAYERS * (FORWARD["projections"] + FORWARD["mlp"])
+  assert (ours.work.flops, ours.work.eight_bit) == (plain.work.flops, kernels)
+  # The others are in float32, which runs at half the rate of bfloat16.
+  assert ours.compute / plain.compute == pytest.approx(1 - kernels / plain.work.flops * 3 / 4)
+
+
+def test_8_bit_kernels_and_inputs_are_gathered_in_a_byte_each():
+  strategy = "dp2_fsdp2_tp2, sequence-parallel"
+  job, of = job_of(strategy, **{"training.matmul_dtype": "int8"}), letters(shared_job(strategy))
+  sent = defaultdict(float)
+  for term in analytic.terms(job):
+    sent[term.kind, term.axes] += term.runs * term.elements * term.itemsize
+  wanted = {key: row.bytes for key, row in theory(job).items()}
+  kernels, inputs = 2 * of["L"] * of["W"], 4 * of["L"] * of["b"] * of["T"] * of["D"]
+  for axis, numbers in (("fsdp", kernels), ("tensor", inputs)):
+    key = "all-gather", (axis,)
+    assert sent[key] == pytest.approx(wanted[key] - 3 * numbers, abs=4 * SCALARS), axis
 
 
 def test_rematerialization_computes_the_layers_again():
