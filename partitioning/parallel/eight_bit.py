@@ -157,9 +157,11 @@ class _Calculation:
     self._sequence = sequence
 
   def products(self, x: jax.Array, shards: list, known: list) -> list[jax.Array]:
+    """Returns the products."""
     return self.forward(x, shards, known)[0]
 
   def forward(self, x: jax.Array, shards: list, known: list) -> tuple[list[jax.Array], tuple]:
+    """Returns the products, and what the backward pass needs."""
     letters, wide = self._letters, _wide(x)
     to, contracted = letters.formats[0], letters.contracted
     shared = letters.shared(x.ndim, _TOKENS)
@@ -179,56 +181,51 @@ class _Calculation:
     return results, (inputs, weights, seen)
 
   def backward(self, saved: tuple, gradients: list[jax.Array]) -> tuple[jax.Array, list, list]:
-    (inputs, weights, (x, shards, known)), letters = saved, self._letters
-    dtype, wide, contracted = gradients[0].dtype, _wide(gradients[0]), letters.contracted
-    dequantized = (inputs.values.astype(wide) * inputs.scale).astype(dtype)
-    of_x, of_shards, seen = None, [], []
+    """Returns the gradients of the activation and of each shard, and the magnitudes seen."""
+    inputs, weights, (x, shards, known) = saved
+    of_x, of_shards, seen = 0.0, [], []
     for number, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-      over, copies = (
-        (letters.over_outputs[number], letters.copies[number])
-        if self._manual
-        else (
-          (),
-          1,
-        )
-      )
-      given, scale = gradient.astype(wide), _of_outputs(weight.scale, contracted)
-      if letters.by_token:
-        given = given * scale
+      copies = self._letters.copies[number] if self._manual else 1
       before = [one / copies for one in known[MAGNITUDES * number + 2 :][:1]]
-      shared = letters.shared(given.ndim, _TOKENS)
-      rounded = _rounded(given, shared, over, letters.formats[1], before)
-      outputs = given.ndim - _TOKENS
-      dims = range(_TOKENS, given.ndim), range(outputs)
-      part = _dot(rounded.values, weight.values, dims, wide)
-      part = part * _of_tokens(rounded.scale, part.ndim)
-      tokens = range(_TOKENS), range(_TOKENS)
-      if letters.by_token:
-        of_kernel = _dot(gradient, dequantized, tokens, dtype, precise=True)
-      else:
-        part = part * weight.scale.reshape((1,) * part.ndim)
-        of_kernel = _dot(rounded.values, inputs.values, tokens, wide)
-        of_kernel = (of_kernel * (rounded.scale.reshape(()) * inputs.scale.reshape(()))).astype(
-          dtype
-        )
-      of_x = part if of_x is None else of_x + part
-      of_kernel = of_kernel.astype(self._ways[number].gradient_dtype)
+      part, of_kernel = self._of_product(number, inputs, weight, gradient, before)
+      of_x = part + of_x
       for dim, axes in reversed(self._ways[number].moves):
         of_kernel = collectives.reduce_scatter(of_kernel, axes, dim)
       of_shards.append(of_kernel)
       if self._delayed:
-        seen += self._seen(x, shards[number], gradient.astype(wide) * copies, known)
-    of_x = of_x.astype(dtype)
+        wide = gradient.astype(_wide(gradient))
+        seen += self._seen(x, shards[number], wide * copies, known[0].dtype)
+    of_x = of_x.astype(gradients[0].dtype)
     if self._sequence:
       of_x = collectives.reduce_scatter(of_x, self._sequence, SEQUENCE_DIM)
     return of_x, of_shards, seen
 
+  def _of_product(
+    self, number: int, inputs: Rounded, weight: Rounded, gradient: jax.Array, before: list
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns what one product gives to dX, in float32 or wider, and dW before its reduction."""
+    letters, wide, to = self._letters, _wide(gradient), self._ways[number].gradient_dtype
+    over = letters.over_outputs[number] if self._manual else ()
+    given = gradient.astype(wide)
+    if letters.by_token:
+      given = given * _of_outputs(weight.scale, letters.contracted)
+    shared = letters.shared(given.ndim, _TOKENS)
+    rounded = _rounded(given, shared, over, letters.formats[1], before)
+    outputs, tokens = range(_TOKENS, given.ndim), [range(_TOKENS)] * 2
+    of_x = _dot(rounded.values, weight.values, (outputs, range(len(outputs))), wide)
+    of_x = of_x * _of_tokens(rounded.scale, of_x.ndim)
+    if letters.by_token:
+      dequantized = (inputs.values.astype(wide) * inputs.scale).astype(gradient.dtype)
+      return of_x, _dot(gradient, dequantized, tokens, to, precise=True)
+    scales = [one.scale.reshape(()) for one in (weight, rounded, inputs)]
+    of_kernel = _dot(rounded.values, inputs.values, tokens, wide) * (scales[1] * scales[2])
+    return of_x * scales[0], of_kernel.astype(to)
+
   def _seen(
-    self, x: jax.Array, shard: jax.Array, gradient: jax.Array, known: list
+    self, x: jax.Array, shard: jax.Array, gradient: jax.Array, dtype: jnp.dtype
   ) -> list[jax.Array]:
     """Returns the magnitudes of this step as cotangents, which the other devices add zeros to."""
-    arrays = (x, shard, gradient)
-    seen = jnp.stack([jnp.max(jnp.abs(array)).astype(known[0].dtype) for array in arrays])
+    seen = jnp.stack([jnp.max(jnp.abs(array)).astype(dtype) for array in (x, shard, gradient)])
     if self._manual:
       axes = tuple(sorted(manual_axes()))
       seen = _largest_over(seen, axes)
