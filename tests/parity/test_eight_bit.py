@@ -142,8 +142,9 @@ def text(job):
   """Returns rows of random tokens."""
   random, shape = np.random.default_rng(0), (100, job.config.data.sequence_length)
   tokens = random.integers(0, 61, shape, np.int32)
-  weights = np.ones(shape, np.float32)
-  return array_source("text", {"tokens": tokens, "targets": tokens, "weights": weights})
+  arrays = {"tokens": tokens, "targets": tokens, "segments": np.zeros(shape, np.int32)}
+  arrays["weights"] = np.ones(shape, np.float32)
+  return array_source("text", {name: arrays[name] for name in sorted(arrays)})
 
 
 @pytest.mark.long
