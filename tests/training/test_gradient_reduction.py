@@ -75,16 +75,14 @@ def test_the_layout_says_which():
 
 # ---- Equal results ----
 
-DROPOUT = {"model.dropout_rate": 0.2}
 CASES = {
-  "dropout": {**MESHES["data4_tensor2"], **DROPOUT},
   "adapters": {
     **MESHES["data2_fsdp2_tensor2"],
     **ADAPTERS,
     **SEQUENCE_PARALLEL,
     "lora.dropout": 0.3,
   },
-  "ring": {**OF_SEQUENCE["data2_context4 ring"], **DROPOUT},
+  "ring": {**OF_SEQUENCE["data2_context4 ring"], "model.dropout_rate": 0.2},
   "ZeRO-1": {**MESHES["data8"], **ZERO_1},
 }
 
