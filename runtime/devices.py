@@ -26,7 +26,7 @@ TPU_DEVICES = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x00
 THREADS_PER_DEVICE = 4
 # Devices that decompose matrices at the same time share one pool of LAPACK's threads, which wait by
 # spinning: SOAP's first step under dp4_tp2 had not ended after 300 s on two busy cores, and took
-# 2 s with a single thread. SciPy's OpenBLAS reads this when JAX loads it, with the first matrix.
+# 6 s with a single thread. SciPy's OpenBLAS reads this when JAX loads it, with the first matrix.
 LAPACK_THREADS = ("OPENBLAS_NUM_THREADS", "1")
 # The most that one process simulates. 2,048 start in 7 s, with 8,461 threads and 1.1 GB; at 4,096
 # XLA fails to start its threads (2 cores, jax 0.10.2).
