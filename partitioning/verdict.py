@@ -14,6 +14,7 @@ import jax
 from partitioning import rules
 from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.dims import Failure, Legend, Table, resolve
+from partitioning.place_optimizer import place_optimizer
 from partitioning.rules import LayoutError, Overrides, Placement
 from partitioning.shardings import (
   bytes_per_device,
@@ -111,7 +112,7 @@ def _place(params, optimizer, batch, names, batch_letters, legend, tables, sizes
   parameters, failures = rules.place_parameters(
     params, names, legend, tables["parameters"], sizes, overrides
   )
-  states, wrong = rules.place_optimizer(
+  states, wrong = place_optimizer(
     optimizer, parameters, legend, tables["optimizer"], sizes, overrides, init=init
   )
   if not failures:  # else the parameters' failures would be repeated

@@ -35,6 +35,7 @@ NUMERICS = (
   "partitioning/parallel",
   "partitioning/mesh.py",  # the order of devices is the order of sums
   "partitioning/optimizer_state.py",
+  "partitioning/place_optimizer.py",
   "partitioning/rules.py",
   "partitioning/verdict.py",  # placement
   "training/reference.py",  # of preferences

@@ -6,7 +6,8 @@ from jax.sharding import PartitionSpec
 
 from partitioning import rules
 from partitioning.dims import Dim
-from partitioning.rules import place_optimizer, place_parameters
+from partitioning.place_optimizer import place_optimizer
+from partitioning.rules import place_parameters
 from tests.partitioning.tables import LEGEND, RULES, SIZES, TABLE, array, params, specs
 
 
