@@ -5,9 +5,7 @@ r"""What the updates of Muon and SOAP send, and what optax's Muon does, left to 
 A line per mesh and optimizer: bytes of each kind of collective, per device, of the update alone
 (the gradients arrive sharded as the parameters), by the compiled program; and the milliseconds of
 an update, the median of `--rounds`, on simulated devices a comparison of the work at best. For SOAP
-another line says what a refresh of its bases adds. It is compiled and not run: by itself, without
-the gradients before it, its update did not end on simulated devices with fsdp=8: collectives waited
-for one another (jax 0.10.2). Complete train steps do. The sizes are those of the recipe `lm`.
+another line says what a refresh of its bases adds. The sizes are those of the recipe `lm`.
 """
 
 import collections
@@ -39,7 +37,7 @@ def config_of(name: str, mesh: dict[str, int]) -> ConfigDict:
 
 def measured(
   config: ConfigDict, where: devices.Devices
-) -> tuple[dict[str, int], dict[str, int], float | None]:
+) -> tuple[dict[str, int], dict[str, int], float]:
   """Returns kind -> bytes of an update, and of a refresh in addition; and an update's seconds."""
   job = setup.prepare(config, where)
   placed = job.state_shardings
@@ -55,15 +53,13 @@ def measured(
   for one in collectives_of(compiled.as_text(), job.mesh):
     refresh = "/cond/branch_1_fun/" in one.source  # where its predicate holds
     (more if refresh else sent)[one.kind] += (one.count or 1) * one.bytes
-  if more:
-    return dict(sent), dict(more), None
   state = jax.block_until_ready(job.initial_state())
   grads, seconds = state.params, []
   for _ in range(1 + ROUNDS.value):
     began = time.monotonic()
     state = jax.block_until_ready(compiled(state, grads))
     seconds.append(time.monotonic() - began)
-  return dict(sent), {}, statistics.median(seconds[1:])
+  return dict(sent), dict(more), statistics.median(seconds[1:])
 
 
 def main(_) -> None:
@@ -75,8 +71,7 @@ def main(_) -> None:
       sizes = dict.fromkeys(config.mesh, 1) | mesh
       title = " x ".join(f"{axis}={size}" for axis, size in mesh.items())
       sent, more, seconds = measured(config, devices.Devices("cpu", True, sizes, {}))
-      took = "" if seconds is None else f", {seconds * 1000:.0f} ms"
-      print(f"{title}, {name}: {_text(sent)}{took}", flush=True)
+      print(f"{title}, {name}: {_text(sent)}, {seconds * 1000:.0f} ms", flush=True)
       if more:
         print(f"{title}, {name}, each refresh in addition: {_text(more)}", flush=True)
 

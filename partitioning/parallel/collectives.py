@@ -8,6 +8,8 @@ all-to-all, and the owners sum them: the same number of bytes.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,3 +98,25 @@ def _total_backward(axes: Axes, _: None, gradient: jax.Array) -> tuple[jax.Array
 
 
 total.defvjp(_total_forward, _total_backward)
+
+
+def in_turn(tree: Any, done: Sequence[jax.Array]) -> Any:
+  """Returns floating-point arrays unchanged; on CPUs they depend on those of `done`.
+
+  Two collectives of one kind in a manual region have the same channel, and XLA for CPUs orders
+  those of one computation only: one inside a conditional may run at once with one outside of it,
+  and then devices meet for different ones (aborts by "Unexpected number of participants", jax
+  0.10.2). It drops optimization barriers, so zero times a number of each of `done` is added.
+
+  Args:
+    tree: of arrays, the arguments of later collectives.
+    done: results of earlier ones, without NaN and infinity; otherwise the tree becomes NaN.
+  """
+  if not done:
+    return tree
+
+  def on_cpu(tree: Any, firsts: list[jax.Array]) -> Any:
+    return jax.tree.map(lambda x: x + sum(0 * first.astype(x.dtype) for first in firsts), tree)
+
+  firsts = [x[(0,) * x.ndim] for x in done]
+  return jax.lax.platform_dependent(tree, firsts, cpu=on_cpu, default=lambda tree, _: tree)

@@ -265,15 +265,22 @@ def _rounded(
   x = x.astype(_wide(x))
   largest, dtype = _LARGEST[to], x.dtype
 
-  def now() -> jax.Array:
-    return _largest_over(jnp.max(jnp.abs(x), axis=tuple(shared), keepdims=True), over)
+  def here() -> jax.Array:
+    return jnp.max(jnp.abs(x), axis=tuple(shared), keepdims=True)
 
   if known:
     [before] = known
     before_wide = before.astype(dtype).reshape((1,) * x.ndim)
-    magnitude = jax.lax.cond(before > 0, lambda: before_wide, now)
+
+    def reduced_where_needed() -> jax.Array:
+      return jax.lax.cond(before > 0, lambda: before_wide, lambda: _largest_over(here(), over))
+
+    def reduced() -> jax.Array:  # no collective inside a conditional: see `collectives.in_turn`
+      return _largest_over(jax.lax.cond(before > 0, lambda: before_wide, here), over)
+
+    magnitude = jax.lax.platform_dependent(cpu=reduced, default=reduced_where_needed)
   else:
-    magnitude = now()
+    magnitude = _largest_over(here(), over)
   # At least the smallest normal number, for arrays of zeros. NaN stays NaN, and what is not finite
   # makes the scale so, and with it the result.
   scale = jnp.maximum(magnitude / largest, jnp.finfo(dtype).tiny)

@@ -165,9 +165,17 @@ def in_rounds(
 
   def on_device(shards, *scalars):
     found: dict[str, dict[str, jax.Array]] = {label: {} for label in results}
+    done: list[jax.Array] = []
     for group in groups:
+      names = [(label, name) for label in shards for name in group.names if name in shards[label]]
+      if scalars:  # the function may branch by them
+        mine = collectives.in_turn([shards[label][name] for label, name in names], done)
+        for (label, name), x in zip(names, mine, strict=True):
+          shards = {**shards, label: {**shards[label], name: x}}
+      done = []
       for label, name, x in _of_group(function, group, shards, kinds, matrices, sizes, scalars):
         found[label][name] = x
+        done.append(x)
     return found
 
   if math.prod(sizes.values()) == 1:

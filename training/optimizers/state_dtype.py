@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from models import MODELS
 from models.mup import VECTORS
-from partitioning.optimizer_state import Path, leaves_by_path, owners
+from partitioning.optimizer_state import Path, kept_by_trial, leaves_by_path, owners
 from partitioning.rules import letters_of
 from training.optimizers import blocks, stochastic_rounding
 from training.optimizers.blocks import Blocks
@@ -125,9 +125,14 @@ def _moments(
   copies = _from_parameters(init, params)
   found: Stored = {}
   whose = owners(state, parameters)
+  # A square of a side (SOAP's) has the shape of a parameter whose dims are equal.
+  equal = any(len(set(leaf.shape)) < len(leaf.shape) for leaf in parameters.values())
+  kept = kept_by_trial(init, parameters) if equal else {}
   for (path, leaf), is_copy in zip(state.items(), copies, strict=True):
     owner = whose[path]
     if owner is None or is_copy or leaf.shape != parameters[owner].shape:
+      continue
+    if equal and tuple(range(leaf.ndim)) not in kept[path]:
       continue
     if leaf.dtype != jnp.float32 or leaf.size < LEAST or owner[-1].endswith(VECTORS):
       continue

@@ -191,3 +191,13 @@ def test_float32_state_is_the_optimizers_own():
   state = jax.eval_shape(optimizer_of("adamw", "float32").init, params)
   wanted = jax.eval_shape(optax.adamw(1e-3).init, params)
   assert jax.tree.structure(state[0]) == jax.tree.structure(wanted[0])
+
+
+def test_soaps_squares_of_a_square_kernel_stay_float32():
+  kernel = {"layers": {"mlp": {"up": {"kernel": np.zeros((2, 64, 64), np.float32)}}}}
+  config = config_of("soap", **{"optimizer.state_dtype": "bfloat16"})
+  state = named_leaves(make_optimizer(config, kernel).init(kernel))
+  squares = {name: x.dtype for name, x in state.items() if x.shape == (2, 64, 64)}
+  narrowed = {name for name, dtype in squares.items() if dtype == jnp.bfloat16}
+  assert len(squares) == 6
+  assert {name.split("/layers")[0].rsplit("/", 1)[-1] for name in narrowed} == {"mu", "nu"}
