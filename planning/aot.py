@@ -203,13 +203,16 @@ def compile_step(ready: setup.Job) -> Program:
       raise
     return Program("", used, False)
   stats = compiled.memory_analysis()
-  peak = stats.peak_memory_in_bytes
-  # Arguments in host memory count in it, offloaded activations do not (libtpu 0.0.42).
-  peak -= stats.host_argument_size_in_bytes
+  allocated = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+  allocated += stats.output_size_in_bytes - stats.alias_size_in_bytes
+  # The peak is that of all arguments, those in host memory too, and of the larger of two sums of
+  # temporaries: the device's and the host's (libtpu 0.0.42).
+  peak = stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes
   host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
+  if stats.host_temp_size_in_bytes:
+    peak = min(peak, allocated)
   if ready.devices.platform == "cpu":  # its peak excludes temporaries
-    peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
-    peak += stats.output_size_in_bytes - stats.alias_size_in_bytes
+    peak = allocated
   return Program(compiled.as_text(), peak, True, host)
 
 
