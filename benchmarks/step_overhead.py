@@ -121,7 +121,7 @@ class StepInTurns:
     return getattr(self._function, name)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class JobInTurns(setup.Job):
   """A job whose train step is a StepInTurns."""
 

@@ -41,4 +41,8 @@ def most_similar(name: str, known: Iterable[str], count: int) -> list[str]:
 
 
 def _ratio(one: str, other: str) -> float:
-  return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()
+  one, other = one.lower(), other.lower()
+  ratio = difflib.SequenceMatcher(None, one, other).ratio()
+  # A name that another one ends with is rather that (global_batch_size) than one that goes on
+  # (batch_size_ramp).
+  return ratio + 0.1 if ratio >= CUTOFF and other.endswith(f"_{one}") else ratio

@@ -148,7 +148,7 @@ def test_records_that_named_batches_give_the_same_rows():
 def test_an_older_decoder_had_as_many_positions_as_tokens_in_a_row():
   data = {"global_batch_size": 8, "sequence_length": 24}
   training, optimizer = {"parameter_dtype": "float32"}, {"schedule": "cosine"}
-  old = {"model": {"name": "transformer"}, "data": data, "training": training}
+  old = {"model": {"name": "transformer", "head_size": 16}, "data": data, "training": training}
   old = {**old, "optimizer": optimizer}
   assert bad_steps.upgraded_config(old)["model"]["max_positions"] == 24
 
