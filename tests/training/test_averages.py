@@ -47,8 +47,8 @@ def test_averages_of_bfloat16_parameters_are_float32():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_average_is_evaluated_in_training_and_afterwards(main, tmp_path, dtype):
   command = [
-    f"--config.training.parameter_dtype={dtype}",
     *("--config=configs/dp8.py:mlp", f"--workdir={tmp_path}", "--config.training.steps=6"),
+    f"--config.training.parameter_dtype={dtype}",
     *("--config.model.model_size=16", "--config.data.global_batch_size=16"),
     *("--config.evaluation.final_steps=2", "--config.optimizer.ema_decays=(0.9,)"),
   ]
@@ -58,7 +58,7 @@ def test_an_average_is_evaluated_in_training_and_afterwards(main, tmp_path, dtyp
   [found] = [line for line in lines if "eval_loss" in line]
   assert found["eval_loss/ema_0.9"] != found["eval_loss"]
   # On another mesh, whose axis table splits the parameters.
-  command[1] = "--config=configs/fsdp8.py:mlp"
+  command[0] = "--config=configs/fsdp8.py:mlp"
   code, out, err = main("evaluate", *command, "--config.evaluation.ema_decay=0.9")
   assert code == 0, err
   assert f"eval_loss {found['eval_loss/ema_0.9']:.4f}" in out
