@@ -111,12 +111,17 @@ class Costs:
     return float(result + sum(map(_moved, operands)))
 
   def _fused(self, instruction: hlo.Instruction, operands: list[str]) -> float:
-    inner = self._program.computations[instruction.called()[0]]
-    read = sum(min(_moved(shape), _read(inner, index)) for index, shape in enumerate(operands))
-    root = inner.instructions[inner.root]
-    results = root.operand_names if root.opcode == "tuple" else [inner.root]
+    [name] = instruction.called()
+    inner = self._program.computations[name]
+    read = 0.0
+    for index, shape in enumerate(operands):
+      taken = None if hlo.elements(shape) else _read(self._program, inner, index)
+      read += _moved(shape) if taken is None else min(_moved(shape), taken * _width(shape))
+    frame = hlo.Frame(inner)
+    results = _results(frame)
     shapes = hlo.elements(instruction.shape) or [instruction.shape]
-    return float(read + sum(map(functools.partial(_written, inner), results, shapes)))
+    written = (_written(self._program, frame, *pair) for pair in zip(results, shapes, strict=True))
+    return read + float(sum(written))
 
 
 def _sum(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -126,43 +131,130 @@ def _sum(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
   return first, second
 
 
-def _written(inner: hlo.Computation, name: str, shape: str) -> int:
-  """Returns the bytes that a fusion writes of a result: only a slice, if it updates one."""
-  found = inner.instructions[name]
-  while found.opcode in ("bitcast", "copy"):
-    found = inner.instructions[found.operand_names[0]]
-  if found.opcode != "dynamic-update-slice":
-    return _moved(shape)
-  return min(_moved(shape), _moved(inner.instructions[found.operand_names[1]].shape))
-
-
 def _moved(shape: str) -> int:
   """Returns the bytes of a shape, except those in on-chip memory."""
   parts = hlo.elements(shape) or [shape]
   return sum(hlo.shape_bytes(part) for part in parts if not _ON_CHIP.search(part))
 
 
-def _read(inner: hlo.Computation, index: int) -> float:
-  """Returns the bytes of a parameter that a fusion reads: only slices, if it takes only those."""
-  [name] = [
-    i.name
-    for i in inner.instructions.values()
-    if i.opcode == "parameter" and i.operands and int(i.operands[0]) == index
-  ] or [None]
-  names, taken = {name}, 0.0
-  for instruction in inner.instructions.values():
-    used = names & set(instruction.operand_names)
-    if not used:
-      continue
-    if instruction.opcode == "bitcast":
-      names.add(instruction.name)
-    elif instruction.opcode in ("dynamic-slice", "slice", "gather"):
-      taken += _moved(instruction.shape)
-    elif instruction.opcode == "dynamic-update-slice" and instruction.operand_names[0] in names:
-      continue  # written in place, not read
+# ---- What a fusion reads and writes ----
+#
+# Fusions contain fusions: a matmul of a chunk is one that contains the fusion of the slice. So both
+# directions are followed through them.
+
+
+def _results(frame: hlo.Frame) -> tuple[str, ...]:
+  """Returns the names of what a computation returns, for each element of a tuple."""
+  root = frame.computation.instructions[frame.computation.root]
+  return root.operand_names if root.opcode == "tuple" else (frame.computation.root,)
+
+
+def _written(program: hlo.Program, frame: hlo.Frame, name: str, shape: str) -> float:
+  """Returns the bytes that a fusion writes of a result: only slices, if it updates an array."""
+  written = 0.0
+  while True:
+    frame, found = _through(program, frame, name)
+    if found.opcode == "parameter":  # the array that is updated in place
+      return min(_moved(shape), written) if written else _moved(shape)
+    if found.opcode != "dynamic-update-slice":
+      return _moved(shape)
+    written += _count(frame.computation.operand_shapes(found)[1]) * _width(shape)
+    name = found.operand_names[0]
+
+
+def _through(
+  program: hlo.Program, frame: hlo.Frame, name: str
+) -> tuple[hlo.Frame, hlo.Instruction]:
+  """Follows an array through fusions, and through what leaves its elements where they are."""
+  index = 0
+  while True:
+    found = frame.computation.instructions[name]
+    if found.opcode == "fusion":
+      frame = hlo.Frame(program.computations[found.called()[0]], found, frame)
+      name, index = _results(frame)[index], 0
+    elif found.opcode == "parameter" and frame.site is not None:
+      name, frame = frame.site.operand_names[int(found.operands[0])], frame.caller
+    elif found.opcode == "get-tuple-element":
+      name, index = found.operand_names[0], int(re.search(r"\bindex=(\d+)", found.settings)[1])
+    elif _in_place(frame.computation, found):
+      name = found.operand_names[0]
     else:
-      return math.inf
-  return taken
+      return frame, found
+
+
+def _in_place(computation: hlo.Computation, instruction: hlo.Instruction) -> bool:
+  """Returns whether an instruction leaves the elements of its operand where they are."""
+  if instruction.opcode == "copy":
+    return _layout(instruction.shape) == _layout(computation.operand_shapes(instruction)[0])
+  return instruction.opcode == "bitcast"
+
+
+def _layout(shape: str) -> str:
+  return re.sub(r"S\(\d+\)", "", shape)
+
+
+_STATES = _SAME, _UPDATED, _CONVERTED = "same", "updated", "converted"
+
+
+def _read(program: hlo.Program, inner: hlo.Computation, index: int) -> float | None:
+  """Returns the elements of a parameter that a fusion reads, if only slices; None: all of it."""
+  taken, passed = _uses(program, inner, index)
+  # What is returned unchanged is copied; what is updated in place stays where it is.
+  return None if {_SAME, _CONVERTED} & set(passed.values()) else taken
+
+
+def _uses(
+  program: hlo.Program, inner: hlo.Computation, index: int
+) -> tuple[float | None, dict[int, str]]:
+  """Returns the elements taken of a parameter (None: all), and which results it is, and how."""
+  states: dict[tuple[str, int], str] = {}  # (instruction, element of its tuple) -> the parameter
+  taken = 0.0
+  for one in inner.instructions.values():
+    if one.opcode == "parameter" and one.operands and int(one.operands[0]) == index:
+      states[one.name, 0] = _SAME
+    elif one.opcode == "get-tuple-element":
+      element = int(re.search(r"\bindex=(\d+)", one.settings)[1])
+      if state := states.get((one.operand_names[0], element)):
+        states[one.name, 0] = state
+    for place, name in enumerate(one.operand_names):
+      if one.opcode in ("get-tuple-element", "tuple") or (name, 0) not in states:
+        continue
+      elements, becomes = _use(program, inner, one, place, states[name, 0])
+      if elements is None:
+        return None, {}
+      taken += elements
+      states |= {(one.name, result): state for result, state in becomes.items()}
+  results = enumerate(_results(hlo.Frame(inner)))
+  return taken, {at: states[name, 0] for at, name in results if (name, 0) in states}
+
+
+def _use(
+  program: hlo.Program, inner: hlo.Computation, user: hlo.Instruction, place: int, state: str
+) -> tuple[float | None, dict[int, str]]:
+  """Returns the same for one operand of one instruction of a fusion."""
+  if user.opcode == "fusion":
+    taken, passed = _uses(program, program.computations[user.called()[0]], place)
+    if state == _CONVERTED and _UPDATED in passed.values():
+      return None, {}
+    return taken, {at: max(state, after, key=_STATES.index) for at, after in passed.items()}
+  if place == 0 and user.opcode in ("dynamic-slice", "slice", "gather"):
+    return _count(user.shape), {}
+  if place == 0 and user.opcode == "dynamic-update-slice" and state != _CONVERTED:
+    return 0.0, {0: _UPDATED}
+  if _in_place(inner, user):
+    return 0.0, {0: state}
+  if user.opcode in ("convert", "copy", "reshape", "transpose"):
+    return 0.0, {0: _CONVERTED}
+  return None, {}
+
+
+def _count(shape: str) -> float:
+  return float(math.prod(_sizes(shape)))
+
+
+def _width(shape: str) -> float:
+  """Returns the bytes of an element; 0 in on-chip memory."""
+  return _moved(shape) / max(_count(shape), 1.0)
 
 
 def _sizes(shape: str) -> list[int]:

@@ -210,6 +210,100 @@ ENTRY %main (a: f32[32,64], b: f32[32,64], u: f32[1,64], i: s32[]) -> f32[32,64]
   assert work_of(text, "fused").bytes == read + written
 
 
+def nested(body: str, result: str, inner: str) -> float:
+  """Returns the bytes of `fusion(stack, update, i)`, whose body calls fusions of `inner`."""
+  text = f"""HloModule m
+
+{inner}
+
+%outer (s: bf16[32,8,64], u: f32[1,8,64], i: s32[]) -> {result} {{
+  %s = bf16[32,8,64]{{2,1,0}} parameter(0)
+  %u = f32[1,8,64]{{2,1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+{body}
+}}
+
+ENTRY %main (s: bf16[32,8,64], u: f32[1,8,64], i: s32[]) -> {result} {{
+  %s = bf16[32,8,64]{{2,1,0}} parameter(0)
+  %u = f32[1,8,64]{{2,1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %fused = {result} fusion(%s, %u, %i), kind=kOutput, calls=%outer
+}}
+"""
+  return work_of(text, "fused").bytes
+
+
+SLICING = """
+%slicing (p: bf16[32,8,64], j: s32[]) -> f32[8,64] {
+  %p = bf16[32,8,64]{2,1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %wide = f32[32,8,64]{2,1,0} convert(%p)
+  %chunk = f32[1,8,64]{2,1,0} dynamic-slice(%wide, %j, %zero, %zero), dynamic_slice_sizes={1,8,64}
+  ROOT %matrix = f32[8,64]{1,0} bitcast(%chunk)
+}
+"""
+UPDATING = """
+%updating (v: f32[1,8,64], j: s32[], p: bf16[32,8,64]) -> bf16[32,8,64] {
+  %v = f32[1,8,64]{2,1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %p = bf16[32,8,64]{2,1,0} parameter(2)
+  %narrow = bf16[1,8,64]{2,1,0} convert(%v)
+  %zero = s32[] constant(0)
+  ROOT %new = bf16[32,8,64]{2,1,0} dynamic-update-slice(%p, %narrow, %j, %zero, %zero)
+}
+"""
+CHUNK = 8 * 64  # elements
+PRODUCT = "dot(%chunk, %chunk), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+
+
+def test_of_a_slice_taken_in_a_nested_fusion_the_slice_is_read():
+  # As a matmul of a chunk is compiled for TPUs: a convolution beside the fusion that slices.
+  body = f"""  %chunk = f32[8,64]{{1,0}} fusion(%s, %i), kind=kLoop, calls=%slicing
+  ROOT %p = f32[8,8]{{1,0}} {PRODUCT}"""
+  # Of the update nothing is used.
+  assert nested(body, "f32[8,8]{1,0}", SLICING) == 2 * CHUNK + 4 + 4 * 8 * 8
+
+
+def test_an_array_updated_in_place_by_a_nested_fusion_counts_only_its_slice():
+  body = """  %new = bf16[32,8,64]{2,1,0} fusion(%u, %i, %s), kind=kLoop, calls=%updating
+  ROOT %same = bf16[32,8,64]{2,1,0} bitcast(%new)"""
+  found = nested(body, "bf16[32,8,64]{2,1,0}", UPDATING)
+  assert found == 4 * CHUNK + 4 + 2 * CHUNK
+
+
+def test_an_array_that_is_read_and_updated_in_place_counts_both_slices():
+  body = """  %old = f32[8,64]{1,0} fusion(%s, %i), kind=kLoop, calls=%slicing
+  %both = f32[1,8,64]{2,1,0} bitcast(%old)
+  %sum = f32[1,8,64]{2,1,0} add(%both, %u)
+  ROOT %new = bf16[32,8,64]{2,1,0} fusion(%sum, %i, %s), kind=kLoop, calls=%updating"""
+  found = nested(body, "bf16[32,8,64]{2,1,0}", SLICING + UPDATING)
+  assert found == 2 * CHUNK + 4 * CHUNK + 4 + 2 * CHUNK
+
+
+@pytest.mark.parametrize(
+  "other",
+  [
+    "%t = bf16[32,8,64]{2,1,0} negate(%s)",  # all elements are needed
+    "%t = bf16[32,8,64]{0,1,2} copy(%s)",  # moved to another layout, not updated in place
+    "%t = bf16[32,8,64]{2,1,0} broadcast(%zero), dimensions={}",  # a new array
+  ],
+)
+def test_an_update_of_something_else_writes_all_of_it(other):
+  body = f"""  {other}
+  ROOT %new = bf16[32,8,64]{{2,1,0}} fusion(%u, %i, %t), kind=kLoop, calls=%updating"""
+  found = nested(body, "bf16[32,8,64]{2,1,0}", UPDATING)
+  read = 0 if "broadcast" in other else 2 * 32 * CHUNK
+  assert found == read + 4 * CHUNK + 4 + 2 * 32 * CHUNK
+
+
+def test_an_array_that_a_fusion_only_converts_is_read_and_written():
+  body = "  ROOT %wide = f32[32,8,64]{2,1,0} convert(%s)"
+  found = nested(body, "f32[32,8,64]{2,1,0}", "")
+  assert found == (2 + 4) * 32 * CHUNK  # of the update and the index nothing is used
+
+
 def test_memory_on_the_chip_costs_nothing():
   text = entry(
     "%a = f32[64]{0:T(128)S(1)} parameter(0)",
