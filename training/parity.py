@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from partitioning.rules import named_leaves
 from partitioning.shardings import shape_text
+from training.averages import FIELD, Averaged
 from training.setup import Job
 from training.splits import Data, open_data
 from training.state import State
@@ -55,7 +56,7 @@ class Trained:
     gradients: of the first step, raw: before clipping and optimizer.
     losses: of each step.
     norms: likewise, the global norm that clipping uses.
-    parameters: after the last step.
+    parameters: after the last step; with `optimizer.ema_decays` also their averages.
   """
 
   text: str
@@ -208,7 +209,11 @@ def take_steps(
     losses.append(float(metrics["loss"]))
     norms.append(float(metrics["grad_norm"]))
     job.check_placed(state)
-  return Trained(compiled.as_text(), first, losses, norms, _on_host(state.params, "parameter"))
+  parameters = _on_host(state.params, "parameter")
+  if isinstance(state.optimizer, Averaged):
+    averages = _on_host(state.optimizer.averages, "average")
+    parameters |= {f"{FIELD}/{name}": average for name, average in averages.items()}
+  return Trained(compiled.as_text(), first, losses, norms, parameters)
 
 
 def differences(ours: Trained, wanted: Trained) -> list[Difference]:

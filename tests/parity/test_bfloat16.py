@@ -17,7 +17,7 @@ from partitioning.parallel import vocabulary
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, make_job, place, zipf
 from tests.parity.comparison import SEQUENCE_PARALLEL
-from tests.parity.matrix import FAMILIES, LEARNED
+from tests.parity.variants import FAMILIES, LEARNED
 
 ROWS, LENGTH = 128, 32  # 4,096 tokens, most of them on one device
 # Rounding each product to 8 bits leaves 0.3 to 1.2 %, about the same on every mesh.

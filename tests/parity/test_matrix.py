@@ -11,7 +11,7 @@ def test_every_mesh_and_every_variant_is_in_it():
   assert len(found) == len(set(found)) > 100
   assert {c.mesh for c in found} == set(MESHES)
   assert {c.variant for c in found} == set(matrix.VARIANTS)
-  assert {c.dtype for c in found} == {"float32", "float64"}
+  assert {c.dtype for c in found} == {"float32", "float64", "bfloat16"}
 
 
 def test_accumulation_is_more_than_one_microbatch_everywhere():

@@ -1,0 +1,151 @@
+"""What the parity matrix varies besides the mesh: model, optimizer, how a step is computed."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tests.parity.comparison import ADAPTERS, FEATURES, SEQUENCE_PARALLEL, ZERO_1
+from training import parity
+
+Keys = Mapping[str, Any]
+
+# Dtype of the parameters -> the largest relative L2 difference.
+BOUNDS = {**parity.BOUNDS, "bfloat16": 1e-3}
+
+MOMENTUM = {"optimizer.momentum": 0.9}
+# What the families differ in; layers take turns, so that both kinds are there.
+FAMILIES = {
+  "model.window": 9,
+  "model.global_every": 2,
+  "model.local_rotary_base": 500.0,
+  "model.attention_soft_cap": 2.0,
+  "model.logits_soft_cap": 3.0,
+  "model.biases": "all",
+  "model.query_key_norm": True,
+  "model.post_norms": True,
+  "model.norm_scale_from_one": True,
+  "model.scaled_embeddings": True,
+  "model.activation": "gelu",
+}
+# GPT-2's, which exclude some of those.
+LEARNED = {
+  "model.positions": "learned",
+  "model.norm": "layer",
+  "model.gated": False,
+  "model.activation": "gelu",
+  "model.biases": "all",
+  "model.tied_embeddings": True,
+}
+ACCUMULATED = {"training.gradient_accumulation_steps": None}  # as many as the mesh leaves rows for
+
+# Optimizers divide by roots of second moments: with a larger epsilon, a gradient that is rounding
+# errors alone moves no parameter by a whole learning rate.
+STABLE = {"optimizer.epsilon": 1e-2, "optimizer.learning_rate": 0.01}
+ADAMW = {"optimizer.name": "adamw", **STABLE}
+MUON = {"optimizer.name": "muon", **STABLE}
+# The first step makes the bases, the second refreshes them, the third uses these.
+SOAP = {"optimizer.name": "soap", "optimizer.arguments": "precondition_frequency=1", **STABLE}
+SCHEDULE_FREE = {
+  "optimizer.name": "schedule_free_adamw",
+  "optimizer.schedule": "constant",
+  "optimizer.warmup_steps": 2,
+  **STABLE,
+}
+ATTENTION = {"parameters": "*/attention/*", "learning_rate": 0.02}
+CLIPPED_BY_GROUP = {
+  "optimizer.groups": (ATTENTION, {"parameters": "embed/*", "clip_norm": 0.1}),
+  "optimizer.clip_groups": True,
+}
+CLIPPED_BY_QUANTILE = {
+  "optimizer.clip_norm": 0.0,
+  "optimizer.clip_quantile": 0.3,
+  "optimizer.clip_window": 2,
+}
+OFFLOADED = {
+  "training.rematerialization": "full,query=save,attention_output=offload,layer_input=offload",
+  "optimizer.state_memory": "host",
+}
+# With sizes of which blocks of 128 elements leave eight parts of each dim.
+NARROW = {
+  **ADAMW,
+  "optimizer.state_dtype": "int8",
+  "model.model_size": 64,
+  "model.feedforward_size": 128,
+  "model.head_size": 16,
+  "model.vocabulary_multiple": 128,
+}
+RAMPS = {
+  "data.batch_size_ramp": ((0, 8), (1, 16)),
+  "data.sequence_length_ramp": ((0, 12), (2, 24)),
+}
+INT8 = {"training.matmul_dtype": "int8"}
+FLOAT8 = {"training.matmul_dtype": "float8"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+  """One row of the matrix.
+
+  Attributes:
+    shared: what changes what is computed: the run on one device has it too.
+    ours: what only changes how it is computed.
+    dtypes: of the parameters.
+    meshes: names; None: all.
+  """
+
+  shared: Keys = dataclasses.field(default_factory=dict)
+  ours: Keys = dataclasses.field(default_factory=dict)
+  dtypes: tuple[str, ...] = ("float32", "float64")
+  meshes: tuple[str, ...] | None = None
+
+
+# A product of every option with every mesh would take hours: each of these is on meshes that shard
+# rows, kernels, both dims of kernels, and the sequence.
+FEW = ("data8", "fsdp8", "tensor8", "data2_fsdp2_tensor2", "fsdp2_context2_tensor2 ring")
+
+
+def _few(shared: Keys, ours: Keys | None = None, dtypes: tuple[str, ...] = ("float64",)) -> Variant:
+  return Variant(shared, ours or {}, dtypes, FEW)
+
+
+VARIANTS: dict[str, Variant] = {
+  "plain": Variant(),
+  "features": Variant(FEATURES),
+  "features, accumulated": Variant(FEATURES, ACCUMULATED),
+  "dropout": Variant({"model.dropout_rate": 0.2}),
+  "one key/value head": Variant({"model.kv_heads": 1}),
+  "rematerialization dots": Variant({}, {"training.rematerialization": "dots"}),
+  "sequence-parallel": Variant({}, SEQUENCE_PARALLEL),
+  "sequence-parallel, features, accumulated": Variant(
+    FEATURES, {**SEQUENCE_PARALLEL, **ACCUMULATED}
+  ),
+  "ZeRO-1": Variant(MOMENTUM, ZERO_1),
+  "the families' options": Variant(FAMILIES),
+  "the families' options, sequence-parallel": Variant(FAMILIES, SEQUENCE_PARALLEL),
+  "learned positions": Variant(LEARNED),
+  "adapters": Variant(ADAPTERS),
+  "adapters with dropout, sequence-parallel": Variant(
+    {**ADAPTERS, "lora.dropout": 0.3}, SEQUENCE_PARALLEL
+  ),
+  "muon": _few(MUON),
+  "muP, muon, sequence-parallel": _few({**MUON, "model.base_width": 10}, SEQUENCE_PARALLEL),
+  "soap": _few(SOAP),
+  "schedule-free adamw, accumulated": _few(SCHEDULE_FREE, ACCUMULATED),
+  "muP, adamw": _few({**ADAMW, "model.base_width": 10}),
+  "each microbatch reduced": _few(
+    FEATURES, {**ACCUMULATED, "training.gradient_reduction": "microbatch"}
+  ),
+  "clipped by group, averages": _few({**CLIPPED_BY_GROUP, "optimizer.ema_decays": (0.9,)}),
+  "clipped by a quantile": _few(CLIPPED_BY_QUANTILE),
+  "offloaded activations and state": _few({**ADAMW, **FEATURES}, OFFLOADED),
+  "loss in chunks, sequence-parallel": _few(
+    FEATURES, {**SEQUENCE_PARALLEL, "training.loss_chunks": 3}
+  ),
+  "int8 matmuls, sequence-parallel": _few(INT8, SEQUENCE_PARALLEL),
+  "float8 matmuls, delayed": _few({**FLOAT8, "training.matmul_scaling": "delayed"}),
+  "stored in fewer bytes": _few(NARROW, dtypes=("bfloat16",)),
+  "stored in fewer bytes, ZeRO-1": _few(
+    NARROW, {"partitioning.optimizer.model": ("fsdp", "data")}, dtypes=("bfloat16",)
+  ),
+  "ramps": _few(RAMPS),
+}
