@@ -51,6 +51,7 @@ class Collective:
     arrays: number of arrays of one run. XLA combines small collectives, differently in each
       version; the number of arrays does not depend on that.
     groups: the devices of each group, by their places in `mesh.devices.flat`.
+    pairs: (source, target) of a permute, likewise.
   """
 
   name: str
@@ -62,6 +63,7 @@ class Collective:
   whole: bool = True
   arrays: int = 1
   groups: tuple[tuple[int, ...], ...] = ()
+  pairs: tuple[tuple[int, int], ...] = ()
 
 
 class Row(NamedTuple):
@@ -204,7 +206,10 @@ def _record(program, computation, instruction, count, site, mesh) -> Collective 
   source = source or (hlo.source(program, site.attributes) if site else "")
   arrays = 1 if sent else len(instruction.operands)
   groups = tuple(tuple(map(int, group)) for group in groups)
-  return Collective(instruction.name, kind, axes, payload, count, source, whole, arrays, groups)
+  pairs = tuple(map(tuple, _pairs(instruction) or []))
+  return Collective(
+    instruction.name, kind, axes, payload, count, source, whole, arrays, groups, pairs
+  )
 
 
 def _payload(computation: hlo.Computation, instruction: hlo.Instruction) -> int:
@@ -230,8 +235,8 @@ def _groups(instruction: hlo.Instruction, device_count: int) -> list[Sequence[in
     ValueError: an unknown syntax.
   """
   attributes = instruction.settings
-  if pairs := re.search(r"\bsource_target_pairs=(\{.*?\}\}|\{\})", attributes):
-    return _connected(_lists(pairs[1]))
+  if (pairs := _pairs(instruction)) is not None:
+    return _connected(pairs)
   found = re.search(
     r"\breplica_groups=(?P<text>\{\}|(?P<lists>\{\{.*?\}\})|(?P<iota>\[[\d,]+\]<=\S*?(?=,? |,?$))"
     r"|mesh\[(?P<mesh>.*?)\](?:,? ?device_ids=\((?P<ids>.*?)\)(?= ))? \{(?P<axes>.*?)\})",
@@ -253,6 +258,12 @@ def _groups(instruction: hlo.Instruction, device_count: int) -> list[Sequence[in
   if groups == [[0]] and "channel_id=" in attributes and "use_global" not in attributes:
     return everyone
   return groups
+
+
+def _pairs(instruction: hlo.Instruction) -> list[list[int]] | None:
+  """Returns [source, target] of each pair of a permute; None for other collectives."""
+  found = re.search(r"\bsource_target_pairs=(\{.*?\}\}|\{\})", instruction.settings)
+  return _lists(found[1]) if found else None
 
 
 def _lists(text: str) -> list[list[int]]:

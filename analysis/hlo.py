@@ -239,6 +239,11 @@ def shape_bytes(shape: str) -> int:
   return total
 
 
+def tuple_index(instruction: Instruction) -> int:
+  """Returns which element a get-tuple-element takes."""
+  return int(re.search(r"\bindex=(\d+)", instruction.settings)[1])
+
+
 def elements(shape: str) -> list[str]:
   """Returns the elements of a tuple shape; none for an array."""
   return split(shape[1:-1]) if shape.startswith("(") else []
@@ -370,8 +375,7 @@ def _affine(program: Program, frame: Frame, name: str) -> tuple[int | None, int]
     literal = instruction.operands[0] if instruction.operands else ""
     return (None, int(literal)) if re.fullmatch(r"-?\d+", literal) else None
   if instruction.opcode == "get-tuple-element":
-    index = int(re.search(r"\bindex=(\d+)", instruction.attributes)[1])
-    return _element(program, frame, instruction.operand_names[0], index)
+    return _element(program, frame, instruction.operand_names[0], tuple_index(instruction))
   if instruction.opcode in ("add", "subtract"):
     left, right = (_affine(program, frame, operand) for operand in instruction.operand_names)
     if instruction.opcode == "subtract":

@@ -14,6 +14,7 @@ import numpy as np
 
 from analysis import hlo
 from analysis.chips import Chip, Rates
+from analysis.collectives import KINDS
 
 # Instructions that move nothing: other names for existing arrays.
 FREE = frozenset(
@@ -22,6 +23,11 @@ FREE = frozenset(
     *("partition-id", "replica-id", "after-all", "add-dependency", "opt-barrier"),
     *("while", "conditional", "call"),
   ]
+)
+# Kernels that move nothing: they reserve memory, name it, or prepare a transfer.
+_NAMING = re.compile(
+  r'custom_call_target="(AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast'
+  r'|PrepareAsyncCall\w+|AsyncCollective\w+)"'
 )
 _ON_CHIP = re.compile(r"S\([1-9]\)")  # the memory space of a layout: not the device's main one
 # Kernel -> its matmuls: the scores (recomputed), and those of the scores.
@@ -97,31 +103,48 @@ class Costs:
     return _sum(self._own_flops(computation, instruction) for instruction in inside)
 
   def _bytes(self, computation: hlo.Computation, instruction: hlo.Instruction) -> float:
-    """Returns the bytes read and written; for a slice of a larger array, only the slice."""
-    opcode, result = instruction.opcode, _moved(instruction.shape)
-    if opcode in ("dynamic-slice", "slice", "gather"):
-      return 2.0 * result
+    """Returns the bytes read and written; for a slice of a larger array, only the slice.
+
+    Those of a collective follow from its kind and payload (`planning.interconnect`).
+    """
+    opcode, result = instruction.opcode.removesuffix("-start"), instruction.shape
     operands = computation.operand_shapes(instruction)
+    if opcode in KINDS:
+      return 0.0
+    if opcode != instruction.opcode:  # (result, operand, context), or ((operands), result, context)
+      if opcode in ("async", "call"):
+        return sum(map(self._bytes_of, instruction.called()))
+      result = hlo.elements(result)[0 if opcode == "copy" else 1]
+    if opcode in ("dynamic-slice", "slice", "gather"):
+      return _count(result) * (_width(operands[0]) + _width(result))
     if opcode in ("dynamic-update-slice", "scatter"):
-      return 2.0 * _moved(operands[1 if opcode == "dynamic-update-slice" else -1])
+      update = operands[1 if opcode == "dynamic-update-slice" else -1]
+      return _count(update) * (_width(update) + _width(operands[0]))
     if opcode == "fusion":
       return self._fused(instruction, operands)
-    if opcode == "copy-start":  # (result, operand, context)
-      return 2.0 * _moved(operands[0])
-    return float(result + sum(map(_moved, operands)))
+    if opcode == "custom-call" and _NAMING.search(instruction.settings):
+      return 0.0
+    return float(_moved(result) + sum(map(_moved, operands)))
+
+  def _bytes_of(self, name: str) -> float:
+    computation = self._program.computations[name]
+    inside = computation.instructions.values()
+    return sum(self.work(computation, instruction).bytes for instruction in inside)
 
   def _fused(self, instruction: hlo.Instruction, operands: list[str]) -> float:
     [name] = instruction.called()
-    inner = self._program.computations[name]
-    read = 0.0
-    for index, shape in enumerate(operands):
-      taken = None if hlo.elements(shape) else _read(self._program, inner, index)
-      read += _moved(shape) if taken is None else min(_moved(shape), taken * _width(shape))
-    frame = hlo.Frame(inner)
-    results = _results(frame)
+    frame = hlo.Frame(self._program.computations[name])
     shapes = hlo.elements(instruction.shape) or [instruction.shape]
-    written = (_written(self._program, frame, *pair) for pair in zip(results, shapes, strict=True))
-    return read + float(sum(written))
+    kept = _aliased(instruction)
+    total = 0.0
+    for index, shape in enumerate(operands):
+      taken = None
+      if not hlo.elements(shape):
+        taken = _read(self._program, frame.computation, index, kept)
+      total += _moved(shape) if taken is None else min(_moved(shape), taken * _width(shape))
+    for index, shape in enumerate(shapes):
+      total += _written(self._program, frame, index, shape, index in kept)
+    return total
 
 
 def _sum(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -143,43 +166,59 @@ def _moved(shape: str) -> int:
 # directions are followed through them.
 
 
-def _results(frame: hlo.Frame) -> tuple[str, ...]:
-  """Returns the names of what a computation returns, for each element of a tuple."""
-  root = frame.computation.instructions[frame.computation.root]
-  return root.operand_names if root.opcode == "tuple" else (frame.computation.root,)
+def _aliased(instruction: hlo.Instruction) -> set[int]:
+  """Returns the results that are operands, as the compiler has decided."""
+  found = re.search(r"\boutput_to_operand_aliasing=\{(.*?\))\}", instruction.settings)
+  return {int(i or 0) for i in re.findall(r"\{(\d*)\}: \(", found[1])} if found else set()
 
 
-def _written(program: hlo.Program, frame: hlo.Frame, name: str, shape: str) -> float:
-  """Returns the bytes that a fusion writes of a result: only slices, if it updates an array."""
-  written = 0.0
+def _written(program: hlo.Program, frame: hlo.Frame, index: int, shape: str, kept: bool) -> float:
+  """Returns the bytes that a fusion writes of a result: only slices, if it updates an array.
+
+  Args:
+    program: with the fusion.
+    frame: of the fusion's computation.
+    index: of the result, if it has several.
+    shape: of the result.
+    kept: whether the result is an operand, unless it is updated.
+  """
+  name, written = frame.computation.root, 0.0
   while True:
-    frame, found = _through(program, frame, name)
-    if found.opcode == "parameter":  # the array that is updated in place
-      return min(_moved(shape), written) if written else _moved(shape)
+    frame, found = _through(program, frame, name, index)
+    if found.opcode == "parameter":
+      return min(_moved(shape), written) if written or kept else _moved(shape)
+    if _by_transfer(found):
+      return 0.0
     if found.opcode != "dynamic-update-slice":
       return _moved(shape)
     written += _count(frame.computation.operand_shapes(found)[1]) * _width(shape)
-    name = found.operand_names[0]
+    name, index = found.operand_names[0], 0
 
 
 def _through(
-  program: hlo.Program, frame: hlo.Frame, name: str
+  program: hlo.Program, frame: hlo.Frame, name: str, index: int
 ) -> tuple[hlo.Frame, hlo.Instruction]:
   """Follows an array through fusions, and through what leaves its elements where they are."""
-  index = 0
   while True:
     found = frame.computation.instructions[name]
     if found.opcode == "fusion":
       frame = hlo.Frame(program.computations[found.called()[0]], found, frame)
-      name, index = _results(frame)[index], 0
+      name = frame.computation.root
+    elif found.opcode == "tuple":
+      name, index = found.operand_names[index], 0
     elif found.opcode == "parameter" and frame.site is not None:
       name, frame = frame.site.operand_names[int(found.operands[0])], frame.caller
     elif found.opcode == "get-tuple-element":
-      name, index = found.operand_names[0], int(re.search(r"\bindex=(\d+)", found.settings)[1])
+      name, index = found.operand_names[0], hlo.tuple_index(found)
     elif _in_place(frame.computation, found):
       name = found.operand_names[0]
     else:
       return frame, found
+
+
+def _by_transfer(instruction: hlo.Instruction) -> bool:
+  """Returns whether a collective reads or writes the array, whose memory traffic is its own."""
+  return instruction.opcode in KINDS or bool(_NAMING.search(instruction.settings))
 
 
 def _in_place(computation: hlo.Computation, instruction: hlo.Instruction) -> bool:
@@ -196,11 +235,19 @@ def _layout(shape: str) -> str:
 _STATES = _SAME, _UPDATED, _CONVERTED = "same", "updated", "converted"
 
 
-def _read(program: hlo.Program, inner: hlo.Computation, index: int) -> float | None:
-  """Returns the elements of a parameter that a fusion reads, if only slices; None: all of it."""
+def _read(program: hlo.Program, inner: hlo.Computation, index: int, kept: set[int]) -> float | None:
+  """Returns the elements of a parameter that a fusion reads, if only slices; None: all of it.
+
+  Args:
+    program: with the fusion.
+    inner: its computation.
+    index: of the parameter.
+    kept: the results that are operands.
+  """
   taken, passed = _uses(program, inner, index)
   # What is returned unchanged is copied; what is updated in place stays where it is.
-  return None if {_SAME, _CONVERTED} & set(passed.values()) else taken
+  copied = {state for result, state in passed.items() if result not in kept}
+  return None if copied & {_SAME, _CONVERTED} else taken
 
 
 def _uses(
@@ -213,9 +260,8 @@ def _uses(
     if one.opcode == "parameter" and one.operands and int(one.operands[0]) == index:
       states[one.name, 0] = _SAME
     elif one.opcode == "get-tuple-element":
-      element = int(re.search(r"\bindex=(\d+)", one.settings)[1])
-      if state := states.get((one.operand_names[0], element)):
-        states[one.name, 0] = state
+      part = one.operand_names[0], hlo.tuple_index(one)
+      states |= {(one.name, 0): states[part]} if part in states else {}
     for place, name in enumerate(one.operand_names):
       if one.opcode in ("get-tuple-element", "tuple") or (name, 0) not in states:
         continue
@@ -224,7 +270,10 @@ def _uses(
         return None, {}
       taken += elements
       states |= {(one.name, result): state for result, state in becomes.items()}
-  results = enumerate(_results(hlo.Frame(inner)))
+  root = inner.instructions[inner.root]
+  if root.opcode != "tuple":
+    return taken, {at: state for (name, at), state in states.items() if name == inner.root}
+  results = enumerate(root.operand_names)
   return taken, {at: states[name, 0] for at, name in results if (name, 0) in states}
 
 
@@ -237,6 +286,8 @@ def _use(
     if state == _CONVERTED and _UPDATED in passed.values():
       return None, {}
     return taken, {at: max(state, after, key=_STATES.index) for at, after in passed.items()}
+  if _by_transfer(user):
+    return 0.0, {}
   if place == 0 and user.opcode in ("dynamic-slice", "slice", "gather"):
     return _count(user.shape), {}
   if place == 0 and user.opcode == "dynamic-update-slice" and state != _CONVERTED:

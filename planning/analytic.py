@@ -17,7 +17,7 @@ from partitioning.dims import axes_size, spec_axes
 from partitioning.parallel import ring_attention
 from partitioning.shardings import bytes_per_device, shard_shape
 from planning import interconnect, traced_cost
-from planning.interconnect import Places
+from planning.interconnect import Places, Wire
 from planning.step_time import Sent, Times
 from training.optimizer import matrix_groups
 from training.optimizers import schedule_free
@@ -67,7 +67,7 @@ def times(job: Job, places: Places, chip: Chip, rates: Rates) -> Times:
   found = []
   for term in terms(job):
     axes = tuple(axis for axis in job.mesh.axis_names if axis in term.axes)
-    wire = min((places.wire(group) for group in groups(job, axes)), key=lambda w: w.bandwidth)
+    wire = _wire(term.kind, groups(job, axes), places)
     size = round(term.elements * term.itemsize)
     seconds = term.runs * interconnect.seconds(term.kind, size, wire, rates)
     found.append((term, Sent(term.kind, axes, size, term.runs, term.why, wire, seconds, seconds)))
@@ -78,6 +78,15 @@ def times(job: Job, places: Places, chip: Chip, rates: Rates) -> Times:
     for term, one in found
   )
   return Times(busy + sum(one.exposed_seconds for one in sent), compute, memory, work, sent)
+
+
+def _wire(kind: str, found: list[list[int]], places: Places) -> Wire:
+  """Returns the slowest link of the groups; those of a permute pass arrays around a ring."""
+  if kind == "collective-permute":
+    return places.route(
+      [pair for one in found for pair in zip(one, one[1:] + one[:1], strict=True)]
+    )
+  return min(map(places.wire, found), key=lambda wire: wire.bandwidth)
 
 
 def groups(job: Job, axes: tuple[str, ...]) -> list[list[int]]:

@@ -2,11 +2,13 @@
 
 V bytes over links of W bytes per second each way: an all-gather or reduce-scatter takes V/W, an
 all-reduce twice that, an all-to-all on a ring V/4W; a group that spans several axes of a torus
-sends along all of them. Source: the scaling book, chapter on sharded matrices.
+sends along all of them, in both directions. Source: the scaling book, chapter on sharded matrices.
+A permute sends each array along one path: one direction of an axis, at half of W.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -23,6 +25,17 @@ _PASSES = {
   "collective-permute": 1.0,
   "collective-broadcast": 1.0,
 }
+# Kind -> how often V passes the device's own memory: what is received is written, what is sent on
+# is read, and a sum also reads the device's own part.
+_MEMORY_PASSES = {
+  "all-gather": 2.0,
+  "reduce-scatter": 3.0,
+  "all-reduce": 5.0,  # a reduce-scatter and an all-gather
+  "all-to-all": 2.0,
+  "ragged-all-to-all": 2.0,
+  "collective-permute": 2.0,
+  "collective-broadcast": 2.0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +47,15 @@ class Wire:
     bandwidth: bytes per second that a device sends.
     hops: to the farthest device of the group.
     latency: additional seconds of a collective.
+    links: those of a device that a collective takes; collectives without a common one run at the
+      same time. `ICI 0+` is that of a torus' first dim, towards larger coordinates.
   """
 
   network: str
   bandwidth: float
   hops: int
   latency: float = 0.0
+  links: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,26 +75,71 @@ class Places:
 
   def wire(self, group: Sequence[int]) -> Wire:
     """Returns the link between a group of places."""
-    chip = self.topology.chip
     group = np.asarray(group)
-    if len(np.unique(self.slices[group])) > 1:
-      return Wire("DCN", chip.slow_bandwidth, 1)
+    if not self._in_the_torus(group):
+      return self._switched(group)
     there = self.coordinates[group]
-    if not chip.torus:
-      beyond = len(np.unique(there[:, 0])) > 1
-      near = Wire(chip.network, chip.link_bandwidth, 1, chip.latency)
-      return Wire("DCN", chip.slow_bandwidth, 1) if beyond else near
-    bandwidth, hops = 0.0, 0
-    for dim, (size, closed) in enumerate(
-      zip(self.topology.shape, self.topology.wraps(), strict=True)
-    ):
+    bandwidth, hops, links = 0.0, 0, set()
+    for dim, (size, closed) in enumerate(self._dims()):
       varied = len(np.unique(there[:, dim]))
       if varied > 1:
         ring = closed and varied == size
-        bandwidth += chip.link_bandwidth * (1.0 if ring else 0.5)
+        bandwidth += self.topology.chip.link_bandwidth * (1.0 if ring else 0.5)
         hops += varied // 2 if ring else varied - 1
+        links |= {_link(dim, way) for way in (1, -1)}
+    return self._over(bandwidth, hops, links)
+
+  def route(self, pairs: Sequence[tuple[int, int]]) -> Wire:
+    """Returns the link by which pairs (source, target) of places send at the same time.
+
+    Each takes the shorter way around, dim after dim; the link that most of them pass is the
+    slowest.
+    """
+    ends = np.array([pair for pair in pairs if pair[0] != pair[1]])
+    if not self._in_the_torus(np.unique(ends)):
+      return self._switched(np.unique(ends))
+    passed: dict[tuple, int] = defaultdict(int)
+    hops, links = 0, set()
+    for source, target in self.coordinates[ends]:
+      at, length = [*map(int, source)], 0
+      for dim, (size, closed) in enumerate(self._dims()):
+        away = int(target[dim]) - at[dim]
+        if closed and not -size < 2 * away <= size:
+          away -= size if away > 0 else -size
+        way = 1 if away > 0 else -1
+        for _ in range(abs(away)):
+          passed[*at, _link(dim, way)] += 1
+          links.add(_link(dim, way))
+          at[dim] = (at[dim] + way) % size
+        length += abs(away)
+      hops = max(hops, length)
+    most = max(passed.values(), default=1)
+    one_way = self.topology.chip.link_bandwidth / 2
+    return self._over(one_way / most if links else 0.0, hops, links)
+
+  def _in_the_torus(self, group: np.ndarray) -> bool:
+    return bool(self.topology.chip.torus) and len(np.unique(self.slices[group])) == 1
+
+  def _dims(self) -> Iterator[tuple[int, bool]]:
+    """Yields the size of each dim of the torus, and whether it has wraparound links."""
+    return zip(self.topology.shape, self.topology.wraps(), strict=True)
+
+  def _over(self, bandwidth: float, hops: int, links: set[str]) -> Wire:
     # The two devices of one chip need no link between chips.
-    return Wire("ICI", bandwidth or 2 * chip.link_bandwidth, max(hops, 1))
+    bandwidth = bandwidth or 2 * self.topology.chip.link_bandwidth
+    return Wire("ICI", bandwidth, max(hops, 1), links=frozenset(links or {"chip"}))
+
+  def _switched(self, group: np.ndarray) -> Wire:
+    """Returns the link between devices that no torus connects."""
+    chip = self.topology.chip
+    slices, machines = len(np.unique(self.slices[group])), np.unique(self.coordinates[group, 0])
+    if slices > 1 or len(machines) > 1:
+      return Wire("DCN", chip.slow_bandwidth, 1, links=frozenset({"DCN"}))
+    return Wire(chip.network, chip.link_bandwidth, 1, chip.latency, frozenset({chip.network}))
+
+
+def _link(dim: int, way: int) -> str:
+  return f"ICI {dim}{'+' if way > 0 else '-'}"
 
 
 def in_order(topology: Topology, count: int) -> Places:
@@ -102,3 +163,8 @@ def seconds(kind: str, size: float, wire: Wire, rates: Rates) -> float:
   """
   beside = wire.hops * rates.hop_seconds + wire.latency
   return _PASSES[kind] * size / (wire.bandwidth * rates.link) + beside
+
+
+def memory_bytes(kind: str, size: float) -> float:
+  """Returns the bytes that one run reads and writes in the memory of a device that it runs on."""
+  return _MEMORY_PASSES[kind] * size

@@ -228,6 +228,8 @@ class _Walker:
 
 
 def _slowest(collective: Collective, places: Places) -> Wire:
+  if collective.pairs:
+    return places.route(collective.pairs)
   return min(map(places.wire, collective.groups), key=lambda wire: wire.bandwidth)
 
 

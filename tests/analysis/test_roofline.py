@@ -304,6 +304,72 @@ def test_an_array_that_a_fusion_only_converts_is_read_and_written():
   assert found == (2 + 4) * 32 * CHUNK  # of the update and the index nothing is used
 
 
+# As libtpu 0.0.42 writes a gather that overlaps with a matmul: it stands in each fusion of a chain.
+CHAIN = """HloModule m
+
+%start (w: bf16[16,64]) -> (bf16[16,64], bf16[64,64], u32[]) {
+  %w = bf16[16,64]{1,0} parameter(0)
+  %g = bf16[64,64]{1,0} all-gather(%w), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}, \
+frontend_attributes={chain_id="0"}
+  ROOT %s = (bf16[16,64]{1,0}, bf16[64,64]{1,0}, u32[]{:S(2)}) custom-call(%g), \
+custom_call_target="AsyncCollectiveStart"
+}
+
+%both (w: bf16[16,64], held: bf16[64,64], x: bf16[8,64], v: bf16[64,64]) -> (bf16[8,64], \
+bf16[16,64], bf16[64,64], bf16[64,64]) {
+  %w = bf16[16,64]{1,0} parameter(0)
+  %held = bf16[64,64]{1,0} parameter(1)
+  %x = bf16[8,64]{1,0} parameter(2)
+  %v = bf16[64,64]{1,0} parameter(3)
+  %g = bf16[64,64]{1,0} all-gather(%w), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}, \
+frontend_attributes={chain_id="0"}
+  %p = bf16[8,64]{1,0} dot(%x, %v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = (bf16[8,64]{1,0}, bf16[16,64]{1,0}, bf16[64,64]{1,0}, bf16[64,64]{1,0}) \
+tuple(%p, %w, %held, %g)
+}
+
+ENTRY %main (w: bf16[16,64], x: bf16[8,64], v: bf16[64,64]) -> bf16[8,64] {
+  %w = bf16[16,64]{1,0} parameter(0)
+  %x = bf16[8,64]{1,0} parameter(1)
+  %v = bf16[64,64]{1,0} parameter(2)
+  %first = (bf16[16,64]{1,0}, bf16[64,64]{1,0}, u32[]{:S(2)}) fusion(%w), kind=kCustom, \
+output_to_operand_aliasing={{0}: (0, {})}, calls=%start
+  %a = bf16[16,64]{1,0} get-tuple-element(%first), index=0
+  %b = bf16[64,64]{1,0} get-tuple-element(%first), index=1
+  %second = (bf16[8,64]{1,0}, bf16[16,64]{1,0}, bf16[64,64]{1,0}, bf16[64,64]{1,0}) \
+fusion(%a, %b, %x, %v), kind=kOutput, output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {}), \
+{3}: (1, {})}, calls=%both
+  ROOT %y = bf16[8,64]{1,0} get-tuple-element(%second), index=0
+}
+"""
+
+
+def test_of_a_fused_transfer_only_the_compute_beside_it_counts():
+  assert work_of(CHAIN, "first").bytes == 0
+  found = work_of(CHAIN, "second")
+  assert found.flops == 2 * 8 * 64 * 64
+  assert found.bytes == 2 * (8 * 64 + 64 * 64 + 8 * 64)
+
+
+@pytest.mark.parametrize(
+  ("line", "size"),
+  [
+    # Brought into on-chip memory: read once. Brought back: written once.
+    ("(f32[64]{0:S(1)}, f32[64]{0}, u32[]) copy-start(%a)", 4 * 64),
+    ("(f32[64]{0}, f32[64]{0:S(1)}, u32[]) copy-start(%b)", 4 * 64),
+    ("((f32[64]{0}), f32[16]{0:S(1)}, s32[]) slice-start(%a), slice={[0:16]}", 4 * 16),
+    ("((f32[64]{0}), f32[16]{0}, s32[]) slice-start(%a), slice={[0:16]}", 2 * 4 * 16),
+    ("f32[16]{0:S(1)} slice(%a), slice={[0:16]}", 4 * 16),
+    ('f32[64]{0} custom-call(), custom_call_target="AllocateBuffer"', 0),
+    ('f32[64]{0} custom-call(%a), custom_call_target="ConcatBitcast"', 0),
+    ('f32[64]{0} custom-call(%a), custom_call_target="kernel"', 2 * 4 * 64),
+  ],
+)
+def test_copies_slices_and_names_of_memory(line, size):
+  text = entry("%a = f32[64]{0} parameter(0)", "%b = f32[64]{0:S(1)} parameter(1)", f"%c = {line}")
+  assert work_of(text, "c").bytes == size
+
+
 def test_memory_on_the_chip_costs_nothing():
   text = entry(
     "%a = f32[64]{0:T(128)S(1)} parameter(0)",

@@ -46,12 +46,72 @@ def test_a_group_uses_the_axes_that_it_spans(topology, group, bandwidth, hops):
   assert (wire.network, wire.bandwidth, wire.hops) == ("ICI", bandwidth, hops)
 
 
+def links(*names):
+  return frozenset(names)
+
+
 def test_slices_speak_over_the_slow_network():
   two = in_order(parse("v5e:2x2"), 8)
   assert two.wire([0, 1]).network == "ICI"
-  assert two.wire([0, 4]) == Wire("DCN", 25e9 / 8, 1)
+  slow = Wire("DCN", 25e9 / 8, 1, links=links("DCN"))
+  assert two.wire([0, 4]) == two.route([(0, 4), (4, 0)]) == slow
 
 
 def test_gpus_of_a_machine_communicate_over_its_switch():
-  assert in_order(parse("h100:8"), 8).wire(range(8)) == Wire("NVLink", 450e9, 1)
-  assert in_order(parse("h100:16"), 16).wire([0, 8]) == Wire("DCN", 50e9, 1)
+  near, far = in_order(parse("h100:8"), 8), in_order(parse("h100:16"), 16)
+  switch = Wire("NVLink", 450e9, 1, links=links("NVLink"))
+  assert near.wire(range(8)) == near.route([(0, 7), (7, 0)]) == switch
+  assert far.wire([0, 8]) == Wire("DCN", 50e9, 1, links=links("DCN"))
+
+
+def around(places, step=1):
+  """Returns the pairs of a permute by `step` around a ring of places."""
+  return [(one, places[(i + step) % len(places)]) for i, one in enumerate(places)]
+
+
+@pytest.mark.parametrize(
+  ("topology", "pairs", "bandwidth", "hops", "taken"),
+  [
+    # By one place along the last dim, in each direction; a link is used one way only.
+    ("v5p:4x4x4", around([0, 1, 2, 3]), V5P / 2, 1, ["ICI 2+"]),
+    ("v5p:4x4x4", around([0, 1, 2, 3], -1), V5P / 2, 1, ["ICI 2-"]),
+    ("v5p:4x4x4", around([0, 16, 32, 48]), V5P / 2, 1, ["ICI 0+"]),
+    # By two places: each link carries what passes through from two devices.
+    ("v5p:4x4x4", around([0, 1, 2, 3], 2), V5P / 4, 2, ["ICI 2+"]),
+    # Without wraparound the last sends back to the first over all the others' links.
+    ("v5e:4x4", around([0, 1, 2, 3]), 45e9, 3, ["ICI 1+", "ICI 1-"]),
+    # Around a square all links are used once.
+    ("v5e:4x4", around([0, 1, 5, 4]), 45e9, 1, ["ICI 0+", "ICI 0-", "ICI 1+", "ICI 1-"]),
+    ("tpu7x:2x2x2", [(0, 1), (1, 0)], 200e9, 1, ["chip"]),
+    ("v5p:4x4x4", [(0, 0), (1, 20)], V5P / 2, 3, ["ICI 0+", "ICI 1+", "ICI 2-"]),
+  ],
+)
+def test_a_permute_goes_the_shorter_way_and_shares_the_links_on_it(
+  topology, pairs, bandwidth, hops, taken
+):
+  wire = in_order(parse(topology), parse(topology).devices).route(pairs)
+  assert wire == Wire("ICI", bandwidth, hops, links=links(*taken))
+
+
+def test_groups_take_both_directions_of_the_axes_that_they_span():
+  places = in_order(parse("v5p:4x4x4"), 64)
+  assert places.wire(range(4)).links == links("ICI 2+", "ICI 2-")
+  assert places.wire(range(16)).links == links("ICI 1+", "ICI 1-", "ICI 2+", "ICI 2-")
+
+
+@pytest.mark.parametrize(
+  ("kind", "times"), [("all-gather", 2), ("reduce-scatter", 3), ("all-reduce", 5)]
+)
+def test_what_a_ring_reads_and_writes_in_a_device(kind, times):
+  """Counted step by step, for a large ring: of n parts of an array each device passes n - 1 on."""
+  count = 1000
+  gather = {"written": count - 1, "read": count - 1}  # each part that is received, each passed on
+  # Each partial sum that is received is written, and read to add the device's own part to it.
+  scatter = {"written": count - 1, "read": 2 * (count - 1)}
+  parts = {
+    "all-gather": gather.values(),
+    "reduce-scatter": scatter.values(),
+    "all-reduce": [*gather.values(), *scatter.values()],
+  }[kind]
+  assert interconnect.memory_bytes(kind, 1.0) == pytest.approx(sum(parts) / count, rel=2e-3)
+  assert interconnect.memory_bytes(kind, 1.0) == times
