@@ -32,11 +32,9 @@ not fit; 75 stopped by SIGTERM or Ctrl-C after saving; 130 by a second Ctrl-C, w
 """
 
 from processes import preemption
-from runtime import jax_variables
 
 if __name__ == "__main__":  # the imports below take seconds, in which Ctrl-C must work, too
   preemption.begin()
-  jax_variables.load()
 
 from absl import app
 

@@ -11,9 +11,12 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-import jax
+from etils import epy
 
 from runtime.suggest import nearest
+
+with epy.lazy_imports():
+  import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,12 +214,12 @@ CHIPS = {
 _BY_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.device_kinds}
 
 
-def known(device: jax.Device) -> Chip | None:
+def known(device: "jax.Device") -> Chip | None:
   """Returns the chip that a device is; None where its name is not in the table (CPUs)."""
   return _BY_KIND.get(device.device_kind.lower())
 
 
-def peak_flops(device: jax.Device) -> float | None:
+def peak_flops(device: "jax.Device") -> float | None:
   """Returns the device's dense bfloat16 FLOP/s; None where its name is not in the table (CPUs)."""
   chip = known(device)
   return None if chip is None else chip.flops

@@ -18,7 +18,7 @@ from absl import app, flags
 
 from configs import single
 from configs.schema import finalize, validate
-from partitioning.mesh import resolve_sizes
+from partitioning.mesh_sizes import resolve_sizes
 from runtime.devices import Devices
 from training import coordinate_check
 from training.setup import Job, prepare

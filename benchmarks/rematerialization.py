@@ -15,7 +15,7 @@ from analysis import hlo
 from analysis.chips import CHIPS, Rates
 from configs import single
 from configs.schema import finalize
-from partitioning.mesh import resolve_sizes
+from partitioning.mesh_sizes import resolve_sizes
 from partitioning.shardings import size_text
 from planning import activation_memory, step_time
 from planning.interconnect import in_order

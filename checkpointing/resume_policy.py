@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
+from ml_collections import ConfigDict
 
 from runtime.suggest import nearest
 
@@ -258,6 +259,11 @@ def free_workdir(workdir: epath.PathLike) -> epath.Path:
   while (free := path.parent / f"{path.name}_{number}").exists():
     number += 1
   return free
+
+
+def plain(config: ConfigDict) -> dict[str, Any]:
+  """Returns a config as JSON has it: nested dicts, tuples as lists."""
+  return json.loads(config.to_json_best_effort())
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

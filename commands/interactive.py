@@ -21,7 +21,7 @@ from commands import build as building
 from commands import train as verb
 from inference.request import Request
 from inference.sampler import Sampler
-from partitioning.mesh import product_text, resolve_sizes
+from partitioning.mesh_sizes import product_text, resolve_sizes
 from processes.coordination import current
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog

@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from analysis.chips import overridden
+from checkpointing.resume_policy import plain
 from interop import hf_folder
 from planning.topology import parse
 from processes import preemption
@@ -33,7 +34,6 @@ from runtime import exit_codes, extensions, files
 from runtime.printable import printable
 from runtime.provenance import everything
 from training.metrics.console import duration
-from training.restore import plain
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # No TPU is looked for, and several compilers may be loaded at once.

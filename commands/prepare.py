@@ -6,9 +6,8 @@ import sys
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from commands import flags
+from commands import announce_data, flags
 from commands.refusal import refuse
-from commands.train import announce_bad, announce_rows
 from configs.schema import finalize, validate
 from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer
@@ -41,9 +40,9 @@ def run() -> int:
     return refuse(error)
   say(f"train: {train.name}, {len(train):,} rows")
   say(f"evaluation: {validation.name}, {len(validation):,} rows")
-  announce_rows(config, train, validation)
+  announce_data.rows(config, train, validation)
   for source in (train, validation):
-    announce_bad(source)
+    announce_data.bad(source)
   if config.data.name == catalog.CONVERSATIONS:
     _show_conversations(config)
   if train.tokenizer:

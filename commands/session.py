@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from absl import logging
 
-from commands import flags, preflight_facts
+from commands import flags, start_facts
 from commands.refusal import refuse
 from input_pipeline.row_store import UnreadableError
 from interop.export_folder import ExportError
@@ -25,6 +25,7 @@ from runtime import devices, exit_codes, extensions, xla_flags
 from runtime.printable import printable
 
 ALONE = ("plan", "prepare", "tour")
+WITHOUT_JAX = ("prepare",)
 
 
 def main(argv: list[str]) -> int:
@@ -33,6 +34,8 @@ def main(argv: list[str]) -> int:
     logging.set_verbosity(logging.WARNING)  # info of libraries is not of interest
   try:
     verb = flags.chosen_verb(argv[1:])
+    if verb not in WITHOUT_JAX:
+      importlib.import_module("jax")  # which raises over wrong values of its variables
     xla_flags.check()
   except (ValueError, OSError) as error:
     return refuse(error)
@@ -79,7 +82,7 @@ def _run(prepare: Callable[[Watchdog], Callable[[], int]], verb: str, watch: Wat
   try:
     configs = {"config": flags.CONFIG.value, "against": flags.AGAINST.value}
     configs = {name: config for name, config in configs.items() if config is not None}
-    preflight_facts.about_to_start(configs, flags.facts(verb))
+    start_facts.about_to_start(configs, flags.facts(verb))
     # What a verb returns runs outside this block: its errors are not refusals.
     run = prepare(watch)
   except preemption.Stopped:

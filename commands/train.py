@@ -6,15 +6,13 @@ import traceback
 from collections.abc import Callable
 
 from etils import epath
-from ml_collections import ConfigDict
 
+from checkpointing import resume_policy
 from checkpointing.async_writer import SaveError
-from commands import build, flags, preflight_facts
+from commands import announce_data, build, flags, preflight_facts
 from configs.schema import optimizer_defaults
 from inference import request, sampler
-from input_pipeline.ramp import Ramp
-from input_pipeline.row_source import Source
-from partitioning.mesh import mesh_text
+from partitioning.mesh_sizes import mesh_text
 from processes import coordination as groups
 from processes.watchdog import DONE, Watchdog
 from reports import layout_text
@@ -133,31 +131,17 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
     f"evaluation: {data.evaluation.source.name}, {len(data.evaluation.source):,} rows"
   )
   say(optimizer_defaults.text(ready.config.optimizer))
-  announce_rows(ready.config, data.train.source, data.evaluation.source)
-  announce_bad(data.train.source)
-  announce_bad(data.evaluation.source)
+  announce_data.rows(ready.config, data.train.source, data.evaluation.source)
+  announce_data.bad(data.train.source)
+  announce_data.bad(data.evaluation.source)
   say(f"workdir: {workdir}")
-
-
-def announce_rows(config: ConfigDict, train: Source, validation: Source) -> None:
-  """Prints tokens, padding and epochs of rows that are an index over documents."""
-  steps, ramp = config.training.steps, Ramp.of(config.data)
-  for text in (splits.report_text(train, steps, ramp), splits.report_text(validation)):
-    if text:
-      say(text)
-
-
-def announce_bad(source: Source) -> None:
-  """Prints which records of a split cannot be read, if that is allowed."""
-  if source.bad:
-    say(f"{source.name}: {source.bad}")
 
 
 def write_files(
   ready: setup.Job, data: splits.Data, workdir: epath.Path, require: Callable[[], None]
 ) -> None:
   """Writes `config.json`, `layout.txt` and, if the config allows bad records, their list."""
-  text = files.json_text(restore.plain(ready.config), indent=2) + "\n"
+  text = files.json_text(resume_policy.plain(ready.config), indent=2) + "\n"
   files.replace(workdir / workdir_files.CONFIG, text, require=require)
   text = layout_text.job_text(ready) + "\n"
   files.replace(workdir / workdir_files.LAYOUT, text, require=require)

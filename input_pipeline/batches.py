@@ -1,7 +1,9 @@
 """The global batch: the rows of each step, placed on the devices."""
 
-import jax
+import functools
+
 import numpy as np
+from etils import epy
 
 from input_pipeline.bad_records import among, few, spread
 from input_pipeline.order import EpochOrder, MixtureOrder
@@ -9,6 +11,9 @@ from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
 from input_pipeline.row_pieces import cut
 from input_pipeline.row_store import UnreadableError
+
+with epy.lazy_imports():  # `prepare` opens data without it
+  import jax
 
 _PADDING = -1  # the row number of padding
 
@@ -46,7 +51,6 @@ class TrainingBatches:
     self.source = source
     self.global_batch_size = global_batch_size
     self.ramp = ramp or Ramp.constant(global_batch_size)
-    self.abstract = _abstract(source, global_batch_size)
     self._bad = np.array(source.bad.rows, np.int64)
     if source.parts:
       self.order = MixtureOrder(source.parts, source.stages, seed, shuffle=shuffle)
@@ -57,6 +61,11 @@ class TrainingBatches:
     whole = global_batch_size == len(source) and not source.parts
     self._always_the_same = not shuffle and whole and constant
     self._last = None
+
+  @functools.cached_property
+  def abstract(self):
+    """Field name -> jax.ShapeDtypeStruct of the global array of a batch."""
+    return _abstract(self.source, self.global_batch_size)
 
   def row_ids(self, step, position=None):
     """Returns the numbers of the rows of step `step` (from 0), int64 [B].
@@ -143,7 +152,6 @@ class EvaluationBatches:
       raise ValueError(f"{source.name}: a batch of {global_batch_size} rows; set at least 1")
     self.source = source
     self.global_batch_size = global_batch_size
-    self.abstract = _abstract(source, global_batch_size)
     sizes = [part.rows for part in source.parts] or [len(source)]
     stops = np.cumsum(sizes)
     batches = [
@@ -179,6 +187,11 @@ class EvaluationBatches:
   def examples(self, count):
     """Returns the number of rows of the split in the first `count` batches."""
     return sum(stop - first for _, _, first, stop in self._batches[:count])
+
+  @functools.cached_property
+  def abstract(self):
+    """Field name -> jax.ShapeDtypeStruct of the global array of a batch."""
+    return _abstract(self.source, self.global_batch_size)
 
   def row_ids(self, index):
     """Returns the numbers of the rows of batch `index`, int64 [B]; -1 for padding."""

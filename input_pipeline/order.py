@@ -4,11 +4,14 @@ import functools
 import zlib
 from collections.abc import Mapping, Sequence
 
-import grain
 import numpy as np
+from etils import epy
 
 from input_pipeline.mixture import Part, Stages
 from input_pipeline.position import Position
+
+with epy.lazy_imports():  # it imports JAX
+  import grain
 
 # Up to here an epoch's order is made whole. Grain's shuffle makes one number at a time, by walking
 # a domain of no fewer than 2**16: a set of 64 rows would cost 25 ms an epoch, and so a step.
@@ -26,9 +29,13 @@ class EpochOrder:
       seed: at least 0; of the order.
       shuffle: False keeps the source's order in each epoch.
     """
-    self._rows, self._shuffle = rows, shuffle
+    self._rows, self._seed, self._shuffle = rows, seed, shuffle
     self._epoch_order = functools.lru_cache(maxsize=2)(functools.partial(_epoch_order, rows, seed))
-    self._large_order = grain.MapDataset.range(rows).shuffle(seed=_grain_seed(seed)).repeat()
+
+  @functools.cached_property
+  def _large_order(self) -> "grain.MapDataset":
+    shuffled = grain.MapDataset.range(self._rows).shuffle(seed=_grain_seed(self._seed))
+    return shuffled.repeat()
 
   def ids(self, first: int, stop: int, position: Position | None = None) -> np.ndarray:
     """Returns the rows of the source that are numbers `first` to `stop` - 1 over all epochs."""

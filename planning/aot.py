@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from configs.schema import finalize, validate
 from partitioning import shardings
-from partitioning.mesh import resolve_sizes
+from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import HOST
 from planning.interconnect import Places, in_order
 from planning.topology import Topology, of_devices

@@ -8,12 +8,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-import jax
+from etils import epy
 
 from analysis.chips import CHIPS, Chip, known
 from planning.slice_names import resolve
 from runtime.devices import Devices, memory_bytes
 from runtime.suggest import nearest
+
+with epy.lazy_imports():
+  import jax
 
 EXAMPLES = {2: "4x4, 8x8, 16x16", 3: "2x2x2, 4x4x4, 8x8x16"}
 
@@ -104,7 +107,7 @@ def _shared(chip: Chip, count: int) -> Chip:
   )
 
 
-def of_devices(found: Sequence[jax.Device]) -> str:
+def of_devices(found: "Sequence[jax.Device]") -> str:
   """Returns the topology's name of attached devices.
 
   Raises:

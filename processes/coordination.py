@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import jax
-from etils import epath
+from etils import epath, epy
 
 from processes import jax_internals, listening, preemption, rendezvous, tokens
 from runtime.printable import printable
+
+with epy.lazy_imports():  # a command line that is refused needs none of it
+  import jax
 
 # Set by `python -m launch.local`, by launch/jobset.yaml, or manually on each host.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"

@@ -11,9 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 
-import jax
+from etils import epy
 
 from processes.coordination import Group
+
+with epy.lazy_imports():
+  import jax
 
 PERIOD_SECONDS = 0.25
 _POST_SECONDS = 1.0

@@ -9,8 +9,10 @@ one by SIGABRT (jax#22436), without naming them. So its detection is called firs
 
 from typing import Any
 
-from jax._src import distributed
-from jax._src.clusters import ClusterEnv
+from etils import epy
+
+with epy.lazy_imports():
+  from jax._src import clusters, distributed
 
 
 def client() -> Any:
@@ -27,7 +29,7 @@ def detect(timeout_seconds: int) -> tuple[str | None, int | None, int | None]:
   Returns:
     None, None, None if no cluster is detected.
   """
-  address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
+  address, count, index, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
     None, None, None, [], None, timeout_seconds
   )
   return address, count, index

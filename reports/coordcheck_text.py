@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from ml_collections import ConfigDict
 
-from partitioning.mesh import mesh_text
+from partitioning.mesh_sizes import mesh_text
 from reports.drawings import plain
 from reports.layout_text import plain_table
 from training.coordinate_check import BOUND, Slope

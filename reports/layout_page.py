@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from analysis import collectives
 from partitioning import shardings
 from partitioning.constraints import Constraint
-from partitioning.mesh import mesh_text
+from partitioning.mesh_sizes import mesh_text
 from partitioning.rules import Placement
 from partitioning.shardings import bytes_per_device, shape_text, size_text, spec_text
 from planning import named_activations

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from partitioning.mesh import mesh_text
+from partitioning.mesh_sizes import mesh_text
 from partitioning.rules import named_leaves
 from partitioning.shardings import shape_text
 from reports.drawings import plain

@@ -10,10 +10,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
-import jax
 import psutil
+from etils import epy
 
-from partitioning.mesh import product_text, resolve_sizes
+from partitioning.mesh_sizes import product_text, resolve_sizes
+
+with epy.lazy_imports():
+  import jax
 
 # Device files of GPUs, which exist whether or not a driver library is installed.
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd")
@@ -49,7 +52,7 @@ class Devices:
   simulated: bool
   sizes: dict[str, int]
   slices: dict[str, int] = dataclasses.field(default_factory=dict)
-  described: tuple[jax.Device, ...] = ()
+  described: "tuple[jax.Device, ...]" = ()
 
 
 def hardware(root: str = "/") -> str | None:

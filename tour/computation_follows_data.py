@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from configs.schema import finalize
-from partitioning.mesh import resolve_sizes
+from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import LayoutError
 from reports.drawings import picture
 from runtime.devices import Devices

@@ -9,7 +9,7 @@ import numpy as np
 from analysis import collectives
 from configs.schema import finalize, validate
 from partitioning import shardings
-from partitioning.mesh import resolve_sizes
+from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import Placement
 from reports.drawings import picture
 from runtime.devices import Devices

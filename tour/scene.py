@@ -14,7 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from partitioning.mesh import make_mesh, resolve_sizes
+from partitioning.mesh import make_mesh
+from partitioning.mesh_sizes import resolve_sizes
 
 DEVICES = 8
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from analysis import collectives
 from partitioning import shardings
-from partitioning.mesh import product_text
+from partitioning.mesh_sizes import product_text
 
 ROUNDING = 1e-6  # float32 sums of a few hundred terms, in another order
 

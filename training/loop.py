@@ -8,6 +8,7 @@ from typing import Any
 
 from etils import epath
 
+from checkpointing import resume_policy
 from input_pipeline.prefetch import Prefetcher
 from processes.coordination import current
 from processes.step_barrier import Lockstep
@@ -28,7 +29,7 @@ from training.metrics.throughput import Meter
 from training.metrics.waiting import Waiting
 from training.metrics.writer import FILE, MetricsWriter
 from training.replica_check import ReplicaCheck
-from training.restore import Start, plain
+from training.restore import Start
 from training.saving import Saver
 from training.setup import Job
 from training.splits import Data
@@ -122,7 +123,7 @@ class Run:
     self._job, self._config, self._data, self._start = job, job.config, data, start
     self._workdir, self._watch, self._started = workdir, watch, started
     self._callbacks = called
-    self._saver = Saver(start, plain(job.config), watch)
+    self._saver = Saver(start, resume_policy.plain(job.config), watch)
     self._bad_steps = BadSteps(job.config, start.known, start.step)
     self._schedule = LogSchedule(job.config, start.known, start.step)
     self._lockstep = Lockstep(watch.group, watch.stop)

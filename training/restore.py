@@ -105,7 +105,7 @@ def check_resume(
   rollback.require_same_ramps(old_config, job.config, old_record, newest.step)
   changed = resume_policy.changes(
     old_config,
-    plain(job.config),
+    resume_policy.plain(job.config),
     old_record=old_record,
     new_record=record,
     accept=accept,
@@ -365,8 +365,3 @@ def _average(job: Job, path: epath.Path, decay: float) -> dict[str, Any]:
     compared=True,
   )
   return found[branch][averages.FIELD][key]
-
-
-def plain(config: ConfigDict) -> dict[str, Any]:
-  """Returns a config as JSON has it: nested dicts, tuples as lists."""
-  return json.loads(config.to_json_best_effort())

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from etils import epy
 from ml_collections import ConfigDict
 
 from input_pipeline.bad_records import Sharing
@@ -17,8 +18,10 @@ from input_pipeline.row_source import Source, check_ids, open_source
 from processes import preflight
 from processes.coordination import Group, NotTogetherError, current
 from training.metrics.waiting import preparing
-from training.setup import Job
 from training.tasks import TASKS
+
+with epy.lazy_imports():  # `prepare` has no job
+  from training import setup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Data:
   evaluation: EvaluationBatches
 
 
-def open_data(job: Job) -> Data:
+def open_data(job: "setup.Job") -> Data:
   """Opens both splits, preparing them on first use.
 
   Raises:
@@ -43,7 +46,7 @@ def open_data(job: Job) -> Data:
   return Data(train, open_evaluation(job))
 
 
-def open_evaluation(job: Job) -> EvaluationBatches:
+def open_evaluation(job: "setup.Job") -> EvaluationBatches:
   """Opens the evaluation split; raises as `open_data`."""
   return evaluation_batches(job.config, sharing(job))
 
@@ -155,7 +158,7 @@ def read_as(config: ConfigDict) -> ConfigDict:
   return ConfigDict({**config.data, "kind": TASKS[config.task].rows})
 
 
-def sharing(job: Job, group: Group | None = None) -> Sharing:
+def sharing(job: "setup.Job", group: Group | None = None) -> Sharing:
   """Returns how the processes share the reading of all rows of a split.
 
   They wait for the slowest as long as a start may take, plus four times as long as they took; then

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from etils import epath
 
+from checkpointing import resume_policy
 from checkpointing.checkpointer import Checkpointer
 from input_pipeline.text import tokenizer
 from interop import hf_config, safetensors_writer
@@ -102,7 +103,7 @@ def tuned(tmp_path_factory):
   record = {"versions": {}, "data": {"name": "rows", "rows": ""}, **base.record()}
   with Checkpointer(epath.Path(workdir) / "checkpoints") as checkpoints:
     part = base_parameters.trained_part(job, state)
-    checkpoints.save(4, part, config=restore.plain(job.config), record=record)
+    checkpoints.save(4, part, config=resume_policy.plain(job.config), record=record)
   return workdir
 
 

@@ -3,7 +3,7 @@
 import importlib
 
 from configs.schema import finalize
-from partitioning.mesh import AXES
+from partitioning.mesh_sizes import AXES
 
 SIZES = dict.fromkeys(AXES, 1)
 

@@ -5,7 +5,7 @@ import pytest
 from commands import config_flag
 from configs import base
 from configs.schema import finalize, recipes, validate
-from partitioning.mesh import AXES
+from partitioning.mesh_sizes import AXES
 from tests.configs.loading import SIZES, load
 from tests.helpers.jobs import STRATEGIES
 

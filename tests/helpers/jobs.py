@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from configs.schema import finalize, validate
-from partitioning.mesh import resolve_sizes
+from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import named_leaves
 from runtime.devices import Devices
 from tests.helpers.compiling import FAST

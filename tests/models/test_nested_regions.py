@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 
 from partitioning import shardings
 from partitioning.constraints import activation_layout
-from partitioning.mesh import AXES, make_mesh
+from partitioning.mesh import make_mesh
+from partitioning.mesh_sizes import AXES
 from tests.helpers.jobs import first_state, make_job
 
 ROWS, LENGTH, LAYERS = 8, 12, 4

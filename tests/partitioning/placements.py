@@ -3,7 +3,7 @@
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from partitioning.mesh import AXES
+from partitioning.mesh_sizes import AXES
 from partitioning.rules import Placement
 
 SIZES = {axis: {"fsdp": 2, "tensor": 4}.get(axis, 1) for axis in AXES}

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from analysis.collectives import collectives
 from partitioning.constraints import activation_layout, constrain, record
 from partitioning.dims import Dim
-from partitioning.mesh import AXES, make_mesh
+from partitioning.mesh import make_mesh
+from partitioning.mesh_sizes import AXES
 
 LEGEND = {
   "B": Dim("batch", None),

@@ -11,7 +11,8 @@ from analysis import hlo
 from analysis.chips import CHIPS
 from analysis.collectives import collectives
 from configs import dp8
-from partitioning.mesh import AXES, make_mesh
+from partitioning.mesh import make_mesh
+from partitioning.mesh_sizes import AXES
 from planning import aot
 from planning.topology import EXAMPLES, parse
 

@@ -11,6 +11,7 @@ import pytest
 from etils import epath
 
 from checkpointing import restore as reading
+from checkpointing import resume_policy
 from checkpointing.checkpointer import Checkpointer
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, make_job
@@ -64,7 +65,7 @@ def save(workdir, state, prepared, base=None):
     record |= base.record()
     tree = base_parameters.trained_part(prepared, state)
   with Checkpointer(epath.Path(workdir) / reading.FOLDER) as checkpoints:
-    checkpoints.save(4, tree, config=restore.plain(prepared.config), record=record)
+    checkpoints.save(4, tree, config=resume_policy.plain(prepared.config), record=record)
 
 
 def params_of(workdir, step, prepared):

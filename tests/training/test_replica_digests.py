@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from partitioning.mesh import AXES, make_mesh
+from partitioning.mesh import make_mesh
+from partitioning.mesh_sizes import AXES
 from tests.helpers.flips import altered
 from training import replica_digests
 

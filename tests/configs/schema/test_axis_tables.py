@@ -4,7 +4,7 @@ import pytest
 
 from configs.schema import axis_tables
 from models import MODELS
-from partitioning.mesh import AXES
+from partitioning.mesh_sizes import AXES
 from tests.helpers.jobs import make_job
 
 

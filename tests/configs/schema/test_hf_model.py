@@ -7,7 +7,7 @@ import pytest
 
 from configs import base
 from configs.schema import finalize, recipes, validate
-from partitioning.mesh import resolve_sizes
+from partitioning.mesh_sizes import resolve_sizes
 from tests.interop import folders
 
 BYTES = {"data.tokenizer": "bytes"}

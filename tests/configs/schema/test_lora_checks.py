@@ -4,7 +4,7 @@ import pytest
 
 from configs import base
 from configs.schema import finalize, lora_checks, validate
-from partitioning.mesh import resolve_sizes
+from partitioning.mesh_sizes import resolve_sizes
 
 
 def finalized(recipe="lm", **overrides):

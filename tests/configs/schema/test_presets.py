@@ -4,7 +4,7 @@ import pytest
 
 from configs.schema import decoder_checks, validate
 from models import transformer_dims
-from partitioning.mesh import resolve_sizes
+from partitioning.mesh_sizes import resolve_sizes
 from tests.configs.loading import finalized
 
 

@@ -5,7 +5,7 @@ import pytest
 from configs.schema import decoder_checks, finalize, validate
 from configs.single import get_config
 from input_pipeline.ramp import Ramp
-from partitioning.mesh import AXES
+from partitioning.mesh_sizes import AXES
 
 ONE = dict.fromkeys(AXES, 1)
 LM = {"data.global_batch_size": 32, "data.sequence_length": 128}

@@ -11,7 +11,7 @@ from configs import base
 from configs.schema import finalize, recipes, unused, validate
 from configs.schema.axis_tables import AXIS_TABLES
 from models import MODELS
-from partitioning.mesh import resolve_sizes
+from partitioning.mesh_sizes import resolve_sizes
 from runtime.devices import Devices
 from tests.helpers.jobs import SMALL
 from training import optimizer

@@ -11,7 +11,7 @@ from input_pipeline.text import preferences
 from input_pipeline.text.chat_template import ChatTemplate
 from input_pipeline.text.preferences import encode, parse_pair
 from input_pipeline.text.tokenizer import ByteTokenizer
-from partitioning.mesh import resolve_sizes
+from partitioning.mesh_sizes import resolve_sizes
 from training import splits
 
 PAIRS = "model=lm,data=preferences"

@@ -9,7 +9,8 @@ from analysis import collectives
 from models import layers
 from partitioning.constraints import activation_layout, batch_part, constrain
 from partitioning.dims import Dim
-from partitioning.mesh import make_mesh, resolve_sizes
+from partitioning.mesh import make_mesh
+from partitioning.mesh_sizes import resolve_sizes
 from partitioning.parallel.batch_region import summed_over_batch_parts
 
 LEGEND = {

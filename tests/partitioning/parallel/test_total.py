@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from partitioning.mesh import AXES, make_mesh
+from partitioning.mesh import make_mesh
+from partitioning.mesh_sizes import AXES
 from partitioning.parallel.collectives import total
 
 SIZES = {**dict.fromkeys(AXES, 1), "data": 2, "tensor": 4}
