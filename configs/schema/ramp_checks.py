@@ -41,7 +41,7 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
         "data.skip_rows"
       )
     yield from _rows(config, sizes)
-    yield from _lengths(config, sizes)
+    yield from _lengths(config)
 
 
 def _form(data: ConfigDict, key: str) -> Iterator[str]:
@@ -91,8 +91,8 @@ def _rows(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
       )
 
 
-def _lengths(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
-  """Yields what does not go with rows that are cut."""
+def _lengths(config: ConfigDict) -> Iterator[str]:
+  """Yields what does not go with rows that are cut; layouts are checked stage by stage."""
   data, task = config.data, TASKS[config.task]
   if not data.sequence_length_ramp:
     return
@@ -103,11 +103,3 @@ def _lengths(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
     )
   elif data.name in catalog.RENDERED:
     yield f"data.sequence_length_ramp: {data.name} are never cut; leave it out"
-  pieces = config.training.loss_chunks * sizes.get("context", 1)
-  for step, length in data.sequence_length_ramp:
-    if pieces > 0 and length % pieces:
-      yield (
-        f"data.sequence_length_ramp: {length} tokens from step {step} on are not divisible by "
-        f"training.loss_chunks={config.training.loss_chunks} x mesh.context="
-        f"{sizes.get('context', 1)}"
-      )

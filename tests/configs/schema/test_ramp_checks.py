@@ -52,7 +52,7 @@ def test_a_ramp_of_another_form_is_refused(key, ramp, said):
   assert said in refusal(**{key: ramp})
 
 
-def test_every_stage_is_divided_by_devices_microbatches_and_chunks():
+def test_every_stage_is_divided_by_devices_and_microbatches():
   said = refusal(
     {"data": 4, "fsdp": 2},
     **{
@@ -66,10 +66,10 @@ def test_every_stage_is_divided_by_devices_microbatches_and_chunks():
     "= 16; make it 16"
   ) in said
   assert "24 rows from step 10 on" in said
-  said = refusal({"context": 2}, **{T: ((0, 4), (10, 128)), "training.loss_chunks": 4})
-  assert (
-    "4 tokens from step 0 on are not divisible by training.loss_chunks=4 x mesh.context=2" in said
-  )
+
+
+def test_chunks_of_the_loss_are_parts_of_the_vocabulary_and_cut_no_rows():
+  validate.check(finalized(**{T: ((0, 2), (10, 128)), "training.loss_chunks": 16}), ONE)
 
 
 def test_rows_of_images_and_pairs_are_not_cut_and_batches_not_skipped():
