@@ -15,6 +15,9 @@ from typing import Any
 
 Values = tuple[tuple[int, int], ...]  # (number of steps before, value from there on), from step 0
 
+# The keys of ramps -> the value that turns them off.
+OFF = {"data.batch_size_ramp": (), "data.sequence_length_ramp": ()}
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:

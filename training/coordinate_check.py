@@ -17,10 +17,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from input_pipeline import ramp
 from models import activations
 from models.activations import STACKED
 from models.dtypes import wide_dtype
 from models.losses import Batch
+from training.schedules import CONSTANT
 from training.setup import Job
 from training.state import State
 from training.step import Program
@@ -36,17 +38,10 @@ _WIDTHS = ("model_size", "feedforward_size", "heads", "kv_heads")
 _LAYERS = 4  # that are shown, the last one among them
 # Of the first steps of a long run, a warm-up would show little.
 _CONSTANT = {
-  "optimizer.warmup_steps": 0,
-  "optimizer.warmup_tokens": 0,
-  "optimizer.schedule": "constant",
-  "optimizer.final_fraction": None,
-  "optimizer.decay_steps": None,
-  "optimizer.decay_tokens": 0,
-  "optimizer.decay": "linear",
+  **CONSTANT,
+  **ramp.OFF,
   "optimizer.ema_decays": (),
   "training.loss_chunks": 1,  # all logits at once
-  "data.batch_size_ramp": (),
-  "data.sequence_length_ramp": (),
 }
 
 

@@ -72,7 +72,6 @@ def muon_dimensions(config: ConfigDict) -> Mapping[str, Any]:
 
   def of(params):
     leaves = named_leaves(params)
-    hidden.refuse_none(leaves)
     matrices = hidden.of(leaves)
     found = [
       optax.contrib.MuonDimensionNumbers(matrices[name].rows, matrices[name].columns)
@@ -110,6 +109,7 @@ OPTIMIZERS: Table = Table(
 
 # Optimizer -> how it computes on whole matrices.
 _WHOLE_MATRICES = {"muon": muon.orthogonalization, "soap": soap.preconditioning}
+_OF_MATRICES = (*_WHOLE_MATRICES, "contrib.muon")  # those that have AdamW for other parameters
 # Of which the tests show that the step can use them.
 _SHOWN = ("adamw", "sgd")
 _AVERAGES = (
@@ -140,9 +140,19 @@ def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformat
     optimizer = optimizer_groups.grouped(config, params, make)
   else:
     optimizer = clipping.clipped(config, make(config, params))
+  _check_matrices(config, params)
   optimizer = state_dtype.stored_narrow(config, optimizer, params)
   decays = config.optimizer.ema_decays
   return averages.averaged(optimizer, decays) if decays else optimizer
+
+
+def _check_matrices(config: ConfigDict, params: Any) -> None:
+  """Raises UnfitError if an optimizer of matrices gets none, in all groups that it has."""
+  parts = optimizer_groups.parts(config, params)
+  for name in _OF_MATRICES:
+    mine = [(own, part) for own, part in parts if own.optimizer.name == name]
+    if mine:
+      HiddenMatrices(mine[0][0]).refuse_none([n for _, part in mine for n in named_leaves(part)])
 
 
 def _of_one_name(

@@ -92,10 +92,15 @@ def patterns_of(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def of_group(config: ConfigDict, group: Mapping[str, Any]) -> ConfigDict:
-  """Returns a copy of a config in which a group's keys have replaced those of `optimizer`."""
+  """Returns a copy of a config in which a group's keys have replaced those of `optimizer`.
+
+  Another optimizer has none of the arguments of the config's.
+  """
   config = copy.deepcopy(config)
   with config.unlocked():
     config.optimizer.groups = ()
+    if group.get("name", config.optimizer.name) != config.optimizer.name:
+      config.optimizer.arguments = ""
     for key, value in group.items():
       if key != PARAMETERS:
         config.optimizer[key] = value

@@ -15,9 +15,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from input_pipeline import ramp
 from partitioning.rules import named_leaves
 from partitioning.shardings import shape_text
 from training.averages import FIELD, Averaged
+from training.schedules import CONSTANT
 from training.setup import Job
 from training.splits import Data, open_data
 from training.state import State
@@ -31,17 +33,12 @@ SGD = {
   "optimizer.groups": (),
   "optimizer.clip_groups": False,
   "optimizer.clip_quantile": 0.0,
+  "optimizer.clip_window": 50,
   "optimizer.ema_decays": (),
   "optimizer.state_memory": "device",
   "optimizer.learning_rate": 0.05,
-  "optimizer.warmup_steps": 0,
-  "optimizer.warmup_tokens": 0,
-  "optimizer.schedule": "constant",
-  "optimizer.final_fraction": None,
-  "optimizer.decay_steps": None,
-  "optimizer.decay_tokens": 0,
-  "optimizer.decay": "linear",
   "optimizer.momentum": 0.9,
+  **CONSTANT,
 }
 _SAME_DATA = ("name", "global_batch_size", "shuffle")  # keys that decide a batch
 _MOST_NAMED = 12
@@ -100,9 +97,8 @@ def prove(config: ConfigDict, platform: str, keep: Collection[str] = ()) -> None
     "training.matmul_precision": "highest",
     "training.stochastic_rounding": None,
     "optimizer.state_dtype": None,
-    # Both sides take the batches of the last stage of a ramp.
-    "data.batch_size_ramp": (),
-    "data.sequence_length_ramp": (),
+    "training.gradient_reduction_dtype": "compute",  # both would be of float64
+    **ramp.OFF,  # both sides take the batches of the last stage
   }
   if "training.parameter_dtype" not in keep:
     values["training.parameter_dtype"] = "float32" if platform == "tpu" else "float64"

@@ -13,6 +13,18 @@ DECAYS = {
 }
 
 
+# Keys with which all steps have the same learning rate -> their values.
+CONSTANT = {
+  "optimizer.warmup_steps": 0,
+  "optimizer.warmup_tokens": 0,
+  "optimizer.schedule": "constant",
+  "optimizer.final_fraction": None,
+  "optimizer.decay_steps": None,
+  "optimizer.decay_tokens": 0,
+  "optimizer.decay": "linear",
+}
+
+
 def learning_rate_schedule(config: ConfigDict) -> optax.Schedule:
   """Returns the schedule of a finalized config.
 

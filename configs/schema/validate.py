@@ -16,6 +16,7 @@ from configs.schema import (
   optimizer_defaults,
   precision_checks,
   ramp_checks,
+  recipes,
   unused,
 )
 from input_pipeline.sources import catalog
@@ -145,17 +146,28 @@ def _at_least(config: ConfigDict) -> list[str]:
     *wrong,
     *_schedule(config),
     *_averages(config),
-    *_clipping(config.optimizer),
+    *_clipping(config.optimizer, recipes.base(config.argument).optimizer.clip_window),
     *group_checks.wrong(config.optimizer),
     *optimizer_defaults.wrong(config.optimizer),
   ]
 
 
-def _clipping(keys: ConfigDict) -> Iterator[str]:
-  """Yields what is wrong with the keys of clipping."""
+def _clipping(keys: ConfigDict, window: int) -> Iterator[str]:
+  """Yields what is wrong with the keys of clipping; `window` is that of the recipe."""
   if keys.clip_groups and not keys.groups:
     yield "optimizer.clip_groups: there are no groups; name them in optimizer.groups"
   if not keys.clip_quantile:
+    own = [group["clip_norm"] for group in keys.groups if "clip_norm" in group]
+    if keys.clip_groups and not any([keys.clip_norm, *own]):
+      yield (
+        "optimizer.clip_groups: optimizer.clip_norm=0 clips no group; set that, a clip_norm of a "
+        "group, or optimizer.clip_quantile"
+      )
+    if keys.clip_window != window:
+      yield (
+        f"optimizer.clip_window={keys.clip_window} is about optimizer.clip_quantile, which is off; "
+        f"set that, or leave it at {window}"
+      )
     return
   if keys.clip_quantile >= 1:
     yield f"optimizer.clip_quantile={keys.clip_quantile}: below 1"

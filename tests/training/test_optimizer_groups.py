@@ -56,6 +56,32 @@ def test_each_parameter_is_updated_as_its_group_says():
     np.testing.assert_allclose(ours["bias"], -2.0 * grads["bias"], rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["muon", "soap", "contrib.muon"])
+def test_a_group_without_matrices_has_the_adamw_of_an_optimizer_of_matrices(name):
+  groups = ({"parameters": "embed/*", "learning_rate": 0.5},)
+  job = make_job("dp4_tp2", "lm", **{"optimizer.name": name, "optimizer.groups": groups})
+  placed = [n for n in job.placements["optimizer"] if n.endswith("/mu/embed/table")]
+  assert len(placed) == 1
+  job.compile_train_step()
+  named = ({"parameters": "embed/*", "name": name},)
+  with pytest.raises(ValueError, match=r"would update 0 of the 1 trained parameters"):
+    make_job("single", "lm", **{"optimizer.groups": named})
+
+
+def test_a_group_that_names_an_optimizer_has_none_of_the_others_arguments():
+  others = {"optimizer.name": "muon", "optimizer.arguments": "per_head=True"}
+  plain, same = (
+    make_job("single", "lm", **others, **{"optimizer.groups": ({"parameters": "embed/*", **own},)})
+    for own in ({"name": "adamw"}, {"name": "adamw", "arguments": ""})
+  )
+  assert plain.placements["optimizer"] == same.placements["optimizer"]
+  with pytest.raises(ValueError, match="per_head: adamw has no such argument"):
+    make_job(
+      *("single", "lm"),
+      **{"optimizer.groups": ({"parameters": "embed/*", "arguments": "per_head=True"},)},
+    )
+
+
 def test_state_is_placed_as_its_parameters_and_there_is_none_of_others():
   groups = (
     {"parameters": "*norm/*", "name": "sgd"},

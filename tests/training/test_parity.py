@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs import base
+from configs.schema import finalize, unused, validate
 from training import parity
 from training.parity import CopiesDifferError, Trained
 
@@ -80,6 +81,30 @@ def test_copies_that_differ_are_found():
   assert parity._whole(array([1, 2]), "x").tolist() == [1, 2]
   with pytest.raises(CopiesDifferError, match=r"gradient x: .* have different numbers"):
     parity._whole(array([1, 3]), "gradient x")
+
+
+def test_a_config_with_all_that_a_comparison_exchanges_is_accepted():
+  config = base.get_config("lm")
+  keys = {
+    **{"name": "lion", "arguments": "b1=0.8", "state_dtype": "bfloat16", "ema_decays": (0.9,)},
+    **{"groups": ({"parameters": "embed/*", "learning_rate": 0.1},), "clip_groups": True},
+    **{"clip_norm": 0.0, "clip_quantile": 0.5, "clip_window": 7, "independent_weight_decay": True},
+    **{"schedule": "wsd", "final_fraction": 0.2, "decay_tokens": 2**17, "decay": "1-sqrt"},
+    **{"warmup_tokens": 2**16, "weight_decay": 0.3, "learning_rate": 0.1},
+  }
+  rows = config.data.global_batch_size
+  others = {
+    **{"training.parameter_dtype": "bfloat16", "training.gradient_reduction_dtype": "float32"},
+    **{"training.stochastic_rounding": False, "data.batch_size_ramp": ((0, rows // 2), (9, rows))},
+  }
+  config.update_from_flattened_dict({f"optimizer.{key}": x for key, x in keys.items()})
+  config.update_from_flattened_dict(others)
+  validate.check(finalize.finalize(config, "cpu"), dict(config.mesh))
+  parity.prove(config, "cpu")
+  unused.reset(config)
+  resolved = finalize.finalize(config, "cpu")
+  validate.check(resolved, dict(config.mesh))
+  assert (resolved.training.compute_dtype, resolved.optimizer.name) == ("float64", "sgd")
 
 
 def test_parameters_and_state_in_fewer_bytes_are_not_compared():

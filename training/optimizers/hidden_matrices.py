@@ -1,12 +1,16 @@
 """Which parameters are hidden matrices, for optimizers that treat these alone as matrices.
 
+The others get AdamW.
+
 They follow from the letters of the model's parameters, and so does their sharding.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+import jax
+import optax
 from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
@@ -23,6 +27,44 @@ _MOST_KERNELS = 6  # that a message names
 
 class UnfitError(ValueError):
   """An optimizer does not fit the model."""
+
+
+def beside_adamw(
+  scaled: optax.GradientTransformation,
+  label: str,
+  matrices: Callable[[Any], Collection[str]],
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  b1: float,
+  b2: float,
+  eps: float,
+  weight_decay: float,
+  mask: Any,
+) -> optax.GradientTransformation:
+  """Returns an optimizer of some parameters, and AdamW for all others.
+
+  Args:
+    scaled: makes updates of the gradients of those parameters, before decay and learning rate.
+    label: of their state.
+    matrices: a tree of parameters -> the names of those that it is for.
+    learning_rate: of both.
+    b1: of AdamW's first moment.
+    b2: of AdamW's second moment.
+    eps: of AdamW.
+    weight_decay: of both, decoupled, times the learning rate.
+    mask: parameters -> which of them decay.
+  """
+
+  def labels(params: Any) -> Any:
+    chosen = matrices(params)
+    found = [label if name in chosen else "adamw" for name in named_leaves(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), found)
+
+  return optax.chain(
+    optax.partition({label: scaled, "adamw": optax.scale_by_adam(b1, b2, eps)}, labels),
+    optax.add_decayed_weights(weight_decay, mask),
+    optax.scale_by_learning_rate(learning_rate),
+  )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from models.dtypes import wide_dtype
-from partitioning.parallel.matrix_groups import MATRIX, Group, Move
+from partitioning.parallel.matrix_groups import MATRIX, Group, Matrix, Move
 from partitioning.parallel.whole_matrices import on_whole_matrices
 from partitioning.rules import named_leaves
-from training.optimizers.hidden_matrices import HiddenMatrices
+from training.optimizers.hidden_matrices import HiddenMatrices, beside_adamw
 
 # Of the quintic iteration: as steep at 0 as possible, while singular values end near 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -47,6 +47,10 @@ class Orthogonalization:
   per_head: bool
   dtype: jnp.dtype
 
+  def matrices(self, params: Any) -> dict[str, Matrix]:
+    """Returns name -> its matrices, of the hidden kernels among the parameters."""
+    return self.hidden.of(named_leaves(params), per_head=self.per_head)
+
   def groups(self, params: Any, sizes: Mapping[str, int]) -> list[Group]:
     """Returns the matrices of some parameters as the devices of a mesh share them."""
     return self.hidden.groups(params, sizes, per_head=self.per_head)
@@ -63,8 +67,7 @@ class Orthogonalization:
 
   def __call__(self, tree: Any) -> Any:
     """Returns a tree with each matrix orthogonalized, and scaled to the RMS of AdamW's updates."""
-    leaves = named_leaves(tree)
-    matrices = self.hidden.of(leaves, per_head=self.per_head)
+    leaves, matrices = named_leaves(tree), self.matrices(tree)
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     found = on_whole_matrices(
       lambda x: newton_schulz(x, self.steps),
@@ -142,23 +145,9 @@ def muon(
     ValueError: an argument that cannot be.
   """
   orthogonal = orthogonalization(hidden, steps, per_head, newton_schulz_dtype)
-  parts = {
-    "muon": scale_by_muon(orthogonal, momentum, nesterov),
-    "adamw": optax.scale_by_adam(b1, b2, eps),
-  }
-
-  def labels(params: Any) -> Any:
-    names = list(named_leaves(params))
-    hidden.refuse_none(names)
-    matrices = hidden.of(names, per_head=per_head)
-    found = ["muon" if name in matrices else "adamw" for name in names]
-    return jax.tree.unflatten(jax.tree.structure(params), found)
-
-  return optax.chain(
-    optax.partition(parts, labels),
-    optax.add_decayed_weights(weight_decay, mask),
-    optax.scale_by_learning_rate(learning_rate),
-  )
+  scaled, adamw = scale_by_muon(orthogonal, momentum, nesterov), {"b1": b1, "b2": b2, "eps": eps}
+  decay = {"weight_decay": weight_decay, "mask": mask}
+  return beside_adamw(scaled, "muon", orthogonal.matrices, learning_rate, **adamw, **decay)
 
 
 def scale_by_muon(

@@ -28,7 +28,7 @@ from models.dtypes import wide_dtype
 from partitioning.parallel.matrix_groups import COLUMNS, MATRIX, ROWS, Group, Matrix, Move, grouped
 from partitioning.parallel.whole_matrices import Exchange, Stacks, in_rounds
 from partitioning.rules import named_leaves
-from training.optimizers.hidden_matrices import HiddenMatrices
+from training.optimizers.hidden_matrices import HiddenMatrices, beside_adamw
 
 # Of each side: its statistic, its basis.
 _SIDES = {ROWS: ("left", "left_basis"), COLUMNS: ("right", "right_basis")}
@@ -195,20 +195,9 @@ def soap(
     ValueError: an argument that cannot be.
   """
   how = preconditioning(hidden, b2, precondition_frequency, shampoo_beta, max_precondition_dim)
-  parts = {"soap": scale_by_soap(how, b1, b2, eps), "adamw": optax.scale_by_adam(b1, b2, eps)}
-
-  def labels(params: Any) -> Any:
-    names = list(named_leaves(params))
-    hidden.refuse_none(names)
-    matrices = how.matrices(params)
-    found = ["soap" if name in matrices else "adamw" for name in names]
-    return jax.tree.unflatten(jax.tree.structure(params), found)
-
-  return optax.chain(
-    optax.partition(parts, labels),
-    optax.add_decayed_weights(weight_decay, mask),
-    optax.scale_by_learning_rate(learning_rate),
-  )
+  scaled, adamw = scale_by_soap(how, b1, b2, eps), {"b1": b1, "b2": b2, "eps": eps}
+  decay = {"weight_decay": weight_decay, "mask": mask}
+  return beside_adamw(scaled, "soap", how.matrices, learning_rate, **adamw, **decay)
 
 
 def scale_by_soap(

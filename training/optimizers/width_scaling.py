@@ -132,7 +132,7 @@ def parts(config: ConfigDict, params: Any) -> list[tuple[ConfigDict, Any]]:
   for changes, names in found.items():
     part, _ = split(params, frozenset(names).__contains__)
     rate, epsilon, *other = changes
-    group = {"name": other[0], "arguments": ""} if other else {}
+    group = {"name": other[0]} if other else {}
     if rate != 1.0:
       group["learning_rate"] = keys.learning_rate * rate
       if not keys.independent_weight_decay:  # which is divided by the learning rate already
@@ -151,7 +151,6 @@ def _changes(config: ConfigDict, params: Any) -> dict[str, tuple]:
   matrices, rule, other = {}, RULES.get(name, entrywise), ()
   if name == MUON:  # and AdamW for the others
     hidden, given = HiddenMatrices(config), parse_arguments(config.optimizer.arguments)
-    hidden.refuse_none(leaves)
     matrices, other = hidden.of(leaves, per_head=given.get("per_head", False)), ("adamw",)
   found = {}
   for leaf_name, leaf in leaves.items():

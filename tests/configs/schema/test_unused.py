@@ -192,7 +192,7 @@ ELSEWHERE = {
   "optimizer.decay_tokens",
   "optimizer.decay_steps",  # by the schedule wsd; refused with others
   "optimizer.decay",
-  "optimizer.clip_window",  # with clip_quantile
+  "optimizer.clip_window",  # with clip_quantile; refused without
   "training.matmul_scaling",  # with matmul_dtype; refused without
   "training.bad_step_deviations",
   "training.bad_step_skips",
