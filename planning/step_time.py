@@ -1,21 +1,16 @@
-"""Simulates the time of a step: its instructions in the order of the compiler's schedule.
-
-A collective, or a transfer to or from the host's memory, overlaps with the work between its start
-and its end; a synchronous one is exposed. Loops count as often as they run.
-"""
+"""The time of a step, from its compiled program: what a device waits for, and for how long."""
 
 import dataclasses
-import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from analysis import hlo
 from analysis.chips import Chip, Rates
 from analysis.collectives import Collective
 from analysis.host_traffic import Transfer
-from analysis.roofline import FREE, Costs, Work, matmul_seconds
+from analysis.roofline import Work, matmul_seconds
 from planning import interconnect
 from planning.interconnect import Places, Wire
+from planning.schedule import Cost, Loop, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +73,8 @@ class Times:
     work: FLOPs and bytes, counted as often as they run.
     sent: the collectives.
     host: transfers between the device's memory and its host's.
+    slowed: seconds by which transfers that share HBM slow the rest down.
+    loops: of the program, in order; () by formula.
   """
 
   step: float
@@ -86,6 +83,8 @@ class Times:
   work: Work
   sent: tuple[Sent, ...]
   host: tuple[HostTraffic, ...] = ()
+  slowed: float = 0.0
+  loops: tuple[Loop, ...] = ()
 
   @property
   def communication(self) -> float:
@@ -121,128 +120,57 @@ def times(
     rates: achieved shares of the chip's constants.
     moved: its transfers between the device's memory and its host's.
   """
-  walker = _Walker(program, found, places, chip, rates, moved)
-  step = walker.walk(hlo.Frame(program.computations[program.entry]), 1)
+  bandwidth = chip.hbm_bandwidth * rates.memory
+  wires = {one.name: _slowest(one, places) for one in found}
+  costs = {
+    one.name: Cost(
+      wires[one.name].links,
+      interconnect.seconds(one.kind, one.bytes, wires[one.name], rates),
+      interconnect.memory_bytes(one.kind, one.bytes),
+    )
+    for one in found
+  }
+  # The link to the host is apart from those to other devices, and has two directions.
+  host = chip.host_bandwidth * rates.link
+  costs |= {
+    one.name: Cost(frozenset({one.direction}), one.bytes / host, one.bytes) for one in moved
+  }
+  schedule = Schedule(program, costs, chip, rates)
+  step = schedule.run()
   sent = []
   for one in found:
     runs = 1 if one.count is None else one.count
-    wire, seconds = walker.wires[one.name], runs * walker.alone[one.name]
-    waited = walker.waited[one.name]
-    sent.append(Sent(one.kind, one.axes, one.bytes, runs, one.source, wire, seconds, waited))
-  work = walker.work
-  compute, memory = matmul_seconds(work, chip, rates), work.bytes / walker.bandwidth
-  return Times(step, compute, memory, work, tuple(sent), tuple(walker.host_traffic(moved)))
+    seconds, waited = runs * costs[one.name].seconds, schedule.waited[one.name]
+    sent.append(
+      Sent(one.kind, one.axes, one.bytes, runs, one.source, wires[one.name], seconds, waited)
+    )
+  return Times(
+    step,
+    matmul_seconds(schedule.work, chip, rates),
+    schedule.work.bytes / bandwidth,
+    schedule.work,
+    tuple(sent),
+    tuple(_by_direction(moved, costs, schedule.waited)),
+    schedule.slowed,
+    tuple(schedule.loops),
+  )
 
 
-class _Walker:
-  """Simulates the schedule with a clock."""
-
-  def __init__(
-    self,
-    program,
-    found: Sequence[Collective],
-    places,
-    chip: Chip,
-    rates: Rates,
-    moved: Sequence[Transfer],
-  ):
-    self._program, self._costs = program, Costs(program)
-    self._chip, self._rates = chip, rates
-    self.bandwidth = chip.hbm_bandwidth * rates.memory
-    self.wires = {one.name: _slowest(one, places) for one in found}
-    self.alone = {
-      one.name: interconnect.seconds(one.kind, one.bytes, self.wires[one.name], rates)
-      for one in found
-    }
-    # The link to the host is apart from those to other devices, and has two directions.
-    self._links = {one.name: one.direction for one in moved}
-    bandwidth = chip.host_bandwidth * rates.link
-    self.alone |= {one.name: one.bytes / bandwidth for one in moved}
-    self.waited: dict[str, float] = defaultdict(float)
-    self.work = Work(0, 0)
-
-  def host_traffic(self, moved: Sequence[Transfer]) -> Iterator[HostTraffic]:
-    """Yields the sums of the transfers by direction."""
-    for direction in dict.fromkeys(one.direction for one in moved):
-      some = [(one, one.count or 1) for one in moved if one.direction == direction]
-      size = sum(runs * one.bytes for one, runs in some)
-      seconds = sum(runs * self.alone[one.name] for one, runs in some)
-      waited = sum(self.waited[one.name] for one, _ in some)
-      yield HostTraffic(direction, size, seconds, waited)
-
-  def walk(self, frame: hlo.Frame, runs: int) -> float:
-    """Returns the seconds of one run of a computation that runs `runs` times in a step."""
-    clock, free = 0.0, defaultdict(float)  # now, and when each link is free again
-    under_way: dict[str, tuple[list[str], float]] = {}
-    for instruction in frame.computation.instructions.values():
-      if instruction.opcode == "while":
-        known = hlo.trip_count(self._program, frame, instruction)
-        trips = 1 if known is None else known
-        body = self._program.computations[instruction.one("body")]
-        clock += trips * self.walk(hlo.Frame(body, instruction, frame), runs * trips)
-      elif instruction.opcode in ("call", "conditional"):
-        branches = (self._program.computations[name] for name in instruction.called())
-        clock += max(self.walk(hlo.Frame(one, instruction, frame), runs) for one in branches)
-      elif instruction.opcode.endswith(("-update", "-done")):
-        names, end = under_way.pop(_start(frame, instruction), ([], 0.0))
-        clock += self._wait(names, end - clock, runs)
-      elif instruction.opcode == "recv":
-        continue  # its transfer began with a send
-      elif instruction.opcode not in FREE:
-        names = self._collectives(instruction)
-        there = self._costs.work(frame.computation, instruction)
-        if not names or instruction.opcode == "fusion":
-          self.work += there * runs
-        compute = matmul_seconds(there, self._chip, self._rates)
-        lasts = max(compute, there.bytes / self.bandwidth)
-        if not names:
-          clock += lasts
-          continue
-        link = self._links.get(names[0], "")
-        free[link] = max(free[link], clock) + sum(self.alone[name] for name in names)
-        if instruction.opcode.endswith("-start"):
-          under_way[instruction.name] = names, free[link]
-        elif instruction.opcode == "send":
-          under_way[_meeting(instruction)] = names, free[link]
-        else:  # synchronous, or fused with matmuls that run at the same time
-          clock += lasts if instruction.opcode == "fusion" else 0.0
-          clock += self._wait(names, free[link] - clock, runs)
-    return clock
-
-  def _wait(self, names: list[str], seconds: float, runs: int) -> float:
-    """Records that a device waits for collectives; returns how long."""
-    if not names or seconds <= 0:
-      return 0.0
-    for name in names:
-      share = self.alone[name] / sum(self.alone[one] for one in names)
-      self.waited[name] += runs * seconds * share
-    return seconds
-
-  def _collectives(self, instruction: hlo.Instruction) -> list[str]:
-    """Returns the names of the collectives that an instruction is or contains."""
-    names = [instruction.name] if instruction.name in self.alone else []
-    for called in instruction.called():
-      for inner in self._program.computations[called].instructions.values():
-        names += self._collectives(inner)
-    return names
+def _by_direction(
+  moved: Sequence[Transfer], costs: Mapping[str, Cost], waited: Mapping[str, float]
+) -> Iterator[HostTraffic]:
+  """Yields the sums of the transfers to the host's memory, and of those from it."""
+  for direction in dict.fromkeys(one.direction for one in moved):
+    some = [(one, one.count or 1) for one in moved if one.direction == direction]
+    yield HostTraffic(
+      direction,
+      sum(runs * one.bytes for one, runs in some),
+      sum(runs * costs[one.name].seconds for one, runs in some),
+      sum(waited.get(one.name, 0.0) for one, _ in some),
+    )
 
 
 def _slowest(collective: Collective, places: Places) -> Wire:
   if collective.pairs:
     return places.route(collective.pairs)
   return min(map(places.wire, collective.groups), key=lambda wire: wire.bandwidth)
-
-
-def _start(frame: hlo.Frame, instruction: hlo.Instruction) -> str:
-  """Returns the name of the start of what an instruction ends or continues."""
-  name = instruction.operand_names[0]
-  before = frame.computation.instructions[name]
-  if before.opcode == "recv":
-    return _meeting(before)
-  return _start(frame, before) if before.opcode.endswith("-update") else name
-
-
-def _meeting(instruction: hlo.Instruction) -> str:
-  """Returns the key that a send between slices shares with its recv."""
-  found = re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', instruction.attributes)
-  return found[1] if found else instruction.name

@@ -1,53 +1,8 @@
 """What a schedule hides: the clock goes through programs whose times are known by hand."""
 
-import dataclasses
-
 import pytest
 
-from analysis import hlo, host_traffic
-from analysis.chips import CHIPS
-from analysis.collectives import collectives
-from planning import step_time
-from planning.interconnect import in_order
-from planning.topology import parse
-from tests.analysis.programs import make_mesh
-from tests.planning.programs import IDEAL
-
-# A product of 2e9 operations takes 1 s; an all-reduce of 4 kB takes 1 s (2 V / W); memory is free.
-CHIP = dataclasses.replace(
-  CHIPS["v5e"],
-  flops=2e9,
-  hbm_bandwidth=1e30,
-  link_bandwidth=2 * 8e3,
-  wraps=16,
-  host_bandwidth=4e3,
-)
-PRODUCT = "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-HEAD = """HloModule m, is_scheduled=true
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %c = f32[] add(%a, %b)
-}
-"""
-GROUPS = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true, to_apply=%add"
-
-
-def times(body: str, before: str = "") -> step_time.Times:
-  """Returns what a program takes on 8 devices in a row."""
-  text = f"{HEAD}{before}\nENTRY %main () -> f32[] {{\n{body}\n}}\n"
-  found = in_order(parse("v5e:1x8"), 8)
-  found = dataclasses.replace(found, topology=dataclasses.replace(found.topology, chip=CHIP))
-  mesh = make_mesh(data=8)
-  moved = host_traffic.transfers(hlo.parse(text))
-  return step_time.times(hlo.parse(text), collectives(text, mesh), found, CHIP, IDEAL, moved)
-
-
-START = """
-  %x = f32[1000,1000]{1,0} parameter(0)
-  %v = f32[1000]{0} parameter(1)
-"""
+from tests.planning.programs import GROUPS, PRODUCT, START, times
 
 
 def test_one_after_the_other():
