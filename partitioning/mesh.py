@@ -1,7 +1,7 @@
 """The device mesh: which device is where, also over several slices."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from partitioning.mesh_sizes import AXES, product_text
+from partitioning.ring_order import in_rings
 
 
 def make_mesh(
@@ -38,27 +39,28 @@ def make_mesh(
   types = (AxisType.Auto,) * len(AXES)
   _check_slices(devices, math.prod(over), slices or {})
   if math.prod(over) == 1:
-    grid = _placed(lambda **split: mesh_utils.create_device_mesh(shape, devices, **split))
-    return Mesh(grid, AXES, axis_types=types)
+    return Mesh(_placed(shape, devices), AXES, axis_types=types)
   within = [size // count for size, count in zip(shape, over, strict=True)]
   if devices[0].platform == "cpu":
     return Mesh(_grouped(devices, within, over), AXES, axis_types=types)
-  granule = {"process_is_granule": not hasattr(devices[0], "slice_index")}
-  grid = _placed(
-    lambda **split: mesh_utils.create_hybrid_device_mesh(within, over, devices, **granule, **split)
-  )
-  return Mesh(grid, AXES, axis_types=types)
+  number = "slice_index" if hasattr(devices[0], "slice_index") else "process_index"
+  by_slice = sorted(devices, key=lambda device: getattr(device, number))
+  each = len(devices) // math.prod(over)
+  slices_devices = [by_slice[start : start + each] for start in range(0, len(devices), each)]
+  placed = [device for one in slices_devices for device in _placed(within, one).flat]
+  return Mesh(_grouped(placed, within, over), AXES, axis_types=types)
 
 
-def _placed(place: Callable[..., np.ndarray]) -> np.ndarray:
-  """Returns devices in mesh order, each mesh axis taking complete axes of the torus.
+def _placed(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+  """Returns the devices of a slice in mesh order, each mesh axis taking axes of the torus.
 
   Where that is impossible (16 by 16 chips as 64 by 4), axes of the torus are split.
   """
   try:
-    return place()
+    grid = mesh_utils.create_device_mesh(shape, devices)
   except NotImplementedError:
-    return place(allow_split_physical_axes=True)
+    grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+  return in_rings(grid, AXES)
 
 
 def _check_slices(devices: Sequence[jax.Device], asked: int, slices: Mapping[str, int]) -> None:

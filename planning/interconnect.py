@@ -3,10 +3,13 @@
 V bytes over links of W bytes per second each way: an all-gather or reduce-scatter takes V/W, an
 all-reduce twice that, an all-to-all on a ring V/4W; a group that spans several axes of a torus
 sends along all of them, in both directions. Source: the scaling book, chapter on sharded matrices.
-A permute sends each array along one path: one direction of an axis, at half of W.
+Groups whose chips alternate along an axis share its links, since all groups communicate at the same
+time. A permute sends each array along one path: one direction of an axis, at half of W.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -47,8 +50,9 @@ class Wire:
     bandwidth: bytes per second that a device sends.
     hops: to the farthest device of the group.
     latency: additional seconds of a collective.
-    links: those of a device that a collective takes; collectives without a common one run at the
-      same time. `ICI 0+` is that of a torus' first dim, towards larger coordinates.
+    links: those that a collective takes, of all devices; collectives without a common one run at
+      the same time. `ICI 0+ 2,3` leads from the chip at (2, 3) along the torus' first dim, towards
+      larger coordinates.
   """
 
   network: str
@@ -79,15 +83,17 @@ class Places:
     if not self._in_the_torus(group):
       return self._switched(group)
     there = self.coordinates[group]
-    bandwidth, hops, links = 0.0, 0, set()
+    bandwidth, hops, dims = 0.0, 0, []
     for dim, (size, closed) in enumerate(self._dims()):
-      varied = len(np.unique(there[:, dim]))
-      if varied > 1:
-        ring = closed and varied == size
-        bandwidth += self.topology.chip.link_bandwidth * (1.0 if ring else 0.5)
-        hops += varied // 2 if ring else varied - 1
-        links |= {_link(dim, way) for way in (1, -1)}
-    return self._over(bandwidth, hops, links)
+      along = np.unique(there[:, dim])
+      if len(along) > 1:
+        # Between the group's chips are those of as many other groups, which use the same links.
+        apart = int(np.diff(along).max())
+        ring = closed and apart * len(along) == size
+        bandwidth += self.topology.chip.link_bandwidth * (1.0 if ring else 0.5) / apart
+        hops += apart * (len(along) // 2 if ring else len(along) - 1)
+        dims.append(dim)
+    return self._over(bandwidth, hops, _links_along(tuple(dims), self.topology.shape))
 
   def route(self, pairs: Sequence[tuple[int, int]]) -> Wire:
     """Returns the link by which pairs (source, target) of places send at the same time.
@@ -95,26 +101,28 @@ class Places:
     Each takes the shorter way around, dim after dim; the link that most of them pass is the
     slowest.
     """
-    ends = np.array([pair for pair in pairs if pair[0] != pair[1]])
-    if not self._in_the_torus(np.unique(ends)):
-      return self._switched(np.unique(ends))
+    ends = [pair for pair in pairs if pair[0] != pair[1]]
+    for pair in ends:
+      if not self._in_the_torus(np.array(pair)):
+        return self._switched(np.array(pair))
     passed: dict[tuple, int] = defaultdict(int)
-    hops, links = 0, set()
-    for source, target in self.coordinates[ends]:
-      at, length = [*map(int, source)], 0
+    hops = 0
+    for source, target in ends:
+      at, length = [*map(int, self.coordinates[source])], 0
+      where, target = self.slices[source], self.coordinates[target]
       for dim, (size, closed) in enumerate(self._dims()):
         away = int(target[dim]) - at[dim]
         if closed and not -size < 2 * away <= size:
           away -= size if away > 0 else -size
         way = 1 if away > 0 else -1
         for _ in range(abs(away)):
-          passed[*at, _link(dim, way)] += 1
-          links.add(_link(dim, way))
+          passed[where, _link(dim, way, at)] += 1
           at[dim] = (at[dim] + way) % size
         length += abs(away)
       hops = max(hops, length)
     most = max(passed.values(), default=1)
     one_way = self.topology.chip.link_bandwidth / 2
+    links = frozenset(link for _, link in passed)
     return self._over(one_way / most if links else 0.0, hops, links)
 
   def _in_the_torus(self, group: np.ndarray) -> bool:
@@ -124,10 +132,10 @@ class Places:
     """Yields the size of each dim of the torus, and whether it has wraparound links."""
     return zip(self.topology.shape, self.topology.wraps(), strict=True)
 
-  def _over(self, bandwidth: float, hops: int, links: set[str]) -> Wire:
+  def _over(self, bandwidth: float, hops: int, links: frozenset[str]) -> Wire:
     # The two devices of one chip need no link between chips.
     bandwidth = bandwidth or 2 * self.topology.chip.link_bandwidth
-    return Wire("ICI", bandwidth, max(hops, 1), links=frozenset(links or {"chip"}))
+    return Wire("ICI", bandwidth, max(hops, 1), links=links or frozenset({"chip"}))
 
   def _switched(self, group: np.ndarray) -> Wire:
     """Returns the link between devices that no torus connects."""
@@ -138,8 +146,15 @@ class Places:
     return Wire(chip.network, chip.link_bandwidth, 1, chip.latency, frozenset({chip.network}))
 
 
-def _link(dim: int, way: int) -> str:
-  return f"ICI {dim}{'+' if way > 0 else '-'}"
+def _link(dim: int, way: int, at: Sequence[int]) -> str:
+  return f"ICI {dim}{'+' if way > 0 else '-'} {','.join(map(str, at))}"
+
+
+@functools.cache
+def _links_along(dims: tuple[int, ...], shape: tuple[int, ...]) -> frozenset[str]:
+  """Returns all links of a torus along some of its dims, in both directions."""
+  every = itertools.product(dims, (1, -1), itertools.product(*map(range, shape)))
+  return frozenset(_link(dim, way, at) for dim, way, at in every)
 
 
 def in_order(topology: Topology, count: int) -> Places:

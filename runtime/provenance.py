@@ -34,6 +34,7 @@ NUMERICS = (
   "partitioning/dims.py",
   "partitioning/parallel",
   "partitioning/mesh.py",  # the order of devices is the order of sums
+  "partitioning/ring_order.py",  # likewise
   "partitioning/optimizer_state.py",
   "partitioning/place_optimizer.py",
   "partitioning/rules.py",

@@ -37,6 +37,13 @@ V5P = 180e9  # per axis of the torus
     ("v5p:2x2x2", range(8), 3 * V5P / 2, 3),  # too small to have rings
     ("v5e:4x4", range(4), 45e9, 3),
     ("v5e:16x16", range(16), 90e9, 8),
+    # Squares of 2 x 2: each side is a line of two. Their counterparts: every second chip of both
+    # axes, which are rings of eight with the links of two groups each.
+    ("v5e:16x16", [0, 1, 16, 17], 90e9, 2),
+    ("v5e:16x16", [16 * i + j for i in range(0, 16, 2) for j in range(0, 16, 2)], 90e9, 16),
+    # A fourth of a row, and the other three fourths' counterpart: columns, and every fourth chip.
+    ("v5e:16x16", range(4), 45e9, 3),
+    ("v5e:16x16", range(0, 256, 4), 90e9 * 5 / 4, 16),
     ("tpu7x:2x2x2", range(2), 200e9, 1),  # two devices of one chip
     ("tpu7x:2x2x2", range(4), 50e9, 1),
   ],
@@ -48,6 +55,11 @@ def test_a_group_uses_the_axes_that_it_spans(topology, group, bandwidth, hops):
 
 def links(*names):
   return frozenset(names)
+
+
+def along(link):
+  """Returns a link's dim and direction, without its chip."""
+  return link.rpartition(" ")[0] or link
 
 
 def test_slices_speak_over_the_slow_network():
@@ -90,13 +102,40 @@ def test_a_permute_goes_the_shorter_way_and_shares_the_links_on_it(
   topology, pairs, bandwidth, hops, taken
 ):
   wire = in_order(parse(topology), parse(topology).devices).route(pairs)
-  assert wire == Wire("ICI", bandwidth, hops, links=links(*taken))
+  assert (wire.network, wire.bandwidth, wire.hops) == ("ICI", bandwidth, hops)
+  assert {along(link) for link in wire.links} == {*taken}
 
 
 def test_groups_take_both_directions_of_the_axes_that_they_span():
   places = in_order(parse("v5p:4x4x4"), 64)
-  assert places.wire(range(4)).links == links("ICI 2+", "ICI 2-")
-  assert places.wire(range(16)).links == links("ICI 1+", "ICI 1-", "ICI 2+", "ICI 2-")
+  row, plane = places.wire(range(4)).links, places.wire(range(16)).links
+  assert {along(link) for link in row} == {"ICI 2+", "ICI 2-"}
+  assert {along(link) for link in plane} == {"ICI 1+", "ICI 1-", "ICI 2+", "ICI 2-"}
+  # Those of all groups at once: 64 chips, two directions.
+  assert (len(row), len(plane)) == (128, 256)
+
+
+def test_around_a_square_both_directions_run_at_the_same_time():
+  # Each chip has one neighbour along each axis: it sends forwards by the one, backwards by the
+  # other. In a line of four what leads back to its first chip takes the links of the other ring.
+  places = in_order(parse("v6e:16x16"), 256)
+
+  def rings(*chips):
+    return [places.route(around(chips, step)).links for step in (1, -1)]
+
+  forwards, backwards = rings(0, 1, 17, 16)
+  assert not forwards & backwards
+  assert len(forwards) == len(backwards) == 4
+  forwards, backwards = rings(0, 1, 2, 3)
+  assert forwards == backwards
+  assert not forwards & places.wire(range(0, 256, 16)).links  # columns
+
+
+def test_rings_within_slices_do_not_cross_them():
+  two = in_order(parse("v5e:2x2"), 8)
+  within = [*around([0, 1, 3, 2]), *around([4, 5, 7, 6])]
+  assert two.route(within).bandwidth == 45e9
+  assert two.route([*within, (0, 4)]).network == "DCN"
 
 
 @pytest.mark.parametrize(
