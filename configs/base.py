@@ -110,6 +110,9 @@ def _partitioning(model: str) -> ConfigDict:
       # Sequence parallelism: between blocks, split the sequence over tensor as well. By default
       # where mesh.tensor > 1 on TPUs and GPUs
       "sequence_parallel": config_dict.placeholder(bool),
+      # Its matmuls as rings, which send one chunk while they multiply another. By default on TPUs,
+      # where chunks are large enough
+      "collective_matmul": config_dict.placeholder(bool),
       "overrides": (),  # (("layers/mlp/up/kernel", (None, "fsdp", "tensor")), ...)
       # Limit on the replicated bytes of parameters and optimizer state per device; unset: none.
       "max_replicated_bytes": config_dict.placeholder(int),

@@ -39,6 +39,7 @@ class ActivationLayout:
     table: dim name -> mesh axes, for activations.
     parameters: likewise, for parameters: how kernels are sharded before they are used.
     gradient_dtype: in which the gradients of kernels are reduced by hand; None: that of matmuls.
+    collective_matmul: whether matmuls around a gathered or scattered sequence are rings.
     checking: True while the layout is checked: failures are recorded and not raised, so that one
       message has all of them. The traced code is the same either way.
     seen: the traced activations, in order, each once.
@@ -49,6 +50,7 @@ class ActivationLayout:
   parameters: Table = dataclasses.field(default_factory=dict)
   checking: bool = False
   gradient_dtype: jnp.dtype | None = None
+  collective_matmul: bool = False
   seen: list[Constraint] = dataclasses.field(default_factory=list)
 
   def axes(self) -> set[str]:
@@ -89,9 +91,12 @@ def activation_layout(
   parameters: Table | None = None,
   checking: bool = False,
   gradient_dtype: jnp.dtype | None = None,
+  collective_matmul: bool = False,
 ) -> Iterator[ActivationLayout]:
   """Sets the tables that shard arrays inside the block; yields the record of what is traced."""
-  layout = ActivationLayout(legend, table, parameters or {}, checking, gradient_dtype)
+  layout = ActivationLayout(
+    legend, table, parameters or {}, checking, gradient_dtype, collective_matmul
+  )
   token = _LAYOUT.set(layout)
   try:
     yield layout

@@ -206,7 +206,14 @@ def _of_activations(job: Job) -> Iterator[Term]:
   tokens = _tokens(job) / count
   width = tokens * config.model.model_size
   sums = count * (4 * layers + 2)
-  if config.partitioning.sequence_parallel:
+  if config.partitioning.collective_matmul:
+    why, parts = "the embedding, between blocks", sizes["tensor"]
+    for kind in ("reduce-scatter", "all-gather"):
+      yield Term(kind, ("tensor",), count, width, why, narrow)
+    runs = count * (10 * layers + 2) * (parts - 1)
+    why = "activations between blocks, while others are multiplied"
+    yield Term("collective-permute", ("tensor",), runs, width / parts, why, narrow, True)
+  elif config.partitioning.sequence_parallel:
     why = "activations between blocks"
     yield Term("reduce-scatter", ("tensor",), sums, width, f"{why}, scattered", narrow)
     gathers = count * (6 * layers + 2)

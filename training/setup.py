@@ -110,6 +110,7 @@ class Job:
         table,
         parameters=tables.parameters,
         gradient_dtype=None if reduced == "compute" else jnp.dtype(reduced),
+        collective_matmul=tables.collective_matmul,
       ),
       jax.default_matmul_precision(precision),
     ):

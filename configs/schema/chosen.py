@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from ml_collections import ConfigDict
 
-from configs.schema import axis_tables, decoder_checks
+from configs.schema import axis_tables, decoder_checks, matmul_checks
 from training.choices import Choice
 from training.tasks import TASKS
 
@@ -18,6 +18,9 @@ ACCELERATORS = ("tpu", "gpu")
 # What the logits of a chunk may take on a device, in the compute dtype.
 CHUNK_BYTES = 256 * 2**20
 _BYTES = {"bfloat16": 2, "float64": 8}
+# A device's part of the sequences, in tokens, that is worth sending in two halves while others are
+# multiplied: the rows of a matrix unit for each half.
+RING_TOKENS = 2 * 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +121,22 @@ def _sequence_parallel(
   return True, f"mesh.tensor={tensor}: what lies between blocks takes 1/{tensor} of the memory"
 
 
+def _collective_matmul(
+  config: ConfigDict, platform: str, sizes: Mapping[str, int]
+) -> tuple[bool, str]:
+  tensor = sizes.get("tensor", 1)
+  if config.model.name != "transformer" or tensor == 1:
+    return False, ""
+  if platform != "tpu":
+    return False, "measured for TPUs alone"
+  if why := matmul_checks.no_ring(config):
+    return False, why
+  tokens = own_tokens(config, sizes) // tensor
+  if tokens < RING_TOKENS:
+    return False, f"{tokens} tokens per device and part of the sequence, under {RING_TOKENS}"
+  return True, f"a matmul of {tokens} tokens hides the transfer of as many"
+
+
 RULES = (
   Rule(
     "training.attention_kernel",
@@ -140,5 +159,13 @@ RULES = (
     "norms and the saved residual are split instead of repeated (arXiv:2205.05198); as many bytes "
     "are sent",
     _sequence_parallel,
+  ),
+  Rule(
+    "partitioning.collective_matmul",
+    "true with sequence parallelism on TPUs, where a device's part of the sequence has at least "
+    f"{RING_TOKENS} tokens; else false, also with adapters and 8-bit matmuls",
+    "gathers and scatters of activations over `tensor` run while parts of them are multiplied "
+    "(Wang et al., ASPLOS 2023)",
+    _collective_matmul,
   ),
 )

@@ -1,4 +1,4 @@
-"""8-bit matmuls: which of their keys go together."""
+"""8-bit matmuls and collective matmuls: which of their keys go together."""
 
 from collections.abc import Iterator
 
@@ -12,11 +12,14 @@ CHOICES = {"training.matmul_dtype": DTYPES, "training.matmul_scaling": SCALINGS}
 
 
 def wrong(config: ConfigDict) -> Iterator[str]:
-  """Yields a line for each key of 8-bit matmuls that does not go with the others.
+  """Yields a line for each of these keys that does not go with the others.
 
   Args:
     config: finalized.
   """
+  split = "residual_sequence" in config.partitioning.activations
+  if config.partitioning.collective_matmul and split and (why := no_ring(config)):
+    yield f"partitioning.collective_matmul=True: {why}; leave it at False"
   dtype, scaling = config.training.matmul_dtype, config.training.matmul_scaling
   if scaling != "delayed" or dtype not in DTYPES:
     return
@@ -36,3 +39,21 @@ def wrong(config: ConfigDict) -> Iterator[str]:
       f"training.matmul_scaling=delayed: the reference model of the task {DPO} has no earlier "
       f"steps; set training.matmul_scaling=current"
     )
+
+
+def no_ring(config: ConfigDict) -> str:
+  """Returns why no matmul of a config can be a ring over a split sequence; "" if some can.
+
+  Args:
+    config: with everything else filled in.
+  """
+  if not config.partitioning.sequence_parallel:
+    return "partitioning.sequence_parallel is False, so that no sequence is gathered"
+  if config.training.matmul_dtype != "compute":
+    return (
+      f"training.matmul_dtype={config.training.matmul_dtype} rounds and gathers activations of its "
+      "own"
+    )
+  if config.lora.rank:
+    return f"lora.rank={config.lora.rank}: adapters read the gathered activation too"
+  return ""

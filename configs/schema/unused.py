@@ -81,7 +81,10 @@ _OF_TOKENS = {
   "training.loss_chunks": 1,
   "training.z_loss": 0.0,
 }
-_SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": False}
+_SEQUENCE_PARALLEL = {
+  "partitioning.sequence_parallel": False,
+  "partitioning.collective_matmul": False,
+}
 _READABLE = {**_COMPUTED, **_OF_TOKENS}
 MODELS = {"mlp": {**_COMPUTED, **_SEQUENCE_PARALLEL}}
 

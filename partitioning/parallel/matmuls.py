@@ -25,7 +25,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from partitioning.parallel import collectives
+from partitioning.constraints import automatic_layout
+from partitioning.parallel import collective_matmul, collectives
 from partitioning.parallel.eight_bit import Products
 from partitioning.parallel.sharded_function import (
   SEQUENCE_DIM,
@@ -97,20 +98,22 @@ def column_parallel(
   """
   sequence, width = sequence_axes(residual), split_over(residual.width)
 
+  def plain(x: jax.Array, *kernels: jax.Array) -> tuple[jax.Array, ...]:
+    triples = zip(inside, outputs, kernels, strict=True)
+    return tuple(jnp.einsum(f"{residual.inside},{ins}->{out}", x, k) for ins, out, k in triples)
+
   def matmuls(manual: bool, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     kernels, more = operands[: len(weights)], operands[len(weights) :]
     more, scalars = more[: len(updates.operands)], more[len(updates.operands) :]
     # Updates are of the activation itself; without any, it is gathered in 8 bits.
     if in_8_bits and not updates.kernels:
       results = in_8_bits(manual, x, kernels, scalars, sequence if manual else ())
+    elif manual and ring:
+      results = collective_matmul.gathered(plain, sequence, x, *kernels)
     else:
       if manual and sequence:
         x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
-      if in_8_bits:
-        results = in_8_bits(manual, x, kernels, scalars)
-      else:
-        triples = zip(inside, outputs, kernels, strict=True)
-        results = [jnp.einsum(f"{residual.inside},{ins}->{out}", x, k) for ins, out, k in triples]
+      results = in_8_bits(manual, x, kernels, scalars) if in_8_bits else plain(x, *kernels)
       results = updates.added(results, residual.inside, outputs, x, more)
     return [collectives.total(result, width) for result in results] if manual else results
 
@@ -118,6 +121,7 @@ def column_parallel(
   inside = [summed_last(weight.letters, residual.width) for weight in weights]
   updates = _Updates(weights, dropped, residual)
   in_8_bits, known = _eight_bit(weights, residual.inside, residual.between, outputs)
+  ring = _as_ring() and sequence and not (width or updates.kernels or in_8_bits)
   no_dims = [""] * len(known)
   return sharded(
     matmuls,
@@ -150,12 +154,14 @@ def row_parallel(
     The residual's update, between blocks.
   """
 
+  def plain(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array]:
+    return (jnp.einsum(f"{x_letters},{inside}->{residual.inside}", x, kernel),)
+
   def matmul(manual: bool, x: jax.Array, kernel, *operands) -> list[jax.Array]:
     operands, scalars = operands[: len(updates.operands)], operands[len(updates.operands) :]
-    if in_8_bits:
-      [out] = in_8_bits(manual, x, [kernel], scalars)
-    else:
-      out = jnp.einsum(f"{x_letters},{inside}->{residual.inside}", x, kernel)
+    if manual and ring:
+      return [collective_matmul.scattered(plain, sequence, x, kernel)]
+    [out] = in_8_bits(manual, x, [kernel], scalars) if in_8_bits else plain(x, kernel)
     [out] = updates.added([out], x_letters, [residual.inside], x, operands)
     return [reduce_partial(out, axes, sequence) if manual else out]
 
@@ -167,6 +173,7 @@ def row_parallel(
   axes, sequence = split_over(summed), sequence_axes(residual)
   updates = _Updates([weight], dropped, residual)
   in_8_bits, known = _eight_bit([weight], x_letters, x_letters, [residual.inside])
+  ring = _as_ring() and axes and axes == sequence and not (updates.kernels or in_8_bits)
   no_dims = [""] * len(known)
   [out] = sharded(
     matmul,
@@ -180,6 +187,11 @@ def row_parallel(
     stored_kernels=[1] if in_8_bits else (),
   )
   return out
+
+
+def _as_ring() -> bool:
+  """Returns whether gathers and scatters along the sequence are parts of the matmuls."""
+  return automatic_layout()[0].collective_matmul
 
 
 def _eight_bit(

@@ -80,6 +80,7 @@ ROWS = {
     "training.loss_chunks": 2,
     "training.attention_kernel": "splash",
     "partitioning.sequence_parallel": True,
+    "partitioning.collective_matmul": True,
   },
   ACCEPT: {
     "optimizer.learning_rate": 0.5,

@@ -42,6 +42,7 @@ INVOLUNTARY = "nvoluntary full rematerialization"  # XLA says so on stderr, whil
 MUON = {"optimizer.name": "muon"}
 SOAP = {"optimizer.name": "soap"}
 SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": True}
+COLLECTIVE_MATMUL = {**SEQUENCE_PARALLEL, "partitioning.collective_matmul": True}
 MICROBATCHES = {"training.gradient_accumulation_steps": 2}
 # Title -> file of configs/, and what is set beside it.
 STRATEGIES = {
@@ -54,6 +55,11 @@ STRATEGIES = {
   "dp4_tp2, sequence-parallel": ("dp4_tp2", SEQUENCE_PARALLEL),
   "dp2_fsdp2_tp2": ("dp2_fsdp2_tp2", {}),
   "dp2_fsdp2_tp2, sequence-parallel": ("dp2_fsdp2_tp2", SEQUENCE_PARALLEL),
+  "dp4_tp2, collective matmul": ("dp4_tp2", COLLECTIVE_MATMUL),
+  "fsdp=2 x tensor=4, collective matmul": (
+    "single",
+    {"mesh.fsdp": 2, "mesh.tensor": 4, **COLLECTIVE_MATMUL},
+  ),
   "dp8, 2 microbatches": ("dp8", MICROBATCHES),
   "dp4_tp2, sequence-parallel, 2 microbatches": (
     "dp4_tp2",

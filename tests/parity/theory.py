@@ -127,7 +127,15 @@ TERMS = (
     "m * (4 * L + 2)",
     "m * (4 * L + 2) * b * T * D",
     "The same sums; each device keeps its part of the sequence.",
-    only="sequence_parallel",
+    only="sequence_parallel and not collective_matmul",
+  ),
+  Term(
+    "reduce-scatter",
+    ("tensor",),
+    "m",
+    "m * b * T * D",
+    "With collective matmuls: of the embedding alone.",
+    only="collective_matmul",
   ),
   Term(
     "all-gather",
@@ -136,7 +144,24 @@ TERMS = (
     "m * (6 * L + 2) * b * T * D",
     "The inputs of both blocks and of the logits, and the gradients of the outputs of embedding "
     "and blocks. Inputs of blocks are saved sharded and gathered again in the backward pass.",
-    only="sequence_parallel",
+    only="sequence_parallel and not collective_matmul",
+  ),
+  Term(
+    "all-gather",
+    ("tensor",),
+    "m",
+    "m * b * T * D",
+    "With collective matmuls: the gradient of the embedding's output.",
+    only="collective_matmul",
+  ),
+  Term(
+    "collective-permute",
+    ("tensor",),
+    "m * (10 * L + 2) * (t - 1) * h",
+    "m * (10 * L + 2) * (t - 1) / t * b * T * D",
+    "The other gathers and scatters as rings: t - 1 times a device passes on its part of the "
+    "sequence, in h halves, one for each direction. h is 1 where t is 2, or the part is odd.",
+    only="collective_matmul",
   ),
   Term(
     "all-reduce",
@@ -272,6 +297,8 @@ def letters(job: Job) -> dict[str, int]:
     "b": config.data.global_batch_size // (d * f * m),
     "W": D * H * (2 * N // t + 2 * k) + 3 * D * F // t,
     "sequence_parallel": tables.sequence_parallel,
+    "collective_matmul": tables.collective_matmul,
+    "h": 1 if t == 2 or config.data.sequence_length // (c * t) % 2 else 2,
     "zero_1": zero_1,
     **{"e": e, "x": x, "y": y, "z": z, "u": u, "v": v, "w": w},
     **{"i": i, "j": j, "r": r},

@@ -37,7 +37,11 @@ def test_a_small_decoder_on_eight_chips(main, tmp_path):
 def test_sequence_parallel_regions_have_true_reduce_scatters(main, tmp_path):
   arguments = ["--config=configs/dp4_tp2.py", "--topology=v5e:4x2"]
   code, out, found = plan(
-    main, tmp_path, *arguments, "--config.partitioning.sequence_parallel=true"
+    main,
+    tmp_path,
+    *arguments,
+    "--config.partitioning.sequence_parallel=true",
+    "--config.partitioning.collective_matmul=false",
   )
   assert code == 0, out
   count = {"reduce-scatter": 0, "all-gather": 0}

@@ -55,6 +55,7 @@ def test_what_was_set_is_not_chosen():
     "training.loss_chunks": 2,
     "partitioning.sequence_parallel": False,
     "training.attention_kernel": "xla",
+    "partitioning.collective_matmul": False,
   }
   config, found = choices(*V6E, **given, **{"data.global_batch_size": 256})
   assert found == {}
@@ -108,12 +109,39 @@ def test_regions_are_left_out_where_they_are_impossible(sizes, overrides, why):
   assert found["partitioning.sequence_parallel"].why == why
 
 
+@pytest.mark.parametrize(
+  ("case", "overrides", "ring", "why"),
+  [
+    (V6E, {}, True, "a matmul of 8192 tokens hides the transfer of as many"),
+    (V6E, {"data.sequence_length": 512}, True, "a matmul of 512 tokens"),
+    (V6E, {"data.sequence_length": 256}, False, "256 tokens per device and part of the sequence"),
+    (V6E, {"lora.rank": 4}, False, "lora.rank=4: adapters read the gathered activation too"),
+    (V6E, {"training.matmul_dtype": "int8"}, False, "training.matmul_dtype=int8 rounds and"),
+    (
+      V6E,
+      {"partitioning.sequence_parallel": False},
+      False,
+      "partitioning.sequence_parallel is False, so that no sequence is gathered",
+    ),
+    (("model=llama3_8b", "gpu", {"tensor": 4}), {}, False, "measured for TPUs alone"),
+    (("model=llama3_8b", "cpu", {"tensor": 4}), {}, False, "measured for TPUs alone"),
+    (V5P, {}, False, ""),
+  ],
+)
+def test_matmuls_are_rings_where_chunks_are_large_enough(case, overrides, ring, why):
+  config, found = choices(*case, **{"data.global_batch_size": 256, **overrides})
+  assert config.partitioning.collective_matmul is ring
+  said = found.get("partitioning.collective_matmul")
+  assert said.why.startswith(why) if why else said is None
+
+
 @pytest.mark.parametrize("recipe", ["mlp", "mlp_tutorial"])
 def test_other_models_have_nothing_of_a_decoder(recipe):
   for platform in ("cpu", "gpu", "tpu"):
     config, found = choices(recipe, platform, {"tensor": 2})
     assert (config.training.loss_chunks, config.training.attention_kernel) == (1, "xla")
     assert config.partitioning.sequence_parallel is False
+    assert config.partitioning.collective_matmul is False
     assert found == {}
 
 

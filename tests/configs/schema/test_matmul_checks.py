@@ -41,6 +41,22 @@ def test_refused_with_the_key(recipe, overrides, said):
 
 
 @pytest.mark.parametrize(
+  ("overrides", "said"),
+  [
+    ({}, "partitioning.sequence_parallel is False, so that no sequence is gathered; leave it at F"),
+    (
+      {"partitioning.sequence_parallel": True, "training.matmul_dtype": "int8"},
+      "training.matmul_dtype=int8 rounds and gathers",
+    ),
+    ({"partitioning.sequence_parallel": True, "lora.rank": 4}, "lora.rank=4: adapters read the"),
+  ],
+)
+def test_a_collective_matmul_of_nothing_is_refused(overrides, said):
+  with pytest.raises(ValueError, match=f"partitioning.collective_matmul=True: {said}"):
+    finalized("lm", **{"partitioning.collective_matmul": True, **overrides})
+
+
+@pytest.mark.parametrize(
   ("dtype", "chip", "said"),
   [
     (

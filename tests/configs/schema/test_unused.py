@@ -62,6 +62,7 @@ SGD = {"optimizer.name": "sgd"}
       "training.rematerialization='full': the model mlp does not use it; leave it at 'none'",
     ),
     ("mlp", {"partitioning.sequence_parallel": True}, "the model mlp does not use it"),
+    ("mlp", {"partitioning.collective_matmul": True}, "the model mlp does not use it"),
     (
       "mlp",
       {"evaluation.sample_tokens": 9},

@@ -1,0 +1,185 @@
+"""Collective matmuls: beside NumPy, beside one device, what they send, and mutations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from partitioning.parallel import collective_matmul
+from partitioning.parallel.collective_matmul import gathered, scattered
+from tests.parity.comparison import (
+  FEATURES,
+  MESHES,
+  SEQUENCE_PARALLEL,
+  assert_equal,
+  reference,
+  train,
+)
+
+RING = {**SEQUENCE_PARALLEL, "partitioning.collective_matmul": True}
+B, D, F, G = 2, 5, 7, 3
+SEQUENCE = PartitionSpec(None, "tensor")
+EVERYWHERE = PartitionSpec()
+
+
+def column(x, up, gate):
+  """Two products of one activation."""
+  return jnp.einsum("btd,fd->btf", x, up), jnp.einsum("btd,gd->btg", x, gate)
+
+
+def row(x, down):
+  """A device's partial sums."""
+  return (jnp.einsum("btf,fd->btd", x, down),)
+
+
+def normal(seed, *shape):
+  """Random numbers in float64."""
+  return np.random.default_rng(seed).normal(size=shape)
+
+
+def on_ring(devices, function, in_specs, out_specs):
+  """Returns the function, compiled for a ring of so many devices."""
+  mesh = Mesh(np.array(jax.devices()[:devices]), ("tensor",))
+  region = jax.shard_map(
+    function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+  )
+  return jax.jit(region)
+
+
+# Devices and tokens of each: both ways, one way (two devices; an odd number of tokens), and alone.
+RINGS = [(4, 6), (8, 2), (2, 4), (4, 3), (8, 1), (1, 4)]
+
+
+@pytest.mark.parametrize(("devices", "tokens"), RINGS)
+def test_gathered_and_its_gradients_are_numpys(devices, tokens):
+  # Each device has kernels of its own: a column-parallel weight is split along its outputs.
+  with jax.enable_x64(True):
+    x = normal(0, B, devices * tokens, D)
+    up, gate = normal(1, devices * F, D), normal(2, devices * G, D)
+    d_up, d_gate = normal(3, B, devices * tokens, devices * F), normal(4, *x.shape[:2], devices * G)
+
+    def both(x, up, gate, d_up, d_gate):
+      results, back = jax.vjp(lambda *given: gathered(column, ("tensor",), *given), x, up, gate)
+      return results, back((d_up, d_gate))
+
+    outputs, kernel = PartitionSpec(None, None, "tensor"), PartitionSpec("tensor")
+    specs = (SEQUENCE, kernel, kernel, outputs, outputs)
+    results, gradients = on_ring(devices, both, specs, ((outputs, outputs), specs[:3]))(
+      x, up, gate, d_up, d_gate
+    )
+  for ours, numpys in zip(
+    (*results, *gradients),
+    (
+      *(x @ up.T, x @ gate.T, d_up @ up + d_gate @ gate),
+      *(np.einsum("btf,btd->fd", d_up, x), np.einsum("btg,btd->gd", d_gate, x)),
+    ),
+    strict=True,
+  ):
+    np.testing.assert_allclose(ours, numpys, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("devices", "tokens"), RINGS)
+def test_scattered_and_its_gradients_are_numpys(devices, tokens):
+  # A row-parallel weight is split along the contracted dim, and so is the activation.
+  with jax.enable_x64(True):
+    x, down = normal(0, B, devices * tokens, devices * F), normal(1, devices * F, D)
+    d_out = normal(2, B, devices * tokens, D)
+
+    def both(x, down, d_out):
+      result, back = jax.vjp(lambda *given: scattered(row, ("tensor",), *given), x, down)
+      return result, back(d_out)
+
+    specs = (PartitionSpec(None, None, "tensor"), PartitionSpec("tensor"), SEQUENCE)
+    result, gradients = on_ring(devices, both, specs, (SEQUENCE, specs[:2]))(x, down, d_out)
+  wanted = x @ down, d_out @ down.T, np.einsum("btf,btd->fd", x, d_out)
+  for ours, numpys in zip((result, *gradients), wanted, strict=True):
+    np.testing.assert_allclose(ours, numpys, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("devices", "tokens"), RINGS)
+def test_half_of_each_chunk_goes_each_way(devices, tokens):
+  x = np.zeros((B, devices * tokens, D), np.float32)
+  function = on_ring(
+    devices,
+    lambda x: gathered(lambda x: (x,), ("tensor",), x)[0],
+    (SEQUENCE,),
+    EVERYWHERE,
+  )
+  text = str(jax.make_jaxpr(function)(x))
+  ways = {1: 0, 2: 1, 4: 2, 8: 2}[devices] if tokens % 2 == 0 else 1
+  assert text.count("ppermute[") == ways * (devices - 1)
+  assert text.count(f"f32[{B},{tokens // max(ways, 1)},{D}] = ppermute[") == ways * (devices - 1)
+  for way in (1, -1)[:ways]:
+    pairs = tuple((i, (i + way) % devices) for i in range(devices))
+    assert text.replace(" ", "").count(f"perm={pairs}".replace(" ", "")) >= devices - 1
+
+
+@pytest.mark.parametrize(
+  ("mesh", "chunks"),
+  [("data4_tensor2", 1), ("fsdp2_tensor4", 2), ("tensor8", 1)],
+)
+def test_trains_as_one_device_does(mesh, chunks):
+  # 12, 6 and 3 tokens in a chunk: one way, both ways, one way.
+  ours = train("lm", "float64", {**MESHES[mesh], **RING, "training.loss_chunks": chunks})
+  assert "collective-permute" in ours.trained.text
+  assert_equal(ours, reference("lm", "float64"), "float64")
+
+
+@pytest.mark.long
+def test_rematerialization_accumulation_and_tied_embeddings():
+  more = {"training.gradient_accumulation_steps": 2, "training.loss_chunks": 2}
+  ours = train("lm", "float64", {**FEATURES, **MESHES["fsdp2_tensor4"], **RING, **more})
+  assert "collective-permute" in ours.trained.text
+  assert_equal(ours, reference("lm", "float64", featured=True), "float64")
+
+
+@pytest.mark.long
+def test_a_residual_that_is_split_over_its_width_too_has_no_ring_of_columns():
+  # Its products are partial sums over the axis of the width, which `scattered` may still reduce.
+  tables = {"model": ("context",), "sequence": (), "residual_sequence": ()}
+  ours = train(
+    "lm",
+    "float64",
+    {
+      **{"mesh.data": 2, "mesh.context": 2, "mesh.tensor": 2, **RING},
+      **{f"partitioning.activations.{name}": axes for name, axes in tables.items()},
+    },
+  )
+  assert_equal(ours, reference("lm", "float64"), "float64")
+
+
+def without_the_last_chunk(monkeypatch):
+  """The ring ends one device early."""
+  update = jax.lax.dynamic_update_slice_in_dim
+  calls = []
+
+  def some(whole, new, start, axis):
+    calls.append(start)
+    return whole if len(calls) % 8 == 0 else update(whole, new, start, axis)
+
+  monkeypatch.setattr(jax.lax, "dynamic_update_slice_in_dim", some)
+
+
+def under_the_wrong_owner(monkeypatch):
+  """Chunks count as those of the other direction's devices."""
+  sent = collective_matmul._sent
+  monkeypatch.setattr(collective_matmul, "_sent", lambda x, axes, way: sent(x, axes, -way))
+
+
+def sums_left_behind(monkeypatch):
+  """Sums are not passed on."""
+  monkeypatch.setattr(collective_matmul, "_sent", lambda x, axes, way: x)
+
+
+@pytest.mark.parametrize(
+  "mutation", [without_the_last_chunk, under_the_wrong_owner, sums_left_behind]
+)
+@pytest.mark.parametrize(
+  "test",
+  [test_gathered_and_its_gradients_are_numpys, test_scattered_and_its_gradients_are_numpys],
+)
+def test_mutations_are_caught(mutation, test, monkeypatch):
+  mutation(monkeypatch)
+  with pytest.raises(AssertionError):
+    test(4, 6)
