@@ -17,6 +17,7 @@ from processes.watchdog import ENDING, EVALUATION, STARTING, Watchdog
 from training import callbacks, reference, restore
 from training.bad_steps import BadStepError, BadSteps
 from training.callbacks import CALLBACKS, Callback
+from training.due import Due
 from training.evaluation import Evaluation, Evaluator, is_logged
 from training.metrics import device_probe, log_schedule
 from training.metrics.console import ProgressLine, duration, say, warn
@@ -122,7 +123,7 @@ class Run:
     self.state, self.done, self.stopped = start.state, start.step, False
     self._job, self._config, self._data, self._start = job, job.config, data, start
     self._workdir, self._watch, self._started = workdir, watch, started
-    self._callbacks = called
+    self._callbacks, self._due = called, Due(job.config)
     self._saver = Saver(start, resume_policy.plain(job.config), watch)
     self._bad_steps = BadSteps(job.config, start.known, start.step)
     self._schedule = LogSchedule(job.config, start.known, start.step)
@@ -266,14 +267,14 @@ class Run:
 
   def _report(self, due: list[tuple[int, dict[str, float]]]) -> None:
     """Writes and shows the metrics of steps."""
-    steps, meter, batches = self._config.training.steps, self._meter, self._batches
+    meter, batches = self._meter, self._batches
     for number, values in due:
       if not self._measuring:
         self._measuring = True
         meter.start(number, batches.wait_seconds)
         seconds = time.monotonic() - self._started
         self._progress.note(f"first step finished {seconds:.1f} s after the command was given")
-      if number == 1 or _due(number, self._config.metrics.every_steps) or number == steps:
+      if self._due.metrics(number):
         values.update(meter.lap(number, batches.wait_seconds), **self._pace.numbers())
         self._writer.write(number, values)
         self._progress.update(number, meter.text(number, values))
@@ -312,7 +313,7 @@ class Run:
 
   def evaluation_due(self) -> bool:
     """Returns whether the state is to be evaluated."""
-    return self._last() or _due(self.done, self._config.evaluation.every_steps)
+    return self._due.evaluation(self.done)
 
   def evaluate(self) -> Evaluation | None:
     """Evaluates and logs the result; None if the run is stopped.
@@ -320,13 +321,8 @@ class Run:
     Raises:
       BadStepError: a metric is not finite: the parameters are unusable.
     """
-    keys = self._config.evaluation
     with self._meter.paused(), self._goodput.within("evaluation"):
-      found = self._evaluator.of_state(
-        self.state,
-        steps=keys.final_steps if self._last() else keys.steps,
-        ranking_steps=keys.steps if keys.every_steps else 0,
-      )
+      found = self._evaluator.of_state(self.state, **self._due.evaluation_batches(self.done))
       if found is None:
         self.stopped = True
       elif why := found.bad():
@@ -350,10 +346,7 @@ class Run:
       self._writer.write_times(self.done, self._goodput.line())
 
   def _save_due(self) -> bool:
-    keys = self._config.checkpoint
-    if self._last() or self._saver.retry or _due(self.done, keys.every_steps):
-      return True
-    return self.evaluation_due() and bool(keys.keep_best)
+    return self._saver.retry or self._due.save(self.done)
 
   def _save(self, evaluation: Evaluation | None) -> None:
     ranked_by = {}
@@ -397,10 +390,3 @@ class Run:
       f"{duration(self._meter.seconds)}, evaluation apart; "
       f"{100 * self._meter.wait_share:.2f} % of it waiting for data\n{self._goodput.text()}"
     )
-
-  def _last(self) -> bool:
-    return self.done == self._config.training.steps
-
-
-def _due(step: int, every: int) -> bool:
-  return every > 0 and step % every == 0

@@ -4,7 +4,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from checkpointing.checkpointer import Checkpointer
 from training.setup import Job
+from training.state import State
 
 CONFIG = {"seed": 0, "mesh": {"data": 8}}
 RECORD = {"versions": {"jax": "1"}}
@@ -24,6 +26,15 @@ def abstract(job: Job) -> dict:
       job.state_shardings,
     )
   )
+
+
+def moved(folder, step: int, state: State, job: Job) -> State:
+  """Saves a state after a step, and returns it as restored for a job on another mesh."""
+  with Checkpointer(folder) as checkpointer:
+    checkpointer.save(step, tree_of(state), config=CONFIG, record=RECORD)
+  with Checkpointer(folder, read_only=True) as checkpointer:
+    _, tree = checkpointer.restore(abstract(job))
+  return State(**tree)
 
 
 def random_tree(job: Job, step: int) -> dict:

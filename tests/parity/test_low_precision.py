@@ -9,9 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from checkpointing.checkpointer import Checkpointer
 from partitioning.rules import LayoutError, named_leaves
-from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
+from tests.checkpointing.states import moved
 from tests.helpers.flips import altered
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.budgets import INVOLUNTARY, STRATEGIES, Step, said_while
@@ -115,11 +114,8 @@ def test_an_update_sends_nothing_but_what_zero_1_gathers(mesh):
 def test_it_is_saved_and_resumes_on_another_mesh_to_the_bit(tmp_path):
   one, other = "dp8, ZeRO-1", "dp2_fsdp2_tp2"
   state = take(one, first_state(compiled(one)[0]), STEPS - 1)
-  with Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(STEPS - 1, tree_of(state), config=CONFIG, record=RECORD)
-  with Checkpointer(tmp_path, read_only=True) as checkpointer:
-    _, tree = checkpointer.restore(abstract(compiled(other)[0]))
-  assert_same_bits(on_host(take(other, State(**tree), 1)), trained("single"))
+  state = moved(tmp_path, STEPS - 1, state, compiled(other)[0])
+  assert_same_bits(on_host(take(other, state, 1)), trained("single"))
 
 
 @pytest.mark.long

@@ -5,13 +5,11 @@ from collections import defaultdict
 import jax
 import pytest
 
-from checkpointing.checkpointer import Checkpointer
 from planning import analytic
-from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
+from tests.checkpointing.states import moved
 from tests.parity.budgets import INVOLUNTARY, MUON, UPDATES, Step, job_of
 from tests.parity.theory import theory, theory_of_muon
 from tests.parity.updates import Updates, assert_equal, on_host
-from training.state import State
 
 MESHES = [name for name in UPDATES if name != "dp8"]  # of which a complete step is compiled
 RUNS = Updates(tuple(MUON.items()), steps=2)
@@ -62,9 +60,6 @@ def test_the_state_has_one_number_for_each_of_muons_parameters(mesh):
 def test_muon_is_saved_and_resumes_on_another_mesh(tmp_path):
   with jax.enable_x64(True):
     state = RUNS.take("fsdp8", RUNS.first("fsdp8"), RUNS.steps - 1)
-    with Checkpointer(tmp_path) as checkpointer:
-      checkpointer.save(RUNS.steps - 1, tree_of(state), config=CONFIG, record=RECORD)
-    with Checkpointer(tmp_path, read_only=True) as checkpointer:
-      _, tree = checkpointer.restore(abstract(RUNS.compiled("tp8")[0]))
-    resumed = on_host(RUNS.take("tp8", State(**tree), 1))
+    state = moved(tmp_path, RUNS.steps - 1, state, RUNS.compiled("tp8")[0])
+    resumed = on_host(RUNS.take("tp8", state, 1))
   assert_equal(resumed, RUNS.trained("single"))

@@ -3,17 +3,13 @@
 import functools
 
 import jax
-import numpy as np
 import pytest
 
-from checkpointing.checkpointer import Checkpointer
-from partitioning.rules import named_leaves
-from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
+from tests.checkpointing.states import moved
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.budgets import Step
 from tests.parity.theory import theory
-from training.parity import BOUNDS
-from training.state import State
+from tests.parity.updates import assert_equal, on_host
 
 STEPS = 3
 KEYS = {
@@ -41,11 +37,6 @@ def take(strategy, state, count):
   return state
 
 
-def on_host(state):
-  leaves = named_leaves(jax.device_get({"params": state.params, "optimizer": state.optimizer}))
-  return {name: x for name, x in leaves.items() if x.dtype == np.float64}
-
-
 @functools.cache
 def trained(strategy):
   """Returns parameters and optimizer state after three steps, on the host."""
@@ -53,23 +44,13 @@ def trained(strategy):
     return on_host(take(strategy, first_state(job_of(strategy)[0]), STEPS))
 
 
-def assert_equal(ours, wanted):
-  """Compares each tensor by its relative L2 distance."""
-  assert ours.keys() == wanted.keys()
-  far = {n: np.linalg.norm(ours[n] - x) / np.linalg.norm(x) for n, x in wanted.items()}
-  assert {name: d for name, d in far.items() if not d <= BOUNDS["float64"]} == {}
-
-
 @pytest.mark.long
 def test_a_mesh_trains_as_one_device_and_a_run_resumes_on_it(tmp_path):
   assert_equal(trained("dp2_fsdp2_tp2"), trained("single"))
   with jax.enable_x64(True):
     state = take("single", first_state(job_of("single")[0]), STEPS - 1)
-    with Checkpointer(tmp_path) as checkpointer:
-      checkpointer.save(STEPS - 1, tree_of(state), config=CONFIG, record=RECORD)
-    with Checkpointer(tmp_path, read_only=True) as checkpointer:
-      _, tree = checkpointer.restore(abstract(job_of("dp2_fsdp2_tp2")[0]))
-    resumed = on_host(take("dp2_fsdp2_tp2", State(**tree), 1))
+    state = moved(tmp_path, STEPS - 1, state, job_of("dp2_fsdp2_tp2")[0])
+    resumed = on_host(take("dp2_fsdp2_tp2", state, 1))
   assert_equal(resumed, trained("single"))
 
 

@@ -6,12 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from checkpointing.checkpointer import Checkpointer
 from partitioning.rules import named_leaves
-from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
+from tests.checkpointing.states import moved
 from tests.helpers.jobs import first_state, host_batch, make_job, place
-from training.parity import BOUNDS
-from training.state import State
+from tests.parity.updates import assert_equal, on_host
 
 STEPS = 3
 KEYS = {
@@ -54,23 +52,6 @@ def trained(strategy):
     return on_host(take(strategy, first_state(job_of(strategy)[0]), STEPS))
 
 
-def on_host(state):
-  """Returns name -> array of floats."""
-  leaves = named_leaves(jax.device_get({"params": state.params, "optimizer": state.optimizer}))
-  return {name: x for name, x in leaves.items() if x.dtype == np.float64}
-
-
-def assert_equal(ours, wanted):
-  """Compares each tensor by its relative L2 distance."""
-  assert ours.keys() == wanted.keys()
-  far = {
-    name: np.linalg.norm(ours[name] - x) / max(np.linalg.norm(x), 1e-30)
-    for name, x in wanted.items()
-    if not np.array_equal(ours[name], x)
-  }
-  assert {name: d for name, d in far.items() if not d <= BOUNDS["float64"]} == {}
-
-
 @pytest.mark.parametrize("strategy", ["dp8", "fsdp8", "dp4_tp2"])
 def test_factored_state_is_sharded_as_what_is_left_of_its_parameter(strategy):
   job = prepared(strategy)
@@ -93,9 +74,6 @@ def test_adafactor_trains_as_on_one_device(strategy):
 def test_adafactor_is_saved_and_resumes_on_another_mesh(tmp_path):
   with jax.enable_x64(True):
     state = take("fsdp8", first_state(job_of("fsdp8")[0]), STEPS - 1)
-    with Checkpointer(tmp_path) as checkpointer:
-      checkpointer.save(STEPS - 1, tree_of(state), config=CONFIG, record=RECORD)
-    with Checkpointer(tmp_path, read_only=True) as checkpointer:
-      _, tree = checkpointer.restore(abstract(job_of("dp4_tp2")[0]))
-    resumed = on_host(take("dp4_tp2", State(**tree), 1))
+    state = moved(tmp_path, STEPS - 1, state, job_of("dp4_tp2")[0])
+    resumed = on_host(take("dp4_tp2", state, 1))
   assert_equal(resumed, trained("single"))

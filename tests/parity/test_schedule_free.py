@@ -6,14 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from checkpointing.checkpointer import Checkpointer
 from partitioning.rules import named_leaves
 from planning import analytic
-from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
+from tests.checkpointing.states import moved
 from tests.helpers.jobs import first_state, make_job
 from tests.parity.budgets import INVOLUNTARY, Step, job_of, said_while
 from tests.parity.theory import theory
-from training.parity import BOUNDS
+from tests.parity.updates import assert_equal
 from training.state import State
 
 STEPS = 3
@@ -74,13 +73,6 @@ def on_host(state, point):
   return {name: x for name, x in leaves.items() if x.dtype == np.float64}
 
 
-def assert_equal(ours, wanted):
-  """Compares each tensor by its relative L2 distance."""
-  assert ours.keys() == wanted.keys()
-  far = {n: np.linalg.norm(ours[n] - x) / np.linalg.norm(x) for n, x in wanted.items()}
-  assert {name: d for name, d in far.items() if not d <= BOUNDS["float64"]} == {}
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 def test_it_trains_as_on_one_device_and_its_state_is_sharded_as_the_parameters(mesh):
   assert_equal(trained(mesh), trained("single"))
@@ -111,9 +103,6 @@ def test_only_zero_1_sends_something_the_iterates_and_the_updated_parameters(mes
 def test_it_is_saved_and_resumes_on_another_mesh(tmp_path):
   with jax.enable_x64(True):
     state, _ = take("fsdp8", first_state(compiled("fsdp8")[0]), STEPS - 1)
-    with Checkpointer(tmp_path) as checkpointer:
-      checkpointer.save(STEPS - 1, tree_of(state), config=CONFIG, record=RECORD)
-    with Checkpointer(tmp_path, read_only=True) as checkpointer:
-      _, tree = checkpointer.restore(abstract(compiled("dp2_fsdp2_tp2")[0]))
-    resumed = on_host(*take("dp2_fsdp2_tp2", State(**tree), 1))
+    state = moved(tmp_path, STEPS - 1, state, compiled("dp2_fsdp2_tp2")[0])
+    resumed = on_host(*take("dp2_fsdp2_tp2", state, 1))
   assert_equal(resumed, trained("single"))

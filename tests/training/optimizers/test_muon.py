@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from partitioning.rules import named_leaves
-from tests.helpers.jobs import first_state, make_job
+from tests.helpers.jobs import make_job
+from tests.helpers.optimizer_updates import updated
 from training.optimizers import muon
 
 RATE, DECAY, MOMENTUM = 8e-3, 0.1, 0.9
@@ -27,21 +28,12 @@ def job_of(arguments="", **overrides):
 
 def taken(job, count):
   """Returns the parameters before and after steps, and the gradients of each, by name."""
-  random, state, given = np.random.default_rng(0), first_state(job), []
-  params, optimizer = state.params, state.optimizer
-  before = named_leaves(jax.device_get(params))
-
-  @jax.jit
-  def update(grads, optimizer, params):
-    with jax.numpy_dtype_promotion("standard"):
-      updates, optimizer = job.program.optimizer.update(grads, optimizer, params)
-      return optimizer, optax.apply_updates(params, updates)
-
-  for _ in range(count):
-    grads = jax.tree.map(lambda x: random.standard_normal(x.shape).astype(np.float32), params)
-    given.append(named_leaves(grads))
-    optimizer, params = update(grads, optimizer, params)
-  return before, named_leaves(jax.device_get(params)), given
+  random = np.random.default_rng(0)
+  grads = [
+    jax.tree.map(lambda x: random.standard_normal(x.shape).astype(np.float32), job.state.params)
+    for _ in range(count)
+  ]
+  return *updated(job, grads), [named_leaves(one) for one in grads]
 
 
 def orthogonal(matrix):

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from partitioning.rules import named_leaves
-from tests.helpers.jobs import first_state, make_job
+from tests.helpers.jobs import make_job
+from tests.helpers.optimizer_updates import updated
 from training.optimizer import decayed
 from training.optimizers.soap import eigenvectors, iterated
 
@@ -29,22 +30,12 @@ def taken(arguments, noise=0.0, grouped=False):
   """Returns the parameters before and after the steps, and the gradients of each, by name."""
   with jax.enable_x64(True):
     job = job_of("" if grouped else arguments, **FLOAT64, **(of_mlp(arguments) if grouped else {}))
-    random, state, given = np.random.default_rng(0), first_state(job), []
-    params, optimizer = state.params, state.optimizer
-    before = named_leaves(jax.device_get(params))
-
-    @jax.jit
-    def update(grads, optimizer, params):
-      with jax.numpy_dtype_promotion("standard"):
-        updates, optimizer = job.program.optimizer.update(grads, optimizer, params)
-        return optimizer, optax.apply_updates(params, updates)
-
+    random, (leaves, structure) = np.random.default_rng(0), jax.tree.flatten(job.state.params)
+    grads = []
     for _ in range(STEPS):
-      drawn = [random.standard_normal((2, *x.shape)) for x in jax.tree.leaves(params)]
-      grads = jax.tree.unflatten(jax.tree.structure(params), [g + noise * h for g, h in drawn])
-      given.append(named_leaves(grads))
-      optimizer, params = update(grads, optimizer, params)
-    return before, named_leaves(jax.device_get(params)), given
+      drawn = [random.standard_normal((2, *x.shape)) for x in leaves]
+      grads.append(jax.tree.unflatten(structure, [g + noise * h for g, h in drawn]))
+    return *updated(job, grads), [named_leaves(one) for one in grads]
 
 
 def of_mlp(arguments):
