@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from analysis import hlo
+from analysis.source_lines import source
 
 KINDS = (
   "all-reduce",
@@ -202,13 +203,13 @@ def _record(program, computation, instruction, count, site, mesh) -> Collective 
   if not axes:
     return None
   # Instructions inside a fusion often carry no metadata; the fusion does.
-  source = hlo.source(program, instruction.attributes)
-  source = source or (hlo.source(program, site.attributes) if site else "")
+  line = source(program.frames, instruction.attributes)
+  line = line or (source(program.frames, site.attributes) if site else "")
   arrays = 1 if sent else len(instruction.operands)
   groups = tuple(tuple(map(int, group)) for group in groups)
   pairs = tuple(map(tuple, _pairs(instruction) or []))
   return Collective(
-    instruction.name, kind, axes, payload, count, source, whole, arrays, groups, pairs
+    instruction.name, kind, axes, payload, count, line, whole, arrays, groups, pairs
   )
 
 

@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
+from analysis import source_lines
+
 # Bits per element. Packed types count their logical size, although some backends store them wider.
 BITS = {
   "pred": 8,
@@ -89,11 +91,11 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-  """The computations by name, the name of ENTRY, and `stack_frame_id -> file:line`."""
+  """The computations by name, the name of ENTRY, and the lines of each `stack_frame_id`."""
 
   computations: dict[str, Computation]
   entry: str
-  sources: dict[str, str]
+  frames: dict[str, tuple[source_lines.Place, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ def parse(text: str) -> Program:
     name: Computation(name, body, roots.get(name) or next(reversed(body), ""))
     for name, body in bodies.items()
   }
-  return Program(computations, entry, _sources(lines))
+  return Program(computations, entry, source_lines.stacks(lines))
 
 
 def _whole(lines: Iterable[str]) -> Iterator[str]:
@@ -183,40 +185,6 @@ def split(text: str) -> list[str]:
       parts.append(text[start : bracket.start()].strip())
       start = bracket.end()
   return [part for part in [*parts, text[start:].strip()] if part]
-
-
-def _sources(lines: list[str]) -> dict[str, str]:
-  """Returns `stack_frame_id -> file:line` of the innermost frame, from the tables at the top."""
-  tables: dict[str, dict[str, str]] = {}
-  title = ""
-  for line in lines:
-    if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-      title = line
-    elif title and (row := re.match(r"(\d+) (.*)", line)):
-      tables.setdefault(title, {})[row[1]] = row[2]
-    elif line:
-      title = ""
-  places = {}
-  for key, location in tables.get("FileLocations", {}).items():
-    ids = dict(re.findall(r"(\w+)=(\d+)", location))
-    file = tables.get("FileNames", {}).get(ids.get("file_name_id", ""), "").strip('"')
-    places[key] = f"{file}:{ids.get('line', '?')}"
-  frames = {
-    key: dict(re.findall(r"(\w+)=(\d+)", frame)).get("file_location_id", "")
-    for key, frame in tables.get("StackFrames", {}).items()
-  }
-  return {key: places[location] for key, location in frames.items() if location in places}
-
-
-def source(program: Program, attributes: str) -> str:
-  """Returns `op_name (file:line)` from an instruction's metadata, as far as available."""
-  name = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', attributes)
-  file = re.search(r'\bsource_file="((?:[^"\\]|\\.)*)"', attributes)
-  line = re.search(r"\bsource_line=(\d+)", attributes)
-  frame = re.search(r"\bstack_frame_id=(\d+)", attributes)
-  place = f"{file[1]}:{line[1] if line else '?'}" if file else ""
-  place = place or (program.sources.get(frame[1], "") if frame else "")
-  return " ".join(filter(None, (name[1] if name else "", place and f"({place})")))
 
 
 # ---- Shapes ----
@@ -273,9 +241,9 @@ def entry_parameters(program: Program) -> dict[str, str]:
   """
   found = {}
   for one in program.computations[program.entry].instructions.values():
-    name = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', one.attributes)
+    name = source_lines.op_name(one.attributes)
     if one.opcode == "parameter" and name:
-      path = re.sub(r"\['([^']*)'\]", r"/\1", name[1].replace("\\", ""))
+      path = re.sub(r"\['([^']*)'\]", r"/\1", name.replace("\\", ""))
       found[path.removeprefix("state.")] = one.shape
   return found
 

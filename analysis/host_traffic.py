@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 
 from analysis import hlo
+from analysis.source_lines import source
 
 TO_HOST, FROM_HOST = "to host", "from host"
 _HOST = re.compile(r"S\(5\)")
@@ -47,9 +48,9 @@ def transfers(program: hlo.Program) -> list[Transfer]:
     if key in found:
       before = found[key].count
       count = None if None in (before, count) else before + count
-    source = hlo.source(program, instruction.attributes)
+    line = source(program.frames, instruction.attributes)
     later = instruction.opcode.endswith("-start")
-    found[key] = Transfer(instruction.name, direction, size, count, source, later)
+    found[key] = Transfer(instruction.name, direction, size, count, line, later)
   return list(found.values())
 
 
