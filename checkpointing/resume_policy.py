@@ -99,7 +99,7 @@ CLASSES = {
   "optimizer.decay": ACCEPT,
   "optimizer.final_fraction": ACCEPT,
   "optimizer.arguments": ACCEPT,
-  "optimizer.groups": ACCEPT,  # where they have the same optimizers, or the state differs
+  "optimizer.groups": ACCEPT,  # of the same parameters and optimizers, or the state differs
   "optimizer.beta_1": ACCEPT,
   "optimizer.beta_2": ACCEPT,
   "optimizer.epsilon": ACCEPT,
@@ -108,7 +108,7 @@ CLASSES = {
   "optimizer.independent_weight_decay": ACCEPT,
   "optimizer.clip_norm": ACCEPT,
   "optimizer.clip_groups": ACCEPT,
-  "optimizer.clip_quantile": ACCEPT,  # unless it is turned on or off, which changes the state
+  "optimizer.clip_quantile": ACCEPT,  # unless it is turned on or off: the state has the norms
   "optimizer.clip_window": REFUSED,
   "compiler_options": ACCEPT,  # may allow less precision; those of the device are not in it
   "versions.*": ACCEPT,  # of the record: the code's and the libraries'
@@ -121,6 +121,17 @@ STEPS, WARMUP = "training.steps", "optimizer.warmup_steps"
 SCHEDULE, FINAL_FRACTION = "optimizer.schedule", "optimizer.final_fraction"
 DECAY_STEPS = "optimizer.decay_steps"
 UNSET = "(unset)"
+
+
+def _parts(groups: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], str | None]]:
+  """Returns the patterns and the optimizer of each group of parameters."""
+  patterns = (one["parameters"] for one in groups)
+  patterns = ([one] if isinstance(one, str) else one for one in patterns)
+  return [(one, group.get("name")) for one, group in zip(patterns, groups, strict=True)]
+
+
+# Keys of which a part decides what arrays the optimizer's state has -> that part.
+_STATE = {"optimizer.clip_quantile": bool, "optimizer.groups": _parts}
 
 
 def classify(key: str) -> str | None:
@@ -167,9 +178,10 @@ def changes(
   both = {key: (old.get(key, UNSET), new.get(key, UNSET)) for key in sorted({*old, *new})}
   differing = {key: pair for key, pair in both.items() if pair[0] != pair[1]}
   accepted = list(old_record.get("accepted_changes", []))
-  asked = {key: pair for key, pair in differing.items() if _needs(key, both, done) == ACCEPT}
-  _check_accepted(accept, asked, differing, accepted, new)
-  refused = [key for key in differing if _needs(key, both, done) == REFUSED]
+  needs = {key: _needs(key, both, done) for key in differing}
+  asked = {key: pair for key, pair in differing.items() if needs[key] == ACCEPT}
+  _check_accepted(accept, asked, needs, accepted, new)
+  refused = [key for key in differing if needs[key] == REFUSED]
   _check_refused(refused, differing, done, epath.Path(workdir))
   if missing := [key for key in asked if key not in accept]:
     keys = ",".join([*missing, *(key for key in accept if key in asked)])
@@ -204,6 +216,9 @@ def _needs(key: str, both: Mapping[str, tuple], done: int) -> str:
   if key == DECAY_STEPS and all(isinstance(one, int) for one in (*steps, *both[key])):
     begins = (total - decay for total, decay in zip(steps, both[key], strict=True))
     return MAY_CHANGE if all(done <= first for first in begins) else ACCEPT
+  if key in _STATE and all(value != UNSET for value in both[key]):
+    before, after = map(_STATE[key], both[key])
+    return ACCEPT if before == after else REFUSED
   return classify(key) or ACCEPT
 
 
@@ -229,7 +244,7 @@ def _check_refused(
 def _check_accepted(
   accept: Sequence[str],
   asked: Mapping[str, tuple],
-  differing: Mapping[str, tuple],
+  needs: Mapping[str, str],
   accepted: Sequence[Mapping[str, Any]],
   new: Mapping[str, Any],
 ) -> None:
@@ -242,8 +257,8 @@ def _check_accepted(
   for key in accept:
     if key in asked or (key in recorded and recorded[key] == new.get(key, UNSET)):
       continue
-    if key in differing:
-      why = f"this change is {classify(key)}" if classify(key) == REFUSED else "it needs none"
+    if key in needs:
+      why = f"this change is {REFUSED}" if needs[key] == REFUSED else "it needs none"
       wrong.append(f"{key}: {why}")
     elif key in new:
       wrong.append(f"{key}: it is the same in the checkpoint")

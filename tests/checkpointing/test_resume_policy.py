@@ -141,6 +141,42 @@ def test_resumes_when_accepted_and_is_recorded(key):
   assert change == {"step": 100, "key": key, "old": old, "new": ROWS[ACCEPT][key]}
 
 
+QUANTILE, GROUPS = "optimizer.clip_quantile", "optimizer.groups"
+
+
+def groups(**keys):
+  return [{"parameters": "embed/*", **keys}]
+
+
+@pytest.mark.parametrize(
+  ("key", "before", "after", "needs"),
+  [
+    (QUANTILE, 0.5, 0.9, ACCEPT),
+    (QUANTILE, 0.0, 0.9, REFUSED),
+    (QUANTILE, 0.5, 0.0, REFUSED),
+    (GROUPS, groups(learning_rate=0.1), groups(learning_rate=0.2), ACCEPT),
+    (GROUPS, groups(weight_decay=0.1), [{"parameters": ["embed/*"], "weight_decay": 0}], ACCEPT),
+    (GROUPS, [], groups(learning_rate=0.2), REFUSED),
+    (GROUPS, groups(learning_rate=0.1), groups(name="sgd"), REFUSED),
+    (GROUPS, groups(name="sgd"), [{"parameters": "*", "name": "sgd"}], REFUSED),
+  ],
+)
+def test_what_changes_the_arrays_of_the_state_is_refused(key, before, after, needs):
+  keys, configs = key.split("."), []
+  for value in (before, after):
+    configs.append(resolved())
+    configs[-1][keys[0]][keys[1]] = value
+  arguments = {"old_record": RECORD, "new_record": RECORD, "done": 100, "workdir": "runs/x"}
+  with pytest.raises(ValueError, match=f"  {key}: ") as refusal:
+    changes(*configs, **arguments)
+  assert ("--accept-changes" in str(refusal.value)) == (needs == ACCEPT)
+  if needs == ACCEPT:
+    changes(*configs, **arguments, accept=[key])
+  else:
+    with pytest.raises(ValueError, match=f"{key}: this change is refused"):
+      changes(*configs, **arguments, accept=[key])
+
+
 @pytest.mark.parametrize("key", ROWS[REFUSED])
 def test_refused(key):
   with pytest.raises(ValueError, match="which another run has computed") as refusal:
