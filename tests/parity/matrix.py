@@ -159,6 +159,8 @@ def page(results: list[Result]) -> str:
     "- clipped by group, averages: the parameters' moving averages are compared too",
     "- offloaded activations and state: the layers' inputs, the results of attention and AdamW's",
     "  moments in host memory, the queries saved; the reference has all on its device",
+    "- chunked: the loss in three chunks of the vocabulary; offloaded: the activations above",
+    "- a group: a learning rate and a decay of its own for the embeddings, trained beside adapters",
     "- ramps: 16 rows of 12 tokens, then 32 of 12, then 16 of 24; raw gradients are not compared",
     "- stored in fewer bytes: bfloat16 parameters and 8-bit moments of AdamW, computed in float32.",
     "  Sums over devices differ in their last bits, and a number close to the border between two",

@@ -61,10 +61,20 @@ CLIPPED_BY_QUANTILE = {
   "optimizer.clip_quantile": 0.3,
   "optimizer.clip_window": 2,
 }
-OFFLOADED = {
-  "training.rematerialization": "full,query=save,attention_output=offload,layer_input=offload",
-  "optimizer.state_memory": "host",
+BY_NAME = {
+  "training.rematerialization": "full,query=save,attention_output=offload,layer_input=offload"
 }
+OFFLOADED = {**BY_NAME, "optimizer.state_memory": "host"}
+# Groups with optimizers of their own, beside the config's.
+OF_OTHERS = {
+  "optimizer.groups": (
+    {"parameters": "*/mlp/*", "name": "muon"},
+    {"parameters": "embed/*", "name": "schedule_free_adamw"},
+  ),
+  "optimizer.schedule": "constant",
+  "optimizer.independent_weight_decay": True,
+}
+DECAYED = {"parameters": "embed/*", "learning_rate": 0.02, "weight_decay": 0.3}
 # With sizes of which blocks of 128 elements leave eight parts of each dim.
 NARROW = {
   **ADAMW,
@@ -148,4 +158,26 @@ VARIANTS: dict[str, Variant] = {
     NARROW, {"partitioning.optimizer.model": ("fsdp", "data")}, dtypes=("bfloat16",)
   ),
   "ramps": _few(RAMPS),
+  # Many options at once: what one of them computes is given to the next.
+  "muon, muP, int8, averages; sequence-parallel, accumulated, offloaded, chunked": _few(
+    {**MUON, **INT8, **FEATURES, "model.base_width": 10, "optimizer.ema_decays": (0.9,)},
+    {**SEQUENCE_PARALLEL, **ACCUMULATED, **BY_NAME, "training.loss_chunks": 3},
+  ),
+  "schedule-free, float8, a quantile, families; sequence-parallel, offloaded, chunked": _few(
+    {
+      **{**SCHEDULE_FREE, **FLOAT8, **CLIPPED_BY_QUANTILE, **FAMILIES},
+      **{"training.matmul_scaling": "delayed", "training.z_loss": 0.01, "model.dropout_rate": 0.1},
+    },
+    {**SEQUENCE_PARALLEL, **BY_NAME, "training.loss_chunks": 3},
+  ),
+  "groups of soap, muon and schedule-free; sequence-parallel, accumulated": _few(
+    {**SOAP, **LEARNED, **OF_OTHERS}, {**SEQUENCE_PARALLEL, **ACCUMULATED}
+  ),
+  "adapters with dropout, a group, averages; sequence-parallel, state on the host": _few(
+    {
+      **{**ADAMW, **ADAPTERS, "lora.dropout": 0.3, "training.trainable": ("embed/*",)},
+      **{"optimizer.groups": (DECAYED,), "optimizer.ema_decays": (0.9,)},
+    },
+    {**SEQUENCE_PARALLEL, "optimizer.state_memory": "host"},
+  ),
 }
