@@ -9,8 +9,8 @@ from training import parity
 
 Keys = Mapping[str, Any]
 
-# Dtype of the parameters -> the largest relative L2 difference. In bfloat16 a number that is rounded
-# to its other neighbour is off by 2**-8: one of a kernel's 4,096 elements or more, 6e-5.
+# Dtype of the parameters -> the largest relative L2 difference. In bfloat16, a number that is
+# rounded to its other neighbour is off by 2**-8: one of a kernel's 4,096 elements or more, 6e-5.
 BOUNDS = {**parity.BOUNDS, "bfloat16": 1e-3}
 
 MOMENTUM = {"optimizer.momentum": 0.9}
