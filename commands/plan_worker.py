@@ -30,7 +30,7 @@ def main() -> int:
   from runtime import extensions
 
   # The report names each collective's line of Python, also where the environment turned them off.
-  jax.config.update("jax_traceback_in_locations_limit", 10)
+  jax.config.update("jax_traceback_in_locations_limit", 30)
   for path in request["extensions"]:
     extensions.load(path)
   try:

@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-_DONE = 1e-9  # of a transfer's seconds: what is left by rounding
+_ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,24 +83,32 @@ class Device:
       seconds: that it takes at least.
       size: bytes of HBM.
     """
-    begin, left = self.now, max(seconds, size / self._bandwidth)
+    lasted, left = 0.0, max(seconds, size / self._bandwidth)
     demand = size / left if left else 0.0
     while left > 0:
       sending = [*self._sending()]
       speed, *speeds = self._speeds([demand, *(one.demand for one in sending)])
       lasts = self._advance(sending, speeds, left / speed)
       left = left - lasts * speed if lasts < left / speed else 0.0
-    return self.now - begin
+      lasted += lasts
+    return lasted
 
   def wait(self, transfer: Transfer) -> list[tuple[Transfer, float]]:
     """Waits for a transfer; returns (whose sending it was, how long it took) in turn."""
-    waited = []
+    waited: dict[Transfer, float] = {}
     while transfer.end is None:
       sending, begin = [*self._sending()], self.now
+      holder = self._holder(transfer, sending)
       self._advance(sending, self._speeds([one.demand for one in sending]))
-      # Until it is sent itself, the device waits for the first of those before it.
-      waited.append((transfer if transfer in sending else sending[0], self.now - begin))
-    return waited
+      waited[holder] = waited.get(holder, 0.0) + self.now - begin
+    return [*waited.items()]
+
+  def _holder(self, transfer: Transfer, sending: Sequence[Transfer]) -> Transfer:
+    """Returns the transfer that is sent before one that has to wait for its links, or itself."""
+    while transfer not in sending:
+      before = self._open[: self._open.index(transfer)]
+      transfer = next(one for one in before if one.links & transfer.links)
+    return transfer
 
   def _sending(self) -> Iterator[Transfer]:
     """Yields the transfers that have all of their links; others wait in order."""
@@ -116,7 +124,8 @@ class Device:
     speeds, left, count = [1.0] * len(demands), self._bandwidth, len(demands)
     for index in sorted(range(len(demands)), key=demands.__getitem__):
       given = min(demands[index], left / count)
-      speeds[index] = given / demands[index] if demands[index] else 1.0
+      if demands[index] - given > _ROUNDING * demands[index]:
+        speeds[index] = given / demands[index]
       left, count = left - given, count - 1
     return speeds
 
@@ -129,7 +138,7 @@ class Device:
     self.now += lasts
     for one, speed in zip(sending, speeds, strict=True):
       one.left -= lasts * speed
-      if one.left <= _DONE * one.seconds:
+      if one.left <= _ROUNDING * one.seconds:
         one.end = self.now
         self._open.remove(one)
     return lasts

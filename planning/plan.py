@@ -13,6 +13,7 @@ from analysis.collectives import collectives
 from models import MODELS
 from partitioning import shardings
 from planning import activation_memory, analytic, aot, memory, step_time
+from planning import timeline as timelines
 from planning.host_transfers import with_host_traffic
 from planning.suggestions import overrides_that_fit
 from planning.topology import Topology, of_devices, parse
@@ -39,6 +40,7 @@ class Plan:
       not fit: what cannot run has no speed.
     warnings: possible problems.
     advice: overrides with which it would fit, if it does not.
+    timeline: of a layer; None without a compiled program, or if it does not fit.
   """
 
   title: str
@@ -51,6 +53,7 @@ class Plan:
   warnings: tuple[str, ...]
   advice: tuple[str, ...] = ()
   host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
+  timeline: timelines.Timeline | None = None
 
   @property
   def host(self) -> tuple[step_time.HostTraffic, ...]:
@@ -161,6 +164,9 @@ class Plan:
       "host_traffic": [vars(one) for one in self.host],
       "collectives": [_sent(one) for one in self.sent],
       "step_seconds": seconds,
+      "step_parts": self.times and self.times.parts,
+      "slowed_by_transfers": self.times and self.times.slowed,
+      "timeline": self.timeline and dataclasses.asdict(self.timeline),
       "tokens_per_second_per_device": self.rate,
       "mfu": self.mfu(),
       "mfu_causal": self.mfu(causal=True),
@@ -241,6 +247,7 @@ def make(
     advice = overrides_that_fit(config, ready, topology, scale, here)
     return dataclasses.replace(found, advice=tuple(advice))
   progress("timing the step")
+  line = None
   if compiled is None:
     times = analytic.times(ready, where, topology.chip, rates)
     times = with_host_traffic(times, ready, found.host_memory, topology.chip, rates)
@@ -248,9 +255,12 @@ def make(
     sent = collectives(program.text, ready.mesh)
     moved = host_traffic.transfers(compiled)
     times = step_time.times(compiled, sent, where, topology.chip, rates, moved)
+    model = ready.config.model
+    count = model.layers if "layers" in model else None
+    line = timelines.of(compiled, times, sent, moved, count)
     if not moved and topology.platform == "cpu":  # its programs do not show it
       times = with_host_traffic(times, ready, found.host_memory, topology.chip, rates)
-  return dataclasses.replace(found, times=times)
+  return dataclasses.replace(found, times=times, timeline=line)
 
 
 def _warnings(ready: Job, topology: Topology, compiled: hlo.Program | None) -> Iterator[str]:

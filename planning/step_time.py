@@ -75,6 +75,8 @@ class Times:
     host: transfers between the device's memory and its host's.
     slowed: seconds by which transfers that share HBM slow the rest down.
     loops: of the program, in order; () by formula.
+    waited: seconds that the device waits for each transfer of the program; {} by formula.
+    copies_exposed: those for copies into on-chip memory.
   """
 
   step: float
@@ -85,6 +87,8 @@ class Times:
   host: tuple[HostTraffic, ...] = ()
   slowed: float = 0.0
   loops: tuple[Loop, ...] = ()
+  waited: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  copies_exposed: float = 0.0
 
   @property
   def communication(self) -> float:
@@ -95,6 +99,17 @@ class Times:
   def exposed(self) -> float:
     """Returns the seconds that the device waits for them."""
     return sum(one.exposed_seconds for one in self.sent)
+
+  @property
+  def parts(self) -> dict[str, float]:
+    """Returns the seconds that add up to a step, by what the device does in them."""
+    waits = {
+      "waiting for collectives": self.exposed,
+      "waiting for the host's memory": self.host_exposed,
+      "waiting for copies into on-chip memory": self.copies_exposed,
+    }
+    waits = {name: seconds for name, seconds in waits.items() if seconds}
+    return {"computing": self.step - sum(waits.values()), **waits}
 
   @property
   def host_exposed(self) -> float:
@@ -153,6 +168,8 @@ def times(
     tuple(_by_direction(moved, costs, schedule.waited)),
     schedule.slowed,
     tuple(schedule.loops),
+    dict(schedule.waited),
+    sum(seconds for name, seconds in schedule.waited.items() if name not in costs),
   )
 
 

@@ -10,10 +10,13 @@ from analysis.chips import REASONS, SOURCES
 from partitioning.shardings import size_text
 from planning import memory
 from planning.plan import Plan
-from reports import plan_text
+from planning.timeline import Bar, Gap, Layer
+from reports import plan_text, timeline_text
 from reports.html import render
 from reports.layout_page import Arrays, Side
 
+KINDS = {"matmul": "matmul", "HBM": "memory", "loop": "inner"}  # of compute -> CSS class
+GAPS = 10  # of those waited for, how many are listed
 SMALL = 0.1  # of the limit: a peak below it gets a second, enlarged bar
 
 
@@ -33,6 +36,9 @@ def html(plan: Plan, *, command: str = "") -> str:
     memory=_memory(plan),
     **_communication(plan),
     host=_host(plan),
+    layers=[_layer(one) for one in (plan.timeline.layers if plan.timeline else ())],
+    no_layers=[*timeline_text.missing_lines(plan.timeline)],
+    gaps=[_gap(one) for one in (plan.timeline.gaps[:GAPS] if plan.timeline else ())],
     time_lines=plan_text.time_lines(plan),
     times=_times(plan),
     parameters=Arrays(sides).section("parameters"),
@@ -116,6 +122,31 @@ def _host(plan: Plan) -> list[dict[str, Any]]:
     }
     for one in plan.host
   ]
+
+
+def _layer(layer: Layer) -> dict[str, Any]:
+  """Returns the rows of a layer's timeline, with each bar's place in percent."""
+
+  def shown(bar: Bar, kind: str, what: str) -> dict[str, Any]:
+    return {
+      "left": round(100 * bar.begin / layer.seconds, 3),
+      "width": round(100 * bar.seconds / layer.seconds, 3),
+      "title": f"{what}: {plan_text.duration(bar.seconds)}",
+      "kind": kind,
+    }
+
+  compute = [shown(bar, KINDS[bar.text], f"bound by {bar.text}") for bar in layer.compute]
+  waits = [shown(bar, "wait", f"waits for {bar.text}") for bar in layer.waits]
+  rows = [{"name": "compute", "bars": compute + waits}]
+  for name, bars in layer.transfers.items():
+    rows.append({"name": name, "bars": [shown(bar, "sent", bar.text) for bar in bars]})
+  parts = timeline_text.parts(layer)
+  return {"head": timeline_text.head(layer), "line": layer.line, "rows": rows, "parts": parts}
+
+
+def _gap(gap: Gap) -> dict[str, Any]:
+  texts = [" ".join(filter(None, (gap.what, gap.when))), gap.line]
+  return {"texts": texts, "numbers": [f"{gap.runs:,}", plan_text.duration(gap.seconds)]}
 
 
 def _runs(row: Any) -> list[str]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from analysis.chips import PUBLISHED
 from partitioning.shardings import size_text
 from planning.plan import Plan
+from reports import timeline_text
 from reports.layout_text import chosen_lines
 from training import gradient_reduction
 
@@ -41,6 +42,8 @@ def text(plan: Plan, *, width: int = 110) -> str:
     console.print(_collectives(plan))
   if plan.host:
     console.print(_host(plan))
+  for line in timeline_text.lines(plan.timeline) if plan.times else ():
+    console.print(line, soft_wrap=True)
   for line in [*time_lines(plan), *(f"warning: {warning}" for warning in plan.warnings)]:
     console.print(line, soft_wrap=True)
   return out.getvalue().rstrip()
@@ -192,6 +195,14 @@ def duration(seconds: float) -> str:
   return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
 
 
+def _parts(plan: Plan) -> str:
+  """Returns what a step consists of: computing, and waiting for each kind of transfer."""
+  texts = [f"{name} {duration(seconds)}" for name, seconds in plan.times.parts.items()]
+  if slowed := plan.times.slowed:
+    texts[0] += f" ({duration(slowed)} of it since transfers take HBM bandwidth)"
+  return f"the step is {', '.join(texts)}"
+
+
 def number(value: float) -> str:
   """Returns a number with three digits, without an exponent unless it is huge or tiny."""
   if 1000 <= value < 1e15:
@@ -209,13 +220,14 @@ def time_lines(plan: Plan) -> list[str]:
     f"step: {duration(expected)} ({duration(low)} to {duration(high)}), {plan.rate:,.0f} "
     f"{plan.unit}/s per device, MFU {100 * plan.mfu():.1f} % ({100 * plan.mfu(causal=True):.1f} % "
     "with causal attention counted half)",
+    _parts(plan),
     f"roofline: {parts} (exposed {duration(plan.times.exposed + plan.times.host_exposed)})",
     f"largest term: {max(terms(plan), key=terms(plan).get)}",
     constants(plan),
     accuracy(plan),
   ]
   if plan.host:
-    lines.insert(2, host_line(plan))
+    lines.insert(3, host_line(plan))
   budget = f"budget: {number(plan.token_budget)} {plan.unit} take {number(plan.chip_hours)} "
   budget += "chip-hours"
   return [*lines, budget if plan.cost is None else f"{budget} and cost {plan.cost:,.2f}"]

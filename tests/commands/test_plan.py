@@ -65,6 +65,19 @@ def test_the_devices_at_hand_are_planned_by_their_own_compiler(main, tmp_path):
   assert found["compiled"]
   sent = {(one["axis"], one["kind"], one["network"]) for one in found["collectives"]}
   assert {("data", "all-reduce", "memory"), ("tensor", "all-reduce", "memory")} <= sent
+  forward, backward = found["timeline"]["layers"]
+  assert forward["line"].startswith("models/transformer.py:")
+  assert forward["line"] == backward["line"]
+  assert (forward["runs"], backward["runs"]) == (3, 3)
+  # Collectives are synchronous on CPUs: all of the time of each is a gap.
+  assert [bar["begin"] for bar in forward["waits"]] == [
+    bar["begin"] for bar in forward["transfers"]["tensor over memory"]
+  ]
+  assert "most expensive gap: " in out
+  parts = found["step_parts"]
+  assert sum(parts.values()) == pytest.approx(found["step_seconds"]["expected"])
+  exposed = sum(one["exposed_seconds"] for one in found["collectives"])
+  assert parts["waiting for collectives"] == pytest.approx(exposed)
 
 
 def test_what_does_not_fit_is_reported_and_ends_with_3(main, tmp_path):

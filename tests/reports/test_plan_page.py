@@ -9,8 +9,11 @@ import pytest
 
 from planning import aot, memory, plan
 from planning.step_time import HostTraffic
-from reports import plan_page, plan_text
+from planning.timeline import Timeline
+from reports import plan_page, plan_text, timeline_text
+from reports.timeline_text import WIDTH
 from tests.reports.test_layout_page import Reader
+from tests.reports.test_timeline_text import GAP, LAYER
 
 
 def make(strategy, topology, constants=""):
@@ -65,6 +68,29 @@ def test_transfers_to_and_from_the_host_and_whether_they_are_hidden(fits):
   )
   assert re.search("in the host's memory: activations +5.0 MiB", text)
   assert moving.as_json()["host_traffic"][1]["exposed_seconds"] == 0.002
+
+
+def test_the_timeline_of_a_layer_and_the_waits_with_their_lines(fits):
+  assert "none without a compiled program" in "".join(Reader(plan_page.html(fits)).said)
+  shown = Timeline((LAYER,), (GAP,), ("no loop over 4 layers in the backward pass",))
+  text = plan_page.html(dataclasses.replace(fits, timeline=shown))
+  read = Reader(text)
+  said = "".join(read.said)
+  assert timeline_text.head(LAYER) in said
+  assert "no loop over 4 layers in the backward pass" in said
+  lanes = re.findall(r'<div class="lane".*?aria-label="(.*?)">(.*?)</div>', text)
+  bars = {
+    name: re.findall(r'class="(\w+)" style="left:([\d.]+)%;width', row) for name, row in lanes
+  }
+  assert list(bars) == ["compute", *LAYER.transfers]
+  kinds = ["matmul", "memory", "inner", "matmul", "wait", "wait"]
+  assert [kind for kind, _ in bars["compute"]] == kinds
+  assert float(bars["from host"][0][1]) == pytest.approx(100 * 44 / WIDTH, abs=1e-3)
+  waits = [row for row in read.rows if row[0].startswith(GAP.what)]
+  assert [[cell.replace("\u200b", "") for cell in row] for row in waits] == [
+    [f"{GAP.what} {GAP.when}", GAP.line, "32", "320 ms"]
+  ]
+  assert dataclasses.replace(fits, timeline=shown).as_json()["timeline"]["layers"][0]["runs"] == 32
 
 
 def test_what_is_in_a_title_is_text_and_no_markup(fits):

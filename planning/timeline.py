@@ -1,0 +1,279 @@
+"""The timeline of a layer, forward and backward: compute, transfers and what is waited for.
+
+A layer is an iteration of the loop over layers, as `planning/schedule.py` simulates it.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from analysis import hlo, source_lines
+from analysis.collectives import Collective
+from analysis.host_traffic import Transfer
+from analysis.source_lines import Place
+from planning.schedule import Interval, Loop
+from planning.step_time import Times
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+# Functions that are called from everywhere; what a reader looks for is who calls them.
+_HELPERS = f"{ROOT / 'partitioning'}/"
+_IN_ALL = ("collectives.py", "sharded_function.py")  # of the helpers, those in every stack
+_TRACED_BACK = 3  # instructions from one without metadata to one that has it
+COPIES = "copies into on-chip memory"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+  """A part of a row: begin and end in seconds; `text` says what is sent or computed."""
+
+  begin: float
+  end: float
+  text: str
+
+  @property
+  def seconds(self) -> float:
+    """Returns how long it is."""
+    return self.end - self.begin
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+  """What a device waits for.
+
+  Attributes:
+    seconds: in one step.
+    runs: how often it is sent in one.
+    what: the transfer.
+    line: of our code that causes it; "" if the program does not show it.
+    when: the pass in which it is; likewise.
+  """
+
+  seconds: float
+  runs: int
+  what: str
+  line: str
+  when: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+  """One iteration of a loop over layers.
+
+  Attributes:
+    title: `forward` or `backward`.
+    line: of the loop.
+    layers: that an iteration computes.
+    runs: iterations in one step.
+    seconds: of one.
+    compute: bars whose text is what bounds them: matmul, HBM, or a loop within.
+    transfers: row -> bars; a row is what is sent along the same mesh axes, or to or from the host.
+    waits: when nothing is computed.
+    parts: function -> seconds of compute, most first.
+  """
+
+  title: str
+  line: str
+  layers: int
+  runs: int
+  seconds: float
+  compute: tuple[Bar, ...]
+  transfers: Mapping[str, tuple[Bar, ...]]
+  waits: tuple[Bar, ...]
+  parts: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+  """The layers that were found, the gaps of the whole step, and what was not found.
+
+  Attributes:
+    layers: at most one forward and one backward.
+    gaps: of the whole step, the most expensive first.
+    missing: sentences about what is not there.
+  """
+
+  layers: tuple[Layer, ...]
+  gaps: tuple[Gap, ...]
+  missing: tuple[str, ...]
+
+
+def of(
+  program: hlo.Program,
+  times: Times,
+  found: Sequence[Collective],
+  moved: Sequence[Transfer],
+  layers: int | None,
+) -> Timeline:
+  """Returns the timeline of a program.
+
+  Args:
+    program: as compiled.
+    times: of `step_time.times` for it.
+    found: its collectives, in the order of `times.sent`.
+    moved: its transfers to and from the host's memory.
+    layers: of the model; None if it has none in a loop.
+  """
+  names = _Names(program, times, found, moved)
+  loops = {title: one for title in ("forward", "backward") if (one := _loop(title, names, layers))}
+  missing = ["the model has no layers"]
+  if layers:
+    absent = (title for title in ("forward", "backward") if title not in loops)
+    missing = [f"no loop over {layers} layers in the {title} pass" for title in absent]
+  shown = (_layer(title, one, names, layers) for title, one in loops.items())
+  return Timeline(tuple(shown), tuple(_gaps(names)), tuple(missing))
+
+
+class _Names:
+  """What the instructions of a program are called in a timeline."""
+
+  def __init__(
+    self,
+    program: hlo.Program,
+    times: Times,
+    found: Sequence[Collective],
+    moved: Sequence[Transfer],
+  ):
+    self.program, self.times = program, times
+    self._sent = {one.name: (one, s) for one, s in zip(found, times.sent, strict=True)}
+    self._moved = {one.name: one for one in moved}
+    self._where = {
+      name: (computation, one)
+      for computation in program.computations.values()
+      for name, one in computation.instructions.items()
+    }
+
+  def row(self, name: str) -> str:
+    """Returns the row of a transfer: `fsdp over ICI`, `to host`."""
+    if name in self._sent:
+      collective, sent = self._sent[name]
+      return f"{'+'.join(collective.axes)} over {sent.wire.network}"
+    return self._moved[name].direction if name in self._moved else COPIES
+
+  def what(self, name: str) -> str:
+    """Returns a transfer in words: `all-gather over fsdp of bf16[4096,14336]`."""
+    shape = _array(self._where[name][1].shape)
+    if name in self._sent:
+      collective = self._sent[name][0]
+      return f"{collective.kind} over {'+'.join(collective.axes)} of {shape}"
+    return f"copy {self._moved[name].direction} of {shape}" if name in self._moved else COPIES
+
+  def runs(self, name: str) -> int:
+    """Returns how often a transfer is sent in one step; 1 if the text does not show it."""
+    known = self._sent[name][0] if name in self._sent else self._moved.get(name)
+    return (known.count or 1) if known else 1
+
+  def line(self, name: str) -> str:
+    """Returns the line of our code behind an instruction: `models/layers.py:334, MLP.__call__`."""
+    place = self._place(name)
+    return "" if place is None else _text(place)
+
+  def lines(self, name: str) -> str:
+    """Returns that line, and the function of a helper through which it causes a transfer."""
+    helpers = [place for place in self._ours(name) if place.file.startswith(_HELPERS)]
+    shown = [one for one in helpers if not one.file.endswith(_IN_ALL)][:1]
+    return ", through ".join(filter(None, (self.line(name), *map(_text, shown))))
+
+  def when(self, name: str) -> str:
+    """Returns the pass that an instruction belongs to, by the name that autodiff gives it."""
+    called = source_lines.op_name(self._shown(name))
+    if "rematted_computation" in called:
+      return "recomputed in the backward pass"
+    passes = {"transpose(": "in the backward pass", "jvp(": "in the forward pass"}
+    return next((text for mark, text in passes.items() if mark in called), "")
+
+  def part(self, name: str) -> str:
+    """Returns the part of a model that an instruction belongs to: a class, function or file."""
+    place = self._place(name)
+    if place is None:
+      return "unknown"
+    first = place.function.partition(".")[0]
+    return pathlib.Path(place.file).stem if not first or first.startswith(("_", "<")) else first
+
+  def _place(self, name: str) -> Place | None:
+    """Returns the innermost line of our code that is not a helper's, or the innermost of all."""
+    ours = self._ours(name)
+    callers = [place for place in ours if not place.file.startswith(_HELPERS)]
+    return next(iter(callers + ours), None)
+
+  def _ours(self, name: str) -> list[Place]:
+    """Returns the lines of this project behind an instruction, innermost first."""
+    places = source_lines.stack(self.program.frames, self._shown(name))
+    return [place for place in places if place.file.startswith(f"{ROOT}/")]
+
+  def _shown(self, name: str) -> str:
+    """Returns the attributes of an instruction, or of what it takes, if it names no line itself."""
+    computation, one = self._where[name]
+    ahead = [one]
+    for _ in range(_TRACED_BACK):
+      for each in ahead:
+        if source_lines.stack(self.program.frames, each.attributes):
+          return each.attributes
+      operands = (operand for each in ahead for operand in each.operand_names)
+      known = computation.instructions
+      ahead = [known[operand] for operand in operands if operand in known]
+    return one.attributes
+
+
+def _text(place: Place) -> str:
+  function = place.function.replace("<locals>.", "")
+  return f"{place.file.removeprefix(f'{ROOT}/')}:{place.line}" + (function and f", {function}")
+
+
+def _array(shape: str) -> str:
+  """Returns the largest array of a shape, without its layout."""
+  parts = hlo.elements(shape) or [shape]
+  return re.sub(r"\{.*", "", max(parts, key=hlo.shape_bytes).strip("()"))
+
+
+def _loop(title: str, names: _Names, layers: int | None) -> Loop | None:
+  """Returns the loop over layers of a pass: that in which most time is spent.
+
+  Its iterations divide the layers, since one may compute several. Loops over chunks of something
+  else stand in other files than the models', or within it.
+  """
+  found = [
+    one
+    for one in names.times.loops
+    if layers
+    and one.trips > 1
+    and layers % one.trips == 0
+    and ("transpose(" in source_lines.op_name(one.site.attributes)) == (title == "backward")
+  ]
+  models = [one for one in found if names.line(one.site.name).startswith("models/")]
+  return max(models or found, key=lambda one: one.runs * one.body.seconds, default=None)
+
+
+def _layer(title: str, loop: Loop, names: _Names, layers: int) -> Layer:
+  body = loop.body
+  rows: dict[str, list[Bar]] = {}
+  for one in body.transfers:
+    row = names.row(one.names[0])
+    if row != COPIES:  # they are part of the work that the compiler schedules ahead
+      rows.setdefault(row, []).append(_bar(one, names))
+  parts: dict[str, float] = {}
+  for one in body.compute:
+    part = names.part(one.names[0])
+    parts[part] = parts.get(part, 0.0) + one.end - one.begin
+  return Layer(
+    title,
+    names.line(loop.site.name),
+    layers // loop.trips,
+    loop.runs,
+    body.seconds,
+    tuple(Bar(one.begin, one.end, one.bound) for one in body.compute),
+    {row: tuple(bars) for row, bars in sorted(rows.items())},
+    tuple(_bar(one, names) for one in body.waits),
+    dict(sorted(parts.items(), key=lambda item: -item[1])),
+  )
+
+
+def _bar(one: Interval, names: _Names) -> Bar:
+  return Bar(one.begin, one.end, " and ".join(map(names.what, one.names)))
+
+
+def _gaps(names: _Names) -> Iterator[Gap]:
+  """Yields what is waited for in a step, the most expensive first."""
+  for name, seconds in sorted(names.times.waited.items(), key=lambda item: -item[1]):
+    if seconds > 0:
+      yield Gap(seconds, names.runs(name), names.what(name), names.lines(name), names.when(name))
