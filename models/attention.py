@@ -11,10 +11,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 from ml_collections import ConfigDict
 
-from models import splash_attention
+from models import attention_tiles, blockwise_attention, splash_attention
 from models.dtypes import wide_dtype
 from models.kv_cache import Cache, update_cache
-from models.layer_pattern import Layer
+from models.layer_pattern import Layer, layer_pattern
 from models.layers import Linear, Norm, adapter_dropout
 from models.rematerialization import named
 from models.rope import apply_rope
@@ -23,6 +23,7 @@ from models.transformer_dims import KEYS, QUERIES, RESIDUAL
 from partitioning.constraints import constrain, tie_to
 from partitioning.parallel.matmuls import column_parallel, row_parallel
 from partitioning.parallel.ring_attention import Scores, ring_attention, sequence_axes
+from partitioning.parallel.sharded_function import splits
 from runtime.rematerialization import ATTENTION_OUTPUT
 
 
@@ -128,7 +129,8 @@ class Attention(nnx.Module):
     self.out = linear("layers/attention/out", scale=(2 * model.layers) ** -0.5)
     self.groups = model.heads // model.kv_heads
     self.scale, self.cap = model.attention_scale, model.attention_soft_cap
-    self.splash = config.training.attention_kernel == "splash"
+    self.kernel = config.training.attention_kernel
+    self.windows = layer_pattern(config).kinds
     self.adapter_dropout = config.lora.dropout
 
   def __call__(
@@ -184,17 +186,26 @@ class Attention(nnx.Module):
     if cache is not None:
       cache = update_cache(cache, k_BSKH, v_BSKH)
       k_BSKH, v_BSKH = cache.keys, cache.values
-    # Each key/value head serves N/K query heads. Repeated heads can be split over tensor even where
-    # it does not divide K.
-    k_BSNH = constrain(jnp.repeat(k_BSKH, self.groups, axis=2), "BSNH")
-    v_BSNH = constrain(jnp.repeat(v_BSKH, self.groups, axis=2), "BSNH")
     segments = None
     if rows.segments_BT is not None:
       segments = rows.segments_BT, constrain(rows.segments_BT, "BS")
     given = {"scale": self.scale, "cap": self.cap}
-    if self.splash and cache is None:
-      return splash_attention.attention(q_BTNH, k_BSNH, v_BSNH, segments, **given), None
     complete = cache is None and not sequence_axes("T")
+    if self.kernel != "xla" and not (self.kernel == "splash" and cache is None):
+      k_BSKH, v_BSKH = self._served(k_BSKH), self._served(v_BSKH)
+      q_BTNH, (slots_BT, segments) = tie_to(q_BTNH, (rows.slots_BT, segments))
+      output_BTNH = blockwise_attention.attention(
+        *(q_BTNH, k_BSKH, v_BSKH, slots_BT, segments),
+        windows=self.windows,
+        kind=layer.kind,
+        complete=complete,
+        blocks=attention_tiles.blockwise(),
+        **given,
+      )
+      return output_BTNH, cache
+    k_BSNH, v_BSNH = self._repeated(k_BSKH), self._repeated(v_BSKH)
+    if self.kernel == "splash" and cache is None:
+      return splash_attention.attention(q_BTNH, k_BSNH, v_BSNH, segments, **given), None
     q_BTNH, (slots_BT, segments) = tie_to(q_BTNH, (rows.slots_BT, segments))
     output_BTNH = causal_attention(
       *(q_BTNH, k_BSNH, v_BSNH, slots_BT, segments),
@@ -203,3 +214,16 @@ class Attention(nnx.Module):
       **given,
     )
     return named(output_BTNH, ATTENTION_OUTPUT), cache
+
+  def _repeated(self, x_BSKH: Float[Array, "B S K H"]) -> Float[Array, "B S N H"]:
+    """Returns keys or values for each query head; each serves N/K of them.
+
+    Repeated heads can be split over tensor even where it does not divide K.
+    """
+    return constrain(jnp.repeat(x_BSKH, self.groups, axis=2), "BSNH")
+
+  def _served(self, x_BSKH: Float[Array, "B S K H"]) -> Array:
+    """Returns keys or values, repeated only where a device lacks those of its query heads."""
+    heads = x_BSKH.shape[2]
+    alike = splits("K", heads) == splits("N", heads * self.groups)
+    return x_BSKH if alike else self._repeated(x_BSKH)

@@ -21,10 +21,12 @@ class Layer:
 
   Attributes:
     window: int32, the slots that a token attends to, its own the last; None: its full past.
+    kind: int32, the place of that window among `LayerPattern.kinds`; None: there is one.
     rotary: int32, which of the rows' rope tables it uses; None: all layers use the same.
   """
 
   window: Int[Array, "*L"] | None
+  kind: Int[Array, "*L"] | None
   rotary: Int[Array, "*L"] | None
 
 
@@ -45,15 +47,22 @@ class LayerPattern:
   rotary_size: int
   dtype: jnp.dtype
 
+  @property
+  def kinds(self) -> tuple[int | None, ...]:
+    """The distinct windows of the layers; None: the full past."""
+    return tuple(dict.fromkeys(self.windows)) or (None,)
+
   def stacked(self) -> Layer:
     """Returns the layers' numbers, stacked along L, as inputs of a scan over the layers."""
-    window = rotary = None
+    window = kind = rotary = None
     if self.windows:
       beyond = jnp.iinfo(jnp.int32).max  # longer than any text
       window = jnp.asarray([beyond if w is None else w for w in self.windows], jnp.int32)
+    if len(self.kinds) > 1:
+      kind = jnp.asarray([self.kinds.index(w) for w in self.windows], jnp.int32)
     if len(variants := self._rope_variants()) > 1:
       rotary = jnp.asarray([variants.index(one) for one in self.rotaries], jnp.int32)
-    return Layer(window, rotary)
+    return Layer(window, kind, rotary)
 
   def rope_tables(
     self, positions_BT: Int[Array, "#B T"], length: int

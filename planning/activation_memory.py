@@ -18,7 +18,7 @@ import jax
 # Not covered by JAX's compatibility policy (JEP 15856): the types of a jaxpr's parts, which
 # jax.make_jaxpr returns, have no other public name since those of jax.core were deprecated.
 from jax.extend import core
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
 from models import MODELS
@@ -185,7 +185,9 @@ def _one_device(job: Job, config: ConfigDict) -> Iterator[None]:
     activations[name] = tuple(axes)
     sizes |= {axis: job.devices.sizes[axis] for axis in axes}
   kinds = (AxisType.Manual,) * len(sizes)
-  mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+  platform = job.devices.platform  # those of the mesh may be simulated ones in place of GPUs
+  device = AbstractDevice(job.mesh.devices.flat[0].device_kind, None, platform)
+  mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, abstract_device=device)
   with (
     jax.sharding.use_abstract_mesh(mesh),
     activation_layout(legend, activations, parameters=parameters),
@@ -223,12 +225,21 @@ def bytes_of(x: Any) -> int:
 
 @dataclasses.dataclass
 class _Line:
-  """An equation with its inputs and outputs, by names that are unique over all bodies."""
+  """An equation with its inputs and outputs, by names that are unique over all bodies.
+
+  Attributes:
+    name: of the primitive.
+    read: names of its inputs.
+    given: names of its outputs.
+    sizes: bytes of its outputs.
+    inside: bytes of what it has in memory beside them while it runs.
+  """
 
   name: str
   read: list[int]
   given: list[int]
   sizes: list[int]
+  inside: int = 0
 
 
 @dataclasses.dataclass
@@ -259,7 +270,7 @@ class _Names:
       if inner is None:
         given = [self.fresh() for _ in equation.outvars]
         sizes = list(map(bytes_of, equation.outvars))
-        self.lines.append(_Line(equation.primitive.name, read, given, sizes))
+        self.lines.append(_Line(equation.primitive.name, read, given, sizes, _inside(equation)))
       else:
         passed = read[len(read) - len(inner.invars) :]
         given = self.walk(inner, dict(zip(inner.invars, passed, strict=True)))
@@ -272,9 +283,20 @@ def inlined(equation: core.JaxprEqn) -> Any:
   if equation.primitive.name in _CLOSED:
     return None
   if equation.primitive.name == "cond":
-    return equation.params["branches"][0].jaxpr
+    return equation.params["branches"][0].jaxpr  # another has as much, or skips all
   found = next((equation.params[name] for name in _BODIES if name in equation.params), None)
   return getattr(found, "jaxpr", found)
+
+
+def _inside(equation: core.JaxprEqn) -> int:
+  """Returns the peak of one iteration of a scan without what it carries, which is updated in place.
+
+  Of the loops inside a layer, attention's is over blocks of scores.
+  """
+  if equation.primitive.name != "scan":
+    return 0
+  constants, carried = fixed_and_carried(equation)
+  return _most_at_once(body(equation), constants + carried, 0, 0)
 
 
 def _most_at_once(jaxpr: Any, constants: int, carried: int, results: int) -> int:
@@ -319,6 +341,6 @@ def _peak(
   alive, most = set(first), 0
   for at, line in enumerate(lines):
     alive |= {name for name in line.given if name in sizes}
-    most = max(most, sum(sizes[x] for x in alive))
+    most = max(most, sum(sizes[x] for x in alive) + line.inside)
     alive = {x for x in alive if ends.get(x, -1) > at}
   return most

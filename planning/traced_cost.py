@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 
 from analysis.roofline import Work
+from models.layer_pattern import layer_pattern
 from planning import activation_memory
 from training.optimizer import matrix_groups
 from training.setup import Job
@@ -40,12 +42,20 @@ class _Fused(dict):
 def operations(job: Job) -> list[tuple[Work, int, bool]]:
   """Returns (work, runs, whether in float32) of the operations of a step's gradients."""
   config, share = activation_memory.part(job, at_once=False)
-  tracer = _Tracer(share)
+  tracer = _Tracer(share, _kind_shares(config))
   jaxpr = activation_memory.gradients(job, config)
   count = job.config.training.gradient_accumulation_steps
   inputs = {x: tracer.fresh(x) for x in [*jaxpr.invars, *jaxpr.constvars]}
   tracer.close(jaxpr, tracer.walk(jaxpr, inputs, count), count)
   return tracer.found
+
+
+def _kind_shares(config: ConfigDict) -> tuple[float, ...]:
+  """Returns the share of each kind of layers that the scan over them switches between."""
+  if config.model.name != "transformer":
+    return ()
+  pattern = layer_pattern(config)
+  return tuple(pattern.windows.count(kind) / config.model.layers for kind in pattern.kinds)
 
 
 def of_matrices(job: Job) -> list[tuple[Work, int, bool]]:
@@ -69,10 +79,10 @@ class _Tracer:
     found: work, how often, whether it is a float32 matmul.
   """
 
-  def __init__(self, share: float):
-    """Takes the device's share of the traced rows."""
+  def __init__(self, share: float, kinds: tuple[float, ...] = ()):
+    """Takes the device's share of the traced rows, and the shares of the kinds of layers."""
     self.found: list[tuple[Work, int, bool]] = []
-    self._share, self._count = share, 0
+    self._share, self._kinds, self._count = share, kinds, 0
 
   def fresh(self, x: Any) -> Roots:
     """Returns the roots of a variable that is an array in HBM."""
@@ -97,8 +107,7 @@ class _Tracer:
       if name in ("scan", "while"):
         given = self._loop(equation, runs)
       elif inner is not None:
-        passed = read[len(read) - len(inner.invars) :]
-        given = self.walk(inner, dict(zip(inner.invars, passed, strict=True)), runs)
+        given = self._called(equation, inner, read, runs)
       elif name in _SAME and len(read) == len(equation.outvars):
         given = read
       elif name in _VIEWS:
@@ -130,6 +139,22 @@ class _Tracer:
     arguments = {x: self.fresh(x) for x in [*inner.invars, *inner.constvars]}
     self.close(inner, self.walk(inner, arguments, runs * turns), runs * turns)
     return [self.fresh(x) for x in equation.outvars]
+
+  def _called(self, equation: Any, inner: Any, read: list[Roots], runs: int) -> list[Roots]:
+    """Records a body's work; of a switch between kinds of layers, each branch's by its share."""
+    passed = read[len(read) - len(inner.invars) :]
+    branches = [inner]
+    if equation.primitive.name == "cond":
+      every = [one.jaxpr for one in equation.params["branches"]]
+      # A branch without equations skips what the mask excludes.
+      if len(every) == len(self._kinds) and all(one.eqns for one in every):
+        branches = every
+    whole, given = self._share, []
+    for number, branch in enumerate(branches):
+      self._share = whole * (self._kinds[number] if len(branches) > 1 else 1.0)
+      given = self.walk(branch, dict(zip(branch.invars, passed, strict=True)), runs)
+    self._share = whole
+    return given
 
   def _one(self, equation: Any, read: list[Roots], runs: int) -> list[Roots]:
     name, results = equation.primitive.name, sum(map(activation_memory.bytes_of, equation.outvars))

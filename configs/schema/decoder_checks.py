@@ -103,7 +103,7 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
   if model.query_key_norm_across_heads and not model.query_key_norm:
     yield "model.query_key_norm_across_heads=True is about the norms of model.query_key_norm=True"
   if config.training.attention_kernel == "splash" and (why := no_splash(config)):
-    yield f"training.attention_kernel=splash: {why}; set it to xla"
+    yield f"training.attention_kernel=splash: {why}; set it to blockwise"
   yield from _rotary(model)
   yield from _context(config, sizes["context"])
   yield from _chunks(config, sizes)

@@ -90,7 +90,8 @@ def training(**keys) -> dict:
     # What a layer saves for its backward pass: none (everything), dots (results of matmuls), full
     # (its input), or by name: "full,query=save,key=save,layer_input=offload" (docs/memory.md)
     "rematerialization": "none",
-    # splash (JAX's flash attention for TPUs, the default there where it applies) or xla.
+    # xla (has all scores in memory), blockwise (a scan over blocks of keys, for any platform) or
+    # splash (JAX's flash attention for TPUs). By default what docs/defaults.md says.
     "attention_kernel": config_dict.placeholder(str),
     # Times the squared logarithm of the softmax's normalizer, added to each token's loss; 0: off
     "z_loss": 0.0,

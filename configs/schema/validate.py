@@ -28,7 +28,7 @@ from training.metrics.sinks import SINKS
 from training.tasks import DPO, TASKS
 
 MATMUL_PRECISIONS = ("default", "high", "highest")
-ATTENTION_KERNELS = ("xla", "splash")
+ATTENTION_KERNELS = ("xla", "blockwise", "splash")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 DECAYS = ("linear", "1-sqrt")
 MOST_NORMS = 64  # that are stored on every device

@@ -122,6 +122,11 @@ def split_over(letters: str) -> Axes:
   return tuple(axis for axis in axes if sizes[axis] > 1)
 
 
+def splits(letter: str, size: int) -> Axes:
+  """Returns the axes larger than 1 that split a dim of this size; () where it is replicated."""
+  return spec_entries(_spec(letter, {letter: size}, automatic_layout()[0].table), 1)[0]
+
+
 def reduce_partial(partial: jax.Array, axes: Axes, extra: Axes) -> jax.Array:
   """Reduces partial sums over the axes of contracted dims; devices keep their part of the sequence.
 

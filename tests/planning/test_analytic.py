@@ -187,3 +187,22 @@ def test_groups_along_axes():
   job = job_of("dp2_fsdp2_tp2")
   assert analytic.groups(job, ("tensor",)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
   assert analytic.groups(job, ("data", "tensor")) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_blockwise_attention_computes_the_pairs_of_blocks_that_can_see_each_other():
+  """Of 8 blocks of 128 a quarter of the layers sees all before, the others a window of 128."""
+  length, tile = 1024, 128
+  keys = {"model.layers": 4, "model.window": tile, "model.global_every": 4}
+  more = {"data.sequence_length": length, "data.global_batch_size": 1, **keys}
+
+  def flops(kernel, **overrides):
+    job = make_job("single", "lm", **more, **{"training.attention_kernel": kernel}, **overrides)
+    return sum(work.flops * runs for work, runs, _ in traced_cost.operations(job))
+
+  full, window = 8 * 9 // 2, 8 + 7
+  # Two products forward; backward the scores again, and four products.
+  pairs = (2 + 5) * (full + 3 * window)
+  # All scores are computed in four blocks of queries, and not again.
+  square = (2 + 4) * 4 * 8 * 8 * 5 // 8
+  each = 2 * tile * tile * 6 * 8
+  assert flops("xla") - flops("blockwise") == (square - pairs) * each

@@ -79,6 +79,7 @@ def test_nothing_recomputed_keeps_more():
 
 def test_scores_are_what_one_layer_holds_of_long_rows():
   long = {**FULL, "data.sequence_length": 256, "data.global_batch_size": 1}
+  long["training.attention_kernel"] = "xla"
   [one, split] = (
     activation_memory.by_the_layers(make_job("single", "lm", **long, **more))[1]
     for more in ({}, {"mesh.context": 2, "model.context_attention": "gather"})

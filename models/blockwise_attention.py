@@ -1,0 +1,163 @@
+"""Causal attention that never has all scores in memory, in plain JAX, for every platform.
+
+`partitioning.parallel.attention_blocks` has the online softmax and its gradients; ring attention
+uses them as well.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from models.dtypes import wide_dtype
+from partitioning.parallel import attention_blocks
+from partitioning.parallel.attention_blocks import (
+  Saved,
+  Softmax,
+  by_heads,
+  by_tokens,
+  empty_softmax,
+)
+from partitioning.parallel.block_pairs import Blocks, Keys, Queries, Scores
+from partitioning.parallel.sharded_function import on_shards
+from runtime.rematerialization import ATTENTION_OUTPUT
+
+
+def attention(
+  q_BTNH: Float[Array, "B T N H"],
+  k_BSKH: Float[Array, "B S K H"],
+  v_BSKH: Float[Array, "B S K H"],
+  slots_BT: Int[Array, "#B T"],
+  segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+  *,
+  scale: float | None = None,
+  cap: float = 0.0,
+  windows: tuple[int | None, ...] = (None,),
+  kind: Int[Array, ""] | None = None,
+  sinks_N: Float[Array, " N"] | None = None,
+  complete: bool,
+  blocks: tuple[int, int],
+) -> Float[Array, "B T N H"]:
+  """Returns the same as `attention.causal_attention`, in memory linear in T and S.
+
+  Args:
+    q_BTNH: queries.
+    k_BSKH: keys; slot s has the s-th of its row. Each of the K heads serves N/K query heads.
+    v_BSKH: values, likewise.
+    slots_BT: of the queries; each attends to the slots up to its own.
+    segments: document of each query and key; a query attends only to its own. None: one document.
+    scale: of the scores; None: H ** -0.5.
+    cap: of the scaled scores; 0 is off.
+    windows: the sliding windows of the kinds of layers; None: the full past.
+    kind: which of them; None: the first.
+    sinks_N: a learned score per head that has no value (arXiv:2309.17453); None: none.
+    complete: query t is in slot t.
+    blocks: most tokens of a block of queries, and of keys.
+  """
+  scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+  scores = Scores(scale, wide_dtype(q_BTNH.dtype), cap)
+  how = _How(Blocks(scores, *blocks, complete=complete), windows)
+  # Slots that all rows share have no B, which is split over devices.
+  shared = slots_BT.shape[0] == 1
+  of_keys = "BSNH" if k_BSKH.shape[2] == q_BTNH.shape[2] else "BSKH"
+  facts = _Facts(slots_BT[0] if shared else slots_BT, *(segments or (None, None)), kind)
+  letters = _Facts("T" if shared else "BT", "BT", "BS", "")
+  given = (q_BTNH, k_BSKH, v_BSKH, sinks_N, *facts)
+  named = ("BTNH", of_keys, of_keys, "N", *letters)
+  present = [place for place, x in enumerate(given) if x is not None]
+
+  def on_device(*shards: Array) -> Array:
+    found = dict(zip(present, shards, strict=True))
+    q, k, v, sinks, *facts = (found.get(place) for place in range(len(given)))
+    return _attend(how, q, k, v, sinks, _Facts(*facts))
+
+  return on_shards(
+    on_device, [named[place] for place in present], "BTNH", *(given[place] for place in present)
+  )
+
+
+class _Facts(NamedTuple):
+  """What decides which keys a query attends to: arguments of `attention`."""
+
+  slots: Array  # T, or B T
+  segments_BT: Array | None
+  segments_BS: Array | None
+  kind: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+  """The static part: blocks, and the windows of the kinds of layers."""
+
+  blocks: Blocks
+  windows: tuple[int | None, ...]
+
+  def of_kind(self, kind: Array | None, function: Callable, *given: Any) -> Any:
+    """Returns function(window, *given) with the window of a layer's kind."""
+    ways = [functools.partial(function, window) for window in self.windows]
+    return ways[0](*given) if kind is None else jax.lax.switch(kind, ways, *given)
+
+
+def _pairs(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, facts: _Facts) -> tuple[Queries, Keys]:
+  """Returns the arguments of `attention_blocks`."""
+  slots_BT = facts.slots if facts.slots.ndim == 2 else facts.slots[None]
+  slots_S = jnp.arange(k_BSKH.shape[1], dtype=slots_BT.dtype)
+  queries = Queries(by_heads(q_BTNH, k_BSKH.shape[2]), slots_BT, facts.segments_BT)
+  k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
+  return queries, Keys(k_BKSH, v_BKSH, slots_S, facts.segments_BS)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how: _How, q: Array, k: Array, v: Array, sinks: Array | None, facts: _Facts) -> Array:
+  return _forward(how, q, k, v, sinks, facts)[0]
+
+
+def _forward(how: _How, q: Array, k: Array, v: Array, sinks: Array | None, facts: _Facts):
+  """Returns the attention output, and what the backward pass needs."""
+  queries, keys = _pairs(q, k, v, facts)
+
+  def softmax(window: int | None, queries: Queries, keys: Keys) -> Softmax:
+    start = empty_softmax(
+      queries.q_BKGTH.shape, how.blocks.scores.dtype, _grouped(sinks, k.shape[2])
+    )
+    return attention_blocks.add_keys(how.blocks, start, queries, keys, window)
+
+  found = how.of_kind(facts.kind, softmax, queries, keys)
+  out_BKGTH, normalizer_BKGT = found.finished()
+  out = checkpoint_name(by_tokens(out_BKGTH).astype(v.dtype), ATTENTION_OUTPUT)
+  normalizer_BKGT = checkpoint_name(normalizer_BKGT, ATTENTION_OUTPUT)
+  return out, (q, k, v, sinks, facts, out, normalizer_BKGT)
+
+
+def _backward(how: _How, saved, d_out: Array):
+  """Returns the gradients."""
+  q, k, v, sinks, facts, out, normalizer_BKGT = saved
+  queries, keys = _pairs(q, k, v, facts)
+  heads = k.shape[2]
+  given = attention_blocks.saved(by_heads(out, heads), by_heads(d_out, heads), normalizer_BKGT)
+
+  def gradients(window: int | None, given: Saved, queries: Queries, keys: Keys):
+    arrays = queries.q_BKGTH, keys.k_BKSH, keys.v_BKSH
+    zeros = tuple(jnp.zeros(x.shape, how.blocks.scores.dtype) for x in arrays)
+    return attention_blocks.add_gradients(how.blocks, zeros, given, queries, keys, window)
+
+  d_q, d_k, d_v = how.of_kind(facts.kind, gradients, given, queries, keys)
+  d_sinks = None
+  if sinks is not None:
+    d_sinks = attention_blocks.sink_gradient(_grouped(sinks, heads), given)
+    d_sinks = d_sinks.reshape(sinks.shape).astype(sinks.dtype)
+  d_k, d_v = jnp.swapaxes(d_k, 1, 2).astype(k.dtype), jnp.swapaxes(d_v, 1, 2).astype(v.dtype)
+  return by_tokens(d_q).astype(q.dtype), d_k, d_v, d_sinks, None
+
+
+def _grouped(sinks: Array | None, keys: int) -> Array | None:
+  """Returns sinks K G, in float32 or wider."""
+  return None if sinks is None else sinks.reshape(keys, -1).astype(wide_dtype(sinks.dtype))
+
+
+_attend.defvjp(_forward, _backward)

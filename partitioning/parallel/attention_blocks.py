@@ -1,0 +1,209 @@
+"""Blockwise attention on one device: blocks of queries meet blocks of keys in an online softmax.
+
+Only the scores of one pair of blocks are in memory, and those of pairs that the mask excludes are
+not computed. The gradients compute the scores again, block by block, from the softmax's normalizer.
+Sources: arXiv:2112.05682 (memory linear in the length), arXiv:2205.14135 (the gradients).
+
+Names carry their dims: a group G of query heads shares each of the K key/value heads, so N = K G.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from partitioning.parallel.block_pairs import Blocks, Cut, Keys, Queries, Scores
+
+
+class Softmax(NamedTuple):
+  """An online softmax over the keys so far.
+
+  Attributes:
+    sums_BKGTH: values, weighted by the exponentials of the scores minus `largest`.
+    largest_BKGT: the largest score.
+    weight_BKGT: the sum of those exponentials.
+  """
+
+  sums_BKGTH: jax.Array
+  largest_BKGT: jax.Array
+  weight_BKGT: jax.Array
+
+  def finished(self) -> tuple[jax.Array, jax.Array]:
+    """Returns the averaged values B K G T H, and the logarithm of the normalizer B K G T."""
+    normalizer_BKGT = self.largest_BKGT + jnp.log(self.weight_BKGT)
+    return self.sums_BKGTH / self.weight_BKGT[..., None], normalizer_BKGT
+
+
+def empty_softmax(
+  shape_BKGTH: tuple[int, ...], dtype: jnp.dtype, sinks_KG: jax.Array | None = None
+) -> Softmax:
+  """Returns the softmax over no keys.
+
+  Args:
+    shape_BKGTH: of the queries.
+    dtype: of the softmax.
+    sinks_KG: a learned score for each head that takes part in the softmax and has no value
+      (arXiv:2309.17453); None: none.
+  """
+  zeros_BKGT = jnp.zeros(shape_BKGTH[:-1], dtype)
+  sums = jnp.zeros(shape_BKGTH, dtype)
+  if sinks_KG is None:
+    return Softmax(sums, zeros_BKGT + jnp.finfo(dtype).min, zeros_BKGT)
+  largest_BKGT = zeros_BKGT + sinks_KG.astype(dtype)[None, :, :, None]
+  return Softmax(sums, largest_BKGT, zeros_BKGT + 1)
+
+
+def by_heads(x_BTNH: jax.Array, keys: int) -> jax.Array:
+  """Returns B K G T H of B T N H, whose N/K consecutive heads share a key/value head."""
+  batch, length, heads, size = x_BTNH.shape
+  return jnp.moveaxis(x_BTNH.reshape(batch, length, keys, heads // keys, size), 1, 3)
+
+
+def by_tokens(x_BKGTH: jax.Array) -> jax.Array:
+  """Returns B T N H, the inverse of `by_heads`."""
+  batch, keys, group, length, size = x_BKGTH.shape
+  return jnp.moveaxis(x_BKGTH, 3, 1).reshape(batch, length, keys * group, size)
+
+
+def add_keys(
+  blocks: Blocks,
+  total: Softmax,
+  queries: Queries,
+  keys: Keys,
+  window: jax.Array | int | None = None,
+) -> Softmax:
+  """Returns the softmax with more keys.
+
+  Args:
+    blocks: how.
+    total: the softmax so far.
+    queries: those that it is of.
+    keys: more keys.
+    window: number of slots that a query attends to, its own being the last; None: its full past.
+  """
+  cut = Cut(blocks, queries, keys, window)
+
+  def step(total: Softmax, pair: jax.Array) -> tuple[Softmax, None]:
+    def more(softmax: Softmax) -> Softmax:
+      return _add_block(blocks.scores, softmax, *cut.pair(pair))
+
+    softmax = jax.tree.map(lambda x: cut.rows(x, pair[0]), total)
+    softmax = cut.unless_masked(pair, more, softmax)
+    return jax.tree.map(lambda x, new: cut.put_rows(x, new, pair[0]), total, softmax), None
+
+  return jax.tree.map(
+    lambda x: x[:, :, :, : queries.q_BKGTH.shape[3]],
+    _each(step, Softmax(*map(cut.padded_rows, total)), cut.pairs()),
+  )
+
+
+class Saved(NamedTuple):
+  """What the gradients take of the forward pass, and of what follows it.
+
+  Attributes:
+    d_out_BKGTH: the gradient of the averaged values.
+    normalizer_BKGT: the logarithm of the softmax's normalizer over all keys.
+    products_BKGT: the averaged values times their gradient, summed over H.
+  """
+
+  d_out_BKGTH: jax.Array
+  normalizer_BKGT: jax.Array
+  products_BKGT: jax.Array
+
+
+def saved(out_BKGTH: jax.Array, d_out_BKGTH: jax.Array, normalizer_BKGT: jax.Array) -> Saved:
+  """Returns what `add_gradients` takes, of the output, its gradient and the normalizer."""
+  wide = normalizer_BKGT.dtype
+  products = jnp.sum(d_out_BKGTH.astype(wide) * out_BKGTH.astype(wide), axis=-1)
+  return Saved(d_out_BKGTH, normalizer_BKGT, products)
+
+
+def sink_gradient(sinks_KG: jax.Array, given: Saved) -> jax.Array:
+  """Returns the gradient of sinks, K G: each token's weight of them averages a value of zero."""
+  weights_BKGT = jnp.exp(sinks_KG[None, :, :, None] - given.normalizer_BKGT)
+  return -jnp.sum(weights_BKGT * given.products_BKGT, axis=(0, 3))
+
+
+def add_gradients(
+  blocks: Blocks,
+  totals: tuple[jax.Array, jax.Array, jax.Array],
+  given: Saved,
+  queries: Queries,
+  keys: Keys,
+  window: jax.Array | int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns sums of gradients, those of the pairs of these queries and keys added.
+
+  Args:
+    blocks: how.
+    totals: of the queries (B K G T H), keys and values (B K S H), in the dtype of the softmax.
+    given: of `saved`.
+    queries: as in `add_keys`.
+    keys: likewise.
+    window: likewise.
+  """
+  cut = Cut(blocks, queries, keys, window)
+  # Of padding the gradient is zero.
+  padded = Saved(
+    cut.padded_rows(given.d_out_BKGTH, mode="constant"),
+    cut.padded_rows(given.normalizer_BKGT),
+    cut.padded_rows(given.products_BKGT, mode="constant"),
+  )
+
+  def step(totals: tuple, pair: jax.Array) -> tuple[tuple, None]:
+    def more(parts: tuple) -> tuple:
+      rows = Saved(*(cut.rows(x, pair[0]) for x in padded))
+      found = _block_gradients(blocks.scores, rows, *cut.pair(pair))
+      return tuple(x + new for x, new in zip(parts, found, strict=True))
+
+    d_q, d_k, d_v = totals
+    parts = cut.rows(d_q, pair[0]), cut.columns(d_k, pair[1]), cut.columns(d_v, pair[1])
+    parts = cut.unless_masked(pair, more, parts)
+    d_k, d_v = (
+      cut.put_columns(x, new, pair[1]) for x, new in zip((d_k, d_v), parts[1:], strict=True)
+    )
+    return (cut.put_rows(d_q, parts[0], pair[0]), d_k, d_v), None
+
+  d_q, d_k, d_v = totals
+  start = cut.padded_rows(d_q), cut.padded_columns(d_k), cut.padded_columns(d_v)
+  found = _each(step, start, cut.pairs())
+  length, slots = queries.q_BKGTH.shape[3], keys.k_BKSH.shape[2]
+  return found[0][:, :, :, :length], found[1][:, :, :slots], found[2][:, :, :slots]
+
+
+def _each(step: Callable, total: Any, pairs: np.ndarray) -> Any:
+  """Returns the total after the steps of all pairs."""
+  if len(pairs) == 1:
+    return step(total, jnp.asarray(pairs[0]))[0]
+  return jax.lax.scan(step, total, jnp.asarray(pairs))[0]
+
+
+def _add_block(scores: Scores, softmax: Softmax, q, k, v, bias) -> Softmax:
+  """Returns an online softmax with a block of keys added."""
+  found = scores(q, k) + bias
+  top = jnp.maximum(softmax.largest_BKGT, found.max(axis=-1))
+  # A query all of whose keys so far are masked has weights of 1 for them, which the first key that
+  # it sees shrinks to 0. It sees its own.
+  shares = jnp.exp(found - top[..., None])
+  shrink = jnp.exp(softmax.largest_BKGT - top)
+  more = jnp.einsum(
+    "BKGTS,BKSH->BKGTH", shares.astype(v.dtype), v, preferred_element_type=scores.dtype
+  )
+  sums = softmax.sums_BKGTH * shrink[..., None] + more
+  return Softmax(sums, top, softmax.weight_BKGT * shrink + shares.sum(axis=-1))
+
+
+def _block_gradients(scores: Scores, given: Saved, q, k, v, bias) -> tuple:
+  """Returns the gradients of q, k and v from one pair of blocks."""
+  wide = scores.dtype
+  found = scores(q, k)
+  weights = jnp.exp(found + bias - given.normalizer_BKGT[..., None])
+  d_weights = jnp.einsum("BKGTH,BKSH->BKGTS", given.d_out_BKGTH, v, preferred_element_type=wide)
+  d_scores = weights * (d_weights - given.products_BKGT[..., None]) * scores.slope(found)
+  d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
+  d_q = jnp.einsum("BKGTS,BKSH->BKGTH", d_scores, k, preferred_element_type=wide)
+  d_k = jnp.einsum("BKGTS,BKGTH->BKSH", d_scores, q, preferred_element_type=wide)
+  d_v = jnp.einsum("BKGTS,BKGTH->BKSH", weights, given.d_out_BKGTH, preferred_element_type=wide)
+  return d_q, d_k, d_v
