@@ -6,6 +6,7 @@ A layer is an iteration of the loop over layers, as `planning/schedule.py` simul
 import dataclasses
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from analysis import hlo, source_lines
@@ -20,6 +21,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 _HELPERS = f"{ROOT / 'partitioning'}/"
 _IN_ALL = ("collectives.py", "sharded_function.py")  # of the helpers, those in every stack
 _TRACED_BACK = 3  # instructions from one without metadata to one that has it
+_NEARLY_ALL = 0.8  # of the instructions in a loop: the rest may have been moved into it
+_OUTSIDE = 2  # iterations that a compiler has been seen to compute outside of a loop, at most
 COPIES = "copies into on-chip memory"
 
 
@@ -64,6 +67,7 @@ class Layer:
     title: `forward` or `backward`.
     line: of the loop.
     layers: that an iteration computes.
+    outside: layers that are computed outside of the loop.
     runs: iterations in one step.
     seconds: of one.
     compute: bars whose text is what bounds them: matmul, HBM, or a loop within.
@@ -75,6 +79,7 @@ class Layer:
   title: str
   line: str
   layers: int
+  outside: int
   runs: int
   seconds: float
   compute: tuple[Bar, ...]
@@ -182,6 +187,28 @@ class _Names:
     passes = {"transpose(": "in the backward pass", "jvp(": "in the forward pass"}
     return next((text for mark, text in passes.items() if mark in called), "")
 
+  def loop(self, loop: Loop) -> str:
+    """Returns the line of a loop, or else the innermost line behind nearly all of its body."""
+    frames = self.program.frames
+    if not (lines := source_lines.stack(frames, loop.site.attributes)):
+      stacks = [source_lines.stack(frames, text) for text in self._inside(loop)]
+      common = Counter(place for stack in filter(None, stacks) for place in {*stack})
+      enough = _NEARLY_ALL * sum(map(bool, stacks))
+      longest = max(stacks, key=len, default=())
+      lines = tuple(place for place in longest if common[place] >= enough)
+    return next((_text(place) for place in lines if _is_ours(place)), "")
+
+  def is_backward(self, loop: Loop) -> bool:
+    """Returns whether a loop is of the backward pass, by its name or by most of its body's."""
+    named = [source_lines.op_name(loop.site.attributes)]
+    if not named[0]:
+      named = [*filter(None, map(source_lines.op_name, self._inside(loop)))]
+    return 2 * sum("transpose(" in name for name in named) > len(named)
+
+  def _inside(self, loop: Loop) -> list[str]:
+    """Returns the attributes of what a loop's body computes."""
+    return [self._where[name][1].attributes for one in loop.body.compute for name in one.names]
+
   def part(self, name: str) -> str:
     """Returns the part of a model that an instruction belongs to: a class, function or file."""
     place = self._place(name)
@@ -199,7 +226,7 @@ class _Names:
   def _ours(self, name: str) -> list[Place]:
     """Returns the lines of this project behind an instruction, innermost first."""
     places = source_lines.stack(self.program.frames, self._shown(name))
-    return [place for place in places if place.file.startswith(f"{ROOT}/")]
+    return [place for place in places if _is_ours(place)]
 
   def _shown(self, name: str) -> str:
     """Returns the attributes of an instruction, or of what it takes, if it names no line itself."""
@@ -213,6 +240,10 @@ class _Names:
       known = computation.instructions
       ahead = [known[operand] for operand in operands if operand in known]
     return one.attributes
+
+
+def _is_ours(place: Place) -> bool:
+  return place.file.startswith(f"{ROOT}/") and "/site-packages/" not in place.file
 
 
 def _text(place: Place) -> str:
@@ -229,23 +260,31 @@ def _array(shape: str) -> str:
 def _loop(title: str, names: _Names, layers: int | None) -> Loop | None:
   """Returns the loop over layers of a pass: that in which most time is spent.
 
-  Its iterations divide the layers, since one may compute several. Loops over chunks of something
-  else stand in other files than the models', or within it.
+  An iteration may compute several layers, and the compiler computes the first or the last ones
+  outside of the loop where that lets it start transfers earlier. Loops over chunks of something
+  else stand in other files than the models', or within a layer.
   """
   found = [
     one
     for one in names.times.loops
     if layers
     and one.trips > 1
-    and layers % one.trips == 0
-    and ("transpose(" in source_lines.op_name(one.site.attributes)) == (title == "backward")
+    and _layers_each(one, layers)
+    and names.is_backward(one) == (title == "backward")
   ]
-  models = [one for one in found if names.line(one.site.name).startswith("models/")]
-  return max(models or found, key=lambda one: one.runs * one.body.seconds, default=None)
+  models = [one for one in found if names.loop(one).startswith("models/")]
+  all_of_them = [one for one in found if layers % one.trips == 0]
+  return max(models or all_of_them, key=lambda one: one.runs * one.body.seconds, default=None)
+
+
+def _layers_each(loop: Loop, layers: int) -> int:
+  """Returns how many layers an iteration computes; 0 if the loop is over something else."""
+  each = (n for n in range(1, layers + 1) if layers % n == 0)
+  return next((n for n in each if 0 <= layers // n - loop.trips <= _OUTSIDE), 0)
 
 
 def _layer(title: str, loop: Loop, names: _Names, layers: int) -> Layer:
-  body = loop.body
+  body, each = loop.body, _layers_each(loop, layers)
   rows: dict[str, list[Bar]] = {}
   for one in body.transfers:
     row = names.row(one.names[0])
@@ -257,8 +296,9 @@ def _layer(title: str, loop: Loop, names: _Names, layers: int) -> Layer:
     parts[part] = parts.get(part, 0.0) + one.end - one.begin
   return Layer(
     title,
-    names.line(loop.site.name),
-    layers // loop.trips,
+    names.loop(loop),
+    each,
+    layers - loop.trips * each,
     loop.runs,
     body.seconds,
     tuple(Bar(one.begin, one.end, one.bound) for one in body.compute),

@@ -141,7 +141,12 @@ def _layer(layer: Layer) -> dict[str, Any]:
   for name, bars in layer.transfers.items():
     rows.append({"name": name, "bars": [shown(bar, "sent", bar.text) for bar in bars]})
   parts = timeline_text.parts(layer)
-  return {"head": timeline_text.head(layer), "line": layer.line, "rows": rows, "parts": parts}
+  return {
+    "head": timeline_text.head(layer),
+    "line": timeline_text.where(layer),
+    "rows": rows,
+    "parts": parts,
+  }
 
 
 def _gap(gap: Gap) -> dict[str, Any]:

@@ -41,6 +41,13 @@ def head(layer: Layer) -> str:
   )
 
 
+def where(layer: Layer) -> str:
+  """Returns the line of the loop, and how many layers are outside of it."""
+  others = f"{layer.outside} {'layer' if layer.outside == 1 else 'layers'} outside of it"
+  at = layer.line and f"loop at {layer.line}"
+  return "; ".join(filter(None, (at, layer.outside and others)))
+
+
 def parts(layer: Layer) -> str:
   """Returns which functions the compute is in: `MLP 67 %, Attention 17 %`."""
   total = sum(layer.parts.values())
@@ -69,8 +76,8 @@ def milliseconds(seconds: float) -> str:
 
 def _layer(layer: Layer) -> Iterator[str]:
   yield head(layer)
-  if layer.line:
-    yield f"  loop at {layer.line}"
+  if said := where(layer):
+    yield f"  {said}"
   waits = [Bar(one.begin, one.end, "wait") for one in layer.waits]
   yield _row("compute", _computed([*layer.compute, *waits], layer.seconds))
   for name, bars in layer.transfers.items():

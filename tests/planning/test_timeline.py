@@ -17,7 +17,7 @@ FileNames
 2 "{ROOT}/models/layers.py"
 3 "{ROOT}/partitioning/parallel/matmuls.py"
 4 "{ROOT}/partitioning/parallel/collectives.py"
-5 "/lib/jax/loops.py"
+5 "{ROOT}/.venv/lib/python3/site-packages/jax/loops.py"
 
 FunctionNames
 1 "Transformer.blocks"
@@ -40,7 +40,7 @@ StackFrames
 3 {{file_location_id=3 parent_frame_id=3}}
 4 {{file_location_id=4 parent_frame_id=4}}
 5 {{file_location_id=5 parent_frame_id=2}}
-6 {{file_location_id=6 parent_frame_id=1}}
+6 {{file_location_id=6 parent_frame_id=2}}
 """
 STATE = "(s32[], f32[1000,1000], f32[1000])"
 
@@ -104,14 +104,13 @@ LOOPS = {
 }
 
 
-def made(*names, layers=3, before="", after=""):
+def made(*names, layers=3, after="", loops=LOOPS):
   """Returns the timeline of a program with these loops."""
-  computations = TABLES + "".join(LOOPS[name][0] for name in names)
+  computations = TABLES + "".join(loops[name][0] for name in names)
   body = [
     f"{START}  %zero = s32[] constant(0)",
     f"  %start = {STATE} tuple(%zero, %x, %v)",
-    before,
-    *(LOOPS[name][1] for name in names),
+    *(loops[name][1] for name in names),
     after,
     "  ROOT %end = f32[] constant(0)",
   ]
@@ -164,9 +163,40 @@ def test_a_gap_is_named_with_its_pass_and_the_line_that_causes_it():
   assert found.gaps[2].line == "models/transformer.py:291, Transformer.blocks"
 
 
-def test_an_iteration_may_compute_several_layers():
-  [forward, _] = made("forward", "backward", layers=6).layers
-  assert forward.layers == 2
+@pytest.mark.parametrize(
+  ("layers", "each", "outside"), [(3, 1, 0), (6, 2, 0), (4, 1, 1), (5, 1, 2), (8, 2, 2)]
+)
+def test_an_iteration_may_compute_several_layers_and_some_are_outside(layers, each, outside):
+  [forward, backward] = made("forward", "backward", "chunks", layers=layers).layers
+  assert (forward.layers, forward.outside) == (backward.layers, backward.outside)
+  assert (forward.layers, forward.outside) == (each, outside)
+  assert forward.line.startswith("models/transformer.py")
+
+
+def test_loops_without_metadata_are_known_by_what_is_in_them():
+  """The compiler drops it where it computes a layer outside of the loop."""
+  bare = {name: (before, line.partition(", metadata")[0]) for name, (before, line) in LOOPS.items()}
+  bare["backward"] = (
+    bare["backward"][0].replace("jit(step)/dot", f"jit(step)/{BACK}/dot"),
+    bare["backward"][1],
+  )
+  forward, backward = made("forward", "backward", layers=4, loops=bare).layers
+  assert (forward.title, forward.seconds) == ("forward", pytest.approx(2.0))
+  assert (backward.title, backward.seconds) == ("backward", pytest.approx(3.0))
+  # All that both bodies contain is in the MLP; a layer has more, and then the scan is common.
+  assert forward.line == "models/layers.py:334, MLP.__call__"
+  mixed = {
+    name: (before.replace("frame_id=2", "frame_id=5", 1), line)
+    for name, (before, line) in bare.items()
+  }
+  forward, _ = made("forward", "backward", layers=4, loops=mixed).layers
+  assert forward.line == "models/transformer.py:291, Transformer.blocks"
+
+
+def test_a_loop_of_another_file_is_one_over_layers_if_it_runs_once_for_each():
+  [forward] = made("chunks", layers=3).layers
+  assert forward.line.startswith("partitioning/parallel/matmuls.py")
+  assert made("chunks", layers=4).layers == ()
 
 
 @pytest.mark.parametrize(
@@ -175,8 +205,8 @@ def test_an_iteration_may_compute_several_layers():
     (["forward"], 3, ["no loop over 3 layers in the backward pass"]),
     (
       ["forward", "backward"],
-      4,
-      ["no loop over 4 layers in the forward pass", "no loop over 4 layers in the backward pass"],
+      7,
+      ["no loop over 7 layers in the forward pass", "no loop over 7 layers in the backward pass"],
     ),
     (["forward"], None, ["the model has no layers"]),
   ],

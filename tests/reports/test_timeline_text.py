@@ -1,5 +1,7 @@
 """The timeline of a layer as text, beside what is known of the layer that is drawn."""
 
+import dataclasses
+
 import pytest
 
 from planning.timeline import Bar, Gap, Layer, Timeline
@@ -12,6 +14,7 @@ LAYER = Layer(
   "forward",
   "models/transformer.py:291, Transformer.blocks",
   1,
+  0,
   32,
   WIDTH * MS,
   (
@@ -57,17 +60,29 @@ def test_each_row_is_drawn_where_it_is_in_time():
 
 def test_lines_fit_the_terminal_whatever_is_in_them():
   long = {"data+fsdp+context+tensor over ICI": LAYER.transfers["from host"]}
-  layers = [LAYER, Layer(*[{**vars(LAYER), "transfers": long}[name] for name in vars(LAYER)])]
+  layers = [LAYER, dataclasses.replace(LAYER, transfers=long)]
   missing = ("no loop over 126 layers in the backward pass",)
   _, lines = rows(Timeline(tuple(layers), (GAP,), missing))
   assert max(map(len, lines)) <= 100
   assert "timeline of a layer: no loop over 126 layers in the backward pass" in lines
 
 
+@pytest.mark.parametrize(
+  ("line", "outside", "text"),
+  [
+    ("models/m.py:7, f", 0, "loop at models/m.py:7, f"),
+    ("models/m.py:7, f", 1, "loop at models/m.py:7, f; 1 layer outside of it"),
+    ("", 2, "2 layers outside of it"),
+    ("", 0, ""),
+  ],
+)
+def test_the_line_of_the_loop_and_what_is_outside(line, outside, text):
+  assert timeline_text.where(dataclasses.replace(LAYER, line=line, outside=outside)) == text
+
+
 def test_numbers_of_waits_do_not_overlap():
   waits = tuple(Bar(i * MS, (i + 0.9) * MS, "all-gather") for i in range(WIDTH))
-  one = Layer(*[{**vars(LAYER), "waits": waits}[name] for name in vars(LAYER)])
-  drawn, _ = rows(Timeline((one,), (), ()))
+  drawn, _ = rows(Timeline((dataclasses.replace(LAYER, waits=waits),), (), ()))
   assert {*drawn["waiting, ms"].split()} == {"0.9"}
 
 
