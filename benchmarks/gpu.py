@@ -1,0 +1,213 @@
+r"""Trains on one GPU beside PyTorch, in turns: `ratio R` of seconds, tokens per second, MFU.
+
+  python -m benchmarks.gpu [--gpu_models=gpt2_124m,llama_1b] [--turns=8] [--turn_steps=20]
+    [--torch_python=PYTHON] [--trace=DIR] [--small]
+
+The reference is `benchmarks/gpu_torch.py`: the same shapes, compiled by torch.compile, with flash
+attention, fused AdamW, bfloat16 autocast and clipping of the gradients' norm. Each side is a
+process of its own that holds its model on the device. They start from the same parameters, see the
+same batches and take `turns` turns of `turn_steps` steps; the one that waits does nothing. The
+losses after as many steps must agree, or the two do not train the same model, and it exits with 1.
+
+R is the median over the turns of ours / PyTorch's. MFU is the model's FLOPs per second over the
+device's dense bfloat16 peak (`analysis/chips.py`), once with all scores of attention, as nanoGPT
+and torchtitan count, and once with the causal half. `--small` shrinks the models for a CPU: it
+shows that the benchmark works, and says nothing about speed. PyTorch may be installed for another
+Python than JAX: `--torch_python`. `--trace` writes a trace of a turn of ours, after the others.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from absl import app, flags
+
+_MODELS = flags.DEFINE_list("gpu_models", "gpt2_124m,llama_1b", "Of MODELS.")
+_TURNS = flags.DEFINE_integer("turns", 8, "Turns of each.", 1)
+_STEPS = flags.DEFINE_integer("turn_steps", 20, "Steps of a turn.", 1)
+_PYTHON = flags.DEFINE_string("torch_python", sys.executable, "The Python that has PyTorch.")
+_TRACE = flags.DEFINE_string("trace", None, "Writes a trace of a turn of ours to this folder.")
+_SMALL = flags.DEFINE_bool("small", False, "Small models, for a CPU.")
+_COMPILE = flags.DEFINE_bool("torch_compile", True, "Whether PyTorch compiles.")
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Relative difference of the losses after some steps in bfloat16, with other orders of sums.
+TOLERANCE = 2e-2
+OPTIMIZER = {
+  "learning_rate": 3e-4,
+  "beta_1": 0.9,
+  "beta_2": 0.95,
+  "epsilon": 1e-8,
+  "weight_decay": 0.1,
+  "clip_norm": 1.0,
+  "warmup_steps": 10,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A model of the benchmark.
+
+  Attributes:
+    family: gpt2 or llama.
+    preset: of the application.
+    rows: of a batch on one GPU.
+    length: tokens of a row.
+    overrides: keys of the config.
+  """
+
+  family: str
+  preset: str
+  rows: int
+  length: int
+  overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+MODELS = {
+  "gpt2_124m": Model("gpt2", "gpt2_124m", 32, 1024, {"training.rematerialization": "none"}),
+  # Llama 3.2 1B with plain rotary positions: their table costs the same.
+  "llama_1b": Model(
+    "llama",
+    "llama3_2_1b",
+    8,
+    2048,
+    {"model.rotary_scaling": (), "training.rematerialization": "none"},
+  ),
+}
+# Sizes for a CPU.
+_SMALLER = {
+  "model.layers": 2,
+  "model.model_size": 128,
+  "model.feedforward_size": 256,
+  "model.heads": 4,
+  "model.head_size": 32,
+  "model.vocabulary_size": 512,
+}
+
+
+def job(name: str, folder: str) -> dict:
+  """Returns what both sides are told, see benchmarks/gpu_protocol.py; PyTorch's sizes are added."""
+  model = MODELS[name]
+  overrides = {
+    **model.overrides,
+    **{f"optimizer.{key}": value for key, value in OPTIMIZER.items()},
+    "optimizer.schedule": "constant",
+    "training.compute_dtype": "bfloat16",
+    "data.sequence_length": model.length,
+    "data.global_batch_size": model.rows,
+  }
+  if _SMALL.value:
+    overrides |= {**_SMALLER, "data.sequence_length": 64, "data.global_batch_size": 4}
+    overrides["model.kv_heads"] = 4 if model.family == "gpt2" else 2
+  if model.family == "gpt2":
+    overrides["model.max_positions"] = overrides["data.sequence_length"]
+  return {
+    "family": model.family,
+    "recipe": f"model={model.preset},data=python_source",
+    "overrides": overrides,
+    "rows": overrides["data.global_batch_size"],
+    "seed": 0,
+    "optimizer": OPTIMIZER,
+    "parameters": folder,
+    "compile": _COMPILE.value,
+  }
+
+
+class Process:
+  """A side in a process of its own."""
+
+  def __init__(self, python: str, module: str, told: dict):
+    """Starts it and waits until it has compiled."""
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    self._process = subprocess.Popen(
+      [python, "-m", module],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      cwd=ROOT,
+      env=environment,
+      text=True,
+    )
+    self._module = module
+    self.first = self._ask(told)
+
+  def _ask(self, question: dict) -> dict:
+    """Returns the answer to a line."""
+    with contextlib.suppress(BrokenPipeError):
+      print(json.dumps(question), file=self._process.stdin, flush=True)
+    line = self._process.stdout.readline()
+    if not line:
+      raise RuntimeError(f"{self._module} ended with {self._process.wait()}; see above")
+    return json.loads(line)
+
+  def run(self, steps: int, **more: Any) -> dict:
+    """Returns the seconds of some steps and the last loss."""
+    return self._ask({"steps": steps, **more})
+
+  def facts(self) -> dict:
+    """Returns versions and sizes."""
+    return self._ask({"facts": True})
+
+  def close(self) -> None:
+    """Ends the process."""
+    self._process.stdin.close()
+    self._process.wait()
+
+
+def measure(name: str) -> bool:
+  """Prints the lines of a model; returns whether both trained the same model."""
+  with contextlib.ExitStack() as stack:
+    told = job(name, stack.enter_context(tempfile.TemporaryDirectory()))
+    ours = Process(sys.executable, "benchmarks.gpu_ours", told)
+    stack.callback(ours.close)
+    told["sizes"] = ours.facts()["sizes"]
+    reference = Process(_PYTHON.value, "benchmarks.gpu_torch", told)
+    stack.callback(reference.close)
+    turns = [(ours.run(_STEPS.value), reference.run(_STEPS.value)) for _ in range(_TURNS.value)]
+    if _TRACE.value:
+      ours.run(_STEPS.value, trace=_TRACE.value)
+    return report(name, turns, (ours.facts(), reference.facts()), _STEPS.value)
+
+
+def report(name: str, turns: list[tuple[dict, dict]], facts: tuple[dict, dict], steps: int) -> bool:
+  """Prints what was measured; returns whether parameters and losses agree."""
+  own = facts[0]
+  tokens = own["rows"] * own["sizes"]["length"]
+  ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in turns)
+  print(f"ratio {ratio:.3f}  ({name}: {own['rows']} rows, {tokens:,} tokens, {own['device']})")
+  for side, fact, runs in zip(("ours", "PyTorch"), facts, zip(*turns, strict=True), strict=True):
+    seconds = statistics.median(one["seconds"] for one in runs) / steps
+    line = f"  {side}, {fact['library']}: {1e3 * seconds:.2f} ms, {tokens / seconds:,.0f} tokens/s"
+    if own["peak_flops"]:
+      whole, half = (flops / seconds / own["peak_flops"] for flops in own["flops"])
+      line += f", MFU {whole:.1%} ({half:.1%} by the causal half)"
+    print(f"{line}, loss {runs[-1]['loss']:.4f}, peak {fact['peak_bytes'] / 2**30:.1f} GiB")
+  print(f"  chosen: {own['chosen']}; compiler options: {own['compiler_options']}", flush=True)
+  counts = [fact["parameters"] for fact in facts]
+  if counts[0] != counts[1]:
+    print(f"{name}: {counts[0]:,} parameters, and PyTorch has {counts[1]:,}", file=sys.stderr)
+    return False
+  losses = [one["loss"] for one in turns[-1]]
+  if abs(losses[0] - losses[1]) > TOLERANCE * abs(losses[1]):
+    print(f"{name}: the losses differ by more than {TOLERANCE} of them", file=sys.stderr)
+    return False
+  return True
+
+
+def main(argv: list[str]) -> int:
+  """Measures every model; returns the exit code."""
+  del argv
+  if unknown := [name for name in _MODELS.value if name not in MODELS]:
+    raise app.UsageError(f"--gpu_models={unknown[0]}: one of {', '.join(MODELS)}")
+  good = [measure(name) for name in _MODELS.value]
+  return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,87 @@
+"""What both sides of benchmarks/gpu.py share: the job, its batches, names, lines of JSON.
+
+A side is a process. It reads the job, a line of JSON on its standard input, and answers each line
+`{"steps": N}` with the seconds of N steps and the last loss, and `{"facts": true}` with versions
+and sizes. This module imports NumPy alone: the sides run in processes with different libraries.
+
+The job:
+  family: gpt2 or llama.
+  recipe, overrides: of the application's config.
+  sizes: for PyTorch, by the application's `facts`: width, layers, heads, kv_heads, head_size,
+    feedforward, vocabulary (padded), length (tokens of a row), rotary_base, epsilon.
+  rows: of a batch. seed: of the tokens.
+  optimizer: learning_rate, beta_1, beta_2, epsilon, weight_decay, clip_norm, warmup_steps.
+  parameters: folder of the .npy files that both start from, which the application writes.
+  compile: whether PyTorch compiles.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+BATCHES = 8  # which are repeated
+
+
+class Side(Protocol):
+  """A model in training."""
+
+  def run(self, steps: int, **more: Any) -> dict[str, float]:
+    """Runs some steps; returns their seconds and the last loss."""
+
+  def facts(self) -> dict[str, Any]:
+    """Returns versions and sizes."""
+
+
+def batches(job: dict) -> list[tuple[np.ndarray, np.ndarray]]:
+  """Returns tokens and targets, int32 [rows, length], of the batches that are repeated."""
+  generator = np.random.default_rng(job["seed"])
+  sizes = job["sizes"]
+  shape = (BATCHES, job["rows"], sizes["length"] + 1)
+  # Zipf's law, as of words: the loss then falls, and a wrong gradient shows.
+  ranks = np.minimum(generator.zipf(1.3, shape), sizes["vocabulary"]) - 1
+  return [(one[:, :-1], one[:, 1:]) for one in ranks.astype(np.int32)]
+
+
+def torch_names(sizes: dict) -> dict[str, tuple[str, int | None, bool]]:
+  """Returns PyTorch's name -> (file of the application's array, layer in it, is it transposed)."""
+  gpt = sizes["family"] == "gpt2"
+  norm = {"weight": "scale", **({"bias": "bias"} if gpt else {})}
+  linear = {"weight": "kernel", **({"bias": "bias"} if gpt else {})}
+  found = {"embed.weight": ("embed.table", None, False)}
+  if gpt:
+    found["positions.weight"] = ("positions.table", None, False)
+  found |= {f"final_norm.{a}": (f"final_norm.{b}", None, False) for a, b in norm.items()}
+  parts = {f"attention.{name}": name for name in ("query", "key", "value", "out")}
+  parts |= {f"mlp.{name}": name for name in ("gate", "up", "down") if name != "gate" or not gpt}
+  for layer in range(sizes["layers"]):
+    for name in ("attention_norm", "mlp_norm"):
+      for a, b in norm.items():
+        found[f"layers.{layer}.{name}.{a}"] = (f"layers.{name}.{b}", layer, False)
+    for file, name in parts.items():
+      for a, b in linear.items():
+        found[f"layers.{layer}.{name}.{a}"] = (f"layers.{file}.{b}", layer, a == "weight")
+  return found
+
+
+def decays(name: str) -> bool:
+  """Returns whether weight decay is for a parameter of PyTorch: not for norms and biases."""
+  return name.endswith(".weight") and "norm" not in name
+
+
+def serve(make: Callable[[dict], Side]) -> None:
+  """Builds a side from the first line of standard input, and answers the others."""
+  answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+  os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+
+  def answer(value: dict) -> None:
+    print(json.dumps(value), file=answers, flush=True)
+
+  side = make(json.loads(sys.stdin.readline()))
+  answer(side.run(2))  # compiles
+  for line in sys.stdin:
+    question = json.loads(line)
+    answer(side.facts() if question.pop("facts", False) else side.run(**question))
