@@ -5,6 +5,9 @@ that it may still be sending: values at the end of the first device's chunk are 
 without an error, more often for larger chunks (jax#40830). It also times out after 30 s, whatever
 the configured timeouts (jax#40831). So on gloo each device sends its parts to their owners by an
 all-to-all, and the owners sum them: the same number of bytes.
+
+On TPUs the SparseCores' reduce-scatter takes only arrays that they can cut into small equal parts.
+XLA makes an all-reduce of any other, twice the bytes and beside no matmul; see `_padding`.
 """
 
 import functools
@@ -16,11 +19,16 @@ import jax.numpy as jnp
 
 from partitioning.dims import Axes
 
+_LANES = 128  # numbers in a row of a TPU's tile
+# The largest prime factor that the number of tiles may have. 23 was still scattered, 29 was not
+# (tests/planning/test_tpu.py; libtpu 0.0.42.1, v5p:4x4x4, shards of 64 rows).
+_LARGEST_FACTOR = 16
+
 
 def all_gather(shard: jax.Array, axes: Axes, dim: int) -> jax.Array:
   """Joins the shards of all devices along the axes; the transpose is `reduce_scatter`."""
   # Integers have no gradient.
-  if jax.distributed.is_initialized() and jnp.issubdtype(shard.dtype, jnp.inexact):
+  if _special(shard.shape, dim) and jnp.issubdtype(shard.dtype, jnp.inexact):
     return _gather(shard, axes, dim)
   return jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
 
@@ -33,9 +41,44 @@ def reduce_scatter(partial: jax.Array, axes: Axes, dim: int) -> jax.Array:
     axes: of the mesh; the number of their devices divides the dim.
     dim: the dim that the result is split along.
   """
-  if jax.distributed.is_initialized():
+  if _special(partial.shape, dim):
     return _scatter(partial, axes, dim)
   return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
+
+
+def _special(shape: tuple[int, ...], dim: int) -> bool:
+  """Returns whether some backend does not scatter an array of this shape as asked."""
+  return jax.distributed.is_initialized() or _padding(shape, dim) is not None
+
+
+def _padding(shape: tuple[int, ...], dim: int) -> tuple[int, int] | None:
+  """Returns (dim, numbers) of zeros with which a TPU scatters an array; None if it needs none.
+
+  The array lies in tiles along its last dim besides the scattered one, and is cut into as many
+  equal parts as divide the number of tiles, of at most so many tiles each.
+
+  Args:
+    shape: of the array, or of its shards.
+    dim: the scattered one.
+  """
+  others = [other for other in range(len(shape)) if other != dim]
+  if not others:
+    return None
+  tiles = given = -(-shape[others[-1]] // _LANES)
+  while _largest_factor(tiles) > _LARGEST_FACTOR:
+    tiles += 1
+  return None if tiles == given else (others[-1], tiles * _LANES - shape[others[-1]])
+
+
+@functools.cache
+def _largest_factor(number: int) -> int:
+  """Returns the largest prime factor of a number."""
+  largest, factor = 1, 2
+  while number > 1:
+    while number % factor == 0:
+      largest, number = factor, number // factor
+    factor += 1
+  return largest
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -53,7 +96,19 @@ def _scatter(partial: jax.Array, axes: Axes, dim: int) -> jax.Array:
   def otherwise(x: jax.Array) -> jax.Array:
     return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
-  return jax.lax.platform_dependent(partial, cpu=with_gloo, default=otherwise)
+  between_cpus = with_gloo if jax.distributed.is_initialized() else otherwise
+  on_tpu = functools.partial(_padded_scatter, axes=axes, dim=dim)
+  return jax.lax.platform_dependent(partial, cpu=between_cpus, tpu=on_tpu, default=otherwise)
+
+
+def _padded_scatter(partial: jax.Array, axes: Axes, dim: int) -> jax.Array:
+  """Sums and scatters an array of a shape that SparseCores take."""
+  if (padding := _padding(partial.shape, dim)) is None:
+    return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
+  along, more = padding
+  size, ends = partial.shape[along], [(0, more if d == along else 0) for d in range(partial.ndim)]
+  found = jax.lax.psum_scatter(jnp.pad(partial, ends), axes, scatter_dimension=dim, tiled=True)
+  return jax.lax.slice_in_dim(found, 0, size, axis=along)
 
 
 def _gather_forward(shard: jax.Array, axes: Axes, dim: int) -> tuple[jax.Array, None]:

@@ -303,6 +303,38 @@ def _gather(shard: jax.Array, moves: Sequence[tuple[int, Axes]]) -> jax.Array:
   return shard
 
 
+def gathered(stored: Stored, dtype: jnp.dtype, *, constant: bool) -> jax.Array:
+  """Returns a parameter, cast and all-gathered; `constant`: without a gradient."""
+  shard = jax.lax.stop_gradient(stored.shard) if constant else stored.shard
+  return _taken(shard, stored.moves, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def with_gradient_of(
+  whole: jax.Array, shard: jax.Array, moves: tuple[tuple[int, Axes], ...]
+) -> jax.Array:
+  """Returns a part of a gathered parameter; its gradient is reduce-scattered to the same shard's.
+
+  Args:
+    whole: rows of the parameter, as `gathered` returns it without a gradient.
+    shard: the same rows of the device's part.
+    moves: of the gather.
+  """
+  del shard
+  return whole
+
+
+def _whole_forward(whole: jax.Array, shard: jax.Array, moves) -> tuple[jax.Array, jax.Array]:
+  return whole, jnp.zeros((0,), shard.dtype)
+
+
+def _whole_backward(moves, like: jax.Array, gradient: jax.Array) -> tuple[None, jax.Array]:
+  return None, _reduced(gradient, moves, like.dtype)
+
+
+with_gradient_of.defvjp(_whole_forward, _whole_backward)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _taken(shard: jax.Array, moves: Sequence[tuple[int, Axes]], dtype: jnp.dtype) -> jax.Array:
   """Returns a parameter cast and all-gathered; its gradient is reduced in the parameter's dtype."""
@@ -315,10 +347,15 @@ def _taken_forward(shard: jax.Array, moves, dtype) -> tuple[jax.Array, jax.Array
 
 def _taken_backward(moves, dtype, like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
   del dtype
-  gradient = gradient.astype(like.dtype)
+  return (_reduced(gradient, moves, like.dtype),)
+
+
+def _reduced(gradient: jax.Array, moves: Sequence, dtype: jnp.dtype) -> jax.Array:
+  """Returns a device's part of a gradient, reduced in a dtype."""
+  gradient = gradient.astype(dtype)
   for dim, axes in reversed(moves):
     gradient = collectives.reduce_scatter(gradient, axes, dim)
-  return (gradient,)
+  return gradient
 
 
 _taken.defvjp(_taken_forward, _taken_backward)

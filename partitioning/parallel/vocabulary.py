@@ -15,12 +15,15 @@ from partitioning.parallel import collectives
 from partitioning.parallel.sharded_function import (
   SEQUENCE_DIM,
   Residual,
+  Stored,
   Weight,
+  gathered,
   reduce_partial,
   sequence_axes,
   sharded,
   split_over,
   summed_last,
+  with_gradient_of,
 )
 
 
@@ -61,10 +64,10 @@ def chunked_logits(
 ) -> list[jax.Array]:
   """Computes the logits of one chunk of the vocabulary at a time, reduced to numbers per token.
 
-  The weight is gathered once, and its gradient is reduce-scattered once. Only one chunk's logits
-  are in memory at a time; the backward pass recomputes them. A chunk has all of a device's tokens,
-  so that its part of the weight's gradient is complete: nothing as large as the weight is summed
-  over chunks. What is summed, in float32 or wider, is the gradient of x.
+  The weight is gathered once. Only one chunk's logits are in memory at a time; the backward pass
+  recomputes them. A chunk has all of a device's tokens, so that its part of the weight's gradient
+  is complete: it is reduce-scattered while the next chunk is computed, and nothing as large as the
+  weight is summed over chunks. What is summed, in float32 or wider, is the gradient of x.
 
   Args:
     x: the residual, between blocks.
@@ -85,14 +88,18 @@ def chunked_logits(
   sequence, width = sequence_axes(residual), split_over(residual.width)
   classes, (layout, _) = split_over(vocabulary), automatic_layout()
 
-  def numbers(manual: bool, x, kernel, targets) -> list[jax.Array]:
+  def numbers(manual: bool, x, stored: Stored, targets) -> list[jax.Array]:
     if manual and sequence:
       x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
+    own_rows = all(dim != 0 for dim, _ in stored.moves)  # a chunk's rows are on all devices
+    kernel = gathered(stored, x.dtype, constant=own_rows)
     part = kernel.shape[0] // chunks
     own = jax.lax.axis_index(classes) * kernel.shape[0] if manual and classes else 0
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def chunk(found, wide_x, kernel, number):
+    def chunk(found, wide_x, kernel, shard, number):
+      if own_rows:
+        kernel = with_gradient_of(kernel, shard, stored.moves)
       logits = jnp.einsum(f"{residual.inside},{inside}->{output}", wide_x.astype(x.dtype), kernel)
       logits = collectives.total(logits, width) if manual else logits
       return reduction.add(found, logits, targets, own + number * part)
@@ -106,7 +113,11 @@ def chunked_logits(
     found, _ = jax.lax.scan(
       lambda found, inputs: (chunk(found, wide_x, *inputs), None),
       start,
-      (kernel.reshape(chunks, part, -1), jnp.arange(chunks, dtype=targets.dtype)),
+      (
+        kernel.reshape(chunks, part, -1),
+        stored.shard.reshape(chunks, part, -1) if own_rows else None,
+        jnp.arange(chunks, dtype=targets.dtype),
+      ),
     )
     return list(reduction.finish(found, targets, classes if manual else ()))
 
@@ -119,6 +130,7 @@ def chunked_logits(
     kernels=[1],
     residual=residual,
     dtype=x.dtype,
+    stored_kernels=[1],
     recompute=False,  # of all chunks, besides that of each
   )
 

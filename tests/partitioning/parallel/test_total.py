@@ -1,13 +1,15 @@
-"""The gradient of a sum over devices, and the behaviour of JAX that it follows from."""
+"""Collectives: the gradient of a sum, the behaviour of JAX that it follows from, and padding."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
-from partitioning.parallel.collectives import total
+from partitioning.parallel import collectives
+from partitioning.parallel.collectives import all_gather, total
 
 SIZES = {**dict.fromkeys(AXES, 1), "data": 2, "tensor": 4}
 X = np.arange(1.0, 17.0, dtype=np.float32)
@@ -47,3 +49,46 @@ def test_shard_map_divides_the_gradient_of_a_replicated_result_by_the_devices():
     f"result that 4 devices hold, and {3 / 4} was expected: the transpose of shard_map has "
     f"changed; `total` in partitioning must multiply by another number (see its docstring)"
   )
+
+
+@pytest.mark.parametrize(
+  ("shape", "dim", "padding"),
+  [
+    ((14336, 4096), 1, None),  # 112 = 2^4 x 7 tiles
+    ((128_256, 4096), 1, (0, 768)),  # 1,002 = 6 x 167 tiles: 1,008
+    ((4096, 11_008), 0, (1, 256)),  # 86 = 2 x 43: 88
+    ((4096, 32, 128), 0, None),
+    ((8, 3712), 0, (1, 128)),  # 29: 30
+    ((8, 3700), 0, (1, 140)),
+    ((8192,), 0, None),
+  ],
+)
+def test_what_sparse_cores_cannot_cut_is_padded(shape, dim, padding):
+  assert collectives._padding(shape, dim) == padding
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_padding_changes_no_number_and_no_gradient(dim):
+  shape = (8, 3700) if dim == 0 else (3700, 8)
+  x = np.random.default_rng(0).normal(size=(8, *shape)).astype(np.float32)
+  spec = P(None, "tensor") if dim else P("tensor")
+
+  def on_eight(function, in_specs, out_specs):
+    mesh = make_mesh({**SIZES, "data": 1, "tensor": 8})
+    return jax.jit(
+      jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    )
+
+  def padded(x):
+    return collectives._padded_scatter(x[0], ("tensor",), dim)
+
+  found = on_eight(padded, P("tensor"), spec)(x)
+  np.testing.assert_allclose(found, x.sum(axis=0), rtol=1e-5, atol=1e-5)
+
+  def both_ways(shard, x):
+    whole, back = jax.vjp(lambda shard: all_gather(shard, ("tensor",), dim), shard)
+    return whole, *back(x[0])
+
+  whole, gradient = on_eight(both_ways, (spec, P("tensor")), (P(), spec))(x[0], x)
+  np.testing.assert_array_equal(whole, x[0])
+  np.testing.assert_allclose(gradient, x.sum(axis=0), rtol=1e-5, atol=1e-5)
