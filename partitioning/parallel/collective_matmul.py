@@ -196,4 +196,4 @@ def _sent(x: jax.Array, axes: Axes, way: int) -> jax.Array:
 def _room(part: jax.Array, length: int) -> jax.Array:
   """Returns an array for as many tokens, all of which will be overwritten."""
   shape = (*part.shape[:SEQUENCE_DIM], length, *part.shape[SEQUENCE_DIM + 1 :])
-  return jnp.zeros(shape, part.dtype)
+  return jax.lax.empty(shape, part.dtype)

@@ -117,7 +117,11 @@ def test_half_of_each_chunk_goes_each_way(devices, tokens):
 
 @pytest.mark.parametrize(
   ("mesh", "chunks"),
-  [("data4_tensor2", 1), ("fsdp2_tensor4", 2), ("tensor8", 1)],
+  [
+    ("data4_tensor2", 1),
+    ("fsdp2_tensor4", 2),
+    pytest.param("tensor8", 1, marks=pytest.mark.long),
+  ],
 )
 def test_trains_as_one_device_does(mesh, chunks):
   # 12, 6 and 3 tokens in a chunk: one way, both ways, one way.
