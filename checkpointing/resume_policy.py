@@ -70,6 +70,7 @@ CLASSES = {
   "training.matmul_dtype": ACCEPT,
   "training.matmul_scaling": REFUSED,  # delayed: the state has the magnitudes of earlier steps
   "training.rematerialization": ACCEPT,
+  "training.scan_unroll": MAY_CHANGE,
   "training.loss_chunks": MAY_CHANGE,  # by default it follows the mesh
   "training.z_loss": ACCEPT,
   "training.dpo_*": ACCEPT,

@@ -42,8 +42,9 @@ class Model(Protocol):
   """What training, the layout and the planner know of a model.
 
   One that is registered may also have READS: which of the keys `training.rematerialization`,
-  `training.matmul_dtype`, `training.gradient_reduction_dtype`, `training.attention_kernel`,
-  `training.loss_chunks` and `training.z_loss` it reads; the others are refused where they are set.
+  `training.matmul_dtype`, `training.gradient_reduction_dtype`, `training.scan_unroll`,
+  `training.attention_kernel`, `training.loss_chunks` and `training.z_loss` it reads; the others are
+  refused where they are set.
   With `training.gradient_reduction` it says that its loss is a sum over rows, and that what it
   draws for a row depends on the row's number in the batch (`partitioning.constraints.batch_part`),
   so that gradients can be reduced once per step.

@@ -137,6 +137,7 @@ class Transformer(nnx.Module):
     self.context_attention = config.model.context_attention
     self.heads = config.model.heads, config.model.kv_heads
     self.rematerialization = config.training.rematerialization
+    self.unroll = config.training.scan_unroll
     self.loss_chunks = config.training.loss_chunks
     self.z_loss = config.training.z_loss
     self.of_pairs, self.has_adapters = config.task == "dpo", config.lora.rank > 0
@@ -288,7 +289,7 @@ class Transformer(nnx.Module):
       return x_BRD, (sums, recorded)
 
     layer = rematerialized(layer, self.rematerialization)
-    x_BRD, (sums_L, recorded_L) = jax.lax.scan(layer, x_BRD, (stack, every))
+    x_BRD, (sums_L, recorded_L) = jax.lax.scan(layer, x_BRD, (stack, every), unroll=self.unroll)
     activations.record_layers(recorded_L)
     return x_BRD, jax.tree.map(jnp.sum, sums_L)
 

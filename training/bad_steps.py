@@ -332,6 +332,7 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
       "gradient_reduction_dtype": "compute",
       "matmul_dtype": "compute",
       "matmul_scaling": "current",
+      "scan_unroll": 1,
       "dpo_beta": 0.1,
       "dpo_label_smoothing": 0.0,
       "stochastic_rounding": False,

@@ -107,6 +107,7 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
   yield from _rotary(model)
   yield from _context(config, sizes["context"])
   yield from _chunks(config, sizes)
+  yield from _unrolled(config)
 
 
 def own_logits(config: ConfigDict, sizes: Mapping[str, int]) -> int:
@@ -131,6 +132,16 @@ def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
     f"training.loss_chunks={count} does not divide the {own} logits that a device has of each "
     f"token; make it {' or '.join(map(str, near))}"
   )
+
+
+def _unrolled(config: ConfigDict) -> Iterator[str]:
+  count, layers = config.training.scan_unroll, config.model.layers
+  if count > 0 and layers % count:
+    near = [size for size in range(1, layers + 1) if layers % size == 0]
+    yield (
+      f"training.scan_unroll={count} does not divide model.layers={layers}; make it one of "
+      f"{', '.join(map(str, near))}"
+    )
 
 
 def _biases(model: ConfigDict) -> Iterator[str]:

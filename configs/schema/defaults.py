@@ -90,6 +90,9 @@ def training(**keys) -> dict:
     # What a layer saves for its backward pass: none (everything), dots (results of matmuls), full
     # (its input), or by name: "full,query=save,key=save,layer_input=offload" (docs/memory.md)
     "rematerialization": "none",
+    # Layers in one iteration of the scan over layers: transfers overlap with more work, and more is
+    # in memory
+    "scan_unroll": 1,
     # xla (has all scores in memory), blockwise (a scan over blocks of keys, for any platform) or
     # splash (JAX's flash attention for TPUs). By default what docs/defaults.md says.
     "attention_kernel": config_dict.placeholder(str),

@@ -69,12 +69,13 @@ ROWS = {
   "image": {**_TOKENS, "data.examples": 0},
   "random": {**_TOKENS, **_IMAGES},
 }
-# Keys about how a decoder is computed. A registered model that reads any of the first three names
+# Keys about how a decoder is computed. A registered model that reads any of the first four names
 # them in its READS; sequence parallelism is for one whose axis table has `residual_sequence`.
 _COMPUTED = {
   "training.rematerialization": "none",
   "training.matmul_dtype": "compute",
   "training.gradient_reduction_dtype": "compute",
+  "training.scan_unroll": 1,
 }
 _OF_TOKENS = {
   "training.attention_kernel": "xla",

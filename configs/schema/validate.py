@@ -82,6 +82,7 @@ LEAST = {
   "training.steps": 1,
   "training.gradient_accumulation_steps": 1,
   "training.loss_chunks": 1,
+  "training.scan_unroll": 1,
   "training.z_loss": 0,
   "training.replica_check_every_steps": 0,
   "training.bad_step_deviations": 0,

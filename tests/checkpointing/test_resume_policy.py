@@ -78,6 +78,7 @@ ROWS = {
     # How it is computed, not what; by default these follow mesh and platform.
     "model.context_attention": "gather",
     "training.loss_chunks": 2,
+    "training.scan_unroll": 2,
     "training.attention_kernel": "splash",
     "partitioning.sequence_parallel": True,
     "partitioning.collective_matmul": True,

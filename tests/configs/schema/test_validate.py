@@ -72,6 +72,12 @@ def refusal(argument, sizes, /, **overrides):
       "it 2 or 4",
     ),
     ({}, {"training.loss_chunks": 0}, "training.loss_chunks=0: at least 1"),
+    ({}, {"training.scan_unroll": 0}, "training.scan_unroll=0: at least 1"),
+    (
+      {},
+      {"model.layers": 6, "training.scan_unroll": 4},
+      "training.scan_unroll=4 does not divide model.layers=6; make it one of 1, 2, 3, 6",
+    ),
     ({}, {"training.matmul_precision": "hihg"}, "one of default, high, highest; did you mean 'hi"),
     (
       {},
