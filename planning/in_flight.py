@@ -16,10 +16,16 @@ A data sheet gives HBM's bandwidth for reads and writes together, and the links'
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
 _ROUNDING = 1e-9
+
+
+@functools.cache  # a group of a large torus takes thousands of links, and few sets of them differ
+def _share(one: frozenset[str], other: frozenset[str]) -> bool:
+  return not one.isdisjoint(other)
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,17 +113,15 @@ class Device:
     """Returns the transfer that is sent before one that has to wait for its links, or itself."""
     while transfer not in sending:
       before = self._open[: self._open.index(transfer)]
-      transfer = next(one for one in before if one.links & transfer.links)
+      transfer = next(one for one in before if _share(one.links, transfer.links))
     return transfer
 
   def _sending(self) -> Iterator[Transfer]:
     """Yields the transfers that have all of their links; others wait in order."""
-    taken: set[str] = set()
-    for one in self._open:
-      if not taken & one.links:
+    for place, one in enumerate(self._open):
+      if not any(_share(one.links, before.links) for before in self._open[:place]):
         one.begin = self.now if one.begin is None else one.begin
         yield one
-      taken |= one.links
 
   def _speeds(self, demands: Sequence[float]) -> list[float]:
     """Returns the speed of each, 1 if it gets what it asks for: max-min fair."""

@@ -32,6 +32,14 @@ def test_a_small_decoder_on_eight_chips(main, tmp_path):
   assert any("models/" in one["source"] or "partitioning/" in one["source"] for one in layers)
   for one in found["collectives"]:
     assert 0 <= one["exposed_seconds"] <= one["seconds"] * 1.001
+  # The program's tables of stack frames give the loops over layers, and the lines behind waits.
+  for layer in found["timeline"]["layers"]:
+    assert layer["line"].startswith("models/transformer.py:")
+    assert layer["runs"] * layer["layers"] + layer["outside"] == 3
+    assert "tensor over ICI" in layer["transfers"]
+  assert {layer["title"] for layer in found["timeline"]["layers"]} == {"forward", "backward"}
+  assert all(gap["line"] for gap in found["timeline"]["gaps"] if gap["what"].startswith("all-"))
+  assert sum(found["step_parts"].values()) == pytest.approx(found["step_seconds"]["expected"])
 
 
 def test_sequence_parallel_regions_have_true_reduce_scatters(main, tmp_path):
