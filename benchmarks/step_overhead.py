@@ -173,6 +173,7 @@ def last_loss(ready: setup.Job, data: splits.Data) -> float:
     workdir = epath.Path(folder)
     with open(workdir / "stdout.txt", "w") as file, contextlib.redirect_stdout(file):
       start = restore.begin(ready, workdir, record={})
+      start.checkpointer.start_writing()
       with Watchdog(current(), StopRequest()) as watch:
         loop.train(ready, data, start, workdir, watch, started=time.monotonic())
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
