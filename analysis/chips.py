@@ -10,6 +10,7 @@ chips. TPU names are from JAX's `mesh_utils`, GPU names as the CUDA driver repor
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from etils import epy
 
@@ -44,6 +45,8 @@ class Chip:
     host_bandwidth: bytes per second between a device's memory and its host's, each way.
     int8_flops: dense 8-bit integer operations per second; 0: not given, or XLA does not use them.
     float8_flops: likewise of 8-bit floating point.
+    matmul: share of `flops` that large bfloat16 matmuls reach.
+    matmul_source: of `matmul`.
   """
 
   name: str
@@ -64,6 +67,8 @@ class Chip:
   host_bandwidth: float = 64e9  # PCIe 5, 16 lanes
   int8_flops: float = 0.0
   float8_flops: float = 0.0
+  matmul: float = 0.8
+  matmul_source: str = "none published; as of H100"
 
   @property
   def eight_bit_flops(self) -> float:
@@ -74,7 +79,14 @@ class Chip:
 SOURCES = (
   "[1] the Cloud TPU system pages (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x); "
   "[2] the scaling book's chapters on TPUs and GPUs (jax-ml.github.io/scaling-book); "
-  "[3] NVIDIA's data sheets"
+  "[3] NVIDIA's data sheets; "
+  "[4] JAX's guide to matmuls in Pallas (docs.jax.dev/en/latest/pallas/tpu/matmul.html), timed on "
+  "v5e; "
+  "[5] github.com/yangwhale/gpu-tpu-pedia, commit 6744fee, results_trace_test.csv, of a profile; "
+  "[6] github.com/AI-Hypercomputer/accelerator-microbenchmarks, commit 0ddd4b8, Ironwood's readme "
+  "and collectives/all_gather.md; "
+  "[7] github.com/stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS; "
+  "[8] github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/trillium/collectives"
 )
 # Sheets say GB; what a TPU's compiler and a GPU's driver find is as many GiB, or nearly.
 GIB = 2.0**30
@@ -102,6 +114,22 @@ def _over_pcie(
   return Chip(name, *numbers, (kind,), network="PCIe", **more)
 
 
+# Chip -> share of its peak that bfloat16 matmuls reach, and where it was measured.
+_V5E = "[4]: XLA's matmul of 8192 x 8192 x 8192 on v5e, 181.8 of 197 TFLOP/s"
+_MATMUL = {
+  "v4": (0.92, f"{_V5E}, whose matrix units are as large"),
+  "v5e": (0.92, _V5E),
+  "v5p": (0.92, f"{_V5E}, whose matrix units are as large"),
+  "v6e": (0.79, "[5]: a matmul of 8192 x 8192 x 8192, 727.7 of 918 TFLOP/s"),
+  "tpu7x": (0.83, "[6]: a matmul of 32768 x 32768 x 32768, 956.4 of 1153.5 TFLOP/s"),
+  "a100": (0.87, "[7]: 271.2 of 312 TFLOP/s"),
+  "a100-pcie": (0.81, "[7]: 252.9 of 312 TFLOP/s"),
+  "h100": (0.80, "[7]: 794.5 of 989 TFLOP/s"),
+  "h200": (0.80, "[7]: 794.5 of 989 TFLOP/s, of H100 and H200"),
+  "gh200": (0.84, "[7]: 828.6 of 989 TFLOP/s"),
+  "b200": (0.78, "[7]: 1745 of 2250 TFLOP/s"),
+  "cpu": (0.8, "a guess at two cores, which the devices share"),
+}
 _CHIPS = (
   _tpu("v4", ("tpu v4",), 3, 32 * GIB, 1.2e12, 90e9, 6.25e9, 275e12, int8=275e12),
   _tpu(
@@ -205,12 +233,19 @@ _CHIPS = (
 # Ada, Hopper and Blackwell multiply float8 at twice the rate of bfloat16, by the same sheets; XLA
 # has no such path for int8.
 _WITH_FLOAT8 = re.compile("h100|h200|gh200|b200|gb200|l4")
-CHIPS = {
-  chip.name: dataclasses.replace(chip, float8_flops=2 * chip.flops)
-  if _WITH_FLOAT8.match(chip.name)
-  else chip
-  for chip in _CHIPS
-}
+
+
+def _completed(chip: Chip) -> Chip:
+  """Returns a chip of the table above with what further tables have of it."""
+  more: dict[str, Any] = {}
+  if _WITH_FLOAT8.match(chip.name):
+    more["float8_flops"] = 2 * chip.flops
+  if chip.name in _MATMUL:
+    more["matmul"], more["matmul_source"] = _MATMUL[chip.name]
+  return dataclasses.replace(chip, **more)
+
+
+CHIPS = {chip.name: _completed(chip) for chip in _CHIPS}
 _BY_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.device_kinds}
 
 
@@ -230,7 +265,7 @@ class Rates:
   """The achieved shares of the constants, and fixed overheads; the same for all chips.
 
   Attributes:
-    matmul: of the operations per second, in matmuls as large as a model's.
+    matmul: of the operations per second, in matmuls as large as a model's; 0: `Chip.matmul`.
     memory: of the memory's bandwidth, in elementwise passes.
     link: of the links' bandwidth, in collectives of many MiB.
     hop_seconds: from one chip to the next.
@@ -238,7 +273,7 @@ class Rates:
       `expected * (1 + spread)`.
   """
 
-  matmul: float = 0.8
+  matmul: float = 0.0
   memory: float = 0.8
   link: float = 0.8
   hop_seconds: float = 1e-6
@@ -248,9 +283,10 @@ class Rates:
 # Predicted / published throughput, least and most, of docs/planner_accuracy.md.
 PUBLISHED = (0.70, 0.96)
 REASONS = {
-  "matmul": "large matmuls reach 75 to 90 % of the systolic array's peak ([2], chapter on TPUs)",
+  "matmul": "0: each chip has its own, measured with large matmuls",
   "memory": "streams reach about 80 % of the data sheet",
-  "link": "rings of large arrays reach about 80 %; small ones are bound by the latency of hops",
+  "link": "published: 66 % in an all-reduce of 606 MB on v6e:16x16 ([8]), 89 % in an all-gather of "
+  "403 MB on tpu7x:2x2x1 ([6]); small arrays are bound by the latency of hops",
   "hop_seconds": "about 1 microsecond ([2])",
   "spread": "the sources themselves differ by 15 %",
 }

@@ -62,9 +62,9 @@ class Work:
 
 
 def matmul_seconds(work: Work, chip: Chip, rates: Rates) -> float:
-  """Returns the seconds of the matmuls, at the achieved shares of the chip's peaks."""
+  """Returns the seconds of the matmuls, at the achieved share of the chip's peaks."""
   wide = (work.flops - work.eight_bit) / chip.flops
-  return (wide + work.eight_bit / chip.eight_bit_flops) / rates.matmul
+  return (wide + work.eight_bit / chip.eight_bit_flops) / (rates.matmul or chip.matmul)
 
 
 class Costs:

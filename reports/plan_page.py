@@ -174,8 +174,9 @@ def _times(plan: Plan) -> list[dict[str, Any]]:
 def _constants(plan: Plan) -> Sequence[tuple[str, str, str]]:
   """Returns the assumptions, with their sources, including numbers set by the config."""
   chip = plan.topology.chip
+  sources = {"flops": chip.flops_source, "matmul": chip.matmul_source}
   rows = [
-    (f"{chip.name}.{name}", f"{value:.4g}", chip.flops_source if "flops" in name else chip.source)
+    (f"{chip.name}.{name}", f"{value:.4g}", sources.get(name.rpartition("_")[2], chip.source))
     for name, value in vars(chip).items()
     if isinstance(value, float) and (value or not name.endswith("_flops"))
   ]

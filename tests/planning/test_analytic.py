@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from analysis.chips import Rates
+from analysis.chips import CHIPS, Rates
 from models import MODELS
 from planning import analytic, traced_cost
 from planning.interconnect import in_order
@@ -119,7 +119,7 @@ def test_float32_matmuls_take_twice_as_long_on_gpus():
     times_of("h100:8", **{"training.compute_dtype": dtype}) for dtype in ("bfloat16", "float32")
   )
   assert half.work.flops == wide.work.flops
-  assert wide.compute == pytest.approx(2 * wide.work.flops / (989.5e12 * Rates().matmul))
+  assert wide.compute == pytest.approx(2 * wide.work.flops / (989.5e12 * CHIPS["h100"].matmul))
   assert half.compute < wide.compute
 
 

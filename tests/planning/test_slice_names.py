@@ -180,6 +180,8 @@ def test_every_chip_has_a_peak_a_source_of_it_and_names_of_its_own():
     assert chip.flops > 0
     assert chip.source
     assert chip.flops_source
+    assert 0.7 < chip.matmul < 0.95
+    assert chip.matmul_source
     assert bool(chip.device_kinds) == (name != "cpu")
     assert all(kind == kind.lower() for kind in chip.device_kinds)
   kinds = [kind for chip in CHIPS.values() for kind in chip.device_kinds]
