@@ -4,9 +4,10 @@ A layer is an iteration of the loop over layers, as `planning/schedule.py` simul
 """
 
 import dataclasses
+import itertools
 import pathlib
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from analysis import hlo, source_lines
@@ -18,9 +19,11 @@ from planning.step_time import Times
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Functions that are called from everywhere; what a reader looks for is who calls them.
-_HELPERS = f"{ROOT / 'partitioning'}/"
+_HELPERS = (f"{ROOT / 'partitioning'}/",)
+_COMPILING = tuple(f"{ROOT / name}" for name in ("training/setup.py", "planning/", "commands/"))
+_HELPER = 2  # of `_rank`
 _IN_ALL = ("collectives.py", "sharded_function.py")  # of the helpers, those in every stack
-_TRACED_BACK = 3  # instructions from one without metadata to one that has it
+_AWAY = 4  # instructions from one without metadata to one that has it
 _NEARLY_ALL = 0.8  # of the instructions in a loop: the rest may have been moved into it
 _OUTSIDE = 2  # iterations that a compiler has been seen to compute outside of a loop, at most
 COPIES = "copies into on-chip memory"
@@ -147,6 +150,16 @@ class _Names:
       for computation in program.computations.values()
       for name, one in computation.instructions.items()
     }
+    self._takes: dict[str, list[str]] = defaultdict(list)  # instruction -> operands
+    self._users: dict[str, list[str]] = defaultdict(list)
+    self._sites: dict[str, list[str]] = defaultdict(list)  # computation -> what calls it
+    for name, (_, one) in self._where.items():
+      for called in one.called():
+        self._sites[called].append(name)
+      for operand in one.operand_names:
+        if operand in self._where:
+          self._takes[name].append(operand)
+          self._users[operand].append(name)
 
   def row(self, name: str) -> str:
     """Returns the row of a transfer: `fsdp over ICI`, `to host`."""
@@ -165,8 +178,10 @@ class _Names:
 
   def runs(self, name: str) -> int:
     """Returns how often a transfer is sent in one step; 1 if the text does not show it."""
-    known = self._sent[name][0] if name in self._sent else self._moved.get(name)
-    return (known.count or 1) if known else 1
+    if name in self._sent or name in self._moved:
+      return (self._sent[name][0] if name in self._sent else self._moved[name]).count or 1
+    bodies = (one for one in self.times.loops if any(name in w.names for w in one.body.waits))
+    return next((one.runs for one in bodies), 1)
 
   def line(self, name: str) -> str:
     """Returns the line of our code behind an instruction: `models/layers.py:334, MLP.__call__`."""
@@ -175,9 +190,9 @@ class _Names:
 
   def lines(self, name: str) -> str:
     """Returns that line, and the function of a helper through which it causes a transfer."""
-    helpers = [place for place in self._ours(name) if place.file.startswith(_HELPERS)]
-    shown = [one for one in helpers if not one.file.endswith(_IN_ALL)][:1]
-    return ", through ".join(filter(None, (self.line(name), *map(_text, shown))))
+    helpers = [place for place in self._ours(name) if _rank(place) == _HELPER][:1]
+    shown = dict.fromkeys([self.line(name), *map(_text, helpers)])
+    return ", through ".join(filter(None, shown))
 
   def when(self, name: str) -> str:
     """Returns the pass that an instruction belongs to, by the name that autodiff gives it."""
@@ -218,32 +233,50 @@ class _Names:
     return pathlib.Path(place.file).stem if not first or first.startswith(("_", "<")) else first
 
   def _place(self, name: str) -> Place | None:
-    """Returns the innermost line of our code that is not a helper's, or the innermost of all."""
-    ours = self._ours(name)
-    callers = [place for place in ours if not place.file.startswith(_HELPERS)]
-    return next(iter(callers + ours), None)
+    """Returns the line that says most, the innermost of several."""
+    return max(self._ours(name), key=_rank, default=None)
 
   def _ours(self, name: str) -> list[Place]:
     """Returns the lines of this project behind an instruction, innermost first."""
-    places = source_lines.stack(self.program.frames, self._shown(name))
-    return [place for place in places if _is_ours(place)]
+    return [*filter(_is_ours, self._stack(self._shown(name)))]
 
   def _shown(self, name: str) -> str:
-    """Returns the attributes of an instruction, or of what it takes, if it names no line itself."""
-    computation, one = self._where[name]
-    ahead = [one]
-    for _ in range(_TRACED_BACK):
-      for each in ahead:
-        if source_lines.stack(self.program.frames, each.attributes):
-          return each.attributes
-      operands = (operand for each in ahead for operand in each.operand_names)
-      known = computation.instructions
-      ahead = [known[operand] for operand in operands if operand in known]
-    return one.attributes
+    """Returns the attributes of an instruction, or of one near it that shows a line of the model.
+
+    The compiler drops those of what it merges, and JAX the callers of what it transposes.
+    """
+    best, said = "", -1
+    for text in itertools.chain([self._where[name][1].attributes], self._around(name)):
+      rank = max(map(_rank, self._stack(text)), default=-1)
+      if rank > said:
+        best, said = text, rank
+      if said > _HELPER:
+        break
+    return best or self._where[name][1].attributes
+
+  def _around(self, name: str) -> Iterator[str]:
+    """Yields the attributes of what an instruction takes, from near to far, then of its users."""
+    for neighbours in (self._takes, self._users):
+      ahead = dict.fromkeys([name, *self._sites.get(self._where[name][0].name, ())])
+      for _ in range(_AWAY):
+        ahead = dict.fromkeys(other for one in ahead for other in neighbours.get(one, ()))
+        yield from (self._where[one][1].attributes for one in ahead)
+
+  def _stack(self, attributes: str) -> tuple[Place, ...]:
+    return source_lines.stack(self.program.frames, attributes)
 
 
 def _is_ours(place: Place) -> bool:
   return place.file.startswith(f"{ROOT}/") and "/site-packages/" not in place.file
+
+
+def _rank(place: Place) -> int:
+  """Returns how much a line says: most a line of the model, little one that is in every stack."""
+  if not _is_ours(place) or place.file.startswith(_COMPILING):
+    return 0
+  if place.file.endswith(_IN_ALL):
+    return 1
+  return _HELPER if place.file.startswith(_HELPERS) else _HELPER + 1
 
 
 def _text(place: Place) -> str:

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from analysis.chips import CHIPS
 from planning.in_flight import Device
+from planning.interconnect import memory_bytes
 
 A, B = frozenset({"a"}), frozenset({"b"})
 
@@ -61,6 +63,13 @@ def test_a_copy_that_takes_all_of_hbm_leaves_a_fair_share():
   copy = one.start(["x"], A, 0.0, 12.0)
   # Both ask for all and get a half; the one that is left then gets all.
   assert one.compute(0.0, 24.0) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("name", "axes", "share"), [("v5p", 3, 0.39), ("v6e", 2, 0.44)])
+def test_the_share_of_hbm_that_an_all_gather_takes(name, axes, share):
+  chip = CHIPS[name]
+  sent = axes * chip.link_bandwidth
+  assert memory_bytes("all-gather", sent) / chip.hbm_bandwidth == pytest.approx(share, abs=0.005)
 
 
 def test_max_min_fair_shares_by_another_algorithm():

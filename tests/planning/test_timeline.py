@@ -104,9 +104,9 @@ LOOPS = {
 }
 
 
-def made(*names, layers=3, after="", loops=LOOPS):
+def made(*names, layers=3, after="", loops=LOOPS, tables=TABLES):
   """Returns the timeline of a program with these loops."""
-  computations = TABLES + "".join(loops[name][0] for name in names)
+  computations = tables + "".join(loops[name][0] for name in names)
   body = [
     f"{START}  %zero = s32[] constant(0)",
     f"  %start = {STATE} tuple(%zero, %x, %v)",
@@ -171,6 +171,24 @@ def test_an_iteration_may_compute_several_layers_and_some_are_outside(layers, ea
   assert (forward.layers, forward.outside) == (backward.layers, backward.outside)
   assert (forward.layers, forward.outside) == (each, outside)
   assert forward.line.startswith("models/transformer.py")
+
+
+def test_what_an_instruction_does_not_show_its_users_do():
+  """JAX drops the callers of what it transposes: here the helper alone is left."""
+  lost = TABLES.replace("StackFrames\n", "StackFrames\n7 {file_location_id=4 parent_frame_id=0}\n")
+  lost = lost.replace("parent_frame_id=0", "parent_frame_id=8")  # no such frame
+  body = loop(
+    "forward", 3, reduce("r1", "jvp()", 7), "%q1 = f32[1000]{0} negate(%r1)", product("p1")
+  )
+  known = body.replace(
+    "negate(%r1)", 'negate(%r1), metadata={op_name="jit(step)/jvp()/neg" stack_frame_id=2}'
+  )
+  for text, line in (
+    (body, "partitioning/parallel/collectives.py:25, all_gather"),
+    (known, "models/layers.py:334, MLP.__call__"),
+  ):
+    found = made("forward", loops={"forward": (text, LOOPS["forward"][1])}, tables=lost)
+    assert found.gaps[0].line == line
 
 
 def test_loops_without_metadata_are_known_by_what_is_in_them():
