@@ -20,15 +20,16 @@ import jax.numpy as jnp
 from partitioning.dims import Axes
 
 _LANES = 128  # numbers in a row of a TPU's tile
-# The largest prime factor that the number of tiles may have. 23 was still scattered, 29 was not
-# (tests/planning/test_tpu.py; libtpu 0.0.42.1, v5p:4x4x4, shards of 64 rows).
-_LARGEST_FACTOR = 16
+# The largest part that SparseCores scatter at once, in tiles of all shards. Of 64 shards 23 tiles
+# each were scattered and 29 were not, of 512 shards 3 and 5 (libtpu 0.0.42.1, v5p;
+# tests/planning/test_aot.py).
+_TILES = 1536
 
 
 def all_gather(shard: jax.Array, axes: Axes, dim: int) -> jax.Array:
   """Joins the shards of all devices along the axes; the transpose is `reduce_scatter`."""
   # Integers have no gradient.
-  if _special(shard.shape, dim) and jnp.issubdtype(shard.dtype, jnp.inexact):
+  if _special(shard.shape, dim, axes) and jnp.issubdtype(shard.dtype, jnp.inexact):
     return _gather(shard, axes, dim)
   return jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
 
@@ -41,31 +42,33 @@ def reduce_scatter(partial: jax.Array, axes: Axes, dim: int) -> jax.Array:
     axes: of the mesh; the number of their devices divides the dim.
     dim: the dim that the result is split along.
   """
-  if _special(partial.shape, dim):
+  if _special(partial.shape, dim, axes):
     return _scatter(partial, axes, dim)
   return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
 
 
-def _special(shape: tuple[int, ...], dim: int) -> bool:
+def _special(shape: tuple[int, ...], dim: int, axes: Axes) -> bool:
   """Returns whether some backend does not scatter an array of this shape as asked."""
-  return jax.distributed.is_initialized() or _padding(shape, dim) is not None
+  padded = _padding(shape, dim, jax.lax.axis_size(axes)) is not None
+  return jax.distributed.is_initialized() or padded
 
 
-def _padding(shape: tuple[int, ...], dim: int) -> tuple[int, int] | None:
+def _padding(shape: tuple[int, ...], dim: int, shards: int) -> tuple[int, int] | None:
   """Returns (dim, numbers) of zeros with which a TPU scatters an array; None if it needs none.
 
-  The array lies in tiles along its last dim besides the scattered one, and is cut into as many
-  equal parts as divide the number of tiles, of at most so many tiles each.
+  The array lies in tiles along its last dim besides the scattered one, and is cut into equal parts
+  along it: the tiles of a part have to contain every prime factor of their number.
 
   Args:
     shape: of the array, or of its shards.
     dim: the scattered one.
+    shards: their number.
   """
   others = [other for other in range(len(shape)) if other != dim]
   if not others:
     return None
   tiles = given = -(-shape[others[-1]] // _LANES)
-  while _largest_factor(tiles) > _LARGEST_FACTOR:
+  while _largest_factor(tiles) > max(2, _TILES // shards):
     tiles += 1
   return None if tiles == given else (others[-1], tiles * _LANES - shape[others[-1]])
 
@@ -103,7 +106,7 @@ def _scatter(partial: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 def _padded_scatter(partial: jax.Array, axes: Axes, dim: int) -> jax.Array:
   """Sums and scatters an array of a shape that SparseCores take."""
-  if (padding := _padding(partial.shape, dim)) is None:
+  if (padding := _padding(partial.shape, dim, jax.lax.axis_size(axes))) is None:
     return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
   along, more = padding
   size, ends = partial.shape[along], [(0, more if d == along else 0) for d in range(partial.ndim)]

@@ -13,8 +13,10 @@ from analysis.collectives import collectives
 from configs import dp8
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
+from partitioning.parallel import collectives as manual
 from planning import aot
 from planning.topology import EXAMPLES, parse
+from training import compiler_options
 
 GIB = 2**30
 CLOUD = {
@@ -115,6 +117,42 @@ def test_with_wraparound_links_an_all_gather_does_not_become_an_all_reduce():
   array = jax.ShapeDtypeStruct((8192, 8192), "bfloat16", sharding=split)
   text = jax.jit(lambda x: x, out_shardings=whole).lower(array).compile().as_text()
   assert {one.kind for one in collectives(text, mesh)} == {"all-gather"}
+
+
+@COMPILED
+@pytest.mark.plan
+@pytest.mark.parametrize(
+  ("rows", "padded", "kind"),
+  [
+    (126 * 128, False, "reduce-scatter"),  # 2 x 3 x 3 x 7 tiles
+    (23 * 128, False, "reduce-scatter"),
+    (29 * 128, False, "all-reduce"),
+    (127 * 128, False, "all-reduce"),
+    (29 * 128, True, "reduce-scatter"),
+    (127 * 128, True, "reduce-scatter"),
+  ],
+)
+def test_sparse_cores_scatter_what_they_can_cut(rows, padded, kind):
+  mesh = make_mesh(
+    {**dict.fromkeys(AXES, 1), "fsdp": 64}, aot.start(parse("v5p:4x4x4"), 1, aot.Here())
+  )
+
+  def gradient(x, y):
+    whole = jnp.einsum("tf,td->fd", x, y)
+    if padded:
+      return manual.reduce_scatter(whole, ("fsdp",), 1)
+    return jax.lax.psum_scatter(whole, "fsdp", scatter_dimension=1, tiled=True)
+
+  split = jax.sharding.NamedSharding(mesh, P("fsdp"))
+  x, y = (
+    jax.ShapeDtypeStruct((64 * 1024, size), "bfloat16", sharding=split) for size in (rows, 4096)
+  )
+  region = jax.shard_map(
+    gradient, mesh=mesh, in_specs=P("fsdp"), out_specs=P(None, "fsdp"), check_vma=False
+  )
+  options = compiler_options.of_device(mesh.devices.flat[0])
+  text = jax.jit(region).lower(x, y).compile(compiler_options=options).as_text()
+  assert {one.kind for one in collectives(text, mesh)} == {kind}
 
 
 @pytest.mark.plan

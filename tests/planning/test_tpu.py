@@ -60,6 +60,19 @@ def test_sequence_parallel_regions_have_true_reduce_scatters(main, tmp_path):
   assert count == {"reduce-scatter": 4 * 3 + 2, "all-gather": 6 * 3 + 2}
 
 
+def test_collective_matmuls_are_permutes_of_parts_of_the_sequence(main, tmp_path):
+  code, out, found = plan(main, tmp_path, "--config=configs/dp4_tp2.py", "--topology=v5e:4x2")
+  assert code == 0, out
+  assert found["chosen"]["partitioning.collective_matmul"] is True
+  sent = [one for one in found["collectives"] if one["axis"] == "tensor"]
+  count = {}
+  for one in sent:
+    count[one["kind"]] = count.get(one["kind"], 0) + one["count"]
+  # docs/budgets.md: 10 of each of the three layers and 2 of the logits; the embedding's two.
+  assert count["collective-permute"] == 10 * 3 + 2
+  assert (count["reduce-scatter"], count["all-gather"]) == (1, 1)
+
+
 def test_the_compilers_refusal_for_want_of_memory_is_a_verdict(main, tmp_path):
   code, out, found = plan(
     main,
@@ -184,10 +197,10 @@ def test_llama_3_8b_on_64_chips_of_v5p_needs_no_expert(main, tmp_path):
   assert "chosen: training.loss_chunks=8 (250.5 MiB of logits per device" in out
   assert "chosen: compiler_options=xla_enable_async_all_gather=true," in out
   assert "left out" not in out
-  assert found["peak_bytes_per_device"] < 7.4e9
+  assert found["peak_bytes_per_device"] < 6.5e9
   # On the SparseCores: true gathers and scatters, beside the matmuls.
-  assert kinds(found)["reduce-scatter"] > 10
-  assert kinds(found)["all-reduce"] < 3
+  assert kinds(found)["reduce-scatter"] > 15
+  assert kinds(found)["all-reduce"] < 0.01
   exposed = sum(one["exposed_seconds"] for one in found["collectives"])
   assert exposed < 0.02 * found["step_seconds"]["expected"]
 
@@ -202,5 +215,12 @@ def test_llama_3_8b_with_tensor_parallelism_on_v6e_needs_no_expert(main, tmp_pat
   assert code == 0, out
   assert found["chosen"]["training.loss_chunks"] == 8
   assert found["chosen"]["partitioning.sequence_parallel"] is True
+  assert found["chosen"]["partitioning.collective_matmul"] is True
   assert found["peak_bytes_per_device"] < 5.6e9
-  assert kinds(found)["reduce-scatter"] > 40
+  assert kinds(found)["all-reduce"] < 0.1
+  # Of MaxText's program: 50.74 GB of gathers, 30.32 of all-reduces, which send twice that, and
+  # 35.20 of permutes.
+  sent = kinds(found)
+  assert sum(sent.values()) < 50.74 + 2 * 30.32 + 35.20
+  exposed = sum(one["exposed_seconds"] for one in found["collectives"])
+  assert exposed < 0.15 * found["step_seconds"]["expected"]

@@ -52,24 +52,29 @@ def test_shard_map_divides_the_gradient_of_a_replicated_result_by_the_devices():
 
 
 @pytest.mark.parametrize(
-  ("shape", "dim", "padding"),
+  ("shape", "dim", "shards", "padding"),
   [
-    ((14336, 4096), 1, None),  # 112 = 2^4 x 7 tiles
-    ((128_256, 4096), 1, (0, 768)),  # 1,002 = 6 x 167 tiles: 1,008
-    ((4096, 11_008), 0, (1, 256)),  # 86 = 2 x 43: 88
-    ((4096, 32, 128), 0, None),
-    ((8, 3712), 0, (1, 128)),  # 29: 30
-    ((8, 3700), 0, (1, 140)),
-    ((8192,), 0, None),
+    ((14336, 4096), 1, 64, None),  # 112 = 2^4 x 7 tiles
+    ((128_256, 4096), 1, 64, (0, 768)),  # 1,002 = 6 x 167 tiles: 1,008
+    ((4096, 11_008), 0, 64, (1, 256)),  # 86 = 2 x 43: 88
+    ((4096, 11_008), 0, 8, None),
+    ((4096, 32, 128), 0, 64, None),
+    ((64, 3712), 0, 64, (1, 128)),  # 29: 30
+    ((64, 3700), 0, 64, (1, 140)),
+    ((28_672, 8192), 1, 512, (0, 2432)),  # 224 = 2^5 x 7: 243 = 3^5
+    ((28_672, 8192), 1, 2048, (0, 4096)),  # 256
+    ((8192,), 0, 64, None),
   ],
 )
-def test_what_sparse_cores_cannot_cut_is_padded(shape, dim, padding):
-  assert collectives._padding(shape, dim) == padding
+def test_what_sparse_cores_cannot_cut_is_padded(shape, dim, shards, padding):
+  assert collectives._padding(shape, dim, shards) == padding
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_padding_changes_no_number_and_no_gradient(dim):
-  shape = (8, 3700) if dim == 0 else (3700, 8)
+  # 193 tiles, on 8 devices: 194 = 2 x 97.
+  shape = (8, 24_700) if dim == 0 else (24_700, 8)
+  assert collectives._padding(shape, dim, 8) == (1 - dim, 194 * 128 - 24_700)
   x = np.random.default_rng(0).normal(size=(8, *shape)).astype(np.float32)
   spec = P(None, "tensor") if dim else P("tensor")
 
