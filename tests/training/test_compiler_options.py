@@ -31,7 +31,7 @@ GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
   ("kind", "platform", "count"),
   [
     ("TPU v5", "tpu", 7),
-    ("TPU v6 lite", "tpu", 7),
+    ("TPU v6 lite", "tpu", 9),
     ("TPU v5 lite", "tpu", 0),  # without SparseCores
     ("TPU v4", "tpu", 0),
     ("TPU7x", "tpu", 0),  # not measured
