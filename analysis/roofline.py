@@ -354,13 +354,15 @@ def _convolution(computation: hlo.Computation, instruction: hlo.Instruction) -> 
 def _kernel(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
   """Returns the FLOPs of splash attention; 0 for other kernels.
 
-  Only blocks on and below the diagonal are computed.
+  Only blocks on and below the diagonal are computed; in a sliding window, at most as many for each
+  block of queries (in the gradients of keys: of keys) as the kernel's table of blocks is wide.
   """
   products = [n for name, n in _PRODUCTS.items() if instruction.name.startswith(name)]
   if not products:
     return 0.0
   blocks, _, queries, keys = map(_sizes, computation.operand_shapes(instruction)[:4])
-  share = (blocks[-1] + 1) / (2 * blocks[-1])
+  most, count = sorted(blocks[-2:])
+  share = (count + 1) / (2 * count) if most == count else most / count
   *rows, length, head = queries
   return products[0] * 2.0 * math.prod(rows) * length * keys[-2] * head * share
 

@@ -189,26 +189,27 @@ class Attention(nnx.Module):
     segments = None
     if rows.segments_BT is not None:
       segments = rows.segments_BT, constrain(rows.segments_BT, "BS")
-    given = {"scale": self.scale, "cap": self.cap}
     complete = cache is None and not sequence_axes("T")
-    if self.kernel != "xla" and not (self.kernel == "splash" and cache is None):
+    given = {"scale": self.scale, "cap": self.cap}
+    if self.kernel != "xla":
       k_BSKH, v_BSKH = self._served(k_BSKH), self._served(v_BSKH)
-      q_BTNH, (slots_BT, segments) = tie_to(q_BTNH, (rows.slots_BT, segments))
+      given |= {"windows": self.windows, "kind": layer.kind}
+    if self.kernel == "splash" and complete:
+      block = attention_tiles.of_devices().splash
+      return splash_attention.attention(
+        q_BTNH, k_BSKH, v_BSKH, segments, block=block, **given
+      ), cache
+    q_BTNH, (slots_BT, segments) = tie_to(q_BTNH, (rows.slots_BT, segments))
+    if self.kernel != "xla":
       output_BTNH = blockwise_attention.attention(
         *(q_BTNH, k_BSKH, v_BSKH, slots_BT, segments),
-        windows=self.windows,
-        kind=layer.kind,
         complete=complete,
-        blocks=attention_tiles.blockwise(),
+        blocks=attention_tiles.of_devices().blockwise,
         **given,
       )
       return output_BTNH, cache
-    k_BSNH, v_BSNH = self._repeated(k_BSKH), self._repeated(v_BSKH)
-    if self.kernel == "splash" and cache is None:
-      return splash_attention.attention(q_BTNH, k_BSNH, v_BSNH, segments, **given), None
-    q_BTNH, (slots_BT, segments) = tie_to(q_BTNH, (rows.slots_BT, segments))
     output_BTNH = causal_attention(
-      *(q_BTNH, k_BSNH, v_BSNH, slots_BT, segments),
+      *(q_BTNH, self._repeated(k_BSKH), self._repeated(v_BSKH), slots_BT, segments),
       window=layer.window,
       blocks=blocks_of(q_BTNH.shape[1]) if complete else 1,
       **given,

@@ -5,98 +5,205 @@ softmax (arXiv:2205.14135), and fully masked blocks are skipped. On other platfo
 interpreted, which is slow and serves for tests.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from partitioning.parallel.sharded_function import on_shards
 from runtime.rematerialization import ATTENTION_OUTPUT
 
-_BLOCKS = (512, 256, 128)  # tokens; the largest that divides a row
+LANES = 128  # rows are padded to a multiple
 
 
 def attention(
   q_BTNH: Float[Array, "B T N H"],
-  k_BSNH: Float[Array, "B S N H"],
-  v_BSNH: Float[Array, "B S N H"],
+  k_BSKH: Float[Array, "B S K H"],
+  v_BSKH: Float[Array, "B S K H"],
   segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
   *,
   scale: float | None = None,
   cap: float = 0.0,
+  windows: tuple[int | None, ...] = (None,),
+  kind: Int[Array, ""] | None = None,
+  sinks_N: Float[Array, " N"] | None = None,
+  block: int = 512,
 ) -> Float[Array, "B T N H"]:
-  """Returns the same as `attention.causal_attention`, for complete rows without a window.
+  """Returns the same as `attention.causal_attention`, for complete rows.
 
   Args:
-    q_BTNH: queries; T is a multiple of 128.
-    k_BSNH: keys, as many.
-    v_BSNH: values.
+    q_BTNH: queries.
+    k_BSKH: keys, as many; each of the K heads serves N/K query heads.
+    v_BSKH: values.
     segments: document of each query and key; None: one document.
     scale: of the scores; None: H ** -0.5.
     cap: of the scaled scores; 0 is off.
+    windows: the sliding windows of the kinds of layers; None: the full past.
+    kind: which of them; None: the first.
+    sinks_N: a learned score per head that has no value (arXiv:2309.17453); None: none.
+    block: most tokens of a block of queries, and of keys.
   """
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   q_BTNH = q_BTNH * jnp.asarray(scale, q_BTNH.dtype)
-  if segments is None:
-    return on_shards(
-      functools.partial(_shard, cap=cap),
-      ("BTNH", "BSNH", "BSNH"),
-      "BTNH",
-      *(q_BTNH, k_BSNH, v_BSNH),
-    )
+  how = _How(cap, windows, block)
+  of_keys = "BSNH" if k_BSKH.shape[2] == q_BTNH.shape[2] else "BSKH"
+  given = (q_BTNH, k_BSKH, v_BSKH, sinks_N, *(segments or (None, None)), kind)
+  named = ("BTNH", of_keys, of_keys, "N", "BT", "BS", "")
+  present = [place for place, x in enumerate(given) if x is not None]
+
+  def on_device(*shards: Array) -> Array:
+    found = dict(zip(present, shards, strict=True))
+    q, k, v, sinks, *facts = (found.get(place) for place in range(len(given)))
+    return _attend(how, q, k, v, sinks, _Facts(*facts))
+
   return on_shards(
-    functools.partial(_shard, cap=cap),
-    ("BTNH", "BSNH", "BSNH", "BT", "BS"),
-    "BTNH",
-    *(q_BTNH, k_BSNH, v_BSNH, *segments),
+    on_device, [named[place] for place in present], "BTNH", *(given[place] for place in present)
   )
 
 
-def _shard(q_BTNH: Array, k_BSNH: Array, v_BSNH: Array, *segments: Array, cap: float) -> Array:
-  """Runs the kernel for each row of a shard."""
+class _Facts(NamedTuple):
+  """What decides which keys a query attends to: arguments of `attention`."""
+
+  segments_BT: Array | None
+  segments_BS: Array | None
+  kind: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+  """The static part of an attention."""
+
+  cap: float
+  windows: tuple[int | None, ...]
+  block: int
+
+  def run(self, function: Callable, kind: Array | None, heads: int, *given: Any) -> Any:
+    """Returns function(kernel, *given) with the kernel of a layer's kind, for each row."""
+    length = given[0].shape[-2]
+
+    def on_platform(window: int | None, *given: Any, interpret: bool) -> Any:
+      kernel = _kernel(self, window, heads, length, interpret)
+      return jax.vmap(functools.partial(function, kernel))(*given)
+
+    def of_window(window: int | None, *given: Any) -> Any:
+      one = functools.partial(on_platform, window)
+      tpu, default = (functools.partial(one, interpret=interpret) for interpret in (False, True))
+      return jax.lax.platform_dependent(*given, tpu=tpu, default=default)
+
+    ways = [functools.partial(of_window, window) for window in self.windows]
+    return ways[0](*given) if kind is None else jax.lax.switch(kind, ways, *given)
+
+
+def _pallas() -> ModuleType:
   # Experimental: JAX has no public attention kernel for TPUs (jax.nn.dot_product_attention is XLA's
   # there). Imported here: it takes a third of a second.
   from jax.experimental.pallas.ops.tpu import splash_attention as pallas
 
-  turned = [jnp.moveaxis(x, 2, 1) for x in (q_BTNH, k_BSNH, v_BSNH)]
-  heads, length = turned[0].shape[1:3]
-
-  def rows(q_BNTH, k_BNSH, v_BNSH, *segments, interpret: bool) -> Array:
-    kernel = _kernel(pallas, heads, length, cap=cap, interpret=interpret)
-    if not segments:
-      return jax.vmap(kernel)(q_BNTH, k_BNSH, v_BNSH)
-    return jax.vmap(kernel)(q_BNTH, k_BNSH, v_BNSH, pallas.SegmentIds(*segments))
-
-  mixed_BNTH = jax.lax.platform_dependent(
-    *turned,
-    *segments,
-    tpu=functools.partial(rows, interpret=False),
-    default=functools.partial(rows, interpret=True),
-  )
-  return jnp.moveaxis(mixed_BNTH, 1, 2)
+  return pallas
 
 
-def _kernel(
-  pallas: ModuleType, heads: int, length: int, *, cap: float, interpret: bool
-) -> Callable[..., Array]:
-  block = next(size for size in _BLOCKS if length % size == 0)
-  mask = pallas.MultiHeadMask([pallas.CausalMask((length, length)) for _ in range(heads)])
-  sizes = dict.fromkeys(
-    [
-      *("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv"),
-      *("block_kv_dkv_compute", "block_q_dq", "block_kv_dq"),
-    ],
-    block,
-  )
+def _kernel(how: _How, window: int | None, heads: int, length: int, interpret: bool) -> Any:
+  pallas, shape = _pallas(), (length, length)
+  mask = pallas.CausalMask(shape)
+  if window is not None and window < length:
+    mask = pallas.LocalMask(shape, (window - 1, 0), 0)
+  # The largest multiple of the lanes that divides the row.
+  block = max(x for x in range(LANES, max(how.block, LANES) + 1, LANES) if length % x == 0)
+  names = ["block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv"]
+  names += ["block_kv_dkv_compute", "block_q_dq", "block_kv_dq"]
   return pallas.make_splash_mha(
-    mask,
-    block_sizes=pallas.BlockSizes(**sizes),
+    pallas.MultiHeadMask([mask] * heads),
+    block_sizes=pallas.BlockSizes(**dict.fromkeys(names, block)),
     head_shards=1,
     q_seq_shards=1,
-    residual_checkpoint_name=ATTENTION_OUTPUT,  # the output, and the softmax's normalizer
-    attn_logits_soft_cap=cap or None,
+    save_residuals=True,
+    attn_logits_soft_cap=how.cap or None,
     interpret=interpret,
   )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how: _How, q: Array, k: Array, v: Array, sinks: Array | None, facts: _Facts) -> Array:
+  return _forward(how, q, k, v, sinks, facts)[0]
+
+
+def _forward(how: _How, q: Array, k: Array, v: Array, sinks: Array | None, facts: _Facts):
+  """Returns the attention output, and what the backward pass needs."""
+
+  def row(kernel, q, k, v, sinks, segments):
+    out, (normalizer,) = kernel(q, k, v, _documents(segments), sinks)
+    return out, normalizer
+
+  q_BNTH, k_BKSH, v_BKSH = map(_by_heads, (q, k, v))
+  wide_BN = None if sinks is None else jnp.tile(sinks.astype(jnp.float32)[None], (q.shape[0], 1))
+  given = q_BNTH, k_BKSH, v_BKSH, wide_BN, _segments(facts)
+  out_BNTH, normalizer_BNT = how.run(row, facts.kind, q.shape[2], *given)
+  out = checkpoint_name(_by_tokens(out_BNTH, q.shape[1]), ATTENTION_OUTPUT)
+  normalizer_BNT = checkpoint_name(normalizer_BNT[..., : q.shape[1]], ATTENTION_OUTPUT)
+  return out, (q, k, v, sinks, facts, out, normalizer_BNT)
+
+
+def _backward(how: _How, saved, d_out: Array):
+  """Returns the gradients."""
+  # Private: differentiating the kernel would save its arguments and results once for each kind of
+  # layers, since each has a kernel of its own. The same function in jax 0.10 and 0.12.
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+  q, k, v, sinks, facts, out, normalizer_BNT = saved
+
+  def row(kernel, q, k, v, segments, out, normalizer, d_out):
+    infos = kernel.dq_mask_info, kernel.dkv_mask_info
+    kept = (q, k, v, _documents(segments), None, out, normalizer, *infos)
+    static = {"save_residuals": False, "residual_checkpoint_name": None}
+    names = ("mask_value", "is_mqa", "block_sizes", "mask_function", "attn_logits_soft_cap")
+    static |= {name: kernel.kwargs[name] for name in (*names, "interpret")}
+    found = splash_attention_kernel._splash_attention_bwd(**static, res=kept, do=d_out)
+    return found[3:6]
+
+  length = q.shape[1]
+  arrays = tuple(map(_by_heads, (q, k, v)))
+  more = -length % LANES
+  padded_BNT = jnp.pad(normalizer_BNT, ((0, 0), (0, 0), (0, more)))
+  given = (*arrays, _segments(facts), _by_heads(out), padded_BNT, _by_heads(d_out))
+  found = how.run(row, facts.kind, q.shape[2], *given)
+  d_q, d_k, d_v = (_by_tokens(x, length) for x in found)
+  d_sinks = None
+  if sinks is not None:
+    wide = normalizer_BNT.dtype
+    products_BNT = jnp.einsum("BTNH,BTNH->BNT", out.astype(wide), d_out.astype(wide))
+    weights_BNT = jnp.exp(sinks.astype(wide)[None, :, None] - normalizer_BNT)
+    d_sinks = -jnp.sum(weights_BNT * products_BNT, axis=(0, 2)).astype(sinks.dtype)
+  return d_q, d_k, d_v, d_sinks, None
+
+
+def _documents(segments: tuple[Array, Array] | None) -> Any:
+  """Returns a row's documents as the kernel takes them."""
+  return None if segments is None else _pallas().SegmentIds(*segments)
+
+
+def _segments(facts: _Facts) -> tuple[Array, Array] | None:
+  """Returns the documents of queries and keys, those of padding the last one."""
+  if facts.segments_BT is None:
+    return None
+  pairs = facts.segments_BT, facts.segments_BS
+  return tuple(jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)), mode="edge") for x in pairs)
+
+
+def _by_heads(x_BTNH: Array) -> Array:
+  """Returns B N T H, T padded with zeros: later slots, which no query sees."""
+  padded = jnp.pad(x_BTNH, ((0, 0), (0, -x_BTNH.shape[1] % LANES), (0, 0), (0, 0)))
+  return jnp.moveaxis(padded, 2, 1)
+
+
+def _by_tokens(x_BNTH: Array, length: int) -> Array:
+  """Returns B T N H, the first T: the inverse of `_by_heads`."""
+  return jnp.moveaxis(x_BNTH[:, :, :length], 1, 2)
+
+
+_attend.defvjp(_forward, _backward)

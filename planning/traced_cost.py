@@ -28,9 +28,9 @@ _SAME = {
 }
 # They read whole arrays: what is elementwise is not fused into them.
 _WHOLE = {"dot_general", "conv_general_dilated", "pallas_call", "scan", "while"}
-# Matmuls of splash attention's kernels: of the scores (again), and of what is made of them.
+# Matmuls of splash attention's kernels: of the scores (again), and of what is made of them. Blocks
+# that the mask excludes are skipped.
 _SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
-_SPLASH_BLOCK = 512  # tokens; blocks above the diagonal are skipped
 
 Roots = Mapping[int, int]  # arrays in HBM, by number -> bytes
 
@@ -221,5 +221,7 @@ def _splash(equation: Any) -> float:
   if not products or len(arrays) < 2:
     return 0.0
   queries, keys = arrays[:2]
-  share = min(1.0, (1 + _SPLASH_BLOCK / keys[-2]) / 2)
+  grid = equation.params["grid_mapping"].grid  # ends in heads and blocks: of queries, of keys
+  count, most = grid[-3 if "dkv" in called else -2], grid[-1]
+  share = (1 + 1 / count) / 2 if most == count else most / count  # with a window, fewer
   return products * 2.0 * math.prod(queries) * keys[-2] * share

@@ -17,8 +17,8 @@ from training.tasks import TASKS
 ACCELERATORS = ("tpu", "gpu")
 # What the logits of a chunk may take on a device, in the compute dtype.
 CHUNK_BYTES = 256 * 2**20
-# Tokens of the shortest rows whose attention is computed block by block: two blocks.
-LONG_ROWS, LONG_ROW = {"cpu": 256}, 1024
+# Tokens of the shortest rows whose attention is computed block by block. On CPUs it was measured.
+LONG_ROWS, LONG_ROW = {"cpu": 256, "tpu": 256}, 1024
 _BYTES = {"bfloat16": 2, "float64": 8}
 # A device's part of the sequences, in tokens, that is worth sending in two halves while others are
 # multiplied: the rows of a matrix unit for each half.
@@ -69,13 +69,13 @@ def _kernel(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tupl
   del sizes
   if config.model.name != "transformer":
     return "xla", ""
-  why = decoder_checks.no_splash(config) if platform == "tpu" else "it is a kernel for TPUs"
-  if not why:
-    return "splash", "never has all scores in memory"
   length = config.data.sequence_length
   if length < (least := LONG_ROWS.get(platform, LONG_ROW)):
-    return "xla", f"of splash: {why}; rows of {length} tokens are shorter than {least}"
-  return "blockwise", f"never has all scores in memory; of splash: {why}"
+    return "xla", f"rows of {length} tokens are shorter than {least}"
+  why = decoder_checks.no_splash(config) if platform == "tpu" else "it is a kernel for TPUs"
+  if why:
+    return "blockwise", f"never has all scores in memory; of splash: {why}"
+  return "splash", "never has all scores in memory"
 
 
 def _loss_chunks(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tuple[int, str]:
@@ -144,8 +144,8 @@ def _collective_matmul(
 RULES = (
   Rule(
     "training.attention_kernel",
-    "splash on TPUs where it applies (no sliding window, no mesh.context, heads and rows multiples "
-    "of 128); else blockwise for rows of 256 tokens on CPUs, 1024 on TPUs and GPUs; else xla",
+    "for rows of 256 tokens and more (on GPUs 1024) splash on TPUs, except where mesh.context "
+    "splits the rows, and blockwise elsewhere; else xla",
     "all scores of a row of 8192 tokens would be the largest arrays of a step",
     _kernel,
   ),

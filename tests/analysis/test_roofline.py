@@ -390,22 +390,25 @@ custom_call_target="tpu_custom_call", frontend_attributes={{kernel_metadata={{
 
 
 @pytest.mark.parametrize(
-  ("name", "products"),
+  ("name", "products", "table", "share"),
   [
-    ("splash_mha_fwd_residuals", 2),
-    ("splash_mha_dkv_no_residuals", 4),
-    ("splash_mha_dq_no_residuals", 3),
-    ("another_kernel", 0),
+    ("splash_mha_fwd_residuals", 2, "1,2,2", 3 / 4),  # three of the four blocks of 512 by 512
+    ("splash_mha_dkv_no_residuals", 4, "1,2,2", 3 / 4),
+    ("splash_mha_dq_no_residuals", 3, "1,2,2", 3 / 4),
+    ("splash_mha_fwd_residuals", 2, "1,8,2", 2 / 8),  # a window of at most two of eight blocks
+    ("splash_mha_dkv_no_residuals", 4, "1,2,8", 2 / 8),
+    ("another_kernel", 0, "1,2,2", 0),
   ],
 )
-def test_the_attention_kernel_computes_the_blocks_that_the_mask_leaves(name, products):
+def test_the_attention_kernel_computes_the_blocks_that_the_mask_leaves(
+  name, products, table, share
+):
   text = entry(
-    "%m = s8[1,2,2] parameter(0)",
-    "%n = s8[1,2,2] parameter(1)",
+    f"%m = s8[{table}] parameter(0)",
+    f"%n = s8[{table}] parameter(1)",
     *(f"%{x} = bf16[4,1024,128] parameter({i})" for i, x in enumerate("qkv", start=2)),
     SPLASH.format(name=name),
   )
-  # Three of the four blocks of 512 by 512.
-  assert work_of(text, f"{name}.4").flops == products * 2 * 4 * 1024 * 1024 * 128 * 3 / 4
+  assert work_of(text, f"{name}.4").flops == products * 2 * 4 * 1024 * 1024 * 128 * share
   program = hlo.parse(text)
   assert program.computations[program.entry].root == "last"

@@ -190,6 +190,6 @@ def on_one_device():
   ],
 )
 def test_trains_as_one_device_with_plain_attention(mesh, monkeypatch):
-  monkeypatch.setattr(attention_tiles, "blockwise", lambda: (4, 5))
+  monkeypatch.setitem(attention_tiles.TILES, "cpu", attention_tiles.Tiles((4, 5), 128, ""))
   ours = train("lm", "float64", {**OTHERS, **BLOCKWISE, **mesh})
   assert_equal(ours, on_one_device(), "float64")

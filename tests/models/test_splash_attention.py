@@ -7,51 +7,62 @@ import pytest
 
 from configs import base, dp8
 from configs.schema import finalize, validate
-from models import splash_attention
-from models.attention import causal_attention
+from models import blockwise_attention, splash_attention
 from partitioning.constraints import activation_layout
 from tests.helpers.jobs import make_job
 
-B, T, N, H = 2, 256, 2, 128
+B, T, N, K, H = 2, 200, 4, 2, 32  # neither rows nor heads are multiples of 128
 
 
 def arrays():
   random = np.random.default_rng(0)
-  return [jnp.asarray(random.standard_normal((B, T, N, H)), jnp.float32) for _ in range(4)]
+  return [jnp.asarray(random.standard_normal((B, T, n, H)), jnp.float32) for n in (N, K, K, N)]
 
 
 def documents():
-  ends_BT = jnp.arange(T, dtype=jnp.int32)[None] >= jnp.array([[50], [200]])
+  ends_BT = jnp.arange(T, dtype=jnp.int32)[None] >= jnp.array([[50], [190]])
   segments_BT = ends_BT.astype(jnp.int32)
   return segments_BT, segments_BT
 
 
+def both(function, *inputs):
+  """Returns the result and the gradients of queries, keys, values and sinks."""
+  *inputs, out_BTNH, sinks = inputs
+  if sinks is None:
+    result, transpose = jax.vjp(lambda *x: function(*x, None), *inputs)
+  else:
+    result, transpose = jax.vjp(function, *inputs, sinks)
+  return result, *transpose(out_BTNH)
+
+
 @pytest.mark.parametrize(
-  ("mesh", "cap", "segments", "backward"),
+  ("mesh", "given", "segments", "sinks"),
   [
-    ({}, 0.0, False, False),
-    ({"mesh.data": 2, "mesh.tensor": 2}, 5.0, True, True),
+    ({}, {"windows": (70,)}, False, True),
+    (
+      {"mesh.data": 2, "mesh.tensor": 2},
+      {"cap": 5.0, "windows": (None, 70), "kind": 0},
+      True,
+      False,
+    ),
   ],
 )
-def test_results_and_gradients_are_those_of_all_scores(mesh, cap, segments, backward, monkeypatch):
-  monkeypatch.setattr(splash_attention, "_BLOCKS", (128,))
-  q_BTNH, k_BSNH, v_BSNH, out_BTNH = arrays()
+def test_results_and_gradients_are_those_of_all_scores(mesh, given, segments, sinks):
+  q_BTNH, k_BSKH, v_BSKH, out_BTNH = arrays()
   told = documents() if segments else None
-  job = make_job("single", "lm", **mesh)
+  job = make_job(
+    "single", "lm", **{"model.heads": N, "model.kv_heads": K, "model.head_size": H}, **mesh
+  )
   slots_BT = jnp.arange(T, dtype=jnp.int32)[None]
+  sinks_N = jnp.arange(N, dtype=jnp.float32) if sinks else None
+  given |= {name: jnp.int32(x) for name, x in given.items() if name == "kind"}
 
-  def plain(q, k, v):
-    return causal_attention(q, k, v, slots_BT, told, cap=cap)
+  def plain(q, k, v, sinks):
+    how = {**given, "complete": True, "blocks": (T, T)}
+    return blockwise_attention.attention(q, k, v, slots_BT, told, sinks_N=sinks, **how)
 
-  def kernel(q, k, v):
-    return splash_attention.attention(q, k, v, told, cap=cap)
-
-  # Arguments, not constants: XLA would compute with those while it compiles.
-  def both(function, inputs, out_BTNH):
-    if not backward:
-      return (function(*inputs),)
-    result, transpose = jax.vjp(function, *inputs)
-    return result, *transpose(out_BTNH)
+  def kernel(q, k, v, sinks):
+    return splash_attention.attention(q, k, v, told, sinks_N=sinks, block=128, **given)
 
   tables = job.config.partitioning
   with (
@@ -59,8 +70,9 @@ def test_results_and_gradients_are_those_of_all_scores(mesh, cap, segments, back
     activation_layout(job.legend, tables.activations, parameters=tables.parameters),
     jax.default_matmul_precision("highest"),
   ):
+    # Arguments, not constants: XLA would compute with those while it compiles.
     found, wanted = (
-      jax.jit(both, static_argnums=0)(function, (q_BTNH, k_BSNH, v_BSNH), out_BTNH)
+      jax.jit(both, static_argnums=0)(function, q_BTNH, k_BSKH, v_BSKH, out_BTNH, sinks_N)
       for function in (kernel, plain)
     )
   for ours, theirs in zip(found, wanted, strict=True):
@@ -72,22 +84,25 @@ def test_results_and_gradients_are_those_of_all_scores(mesh, cap, segments, back
   ("platform", "changes", "kernel"),
   [
     ("tpu", {}, "splash"),
-    ("cpu", {}, "xla"),
+    ("cpu", {}, "blockwise"),
+    ("gpu", {}, "xla"),
+    ("gpu", {"data.sequence_length": 1024}, "blockwise"),
     ("tpu", {"training.attention_kernel": "xla"}, "xla"),
-    ("tpu", {"model.window": 64}, "xla"),
-    ("tpu", {"model.head_size": 64}, "xla"),
-    ("tpu", {"mesh.context": 2}, "xla"),
+    ("tpu", {"model.window": 64, "model.global_every": 2}, "splash"),
+    ("tpu", {"data.sequence_length": 255}, "xla"),
+    ("tpu", {"mesh.context": 2}, "blockwise"),
   ],
 )
-def test_tpus_take_the_kernel_where_it_can_be(platform, changes, kernel):
+def test_long_rows_take_a_kernel_without_all_scores(platform, changes, kernel):
   config = dp8.get_config("lm")
-  config.update_from_flattened_dict({"model.head_size": 128, **changes})
+  config.update_from_flattened_dict({"data.sequence_length": 300, **changes})
   assert finalize.finalize(config, platform).training.attention_kernel == kernel
 
 
 def test_it_is_refused_where_it_cannot_be():
   config = dp8.get_config("lm")
   config.training.attention_kernel = "splash"
+  config.mesh.context = 2
   config = finalize.finalize(config, "cpu")
-  with pytest.raises(ValueError, match=r"attention_kernel=splash: model.head_size=16 is no"):
+  with pytest.raises(ValueError, match=r"attention_kernel=splash: mesh.context=2 splits the rows"):
     validate.check(config, {**base.MESH, "data": 8})

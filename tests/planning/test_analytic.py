@@ -206,3 +206,27 @@ def test_blockwise_attention_computes_the_pairs_of_blocks_that_can_see_each_othe
   square = (2 + 4) * 4 * 8 * 8 * 5 // 8
   each = 2 * tile * tile * 6 * 8
   assert flops("xla") - flops("blockwise") == (square - pairs) * each
+
+
+@pytest.mark.parametrize(
+  ("keys", "share"),
+  [
+    ({}, (1 + 1 / 8) / 2),
+    ({"model.window": 128}, 2 / 8),
+    ({"model.window": 128, "model.global_every": 2}, ((1 + 1 / 8) / 2 + 2 / 8) / 2),
+  ],
+)
+def test_splash_attention_computes_the_blocks_that_its_masks_leave(keys, share):
+  length = 1024
+  more = {"data.sequence_length": length, "data.global_batch_size": 1, **keys}
+  jobs = [
+    make_job("single", "lm", **more, **{"training.attention_kernel": kernel})
+    for kernel in ("splash", "xla")
+  ]
+  splash, every = (
+    sum(work.flops * runs for work, runs, _ in traced_cost.operations(job)) for job in jobs
+  )
+  each = 2 * LAYERS * N * H * length * length
+  # Two products forward, seven backward, beside six of five eighths of all scores; and the product
+  # of the output with its gradient.
+  assert splash - every == pytest.approx((9 * share - 6 * 5 / 8) * each + each / length)

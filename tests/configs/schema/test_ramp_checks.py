@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs.schema import decoder_checks, finalize, validate
+from configs.schema import finalize, validate
 from configs.single import get_config
 from input_pipeline.ramp import Ramp
 from partitioning.mesh_sizes import AXES
@@ -94,11 +94,3 @@ def test_the_tokens_of_a_decay_are_the_last_ones():
   for rows, steps in ((1, 1), (32, 1), (33, 2), (64, 2), (65, 3), (80, 3), (144, 7), (145, 8)):
     config = finalized(**keys, **{"optimizer.decay_tokens": rows * 128})
     assert config.optimizer.decay_steps == steps, rows
-
-
-def test_every_length_is_one_that_the_attention_kernel_takes():
-  sizes = {"model.head_size": 128, "data.sequence_length": 512}
-  good, bad = ({**sizes, T: ((0, first), (10, 512))} for first in (256, 64))
-  assert decoder_checks.no_splash(finalized(**good)) == ""
-  said = "a length of data.sequence_length_ramp=64 is not a multiple of 128"
-  assert decoder_checks.no_splash(finalized(**bad)) == said
