@@ -21,8 +21,9 @@ from models.rope import apply_rope
 from models.token_positions import Rows
 from models.transformer_dims import KEYS, QUERIES, RESIDUAL
 from partitioning.constraints import constrain, tie_to
+from partitioning.parallel.block_pairs import Blocks, Scores
 from partitioning.parallel.matmuls import column_parallel, row_parallel
-from partitioning.parallel.ring_attention import Scores, ring_attention, sequence_axes
+from partitioning.parallel.ring_attention import ring_attention, sequence_axes
 from partitioning.parallel.sharded_function import splits
 from runtime.rematerialization import ATTENTION_OUTPUT
 
@@ -166,9 +167,12 @@ class Attention(nnx.Module):
     if rows.ring:
       k_BTKH, v_BTKH = constrain(k_BTKH, KEYS), constrain(v_BTKH, KEYS)
       scores = Scores(self.scale, wide_dtype(q_BTNH.dtype), self.cap)
+      # With all scores, each ring step's are one block.
+      every = (q_BTNH.shape[1],) * 2
+      sizes = every if self.kernel == "xla" else attention_tiles.of_devices().blockwise
       output_BTNH = ring_attention(
         *(q_BTNH, k_BTKH, v_BTKH, rows.segments_BT, layer.window),
-        scores=scores,
+        blocks=Blocks(scores, *sizes),
         letters=(QUERIES, KEYS),
         name=ATTENTION_OUTPUT,
       )

@@ -6,7 +6,8 @@ mask a device then uses half of each block of keys and values that it receives (
 of its queries, or half of them for all), so the work is balanced in every ring step.
 
 The backward pass is implemented here too: keys and values are passed around again, with their
-gradients. Only a device's queries, keys, values and outputs are saved for it, never the scores.
+gradients. Only a device's queries, keys, values and outputs are saved for it, never the scores. In
+each ring step, only those of a pair of blocks are in memory (`attention_blocks`).
 """
 
 import dataclasses
@@ -22,37 +23,13 @@ from jax.sharding import PartitionSpec
 
 from partitioning.constraints import automatic_layout, current_layout, manual_axes, tie_to
 from partitioning.dims import Axes, resolve, spec_entries
+from partitioning.parallel import attention_blocks
+from partitioning.parallel.block_pairs import Blocks, Keys, Queries
 from partitioning.parallel.manual_region import manual_region
 
 # FLOPs that an accelerator computes in the time that it sends a byte: 2,190 (TPU v5e,
 # 197e12 / 90e9) to 5,100 (v6e), in bfloat16, over both links of a torus axis or NVLink.
 OPERATIONS_PER_BYTE = 2500
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-  """How scores are computed from queries and keys.
-
-  Attributes:
-    scale: factor of their dot products.
-    dtype: of the scores, and of the softmax over them.
-    cap: soft cap: a tanh keeps them within (-cap, cap); 0 is off.
-  """
-
-  scale: float
-  dtype: jnp.dtype
-  cap: float = 0.0
-
-  def __call__(self, q: jax.Array, k: jax.Array) -> jax.Array:
-    """Returns the scores, B N T S, of q, B T N H, and k, B S N H."""
-    scores = jnp.einsum("BTNH,BSNH->BNTS", q, k, preferred_element_type=self.dtype)
-    scores = scores * jnp.asarray(self.scale, self.dtype)
-    return self.cap * jnp.tanh(scores / self.cap) if self.cap else scores
-
-  def slope(self, scores: jax.Array) -> jax.Array | float:
-    """Returns the derivative of the capped scores by the uncapped ones."""
-    slope = jnp.asarray(self.scale, scores.dtype)
-    return slope * (1 - (scores / self.cap) ** 2) if self.cap else slope
 
 
 def sequence_axes(letter: str) -> Axes:
@@ -119,7 +96,7 @@ def ring_attention(
   segments_BT: jax.Array | None,
   window: jax.Array | int | None,
   *,
-  scores: Scores,
+  blocks: Blocks,
   letters: tuple[str, str],
   name: str = "",
 ) -> jax.Array:
@@ -132,7 +109,7 @@ def ring_attention(
     segments_BT: document of each token, in the same order; a query attends only to its own. None:
       one document.
     window: number of slots that a query attends to, its own being the last; None: its full past.
-    scores: how scores are computed.
+    blocks: how scores are computed, in blocks of how many tokens.
     letters: the legend's letters of the queries, and of the keys and values.
     name: of the output and the softmax's normalizer, for the policy of a surrounding
       `jax.checkpoint`; "": none.
@@ -150,7 +127,7 @@ def ring_attention(
     return q_BTNH  # the dims cannot be sharded so, which `constrain` has recorded
   queries, keys, rows = (one.spec for one in found)
   same = _split(queries, 2, sizes) == _split(keys, 2, sizes)
-  ring = _Ring(around, scores, name)
+  ring = _Ring(around, blocks, name)
   # A device derives its place in the ring from its slots, not from its axis index: JAX would hoist
   # what depends on no argument into a shard_map without arguments, which XLA rejects.
   slots_T = jnp.asarray(zigzag_order(q_BTNH.shape[1], ring_size(of_queries[1])))
@@ -171,24 +148,21 @@ def _split(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> Axes:
   return tuple(axis for axis in spec_entries(spec, dim + 1)[dim] if sizes[axis] > 1)
 
 
-def repeat_kv(x_BSKH: jax.Array, serving_N: jax.Array | None, queries: int) -> jax.Array:
-  """Returns B S N H: for each of the device's query heads its key/value head.
+def served(x_BSKH: jax.Array, serving_N: jax.Array | None) -> jax.Array:
+  """Returns for each of the device's query heads its key/value head, if they are not in groups.
 
   Args:
     x_BSKH: the device's keys or values.
     serving_N: key/value head of each query head; None: N/K consecutive query heads share one.
-    queries: N.
   """
-  if serving_N is None:
-    return jnp.repeat(x_BSKH, queries // x_BSKH.shape[2], axis=2)
-  return jnp.take(x_BSKH, serving_N, axis=2)
+  return x_BSKH if serving_N is None else jnp.take(x_BSKH, serving_N, axis=2)
 
 
 def sum_kv_grads(d_BSNH: jax.Array, serving_N: jax.Array | None, keys: int) -> jax.Array:
-  """Returns B S K H, the transpose of `repeat_kv`."""
-  batch, slots, queries, head = d_BSNH.shape
+  """Returns B S K H, the transpose of `served`."""
   if serving_N is None:
-    return d_BSNH.reshape(batch, slots, keys, queries // keys, head).sum(axis=3)
+    return d_BSNH
+  batch, slots, _, head = d_BSNH.shape
   zeros = jnp.zeros((batch, slots, keys, head), d_BSNH.dtype)
   return zeros.at[:, :, serving_N].add(d_BSNH)
 
@@ -197,7 +171,7 @@ _WHOLE = slice(None)
 
 
 class _QueryFacts(NamedTuple):
-  """A device's queries: inputs of the mask and of `repeat_kv`; see `ring_attention`."""
+  """A device's queries: inputs of the mask and of `served`; see `ring_attention`."""
 
   slots_T: jax.Array
   serving_N: jax.Array | None
@@ -215,10 +189,10 @@ class _KVBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-  """The static description of a ring: its mesh axes, the scores, the name of its output."""
+  """The static description of a ring: its mesh axes, the blocks, the name of its output."""
 
   axes: Axes
-  scores: Scores
+  blocks: Blocks
   name: str = ""
 
   def named(self, x: jax.Array) -> jax.Array:
@@ -270,27 +244,6 @@ def _local_pairs(length: int) -> Iterator[tuple[slice, slice]]:
   yield slice(half, None), _WHOLE
 
 
-def _masked(facts: _QueryFacts, rows: slice, columns: slice, slots_S, segments_BS) -> jax.Array:
-  """Returns bool, (B or 1) 1 T S: True where a key is masked for a query."""
-  q_slots, k_slots = facts.slots_T[rows, None], slots_S[None, columns]
-  seen = k_slots <= q_slots
-  if facts.window is not None:
-    seen = seen & (q_slots - k_slots < facts.window)
-  seen = seen[None]
-  if facts.segments_BT is not None:
-    seen = seen & (facts.segments_BT[:, rows, None] == segments_BS[:, None, columns])
-  return jnp.logical_not(seen)[:, None]
-
-
-def _add_mask_bias(scores: jax.Array, masked: jax.Array) -> jax.Array:
-  """Returns scores whose exponentials are 0 where a key is masked.
-
-  Added, not selected by `where`: JAX would hoist the alternative, a constant of the size of all
-  scores, out of a scan over layers.
-  """
-  return scores + masked.astype(scores.dtype) * float(jnp.finfo(scores.dtype).min)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(ring: _Ring, q, k, v, facts: _QueryFacts):
   return _forward(ring, q, k, v, facts)[0]
@@ -298,63 +251,60 @@ def _attend(ring: _Ring, q, k, v, facts: _QueryFacts):
 
 def _forward(ring: _Ring, q, k, v, facts: _QueryFacts):
   """Returns the attention output, and what the backward pass needs."""
+  heads = q.shape[2] if facts.serving_N is not None else k.shape[2]
+  q_BKGTH = attention_blocks.by_heads(q, heads)
 
   def add(block: _KVBlock, total, rows, columns, slots_S):
-    masked = _masked(facts, rows, columns, slots_S, block.segments_BS)
-    more = (repeat_kv(x[:, columns], facts.serving_N, q.shape[2]) for x in block[:2])
-    cut = tuple(x[:, :, rows] for x in total)
-    found = _update_softmax(ring.scores, cut, q[:, rows], *more, masked)
-    return tuple(x.at[:, :, rows].set(new) for x, new in zip(total, found, strict=True))
+    pairs = _pairs(q_BKGTH, facts, block, rows, columns, slots_S)
+    part = jax.tree.map(lambda x: x[:, :, :, rows], total)
+    part = attention_blocks.add_keys(ring.blocks, part, *pairs, facts.window)
+    return jax.tree.map(lambda x, new: x.at[:, :, :, rows].set(new), total, part)
 
   def step(carry, number):
     total, block = carry
     block = ring.next(block)
     return (ring.ring_step(facts, number, functools.partial(add, block), total), block), None
 
-  batch, length, queries, head = q.shape
-  zeros = functools.partial(jnp.zeros, dtype=ring.scores.dtype)
-  weight = zeros((batch, queries, length))
-  lowest = jnp.full_like(weight, jnp.finfo(weight.dtype).min)
-  total = zeros((*weight.shape, head)), lowest, weight
+  total = attention_blocks.empty_softmax(q_BKGTH.shape, ring.blocks.scores.dtype)
   block = _KVBlock(k, v, facts.segments_BT)
-  for rows, columns in _local_pairs(length):
+  for rows, columns in _local_pairs(q.shape[1]):
     total = add(block, total, rows, columns, facts.slots_T)
   (total, _), _ = jax.lax.scan(step, (total, block), ring.steps())
-  sums, largest, weight = total
-  out = ring.named(jnp.swapaxes(sums / weight[..., None], 1, 2).astype(v.dtype))
-  return out, (q, k, v, facts, out, ring.named(largest + jnp.log(weight)))
+  out_BKGTH, normalizer_BKGT = total.finished()
+  out = ring.named(attention_blocks.by_tokens(out_BKGTH).astype(v.dtype))
+  return out, (q, k, v, facts, out, ring.named(normalizer_BKGT))
 
 
-def _update_softmax(scores: Scores, total, q_BTNH, k_BSNH, v_BSNH, masked):
-  """Adds keys to an online softmax: weighted values BNTH, maximum and sum of weights BNT."""
-  sums, largest, weight = total
-  found = _add_mask_bias(scores(q_BTNH, k_BSNH), masked)
-  top = jnp.maximum(largest, found.max(axis=-1))
-  # 0 where a key is masked: the maximum is finite by then, since step 0 has each query's own key.
-  shares = jnp.exp(found - top[..., None])
-  shrink = jnp.exp(largest - top)
-  more = jnp.einsum("BNTS,BSNH->BNTH", shares.astype(v_BSNH.dtype), v_BSNH).astype(sums.dtype)
-  return sums * shrink[..., None] + more, top, weight * shrink + shares.sum(axis=-1)
+def _pairs(
+  q_BKGTH: jax.Array, facts: _QueryFacts, block: _KVBlock, rows: slice, columns: slice, slots_S
+) -> tuple[Queries, Keys]:
+  """Returns some of the queries and some of the keys, as `attention_blocks` takes them."""
+  segments_BT, segments_BS = facts.segments_BT, block.segments_BS
+  if segments_BT is not None:
+    segments_BT, segments_BS = segments_BT[:, rows], segments_BS[:, columns]
+  queries = Queries(q_BKGTH[:, :, :, rows], facts.slots_T[None, rows], segments_BT)
+  k_BKSH, v_BKSH = (
+    jnp.swapaxes(served(x[:, columns], facts.serving_N), 1, 2) for x in (block.k_BSKH, block.v_BSKH)
+  )
+  return queries, Keys(k_BKSH, v_BKSH, slots_S[columns], segments_BS)
 
 
 def _backward(ring: _Ring, saved, d_out):
   """Returns the gradients; keys and values are passed around again, with their gradients."""
-  q, k, v, facts, out, logs = saved
-  # Subtracted in the softmax's gradient: the sum over S of weights times their gradients.
-  off = jnp.einsum("BTNH,BTNH->BNT", d_out.astype(logs.dtype), out.astype(logs.dtype))
-
-  def gradients(block: _KVBlock, rows, columns, slots_S):
-    masked = _masked(facts, rows, columns, slots_S, block.segments_BS)
-    more = (repeat_kv(x[:, columns], facts.serving_N, q.shape[2]) for x in block[:2])
-    past = logs[:, :, rows, None], off[:, :, rows, None]
-    d_q, *d_block = _gradients(ring.scores, q[:, rows], *more, d_out[:, rows], *past, masked)
-    return d_q, *(sum_kv_grads(d, facts.serving_N, k.shape[2]) for d in d_block)
+  q, k, v, facts, out, normalizer_BKGT = saved
+  heads = normalizer_BKGT.shape[1]
+  q_BKGTH, *of_out = (attention_blocks.by_heads(x, heads) for x in (q, out, d_out))
+  given = attention_blocks.saved(*of_out, normalizer_BKGT)
 
   def add(block: _KVBlock, sums, rows, columns, slots_S):
-    found = zip(
-      sums, (rows, columns, columns), gradients(block, rows, columns, slots_S), strict=True
-    )
-    return tuple(total.at[:, place].add(more) for total, place, more in found)
+    pairs = _pairs(q_BKGTH, facts, block, rows, columns, slots_S)
+    part = jax.tree.map(lambda x: x[:, :, :, rows], given)
+    zeros = (jnp.zeros(x.shape, normalizer_BKGT.dtype) for x in pairs[1][:2])
+    totals = sums[0][:, :, :, rows], *zeros
+    d_q, *d_kv = attention_blocks.add_gradients(ring.blocks, totals, part, *pairs, facts.window)
+    d_kv = (sum_kv_grads(jnp.swapaxes(d, 1, 2), facts.serving_N, k.shape[2]) for d in d_kv)
+    more = (x.at[:, columns].add(d) for x, d in zip(sums[1:], d_kv, strict=True))
+    return sums[0].at[:, :, :, rows].set(d_q), *more
 
   def step(carry, number):
     d_q, moving = carry
@@ -363,27 +313,14 @@ def _backward(ring: _Ring, saved, d_out):
     return (d_q, (block, d_block)), None
 
   block = _KVBlock(k, v, facts.segments_BT)
-  sums = tuple(jnp.zeros(x.shape, logs.dtype) for x in (q, k, v))
+  sums = tuple(jnp.zeros(x.shape, normalizer_BKGT.dtype) for x in (q_BKGTH, k, v))
   for rows, columns in _local_pairs(q.shape[1]):
     sums = add(block, sums, rows, columns, facts.slots_T)
   d_q, *d_block = sums
   (d_q, (_, d_block)), _ = jax.lax.scan(step, (d_q, (block, d_block)), ring.steps())
   d_k, d_v = ring.next(d_block)  # back to their owner
-  return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
-
-
-def _gradients(scores: Scores, q_BTNH, k_BSNH, v_BSNH, d_BTNH, logs, off, masked):
-  """Returns the gradients of q, k and v from the pairs of some queries and some keys."""
-  wide = logs.dtype
-  found = scores(q_BTNH, k_BSNH)
-  weights = jnp.exp(_add_mask_bias(found, masked) - logs)
-  d_weights = jnp.einsum("BTNH,BSNH->BNTS", d_BTNH, v_BSNH, preferred_element_type=wide)
-  d_scores = (weights * (d_weights - off) * scores.slope(found)).astype(q_BTNH.dtype)
-  weights = weights.astype(q_BTNH.dtype)
-  d_q = jnp.einsum("BNTS,BSNH->BTNH", d_scores, k_BSNH, preferred_element_type=wide)
-  d_k = jnp.einsum("BNTS,BTNH->BSNH", d_scores, q_BTNH, preferred_element_type=wide)
-  d_v = jnp.einsum("BNTS,BTNH->BSNH", weights, d_BTNH, preferred_element_type=wide)
-  return d_q, d_k, d_v
+  d_q = attention_blocks.by_tokens(d_q).astype(q.dtype)
+  return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
 _attend.defvjp(_forward, _backward)

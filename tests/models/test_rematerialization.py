@@ -46,7 +46,7 @@ def test_each_name_is_that_of_one_array_with_the_dims_of_the_table(changes):
     wanted = [sizes[letter] for letter in NAMES[name]]
     if name == "attention_output" and changes is RING:  # a shard, and its normalizers
       wanted[1] //= 2
-      assert [*map(list, shapes)] == [wanted, [16, 8, 6]]
+      assert [*map(list, shapes)] == [wanted, [16, 4, 2, 6]]
     else:
       assert [*map(list, shapes)] == [wanted], name
 
@@ -93,7 +93,7 @@ def test_each_name_is_saved_where_the_table_says(even):
 @pytest.mark.parametrize(
   ("changes", "normalizers", "kernel"),
   [
-    (RING, (32, 8, 6), "ppermute"),
+    (RING, (32, 4, 2, 6), "ppermute"),
     pytest.param(SPLASH, (16, 8, 128), "pallas_call", marks=pytest.mark.long),
   ],
 )

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from analysis import collectives
-from partitioning.parallel import ring_attention
+from models import attention_tiles
+from partitioning.parallel import block_pairs, ring_attention
 from planning.activation_memory import body, equations, fixed_and_carried
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.comparison import (
@@ -60,6 +61,31 @@ def test_windows_soft_caps_documents_dropout_and_a_replicated_head(mesh, kind):
   if kind == "ring":  # where the sequence stays split over `context`
     overrides["training.loss_chunks"] = 2
   assert_equal(train("lm", "float64", overrides), on_one_device(True), "float64")
+
+
+BLOCKWISE = {"training.attention_kernel": "blockwise"}
+
+
+def test_each_step_of_the_ring_in_blocks_trains_as_one_device_does(monkeypatch):
+  wanted = on_one_device(True)
+  monkeypatch.setitem(attention_tiles.TILES, "cpu", attention_tiles.Tiles((3, 5), 128, ""))
+  overrides = {**LONG, **SEEN, **ONE_HEAD, **BLOCKWISE, "mesh.context": 2, "mesh.tensor": 2}
+  assert_equal(train("lm", "float64", overrides), wanted, "float64")
+
+
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+def test_no_step_has_all_its_scores(kind, monkeypatch):
+  monkeypatch.setitem(attention_tiles.TILES, "cpu", attention_tiles.Tiles((8, 8), 128, ""))
+
+  def scores(kernel):
+    keys = {"data.sequence_length": 256, "training.attention_kernel": kernel}
+    found = equations(traced(**keys, **{"model.context_attention": kind}))
+    every = (x.aval.shape[-2:] for one in found for x in one.outvars if x.aval.ndim > 3)
+    # No dim of the model is a multiple of 32; a device has 64 queries, and all of their keys pass.
+    return {shape for shape in every if all(size % 32 == 0 for size in shape)}
+
+  assert scores("xla") == ({(32, 64), (64, 32), (32, 32)} if kind == "ring" else {(256, 256)})
+  assert not scores("blockwise")
 
 
 @pytest.mark.long
@@ -268,12 +294,8 @@ def test_an_off_by_one_at_a_seam(monkeypatch):
 
 @pytest.mark.usefixtures("_unbroken")
 def test_a_mask_that_leaks_across_documents(monkeypatch):
-  masked = ring_attention._masked
-
-  def without(facts, *more):
-    return masked(facts._replace(segments_BT=None), *more)
-
-  monkeypatch.setattr(ring_attention, "_masked", without)
+  facts = block_pairs.Cut._facts
+  monkeypatch.setattr(block_pairs.Cut, "_facts", lambda self, pair: (*facts(self, pair)[:2], None))
   assert_caught_by_the_loss()
 
 
