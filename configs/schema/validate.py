@@ -158,7 +158,8 @@ def _clipping(keys: ConfigDict, window: int) -> Iterator[str]:
   if keys.clip_groups and not keys.groups:
     yield "optimizer.clip_groups: there are no groups; name them in optimizer.groups"
   if not keys.clip_quantile:
-    own = [group["clip_norm"] for group in keys.groups if "clip_norm" in group]
+    groups = [group for group in keys.groups if isinstance(group, Mapping)]  # others: group_checks
+    own = [group["clip_norm"] for group in groups if "clip_norm" in group]
     if keys.clip_groups and not any([keys.clip_norm, *own]):
       yield (
         "optimizer.clip_groups: optimizer.clip_norm=0 clips no group; set that, a clip_norm of a "
