@@ -23,7 +23,7 @@ class Tiles:
   source: str
 
 
-# By platform, as JAX names it.
+# By JAX's `device_kind`, in lower case.
 TILES = {
   "cpu": Tiles(
     (128, 128),
@@ -40,4 +40,4 @@ DEFAULT = Tiles((512, 512), 512, "not measured")
 def of_devices() -> Tiles:
   """Returns the block sizes for the devices of the mesh in force."""
   device = jax.sharding.get_abstract_mesh().abstract_device
-  return TILES.get(device.platform if device else "", DEFAULT)
+  return TILES.get(device.device_kind.lower() if device else "", DEFAULT)

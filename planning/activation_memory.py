@@ -185,8 +185,10 @@ def _one_device(job: Job, config: ConfigDict) -> Iterator[None]:
     activations[name] = tuple(axes)
     sizes |= {axis: job.devices.sizes[axis] for axis in axes}
   kinds = (AxisType.Manual,) * len(sizes)
-  platform = job.devices.platform  # those of the mesh may be simulated ones in place of GPUs
-  device = AbstractDevice(job.mesh.devices.flat[0].device_kind, None, platform)
+  first, platform = job.mesh.devices.flat[0], job.devices.platform
+  # The mesh's may be simulated ones in place of GPUs.
+  kind = first.device_kind if first.platform == platform else platform
+  device = AbstractDevice(kind, None, platform)
   mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, abstract_device=device)
   with (
     jax.sharding.use_abstract_mesh(mesh),
