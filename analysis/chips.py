@@ -91,7 +91,8 @@ SOURCES = (
 # Sheets say GB; what a TPU's compiler and a GPU's driver find is as many GiB, or nearly.
 GIB = 2.0**30
 PCIE4, PCIE5 = 32e9, 64e9  # bytes per second each way, 16 lanes
-TPU_PCIE = 15e9  # of v6e, by [2], chapter on TPUs, question 3; assumed for the others
+# "Typically around", and Trillium's: [2], chapter on TPUs, below the table of interconnects.
+TPU_PCIE, V6E_PCIE = 15e9, 32e9
 
 
 def _tpu(name: str, kinds: tuple[str, ...], torus: int, *numbers: float, int8: float) -> Chip:
@@ -100,7 +101,7 @@ def _tpu(name: str, kinds: tuple[str, ...], torus: int, *numbers: float, int8: f
     "source": "[1], [2]",
     "flops_source": "[1], of int8 [1], [2]",
     "int8_flops": int8,
-    "host_bandwidth": TPU_PCIE,
+    "host_bandwidth": V6E_PCIE if name == "v6e" else TPU_PCIE,
   }
   return Chip(name, *numbers, kinds, torus=torus, wraps=4 if torus == 3 else 16, **more)
 

@@ -3,12 +3,14 @@ r"""Predictions of `plan` next to published throughputs: tokens per second and d
   pip install -r requirements-plan.txt
   python -m benchmarks.planner_accuracy [--only=v6e] [--write]
 
-Compiles the train step of each row for its devices (minutes each on two cores, no TPU) and prints
-predicted / published; --write writes docs/planner_accuracy.md. The efficiency constants are those
-of analysis/chips.py, one set for all rows, fixed before the rows were compared.
+Compiles the train step of each row on TPUs for its devices (minutes each on two cores, no TPU),
+plans those on GPUs by formula, and prints predicted / published; --write writes
+docs/planner_accuracy.md. The efficiency constants are those of analysis/chips.py, from data sheets
+and published micro-benchmarks; none was fitted to the rows.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import subprocess
@@ -17,17 +19,18 @@ import tempfile
 
 from absl import app, flags
 
-from analysis.chips import REASONS, Rates
+from analysis.chips import CHIPS, REASONS, SOURCES, Rates
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "planner_accuracy.md"
+NOTE = "## What remains"  # this part of the page is written by hand, and kept by --write
 _ONLY = flags.DEFINE_string("only", "", "Rows whose topology or model has this in its name.")
 _WRITE = flags.DEFINE_bool("write", False, "Write docs/planner_accuracy.md.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A published speed, and the config that comes nearest to it here.
+  """A published speed, and the config of the same settings here.
 
   Attributes:
     model: preset.
@@ -37,7 +40,9 @@ class Row:
     rematerialization: of `training.rematerialization`.
     published: tokens per second and device.
     mfu: as published, with what it counts of attention.
-    differs: how the settings of the published run differ.
+    settings: of the published run, and where they are published.
+    differs: how ours differ from them.
+    more: further overrides, of `--config.`.
   """
 
   model: str
@@ -47,25 +52,61 @@ class Row:
   rematerialization: str
   published: float
   mfu: str
+  settings: str
   differs: str
+  more: tuple[str, ...] = ()
 
 
-# Source: the tiering page of MaxText's documentation, and its benchmark configs.
+_OFFLOADED = ",".join(
+  f"{name}=offload" for name in ("layer_input", "query", "key", "value", "attention_update")
+)
 ROWS = (
   Row(
-    *("llama3_8b", "v6e:16x16", 4, 8192, "full", 7207, "45.46 % (scores halved)"),
-    "offloads the layers' inputs, queries, keys, values and attention outputs to the host, "
-    "which ours recomputes; attention blocks of 2048, ours of 512",
+    *("llama3_8b", "v6e:16x16", 4, 8192, _OFFLOADED, 7207, "45.46 % (scores halved)"),
+    "remat_policy=custom: the layers' inputs, queries, keys, values and the output projection's "
+    "results are offloaded (tpu-recipes, training/trillium/Llama3.1-8B-MaxText/v6e-256, commit "
+    "a9e0929)",
+    "attention recomputes its scores in two kernels of the backward pass, the published run in one",
   ),
   Row(
-    *("llama2_70b", "v5p:8x8x8", 1, 4096, "dots", 692, "65.4 % (scores in full)"),
-    "saves the outputs of all matmuls but the MLP's first; ours saves all, for which 4 rows per "
-    "device would take 215 GiB, so it has 1",
+    *("llama2_70b", "v5p:8x8x8", 4, 4096),
+    "query=save,key=save,value=save,attention_update=save,mlp_update=save",
+    *(692, "65.4 % (scores in full)"),
+    "remat_policy=save_dot_except_mlpwi: queries, keys, values and the results of the output "
+    "projection and of the MLP are saved (llama2_70b_v5p_128 of MaxText's "
+    "benchmarks/maxtext_v5p_model_configs.py, which the tiering page links at commit 92e59fd)",
+    "as above",
   ),
   Row(
-    *("llama2_70b", "v6e:16x16", 3, 4096, "full", 900, "43.8 %"),
-    "has 4 rows per device, for which ours would take 34.9 GiB; attention blocks of 1024 and 2048, "
-    "ours of 512",
+    *("llama2_70b", "v6e:16x16", 3, 4096, "query=offload,key=offload,value=offload", 900, "43.8 %"),
+    "remat_policy=qkv_proj_offloaded: queries, keys and values are offloaded "
+    "(tpu-recipes, training/trillium/Llama2-70B-MaxText, commit 9e458c7, llama2_70b_4096_sc of "
+    "MaxText's tag tpu-recipes-v0.1.2)",
+    "as above",
+  ),
+)
+# torchtitan's selective checkpointing saves attention and every second matmul of a layer. The H100s
+# had 95 GiB of HBM2e at 2.4 TB/s and 500 W; "between SXM and NVL", of their peak: the middle.
+_SELECTIVE = "query=save,value=save,attention_output=save,gate=save,mlp_update=save"
+_HBM2E = "h100.hbm_bytes=102e9,h100.hbm_bandwidth=2.4e12,h100.flops=912e12"
+_TITAN = (
+  "FSDP, selective activation checkpointing, reduction in float32 "
+  "(torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, commit 31a17bf)"
+)
+_GPU = ("training.gradient_reduction_dtype=float32", f"planning.constants={_HBM2E}")
+_ATTENTION = "attention is a scan over blocks, which are written to HBM; torch's is one kernel"
+FORMULA_ROWS = (
+  Row(
+    *("llama3_8b", "h100:8", 2, 8192, _SELECTIVE, 6667, ""),
+    f"torch.compile, {_TITAN}",
+    _ATTENTION,
+    _GPU,
+  ),
+  Row(
+    *("llama3_8b", "h100:8", 2, 8192, _SELECTIVE, 5762, ""),
+    f"eager, {_TITAN}",
+    f"{_ATTENTION}; formulas assume that elementwise operations are fused, as a compiler does",
+    _GPU,
   ),
 )
 
@@ -82,24 +123,25 @@ def arguments(row: Row) -> list[str]:
   """Returns the command line of a row, but for where it writes to."""
   count = devices(row)
   return [
-    *("plan", f"--config=configs/fsdp8.py:model={row.model},data=python_source"),
+    *("plan", f"--config=configs/fsdp8.py:model={row.model}"),
     f"--topology={row.topology}",
     f"--config.mesh.fsdp={count}",
     f"--config.data.global_batch_size={count * row.rows}",
     f"--config.data.sequence_length={row.length}",
     f"--config.training.rematerialization={row.rematerialization}",
-    "--config.training.loss_chunks=8",
+    *(f"--config.{one}" for one in row.more),
   ]
 
 
-def plan(row: Row) -> dict:
-  """Returns plan.json of a row.
+@functools.cache
+def plan(command: tuple[str, ...]) -> dict:
+  """Returns plan.json of a command line.
 
   Raises:
     RuntimeError: there is none.
   """
   with tempfile.TemporaryDirectory() as folder:
-    command = [sys.executable, str(ROOT / "main.py"), *arguments(row), f"--workdir={folder}"]
+    command = [sys.executable, str(ROOT / "main.py"), *command, f"--workdir={folder}"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode not in (0, 3):
       raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}")
@@ -110,9 +152,8 @@ def line(row: Row, found: dict) -> str:
   """Returns a row of the table."""
   where = f"{row.model}, {row.topology}, {row.rows} x {row.length}"
   gib = found["peak_bytes_per_device"] / 2**30
-  if not found["compiled"] or not found["fits"]:
-    why = "does not fit" if found["compiled"] else "not compiled"
-    return f"| {where} | {row.published:,.0f} | {why} | | {gib:.1f} | {row.mfu} | |"
+  if not found["fits"]:
+    return f"| {where} | {row.published:,.0f} | does not fit | | {gib:.1f} | {row.mfu} | |"
   rate = found["tokens_per_second_per_device"]
   mfu = f"{100 * found['mfu']:.1f} %, {100 * found['mfu_causal']:.1f} % (scores halved)"
   ratio = rate / row.published
@@ -120,38 +161,72 @@ def line(row: Row, found: dict) -> str:
   return f"| {' | '.join([*cells, row.mfu, mfu])} |"
 
 
-def page(lines: list[str]) -> str:
-  """Returns docs/planner_accuracy.md."""
-  rates = [f"- `{name}` {value:g}: {REASONS[name]}" for name, value in vars(Rates()).items()]
-  differs = [f"- {row.model}, {row.topology}: the published run {row.differs}." for row in ROWS]
-  commands = [f"python main.py {' '.join(arguments(row))}" for row in ROWS]
+HEAD = (
+  "| model, devices, rows x tokens per device | published | predicted | predicted / published "
+  "| peak GiB | MFU, published | MFU, predicted |",
+  "| --- | --- | --- | --- | --- | --- | --- |",
+)
+
+
+def page(compiled: list[str], formula: list[str], kept: list[str]) -> str:
+  """Returns docs/planner_accuracy.md.
+
+  Args:
+    compiled: rows of the table of compiled programs.
+    formula: of those by formula.
+    kept: lines of the page that are written by hand.
+  """
+  rates = [
+    f"- `{name}` {value:g}: {REASONS[name]}"
+    for name, value in vars(Rates()).items()
+    if name != "matmul"
+  ]
+  names = dict.fromkeys(row.topology.partition(":")[0] for row in (*ROWS, *FORMULA_ROWS))
+  matmuls = [
+    f"- `{name}.matmul` {CHIPS[name].matmul}: {CHIPS[name].matmul_source}" for name in names
+  ]
+  commands = dict.fromkeys(
+    f"python main.py {' '.join(arguments(r))}" for r in (*ROWS, *FORMULA_ROWS)
+  )
   return "\n".join(
     [
       "# Predicted and published throughput",
       "",
       "Written by `python -m benchmarks.planner_accuracy --write`; do not edit.",
       "",
-      "Published: MaxText's tiering page, bfloat16, tokens per second and device. Predicted: from",
-      "the program compiled for the same TPUs, described with their wraparound links, and from",
-      "the constants below. One set of constants serves all rows, and it was fixed before the",
-      "comparison. Nothing was measured on a TPU.",
+      "In bfloat16, tokens per second and device. Nothing was measured here. The settings of each",
+      "row are those of the published run; the constants are from data sheets and published",
+      "micro-benchmarks, and none was fitted to a row.",
       "",
-      "Nothing is compared for GPUs. They are planned by formula, and no GPU was available to",
-      "measure on, so the accuracy is unknown. [planner_traffic.md](planner_traffic.md) shows",
-      "what the formulas count next to compiled TPU programs.",
+      "## TPUs, by the compiled program",
       "",
-      "| model, devices, rows x tokens per device | published | predicted | predicted / published "
-      "| peak GiB | MFU, published | MFU, predicted |",
-      "| --- | --- | --- | --- | --- | --- | --- |",
-      *lines,
+      "Published: MaxText's tiering page. Predicted: from the program compiled for the same TPUs.",
       "",
-      *differs,
+      *HEAD,
+      *compiled,
       "",
-      "Efficiencies assumed for every chip:",
+      *(_settings(row) for row in ROWS),
       "",
+      "## GPUs, by formula",
+      "",
+      "There is no compiler for GPUs here: predicted by formula, from the traced gradients.",
+      "[planner_traffic.md](planner_traffic.md) shows what the formulas count next to compiled TPU",
+      "programs.",
+      "",
+      *HEAD,
+      *formula,
+      "",
+      *(_settings(row) for row in FORMULA_ROWS),
+      "",
+      *kept,
+      "## The constants",
+      "",
+      *matmuls,
       *rates,
       "",
-      "The commands:",
+      f"Sources: {SOURCES}.",
+      "",
+      "## The commands",
       "",
       "```",
       *commands,
@@ -161,16 +236,31 @@ def page(lines: list[str]) -> str:
   )
 
 
+def _settings(row: Row) -> str:
+  return f"- {row.model}, {row.topology}, {row.published:,}: {row.settings}. Ours: {row.differs}."
+
+
+def notes(text: str) -> list[str]:
+  """Returns the lines of a page that are written by hand, which --write keeps."""
+  lines = text.splitlines()
+  if NOTE not in lines:
+    return []
+  start = lines.index(NOTE)
+  return lines[start : lines.index("## The constants")]
+
+
 def main(argv: list[str]) -> None:
   """Plans every row."""
   del argv
-  lines = []
-  for row in ROWS:
-    if _ONLY.value in f"{row.model} {row.topology}":
-      lines.append(line(row, plan(row)))
-      print(lines[-1], flush=True)
+  tables: list[list[str]] = []
+  for rows in (ROWS, FORMULA_ROWS):
+    tables.append([])
+    for row in rows:
+      if _ONLY.value in f"{row.model} {row.topology}":
+        tables[-1].append(line(row, plan(tuple(arguments(row)))))
+        print(tables[-1][-1], flush=True)
   if _WRITE.value:
-    PAGE.write_text(page(lines))
+    PAGE.write_text(page(*tables, notes(PAGE.read_text())))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from partitioning import shardings
 from planning import activation_memory, analytic, aot, memory, step_time
 from planning import timeline as timelines
 from planning.host_transfers import with_host_traffic
-from planning.suggestions import overrides_that_fit
+from planning.suggestions import Advice, overrides_that_fit
 from planning.topology import Topology, of_devices, parse
 from training.setup import Job
 from training.tasks import TASKS
@@ -39,7 +39,7 @@ class Plan:
     times: of a step, from the compiled program, or by formula without a compiler; None if it does
       not fit: what cannot run has no speed.
     warnings: possible problems.
-    advice: overrides with which it would fit, if it does not.
+    advice: overrides with which it would fit, if it does not, and how many were tried.
     timeline: of a layer; None without a compiled program, or if it does not fit.
   """
 
@@ -51,7 +51,7 @@ class Plan:
   memory: dict[str, int]
   times: step_time.Times | None
   warnings: tuple[str, ...]
-  advice: tuple[str, ...] = ()
+  advice: Advice = dataclasses.field(default_factory=Advice)
   host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
   timeline: timelines.Timeline | None = None
 
@@ -174,7 +174,8 @@ class Plan:
       "chip_hours": self.chip_hours,
       "cost": self.cost,
       "warnings": list(self.warnings),
-      "advice": list(self.advice),
+      "advice": [one.overrides for one in self.advice.fitting],
+      "advice_bytes_per_device": [one.bytes for one in self.advice.fitting],
     }
 
 
@@ -245,7 +246,7 @@ def make(
     progress("looking for overrides that fit")
     scale = found.peak_bytes / found.memory_at_once
     advice = overrides_that_fit(config, ready, topology, scale, here)
-    return dataclasses.replace(found, advice=tuple(advice))
+    return dataclasses.replace(found, advice=advice)
   progress("timing the step")
   line = None
   if compiled is None:

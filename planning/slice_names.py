@@ -44,6 +44,11 @@ _FAMILIES = {
 }
 
 
+def most_chips(chip: str) -> int | None:
+  """Returns the chips of the largest slice of a TPU; None for what is not one."""
+  return max((one.most for one in _FAMILIES.values() if one.chip == chip), default=None)
+
+
 def resolve(text: str) -> tuple[str, str]:
   """Returns a topology's name (`v5p:4x4x4` for `v5p-128`) and a remark about it.
 

@@ -1,11 +1,14 @@
 """Suggests overrides that make a config fit: changes of few keys, tried by formula, cheapest first.
 
+Rematerialization, offloading to the host's memory, rows per device, and larger slices.
+
 The formulas are scaled by the compiler's number for the original config, if there is one: what they
 omit there they omit for similar configs too.
 """
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,20 +16,43 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs.schema import memory_checks, unused
-from planning import aot, memory
+from planning import aot, memory, slice_names
 from planning.topology import Topology
 from runtime import rematerialization
 from training.setup import Job
 
 MOST = 3  # pieces of advice
-_TRIES = 12
+_TRIES = 16
 _MARGIN = 0.95  # of a device's memory: the formulas are approximate
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+  """Overrides to copy, and the bytes per device that the formulas give for them."""
+
+  overrides: str
+  bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+  """What was tried for a config that does not fit.
+
+  Attributes:
+    fitting: changes that fit, at most `MOST`, the cheapest first.
+    tried: how many were tried.
+    smallest: the one that needs the least memory, where none fits; None if all were refused.
+  """
+
+  fitting: tuple[Suggestion, ...] = ()
+  tried: int = 0
+  smallest: Suggestion | None = None
 
 
 def overrides_that_fit(
   config: ConfigDict, ready: Job, topology: Topology, scale: float, here: aot.Here
-) -> list[str]:
-  """Returns overrides to copy, at most `MOST`, the cheapest first.
+) -> Advice:
+  """Returns overrides with which a config fits, or what comes nearest.
 
   Args:
     config: as parsed, with overrides.
@@ -35,15 +61,22 @@ def overrides_that_fit(
     scale: its memory per device, as a multiple of the formulas'.
     here: the devices of this process.
   """
-  found: list[str] = []
-  for tried, (where, changed) in enumerate(_candidates(ready, topology)):
-    if len(found) == MOST or tried == _TRIES:
+  fitting: list[Suggestion] = []
+  others: list[Suggestion] = []
+  tried = 0
+  for where, changed in itertools.islice(_candidates(ready, topology), _TRIES):
+    if len(fitting) == MOST:
       break
+    tried += 1
     needed = _needed(config, where, changed, here)
-    if needed is not None and needed * scale <= _MARGIN * where.chip.hbm_bytes:
-      more = [] if where is topology else [f"--topology={where.name}"]
-      found.append(" ".join([*more, *(f"--config.{k}={v}" for k, v in changed.items())]))
-  return found
+    if needed is None:
+      continue
+    more = [] if where is topology else [f"--topology={where.name}"]
+    text = " ".join([*more, *(f"--config.{k}={v}" for k, v in changed.items())])
+    one = Suggestion(text, round(needed * scale))
+    (fitting if one.bytes <= _MARGIN * where.chip.hbm_bytes else others).append(one)
+  smallest = None if fitting else min(others, key=lambda one: one.bytes, default=None)
+  return Advice(tuple(fitting), tried, smallest)
 
 
 def _needed(
@@ -60,8 +93,12 @@ def _needed(
 
 
 def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict[str, Any]]]:
-  """Yields changes that might fit, those that cost the least time first."""
-  sizes, training = ready.devices.sizes, ready.config.training
+  """Yields changes that might fit, those that cost the least time first.
+
+  Fewer rows of the global batch come last on the same devices: they change what is trained. Rows
+  that are accumulated need as little for activations, but a sum of gradients beside.
+  """
+  sizes, config = ready.devices.sizes, ready.config
   split = {"mesh.data": 1, "mesh.fsdp": sizes["data"] * sizes["fsdp"]}
   one_slice = not ready.devices.slices
   steps: list[dict[str, Any]] = []
@@ -73,16 +110,33 @@ def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict
     if with_split:
       steps.append({**split, **recompute})
   most = {key: value for step in steps for key, value in step.items()}
-  on_host = ready.config.optimizer.state_memory == "host"
-  if not on_host and not any(memory_checks.on_the_device(ready.config.optimizer)):
-    steps.append({**most, "optimizer.state_memory": "host"})
-  rows = ready.config.data.global_batch_size // (sizes["data"] * sizes["fsdp"])
-  count = training.gradient_accumulation_steps
-  if rows >= 2 * count:
-    steps.append({**most, "training.gradient_accumulation_steps": rows})
+  on_host = config.optimizer.state_memory == "host"
+  movable = not on_host and not any(memory_checks.on_the_device(config.optimizer))
+  moved = {"optimizer.state_memory": "host"} if movable else {}
+  if moved:
+    steps.append({**most, **moved})
+  counts = [*_microbatches(ready)]
+  for more in (most, {**most, **moved}) if moved else (most,):
+    steps += [{**more, "training.gradient_accumulation_steps": count} for count in counts]
+  if counts:
+    fewest = {"data.global_batch_size": config.data.global_batch_size // counts[-1]}
+    if config.training.gradient_accumulation_steps > 1:
+      fewest["training.gradient_accumulation_steps"] = 1
+    steps.append({**most, **moved, **fewest})
   yield from ((topology, step) for step in steps)
   if one_slice and topology.platform != "cpu":  # more simulated devices have no more memory
-    yield from _larger(ready, topology, most)
+    yield from _larger(ready, topology, {**most, **moved})
+
+
+def _microbatches(ready: Job) -> Iterator[int]:
+  """Yields numbers of microbatches: half of the rows per device, and one row, if it has several."""
+  sizes, config = ready.devices.sizes, ready.config
+  rows = config.data.global_batch_size // (sizes["data"] * sizes["fsdp"])
+  count = config.training.gradient_accumulation_steps
+  if rows >= 4 * count and rows % (2 * count) == 0:
+    yield 2 * count
+  if rows >= 2 * count:
+    yield rows
 
 
 def _recomputing(ready: Job) -> Iterator[dict[str, str]]:
@@ -107,12 +161,18 @@ def _recomputing(ready: Job) -> Iterator[dict[str, str]]:
 def _larger(
   ready: Job, topology: Topology, changed: Mapping[str, Any]
 ) -> Iterator[tuple[Topology, dict[str, Any]]]:
-  """Yields slices of twice as many devices, and so on, whose devices split the parameters."""
+  """Yields slices of twice as many devices, and so on, whose devices split the parameters.
+
+  As far as there are slices of that size.
+  """
   sizes, shape = ready.devices.sizes, list(topology.shape)
   rows = ready.config.data.global_batch_size
   rest = math.prod(size for axis, size in sizes.items() if axis not in ("data", "fsdp"))
+  most = slice_names.most_chips(topology.chip.name)
   for _ in range(6):
     shape[shape.index(min(shape))] *= 2
+    if most and math.prod(shape) > most:
+      return
     name = f"{topology.chip.name}:{'x'.join(map(str, shape))}"
     larger = dataclasses.replace(topology, name=name, shape=tuple(shape))
     fsdp = larger.devices // rest

@@ -33,8 +33,7 @@ def text(plan: Plan, *, width: int = 110) -> str:
   """Returns the plan as text."""
   out = io.StringIO()
   console = Console(file=out, width=width, highlight=False, no_color=True)
-  advice = (f"  would fit, by formula: {line}" for line in plan.advice)
-  for line in [verdict(plan), *notes(plan), *advice]:
+  for line in [verdict(plan), *notes(plan), *(f"  {line}" for line in advice(plan))]:
     console.print(line, soft_wrap=True)
   console.print()
   console.print(_memory(plan))
@@ -47,6 +46,20 @@ def text(plan: Plan, *, width: int = 110) -> str:
   for line in [*time_lines(plan), *(f"warning: {warning}" for warning in plan.warnings)]:
     console.print(line, soft_wrap=True)
   return out.getvalue().rstrip()
+
+
+def advice(plan: Plan) -> list[str]:
+  """Returns what makes the config fit, or that nothing does of what was tried."""
+  lines = [
+    f"would fit, with {size_text(one.bytes)} per device by formula: {one.overrides}"
+    for one in plan.advice.fitting
+  ]
+  if nearest := plan.advice.smallest:
+    lines.append(
+      f"none of {plan.advice.tried} changes fits; the smallest takes {size_text(nearest.bytes)} "
+      f"per device by formula: {nearest.overrides}"
+    )
+  return lines
 
 
 def verdict(plan: Plan) -> str:

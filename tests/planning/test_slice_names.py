@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 from analysis.chips import CHIPS, PUBLISHED, REASONS, Rates, overridden
+from planning.slice_names import most_chips
 from planning.topology import of_devices, parse
 
 
@@ -168,6 +169,15 @@ def test_constants_can_be_replaced():
 def test_unknown_constants_are_refused(text, message):
   with pytest.raises(ValueError, match=message):
     overridden(text)
+
+
+def test_the_largest_slices_are_known():
+  assert {name: most_chips(name) for name in ("v5e", "v6e", "v5p", "h100")} == {
+    "v5e": 256,
+    "v6e": 256,
+    "v5p": 6144,
+    "h100": None,
+  }
 
 
 def test_every_rate_has_its_reason():

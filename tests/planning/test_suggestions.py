@@ -5,8 +5,11 @@ import importlib
 import jax
 import pytest
 
+from partitioning.shardings import size_text
 from planning import aot, plan
 from reports import plan_text
+
+CONSTANTS = "planning.constants=h100.hbm_bytes={}"
 
 
 def make(strategy, topology, *overrides, recipe="lm"):
@@ -50,7 +53,7 @@ def test_a_network_without_layers_is_planned_and_advised_too():
   assert "examples/s per device" in plan_text.text(make("dp8", "h100:8", recipe="mlp"))
   found = make("dp8", "h100:8", "planning.constants=h100.hbm_bytes=5e5", recipe="mlp")
   assert not found.fits
-  assert found.advice[0] == "--config.mesh.data=1 --config.mesh.fsdp=8"
+  assert found.advice.fitting[0].overrides == "--config.mesh.data=1 --config.mesh.fsdp=8"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,31 @@ def test_the_advice_is_to_be_copied(topology, memory, advice):
   ]
   found = make("dp8", topology, *told)
   assert not found.fits
-  assert found.advice[0] == advice
-  for line in found.advice:
-    assert f"would fit, by formula: {line}\n" in plan_text.text(found)
+  assert found.advice.fitting[0].overrides == advice
+  for one in found.advice.fitting:
+    line = f"would fit, with {size_text(one.bytes)} per device by formula: {one.overrides}\n"
+    assert line in plan_text.text(found)
   assert make("dp8", topology, *told, *advice.split()).fits
+
+
+def test_advice_goes_from_accumulated_rows_to_fewer_rows_to_more_devices():
+  found = make("single", "h100:1", "data.global_batch_size=16", CONSTANTS.format(1.2e7))
+  assert not found.fits
+  offloaded = "--config.training.rematerialization=full,layer_input=offload"
+  on_host = f"{offloaded} --config.optimizer.state_memory=host"
+  accumulated, fewer, larger = found.advice.fitting
+  assert accumulated.overrides == f"{on_host} --config.training.gradient_accumulation_steps=16"
+  assert fewer.overrides == f"{on_host} --config.data.global_batch_size=1"
+  assert larger.overrides.startswith(f"--topology=h100:4 {on_host}")
+  assert all(one.bytes <= 1.2e7 for one in found.advice.fitting)
+
+
+def test_where_nothing_fits_the_smallest_is_named():
+  found = make("dp8", "h100:8", CONSTANTS.format(1e5))
+  assert not found.fits
+  advice = found.advice
+  assert advice.fitting == ()
+  assert advice.smallest.bytes > 1e5
+  text = f"none of {advice.tried} changes fits; the smallest takes"
+  assert text in plan_text.text(found)
+  assert advice.smallest.overrides in plan_text.text(found)

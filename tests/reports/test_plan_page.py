@@ -7,6 +7,7 @@ import re
 import jax
 import pytest
 
+from partitioning.shardings import size_text
 from planning import aot, memory, plan
 from planning.step_time import HostTraffic
 from planning.timeline import Timeline
@@ -118,9 +119,10 @@ def test_overrides_of_a_plan_that_does_not_fit_can_be_copied():
   found = make("dp8", "h100:8", "h100.hbm_bytes=5e5")
   text = plan_page.html(found)
   assert not found.fits
-  assert found.advice
-  for line in found.advice:
-    assert f'<div class="copy"><code>{line}</code><button type="button">copy</button></div>' in text
+  assert found.advice.fitting
+  for one in found.advice.fitting:
+    assert f'<div class="copy"><code>{one.overrides}</code><button type="button">copy' in text
+    assert f"{size_text(one.bytes)} per device" in text
   [(parts, line)] = bars(text)
   assert sum(parts) == pytest.approx(100)
   assert 0 < float(line[0].split("width:")[1].rstrip("%")) < 100
