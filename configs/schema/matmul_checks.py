@@ -19,7 +19,7 @@ def wrong(config: ConfigDict) -> Iterator[str]:
   """
   split = "residual_sequence" in config.partitioning.activations
   if config.partitioning.collective_matmul and split and (why := no_ring(config)):
-    yield f"partitioning.collective_matmul=True: {why}; leave it at False"
+    yield f"partitioning.collective_matmul=True: {why}; change that, or leave the key at False"
   dtype, scaling = config.training.matmul_dtype, config.training.matmul_scaling
   if scaling != "delayed" or dtype not in DTYPES:
     return

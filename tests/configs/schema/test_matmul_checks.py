@@ -43,7 +43,7 @@ def test_refused_with_the_key(recipe, overrides, said):
 @pytest.mark.parametrize(
   ("overrides", "said"),
   [
-    ({}, "partitioning.sequence_parallel is False, so that no sequence is gathered; leave it at F"),
+    ({}, "partitioning.sequence_parallel is False, so that no sequence is gathered; change that"),
     (
       {"partitioning.sequence_parallel": True, "training.matmul_dtype": "int8"},
       "training.matmul_dtype=int8 rounds and gathers",
