@@ -10,7 +10,7 @@ from flax import nnx
 
 from configs import dp8
 from configs.schema import finalize, presets
-from models import transformer
+from models import attention_tiles, transformer
 from models.layer_pattern import is_global
 from models.transformer import train_flops_per_example
 from partitioning.parallel import ring_attention
@@ -149,6 +149,22 @@ def test_gives_the_logits_of_an_independent_implementation(family):
   assert ours.shape == (ROWS, LENGTH, 61)
   assert wanted.shape == (ROWS, len(KEPT), 61)
   assert close(ours, wanted, "float64"), np.abs(ours[:, KEPT] - wanted).max()
+
+
+# Windows, soft caps, another scale, grouped heads; the others' options are not attention's.
+BLOCKWISE = ("gemma2", "gemma3", "granite", "mistral", "smollm3_windows")
+
+
+@pytest.mark.parametrize(
+  "family",
+  [pytest.param(x, marks=() if x in BLOCKWISE else pytest.mark.transformers) for x in FAMILIES],
+)
+def test_blockwise_attention_gives_those_logits(family, monkeypatch):
+  monkeypatch.setitem(attention_tiles.TILES, "cpu", attention_tiles.Tiles((4, 7), 128, ""))
+  keys = {**FLOAT64, "training.attention_kernel": "blockwise"}
+  with jax.enable_x64(True):
+    ours = logits(job_of(family, **keys), arrays_of(family))
+  assert close(ours, fixture(family), "float64")
 
 
 @pytest.mark.parametrize(("family", "mesh"), PAIRS)
