@@ -34,7 +34,7 @@ GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
     ("TPU v6 lite", "tpu", 9),
     ("TPU v5 lite", "tpu", 0),  # without SparseCores
     ("TPU v4", "tpu", 0),
-    ("TPU7x", "tpu", 0),  # not measured
+    ("TPU7x", "tpu", 0),  # the compiler has them on by itself
     ("TPU v99", "tpu", 0),
     ("NVIDIA H100 80GB HBM3", "gpu", 1),
     ("of tomorrow", "gpu", 1),
