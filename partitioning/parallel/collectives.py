@@ -21,9 +21,9 @@ from partitioning.dims import Axes
 
 _LANES = 128  # numbers in a row of a TPU's tile
 # The largest part that SparseCores scatter at once, in tiles of all shards. Of 64 shards 23 tiles
-# each were scattered and 29 were not, of 512 shards 3 and 5 (libtpu 0.0.42.1, v5p;
-# tests/planning/test_aot.py).
-_TILES = 1536
+# each were scattered and 29 were not, of 512 shards 3 and not 5 (v5p), of 256 on v6e 3 and not 5
+# (libtpu 0.0.42.1; tests/planning/test_aot.py).
+_TILES = 1024
 
 
 def all_gather(shard: jax.Array, axes: Axes, dim: int) -> jax.Array:
@@ -68,7 +68,7 @@ def _padding(shape: tuple[int, ...], dim: int, shards: int) -> tuple[int, int] |
   if not others:
     return None
   tiles = given = -(-shape[others[-1]] // _LANES)
-  while _largest_factor(tiles) > max(2, _TILES // shards):
+  while _largest_factor(tiles) > max(3, _TILES // shards):
     tiles += 1
   return None if tiles == given else (others[-1], tiles * _LANES - shape[others[-1]])
 
