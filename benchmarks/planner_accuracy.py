@@ -66,23 +66,24 @@ ROWS = (
     "remat_policy=custom: the layers' inputs, queries, keys, values and the output projection's "
     "results are offloaded (tpu-recipes, training/trillium/Llama3.1-8B-MaxText/v6e-256, commit "
     "a9e0929)",
-    "attention recomputes its scores in two kernels of the backward pass, the published run in one",
+    "blocks of 512 tokens in attention, whose backward pass has two kernels; the published run has "
+    "blocks of 2048 and one kernel",
   ),
   Row(
     *("llama2_70b", "v5p:8x8x8", 4, 4096),
     "query=save,key=save,value=save,attention_update=save,mlp_update=save",
     *(692, "65.4 % (scores in full)"),
     "remat_policy=save_dot_except_mlpwi: queries, keys, values and the results of the output "
-    "projection and of the MLP are saved (llama2_70b_v5p_128 of MaxText's "
-    "benchmarks/maxtext_v5p_model_configs.py, which the tiering page links at commit 92e59fd)",
-    "as above",
+    "projection and of the MLP are saved (llama2_70b_v5p_128 of "
+    "maxtext/benchmarks/maxtext_v5p_model_configs.py, linked by that page at commit 92e59fd)",
+    "nothing known",
   ),
   Row(
     *("llama2_70b", "v6e:16x16", 3, 4096, "query=offload,key=offload,value=offload", 900, "43.8 %"),
     "remat_policy=qkv_proj_offloaded: queries, keys and values are offloaded "
     "(tpu-recipes, training/trillium/Llama2-70B-MaxText, commit 9e458c7, llama2_70b_4096_sc of "
     "MaxText's tag tpu-recipes-v0.1.2)",
-    "as above",
+    "blocks of 512 tokens in attention; the published run has blocks of 1024 and 2048",
   ),
 )
 # torchtitan's selective checkpointing saves attention and every second matmul of a layer. The H100s
@@ -91,10 +92,10 @@ _SELECTIVE = "query=save,value=save,attention_output=save,gate=save,mlp_update=s
 _HBM2E = "h100.hbm_bytes=102e9,h100.hbm_bandwidth=2.4e12,h100.flops=912e12"
 _TITAN = (
   "FSDP, selective activation checkpointing, reduction in float32 "
-  "(torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, commit 31a17bf)"
+  "(pytorch/torchtitan/benchmarks/llama3_h100_202412_torchtitan.md, commit 31a17bf)"
 )
 _GPU = ("training.gradient_reduction_dtype=float32", f"planning.constants={_HBM2E}")
-_ATTENTION = "attention is a scan over blocks, which are written to HBM; torch's is one kernel"
+_ATTENTION = "our attention is a scan over blocks, which are written to HBM; torch's is one kernel"
 FORMULA_ROWS = (
   Row(
     *("llama3_8b", "h100:8", 2, 8192, _SELECTIVE, 6667, ""),
@@ -148,9 +149,11 @@ def plan(command: tuple[str, ...]) -> dict:
     return json.loads(pathlib.Path(folder, "plan.json").read_text())
 
 
-def line(row: Row, found: dict) -> str:
-  """Returns a row of the table."""
+def line(row: Row, found: dict | None) -> str:
+  """Returns a row of the table; without a plan, that it was left out by --only."""
   where = f"{row.model}, {row.topology}, {row.rows} x {row.length}"
+  if found is None:
+    return f"| {where} | {row.published:,.0f} | not compiled | | | {row.mfu} | |"
   gib = found["peak_bytes_per_device"] / 2**30
   if not found["fits"]:
     return f"| {where} | {row.published:,.0f} | does not fit | | {gib:.1f} | {row.mfu} | |"
@@ -200,7 +203,8 @@ def page(compiled: list[str], formula: list[str], kept: list[str]) -> str:
       "",
       "## TPUs, by the compiled program",
       "",
-      "Published: MaxText's tiering page. Predicted: from the program compiled for the same TPUs.",
+      "Published: the tiering page of MaxText's documentation. Predicted: from the program that is",
+      "compiled for the same TPUs. The loss is in chunks, which the published runs do not have.",
       "",
       *HEAD,
       *compiled,
@@ -237,7 +241,9 @@ def page(compiled: list[str], formula: list[str], kept: list[str]) -> str:
 
 
 def _settings(row: Row) -> str:
-  return f"- {row.model}, {row.topology}, {row.published:,}: {row.settings}. Ours: {row.differs}."
+  return (
+    f"- {row.model}, {row.topology}, {row.published:,}: {row.settings}. Differs: {row.differs}."
+  )
 
 
 def notes(text: str) -> list[str]:
@@ -256,9 +262,9 @@ def main(argv: list[str]) -> None:
   for rows in (ROWS, FORMULA_ROWS):
     tables.append([])
     for row in rows:
-      if _ONLY.value in f"{row.model} {row.topology}":
-        tables[-1].append(line(row, plan(tuple(arguments(row)))))
-        print(tables[-1][-1], flush=True)
+      chosen = _ONLY.value in f"{row.model} {row.topology}"
+      tables[-1].append(line(row, plan(tuple(arguments(row))) if chosen else None))
+      print(tables[-1][-1], flush=True)
   if _WRITE.value:
     PAGE.write_text(page(*tables, notes(PAGE.read_text())))
 

@@ -8,7 +8,7 @@ from humanize import intword
 from rich.console import Console
 from rich.table import Table
 
-from analysis.chips import PUBLISHED
+from analysis.chips import PUBLISHED, PUBLISHED_BY_FORMULA
 from partitioning.shardings import size_text
 from planning.plan import Plan
 from reports import timeline_text
@@ -193,12 +193,19 @@ def accuracy(plan: Plan) -> str:
   if plan.program:
     low, high = PUBLISHED
     return (
-      f"accuracy: predictions are {low:.2f} to {high:.2f} of three published TPU throughputs; "
+      f"accuracy: predictions are {low:.2f} to {high:.2f} of published TPU throughputs; "
       "nothing was measured here (docs/planner_accuracy.md)"
     )
+  traffic = (
+    "next to compiled TPU programs the FLOPs agree and HBM traffic is off by up to 2 times "
+    "(docs/planner_traffic.md)"
+  )
+  if plan.topology.platform == "tpu":
+    return f"accuracy: unknown by formula, without the compiler; {traffic}"
+  low, high = PUBLISHED_BY_FORMULA
   return (
-    "accuracy: unknown, never compared with a measured step; next to compiled TPU programs the "
-    "FLOPs agree and HBM traffic is off by up to 2 times (docs/planner_traffic.md)"
+    f"accuracy: by formula, predictions are {low:.2f} to {high:.2f} of two published throughputs "
+    f"of eight H100 (docs/planner_accuracy.md); {traffic}"
   )
 
 

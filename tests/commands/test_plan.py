@@ -47,7 +47,7 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
   assert found["token_budget"] == 200 * 32 * 128
   assert found["chip_hours"] == pytest.approx(200 * expected * 8 / 3600)
   assert found["cost"] is None
-  assert "accuracy: unknown, never compared with a measured step" in out
+  assert "accuracy: by formula, predictions are" in out
   assert "assumed for H200: 990 TFLOP/s, 4.8 TB/s HBM, 450 GB/s NVLink, each at 80 %" in out
 
 
