@@ -1,4 +1,7 @@
-"""The application's side of benchmarks/gpu.py: its train step, as a run compiles it."""
+"""The application's side of benchmarks/gpu.py: its train step, as a run compiles it.
+
+`python -m benchmarks.gpu` starts it as `python -m benchmarks.gpu_ours`.
+"""
 
 import contextlib
 import pathlib

@@ -3,7 +3,8 @@
 A GPT-2 (learned positions, LayerNorm, biases, GELU) or a Llama (arXiv:2302.13971: rotary positions,
 RMSNorm, SwiGLU; grouped-query attention), both with tied embeddings, written with `torch.nn` and
 nothing of the application. Parameters are float32; matmuls run in bfloat16 under autocast, the
-softmax of the loss in float32. It speaks the protocol of benchmarks/gpu_protocol.py.
+softmax of the loss in float32. It speaks the protocol of benchmarks/gpu_protocol.py;
+`python -m benchmarks.gpu` starts it as `python -m benchmarks.gpu_torch`.
 """
 
 import pathlib

@@ -20,6 +20,8 @@ CHUNK_BYTES = 256 * 2**20
 # Tokens of the shortest rows whose attention is computed block by block. On CPUs it was measured.
 LONG_ROWS, LONG_ROW = {"cpu": 256, "tpu": 256}, 1024
 _BYTES = {"bfloat16": 2, "float64": 8}
+# What scores may take on a TPU where mesh.context splits the rows: there xla is faster than blocks.
+SCORES_BYTES = 2**30
 # A device's part of the sequences, in tokens, that is worth sending in two halves while others are
 # multiplied: the rows of a matrix unit for each half.
 RING_TOKENS = 2 * 256
@@ -66,16 +68,30 @@ def choose(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tuple
 
 
 def _kernel(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tuple[str, str]:
-  del sizes
   if config.model.name != "transformer":
     return "xla", ""
   length = config.data.sequence_length
   if length < (least := LONG_ROWS.get(platform, LONG_ROW)):
     return "xla", f"rows of {length} tokens are shorter than {least}"
+  if platform == "tpu" and sizes.get("context", 1) > 1:
+    size = _scores_at_once(config, sizes)
+    if size <= SCORES_BYTES:
+      limit = f"{SCORES_BYTES / 2**30:g} GiB"
+      return "xla", f"{size / 2**30:.2f} GiB of scores at once, at most {limit}: it is faster"
   why = decoder_checks.no_splash(config) if platform == "tpu" else "it is a kernel for TPUs"
   if why:
     return "blockwise", f"never has all scores in memory; of splash: {why}"
   return "splash", "never has all scores in memory"
+
+
+def _scores_at_once(config: ConfigDict, sizes: Mapping[str, int]) -> int:
+  """Returns the bytes of the scores that a device has at once where `context` splits the rows."""
+  context = sizes["context"]
+  length = config.data.sequence_length // context
+  heads = -(-config.model.heads // sizes.get("tensor", 1))
+  # In a ring half of the scores of one device's keys, else those of all keys; in float32.
+  keys = length * context if config.model.context_attention == "gather" else length // 2
+  return 4 * own_tokens(config, sizes) * heads * keys
 
 
 def _loss_chunks(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tuple[int, str]:
@@ -138,14 +154,15 @@ def _collective_matmul(
   tokens = own_tokens(config, sizes) // tensor
   if tokens < RING_TOKENS:
     return False, f"{tokens} tokens per device and part of the sequence, under {RING_TOKENS}"
-  return True, f"a matmul of {tokens} tokens hides the transfer of as many"
+  return True, f"{tokens} tokens are multiplied while as many are sent"
 
 
 RULES = (
   Rule(
     "training.attention_kernel",
-    "for rows of 256 tokens and more (on GPUs 1024) splash on TPUs, except where mesh.context "
-    "splits the rows, and blockwise elsewhere; else xla",
+    "for rows of 256 tokens and more (on GPUs 1024) splash on TPUs and blockwise elsewhere; else "
+    "xla. On TPUs where mesh.context splits the rows: blockwise, but xla where scores take at most "
+    "1 GiB",
     "all scores of a row of 8192 tokens would be the largest arrays of a step",
     _kernel,
   ),

@@ -50,6 +50,24 @@ def test_the_small_decoder_has_one_chunk(platform, sizes):
   assert found["training.attention_kernel"].value == config.training.attention_kernel == "xla"
 
 
+@pytest.mark.parametrize(
+  ("length", "attention", "kernel"),
+  [
+    # A row of 8192: 2048 tokens of a device, 32 heads, half of 2048 keys, 4 bytes: 0.25 GiB.
+    (8192, "auto", "xla"),
+    (16_384, "ring", "xla"),
+    (32_768, "auto", "blockwise"),  # 4 GiB
+    (16_384, "gather", "blockwise"),  # 16,384 keys: 8 GiB
+  ],
+)
+def test_split_rows_are_computed_in_blocks_where_their_scores_are_large(length, attention, kernel):
+  given = {"data.global_batch_size": 16, "data.sequence_length": length}
+  given |= {"mesh.context": 4, "model.context_attention": attention}
+  config, found = choices("model=qwen3_8b", "tpu", {"fsdp": 16, "context": 4}, **given)
+  assert config.training.attention_kernel == kernel
+  assert ("GiB of scores at once" in found["training.attention_kernel"].why) is (kernel == "xla")
+
+
 def test_what_was_set_is_not_chosen():
   given = {
     "training.loss_chunks": 2,
@@ -112,8 +130,8 @@ def test_regions_are_left_out_where_they_are_impossible(sizes, overrides, why):
 @pytest.mark.parametrize(
   ("case", "overrides", "ring", "why"),
   [
-    (V6E, {}, True, "a matmul of 8192 tokens hides the transfer of as many"),
-    (V6E, {"data.sequence_length": 512}, True, "a matmul of 512 tokens"),
+    (V6E, {}, True, "8192 tokens are multiplied while as many are sent"),
+    (V6E, {"data.sequence_length": 512}, True, "512 tokens are multiplied while as many are sent"),
     (V6E, {"data.sequence_length": 256}, False, "256 tokens per device and part of the sequence"),
     (V6E, {"lora.rank": 4}, False, "lora.rank=4: adapters read the gathered activation too"),
     (V6E, {"training.matmul_dtype": "int8"}, False, "training.matmul_dtype=int8 rounds and"),
