@@ -3,7 +3,7 @@
   python -m benchmarks.tune [--rows=2] [--length=2048] [--heads=4] [--head_size=64]
 
 Forward and backward of one attention, of complete rows, with each candidate in turns; the best of
-`repeats` rounds counts, in processor time on a CPU. Blockwise attention is tried everywhere, splash
+`times` rounds counts, in processor time on a CPU. Blockwise attention is tried everywhere, splash
 on TPUs. A size that does not compile (it needs too much on-chip memory) is left out with a note. If
 no size is left, the exit code is 1.
 """
@@ -29,7 +29,7 @@ _LENGTH = flags.DEFINE_integer("length", 2048, "Tokens of a row.", 1)
 _HEADS = flags.DEFINE_integer("heads", 4, "Heads of queries, and of keys and values.", 1)
 _HEAD_SIZE = flags.DEFINE_integer("head_size", 64, "Size of a head.", 1)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of all arrays.")
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Rounds; the best counts.", 1)
+_TIMES = flags.DEFINE_integer("times", 3, "Rounds; the best counts.", 1)
 SIZES = (64, 128, 256, 512, 1024, 2048)
 
 
@@ -71,7 +71,7 @@ def timed(functions: dict, arrays: list[jax.Array], platform: str) -> dict:
   """Returns the seconds of the fastest run of each function, after a first one."""
   clock = time.process_time if platform == "cpu" else time.perf_counter
   best = dict.fromkeys(functions, float("inf"))
-  for turn in range(_REPEATS.value + 1):
+  for turn in range(_TIMES.value + 1):
     for name, function in functions.items():
       began = clock()
       jax.block_until_ready(function(*arrays))

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from absl import flags
+from absl.testing import flagsaver
 
 from benchmarks import step_overhead
 from configs.schema import finalize
@@ -103,11 +104,12 @@ def test_imports_nothing_of_the_project():
 
 def test_a_case_is_measured_from_start_to_end(capsys):
   """The whole benchmark: the loop in turns with the reference, and the saved last step."""
-  flags.FLAGS(["test", "--steps=2", "--rounds=1"])
-  config = step_overhead.get_config("mlp_tutorial:dp8", SMALL["mlp_tutorial"])
-  config.compiler_options = FAST
-  config = finalize.finalize(config, "cpu")
-  ready = setup.prepare(config, Devices("cpu", True, config.mesh.to_dict()))
-  with jax.numpy_rank_promotion("allow"):
+  flags.FLAGS.mark_as_parsed()
+  few = flagsaver.flagsaver(steps=2, rounds=1)
+  with few, jax.numpy_rank_promotion("allow"):
+    config = step_overhead.get_config("mlp_tutorial:dp8", SMALL["mlp_tutorial"])
+    config.compiler_options = FAST
+    config = finalize.finalize(config, "cpu")
+    ready = setup.prepare(config, Devices("cpu", True, config.mesh.to_dict()))
     assert step_overhead.measure("mlp_tutorial:dp8", ready, most=1000.0)
   assert "ratio" in capsys.readouterr().out

@@ -9,8 +9,8 @@ from benchmarks import tune
 
 @pytest.fixture
 def _small():
-  flags.FLAGS(["tune"])
-  with flagsaver.flagsaver(length=128, rows=1, heads=2, head_size=8, repeats=1):
+  flags.FLAGS.mark_as_parsed()
+  with flagsaver.flagsaver(length=128, rows=1, heads=2, head_size=8, times=1):
     yield
 
 
