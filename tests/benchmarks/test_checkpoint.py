@@ -34,6 +34,7 @@ def test_a_machine_that_grows_slower_does_not_count_as_saving():
   assert checkpoint.slowdown_within([growing]) == pytest.approx(1.1)
 
 
+@pytest.mark.long
 def test_the_seconds_to_the_first_step_are_read_from_a_run(main, tmp_path):
   command = ["--config=configs/dp8.py", *TINY_LM, "--config.training.steps=2"]
   command += ["--config.checkpoint.every_steps=1", f"--workdir={tmp_path}"]

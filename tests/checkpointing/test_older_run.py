@@ -63,6 +63,7 @@ def same_machine_kind():
   return importlib.metadata.version("jax") == EXPECTED["jax"] and {*EXPECTED["cpu"]} <= here
 
 
+@pytest.mark.long
 def test_a_run_of_an_older_version_resumes_with_the_same_numbers(main, arguments, tmp_path):
   code, out, err = main(*arguments)
   assert code == 2, (out, err)  # the code has changed, and nobody has accepted that yet

@@ -64,6 +64,7 @@ def within_bound(told: dict[str, int]) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the highest resident memory")
+@pytest.mark.long
 def test_a_process_holds_its_shards_and_the_pieces_being_read(forks, tmp_path, monkeypatch):
   save(tmp_path / "pieces")
   for told in restore_in_processes(forks, tmp_path / "pieces"):

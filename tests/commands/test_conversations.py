@@ -60,6 +60,7 @@ def trained(main, chats, tmp_path_factory):
   return workdir, *printed
 
 
+@pytest.mark.long
 def test_prepared_shown_trained_on_and_resumed(main, chats, trained, tmp_path):
   _folder, flags = chats
   workdir, out, printed = trained

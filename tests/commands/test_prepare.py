@@ -30,6 +30,7 @@ def report(out, split):
   return [float(number.replace(",", "")) for number in re.findall(r"[\d,]*\.?\d+", line)]
 
 
+@pytest.mark.long
 def test_text_is_prepared_once_and_trained_on(main, corpus, tmp_path):
   code, out, err = main("prepare", *corpus, "--train_tokenizer=300")
   assert (code, err) == (0, "")
@@ -80,6 +81,7 @@ def test_text_is_prepared_once_and_trained_on(main, corpus, tmp_path):
   assert numbers[-1]["step"] == 6
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_its_files_elsewhere_and_not_with_others(main, corpus, tmp_path):
   files = tmp_path / "files"
   write_lines(files / "a.jsonl", texts(100))

@@ -130,6 +130,7 @@ def train(main, mine, case, workdir, mesh, steps):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.long
 def test_it_trains_on_one_mesh_and_resumes_on_another(main, mine, tmp_path, case):
   for mesh, steps in ((DP8, 2), (DP4_TP2, 3)):
     code, out, err = train(main, mine, case, tmp_path, mesh, steps)

@@ -30,6 +30,7 @@ def test_every_divisor_trains_as_one_layer_at_a_time(count):
   assert count == 6 or 6 // count in iterations(ours.trained.text)
 
 
+@pytest.mark.long
 def test_on_a_mesh_two_layers_at_a_time_train_as_one_at_a_time_on_one_device():
   layers = {**LAYERS, "model.layers": 4, "model.global_every": 2}
   ours = train("lm", "float64", {**layers, **MESH})

@@ -90,7 +90,8 @@ def test_results_and_gradients_are_those_of_all_scores(mesh, given, segments, si
     ("tpu", {"training.attention_kernel": "xla"}, "xla"),
     ("tpu", {"model.window": 64, "model.global_every": 2}, "splash"),
     ("tpu", {"data.sequence_length": 255}, "xla"),
-    ("tpu", {"mesh.context": 2}, "blockwise"),
+    ("tpu", {"mesh.context": 2}, "xla"),  # with so few scores it is faster
+    ("tpu", {"mesh.context": 2, "data.sequence_length": 2**16}, "blockwise"),
   ],
 )
 def test_long_rows_take_a_kernel_without_all_scores(platform, changes, kernel):

@@ -201,6 +201,7 @@ def test_the_page_is_what_theory_says():
   assert PAGE.read_text() == page(), f"stale: run {COMMAND}"
 
 
+@pytest.mark.long
 def test_a_page_that_says_otherwise_is_stale(monkeypatch):
   monkeypatch.setattr(parity_theory, "TERMS", parity_theory.TERMS[1:])
   assert PAGE.read_text() != page()

@@ -83,6 +83,7 @@ def test_the_advice_is_to_be_copied(topology, memory, advice):
   assert make("dp8", topology, *told, *advice.split()).fits
 
 
+@pytest.mark.long
 def test_advice_goes_from_accumulated_rows_to_fewer_rows_to_more_devices():
   found = make("single", "h100:1", "data.global_batch_size=16", CONSTANTS.format(1.2e7))
   assert not found.fits
@@ -95,6 +96,7 @@ def test_advice_goes_from_accumulated_rows_to_fewer_rows_to_more_devices():
   assert all(one.bytes <= 1.2e7 for one in found.advice.fitting)
 
 
+@pytest.mark.long
 def test_where_nothing_fits_the_smallest_is_named():
   found = make("dp8", "h100:8", CONSTANTS.format(1e5))
   assert not found.fits

@@ -17,11 +17,13 @@ def test_is_refused_by_all(start, tmp_path, kind):
   assert ended[1].err == "", ended
 
 
+@pytest.mark.long
 def test_other_rows_under_the_same_name(start, well, tmp_path):
   well(2, *MLP, f"--workdir={tmp_path / 'well'}")  # the same command, and the rows to change
   differences.tried(start, differences.KINDS["rows of the data"], tmp_path)
 
 
+@pytest.mark.long
 def test_a_process_that_sees_another_workdir(start, tmp_path):
   # One name and two folders: each process has a root of its own for what lies below it.
   ended = start(
