@@ -18,6 +18,7 @@ INSIDE = os.path.join(os.path.dirname(ocp.__file__), "somewhere.py")
 @pytest.fixture
 def unraisable(monkeypatch):
   """Installs the filters beside others; returns what is let through to the hook before."""
+  gc.collect()  # what earlier tests have left
   seen = []
   monkeypatch.setattr(sys, "unraisablehook", lambda raised: seen.append(str(raised.exc_value)))
   monkeypatch.setattr(orbax_logging, "_installed", False)
