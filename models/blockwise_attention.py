@@ -69,16 +69,11 @@ def attention(
   letters = _Facts("T" if shared else "BT", "BT", "BS", "")
   given = (q_BTNH, k_BSKH, v_BSKH, sinks_N, *facts)
   named = ("BTNH", of_keys, of_keys, "N", *letters)
-  present = [place for place, x in enumerate(given) if x is not None]
 
-  def on_device(*shards: Array) -> Array:
-    found = dict(zip(present, shards, strict=True))
-    q, k, v, sinks, *facts = (found.get(place) for place in range(len(given)))
+  def on_device(q, k, v, sinks, *facts: Array | None) -> Array:
     return _attend(how, q, k, v, sinks, _Facts(*facts))
 
-  return on_shards(
-    on_device, [named[place] for place in present], "BTNH", *(given[place] for place in present)
-  )
+  return on_shards(on_device, named, "BTNH", *given)
 
 
 class _Facts(NamedTuple):

@@ -86,23 +86,33 @@ class Stored:
 
 
 def on_shards(
-  function: Callable[..., jax.Array], given: Sequence[str], output: str, *arguments: jax.Array
+  function: Callable[..., jax.Array],
+  letters: Sequence[str],
+  output: str,
+  *arguments: jax.Array | None,
 ) -> jax.Array:
   """Runs a function on each device's shards of activations, without communication.
 
   Args:
     function: takes shards; along mesh axes that split none of the arrays, devices repeat the work.
-    given: the letters of the arrays.
-    output: the letters of the result, each among the given ones.
-    *arguments: the arrays.
+    letters: of the arrays.
+    output: the letters of the result, each among the others.
+    *arguments: the arrays; the function is given None for one that is None.
   """
+  present = [place for place, x in enumerate(arguments) if x is not None]
+  given, arrays = ([all_[place] for place in present] for all_ in (letters, arguments))
+
+  def on_device(*shards: jax.Array) -> jax.Array:
+    found = dict(zip(present, shards, strict=True))
+    return function(*(found.get(place) for place in range(len(arguments))))
+
   layout, _ = automatic_layout()
-  extents = _extents(given, arguments)
+  extents = _extents(given, arrays)
   if on_one_device() or (layout.checking and not _fit([*given, output], extents, layout.table)):
     return function(*arguments)  # `constrain` has recorded why they cannot be sharded
-  in_specs = tuple(_spec(letters, extents, layout.table) for letters in given)
+  in_specs = tuple(_spec(one, extents, layout.table) for one in given)
   out_specs = _spec(output, extents, layout.table)
-  return manual_region(function, in_specs, out_specs)(*arguments)
+  return manual_region(on_device, in_specs, out_specs)(*arrays)
 
 
 def summed_last(letters: str, summed: str) -> str:
