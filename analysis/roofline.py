@@ -15,6 +15,7 @@ import numpy as np
 from analysis import hlo
 from analysis.chips import Chip, Rates
 from analysis.collectives import KINDS
+from analysis.fusion_bytes import count, moved, moves_nothing, of_fusion, sizes, width
 
 # Instructions that move nothing: other names for existing arrays.
 FREE = frozenset(
@@ -24,16 +25,9 @@ FREE = frozenset(
     *("while", "conditional", "call"),
   ]
 )
-# Kernels that move nothing: they reserve memory, name it, or prepare a transfer.
-_NAMING = re.compile(
-  r'custom_call_target="(AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast'
-  r'|PrepareAsyncCall\w+|AsyncCollective\w+)"'
-)
-_ON_CHIP = re.compile(r"S\([1-9]\)")  # the memory space of a layout: not the device's main one
 # Kernel -> its matmuls: the scores (recomputed), and those of the scores.
 _PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 _EIGHT_BIT = re.compile(r"(s8|u8|f8\w+)\[")
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,35 +110,20 @@ class Costs:
         return sum(map(self._bytes_of, instruction.called()))
       result = hlo.elements(result)[0 if opcode == "copy" else 1]
     if opcode in ("dynamic-slice", "slice", "gather"):
-      return _count(result) * (_width(operands[0]) + _width(result))
+      return count(result) * (width(operands[0]) + width(result))
     if opcode in ("dynamic-update-slice", "scatter"):
       update = operands[1 if opcode == "dynamic-update-slice" else -1]
-      return _count(update) * (_width(update) + _width(operands[0]))
+      return count(update) * (width(update) + width(operands[0]))
     if opcode == "fusion":
-      return self._fused(instruction, operands)
-    if opcode == "custom-call" and _NAMING.search(instruction.settings):
+      return of_fusion(self._program, instruction, operands)
+    if opcode == "custom-call" and moves_nothing(instruction):
       return 0.0
-    return float(_moved(result) + sum(map(_moved, operands)))
+    return float(moved(result) + sum(map(moved, operands)))
 
   def _bytes_of(self, name: str) -> float:
     computation = self._program.computations[name]
     inside = computation.instructions.values()
     return sum(self.work(computation, instruction).bytes for instruction in inside)
-
-  def _fused(self, instruction: hlo.Instruction, operands: list[str]) -> float:
-    [name] = instruction.called()
-    frame = hlo.Frame(self._program.computations[name])
-    shapes = hlo.elements(instruction.shape) or [instruction.shape]
-    kept = _aliased(instruction)
-    total = 0.0
-    for index, shape in enumerate(operands):
-      taken = None
-      if not hlo.elements(shape):
-        taken = _read(self._program, frame.computation, index, kept)
-      total += _moved(shape) if taken is None else min(_moved(shape), taken * _width(shape))
-    for index, shape in enumerate(shapes):
-      total += _written(self._program, frame, index, shape, index in kept)
-    return total
 
 
 def _sum(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -154,174 +133,15 @@ def _sum(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
   return first, second
 
 
-def _moved(shape: str) -> int:
-  """Returns the bytes of a shape, except those in on-chip memory."""
-  parts = hlo.elements(shape) or [shape]
-  return sum(hlo.shape_bytes(part) for part in parts if not _ON_CHIP.search(part))
-
-
-# ---- What a fusion reads and writes ----
-#
-# Fusions contain fusions: a matmul of a chunk is one that contains the fusion of the slice. So both
-# directions are followed through them.
-
-
-def _aliased(instruction: hlo.Instruction) -> set[int]:
-  """Returns the results that are operands, as the compiler has decided."""
-  found = re.search(r"\boutput_to_operand_aliasing=\{(.*?\))\}", instruction.settings)
-  return {int(i or 0) for i in re.findall(r"\{(\d*)\}: \(", found[1])} if found else set()
-
-
-def _written(program: hlo.Program, frame: hlo.Frame, index: int, shape: str, kept: bool) -> float:
-  """Returns the bytes that a fusion writes of a result: only slices, if it updates an array.
-
-  Args:
-    program: with the fusion.
-    frame: of the fusion's computation.
-    index: of the result, if it has several.
-    shape: of the result.
-    kept: whether the result is an operand, unless it is updated.
-  """
-  name, written = frame.computation.root, 0.0
-  while True:
-    frame, found = _through(program, frame, name, index)
-    if found.opcode == "parameter":
-      return min(_moved(shape), written) if written or kept else _moved(shape)
-    if _by_transfer(found):
-      return 0.0
-    if found.opcode != "dynamic-update-slice":
-      return _moved(shape)
-    written += _count(frame.computation.operand_shapes(found)[1]) * _width(shape)
-    name, index = found.operand_names[0], 0
-
-
-def _through(
-  program: hlo.Program, frame: hlo.Frame, name: str, index: int
-) -> tuple[hlo.Frame, hlo.Instruction]:
-  """Follows an array through fusions, and through what leaves its elements where they are."""
-  while True:
-    found = frame.computation.instructions[name]
-    if found.opcode == "fusion":
-      frame = hlo.Frame(program.computations[found.called()[0]], found, frame)
-      name = frame.computation.root
-    elif found.opcode == "tuple":
-      name, index = found.operand_names[index], 0
-    elif found.opcode == "parameter" and frame.site is not None:
-      name, frame = frame.site.operand_names[int(found.operands[0])], frame.caller
-    elif found.opcode == "get-tuple-element":
-      name, index = found.operand_names[0], hlo.tuple_index(found)
-    elif _in_place(frame.computation, found):
-      name = found.operand_names[0]
-    else:
-      return frame, found
-
-
-def _by_transfer(instruction: hlo.Instruction) -> bool:
-  """Returns whether a collective reads or writes the array, whose memory traffic is its own."""
-  return instruction.opcode in KINDS or bool(_NAMING.search(instruction.settings))
-
-
-def _in_place(computation: hlo.Computation, instruction: hlo.Instruction) -> bool:
-  """Returns whether an instruction leaves the elements of its operand where they are."""
-  if instruction.opcode == "copy":
-    return _layout(instruction.shape) == _layout(computation.operand_shapes(instruction)[0])
-  return instruction.opcode == "bitcast"
-
-
-def _layout(shape: str) -> str:
-  return re.sub(r"S\(\d+\)", "", shape)
-
-
-_STATES = _SAME, _UPDATED, _CONVERTED = "same", "updated", "converted"
-
-
-def _read(program: hlo.Program, inner: hlo.Computation, index: int, kept: set[int]) -> float | None:
-  """Returns the elements of a parameter that a fusion reads, if only slices; None: all of it.
-
-  Args:
-    program: with the fusion.
-    inner: its computation.
-    index: of the parameter.
-    kept: the results that are operands.
-  """
-  taken, passed = _uses(program, inner, index)
-  # What is returned unchanged is copied; what is updated in place stays where it is.
-  copied = {state for result, state in passed.items() if result not in kept}
-  return None if copied & {_SAME, _CONVERTED} else taken
-
-
-def _uses(
-  program: hlo.Program, inner: hlo.Computation, index: int
-) -> tuple[float | None, dict[int, str]]:
-  """Returns the elements taken of a parameter (None: all), and which results it is, and how."""
-  states: dict[tuple[str, int], str] = {}  # (instruction, element of its tuple) -> the parameter
-  taken = 0.0
-  for one in inner.instructions.values():
-    if one.opcode == "parameter" and one.operands and int(one.operands[0]) == index:
-      states[one.name, 0] = _SAME
-    elif one.opcode == "get-tuple-element":
-      part = one.operand_names[0], hlo.tuple_index(one)
-      states |= {(one.name, 0): states[part]} if part in states else {}
-    for place, name in enumerate(one.operand_names):
-      if one.opcode in ("get-tuple-element", "tuple") or (name, 0) not in states:
-        continue
-      elements, becomes = _use(program, inner, one, place, states[name, 0])
-      if elements is None:
-        return None, {}
-      taken += elements
-      states |= {(one.name, result): state for result, state in becomes.items()}
-  root = inner.instructions[inner.root]
-  if root.opcode != "tuple":
-    return taken, {at: state for (name, at), state in states.items() if name == inner.root}
-  results = enumerate(root.operand_names)
-  return taken, {at: states[name, 0] for at, name in results if (name, 0) in states}
-
-
-def _use(
-  program: hlo.Program, inner: hlo.Computation, user: hlo.Instruction, place: int, state: str
-) -> tuple[float | None, dict[int, str]]:
-  """Returns the same for one operand of one instruction of a fusion."""
-  if user.opcode == "fusion":
-    taken, passed = _uses(program, program.computations[user.called()[0]], place)
-    if state == _CONVERTED and _UPDATED in passed.values():
-      return None, {}
-    return taken, {at: max(state, after, key=_STATES.index) for at, after in passed.items()}
-  if _by_transfer(user):
-    return 0.0, {}
-  if place == 0 and user.opcode in ("dynamic-slice", "slice", "gather"):
-    return _count(user.shape), {}
-  if place == 0 and user.opcode == "dynamic-update-slice" and state != _CONVERTED:
-    return 0.0, {0: _UPDATED}
-  if _in_place(inner, user):
-    return 0.0, {0: state}
-  if user.opcode in ("convert", "copy", "reshape", "transpose"):
-    return 0.0, {0: _CONVERTED}
-  return None, {}
-
-
-def _count(shape: str) -> float:
-  return float(math.prod(_sizes(shape)))
-
-
-def _width(shape: str) -> float:
-  """Returns the bytes of an element; 0 in on-chip memory."""
-  return _moved(shape) / max(_count(shape), 1.0)
-
-
-def _sizes(shape: str) -> list[int]:
-  found = _ARRAY.match(shape)
-  return [int(size) for size in found[2].split(",") if size]
-
-
 def _dims(settings: str, name: str) -> list[int]:
   found = re.search(rf"\b{name}=\{{([\d,]*)\}}", settings)
   return [int(dim) for dim in found[1].split(",") if dim] if found else []
 
 
 def _dot(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
-  left = _sizes(computation.operand_shapes(instruction)[0])
+  left = sizes(computation.operand_shapes(instruction)[0])
   contracted = _dims(instruction.settings, "lhs_contracting_dims")
-  return 2.0 * math.prod(_sizes(instruction.shape)) * math.prod(left[dim] for dim in contracted)
+  return 2.0 * math.prod(sizes(instruction.shape)) * math.prod(left[dim] for dim in contracted)
 
 
 def _convolution(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
@@ -330,8 +150,8 @@ def _convolution(computation: hlo.Computation, instruction: hlo.Instruction) -> 
   Only window positions on input elements count, not those on dilation gaps or padding: a batch dim
   is expressed as a window of which only one position is on an element.
   """
-  left, right = map(_sizes, computation.operand_shapes(instruction))
-  result = _sizes(instruction.shape)
+  left, right = map(sizes, computation.operand_shapes(instruction))
+  result = sizes(instruction.shape)
   settings = instruction.settings
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", settings)
   window = re.search(r"window=\{([^}]*)\}", settings)
@@ -360,7 +180,7 @@ def _kernel(computation: hlo.Computation, instruction: hlo.Instruction) -> float
   products = [n for name, n in _PRODUCTS.items() if instruction.name.startswith(name)]
   if not products:
     return 0.0
-  blocks, _, queries, keys = map(_sizes, computation.operand_shapes(instruction)[:4])
+  blocks, _, queries, keys = map(sizes, computation.operand_shapes(instruction)[:4])
   most, count = sorted(blocks[-2:])
   share = (count + 1) / (2 * count) if most == count else most / count
   *rows, length, head = queries
