@@ -36,7 +36,7 @@ def soft_cap(x: Float[Array, "*X"], cap: float) -> Float[Array, "*X"]:
 def causal_attention(
   q_BTNH: Float[Array, "B T N H"],
   k_BSNH: Float[Array, "B S N H"],
-  v_BSNH: Float[Array, "B S N H"],
+  v_BSNU: Float[Array, "B S N U"],
   slots_BT: Int[Array, "#B T"],
   segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
   *,
@@ -44,13 +44,13 @@ def causal_attention(
   cap: float = 0.0,
   window: Int[Array, ""] | int | None = None,
   blocks: int = 1,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N U"]:
   """Causal attention with the softmax in float32 or wider. Source: arXiv:1706.03762, 3.2.1.
 
   Args:
     q_BTNH: queries.
     k_BSNH: keys; slot s has the s-th of its row.
-    v_BSNH: values, likewise.
+    v_BSNU: values, likewise; their heads may have another size.
     slots_BT: of the queries; each attends to the slots up to its own.
     segments: document of each query and key; a query attends only to its own. None: one document.
     scale: of the scores; None: H ** -0.5.
@@ -69,7 +69,7 @@ def causal_attention(
     if segments is not None:
       segments_BT, segments_BS = segments[0][:, rows], segments[1][:, past]
       mask_BTS = mask_BTS & (segments_BT[:, :, None] == segments_BS[:, None, :])
-    q, k, v = q_BTNH[:, rows], k_BSNH[:, past], v_BSNH[:, past]
+    q, k, v = q_BTNH[:, rows], k_BSNH[:, past], v_BSNU[:, past]
     outputs.append(_attend(q, k, v, mask_BTS, scale=scale, cap=cap))
   return outputs[0] if blocks == 1 else jnp.concatenate(outputs, axis=1)
 
@@ -95,12 +95,12 @@ def causal_mask(
 def _attend(
   q_BTNH: Float[Array, "B T N H"],
   k_BSNH: Float[Array, "B S N H"],
-  v_BSNH: Float[Array, "B S N H"],
+  v_BSNU: Float[Array, "B S N U"],
   mask_BTS: Bool[Array, "#B T S"],
   *,
   scale: float | None,
   cap: float,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N U"]:
   """Returns the values, averaged with the softmax of each query's scores as weights."""
   wide = wide_dtype(q_BTNH.dtype)
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
@@ -110,8 +110,8 @@ def _attend(
   # Added, not selected by `where`: then no layer saves the mask for its gradient.
   mask_bias_BTS = jnp.logical_not(mask_BTS).astype(wide) * float(jnp.finfo(wide).min)
   scores_BNTS = scores_BNTS + mask_bias_BTS[:, None]
-  weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
-  return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)
+  weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNU.dtype)
+  return jnp.einsum("BNTS,BSNU->BTNU", weights_BNTS, v_BSNU)
 
 
 class Attention(nnx.Module):
@@ -173,7 +173,7 @@ class Attention(nnx.Module):
       output_BTNH = ring_attention(
         *(q_BTNH, k_BTKH, v_BTKH, rows.segments_BT, layer.window),
         blocks=Blocks(scores, *sizes),
-        letters=(QUERIES, KEYS),
+        letters=(QUERIES, KEYS, KEYS),
         name=ATTENTION_OUTPUT,
       )
     else:

@@ -31,7 +31,7 @@ from runtime.rematerialization import ATTENTION_OUTPUT
 def attention(
   q_BTNH: Float[Array, "B T N H"],
   k_BSKH: Float[Array, "B S K H"],
-  v_BSKH: Float[Array, "B S K H"],
+  v_BSKU: Float[Array, "B S K U"],
   slots_BT: Int[Array, "#B T"],
   segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
   *,
@@ -42,13 +42,14 @@ def attention(
   sinks_N: Float[Array, " N"] | None = None,
   complete: bool,
   blocks: tuple[int, int],
-) -> Float[Array, "B T N H"]:
+  value_head: str = "H",
+) -> Float[Array, "B T N U"]:
   """Returns the same as `attention.causal_attention`, in memory linear in T and S.
 
   Args:
     q_BTNH: queries.
     k_BSKH: keys; slot s has the s-th of its row. Each of the K heads serves N/K query heads.
-    v_BSKH: values, likewise.
+    v_BSKU: values, likewise; their heads may have another size.
     slots_BT: of the queries; each attends to the slots up to its own.
     segments: document of each query and key; a query attends only to its own. None: one document.
     scale: of the scores; None: H ** -0.5.
@@ -58,22 +59,23 @@ def attention(
     sinks_N: a learned score per head that has no value (arXiv:2309.17453); None: none.
     complete: query t is in slot t.
     blocks: most tokens of a block of queries, and of keys.
+    value_head: the legend's letter of the size of the values' heads.
   """
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   scores = Scores(scale, wide_dtype(q_BTNH.dtype), cap)
   how = _How(Blocks(scores, *blocks, complete=complete), windows)
   # Slots that all rows share have no B, which is split over devices.
   shared = slots_BT.shape[0] == 1
-  of_keys = "BSNH" if k_BSKH.shape[2] == q_BTNH.shape[2] else "BSKH"
+  of_keys = "BSN" if k_BSKH.shape[2] == q_BTNH.shape[2] else "BSK"
   facts = _Facts(slots_BT[0] if shared else slots_BT, *(segments or (None, None)), kind)
   letters = _Facts("T" if shared else "BT", "BT", "BS", "")
-  given = (q_BTNH, k_BSKH, v_BSKH, sinks_N, *facts)
-  named = ("BTNH", of_keys, of_keys, "N", *letters)
+  given = (q_BTNH, k_BSKH, v_BSKU, sinks_N, *facts)
+  named = ("BTNH", f"{of_keys}H", of_keys + value_head, "N", *letters)
 
   def on_device(q, k, v, sinks, *facts: Array | None) -> Array:
     return _attend(how, q, k, v, sinks, _Facts(*facts))
 
-  return on_shards(on_device, named, "BTNH", *given)
+  return on_shards(on_device, named, f"BTN{value_head}", *given)
 
 
 class _Facts(NamedTuple):
@@ -98,13 +100,13 @@ class _How:
     return ways[0](*given) if kind is None else jax.lax.switch(kind, ways, *given)
 
 
-def _pairs(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, facts: _Facts) -> tuple[Queries, Keys]:
+def _pairs(q_BTNH: Array, k_BSKH: Array, v_BSKU: Array, facts: _Facts) -> tuple[Queries, Keys]:
   """Returns the arguments of `attention_blocks`."""
   slots_BT = facts.slots if facts.slots.ndim == 2 else facts.slots[None]
   slots_S = jnp.arange(k_BSKH.shape[1], dtype=slots_BT.dtype)
   queries = Queries(by_heads(q_BTNH, k_BSKH.shape[2]), slots_BT, facts.segments_BT)
-  k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
-  return queries, Keys(k_BKSH, v_BKSH, slots_S, facts.segments_BS)
+  k_BKSH, v_BKSU = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKU, 1, 2)
+  return queries, Keys(k_BKSH, v_BKSU, slots_S, facts.segments_BS)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -117,14 +119,13 @@ def _forward(how: _How, q: Array, k: Array, v: Array, sinks: Array | None, facts
   queries, keys = _pairs(q, k, v, facts)
 
   def softmax(window: int | None, queries: Queries, keys: Keys) -> Softmax:
-    start = empty_softmax(
-      queries.q_BKGTH.shape, how.blocks.scores.dtype, _grouped(sinks, k.shape[2])
-    )
+    shape = (*queries.q_BKGTH.shape[:-1], v.shape[-1])
+    start = empty_softmax(shape, how.blocks.scores.dtype, _grouped(sinks, k.shape[2]))
     return attention_blocks.add_keys(how.blocks, start, queries, keys, window)
 
   found = how.of_kind(facts.kind, softmax, queries, keys)
-  out_BKGTH, normalizer_BKGT = found.finished()
-  out = checkpoint_name(by_tokens(out_BKGTH).astype(v.dtype), ATTENTION_OUTPUT)
+  out_BKGTU, normalizer_BKGT = found.finished()
+  out = checkpoint_name(by_tokens(out_BKGTU).astype(v.dtype), ATTENTION_OUTPUT)
   normalizer_BKGT = checkpoint_name(normalizer_BKGT, ATTENTION_OUTPUT)
   return out, (q, k, v, sinks, facts, out, normalizer_BKGT)
 
@@ -137,7 +138,7 @@ def _backward(how: _How, saved, d_out: Array):
   given = attention_blocks.saved(by_heads(out, heads), by_heads(d_out, heads), normalizer_BKGT)
 
   def gradients(window: int | None, given: Saved, queries: Queries, keys: Keys):
-    arrays = queries.q_BKGTH, keys.k_BKSH, keys.v_BKSH
+    arrays = queries.q_BKGTH, keys.k_BKSH, keys.v_BKSU
     zeros = tuple(jnp.zeros(x.shape, how.blocks.scores.dtype) for x in arrays)
     return attention_blocks.add_gradients(how.blocks, zeros, given, queries, keys, window)
 

@@ -25,7 +25,7 @@ LANES = 128  # rows are padded to a multiple
 def attention(
   q_BTNH: Float[Array, "B T N H"],
   k_BSKH: Float[Array, "B S K H"],
-  v_BSKH: Float[Array, "B S K H"],
+  v_BSKU: Float[Array, "B S K U"],
   segments: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
   *,
   scale: float | None = None,
@@ -34,13 +34,14 @@ def attention(
   kind: Int[Array, ""] | None = None,
   sinks_N: Float[Array, " N"] | None = None,
   block: int = 512,
-) -> Float[Array, "B T N H"]:
+  value_head: str = "H",
+) -> Float[Array, "B T N U"]:
   """Returns the same as `attention.causal_attention`, for complete rows.
 
   Args:
     q_BTNH: queries.
     k_BSKH: keys, as many; each of the K heads serves N/K query heads.
-    v_BSKH: values.
+    v_BSKU: values; their heads may have another size.
     segments: document of each query and key; None: one document.
     scale: of the scores; None: H ** -0.5.
     cap: of the scaled scores; 0 is off.
@@ -48,18 +49,19 @@ def attention(
     kind: which of them; None: the first.
     sinks_N: a learned score per head that has no value (arXiv:2309.17453); None: none.
     block: most tokens of a block of queries, and of keys.
+    value_head: the legend's letter of the size of the values' heads.
   """
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   q_BTNH = q_BTNH * jnp.asarray(scale, q_BTNH.dtype)
   how = _How(cap, windows, block)
-  of_keys = "BSNH" if k_BSKH.shape[2] == q_BTNH.shape[2] else "BSKH"
-  given = (q_BTNH, k_BSKH, v_BSKH, sinks_N, *(segments or (None, None)), kind)
-  named = ("BTNH", of_keys, of_keys, "N", "BT", "BS", "")
+  of_keys = "BSN" if k_BSKH.shape[2] == q_BTNH.shape[2] else "BSK"
+  given = (q_BTNH, k_BSKH, v_BSKU, sinks_N, *(segments or (None, None)), kind)
+  named = ("BTNH", f"{of_keys}H", of_keys + value_head, "N", "BT", "BS", "")
 
   def on_device(q, k, v, sinks, *facts: Array | None) -> Array:
     return _attend(how, q, k, v, sinks, _Facts(*facts))
 
-  return on_shards(on_device, named, "BTNH", *given)
+  return on_shards(on_device, named, f"BTN{value_head}", *given)
 
 
 class _Facts(NamedTuple):
@@ -135,11 +137,11 @@ def _forward(how: _How, q: Array, k: Array, v: Array, sinks: Array | None, facts
     out, (normalizer,) = kernel(q, k, v, _documents(segments), sinks)
     return out, normalizer
 
-  q_BNTH, k_BKSH, v_BKSH = map(_by_heads, (q, k, v))
+  q_BNTH, k_BKSH, v_BKSU = map(_by_heads, (q, k, v))
   wide_BN = None if sinks is None else jnp.tile(sinks.astype(jnp.float32)[None], (q.shape[0], 1))
-  given = q_BNTH, k_BKSH, v_BKSH, wide_BN, _segments(facts)
-  out_BNTH, normalizer_BNT = how.run(row, facts.kind, q.shape[2], *given)
-  out = checkpoint_name(_by_tokens(out_BNTH, q.shape[1]), ATTENTION_OUTPUT)
+  given = q_BNTH, k_BKSH, v_BKSU, wide_BN, _segments(facts)
+  out_BNTU, normalizer_BNT = how.run(row, facts.kind, q.shape[2], *given)
+  out = checkpoint_name(_by_tokens(out_BNTU, q.shape[1]), ATTENTION_OUTPUT)
   normalizer_BNT = checkpoint_name(normalizer_BNT[..., : q.shape[1]], ATTENTION_OUTPUT)
   return out, (q, k, v, sinks, facts, out, normalizer_BNT)
 
@@ -171,7 +173,7 @@ def _backward(how: _How, saved, d_out: Array):
   d_sinks = None
   if sinks is not None:
     wide = normalizer_BNT.dtype
-    products_BNT = jnp.einsum("BTNH,BTNH->BNT", out.astype(wide), d_out.astype(wide))
+    products_BNT = jnp.einsum("BTNU,BTNU->BNT", out.astype(wide), d_out.astype(wide))
     weights_BNT = jnp.exp(sinks.astype(wide)[None, :, None] - normalizer_BNT)
     d_sinks = -jnp.sum(weights_BNT * products_BNT, axis=(0, 2)).astype(sinks.dtype)
   return d_q, d_k, d_v, d_sinks, None

@@ -5,6 +5,7 @@ not computed. The gradients compute the scores again, block by block, from the s
 Sources: arXiv:2112.05682 (memory linear in the length), arXiv:2205.14135 (the gradients).
 
 Names carry their dims: a group G of query heads shares each of the K key/value heads, so N = K G.
+Heads of values have the size U, those of queries and keys H.
 """
 
 from collections.abc import Callable
@@ -21,34 +22,34 @@ class Softmax(NamedTuple):
   """An online softmax over the keys so far.
 
   Attributes:
-    sums_BKGTH: values, weighted by the exponentials of the scores minus `largest`.
+    sums_BKGTU: values, weighted by the exponentials of the scores minus `largest`.
     largest_BKGT: the largest score.
     weight_BKGT: the sum of those exponentials.
   """
 
-  sums_BKGTH: jax.Array
+  sums_BKGTU: jax.Array
   largest_BKGT: jax.Array
   weight_BKGT: jax.Array
 
   def finished(self) -> tuple[jax.Array, jax.Array]:
-    """Returns the averaged values B K G T H, and the logarithm of the normalizer B K G T."""
+    """Returns the averaged values B K G T U, and the logarithm of the normalizer B K G T."""
     normalizer_BKGT = self.largest_BKGT + jnp.log(self.weight_BKGT)
-    return self.sums_BKGTH / self.weight_BKGT[..., None], normalizer_BKGT
+    return self.sums_BKGTU / self.weight_BKGT[..., None], normalizer_BKGT
 
 
 def empty_softmax(
-  shape_BKGTH: tuple[int, ...], dtype: jnp.dtype, sinks_KG: jax.Array | None = None
+  shape_BKGTU: tuple[int, ...], dtype: jnp.dtype, sinks_KG: jax.Array | None = None
 ) -> Softmax:
   """Returns the softmax over no keys.
 
   Args:
-    shape_BKGTH: of the queries.
+    shape_BKGTU: of the averaged values.
     dtype: of the softmax.
     sinks_KG: a learned score for each head that takes part in the softmax and has no value
       (arXiv:2309.17453); None: none.
   """
-  zeros_BKGT = jnp.zeros(shape_BKGTH[:-1], dtype)
-  sums = jnp.zeros(shape_BKGTH, dtype)
+  zeros_BKGT = jnp.zeros(shape_BKGTU[:-1], dtype)
+  sums = jnp.zeros(shape_BKGTU, dtype)
   if sinks_KG is None:
     return Softmax(sums, zeros_BKGT + jnp.finfo(dtype).min, zeros_BKGT)
   largest_BKGT = zeros_BKGT + sinks_KG.astype(dtype)[None, :, :, None]
@@ -103,21 +104,21 @@ class Saved(NamedTuple):
   """What the gradients take of the forward pass, and of what follows it.
 
   Attributes:
-    d_out_BKGTH: the gradient of the averaged values.
+    d_out_BKGTU: the gradient of the averaged values.
     normalizer_BKGT: the logarithm of the softmax's normalizer over all keys.
-    products_BKGT: the averaged values times their gradient, summed over H.
+    products_BKGT: the averaged values times their gradient, summed over U.
   """
 
-  d_out_BKGTH: jax.Array
+  d_out_BKGTU: jax.Array
   normalizer_BKGT: jax.Array
   products_BKGT: jax.Array
 
 
-def saved(out_BKGTH: jax.Array, d_out_BKGTH: jax.Array, normalizer_BKGT: jax.Array) -> Saved:
+def saved(out_BKGTU: jax.Array, d_out_BKGTU: jax.Array, normalizer_BKGT: jax.Array) -> Saved:
   """Returns what `add_gradients` takes, of the output, its gradient and the normalizer."""
   wide = normalizer_BKGT.dtype
-  products = jnp.sum(d_out_BKGTH.astype(wide) * out_BKGTH.astype(wide), axis=-1)
-  return Saved(d_out_BKGTH, normalizer_BKGT, products)
+  products = jnp.sum(d_out_BKGTU.astype(wide) * out_BKGTU.astype(wide), axis=-1)
+  return Saved(d_out_BKGTU, normalizer_BKGT, products)
 
 
 def sink_gradient(sinks_KG: jax.Array, given: Saved) -> jax.Array:
@@ -138,7 +139,8 @@ def add_gradients(
 
   Args:
     blocks: how.
-    totals: of the queries (B K G T H), keys and values (B K S H), in the dtype of the softmax.
+    totals: of the queries (B K G T H), keys (B K S H) and values (B K S U), in the dtype of the
+      softmax.
     given: of `saved`.
     queries: as in `add_keys`.
     keys: likewise.
@@ -147,7 +149,7 @@ def add_gradients(
   cut = Cut(blocks, queries, keys, window)
   # Of padding the gradient is zero.
   padded = Saved(
-    cut.padded_rows(given.d_out_BKGTH, mode="constant"),
+    cut.padded_rows(given.d_out_BKGTU, mode="constant"),
     cut.padded_rows(given.normalizer_BKGT),
     cut.padded_rows(given.products_BKGT, mode="constant"),
   )
@@ -189,9 +191,9 @@ def _add_block(scores: Scores, softmax: Softmax, q, k, v, bias) -> Softmax:
   shares = jnp.exp(found - top[..., None])
   shrink = jnp.exp(softmax.largest_BKGT - top)
   more = jnp.einsum(
-    "BKGTS,BKSH->BKGTH", shares.astype(v.dtype), v, preferred_element_type=scores.dtype
+    "BKGTS,BKSU->BKGTU", shares.astype(v.dtype), v, preferred_element_type=scores.dtype
   )
-  sums = softmax.sums_BKGTH * shrink[..., None] + more
+  sums = softmax.sums_BKGTU * shrink[..., None] + more
   return Softmax(sums, top, softmax.weight_BKGT * shrink + shares.sum(axis=-1))
 
 
@@ -200,10 +202,10 @@ def _block_gradients(scores: Scores, given: Saved, q, k, v, bias) -> tuple:
   wide = scores.dtype
   found = scores(q, k)
   weights = jnp.exp(found + bias - given.normalizer_BKGT[..., None])
-  d_weights = jnp.einsum("BKGTH,BKSH->BKGTS", given.d_out_BKGTH, v, preferred_element_type=wide)
+  d_weights = jnp.einsum("BKGTU,BKSU->BKGTS", given.d_out_BKGTU, v, preferred_element_type=wide)
   d_scores = weights * (d_weights - given.products_BKGT[..., None]) * scores.slope(found)
   d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
   d_q = jnp.einsum("BKGTS,BKSH->BKGTH", d_scores, k, preferred_element_type=wide)
   d_k = jnp.einsum("BKGTS,BKGTH->BKSH", d_scores, q, preferred_element_type=wide)
-  d_v = jnp.einsum("BKGTS,BKGTH->BKSH", weights, given.d_out_BKGTH, preferred_element_type=wide)
+  d_v = jnp.einsum("BKGTS,BKGTU->BKSU", weights, given.d_out_BKGTU, preferred_element_type=wide)
   return d_q, d_k, d_v

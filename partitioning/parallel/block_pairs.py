@@ -1,6 +1,7 @@
 """Pairs of a block of queries and a block of keys: their arrays, masks, and which are needed.
 
 Names carry their dims: a group G of query heads shares each of the K key/value heads, so N = K G.
+Heads of values have the size U, those of queries and keys H.
 """
 
 import dataclasses
@@ -77,13 +78,13 @@ class Keys(NamedTuple):
 
   Attributes:
     k_BKSH: keys.
-    v_BKSH: values.
+    v_BKSU: values.
     slots_S: int32.
     segments_BS: the document of each; None: one document.
   """
 
   k_BKSH: jax.Array
-  v_BKSH: jax.Array
+  v_BKSU: jax.Array
   slots_S: jax.Array
   segments_BS: jax.Array | None
 
@@ -113,7 +114,7 @@ class Cut:
     )
     self._keys = Keys(
       self.padded_columns(keys.k_BKSH),
-      self.padded_columns(keys.v_BKSH),
+      self.padded_columns(keys.v_BKSU),
       _padded(keys.slots_S, 0, self._columns, **beyond),
       _padded(keys.segments_BS, 1, self._columns, **edge),
     )

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from partitioning.constraints import automatic_layout, current_layout, manual_axes, tie_to
-from partitioning.dims import Axes, resolve, spec_entries
+from partitioning.dims import Axes, partition_spec, resolve, spec_entries
 from partitioning.parallel import attention_blocks
 from partitioning.parallel.block_pairs import Blocks, Keys, Queries
 from partitioning.parallel.manual_region import manual_region
@@ -92,12 +92,12 @@ def zigzag_order(length: int, count: int) -> np.ndarray:
 def ring_attention(
   q_BTNH: jax.Array,
   k_BTKH: jax.Array,
-  v_BTKH: jax.Array,
+  v_BTKU: jax.Array,
   segments_BT: jax.Array | None,
   window: jax.Array | int | None,
   *,
   blocks: Blocks,
-  letters: tuple[str, str],
+  letters: tuple[str, str, str],
   name: str = "",
 ) -> jax.Array:
   """Causal self-attention over a sequence that mesh axes split.
@@ -105,27 +105,30 @@ def ring_attention(
   Args:
     q_BTNH: queries, in `zigzag_order` along T.
     k_BTKH: keys, likewise; each of the K heads serves N/K query heads.
-    v_BTKH: values.
+    v_BTKU: values; their heads may have another size.
     segments_BT: document of each token, in the same order; a query attends only to its own. None:
       one document.
     window: number of slots that a query attends to, its own being the last; None: its full past.
     blocks: how scores are computed, in blocks of how many tokens.
-    letters: the legend's letters of the queries, and of the keys and values.
+    letters: the legend's letters of the queries, the keys and the values.
     name: of the output and the softmax's normalizer, for the policy of a surrounding
       `jax.checkpoint`; "": none.
 
   Returns:
-    B T N H, sharded as the queries.
+    B T N U, sharded as the queries.
   """
   layout, sizes = automatic_layout("ring attention")
-  of_queries, of_keys = letters
+  of_queries, of_keys, of_values = letters
   around = sequence_axes(of_queries[1])
   assert not manual_axes() & {*around}, around
-  named = (of_queries, q_BTNH), (of_keys, k_BTKH), (of_queries[:2], q_BTNH[..., 0, 0])
+  named = (of_queries, q_BTNH), (of_keys, k_BTKH), (of_values, v_BTKU)
+  named += ((of_queries[:2], q_BTNH[..., 0, 0]),)
   found = [resolve(one, x.shape, layout.legend, layout.table, sizes) for one, x in named]
   if layout.checking and any(one.failures for one in found):
-    return q_BTNH  # the dims cannot be sharded so, which `constrain` has recorded
-  queries, keys, rows = (one.spec for one in found)
+    shape = (*q_BTNH.shape[:-1], v_BTKU.shape[-1])
+    return jnp.zeros(shape, q_BTNH.dtype)  # `constrain` has recorded that it cannot be sharded so
+  queries, keys, values, rows = (one.spec for one in found)
+  out = partition_spec((*spec_entries(queries, 4)[:-1], spec_entries(values, 4)[-1]))
   same = _split(queries, 2, sizes) == _split(keys, 2, sizes)
   ring = _Ring(around, blocks, name)
   # A device derives its place in the ring from its slots, not from its axis index: JAX would hoist
@@ -140,8 +143,8 @@ def ring_attention(
   def inside(q, k, v, facts):
     return _attend(ring, q, k, v, facts)
 
-  in_specs = (queries, keys, keys, _QueryFacts(*specs))
-  return manual_region(inside, in_specs, queries)(q_BTNH, k_BTKH, v_BTKH, facts)
+  in_specs = (queries, keys, values, _QueryFacts(*specs))
+  return manual_region(inside, in_specs, out)(q_BTNH, k_BTKH, v_BTKU, facts)
 
 
 def _split(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> Axes:
@@ -183,7 +186,7 @@ class _KVBlock(NamedTuple):
   """What is passed around the ring: keys, values, and the documents that they belong to."""
 
   k_BSKH: jax.Array
-  v_BSKH: jax.Array
+  v_BSKU: jax.Array
   segments_BS: jax.Array | None
 
 
@@ -265,13 +268,14 @@ def _forward(ring: _Ring, q, k, v, facts: _QueryFacts):
     block = ring.next(block)
     return (ring.ring_step(facts, number, functools.partial(add, block), total), block), None
 
-  total = attention_blocks.empty_softmax(q_BKGTH.shape, ring.blocks.scores.dtype)
   block = _KVBlock(k, v, facts.segments_BT)
+  shape = (*q_BKGTH.shape[:-1], v.shape[-1])
+  total = attention_blocks.empty_softmax(shape, ring.blocks.scores.dtype)
   for rows, columns in _local_pairs(q.shape[1]):
     total = add(block, total, rows, columns, facts.slots_T)
   (total, _), _ = jax.lax.scan(step, (total, block), ring.steps())
-  out_BKGTH, normalizer_BKGT = total.finished()
-  out = ring.named(attention_blocks.by_tokens(out_BKGTH).astype(v.dtype))
+  out_BKGTU, normalizer_BKGT = total.finished()
+  out = ring.named(attention_blocks.by_tokens(out_BKGTU).astype(v.dtype))
   return out, (q, k, v, facts, out, ring.named(normalizer_BKGT))
 
 
@@ -283,10 +287,10 @@ def _pairs(
   if segments_BT is not None:
     segments_BT, segments_BS = segments_BT[:, rows], segments_BS[:, columns]
   queries = Queries(q_BKGTH[:, :, :, rows], facts.slots_T[None, rows], segments_BT)
-  k_BKSH, v_BKSH = (
-    jnp.swapaxes(served(x[:, columns], facts.serving_N), 1, 2) for x in (block.k_BSKH, block.v_BSKH)
+  k_BKSH, v_BKSU = (
+    jnp.swapaxes(served(x[:, columns], facts.serving_N), 1, 2) for x in (block.k_BSKH, block.v_BSKU)
   )
-  return queries, Keys(k_BKSH, v_BKSH, slots_S[columns], segments_BS)
+  return queries, Keys(k_BKSH, v_BKSU, slots_S[columns], segments_BS)
 
 
 def _backward(ring: _Ring, saved, d_out):

@@ -45,22 +45,22 @@ def test_positions_of_one_row_serve_all():
 
 
 def test_a_query_sees_the_slots_up_to_its_position_and_nothing_of_the_rest():
-  q_BTNH, k_BSNH, v_BSNH = normal(2, 3, 5, 4), normal(2, 7, 5, 4), normal(2, 7, 5, 4)
+  q_BTNH, k_BSNH, v_BSNU = normal(2, 3, 5, 4), normal(2, 7, 5, 4), normal(2, 7, 5, 6)
   positions_BT = np.array([[0, 1, 2], [4, 5, 6]], np.int32)
-  wanted = np.zeros_like(q_BTNH)
+  wanted = np.zeros((2, 3, 5, 6), np.float32)
   for b, t, n in np.ndindex(2, 3, 5):
     seen = positions_BT[b, t] + 1
     scores = k_BSNH[b, :seen, n] @ q_BTNH[b, t, n] / 2
     weights = np.exp(scores - scores.max())
-    wanted[b, t, n] = weights @ v_BSNH[b, :seen, n] / weights.sum()
+    wanted[b, t, n] = weights @ v_BSNU[b, :seen, n] / weights.sum()
 
   def attend():
-    arrays = map(jnp.asarray, (q_BTNH, k_BSNH, v_BSNH, positions_BT))
+    arrays = map(jnp.asarray, (q_BTNH, k_BSNH, v_BSNU, positions_BT))
     return np.asarray(attention.causal_attention(*arrays))
 
   found = attend()
   np.testing.assert_allclose(found, wanted, atol=1e-5)
-  k_BSNH[0, 3:], v_BSNH[0, 3:] = 1e6, -1e6  # what no query of row 0 sees
+  k_BSNH[0, 3:], v_BSNU[0, 3:] = 1e6, -1e6  # what no query of row 0 sees
   np.testing.assert_array_equal(attend()[0], found[0])
 
 

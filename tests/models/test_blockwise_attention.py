@@ -14,9 +14,11 @@ from tests.helpers.jobs import make_job
 from tests.parity.comparison import assert_equal, train
 
 B, T, N, K, H = 2, 37, 6, 3, 4
+U = 5  # the size of the heads of values
 SLOTS = np.arange(T, dtype=np.int32)[None]
 RANDOM = np.random.default_rng(0)
-ARRAYS = [RANDOM.standard_normal((B, T, heads, H)) for heads in (N, K, K, N)]
+SHAPES = ((N, H), (K, H), (K, U), (N, U))  # queries, keys, values, the gradient of the output
+ARRAYS = [RANDOM.standard_normal((B, T, *shape)) for shape in SHAPES]
 SEGMENTS = np.cumsum(RANDOM.random((B, T)) < 0.1, axis=1).astype(np.int32)
 SINKS = RANDOM.standard_normal(N)
 # Options, and block sizes: one block for all, or several, of which the last are padded.
@@ -89,8 +91,8 @@ def test_results_and_gradients_are_those_of_all_scores(given, sizes, complete):
 
 
 def test_results_are_those_of_numpy():
-  q, k, v, _ = ARRAYS
-  wanted = np.zeros_like(q)
+  q, k, v, d_out = ARRAYS
+  wanted = np.zeros_like(d_out)
   allowed = seen(7, segments=True)
   for b, t, n in np.ndindex(B, T, N):
     keys = np.flatnonzero(allowed[b, t])
@@ -133,7 +135,7 @@ def test_masked_blocks_are_not_computed():
 
 def temporary_bytes(length):
   """Returns the temporary memory of compiled attention, forward and backward."""
-  shapes = [jax.ShapeDtypeStruct((1, length, heads, H), jnp.float32) for heads in (N, K, K, N)]
+  shapes = [jax.ShapeDtypeStruct((1, length, *shape), jnp.float32) for shape in SHAPES]
   slots = jnp.arange(length, dtype=jnp.int32)[None]
 
   def both(q, k, v, d_out):

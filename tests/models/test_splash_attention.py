@@ -9,14 +9,17 @@ from configs import base, dp8
 from configs.schema import finalize, validate
 from models import blockwise_attention, splash_attention
 from partitioning.constraints import activation_layout
+from partitioning.dims import Dim
 from tests.helpers.jobs import make_job
 
 B, T, N, K, H = 2, 200, 4, 2, 32  # neither rows nor heads are multiples of 128
+U = 24  # the size of the heads of values
 
 
 def arrays():
   random = np.random.default_rng(0)
-  return [jnp.asarray(random.standard_normal((B, T, n, H)), jnp.float32) for n in (N, K, K, N)]
+  shapes = (N, H), (K, H), (K, U), (N, U)
+  return [jnp.asarray(random.standard_normal((B, T, *shape)), jnp.float32) for shape in shapes]
 
 
 def documents():
@@ -27,12 +30,12 @@ def documents():
 
 def both(function, *inputs):
   """Returns the result and the gradients of queries, keys, values and sinks."""
-  *inputs, out_BTNH, sinks = inputs
+  *inputs, out_BTNU, sinks = inputs
   if sinks is None:
     result, transpose = jax.vjp(lambda *x: function(*x, None), *inputs)
   else:
     result, transpose = jax.vjp(function, *inputs, sinks)
-  return result, *transpose(out_BTNH)
+  return result, *transpose(out_BTNU)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def both(function, *inputs):
   ],
 )
 def test_results_and_gradients_are_those_of_all_scores(mesh, given, segments, sinks):
-  q_BTNH, k_BSKH, v_BSKH, out_BTNH = arrays()
+  inputs = arrays()
   told = documents() if segments else None
   job = make_job(
     "single", "lm", **{"model.heads": N, "model.kv_heads": K, "model.head_size": H}, **mesh
@@ -58,22 +61,23 @@ def test_results_and_gradients_are_those_of_all_scores(mesh, given, segments, si
   given |= {name: jnp.int32(x) for name, x in given.items() if name == "kind"}
 
   def plain(q, k, v, sinks):
-    how = {**given, "complete": True, "blocks": (T, T)}
+    how = {**given, "complete": True, "blocks": (T, T), "value_head": "U"}
     return blockwise_attention.attention(q, k, v, slots_BT, told, sinks_N=sinks, **how)
 
   def kernel(q, k, v, sinks):
-    return splash_attention.attention(q, k, v, told, sinks_N=sinks, block=128, **given)
+    return splash_attention.attention(
+      q, k, v, told, sinks_N=sinks, block=128, value_head="U", **given
+    )
 
-  tables = job.config.partitioning
+  tables, legend = job.config.partitioning, {**job.legend, "U": Dim("head", U)}
   with (
     jax.set_mesh(job.mesh),
-    activation_layout(job.legend, tables.activations, parameters=tables.parameters),
+    activation_layout(legend, tables.activations, parameters=tables.parameters),
     jax.default_matmul_precision("highest"),
   ):
     # Arguments, not constants: XLA would compute with those while it compiles.
     found, wanted = (
-      jax.jit(both, static_argnums=0)(function, q_BTNH, k_BSKH, v_BSKH, out_BTNH, sinks_N)
-      for function in (kernel, plain)
+      jax.jit(both, static_argnums=0)(function, *inputs, sinks_N) for function in (kernel, plain)
     )
   for ours, theirs in zip(found, wanted, strict=True):
     far = np.linalg.norm(np.asarray(ours) - theirs) / np.linalg.norm(theirs)
