@@ -1,0 +1,145 @@
+"""Load balancing of experts beside NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.load_balance import (
+  RowSums,
+  largest_load,
+  router_entropy,
+  router_z_loss,
+  row_sums,
+  sequence_balance,
+  token_shares,
+  updated_bias,
+)
+
+ROWS, LENGTH, EXPERTS, TOP_K = 3, 10, 7, 2
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+  with jax.enable_x64(True):
+    yield
+
+
+def drawn():
+  """Returns (experts, probabilities, weights); the last row has no tokens, others have padding."""
+  random = np.random.default_rng(0)
+  experts = np.argsort(random.standard_normal((ROWS, LENGTH, EXPERTS)), -1)[..., :TOP_K]
+  probabilities = random.dirichlet(np.ones(EXPERTS), (ROWS, LENGTH))
+  weights = np.ones((ROWS, LENGTH))
+  weights[0, 7:], weights[1, :2], weights[2] = 0.0, 0.0, 0.0
+  weights[1, 5] = 0.25  # counts as one token
+  return experts.astype(np.int32), probabilities, weights
+
+
+def arrays(*given):
+  return [jnp.asarray(one) for one in given]
+
+
+def numpy_balance(experts, probabilities, weights):
+  """Returns DeepSeek-V3's loss of one row, as its equations 17 to 20 are written."""
+  tokens = [t for t in range(LENGTH) if weights[t]]
+  total = 0.0
+  for expert in range(EXPERTS):
+    f = EXPERTS / (TOP_K * len(tokens)) * sum(expert in experts[t] for t in tokens)
+    total += f * sum(probabilities[t, expert] for t in tokens) / len(tokens)
+  return total
+
+
+def test_the_loss_of_a_row_is_that_of_the_published_equations():
+  experts, probabilities, weights = drawn()
+  found = sequence_balance(row_sums(*arrays(experts, probabilities, weights)), TOP_K)
+  wanted = [numpy_balance(experts[b], probabilities[b], weights[b]) for b in range(2)]
+  np.testing.assert_allclose(found, [*wanted, 0.0], rtol=1e-14)
+
+
+def test_padding_changes_nothing_whatever_is_in_it():
+  experts, probabilities, weights = drawn()
+  wanted = row_sums(*arrays(experts, probabilities, weights))
+  experts[weights == 0] = 0
+  probabilities[weights == 0] = np.nan
+  found = row_sums(*arrays(experts, probabilities, weights))
+  for one, two in zip(found, wanted, strict=True):
+    np.testing.assert_array_equal(one, two)
+  assert found.tokens.tolist() == [7, 8, 0]
+  assert found.counts.sum(-1).tolist() == [14, 16, 0]
+
+
+def test_the_sums_of_two_halves_of_a_sequence_are_those_of_the_whole():
+  given = arrays(*drawn())
+  halves = [row_sums(*(one[:, part] for one in given)) for part in (slice(0, 4), slice(4, None))]
+  both = RowSums(*(one + two for one, two in zip(*halves, strict=True)))
+  whole = sequence_balance(row_sums(*given), TOP_K)
+  np.testing.assert_allclose(sequence_balance(both, TOP_K), whole, rtol=1e-14)
+
+
+def test_the_loss_is_1_if_balanced_and_experts_over_top_k_at_most():
+  balanced = RowSums(jnp.full((1, 4), 3), jnp.full((1, 4), 1.5), jnp.array([6]))
+  np.testing.assert_allclose(sequence_balance(balanced, 2), [1.0])
+  collapsed = RowSums(jnp.array([[6, 6, 0, 0]]), jnp.array([[3.0, 3.0, 0, 0]]), jnp.array([6]))
+  np.testing.assert_allclose(sequence_balance(collapsed, 2), [2.0])
+
+
+def test_the_gradient_flows_through_probabilities_alone():
+  given = drawn()
+  experts, probabilities, weights = arrays(*given)
+
+  def total(probabilities):
+    return jnp.sum(sequence_balance(row_sums(experts, probabilities, weights), TOP_K))
+
+  grad = jax.jit(jax.grad(total))(probabilities)
+  experts, _, weights = given
+  for row, tokens in ((0, 7), (1, 8)):
+    counts = np.bincount(
+      np.asarray(experts[row])[np.asarray(weights[row]) > 0].ravel(), minlength=7
+    )
+    wanted = EXPERTS / (TOP_K * tokens) * counts / tokens  # f_e / tokens
+    for t in range(LENGTH):
+      np.testing.assert_allclose(grad[row, t], wanted * (weights[row, t] > 0), rtol=1e-14)
+  np.testing.assert_array_equal(grad[2], 0.0)
+
+
+def test_sums_are_in_float32_or_wider():
+  experts, probabilities, weights = drawn()
+  narrow = row_sums(*arrays(experts, probabilities.astype(jnp.bfloat16), weights))
+  assert narrow.probabilities.dtype == jnp.float32
+  assert narrow.counts.dtype == narrow.tokens.dtype == jnp.int32
+
+
+def test_the_z_loss_is_numpys():
+  logits = np.random.default_rng(1).standard_normal((3, 5, EXPERTS)) * 5
+  wanted = np.log(np.exp(logits).sum(-1)) ** 2
+  np.testing.assert_allclose(router_z_loss(jnp.asarray(logits)), wanted, rtol=1e-13)
+  large = router_z_loss(jnp.asarray([[300.0, 300.0]], jnp.bfloat16))
+  np.testing.assert_allclose(large, [(300.0 + np.log(2)) ** 2], rtol=1e-6)
+
+
+def test_the_bias_moves_against_the_load():
+  bias = jnp.array([0.5, -0.5, 0.0, 0.25])
+  found = updated_bias(bias, jnp.array([10, 2, 6, 6], jnp.int32), 0.125)
+  np.testing.assert_array_equal(found, [0.375, -0.375, 0.0, 0.25])
+  uneven = updated_bias(bias, jnp.array([4, 3, 3, 3], jnp.int32), 0.125)  # a mean of 3.25
+  np.testing.assert_array_equal(uneven, [0.375, -0.375, 0.125, 0.375])
+
+
+def test_the_bias_of_each_layer_is_exact_for_counts_that_float32_cannot_hold():
+  counts = np.array([[2**28 + 1, 2**28, 2**28, 2**28 - 1], [0, 0, 0, 0]], np.int32)
+  found = updated_bias(jnp.zeros((2, 4), jnp.float32), jnp.asarray(counts), 1.0)
+  np.testing.assert_array_equal(found, [[-1, 0, 0, 1], [0, 0, 0, 0]])
+
+
+def test_shares_and_the_largest_load():
+  counts = jnp.array([[6, 3, 3, 0], [0, 0, 0, 0]], jnp.int32)
+  np.testing.assert_allclose(token_shares(counts), [[0.5, 0.25, 0.25, 0], [0, 0, 0, 0]])
+  np.testing.assert_allclose(largest_load(counts), [2.0, 0.0])
+
+
+def test_the_entropy_of_a_router():
+  found = router_entropy(jnp.array([[0.25] * 4, [1.0, 0, 0, 0], [0.5, 0.5, 0, 0]]))
+  np.testing.assert_allclose(found, [np.log(4), 0.0, np.log(2)])
+  grad = jax.grad(lambda x: router_entropy(x)[0])(jnp.array([[0.5, 0.25, 0.25]]))
+  np.testing.assert_allclose(grad, [-np.log([0.5, 0.25, 0.25]) - 1])
