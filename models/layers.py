@@ -46,6 +46,33 @@ ACTIVATIONS = {
 }
 
 
+def clamped_gate(
+  gate: Float[Array, "*X F"],
+  up: Float[Array, "*X F"],
+  activation: str,
+  *,
+  limit: float = 0.0,
+  offset: float = 0.0,
+) -> Float[Array, "*X F"]:
+  """Returns f(gate) * (up + offset), the hidden layer of a gated MLP, its inputs clamped.
+
+  gpt-oss has a limit of 7, an offset of 1 and `gelu_sigmoid`. Sources: arXiv:2002.05202;
+  arXiv:2508.10925, section 2.2.
+
+  Args:
+    gate: clamped to `limit` from above alone.
+    up: clamped to -limit and limit.
+    activation: f, in ACTIVATIONS.
+    limit: 0 for none.
+    offset: added to up after clamping.
+  """
+  if limit:
+    most = jnp.asarray(limit, gate.dtype)
+    gate, up = jnp.minimum(gate, most), jnp.clip(up, -most, most)
+  up = up + jnp.asarray(offset, up.dtype) if offset else up
+  return ACTIVATIONS[activation](gate) * up
+
+
 def rms_norm(x: Float[Array, "*X D"], scale_D: Float[Array, "*D"], *, epsilon: float) -> Array:
   """RMSNorm: x over its root mean square over D, in float32 or wider. Source: arXiv:1910.07467.
 

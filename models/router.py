@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.dtypes import wide_dtype
 
-SCORES = ("softmax", "sigmoid", "softmax_top")
+SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 GROUP_SCORES = ("max", "top2")
 _EPSILON = 1e-20  # of the sum of sigmoids, as DeepSeek-V3's code has it
 
@@ -29,10 +29,10 @@ class Router:
   Attributes:
     experts: E.
     top_k: experts of a token.
-    scores: `softmax` over all logits; `sigmoid` of each; `softmax_top`: the logits, of which the
-      gates are the softmax over the chosen ones (gpt-oss). The latter is `softmax` with `normalize`
-      but for rounding.
-    normalize: divide the gates by their sum; without effect on `softmax_top`, whose sum is 1.
+    scores: `softmax` over all logits; `sigmoid` of each; `softmax_of_chosen`: the logits, and the
+      gates are the softmax of the chosen ones alone (gpt-oss): `softmax` with `normalize` but for
+      rounding.
+    normalize: divide the gates by their sum; without effect on `softmax_of_chosen`, whose sum is 1.
     scale: of the gates, after that.
     groups: G, of E / G experts with adjacent indices; 1: the choice is among all experts.
     top_groups: the groups with the highest scores, among whose experts the choice is.
@@ -112,7 +112,7 @@ def route(
   scores = _scores(logits, router)
   experts = jax.lax.top_k(_candidates(scores, router, bias_E), router.top_k)[1]
   picked = _picked(scores, experts)
-  if router.scores == "softmax_top":
+  if router.scores == "softmax_of_chosen":
     gates = jax.nn.softmax(picked, axis=-1)
   elif router.normalize:
     epsilon = _EPSILON if router.scores == "sigmoid" else 0.0

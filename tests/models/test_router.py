@@ -30,7 +30,7 @@ ROUTERS = {
   "deepseek_v3_plain": Router(
     EXPERTS, 4, "sigmoid", False, groups=1, group_score="top2", bias_corrects=True
   ),
-  "gpt_oss": Router(EXPERTS, 4, "softmax_top"),
+  "gpt_oss": Router(EXPERTS, 4, "softmax_of_chosen"),
 }
 MARGIN = 1e-6
 
@@ -63,7 +63,7 @@ def numpy_route(logits, router, bias):
   gates, experts, probabilities = [], [], []
   for row in logits:
     sigmoid = 1 / (1 + np.exp(-row))
-    scores = {"softmax": softmax(row), "sigmoid": sigmoid, "softmax_top": row}[router.scores]
+    scores = {"softmax": softmax(row), "sigmoid": sigmoid, "softmax_of_chosen": row}[router.scores]
     choice = scores + (0 if bias is None else bias)
     size = router.experts // router.groups
     groups = {
@@ -74,8 +74,8 @@ def numpy_route(logits, router, bias):
     order = sorted(groups, key=lambda group: -of_group[router.group_score](groups[group]))
     allowed = [e for e in range(router.experts) if e // size in order[: router.top_groups]]
     mine = sorted(allowed, key=lambda e: -choice[e])[: router.top_k]
-    gate = softmax(row[mine]) if router.scores == "softmax_top" else scores[mine]
-    if router.normalize and router.scores != "softmax_top":
+    gate = softmax(row[mine]) if router.scores == "softmax_of_chosen" else scores[mine]
+    if router.normalize and router.scores != "softmax_of_chosen":
       gate = gate / (gate.sum() + (1e-20 if router.scores == "sigmoid" else 0))
     gates.append(gate * router.scale)
     experts.append(mine)
@@ -190,7 +190,7 @@ def test_the_margin_counts_groups_and_the_bias():
 @pytest.mark.parametrize(
   ("numbers", "message"),
   [
-    ({"scores": "tanh"}, "scores='tanh' is not one of softmax, sigmoid, softmax_top"),
+    ({"scores": "tanh"}, "scores='tanh' is not one of softmax, sigmoid, softmax_of_chosen"),
     ({"top_k": 13}, "top_k=13 is not between 1 and experts=12"),
     ({"groups": 5}, "experts=12 are not divisible into groups=5"),
     ({"groups": 4, "top_groups": 5}, "top_groups=5 is not between 1 and groups=4"),

@@ -105,6 +105,18 @@ def test_the_softmax_of_scores_is_not_in_bfloat16(cap):
   assert far < 2**-8  # the shares are rounded, and the result
 
 
+def test_a_clamped_gate_is_gpt_oss_hidden_layer():
+  gate, up = 6 * np.random.default_rng(0).standard_normal((2, 50, 7))
+  given = jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32)
+  low, high = np.minimum(gate, 7), np.clip(up, -7, 7)
+  assert all(one.any() for one in (low < gate, low < -7, high < up, high > up))
+  found = layers.clamped_gate(*given, "gelu_sigmoid", limit=7.0, offset=1.0)
+  wanted = (high + 1) * low / (1 + np.exp(-1.702 * low))
+  np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+  plain = layers.clamped_gate(*given, "silu")
+  np.testing.assert_allclose(plain, up * gate / (1 + np.exp(-gate)), rtol=1e-4, atol=1e-6)
+
+
 def test_rotary_positions_round_once():
   (x, narrow_x), positions = normal(2, 512, 3, 16), np.arange(512)
   frequency = rope.rotary_frequencies(16, 1e4, dtype=jnp.dtype("float32"))
