@@ -54,6 +54,6 @@ def no_ring(config: ConfigDict) -> str:
       f"training.matmul_dtype={config.training.matmul_dtype} rounds and gathers activations of its "
       "own"
     )
-  if config.lora.rank:
-    return f"lora.rank={config.lora.rank}: adapters read the gathered activation too"
+  if config.lora.rank and config.lora.dropout:
+    return f"lora.dropout={config.lora.dropout}: it is drawn for the gathered activation"
   return ""

@@ -102,6 +102,10 @@ def column_parallel(
     triples = zip(inside, outputs, kernels, strict=True)
     return tuple(jnp.einsum(f"{residual.inside},{ins}->{out}", x, k) for ins, out, k in triples)
 
+  def updated(x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    results = plain(x, *operands[: len(weights)])
+    return tuple(updates.added(results, residual.inside, outputs, x, operands[len(weights) :]))
+
   def matmuls(manual: bool, x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     kernels, more = operands[: len(weights)], operands[len(weights) :]
     more, scalars = more[: len(updates.operands)], more[len(updates.operands) :]
@@ -109,7 +113,7 @@ def column_parallel(
     if in_8_bits and not updates.kernels:
       results = in_8_bits(manual, x, kernels, scalars, sequence if manual else ())
     elif manual and ring:
-      results = collective_matmul.gathered(plain, sequence, x, *kernels)
+      results = collective_matmul.gathered(updated, sequence, x, *operands)
     else:
       if manual and sequence:
         x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
@@ -121,7 +125,7 @@ def column_parallel(
   inside = [summed_last(weight.letters, residual.width) for weight in weights]
   updates = _Updates(weights, dropped, residual)
   in_8_bits, known = _eight_bit(weights, residual.inside, residual.between, outputs)
-  ring = _as_ring() and sequence and not (width or updates.kernels or in_8_bits)
+  ring = _as_ring() and sequence and not (width or updates.dropout or in_8_bits)
   no_dims = [""] * len(known)
   return sharded(
     matmuls,
@@ -157,10 +161,14 @@ def row_parallel(
   def plain(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array]:
     return (jnp.einsum(f"{x_letters},{inside}->{residual.inside}", x, kernel),)
 
+  def updated(x: jax.Array, kernel: jax.Array, *operands: jax.Array) -> tuple[jax.Array]:
+    [out] = updates.added(plain(x, kernel), x_letters, [residual.inside], x, operands)
+    return (out,)
+
   def matmul(manual: bool, x: jax.Array, kernel, *operands) -> list[jax.Array]:
     operands, scalars = operands[: len(updates.operands)], operands[len(updates.operands) :]
     if manual and ring:
-      return [collective_matmul.scattered(plain, sequence, x, kernel)]
+      return [collective_matmul.scattered(updated, sequence, x, kernel, *operands)]
     [out] = in_8_bits(manual, x, [kernel], scalars) if in_8_bits else plain(x, kernel)
     [out] = updates.added([out], x_letters, [residual.inside], x, operands)
     return [reduce_partial(out, axes, sequence) if manual else out]
@@ -173,7 +181,8 @@ def row_parallel(
   axes, sequence = split_over(summed), sequence_axes(residual)
   updates = _Updates([weight], dropped, residual)
   in_8_bits, known = _eight_bit([weight], x_letters, x_letters, [residual.inside])
-  ring = _as_ring() and axes and axes == sequence and not (updates.kernels or in_8_bits)
+  ring = _as_ring() and axes and axes == sequence
+  ring = ring and not (updates.dropout or in_8_bits)
   no_dims = [""] * len(known)
   [out] = sharded(
     matmul,
@@ -213,6 +222,7 @@ class _Updates:
     letters: of the operands.
     inside: the same letters, in the order in which the matmuls take them.
     kernels: how many of the operands are parameters.
+    dropout: whether there is a mask.
   """
 
   def __init__(self, weights: Sequence[Weight], dropped: Dropped | None, residual: Residual):
@@ -226,8 +236,8 @@ class _Updates:
     for update in updates:
       self.inside.append(summed_last(update.letters_a, update.letters_a.replace(update.rank, "")))
       self.inside.append(summed_last(update.letters_b, update.rank))
-    self.kernels = len(self.operands)
-    if self._dropped is not None:
+    self.kernels, self.dropout = len(self.operands), self._dropped is not None
+    if self.dropout:
       self.operands.append(self._dropped.keep)
       self.letters.append(self._dropped.letters)
       self.inside.append(self._dropped.letters)
@@ -242,7 +252,7 @@ class _Updates:
   ) -> list[jax.Array]:
     """Returns the weights' results with the updates added; `operands` as they are inside."""
     results = list(results)
-    if self._dropped is not None:
+    if self.dropout:
       kept = x / jnp.asarray(1.0 - self._dropped.rate, x.dtype)
       x = jnp.where(operands[-1], kept, jnp.zeros_like(x))
     for order, (number, update) in enumerate(self._of):

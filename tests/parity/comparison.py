@@ -46,6 +46,7 @@ MESHES = {
   "data2_fsdp2_tensor2": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
 }
 SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": True}
+COLLECTIVE_MATMUL = {**SEQUENCE_PARALLEL, "partitioning.collective_matmul": True}
 ADAPTERS = {"lora.rank": 3, "lora.alpha": 5.0}
 # ZeRO-1: the optimizer's state is split over data, the parameters are not.
 ZERO_1 = {"partitioning.optimizer.model": ("fsdp", "data"), "optimizer.momentum": 0.9}

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tests.parity.comparison import ADAPTERS, FEATURES, SEQUENCE_PARALLEL, ZERO_1
+from tests.parity.comparison import ADAPTERS, COLLECTIVE_MATMUL, FEATURES, SEQUENCE_PARALLEL, ZERO_1
 from training import parity
 
 Keys = Mapping[str, Any]
@@ -130,6 +130,11 @@ VARIANTS: dict[str, Variant] = {
   "sequence-parallel, features, accumulated": Variant(
     FEATURES, {**SEQUENCE_PARALLEL, **ACCUMULATED}
   ),
+  "sequence-parallel, collective matmuls": Variant({}, COLLECTIVE_MATMUL),
+  "sequence-parallel, collective matmuls, features, accumulated": Variant(
+    FEATURES, {**COLLECTIVE_MATMUL, **ACCUMULATED}
+  ),
+  "adapters, sequence-parallel, collective matmuls": Variant(ADAPTERS, COLLECTIVE_MATMUL),
   "ZeRO-1": Variant(MOMENTUM, ZERO_1),
   "the families' options": Variant(FAMILIES),
   "the families' options, sequence-parallel": Variant(FAMILIES, SEQUENCE_PARALLEL),

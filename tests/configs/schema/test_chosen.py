@@ -133,7 +133,8 @@ def test_regions_are_left_out_where_they_are_impossible(sizes, overrides, why):
     (V6E, {}, True, "8192 tokens are multiplied while as many are sent"),
     (V6E, {"data.sequence_length": 512}, True, "512 tokens are multiplied while as many are sent"),
     (V6E, {"data.sequence_length": 256}, False, "256 tokens per device and part of the sequence"),
-    (V6E, {"lora.rank": 4}, False, "lora.rank=4: adapters read the gathered activation too"),
+    (V6E, {"lora.rank": 4}, True, "8192 tokens are multiplied while as many are sent"),
+    (V6E, {"lora.rank": 4, "lora.dropout": 0.1}, False, "lora.dropout=0.1: it is drawn for the"),
     (V6E, {"training.matmul_dtype": "int8"}, False, "training.matmul_dtype=int8 rounds and"),
     (
       V6E,

@@ -48,7 +48,10 @@ def test_refused_with_the_key(recipe, overrides, said):
       {"partitioning.sequence_parallel": True, "training.matmul_dtype": "int8"},
       "training.matmul_dtype=int8 rounds and gathers",
     ),
-    ({"partitioning.sequence_parallel": True, "lora.rank": 4}, "lora.rank=4: adapters read the"),
+    (
+      {"partitioning.sequence_parallel": True, "lora.rank": 4, "lora.dropout": 0.1},
+      "lora.dropout=0.1: it is drawn for the gathered activation",
+    ),
   ],
 )
 def test_a_collective_matmul_of_nothing_is_refused(overrides, said):

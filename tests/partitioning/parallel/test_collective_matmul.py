@@ -9,15 +9,14 @@ from jax.sharding import Mesh, PartitionSpec
 from partitioning.parallel import collective_matmul
 from partitioning.parallel.collective_matmul import gathered, scattered
 from tests.parity.comparison import (
+  COLLECTIVE_MATMUL,
   FEATURES,
   MESHES,
-  SEQUENCE_PARALLEL,
   assert_equal,
   reference,
   train,
 )
 
-RING = {**SEQUENCE_PARALLEL, "partitioning.collective_matmul": True}
 B, D, F, G = 2, 5, 7, 3
 SEQUENCE = PartitionSpec(None, "tensor")
 EVERYWHERE = PartitionSpec()
@@ -125,7 +124,9 @@ def test_half_of_each_chunk_goes_each_way(devices, tokens):
 )
 def test_trains_as_one_device_does(mesh, chunks):
   # 12, 6 and 3 tokens in a chunk: one way, both ways, one way.
-  ours = train("lm", "float64", {**MESHES[mesh], **RING, "training.loss_chunks": chunks})
+  ours = train(
+    "lm", "float64", {**MESHES[mesh], **COLLECTIVE_MATMUL, "training.loss_chunks": chunks}
+  )
   assert "collective-permute" in ours.trained.text
   assert_equal(ours, reference("lm", "float64"), "float64")
 
@@ -133,7 +134,9 @@ def test_trains_as_one_device_does(mesh, chunks):
 @pytest.mark.long
 def test_rematerialization_accumulation_and_tied_embeddings():
   more = {"training.gradient_accumulation_steps": 2, "training.loss_chunks": 2}
-  ours = train("lm", "float64", {**FEATURES, **MESHES["fsdp2_tensor4"], **RING, **more})
+  ours = train(
+    "lm", "float64", {**FEATURES, **MESHES["fsdp2_tensor4"], **COLLECTIVE_MATMUL, **more}
+  )
   assert "collective-permute" in ours.trained.text
   assert_equal(ours, reference("lm", "float64", featured=True), "float64")
 
@@ -146,7 +149,7 @@ def test_a_residual_that_is_split_over_its_width_too_has_no_ring_of_columns():
     "lm",
     "float64",
     {
-      **{"mesh.data": 2, "mesh.context": 2, "mesh.tensor": 2, **RING},
+      **{"mesh.data": 2, "mesh.context": 2, "mesh.tensor": 2, **COLLECTIVE_MATMUL},
       **{f"partitioning.activations.{name}": axes for name, axes in tables.items()},
     },
   )
