@@ -35,6 +35,7 @@ NEUTRAL: dict[str, Any] = {
   "biases": "none",
   "gated": True,
   "attention_soft_cap": 0.0,
+  "attention_sinks": False,
   "logits_soft_cap": 0.0,
   "scaled_embeddings": False,
   "embedding_multiplier": 1.0,
@@ -50,7 +51,8 @@ KEYS = (*SIZES, *NEUTRAL)
 SHAPES = (
   *("layers", "model_size", "feedforward_size", "heads", "kv_heads", "head_size"),
   *("vocabulary_size", "positions", "max_positions", "norm", "pre_norms", "post_norms", "biases"),
-  *("query_key_norm", "query_key_norm_across_heads", "gated", "tied_embeddings"),
+  *("query_key_norm", "query_key_norm_across_heads", "attention_sinks", "gated"),
+  "tied_embeddings",
 )
 
 # model_type of a model with images -> (the key with its decoder's config, that one's model_type).

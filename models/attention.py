@@ -19,13 +19,15 @@ from models.layers import Linear, Norm, adapter_dropout
 from models.rematerialization import named
 from models.rope import apply_rope
 from models.token_positions import Rows
-from models.transformer_dims import KEYS, QUERIES, RESIDUAL
+from models.transformer_dims import KEYS, QUERIES, RESIDUAL, SINKS, sizes
 from partitioning.constraints import constrain, tie_to
 from partitioning.parallel.block_pairs import Blocks, Scores
 from partitioning.parallel.matmuls import column_parallel, row_parallel
 from partitioning.parallel.ring_attention import ring_attention, sequence_axes
 from partitioning.parallel.sharded_function import splits
 from runtime.rematerialization import ATTENTION_OUTPUT
+
+SINK_DEVIATION = 0.02  # of the initial sinks, as of gpt-oss in the transformers library
 
 
 def soft_cap(x: Float[Array, "*X"], cap: float) -> Float[Array, "*X"]:
@@ -43,6 +45,7 @@ def causal_attention(
   scale: float | None = None,
   cap: float = 0.0,
   window: Int[Array, ""] | int | None = None,
+  sinks_N: Float[Array, " N"] | None = None,
   blocks: int = 1,
 ) -> Float[Array, "B T N U"]:
   """Causal attention with the softmax in float32 or wider. Source: arXiv:1706.03762, 3.2.1.
@@ -56,6 +59,7 @@ def causal_attention(
     scale: of the scores; None: H ** -0.5.
     cap: of the scaled scores, see `soft_cap`; 0 is off.
     window: sliding window: slots that a query attends to, its own the last; None: its full past.
+    sinks_N: a learned score per head that has no value (arXiv:2309.17453); None: none.
     blocks: number of query blocks, a divisor of T. Each block's scores are computed in turn,
       without the keys that are masked for all of it. More than 1 only where query t is in slot t.
   """
@@ -70,7 +74,7 @@ def causal_attention(
       segments_BT, segments_BS = segments[0][:, rows], segments[1][:, past]
       mask_BTS = mask_BTS & (segments_BT[:, :, None] == segments_BS[:, None, :])
     q, k, v = q_BTNH[:, rows], k_BSNH[:, past], v_BSNU[:, past]
-    outputs.append(_attend(q, k, v, mask_BTS, scale=scale, cap=cap))
+    outputs.append(_attend(q, k, v, mask_BTS, sinks_N, scale=scale, cap=cap))
   return outputs[0] if blocks == 1 else jnp.concatenate(outputs, axis=1)
 
 
@@ -97,6 +101,7 @@ def _attend(
   k_BSNH: Float[Array, "B S N H"],
   v_BSNU: Float[Array, "B S N U"],
   mask_BTS: Bool[Array, "#B T S"],
+  sinks_N: Float[Array, " N"] | None,
   *,
   scale: float | None,
   cap: float,
@@ -110,8 +115,22 @@ def _attend(
   # Added, not selected by `where`: then no layer saves the mask for its gradient.
   mask_bias_BTS = jnp.logical_not(mask_BTS).astype(wide) * float(jnp.finfo(wide).min)
   scores_BNTS = scores_BNTS + mask_bias_BTS[:, None]
-  weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNU.dtype)
+  weights_BNTS = _weights(scores_BNTS, sinks_N).astype(v_BSNU.dtype)
   return jnp.einsum("BNTS,BSNU->BTNU", weights_BNTS, v_BSNU)
+
+
+def _weights(
+  scores_BNTS: Float[Array, "B N T S"], sinks_N: Float[Array, " N"] | None
+) -> Float[Array, "B N T S"]:
+  """Returns the softmax over S, in whose normalizer a head's sink takes part."""
+  if sinks_N is None:
+    return jax.nn.softmax(scores_BNTS, axis=-1)
+  sinks_1N11 = sinks_N.astype(scores_BNTS.dtype)[None, :, None, None]
+  largest_BNT1 = jnp.maximum(scores_BNTS.max(axis=-1, keepdims=True), sinks_1N11)
+  largest_BNT1 = jax.lax.stop_gradient(largest_BNT1)
+  weights_BNTS = jnp.exp(scores_BNTS - largest_BNT1)
+  sink_BNT1 = jnp.exp(sinks_1N11 - largest_BNT1)
+  return weights_BNTS / (weights_BNTS.sum(axis=-1, keepdims=True) + sink_BNT1)
 
 
 class Attention(nnx.Module):
@@ -128,6 +147,11 @@ class Attention(nnx.Module):
       self.query_norm = Norm("layers/attention/query_norm", config)
       self.key_norm = Norm("layers/attention/key_norm", config)
     self.out = linear("layers/attention/out", scale=(2 * model.layers) ** -0.5)
+    self.has_sinks = model.attention_sinks
+    if self.has_sinks:
+      dtype, shape = jnp.dtype(config.training.parameter_dtype), sizes(config, SINKS)
+      deviation = jnp.asarray(SINK_DEVIATION, dtype)
+      self.sinks = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
     self.groups = model.heads // model.kv_heads
     self.scale, self.cap = model.attention_scale, model.attention_soft_cap
     self.kernel = config.training.attention_kernel
@@ -174,6 +198,7 @@ class Attention(nnx.Module):
         *(q_BTNH, k_BTKH, v_BTKH, rows.segments_BT, layer.window),
         blocks=Blocks(scores, *sizes),
         letters=(QUERIES, KEYS, KEYS),
+        sinks_N=self._sinks(),
         name=ATTENTION_OUTPUT,
       )
     else:
@@ -194,7 +219,7 @@ class Attention(nnx.Module):
     if rows.segments_BT is not None:
       segments = rows.segments_BT, constrain(rows.segments_BT, "BS")
     complete = cache is None and not sequence_axes("T")
-    given = {"scale": self.scale, "cap": self.cap}
+    given = {"scale": self.scale, "cap": self.cap, "sinks_N": self._sinks()}
     if self.kernel != "xla":
       k_BSKH, v_BSKH = self._served(k_BSKH), self._served(v_BSKH)
       given |= {"windows": self.windows, "kind": layer.kind}
@@ -219,6 +244,9 @@ class Attention(nnx.Module):
       **given,
     )
     return named(output_BTNH, ATTENTION_OUTPUT), cache
+
+  def _sinks(self) -> Float[Array, " N"] | None:
+    return constrain(self.sinks[...], SINKS) if self.has_sinks else None
 
   def _repeated(self, x_BSKH: Float[Array, "B S K H"]) -> Float[Array, "B S N H"]:
     """Returns keys or values for each query head; each serves N/K of them.

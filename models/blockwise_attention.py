@@ -22,6 +22,7 @@ from partitioning.parallel.attention_blocks import (
   by_heads,
   by_tokens,
   empty_softmax,
+  grouped,
 )
 from partitioning.parallel.block_pairs import Blocks, Keys, Queries, Scores
 from partitioning.parallel.sharded_function import on_shards
@@ -120,7 +121,7 @@ def _forward(how: _How, q: Array, k: Array, v: Array, sinks: Array | None, facts
 
   def softmax(window: int | None, queries: Queries, keys: Keys) -> Softmax:
     shape = (*queries.q_BKGTH.shape[:-1], v.shape[-1])
-    start = empty_softmax(shape, how.blocks.scores.dtype, _grouped(sinks, k.shape[2]))
+    start = empty_softmax(shape, how.blocks.scores.dtype, grouped(sinks, k.shape[2]))
     return attention_blocks.add_keys(how.blocks, start, queries, keys, window)
 
   found = how.of_kind(facts.kind, softmax, queries, keys)
@@ -143,17 +144,9 @@ def _backward(how: _How, saved, d_out: Array):
     return attention_blocks.add_gradients(how.blocks, zeros, given, queries, keys, window)
 
   d_q, d_k, d_v = how.of_kind(facts.kind, gradients, given, queries, keys)
-  d_sinks = None
-  if sinks is not None:
-    d_sinks = attention_blocks.sink_gradient(_grouped(sinks, heads), given)
-    d_sinks = d_sinks.reshape(sinks.shape).astype(sinks.dtype)
+  d_sinks = attention_blocks.sink_gradient(sinks, given)
   d_k, d_v = jnp.swapaxes(d_k, 1, 2).astype(k.dtype), jnp.swapaxes(d_v, 1, 2).astype(v.dtype)
   return by_tokens(d_q).astype(q.dtype), d_k, d_v, d_sinks, None
-
-
-def _grouped(sinks: Array | None, keys: int) -> Array | None:
-  """Returns sinks K G, in float32 or wider."""
-  return None if sinks is None else sinks.reshape(keys, -1).astype(wide_dtype(sinks.dtype))
 
 
 _attend.defvjp(_forward, _backward)

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from partitioning.dims import Dim, Legend
 
 # Parameters that are no matrices, by the last part of their name; they have no weight decay either.
-VECTORS = ("scale", "bias")
+VECTORS = ("scale", "bias", "sinks")
 _HEADS, _HEAD = ("heads", "kv_heads"), "head"
 # Dims that grow with the model; all others (vocabulary, positions, inputs, ...) are finite.
 WIDTHS = ("model", "feedforward", *_HEADS, _HEAD)

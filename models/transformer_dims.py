@@ -15,7 +15,7 @@ from partitioning.parallel.sharded_function import Residual
 
 # The residual stream, between blocks and inside; queries, keys and values inside a block.
 RESIDUAL = Residual(between="BRD", inside="BTD")
-QUERIES, KEYS = "BTNH", "BTKH"
+QUERIES, KEYS, SINKS = "BTNH", "BTKH", "N"
 
 
 def legend(config: ConfigDict) -> dict[str, Dim]:
@@ -49,6 +49,7 @@ PARAMETERS = {
   "layers/attention/key/bias": "LKH",
   "layers/attention/value/bias": "LKH",
   "layers/attention/(query|key)_norm/scale": "LH",
+  "layers/attention/sinks": "LN",
   "layers/attention/out/kernel": "LNHD",
   "layers/attention/out/bias": "LD",
   "layers/attention_post_norm/scale": "LD",
@@ -112,6 +113,7 @@ _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
   "norm/bias": lambda m: m.norm == "layer",
   **{f"{name}/bias": functools.partial(has_bias, name) for name in LINEARS},
   "(query|key)_norm": lambda m: m.query_key_norm,
+  "attention/sinks": lambda m: m.attention_sinks,
   "attention_norm": lambda m: m.pre_norms,
   "mlp_norm": lambda m: m.pre_norms,
   "post_norm": lambda m: m.post_norms,

@@ -156,7 +156,8 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     if once:  # of all microbatches, when nothing is left to compute
       itemsize = np.dtype(placement.dtype).itemsize
       yield Term("all-reduce", (once,), 1, shard, f"{why}, added up", itemsize)
-    if scale and config.partitioning.sequence_parallel:
+    partial = config.partitioning.sequence_parallel and "tensor" not in spec_axes(placement.spec)
+    if scale and partial:
       yield Term("all-reduce", ("tensor",), count * layers, whole, why, *shared)
     part = shard / layers if not scale else whole
     yield Term("all-reduce", ("context",), count * layers, part, why, *shared)

@@ -293,6 +293,7 @@ _OLD_DECODER = {
   "rotary_size": 0,
   "pre_norms": True,
   "query_key_norm_across_heads": False,
+  "attention_sinks": False,
   "embedding_multiplier": 1.0,
   "residual_multiplier": 1.0,
   "logits_divisor": 1.0,

@@ -180,6 +180,7 @@ def lm() -> ConfigDict:
     # Factor of the scores; head_size**-0.5, or with base_width base_head_size**0.5 / head_size
     "attention_scale": config_dict.placeholder(float),
     "attention_soft_cap": 0.0,  # soft-capping of the scaled scores; 0: off
+    "attention_sinks": False,  # a learned score per head in the softmax, without a value (gpt-oss)
     "logits_soft_cap": 0.0,  # soft-capping of the logits; 0: off
     "scaled_embeddings": False,  # multiply embeddings by model_size**0.5 (base_width**0.5)
     "embedding_multiplier": 1.0,  # factor of the embeddings (Granite)

@@ -121,10 +121,19 @@ def saved(out_BKGTU: jax.Array, d_out_BKGTU: jax.Array, normalizer_BKGT: jax.Arr
   return Saved(d_out_BKGTU, normalizer_BKGT, products)
 
 
-def sink_gradient(sinks_KG: jax.Array, given: Saved) -> jax.Array:
-  """Returns the gradient of sinks, K G: each token's weight of them averages a value of zero."""
+def grouped(sinks_N: jax.Array | None, keys: int) -> jax.Array | None:
+  """Returns the sinks K G of the query heads in groups; None where there are none."""
+  return None if sinks_N is None else sinks_N.reshape(keys, -1)
+
+
+def sink_gradient(sinks_N: jax.Array | None, given: Saved) -> jax.Array | None:
+  """Returns the gradient of sinks: each token's weight of them averages a value of zero."""
+  if sinks_N is None:
+    return None
+  sinks_KG = grouped(sinks_N, given.normalizer_BKGT.shape[1]).astype(given.normalizer_BKGT.dtype)
   weights_BKGT = jnp.exp(sinks_KG[None, :, :, None] - given.normalizer_BKGT)
-  return -jnp.sum(weights_BKGT * given.products_BKGT, axis=(0, 3))
+  d_sinks_KG = -jnp.sum(weights_BKGT * given.products_BKGT, axis=(0, 3))
+  return d_sinks_KG.reshape(sinks_N.shape).astype(sinks_N.dtype)
 
 
 def add_gradients(

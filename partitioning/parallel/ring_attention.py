@@ -98,6 +98,7 @@ def ring_attention(
   *,
   blocks: Blocks,
   letters: tuple[str, str, str],
+  sinks_N: jax.Array | None = None,
   name: str = "",
 ) -> jax.Array:
   """Causal self-attention over a sequence that mesh axes split.
@@ -111,6 +112,7 @@ def ring_attention(
     window: number of slots that a query attends to, its own being the last; None: its full past.
     blocks: how scores are computed, in blocks of how many tokens.
     letters: the legend's letters of the queries, the keys and the values.
+    sinks_N: a learned score per head that has no value (arXiv:2309.17453); None: none.
     name: of the output and the softmax's normalizer, for the policy of a surrounding
       `jax.checkpoint`; "": none.
 
@@ -140,11 +142,12 @@ def ring_attention(
   specs = PartitionSpec(queries[1]), PartitionSpec(queries[2]), rows, PartitionSpec()
   specs = (None if fact is None else spec for fact, spec in zip(facts, specs, strict=True))
 
-  def inside(q, k, v, facts):
-    return _attend(ring, q, k, v, facts)
+  def inside(q, k, v, sinks, facts):
+    return _attend(ring, q, k, v, sinks, facts)
 
-  in_specs = (queries, keys, values, _QueryFacts(*specs))
-  return manual_region(inside, in_specs, out)(q_BTNH, k_BTKH, v_BTKU, facts)
+  of_sinks = None if sinks_N is None else PartitionSpec(queries[2])
+  in_specs = (queries, keys, values, of_sinks, _QueryFacts(*specs))
+  return manual_region(inside, in_specs, out)(q_BTNH, k_BTKH, v_BTKU, sinks_N, facts)
 
 
 def _split(spec: PartitionSpec, dim: int, sizes: dict[str, int]) -> Axes:
@@ -248,11 +251,11 @@ def _local_pairs(length: int) -> Iterator[tuple[slice, slice]]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: _Ring, q, k, v, facts: _QueryFacts):
-  return _forward(ring, q, k, v, facts)[0]
+def _attend(ring: _Ring, q, k, v, sinks, facts: _QueryFacts):
+  return _forward(ring, q, k, v, sinks, facts)[0]
 
 
-def _forward(ring: _Ring, q, k, v, facts: _QueryFacts):
+def _forward(ring: _Ring, q, k, v, sinks, facts: _QueryFacts):
   """Returns the attention output, and what the backward pass needs."""
   heads = q.shape[2] if facts.serving_N is not None else k.shape[2]
   q_BKGTH = attention_blocks.by_heads(q, heads)
@@ -270,13 +273,14 @@ def _forward(ring: _Ring, q, k, v, facts: _QueryFacts):
 
   block = _KVBlock(k, v, facts.segments_BT)
   shape = (*q_BKGTH.shape[:-1], v.shape[-1])
-  total = attention_blocks.empty_softmax(shape, ring.blocks.scores.dtype)
+  wide, grouped = ring.blocks.scores.dtype, attention_blocks.grouped(sinks, heads)
+  total = attention_blocks.empty_softmax(shape, wide, grouped)
   for rows, columns in _local_pairs(q.shape[1]):
     total = add(block, total, rows, columns, facts.slots_T)
   (total, _), _ = jax.lax.scan(step, (total, block), ring.steps())
   out_BKGTU, normalizer_BKGT = total.finished()
   out = ring.named(attention_blocks.by_tokens(out_BKGTU).astype(v.dtype))
-  return out, (q, k, v, facts, out, ring.named(normalizer_BKGT))
+  return out, (q, k, v, sinks, facts, out, ring.named(normalizer_BKGT))
 
 
 def _pairs(
@@ -295,7 +299,7 @@ def _pairs(
 
 def _backward(ring: _Ring, saved, d_out):
   """Returns the gradients; keys and values are passed around again, with their gradients."""
-  q, k, v, facts, out, normalizer_BKGT = saved
+  q, k, v, sinks, facts, out, normalizer_BKGT = saved
   heads = normalizer_BKGT.shape[1]
   q_BKGTH, *of_out = (attention_blocks.by_heads(x, heads) for x in (q, out, d_out))
   given = attention_blocks.saved(*of_out, normalizer_BKGT)
@@ -324,7 +328,8 @@ def _backward(ring: _Ring, saved, d_out):
   (d_q, (_, d_block)), _ = jax.lax.scan(step, (d_q, (block, d_block)), ring.steps())
   d_k, d_v = ring.next(d_block)  # back to their owner
   d_q = attention_blocks.by_tokens(d_q).astype(q.dtype)
-  return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
+  d_sinks = attention_blocks.sink_gradient(sinks, given)
+  return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None
 
 
 _attend.defvjp(_forward, _backward)

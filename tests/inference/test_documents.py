@@ -19,8 +19,11 @@ APART = {"model.separate_documents": True, "training.matmul_precision": "highest
 JOBS = {
   "single-rotary": ("single", {}),
   "single-learned": ("single", {"model.positions": "learned"}),
-  "single-windows": ("single", {"model.window": 3, "model.global_every": 2}),
-  "dp4_tp2-learned": ("dp4_tp2", {"model.positions": "learned"}),
+  "single-windows": (
+    "single",
+    {"model.window": 3, "model.global_every": 2, "model.attention_sinks": True},
+  ),
+  "dp4_tp2-learned": ("dp4_tp2", {"model.positions": "learned", "model.attention_sinks": True}),
   "fsdp8-rotary": ("fsdp8", {}),
   "context-rotary": ("single", {"mesh.context": 2}),
 }

@@ -109,7 +109,10 @@ def attention(model, weights, x_TD, seen_TS, positions_T, *, sees_all):
     k = n // (model.heads // model.kv_heads)
     scores_TS = q_TNH[:, n] @ k_SKH[:, k].T * model.attention_scale
     scores_TS = np.where(seen_TS, capped(scores_TS, model.attention_soft_cap), -np.inf)
-    mixed_TNH[:, n] = softmax(scores_TS) @ v_SKH[:, k]
+    if "attention/sinks" in weights:  # a key that every token sees, without a value
+      sink_T1 = np.full((len(scores_TS), 1), weights["attention/sinks"][n])
+      scores_TS = np.concatenate([scores_TS, sink_T1], axis=1)
+    mixed_TNH[:, n] = softmax(scores_TS)[:, : len(k_SKH)] @ v_SKH[:, k]
   out_TD = np.einsum("TNH,NHD->TD", mixed_TNH, weights["attention/out/kernel"])
   return out_TD + weights.get("attention/out/bias", 0.0)
 

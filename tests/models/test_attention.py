@@ -44,19 +44,23 @@ def test_positions_of_one_row_serve_all():
   np.testing.assert_array_equal(one, rope.apply_rope(x_BTNH, rope.rope_table(each, FREQUENCY)))
 
 
-def test_a_query_sees_the_slots_up_to_its_position_and_nothing_of_the_rest():
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_query_sees_the_slots_up_to_its_position_and_nothing_of_the_rest(sinks):
   q_BTNH, k_BSNH, v_BSNU = normal(2, 3, 5, 4), normal(2, 7, 5, 4), normal(2, 7, 5, 6)
   positions_BT = np.array([[0, 1, 2], [4, 5, 6]], np.int32)
+  sinks_N = normal(5) if sinks else None
   wanted = np.zeros((2, 3, 5, 6), np.float32)
   for b, t, n in np.ndindex(2, 3, 5):
     seen = positions_BT[b, t] + 1
     scores = k_BSNH[b, :seen, n] @ q_BTNH[b, t, n] / 2
-    weights = np.exp(scores - scores.max())
-    wanted[b, t, n] = weights @ v_BSNU[b, :seen, n] / weights.sum()
+    weights = np.exp(scores)
+    total = weights.sum() + (np.exp(sinks_N[n]) if sinks else 0)
+    wanted[b, t, n] = weights @ v_BSNU[b, :seen, n] / total
 
   def attend():
     arrays = map(jnp.asarray, (q_BTNH, k_BSNH, v_BSNU, positions_BT))
-    return np.asarray(attention.causal_attention(*arrays))
+    given = None if sinks_N is None else jnp.asarray(sinks_N)
+    return np.asarray(attention.causal_attention(*arrays, sinks_N=given))
 
   found = attend()
   np.testing.assert_allclose(found, wanted, atol=1e-5)

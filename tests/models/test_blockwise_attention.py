@@ -173,6 +173,7 @@ OTHERS = {
   "model.window": 5,
   "model.global_every": 2,
   "model.attention_soft_cap": 0.5,
+  "model.attention_sinks": True,
   "model.separate_documents": True,
   "model.kv_heads": 1,
 }

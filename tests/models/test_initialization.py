@@ -37,6 +37,7 @@ GATED = {
   "unembed/kernel": 1 / math.sqrt(D),
   "embed/table": 1.0,
 }
+SINKS = {"layers/attention/sinks": 0.02}
 TIED = {**KERNELS, "embed/table": 1 / math.sqrt(D), "positions/table": 0.02}
 MLP = {
   "layer_1/kernel": 1 / math.sqrt(31),
@@ -59,7 +60,7 @@ MLP_SIZES = {
 @pytest.mark.parametrize(
   ("recipe", "changes", "deviations"),
   [
-    ("lm", SIZES, GATED),
+    ("lm", {**SIZES, "model.attention_sinks": True}, {**GATED, **SINKS}),
     ("lm", {**SIZES, **{f"model.{k}": v for k, v in families.GPT_2.items()}}, TIED),
     ("mlp", MLP_SIZES, MLP),
   ],

@@ -22,6 +22,7 @@ KINDS = {
   "layers/attention/query/bias": (Kind.INPUT, 1),
   "layers/attention/key/kernel": (Kind.HIDDEN, 4),
   "layers/attention/query_norm/scale": (Kind.INPUT, 1),
+  "layers/attention/sinks": (Kind.INPUT, 1),
   "layers/attention/out/kernel": (Kind.HIDDEN, 4),
   "layers/mlp/up/kernel": (Kind.HIDDEN, 4),
   "layers/mlp/down/kernel": (Kind.HIDDEN, 4),
@@ -37,7 +38,12 @@ MLP_KINDS = {
   "layer_4/kernel": (Kind.OUTPUT, 4),
   "layer_4/bias": (Kind.FINITE, 1),
 }
-EVERYTHING = {"model.positions": "learned", "model.biases": "all", "model.query_key_norm": True}
+EVERYTHING = {
+  "model.positions": "learned",
+  "model.biases": "all",
+  "model.query_key_norm": True,
+  "model.attention_sinks": True,
+}
 
 
 def config_of(recipe, **overrides):

@@ -76,6 +76,15 @@ def test_norms_across_heads_send_a_sum_of_squares_of_each_token():
   assert planned[0] - planned[1] == squares
 
 
+def test_sinks_of_attention_send_their_gradients_and_nothing_else():
+  ours = compile_step(job_of("dp2_fsdp2_tp2", **{"model.attention_sinks": True}))
+  wanted = budget(ours.job)
+  arrays, size = wanted["all-reduce", ("data", "fsdp")]
+  # Of the half of the eight heads that a device has, in each of two layers, 4 bytes.
+  wanted["all-reduce", ("data", "fsdp")] = arrays + 2, size + 2 * 4 * 4
+  assert ours.sent() == wanted
+
+
 def test_fsdp_is_fsdp8_on_eight_devices():
   ours, wanted = make_job("fsdp", "lm"), make_job("fsdp8", "lm")
   assert ours.devices == wanted.devices

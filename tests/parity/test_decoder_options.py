@@ -19,6 +19,7 @@ OPTIONS = {
   "model.embedding_multiplier": 2.0,
   "model.residual_multiplier": 0.5,
   "model.logits_divisor": 2.0,
+  "model.attention_sinks": True,
   "training.loss_chunks": 2,
   "model.base_width": 32,
 }
