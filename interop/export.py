@@ -28,7 +28,10 @@ from models.transformer_dims import LORA_A, LORA_B
 from partitioning.rules import named_leaves
 
 # Keys of a config.json that are about the folder it was in, not about the model.
-_DROPPED = ("_name_or_path", "name_or_path", "auto_map", "torch_dtype", "dtype")
+_DROPPED = (
+  *("_name_or_path", "name_or_path", "auto_map", "torch_dtype", "dtype"),
+  "quantization_config",  # what is written is not
+)
 # (parameter, layer, dtype, whether it is needed here) -> its part in the layer, or None.
 Fetch = Callable[[str, int | None, str, bool], np.ndarray | None]
 Array = Callable[[str, int | None], np.ndarray]

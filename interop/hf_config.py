@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from interop.hf_ignored import IGNORED, ONLY
+from interop.hf_quantization import BLOCK, block_shape
 from runtime.suggest import nearest
 
 # The keys of `model` that a folder determines and that turn something off where a family does not
@@ -57,7 +58,11 @@ SHAPES = (
 
 # model_type of a model with images -> (the key with its decoder's config, that one's model_type).
 TEXT_PARTS = {"gemma3": ("text_config", "gemma3_text")}
-_OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype")
+_QUANTIZATION = "quantization_config"
+_OUTER = (
+  *("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype"),
+  _QUANTIZATION,
+)
 
 Theirs = Mapping[str, Any]  # of a config.json, missing keys filled in
 Ours = Mapping[str, Any]  # of config.model
@@ -109,11 +114,13 @@ class Described:
     model_type: the family's name.
     model: key of `config.model` -> value; all of KEYS.
     positions: the longest row that the model was trained for, in tokens.
+    block: rows and columns of a block of FP8 weights, if it has any.
   """
 
   model_type: str
   model: dict[str, Any]
   positions: int
+  block: tuple[int, int] = BLOCK
 
 
 def read(theirs: Any, where: str, families: Mapping[str, Family] | None = None) -> Described:
@@ -143,6 +150,7 @@ def read(theirs: Any, where: str, families: Mapping[str, Family] | None = None) 
     if key in only and key not in read_keys and theirs[key] not in only[key][0]:
       wrong.append(f"{key}={short(theirs[key])}: {only[key][1]}")
   known = {*read_keys, *only, *IGNORED, *family.ignored, "model_type", family.positions}
+  known.add(_QUANTIZATION)
   for key in theirs:
     if key not in known and theirs[key] is not None:
       wrong.append(
@@ -156,13 +164,17 @@ def read(theirs: Any, where: str, families: Mapping[str, Family] | None = None) 
       model.update(part.read(values))
     except ValueError as error:
       wrong.append(str(error))
+  try:
+    block = block_shape(theirs.get(_QUANTIZATION))
+  except ValueError as error:
+    wrong.append(f"{_QUANTIZATION}={short(theirs[_QUANTIZATION])}: {error}")
   positions = values.get(family.positions)
   if type(positions) is not int or positions < 1:
     wrong.append(f"{family.positions}={short(positions)}: a whole number of at least 1")
   if wrong:
     lines = "\n".join(f"  {line}" for line in dict.fromkeys(wrong))
     raise ValueError(f"{where} describes a model that cannot be built:\n{lines}")
-  return Described(model_type, model, positions)
+  return Described(model_type, model, positions, block)
 
 
 def text_part(theirs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,5 +1,7 @@
 """Keys of a config.json that no family reads: without effect, or allowed with one value only."""
 
+from interop.hf_quantization import UNQUANTIZED
+
 # About training, generation, files and classes; nothing of it changes a model's logits.
 IGNORED = (
   *("architectures", "_name_or_path", "transformers_version", "auto_map", "name_or_path"),
@@ -23,14 +25,12 @@ IGNORED = (
   *("unsloth_version", "unsloth_fixed", "transformers.js_config", "model_name"),
 )
 
-_QUANTIZED = (
-  "the weights are quantized; take the folder of the unquantized model (usually the one that "
-  "base_model in the README names)"
-)
 # Key -> (the values that it may have, why no other).
 ONLY: dict[str, tuple[tuple, str]] = {
-  "quantization_config": ((None,), _QUANTIZED),
-  "compression_config": ((None,), _QUANTIZED),
+  "compression_config": (
+    (None,),
+    f"the weights are quantized; {UNQUANTIZED}",
+  ),
   "is_encoder_decoder": ((False, None), "only decoders are read"),
   "tie_encoder_decoder": ((False, None), "only decoders are read"),
   "add_cross_attention": ((False, None), "only decoders without cross-attention are read"),

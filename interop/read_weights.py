@@ -16,7 +16,8 @@ from ml_collections import ConfigDict
 
 from interop import hf_config, hf_folder, name_maps
 from interop.name_maps import Part
-from interop.safetensors_file import DTYPES, Reader, Stored, pieces
+from interop.quantization import Weights, combined
+from interop.safetensors_file import DTYPES, Reader, pieces
 from partitioning.rules import named_leaves
 
 PIECE_BYTES = 2**23  # read at a time
@@ -37,7 +38,7 @@ class Source:
 
   folder: pathlib.Path
   described: hf_config.Described
-  parts: Mapping[str, list[tuple[Stored, int, Part]]]
+  parts: Mapping[str, list[tuple[Weights, int, Part]]]
   sizes: Mapping[str, int]
 
 
@@ -56,10 +57,10 @@ def open_folder(location: str, config: ConfigDict, key: str) -> Source:
   """
   folder = hf_folder.local(location, key, weights=True)
   described = hf_folder.read_config(folder, key)
-  stored = hf_folder.stored_tensors(folder, key)
+  stored, unfit = combined(hf_folder.stored_tensors(folder, key), described.block)
   shapes = {name: one.shape for name, one in stored.items()}
   found, wrong = name_maps.match(shapes, config, described.model_type)
-  wrong = [*differing_keys(config, described, shapes_only=True), *wrong]
+  wrong = [*differing_keys(config, described, shapes_only=True), *unfit, *wrong]
   wrong += [
     f"{name} is stored as {stored[name].dtype}; read are {', '.join(DTYPES)}"
     for name in (*found.tensors, *filter(None, [found.copies]))
@@ -97,14 +98,14 @@ def differing_keys(
   ]
 
 
-def _same(one: Stored, two: Stored) -> bool:
+def _same(one: Weights, two: Weights) -> bool:
   """Returns whether two arrays have the same shape, dtype and bytes."""
   if (one.shape, one.dtype) != (two.shape, two.dtype):
     return False
   with Reader() as first, Reader() as second:
     for rows in pieces(0, one.shape[0], one.size // one.shape[0], PIECE_BYTES):
       blocks = [
-        reader.block(stored, rows, slice(0, stored.shape[1]))
+        stored.block(reader, rows, slice(0, stored.shape[1]))
         for reader, stored in ((first, one), (second, two))
       ]
       if not np.array_equal(*(block.view(np.uint8) for block in blocks)):
@@ -186,7 +187,7 @@ def local_shards(
 
 def _fill(
   reader: Reader,
-  stored: Stored,
+  stored: Weights,
   axis: int,
   part: Part,
   sizes: Mapping[str, int],
@@ -215,7 +216,7 @@ def _fill(
   for first, stop in _merged([own[leading] for own, _ in wanted], sizes[leading]):
     for piece in pieces(first, stop, row_bytes, PIECE_BYTES):
       block_rows = slice(before + piece.start * per_row, before + piece.stop * per_row)
-      block = reader.block(stored, block_rows, block_columns)
+      block = stored.block(reader, block_rows, block_columns)
       shape = [piece.stop - piece.start, *(sizes[letter] for letter in rows[1:])]
       if columns:
         shape += [across[1] - across[0], *(sizes[letter] for letter in columns[1:])]

@@ -23,6 +23,9 @@ DTYPES = {
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# Read as bytes, which `quantization.py` decodes.
+BYTES = {name: np.dtype(np.uint8) for name in ("U8", "F8_E4M3")}
+_ELEMENTS = {**DTYPES, **BYTES}
 METADATA = "__metadata__"
 MOST_HEADER_BYTES = 100_000_000  # as the format's own library has it
 _LENGTH_BYTES = 8
@@ -45,6 +48,15 @@ class Stored:
   shape: tuple[int, ...]
   start: int
   size: int
+
+  def part(self, index: int) -> "Stored":
+    """Returns the array with this index along the first dim."""
+    size = self.size // self.shape[0]
+    return Stored(self.path, self.dtype, self.shape[1:], self.start + index * size, size)
+
+  def block(self, reader: "Reader", rows: slice, columns: slice) -> np.ndarray:
+    """Returns [rows, columns] by `Reader.block`."""
+    return reader.block(self, rows, columns)
 
 
 def read_header(path: os.PathLike | str) -> dict[str, Stored]:
@@ -121,7 +133,7 @@ def _stored(path: str, name: str, entry: Any, first: int) -> Stored:
   if len(offsets) != 2 or offsets[0] > offsets[1]:
     raise ValueError(f"{name}: data_offsets={short(offsets)}")
   size = offsets[1] - offsets[0]
-  if dtype in DTYPES and size != math.prod(shape) * DTYPES[dtype].itemsize:
+  if dtype in _ELEMENTS and size != math.prod(shape) * _ELEMENTS[dtype].itemsize:
     raise ValueError(f"{name}: {size:,} bytes are not {dtype}{shape}")
   return Stored(path, dtype, tuple(shape), first + offsets[0], size)
 
@@ -176,14 +188,14 @@ class Reader:
   def block(self, stored: Stored, rows: slice, columns: slice) -> np.ndarray:
     """Returns [rows, columns] of a matrix; of a vector, its only column's rows.
 
-    The array is valid until the next call, which uses its memory again.
+    Of an array with more dims, those behind the first are one. The result is valid until the next
+    call, which uses its memory again.
 
     Raises:
       OSError: the file cannot be read.
       ValueError: it has become shorter.
     """
-    dtype = DTYPES[stored.dtype]
-    width = stored.shape[1] if len(stored.shape) > 1 else 1
+    dtype, width = _ELEMENTS[stored.dtype], math.prod(stored.shape[1:])
     count, part = rows.stop - rows.start, columns.stop - columns.start
     first = stored.start + rows.start * width * dtype.itemsize
     if part < width and part * dtype.itemsize >= SEEK_BYTES:

@@ -16,7 +16,14 @@ from tests.helpers.jobs import make_job
 FOLDER = pathlib.Path(__file__).parent / "fixtures"
 NAMES = tuple(sorted(path.name for path in FOLDER.iterdir()))
 VERSIONS = ("config.json", "config_5.json")  # as transformers 4.57 and 5 write it
-DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+DTYPES = {
+  "F64": np.float64,
+  "F32": np.float32,
+  "F16": np.float16,
+  "BF16": ml_dtypes.bfloat16,
+  "F8_E4M3": ml_dtypes.float8_e4m3fn,
+  "U8": np.uint8,
+}
 LENGTH, VOCABULARY = 12, 37
 
 
