@@ -22,6 +22,11 @@ NEUTRAL: dict[str, Any] = {
   "max_positions": None,  # of learned positions
   "rotary_base": 10_000.0,
   "rotary_size": 0,
+  "rotary_pairs": "halves",
+  "attention": "grouped_query",
+  "latent_size": 0,
+  "query_latent_size": 0,
+  "value_head_size": None,  # as head_size
   "rotary_scaling": (),
   "local_rotary_base": 0.0,
   "window": 0,
@@ -54,6 +59,7 @@ SHAPES = (
   *("vocabulary_size", "positions", "max_positions", "norm", "pre_norms", "post_norms", "biases"),
   *("query_key_norm", "query_key_norm_across_heads", "attention_sinks", "gated"),
   "tied_embeddings",
+  *("attention", "latent_size", "query_latent_size", "value_head_size"),
 )
 
 # model_type of a model with images -> (the key with its decoder's config, that one's model_type).
@@ -255,6 +261,8 @@ def canonical(ours: Ours) -> dict[str, Any]:
     found["rotary_scaling"] = _canonical_scaling(tuple(found["rotary_scaling"]))
   else:
     found.update(rotary_base=NEUTRAL["rotary_base"], rotary_scaling=(), local_rotary_base=0.0)
+  if found["attention"] == NEUTRAL["attention"]:
+    found["value_head_size"] = None
   types = types_of(found)
   if not any(one.startswith("sliding") for one in types):
     found["window"] = 0

@@ -1,33 +1,26 @@
-"""Causal self-attention: the projections, the masked softmax, and the call of ring attention.
+"""Causal self-attention of queries over keys and values: the masked softmax, and where it runs.
 
 Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
 from models import attention_tiles, blockwise_attention, splash_attention
 from models.dtypes import wide_dtype
-from models.kv_cache import Cache, update_cache
 from models.layer_pattern import Layer, layer_pattern
-from models.layers import Linear, Norm, adapter_dropout
 from models.rematerialization import named
-from models.rope import apply_rope
 from models.token_positions import Rows
-from models.transformer_dims import KEYS, QUERIES, RESIDUAL, SINKS, sizes
+from models.transformer_dims import KEYS, QUERIES
 from partitioning.constraints import constrain, tie_to
 from partitioning.parallel.block_pairs import Blocks, Scores
-from partitioning.parallel.matmuls import column_parallel, row_parallel
 from partitioning.parallel.ring_attention import ring_attention, sequence_axes
 from partitioning.parallel.sharded_function import splits
 from runtime.rematerialization import ATTENTION_OUTPUT
-
-SINK_DEVIATION = 0.02  # of the initial sinks, as of gpt-oss in the transformers library
 
 
 def soft_cap(x: Float[Array, "*X"], cap: float) -> Float[Array, "*X"]:
@@ -111,12 +104,30 @@ def _attend(
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   q_BTNH = q_BTNH * jnp.asarray(scale, q_BTNH.dtype)
   scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
+  weights_BNTS = masked_softmax(scores_BNTS, mask_BTS, sinks_N, cap=cap).astype(v_BSNU.dtype)
+  return jnp.einsum("BNTS,BSNU->BTNU", weights_BNTS, v_BSNU)
+
+
+def masked_softmax(
+  scores_BNTS: Float[Array, "B N T S"],
+  mask_BTS: Bool[Array, "#B T S"],
+  sinks_N: Float[Array, " N"] | None = None,
+  *,
+  cap: float,
+) -> Float[Array, "B N T S"]:
+  """Returns the softmax of soft-capped scores over the slots that are not masked.
+
+  Args:
+    scores_BNTS: scaled, in float32 or wider.
+    mask_BTS: of `causal_mask`.
+    sinks_N: as in `causal_attention`.
+    cap: of the scores, see `soft_cap`.
+  """
+  wide = scores_BNTS.dtype
   scores_BNTS = soft_cap(scores_BNTS, cap)
   # Added, not selected by `where`: then no layer saves the mask for its gradient.
   mask_bias_BTS = jnp.logical_not(mask_BTS).astype(wide) * float(jnp.finfo(wide).min)
-  scores_BNTS = scores_BNTS + mask_bias_BTS[:, None]
-  weights_BNTS = _weights(scores_BNTS, sinks_N).astype(v_BSNU.dtype)
-  return jnp.einsum("BNTS,BSNU->BTNU", weights_BNTS, v_BSNU)
+  return _weights(scores_BNTS + mask_bias_BTS[:, None], sinks_N)
 
 
 def _weights(
@@ -133,130 +144,140 @@ def _weights(
   return weights_BNTS / (weights_BNTS.sum(axis=-1, keepdims=True) + sink_BNT1)
 
 
-class Attention(nnx.Module):
-  """Grouped-query attention. Sources: arXiv:2305.13245; 2104.09864 for rotary positions."""
+@dataclasses.dataclass(frozen=True)
+class Attend:
+  """Attention of queries over keys and values, by the kernel of a config.
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
-    """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
+  Attributes:
+    kernel: `training.attention_kernel`.
+    scale: of the scores.
+    cap: of the scaled scores, see `soft_cap`.
+    windows: the distinct windows of the layers.
+    groups: query heads that a key/value head serves.
+    value_head: the letter of the size of the values' heads.
+  """
+
+  kernel: str
+  scale: float
+  cap: float
+  windows: tuple[int | None, ...]
+  groups: int
+  value_head: str
+
+  @classmethod
+  def of(cls, config: ConfigDict, value_head: str = "H") -> "Attend":
+    """Returns the one of a finalized config."""
     model = config.model
-    linear = functools.partial(Linear, config=config, rngs=rngs)
-    self.query, self.key = linear("layers/attention/query"), linear("layers/attention/key")
-    self.value = linear("layers/attention/value")
-    self.query_key_norm = model.query_key_norm
-    if self.query_key_norm:
-      self.query_norm = Norm("layers/attention/query_norm", config)
-      self.key_norm = Norm("layers/attention/key_norm", config)
-    self.out = linear("layers/attention/out", scale=(2 * model.layers) ** -0.5)
-    self.has_sinks = model.attention_sinks
-    if self.has_sinks:
-      dtype, shape = jnp.dtype(config.training.parameter_dtype), sizes(config, SINKS)
-      deviation = jnp.asarray(SINK_DEVIATION, dtype)
-      self.sinks = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
-    self.groups = model.heads // model.kv_heads
-    self.scale, self.cap = model.attention_scale, model.attention_soft_cap
-    self.kernel = config.training.attention_kernel
-    self.windows = layer_pattern(config).kinds
-    self.adapter_dropout = config.lora.dropout
+    return cls(
+      kernel=config.training.attention_kernel,
+      scale=model.attention_scale,
+      cap=model.attention_soft_cap,
+      windows=layer_pattern(config).kinds,
+      groups=model.heads // model.kv_heads,
+      value_head=value_head,
+    )
 
   def __call__(
     self,
-    x_BRD: Float[Array, "B R D"],
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKU: Float[Array, "B S K U"],
     layer: Layer,
     rows: Rows,
-    cache: Cache | None = None,
-    key: Key[Array, ""] | None = None,
-  ) -> tuple[Float[Array, "B R D"], Cache | None]:
-    """Returns the residual's update, and the cache with these tokens in it.
+    sinks_N: Float[Array, " N"] | None = None,
+    *,
+    cached: bool = False,
+  ) -> Float[Array, "B T N U"]:
+    """Returns the values, averaged with the softmax of each query's scores as weights.
 
     Args:
-      x_BRD: the normalized residual.
+      q_BTNH: queries.
+      k_BSKH: keys of the same tokens, or of all slots of a cache.
+      v_BSKU: values, likewise.
       layer: the numbers that differ between layers.
-      rows: slots, positions and documents of the tokens.
-      cache: this layer's; None if x has all tokens.
-      key: draws the dropout of the adapters' inputs; None turns it off.
+      rows: slots and documents of the queries.
+      sinks_N: as in `causal_attention`.
+      cached: whether keys and values are a cache's.
     """
-    keys = (None, None) if key is None else jax.random.split(key)
-    dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=rows.slots_BT[0])
-    projections = [self.query, self.key, self.value]
-    inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
-    projected = column_parallel(x_BRD, projections, RESIDUAL, inputs)
-    q_BTNH, k_BTKH, v_BTKH = (
-      named(linear.add_bias(x), name)
-      for linear, x, name in zip(projections, projected, ("query", "key", "value"), strict=True)
-    )
-    if self.query_key_norm:
-      q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-    if (table_2BTh := rows.rope(layer)) is not None:
-      q_BTNH, k_BTKH = apply_rope(q_BTNH, table_2BTh), apply_rope(k_BTKH, table_2BTh)
     if rows.ring:
-      k_BTKH, v_BTKH = constrain(k_BTKH, KEYS), constrain(v_BTKH, KEYS)
-      scores = Scores(self.scale, wide_dtype(q_BTNH.dtype), self.cap)
-      # With all scores, each ring step's are one block.
-      every = (q_BTNH.shape[1],) * 2
-      sizes = every if self.kernel == "xla" else attention_tiles.of_devices().blockwise
-      output_BTNH = ring_attention(
-        *(q_BTNH, k_BTKH, v_BTKH, rows.segments_BT, layer.window),
-        blocks=Blocks(scores, *sizes),
-        letters=(QUERIES, KEYS, KEYS),
-        sinks_N=self._sinks(),
-        name=ATTENTION_OUTPUT,
-      )
+      output_BTNU = self._around_the_ring(q_BTNH, k_BSKH, v_BSKU, layer, rows, sinks_N)
     else:
-      output_BTNH, cache = self._gathered(q_BTNH, k_BTKH, v_BTKH, layer, rows, cache)
-    output_BTNH = constrain(output_BTNH, QUERIES)
-    inputs = dropped(key=keys[1], letters=QUERIES, shape=output_BTNH.shape)
-    return self.out.add_bias(row_parallel(output_BTNH, self.out, RESIDUAL, inputs)), cache
+      output_BTNU = self._gathered(q_BTNH, k_BSKH, v_BSKU, layer, rows, sinks_N, cached=cached)
+    return constrain(output_BTNU, QUERIES[:-1] + self.value_head)
+
+  def _around_the_ring(
+    self,
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKU: Array,
+    layer: Layer,
+    rows: Rows,
+    sinks_N: Array | None,
+  ) -> Float[Array, "B T N U"]:
+    values = KEYS[:-1] + self.value_head
+    k_BTKH, v_BTKU = constrain(k_BTKH, KEYS), constrain(v_BTKU, values)
+    scores = Scores(self.scale, wide_dtype(q_BTNH.dtype), self.cap)
+    # With all scores, each ring step's are one block.
+    every = (q_BTNH.shape[1],) * 2
+    sizes = every if self.kernel == "xla" else attention_tiles.of_devices().blockwise
+    return ring_attention(
+      *(q_BTNH, k_BTKH, v_BTKU, rows.segments_BT, layer.window),
+      blocks=Blocks(scores, *sizes),
+      letters=(QUERIES, KEYS, values),
+      sinks_N=sinks_N,
+      name=ATTENTION_OUTPUT,
+    )
 
   def _gathered(
-    self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, layer: Layer, rows: Rows, cache: Cache | None
-  ) -> tuple[Float[Array, "B T N H"], Cache | None]:
-    """Returns the attention output, with keys and values all-gathered along the sequence."""
-    k_BSKH, v_BSKH = constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH")
-    if cache is not None:
-      cache = update_cache(cache, k_BSKH, v_BSKH)
-      k_BSKH, v_BSKH = cache.keys, cache.values
+    self,
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKU: Array,
+    layer: Layer,
+    rows: Rows,
+    sinks_N: Array | None,
+    *,
+    cached: bool,
+  ) -> Float[Array, "B T N U"]:
+    """Returns the output, with keys and values all-gathered along the sequence."""
+    k_BSKH, v_BSKU = constrain(k_BTKH, "BSKH"), constrain(v_BTKU, "BSK" + self.value_head)
     segments = None
     if rows.segments_BT is not None:
       segments = rows.segments_BT, constrain(rows.segments_BT, "BS")
-    complete = cache is None and not sequence_axes("T")
-    given = {"scale": self.scale, "cap": self.cap, "sinks_N": self._sinks()}
+    complete = not cached and not sequence_axes("T")
+    given = {"scale": self.scale, "cap": self.cap, "sinks_N": sinks_N}
     if self.kernel != "xla":
-      k_BSKH, v_BSKH = self._served(k_BSKH), self._served(v_BSKH)
-      given |= {"windows": self.windows, "kind": layer.kind}
+      k_BSKH, v_BSKU = self._served(k_BSKH), self._served(v_BSKU, self.value_head)
+      given |= {"windows": self.windows, "kind": layer.kind, "value_head": self.value_head}
     if self.kernel == "splash" and complete:
       block = attention_tiles.of_devices().splash
-      return splash_attention.attention(
-        q_BTNH, k_BSKH, v_BSKH, segments, block=block, **given
-      ), cache
+      return splash_attention.attention(q_BTNH, k_BSKH, v_BSKU, segments, block=block, **given)
     q_BTNH, (slots_BT, segments) = tie_to(q_BTNH, (rows.slots_BT, segments))
     if self.kernel != "xla":
-      output_BTNH = blockwise_attention.attention(
-        *(q_BTNH, k_BSKH, v_BSKH, slots_BT, segments),
+      return blockwise_attention.attention(
+        *(q_BTNH, k_BSKH, v_BSKU, slots_BT, segments),
         complete=complete,
         blocks=attention_tiles.of_devices().blockwise,
         **given,
       )
-      return output_BTNH, cache
-    output_BTNH = causal_attention(
-      *(q_BTNH, self._repeated(k_BSKH), self._repeated(v_BSKH), slots_BT, segments),
+    output_BTNU = causal_attention(
+      *(q_BTNH, self._repeated(k_BSKH), self._repeated(v_BSKU, self.value_head)),
+      *(slots_BT, segments),
       window=layer.window,
       blocks=blocks_of(q_BTNH.shape[1]) if complete else 1,
       **given,
     )
-    return named(output_BTNH, ATTENTION_OUTPUT), cache
+    return named(output_BTNU, ATTENTION_OUTPUT)
 
-  def _sinks(self) -> Float[Array, " N"] | None:
-    return constrain(self.sinks[...], SINKS) if self.has_sinks else None
-
-  def _repeated(self, x_BSKH: Float[Array, "B S K H"]) -> Float[Array, "B S N H"]:
+  def _repeated(self, x_BSKH: Float[Array, "B S K H"], head: str = "H") -> Float[Array, "B S N H"]:
     """Returns keys or values for each query head; each serves N/K of them.
 
     Repeated heads can be split over tensor even where it does not divide K.
     """
-    return constrain(jnp.repeat(x_BSKH, self.groups, axis=2), "BSNH")
+    return constrain(jnp.repeat(x_BSKH, self.groups, axis=2), f"BSN{head}")
 
-  def _served(self, x_BSKH: Float[Array, "B S K H"]) -> Array:
+  def _served(self, x_BSKH: Float[Array, "B S K H"], head: str = "H") -> Array:
     """Returns keys or values, repeated only where a device lacks those of its query heads."""
     heads = x_BSKH.shape[2]
     alike = splits("K", heads) == splits("N", heads * self.groups)
-    return x_BSKH if alike else self._repeated(x_BSKH)
+    return x_BSKH if alike else self._repeated(x_BSKH, head)

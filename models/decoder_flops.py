@@ -17,7 +17,8 @@ def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> floa
   """Returns floating-point operations per sequence, forward and backward.
 
   6 per token and element of a weight matrix, and attention's two matmuls without the causal mask,
-  12 L N H T per token (arXiv:2204.02311, appendix B); a layer with a sliding window has the window
+  12 L N H T per token (arXiv:2204.02311, appendix B), or 6 L N (H + U) T where the heads of values
+  have another size U; a layer with a sliding window has the window
   instead of T. A weight matrix that is not trained counts 4: it has no gradient, but that of its
   input is computed with it; and 2 if nothing below it is trained.
 
@@ -43,7 +44,7 @@ def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> floa
   ]
   # With a window w, the first w tokens attend to fewer.
   seen = sum(one - one**2 / (2 * length) if causal else one for one in windows)
-  attention = (12 if into_layers else 4) * m.heads * m.head_size
+  attention = (6 if into_layers else 2) * m.heads * (m.head_size + m.value_head_size)
   return float(length) * (total + attention * seen)
 
 

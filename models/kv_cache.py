@@ -1,15 +1,21 @@
-"""The key/value cache of generation."""
+"""The caches of generation: keys and values, or the latent vectors that they are computed from."""
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from partitioning.constraints import constrain
 
-# The letters of the cache's arrays, of all layers.
-CACHE = {"keys": "LBSKH", "values": "LBSKH", "lengths": "B"}
+# The letters of the caches' arrays, of all layers.
+CACHE = {
+  "keys": "LBSKH",
+  "values": "LBSKH",
+  "latents": "LBSC",
+  "rotary_keys": "LBSI",
+  "lengths": "B",
+}
 
 
 @jax.tree_util.register_dataclass
@@ -31,36 +37,72 @@ class Cache:
   lengths: Any
 
 
-def update_cache(
-  cache: Cache, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
-) -> Cache:
-  """Returns one layer's cache with new keys and values appended to each row.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LatentCache:
+  """What the keys and values of latent attention are computed from, as `Cache`.
 
-  The lengths are unchanged: the caller knows how many of the T are tokens and not padding.
+  Attributes:
+    latents: [L, B, S, C], after their norm, in the compute dtype.
+    rotary_keys: [L, B, S, I], of all heads, rotated by their positions.
+    lengths: int32 [B], tokens read of each row.
   """
 
-  def write(row_SKH: Array, new_TKH: Array, start: Array) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(row_SKH, new_TKH, start, axis=0)
-
-  keys_BSKH = jax.vmap(write)(cache.keys, k_BTKH, cache.lengths)
-  values_BSKH = jax.vmap(write)(cache.values, v_BTKH, cache.lengths)
-  keys_BSKH, values_BSKH = constrain(keys_BSKH, "BSKH"), constrain(values_BSKH, "BSKH")
-  return dataclasses.replace(cache, keys=keys_BSKH, values=values_BSKH)
+  latents: Any
+  rotary_keys: Any
+  lengths: Any
 
 
-def cache_layer(cache: Cache, layer: Int[Array, ""]) -> Cache:
+AnyCache = TypeVar("AnyCache", Cache, LatentCache)
+
+
+def update_cache(cache: AnyCache, *new: Float[Array, "B T ..."]) -> AnyCache:
+  """Returns one layer's cache with what new tokens add to its arrays, appended to each row.
+
+  The lengths are unchanged: the caller knows how many of the T are tokens and not padding.
+
+  Args:
+    cache: of one layer.
+    *new: in the order of the cache's fields, such as keys and values.
+  """
+
+  def write(row: Array, new: Array, start: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis=0)
+
+  found = {}
+  for name, x in zip(_arrays(cache), new, strict=True):
+    joined = jax.vmap(write)(getattr(cache, name), x, cache.lengths)
+    found[name] = constrain(joined, CACHE[name][1:])
+  return dataclasses.replace(cache, **found)
+
+
+def slots_of(cache: Cache | LatentCache) -> int:
+  """Returns the most tokens of a row of a cache of all layers."""
+  return getattr(cache, _arrays(cache)[0]).shape[CACHE["keys"].index("S")]
+
+
+def cache_layer(cache: AnyCache, layer: Int[Array, ""]) -> AnyCache:
   """Returns one layer's cache."""
-  keys_BSKH, values_BSKH = (
-    constrain(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), "BSKH")
-    for x in (cache.keys, cache.values)
-  )
-  return dataclasses.replace(cache, keys=keys_BSKH, values=values_BSKH)
+  found = {
+    name: constrain(
+      jax.lax.dynamic_index_in_dim(getattr(cache, name), layer, keepdims=False), CACHE[name][1:]
+    )
+    for name in _arrays(cache)
+  }
+  return dataclasses.replace(cache, **found)
 
 
-def set_cache_layer(cache: Cache, layer: Int[Array, ""], new: Cache) -> Cache:
-  """Returns the cache of all layers with one layer's keys and values replaced."""
-  keys_LBSKH, values_LBSKH = (
-    jax.lax.dynamic_update_index_in_dim(x, new_x, layer, axis=0)
-    for x, new_x in ((cache.keys, new.keys), (cache.values, new.values))
-  )
-  return dataclasses.replace(cache, keys=keys_LBSKH, values=values_LBSKH)
+def set_cache_layer(cache: AnyCache, layer: Int[Array, ""], new: AnyCache) -> AnyCache:
+  """Returns the cache of all layers with one layer's arrays replaced."""
+  found = {
+    name: jax.lax.dynamic_update_index_in_dim(
+      getattr(cache, name), getattr(new, name), layer, axis=0
+    )
+    for name in _arrays(cache)
+  }
+  return dataclasses.replace(cache, **found)
+
+
+def _arrays(cache: Cache | LatentCache) -> list[str]:
+  """Returns the names of the fields with numbers of each token."""
+  return [field.name for field in dataclasses.fields(cache) if field.name != "lengths"]

@@ -20,6 +20,8 @@ from partitioning.dims import Dim, Legend
 # Parameters that are no matrices, by the last part of their name; they have no weight decay either.
 VECTORS = ("scale", "bias", "sinks")
 _HEADS, _HEAD = ("heads", "kv_heads"), "head"
+# Dims that are the inputs of a kernel that begins with them: of the residual, of latent vectors.
+INPUTS = ("model", "query_latent", "latent")
 # Dims that grow with the model; all others (vocabulary, positions, inputs, ...) are finite.
 WIDTHS = ("model", "feedforward", *_HEADS, _HEAD)
 
@@ -82,7 +84,7 @@ def differs(config: ConfigDict) -> bool:
 def sides(letters: str, legend: Legend, *, vector: bool = False) -> tuple[list[Dim], list[Dim]]:
   """Returns the dims of a parameter's inputs and of its outputs, `layers` apart.
 
-  D (model) is the input if it comes first of the others, else the output.
+  D (model) is the input if it comes first of the others, else the output; likewise latent dims.
 
   Args:
     letters: of the parameter.
@@ -92,7 +94,7 @@ def sides(letters: str, legend: Legend, *, vector: bool = False) -> tuple[list[D
   dims = [legend[letter] for letter in letters if legend[letter].name != "layers"]
   if vector:
     return [], dims
-  cut = 1 if dims and dims[0].name == "model" else -1
+  cut = 1 if dims and dims[0].name in INPUTS else -1
   return dims[:cut], dims[cut:]
 
 

@@ -138,17 +138,32 @@ def rope_table(
 
 
 def apply_rope(
-  x_BTNH: Float[Array, "B T N H"], table_2BTh: Float[Array, "2 #B T h"]
+  x_BTNH: Float[Array, "B T N H"], table_2BTh: Float[Array, "2 #B T h"], *, adjacent: bool = False
 ) -> Float[Array, "B T N H"]:
-  """Rotates each pair (i, i + h) by its position's angle, in float32 or wider.
+  """Rotates each pair of dims by its position's angle, in float32 or wider.
 
   Dims from 2 h on are not rotated (GPT-NeoX's partial rotary positions).
+
+  Args:
+    x_BTNH: queries or keys.
+    table_2BTh: of `rope_table`.
+    adjacent: the pairs are (2 i, 2 i + 1), as in arXiv:2104.09864; else (i, i + h), as GPT-NeoX has
+      them.
   """
   wide = wide_dtype(x_BTNH.dtype)
   half = table_2BTh.shape[-1]
   cos, sin = table_2BTh.astype(wide)[:, :, :, None]
-  first, second = x_BTNH[..., :half].astype(wide), x_BTNH[..., half : 2 * half].astype(wide)
-  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+  parts = (
+    (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    if adjacent
+    else (slice(0, half), slice(half, 2 * half))
+  )
+  first, second = (x_BTNH[..., part].astype(wide) for part in parts)
+  turned = first * cos - second * sin, second * cos + first * sin
+  if adjacent:
+    rotated = jnp.stack(turned, axis=-1).reshape(*x_BTNH.shape[:-1], 2 * half)
+  else:
+    rotated = jnp.concatenate(turned, axis=-1)
   rotated = rotated.astype(x_BTNH.dtype)
   if x_BTNH.shape[-1] == 2 * half:
     return rotated

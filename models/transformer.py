@@ -16,18 +16,20 @@ from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from models import activations, mup, preference
-from models.attention import Attention, soft_cap
+from models.attention import soft_cap
 from models.decoder_flops import train_flops_per_example as train_flops_per_example
 from models.dtypes import wide_dtype
+from models.grouped_query_attention import GroupedQueryAttention
 from models.kv_cache import CACHE as CACHE
-from models.kv_cache import Cache, cache_layer, set_cache_layer
+from models.kv_cache import Cache, LatentCache, cache_layer, set_cache_layer, slots_of
+from models.latent_attention import LatentAttention
 from models.layer_pattern import Layer, layer_pattern
 from models.layers import MLP, Embedding, LearnedPositions, Linear, Norm, dropout
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
 from models.rematerialization import named, rematerialized
 from models.token_positions import Rows, rows_of
 from models.transformer_dims import PARAMETERS as PARAMETERS
-from models.transformer_dims import RESIDUAL
+from models.transformer_dims import RESIDUAL, is_latent
 from models.transformer_dims import legend as legend
 from models.transformer_dims import parameters as parameters
 from partitioning.constraints import constrain
@@ -44,7 +46,8 @@ class Block(nnx.Module):
     self.pre_norms, self.post_norms = config.model.pre_norms, config.model.post_norms
     if self.pre_norms:
       self.attention_norm = Norm("layers/attention_norm", config)
-    self.attention = Attention(config, rngs=rngs)
+    attention = LatentAttention if is_latent(config.model) else GroupedQueryAttention
+    self.attention = attention(config, rngs=rngs)
     if self.pre_norms:
       self.mlp_norm = Norm("layers/mlp_norm", config)
     self.mlp = MLP(config, rngs=rngs)
@@ -61,8 +64,8 @@ class Block(nnx.Module):
     layer: Layer,
     key: Key[Array, ""] | None,
     rows: Rows,
-    cache: Cache | None = None,
-  ) -> tuple[Float[Array, "B R D"], Cache | None, Sums]:
+    cache: Cache | LatentCache | None = None,
+  ) -> tuple[Float[Array, "B R D"], Cache | LatentCache | None, Sums]:
     """Returns the residual after this layer, the layer's cache, and its auxiliary sums.
 
     Args:
@@ -294,8 +297,8 @@ class Transformer(nnx.Module):
     return x_BRD, jax.tree.map(jnp.sum, sums_L)
 
   def extend(
-    self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache
-  ) -> tuple[Float[Array, "B V"], Cache]:
+    self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache | LatentCache
+  ) -> tuple[Float[Array, "B V"], Cache | LatentCache]:
     """Reads tokens that follow those in the cache, of the same document, without dropout.
 
     Args:
@@ -309,7 +312,7 @@ class Transformer(nnx.Module):
     graphdef, stack = nnx.split(self.layers)
     slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
     slots_BT = cache.lengths[:, None] + slots_BT
-    tables = self.layer_pattern.rope_tables(slots_BT, cache.keys.shape[2])
+    tables = self.layer_pattern.rope_tables(slots_BT, slots_of(cache))
     rows = Rows(slots_BT, slots_BT, tables)
 
     def layer(carry, inputs):
@@ -362,7 +365,7 @@ class Transformer(nnx.Module):
     return jnp.where(real_V[None, None], logits_BTV, jnp.finfo(wide).min)
 
 
-def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache:
+def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache | LatentCache:
   """Returns an empty cache.
 
   Args:
@@ -370,10 +373,12 @@ def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache:
     rows: B.
     slots: S, the most tokens that a row can have.
   """
-  model = config.model
-  shape = (model.layers, rows, slots, model.kv_heads, model.head_size)
-  dtype = jnp.dtype(config.training.compute_dtype)
-  lengths = jnp.zeros((rows,), jnp.int32)
+  model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
+  lengths, shape = jnp.zeros((rows,), jnp.int32), (model.layers, rows, slots)
+  if is_latent(model):
+    sizes = model.latent_size, model.rotary_size
+    return LatentCache(*(jnp.zeros((*shape, size), dtype) for size in sizes), lengths)
+  shape = (*shape, model.kv_heads, model.head_size)
   return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), lengths)
 
 

@@ -16,6 +16,13 @@ from partitioning.parallel.sharded_function import Residual
 # The residual stream, between blocks and inside; queries, keys and values inside a block.
 RESIDUAL = Residual(between="BRD", inside="BTD")
 QUERIES, KEYS, SINKS = "BTNH", "BTKH", "N"
+# Of latent attention: the latent vectors of queries and of keys and values, and the rotary key.
+# A down-projection's own output dim has another letter, since its kernel is sharded otherwise.
+QUERY_LATENT = Residual(between="BRQ", inside="BTQ")
+LATENT = Residual(between="BRC", inside="BTC")
+ROTARY_KEY = Residual(between="BRI", inside="BTI")
+_INPUTS = (RESIDUAL.width, QUERY_LATENT.width, LATENT.width)
+LATENT_ATTENTION = "latent"  # model.attention
 
 
 def legend(config: ConfigDict) -> dict[str, Dim]:
@@ -32,10 +39,26 @@ def legend(config: ConfigDict) -> dict[str, Dim]:
     "N": Dim("heads", model.heads),
     "K": Dim("kv_heads", model.kv_heads, may_replicate=True),
     "H": Dim("head", model.head_size),
+    **_latent_dims(model),
     "V": Dim("vocabulary", padded_vocabulary(config)),
     "P": Dim("positions", model.max_positions),
     "r": Dim("lora_rank", config.lora.rank),
   }
+
+
+def _latent_dims(model: ConfigDict) -> dict[str, Dim]:
+  """Returns the dims of latent attention; of size 0 where another is chosen."""
+  dims = {
+    "U": ("value_head", model.value_head_size),
+    "Q": ("query_latent", model.query_latent_size),
+    "q": ("query_latent_output", model.query_latent_size),
+    "C": ("latent", model.latent_size),
+    "c": ("latent_output", model.latent_size),
+    "I": ("rotary_key", model.rotary_size),
+    "J": ("key_value_head", model.head_size - model.rotary_size + model.value_head_size),
+  }
+  used = model.attention == LATENT_ATTENTION
+  return {letter: Dim(name, size if used else 0) for letter, (name, size) in dims.items()}
 
 
 PARAMETERS = {
@@ -50,6 +73,12 @@ PARAMETERS = {
   "layers/attention/value/bias": "LKH",
   "layers/attention/(query|key)_norm/scale": "LH",
   "layers/attention/sinks": "LN",
+  "layers/attention/query_latent/kernel": "LDq",
+  "layers/attention/query_latent_norm/scale": "LQ",
+  "layers/attention/latent/kernel": "LDc",
+  "layers/attention/latent_norm/scale": "LC",
+  "layers/attention/rotary_key/kernel": "LDI",
+  "layers/attention/key_value/kernel": "LCKJ",
   "layers/attention/out/kernel": "LNHD",
   "layers/attention/out/bias": "LD",
   "layers/attention_post_norm/scale": "LD",
@@ -106,6 +135,20 @@ ACROSS_HEADS = {
   "layers/attention/query_norm/scale": "LNH",
   "layers/attention/key_norm/scale": "LKH",
 }
+# In place of the others, with model.attention="latent".
+OF_LATENTS = {"layers/attention/out/kernel": "LNUD", "layers/attention/out/lora_a": "LNUr"}
+# Likewise, where queries have a latent vector too.
+OF_QUERY_LATENTS = {"layers/attention/query/kernel": "LQNH", "layers/attention/query/lora_a": "LQr"}
+
+
+def is_latent(model: ConfigDict) -> bool:
+  """Returns whether keys and values are projections of a latent vector."""
+  return model.attention == LATENT_ATTENTION
+
+
+def _has_query_latents(model: ConfigDict) -> bool:
+  return is_latent(model) and model.query_latent_size > 0
+
 
 # Optional parameters: a part of their pattern -> whether a config has them.
 _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
@@ -114,6 +157,13 @@ _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
   **{f"{name}/bias": functools.partial(has_bias, name) for name in LINEARS},
   "(query|key)_norm": lambda m: m.query_key_norm,
   "attention/sinks": lambda m: m.attention_sinks,
+  "(key|value)/": lambda m: not is_latent(m),
+  "attention/key/": lambda m: not is_latent(m),
+  "attention/value/": lambda m: not is_latent(m),
+  "attention/query_latent": _has_query_latents,
+  "attention/latent": is_latent,
+  "attention/rotary_key": is_latent,
+  "attention/key_value": is_latent,
   "attention_norm": lambda m: m.pre_norms,
   "mlp_norm": lambda m: m.pre_norms,
   "post_norm": lambda m: m.post_norms,
@@ -128,6 +178,10 @@ def parameters(config: ConfigDict) -> dict[str, str]:
   table = PARAMETERS
   if config.model.query_key_norm_across_heads:  # only with query_key_norm, `validate` says
     table = {n: x for n, x in PARAMETERS.items() if "(query|key)_norm" not in n} | ACROSS_HEADS
+  if is_latent(config.model):
+    table = table | OF_LATENTS
+  if _has_query_latents(config.model):
+    table = table | OF_QUERY_LATENTS
   return {
     name: dims
     for name, dims in table.items()
@@ -182,9 +236,10 @@ def sizes(config: ConfigDict, dims: str) -> tuple[int, ...]:
 def fan_in(config: ConfigDict, dims: str) -> int:
   """Returns the fan-in of a kernel with these letters.
 
-  A kernel whose first dim is the residual's width reads the residual; any other writes it.
+  A kernel whose first dim is the width of the residual or of latent vectors reads them; any other
+  writes the residual.
   """
-  summed = RESIDUAL.width if dims.startswith(RESIDUAL.width) else dims.removesuffix(RESIDUAL.width)
+  summed = dims[0] if dims[0] in _INPUTS else dims.removesuffix(RESIDUAL.width)
   return math.prod(sizes(config, summed))
 
 

@@ -61,7 +61,7 @@ def of_job(job: Job) -> list[Named]:
   extents = {"B": rows, "T": config.data.sequence_length, "R": config.data.sequence_length}
   found = []
   for name in names:
-    letters = rematerialization.NAMES[name]
+    letters = rematerialization.letters_of(name, config.model)
     shape = tuple(extents.get(letter) or job.legend[letter].size for letter in letters)
     spec = resolve(letters, shape, job.legend, job.activations.table, sizes).spec
     size = itemsize * config.model.layers * math.prod(shard_shape(shape, spec, sizes))

@@ -29,7 +29,13 @@ PRESETS = ("none", "dots", "full")
 NAMES = {
   "layer_input": "BRD",
   "attention_input": "BRD",  # after the norm before attention
+  # Of latent attention, before their norms and rotary positions; then keys and values, before the
+  # rotary key is joined to the keys.
+  "latent": "BRC",
+  "rotary_key": "BRI",
+  "query_latent": "BRQ",
   "query": "BTNH",
+  "key_value": "BTKJ",
   "key": "BTKH",
   "value": "BTKH",
   # The values averaged by the softmax; in a kernel or a ring also the logarithm of its normalizer.
@@ -42,15 +48,32 @@ NAMES = {
   "mlp_update": "BRD",  # what the MLP adds to the residual, before a norm or dropout
 }
 LAYER_INPUT, ATTENTION_OUTPUT = "layer_input", "attention_output"
+# Letters that differ with model.attention="latent".
+_OF_LATENTS = {"attention_output": "BTNU"}
 _WHEN: Mapping[str, Callable[[Any], bool]] = {
+  **dict.fromkeys(("latent", "rotary_key", "key_value"), lambda model: _is_latent(model)),
+  "query_latent": lambda model: _is_latent(model) and model.query_latent_size > 0,
+  **dict.fromkeys(("key", "value"), lambda model: not _is_latent(model)),
   "attention_input": lambda model: model.pre_norms,  # else it is the layer's input
   "mlp_input": lambda model: model.pre_norms,
   "gate": lambda model: model.gated,
 }
 _OF_PRESET = {
   "none": tuple(NAMES),
-  "dots": ("query", "key", "value", "attention_update", "gate", "up", "mlp_update"),
+  "dots": (
+    *("latent", "rotary_key", "query_latent", "query", "key_value", "key", "value"),
+    *("attention_update", "gate", "up", "mlp_update"),
+  ),
 }
+
+
+def _is_latent(model: Any) -> bool:
+  return model.attention == "latent"
+
+
+def letters_of(name: str, model: Any) -> str:
+  """Returns the letters of a named activation of a decoder."""
+  return _OF_LATENTS.get(name, NAMES[name]) if _is_latent(model) else NAMES[name]
 
 
 def names_of(model: Any) -> tuple[str, ...]:

@@ -289,6 +289,10 @@ _OLD_DATA = {
 _OLD_LORA = {"rank": 0, "alpha": 16.0, "targets": ("*",), "rs": False, "dropout": 0.0}
 # Likewise of decoders.
 _OLD_DECODER = {
+  "attention": "grouped_query",
+  "latent_size": 0,
+  "query_latent_size": 0,
+  "rotary_pairs": "halves",
   "layer_types": (),
   "rotary_size": 0,
   "pre_norms": True,
@@ -315,7 +319,11 @@ def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
   task = {"task": named[loss]} if loss in named else {}
   model = config["model"]
   if model["name"] == "transformer":
-    derived = {"max_positions": data["sequence_length"], "base_head_size": model["head_size"]}
+    derived = {
+      "max_positions": data["sequence_length"],
+      "base_head_size": model["head_size"],
+      "value_head_size": model["head_size"],
+    }
     model = {**derived, **_OLD_DECODER, **model}
   elif model["name"] == "mlp":
     model = {"base_width": 0, **model}

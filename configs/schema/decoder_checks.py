@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ml_collections import ConfigDict
 
+from configs.schema import latent_checks
 from runtime.suggest import nearest
 
 LANES = 128  # of a TPU
@@ -13,6 +14,8 @@ CHOICES = {
   "model.positions": ("rotary", "learned"),
   "model.norm": ("rms", "layer"),
   "model.activation": ("silu", "gelu", "gelu_erf", "gelu_sigmoid", "relu", "relu_squared"),
+  "model.attention": ("grouped_query", "latent"),
+  "model.rotary_pairs": ("halves", "adjacent"),
   "model.context_attention": ("auto", "ring", "gather"),
 }
 # Of `model.biases`: one of the first, or a list of the others.
@@ -34,7 +37,9 @@ ROTARY_SCALINGS = {
   ),
 }
 # Whole numbers of a decoder of which 0 turns something off.
-MAY_BE_ZERO = ("window", "global_every", "rotary_size", "base_width")
+MAY_BE_ZERO = (
+  *("window", "global_every", "rotary_size", "base_width", "latent_size", "query_latent_size"),
+)
 LEAST = {
   "model.window": 0,
   "model.global_every": 0,
@@ -95,6 +100,7 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
       f"model.window={model.window} is beyond data.sequence_length={length}: no token would see "
       f"less than all; make data.sequence_length {model.window} or more, or set model.window=0"
     )
+  yield from latent_checks.wrong(config)
   yield from _layer_types(model)
   yield from _biases(model)
   if not model.pre_norms and not model.post_norms:

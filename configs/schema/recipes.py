@@ -79,6 +79,8 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
         f"change one, or set model.head_size"
       )
     model.head_size = model.model_size // max(1, model.heads)
+  if model.name == "transformer" and model.value_head_size is None:
+    model.value_head_size = model.head_size
   if model.name == "transformer" and model.max_positions is None:
     model.max_positions = data.sequence_length
   if model.name == "transformer":
@@ -143,6 +145,12 @@ def lm() -> ConfigDict:
     # in proportion. 0: off
     "base_width": 0,
     "base_head_size": config_dict.placeholder(int),  # muP: head size there; head_size
+    # grouped_query, or latent: keys and values of all heads are projections of one latent vector
+    # per token (multi-head latent attention, DeepSeek)
+    "attention": "grouped_query",
+    "latent_size": 0,  # of latent attention: numbers of that vector
+    "query_latent_size": 0,  # of a latent vector of the queries; 0: they have none
+    "value_head_size": config_dict.placeholder(int),  # of latent attention; head_size
     "heads": 8,  # query heads
     "kv_heads": 4,  # key/value heads; fewer than heads: grouped-query attention
     "head_size": config_dict.placeholder(int),  # model_size / heads
@@ -151,7 +159,10 @@ def lm() -> ConfigDict:
     "positions": "rotary",  # rotary (RoPE) or learned
     "max_positions": config_dict.placeholder(int),  # of learned ones; data.sequence_length
     "rotary_base": 10_000.0,  # RoPE's theta
-    "rotary_size": 0,  # dims of a head that are rotated, the first ones; 0: all
+    # Dims of a head that are rotated, the first ones; 0: all. Of latent attention the last ones of
+    # queries, and of a key that all heads share
+    "rotary_size": 0,
+    "rotary_pairs": "halves",  # dims that are rotated together: i, i + h, or adjacent: 2i, 2i + 1
     # For rows longer than pretraining: linear, dynamic, yarn, longrope or llama3, with its numbers:
     # ("yarn", {"factor": 4.0, "original_length": 32768}); four numbers are llama3's (factor, low,
     # high, original length); (): none

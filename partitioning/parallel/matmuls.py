@@ -36,6 +36,7 @@ from partitioning.parallel.sharded_function import (
   sequence_axes,
   sharded,
   split_over,
+  splits,
   summed_last,
 )
 
@@ -194,6 +195,43 @@ def row_parallel(
     residual=residual,
     dtype=x.dtype,
     stored_kernels=[1] if in_8_bits else (),
+  )
+  return out
+
+
+def for_each_head(x: jax.Array, heads: str, residual: Residual) -> jax.Array:
+  """Repeats an activation, all-gathered along its sequence, for each head; these may be split.
+
+  The transpose sums over the heads of all devices, and scatters along the sequence.
+
+  Args:
+    x: batch, sequence between blocks, and a width.
+    heads: the letter of the dim.
+    residual: the letters of x, between blocks and inside.
+
+  Returns:
+    Batch, sequence inside a block, heads, and the width.
+  """
+  sequence, size = sequence_axes(residual), automatic_layout()[0].legend[heads].size
+
+  def repeated(manual: bool, x: jax.Array) -> list[jax.Array]:
+    if manual and sequence:
+      x = collectives.all_gather(x, sequence, SEQUENCE_DIM)
+    count = size // jax.lax.axis_size(axes) if manual and axes else size
+    shape = (*x.shape[: SEQUENCE_DIM + 1], count, x.shape[-1])
+    return [jnp.broadcast_to(jnp.expand_dims(x, SEQUENCE_DIM + 1), shape)]
+
+  axes, output = splits(heads, size), residual.tokens + heads + residual.width
+  [out] = sharded(
+    repeated,
+    [residual.between],
+    [residual.between],
+    [output],
+    x,
+    kernels=(),
+    residual=residual,
+    dtype=x.dtype,
+    by_hand=bool(axes),
   )
   return out
 

@@ -41,7 +41,8 @@ def logits(config, arrays, tokens_T, segments_T=None):
       if name.startswith("layers/")
     }
     normed_TD = norm(model, layer, "attention_norm", x_TD)
-    read_TD = attention(model, layer, normed_TD, seen_TS, positions_T, sees_all=sees_all)
+    attend = latent_attention if model.attention == "latent" else attention
+    read_TD = attend(model, layer, normed_TD, seen_TS, positions_T, sees_all=sees_all)
     x_TD = x_TD + after(model, layer, "attention_post_norm", read_TD)
     update_TD = mlp(model, layer, norm(model, layer, "mlp_norm", x_TD))
     x_TD = x_TD + after(model, layer, "mlp_post_norm", update_TD)
@@ -117,9 +118,42 @@ def attention(model, weights, x_TD, seen_TS, positions_T, *, sees_all):
   return out_TD + weights.get("attention/out/bias", 0.0)
 
 
+def latent_attention(model, weights, x_TD, seen_TS, positions_T, *, sees_all):
+  """Returns the update of multi-head latent attention (arXiv:2405.04434, 2.1 and appendix C)."""
+
+  def kernel(name):
+    return weights[f"attention/{name}/kernel"]
+
+  def normed(name, x):
+    return rms_norm(model, x, weights[f"attention/{name}_norm/scale"])
+
+  def turned(x_TNI):
+    if model.rotary_pairs == "adjacent":  # pairs (2 i, 2 i + 1): brought to (i, i + I/2), and back
+      halves = np.concatenate([x_TNI[..., 0::2], x_TNI[..., 1::2]], axis=-1)
+      both = rotated(model, halves, positions_T, sees_all=sees_all)
+      return np.stack(np.split(both, 2, axis=-1), axis=-1).reshape(x_TNI.shape)
+    return rotated(model, x_TNI, positions_T, sees_all=sees_all)
+
+  of_query = x_TD
+  if model.query_latent_size:
+    of_query = normed("query_latent", x_TD @ kernel("query_latent"))
+  c_TC, shared_TI = normed("latent", x_TD @ kernel("latent")), x_TD @ kernel("rotary_key")
+  rotary_TI = turned(shared_TI[:, None])[:, 0]
+  mixed = []
+  plain = model.head_size - model.rotary_size
+  for n in range(model.heads):
+    q_TH = of_query @ kernel("query")[:, n]
+    q_TH = np.concatenate([q_TH[:, :plain], turned(q_TH[:, None, plain:])[:, 0]], axis=-1)
+    both_SJ = c_TC @ kernel("key_value")[:, n]
+    k_SH = np.concatenate([both_SJ[:, :plain], rotary_TI], axis=-1)
+    scores_TS = capped(q_TH @ k_SH.T * model.attention_scale, model.attention_soft_cap)
+    mixed.append(softmax(np.where(seen_TS, scores_TS, -np.inf)) @ both_SJ[:, plain:])
+  return np.einsum("NTU,NUD->TD", np.stack(mixed), kernel("out"))
+
+
 def rotated(model, x_TNH, positions_T, *, sees_all):
   """Returns x with each pair (i, i + H/2) turned by its position. Source: arXiv:2104.09864."""
-  half = model.head_size // 2
+  half = x_TNH.shape[-1] // 2
   local = model.local_rotary_base and not sees_all
   base = model.local_rotary_base if local else model.rotary_base
   frequency_h = base ** (-np.arange(half) / half)

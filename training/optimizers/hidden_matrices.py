@@ -15,12 +15,15 @@ from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
 from models import MODELS
-from models.mup import VECTORS
+from models.mup import INPUTS, VECTORS
 from partitioning.parallel.matrix_groups import Group, Matrix, grouped
 from partitioning.rules import letters_of, named_leaves, place_parameters
 
 # Dims of hidden matrices; not those of inputs, outputs and tables.
-_HIDDEN = ("model", "feedforward", "heads", "kv_heads", "head")
+_HIDDEN = (
+  *("model", "feedforward", "heads", "kv_heads", "head", "value_head", "key_value_head"),
+  *("query_latent", "query_latent_output", "latent", "latent_output", "rotary_key"),
+)
 _HEADS = ("heads", "kv_heads")
 _MOST_KERNELS = 6  # that a message names
 
@@ -81,7 +84,7 @@ class HiddenMatrices:
     """Returns name -> its matrices, of those parameters that are hidden kernels.
 
     Those are the kernels whose dims, `layers` apart, are all hidden ones. D (model) is the input
-    if it comes first of the others, else the output.
+    if it comes first of the others, else the output; likewise the dims of latent vectors.
 
     Args:
       names: of parameters.
@@ -93,7 +96,7 @@ class HiddenMatrices:
       dims = [(i, legend[letter].name) for i, letter in enumerate(letters_of(name, rules))]
       dims = [(i, dim) for i, dim in dims if dim != "layers"]
       hidden = all(dim in _HIDDEN for _, dim in dims)
-      cut = 1 if dims and dims[0][1] == "model" else -1
+      cut = 1 if dims and dims[0][1] in INPUTS else -1
       sides = dims[:cut], dims[cut:]
       if per_head:
         sides = tuple([one for one in side if one[1] not in _HEADS] for side in sides)

@@ -6,16 +6,20 @@ from configs.schema import axis_tables
 from models import MODELS
 from partitioning.mesh_sizes import AXES
 from tests.helpers.jobs import make_job
+from tests.parity.latents import LATENTS
+
+EVERY_DIM = {"model.positions": "learned", "lora.rank": 3}
 
 
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])
 def test_the_axis_tables_hold_the_dims_that_the_model_has_and_no_other(recipe):
-  every_dim = {"model.positions": "learned", "lora.rank": 3}
-  job = make_job("single", recipe, **(every_dim if recipe == "lm" else {}))
+  keys = [EVERY_DIM, LATENTS] if recipe == "lm" else [{}]
+  jobs = [make_job("single", recipe, **one) for one in keys]
+  job, model = jobs[0], MODELS[jobs[0].config.model.name]
   tables = axis_tables.AXIS_TABLES[job.config.model.name]
-  letters = "".join(MODELS[job.config.model.name].PARAMETERS.values())
+  letters = "".join(letters for one in jobs for letters in model.parameters(one.config).values())
   assert {*tables["parameters"]} == {job.legend[letter].name for letter in letters}
-  letters = "".join(c.letters for c in job.activations.seen)
+  letters = "".join(c.letters for one in jobs for c in one.activations.seen)
   letters += "".join(array.letters for array in job.placements["batch"].values())
   assert {*tables["activations"]} == {job.legend[letter].name for letter in letters}
   every = {dim.name for dim in job.legend.values()}

@@ -1,0 +1,91 @@
+"""Grouped-query attention: the projections around `models.attention`.
+
+Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Key
+from ml_collections import ConfigDict
+
+from models.attention import Attend
+from models.kv_cache import Cache, update_cache
+from models.layer_pattern import Layer
+from models.layers import Linear, Norm, adapter_dropout
+from models.rematerialization import named
+from models.rope import apply_rope
+from models.token_positions import Rows
+from models.transformer_dims import QUERIES, RESIDUAL, SINKS, sizes
+from partitioning.constraints import constrain
+from partitioning.parallel.matmuls import column_parallel, row_parallel
+
+SINK_DEVIATION = 0.02  # of the initial sinks, as of gpt-oss in the transformers library
+
+
+class GroupedQueryAttention(nnx.Module):
+  """Grouped-query attention. Sources: arXiv:2305.13245; 2104.09864 for rotary positions."""
+
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+    """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
+    model = config.model
+    linear = functools.partial(Linear, config=config, rngs=rngs)
+    self.query, self.key = linear("layers/attention/query"), linear("layers/attention/key")
+    self.value = linear("layers/attention/value")
+    self.query_key_norm = model.query_key_norm
+    if self.query_key_norm:
+      self.query_norm = Norm("layers/attention/query_norm", config)
+      self.key_norm = Norm("layers/attention/key_norm", config)
+    self.out = linear("layers/attention/out", scale=(2 * model.layers) ** -0.5)
+    self.has_sinks = model.attention_sinks
+    if self.has_sinks:
+      dtype, shape = jnp.dtype(config.training.parameter_dtype), sizes(config, SINKS)
+      deviation = jnp.asarray(SINK_DEVIATION, dtype)
+      self.sinks = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
+    self.attend = Attend.of(config)
+    self.adjacent_pairs = model.rotary_pairs == "adjacent"
+    self.adapter_dropout = config.lora.dropout
+
+  def __call__(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    layer: Layer,
+    rows: Rows,
+    cache: Cache | None = None,
+    key: Key[Array, ""] | None = None,
+  ) -> tuple[Float[Array, "B R D"], Cache | None]:
+    """Returns the residual's update, and the cache with these tokens in it.
+
+    Args:
+      x_BRD: the normalized residual.
+      layer: the numbers that differ between layers.
+      rows: slots, positions and documents of the tokens.
+      cache: this layer's; None if x has all tokens.
+      key: draws the dropout of the adapters' inputs; None turns it off.
+    """
+    keys = (None, None) if key is None else jax.random.split(key)
+    dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=rows.slots_BT[0])
+    projections = [self.query, self.key, self.value]
+    inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
+    projected = column_parallel(x_BRD, projections, RESIDUAL, inputs)
+    q_BTNH, k_BTKH, v_BTKH = (
+      named(linear.add_bias(x), name)
+      for linear, x, name in zip(projections, projected, ("query", "key", "value"), strict=True)
+    )
+    if self.query_key_norm:
+      q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+    if (table_2BTh := rows.rope(layer)) is not None:
+      q_BTNH, k_BTKH = (
+        apply_rope(x, table_2BTh, adjacent=self.adjacent_pairs) for x in (q_BTNH, k_BTKH)
+      )
+    if cache is not None:
+      cache = update_cache(cache, constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH"))
+      k_BTKH, v_BTKH = cache.keys, cache.values
+    sinks_N = constrain(self.sinks[...], SINKS) if self.has_sinks else None
+    output_BTNH = self.attend(
+      q_BTNH, k_BTKH, v_BTKH, layer, rows, sinks_N, cached=cache is not None
+    )
+    inputs = dropped(key=keys[1], letters=QUERIES, shape=output_BTNH.shape)
+    return self.out.add_bias(row_parallel(output_BTNH, self.out, RESIDUAL, inputs)), cache

@@ -1,0 +1,176 @@
+"""Multi-head latent attention. Source: arXiv:2405.04434, section 2.1 (DeepSeek-V2).
+
+Keys and values of all heads are projections of one latent vector per token, and of a rotary key
+that all heads share; generation caches these two alone.
+
+Names carry their dims: `latent_BRC` is batch, sequence, latent size. A head has H dims in queries
+and keys, of which the last I are rotated and the first G = H - I are not, and U in values.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+from ml_collections import ConfigDict
+
+from models.attention import Attend, causal_mask, masked_softmax
+from models.dtypes import wide_dtype
+from models.kv_cache import LatentCache, update_cache
+from models.layer_pattern import Layer
+from models.layers import Linear, Norm
+from models.rematerialization import named
+from models.rope import apply_rope
+from models.token_positions import Rows
+from models.transformer_dims import LATENT, QUERY_LATENT, RESIDUAL, ROTARY_KEY
+from partitioning.constraints import constrain
+from partitioning.parallel.matmuls import column_parallel, for_each_head, row_parallel
+from partitioning.parallel.sharded_function import Residual
+
+# Down-projections of each token, where it is: latent vectors are gathered, not the residual.
+_IN_PLACE = Residual(between=RESIDUAL.between, inside=RESIDUAL.between)
+_CACHED = Residual(between="BSC", inside="BSC")
+
+
+class LatentAttention(nnx.Module):
+  """Multi-head latent attention: keys and values of all heads follow from one latent vector."""
+
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+    """Draws the projections; the last is scaled down by the depth, as in GPT-2."""
+    model = config.model
+    linear = functools.partial(Linear, config=config, rngs=rngs)
+    self.has_query_latent = model.query_latent_size > 0
+    if self.has_query_latent:
+      self.query_latent = linear("layers/attention/query_latent")
+      self.query_latent_norm = Norm("layers/attention/query_latent_norm", config)
+    self.query = linear("layers/attention/query")
+    self.latent = linear("layers/attention/latent")
+    self.latent_norm = Norm("layers/attention/latent_norm", config)
+    self.rotary_key = linear("layers/attention/rotary_key")
+    self.key_value = linear("layers/attention/key_value")
+    self.out = linear("layers/attention/out", scale=(2 * model.layers) ** -0.5)
+    self.unrotated_size = model.head_size - model.rotary_size
+    self.attend = Attend.of(config, value_head="U")
+    self.adjacent_pairs = model.rotary_pairs == "adjacent"
+
+  def __call__(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    layer: Layer,
+    rows: Rows,
+    cache: LatentCache | None = None,
+    key: Key[Array, ""] | None = None,
+  ) -> tuple[Float[Array, "B R D"], LatentCache | None]:
+    """Returns the residual's update, and the cache with these tokens in it.
+
+    Args:
+      x_BRD: the normalized residual.
+      layer: the numbers that differ between layers.
+      rows: slots, positions and documents of the tokens.
+      cache: this layer's; None if x has all tokens.
+      key: draws nothing here, see `GroupedQueryAttention`.
+    """
+    del key
+    table_2BTh = rows.rope(layer)
+    q_BTNH, latent_BRC, rotary_BRI = self._down(x_BRD)
+    q_BTNH = self._rotated_last(q_BTNH, table_2BTh)
+    rotary_BRI = self._rotated(rotary_BRI[:, :, None], table_2BTh)[:, :, 0]
+    if cache is not None:
+      latent_BSC, rotary_BSI = constrain(latent_BRC, "BSC"), constrain(rotary_BRI, "BSI")
+      cache = update_cache(cache, latent_BSC, rotary_BSI)
+      output_BTNU = self._cached(q_BTNH, layer, rows, cache)
+    else:
+      [found_BTKJ] = column_parallel(latent_BRC, [self.key_value], LATENT)
+      found_BTKJ = named(found_BTKJ, "key_value")
+      rotary_BTKI = for_each_head(rotary_BRI, "K", ROTARY_KEY)
+      k_BTKH, v_BTKU = self._keys_and_values(found_BTKJ, rotary_BTKI)
+      output_BTNU = self.attend(q_BTNH, k_BTKH, v_BTKU, layer, rows)
+    return row_parallel(output_BTNU, self.out, RESIDUAL), cache
+
+  def _down(
+    self, x_BRD: Float[Array, "B R D"]
+  ) -> tuple[Float[Array, "B T N H"], Float[Array, "B R C"], Float[Array, "B R I"]]:
+    """Returns the queries, the normalized latent vectors and the rotary keys, before RoPE."""
+    layers, names = [self.latent, self.rotary_key], ["latent", "rotary_key"]
+    if self.has_query_latent:
+      layers, names = [*layers, self.query_latent], [*names, "query_latent"]
+    found = column_parallel(x_BRD, layers, _IN_PLACE)
+    latent_BRC, rotary_BRI, *query = (named(x, n) for x, n in zip(found, names, strict=True))
+    if query:
+      query_BRQ = constrain(self.query_latent_norm(query[0]), QUERY_LATENT.between)
+      [q_BTNH] = column_parallel(query_BRQ, [self.query], QUERY_LATENT)
+    else:
+      [q_BTNH] = column_parallel(x_BRD, [self.query], RESIDUAL)
+    latent_BRC = constrain(self.latent_norm(latent_BRC), LATENT.between)
+    return named(q_BTNH, "query"), latent_BRC, rotary_BRI
+
+  def _rotated(self, x_BTNI: Float[Array, "B T N I"], table_2BTh: Array) -> Array:
+    return apply_rope(x_BTNI, table_2BTh, adjacent=self.adjacent_pairs)
+
+  def _rotated_last(self, q_BTNH: Float[Array, "B T N H"], table_2BTh: Array) -> Array:
+    """Returns queries of which the last dims are rotated."""
+    unrotated, rotary = q_BTNH[..., : self.unrotated_size], q_BTNH[..., self.unrotated_size :]
+    return jnp.concatenate([unrotated, self._rotated(rotary, table_2BTh)], axis=-1)
+
+  def _keys_and_values(
+    self, found_BSKJ: Float[Array, "B S K J"], rotary_BSKI: Float[Array, "B S K I"]
+  ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K U"]]:
+    """Returns keys and values of the projected latent vectors and of the rotary keys."""
+    k_BSKG, v_BSKU = found_BSKJ[..., : self.unrotated_size], found_BSKJ[..., self.unrotated_size :]
+    return jnp.concatenate([k_BSKG, rotary_BSKI], axis=-1), v_BSKU
+
+  def _cached(
+    self, q_BTNH: Float[Array, "B T N H"], layer: Layer, rows: Rows, cache: LatentCache
+  ) -> Float[Array, "B T N U"]:
+    """Returns the attention output over the slots of a cache, in the cheaper of two ways."""
+    if _absorbs(q_BTNH.shape, cache.latents.shape, self.key_value.kernel.shape):
+      return self._absorbed(q_BTNH, layer.window, rows.slots_BT, cache)
+    [found_BSKJ] = column_parallel(cache.latents, [self.key_value], _CACHED)
+    rotary_BSKI = cache.rotary_keys[:, :, None]
+    rotary_BSKI = jnp.broadcast_to(rotary_BSKI, (*found_BSKJ.shape[:3], rotary_BSKI.shape[-1]))
+    k_BSKH, v_BSKU = self._keys_and_values(found_BSKJ, constrain(rotary_BSKI, "BSKI"))
+    return self.attend(q_BTNH, k_BSKH, v_BSKU, layer, rows, cached=True)
+
+  def _absorbed(
+    self,
+    q_BTNH: Float[Array, "B T N H"],
+    window: Int[Array, ""] | None,
+    slots_BT: Int[Array, "B T"],
+    cache: LatentCache,
+  ) -> Float[Array, "B T N U"]:
+    """Returns the same with the projections applied to queries and outputs.
+
+    So attention is over latent vectors, of which all heads have the same. Source: the paper's
+    appendix B.
+    """
+    size, wide = self.unrotated_size, wide_dtype(q_BTNH.dtype)
+    kernel_CKJ = constrain(self.key_value.effective_kernel().astype(q_BTNH.dtype), "CKJ")
+    q_BTNH = q_BTNH * jnp.asarray(self.attend.scale, q_BTNH.dtype)
+    q_BTNC = jnp.einsum("BTNG,CNG->BTNC", q_BTNH[..., :size], kernel_CKJ[..., :size])
+    scores = functools.partial(jnp.einsum, preferred_element_type=wide)
+    scores_BNTS = scores("BTNC,BSC->BNTS", constrain(q_BTNC, "BTNC"), cache.latents)
+    scores_BNTS += scores("BTNI,BSI->BNTS", q_BTNH[..., size:], cache.rotary_keys)
+    slots_S = jnp.arange(cache.latents.shape[1], dtype=slots_BT.dtype)
+    mask_BTS = causal_mask(slots_BT, slots_S, window)
+    weights_BNTS = masked_softmax(scores_BNTS, mask_BTS, cap=self.attend.cap).astype(q_BTNH.dtype)
+    out_BTNC = jnp.einsum("BNTS,BSC->BTNC", weights_BNTS, cache.latents)
+    out_BTNU = jnp.einsum("BTNC,CNU->BTNU", out_BTNC, kernel_CKJ[..., size:])
+    return constrain(out_BTNU, "BTNU")
+
+
+def _absorbs(
+  q_BTNH: tuple[int, ...], latents_BSC: tuple[int, ...], kernel_CKJ: tuple[int, ...]
+) -> bool:
+  """Returns whether fewer multiplications are needed with the projections absorbed.
+
+  Of a row and head: C J for each query, and 2 C + I for each pair of query and slot; else C J for
+  each slot, and J + I (which is G + I + U) for each pair.
+
+  Args:
+    q_BTNH: shape of the queries.
+    latents_BSC: of the cache.
+    kernel_CKJ: of the projection to keys and values.
+  """
+  (_, queries, _, _), (_, slots, latent), (*_, both) = q_BTNH, latents_BSC, kernel_CKJ
+  pairs = queries * slots
+  return queries * latent * both + pairs * 2 * latent < slots * latent * both + pairs * both

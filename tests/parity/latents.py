@@ -1,0 +1,30 @@
+"""The small decoder with latent attention, and the meshes that it is trained on."""
+
+# Beside the sizes of tests/helpers/jobs.py, each another than the others.
+LATENTS = {
+  "model.attention": "latent",
+  "model.kv_heads": 8,
+  "model.head_size": 10,
+  "model.rotary_size": 4,
+  "model.latent_size": 24,
+  "model.query_latent_size": 16,
+  "model.value_head_size": 7,
+}
+_SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": True}
+_ALL = {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2}
+RING, GATHER = ({"model.context_attention": kind} for kind in ("ring", "gather"))
+MESHES = {
+  "data4_tensor2": {"mesh.data": 4, "mesh.tensor": 2},
+  "fsdp8": {"mesh.fsdp": 8},
+  "fsdp2_tensor4, sequence-parallel": {"mesh.fsdp": 2, "mesh.tensor": 4, **_SEQUENCE_PARALLEL},
+  "all, ring": {**_ALL, **RING, **_SEQUENCE_PARALLEL},
+  "all, gathered": {**_ALL, **GATHER},
+  "data2_tensor4, collective matmuls": {
+    "mesh.tensor": 4,
+    "mesh.data": 2,
+    **_SEQUENCE_PARALLEL,
+    "partitioning.collective_matmul": True,
+    "training.attention_kernel": "blockwise",
+    "training.gradient_accumulation_steps": 2,
+  },
+}
