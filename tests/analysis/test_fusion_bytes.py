@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.analysis.programs import entry, work_of
+from tests.analysis.instructions import entry, work_of
 
 
 def test_of_a_slice_the_slice_is_read():

@@ -8,7 +8,7 @@ import pytest
 from analysis import hlo
 from analysis.chips import CHIPS, Rates
 from analysis.roofline import Costs, matmul_seconds
-from tests.analysis.programs import entry, work_of
+from tests.analysis.instructions import entry, work_of
 
 
 def convolved(left: str, right: str, line: str) -> float:
