@@ -235,6 +235,20 @@ _CHIPS = (
 # has no such path for int8.
 _WITH_FLOAT8 = re.compile("h100|h200|gh200|b200|gb200|l4")
 
+# Compute capability of NVIDIA's GPUs by architecture: developer.nvidia.com/cuda-gpus.
+_CAPABILITIES = (
+  ("a100", 8.0),
+  ("a10", 8.6),
+  ("l4", 8.9),
+  ("h100|h200|gh200", 9.0),
+  ("b200|gb200", 10.0),
+)
+
+
+def compute_capability(chip: Chip) -> float:
+  """Returns the compute capability of a GPU, such as 9.0; 0 of other chips."""
+  return next((found for names, found in _CAPABILITIES if re.match(names, chip.name)), 0.0)
+
 
 def _completed(chip: Chip) -> Chip:
   """Returns a chip of the table above with what further tables have of it."""

@@ -27,7 +27,9 @@ def prepare(recipe: str, overrides: dict, one: devices.Devices | None = None) ->
   config.update_from_flattened_dict(overrides)
   if one is None:
     [one] = devices.start(config.mesh.to_dict(), slices=[config.mesh_dcn.to_dict()])
-  config, choices = finalize.with_choices(config, one.platform, one.sizes)
+  config, choices = finalize.with_choices(
+    config, one.platform, one.sizes, devices.compute_capability(one)
+  )
   validate.check(config, one.sizes)
   return setup.prepare(config, one, choices)
 

@@ -4,7 +4,7 @@ import jax
 from ml_collections import ConfigDict
 
 from commands import config_flag, flags
-from configs.schema import finalize, unused, validate
+from configs.schema import attention_checks, finalize, unused, validate
 from processes.coordination import current
 from runtime import compilation_cache, devices
 from training import parity, setup
@@ -40,8 +40,10 @@ def job(config: ConfigDict, its_devices: devices.Devices) -> setup.Job:
   Raises:
     ValueError: keys that do not go together, or a layout that is refused.
   """
-  config, choices = finalize.with_choices(config, its_devices.platform, its_devices.sizes)
+  platform, capability = its_devices.platform, devices.compute_capability(its_devices)
+  config, choices = finalize.with_choices(config, platform, its_devices.sizes, capability)
   validate.check(config, its_devices.sizes)
+  attention_checks.check_device(config, platform, capability)
   _configure_jax(config)
   return setup.prepare(config, its_devices, choices)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
-from models import attention_tiles, blockwise_attention, splash_attention
+from models import attention_tiles, blockwise_attention, cudnn_attention, splash_attention
 from models.dtypes import wide_dtype
 from models.layer_pattern import Layer, layer_pattern
 from models.rematerialization import named
@@ -253,6 +253,9 @@ class Attend:
       block = attention_tiles.of_devices().splash
       return splash_attention.attention(q_BTNH, k_BSKH, v_BSKU, segments, block=block, **given)
     q_BTNH, (slots_BT, segments) = tie_to(q_BTNH, (rows.slots_BT, segments))
+    if self.kernel == "cudnn" and complete:
+      its = {name: given[name] for name in ("scale", "windows", "kind")}
+      return cudnn_attention.attention(q_BTNH, k_BSKH, v_BSKU, slots_BT, **its)
     if self.kernel != "xla":
       return blockwise_attention.attention(
         *(q_BTNH, k_BSKH, v_BSKU, slots_BT, segments),

@@ -14,7 +14,8 @@ import numpy as np
 from jax.experimental import topologies as described
 from ml_collections import ConfigDict
 
-from configs.schema import finalize, validate
+from analysis.chips import compute_capability
+from configs.schema import attention_checks, finalize, validate
 from partitioning import shardings
 from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import HOST
@@ -163,8 +164,10 @@ def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
   slices = math.prod(over.values())
   found = start(topology, slices, here)
   sizes = resolve_sizes(config.mesh, len(found), over)
-  config, choices = finalize.with_choices(config, topology.platform, sizes)
+  capability = compute_capability(topology.chip)
+  config, choices = finalize.with_choices(config, topology.platform, sizes, capability)
   validate.check(config, sizes)
+  attention_checks.check_device(config, topology.platform, capability)
   setup.check_matmul_dtype(config, topology.chip)
   simulated = topology.platform == "cpu"
   if config.training.parameter_dtype == "float64":

@@ -8,6 +8,7 @@ import dataclasses
 import glob
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 import psutil
@@ -151,6 +152,15 @@ def _not_started(found: str) -> str:
     f"this machine has {found} hardware, but JAX did not start its {found} backend; install it "
     f"with `make setup ACCELERATOR={found}`, or use simulated CPU devices with --simulate"
   )
+
+
+def compute_capability(devices: Devices) -> float:
+  """Returns the compute capability of the attached GPUs, such as 9.0; 0 of other devices."""
+  if devices.platform != "gpu" or devices.described:
+    return 0.0
+  found = getattr(jax.local_devices()[0], "compute_capability", "")
+  # Of AMD's GPUs it is a name.
+  return float(found) if re.fullmatch(r"[0-9]+[.][0-9]+", found) else 0.0
 
 
 def memory_bytes(devices: Devices) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from ml_collections import ConfigDict
 
-from configs.schema import axis_tables, decoder_checks, matmul_checks
+from configs.schema import attention_checks, axis_tables, decoder_checks, matmul_checks
 from training.choices import Choice
 from training.tasks import TASKS
 
@@ -28,6 +28,21 @@ RING_TOKENS = 2 * 256
 
 
 @dataclasses.dataclass(frozen=True)
+class Target:
+  """The devices that a config is for.
+
+  Attributes:
+    platform: `cpu`, `gpu` or `tpu`.
+    sizes: mesh axis -> size, over all slices.
+    capability: the compute capability of NVIDIA's GPUs, such as 9.0; 0: of others, or unknown.
+  """
+
+  platform: str
+  sizes: Mapping[str, int]
+  capability: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
   """How an unset key is filled in.
 
@@ -35,23 +50,22 @@ class Rule:
     key: dotted.
     default: what it becomes where, in words.
     reason: in words.
-    value: returns the value and why, from a config in which the keys of earlier rules are set, the
-      platform, and mesh axis -> size. Why is "" where the key has nothing to say about a config.
+    value: returns the value and why, from a config in which the keys of earlier rules are set, and
+      the devices. Why is "" where the key has nothing to say about a config.
   """
 
   key: str
   default: str
   reason: str
-  value: Callable[[ConfigDict, str, Mapping[str, int]], tuple[object, str]]
+  value: Callable[[ConfigDict, Target], tuple[object, str]]
 
 
-def choose(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tuple[Choice, ...]:
+def choose(config: ConfigDict, target: Target) -> tuple[Choice, ...]:
   """Fills in the keys of `RULES` that are unset; `config` is unlocked.
 
   Args:
     config: with everything else filled in.
-    platform: `cpu`, `gpu` or `tpu`.
-    sizes: mesh axis -> size, over all slices.
+    target: the devices.
 
   Returns:
     What was chosen, except what the config has no use for.
@@ -60,14 +74,15 @@ def choose(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tuple
   for rule in RULES:
     section, key = rule.key.split(".")
     if config[section][key] is None:
-      value, why = rule.value(config, platform, sizes)
+      value, why = rule.value(config, target)
       config[section][key] = value
       if why:
         found.append(Choice(rule.key, value, why))
   return tuple(found)
 
 
-def _kernel(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tuple[str, str]:
+def _kernel(config: ConfigDict, target: Target) -> tuple[str, str]:
+  platform, sizes = target.platform, target.sizes
   if config.model.name != "transformer":
     return "xla", ""
   length = config.data.sequence_length
@@ -78,10 +93,12 @@ def _kernel(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tupl
     if size <= SCORES_BYTES:
       limit = f"{SCORES_BYTES / 2**30:g} GiB"
       return "xla", f"{size / 2**30:.2f} GiB of scores at once, at most {limit}: it is faster"
-  why = decoder_checks.no_splash(config) if platform == "tpu" else "it is a kernel for TPUs"
-  if why:
-    return "blockwise", f"never has all scores in memory; of splash: {why}"
-  return "splash", "never has all scores in memory"
+  never = "never has all scores in memory"
+  if platform == "gpu":
+    why = attention_checks.no_cudnn(config) or attention_checks.too_old(target.capability)
+    return ("blockwise", f"{never}; of cudnn: {why}") if why else ("cudnn", never)
+  why = attention_checks.no_splash(config) if platform == "tpu" else "it is a kernel for TPUs"
+  return ("blockwise", f"{never}; of splash: {why}") if why else ("splash", never)
 
 
 def _scores_at_once(config: ConfigDict, sizes: Mapping[str, int]) -> int:
@@ -94,8 +111,8 @@ def _scores_at_once(config: ConfigDict, sizes: Mapping[str, int]) -> int:
   return 4 * own_tokens(config, sizes) * heads * keys
 
 
-def _loss_chunks(config: ConfigDict, platform: str, sizes: Mapping[str, int]) -> tuple[int, str]:
-  del platform
+def _loss_chunks(config: ConfigDict, target: Target) -> tuple[int, str]:
+  sizes = target.sizes
   own = decoder_checks.own_logits(config, sizes) if config.model.name == "transformer" else 0
   if not own or not TASKS[config.task].of_tokens:
     return 1, ""
@@ -122,9 +139,8 @@ def own_tokens(config: ConfigDict, sizes: Mapping[str, int]) -> int:
   return max(1, -(-rows * config.data.sequence_length // (parts * microbatches)))
 
 
-def _sequence_parallel(
-  config: ConfigDict, platform: str, sizes: Mapping[str, int]
-) -> tuple[bool, str]:
+def _sequence_parallel(config: ConfigDict, target: Target) -> tuple[bool, str]:
+  platform, sizes = target.platform, target.sizes
   tensor, activations = sizes.get("tensor", 1), config.partitioning.activations
   if config.model.name != "transformer" or tensor == 1:
     return False, ""
@@ -141,9 +157,8 @@ def _sequence_parallel(
   return True, f"mesh.tensor={tensor}: what lies between blocks takes 1/{tensor} of the memory"
 
 
-def _collective_matmul(
-  config: ConfigDict, platform: str, sizes: Mapping[str, int]
-) -> tuple[bool, str]:
+def _collective_matmul(config: ConfigDict, target: Target) -> tuple[bool, str]:
+  platform, sizes = target.platform, target.sizes
   tensor = sizes.get("tensor", 1)
   if config.model.name != "transformer" or tensor == 1:
     return False, ""
@@ -160,9 +175,10 @@ def _collective_matmul(
 RULES = (
   Rule(
     "training.attention_kernel",
-    "for rows of 256 tokens and more (on GPUs 1024) splash on TPUs and blockwise elsewhere; else "
-    "xla. On TPUs where mesh.context splits the rows: blockwise, but xla where scores take at most "
-    "1 GiB",
+    "for rows of 256 tokens and more (on GPUs 1024) splash on TPUs, cudnn on GPUs of compute "
+    "capability 9.0 (Hopper) or more where it can do what the model asks for, and blockwise "
+    "elsewhere; else xla. On TPUs where mesh.context splits the rows: blockwise, but xla where "
+    "scores take at most 1 GiB",
     "all scores of a row of 8192 tokens would be the largest arrays of a step",
     _kernel,
   ),

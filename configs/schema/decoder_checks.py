@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ml_collections import ConfigDict
 
-from configs.schema import latent_checks
+from configs.schema import attention_checks, latent_checks
 from runtime.suggest import nearest
 
 LANES = 128  # of a TPU
@@ -107,8 +107,7 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
     yield "model.pre_norms=False: layers without any norm do not train; set model.post_norms=True"
   if model.query_key_norm_across_heads and not model.query_key_norm:
     yield "model.query_key_norm_across_heads=True is about the norms of model.query_key_norm=True"
-  if config.training.attention_kernel == "splash" and (why := no_splash(config)):
-    yield f"training.attention_kernel=splash: {why}; set it to blockwise"
+  yield from attention_checks.wrong(config)
   yield from _rotary(model)
   yield from _context(config, sizes["context"])
   yield from _chunks(config, sizes)
@@ -193,15 +192,6 @@ def _layer_types(model: ConfigDict) -> Iterator[str]:
       f"model.local_rotary_base={model.local_rotary_base} are about layers that see a window; set "
       f"model.window, or both to 0"
     )
-
-
-def no_splash(config: ConfigDict) -> str:
-  """Returns why the kernel of models/splash_attention.py cannot run a config; "" where it can."""
-  if config.mesh.context != 1:
-    return f"mesh.context={config.mesh.context} splits the rows"
-  if config.training.compute_dtype == "float64":
-    return "it computes in float32"
-  return ""
 
 
 def _context(config: ConfigDict, context: int) -> Iterator[str]:

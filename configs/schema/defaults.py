@@ -93,8 +93,9 @@ def training(**keys) -> dict:
     # Layers in one iteration of the scan over layers: transfers overlap with more work, and more is
     # in memory
     "scan_unroll": 1,
-    # xla (has all scores in memory), blockwise (a scan over blocks of keys, for any platform) or
-    # splash (JAX's flash attention for TPUs). By default what docs/defaults.md says.
+    # xla (has all scores in memory), blockwise (a scan over blocks of keys, for any platform),
+    # splash (JAX's flash attention for TPUs) or cudnn (cuDNN's, for Hopper and later GPUs). By
+    # default what docs/defaults.md says.
     "attention_kernel": config_dict.placeholder(str),
     # Times the squared logarithm of the softmax's normalizer, added to each token's loss; 0: off
     "z_loss": 0.0,

@@ -22,7 +22,10 @@ FINAL_FRACTIONS = {"cosine": 0.1, "linear": 0.0, "wsd": 0.0}
 
 
 def finalize(
-  config: ConfigDict, platform: str, sizes: Mapping[str, int] | None = None
+  config: ConfigDict,
+  platform: str,
+  sizes: Mapping[str, int] | None = None,
+  capability: float = 0.0,
 ) -> ConfigDict:
   """Returns a copy in which every derived value is filled in; run after all overrides.
 
@@ -30,15 +33,19 @@ def finalize(
     config: as parsed, with overrides.
     platform: `cpu`, `gpu` or `tpu`: what the run will use.
     sizes: mesh axis -> size, over all slices; None: the config's, where no devices are known.
+    capability: the compute capability of NVIDIA's GPUs; 0: of others, or unknown.
 
   Raises:
     ValueError: a key that only the recipe may set was overridden.
   """
-  return with_choices(config, platform, sizes)[0]
+  return with_choices(config, platform, sizes, capability)[0]
 
 
 def with_choices(
-  config: ConfigDict, platform: str, sizes: Mapping[str, int] | None = None
+  config: ConfigDict,
+  platform: str,
+  sizes: Mapping[str, int] | None = None,
+  capability: float = 0.0,
 ) -> tuple[ConfigDict, tuple[Choice, ...]]:
   """Returns what `finalize` returns, and what it chose by platform and mesh, with reasons."""
   recipe = recipes.base(config.argument)
@@ -64,7 +71,7 @@ def with_choices(
       hf_model.finalize(config)
     recipes.finalize(config, platform in chosen.ACCELERATORS)
     lora_checks.finalize(config)
-    choices = chosen.choose(config, platform, sizes)
+    choices = chosen.choose(config, chosen.Target(platform, sizes, capability))
     _schedule(config, recipe)
     _rows_to_skip(config.data)
     activations = config.partitioning.activations

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from ml_collections import ConfigDict
 
 from configs.schema import (
+  attention_checks,
   decoder_checks,
   group_checks,
   lora_checks,
@@ -28,7 +29,6 @@ from training.metrics.sinks import SINKS
 from training.tasks import DPO, TASKS
 
 MATMUL_PRECISIONS = ("default", "high", "highest")
-ATTENTION_KERNELS = ("xla", "blockwise", "splash")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 DECAYS = ("linear", "1-sqrt")
 MOST_NORMS = 64  # that are stored on every device
@@ -238,7 +238,7 @@ def _choices(config: ConfigDict) -> list[str]:
   task = TASKS[config.task]
   choices = {
     "training.matmul_precision": MATMUL_PRECISIONS,
-    "training.attention_kernel": ATTENTION_KERNELS if task.of_tokens else ("xla",),
+    "training.attention_kernel": attention_checks.KERNELS if task.of_tokens else ("xla",),
     "training.on_bad_step": ON_BAD_STEP,
     "training.gradient_reduction": GRADIENT_REDUCTIONS,
     **matmul_checks.CHOICES,

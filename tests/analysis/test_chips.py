@@ -73,3 +73,14 @@ def test_what_there_is_not_is_refused(text, said):
   with pytest.raises(ValueError, match=r"planning\.constants") as refusal:
     chips.overridden(text)
   assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+  ("name", "capability"),
+  [
+    *(("a100-40gb", 8.0), ("a10", 8.6), ("l40s", 8.9), ("l4", 8.9), ("h100-pcie", 9.0)),
+    *(("gh200", 9.0), ("gb200", 10.0), ("v5p", 0.0), ("cpu", 0.0)),
+  ],
+)
+def test_gpus_have_a_compute_capability(name, capability):
+  assert chips.compute_capability(chips.CHIPS[name]) == capability

@@ -79,6 +79,15 @@ def test_memory_is_that_of_the_machine_or_of_a_device(monkeypatch):
   assert devices.memory_bytes(devices.Devices("gpu", False, MESH)) == 123
 
 
+@pytest.mark.parametrize(("named", "found"), [("9.0", 9.0), ("10.0", 10.0), ("gfx942", 0.0)])
+def test_the_compute_capability_is_that_of_an_attached_gpu(named, found, monkeypatch):
+  chip = types.SimpleNamespace(compute_capability=named)
+  monkeypatch.setattr(jax, "local_devices", lambda: [chip])
+  assert devices.compute_capability(devices.Devices("gpu", False, MESH)) == found
+  assert devices.compute_capability(devices.Devices("gpu", False, MESH, described=(chip,))) == 0
+  assert devices.compute_capability(devices.Devices("cpu", True, MESH)) == 0
+
+
 @pytest.mark.parametrize(
   ("kind", "teraflops"),
   [
