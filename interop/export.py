@@ -32,9 +32,11 @@ _DROPPED = (
   *("_name_or_path", "name_or_path", "auto_map", "torch_dtype", "dtype"),
   "quantization_config",  # what is written is not
 )
-# (parameter, layer, dtype, whether it is needed here) -> its part in the layer, or None.
-Fetch = Callable[[str, int | None, str, bool], np.ndarray | None]
-Array = Callable[[str, int | None], np.ndarray]
+# (parameter, place, dtype, whether it is needed here) -> its part there, or None. A place is the
+# indices along its first dims: none, the layer, or layer and expert.
+Place = tuple[int, ...]
+Fetch = Callable[[str, Place, str, bool], np.ndarray | None]
+Array = Callable[[str, Place], np.ndarray]
 
 
 def model_config(
@@ -149,13 +151,13 @@ def stored_dtypes(location: str, config: ConfigDict, key: str) -> dict[str, str]
   source = read_weights.open_folder(location, config, key)
   names = {theirs: ours for ours, theirs in safetensors_writer.DTYPES.items()}
   found = {
-    (part.parameter, part.layer): names[stored.dtype]
+    (part.parameter, part.place): names[stored.dtype]
     for entries in source.parts.values()
     for stored, _, part in entries
   }
   tensors = name_maps.tensors(config, source.described.model_type)
   return {
-    name: found[tensor.parts[0].parameter, tensor.parts[0].layer]
+    name: found[tensor.parts[0].parameter, tensor.parts[0].place]
     for name, tensor in tensors.items()
   }
 
@@ -181,7 +183,9 @@ def planned_adapter(
 
 
 class Fetcher:
-  """Brings a layer's part of a parameter to the processes that need it, in the dtype of the files.
+  """Brings a layer's or expert's part of a parameter to the processes that need it.
+
+  It is in the dtype of the files.
 
   On one process the devices' shards are put together on the host. Among several, each device gets
   all of the part, by an all-gather. Kernels that have an adapter are merged with it.
@@ -190,14 +194,14 @@ class Fetcher:
   def __init__(self, params: Any, config: ConfigDict):
     """Takes the placed parameters of a finalized config."""
     self._arrays, self._config = named_leaves(params), config
-    self._programs: dict[tuple[str, np.dtype], Callable] = {}
+    self._programs: dict[tuple[str, int, np.dtype], Callable] = {}
 
-  def __call__(self, name: str, layer: int | None, dtype: str, here: bool) -> np.ndarray | None:
-    """Returns a parameter without its L, or None; all processes call it in the same order.
+  def __call__(self, name: str, place: Place, dtype: str, here: bool) -> np.ndarray | None:
+    """Returns a parameter at a place, or None; all processes call it in the same order.
 
     Args:
       name: of the parameter.
-      layer: its index along L; None: the parameter has no L.
+      place: its indices along the first dims, which the result does not have.
       dtype: of the result, a key of `safetensors_writer.DTYPES`.
       here: whether this process needs it.
     """
@@ -205,30 +209,31 @@ class Fetcher:
     siblings = [name, *(f"{name.rpartition('/')[0]}/{one}" for one in (LORA_A, LORA_B))]
     adapted = name.endswith("/kernel") and siblings[1] in self._arrays
     arrays = {one: self._arrays[one] for one in (siblings if adapted else [name])}
-    if (name, wanted) not in self._programs:
-      self._programs[name, wanted] = self._program(name, arrays, wanted, layer is not None)
-    found = self._programs[name, wanted](arrays, 0 if layer is None else layer)
+    key = name, len(place), wanted
+    if key not in self._programs:
+      self._programs[key] = self._program(name, arrays, wanted, len(place))
+    found = self._programs[key](arrays, place)
     if here:
       return np.asarray(found).astype(wanted, copy=False)
     found.block_until_ready()  # one at a time: collectives on simulated devices block one another
     return None
 
   def _program(
-    self, name: str, arrays: Mapping[str, jax.Array], wanted: np.dtype, stacked: bool
+    self, name: str, arrays: Mapping[str, jax.Array], wanted: np.dtype, indices: int
   ) -> Callable:
-    """Compiles (the parameter, or with its adapter; layer) -> the parameter in this layer."""
+    """Compiles (the parameter, or with its adapter; place) -> the parameter at this place."""
     array = arrays[name]
     spec = (*array.sharding.spec, *[None] * array.ndim)[: array.ndim]
-    kept = PartitionSpec(*spec[stacked:]) if array.is_fully_addressable else PartitionSpec()
+    kept = PartitionSpec(*spec[indices:]) if array.is_fully_addressable else PartitionSpec()
     # Rounded on the devices, so that less is sent; widened on the host, where float64 is always on.
     narrower = wanted.itemsize < array.dtype.itemsize
 
-    def part(arrays: dict[str, jax.Array], layer: jax.Array) -> jax.Array:
-      if stacked:
-        arrays = {n: jax.lax.dynamic_slice_in_dim(x, layer, 1) for n, x in arrays.items()}
+    def part(arrays: dict[str, jax.Array], place: tuple[jax.Array, ...]) -> jax.Array:
+      for dim, index in enumerate(place):
+        arrays = {n: jax.lax.dynamic_slice_in_dim(x, index, 1, dim) for n, x in arrays.items()}
       if len(arrays) > 1:
         arrays = named_leaves(lora.merge(self._config, nested(arrays)))
-      one = arrays[name][0] if stacked else arrays[name]
+      one = arrays[name].reshape(arrays[name].shape[indices:])
       return one.astype(wanted) if narrower else one
 
     return jax.jit(part, out_shardings=NamedSharding(array.sharding.mesh, kept))
@@ -330,7 +335,7 @@ def _arrays(
         continue
       tensor, here = plan.tensors[one.name], number == index and wanted()
       parts = {
-        (part.parameter, part.layer): fetch(part.parameter, part.layer, one.dtype, here)
+        (part.parameter, part.place): fetch(part.parameter, part.place, one.dtype, here)
         for part in tensor.parts
       }
       if here:

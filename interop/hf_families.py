@@ -1,7 +1,7 @@
 """The families, by the `model_type` of config.json: which keys they have, and their defaults.
 
 A new family is an entry of FAMILIES, made of the parts of `hf_parts.py` and `hf_rope.py` or of new
-ones, and an entry in `name_maps.py`. Defaults are those of transformers, versions 4.57 and 5.
+ones, and an entry in `name_tables.py`. Defaults are those of transformers, versions 4.57 and 5.
 """
 
 from interop import hf_parts as parts

@@ -1,11 +1,5 @@
 """The tensors of a model folder and the parameters that they hold, in both directions.
 
-A family's table has a row for each tensor: its name, with {} for the number of the layer; its dims,
-in the letters of models/transformer_dims.py, those of an axis written together; and our parameter.
-So `("NH D", "layers/attention/query/kernel")` is a matrix [N * H, D] of what is [D, N, H] here. A
-fused tensor joins several parameters along one axis: `("NH+KH+KH D", (query, key, value))`. A row
-whose parameters a config does not have is left out.
-
 Theirs have the vocabulary's own size, ours has it padded; nothing else differs between the two but
 the order of the dims.
 """
@@ -19,28 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 from ml_collections import ConfigDict
 
+from interop.name_tables import FAMILIES, Names, Row
 from models import transformer_dims
 
-Row = tuple[str, str | tuple[str, ...]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Names:
-  """The tensors of a family.
-
-  Attributes:
-    rows: tensor name -> (dims, our parameter, or several of a fused tensor).
-    prefix: of all names but the logits'; a folder may leave it out everywhere.
-    inner: beginnings of names in the folder of a model of which this is a part -> what they are.
-    unused: patterns of tensors without parameters: buffers that the code computes itself.
-    tied: (the logits' tensor, the embedding's): the first may be stored although it is the second.
-  """
-
-  rows: Mapping[str, Row]
-  prefix: str = "model."
-  inner: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  unused: tuple[str, ...] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
-  tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
+_EXPERTS = "E"  # the letter of experts, the first of their parameters in a layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +25,27 @@ class Part:
 
   Attributes:
     parameter: our name.
-    layer: its index along L; None where it has no L.
-    letters: of our parameter, without L, in our order.
-    axes: letters of each axis of the tensor.
+    place: its indices along the first dims of our parameter: () where it has no layers, (layer,),
+      or (layer, expert).
+    letters: of our parameter, without the dims of `place`, in our order.
+    axes: letters of each axis of the tensor, or of its matrix.
     start: its first index along the tensor's fused axis.
+    step: from one of its indices there to the next.
+    matrix: its index along the first dim of a tensor of all experts; None: of another.
   """
 
   parameter: str
-  layer: int | None
+  place: tuple[int, ...]
   letters: str
   axes: tuple[str, ...]
   start: int = 0
+  step: int = 1
+  matrix: int | None = None
+
+  def along(self, first: int, stop: int) -> slice:
+    """Returns where its elements from `first` to `stop` are along the tensor's fused axis."""
+    end = self.start + (stop - 1) * self.step + 1
+    return slice(self.start + first * self.step, end, self.step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +53,9 @@ class Tensor:
   """One tensor of a folder.
 
   Attributes:
-    name: with its layer's number.
+    name: with the numbers of its layer and expert.
     shape: as stored.
-    axis: along which its parts are joined.
+    axis: along which its parts are joined; of a tensor of all experts, an axis of their matrices.
     parts: in the order in which they are joined; one where it is not fused.
   """
 
@@ -85,27 +71,31 @@ def sizes_of(config: ConfigDict) -> dict[str, int]:
   return {**found, "V": config.model.vocabulary_size}
 
 
-def tensors(config: ConfigDict, model_type: str) -> dict[str, Tensor]:
+def tensors(
+  config: ConfigDict, model_type: str, rows: Mapping[str, Row] | None = None
+) -> dict[str, Tensor]:
   """Returns the tensors of a model of a family, by name, layer after layer.
 
   Args:
     config: finalized.
     model_type: the family's, in FAMILIES.
+    rows: of the folder; None: those that are written.
 
   Raises:
     ValueError: a parameter of the model that no tensor of the family holds.
   """
   found: dict[str, Tensor] = {}
-  used = set()
-  rows = FAMILIES[model_type].rows
+  rows = FAMILIES[model_type].rows if rows is None else rows
   in_layers = {name: row for name, row in rows.items() if "{}" in name}
   for name, row in rows.items():
-    if name not in in_layers and (one := _tensor(config, name, row, None)):
+    if name not in in_layers and (one := _tensor(config, name, row, ())):
       found[one.name] = one
   for layer in range(config.model.layers):
     for name, row in in_layers.items():
-      if one := _tensor(config, name, row, layer):
-        found[one.name] = one
+      experts = range(sizes_of(config)["E"]) if name.count("{}") > 1 else ()
+      for place in [(layer, expert) for expert in experts] or [(layer,)]:
+        if one := _tensor(config, name.format(*place), row, place):
+          found[one.name] = one
   used = {part.parameter for one in found.values() for part in one.parts}
   patterns = transformer_dims.parameters(config)
   adapters = (transformer_dims.LORA_A, transformer_dims.LORA_B)  # in no model's folder
@@ -119,26 +109,47 @@ def tensors(config: ConfigDict, model_type: str) -> dict[str, Tensor]:
   return found
 
 
-def _tensor(config: ConfigDict, name: str, row: Row, layer: int | None) -> Tensor | None:
-  """Returns the tensor of a row; None where the config does not have its parameters."""
-  dims, parameters = row[0], (row[1],) if isinstance(row[1], str) else row[1]
+def _tensor(config: ConfigDict, name: str, row: Row, place: tuple[int, ...]) -> Tensor | None:
+  """Returns the tensor of a row; None where the config does not have its parameters.
+
+  Args:
+    config: finalized.
+    name: with its numbers.
+    row: of the table.
+    place: the numbers of its layer and its expert.
+  """
+  dims, parameters = row[0], _parameters(row)
   letters = [transformer_dims.optional_letters(config, one) for one in parameters]
   if not any(letters):
     return None
   if not all(letters):
     raise ValueError(f"{name}: {', '.join(parameters)}: the model has only some of them")
-  sizes, axes = sizes_of(config), [axis.split("+") for axis in dims.split(" ")]
+  sizes, axes = sizes_of(config), [re.split(r"[+|]", axis) for axis in dims.split(" ")]
+  stacked = axes[0] == [_EXPERTS]
+  axes = axes[stacked:]
   joined = next((number for number, axis in enumerate(axes) if len(axis) > 1), 0)
+  step = len(parameters) if "|" in dims else 1
   parts, start = [], 0
   for number, (parameter, ours) in enumerate(zip(parameters, letters, strict=True)):
     own = tuple(axis[number] if len(axis) > 1 else axis[0] for axis in axes)
-    parts.append(Part(parameter, layer, ours, own, start))
+    if stacked or len(place) > 1:
+      ours = ours.removeprefix(_EXPERTS)
+    if {*ours} != {*"".join(own)}:  # the config has it with other dims, which another row is for
+      return None
+    first = number if step > 1 else start
+    parts.append(Part(parameter, place, ours, own, first, step))
     start += _size(own[joined], sizes)
   shape = tuple(
     start if number == joined else _size(axis[0], sizes) for number, axis in enumerate(axes)
   )
-  name = name if layer is None else name.format(layer)
-  return Tensor(name, shape, joined, tuple(parts))
+  if not stacked:
+    return Tensor(name, shape, joined, tuple(parts))
+  every = [
+    dataclasses.replace(part, place=(*place, expert), matrix=expert)
+    for expert in range(sizes[_EXPERTS])
+    for part in parts
+  ]
+  return Tensor(name, (sizes[_EXPERTS], *shape), joined, tuple(every))
 
 
 def _size(letters: str, sizes: Mapping[str, int]) -> int:
@@ -148,22 +159,29 @@ def _size(letters: str, sizes: Mapping[str, int]) -> int:
 def joined(
   tensor: Tensor,
   sizes: Mapping[str, int],
-  array: Callable[[str, int | None], np.ndarray],
+  array: Callable[[str, tuple[int, ...]], np.ndarray],
 ) -> np.ndarray:
   """Returns a tensor as it is stored.
 
   Args:
     tensor: which.
     sizes: of `sizes_of`.
-    array: (parameter, layer) -> our array without L, of which vocabulary padding is cut off.
+    array: (parameter, place) -> our array there, with or without the padding of the vocabulary.
   """
-  pieces = []
+  found = None
   for part in tensor.parts:
-    ours = array(part.parameter, part.layer)
+    ours = array(part.parameter, part.place)
     ours = ours[tuple(slice(0, sizes[letter]) for letter in part.letters)]
     order = [part.letters.index(letter) for letter in "".join(part.axes)]
-    pieces.append(ours.transpose(order).reshape([_size(axis, sizes) for axis in part.axes]))
-  return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=tensor.axis)
+    piece = ours.transpose(order).reshape([_size(axis, sizes) for axis in part.axes])
+    if len(tensor.parts) == 1 and part.matrix is None:
+      return piece
+    if found is None:
+      found = np.empty(tensor.shape, piece.dtype)
+    matrix = found if part.matrix is None else found[part.matrix]
+    there = part.along(0, piece.shape[tensor.axis])
+    matrix[(slice(None),) * tensor.axis + (there,)] = piece
+  return found
 
 
 # ------------------------------ names in a folder ------------------------------
@@ -198,7 +216,8 @@ def match(
   Returns:
     What they are; and a line for each that is missing, not known or of another shape.
   """
-  names, wanted = FAMILIES[model_type], tensors(config, model_type)
+  names = FAMILIES[model_type]
+  wanted = tensors(config, model_type, rows_of(names, stored))
   known = {full_name(name, stored, names): name for name in stored}
   found, wrong = {}, []
   for name, tensor in wanted.items():
@@ -221,6 +240,23 @@ def match(
   return Matched(found, copies, known.get(embedding, "")), wrong
 
 
+def rows_of(names: Names, stored: Iterable[str]) -> Mapping[str, Row]:
+  """Returns the rows of a family that a folder has."""
+  there = {re.sub(r"\.\d+(?=\.|$)", ".{}", full_name(name, stored, names)) for name in stored}
+  rows = names.rows
+  for others in names.others:
+    if there.isdisjoint(others):
+      continue
+    held = {one for row in others.values() for one in _parameters(row)}
+    kept = {name: row for name, row in rows.items() if held.isdisjoint(_parameters(row))}
+    rows = {**kept, **others}
+  return rows
+
+
+def _parameters(row: Row) -> tuple[str, ...]:
+  return (row[1],) if isinstance(row[1], str) else row[1]
+
+
 def full_name(name: str, stored: Iterable[str], names: Names) -> str:
   """Returns a tensor's name as the table has it."""
   for theirs, ours in names.inner.items():
@@ -229,130 +265,3 @@ def full_name(name: str, stored: Iterable[str], names: Names) -> str:
   logits, embedding = names.tied
   bare = embedding.removeprefix(names.prefix) in stored and embedding not in stored
   return names.prefix + name if bare and name != logits else name
-
-
-# ------------------------------ the families ------------------------------
-
-LAYER = "model.layers.{}."
-ENDS: dict[str, Row] = {
-  "model.embed_tokens.weight": ("V D", "embed/table"),
-  "model.norm.weight": ("D", "final_norm/scale"),
-  "lm_head.weight": ("V D", "unembed/kernel"),
-}
-NORMS: dict[str, Row] = {
-  f"{LAYER}input_layernorm.weight": ("D", "layers/attention_norm/scale"),
-  f"{LAYER}post_attention_layernorm.weight": ("D", "layers/mlp_norm/scale"),
-}
-ATTENTION: dict[str, Row] = {
-  f"{LAYER}self_attn.q_proj.weight": ("NH D", "layers/attention/query/kernel"),
-  f"{LAYER}self_attn.k_proj.weight": ("KH D", "layers/attention/key/kernel"),
-  f"{LAYER}self_attn.v_proj.weight": ("KH D", "layers/attention/value/kernel"),
-  f"{LAYER}self_attn.o_proj.weight": ("D NH", "layers/attention/out/kernel"),
-  f"{LAYER}self_attn.q_proj.bias": ("NH", "layers/attention/query/bias"),
-  f"{LAYER}self_attn.k_proj.bias": ("KH", "layers/attention/key/bias"),
-  f"{LAYER}self_attn.v_proj.bias": ("KH", "layers/attention/value/bias"),
-  f"{LAYER}self_attn.o_proj.bias": ("D", "layers/attention/out/bias"),
-  f"{LAYER}self_attn.q_norm.weight": ("H", "layers/attention/query_norm/scale"),
-  f"{LAYER}self_attn.k_norm.weight": ("H", "layers/attention/key_norm/scale"),
-}
-MLP: dict[str, Row] = {
-  f"{LAYER}mlp.gate_proj.weight": ("F D", "layers/mlp/gate/kernel"),
-  f"{LAYER}mlp.up_proj.weight": ("F D", "layers/mlp/up/kernel"),
-  f"{LAYER}mlp.down_proj.weight": ("D F", "layers/mlp/down/kernel"),
-  f"{LAYER}mlp.gate_proj.bias": ("F", "layers/mlp/gate/bias"),
-  f"{LAYER}mlp.up_proj.bias": ("F", "layers/mlp/up/bias"),
-  f"{LAYER}mlp.down_proj.bias": ("D", "layers/mlp/down/bias"),
-}
-# Norms after the two parts of a layer alone, and of queries and keys across heads.
-OLMO_NORMS: dict[str, Row] = {
-  f"{LAYER}post_attention_layernorm.weight": ("D", "layers/attention_post_norm/scale"),
-  f"{LAYER}post_feedforward_layernorm.weight": ("D", "layers/mlp_post_norm/scale"),
-  f"{LAYER}self_attn.q_norm.weight": ("NH", "layers/attention/query_norm/scale"),
-  f"{LAYER}self_attn.k_norm.weight": ("KH", "layers/attention/key_norm/scale"),
-}
-# Norms before and after each of the two parts of a layer.
-FOUR_NORMS: dict[str, Row] = {
-  f"{LAYER}input_layernorm.weight": ("D", "layers/attention_norm/scale"),
-  f"{LAYER}post_attention_layernorm.weight": ("D", "layers/attention_post_norm/scale"),
-  f"{LAYER}pre_feedforward_layernorm.weight": ("D", "layers/mlp_norm/scale"),
-  f"{LAYER}post_feedforward_layernorm.weight": ("D", "layers/mlp_post_norm/scale"),
-}
-FUSED: dict[str, Row] = {
-  f"{LAYER}self_attn.qkv_proj.weight": (
-    "NH+KH+KH D",
-    tuple(f"layers/attention/{name}/kernel" for name in ("query", "key", "value")),
-  ),
-  f"{LAYER}self_attn.o_proj.weight": ("D NH", "layers/attention/out/kernel"),
-  f"{LAYER}mlp.gate_up_proj.weight": (
-    "F+F D",
-    ("layers/mlp/gate/kernel", "layers/mlp/up/kernel"),
-  ),
-  f"{LAYER}mlp.down_proj.weight": ("D F", "layers/mlp/down/kernel"),
-}
-LLAMA = Names({**ENDS, **NORMS, **ATTENTION, **MLP})
-OLMO_2 = Names({**ENDS, **ATTENTION, **OLMO_NORMS, **MLP})
-GEMMA_2 = Names({**ENDS, **FOUR_NORMS, **ATTENTION, **MLP})
-# Also the decoder of a folder with images, as transformers 4 and 5 write it.
-GEMMA_3 = dataclasses.replace(
-  GEMMA_2,
-  inner={
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-  },
-  unused=(
-    *GEMMA_2.unused,
-    *("vision_tower.*", "model.vision_tower.*"),
-    *("multi_modal_projector.*", "model.multi_modal_projector.*"),
-  ),
-)
-
-GPT_2_LAYER = "transformer.h.{}."
-# Its kernels are stored as they multiply, [in, out].
-GPT_2 = Names(
-  {
-    "transformer.wte.weight": ("V D", "embed/table"),
-    "transformer.wpe.weight": ("P D", "positions/table"),
-    "transformer.ln_f.weight": ("D", "final_norm/scale"),
-    "transformer.ln_f.bias": ("D", "final_norm/bias"),
-    "lm_head.weight": ("V D", "unembed/kernel"),
-    f"{GPT_2_LAYER}ln_1.weight": ("D", "layers/attention_norm/scale"),
-    f"{GPT_2_LAYER}ln_1.bias": ("D", "layers/attention_norm/bias"),
-    f"{GPT_2_LAYER}attn.c_attn.weight": (
-      "D NH+KH+KH",
-      tuple(f"layers/attention/{name}/kernel" for name in ("query", "key", "value")),
-    ),
-    f"{GPT_2_LAYER}attn.c_attn.bias": (
-      "NH+KH+KH",
-      tuple(f"layers/attention/{name}/bias" for name in ("query", "key", "value")),
-    ),
-    f"{GPT_2_LAYER}attn.c_proj.weight": ("NH D", "layers/attention/out/kernel"),
-    f"{GPT_2_LAYER}attn.c_proj.bias": ("D", "layers/attention/out/bias"),
-    f"{GPT_2_LAYER}ln_2.weight": ("D", "layers/mlp_norm/scale"),
-    f"{GPT_2_LAYER}ln_2.bias": ("D", "layers/mlp_norm/bias"),
-    f"{GPT_2_LAYER}mlp.c_fc.weight": ("D F", "layers/mlp/up/kernel"),
-    f"{GPT_2_LAYER}mlp.c_fc.bias": ("F", "layers/mlp/up/bias"),
-    f"{GPT_2_LAYER}mlp.c_proj.weight": ("F D", "layers/mlp/down/kernel"),
-    f"{GPT_2_LAYER}mlp.c_proj.bias": ("D", "layers/mlp/down/bias"),
-  },
-  prefix="transformer.",
-  unused=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
-  tied=("lm_head.weight", "transformer.wte.weight"),
-)
-
-# model_type -> its tensors. Optional ones (biases, norms of heads) follow the config.
-FAMILIES: dict[str, Names] = {
-  "llama": LLAMA,
-  "mistral": LLAMA,
-  "qwen2": LLAMA,
-  "qwen3": LLAMA,
-  "gemma": LLAMA,
-  "gemma2": GEMMA_2,
-  "gemma3_text": GEMMA_3,
-  "gpt2": GPT_2,
-  "phi3": Names({**ENDS, **NORMS, **FUSED}),
-  "olmo2": OLMO_2,
-  "olmo3": OLMO_2,
-  "smollm3": LLAMA,
-  "granite": LLAMA,
-}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from interop import name_maps
+from interop import name_maps, name_tables
 from interop.name_maps import Part, Tensor
 from models import transformer_dims
 from models.transformer_dims import LORA_A, LORA_B
@@ -46,7 +46,7 @@ class Module:
 def modules(config: ConfigDict, model_type: str) -> list[Module]:
   """Returns the modules of a family in which a config has adapters."""
   found = []
-  for name, (dims, parameters) in name_maps.FAMILIES[model_type].rows.items():
+  for name, (dims, parameters) in name_tables.FAMILIES[model_type].rows.items():
     kernels = (parameters,) if isinstance(parameters, str) else parameters
     layers = tuple(one.removesuffix(_KERNEL) for one in kernels if one.endswith(_KERNEL))
     adapted = tuple(one for one in layers if transformer_dims.adapted(config, one))
@@ -101,7 +101,7 @@ def _number(value: float) -> float | int:
 
 def _target(module: Module, targets: list[Module], model_type: str) -> str:
   """Returns the shortest ending of a module's name that no module without an adapter has."""
-  names = {name.removesuffix(".weight") for name in name_maps.FAMILIES[model_type].rows}
+  names = {name.removesuffix(".weight") for name in name_tables.FAMILIES[model_type].rows}
   others = names - {one.name for one in targets}
   parts = module.name.split(".")
   for count in range(1, len(parts)):
@@ -144,7 +144,7 @@ def _a(config: ConfigDict, module: Module, layer: int, name: str) -> Tensor:
   rank, sizes = config.lora.rank, name_maps.sizes_of(config)
   width = math.prod(sizes[letter] for letter in letters[0].removesuffix("r"))
   parts = tuple(
-    Part(f"{one}/{LORA_A}", layer, own, ("r", own.removesuffix("r")), number * rank)
+    Part(f"{one}/{LORA_A}", (layer,), own, ("r", own.removesuffix("r")), number * rank)
     for number, (one, own) in enumerate(zip(module.adapted, letters, strict=True))
   )
   return Tensor(name, (len(parts) * rank, width), 0, parts)
@@ -157,7 +157,7 @@ def _b(config: ConfigDict, module: Module, layer: int, name: str) -> Tensor:
     outputs = _outputs(config, one)
     if one in module.adapted:
       starts.append((row, len(parts) * rank))
-      parts.append(Part(f"{one}/{LORA_B}", layer, f"r{outputs}", (outputs, "r")))
+      parts.append(Part(f"{one}/{LORA_B}", (layer,), f"r{outputs}", (outputs, "r")))
     row += math.prod(sizes[letter] for letter in outputs)
   shape = (row, len(parts) * rank)
   if len(module.layers) == 1:
@@ -173,7 +173,7 @@ def _outputs(config: ConfigDict, layer: str) -> str:
 
 
 def joined(
-  tensor: Tensor, sizes: Mapping[str, int], array: Callable[[str, int | None], np.ndarray]
+  tensor: Tensor, sizes: Mapping[str, int], array: Callable[[str, tuple[int, ...]], np.ndarray]
 ) -> np.ndarray:
   """Returns a tensor as it is stored; as `name_maps.joined`, also of `Blocks`."""
   if not isinstance(tensor, Blocks):

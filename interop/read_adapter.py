@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 from ml_collections import ConfigDict
 
-from interop import hf_folder, name_maps, peft_adapter, safetensors_file
+from interop import hf_folder, name_maps, name_tables, peft_adapter, safetensors_file
 from interop.hf_config import short
 from interop.peft_adapter import Blocks
 from interop.safetensors_file import DTYPES, Stored
@@ -127,7 +127,7 @@ def _targets(adapter: Adapter, model_type: str) -> tuple[str, ...]:
     return tuple(said.split(","))
   names = "\n".join(_stored(adapter))
   found: list[str] = []
-  for name, (_, parameters) in name_maps.FAMILIES[model_type].rows.items():
+  for name, (_, parameters) in name_tables.FAMILIES[model_type].rows.items():
     kernels = (parameters,) if isinstance(parameters, str) else parameters
     module = re.escape(name.removesuffix(".weight")).replace(r"\{\}", r"\d+")
     if re.search(rf"^{re.escape(peft_adapter.PREFIX)}{module}\.lora_A\.weight$", names, re.M):
@@ -213,4 +213,4 @@ def _take_apart(
     one = array[row : row + height, column : column + width]
     one = one.reshape([sizes[letter] for letter in letters])
     one = one.transpose([letters.index(letter) for letter in part.letters])
-    found.setdefault(part.parameter, np.zeros((layers, *one.shape), array.dtype))[part.layer] = one
+    found.setdefault(part.parameter, np.zeros((layers, *one.shape), array.dtype))[part.place] = one

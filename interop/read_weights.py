@@ -81,7 +81,8 @@ def open_folder(location: str, config: ConfigDict, key: str) -> Source:
   parts: dict[str, list] = {}
   for name, tensor in found.tensors.items():
     for part in tensor.parts:
-      parts.setdefault(part.parameter, []).append((stored[name], tensor.axis, part))
+      one = stored[name] if part.matrix is None else stored[name].part(part.matrix)
+      parts.setdefault(part.parameter, []).append((one, tensor.axis, part))
   return Source(folder, described, parts, name_maps.sizes_of(config))
 
 
@@ -173,13 +174,10 @@ def local_shards(
   for stored, axis, part in source.parts[name]:
     wanted = []
     for index, shard in zip(indices, shards, strict=True):
-      own, target = index, shard
-      if part.layer is not None:
-        first, stop = index[0]
-        if not first <= part.layer < stop:
-          continue
-        own, target = index[1:], shard[part.layer - first]
-      wanted.append((dict(zip(part.letters, own, strict=True)), target))
+      count = len(part.place)
+      if all(first <= n < stop for n, (first, stop) in zip(part.place, index, strict=False)):
+        target = shard[tuple(n - index[dim][0] for dim, n in enumerate(part.place))]
+        wanted.append((dict(zip(part.letters, index[count:], strict=True)), target))
     if wanted:
       _fill(reader, stored, axis, part, source.sizes, wanted)
   return shards
@@ -206,17 +204,19 @@ def _fill(
   rows, columns = part.axes[0], part.axes[1] if len(part.axes) > 1 else ""
   leading = rows[0]
   per_row = math.prod(sizes[letter] for letter in rows[1:])
-  before = part.start if axis == 0 else 0
   across = _columns(columns, sizes, [own for own, _ in wanted])
-  offset = part.start if axis == 1 else 0
-  block_columns = slice(offset + across[0] * across[2], offset + across[1] * across[2])
+  block_columns = _along(part, axis == 1, across[0] * across[2], across[1] * across[2])
   letters = rows + columns
   order = [letters.index(letter) for letter in part.letters]
   row_bytes = stored.size // stored.shape[0] * per_row
   for first, stop in _merged([own[leading] for own, _ in wanted], sizes[leading]):
     for piece in pieces(first, stop, row_bytes, PIECE_BYTES):
-      block_rows = slice(before + piece.start * per_row, before + piece.stop * per_row)
-      block = stored.block(reader, block_rows, block_columns)
+      block_rows = _along(part, axis == 0, piece.start * per_row, piece.stop * per_row)
+      block = stored.block(
+        reader,
+        slice(block_rows.start, block_rows.stop),
+        slice(block_columns.start, block_columns.stop),
+      )[:: block_rows.step, :: block_columns.step]
       shape = [piece.stop - piece.start, *(sizes[letter] for letter in rows[1:])]
       if columns:
         shape += [across[1] - across[0], *(sizes[letter] for letter in columns[1:])]
@@ -224,6 +224,18 @@ def _fill(
       starts = {leading: piece.start, **({columns[0]: across[0]} if columns else {})}
       for own, target in wanted:
         _copy(block, letters, starts, order, own, target)
+
+
+def _along(part: Part, joined: bool, first: int, stop: int) -> slice:
+  """Returns where elements of a part are along an axis of its tensor.
+
+  Args:
+    part: which.
+    joined: whether the tensor's parts are joined along this axis.
+    first: of the elements.
+    stop: behind their last.
+  """
+  return part.along(first, stop) if joined else slice(first, stop, 1)
 
 
 def _copy(

@@ -88,7 +88,7 @@ def read_with_numpy(name: str) -> dict[str, np.ndarray]:
       order = "".join(part.axes)
       one = one.reshape([sizes[letter] for letter in order])
       one = one.transpose([order.index(letter) for letter in part.letters])
-      ours = arrays[part.parameter] if part.layer is None else arrays[part.parameter][part.layer]
+      ours = arrays[part.parameter][part.place]
       ours[tuple(slice(0, size) for size in one.shape)] = one
   return arrays
 

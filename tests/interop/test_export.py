@@ -134,9 +134,9 @@ def on_processes(to, plan, fetches):
 def fetch_of(arrays, asked):
   """Returns a function that gives parameters, and notes which it was asked for."""
 
-  def fetch(name, layer, dtype, here):
-    asked.append((name, layer))
-    return (arrays[name] if layer is None else arrays[name][layer]) if here else None
+  def fetch(name, place, dtype, here):
+    asked.append((name, place))
+    return arrays[name][place] if here else None
 
   return fetch
 

@@ -29,9 +29,7 @@ def theirs_of(family):
   written = hf_config.write(model, families.LENGTH, model_type)
   arrays, sizes = families.drawn(job_of(family)), name_maps.sizes_of(config)
   tensors = {
-    name: name_maps.joined(
-      tensor, sizes, lambda name, layer: arrays[name] if layer is None else arrays[name][layer]
-    )
+    name: name_maps.joined(tensor, sizes, lambda name, place: arrays[name][place])
     for name, tensor in name_maps.tensors(config, model_type).items()
   }
   return {**written, "pad_token_id": 0}, tensors  # by default some have one beyond 61 tokens
