@@ -28,7 +28,7 @@ def _write_llama3(scaling: tuple[float, ...]) -> dict[str, Any]:
   return dict(zip(_LLAMA_3, (factor, low, high, int(length)), strict=True))
 
 
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
 _YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attention_factor"}
 
 
@@ -44,8 +44,8 @@ def _read_dynamic(rope: Mapping[str, Any], config: Theirs) -> tuple:
 
 
 def _original(rope: Mapping[str, Any], config: Theirs) -> float:
-  found = config.get(_ORIGINAL) or rope.get(_ORIGINAL) or config.get("max_position_embeddings")
-  return numbers({_ORIGINAL: found}, (_ORIGINAL,))[0]
+  found = config.get(ORIGINAL) or rope.get(ORIGINAL) or config.get("max_position_embeddings")
+  return numbers({ORIGINAL: found}, (ORIGINAL,))[0]
 
 
 def _read_yarn(rope: Mapping[str, Any], config: Theirs) -> tuple:
@@ -73,7 +73,7 @@ def _read_longrope(rope: Mapping[str, Any], config: Theirs) -> tuple:
     found[ours] = tuple(map(float, numbers(every, tuple(every))))
   if rope.get("attention_factor") is not None:
     found["attention_factor"] = float(*numbers(rope, ("attention_factor",)))
-  elif rope.get("factor") is not None and not config.get(_ORIGINAL):
+  elif rope.get("factor") is not None and not config.get(ORIGINAL):
     found["factor"] = float(*numbers(rope, ("factor",)))
   else:
     found["factor"] = numbers(config, ("max_position_embeddings",))[0] / original
@@ -85,13 +85,13 @@ READ: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any], Theirs], tup
   DEFAULT: ((), lambda rope, config: ()),
   "llama3": (_LLAMA_3, _read_llama3),
   "linear": (("factor",), _read_linear),
-  "dynamic": (("factor", _ORIGINAL), _read_dynamic),
+  "dynamic": (("factor", ORIGINAL), _read_dynamic),
   "yarn": (
-    ("factor", _ORIGINAL, *_YARN, "mscale", "mscale_all_dim", "truncate"),
+    ("factor", ORIGINAL, *_YARN, "mscale", "mscale_all_dim", "truncate"),
     _read_yarn,
   ),
   "longrope": (
-    ("factor", _ORIGINAL, "short_factor", "long_factor", "attention_factor"),
+    ("factor", ORIGINAL, "short_factor", "long_factor", "attention_factor"),
     _read_longrope,
   ),
 }
@@ -114,7 +114,7 @@ def write_scaling(scaling: tuple) -> dict[str, Any]:
     found["factor"] = ours["factor"]
     found |= {key: ours[key] for key in (*_YARN, "truncate") if key in ours}
   if kind == "yarn":
-    found[_ORIGINAL] = int(ours["original_length"])
+    found[ORIGINAL] = int(ours["original_length"])
   if "attention_factor" in ours:
     found["attention_factor"] = ours["attention_factor"]
   return found
@@ -128,7 +128,7 @@ def _lengths(scaling: tuple) -> dict[str, int]:
   if kind != "longrope":
     return {}
   longest = round(ours["original_length"] * ours["factor"]) if "factor" in ours else None
-  found = {_ORIGINAL: int(ours["original_length"])}
+  found = {ORIGINAL: int(ours["original_length"])}
   return found | ({"max_position_embeddings": longest} if longest else {})
 
 
@@ -208,7 +208,7 @@ def rope(default: float = 10_000.0, *, partial: bool = False, older: bool = Fals
       found["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}
     return found
 
-  return Part((*KEYS, _ORIGINAL), read, write)
+  return Part((*KEYS, ORIGINAL), read, write)
 
 
 def _rotary_size(config: Theirs, new: Any) -> int:
@@ -222,7 +222,7 @@ def _rotary_size(config: Theirs, new: Any) -> int:
 def _write(model: Ours) -> dict[str, Any]:
   base, scaling = model["rotary_base"], tuple(model["rotary_scaling"])
   one, lengths = write_scaling(scaling), _lengths(scaling)
-  new = {**one, **{key: value for key, value in lengths.items() if key == _ORIGINAL}}
+  new = {**one, **{key: value for key, value in lengths.items() if key == ORIGINAL}}
   if one["rope_type"] == "longrope" and "factor" in scaling[1]:
     # The ratio of the lengths again, without which transformers warns.
     one, new = ({**x, "factor": scaling[1]["factor"]} for x in (one, new))

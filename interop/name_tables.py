@@ -6,7 +6,7 @@ an axis written together; and our parameter. So `("NH D", "layers/attention/quer
 matrix [N * H, D] of what is [D, N, H] here. A fused tensor joins several parameters along one axis,
 one after the other, `("NH+KH+KH D", (query, key, value))`, or element by element in turn,
 `("D M|M", (gate, up))`. A tensor of all experts has them first: `("E M+M D", (gate, up))`. A row
-whose parameters a config does not have is left out.
+whose parameters a config does not have, or has with other dims, is left out.
 """
 
 import dataclasses
@@ -144,6 +144,22 @@ GPT_2 = Names(
   tied=("lm_head.weight", "transformer.wte.weight"),
 )
 
+# Queries have a latent vector, or they have none.
+LATENT_ATTENTION: dict[str, Row] = {
+  f"{LAYER}self_attn.q_proj.weight": ("NH D", "layers/attention/query/kernel"),
+  f"{LAYER}self_attn.q_a_proj.weight": ("q D", "layers/attention/query_latent/kernel"),
+  f"{LAYER}self_attn.q_a_layernorm.weight": ("Q", "layers/attention/query_latent_norm/scale"),
+  f"{LAYER}self_attn.q_b_proj.weight": ("NH Q", "layers/attention/query/kernel"),
+  f"{LAYER}self_attn.kv_a_proj_with_mqa.weight": (
+    "c+I D",
+    ("layers/attention/latent/kernel", "layers/attention/rotary_key/kernel"),
+  ),
+  f"{LAYER}self_attn.kv_a_layernorm.weight": ("C", "layers/attention/latent_norm/scale"),
+  f"{LAYER}self_attn.kv_b_proj.weight": ("KJ C", "layers/attention/key_value/kernel"),
+  f"{LAYER}self_attn.o_proj.weight": ("D NU", "layers/attention/out/kernel"),
+}
+DEEPSEEK = Names({**ENDS, **NORMS, **LATENT_ATTENTION, **MLP})
+
 # model_type -> its tensors. Optional ones (biases, norms of heads) follow the config.
 FAMILIES: dict[str, Names] = {
   "llama": LLAMA,
@@ -159,4 +175,6 @@ FAMILIES: dict[str, Names] = {
   "olmo3": OLMO_2,
   "smollm3": LLAMA,
   "granite": LLAMA,
+  "deepseek_v2": DEEPSEEK,
+  "deepseek_v3": DEEPSEEK,
 }

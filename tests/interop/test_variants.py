@@ -57,7 +57,8 @@ def test_what_is_written_has_the_names_and_arrays_of_the_library(family):
 @pytest.mark.transformers
 @pytest.mark.parametrize("version", write_families.PYTHONS)
 def test_the_library_computes_the_same_logits_from_what_is_written(version):
-  folders = {family: theirs_of(family) for family in NAMES}
+  known = write_families.known_to(version)
+  folders = {family: theirs_of(family) for family in NAMES if family in known}
   found = write_families.library_logits(folders, version)
   with np.load(write_families.FILE) as fixture:
     for family, logits in found.items():

@@ -1,5 +1,6 @@
 """Small decoders of the open families, and parameters for them that NumPy draws, by name."""
 
+import math
 import zlib
 
 import jax
@@ -43,6 +44,14 @@ OLMO = {
   "post_norms": True,
   "query_key_norm": True,
   "query_key_norm_across_heads": True,
+}
+LATENT = {
+  "attention": "latent",
+  "kv_heads": 4,
+  "rotary_size": 4,
+  "rotary_pairs": "adjacent",
+  "latent_size": 16,
+  "value_head_size": 6,
 }
 # family, or one with an option (`llama_yarn`) -> keys of `model`. Windows, and the original length
 # of scaled positions, are shorter than the rows.
@@ -114,6 +123,39 @@ FAMILIES = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.22,
     "logits_divisor": 6.0,
+  },
+  "deepseek3": {
+    **LATENT,
+    "query_latent_size": 24,
+    "rotary_base": 100.0,
+    # mscale and mscale_all_dim of 1, as published.
+    "attention_scale": 10**-0.5 * (0.1 * math.log(8) + 1) ** 2,
+    "rotary_scaling": (
+      "yarn",
+      {
+        "factor": 8.0,
+        "original_length": 16,
+        "beta_fast": 2.0,
+        "beta_slow": 0.2,
+        "attention_factor": 1.0,
+      },
+    ),
+  },
+  "deepseek3_halves": {**LATENT, "rotary_pairs": "halves", "query_latent_size": 24},
+  "deepseek2": LATENT,
+  # Another mscale than mscale_all_dim.
+  "deepseek2_yarn": {
+    **LATENT,
+    "query_latent_size": 40,
+    "attention_scale": 10**-0.5 * (0.1 * 0.5 * math.log(4) + 1) ** 2,
+    "rotary_scaling": (
+      "yarn",
+      {
+        "factor": 4.0,
+        "original_length": 16,
+        "attention_factor": (0.1 * math.log(4) + 1) / (0.1 * 0.5 * math.log(4) + 1),
+      },
+    ),
   },
   "llama_relu": {"activation": "relu"},
   "llama_erf": {"activation": "gelu_erf"},

@@ -68,7 +68,25 @@ GPT_2_LAYER = {
   "mlp/down": "mlp.c_proj",
 }
 # The name up to the first underscore -> the `model_type` of the config, where they differ.
-MODEL_TYPES = {"llama2": "llama", "llama3": "llama", "gemma3": "gemma3_text"}
+MODEL_TYPES = {
+  "llama2": "llama",
+  "llama3": "llama",
+  "gemma3": "gemma3_text",
+  "deepseek2": "deepseek_v2",
+  "deepseek3": "deepseek_v3",
+}
+# Of a layer of DeepSeek, besides LAYER's.
+DEEPSEEK_LAYER = {
+  **LAYER,
+  "attention/query_latent": "self_attn.q_a_proj",
+  "attention/query_latent_norm": "self_attn.q_a_layernorm",
+  "attention/latent": "self_attn.kv_a_proj_with_mqa",
+  "attention/latent_norm": "self_attn.kv_a_layernorm",
+  "attention/rotary_key": "rotary",  # joined to the latent vector's
+  "attention/key_value": "self_attn.kv_b_proj",
+}
+# family -> its mscale and mscale_all_dim.
+MSCALES = {"deepseek3": (1.0, 1.0), "deepseek2_yarn": (1.0, 0.5)}
 
 
 def keys_of(family: str) -> dict[str, Any]:
@@ -111,7 +129,7 @@ def their_config(family: str) -> dict[str, Any]:
     "max_position_embeddings": SIZES["data.sequence_length"],
     "rope_theta": keys.get("rotary_base", 10_000.0),
   }
-  if "rotary_size" in keys:
+  if "rotary_size" in keys and not kind.startswith("deepseek"):
     found["partial_rotary_factor"] = keys["rotary_size"] / keys["head_size"]
   if kind == "phi3":
     found["pad_token_id"] = 0
@@ -130,6 +148,8 @@ def their_config(family: str) -> dict[str, Any]:
     found["attention_multiplier"] = keys["attention_scale"]
     found["logits_scaling"] = keys["logits_divisor"]
     found |= {key: keys[key] for key in ("embedding_multiplier", "residual_multiplier")}
+  if kind.startswith("deepseek"):
+    found |= _deepseek_config(family, keys)
   if kind.startswith("olmo"):
     found["pad_token_id"] = 0
   if kind == "olmo2" and "rope_scaling" in found:  # version 4 wants these two keys of it
@@ -146,6 +166,27 @@ def their_config(family: str) -> dict[str, Any]:
     found["final_logit_softcapping"] = keys["logits_soft_cap"]
   if kind == "gemma3_text":
     found["rope_local_base_freq"] = keys["local_rotary_base"]
+  return found
+
+
+def _deepseek_config(family: str, keys: dict[str, Any]) -> dict[str, Any]:
+  """Returns the keys of DeepSeek's attention, and those that make all layers dense."""
+  found = {
+    "first_k_dense_replace": keys["layers"],
+    "kv_lora_rank": keys["latent_size"],
+    "q_lora_rank": keys.get("query_latent_size"),
+    "qk_nope_head_dim": keys["head_size"] - keys["rotary_size"],
+    "qk_rope_head_dim": keys["rotary_size"],
+    "v_head_dim": keys["value_head_size"],
+    "head_dim": keys["rotary_size"],
+  }
+  if family.startswith("deepseek3"):
+    found |= {"rope_interleave": keys["rotary_pairs"] == "adjacent", "num_mtp_layers": 0}
+  if family in MSCALES:
+    one, every = MSCALES[family]
+    scaling = {**_scaling(keys)["rope_scaling"], "mscale": one, "mscale_all_dim": every}
+    scaling.pop("attention_factor")
+    found["rope_scaling"] = scaling
   return found
 
 
@@ -193,6 +234,8 @@ def converted(family: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarra
     return _gpt2(arrays)
   table = POST_NORM_LAYER if "layers/mlp_post_norm/scale" in arrays else LAYER
   table = OLMO_LAYER if family.startswith("olmo") else table
+  if family.startswith("deepseek"):
+    return _deepseek(arrays)
   found = {"model.embed_tokens.weight": arrays["embed/table"]}
   found["model.norm.weight"] = arrays["final_norm/scale"]
   if "unembed/kernel" in arrays:
@@ -210,6 +253,30 @@ def converted(family: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarra
       else:
         found[f"{where}.{'bias' if kind == 'bias' else 'weight'}"] = value.reshape(-1)
   return _fused(found) if family == "phi3" else found
+
+
+def _deepseek(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Returns DeepSeek's names -> arrays: kernels transposed, and one of two of ours."""
+  found = {"model.embed_tokens.weight": arrays["embed/table"]}
+  found["model.norm.weight"] = arrays["final_norm/scale"]
+  found["lm_head.weight"] = arrays["unembed/kernel"].T
+  for number in range(SIZES["model.layers"]):
+    where = f"model.layers.{number}."
+    for name in (name for name in arrays if name.startswith("layers/")):
+      part, _, kind = name.removeprefix("layers/").rpartition("/")
+      value, theirs = arrays[name][number], DEEPSEEK_LAYER[part]
+      if kind == "kernel":
+        value = value.reshape(-1, value.shape[-1]) if part.endswith("out") else value
+        value = value.reshape(value.shape[0], -1).T
+      if part == "attention/query" and "layers/attention/query_latent/kernel" in arrays:
+        theirs = "self_attn.q_b_proj"
+      found[f"{where}{theirs}.weight"] = value
+    joined, rotary = (
+      f"{where}self_attn.kv_a_proj_with_mqa.weight",
+      found.pop(f"{where}rotary.weight"),
+    )
+    found[joined] = np.concatenate([found[joined], rotary])
+  return found
 
 
 def _fused(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -247,6 +314,15 @@ def _gpt2(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
           value = value.reshape(-1, value.shape[-1])
         found[f"{start}.{GPT_2_LAYER[part]}.{kinds[kind]}"] = value
   return found
+
+
+def known_to(version: str) -> list[str]:
+  """Returns the families that a version of transformers computes as published.
+
+  Version 4 leaves out the factor of DeepSeek-V2's scores under YaRN, which version 5 and the code
+  published with the model have.
+  """
+  return [name for name in FAMILIES if (version, name) != ("4", "deepseek2_yarn")]
 
 
 def logits(families: Sequence[str], version: str) -> dict[str, np.ndarray]:

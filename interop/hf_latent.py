@@ -1,0 +1,140 @@
+"""Multi-head latent attention in a config.json: the sizes of DeepSeek, and its scale under YaRN."""
+
+import math
+from typing import Any
+
+from interop import hf_parts as parts
+from interop.hf_config import Ours, Part, Theirs, short, yarn_factor
+from interop.hf_rope import KEYS, ORIGINAL, numbers, rope
+
+EPSILON = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps is
+_SIZES = {
+  "kv_lora_rank": "latent_size",
+  "qk_rope_head_dim": "rotary_size",
+  "v_head_dim": "value_head_size",
+}
+
+
+def _read(config: Theirs) -> dict[str, Any]:
+  heads = parts.value_of(config, "num_attention_heads")
+  if config.get("num_key_value_heads") not in (None, heads):
+    raise ValueError(
+      f"num_key_value_heads={short(config['num_key_value_heads'])}: each of the {heads} heads has "
+      f"keys and values of its own"
+    )
+  rank = config.get("q_lora_rank")
+  return {
+    "heads": heads,
+    "kv_heads": heads,
+    "query_latent_size": 0 if rank is None else parts.value_of(config, "q_lora_rank"),
+    "head_size": _head_size(config),
+    **{ours: parts.value_of(config, theirs) for theirs, ours in _SIZES.items()},
+  }
+
+
+def _head_size(config: Theirs) -> int:
+  return sum(parts.value_of(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
+
+
+def _write(model: Ours) -> dict[str, Any]:
+  heads = model["heads"]
+  return {
+    "num_attention_heads": heads,
+    "num_key_value_heads": heads,
+    "q_lora_rank": model["query_latent_size"] or None,
+    "qk_nope_head_dim": model["head_size"] - model["rotary_size"],
+    **{theirs: model[ours] for theirs, ours in _SIZES.items()},
+  }
+
+
+LATENT = Part(
+  ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "qk_nope_head_dim", *_SIZES),
+  _read,
+  _write,
+)
+
+
+def _read_epsilon(config: Theirs) -> dict[str, Any]:
+  if (value := parts.value_of(config, "rms_norm_eps", float)) != EPSILON:
+    raise ValueError(
+      f"rms_norm_eps={value}: the norms of latent vectors have {EPSILON} in this family whatever "
+      f"the others have; only {EPSILON} is read"
+    )
+  return {"norm_epsilon": value}
+
+
+NORM_EPSILON = Part(
+  ("rms_norm_eps",), _read_epsilon, lambda model: {"rms_norm_eps": model["norm_epsilon"]}
+)
+
+
+def _read_interleave(config: Theirs) -> dict[str, Any]:
+  adjacent = parts.value_of(config, "rope_interleave", bool)
+  return {"rotary_pairs": "adjacent" if adjacent else "halves"}
+
+
+INTERLEAVE = Part(
+  ("rope_interleave",),
+  _read_interleave,
+  lambda model: {"rope_interleave": model["rotary_pairs"] == "adjacent"},
+)
+
+# ------------------------------ rotary positions and the scale ------------------------------
+
+_ROPE = rope()
+# With YaRN, scores are also scaled by the square of a factor that follows from this number.
+_ALL, _ONE = "mscale_all_dim", "mscale"
+
+
+def _read_rope(config: Theirs) -> dict[str, Any]:
+  found = _ROPE.read(config)
+  given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+  share = given.get(_ALL) if found["rotary_scaling"] else None
+  factor = yarn_factor(*numbers(given, ("factor",)), share) if share else 1.0
+  return {**found, "attention_scale": _head_size(config) ** -0.5 * factor**2}
+
+
+def _write_rope(model: Ours) -> dict[str, Any]:
+  found, scaling = _ROPE.write(model), tuple(model["rotary_scaling"])
+  if not scaling or scaling[0] != "yarn":
+    return found
+  numbers, log = scaling[1], 0.1 * math.log(scaling[1]["factor"])
+  factor = math.sqrt(model["attention_scale"] * math.sqrt(model["head_size"]))
+  if math.isclose(factor, 1.0, rel_tol=1e-12) or log <= 0:
+    return found
+  attention = numbers.get("attention_factor", yarn_factor(numbers["factor"]))
+  more, one = {_ALL: (factor - 1) / log}, (attention * factor - 1) / log
+  more |= {"attention_factor": attention} if one <= 0 else {_ONE: one}
+  for key in ("rope_scaling", "rope_parameters"):
+    kept = {name: x for name, x in found[key].items() if name != "attention_factor"}
+    found[key] = {**kept, **more}
+  return found
+
+
+ROPE = Part((*KEYS, ORIGINAL), _read_rope, _write_rope)
+
+# ------------------------------ layers ------------------------------
+
+
+def _read_dense(config: Theirs) -> dict[str, Any]:
+  dense, layers = config.get("first_k_dense_replace"), parts.value_of(config, "num_hidden_layers")
+  if type(dense) is not int or dense < layers:
+    raise ValueError(
+      f"first_k_dense_replace={short(dense)}: only models whose {layers} layers are all dense are "
+      f"read"
+    )
+  return {}
+
+
+# Keys of the experts, which have no effect where all layers are dense.
+OF_EXPERTS = (
+  *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
+  *("n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor"),
+  *("scoring_func", "aux_loss_alpha", "seq_aux", "moe_layer_freq", "ep_size"),
+  *("output_router_logits", "num_mtp_layers", "num_nextn_predict_layers"),
+)
+DENSE = Part(
+  ("first_k_dense_replace", *OF_EXPERTS),
+  _read_dense,
+  lambda model: {"first_k_dense_replace": model["layers"]},
+)
