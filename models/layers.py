@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from models import lora, mup
 from models.dtypes import wide_dtype
 from models.random_rows import bernoulli_rows
-from models.rematerialization import named
+from models.rematerialization import kept, named
 from models.transformer_dims import (
   LORA_A,
   LORA_B,
@@ -32,7 +32,14 @@ from models.transformer_dims import (
 )
 from partitioning.constraints import batch_part, constrain
 from partitioning.parallel import eight_bit
-from partitioning.parallel.matmuls import Dropped, LowRank, column_parallel, row_parallel
+from partitioning.parallel.matmuls import (
+  Dropped,
+  LowRank,
+  column_parallel,
+  feedforward,
+  in_one_ring,
+  row_parallel,
+)
 from partitioning.parallel.vocabulary import vocab_parallel_embedding
 
 ACTIVATIONS = {
@@ -343,6 +350,9 @@ class MLP(nnx.Module):
     self.down = linear("layers/mlp/down", scale=(2 * config.model.layers) ** -0.5)
     self.activation = ACTIVATIONS[config.model.activation]
     self.adapter_dropout = config.lora.dropout
+    # What has a name or a bias is an array of all tokens.
+    biased = self.up.bias_letters or (self.gated and self.gate.bias_letters)
+    self.one_ring = not biased and not kept(config, ("gate", "up", "hidden"))
 
   def __call__(
     self, x_BRD: Float[Array, "B R D"], key: Key[Array, ""] | None, slots_T: Int[Array, " T"]
@@ -357,14 +367,18 @@ class MLP(nnx.Module):
     keys = (None, None) if key is None else jax.random.split(key)
     dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=slots_T)
     projections = [self.gate, self.up] if self.gated else [self.up]
+    if self.one_ring and in_one_ring(projections, self.down, RESIDUAL):
+      return self.down.add_bias(feedforward(x_BRD, projections, self._hidden, self.down, RESIDUAL))
     inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
     *gate, up_BTF = column_parallel(x_BRD, projections, RESIDUAL, inputs)
     up_BTF = named(self.up.add_bias(up_BTF), "up")
     if gate:
-      gate_BTF = named(self.gate.add_bias(gate[0]), "gate")
-      hidden_BTF = self.activation(gate_BTF) * up_BTF
-    else:
-      hidden_BTF = self.activation(up_BTF)
-    hidden_BTF = named(hidden_BTF, "hidden")
+      gate = [named(self.gate.add_bias(gate[0]), "gate")]
+    hidden_BTF = named(self._hidden(*gate, up_BTF), "hidden")
     inputs = dropped(key=keys[1], letters="BTF", shape=hidden_BTF.shape)
     return self.down.add_bias(row_parallel(hidden_BTF, self.down, RESIDUAL, inputs))
+
+  def _hidden(self, *projected_BTF: Array) -> Array:
+    """Returns what is projected down, of the results of `gate`, if there is one, and `up`."""
+    *gate, up_BTF = projected_BTF
+    return self.activation(gate[0]) * up_BTF if gate else self.activation(up_BTF)

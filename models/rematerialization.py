@@ -3,13 +3,14 @@
 `runtime.rematerialization` has the names and reads the key.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from ml_collections import ConfigDict
 
 from partitioning.rules import HOST
-from runtime.rematerialization import LAYER_INPUT, NAMES, OFFLOAD, SAVE, parse
+from runtime.rematerialization import LAYER_INPUT, NAMES, OFFLOAD, RECOMPUTE, SAVE, parse
 
 # Preset -> its policy without exceptions; None: no rematerialization.
 _POLICIES = {
@@ -26,6 +27,12 @@ def named(x: jax.Array, name: str) -> jax.Array:
   """
   assert name in NAMES, name
   return checkpoint_name(x, name)
+
+
+def kept(config: ConfigDict, names: Iterable[str]) -> bool:
+  """Returns whether any of these activations is saved or offloaded for the backward pass."""
+  choices = parse(config.training.rematerialization)
+  return any(choices.by_name[name] != RECOMPUTE for name in names)
 
 
 def rematerialized(layer: Callable, text: str) -> Callable:

@@ -91,6 +91,48 @@ def _scattered_backward(function: Function, axes: Axes, saved, gradient: jax.Arr
 scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def through(
+  function: Callable[..., jax.Array], axes: Axes, x: jax.Array, *operands: jax.Array
+) -> jax.Array:
+  """Returns `reduce_scatter(function(all_gather(x), *operands))`, both along the sequence.
+
+  Parts of the sequence and sums of their results go around together, and no array is ever of all
+  tokens. The backward pass computes the function again.
+
+  Args:
+    function: of an activation and further operands, token by token, but linear in nothing;
+      returns a device's partial sum. Without operands that are traced outside of it.
+    axes: of the mesh, manual here.
+    x: a device's part of the sequence.
+    *operands: the same for all tokens.
+  """
+  return _pass_and_add(axes, (x,), lambda part: function(*part, *operands))
+
+
+def _through_forward(function, axes: Axes, x: jax.Array, *operands: jax.Array):
+  return through(function, axes, x, *operands), (x, operands)
+
+
+def _through_backward(function, axes: Axes, saved, gradient: jax.Array):
+  x, operands = saved
+  # A sum of as many terms as there are parts: in float32 or wider.
+  wide = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
+  sums = [jnp.zeros(one.shape, wide) for one in operands]
+
+  def of_part(parts: tuple[jax.Array, ...]) -> jax.Array:
+    part, d_part = parts
+    d_x, *d_operands = jax.vjp(function, part, *operands)[1](d_part)
+    sums[:] = [total + one.astype(total.dtype) for total, one in zip(sums, d_operands, strict=True)]
+    return d_x
+
+  d_x = _pass_and_add(axes, (x, gradient), of_part)
+  return (d_x, *(total.astype(one.dtype) for total, one in zip(sums, operands, strict=True)))
+
+
+through.defvjp(_through_forward, _through_backward)
+
+
 def _transposed(
   function: Function, gradients: tuple[jax.Array, ...], like: jax.Array, operands
 ) -> jax.Array:
@@ -170,6 +212,42 @@ def _add_around(axes: Axes, x: Any, use: Callable[[Any], jax.Array]) -> jax.Arra
       part = use(tuple(_cut(one, start, size) for one in x))
       totals.append(moved[number] + part if moved else part)
   return jnp.concatenate(totals, SEQUENCE_DIM) if len(totals) > 1 else totals[0]
+
+
+def _pass_and_add(
+  axes: Axes, x: tuple[jax.Array, ...], use: Callable[[tuple[jax.Array, ...]], jax.Array]
+) -> jax.Array:
+  """Passes parts of a sequence around the ring, and sums of what is computed of them behind them.
+
+  Args:
+    axes: of the ring.
+    x: activations, the device's part of each.
+    use: called with the same part of each activation, token by token; returns the summand.
+
+  Returns:
+    The device's own part of the sums.
+  """
+  count = jax.lax.axis_size(axes)
+  moving = [
+    (way, tuple(_cut(one, first, size) for one in x))
+    for way, first, size in _ways(x[0].shape[SEQUENCE_DIM], count)
+  ]
+  own: list[jax.Array] = []
+  totals: list[jax.Array] = []
+  for step in range(count):
+    arrived = moving
+    if step < count - 1:
+      moving = [(way, tuple(_sent(one, axes, way) for one in part)) for way, part in arrived]
+    moved = [_sent(total, axes, way) for total, (way, _) in zip(totals, arrived, strict=False)]
+    new = [use(part) for _, part in arrived]
+    if step == 0:  # the sum of a device's own part ends here
+      own = new
+    else:
+      totals = [total + one for total, one in zip(moved, new, strict=True)] if moved else new
+  if totals:
+    moved = [_sent(total, axes, way) for total, (way, _) in zip(totals, arrived, strict=True)]
+    own = [total + one for total, one in zip(moved, own, strict=True)]
+  return jnp.concatenate(own, SEQUENCE_DIM) if len(own) > 1 else own[0]
 
 
 def _ways(length: int, count: int) -> list[tuple[int, int, int]]:

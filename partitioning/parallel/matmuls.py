@@ -20,7 +20,7 @@ Letters are those of the model's legend; the caller says which ones the residual
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -232,6 +232,77 @@ def for_each_head(x: jax.Array, heads: str, residual: Residual) -> jax.Array:
     residual=residual,
     dtype=x.dtype,
     by_hand=bool(axes),
+  )
+  return out
+
+
+def in_one_ring(weights: Sequence[Weight], down: Weight, residual: Residual) -> bool:
+  """Returns whether `feedforward` takes these weights.
+
+  Args:
+    weights: column-parallel.
+    down: row-parallel.
+    residual: the residual's letters.
+  """
+  sequence, every = sequence_axes(residual), (*weights, down)
+  plain = not any(
+    hasattr(one, kind) and getattr(one, kind)() is not None
+    for one in every
+    for kind in ("low_rank", "eight_bit")
+  )
+  summed = split_over(down.letters.replace(residual.width, ""))
+  return bool(_as_ring() and sequence == summed and not split_over(residual.width) and plain)
+
+
+def feedforward(
+  x: jax.Array,
+  weights: Sequence[Weight],
+  function: Callable[..., jax.Array],
+  down: Weight,
+  residual: Residual,
+) -> jax.Array:
+  """Returns `row_parallel(function(*column_parallel(x, weights)), down)`, as one ring.
+
+  No product is ever of all tokens: one part of the sequence goes through all of it while the next
+  one is on its way.
+
+  Args:
+    x: the residual, between blocks.
+    weights: column-parallel.
+    function: of the products, number by number; without arrays that are traced outside of it.
+    down: row-parallel.
+    residual: the residual's letters.
+  """
+
+  def all_of(x: jax.Array, *kernels: jax.Array) -> jax.Array:
+    products = [
+      jnp.einsum(f"{residual.inside},{ins}->{out}", x, kernel)
+      for ins, out, kernel in zip(inside[:-1], outputs, kernels[:-1], strict=True)
+    ]
+    return jnp.einsum(
+      f"{outputs[0]},{inside[-1]}->{residual.inside}", function(*products), kernels[-1]
+    )
+
+  def matmuls(manual: bool, x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
+    if manual:
+      return [collective_matmul.through(all_of, sequence, x, *kernels)]
+    return [all_of(x, *kernels)]
+
+  sequence = sequence_axes(residual)
+  letters = [weight.letters for weight in (*weights, down)]
+  outputs = [residual.activation(weight.letters) for weight in weights]
+  # The width last, as XLA for TPUs has the gradients: it is the dim that `fsdp` splits, and of one
+  # that is scattered along its lanes XLA makes an all-reduce.
+  inside = [summed_last(weight.letters, residual.width) for weight in (*weights, down)]
+  [out] = sharded(
+    matmuls,
+    [residual.between, *letters],
+    [residual.between, *inside],
+    [residual.between],
+    *(x, *(weight.effective_kernel() for weight in (*weights, down))),
+    kernels=range(1, 2 + len(weights)),
+    residual=residual,
+    dtype=x.dtype,
   )
   return out
 

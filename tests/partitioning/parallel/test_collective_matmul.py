@@ -1,5 +1,7 @@
 """Collective matmuls: beside NumPy, beside one device, what they send, and mutations."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from partitioning.parallel import collective_matmul
-from partitioning.parallel.collective_matmul import gathered, scattered
+from partitioning.parallel.collective_matmul import gathered, scattered, through
 from tests.parity.comparison import (
   COLLECTIVE_MATMUL,
   FEATURES,
@@ -30,6 +32,11 @@ def column(x, up, gate):
 def row(x, down):
   """A device's partial sums."""
   return (jnp.einsum("btf,fd->btd", x, down),)
+
+
+def block(x, up, down):
+  """A device's partial sums, of a function that is not linear."""
+  return row(jnp.tanh(jnp.einsum("btd,fd->btf", x, up)), down)[0]
 
 
 def normal(seed, *shape):
@@ -94,6 +101,46 @@ def test_scattered_and_its_gradients_are_numpys(devices, tokens):
   wanted = x @ down, d_out @ down.T, np.einsum("btf,btd->fd", x, d_out)
   for ours, numpys in zip((result, *gradients), wanted, strict=True):
     np.testing.assert_allclose(ours, numpys, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("devices", "tokens"), RINGS)
+def test_through_and_its_gradients_are_numpys(devices, tokens):
+  with jax.enable_x64(True):
+    x, d_out = normal(0, B, devices * tokens, D), normal(3, B, devices * tokens, D)
+    up, down = normal(1, devices * F, D), normal(2, devices * F, D)
+    result, gradients = of_block(devices)(x, up, down, d_out)
+  hidden = np.tanh(x @ up.T)
+  d_up = d_out @ down.T * (1 - hidden**2)
+  wanted = (
+    *(hidden @ down, d_up @ up),
+    *(np.einsum("btf,btd->fd", d_up, x), np.einsum("btf,btd->fd", hidden, d_out)),
+  )
+  for ours, numpys in zip((result, *gradients), wanted, strict=True):
+    np.testing.assert_allclose(ours, numpys, rtol=0, atol=1e-12)
+
+
+def of_block(devices):
+  """Returns `block` and its gradients on a ring, of x, both kernels and the result's gradient."""
+
+  def both(x, up, down, d_out):
+    result, back = jax.vjp(lambda *given: through(block, ("tensor",), *given), x, up, down)
+    return result, back(d_out)
+
+  kernel = PartitionSpec("tensor")
+  specs = (SEQUENCE, kernel, kernel, SEQUENCE)
+  return on_ring(devices, both, specs, (SEQUENCE, specs[:3]))
+
+
+def test_through_has_no_array_of_all_tokens_and_sums_gradients_of_kernels_in_float32():
+  x, d_out = (normal(seed, B, 8 * 6, D).astype(jnp.bfloat16) for seed in (0, 3))
+  up, down = (normal(seed, 8 * F, D).astype(jnp.bfloat16) for seed in (1, 2))
+  function = of_block(8)
+  text = str(jax.make_jaxpr(function)(x, up, down, d_out))
+  # Halves of six tokens; x alone is ever of more.
+  assert {*re.findall(rf"\[{B},(\d+),{F}\]", text)} == {"3"}
+  # The sums of sixteen parts are rounded once.
+  assert f"f32[{F},{D}] = add" in text
+  assert f"bf16[{F},{D}] = add" not in text
 
 
 @pytest.mark.parametrize(("devices", "tokens"), RINGS)
@@ -179,12 +226,31 @@ def sums_left_behind(monkeypatch):
   monkeypatch.setattr(collective_matmul, "_sent", lambda x, axes, way: x)
 
 
+def sums_of_the_next_part(monkeypatch):
+  """What is computed of one part is added to the sum of another."""
+  original, previous = collective_matmul._pass_and_add, []
+
+  def shifted(axes, x, use):
+    def late(part):
+      previous.append(use(part))
+      return previous[-2] if len(previous) % 4 == 2 else previous[-1]
+
+    return original(axes, x, late)
+
+  monkeypatch.setattr(collective_matmul, "_pass_and_add", shifted)
+
+
+MUTATIONS = {
+  test_gathered_and_its_gradients_are_numpys: (without_the_last_chunk, under_the_wrong_owner),
+  test_scattered_and_its_gradients_are_numpys: (without_the_last_chunk, under_the_wrong_owner),
+  # In the other direction it is as right: parts need not know whose they are.
+  test_through_and_its_gradients_are_numpys: (sums_of_the_next_part,),
+}
+
+
 @pytest.mark.parametrize(
-  "mutation", [without_the_last_chunk, under_the_wrong_owner, sums_left_behind]
-)
-@pytest.mark.parametrize(
-  "test",
-  [test_gathered_and_its_gradients_are_numpys, test_scattered_and_its_gradients_are_numpys],
+  ("test", "mutation"),
+  [(test, one) for test, some in MUTATIONS.items() for one in (*some, sums_left_behind)],
 )
 def test_mutations_are_caught(mutation, test, monkeypatch):
   mutation(monkeypatch)
