@@ -113,6 +113,9 @@ def _partitioning(model: str) -> ConfigDict:
       # Its matmuls as rings, which send one chunk while they multiply another. By default on TPUs,
       # where chunks are large enough
       "collective_matmul": config_dict.placeholder(bool),
+      # All-gather kernels over fsdp again in the backward pass; False: once, and keep those of all
+      # layers for it, in the compute dtype
+      "reshard_after_forward": True,
       "overrides": (),  # (("layers/mlp/up/kernel", (None, "fsdp", "tensor")), ...)
       # Limit on the replicated bytes of parameters and optimizer state per device; unset: none.
       "max_replicated_bytes": config_dict.placeholder(int),

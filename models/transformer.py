@@ -140,6 +140,7 @@ class Transformer(nnx.Module):
     self.context_attention = config.model.context_attention
     self.heads = config.model.heads, config.model.kv_heads
     self.rematerialization = config.training.rematerialization
+    self.reshard = config.partitioning.reshard_after_forward
     self.unroll = config.training.scan_unroll
     self.loss_chunks = config.training.loss_chunks
     self.z_loss = config.training.z_loss
@@ -291,7 +292,7 @@ class Transformer(nnx.Module):
         x_BRD, _, sums = nnx.merge(graphdef, params)(x_BRD, one, layer_key, rows)
       return x_BRD, (sums, recorded)
 
-    layer = rematerialized(layer, self.rematerialization)
+    layer = rematerialized(layer, self.rematerialization, reshard=self.reshard)
     x_BRD, (sums_L, recorded_L) = jax.lax.scan(layer, x_BRD, (stack, every), unroll=self.unroll)
     activations.record_layers(recorded_L)
     return x_BRD, jax.tree.map(jnp.sum, sums_L)

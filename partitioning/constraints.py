@@ -40,6 +40,8 @@ class ActivationLayout:
     parameters: likewise, for parameters: how kernels are sharded before they are used.
     gradient_dtype: in which the gradients of kernels are reduced by hand; None: that of matmuls.
     collective_matmul: whether matmuls around a gathered or scattered sequence are rings.
+    reshard_after_forward: whether gathered kernels are gathered again in the backward pass, and not
+      kept for it.
     checking: True while the layout is checked: failures are recorded and not raised, so that one
       message has all of them. The traced code is the same either way.
     seen: the traced activations, in order, each once.
@@ -51,6 +53,7 @@ class ActivationLayout:
   checking: bool = False
   gradient_dtype: jnp.dtype | None = None
   collective_matmul: bool = False
+  reshard_after_forward: bool = True
   seen: list[Constraint] = dataclasses.field(default_factory=list)
 
   def axes(self) -> set[str]:
@@ -92,10 +95,17 @@ def activation_layout(
   checking: bool = False,
   gradient_dtype: jnp.dtype | None = None,
   collective_matmul: bool = False,
+  reshard_after_forward: bool = True,
 ) -> Iterator[ActivationLayout]:
   """Sets the tables that shard arrays inside the block; yields the record of what is traced."""
   layout = ActivationLayout(
-    legend, table, parameters or {}, checking, gradient_dtype, collective_matmul
+    legend,
+    table,
+    parameters or {},
+    checking,
+    gradient_dtype,
+    collective_matmul,
+    reshard_after_forward,
   )
   token = _LAYOUT.set(layout)
   try:

@@ -129,7 +129,8 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     wide = np.dtype(placement.dtype).itemsize if scale else narrow
     shared = (wide if scale else reduced, True)
     # Inside the scan over the layers, in both passes of each microbatch; else once.
-    passes = count * 2 * layers if layers > 1 else 1
+    both = 2 if config.partitioning.reshard_after_forward else 1
+    passes = count * both * layers if layers > 1 else 1
     if split:
       itemsize = 1 if in_8_bits(config, name) else wide
       yield Term("all-gather", ("fsdp",), passes, whole, f"{name}, gathered", itemsize, True)

@@ -14,12 +14,15 @@ from models.dtypes import wide_dtype
 from partitioning.dims import axes_size, spec_axes
 from partitioning.rules import HOST
 from partitioning.shardings import bytes_per_device, shard_shape
-from planning import activation_memory
+from planning import activation_memory, kept_kernels
 from planning.activation_memory import OfTheLayers
 from training.setup import Job
 
 # What is allocated all the time; and only while the losses, or one layer's gradients, are computed.
-_ALWAYS = ("parameters", "optimizer state", "sum of the microbatches", "activations kept")
+_ALWAYS = (
+  *("parameters", "optimizer state", "sum of the microbatches", "activations kept"),
+  "gathered kernels kept",
+)
 _LOSSES = ("logits", "kernel of the logits")
 _LAYER = ("gradients", "activations of one layer", "collective buffers")
 
@@ -50,8 +53,9 @@ def by_formula(job: Job, layers: OfTheLayers | None = None) -> dict[str, int]:
   )
   state = job.placements["optimizer"].values()
   optimizer = sum(bytes_per_device(p, sizes) for p in state if p.memory != HOST)
+  kept = 0 if job.config.partitioning.reshard_after_forward else kept_kernels.of_all_layers(job)
   accumulates = job.config.training.gradient_accumulation_steps > 1
-  return {
+  parts = {
     "parameters": there,
     "gradients": trained,  # float32 or wider
     "sum of the microbatches": trained if accumulates else 0,
@@ -62,6 +66,7 @@ def by_formula(job: Job, layers: OfTheLayers | None = None) -> dict[str, int]:
     "kernel of the logits": _unembedding(job),
     "collective buffers": _gathered(job),
   }
+  return parts | ({"gathered kernels kept": kept} if kept else {})
 
 
 def at_peak(parts: Mapping[str, int]) -> dict[str, int]:
@@ -71,7 +76,7 @@ def at_peak(parts: Mapping[str, int]) -> dict[str, int]:
   allocated.
   """
   losses, layer = ({name: parts[name] for name in names} for names in (_LOSSES, _LAYER))
-  always = {name: parts[name] for name in _ALWAYS}
+  always = {name: parts[name] for name in _ALWAYS if name in parts}
   return always | max(losses, layer, key=lambda some: sum(some.values()))
 
 

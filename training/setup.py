@@ -111,6 +111,7 @@ class Job:
         parameters=tables.parameters,
         gradient_dtype=None if reduced == "compute" else jnp.dtype(reduced),
         collective_matmul=tables.collective_matmul,
+        reshard_after_forward=tables.reshard_after_forward,
       ),
       jax.default_matmul_precision(precision),
     ):

@@ -70,7 +70,7 @@ ROWS = {
   "random": {**_TOKENS, **_IMAGES},
 }
 # Keys about how a decoder is computed. A registered model that reads any of the first four names
-# them in its READS; sequence parallelism is for one whose axis table has `residual_sequence`.
+# them in its READS; those of matmuls are for one whose axis table has `residual_sequence`.
 _COMPUTED = {
   "training.rematerialization": "none",
   "training.matmul_dtype": "compute",
@@ -82,12 +82,13 @@ _OF_TOKENS = {
   "training.loss_chunks": 1,
   "training.z_loss": 0.0,
 }
-_SEQUENCE_PARALLEL = {
+_REGIONS = {
+  "partitioning.reshard_after_forward": True,
   "partitioning.sequence_parallel": False,
   "partitioning.collective_matmul": False,
 }
 _READABLE = {**_COMPUTED, **_OF_TOKENS}
-MODELS = {"mlp": {**_COMPUTED, **_SEQUENCE_PARALLEL}}
+MODELS = {"mlp": {**_COMPUTED, **_REGIONS}}
 
 
 def optimizer_keys(name: str) -> tuple[str, ...]:
@@ -109,7 +110,7 @@ def of_model(config: ConfigDict) -> dict[str, object]:
   reads = getattr(model, "READS", ())
   split = "residual_sequence" in config.partitioning.activations
   keys = {key: off for key, off in known.items() if key not in reads}
-  return keys | ({} if split else _SEQUENCE_PARALLEL)
+  return keys | ({} if split else _REGIONS)
 
 
 def of_task(config: ConfigDict) -> dict[str, object]:

@@ -22,11 +22,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from partitioning.constraints import automatic_layout, manual_axes
 from partitioning.dims import Axes
 from partitioning.parallel import collectives
-from partitioning.parallel.sharded_function import SEQUENCE_DIM, Stored
+from partitioning.parallel.sharded_function import GATHERED, SEQUENCE_DIM, Stored
 
 INT8, FLOAT8 = "int8", "float8"
 # Of operands in the forward pass, and of gradients.
@@ -172,7 +173,8 @@ class _Calculation:
       shared = letters.shared(shard.ndim, shard.ndim - contracted)
       over = tuple(axis for dim in shared for axis in way.axes[dim])
       weight = _rounded(shard, shared, over, to, known[MAGNITUDES * number + 1 :][:1])
-      weights.append(_gathered(weight, way.moves, shared))
+      weight = _gathered(weight, way.moves, shared)
+      weights.append(checkpoint_name(weight, GATHERED) if way.moves else weight)
       last = [range(array.ndim - contracted, array.ndim) for array in (x, shard)]
       product = _dot(inputs.values, weights[-1].values, last, wide)
       scale = _of_tokens(inputs.scale, product.ndim) * _of_outputs(weights[-1].scale, contracted)

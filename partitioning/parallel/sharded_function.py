@@ -12,6 +12,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from partitioning.constraints import automatic_layout, constrain, on_one_device, record
@@ -20,6 +21,7 @@ from partitioning.parallel import collectives
 from partitioning.parallel.manual_region import manual_region
 
 SEQUENCE_DIM = 1  # of activations (batch, sequence, ...)
+GATHERED = "gathered_kernel"  # under this name policies of `jax.checkpoint` may save it
 
 
 class Weight(Protocol):
@@ -212,6 +214,10 @@ def sharded(
       _taken(x, moves[number], dtype) if wider and number in kernels else _gather(x, moves[number])
       for number, x in enumerate(shards)
     ]
+    operands = [
+      checkpoint_name(x, GATHERED) if number in kernels and moves[number] else x
+      for number, x in enumerate(operands)
+    ]
     for number in stored_kernels:
       shard = shards[number]
       entries = spec_entries(stored[number], shard.ndim)
@@ -254,7 +260,9 @@ def sharded(
   if not recompute:
     return product(*arguments)
   # A new function each time: JAX would reuse a traced one under another activation layout.
-  return jax.checkpoint(product, prevent_cse=False)(*arguments)
+  kept = jax.checkpoint_policies.save_only_these_names(GATHERED)
+  policy = None if layout.reshard_after_forward else kept
+  return jax.checkpoint(product, prevent_cse=False, policy=policy)(*arguments)
 
 
 def sequence_axes(residual: Residual) -> tuple[str, ...]:

@@ -82,6 +82,7 @@ ROWS = {
     "training.attention_kernel": "splash",
     "partitioning.sequence_parallel": True,
     "partitioning.collective_matmul": True,
+    "partitioning.reshard_after_forward": False,
   },
   ACCEPT: {
     "optimizer.learning_rate": 0.5,

@@ -49,6 +49,7 @@ STRATEGIES = {
   "dp8": ("dp8", {}),
   "dp8, ZeRO-1": ("dp8", {"partitioning.optimizer.model": ("fsdp", "data")}),
   "fsdp8": ("fsdp8", {}),
+  "fsdp8, kernels kept": ("fsdp8", {"partitioning.reshard_after_forward": False}),
   "data=4 x fsdp=2 (HSDP)": ("single", {"mesh.data": 4, "mesh.fsdp": 2}),
   "tp8": ("tp8", {}),
   "dp4_tp2": ("dp4_tp2", {}),

@@ -23,6 +23,15 @@ TERMS = (
     "m * 2 * L * W",
     "The seven kernels of each layer, inside the scan over layers, and again in its backward pass, "
     "because gathered kernels are not saved.",
+    only="not kept",
+  ),
+  Term(
+    "all-gather",
+    ("fsdp",),
+    "m * 7 * L",
+    "m * L * W",
+    "With partitioning.reshard_after_forward=False: once, since they are saved.",
+    only="kept",
   ),
   Term(
     "all-gather",
@@ -298,6 +307,7 @@ def letters(job: Job) -> dict[str, int]:
     "W": D * H * (2 * N // t + 2 * k) + 3 * D * F // t,
     "sequence_parallel": tables.sequence_parallel,
     "collective_matmul": tables.collective_matmul,
+    "kept": not tables.reshard_after_forward,
     "h": 1 if t == 2 or config.data.sequence_length // (c * t) % 2 else 2,
     "zero_1": zero_1,
     **{"e": e, "x": x, "y": y, "z": z, "u": u, "v": v, "w": w},

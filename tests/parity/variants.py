@@ -89,6 +89,7 @@ RAMPS = {
   "data.batch_size_ramp": ((0, 8), (1, 16)),
   "data.sequence_length_ramp": ((0, 12), (2, 24)),
 }
+KEPT = {"partitioning.reshard_after_forward": False}  # gathered kernels
 INT8 = {"training.matmul_dtype": "int8"}
 FLOAT8 = {"training.matmul_dtype": "float8"}
 
@@ -158,6 +159,8 @@ VARIANTS: dict[str, Variant] = {
     FEATURES, {**SEQUENCE_PARALLEL, "training.loss_chunks": 3}
   ),
   "int8 matmuls, sequence-parallel": _few(INT8, SEQUENCE_PARALLEL),
+  "gathered kernels kept": _few(FEATURES, {**SEQUENCE_PARALLEL, **KEPT}),
+  "int8 matmuls, gathered kernels kept": _few(INT8, KEPT),
   "float8 matmuls, delayed": _few({**FLOAT8, "training.matmul_scaling": "delayed"}),
   "stored in fewer bytes": _few(NARROW, dtypes=("bfloat16",)),
   "stored in fewer bytes, ZeRO-1": _few(

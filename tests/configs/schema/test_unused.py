@@ -63,6 +63,7 @@ SGD = {"optimizer.name": "sgd"}
     ),
     ("mlp", {"partitioning.sequence_parallel": True}, "the model mlp does not use it"),
     ("mlp", {"partitioning.collective_matmul": True}, "the model mlp does not use it"),
+    ("mlp", {"partitioning.reshard_after_forward": False}, "the model mlp does not use it; leave"),
     ("mlp", {"training.scan_unroll": 2}, "the model mlp does not use it; leave it at 1"),
     (
       "mlp",
