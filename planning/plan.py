@@ -12,7 +12,7 @@ from analysis.chips import Rates, overridden
 from analysis.collectives import collectives
 from models import MODELS
 from partitioning import shardings
-from planning import activation_memory, analytic, aot, memory, step_time
+from planning import activation_memory, analytic, aot, kept_kernels, memory, step_time
 from planning import timeline as timelines
 from planning.host_transfers import with_host_traffic
 from planning.suggestions import Advice, overrides_that_fit
@@ -41,6 +41,7 @@ class Plan:
     warnings: possible problems.
     advice: overrides with which it would fit, if it does not, and how many were tried.
     timeline: of a layer; None without a compiled program, or if it does not fit.
+    gather_once: whether to keep gathered kernels for the backward pass; "" if it is not advised.
   """
 
   title: str
@@ -54,6 +55,7 @@ class Plan:
   advice: Advice = dataclasses.field(default_factory=Advice)
   host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
   timeline: timelines.Timeline | None = None
+  gather_once: str = ""
 
   @property
   def host(self) -> tuple[step_time.HostTraffic, ...]:
@@ -175,6 +177,7 @@ class Plan:
       "cost": self.cost,
       "warnings": list(self.warnings),
       "advice": [one.overrides for one in self.advice.fitting],
+      "gather_once": self.gather_once,
       "advice_bytes_per_device": [one.bytes for one in self.advice.fitting],
     }
 
@@ -248,7 +251,7 @@ def make(
     advice = overrides_that_fit(config, ready, topology, scale, here)
     return dataclasses.replace(found, advice=advice)
   progress("timing the step")
-  line = None
+  line, once = None, ""
   if compiled is None:
     times = analytic.times(ready, where, topology.chip, rates)
     times = with_host_traffic(times, ready, found.host_memory, topology.chip, rates)
@@ -256,12 +259,14 @@ def make(
     sent = collectives(program.text, ready.mesh)
     moved = host_traffic.transfers(compiled)
     times = step_time.times(compiled, sent, where, topology.chip, rates, moved)
+    free = topology.chip.hbm_bytes - found.peak_bytes
+    once = kept_kernels.advice(ready, times.sent, times.step, free)
     model = ready.config.model
     count = model.layers if "layers" in model else None
     line = timelines.of(compiled, times, sent, moved, count)
     if not moved and topology.platform == "cpu":  # its programs do not show it
       times = with_host_traffic(times, ready, found.host_memory, topology.chip, rates)
-  return dataclasses.replace(found, times=times, timeline=line)
+  return dataclasses.replace(found, times=times, timeline=line, gather_once=once)
 
 
 def _warnings(ready: Job, topology: Topology, compiled: hlo.Program | None) -> Iterator[str]:
