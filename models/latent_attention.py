@@ -74,15 +74,16 @@ class LatentAttention(nnx.Module):
     table_2BTh = rows.rope(layer)
     q_BTNH, latent_BRC, rotary_BRI = self._down(x_BRD)
     q_BTNH = self._rotated_last(q_BTNH, table_2BTh)
-    rotary_BRI = self._rotated(rotary_BRI[:, :, None], table_2BTh)[:, :, 0]
     if cache is not None:
-      latent_BSC, rotary_BSI = constrain(latent_BRC, "BSC"), constrain(rotary_BRI, "BSI")
+      rotary_BTI = self._rotated(rotary_BRI[:, :, None], table_2BTh)[:, :, 0]
+      latent_BSC, rotary_BSI = constrain(latent_BRC, "BSC"), constrain(rotary_BTI, "BSI")
       cache = update_cache(cache, latent_BSC, rotary_BSI)
       output_BTNU = self._cached(q_BTNH, layer, rows, cache)
     else:
       [found_BTKJ] = column_parallel(latent_BRC, [self.key_value], LATENT)
       found_BTKJ = named(found_BTKJ, "key_value")
-      rotary_BTKI = for_each_head(rotary_BRI, "K", ROTARY_KEY)
+      # Rotated where the sequence is not split: else the rope table would be, and gathered again.
+      rotary_BTKI = self._rotated(for_each_head(rotary_BRI, "K", ROTARY_KEY), table_2BTh)
       k_BTKH, v_BTKU = self._keys_and_values(found_BTKJ, rotary_BTKI)
       output_BTNU = self.attend(q_BTNH, k_BTKH, v_BTKU, layer, rows)
     return row_parallel(output_BTNU, self.out, RESIDUAL), cache

@@ -135,6 +135,8 @@ ACROSS_HEADS = {
   "layers/attention/query_norm/scale": "LNH",
   "layers/attention/key_norm/scale": "LKH",
 }
+# Letters of kernels that give what latent attention computes of each token.
+DOWN_PROJECTIONS = ("LDq", "LDc", "LDI")
 # In place of the others, with model.attention="latent".
 OF_LATENTS = {"layers/attention/out/kernel": "LNUD", "layers/attention/out/lora_a": "LNUr"}
 # Likewise, where queries have a latent vector too.
@@ -144,6 +146,13 @@ OF_QUERY_LATENTS = {"layers/attention/query/kernel": "LQNH", "layers/attention/q
 def is_latent(model: ConfigDict) -> bool:
   """Returns whether keys and values are projections of a latent vector."""
   return model.attention == LATENT_ATTENTION
+
+
+def latent_sizes(model: ConfigDict) -> tuple[int, ...]:
+  """Returns the sizes of a token's latent vectors; () of other attention and other models."""
+  if model.get("attention") != LATENT_ATTENTION:
+    return ()
+  return tuple(size for size in (model.latent_size, model.query_latent_size) if size)
 
 
 def _has_query_latents(model: ConfigDict) -> bool:

@@ -22,6 +22,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
 from models import MODELS
+from models.transformer_dims import latent_sizes
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size
 from partitioning.parallel import ring_attention
@@ -214,8 +215,12 @@ def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
 
 
 def _bytes(job: Job, config: ConfigDict, x: Any) -> float:
-  """Returns the bytes of a stacked result; with sequence parallelism a residual is split."""
-  regions = config.partitioning.sequence_parallel and x.aval.shape[-1] == config.model.model_size
+  """Returns the bytes of a stacked result.
+
+  With sequence parallelism a residual is split, and so are latent vectors.
+  """
+  sizes = (config.model.model_size, *latent_sizes(config.model))
+  regions = config.partitioning.sequence_parallel and x.aval.shape[-1] in sizes
   return bytes_of(x) / (job.devices.sizes["tensor"] if regions else 1)
 
 

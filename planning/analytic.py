@@ -12,7 +12,7 @@ import numpy as np
 
 from analysis.chips import Chip, Rates
 from analysis.roofline import Work, matmul_seconds
-from models.transformer_dims import in_8_bits
+from models.transformer_dims import DOWN_PROJECTIONS, in_8_bits, is_latent, latent_sizes
 from partitioning.dims import axes_size, spec_axes
 from partitioning.parallel import ring_attention
 from partitioning.shardings import bytes_per_device, shard_shape
@@ -22,6 +22,8 @@ from planning.step_time import Sent, Times
 from training.optimizer import matrix_groups
 from training.optimizers import schedule_free
 from training.setup import Job
+
+_LATENTS = "latent vectors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +130,9 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     scale = len(placement.letters.removeprefix("L")) == 1
     wide = np.dtype(placement.dtype).itemsize if scale else narrow
     shared = (wide if scale else reduced, True)
-    # Inside the scan over the layers, in both passes of each microbatch; else once.
-    both = 2 if config.partitioning.reshard_after_forward else 1
+    # Inside the scan over the layers, in both passes of each microbatch (scales are saved for the
+    # second one); else once.
+    both = 2 if config.partitioning.reshard_after_forward and not scale else 1
     passes = count * both * layers if layers > 1 else 1
     if split:
       itemsize = 1 if in_8_bits(config, name) else wide
@@ -148,12 +151,17 @@ def _of_parameters(job: Job) -> Iterator[Term]:
         *shared,
       )
     why = f"the gradient of {name}"
+    # A down-projection, whose input is not gathered over tensor. Where fsdp gathers the kernel,
+    # tensor's devices add up theirs, even if they are equal.
+    down = not scale and placement.letters in DOWN_PROJECTIONS
     if split and not scale:
       yield Term("reduce-scatter", ("fsdp",), count * layers, whole, why, *shared)
-      if not once:
-        yield Term("all-reduce", ("data",), count * layers, whole / sizes["fsdp"], why, *shared)
+      over = (*(() if once else ("data",)), *(("tensor",) if down else ()))
+      yield Term("all-reduce", over, count * layers, whole / sizes["fsdp"], why, *shared)
     else:
       yield Term("all-reduce", rows, count * layers, whole, why, *shared)
+      if down and config.partitioning.sequence_parallel:
+        yield Term("all-reduce", ("tensor",), count * layers, whole, why, *shared)
     if once:  # of all microbatches, when nothing is left to compute
       itemsize = np.dtype(placement.dtype).itemsize
       yield Term("all-reduce", (once,), 1, shard, f"{why}, added up", itemsize)
@@ -207,26 +215,45 @@ def _of_activations(job: Job) -> Iterator[Term]:
   narrow = np.dtype(config.training.compute_dtype).itemsize
   tokens = _tokens(job) / count
   width = tokens * config.model.model_size
-  sums = count * (4 * layers + 2)
+  # Latent attention with a latent vector of queries does not gather the residual.
+  latents = [tokens * size for size in latent_sizes(config.model)]
+  inputs = 1 if config.model.query_latent_size == 0 else 0
+  sums = count * ((3 + inputs) * layers + 2)
+  gathers = count * ((4 + 2 * inputs) * layers + 2)
   if config.partitioning.collective_matmul:
     why, parts = "the embedding, between blocks", sizes["tensor"]
     for kind in ("reduce-scatter", "all-gather"):
       yield Term(kind, ("tensor",), count, width, why, narrow)
-    runs = count * (10 * layers + 2) * (parts - 1)
     why = "activations between blocks, while others are multiplied"
-    yield Term("collective-permute", ("tensor",), runs, width / parts, why, narrow, True)
+    runs = sums + gathers - 2 * count
+    for size, times in ((width, runs), *((one, 3 * count * layers) for one in latents)):
+      times *= parts - 1
+      yield Term("collective-permute", ("tensor",), times, size / parts, why, narrow, True)
   elif config.partitioning.sequence_parallel:
     why = "activations between blocks"
     yield Term("reduce-scatter", ("tensor",), sums, width, f"{why}, scattered", narrow)
-    gathers = count * (6 * layers + 2)
+    for size in latents:
+      scattered = f"{_LATENTS}, scattered"
+      yield Term("reduce-scatter", ("tensor",), count * layers, size, scattered, narrow)
+    itemsize = narrow
     if config.training.matmul_dtype != "compute" and not config.lora.rank:
-      inputs = count * 4 * layers  # of both blocks, in both passes
-      gathers -= inputs
-      yield Term("all-gather", ("tensor",), inputs, width, "inputs of blocks, in 8 bits", 1)
+      of_blocks = count * (2 + 2 * inputs) * layers  # in both passes
+      gathers, itemsize = gathers - of_blocks, 1
+      yield Term("all-gather", ("tensor",), of_blocks, width, "inputs of blocks, in 8 bits", 1)
     yield Term("all-gather", ("tensor",), gathers, width, f"{why}, gathered", narrow)
+    for size in latents:
+      runs = 2 * count * layers
+      yield Term("all-gather", ("tensor",), runs, size, f"{_LATENTS}, gathered", itemsize)
   else:
     why = "partial sums of both blocks, and of their gradients"
-    yield Term("all-reduce", ("tensor",), sums, width, why, narrow)
+    # Of attention's input also where fsdp gathers the down-projections.
+    again = count * layers if latents and sizes["fsdp"] > 1 else 0
+    yield Term("all-reduce", ("tensor",), sums + again, width, why, narrow)
+    for size in latents:
+      yield Term(
+        "all-reduce", ("tensor",), count * layers, size, f"gradients of {_LATENTS}", narrow
+      )
+  yield from _of_rotary_keys(job, tokens, narrow)
   why = "the cross-entropy over a split vocabulary"
   yield Term("all-reduce", ("tensor",), 3 * count, tokens, why, 4)
   kv_heads = config.model.kv_heads
@@ -246,6 +273,18 @@ def _of_activations(job: Job) -> Iterator[Term]:
     yield Term("all-reduce", ("tensor",), 2 * count * layers, kernel, why, narrow)
 
 
+def _of_rotary_keys(job: Job, tokens: float, itemsize: int) -> Iterator[Term]:
+  """Yields those of latent attention's keys that all heads share."""
+  config = job.config
+  if not is_latent(config.model):
+    return
+  runs = config.training.gradient_accumulation_steps * config.model.layers
+  split = config.partitioning.sequence_parallel
+  why, size = "rotary keys, and their gradients", tokens * config.model.rotary_size
+  for kind in ("all-gather", "reduce-scatter") if split else ("all-reduce",):
+    yield Term(kind, ("tensor",), runs, size, why, itemsize)
+
+
 def _of_context(job: Job) -> Iterator[Term]:
   """Yields those of attention over a split sequence."""
   config, sizes = job.config, job.devices.sizes
@@ -253,7 +292,8 @@ def _of_context(job: Job) -> Iterator[Term]:
   narrow, around = np.dtype(config.training.compute_dtype).itemsize, sizes["context"]
   tokens, tensor = _tokens(job) / count, sizes["tensor"]
   heads = model.kv_heads // tensor if model.kv_heads % tensor == 0 else model.kv_heads
-  pair = tokens * heads * model.head_size
+  # On average: the heads of values may have another size than those of keys.
+  pair = tokens * heads * (model.head_size + model.value_head_size) / 2
   times_each = count * model.layers
   length = config.data.sequence_length
   if ring_attention.use_ring(model.context_attention, length, around, model.heads, model.kv_heads):
@@ -263,7 +303,7 @@ def _of_context(job: Job) -> Iterator[Term]:
   else:
     why = "keys and values of whole rows"
     yield Term("all-gather", ("context",), 2 * times_each, pair * around, why, narrow)
-    queries = tokens * around * model.heads * model.head_size / tensor
+    queries = pair / heads * around * model.heads / tensor
     yield Term("all-reduce", ("context",), 2 * times_each, queries, f"gradients of {why}", narrow)
 
 

@@ -22,6 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from analysis import collectives
 from runtime import devices
 from tests.helpers.jobs import make_job
+from tests.parity import latent_terms, latents
 from tests.parity.theory import (
   LETTERS,
   NORM,
@@ -124,6 +125,12 @@ def job_of(strategy: str, **overrides) -> Job:
 shared_job = functools.cache(job_of)
 
 
+@functools.cache
+def latent_job(strategy: str) -> Job:
+  """Returns the small job with latent attention."""
+  return job_of(strategy, **latents.LATENTS, **(latents.ZERO_1 if "ZeRO-1" in strategy else {}))
+
+
 def compile_step(job: Job) -> Step:
   """Compiles a job's train step."""
   text, said = said_while(lambda: job.compile_train_step().function.as_text())
@@ -192,6 +199,11 @@ def page() -> str:
     lines += _rows(strategy, theory(shared_job(strategy)))
   lines += ["", "## Why", "", *_reasons(TERMS)]
   lines += textwrap.wrap(f"- all-reduce, a few scalars: {NORM}", 100, subsequent_indent="  ")
+  sizes = ", ".join(f"{n} = {letters(latent_job('dp4_tp2'))[n]}" for n in "QCIJUH")
+  lines += ["", *_OF_LATENTS.splitlines(), "", f"{sizes}.", "", latent_terms.LETTERS, "", *_HEAD]
+  for strategy in latents.STRATEGIES:
+    lines += _rows(strategy, theory(latent_job(strategy)))
+  lines += ["", *_reasons(latent_terms.OF_LATENTS)]
   lines += ["", *_OF_MUON.splitlines(), "", MUON_LETTERS, "", *_HEAD]
   for strategy in UPDATES:
     lines += _rows(strategy, theory_of_muon(job_of(strategy, **MUON)))
@@ -208,6 +220,15 @@ _HEAD = (
   "| strategy | kind | along | elements | arrays | bytes |",
   "| --- | --- | --- | --- | ---: | ---: |",
 )
+_OF_LATENTS = """\
+## Latent attention
+
+With `model.attention=latent`, and a latent vector of the queries too. With sequence parallelism
+latent vectors are gathered over `tensor`, not the residual. With ZeRO-1 their dims are split as
+that of the residual is: `partitioning.optimizer.latent` and `partitioning.optimizer.query_latent`
+are `("fsdp", "data")`. `tests/parity/test_latent_budgets.py` compares the formulas with the
+compiled programs, and the planner with both. Reasons that are not about attention are above."""
+
 _OF_MUON = """\
 ## The update of Muon
 
@@ -271,6 +292,9 @@ program.
   reduce-scatter for each key/value head would be enough. With both kinds of attention, the
   gradients of the parameters are all-reduced along `data` and then along `context`.
 - Key and value kernels that `tensor` does not divide: their gradients are summed over it.
+- Latent attention without sequence parallelism: every device along `tensor` computes the same
+  latent vectors. Where `fsdp` gathers the down-projections, their gradients and those of
+  attention's input are summed over `tensor`, although they are equal.
 - Muon: stacks are filled up with zeros (dp8: 14 matrices are gathered as 24). Where `data` replicas
   share the work, a reduce-scatter of the gradients would be enough."""
 

@@ -28,3 +28,19 @@ MESHES = {
     "training.gradient_accumulation_steps": 2,
   },
 }
+# Of whose steps the budget is proved. The others are products of these axes.
+STRATEGIES = (
+  "dp8, ZeRO-1",
+  "fsdp8",
+  "dp4_tp2",
+  "dp4_tp2, sequence-parallel",
+  "dp2_fsdp2_tp2",
+  "dp2_fsdp2_tp2, sequence-parallel",
+  "fsdp=2 x tensor=4, collective matmul",
+  "dp2_fsdp2_tp2, 2 microbatches",
+  "data=4 x context=2, ring",
+  "fsdp=2 x context=4, gathered",
+)
+SPLIT = ("fsdp", "data")
+# With ZeRO-1 the dims of latent vectors are split as the residual's width is.
+ZERO_1 = {f"partitioning.optimizer.{dim}": SPLIT for dim in ("latent", "query_latent")}

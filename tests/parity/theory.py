@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import jax
 
 from partitioning.dims import spec_entries
+from tests.parity import latent_terms
 from tests.parity.update_terms import MUON_TERMS, SOAP_TERMS, Term, with_zero_1
 from training.setup import Job
 
@@ -41,6 +42,7 @@ TERMS = (
     "Embedding and unembedding, once. The gradient of a lookup does not read the table, the "
     "gradient of the logits follows them immediately, and XLA hoists both out of the loop over "
     "microbatches.",
+    of_all=True,
   ),
   Term(
     "all-gather",
@@ -104,6 +106,7 @@ TERMS = (
     "m * 2",
     "Two scalars: the sum of the losses and the sum of the weights.",
     only="not once",
+    of_all=True,
   ),
   Term(
     "all-reduce",
@@ -112,6 +115,7 @@ TERMS = (
     "m * 2",
     "In the same case: the two scalars of each microbatch.",
     only="once",
+    of_all=True,
   ),
   Term(
     "all-reduce",
@@ -120,6 +124,7 @@ TERMS = (
     "2",
     "In the same case: their sums.",
     only="once",
+    of_all=True,
   ),
   Term(
     "all-reduce",
@@ -187,6 +192,7 @@ TERMS = (
     "m * 3 * b * T",
     "Vocabulary-parallel cross-entropy: the largest logit, the sum of exponentials and the "
     "target's logit of each token.",
+    of_all=True,
   ),
   Term(
     "all-reduce",
@@ -230,6 +236,7 @@ TERMS = (
     "The zigzag order of ring attention: tokens, targets and weights of whole rows, from which "
     "each device takes an early and a late piece.",
     only="ring",
+    of_all=True,
   ),
   Term(
     "collective-permute",
@@ -312,6 +319,7 @@ def letters(job: Job) -> dict[str, int]:
     "zero_1": zero_1,
     **{"e": e, "x": x, "y": y, "z": z, "u": u, "v": v, "w": w},
     **{"i": i, "j": j, "r": r},
+    **latent_terms.letters(job, t),
     "P": i * (2 * D * N * H + D * F) + j * D * F,
     "S": i * (3 * D**2 + 2 * (N * H) ** 2 + F**2) + j * (D**2 + F**2),
     **{"p": y * D * K * H, "s": y * (D**2 + (K * H) ** 2)},
@@ -353,8 +361,10 @@ class Row:
 def theory(job: Job) -> dict[tuple[str, tuple[str, ...]], Row]:
   """Returns (kind, axes) -> Row, in the order of `TERMS`."""
   soap_s = [*with_zero_1(term for terms in SOAP_TERMS.values() for term in terms)]
+  latent = job.config.model.attention == "latent"
+  terms = (*(one for one in TERMS if one.of_all), *latent_terms.OF_LATENTS) if latent else TERMS
   update = {"muon": MUON_TERMS, "soap": soap_s}.get(job.config.optimizer.name, ())
-  return _rows(job, (*TERMS, *update), norm(job))
+  return _rows(job, (*terms, *update), norm(job))
 
 
 def theory_of_muon(job: Job) -> dict[tuple[str, tuple[str, ...]], Row]:

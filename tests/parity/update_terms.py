@@ -18,6 +18,7 @@ class Term:
     elements: of all of them together.
     why: what they are, and why so many.
     only: a condition in the same letters.
+    of_all: whether it is the same whatever attention is.
   """
 
   kind: str
@@ -26,6 +27,7 @@ class Term:
   elements: str
   why: str
   only: str = "True"
+  of_all: bool = False
 
 
 # Of Muon: whole matrices are brought to devices, and back.

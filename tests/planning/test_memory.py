@@ -6,6 +6,7 @@ import pytest
 
 from planning import activation_memory, memory, named_activations
 from tests.helpers.jobs import make_job
+from tests.parity.latents import LATENTS
 
 # Of the small decoder: rows, tokens, model, heads, key/value heads, head, feed-forward, layers.
 B, T, D, N, K, H, F, L = 16, 12, 40, 8, 4, 6, 56, 2
@@ -50,6 +51,17 @@ def test_named_activations_are_on_the_device_or_on_the_host():
   [key] = [one for one in named if one.name == "key"]
   assert (key.bytes, key.choice) == (tokens * K * H // 2, "recompute")
   assert named_activations.of_job(make_job("dp8", "mlp")) == []
+
+
+def test_latent_vectors_are_kept_in_place_of_keys_and_values():
+  """With sequence parallelism they are split as the residual is."""
+  text = "full,latent=save,query_latent=save,attention_output=save"
+  regions = {"partitioning.sequence_parallel": True}
+  job = make_job("dp4_tp2", "lm", **LATENTS, **regions, **{"training.rematerialization": text})
+  model, tokens = job.config.model, L * B // 4 * T * WIDE
+  split = D + model.latent_size + model.query_latent_size + N * model.value_head_size
+  assert activation_memory.by_the_layers(job).kept == tokens * split // 2
+  assert named_activations.sums(named_activations.of_job(job))["save"] == tokens * split // 2
 
 
 def test_the_host_has_the_optimizer_state_of_the_layers():
