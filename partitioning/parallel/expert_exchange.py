@@ -1,0 +1,335 @@
+"""Exact expert parallelism: each token is sent to the devices of its experts, and back.
+
+No token is dropped, whatever the routing, and all shapes are static. Two ways:
+
+- `rounds`: buffers of a fixed capacity between each two devices, and as many all-to-all exchanges
+  as the fullest of them needs: the trip count of a loop, the same on all devices. The gradient is
+  computed by the same rounds: it sends the tokens again. The capacity bounds the memory and sets
+  the speed, never the result.
+- `gathered`: tokens of all devices are all-gathered, each device multiplies those of its experts,
+  and the results are reduce-scattered. Fewest messages; memory for the worst case.
+
+Gates travel with the tokens and are multiplied where the experts are: their gradient then needs
+the experts' results there, and not at the token.
+
+Names carry their dims, see `expert_rows`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from partitioning.parallel import collectives, grouped_matmul
+from partitioning.parallel.expert_rows import (
+  Assignments,
+  Groups,
+  Places,
+  group_of,
+  in_order,
+  rows_in_order,
+  spread,
+  summed,
+  taken,
+)
+from partitioning.parallel.grouped_matmul import Way
+
+ROUNDS, GATHERED = "rounds", "gathered"
+EXCHANGES = (ROUNDS, GATHERED)
+_ALIGNED = 8  # rows of a buffer are a multiple of it
+
+# Rows [X, D], weights, their groups, how to multiply -> results [X, D]; rows of no expert are 0.
+Experts = Callable[[jax.Array, Any, Groups, Way], jax.Array]
+
+
+class Exchanged(NamedTuple):
+  """What an exchange returns.
+
+  Attributes:
+    tokens_nD: the sum over each token's experts of gate times result.
+    rounds: float32, the same on all devices: of all-to-all; 0 where nothing is exchanged.
+    fullest: float32, likewise: rows of the fullest pair of devices, relative to the mean.
+  """
+
+  tokens_nD: Float[Array, "n D"]
+  rounds: Float[Array, ""]
+  fullest: Float[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchange:
+  """How tokens reach their experts.
+
+  Attributes:
+    name: one of EXCHANGES.
+    axis: of the mesh, along which the experts are split.
+    devices: its size, P.
+    experts: E, those of one device.
+    capacity: rows of a buffer between two devices, relative to the mean.
+    compute: multiplies rows by the kernels of their experts.
+    way: one of `grouped_matmul.WAYS`.
+    largest_tile: of rows, a power of two.
+    filler: what is in rows of a buffer that no token needs; for tests.
+  """
+
+  name: str
+  axis: str
+  devices: int
+  experts: int
+  capacity: float
+  compute: Experts
+  way: str
+  largest_tile: int
+  filler: float = 0.0
+
+  def how(self, rows: int) -> Way:
+    """Returns how so many rows are multiplied."""
+    return grouped_matmul.way(self.way, rows, self.experts, self.largest_tile)
+
+  def most(self, rows: int, k: int) -> int:
+    """Returns how many assignments of `rows` tokens one device's experts can have."""
+    return rows * min(k, self.experts)
+
+  def buffer(self, rows: int, k: int) -> int:
+    """Returns C, the rows of the buffer between two devices, each of `rows` tokens."""
+    mean = rows * k / self.devices
+    aligned = -(-math.ceil(self.capacity * mean) // _ALIGNED) * _ALIGNED
+    return min(aligned, self.most(rows, k))
+
+
+def exchanged(
+  exchange: Exchange,
+  x_nD: Float[Array, "n D"],
+  gates_nk: Float[Array, "n k"],
+  experts_nk: Int[Array, "n k"],
+  weights: Any,
+) -> Exchanged:
+  """Returns the sum of each token's experts; inside a region that is manual over all mesh axes.
+
+  Args:
+    exchange: how.
+    x_nD: the device's tokens.
+    gates_nk: of each token's experts, float32 or wider.
+    experts_nk: int32, of all devices' experts; those of a token are distinct.
+    weights: a tree of arrays, of the device's experts.
+  """
+  if exchange.devices == 1:
+    tokens_nD = _local(exchange, x_nD, gates_nk, experts_nk, weights)
+    return Exchanged(tokens_nD, jnp.float32(0), jnp.float32(1))
+  order = in_order(experts_nk.reshape(-1), exchange.devices * exchange.experts)
+  counts_PE = order.counts_E.reshape(exchange.devices, exchange.experts)
+  # Over all axes: no two devices of the program may differ in the number of rounds.
+  axes = tuple(jax.sharding.get_abstract_mesh().axis_names)
+  fullest = jax.lax.pmax(jnp.max(jnp.sum(counts_PE, axis=1)), axes)
+  relative = fullest * (exchange.devices / experts_nk.size)
+  if exchange.name == GATHERED:
+    tokens_nD = _gathered(exchange, x_nD, gates_nk, experts_nk, weights)
+    return Exchanged(tokens_nD, jnp.float32(1), relative.astype(jnp.float32))
+  size = exchange.buffer(*experts_nk.shape)
+  rounds = (fullest + size - 1) // size
+  plan = _plan(exchange, order, counts_PE, rounds)
+  tokens_nD = _in_rounds(exchange, x_nD, gates_nk, plan, weights)
+  return Exchanged(tokens_nD, rounds.astype(jnp.float32), relative.astype(jnp.float32))
+
+
+# ------------------------------ all tokens of a device, or of all ------------------------------
+
+
+def _local(exchange: Exchange, x_nD, gates_nk, experts_nk, weights) -> Float[Array, "n D"]:
+  """Returns the sum of each token's experts among those of this device, numbered from 0."""
+  n, k = experts_nk.shape
+  order = in_order(experts_nk.reshape(-1), exchange.experts)
+  how = exchange.how(n * k // exchange.devices)
+  groups, within_X, used_X, starts_E1 = rows_in_order(order.counts_E, exchange.most(n, k), how)
+  first_X = order.starts_E1[groups.expert_X]
+  from_A = Places(order.order_A[jnp.where(used_X, first_X + within_X, 0)], used_X)
+  mine_A = (experts_nk >= 0) & (experts_nk < exchange.experts)
+  own_nk = jnp.where(mine_A, experts_nk, 0)
+  place_nk = order.inverse_A.reshape(n, k) - order.starts_E1[own_nk] + starts_E1[own_nk]
+  back_nk, to_X = Places(place_nk, mine_A), Places(from_A.index // k, used_X)
+  back_A1 = jax.tree.map(lambda x: x.reshape(-1, 1), back_nk)
+  y_XD = exchange.compute(spread(x_nD, to_X, back_nk), weights, groups, how)
+  gates_X = spread(gates_nk.reshape(-1), from_A, back_A1)
+  return summed(_weighted(y_XD, gates_X), to_X, back_nk)
+
+
+def _gathered(exchange: Exchange, x_nD, gates_nk, experts_nk, weights) -> Float[Array, "n D"]:
+  first = jax.lax.axis_index(exchange.axis).astype(experts_nk.dtype) * exchange.experts
+  axes = (exchange.axis,)
+  x, gates, chosen = (collectives.all_gather(a, axes, 0) for a in (x_nD, gates_nk, experts_nk))
+  return collectives.reduce_scatter(_local(exchange, x, gates, chosen - first, weights), axes, 0)
+
+
+def _weighted(y_XD, gates_X):
+  return (y_XD.astype(gates_X.dtype) * gates_X[:, None]).astype(y_XD.dtype)
+
+
+# ------------------------------ rounds ------------------------------
+
+
+class _Plan(NamedTuple):
+  """Who sends what; the same in the forward and the backward pass.
+
+  Attributes:
+    order: of the device's assignments.
+    first_P: of those to each device, the place of the first in the order.
+    counts_P: their number.
+    given_PE: assignments that each device sends to each of this one's experts.
+    rounds: int32.
+  """
+
+  order: Assignments
+  first_P: Int[Array, " P"]
+  counts_P: Int[Array, " P"]
+  given_PE: Int[Array, "P E"]
+  rounds: Int[Array, ""]
+
+
+jax.tree_util.register_dataclass(Assignments)
+
+
+def _plan(exchange: Exchange, order: Assignments, counts_PE, rounds) -> _Plan:
+  given_PE = _all_to_all(exchange, counts_PE)
+  first_P = order.starts_E1[: -1 : exchange.experts]
+  return _Plan(order, first_P, jnp.sum(counts_PE, axis=1), given_PE, rounds)
+
+
+def _all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
+  return jax.lax.all_to_all(x, exchange.axis, 0, 0, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_rounds(exchange: Exchange, x_nD, gates_nk, plan: _Plan, weights) -> Float[Array, "n D"]:
+  return _rounds_forward(exchange, x_nD, gates_nk, plan, weights)[0]
+
+
+def _rounds_forward(exchange: Exchange, x_nD, gates_nk, plan: _Plan, weights):
+  def one(number, total_nD):
+    sent = _Round(exchange, plan, gates_nk.shape, number)
+    rows, gates = sent.out(x_nD), sent.out_each(gates_nk)
+    y = sent.back(sent.weighted(rows, gates, weights))
+    return total_nD + sent.of_tokens(y).astype(total_nD.dtype)
+
+  wide = jnp.promote_types(x_nD.dtype, jnp.float32)
+  total_nD = jax.lax.fori_loop(0, plan.rounds, one, jnp.zeros(x_nD.shape, wide))
+  return total_nD.astype(x_nD.dtype), (x_nD, gates_nk, plan, weights)
+
+
+def _rounds_backward(exchange: Exchange, kept, dy_nD):
+  x_nD, gates_nk, plan, weights = kept
+
+  def one(number, totals):
+    sent = _Round(exchange, plan, gates_nk.shape, number)
+    rows, gates = sent.out(x_nD), sent.out_each(gates_nk)
+    _, pull = jax.vjp(sent.weighted, rows, gates, weights)
+    drows, dgates, dweights = pull(sent.out(dy_nD))
+    dx_nD = sent.of_tokens(sent.back(drows))
+    dgates_nk = sent.of_each(sent.back(dgates))
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), totals, (dx_nD, dgates_nk, dweights))
+
+  zeros = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (x_nD, gates_nk, weights)
+  )
+  totals = jax.lax.fori_loop(0, plan.rounds, one, zeros)
+  dx_nD, dgates_nk, dweights = jax.tree.map(
+    lambda total, x: total.astype(x.dtype), totals, (x_nD, gates_nk, weights)
+  )
+  return dx_nD, dgates_nk, None, dweights
+
+
+_in_rounds.defvjp(_rounds_forward, _rounds_backward)
+
+
+class _Round:
+  """One all-to-all exchange: its buffers have C rows for each of P devices, flat P C."""
+
+  def __init__(self, exchange: Exchange, plan: _Plan, shape: tuple[int, int], number):
+    """Works out who sends which rows in this round, and how the received ones are ordered.
+
+    Args:
+      exchange: how.
+      plan: for all rounds.
+      shape: n and k.
+      number: int32, of the round, from 0.
+    """
+    self._exchange, (n, k) = exchange, shape
+    size = exchange.buffer(n, k)
+    slot_C = jnp.arange(size, dtype=jnp.int32)
+    start = (number * size).astype(jnp.int32)
+    # Sent: slot c is for assignment `start + c` among those to a device.
+    place_PC = plan.first_P[:, None] + start + slot_C[None]
+    there = (start + slot_C[None] < plan.counts_P[:, None]).reshape(-1)
+    assignment = plan.order.order_A[jnp.where(there, place_PC.reshape(-1), 0)]
+    self._assignments, self._tokens = Places(assignment, there), Places(assignment // k, there)
+    # Back: of each assignment, the device and the slot.
+    device_A = group_of(jnp.cumsum(plan.counts_P), plan.order.inverse_A)
+    slot_A = plan.order.inverse_A - plan.first_P[device_A] - start
+    here_A = (slot_A >= 0) & (slot_A < size)
+    places_A = Places(device_A * size + slot_A, here_A)
+    self._places_nk = jax.tree.map(lambda x: x.reshape(n, k), places_A)
+    self._received(plan, size, start, exchange.how(size * exchange.devices))
+
+  def _received(self, plan: _Plan, size: int, start, how: Way) -> None:
+    """Orders received rows: each device's are in order of the experts already."""
+    devices = self._exchange.devices
+    ends_PE = jnp.clip(jnp.cumsum(plan.given_PE, axis=1) - start, 0, size)
+    firsts_PE = jnp.clip(jnp.cumsum(plan.given_PE, axis=1) - plan.given_PE - start, 0, size)
+    counts_PE = ends_PE - firsts_PE
+    until_PE = jnp.cumsum(counts_PE, axis=0)  # of an expert's rows, those of earlier devices too
+    self._how = how
+    self._groups, within_X, used_X, starts_E1 = rows_in_order(until_PE[-1], size * devices, how)
+    expert_X = jnp.where(used_X, self._groups.expert_X, 0)
+    until_XP = until_PE.T[expert_X]
+    device_X = jnp.sum(within_X[:, None] >= until_XP, axis=1, dtype=jnp.int32)
+    device_X = jnp.where(used_X, device_X, 0)
+    before_PE = until_PE - counts_PE
+    slot_X = firsts_PE[device_X, expert_X] + within_X - before_PE[device_X, expert_X]
+    self._to_X = Places(device_X * size + slot_X, used_X)
+    slot_C = jnp.arange(size, dtype=jnp.int32)
+    expert_PC = jnp.sum(slot_C[None, :, None] >= ends_PE[:, None], axis=-1, dtype=jnp.int32)
+    there_PC = expert_PC < self._exchange.experts
+    expert_PC = jnp.where(there_PC, expert_PC, 0)
+    device_P1 = jnp.arange(devices, dtype=jnp.int32)[:, None]
+    place_PC = slot_C[None] - firsts_PE[device_P1, expert_PC] + before_PE[device_P1, expert_PC]
+    place_PC = place_PC + starts_E1[expert_PC]
+    self._from_X = Places(place_PC.reshape(-1, 1), there_PC.reshape(-1, 1))
+
+  def out(self, x_nD):
+    """Sends tokens to the devices of their experts."""
+    return self.back(self._filled(taken(x_nD, self._tokens)))
+
+  def out_each(self, gates_nk):
+    """Sends what each assignment has of its own."""
+    return self.back(self._filled(taken(gates_nk.reshape(-1), self._assignments)))
+
+  def back(self, rows):
+    """Sends slots of the buffers to the other device; the same there and back."""
+    shape = rows.shape
+    buffers = rows.reshape(self._exchange.devices, -1, *shape[1:])
+    return _all_to_all(self._exchange, buffers).reshape(shape)
+
+  def _filled(self, rows):
+    if self._exchange.filler == 0.0:
+      return rows
+    there = self._tokens.there.reshape(-1, *(1,) * (rows.ndim - 1))
+    return jnp.where(there, rows, jnp.asarray(self._exchange.filler, rows.dtype))
+
+  def weighted(self, rows, gates, weights):
+    """Returns gate times the expert's result, of received rows and in their order."""
+    ordered, gates_X = (spread(x, self._to_X, self._from_X) for x in (rows, gates))
+    y_XD = self._exchange.compute(ordered, weights, self._groups, self._how)
+    return summed(_weighted(y_XD, gates_X), self._to_X, self._from_X)
+
+  def of_tokens(self, rows):
+    """Returns the sum of each token's rows that came back in this round."""
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    return jnp.sum(taken(rows, self._places_nk).astype(wide), axis=1)
+
+  def of_each(self, rows):
+    """Returns each assignment's row that came back in this round, else 0."""
+    return taken(rows, self._places_nk)
