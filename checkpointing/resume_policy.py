@@ -56,6 +56,8 @@ CLASSES = {
   "model.folder": MAY_CHANGE,  # may have moved; the keys that it determines are compared
   "model.dropout_rate": ACCEPT,
   "model.context_attention": MAY_CHANGE,  # a schedule over mesh.context, which may change as well
+  "model.expert_exchange": MAY_CHANGE,  # the same sums in another order, as with another mesh
+  "model.expert_capacity": MAY_CHANGE,
   "model.*": REFUSED,
   # The step.
   "training.steps": MAY_CHANGE,  # unless fewer than are done
@@ -73,6 +75,10 @@ CLASSES = {
   "training.scan_unroll": MAY_CHANGE,
   "training.loss_chunks": MAY_CHANGE,  # by default it follows the mesh
   "training.z_loss": ACCEPT,
+  "training.balance_loss": ACCEPT,
+  "training.router_z_loss": ACCEPT,
+  "training.router_bias_rate": ACCEPT,
+  "training.grouped_matmul": MAY_CHANGE,  # by default it follows the platform
   "training.dpo_*": ACCEPT,
   "training.attention_kernel": MAY_CHANGE,  # by default it follows the platform
   # How bad steps are handled, so that a run which stopped at one can resume.

@@ -28,17 +28,17 @@ SINK_DEVIATION = 0.02  # of the initial sinks, as of gpt-oss in the transformers
 class GroupedQueryAttention(nnx.Module):
   """Grouped-query attention. Sources: arXiv:2305.13245; 2104.09864 for rotary positions."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, name: str = "layers/attention"):
     """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
     model = config.model
     linear = functools.partial(Linear, config=config, rngs=rngs)
-    self.query, self.key = linear("layers/attention/query"), linear("layers/attention/key")
-    self.value = linear("layers/attention/value")
+    self.query, self.key = linear(f"{name}/query"), linear(f"{name}/key")
+    self.value = linear(f"{name}/value")
     self.query_key_norm = model.query_key_norm
     if self.query_key_norm:
-      self.query_norm = Norm("layers/attention/query_norm", config)
-      self.key_norm = Norm("layers/attention/key_norm", config)
-    self.out = linear("layers/attention/out", scale=(2 * model.layers) ** -0.5)
+      self.query_norm = Norm(f"{name}/query_norm", config)
+      self.key_norm = Norm(f"{name}/key_norm", config)
+    self.out = linear(f"{name}/out", scale=(2 * model.layers) ** -0.5)
     self.has_sinks = model.attention_sinks
     if self.has_sinks:
       dtype, shape = jnp.dtype(config.training.parameter_dtype), sizes(config, SINKS)

@@ -35,20 +35,20 @@ _CACHED = Residual(between="BSC", inside="BSC")
 class LatentAttention(nnx.Module):
   """Multi-head latent attention: keys and values of all heads follow from one latent vector."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, name: str = "layers/attention"):
     """Draws the projections; the last is scaled down by the depth, as in GPT-2."""
     model = config.model
     linear = functools.partial(Linear, config=config, rngs=rngs)
     self.has_query_latent = model.query_latent_size > 0
     if self.has_query_latent:
-      self.query_latent = linear("layers/attention/query_latent")
-      self.query_latent_norm = Norm("layers/attention/query_latent_norm", config)
-    self.query = linear("layers/attention/query")
-    self.latent = linear("layers/attention/latent")
-    self.latent_norm = Norm("layers/attention/latent_norm", config)
-    self.rotary_key = linear("layers/attention/rotary_key")
-    self.key_value = linear("layers/attention/key_value")
-    self.out = linear("layers/attention/out", scale=(2 * model.layers) ** -0.5)
+      self.query_latent = linear(f"{name}/query_latent")
+      self.query_latent_norm = Norm(f"{name}/query_latent_norm", config)
+    self.query = linear(f"{name}/query")
+    self.latent = linear(f"{name}/latent")
+    self.latent_norm = Norm(f"{name}/latent_norm", config)
+    self.rotary_key = linear(f"{name}/rotary_key")
+    self.key_value = linear(f"{name}/key_value")
+    self.out = linear(f"{name}/out", scale=(2 * model.layers) ** -0.5)
     self.unrotated_size = model.head_size - model.rotary_size
     self.attend = Attend.of(config, value_head="U")
     self.adjacent_pairs = model.rotary_pairs == "adjacent"

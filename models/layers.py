@@ -340,14 +340,14 @@ class LearnedPositions(nnx.Module):
 class MLP(nnx.Module):
   """down(f(up(x))), or gated: down(f(gate(x)) * up(x)). Source of the latter: arXiv:2002.05202."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, name: str = "layers/mlp"):
     """Draws the projections; the last is scaled down by the depth, as in GPT-2."""
     linear = functools.partial(Linear, config=config, rngs=rngs)
     self.gated = config.model.gated
     if self.gated:
-      self.gate = linear("layers/mlp/gate")
-    self.up = linear("layers/mlp/up")
-    self.down = linear("layers/mlp/down", scale=(2 * config.model.layers) ** -0.5)
+      self.gate = linear(f"{name}/gate")
+    self.up = linear(f"{name}/up")
+    self.down = linear(f"{name}/down", scale=(2 * config.model.layers) ** -0.5)
     self.activation = ACTIVATIONS[config.model.activation]
     self.adapter_dropout = config.lora.dropout
     # What has a name or a bias is an array of all tokens.

@@ -34,6 +34,7 @@ class Rows:
       over the layers. None: no rotary positions.
     segments_BT: the documents, for intra-document attention masking; None: a row is one.
     ring: whether the tokens are in the zigzag order of `partitioning.parallel.ring_attention`.
+    weights_BT: of the tokens in the loss, in their order; None: there is no loss.
   """
 
   slots_BT: Int[Array, "#B T"]
@@ -41,6 +42,7 @@ class Rows:
   rope_X2BTh: Float[Array, "X 2 #B T h"] | None
   segments_BT: Int[Array, "B T"] | None = None
   ring: bool = False
+  weights_BT: Float[Array, "B T"] | None = None
 
   def rope(self, layer: Layer) -> Float[Array, "2 #B T h"] | None:
     """Returns a layer's rope table; None without rotary positions."""

@@ -7,6 +7,7 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,45 +16,61 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
-from models import activations, mup, preference
+from models import activations, expert_sums, mup, preference
 from models.attention import soft_cap
 from models.decoder_flops import train_flops_per_example as train_flops_per_example
 from models.dtypes import wide_dtype
+from models.experts import Experts
 from models.grouped_query_attention import GroupedQueryAttention
 from models.kv_cache import CACHE as CACHE
 from models.kv_cache import Cache, LatentCache, cache_layer, set_cache_layer, slots_of
 from models.latent_attention import LatentAttention
 from models.layer_pattern import Layer, layer_pattern
+from models.layer_stack import order_of, over_layers
 from models.layers import MLP, Embedding, LearnedPositions, Linear, Norm, dropout
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
 from models.rematerialization import named, rematerialized
 from models.token_positions import Rows, rows_of
+from models.transformer_dims import DENSE_LAYERS, LAYERS, RESIDUAL, is_latent
 from models.transformer_dims import PARAMETERS as PARAMETERS
-from models.transformer_dims import RESIDUAL, is_latent
 from models.transformer_dims import legend as legend
 from models.transformer_dims import parameters as parameters
 from partitioning.constraints import constrain
 from partitioning.parallel import ring_attention
 from partitioning.parallel.matmuls import column_parallel
 from partitioning.parallel.vocabulary import chunked_logits
+from runtime.layer_kinds import beside_sparse
 
 
 class Block(nnx.Module):
-  """One layer: attention and MLP, each with a norm before it, after it, or both."""
+  """One layer: attention and MLP, each with a norm before it, after it, or both.
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
-    """Draws the layer's parameters from `rngs.params`."""
+  In place of the MLP it may have a mixture of experts.
+  """
+
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, stack: str = LAYERS):
+    """Draws the layer's parameters from `rngs.params`.
+
+    Args:
+      config: finalized.
+      rngs: draws them.
+      stack: how their names begin. Of a model with experts the layers in `dense_layers/` have none.
+    """
     self.pre_norms, self.post_norms = config.model.pre_norms, config.model.post_norms
     if self.pre_norms:
-      self.attention_norm = Norm("layers/attention_norm", config)
+      self.attention_norm = Norm(f"{stack}attention_norm", config)
     attention = LatentAttention if is_latent(config.model) else GroupedQueryAttention
-    self.attention = attention(config, rngs=rngs)
+    self.attention = attention(config, rngs=rngs, name=f"{stack}attention")
     if self.pre_norms:
-      self.mlp_norm = Norm("layers/mlp_norm", config)
-    self.mlp = MLP(config, rngs=rngs)
+      self.mlp_norm = Norm(f"{stack}mlp_norm", config)
+    self.sparse = config.model.experts > 0 and stack == LAYERS
+    if self.sparse:
+      self.experts = Experts(config, rngs=rngs)
+    else:
+      self.mlp = MLP(config, rngs=rngs, name=f"{stack}mlp")
     if self.post_norms:
-      self.attention_post_norm = Norm("layers/attention_post_norm", config)
-      self.mlp_post_norm = Norm("layers/mlp_post_norm", config)
+      self.attention_post_norm = Norm(f"{stack}attention_post_norm", config)
+      self.mlp_post_norm = Norm(f"{stack}mlp_post_norm", config)
     self.multiplier = config.model.residual_multiplier
     self.dropout_rate = config.model.dropout_rate
     self.adapter_dropout = config.lora.dropout
@@ -66,7 +83,7 @@ class Block(nnx.Module):
     rows: Rows,
     cache: Cache | LatentCache | None = None,
   ) -> tuple[Float[Array, "B R D"], Cache | LatentCache | None, Sums]:
-    """Returns the residual after this layer, the layer's cache, and its auxiliary sums.
+    """Returns the residual after this layer, the layer's cache, and numbers of each row.
 
     Args:
       x_BRD: the residual.
@@ -76,9 +93,8 @@ class Block(nnx.Module):
       cache: keys and values of earlier tokens; None if x has all tokens.
 
     Returns:
-      The residual; the cache; auxiliary scalar sums over rows, by name, with the same names in
-      every
-      layer: `Transformer.loss_sums` adds them.
+      The residual; the cache; numbers of each row [B, ...], by name: of a sparse layer, those of
+      `models.experts`.
     """
     keys = (None,) * 4
     if key is not None:
@@ -96,20 +112,36 @@ class Block(nnx.Module):
     activations.record("attention", update_BRD)
     x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[0], rows.slots_BT[0])
     normed_BRD = named(self.mlp_norm(x_BRD), "mlp_input") if self.pre_norms else x_BRD
-    update_BRD = named(self.mlp(normed_BRD, keys[3], rows.slots_BT[0]), "mlp_update")
+    numbers = {}
+    if self.sparse:
+      update_BRD, numbers = self.experts(normed_BRD, rows)
+    else:
+      update_BRD = self.mlp(normed_BRD, keys[3], rows.slots_BT[0])
+    update_BRD = named(update_BRD, "mlp_update")
     if self.post_norms:
       update_BRD = self.mlp_post_norm(update_BRD)
     update_BRD = self._scaled(update_BRD)
     activations.record("mlp", update_BRD)
     x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[1], rows.slots_BT[0])
     activations.record("residual", x_BRD)
-    return x_BRD, cache, {}
+    return x_BRD, cache, numbers
 
   def _scaled(self, update_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
     """Returns what is added to the residual, times `model.residual_multiplier` (Granite)."""
     if self.multiplier == 1.0:
       return update_BRD
     return update_BRD * jnp.asarray(self.multiplier, update_BRD.dtype)
+
+
+def _stack(config: ConfigDict, rngs: nnx.Rngs, count: int, name: str) -> Block:
+  """Returns `count` layers with their parameters stacked along the first dim."""
+
+  @nnx.split_rngs(splits=count)
+  @nnx.vmap(in_axes=0, out_axes=0)
+  def stack(rngs: nnx.Rngs) -> Block:
+    return Block(config, rngs=rngs, stack=name)
+
+  return stack(rngs)
 
 
 class Transformer(nnx.Module):
@@ -122,12 +154,12 @@ class Transformer(nnx.Module):
     if self.learned_positions:
       self.positions = LearnedPositions(config, rngs=rngs)
 
-    @nnx.split_rngs(splits=config.model.layers)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def stack(rngs: nnx.Rngs) -> Block:
-      return Block(config, rngs=rngs)
-
-    self.layers = stack(rngs)
+    dense = beside_sparse(config.model)
+    self.layers = _stack(config, rngs, config.model.layers - dense, LAYERS)
+    self.dense_layers = _stack(config, rngs, dense, DENSE_LAYERS) if dense else None
+    self.layer_order = order_of(config)
+    self.has_experts = config.model.experts > 0
+    self.auxiliary_loss = functools.partial(expert_sums.auxiliary_loss, config=config)
     self.final_norm = Norm("final_norm", config)
     self.tied = config.model.tied_embeddings
     if not self.tied:
@@ -178,12 +210,14 @@ class Transformer(nnx.Module):
       return preference.pair_sums(self, batch, key)
     if not self.z_loss or key is None:
       [losses_BT], weights_BT, sums = self.per_token(batch, key, ("loss",))
-      return {"loss": weighted_sum(losses_BT, weights_BT), **sums}
+      loss = weighted_sum(losses_BT, weights_BT) + self.auxiliary_loss(sums)
+      return {"loss": loss, **sums}
     numbers, weights_BT, sums = self.per_token(batch, key, ("loss", "normalizer"))
     losses_BT, normalizers_BT = numbers
     # In training alone: an evaluation's loss is the cross-entropy. Source: arXiv:2204.02311, 5.
     z_loss = self.z_loss * weighted_sum(normalizers_BT**2, weights_BT)
-    return {"loss": weighted_sum(losses_BT, weights_BT) + z_loss, "z_loss": z_loss, **sums}
+    loss = weighted_sum(losses_BT, weights_BT) + z_loss + self.auxiliary_loss(sums)
+    return {"loss": loss, "z_loss": z_loss, **sums}
 
   def row_scores(self, batch: Batch) -> Sums:
     """Returns numbers of each row, [B], without dropout; see `models.Scoring`."""
@@ -214,7 +248,10 @@ class Transformer(nnx.Module):
     segments_BT = batch["segments"] if self.separate_documents else None
     x_BRD, rows = self.embed_tokens(constrain(batch["tokens"], "BT"), order_T, segments_BT)
     activations.record("embedding", x_BRD)
-    x_BRD, sums = self.blocks(x_BRD, rows, key)
+    if self.has_experts and key is not None:
+      rows = dataclasses.replace(rows, weights_BT=constrain(weights_BT, "BT"))
+    x_BRD, found = self.blocks(x_BRD, rows, key)
+    sums = expert_sums.sums_of(found, weights_BT)
     return self._of_logits(x_BRD, targets_BT, names), weights_BT, sums
 
   def _ring_order(self, length: int) -> np.ndarray | None:
@@ -264,8 +301,8 @@ class Transformer(nnx.Module):
     start: int = 0,
     stop: int | None = None,
     first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B R D"], Sums]:
-    """Returns the residual after layers start to stop - 1, and their auxiliary sums added up.
+  ) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
+    """Returns the residual after layers start to stop - 1, and what they say of rows, stacked.
 
     Args:
       x_BRD: the residual before them.
@@ -276,26 +313,36 @@ class Transformer(nnx.Module):
       first: global number of this module's first layer: a pipeline stage's module has only the
         stage's part of the stacked parameters.
     """
-    graphdef, stack = nnx.split(self.layers)
-    stop = jax.tree.leaves(stack)[0].shape[0] if stop is None else stop
     keys = None if key is None else jax.random.split(key, self.layer_count)
-    every = self.layer_pattern.stacked(), keys
-    if stop - start < self.layer_count:
-      every = jax.tree.map(
-        lambda x: jax.lax.dynamic_slice_in_dim(x, first + start, stop - start), every
-      )
-      stack = jax.tree.map(lambda x: x[start:stop], stack)
+    every, layers = (self.layer_pattern.stacked(), keys), self.layers
+    if self.dense_layers is None:
+      graphdef, stack = nnx.split(layers)
+      stop = jax.tree.leaves(stack)[0].shape[0] if stop is None else stop
+      if stop - start < self.layer_count:
+        every = jax.tree.map(
+          lambda x: jax.lax.dynamic_slice_in_dim(x, first + start, stop - start), every
+        )
+        layers = nnx.merge(graphdef, jax.tree.map(lambda x: x[start:stop], stack))
+    else:
+      assert (start, stop) == (0, None), "layers of two stacks are run together"
 
-    def layer(x_BRD, inputs):
-      params, (one, layer_key) = inputs
+    def layer(block, x_BRD, one):
       with activations.layer() as recorded:
-        x_BRD, _, sums = nnx.merge(graphdef, params)(x_BRD, one, layer_key, rows)
-      return x_BRD, (sums, recorded)
+        x_BRD, _, numbers = block(x_BRD, *one, rows)
+      return x_BRD, (numbers, recorded)
 
-    layer = rematerialized(layer, self.rematerialization, reshard=self.reshard)
-    x_BRD, (sums_L, recorded_L) = jax.lax.scan(layer, x_BRD, (stack, every), unroll=self.unroll)
-    activations.record_layers(recorded_L)
-    return x_BRD, jax.tree.map(jnp.sum, sums_L)
+    x_BRD, found, _ = over_layers(
+      layer,
+      layers,
+      self.dense_layers,
+      self.layer_order,
+      x_BRD,
+      every,
+      wrapped=lambda step: rematerialized(step, self.rematerialization, reshard=self.reshard),
+      unroll=self.unroll,
+    )
+    activations.record_layers(found[1])
+    return x_BRD, found[0]
 
   def extend(
     self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache | LatentCache
@@ -310,25 +357,26 @@ class Transformer(nnx.Module):
     Returns:
       The logits, as `__call__` gives them, of each row's last token; the cache with the tokens.
     """
-    graphdef, stack = nnx.split(self.layers)
     slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
     slots_BT = cache.lengths[:, None] + slots_BT
     tables = self.layer_pattern.rope_tables(slots_BT, slots_of(cache))
     rows = Rows(slots_BT, slots_BT, tables)
 
-    def layer(carry, inputs):
+    def layer(block, carry, inputs):
       x_BRD, cache = carry
-      params, one, number = inputs
-      block = nnx.merge(graphdef, params)
+      one, number = inputs
       x_BRD, new, _ = block(x_BRD, one, None, rows, cache_layer(cache, number))
       return (x_BRD, set_cache_layer(cache, number, new)), None
 
     numbers_L = jnp.arange(self.layer_count, dtype=jnp.int32)
     # In the carry, not a scanned input: a layer is updated in place, and there is only one cache.
-    (x_BRD, cache), _ = jax.lax.scan(
+    (x_BRD, cache), *_ = over_layers(
       layer,
+      self.layers,
+      self.dense_layers,
+      self.layer_order,
       (self._embedded(tokens_BT, rows), cache),
-      (stack, self.layer_pattern.stacked(), numbers_L),
+      (self.layer_pattern.stacked(), numbers_L),
     )
     last_B11 = (counts_B - 1)[:, None, None]
     last_B1D = constrain(jnp.take_along_axis(x_BRD, last_B11, axis=1), "BRD")

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from partitioning.dims import Dim
 from partitioning.parallel.sharded_function import Residual
+from runtime.layer_kinds import beside_sparse, sparse_layers
 
 # The residual stream, between blocks and inside; queries, keys and values inside a block.
 RESIDUAL = Residual(between="BRD", inside="BTD")
@@ -28,12 +29,14 @@ LATENT_ATTENTION = "latent"  # model.attention
 def legend(config: ConfigDict) -> dict[str, Dim]:
   """Returns letter -> Dim for this config."""
   model = config.model
+  beside = beside_sparse(model)
   return {
     "B": Dim("batch", None),
     "T": Dim("sequence", None),
     "R": Dim("residual_sequence", None),
     "S": Dim("key_sequence", None),
-    "L": Dim("layers", model.layers),
+    "L": Dim("layers", model.layers - beside),
+    "Z": Dim("dense_layers", beside),
     "D": Dim("model", model.model_size),
     "F": Dim("feedforward", model.feedforward_size),
     "N": Dim("heads", model.heads),
@@ -43,6 +46,11 @@ def legend(config: ConfigDict) -> dict[str, Dim]:
     "V": Dim("vocabulary", padded_vocabulary(config)),
     "P": Dim("positions", model.max_positions),
     "r": Dim("lora_rank", config.lora.rank),
+    "E": Dim("experts", model.experts),
+    "e": Dim("router_experts", model.experts),
+    "k": Dim("experts_per_token", model.experts and model.experts_per_token),
+    "M": Dim("expert_feedforward", model.experts and model.expert_feedforward_size),
+    "W": Dim("shared_feedforward", model.shared_feedforward_size),
   }
 
 
@@ -92,6 +100,19 @@ PARAMETERS = {
   "layers/mlp/down/bias": "LD",
   "layers/mlp_post_norm/scale": "LD",
   "layers/(attention|mlp)_post_norm/bias": "LD",
+  # Sparse layers. The correction moves by the experts' loads, not by its gradient.
+  "layers/experts/router/kernel": "LDe",
+  "layers/experts/router/bias": "Le",
+  "layers/experts/router/correction": "Le",
+  "layers/experts/gate/kernel": "LEDM",
+  "layers/experts/gate/bias": "LEM",
+  "layers/experts/up/kernel": "LEDM",
+  "layers/experts/up/bias": "LEM",
+  "layers/experts/down/kernel": "LEMD",
+  "layers/experts/down/bias": "LED",
+  "layers/experts/shared/gate/kernel": "LDW",
+  "layers/experts/shared/up/kernel": "LDW",
+  "layers/experts/shared/down/kernel": "LWD",
   "final_norm/scale": "D",
   "final_norm/bias": "D",
   "unembed/kernel": "DV",
@@ -111,6 +132,8 @@ PARAMETERS = {
   "layers/mlp/down/lora_a": "LFr",
   "layers/mlp/down/lora_b": "LrD",
 }
+# Where a model has sparse layers, its dense ones are a stack of their own.
+LAYERS, DENSE_LAYERS = "layers/", "dense_layers/"
 # The last parts of an adapter's names.
 LORA_A, LORA_B = "lora_a", "lora_b"
 
@@ -163,7 +186,8 @@ def _has_query_latents(model: ConfigDict) -> bool:
 _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
   "positions/": lambda m: m.positions == "learned",
   "norm/bias": lambda m: m.norm == "layer",
-  **{f"{name}/bias": functools.partial(has_bias, name) for name in LINEARS},
+  **{f"attention/{name}/bias": functools.partial(has_bias, name) for name in LINEARS[:4]},
+  **{f"mlp/{name}/bias": functools.partial(has_bias, name) for name in LINEARS[4:]},
   "(query|key)_norm": lambda m: m.query_key_norm,
   "attention/sinks": lambda m: m.attention_sinks,
   "(key|value)/": lambda m: not is_latent(m),
@@ -178,6 +202,11 @@ _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
   "post_norm": lambda m: m.post_norms,
   "mlp/gate": lambda m: m.gated,
   "unembed": lambda m: not m.tied_embeddings,
+  "layers/experts/": lambda m: m.experts > 0,
+  "experts/router/bias": lambda m: m.router_bias,
+  "experts/router/correction": lambda m: m.router_correction,
+  "experts/shared": lambda m: m.shared_feedforward_size > 0,
+  **{f"experts/{name}/bias": lambda m: m.expert_biases for name in LINEARS[4:]},
 }
 
 
@@ -191,12 +220,28 @@ def parameters(config: ConfigDict) -> dict[str, str]:
     table = table | OF_LATENTS
   if _has_query_latents(config.model):
     table = table | OF_QUERY_LATENTS
-  return {
+  present = {
     name: dims
     for name, dims in table.items()
     if not any(part in name for part in absent)
     and (not name.endswith((LORA_A, LORA_B)) or adapted(config, name.rpartition("/")[0]))
   }
+  return _in_two_stacks(config, present) if config.model.experts else present
+
+
+def _in_two_stacks(config: ConfigDict, table: dict[str, str]) -> dict[str, str]:
+  """Returns the table with the layers' rows for the sparse layers, and again for dense ones."""
+  sparse = {
+    name: dims
+    for name, dims in table.items()
+    if not name.startswith(f"{LAYERS}mlp/") and (sparse_layers(config.model) or LAYERS not in name)
+  }
+  dense = {
+    f"{DENSE_LAYERS}{name.removeprefix(LAYERS)}": f"Z{dims[1:]}"
+    for name, dims in table.items()
+    if name.startswith(LAYERS) and "experts/" not in name
+  }
+  return sparse | (dense if beside_sparse(config.model) else {})
 
 
 def adapted(config: ConfigDict, layer: str) -> bool:
@@ -210,7 +255,7 @@ def in_8_bits(config: ConfigDict, name: str) -> bool:
   The kernels of the layers are; not the unembedding, since logits tell tokens apart by small
   differences, nor adapters, which are small.
   """
-  kernel = name.startswith("layers/") and name.endswith("/kernel")
+  kernel = name.startswith((LAYERS, DENSE_LAYERS)) and name.endswith("/kernel")
   return kernel and config.training.matmul_dtype != "compute"
 
 
@@ -233,7 +278,7 @@ def optional_letters(config: ConfigDict, name: str) -> str:
   """Returns the letters of an optional parameter; "" if this config does not have it."""
   table = parameters(config)
   found = next((dims for pattern, dims in table.items() if re.fullmatch(pattern, name)), "")
-  return found.removeprefix("L") if name.startswith("layers/") else found
+  return found[1:] if name.startswith((LAYERS, DENSE_LAYERS)) else found
 
 
 def sizes(config: ConfigDict, dims: str) -> tuple[int, ...]:
@@ -248,6 +293,7 @@ def fan_in(config: ConfigDict, dims: str) -> int:
   A kernel whose first dim is the width of the residual or of latent vectors reads them; any other
   writes the residual.
   """
+  dims = dims.removeprefix("E")  # experts are kernels side by side
   summed = dims[0] if dims[0] in _INPUTS else dims.removesuffix(RESIDUAL.width)
   return math.prod(sizes(config, summed))
 

@@ -40,6 +40,8 @@ NUMERICS = (
   "partitioning/rules.py",
   "partitioning/verdict.py",  # placement
   "training/reference.py",  # of preferences
+  "training/router_bias.py",
+  "runtime/layer_kinds.py",  # which layers have experts
   "training/setup.py",  # precision
   "training/splits.py",  # seeds and splits
   "training/averages.py",
@@ -50,6 +52,7 @@ NUMERICS = (
   "training/optimizers",
   "training/schedules.py",
   "training/bad_steps.py",  # which rows are skipped
+  "training/older_configs.py",  # how a run resumes that an older version began
   "training/state.py",
   "training/step.py",
   "training/tasks.py",  # the arrays of a batch

@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 from input_pipeline import position
 from input_pipeline.position import Position, Ranges
 from input_pipeline.ramp import Ramp, until
-from training.tasks import TASKS
 
 # Of a checkpoint's record.
 RECORD, POSITION = "bad_steps", "position"
@@ -213,7 +212,7 @@ def require_same_ramps(
   """Checks that the steps of a checkpoint had the shapes that the ramps of the run say.
 
   Args:
-    old: the checkpoint's config, as `upgraded_config` gives it.
+    old: the checkpoint's config, as `older_configs.upgraded` gives it.
     config: of now.
     record: the checkpoint's, as `upgraded` gives it.
     done: its step.
@@ -268,111 +267,6 @@ def upgraded(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
     values["skipped_rows"] = position.batches(values.pop("skipped", ()), batch)
   known["rollbacks"] = rollbacks
   return {**record, RECORD: known, POSITION: Position.start(batch).listed()}
-
-
-# What versions without these keys did: data sets came from TFDS by name, as bytes; no adapters.
-_OLD_DATA = {
-  "files": "",
-  "evaluation_files": "",
-  "evaluation_fraction": 0.05,
-  "tokenizer": "bytes",
-  "packing": "concatenate",
-  "prepare_processes": 0,
-  "chat_template": "",
-  "untrained_conversations": "refuse",
-  "long_conversations": "refuse",
-  "sources": (),
-  "batch_size_ramp": (),
-  "sequence_length_ramp": (),
-  "stages": (),
-}
-_OLD_LORA = {"rank": 0, "alpha": 16.0, "targets": ("*",), "rs": False, "dropout": 0.0}
-# Likewise of decoders.
-_OLD_DECODER = {
-  "attention": "grouped_query",
-  "latent_size": 0,
-  "query_latent_size": 0,
-  "rotary_pairs": "halves",
-  "layer_types": (),
-  "rotary_size": 0,
-  "pre_norms": True,
-  "query_key_norm_across_heads": False,
-  "attention_sinks": False,
-  "embedding_multiplier": 1.0,
-  "residual_multiplier": 1.0,
-  "logits_divisor": 1.0,
-  "base_width": 0,
-}
-
-
-def upgraded_config(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a checkpoint's config with the current keys.
-
-  `data.skip_batches` becomes `data.skip_rows`, and `task` replaces `data.kind` and `training.loss`.
-  Keys that an older version did not have get the value that preserves its behaviour.
-  """
-  data, training = dict(config["data"]), dict(config["training"])
-  rows = position.batches(sorted(data.pop("skip_batches", ())), data["global_batch_size"])
-  # Before there were tasks, the recipe chose a kind of data and a loss.
-  data.pop("kind", None)
-  loss, named = training.pop("loss", None), {task.trained_as: name for name, task in TASKS.items()}
-  task = {"task": named[loss]} if loss in named else {}
-  model = config["model"]
-  if model["name"] == "transformer":
-    derived = {
-      "max_positions": data["sequence_length"],
-      "base_head_size": model["head_size"],
-      "value_head_size": model["head_size"],
-    }
-    model = {**derived, **_OLD_DECODER, **model}
-  elif model["name"] == "mlp":
-    model = {"base_width": 0, **model}
-  return {
-    "lora": _OLD_LORA,
-    **config,
-    "model": model,
-    "data": {**_OLD_DATA, "skip_batches": (), "skip_rows": rows, **data},
-    "training": {
-      "trainable": ("*",),
-      "frozen_dtype": training["parameter_dtype"],
-      "tokens": 0,
-      "z_loss": 0.0,
-      "gradient_reduction": "microbatch",
-      "gradient_reduction_dtype": "compute",
-      "matmul_dtype": "compute",
-      "matmul_scaling": "current",
-      "scan_unroll": 1,
-      "dpo_beta": 0.1,
-      "dpo_label_smoothing": 0.0,
-      "stochastic_rounding": False,
-      **training,
-    },
-    "optimizer": {
-      "state_dtype": training["parameter_dtype"],
-      **_upgraded_optimizer(config["optimizer"]),
-    },
-    **task,
-  }
-
-
-def _upgraded_optimizer(keys: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a checkpoint's section `optimizer` with the current keys."""
-  return {
-    "arguments": "",
-    "final_fraction": 0.1 if keys["schedule"] == "cosine" else 1.0,
-    "warmup_tokens": 0,
-    "decay_steps": 0,
-    "decay_tokens": 0,
-    "decay": "linear",
-    "independent_weight_decay": False,
-    "groups": (),
-    "clip_groups": False,
-    "clip_quantile": 0.0,
-    "clip_window": 50,
-    "ema_decays": (),
-    "state_memory": "device",
-    **keys,
-  }
 
 
 class TrainingStoppedError(RuntimeError):

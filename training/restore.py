@@ -22,6 +22,7 @@ from runtime.provenance import versions
 from training import (
   averages,
   base_parameters,
+  older_configs,
   record_schema,
   run_tokenizer,
   splits,
@@ -101,7 +102,7 @@ def check_resume(
   require_room(job, workdir, part=Base.of(old_record) is not None)
   rollback.require_same_past(job.config, old_record, newest.step)
   _require_same_stages(newest.config, job.config, newest.step)
-  old_config = rollback.upgraded_config(newest.config)
+  old_config = older_configs.upgraded(newest.config)
   rollback.require_same_ramps(old_config, job.config, old_record, newest.step)
   changed = resume_policy.changes(
     old_config,

@@ -18,7 +18,7 @@ from partitioning.dims import Legend
 from partitioning.parallel import eight_bit
 from partitioning.parallel.batch_region import summed_over_batch_parts
 from partitioning.rules import letters_of, named_leaves
-from training import clipping
+from training import clipping, router_bias
 from training.optimizer import make_optimizer
 from training.optimizers import host_state, stochastic_rounding
 from training.optimizers.schedule_free import gradient_point
@@ -124,7 +124,7 @@ class Program:
     def mean(trained, history, frozen, others, microbatch, key):
       variables = merged(history, others)
       sums, variables = self.forward(merged(trained, frozen), variables, microbatch, key)
-      means = {name: value / entries for name, value in sums.items()}
+      means = _times(sums, 1 / entries)
       return means["loss"], (means, variables)
 
     def total(batch, trained, frozen, variables, key):
@@ -162,7 +162,7 @@ class Program:
     history, others = split(variables, _is_history)
     variables = merged(jax.tree.map(eight_bit.advanced, history, seen), others)
     scale = 1 / means.pop("weight")
-    return grads, {name: value * scale for name, value in means.items()}, scale, variables
+    return grads, _times(means, scale), scale, variables
 
   def laid_out(self, grads: Any) -> Any:
     """Returns gradients that are sharded as their parameters are."""
@@ -199,6 +199,8 @@ class Program:
     clip = clipping.of_step(self.config)
     scale = inverse_weight * clip / jnp.maximum(norm, clip) if clip else inverse_weight
     params, optimizer, rate = self.updated(state, _scaled(raw, scale))
+    params = router_bias.moved(params, means, self.config)
+    means = router_bias.as_metrics(means)
     own = {n: x for n, x in means.items() if n not in TASKS[self.config.task].sums}
     rate = jnp.asarray(rate, norm.dtype)
     metrics = {"loss": means["loss"], "grad_norm": norm, "learning_rate": rate, **own}
@@ -284,6 +286,7 @@ def make_program(config: ConfigDict) -> Program:
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
   trained = trainable(config.training.trainable, list(named_leaves(params)))
+  trained = router_bias.without(trained)
   params = jax.eval_shape(lambda params: _stored(params, trained, config), params)
   optimizer = make_optimizer(config, jax.eval_shape(wide, split(params, trained.__contains__)[0]))
   schedule = learning_rate_schedule(config)
@@ -324,6 +327,11 @@ def _is_history(name: str) -> bool:
 def variables_of(model: nnx.Module) -> Any:
   """Returns a model's variables that are not parameters, as nested dicts; {} if it has none."""
   return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
+
+def _times(sums: Sums, factor: jax.Array | float) -> Sums:
+  """Returns sums over rows times a factor; counts, which are integers, as they are."""
+  return {n: x if jnp.issubdtype(x.dtype, jnp.integer) else x * factor for n, x in sums.items()}
 
 
 def _scaled(grads: Any, scale: jax.Array) -> Any:

@@ -22,9 +22,14 @@ _OURS = {
       "vocabulary": ("tensor",),
       "positions": (),
       "lora_rank": (),
+      "dense_layers": (),
+      "experts": ("expert",),
+      "router_experts": (),
+      "expert_feedforward": ("tensor",),
+      "shared_feedforward": ("tensor",),
     },
     "activations": {
-      "batch": ("data", "fsdp"),
+      "batch": ("data", "fsdp", "expert"),
       "sequence": ("context",),  # inside of a block
       "residual_sequence": ("context",),  # between blocks: see partitioning.sequence_parallel
       "key_sequence": (),
@@ -43,6 +48,11 @@ _OURS = {
       "vocabulary": ("tensor",),
       "positions": (),
       "lora_rank": (),
+      "experts": ("expert",),
+      "router_experts": (),
+      "experts_per_token": (),
+      "expert_feedforward": ("tensor",),
+      "shared_feedforward": ("tensor",),
     },
   },
   "mlp": {

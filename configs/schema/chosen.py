@@ -130,6 +130,14 @@ def _loss_chunks(config: ConfigDict, target: Target) -> tuple[int, str]:
   return count, f"{size} at a time instead of {each * own / 2**20:,.0f}, at most {limit}"
 
 
+def _grouped_matmul(config: ConfigDict, target: Target) -> tuple[str, str]:
+  if config.model.name != "transformer" or not config.model.experts:
+    return "tiles", ""
+  if target.platform == "tpu":
+    return "ragged", "a grouped kernel on TPUs"
+  return "tiles", "ragged_dot multiplies all rows by all experts here"
+
+
 def own_tokens(config: ConfigDict, sizes: Mapping[str, int]) -> int:
   """Returns how many tokens of a microbatch a device has inside a block."""
   activations = config.partitioning.activations
@@ -188,6 +196,13 @@ RULES = (
     "compute dtype",
     "the logits of all tokens are larger than any other activation; one chunk costs nothing",
     _loss_chunks,
+  ),
+  Rule(
+    "training.grouped_matmul",
+    "ragged on TPUs, tiles elsewhere",
+    "the compilers for CPUs and GPUs multiply all rows of a ragged_dot by the kernels of all "
+    "experts",
+    _grouped_matmul,
   ),
   Rule(
     "partitioning.sequence_parallel",

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ml_collections import ConfigDict
 
-from configs.schema import attention_checks, latent_checks
+from configs.schema import attention_checks, expert_checks, latent_checks
 from runtime.suggest import nearest
 
 LANES = 128  # of a TPU
@@ -39,6 +39,7 @@ ROTARY_SCALINGS = {
 # Whole numbers of a decoder of which 0 turns something off.
 MAY_BE_ZERO = (
   *("window", "global_every", "rotary_size", "base_width", "latent_size", "query_latent_size"),
+  *expert_checks.MAY_BE_ZERO,
 )
 LEAST = {
   "model.window": 0,
@@ -112,6 +113,7 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
   yield from _context(config, sizes["context"])
   yield from _chunks(config, sizes)
   yield from _unrolled(config)
+  yield from expert_checks.wrong(config, sizes)
 
 
 def own_logits(config: ConfigDict, sizes: Mapping[str, int]) -> int:

@@ -97,6 +97,13 @@ def training(**keys) -> dict:
     # splash (JAX's flash attention for TPUs) or cudnn (cuDNN's, for Hopper and later GPUs). By
     # default what docs/defaults.md says.
     "attention_kernel": config_dict.placeholder(str),
+    # Experts' matmuls: tiles (a loop over tiles of rows) or ragged (JAX's ragged_dot, on TPUs). By
+    # default what docs/defaults.md says.
+    "grouped_matmul": config_dict.placeholder(str),
+    "balance_loss": 0.0,  # times each row's balance of its experts, added to the loss; 0: off
+    "router_z_loss": 0.0,  # as z_loss, of the routers' logits; 0: off
+    # How far a step moves the biases of model.router_correction towards balanced experts
+    "router_bias_rate": 0.0,
     # Times the squared logarithm of the softmax's normalizer, added to each token's loss; 0: off
     "z_loss": 0.0,
     # DPO (data=preferences): how strongly the model is kept near the reference

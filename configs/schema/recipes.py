@@ -67,6 +67,8 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
   _finalize_text(model, data, task.rows == "text")
   if model.get("feedforward_size", 0) is None:
     model.feedforward_size = model.model_size
+  if model.get("expert_feedforward_size", 0) is None:
+    model.expert_feedforward_size = model.feedforward_size
   if not task.of_tokens and "input_size" in model and "output_size" in model:
     data.input_size, data.target_size = model.input_size, model.output_size
   if model.name == "transformer" and model.embedding_standard_deviation is None:
@@ -188,6 +190,30 @@ def lm() -> ConfigDict:
     # relu_squared
     "activation": "silu",
     "gated": True,  # MLP: down(f(gate(x)) * up(x)); else down(f(up(x)))
+    # Mixture of experts: routed experts of a sparse layer, in place of its MLP; 0: all are dense
+    "experts": 0,
+    "experts_per_token": 2,  # top-k
+    "expert_feedforward_size": config_dict.placeholder(int),  # of an expert; feedforward_size
+    "shared_feedforward_size": 0,  # width of the shared experts together; 0: there are none
+    "dense_layers": 0,  # the first layers, which have no experts
+    "sparse_every": 1,  # of the layers after those each so many-th has experts
+    # softmax, sigmoid (DeepSeek-V3), or softmax_of_chosen: over the chosen logits alone (gpt-oss)
+    "router_scores": "softmax",
+    "router_normalized": True,  # the gates of a token are divided by their sum
+    "router_scale": 1.0,  # factor of the gates
+    "router_groups": 1,  # of experts, from the best of which a token's are chosen
+    "router_top_groups": 1,  # how many are the best
+    "router_group_score": "max",  # the largest score (DeepSeek-V2), or top2: sum of two (V3)
+    "router_bias": False,  # a trained bias of the router's logits (gpt-oss)
+    # A bias of the scores by which experts are chosen, moved by training.router_bias_rate (V3)
+    "router_correction": False,
+    "expert_biases": False,  # of an expert's gate, up and down (gpt-oss)
+    "gate_limit": 0.0,  # largest gate, and largest magnitude of up, in experts (gpt-oss); 0: none
+    "up_offset": 0.0,  # added to up in experts (gpt-oss)
+    # How tokens reach experts on other devices: rounds of all-to-all, or gathered
+    "expert_exchange": "rounds",
+    # Rows of the buffer between two devices, relative to the mean: memory and speed, not results
+    "expert_capacity": 1.25,
     # Factor of the scores; head_size**-0.5, or with base_width base_head_size**0.5 / head_size
     "attention_scale": config_dict.placeholder(float),
     "attention_soft_cap": 0.0,  # soft-capping of the scaled scores; 0: off

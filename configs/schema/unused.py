@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
-from configs.schema import recipes
+from configs.schema import expert_checks, recipes
 from runtime import extensions
 from training.tasks import DPO, TASKS
 
@@ -82,13 +82,14 @@ _OF_TOKENS = {
   "training.loss_chunks": 1,
   "training.z_loss": 0.0,
 }
+_EXPERTS = {**expert_checks.TRAINING, "training.grouped_matmul": "tiles"}
 _REGIONS = {
   "partitioning.reshard_after_forward": True,
   "partitioning.sequence_parallel": False,
   "partitioning.collective_matmul": False,
 }
 _READABLE = {**_COMPUTED, **_OF_TOKENS}
-MODELS = {"mlp": {**_COMPUTED, **_REGIONS}}
+MODELS = {"mlp": {**_COMPUTED, **_EXPERTS, **_REGIONS}}
 
 
 def optimizer_keys(name: str) -> tuple[str, ...]:
@@ -110,7 +111,7 @@ def of_model(config: ConfigDict) -> dict[str, object]:
   reads = getattr(model, "READS", ())
   split = "residual_sequence" in config.partitioning.activations
   keys = {key: off for key, off in known.items() if key not in reads}
-  return keys | ({} if split else _REGIONS)
+  return {**_EXPERTS, **keys} | ({} if split else _REGIONS)
 
 
 def of_task(config: ConfigDict) -> dict[str, object]:

@@ -382,7 +382,8 @@ def _batch(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
   parts, names = 1, []
   for axis in config.partitioning.activations.batch:
     parts *= sizes.get(axis, 1)
-    names.append(f"{axis}={sizes.get(axis, 1)}")
+    if sizes.get(axis, 1) > 1:
+      names.append(f"{axis}={sizes[axis]}")
   if (size // steps) % parts == 0:
     return []
   whole = parts * steps
@@ -391,5 +392,5 @@ def _batch(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
   microbatch = f" / {steps} accumulation steps" if steps > 1 else ""
   return [
     f"data.global_batch_size={size}{microbatch} is not divisible by the batch axes "
-    f"{' x '.join(names)} = {parts}; make it {near}"
+    f"{' x '.join(names)}{f' = {parts}' if len(names) > 1 else ''}; make it {near}"
   ]

@@ -37,7 +37,7 @@ from partitioning.parallel.expert_rows import (
   summed,
   taken,
 )
-from partitioning.parallel.grouped_matmul import Way
+from partitioning.parallel.grouped_matmul import Way, wide_dtype
 
 ROUNDS, GATHERED = "rounds", "gathered"
 EXCHANGES = (ROUNDS, GATHERED)
@@ -122,19 +122,19 @@ def exchanged(
     tokens_nD = _local(exchange, x_nD, gates_nk, experts_nk, weights)
     return Exchanged(tokens_nD, jnp.float32(0), jnp.float32(1))
   order = in_order(experts_nk.reshape(-1), exchange.devices * exchange.experts)
-  counts_PE = order.counts_E.reshape(exchange.devices, exchange.experts)
+  counts_PE = order.counts.reshape(exchange.devices, exchange.experts)
   # Over all axes: no two devices of the program may differ in the number of rounds.
   axes = tuple(jax.sharding.get_abstract_mesh().axis_names)
-  fullest = jax.lax.pmax(jnp.max(jnp.sum(counts_PE, axis=1)), axes)
-  relative = fullest * (exchange.devices / experts_nk.size)
+  fullest = jax.lax.pmax(jnp.max(jnp.sum(counts_PE, axis=1, dtype=jnp.int32)), axes)
+  relative = fullest.astype(jnp.float32) * (exchange.devices / experts_nk.size)
   if exchange.name == GATHERED:
     tokens_nD = _gathered(exchange, x_nD, gates_nk, experts_nk, weights)
-    return Exchanged(tokens_nD, jnp.float32(1), relative.astype(jnp.float32))
+    return Exchanged(tokens_nD, jnp.float32(1), relative)
   size = exchange.buffer(*experts_nk.shape)
   rounds = (fullest + size - 1) // size
   plan = _plan(exchange, order, counts_PE, rounds)
   tokens_nD = _in_rounds(exchange, x_nD, gates_nk, plan, weights)
-  return Exchanged(tokens_nD, rounds.astype(jnp.float32), relative.astype(jnp.float32))
+  return Exchanged(tokens_nD, rounds.astype(jnp.float32), relative)
 
 
 # ------------------------------ all tokens of a device, or of all ------------------------------
@@ -145,7 +145,7 @@ def _local(exchange: Exchange, x_nD, gates_nk, experts_nk, weights) -> Float[Arr
   n, k = experts_nk.shape
   order = in_order(experts_nk.reshape(-1), exchange.experts)
   how = exchange.how(n * k // exchange.devices)
-  groups, within_X, used_X, starts_E1 = rows_in_order(order.counts_E, exchange.most(n, k), how)
+  groups, within_X, used_X, starts_E1 = rows_in_order(order.counts, exchange.most(n, k), how)
   first_X = order.starts_E1[groups.expert_X]
   from_A = Places(order.order_A[jnp.where(used_X, first_X + within_X, 0)], used_X)
   mine_A = (experts_nk >= 0) & (experts_nk < exchange.experts)
@@ -196,7 +196,8 @@ jax.tree_util.register_dataclass(Assignments)
 def _plan(exchange: Exchange, order: Assignments, counts_PE, rounds) -> _Plan:
   given_PE = _all_to_all(exchange, counts_PE)
   first_P = order.starts_E1[: -1 : exchange.experts]
-  return _Plan(order, first_P, jnp.sum(counts_PE, axis=1), given_PE, rounds)
+  counts_P = jnp.sum(counts_PE, axis=1, dtype=jnp.int32)
+  return _Plan(order, first_P, counts_P, given_PE, rounds)
 
 
 def _all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
@@ -215,7 +216,7 @@ def _rounds_forward(exchange: Exchange, x_nD, gates_nk, plan: _Plan, weights):
     y = sent.back(sent.weighted(rows, gates, weights))
     return total_nD + sent.of_tokens(y).astype(total_nD.dtype)
 
-  wide = jnp.promote_types(x_nD.dtype, jnp.float32)
+  wide = wide_dtype(x_nD.dtype)
   total_nD = jax.lax.fori_loop(0, plan.rounds, one, jnp.zeros(x_nD.shape, wide))
   return total_nD.astype(x_nD.dtype), (x_nD, gates_nk, plan, weights)
 
@@ -232,9 +233,7 @@ def _rounds_backward(exchange: Exchange, kept, dy_nD):
     dgates_nk = sent.of_each(sent.back(dgates))
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), totals, (dx_nD, dgates_nk, dweights))
 
-  zeros = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (x_nD, gates_nk, weights)
-  )
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), (x_nD, gates_nk, weights))
   totals = jax.lax.fori_loop(0, plan.rounds, one, zeros)
   dx_nD, dgates_nk, dweights = jax.tree.map(
     lambda total, x: total.astype(x.dtype), totals, (x_nD, gates_nk, weights)
@@ -262,42 +261,19 @@ class _Round:
     slot_C = jnp.arange(size, dtype=jnp.int32)
     start = (number * size).astype(jnp.int32)
     # Sent: slot c is for assignment `start + c` among those to a device.
-    place_PC = plan.first_P[:, None] + start + slot_C[None]
-    there = (start + slot_C[None] < plan.counts_P[:, None]).reshape(-1)
+    place_PC = plan.first_P[:, None] + (start + slot_C)[None]
+    there = ((start + slot_C)[None] < plan.counts_P[:, None]).reshape(-1)
     assignment = plan.order.order_A[jnp.where(there, place_PC.reshape(-1), 0)]
     self._assignments, self._tokens = Places(assignment, there), Places(assignment // k, there)
     # Back: of each assignment, the device and the slot.
-    device_A = group_of(jnp.cumsum(plan.counts_P), plan.order.inverse_A)
+    device_A = group_of(jnp.cumsum(plan.counts_P, dtype=jnp.int32), plan.order.inverse_A)
     slot_A = plan.order.inverse_A - plan.first_P[device_A] - start
     here_A = (slot_A >= 0) & (slot_A < size)
     places_A = Places(device_A * size + slot_A, here_A)
     self._places_nk = jax.tree.map(lambda x: x.reshape(n, k), places_A)
-    self._received(plan, size, start, exchange.how(size * exchange.devices))
-
-  def _received(self, plan: _Plan, size: int, start, how: Way) -> None:
-    """Orders received rows: each device's are in order of the experts already."""
-    devices = self._exchange.devices
-    ends_PE = jnp.clip(jnp.cumsum(plan.given_PE, axis=1) - start, 0, size)
-    firsts_PE = jnp.clip(jnp.cumsum(plan.given_PE, axis=1) - plan.given_PE - start, 0, size)
-    counts_PE = ends_PE - firsts_PE
-    until_PE = jnp.cumsum(counts_PE, axis=0)  # of an expert's rows, those of earlier devices too
-    self._how = how
-    self._groups, within_X, used_X, starts_E1 = rows_in_order(until_PE[-1], size * devices, how)
-    expert_X = jnp.where(used_X, self._groups.expert_X, 0)
-    until_XP = until_PE.T[expert_X]
-    device_X = jnp.sum(within_X[:, None] >= until_XP, axis=1, dtype=jnp.int32)
-    device_X = jnp.where(used_X, device_X, 0)
-    before_PE = until_PE - counts_PE
-    slot_X = firsts_PE[device_X, expert_X] + within_X - before_PE[device_X, expert_X]
-    self._to_X = Places(device_X * size + slot_X, used_X)
-    slot_C = jnp.arange(size, dtype=jnp.int32)
-    expert_PC = jnp.sum(slot_C[None, :, None] >= ends_PE[:, None], axis=-1, dtype=jnp.int32)
-    there_PC = expert_PC < self._exchange.experts
-    expert_PC = jnp.where(there_PC, expert_PC, 0)
-    device_P1 = jnp.arange(devices, dtype=jnp.int32)[:, None]
-    place_PC = slot_C[None] - firsts_PE[device_P1, expert_PC] + before_PE[device_P1, expert_PC]
-    place_PC = place_PC + starts_E1[expert_PC]
-    self._from_X = Places(place_PC.reshape(-1, 1), there_PC.reshape(-1, 1))
+    self._how = exchange.how(size * exchange.devices)
+    received = _received(exchange, plan.given_PE, size, start, self._how)
+    self._groups, self._to_X, self._from_X = received
 
   def out(self, x_nD):
     """Sends tokens to the devices of their experts."""
@@ -327,9 +303,50 @@ class _Round:
 
   def of_tokens(self, rows):
     """Returns the sum of each token's rows that came back in this round."""
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    wide = wide_dtype(rows.dtype)
     return jnp.sum(taken(rows, self._places_nk).astype(wide), axis=1)
 
   def of_each(self, rows):
     """Returns each assignment's row that came back in this round, else 0."""
     return taken(rows, self._places_nk)
+
+
+def _received(
+  exchange: Exchange, given_PE, size: int, start, how: Way
+) -> tuple[Groups, Places, Places]:
+  """Returns how received rows are put in order of the experts: each device's are already.
+
+  Args:
+    exchange: how.
+    given_PE: of `_Plan`.
+    size: C.
+    start: of the round, among the assignments from each device.
+    how: rows are multiplied.
+
+  Returns:
+    The groups; where each row [X] comes from; where each slot [P C, 1] goes to.
+  """
+  last_PE = jnp.cumsum(given_PE, axis=1, dtype=jnp.int32)
+  ends_PE = jnp.clip(last_PE - start, 0, size)
+  firsts_PE = jnp.clip(last_PE - given_PE - start, 0, size)
+  counts_PE = ends_PE - firsts_PE
+  until_PE = jnp.cumsum(
+    counts_PE, axis=0, dtype=jnp.int32
+  )  # of an expert's rows, with those of earlier devices
+  before_PE = until_PE - counts_PE
+  most = size * exchange.devices
+  groups, within_X, used_X, starts_E1 = rows_in_order(until_PE[-1], most, how)
+  expert_X = jnp.where(used_X, groups.expert_X, 0)
+  device_X = jnp.sum(within_X[:, None] >= until_PE.T[expert_X], axis=1, dtype=jnp.int32)
+  device_X = jnp.where(used_X, device_X, 0)
+  slot_X = firsts_PE[device_X, expert_X] + within_X - before_PE[device_X, expert_X]
+
+  slot_C = jnp.arange(size, dtype=jnp.int32)[None]
+  expert_PC = jnp.sum(slot_C[..., None] >= ends_PE[:, None], axis=-1, dtype=jnp.int32)
+  there_PC = expert_PC < exchange.experts
+  expert_PC = jnp.where(there_PC, expert_PC, 0)
+  device_P1 = jnp.arange(exchange.devices, dtype=jnp.int32)[:, None]
+  earlier_PC = (before_PE - firsts_PE)[device_P1, expert_PC]
+  place_PC = starts_E1[expert_PC] + earlier_PC + slot_C
+  from_X = Places(place_PC.reshape(-1, 1), there_PC.reshape(-1, 1))
+  return groups, Places(device_X * size + slot_X, used_X), from_X

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from partitioning.parallel import grouped_matmul
-from partitioning.parallel.grouped_matmul import Way
+from partitioning.parallel.grouped_matmul import Way, wide_dtype
 
 
 class Places(NamedTuple):
@@ -53,7 +53,7 @@ class Assignments:
   starts_E1: Int[Array, " E+1"]
 
   @property
-  def counts_E(self) -> Int[Array, " E"]:
+  def counts(self) -> Int[Array, " E"]:
     """The assignments of each expert."""
     return jnp.diff(self.starts_E1)
 
@@ -76,7 +76,8 @@ def in_order(experts_A: Int[Array, " A"], experts: int) -> Assignments:
 
 def group_of(ends_E: Int[Array, " E"], places: Int[Array, "*X"]) -> Int[Array, "*X"]:
   """Returns the group of each place, the number of groups for one past the last."""
-  return jnp.sum(places[..., None] >= ends_E, axis=-1, dtype=jnp.int32)
+  ends = ends_E.reshape((1,) * places.ndim + (-1,))
+  return jnp.sum(places[..., None] >= ends, axis=-1, dtype=jnp.int32)
 
 
 def rows_in_order(
@@ -107,7 +108,7 @@ def taken(x: jax.Array, places: Places) -> jax.Array:
 
 
 @jax.custom_vjp
-def spread(x_nD: Float[Array, "n *D"], to_X: Places, back_nk: Places) -> Float[Array, "X *D"]:
+def spread(x_nD: Float[Array, "n ..."], to_X: Places, back_nk: Places) -> Float[Array, "X ..."]:
   """Returns rows of x in another order, each up to k times; its transpose is `summed`.
 
   Args:
@@ -120,10 +121,10 @@ def spread(x_nD: Float[Array, "n *D"], to_X: Places, back_nk: Places) -> Float[A
 
 
 @jax.custom_vjp
-def summed(y_XD: Float[Array, "X *D"], to_X: Places, back_nk: Places) -> Float[Array, "n *D"]:
+def summed(y_XD: Float[Array, "X ..."], to_X: Places, back_nk: Places) -> Float[Array, "n ..."]:
   """Returns for each of n rows the sum of its k rows of y; the transpose of `spread`."""
   del to_X
-  wide = jnp.promote_types(y_XD.dtype, jnp.float32)
+  wide = wide_dtype(y_XD.dtype)
   return jnp.sum(taken(y_XD, back_nk).astype(wide), axis=1).astype(y_XD.dtype)
 
 

@@ -12,6 +12,7 @@ from tests.interop import folders
 OWN = {
   *("name", "vocabulary_multiple", "context_attention", "embedding_standard_deviation"),
   *("dropout_rate", "separate_documents", "base_width", "base_head_size"),
+  *("expert_exchange", "expert_capacity", "expert_feedforward_size"),
 }
 LLAMA = {
   "model_type": "llama",

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from models import MODELS, Extending, Generator, Model, Network, losses
-from models.transformer import Block
 from tests.helpers.jobs import first_state, host_batch, make_job
 
 RECIPES = ("lm", "mlp", "mlp_tutorial")
@@ -139,27 +138,3 @@ def test_loss_sums_are_wide_scalars(recipe):
     found = jax.eval_shape(job.program.sums, job.state.params, job.batch)
   assert {"loss", "weight"} <= {*found}
   assert {(x.shape, x.dtype) for x in found.values()} == {((), jnp.dtype("float32"))}
-
-
-def test_auxiliary_sums_of_the_layers_are_added_up(monkeypatch):
-  original = Block.__call__
-
-  def with_balance(self, *arguments):
-    x_BRD, cache, sums = original(self, *arguments)
-    assert sums == {}
-    return x_BRD, cache, {"balance": jnp.sum(self.mlp.up.kernel[...])}
-
-  job = make_job("single", "lm", **{"model.layers": 3})
-  params, batch = first_state(job).params, host_batch(job)
-
-  def sums():
-    return jax.device_get(job.compile_eval_step().function(params, batch))
-
-  plain = sums()
-  monkeypatch.setattr(Block, "__call__", with_balance)
-  found = sums()
-  assert {*found} == {*plain, "balance"}
-  assert found["loss"] == plain["loss"]
-  kernels_LDF = np.asarray(params["layers"]["mlp"]["up"]["kernel"], np.float64)
-  assert kernels_LDF.shape[0] == 3
-  assert found["balance"] == pytest.approx(kernels_LDF.sum(), rel=1e-4)

@@ -9,7 +9,7 @@ import pytest
 from input_pipeline.batches import TrainingBatches
 from tests.training import runs
 from tests.training.runs import rollbacks, source, train
-from training import bad_steps
+from training import bad_steps, older_configs
 from training.bad_steps import BadSteps
 
 ACCEPT = ["data.global_batch_size"]
@@ -136,13 +136,13 @@ def test_records_that_named_batches_give_the_same_rows():
   # With another batch size it goes on where the old one was: at row 8 * 32, two were skipped.
   bigger = runs.job("single", **{"data.skip_rows": ((168, 176),), "data.global_batch_size": 16})
   assert BadSteps(bigger.config, record, 30).position.rows(30) == ((256, 272),)
-  upgraded = bad_steps.upgraded_config(old)
+  upgraded = older_configs.upgraded(old)
   assert upgraded["data"]["skip_rows"] == [(168, 176)]
   assert upgraded["data"]["skip_batches"] == ()
   assert upgraded["task"] == "classification"
   assert "kind" not in upgraded["data"]
   assert "loss" not in upgraded["training"]
-  assert bad_steps.upgraded_config(upgraded) == upgraded
+  assert older_configs.upgraded(upgraded) == upgraded
 
 
 def test_an_older_decoder_had_as_many_positions_as_tokens_in_a_row():
@@ -150,7 +150,7 @@ def test_an_older_decoder_had_as_many_positions_as_tokens_in_a_row():
   training, optimizer = {"parameter_dtype": "float32"}, {"schedule": "cosine"}
   old = {"model": {"name": "transformer", "head_size": 16}, "data": data, "training": training}
   old = {**old, "optimizer": optimizer}
-  assert bad_steps.upgraded_config(old)["model"]["max_positions"] == 24
+  assert older_configs.upgraded(old)["model"]["max_positions"] == 24
 
 
 def test_records_from_before_there_were_rollbacks_begin_at_the_first_row():

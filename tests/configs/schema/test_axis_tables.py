@@ -9,11 +9,12 @@ from tests.helpers.jobs import make_job
 from tests.parity.latents import LATENTS
 
 EVERY_DIM = {"model.positions": "learned", "lora.rank": 3}
+EXPERTS = {"model.experts": 4, "model.dense_layers": 1, "model.shared_feedforward_size": 8}
 
 
 @pytest.mark.parametrize("recipe", ["lm", "mlp"])
 def test_the_axis_tables_hold_the_dims_that_the_model_has_and_no_other(recipe):
-  keys = [EVERY_DIM, LATENTS] if recipe == "lm" else [{}]
+  keys = [EVERY_DIM, LATENTS, EXPERTS] if recipe == "lm" else [{}]
   jobs = [make_job("single", recipe, **one) for one in keys]
   job, model = jobs[0], MODELS[jobs[0].config.model.name]
   tables = axis_tables.AXIS_TABLES[job.config.model.name]

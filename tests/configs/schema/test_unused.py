@@ -8,7 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base
-from configs.schema import finalize, recipes, unused, validate
+from configs.schema import expert_checks, finalize, recipes, unused, validate
 from configs.schema.axis_tables import AXIS_TABLES
 from models import MODELS
 from partitioning.mesh_sizes import resolve_sizes
@@ -186,6 +186,10 @@ SECTIONS = ("model", "training", "optimizer", "partitioning")
 # Read by the loop, or before a job is prepared.
 ELSEWHERE = {
   "model.global_every",  # where model.window is set; refused where it is not
+  *expert_checks.OFF,  # where model.experts is set; refused where it is not
+  *expert_checks.TRAINING,
+  "model.expert_feedforward_size",
+  "training.grouped_matmul",
   "model.base_head_size",  # where model.base_width is set; refused where it is not
   "model.vocabulary_size",  # by vocabulary_multiple's rounding; the sampler
   "partitioning.sequence_parallel",  # resolved into an axis table

@@ -46,13 +46,13 @@ def refusal(argument, sizes, /, **overrides):
     (
       {"data": 8},
       {"data.global_batch_size": 5},
-      "data.global_batch_size=5 is not divisible by the batch axes data=8 x fsdp=1 = 8; make it 8",
+      "data.global_batch_size=5 is not divisible by the batch axes data=8; make it 8",
     ),
     (
       {"data": 8},
       {"data.global_batch_size": 40, "training.gradient_accumulation_steps": 4},
       "data.global_batch_size=40 / 4 accumulation steps is not divisible by the batch axes "
-      "data=8 x fsdp=1 = 8; make it 32 or 64",
+      "data=8; make it 32 or 64",
     ),
     (
       {"data": 2},

@@ -1,0 +1,267 @@
+"""A mixture of experts in place of a dense MLP: router, experts, shared experts.
+
+Names carry their dims, besides those of the decoder: E experts, e experts of the router (never
+split), k experts of a token, M an expert's hidden dim, X rows in order of their experts.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+from ml_collections import ConfigDict
+
+from models import load_balance
+from models.dtypes import wide_dtype
+from models.layers import MLP, Linear, clamped_gate
+from models.router import Routed, Router, route
+from models.token_positions import Rows
+from models.transformer_dims import LAYERS, RESIDUAL, optional_letters, sizes
+from partitioning.constraints import constrain
+from partitioning.dims import Axes
+from partitioning.parallel import collectives
+from partitioning.parallel.expert_exchange import Exchange, exchanged
+from partitioning.parallel.expert_rows import Groups
+from partitioning.parallel.grouped_matmul import Way, grouped_matmul
+from partitioning.parallel.sharded_function import (
+  SEQUENCE_DIM,
+  reduce_partial,
+  sequence_axes,
+  sharded,
+  split_over,
+  summed_last,
+)
+
+NAME = f"{LAYERS}experts"
+LARGEST_TILE = 128  # rows that a kernel is multiplied with at once
+_TOKENS = RESIDUAL.between[:-1]  # letters of a token, between blocks
+# Numbers of a layer that are summed over the rows of a batch; see `Experts.__call__`.
+BALANCE, Z_LOSS, COUNTS = "balance_loss", "router_z_loss", "expert_counts"
+ENTROPY, ROUNDS, FULLEST = "router_entropy", "exchange_rounds", "fullest_pair"
+
+
+class RouterLinear(Linear):
+  """The router's linear layer, with the bias by which DeepSeek-V3 balances the choice.
+
+  The bias is a parameter that no optimizer updates, see `training.router_bias`.
+  """
+
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+    """Draws the kernel; the bias starts at 0."""
+    super().__init__(f"{NAME}/router", config, rngs=rngs)
+    self.correction_letters = optional_letters(config, f"{NAME}/router/correction")
+    if self.correction_letters:
+      dtype = jnp.dtype(config.training.parameter_dtype)
+      self.correction = nnx.Param(jnp.zeros(sizes(config, self.correction_letters), dtype))
+
+  def __call__(
+    self, x_BRD: Float[Array, "B R D"], choice: Router
+  ) -> tuple[Float[Array, "B R e"], Routed]:
+    """Returns the logits in float32 or wider, and the experts of each token.
+
+    In one region, each token on one of the devices that split the sequence: XLA's partitioner
+    gathers the whole batch for a top_k (as seen on CPUs, jax 0.10.2).
+
+    Args:
+      x_BRD: the normalized residual.
+      choice: how experts are chosen.
+    """
+    wide = wide_dtype(x_BRD.dtype)
+    inside = summed_last(self.letters, RESIDUAL.width)
+    equation = f"{RESIDUAL.between},{inside}->{_TOKENS}e"
+    biases = [self.bias[...]] if self.bias_letters else []
+    if choice.bias_corrects:
+      biases.append(jax.lax.stop_gradient(self.correction[...]))
+
+    def routed(manual: bool, x: jax.Array, kernel: jax.Array, *biases: jax.Array):
+      del manual
+      logits = jnp.einsum(equation, x, kernel, precision=jax.lax.Precision.HIGHEST)
+      if self.bias_letters:
+        logits = logits + biases[0][None, None]
+      return [logits, *route(logits, choice, biases[-1] if choice.bias_corrects else None)]
+
+    logits_BRe, *found = sharded(
+      routed,
+      [RESIDUAL.between, self.letters, *("e" for _ in biases)],
+      [RESIDUAL.between, inside, *("e" for _ in biases)],
+      [f"{_TOKENS}{one}" for one in ("e", "k", "k", "e")],
+      *(x_BRD.astype(wide), self.effective_kernel(), *biases),
+      kernels=range(1, 2 + len(biases)),
+      residual=RESIDUAL,
+      dtype=wide,
+      by_hand=True,
+    )
+    return logits_BRe, Routed(*found)
+
+
+class Kernels(nnx.Module):
+  """One linear layer of all experts."""
+
+  def __init__(self, name: str, config: ConfigDict, *, scale: float = 1.0, rngs: nnx.Rngs):
+    """Draws the kernels of `layers/experts/NAME`; biases start at 0."""
+    linear = Linear(f"{NAME}/{name}", config, scale=scale, rngs=rngs)
+    self.letters, self.bias_letters = linear.letters, linear.bias_letters
+    self.kernel = linear.kernel
+    if self.bias_letters:
+      self.bias = linear.bias
+
+  def operands(self) -> list[tuple[str, jax.Array]]:
+    """Returns letters and arrays of the kernels, and of the biases where there are some."""
+    found = [(self.letters, self.kernel[...])]
+    return [*found, (self.bias_letters, self.bias[...])] if self.bias_letters else found
+
+
+class Experts(nnx.Module):
+  """Each token's sum over its experts of gate times MLP, plus the shared experts' MLP."""
+
+  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+    """Draws the parameters; the experts' last layer is scaled down by the depth, as in GPT-2."""
+    model = config.model
+    self.router = RouterLinear(config, rngs=rngs)
+    kernels = functools.partial(Kernels, config=config, rngs=rngs)
+    self.gate, self.up = kernels("gate"), kernels("up")
+    self.down = kernels("down", scale=(2 * model.layers) ** -0.5)
+    self.has_shared = model.shared_feedforward_size > 0
+    if self.has_shared:
+      self.shared = MLP(config, rngs=rngs, name=f"{NAME}/shared")
+    self.choice = router_of(config)
+    self.hidden = functools.partial(
+      clamped_gate,
+      activation=model.activation,
+      limit=model.gate_limit,
+      offset=model.up_offset,
+    )
+    self.exchange, self.capacity = model.expert_exchange, model.expert_capacity
+    self.way = config.training.grouped_matmul
+
+  def __call__(
+    self, x_BRD: Float[Array, "B R D"], rows: Rows
+  ) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
+    """Returns the residual's update, and numbers of each row.
+
+    Args:
+      x_BRD: the normalized residual.
+      rows: slots and weights of the tokens.
+
+    Returns:
+      The update; numbers [B], each times the row's weight: the balance loss, the z-loss, the
+      entropy of the router, the rounds of the exchange and its fullest pair of devices; and int32
+      [B, e], how many tokens of a row each expert has been given. {} where rows have no weights.
+    """
+    logits_BRe, routed = self.router(x_BRD, self.choice)
+    update_BRD, rounds, fullest = self._exchanged(x_BRD, routed.gates, routed.experts)
+    if self.has_shared:
+      update_BRD = update_BRD + self.shared(x_BRD, None, rows.slots_BT[0])
+    if rows.weights_BT is None:
+      return update_BRD, {}
+    numbers = _numbers(logits_BRe, routed, constrain(rows.weights_BT, _TOKENS), self.choice.top_k)
+    weight_B = numbers.pop("weight")
+    for name, x in ((ROUNDS, rounds), (FULLEST, fullest)):
+      numbers[name] = weight_B * x.astype(weight_B.dtype)
+    return update_BRD, numbers
+
+  def _exchanged(self, x_BRD, gates_BRk, experts_BRk) -> list[jax.Array]:
+    """Returns the experts' update, and rounds and fullest pair of the exchange."""
+    layers = [self.gate, self.up, self.down]
+    operands = [pair for layer in layers for pair in layer.operands()]
+    letters = [one for one, _ in operands]
+    sequence, partial, axes = sequence_axes(RESIDUAL), split_over("M"), split_over("E")
+
+    def region(manual: bool, *arguments: jax.Array) -> list[jax.Array]:
+      tokens, weights = arguments[:3], arguments[3:]
+      if manual and sequence:
+        tokens = [collectives.all_gather(x, sequence, SEQUENCE_DIM) for x in tokens]
+      batch, length, width = tokens[0].shape
+      flat = [x.reshape(batch * length, x.shape[-1]) for x in tokens]
+      compute = functools.partial(self._of_rows, axes=partial if manual else ())
+      found = exchanged(self._way_of_tokens(axes if manual else (), compute), *flat, weights)
+      update = found.tokens_nD.reshape(batch, length, width)
+      update = reduce_partial(update, partial, sequence) if manual else update
+      return [update, found.rounds, found.fullest]
+
+    tokens = [RESIDUAL.between, f"{_TOKENS}k", f"{_TOKENS}k"]
+    return sharded(
+      region,
+      [*tokens, *letters],
+      [*tokens, *letters],
+      [RESIDUAL.between, "", ""],
+      *(x_BRD, gates_BRk, experts_BRk, *(x for _, x in operands)),
+      kernels=range(3, 3 + len(operands)),
+      residual=RESIDUAL,
+      dtype=x_BRD.dtype,
+      by_hand=True,
+    )
+
+  def _way_of_tokens(self, axes: Axes, compute: Callable) -> Exchange:
+    """Returns how tokens reach their experts, which `axes` split."""
+    devices = jax.lax.axis_size(axes) if axes else 1
+    return Exchange(
+      self.exchange,
+      axes[0] if axes else "",
+      devices,
+      self.choice.experts // devices,
+      self.capacity,
+      compute,
+      self.way,
+      LARGEST_TILE,
+    )
+
+  def _of_rows(
+    self, x_XD: jax.Array, weights: tuple[jax.Array, ...], groups: Groups, how: Way, *, axes
+  ) -> Float[Array, "X D"]:
+    """Returns each row through its expert; partial sums where `axes` split the hidden dim."""
+    hot_XE = None
+    if self.gate.bias_letters:
+      # A matmul and not a gather, whose gradient would be a scatter.
+      hot_XE = jax.nn.one_hot(groups.expert_X, groups.sizes_E.shape[0], dtype=x_XD.dtype)
+    weights = list(weights)
+
+    def linear(rows, *, once=()):
+      kernel, bias = weights.pop(0), weights.pop(0) if hot_XE is not None else None
+      y = grouped_matmul(rows, kernel, groups.sizes_E, how)
+      if bias is None:
+        return y
+      if once:  # of partial sums one device's has the bias
+        bias = jnp.where(jax.lax.axis_index(once) == 0, bias, jnp.zeros_like(bias))
+      return y + hot_XE @ bias
+
+    gate_XM, up_XM = linear(x_XD), linear(x_XD)
+    return linear(self.hidden(gate_XM, up_XM), once=axes)
+
+
+def router_of(config: ConfigDict) -> Router:
+  """Returns how a finalized config's routers choose.
+
+  Raises:
+    ValueError: its numbers do not go together.
+  """
+  model = config.model
+  return Router(
+    experts=model.experts,
+    top_k=model.experts_per_token,
+    scores=model.router_scores,
+    normalize=model.router_normalized,
+    scale=model.router_scale,
+    groups=model.router_groups,
+    top_groups=model.router_top_groups,
+    group_score=model.router_group_score,
+    bias_corrects=model.router_correction,
+  )
+
+
+def _numbers(logits_BRe, routed: Routed, weights_BR, top_k: int) -> dict[str, jax.Array]:
+  """Returns what is known of each row's routing, times the row's weight."""
+  wide = logits_BRe.dtype
+  weights_BR = weights_BR.astype(wide)
+  sums = load_balance.row_sums(routed.experts, routed.probabilities, weights_BR)
+  sums = jax.tree.map(lambda x: constrain(x, "Be" if x.ndim == 2 else "B"), sums)
+  weight_B = constrain(jnp.sum(weights_BR, axis=1), "B")
+  found = {
+    Z_LOSS: load_balance.router_z_loss(logits_BRe),
+    ENTROPY: jax.lax.stop_gradient(load_balance.router_entropy(routed.probabilities)),
+  }
+  found = {n: constrain(jnp.sum(x * weights_BR, axis=1), "B") for n, x in found.items()}
+  balance_B = load_balance.sequence_balance(sums, top_k)
+  return {**found, BALANCE: weight_B * balance_B, COUNTS: sums.counts, "weight": weight_B}

@@ -1,0 +1,27 @@
+"""Which layers of a decoder are sparse: have a mixture of experts in place of a dense MLP."""
+
+from typing import Any
+
+
+def is_sparse(model: Any, layer: int) -> bool:
+  """Returns whether a layer, counted from 0, is sparse.
+
+  The first `model.dense_layers` are dense; of the others every `model.sparse_every`-th is sparse,
+  the last of each so many.
+
+  Args:
+    model: the section `model` of a finalized config.
+    layer: its number.
+  """
+  after = layer - model.dense_layers + 1
+  return model.experts > 0 and after > 0 and after % model.sparse_every == 0
+
+
+def sparse_layers(model: Any) -> int:
+  """Returns the number of sparse layers; 0 without experts."""
+  return sum(is_sparse(model, layer) for layer in range(model.layers))
+
+
+def beside_sparse(model: Any) -> int:
+  """Returns the number of dense layers of a model with experts, which are a stack of their own."""
+  return model.layers - sparse_layers(model) if model.experts else 0

@@ -1,0 +1,46 @@
+"""The biases by which routers balance their experts: moved by the step, not by the optimizer.
+
+Source: arXiv:2408.15664 (auxiliary-loss-free load balancing). They are parameters, so that they are
+placed, saved, imported and exported as these are; but they have no gradient, no optimizer state
+and no weight decay, and are not in the gradient norm.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from models import expert_sums, load_balance
+from models.experts import COUNTS, NAME
+from training.state import merged, split
+
+PARAMETER = f"{NAME}/router/correction"
+
+
+def without(names: Iterable[str]) -> frozenset[str]:
+  """Returns the names of parameters that an optimizer may update."""
+  return frozenset(names) - {PARAMETER}
+
+
+def moved(params: Any, means: Mapping[str, jax.Array], config: ConfigDict) -> Any:
+  """Returns the parameters with the biases of the next step.
+
+  Args:
+    params: nested dict.
+    means: of a step, with the experts' counts over the global batch.
+    config: finalized.
+  """
+  if COUNTS not in means or not config.training.router_bias_rate:
+    return params
+  bias, others = split(params, PARAMETER.__eq__)
+  rate = config.training.router_bias_rate
+  bias = jax.tree.map(lambda x: load_balance.updated_bias(x, means[COUNTS], rate), bias)
+  return merged(bias, others)
+
+
+def as_metrics(means: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns the means of a step, with the experts' shares in place of their counts."""
+  found = dict(means)
+  counts = found.pop(COUNTS, None)
+  return found if counts is None else {**found, **expert_sums.shares(counts)}
