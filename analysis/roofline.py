@@ -175,14 +175,19 @@ def _kernel(computation: hlo.Computation, instruction: hlo.Instruction) -> float
   """Returns the FLOPs of splash attention; 0 for other kernels.
 
   Only blocks on and below the diagonal are computed; in a sliding window, at most as many for each
-  block of queries (in the gradients of keys: of keys) as the kernel's table of blocks is wide.
+  block of queries (in the gradients of keys: of keys) as the kernel's table of blocks is wide. All
+  are where it has no table, because nothing is masked, and where the table is computed (s32): of
+  rows that devices split, the last part sees nearly all.
   """
   products = [n for name, n in _PRODUCTS.items() if instruction.name.startswith(name)]
   if not products:
     return 0.0
-  blocks, _, queries, keys = map(sizes, computation.operand_shapes(instruction)[:4])
-  most, count = sorted(blocks[-2:])
-  share = (count + 1) / (2 * count) if most == count else most / count
+  blocks, *others = computation.operand_shapes(instruction)
+  queries, keys = map(sizes, others[1:3] if blocks.startswith("s") else (blocks, others[0]))
+  share = 1.0
+  if blocks.startswith("s") and not blocks.startswith("s32"):
+    most, count = sorted(sizes(blocks)[-2:])
+    share = (count + 1) / (2 * count) if most == count else most / count
   *rows, length, head = queries
   return products[0] * 2.0 * math.prod(rows) * length * keys[-2] * head * share
 

@@ -20,6 +20,7 @@ from partitioning.constraints import constrain, tie_to
 from partitioning.parallel.block_pairs import Blocks, Scores
 from partitioning.parallel.ring_attention import ring_attention, sequence_axes
 from partitioning.parallel.sharded_function import splits
+from partitioning.parallel.splash_blocks import SplashBlocks
 from runtime.rematerialization import ATTENTION_OUTPUT
 
 
@@ -216,13 +217,19 @@ class Attend:
   ) -> Float[Array, "B T N U"]:
     values = KEYS[:-1] + self.value_head
     k_BTKH, v_BTKU = constrain(k_BTKH, KEYS), constrain(v_BTKU, values)
-    scores = Scores(self.scale, wide_dtype(q_BTNH.dtype), self.cap)
-    # With all scores, each ring step's are one block.
-    every = (q_BTNH.shape[1],) * 2
-    sizes = every if self.kernel == "xla" else attention_tiles.of_devices().blockwise
+    if self.kernel == "splash":
+      q_BTNH = q_BTNH * jnp.asarray(self.scale, q_BTNH.dtype)
+      blocks = SplashBlocks(self.cap, self.windows, attention_tiles.of_devices().splash)
+    else:
+      scores = Scores(self.scale, wide_dtype(q_BTNH.dtype), self.cap)
+      # With all scores, each ring step's are one block.
+      every = (q_BTNH.shape[1],) * 2
+      sizes = every if self.kernel == "xla" else attention_tiles.of_devices().blockwise
+      blocks = Blocks(scores, *sizes)
     return ring_attention(
-      *(q_BTNH, k_BTKH, v_BTKU, rows.segments_BT, layer.window),
-      blocks=Blocks(scores, *sizes),
+      *(q_BTNH, k_BTKH, v_BTKU, rows.segments_BT),
+      layer.kind if self.kernel == "splash" else layer.window,
+      blocks=blocks,
       letters=(QUERIES, KEYS, values),
       sinks_N=sinks_N,
       name=ATTENTION_OUTPUT,
@@ -253,6 +260,10 @@ class Attend:
       block = attention_tiles.of_devices().splash
       return splash_attention.attention(q_BTNH, k_BSKH, v_BSKU, segments, block=block, **given)
     q_BTNH, (slots_BT, segments) = tie_to(q_BTNH, (rows.slots_BT, segments))
+    if self.kernel == "splash" and not cached:  # a device's queries of rows that axes split
+      block = attention_tiles.of_devices().splash
+      given |= {"slots_T": slots_BT[0], "block": block}
+      return splash_attention.attention(q_BTNH, k_BSKH, v_BSKU, segments, **given)
     if self.kernel == "cudnn" and complete:
       its = {name: given[name] for name in ("scale", "windows", "kind")}
       return cudnn_attention.attention(q_BTNH, k_BSKH, v_BSKU, slots_BT, **its)

@@ -221,7 +221,10 @@ def _splash(equation: Any) -> float:
   if not products or len(arrays) < 2:
     return 0.0
   queries, keys = arrays[:2]
-  grid = equation.params["grid_mapping"].grid  # ends in heads and blocks: of queries, of keys
-  count, most = grid[-3 if "dkv" in called else -2], grid[-1]
-  share = (1 + 1 / count) / 2 if most == count else most / count  # with a window, fewer
+  tables = [x.aval for x in equation.invars if x.aval.ndim > 2 and x.aval.dtype.kind == "i"]
+  share = 1.0  # where nothing is masked, or blocks are chosen at run time, by int32
+  if tables and tables[0].dtype.itemsize < 4:
+    grid = equation.params["grid_mapping"].grid  # ends in heads and blocks: of queries, of keys
+    count, most = grid[-3 if "dkv" in called else -2], grid[-1]
+    share = (1 + 1 / count) / 2 if most == count else most / count  # with a window, fewer
   return products * 2.0 * math.prod(queries) * keys[-2] * share

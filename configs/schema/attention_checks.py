@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 KERNELS = ("xla", "blockwise", "splash", "cudnn")
+LANES = 128  # of a TPU
 LEAST_CAPABILITY = 9.0  # of a GPU for cuDNN's kernel: Hopper
 _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # of cuDNN's kernel on Hopper
 
@@ -23,10 +24,16 @@ def wrong(config: ConfigDict) -> Iterator[str]:
 
 def no_splash(config: ConfigDict) -> str:
   """Returns why the kernel of models/splash_attention.py cannot run a config; "" where it can."""
-  if config.mesh.context != 1:
-    return f"mesh.context={config.mesh.context} splits the rows"
   if config.training.compute_dtype == "float64":
     return "it computes in float32"
+  context, length = config.mesh.context, config.data.sequence_length
+  # Gathered rows are padded. A ring, which may be the cost formula's choice, passes two pieces.
+  pieces = 2 * context * LANES
+  if context > 1 and config.model.context_attention != "gather" and length % pieces:
+    return (
+      f"data.sequence_length={length} is not a multiple of {pieces}, two pieces of whole blocks of "
+      f"{LANES} tokens for each of mesh.context={context}"
+    )
   return ""
 
 

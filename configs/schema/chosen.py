@@ -88,17 +88,20 @@ def _kernel(config: ConfigDict, target: Target) -> tuple[str, str]:
   length = config.data.sequence_length
   if length < (least := LONG_ROWS.get(platform, LONG_ROW)):
     return "xla", f"rows of {length} tokens are shorter than {least}"
-  if platform == "tpu" and sizes.get("context", 1) > 1:
-    size = _scores_at_once(config, sizes)
-    if size <= SCORES_BYTES:
-      limit = f"{SCORES_BYTES / 2**30:g} GiB"
-      return "xla", f"{size / 2**30:.2f} GiB of scores at once, at most {limit}: it is faster"
   never = "never has all scores in memory"
   if platform == "gpu":
     why = attention_checks.no_cudnn(config) or attention_checks.too_old(target.capability)
     return ("blockwise", f"{never}; of cudnn: {why}") if why else ("cudnn", never)
   why = attention_checks.no_splash(config) if platform == "tpu" else "it is a kernel for TPUs"
-  return ("blockwise", f"{never}; of splash: {why}") if why else ("splash", never)
+  if not why:
+    return "splash", never
+  if platform == "tpu" and sizes.get("context", 1) > 1:
+    size = _scores_at_once(config, sizes)
+    if size <= SCORES_BYTES:
+      limit = f"{SCORES_BYTES / 2**30:g} GiB"
+      size = f"{size / 2**30:.2f} GiB of scores at once, at most {limit}: it is faster than blocks"
+      return "xla", f"{size}; of splash: {why}"
+  return "blockwise", f"{never}; of splash: {why}"
 
 
 def _scores_at_once(config: ConfigDict, sizes: Mapping[str, int]) -> int:
@@ -185,8 +188,8 @@ RULES = (
     "training.attention_kernel",
     "for rows of 256 tokens and more (on GPUs 1024) splash on TPUs, cudnn on GPUs of compute "
     "capability 9.0 (Hopper) or more where it can do what the model asks for, and blockwise "
-    "elsewhere; else xla. On TPUs where mesh.context splits the rows: blockwise, but xla where "
-    "scores take at most 1 GiB",
+    "elsewhere; else xla. On TPUs where mesh.context splits rows that splash cannot take: "
+    "blockwise, but xla where scores take at most 1 GiB",
     "all scores of a row of 8192 tokens would be the largest arrays of a step",
     _kernel,
   ),

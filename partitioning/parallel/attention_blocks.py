@@ -107,11 +107,13 @@ class Saved(NamedTuple):
     d_out_BKGTU: the gradient of the averaged values.
     normalizer_BKGT: the logarithm of the softmax's normalizer over all keys.
     products_BKGT: the averaged values times their gradient, summed over U.
+    out_BKGTU: the averaged values, for `splash_blocks`.
   """
 
   d_out_BKGTU: jax.Array
   normalizer_BKGT: jax.Array
   products_BKGT: jax.Array
+  out_BKGTU: jax.Array | None = None
 
 
 def saved(out_BKGTU: jax.Array, d_out_BKGTU: jax.Array, normalizer_BKGT: jax.Array) -> Saved:
@@ -165,7 +167,7 @@ def add_gradients(
 
   def step(totals: tuple, pair: jax.Array) -> tuple[tuple, None]:
     def more(parts: tuple) -> tuple:
-      rows = Saved(*(cut.rows(x, pair[0]) for x in padded))
+      rows = jax.tree.map(lambda x: cut.rows(x, pair[0]), padded)
       found = _block_gradients(blocks.scores, rows, *cut.pair(pair))
       return tuple(x + new for x, new in zip(parts, found, strict=True))
 

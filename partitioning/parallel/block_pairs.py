@@ -58,6 +58,11 @@ class Blocks:
   keys: int
   complete: bool = False
 
+  @property
+  def dtype(self) -> jnp.dtype:
+    """Returns that of the softmax."""
+    return self.scores.dtype
+
 
 class Queries(NamedTuple):
   """Queries, and what decides which keys they attend to.

@@ -23,9 +23,10 @@ from jax.sharding import PartitionSpec
 
 from partitioning.constraints import automatic_layout, current_layout, manual_axes, tie_to
 from partitioning.dims import Axes, partition_spec, resolve, spec_entries
-from partitioning.parallel import attention_blocks
+from partitioning.parallel import attention_blocks, splash_blocks
 from partitioning.parallel.block_pairs import Blocks, Keys, Queries
 from partitioning.parallel.manual_region import manual_region
+from partitioning.parallel.splash_blocks import SplashBlocks
 
 # FLOPs that an accelerator computes in the time that it sends a byte: 2,190 (TPU v5e,
 # 197e12 / 90e9) to 5,100 (v6e), in bfloat16, over both links of a torus axis or NVLink.
@@ -96,7 +97,7 @@ def ring_attention(
   segments_BT: jax.Array | None,
   window: jax.Array | int | None,
   *,
-  blocks: Blocks,
+  blocks: Blocks | SplashBlocks,
   letters: tuple[str, str, str],
   sinks_N: jax.Array | None = None,
   name: str = "",
@@ -110,7 +111,9 @@ def ring_attention(
     segments_BT: document of each token, in the same order; a query attends only to its own. None:
       one document.
     window: number of slots that a query attends to, its own being the last; None: its full past.
-    blocks: how scores are computed, in blocks of how many tokens.
+      With `SplashBlocks` the kind of the layer; None: the first.
+    blocks: how scores are computed, in blocks of how many tokens. With `SplashBlocks` queries are
+      scaled, and a piece of the order is a multiple of 128 tokens.
     letters: the legend's letters of the queries, the keys and the values.
     sinks_N: a learned score per head that has no value (arXiv:2309.17453); None: none.
     name: of the output and the softmax's normalizer, for the policy of a surrounding
@@ -198,8 +201,20 @@ class _Ring:
   """The static description of a ring: its mesh axes, the blocks, the name of its output."""
 
   axes: Axes
-  blocks: Blocks
+  blocks: Blocks | SplashBlocks
   name: str = ""
+
+  def add_keys(self, *given: Any, every: bool) -> attention_blocks.Softmax:
+    """Returns the softmax with more keys, `every`: each query is after all of them."""
+    if isinstance(self.blocks, SplashBlocks):
+      return splash_blocks.add_keys(self.blocks, *given, every=every)
+    return attention_blocks.add_keys(self.blocks, *given)
+
+  def add_gradients(self, *given: Any, every: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the sums of gradients with those of more keys, `every` as in `add_keys`."""
+    if isinstance(self.blocks, SplashBlocks):
+      return splash_blocks.add_gradients(self.blocks, *given, every=every)
+    return attention_blocks.add_gradients(self.blocks, *given)
 
   def named(self, x: jax.Array) -> jax.Array:
     """Returns x under the ring's name, if it has one."""
@@ -229,6 +244,7 @@ class _Ring:
       facts: of this device's queries.
       number: of the step, which is how many places before this device the block's owner is.
       add: returns the new total, given (total, query slice, key slice, int32 slots of the keys).
+        Each query is after all of these keys.
       total: the sums so far.
     """
     length, half = facts.slots_T.shape[0], facts.slots_T.shape[0] // 2
@@ -243,8 +259,11 @@ class _Ring:
     )
 
 
-def _local_pairs(length: int) -> Iterator[tuple[slice, slice]]:
+def _local_pairs(ring: _Ring, length: int) -> Iterator[tuple[slice, slice]]:
   """Yields the query and key slices of step 0: early queries do not attend to late keys."""
+  if isinstance(ring.blocks, SplashBlocks):  # its kernel skips them
+    yield _WHOLE, _WHOLE
+    return
   half = length // 2
   yield slice(0, half), slice(0, half)
   yield slice(half, None), _WHOLE
@@ -260,10 +279,10 @@ def _forward(ring: _Ring, q, k, v, sinks, facts: _QueryFacts):
   heads = q.shape[2] if facts.serving_N is not None else k.shape[2]
   q_BKGTH = attention_blocks.by_heads(q, heads)
 
-  def add(block: _KVBlock, total, rows, columns, slots_S):
+  def add(block: _KVBlock, total, rows, columns, slots_S, *, every=True):
     pairs = _pairs(q_BKGTH, facts, block, rows, columns, slots_S)
     part = jax.tree.map(lambda x: x[:, :, :, rows], total)
-    part = attention_blocks.add_keys(ring.blocks, part, *pairs, facts.window)
+    part = ring.add_keys(part, *pairs, facts.window, every=every)
     return jax.tree.map(lambda x, new: x.at[:, :, :, rows].set(new), total, part)
 
   def step(carry, number):
@@ -273,10 +292,10 @@ def _forward(ring: _Ring, q, k, v, sinks, facts: _QueryFacts):
 
   block = _KVBlock(k, v, facts.segments_BT)
   shape = (*q_BKGTH.shape[:-1], v.shape[-1])
-  wide, grouped = ring.blocks.scores.dtype, attention_blocks.grouped(sinks, heads)
+  wide, grouped = ring.blocks.dtype, attention_blocks.grouped(sinks, heads)
   total = attention_blocks.empty_softmax(shape, wide, grouped)
-  for rows, columns in _local_pairs(q.shape[1]):
-    total = add(block, total, rows, columns, facts.slots_T)
+  for rows, columns in _local_pairs(ring, q.shape[1]):
+    total = add(block, total, rows, columns, facts.slots_T, every=False)
   (total, _), _ = jax.lax.scan(step, (total, block), ring.steps())
   out_BKGTU, normalizer_BKGT = total.finished()
   out = ring.named(attention_blocks.by_tokens(out_BKGTU).astype(v.dtype))
@@ -303,13 +322,15 @@ def _backward(ring: _Ring, saved, d_out):
   heads = normalizer_BKGT.shape[1]
   q_BKGTH, *of_out = (attention_blocks.by_heads(x, heads) for x in (q, out, d_out))
   given = attention_blocks.saved(*of_out, normalizer_BKGT)
+  if isinstance(ring.blocks, SplashBlocks):
+    given = given._replace(out_BKGTU=of_out[0])
 
-  def add(block: _KVBlock, sums, rows, columns, slots_S):
+  def add(block: _KVBlock, sums, rows, columns, slots_S, *, every=True):
     pairs = _pairs(q_BKGTH, facts, block, rows, columns, slots_S)
     part = jax.tree.map(lambda x: x[:, :, :, rows], given)
     zeros = (jnp.zeros(x.shape, normalizer_BKGT.dtype) for x in pairs[1][:2])
     totals = sums[0][:, :, :, rows], *zeros
-    d_q, *d_kv = attention_blocks.add_gradients(ring.blocks, totals, part, *pairs, facts.window)
+    d_q, *d_kv = ring.add_gradients(totals, part, *pairs, facts.window, every=every)
     d_kv = (sum_kv_grads(jnp.swapaxes(d, 1, 2), facts.serving_N, k.shape[2]) for d in d_kv)
     more = (x.at[:, columns].add(d) for x, d in zip(sums[1:], d_kv, strict=True))
     return sums[0].at[:, :, :, rows].set(d_q), *more
@@ -322,8 +343,8 @@ def _backward(ring: _Ring, saved, d_out):
 
   block = _KVBlock(k, v, facts.segments_BT)
   sums = tuple(jnp.zeros(x.shape, normalizer_BKGT.dtype) for x in (q_BKGTH, k, v))
-  for rows, columns in _local_pairs(q.shape[1]):
-    sums = add(block, sums, rows, columns, facts.slots_T)
+  for rows, columns in _local_pairs(ring, q.shape[1]):
+    sums = add(block, sums, rows, columns, facts.slots_T, every=False)
   d_q, *d_block = sums
   (d_q, (_, d_block)), _ = jax.lax.scan(step, (d_q, (block, d_block)), ring.steps())
   d_k, d_v = ring.next(d_block)  # back to their owner

@@ -160,3 +160,17 @@ def test_the_attention_kernel_computes_the_blocks_that_the_mask_leaves(
   assert work_of(text, f"{name}.4").flops == products * 2 * 4 * 1024 * 1024 * 128 * share
   program = hlo.parse(text)
   assert program.computations[program.entry].root == "last"
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_the_attention_kernel_computes_all_blocks_of_a_ring_step_and_at_most_all_of_gathered_keys(
+  table,
+):
+  tables = [f"%{x} = s32[1,2,8] parameter({i})" for i, x in enumerate("mn", start=3)]
+  text = entry(
+    "%q = bf16[4,512,128] parameter(0)",
+    *(f"%{x} = bf16[4,2048,128] parameter({i})" for i, x in enumerate("kv", start=1)),
+    *(tables if table else ()),
+    SPLASH.format(name="splash_mha_dq").replace("%m, %n, ", "%m, %n, " if table else ""),
+  )
+  assert work_of(text, "splash_mha_dq.4").flops == 3 * 2 * 4 * 512 * 2048 * 128

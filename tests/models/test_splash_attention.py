@@ -95,7 +95,9 @@ def test_results_and_gradients_are_those_of_all_scores(mesh, given, segments, si
     ("tpu", {"model.window": 64, "model.global_every": 2}, "splash"),
     ("tpu", {"data.sequence_length": 255}, "xla"),
     ("tpu", {"mesh.context": 2}, "xla"),  # with so few scores it is faster
-    ("tpu", {"mesh.context": 2, "data.sequence_length": 2**16}, "blockwise"),
+    ("tpu", {"mesh.context": 2, "data.sequence_length": 2**16 + 4}, "blockwise"),
+    ("tpu", {"mesh.context": 2, "data.sequence_length": 512}, "splash"),
+    ("tpu", {"mesh.context": 2, "model.context_attention": "gather"}, "splash"),
   ],
 )
 def test_long_rows_take_a_kernel_without_all_scores(platform, changes, kernel):
@@ -107,7 +109,8 @@ def test_long_rows_take_a_kernel_without_all_scores(platform, changes, kernel):
 def test_it_is_refused_where_it_cannot_be():
   config = dp8.get_config("lm")
   config.training.attention_kernel = "splash"
-  config.mesh.context = 2
+  config.mesh.context, config.data.sequence_length = 2, 300
   config = finalize.finalize(config, "cpu")
-  with pytest.raises(ValueError, match=r"attention_kernel=splash: mesh.context=2 splits the rows"):
+  said = "attention_kernel=splash: data.sequence_length=300 is not a multiple of 512, two pieces"
+  with pytest.raises(ValueError, match=said):
     validate.check(config, {**base.MESH, "data": 8})

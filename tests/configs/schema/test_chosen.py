@@ -54,13 +54,18 @@ def test_the_small_decoder_has_one_chunk(platform, sizes):
   ("length", "attention", "kernel"),
   [
     # A row of 8192: 2048 tokens of a device, 32 heads, half of 2048 keys, 4 bytes: 0.25 GiB.
-    (8192, "auto", "xla"),
-    (16_384, "ring", "xla"),
-    (32_768, "auto", "blockwise"),  # 4 GiB
-    (16_384, "gather", "blockwise"),  # 16,384 keys: 8 GiB
+    (8200, "auto", "xla"),
+    (16_376, "ring", "xla"),
+    (32_776, "auto", "blockwise"),  # 4 GiB
+    # In pieces of whole blocks of 128.
+    (8192, "auto", "splash"),
+    (32_768, "ring", "splash"),
+    (16_392, "gather", "splash"),
   ],
 )
-def test_split_rows_are_computed_in_blocks_where_their_scores_are_large(length, attention, kernel):
+def test_split_rows_that_splash_cannot_take_are_in_blocks_where_their_scores_are_large(
+  length, attention, kernel
+):
   given = {"data.global_batch_size": 16, "data.sequence_length": length}
   given |= {"mesh.context": 4, "model.context_attention": attention}
   config, found = choices("model=qwen3_8b", "tpu", {"fsdp": 16, "context": 4}, **given)

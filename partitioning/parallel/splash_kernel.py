@@ -1,0 +1,193 @@
+"""JAX's splash attention on one device, a flash-attention kernel in Pallas for TPUs.
+
+It never materializes all scores: blocks of queries iterate over blocks of keys with an online
+softmax (arXiv:2205.14135), and fully masked blocks are skipped. On other platforms the kernel is
+interpreted, which is slow and serves for tests.
+
+Names carry their dims: N query heads share K key/value heads, N/K consecutive ones each. Heads of
+values have the size U, those of queries and keys H.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+LANES = 128  # lengths are multiples
+
+CAUSAL, EVERY, SLOTS = "causal", "every", "slots"
+Segments = tuple[jax.Array, jax.Array]  # documents of queries, B T, and of keys, B S
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """The static part of a call.
+
+  Attributes:
+    cap: soft cap of the scores; 0 is off.
+    window: slots that a query attends to, its own the last; None: its full past.
+    mask: `causal`: query t is in slot t, and so is key t. `every`: each query sees all keys.
+      `slots`: key s is in slot s, and the slots of the queries are an argument.
+    block: most tokens of a block of queries, and of keys.
+  """
+
+  cap: float
+  window: int | None
+  mask: str
+  block: int
+
+  def forward(
+    self,
+    q_BNTH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSU: jax.Array,
+    segments: Segments | None = None,
+    sinks_BN: jax.Array | None = None,
+    slots_T: jax.Array | None = None,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the averaged values B N T U, and the logarithm of the normalizer, B N T in float32.
+
+    Args:
+      q_BNTH: queries, scaled.
+      k_BKSH: keys.
+      v_BKSU: values.
+      segments: a query attends only to its own document; None: one document.
+      sinks_BN: a score per head that has no value, float32; None: none.
+      slots_T: int32, of the queries, for the mask `slots`. What a query without any key gets is no
+        number, with a normalizer whose logarithm is below -1e30.
+    """
+
+    def row(kernel, q, k, v, segments, sinks):
+      out, (normalizer,) = kernel(q, k, v, _documents(segments), sinks)
+      return out, normalizer
+
+    return self._run(row, slots_T, q_BNTH, k_BKSH, v_BKSU, segments, sinks_BN)
+
+  def backward(
+    self,
+    q_BNTH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSU: jax.Array,
+    segments: Segments | None,
+    out_BNTU: jax.Array,
+    normalizer_BNT: jax.Array,
+    d_out_BNTU: jax.Array,
+    slots_T: jax.Array | None = None,
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients of the queries, keys and values.
+
+    Args:
+      q_BNTH: as in `forward`.
+      k_BKSH: likewise.
+      v_BKSU: likewise.
+      segments: likewise.
+      out_BNTU: the averaged values over all keys, these and others.
+      normalizer_BNT: the logarithm of its normalizer.
+      d_out_BNTU: its gradient.
+      slots_T: as in `forward`.
+    """
+    # Private: differentiating the kernel would save its arguments and results once for each kind of
+    # layers, since each has a kernel of its own. The same function in jax 0.10 and 0.12.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    def row(kernel, q, k, v, segments, out, normalizer, d_out):
+      infos = kernel.dq_mask_info, kernel.dkv_mask_info
+      kept = (q, k, v, _documents(segments), None, out, normalizer, *infos)
+      static = {"save_residuals": False, "residual_checkpoint_name": None}
+      names = ("mask_value", "is_mqa", "block_sizes", "mask_function", "attn_logits_soft_cap")
+      static |= {name: kernel.kwargs[name] for name in (*names, "interpret")}
+      found = splash_attention_kernel._splash_attention_bwd(**static, res=kept, do=d_out)
+      return found[3:6]
+
+    given = (q_BNTH, k_BKSH, v_BKSU, segments, out_BNTU, normalizer_BNT, d_out_BNTU)
+    return self._run(row, slots_T, *given)
+
+  def _run(self, function: Callable, slots_T: jax.Array | None, *given: Any) -> Any:
+    """Returns function(kernel, *given) for each row."""
+    (_, heads, length, _), slots = given[0].shape, given[1].shape[2]
+
+    def on_platform(slots_T: jax.Array | None, *given: Any, interpret: bool) -> Any:
+      kernel = self._made(heads, length, slots, interpret)
+      if self.mask == SLOTS:
+        kernel = self._of_slots(kernel, slots_T, slots)
+      return jax.vmap(functools.partial(function, kernel))(*given)
+
+    tpu, default = (functools.partial(on_platform, interpret=one) for one in (False, True))
+    return jax.lax.platform_dependent(slots_T, *given, tpu=tpu, default=default)
+
+  def _made(self, heads: int, length: int, slots: int, interpret: bool) -> Any:
+    pallas, shape = _pallas(), (length, slots)
+    if self.mask != CAUSAL:
+      mask = pallas.FullMask(shape)
+    elif self.window is not None and self.window < slots:
+      mask = pallas.LocalMask(shape, (self.window - 1, 0), 0)
+    else:
+      mask = pallas.CausalMask(shape)
+    rows, columns = (_block(size, self.block) for size in shape)
+    of_keys = ["block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute"]
+    return pallas.make_splash_mha(
+      pallas.MultiHeadMask([mask] * heads),
+      block_sizes=pallas.BlockSizes(
+        **dict.fromkeys(["block_q", "block_q_dkv", "block_q_dq"], rows),
+        **dict.fromkeys([*of_keys, "block_kv_dq"], columns),
+      ),
+      head_shards=1,
+      q_seq_shards=1,
+      save_residuals=True,
+      attn_logits_soft_cap=self.cap or None,
+      interpret=interpret,
+    )
+
+  def _of_slots(self, kernel: Any, slots_T: jax.Array, slots: int) -> Any:
+    """Returns a kernel that masks by the slots of the queries, and skips what they do not see."""
+    rows, columns = (_block(size, self.block) for size in (slots_T.size, slots))
+    blocks_RQ = slots_T.reshape(-1, rows)
+    first_R1, last_R1 = blocks_RQ.min(axis=1)[:, None], blocks_RQ.max(axis=1)[:, None]
+    start_1C = jnp.arange(slots // columns, dtype=jnp.int32)[None] * columns
+    seen_RC = start_1C <= last_R1
+    if self.window is not None:
+      seen_RC &= start_1C + columns - 1 > first_R1 - self.window
+    block_mask = seen_RC.astype(jnp.int32)[None]
+
+    def info(axis: int) -> Any:
+      # A block that is not seen is not fetched: its place has the number of the one before it.
+      numbers = jax.lax.broadcasted_iota(jnp.int32, block_mask.shape, axis)
+      following = jax.lax.cummax(jnp.where(block_mask > 0, numbers, 0), axis)
+      tables = {"data_next": following, "block_mask": block_mask, "q_sequence": slots_T}
+      return kernel.fwd_mask_info._replace(**tables)
+
+    infos = info(2), info(2), info(1)  # the last is of the gradients of keys: queries in turn
+    return type(kernel)(*infos, **{**kernel.kwargs, "mask_function": _Seen(self.window)})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+  """The mask, computed from slots."""
+
+  window: int | None
+
+  def __call__(self, of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
+    seen = of_keys <= of_queries
+    return seen if self.window is None else seen & (of_keys > of_queries - self.window)
+
+
+def _block(length: int, most: int) -> int:
+  """Returns the tokens of a block: the largest multiple of the lanes that divides the length."""
+  return max(x for x in range(LANES, max(most, LANES) + 1, LANES) if length % x == 0)
+
+
+def _pallas() -> ModuleType:
+  # Experimental: JAX has no public attention kernel for TPUs (jax.nn.dot_product_attention is XLA's
+  # there). Imported here: it takes a third of a second.
+  from jax.experimental.pallas.ops.tpu import splash_attention as pallas
+
+  return pallas
+
+
+def _documents(segments: Segments | None) -> Any:
+  """Returns a row's documents as the kernel takes them."""
+  return None if segments is None else _pallas().SegmentIds(*segments)
