@@ -47,6 +47,11 @@ class Chip:
     float8_flops: likewise of 8-bit floating point.
     matmul: share of `flops` that large bfloat16 matmuls reach.
     matmul_source: of `matmul`.
+    attention: share of `flops` that a fused attention kernel reaches, forward and backward, each
+      matmul counted once and only what the mask leaves; 0: as `matmul`.
+    attention_source: of `attention`.
+    memory: share of `hbm_bandwidth` that elementwise passes reach.
+    memory_source: of `memory`.
   """
 
   name: str
@@ -69,6 +74,10 @@ class Chip:
   float8_flops: float = 0.0
   matmul: float = 0.8
   matmul_source: str = "none published; as of H100"
+  attention: float = 0.0
+  attention_source: str = "none published; as other matmuls"
+  memory: float = 0.8
+  memory_source: str = "none published"
 
   @property
   def eight_bit_flops(self) -> float:
@@ -86,7 +95,10 @@ SOURCES = (
   "[6] github.com/AI-Hypercomputer/accelerator-microbenchmarks, commit 0ddd4b8, Ironwood's readme "
   "and its guide to all-gathers; "
   "[7] github.com/stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS; "
-  "[8] github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/trillium/collectives"
+  "[8] github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/trillium/collectives; "
+  "[9] github.com/pytorch/ao, torchao/float8/roofline_utils.py, of H100s with HBM2e; "
+  "[10] FlashAttention-3, arXiv:2407.08608, figures 5 and 6; "
+  "[11] Ragged Paged Attention, arXiv:2604.15464"
 )
 # Sheets say GB; what a TPU's compiler and a GPU's driver find is as many GiB, or nearly.
 GIB = 2.0**30
@@ -130,6 +142,20 @@ _MATMUL = {
   "gh200": (0.84, "[7]: 828.6 of 989 TFLOP/s"),
   "b200": (0.78, "[7]: 1745 of 2250 TFLOP/s"),
   "cpu": (0.8, "a guess at two cores, which the devices share"),
+}
+# Chip -> share of its peak that fused attention reaches, as cuDNN's kernels do; likewise.
+_CUDNN = "[10]: cuDNN, rows of 8192, heads of 128: 529 (forward), 518 (backward) of 989 TFLOP/s"
+_ATTENTION = {"h100": (0.53, _CUDNN), "h200": (0.53, _CUDNN), "gh200": (0.53, _CUDNN)}
+# Chip -> share of its memory's bandwidth that elementwise passes reach; likewise.
+_HBM = (
+  "[9]: about 2.2 of 2.4 TB/s in elementwise kernels; [2], on GPUs, quiz 1: 94 % in an addition"
+)
+_DECODING = (
+  "none published of training; in decoding, an attention kernel on tpu7x reaches 86 % [11]"
+)
+_MEMORY = {
+  **dict.fromkeys(("h100", "h200", "gh200"), (0.92, _HBM)),
+  **dict.fromkeys(("v4", "v5e", "v5p", "v6e", "tpu7x"), (0.8, _DECODING)),
 }
 _CHIPS = (
   _tpu("v4", ("tpu v4",), 3, 32 * GIB, 1.2e12, 90e9, 6.25e9, 275e12, int8=275e12),
@@ -255,8 +281,10 @@ def _completed(chip: Chip) -> Chip:
   more: dict[str, Any] = {}
   if _WITH_FLOAT8.match(chip.name):
     more["float8_flops"] = 2 * chip.flops
-  if chip.name in _MATMUL:
-    more["matmul"], more["matmul_source"] = _MATMUL[chip.name]
+  tables = {"matmul": _MATMUL, "attention": _ATTENTION, "memory": _MEMORY}
+  for share, table in tables.items():
+    if chip.name in table:
+      more[share], more[f"{share}_source"] = table[chip.name]
   return dataclasses.replace(chip, **more)
 
 
@@ -281,7 +309,7 @@ class Rates:
 
   Attributes:
     matmul: of the operations per second, in matmuls as large as a model's; 0: `Chip.matmul`.
-    memory: of the memory's bandwidth, in elementwise passes.
+    memory: of the memory's bandwidth, in elementwise passes; 0: `Chip.memory`.
     link: of the links' bandwidth, in collectives of many MiB.
     hop_seconds: from one chip to the next.
     spread: the range of a prediction: a step takes from `expected * (1 - spread)` to
@@ -289,10 +317,14 @@ class Rates:
   """
 
   matmul: float = 0.0
-  memory: float = 0.8
+  memory: float = 0.0
   link: float = 0.8
   hop_seconds: float = 1e-6
   spread: float = 0.2
+
+  def bandwidth(self, chip: Chip) -> float:
+    """Returns the bytes per second that elementwise passes read and write in a chip's memory."""
+    return chip.hbm_bandwidth * (self.memory or chip.memory)
 
 
 # Predicted / published throughput, least and most, of docs/planner_accuracy.md: of TPUs by compiled
@@ -300,8 +332,7 @@ class Rates:
 PUBLISHED, PUBLISHED_BY_FORMULA = (1.05, 1.29), (0.53, 0.62)
 REASONS = {
   "matmul": "0: each chip has its own, measured with large matmuls",
-  "memory": "about 80 % of the data sheet; published: 94 % in one addition on H100 ([2], on GPUs, "
-  "quiz 1), of TPUs nothing",
+  "memory": "0: each chip has its own",
   "link": "published: 66 % in an all-reduce of 606 MB on v6e:16x16 ([8]), 89 % in an all-gather of "
   "403 MB on tpu7x:2x2x1 ([6]); small arrays are bound by the latency of hops",
   "hop_seconds": "about 1 microsecond ([2])",

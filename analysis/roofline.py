@@ -38,27 +38,30 @@ class Work:
     flops: of its matmuls; other arithmetic is bound by HBM bandwidth.
     bytes: read from and written to HBM.
     eight_bit: those of `flops` whose operands have 8 bits.
+    attention: those of `flops` in fused attention kernels, of traced programs.
   """
 
   flops: float
   bytes: float
   eight_bit: float = 0.0
+  attention: float = 0.0
 
   def __add__(self, other: "Work") -> "Work":
     """Returns the sum."""
-    return Work(
-      self.flops + other.flops, self.bytes + other.bytes, self.eight_bit + other.eight_bit
-    )
+    pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+    return Work(*(one + other for one, other in pairs))
 
-  def __mul__(self, runs: int) -> "Work":
+  def __mul__(self, runs: float) -> "Work":
     """Returns the cost of several runs."""
-    return Work(self.flops * runs, self.bytes * runs, self.eight_bit * runs)
+    return Work(*(one * runs for one in dataclasses.astuple(self)))
 
 
 def matmul_seconds(work: Work, chip: Chip, rates: Rates) -> float:
-  """Returns the seconds of the matmuls, at the achieved share of the chip's peaks."""
-  wide = (work.flops - work.eight_bit) / chip.flops
-  return (wide + work.eight_bit / chip.eight_bit_flops) / (rates.matmul or chip.matmul)
+  """Returns the seconds of the matmuls, at the achieved shares of the chip's peaks."""
+  share = rates.matmul or chip.matmul
+  wide = (work.flops - work.eight_bit - work.attention) / chip.flops
+  fused = work.attention / chip.flops / (chip.attention or share)
+  return (wide + work.eight_bit / chip.eight_bit_flops) / share + fused
 
 
 class Costs:

@@ -26,11 +26,12 @@ from models.transformer_dims import latent_sizes
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size
 from partitioning.parallel import ring_attention
+from planning import attention_kernels
 from training.setup import Job
 from training.step import make_program
 
 # Primitives whose results are written.
-WRITTEN = {
+_WRITTEN = {
   *("dot_general", "conv_general_dilated", "pallas_call", "gather", "scatter", "scatter-add"),
   *("scan", "while", "sort", "cumsum", "concatenate", "reduce_sum", "reduce_max", "device_put"),
 }
@@ -235,14 +236,14 @@ class _Line:
   """An equation with its inputs and outputs, by names that are unique over all bodies.
 
   Attributes:
-    name: of the primitive.
+    written: whether its results are, and not fused into what reads them.
     read: names of its inputs.
     given: names of its outputs.
     sizes: bytes of its outputs.
     inside: bytes of what it has in memory beside them while it runs.
   """
 
-  name: str
+  written: bool
   read: list[int]
   given: list[int]
   sizes: list[int]
@@ -277,7 +278,7 @@ class _Names:
       if inner is None:
         given = [self.fresh() for _ in equation.outvars]
         sizes = list(map(bytes_of, equation.outvars))
-        self.lines.append(_Line(equation.primitive.name, read, given, sizes, _inside(equation)))
+        self.lines.append(_Line(is_written(equation), read, given, sizes, _inside(equation)))
       else:
         passed = read[len(read) - len(inner.invars) :]
         given = self.walk(inner, dict(zip(inner.invars, passed, strict=True)))
@@ -287,12 +288,17 @@ class _Names:
 
 def inlined(equation: core.JaxprEqn) -> Any:
   """Returns the body that an equation calls; None if it is a primitive."""
-  if equation.primitive.name in _CLOSED:
+  if equation.primitive.name in _CLOSED or attention_kernels.is_kernel(equation):
     return None
   if equation.primitive.name == "cond":
     return equation.params["branches"][0].jaxpr  # another has as much, or skips all
   found = next((equation.params[name] for name in _BODIES if name in equation.params), None)
   return getattr(found, "jaxpr", found)
+
+
+def is_written(equation: core.JaxprEqn) -> bool:
+  """Returns whether an operation writes its results to memory, whoever reads them."""
+  return equation.primitive.name in _WRITTEN or attention_kernels.is_kernel(equation)
 
 
 def _inside(equation: core.JaxprEqn) -> int:
@@ -328,7 +334,7 @@ def _most_at_once(jaxpr: Any, constants: int, carried: int, results: int) -> int
   for line in found.lines:
     behind = set().union(*(of.get(name, set()) for name in line.read))
     for name, size in zip(line.given, line.sizes, strict=True):
-      written = line.name in WRITTEN or size < sum(sizes[x] for x in behind)
+      written = line.written or size < sum(sizes[x] for x in behind)
       of[name] = {name} if written else behind
       if written:
         sizes[name] = size

@@ -56,7 +56,7 @@ def times(job: Job, places: Places, chip: Chip, rates: Rates) -> Times:
   HBM traffic; then the optimizer passes over the state. The communication of FSDP and data
   parallelism overlaps with that as far as possible; that of `tensor` and `context` is exposed.
   """
-  bandwidth = chip.hbm_bandwidth * rates.memory
+  bandwidth = rates.bandwidth(chip)
   update = Work(0, _bytes(job))
   work, compute, busy = update, 0.0, update.bytes / bandwidth
   for one, runs, wide in [*traced_cost.operations(job), *traced_cost.of_matrices(job)]:

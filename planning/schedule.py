@@ -98,7 +98,7 @@ class Schedule:
 
   def __init__(self, program: hlo.Program, costs: Mapping[str, Cost], chip: Chip, rates: Rates):
     self.program, self.costs = program, costs
-    self.bandwidth = chip.hbm_bandwidth * rates.memory
+    self.bandwidth = rates.bandwidth(chip)
     self.work = Work(0, 0)
     self.waited: dict[str, float] = defaultdict(float)
     self.slowed = 0.0

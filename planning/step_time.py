@@ -135,7 +135,7 @@ def times(
     rates: achieved shares of the chip's constants.
     moved: its transfers between the device's memory and its host's.
   """
-  bandwidth = chip.hbm_bandwidth * rates.memory
+  bandwidth = rates.bandwidth(chip)
   wires = {one.name: _slowest(one, places) for one in found}
   costs = {
     one.name: Cost(

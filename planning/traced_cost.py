@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from analysis.roofline import Work
 from models.layer_pattern import layer_pattern
-from planning import activation_memory
+from planning import activation_memory, attention_kernels
 from training.optimizer import matrix_groups
 from training.setup import Job
 
@@ -28,9 +28,6 @@ _SAME = {
 }
 # They read whole arrays: what is elementwise is not fused into them.
 _WHOLE = {"dot_general", "conv_general_dilated", "pallas_call", "scan", "while"}
-# Matmuls of splash attention's kernels: of the scores (again), and of what is made of them. Blocks
-# that the mask excludes are skipped.
-_SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
 
 Roots = Mapping[int, int]  # arrays in HBM, by number -> bytes
 
@@ -98,9 +95,11 @@ class _Tracer:
       runs: how often it runs in a step.
     """
     for equation in jaxpr.eqns:
+      if not equation.outvars:  # what rematerialization leaves of a call whose results are saved
+        continue
       read = [{} if activation_memory.is_literal(x) else roots.get(x, {}) for x in equation.invars]
       name, inner = equation.primitive.name, activation_memory.inlined(equation)
-      if name in _WHOLE:
+      if name in _WHOLE or attention_kernels.is_kernel(equation):
         read = [
           self._written(x, one, roots, runs) for x, one in zip(equation.invars, read, strict=True)
         ]
@@ -121,12 +120,12 @@ class _Tracer:
     """Records that the results of a body are written, if they are not in HBM yet."""
     for x, behind in zip(jaxpr.outvars, results, strict=True):
       if isinstance(behind, _Fused):
-        self._note(0, _read(x, behind) + activation_memory.bytes_of(x), runs)
+        self._note(Work(0, _read(x, behind) + activation_memory.bytes_of(x)), runs)
 
   def _written(self, x: Any, behind: Roots, roots: dict[Any, Roots], runs: int) -> Roots:
     """Records that an argument is written, if it is not in HBM yet; returns its new roots."""
     if isinstance(behind, _Fused):
-      self._note(0, _read(x, behind) + activation_memory.bytes_of(x), runs)
+      self._note(Work(0, _read(x, behind) + activation_memory.bytes_of(x)), runs)
       behind = roots[x] = self.fresh(x)
     return behind
 
@@ -157,34 +156,32 @@ class _Tracer:
     return given
 
   def _one(self, equation: Any, read: list[Roots], runs: int) -> list[Roots]:
-    name, results = equation.primitive.name, sum(map(activation_memory.bytes_of, equation.outvars))
+    results = sum(map(activation_memory.bytes_of, equation.outvars))
+    name = equation.primitive.name
     if name == "gather":
-      self._note(0, 2 * results, runs)
+      self._note(Work(0, 2 * results), runs)
     elif name.startswith("scatter"):
-      self._note(
-        0, 3 * activation_memory.bytes_of(equation.invars[2]), runs
-      )  # read, and read and written there
+      size = 3 * activation_memory.bytes_of(equation.invars[2])  # read, and read and written there
+      self._note(Work(0, size), runs)
     elif name == "dynamic_update_slice":
-      self._note(0, 2 * activation_memory.bytes_of(equation.invars[1]), runs)
+      self._note(Work(0, 2 * activation_memory.bytes_of(equation.invars[1])), runs)
     elif name == "device_put":  # between the memories of device and host: HBM has one end of it
-      self._note(0, results, runs)
-    elif name in activation_memory.WRITTEN:
+      self._note(Work(0, results), runs)
+    elif activation_memory.is_written(equation):
       there = sum(_read(x, behind) for x, behind in zip(equation.invars, read, strict=True))
-      rounded = name == "dot_general" and all(x.aval.dtype.itemsize == 1 for x in equation.invars)
-      self._note(*(_flops(equation), there + results, runs), wide=_wide(equation), rounded=rounded)
+      flops, fused = _flops(equation), attention_kernels.flops(equation)
+      work = Work(flops + fused, there + results, flops if _rounded(equation) else 0.0, fused)
+      self._note(work, runs, wide=_wide(equation))
     else:
       behind = {root: size for one in read for root, size in one.items()}  # of all arguments
       if 2 * results > sum(behind.values()):
         return [_Fused(behind)] * len(equation.outvars)
       there = sum(_read(x, one) for x, one in zip(equation.invars, read, strict=True))
-      self._note(0, there + results, runs)
+      self._note(Work(0, there + results), runs)
     return [self.fresh(x) for x in equation.outvars]
 
-  def _note(
-    self, flops: float, size: float, runs: int, *, wide: bool = False, rounded: bool = False
-  ) -> None:
-    flops, size = self._share * flops, self._share * size
-    self.found.append((Work(flops, size, flops if rounded else 0.0), runs, wide))
+  def _note(self, work: Work, runs: int, *, wide: bool = False) -> None:
+    self.found.append((work * self._share, runs, wide))
 
 
 def _read(x: Any, behind: Roots) -> int:
@@ -199,8 +196,14 @@ def _wide(equation: Any) -> bool:
   return any(x.aval.dtype.itemsize > 2 for x in equation.invars)
 
 
+def _rounded(equation: Any) -> bool:
+  """Returns whether an operation is a matmul of 8-bit operands."""
+  named = equation.primitive.name == "dot_general"
+  return named and all(x.aval.dtype.itemsize == 1 for x in equation.invars)
+
+
 def _flops(equation: Any) -> float:
-  """Returns the operations of a matmul, a convolution or an attention kernel; else 0."""
+  """Returns the operations of a matmul or a convolution; else 0."""
   name, results = equation.primitive.name, math.prod(equation.outvars[0].aval.shape)
   if name == "dot_general":
     (contracted, _), _ = equation.params["dimension_numbers"]
@@ -209,22 +212,4 @@ def _flops(equation: Any) -> float:
     kernel = equation.invars[1].aval.shape
     features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
     return 2.0 * results * math.prod(kernel) / features
-  if name == "pallas_call":
-    return _splash(equation)
   return 0.0
-
-
-def _splash(equation: Any) -> float:
-  called = str(equation.params.get("name") or equation.params.get("name_and_src_info", ""))
-  products = next((n for part, n in _SPLASH.items() if part in called), 0)
-  arrays = [x.aval.shape for x in equation.invars if x.aval.ndim > 2 and x.aval.dtype.kind != "i"]
-  if not products or len(arrays) < 2:
-    return 0.0
-  queries, keys = arrays[:2]
-  tables = [x.aval for x in equation.invars if x.aval.ndim > 2 and x.aval.dtype.kind == "i"]
-  share = 1.0  # where nothing is masked, or blocks are chosen at run time, by int32
-  if tables and tables[0].dtype.itemsize < 4:
-    grid = equation.params["grid_mapping"].grid  # ends in heads and blocks: of queries, of keys
-    count, most = grid[-3 if "dkv" in called else -2], grid[-1]
-    share = (1 + 1 / count) / 2 if most == count else most / count  # with a window, fewer
-  return products * 2.0 * math.prod(queries) * keys[-2] * share

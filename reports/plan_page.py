@@ -175,7 +175,8 @@ def _times(plan: Plan) -> list[dict[str, Any]]:
 def _constants(plan: Plan) -> Sequence[tuple[str, str, str]]:
   """Returns the assumptions, with their sources, including numbers set by the config."""
   chip = plan.topology.chip
-  sources = {"flops": chip.flops_source, "matmul": chip.matmul_source}
+  shares = ("matmul", "attention", "memory")
+  sources = {name: getattr(chip, f"{name}_source") for name in ("flops", *shares)}
   rows = [
     (f"{chip.name}.{name}", f"{value:.4g}", sources.get(name.rpartition("_")[2], chip.source))
     for name, value in vars(chip).items()

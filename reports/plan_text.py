@@ -182,7 +182,8 @@ def constants(plan: Plan) -> str:
     speeds.insert(1, f"{number(chip.eight_bit_flops / 1e12)} TFLOP/s in {dtype}")
   speeds.append(f"{chip.link_bandwidth / 1e9:.3g} GB/s {near}")
   matmul = rates.matmul or chip.matmul
-  shares = [f"{100 * share:g}" for share in (matmul, rates.memory, rates.link)]
+  memory = rates.memory or chip.memory
+  shares = [f"{100 * share:g}" for share in (matmul, memory, rates.link)]
   each = f"each at {shares[0]} %" if len(set(shares)) == 1 else f"at {', '.join(shares)} %"
   return f"assumed for {name}: {', '.join(speeds)}, {each} efficiency"
 

@@ -59,6 +59,17 @@ def test_constants_are_replaced_by_name():
   assert chips.overridden("") == (chips.CHIPS, chips.Rates())
 
 
+def test_each_chip_has_its_own_share_of_its_memory_s_bandwidth_unless_one_is_set_for_all():
+  def share(name, text):
+    table, rates = chips.overridden(text)
+    return rates.bandwidth(table[name]) / chips.CHIPS[name].hbm_bandwidth
+
+  assert share("h100", "") == pytest.approx(0.92)  # about 2.2 of 2.4 TB/s
+  assert share("v6e", "") == pytest.approx(0.8)
+  assert share("h100", "memory=0.5") == share("v6e", "memory=0.5") == pytest.approx(0.5)
+  assert share("h100", "h100.memory=0.7") == pytest.approx(0.7)
+
+
 @pytest.mark.parametrize(
   ("text", "said"),
   [

@@ -7,7 +7,7 @@ import pytest
 
 from analysis import hlo
 from analysis.chips import CHIPS, Rates
-from analysis.roofline import Costs, matmul_seconds
+from analysis.roofline import Costs, Work, matmul_seconds
 from tests.analysis.instructions import entry, work_of
 
 
@@ -58,6 +58,17 @@ def test_a_matmul_of_8_bit_operands_runs_at_its_own_rate(left, right, result, na
   assert seconds == pytest.approx(flops / (0.5 * peak))
   seconds = matmul_seconds(found, CHIPS["v6e"], Rates())  # measured: 727.7 of 918 TFLOP/s
   assert seconds == pytest.approx(flops / (0.79 * peak))
+
+
+def test_fused_attention_runs_at_its_own_share_of_the_peak():
+  work = Work(8e12, 0, attention=3e12)
+  peak = 989.5e12
+  # 529 of 989 TFLOP/s of cuDNN's kernels, 794.5 of matmuls.
+  seconds = matmul_seconds(work, CHIPS["h100"], Rates())
+  assert seconds == pytest.approx(5e12 / (0.80 * peak) + 3e12 / (0.53 * peak))
+  assert matmul_seconds(work * 2 + work, CHIPS["h100"], Rates()) == pytest.approx(3 * seconds)
+  # Nothing is known of kernels on TPUs: as other matmuls.
+  assert matmul_seconds(work, CHIPS["v6e"], Rates()) == pytest.approx(8e12 / (0.79 * 918e12))
 
 
 # As the compiler for TPUs writes products of a decoder: with the heads as a window.
