@@ -327,9 +327,6 @@ class Rates:
     return chip.hbm_bandwidth * (self.memory or chip.memory)
 
 
-# Predicted / published throughput, least and most, of docs/planner_accuracy.md: of TPUs by compiled
-# programs, of GPUs by formula.
-PUBLISHED, PUBLISHED_BY_FORMULA = (1.05, 1.29), (0.53, 0.62)
 REASONS = {
   "matmul": "0: each chip has its own, measured with large matmuls",
   "memory": "0: each chip has its own",

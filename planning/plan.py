@@ -12,7 +12,7 @@ from analysis.chips import Rates, overridden
 from analysis.collectives import collectives
 from models import MODELS
 from partitioning import shardings
-from planning import activation_memory, analytic, aot, kept_kernels, memory, step_time
+from planning import accuracy, activation_memory, analytic, aot, kept_kernels, memory, step_time
 from planning import timeline as timelines
 from planning.host_transfers import with_host_traffic
 from planning.suggestions import Advice, overrides_that_fit
@@ -83,6 +83,13 @@ class Plan:
     if self.program:
       return self.program.fits
     return self.peak_bytes <= self.topology.chip.hbm_bytes
+
+  @property
+  def accuracy(self) -> dict[str, str]:
+    """Returns how accurate the times are known to be, and the memory if it is by formula."""
+    compiled = self.program is not None
+    found = {"times": accuracy.of_times(self.topology.platform, compiled=compiled)}
+    return found if compiled else {**found, "memory": accuracy.of_memory()}
 
   @property
   def unit(self) -> str:
@@ -156,6 +163,7 @@ class Plan:
       "topology": self.topology.name,
       "devices": self.job.mesh.size,
       "compiled": self.program is not None,
+      "accuracy": self.accuracy,
       "peak_bytes_per_device": self.peak_bytes,
       "hbm_bytes_per_device": int(self.topology.chip.hbm_bytes),
       "chosen": {one.key: one.value for one in self.job.choices},

@@ -8,7 +8,6 @@ from humanize import intword
 from rich.console import Console
 from rich.table import Table
 
-from analysis.chips import PUBLISHED, PUBLISHED_BY_FORMULA
 from partitioning.shardings import size_text
 from planning.plan import Plan
 from reports import timeline_text
@@ -96,7 +95,7 @@ def _without(plan: Plan) -> str:
     why = "the compiler for TPUs is not installed: pip install -r requirements-plan.txt"
   else:
     why = f"there is no {plan.topology.chip.name} here to compile for"
-  return f"{why}; all numbers are by formula"
+  return f"{why}; all numbers are by formula. Accuracy: {plan.accuracy['memory']}"
 
 
 def _memory(plan: Plan) -> Table:
@@ -188,29 +187,6 @@ def constants(plan: Plan) -> str:
   return f"assumed for {name}: {', '.join(speeds)}, {each} efficiency"
 
 
-def accuracy(plan: Plan) -> str:
-  """Returns how accurate the times are known to be."""
-  if plan.topology.platform == "cpu":
-    return "accuracy: simulated devices share one machine; compare plans, not times"
-  if plan.program:
-    low, high = PUBLISHED
-    return (
-      f"accuracy: predictions are {low:.2f} to {high:.2f} of published TPU throughputs; "
-      "nothing was measured here (docs/planner_accuracy.md)"
-    )
-  traffic = (
-    "next to compiled TPU programs the FLOPs agree and HBM traffic is off by up to 2 times "
-    "(docs/planner_traffic.md)"
-  )
-  if plan.topology.platform == "tpu":
-    return f"accuracy: unknown by formula, without the compiler; {traffic}"
-  low, high = PUBLISHED_BY_FORMULA
-  return (
-    f"accuracy: by formula, predictions are {low:.2f} to {high:.2f} of two published throughputs "
-    f"of eight H100 (docs/planner_accuracy.md); {traffic}"
-  )
-
-
 def duration(seconds: float) -> str:
   """Returns seconds with a suitable unit: `3.19 s`, `12 ms`."""
   if seconds >= 1 or seconds == 0:
@@ -247,7 +223,7 @@ def time_lines(plan: Plan) -> list[str]:
     f"roofline: {parts} (exposed {duration(plan.times.exposed + plan.times.host_exposed)})",
     f"largest term: {max(terms(plan), key=terms(plan).get)}",
     constants(plan),
-    accuracy(plan),
+    f"accuracy: {plan.accuracy['times']}",
   ]
   if plan.host:
     lines.insert(3, host_line(plan))

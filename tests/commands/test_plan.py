@@ -1,5 +1,6 @@
 """`main.py plan` where there is no compiler for the topology, and what it refuses."""
 
+import html
 import json
 
 import pytest
@@ -47,8 +48,14 @@ def test_a_machine_of_gpus_is_planned_by_formulas(main, tmp_path):
   assert found["token_budget"] == 200 * 32 * 128
   assert found["chip_hours"] == pytest.approx(200 * expected * 8 / 3600)
   assert found["cost"] is None
+  assert "Accuracy: by formula, the peak memory is within 10 %" in out
   assert "accuracy: by formula, predictions are" in out
-  assert "assumed for H200: 990 TFLOP/s, 4.8 TB/s HBM, 450 GB/s NVLink, each at 80 %" in out
+  page = html.unescape((tmp_path / "plan.html").read_text())
+  for statement in found["accuracy"].values():
+    assert statement in out
+    assert statement in page
+  assert found["accuracy"].keys() == {"times", "memory"}
+  assert "assumed for H200: 990 TFLOP/s, 4.8 TB/s HBM, 450 GB/s NVLink, at 80, 92, 80 %" in out
 
 
 def test_the_devices_at_hand_are_planned_by_their_own_compiler(main, tmp_path):

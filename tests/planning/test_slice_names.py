@@ -2,14 +2,11 @@
 
 import dataclasses
 import math
-import pathlib
 
 import pytest
 
 from analysis.chips import (
   CHIPS,
-  PUBLISHED,
-  PUBLISHED_BY_FORMULA,
   REASONS,
   Rates,
   overridden,
@@ -203,12 +200,3 @@ def test_every_chip_has_a_peak_a_source_of_it_and_names_of_its_own():
     assert all(kind == kind.lower() for kind in chip.device_kinds)
   kinds = [kind for chip in CHIPS.values() for kind in chip.device_kinds]
   assert len(kinds) == len(set(kinds))
-
-
-def test_the_accuracy_that_a_plan_states_is_that_of_the_page():
-  page = (pathlib.Path(__file__).parents[2] / "docs" / "planner_accuracy.md").read_text()
-  tables = [part for part in page.split("\n\n") if part.startswith("| model")]
-  cells = [[row.split("|")[4].strip() for row in table.splitlines()[2:]] for table in tables]
-  assert [len(found) for found in cells] == [3, 2]
-  ratios = [[float(cell) for cell in found if cell] for found in cells]
-  assert [(min(r), max(r)) for r in ratios] == [PUBLISHED, PUBLISHED_BY_FORMULA]
