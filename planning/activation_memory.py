@@ -288,7 +288,7 @@ class _Names:
 
 def inlined(equation: core.JaxprEqn) -> Any:
   """Returns the body that an equation calls; None if it is a primitive."""
-  if equation.primitive.name in _CLOSED or attention_kernels.is_kernel(equation):
+  if equation.primitive.name in _CLOSED or attention_kernels.is_call(equation):
     return None
   if equation.primitive.name == "cond":
     return equation.params["branches"][0].jaxpr  # another has as much, or skips all
@@ -298,7 +298,7 @@ def inlined(equation: core.JaxprEqn) -> Any:
 
 def is_written(equation: core.JaxprEqn) -> bool:
   """Returns whether an operation writes its results to memory, whoever reads them."""
-  return equation.primitive.name in _WRITTEN or attention_kernels.is_kernel(equation)
+  return equation.primitive.name in _WRITTEN or attention_kernels.is_call(equation)
 
 
 def _inside(equation: core.JaxprEqn) -> int:

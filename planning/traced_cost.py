@@ -95,15 +95,15 @@ class _Tracer:
       runs: how often it runs in a step.
     """
     for equation in jaxpr.eqns:
-      if not equation.outvars:  # what rematerialization leaves of a call whose results are saved
-        continue
       read = [{} if activation_memory.is_literal(x) else roots.get(x, {}) for x in equation.invars]
       name, inner = equation.primitive.name, activation_memory.inlined(equation)
-      if name in _WHOLE or attention_kernels.is_kernel(equation):
+      if name in _WHOLE or attention_kernels.is_call(equation):
         read = [
           self._written(x, one, roots, runs) for x, one in zip(equation.invars, read, strict=True)
         ]
-      if name in ("scan", "while"):
+      if attention_kernels.is_call(equation):
+        given = self._kernel(equation, read, runs)
+      elif name in ("scan", "while"):
         given = self._loop(equation, runs)
       elif inner is not None:
         given = self._called(equation, inner, read, runs)
@@ -137,6 +137,18 @@ class _Tracer:
       inner, turns = equation.params["body_jaxpr"].jaxpr, 1
     arguments = {x: self.fresh(x) for x in [*inner.invars, *inner.constvars]}
     self.close(inner, self.walk(inner, arguments, runs * turns), runs * turns)
+    return [self.fresh(x) for x in equation.outvars]
+
+  def _kernel(self, equation: Any, read: list[Roots], runs: int) -> list[Roots]:
+    """Records a call of cuDNN's attention: all matmuls inside, and its arguments and results."""
+    body, inside = equation.params["jaxpr"].jaxpr, _Tracer(1.0, self._kinds)
+    inside.walk(body, {x: inside.fresh(x) for x in body.invars}, 1)
+    flops = sum(work.flops * count for work, count, _ in inside.found)
+    if not flops:  # constants of the stand-in, which JAX takes out of the loop over layers
+      return [{} for _ in equation.outvars]
+    size = sum(_read(x, behind) for x, behind in zip(equation.invars, read, strict=True))
+    size += sum(map(activation_memory.bytes_of, equation.outvars))
+    self._note(Work(flops, size, attention=flops), runs)
     return [self.fresh(x) for x in equation.outvars]
 
   def _called(self, equation: Any, inner: Any, read: list[Roots], runs: int) -> list[Roots]:
