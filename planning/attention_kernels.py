@@ -16,7 +16,7 @@ from models import cudnn_attention
 
 # Splash attention -> its matmuls: of the scores (again), and of what is made of them.
 _SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
-# JAX's primitives of cuDNN's attention -> matmuls over the head size of queries and keys, of values.
+# Primitives of JAX for cuDNN -> matmuls over the head size of queries and keys, and of values.
 _CUDNN = {"dot_product_attention_fwd": (1, 1), "dot_product_attention_bwd": (3, 2)}
 
 
