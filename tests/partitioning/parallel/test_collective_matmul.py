@@ -162,19 +162,23 @@ def test_half_of_each_chunk_goes_each_way(devices, tokens):
 
 
 @pytest.mark.parametrize(
-  ("mesh", "chunks"),
+  ("mesh", "chunks", "saved"),
   [
-    ("data4_tensor2", 1),
-    ("fsdp2_tensor4", 2),
-    pytest.param("tensor8", 1, marks=pytest.mark.long),
+    ("data4_tensor2", 1, "none"),
+    ("fsdp2_tensor4", 2, "full"),
+    pytest.param("fsdp2_tensor4", 1, "hidden=save", marks=pytest.mark.long),
+    pytest.param("tensor8", 1, "none", marks=pytest.mark.long),
   ],
 )
-def test_trains_as_one_device_does(mesh, chunks):
+def test_trains_as_one_device_does(mesh, chunks, saved):
   # 12, 6 and 3 tokens in a chunk: one way, both ways, one way.
-  ours = train(
-    "lm", "float64", {**MESHES[mesh], **COLLECTIVE_MATMUL, "training.loss_chunks": chunks}
-  )
+  keys = {"training.loss_chunks": chunks, "training.rematerialization": saved}
+  ours = train("lm", "float64", {**MESHES[mesh], **COLLECTIVE_MATMUL, **keys})
   assert "collective-permute" in ours.trained.text
+  hidden = ours.job.config.model.feedforward_size // MESHES[mesh]["mesh.tensor"]
+  # One ring: hidden activations are never of all tokens.
+  whole = re.search(rf"f64\[\d+,24,{hidden}\]", ours.trained.text)
+  assert bool(whole) is (saved != "full")
   assert_equal(ours, reference("lm", "float64"), "float64")
 
 
