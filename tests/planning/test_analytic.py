@@ -208,6 +208,23 @@ def test_blockwise_attention_computes_the_pairs_of_blocks_that_can_see_each_othe
   assert flops("xla") - flops("blockwise") == (square - pairs) * each
 
 
+def test_splash_attention_over_gathered_keys_computes_up_to_all_blocks():
+  split = {"mesh.context": 2, "model.context_attention": "gather"}
+  sizes = {"data.sequence_length": 1024, "data.global_batch_size": 1, **split}
+  splash, every = (
+    sum(
+      work.flops * runs
+      for work, runs, _ in traced_cost.operations(
+        make_job("single", "lm", **sizes, **{"training.attention_kernel": kernel})
+      )
+    )
+    for kernel in ("splash", "xla")
+  )
+  # Which are seen, the device says: nine products instead of six, and that of the output.
+  each = 2 * LAYERS * N * H * 512 * 1024
+  assert splash - every == pytest.approx(3 * each + each / 1024)
+
+
 @pytest.mark.parametrize(
   ("keys", "share"),
   [
