@@ -2,15 +2,19 @@
 
 import fnmatch
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
 from ml_collections import ConfigDict
 
 from models.layer_pattern import is_global
-from models.transformer_dims import LORA_A, LORA_B, parameters, sizes
+from models.transformer_dims import DENSE_LAYERS, LAYERS, LORA_A, LORA_B, parameters, sizes
 
 _KERNELS = ("/kernel", f"/{LORA_A}", f"/{LORA_B}")
-_BELOW = ("layers/", "embed/", "positions/")  # parameters whose gradient needs that of the layers
+_LAYERS = (LAYERS, DENSE_LAYERS)
+_BELOW = (*_LAYERS, "embed/", "positions/")  # parameters whose gradient needs that of the layers
+# Parameters of which each token uses those of its own experts.
+_ROUTED = re.compile(f"{LAYERS}experts/(gate|up|down)/.*")
 
 
 def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> float:
@@ -20,7 +24,8 @@ def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> floa
   12 L N H T per token (arXiv:2204.02311, appendix B), or 6 L N (H + U) T where the heads of values
   have another size U; a layer with a sliding window has the window
   instead of T. A weight matrix that is not trained counts 4: it has no gradient, but that of its
-  input is computed with it; and 2 if nothing below it is trained.
+  input is computed with it; and 2 if nothing below it is trained. Of routed experts those of a
+  token count.
 
   Args:
     config: finalized.
@@ -37,8 +42,9 @@ def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> floa
   total = 0.0
   for name, elements in names.items():
     if name == unembedding or name.endswith(_KERNELS):
-      backward = into_layers if name.startswith("layers/") else into_logits
-      total += (2 + 2 * backward + 2 * (name in trained)) * elements
+      backward = into_layers if name.startswith(_LAYERS) else into_logits
+      share = active_share(config, name)
+      total += (2 + 2 * backward + 2 * (name in trained)) * elements * share
   windows = [
     length if is_global(config, layer) else min(length, m.window) for layer in range(m.layers)
   ]
@@ -46,6 +52,24 @@ def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> floa
   seen = sum(one - one**2 / (2 * length) if causal else one for one in windows)
   attention = (6 if into_layers else 2) * m.heads * (m.head_size + m.value_head_size)
   return float(length) * (total + attention * seen)
+
+
+def active_share(config: ConfigDict, name: str) -> float:
+  """Returns the share of a parameter's elements that one token uses: of routed experts, its own."""
+  model = config.model
+  return model.experts_per_token / model.experts if _ROUTED.fullmatch(name) else 1.0
+
+
+def active_elements(config: ConfigDict, elements: Mapping[str, int]) -> int:
+  """Returns how many elements of the parameters one token uses; tables count as a whole.
+
+  Args:
+    config: finalized; of any model, of which only a decoder has experts.
+    elements: of each parameter, by its name.
+  """
+  if config.model.name != "transformer" or not config.model.experts:
+    return sum(elements.values())
+  return round(sum(count * active_share(config, name) for name, count in elements.items()))
 
 
 def _names(config: ConfigDict) -> Iterator[tuple[str, int]]:

@@ -166,6 +166,7 @@ class Plan:
       "accuracy": self.accuracy,
       "peak_bytes_per_device": self.peak_bytes,
       "hbm_bytes_per_device": int(self.topology.chip.hbm_bytes),
+      "parameters": dict(zip(("total", "active"), self.job.parameter_counts(), strict=True)),
       "chosen": {one.key: one.value for one in self.job.choices},
       "compiler_options": self.job.compiler_defaults,
       "memory": self.memory,

@@ -1,6 +1,5 @@
 """The layout as text: a row per array, its bytes per device, two strategies compared."""
 
-import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -131,7 +130,6 @@ def job_text(job: Job, *, whole: bool = True) -> str:
   sections = {title: list(rows.values()) for title, rows in job.placements.items()}
   parameters = sections["parameters"]
   held = [*parameters, *sections["optimizer"]]
-  count = sum(math.prod(p.shape) for p in parameters)
   per_device, on_host = (
     sum(shardings.bytes_per_device(p, sizes) for p in held if (p.memory == HOST) == host)
     for host in (False, True)
@@ -153,11 +151,17 @@ def job_text(job: Job, *, whole: bool = True) -> str:
   if reduced := gradient_reduction.text(job.config, job.program.reduce_once_over):
     lines.append(reduced)
   lines.append(
-    f"{count:,} parameters; with optimizer state {shardings.size_text(per_device)} per device, "
+    f"{counts_text(job)}; with optimizer state {shardings.size_text(per_device)} per device, "
     f"of which {shardings.size_text(replicated)} are replicated on every device"
     + (f"; {shardings.size_text(on_host)} of it in the host's memory" if on_host else "")
   )
   return "\n".join([*lines, *chosen_lines(job)])
+
+
+def counts_text(job: Job) -> str:
+  """Returns how many parameters there are, and of a mixture of experts how many a token uses."""
+  total, active = job.parameter_counts()
+  return f"{total:,} parameters" + (f", {active:,} of them active" if active != total else "")
 
 
 def chosen_lines(job: Job) -> list[str]:

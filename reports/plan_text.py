@@ -11,7 +11,7 @@ from rich.table import Table
 from partitioning.shardings import size_text
 from planning.plan import Plan
 from reports import timeline_text
-from reports.layout_text import chosen_lines
+from reports.layout_text import chosen_lines, counts_text
 from training import gradient_reduction
 
 
@@ -86,7 +86,7 @@ def notes(plan: Plan) -> list[str]:
     found.append(f"{plan.topology.slices} slices, as {over}: train needs it too")
   if not plan.program:
     found.append(_without(plan))
-  return [*found, *chosen_lines(plan.job)]
+  return [*found, counts_text(plan.job), *chosen_lines(plan.job)]
 
 
 def _without(plan: Plan) -> str:

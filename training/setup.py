@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from analysis import chips
 from input_pipeline.ramp import Ramp, Shape
 from models import MODELS, find
+from models.decoder_flops import active_elements
 from partitioning import shardings
 from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.dims import Legend, Table
@@ -178,6 +179,11 @@ class Job:
       _, drawn = split(placed.params, frozenset(named_leaves(given[0])).__contains__)
       placed = dataclasses.replace(placed, params=drawn)
     return self.compile(self.program.init, key, *given, options=options, out_shardings=placed)
+
+  def parameter_counts(self) -> tuple[int, int]:
+    """Returns the elements of all parameters, and of those that one token uses."""
+    elements = {p.name: math.prod(p.shape) for p in self.placements["parameters"].values()}
+    return sum(elements.values()), active_elements(self.config, elements)
 
   def compile_train_step(self, shape: Shape | None = None) -> "Compiled":
     """Compiles `(state, batch) -> (state, metrics)`; the state that it is given is donated.

@@ -6,6 +6,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from configs.schema import defaults, mup_checks
+from configs.schema.expert_presets import EXPERT_PRESETS
 from configs.schema.presets import PRESETS
 from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer
@@ -327,9 +328,10 @@ RECIPES: Table = Table(
 
 def _preset(name: str) -> ConfigDict:
   """Returns a decoder of a published size, on the data of `lm`, rematerialized."""
-  length, keys = PRESETS[name]
+  length, keys, *training = EXPERT_PRESETS.get(name) or PRESETS[name]
   config = lm()
   config.model.update(keys)
+  config.training.update(*training)
   config.data.sequence_length = length
   config.training.rematerialization = "full"
   config.optimizer.learning_rate = 3e-4
@@ -340,9 +342,9 @@ def _preset(name: str) -> ConfigDict:
 def _recipe(name: str, what: str) -> ConfigDict:
   if name in RECIPES:
     return RECIPES[name]()
-  if name in PRESETS:
+  if name in PRESETS or name in EXPERT_PRESETS:
     return _preset(name)
   if name == HF:
     return hf()
-  known = [*RECIPES, *PRESETS, HF]
+  known = [*RECIPES, *PRESETS, *EXPERT_PRESETS, HF]
   raise ValueError(f"unknown {what} {name!r}; there are {', '.join(known)}{nearest(name, known)}")

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from configs import dp8
-from configs.schema import finalize, presets
+from configs.schema import expert_presets, finalize, presets
 from models import attention_tiles, transformer
+from models.decoder_flops import active_elements
 from models.layer_pattern import is_global
 from models.transformer import train_flops_per_example
 from partitioning.parallel import ring_attention
@@ -63,6 +64,15 @@ PUBLISHED = {
   "smollm2_360m": 361_821_120,
   "smollm2_1_7b": 1_711_376_384,
   "smollm3_3b": 3_075_098_624,
+  "mixtral_8x7b": 46_702_792_704,
+  "mixtral_8x22b": 140_620_634_112,
+  "qwen3_30b_a3b": 30_532_122_624,
+  "qwen3_235b_a22b": 235_093_634_560,
+  "olmoe_1b_7b": 6_919_161_856,
+  "deepseek_v2_lite": 15_706_484_224,
+  "deepseek_v3": 671_026_419_200,
+  "gpt_oss_20b": 20_914_757_184,
+  "gpt_oss_120b": 116_829_156_672,
 }
 
 
@@ -263,7 +273,7 @@ def test_every_key_of_a_family_shows_in_its_logits(family, key):
   assert not close(logits(other, kept), fixture(family))
 
 
-@pytest.mark.parametrize("preset", presets.PRESETS)
+@pytest.mark.parametrize("preset", [*presets.PRESETS, *expert_presets.EXPERT_PRESETS])
 def test_a_preset_has_as_many_parameters_as_published(preset):
   config = dp8.get_config(f"model={preset},data=python_source")
   config.model.vocabulary_multiple = 1  # what is padded is not published
@@ -298,7 +308,32 @@ def test_model_flops_are_six_for_each_weight_and_token_and_attentions_pairs(pres
 
 
 def test_every_preset_is_published():
-  assert PUBLISHED.keys() == presets.PRESETS.keys()
+  assert PUBLISHED.keys() == presets.PRESETS.keys() | expert_presets.EXPERT_PRESETS.keys()
+
+
+# Parameters that a token uses, in billions: as published, by the families' pages and reports.
+ACTIVE = {
+  "mixtral_8x7b": 12.9,
+  "mixtral_8x22b": 39.2,
+  "qwen3_30b_a3b": 3.35,
+  "qwen3_235b_a22b": 22.2,
+  "olmoe_1b_7b": 1.28,
+  "deepseek_v3": 37.6,
+}
+
+
+@pytest.mark.parametrize("preset", ACTIVE)
+def test_a_token_uses_as_many_parameters_as_published(preset):
+  config = finalize.finalize(dp8.get_config(f"model={preset},data=python_source"), "tpu")
+  leaves = named_leaves(make_program(config).params)
+  elements = {name: math.prod(x.shape) for name, x in leaves.items()}
+  assert active_elements(config, elements) / 1e9 == pytest.approx(ACTIVE[preset], abs=0.05)
+  # Six per weight that multiplies, and attention's pairs.
+  kernels = {name: count for name, count in elements.items() if name.endswith("kernel")}
+  model, length = config.model, config.data.sequence_length
+  pairs = 6 * model.layers * model.heads * (model.head_size + model.value_head_size) * length
+  wanted = length * (6 * active_elements(config, kernels) + pairs)
+  assert train_flops_per_example(config) == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize(
