@@ -8,11 +8,13 @@ model computes (`hf_ignored.py`); any other is refused by name. Nothing here imp
 
 import dataclasses
 import math
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from interop.hf_ignored import IGNORED, ONLY
 from interop.hf_quantization import BLOCK, block_shape
+from runtime.layer_kinds import is_sparse
 from runtime.suggest import nearest
 
 # The keys of `model` that a folder determines and that turn something off where a family does not
@@ -40,8 +42,16 @@ NEUTRAL: dict[str, Any] = {
   "query_key_norm_across_heads": False,
   "biases": "none",
   "gated": True,
+  "attention_soft_cap": 0.0,
+  "attention_sinks": False,
+  "logits_soft_cap": 0.0,
+  "scaled_embeddings": False,
+  "embedding_multiplier": 1.0,
+  "residual_multiplier": 1.0,
+  "logits_divisor": 1.0,
   "experts": 0,
   "experts_per_token": 2,
+  "expert_feedforward_size": None,  # as feedforward_size
   "shared_feedforward_size": 0,
   "dense_layers": 0,
   "sparse_every": 1,
@@ -56,14 +66,8 @@ NEUTRAL: dict[str, Any] = {
   "expert_biases": False,
   "gate_limit": 0.0,
   "up_offset": 0.0,
-  "attention_soft_cap": 0.0,
-  "attention_sinks": False,
-  "logits_soft_cap": 0.0,
-  "scaled_embeddings": False,
-  "embedding_multiplier": 1.0,
-  "residual_multiplier": 1.0,
-  "logits_divisor": 1.0,
 }
+_OF_EXPERTS = tuple(NEUTRAL)[tuple(NEUTRAL).index("experts") :]
 SIZES = (
   *("layers", "model_size", "feedforward_size", "heads", "kv_heads", "head_size"),
   *("vocabulary_size", "norm_epsilon", "activation", "attention_scale", "tied_embeddings"),
@@ -76,6 +80,8 @@ SHAPES = (
   *("query_key_norm", "query_key_norm_across_heads", "attention_sinks", "gated"),
   "tied_embeddings",
   *("attention", "latent_size", "query_latent_size", "value_head_size"),
+  *("experts", "expert_feedforward_size", "shared_feedforward_size", "dense_layers"),
+  *("sparse_every", "router_bias", "router_correction", "expert_biases"),
 )
 
 # model_type of a model with images -> (the key with its decoder's config, that one's model_type).
@@ -279,21 +285,37 @@ def canonical(ours: Ours) -> dict[str, Any]:
     found.update(rotary_base=NEUTRAL["rotary_base"], rotary_scaling=(), local_rotary_base=0.0)
   if found["attention"] == NEUTRAL["attention"]:
     found["value_head_size"] = None
-  types = types_of(found)
-  if not any(one.startswith("sliding") for one in types):
+  layer_types = types_of(found)
+  if not any(one.startswith("sliding") for one in layer_types):
     found["window"] = 0
-  found.update(layer_types=types, global_every=0, biases=",".join(bias_names(found)))
+  found.update(layer_types=layer_types, global_every=0, biases=",".join(bias_names(found)))
   plain = not found["rotary_scaling"] and found["local_rotary_base"] == found["rotary_base"]
   if not found["window"] or plain:
     found["local_rotary_base"] = 0.0
+  return found | _canonical_experts(found)
+
+
+def _canonical_experts(ours: Ours) -> dict[str, Any]:
+  """Returns the keys about experts as `canonical`; `dense_layers` has the layers without."""
+  if not ours["experts"]:
+    return {key: NEUTRAL[key] for key in _OF_EXPERTS}
+  pattern = types.SimpleNamespace(**ours)
+  dense = tuple(layer for layer in range(ours["layers"]) if not is_sparse(pattern, layer))
+  found: dict[str, Any] = {"dense_layers": dense, "sparse_every": 1}
+  if not dense:
+    found["feedforward_size"] = ours["expert_feedforward_size"]
+  if ours["router_groups"] == 1:
+    found.update(router_top_groups=1, router_group_score=NEUTRAL["router_group_score"])
+  if ours["router_scores"] == "softmax_of_chosen":
+    found["router_normalized"] = True
   return found
 
 
 def types_of(ours: Ours) -> tuple[str, ...]:
   """Returns the type of each layer, as in `model.layer_types`."""
-  types, every = ours["layer_types"], ours["global_every"]
-  if types:
-    return tuple(types[layer % len(types)] for layer in range(ours["layers"]))
+  named, every = ours["layer_types"], ours["global_every"]
+  if named:
+    return tuple(named[layer % len(named)] for layer in range(ours["layers"]))
   layers = range(1, ours["layers"] + 1)
   full = [not ours["window"] or (every > 0 and layer % every == 0) for layer in layers]
   return tuple("full" if one else "sliding" for one in full)

@@ -4,34 +4,12 @@ A new family is an entry of FAMILIES, made of the parts of `hf_parts.py` and `hf
 ones, and an entry in `name_tables.py`. Defaults are those of transformers, versions 4.57 and 5.
 """
 
-from interop import hf_latent as latent
 from interop import hf_parts as parts
+from interop.hf_common import COMMON, SILU, SIZES
 from interop.hf_config import Family, Part
+from interop.hf_expert_families import EXPERT_FAMILIES
 from interop.hf_rope import rope, rope_by_layer
 
-COMMON = (
-  parts.same("num_hidden_layers", "layers"),
-  parts.same("hidden_size", "model_size"),
-  parts.same("intermediate_size", "feedforward_size"),
-  parts.same("num_attention_heads", "heads"),
-  parts.KV_HEADS,
-  parts.HEAD_SIZE,
-  parts.same("vocab_size", "vocabulary_size"),
-  parts.same("rms_norm_eps", "norm_epsilon", float),
-  parts.same("tie_word_embeddings", "tied_embeddings", bool),
-)
-SILU = parts.choice("hidden_act", "activation", parts.ACTIVATIONS)
-
-SIZES = {
-  "hidden_size": 4096,
-  "intermediate_size": 11_008,
-  "num_hidden_layers": 32,
-  "num_attention_heads": 32,
-  "vocab_size": 32_000,
-  "hidden_act": "silu",
-  "rms_norm_eps": 1e-6,
-  "tie_word_embeddings": False,
-}
 QWEN = {
   **SIZES,
   "intermediate_size": 22_016,
@@ -99,29 +77,6 @@ GPT_2_PARTS = (
   ),
   parts.choice("activation_function", "activation", {"gelu_new": "gelu", **parts.ACTIVATIONS}),
 )
-
-DEEPSEEK = (
-  parts.same("num_hidden_layers", "layers"),
-  parts.same("hidden_size", "model_size"),
-  parts.same("intermediate_size", "feedforward_size"),
-  latent.LATENT,
-  parts.same("vocab_size", "vocabulary_size"),
-  latent.NORM_EPSILON,
-  parts.same("tie_word_embeddings", "tied_embeddings", bool),
-  SILU,
-  latent.ROPE,
-  latent.DENSE,
-)
-DEEPSEEK_SIZES = {
-  **SIZES,
-  "kv_lora_rank": 512,
-  "q_lora_rank": 1536,
-  "qk_nope_head_dim": 128,
-  "qk_rope_head_dim": 64,
-  "v_head_dim": 128,
-}
-# That of a head's rotated dims, and a sum of two others.
-DEEPSEEK_IGNORED = ("head_dim", "qk_head_dim")
 
 # In the order in which `hf_config.write` tries them.
 FAMILIES: dict[str, Family] = {
@@ -311,36 +266,5 @@ FAMILIES: dict[str, Family] = {
       ),
     },
   ),
-  "deepseek_v3": Family(
-    "DeepseekV3ForCausalLM",
-    (*DEEPSEEK, latent.INTERLEAVE),
-    {
-      **DEEPSEEK_SIZES,
-      "hidden_size": 7168,
-      "intermediate_size": 18_432,
-      "num_hidden_layers": 61,
-      "num_attention_heads": 128,
-      "vocab_size": 129_280,
-      "max_position_embeddings": 4096,
-      "first_k_dense_replace": 3,
-      "rope_interleave": True,
-    },
-    fixed={"attention": "latent"},
-    ignored=DEEPSEEK_IGNORED,
-  ),
-  "deepseek_v2": Family(
-    "DeepseekV2ForCausalLM",
-    DEEPSEEK,
-    {
-      **DEEPSEEK_SIZES,
-      "hidden_size": 4096,
-      "num_hidden_layers": 32,
-      "num_attention_heads": 32,
-      "vocab_size": 102_400,
-      "max_position_embeddings": 2048,
-      "first_k_dense_replace": 0,
-    },
-    fixed={"attention": "latent", "rotary_pairs": "adjacent"},
-    ignored=DEEPSEEK_IGNORED,
-  ),
+  **EXPERT_FAMILIES,
 }

@@ -103,7 +103,10 @@ def _write_rope(model: Ours) -> dict[str, Any]:
   if math.isclose(factor, 1.0, rel_tol=1e-12) or log <= 0:
     return found
   attention = numbers.get("attention_factor", yarn_factor(numbers["factor"]))
-  more, one = {_ALL: (factor - 1) / log}, (attention * factor - 1) / log
+  every, one = (
+    float(f"{(x - 1) / log:.13g}") for x in (factor, attention * factor)
+  )  # as published
+  more = {_ALL: every}
   more |= {"attention_factor": attention} if one <= 0 else {_ONE: one}
   for key in ("rope_scaling", "rope_parameters"):
     kept = {name: x for name, x in found[key].items() if name != "attention_factor"}
@@ -112,29 +115,3 @@ def _write_rope(model: Ours) -> dict[str, Any]:
 
 
 ROPE = Part((*KEYS, ORIGINAL), _read_rope, _write_rope)
-
-# ------------------------------ layers ------------------------------
-
-
-def _read_dense(config: Theirs) -> dict[str, Any]:
-  dense, layers = config.get("first_k_dense_replace"), parts.value_of(config, "num_hidden_layers")
-  if type(dense) is not int or dense < layers:
-    raise ValueError(
-      f"first_k_dense_replace={short(dense)}: only models whose {layers} layers are all dense are "
-      f"read"
-    )
-  return {}
-
-
-# Keys of the experts, which have no effect where all layers are dense.
-OF_EXPERTS = (
-  *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
-  *("n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor"),
-  *("scoring_func", "aux_loss_alpha", "seq_aux", "moe_layer_freq", "ep_size"),
-  *("output_router_logits", "num_mtp_layers", "num_nextn_predict_layers"),
-)
-DENSE = Part(
-  ("first_k_dense_replace", *OF_EXPERTS),
-  _read_dense,
-  lambda model: {"first_k_dense_replace": model["layers"]},
-)

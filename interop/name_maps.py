@@ -91,10 +91,12 @@ def tensors(
     if name not in in_layers and (one := _tensor(config, name, row, ())):
       found[one.name] = one
   for layer in range(config.model.layers):
-    for name, row in in_layers.items():
-      experts = range(sizes_of(config)["E"]) if name.count("{}") > 1 else ()
-      for place in [(layer, expert) for expert in experts] or [(layer,)]:
-        if one := _tensor(config, name.format(*place), row, place):
+    stack, index = transformer_dims.place_of(config, layer)
+    for name, (dims, ours) in in_layers.items():
+      row = dims, tuple(stack + one.removeprefix(transformer_dims.LAYERS) for one in _names(ours))
+      each = [(number,) for number in range(config.model.experts)]
+      for expert in each if name.count("{}") > 1 else [()]:
+        if one := _tensor(config, name.format(layer, *expert), row, (index, *expert)):
           found[one.name] = one
   used = {part.parameter for one in found.values() for part in one.parts}
   patterns = transformer_dims.parameters(config)
@@ -116,9 +118,9 @@ def _tensor(config: ConfigDict, name: str, row: Row, place: tuple[int, ...]) -> 
     config: finalized.
     name: with its numbers.
     row: of the table.
-    place: the numbers of its layer and its expert.
+    place: of the parameters, without the expert that a tensor of all experts has; see `Part`.
   """
-  dims, parameters = row[0], _parameters(row)
+  dims, parameters = row[0], _names(row[1])
   letters = [transformer_dims.optional_letters(config, one) for one in parameters]
   if not any(letters):
     return None
@@ -228,10 +230,11 @@ def match(
       wrong.append(f"{name} has shape {shape}, and the config says {list(tensor.shape)}")
     else:
       found[known[name]] = tensor
+  unused = [one.format(config.model.layers) for one in names.unused]
   logits, embedding = names.tied
   copies = ""
   for name, given in known.items():
-    if name in wanted or any(fnmatch.fnmatchcase(name, one) for one in names.unused):
+    if name in wanted or any(fnmatch.fnmatchcase(name, one) for one in unused):
       continue
     if name == logits and config.model.tied_embeddings and embedding in known:
       copies = given
@@ -247,14 +250,15 @@ def rows_of(names: Names, stored: Iterable[str]) -> Mapping[str, Row]:
   for others in names.others:
     if there.isdisjoint(others):
       continue
-    held = {one for row in others.values() for one in _parameters(row)}
-    kept = {name: row for name, row in rows.items() if held.isdisjoint(_parameters(row))}
+    held = {one for _, ours in others.values() for one in _names(ours)}
+    kept = {name: row for name, row in rows.items() if held.isdisjoint(_names(row[1]))}
     rows = {**kept, **others}
   return rows
 
 
-def _parameters(row: Row) -> tuple[str, ...]:
-  return (row[1],) if isinstance(row[1], str) else row[1]
+def _names(ours: str | tuple[str, ...]) -> tuple[str, ...]:
+  """Returns the parameters of a row."""
+  return (ours,) if isinstance(ours, str) else ours
 
 
 def full_name(name: str, stored: Iterable[str], names: Names) -> str:

@@ -23,7 +23,8 @@ class Names:
     rows: tensor name -> (dims, our parameter, or several of a fused tensor).
     prefix: of all names but the logits'; a folder may leave it out everywhere.
     inner: beginnings of names in the folder of a model of which this is a part -> what they are.
-    unused: patterns of tensors without parameters: buffers that the code computes itself.
+    unused: patterns of tensors without parameters: buffers that the code computes itself, and
+      layers that only training has; {} is the number of layers.
     tied: (the logits' tensor, the embedding's): the first may be stored although it is the second.
     others: rows of which a folder may have one table's in place of those in `rows` with the same
       parameters; they are read, and not written.
@@ -158,7 +159,87 @@ LATENT_ATTENTION: dict[str, Row] = {
   f"{LAYER}self_attn.kv_b_proj.weight": ("KJ C", "layers/attention/key_value/kernel"),
   f"{LAYER}self_attn.o_proj.weight": ("D NU", "layers/attention/out/kernel"),
 }
-DEEPSEEK = Names({**ENDS, **NORMS, **LATENT_ATTENTION, **MLP})
+ROUTER: dict[str, Row] = {f"{LAYER}mlp.gate.weight": ("e D", "layers/experts/router/kernel")}
+
+
+def experts_one_by_one(
+  where: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> dict[str, Row]:
+  """Returns the rows of experts that have tensors of their own, by the names of these."""
+  return {
+    f"{LAYER}{where}.experts.{{}}.{gate}.weight": ("M D", "layers/experts/gate/kernel"),
+    f"{LAYER}{where}.experts.{{}}.{up}.weight": ("M D", "layers/experts/up/kernel"),
+    f"{LAYER}{where}.experts.{{}}.{down}.weight": ("D M", "layers/experts/down/kernel"),
+  }
+
+
+_GATE_UP = ("layers/experts/gate/kernel", "layers/experts/up/kernel")
+# As version 5 of transformers has them in memory.
+MERGED_EXPERTS: dict[str, Row] = {
+  f"{LAYER}mlp.experts.gate_up_proj": ("E M+M D", _GATE_UP),
+  f"{LAYER}mlp.experts.down_proj": ("E D M", "layers/experts/down/kernel"),
+}
+MIXTRAL = Names(
+  {
+    **ENDS,
+    **NORMS,
+    **ATTENTION,
+    f"{LAYER}block_sparse_moe.gate.weight": ("e D", "layers/experts/router/kernel"),
+    **experts_one_by_one("block_sparse_moe", "w1", "w3", "w2"),
+  },
+  others=(ROUTER, MERGED_EXPERTS),
+)
+QWEN_3_MOE = Names(
+  {**ENDS, **NORMS, **ATTENTION, **MLP, **ROUTER, **experts_one_by_one("mlp")},
+  others=(MERGED_EXPERTS,),
+)
+OLMOE = Names(
+  {
+    **QWEN_3_MOE.rows,
+    f"{LAYER}self_attn.q_norm.weight": ("NH", "layers/attention/query_norm/scale"),
+    f"{LAYER}self_attn.k_norm.weight": ("KH", "layers/attention/key_norm/scale"),
+  },
+  others=(MERGED_EXPERTS,),
+)
+DEEPSEEK = Names(
+  {
+    **ENDS,
+    **NORMS,
+    **LATENT_ATTENTION,
+    **MLP,
+    **ROUTER,
+    f"{LAYER}mlp.gate.e_score_correction_bias": ("e", "layers/experts/router/correction"),
+    **experts_one_by_one("mlp"),
+    f"{LAYER}mlp.shared_experts.gate_proj.weight": ("W D", "layers/experts/shared/gate/kernel"),
+    f"{LAYER}mlp.shared_experts.up_proj.weight": ("W D", "layers/experts/shared/up/kernel"),
+    f"{LAYER}mlp.shared_experts.down_proj.weight": ("D W", "layers/experts/shared/down/kernel"),
+  },
+  # The layer behind the last predicts further tokens, in training and to decode speculatively.
+  unused=("model.layers.*.self_attn.rotary_emb.inv_freq", "model.layers.{}.*"),
+  others=(MERGED_EXPERTS,),
+)
+# Kernels of experts are stored as they multiply, [in, out]; in MXFP4 as [out, in].
+GPT_OSS = Names(
+  {
+    **ENDS,
+    **NORMS,
+    **ATTENTION,
+    f"{LAYER}self_attn.sinks": ("N", "layers/attention/sinks"),
+    f"{LAYER}mlp.router.weight": ("e D", "layers/experts/router/kernel"),
+    f"{LAYER}mlp.router.bias": ("e", "layers/experts/router/bias"),
+    f"{LAYER}mlp.experts.gate_up_proj": ("E D M|M", _GATE_UP),
+    f"{LAYER}mlp.experts.gate_up_proj_bias": (
+      "E M|M",
+      ("layers/experts/gate/bias", "layers/experts/up/bias"),
+    ),
+    f"{LAYER}mlp.experts.down_proj": ("E M D", "layers/experts/down/kernel"),
+    f"{LAYER}mlp.experts.down_proj_bias": ("E D", "layers/experts/down/bias"),
+  },
+  others=(
+    {f"{LAYER}mlp.experts.gate_up_proj_blocks": ("E M|M D", _GATE_UP)},
+    {f"{LAYER}mlp.experts.down_proj_blocks": ("E D M", "layers/experts/down/kernel")},
+  ),
+)
 
 # model_type -> its tensors. Optional ones (biases, norms of heads) follow the config.
 FAMILIES: dict[str, Names] = {
@@ -177,4 +258,8 @@ FAMILIES: dict[str, Names] = {
   "granite": LLAMA,
   "deepseek_v2": DEEPSEEK,
   "deepseek_v3": DEEPSEEK,
+  "mixtral": MIXTRAL,
+  "qwen3_moe": QWEN_3_MOE,
+  "olmoe": OLMOE,
+  "gpt_oss": GPT_OSS,
 }

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from partitioning.dims import Dim
 from partitioning.parallel.sharded_function import Residual
-from runtime.layer_kinds import beside_sparse, sparse_layers
+from runtime.layer_kinds import beside_sparse, is_sparse, sparse_layers
 
 # The residual stream, between blocks and inside; queries, keys and values inside a block.
 RESIDUAL = Residual(between="BRD", inside="BTD")
@@ -279,6 +279,14 @@ def optional_letters(config: ConfigDict, name: str) -> str:
   table = parameters(config)
   found = next((dims for pattern, dims in table.items() if re.fullmatch(pattern, name)), "")
   return found[1:] if name.startswith((LAYERS, DENSE_LAYERS)) else found
+
+
+def place_of(config: ConfigDict, layer: int) -> tuple[str, int]:
+  """Returns the stack that a layer is in, LAYERS or DENSE_LAYERS, and its index there."""
+  model = config.model
+  sparse = is_sparse(model, layer)
+  before = sum(is_sparse(model, one) == sparse for one in range(layer))
+  return DENSE_LAYERS if model.experts and not sparse else LAYERS, before
 
 
 def sizes(config: ConfigDict, dims: str) -> tuple[int, ...]:

@@ -84,7 +84,9 @@ def read_with_numpy(name: str) -> dict[str, np.ndarray]:
     for part in tensor.parts:
       ends = [np.prod([sizes[letter] for letter in axis], dtype=int) for axis in part.axes]
       one = stored[tensor_name].astype(np.float64)
-      one = np.take(one, range(part.start, part.start + ends[tensor.axis]), axis=tensor.axis)
+      one = one if part.matrix is None else one[part.matrix]
+      there = part.start + part.step * np.arange(ends[tensor.axis])
+      one = np.take(one, there, axis=tensor.axis)
       order = "".join(part.axes)
       one = one.reshape([sizes[letter] for letter in order])
       one = one.transpose([order.index(letter) for letter in part.letters])

@@ -24,15 +24,21 @@ from tests.interop.folders import job_of, read_with_numpy
 KEY = "checkpoint.initialize_from"
 # Each family on one mesh, so that each kind of mesh has families of each kind of tensors.
 MESHES = {
+  "deepseek_v2": "fsdp8",
+  "deepseek_v3": "single",
   "gemma": "dp8",
   "gemma2": "fsdp8",
   "gemma3": "dp4_tp2",
   "gpt2": "fsdp8",
+  "gpt_oss": "dp4_tp2",
   "llama": "dp4_tp2",
   "mistral": "dp8",
+  "mixtral": "fsdp8",
+  "olmoe": "dp2_fsdp2_tp2",
   "phi3": "dp2_fsdp2_tp2",
   "qwen2": "dp4_tp2",
   "qwen3": "fsdp8",
+  "qwen3_moe": "dp8",
 }
 
 
@@ -40,7 +46,12 @@ def opened(name, job):
   return read_weights.open_folder(str(folders.FOLDER / name), job.config, KEY)
 
 
-@pytest.mark.parametrize("name", folders.NAMES)
+LONG = ("deepseek_v2", "mixtral", "olmoe", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in folders.NAMES]
+)
 def test_logits_are_those_of_transformers_on_every_mesh(name):
   job = job_of(name, MESHES[name])
   with jax.enable_x64(True):
@@ -73,7 +84,7 @@ def test_another_dtype_than_the_files_is_rounded_once():
 @pytest.mark.parametrize("piece_bytes", [1, 100])
 def test_shards_of_small_pieces_are_the_same(monkeypatch, piece_bytes):
   monkeypatch.setattr(read_weights, "PIECE_BYTES", piece_bytes)
-  for name in ("phi3", "gpt2"):
+  for name in ("phi3", "gpt2", "gpt_oss", "qwen3_moe"):
     job = job_of(name)
     source = opened(name, job)
     for parameter, array in read_with_numpy(name).items():

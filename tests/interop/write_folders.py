@@ -37,6 +37,20 @@ LLAMA_3 = {
   "original_max_position_embeddings": 16,
 }
 GEMMA = {"head_dim": 6, "query_pre_attn_scalar": 9, "sliding_window": 5}
+LATENT = {
+  "num_hidden_layers": 3,
+  "first_k_dense_replace": 1,
+  "num_key_value_heads": 4,
+  "kv_lora_rank": 8,
+  "qk_nope_head_dim": 6,
+  "qk_rope_head_dim": 4,
+  "v_head_dim": 5,
+  "n_routed_experts": 8,
+  "num_experts_per_tok": 3,
+  "moe_intermediate_size": 10,
+  "n_group": 4,
+  "topk_group": 2,
+}
 # name -> (model_type, keys of its config, dtype of the file). `rope` is written in the notation of
 # the version that is installed.
 FOLDERS = {
@@ -53,7 +67,86 @@ FOLDERS = {
   ),
   "gpt2": ("gpt2", {}, "float32"),
   "phi3": ("phi3", {"pad_token_id": 0, "sliding_window": 7}, "bfloat16"),
+  "mixtral": ("mixtral", {"num_local_experts": 6, "rope": (1000.0, {})}, "bfloat16"),
+  "qwen3_moe": (
+    "qwen3_moe",
+    {
+      "head_dim": 6,
+      "num_hidden_layers": 3,
+      "mlp_only_layers": [0],
+      "num_experts": 5,
+      "num_experts_per_tok": 3,
+      "moe_intermediate_size": 10,
+      "norm_topk_prob": True,
+      "rope": (1000.0, {}),
+    },
+    "bfloat16",
+  ),
+  "olmoe": (
+    "olmoe",
+    {"pad_token_id": 0, "num_experts": 5, "num_experts_per_tok": 2, "rope": (1000.0, {})},
+    "float32",
+  ),
+  "gpt_oss": (
+    "gpt_oss",
+    {
+      "head_dim": 6,
+      "num_hidden_layers": 3,
+      "intermediate_size": 20,
+      "num_local_experts": 4,
+      "num_experts_per_tok": 2,
+      "sliding_window": 5,
+      "swiglu_limit": 0.5,
+      "rope": (
+        1000.0,
+        {
+          "rope_type": "yarn",
+          "factor": 4.0,
+          "original_max_position_embeddings": 8,
+          "beta_fast": 2.0,
+          "beta_slow": 0.2,
+          "truncate": False,
+        },
+      ),
+    },
+    "bfloat16",
+  ),
+  "deepseek_v2": (
+    "deepseek_v2",
+    {
+      **LATENT,
+      "q_lora_rank": None,
+      "n_shared_experts": 1,
+      "topk_method": "group_limited_greedy",
+      "routed_scaling_factor": 1.5,
+      "rope": (100.0, {}),
+    },
+    "float32",
+  ),
+  "deepseek_v3": (
+    "deepseek_v3",
+    {
+      **LATENT,
+      "q_lora_rank": 6,
+      "n_shared_experts": 2,
+      "num_nextn_predict_layers": 0,
+      "rope": (
+        100.0,
+        {
+          "rope_type": "yarn",
+          "factor": 4.0,
+          "original_max_position_embeddings": 8,
+          "beta_fast": 2.0,
+          "beta_slow": 0.2,
+          "mscale": 1.0,
+          "mscale_all_dim": 1.0,
+        },
+      ),
+    },
+    "bfloat16",
+  ),
 }
+LEAST_MARGIN = 1e-5  # between the scores of two experts, or of two groups
 
 
 def config_of(name: str) -> transformers.PretrainedConfig:
@@ -101,15 +194,31 @@ def wide():
 def made(name: str) -> torch.nn.Module:
   """Returns a model of a folder's config with its own initial parameters."""
   config = config_of(name)
-  config._attn_implementation = "eager"
+  config._attn_implementation = config._experts_implementation = "eager"
   return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def check_margin(router: torch.nn.Module, inputs: tuple, outputs: tuple) -> None:
+  """Refuses parameters with which rounding would choose other experts."""
+  scores, groups = outputs[0].softmax(-1), getattr(router, "num_group", None)
+  if (bias := getattr(router, "e_score_correction_bias", None)) is not None:
+    scores = outputs[0].sigmoid() + bias
+  compared = [scores]
+  if groups:
+    grouped = scores.unflatten(-1, (groups, -1))
+    compared.append(grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1))
+  margin = min(one.sort().values.diff().min().item() for one in compared)
+  if margin < LEAST_MARGIN:
+    raise ValueError(f"{type(router).__name__}: {margin}; draw other parameters")
 
 
 def write(name: str) -> None:
   """Writes a folder with random parameters, and its logits in float64."""
   torch.manual_seed(len(name))
   model = made(name)
-  for parameter_name, parameter in model.named_parameters():
+  for parameter_name, parameter in (*model.named_parameters(), *model.named_buffers()):
+    if "inv_freq" in parameter_name:
+      continue
     scale = parameter_name.endswith("weight") and parameter.ndim == 1 and "gemma" not in name
     drawn = torch.randn(parameter.shape, dtype=torch.float64)
     parameter.data = (0.3 if parameter.ndim == 1 else 0.4) * drawn + (1.0 if scale else 0.0)
@@ -122,6 +231,9 @@ def write(name: str) -> None:
   with wide(), torch.no_grad():
     model = made(name).to(torch.float64)
     model.load_state_dict(state)
+    checked = [one for one in model.modules() if "Router" in type(one).__name__]
+    for one in checked:
+      one.register_forward_hook(check_margin)
     logits = model(torch.from_numpy(tokens().astype(np.int64))).logits
   np.save(FOLDER / name / "logits.npy", logits.numpy())
 
@@ -129,8 +241,10 @@ def write(name: str) -> None:
 if __name__ == "__main__":
   parser = argparse.ArgumentParser()
   parser.add_argument("--config-only", action="store_true")
-  only = parser.parse_args().config_only
-  for one in FOLDERS:
+  parser.add_argument("names", nargs="*", default=[*FOLDERS], help="which; all")
+  given = parser.parse_args()
+  only = given.config_only
+  for one in given.names:
     if not only:
       write(one)
       continue
