@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from analysis.roofline import Work
 from models.layer_pattern import layer_pattern
+from models.transformer_dims import latent_sizes
 from planning import activation_memory, attention_kernels
 from training.optimizer import matrix_groups
 from training.setup import Job
@@ -39,7 +40,7 @@ class _Fused(dict):
 def operations(job: Job) -> list[tuple[Work, int, bool]]:
   """Returns (work, runs, whether in float32) of the operations of a step's gradients."""
   config, share = activation_memory.part(job, at_once=False)
-  tracer = _Tracer(share, _kind_shares(config))
+  tracer = _Tracer(share, _kind_shares(config), _in_place(job, config))
   jaxpr = activation_memory.gradients(job, config)
   count = job.config.training.gradient_accumulation_steps
   inputs = {x: tracer.fresh(x) for x in [*jaxpr.invars, *jaxpr.constvars]}
@@ -53,6 +54,24 @@ def _kind_shares(config: ConfigDict) -> tuple[float, ...]:
     return ()
   pattern = layer_pattern(config)
   return tuple(pattern.windows.count(kind) / config.model.layers for kind in pattern.kinds)
+
+
+def _in_place(job: Job, config: ConfigDict) -> dict[tuple[int, ...], float]:
+  """Returns shape -> share of the work of kernels that multiply a device's part of the residual.
+
+  They are latent attention's down-projections, with sequence parallelism. In the trace, their dims
+  are (output, residual).
+
+  Args:
+    job: of all devices.
+    config: of what is traced.
+  """
+  model = config.model
+  if not config.partitioning.sequence_parallel or not (sizes := latent_sizes(model)):
+    return {}
+  share = 1 / job.devices.sizes["tensor"]
+  sizes = {*sizes, model.rotary_size} - {model.feedforward_size}  # whose kernel has such a shape
+  return {(size, model.model_size): share for size in sizes}
 
 
 def of_matrices(job: Job) -> list[tuple[Work, int, bool]]:
@@ -76,10 +95,16 @@ class _Tracer:
     found: work, how often, whether it is a float32 matmul.
   """
 
-  def __init__(self, share: float, kinds: tuple[float, ...] = ()):
-    """Takes the device's share of the traced rows, and the shares of the kinds of layers."""
+  def __init__(
+    self,
+    share: float,
+    kinds: tuple[float, ...] = (),
+    in_place: Mapping[tuple[int, ...], float] | None = None,
+  ):
+    """Takes the device's share of the traced rows, of the kinds of layers, and of some kernels."""
     self.found: list[tuple[Work, int, bool]] = []
     self._share, self._kinds, self._count = share, kinds, 0
+    self._in_place = in_place or {}
 
   def fresh(self, x: Any) -> Roots:
     """Returns the roots of a variable that is an array in HBM."""
@@ -183,7 +208,9 @@ class _Tracer:
       there = sum(_read(x, behind) for x, behind in zip(equation.invars, read, strict=True))
       flops, fused = _flops(equation), attention_kernels.flops(equation)
       work = Work(flops + fused, there + results, flops if _rounded(equation) else 0.0, fused)
-      self._note(work, runs, wide=_wide(equation))
+      shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
+      share = min(self._in_place.get(shape, 1.0) for shape in shapes)
+      self._note(work * share, runs, wide=_wide(equation))
     else:
       behind = {root: size for one in read for root, size in one.items()}  # of all arguments
       if 2 * results > sum(behind.values()):

@@ -9,6 +9,7 @@ from flax import nnx
 from inference.request import Request
 from inference.sampler import Sampler
 from tests.helpers.jobs import first_state, make_job
+from tests.parity.latents import LATENTS
 
 # Rows of documents of these lengths.
 LENGTHS = ((3, 2, 7), (1, 10, 1), (12,), (4, 4, 4))
@@ -24,6 +25,7 @@ JOBS = {
     {"model.window": 3, "model.global_every": 2, "model.attention_sinks": True},
   ),
   "dp4_tp2-learned": ("dp4_tp2", {"model.positions": "learned", "model.attention_sinks": True}),
+  "dp4_tp2-latent": ("dp4_tp2", LATENTS),
   "fsdp8-rotary": ("fsdp8", {}),
   "context-rotary": ("single", {"mesh.context": 2}),
 }

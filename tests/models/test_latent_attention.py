@@ -1,13 +1,15 @@
 """Multi-head latent attention: values beside NumPy, on meshes, and in pieces from its cache."""
 
 import functools
+import math
 
 import jax
 import numpy as np
 import pytest
 
-from models import latent_attention, transformer
+from models import latent_attention, transformer, transformer_dims
 from partitioning.rules import named_leaves
+from tests.configs.loading import finalized
 from tests.helpers.jobs import first_state, host_batch, make_job
 from tests.models import numpy_decoder
 from tests.models.test_transformer import assert_pieces_give_what_the_whole_gives
@@ -52,14 +54,28 @@ def on_mesh(mesh):
   return train("lm", "float64", {**LATENTS, **MESHES[mesh]})
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+# The others in `make test-long`.
+OFTEN = ("fsdp2_tensor4, sequence-parallel", "all, ring")
+
+
+@pytest.mark.parametrize(
+  "mesh", [pytest.param(x, marks=() if x in OFTEN else pytest.mark.long) for x in MESHES]
+)
 def test_gradients_on_a_mesh_are_those_of_one_device(mesh):
   assert_equal(on_mesh(mesh), on_one_device(), "float64")
 
 
+@pytest.mark.long
 def test_gradients_of_options_on_a_mesh_are_those_of_one_device():
   ours = train("lm", "float64", {**LATENTS, **OPTIONS, **MESHES["all, gathered"]})
   assert_equal(ours, on_one_device(True), "float64")
+
+
+@pytest.mark.long
+def test_8_bit_matmuls_on_a_mesh_are_those_of_one_device():
+  keys = {**LATENTS, "training.matmul_dtype": "int8"}
+  ours = train("lm", "float64", {**keys, **MESHES["fsdp2_tensor4, sequence-parallel"]})
+  assert_equal(ours, train("lm", "float64", keys), "float64")
 
 
 def test_tensor_splits_heads_and_fsdp_every_kernel():
@@ -79,11 +95,40 @@ def test_tensor_splits_heads_and_fsdp_every_kernel():
   assert seen["BTKJ"] == seen["BTNU"] == ("fsdp", None, "tensor", None)
 
 
+@pytest.mark.parametrize(
+  ("heads", "width", "query_latent", "published"),
+  [
+    # DeepSeek-V2-Lite and V3: q (or q_a, its norm, q_b), kv_a, its norm, kv_b and o of a layer.
+    (16, 2048, 0, 6_291_456 + 1_179_648 + 512 + 2_097_152 + 4_194_304),
+    (128, 7168, 1536, 11_010_048 + 1536 + 37_748_736 + 4_128_768 + 512 + 16_777_216 + 117_440_512),
+  ],
+)
+def test_a_layer_has_the_published_parameters(heads, width, query_latent, published):
+  keys = {"head_size": 192, "rotary_size": 64, "value_head_size": 128, "latent_size": 512}
+  keys |= {"heads": heads, "kv_heads": heads, "model_size": width, "attention": "latent"}
+  keys |= {"query_latent_size": query_latent, "layers": 1}
+  config = finalized("lm", **{f"model.{key}": value for key, value in keys.items()})
+  table = transformer_dims.parameters(config)
+  own = [dims for name, dims in table.items() if name.startswith("layers/attention/")]
+  assert sum(math.prod(transformer_dims.sizes(config, dims)) for dims in own) == published
+
+
 # ---- The cache ----
 
 
-@pytest.mark.parametrize("absorbed", [True, False, None])
-@pytest.mark.parametrize("strategy", ["single", "dp2_fsdp2_tp2"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+  ("strategy", "absorbed"),
+  [
+    ("single", True),
+    ("single", False),
+    pytest.param("dp2_fsdp2_tp2", None, marks=LONG),
+    pytest.param("dp2_fsdp2_tp2", True, marks=LONG),
+    pytest.param("dp2_fsdp2_tp2", False, marks=LONG),
+  ],
+)
 def test_reading_in_pieces_gives_the_logits_of_reading_at_once(strategy, absorbed, monkeypatch):
   if absorbed is not None:
     monkeypatch.setattr(latent_attention, "_absorbs", lambda *_: absorbed)

@@ -4,9 +4,9 @@ from collections import defaultdict
 
 import pytest
 
-from models import latent_attention
+from models import latent_attention, transformer
 from models.transformer_dims import RESIDUAL
-from planning import analytic
+from planning import analytic, traced_cost
 from tests.parity.budgets import compile_step, job_of, latent_job
 from tests.parity.latents import LATENTS, STRATEGIES
 from tests.parity.theory import theory
@@ -60,7 +60,16 @@ def test_a_plan_says_the_same(strategy):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["dp2_fsdp2_tp2", LARGEST, "dp4_tp2, collective matmul"])
+@pytest.mark.parametrize("strategy", ["dp2_fsdp2_tp2", LARGEST])
 def test_a_plan_without_latent_vectors_of_queries_is_what_is_sent(strategy):
   job = job_of(strategy, **{**LATENTS, "model.query_latent_size": 0})
   assert_planned(job, {key: size for key, (_, size) in compile_step(job).sent().items()})
+
+
+# Without sequence parallelism every device along tensor computes the latent vectors.
+@pytest.mark.parametrize("strategy", ["fsdp8", LARGEST, "data=4 x context=2, ring"])
+def test_devices_share_the_flops_of_the_model(strategy):
+  job = latent_job(strategy)
+  found = sum(work.flops * runs for work, runs, _ in traced_cost.operations(job))
+  each = transformer.train_flops_per_example(job.config)
+  assert found == pytest.approx(each * job.config.data.global_batch_size / job.mesh.size, rel=0.01)
