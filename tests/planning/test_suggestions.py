@@ -1,5 +1,6 @@
 """What a plan says of a budget, and what it advises, by formula."""
 
+import dataclasses
 import importlib
 
 import jax
@@ -7,7 +8,7 @@ import pytest
 
 from partitioning.shardings import size_text
 from planning import aot, plan
-from reports import plan_text
+from reports import plan_page, plan_text
 
 CONSTANTS = "planning.constants=h100.hbm_bytes={}"
 
@@ -29,6 +30,13 @@ def test_what_a_budget_of_tokens_costs():
   assert found.cost == pytest.approx(2.5 * hours)
   text = f"1 billion tokens take {hours:.3g} chip-hours and cost {2.5 * hours:.2f}"
   assert text in plan_text.text(found)
+
+
+def test_what_would_save_time_is_printed_after_the_verdict_and_on_the_page():
+  found = dataclasses.replace(make("dp8", "h100:8", recipe="mlp"), gather_once="for 3 ms of a step")
+  assert "\n  for 3 ms of a step\n" in plan_text.text(found)
+  assert "<p>for 3 ms of a step</p>" in plan_page.html(found)
+  assert found.as_json()["gather_once"] == "for 3 ms of a step"
 
 
 @pytest.mark.parametrize(
