@@ -1,0 +1,38 @@
+"""A small mixture of experts beside a dense decoder in which a token uses as many parameters.
+
+  python main.py --config=configs/experiments/experts.py:experts
+  python main.py --config=configs/experiments/experts.py:dense
+
+8 experts, 2 of them for each token, each half as wide as the dense MLP; the first on a mesh of
+data=2 x expert=4, the second on data=8. Both are the byte-level decoder of the recipe lm, with its
+data and its schedule, and read the same rows. What to expect is in docs/experts.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+EXPERTS, EACH = 8, 2
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+  """Returns the config of a side: experts (default) or dense.
+
+  Raises:
+    ValueError: another side.
+  """
+  side = argument or "experts"
+  if side not in ("experts", "dense"):
+    raise ValueError(f"unknown side {side!r}; there are experts and dense")
+  mesh = dict(data=2, expert=4) if side == "experts" else dict(data=8)
+  config = base.get_config("lm", mesh=mesh)
+  config.training.steps = 400
+  config.evaluation.every_steps = 0
+  if side == "experts":
+    config.model.update(
+      experts=EXPERTS,
+      experts_per_token=EACH,
+      expert_feedforward_size=config.model.feedforward_size // EACH,
+    )
+    config.training.balance_loss = 0.01
+  return config
