@@ -26,14 +26,20 @@ def no_splash(config: ConfigDict) -> str:
   """Returns why the kernel of models/splash_attention.py cannot run a config; "" where it can."""
   if config.training.compute_dtype == "float64":
     return "it computes in float32"
-  context, length = config.mesh.context, config.data.sequence_length
-  # Gathered rows are padded. A ring, which may be the cost formula's choice, passes two pieces.
+  context, data = config.mesh.context, config.data
+  if context == 1 or config.model.context_attention == "gather":  # gathered rows are padded
+    return ""
+  # A ring, which may be the cost formula's choice, passes two pieces.
   pieces = 2 * context * LANES
-  if context > 1 and config.model.context_attention != "gather" and length % pieces:
-    return (
-      f"data.sequence_length={length} is not a multiple of {pieces}, two pieces of whole blocks of "
-      f"{LANES} tokens for each of mesh.context={context}"
-    )
+  needed = (
+    f"{pieces}, two pieces of whole blocks of {LANES} tokens for each of mesh.context={context}"
+  )
+  if data.sequence_length % pieces:
+    return f"data.sequence_length={data.sequence_length} is not a multiple of {needed}"
+  ramp = [pair for pair in data.sequence_length_ramp if isinstance(pair, (tuple, list))]
+  lengths = [pair[-1] for pair in ramp if pair and type(pair[-1]) is int]  # others are refused
+  if shorter := [length for length in lengths if length % pieces]:
+    return f"data.sequence_length_ramp has rows of {shorter[0]} tokens, no multiple of {needed}"
   return ""
 
 

@@ -27,6 +27,7 @@ class SplashBlocks:
     cap: soft cap of the scores, of queries that are scaled; 0 is off.
     windows: the sliding windows of the kinds of layers; None: the full past.
     block: most tokens of a block of queries, and of keys.
+    dtype: of the softmax and of sums of gradients.
   """
 
   cap: float

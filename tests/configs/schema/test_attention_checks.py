@@ -56,6 +56,27 @@ def test_what_cudnn_cannot_do_is_refused_by_name(changes, said):
     validate.check(config, {**base.MESH, "context": config.mesh.context})
 
 
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [
+    ({"training.compute_dtype": "float64"}, "it computes in float32"),
+    ({"data.sequence_length": 1280}, "data.sequence_length=1280 is not a multiple of 1024, two"),
+    (
+      {"data.sequence_length_ramp": ((0, 512), (9, 2048))},
+      "data.sequence_length_ramp has rows of 512 tokens, no multiple of 1024, two pieces",
+    ),
+    ({"data.sequence_length_ramp": ((0, 1024), (9, 2048))}, ""),
+    ({"data.sequence_length": 1280, "model.context_attention": "gather"}, ""),
+    ({}, ""),
+  ],
+)
+def test_splash_takes_a_ring_of_pieces_of_whole_blocks(changes, said):
+  split = {"mesh.context": 4, "data.sequence_length": 2048, "model.context_attention": "ring"}
+  config = finalized("cpu", 0.0, **{**LLAMA, **split, **changes})
+  assert attention_checks.no_splash(config).startswith(said)
+  assert bool(attention_checks.no_splash(config)) is bool(said)
+
+
 def test_what_cudnn_can_do_is_not_refused():
   validate.check(finalized(**CUDNN, **{"model.window": 4096}), base.MESH)
 
