@@ -124,7 +124,9 @@ class LatentAttention(nnx.Module):
     self, q_BTNH: Float[Array, "B T N H"], layer: Layer, rows: Rows, cache: LatentCache
   ) -> Float[Array, "B T N U"]:
     """Returns the attention output over the slots of a cache, in the cheaper of two ways."""
-    if _absorbs(q_BTNH.shape, cache.latents.shape, self.key_value.kernel.shape):
+    shapes = q_BTNH.shape, cache.latents.shape, self.key_value.kernel.shape
+    # In 8 bits the projection of each latent vector is rounded, as in training.
+    if not self.key_value.in_8_bits and _absorbs(*shapes):
       return self._absorbed(q_BTNH, layer.window, rows.slots_BT, cache)
     [found_BSKJ] = column_parallel(cache.latents, [self.key_value], _CACHED)
     rotary_BSKI = cache.rotary_keys[:, :, None]

@@ -137,6 +137,28 @@ def test_reading_in_pieces_gives_the_logits_of_reading_at_once(strategy, absorbe
     assert_pieces_give_what_the_whole_gives(job, 1e-12)
 
 
+@LONG
+def test_in_8_bits_a_token_s_keys_are_those_of_training():
+  job = make_job("single", "lm", **{**LATENTS, "training.matmul_dtype": "int8"})
+  assert_pieces_give_what_the_whole_gives(job, 1e-5)
+
+
+# DeepSeek's: a dense layer first, then experts, and one that all tokens share.
+EXPERTS = {
+  "model.layers": 3,
+  "model.dense_layers": 1,
+  "model.experts": 8,
+  "model.shared_feedforward_size": 24,
+}
+
+
+@LONG
+def test_with_experts_it_is_read_in_pieces():
+  with jax.enable_x64(True):
+    job = make_job("single", "lm", **{**LATENTS, **EXPERTS, **FLOAT64})
+    assert_pieces_give_what_the_whole_gives(job, 1e-12)
+
+
 def test_the_cache_has_latent_vectors_and_rotary_keys_alone():
   job = make_job("single", "lm", **LATENTS)
   cache = jax.eval_shape(lambda: transformer.empty_cache(job.config, rows=3, slots=5))
