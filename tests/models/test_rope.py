@@ -6,7 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.rope import attention_factor, hashable, rope_table, rotary_frequencies
+from models.rope import (
+  apply_rope,
+  attention_factor,
+  hashable,
+  rope_table,
+  rotary_frequencies,
+)
 
 LENGTH = {"original_length": 4096}
 
@@ -76,3 +82,17 @@ def test_the_factor_of_the_attention_multiplies_cosine_and_sine():
   positions, frequency = jnp.arange(9, dtype=jnp.int32)[None], jnp.asarray([1.0, 0.1])
   plain = np.asarray(rope_table(positions, frequency))
   np.testing.assert_allclose(rope_table(positions, frequency, 1.25), 1.25 * plain, rtol=1e-6)
+
+
+def test_adjacent_pairs_are_rotated_as_halves_are_in_another_order():
+  random = np.random.default_rng(5)
+  x_BTNH = random.standard_normal((2, 7, 3, 10)).astype(np.float32)  # of which 8 dims are rotated
+  frequency_h = rotary_frequencies(8, 100.0, dtype=jnp.dtype("float32"))
+  table = rope_table(jnp.arange(7, dtype=jnp.int32)[None], frequency_h)
+  found = np.asarray(apply_rope(jnp.asarray(x_BTNH), table, adjacent=True))
+  angle_Th = np.arange(7)[:, None] * 100.0 ** (-np.arange(4) / 4)
+  turned = (x_BTNH[..., 0:8:2] + 1j * x_BTNH[..., 1:8:2]) * np.exp(1j * angle_Th)[None, :, None]
+  np.testing.assert_allclose(found[..., 0:8:2], turned.real, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(found[..., 1:8:2], turned.imag, rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(found[..., 8:], x_BTNH[..., 8:])
+  assert not np.allclose(found, apply_rope(jnp.asarray(x_BTNH), table))
