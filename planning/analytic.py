@@ -49,17 +49,24 @@ class Term:
   hidden: bool = False
 
 
-def times(job: Job, places: Places, chip: Chip, rates: Rates) -> Times:
+def times(job: Job, places: Places, chip: Chip, rates: Rates, *, fused: bool = True) -> Times:
   """Returns how long a step takes.
 
   Operations of the traced gradients run one after another, each for the longer of its FLOPs and its
   HBM traffic; then the optimizer passes over the state. The communication of FSDP and data
   parallelism overlaps with that as far as possible; that of `tensor` and `context` is exposed.
+
+  Args:
+    job: a prepared job.
+    places: of its mesh's devices in the topology.
+    chip: of a device.
+    rates: achieved shares of the chip's constants.
+    fused: as of `traced_cost.operations`.
   """
   bandwidth = rates.bandwidth(chip)
   update = Work(0, _bytes(job))
   work, compute, busy = update, 0.0, update.bytes / bandwidth
-  for one, runs, wide in [*traced_cost.operations(job), *traced_cost.of_matrices(job)]:
+  for one, runs, wide in [*traced_cost.operations(job, fused=fused), *traced_cost.of_matrices(job)]:
     work += one * runs
     # On GPUs float32 runs as TF32, at half the speed of bfloat16 (NVIDIA's data sheets).
     seconds = matmul_seconds(one, chip, rates) * (2 if wide and not chip.torus else 1)

@@ -27,6 +27,7 @@ _SAME = {
   *("optimization_barrier", "sharding_constraint", "copy", "pvary", "pcast", "name"),
   *("reshape", "transpose", "expand_dims"),
 }
+_IMPLICIT = {"broadcast_in_dim", "iota"}  # written by no framework: done where they are read
 # They read whole arrays: what is elementwise is not fused into them.
 _WHOLE = {"dot_general", "conv_general_dilated", "pallas_call", "scan", "while"}
 
@@ -37,10 +38,16 @@ class _Fused(dict):
   """Roots of a fused value, which is not in HBM itself."""
 
 
-def operations(job: Job) -> list[tuple[Work, int, bool]]:
-  """Returns (work, runs, whether in float32) of the operations of a step's gradients."""
+def operations(job: Job, *, fused: bool = True) -> list[tuple[Work, int, bool]]:
+  """Returns (work, runs, whether in float32) of the operations of a step's gradients.
+
+  Args:
+    job: a prepared job.
+    fused: elementwise operations are fused, as compilers do; else each reads its arguments and
+      writes its result, as in a framework that runs them one by one.
+  """
   config, share = activation_memory.part(job, at_once=False)
-  tracer = _Tracer(share, _kind_shares(config), _in_place(job, config))
+  tracer = _Tracer(share, _kind_shares(config), _in_place(job, config), fused=fused)
   jaxpr = activation_memory.gradients(job, config)
   count = job.config.training.gradient_accumulation_steps
   inputs = {x: tracer.fresh(x) for x in [*jaxpr.invars, *jaxpr.constvars]}
@@ -100,10 +107,12 @@ class _Tracer:
     share: float,
     kinds: tuple[float, ...] = (),
     in_place: Mapping[tuple[int, ...], float] | None = None,
+    *,
+    fused: bool = True,
   ):
     """Takes the device's share of the traced rows, of the kinds of layers, and of some kernels."""
     self.found: list[tuple[Work, int, bool]] = []
-    self._share, self._kinds, self._count = share, kinds, 0
+    self._share, self._kinds, self._fused, self._count = share, kinds, fused, 0
     self._in_place = in_place or {}
 
   def fresh(self, x: Any) -> Roots:
@@ -211,6 +220,9 @@ class _Tracer:
       shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
       share = min(self._in_place.get(shape, 1.0) for shape in shapes)
       self._note(work * share, runs, wide=_wide(equation))
+    elif not self._fused and name not in _IMPLICIT:
+      there = sum(_read(x, behind) for x, behind in zip(equation.invars, read, strict=True))
+      self._note(Work(0, there + results), runs)
     else:
       behind = {root: size for one in read for root, size in one.items()}  # of all arguments
       if 2 * results > sum(behind.values()):

@@ -73,7 +73,7 @@ def test_the_devices_at_hand_are_planned_by_their_own_compiler(main, tmp_path):
   sent = {(one["axis"], one["kind"], one["network"]) for one in found["collectives"]}
   assert {("data", "all-reduce", "memory"), ("tensor", "all-reduce", "memory")} <= sent
   forward, backward = found["timeline"]["layers"]
-  assert forward["line"].startswith("models/transformer.py:")
+  assert forward["line"].startswith("models/layer_stack.py:")
   assert forward["line"] == backward["line"]
   assert (forward["runs"], backward["runs"]) == (3, 3)
   # Collectives are synchronous on CPUs: all of the time of each is a gap.

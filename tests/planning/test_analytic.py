@@ -146,10 +146,10 @@ def test_a_kernel_that_keeps_its_scores_moves_next_to_none():
   assert scores_bytes(1024, **sizes) < 0.5 * scores_bytes(1024, **{"model.head_size": 128})
 
 
-def traffic(function, *shapes):
+def traffic(function, *shapes, fused=True):
   """Returns the HBM bytes of a function of float32 arrays."""
   jaxpr = jax.make_jaxpr(function)(*map(jnp.zeros, shapes)).jaxpr
-  tracer = traced_cost._Tracer(1.0)
+  tracer = traced_cost._Tracer(1.0, fused=fused)
   tracer.close(jaxpr, tracer.walk(jaxpr, {x: tracer.fresh(x) for x in jaxpr.invars}, 1), 1)
   return sum(work.bytes * runs for work, runs, _ in tracer.found)
 
@@ -181,6 +181,19 @@ def traffic(function, *shapes):
 )
 def test_what_is_read_and_written(function, shapes, elements):
   assert traffic(function, *shapes) == pytest.approx(4 * elements, rel=0.05)
+
+
+def test_without_fusion_each_elementwise_operation_reads_and_writes():
+  def chain(x, y, z):
+    return jnp.tanh(x @ y + z) * 2.0
+
+  shapes = (5, 7), (7, 11), (1, 11)
+  matmul, row, whole = 35 + 77 + 55, 11, 55
+  # Of the sum, tanh and the product; z is broadcast where it is read.
+  wanted = matmul + (whole + row + whole) + 2 * whole + 2 * whole
+  assert traffic(chain, *shapes, fused=False) == 4 * wanted
+  # Fused, the product is read once, and z with it: counted as no more than what is written.
+  assert traffic(chain, *shapes) == 4 * (matmul + whole + whole)
 
 
 def test_groups_along_axes():

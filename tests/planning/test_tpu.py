@@ -34,7 +34,7 @@ def test_a_small_decoder_on_eight_chips(main, tmp_path):
     assert 0 <= one["exposed_seconds"] <= one["seconds"] * 1.001
   # The program's tables of stack frames give the loops over layers, and the lines behind waits.
   for layer in found["timeline"]["layers"]:
-    assert layer["line"].startswith("models/transformer.py:")
+    assert layer["line"].startswith("models/layer_stack.py:")
     assert layer["runs"] * layer["layers"] + layer["outside"] == 3
     assert "tensor over ICI" in layer["transfers"]
   assert {layer["title"] for layer in found["timeline"]["layers"]} == {"forward", "backward"}
