@@ -27,6 +27,9 @@ FREE = frozenset(
 )
 # Kernel -> its matmuls: the scores (recomputed), and those of the scores.
 _PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+# Kernels that multiply rows by the kernel of their group; their last two operands are those
+# matrices: rows and kernels, or rows and the gradients of their results.
+_GROUPED = ("ragged-dot-none", "tgmm")
 _EIGHT_BIT = re.compile(r"(s8|u8|f8\w+)\[")
 
 
@@ -175,13 +178,18 @@ def _convolution(computation: hlo.Computation, instruction: hlo.Instruction) -> 
 
 
 def _kernel(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
-  """Returns the FLOPs of splash attention; 0 for other kernels.
+  """Returns the FLOPs of splash attention or of a grouped matmul; 0 for other kernels.
 
-  Only blocks on and below the diagonal are computed; in a sliding window, at most as many for each
-  block of queries (in the gradients of keys: of keys) as the kernel's table of blocks is wide. All
-  are where it has no table, because nothing is masked, and where the table is computed (s32): of
-  rows that devices split, the last part sees nearly all.
+  Of a grouped matmul all rows of its buffer count: how many are used is known on the device alone.
+
+  Of attention only blocks on and below the diagonal are computed; in a sliding window, at most as
+  many for each block of queries (in the gradients of keys: of keys) as the kernel's table of blocks
+  is wide. All are where it has no table, because nothing is masked, and where the table is computed
+  (s32): of rows that devices split, the last part sees nearly all.
   """
+  if instruction.name.startswith(_GROUPED):
+    rows, other = map(sizes, computation.operand_shapes(instruction)[-2:])
+    return 2.0 * math.prod(rows) * other[-1]
   products = [n for name, n in _PRODUCTS.items() if instruction.name.startswith(name)]
   if not products:
     return 0.0

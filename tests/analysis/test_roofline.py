@@ -173,6 +173,25 @@ def test_the_attention_kernel_computes_the_blocks_that_the_mask_leaves(
   assert program.computations[program.entry].root == "last"
 
 
+@pytest.mark.parametrize(
+  ("name", "last", "result"),
+  [
+    ("ragged-dot-none", "bf16[4,256,512]", "bf16[1024,512]"),
+    ("tgmm", "bf16[1024,512]", "f32[4,256,512]"),
+  ],
+)
+def test_a_grouped_matmul_multiplies_each_row_by_one_kernel(name, last, result):
+  """As in a program for v5p; a dense one would have four times the operations."""
+  text = entry(
+    "%n = s32[1] parameter(0)",
+    "%x = bf16[1024,256] parameter(1)",
+    f"%w = {last} parameter(2)",
+    f"%{name}.7 = {result} custom-call(%n, %n, %n, %n, %n, /*index=5*/%x, %w), "
+    'custom_call_target="tpu_custom_call"',
+  )
+  assert work_of(text, f"{name}.7").flops == 2 * 1024 * 256 * 512
+
+
 @pytest.mark.parametrize("table", [True, False])
 def test_the_attention_kernel_computes_all_blocks_of_a_ring_step_and_at_most_all_of_gathered_keys(
   table,
