@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from models import load_balance
+from models import activations, load_balance
 from models.dtypes import wide_dtype
 from models.layers import MLP, Linear, clamped_gate
 from models.router import Routed, Router, route
@@ -151,6 +151,7 @@ class Experts(nnx.Module):
       [B, e], how many tokens of a row each expert has been given. {} where rows have no weights.
     """
     logits_BRe, routed = self.router(x_BRD, self.choice)
+    activations.record("router", logits_BRe)
     update_BRD, rounds, fullest = self._exchanged(x_BRD, routed.gates, routed.experts)
     if self.has_shared:
       update_BRD = update_BRD + self.shared(x_BRD, None, rows.slots_BT[0])

@@ -5,9 +5,11 @@ What compares is what `main.py compare` compares with; here are the jobs.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from input_pipeline.ramp import Ramp
 from partitioning.rules import named_leaves
@@ -60,14 +62,26 @@ class Run:
   trained: Trained
 
 
-def train(recipe: str, dtype: str, overrides: dict[str, Any]) -> Run:
-  """Takes three SGD steps on random batches whose rows weigh differently."""
+def train(
+  recipe: str,
+  dtype: str,
+  overrides: dict[str, Any],
+  drawn: Callable[[Job, int], dict[str, np.ndarray]] = host_batch,
+) -> Run:
+  """Takes three SGD steps on random batches whose rows weigh differently.
+
+  Args:
+    recipe: of the job.
+    dtype: of the parameters.
+    overrides: dotted keys.
+    drawn: job, step -> a global batch.
+  """
   with jax.enable_x64(dtype == "float64"):
     given = {key: value for key, value in PLAIN.items() if recipe == "lm" or "data." not in key}
     job = make_job("single", recipe, **{**given, "training.parameter_dtype": dtype, **overrides})
     if len({*Ramp.of(job.config.data).stages(STEPS)}) > 1:
       return Run(job, _through_stages(job))
-    batch = lambda step: place(job, host_batch(job, seed=step))  # noqa: E731
+    batch = lambda step: place(job, drawn(job, step))  # noqa: E731
     return Run(job, take_steps(job, batch, first_state(job)))
 
 
