@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from models import activations, load_balance
+from models import activations, load_balance, mup
 from models.dtypes import wide_dtype
 from models.layers import MLP, Linear, clamped_gate
 from models.router import Routed, Router, route
@@ -51,6 +51,7 @@ class RouterLinear(Linear):
   def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
     """Draws the kernel; the bias starts at 0."""
     super().__init__(f"{NAME}/router", config, rngs=rngs)
+    self.divisor = mup.output_divisor(config)
     self.correction_letters = optional_letters(config, f"{NAME}/router/correction")
     if self.correction_letters:
       dtype = jnp.dtype(config.training.parameter_dtype)
@@ -78,6 +79,8 @@ class RouterLinear(Linear):
     def routed(manual: bool, x: jax.Array, kernel: jax.Array, *biases: jax.Array):
       del manual
       logits = jnp.einsum(equation, x, kernel, precision=jax.lax.Precision.HIGHEST)
+      if self.divisor != 1.0:
+        logits = logits / jnp.asarray(self.divisor, logits.dtype)
       if self.bias_letters:
         logits = logits + biases[0][None, None]
       return [logits, *route(logits, choice, biases[-1] if choice.bias_corrects else None)]

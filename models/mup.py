@@ -4,8 +4,9 @@ Embeddings, hidden matrices and unembedding change activations as much at all wi
 learning rate that was tuned at `model.base_width` is right at every width. Source:
 arXiv:2203.03466, table 8.
 
-The base model is the config's with all of its widths (model, feed-forward, heads x head) smaller by
-the same factor. Which dims of a parameter are widths, the letters of the legend say.
+The base model is the config's with all of its widths (model, hidden dims of MLPs and experts, heads
+x head) smaller by the same factor, and with as many experts. Which dims of a parameter are widths,
+the letters of the legend say.
 """
 
 import dataclasses
@@ -22,8 +23,12 @@ VECTORS = ("scale", "bias", "sinks")
 _HEADS, _HEAD = ("heads", "kv_heads"), "head"
 # Dims that are the inputs of a kernel that begins with them: of the residual, of latent vectors.
 INPUTS = ("model", "query_latent", "latent")
+# Hidden dims of MLPs, of experts, and of experts that all tokens share.
+HIDDEN_LAYERS = ("feedforward", "expert_feedforward", "shared_feedforward")
 # Dims that grow with the model; all others (vocabulary, positions, inputs, ...) are finite.
-WIDTHS = ("model", "feedforward", *_HEADS, _HEAD)
+WIDTHS = ("model", *HIDDEN_LAYERS, *_HEADS, _HEAD)
+# Dims that number separate kernels; no side of them.
+STACKS = ("layers", "dense_layers", "experts")
 
 
 class Kind(enum.Enum):
@@ -82,7 +87,7 @@ def differs(config: ConfigDict) -> bool:
 
 
 def sides(letters: str, legend: Legend, *, vector: bool = False) -> tuple[list[Dim], list[Dim]]:
-  """Returns the dims of a parameter's inputs and of its outputs, `layers` apart.
+  """Returns the dims of a parameter's inputs and of its outputs, those of STACKS apart.
 
   D (model) is the input if it comes first of the others, else the output; likewise latent dims.
 
@@ -91,7 +96,7 @@ def sides(letters: str, legend: Legend, *, vector: bool = False) -> tuple[list[D
     legend: letter -> Dim.
     vector: whether it is a scale or a bias, which has outputs only.
   """
-  dims = [legend[letter] for letter in letters if legend[letter].name != "layers"]
+  dims = [legend[letter] for letter in letters if legend[letter].name not in STACKS]
   if vector:
     return [], dims
   cut = 1 if dims and dims[0].name in INPUTS else -1
@@ -135,11 +140,21 @@ def embedding_width(config: ConfigDict) -> int:
 
 
 def plain_keys(model: ConfigDict) -> dict[str, Any]:
-  """Returns the keys of `model` with which a decoder computes the same without muP."""
+  """Returns the keys of `model` with which a decoder computes the same without muP.
+
+  Raises:
+    ValueError: there are none.
+  """
   found = dict(model.items())
   if not (base := found["base_width"]):
     return found
   ratio = found["model_size"] / base
+  if found["experts"] and ratio != 1:
+    raise ValueError(
+      f"model.base_width={base}: muP divides the logits of the routers by model.model_size / "
+      f"{base} = {ratio:g}, for which no model folder has a key; train the model with "
+      f"model.base_width=0 to export it"
+    )
   if found["scaled_embeddings"]:
     found["embedding_multiplier"] *= ratio**-0.5
   return {**found, "base_width": 0, "logits_divisor": found["logits_divisor"] * ratio}

@@ -73,8 +73,8 @@ class Base:
 
 
 def trained_part(job: Job, state: State) -> dict[str, Any]:
-  """Returns a state, or an abstract one, without the parameters that are not trained."""
-  return {**vars(state), restore.PARAMETERS: job.program.split(state.params)[0]}
+  """Returns a state, or an abstract one, without the parameters that no step changes."""
+  return {**vars(state), restore.PARAMETERS: job.program.changing(state.params)[0]}
 
 
 def found_at_start(job: Job, folder: epath.PathLike, step: int | None, state: State) -> Base | None:
@@ -86,7 +86,7 @@ def found_at_start(job: Job, folder: epath.PathLike, step: int | None, state: St
     step: likewise.
     state: the first one.
   """
-  frozen = named_leaves(job.program.split(state.params)[1])
+  frozen = named_leaves(job.program.changing(state.params)[1])
   if not frozen:
     return None
   dtype = job.config.training.frozen_dtype

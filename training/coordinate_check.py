@@ -34,7 +34,10 @@ STEPS, SEEDS = 5, 3
 BOUND = 0.3
 DEFAULT = (fractions.Fraction(1, 4), fractions.Fraction(1, 2), 1, 2)  # widths over model.model_size
 # Keys of `model` that grow with its width; heads stay as large, and become more.
-_WIDTHS = ("model_size", "feedforward_size", "heads", "kv_heads")
+_WIDTHS = (
+  *("model_size", "feedforward_size", "expert_feedforward_size", "shared_feedforward_size"),
+  *("heads", "kv_heads"),
+)
 _LAYERS = 4  # that are shown, the last one among them
 # Of the first steps of a long run, a warm-up would show little.
 _CONSTANT = {
@@ -115,7 +118,7 @@ def widths(config: ConfigDict, given: Sequence[str]) -> list[int]:
     chosen = [int(share * model.model_size) for share in DEFAULT]
     chosen = [width for width in chosen if width % step == 0 and width]
   if wrong := [width for width in chosen if width < 1 or width % step]:
-    sizes = ", ".join(f"model.{key}={model[key]}" for key in _WIDTHS if key in model)
+    sizes = ", ".join(f"model.{key}={model[key]}" for key in _WIDTHS if model.get(key))
     raise ValueError(
       f"--widths={','.join(given)}: {wrong[0]} is not a multiple of {step}, so that heads and "
       f"other widths would not be whole numbers ({sizes})"

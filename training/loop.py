@@ -293,7 +293,7 @@ class Run:
       self._watch.at(f"rolling back from step {bad.step}", STARTING)
       self._batches.close()
       # Frees the memory for the restored one, except of parameters that are not saved.
-      frozen = self._job.program.split(self.state.params)[1] if self._start.base else {}
+      frozen = self._job.program.changing(self.state.params)[1] if self._start.base else {}
       self.state = None
       made, self.state = restore.roll_back(
         self._job, self._start, self._bad_steps, bad.step, bad.why, frozen

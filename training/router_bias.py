@@ -19,8 +19,19 @@ PARAMETER = f"{NAME}/router/correction"
 
 
 def without(names: Iterable[str]) -> frozenset[str]:
-  """Returns the names of parameters that an optimizer may update."""
-  return frozenset(names) - {PARAMETER}
+  """Returns the names of parameters that an optimizer may update, of those that are to be trained.
+
+  Raises:
+    ValueError: there are no others than the biases.
+  """
+  names = frozenset(names)
+  if names == {PARAMETER}:
+    raise ValueError(
+      f"training.trainable selects only {PARAMETER}, which no optimizer updates: it moves by "
+      f"training.router_bias_rate, also where it is not selected; select a parameter that has "
+      f"gradients, such as {NAME}/router/kernel"
+    )
+  return names - {PARAMETER}
 
 
 def moved(params: Any, means: Mapping[str, jax.Array], config: ConfigDict) -> Any:

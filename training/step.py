@@ -84,6 +84,13 @@ class Program:
     """Returns the parts of a tree like the parameters that are trained, and those that are not."""
     return split(params, self.trained.__contains__)
 
+  def changing(self, params: Any) -> tuple[Any, Any]:
+    """Returns the parts of a tree like the parameters that steps change, and those that stay.
+
+    The first are the trained ones and the biases that `router_bias` moves.
+    """
+    return split(params, lambda name: name in self.trained or name == router_bias.PARAMETER)
+
   def module(self, params: Any, variables: Any = None) -> nnx.Module:
     """Returns the model of these; one without variables is merged from its parameters alone."""
     return nnx.merge(self.graphdef, params, *([variables] if variables else []))
@@ -303,15 +310,19 @@ def _build(config: ConfigDict, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def _stored(params: Any, trained: frozenset[str], config: ConfigDict) -> Any:
-  """Returns parameters in the dtypes of the trained and of the other ones."""
+  """Returns parameters in the dtypes of the trained and of the other ones.
+
+  The routers' biases are in float32 or wider: their steps are smaller than bfloat16 resolves.
+  """
   dtypes = config.training.parameter_dtype, config.training.frozen_dtype
+  bias, params = split(params, router_bias.PARAMETER.__eq__)
   parts = split(params, trained.__contains__)
-  return merged(
-    *(
-      jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), part)
-      for part, dtype in zip(parts, dtypes, strict=True)
-    )
-  )
+  parts = [
+    jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), part)
+    for part, dtype in zip(parts, dtypes, strict=True)
+  ]
+  wide_bias = jax.tree.map(lambda x: x.astype(wide_dtype(jnp.dtype(dtypes[0]))), bias)
+  return merged(merged(*parts), wide_bias)
 
 
 def wide(tree: Any) -> Any:

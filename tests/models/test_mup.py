@@ -67,6 +67,25 @@ def test_the_letters_say_what_a_parameter_is(recipe, model, wanted, more):
     assert found.outputs == (1 if name.endswith("query_norm/scale") else outputs), name
 
 
+def test_widths_of_experts_grow_and_their_number_does_not():
+  keys = {"model.experts": 8, "model.dense_layers": 1, "model.shared_feedforward_size": 16}
+  config = config_of("lm", **{"model.base_width": 10, "model.router_bias": True}, **keys)
+  rules, legend = transformer.parameters(config), transformer.legend(config)
+  wanted = {
+    "layers/experts/router/kernel": (Kind.OUTPUT, 4, 1),
+    "layers/experts/router/bias": (Kind.FINITE, 1, 1),
+    "layers/experts/gate/kernel": (Kind.HIDDEN, 4, 4),
+    "layers/experts/down/kernel": (Kind.HIDDEN, 4, 4),
+    "layers/experts/shared/down/kernel": (Kind.HIDDEN, 4, 4),
+    "dense_layers/attention/query/kernel": (Kind.HIDDEN, 4, 4),
+    "dense_layers/mlp/down/kernel": (Kind.HIDDEN, 4, 4),
+  }
+  for name, (kind, inputs, outputs) in wanted.items():
+    vector = name.endswith(mup.VECTORS)
+    found = mup.growth(config, letters_of(name, rules), legend, vector=vector)
+    assert (found.kind, found.inputs, found.outputs) == (kind, inputs, outputs), name
+
+
 def test_larger_heads_are_that_many_fewer():
   config = config_of("lm", **{"model.base_width": 10, "model.base_head_size": 3})
   legend = transformer.legend(config)
@@ -165,3 +184,9 @@ def test_the_same_function_without_mup():
   assert keys["embedding_multiplier"] == pytest.approx(10**0.5 / 40**0.5)
   off = config_of("lm").model
   assert mup.plain_keys(off) == dict(off.items())
+
+
+def test_routers_under_mup_have_no_keys_without_it():
+  config = config_of("lm", **{"model.experts": 4, "model.base_width": 10})
+  with pytest.raises(ValueError, match=r"logits of the routers by model.model_size / 10 = 4, for"):
+    mup.plain_keys(config.model)

@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from analysis import collectives
 from runtime import devices
 from tests.helpers.jobs import make_job
-from tests.parity import latent_terms, latents
+from tests.parity import expert_cases, latent_terms, latents
 from tests.parity.theory import (
   LETTERS,
   NORM,
@@ -117,8 +117,8 @@ class Step:
 
 
 def job_of(strategy: str, **overrides) -> Job:
-  """Returns the small job of one of `STRATEGIES`."""
-  file, changed = STRATEGIES[strategy]
+  """Returns the small job of one of `STRATEGIES`, here or of experts."""
+  file, changed = {**STRATEGIES, **expert_cases.STRATEGIES}[strategy]
   return make_job(file, "lm", **{**changed, **overrides})
 
 

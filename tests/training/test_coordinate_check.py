@@ -106,6 +106,29 @@ def test_a_decoder_is_flat_with_mup_and_its_layers_grow_without(optimizer, expon
     assert values["layer 1: residual"] == pytest.approx(exponent, abs=0.2)
 
 
+EXPERTS = {"model.experts": 4, "training.router_z_loss": 0.01, "training.balance_loss": 0.01}
+
+
+@pytest.mark.long
+def test_a_decoder_of_experts_is_flat_with_mup_and_a_router_without_its_divisor_grows(monkeypatch):
+  def found():
+    return slopes(points([of(32), of(128)]), [32, 128])
+
+  def of(width):
+    sizes = {"model.model_size": width, "model.expert_feedforward_size": 3 * width // 4}
+    heads = {"model.heads": width // 8, "model.kv_heads": width // 16, "model.head_size": 8}
+    shared = {"model.shared_feedforward_size": width // 4, "model.base_width": 32}
+    job = make_job("single", "lm", **DECODER, **EXPERTS, **sizes, **heads, **shared)
+    batch = lambda step: place(job, host_batch(job, seed=step))  # noqa: E731
+    return coordinate_check.train(job, batch, steps=2, seeds=2)
+
+  with_mup = found()
+  assert "layer 1: router" in {one.point.name for one in with_mup}
+  assert [one.point.name for one in with_mup if not one.flat] == []
+  monkeypatch.setattr(mup, "output_divisor", lambda config: 1.0)
+  assert "layer 1: router" in {one.point.name for one in found() if not one.flat}
+
+
 # ---- The family of configs ----
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from models.experts import COUNTS
 from partitioning.rules import named_leaves
+from tests.checkpointing.states import moved
 from tests.helpers.jobs import first_state, host_batch, make_job, place
-from training import router_bias
+from training import base_parameters, router_bias
 
 KEYS = {
   "model.experts": 4,
@@ -27,12 +28,19 @@ def test_it_has_no_optimizer_state_and_no_gradient():
   assert [name for name in leaves if name.endswith("router/kernel")]
 
 
-def biases(job, batches, steps=1):
-  """Returns how far the biases have moved, and the metrics of the last step."""
+def biases(job, batches, steps=1, before=lambda state, number: state):
+  """Returns how far the biases have moved, and the metrics of the last step.
+
+  Args:
+    job: a small one.
+    batches: step -> the batch.
+    steps: how many.
+    before: state, step -> the state as it is before that step.
+  """
   state, step = first_state(job), job.compile_train_step().function
   first = np.asarray(jax.device_get(named_leaves(state.params)[router_bias.PARAMETER]))
   for number in range(steps):
-    state, metrics = step(state, place(job, batches(number)))
+    state, metrics = step(before(state, number), place(job, batches(number)))
   found = named_leaves(jax.device_get(state.params))[router_bias.PARAMETER]
   return np.asarray(found) - first, jax.device_get(metrics)
 
@@ -44,16 +52,30 @@ def biases(job, batches, steps=1):
     {"training.rematerialization": "full", "mesh.expert": 2},
   ],
 )
-def test_it_moves_by_the_counts_of_the_global_batch(more):
-  plain = make_job("single", "lm", **KEYS)
+def test_it_moves_by_the_counts_of_the_global_batch_also_after_a_restore(tmp_path, more):
+  plain, kept = make_job("single", "lm", **KEYS), []
   batches = lambda number: host_batch(plain, seed=number)  # noqa: E731
-  expected, metrics = biases(plain, batches, 3)
+
+  def keep(state, number):
+    kept.append(jax.tree.map(jnp.copy, state))
+    return state
+
+  expected, metrics = biases(plain, batches, 3, keep)
   in_steps = expected / 0.125
   np.testing.assert_allclose(in_steps, np.round(in_steps), atol=1e-5)
   assert np.abs(expected).max() > 0
   shares = [float(metrics[f"expert_share/{number}"]) for number in range(4)]
   assert sum(shares) == pytest.approx(1)
-  found, _ = biases(make_job("single", "lm", **KEYS, **more), batches, 3)
+  job = make_job("single", "lm", **KEYS, **more)
+
+  def restored(state, number):
+    ours, wanted = (
+      named_leaves(one.params)[router_bias.PARAMETER] for one in (state, kept[number])
+    )
+    np.testing.assert_array_equal(ours, wanted)
+    return moved(tmp_path, number, kept[number], job) if number == 2 else state
+
+  found, _ = biases(job, batches, 3, restored)
   np.testing.assert_array_equal(found, expected)
 
 
@@ -68,3 +90,32 @@ def test_counts_become_metrics():
   found = router_bias.as_metrics(means)
   assert {*found} == {"loss", "expert_share/0", "expert_share/1"}
   assert router_bias.as_metrics({"loss": 1}) == {"loss": 1}
+
+
+def test_in_bfloat16_runs_it_is_float32_and_small_steps_are_not_lost():
+  keys = {"training.parameter_dtype": "bfloat16", "training.frozen_dtype": "bfloat16"}
+  job = make_job("single", "lm", **KEYS, **keys, **{"optimizer.ema_decays": (0.9,)})
+  leaves = named_leaves(job.state.params)
+  assert leaves[router_bias.PARAMETER].dtype == jnp.float32
+  assert leaves["layers/experts/router/kernel"].dtype == jnp.bfloat16
+  params = {"layers": {"experts": {"router": {"correction": jnp.full((1, 4), 2.0)}}}}
+  job.config.training.router_bias_rate = 0.001
+  counts = {COUNTS: jnp.asarray([[1, 3, 2, 2]], jnp.int32)}
+  found = named_leaves(router_bias.moved(params, counts, job.config))[router_bias.PARAMETER]
+  np.testing.assert_allclose(found, [[2.001, 1.999, 2.0, 2.0]], rtol=0, atol=1e-6)
+
+
+def test_checkpoints_have_it_also_where_other_parameters_are_frozen():
+  job = make_job("single", "lm", **KEYS)
+  saved = named_leaves(base_parameters.trained_part(job, job.state)["params"])
+  assert saved.keys() == named_leaves(job.state.params).keys()
+  assert base_parameters.found_at_start(job, "folder", 1, job.state) is None
+  part = make_job("single", "lm", **KEYS, **{"training.trainable": ("layers/experts/*",)})
+  saved = named_leaves(base_parameters.trained_part(part, part.state)["params"])
+  assert router_bias.PARAMETER in saved
+  assert "embed/table" not in saved
+
+
+def test_to_train_it_alone_is_refused():
+  with pytest.raises(ValueError, match=r"selects only layers/experts/router/correction, which no"):
+    make_job("single", "lm", **KEYS, **{"training.trainable": ("*/correction",)})

@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
 from models import MODELS
-from models.mup import INPUTS, VECTORS
+from models.mup import HIDDEN_LAYERS, INPUTS, STACKS, VECTORS
 from partitioning.parallel.matrix_groups import Group, Matrix, grouped
 from partitioning.rules import letters_of, named_leaves, place_parameters
 
 # Dims of hidden matrices; not those of inputs, outputs and tables.
 _HIDDEN = (
-  *("model", "feedforward", "heads", "kv_heads", "head", "value_head", "key_value_head"),
+  *("model", *HIDDEN_LAYERS, "heads", "kv_heads", "head", "value_head", "key_value_head"),
   *("query_latent", "query_latent_output", "latent", "latent_output", "rotary_key"),
 )
 _HEADS = ("heads", "kv_heads")
@@ -83,8 +83,9 @@ class HiddenMatrices:
   def of(self, names: Iterable[str], *, per_head: bool = False) -> dict[str, Matrix]:
     """Returns name -> its matrices, of those parameters that are hidden kernels.
 
-    Those are the kernels whose dims, `layers` apart, are all hidden ones. D (model) is the input
-    if it comes first of the others, else the output; likewise the dims of latent vectors.
+    Those are the kernels whose dims, STACKS apart, are all hidden ones: each expert's is one. D
+    (model) is the input if it comes first of the others, else the output; likewise the dims of
+    latent vectors.
 
     Args:
       names: of parameters.
@@ -94,7 +95,7 @@ class HiddenMatrices:
     legend, rules, found = model.legend(self.config), model.parameters(self.config), {}
     for name in names:
       dims = [(i, legend[letter].name) for i, letter in enumerate(letters_of(name, rules))]
-      dims = [(i, dim) for i, dim in dims if dim != "layers"]
+      dims = [(i, dim) for i, dim in dims if dim not in STACKS]
       hidden = all(dim in _HIDDEN for _, dim in dims)
       cut = 1 if dims and dims[0][1] in INPUTS else -1
       sides = dims[:cut], dims[cut:]
@@ -147,7 +148,7 @@ class HiddenMatrices:
     raise UnfitError(
       f"optimizer.name={config.optimizer.name}: {title} would update 0 of the {len(names)} trained "
       f"parameters of the model {config.model.name}, and its Adam all: {title} takes kernels whose "
-      f"dims, `layers` apart, are all among {', '.join(_HIDDEN)}. Trained kernels are "
+      f"dims, {', '.join(STACKS)} apart, are all among {', '.join(_HIDDEN)}. Trained kernels are "
       f"{', '.join(kernels[:_MOST_KERNELS]) or '(none)'}{more}. Give the model's hidden dims these "
       f"names, or choose another optimizer"
     )

@@ -16,7 +16,7 @@ import optax
 from ml_collections import ConfigDict
 
 from models import MODELS
-from models.mup import VECTORS
+from models.mup import STACKS, VECTORS
 from partitioning.optimizer_state import Path, kept_by_trial, leaves_by_path, owners
 from partitioning.rules import letters_of
 from training.optimizers import blocks, stochastic_rounding
@@ -24,7 +24,7 @@ from training.optimizers.blocks import Blocks
 
 LEAST = 4096  # elements; smaller arrays stay float32
 # Dims, by name, that no mesh splits; and those that are numbers of separate arrays.
-_WHOLE, _APART = ("head",), ("layers",)
+_WHOLE, _APART = ("head",), STACKS
 
 # Path of a moment -> the shape of its blocks; None: it is stored in bfloat16.
 Stored = dict[Path, tuple[int, ...] | None]

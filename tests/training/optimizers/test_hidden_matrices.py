@@ -3,6 +3,7 @@
 import pytest
 
 from partitioning.parallel.matrix_groups import Matrix
+from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 from training.optimizer import matrix_groups
 from training.optimizers.hidden_matrices import HiddenMatrices, UnfitError
@@ -16,6 +17,8 @@ OF_THE_DECODER = {
   "layers/mlp/up/kernel": Matrix((1,), (2,)),
   "layers/mlp/down/kernel": Matrix((1,), (2,)),
 }
+PARTS = ("gate", "up", "down")
+ATTENTION = {n.removeprefix("layers/"): m for n, m in OF_THE_DECODER.items() if "attention" in n}
 OTHERS = ("embed/table", "unembed/kernel", "final_norm/scale", "layers/mlp_norm/scale")
 
 
@@ -27,6 +30,19 @@ def test_of_a_decoder_they_are_the_kernels_of_its_blocks():
   assert heads["layers/attention/query/kernel"] == Matrix((1,), (3,))
   assert heads["layers/attention/out/kernel"] == Matrix((2,), (3,))
   assert heads["layers/mlp/up/kernel"] == Matrix((1,), (2,))
+
+
+def test_each_expert_s_kernel_is_a_matrix_and_the_router_s_is_not():
+  keys = {"model.experts": 8, "model.dense_layers": 1, "model.shared_feedforward_size": 16}
+  job = make_job("single", "lm", **keys, **{"model.expert_biases": True})
+  names = [*named_leaves(job.program.params)]
+  found = HiddenMatrices(job.config).of(names)
+  assert found == {
+    **{f"{a}{b}": m for b, m in ATTENTION.items() for a in ("layers/", "dense_layers/")},
+    **{f"dense_layers/mlp/{one}/kernel": Matrix((1,), (2,)) for one in PARTS},
+    **{f"layers/experts/{one}/kernel": Matrix((2,), (3,)) for one in PARTS},
+    **{f"layers/experts/shared/{one}/kernel": Matrix((1,), (2,)) for one in PARTS},
+  }
 
 
 def test_a_model_without_any_is_refused_with_its_kernels():
