@@ -33,14 +33,24 @@ COMMAND = [
   "--config.checkpoint.every_steps=5",
   f"--config.compiler_options={FAST}",
 ]
+# Their biases move in each step, outside of the optimizer.
+EXPERTS = (
+  "--config.mesh.data=2",
+  "--config.mesh.expert=2",
+  "--config.model.experts=4",
+  "--config.model.expert_feedforward_size=24",
+  "--config.model.router_correction=True",
+  "--config.training.router_bias_rate=0.05",
+)
 TIMEOUT_SECONDS = 120
 
 
-@pytest.fixture(scope="module")
-def command(tmp_path_factory) -> list[str]:
+@pytest.fixture(scope="module", params=[(), pytest.param(EXPERTS, marks=pytest.mark.long)])
+def command(request, tmp_path_factory) -> list[str]:
   """Returns the command of a run on two sources in packed rows, whose weights change halfway."""
   return [
     *COMMAND,
+    *request.param,
     *mixture(tmp_path_factory.mktemp("corpus")),
     f"--config.data.stages=(({STEPS // 2}, {{'code': 1.0, 'web': 0.5}}),)",
   ]

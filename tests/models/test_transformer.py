@@ -41,6 +41,32 @@ def test_reading_in_pieces_gives_the_logits_of_reading_at_once(strategy):
   assert_pieces_give_what_the_whole_gives(job, 1e-5)
 
 
+EXPERTS = {
+  "model.experts": 8,
+  "model.experts_per_token": 3,
+  "model.layers": 5,
+  "model.dense_layers": 1,
+  "model.sparse_every": 2,
+  "model.router_correction": True,
+  "training.parameter_dtype": "float64",
+  "training.matmul_precision": "highest",
+}
+
+
+@pytest.mark.parametrize(
+  "mesh",
+  [
+    {"mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2},
+    pytest.param({"mesh.expert": 8, "model.sparse_every": 1}, marks=pytest.mark.long),
+  ],
+  ids=str,
+)
+def test_sparse_layers_between_dense_ones_are_read_in_pieces(mesh):
+  with jax.enable_x64(True):
+    job = make_job("single", "lm", **{**EXPERTS, **mesh})
+    assert_pieces_give_what_the_whole_gives(job, 1e-12)
+
+
 def assert_pieces_give_what_the_whole_gives(job, bound):
   """Compares logits; `bound` is of their relative L2 difference."""
   pieces = (5, 1, 3)

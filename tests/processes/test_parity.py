@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from tests.helpers.cli import TINY_LM
+from tests.helpers.cli import TINY_LM, lines_of
 from tests.input_pipeline.text import corpora
 from tests.processes.command_lines import MLP, evaluations, losses
 
@@ -17,6 +17,14 @@ LM = [  # on packed rows of a mixture
   "--config.metrics.tensorboard=False",
   "--config.optimizer.warmup_steps=0",
   "--config.data.evaluation_split=test",
+]
+# Both processes have experts, so tokens are exchanged between them.
+EXPERTS = [
+  *LM,
+  *("--config.mesh.data=1", "--config.mesh.fsdp=1", "--config.mesh.expert=4"),
+  *("--config.model.experts=4", "--config.model.expert_feedforward_size=24"),
+  *("--config.model.router_correction=True", "--config.training.router_bias_rate=0.05"),
+  *("--config.training.balance_loss=0.02", "--config.optimizer.schedule=constant"),
 ]
 SHARDED = [*MLP, "--config.mesh.data=1", "--config.mesh.fsdp=4"]
 TENSOR = [*MLP, "--config.mesh.data=1", "--config.mesh.tensor=4"]
@@ -76,6 +84,21 @@ def test_losses_are_those_of_one_process(well, alone, mixed, tmp_path, name, cou
   assert list(evaluations(tmp_path).values()) == pytest.approx(
     list(evaluations(one).values()), rel=1e-5
   )
+
+
+@pytest.mark.long
+def test_experts_of_two_processes_train_as_in_one_which_resumes_their_run(
+  main, well, alone, mixed, tmp_path
+):
+  one = alone(EXPERTS + mixed)
+  well(2, *EXPERTS, *mixed, "--config.training.steps=2", f"--workdir={tmp_path}")
+  code, out, err = main(*EXPERTS, *mixed, f"--workdir={tmp_path}")
+  assert code == 0, (out, err)
+  expected, found = losses(one), losses(tmp_path)
+  assert list(found) == list(expected) == [1, 2, 3]
+  assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
+  rounds = [line["exchange_rounds"] for line in lines_of(tmp_path) if "loss" in line]
+  assert min(rounds) >= 1
 
 
 # ------------------------------ other verbs ------------------------------
