@@ -49,8 +49,9 @@ def main(dtype, given, written, *folders):
     adapter, base = folder / "adapter_config.json", folder
     if adapter.exists():
       base = json.loads(adapter.read_text())["base_model_name_or_path"]
+    keys = {} if transformers.__version__ < "5" else {"experts_implementation": "eager"}
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-      base, attn_implementation="eager", dtype="auto", output_loading_info=True
+      base, attn_implementation="eager", dtype="auto", output_loading_info=True, **keys
     )
     assert not any(loading.values()), (folder, loading)
     if adapter.exists():
