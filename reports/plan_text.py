@@ -184,7 +184,9 @@ def constants(plan: Plan) -> str:
   memory = rates.memory or chip.memory
   shares = [f"{100 * share:g}" for share in (matmul, memory, rates.link)]
   each = f"each at {shares[0]} %" if len(set(shares)) == 1 else f"at {', '.join(shares)} %"
-  return f"assumed for {name}: {', '.join(speeds)}, {each} efficiency"
+  fused = plan.times and plan.times.work.attention and chip.attention
+  more = f", fused attention at {100 * chip.attention:g} %" if fused else ""
+  return f"assumed for {name}: {', '.join(speeds)}, {each} efficiency{more}"
 
 
 def duration(seconds: float) -> str:

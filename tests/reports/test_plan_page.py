@@ -7,6 +7,7 @@ import re
 import jax
 import pytest
 
+from analysis.roofline import Work
 from partitioning.shardings import size_text
 from planning import aot, memory, plan
 from planning.step_time import HostTraffic
@@ -51,6 +52,14 @@ def test_the_verdict_the_numbers_and_the_command_are_on_the_page(fits):
   for name, seconds in plan_text.terms(fits).items():
     assert rows[name][1] == plan_text.duration(seconds)
   assert "e+0" not in "".join(plan_text.time_lines(fits))
+
+
+def test_the_share_of_fused_attention_is_told_where_there_is_some(fits):
+  assert plan_text.constants(fits).endswith("at 80, 92, 80 % efficiency")
+  work = Work(2e12, 0, attention=1e12)
+  attending = dataclasses.replace(fits, times=dataclasses.replace(fits.times, work=work))
+  said = plan_text.constants(attending)
+  assert said.endswith("at 80, 92, 80 % efficiency, fused attention at 53 %")
 
 
 def test_transfers_to_and_from_the_host_and_whether_they_are_hidden(fits):
