@@ -233,9 +233,17 @@ class _Ring:
     pairs = [(i, (i + 1) % count) for i in range(count)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
-  def steps(self) -> jax.Array:
-    """Returns the numbers of the ring's steps; step 0, of a device's own keys, sends nothing."""
-    return jnp.arange(1, jax.lax.axis_size(self.axes), dtype=jnp.int32)
+  def steps(self, step: Callable, carry: Any) -> Any:
+    """Returns what the steps between the first, of a device's own keys, and the last one carry."""
+    numbers = jnp.arange(1, self.last, dtype=jnp.int32)
+    if not numbers.size:
+      return carry
+    return jax.lax.scan(lambda carry, number: (step(carry, number), None), carry, numbers)[0]
+
+  @property
+  def last(self) -> int:
+    """Returns the number of the last step."""
+    return jax.lax.axis_size(self.axes) - 1
 
   def ring_step(self, facts: _QueryFacts, number: jax.Array, add: Callable, total: Any) -> Any:
     """Processes the received block: on each device, half of all pairs of queries and keys.
@@ -287,16 +295,18 @@ def _forward(ring: _Ring, q, k, v, sinks, facts: _QueryFacts):
 
   def step(carry, number):
     total, block = carry
-    block = ring.next(block)
-    return (ring.ring_step(facts, number, functools.partial(add, block), total), block), None
+    following = ring.next(block)  # while this one is processed
+    return ring.ring_step(facts, number, functools.partial(add, block), total), following
 
   block = _KVBlock(k, v, facts.segments_BT)
+  following = ring.next(block)
   shape = (*q_BKGTH.shape[:-1], v.shape[-1])
   wide, grouped = ring.blocks.dtype, attention_blocks.grouped(sinks, heads)
   total = attention_blocks.empty_softmax(shape, wide, grouped)
   for rows, columns in _local_pairs(ring, q.shape[1]):
     total = add(block, total, rows, columns, facts.slots_T, every=False)
-  (total, _), _ = jax.lax.scan(step, (total, block), ring.steps())
+  total, block = ring.steps(step, (total, following))
+  total = ring.ring_step(facts, ring.last, functools.partial(add, block), total)
   out_BKGTU, normalizer_BKGT = total.finished()
   out = ring.named(attention_blocks.by_tokens(out_BKGTU).astype(v.dtype))
   return out, (q, k, v, sinks, facts, out, ring.named(normalizer_BKGT))
@@ -335,18 +345,27 @@ def _backward(ring: _Ring, saved, d_out):
     more = (x.at[:, columns].add(d) for x, d in zip(sums[1:], d_kv, strict=True))
     return sums[0].at[:, :, :, rows].set(d_q), *more
 
+  def contribute(d_q, block: _KVBlock, d_block, number):
+    # The block's gradients so far arrive while those of this device are computed.
+    arrived = ring.next(d_block)
+    zeros = (jnp.zeros(x.shape, x.dtype) for x in d_block)
+    d_q, *found = ring.ring_step(facts, number, functools.partial(add, block), (d_q, *zeros))
+    return d_q, [x + more for x, more in zip(arrived, found, strict=True)]
+
   def step(carry, number):
-    d_q, moving = carry
-    block, d_block = ring.next(moving)
-    d_q, *d_block = ring.ring_step(facts, number, functools.partial(add, block), (d_q, *d_block))
-    return (d_q, (block, d_block)), None
+    d_q, block, d_block = carry
+    following = ring.next(block)
+    d_q, d_block = contribute(d_q, block, d_block, number)
+    return d_q, following, d_block
 
   block = _KVBlock(k, v, facts.segments_BT)
+  following = ring.next(block)
   sums = tuple(jnp.zeros(x.shape, normalizer_BKGT.dtype) for x in (q_BKGTH, k, v))
   for rows, columns in _local_pairs(ring, q.shape[1]):
     sums = add(block, sums, rows, columns, facts.slots_T, every=False)
   d_q, *d_block = sums
-  (d_q, (_, d_block)), _ = jax.lax.scan(step, (d_q, (block, d_block)), ring.steps())
+  d_q, block, d_block = ring.steps(step, (d_q, following, d_block))
+  d_q, d_block = contribute(d_q, block, d_block, ring.last)
   d_k, d_v = ring.next(d_block)  # back to their owner
   d_q = attention_blocks.by_tokens(d_q).astype(q.dtype)
   d_sinks = attention_blocks.sink_gradient(sinks, given)
