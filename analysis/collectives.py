@@ -42,8 +42,8 @@ class Collective:
       collective-broadcast. In a ring of n devices each sends V (n - 1) / n in all-gather,
       reduce-scatter and all-to-all, and twice that in all-reduce.
     count: runs per execution of the program: the product of the trip counts of the loops
-      around it. None if such a loop's trip count is not in the text. Each branch of a conditional
-      counts as if it were taken, so that there it is an upper bound.
+      around it. A loop whose trip count is not in the text counts as if it ran once. Each branch of
+      a conditional counts as if it were taken, so that there it is an upper bound.
     source: `op_name (file:line)` of its source line, as far as the text has it, else of the fusion
       or loop around it.
     whole: whether every group is a full product of `axes`. False for, say, pairs within an
@@ -53,31 +53,34 @@ class Collective:
       version; the number of arrays does not depend on that.
     groups: the devices of each group, by their places in `mesh.devices.flat`.
     pairs: (source, target) of a permute, likewise.
+    exact: whether the trip counts of all loops around it are in the text.
   """
 
   name: str
   kind: str
   axes: tuple[str, ...]
   bytes: int
-  count: int | None
+  count: int
   source: str
   whole: bool = True
   arrays: int = 1
   groups: tuple[tuple[int, ...], ...] = ()
   pairs: tuple[tuple[int, int], ...] = ()
+  exact: bool = True
 
 
 class Row(NamedTuple):
   """Collectives of one kind along the same axes.
 
-  `count` and `bytes` are runs and payload bytes per device of one execution of the program. In the
-  row of collectives with an unknown count, count is None and the bytes of each count once.
+  `count` and `bytes` are runs and payload bytes per device of one execution of the program; where
+  they are not exact, of one in which each loop of an unknown trip count runs once.
   """
 
   kind: str
   axes: tuple[str, ...]
-  count: int | None
+  count: int
   bytes: int
+  exact: bool = True
 
 
 # ---- Program -> records ----
@@ -101,19 +104,21 @@ def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
   """
   program = hlo.parse(hlo_text)
   found: dict[tuple[str, str], Collective] = {}
-  for computation, instruction, count, site in _runs(program):
-    key = computation.name, instruction.name
-    if key in found:
-      previous = found[key].count
-      total = None if previous is None or count is None else previous + count
-      found[key] = dataclasses.replace(found[key], count=total)
+  for computation, instruction, runs, site in _runs(program):
+    key, (count, exact) = (computation.name, instruction.name), runs
+    if before := found.get(key):
+      total, exact = before.count + count, before.exact and exact
+      found[key] = dataclasses.replace(before, count=total, exact=exact)
     elif record := _record(program, computation, instruction, count, site, mesh):
-      found[key] = record
+      found[key] = dataclasses.replace(record, exact=exact)
   return list(found.values())
 
 
 def _runs(program: hlo.Program):
-  """Yields (computation, instruction, count, calling instruction) for each way from ENTRY."""
+  """Yields (computation, instruction, runs, calling instruction) for each way from ENTRY.
+
+  Runs are their count, and whether it is exact.
+  """
   speaking: dict[str, bool] = {}
 
   def communicates(name: str) -> bool:
@@ -125,7 +130,7 @@ def _runs(program: hlo.Program):
       )
     return speaking[name]
 
-  def visit(frame: hlo.Frame, count: int | None, chains: set):
+  def visit(frame: hlo.Frame, runs: tuple[int, bool], chains: set):
     for instruction in frame.computation.instructions.values():
       if _kind(instruction):
         # A TPU program repeats one asynchronous collective in each fusion that it overlaps
@@ -134,24 +139,24 @@ def _runs(program: hlo.Program):
         channel = re.search(r"\bchannel_id=(\d+)", instruction.attributes)
         link = (instruction.opcode, channel and channel[1], chain and chain[1])
         if not (chain and link in chains):
-          yield frame.computation, instruction, count, frame.site
+          yield frame.computation, instruction, runs, frame.site
         chains.add(link)
       elif not any(map(communicates, instruction.called())):
         continue
       elif instruction.opcode == "while":
-        trips = hlo.trip_count(program, frame, instruction)
+        trips, (count, exact) = hlo.trip_count(program, frame, instruction), runs
+        exact, trips = exact and trips is not None, 1 if trips is None else trips
         for inner, extra in zip(
           hlo.loop_frames(program, frame, instruction), (1, 0), strict=True
         ):  # The condition is tried once more than the body runs.
-          known = None not in (count, trips)
-          yield from visit(inner, count * (trips + extra) if known else None, set())
+          yield from visit(inner, (count * (trips + extra), exact), set())
       else:
         for name in instruction.called():
           inner = hlo.Frame(program.computations[name], instruction, frame)
           scope = chains if instruction.opcode == "fusion" else set()
-          yield from visit(inner, count, scope)
+          yield from visit(inner, runs, scope)
 
-  yield from visit(hlo.Frame(program.computations[program.entry]), 1, set())
+  yield from visit(hlo.Frame(program.computations[program.entry]), (1, True), set())
 
 
 def _kind(instruction: hlo.Instruction) -> str | None:
@@ -344,19 +349,16 @@ def _axes(groups: Sequence[Sequence[int]], mesh: Mesh) -> tuple[tuple[str, ...],
 
 
 def summarize(records: Iterable[Collective]) -> list[Row]:
-  """Returns a row per kind, axes and whether the count is known; most bytes first."""
+  """Returns a row per kind, axes and whether the count is exact; most bytes first."""
   totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
   for record in records:
-    known = record.count is not None
-    runs = record.count if known else 1
-    total = totals[record.kind, record.axes, known]
-    total[0] += runs
-    total[1] += runs * record.bytes
+    total = totals[record.kind, record.axes, record.exact]
+    total[0] += record.count
+    total[1] += record.count * record.bytes
   rows = [
-    Row(kind, axes, count if known else None, size)
-    for (kind, axes, known), (count, size) in totals.items()
+    Row(kind, axes, count, size, exact) for (kind, axes, exact), (count, size) in totals.items()
   ]
-  return sorted(rows, key=lambda row: (-row.bytes, row.kind, row.axes, row.count is None))
+  return sorted(rows, key=lambda row: (-row.bytes, row.kind, row.axes, not row.exact))
 
 
 def format_summary(rows: Sequence[Row]) -> str:
@@ -364,24 +366,24 @@ def format_summary(rows: Sequence[Row]) -> str:
 
   ```
   all-reduce  data    12 x    1.2 MiB =   14.4 MiB
-  all-gather  tensor   ? x  512.0 KiB
-  total               12              =   14.4 MiB
+  all-to-all  expert  6+ x  512.0 KiB =    3.0 MiB
+  total              18+              =   17.4 MiB
   ```
-  An unknown count is `?`, its bytes are those of one run of each, and the total excludes it.
-  Without collectives the text is `no collectives`.
+  A count with a plus is not exact: loops of an unknown trip count, such as rounds of an exchange of
+  tokens, count once. Without collectives the text is `no collectives`.
   """
   if not rows:
     return "no collectives"
-  known = [row for row in rows if row.count is not None]
-  lines = [(row.kind, "+".join(row.axes), row.count, row.bytes) for row in rows]
-  lines.append(("total", "", sum(row.count for row in known), sum(row.bytes for row in known)))
+  lines = [(row.kind, "+".join(row.axes), *row[2:]) for row in rows]
+  exact = all(row.exact for row in rows)
+  lines.append(("total", "", sum(row.count for row in rows), sum(x.bytes for x in rows), exact))
+  counted = [f"{line[2]}{'' if line[4] else '+'}" for line in lines]
   kinds, axes = (max(len(line[i]) for line in lines) for i in range(2))
-  counts = max(len(str(line[2])) for line in lines if line[2] is not None)
+  counts = max(map(len, counted))
   size_text = functools.partial(humanize.naturalsize, binary=True)
   text = []
-  for kind, names, count, size in lines:
+  for (kind, names, count, size, _), runs in zip(lines, counted, strict=True):
     each = "" if kind == "total" else f"x {size_text(size / (count or 1)):>10}"
-    product = "" if count is None else f" = {size_text(size):>10}"
-    runs = "?" if count is None else count
+    product = f" = {size_text(size):>10}"
     text.append(f"{kind:<{kinds}}  {names:<{axes}}  {runs:>{counts}} {each:<12}{product}".rstrip())
   return "\n".join(text)

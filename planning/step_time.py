@@ -154,7 +154,7 @@ def times(
   step = schedule.run()
   sent = []
   for one in found:
-    runs = 1 if one.count is None else one.count
+    runs = one.count
     seconds, waited = runs * costs[one.name].seconds, schedule.waited[one.name]
     sent.append(
       Sent(one.kind, one.axes, one.bytes, runs, one.source, wires[one.name], seconds, waited)

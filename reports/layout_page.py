@@ -331,5 +331,5 @@ def _costs_of(side: Side, sides: Sequence[Side]) -> dict[str, Any]:
 
 def _numbers(row: collectives.Row) -> list[str]:
   """Returns runs, bytes of each, bytes per step."""
-  runs = "?" if row.count is None else str(row.count)
+  runs = f"{row.count}{'' if row.exact else '+'}"
   return [runs, size_text(row.bytes / (row.count or 1)), size_text(row.bytes)]

@@ -86,7 +86,11 @@ def notes(plan: Plan) -> list[str]:
     found.append(f"{plan.topology.slices} slices, as {over}: train needs it too")
   if not plan.program:
     found.append(_without(plan))
-  return [*found, counts_text(plan.job), *chosen_lines(plan.job)]
+  if job.devices.sizes["expert"] > 1 and job.config.model.expert_exchange == "rounds":
+    found.append(
+      "exchange of tokens: one round in each layer with experts, as where tokens are spread evenly"
+    )
+  return [*found, counts_text(job), *chosen_lines(job)]
 
 
 def _without(plan: Plan) -> str:

@@ -4,6 +4,7 @@ Most are compiled here for 8 simulated devices. What a CPU never prints is tried
 `test_collectives_accelerators.py`.
 """
 
+import dataclasses
 import textwrap
 
 import jax
@@ -149,15 +150,17 @@ def until_seven(start, x):
 
 
 @pytest.mark.parametrize(
-  "loop",
+  ("loop", "count"),
   [
-    lambda x: lax.while_loop(lambda c: c[0, 0] < 9, scan(5, lambda c: lax.psum(c, "data")), x),
-    lambda x: lax.fori_loop(0, 3, until_seven, x),
-    lambda x: until_seven(jnp.argmax(x[0]), x),
+    (lambda x: lax.while_loop(lambda c: c[0, 0] < 9, scan(5, lambda c: lax.psum(c, "data")), x), 5),
+    (lambda x: lax.fori_loop(0, 3, until_seven, x), 3),
+    (lambda x: until_seven(jnp.argmax(x[0]), x), 1),
   ],
 )
-def test_a_loop_that_depends_on_data_has_no_count(mesh, loop):
-  assert told(compiled_text(loop, mesh), mesh) == [("all-reduce", ("data",), SHARD, None)]
+def test_a_loop_that_depends_on_data_counts_once(mesh, loop, count):
+  text = compiled_text(loop, mesh)
+  assert told(text, mesh) == [("all-reduce", ("data",), SHARD, count)]
+  assert [one.exact for one in collectives(text, mesh)] == [False]
 
 
 def test_each_branch_counts(mesh):
@@ -226,21 +229,21 @@ def test_summary():
       record("all-gather", ("data", "tensor"), 3 << 20, 5),
       record("all-reduce", ("data",), 4096, 2),
       record("all-reduce", ("tensor",), 512, 1),
-      record("all-reduce", ("tensor",), 256, None),
+      dataclasses.replace(record("all-reduce", ("tensor",), 256, 3), exact=False),
     ]
   )
   assert rows == [
     Row("all-gather", ("data", "tensor"), 5, 15 << 20),
     Row("all-reduce", ("data",), 12, 18 << 10),
+    Row("all-reduce", ("tensor",), 3, 768, exact=False),
     Row("all-reduce", ("tensor",), 1, 512),
-    Row("all-reduce", ("tensor",), None, 256),
   ]
   expected = """\
-    all-gather  data+tensor   5 x    3.0 MiB =   15.0 MiB
-    all-reduce  data         12 x    1.5 KiB =   18.0 KiB
-    all-reduce  tensor        1 x  512 Bytes =  512 Bytes
-    all-reduce  tensor        ? x  256 Bytes
-    total                    18              =   15.0 MiB"""
+    all-gather  data+tensor    5 x    3.0 MiB =   15.0 MiB
+    all-reduce  data          12 x    1.5 KiB =   18.0 KiB
+    all-reduce  tensor        3+ x  256 Bytes =  768 Bytes
+    all-reduce  tensor         1 x  512 Bytes =  512 Bytes
+    total                    21+              =   15.0 MiB"""
   assert format_summary(rows) == textwrap.dedent(expected)
 
 

@@ -214,12 +214,12 @@ def test_names_are_escaped(job, monkeypatch):
 
 
 def test_an_axis_along_which_nothing_is_sent_is_named(job, monkeypatch):
-  rows = [collectives.Row("all-gather", ("fsdp",), None, 4096)]
+  rows = [collectives.Row("all-gather", ("fsdp",), 1, 4096, False)]
   monkeypatch.setattr(layout_page, "_costs", lambda job: rows)
   text = layout_page.html(job)
   assert "Nothing is sent along data=2, tensor=2." in text
   [cells] = [row for row in Reader(text).rows if row[1:2] == ["all-gather"]]
-  assert cells[2:5] == ["?", "4.0 KiB", "4.0 KiB"]
+  assert cells[2:5] == ["1+", "4.0 KiB", "4.0 KiB"]
 
 
 # ---- Two layouts ----
