@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from analysis import collectives
 from runtime import devices
 from tests.helpers.jobs import make_job
-from tests.parity import expert_cases, latent_terms, latents
+from tests.parity import expert_cases, expert_terms, latent_terms, latents
 from tests.parity.theory import (
   LETTERS,
   NORM,
@@ -204,6 +204,7 @@ def page() -> str:
   for strategy in latents.STRATEGIES:
     lines += _rows(strategy, theory(latent_job(strategy)))
   lines += ["", *_reasons(latent_terms.OF_LATENTS)]
+  lines += expert_section()
   lines += ["", *_OF_MUON.splitlines(), "", MUON_LETTERS, "", *_HEAD]
   for strategy in UPDATES:
     lines += _rows(strategy, theory_of_muon(job_of(strategy, **MUON)))
@@ -228,6 +229,14 @@ latent vectors are gathered over `tensor`, not the residual. With ZeRO-1 their d
 that of the residual is: `partitioning.optimizer.latent` and `partitioning.optimizer.query_latent`
 are `("fsdp", "data")`. `tests/parity/test_latent_budgets.py` compares the formulas with the
 compiled programs, and the planner with both. Reasons that are not about attention are above."""
+
+_OF_EXPERTS = """\
+## Exchange of tokens between experts
+
+With `model.experts` tokens are sent along `expert`. The trip count of the loop over rounds is known
+when it runs: here is what one round in each layer sends, in both passes. On CPUs an all-to-all is
+compiled as one array for each device. `tests/parity/test_expert_budgets.py` compares the formulas
+with the compiled programs."""
 
 _OF_MUON = """\
 ## The update of Muon
@@ -256,6 +265,16 @@ def _rows(strategy: str, found: dict) -> list[str]:
     cells = [strategy, kind, ", ".join(axes), row.formula, f"{row.arrays:,}", f"{row.bytes:,}"]
     lines.append(f"| {' | '.join(cells)} |")
   return lines
+
+
+def expert_section() -> list[str]:
+  """Returns the lines about the exchange of tokens between experts."""
+  lines = ["", *_OF_EXPERTS.splitlines(), "", expert_terms.LETTERS, "", *_HEAD]
+  for strategy in expert_cases.STRATEGIES:
+    for (kind, axes, each_round), row in expert_terms.theory(job_of(strategy)).items():
+      name = f"{strategy}, one round in each layer" if each_round else strategy
+      lines += _rows(name, {(kind, axes): row})
+  return [*lines, "", *_reasons((*expert_terms.TERMS, *expert_terms.ROUND_TERMS))]
 
 
 def _reasons(terms) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from planning import analytic
 from tests.checkpointing.states import moved
 from tests.parity.budgets import INVOLUNTARY, MUON, UPDATES, Step, job_of
-from tests.parity.expert_cases import EXPERTS
+from tests.parity.expert_cases import WITH_DENSE
 from tests.parity.theory import theory, theory_of_muon
 from tests.parity.updates import Updates, assert_equal, on_host
 
@@ -68,6 +68,6 @@ def test_muon_is_saved_and_resumes_on_another_mesh(tmp_path):
 
 @pytest.mark.long
 def test_experts_are_matrices_of_their_own_on_any_mesh():
-  keys = (*MUON.items(), *EXPERTS.items())
+  keys = (*MUON.items(), *WITH_DENSE.items())
   runs, mesh = Updates(keys, steps=2), "fsdp=2 x expert=2 x tensor=2"
   assert_equal(runs.trained(mesh), runs.trained("single"))

@@ -11,7 +11,7 @@ from checkpointing.checkpointer import Checkpointer
 from planning import analytic
 from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
 from tests.parity.budgets import INVOLUNTARY, SOAP, UPDATES
-from tests.parity.expert_cases import EXPERTS
+from tests.parity.expert_cases import WITH_DENSE
 from tests.parity.theory import TERMS, theory_of_soap
 from tests.parity.update_terms import SOAP_TERMS
 from tests.parity.updates import Updates, assert_equal, on_host
@@ -95,6 +95,6 @@ def test_soap_resumes_to_the_bit_and_on_another_mesh(tmp_path):
 
 @pytest.mark.long
 def test_experts_are_matrices_of_their_own_on_any_mesh():
-  keys = (*SOAP.items(), ("optimizer.arguments", "precondition_frequency=2"), *EXPERTS.items())
+  keys = (*SOAP.items(), ("optimizer.arguments", "precondition_frequency=2"), *WITH_DENSE.items())
   runs, mesh = Updates(keys, steps=3), "fsdp=2 x expert=2 x tensor=2"
   assert_equal(unsigned(runs.trained(mesh)), unsigned(runs.trained("single")))

@@ -384,15 +384,15 @@ def _rows(
   parts = []
   for term in terms:
     axes = tuple(axis for axis in term.axes if sizes[axis] > 1)
-    if axes and _value(term.only, known):
+    if axes and value(term.only, known):
       parts.append((term.kind, axes, term.arrays, term.elements))
   for axes, count in scalars.items():
     parts.append(("all-reduce", axes, str(count), str(count)))
   rows = defaultdict(Row)
   for kind, axes, arrays, elements in parts:
     row = rows[kind, axes]
-    row.arrays += _value(arrays, known)
-    row.bytes += 4 * _value(elements, known)
+    row.arrays += value(arrays, known)
+    row.bytes += 4 * value(elements, known)
     row.formula += (" + " if row.formula else "") + shown(elements, known)
   return dict(rows)
 
@@ -407,10 +407,11 @@ def shown(formula: str, known: dict[str, int] | None = None) -> str:
   return formula.replace(" * ", " ")
 
 
-def _value(formula: str, known: dict[str, int]) -> int:
-  value = eval(formula, {}, known)  # so the formula that the page shows is the one that is proved
-  assert value == int(value), formula
-  return int(value)
+def value(formula: str, known: dict[str, int]) -> int:
+  """Returns what a formula is for these sizes, which must be whole."""
+  found = eval(formula, {}, known)  # so the formula that the page shows is the one that is proved
+  assert found == int(found), formula
+  return int(found)
 
 
 def norm(job: Job) -> dict[tuple[str, ...], int]:
