@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
-from models.experts import BALANCE, COUNTS, ENTROPY, Z_LOSS, Experts
+from models.experts import BALANCE, COUNTS, ENTROPY, ROUNDS, Z_LOSS, Experts
 from models.token_positions import Rows
+from partitioning.parallel import expert_exchange
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 
@@ -66,8 +69,6 @@ def run(x_BTD, weights_BT, **keys):
   """Returns parameters of one layer with biases drawn, the update, and the rows' numbers."""
   with jax.enable_x64(True):
     job = make_job("single", "lm", **KEYS, **keys)
-    from flax import nnx
-
     with job.tracing():
       graphdef, state = nnx.split(nnx.jit(lambda: Experts(job.config, rngs=nnx.Rngs(params=0)))())
       draw = np.random.default_rng(2)
@@ -122,3 +123,98 @@ def test_on_a_mesh_both_are_the_same(inputs, on_one_device, more):
   np.testing.assert_allclose(update, on_one_device[1], rtol=0, atol=1e-12)
   for name in (BALANCE, COUNTS, ENTROPY, Z_LOSS):
     np.testing.assert_allclose(numbers[name], on_one_device[2][name], rtol=1e-12, atol=1e-13)
+
+
+# ---- What these comparisons must catch ----
+
+MANY_ROUNDS = {"model.expert_capacity": 0.2}
+
+
+def test_many_rounds_give_the_same(inputs, on_one_device):
+  _, update, numbers = run(*inputs, **MESH, **MANY_ROUNDS)
+  np.testing.assert_allclose(update, on_one_device[1], rtol=0, atol=1e-12)
+  weights_B = inputs[1].sum(1)
+  assert (numbers[ROUNDS][weights_B > 0] > 3 * weights_B[weights_B > 0]).all()
+
+
+def drop_a_round(monkeypatch):
+  plan = expert_exchange._plan
+
+  def dropped(*arguments):
+    found = plan(*arguments)
+    return found._replace(rounds=found.rounds - 1)
+
+  monkeypatch.setattr(expert_exchange, "_plan", dropped)
+
+
+def apply_gates_twice(monkeypatch):
+  once = expert_exchange._weighted
+  monkeypatch.setattr(expert_exchange, "_weighted", lambda y, g: once(once(y, g), g))
+
+
+def add_a_bias_on_each_device(monkeypatch):
+  of_rows = Experts._of_rows
+  monkeypatch.setattr(Experts, "_of_rows", lambda *given, axes: of_rows(*given, axes=()))
+
+
+def take_tokens_of_another_device(monkeypatch):
+  sent = expert_exchange._all_to_all
+  monkeypatch.setattr(
+    expert_exchange, "_all_to_all", lambda exchange, x: jnp.roll(sent(exchange, x), 1, axis=0)
+  )
+
+
+@pytest.mark.parametrize(
+  "broken",
+  [
+    drop_a_round,
+    *(
+      pytest.param(one, marks=pytest.mark.long)
+      for one in (apply_gates_twice, add_a_bias_on_each_device, take_tokens_of_another_device)
+    ),
+  ],
+)
+def test_a_mistake_of_the_exchange_is_caught(monkeypatch, inputs, on_one_device, broken):
+  broken(monkeypatch)
+  _, update, _ = run(*inputs, **MESH, **MANY_ROUNDS)
+  assert not np.abs(update - on_one_device[1]).max() <= 1e-3
+
+
+# ---- Memory ----
+
+
+def temporary_bytes(exchange):
+  """Returns what a device needs besides arguments and results, for a layer and its gradients."""
+  sizes = {"model.experts": 16, "model.model_size": 128, "model.expert_feedforward_size": 64}
+  keys = {**sizes, "mesh.expert": 8, "model.expert_exchange": exchange}
+  job = make_job("single", "lm", **keys)
+  slots = jnp.arange(512, dtype=jnp.int32)[None]
+
+  def loss(state, x):
+    return jnp.sum(nnx.merge(graphdef, state)(x, Rows(slots, slots, None))[0] ** 2)
+
+  with job.tracing():
+    module = nnx.eval_shape(lambda: Experts(job.config, rngs=nnx.Rngs(params=0)))
+    graphdef, state = nnx.split(module)
+    x_BTD = jax.ShapeDtypeStruct((16, 512, 128), jnp.float32)
+    x_BTD = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype, sharding=sharding_of(job, "expert"))
+    state = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=sharding_of(job, *(["expert"] if x.ndim == 3 else []))
+      ),
+      state,
+    )
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(state, x_BTD).compile()
+  return compiled.memory_analysis().temp_size_in_bytes
+
+
+def sharding_of(job, *axes):
+  return NamedSharding(job.mesh, PartitionSpec(*axes))
+
+
+@pytest.mark.long
+def test_rounds_need_a_third_of_the_temporary_memory_of_gathered_tokens():
+  # Eight devices, 16 experts, 2 of each of 1024 tokens of a device, D = 128, M = 64.
+  rounds, gathered = map(temporary_bytes, ("rounds", "gathered"))
+  print(f"temporary bytes: rounds {rounds:,}, gathered {gathered:,}")
+  assert rounds <= gathered / 3

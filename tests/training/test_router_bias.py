@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import load_balance
 from models.experts import COUNTS
 from partitioning.rules import named_leaves
 from tests.checkpointing.states import moved
@@ -52,7 +53,10 @@ def biases(job, batches, steps=1, before=lambda state, number: state):
     {"training.rematerialization": "full", "mesh.expert": 2},
   ],
 )
-def test_it_moves_by_the_counts_of_the_global_batch_also_after_a_restore(tmp_path, more):
+def test_it_moves_by_the_counts_of_the_global_batch_also_after_a_restore(
+  tmp_path, monkeypatch, more
+):
+  count(monkeypatch)
   plain, kept = make_job("single", "lm", **KEYS), []
   batches = lambda number: host_batch(plain, seed=number)  # noqa: E731
 
@@ -75,8 +79,40 @@ def test_it_moves_by_the_counts_of_the_global_batch_also_after_a_restore(tmp_pat
     np.testing.assert_array_equal(ours, wanted)
     return moved(tmp_path, number, kept[number], job) if number == 2 else state
 
-  found, _ = biases(job, batches, 3, restored)
+  found, ours = biases(job, batches, 3, restored)
   np.testing.assert_array_equal(found, expected)
+  for one in (metrics, ours):
+    assert_all_counted_once(one, batches(2))
+
+
+def count(monkeypatch):
+  """Has the metrics of steps include the counts of experts."""
+  without = router_bias.as_metrics
+  monkeypatch.setattr(
+    router_bias, "as_metrics", lambda means: {**without(means), COUNTS: means[COUNTS]}
+  )
+
+
+def assert_all_counted_once(metrics, batch):
+  # The signs by which biases move would be the same for multiples.
+  tokens = np.count_nonzero(batch["weights"])
+  assert metrics[COUNTS].sum(axis=-1).tolist() == [2 * tokens] * len(metrics[COUNTS])
+
+
+@pytest.mark.long
+def test_counts_added_twice_under_rematerialization_are_caught(monkeypatch):
+  count(monkeypatch)
+  rows = load_balance.row_sums
+
+  def twice(*arguments):  # as if by both traces of a layer
+    found = rows(*arguments)
+    return found._replace(counts=2 * found.counts)
+
+  monkeypatch.setattr(load_balance, "row_sums", twice)
+  job = make_job("single", "lm", **KEYS, **{"training.rematerialization": "full"})
+  _, metrics = biases(job, lambda number: host_batch(job, seed=number))
+  with pytest.raises(AssertionError):
+    assert_all_counted_once(metrics, host_batch(job, seed=0))
 
 
 def test_a_step_without_a_rate_leaves_it():
