@@ -14,6 +14,7 @@ from tests.checkpointing.states import moved
 from tests.helpers.flips import altered
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.budgets import INVOLUNTARY, STRATEGIES, Step, said_while
+from tests.parity.expert_cases import WITH_DENSE
 from tests.parity.theory import theory
 from training import replica_check
 from training.replica_check import ReplicaCheck
@@ -183,3 +184,23 @@ def test_losses_are_those_of_float32_within_the_spread_of_its_seeds():
   ends = [end for _, end in wanted]
   assert ours < first - 10 * np.ptp(ends), "the losses fall"
   assert abs(ours - ends[0]) < np.ptp(ends)
+
+
+@pytest.mark.long
+def test_experts_with_zero_1_train_as_on_one_device_and_their_routers_biases_stay_float32():
+  experts = {**WITH_DENSE, "model.expert_feedforward_size": 32, "model.router_correction": True}
+  keys = {**experts, "training.router_bias_rate": 0.001, "training.matmul_precision": "highest"}
+  zero_1 = {"partitioning.optimizer.model": ("fsdp", "data")}
+  mesh = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.expert": 2, **zero_1}
+  found = []
+  for more in ({}, mesh):
+    job = prepared("single", **keys, **more)
+    state, step = first_state(job), job.compile_train_step().function
+    for number in range(STEPS):
+      state, _ = step(state, place(job, host_batch(job, seed=number)))
+    assert any("experts/gate/kernel/codes" in name for name in named_leaves(state.optimizer))
+    found.append(named_leaves(jax.device_get(state.params)))
+  assert found[0]["layers/experts/router/correction"].dtype == np.float32
+  for name, wanted in found[0].items():
+    ours, wanted = (np.asarray(x, np.float32) for x in (found[1][name], wanted))
+    assert np.linalg.norm(ours - wanted) <= 1e-4 * np.linalg.norm(wanted), name
