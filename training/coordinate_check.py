@@ -34,10 +34,8 @@ STEPS, SEEDS = 5, 3
 BOUND = 0.3
 DEFAULT = (fractions.Fraction(1, 4), fractions.Fraction(1, 2), 1, 2)  # widths over model.model_size
 # Keys of `model` that grow with its width; heads stay as large, and become more.
-_WIDTHS = (
-  *("model_size", "feedforward_size", "expert_feedforward_size", "shared_feedforward_size"),
-  *("heads", "kv_heads"),
-)
+_WIDTHS = ("model_size", "feedforward_size", "heads", "kv_heads")
+_EXPERT_WIDTHS = ("expert_feedforward_size", "shared_feedforward_size")  # with model.experts
 _LAYERS = 4  # that are shown, the last one among them
 # Of the first steps of a long run, a warm-up would show little.
 _CONSTANT = {
@@ -118,7 +116,7 @@ def widths(config: ConfigDict, given: Sequence[str]) -> list[int]:
     chosen = [int(share * model.model_size) for share in DEFAULT]
     chosen = [width for width in chosen if width % step == 0 and width]
   if wrong := [width for width in chosen if width < 1 or width % step]:
-    sizes = ", ".join(f"model.{key}={model[key]}" for key in _WIDTHS if model.get(key))
+    sizes = ", ".join(f"model.{key}={model[key]}" for key in _widths(model))
     raise ValueError(
       f"--widths={','.join(given)}: {wrong[0]} is not a multiple of {step}, so that heads and "
       f"other widths would not be whole numbers ({sizes})"
@@ -128,6 +126,12 @@ def widths(config: ConfigDict, given: Sequence[str]) -> list[int]:
       f"--widths={','.join(map(str, chosen))}: at least two widths, multiples of {step}"
     )
   return chosen
+
+
+def _widths(model: ConfigDict) -> list[str]:
+  """Returns the keys of the widths that a model has."""
+  found = [key for key in _WIDTHS if key in model]
+  return [*found, *(key for key in _EXPERT_WIDTHS if model.get("experts") and model[key])]
 
 
 def _step(model: ConfigDict) -> int:
@@ -160,7 +164,7 @@ def of_width(config: ConfigDict, resolved: ConfigDict, width: int) -> ConfigDict
     width: of the model.
   """
   config, ratio = copy.deepcopy(config), fractions.Fraction(width, resolved.model.model_size)
-  changed = {f"model.{k}": int(resolved.model[k] * ratio) for k in _WIDTHS if k in resolved.model}
+  changed = {f"model.{k}": int(resolved.model[k] * ratio) for k in _widths(resolved.model)}
   if "head_size" in resolved.model:
     changed["model.head_size"] = resolved.model.head_size
   with config.unlocked():

@@ -243,3 +243,11 @@ def test_a_point_has_steps_widths_and_seeds():
   assert isinstance(point, Point)
   assert point.sizes.shape == point.changes.shape == (5, 2, 3)
   np.testing.assert_array_equal(point.changes[:, 1, 2], values["x"][1, 2])
+
+
+def test_widths_of_experts_are_in_proportion_too():
+  keys = {"model.experts": 4, "model.shared_feedforward_size": 96}
+  config, resolved = finalized(**keys, **{"model.expert_feedforward_size": 64})
+  wide = coordinate_check.of_width(config, resolved, 2 * resolved.model.model_size).model
+  assert (wide.expert_feedforward_size, wide.shared_feedforward_size) == (128, 192)
+  assert wide.experts == 4
