@@ -136,7 +136,7 @@ def _widths(model: ConfigDict) -> list[str]:
 
 def _step(model: ConfigDict) -> int:
   """Returns the number that a width must be a multiple of, so that all widths are whole numbers."""
-  return model.model_size // math.gcd(*(model[key] for key in _WIDTHS if key in model))
+  return model.model_size // math.gcd(*(model[key] for key in _widths(model)))
 
 
 def check(config: ConfigDict, steps: int) -> None:

@@ -251,3 +251,7 @@ def test_widths_of_experts_are_in_proportion_too():
   wide = coordinate_check.of_width(config, resolved, 2 * resolved.model.model_size).model
   assert (wide.expert_feedforward_size, wide.shared_feedforward_size) == (128, 192)
   assert wide.experts == 4
+  with pytest.raises(
+    ValueError, match=r"not a multiple of 64, .* model.expert_feedforward_size=66"
+  ):
+    coordinate_check.widths(finalized(**keys, **{"model.expert_feedforward_size": 66})[1], ["96"])
