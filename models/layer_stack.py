@@ -49,10 +49,14 @@ def over_layers(
     return *jax.lax.scan(step, carry, (stack, every), unroll=unroll), {}
   dense_step, dense = _step(body, dense_layers, wrapped)
   first, each = order
-  carry, found = jax.lax.scan(dense_step, carry, (_part(dense, 0, first), _part(every, 0, first)))
+  found = []
+  if first:
+    before = _part(dense, 0, first), _part(every, 0, first)
+    carry, of_first = jax.lax.scan(dense_step, carry, before)
+    found.append(of_first)
   if each == 1:
     given = stack, _part(every, first)
-    return *jax.lax.scan(step, carry, given, unroll=unroll), found
+    return *jax.lax.scan(step, carry, given, unroll=unroll), found[0]
 
   def period(carry, inputs):
     dense, one, every = inputs
@@ -63,8 +67,8 @@ def over_layers(
 
   given = _in_periods(_part(dense, first), each - 1), stack, _in_periods(_part(every, first), each)
   carry, (of_sparse, of_dense) = jax.lax.scan(period, carry, given)
-  of_dense = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_dense)
-  return carry, of_sparse, jax.tree.map(lambda *x: jnp.concatenate(x), found, of_dense)
+  found.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_dense))
+  return carry, of_sparse, jax.tree.map(lambda *x: jnp.concatenate(x), *found)
 
 
 def _step(body: Callable, layers: nnx.Module, wrapped: Callable[[Step], Step]) -> tuple[Step, Any]:

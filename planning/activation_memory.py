@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size
 from partitioning.parallel import ring_attention
 from planning import attention_kernels
+from runtime.layer_kinds import sparse_layers
 from training.setup import Job
 from training.step import make_program
 
@@ -60,18 +61,34 @@ def by_the_layers(job: Job) -> OfTheLayers:
   """
   config, share = part(job)
   jaxpr = gradients(job, config)
-  layers = config.model.layers if "layers" in config.model else 0
-  forward, back = (_scan(jaxpr, layers, reverse=way) for way in (False, True))
-  if back is None:
-    return OfTheLayers(0, int(share * _most_at_once(jaxpr, 0, 0, 0)), 0)
-  _, carried = fixed_and_carried(forward)
-  saved = forward.outvars[carried:]
-  kept, offloaded = (
-    sum(_bytes(job, config, x) for x in saved if is_offloaded(x) == host) for host in (False, True)
+  each = (
+    tuple(_scan(jaxpr, layers, reverse=way) for way in (False, True))
+    for layers in loops(config.model)
   )
-  constants, carried = fixed_and_carried(back)
-  most = _most_at_once(body(back), constants, carried, carried)
+  found = [pair for pair in each if None not in pair]
+  if not found:
+    return OfTheLayers(0, int(share * _most_at_once(jaxpr, 0, 0, 0)), 0)
+  kept, most, offloaded = 0, 0, 0
+  for forward, back in found:
+    _, carried = fixed_and_carried(forward)
+    for x in forward.outvars[carried:]:
+      size, host = _bytes(job, config, x), is_offloaded(x)
+      kept, offloaded = kept + size * (not host), offloaded + size * host
+    constants, carried = fixed_and_carried(back)
+    most = max(most, _most_at_once(body(back), constants, carried, carried))
   return OfTheLayers(int(share * kept), int(share * most), int(share * offloaded))
+
+
+def loops(model: ConfigDict) -> tuple[int, ...]:
+  """Returns the trip counts of the loops over a model's layers; the first has most of its work.
+
+  Of a model with experts they are one over its sparse layers, and one over the dense ones before.
+  """
+  if "layers" not in model:
+    return ()
+  if "experts" in model and model.experts:
+    return (sparse_layers(model), *((model.dense_layers,) if model.dense_layers else ()))
+  return (model.layers,)
 
 
 def is_offloaded(x: Any) -> bool:
@@ -140,6 +157,9 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
     for name, letter in (("feedforward_size", "F"), ("heads", "N")):
       if name in model and model.name in ("transformer", "mlp"):
         model[name] = max(1, model[name] // parts(letter))
+    if decoder and model.experts:
+      _own_experts(model, parts)
+      config.training.grouped_matmul = "tiles"  # whose operations are in the trace
     if decoder:
       split = model.kv_heads // parts("K") if model.kv_heads % parts("K") == 0 else model.kv_heads
       model.kv_heads = math.gcd(split, model.heads)
@@ -152,6 +172,19 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
       model.context_attention = "gather"  # a single device has no ring
     data.global_batch_size = max(1, int(rows))
   return config, rows / data.global_batch_size
+
+
+def _own_experts(model: ConfigDict, parts: Callable[[str], int]) -> None:
+  """Gives a model the experts of one device, with as many rows as it has where they are spread.
+
+  Of E experts, k for each token, a device has E / P, and k n rows of n tokens, which are of all
+  devices: as many as if its own tokens chose among its own experts alone. It has at least k here,
+  so that the rows are as many.
+  """
+  for name, letter in (("expert_feedforward_size", "M"), ("shared_feedforward_size", "W")):
+    model[name] = -(-model[name] // parts(letter))
+  model.experts = max(model.experts_per_token, model.experts // parts("E"))
+  model.router_groups = model.router_top_groups = 1
 
 
 def gradients(job: Job, config: ConfigDict) -> Any:

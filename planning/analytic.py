@@ -14,16 +14,19 @@ from analysis.chips import Chip, Rates
 from analysis.roofline import Work, matmul_seconds
 from models.transformer_dims import DOWN_PROJECTIONS, in_8_bits, is_latent, latent_sizes
 from partitioning.dims import axes_size, spec_axes
-from partitioning.parallel import ring_attention
+from partitioning.parallel import expert_exchange, ring_attention
 from partitioning.shardings import bytes_per_device, shard_shape
 from planning import interconnect, traced_cost
 from planning.interconnect import Places, Wire
 from planning.step_time import Sent, Times
+from runtime.layer_kinds import sparse_layers
 from training.optimizer import matrix_groups
 from training.optimizers import schedule_free
 from training.setup import Job
 
 _LATENTS = "latent vectors"
+
+_STACKS = ("L", "Z")  # letters of stacked layers: of all or those with experts, of those without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +115,7 @@ def terms(job: Job) -> list[Term]:
   sizes = job.devices.sizes
   every = [*_of_parameters(job), *_of_the_optimizer(job), *_of_matrices(job)]
   if job.config.model.name == "transformer":
-    every += [*_of_activations(job), *_of_context(job)]
+    every += [*_of_activations(job), *_of_context(job), *_of_experts(job)]
   kept = []
   for term in every:
     axes = tuple(axis for axis in term.axes if sizes[axis] > 1)
@@ -128,13 +131,15 @@ def _of_parameters(job: Job) -> Iterator[Term]:
   narrow = np.dtype(config.training.compute_dtype).itemsize
   reduced = 4 if config.training.gradient_reduction_dtype == "float32" else narrow
   once = job.program.reduce_once_over
-  rows = tuple(axis for axis in ("data", "fsdp") if axis != once)
   for name, placement in job.placements["parameters"].items():
+    # Experts see the tokens of all devices along their axis; other parameters are replicated there.
+    batch = () if "E" in placement.letters else ("expert",)
+    rows = tuple(axis for axis in ("data", "fsdp", *batch) if axis != once)
     shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
-    layers = placement.shape[0] if placement.letters.startswith("L") else 1
+    layers = placement.shape[0] if placement.letters.startswith(_STACKS) else 1
     split = "fsdp" in spec_axes(placement.spec)
     whole = shard * (sizes["fsdp"] if split else 1) / layers
-    scale = len(placement.letters.removeprefix("L")) == 1
+    scale = len(placement.letters.lstrip("".join(_STACKS))) == 1
     wide = np.dtype(placement.dtype).itemsize if scale else narrow
     shared = (wide if scale else reduced, True)
     # Inside the scan over the layers, in both passes of each microbatch (scales are saved for the
@@ -163,7 +168,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     down = not scale and placement.letters in DOWN_PROJECTIONS
     if split and not scale:
       yield Term("reduce-scatter", ("fsdp",), count * layers, whole, why, *shared)
-      over = (*(() if once else ("data",)), *(("tensor",) if down else ()))
+      over = (*(() if once else ("data",)), *batch, *(("tensor",) if down else ()))
       yield Term("all-reduce", over, count * layers, whole / sizes["fsdp"], why, *shared)
     else:
       yield Term("all-reduce", rows, count * layers, whole, why, *shared)
@@ -314,13 +319,39 @@ def _of_context(job: Job) -> Iterator[Term]:
     yield Term("all-reduce", ("context",), 2 * times_each, queries, f"gradients of {why}", narrow)
 
 
+def _of_experts(job: Job) -> Iterator[Term]:
+  """Yields those of the exchange of tokens, of one round in each layer with experts."""
+  model, devices = job.config.model, job.devices.sizes["expert"]
+  if not model.experts or devices == 1:
+    return
+  count = job.config.training.gradient_accumulation_steps
+  narrow = np.dtype(job.config.training.compute_dtype).itemsize
+  layers, axes = count * sparse_layers(model), ("expert",)
+  tokens, each = round(_tokens(job) / count), model.experts_per_token
+  if model.expert_exchange == expert_exchange.ROUNDS:
+    own = model.experts // devices
+    given = expert_exchange.Exchange("rounds", "", devices, own, model.expert_capacity, None, "", 1)
+    rows = devices * given.buffer(tokens, each)
+    # Tokens out and results back; backward tokens and gradients out, and gradients back.
+    why = "rows of the exchange of tokens"
+    yield Term("all-to-all", axes, 5 * layers, rows * model.model_size, why, narrow)
+    yield Term("all-to-all", axes, 3 * layers, rows, "gates of the exchange of tokens", 4)
+    yield Term("all-to-all", axes, 2 * layers, model.experts, "how many tokens are exchanged", 4)
+    return
+  every, why = tokens * devices, "tokens of all devices with the experts"
+  yield Term("all-gather", axes, 3 * layers, every * model.model_size, why, narrow)
+  yield Term("all-gather", axes, 4 * layers, every * each, f"{why}, their gates", 4)
+  yield Term("reduce-scatter", axes, 2 * layers, every * model.model_size, why, narrow)
+  yield Term("reduce-scatter", axes, layers, every * each, f"{why}, their gates", 4)
+
+
 def _tokens(job: Job) -> float:
   """Returns the tokens of a step on one device."""
   sizes, data = job.devices.sizes, job.config.data
   return (
     data.global_batch_size
     * data.sequence_length
-    / math.prod(sizes[axis] for axis in ("data", "fsdp", "context"))
+    / math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
   )
 
 

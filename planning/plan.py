@@ -271,7 +271,7 @@ def make(
     free = topology.chip.hbm_bytes - found.peak_bytes
     once = kept_kernels.advice(ready, times.sent, times.step, free)
     model = ready.config.model
-    count = model.layers if "layers" in model else None
+    count = next(iter(activation_memory.loops(model)), None)
     line = timelines.of(compiled, times, sent, moved, count)
     if not moved and topology.platform == "cpu":  # its programs do not show it
       times = with_host_traffic(times, ready, found.host_memory, topology.chip, rates)

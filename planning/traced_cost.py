@@ -95,6 +95,19 @@ def of_matrices(job: Job) -> list[tuple[Work, int, bool]]:
   return found
 
 
+def _tiles(body: Any) -> int:
+  """Returns the tiles that the loop of a grouped matmul is over, of all rows of its buffer.
+
+  1 for the body of another loop: its trip count is unknown.
+  """
+  names = [one.primitive.name for one in body.eqns]
+  if "dot_general" not in names or "dynamic_slice" not in names:
+    return 1
+  cuts = [one for one in body.eqns if one.primitive.name == "dynamic_slice"]
+  rows = [(one.invars[0].aval.shape, one.outvars[0].aval.shape) for one in cuts]
+  return max((whole[0] // part[0] for whole, part in rows if len(whole) == 2), default=1)
+
+
 class _Tracer:
   """Walks equations and records those that access HBM.
 
@@ -168,7 +181,8 @@ class _Tracer:
     if equation.primitive.name == "scan":
       inner, turns = activation_memory.body(equation), equation.params["length"]
     else:
-      inner, turns = equation.params["body_jaxpr"].jaxpr, 1
+      inner = equation.params["body_jaxpr"].jaxpr
+      turns = _tiles(inner)
     arguments = {x: self.fresh(x) for x in [*inner.invars, *inner.constvars]}
     self.close(inner, self.walk(inner, arguments, runs * turns), runs * turns)
     return [self.fresh(x) for x in equation.outvars]

@@ -10,7 +10,7 @@ from benchmarks import experts
 
 @pytest.fixture
 def given():
-  flags.FLAGS(["test"], known_only=True)
+  flags.FLAGS.mark_as_parsed()
   sizes = {"layer_tokens": 48, "layer_width": 8, "layer_hidden": 12, "layer_experts": 4}
   before = {name: flags.FLAGS[name].value for name in sizes}
   for name, value in sizes.items():
