@@ -44,7 +44,10 @@ KERNELS = {
 on_one_device = functools.cache(lambda: train("lm", "float64", ADAPTERS))
 
 
-@pytest.mark.parametrize("mesh", ON)
+@pytest.mark.parametrize(
+  "mesh",
+  [pytest.param(x, marks=pytest.mark.long) if x == "collective matmuls" else x for x in ON],
+)
 def test_adapters_train_as_on_one_device(mesh):
   ours = train("lm", "float64", {**ADAPTERS, **ON[mesh]})
   assert_equal(ours, on_one_device(), "float64")

@@ -49,7 +49,9 @@ def biases(job, batches, steps=1, before=lambda state, number: state):
 @pytest.mark.parametrize(
   "more",
   [
-    {"training.gradient_accumulation_steps": 4, "mesh.data": 2},
+    pytest.param(
+      {"training.gradient_accumulation_steps": 4, "mesh.data": 2}, marks=pytest.mark.long
+    ),
     {"training.rematerialization": "full", "mesh.expert": 2},
   ],
 )

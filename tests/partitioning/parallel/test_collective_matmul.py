@@ -165,7 +165,7 @@ def test_half_of_each_chunk_goes_each_way(devices, tokens):
   ("mesh", "chunks", "saved"),
   [
     ("data4_tensor2", 1, "none"),
-    ("fsdp2_tensor4", 2, "full"),
+    pytest.param("fsdp2_tensor4", 2, "full", marks=pytest.mark.long),
     pytest.param("fsdp2_tensor4", 1, "hidden=save", marks=pytest.mark.long),
     pytest.param("tensor8", 1, "none", marks=pytest.mark.long),
   ],

@@ -142,9 +142,8 @@ def test_one_device_has_all_experts(mesh):
   exchange = Exchange("rounds", "", 1, EXPERTS, 1.25, compute, "tiles", 8)
   chosen = ROUTED["drawn"].astype(np.int32)
   weights = jnp.asarray(UP), jnp.asarray(DOWN)
-  found = expert_exchange.exchanged(
-    exchange, jnp.asarray(X), jnp.asarray(GATES), jnp.asarray(chosen), weights
-  )
+  run = jax.jit(functools.partial(expert_exchange.exchanged, exchange))
+  found = run(X, GATES, chosen, weights)
   expected, _ = in_numpy(X, GATES, chosen, UP, DOWN, DY)
   np.testing.assert_allclose(found.tokens_nD, expected, rtol=0, atol=1e-12)
   assert (float(found.rounds), float(found.fullest)) == (0, 1)
