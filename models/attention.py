@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
 from models import attention_tiles, blockwise_attention, cudnn_attention, splash_attention
-from models.dtypes import wide_dtype
 from models.layer_pattern import Layer, layer_pattern
 from models.rematerialization import named
 from models.token_positions import Rows
 from models.transformer_dims import KEYS, QUERIES
 from partitioning.constraints import constrain, tie_to
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel.block_pairs import Blocks, Scores
 from partitioning.parallel.ring_attention import ring_attention, sequence_axes
 from partitioning.parallel.sharded_function import splits

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from models.dtypes import wide_dtype
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel import attention_blocks
 from partitioning.parallel.attention_blocks import (
   Saved,

@@ -14,13 +14,13 @@ from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
 from models import activations, load_balance, mup
-from models.dtypes import wide_dtype
 from models.layers import MLP, Linear, clamped_gate
 from models.router import Routed, Router, route
 from models.token_positions import Rows
 from models.transformer_dims import LAYERS, RESIDUAL, optional_letters, sizes
 from partitioning.constraints import constrain
 from partitioning.dims import Axes
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
 from partitioning.parallel.expert_exchange import Exchange, exchanged
 from partitioning.parallel.expert_rows import Groups

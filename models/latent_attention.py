@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from models.attention import Attend, causal_mask, masked_softmax
-from models.dtypes import wide_dtype
 from models.kv_cache import LatentCache, update_cache
 from models.layer_pattern import Layer
 from models.layers import Linear, Norm
@@ -24,6 +23,7 @@ from models.rope import apply_rope
 from models.token_positions import Rows
 from models.transformer_dims import LATENT, QUERY_LATENT, RESIDUAL, ROTARY_KEY
 from partitioning.constraints import constrain
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel.matmuls import column_parallel, for_each_head, row_parallel
 from partitioning.parallel.sharded_function import Residual
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
-from models.dtypes import wide_dtype
 from models.rope import attention_factor, hashable, rope_table, rotary_frequencies
+from partitioning.dtypes import wide_dtype
 
 
 @jax.tree_util.register_dataclass

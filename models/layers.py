@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
 from models import lora, mup
-from models.dtypes import wide_dtype
 from models.random_rows import bernoulli_rows
 from models.rematerialization import kept, named
 from models.transformer_dims import (
@@ -31,6 +30,7 @@ from models.transformer_dims import (
   sizes,
 )
 from partitioning.constraints import batch_part, constrain
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel import eight_bit
 from partitioning.parallel.matmuls import (
   Dropped,

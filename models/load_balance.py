@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from models.dtypes import wide_dtype
 from models.router import chosen
+from partitioning.dtypes import wide_dtype
 
 
 class RowSums(NamedTuple):

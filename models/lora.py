@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 from ml_collections import ConfigDict
 
-from models.dtypes import wide_dtype
 from models.transformer_dims import LORA_A, LORA_B, optional_letters
+from partitioning.dtypes import wide_dtype
 
 
 def scale(config: ConfigDict) -> float:

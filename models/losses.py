@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from models.dtypes import wide_dtype
 from partitioning.dims import Axes
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
 
 Batch = Mapping[str, jax.Array]

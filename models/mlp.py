@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Key
 from ml_collections import ConfigDict
 
 from models import activations, losses, mup
-from models.dtypes import wide_dtype
 from models.losses import Batch, Sums
 from partitioning.constraints import constrain
 from partitioning.dims import Dim
+from partitioning.dtypes import wide_dtype
 
 
 def legend(config: ConfigDict) -> dict[str, Dim]:

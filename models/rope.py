@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from models.dtypes import wide_dtype
+from partitioning.dtypes import wide_dtype
 
 
 def hashable(scaling: Sequence[Any]) -> tuple:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from models.dtypes import wide_dtype
+from partitioning.dtypes import wide_dtype
 
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 GROUP_SCORES = ("max", "top2")

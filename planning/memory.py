@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from models.dtypes import wide_dtype
 from partitioning.dims import axes_size, spec_axes
+from partitioning.dtypes import wide_dtype
 from partitioning.rules import HOST
 from partitioning.shardings import bytes_per_device, shard_shape
 from planning import activation_memory, kept_kernels

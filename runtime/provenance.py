@@ -32,6 +32,7 @@ NUMERICS = (
   "input_pipeline/text",  # files, documents, tokens
   "partitioning/constraints.py",
   "partitioning/dims.py",
+  "partitioning/dtypes.py",
   "partitioning/parallel",
   "partitioning/mesh.py",  # the order of devices is the order of sums
   "partitioning/ring_order.py",  # likewise

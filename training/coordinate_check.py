@@ -20,8 +20,8 @@ from ml_collections import ConfigDict
 from input_pipeline import ramp
 from models import activations
 from models.activations import STACKED
-from models.dtypes import wide_dtype
 from models.losses import Batch
+from partitioning.dtypes import wide_dtype
 from training.schedules import CONSTANT
 from training.setup import Job
 from training.state import State

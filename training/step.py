@@ -12,9 +12,9 @@ from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Shape
 from models import MODELS, check_network
-from models.dtypes import wide_dtype
 from models.losses import Batch, Sums
 from partitioning.dims import Legend
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel import eight_bit
 from partitioning.parallel.batch_region import summed_over_batch_parts
 from partitioning.rules import letters_of, named_leaves
@@ -131,7 +131,7 @@ class Program:
     def mean(trained, history, frozen, others, microbatch, key):
       variables = merged(history, others)
       sums, variables = self.forward(merged(trained, frozen), variables, microbatch, key)
-      means = _times(sums, 1 / entries)
+      means = _each(lambda x: x / entries, sums)
       return means["loss"], (means, variables)
 
     def total(batch, trained, frozen, variables, key):
@@ -169,7 +169,7 @@ class Program:
     history, others = split(variables, _is_history)
     variables = merged(jax.tree.map(eight_bit.advanced, history, seen), others)
     scale = 1 / means.pop("weight")
-    return grads, _times(means, scale), scale, variables
+    return grads, _each(lambda x: x * scale, means), scale, variables
 
   def laid_out(self, grads: Any) -> Any:
     """Returns gradients that are sharded as their parameters are."""
@@ -340,9 +340,10 @@ def variables_of(model: nnx.Module) -> Any:
   return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-def _times(sums: Sums, factor: jax.Array | float) -> Sums:
-  """Returns sums over rows times a factor; counts, which are integers, as they are."""
-  return {n: x if jnp.issubdtype(x.dtype, jnp.integer) else x * factor for n, x in sums.items()}
+def _each(function: Callable[[jax.Array], jax.Array], sums: Sums) -> Sums:
+  """Returns a function of each of the sums; counts, which are integers, stay as they are."""
+  counts = {name for name, x in sums.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+  return {name: x if name in counts else function(x) for name, x in sums.items()}
 
 
 def _scaled(grads: Any, scale: jax.Array) -> Any:

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives, grouped_matmul
 from partitioning.parallel.expert_rows import (
   Assignments,
@@ -37,7 +38,7 @@ from partitioning.parallel.expert_rows import (
   summed,
   taken,
 )
-from partitioning.parallel.grouped_matmul import Way, wide_dtype
+from partitioning.parallel.grouped_matmul import Way
 
 ROUNDS, GATHERED = "rounds", "gathered"
 EXCHANGES = (ROUNDS, GATHERED)

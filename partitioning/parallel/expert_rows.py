@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel import grouped_matmul
-from partitioning.parallel.grouped_matmul import Way, wide_dtype
+from partitioning.parallel.grouped_matmul import Way
 
 
 class Places(NamedTuple):

@@ -18,17 +18,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from partitioning.dtypes import wide_dtype
+
 TILES, RAGGED = "tiles", "ragged"
 WAYS = (TILES, RAGGED)
 # jax versions whose compiler for TPUs has a grouped kernel for the weight gradient of ragged_dot.
 _GROUPED_GRADIENT = (0, 12)
 _MEGABLOX_TILES = (512, 512, 512)  # rows, inputs, outputs; fewer where a dim is smaller
 _LANES = 128
-
-
-def wide_dtype(dtype: jnp.dtype) -> jnp.dtype:
-  """Returns float32, or the dtype itself if it is wider: that of sums over rows."""
-  return dtype if jnp.finfo(dtype).bits > 32 else jnp.dtype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from partitioning.constraints import automatic_layout, batch_part, constrain, record
 from partitioning.dims import Axes
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collectives
 from partitioning.parallel.sharded_function import (
   SEQUENCE_DIM,
@@ -83,7 +84,7 @@ def chunked_logits(
   kernel, inside = weight.effective_kernel(), summed_last(weight.letters, residual.width)
   vocabulary, output = inside.replace(residual.width, ""), residual.activation(weight.letters)
   shape = (*targets.shape, kernel.shape[weight.letters.index(vocabulary)])
-  wide = x.dtype if jnp.finfo(x.dtype).bits > 32 else jnp.dtype("float32")
+  wide = wide_dtype(x.dtype)
 
   sequence, width = sequence_axes(residual), split_over(residual.width)
   classes, (layout, _) = split_over(vocabulary), automatic_layout()

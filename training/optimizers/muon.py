@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.dtypes import wide_dtype
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel.matrix_groups import MATRIX, Group, Matrix, Move
 from partitioning.parallel.whole_matrices import on_whole_matrices
 from partitioning.rules import named_leaves

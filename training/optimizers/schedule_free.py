@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.dtypes import wide_dtype
+from partitioning.dtypes import wide_dtype
 from partitioning.rules import named_leaves
 from training.state import merged, split
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.dtypes import wide_dtype
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel.matrix_groups import COLUMNS, MATRIX, ROWS, Group, Matrix, Move, grouped
 from partitioning.parallel.whole_matrices import Exchange, Stacks, in_rounds
 from partitioning.rules import named_leaves
