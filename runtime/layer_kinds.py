@@ -14,7 +14,8 @@ def is_sparse(model: Any, layer: int) -> bool:
     layer: its number.
   """
   after = layer - model.dense_layers + 1
-  return model.experts > 0 and after > 0 and after % model.sparse_every == 0
+  # A config is read before its numbers are checked: none may divide by 0.
+  return model.experts > 0 and after > 0 and after % max(1, model.sparse_every) == 0
 
 
 def sparse_layers(model: Any) -> int:

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from runtime.layer_kinds import beside_sparse
 from runtime.suggest import nearest
 
 SAVE, RECOMPUTE, OFFLOAD = "save", "recompute", "offload"
@@ -56,7 +57,8 @@ _WHEN: Mapping[str, Callable[[Any], bool]] = {
   **dict.fromkeys(("key", "value"), lambda model: not _is_latent(model)),
   "attention_input": lambda model: model.pre_norms,  # else it is the layer's input
   "mlp_input": lambda model: model.pre_norms,
-  "gate": lambda model: model.gated,
+  "gate": lambda model: model.gated and _has_mlp(model),
+  **dict.fromkeys(("up", "hidden"), lambda model: _has_mlp(model)),
 }
 _OF_PRESET = {
   "none": tuple(NAMES),
@@ -69,6 +71,11 @@ _OF_PRESET = {
 
 def _is_latent(model: Any) -> bool:
   return model.attention == "latent"
+
+
+def _has_mlp(model: Any) -> bool:
+  """Returns whether any layer has an MLP of all tokens, beside experts or in place of them."""
+  return not model.experts or model.shared_feedforward_size > 0 or beside_sparse(model) > 0
 
 
 def letters_of(name: str, model: Any) -> str:

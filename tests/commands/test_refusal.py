@@ -135,8 +135,8 @@ REFUSALS = {
     ["mesh.data and mesh.fsdp are both -1"],
   ),
   "axis that nothing uses": (
-    [DP8, "--config.mesh.expert=2"],
-    ["mesh.expert=2: no parameter, activation or schedule of this model uses it"],
+    [DP8, "--config.mesh.stage=2"],
+    ["mesh.stage=2: no parameter, activation or schedule of this model uses it"],
   ),
   "batch that the axes do not divide": (
     [DP8, "--config.data.global_batch_size=30"],

@@ -8,7 +8,11 @@ import pytest
 from runtime import rematerialization
 from runtime.rematerialization import NAMES, OFFLOAD, RECOMPUTE, SAVE, parse
 
-MODEL = {"name": "transformer", "pre_norms": True, "gated": True}
+MODEL = {
+  **{"name": "transformer", "pre_norms": True, "gated": True, "attention": "grouped_query"},
+  **{"experts": 0, "shared_feedforward_size": 0, "dense_layers": 0, "sparse_every": 1, "layers": 4},
+}
+LATENTS = ("latent", "rotary_key", "query_latent", "key_value")
 
 
 def test_a_preset_with_exceptions():
@@ -29,7 +33,9 @@ def test_the_presets():
   assert parse("none").chosen(SAVE) == tuple(NAMES)
   assert parse("full").chosen(SAVE) == ("layer_input",)
   matmuls = ("query", "key", "value", "attention_update", "gate", "up", "mlp_update")
-  assert parse("dots").chosen(SAVE) == ("layer_input", *matmuls)
+  found = parse("dots").chosen(SAVE)
+  assert tuple(name for name in found if name not in LATENTS) == ("layer_input", *matmuls)
+  assert {*found} > {*LATENTS}
   assert parse("dots,gate=recompute").by_name["gate"] == RECOMPUTE
 
 
@@ -37,7 +43,14 @@ def test_the_names_are_those_of_the_model():
   def names(**changes):
     return rematerialization.names_of(ml_collections.ConfigDict({**MODEL, **changes}))
 
-  assert names() == tuple(NAMES)
+  assert names() == tuple(name for name in NAMES if name not in LATENTS)
+  latent = {"attention": "latent", "query_latent_size": 0}
+  assert {*names(**latent)} - {*names()} == {"latent", "rotary_key", "key_value"}
+  assert {*names()} - {*names(**latent)} == {"key", "value"}
+  of_mlp = {"gate", "up", "hidden"}
+  assert {*names()} - {*names(experts=8)} == of_mlp
+  for other in ({"shared_feedforward_size": 4}, {"dense_layers": 1}):
+    assert names(experts=8, **other) == names()
   assert {*names()} - {*names(gated=False)} == {"gate"}
   assert {*names()} - {*names(pre_norms=False)} == {"attention_input", "mlp_input"}
   assert names(name="mlp") == ()
@@ -52,7 +65,7 @@ def test_the_names_are_those_of_the_model():
     ("full,dots", "'dots' is not NAME=CHOICE; one preset may come first"),
     ("query", "'query': one of none, dots, full"),
     ("querry=save", "'querry' is no named activation of this model; did you mean 'query'?"),
-    ("querry=save", "the names are layer_input, attention_input, query, key, value, attention_o"),
+    ("querry=save", "the names are layer_input, attention_input, latent, rotary_key, query_lat"),
     ("query=sav", "query='sav': one of save, recompute, offload; did you mean 'save'?"),
     ("query=", "query='': one of save, recompute, offload"),
     ("query=save,query=offload", "query is given twice"),
