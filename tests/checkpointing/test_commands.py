@@ -109,6 +109,7 @@ def everything(folder):
 STEPS = 200
 
 
+@pytest.mark.long
 def test_a_full_disk_loses_nothing_and_training_continues(forks, tmp_path):
   workdir, output = tmp_path / "run", tmp_path / "out"
   with small_disk(workdir) as mounted:

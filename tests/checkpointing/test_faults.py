@@ -143,6 +143,7 @@ def start(server, folder, saves):
   return int(line)
 
 
+@pytest.mark.long
 def test_whatever_a_kill_leaves_opens_and_restores_to_a_saved_state(server, tmp_path):
   seed = random.randrange(2**32)
   rng = random.Random(seed)

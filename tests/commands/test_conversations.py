@@ -186,6 +186,7 @@ def test_turns_by_prompt(main, chats, trained):
   assert "refuses the conversation: no role s" in err
 
 
+@pytest.mark.long
 def test_in_a_terminal_ctrl_c_ends_a_reply_and_then_the_conversation(
   main, forks, chats, trained, tmp_path
 ):

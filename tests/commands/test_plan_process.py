@@ -22,6 +22,7 @@ def plan(tmp_path, name, topology="h100:8", **changes):
   return plan_process.run(config(tmp_path, **changes), topology, workdir, title="dp8_lm")
 
 
+@pytest.mark.long
 def test_the_same_plan_is_made_once_also_by_several_at_once(tmp_path, capfd, monkeypatch):
   with concurrent.futures.ThreadPoolExecutor() as pool:
     codes = list(pool.map(lambda name: plan(tmp_path, name), ["one", "two"]))

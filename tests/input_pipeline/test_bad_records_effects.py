@@ -181,6 +181,7 @@ def test_training_continues_with_zero_weight_for_these_rows(images):
     assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
 
 
+@pytest.mark.long
 def test_the_application_refuses_by_name_or_continues(main, text, folder, tmp_path):
   run = [
     "--config=configs/dp4_tp2.py:model=lm,data=noise",

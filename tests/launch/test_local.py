@@ -133,6 +133,7 @@ sys.stdout.flush()
     ]
 
 
+@pytest.mark.long
 def test_the_others_get_time_for_their_diagnosis_then_sigterm_then_sigkill(launch):
   launcher = launch(
     """

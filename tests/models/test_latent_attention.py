@@ -55,7 +55,7 @@ def on_mesh(mesh):
 
 
 # The others in `make test-long`.
-OFTEN = ("fsdp2_tensor4, sequence-parallel", "all, ring")
+OFTEN = ("all, ring",)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_factored_state_is_sharded_as_what_is_left_of_its_parameter(strategy):
 
 
 # dp8 is not among them: under dp4_tp2 batches are split over `data` too.
-@pytest.mark.parametrize("strategy", ["fsdp8", "dp4_tp2"])
+@pytest.mark.parametrize("strategy", ["fsdp8", pytest.param("dp4_tp2", marks=pytest.mark.long)])
 def test_adafactor_trains_as_on_one_device(strategy):
   assert_equal(trained(strategy), trained("single"))
   with jax.enable_x64(True):

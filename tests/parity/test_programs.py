@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from analysis import collectives
-from models import transformer
+from models import layers
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import STRATEGIES, make_job
 
@@ -51,7 +51,7 @@ def test_drawing_dropout_needs_no_collective():
   spec = NamedSharding(job.mesh, PartitionSpec(("data", "fsdp")))
   x_BTD = jax.ShapeDtypeStruct((16, 12, 40), jnp.float32, sharding=spec)
   compiled = job.compile(
-    lambda x, key: transformer.dropout(x, 0.25, key, jnp.arange(x.shape[1])),
+    lambda x, key: layers.dropout(x, 0.25, key, jnp.arange(x.shape[1])),
     x_BTD,
     jax.random.key(0),
     out_shardings=spec,

@@ -64,6 +64,7 @@ def test_a_network_without_layers_is_planned_and_advised_too():
   assert found.advice.fitting[0].overrides == "--config.mesh.data=1 --config.mesh.fsdp=8"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("topology", "memory", "advice"),
   [

@@ -99,6 +99,7 @@ def test_thousands_meet_beside_some_that_say_nothing():
   assert len({answer["run"] for answer in answers}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_many_files")
 def test_what_is_sent_to_each_does_not_grow_with_their_number():
   result, answers, sizes = meet(1300, missing=5, seconds=4.0)

@@ -186,6 +186,7 @@ def test_a_long_first_step_has_the_start_timeout():
   assert "at 'step 1: computing' (the limit was 1 s, processes.start_timeout" in err
 
 
+@pytest.mark.long
 def test_a_save_that_makes_progress_is_never_ended_and_one_that_hangs_is():
   code, out, err, _ = ended("""
     written = []

@@ -99,6 +99,7 @@ def test_an_argument_of_process_1_alone():
   assert (ended.code, ended.codes, ended.hung, ended.made) == (0, {}, (), False)
 
 
+@pytest.mark.long
 def test_one_is_asked_to_stop_and_the_other_hangs(tmp_path):
   script = f"""
 import os, pathlib, signal, time
@@ -117,6 +118,7 @@ time.sleep(60)
   assert ended.hung == (0,)
 
 
+@pytest.mark.long
 def test_what_hangs_is_ended():
   script = """
 import signal, time

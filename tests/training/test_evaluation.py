@@ -78,6 +78,7 @@ PLAIN = {
 HUGE = 1e16
 
 
+@pytest.mark.long
 def test_a_bad_evaluation_is_a_bad_step(tmp_path):
   spoiled = source({9: HUGE})  # the batch of step 10, after which an evaluation is due
   with pytest.raises(TrainingStoppedError, match=r"step 10: eval_loss is (nan|inf).*on_bad_step"):

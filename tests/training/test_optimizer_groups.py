@@ -56,6 +56,7 @@ def test_each_parameter_is_updated_as_its_group_says():
     np.testing.assert_allclose(ours["bias"], -2.0 * grads["bias"], rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["muon", "soap", "contrib.muon"])
 def test_a_group_without_matrices_has_the_adamw_of_an_optimizer_of_matrices(name):
   groups = ({"parameters": "embed/*", "learning_rate": 0.5},)

@@ -34,6 +34,7 @@ def order(rows, epochs=3):
   return np.concatenate([np.argsort(np.random.Philox(seed).random_raw(rows)) for seed in seeds])
 
 
+@pytest.mark.long
 def test_rows_over_batch_sizes_rollbacks_and_epochs(tmp_path, taken):
   rows = source({3: math.inf, 17: math.inf})  # a row in 24-31 of the first epoch, one in 136-143
   keys = {"training.max_rollbacks": 9, "checkpoint.every_steps": 5, **runs.ROLL_BACK}

@@ -87,6 +87,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.long
 def test_frozen_parameters_stay_and_have_no_optimizer_state_on_every_mesh():
   found = {}
   for strategy in ("dp8", "dp4_tp2"):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import layers, transformer
+from models import block, layers
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from training import schedules
@@ -53,14 +53,14 @@ def parameters(state):
 
 
 def test_each_dropout_of_a_layer_a_microbatch_and_a_step_has_a_key_of_its_own(monkeypatch):
-  seen, drop = [], transformer.dropout
+  seen, drop = [], block.dropout
 
   def noting(x_BRD, rate, key, slots_R):
     assert rate == 0.25
     jax.debug.callback(lambda data: seen.append(tuple(data.tolist())), jax.random.key_data(key))
     return drop(x_BRD, rate, key, slots_R)
 
-  monkeypatch.setattr(transformer, "dropout", noting)
+  monkeypatch.setattr(block, "dropout", noting)
   job = make_job("single", "lm", **DROPPING)
   step, batch = steps(job), host_batch(job)
   state, keys, losses = first_state(job), [], []

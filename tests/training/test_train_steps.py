@@ -50,6 +50,7 @@ def whole(tmp_path_factory):
   return workdir
 
 
+@pytest.mark.long
 def test_a_run_with_a_ramp_resumes_to_the_bit_within_each_stage_and_between_them(
   tmp_path, whole, capsys
 ):

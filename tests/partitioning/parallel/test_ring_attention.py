@@ -66,6 +66,7 @@ def test_windows_soft_caps_documents_dropout_and_a_replicated_head(mesh, kind):
 BLOCKWISE = {"training.attention_kernel": "blockwise"}
 
 
+@pytest.mark.long
 def test_each_step_of_the_ring_in_blocks_trains_as_one_device_does(monkeypatch):
   wanted = on_one_device(True)
   monkeypatch.setitem(attention_tiles.TILES, "cpu", attention_tiles.Tiles((3, 5), 128, ""))
@@ -109,6 +110,7 @@ def test_rows_so_long_that_one_device_takes_them_in_blocks():
     assert_equal(train("lm", "float64", {**long, **mesh}), one, "float64")
 
 
+@pytest.mark.long
 def test_with_sequence_parallel_regions_in_float32():
   mesh = MESHES["fsdp2_context2_tensor2"]
   ours = train("lm", "float32", {**mesh, **RING, **SEQUENCE_PARALLEL})
@@ -299,6 +301,7 @@ def test_a_mask_that_leaks_across_documents(monkeypatch):
   assert_caught_by_the_loss()
 
 
+@pytest.mark.long
 def test_gradients_of_keys_that_do_not_come_home(monkeypatch):
   on_one_device(True)
   following = ring_attention._Ring.next

@@ -122,6 +122,7 @@ class SlowJob(runs.QuickJob):
     return super().compile(*arguments, **more)
 
 
+@pytest.mark.long
 def test_each_second_is_in_its_own_bin(tmp_path, monkeypatch):
   def slowed(function, seconds):
     def slow(*arguments, **more):

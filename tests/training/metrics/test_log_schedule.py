@@ -82,6 +82,7 @@ def holds(values, lost):
   return any(values["step"] == step and key in values for step, key in lost)
 
 
+@pytest.mark.long
 def test_a_run_reports_the_lines_that_it_has_lost(tmp_path, capsys):
   rows = runs.source()
   runs.train(tmp_path, rows, **{"training.steps": 15})

@@ -25,6 +25,7 @@ def trained(strategy, **overrides):
   return job, state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("strategy", "overrides"),
   [

@@ -107,6 +107,7 @@ def test_warm_up_weighs_less_and_scales_do_not_decay():
   assert float(state.weight) == pytest.approx(3 + 1 / 9 + 4 / 9)
 
 
+@pytest.mark.long
 def test_a_run_resumes_to_the_bit_and_is_read_at_the_average(tmp_path):
   """What `evaluate`, `sample` and `export` read is what training has evaluated last."""
   keys = {"optimizer.name": "schedule_free_adamw", "optimizer.warmup_steps": 3}
