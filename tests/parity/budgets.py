@@ -23,10 +23,9 @@ from analysis import collectives
 from runtime import devices
 from tests.helpers.jobs import make_job
 from tests.parity import expert_cases, expert_terms, latent_terms, latents
+from tests.parity.step_terms import NORM, TERMS
 from tests.parity.theory import (
   LETTERS,
-  NORM,
-  TERMS,
   letters,
   shown,
   theory,

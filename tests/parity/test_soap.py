@@ -12,7 +12,8 @@ from planning import analytic
 from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
 from tests.parity.budgets import INVOLUNTARY, SOAP, UPDATES
 from tests.parity.expert_cases import WITH_DENSE
-from tests.parity.theory import TERMS, theory_of_soap
+from tests.parity.step_terms import TERMS
+from tests.parity.theory import theory_of_soap
 from tests.parity.update_terms import SOAP_TERMS
 from tests.parity.updates import Updates, assert_equal, on_host
 from training.state import State
