@@ -2,23 +2,8 @@
 
 python main.py [VERB] --config=configs/STRATEGY.py[:RECIPE] [--workdir=DIR] [--config.key=value ...]
 
-VERB    train (default): train, evaluating on the evaluation split
-        prepare: prepare the data that train would: text is tokenized, once; prints tokens, rows,
-          padding, epochs; --train_tokenizer=N trains a tokenizer first. Needs no devices
-        evaluate: a checkpoint on the evaluation split, on the mesh that the config names;
-          --tasks=FILE.jsonl scores multiple-choice and exact-match tasks instead
-        sample: continue --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE; --chat has a
-          conversation by the chat template
-        export: write the model of a checkpoint to --to=FOLDER, which transformers and vLLM load;
-          --merge adds LoRA's adapters to the kernels, --dtype=bfloat16 rounds the weights
-        layout: print how every array is sharded; --against=CONFIG compares two strategies,
-          --html=FILE writes it as a page with drawings and what each mesh axis costs
-        compare: whether --config and --against train alike: every raw gradient and three steps,
-          in float64 where the hardware has it; --set key=value sets a key on both sides
-        coordcheck: whether activations are as large at every width, so that learning rates transfer
-          (model.base_width); --widths=64,128,256 trains the model at these for --steps=5 steps
-        plan: predict memory, communication and step time on --topology=v5p:4x4x4 or h100:8
-        tour: see what sharding does, by small examples; --chapter=NAME shows one. Without a config
+VERB    train (default), prepare, evaluate, sample, export, layout, compare, plan, ...; --help lists
+        them, and `help VERB` says more of one
 RECIPE  lm (default), mlp, mlp_tutorial; or model=NAME,data=NAME
 
 The same command again resumes a run that was stopped.

@@ -88,6 +88,27 @@ def keys(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, ConfigDict
       yield prefix + key, config, key
 
 
+def named(words: Sequence[str], known: Sequence[str]) -> list[str]:
+  """Returns the known keys that words name: a key, a section, or the beginning of keys.
+
+  Args:
+    words: `training.steps`, `training`, `training.st`; or as a flag, `--config.training.steps`.
+    known: dotted keys, whose order is kept.
+
+  Raises:
+    ValueError: no key begins with one of the words.
+  """
+  names = [word.removeprefix("--").removeprefix("config.").rstrip(".") for word in words]
+  chosen = set()
+  for name in names:
+    inside = [key for key in known if key == name or key.startswith(f"{name}.")]
+    if not (found := inside or [key for key in known if key.startswith(name)]):
+      sections = {key.rpartition(".")[0] for key in known} - {""}
+      raise ValueError(f"no config key begins with {name!r}{nearest(name, [*known, *sections])}")
+    chosen.update(found)
+  return [key for key in known if key in chosen]
+
+
 def strategies() -> list[str]:
   """Returns the strategy files that are shipped, as `configs/NAME.py`."""
   return [f"configs/{path.name}" for path in sorted(FOLDER.glob("*.py")) if _is_strategy(path)]

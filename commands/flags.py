@@ -10,14 +10,10 @@ from ml_collections import config_flags
 
 from commands import config_flag, help
 from commands.refusal import refuse
+from commands.verbs import VERBS
 from runtime import exit_codes
 from runtime.printable import printable
 from runtime.suggest import nearest
-
-VERBS = (
-  *("train", "prepare", "evaluate", "sample", "export"),
-  *("layout", "compare", "coordcheck", "plan", "tour"),
-)
 
 CONFIG = config_flags.DEFINE_config_file(
   "config", None, "Config file, optionally with a recipe: configs/dp8.py:mlp."
@@ -31,8 +27,9 @@ STEPS = flags.DEFINE_integer("steps", 5, "coordcheck: optimizer steps at each wi
 SVG = flags.DEFINE_string("svg", None, "coordcheck: the file for a picture.")
 HTML = flags.DEFINE_string("html", None, "layout: the file for a page with drawings.")
 TOPOLOGY = flags.DEFINE_string(
-  "topology", None, "plan: v5p:4x4x4, v5p-128, 2xv6e-256 or h100:8; by default what is attached."
+  "topology", None, "v5p:4x4x4, v5p-128, 2xv6e-256 or h100:8; by default the attached devices."
 )
+JSON = flags.DEFINE_bool("json", False, "config: print JSON.")
 CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all.")
 TRAIN_TOKENIZER = flags.DEFINE_integer(
   "train_tokenizer", None, "prepare: train a byte-level BPE of so many tokens on data.files first."
@@ -77,10 +74,11 @@ SAMPLE_FLAGS += (CHAT, SYSTEM, SYSTEM_FILE)
 # The flags that not every verb takes.
 OWNERS = [
   (TRAIN_TOKENIZER, ("prepare",)),
-  (CONFIG, tuple(verb for verb in VERBS if verb != "tour")),
+  (CONFIG, tuple(name for name, verb in VERBS.items() if verb.config != "none")),
   (WORKDIR, ("train", "evaluate", "sample", "export", "layout", "compare", "plan")),
   *((flag, ("coordcheck",)) for flag in (WIDTHS, STEPS, SVG)),
-  (TOPOLOGY, ("plan",)),
+  (TOPOLOGY, ("plan", "config")),
+  (JSON, ("config",)),
   (CHAPTER, ("tour",)),
   (AGAINST, ("layout", "compare")),
   (SET, ("compare",)),
@@ -103,9 +101,9 @@ def chosen_verb(words: list[str]) -> str:
   if verb not in VERBS:
     near = nearest(verb, VERBS)
     raise ValueError(f"unknown verb {verb!r}; there are {', '.join(VERBS)}{near}")
-  if len(words) > 1:
+  if len(words) > 1 and not VERBS[verb].words:
     raise ValueError(f"unexpected {words[1]!r} after the verb; options begin with --")
-  if CONFIG.value is None and verb != "tour":
+  if CONFIG.value is None and VERBS[verb].config == "required":
     raise ValueError("no config; for example: python main.py --config=configs/dp4_tp2.py")
   for flag, owners in OWNERS:
     if given(flag) and verb not in owners:
@@ -141,7 +139,7 @@ def parse_flags(argv: list[str]) -> list[str]:
   """Parses the flags; what absl and ml_collections raise is a refusal like any other."""
   try:
     if help.asked(argv):
-      print(help.text(argv))
+      print(help.text(argv, {flag.name: owners for flag, owners in OWNERS}))
       sys.exit(exit_codes.DONE)
     sys.argv = config_flag.with_settings(argv, ("config", "against"))  # ml_collections reads it
     return config_flag.parse(sys.argv, ("config", "against"))

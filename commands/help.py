@@ -1,83 +1,271 @@
-"""`help`, `-h`, `--help`: the verbs, every flag, and every config key with its default and meaning.
+"""`help`, `-h`, `--help`: the verbs, the flags of one, and config keys with default and meaning.
 
 The meanings are the comments at the defaults in configs/, so that they are written once.
 """
 
 import ast
+import dataclasses
 import functools
 import inspect
 import io
+import os
+import shutil
 import sys
+import textwrap
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TextIO
 
 from absl import flags
 from ml_collections import ConfigDict
 
 from commands import config_flag
+from commands.verbs import VERBS, Verb
 from configs import base
-from configs.schema import defaults, recipes
+from configs.schema import defaults, recipes, units
+from runtime import exit_codes
+from runtime.suggest import nearest
 
 WORDS = ("-h", "-help", "--help", "-?", "--helpfull", "--helpshort", "--helpxml", "--help=true")
+KEYS = "keys"  # `help keys`: all of them
+WIDEST = 100
+_COMMAND = "python main.py"
 
 
 def asked(argv: Sequence[str]) -> bool:
   """Returns whether a command line asks for help."""
-  return any(word in WORDS for word in argv[1:]) or argv[1:2] == ["help"]
+  words = argv[1:]
+  return words[:1] == ["help"] or any(w in WORDS or w.startswith("--help=") for w in words)
 
 
-def text(argv: Sequence[str]) -> str:
-  """Returns the help; with a `--config` among the arguments, the defaults of its recipe.
+def text(argv: Sequence[str], owners: Mapping[str, Sequence[str]]) -> str:
+  """Returns the help: of all verbs, of one, of config keys, or of everything (`--helpfull`).
+
+  With a `--config` among the arguments, defaults are those of its recipe.
+
+  Args:
+    argv: the command line.
+    owners: flag -> the verbs that take it; of the other flags, all do.
 
   Raises:
-    ValueError: the config cannot be loaded.
+    ValueError: the config cannot be loaded, or there is nothing of that name.
   """
-  argv = [word for word in argv if word not in WORDS]
+  topics = _topics(argv)
   given = config_flag.config_values(argv, "config")
   config = config_flag.load("config", given[-1]) if given else base.get_config()
-  others = "the recipe lm; of another: help --config=configs/dp8.py:mlp"
-  main = sys.modules["main" if "main" in sys.modules else "__main__"]
-  return "\n".join(
-    [
-      inspect.getdoc(main) or "",
-      "",
-      "Flags (a verb's name first: of that verb only):",
-      *_flag_lines(),
-      "",
-      f"Config keys, with the defaults of {given[-1] if given else others}",
-      "(unset: derived when the run starts):",
-      *_key_lines(config),
-    ]
+  if "--helpfull" in argv:
+    return "\n\n".join(
+      [
+        _overview(),
+        *(_of_verb(verb, owners) for verb in VERBS),
+        *(_of_keys(section, config) for section in _sections(config)),
+      ]
+    )
+  if not topics:
+    return _overview()
+  return "\n\n".join(_of_topic(topic, owners, config) for topic in topics)
+
+
+def _topics(argv: Sequence[str]) -> list[str]:
+  """Returns what help is asked about: words, what follows `--help=`, and flags after `help`."""
+  begins = argv[1:2] == ["help"]
+  rest = list(argv[2:] if begins else argv[1:])
+  found = []
+  for before, word in zip(["", *rest], rest, strict=False):
+    if word.startswith("--help=") and word not in WORDS:
+      found.append(word.partition("=")[2])
+    elif before in ("--config", "-config") or word in (*WORDS, "help"):
+      continue
+    elif not word.startswith("-") or (begins and "=" not in word and word != "--config"):
+      found.append(word)
+  return list(dict.fromkeys(found))
+
+
+# ------------------------------ what is shown ------------------------------
+
+
+def _overview() -> str:
+  lines = [
+    "Trains a model over a device mesh.",
+    "",
+    f"{_COMMAND} [VERB] --config=FILE[:RECIPE] [--config.KEY=VALUE ...] [--FLAG=VALUE ...]",
+    "",
+  ]
+  widest = max(map(len, VERBS))
+  for name, verb in VERBS.items():
+    lines.append(f"  {name:<{widest}}  {verb.summary}")
+  recipe_names = ", ".join(recipes.RECIPES)
+  lines += [
+    "",
+    *_entry("FILE", f"a strategy, one of configs/*.py, or a file of your own: {_files()}"),
+    *_entry("RECIPE", f"{recipe_names} (lm by default), or model=NAME,data=NAME"),
+    *_entry("KEY", "one of the config's, such as training.steps or mesh.tensor"),
+    "",
+    *_entry(f"{_COMMAND} help VERB", "a verb's flags, with examples"),
+    *_entry(f"{_COMMAND} help KEY", "a config key, or a section of them: training"),
+    *_entry(f"{_COMMAND} help {KEYS}", "all config keys"),
+    *_entry(f"{_COMMAND} config --config=FILE", "their values, and where these come from"),
+    "",
+    *_wrapped(
+      "As several processes, on one machine or many, each runs the same command (docs/running.md)."
+    ),
+    *_wrapped(f"Exit codes: {_codes()} (docs/running.md)."),
+  ]
+  return "\n".join(lines)
+
+
+def _codes() -> str:
+  return "; ".join(f"{code} {meaning}" for code, meaning in exit_codes.MEANINGS.items())
+
+
+def _files() -> str:
+  names = [os.path.basename(file).removesuffix(".py") for file in config_flag.strategies()]
+  return ", ".join(names)
+
+
+def _of_topic(topic: str, owners: Mapping[str, Sequence[str]], config: ConfigDict) -> str:
+  name = topic.lstrip("-").replace("-", "_")
+  if name in VERBS:
+    return _of_verb(name, owners)
+  own = {flag.name: flag for flag in _flags()}
+  if name in own and topic.startswith("-"):
+    return _of_flag(own[name], owners)
+  key = name.removeprefix("config.").rstrip(".")
+  if key == KEYS:
+    return "\n\n".join(_of_keys(section, config) for section in _sections(config))
+  keys = [dotted for dotted, *_ in config_flag.keys(config)]
+  if any(dotted.startswith(key) for dotted in keys):
+    return _of_keys(key, config)
+  if name in own:
+    return _of_flag(own[name], owners)
+  known = [*VERBS, *own, *keys, *_sections(config), KEYS]
+  raise ValueError(
+    f"help {topic}: there is no verb, flag or config key of that name{nearest(key, known)} "
+    f"({_COMMAND} help: the verbs; help {KEYS}: the keys)"
   )
 
 
-def _flag_lines() -> list[str]:
+def _of_verb(name: str, owners: Mapping[str, Sequence[str]]) -> str:
+  verb = VERBS[name]
+  lines = [f"{_usage(name, verb)}", "", *_wrapped(f"{name}: {verb.summary}. {verb.text}".strip())]
+  if verb.examples:
+    lines += ["", "Examples:", *(f"  {_COMMAND} {example}" for example in verb.examples)]
+  its = [flag for flag in _flags() if name in owners.get(flag.name, VERBS)]
+  own = [flag for flag in its if flag.name in owners and flag.name != "config"]
+  general = [flag for flag in its if flag not in own]
+  if own:
+    lines += ["", "Flags:", *_flag_lines(own)]
+  lines += ["", "Flags of every verb:", *_flag_lines(general)]
+  if verb.config != "none":
+    lines += ["", *_wrapped(f"Config keys: {_COMMAND} help {KEYS}, or help SECTION.")]
+  return "\n".join(lines)
+
+
+def _usage(name: str, verb: Verb) -> str:
+  taken = "--config=FILE[:RECIPE]"
+  taken = {"required": taken, "optional": f"[{taken}]", "none": ""}[verb.config]
+  words = [_COMMAND, name, verb.words, taken, "[--FLAG=VALUE ...]"]
+  return " ".join(filter(None, words))
+
+
+def _of_flag(flag: flags.Flag, owners: Mapping[str, Sequence[str]]) -> str:
+  taken = f"Taken by {', '.join(owners.get(flag.name, VERBS))}."
+  return "\n".join([*_flag_lines([flag]), "", *_wrapped(taken)])
+
+
+def _flags() -> list[flags.Flag]:
+  """Returns the flags of commands/flags.py, without those of single keys."""
   own = flags.FLAGS.flags_by_module_dict().get("commands.flags", [])
-  return [
-    line
-    for flag in sorted(own, key=lambda flag: flag.name)
-    if not flag.name.partition(".")[2]
-    for line in _line(f"--{flag.name}", _default(flag.default), flag.help.partition(";\n")[0])
-  ]
+  return [flag for flag in sorted(own, key=lambda flag: flag.name) if "." not in flag.name]
 
 
-def _default(value) -> str:
-  return "" if value in (None, []) else repr(value)
-
-
-def _key_lines(config: ConfigDict) -> list[str]:
-  recipe = config.argument if config.argument in recipes.RECIPES else "lm"
+def _flag_lines(those: Sequence[flags.Flag]) -> list[str]:
   lines = []
-  for key, section, name in config_flag.keys(config):
-    value = section[name]
-    meaning = comments().get((recipe, key)) or comments().get(("", key), "")
-    lines += _line(f"--config.{key}", "unset" if value is None else repr(value), meaning)
+  for flag in those:
+    default = "" if flag.default in (None, [], False) else f"={flag.default!r}"
+    said = flag.help.partition(";\n")[0]  # absl adds how to repeat it
+    verbs, colon, what = said.partition(": ")
+    of_verbs = colon and all(word.split()[0] in VERBS for word in verbs.split(","))
+    lines += _entry(f"--{flag.name}{default}", what if of_verbs else said)
   return lines
 
 
-def _line(name: str, default: str, meaning: str) -> list[str]:
-  equals = f"={default}" if default else ""
-  return [f"  {name}{equals}{f'  # {meaning}' if meaning else ''}"]
+def _sections(config: ConfigDict) -> list[str]:
+  """Returns the sections of a config, those of a section as parts of it; "" is the config."""
+  first = {key.partition(".")[0] if "." in key else "" for key, *_ in config_flag.keys(config)}
+  return sorted(first)
+
+
+def _of_keys(name: str, config: ConfigDict) -> str:
+  """Returns a key's default, unit and meaning, or those of a section's keys."""
+  rows = {key: (section, own) for key, section, own in config_flag.keys(config)}
+  own = [key for key in rows if "." not in key]
+  lines = [f"{name or 'the config itself'}, defaults of {config.argument} (unset: derived):"]
+  for key in config_flag.named([name], [*rows]) if name else own:
+    section, last = rows[key]
+    value = section[last]
+    default = "unset" if value is None else repr(value)
+    what = units.before(meaning(key, config.argument), key, section.get_type(last))
+    lines += _entry(f"--config.{key}={default}", what)
+  return "\n".join(lines)
+
+
+# ------------------------------ lines ------------------------------
+
+
+def _width() -> int:
+  return min(shutil.get_terminal_size().columns, WIDEST)
+
+
+def _wrapped(sentence: str, indent: str = "") -> list[str]:
+  return textwrap.wrap(
+    sentence,
+    max(_width(), 20),
+    initial_indent=indent,
+    subsequent_indent=indent,
+    break_on_hyphens=False,
+  )
+
+
+def _entry(name: str, what: str, column: int = 24) -> list[str]:
+  """Returns a name and what it is, beside it where there is room, else below."""
+  lines = _wrapped(what, " " * (column + 2))
+  if lines and len(name) + 2 <= column:
+    return [f"  {name:<{column}}{lines[0].lstrip()}", *lines[1:]]
+  return [f"  {name}", *_wrapped(what, "      ")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Styles:
+  """How text is set off on a terminal; plain where `on` is False."""
+
+  on: bool
+
+  def bold(self, text: str) -> str:
+    return f"\x1b[1m{text}\x1b[0m" if self.on else text
+
+  def dim(self, text: str) -> str:
+    return f"\x1b[2m{text}\x1b[0m" if self.on else text
+
+
+def styles(stream: TextIO | None = None) -> Styles:
+  """Returns the styles for a stream: none where it is no terminal, or by NO_COLOR."""
+  stream = stream or sys.stdout
+  plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+  return Styles(stream.isatty() and not plain)
+
+
+# ------------------------------ comments in configs/ ------------------------------
+
+
+def meaning(key: str, argument: str) -> str:
+  """Returns the comment beside a key's default, the recipe's own first; "" where there is none."""
+  model = dict(part.partition("=")[::2] for part in argument.split(",")).get("model", argument)
+  recipe = model if model in recipes.RECIPES or model == recipes.HF else "lm"
+  for whose in (recipe, "", "lm"):
+    if found := comments().get((whose, key)):
+      return found
+  return ""
 
 
 @functools.cache
@@ -90,21 +278,21 @@ def comments() -> dict[tuple[str, str], str]:
     for function in ast.parse(source).body:
       if isinstance(function, ast.FunctionDef):
         for key, first, last in _defaults(function):
-          meaning = beside.get(last) or _above(beside, source.splitlines(), first)
-          recipe = function.name if function.name in recipes.RECIPES else ""
-          if meaning:
-            found.setdefault((recipe, key), meaning)
+          comment = beside.get(last) or _above(beside, source.splitlines(), first)
+          named = function.name in recipes.RECIPES or function.name == recipes.HF
+          if comment:
+            found.setdefault((function.name if named else "", key), comment)
   return found
 
 
-def _defaults(function: ast.FunctionDef):
+def _defaults(function: ast.FunctionDef) -> Iterator[tuple[str, int, int]]:
   """Yields (dotted key, first line, last line) of the defaults in a function's code."""
   for node in ast.walk(function):
     if isinstance(node, ast.Assign):
       target = node.targets[0]
       name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
       if isinstance(target, ast.Attribute):
-        yield name, node.lineno, node.end_lineno
+        yield _dotted(target), node.lineno, node.end_lineno
       section = function.name.strip("_") if name == "common" else name
     elif isinstance(node, ast.Return) and function.name == "_partitioning":
       section = "partitioning"
@@ -115,6 +303,11 @@ def _defaults(function: ast.FunctionDef):
         for key, value in zip(literal.keys, literal.values, strict=True):
           if isinstance(key, ast.Constant):
             yield f"{section}.{key.value}", key.lineno, value.end_lineno
+
+
+def _dotted(target: ast.Attribute) -> str:
+  """Returns the key that `config.section.key = ...` sets."""
+  return ast.unparse(target).partition(".")[2]
 
 
 def _beside(source: str) -> dict[int, str]:

@@ -1,8 +1,8 @@
 """A command from its flags to its exit code: processes, watchdog, refusals.
 
-Each verb is a module of this package. `prepare(watch)` does everything that may be refused, and
-returns the function to run; `plan` and `tour` (ALONE) are one process without a run, and have
-`run()`.
+Each verb (commands/verbs.py) is a module of this package. `prepare(watch)` does everything that may
+be refused, and returns the function to run; verbs that are one process without a run (`alone`) have
+`run(*words)`.
 """
 
 import gc
@@ -15,6 +15,7 @@ from absl import logging
 
 from commands import flags, start_facts
 from commands.refusal import refuse
+from commands.verbs import VERBS
 from input_pipeline.row_store import UnreadableError
 from interop.export_folder import ExportError
 from processes import coordination as groups
@@ -24,9 +25,6 @@ from processes.watchdog import Watchdog
 from runtime import devices, exit_codes, extensions, xla_flags
 from runtime.printable import printable
 
-ALONE = ("plan", "prepare", "tour")
-WITHOUT_JAX = ("prepare",)
-
 
 def main(argv: list[str]) -> int:
   """Runs the verb and returns the exit code."""
@@ -34,15 +32,15 @@ def main(argv: list[str]) -> int:
     logging.set_verbosity(logging.WARNING)  # info of libraries is not of interest
   try:
     verb = flags.chosen_verb(argv[1:])
-    if verb not in WITHOUT_JAX:
+    if VERBS[verb].jax:
       importlib.import_module("jax")  # which raises over wrong values of its variables
     xla_flags.check()
   except (ValueError, OSError) as error:
     return refuse(error)
   command = importlib.import_module(f"commands.{verb}")  # the others' imports take time
   gc.freeze()  # what was imported stays: tracing would look for garbage in it again and again
-  if verb in ALONE:
-    return command.run()
+  if VERBS[verb].alone:
+    return command.run(*argv[2:])
   try:
     keys = flags.CONFIG.value.processes
     on_tpu = not flags.SIMULATE.value and devices.hardware() == "tpu"

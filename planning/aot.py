@@ -1,6 +1,5 @@
 """Ahead-of-time compilation of the train step for a topology, attached or not."""
 
-import copy
 import dataclasses
 import importlib.util
 import math
@@ -20,7 +19,7 @@ from partitioning import shardings
 from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import HOST
 from planning.interconnect import Places, in_order
-from planning.topology import Topology, of_devices
+from planning.topology import Topology, of_devices, with_slices
 from runtime import devices
 from training import setup
 
@@ -174,26 +173,6 @@ def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
     jax.config.update("jax_enable_x64", True)
   its_devices = devices.Devices(topology.platform, simulated, sizes, over, found)
   return setup.prepare(config, its_devices, choices)
-
-
-def with_slices(config: ConfigDict, topology: Topology) -> ConfigDict:
-  """Returns the config for the topology's number of slices, along `data` by default.
-
-  Raises:
-    ValueError: mesh_dcn has a different number.
-  """
-  asked = math.prod(config.mesh_dcn.values())
-  if topology.slices in (1, asked):
-    return config
-  if asked != 1:
-    raise ValueError(
-      f"--topology={topology.slices}x{topology.name} has {topology.slices} slices, and the product "
-      f"of mesh_dcn.* is {asked}; make it {topology.slices}, such as "
-      f"--config.mesh_dcn.data={topology.slices}"
-    )
-  config = copy.deepcopy(config)
-  config.mesh_dcn.data = topology.slices
-  return config
 
 
 def compile_step(ready: setup.Job) -> Program:

@@ -3,12 +3,14 @@
 `v5p-128` is a cloud's name of the same slice, and `2xv5p-128` two of them.
 """
 
+import copy
 import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
 
 from etils import epy
+from ml_collections import ConfigDict
 
 from analysis.chips import CHIPS, Chip, known
 from planning.slice_names import resolve
@@ -105,6 +107,26 @@ def _shared(chip: Chip, count: int) -> Chip:
     link_bandwidth=chip.link_bandwidth / count,
     flops=chip.flops / count,
   )
+
+
+def with_slices(config: ConfigDict, topology: Topology) -> ConfigDict:
+  """Returns the config for the topology's number of slices, along `data` by default.
+
+  Raises:
+    ValueError: mesh_dcn has a different number.
+  """
+  asked = math.prod(config.mesh_dcn.values())
+  if topology.slices in (1, asked):
+    return config
+  if asked != 1:
+    raise ValueError(
+      f"--topology={topology.slices}x{topology.name} has {topology.slices} slices, and the product "
+      f"of mesh_dcn.* is {asked}; make it {topology.slices}, such as "
+      f"--config.mesh_dcn.data={topology.slices}"
+    )
+  config = copy.deepcopy(config)
+  config.mesh_dcn.data = topology.slices
+  return config
 
 
 def of_devices(found: "Sequence[jax.Device]") -> str:

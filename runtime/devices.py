@@ -71,6 +71,15 @@ def hardware(root: str = "/") -> str | None:
   return None
 
 
+def simulates(simulate: bool = False) -> bool:
+  """Returns whether a run uses simulated CPU devices: as asked, or where there is no accelerator.
+
+  Args:
+    simulate: use them even if there is an accelerator.
+  """
+  return simulate or os.environ.get("JAX_PLATFORMS") == "cpu" or hardware() is None
+
+
 def _line(path: str) -> str:
   with open(path) as file:
     return file.read().strip()
@@ -96,10 +105,10 @@ def start(
     ValueError: the sizes do not fit the devices.
     RuntimeError: the backend of accelerator hardware did not start.
   """
-  found = hardware()
+  found = None if simulates(simulate) else hardware()
   over = [{axis: n for axis, n in one.items() if n != 1} for one in slices] or [{}] * len(meshes)
   pairs = list(zip(meshes, over, strict=True))
-  if simulate or os.environ.get("JAX_PLATFORMS") == "cpu" or found is None:
+  if found is None:
     sizes = [resolve_sizes(mesh, None, over) for mesh, over in pairs]
     _simulate(_largest(sizes, processes), processes)
     return [Devices("cpu", True, s, over) for s, (_, over) in zip(sizes, pairs, strict=True)]

@@ -33,6 +33,7 @@ def _run(*words: str, cwd=ROOT) -> list[str]:
   ("words", "code"),
   [
     (("--help",), 0),
+    (("config", "--config=configs/dp8.py"), 0),
     (("train", "--config=configs/dp8.py", "--config.training.stepz=3"), 2),
     (("tarin", "--config=configs/dp8.py"), 2),
   ],

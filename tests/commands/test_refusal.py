@@ -252,34 +252,6 @@ def test_an_empty_value_is_refused(main, flag):
   assert err == f"refused: {flag} is empty; give a value, or leave the flag out\n"
 
 
-@pytest.mark.parametrize("words", [["-h"], ["help"], ["--help"], ["sample", "--help"]])
-def test_help_lists_verbs_flags_and_keys(main, words):
-  code, out, err = main(*words)
-  assert (code, err) == (0, "")
-  for text in (
-    "evaluate: ",
-    "--max_new_tokens=64  # sample: the most tokens per prompt.",
-    "--config.training.steps=200  # optimizer steps\n",
-    "--config.metrics.every_steps=10\n",
-    "--config.checkpoint.keep=2  # number of newest steps that are kept\n",
-    "--config.model.head_size=unset  # model_size / heads\n",
-    "--config.optimizer.clip_norm=1.0  # of the global gradient norm; 0: off\n",
-    "--config.seed=0  # of parameters, data order and dropout\n",
-  ):
-    assert text in out
-
-
-def test_help_has_the_defaults_of_the_recipe(main):
-  code, out, _ = main("help", "--config=configs/dp8.py:mlp_tutorial")
-  assert code == 0
-  assert "--config.mesh.data=8" in out
-  assert "--config.optimizer.name='sgd'" in out
-  assert "--config.model.model_size=unset  # W: 8192 on an accelerator, 512 on a CPU" in out
-  code, _, err = main("help", "--config=configs/dp8.py:mpl")
-  assert code == 2
-  assert "did you mean 'mlp'?" in err
-
-
 def test_a_value_that_is_quoted_is_no_message_and_no_escape_sequence(main):
   code, _, err = main(DP8, "--config.training.steps=\x1b[31ma\nrefused: b\x07")
   assert code == 2

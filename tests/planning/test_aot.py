@@ -16,7 +16,7 @@ from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
 from partitioning.parallel import collectives as manual
 from planning import aot
-from planning.topology import EXAMPLES, parse
+from planning.topology import EXAMPLES, parse, with_slices
 from training import compiler_options
 
 GIB = 2**30
@@ -83,7 +83,7 @@ def sliced(topology, **over):
   config = dp8.get_config("lm")
   config.mesh_dcn.update(over)
   given = dict(config.mesh_dcn)
-  found = dict(aot.with_slices(config, parse(topology)).mesh_dcn)
+  found = dict(with_slices(config, parse(topology)).mesh_dcn)
   assert dict(config.mesh_dcn) == given, "the config that was given stays as it is"
   return {axis: size for axis, size in found.items() if size != 1}
 

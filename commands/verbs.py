@@ -1,0 +1,109 @@
+"""The verbs: what each does and takes; help, shell completion and the session read it."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+  """A verb; the module of its name in this package runs it.
+
+  Attributes:
+    summary: one line.
+    text: more, for its own help.
+    examples: what follows `python main.py` on a command line.
+    config: whether it takes `--config`: required, optional or none.
+    words: how words after the verb are called in its usage; "": it takes none.
+    alone: it is one process, without a run: its module has `run(*words)`, not `prepare(watch)`.
+    jax: whether it imports JAX.
+  """
+
+  summary: str
+  text: str = ""
+  examples: tuple[str, ...] = ()
+  config: str = "required"
+  words: str = ""
+  alone: bool = False
+  jax: bool = True
+
+
+_DP4_TP2 = "--config=configs/dp4_tp2.py"
+VERBS = {
+  "train": Verb(
+    "train, evaluating on the evaluation split (the default)",
+    "The same command again resumes a run that was stopped. The workdir holds the finalized "
+    "config, the layout, metrics and checkpoints.",
+    (_DP4_TP2, f"{_DP4_TP2} --config.training.steps=400 --workdir=runs/longer"),
+  ),
+  "prepare": Verb(
+    "prepare the data that train would; needs no devices",
+    "Text is tokenized once. Prints tokens, rows, padding and epochs. --train_tokenizer=N trains a "
+    "byte-level BPE of N tokens on data.files first.",
+    ("prepare --config=configs/dp4_tp2.py:model=lm,data=text --config.data.files=my/*.txt",),
+    alone=True,
+    jax=False,
+  ),
+  "evaluate": Verb(
+    "evaluate a checkpoint on the evaluation split",
+    "The checkpoint may come from another mesh. --tasks=FILE.jsonl scores multiple-choice and "
+    "exact-match tasks instead.",
+    (f"evaluate {_DP4_TP2}", f"evaluate {_DP4_TP2} --checkpoint=runs/dp4_tp2_lm/checkpoints/100"),
+  ),
+  "sample": Verb(
+    "continue prompts with a checkpoint's model",
+    "Continues --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE; --chat has a "
+    "conversation by the tokenizer's chat template.",
+    (f"sample {_DP4_TP2} --prompt='def '", f"sample {_DP4_TP2} --temperature=0"),
+  ),
+  "export": Verb(
+    "write a checkpoint's model for transformers and vLLM",
+    "Writes the folder --to. --merge adds LoRA's adapters to the kernels, --dtype=bfloat16 rounds "
+    "the weights.",
+    ("export --config=configs/single.py:model=hf --to=exported",),
+  ),
+  "layout": Verb(
+    "print how every array is sharded",
+    "--against=CONFIG compares two strategies, --html=FILE writes a page with drawings and what "
+    "each mesh axis costs.",
+    (f"layout {_DP4_TP2}", f"layout {_DP4_TP2} --against=configs/fsdp8.py --html=layout.html"),
+  ),
+  "compare": Verb(
+    "prove that two configs train alike",
+    "Compares every raw gradient and three steps, in float64 where the hardware has it. --set "
+    "key=value sets a key on both sides. Exit code 3: they differ.",
+    (f"compare {_DP4_TP2} --against=configs/single.py",),
+  ),
+  "coordcheck": Verb(
+    "check that activations are as large at every width",
+    "So learning rates transfer (model.base_width). --widths=64,128,256 trains the model at these "
+    "widths for --steps=5 steps. Exit code 3: sizes depend on the width.",
+    ("coordcheck --config=configs/single.py --config.model.base_width=128",),
+  ),
+  "plan": Verb(
+    "predict memory, communication and step time on a pod",
+    "Compiles the train step ahead of time for --topology=v5p:4x4x4, v5p-128, h100:8 or the "
+    "devices at hand. Exit code 3: it does not fit.",
+    ("plan --config=configs/fsdp.py:llama3_8b --topology=v5p-128",),
+    alone=True,
+  ),
+  "config": Verb(
+    "print the finalized config, and where each value comes from",
+    "Each key with its value, unit, origin (default, recipe, preset, file, override, derived or "
+    "platform) and meaning. KEY or SECTION: of these alone. The config is checked as train would "
+    "check it. --topology derives it for other devices, --json prints JSON.",
+    (
+      f"config {_DP4_TP2}",
+      f"config training optimizer.learning_rate {_DP4_TP2}",
+      "config partitioning --config=configs/fsdp.py:llama3_8b --topology=v5p-128",
+    ),
+    words="[KEY ...]",
+    alone=True,
+    jax=False,
+  ),
+  "tour": Verb(
+    "see what sharding does, by small examples",
+    "--chapter=NAME shows one chapter.",
+    ("tour", "tour --chapter=collectives"),
+    config="none",
+    alone=True,
+  ),
+}

@@ -1,0 +1,111 @@
+"""Help: the verbs, the flags of one, config keys; at the width of the terminal."""
+
+import re
+
+import pytest
+
+from commands import flags, help
+from commands.verbs import VERBS
+
+OWNERS = {flag.name: owners for flag, owners in flags.OWNERS}
+
+
+def text(*words):
+  return help.text(["main.py", *words], OWNERS)
+
+
+@pytest.fixture(autouse=True)
+def _eighty_columns(monkeypatch):
+  monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.parametrize("words", [["-h"], ["help"], ["--help"]])
+def test_help_is_short_and_names_every_verb(words):
+  shown = text(*words)
+  assert len(shown.splitlines()) <= 50
+  assert max(map(len, shown.splitlines())) <= 90  # a command that is copied is not wrapped
+  for name, verb in VERBS.items():
+    assert re.search(rf"^  {name} +{re.escape(verb.summary)}$", shown, re.MULTILINE)
+  assert "help VERB" in shown
+  assert "75 stopped, after saving" in " ".join(shown.split())
+
+
+def test_every_verb_says_its_flags_and_no_others():
+  shown = text("help", "sample")
+  assert re.search(r"^  --max_new_tokens=64 +the most tokens per prompt\.$", shown, re.MULTILINE)
+  assert "--config  " in shown
+  for other in ("--html", "--topology", "--accept_changes"):
+    assert other not in shown
+  assert text("sample", "--help") == text("--help=sample") == shown
+  assert "--config" not in text("help", "tour").partition("Flags")[2]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_examples_of_a_verb_parse(verb):
+  shown = text(verb, "--help")
+  for example in VERBS[verb].examples:
+    assert f"  python main.py {example}\n" in shown
+    words = example.split()
+    assert words[0] == verb or (verb == "train" and words[0].startswith("--"))
+    for word in words:
+      if word.startswith("--") and not word.startswith("--config."):
+        name = word.lstrip("-").partition("=")[0]
+        assert name in flags.flags.FLAGS
+        assert verb in OWNERS.get(name, VERBS)
+
+
+def test_keys_and_sections_and_flags():
+  assert "--config.training.steps=200\n      optimizer steps" in text("help", "training")
+  assert "--config.seed=0" in text("help", "seed")
+  shown = text("help", "optimizer.clip_n")
+  assert "--config.optimizer.clip_norm=1.0\n      of the global gradient norm; 0: off" in shown
+  assert "steps" not in shown
+  assert "Taken by plan, config." in text("help", "--topology")
+  everything = text("help", "keys")
+  for key in ("checkpoint.keep=2", "model.head_size=unset", "metrics.every_steps=10", "seed=0"):
+    assert f"--config.{key}" in everything
+
+
+def test_the_long_help_has_everything():
+  shown = text("--helpfull")
+  for what in ("evaluate  ", "--max_new_tokens=64", "--config.lora.rank=0", "--config.seed=0"):
+    assert what in shown
+
+
+def test_defaults_are_those_of_the_recipe():
+  recipe = "--config=configs/dp8.py:mlp_tutorial"
+  assert "--config.mesh.data=8" in text("help", "mesh", recipe)
+  shown = text("help", "model", recipe)
+  assert "--config.model.model_size=unset\n      [dims] W: 8192 on an accelerator" in shown
+  assert "model.layers" not in shown
+
+
+@pytest.mark.parametrize(
+  ("words", "said"),
+  [
+    (["help", "trian"], "help trian: there is no verb.* did you mean 'train'?"),
+    (["help", "training.step_"], "there is no verb.*did you mean 'training.steps'?"),
+    (["help", "--config=configs/dp8.py:mpl"], "did you mean 'mlp'?"),
+  ],
+)
+def test_unknown_topics_are_refused(words, said):
+  with pytest.raises(ValueError, match=said.replace("?", r"\?")):
+    text(*words)
+
+
+def test_a_refusal_of_help_is_one_message(main):
+  code, out, err = main("help", "trian")
+  assert (code, out) == (2, "")
+  assert err.startswith("refused: help trian: ")
+
+
+def test_no_colors_where_there_is_no_terminal(monkeypatch):
+  class Stream:
+    def isatty(self):
+      return True
+
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.delenv("NO_COLOR", raising=False)
+  assert help.styles(Stream()).bold("a") == "\x1b[1ma\x1b[0m"
+  monkeypatch.setenv("NO_COLOR", "1")
+  assert help.styles(Stream()).bold("a") == "a"
