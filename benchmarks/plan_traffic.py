@@ -76,7 +76,7 @@ def compared(case: Case) -> tuple[step_time.Times, step_time.Times, float]:
   config.update_from_flattened_dict({**keys, "training.rematerialization": case.rematerialization})
   topology = parse(case.topology)
   job = aot.prepare(config, topology, aot.Here())
-  where, chip = aot.places(job, topology), CHIPS[topology.chip.name]
+  where, chip = aot.places(job.mesh, topology), CHIPS[topology.chip.name]
   program = aot.compile_step(job)
   if not program.fits:
     raise RuntimeError(f"{case.name}: does not fit")

@@ -192,7 +192,7 @@ def without_fusion(row: Row, found: dict) -> dict:
   chips, rates = overridden(config.planning.constants)
   topology = parse(row.topology, chips)
   job = aot.prepare(config, topology, aot.simulated(config, topology))
-  where = aot.places(job, topology)
+  where = aot.places(job.mesh, topology)
   compiled, eager = (
     analytic.times(job, where, topology.chip, rates, fused=fused).step for fused in (True, False)
   )

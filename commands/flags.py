@@ -75,7 +75,7 @@ SAMPLE_FLAGS += (CHAT, SYSTEM, SYSTEM_FILE)
 OWNERS = [
   (TRAIN_TOKENIZER, ("prepare",)),
   (CONFIG, tuple(name for name, verb in VERBS.items() if verb.config != "none")),
-  (WORKDIR, ("train", "evaluate", "sample", "export", "layout", "compare", "plan")),
+  (WORKDIR, ("train", "evaluate", "sample", "export", "layout", "compare", "plan", "doctor")),
   *((flag, ("coordcheck",)) for flag in (WIDTHS, STEPS, SVG)),
   (TOPOLOGY, ("plan", "config")),
   (JSON, ("config",)),

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable
 
 from absl import logging
+from etils import epath
+from ml_collections import ConfigDict
 
 from commands import flags, start_facts
 from commands.refusal import refuse
@@ -41,14 +43,26 @@ def main(argv: list[str]) -> int:
   gc.freeze()  # what was imported stays: tracing would look for garbage in it again and again
   if VERBS[verb].alone:
     return command.run(*argv[2:])
+  return with_others(
+    flags.CONFIG.value.processes, flags.workdir(), lambda watch: _run(command.prepare, verb, watch)
+  )
+
+
+def with_others(keys: ConfigDict, workdir: epath.Path, act: Callable[[Watchdog], int]) -> int:
+  """Joins the other processes of the run, and returns what `act` does, the exit code.
+
+  Args:
+    keys: the config's section `processes`.
+    workdir: of the run.
+    act: what this process does with them, under a watchdog.
+  """
   try:
-    keys = flags.CONFIG.value.processes
     on_tpu = not flags.SIMULATE.value and devices.hardware() == "tpu"
     group = groups.connect(
       start_timeout_seconds=keys.start_timeout_seconds,
       heartbeat_seconds=keys.heartbeat_seconds,
       on_tpu=on_tpu,
-      workdir=flags.workdir(),
+      workdir=workdir,
     )
   except (ValueError, OSError, RuntimeError) as error:
     return refuse(error)
@@ -61,7 +75,7 @@ def main(argv: list[str]) -> int:
   )
   try:
     with watch:
-      code = _run(command.prepare, verb, watch)
+      code = act(watch)
       watch.part()
   except Exception as error:  # whatever it is, the other processes must not wait for this one
     named = extensions.placed(error)

@@ -99,6 +99,17 @@ VERBS = {
     alone=True,
     jax=False,
   ),
+  "doctor": Verb(
+    "check this installation: devices, versions, folders, links",
+    "Packages beside the lock files, limits of the system, the coordinator's port, the workdir and "
+    "the caches (written, read, renamed), clocks, devices and their memory, and the bandwidth of "
+    "each mesh axis beside the data sheet. --config checks its mesh, workdir and layout, too. "
+    "Several processes are checked together. Exit code 3: something is wrong.",
+    ("doctor", f"doctor {_DP4_TP2}", "doctor --workdir=gs://BUCKET/runs/first"),
+    config="optional",
+    alone=True,
+    jax=False,
+  ),
   "tour": Verb(
     "see what sharding does, by small examples",
     "--chapter=NAME shows one chapter.",

@@ -11,6 +11,7 @@ import numpy as np
 
 # Experimental: no public name describes TPUs that are not attached (jax 0.10.2 to 0.12.0).
 from jax.experimental import topologies as described
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from analysis.chips import compute_capability
@@ -220,9 +221,9 @@ def needed(error: str, arguments: int) -> int | None:
   return arguments + int(float(found[3]) * _UNITS[found[4]])
 
 
-def places(ready: setup.Job, topology: Topology) -> Places:
-  """Returns the places of a job's devices in the topology."""
-  flat = list(ready.mesh.devices.flat)
+def places(mesh: Mesh, topology: Topology) -> Places:
+  """Returns the places of a mesh's devices in the topology."""
+  flat = list(mesh.devices.flat)
   slices = np.array([getattr(device, "slice_index", None) or 0 for device in flat])
   if not (topology.chip.torus and hasattr(flat[0], "coords")):
     return in_order(topology, len(flat))

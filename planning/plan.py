@@ -235,7 +235,7 @@ def make(
   progress(f"laying out the state on {topology.name}")
   ready = aot.prepare(config, topology, here)
   program = compiled = None
-  where = aot.places(ready, topology)
+  where = aot.places(ready.mesh, topology)
   if aot.compiled_here(topology, here):
     progress(f"compiling the step for {ready.mesh.size} devices of {topology.name}")
     program = aot.compile_step(ready)

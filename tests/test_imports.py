@@ -15,6 +15,7 @@ ARROWS = {
     "analysis",
     "checkpointing",
     "configs",
+    "diagnosis",
     "inference",
     "input_pipeline",
     "interop",
@@ -32,6 +33,8 @@ ARROWS = {
   },
   # What is shown, apart from what is computed.
   "reports": {"analysis", "input_pipeline", "partitioning", "planning", "runtime", "training"},
+  # Checks of an installation.
+  "diagnosis": {"analysis", "planning", "processes", "runtime"},
   # Its formulas are about the models' dims, and say so.
   "planning": {"analysis", "configs", "models", "partitioning", "runtime", "training"},
   "inference": {"input_pipeline", "models", "partitioning", "processes", "runtime", "training"},

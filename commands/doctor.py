@@ -1,0 +1,228 @@
+"""The verb `doctor`: checks an installation, alone or as several processes, and says what to do."""
+
+import collections
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+import humanize
+from etils import epath
+from ml_collections import ConfigDict
+
+from commands import flags, help, session, start_facts
+from configs import base
+from diagnosis import clocks, folders, machine, versions
+from diagnosis.finding import OK, WARNING, WRONG, Finding, ok, wrong
+from processes import coordination, preflight
+from processes.coordination import Group
+from processes.watchdog import STARTING, Watchdog
+from runtime import devices, exit_codes
+from runtime.printable import printable
+
+_INDENT = 9  # where what was found begins
+_ERRORS = (ValueError, OSError, RuntimeError)
+
+
+def run() -> int:
+  """Checks the installation; returns 0, or 3 where something is wrong."""
+  config = flags.CONFIG.value or base.get_config(mesh={"data": -1})
+  workdir = flags.workdir() if flags.CONFIG.value or flags.WORKDIR.value else epath.Path("runs")
+  simulated = devices.simulates(flags.SIMULATE.value)
+  hardware = None if simulated else devices.hardware()
+  report = _Report(config.processes.start_timeout_seconds)
+  network = list(machine.check_network())
+  report.add("packages", versions.check(hardware))
+  report.add("this machine", machine.check(hardware))
+  report.add("folders", _folders(config, workdir))
+  report.add("network", network)
+  if bad := [one for one in network if one.status == WRONG]:
+    coordination.refuse(bad[0].what, workdir)  # the others need not wait
+    return report.end()
+  return session.with_others(
+    config.processes, workdir, lambda watch: _together(watch, config, workdir, report)
+  )
+
+
+def _folders(config: ConfigDict, workdir: epath.Path) -> Iterator[Finding]:
+  yield from folders.check(workdir, "workdir")
+  caches = {"compilation_cache_dir": config.compilation_cache_dir}
+  caches["planning.cache_dir"] = config.planning.cache_dir
+  if config.data.data_dir:
+    caches["data.data_dir"] = config.data.data_dir
+  for key, folder in caches.items():
+    if folder:
+      yield from folders.check(epath.Path(folder), key)
+
+
+def _together(watch: Watchdog, config: ConfigDict, workdir: epath.Path, report: "_Report") -> int:
+  """Checks what needs JAX and, where there are some, the other processes."""
+  group = watch.group
+  report.joined(group)
+  if not group.alone:
+    report.add("processes", _processes(group, config, workdir))
+  watch.at("looking for devices", STARTING)
+  found, error = _start(config, group)
+  started = group.all_true("devices", error is None, timeout_seconds=report.seconds)
+  if error is not None:
+    report.add("devices", [wrong(str(error))])
+    return report.end()
+  from diagnosis import attached, interconnect  # which import JAX
+
+  report.add("devices", attached.check(found))
+  if not started:
+    return report.end()
+  watch.at("measuring collectives", STARTING)
+  mesh = _mesh(found)
+  links = list(interconnect.check(mesh, simulated=found.simulated))
+  # Times differ from process to process: of the others, what is wrong is of interest.
+  report.add("links", [one for one in links if group.first or one.status != OK])
+  if flags.CONFIG.value is not None:
+    watch.at("checking the config", STARTING)
+    report.add("config", _config(config, found, workdir))
+  return report.end()
+
+
+def _processes(group: Group, config: ConfigDict, workdir: epath.Path) -> Iterator[Finding]:
+  seconds = config.processes.start_timeout_seconds
+  yield from clocks.check(group, timeout_seconds=seconds)
+  try:
+    start_facts.about_to_start({"config": config}, {"verb": "doctor", "workdir": str(workdir)})
+    yield ok(f"{group.count} processes with the same command, code and packages")
+  except preflight.DifferenceError as error:
+    yield wrong(str(error))
+  try:
+    preflight.same_folder(group, folders.existing(workdir), timeout_seconds=seconds)
+    yield ok(f"all processes see workdir {workdir}")
+  except (preflight.DifferenceError, OSError) as error:
+    yield wrong(str(error))
+
+
+def _start(config: ConfigDict, group: Group) -> tuple[devices.Devices | None, Exception | None]:
+  """Returns the devices, or why they did not start."""
+  slices = {axis: size for axis, size in config.mesh_dcn.items() if size != 1}
+  try:
+    [found] = devices.start(
+      config.mesh.to_dict(),
+      slices=[slices],
+      simulate=flags.SIMULATE.value,
+      processes=group.count,
+    )
+  except Exception as error:  # whatever JAX raises that is not installed as it should be
+    return None, error
+  return found, None
+
+
+def _mesh(found: devices.Devices):
+  """Returns the mesh of the config; without a config, `data` goes over all slices."""
+  import jax
+
+  from partitioning.mesh import make_mesh
+
+  count = len({getattr(device, "slice_index", 0) for device in jax.devices()})
+  slices = found.slices or ({"data": count} if count > 1 else {})
+  return make_mesh(found.sizes, slices=slices)
+
+
+def _config(config: ConfigDict, found: devices.Devices, workdir: epath.Path) -> Iterator[Finding]:
+  """Yields whether the config, its layout and the space for its checkpoints are as they should."""
+  import jax
+
+  from commands import build
+
+  try:
+    job = build.job(config, found)
+  except _ERRORS as error:
+    yield wrong(str(error))
+    return
+  state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vars(job.state)))
+  size = humanize.naturalsize(state, binary=True)
+  yield ok(f"the layout is complete; a checkpoint has {size}")
+  kept = config.checkpoint.keep + 1  # while one more is written
+  space = folders.space(folders.existing(workdir), f"workdir {workdir}", kept * state)
+  yield from space
+
+
+# ------------------------------ what is printed ------------------------------
+
+
+class _Report:
+  """Prints findings as they are made; of several processes, process 0 prints them together.
+
+  Attributes:
+    seconds: how long the processes wait for one another.
+  """
+
+  def __init__(self, seconds: float):
+    self.seconds = seconds
+    self._counts: collections.Counter[str] = collections.Counter()
+    self._group: Group | None = None  # until the others are there
+    self._kept: list[tuple[str, list[Finding]]] = []
+    try:
+      self._several = (coordination.who() or ("", 1, 0))[1] > 1
+    except ValueError:
+      self._several = False  # which is a finding
+
+  def add(self, title: str, findings: Iterable[Finding]) -> None:
+    """Takes findings, which are made while they are printed."""
+    if self._several:
+      self._kept.append((title, list(findings)))
+      if self._group is not None:
+        self.joined(self._group)
+      return
+    print(title, flush=True)
+    for one in findings:
+      self._count(one, shown=True)
+
+  def joined(self, group: Group) -> None:
+    """Prints what was kept, beside what the other processes have found."""
+    self._group, self._several = group, not group.alone
+    for title, findings in self._kept:
+      texts = {"findings": [[one.status, one.what, one.fix] for one in findings]}
+      every = group.gather(f"findings {title}", texts, timeout_seconds=self.seconds)
+      holders: dict[Finding, list[int]] = {}
+      for index, each in enumerate(every):
+        for found in each["findings"]:
+          holders.setdefault(Finding(*found), []).append(index)
+      if group.first:
+        print(title, flush=True)
+      for one, indices in holders.items():
+        self._count(one, _whose(indices, group.count), shown=group.first)
+    self._kept.clear()
+
+  def _count(self, one: Finding, whose: str = "", *, shown: bool) -> None:
+    self._counts[one.status] += 1
+    if shown:
+      print("\n".join(_lines(one, whose)), flush=True)
+
+  def end(self) -> int:
+    """Prints how many findings there are, and returns the exit code."""
+    for title, findings in self._kept:  # the others did not come
+      print(title)
+      for one in findings:
+        self._count(one, coordination.label(), shown=True)
+    if coordination.current().first:
+      counts = (f"{self._counts[one]} {one}" for one in (WRONG, WARNING, OK) if self._counts[one])
+      print(", ".join(counts), flush=True)
+    return exit_codes.CHECK_FAILED if self._counts[WRONG] else exit_codes.DONE
+
+
+def _lines(one: Finding, whose: str) -> list[str]:
+  width = min(shutil.get_terminal_size().columns, help.WIDEST) - _INDENT
+  style = help.styles(sys.stdout)
+  texts = [whose + one.what, f"fix: {one.fix}" if one.fix else ""]
+  lines = [
+    line
+    for text in texts
+    for part in printable(text).splitlines()
+    for line in textwrap.wrap(part, width, break_on_hyphens=False, break_long_words=False)
+  ]
+  label = f"{one.status:<{_INDENT}}"
+  first = label if one.status == OK else style.bold(label)
+  return [first + lines[0], *(" " * _INDENT + line for line in lines[1:])]
+
+
+def _whose(indices: Sequence[int], count: int) -> str:
+  if len(indices) == count:
+    return ""
+  return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}: "

@@ -1,0 +1,1 @@
+"""Checks of an installation, for the verb `doctor`: each returns findings, and changes nothing."""
