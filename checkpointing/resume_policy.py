@@ -66,6 +66,11 @@ CLASSES = {
   "training.callbacks": MAY_CHANGE,
   "training.gradient_accumulation_steps": ACCEPT,
   "training.gradient_reduction": MAY_CHANGE,  # another order of the same sums
+  # Likewise; microbatches follow from the mesh, and have other draws of dropout.
+  "training.microbatches": MAY_CHANGE,
+  "training.pipeline": MAY_CHANGE,
+  "training.pipeline_chunks": MAY_CHANGE,
+  "training.pipeline_ends": MAY_CHANGE,
   "training.compute_dtype": ACCEPT,
   "training.matmul_precision": ACCEPT,
   "training.gradient_reduction_dtype": ACCEPT,

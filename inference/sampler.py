@@ -174,7 +174,8 @@ class Sampler:
 
   def _place(self) -> dict[str, Placement]:
     """Returns how the cache is sharded: as the activations of the same letters."""
-    table = {self.job.legend["L"].name: (), **self._table}
+    layers = self.job.legend["L"].name
+    table = {layers: self.job.config.partitioning.parameters[layers], **self._table}
     placements = {}
     for name, array in vars(jax.eval_shape(self._empty_cache)).items():
       letters = self._model.CACHE[name]

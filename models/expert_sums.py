@@ -19,20 +19,23 @@ FULLEST_EXPERT = "fullest_expert"
 SHARE = "expert_share/{}"  # a metric of each expert
 
 
-def sums_of(rows: Mapping[str, jax.Array], weights_BT: Float[Array, "B T"]) -> Sums:
+def sums_of(
+  rows: Mapping[str, jax.Array], weights_BT: Float[Array, "B T"], layers: int | None = None
+) -> Sums:
   """Returns sums over the rows; {} of a model without experts.
 
   Args:
     rows: of `models.experts.Experts`, stacked over the sparse layers: [L, B] or [L, B, e].
     weights_BT: of the tokens in the loss.
+    layers: the sparse layers of the model, where a pipeline stage has some of them; None: these.
   """
   if not rows:
     return {}
   counts_Le = jnp.sum(rows[COUNTS], axis=1, dtype=jnp.int32)
-  layers = counts_Le.shape[0]
+  layers = layers or counts_Le.shape[0]
   sums = {name: jnp.sum(x) / layers for name, x in rows.items() if name != COUNTS}
   dtype = sums[BALANCE].dtype
-  fullest = jnp.mean(load_balance.largest_load(counts_Le)).astype(dtype)
+  fullest = (jnp.sum(load_balance.largest_load(counts_Le)) / layers).astype(dtype)
   weight = jnp.sum(weights_BT.astype(dtype))
   return {**sums, FULLEST_EXPERT: fullest * weight, COUNTS: counts_Le}
 

@@ -1,6 +1,7 @@
 """The caches of generation: keys and values, or the latent vectors that they are computed from."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -101,6 +102,17 @@ def set_cache_layer(cache: AnyCache, layer: Int[Array, ""], new: AnyCache) -> An
     for name in _arrays(cache)
   }
   return dataclasses.replace(cache, **found)
+
+
+def per_layer(cache: Cache | LatentCache) -> dict[str, Any]:
+  """Returns the arrays that have the layers as their first dim, by field."""
+  return {name: getattr(cache, name) for name in _arrays(cache)}
+
+
+def of_layers(arrays: Mapping[str, Any], lengths_B: Int[Array, " B"]) -> Cache | LatentCache:
+  """Returns the cache with these arrays of `per_layer`."""
+  kind = Cache if "keys" in arrays else LatentCache
+  return kind(**arrays, lengths=lengths_B)
 
 
 def _arrays(cache: Cache | LatentCache) -> list[str]:

@@ -1,6 +1,7 @@
 """Slots and positions of tokens: where in its row and where in its document a token is."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,11 @@ def positions(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
   return slots_BT - jax.lax.cummax(starts_BT, axis=1)
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("slots_BT", "positions_BT", "rope_X2BTh", "segments_BT", "weights_BT"),
+  meta_fields=("ring",),
+)
 @dataclasses.dataclass(frozen=True)
 class Rows:
   """Slots, positions and documents of the tokens that the model is given.

@@ -16,17 +16,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
-from models import activations, expert_sums, mup, preference
+from models import activations, expert_sums, mup, preference, stacked_layers
 from models.attention import soft_cap
 from models.block import stacked
 from models.decoder_flops import train_flops_per_example as train_flops_per_example
+from models.experts import COUNTS
 from models.kv_cache import CACHE as CACHE
-from models.kv_cache import Cache, LatentCache, cache_layer, set_cache_layer, slots_of
+from models.kv_cache import Cache, LatentCache, slots_of
 from models.layer_pattern import layer_pattern
-from models.layer_stack import order_of, over_layers
+from models.layer_stack import order_of
 from models.layers import Embedding, LearnedPositions, Linear, Norm
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
-from models.rematerialization import rematerialized
 from models.token_positions import Rows, rows_of
 from models.transformer_dims import DENSE_LAYERS, LAYERS, RESIDUAL, is_latent
 from models.transformer_dims import PARAMETERS as PARAMETERS
@@ -55,6 +55,7 @@ class Transformer(nnx.Module):
     self.dense_layers = stacked(config, rngs, dense, DENSE_LAYERS) if dense else None
     self.layer_order = order_of(config)
     self.has_experts = config.model.experts > 0
+    self.sparse_layers = config.model.layers - dense
     self.auxiliary_loss = functools.partial(expert_sums.auxiliary_loss, config=config)
     self.final_norm = Norm("final_norm", config)
     self.tied = config.model.tied_embeddings
@@ -104,16 +105,51 @@ class Transformer(nnx.Module):
     """
     if self.of_pairs:
       return preference.pair_sums(self, batch, key)
+    x_BRD, of_layers, counts = self.run_layers(self.enter(batch), batch, key)
+    left = self.leave(x_BRD, batch, key)
+    return {**left, **of_layers, **counts, "loss": left["loss"] + of_layers.get("loss", 0.0)}
+
+  # The three parts of a forward pass, which a pipeline runs in different places: `models.Staged`.
+
+  residual = RESIDUAL.between
+
+  def enter(self, batch: Batch) -> Float[Array, "B R D"]:
+    """Returns the residual before the first layer."""
+    x_BRD = self._embedded(constrain(self._ordered(batch, "tokens"), "BT"), self._rows(batch, None))
+    activations.record("embedding", x_BRD)
+    return x_BRD
+
+  def run_layers(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    batch: Batch,
+    key: Key[Array, ""] | None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B R D"], Sums, Sums]:
+    """Returns the residual after these layers, their sums, and counts by layer.
+
+    Args:
+      x_BRD: the residual before them.
+      batch: of `loss_sums`.
+      key: draws the dropout; None turns it off.
+      first: the number of this module's first layer.
+    """
+    x_BRD, found = self.blocks(x_BRD, self._rows(batch, key), key, first=first)
+    sums = expert_sums.sums_of(found, self._ordered(batch, "weights"), self.sparse_layers)
+    counts = {name: sums.pop(name) for name in [COUNTS] if name in sums}
+    loss = self.auxiliary_loss(sums)
+    return x_BRD, sums if isinstance(loss, float) else {"loss": loss, **sums}, counts
+
+  def leave(self, x_BRD: Float[Array, "B R D"], batch: Batch, key: Key[Array, ""] | None) -> Sums:
+    """Returns the sums of the losses of the tokens, of the residual after the last layer."""
+    targets_BT, weights_BT = self._ordered(batch, "targets"), self._ordered(batch, "weights")
     if not self.z_loss or key is None:
-      [losses_BT], weights_BT, sums = self.per_token(batch, key, ("loss",))
-      loss = weighted_sum(losses_BT, weights_BT) + self.auxiliary_loss(sums)
-      return {"loss": loss, **sums}
-    numbers, weights_BT, sums = self.per_token(batch, key, ("loss", "normalizer"))
-    losses_BT, normalizers_BT = numbers
+      [losses_BT] = self._of_logits(x_BRD, targets_BT, ("loss",))
+      return {"loss": weighted_sum(losses_BT, weights_BT)}
+    losses_BT, normalizers_BT = self._of_logits(x_BRD, targets_BT, ("loss", "normalizer"))
     # In training alone: an evaluation's loss is the cross-entropy. Source: arXiv:2204.02311, 5.
     z_loss = self.z_loss * weighted_sum(normalizers_BT**2, weights_BT)
-    loss = weighted_sum(losses_BT, weights_BT) + z_loss + self.auxiliary_loss(sums)
-    return {"loss": loss, "z_loss": z_loss, **sums}
+    return {"loss": weighted_sum(losses_BT, weights_BT) + z_loss, "z_loss": z_loss}
 
   def row_scores(self, batch: Batch) -> Sums:
     """Returns numbers of each row, [B], without dropout; see `models.Scoring`."""
@@ -135,20 +171,26 @@ class Transformer(nnx.Module):
       key: draws the dropout; None turns it off.
       names: of the numbers, see `losses.TokenNumbers`.
     """
-    targets_BT, weights_BT = batch["targets"], batch["weights"]
-    order_T = self._ring_order(targets_BT.shape[1])
-    if order_T is not None:  # the sums are over all tokens, in any order
-      targets_BT, weights_BT = (
-        constrain(x_BT[:, order_T], "BT") for x_BT in (targets_BT, weights_BT)
-      )
-    segments_BT = batch["segments"] if self.separate_documents else None
-    x_BRD, rows = self.embed_tokens(constrain(batch["tokens"], "BT"), order_T, segments_BT)
-    activations.record("embedding", x_BRD)
-    if self.has_experts and key is not None:
-      rows = dataclasses.replace(rows, weights_BT=constrain(weights_BT, "BT"))
-    x_BRD, found = self.blocks(x_BRD, rows, key)
-    sums = expert_sums.sums_of(found, weights_BT)
+    x_BRD = self.enter(batch)
+    x_BRD, found = self.blocks(x_BRD, self._rows(batch, key), key)
+    targets_BT, weights_BT = self._ordered(batch, "targets"), self._ordered(batch, "weights")
+    sums = expert_sums.sums_of(found, weights_BT, self.sparse_layers)
     return self._of_logits(x_BRD, targets_BT, names), weights_BT, sums
+
+  def _ordered(self, batch: Batch, name: str) -> jax.Array:
+    """Returns an array of the batch, its tokens in the order in which the layers have them."""
+    x_BT = batch[name]
+    order_T = self._ring_order(x_BT.shape[1])
+    return x_BT if order_T is None else constrain(x_BT[:, order_T], "BT")
+
+  def _rows(self, batch: Batch, key: Key[Array, ""] | None) -> Rows:
+    """Returns positions and documents; with a key the weights, where experts balance by them."""
+    order_T = self._ring_order(batch["tokens"].shape[1])
+    segments_BT = batch["segments"] if self.separate_documents else None
+    rows = rows_of(batch["tokens"], order_T, self.layer_pattern, segments_BT)
+    if not self.has_experts or key is None:
+      return rows
+    return dataclasses.replace(rows, weights_BT=constrain(self._ordered(batch, "weights"), "BT"))
 
   def _ring_order(self, length: int) -> np.ndarray | None:
     """Returns the zigzag order of ring attention for rows of this length.
@@ -209,36 +251,7 @@ class Transformer(nnx.Module):
       first: global number of this module's first layer: a pipeline stage's module has only the
         stage's part of the stacked parameters.
     """
-    keys = None if key is None else jax.random.split(key, self.layer_count)
-    every, layers = (self.layer_pattern.stacked(), keys), self.layers
-    if self.dense_layers is None:
-      graphdef, stack = nnx.split(layers)
-      stop = jax.tree.leaves(stack)[0].shape[0] if stop is None else stop
-      if stop - start < self.layer_count:
-        every = jax.tree.map(
-          lambda x: jax.lax.dynamic_slice_in_dim(x, first + start, stop - start), every
-        )
-        layers = nnx.merge(graphdef, jax.tree.map(lambda x: x[start:stop], stack))
-    else:
-      assert (start, stop) == (0, None), "layers of two stacks are run together"
-
-    def layer(block, x_BRD, one):
-      with activations.layer() as recorded:
-        x_BRD, _, numbers = block(x_BRD, *one, rows)
-      return x_BRD, (numbers, recorded)
-
-    x_BRD, found, _ = over_layers(
-      layer,
-      layers,
-      self.dense_layers,
-      self.layer_order,
-      x_BRD,
-      every,
-      wrapped=lambda step: rematerialized(step, self.rematerialization, reshard=self.reshard),
-      unroll=self.unroll,
-    )
-    activations.record_layers(found[1])
-    return x_BRD, found[0]
+    return stacked_layers.blocks(self, x_BRD, rows, key, start=start, stop=stop, first=first)
 
   def extend(
     self, tokens_BT: Int[Array, "B T"], counts_B: Int[Array, " B"], cache: Cache | LatentCache
@@ -258,22 +271,7 @@ class Transformer(nnx.Module):
     tables = self.layer_pattern.rope_tables(slots_BT, slots_of(cache))
     rows = Rows(slots_BT, slots_BT, tables)
 
-    def layer(block, carry, inputs):
-      x_BRD, cache = carry
-      one, number = inputs
-      x_BRD, new, _ = block(x_BRD, one, None, rows, cache_layer(cache, number))
-      return (x_BRD, set_cache_layer(cache, number, new)), None
-
-    numbers_L = jnp.arange(self.layer_count, dtype=jnp.int32)
-    # In the carry, not a scanned input: a layer is updated in place, and there is only one cache.
-    (x_BRD, cache), *_ = over_layers(
-      layer,
-      self.layers,
-      self.dense_layers,
-      self.layer_order,
-      (self._embedded(tokens_BT, rows), cache),
-      (self.layer_pattern.stacked(), numbers_L),
-    )
+    x_BRD, cache = stacked_layers.extended(self, self._embedded(tokens_BT, rows), rows, cache)
     last_B11 = (counts_B - 1)[:, None, None]
     last_B1D = constrain(jnp.take_along_axis(x_BRD, last_B11, axis=1), "BRD")
     cache = dataclasses.replace(cache, lengths=constrain(cache.lengths + counts_B, "B"))

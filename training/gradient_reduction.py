@@ -11,6 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from partitioning.dims import spec_axes
+from partitioning.parallel.pipeline_schedule import STAGE
 from partitioning.rules import Placement
 from runtime import extensions
 
@@ -36,13 +37,19 @@ def reduced_once_over(
   Raises:
     ValueError: `training.gradient_reduction=step`, and that is not possible.
   """
-  asked, count = config.training.gradient_reduction, config.training.gradient_accumulation_steps
+  asked, count = config.training.gradient_reduction, microbatches(config, sizes)
   if asked == MICROBATCH or count == 1 or sizes[AXIS] == 1:
     return None
   why = _obstacle(config, sizes, parameters, variables)
   if why and asked == STEP:
     raise ValueError(f"{KEY}={STEP}: {why}; set it to {AUTO} or {MICROBATCH}")
   return None if why else AXIS
+
+
+def microbatches(config: ConfigDict, sizes: Mapping[str, int]) -> int:
+  """Returns the microbatches of a step, those of a pipeline included."""
+  count = config.training.gradient_accumulation_steps
+  return count * (config.training.microbatches if sizes.get(STAGE, 1) > 1 else 1)
 
 
 def text(config: ConfigDict, axis: str | None) -> str:

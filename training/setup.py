@@ -28,6 +28,7 @@ from training import compiler_options
 from training.choices import Choice
 from training.gradient_reduction import reduced_once_over
 from training.optimizers import host_state
+from training.pipelined import schedule_of
 from training.state import State, merged, split
 from training.step import Program, abstract_batch, make_program
 from training.tasks import TASKS
@@ -244,6 +245,7 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Choice] = ()
   check_matmul_dtype(config, chips.known(there[0]))
   mesh = make_mesh(devices.sizes, there, devices.slices)
   program = make_program(config)
+  program = dataclasses.replace(program, pipeline=schedule_of(config, devices.sizes))
   state = program.abstract_state()
   batch = abstract_batch(config, legend)
   layout = _check_layout(config, legend, program, state, batch, mesh)

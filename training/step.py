@@ -17,11 +17,13 @@ from partitioning.dims import Legend
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import eight_bit
 from partitioning.parallel.batch_region import summed_over_batch_parts
+from partitioning.parallel.pipeline_schedule import Schedule
 from partitioning.rules import letters_of, named_leaves
 from training import clipping, router_bias
 from training.optimizer import make_optimizer
 from training.optimizers import host_state, stochastic_rounding
 from training.optimizers.schedule_free import gradient_point
+from training.pipelined import Pipelined, split_rows
 from training.schedules import learning_rate_schedule
 from training.state import State, merged, split, trainable
 from training.tasks import TASKS
@@ -41,6 +43,7 @@ class Program:
     trained: names of the parameters that `training.trainable` selects.
     param_specs: a tree like the parameters: the sharding of their gradients.
     norm_specs: likewise, while their squares are summed for the norm.
+    pipeline: the schedule of pipeline stages; None: there is one.
     reduce_once_over: the mesh axis over which gradients are reduced after the last microbatch;
       None: they are reduced over all axes after each (`training.gradient_reduction`).
   """
@@ -54,6 +57,7 @@ class Program:
   trained: frozenset[str]
   param_specs: Any = None
   norm_specs: Any = None
+  pipeline: Schedule | None = None
   reduce_once_over: str | None = None
 
   def init(self, key: jax.Array, given: Any = None) -> State:
@@ -111,6 +115,10 @@ class Program:
     self, params: Any, batch: Batch, key: jax.Array | None = None, variables: Any = None
   ) -> Sums:
     """Returns the model's loss sums and the sum of weights; without a key, without dropout."""
+    rows = batch["weights"].shape[0]
+    if key is None and self.pipeline is not None and rows % self.pipeline.microbatches == 0:
+      trained, frozen = self.split(params)
+      return self._pipelined().sums(merged(wide(trained), frozen), batch)
     return self.forward(params, variables, batch, key)[0]
 
   def gradients(
@@ -138,9 +146,15 @@ class Program:
       def grad(variables, microbatch, key):
         seen, variables = variables
         history, others = split(variables, _is_history)
-        given = trained, history, frozen, others, microbatch, key
-        (grads, now), (means, variables) = jax.grad(mean, (0, 1), has_aux=True)(*given)
-        seen = jax.tree.map(jnp.maximum, seen, now)
+        if self.pipeline is not None:
+          one = trained, frozen, microbatch, key
+          grads, means = self._pipelined().gradients(
+            *one, lambda x: _each(lambda y: y / entries, x)
+          )
+        else:
+          given = trained, history, frozen, others, microbatch, key
+          (grads, now), (means, variables) = jax.grad(mean, (0, 1), has_aux=True)(*given)
+          seen = jax.tree.map(jnp.maximum, seen, now)
         grads = self.laid_out(grads)
         if self.reduce_once_over is not None:
           # The compiler for TPUs (libtpu 0.0.42) moves reductions of what a loop adds up out of the
@@ -170,6 +184,14 @@ class Program:
     variables = merged(jax.tree.map(eight_bit.advanced, history, seen), others)
     scale = 1 / means.pop("weight")
     return grads, _each(lambda x: x * scale, means), scale, variables
+
+  def _pipelined(self) -> Pipelined:
+    """Returns the model's loss and gradients by the schedule of its stages."""
+    names = nnx.eval_shape(lambda: _build(self.config, nnx.Rngs(params=0)))
+    return Pipelined(
+      *(self.config, self.pipeline, self.module, names.residual, self.stacked),
+      self.param_specs,
+    )
 
   def laid_out(self, grads: Any) -> Any:
     """Returns gradients that are sharded as their parameters are."""
@@ -355,12 +377,9 @@ def _accumulate(
 ) -> tuple[Any, Any]:
   """Returns the sum of `grad(variables, microbatch, key)[0]` over a batch, and the variables.
 
-  Row r of the batch belongs to microbatch r % count, so that no row moves between devices. The
-  variables are carried through the microbatches in order.
+  The variables are carried through the microbatches in order.
   """
-  microbatches = jax.tree.map(
-    lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), dict(batch)
-  )
+  microbatches = split_rows(batch, count)
   keys = None if key is None else jax.random.split(key, count)
 
   def add(carry, inputs):

@@ -6,7 +6,7 @@ from runtime.extensions import Table
 _OURS = {
   "transformer": {
     "parameters": {
-      "layers": (),
+      "layers": ("stage",),
       "model": ("fsdp",),
       "feedforward": ("tensor",),
       "heads": ("tensor",),

@@ -22,6 +22,8 @@ LONG_ROWS, LONG_ROW = {"cpu": 256, "tpu": 256}, 1024
 _BYTES = {"bfloat16": 2, "float64": 8}
 # What scores may take on a TPU where mesh.context splits the rows: there xla is faster than blocks.
 SCORES_BYTES = 2**30
+# Microbatches per pipeline stage: a bubble of about a fifth of the step.
+MICROBATCHES = 4
 # A device's part of the sequences, in tokens, that is worth sending in two halves while others are
 # multiplied: the rows of a matrix unit for each half.
 RING_TOKENS = 2 * 256
@@ -141,12 +143,30 @@ def _grouped_matmul(config: ConfigDict, target: Target) -> tuple[str, str]:
   return "tiles", "ragged_dot multiplies all rows by all experts here"
 
 
+def _microbatches(config: ConfigDict, target: Target) -> tuple[int, str]:
+  stages = target.sizes.get("stage", 1)
+  if stages == 1:
+    return 1, ""
+  training, batch = config.training, config.partitioning.activations.batch
+  parts = math.prod(target.sizes.get(axis, 1) for axis in batch)
+  rows = config.data.global_batch_size // (parts * max(1, training.gradient_accumulation_steps))
+  most = MICROBATCHES * stages
+  fits = [n for n in range(1, min(rows, most) + 1) if rows % n == 0] or [1]
+  if training.pipeline == "interleaved":
+    fits = [n for n in fits if n % stages == 0] or fits
+  chunks = training.pipeline_chunks if training.pipeline == "interleaved" else 1
+  bubble = (stages - 1) / (fits[-1] * chunks + stages - 1)
+  return fits[-1], f"of {rows} rows per device; {bubble:.0%} of a step is the pipeline's bubble"
+
+
 def own_tokens(config: ConfigDict, sizes: Mapping[str, int]) -> int:
   """Returns how many tokens of a microbatch a device has inside a block."""
   activations = config.partitioning.activations
   parts = math.prod(sizes.get(axis, 1) for axis in (*activations.batch, *activations.sequence))
   rows = config.data.global_batch_size * TASKS[config.task].sequences
   microbatches = max(1, config.training.gradient_accumulation_steps)
+  if sizes.get("stage", 1) > 1:
+    microbatches *= config.training.microbatches
   return max(1, -(-rows * config.data.sequence_length // (parts * microbatches)))
 
 
@@ -184,6 +204,14 @@ def _collective_matmul(config: ConfigDict, target: Target) -> tuple[bool, str]:
 
 
 RULES = (
+  Rule(
+    "training.microbatches",
+    "with mesh.stage > 1 the most that divide the rows of a device, up to 4 * mesh.stage; of "
+    "interleaved a multiple of mesh.stage; else 1",
+    "the bubble of a pipeline is (S - 1) / (M + S - 1) of a step of M microbatches on S stages; "
+    "memory does not grow with M",
+    _microbatches,
+  ),
   Rule(
     "training.attention_kernel",
     "for rows of 256 tokens and more (on GPUs 1024) splash on TPUs, cudnn on GPUs of compute "

@@ -62,6 +62,16 @@ def training(**keys) -> dict:
     "steps": 0,  # optimizer steps
     "tokens": 0,  # instead of steps: as many as have these tokens; 0: steps
     "gradient_accumulation_steps": 1,  # microbatches per step
+    # Pipeline stages (mesh.stage): 1f1b, interleaved (1F1B with pipeline_chunks parts of the layers
+    # per stage: a smaller bubble, more transfers) or gpipe (memory grows with the microbatches)
+    "pipeline": "1f1b",
+    "pipeline_chunks": 2,  # of interleaved, per stage
+    # Of a pipeline, per accumulation step. By default the most up to 4 * mesh.stage that divide the
+    # rows
+    "microbatches": config_dict.placeholder(int),
+    # Embeddings and losses: masked (all stages compute them, the others' are not used) or
+    # conditional (the first and the last stage compute them)
+    "pipeline_ends": "masked",
     # Reduce gradients over data once per step or after each microbatch; auto: once where possible
     "gradient_reduction": "auto",
     # In which gradients of kernels and embeddings are reduced over devices: compute (compute_dtype)

@@ -15,6 +15,7 @@ from configs.schema import (
   mixture_checks,
   mup_checks,
   optimizer_defaults,
+  pipeline_checks,
   precision_checks,
   ramp_checks,
   recipes,
@@ -70,6 +71,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   wrong.extend(lora_checks.wrong(config))
   wrong.extend(memory_checks.wrong(config))
   wrong.extend(matmul_checks.wrong(config))
+  wrong.extend(pipeline_checks.wrong(config, sizes))
   wrong.extend(mup_checks.wrong(config))
   if config.model.name == "transformer":
     wrong.extend(decoder_checks.wrong(config, sizes))
@@ -81,6 +83,8 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
 LEAST = {
   "training.steps": 1,
   "training.gradient_accumulation_steps": 1,
+  "training.microbatches": 1,
+  "training.pipeline_chunks": 2,
   "training.loss_chunks": 1,
   "training.scan_unroll": 1,
   "training.z_loss": 0,

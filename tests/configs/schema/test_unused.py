@@ -185,6 +185,10 @@ class Recording(ConfigDict):
 SECTIONS = ("model", "training", "optimizer", "partitioning")
 # Read by the loop, or before a job is prepared.
 ELSEWHERE = {
+  "training.pipeline",  # where mesh.stage is set; refused where it is not
+  "training.pipeline_chunks",
+  "training.pipeline_ends",
+  "training.microbatches",
   "model.global_every",  # where model.window is set; refused where it is not
   *expert_checks.OFF,  # where model.experts is set; refused where it is not
   *expert_checks.TRAINING,
