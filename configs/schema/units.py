@@ -5,6 +5,8 @@ import fnmatch
 # Pattern -> unit; the first that matches decides. Numbers that no pattern matches have none.
 UNITS = {
   "training.gradient_accumulation_steps": "microbatches",
+  "training.microbatches": "microbatches",
+  "training.pipeline_chunks": "chunks of layers",
   "evaluation.steps": "batches",
   "evaluation.final_steps": "batches",
   "optimizer.clip_window": "steps",
