@@ -1,5 +1,5 @@
-# make train | test | test-long | test-all | test-faults | test-plan | test-transformers | lint | setup
-# | lock. Everything is installed into .venv, from PYTHON, as the lock files say: every package pinned
+# make train | test | test-long | test-all | test-faults | test-plan | test-transformers | test-sinks
+# | sinks | lint | setup | lock. Everything is installed into .venv, from PYTHON, as the lock files say: every package pinned
 # and checked by its SHA-256.
 PYTHON ?= python3
 ACCELERATOR ?= cpu
@@ -20,7 +20,7 @@ ifeq ($(filter $(ACCELERATOR),cpu tpu gpu),)
 $(error ACCELERATOR=$(ACCELERATOR): cpu, tpu or gpu)
 endif
 
-.PHONY: setup train test test-long test-all test-faults test-plan test-transformers lint lock clean
+.PHONY: setup train test test-long test-all test-faults test-plan test-transformers test-sinks sinks lint lock clean
 
 setup: $(VENV)/.installed-$(ACCELERATOR)
 
@@ -54,6 +54,12 @@ test-plan: $(VENV)/.installed-plan
 test-transformers: $(VENV)/.installed-dev .venv-transformers4/.installed .venv-transformers5/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m transformers
 
+# The packages of experiment trackers, in an environment of their own: metrics.sinks_python.
+sinks: .venv-sinks/.installed
+
+test-sinks: $(VENV)/.installed-dev sinks
+	$(BIN)/python -m pytest -m sinks tests/training/metrics
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,7 +69,7 @@ lock: .venv-lock/.installed
 	.venv-lock/bin/python locks/update.py $(UPGRADE)
 
 clean:
-	rm -rf $(VENV) .venv-lock .venv-transformers4 .venv-transformers5
+	rm -rf $(VENV) .venv-lock .venv-sinks .venv-transformers4 .venv-transformers5
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -81,6 +87,11 @@ $(VENV)/.installed-dev: locks/base.txt locks/dev.txt locks/fixtures.txt | $(BIN)
 
 $(VENV)/.installed-plan: locks/plan.txt $(VENV)/.installed-dev
 	$(PIP) $(LOCKS_plan)
+	@touch $@
+
+.venv-sinks/.installed: locks/sinks.txt
+	$(PYTHON) -m venv .venv-sinks
+	.venv-sinks/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
 
 .venv-transformers%/.installed: locks/transformers%.txt

@@ -29,7 +29,7 @@ from runtime import devices
 from training import loop, restore, run_tokenizer, splits, workdir_owner
 from training.callbacks import Callback
 from training.metrics import log_lines
-from training.metrics.writer import FILE
+from training.metrics.log_lines import FILE
 from training.setup import Job
 from training.state import State
 

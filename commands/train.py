@@ -31,13 +31,14 @@ from training import (
 )
 from training.bad_steps import TrainingStoppedError
 from training.callbacks import CallbackError
-from training.metrics import goodput
+from training.metrics import goodput, sinks
 from training.metrics.console import say
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
   run_tokenizer.adopt_missing(flags.CONFIG.value, flags.workdir())
   [ready] = build.prepare(flags.CONFIG)
+  sinks.require_packages(ready.config)
   data = splits.open_data(ready)
   request.check_first_words(ready.config)  # after the data's vocabulary, whose refusal says more
   workdir = flags.workdir()

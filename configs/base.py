@@ -54,7 +54,14 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
     {
       "every_steps": 10,
       "tensorboard": True,
-      "sinks": (),  # registered sinks that are given the metrics as well: ("csv",)
+      # Where else metrics go: csv, wandb, mlflow, trackio, aim, and what a file has registered
+      "sinks": (),
+      "project": "meshwright",  # under which wandb, mlflow, trackio and aim compare runs
+      "run_name": "",  # in wandb, mlflow, trackio and aim; "": the workdir's name
+      # The Python of another environment, which has their packages; "": this one
+      "sinks_python": "",
+      # At the end, for them to deliver the last lines; 5 where the run is asked to stop
+      "sink_wait_seconds": 30.0,
     }
   )
   config.checkpoint = ConfigDict(

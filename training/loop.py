@@ -22,13 +22,14 @@ from training.evaluation import Evaluation, Evaluator, is_logged
 from training.metrics import device_probe, log_schedule
 from training.metrics.console import ProgressLine, duration, say, warn
 from training.metrics.goodput import Goodput
+from training.metrics.log_lines import FILE
 from training.metrics.log_schedule import LogSchedule
 from training.metrics.profiler import Profile
 from training.metrics.reader import MetricsReader
 from training.metrics.sinks import Sinks
 from training.metrics.throughput import Meter
 from training.metrics.waiting import Waiting
-from training.metrics.writer import FILE, MetricsWriter
+from training.metrics.writer import MetricsWriter
 from training.replica_check import ReplicaCheck
 from training.restore import Start
 from training.saving import Saver
@@ -93,8 +94,11 @@ def train(
         continue
       run.save_if_due(evaluation)
     run.save_last_step()
+    summary = run.summary()  # without the time that sinks take to end
   watch.at("ending", ENDING)
-  say(run.summary())
+  for news in run.news():
+    say(news)
+  say(summary)
   return End(run.state, run.stopped)
 
 
@@ -278,6 +282,8 @@ class Run:
         values.update(meter.lap(number, batches.wait_seconds), **self._pace.numbers())
         self._writer.write(number, values)
         self._progress.update(number, meter.text(number, values))
+        for news in self._writer.news():
+          self._progress.note(news)
 
   def roll_back(self, bad: BadStepError) -> None:
     """Restores a step before a bad one, whose batch is skipped from now on.
@@ -382,6 +388,10 @@ class Run:
       self.done = self._saver.step
       return False
     return True
+
+  def news(self) -> list[str]:
+    """Returns what sinks have said at their end."""
+    return self._writer.news()
 
   def summary(self) -> str:
     """Returns a summary of the run, in lines."""

@@ -6,7 +6,8 @@ from etils import epath
 
 from runtime import files
 from training.metrics.append_log import MOST_BYTES
-from training.metrics.writer import DAMAGED, FILE
+from training.metrics.log_lines import FILE
+from training.metrics.writer import DAMAGED
 
 CONFIG, LAYOUT, BAD_RECORDS = "config.json", "layout.txt", "bad_records.json"
 WRITTEN = (CONFIG, LAYOUT, BAD_RECORDS, FILE, DAMAGED)

@@ -74,6 +74,9 @@ def with_choices(
     choices = chosen.choose(config, chosen.Target(platform, sizes, capability))
     _schedule(config, recipe)
     _rows_to_skip(config.data)
+    # --config.metrics.sinks=csv,wandb is one name for the parser of flags.
+    names = ",".join(map(str, config.metrics.sinks))
+    config.metrics.sinks = tuple(name for name in names.split(",") if name)
     activations = config.partitioning.activations
     if config.partitioning.sequence_parallel and "residual_sequence" in activations:
       given = activations.residual_sequence

@@ -108,6 +108,7 @@ LEAST = {
   "optimizer.clip_quantile": 0,
   "optimizer.clip_window": 2,
   "metrics.every_steps": 1,
+  "metrics.sink_wait_seconds": 0,
   "evaluation.ema_decay": 0,
   "evaluation.every_steps": 0,
   "evaluation.steps": 0,

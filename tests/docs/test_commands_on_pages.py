@@ -79,7 +79,8 @@ python main.py --config=configs/dp8.py
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_config_keys_exist(page):
   sections = "|".join(sorted({key.partition(".")[0] for key in keys() if "." in key}))
-  key = rf"`(?:--config\.)?(?!model\.safetensors)((?:{sections})(?:\.[a-z_0-9]+)+)(?<!jsonl)(?==|`)"
+  files = r"(?<!jsonl|s.csv)"
+  key = rf"`(?:--config\.)?(?!model\.safetensors)((?:{sections})(?:\.[a-z_0-9]+)+){files}(?==|`)"
   named = re.findall(key, page.read_text())
   wrong = {key for key in named if not any((k + ".").startswith(key + ".") for k in keys())}
   assert wrong == set()

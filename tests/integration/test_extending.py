@@ -146,7 +146,7 @@ def test_it_trains_on_one_mesh_and_resumes_on_another(main, mine, tmp_path, case
     assert "counting, train, 256 rows" in out
     steps = {line.split()[0] for line in (tmp_path / "norms.txt").read_text().splitlines()}
     assert steps == {"2"}
-    rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    rows = [line.split(",") for line in (tmp_path / "metrics_long.csv").read_text().splitlines()]
     assert {int(row[0]): float(row[2]) for row in rows if row[1] == "loss"} == losses(tmp_path)
     layout = (tmp_path / "layout.txt").read_text()
     assert re.search(r"optimizer/0/mu/embed/table .* \(tensor, data\) ", layout), layout

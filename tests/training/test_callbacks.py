@@ -72,5 +72,7 @@ def test_which_are_due():
 def test_names_that_are_not_registered_are_refused():
   with pytest.raises(ValueError, match=r"training\.callbacks: unknown callback 'norm'; none is"):
     runs.job(**{"training.callbacks": ("norm",)})
-  with pytest.raises(ValueError, match=r"metrics\.sinks: unknown sink 'csv'; none is registered"):
-    runs.job(**{"metrics.sinks": ("csv",)})
+  with pytest.raises(
+    ValueError, match=r"metrics\.sinks: unknown sink 'wand'; registered are csv, "
+  ):
+    runs.job(**{"metrics.sinks": ("wand",)})

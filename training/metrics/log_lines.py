@@ -12,6 +12,7 @@ from typing import Any
 
 from runtime import files
 
+FILE = "metrics.jsonl"
 TIMES, ROLLED_BACK = "goodput", "rolled_back"  # keys that only one kind of line has
 _BEGINS = b'{"step": '  # every line that is written
 

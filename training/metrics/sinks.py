@@ -1,20 +1,27 @@
 """Sinks: where else the metrics of a run go, besides metrics.jsonl and TensorBoard.
 
-A config file registers one in SINKS, and `metrics.sinks` names it. The functions here are those
-of process 0, which alone writes.
+`metrics.sinks` names them: a CSV file, experiment trackers, and what a config file has registered
+in SINKS. The functions here are those of process 0, which alone writes.
 """
 
+import functools
+import importlib.util
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from processes.coordination import current
 from runtime.extensions import Table, error_text
+from training.metrics.csv_sink import CsvSink
+from training.metrics.tracker_sink import TRACKERS, SinkError, TrackerSink
 
 
 class Sink(Protocol):
   """Takes the lines of metrics.jsonl that are about steps and evaluations.
 
   It may also have `on_rollback(step)`, which is called when training has gone back to the
-  checkpoint of a step, before a later step is written again.
+  checkpoint of a step, before a later step is written again; `news()`, which returns lines to
+  print; and `kill()`, which is called after another of its methods has raised.
   """
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -27,7 +34,28 @@ class Sink(Protocol):
 
 
 # name -> function of (config, workdir, step that the run starts from), which returns a Sink.
-SINKS: Table = Table("sink", {}, numerics=False)
+SINKS: Table = Table(
+  "sink",
+  {"csv": CsvSink, **{name: functools.partial(TrackerSink, name) for name in TRACKERS}},
+  numerics=False,
+)
+
+
+def require_packages(config: Any) -> None:
+  """Raises ValueError if a tracker's package is not installed; does nothing but on process 0."""
+  python = config.metrics.sinks_python
+  wanted = [name for name in config.metrics.sinks if name in TRACKERS]
+  if not current().first or not wanted:
+    return
+  if python:  # what is missing there is reported by the sink
+    if shutil.which(python) is None:
+      raise ValueError(f"metrics.sinks_python={python!r}: there is no such program")
+    return
+  if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
+    raise ValueError(
+      f"metrics.sinks: not installed: {', '.join(missing)}; run `make sinks`, and add "
+      f"--config.metrics.sinks_python=.venv-sinks/bin/python"
+    )
 
 
 class Sinks:
@@ -44,6 +72,7 @@ class Sinks:
     """
     self._warn = warn
     self._open: dict[str, Sink] = {}
+    self._news: list[str] = []
     for name in config.metrics.sinks:
       self._guarded(name, lambda name=name: self._add(name, config, workdir, step))
 
@@ -51,6 +80,7 @@ class Sinks:
     """Gives a line to every sink."""
     for name, sink in list(self._open.items()):
       self._guarded(name, lambda sink=sink: sink.write(step, dict(values)))
+      self._ask(name)
 
   def on_rollback(self, step: int) -> None:
     """Notifies every sink that has `on_rollback`."""
@@ -62,7 +92,18 @@ class Sinks:
     """Closes every sink."""
     for name, sink in list(self._open.items()):
       self._guarded(name, sink.close)
+      self._ask(name)
     self._open.clear()
+
+  def news(self) -> list[str]:
+    """Returns what the sinks have said since the last call."""
+    found, self._news = self._news, []
+    return found
+
+  def _ask(self, name: str) -> None:
+    sink = self._open.get(name)
+    if hasattr(sink, "news"):
+      self._news += sink.news()
 
   def _add(self, name: str, *arguments: Any) -> None:
     self._open[name] = SINKS[name](*arguments)
@@ -71,5 +112,8 @@ class Sinks:
     try:
       call()
     except Exception as error:
-      self._open.pop(name, None)
-      self._warn(f"the sink {name!r} is dropped, training continues: {error_text(error)}")
+      sink = self._open.pop(name, None)
+      if hasattr(sink, "kill"):
+        sink.kill()
+      why = str(error) if isinstance(error, SinkError) else error_text(error)
+      self._warn(f"the sink {name!r} is dropped, training continues: {why}")

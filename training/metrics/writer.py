@@ -14,10 +14,10 @@ from runtime import files
 from training.metrics import log_lines
 from training.metrics.append_log import Lines
 from training.metrics.console import warn
-from training.metrics.log_lines import TIMES, Line
+from training.metrics.log_lines import FILE, TIMES, Line
 from training.metrics.sinks import Sinks
 
-FILE, DAMAGED = "metrics.jsonl", "metrics.damaged.jsonl"
+DAMAGED = "metrics.damaged.jsonl"
 
 
 class MetricsWriter:
@@ -80,6 +80,10 @@ class MetricsWriter:
   def waiting(self) -> str:
     """Returns why lines are buffered in memory; "" if all are written."""
     return self._lines.waiting
+
+  def news(self) -> list[str]:
+    """Returns what the sinks have said since the last call, to be printed."""
+    return self._sinks.news() if self._sinks is not None else []
 
   def close(self) -> None:
     """Closes the event file and the sinks."""

@@ -1,0 +1,185 @@
+"""training/metrics/tracker_sink.py: whatever a tracker's package does, the run goes its way.
+
+The package is one of this test, in the process that the real ones have (test_tracker.py).
+"""
+
+import json
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+from etils import epath
+
+from configs import base
+from training.metrics import sinks
+from training.metrics.sinks import Sinks
+from training.metrics.tracker_sink import SinkError, TrackerSink
+
+# Appends what it is given to a file, and does what BEHAVIOR says.
+PACKAGE = """
+import json, os, time
+behavior = os.environ["BEHAVIOR"]
+print("printed by the package")
+def keep(*what):
+  with open(os.environ["KEPT"], "a") as file:
+    file.write(json.dumps(what) + "\\n")
+def act(where):
+  if behavior == f"raise in {where}":
+    raise OSError("no connection")
+  if behavior == f"hang in {where}":
+    time.sleep(1000)
+  if behavior == f"die in {where}":
+    os._exit(7)
+class Run:
+  def log(self, values, step):
+    act("log")
+    keep(step, values)
+  def finish(self):
+    act("finish")
+    keep("finished")
+def init(**arguments):
+  act("init")
+  keep("init", arguments["project"], arguments["name"], arguments["config"]["seed"])
+  return Run()
+"""
+
+
+@pytest.fixture
+def behave(monkeypatch, tmp_path):
+  """Returns a function that sets how the package behaves, and returns the file that it keeps."""
+  (tmp_path / "package").mkdir()
+  (tmp_path / "package" / "trackio.py").write_text(PACKAGE)
+  monkeypatch.setenv("PYTHONPATH", str(tmp_path / "package"))
+  monkeypatch.setenv("KEPT", str(tmp_path / "kept"))
+
+  def set_to(behavior=""):
+    monkeypatch.setenv("BEHAVIOR", behavior)
+    return tmp_path / "kept"
+
+  return set_to
+
+
+def config_of(seconds=60.0):
+  """Returns a config with the tracker, for whose end a run waits so long."""
+  config = base.get_config("mlp", mesh={})
+  config.metrics.update({"sinks": ("trackio",), "sink_wait_seconds": seconds})
+  config.metrics.update({"project": "digits", "run_name": "first"})
+  return config
+
+
+def kept(file):
+  """Returns what the package has kept."""
+  return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_lines_arrive_in_order_and_a_resumed_run_sends_what_differs(behave, tmp_path):
+  file, workdir = behave(), epath.Path(tmp_path)
+  sink = TrackerSink("trackio", config_of(), workdir, 0)
+  for step in range(1, 301):
+    sink.write(step, {"loss": 1 / step, "nan": float("nan")})
+  sink.close()
+  [[_, project, name, seed], *lines, end] = kept(file)
+  assert (project, seed, end) == ("digits", 0, ["finished"])
+  assert name.startswith("first-")
+  assert [(step, values["loss"]) for step, values in lines] == [(s, 1 / s) for s in range(1, 301)]
+  [note] = sink.news()
+  assert note.startswith("trackio: to open: TRACKIO_DIR=")
+  assert "printed by the package" in (workdir / "sink_trackio.log").read_text()
+
+  losses = [{"step": 300, "loss": 1 / 300}, {"step": 301, "loss": 2.0}, {"step": 302, "loss": 3.0}]
+  content = [*losses, {"step": 302, "eval_loss": 5.0}]
+  (workdir / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in content))
+  file.unlink()
+  sink = TrackerSink("trackio", config_of(), workdir, 300)
+  for step, loss in ((301, 2.0), (302, 3.5), (303, 4.0)):
+    sink.write(step, {"loss": loss})
+    sink.write(step, {"eval_loss": 5.0})
+  sink.on_rollback(302)
+  sink.write(303, {"loss": 4.5})
+  sink.close()
+  assert kept(file)[1:] == [
+    [301, {"eval_loss": 5.0}],
+    [302, {"loss": 3.5}],
+    [303, {"loss": 4.0}],
+    [303, {"eval_loss": 5.0}],
+    [302, {"rolled_back": 1.0}],
+    [303, {"loss": 4.5}],
+    ["finished"],
+  ]
+  assert kept(file)[0][2] == name
+
+  file.unlink()
+  (workdir / "sinks.json").write_text('{"trackio": {"name": "an older run"}}')
+  TrackerSink("trackio", config_of(), workdir, 0).close()  # a run from scratch is another one
+  assert kept(file)[0][2] != "an older run"
+
+
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+@pytest.mark.parametrize("how", ["raise", "hang", "die"])
+def test_whatever_fails_is_reported_once_and_leaves_no_process(behave, tmp_path, how, where):
+  behave(f"{how} in {where}")
+  said = []
+  made = Sinks(config_of(0.7), epath.Path(tmp_path), 0, said.append)
+  [sink] = made._open.values()
+  began = time.monotonic()
+  for step in range(1, 4):
+    made.write(step, {"loss": 1.0})
+  made.close()
+  assert time.monotonic() - began < 5
+  [line] = said
+  why = {
+    "raise": "OSError: no connection",
+    "hang": "it has not delivered all lines within 0.7 s",
+    "die": "its process has ended with code 7",
+  }[how]
+  if how == "hang" or "0.7 s" not in line:  # a busy machine may not start it in that time
+    see = tmp_path / "sink_trackio.log"
+    assert line == f"the sink 'trackio' is dropped, training continues: {why} (see {see})"
+  assert sink._process.poll() is not None
+  made.write(4, {"loss": 1.0})
+  assert len(said) == 1
+
+
+def test_a_process_that_is_suspended_does_not_block_the_run(behave, tmp_path):
+  behave()
+  sink = TrackerSink("trackio", config_of(), epath.Path(tmp_path), 0)
+  os.kill(sink._process.pid, signal.SIGSTOP)
+  began = time.monotonic()
+  with pytest.raises(SinkError, match="does not read"):
+    sink.write(1, dict.fromkeys(map(str, range(10_000)), 1.0))  # more than a pipe holds
+  assert time.monotonic() - began < 5
+  sink.kill()
+
+
+def test_without_the_run_it_delivers_what_it_was_sent_and_ends(behave, tmp_path):
+  file = behave()
+  sink = TrackerSink("trackio", config_of(), epath.Path(tmp_path), 0)
+  sink.write(1, {"loss": 1.0})
+  sink._process.stdin.close()  # as where the run is killed
+  sink._process.stdout.close()
+  assert sink._process.wait(60) == 0
+  assert kept(file)[1:] == [[1, {"loss": 1.0}], ["finished"]]
+
+
+def test_a_package_that_is_missing_is_refused_before_the_run(monkeypatch):
+  config = config_of()
+  monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(ValueError, match=r"not installed: trackio; run `make sinks`, and add --conf"):
+    sinks.require_packages(config)
+  config.metrics.sinks_python = "/nowhere/python"
+  with pytest.raises(ValueError, match="there is no such program"):
+    sinks.require_packages(config)
+  config.metrics.sinks = ("csv",)
+  sinks.require_packages(config)
+
+
+def test_a_python_without_the_package_is_reported(tmp_path, monkeypatch):
+  said = []
+  monkeypatch.setenv("PYTHONPATH", "")
+  made = Sinks(config_of(), epath.Path(tmp_path), 0, said.append)
+  made.close()
+  [line] = said
+  assert "ModuleNotFoundError: No module named 'trackio'" in line
+  assert pathlib.Path(tmp_path / "sink_trackio.log").exists()

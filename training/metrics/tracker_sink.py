@@ -1,0 +1,187 @@
+"""Sinks for experiment trackers: W&B, MLflow, Trackio, Aim, each in a process of its own.
+
+A tracker's package may print, hang, register what runs at exit, or need other versions of our
+libraries. In a process of its own (tracker.py) it cannot harm the run, which never waits for it but
+at its end, for at most `metrics.sink_wait_seconds`.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from checkpointing import resume_policy
+from processes import preemption
+from runtime import files
+from training.metrics import log_lines
+from training.metrics.append_log import Lines
+
+SCRIPT = pathlib.Path(__file__).with_name("tracker.py")
+STATES = "sinks.json"
+TRACKERS = ("aim", "mlflow", "trackio", "wandb")  # also the names of their packages
+_STOPPING_SECONDS = 5.0  # the longest wait where the run was asked to stop
+_PAUSE_SECONDS = 0.05
+
+
+class SinkError(Exception):
+  """A sink has failed; the message says why, without the place in the code."""
+
+
+class TrackerSink:
+  """A tracker's process, and which lines it has had.
+
+  A tracker cannot forget. After a resume, lines of metrics.jsonl that were dropped come again, and
+  those with the same numbers are not sent again. A line with other numbers, as after a rollback,
+  is sent, and is the newer one of its step.
+  """
+
+  def __init__(self, name: str, config: Any, workdir: epath.Path, step: int):
+    """Starts the process; see `sinks.SINKS` for the arguments."""
+    self._name, self._workdir, self._config = name, workdir, config.metrics
+    self._news: list[str] = []
+    self._part, self._done = b"", False  # of a message; whether the last one has come
+    states = _states(workdir) if step else {}  # a run that starts from scratch is another one
+    self._sent = {}
+    if name in states:
+      lines, _ = log_lines.split(Lines(workdir / log_lines.FILE).read())
+      self._sent = {_key(one.values["step"], one.values): _main(one.values) for one in lines}
+    folder = workdir.parent if files.is_local(workdir) else epath.Path.cwd()
+    start = {
+      "project": config.metrics.project,
+      "name": config.metrics.run_name or workdir.name,
+      "folder": os.path.abspath(folder),
+      "config": resume_policy.flat(resume_policy.plain(config)),
+      "state": states.get(name),
+      "wait_seconds": config.metrics.sink_wait_seconds,
+    }
+    with self._log() as log:
+      self._process = subprocess.Popen(
+        [config.metrics.sinks_python or sys.executable, "-u", "-P", SCRIPT, name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        start_new_session=True,  # Ctrl-C in the terminal is for the run
+      )
+    for pipe in (self._process.stdin, self._process.stdout):
+      os.set_blocking(pipe.fileno(), False)
+    self._send(start)
+
+  def _log(self) -> Any:
+    if not files.is_local(self._workdir):
+      return open(os.devnull, "wb")
+    path = self._workdir / f"sink_{self._name}.log"
+    return os.fdopen(files.open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """Sends a line, unless the tracker has it; raises SinkError if the process has failed."""
+    self._receive()
+    key, main = _key(step, values), _main(values)
+    if main is None or self._sent.pop(key, None) != main:
+      self._send({"step": step, "values": dict(values)})
+
+  def on_rollback(self, step: int) -> None:
+    """Sends a mark: lines of later steps that came before it are no longer valid."""
+    self._send({"step": step, "values": {log_lines.ROLLED_BACK: 1.0}})
+
+  def news(self) -> list[str]:
+    """Returns what the tracker has said since the last call: where to look at the run."""
+    found, self._news = self._news, []
+    return found
+
+  def close(self) -> None:
+    """Waits until all lines are delivered, for a limited time; raises SinkError otherwise."""
+    seconds = self._config.sink_wait_seconds
+    stop = preemption.current()
+    if stop is not None and stop:
+      seconds = min(seconds, _STOPPING_SECONDS)
+    with contextlib.suppress(OSError):
+      self._process.stdin.close()
+    until = time.monotonic() + seconds
+    try:
+      while not self._done:
+        self._receive()
+        if time.monotonic() > until:
+          raise SinkError(f"it has not delivered all lines within {seconds:g} s{self._see()}")
+        time.sleep(_PAUSE_SECONDS)
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        self._process.wait(max(0.0, until - time.monotonic()))
+    finally:
+      self.kill()
+
+  def kill(self) -> None:
+    """Ends the process and those that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      os.killpg(self._process.pid, signal.SIGKILL)
+    self._process.wait()
+    for pipe in (self._process.stdin, self._process.stdout):
+      with contextlib.suppress(OSError):
+        pipe.close()
+
+  def _send(self, message: Mapping[str, Any]) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    until = time.monotonic() + 1.0
+    while data:
+      try:
+        data = data[os.write(self._process.stdin.fileno(), data) :]
+      except BlockingIOError:  # the process always reads, unless it is suspended
+        if time.monotonic() > until:
+          raise SinkError("its process does not read") from None
+        time.sleep(_PAUSE_SECONDS)
+      except BrokenPipeError:
+        self._receive()
+        raise SinkError(f"its process has ended{self._see()}") from None
+
+  def _receive(self) -> None:
+    """Reads the messages that have come; raises SinkError for one that is an error."""
+    ended = self._process.poll() is not None
+    try:
+      while data := os.read(self._process.stdout.fileno(), 2**16):
+        self._part += data
+    except BlockingIOError:
+      pass
+    *whole, self._part = self._part.split(b"\n")
+    for message in map(json.loads, whole):
+      if "state" in message:
+        self._remember(message["state"])
+      if "note" in message:
+        self._news.append(f"{self._name}: {message['note']}")
+      if "error" in message:
+        raise SinkError(f"{message['error']}{self._see()}")
+      self._done |= "done" in message
+    if ended and not self._done:
+      raise SinkError(f"its process has ended with code {self._process.returncode}{self._see()}")
+
+  def _see(self) -> str:
+    local = files.is_local(self._workdir)
+    return f" (see {self._workdir / f'sink_{self._name}.log'})" if local else ""
+
+  def _remember(self, state: Mapping[str, Any]) -> None:
+    states = {**_states(self._workdir), self._name: state}
+    files.replace(self._workdir / STATES, files.json_text(states, indent=2) + "\n")
+
+
+def _states(workdir: epath.Path) -> dict[str, Any]:
+  """Returns name -> state of the trackers' runs; {} where the file is missing or damaged."""
+  try:
+    found = files.read_json(workdir / STATES)
+  except (OSError, ValueError):
+    return {}
+  return found if isinstance(found, dict) else {}
+
+
+def _key(step: int, values: Mapping[str, Any]) -> tuple[int, bool]:
+  """Returns what a line is about: a step, or an evaluation after it."""
+  return step, "eval_loss" in values
+
+
+def _main(values: Mapping[str, Any]) -> Any:
+  """Returns the number by which two lines of a step are compared."""
+  return values.get("eval_loss", values.get("loss"))
