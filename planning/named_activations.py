@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from partitioning.dims import resolve
 from partitioning.shardings import shard_shape
 from runtime import rematerialization
+from training import gradient_reduction
 from training.setup import Job
 
 
@@ -25,7 +26,7 @@ class Named:
     letters: of its dims.
     shape: logical (global) shape, of one layer and one microbatch.
     spec: how it is sharded.
-    bytes: per device, of all layers.
+    bytes: per device, of all layers; of pipeline stages, of those of one chunk.
     choice: save, recompute or offload.
   """
 
@@ -45,6 +46,12 @@ def sums(named: Iterable[Named]) -> dict[str, int]:
   return found
 
 
+def layers_at_once(job: Job) -> int:
+  """Returns how many layers' activations a device has at a time: those of one chunk of a stage."""
+  schedule, layers = job.program.pipeline, job.config.model.layers
+  return layers if schedule is None else layers // (schedule.stages * schedule.chunks)
+
+
 def of_job(job: Job) -> list[Named]:
   """Returns the named activations in the order of the forward pass; [] for another model.
 
@@ -57,13 +64,14 @@ def of_job(job: Job) -> list[Named]:
     return []
   choices = rematerialization.parse(config.training.rematerialization, names).by_name
   itemsize = np.dtype(config.training.compute_dtype).itemsize
-  rows = config.data.global_batch_size // config.training.gradient_accumulation_steps
+  rows = config.data.global_batch_size // gradient_reduction.microbatches(config, sizes)
+  layers = layers_at_once(job)
   extents = {"B": rows, "T": config.data.sequence_length, "R": config.data.sequence_length}
   found = []
   for name in names:
     letters = rematerialization.letters_of(name, config.model)
     shape = tuple(extents.get(letter) or job.legend[letter].size for letter in letters)
     spec = resolve(letters, shape, job.legend, job.activations.table, sizes).spec
-    size = itemsize * config.model.layers * math.prod(shard_shape(shape, spec, sizes))
+    size = itemsize * layers * math.prod(shard_shape(shape, spec, sizes))
     found.append(Named(name, letters, shape, spec, size, choices[name]))
   return found

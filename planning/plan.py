@@ -12,6 +12,7 @@ from analysis.chips import Rates, overridden
 from analysis.collectives import collectives
 from models import MODELS
 from partitioning import shardings
+from partitioning.parallel.pipeline_schedule import Schedule
 from planning import accuracy, activation_memory, analytic, aot, kept_kernels, memory, step_time
 from planning import timeline as timelines
 from planning.host_transfers import with_host_traffic
@@ -178,6 +179,7 @@ class Plan:
       "step_parts": self.times and self.times.parts,
       "slowed_by_transfers": self.times and self.times.slowed,
       "timeline": self.timeline and dataclasses.asdict(self.timeline),
+      "pipeline": self.job.program.pipeline and _pipeline(self.job.program.pipeline),
       "tokens_per_second_per_device": self.rate,
       "mfu": self.mfu(),
       "mfu_causal": self.mfu(causal=True),
@@ -189,6 +191,11 @@ class Plan:
       "gather_once": self.gather_once,
       "advice_bytes_per_device": [one.bytes for one in self.advice.fitting],
     }
+
+
+def _pipeline(schedule: Schedule) -> dict[str, Any]:
+  numbers = {"ticks": schedule.ticks, "bubble": schedule.bubble}
+  return {**dataclasses.asdict(schedule), **numbers}
 
 
 def _sent(one: step_time.Sent) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding
+from markupsafe import Markup
 
 from analysis import collectives
 from partitioning import shardings
@@ -18,10 +19,10 @@ from partitioning.mesh_sizes import mesh_text
 from partitioning.rules import Placement
 from partitioning.shardings import bytes_per_device, shape_text, size_text, spec_text
 from planning import named_activations
-from reports import drawings
+from reports import drawings, pipeline_picture
 from reports.grid import Sheet
 from reports.html import render
-from reports.layout_text import CHOICES, matrix_lines
+from reports.layout_text import CHOICES, matrix_lines, of_layers
 from training.setup import Job
 
 
@@ -116,6 +117,11 @@ class Side:
     sums = named_activations.sums(named_activations.of_job(self.job))
     return [(CHOICES[choice], size_text(size)) for choice, size in sums.items()]
 
+  @property
+  def of_layers(self) -> str:
+    """Returns of which layers these are."""
+    return of_layers(self.job)
+
   def dims(self, letters: str) -> tuple[str, ...]:
     """Returns `("D model", "F feedforward")`."""
     return tuple(f"{letter} {self.job.legend[letter].name}" for letter in letters)
@@ -154,9 +160,25 @@ def html(
     totals=_totals(sides),
     platform=job.devices.platform,
     costs=[_costs_of(side, sides) for side in sides],
+    pipelines=pipelines(sides),
     matrices={side.title: matrix_lines(side.job) for side in sides},
     **{name: arrays.section(name) for name in ("parameters", "batch", "optimizer")},
   )
+
+
+def pipelines(sides: Sequence[Side]) -> list[dict[str, Any]]:
+  """Returns the pictures of the pipeline schedules, and which layers each stage has."""
+  found = {}
+  for side in sides:
+    if (schedule := side.job.program.pipeline) is not None:
+      layers = side.job.config.model.layers
+      found[schedule, layers] = {
+        "picture": Markup(pipeline_picture.svg(schedule, layers)),
+        "layers": [
+          pipeline_picture.layers_text(schedule, layers, stage) for stage in range(schedule.stages)
+        ],
+      }
+  return list(found.values())
 
 
 def remarks(sides: Sequence[Side]) -> list[str]:

@@ -21,7 +21,7 @@ from partitioning.shardings import (
 )
 from planning import named_activations
 from planning.named_activations import Named
-from reports import drawings
+from reports import drawings, pipeline_picture
 from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
 from training import compiler_options, gradient_reduction
 from training.optimizer import matrix_groups
@@ -148,6 +148,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
       matrices = [f"  {line}" for line in matrices]
       lines += ["matrices that the optimizer brings whole to devices, and back:", *matrices, ""]
   lines += stage_lines(job.config)
+  if schedule := job.program.pipeline:
+    lines.append(pipeline_picture.text(schedule, job.config.model.layers, picture=whole))
   if reduced := gradient_reduction.text(job.config, job.program.reduce_once_over):
     lines.append(reduced)
   lines.append(
@@ -178,7 +180,7 @@ def chosen_lines(job: Job) -> list[str]:
 def named_text(named: Sequence[Named], job: Job) -> str:
   """Returns the table of named activations: bytes of all layers, and what happens to them."""
   table = plain_table("activation of a layer", "dims", "shape", "spec")
-  table.add_column("bytes/device, all layers", justify="right")
+  table.add_column(f"bytes/device, {of_layers(job)}", justify="right")
   table.add_column(f"rematerialization={job.config.training.rematerialization}", no_wrap=True)
   for one in named:
     spec = spec_text(one.spec, len(one.shape))
@@ -188,6 +190,11 @@ def named_text(named: Sequence[Named], job: Job) -> str:
   for choice, size in named_activations.sums(named).items():
     table.add_row(CHOICES[choice], "", "", "", size_text(size), "", style="bold")
   return drawings.plain(table)
+
+
+def of_layers(job: Job) -> str:
+  """Returns of which layers a device has activations at a time."""
+  return "layers of a chunk" if job.program.pipeline else "all layers"
 
 
 def matrix_lines(job: Job) -> list[str]:

@@ -13,7 +13,7 @@ from planning.plan import Plan
 from planning.timeline import Bar, Gap, Layer
 from reports import plan_text, timeline_text
 from reports.html import render
-from reports.layout_page import Arrays, Side
+from reports.layout_page import Arrays, Side, pipelines
 
 KINDS = {"matmul": "matmul", "HBM": "memory", "loop": "inner"}  # of compute -> CSS class
 GAPS = 10  # of those waited for, how many are listed
@@ -34,6 +34,7 @@ def html(plan: Plan, *, command: str = "") -> str:
     warnings=plan.warnings,
     advice=[(size_text(one.bytes), one.overrides) for one in plan.advice.fitting],
     no_advice=[] if plan.advice.fitting else plan_text.advice(plan),
+    pipelines=pipelines(sides),
     memory=_memory(plan),
     **_communication(plan),
     host=_host(plan),

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from partitioning.shardings import size_text
 from planning.plan import Plan
-from reports import timeline_text
+from reports import pipeline_picture, timeline_text
 from reports.layout_text import chosen_lines, counts_text
 from training import gradient_reduction
 
@@ -40,6 +40,8 @@ def text(plan: Plan, *, width: int = 110) -> str:
     console.print(_collectives(plan))
   if plan.host:
     console.print(_host(plan))
+  if schedule := plan.job.program.pipeline:
+    console.print(pipeline_picture.text(schedule, plan.job.config.model.layers), soft_wrap=True)
   for line in timeline_text.lines(plan.timeline) if plan.times else ():
     console.print(line, soft_wrap=True)
   for line in [*time_lines(plan), *(f"warning: {warning}" for warning in plan.warnings)]:
