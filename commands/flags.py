@@ -29,6 +29,18 @@ HTML = flags.DEFINE_string("html", None, "layout: the file for a page with drawi
 TOPOLOGY = flags.DEFINE_string(
   "topology", None, "v5p:4x4x4, v5p-128, 2xv6e-256 or h100:8; by default the attached devices."
 )
+AXES = flags.DEFINE_list(
+  "axes", [], "search: mesh axes whose size is searched; by default all that the model has use for."
+)
+BATCH_SIZES = flags.DEFINE_list(
+  "global_batch_sizes", [], "search: rows of a step to try: 64,128; by default the config's."
+)
+COMPILATIONS = flags.DEFINE_integer(
+  "compilations", 6, "search: the most settings that are compiled on each topology; 0: none."
+)
+PRICE = flags.DEFINE_multi_string(
+  "price", [], "search: CHIP=PRICE per chip-hour, such as v5p=4.2; repeatable."
+)
 JSON = flags.DEFINE_bool("json", False, "config: print JSON.")
 CHAPTER = flags.DEFINE_string("chapter", None, "tour: one chapter instead of all.")
 TRAIN_TOKENIZER = flags.DEFINE_integer(
@@ -75,9 +87,13 @@ SAMPLE_FLAGS += (CHAT, SYSTEM, SYSTEM_FILE)
 OWNERS = [
   (TRAIN_TOKENIZER, ("prepare",)),
   (CONFIG, tuple(name for name, verb in VERBS.items() if verb.config != "none")),
-  (WORKDIR, ("train", "evaluate", "sample", "export", "layout", "compare", "plan", "doctor")),
+  (
+    WORKDIR,
+    ("train", "evaluate", "sample", "export", "layout", "compare", "plan", "search", "doctor"),
+  ),
   *((flag, ("coordcheck",)) for flag in (WIDTHS, STEPS, SVG)),
-  (TOPOLOGY, ("plan", "config")),
+  (TOPOLOGY, ("plan", "search", "config")),
+  *((flag, ("search",)) for flag in (AXES, BATCH_SIZES, COMPILATIONS, PRICE)),
   (JSON, ("config",)),
   (CHAPTER, ("tour",)),
   (AGAINST, ("layout", "compare")),
@@ -94,6 +110,21 @@ OWNERS = [
 def command_line() -> str:
   """Returns the command of this process, for a page that says how it was made."""
   return printable(shlex.join(["python", pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]))
+
+
+def command_to_train() -> str:
+  """Returns the command that trains this process' config: without the verb and its own flags."""
+  own = {flag.name for flag, owners in OWNERS if "train" not in owners}
+  own |= {WORKDIR.name, DEBUG.name}
+  words, rest = [], iter(sys.argv[1:])
+  for word in rest:
+    name, equals, _ = word.lstrip("-").partition("=")
+    if word.startswith("-") and name in own:
+      if not equals and not isinstance(flags.FLAGS[name].value, bool):
+        next(rest, None)
+    elif word.startswith("-") or (words and words[-1] in ("--config", "-config")):
+      words.append(word)
+  return printable(shlex.join(["python", pathlib.Path(sys.argv[0]).name, *words]))
 
 
 def chosen_verb(words: list[str]) -> str:

@@ -76,7 +76,7 @@ def run(
   kept = None
   if topology is not None:
     parse(topology, chips)
-    kept = _place(config, topology, title)
+    kept = place(config, topology, title)
   if kept and not debug and (kept / REPORT).exists():
     known = "cached plan of the same config, topology, code and versions"
     return _deliver(kept, workdir, f"{known}: {kept}")
@@ -84,20 +84,74 @@ def run(
     folder = pathlib.Path(name)
     request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
     request["command"] = command
-    request["extensions"] = [*map(str, extensions.loaded())]
-    code = _make(request, folder, debug=debug)
+    code = work(request, folder, debug=debug)
     if code == 0:
       code = _deliver(folder, workdir)
       _keep(folder, kept)
+    else:
+      sys.stderr.write(printed(folder))
   return code
 
 
-def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> int:
-  """Runs the worker; returns 0 if it made a plan, or 1 if it failed, after printing its output.
+def made(
+  config: ConfigDict, topology: str, *, title: str, label: str, command: str = ""
+) -> dict[str, Any]:
+  """Returns the content of plan.json of a new plan, or of a cached one.
+
+  Args:
+    config: as parsed, with overrides.
+    topology: `v5p:4x4x4`.
+    title: of the plan.
+    label: what a terminal shows while it is made.
+    command: the command line, which the page shows.
+
+  Raises:
+    ValueError: the plan is impossible.
+    RuntimeError: the worker failed.
+  """
+  kept = place(config, topology, title)
+  if kept and (kept / REPORT).exists():
+    return json.loads((kept / "plan.json").read_text())
+  with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
+    folder = pathlib.Path(name)
+    request = {"config": config, "topology": topology, "title": title, "simulate": False}
+    if work({**request, "command": command}, folder, label=label):
+      raise RuntimeError(last_line(folder))
+    _keep(folder, kept)
+    return json.loads((folder / "plan.json").read_text())
+
+
+def printed(folder: pathlib.Path) -> str:
+  """Returns what a worker that failed has printed."""
+  said = folder / "stderr"
+  return said.read_text(errors="replace") if said.exists() else ""
+
+
+def last_line(folder: pathlib.Path) -> str:
+  """Returns the last line of what a worker that failed has printed."""
+  return next((line for line in reversed(printed(folder).splitlines()) if line.strip()), "failed")
+
+
+def work(
+  request: Mapping[str, Any],
+  folder: pathlib.Path,
+  *,
+  debug: bool = False,
+  module: str = "commands.plan_worker",
+  label: str = "plan",
+) -> int:
+  """Runs a worker; returns 0 if it was done, or 1 if it failed.
 
   A compiler does not react to signals. So the worker has its own session, which a terminal's Ctrl-C
   does not reach, and is killed when this process is asked to stop. If this process is killed, the
   worker's standard input ends, and it kills itself.
+
+  Args:
+    request: what it is to do.
+    folder: where it writes its results; what it printed, if it failed, is in `stderr` there.
+    debug: shows its output.
+    module: of the worker.
+    label: what a terminal shows before its phases.
 
   Raises:
     ValueError: it refused.
@@ -107,7 +161,7 @@ def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> i
   read, write = os.pipe()
   with said.open("wb") as errors, open(read, "rb", buffering=0) as phases:
     worker = subprocess.Popen(
-      [sys.executable, "-m", "commands.plan_worker"],
+      [sys.executable, "-m", module],
       stdin=subprocess.PIPE,
       stderr=None if debug else errors,
       env={**os.environ, **({} if here else ENVIRONMENT), "PYTHONPATH": str(ROOT)},
@@ -119,10 +173,11 @@ def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> i
       try:
         os.close(write)
         more = {"folder": str(folder), "debug": debug, "phases": write}
+        more["extensions"] = [*map(str, extensions.loaded())]
         with contextlib.suppress(BrokenPipeError):  # it has ended already, with a message
           worker.stdin.write(pickle.dumps({**request, **more}))
           worker.stdin.flush()
-        _watch(phases, quiet=debug)
+        _watch(phases, label, quiet=debug)
         code = worker.wait()
       finally:
         _kill(worker)
@@ -133,7 +188,6 @@ def _make(request: Mapping[str, Any], folder: pathlib.Path, *, debug: bool) -> i
   if code == exit_codes.REFUSED:
     raise ValueError((folder / "refusal").read_text())
   if code:
-    sys.stderr.write(said.read_text(errors="replace"))
     return exit_codes.FAILED
   said.unlink()
   return exit_codes.DONE
@@ -147,7 +201,7 @@ def _kill(worker: subprocess.Popen) -> None:
     worker.wait()
 
 
-def _watch(phases: BinaryIO, *, quiet: bool) -> None:
+def _watch(phases: BinaryIO, label: str, *, quiet: bool) -> None:
   """Shows on a terminal what the worker is doing and since when, until it ends."""
   console, began = Console(stderr=True, highlight=False), time.monotonic()
   if quiet or not console.is_terminal:
@@ -158,7 +212,7 @@ def _watch(phases: BinaryIO, *, quiet: bool) -> None:
   with console.status("") as line, preemption.undone(line.stop):  # which shows the cursor again
     while True:
       seconds = duration(time.monotonic() - began)
-      line.update(f"plan: {phase}, {seconds} (Ctrl-C stops it; nothing is lost)")
+      line.update(f"{label}: {phase}, {seconds} (Ctrl-C stops it; nothing is lost)")
       if select.select([phases], [], [], 1.0)[0]:
         text = os.read(phases.fileno(), 4096)
         if not text:
@@ -179,7 +233,7 @@ def _deliver(folder: pathlib.Path, workdir: epath.Path, remark: str = "") -> int
   return 0 if found["fits"] else 3
 
 
-def _place(config: ConfigDict, topology: str, title: str) -> pathlib.Path | None:
+def place(config: ConfigDict, topology: str, title: str) -> pathlib.Path | None:
   """Returns the place of this plan in the cache; None without a cache."""
   if not config.planning.cache_dir:
     return None

@@ -20,8 +20,8 @@ from runtime import exit_codes
 def main() -> int:
   """Reads the request, and answers it."""
   request = pickle.load(sys.stdin.buffer)
-  threading.Thread(target=_end_with_the_parent, daemon=True).start()
-  _report(request["phases"], "importing")
+  threading.Thread(target=end_with_the_parent, daemon=True).start()
+  report(request["phases"], "importing")
   # These import JAX, which takes seconds, while whoever started this may be killed.
   import jax
 
@@ -39,7 +39,7 @@ def main() -> int:
       request["topology"],
       title=request["title"],
       simulate=request["simulate"],
-      progress=lambda phase: _report(request["phases"], phase),
+      progress=lambda phase: report(request["phases"], phase),
     )
   except Exception as error:
     named = extensions.placed(error)
@@ -48,19 +48,20 @@ def main() -> int:
     (pathlib.Path(request["folder"]) / "refusal").write_text(str(named))
     return exit_codes.REFUSED
   folder = pathlib.Path(request["folder"])
-  _report(request["phases"], "writing the page")
+  report(request["phases"], "writing the page")
   (folder / "report.txt").write_text(plan_text.text(found) + "\n")
   (folder / "plan.html").write_text(plan_page.html(found, command=request["command"]))
   (folder / "plan.json").write_text(json.dumps(found.as_json(), indent=2) + "\n")
   return exit_codes.DONE
 
 
-def _report(pipe: int, phase: str) -> None:
+def report(pipe: int, phase: str) -> None:
+  """Tells the parent what is being done now."""
   with contextlib.suppress(BrokenPipeError):
     os.write(pipe, f"{phase}\n".encode())
 
 
-def _end_with_the_parent() -> None:
+def end_with_the_parent() -> None:
   """Kills this process when its standard input ends, which means that its parent is gone.
 
   This works even inside the compiler, which reacts to no other signal for minutes.

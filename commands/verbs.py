@@ -85,6 +85,22 @@ VERBS = {
     ("plan --config=configs/fsdp.py:llama3_8b --topology=v5p-128",),
     alone=True,
   ),
+  "search": Verb(
+    "find the fastest settings on a pod, or on the devices at hand",
+    "Looks among meshes, rematerialization, microbatches, chunks of the loss and gathered kernels: "
+    "by formula, the best with the compiler for --topology=v5p-128 (several: v5p-128,v6e-256). "
+    "On attached devices the best are run for a few steps. The batch size stays as it is, unless "
+    "--global_batch_sizes=64,128 lists others; --axes=data,fsdp limits the mesh, "
+    "--config.memory_limit_gib the memory, --compilations=N what is compiled. Stopped, the same "
+    "command goes on. Exit code 3: nothing fits.",
+    (
+      "search --config=configs/fsdp.py:llama3_8b --topology=v5p-128",
+      "search --config=configs/fsdp.py:llama3_8b --topology=v5p-128,v6e-256 --price=v5p=4.2 "
+      "--price=v6e=2.7",
+      f"search {_DP4_TP2}",
+    ),
+    alone=True,
+  ),
   "config": Verb(
     "print the finalized config, and where each value comes from",
     "Each key with its value, unit, origin (default, recipe, preset, file, override, derived or "

@@ -6,7 +6,7 @@ of each array from its layout. Source of the times: the scaling book, chapter on
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -52,7 +52,18 @@ class Term:
   hidden: bool = False
 
 
-def times(job: Job, places: Places, chip: Chip, rates: Rates, *, fused: bool = True) -> Times:
+Operations = Sequence[tuple[Work, int, bool]]
+
+
+def times(
+  job: Job,
+  places: Places,
+  chip: Chip,
+  rates: Rates,
+  *,
+  fused: bool = True,
+  traced: Operations | None = None,
+) -> Times:
   """Returns how long a step takes.
 
   Operations of the traced gradients run one after another, each for the longer of its FLOPs and its
@@ -65,11 +76,14 @@ def times(job: Job, places: Places, chip: Chip, rates: Rates, *, fused: bool = T
     chip: of a device.
     rates: achieved shares of the chip's constants.
     fused: as of `traced_cost.operations`.
+    traced: of `traced_cost.operations`, if it is known; else it is traced here.
   """
+  if traced is None:
+    traced = traced_cost.operations(job, fused=fused)
   bandwidth = rates.bandwidth(chip)
   update = Work(0, _bytes(job))
   work, compute, busy = update, 0.0, update.bytes / bandwidth
-  for one, runs, wide in [*traced_cost.operations(job, fused=fused), *traced_cost.of_matrices(job)]:
+  for one, runs, wide in [*traced, *traced_cost.of_matrices(job)]:
     work += one * runs
     # On GPUs float32 runs as TF32, at half the speed of bfloat16 (NVIDIA's data sheets).
     seconds = matmul_seconds(one, chip, rates) * (2 if wide and not chip.torus else 1)

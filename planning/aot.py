@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -178,13 +179,18 @@ def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
 
 def compile_step(ready: setup.Job) -> Program:
   """Compiles the step that `train` would compile; a program that does not fit is a valid result."""
+  return compile_to_run(ready)[0]
+
+
+def compile_to_run(ready: setup.Job) -> tuple[Program, Callable | None]:
+  """Returns the compiled step, and the function itself; None if it does not fit."""
   try:
     compiled = ready.compile_train_step().function
   except jax.errors.JaxRuntimeError as error:
     used = needed(str(error), _held(ready))
     if used is None:
       raise
-    return Program("", used, False)
+    return Program("", used, False), None
   stats = compiled.memory_analysis()
   allocated = stats.argument_size_in_bytes + stats.temp_size_in_bytes
   allocated += stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -196,7 +202,7 @@ def compile_step(ready: setup.Job) -> Program:
     peak = min(peak, allocated)
   if ready.devices.platform == "cpu":  # its peak excludes temporaries
     peak = allocated
-  return Program(compiled.as_text(), peak, True, host)
+  return Program(compiled.as_text(), peak, True, host), compiled
 
 
 def _held(ready: setup.Job) -> int:

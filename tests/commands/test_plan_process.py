@@ -32,7 +32,7 @@ def test_the_same_plan_is_made_once_also_by_several_at_once(tmp_path, capfd, mon
   assert len(texts) == 1
   capfd.readouterr()
 
-  monkeypatch.setattr(plan_process, "_make", lambda *_, **__: pytest.fail("made again"))
+  monkeypatch.setattr(plan_process, "work", lambda *_, **__: pytest.fail("made again"))
   assert plan(tmp_path, "three") == 0
   out = capfd.readouterr().out
   assert out.startswith("fits 8 devices of h100:8")
@@ -50,18 +50,18 @@ def test_the_same_plan_is_made_once_also_by_several_at_once(tmp_path, capfd, mon
   ],
 )
 def test_another_plan_has_another_place(tmp_path, topology, changes):
-  here = plan_process._place(config(tmp_path), "h100:8", "dp8_lm")
-  assert here == plan_process._place(config(tmp_path), "h100:8", "dp8_lm")
-  assert here != plan_process._place(config(tmp_path, **changes), topology, "dp8_lm")
-  assert here != plan_process._place(config(tmp_path), "h100:8", "another")
+  here = plan_process.place(config(tmp_path), "h100:8", "dp8_lm")
+  assert here == plan_process.place(config(tmp_path), "h100:8", "dp8_lm")
+  assert here != plan_process.place(config(tmp_path, **changes), topology, "dp8_lm")
+  assert here != plan_process.place(config(tmp_path), "h100:8", "another")
 
 
 def test_other_code_and_another_compiler_have_another_place(tmp_path, monkeypatch):
-  here = plan_process._place(config(tmp_path), "h100:8", "dp8_lm")
+  here = plan_process.place(config(tmp_path), "h100:8", "dp8_lm")
   for name in ("everything", "_compiler"):
     with monkeypatch.context() as patch:
       patch.setattr(plan_process, name, lambda: "another")
-      assert plan_process._place(config(tmp_path), "h100:8", "dp8_lm") != here
+      assert plan_process.place(config(tmp_path), "h100:8", "dp8_lm") != here
 
 
 def test_the_page_needs_nothing_else_and_says_what_the_report_says(tmp_path, capfd):

@@ -1,0 +1,74 @@
+"""The verb `search`: the fastest settings of a config on devices that need not be attached."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
+
+from analysis.chips import overridden
+from commands import config_flag, flags, search_process
+from commands.refusal import refuse
+from planning import search_choice
+from planning.topology import parse
+from reports import search_page, search_text
+from runtime import exit_codes, files
+from training.metrics.console import say
+
+
+def run() -> int:
+  """Searches on each topology, prints the result and writes search.json and search.html."""
+  try:
+    return _run()
+  except (ValueError, OSError, RuntimeError) as error:
+    return refuse(error)
+
+
+def _run() -> int:
+  config, workdir = flags.CONFIG.value, flags.workdir()
+  names, prices = _asked(config)
+  workdir.mkdir(parents=True, exist_ok=True)
+  command, title = flags.command_line(), config_flag.name(flags.CONFIG)
+  asked = search_process.Asked(
+    config,
+    title,
+    tuple(flags.AXES.value),
+    tuple(map(int, flags.BATCH_SIZES.value)),
+    flags.COMPILATIONS.value,
+    flags.SIMULATE.value,
+    flags.DEBUG.value,
+    command,
+  )
+  found = []
+  for name in names:
+    one = search_process.of_topology(asked, name)
+    found.append(dataclasses.replace(one, price=prices.get(one.chip, prices.get("", 0.0))))
+  say(search_text.text(found, flags.command_to_train()))
+  parts = {"command": command, "topologies": [one.as_json() for one in found]}
+  files.replace(workdir / "search.json", json.dumps(parts, indent=2) + "\n")
+  page = search_page.html(found, title=f"Search: {title}", command=command)
+  files.replace(workdir / "search.html", page)
+  say(f"page: {workdir / 'search.html'}")
+  return exit_codes.DONE if any(one.fits for one in found) else exit_codes.CHECK_FAILED
+
+
+def _asked(config: ConfigDict) -> tuple[list[str | None], Mapping[str, float]]:
+  """Returns the topologies and the prices of their chips; raises ValueError for bad ones."""
+  if flags.COMPILATIONS.value < 0:
+    raise ValueError(f"--compilations={flags.COMPILATIONS.value}: at least 0")
+  batches = flags.BATCH_SIZES.value
+  if wrong := [text for text in batches if not (text.isascii() and text.isdigit() and int(text))]:
+    raise ValueError(f"--global_batch_sizes: {wrong[0]!r} is no number of rows, such as 64,128")
+  chips, _ = overridden(config.planning.constants)
+  default = config.planning.price_per_chip_hour
+  if flags.TOPOLOGY.value is None:
+    if any("=" in text for text in flags.PRICE.value):
+      raise ValueError(
+        "--price=CHIP=PRICE goes with --topology; of attached devices give --price=PRICE"
+      )
+    return [None], search_choice.prices(flags.PRICE.value, default, [""])
+  names = flags.TOPOLOGY.value.split(",")
+  kinds = [parse(name, chips).chip.name for name in names]
+  if len(set(names)) < len(names):
+    raise ValueError(f"--topology={flags.TOPOLOGY.value}: a topology is given twice")
+  return names, search_choice.prices(flags.PRICE.value, default, list(dict.fromkeys(kinds)))

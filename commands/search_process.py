@@ -1,0 +1,183 @@
+"""A search on one topology: workers estimate, compile and run; here is chosen what is next."""
+
+import copy
+import dataclasses
+import json
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from commands import plan_process
+from planning import search_choice, search_results
+from planning.search_choice import Estimate, Tried
+from planning.search_results import Found
+from processes import preemption
+from reports import search_text
+from training.metrics.console import say
+
+# Settings by formula that are wanted for each that is compiled.
+_SPARE = 2
+# Settings that are run again at the end of a search on attached devices, and how often.
+_FINALISTS, _ROUNDS = 3, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """What is searched.
+
+  Attributes:
+    config: as parsed, with overrides.
+    title: of the config.
+    axes: of the mesh, whose size is searched; () for all that the model has a use for.
+    batches: rows of a step that are tried; () for those of the config.
+    compilations: the most settings that are compiled on a topology.
+    simulate: simulated devices instead of the attached ones.
+    debug: shows the output of workers.
+    command: the command line, which the pages of plans show.
+  """
+
+  config: ConfigDict
+  title: str
+  axes: tuple[str, ...] = ()
+  batches: tuple[int, ...] = ()
+  compilations: int = 6
+  simulate: bool = False
+  debug: bool = False
+  command: str = ""
+
+
+def of_topology(asked: Asked, name: str | None) -> Found:
+  """Returns what is found on a topology; None: the attached devices.
+
+  Raises:
+    ValueError: every setting is refused.
+  """
+  most = max(_SPARE * asked.compilations, search_results.LISTED)
+  place = plan_process.place(asked.config, name or "attached", f"search {asked.title}")
+  request = {
+    **{"axes": asked.axes, "batches": asked.batches},
+    **{"most": most, "cache": str(place) if place else ""},
+  }
+  found = _answer("formulas", asked, name, request)
+  estimates = tuple(Estimate(**one) for one in found.pop("estimates"))
+  found = Found(**found, estimates=estimates)
+  if not found.estimates:
+    reasons = "\n".join(f"  {count} times: {why}" for why, count in [*found.refused.items()][:3])
+    raise ValueError(f"every setting on {found.topology} is refused:\n{reasons}")
+  if name is None:
+    found = _measured(asked, found)
+  elif found.compiled and asked.compilations:
+    found = _compiled(asked, name, found)
+  return found if found.fits else dataclasses.replace(found, nearest=_nearest(asked, name, found))
+
+
+def _compiled(asked: Asked, name: str, found: Found) -> Found:
+  """Returns a search with its best settings compiled, the config as given first."""
+  tried: list[Tried] = []
+  while one := _next(asked, found, tried, trusted=True):
+    label = f"search: {found.topology}, {len(tried) + 1} of at most {asked.compilations}"
+    try:
+      plan = plan_process.made(
+        with_setting(asked.config, one.setting),
+        name,
+        title=asked.title,
+        label=f"{label}, {one.mesh_text}",
+        command=asked.command,
+      )
+    except (ValueError, RuntimeError) as error:
+      tried.append(Tried(one, 0, None, next(iter(str(error).splitlines()), "failed")))
+    else:
+      size, seconds = plan["peak_bytes_per_device"], plan["step_seconds"]
+      fits = plan["fits"] and size <= found.limit
+      tried.append(Tried(one, size, seconds["expected"] if fits else None))
+    say(search_text.tried_line(len(tried), tried[-1], search_results.COMPILER))
+  return dataclasses.replace(found, tried=tried, source=search_results.COMPILER)
+
+
+def _measured(asked: Asked, found: Found) -> Found:
+  """Returns a search with its best settings run for a few steps; the best of them twice."""
+  if not asked.compilations:
+    return found
+  tried: list[Tried] = []
+  while one := _next(asked, found, tried, trusted=False):
+    of = f"{len(tried) + 1} of {asked.compilations}"
+    tried += _runs(asked, [one], 1, f"search: {found.topology}, run {of}, {one.mesh_text}")
+    say(search_text.tried_line(len(tried), tried[-1], search_results.RUN))
+  final = [one.estimate for one in search_choice.best(tried)[:_FINALISTS]]
+  if len(final) > 1:
+    label = f"search: {found.topology}, the best {len(final)} again"
+    again = {one.estimate.key: one for one in _runs(asked, final, _ROUNDS, label)}
+    tried = [_faster(one, again.get(one.estimate.key, one)) for one in tried]
+  return dataclasses.replace(found, tried=tried, source=search_results.RUN)
+
+
+def _faster(one: Tried, other: Tried) -> Tried:
+  """Returns the faster one of two runs of a setting."""
+  return min((one, other), key=lambda run: (run.seconds is None, run.seconds))
+
+
+def _runs(asked: Asked, estimates: Sequence[Estimate], rounds: int, label: str) -> list[Tried]:
+  request = {"settings": [one.setting for one in estimates], "rounds": rounds}
+  try:
+    runs = _answer("measure", asked, None, request, label)
+  except RuntimeError as error:
+    runs = [{"bytes": 0, "seconds": None, "failed": str(error)} for _ in estimates]
+  return [Tried(one, **run) for one, run in zip(estimates, runs, strict=True)]
+
+
+def _next(asked: Asked, found: Found, tried: Sequence[Tried], *, trusted: bool) -> Estimate | None:
+  """Returns the setting to try next: the config as given, then those expected to be fastest."""
+  if len(tried) >= asked.compilations:
+    return None
+  given = [one for one in found.estimates if one.key == found.given]
+  if given and not tried:
+    return given[0]
+  return search_choice.upcoming(found.estimates, tried, found.limit, trusted=trusted)
+
+
+def _nearest(asked: Asked, name: str | None, found: Found) -> list[Any]:
+  """Returns what would fit where nothing does, starting from what needs the least memory."""
+  known = {one.estimate.key: one.bytes for one in found.tried if one.bytes}
+  least = min(found.estimates, key=lambda one: known.get(one.key, one.bytes))
+  scale = known.get(least.key, least.bytes) / least.bytes
+  request = {"setting": least.setting, "scale": scale}
+  ways = _answer("nearest", asked, name, request)
+  return [({**least.setting, **more}, other, size) for more, other, size in ways]
+
+
+def _answer(
+  task: str,
+  asked: Asked,
+  topology: str | None,
+  request: Mapping[str, Any],
+  label: str = "search",
+) -> Any:
+  """Returns what a worker answers.
+
+  Raises:
+    ValueError: it refused.
+    RuntimeError: it failed.
+  """
+  given = {"task": task, "config": asked.config, "topology": topology, "simulate": asked.simulate}
+  with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
+    folder = pathlib.Path(name)
+    if plan_process.work(
+      {**given, **request},
+      folder,
+      debug=asked.debug,
+      module="commands.search_worker",
+      label=label,
+    ):
+      raise RuntimeError(plan_process.last_line(folder))
+    return json.loads((folder / "result.json").read_text())
+
+
+def with_setting(config: ConfigDict, setting: Mapping[str, Any]) -> ConfigDict:
+  """Returns a copy of a config with the overrides of a setting."""
+  config = copy.deepcopy(config)
+  config.update_from_flattened_dict(dict(setting))
+  return config

@@ -1,0 +1,197 @@
+"""The result of a search as text: for each topology a table, and overrides to copy."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from partitioning.shardings import size_text
+from planning import search_space
+from planning.search_choice import Tried
+from planning.search_results import COMPILER, FORMULA, RUN, Found, Row
+from reports.drawings import plain
+from reports.layout_text import plain_table
+from reports.plan_text import duration, number
+
+# How each source is meant.
+SOURCES = {
+  COMPILER: "memory and time by the compiler and the plan's clock; nothing was run",
+  FORMULA: "memory and time by formula, without a compiler; nothing was run",
+  RUN: "memory by the compiler, time measured in short runs: the fastest step of each",
+}
+REASONS = 3  # for refusals that are listed
+
+
+def text(found: Sequence[Found], command: str) -> str:
+  """Returns the result.
+
+  Args:
+    found: of each topology.
+    command: that trains the config, to which the overrides are added.
+  """
+  lines = [line for one in found for line in [*_of_topology(one), ""]]
+  return "\n".join([*lines, *summary(found, command)])
+
+
+def _of_topology(found: Found) -> Iterator[str]:
+  yield f"{heading(found)}: {counts(found)}"
+  if found.note:
+    yield found.note
+  yield verdict(found)
+  yield SOURCES[found.source]
+  yield plain(_table(found))
+  if any(row.front for row in found.rows):
+    yield "* no other setting takes less memory and less time (the Pareto front)"
+  yield "overrides, by number:"
+  for place, row in enumerate(found.rows, start=1):
+    yield f"  {place}: {overrides(row)}"
+  yield from nearest(found)
+
+
+def heading(found: Found) -> str:
+  """Returns `64 devices of v5p:4x4x4`."""
+  return f"{found.devices} devices of {found.topology}"
+
+
+def counts(found: Found) -> str:
+  """Returns how many settings were looked at, and how."""
+  texts = [f"{len(found.estimates)} settings by formula"]
+  if found.source != FORMULA:
+    how = "the compiler" if found.source == COMPILER else "short runs"
+    texts.append(f"{len(found.tried)} by {how}")
+  if refused := sum(found.refused.values()):
+    texts.append(f"{refused} refused")
+  return f"{', '.join(texts)}; limit {size_text(int(found.limit))} per device"
+
+
+def verdict(found: Found) -> str:
+  """Returns the best setting, next to the config as given."""
+  best, given = found.best, found.as_given
+  if best is None:
+    least = min((row.bytes for row in found.rows if row.bytes), default=0)
+    least = least or min(one.bytes for one in found.estimates)
+    return f"nothing fits: the setting with the least memory needs {size_text(least)} per device"
+  line = f"fastest: {describe(best)}, {numbers(found, best)}"
+  if best.given:
+    return f"{line}; it is the config as given"
+  if given is None:
+    return line
+  if given.seconds is None:
+    return f"{line}; the config as given {given.failed or 'does not fit'}"
+  factor = given.seconds_per_token / best.seconds_per_token
+  return f"{line}; {factor:.2f} times as fast as the config as given ({step_text(given.seconds)})"
+
+
+def describe(row: Row) -> str:
+  """Returns the mesh and what else a setting says."""
+  one = row.estimate
+  texts = [one.mesh_text, f"rematerialization {one.rematerialization}"]
+  if one.microbatches > 1:
+    texts.append(f"{one.microbatches} microbatches")
+  return ", ".join([*texts, *others(row)])
+
+
+def others(row: Row) -> list[str]:
+  """Returns the overrides of a setting besides mesh, rematerialization and microbatches."""
+  known = (search_space.REMATERIALIZATION, search_space.MICROBATCHES)
+  pairs = row.estimate.setting.items()
+  return [f"{k}={v}" for k, v in pairs if k not in known and not k.startswith("mesh.")]
+
+
+def numbers(found: Found, row: Row) -> str:
+  """Returns time, speed and memory of a setting that fits."""
+  texts = [
+    f"{step_text(row.seconds)} per step",
+    f"{found.rate(row):,.0f} {found.unit}/s per device",
+    size_text(row.bytes),
+  ]
+  if (cost := found.cost(row)) is not None:
+    texts.append(f"{cost:,.2f} for {number(found.budget)} {found.unit}")
+  return ", ".join(texts)
+
+
+def columns(found: Found) -> list[str]:
+  """Returns the titles of the table."""
+  titles = ["", "mesh", "microbatches", "memory", "step", f"{found.unit}/s"]
+  more = [*(["cost"] if found.price else []), *([] if found.source == FORMULA else ["by formula"])]
+  return [*titles, *more]
+
+
+def cells(found: Found, place: int, row: Row) -> list[str]:
+  """Returns a row of the table; `place` counts from 1."""
+  mark = "*" if row.front else " "
+  one, fits = row.estimate, row.seconds is not None
+  given = " (as given)" if row.given else ""
+  texts = [f"{place}{mark}", f"{one.mesh_text}{given}", str(one.microbatches)]
+  texts.append(size_text(row.bytes) if row.bytes else "")
+  texts.append(step_text(row.seconds) if fits else ("failed" if row.failed else "does not fit"))
+  texts.append(f"{found.rate(row):,.0f}" if fits else "")
+  if found.price:
+    texts.append(f"{found.cost(row):,.2f}" if fits else "")
+  if found.source == FORMULA:
+    return texts
+  return [*texts, f"{size_text(one.bytes)}, {step_text(one.seconds)}"]
+
+
+def step_text(seconds: float) -> str:
+  """Returns the time of a step, precise enough to compare settings: `1,404 ms`."""
+  return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else duration(seconds)
+
+
+def _table(found: Found) -> Table:
+  table = plain_table()
+  for place, title in enumerate(columns(found)):
+    table.add_column(title, justify="left" if place == 1 else "right")
+  for place, row in enumerate(found.rows, start=1):
+    table.add_row(*cells(found, place, row))
+  return table
+
+
+def overrides(row: Row) -> str:
+  """Returns overrides to copy, or that there are none; and why a setting failed."""
+  text = search_space.text(row.estimate.setting) or "none: the config as given"
+  return f"{text} (failed: {row.failed})" if row.failed else text
+
+
+def nearest(found: Found) -> list[str]:
+  """Returns what would fit, where nothing does."""
+  if found.fits:
+    return []
+  lines = []
+  for more, topology, size in found.nearest:
+    where = f"--topology={topology} " if topology else ""
+    words = f"{where}{search_space.text(more)}"
+    lines.append(f"would fit, with {size_text(size)} per device by formula: {words}")
+  return lines or [
+    "no change of rematerialization, offloading, rows or devices that was tried fits"
+  ]
+
+
+def tried_line(count: int, one: Tried, source: str) -> str:
+  """Returns what was found of a setting, as it is found."""
+  row = Row(one.estimate, one.bytes, one.seconds, source, one.failed)
+  if one.failed:
+    result = f"failed: {one.failed}"
+  elif one.seconds is None:
+    result = f"does not fit, {size_text(one.bytes)}"
+  else:
+    result = f"{step_text(one.seconds)} per step, {size_text(one.bytes)}"
+  return f"{count} by {source}: {describe(row)}: {result}"
+
+
+def summary(found: Sequence[Found], command: str) -> list[str]:
+  """Returns the fastest of all topologies, the cheapest if prices are known, and commands."""
+  ran = [(one, one.best) for one in found if one.fits]
+  if not ran:
+    return ["nothing fits on any of them"] if len(found) > 1 else []
+  lines = []
+  if len(found) > 1:
+    fast, row = min(ran, key=lambda pair: pair[0].hours(pair[1]))
+    hours = f"{number(fast.hours(row))} hours for {number(fast.budget)} {fast.unit}"
+    lines.append(f"fastest of all: {heading(fast)}, {hours}")
+    if all(one.price for one, _ in ran):
+      cheap, row = min(ran, key=lambda pair: pair[0].cost(pair[1]))
+      lines.append(f"cheapest of all: {heading(cheap)}, {cheap.cost(row):,.2f}")
+  for one, row in ran:
+    words = search_space.text(row.estimate.setting)
+    lines.append(f"to train on {one.topology}: {command} {words}".rstrip())
+  return lines

@@ -1,0 +1,164 @@
+"""Settings by formula: the same numbers as a plan's, the fastest found, and the limits kept."""
+
+import copy
+import dataclasses
+import itertools
+
+import jax
+import pytest
+
+from analysis.chips import overridden
+from configs import dp4_tp2
+from planning import aot, plan, search, search_space
+from planning.search_choice import Estimate
+from planning.topology import parse
+from tests.helpers.jobs import SMALL
+
+CHIPS, RATES = overridden("")
+
+
+def small(recipe="mlp", **changes):
+  config = dp4_tp2.get_config(recipe)
+  config.update_from_flattened_dict({**SMALL[recipe], **changes})
+  return config
+
+
+def formulas(config, name="h100:8", limit=None) -> search.Formulas:
+  topology = parse(name, CHIPS)
+  here = aot.Here(simulated=tuple(jax.devices()))
+  limit = search.limit_of(config, topology) if limit is None else limit
+  return search.Formulas(config, topology, here, RATES, limit)
+
+
+def looked(config, names=("data", "fsdp"), most=2, **more) -> search.Search:
+  found = search.Search(formulas(config, **more), names, most=most)
+  found.run()
+  return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_tables():
+  """Three of the tables: each is a trace or two."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(search_space, "TABLES", ("none", "dots", "full"))
+    yield
+
+
+@pytest.fixture(scope="module")
+def decoder() -> search.Search:
+  return looked(small("lm"))
+
+
+def test_the_numbers_are_those_of_a_plan(decoder):
+  """Also where the trace of another mesh with the same part of the model is used again."""
+  here = aot.Here(simulated=tuple(jax.devices()))
+  changes = {"mesh.data": 2, "mesh.fsdp": 2, "training.rematerialization": "none"}
+  one = decoder.formulas.estimate(changes)
+  assert len(decoder.formulas._layers) < len(decoder.formulas.known)
+  config = small("lm", **changes)
+  expected = plan.make(config, "h100:8", here=here)
+  assert one.bytes == expected.peak_bytes
+  assert one.seconds == expected.step_seconds[1]
+  assert one.tokens == expected.tokens
+  assert one.mesh == {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def test_the_fastest_is_that_of_all_settings(decoder):
+  """By looking into every mesh and table, also those that the search has left out."""
+  every = formulas(small("lm"))
+  every.known = dict(decoder.formulas.known)
+  for data, table in itertools.product((1, 2, 4), search_space.TABLES):
+    mesh = {"mesh.data": data, "mesh.fsdp": 4 // data}
+    every.estimate({**mesh, "training.rematerialization": table})
+  fit = [one for one in every.used.values() if not one.refused]
+  assert decoder.fastest()[0].seconds <= min(one.seconds for one in fit)
+  assert len(fit) == 3 * len(search_space.TABLES)
+
+
+def test_microbatches_bring_it_below_the_limit():
+  """The rows of a device are divided as often as needed, and no more."""
+  config = small(**{"data.global_batch_size": 8192})
+  whole = formulas(config).estimate({})
+  assert whole.of_rows > 3 * whole.sums  # else nothing is saved
+  limit = whole.bytes + whole.sums - 0.6 * whole.of_rows
+  found = search.Search(formulas(config, limit=limit), ("data", "fsdp"))
+  one = found._of_table({"mesh.data": 4, "mesh.fsdp": 1}, "none")
+  assert whole.bytes > limit >= one.bytes
+  assert one.microbatches == 4  # half of the rows would be too many
+  assert one.setting == {"training.gradient_accumulation_steps": 4}
+
+
+def test_refused_settings_are_counted_and_left_out():
+  found = looked(small("mlp", **{"data.global_batch_size": 4}), names=("data", "fsdp", "tensor"))
+  assert all(not one.refused for one in found.run())
+  reasons = search.refusals(found.formulas.used)
+  assert sum(reasons.values()) > 0
+  assert any("global_batch_size=4" in why for why in reasons)
+
+
+def test_what_was_estimated_before_is_not_estimated_again(monkeypatch):
+  config = small()
+  first = looked(config)
+  again = formulas(config)
+  again.known = dict(first.formulas.known)
+  other = Estimate({"mesh.tensor": 8, "mesh.data": 1}, mesh={"tensor": 8}, seconds=1e-9, tokens=1)
+  again.known[other.key] = other  # of a search with other axes
+  monkeypatch.setattr(again, "_estimate", lambda setting: pytest.fail(str(setting)))
+  found = search.Search(again, ("data", "fsdp"), most=2)
+  found.run()
+  assert found.fastest()[0] == first.fastest()[0]
+  assert other not in found.fastest()
+
+
+def test_other_batch_sizes_are_compared_per_token():
+  config = small()
+  found = search.Search(formulas(config), ("data", "fsdp"), (16, 32), most=2)
+  found.run()
+  rows = {one.setting.get("data.global_batch_size", 16) for one in found.fastest()}
+  assert rows == {16, 32}
+  assert found.fastest()[0].tokens == 32  # the same time per step and pass over the parameters
+
+
+def test_the_configs_own_setting():
+  assert looked(small()).given == "{}"
+  config = small()
+  config.mesh.update({"data": -1, "tensor": 1})
+  assert looked(config).given == '{"mesh.data": 8}'
+  config.mesh.update({"data": 3})
+  assert looked(config).given is None
+
+
+def test_the_budget_is_that_of_the_config():
+  config = small("lm")
+  assert search.Search(formulas(config), ()).budget == config.training.steps * 16 * 12
+  config.planning.token_budget = 1e9
+  assert search.Search(formulas(config), ()).budget == 1e9
+  assert search.Search(formulas(small()), ()).unit == "examples"
+
+
+def test_the_limit():
+  topology = parse("h100:8", CHIPS)
+  config = small()
+  assert search.limit_of(config, topology) == topology.chip.hbm_bytes
+  config.memory_limit_gib = 2.0
+  assert search.limit_of(config, topology) == 2 * 2**30
+  assert search.limit_of(config, parse("cpu:8", CHIPS)) == 2**30 / 4  # they share the machine's
+  config.memory_limit_gib = 0.0
+  with pytest.raises(ValueError, match="memory_limit_gib=0: above 0"):
+    search.limit_of(config, topology)
+
+
+def test_what_would_fit_is_named_where_nothing_does():
+  """Here microbatches; the memory is that of their own estimate."""
+  config = small(**{"data.global_batch_size": 8192})
+  whole = formulas(config).estimate({})
+  small_chip = dataclasses.replace(CHIPS["h100"], hbm_bytes=whole.bytes * 0.7)
+  topology = dataclasses.replace(parse("h100:8", CHIPS), chip=small_chip)
+  tried = formulas(copy.deepcopy(config), limit=small_chip.hbm_bytes)
+  tried.topology = topology
+  ways = search.nearest(tried, {}, 1.0)
+  assert ways
+  more, name, size = ways[0]
+  assert name == ""
+  assert size <= small_chip.hbm_bytes < whole.bytes
+  assert formulas(config).estimate(more).bytes == size

@@ -1,0 +1,89 @@
+"""The settings that are searched: all meshes, tables that the model knows, whole microbatches."""
+
+import math
+
+import pytest
+
+from configs import dp4_tp2, fsdp
+from configs.schema import finalize
+from planning import search_space
+
+
+def test_all_factorizations_of_the_devices_are_tried_once():
+  config = dp4_tp2.get_config("lm")
+  names = search_space.axes(config)
+  assert names == ("data", "fsdp", "context", "tensor")
+  found = search_space.meshes(config, names, 8)
+  assert len({tuple(one.values()) for one in found}) == len(found) == math.comb(3 + 3, 3)
+  assert all(math.prod(one.values()) == 8 for one in found)
+
+
+def test_other_axes_keep_the_size_of_the_config():
+  config = dp4_tp2.get_config("lm")
+  names = search_space.axes(config, ("fsdp", "data"))
+  assert names == ("data", "fsdp")
+  assert search_space.meshes(config, names, 8) == [  # beside tensor=2
+    {"data": 1, "fsdp": 4},
+    {"data": 2, "fsdp": 2},
+    {"data": 4, "fsdp": 1},
+  ]
+  with pytest.raises(ValueError, match=r"mesh\.tensor=2: 7 devices cannot be divided by 2"):
+    search_space.meshes(config, names, 7)
+
+
+def test_axes_that_cannot_be_searched_are_refused():
+  with pytest.raises(ValueError, match=r"--axes=dat: unknown axis 'dat'; .*did you mean 'data'"):
+    search_space.axes(dp4_tp2.get_config("lm"), ("dat",))
+  with pytest.raises(ValueError, match=r"mesh\.fsdp=-1: fsdp is not searched"):
+    search_space.axes(fsdp.get_config("lm"), ("data",))
+
+
+def test_only_models_with_a_use_for_an_axis_get_it():
+  assert search_space.axes(dp4_tp2.get_config("mlp")) == ("data", "fsdp", "tensor")
+
+
+@pytest.mark.parametrize(
+  ("recipe", "given", "expected"),
+  [
+    ("mlp_tutorial", "none", ("none",)),
+    ("lm", "none", search_space.TABLES),
+    ("lm", "full,query=save", (*search_space.TABLES, "full,query=save")),
+  ],
+)
+def test_tables_of_a_model_and_the_configs_own(recipe, given, expected):
+  config = dp4_tp2.get_config(recipe)
+  config.training.rematerialization = given
+  assert search_space.tables(finalize.finalize(config, "tpu")) == expected
+
+
+def test_tables_that_name_what_a_model_lacks_are_left_out():
+  config = dp4_tp2.get_config("lm")
+  config.model.gated = False
+  found = search_space.tables(finalize.finalize(config, "tpu"))
+  assert found == tuple(table for table in search_space.TABLES if "gate=" not in table)
+  assert search_space.least(found) == "full,layer_input=offload"
+
+
+def test_microbatches_divide_the_rows_of_a_device():
+  assert search_space.microbatches(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_variants_change_one_thing_each():
+  config = finalize.finalize(dp4_tp2.get_config("lm"), "tpu")
+  setting = {"mesh.fsdp": 8}
+  assert list(search_space.variants(config, setting, 4)) == [
+    {"mesh.fsdp": 8, "partitioning.reshard_after_forward": False},
+    {"mesh.fsdp": 8, "training.loss_chunks": 2},
+    {"mesh.fsdp": 8, "training.loss_chunks": 8},
+  ]
+  # Nothing is gathered without fsdp, and one chunk has no half.
+  assert list(search_space.variants(config, {}, 1)) == [{"training.loss_chunks": 2}]
+
+
+def test_overrides_are_what_differs():
+  config = dp4_tp2.get_config("lm")
+  setting = {"mesh.data": 4, "mesh.fsdp": 2, "training.rematerialization": "dots"}
+  changed = search_space.changed(config, setting)
+  assert search_space.text(changed) == (
+    "--config.mesh.fsdp=2 --config.training.rematerialization=dots"
+  )

@@ -1,0 +1,70 @@
+"""Short runs: the time of real steps, and what is not run."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from planning import aot, short_runs
+from tests.helpers.jobs import make_job
+
+
+@pytest.fixture(scope="module")
+def job():
+  return make_job("dp8", "mlp")
+
+
+def test_a_step_takes_as_long_as_it_takes(job, monkeypatch):
+  """Of steps of which one took no time to speak of the fastest counts; the first one does not."""
+  real, taken = aot.compile_to_run, []
+
+  def slow(one):
+    program, step = real(one)
+
+    def run(*arguments):
+      taken.append(arguments)
+      time.sleep(0 if len(taken) == 1 else 0.05 if len(taken) == 4 else 0.2)
+      return step(*arguments)
+
+    return program, run
+
+  monkeypatch.setattr(aot, "compile_to_run", slow)
+  said = []
+  [run] = short_runs.measure([job], 1e9, progress=said.append)
+  assert 0.05 <= run.seconds < 0.2
+  assert len(taken) >= 1 + short_runs.STEPS
+  assert run.bytes == real(job)[0].peak_bytes > 0
+  assert (run.failed, said) == ("", [0])
+
+
+def test_what_needs_more_than_the_limit_is_not_run(job, monkeypatch):
+  monkeypatch.setattr(short_runs, "_timed", lambda *_: pytest.fail("run"))
+  [run] = short_runs.measure([job], 1.0, rounds=2)
+  assert run.bytes > 1
+  assert (run.seconds, run.failed) == (None, "")
+
+
+def test_a_step_that_fails_is_reported_and_the_others_go_on(job, monkeypatch):
+  jobs, seconds = [job, make_job("fsdp8", "mlp")], iter([3.0, 2.0])
+
+  def timed(one, step):
+    if one is job:
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
+    return next(seconds)
+
+  monkeypatch.setattr(short_runs, "_timed", timed)
+  first, second = short_runs.measure(jobs, 1e9, rounds=2)
+  assert first.failed == "RESOURCE_EXHAUSTED: out of memory"
+  assert first.seconds is None
+  assert second.seconds == 2.0  # of both rounds the faster one
+
+
+def test_batches_are_valid():
+  tokens = short_runs.example(make_job("dp8", "lm"))
+  assert tokens["tokens"].max() < 61  # the vocabulary
+  assert (tokens["weights"] == 1).all()
+  assert (tokens["segments"] == 0).all()
+  classes = short_runs.example(make_job("dp8", "mlp"))
+  assert classes["targets"].max() < 10
+  assert np.abs(classes["inputs"]).max() > 0.1

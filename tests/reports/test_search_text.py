@@ -1,0 +1,129 @@
+"""A search as text, as a picture and as a page: the same numbers in each."""
+
+import html
+import re
+import xml.etree.ElementTree
+
+import pytest
+
+from planning.search_choice import Estimate, Tried
+from planning.search_results import COMPILER, Found
+from reports import search_page, search_picture, search_text
+
+GIB = 2**30
+
+
+def estimate(seconds, gib, *, tables="full", **setting):
+  return Estimate(
+    {**setting, "training.rematerialization": tables},
+    mesh={"fsdp": setting.get("mesh.fsdp", 64)},
+    bytes=round(gib * GIB),
+    seconds=seconds,
+    tokens=524_288,
+    rematerialization=tables,
+  )
+
+
+FAST = estimate(1.2, 70, tables="none", **{"training.loss_chunks": 4})
+SMALL, LARGE = estimate(1.5, 6), estimate(1.0, 96, tables="dots", **{"mesh.fsdp": 32})
+TRIED = [Tried(SMALL, 5 * GIB, 1.404), Tried(FAST, 65 * GIB, 1.1), Tried(LARGE, 100 * GIB, None)]
+VALUES = {
+  **{"topology": "v5p:4x4x4", "note": "v5p-128 is v5p:4x4x4", "chip": "v5p", "chips": 64.0},
+  **{"devices": 64, "limit": 95.0 * GIB, "compiled": True, "budget": 1e12, "unit": "tokens"},
+  **{"given": SMALL.key, "refused": {"heads are 12": 7}, "estimates": [FAST, SMALL, LARGE]},
+}
+FOUND = Found(**VALUES, tried=TRIED, source=COMPILER, price=2.0)
+NOTHING = Found(
+  **{**VALUES, "limit": 1.0 * GIB, "given": None},
+  nearest=[({"mesh.fsdp": 128}, "v5p:4x4x8", 2**29)],
+)
+
+
+def test_the_verdict_names_the_fastest_next_to_the_config_as_given():
+  said = search_text.text([FOUND], "python main.py --config=configs/fsdp.py")
+  # 1e12 tokens at 524,288 in 1.1 s, by 64 chips at 2 each an hour.
+  cost = 1e12 / 524_288 * 1.1 / 3600 * 64 * 2
+  assert (
+    "fastest: fsdp=64, rematerialization none, training.loss_chunks=4, 1,100 ms per step, "
+    f"7,447 tokens/s per device, 65.0 GiB, {cost:,.2f} for 1e+12 tokens; "
+    "1.28 times as fast as the config as given (1,404 ms)"
+  ) in said.replace("1 trillion", "1e+12")
+  assert "3 settings by formula, 3 by the compiler, 7 refused; limit 95.0 GiB per device" in said
+  assert "v5p-128 is v5p:4x4x4" in said
+  rows = re.findall(r"^ *(\d)(\*?) +(fsdp=\d+(?: \(as given\))?) .*$", said, re.MULTILINE)
+  assert rows == [("1", "*", "fsdp=64"), ("2", "*", "fsdp=64 (as given)"), ("3", "", "fsdp=32")]
+  assert "does not fit" in said
+  assert "  1: --config.training.loss_chunks=4 --config.training.rematerialization=none" in said
+  assert said.splitlines()[-1] == (
+    "to train on v5p:4x4x4: python main.py --config=configs/fsdp.py "
+    "--config.training.loss_chunks=4 --config.training.rematerialization=none"
+  )
+
+
+def test_nothing_fits():
+  said = search_text.text([NOTHING], "python main.py")
+  assert "nothing fits: the setting with the least memory needs 6.0 GiB per device" in said
+  assert (
+    "would fit, with 512.0 MiB per device by formula: --topology=v5p:4x4x8 --config.mesh.fsdp=128"
+  ) in said
+  assert "to train on" not in said
+
+
+def test_of_several_topologies_the_fastest_and_the_cheapest():
+  other = Found(**{**VALUES, "topology": "v6e:16x16", "chips": 256.0}, price=2.0)  # 1.2 s
+  lines = search_text.summary([FOUND, other, NOTHING], "python main.py")
+  assert lines[0].startswith("fastest of all: 64 devices of v5p:4x4x4, ")
+  assert lines[1].startswith("cheapest of all: 64 devices of v5p:4x4x4, ")
+  assert [line.split(":")[0] for line in lines[2:]] == ["to train on v5p", "to train on v6e"]
+
+
+@pytest.mark.parametrize(
+  ("tried", "expected"),
+  [
+    (TRIED[0], "1 by compiler: fsdp=64, rematerialization full: 1,404 ms per step, 5.0 GiB"),
+    (TRIED[2], "1 by compiler: fsdp=32, rematerialization dots: does not fit, 100.0 GiB"),
+    (Tried(SMALL, 0, None, "no"), "1 by compiler: fsdp=64, rematerialization full: failed: no"),
+  ],
+)
+def test_each_setting_is_reported_as_it_is_found(tried, expected):
+  assert search_text.tried_line(1, tried, COMPILER) == expected
+
+
+def points(drawn: str, kind: str) -> list[tuple[float, float]]:
+  root = xml.etree.ElementTree.fromstring(drawn)
+  return [
+    (float(one.get("cx")), float(one.get("cy")))
+    for one in root.iter("circle")
+    if one.get("class", "") == kind
+  ]
+
+
+def test_the_picture_has_memory_to_the_right_and_time_up():
+  drawn = search_picture.svg(FOUND)
+  fast, small = points(drawn, "ahead")
+  assert fast[0] > small[0]  # more memory
+  assert fast[1] > small[1]  # less time: y grows downwards
+  assert len(points(drawn, "")) == 2  # by formula, of which one does not fit
+  line = re.search(r'<polyline class="front" points="([^"]+)"', drawn)[1].split()
+  assert line == [f"{x:.1f},{y:.1f}" for x, y in (small, fast)]
+  assert search_picture.svg(NOTHING) == ""
+
+
+def test_ticks_are_round_and_around_all_values():
+  assert search_picture._ticks([0.0, 65.0]) == [0, 20, 40, 60, 80]
+  assert search_picture._ticks([1.1, 1.4]) == [1.1, 1.2, 1.3, 1.4]
+  first, *_, last = search_picture._ticks([2.0])
+  assert first <= 2.0 < last
+
+
+def test_the_page_has_verdict_picture_table_and_overrides():
+  page = search_page.html([FOUND, NOTHING], title="Search: <x>", command="python main.py search")
+  text = html.unescape(page)
+  assert "Search: &lt;x&gt;" in page
+  assert search_text.verdict(FOUND) in text
+  assert search_text.verdict(NOTHING) in text
+  assert search_picture.svg(FOUND) in page
+  for row in FOUND.rows:
+    assert search_text.overrides(row) in text
+  assert "7 times: heads are 12" in text
+  assert "http" not in re.sub(r"http://www\.w3\.org/\S+", "", page)
