@@ -9,7 +9,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from models.layer_pattern import Layer, LayerPattern
+from models.losses import Batch
 from partitioning.constraints import constrain
+
+POSITIONS = "positions"  # of a batch that `in_order` has returned
 
 
 def positions(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -80,4 +83,36 @@ def rows_of(
   if segments_BT is not None:
     segments_BT, positions_BT = constrain(segments_BT, "BT"), constrain(positions_BT, "BT")
   tables = pattern.rope_tables(positions_BT, tokens_BT.shape[1])
+  return Rows(slots_BT, positions_BT, tables, segments_BT, ring=order_T is not None)
+
+
+def in_order(batch: Batch, order_T: np.ndarray | None, *, documents: bool) -> Batch:
+  """Returns a batch with its tokens' positions, all of it in the order that layers have tokens in.
+
+  A pipeline does this once, before its region, in which XLA's partitioner aborts the process where
+  it gathers along a dim that an axis splits (spmd_partitioner_util.cc:497, jax 0.10.2).
+
+  Args:
+    batch: arrays [B, T] in the order of the text.
+    order_T: permutation of the tokens; None: the order of the text.
+    documents: whether `segments` tells documents apart, in each of which positions begin at 0.
+  """
+  tokens_BT = batch["tokens"]
+  slots_BT = jax.lax.broadcasted_iota(jnp.int32, tokens_BT.shape, 1)
+  found = {**batch, POSITIONS: positions(batch["segments"]) if documents else slots_BT}
+  if order_T is not None:
+    found = {name: x_BT[:, order_T] for name, x_BT in found.items()}
+  return {name: constrain(x_BT, "BT") for name, x_BT in found.items()}
+
+
+def rows_in_order(
+  batch: Batch, order_T: np.ndarray | None, pattern: LayerPattern, *, documents: bool
+) -> Rows:
+  """Returns `rows_of` of a batch that `in_order` has returned; arguments as there."""
+  length = batch["tokens"].shape[1]
+  slots_T = np.arange(length, dtype=np.int32) if order_T is None else order_T
+  segments_BT = constrain(batch["segments"], "BT") if documents else None
+  slots_BT = jnp.asarray(slots_T)[None, :]
+  positions_BT = constrain(batch[POSITIONS], "BT") if documents else slots_BT
+  tables = pattern.rope_tables(positions_BT, length)
   return Rows(slots_BT, positions_BT, tables, segments_BT, ring=order_T is not None)

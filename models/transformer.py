@@ -27,7 +27,7 @@ from models.layer_pattern import layer_pattern
 from models.layer_stack import order_of
 from models.layers import Embedding, LearnedPositions, Linear, Norm
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
-from models.token_positions import Rows, rows_of
+from models.token_positions import POSITIONS, Rows, in_order, rows_in_order, rows_of
 from models.transformer_dims import DENSE_LAYERS, LAYERS, RESIDUAL, is_latent
 from models.transformer_dims import PARAMETERS as PARAMETERS
 from models.transformer_dims import legend as legend
@@ -109,9 +109,17 @@ class Transformer(nnx.Module):
     left = self.leave(x_BRD, batch, key)
     return {**left, **of_layers, **counts, "loss": left["loss"] + of_layers.get("loss", 0.0)}
 
-  # The three parts of a forward pass, which a pipeline runs in different places: `models.Staged`.
+  # What a pipeline runs in different places: `ordered` on the complete batch, the three parts of a
+  # forward pass on each microbatch, see `pipeline_stage.Network`.
 
   residual = RESIDUAL.between
+
+  def ordered(self, batch: Batch) -> Batch:
+    """Returns a batch of `loss_sums` as the three parts take it too, with less left to compute."""
+    order_T, documents = self._ring_order(batch["tokens"].shape[1]), self.separate_documents
+    if order_T is None and not documents:
+      return batch
+    return in_order(batch, order_T, documents=documents)
 
   def enter(self, batch: Batch) -> Float[Array, "B R D"]:
     """Returns the residual before the first layer."""
@@ -180,14 +188,19 @@ class Transformer(nnx.Module):
   def _ordered(self, batch: Batch, name: str) -> jax.Array:
     """Returns an array of the batch, its tokens in the order in which the layers have them."""
     x_BT = batch[name]
+    if POSITIONS in batch:
+      return x_BT
     order_T = self._ring_order(x_BT.shape[1])
     return x_BT if order_T is None else constrain(x_BT[:, order_T], "BT")
 
   def _rows(self, batch: Batch, key: Key[Array, ""] | None) -> Rows:
     """Returns positions and documents; with a key the weights, where experts balance by them."""
     order_T = self._ring_order(batch["tokens"].shape[1])
-    segments_BT = batch["segments"] if self.separate_documents else None
-    rows = rows_of(batch["tokens"], order_T, self.layer_pattern, segments_BT)
+    given, documents = (order_T, self.layer_pattern), self.separate_documents
+    if POSITIONS in batch:
+      rows = rows_in_order(batch, *given, documents=documents)
+    else:
+      rows = rows_of(batch["tokens"], *given, batch["segments"] if documents else None)
     if not self.has_experts or key is None:
       return rows
     return dataclasses.replace(rows, weights_BT=constrain(self._ordered(batch, "weights"), "BT"))

@@ -14,6 +14,7 @@ from partitioning.dims import partition_spec, spec_entries
 from partitioning.parallel.pipeline import Pipeline
 from partitioning.parallel.pipeline_schedule import INTERLEAVED, STAGE, Schedule
 from partitioning.parallel.pipeline_stage import Params
+from training.state import merged
 
 Build = Callable[[Any], Any]  # nested dict of parameters -> the module
 
@@ -102,21 +103,22 @@ class Pipelined:
       each: applied to the sums of each microbatch before they are added up; linear.
     """
     pipeline = self._pipeline(each)
-    inputs = self._inputs(batch, key)
+    inputs = self._inputs(merged(trained, frozen), batch, key)
     grads, sums, counts = pipeline.gradients(_flat(trained), _flat(frozen), inputs)
     sums = {**sums, **counts, **each(self._weight(batch, sums))}
     return traverse_util.unflatten_dict(grads, sep="/"), sums
 
   def sums(self, params: Any, batch: Batch) -> Sums:
     """Returns the sums over the rows of a batch, without dropout."""
-    found, counts = self._pipeline(lambda sums: sums).sums(_flat(params), self._inputs(batch, None))
+    inputs = self._inputs(params, batch, None)
+    found, counts = self._pipeline(lambda sums: sums).sums(_flat(params), inputs)
     return {**found, **counts, **self._weight(batch, found)}
 
   def _weight(self, batch: Batch, sums: Sums) -> Sums:
     return {"weight": jnp.sum(batch["weights"], dtype=sums["loss"].dtype)}
 
-  def _inputs(self, batch: Batch, key: jax.Array | None) -> Any:
-    count = self._schedule.microbatches
+  def _inputs(self, params: Any, batch: Batch, key: jax.Array | None) -> Any:
+    count, batch = self._schedule.microbatches, self._build(params).ordered(batch)
     return split_rows(batch, count), None if key is None else jax.random.split(key, count)
 
   def _pipeline(self, each: Callable[[Sums], Sums]) -> Pipeline:

@@ -4,30 +4,27 @@ import functools
 
 import pytest
 
-from tests.parity.comparison import FEATURES, assert_equal, train
-
-LAYERS = {"model.layers": 4}
-INTERLEAVED = {"training.pipeline": "interleaved"}
-GPIPE = {"training.pipeline": "gpipe"}
-DROPOUT = {"model.dropout_rate": 0.2}
-CASES = {
-  "stage2": {"mesh.stage": 2},
-  "stage4_data2": {"mesh.stage": 4, "mesh.data": 2},
-  "stage2_fsdp2_tensor2": {"mesh.stage": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
-  "interleaved_fsdp2_tensor2": {
-    "mesh.stage": 2,
-    "mesh.fsdp": 2,
-    "mesh.tensor": 2,
-    **INTERLEAVED,
-  },
-}
+from tests.parity.choices import assert_conclusive, margins
+from tests.parity.comparison import assert_equal, train
+from tests.parity.pipeline_cases import CASES, LAYERS, LONG, SHORT
 
 
 @functools.cache
-def trained(**keys):
-  return train("lm", "float64", {**LAYERS, **keys})
+def on_one_device(name):
+  keys = CASES[name].on_one_device
+  if "model.experts" not in keys:
+    return train("lm", "float64", keys)
+  with margins() as found:
+    run = train("lm", "float64", keys)
+  assert_conclusive(found, "float64")
+  return run
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+  "name", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
+)
 def test_trains_as_one_device_does(name):
-  assert_equal(trained(**FEATURES, **CASES[name]), trained(**FEATURES), "float64")
+  case = CASES[name]
+  same = next(n for n, one in CASES.items() if one.on_one_device == case.on_one_device)
+  ours = train("lm", "float64", {**LAYERS, **case.shared, **case.ours})
+  assert_equal(ours, on_one_device(same), "float64")

@@ -1,0 +1,268 @@
+"""Pipeline schedules of a small network: sums, gradients and counts of one device, and memory.
+
+The network's layers differ, the first one embeds, the last one's loss reads the same table, layers
+add a loss of their own and count: a layer, microbatch or weight in the wrong place changes them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from partitioning.constraints import activation_layout
+from partitioning.dims import Dim
+from partitioning.mesh import make_mesh
+from partitioning.mesh_sizes import AXES
+from partitioning.parallel import pipeline_layers
+from partitioning.parallel.pipeline import Pipeline
+from partitioning.parallel.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B, Schedule
+from partitioning.parallel.pipeline_stage import Stage
+
+V, ROWS, D = 7, 5, 6
+# Kind, stages, microbatches, chunks: fewer microbatches than stages, as many, and no multiple.
+CASES = [
+  (ONE_F_ONE_B, 4, 2, 1),
+  (ONE_F_ONE_B, 4, 4, 1),
+  (ONE_F_ONE_B, 4, 11, 1),
+  (ONE_F_ONE_B, 3, 7, 1),
+  (GPIPE, 4, 6, 1),
+  (INTERLEAVED, 4, 8, 2),
+  (INTERLEAVED, 2, 4, 3),
+]
+
+
+class Network:
+  """Embeds, runs layers of `x + tanh(x W) (n + 1) / 10`, and reads the table again."""
+
+  residual = "BD"
+
+  def enter(self, params, one):
+    return params["table"][one["tokens"]]
+
+  def layers(self, params, x, one, first):
+    def layer(x, both):
+      kernel, number = both
+      x = x + jnp.tanh(x @ kernel) * (number + 1).astype(x.dtype) / 10
+      return x, (jnp.sum(x**2, axis=1) @ one["weights"], jnp.sum(x > 0, dtype=jnp.int32))
+
+    numbers = first + jnp.arange(params["kernels"].shape[0], dtype=jnp.int32)
+    x, (squares, counts) = jax.lax.scan(layer, x, (params["kernels"], numbers))
+    return x, {"loss": 0.01 * jnp.sum(squares)}, counts
+
+  def leave(self, params, x, one):
+    logits = params["scale"] * (x @ params["table"].T)
+    picked = jax.nn.one_hot(one["targets"], logits.shape[1], dtype=x.dtype)
+    losses = jax.nn.logsumexp(logits, axis=1) - jnp.sum(picked * logits, axis=1)
+    return {"loss": losses @ one["weights"], "weight": jnp.sum(one["weights"])}
+
+
+def drawn(layers, microbatches, dtype=np.float64, rows=ROWS, width=D):
+  """Returns parameters and microbatches whose rows weigh differently."""
+  random = np.random.default_rng(layers)
+  params = {
+    "table": random.standard_normal((V, width)).astype(dtype),
+    "kernels": (random.standard_normal((layers, width, width)) / width**0.5).astype(dtype),
+    "scale": np.asarray(0.7, dtype),
+  }
+  shape = microbatches, rows
+  inputs = {name: random.integers(0, V, shape, np.int32) for name in ("tokens", "targets")}
+  inputs["weights"] = random.integers(0, 4, shape).astype(dtype)
+  return params, inputs
+
+
+def compiled(schedule, layers, params, inputs, *, conditional=False, forward=False):
+  """Returns the compiled pipeline on as many devices as there are stages."""
+  mesh = make_mesh(
+    {**dict.fromkeys(AXES, 1), "stage": schedule.stages}, jax.devices()[: schedule.stages]
+  )
+  pipeline = Pipeline(
+    schedule, Network(), layers, lambda name: name == "kernels", conditional=conditional
+  )
+  rows, width = inputs["tokens"].shape[1], params["table"].shape[1]
+  legend = {"B": Dim("batch", rows), "D": Dim("model", width)}
+  with jax.set_mesh(mesh), activation_layout(legend, {"batch": (), "model": ()}):
+    if forward:
+      return jax.jit(pipeline.sums).lower(params, inputs).compile()
+    frozen = {"scale": params["scale"]}
+    trained = {name: x for name, x in params.items() if name != "scale"}
+    return jax.jit(pipeline.gradients).lower(trained, frozen, inputs).compile()
+
+
+def run(schedule, layers, **options):
+  """Returns what the pipeline does, in float64 and on the host."""
+  with jax.enable_x64(True):
+    params, inputs = drawn(layers, schedule.microbatches)
+    function = compiled(schedule, layers, params, inputs, **options)
+    if options.get("forward"):
+      return jax.device_get(function(params, inputs))
+    frozen = {"scale": params.pop("scale")}
+    return jax.device_get(function(params, frozen, inputs))
+
+
+@functools.cache
+def wanted(layers, microbatches):
+  """Returns gradients, sums and counts of NumPy's loop over microbatches and layers."""
+  params, inputs = drawn(layers, microbatches)
+  grads = {name: np.zeros_like(params[name]) for name in ("table", "kernels")}
+  sums, counts = {"loss": 0.0, "weight": 0.0}, np.zeros(layers, np.int32)
+  table, kernels, scale = params["table"], params["kernels"], params["scale"]
+  for number in range(microbatches):
+    tokens, targets, weights = (inputs[name][number] for name in ("tokens", "targets", "weights"))
+    kept = [table[tokens]]
+    for layer in range(layers):
+      kept.append(kept[-1] + np.tanh(kept[-1] @ kernels[layer]) * (layer + 1) / 10)
+      counts[layer] += np.sum(kept[-1] > 0)
+      sums["loss"] += 0.01 * np.sum(kept[-1] ** 2, axis=1) @ weights
+    logits = scale * kept[-1] @ table.T
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    rows = np.arange(len(tokens))
+    sums["loss"] += -np.log(shares[rows, targets]) @ weights
+    sums["weight"] += weights.sum()
+    shares[rows, targets] -= 1
+    of_logits = scale * shares * weights[:, None]
+    grads["table"] += of_logits.T @ kept[-1]
+    gradient = of_logits @ table
+    for layer in reversed(range(layers)):
+      x, y = kept[layer], kept[layer + 1]
+      gradient = gradient + 0.02 * y * weights[:, None]
+      through = gradient * (layer + 1) / 10 * (1 - np.tanh(x @ kernels[layer]) ** 2)
+      grads["kernels"][layer] += x.T @ through
+      gradient = gradient + through @ kernels[layer].T
+    np.add.at(grads["table"], tokens, gradient)
+  return grads, sums, counts
+
+
+def assert_right(found, layers, microbatches):
+  """Compares what a pipeline has computed with NumPy."""
+  grads, sums, counts = wanted(layers, microbatches)
+  for name, gradient in grads.items():
+    assert np.linalg.norm(found[0][name] - gradient) <= 1e-13 * np.linalg.norm(gradient), name
+  assert found[1].keys() == sums.keys()
+  for name, value in sums.items():
+    assert found[1][name] == pytest.approx(value, rel=1e-13), name
+  np.testing.assert_array_equal(found[2], counts)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_schedule_computes_what_a_loop_does(case):
+  schedule = Schedule(*case)
+  layers = 2 * schedule.stages * schedule.chunks
+  assert_right(run(schedule, layers), layers, schedule.microbatches)
+
+
+@pytest.mark.parametrize("case", [(ONE_F_ONE_B, 4, 6, 1), (INTERLEAVED, 2, 4, 2), (GPIPE, 2, 3, 1)])
+def test_ends_behind_a_condition_compute_the_same(case):
+  schedule = Schedule(*case)
+  layers = schedule.stages * schedule.chunks
+  assert_right(run(schedule, layers, conditional=True), layers, schedule.microbatches)
+
+
+def test_sums_without_gradients_are_the_same_to_the_last_bit():
+  # Microbatches are added up in the same order; each stage's sums are added by one psum.
+  of_kinds = [run(Schedule(kind, 4, 6), 4) for kind in (ONE_F_ONE_B, GPIPE)]
+  sums, counts = run(Schedule(ONE_F_ONE_B, 4, 6), 4, forward=True)
+  for name, value in sums.items():
+    assert of_kinds[0][1][name] == of_kinds[1][1][name] == value, name
+  np.testing.assert_array_equal(counts, of_kinds[0][2])
+  of_chunks, _ = run(Schedule(INTERLEAVED, 2, 4, 2), 4, forward=True)
+  assert of_chunks["loss"] == pytest.approx(wanted(4, 4)[1]["loss"], rel=1e-13)
+
+
+# ---- Memory ----
+
+
+def temporary_bytes(kind, microbatches, chunks=1):
+  """Returns what the compiled pipeline needs beside its arguments and results, in float32."""
+  schedule = Schedule(kind, 2, microbatches, chunks)
+  given = drawn(4, microbatches, np.float32, rows=64, width=256)
+  return compiled(schedule, 4, *given).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [(ONE_F_ONE_B, 1), (INTERLEAVED, 2)])
+def test_memory_does_not_grow_with_the_microbatches(kind, chunks):
+  found = [temporary_bytes(kind, count, chunks) for count in (8, 16, 32)]
+  assert max(found) <= 1.01 * min(found), found
+
+
+def test_memory_of_gpipe_grows_with_each_microbatch():
+  found = [temporary_bytes(GPIPE, count) for count in (8, 32)]
+  assert found[1] - found[0] >= 24 * 64 * 256 * 4  # an input of each
+
+
+# ---- Mistakes that the comparison catches ----
+
+
+def assert_caught(kind=ONE_F_ONE_B, stages=4, microbatches=9, chunks=1):
+  layers = stages * chunks
+  found = run(Schedule(kind, stages, microbatches, chunks), layers)
+  with pytest.raises(AssertionError):
+    assert_right(found, layers, microbatches)
+
+
+def test_a_slot_that_is_used_again_too_early(monkeypatch):
+  # The second stage has 2 S - 3 inputs at once; the first one's are embeddings, computed again.
+  monkeypatch.setattr(Schedule, "slots", property(lambda self: 2 * self.stages - 3))
+  assert_right(run(Schedule(ONE_F_ONE_B, 4, 9), 4), 4, 9)
+  monkeypatch.setattr(Schedule, "slots", property(lambda self: 2 * self.stages - 4))
+  assert_caught()
+
+
+def test_the_input_of_another_microbatch(monkeypatch):
+  backward = Stage.backward
+
+  def stale(self, number, gradient, y, kept, found):
+    return backward(self, number, gradient, y, jnp.roll(kept, 1, axis=0), found)
+
+  monkeypatch.setattr(Stage, "backward", stale)
+  assert_caught()
+
+
+def test_a_microbatch_that_is_lost(monkeypatch):
+  unit = Stage.unit
+
+  def all_but_one(self, number):
+    microbatch, chunk, here = unit(self, number)
+    return microbatch, chunk, here & (microbatch != self.schedule.microbatches - 1)
+
+  monkeypatch.setattr(Stage, "unit", all_but_one)
+  assert_caught()
+
+
+def test_the_head_of_another_microbatch(monkeypatch):
+  leave = Stage.leave
+
+  def of_the_next(self, trained, x, microbatch):
+    return leave(self, trained, x, (microbatch + 1) % self.schedule.microbatches)
+
+  monkeypatch.setattr(Stage, "leave", of_the_next)
+  assert_caught()
+
+
+def test_a_chunk_at_another_stage(monkeypatch):
+  exchanges = pipeline_layers.exchanges
+
+  def turned(stages, chunks):
+    return tuple(
+      tuple((chunk, (to + 1) % stages, computed) for chunk, to, computed in entries)
+      for entries in exchanges(stages, chunks)
+    )
+
+  monkeypatch.setattr(pipeline_layers, "exchanges", turned)
+  assert_caught(INTERLEAVED, 2, 4, 2)
+
+
+def test_an_input_from_another_stage(monkeypatch):
+  def skipping(self, x):
+    stages = self.schedule.stages
+    return jax.lax.ppermute(x, "stage", [(one, (one + 2) % stages) for one in range(stages)])
+
+  monkeypatch.setattr(Stage, "to_next", skipping)
+  assert_caught()
+
+
+def test_gradients_of_shared_parameters_from_one_stage_alone(monkeypatch):
+  monkeypatch.setattr(jax.lax, "psum", lambda x, axes: x)
+  assert_caught()
