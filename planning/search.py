@@ -94,7 +94,7 @@ class Formulas:
     layers = self._once(self._layers, ready, True, activation_memory.by_the_layers)
     parts = memory.by_formula(ready, layers)
     traced = self._once(self._operations, ready, False, traced_cost.operations)
-    where = aot.places(ready, self.topology)
+    where = aot.places(ready.mesh, self.topology)
     times = analytic.times(ready, where, chip, self.rates, traced=traced)
     held = memory.of_the_host(ready, layers)
     times = with_host_traffic(times, ready, held, chip, self.rates)
