@@ -9,7 +9,7 @@ from etils import epath
 
 from checkpointing import resume_policy
 from checkpointing.async_writer import SaveError
-from commands import announce_data, build, flags, preflight_facts
+from commands import announce_data, build, closing, flags, preflight_facts
 from configs.schema import optimizer_defaults
 from inference import request, sampler
 from partitioning.mesh_sizes import mesh_text
@@ -81,14 +81,18 @@ def _run(
     if flags.DEBUG.value:
       traceback.print_exception(error)
     return _failed(error, watch, everywhere=isinstance(error, TrainingStoppedError))
+  if not end.stopped:
+    closing.curve(workdir)
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
   if end.stopped:
     say("stopped as requested, after saving; run the same command again to resume")
     return exit_codes.STOPPED
-  if wanted := request.first_words(ready.config):
+  wanted = request.first_words(ready.config)
+  if wanted:
     watch.at("showing a sample", DONE)
     say("sample from the trained model:")
     sampler.show(ready, end.state.params, wanted, end.state.variables)
+  closing.next_commands(ready, workdir, text=wanted is not None)
   return exit_codes.DONE
 
 
@@ -135,7 +139,7 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
   announce_data.rows(ready.config, data.train.source, data.evaluation.source)
   announce_data.bad(data.train.source)
   announce_data.bad(data.evaluation.source)
-  say(f"workdir: {workdir}")
+  say(f"workdir: {workdir}; {workdir_files.LAYOUT} in it has the sharding of each array")
 
 
 def write_files(

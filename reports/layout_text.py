@@ -47,28 +47,26 @@ def legend_text(legend: Legend) -> str:
   return "\n".join(lines)
 
 
-def table_text(
-  sections: Mapping[str, Sequence[Placement]], sizes: Mapping[str, int], *, whole: bool = True
-) -> str:
+def table_text(sections: Mapping[str, Sequence[Placement]], sizes: Mapping[str, int]) -> str:
   """Returns the layout table: a row per array, the bytes per device, and what is replicated.
 
   Args:
     sections: title (`parameters`, `optimizer`, `batch`) -> placements.
     sizes: mesh axis -> size.
-    whole: False leaves out types and rules, and gives the optimizer one line for all leaves.
   """
-  more = ("dtype", "dims", "rule") if whole else ()
-  table = plain_table("array", "shape", *more, "spec", "shard")
+  table = plain_table("array", "shape", "dtype", "dims", "rule", "spec", "shard")
   table.add_column("bytes/device", justify="right")
   table.add_column("replicas", justify="right")
   for title, placements in sections.items():
     total = sum(bytes_per_device(p, sizes) for p in placements)
-    table.add_row(title, *[""] * (3 + len(more)), size_text(total), "", style="bold")
-    for p in placements if whole or title != "optimizer" else ():
+    table.add_row(title, *[""] * 6, size_text(total), "", style="bold")
+    for p in placements:
       table.add_row(
         f"  {p.name}",
         shape_text(p.shape),
-        *((str(np.dtype(p.dtype)), p.letters or "-", p.rule) if whole else ()),
+        str(np.dtype(p.dtype)),
+        p.letters or "-",
+        p.rule,
         spec_text(p.spec, len(p.shape)),
         shape_text(shard_shape(p.shape, p.spec, sizes)),
         size_text(bytes_per_device(p, sizes)),
@@ -123,8 +121,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
 
   Args:
     job: the job.
-    whole: also the rules, the optimizer's leaves and the activations: too wide and too
-      long for the start of a run, but what `layout` prints and `layout.txt` holds.
+    whole: also the tables, which `layout` prints and `layout.txt` holds; without them, a line
+      each for what the start of a run says.
   """
   sizes = job.devices.sizes
   sections = {title: list(rows.values()) for title, rows in job.placements.items()}
@@ -136,8 +134,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
   )
   replicated = shardings.replicated_bytes(held, sizes)
   lines = [legend_text(job.legend)] if whole else []
-  lines.append(table_text(sections, sizes, whole=whole))
   if whole:
+    lines.append(table_text(sections, sizes))
     every = [p for placements in sections.values() for p in placements]
     if ways := ways_text(every, job.mesh):
       lines += ["the devices that hold each block, a drawing per sharding:", "", ways, ""]
@@ -157,7 +155,16 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     f"of which {shardings.size_text(replicated)} are replicated on every device"
     + (f"; {shardings.size_text(on_host)} of it in the host's memory" if on_host else "")
   )
-  return "\n".join([*lines, *chosen_lines(job)])
+  return "\n".join([*lines, *(chosen_lines(job) if whole else chosen_line(job))])
+
+
+def chosen_line(job: Job) -> list[str]:
+  """Returns what `chosen_lines` does in one line, without the reasons; [] where nothing is."""
+  values = [f"{one.key}={one.value}" for one in job.choices]
+  if job.compiler_defaults:
+    values.append(f"{len(job.compiler_defaults)} compiler_options")
+  refused = [f"left out {name}, unknown here" for name in compiler_options.dropped()]
+  return [f"chosen: {', '.join([*values, *refused])}"] if values or refused else []
 
 
 def counts_text(job: Job) -> str:

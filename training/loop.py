@@ -14,7 +14,7 @@ from processes.coordination import current
 from processes.step_barrier import Lockstep
 from processes.stragglers import Pace
 from processes.watchdog import ENDING, EVALUATION, STARTING, Watchdog
-from training import callbacks, reference, restore
+from training import callbacks, reference, restore, workdir_files
 from training.bad_steps import BadStepError, BadSteps
 from training.callbacks import CALLBACKS, Callback
 from training.due import Due
@@ -96,9 +96,7 @@ def train(
     run.save_last_step()
     summary = run.summary()  # without the time that sinks take to end
   watch.at("ending", ENDING)
-  for news in run.news():
-    say(news)
-  say(summary)
+  say("\n".join([*run.news(), summary]))
   return End(run.state, run.stopped)
 
 
@@ -186,11 +184,12 @@ class Run:
         warn(f"{where} has lost lines of finished steps: {news}; training continues without them")
 
   def compile(self) -> None:
-    """Compiles the steps of training and evaluation, and prints the collectives."""
+    """Compiles the steps of training and evaluation, and reports the collectives."""
     job = self._job
     self._watch.at("compiling", STARTING)
     self._goodput.switch("compile")
-    self._train_steps.compile(self.done)
+    table = self._train_steps.compile(self.done)
+    workdir_files.add_collectives(self._workdir, table, self._start.owner.require)
     with Waiting("compiling the evaluation step").show():
       evaluation = job.compile_eval_step().function
     self._progress = self._stack.enter_context(ProgressLine(self._config.training.steps))
@@ -281,7 +280,7 @@ class Run:
       if self._due.metrics(number):
         values.update(meter.lap(number, batches.wait_seconds), **self._pace.numbers())
         self._writer.write(number, values)
-        self._progress.update(number, meter.text(number, values))
+        self._progress.update(number, *meter.text(number, values))
         for news in self._writer.news():
           self._progress.note(news)
 
@@ -373,7 +372,7 @@ class Run:
     """Saves the last step if the run was stopped before a save was due, or if a save has failed."""
     if self._saver.step < self.done and self._last_step_is_good():
       self._save(None)
-    with self._goodput.within("save"):
+    with self._goodput.within("save"), self._progress.saving(self._saver.step):
       self._saver.wait()
     self._writer.write_times(self._saver.step, self._goodput.line(done=not self.stopped))
 

@@ -17,8 +17,8 @@ class TrainSteps:
     self._job, self._ramp = job, Ramp.of(job.config.data)
     self._compiled: dict[Shape, Callable] = {}
 
-  def compile(self, done: int) -> None:
-    """Compiles for the steps after the first `done`, and prints the last one's collectives.
+  def compile(self, done: int) -> str:
+    """Compiles for the steps after the first `done`; returns the table of the last's collectives.
 
     All before the first of them, so that a shape which needs too much memory fails at once.
     """
@@ -26,9 +26,12 @@ class TrainSteps:
     *early, last = dict.fromkeys(shape for *_, shape in stages) or [self._ramp.last]
     for shape in early:
       self._compile(shape, f" for {batch_text(self._job.config, shape)}")
-    step = self._compile(last, f" for {batch_text(self._job.config, last)}" if early else "", True)
-    rows = collectives.summarize(collectives.collectives(step.as_text(), self._job.mesh))
-    say(collectives.format_summary(rows))
+    of = f" for {batch_text(self._job.config, last)}" if early else ""
+    rows = collectives.summarize(
+      collectives.collectives(self._compile(last, of).as_text(), self._job.mesh)
+    )
+    say(collectives.short_summary(rows))
+    return collectives.format_summary(rows)
 
   def has(self, done: int) -> bool:
     """Returns whether the step after the first `done` is compiled."""
@@ -41,10 +44,9 @@ class TrainSteps:
       self._compile(shape, f" for {batch_text(self._job.config, shape)}")
     return self._compiled[shape]
 
-  def _compile(self, shape: Shape, of: str, listed: bool = False) -> Callable:
+  def _compile(self, shape: Shape, of: str) -> Callable:
     with Waiting("compiling the train step").show():
       step = self._job.compile_train_step(*([] if shape == self._ramp.last else [shape]))
-    more = "; its collectives by mesh axis:" if listed else ""
-    say(f"compiled the train step{of} in {step.seconds:.1f} s{more}")
+    say(f"compiled the train step{of} in {step.seconds:.1f} s")
     self._compiled[shape] = step.function
     return step.function

@@ -1,9 +1,11 @@
-"""Checks a workdir before a run: each of its files is a plain file, or does not exist."""
+"""The files of a workdir; before a run, each is checked to be a plain file, or not there."""
 
 import os
+from collections.abc import Callable
 
 from etils import epath
 
+from processes.coordination import current
 from runtime import files
 from training.metrics.append_log import MOST_BYTES
 from training.metrics.log_lines import FILE
@@ -36,6 +38,13 @@ def require_plain(workdir: epath.Path) -> None:
       "; ".join(wrong) + "; a run keeps files of its own there: move what is there away (mv), or "
       "give another --workdir"
     )
+
+
+def add_collectives(workdir: epath.Path, table: str, require: Callable[[], None]) -> None:
+  """Adds the collectives of the compiled train step to `layout.txt`, on process 0."""
+  if current().first:
+    text = f"\ncollectives of a train step, by mesh axis:\n{table}\n"
+    files.append(workdir / LAYOUT, text.encode(), require=require)
 
 
 def _wrong_file(path: epath.Path) -> str:

@@ -39,19 +39,27 @@ def test_trains_and_leaves_its_files(uninterrupted):
   workdir, out = uninterrupted
   for text in (
     "devices: 8 x simulated CPU devices, made for this run; mesh: data=4 x tensor=2",
-    "layers/mlp/up/kernel",
     "parameters; with optimizer state",
     "compiled the train step in",
-    "all-reduce  tensor",
+    " over tensor, ",
     "first step finished",
     "step 7/7",
     "tokens/s",
     "left 0:00",
     "waiting for data",
+    "of the evaluation split",
+    "step 7\n",
+    "next:\n  evaluate it:      python main.py evaluate ",
+    "  train for longer: python main.py --config",
+    f"  see its metrics:  tensorboard --logdir={workdir}",
   ):
     assert text in out, out
   assert json.loads((workdir / "config.json").read_text())["training"]["steps"] == 7
-  assert "optimizer/0/mu/layers/mlp/up/kernel" in (workdir / "layout.txt").read_text()
+  begins = out.partition("first step finished")[0].splitlines()
+  assert len([line for line in begins if "prepar" not in line]) <= 10  # tables are in layout.txt
+  layout = (workdir / "layout.txt").read_text()
+  assert "optimizer/0/mu/layers/mlp/up/kernel" in layout
+  assert "\nall-reduce  tensor" in layout
   assert list(workdir.glob("events.out.tfevents.*"))
   lines = lines_of(workdir)
   steps = [line for line in lines if "loss" in line]

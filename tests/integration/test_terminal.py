@@ -1,6 +1,7 @@
 """Ctrl-C in a real terminal: work is saved, nothing is printed that looks like a crash."""
 
 import pathlib
+import re
 import shlex
 
 from tests.faults.harness import saved, story
@@ -70,3 +71,30 @@ def test_ctrl_c_while_importing_ends_with_one_line(tmp_path):
     "stopped as requested (SIGINT); there was nothing to save"
   ), text
   assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_a_terminal_of_80_columns(forks, tmp_path):
+  more = ["--config.training.steps=4", "--config.evaluation.every_steps=2", "--config.seed=1"]
+  arguments = [word for word in TRAIN if "steps" not in word or "metrics" in word]
+  command = main(*arguments, *more, f"--workdir={tmp_path}")
+  with Terminal(command, environment={"NO_COLOR": "1"}, columns=80, forks=forks) as terminal:
+    assert terminal.end() == 0, terminal.text()
+  raw = terminal.raw().decode()
+  assert not re.search(r"\x1b\[[0-9;]*m", raw)  # no colors
+  lines = re.findall(r"\x1b\[2K([^\r\n\x1b]*)", raw)
+  shown = ("step 4/4  loss ", "evaluation: batch 1/", "saving step 4", "compiling the train step")
+  for text in shown:
+    assert any(text in line for line in lines), text
+  rewritten = [line for line in lines if any(text in line for text in (*shown, "left 0:"))]
+  assert max(map(len, rewritten)) <= 80
+  assert "step 4/4" in rewritten[-1]
+  assert raw.rstrip().endswith(f"layout --config=configs/single.py:mlp {' '.join(command[3:])}")
+
+
+def test_a_terminal_that_cannot_rewrite_lines_gets_plain_ones(forks, tmp_path):
+  arguments = [word for word in TRAIN if "training.steps" not in word]
+  command = main(*arguments, "--config.training.steps=2", f"--workdir={tmp_path}")
+  with Terminal(command, environment={"TERM": "dumb"}, columns=80, forks=forks) as terminal:
+    assert terminal.end() == 0, terminal.text()
+  assert b"\x1b" not in terminal.raw()
+  assert re.search(r"\nstep 2/2  loss \d", terminal.text())

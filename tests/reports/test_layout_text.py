@@ -27,13 +27,6 @@ def test_the_table_has_a_row_per_array_with_its_rule_spec_shard_bytes_and_copies
   assert row(text, "optimizer") == "optimizer 4 Bytes"
 
 
-def test_the_short_table_leaves_out_the_rules_and_the_optimizers_leaves():
-  text = layout_text.table_text({"parameters": [UP], "optimizer": [COUNT]}, SIZES, whole=False)
-  assert row(text, "up/kernel") == ("up/kernel [3, 12, 20] (-, fsdp, tensor) [3, 6, 5] 360 Bytes 1")
-  assert row(text, "optimizer") == "optimizer 4 Bytes"
-  assert "count" not in text
-
-
 def test_the_table_is_never_truncated_and_its_notes_are_below():
   name = "/".join(["a_name"] * 60)
   long = placement(name, (4,), notes=("kv_heads=7 is replicated: tensor=4 does not divide it",))

@@ -1,7 +1,9 @@
 """What a run prints: one progress line, messages, durations."""
 
 import contextlib
+import os
 import sys
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -10,16 +12,24 @@ from processes import preemption
 from processes.coordination import current
 from runtime.printable import printable
 
+_BAR = 10  # columns
+
+
+def on_terminal() -> bool:
+  """Returns whether this process prints to a terminal that can rewrite a line."""
+  capable = os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+  return current().first and capable and sys.stdout.isatty()
+
 
 class ProgressLine:
   """A progress line that is rewritten on a terminal; plain lines without a terminal."""
 
   def __init__(self, steps: int):
     """Starts the line; `steps` is the number of the last step."""
-    self._steps = steps
+    self._steps, self._newest = steps, ""
     self._bar, self._undone = None, contextlib.ExitStack()
-    if sys.stdout.isatty() and current().first:
-      columns = (BarColumn(bar_width=20), TextColumn("{task.fields[text]}"))
+    if on_terminal():
+      columns = (BarColumn(bar_width=_BAR), TextColumn("{task.fields[text]}"))
       # Output of other threads (on a signal) does not go through the bar: rich's redirection is not
       # thread-safe, and has ended in a RecursionError.
       self._bar = Progress(
@@ -44,12 +54,29 @@ class ProgressLine:
     if self._bar is not None:
       self._bar.stop()
 
-  def update(self, step: int, text: str) -> None:
-    """Shows the newest numbers."""
+  def update(self, step: int, parts: Sequence[str], least: Sequence[str] = ()) -> None:
+    """Shows the newest numbers.
+
+    Args:
+      step: the number of the step.
+      parts: of the line, in order.
+      least: those to leave out on a narrow terminal, the first one first.
+    """
     if self._bar is None:
-      say(text)
+      say("  ".join(parts))
     else:
-      self._bar.update(self._task, completed=step, text=text, refresh=True)
+      self._newest = fitting(parts, least, self._bar.console.width - _BAR - 2)
+      self._bar.update(self._task, completed=step, text=self._newest, refresh=True)
+
+  @contextlib.contextmanager
+  def saving(self, step: int) -> Iterator[None]:
+    """Shows on a terminal that the end of a save is waited for."""
+    if self._bar is None:
+      yield
+      return
+    self._bar.update(self._task, text=f"saving step {step}", refresh=True)
+    yield
+    self._bar.update(self._task, text=self._newest, refresh=True)
 
   def evaluating(self, done: int, count: int, *, alone: bool = False) -> None:
     """Shows on a terminal how many batches of an evaluation are done.
@@ -69,6 +96,14 @@ class ProgressLine:
       say(text)
     else:
       self._bar.console.print(printable(text), highlight=False)
+
+
+def fitting(parts: Sequence[str], least: Sequence[str], width: int) -> str:
+  """Returns parts as one line of at most `width` columns; leaves out those of `least`, in order."""
+  kept, out = [*parts], [*least]
+  while len(text := "  ".join(kept)) > width and out:
+    kept.remove(out.pop(0))
+  return text[: max(width, 1)]
 
 
 def say(text: str) -> None:

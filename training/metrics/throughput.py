@@ -3,6 +3,7 @@
 import copy
 import time
 
+import psutil
 from ml_collections import ConfigDict
 
 from analysis.chips import peak_flops
@@ -93,17 +94,27 @@ class Meter:
     """Takes seconds out of the measured time."""
     self._paused += seconds
 
-  def text(self, step: int, values: dict[str, float]) -> str:
-    """Returns the progress line."""
+  def text(self, step: int, values: dict[str, float]) -> tuple[list[str], list[str]]:
+    """Returns the parts of the progress line, and those that a narrow terminal can do without."""
     parts = [f"step {step}/{self._steps}", f"loss {values['loss']:.4f}"]
-    parts.append(f"grad_norm {values['grad_norm']:.3f}")
+    norm, memory = f"grad_norm {values['grad_norm']:.3f}", self._memory(values)
+    parts.append(norm)
     if "step_seconds" in values:
       parts.append(f"{values[f'{self._unit}_per_second']:,.0f} {self._unit}/s")
       if "mfu" in values:
         parts.append(f"MFU {100 * values['mfu']:.1f} %")
+      parts.append(memory)
       left = (self._steps - step) * self.seconds / max(1, step - self._first_step)
       parts.append(f"left {duration(left)}")
-    return "  ".join(parts)
+    return parts, [part for part in (norm, memory) if part in parts]
+
+  def _memory(self, values: dict[str, float]) -> str:
+    """Returns the most memory that the device has used, or where it does not say, the process's."""
+    if "peak_bytes" not in values:
+      return f"memory {psutil.Process().memory_info().rss / 2**30:.1f} GiB"
+    limit = (self._device.memory_stats() or {}).get("bytes_limit")
+    of = f" of {limit / 2**30:.0f}" if limit else ""
+    return f"memory {values['peak_bytes'] / 2**30:.1f}{of} GiB"
 
 
 def _flops_per_row(config: ConfigDict, pieces: int) -> float:

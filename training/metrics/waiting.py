@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from processes import preemption
-from processes.coordination import current
-from training.metrics.console import say
+from training.metrics.console import on_terminal, say
 
 _SECONDS = 0.2  # between two looks at the clock
 _LOG_SECONDS = 30.0  # between two lines where there is no terminal
@@ -31,7 +30,7 @@ class Waiting:
   @contextlib.contextmanager
   def show(self) -> Iterator["Waiting"]:
     """Shows it on a terminal; a log gets a line of what has a text of its own now and then."""
-    if not (sys.stdout.isatty() and current().first):
+    if not on_terminal():
       yield self
       return
     # The terminal itself: the operation may redirect standard output.
@@ -65,7 +64,8 @@ class Waiting:
     if self._progress is not None:
       rate = count / max(now - self._began, 1e-3)
       text = text or f"{count:,} {what}, {rate:,.0f} per second"
-      self._progress.update(self._task, description=f"{self._text}: {text}")
+      room = self._progress.console.width - 9  # for the time
+      self._progress.update(self._task, description=f"{self._text}: {text}"[:room])
     elif text and now - self._told > _LOG_SECONDS:
       self._told = now
       say(f"{self._text}: {text}")

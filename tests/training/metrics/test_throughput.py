@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import types
 
 import jax.numpy as jnp
@@ -53,13 +54,18 @@ def test_rates_leave_out_the_first_step_and_pauses(monkeypatch):
   assert values["tokens_per_second"] == pytest.approx(96.0)
   assert meter.wait_share == pytest.approx(0.05)
   assert "mfu" not in values, "a CPU's peak is not known"
-  assert "left 6:28" in meter.text(6, {"loss": 1.0, "grad_norm": 1.0, **values})
+  parts, least = meter.text(6, {"loss": 1.0, "grad_norm": 1.0, **values})
+  assert parts[0] == "step 6/200"
+  assert parts[-1] == "left 6:28"
+  assert least == ["grad_norm 1.000", parts[-2]]
+  assert re.fullmatch(r"memory \d+\.\d GiB", parts[-2])
 
 
 def test_peak_bytes_if_the_device_reports_them():
   job = make_job("dp8", "lm")
   device = types.SimpleNamespace(
-    device_kind="NVIDIA H200", memory_stats=lambda: {"peak_bytes_in_use": 12345}
+    device_kind="NVIDIA H200",
+    memory_stats=lambda: {"peak_bytes_in_use": 12345, "bytes_limit": 90 * 2**30},
   )
   mesh = types.SimpleNamespace(local_devices=[device], size=8)
   meter = Meter(dataclasses.replace(job, mesh=mesh))
@@ -67,6 +73,8 @@ def test_peak_bytes_if_the_device_reports_them():
   values = meter.lap(2, wait_seconds=0.0)
   assert values["peak_bytes"] == 12345
   assert values["mfu"] > 0
+  parts, _ = meter.text(2, {"loss": 1.0, "grad_norm": 1.0, **values, "mfu": 0.4125})
+  assert parts[4:6] == ["MFU 41.2 %", "memory 0.0 of 90 GiB"]
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
