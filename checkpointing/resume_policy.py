@@ -71,6 +71,7 @@ CLASSES = {
   "training.pipeline": MAY_CHANGE,
   "training.pipeline_chunks": MAY_CHANGE,
   "training.pipeline_ends": MAY_CHANGE,
+  "training.pipeline_gather": MAY_CHANGE,
   "training.compute_dtype": ACCEPT,
   "training.matmul_precision": ACCEPT,
   "training.gradient_reduction_dtype": ACCEPT,

@@ -45,6 +45,8 @@ class Model(Protocol):
   `training.matmul_dtype`, `training.gradient_reduction_dtype`, `training.scan_unroll`,
   `training.attention_kernel`, `training.loss_chunks` and `training.z_loss` it reads; the others are
   refused where they are set.
+  `in_compute_dtype(name)` says which parameters are read in the compute dtype alone; by default
+  none.
   With `training.gradient_reduction` it says that its loss is a sum over rows, and that what it
   draws for a row depends on the row's number in the batch (`partitioning.constraints.batch_part`),
   so that gradients can be reduced once per step.

@@ -30,6 +30,7 @@ from models.losses import Batch, Sums, TokenNumbers, weighted_sum
 from models.token_positions import POSITIONS, Rows, in_order, rows_in_order, rows_of
 from models.transformer_dims import DENSE_LAYERS, LAYERS, RESIDUAL, is_latent
 from models.transformer_dims import PARAMETERS as PARAMETERS
+from models.transformer_dims import in_compute_dtype as in_compute_dtype
 from models.transformer_dims import legend as legend
 from models.transformer_dims import parameters as parameters
 from partitioning.constraints import constrain

@@ -259,6 +259,14 @@ def in_8_bits(config: ConfigDict, name: str) -> bool:
   return kernel and config.training.matmul_dtype != "compute"
 
 
+def in_compute_dtype(name: str) -> bool:
+  """Returns whether a parameter is only ever read in the compute dtype: kernels of matmuls.
+
+  Not the tables, whose gradients are sums over tokens, nor norms, biases and routers.
+  """
+  return name.endswith("/kernel") and "/router/" not in name
+
+
 def letters_of(config: ConfigDict, name: str) -> str:
   """Returns the letters of a parameter within its layer, so without the stack's L.
 

@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from partitioning.dims import Axes, Failure, Legend, Table, resolve, spec_axes
+from partitioning.dims import (
+  Axes,
+  Failure,
+  Legend,
+  Table,
+  partition_spec,
+  resolve,
+  spec_axes,
+  spec_entries,
+)
 
 BATCH = "B"  # the letter of the batch in every legend
 
@@ -198,6 +207,13 @@ def manual_axes() -> set[str]:
   mesh = jax.sharding.get_abstract_mesh()
   kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
   return {axis for axis, kind in kinds if kind == AxisType.Manual}
+
+
+def automatic_spec(spec: PartitionSpec) -> PartitionSpec:
+  """Returns a spec without the axes that surrounding regions have made manual."""
+  manual = manual_axes()
+  entries = spec_entries(spec)
+  return partition_spec([tuple(axis for axis in axes if axis not in manual) for axes in entries])
 
 
 def record(letters: str, shape: tuple[int, ...], layout: ActivationLayout | None = None) -> None:

@@ -23,7 +23,7 @@ from planning import named_activations
 from planning.named_activations import Named
 from reports import drawings, pipeline_picture
 from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
-from training import compiler_options, gradient_reduction
+from training import compiler_options, gradient_reduction, parameter_gathers
 from training.optimizer import matrix_groups
 from training.setup import Job, stage_lines
 
@@ -150,6 +150,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     lines.append(pipeline_picture.text(schedule, job.config.model.layers, picture=whole))
   if reduced := gradient_reduction.text(job.config, job.program.reduce_once_over):
     lines.append(reduced)
+  if gathers := gathers_text(job):
+    lines.append(gathers)
   lines.append(
     f"{counts_text(job)}; with optimizer state {shardings.size_text(per_device)} per device, "
     f"of which {shardings.size_text(replicated)} are replicated on every device"
@@ -165,6 +167,14 @@ def chosen_line(job: Job) -> list[str]:
     values.append(f"{len(job.compiler_defaults)} compiler_options")
   refused = [f"left out {name}, unknown here" for name in compiler_options.dropped()]
   return [f"chosen: {', '.join([*values, *refused])}"] if values or refused else []
+
+
+def gathers_text(job: Job) -> str:
+  """Returns how a pipeline gathers its parameters; "" where there is nothing to gather."""
+  return parameter_gathers.text(
+    *(job.config, job.devices.sizes, job.placements["parameters"]),
+    *(job.program.trained, job.program.gathered),
+  )
 
 
 def counts_text(job: Job) -> str:

@@ -53,6 +53,7 @@ NUMERICS = (
   "training/optimizers",
   "training/schedules.py",
   "training/bad_steps.py",  # which rows are skipped
+  "training/parameter_gathers.py",  # likewise
   "training/pipelined.py",  # the order of sums
   "training/older_configs.py",  # how a run resumes that an older version began
   "training/state.py",

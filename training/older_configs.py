@@ -104,6 +104,7 @@ def upgraded(config: Mapping[str, Any]) -> dict[str, Any]:
       "pipeline": "1f1b",
       "pipeline_chunks": 2,
       "pipeline_ends": "masked",
+      "pipeline_gather": "auto",
       "microbatches": 1,
       "dpo_beta": 0.1,
       "dpo_label_smoothing": 0.0,

@@ -9,8 +9,9 @@ from flax import traverse_util
 from ml_collections import ConfigDict
 
 from models.losses import Batch, Sums
-from partitioning.constraints import manual_axes, on_one_device
+from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dims import partition_spec, spec_entries
+from partitioning.parallel.gathered_parameters import GatheredOnce
 from partitioning.parallel.pipeline import Pipeline
 from partitioning.parallel.pipeline_schedule import INTERLEAVED, STAGE, Schedule
 from partitioning.parallel.pipeline_stage import Params
@@ -38,6 +39,33 @@ def split_rows(batch: Batch, count: int) -> dict[str, jax.Array]:
   )
 
 
+def gathered_sums(
+  gathered: GatheredOnce,
+  function: Callable[..., tuple[tuple[Any, Any], Any]],
+  batch: Batch,
+  trained: Any,
+  frozen: Any,
+  *arguments: Any,
+) -> tuple[tuple[Any, Any], Any]:
+  """Returns what a function of nested dicts of parameters does, with `GatheredOnce.sums`.
+
+  Args:
+    gathered: which parameters are gathered.
+    function: takes what follows; returns ((gradients of the trained ones, sums), more sums).
+    batch: its rows.
+    trained: nested dict of parameters.
+    frozen: nested dict of parameters.
+    *arguments: of the function.
+  """
+
+  def flat(batch: Batch, trained: Params, frozen: Params, *arguments: Any) -> tuple[Params, Any]:
+    (grads, sums), more = function(batch, _nested(trained), _nested(frozen), *arguments)
+    return _flat(grads), (sums, more)
+
+  grads, (sums, more) = gathered.sums(flat, batch, _flat(trained), _flat(frozen), *arguments)
+  return (_nested(grads), sums), more
+
+
 class _Parts:
   """The parts of a model, as functions of its parameters by name; see `pipeline.Network`."""
 
@@ -45,7 +73,7 @@ class _Parts:
     self.residual, self._build, self._finished = residual, build, finished
 
   def _module(self, params: Params) -> Any:
-    return self._build(traverse_util.unflatten_dict(params, sep="/"))
+    return self._build(_nested(params))
 
   def enter(self, params: Params, one: Any) -> jax.Array:
     batch, _ = one
@@ -106,7 +134,7 @@ class Pipelined:
     inputs = self._inputs(merged(trained, frozen), batch, key)
     grads, sums, counts = pipeline.gradients(_flat(trained), _flat(frozen), inputs)
     sums = {**sums, **counts, **each(self._weight(batch, sums))}
-    return traverse_util.unflatten_dict(grads, sep="/"), sums
+    return _nested(grads), sums
 
   def sums(self, params: Any, batch: Batch) -> Sums:
     """Returns the sums over the rows of a batch, without dropout."""
@@ -135,18 +163,18 @@ class Pipelined:
     """Returns gradients that are sharded as their parameters are, inside the region."""
     if self._specs is None or on_one_device():
       return grads
-    manual = manual_axes()
 
     def constrained(name: str, x: jax.Array) -> jax.Array:
-      spec = self._specs[name]
-      entries = [
-        tuple(a for a in axes if a not in manual) for axes in spec_entries(spec, len(spec))
-      ]
+      entries = spec_entries(automatic_spec(self._specs[name]))
       if self._schedule.chunks > 1 and self._stacked(name):
         entries = [(), *entries]
       return jax.lax.with_sharding_constraint(x, partition_spec(entries))
 
     return {name: constrained(name, x) for name, x in grads.items()}
+
+
+def _nested(params: Params) -> Any:
+  return traverse_util.unflatten_dict(params, sep="/")
 
 
 def _flat(tree: Any) -> Params:

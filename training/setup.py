@@ -28,6 +28,7 @@ from training import compiler_options
 from training.choices import Choice
 from training.gradient_reduction import reduced_once_over
 from training.optimizers import host_state
+from training.parameter_gathers import gathered_once
 from training.pipelined import schedule_of
 from training.state import State, merged, split
 from training.step import Program, abstract_batch, make_program
@@ -262,6 +263,9 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Choice] = ()
   program = dataclasses.replace(
     program,
     param_specs=specs,
+    gathered=gathered_once(
+      config, devices.sizes, placements["parameters"], program.trained, _memory_of_device(devices)
+    ),
     reduce_once_over=reduced_once_over(
       config, devices.sizes, placements["parameters"], program.variables
     ),
@@ -355,6 +359,14 @@ def _check_layout(config, legend, program, state, batch, mesh) -> Layout:
     overrides=config.partitioning.overrides,
     max_replicated_bytes=config.partitioning.max_replicated_bytes,
   )
+
+
+def _memory_of_device(devices: Devices) -> float | None:
+  """Returns the bytes of one device; None where it is not known."""
+  if devices.described:
+    chip = chips.known(devices.described[0])
+    return chip.hbm_bytes or None if chip is not None else None
+  return memory_bytes(devices) / (math.prod(devices.sizes.values()) if devices.simulated else 1)
 
 
 def _check_memory(config, placements, devices: Devices) -> None:

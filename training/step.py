@@ -13,17 +13,19 @@ from ml_collections import ConfigDict
 from input_pipeline.ramp import Shape
 from models import MODELS, check_network
 from models.losses import Batch, Sums
+from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dims import Legend
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import eight_bit
 from partitioning.parallel.batch_region import summed_over_batch_parts
+from partitioning.parallel.gathered_parameters import GatheredOnce
 from partitioning.parallel.pipeline_schedule import Schedule
 from partitioning.rules import letters_of, named_leaves
 from training import clipping, router_bias
 from training.optimizer import make_optimizer
 from training.optimizers import host_state, stochastic_rounding
 from training.optimizers.schedule_free import gradient_point
-from training.pipelined import Pipelined, split_rows
+from training.pipelined import Pipelined, gathered_sums, split_rows
 from training.schedules import learning_rate_schedule
 from training.state import State, merged, split, trainable
 from training.tasks import TASKS
@@ -44,6 +46,7 @@ class Program:
     param_specs: a tree like the parameters: the sharding of their gradients.
     norm_specs: likewise, while their squares are summed for the norm.
     pipeline: the schedule of pipeline stages; None: there is one.
+    gathered: parameters that a pipeline gathers once per step; None: each tick gathers its own.
     reduce_once_over: the mesh axis over which gradients are reduced after the last microbatch;
       None: they are reduced over all axes after each (`training.gradient_reduction`).
   """
@@ -58,6 +61,7 @@ class Program:
   param_specs: Any = None
   norm_specs: Any = None
   pipeline: Schedule | None = None
+  gathered: GatheredOnce | None = None
   reduce_once_over: str | None = None
 
   def init(self, key: jax.Array, given: Any = None) -> State:
@@ -171,7 +175,9 @@ class Program:
     carried = jax.tree.map(jnp.zeros_like, history), variables or {}
     trained, frozen = self.split(params)
     given = (dict(batch), wide(trained), frozen, carried, key)
-    if self.reduce_once_over is None:
+    if self.gathered is not None:
+      (grads, means), carried = gathered_sums(self.gathered, total, *given)
+    elif self.reduce_once_over is None:
       (grads, means), carried = total(*given)
     else:
       (grads, means), carried = summed_over_batch_parts(total, self.reduce_once_over, *given)
@@ -198,7 +204,10 @@ class Program:
     if self.param_specs is None:
       return grads
     specs, _ = self.split(self.param_specs)
-    return jax.tree.map(jax.lax.with_sharding_constraint, grads, specs)
+    if on_one_device():
+      return grads
+    constrained = jax.lax.with_sharding_constraint
+    return jax.tree.map(lambda x, spec: constrained(x, automatic_spec(spec)), grads, specs)
 
   def norm(self, grads: Any) -> jax.Array:
     """Returns the global norm; devices with replicas of a gradient each sum a part of it."""

@@ -72,6 +72,9 @@ def training(**keys) -> dict:
     # Embeddings and losses: masked (all stages compute them, the others' are not used) or
     # conditional (the first and the last stage compute them)
     "pipeline_ends": "masked",
+    # All-gather the parameters of a stage over fsdp once per step, where they and their gradients
+    # take at most a quarter of the memory (auto, or step), or for each microbatch (tick)
+    "pipeline_gather": "auto",
     # Reduce gradients over data once per step or after each microbatch; auto: once where possible
     "gradient_reduction": "auto",
     # In which gradients of kernels and embeddings are reduced over devices: compute (compute_dtype)

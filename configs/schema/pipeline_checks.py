@@ -10,8 +10,14 @@ from training.tasks import DPO
 
 KINDS = ("1f1b", "interleaved", "gpipe")
 ENDS = ("masked", "conditional")
+GATHERS = ("auto", "step", "tick")
 # Keys about pipelines -> what they are where they say nothing.
-OFF = {"pipeline": "1f1b", "pipeline_chunks": 2, "pipeline_ends": "masked"}
+OFF = {
+  "pipeline": "1f1b",
+  "pipeline_chunks": 2,
+  "pipeline_ends": "masked",
+  "pipeline_gather": "auto",
+}
 
 
 def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -22,7 +28,11 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
     sizes: mesh axis -> size.
   """
   training, stages = config.training, sizes.get("stage", 1)
-  for key, known in (("pipeline", KINDS), ("pipeline_ends", ENDS)):
+  for key, known in (
+    ("pipeline", KINDS),
+    ("pipeline_ends", ENDS),
+    ("pipeline_gather", GATHERS),
+  ):
     if (value := training[key]) not in known:
       yield f"training.{key}={value!r}: one of {', '.join(known)}{nearest(value, known)}"
       return

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from partitioning.constraints import constrain
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel.pipeline_schedule import STAGE, Schedule
 
 Params = dict[str, jax.Array]  # name -> array
@@ -63,7 +64,8 @@ def _where(condition: jax.Array, tree: Any) -> Any:
 
 
 def _plus(ours: Any, others: Any) -> Any:
-  return jax.tree.map(jnp.add, ours, others)
+  """Returns the sum of two trees, in the dtypes of the first."""
+  return jax.tree.map(lambda x, y: x + y.astype(x.dtype), ours, others)
 
 
 def _zeros(shapes: Any) -> Any:
@@ -121,7 +123,7 @@ class Stage:
     """Adds to a chunk's part of arrays that have one for each chunk."""
     if self.schedule.chunks == 1:
       return _plus(total, new)
-    return jax.tree.map(lambda x, y: x.at[chunk].add(y), total, new)
+    return jax.tree.map(lambda x, y: x.at[chunk].add(y.astype(x.dtype)), total, new)
 
   def unit(self, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns microbatch and chunk of a unit, clipped to those there are, and whether it is one."""
@@ -242,7 +244,9 @@ class Stage:
     kept = jax.vmap(lambda x: constrain(x, self.network.residual))(
       jnp.zeros((slots, *zero.shape), zero.dtype)
     )
-    grads = self.pipeline.laid_out({name: jnp.zeros_like(x) for name, x in self.trained.items()})
+    # In float32 or wider, also where parameters are gathered in the compute dtype.
+    grads = {n: jnp.zeros(x.shape, wide_dtype(x.dtype)) for n, x in self.trained.items()}
+    grads = self.pipeline.laid_out(grads)
     found = grads, self.no_sums, self.no_counts
     starts, ends = schedule.first_backward, schedule.forward_ticks
     (x, kept), _ = jax.lax.scan(only_forward, (zero, kept), ticks(0, starts))
@@ -279,7 +283,7 @@ class Stage:
       some = (last % (schedule.stages * schedule.chunks) < schedule.stages) & (last >= 0)
       left, of_others, own = self._loss_gradients(y, microbatch, ends, some)
       gradient = jnp.where(ends, own, gradient)
-      grads = {name: x + of_others[name] if name in of_others else x for name, x in grads.items()}
+      grads = {**grads, **{n: grads[n] + x.astype(grads[n].dtype) for n, x in of_others.items()}}
     else:
       left = {}
 
@@ -295,7 +299,9 @@ class Stage:
     of_params, gradient = pull((_where(here, gradient), here.astype(loss.dtype)))
     stacked = {name: x for name, x in of_params.items() if self.pipeline.stacked(name)}
     added = self._add_chunk({name: grads[name] for name in stacked}, stacked, chunk)
-    others = {n: grads[n] + x for n, x in of_params.items() if n not in stacked}
+    others = {
+      n: grads[n] + x.astype(grads[n].dtype) for n, x in of_params.items() if n not in stacked
+    }
     of_layers, new = _where(here, (of_layers, new))
     sums = _plus(sums, self._all_sums(of_layers, left))
     grads = self.pipeline.laid_out({**added, **others})

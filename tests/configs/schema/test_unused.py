@@ -188,6 +188,7 @@ ELSEWHERE = {
   "training.pipeline",  # where mesh.stage is set; refused where it is not
   "training.pipeline_chunks",
   "training.pipeline_ends",
+  "training.pipeline_gather",
   "training.microbatches",
   "model.global_every",  # where model.window is set; refused where it is not
   *expert_checks.OFF,  # where model.experts is set; refused where it is not

@@ -1,0 +1,70 @@
+"""Parameters that a pipeline gathers once per step: the same numbers, and how often they are sent."""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+from analysis import collectives
+from tests.helpers.jobs import make_job
+from tests.parity.comparison import FEATURES, assert_equal, train
+from training import parameter_gathers
+
+MESH = {"mesh.stage": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "model.layers": 4}
+TICK = {"training.pipeline_gather": "tick"}
+
+
+@functools.cache
+def trained(**keys):
+  return train("lm", "float64", {"model.layers": 4, **FEATURES, **keys})
+
+
+def arrays(run, kind):
+  """Returns how many arrays a step sends over fsdp by such collectives."""
+  found = collectives.collectives(run.trained.text, run.job.mesh)
+  return sum(c.count * c.arrays for c in found if c.kind == kind and c.axes == ("fsdp",))
+
+
+def test_once_per_step_or_in_each_tick():
+  once, each = trained(**MESH), trained(**MESH, **TICK)
+  for ours in (once, each):
+    assert_equal(ours, trained(), "float64")
+  sharded = [p for p in once.job.placements["parameters"].values() if "fsdp" in str(p.spec)]
+  for kind in ("all-gather", "reduce-scatter"):
+    assert arrays(once, kind) == len(sharded)
+  ticks = once.job.program.pipeline.forward_ticks
+  assert arrays(each, "all-gather") > ticks * len(sharded)
+
+
+def test_kernels_alone_are_gathered_in_the_compute_dtype():
+  job = make_job("single", "lm", **MESH, **{"training.compute_dtype": "bfloat16"})
+  gathered = job.program.gathered
+  assert {*gathered.dtypes.values()} == {jnp.dtype("bfloat16")}
+  assert "layers/mlp/up/kernel" in gathered.dtypes
+  # Sums over tokens and statistics are in float32.
+  assert not {"embed/table", "final_norm/scale"} & {*gathered.dtypes}
+
+
+def test_auto_follows_the_memory():
+  job = make_job("single", "lm", **MESH)
+  given = job.config, job.devices.sizes, job.placements["parameters"], job.program.trained
+  needed = parameter_gathers.bytes_needed(*given)
+  # One of the kernels: complete but for stage and tensor, in float32, with its gradient.
+  halves = sum(
+    8 * x.size // (4 if "tensor" in str(job.placements["parameters"][name].spec) else 2)
+    for name, x in {
+      "layers/mlp/up/kernel": job.state.params["layers"]["mlp"]["up"]["kernel"],
+    }.items()
+  )
+  assert halves < needed
+  assert parameter_gathers.gathered_once(*given, 4 * needed) is not None
+  assert parameter_gathers.gathered_once(*given, 4 * needed - 1) is None
+  assert parameter_gathers.gathered_once(*given, None) is None
+
+
+def test_what_it_cannot_do_is_refused_or_left_to_each_tick():
+  overrides = (("layers/mlp/up/kernel", ("stage", None, ("fsdp", "tensor"))),)
+  keys = {**MESH, "partitioning.overrides": overrides}
+  assert make_job("single", "lm", **keys).program.gathered is None
+  with pytest.raises(ValueError, match=r"layers/mlp/up/kernel: a dim is split over fsdp and ten"):
+    make_job("single", "lm", **keys, **{"training.pipeline_gather": "step"})
