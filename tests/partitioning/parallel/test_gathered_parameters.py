@@ -1,6 +1,7 @@
-"""Parameters that a pipeline gathers once per step: the same numbers, and how often they are sent."""
+"""Parameters that a pipeline gathers once per step: the same numbers, and how often they go."""
 
 import functools
+import math
 
 import jax.numpy as jnp
 import pytest
@@ -49,14 +50,12 @@ def test_auto_follows_the_memory():
   job = make_job("single", "lm", **MESH)
   given = job.config, job.devices.sizes, job.placements["parameters"], job.program.trained
   needed = parameter_gathers.bytes_needed(*given)
-  # One of the kernels: complete but for stage and tensor, in float32, with its gradient.
-  halves = sum(
-    8 * x.size // (4 if "tensor" in str(job.placements["parameters"][name].spec) else 2)
-    for name, x in {
-      "layers/mlp/up/kernel": job.state.params["layers"]["mlp"]["up"]["kernel"],
-    }.items()
-  )
-  assert halves < needed
+  # Complete but for stage and tensor, in float32, each with its gradient.
+  total = 0
+  for one in job.placements["parameters"].values():
+    parts = math.prod(2 if axis in str(one.spec) else 1 for axis in ("stage", "tensor"))
+    total += 8 * math.prod(one.shape) // parts
+  assert needed == total
   assert parameter_gathers.gathered_once(*given, 4 * needed) is not None
   assert parameter_gathers.gathered_once(*given, 4 * needed - 1) is None
   assert parameter_gathers.gathered_once(*given, None) is None
