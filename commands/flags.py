@@ -83,6 +83,7 @@ SYSTEM_FILE = flags.DEFINE_string("system_file", None, "sample --chat: the file 
 
 SAMPLE_FLAGS = (PROMPT, PROMPT_FILE, MAX_NEW_TOKENS, TEMPERATURE, TOP_K, TOP_P, SEED, STOP)
 SAMPLE_FLAGS += (CHAT, SYSTEM, SYSTEM_FILE)
+PATHS = (WORKDIR, CHECKPOINT, TASKS, TO, HTML, SVG, PROMPT_FILE, SYSTEM_FILE)
 # The flags that not every verb takes.
 OWNERS = [
   (TRAIN_TOKENIZER, ("prepare",)),
@@ -139,8 +140,7 @@ def chosen_verb(words: list[str]) -> str:
   for flag, owners in OWNERS:
     if given(flag) and verb not in owners:
       raise ValueError(f"--{flag.name} belongs to the verb {' or '.join(owners)}, not to {verb}")
-  paths = (WORKDIR, CHECKPOINT, TASKS, TO, HTML, SVG, PROMPT_FILE, SYSTEM_FILE)
-  for flag in (*paths, DTYPE, TOPOLOGY, CHAPTER):
+  for flag in (*PATHS, DTYPE, TOPOLOGY, CHAPTER):
     if flag.value == "":  # of a shell's variable that is not set, as a rule
       raise ValueError(f"--{flag.name}= is empty; give a value, or leave the flag out")
   for flag in (SYSTEM, SYSTEM_FILE):

@@ -127,7 +127,7 @@ def _of_topic(topic: str, owners: Mapping[str, Sequence[str]], config: ConfigDic
   name = topic.lstrip("-").replace("-", "_")
   if name in VERBS:
     return _of_verb(name, owners)
-  own = {flag.name: flag for flag in _flags()}
+  own = {flag.name: flag for flag in own_flags()}
   if name in own and topic.startswith("-"):
     return _of_flag(own[name], owners)
   key = name.removeprefix("config.").rstrip(".")
@@ -150,7 +150,7 @@ def _of_verb(name: str, owners: Mapping[str, Sequence[str]]) -> str:
   lines = [f"{_usage(name, verb)}", "", *_wrapped(f"{name}: {verb.summary}. {verb.text}".strip())]
   if verb.examples:
     lines += ["", "Examples:", *(f"  {_COMMAND} {example}" for example in verb.examples)]
-  its = [flag for flag in _flags() if name in owners.get(flag.name, VERBS)]
+  its = [flag for flag in own_flags() if name in owners.get(flag.name, VERBS)]
   own = [flag for flag in its if flag.name in owners and flag.name != "config"]
   general = [flag for flag in its if flag not in own]
   if own:
@@ -173,20 +173,25 @@ def _of_flag(flag: flags.Flag, owners: Mapping[str, Sequence[str]]) -> str:
   return "\n".join([*_flag_lines([flag]), "", *_wrapped(taken)])
 
 
-def _flags() -> list[flags.Flag]:
+def own_flags() -> list[flags.Flag]:
   """Returns the flags of commands/flags.py, without those of single keys."""
   own = flags.FLAGS.flags_by_module_dict().get("commands.flags", [])
   return [flag for flag in sorted(own, key=lambda flag: flag.name) if "." not in flag.name]
+
+
+def said_by(flag: flags.Flag) -> str:
+  """Returns the help of a flag without the verbs that take it, with which it may begin."""
+  said = flag.help.partition(";\n")[0]  # absl adds how to repeat it
+  verbs, colon, what = said.partition(": ")
+  of_verbs = colon and all(word.split()[0] in VERBS for word in verbs.split(","))
+  return what if of_verbs else said
 
 
 def _flag_lines(those: Sequence[flags.Flag]) -> list[str]:
   lines = []
   for flag in those:
     default = "" if flag.default in (None, [], False) else f"={flag.default!r}"
-    said = flag.help.partition(";\n")[0]  # absl adds how to repeat it
-    verbs, colon, what = said.partition(": ")
-    of_verbs = colon and all(word.split()[0] in VERBS for word in verbs.split(","))
-    lines += _entry(f"--{flag.name}{default}", what if of_verbs else said)
+    lines += _entry(f"--{flag.name}{default}", said_by(flag))
   return lines
 
 

@@ -126,6 +126,18 @@ VERBS = {
     alone=True,
     jax=False,
   ),
+  "completion": Verb(
+    "print the completion for bash, zsh or fish",
+    "Completes verbs, flags, config files with their recipes, config keys and their values. For "
+    "each new shell: `source <(python main.py completion bash)` in ~/.bashrc (zsh: after compinit "
+    "in ~/.zshrc), `python main.py completion fish | source` in config.fish; with the full path of "
+    "main.py there.",
+    ("completion bash", "completion zsh", "completion fish"),
+    config="none",
+    words="SHELL",
+    alone=True,
+    jax=False,
+  ),
   "tour": Verb(
     "see what sharding does, by small examples",
     "--chapter=NAME shows one chapter.",

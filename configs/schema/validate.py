@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from ml_collections import ConfigDict
 
 from configs.schema import (
-  attention_checks,
+  choices,
   decoder_checks,
   group_checks,
   lora_checks,
@@ -22,20 +22,13 @@ from configs.schema import (
   unused,
 )
 from input_pipeline.sources import catalog
-from input_pipeline.text.conversations import DROP, FORMS, REFUSE
-from input_pipeline.text.packing import ALGORITHMS
+from input_pipeline.text.conversations import FORMS, REFUSE
 from runtime.suggest import nearest
 from training.callbacks import CALLBACKS
 from training.metrics.sinks import SINKS
 from training.tasks import DPO, TASKS
 
-MATMUL_PRECISIONS = ("default", "high", "highest")
-SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
-DECAYS = ("linear", "1-sqrt")
 MOST_NORMS = 64  # that are stored on every device
-VERIFY = ("full", "size", "off")
-GRADIENT_REDUCTIONS = ("auto", "step", "microbatch")
-ON_BAD_STEP = ("stop", "roll_back")
 
 
 def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
@@ -215,7 +208,7 @@ def _schedule(config: ConfigDict) -> Iterator[str]:
       f"optimizer.decay_steps={decay}: from 1 to {steps - warmup}, the {steps} steps without the "
       f"{warmup} of the warm-up"
     )
-  if name != "wsd" and (decay or keys.decay != DECAYS[0]):
+  if name != "wsd" and (decay or keys.decay != choices.DECAYS[0]):
     yield (
       f"optimizer.decay_steps={decay} and optimizer.decay={keys.decay!r}: schedule={name} has no "
       f"stable phase; leave them out, or set optimizer.schedule=wsd"
@@ -240,24 +233,8 @@ def _dpo(config: ConfigDict) -> Iterator[str]:
 
 
 def _choices(config: ConfigDict) -> list[str]:
-  task = TASKS[config.task]
-  choices = {
-    "training.matmul_precision": MATMUL_PRECISIONS,
-    "training.attention_kernel": attention_checks.KERNELS if task.of_tokens else ("xla",),
-    "training.on_bad_step": ON_BAD_STEP,
-    "training.gradient_reduction": GRADIENT_REDUCTIONS,
-    **matmul_checks.CHOICES,
-    "data.packing": ALGORITHMS,
-    "data.untrained_conversations": (REFUSE, DROP),
-    "data.long_conversations": (REFUSE, DROP),
-    "optimizer.schedule": SCHEDULES,
-    "optimizer.decay": DECAYS,
-    "checkpoint.keep_best": ("", *task.metrics),
-    "checkpoint.verify": VERIFY,
-    **(decoder_checks.CHOICES if config.model.name == "transformer" else {}),
-  }
   wrong = []
-  for name, known in choices.items():
+  for name, known in choices.of(config).items():
     section, key = name.split(".")
     value = config[section][key]
     if value not in known:

@@ -1,0 +1,294 @@
+"""What may follow on a command line: the shells' functions of `completion` call this file.
+
+It is run as a script, without `site`, and imports the standard library alone: it has to answer
+while a key is pressed. What there is to complete is made by commands/completion_index.py, which
+imports the application, and kept until one of the files that it is made of changes.
+"""
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FOLDER = os.path.join("~", ".cache", "meshwright", "completion")
+# Whose files decide what there is.
+SOURCES = ("commands", "configs", "configs/schema", "tour", "analysis", "input_pipeline/sources")
+_SECONDS = 20
+_CONFIGS = ("config", "against")
+_PATH_KEYS = ("data.files", "data.data_dir", "data.tokenizer", "data.chat_template", "model.folder")
+_PATH_KEYS += ("data.evaluation_files", "checkpoint.initialize_from", "compilation_cache_dir")
+_SHELLS = ("bash", "zsh", "fish")
+Found = Iterator[tuple[str, str]]  # a whole word, with a space where it is complete; what it means
+
+
+def main(arguments: Sequence[str]) -> None:
+  """Prints a line for each candidate: the word, a tab and what it means.
+
+  Args:
+    arguments: the shell; of bash, the characters that separate words while it completes; the
+      command line up to the cursor.
+  """
+  shell, breaks, line = arguments
+  words = split(line)
+  known = index()
+  if known is None:
+    return
+  found = sorted(candidates(words[:-1], words[-1], known))
+  # bash replaces what is behind the last of its separators.
+  cut = max((words[-1].rfind(each) for each in breaks), default=-1) + 1 if shell == "bash" else 0
+  for word, what in found:
+    print(word[cut:] if shell == "bash" else f"{word}\t{' '.join(what.split())}")
+
+
+def split(line: str) -> list[str]:
+  """Returns the words behind main.py, the last of them being typed, without their quotes."""
+  words, word, quote, there = [], "", "", False
+  characters = iter(line)
+  for character in characters:
+    if character == "\\" and quote != "'":
+      word, there = word + next(characters, ""), True
+    elif quote:
+      quote, word = ("", word) if character == quote else (quote, word + character)
+    elif character in "'\"":
+      quote, there = character, True
+    elif character.isspace():
+      words += [word] if word or there else []
+      word, there = "", False
+    else:
+      word += character
+  words.append(word)
+  at = max(
+    (i for i, one in enumerate(words[:-1]) if os.path.basename(one) == "main.py"), default=-1
+  )
+  return words[at + 1 :]
+
+
+# ------------------------------ what there is ------------------------------
+
+
+def index() -> Mapping | None:
+  """Returns what there is to complete, made anew if a source has changed; None if that fails."""
+  path = os.path.join(os.path.expanduser(FOLDER), hashlib.sha256(ROOT.encode()).hexdigest()[:16])
+  stamp = _stamp()
+  with contextlib.suppress(OSError, ValueError, KeyError):
+    with open(path, encoding="utf-8") as file:
+      kept = json.load(file)
+    if kept["stamp"] == stamp:
+      return kept
+  with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+    command = [sys.executable, "-m", "commands.completion_index"]
+    made = subprocess.run(
+      command, cwd=ROOT, capture_output=True, timeout=_SECONDS, check=True, stdin=subprocess.DEVNULL
+    )
+    found = {**json.loads(made.stdout), "stamp": stamp}
+    with contextlib.suppress(OSError):
+      os.makedirs(os.path.dirname(path), exist_ok=True)
+      with open(f"{path}.{os.getpid()}", "w", encoding="utf-8") as file:
+        json.dump(found, file)
+      os.replace(f"{path}.{os.getpid()}", path)
+    return found
+  return None
+
+
+def _stamp() -> str:
+  """Returns a digest of the names, sizes and times of the files that the index is made of."""
+  seen = []
+  for folder in SOURCES:
+    with contextlib.suppress(OSError), os.scandir(os.path.join(ROOT, folder)) as entries:
+      for entry in entries:
+        if entry.name.endswith(".py"):
+          stat = entry.stat()
+          seen.append((folder, entry.name, stat.st_size, stat.st_mtime_ns))
+  return hashlib.sha256(repr(sorted(seen)).encode()).hexdigest()
+
+
+# ------------------------------ what may follow ------------------------------
+
+
+def candidates(words: Sequence[str], word: str, known: Mapping) -> Found:
+  """Yields what a word may become.
+
+  Args:
+    words: behind main.py, before it.
+    word: as far as it is typed.
+    known: of `index`.
+  """
+  before = words[-1] if words else ""
+  name = before[2:].replace("-", "_")
+  waits = before.startswith("--") and "=" not in before and _takes_value(name, known)
+  if waits:
+    found = _values(name, word, words, known)
+  elif word.startswith("--") and "=" in word:
+    flag, _, value = word.partition("=")
+    found = (
+      (f"{flag}={v}", w) for v, w in _values(flag[2:].replace("-", "_"), value, words, known)
+    )
+  elif word.startswith("-"):
+    found = _flags(words, word, known)
+  else:
+    found = _words(words, word, known)
+  yield from {name: what for name, what in found if name.startswith(word)}.items()
+
+
+def _takes_value(name: str, known: Mapping) -> bool:
+  of_key = name.partition(".")[0] in _CONFIGS and "." in name
+  return of_key or (name in known["flags"] and not known["flags"][name]["bool"])
+
+
+def _verb(words: Sequence[str], known: Mapping) -> str:
+  """Returns the first word that is no flag, nor the value of one."""
+  for before, word in zip(["", *words], words, strict=False):
+    name = before[2:].replace("-", "_")
+    value = before.startswith("--") and "=" not in before and _takes_value(name, known)
+    if not word.startswith("-") and not value:
+      return word
+  return ""
+
+
+def _words(words: Sequence[str], word: str, known: Mapping) -> Found:
+  verb = _verb(words, known)
+  if not verb:
+    yield from ((f"{name} ", what) for name, what in known["verbs"].items())
+    yield "help ", "verbs, flags, config keys"
+  elif verb == "help":
+    yield from ((f"{name} ", what) for name, what in known["verbs"].items())
+    yield "keys ", "all config keys"
+    yield from _dotted(word, _keys(words, known), " ")
+  elif verb == "completion":
+    yield from ((f"{shell} ", "") for shell in _SHELLS)
+  elif verb == "config":
+    yield from _dotted(word, _keys(words, known), " ")
+  if verb != "help" and not word:
+    yield from _flags(words, "--", known)
+
+
+def _flags(words: Sequence[str], word: str, known: Mapping) -> Found:
+  for flag in _CONFIGS:
+    if word.startswith(f"--{flag}."):
+      keys = _keys(words, known)
+      yield from _dotted(word, keys, "=", f"--{flag}.")
+      return
+  verb = _verb(words, known) or "train"
+  given = {one[2:].partition("=")[0].replace("-", "_") for one in words if one.startswith("--")}
+  for name, flag in known["flags"].items():
+    taken = flag["verbs"] is None or verb in flag["verbs"]
+    if taken and (name not in given or flag["many"]):
+      yield f"--{name}{' ' if flag['bool'] else '='}", flag["help"]
+  if "config" in given and known["takes"].get(verb):
+    yield "--config.", "a config key"
+  yield "--help ", "help about the verb"
+
+
+def _dotted(typed: str, keys: Mapping[str, Sequence], end: str, prefix: str = "") -> Found:
+  """Yields keys of the section that is typed, and the sections below it."""
+  inside = typed[len(prefix) :].rpartition(".")[0]
+  for key, (_, meaning) in keys.items():
+    if inside and not key.startswith(f"{inside}."):
+      continue
+    rest = key[len(inside) + 1 :] if inside else key
+    section, dot, _ = rest.partition(".")
+    start = f"{inside}." if inside else ""
+    if dot:
+      yield f"{prefix}{start}{section}.", "a section"
+    else:
+      yield f"{prefix}{key}{end}", meaning
+
+
+def _keys(words: Sequence[str], known: Mapping) -> Mapping[str, Sequence]:
+  """Returns the keys of the recipe that `--config` names; of all where there is none."""
+  given = [value for name, value in _given(words) if name == "config"]
+  argument = (given[-1] if given else "").partition(":")[2]
+  model = re.sub(r"^.*model=|,.*$", "", argument) if "=" in argument else argument
+  if argument and model in known["keys"]:
+    return known["keys"][model]
+  if given and not argument and f"{os.sep}experiments{os.sep}" not in given[-1]:
+    return known["keys"]["lm"]
+  if model in known["recipes"]:
+    return known["keys"]["lm"]
+  return {key: row for keys in reversed(known["keys"].values()) for key, row in keys.items()}
+
+
+def _given(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+  for word, after in zip(words, [*words[1:], ""], strict=True):
+    if word.startswith("--"):
+      name, equals, value = word[2:].partition("=")
+      yield name.replace("-", "_"), value if equals else after
+
+
+def _values(name: str, value: str, words: Sequence[str], known: Mapping) -> Found:
+  """Yields the values of a flag, or of a config key."""
+  flag, dot, key = name.partition(".")
+  if name in _CONFIGS:
+    yield from _config(value, known)
+  elif flag in _CONFIGS and dot:
+    keys = _keys(words, known)
+    yield from ((f"{word} ", "") for word in (keys[key][0] if key in keys else ()))
+    if key in _PATH_KEYS:
+      yield from _paths(value)
+  elif name == "set":
+    keys = _keys(words, known)
+    key, equals, _ = value.partition("=")
+    if equals:
+      yield from ((f"{key}={word} ", "") for word in (keys[key][0] if key in keys else ()))
+    else:
+      yield from _dotted(value, keys, "=")
+  elif name == "accept_changes":
+    done = value[: value.rfind(",") + 1]
+    yield from (
+      (done + key, what) for key, what in _dotted(value[len(done) :], _keys(words, known), "")
+    )
+  elif name in known["flags"]:
+    row = known["flags"][name]
+    yield from ((word if word.endswith(":") else f"{word} ", "") for word in row["values"])
+    if row["bool"]:
+      yield from (("true ", ""), ("false ", ""))
+    if row["path"]:
+      yield from _paths(value)
+
+
+def _config(value: str, known: Mapping) -> Found:
+  """Yields config files; behind the colon recipes, or model=NAME,data=NAME."""
+  file, colon, argument = value.partition(":")
+  if not value:
+    yield from ((f"{file} ", "") for file in known["strategies"])
+    return
+  if not colon:
+    for path in _files(value):
+      if path.endswith(os.sep):
+        yield path, ""
+      elif path.endswith(".py") and not path.endswith("__init__.py"):
+        yield f"{path} ", ""
+    return
+  done = argument[: argument.rfind(",") + 1]
+  part = argument[len(done) :]
+  name, equals, _ = part.partition("=")
+  if equals:
+    known_values = known["recipes"] if name == "model" else known["data"] if name == "data" else []
+    yield from ((f"{file}:{done}{name}={one}", "") for one in known_values)
+    return
+  if not done:
+    yield from ((f"{file}:{recipe} ", "") for recipe in known["recipes"])
+  yield from ((f"{file}:{done}{key}=", "") for key in ("model", "data") if f"{key}=" not in done)
+
+
+def _paths(value: str) -> Found:
+  yield from ((path if path.endswith(os.sep) else f"{path} ", "") for path in _files(value))
+
+
+def _files(value: str) -> Iterator[str]:
+  """Yields the files and folders that begin so, as typed; those in a folder as `folder/`."""
+  pattern = glob.escape(os.path.expanduser(value)) + "*"
+  for path in glob.iglob(pattern):
+    name = os.path.basename(path)
+    if re.fullmatch(r"[\w.,:=@%+/-]+", name) and name != "__pycache__":
+      yield os.path.join(os.path.dirname(value), name) + (os.sep if os.path.isdir(path) else "")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

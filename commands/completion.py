@@ -1,0 +1,105 @@
+"""The verb `completion`: prints the completion of a shell, to be sourced where it starts.
+
+The shells call commands/complete.py of the clone whose main.py is typed, by the Python before it.
+"""
+
+from commands.refusal import refuse
+from runtime import exit_codes
+from runtime.suggest import nearest
+
+_BASH = r"""# Completes `python main.py ...`:  source <(python main.py completion bash)
+_meshwright_other=$(complete -p python 2>/dev/null | sed -n 's/.* -F \([^ ]*\) .*/\1/p')
+[ "$_meshwright_other" = _meshwright ] && _meshwright_other=
+_meshwright() {
+  local position word root line python=${COMP_WORDS[0]/#\~/$HOME}
+  for ((position = 1; position < COMP_CWORD; position++)); do
+    word=${COMP_WORDS[position]/#\~/$HOME}
+    case $word in
+      main.py | */main.py)
+        root=$(dirname -- "$word")
+        [ -f "$root/commands/complete.py" ] || break
+        line=${COMP_LINE:0:COMP_POINT}
+        compopt -o nospace 2>/dev/null
+        mapfile -t COMPREPLY < <("$python" -S "$root/commands/complete.py" bash \
+          "$COMP_WORDBREAKS" "$line" 2>/dev/null)
+        return
+        ;;
+      -*) ;;
+      *) break ;;
+    esac
+  done
+  if [ -n "$_meshwright_other" ]; then
+    "$_meshwright_other" "$@"
+  else
+    compopt -o default 2>/dev/null
+    COMPREPLY=()
+  fi
+}
+complete -F _meshwright python python3
+"""
+_ZSH = r"""# Completes `python main.py ...`:  source <(python main.py completion zsh)
+_meshwright() {
+  local word root answer
+  local -a whole whole_text part part_text
+  for word in ${words[2,CURRENT-1]}; do
+    case $word in
+      main.py | */main.py)
+        root=${~word}; root=${root:h}
+        [[ -f $root/commands/complete.py ]] || break
+        answer=$(${~words[1]} -S $root/commands/complete.py zsh '' "$LBUFFER" 2>/dev/null)
+        for answer in ${(f)answer}; do
+          local name=${answer%%$'\t'*} text=${answer#*$'\t'}
+          text="${name% }${text:+  -- $text}"
+          if [[ $name == *' ' ]]; then
+            whole+=("${name% }"); whole_text+=("${text:0:$((COLUMNS - 2))}")
+          else
+            part+=("$name"); part_text+=("${text:0:$((COLUMNS - 2))}")
+          fi
+        done
+        (( $#part )) && compadd -Q -S '' -l -d part_text -a part
+        (( $#whole )) && compadd -Q -l -d whole_text -a whole
+        return
+        ;;
+      -*) ;;
+      *) break ;;
+    esac
+  done
+  autoload -Uz +X _python 2>/dev/null && _python "$@" || _default
+}
+compdef _meshwright python python3
+"""
+_FISH = r"""# Completes `python main.py ...`:  python main.py completion fish | source
+function __meshwright_main
+  for word in (commandline -opc)[2..-1]
+    switch $word
+      case main.py '*/main.py'
+        test -f (dirname $word)/commands/complete.py; and echo $word; and return 0
+        return 1
+      case '-*'
+      case '*'
+        return 1
+    end
+  end
+  return 1
+end
+function __meshwright
+  set -l main (__meshwright_main)
+  set -l python (commandline -opc)[1]
+  set -l line (string escape -- (commandline -cp))
+  eval $python -S (dirname $main)/commands/complete.py fish "''" $line 2>/dev/null \
+    | string replace -r ' \t' \t
+end
+complete -c python -n '__meshwright_main >/dev/null' -f -a '(__meshwright)'
+complete -c python3 -n '__meshwright_main >/dev/null' -f -a '(__meshwright)'
+"""
+SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+
+def run(*words: str) -> int:
+  """Prints the script of a shell; returns the exit code."""
+  if len(words) != 1 or words[0] not in SCRIPTS:
+    given = words[0] if words else ""
+    hint = nearest(given, SCRIPTS) if given else ""
+    return refuse(ValueError(f"completion takes one of {', '.join(SCRIPTS)}{hint}"))
+  print(SCRIPTS[words[0]], end="")
+  return exit_codes.DONE

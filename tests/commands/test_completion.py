@@ -1,0 +1,72 @@
+"""Completion in real shells, by the key Tab in a terminal."""
+
+import re
+import shutil
+import sys
+import time
+
+import pytest
+
+from commands.completion import SCRIPTS
+from tests.helpers.terminals import Terminal
+
+SHELLS = {
+  "bash": (["bash", "--norc", "--noprofile", "-i"], "source <({}); PS1='$ '", b"\x15"),
+  "zsh": (
+    ["zsh", "-f", "-i"],
+    "autoload -Uz compinit; compinit -u -D; source <({}); PS1='$ '",
+    b"\x15",
+  ),
+  "fish": (["fish", "--no-config", "-i"], "{} | source", b"\x03"),
+}
+PYTHON = sys.executable
+TYPED = {  # behind main.py -> what Tab makes of it
+  "samp": "main.py sample ",
+  "--config=configs/dp4": "--config=configs/dp4_tp2.py ",
+  "--config=configs/dp8.py:mlp_": "configs/dp8.py:mlp_tutorial",
+  "tour --chapter=coll": "--chapter=collectives",
+  "--config=configs/dp8.py --config.optimizer.sched": "--config.optimizer.schedule=",
+  "--config=configs/dp8.py --config.optimizer.schedule=inv": "schedule=inverse_sqrt",
+}
+
+
+def test_no_other_shells(main):
+  assert {*SHELLS} == {*SCRIPTS}
+  code, out, err = main("completion", "bahs")
+  assert (code, out) == (2, "")
+  assert err == "refused: completion takes one of bash, zsh, fish; did you mean 'bash'?\n"
+  code, _, err = main("completion")
+  assert (code, err) == (2, "refused: completion takes one of bash, zsh, fish\n")
+
+
+@pytest.mark.parametrize(
+  "shell", ["bash", *(pytest.param(s, marks=pytest.mark.long) for s in ("zsh", "fish"))]
+)
+def test_tab(shell, tmp_path):
+  command, setup, clear = SHELLS[shell]
+  if not shutil.which(command[0]):
+    pytest.skip(f"{shell} is not installed: apt-get install {shell}")
+  script = f"{PYTHON} main.py completion {shell}"
+  with Terminal(command, environment={"HOME": str(tmp_path)}, columns=300) as terminal:
+    terminal.press(f"{setup.format(script)}; echo RE''ADY\r".encode())
+    terminal.wait_for("READY")
+    for typed, becomes in TYPED.items():
+      _type(terminal, typed, becomes)
+      terminal.press(clear)
+      time.sleep(0.1)
+
+
+def _type(terminal: Terminal, typed: str, becomes: str) -> None:
+  """Types what follows main.py, and Tab; waits for what it becomes."""
+  before = len(terminal.text())
+
+  def shown() -> str:
+    text = terminal.text()[before:].replace("\x07", "")  # the bell
+    while "\x08" in text:  # the cursor goes back
+      text = re.sub("[^\x08]\x08", "", text.lstrip("\x08"))
+    return text
+
+  terminal.press(f"{PYTHON} main.py {typed}".encode())
+  terminal.wait_until(lambda: typed in shown(), typed)
+  terminal.press(b"\t")
+  terminal.wait_until(lambda: becomes in shown(), becomes)
