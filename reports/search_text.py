@@ -38,13 +38,16 @@ def _of_topology(found: Found) -> Iterator[str]:
     yield found.note
   yield verdict(found)
   yield SOURCES[found.source]
+  yield from nearest(found)
+  rows = found.rows
+  if not rows:
+    return
   yield plain(_table(found))
-  if any(row.front for row in found.rows):
+  if any(row.front for row in rows):
     yield "* no other setting takes less memory and less time (the Pareto front)"
   yield "overrides, by number:"
-  for place, row in enumerate(found.rows, start=1):
+  for place, row in enumerate(rows, start=1):
     yield f"  {place}: {overrides(row)}"
-  yield from nearest(found)
 
 
 def heading(found: Found) -> str:
@@ -111,7 +114,7 @@ def numbers(found: Found, row: Row) -> str:
 
 def columns(found: Found) -> list[str]:
   """Returns the titles of the table."""
-  titles = ["", "mesh", "microbatches", "memory", "step", f"{found.unit}/s"]
+  titles = ["", "mesh", "microbatches", "memory", "step", f"{found.unit}/s per device"]
   more = [*(["cost"] if found.price else []), *([] if found.source == FORMULA else ["by formula"])]
   return [*titles, *more]
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 
 import jax
+import psutil
 import pytest
 
 from analysis.chips import overridden
@@ -15,6 +16,8 @@ from planning.search_choice import Estimate
 from planning.topology import parse
 from tests.helpers.cli import QUICKLY
 from tests.helpers.jobs import SMALL
+from tests.helpers.terminals import Terminal
+from tests.helpers.terminals import main as command
 
 AXES = ("data", "tensor")
 MLP = ["--config=configs/dp4_tp2.py:mlp", "--config.model.model_size=16"]
@@ -243,6 +246,26 @@ def test_bad_flags_are_refused(main, tmp_path, arguments, message):
   assert (code, out) == (2, ""), (out, err)
   assert message in err
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_it_at_once_and_leaves_estimates_but_no_worker(tmp_path):
+  arguments = ["search", *MLP, "--topology=h100:8", f"--workdir={tmp_path / 'run'}"]
+  cache = f"--config.planning.cache_dir={tmp_path / 'plans'}"
+  with Terminal(command(*arguments, cache), environment={"TMPDIR": str(tmp_path)}) as terminal:
+    terminal.wait_for("mesh 4 of ")
+    started = psutil.Process(terminal.popen.pid).children(recursive=True)
+    assert started
+    terminal.press()
+    assert terminal.end() == 75
+    left = psutil.wait_procs(started, timeout=20)[1]
+    text = terminal.text()
+  assert not left
+  assert "search: h100:8: mesh" in text
+  assert "Traceback" not in text
+  assert not (tmp_path / "run" / "search.json").exists()
+  [kept] = (tmp_path / "plans").glob("*.search.jsonl")
+  assert len(kept.read_text().splitlines()) >= 3
 
 
 @pytest.mark.long
