@@ -1,6 +1,7 @@
 """Every flag, and the verbs that take it."""
 
 import pathlib
+import re
 import shlex
 import sys
 
@@ -18,14 +19,19 @@ from runtime.suggest import nearest
 CONFIG = config_flags.DEFINE_config_file(
   "config", None, "Config file, optionally with a recipe: configs/dp8.py:mlp."
 )
-AGAINST = config_flags.DEFINE_config_file("against", None, "layout, compare: the other config.")
+AGAINST = config_flags.DEFINE_config_file(
+  "against", None, "layout, compare: the other config; report: another run's workdir, repeatable."
+)
+AGAINST_RUN = flags.DEFINE_multi_string(
+  "against_run", [], "report: what --against becomes there, since it names no config."
+)
 SET = flags.DEFINE_multi_string("set", [], "compare: key=value for both configs; repeatable.")
 WIDTHS = flags.DEFINE_list(
   "widths", [], "coordcheck: of the model, 64,128,256; by default 1/4, 1/2, 1 and 2 times its own."
 )
 STEPS = flags.DEFINE_integer("steps", 5, "coordcheck: optimizer steps at each width.")
 SVG = flags.DEFINE_string("svg", None, "coordcheck: the file for a picture.")
-HTML = flags.DEFINE_string("html", None, "layout: the file for a page with drawings.")
+HTML = flags.DEFINE_string("html", None, "layout, report: the file for the page.")
 TOPOLOGY = flags.DEFINE_string(
   "topology", None, "v5p:4x4x4, v5p-128, 2xv6e-256 or h100:8; by default the attached devices."
 )
@@ -90,16 +96,20 @@ OWNERS = [
   (CONFIG, tuple(name for name, verb in VERBS.items() if verb.config != "none")),
   (
     WORKDIR,
-    ("train", "evaluate", "sample", "export", "layout", "compare", "plan", "search", "doctor"),
+    (
+      *("train", "evaluate", "sample", "export", "layout", "compare", "plan", "search", "doctor"),
+      "report",
+    ),
   ),
   *((flag, ("coordcheck",)) for flag in (WIDTHS, STEPS, SVG)),
   (TOPOLOGY, ("plan", "search", "config")),
   *((flag, ("search",)) for flag in (AXES, BATCH_SIZES, COMPILATIONS, PRICE)),
   (JSON, ("config",)),
   (CHAPTER, ("tour",)),
-  (AGAINST, ("layout", "compare")),
+  (AGAINST, ("layout", "compare", "report")),
+  (AGAINST_RUN, ("report",)),
   (SET, ("compare",)),
-  (HTML, ("layout",)),
+  (HTML, ("layout", "report")),
   (ACCEPT, ("train",)),
   (CHECKPOINT, ("evaluate", "sample", "export")),
   (TASKS, ("evaluate",)),
@@ -110,7 +120,8 @@ OWNERS = [
 
 def command_line() -> str:
   """Returns the command of this process, for a page that says how it was made."""
-  return printable(shlex.join(["python", pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]))
+  words = [re.sub(r"^--against_run(?==|$)", "--against", word) for word in sys.argv[1:]]
+  return printable(shlex.join(["python", pathlib.Path(sys.argv[0]).name, *words]))
 
 
 def command_to_train() -> str:
@@ -172,7 +183,17 @@ def parse_flags(argv: list[str]) -> list[str]:
     if help.asked(argv):
       print(help.text(argv, {flag.name: owners for flag, owners in OWNERS}))
       sys.exit(exit_codes.DONE)
-    sys.argv = config_flag.with_settings(argv, ("config", "against"))  # ml_collections reads it
+    sys.argv = rewritten(argv)  # ml_collections reads it
     return config_flag.parse(sys.argv, ("config", "against"))
   except ValueError as error:
     sys.exit(refuse(error, debug="--debug" in argv))
+
+
+def rewritten(argv: list[str]) -> list[str]:
+  """Returns a command line as it is parsed.
+
+  `--set` becomes overrides, and `--against` of `report`, which names no config, `--against_run`.
+  """
+  if argv[1:2] == ["report"]:
+    argv = [re.sub(r"^--?against(?==|$)", "--against_run", word) for word in argv]
+  return config_flag.with_settings(argv, ("config", "against"))

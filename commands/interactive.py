@@ -18,6 +18,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from commands import build as building
+from commands import run_report
 from commands import train as verb
 from inference.request import Request
 from inference.sampler import Sampler
@@ -143,7 +144,15 @@ def train(job: Job, workdir: str | epath.Path, callbacks: Sequence[Callback] = (
         end = loop.End(start.state, stopped=False)
       else:
         named = {f"callback {number}": one for number, one in enumerate(callbacks, 1)}
-        end = loop.train(job, data, start, folder, watch, started=began, more_callbacks=named)
+        report = run_report.of(job, folder, start)
+        try:
+          end = loop.train(
+            job, data, start, folder, watch, started=began, more_callbacks=named, observer=report
+          )
+        except Exception as error:
+          report.failed(error)
+          raise
+        report.end(stopped=end.stopped)
   sound, _ = log_lines.split((folder / FILE).read_bytes())
   return Result(end.state, [line.values for line in sound], end.stopped)
 

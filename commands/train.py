@@ -9,7 +9,7 @@ from etils import epath
 
 from checkpointing import resume_policy
 from checkpointing.async_writer import SaveError
-from commands import announce_data, build, closing, flags, preflight_facts
+from commands import announce_data, build, closing, flags, preflight_facts, run_report
 from configs.schema import optimizer_defaults
 from inference import request, sampler
 from partitioning.mesh_sizes import mesh_text
@@ -21,6 +21,7 @@ from runtime.printable import printable
 from training import (
   base_parameters,
   evaluation,
+  history,
   loop,
   restore,
   run_tokenizer,
@@ -75,24 +76,34 @@ def _run(
     start.checkpointer.close()
     say(f"training.steps={ready.config.training.steps} are done; evaluate reads the result")
     return exit_codes.DONE
+  report = run_report.of(ready, workdir, start, command=flags.command_line())
   try:
-    end = loop.train(ready, data, start, workdir, watch, started=goodput.process_started())
+    end = loop.train(
+      ready, data, start, workdir, watch, started=goodput.process_started(), observer=report
+    )
   except (TrainingStoppedError, SaveError, CallbackError) as error:
     if flags.DEBUG.value:
       traceback.print_exception(error)
+    report.failed(error)
     return _failed(error, watch, everywhere=isinstance(error, TrainingStoppedError))
   if not end.stopped:
     closing.curve(workdir)
   say(f"metrics in {workdir / 'metrics.jsonl'}, checkpoints in {start.checkpointer.folder}")
+  if ready.config.metrics.report:
+    say(f"page of the run: {workdir / history.REPORT}")
   if end.stopped:
     say("stopped as requested, after saving; run the same command again to resume")
+    report.end(stopped=True)
     return exit_codes.STOPPED
   wanted = request.first_words(ready.config)
   if wanted:
     watch.at("showing a sample", DONE)
     say("sample from the trained model:")
-    sampler.show(ready, end.state.params, wanted, end.state.variables)
+    known = report.sampler
+    [drawn] = sampler.show(ready, end.state.params, wanted, end.state.variables, known)
+    report.sampled(drawn)
   closing.next_commands(ready, workdir, text=wanted is not None)
+  report.end()
   return exit_codes.DONE
 
 

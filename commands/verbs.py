@@ -126,6 +126,18 @@ VERBS = {
     alone=True,
     jax=False,
   ),
+  "report": Verb(
+    "write the page of a run, or overlay several",
+    "Writes WORKDIR/run.html, as training does. --against=WORKDIR (repeatable) overlays other runs "
+    "and lists the config keys that differ. --html=FILE names the file.",
+    (
+      "report --workdir=runs/dp4_tp2_lm",
+      "report --workdir=runs/one --against=runs/two --html=runs.html",
+    ),
+    config="none",
+    alone=True,
+    jax=False,
+  ),
   "completion": Verb(
     "print the completion for bash, zsh or fish",
     "Completes verbs, flags, config files with their recipes, config keys and their values. For "

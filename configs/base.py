@@ -54,6 +54,8 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
     {
       "every_steps": 10,
       "tensorboard": True,
+      # Write WORKDIR/run.html at each evaluation and at the end, with samples of a language model
+      "report": True,
       # Where else metrics go: csv, wandb, mlflow, trackio, aim, and what a file has registered
       "sinks": (),
       "project": "meshwright",  # under which wandb, mlflow, trackio and aim compare runs

@@ -248,12 +248,22 @@ class Sampler:
     return draw(logits_BV[:, : drawable(self.job.config)], cache.lengths, settings), cache
 
 
-def show(job: Job, params: Any, request: Request, variables: Any = None) -> None:
-  """Prints the prompts and their continuations, as they are generated."""
-  sampler = Sampler(job, request)
+def show(
+  job: Job, params: Any, request: Request, variables: Any = None, sampler: Sampler | None = None
+) -> list[bytes]:
+  """Prints the prompts and their continuations, as they are generated; returns the continuations.
+
+  Args:
+    job: whose model is used.
+    params: its parameters.
+    request: the prompts.
+    variables: the model's other variables, where it has any.
+    sampler: one that was compiled for the request; by default one is compiled.
+  """
+  sampler = sampler or Sampler(job, request)
   if not current().first:  # all compute, process 0 prints
-    sampler(params, request, variables=variables)
-    return
+    return sampler(params, request, variables=variables)
   printer = Printer(request.prompts)
-  sampler(params, request, printer, variables)
+  drawn = sampler(params, request, printer, variables)
   printer.close()
+  return drawn

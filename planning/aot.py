@@ -191,6 +191,12 @@ def compile_to_run(ready: setup.Job) -> tuple[Program, Callable | None]:
     if used is None:
       raise
     return Program("", used, False), None
+  peak, host = memory_of(compiled, ready.devices.platform)
+  return Program(compiled.as_text(), peak, True, host), compiled
+
+
+def memory_of(compiled: Any, platform: str) -> tuple[int, int]:
+  """Returns the peak memory of a device and the bytes in its host's memory, of a compiled step."""
   stats = compiled.memory_analysis()
   allocated = stats.argument_size_in_bytes + stats.temp_size_in_bytes
   allocated += stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -200,9 +206,9 @@ def compile_to_run(ready: setup.Job) -> tuple[Program, Callable | None]:
   host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
   if stats.host_temp_size_in_bytes:
     peak = min(peak, allocated)
-  if ready.devices.platform == "cpu":  # its peak excludes temporaries
+  if platform == "cpu":  # its peak excludes temporaries
     peak = allocated
-  return Program(compiled.as_text(), peak, True, host), compiled
+  return peak, host
 
 
 def _held(ready: setup.Job) -> int:

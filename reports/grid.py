@@ -6,6 +6,7 @@ Terminals (rich), pages (HTML tables) and the documentation's SVG all draw this 
 import colorsys
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 GAP = "..."  # replaces omitted rows, columns or panels
 NAMED = 16  # devices of a cell that a page names one by one
@@ -127,6 +128,46 @@ class Sheet:
 
   def _cell(self, caption: str, row: int | None, column: int | None) -> Cell:
     return Cell() if row is None or column is None else self.panels[caption][row, column]
+
+
+def as_json(sheet: Sheet) -> dict[str, Any]:
+  """Returns a drawing as JSON has it."""
+  edges = {
+    name: {"title": edge.title, "under": edge.under, "labels": list(edge.labels)}
+    for name, edge in (("rows", sheet.rows), ("columns", sheet.columns))
+  }
+  panels = [
+    {
+      "caption": caption,
+      "cells": [[*place, list(cell.devices), cell.text, cell.hatch] for place, cell in one.items()],
+    }
+    for caption, one in sheet.panels.items()
+  ]
+  notes = list(sheet.notes)
+  return {
+    **{"title": sheet.title, **edges, "panels": panels, "notes": notes},
+    "turnable": sheet.turnable,
+  }
+
+
+def from_json(values: Mapping[str, Any]) -> Sheet:
+  """Returns the drawing that `as_json` has written.
+
+  Raises:
+    KeyError, TypeError, ValueError: it is something else.
+  """
+  rows, columns = (
+    Edge(edge["title"], edge["under"], tuple(edge["labels"]))
+    for edge in (values["rows"], values["columns"])
+  )
+  panels = {
+    one["caption"]: {
+      (row, column): Cell(tuple(devices), text, hatch)
+      for row, column, devices, text, hatch in one["cells"]
+    }
+    for one in values["panels"]
+  }
+  return Sheet(values["title"], rows, columns, panels, tuple(values["notes"]), values["turnable"])
 
 
 def shown(count: int, most: int) -> list[int | None]:

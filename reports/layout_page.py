@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding
-from markupsafe import Markup
 
-from analysis import collectives
+from analysis import chips, collectives
 from partitioning import shardings
 from partitioning.constraints import Constraint
 from partitioning.mesh_sizes import mesh_text
 from partitioning.rules import Placement
 from partitioning.shardings import bytes_per_device, shape_text, size_text, spec_text
 from planning import named_activations
-from reports import drawings, pipeline_picture
+from reports import drawings, memory_bar, pipeline_picture
 from reports.grid import Sheet
 from reports.html import render
 from reports.layout_text import CHOICES, matrix_lines, of_layers
@@ -156,7 +155,9 @@ def html(
     title=f"Layout: {' against '.join(side.title for side in sides)}",
     command=command,
     sides=sides,
+    verdict=verdict(sides),
     remarks=remarks(sides),
+    bars=[memory_bar.bar(_stored(side), _limit(side)) for side in sides],
     totals=_totals(sides),
     platform=job.devices.platform,
     costs=[_costs_of(side, sides) for side in sides],
@@ -172,13 +173,35 @@ def pipelines(sides: Sequence[Side]) -> list[dict[str, Any]]:
   for side in sides:
     if (schedule := side.job.program.pipeline) is not None:
       layers = side.job.config.model.layers
-      found[schedule, layers] = {
-        "picture": Markup(pipeline_picture.svg(schedule, layers)),
-        "layers": [
-          pipeline_picture.layers_text(schedule, layers, stage) for stage in range(schedule.stages)
-        ],
-      }
+      found[schedule, layers] = pipeline_picture.for_page(schedule, layers)
   return list(found.values())
+
+
+def verdict(sides: Sequence[Side]) -> str:
+  """Returns one sentence: what is placed where, and what it takes."""
+  texts = []
+  for side in sides:
+    sections = side.job.placements
+    total = sum(bytes_per_device(p, side.sizes) for p in side.held)
+    texts.append(
+      f"{side.title}: {sum(map(len, sections.values()))} arrays are placed on "
+      f"{side.job.mesh.size} devices ({mesh_text(side.sizes, side.job.devices.slices)}), with "
+      f"{size_text(total)} of parameters and optimizer state per device"
+    )
+  return f"{'; '.join(texts)}."
+
+
+def _stored(side: Side) -> dict[str, int]:
+  sections = side.job.placements.items()
+  return {
+    name: sum(bytes_per_device(p, side.sizes) for p in found.values()) for name, found in sections
+  }
+
+
+def _limit(side: Side) -> float | None:
+  """Returns the memory of a device by its data sheet; None where that is unknown, as of CPUs."""
+  chip = chips.known(side.job.mesh.devices.flat[0])
+  return chip.hbm_bytes if chip else None
 
 
 def remarks(sides: Sequence[Side]) -> list[str]:

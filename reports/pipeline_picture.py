@@ -7,8 +7,10 @@ forward pass or a backward pass of every stage, and a cell without one is a part
 import dataclasses
 import textwrap
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
+
+from markupsafe import Markup
 
 from partitioning.parallel.pipeline_schedule import Schedule, Unit, Work
 from reports.grid import gap_text, shown
@@ -211,6 +213,15 @@ def svg(schedule: Schedule, layers: int) -> str:
     'patternTransform="rotate(45)"><path d="M0 0V5"/></pattern></defs>'
     f"{''.join(parts)}</svg>"
   )
+
+
+def for_page(schedule: Schedule, layers: int) -> dict[str, Any]:
+  """Returns the picture and the layers of each stage, for the macro `schedules` of a page."""
+  stages = range(schedule.stages)
+  return {
+    "picture": Markup(svg(schedule, layers)),
+    "layers": [layers_text(schedule, layers, stage) for stage in stages],
+  }
 
 
 def _cell(

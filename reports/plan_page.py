@@ -3,7 +3,7 @@
 This module collects the content; `templates/plan.html.j2` renders it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from analysis.chips import REASONS, SOURCES
@@ -11,13 +11,12 @@ from partitioning.shardings import size_text
 from planning import memory
 from planning.plan import Plan
 from planning.timeline import Bar, Gap, Layer
-from reports import plan_text, timeline_text
+from reports import memory_bar, plan_text, timeline_text
 from reports.html import render
 from reports.layout_page import Arrays, Side, pipelines
 
 KINDS = {"matmul": "matmul", "HBM": "memory", "loop": "inner"}  # of compute -> CSS class
 GAPS = 10  # of those waited for, how many are listed
-SMALL = 0.1  # of the limit: a peak below it gets a second, enlarged bar
 
 
 def html(plan: Plan, *, command: str = "") -> str:
@@ -52,42 +51,19 @@ def html(plan: Plan, *, command: str = "") -> str:
 def _memory(plan: Plan) -> dict[str, Any]:
   """Returns the parts by formula, stacked against the limit, and the compiler's peak."""
   limit, at_peak = plan.topology.chip.hbm_bytes, memory.at_peak(plan.memory)
-  most = max(limit, plan.memory_at_once, plan.peak_bytes)
-  bar = _stack(plan.memory, at_peak, most)
-  line, peak = round(100 * limit / most, 2), size_text(plan.memory_at_once)
-  limit_text = f"a device of {plan.topology.name} has {size_text(int(limit))}"
-  bars = [
-    {"title": f"peak by formula, {peak}; {limit_text} (vertical line)", "parts": bar, "limit": line}
-  ]
-  if plan.program:
-    text = size_text(plan.peak_bytes)
-    part = {"name": "peak", "text": text, "percent": 100 * plan.peak_bytes / most, "color": "peak"}
-    bars.append({"title": f"peak by the compiler, {text}", "parts": [part], "limit": line})
-  if plan.memory_at_once < SMALL * most:
-    parts = _stack(plan.memory, at_peak, plan.memory_at_once)
-    bars.append({"title": f"peak by formula, enlarged: {peak}", "parts": parts, "limit": 0})
-  sums = [("peak, by formula", peak)]
+  sums = [("peak, by formula", size_text(plan.memory_at_once))]
   if plan.program:
     sums.append(("peak, by the compiler", size_text(plan.peak_bytes)))
   sums += [(f"in the host's memory: {k}", size_text(size)) for k, size in plan.host_memory.items()]
+  shown = {name: size if name in at_peak else 0 for name, size in plan.memory.items()}
   return {
-    "bars": bars,
-    "limit": limit_text,
+    "bar": memory_bar.bar(shown, limit, plan.peak_bytes if plan.program else None),
     "parts": [
       {"name": name, "text": size_text(size), "at_peak": name in at_peak}
       for name, size in plan.memory.items()
     ],
     "sums": [*sums, (f"memory of a device of {plan.topology.name}", size_text(int(limit)))],
   }
-
-
-def _stack(parts: Mapping[str, int], shown: Mapping[str, int], most: float) -> list[dict[str, Any]]:
-  """Returns the parts of a bar; a part has the same color in each bar."""
-  return [
-    {"name": name, "text": size_text(size), "percent": 100 * size / most, "color": f"part{i}"}
-    for i, (name, size) in enumerate(parts.items(), start=1)
-    if name in shown and size
-  ]
 
 
 def _communication(plan: Plan) -> dict[str, list[dict[str, Any]]]:

@@ -30,6 +30,7 @@ from training.metrics.sinks import Sinks
 from training.metrics.throughput import Meter
 from training.metrics.waiting import Waiting
 from training.metrics.writer import MetricsWriter
+from training.observer import Observer
 from training.replica_check import ReplicaCheck
 from training.restore import Start
 from training.saving import Saver
@@ -56,6 +57,7 @@ def train(
   *,
   started: float,
   more_callbacks: Mapping[str, Callback] | None = None,
+  observer: Observer | None = None,
 ) -> End:
   """Trains from the step where the run starts to the last.
 
@@ -67,6 +69,7 @@ def train(
     watch: the running watchdog, with the other processes and stop requests.
     started: when the command was given, on the clock of `time.monotonic`.
     more_callbacks: name -> Callback, in addition to those that the config names.
+    observer: is told what happens.
 
   Raises:
     CallbackError: a callback has raised.
@@ -78,7 +81,8 @@ def train(
     watch.saves = True
     called = {name: CALLBACKS[name] for name in job.config.training.callbacks}
     called.update(more_callbacks or {})
-    run = Run(job, data, start, workdir, watch, stack, called, started=started)
+    observer = observer or Observer()
+    run = Run(job, data, start, workdir, watch, stack, called, observer, started=started)
     run.open()
     run.compile()
     run.catch_up()
@@ -118,6 +122,7 @@ class Run:
     watch: Watchdog,
     stack: contextlib.ExitStack,
     called: Mapping[str, Callback],
+    observer: Observer,
     *,
     started: float,
   ):
@@ -125,8 +130,8 @@ class Run:
     self.state, self.done, self.stopped = start.state, start.step, False
     self._job, self._config, self._data, self._start = job, job.config, data, start
     self._workdir, self._watch, self._started = workdir, watch, started
-    self._callbacks, self._due = called, Due(job.config)
-    self._saver = Saver(start, resume_policy.plain(job.config), watch)
+    self._callbacks, self._due, self._observer = called, Due(job.config), observer
+    self._saver = Saver(start, resume_policy.plain(job.config), watch, observer.saved)
     self._bad_steps = BadSteps(job.config, start.known, start.step)
     self._schedule = LogSchedule(job.config, start.known, start.step)
     self._lockstep = Lockstep(watch.group, watch.stop)
@@ -198,6 +203,7 @@ class Run:
       job, self._data.evaluation, evaluation, self._watch, self._lockstep, shown
     )
     self._replicas = ReplicaCheck(job)
+    self._observer.compiled(self.done, self._train_steps.last)
 
   def catch_up(self) -> None:
     """Evaluates the restored step if the run was killed or stopped before its evaluation."""
@@ -312,6 +318,7 @@ class Run:
     self._goodput.undo(self._writer.times)
     self._writer.write_times(self.done, self._goodput.line())
     callbacks.roll_back(self._callbacks, self._context({}))
+    self._observer.rolled_back(self.done)
     self._read_ahead()
 
   # ------------------------------ evaluation ------------------------------
@@ -335,6 +342,8 @@ class Run:
       else:
         self._writer.write(self.done, found.line())
         self._progress.note(found.text(self.done))
+        self._watch.at(f"step {self.done}: reporting", EVALUATION, begins=True)
+        self._observer.evaluated(self.done, self.state)
       return found
 
   # ------------------------------ saving ------------------------------

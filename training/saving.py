@@ -18,15 +18,30 @@ class Saver:
     retry: a save has failed and is tried again after the next step.
   """
 
-  def __init__(self, start: Start, config: Mapping[str, Any], watch: Watchdog):
-    """Takes where the run starts, and the config that is stored with each step."""
+  def __init__(
+    self,
+    start: Start,
+    config: Mapping[str, Any],
+    watch: Watchdog,
+    committed: Callable[[int], None] = lambda step: None,
+  ):
+    """Takes where the run starts, and the config that is stored with each step.
+
+    Args:
+      start: where the run starts.
+      config: stored with each step.
+      watch: of this process.
+      committed: is called with each step that is saved, once its save is complete.
+    """
     self.step, self.retry = start.step, False
+    self._committed, self._writing = committed, 0  # the step whose save is not known to be complete
     self._checkpointer, self._config, self._watch = start.checkpointer, config, watch
     self._part = start.saved
 
   def check(self) -> None:
     """Raises SaveError if a save that was started before has failed."""
-    self._checkpointer.check()
+    with self._noticed():
+      self._checkpointer.check()
 
   def save(
     self,
@@ -52,13 +67,28 @@ class Saver:
     self._phase(f"saving step {step}")
     before()
     part = self._part(state)
+    with self._noticed():
+      self._checkpointer.wait()
     self._checkpointer.save(step, part, config=self._config, record=record, **ranked_by)
-    self.step = step
+    self.step = self._writing = step
 
   def wait(self) -> None:
     """Waits until the last save is complete; raises SaveError if it has failed."""
     self._phase("waiting for the last save")
-    self._checkpointer.wait()
+    with self._noticed():
+      self._checkpointer.wait()
+
+  @contextlib.contextmanager
+  def _noticed(self) -> Iterator[None]:
+    """Calls `committed` if the save that was running is complete after the block."""
+    try:
+      yield
+    except SaveError:
+      self._writing = 0
+      raise
+    if self._writing and not self._checkpointer.saving:
+      step, self._writing = self._writing, 0
+      self._committed(step)
 
   def roll_back(self, step: int) -> None:
     """Continues from an older step, which is saved; a failure after it no longer matters."""

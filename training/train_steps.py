@@ -10,12 +10,17 @@ from training.setup import Job, batch_text
 
 
 class TrainSteps:
-  """Compiles each shape once."""
+  """Compiles each shape once.
+
+  Attributes:
+    last: the step of the run's last shape, once `compile` was called.
+  """
 
   def __init__(self, job: Job):
     """Compiles nothing yet."""
     self._job, self._ramp = job, Ramp.of(job.config.data)
     self._compiled: dict[Shape, Callable] = {}
+    self.last: Callable | None = None
 
   def compile(self, done: int) -> str:
     """Compiles for the steps after the first `done`; returns the table of the last's collectives.
@@ -27,9 +32,8 @@ class TrainSteps:
     for shape in early:
       self._compile(shape, f" for {batch_text(self._job.config, shape)}")
     of = f" for {batch_text(self._job.config, last)}" if early else ""
-    rows = collectives.summarize(
-      collectives.collectives(self._compile(last, of).as_text(), self._job.mesh)
-    )
+    self.last = self._compile(last, of)
+    rows = collectives.summarize(collectives.collectives(self.last.as_text(), self._job.mesh))
     say(collectives.short_summary(rows))
     return collectives.format_summary(rows)
 

@@ -7,12 +7,14 @@ from etils import epath
 
 from processes.coordination import current
 from runtime import files
+from training import history
 from training.metrics.append_log import MOST_BYTES
 from training.metrics.log_lines import FILE
 from training.metrics.writer import DAMAGED
 
 CONFIG, LAYOUT, BAD_RECORDS = "config.json", "layout.txt", "bad_records.json"
 WRITTEN = (CONFIG, LAYOUT, BAD_RECORDS, FILE, DAMAGED)
+WRITTEN += (history.FILE, history.REPORT, history.DRAWINGS)
 FOLDERS = ("profile", "tokenizer")
 
 

@@ -196,6 +196,7 @@ def evaluation(**keys) -> dict:
     # evaluate, sample and export read the average with this decay, of optimizer.ema_decays; 0: the
     # parameters themselves
     "ema_decay": 0.0,
-    "sample_tokens": 0,  # tokens sampled at the end of training (text); 0: off
+    # Tokens sampled at the end of training, and with metrics.report at each evaluation; 0: off
+    "sample_tokens": 0,
   }
   return {**common, **keys}

@@ -27,7 +27,7 @@ def wrong(arguments: list[str]) -> str:
   """Returns what a start with these arguments would be refused for, or ""."""
   if help.asked(["main.py", *arguments]):
     return ""
-  sys.argv = config_flag.with_settings(["main.py", *arguments], ("config", "against"))
+  sys.argv = flags.rewritten(["main.py", *arguments])
   try:
     verb = flags.chosen_verb(config_flag.parse(sys.argv, ("config", "against"))[1:])
     for flag in (flags.CONFIG, flags.AGAINST):

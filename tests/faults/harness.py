@@ -30,6 +30,7 @@ SHARED = [
   f"--config.evaluation.every_steps={EVALUATE_EVERY}",
   "--config.evaluation.steps=5",
   "--config.metrics.every_steps=1",
+  "--config.metrics.report=False",
   "--config.metrics.tensorboard=false",
   f"--config.checkpoint.every_steps={SAVE_EVERY}",
   f"--config.compiler_options={FAST}",

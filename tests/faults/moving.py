@@ -45,6 +45,7 @@ SETTINGS = {
   "evaluation.steps": 2,
   "evaluation.sample_tokens": 0,
   "metrics.every_steps": 1,
+  "metrics.report": False,
   "metrics.tensorboard": False,
   "training.steps": SAVED + 1,
   "training.matmul_precision": "highest",

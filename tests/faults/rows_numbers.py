@@ -32,6 +32,7 @@ COMMON = (
   f"--config.data.global_batch_size={BATCH}",
   f"--config.evaluation.every_steps={EVERY}",
   "--config.metrics.every_steps=1",
+  "--config.metrics.report=False",
   "--config.metrics.tensorboard=false",
   f"--config.compiler_options={FAST}",
   f"--config.processes.heartbeat_seconds={HEARTBEAT_SECONDS}",

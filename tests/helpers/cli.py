@@ -18,6 +18,7 @@ TINY_LM = [
   "--config.evaluation.steps=2",
   "--config.evaluation.sample_tokens=0",
   "--config.metrics.every_steps=2",
+  "--config.metrics.report=False",
   QUICKLY,
 ]
 # Flags of a classifier that takes half as long: for what does not depend on the model.
@@ -27,6 +28,7 @@ TINY_MLP = [
   "--config.evaluation.steps=2",
   "--config.evaluation.final_steps=2",
   "--config.metrics.every_steps=2",
+  "--config.metrics.report=False",
   QUICKLY,
 ]
 

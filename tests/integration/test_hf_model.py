@@ -10,7 +10,7 @@ SHORT = [
   *("--config=configs/single.py:hf", "--config.data.sequence_length=8"),
   *("--config.data.global_batch_size=8", "--config.data.evaluation_split=test[:1]"),
   *("--config.evaluation.final_steps=1", "--config.checkpoint.every_steps=1"),
-  *("--config.metrics.every_steps=1", QUICKLY),
+  *("--config.metrics.every_steps=1", "--config.metrics.report=False", QUICKLY),
 ]
 
 

@@ -28,6 +28,7 @@ COMMAND = [
   "--config.evaluation.every_steps=0",
   "--config.evaluation.sample_tokens=0",
   "--config.metrics.every_steps=1",
+  "--config.metrics.report=False",
   "--config.metrics.tensorboard=false",
   f"--config.training.steps={STEPS}",
   "--config.checkpoint.every_steps=5",

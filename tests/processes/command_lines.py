@@ -18,6 +18,7 @@ MLP = [
   "--config.evaluation.steps=2",
   "--config.evaluation.final_steps=2",
   "--config.metrics.every_steps=1",
+  "--config.metrics.report=False",
   "--config.metrics.tensorboard=False",
   "--config.checkpoint.every_steps=0",
   f"--config.compiler_options={FAST}",

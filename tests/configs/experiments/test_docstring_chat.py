@@ -38,6 +38,7 @@ def test_the_stages_one_after_the_other(main, tmp_path, monkeypatch):
     *("--config.data.sequence_length=64", "--config.data.global_batch_size=8", QUICKLY),
     *("--config.evaluation.every_steps=0", "--config.data.prepare_processes=1"),
     *("--config.metrics.every_steps=1", f"--config.data.data_dir={folder}/data"),
+    "--config.metrics.report=False",
   ]
   config = "--config=configs/experiments/docstring_chat.py:"
   base = [f"{config}base", *small, f"--config.data.files={folder}/modules.jsonl"]

@@ -1,0 +1,82 @@
+"""The plan's prediction for the step that a run has compiled, on the devices that it runs on."""
+
+import dataclasses
+from typing import Any
+
+from analysis import hlo, host_traffic
+from analysis.chips import overridden
+from analysis.collectives import collectives
+from planning import accuracy, aot, step_time
+from planning.topology import of_devices, parse
+from training.setup import Job
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+  """The predicted time of a step, and the memory that the compiler has allocated for it.
+
+  Attributes:
+    topology: name of the devices' topology.
+    step_seconds: low, expected, high.
+    sent: what the collectives cost, per mesh axes and kind.
+    peak_bytes: of a device, by the compiler.
+    limit_bytes: the memory of a device, by its data sheet.
+    accuracy: how accurate times of this platform are known to be.
+  """
+
+  topology: str
+  step_seconds: tuple[float, float, float]
+  sent: tuple[dict[str, Any], ...]
+  peak_bytes: int
+  limit_bytes: int
+  accuracy: str
+
+
+def of_program(job: Job, program: Any) -> Prediction:
+  """Returns the prediction for a compiled step.
+
+  Args:
+    job: whose step it is.
+    program: a `jax.stages.Compiled`.
+
+  Raises:
+    ValueError: no constants are known for the devices.
+  """
+  chips, rates = overridden(job.config.planning.constants)
+  topology = parse(of_devices(list(job.mesh.devices.flat)), chips)
+  text = program.as_text()
+  compiled = hlo.parse(text)
+  times = step_time.times(
+    compiled,
+    collectives(text, job.mesh),
+    aot.places(job.mesh, topology),
+    topology.chip,
+    rates,
+    host_traffic.transfers(compiled),
+  )
+  spread = rates.spread
+  peak, _ = aot.memory_of(program, job.devices.platform)
+  return Prediction(
+    topology.name,
+    (times.step * (1 - spread), times.step, times.step * (1 + spread)),
+    tuple(_by_axes(times.sent)),
+    peak,
+    int(topology.chip.hbm_bytes),
+    accuracy.of_times(topology.platform, compiled=True),
+  )
+
+
+def _by_axes(sent: tuple[step_time.Sent, ...]) -> list[dict[str, Any]]:
+  """Returns the sums of the collectives of one kind along the same axes."""
+  sums: dict[tuple, dict[str, Any]] = {}
+  for one in sent:
+    axis = "+".join(one.axes)
+    row = sums.setdefault(
+      (axis, one.kind),
+      {"axis": axis, "kind": one.kind, "runs": 0, "bytes": 0, "seconds": 0.0, "exposed": 0.0},
+    )
+    row["runs"] += one.runs
+    row["bytes"] += one.bytes
+    row["seconds"] += one.seconds
+    row["exposed"] += one.exposed_seconds
+  return sorted(sums.values(), key=lambda row: -row["bytes"])

@@ -1,0 +1,239 @@
+"""Line charts as SVG, by matplotlib: for pages, whose style sheet has their colors.
+
+Importing this imports matplotlib, so a training run does not: its page is made by another process.
+"""
+
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Sequence
+
+import matplotlib
+from markupsafe import Markup, escape
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+# A color here -> the CSS variable in its place: the page decides, by the reader's dark mode.
+INK, GRID = "#010203", "#010204"
+SERIES = tuple(f"#0102{number:02x}" for number in range(16, 24))
+MARKS = {"restart": "#010231", "rollback": "#010232", "bad": "#010233", "checkpoint": "#010234"}
+_VARIABLES = {
+  INK: "--soft",
+  GRID: "--line",
+  **{color: f"--series-{number}" for number, color in enumerate(SERIES)},
+  **{color: f"--mark-{name}" for name, color in MARKS.items()},
+}
+# Inches; a page shows 96 pixels of each, or fewer on a narrow screen.
+NARROW, WIDE, HEIGHT = 4.5, 9.2, 2.4
+_SMALLEST_SHARE = 0.01
+_STEPS = (1, 2, 2.5, 5, 10)  # multiples that an axis takes
+_MARGINS = (0.55, 0.12, 0.42, 0.1)  # left, right, bottom, top
+POINTS = 400  # of a line; see `thinned`
+LOGARITHMIC = 30.0  # largest over smallest value from which on an axis is logarithmic
+_SETTINGS = {
+  "svg.fonttype": "none",  # text stays text
+  "svg.hashsalt": "meshwright",  # ids are the same each time
+  "font.size": 9,
+  "font.family": "sans-serif",
+  "path.simplify": False,  # `thinned` has kept extremes
+  "axes.edgecolor": GRID,
+  "axes.labelcolor": INK,
+  "xtick.color": INK,
+  "ytick.color": INK,
+  "text.color": INK,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """A line of a chart.
+
+  Attributes:
+    label: its name.
+    points: (step, value) in the order of steps.
+    color: its number among SERIES.
+    dotted: show each point, such as of evaluations.
+    faint: thin and pale.
+  """
+
+  label: str
+  points: Sequence[tuple[float, float]]
+  color: int = 0
+  dotted: bool = False
+  faint: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+  """Something that happened at a step.
+
+  Attributes:
+    kind: of MARKS.
+    step: where.
+    text: what is shown when the pointer is over it.
+  """
+
+  kind: str
+  step: float
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+  """Lines over steps.
+
+  Attributes:
+    title: with the unit.
+    lines: at least one, of which each has a point.
+    marks: drawn across all lines.
+    percent: values are shares of 1.
+    from_zero: the axis of values begins at 0.
+    logarithmic: the axis of values is logarithmic if they are above 0 and differ enough.
+  """
+
+  title: str
+  lines: Sequence[Line]
+  marks: Sequence[Mark] = ()
+  percent: bool = False
+  from_zero: bool = False
+  logarithmic: bool = False
+
+
+def thinned(
+  points: Sequence[tuple[float, float]], most: int = POINTS
+) -> Sequence[tuple[float, float]]:
+  """Returns at most `most` points: of each stretch of steps those with the least and largest value.
+
+  So no spike is lost. The first point and the last are kept.
+  """
+  if len(points) <= most:
+    return points
+  first, *inner, last = points
+  stretches = most // 2 - 1
+  kept = [first]
+  for number in range(stretches):
+    start = number * len(inner) // stretches
+    part = inner[start : (number + 1) * len(inner) // stretches]
+    ends = {part.index(choose(part, key=lambda one: one[1])) for choose in (min, max)}
+    kept += [part[place] for place in sorted(ends)]
+  return [*kept, last]
+
+
+def svg(chart: Chart, *, name: str, wide: bool = False) -> Markup:
+  """Returns a chart as an SVG element for a page.
+
+  Args:
+    chart: with finite values.
+    name: unique on the page: a prefix of ids.
+    wide: about twice as wide.
+  """
+  with matplotlib.rc_context(_SETTINGS):
+    width = WIDE if wide else NARROW
+    figure = Figure(figsize=(width, HEIGHT))
+    left, right, bottom, top = _MARGINS  # fixed: finding them would take half of the time
+    axes = figure.add_axes(
+      (left / width, bottom / HEIGHT, 1 - (left + right) / width, 1 - (bottom + top) / HEIGHT)
+    )
+    for number, line in enumerate(chart.lines):
+      _draw(axes, line, f"line{number}")
+    for number, mark in enumerate(chart.marks):
+      _mark(axes, mark, f"mark{number}")
+    _scale(axes, chart)
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
+  titles = {f"line{number}": line.label for number, line in enumerate(chart.lines)}
+  titles |= {f"mark{number}": mark.text for number, mark in enumerate(chart.marks)}
+  return _for_page(file.getvalue(), chart, name, titles)
+
+
+_METADATA = ("Creator", "Date", "Format", "Type")
+
+
+def _draw(axes: Axes, line: Line, gid: str) -> None:
+  xs, ys = zip(*thinned(line.points), strict=True)
+  alone = len(xs) == 1
+  axes.plot(
+    xs,
+    ys,
+    color=SERIES[line.color % len(SERIES)],
+    linewidth=0.8 if line.faint else 1.5,
+    alpha=0.6 if line.faint else 1.0,
+    marker="o" if line.dotted or alone else "",
+    markersize=3.5,
+    gid=gid,
+  )
+
+
+def _mark(axes: Axes, mark: Mark, gid: str) -> None:
+  color = MARKS[mark.kind]
+  if mark.kind == "checkpoint":
+    bottom = axes.get_xaxis_transform()
+    axes.plot(
+      [mark.step], [0.0], marker="^", markersize=5, color=color, transform=bottom, clip_on=False,
+      gid=gid, linestyle="",
+    )  # fmt: skip
+  else:
+    style = {"restart": "--", "rollback": "-", "bad": ":"}[mark.kind]
+    axes.axvline(mark.step, color=color, linestyle=style, linewidth=1.3, gid=gid)
+
+
+def _scale(axes: Axes, chart: Chart) -> None:
+  values = [value for line in chart.lines for _, value in line.points]
+  low, high = min(values), max(values)
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.grid(axis="y", color=GRID, linewidth=0.7)
+  axes.tick_params(length=0)
+  axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=_STEPS))
+  axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number_text(x)))
+  axes.set_xlabel("step", labelpad=1)
+  if chart.logarithmic and low > 0 and high / low > LOGARITHMIC:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(numticks=6))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+  else:
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=_STEPS))
+  shown = percent_text if chart.percent else number_text
+  axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: shown(y)))
+  if chart.from_zero:  # a share below a hundredth is drawn as next to nothing
+    axes.set_ylim(0.0, 1.05 * max(high, _SMALLEST_SHARE if chart.percent else 0.0) or 1.0)
+
+
+def number_text(value: float) -> str:
+  """Returns `12.5k`, `0.002`, `1e-05`: a number of an axis."""
+  for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+    if abs(value) >= size:
+      return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
+  return f"{value:.4g}"
+
+
+def percent_text(value: float) -> str:
+  """Returns `12.5 %`."""
+  return f"{100 * value:.3g} %"
+
+
+_PATTERN = re.compile("|".join(map(re.escape, _VARIABLES)))
+
+
+def _for_page(text: str, chart: Chart, name: str, titles: dict[str, str]) -> Markup:
+  """Returns the element alone, with unique ids, the page's colors and fonts, and tooltips."""
+  text = text[text.index("<svg") :]
+  text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+  box = re.search(r'viewBox="([^"]+)"', text)[1]
+  body = text[text.index(">") + 1 : text.rindex("</svg>")]
+  body = body.replace("xlink:href", "href")
+  body = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", body)
+  body = _PATTERN.sub(lambda found: f"var({_VARIABLES[found[0]]})", body)
+  body = re.sub(r"<style.*?</style>|font-family: [^;\"]*; ?", "", body, flags=re.DOTALL)
+  body = re.sub(r"\s*\n\s*", "\n", body)
+  for gid, title in titles.items():
+    group = f'<g id="{name}-{gid}">'
+    body = body.replace(group, f"{group}<title>{escape(title)}</title>", 1)
+  label = escape(chart.title)
+  return Markup(f'<svg viewBox="{box}" role="img" aria-label="{label}">{body}</svg>')
+
+
+def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+  """Returns the points whose value is finite."""
+  return [(x, y) for x, y in points if math.isfinite(y)]

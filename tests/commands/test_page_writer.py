@@ -1,0 +1,132 @@
+"""The process that makes the page beside a run: one at a time, and a failure ends nothing."""
+
+import os
+import time
+import typing
+
+import pytest
+from etils import epath
+
+from commands import page_writer
+from commands.page_writer import PageWriter
+from runtime import files
+from tests.reports import runs
+from tests.reports.test_layout_page import Reader
+
+
+class Fake:
+  """A process in place of the one that makes a page."""
+
+  started: typing.ClassVar[list] = []
+
+  def __init__(self, command, **settings):
+    self.command, self.settings, self.killed = command, settings, False
+    self.returncode, self.said = 0, b""
+    Fake.started.append(self)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exception):
+    pass
+
+  def kill(self):
+    self.killed = True
+
+  def communicate(self, timeout):
+    while not self.killed and Fake.slow:
+      time.sleep(0.01)
+    return b"page %d" % len(Fake.started), self.said
+
+  slow = False
+
+
+@pytest.fixture
+def fake(monkeypatch):
+  Fake.started, Fake.slow = [], False
+  monkeypatch.setattr(page_writer.subprocess, "Popen", Fake)
+  return Fake
+
+
+def writer(folder, require=files.always):
+  said = []
+  return PageWriter(epath.Path(folder), "run.html", require, said.append), said
+
+
+def wait(made):
+  made._page.join(10)
+
+
+def test_the_real_process_writes_the_page_of_the_files(tmp_path):
+  runs.write(tmp_path)
+  made, said = writer(tmp_path)
+  made.finish(60)
+  assert said == []
+  assert "Step 40 of 60" in "".join(Reader((tmp_path / "run.html").read_text()).said)
+  (tmp_path / "metrics.jsonl").unlink()
+  (tmp_path / "config.json").unlink()
+  made.finish(60)
+  made.finish(60)
+  [text] = said  # once
+  assert "run.html is not written, training continues: ValueError: " in text
+  assert "has neither metrics.jsonl" in text
+  assert "Step 40 of 60" in (tmp_path / "run.html").read_text()  # that of before
+
+
+def test_a_page_is_not_rewritten_while_one_is_made_nor_right_after(tmp_path, fake, monkeypatch):
+  made, said = writer(tmp_path)
+  fake.slow = True
+  made.request()
+  made.request()
+  deadline = time.monotonic() + 10
+  while not fake.started and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert len(fake.started) == 1
+  assert fake.started[0].command[-2:] == [os.fspath(tmp_path), str(page_writer.NICENESS)]
+  fake.slow = False
+  wait(made)
+  assert (tmp_path / "run.html").read_text() == "page 1"
+  made._page.seconds = 1000.0
+  made.request()
+  assert len(fake.started) == 1
+  made._page.seconds = 0.0
+  made.request()
+  wait(made)
+  assert (tmp_path / "run.html").read_text() == "page 2"
+  assert said == []
+
+
+def test_the_end_replaces_the_page_that_is_being_made(tmp_path, fake):
+  made, said = writer(tmp_path)
+  fake.slow = True
+  made.request()
+  while not fake.started:
+    time.sleep(0.01)
+  first = fake.started[0]
+  kill = first.kill
+  first.kill = lambda: (setattr(Fake, "slow", False), kill())
+  made.finish(10)
+  assert first.killed
+  assert (tmp_path / "run.html").read_text() == "page 2"
+  assert fake.started[1].command[-1] == "0"  # nothing trains any more
+  assert said == []
+
+
+def test_an_end_that_takes_too_long_is_given_up(tmp_path, fake):
+  made, said = writer(tmp_path)
+  fake.slow = True
+  made.finish(0.05)
+  assert fake.started[0].killed
+  [text] = said
+  assert text.endswith("it took longer than 0.05 s")
+  assert not (tmp_path / "run.html").exists()
+
+
+def test_who_has_lost_the_workdir_writes_nothing(tmp_path, fake):
+  def lost():
+    raise RuntimeError("another run has taken it over")
+
+  made, said = writer(tmp_path, lost)
+  made.finish(10)
+  assert not list(tmp_path.iterdir())
+  assert said[0].endswith("another run has taken it over")

@@ -1,0 +1,69 @@
+"""Charts: their lines are the numbers, no spike is lost, and nothing in them is from outside."""
+
+import re
+
+import numpy as np
+import pytest
+
+from reports import charts
+from reports.charts import Chart, Line, Mark
+
+
+def path(svg, gid):
+  """Returns the points of a line, in the drawing's coordinates."""
+  group = svg[svg.index(f'<g id="{gid}">') :]
+  found = re.search(r'<path d="([^"]*)"', group)[1]
+  return np.array(re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", found), float)
+
+
+def test_a_line_has_the_proportions_of_its_values():
+  points = [(1, 4.0), (2, 1.0), (5, 3.0), (9, 2.5)]
+  drawn = path(charts.svg(Chart("loss", [Line("a", points)]), name="n"), "n-line0")
+  x, y = np.array(points).T
+  for values, pixels, sign in ((x, drawn[:, 0], 1), (y, drawn[:, 1], -1)):  # y points down
+    scale = (pixels[-1] - pixels[0]) / (values[-1] - values[0])
+    assert sign * scale > 0
+    np.testing.assert_allclose(pixels - pixels[0], scale * (values - values[0]), atol=1e-3)
+
+
+def test_thinning_keeps_ends_and_extremes():
+  rng = np.random.default_rng(0)
+  values = rng.normal(size=100_000)
+  values[[12_345, 67_890]] = 50, -50
+  kept = charts.thinned([*enumerate(values)])
+  assert len(kept) <= charts.POINTS
+  assert [x for x, _ in kept] == sorted({x for x, _ in kept})
+  assert kept[0] == (0, values[0])
+  assert kept[-1] == (99_999, values[-1])
+  assert {(12_345, 50), (67_890, -50)} <= {*kept}
+  assert charts.thinned(kept) is kept
+
+
+def test_titles_are_escaped_and_ids_are_of_the_chart():
+  marks = [Mark("restart", 2, "<start>"), Mark("checkpoint", 1, "c"), Mark("bad", 1, "b")]
+  chart = Chart('"x" & y', [Line("a<b", [(1, 1.0), (2, 2.0)], dotted=True)], marks)
+  svg = charts.svg(chart, name="one")
+  assert 'aria-label="&#34;x&#34; &amp; y"' in svg
+  for title in ("a&lt;b", "&lt;start&gt;", "c", "b"):
+    assert svg.count(f"<title>{title}</title>") == 1
+  ids = re.findall(r'\bid="([^"]*)"', svg)
+  assert all(one.startswith("one-") for one in ids)
+  assert {*re.findall(r"(?<!&)#([\w-]+)", svg)} <= {*ids}  # and no color but the page's
+  assert "http" not in svg
+  assert "<style" not in svg
+
+
+@pytest.mark.parametrize(
+  ("points", "settings", "labels"),
+  [
+    ([(1, 1e-5), (2, 1e-3), (3, 1e-1)], {"logarithmic": True}, {"0.001", "0.1"}),
+    ([(1, 0.4), (2, 0.5)], {"percent": True, "from_zero": True}, {"0 %", "40 %"}),
+    ([(1, 0.0), (2, 1e-6)], {"percent": True, "from_zero": True}, {"0 %", "1 %"}),
+    ([(10, 0.0)], {"from_zero": True}, {"0"}),
+    ([(5, 20_000.0), (6, 40_000.0)], {}, {"20k", "40k"}),
+    ([(1_000_000, 1.0), (3_000_000, 2.0)], {}, {"1M", "2M", "3M"}),
+  ],
+)
+def test_axes_have_readable_numbers(points, settings, labels):
+  svg = charts.svg(Chart("x", [Line("a", points)], **settings), name="n")
+  assert labels <= {*re.findall(r">([^<>]+)</text>", svg)}

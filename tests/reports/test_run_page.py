@@ -1,0 +1,275 @@
+"""The page of a run: its numbers are those of the files, whatever happened to the run."""
+
+import json
+import re
+import time
+
+import pytest
+
+from reports import charts, run_commands, run_files, run_layout, run_page
+from tests.helpers.jobs import make_job
+from tests.reports import runs
+from tests.reports.test_layout_page import Reader
+
+
+@pytest.fixture(scope="module")
+def job():
+  return make_job("dp4_tp2", "mlp")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, job):
+  return runs.write(tmp_path_factory.mktemp("a run"), layout=run_layout.content(job))
+
+
+@pytest.fixture(scope="module")
+def text(folder):
+  return run_page.html(run_files.read(folder), command="main.py report '<b>'")
+
+
+@pytest.fixture(scope="module")
+def read(text):
+  return Reader(text)
+
+
+def section(text, name):
+  [found] = re.findall(rf'<section id="{name}">.*?</section>', text, re.DOTALL)
+  return found
+
+
+def rows_of(text, name):
+  return Reader(section(text, name)).rows
+
+
+def test_the_verdict_is_one_sentence_on_top(read):
+  said = " ".join("".join(read.said).split())
+  assert (
+    "Step 40 of 60 when this page was written. Evaluation loss 4.0000 (3.000 bits per byte); "
+    "goodput 50.0 % of 2:00 over 2 starts." in said
+  )
+  assert "main.py report '<b>'" in said
+
+
+@pytest.mark.parametrize(
+  ("history", "expected"),
+  [
+    ([{"event": "end", "how": "done"}], "Done: 40 of 60 steps"),
+    ([{"event": "end", "how": "stopped"}], "Stopped after step 40 of 60; the same command resumes"),
+    (
+      [{"event": "end", "how": "failed", "why": "loss is inf", "bad_step": 41}],
+      "Failed after step 40 of 60 (loss is inf)",
+    ),
+    (  # a start after it
+      [{"event": "end", "how": "failed"}, {"event": "start"}],
+      "Step 40 of 60 when this page was written",
+    ),
+  ],
+)
+def test_how_a_run_ends_is_in_the_verdict(tmp_path, history, expected):
+  more = [{**one, "step": 40, "time": 1200.0} for one in history]
+  run = run_files.read(runs.write(tmp_path, history=[*runs.HISTORY, *more]))
+  assert run_page.verdict(run)[1].startswith(expected + ".")
+
+
+def test_numbers_are_those_of_the_files(read):
+  for line in runs.METRICS[:4]:
+    [row] = [row for row in read.rows if row[0] == str(line["step"]) and len(row) == len(line)]
+    for cell, (key, value) in zip(row, line.items(), strict=True):
+      assert float(cell.replace(",", "")) == pytest.approx(value, rel=1e-4), key
+  for line in runs.METRICS[4:6]:
+    assert [str(line["step"]), f"{line['eval_loss']:.5g}", "3"] in read.rows
+
+
+def test_every_metric_has_a_chart_with_its_marks(text):
+  titles = re.findall(r"<figcaption><b>([^<]*)</b>", text)
+  assert titles[:10] == [
+    "loss, nats per token",
+    "evaluation, bits per byte",
+    "gradient norm",
+    "learning rate",
+    "tokens per second",
+    "model FLOPs utilization (MFU)",
+    "peak memory of a device, GiB",
+    "time of a step, seconds",
+    "input wait, share of a step",
+    "share of tokens of each expert",
+  ]
+  loss = text[text.index("loss, nats") : text.index("evaluation, bits per byte</b>")]
+  for mark in (
+    "start 2 from step 20",
+    "bad step 33: loss is nan",
+    "rolled back from step 33 to step 20",
+    "checkpoint of step 20",
+    "checkpoint of step 40",
+  ):
+    assert loss.count(f"<title>{mark}</title>") == 2  # for wide screens and for narrow ones
+  assert text.count("<title>checkpoint of step 40</title>") == 2  # in no other chart
+  assert text.count("<title>start 2 from step 20</title>") == 11
+
+
+def test_goodput_is_one_bar_over_all_starts(text):
+  part = section(text, "goodput")
+  widths = [float(x) for x in re.findall(r"width:([\d.]+)%", part)]
+  assert len(widths) == 7
+  assert sum(widths) == pytest.approx(100, abs=0.01)
+  rows = {row[0]: row[1:] for row in rows_of(text, "goodput")}
+  assert rows["step (goodput)"] == ["1:00", "50.0 %"]
+  assert rows["lost to restart"] == ["20 s", "16.7 %"]
+  assert "2:00 from the first start on, over 2 starts" in part
+
+
+def test_measured_time_is_beside_the_predicted_one_and_collectives_beside_their_costs(text):
+  part = section(text, "step_time")
+  assert "The measured step takes 1.25 times the predicted one." in part
+  rows = rows_of(text, "step_time")
+  assert [row[:2] for row in rows[1:5]] == [
+    ["predicted, low", "160 ms"],
+    ["predicted, expected", "200 ms"],
+    ["predicted, high", "240 ms"],
+    ["measured, median since the newest start", "250 ms"],
+  ]
+  assert ["tensor", "all-reduce", "17", "1.0 MiB", "12 ms", "3 ms"] in rows
+  assert ["data", "all-reduce", "5", "2.0 MiB", "20 ms", "20 ms"] in rows
+
+
+def test_memory_is_one_bar_against_the_limit(text, job):
+  part = section(text, "memory")
+  rows = {row[0]: row[1] for row in rows_of(text, "memory")[1:]}
+  assert rows["peak, by the compiler"] == "50.0 GiB"
+  assert rows["peak, measured"] == "60.0 GiB"
+  assert rows["memory of a device"] == "95.0 GiB"
+  assert {"parameters", "optimizer", "batch"} < {*rows}
+  widths = [float(x) for x in re.findall(r"<i class=[^>]*width:([\d.]+)%", part)]
+  assert sum(widths) == pytest.approx(100 * 50 / 95, abs=0.01)
+  assert re.search(r"<b style=\"left:0;width:100.0%", part)
+
+
+def test_the_layout_is_drawn_with_the_devices_of_the_job(text, job):
+  read = Reader(section(text, "layout"))
+  assert sorted(read.styles, key=int) == [str(i) for i in range(8)]
+  assert all(len(styles) == 1 for styles in read.styles.values())
+  mesh = [[cell.strip() for cell in row if cell.strip()] for row in read.drawings[0]]
+  assert [row for row in mesh if row[0].isdigit()] == [
+    ["0", "1"],
+    ["2", "3"],
+    ["4", "5"],
+    ["6", "7"],
+  ]
+  assert "data=4 x tensor=2" in "".join(read.said)
+  count = sum(  # every parameter is 2-dim or 1-dim here
+    p.shape[0] * (p.shape[1] if len(p.shape) > 1 else 1)
+    for p in job.placements["parameters"].values()
+  )
+  assert f"{count:,} parameters" in "".join(read.said)
+
+
+def test_what_a_restart_has_undone_is_gone(text):
+  said = section(text, "samples")
+  assert "again 40" in said
+  assert "undone 40" not in said
+  assert "&lt;b&gt;20&lt;/b&gt;" in said
+  starts = rows_of(text, "starts")[1:]
+  assert [row[2] for row in starts] == ["0", "20"]
+  assert [row[5] for row in starts] == ["killed", "not ended when this page was written"]
+  assert [row[6] for row in starts] == ["", "code"]
+  assert "1970-01-01 00:16:40 UTC" in starts[0][1]
+  assert rows_of(text, "bad_steps")[1:] == [["33", "loss is nan", "20", "64 to 96"]]
+  assert "2 saved: 20, 40." in section(text, "checkpoints")
+  assert "On disk: 40." in section(text, "checkpoints")
+
+
+def test_commands_are_those_of_the_newest_start(folder):
+  commands = dict(run_commands.of_run(run_files.read(folder)))
+  head = "python main.py"
+  rest = "--config=configs/dp4_tp2.py '--workdir=my runs/a'"
+  assert commands["resume"] == f"{head} {rest} --accept_changes=versions.code"
+  assert commands["evaluate"] == f"{head} evaluate {rest}"
+  assert commands["sample"] == f"{head} sample {rest} '--prompt=def '"
+  assert commands["this page"] == f"{head} report --workdir='{folder}'"
+
+
+def test_the_config_is_listed(text):
+  rows = rows_of(text, "configuration")
+  assert ["training.steps", "60"] in rows
+  assert ["training.trainable", "unset"] in rows
+  assert ["data.name", "<i>"] in rows
+  assert "jax 0.10.2" in section(text, "configuration")
+
+
+def test_the_page_needs_nothing_from_outside(text, read):
+  assert "http" not in text
+  assert not re.search(r"@import|url\((?!#)", text)
+  assert all(link.startswith("#") for link in read.links)
+  assert len(read.ids) == len({*read.ids})
+  references = {*re.findall(r"url\(#([^)]*)\)", text)} | {link[1:] for link in read.links}
+  assert references <= {*read.ids}
+  assert "<i>" not in text.replace('<i class="', "")
+
+
+@pytest.mark.parametrize(
+  ("name", "content"),
+  [
+    ("metrics.jsonl", b'{"step": 10, "loss": 4.5}\n{"step": 20, "lo'),
+    ("metrics.jsonl", b'\xff\xfe\n[]\n{"step": 10, "loss": "nan", "grad_norm": 1e400}\n'),
+    ("history.jsonl", b'{"event": "start", "step": 0, "time": 1}\n{"event": 3}\n[]\n\x00\n{"ev'),
+    ("history.jsonl", b'{"event": "compiled", "step": 0, "time": 1, "predicted": null}\n'),
+    ("layout.json", b'{"mesh": {"rows": 3}, "drawings": []}'),
+    ("layout.json", b"[" * 10_000),
+    ("config.json", b"[1, 2]"),
+  ],
+)  # fmt: skip
+def test_damaged_files_leave_a_page_of_the_others(tmp_path, monkeypatch, name, content):
+  if name != "metrics.jsonl":
+    monkeypatch.setattr(charts, "svg", lambda *arguments, **settings: "")
+  runs.write(tmp_path)
+  (tmp_path / name).write_bytes(content)
+  Reader(run_page.html(run_files.read(tmp_path)))
+
+
+@pytest.mark.parametrize("left_out", ["metrics", "history", "config"])
+def test_missing_files_leave_a_page_of_the_others(tmp_path, monkeypatch, left_out):
+  monkeypatch.setattr(charts, "svg", lambda *arguments, **settings: "")
+  runs.write(tmp_path, **{left_out: None})
+  Reader(run_page.html(run_files.read(tmp_path)))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"has neither metrics\.jsonl nor config\.json"):
+    run_files.read(tmp_path)
+  with pytest.raises(ValueError, match="does not exist"):
+    run_files.read(tmp_path / "none")
+
+
+def test_a_long_run_gives_a_small_page_with_its_spikes(tmp_path):
+  lines = [
+    {"step": n, "loss": 1.0, "grad_norm": 1.0, "tokens_per_second": 5.0} for n in range(1, 50_001)
+  ]
+  lines[31_234]["loss"] = 77.0
+  saves = [{"event": "saved", "step": n, "time": 1.0} for n in range(1, 50_000, 10)]
+  runs.write(tmp_path, metrics=lines, history=saves)
+  began = time.process_time()
+  text = run_page.html(run_files.read(tmp_path))
+  assert time.process_time() - began < 20  # about 2 s
+  assert len(text) < 500_000
+  assert "200 of 50,000 lines, evenly spaced" in text
+  assert ">80</text>" in text  # the axis of the loss reaches the spike
+  rows = [row[0] for row in Reader(text).rows if row[0].replace(",", "").isdecimal()]
+  assert (rows[0], rows[-1]) == ("1", "50,000")
+
+
+def test_runs_are_overlaid_and_their_differences_listed(tmp_path, folder):
+  config = json.loads(json.dumps(runs.CONFIG))
+  config["seed"] = 4
+  config["training"]["more"] = 1
+  other = runs.write(tmp_path / "other <b>", config=config, metrics=runs.METRICS[:2], history=None)
+  both = [run_files.read(folder), run_files.read(other)]
+  text = run_page.comparison(both)
+  read = Reader(text)
+  assert ["seed", "3", "4"] in read.rows
+  assert ["training.more", "no such key", "1"] in read.rows
+  assert not [row for row in read.rows if row[0] == "training.steps"]
+  assert ["loss", "3", "4"] in read.rows  # the last values, of steps 40 and 20
+  first = text[text.index("training loss") : text.index("gradient norm")]
+  assert "<title>other &lt;b&gt;</title>" in first
+  assert "http" not in text
+  assert "None: the configs are the same." in run_page.comparison([both[0]] * 2)
