@@ -33,7 +33,7 @@ test: $(VENV)/.installed-dev
 
 # The tests that take longest one by one.
 test-long: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist load -m long
+	$(BIN)/python -m pytest -n 2 --dist load -m 'long and not plan'
 
 # The tests, and every mesh by every variant beside one device, which writes docs/parity.md.
 test-all: test test-long
@@ -45,9 +45,10 @@ test-faults: $(VENV)/.installed-dev
 	@code=0; $(BIN)/python -m tests.faults --write $(FAULTS) || code=1; \
 	$(BIN)/python -m pytest -m faults || code=1; exit $$code
 
-# Plans for TPUs that are not here, by their real compiler.
+# Plans for TPUs that are not here, by their real compiler. The longest one is a command of
+# docs/performance.md.
 test-plan: $(VENV)/.installed-plan
-	$(BIN)/python -m pytest -m plan tests/planning
+	$(BIN)/python -m pytest -m 'plan and not long' tests/planning
 
 # Beside Hugging Face's library, both major versions of it, each in an environment of its own with
 # PyTorch: several GB on Linux.

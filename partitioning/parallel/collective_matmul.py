@@ -107,7 +107,7 @@ def through(
     x: a device's part of the sequence.
     *operands: the same for all tokens.
   """
-  return _pass_and_add(axes, (x,), lambda part: function(*part, *operands))
+  return _pass_and_add(axes, (x,), lambda part: function(*part, *operands), parts_first=True)
 
 
 def _through_forward(function, axes: Axes, x: jax.Array, *operands: jax.Array):
@@ -215,7 +215,11 @@ def _add_around(axes: Axes, x: Any, use: Callable[[Any], jax.Array]) -> jax.Arra
 
 
 def _pass_and_add(
-  axes: Axes, x: tuple[jax.Array, ...], use: Callable[[tuple[jax.Array, ...]], jax.Array]
+  axes: Axes,
+  x: tuple[jax.Array, ...],
+  use: Callable[[tuple[jax.Array, ...]], jax.Array],
+  *,
+  parts_first: bool = False,
 ) -> jax.Array:
   """Passes parts of a sequence around the ring, and sums of what is computed of them behind them.
 
@@ -223,6 +227,8 @@ def _pass_and_add(
     axes: of the ring.
     x: activations, the device's part of each.
     use: called with the same part of each activation, token by token; returns the summand.
+    parts_first: sends a sum only when the next part has arrived, since that is needed sooner. Both
+      take the same link, and XLA's scheduler would start the sum first.
 
   Returns:
     The device's own part of the sums.
@@ -242,8 +248,13 @@ def _pass_and_add(
     new = [use(part) for _, part in arrived]
     if step == 0:  # the sum of a device's own part ends here
       own = new
-    else:
-      totals = [total + one for total, one in zip(moved, new, strict=True)] if moved else new
+      continue
+    totals = [total + one for total, one in zip(moved, new, strict=True)] if moved else new
+    if step < count - 1 and parts_first:
+      totals = [
+        jax.lax.optimization_barrier((total, part))[0]
+        for total, (_, part) in zip(totals, moving, strict=True)
+      ]
   if totals:
     moved = [_sent(total, axes, way) for total, (way, _) in zip(totals, arrived, strict=True)]
     own = [total + one for total, one in zip(moved, own, strict=True)]

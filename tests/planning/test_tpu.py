@@ -2,7 +2,21 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
+
+from analysis import hlo
+from analysis.chips import Rates
+from analysis.collectives import collectives
+from partitioning.mesh import make_mesh
+from partitioning.mesh_sizes import AXES
+from partitioning.parallel.collective_matmul import through
+from planning import aot, interconnect, step_time
+from planning.topology import parse
+from training import compiler_options
 
 pytestmark = pytest.mark.plan
 FRESH = "--config.planning.cache_dir="
@@ -205,6 +219,45 @@ def test_llama_3_8b_on_64_chips_of_v5p_needs_no_expert(main, tmp_path):
   assert exposed < 0.02 * found["step_seconds"]["expected"]
 
 
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
+def test_the_ring_of_an_mlp_waits_for_hardly_any_permute():
+  # The MLP of Llama 3 8B, rows of 8192 tokens. With the permutes in the order that XLA chooses by
+  # itself, 16 % of the time were exposed.
+  topology = parse("v6e:4x4")
+  devices = aot.start(topology, 1, aot.Here())
+  mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 4, "tensor": 4}, devices)
+
+  def mlp(x, gate, up, down):
+    gates, values = (jnp.einsum("btd,fd->btf", x, kernel) for kernel in (gate, up))
+    return jnp.einsum("btf,fd->btd", jax.nn.silu(gates) * values, down)
+
+  rows, kernel = PartitionSpec("fsdp", "tensor"), PartitionSpec("tensor")
+  ring = jax.shard_map(
+    lambda *given: through(mlp, ("tensor",), *given),
+    mesh=mesh,
+    in_specs=(rows, kernel, kernel, kernel),
+    out_specs=rows,
+    check_vma=False,
+  )
+  given = [
+    jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.sharding.NamedSharding(mesh, spec))
+    for shape, spec in [((16, 8192, 4096), rows), *[((14336, 4096), kernel)] * 3]
+  ]
+  options = compiler_options.of_device(devices[0])
+  text = jax.jit(ring).lower(*given).compile(compiler_options=options).as_text()
+  places = interconnect.Places(
+    topology,
+    np.array([device.coords[:2] for device in mesh.devices.flat]),
+    np.zeros(mesh.size, int),
+  )
+  found = step_time.times(hlo.parse(text), collectives(text, mesh), places, topology.chip, Rates())
+  # Twelve halves of a device's tokens: six of them there, six of their sums back.
+  assert sum(one.runs for one in found.sent) == 12
+  assert found.communication > 0.5 * found.step
+  assert found.exposed < 0.05 * found.step
+
+
+@pytest.mark.long
 def test_llama_3_8b_with_tensor_parallelism_on_v6e_needs_no_expert(main, tmp_path):
   code, out, found = plan(
     main,
@@ -223,7 +276,5 @@ def test_llama_3_8b_with_tensor_parallelism_on_v6e_needs_no_expert(main, tmp_pat
   sent = kinds(found)
   assert sum(sent.values()) < 50.74 + 2 * 30.32 + 35.20
   exposed = sum(one["exposed_seconds"] for one in found["collectives"])
-  # The aim is 15 %. It was met by a step of 1,372 ms, when each MLP was two rings, with 189 ms. One
-  # ring has a shorter step, of which more is exposed: docs/performance.md.
-  assert found["step_seconds"]["expected"] < 1.34
-  assert exposed < 0.19 * found["step_seconds"]["expected"]
+  assert found["step_seconds"]["expected"] < 1.27
+  assert exposed < 0.15 * found["step_seconds"]["expected"]

@@ -143,6 +143,40 @@ def test_through_has_no_array_of_all_tokens_and_sums_gradients_of_kernels_in_flo
   assert f"bf16[{F},{D}] = add" not in text
 
 
+def equations(jaxpr):
+  """Yields the equations of a jaxpr and of those inside of it."""
+  for equation in jaxpr.eqns:
+    yield equation
+    for inner in equation.params.values():
+      if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+        yield from equations(inner)
+
+
+def test_through_sends_a_sum_when_the_next_part_has_arrived():
+  kernel = PartitionSpec("tensor")
+  function = on_ring(
+    4,
+    lambda *given: through(block, ("tensor",), *given),
+    (SEQUENCE, kernel, kernel),
+    SEQUENCE,
+  )
+  zeros = [np.zeros(shape, np.float32) for shape in ((B, 4 * 6, D), (4 * F, D), (4 * F, D))]
+  made = {}  # of each variable: the equation, and its place among the results
+  for equation in equations(jax.make_jaxpr(function)(*zeros).jaxpr):
+    made |= {one: (equation, place) for place, one in enumerate(equation.outvars)}
+  sent = [one for one, _ in made.values() if one.primitive.name == "ppermute"]
+  assert len(sent) == 2 * (3 + 3)  # in two directions, a part thrice and then its sum
+  waiting = [
+    made[one.invars[0]] for one in sent if made[one.invars[0]][0].primitive.name.endswith("barrier")
+  ]
+  # Of three sums in each direction the last waits for no part.
+  assert len(waiting) == 2 * 2
+  for barrier, place in waiting:
+    total, part = (made[one][0].primitive.name for one in barrier.invars)
+    assert (place, part) == (0, "ppermute")
+    assert total in ("dot_general", "add")
+
+
 @pytest.mark.parametrize(("devices", "tokens"), RINGS)
 def test_half_of_each_chunk_goes_each_way(devices, tokens):
   x = np.zeros((B, devices * tokens, D), np.float32)
@@ -234,12 +268,12 @@ def sums_of_the_next_part(monkeypatch):
   """What is computed of one part is added to the sum of another."""
   original, previous = collective_matmul._pass_and_add, []
 
-  def shifted(axes, x, use):
+  def shifted(axes, x, use, **how):
     def late(part):
       previous.append(use(part))
       return previous[-2] if len(previous) % 4 == 2 else previous[-1]
 
-    return original(axes, x, late)
+    return original(axes, x, late, **how)
 
   monkeypatch.setattr(collective_matmul, "_pass_and_add", shifted)
 
