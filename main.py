@@ -4,7 +4,7 @@ python main.py [VERB] --config=configs/STRATEGY.py[:RECIPE] [--workdir=DIR] [--c
 
 VERB    train (default), prepare, evaluate, sample, export, layout, compare, plan, ...; --help lists
         them, and `help VERB` says more of one
-RECIPE  lm (default), mlp, mlp_tutorial; or model=NAME,data=NAME
+RECIPE  lm (default), mlp, mlp_tutorial, vit; or model=NAME,data=NAME
 
 The same command again resumes a run that was stopped.
 

@@ -9,5 +9,5 @@ from configs import base
 
 
 def get_config(argument=None):
-  """Returns the config of this strategy for a recipe: lm (default), mlp, mlp_tutorial."""
+  """Returns the config of this strategy for a recipe: lm (default), mlp, mlp_tutorial, vit."""
   return base.get_config(argument, mesh=dict(data=2, fsdp=2, tensor=2))

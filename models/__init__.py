@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from models import mlp, transformer
+from models import mlp, transformer, vit
 from models.losses import Batch, Sums
 from partitioning.dims import Dim
 from runtime.extensions import Table
@@ -129,7 +129,7 @@ class Scoring(Network, Protocol):
     ...
 
 
-MODELS: Table = Table("model", {"transformer": transformer, "mlp": mlp})
+MODELS: Table = Table("model", {"transformer": transformer, "mlp": mlp, "vit": vit})
 
 
 def find(name: str) -> Model:

@@ -155,7 +155,7 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
     if decoder and not at_once:  # memory has separate formulas for logits
       model.vocabulary_size, model.vocabulary_multiple = legend["V"].size // parts("V"), 1
     for name, letter in (("feedforward_size", "F"), ("heads", "N")):
-      if name in model and model.name in ("transformer", "mlp"):
+      if name in model and model.name in ("transformer", "mlp", "vit"):
         model[name] = max(1, model[name] // parts(letter))
     if decoder and model.experts:
       _own_experts(model, parts)
@@ -170,6 +170,8 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
       else:
         rows /= around
       model.context_attention = "gather"  # a single device has no ring
+    if model.name == "vit":  # as many scores as fewer images have
+      rows /= parts("T")
     data.global_batch_size = max(1, int(rows))
   return config, rows / data.global_batch_size
 

@@ -130,6 +130,8 @@ def terms(job: Job) -> list[Term]:
   every = [*_of_parameters(job), *_of_the_optimizer(job), *_of_matrices(job)]
   if job.config.model.name == "transformer":
     every += [*_of_activations(job), *_of_context(job), *_of_experts(job)]
+  if job.config.model.name == "vit":
+    every += _of_encoder(job)
   kept = []
   for term in every:
     axes = tuple(axis for axis in term.axes if sizes[axis] > 1)
@@ -297,6 +299,30 @@ def _of_activations(job: Job) -> Iterator[Term]:
     kernel = config.model.model_size * config.model.head_size * kv_heads
     why = "gradients of the kernels of keys and values"
     yield Term("all-reduce", ("tensor",), 2 * count * layers, kernel, why, narrow)
+
+
+def _of_encoder(job: Job) -> Iterator[Term]:
+  """Yields those of a vision transformer's activations, over tensor and context."""
+  config, sizes, dims = job.config, job.devices.sizes, job.legend
+  runs = config.training.gradient_accumulation_steps * config.model.layers
+  narrow = np.dtype(config.training.compute_dtype).itemsize
+  parts = math.prod(sizes[axis] for axis in ("data", "fsdp", "context"))
+  rows = config.data.global_batch_size / config.training.gradient_accumulation_steps
+  width = rows * dims["T"].size / parts * dims["D"].size
+  if config.partitioning.collective_matmul:
+    why, times = "activations between blocks, while others are multiplied", sizes["tensor"] - 1
+    size = width / sizes["tensor"]
+    yield Term("collective-permute", ("tensor",), 10 * runs * times, size, why, narrow, True)
+  elif config.partitioning.sequence_parallel:
+    why = "activations between blocks"
+    yield Term("reduce-scatter", ("tensor",), 4 * runs, width, f"{why}, scattered", narrow)
+    yield Term("all-gather", ("tensor",), 6 * runs, width, f"{why}, gathered", narrow)
+  else:
+    why = "partial sums of both blocks, and of their gradients"
+    yield Term("all-reduce", ("tensor",), 4 * runs, width, why, narrow)
+  why, size = "keys and values of whole images", width * sizes["context"] / sizes["tensor"]
+  yield Term("all-gather", ("context",), 2 * runs, size, why, narrow)
+  yield Term("all-reduce", ("context",), 2 * runs, size, f"gradients of {why}", narrow)
 
 
 def _of_rotary_keys(job: Job, tokens: float, itemsize: int) -> Iterator[Term]:

@@ -1,16 +1,21 @@
-"""A small decoder on Python's standard library, tuned on conversations about its docstrings.
+r"""A small decoder on Python's standard library, tuned on conversations about its docstrings.
 
   python -m configs.experiments.docstring_chat runs/docstring_chat
   python main.py prepare --config=configs/experiments/docstring_chat.py:base --train_tokenizer=1024
-  python main.py --config=configs/experiments/docstring_chat.py:base
-  python main.py --config=configs/experiments/docstring_chat.py:full
-  python main.py --config=configs/experiments/docstring_chat.py:lora
-  python main.py sample --config=configs/experiments/docstring_chat.py:full --chat
+  python main.py --config=configs/experiments/docstring_chat.py:base \
+    --workdir=runs/docstring_chat_base
+  python main.py --config=configs/experiments/docstring_chat.py:full \
+    --workdir=runs/docstring_chat_full
+  python main.py --config=configs/experiments/docstring_chat.py:lora \
+    --workdir=runs/docstring_chat_lora
+  python main.py sample --config=configs/experiments/docstring_chat.py:full \
+    --checkpoint=runs/docstring_chat_full --chat
 
 The first command writes the files: modules.jsonl, a document per module; chats.jsonl, a
 conversation per function with a docstring; chat_template.jinja. `full` and `lora` start from
 `base`. To expect on the evaluation split of the conversations, in nats per trained token: 4.22
-before, 2.88 after `full`, 3.18 after `lora` (docs/fine_tuning.md).
+before, 2.88 after `full`, 3.18 after `lora` (docs/fine_tuning.md). Base took 232 s
+of processor time on two shared x86-64 cores, as eight simulated devices.
 """
 
 import ast

@@ -70,6 +70,32 @@ _OURS = {
       "outputs": (),
     },
   },
+  "vit": {
+    "parameters": {
+      "patch": (),
+      "positions": (),
+      "layers": (),
+      "model": ("fsdp",),
+      "feedforward": ("tensor",),
+      "heads": ("tensor",),
+      "head": (),
+      "outputs": (),
+    },
+    "activations": {
+      "batch": ("data", "fsdp"),
+      "inputs": (),
+      "patch": (),
+      "positions": (),
+      "sequence": ("context",),  # patches inside of a block
+      "residual_sequence": ("context",),  # between blocks: see partitioning.sequence_parallel
+      "key_sequence": (),
+      "model": (),
+      "feedforward": ("tensor",),
+      "heads": ("tensor",),
+      "head": (),
+      "outputs": (),
+    },
+  },
 }
 
 AXIS_TABLES: Table = Table("axis table", _OURS, numerics=False)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from configs.schema import defaults, mup_checks
+from configs.schema import defaults, mup_checks, vit_checks
 from configs.schema.expert_presets import EXPERT_PRESETS
 from configs.schema.presets import PRESETS
 from input_pipeline.sources import catalog
@@ -88,6 +88,8 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
     model.max_positions = data.sequence_length
   if model.name == "transformer":
     mup_checks.finalize(model)
+  if model.name == "vit":
+    vit_checks.finalize(model)
 
 
 def _finalize_text(model: ConfigDict, data: ConfigDict, of_text: bool) -> None:
@@ -286,6 +288,32 @@ def mlp() -> ConfigDict:
   )
 
 
+def vit() -> ConfigDict:
+  """Returns a vision transformer of 0.1 M parameters that classifies handwritten digits."""
+  model = {
+    "name": "vit",
+    "input_size": config_dict.placeholder(int),  # values per image
+    "channels": 1,  # of an image: 3 of a coloured one
+    "image_size": config_dict.placeholder(int),  # pixels of a side; follows from input_size
+    "patch_size": 2,  # pixels of a patch's side
+    "layers": 2,
+    "model_size": 64,
+    "feedforward_size": 256,
+    "heads": 4,
+    "norm_epsilon": 1e-6,  # added to the variance
+    "dropout_rate": 0.2,  # of the outputs of attention and MLP
+    "output_size": config_dict.placeholder(int),  # classes
+  }
+  return make(
+    "classification",
+    model,
+    data={"name": "digits", "global_batch_size": 128},
+    training={"steps": 400},
+    optimizer={"learning_rate": 2e-3, "weight_decay": 0.05},
+    evaluation={"every_steps": 100},
+  )
+
+
 def mlp_tutorial() -> ConfigDict:
   """Returns the tutorial's network [784, W, W, W, 10] on one random batch, W rows of it."""
   model = {
@@ -322,7 +350,7 @@ def mlp_tutorial() -> ConfigDict:
 
 # name -> function that returns a config, as those above.
 RECIPES: Table = Table(
-  "recipe", {"lm": lm, "mlp": mlp, "mlp_tutorial": mlp_tutorial}, numerics=False
+  "recipe", {"lm": lm, "mlp": mlp, "mlp_tutorial": mlp_tutorial, "vit": vit}, numerics=False
 )
 
 

@@ -89,7 +89,11 @@ _REGIONS = {
   "partitioning.collective_matmul": False,
 }
 _READABLE = {**_COMPUTED, **_OF_TOKENS}
-MODELS = {"mlp": {**_COMPUTED, **_EXPERTS, **_REGIONS}}
+_OF_ENCODERS = ("training.rematerialization", "training.scan_unroll")
+MODELS = {
+  "mlp": {**_COMPUTED, **_EXPERTS, **_REGIONS},
+  "vit": {**{key: off for key, off in _COMPUTED.items() if key not in _OF_ENCODERS}, **_EXPERTS},
+}
 
 
 def optimizer_keys(name: str) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from configs.schema import (
   ramp_checks,
   recipes,
   unused,
+  vit_checks,
 )
 from input_pipeline.sources import catalog
 from input_pipeline.text.conversations import FORMS, REFUSE
@@ -68,6 +69,8 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   wrong.extend(mup_checks.wrong(config))
   if config.model.name == "transformer":
     wrong.extend(decoder_checks.wrong(config, sizes))
+  if config.model.name == "vit":
+    wrong.extend(vit_checks.wrong(config))
   if wrong:
     raise ValueError("the config is refused:\n" + "\n".join(f"  {line}" for line in wrong))
 
@@ -228,7 +231,7 @@ def _dpo(config: ConfigDict) -> Iterator[str]:
     yield f"training.dpo_beta={beta}: above 0"
   if not 0 <= smoothing < 0.5:
     yield f"training.dpo_label_smoothing={smoothing}: from 0 to below 0.5, which prefers neither"
-  if config.task == DPO and config.model.name == "mlp":
+  if config.task == DPO and config.model.name in ("mlp", "vit"):
     yield f"model.name={config.model.name!r}: {DPO} takes a transformer"
 
 

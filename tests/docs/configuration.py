@@ -14,7 +14,7 @@ from configs.schema import units
 from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
-RECIPES = ("lm", "mlp", "mlp_tutorial", "hf")
+RECIPES = ("lm", "mlp", "mlp_tutorial", "vit", "hf")
 ON_RESUME = {MAY_CHANGE: "may change", ACCEPT: "with `--accept-changes`", REFUSED: "fixed"}
 HEAD = """# Configuration
 

@@ -15,7 +15,7 @@ from tests.docs.pages import PAGES, ROOT, applications, commands, files, name
 @functools.cache
 def keys() -> frozenset[str]:
   """Returns every config key of any recipe."""
-  recipes = ("lm", "mlp", "mlp_tutorial", "hf")
+  recipes = ("lm", "mlp", "mlp_tutorial", "vit", "hf")
   return frozenset(
     key for recipe in recipes for key, *_ in config_flag.keys(base.get_config(recipe))
   )

@@ -37,6 +37,18 @@ SMALL = {
     "model.output_size": 10,
     "data.global_batch_size": 16,
   },
+  "vit": {
+    "model.input_size": 432,  # 12 x 12 x 3
+    "model.channels": 3,
+    "model.patch_size": 3,
+    "model.layers": 2,
+    "model.dropout_rate": 0.0,
+    "model.model_size": 40,
+    "model.feedforward_size": 56,
+    "model.heads": 8,
+    "model.output_size": 10,
+    "data.global_batch_size": 24,
+  },
   "mlp_tutorial": {
     "model.input_size": 13,
     "model.model_size": 40,

@@ -250,4 +250,4 @@ def test_two_files_that_cannot_be_loaded_together_are_one_message(main, mine, tm
   (folder / "one.py").write_text((mine / "vit.py").read_text())
   code, out, err = main("layout", f"--config={mine / 'vit.py'}", f"--against={folder / 'one.py'}")
   assert code == 2, (out, err)
-  assert f"the model 'vit' is already registered by {mine / 'vit.py'}; rename it" in err
+  assert f"the model 'my_vit' is already registered by {mine / 'vit.py'}; rename it" in err

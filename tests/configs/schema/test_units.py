@@ -7,7 +7,7 @@ from configs.schema import units
 
 def test_every_count_has_a_unit_and_every_pattern_a_key():
   kinds = {}
-  for recipe in ("lm", "mlp", "mlp_tutorial", "hf"):
+  for recipe in ("lm", "mlp", "mlp_tutorial", "vit", "hf"):
     config = base.get_config(recipe)
     kinds |= {key: part.get_type(name) for key, part, name in config_flag.keys(config)}
   counts = {key for key, kind in kinds.items() if kind is int} - {*units.PLAIN}

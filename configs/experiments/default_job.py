@@ -1,0 +1,25 @@
+"""The default job: a byte-level decoder of 0.66 M parameters on Python's standard library.
+
+  python main.py --config=configs/experiments/default_job.py
+
+The same as --config=configs/dp4_tp2.py, which `make train` runs.
+
+Gives, after 200 steps, 1.675 nats per byte on the evaluation split: 2.416 bits per byte (Python
+3.11.7's library). Took 148 s of processor time on two shared x86-64 cores, as eight simulated
+devices; 3 minutes beside other work.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+  """Returns the config.
+
+  Raises:
+    ValueError: an argument is given; there is one variant.
+  """
+  if argument:
+    raise ValueError(f"unknown variant {argument!r}; configs/experiments/default_job.py has one")
+  return base.get_config("lm", mesh=dict(data=4, tensor=2))

@@ -1,0 +1,36 @@
+"""A decoder on Python's standard library, tokenized by a BPE of 4,096 tokens trained on it.
+
+  python main.py prepare --config=configs/experiments/python_bpe.py:tokenizer --train_tokenizer=4096
+  python main.py --config=configs/experiments/python_bpe.py
+
+Gives, after 128 steps, 4.864 nats per token on the evaluation split: 1.958 bits per byte, where the
+byte-level decoder has 2.416 in as much time (Python 3.11.7's library). Took 10 and 146 s of
+processor time on two shared x86-64 cores, as eight simulated devices.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+from input_pipeline.text import tokenizer
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+  """Returns the config of a stage: train (default), or tokenizer, which has none yet.
+
+  Raises:
+    ValueError: another stage, or training without a tokenizer that has been trained.
+  """
+  stage = argument or "train"
+  if stage not in ("tokenizer", "train"):
+    raise ValueError(f"unknown stage {stage!r}; there are tokenizer and train")
+  config = base.get_config("lm", mesh=dict(data=4, tensor=2))
+  config.training.steps = 128
+  if stage == "train":
+    config.data.tokenizer = tokenizer.resolve(config.data)
+    if config.data.tokenizer == tokenizer.BYTES:
+      raise ValueError(
+        "no tokenizer is trained for data.name='python_source' in this data_dir; train one: "
+        "python main.py prepare --config=configs/experiments/python_bpe.py:tokenizer "
+        "--train_tokenizer=4096"
+      )
+  return config
