@@ -1,28 +1,22 @@
 """`sample --chat`: a conversation with a checkpoint's model, in a terminal or by --prompt."""
 
-import contextlib
 import hashlib
 import sys
-import termios
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from etils import epath
 
-from commands import build, flags, preflight_facts
+from commands import build, dialogue, flags, preflight_facts
 from inference.chat import Chat
 from inference.chat import prepare as check
 from inference.request import Request
 from inference.text_stream import Printer
-from processes import preemption
 from processes.coordination import current
-from processes.preemption import AGAIN_SECONDS, StopRequest
+from processes.preemption import StopRequest
 from processes.watchdog import STARTING, Watchdog
 from runtime import exit_codes
-from runtime.printable import printable
 from training import restore, run_tokenizer
 
-_ASK = "> "
 _HELP = "Ctrl-C ends a reply, and then the conversation, as Ctrl-D does; /new begins another"
 _NEW = "/new"
 
@@ -111,74 +105,18 @@ def _show(chat: Chat, turn: str, cut: Callable[[], bool] | None = None) -> None:
 # ------------------------------ in a terminal ------------------------------
 
 
-class _Interrupts:
-  """Ctrl-C: it ends the reply that is being generated; where none is, the conversation.
-
-  Attributes:
-    cut: whether the reply is to end.
-  """
-
-  def __init__(self):
-    self.cut, self._generating, self._ended = False, False, -AGAIN_SECONDS
-
-  @contextlib.contextmanager
-  def generating(self) -> Iterator[None]:
-    """Inside it, Ctrl-C ends the reply."""
-    self.cut, self._generating = False, True
-    try:
-      yield
-    finally:
-      self._generating = False
-
-  def take(self) -> bool:
-    """Returns whether a Ctrl-C has been dealt with; of one that arrives twice, the second, too."""
-    now = time.monotonic()
-    if not self._generating:
-      return now - self._ended < AGAIN_SECONDS
-    self.cut, self._ended = True, now
-    return True
-
-
 def _converse(chat: Chat, stop: StopRequest) -> None:
   """Reads turns from standard input, and replies, to its end."""
-  terminal, interrupts = sys.stdin.isatty(), _Interrupts()
   first = len(chat.messages)
-  if terminal:
-    import readline  # noqa: F401 editing and history of lines, for `input`
 
-    print(_HELP, flush=True)
-  with stop.interrupts(interrupts.take), _terminal_restored(terminal):
-    for turn in _turns(terminal):
-      if turn.strip() == _NEW:
-        del chat.messages[first:]
-        chat.dropped = 0
-      elif turn.strip():
-        try:
-          with interrupts.generating():
-            _show(chat, turn, lambda: interrupts.cut)
-        except ValueError as error:
-          print(f"error: {printable(error)}", file=sys.stderr, flush=True)
+  def answer(turn: str, cut: Callable[[], bool]) -> str:
+    if turn.strip() == _NEW:
+      del chat.messages[first:]
+      chat.dropped = 0
+      return ""
+    if not turn.strip():
+      return ""
+    _show(chat, turn, cut)
+    return chat.pace.text()
 
-
-def _turns(terminal: bool) -> Iterator[str]:
-  while True:
-    try:
-      yield input(_ASK if terminal else "")
-    except EOFError:
-      if terminal:
-        print()
-      return
-    except UnicodeDecodeError as error:
-      print(f"error: that is not valid UTF-8 ({error})", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _terminal_restored(terminal: bool) -> Iterator[None]:
-  """Restores the terminal where the process is ended while a line is edited."""
-  if not terminal:
-    yield
-    return
-  number = sys.stdin.fileno()
-  mode = termios.tcgetattr(number)
-  with preemption.undone(lambda: termios.tcsetattr(number, termios.TCSANOW, mode)):
-    yield
+  dialogue.hold(stop, _HELP, answer)

@@ -50,8 +50,9 @@ VERBS = {
   ),
   "sample": Verb(
     "continue prompts with a checkpoint's model",
-    "Continues --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE; --chat has a "
-    "conversation by the tokenizer's chat template.",
+    "Continues --prompt=TEXT (repeatable) or the lines of --prompt_file=FILE. Without these, in a "
+    "terminal, it asks for texts and continues each as it is generated. --chat has a conversation "
+    "by the tokenizer's chat template.",
     (f"sample {_DP4_TP2} --prompt='def '", f"sample {_DP4_TP2} --temperature=0"),
   ),
   "export": Verb(

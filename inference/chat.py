@@ -5,23 +5,20 @@ assistant, a token of `generation_config.json` (`eos_token_id`), or the end of t
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import numpy as np
 from ml_collections import ConfigDict
 
+from inference.cached_sampler import CachedSampler
 from inference.request import Request, check, drawable, tokenizer_of
-from inference.sampler import Sampler
-from inference.text_stream import Row, as_bytes
+from inference.text_stream import Pace, Row, as_bytes
 from input_pipeline.text import chat_template, tokenizer
 from input_pipeline.text.conversations import ASSISTANT, Conversation
 from training.setup import Job
 
 Message = dict[str, Any]
 
-_PIECE = 64  # tokens of a prompt that are read at a time
 _PROBE = "Yes"  # what the assistant says in the conversation that shows how its turns end
 _SHARE = 4  # by default, a quarter of a row is kept for the reply
 
@@ -64,101 +61,13 @@ def _of_generation(encoder: tokenizer.Tokenizer) -> Sequence[int]:
   return [id_ for id_ in found if type(id_) is int and 0 <= id_ < encoder.size]
 
 
-class _Cached(Sampler):
-  """A sampler that keeps its cache: a prompt that begins as the last one is read from there on."""
-
-  def __init__(self, job: Job):
-    length = job.config.data.sequence_length
-    start = tokenizer_of(job.config).start
-    super().__init__(job, Request(((start,),), max_new_tokens=length - 1))
-    self._known: list[int] = []  # the tokens in the cache
-    self._cache = self._new()
-
-  def _empty_cache(self) -> Any:
-    # A piece is written as a whole, also where only its first tokens count.
-    slots = self.job.config.data.sequence_length + _PIECE
-    return self._model.empty_cache(self.job.config, self.rows, slots)
-
-  def _compile(self) -> tuple[Callable, Callable, float]:
-    read, one = self._reading(_PIECE), self._reading(1)
-    return read.function, one.function, read.seconds + one.seconds
-
-  def _reading(self, width: int) -> Any:
-    job, cache = self.job, jax.eval_shape(self._empty_cache)
-    whole, cache_lies = self._replicated(), self._cache_shardings(cache)
-    tokens_BT = np.zeros((self.rows, width), np.int32)
-    variables = [job.state.variables] if job.state.variables else []
-    placed = job.state_shardings
-    return job.compile(
-      self._read,
-      job.state.params,
-      tokens_BT,
-      tokens_BT[:, 0],
-      cache,
-      self._settings(Request(())),
-      *variables,
-      activations=self._table,
-      in_shardings=(
-        *(placed.params, whole, whole, cache_lies, whole),
-        *([placed.variables] if variables else []),
-      ),
-      donate_argnums=3,
-      out_shardings=(whole, cache_lies),
-    )
-
-  def _new(self) -> Any:
-    shardings = self._cache_shardings(jax.eval_shape(self._empty_cache))
-    return self.job.compile(self._empty_cache, out_shardings=shardings).function()
-
-  def _read(self, params, tokens_BT, counts_B, cache, settings, variables=None) -> Any:
-    model = self.job.program.module(params, variables)
-    return self._next(model, tokens_BT, counts_B, cache, settings)
-
-  def draw(self, params: Any, variables: Any, tokens: list[int], request: Request) -> Iterator[int]:
-    """Yields what follows the tokens, one by one, for as long as a row has place.
-
-    Args:
-      params: the parameters, placed as the job's.
-      variables: the model's other variables, where it has any.
-      tokens: of the whole conversation so far.
-      request: the settings of the draws.
-    """
-    more = [variables] if variables else []
-    settings = self._put(self._settings(request))
-    pairs = enumerate(zip(self._known, tokens, strict=False))
-    common = next((i for i, (one, other) in pairs if one != other), None)
-    common = min(len(self._known), len(tokens)) if common is None else common
-    common = min(common, len(tokens) - 1)  # the last is always read: its logits are needed
-    lengths_B = np.full(self.rows, common, np.int32)
-    lengths_B = jax.device_put(lengths_B, self._cache.lengths.sharding)
-    self._cache = dataclasses.replace(self._cache, lengths=lengths_B)
-    del self._known[common:]
-    while len(self._known) < len(tokens):
-      piece = tokens[len(self._known) :][:_PIECE]
-      drawn = self._run(self.prefill, _PIECE, params, piece, settings, more)
-    while True:
-      yield drawn
-      if len(self._known) + 1 > self.job.config.data.sequence_length:
-        return
-      drawn = self._run(self.decode, 1, params, [drawn], settings, more)
-
-  def _run(self, program, width, params, piece: list[int], settings, more) -> int:
-    """Reads tokens into the cache; returns the one drawn behind them."""
-    tokens_BT = np.zeros((self.rows, width), np.int32)
-    tokens_BT[:, : len(piece)] = piece  # the rows that only fill the batch repeat the first
-    counts_B = np.full(self.rows, len(piece), np.int32)
-    tokens_BT, counts_B = self._put((tokens_BT, counts_B))
-    drawn_B, self._cache = program(params, tokens_BT, counts_B, self._cache, settings, *more)
-    self._known += piece
-    return int(np.asarray(drawn_B)[0])
-
-
 class Chat:
   """A conversation with a model.
 
   Attributes:
     messages: so far, of all roles.
     dropped: how many of the first messages no longer fit a row; the system's stays.
+    pace: of the last reply.
     ends: what ends the assistant's turn.
   """
 
@@ -178,12 +87,13 @@ class Chat:
       ValueError: as `prepare`.
     """
     self._template, self.ends = prepare(job.config, settings, system)
-    self._sampler = _Cached(job)
+    self._sampler = CachedSampler(job)
     self._params, self._variables, self._settings = params, variables, settings
     self._length = job.config.data.sequence_length
     self._coder, self._known = self._sampler.tokenizer, drawable(job.config)
     self.messages: list[Message] = _system(system)
     self.dropped = 0
+    self.pace = Pace()
 
   def reply(
     self, text: str, write: Callable[[str], None], cut: Callable[[], bool] | None = None
@@ -205,7 +115,9 @@ class Chat:
     held = Held((*self.ends.texts, *self._settings.stop), write)
     most = self._settings.max_new_tokens or self._length
     drawing = self._sampler.draw(self._params, self._variables, tokens, self._settings)
+    self.pace = Pace()
     for number, token in enumerate(drawing, 1):
+      self.pace.tick()
       held.add(row.add(token))
       if row.done or number >= most or (cut is not None and cut()):
         break

@@ -10,6 +10,7 @@ alone.
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from inference.request import Request, check, drawable, encoded, tokenizer_of
 from inference.sample_token import draw
-from inference.text_stream import Printer, Row, as_bytes
+from inference.text_stream import Pace, Printer, Row, as_bytes
 from models import MODELS
 from partitioning import shardings
 from partitioning.dims import axes_size, resolve
@@ -41,6 +42,7 @@ class Sampler:
     max_new_tokens: the most tokens drawn per row.
     placements: `cache/keys`, ...: of the cache, for `partitioning.shardings`.
     seconds: that compiling took.
+    pace: of the last call, over all prompts.
   """
 
   def __init__(self, job: Job, request: Request, prompt_tokens: int = 0, rows: int = 0):
@@ -68,6 +70,7 @@ class Sampler:
     self.prompt_tokens = max(prompt_tokens, *map(len, encoded(job.config, request)))
     self.max_new_tokens = request.max_new_tokens
     self.placements = self._place()
+    self.pace = Pace()
     self.prefill, self.decode, self.seconds = self._compile()
 
   def __call__(
@@ -93,9 +96,11 @@ class Sampler:
       for prompt in request.prompts
     ]
     left = set(range(len(rows)))
+    self.pace = Pace()
     for tokens_B in itertools.islice(
       self._drawn(params, variables, request, prompts), request.max_new_tokens
     ):
+      self.pace.tick(len(left))
       for number in sorted(left):
         text = rows[number].add(int(tokens_B[number]))
         if text and write is not None:
@@ -249,7 +254,13 @@ class Sampler:
 
 
 def show(
-  job: Job, params: Any, request: Request, variables: Any = None, sampler: Sampler | None = None
+  job: Job,
+  params: Any,
+  request: Request,
+  variables: Any = None,
+  sampler: Sampler | None = None,
+  *,
+  pace: bool = False,
 ) -> list[bytes]:
   """Prints the prompts and their continuations, as they are generated; returns the continuations.
 
@@ -259,6 +270,7 @@ def show(
     request: the prompts.
     variables: the model's other variables, where it has any.
     sampler: one that was compiled for the request; by default one is compiled.
+    pace: also print how fast, to standard error.
   """
   sampler = sampler or Sampler(job, request)
   if not current().first:  # all compute, process 0 prints
@@ -266,4 +278,6 @@ def show(
   printer = Printer(request.prompts)
   drawn = sampler(params, request, printer, variables)
   printer.close()
+  if pace:
+    print(f"[{sampler.pace.text()}]", file=sys.stderr, flush=True)
   return drawn

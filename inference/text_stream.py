@@ -2,7 +2,8 @@
 
 import codecs
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from input_pipeline.text.tokenizer import ByteTokenizer, Tokenizer
@@ -70,6 +71,36 @@ class Row:
     """Ends the row; returns a replacement character if it ends within a character."""
     self.done = True
     return self._decoder.decode(b"", final=True)
+
+
+class Pace:
+  """How fast tokens are generated.
+
+  Attributes:
+    tokens: so far.
+  """
+
+  def __init__(self, clock: Callable[[], float] = time.monotonic):
+    """Starts when the prompt is given; `clock` is in seconds."""
+    self.tokens, self._beside = 0, 0
+    self._clock = clock
+    self._began = self._first = self._last = clock()
+
+  def tick(self, count: int = 1) -> None:
+    """Counts tokens that have just been generated, at the same time."""
+    self._last = self._clock()
+    if not self.tokens:
+      self._first, self._beside = self._last, count
+    self.tokens += count
+
+  def text(self) -> str:
+    """Returns `64 tokens, 31.2 tokens/s; the first after 0.12 s`; the rate is of the others."""
+    if not self.tokens:
+      return "no tokens"
+    later, seconds = self.tokens - self._beside, self._last - self._first
+    rate = f", {later / seconds:,.1f} tokens/s" if later and seconds > 0 else ""
+    s = "s" * (self.tokens != 1)
+    return f"{self.tokens:,} token{s}{rate}; the first after {self._first - self._began:.2f} s"
 
 
 class Printer:

@@ -5,6 +5,7 @@ import json
 import pytest
 import tokenizers
 
+from inference import cached_sampler
 from inference import chat as chats
 from inference.chat import Chat, Held, ends
 from inference.request import Request
@@ -56,7 +57,7 @@ def continued(made):
 
 
 def test_replies_are_those_of_the_rendered_text_without_a_cache(made, continued, monkeypatch):
-  monkeypatch.setattr(chats, "_PIECE", 4)  # so that a prompt is read in several pieces
+  monkeypatch.setattr(cached_sampler, "PIECE", 4)  # so that a prompt is read in several pieces
   template, params = made
   job = template("&&&&")
   chat, written = Chat(job, params, GREEDY, system="00"), []

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from inference.text_stream import Printer, Row, as_bytes
+from inference.text_stream import Pace, Printer, Row, as_bytes
 from input_pipeline.text.tokenizer import ByteTokenizer
 
 
@@ -116,3 +116,14 @@ def test_what_a_terminal_would_obey_or_cannot_show_is_written_out(encoding, text
   stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
   Printer([""], stream)(0, text)
   assert stream.buffer.getvalue().decode(encoding) == wanted
+
+
+def test_the_pace_is_that_of_the_tokens_after_the_first():
+  times = iter([10.0, 10.5, 11.5, 12.5])
+  pace = Pace(lambda: next(times))
+  assert pace.text() == "no tokens"
+  pace.tick()
+  assert pace.text() == "1 token; the first after 0.50 s"
+  pace.tick()
+  pace.tick(3)  # of several prompts at once
+  assert pace.text() == "5 tokens, 2.0 tokens/s; the first after 0.50 s"
