@@ -157,7 +157,7 @@ def html(
     sides=sides,
     verdict=verdict(sides),
     remarks=remarks(sides),
-    bars=[memory_bar.bar(_stored(side), _limit(side)) for side in sides],
+    bars=_bars(sides),
     totals=_totals(sides),
     platform=job.devices.platform,
     costs=[_costs_of(side, sides) for side in sides],
@@ -178,17 +178,42 @@ def pipelines(sides: Sequence[Side]) -> list[dict[str, Any]]:
 
 
 def verdict(sides: Sequence[Side]) -> str:
-  """Returns one sentence: what is placed where, and what it takes."""
-  texts = []
-  for side in sides:
-    sections = side.job.placements
-    total = sum(bytes_per_device(p, side.sizes) for p in side.held)
-    texts.append(
-      f"{side.title}: {sum(map(len, sections.values()))} arrays are placed on "
-      f"{side.job.mesh.size} devices ({mesh_text(side.sizes, side.job.devices.slices)}), with "
-      f"{size_text(total)} of parameters and optimizer state per device"
+  """Returns one sentence: what is placed where, or how much two layouts differ."""
+  held = [size_text(sum(bytes_per_device(p, one.sizes) for p in one.held)) for one in sides]
+  if len(sides) == 2:
+    count, differ = _differing(sides)
+    return (
+      f"{sides[0].title} and {sides[1].title} shard {differ} of {count} arrays differently: "
+      f"{held[0]} and {held[1]} of parameters and optimizer state per device."
     )
-  return f"{'; '.join(texts)}."
+  [side] = sides
+  count = sum(map(len, side.job.placements.values()))
+  axes = mesh_text(side.sizes, side.job.devices.slices)
+  return (
+    f"{count} arrays are placed on {side.job.mesh.size} devices ({axes}), with {held[0]} of "
+    "parameters and optimizer state per device."
+  )
+
+
+def _differing(sides: Sequence[Side]) -> tuple[int, int]:
+  """Returns the arrays of two layouts, and how many of them are sharded differently."""
+  names = dict.fromkeys(
+    (section, name) for side in sides for section, ps in side.job.placements.items() for name in ps
+  )
+  pairs = [
+    [_sharding(s.job.placements[section].get(name), s) for s in sides] for section, name in names
+  ]
+  return len(pairs), sum(ours != theirs for ours, theirs in pairs)
+
+
+def _bars(sides: Sequence[Side]) -> list[dict[str, Any]]:
+  """Returns the bar of each side, all of one scale."""
+  stored = [_stored(side) for side in sides]
+  most = max(sum(parts.values()) for parts in stored)
+  return [
+    memory_bar.bar(parts, _limit(side), beside=most)
+    for parts, side in zip(stored, sides, strict=True)
+  ]
 
 
 def _stored(side: Side) -> dict[str, int]:
@@ -220,17 +245,8 @@ def remarks(sides: Sequence[Side]) -> list[str]:
       text += f". The {count} devices store each byte {stored}"
     texts.append(f"{side.title}: {text}." if len(sides) > 1 else f"{text}.")
   if len(sides) == 2:
-    names = dict.fromkeys(
-      (section, name)
-      for side in sides
-      for section, ps in side.job.placements.items()
-      for name in ps
-    )
-    pairs = [
-      [_sharding(s.job.placements[section].get(name), s) for s in sides] for section, name in names
-    ]
-    differ = sum(ours != theirs for ours, theirs in pairs)
-    texts.append(f"{differ} of {len(pairs)} arrays are sharded differently.")
+    count, differ = _differing(sides)
+    texts.append(f"{differ} of {count} arrays are sharded differently.")
   return texts
 
 

@@ -9,7 +9,11 @@ SMALL = 0.1  # of the limit: what takes less is drawn to its own scale
 
 
 def bar(
-  parts: Mapping[str, float], limit: float | None = None, peak: float | None = None
+  parts: Mapping[str, float],
+  limit: float | None = None,
+  peak: float | None = None,
+  *,
+  beside: float = 0.0,
 ) -> dict[str, Any]:
   """Returns the bar for the macro `memory_bar` of a page.
 
@@ -17,10 +21,11 @@ def bar(
     parts: name -> bytes that are in memory together. A part has the color of its place.
     limit: of a device, in bytes; None where it is unknown.
     peak: measured, or by the compiler, where it is known besides the parts: a second line.
+    beside: bytes of the longest bar beside this one, which has the same scale.
   """
   used = max(sum(parts.values()), peak or 0.0)
-  within = limit is not None and used >= SMALL * limit
-  most = max(used, limit if within else 0.0) or 1.0
+  within = limit is not None and max(used, beside) >= SMALL * limit
+  most = max(used, beside, limit if within else 0.0) or 1.0
   text = units.size(used)
   if limit is not None:
     text += f" of {units.size(limit)} ({100 * used / limit:.3g} %)"

@@ -137,6 +137,7 @@ def test_mlp_learns_the_digits(main, tmp_path):
   assert code == 0, (out, err)
   last = lines_of(tmp_path)[-1]
   assert last["eval_accuracy"] >= 0.97
+  assert f"{100 * last['eval_accuracy']:.1f} % accuracy" in (tmp_path / "run.html").read_text()
   assert "examples/s" in out
 
 
@@ -173,6 +174,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(main, tmp_path):
   assert "training stops" in err
   step = int(err.split()[2].rstrip(":"))
   assert all(line["step"] < step for line in lines_of(tmp_path))
+  page = (tmp_path / "run.html").read_text()
+  assert "<b>Failed after step " in page
+  assert f"<title>bad step {step}: " in page
 
 
 def test_layout_prints_the_table_and_two_side_by_side(main):

@@ -241,6 +241,8 @@ def test_what_is_remarkable_is_said_first(two):
   marked = sum(row[0].startswith("≠") for row in arrays)
   assert differ == f"{marked} of {len(arrays)} arrays are sharded differently."
   assert all(text in said for text in (ours, theirs, differ))
+  share = differ.removesuffix(" arrays are sharded differently.")
+  assert f"dp8 and dp4_tp2 shard {share} arrays differently: {total} and " in said
 
 
 def test_two_layouts_beside_each_other_mark_what_differs(two):

@@ -28,3 +28,10 @@ def test_parts_and_lines_have_one_scale(limit, peak, scale, expected):
 
 def test_nothing_is_an_empty_bar():
   assert memory_bar.bar({})["text"] == "0 Bytes"
+
+
+def test_bars_beside_one_another_have_one_scale():
+  bar = memory_bar.bar({"a": 100.0}, beside=400.0)
+  assert bar["parts"][0]["percent"] == pytest.approx(25)
+  bar = memory_bar.bar({"a": 100.0}, 2000.0, beside=400.0)
+  assert (bar["parts"][0]["percent"], bar["limit"]) == pytest.approx((5, 100))
