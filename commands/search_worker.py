@@ -58,6 +58,7 @@ def main() -> int:
 
 def _formulas(request: Mapping[str, Any], formulas: Any) -> dict[str, Any]:
   """Returns the estimates, after those of an earlier search that was stopped."""
+  from configs.schema import finalize
   from planning import aot, search, search_space
   from planning.search_choice import Estimate
 
@@ -82,9 +83,10 @@ def _formulas(request: Mapping[str, Any], formulas: Any) -> dict[str, Any]:
 
   note.begun = not kept
   formulas.note = note
+  resolved = finalize.finalize(config, topology.platform)  # a folder says what a model has
   looked = search.Search(
     formulas,
-    search_space.axes(config, request["axes"]),
+    search_space.axes(resolved, request["axes"]),
     tuple(request["batches"]),
     request["most"],
     progress=lambda phase: report(request["phases"], f"{topology.name}: {phase}"),
@@ -98,6 +100,7 @@ def _formulas(request: Mapping[str, Any], formulas: Any) -> dict[str, Any]:
     "devices": looked.devices,
     "limit": formulas.limit,
     "compiled": aot.compiled_here(topology, formulas.here),
+    "over": looked.over,
     "budget": looked.budget,
     "unit": looked.unit,
     "given": given,

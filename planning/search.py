@@ -200,6 +200,13 @@ class Search:
     return self.formulas.topology.devices * math.prod(over.values())
 
   @property
+  def over(self) -> dict[str, int]:
+    """Returns the overrides of `mesh_dcn` that the topology's number of slices stands for."""
+    config = self.formulas.config
+    over = with_slices(config, self.formulas.topology).mesh_dcn
+    return {f"mesh_dcn.{k}": size for k, size in over.items() if config.mesh_dcn[k] != size}
+
+  @property
   def given(self) -> str | None:
     """Returns the key of the config's own setting; None if it is refused on these devices."""
     mesh = self.formulas.config.mesh

@@ -54,6 +54,7 @@ class Found:
     compiled: whether there is a compiler for it here.
     budget: tokens (or examples) to train on.
     unit: `tokens` or `examples`.
+    over: overrides of mesh_dcn for the slices in the topology's name.
     given: the config's own setting, as a key of an estimate; None if it is not one.
     refused: why settings were refused -> how many.
     estimates: by formula.
@@ -79,6 +80,7 @@ class Found:
   source: str = FORMULA
   price: float = 0.0
   nearest: Sequence[tuple[dict[str, Any], str, int]] = ()
+  over: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   @property
   def fits(self) -> bool:

@@ -15,7 +15,7 @@ from reports.plan_text import duration, number
 # How each source is meant.
 SOURCES = {
   COMPILER: "memory and time by the compiler and the plan's clock; nothing was run",
-  FORMULA: "memory and time by formula, without a compiler; nothing was run",
+  FORMULA: "memory and time by formula; nothing was compiled or run",
   RUN: "memory by the compiler, time measured in short runs: the fastest step of each",
 }
 REASONS = 3  # for refusals that are listed
@@ -195,6 +195,6 @@ def summary(found: Sequence[Found], command: str) -> list[str]:
       cheap, row = min(ran, key=lambda pair: pair[0].cost(pair[1]))
       lines.append(f"cheapest of all: {heading(cheap)}, {cheap.cost(row):,.2f}")
   for one, row in ran:
-    words = search_space.text(row.estimate.setting)
+    words = search_space.text({**row.estimate.setting, **one.over})
     lines.append(f"to train on {one.topology}: {command} {words}".rstrip())
   return lines

@@ -82,7 +82,7 @@ def test_gpus_are_searched_by_formula(main, tmp_path):
   )
   assert (code, err) == (0, ""), (out, err)
   assert "8 devices of h100:8: " in out
-  assert "nothing was run" in out
+  assert "nothing was compiled or run" in out
   assert "cheapest of all: 8 devices of h100:8" in out
   found = json.loads((tmp_path / "run" / "search.json").read_text())["topologies"]
   assert [one["topology"] for one in found] == ["h100:8", "h200:8"]

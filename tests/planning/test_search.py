@@ -136,6 +136,16 @@ def test_the_budget_is_that_of_the_config():
   assert search.Search(formulas(small()), ()).unit == "examples"
 
 
+def test_slices_in_the_topologys_name_are_an_override_of_the_run():
+  config = small()
+  assert search.Search(formulas(config), ()).over == {}
+  two = search.Search(formulas(config, "2xv5e:2x2"), ())
+  assert two.over == {"mesh_dcn.data": 2}
+  assert two.devices == 8
+  config.mesh_dcn.fsdp = 2
+  assert search.Search(formulas(config, "2xv5e:2x2"), ()).over == {}
+
+
 def test_the_limit():
   topology = parse("h100:8", CHIPS)
   config = small()

@@ -70,11 +70,14 @@ def test_nothing_fits():
 
 
 def test_of_several_topologies_the_fastest_and_the_cheapest():
-  other = Found(**{**VALUES, "topology": "v6e:16x16", "chips": 256.0}, price=2.0)  # 1.2 s
+  # By formula, 1.2 s.
+  values = {**VALUES, "topology": "v6e:16x16", "chips": 256.0, "over": {"mesh_dcn.data": 2}}
+  other = Found(**values, price=2.0)
   lines = search_text.summary([FOUND, other, NOTHING], "python main.py")
   assert lines[0].startswith("fastest of all: 64 devices of v5p:4x4x4, ")
   assert lines[1].startswith("cheapest of all: 64 devices of v5p:4x4x4, ")
   assert [line.split(":")[0] for line in lines[2:]] == ["to train on v5p", "to train on v6e"]
+  assert lines[3].endswith(" --config.mesh_dcn.data=2")
 
 
 @pytest.mark.parametrize(
