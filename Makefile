@@ -3,7 +3,7 @@
 # and checked by its SHA-256.
 PYTHON ?= python3
 ACCELERATOR ?= cpu
-CONFIG ?= configs/dp4_tp2.py
+CONFIG ?= configs/dp4_tp2.py:lm_bpe
 FAULTS ?=
 VENV := .venv
 BIN := $(VENV)/bin

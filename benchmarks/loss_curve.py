@@ -1,6 +1,6 @@
 r"""Draws the losses of a run as an SVG: training as a line, evaluations as points.
 
-  python -m benchmarks.loss_curve --workdir=runs/dp4_tp2_lm --output=loss.svg [--title=TEXT]
+  python -m benchmarks.loss_curve --workdir=runs/dp4_tp2_lm_bpe --output=loss.svg [--title=TEXT]
 
 Reads WORKDIR/metrics.jsonl. docs/images/first_run.svg is the curve of `make train`.
 """

@@ -40,6 +40,7 @@ CLASSES = {
   "data.evaluation_files": MAY_CHANGE,
   "data.stages": ACCEPT,  # only of steps that are not done: training.restore checks
   "data.tokenizer": MAY_CHANGE,  # likewise; dataset.tokenizer
+  "data.train_tokenizer": MAY_CHANGE,  # likewise
   "data.chat_template": MAY_CHANGE,  # likewise; dataset.chat_template
   "data.max_bad_records": MAY_CHANGE,  # a run that an unreadable record has stopped may resume
   "data.evaluation_split": MAY_CHANGE,

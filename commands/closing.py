@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from etils import epath
 
+from inference.request import Request
 from processes.coordination import current
 from reports import loss_curve
 from training.metrics import log_lines
@@ -46,22 +47,24 @@ def _can_show_dots() -> bool:
   return True
 
 
-def next_commands(job: Job, workdir: epath.Path, *, text: bool) -> None:
+def next_commands(job: Job, workdir: epath.Path, sample: Request | None) -> None:
   """Prints three commands to continue with.
 
   Args:
     job: of the run.
     workdir: of the run.
-    text: the model continues texts.
+    sample: what the run has ended with; None where the model continues no texts.
   """
   given = _given(sys.argv[1:])
   reading = [word for word in given if not word.startswith("--accept")]  # is of `train` alone
-  look = "sample" if text else "evaluate"
-  prompt = ["--prompt=def "] if job.config.data.name == "python_source" else ["--prompt=The "]
+  if sample is not None:
+    look = "sample from it", ["sample", *reading, f"--prompt={sample.prompts[0]}"]
+  else:
+    look = "evaluate it", ["evaluate", *reading]
   steps = 2 * job.config.training.steps
   longer = [word for word in given if not word.startswith("--config.training.steps=")]
   commands = [
-    ("sample from it" if text else "evaluate it", [look, *reading, *(prompt if text else [])]),
+    look,
     ("train for longer", [*longer, f"--config.training.steps={steps}"]),
   ]
   texts = [(what, shlex.join(["python", "main.py", *words])) for what, words in commands]

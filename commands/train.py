@@ -38,6 +38,7 @@ from training.metrics.console import say
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
   run_tokenizer.adopt_missing(flags.CONFIG.value, flags.workdir())
+  run_tokenizer.train_missing(flags.CONFIG.value)
   [ready] = build.prepare(flags.CONFIG)
   sinks.require_packages(ready.config)
   data = splits.open_data(ready)
@@ -102,7 +103,7 @@ def _run(
     known = report.sampler
     [drawn] = sampler.show(ready, end.state.params, wanted, end.state.variables, known)
     report.sampled(drawn)
-  closing.next_commands(ready, workdir, text=wanted is not None)
+  closing.next_commands(ready, workdir, wanted)
   report.end()
   return exit_codes.DONE
 

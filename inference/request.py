@@ -156,7 +156,10 @@ def first_words(config: ConfigDict) -> Request | None:
   """Returns what a run ends with: a short continuation, or None where there is no text to draw."""
   if not TASKS[config.task].of_tokens or config.evaluation.sample_tokens < 1:
     return None
-  request = Request((OPENINGS.get(config.data.name, ""),), temperature=0.8)
+  opening = OPENINGS.get(config.data.name, "")
+  if tokenizer_of(config).name != tokenizer.BYTES:
+    opening = opening.rstrip()  # the space begins the next token: a text rarely goes on after one
+  request = Request((opening,), temperature=0.8)
   room = config.data.sequence_length - len(encoded(config, request)[0])
   tokens = min(config.evaluation.sample_tokens, room)
   return dataclasses.replace(request, max_new_tokens=tokens) if tokens >= 1 else None

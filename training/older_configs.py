@@ -12,6 +12,7 @@ _OLD_DATA = {
   "evaluation_files": "",
   "evaluation_fraction": 0.05,
   "tokenizer": "bytes",
+  "train_tokenizer": 0,
   "packing": "concatenate",
   "prepare_processes": 0,
   "chat_template": "",

@@ -35,6 +35,9 @@ def data(**keys) -> dict:
     # bytes, a tokenizer.json, a folder with one, or a SentencePiece model; "": the one that prepare
     # has trained for these files, else bytes
     "tokenizer": "",
+    # Where tokenizer is not set, a run first trains a byte-level BPE of so many tokens on what it
+    # trains on (once per data_dir); 0: off
+    "train_tokenizer": 0,
     # Which documents share a row: best_fit (the default of files), concatenate (of TFDS data sets)
     # or none
     "packing": config_dict.placeholder(str),

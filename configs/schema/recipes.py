@@ -247,6 +247,18 @@ def lm() -> ConfigDict:
   )
 
 
+def lm_bpe() -> ConfigDict:
+  """Returns `lm` on tokens of a BPE that the run trains first, for fewer steps, as they are longer.
+
+  Layouts and plans, which train no tokenizer, have its vocabulary all the same.
+  """
+  config = lm()
+  config.model.vocabulary_size = config.data.train_tokenizer = 4096
+  config.training.steps = 128
+  config.evaluation.update(every_steps=32, sample_tokens=96)
+  return config
+
+
 def hf() -> ConfigDict:
   """Returns the decoder of a model folder, to be trained further; its keys are the folder's."""
   config = lm()
@@ -350,7 +362,9 @@ def mlp_tutorial() -> ConfigDict:
 
 # name -> function that returns a config, as those above.
 RECIPES: Table = Table(
-  "recipe", {"lm": lm, "mlp": mlp, "mlp_tutorial": mlp_tutorial, "vit": vit}, numerics=False
+  "recipe",
+  {"lm": lm, "mlp": mlp, "mlp_tutorial": mlp_tutorial, "vit": vit, "lm_bpe": lm_bpe},
+  numerics=False,
 )
 
 

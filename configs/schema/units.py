@@ -30,6 +30,7 @@ UNITS = {
   "data.prefetch_batches": "batches",
   "training.bad_step_skips": "batches",
   "data.prepare_processes": "processes",
+  "data.train_tokenizer": "tokens",
   "data.evaluation_fraction": "of the documents",
   "data.input_size": "values",
   "data.target_size": "values",

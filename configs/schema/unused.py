@@ -55,6 +55,7 @@ _TOKENS = {
   "data.stages": (),
   "data.evaluation_files": "",
   "data.tokenizer": "bytes",
+  "data.train_tokenizer": 0,
   "data.packing": "concatenate",
   "data.chat_template": "",
   "data.untrained_conversations": "refuse",

@@ -93,6 +93,7 @@ LEAST = {
   "data.prefetch_batches": 1,
   "data.max_bad_records": 0,
   "data.prepare_processes": 0,
+  "data.train_tokenizer": 0,
   "optimizer.warmup_steps": 0,
   "optimizer.warmup_tokens": 0,
   "optimizer.decay_steps": 0,

@@ -7,6 +7,7 @@ The same documents give the same tokenizer, in any order of the processes that c
 import hashlib
 import itertools
 import json
+import platform
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -115,6 +116,29 @@ def train(texts: Iterable[bytes], size: int, tick: Callable[[str, int], None] = 
   return library.to_str().encode()
 
 
+def trained_once(data: Any, size: int, tick: Callable[[str, int], None] = no_tick) -> str:
+  """Returns what `train_on` does, without training again what was trained in this data_dir."""
+  root, facts = tokenizer.trained_folder(data), json.dumps(_facts(data, size))
+  # Others may have given the same tokenizer, whose folder then says those.
+  pointer = root / f"of-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
+  try:
+    folder = root / files.read_json(pointer, follow=True)["folder"]
+    if (folder / tokenizer.TOKENIZER_FILE).exists():
+      return str(folder)
+  except (OSError, ValueError, KeyError, TypeError):
+    pass  # it is not there, or damaged: the same tokenizer is trained again
+  trained = train_on(data, size, tick)
+  files.replace(pointer, json.dumps({"folder": epath.Path(trained).name}) + "\n", shared=True)
+  return trained
+
+
+def _facts(data: Any, size: int) -> dict[str, Any]:
+  """Returns what identifies a tokenizer that is trained on a data set with a name."""
+  facts = {"data_set": data.name, "split": data.train_split, "size": size}
+  # The only data set whose documents follow from the Python that runs.
+  return facts | ({"python": platform.python_version()} if data.name == "python_source" else {})
+
+
 def train_on(data: Any, size: int, tick: Callable[[str, int], None] = no_tick) -> str:
   """Trains a tokenizer on what a config's data section trains on; returns its folder.
 
@@ -142,7 +166,7 @@ def train_on(data: Any, size: int, tick: Callable[[str, int], None] = no_tick) -
 
   if data.name not in catalog.OF_FILES:
     texts = tfds_documents.texts(data, data.train_split, bad, tick)
-    return store(data, train(texts, size, tick), {"data_set": data.name, "size": size})
+    return store(data, train(texts, size, tick), _facts(data, size))
   sources = data.sources or (data,)
   given = [
     (source["files"], source.get("text_feature", ""), source.get("evaluation_files", ""))

@@ -8,6 +8,7 @@ import types
 import pytest
 
 from commands import closing
+from inference.request import Request
 from tests.helpers.jobs import make_job
 
 
@@ -20,7 +21,7 @@ def given(monkeypatch):
 
 def test_the_next_commands_are_the_runs_own_with_what_they_change(given, tmp_path, capsys):
   job = make_job("dp8", "lm", **{"data.name": "python_source", "training.steps": 7})
-  closing.next_commands(job, tmp_path / "my runs", text=True)
+  closing.next_commands(job, tmp_path / "my runs", Request(("def ",)))
   sample, longer, board = capsys.readouterr().out.splitlines()[2:]
   config = "--config=configs/dp8.py"
   assert sample.split(None, 3)[3] == (
@@ -34,7 +35,7 @@ def test_the_next_commands_are_the_runs_own_with_what_they_change(given, tmp_pat
 
 def test_a_classifier_is_evaluated(given, tmp_path, capsys):
   job = make_job("dp8", "mlp", **{"metrics.tensorboard": False})
-  closing.next_commands(job, tmp_path, text=False)
+  closing.next_commands(job, tmp_path, None)
   out = capsys.readouterr().out
   assert "python main.py evaluate --config=configs/dp8.py --config.training.steps=7\n" in out
   assert "tensorboard" not in out

@@ -167,3 +167,22 @@ def test_a_tokenizer_is_trained_for_a_data_set_by_its_name_and_named_by_the_user
   code, out, err = main("prepare", "--config=configs/single.py:mlp", "--train_tokenizer=300")
   assert code == 2
   assert "data.name='digits' is no text" in err
+
+
+@pytest.mark.long
+def test_a_run_trains_its_tokenizer_first_and_resumes_with_it(main, tmp_path):
+  command = ["--config=configs/dp8.py:lm_bpe", *TINY_LM, f"--workdir={tmp_path / 'run'}"]
+  command += ["--config.data.train_tokenizer=300", "--config.model.vocabulary_size=300"]
+  command += [f"--config.data.data_dir={tmp_path}", "--config.data.train_split=train[:3%]"]
+  for steps, said in ((2, "prepared a tokenizer: "), (4, "resumes from the checkpoint of step 2")):
+    code, out, err = main(*command, f"--config.training.steps={steps}")
+    assert code == 0, (out, err)
+    assert said in out
+  assert "prepared a tokenizer" not in out
+  [folder] = (tmp_path / "prepared" / "text" / "tokenizers").glob("*/bpe-*")
+  trained = (folder / "tokenizer.json").read_bytes()
+  assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").read_bytes() == trained
+  assert len(json.loads(trained)["model"]["vocab"]) == 300
+  code, out, err = main("sample", *command[:-1], "--prompt=def", "--max_new_tokens=4")
+  assert code == 0, (out, err)
+  assert out.startswith("def")

@@ -62,7 +62,7 @@ def make_job(strategy: str, recipe: str, /, **overrides) -> Job:
   """Returns a prepared small job; `overrides` are dotted keys."""
   config = importlib.import_module(f"configs.{strategy}").get_config(recipe)
   for key, value in {
-    **SMALL["lm" if "model=lm" in recipe else recipe],
+    **SMALL["lm" if recipe == "lm_bpe" or "model=lm" in recipe else recipe],
     "compiler_options": FAST,
     **overrides,
   }.items():

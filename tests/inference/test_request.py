@@ -68,4 +68,8 @@ def test_a_run_on_other_text_ends_with_a_document_from_its_beginning(monkeypatch
   assert wanted.prompts == ("",)
   assert wanted.max_new_tokens == config.data.sequence_length - 1
   config.data.name = "python_source"
+  assert first_words(config).prompts == ("def",)  # a space is the beginning of the next token
+  monkeypatch.undo()
+  config = config_of(monkeypatch, name="python_source")
+  config.evaluation.sample_tokens = 100
   assert first_words(config).prompts == ("def ",)

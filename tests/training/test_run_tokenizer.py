@@ -8,6 +8,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from checkpointing.checkpointer import Checkpointer
+from configs import base
 from input_pipeline.text import chat_template, tokenizer, train_tokenizer
 from input_pipeline.text.conversations import Conversation
 from tests.checkpointing.states import save_counting
@@ -112,3 +113,27 @@ def test_the_chat_template_of_a_file_is_copied_too(trained, tmp_path, spec, suff
     encoder = tokenizer.load(copied.data.tokenizer)
     assert encoder.digest == tokenizer.load(spec).digest
     assert chat_template.load(copied.data.chat_template, encoder).render(Conversation([])) == "T"
+
+
+def test_a_missing_tokenizer_is_trained_before_the_run(monkeypatch, tmp_path):
+  asked = []
+  monkeypatch.setattr(
+    train_tokenizer, "trained_once", lambda data, size, tick: asked.append(size) or "a folder"
+  )
+  config = base.get_config("lm_bpe", mesh={})
+  run_tokenizer.train_missing(config)
+  run_tokenizer.train_missing(config)  # now there is one
+  assert config.data.tokenizer == "a folder"
+  run_tokenizer.train_missing(base.get_config("lm", mesh={}))
+  run_tokenizer.train_missing(base.get_config("mlp", mesh={}))
+  assert asked == [4096] == [config.model.vocabulary_size]
+
+
+@pytest.mark.parametrize("recipe", ["model=lm_bpe,data=text", "mlp"])
+def test_only_text_of_tfds_data_sets_is_trained_on_before_a_run(recipe):
+  config = base.get_config(recipe, mesh={})
+  config.data.train_tokenizer = 300
+  with pytest.raises(
+    ValueError, match=r"data\.train_tokenizer=300 is for TFDS data sets with text"
+  ):
+    run_tokenizer.train_missing(config)

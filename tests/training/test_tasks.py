@@ -79,7 +79,13 @@ def test_every_recipe_has_a_task_whose_sums_and_arrays_its_model_knows(recipe):
 
 def test_rows_are_read_as_the_task_wants_them():
   kinds = {recipe: read_as(base.get_config(recipe)).kind for recipe in RECIPES}
-  assert kinds == {"lm": "text", "mlp": "image", "mlp_tutorial": "random"}
+  assert kinds == {
+    "lm": "text",
+    "mlp": "image",
+    "mlp_tutorial": "random",
+    "vit": "image",
+    "lm_bpe": "text",
+  }
   config = base.get_config("mlp_tutorial")
   config.data.update(examples=8, input_size=3, target_size=2)
   source = open_source(read_as(config), "train", 0)

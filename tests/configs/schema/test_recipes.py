@@ -32,7 +32,7 @@ NEAR = ("mlp_tutoral", "model=llama3_8", "model=mlq")
   [
     (
       "mlp_tutoral",
-      "unknown recipe 'mlp_tutoral'; there are lm, mlp, mlp_tutorial, vit, gpt2_124m, llama2_7b, ",
+      "unknown recipe 'mlp_tutoral'; there are lm, mlp, mlp_tutorial, vit, lm_bpe, gpt2_124m, ",
     ),
     ("mlp_tutoral", "; did you mean 'mlp_tutorial'?"),
     ("model=llama3_8", "unknown model 'llama3_8'; there are lm, mlp"),

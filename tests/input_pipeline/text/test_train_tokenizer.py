@@ -135,6 +135,32 @@ def test_two_processes_may_train_at_once(data, monkeypatch):
   assert left == [folder.rpartition("/")[2], "current.json"]
 
 
+def test_a_data_set_s_tokenizer_is_trained_once_for_each_size_split_and_python(data, monkeypatch):
+  trained, version, original = [], ["3.11.7"], train_tokenizer.train
+  data.name, data.files, data.train_split, data.max_bad_records = "python_source", "", "train", 0
+
+  def train(texts, size, tick):
+    trained.append(size)
+    return original(TEXTS, size)
+
+  monkeypatch.setattr(train_tokenizer, "train", train)
+  monkeypatch.setattr(train_tokenizer.tfds_documents, "texts", lambda *_: TEXTS)
+  monkeypatch.setattr(train_tokenizer.platform, "python_version", lambda: version[0])
+  folders = [train_tokenizer.trained_once(data, size) for size in (290, 300, 290, 300)]
+  assert trained == [290, 300]
+  assert folders[:2] == folders[2:]
+  data.train_split = "train[:50%]"
+  train_tokenizer.trained_once(data, 300)
+  version[0] = "3.13.0"
+  train_tokenizer.trained_once(data, 300)
+  assert trained == [290, 300, 300, 300]
+  data.name = "another"
+  train_tokenizer.trained_once(data, 300)
+  version[0] = "3.14.0"  # its documents do not depend on it
+  train_tokenizer.trained_once(data, 300)
+  assert len(trained) == 5
+
+
 def test_a_damaged_pointer_to_a_trained_tokenizer_is_named(data):
   train_tokenizer.store(data, train_tokenizer.train(TEXTS, 300), {})
   current = tokenizer.trained_folder(data) / "current.json"
