@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from analysis import collectives
 from runtime import devices
 from tests.helpers.jobs import make_job
-from tests.parity import expert_cases, expert_terms, latent_terms, latents
+from tests.parity import expert_cases, expert_terms, latent_terms, latents, pipeline_terms
 from tests.parity.step_terms import NORM, TERMS
 from tests.parity.theory import (
   LETTERS,
@@ -204,6 +204,10 @@ def page() -> str:
     lines += _rows(strategy, theory(latent_job(strategy)))
   lines += ["", *_reasons(latent_terms.OF_LATENTS)]
   lines += expert_section()
+  lines += ["", *_OF_STAGES.splitlines(), "", pipeline_terms.LETTERS, "", *_HEAD]
+  for strategy in pipeline_terms.STRATEGIES:
+    lines += _rows(strategy, pipeline_terms.theory(pipeline_terms.job_of(strategy)))
+  lines += ["", *_reasons(pipeline_terms.TERMS)]
   lines += ["", *_OF_MUON.splitlines(), "", MUON_LETTERS, "", *_HEAD]
   for strategy in UPDATES:
     lines += _rows(strategy, theory_of_muon(job_of(strategy, **MUON)))
@@ -236,6 +240,13 @@ With `model.experts` tokens are sent along `expert`. The trip count of the loop 
 when it runs: here is what one round in each layer sends, in both passes. On CPUs an all-to-all is
 compiled as one array for each device. `tests/parity/test_expert_budgets.py` compares the formulas
 with the compiled programs."""
+
+_OF_STAGES = """\
+## Pipeline stages
+
+With `mesh.stage` a step sends this along `stage`, beside the scalars of the norm
+([pipeline.md](pipeline.md)). Along other axes each tick sends what the layers of one chunk send.
+`tests/parity/test_pipeline_budgets.py` compares the formulas with the compiled programs."""
 
 _OF_MUON = """\
 ## The update of Muon

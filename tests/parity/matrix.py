@@ -43,7 +43,28 @@ OF_SEQUENCE = {
     **GATHER,
   },
 }
-MESHES = {**OF_BATCH_AND_PARAMETERS, **OF_SEQUENCE}
+# With pipeline stages. tests/parity/pipeline_cases.py has more: also beside dropout and 8-bit
+# matmuls, whose numbers depend on which rows a microbatch has.
+OF_STAGES = {
+  "data2_stage2_tensor2": {"mesh.data": 2, "mesh.stage": 2, "mesh.tensor": 2},
+  "fsdp2_stage2_context2 ring": {
+    "mesh.fsdp": 2,
+    "mesh.stage": 2,
+    "mesh.context": 2,
+    **RING,
+  },
+}
+STAGES_VARIANTS = (
+  "plain",
+  "features",
+  "features, accumulated",
+  "one key/value head",
+  "sequence-parallel",
+  "the families' options",
+  "learned positions",
+  "adapters",
+)
+MESHES = {**OF_BATCH_AND_PARAMETERS, **OF_SEQUENCE, **OF_STAGES}
 MLP_VARIANTS = ("plain", "ZeRO-1")
 ROWS = 16  # of the global batch of the small jobs
 
@@ -81,6 +102,7 @@ def combinations() -> list[Combination]:
     for mesh in (VARIANTS[variant].meshes or MESHES)
     if recipe == "lm" or mesh in OF_BATCH_AND_PARAMETERS
     if mesh not in OF_SEQUENCE or dtype != "float32" or variant == "plain"
+    if mesh not in OF_STAGES or (dtype == "float64" and variant in STAGES_VARIANTS)
     if ("tensor" in mesh or "sequence" not in variant)
     and ("data" in mesh or "ZeRO-1" not in variant)
   ]

@@ -25,7 +25,10 @@ EXPERTS = {
   "training.router_bias_rate": 0.05,
   "model.shared_feedforward_size": 16,
 }
-ADAFACTOR = {"optimizer.name": "adafactor", **variants.STABLE}
+ADAFACTOR = {
+  "optimizer.name": "adafactor",
+  "optimizer.arguments": "min_dim_size_to_factor=4,momentum=0.9,dtype_momentum=float64",
+}
 CURRENT = {"training.matmul_scaling": "current"}
 RING, GATHER = ({"model.context_attention": kind} for kind in ("ring", "gather"))
 

@@ -13,6 +13,11 @@ SLICED = {
     "mesh.tensor": 2,
     **SEQUENCE_PARALLEL,
   },
+  "stages over 2 slices of data": {
+    "mesh_dcn.stage": 2,
+    "mesh.data": 4,
+    "training.microbatches": 4,
+  },
 }
 
 
@@ -26,7 +31,10 @@ def slices_of(groups, job):
   return {len({places[place] for place in group}) for group in groups}
 
 
-@pytest.mark.parametrize("mesh", SLICED)
+CASES = [pytest.param(name, marks=[pytest.mark.long] * ("stages" in name)) for name in SLICED]
+
+
+@pytest.mark.parametrize("mesh", CASES)
 def test_trains_as_one_device_does_and_only_slow_axes_cross_slices(mesh):
   ours = train("lm", "float64", SLICED[mesh])
   assert_equal(ours, reference("lm", "float64"), "float64")
@@ -39,4 +47,4 @@ def test_trains_as_one_device_does_and_only_slow_axes_cross_slices(mesh):
     elif max(touched) > 1:
       crossing |= set(one.axes)
   assert slow <= crossing
-  assert any(one.axes == ("tensor",) or one.axes == ("fsdp",) for one in found)
+  assert any(one.axes in (("tensor",), ("fsdp",), ("data",)) for one in found)

@@ -103,23 +103,34 @@ def theory(job: Job) -> dict[tuple[str, tuple[str, ...]], Row]:
   latent = job.config.model.attention == "latent"
   terms = (*(one for one in TERMS if one.of_all), *latent_terms.OF_LATENTS) if latent else TERMS
   update = {"muon": MUON_TERMS, "soap": soap_s}.get(job.config.optimizer.name, ())
-  return _rows(job, (*terms, *update), norm(job))
+  return rows(job, (*terms, *update), norm(job))
 
 
 def theory_of_muon(job: Job) -> dict[tuple[str, tuple[str, ...]], Row]:
   """Returns (kind, axes) -> Row of Muon's update alone, without the gradients."""
-  return _rows(job, (*(term for term in TERMS if term.only == "zero_1"), *MUON_TERMS), {})
+  return rows(job, (*(term for term in TERMS if term.only == "zero_1"), *MUON_TERMS), {})
 
 
 def theory_of_soap(job: Job, terms: Iterable[Term]) -> dict[tuple[str, tuple[str, ...]], Row]:
   """Returns (kind, axes) -> Row of some of `SOAP_TERMS`."""
-  return _rows(job, with_zero_1(terms), {})
+  return rows(job, with_zero_1(terms), {})
 
 
-def _rows(
-  job: Job, terms: Iterable[Term], scalars: dict[tuple[str, ...], int]
+def rows(
+  job: Job,
+  terms: Iterable[Term],
+  scalars: dict[tuple[str, ...], int],
+  more: dict[str, int] | None = None,
 ) -> dict[tuple[str, tuple[str, ...]], Row]:
-  known, sizes = letters(job), job.devices.sizes
+  """Returns (kind, axes) -> Row of some terms.
+
+  Args:
+    job: whose sizes the formulas are of.
+    terms: which.
+    scalars: axes -> all-reduced scalars besides.
+    more: letters in addition, or in place of those of `letters`.
+  """
+  known, sizes = {**letters(job), **(more or {})}, job.devices.sizes
   parts = []
   for term in terms:
     axes = tuple(axis for axis in term.axes if sizes[axis] > 1)
@@ -127,13 +138,13 @@ def _rows(
       parts.append((term.kind, axes, term.arrays, term.elements))
   for axes, count in scalars.items():
     parts.append(("all-reduce", axes, str(count), str(count)))
-  rows = defaultdict(Row)
+  found = defaultdict(Row)
   for kind, axes, arrays, elements in parts:
-    row = rows[kind, axes]
+    row = found[kind, axes]
     row.arrays += value(arrays, known)
     row.bytes += 4 * value(elements, known)
     row.formula += (" + " if row.formula else "") + shown(elements, known)
-  return dict(rows)
+  return dict(found)
 
 
 def shown(formula: str, known: dict[str, int] | None = None) -> str:
