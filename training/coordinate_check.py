@@ -139,10 +139,18 @@ def _step(model: ConfigDict) -> int:
   return model.model_size // math.gcd(*(model[key] for key in _widths(model)))
 
 
-def check(config: ConfigDict, steps: int) -> None:
-  """Raises ValueError for a finalized config whose width cannot be chosen, or without steps."""
+def check(config: ConfigDict, steps: int, sizes: Mapping[str, int]) -> None:
+  """Raises ValueError for a finalized config that cannot be checked.
+
+  Its width cannot be chosen, there are no steps, or pipeline stages among the sizes of the mesh.
+  """
   if steps < 1:
     raise ValueError(f"--steps={steps}: at least 1")
+  if (stages := sizes.get("stage", 1)) > 1:
+    raise ValueError(
+      f"mesh.stage={stages}: a coordinate check looks at the activations of a whole batch, and a "
+      f"stage has those of its layers, of one microbatch after another; set mesh.stage=1"
+    )
   if config.model.get("folder"):
     raise ValueError(
       f"model.folder={config.model.folder}: a trained model has the width it has; check a recipe "
