@@ -3,6 +3,7 @@
 The shells call commands/complete.py of the clone whose main.py is typed, by the Python before it.
 """
 
+from commands import help
 from commands.refusal import refuse
 from runtime import exit_codes
 from runtime.suggest import nearest
@@ -101,5 +102,5 @@ def run(*words: str) -> int:
     given = words[0] if words else ""
     hint = nearest(given, SCRIPTS) if given else ""
     return refuse(ValueError(f"completion takes one of {', '.join(SCRIPTS)}{hint}"))
-  print(SCRIPTS[words[0]], end="")
+  help.show(SCRIPTS[words[0]], end="")
   return exit_codes.DONE

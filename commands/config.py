@@ -44,7 +44,7 @@ def run(*words: str) -> int:
       sizes=sizes,
     )
     rows = _rows(final, found, keys)
-    print(_json(rows) if flags.JSON.value else _text(rows), flush=True)
+    help.show(_json(rows) if flags.JSON.value else _text(rows))
     validate.check(final, sizes)
     attention_checks.check_device(final, platform, capability)
   except (ValueError, OSError, RuntimeError) as error:

@@ -170,7 +170,7 @@ class _Report:
       if self._group is not None:
         self.joined(self._group)
       return
-    print(title, flush=True)
+    help.show(title)
     for one in findings:
       self._count(one, shown=True)
 
@@ -185,7 +185,7 @@ class _Report:
         for found in each["findings"]:
           holders.setdefault(Finding(*found), []).append(index)
       if group.first:
-        print(title, flush=True)
+        help.show(title)
       for one, indices in holders.items():
         self._count(one, _whose(indices, group.count), shown=group.first)
     self._kept.clear()
@@ -193,17 +193,17 @@ class _Report:
   def _count(self, one: Finding, whose: str = "", *, shown: bool) -> None:
     self._counts[one.status] += 1
     if shown:
-      print("\n".join(_lines(one, whose)), flush=True)
+      help.show("\n".join(_lines(one, whose)))
 
   def end(self) -> int:
     """Prints how many findings there are, and returns the exit code."""
     for title, findings in self._kept:  # the others did not come
-      print(title)
+      help.show(title)
       for one in findings:
         self._count(one, coordination.label(), shown=True)
     if coordination.current().first:
       counts = (f"{self._counts[one]} {one}" for one in (WRONG, WARNING, OK) if self._counts[one])
-      print(", ".join(counts), flush=True)
+      help.show(", ".join(counts))
     return exit_codes.CHECK_FAILED if self._counts[WRONG] else exit_codes.DONE
 
 

@@ -181,7 +181,7 @@ def parse_flags(argv: list[str]) -> list[str]:
   """Parses the flags; what absl and ml_collections raise is a refusal like any other."""
   try:
     if help.asked(argv):
-      print(help.text(argv, {flag.name: owners for flag, owners in OWNERS}))
+      help.show(help.text(argv, {flag.name: owners for flag, owners in OWNERS}))
       sys.exit(exit_codes.DONE)
     sys.argv = rewritten(argv)  # ml_collections reads it
     return config_flag.parse(sys.argv, ("config", "against"))

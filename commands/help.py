@@ -260,6 +260,14 @@ def styles(stream: TextIO | None = None) -> Styles:
   return Styles(stream.isatty() and not plain)
 
 
+def show(text: str, end: str = "\n") -> None:
+  """Prints a text; a reader that has seen enough of it (`| head`) is no error."""
+  try:
+    print(text, end=end, flush=True)
+  except BrokenPipeError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 # ------------------------------ comments in configs/ ------------------------------
 
 

@@ -1,11 +1,15 @@
 """Help: the verbs, the flags of one, config keys; at the width of the terminal."""
 
 import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 
 from commands import flags, help
 from commands.verbs import VERBS
+from tests.helpers.terminals import ROOT
 
 OWNERS = {flag.name: owners for flag, owners in flags.OWNERS}
 
@@ -97,6 +101,15 @@ def test_a_refusal_of_help_is_one_message(main):
   code, out, err = main("help", "trian")
   assert (code, out) == (2, "")
   assert err.startswith("refused: help trian: ")
+
+
+@pytest.mark.parametrize("words", ["help keys", "config --config=configs/dp8.py"])
+def test_a_reader_that_has_seen_enough_is_no_error(words):
+  command = f"set -o pipefail; {shlex.quote(sys.executable)} main.py {words} | true"
+  done = subprocess.run(
+    ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+  )
+  assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_no_colors_where_there_is_no_terminal(monkeypatch):
