@@ -71,7 +71,7 @@ def of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[str, Chart]
   for name, keys in _groups(runs):
     for key in keys[:MOST_LINES]:
       lines = [
-        Line(names[number], points, number, dotted=key.startswith("eval_"), faint=key == "loss")
+        Line(names[number], points, number, dotted=key.startswith("eval_"))
         for number, run in enumerate(runs)
         if (points := points_of(run, key))
       ]

@@ -124,17 +124,20 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     ("training loss", _shown(last.get("loss"), "{:.4f}")),
     ("evaluation loss", _shown(last.get("eval_loss"), "{:.4f}")),
     ("bits per byte", _shown(last.get("eval_bits_per_byte"), "{:.3f}")),
-    ("accuracy", _shown(last.get("eval_accuracy"), "{:.1%}")),
+    ("accuracy", _shown(last.get("eval_accuracy"), "{:.1f} %")),
     (f"{run.unit} per second", _shown(speed, "{:,.0f}")),
-    ("MFU", _shown(run.median_of_last_start("mfu"), "{:.1%}")),
-    ("goodput", _shown(run.times and run.times["goodput"], "{:.1%}")),
+    ("MFU", _shown(run.median_of_last_start("mfu"), "{:.1f} %")),
+    ("goodput", _shown(run.times and run.times["goodput"], "{:.1f} %")),
     ("starts", f"{len(run.starts)}" if run.starts else ""),
   ]
   return [(name, text) for name, text in facts if text]
 
 
 def _shown(value: float | None, form: str) -> str:
-  return "" if value is None else form.format(value)
+  """Returns a number by a format; a share of 1 where the format has a percent sign."""
+  if value is None:
+    return ""
+  return form.format(100 * value if form.endswith("%") else value)
 
 
 def _drawn(name: str, chart: charts.Chart) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def _results(runs: Sequence[Run]) -> dict[str, Any]:
   for key in keys:
     table.append([key, *(units.plain(one[key]) if key in one else "" for one in found)])
   goodput = [run.times["goodput"] if run.times else None for run in runs]
-  table.append(["goodput", *(_shown(value, "{:.1%}") for value in goodput)])
+  table.append(["goodput", *(_shown(value, "{:.1f} %") for value in goodput)])
   return {"names": _names(runs), "rows": table}
 
 
