@@ -1,5 +1,5 @@
 # make train | test | test-long | test-all | test-faults | test-plan | test-transformers | test-sinks
-# | sinks | lint | setup | lock. Everything is installed into .venv, from PYTHON, as the lock files say: every package pinned
+# | test-deploy | sinks | lint | setup | lock. Everything is installed into .venv, from PYTHON, as the lock files say: every package pinned
 # and checked by its SHA-256.
 PYTHON ?= python3
 ACCELERATOR ?= cpu
@@ -20,7 +20,7 @@ ifeq ($(filter $(ACCELERATOR),cpu tpu gpu),)
 $(error ACCELERATOR=$(ACCELERATOR): cpu, tpu or gpu)
 endif
 
-.PHONY: setup train test test-long test-all test-faults test-plan test-transformers test-sinks sinks lint lock clean
+.PHONY: setup train test test-long test-all test-faults test-plan test-transformers test-sinks test-deploy sinks lint lock clean
 
 setup: $(VENV)/.installed-$(ACCELERATOR)
 
@@ -61,6 +61,10 @@ sinks: .venv-sinks/.installed
 test-sinks: $(VENV)/.installed-dev sinks
 	$(BIN)/python -m pytest -m sinks tests/training/metrics
 
+# The templates of launch/, by SkyPilot, XPK, Kubernetes' schemas and hadolint.
+test-deploy: $(VENV)/.installed-dev .venv-deploy/.installed
+	$(BIN)/python -m pytest -m deploy tests/launch
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -70,7 +74,7 @@ lock: .venv-lock/.installed
 	.venv-lock/bin/python locks/update.py $(UPGRADE)
 
 clean:
-	rm -rf $(VENV) .venv-lock .venv-sinks .venv-transformers4 .venv-transformers5
+	rm -rf $(VENV) .venv-deploy .venv-lock .venv-sinks .venv-transformers4 .venv-transformers5
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -88,6 +92,11 @@ $(VENV)/.installed-dev: locks/base.txt locks/dev.txt locks/fixtures.txt | $(BIN)
 
 $(VENV)/.installed-plan: locks/plan.txt $(VENV)/.installed-dev
 	$(PIP) $(LOCKS_plan)
+	@touch $@
+
+.venv-deploy/.installed: locks/deploy.txt
+	$(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
 
 .venv-sinks/.installed: locks/sinks.txt

@@ -42,7 +42,7 @@ def wanted(name):
   "file",
   [
     *("base", "dev", "plan", "tpu", "gpu", "sentencepiece", "fixtures"),
-    *("sinks", "transformers4", "transformers5"),
+    *("deploy", "sinks", "transformers4", "transformers5"),
   ],
 )
 def test_every_entry_is_pinned_and_hashed(file):
@@ -62,6 +62,7 @@ def test_every_entry_is_pinned_and_hashed(file):
     ("requirements-plan.txt", ["base", "dev", "plan"]),
     ("requirements-sentencepiece.txt", ["base", "sentencepiece"]),
     ("requirements-fixtures.txt", ["fixtures"]),
+    ("requirements-deploy.txt", ["deploy"]),
     ("requirements-sinks.txt", ["sinks"]),
     ("requirements-transformers4.txt", ["transformers4"]),
     ("requirements-transformers5.txt", ["transformers5"]),
