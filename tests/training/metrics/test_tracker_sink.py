@@ -147,10 +147,12 @@ def test_a_process_that_is_suspended_does_not_block_the_run(behave, tmp_path):
   sink = TrackerSink("trackio", config_of(), epath.Path(tmp_path), 0)
   os.kill(sink._process.pid, signal.SIGSTOP)
   began = time.monotonic()
-  with pytest.raises(SinkError, match="does not read"):
-    sink.write(1, dict.fromkeys(map(str, range(10_000)), 1.0))  # more than a pipe holds
-  assert time.monotonic() - began < 5
-  sink.kill()
+  try:
+    with pytest.raises(SinkError, match="does not read"):
+      sink.write(1, dict.fromkeys(map(str, range(10_000)), 1.0))  # more than a pipe holds
+    assert time.monotonic() - began < 5
+  finally:
+    sink.kill()
 
 
 def test_without_the_run_it_delivers_what_it_was_sent_and_ends(behave, tmp_path):
