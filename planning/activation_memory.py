@@ -26,7 +26,7 @@ from models.transformer_dims import latent_sizes
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size
 from partitioning.parallel import ring_attention
-from planning import attention_kernels
+from planning import attention_kernels, passes
 from runtime.layer_kinds import sparse_layers
 from training.setup import Job
 from training.step import make_program
@@ -139,7 +139,8 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
 
   Args:
     job: of all devices.
-    at_once: for a ring, one step; else all of them.
+    at_once: for a ring, one step, and for pipeline stages, a chunk's layers and one microbatch;
+      else all of them.
   """
   config, legend = copy.deepcopy(job.config), job.legend
   model, data = config.model, config.data
@@ -149,9 +150,11 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
   def parts(letter: str) -> int:
     return axes_size(table[legend[letter].name], sizes) if letter in legend else 1
 
-  rows = data.global_batch_size / parts("B") / config.training.gradient_accumulation_steps
+  rows = data.global_batch_size / parts("B") / passes.of_job(job).microbatches
   with config.unlocked():
     config.training.gradient_accumulation_steps = 1
+    if job.program.pipeline and at_once:
+      model.layers = passes.layers_of_a_chunk(job)
     if decoder and not at_once:  # memory has separate formulas for logits
       model.vocabulary_size, model.vocabulary_multiple = legend["V"].size // parts("V"), 1
     for name, letter in (("feedforward_size", "F"), ("heads", "N")):
@@ -172,8 +175,10 @@ def part(job: Job, *, at_once: bool = True) -> tuple[ConfigDict, float]:
       model.context_attention = "gather"  # a single device has no ring
     if model.name == "vit":  # as many scores as fewer images have
       rows /= parts("T")
-    data.global_batch_size = max(1, int(rows))
-  return config, rows / data.global_batch_size
+    # Of a pipeline that is traced with its ticks, the rows of all microbatches.
+    parts_traced = 1 if at_once or not job.program.pipeline else config.training.microbatches
+    data.global_batch_size = max(1, int(rows)) * parts_traced
+  return config, rows * parts_traced / data.global_batch_size
 
 
 def _own_experts(model: ConfigDict, parts: Callable[[str], int]) -> None:
@@ -189,9 +194,17 @@ def _own_experts(model: ConfigDict, parts: Callable[[str], int]) -> None:
   model.router_groups = model.router_top_groups = 1
 
 
-def gradients(job: Job, config: ConfigDict) -> Any:
-  """Returns the jaxpr of the gradients of a batch on a single device."""
+def gradients(job: Job, config: ConfigDict, *, ticks: bool = False) -> Any:
+  """Returns the jaxpr of the gradients of a batch on a single device.
+
+  Args:
+    job: of all devices.
+    config: of `part`.
+    ticks: of a pipeline, with the ticks of its schedule; else its layers alone.
+  """
   program = make_program(config)
+  schedule = job.program.pipeline if ticks else None
+  program = dataclasses.replace(program, pipeline=schedule)
   names = {"B": config.data.global_batch_size, "T": config.data.sequence_length}
   batch = {}
   for name, placement in job.placements["batch"].items():
@@ -202,16 +215,17 @@ def gradients(job: Job, config: ConfigDict) -> Any:
     )
     batch[name] = jax.ShapeDtypeStruct(shape, whole.dtype)
   key = jax.eval_shape(jax.random.key, 0)
-  with _one_device(job, config):
+  with _one_device(job, config, stages=schedule.stages if schedule else 1):
     return jax.make_jaxpr(program.gradients)(program.params, batch, key, program.variables).jaxpr
 
 
 @contextlib.contextmanager
-def _one_device(job: Job, config: ConfigDict) -> Iterator[None]:
+def _one_device(job: Job, config: ConfigDict, stages: int = 1) -> Iterator[None]:
   """Sets a mesh of manual axes and tables that shard nothing, so there is no communication.
 
   Except the sequence, if the job shards it: attention then does not skip the blocks of scores above
-  the diagonal, since a device's queries are from all of the sequence.
+  the diagonal, since a device's queries are from all of the sequence. And except the stages, which
+  a pipeline's region splits the layers over.
   """
   legend, tables = MODELS[config.model.name].legend(config), config.partitioning
   activations, parameters = (dict.fromkeys(t, ()) for t in (tables.activations, tables.parameters))
@@ -221,7 +235,8 @@ def _one_device(job: Job, config: ConfigDict) -> Iterator[None]:
     axes = [axis for axis in tables.activations[name] if job.devices.sizes[axis] > 1]
     activations[name] = tuple(axes)
     sizes |= {axis: job.devices.sizes[axis] for axis in axes}
-  kinds = (AxisType.Manual,) * len(sizes)
+  sizes["stage"] = stages
+  kinds = tuple(AxisType.Auto if a == "stage" and stages > 1 else AxisType.Manual for a in sizes)
   first, platform = job.mesh.devices.flat[0], job.devices.platform
   # The mesh's may be simulated ones in place of GPUs.
   kind = first.device_kind if first.platform == platform else platform

@@ -14,12 +14,13 @@ from analysis.chips import Chip, Rates
 from analysis.roofline import Work, matmul_seconds
 from models.transformer_dims import DOWN_PROJECTIONS, in_8_bits, is_latent, latent_sizes
 from partitioning.dims import axes_size, spec_axes
-from partitioning.parallel import expert_exchange, ring_attention
+from partitioning.rules import Placement
 from partitioning.shardings import bytes_per_device, shard_shape
-from planning import interconnect, traced_cost
+from planning import exchange_terms, interconnect, passes, traced_cost
+from planning.exchange_terms import Term, tokens_of_a_device
 from planning.interconnect import Places, Wire
+from planning.passes import Passes
 from planning.step_time import Sent, Times
-from runtime.layer_kinds import sparse_layers
 from training.optimizer import matrix_groups
 from training.optimizers import schedule_free
 from training.setup import Job
@@ -27,29 +28,6 @@ from training.setup import Job
 _LATENTS = "latent vectors"
 
 _STACKS = ("L", "Z")  # letters of stacked layers: of all or those with experts, of those without
-
-
-@dataclasses.dataclass(frozen=True)
-class Term:
-  """The collectives of one kind and cause.
-
-  Attributes:
-    kind: of `collectives.KINDS`.
-    axes: of the mesh; those of size 1 are dropped.
-    runs: in one step.
-    elements: of the payload of one run, per device.
-    why: the arrays that they carry.
-    itemsize: bytes of an element.
-    hidden: whether matmuls can run at the same time.
-  """
-
-  kind: str
-  axes: tuple[str, ...]
-  runs: int
-  elements: float
-  why: str
-  itemsize: int
-  hidden: bool = False
 
 
 Operations = Sequence[tuple[Work, int, bool]]
@@ -129,7 +107,7 @@ def terms(job: Job) -> list[Term]:
   sizes = job.devices.sizes
   every = [*_of_parameters(job), *_of_the_optimizer(job), *_of_matrices(job)]
   if job.config.model.name == "transformer":
-    every += [*_of_activations(job), *_of_context(job), *_of_experts(job)]
+    every += [*_of_activations(job), *exchange_terms.of_job(job)]
   if job.config.model.name == "vit":
     every += _of_encoder(job)
   kept = []
@@ -142,8 +120,7 @@ def terms(job: Job) -> list[Term]:
 
 def _of_parameters(job: Job) -> Iterator[Term]:
   """Yields the all-gathers of kernels over fsdp, and the reductions of all gradients."""
-  config, sizes = job.config, job.devices.sizes
-  count = config.training.gradient_accumulation_steps
+  config, sizes, runs = job.config, job.devices.sizes, passes.of_job(job)
   narrow = np.dtype(config.training.compute_dtype).itemsize
   reduced = 4 if config.training.gradient_reduction_dtype == "float32" else narrow
   once = job.program.reduce_once_over
@@ -152,19 +129,22 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     batch = () if "E" in placement.letters else ("expert",)
     rows = tuple(axis for axis in ("data", "fsdp", *batch) if axis != once)
     shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
-    layers = placement.shape[0] if placement.letters.startswith(_STACKS) else 1
+    stacked = placement.letters.startswith(_STACKS)
+    layers = placement.shape[0] if stacked else 1
+    here = layers // (sizes["stage"] if stacked else 1)
     split = "fsdp" in spec_axes(placement.spec)
-    whole = shard * (sizes["fsdp"] if split else 1) / layers
+    whole = shard * (sizes["fsdp"] if split else 1) / here
     scale = len(placement.letters.lstrip("".join(_STACKS))) == 1
     wide = np.dtype(placement.dtype).itemsize if scale else narrow
     shared = (wide if scale else reduced, True)
     # Inside the scan over the layers, in both passes of each microbatch (scales are saved for the
     # second one); else once.
-    both = 2 if config.partitioning.reshard_after_forward and not scale else 1
-    passes = count * both * layers if layers > 1 else 1
+    forward, back = _runs(runs, job, placement)
+    again = back if config.partitioning.reshard_after_forward and not scale else 0
     if split:
       itemsize = 1 if in_8_bits(config, name) else wide
-      yield Term("all-gather", ("fsdp",), passes, whole, f"{name}, gathered", itemsize, True)
+      gathers = forward + again if layers > 1 else 1
+      yield Term("all-gather", ("fsdp",), gathers, whole, f"{name}, gathered", itemsize, True)
     if name not in job.program.trained:
       continue
     if "r" in placement.letters and "tensor" not in spec_axes(placement.spec):
@@ -173,7 +153,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
       yield Term(
         "all-reduce",
         ("tensor",),
-        count * layers,
+        back,
         whole / (sizes["fsdp"] if split else 1),
         why,
         *shared,
@@ -183,21 +163,35 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     # tensor's devices add up theirs, even if they are equal.
     down = not scale and placement.letters in DOWN_PROJECTIONS
     if split and not scale:
-      yield Term("reduce-scatter", ("fsdp",), count * layers, whole, why, *shared)
+      yield Term("reduce-scatter", ("fsdp",), back, whole, why, *shared)
       over = (*(() if once else ("data",)), *batch, *(("tensor",) if down else ()))
-      yield Term("all-reduce", over, count * layers, whole / sizes["fsdp"], why, *shared)
+      yield Term("all-reduce", over, back, whole / sizes["fsdp"], why, *shared)
     else:
-      yield Term("all-reduce", rows, count * layers, whole, why, *shared)
+      yield Term("all-reduce", rows, back, whole, why, *shared)
       if down and config.partitioning.sequence_parallel:
-        yield Term("all-reduce", ("tensor",), count * layers, whole, why, *shared)
+        yield Term("all-reduce", ("tensor",), back, whole, why, *shared)
     if once:  # of all microbatches, when nothing is left to compute
       itemsize = np.dtype(placement.dtype).itemsize
       yield Term("all-reduce", (once,), 1, shard, f"{why}, added up", itemsize)
     partial = config.partitioning.sequence_parallel and "tensor" not in spec_axes(placement.spec)
     if scale and partial:
-      yield Term("all-reduce", ("tensor",), count * layers, whole, why, *shared)
-    part = shard / layers if not scale else whole
-    yield Term("all-reduce", ("context",), count * layers, part, why, *shared)
+      yield Term("all-reduce", ("tensor",), back, whole, why, *shared)
+    part = shard / here if not scale else whole
+    yield Term("all-reduce", ("context",), back, part, why, *shared)
+
+
+def _runs(runs: Passes, job: Job, placement: Placement) -> tuple[int, int]:
+  """Returns how often a parameter is read in forward passes, and has a gradient in backward ones.
+
+  Of stacked parameters, each layer counts.
+  """
+  if placement.letters.startswith(_STACKS):
+    layers, every = placement.shape[0], job.config.model.layers
+    return runs.forward * layers // every, runs.backward * layers // every
+  if placement.name.startswith("embed/"):
+    again = job.config.model.tied_embeddings and job.program.pipeline
+    return runs.enter, runs.entered + (runs.leave if again else 0)
+  return runs.leave, runs.leave
 
 
 def _of_the_optimizer(job: Job) -> Iterator[Term]:
@@ -238,23 +232,24 @@ def _of_matrices(job: Job) -> Iterator[Term]:
 
 def _of_activations(job: Job) -> Iterator[Term]:
   """Yields those of tensor parallelism: partial results forward, gradients backward."""
-  config, sizes = job.config, job.devices.sizes
-  count, layers = config.training.gradient_accumulation_steps, config.model.layers
+  config, sizes, runs = job.config, job.devices.sizes, passes.of_job(job)
+  forward, back = runs.forward, runs.backward
   narrow = np.dtype(config.training.compute_dtype).itemsize
-  tokens = _tokens(job) / count
+  tokens = tokens_of_a_device(job) / runs.microbatches
   width = tokens * config.model.model_size
   # Latent attention with a latent vector of queries does not gather the residual.
   latents = [tokens * size for size in latent_sizes(config.model)]
   inputs = 1 if config.model.query_latent_size == 0 else 0
-  sums = count * ((3 + inputs) * layers + 2)
-  gathers = count * ((4 + 2 * inputs) * layers + 2)
+  sums = 2 * forward + (1 + inputs) * back + runs.enter + runs.leave
+  gathers = (1 + inputs) * forward + (3 + inputs) * back + runs.leave + runs.entered
   if config.partitioning.collective_matmul:
     why, parts = "the embedding, between blocks", sizes["tensor"]
-    for kind in ("reduce-scatter", "all-gather"):
-      yield Term(kind, ("tensor",), count, width, why, narrow)
+    for kind, often in (("reduce-scatter", runs.enter), ("all-gather", runs.entered)):
+      yield Term(kind, ("tensor",), often, width, why, narrow)
     why = "activations between blocks, while others are multiplied"
-    runs = sums + gathers - 2 * count
-    for size, times in ((width, runs), *((one, 3 * count * layers) for one in latents)):
+    others = sums + gathers - runs.enter - runs.entered
+    of_latents = forward + 2 * back
+    for size, times in ((width, others), *((one, of_latents) for one in latents)):
       times *= parts - 1
       yield Term("collective-permute", ("tensor",), times, size / parts, why, narrow, True)
   elif config.partitioning.sequence_parallel:
@@ -262,43 +257,40 @@ def _of_activations(job: Job) -> Iterator[Term]:
     yield Term("reduce-scatter", ("tensor",), sums, width, f"{why}, scattered", narrow)
     for size in latents:
       scattered = f"{_LATENTS}, scattered"
-      yield Term("reduce-scatter", ("tensor",), count * layers, size, scattered, narrow)
+      yield Term("reduce-scatter", ("tensor",), back, size, scattered, narrow)
     itemsize = narrow
     if config.training.matmul_dtype != "compute" and not config.lora.rank:
-      of_blocks = count * (2 + 2 * inputs) * layers  # in both passes
+      of_blocks = (1 + inputs) * (forward + back)  # in both passes
       gathers, itemsize = gathers - of_blocks, 1
       yield Term("all-gather", ("tensor",), of_blocks, width, "inputs of blocks, in 8 bits", 1)
     yield Term("all-gather", ("tensor",), gathers, width, f"{why}, gathered", narrow)
     for size in latents:
-      runs = 2 * count * layers
-      yield Term("all-gather", ("tensor",), runs, size, f"{_LATENTS}, gathered", itemsize)
+      yield Term("all-gather", ("tensor",), forward + back, size, f"{_LATENTS}, gathered", itemsize)
   else:
     why = "partial sums of both blocks, and of their gradients"
     # Of attention's input also where fsdp gathers the down-projections.
-    again = count * layers if latents and sizes["fsdp"] > 1 else 0
+    again = back if latents and sizes["fsdp"] > 1 else 0
     yield Term("all-reduce", ("tensor",), sums + again, width, why, narrow)
     for size in latents:
-      yield Term(
-        "all-reduce", ("tensor",), count * layers, size, f"gradients of {_LATENTS}", narrow
-      )
+      yield Term("all-reduce", ("tensor",), back, size, f"gradients of {_LATENTS}", narrow)
   yield from _of_rotary_keys(job, tokens, narrow)
   why = "the cross-entropy over a split vocabulary"
-  yield Term("all-reduce", ("tensor",), 3 * count, tokens, why, 4)
+  yield Term("all-reduce", ("tensor",), 3 * runs.leave, tokens, why, 4)
   kv_heads = config.model.kv_heads
   if config.model.query_key_norm_across_heads:
     split = (
       2 if kv_heads % sizes["tensor"] == 0 else 1
     )  # queries, and keys if their heads are split
     why = "sums of squares over all heads, and their gradients"
-    yield Term("all-reduce", ("tensor",), 2 * split * count * layers, tokens, why, 4)
+    yield Term("all-reduce", ("tensor",), split * (forward + back), tokens, why, 4)
   if sizes["tensor"] > 1 and kv_heads % sizes["tensor"]:
     heads = tokens * config.model.head_size
     why = "gradients of keys and values that query heads share"
-    yield Term("all-reduce", ("tensor",), 2 * count * layers, heads, why, narrow)
-    yield Term("all-gather", ("tensor",), 2 * count * layers, heads * kv_heads, why, narrow)
+    yield Term("all-reduce", ("tensor",), 2 * back, heads, why, narrow)
+    yield Term("all-gather", ("tensor",), 2 * back, heads * kv_heads, why, narrow)
     kernel = config.model.model_size * config.model.head_size * kv_heads
     why = "gradients of the kernels of keys and values"
-    yield Term("all-reduce", ("tensor",), 2 * count * layers, kernel, why, narrow)
+    yield Term("all-reduce", ("tensor",), 2 * back, kernel, why, narrow)
 
 
 def _of_encoder(job: Job) -> Iterator[Term]:
@@ -330,69 +322,11 @@ def _of_rotary_keys(job: Job, tokens: float, itemsize: int) -> Iterator[Term]:
   config = job.config
   if not is_latent(config.model):
     return
-  runs = config.training.gradient_accumulation_steps * config.model.layers
-  split = config.partitioning.sequence_parallel
+  runs, split = passes.of_job(job), config.partitioning.sequence_parallel
   why, size = "rotary keys, and their gradients", tokens * config.model.rotary_size
-  for kind in ("all-gather", "reduce-scatter") if split else ("all-reduce",):
-    yield Term(kind, ("tensor",), runs, size, why, itemsize)
-
-
-def _of_context(job: Job) -> Iterator[Term]:
-  """Yields those of attention over a split sequence."""
-  config, sizes = job.config, job.devices.sizes
-  model, count = config.model, config.training.gradient_accumulation_steps
-  narrow, around = np.dtype(config.training.compute_dtype).itemsize, sizes["context"]
-  tokens, tensor = _tokens(job) / count, sizes["tensor"]
-  heads = model.kv_heads // tensor if model.kv_heads % tensor == 0 else model.kv_heads
-  # On average: the heads of values may have another size than those of keys.
-  pair = tokens * heads * (model.head_size + model.value_head_size) / 2
-  times_each = count * model.layers
-  length = config.data.sequence_length
-  if ring_attention.use_ring(model.context_attention, length, around, model.heads, model.kv_heads):
-    why = "keys, values and their gradients, around the ring"
-    runs = times_each * (6 * (around - 1) + 2)
-    yield Term("collective-permute", ("context",), runs, pair, why, narrow)
-  else:
-    why = "keys and values of whole rows"
-    yield Term("all-gather", ("context",), 2 * times_each, pair * around, why, narrow)
-    queries = pair / heads * around * model.heads / tensor
-    yield Term("all-reduce", ("context",), 2 * times_each, queries, f"gradients of {why}", narrow)
-
-
-def _of_experts(job: Job) -> Iterator[Term]:
-  """Yields those of the exchange of tokens, of one round in each layer with experts."""
-  model, devices = job.config.model, job.devices.sizes["expert"]
-  if not model.experts or devices == 1:
-    return
-  count = job.config.training.gradient_accumulation_steps
-  narrow = np.dtype(job.config.training.compute_dtype).itemsize
-  layers, axes = count * sparse_layers(model), ("expert",)
-  tokens, each = round(_tokens(job) / count), model.experts_per_token
-  if model.expert_exchange == expert_exchange.ROUNDS:
-    own = model.experts // devices
-    given = expert_exchange.Exchange("rounds", "", devices, own, model.expert_capacity, None, "", 1)
-    rows = devices * given.buffer(tokens, each)
-    # Tokens out and results back; backward tokens and gradients out, and gradients back.
-    why = "rows of the exchange of tokens"
-    yield Term("all-to-all", axes, 5 * layers, rows * model.model_size, why, narrow)
-    yield Term("all-to-all", axes, 3 * layers, rows, "gates of the exchange of tokens", 4)
-    yield Term("all-to-all", axes, 2 * layers, model.experts, "how many tokens are exchanged", 4)
-    return
-  every, why = tokens * devices, "tokens of all devices with the experts"
-  yield Term("all-gather", axes, 3 * layers, every * model.model_size, why, narrow)
-  yield Term("all-gather", axes, 4 * layers, every * each, f"{why}, their gates", 4)
-  yield Term("reduce-scatter", axes, 2 * layers, every * model.model_size, why, narrow)
-  yield Term("reduce-scatter", axes, layers, every * each, f"{why}, their gates", 4)
-
-
-def _tokens(job: Job) -> float:
-  """Returns the tokens of a step on one device."""
-  sizes, data = job.devices.sizes, job.config.data
-  return (
-    data.global_batch_size
-    * data.sequence_length
-    / math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
-  )
+  ways = {"all-gather": runs.forward, "reduce-scatter": runs.backward}
+  for kind, often in (ways if split else {"all-reduce": runs.backward}).items():
+    yield Term(kind, ("tensor",), often, size, why, itemsize)
 
 
 def _bytes(job: Job) -> float:

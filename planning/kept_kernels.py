@@ -23,7 +23,7 @@ _MARGIN = 0.95  # of a device's memory: the formula is approximate
 def of_all_layers(job: Job) -> int:
   """Returns the bytes of the layers' gathered kernels on a device, in the dtype they are sent in.
 
-  Those that fsdp splits; 0 if there are none.
+  Those that fsdp splits, of pipeline stages one chunk's; 0 if there are none.
   """
   sizes, config = job.devices.sizes, job.config
   itemsize = np.dtype(config.training.compute_dtype).itemsize
@@ -34,7 +34,7 @@ def of_all_layers(job: Job) -> int:
       continue
     shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
     total += shard * sizes["fsdp"] * (1 if in_8_bits(config, name) else itemsize)
-  return total
+  return total // (job.program.pipeline.chunks if job.program.pipeline else 1)
 
 
 def advice(job: Job, sent: Iterable[Sent], step: float, free: float) -> str:

@@ -14,14 +14,14 @@ from partitioning.dims import axes_size, spec_axes
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import HOST
 from partitioning.shardings import bytes_per_device, shard_shape
-from planning import activation_memory, kept_kernels
+from planning import activation_memory, kept_kernels, passes
 from planning.activation_memory import OfTheLayers
 from training.setup import Job
 
 # What is allocated all the time; and only while the losses, or one layer's gradients, are computed.
 _ALWAYS = (
   *("parameters", "optimizer state", "sum of the microbatches", "activations kept"),
-  "gathered kernels kept",
+  *("gathered kernels kept", "inputs of chunks kept", "parameters by chunk"),
 )
 _LOSSES = ("logits", "kernel of the logits")
 _LAYER = ("gradients", "activations of one layer", "collective buffers")
@@ -55,10 +55,13 @@ def by_formula(job: Job, layers: OfTheLayers | None = None) -> dict[str, int]:
   optimizer = sum(bytes_per_device(p, sizes) for p in state if p.memory != HOST)
   kept = 0 if job.config.partitioning.reshard_after_forward else kept_kernels.of_all_layers(job)
   accumulates = job.config.training.gradient_accumulation_steps > 1
+  sums = trained if accumulates else 0
+  if job.program.pipeline:
+    trained, sums = _of_a_chunk(job, trained), sums + trained
   parts = {
     "parameters": there,
     "gradients": trained,  # float32 or wider
-    "sum of the microbatches": trained if accumulates else 0,
+    "sum of the microbatches": sums,
     "optimizer state": optimizer,
     "activations kept": layers.kept,
     "activations of one layer": layers.most,
@@ -66,7 +69,31 @@ def by_formula(job: Job, layers: OfTheLayers | None = None) -> dict[str, int]:
     "kernel of the logits": _unembedding(job),
     "collective buffers": _gathered(job),
   }
-  return parts | ({"gathered kernels kept": kept} if kept else {})
+  more = {"gathered kernels kept": kept, **_of_stages(job)}
+  return parts | {name: size for name, size in more.items() if size}
+
+
+def _of_a_chunk(job: Job, trained: int) -> int:
+  """Returns the bytes of the gradients of one backward pass on a stage.
+
+  Args:
+    job: with pipeline stages.
+    trained: bytes of the gradients of all its parameters.
+  """
+  split = sum(4 * n for name, n in passes.of_stages(job, split=True) if name in job.program.trained)
+  return trained - split + split // job.program.pipeline.chunks
+
+
+def _of_stages(job: Job) -> dict[str, int]:
+  """Returns what a pipeline keeps: inputs of chunks, and of several chunks their parameters."""
+  schedule = job.program.pipeline
+  if schedule is None:
+    return {}
+  itemsize = np.dtype(job.config.training.compute_dtype).itemsize
+  inputs = passes.kept_inputs(schedule) * passes.residual_elements(job) * itemsize
+  split = sum(4 * n for _, n in passes.of_stages(job, split=True))
+  by_chunk = split if schedule.chunks > 1 else 0
+  return {"inputs of chunks kept": int(inputs), "parameters by chunk": by_chunk}
 
 
 def at_peak(parts: Mapping[str, int]) -> dict[str, int]:
@@ -92,6 +119,7 @@ def _logits(job: Job) -> int:
   most = max(
     (math.prod(shard_shape(one.shape, one.spec, job.devices.sizes)) for one in seen), default=0
   )
+  most //= job.program.pipeline.microbatches if job.program.pipeline else 1
   return itemsize * most // job.config.training.loss_chunks
 
 
@@ -119,6 +147,6 @@ def _gathered(job: Job) -> int:
       continue
     here = math.prod(shard_shape(placement.shape, placement.spec, sizes)) * sizes["fsdp"]
     if placement.letters.startswith("L"):  # gathered layer by layer
-      here //= placement.shape[0]
+      here //= placement.shape[0] // sizes["stage"]
     largest = max(largest, here * itemsize)
   return 2 * largest

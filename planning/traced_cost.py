@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from analysis.roofline import Work
 from models.layer_pattern import layer_pattern
 from models.transformer_dims import latent_sizes
+from partitioning.parallel.pipeline_schedule import GPIPE
 from planning import activation_memory, attention_kernels
 from training.optimizer import matrix_groups
 from training.setup import Job
@@ -47,12 +48,26 @@ def operations(job: Job, *, fused: bool = True) -> list[tuple[Work, int, bool]]:
       writes its result, as in a framework that runs them one by one.
   """
   config, share = activation_memory.part(job, at_once=False)
-  tracer = _Tracer(share, _kind_shares(config), _in_place(job, config), fused=fused)
-  jaxpr = activation_memory.gradients(job, config)
+  tracer = _Tracer(
+    share, _kind_shares(config), _in_place(job, config), fused=fused, ends=_ends_share(job)
+  )
+  jaxpr = activation_memory.gradients(job, config, ticks=True)
   count = job.config.training.gradient_accumulation_steps
   inputs = {x: tracer.fresh(x) for x in [*jaxpr.invars, *jaxpr.constvars]}
   tracer.close(jaxpr, tracer.walk(jaxpr, inputs, count), count)
   return tracer.found
+
+
+def _ends_share(job: Job) -> float:
+  """Returns the share of the ticks in which the losses are computed, of those that may do so.
+
+  The last stage decides how long a tick takes, where the others skip them.
+  """
+  schedule = job.program.pipeline
+  if schedule is None:
+    return 0.0
+  first = 0 if schedule.kind == GPIPE else schedule.first_backward
+  return schedule.microbatches / (schedule.forward_ticks - first)
 
 
 def _kind_shares(config: ConfigDict) -> tuple[float, ...]:
@@ -122,10 +137,20 @@ class _Tracer:
     in_place: Mapping[tuple[int, ...], float] | None = None,
     *,
     fused: bool = True,
+    ends: float = 0.0,
   ):
-    """Takes the device's share of the traced rows, of the kinds of layers, and of some kernels."""
+    """Takes shares: the device's of the traced rows, those of the kinds of layers, and others.
+
+    Args:
+      share: of the traced rows.
+      kinds: of the layers.
+      in_place: of some kernels.
+      fused: as of `operations`.
+      ends: of the ticks of a pipeline in which losses are computed.
+    """
     self.found: list[tuple[Work, int, bool]] = []
     self._share, self._kinds, self._fused, self._count = share, kinds, fused, 0
+    self._ends, self._loops = ends, 0
     self._in_place = in_place or {}
 
   def fresh(self, x: Any) -> Roots:
@@ -184,7 +209,9 @@ class _Tracer:
       inner = equation.params["body_jaxpr"].jaxpr
       turns = _tiles(inner)
     arguments = {x: self.fresh(x) for x in [*inner.invars, *inner.constvars]}
+    self._loops += 1
     self.close(inner, self.walk(inner, arguments, runs * turns), runs * turns)
+    self._loops -= 1
     return [self.fresh(x) for x in equation.outvars]
 
   def _kernel(self, equation: Any, read: list[Roots], runs: int) -> list[Roots]:
@@ -202,15 +229,17 @@ class _Tracer:
   def _called(self, equation: Any, inner: Any, read: list[Roots], runs: int) -> list[Roots]:
     """Records a body's work; of a switch between kinds of layers, each branch's by its share."""
     passed = read[len(read) - len(inner.invars) :]
-    branches = [inner]
+    branches, shares = [inner], [1.0]
     if equation.primitive.name == "cond":
       every = [one.jaxpr for one in equation.params["branches"]]
       # A branch without equations skips what the mask excludes.
       if len(every) == len(self._kinds) and all(one.eqns for one in every):
-        branches = every
+        branches, shares = every, self._kinds
+      elif self._ends and self._loops == 1:  # of a tick, not of a layer: the other has zeros
+        branches, shares = every[-1:], [self._ends]
     whole, given = self._share, []
-    for number, branch in enumerate(branches):
-      self._share = whole * (self._kinds[number] if len(branches) > 1 else 1.0)
+    for branch, part in zip(branches, shares, strict=True):
+      self._share = whole * part
       given = self.walk(branch, dict(zip(branch.invars, passed, strict=True)), runs)
     self._share = whole
     return given

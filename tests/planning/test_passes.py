@@ -1,0 +1,130 @@
+"""What the stages of a pipeline compute, send and keep, by formula, beside sums made by hand.
+
+The collectives' bytes are those of the compiled programs, which tests/parity counts.
+"""
+
+import functools
+from collections import defaultdict
+
+import pytest
+
+from planning import activation_memory, analytic, memory, passes, traced_cost
+from tests.helpers.jobs import make_job
+
+# Of the small decoder: rows, tokens, model, heads, key/value heads, head, feed-forward, vocabulary.
+B, T, D, N, K, H, F, V, L = 16, 12, 40, 8, 4, 6, 56, 72, 4
+S, M, WIDE = 2, 4, 4
+KERNELS = D * H * 2 * (N + K) + 3 * D * F  # of a layer
+ATTENTION = 2 * 2 * B * N * T * T * H
+FORWARD = L * (2 * B * T * KERNELS + ATTENTION)
+LOGITS = 2 * B * T * D * V
+INTERLEAVED, GPIPE = {"training.pipeline": "interleaved"}, {"training.pipeline": "gpipe"}
+# Passes of a chunk over a microbatch on each stage, in both directions, the bubble included.
+ROUNDS = M + S - 1
+
+
+@functools.cache
+def staged(**keys):
+  more = {"model.layers": L, "mesh.stage": S, "training.microbatches": M, **keys}
+  return make_job("single", "lm", **more)
+
+
+def sent(job):
+  found = defaultdict(lambda: [0, 0])
+  for term in analytic.terms(job):
+    found[term.kind, term.axes][0] += term.runs
+    found[term.kind, term.axes][1] += round(term.runs * term.elements * term.itemsize)
+  return {key: tuple(pair) for key, pair in found.items()}
+
+
+@pytest.mark.parametrize(
+  ("keys", "chunks", "losses"),
+  [
+    ({}, ROUNDS / M, 3),
+    ({"training.pipeline_ends": "conditional"}, ROUNDS / M, 3),
+    (INTERLEAVED, (2 * M + S - 1) / (2 * M), 3),
+    (GPIPE, ROUNDS / M, 4 * ROUNDS / M),  # whose losses are computed again too, in every tick
+  ],
+)
+def test_a_stage_computes_its_layers_four_times_and_the_losses_of_all_rows(keys, chunks, losses):
+  """Forward, again, and two products for gradients; the bubble's passes are computed too."""
+  found = sum(work.flops * runs for work, runs, _ in traced_cost.operations(staged(**keys)))
+  assert found == 4 * FORWARD / S * chunks + losses * LOGITS
+
+
+def test_a_pass_sends_what_its_layers_do_and_a_tick_two_permutes():
+  """One microbatch of two devices' rows; kernels are gathered in each of a chunk's three passes."""
+  found = sent(staged(**{"mesh.fsdp": 2}))
+  each, norms = L // S * ROUNDS, 2 * D
+  once = (2 * V * D + D) * WIDE
+  kernels = each * (3 * KERNELS + 2 * norms) * WIDE
+  assert found["all-gather", ("fsdp",)] == (each * (3 * 7 + 2 * 2) + 3, kernels + once)
+  gradients = each * KERNELS + (ROUNDS + M) * V * D
+  assert found["reduce-scatter", ("fsdp",)] == (each * 7 + ROUNDS + M, gradients * WIDE)
+  residual = B // M // 2 * T * D * WIDE
+  assert found["collective-permute", ("stage",)] == (2 * ROUNDS, 2 * ROUNDS * residual)
+  # Half of the table and of the head each, and the whole last norm.
+  assert found["all-reduce", ("stage",)] == (3, (V * D + D // 2) * WIDE)
+
+
+def test_tensor_parallelism_sends_in_every_tick():
+  regions = {"mesh.tensor": 2, "partitioning.sequence_parallel": True}
+  found = sent(staged(**regions))
+  each, width = L // S * ROUNDS, B // M * T * D * WIDE
+  # Of a layer: twice forward, twice again, and two gradients; the embedding, and the losses.
+  scattered = each * (2 + 2 + 2) + 2 * ROUNDS + M
+  assert found["reduce-scatter", ("tensor",)] == (scattered, scattered * width)
+  gathered = each * (2 + 2 + 4) + ROUNDS + M
+  assert found["all-gather", ("tensor",)] == (gathered, gathered * width)
+  assert found["collective-permute", ("stage",)] == (2 * ROUNDS, ROUNDS * width)
+
+
+def test_chunks_parameters_move_once_and_their_gradients_back():
+  job = staged(**INTERLEAVED, **{"mesh.data": 2})
+  found, chunks = sent(job), 2
+  parameters = L // S * (KERNELS + 2 * D) * WIDE
+  permutes = 2 * (chunks * M + S - 1)
+  residual = B // M // 2 * T * D * WIDE
+  arrays = 9
+  assert found["collective-permute", ("stage",)] == (
+    permutes + 2 * chunks * arrays,
+    permutes * residual + 2 * parameters,
+  )
+  # Gradients are reduced over data once, after the last microbatch.
+  every = parameters + (2 * V * D + D) * WIDE
+  assert found["all-reduce", ("data",)][1] == every
+
+
+@pytest.mark.parametrize(
+  ("keys", "inputs", "copy"),
+  [({}, 2 * S, 0), (INTERLEAVED, 2 * 2 * S, 1), (GPIPE, 2 * ROUNDS, 0)],
+)
+def test_memory_is_that_of_a_chunk_and_the_kept_inputs(keys, inputs, copy):
+  full = {"training.rematerialization": "full"}
+  job = staged(**keys, **full)
+  parts, chunks = memory.by_formula(job), job.program.pipeline.chunks
+  row = B // M * T * D * WIDE
+  layers, others = L // S * (KERNELS + 2 * D), 2 * V * D + D
+  assert parts["inputs of chunks kept"] == inputs * row
+  assert parts["activations kept"] == L // (S * chunks) * row
+  assert parts["parameters"] == (layers + others) * WIDE
+  assert parts["sum of the microbatches"] == (layers + others) * WIDE
+  assert parts["gradients"] == (layers // chunks + others) * WIDE
+  assert parts.get("parameters by chunk", 0) == copy * layers * WIDE
+  assert parts["logits"] == B // M * T * V * WIDE
+  assert set(memory.at_peak(parts)) >= {"inputs of chunks kept"}
+
+
+def test_memory_does_not_grow_with_the_microbatches_of_1f1b():
+  rows = {"data.global_batch_size": 64}
+  few, many = (staged(**rows, **{"training.microbatches": n}) for n in (16, 32))
+  twice = staged(**{"data.global_batch_size": 128, "training.microbatches": 32})
+  assert memory.by_formula(few) == memory.by_formula(twice)
+  assert memory.at_once(memory.by_formula(many)) < memory.at_once(memory.by_formula(few))
+
+
+def test_without_stages_a_pass_is_over_all_layers():
+  job = make_job("single", "lm", **{"training.gradient_accumulation_steps": 2})
+  assert passes.of_job(job) == passes.Passes(2, 4, 4, 2, 2, 2)
+  assert passes.layers_of_a_chunk(job) == 2
+  assert activation_memory.part(job)[0].model.layers == 2
