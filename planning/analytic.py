@@ -68,6 +68,18 @@ def times(
     compute += runs * seconds
     busy += runs * max(seconds, one.bytes / bandwidth)
   memory = work.bytes / bandwidth
+  found = sent(job, places, rates)
+  hidden = sum(one.seconds for term, one in found if term.hidden)
+  share = max(0.0, hidden - busy) / hidden if hidden else 0.0
+  waited = tuple(
+    dataclasses.replace(one, exposed_seconds=share * one.seconds) if term.hidden else one
+    for term, one in found
+  )
+  return Times(busy + sum(one.exposed_seconds for one in waited), compute, memory, work, waited)
+
+
+def sent(job: Job, places: Places, rates: Rates) -> list[tuple[Term, Sent]]:
+  """Returns the communication of a step with its time, as if nothing were hidden."""
   found = []
   for term in terms(job):
     axes = tuple(axis for axis in job.mesh.axis_names if axis in term.axes)
@@ -75,13 +87,7 @@ def times(
     size = round(term.elements * term.itemsize)
     seconds = term.runs * interconnect.seconds(term.kind, size, wire, rates)
     found.append((term, Sent(term.kind, axes, size, term.runs, term.why, wire, seconds, seconds)))
-  hidden = sum(one.seconds for term, one in found if term.hidden)
-  share = max(0.0, hidden - busy) / hidden if hidden else 0.0
-  sent = tuple(
-    dataclasses.replace(one, exposed_seconds=share * one.seconds) if term.hidden else one
-    for term, one in found
-  )
-  return Times(busy + sum(one.exposed_seconds for one in sent), compute, memory, work, sent)
+  return found
 
 
 def _wire(kind: str, found: list[list[int]], places: Places) -> Wire:

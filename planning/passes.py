@@ -39,7 +39,7 @@ class Passes:
 def of_job(job: Job) -> Passes:
   """Returns the passes of a step."""
   count, schedule = job.config.training.gradient_accumulation_steps, job.program.pipeline
-  layers = job.config.model.get("layers", 1)
+  layers = _layers(job)
   if schedule is None:
     return Passes(count, count * layers, count * layers, count, count, count)
   each, rounds = layers_of_a_chunk(job), count * schedule.forward_ticks
@@ -51,8 +51,13 @@ def of_job(job: Job) -> Passes:
 
 def layers_of_a_chunk(job: Job) -> int:
   """Returns how many layers a device computes one after another; all of them without stages."""
-  schedule, layers = job.program.pipeline, job.config.model.get("layers", 1)
+  schedule, layers = job.program.pipeline, _layers(job)
   return layers // (schedule.stages * schedule.chunks) if schedule else layers
+
+
+def _layers(job: Job) -> int:
+  """Returns the stacked layers of a model; 1 if it has none."""
+  return job.config.model.layers if "layers" in job.config.model else 1
 
 
 def kept_inputs(schedule: Schedule) -> int:

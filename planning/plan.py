@@ -13,7 +13,16 @@ from analysis.collectives import collectives
 from models import MODELS
 from partitioning import shardings
 from partitioning.parallel.pipeline_schedule import Schedule
-from planning import accuracy, activation_memory, analytic, aot, kept_kernels, memory, step_time
+from planning import (
+  accuracy,
+  activation_memory,
+  analytic,
+  aot,
+  kept_kernels,
+  memory,
+  stage_advice,
+  step_time,
+)
 from planning import timeline as timelines
 from planning.host_transfers import with_host_traffic
 from planning.suggestions import Advice, overrides_that_fit
@@ -43,6 +52,7 @@ class Plan:
     advice: overrides with which it would fit, if it does not, and how many were tried.
     timeline: of a layer; None without a compiled program, or if it does not fit.
     gather_once: whether to keep gathered kernels for the backward pass; "" if it is not advised.
+    per_tick: what gathering kernels in each tick of a pipeline costs; "" if none are.
   """
 
   title: str
@@ -57,6 +67,7 @@ class Plan:
   host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
   timeline: timelines.Timeline | None = None
   gather_once: str = ""
+  per_tick: str = ""
 
   @property
   def host(self) -> tuple[step_time.HostTraffic, ...]:
@@ -189,6 +200,7 @@ class Plan:
       "warnings": list(self.warnings),
       "advice": [one.overrides for one in self.advice.fitting],
       "gather_once": self.gather_once,
+      "per_tick": self.per_tick,
       "advice_bytes_per_device": [one.bytes for one in self.advice.fitting],
     }
 
@@ -282,7 +294,8 @@ def make(
     line = timelines.of(compiled, times, sent, moved, count)
     if not moved and topology.platform == "cpu":  # its programs do not show it
       times = with_host_traffic(times, ready, found.host_memory, topology.chip, rates)
-  return dataclasses.replace(found, times=times, timeline=line, gather_once=once)
+  per_tick = stage_advice.advice(config, ready, topology, rates, here)
+  return dataclasses.replace(found, times=times, timeline=line, gather_once=once, per_tick=per_tick)
 
 
 def _warnings(ready: Job, topology: Topology, compiled: hlo.Program | None) -> Iterator[str]:

@@ -1,0 +1,55 @@
+"""What a plan says of kernels that a pipeline gathers in every tick, beside sums made by hand."""
+
+import dataclasses
+import re
+
+import jax
+
+from analysis.chips import Rates
+from configs import single
+from planning import aot, stage_advice
+from planning.topology import parse
+from reports import plan_text
+from tests.helpers.jobs import SMALL
+from tests.planning import test_suggestions
+from tests.planning.test_passes import KERNELS, ROUNDS, L, M, S
+
+OURS = {**SMALL["lm"], "model.layers": L, "mesh.stage": S, "mesh.fsdp": 4}
+KIB, WIDE = 1024, 2  # a GPU computes in bfloat16
+
+
+def advice(**keys):
+  config = single.get_config("lm")
+  config.update_from_flattened_dict({**OURS, "training.microbatches": M, **keys})
+  here, topology = aot.Here(simulated=tuple(jax.devices())), parse("h100:8")
+  return stage_advice.advice(config, aot.prepare(config, topology, here), topology, Rates(), here)
+
+
+def test_a_plan_compares_gathers_of_each_tick_with_one_per_step():
+  said = advice()
+  assert said.startswith(
+    "kernels are gathered over fsdp=4 3 times for each of 5 forward and backward passes of a stage"
+  )
+  sizes = [
+    float(size) * (KIB if unit == "MiB" else 1)
+    for size, unit in re.findall(r"([\d.]+) (KiB|MiB) in", said)
+  ]
+  # Of a pass: three gathers and a scatter of a chunk; of a step: a sum of gradients and a gather.
+  per_tick = 4 * ROUNDS * L // S * KERNELS * WIDE / KIB
+  assert per_tick < sizes[0] < 1.3 * per_tick  # with the table, the head and the norms
+  assert sizes[1] < sizes[0] / 2
+  assert "--config.mesh.data=4 --config.mesh.fsdp=1" in said
+  assert """--config.partitioning.optimizer.model='("fsdp","data")'""" in said
+
+
+def test_without_kernels_to_gather_it_says_nothing():
+  assert advice(**{"mesh.fsdp": 1, "mesh.data": 4}) == ""
+  no_stages = {"mesh.stage": 1, "training.microbatches": 1, "mesh.fsdp": 8}
+  assert advice(**no_stages) == ""
+
+
+def test_it_is_printed_after_the_verdict():
+  found = test_suggestions.make("dp8", "h100:8", recipe="mlp")
+  found = dataclasses.replace(found, per_tick="kernels are gathered")
+  assert "\n  kernels are gathered\n" in plan_text.text(found)
+  assert found.as_json()["per_tick"] == "kernels are gathered"
