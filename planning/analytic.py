@@ -14,6 +14,7 @@ from analysis.chips import Chip, Rates
 from analysis.roofline import Work, matmul_seconds
 from models.transformer_dims import DOWN_PROJECTIONS, in_8_bits, is_latent, latent_sizes
 from partitioning.dims import axes_size, spec_axes
+from partitioning.dtypes import wide_dtype
 from partitioning.rules import Placement
 from partitioning.shardings import bytes_per_device, shard_shape
 from planning import exchange_terms, interconnect, passes, traced_cost
@@ -140,6 +141,9 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     here = layers // (sizes["stage"] if stacked else 1)
     split = "fsdp" in spec_axes(placement.spec)
     whole = shard * (sizes["fsdp"] if split else 1) / here
+    if job.program.gathered is not None:
+      yield from _once_per_step(job, placement, round(whole * here))
+      split, rows = False, batch
     scale = len(placement.letters.lstrip("".join(_STACKS))) == 1
     wide = np.dtype(placement.dtype).itemsize if scale else narrow
     shared = (wide if scale else reduced, True)
@@ -184,6 +188,29 @@ def _of_parameters(job: Job) -> Iterator[Term]:
       yield Term("all-reduce", ("tensor",), back, whole, why, *shared)
     part = shard / here if not scale else whole
     yield Term("all-reduce", ("context",), back, part, why, *shared)
+
+
+def _once_per_step(job: Job, placement: Placement, elements: int) -> Iterator[Term]:
+  """Yields those of a parameter that a pipeline gathers before the first tick.
+
+  Args:
+    job: whose pipeline gathers once per step.
+    placement: of the parameter.
+    elements: of it on a device, gathered over fsdp.
+  """
+  name, split = placement.name, "fsdp" in spec_axes(placement.spec)
+  stored = np.dtype(placement.dtype)
+  if split:
+    itemsize = np.dtype(job.program.gathered.dtypes.get(name, stored)).itemsize
+    yield Term("all-gather", ("fsdp",), 1, elements, f"{name}, once per step", itemsize)
+  if name not in job.program.trained:
+    return
+  why, itemsize = f"the gradient of {name}, added up", wide_dtype(stored).itemsize
+  if split:
+    yield Term("reduce-scatter", ("fsdp",), 1, elements, why, itemsize)
+    yield Term("all-reduce", ("data",), 1, elements / job.devices.sizes["fsdp"], why, itemsize)
+  else:
+    yield Term("all-reduce", ("data", "fsdp"), 1, elements, why, itemsize)
 
 
 def _runs(runs: Passes, job: Job, placement: Placement) -> tuple[int, int]:

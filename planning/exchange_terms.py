@@ -121,6 +121,9 @@ def _of_stages(job: Job) -> Iterator[Term]:
       why = f"the gradient of {name}, of the first stage and the last"
       yield Term("all-reduce", axes, count, elements, why, 4)
   for name, elements in passes.of_stages(job, split=True) if schedule.chunks > 1 else ():
-    moves = 2 if name in job.program.trained else 1
-    why, each = f"{name}, to the stages that compute with it, and back", elements / schedule.chunks
-    yield Term("collective-permute", axes, moves * count * schedule.chunks, each, why, 4)
+    why, each = f"{name}, to the stages that compute with it", elements / schedule.chunks
+    dtypes = job.program.gathered.dtypes if job.program.gathered is not None else {}
+    itemsize, runs = np.dtype(dtypes.get(name, np.float32)).itemsize, count * schedule.chunks
+    yield Term("collective-permute", axes, runs, each, why, itemsize)
+    if name in job.program.trained:
+      yield Term("collective-permute", axes, runs, each, f"the gradient of {name}, back", 4)

@@ -22,6 +22,7 @@ from training.setup import Job
 _ALWAYS = (
   *("parameters", "optimizer state", "sum of the microbatches", "activations kept"),
   *("gathered kernels kept", "inputs of chunks kept", "parameters by chunk"),
+  "parameters, gathered",
 )
 _LOSSES = ("logits", "kernel of the logits")
 _LAYER = ("gradients", "activations of one layer", "collective buffers")
@@ -57,7 +58,7 @@ def by_formula(job: Job, layers: OfTheLayers | None = None) -> dict[str, int]:
   accumulates = job.config.training.gradient_accumulation_steps > 1
   sums = trained if accumulates else 0
   if job.program.pipeline:
-    trained, sums = _of_a_chunk(job, trained), sums + trained
+    trained, sums = _of_a_chunk(job), sums + _of_a_chunk(job, chunks=1)
   parts = {
     "parameters": there,
     "gradients": trained,  # float32 or wider
@@ -73,15 +74,18 @@ def by_formula(job: Job, layers: OfTheLayers | None = None) -> dict[str, int]:
   return parts | {name: size for name, size in more.items() if size}
 
 
-def _of_a_chunk(job: Job, trained: int) -> int:
+def _of_a_chunk(job: Job, chunks: int | None = None) -> int:
   """Returns the bytes of the gradients of one backward pass on a stage.
 
   Args:
     job: with pipeline stages.
-    trained: bytes of the gradients of all its parameters.
+    chunks: of a stage; None: the schedule's.
   """
-  split = sum(4 * n for name, n in passes.of_stages(job, split=True) if name in job.program.trained)
-  return trained - split + split // job.program.pipeline.chunks
+  split, others = (
+    sum(4 * n for name, n in passes.of_stages(job, split=way) if name in job.program.trained)
+    for way in (True, False)
+  )
+  return others + split // (chunks or job.program.pipeline.chunks)
 
 
 def _of_stages(job: Job) -> dict[str, int]:
@@ -93,7 +97,23 @@ def _of_stages(job: Job) -> dict[str, int]:
   inputs = passes.kept_inputs(schedule) * passes.residual_elements(job) * itemsize
   split = sum(4 * n for _, n in passes.of_stages(job, split=True))
   by_chunk = split if schedule.chunks > 1 else 0
-  return {"inputs of chunks kept": int(inputs), "parameters by chunk": by_chunk}
+  return {
+    "inputs of chunks kept": int(inputs),
+    "parameters by chunk": by_chunk,
+    "parameters, gathered": _gathered_once(job),
+  }
+
+
+def _gathered_once(job: Job) -> int:
+  """Returns the bytes of the parameters that a pipeline gathers before its first tick."""
+  gathered, total = job.program.gathered, 0
+  if gathered is None:
+    return 0
+  for split in (True, False):
+    for name, elements in passes.of_stages(job, split=split):
+      stored = job.placements["parameters"][name].dtype
+      total += elements * np.dtype(gathered.dtypes.get(name, stored)).itemsize
+  return total
 
 
 def at_peak(parts: Mapping[str, int]) -> dict[str, int]:
@@ -143,7 +163,8 @@ def _gathered(job: Job) -> int:
   itemsize = np.dtype(job.config.training.compute_dtype).itemsize
   sizes, largest = job.devices.sizes, 0
   for placement in job.placements["parameters"].values():
-    if sizes["fsdp"] == 1 or "fsdp" not in spec_axes(placement.spec) or "V" in placement.letters:
+    split = sizes["fsdp"] > 1 and "fsdp" in spec_axes(placement.spec)
+    if job.program.gathered or not split or "V" in placement.letters:
       continue
     here = math.prod(shard_shape(placement.shape, placement.spec, sizes)) * sizes["fsdp"]
     if placement.letters.startswith("L"):  # gathered layer by layer

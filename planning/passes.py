@@ -82,10 +82,13 @@ def residual_elements(job: Job) -> float:
 def of_stages(job: Job, *, split: bool) -> Iterator[tuple[str, int]]:
   """Yields (name, elements on a device) of parameters that stages split, or of the others.
 
+  As the ticks have them: complete, where they are gathered over fsdp once per step.
+
   Args:
     job: a prepared job.
     split: whether the stages split them.
   """
+  sizes = {**job.devices.sizes, **({"fsdp": 1} if job.program.gathered is not None else {})}
   for name, one in job.placements["parameters"].items():
     if (STAGE in spec_axes(one.spec)) == split:
-      yield name, math.prod(shard_shape(one.shape, one.spec, job.devices.sizes))
+      yield name, math.prod(shard_shape(one.shape, one.spec, sizes))

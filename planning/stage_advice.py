@@ -1,13 +1,14 @@
-"""What kernels sharded over fsdp cost on pipeline stages, and data parallelism in their place.
+"""What it costs to gather kernels over fsdp on pipeline stages, and data parallelism in its place.
 
-The kernels of a chunk are gathered three times for a microbatch: in its forward pass, and twice in
-its backward pass, which computes the layers again. Replicated over `data`, with an optimizer state
-sharded over it, they are gathered once per step, after the update (ZeRO-1, arXiv:1910.02054).
+In each tick (`training.pipeline_gather=tick`) the kernels of a chunk are gathered three times for a
+microbatch: in its forward pass, and twice in its backward pass, which computes the layers again.
+Once per step (`step`), they are complete on each device, with their gradients. Replicated over
+`data`, with an optimizer state sharded over it, they are gathered after the update (ZeRO-1,
+arXiv:1910.02054).
 """
 
 import copy
 import dataclasses
-from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 
@@ -15,6 +16,7 @@ from analysis.chips import Rates
 from partitioning.shardings import size_text
 from planning import analytic, aot, memory
 from planning.topology import Topology
+from training.parameter_gathers import KEY, STEP, TICK
 from training.setup import Job
 
 _OPTIMIZER = "partitioning.optimizer.model"
@@ -42,7 +44,7 @@ class Cost:
 
 
 def advice(config: ConfigDict, ready: Job, topology: Topology, rates: Rates, here: aot.Here) -> str:
-  """Returns what kernels gathered in each tick cost, and what gathering once per step would.
+  """Returns what parameters and gradients cost, gathered in each tick, once per step, or ZeRO-1.
 
   Args:
     config: as parsed, with overrides.
@@ -57,40 +59,36 @@ def advice(config: ConfigDict, ready: Job, topology: Topology, rates: Rates, her
   sizes = ready.devices.sizes
   if ready.program.pipeline is None or sizes["fsdp"] == 1:
     return ""
-  ours = _cost(ready, topology, rates, ("fsdp",))
-  runs = ready.program.pipeline.forward_ticks
-  times = 3 if ready.config.partitioning.reshard_after_forward else 2
-  said = (
-    f"kernels are gathered over fsdp={sizes['fsdp']} {times} times for each of {runs} forward and "
-    f"backward passes of a stage, and their gradients scattered once: {ours.text}"
-  )
-  changed = {"mesh.data": sizes["data"] * sizes["fsdp"], "mesh.fsdp": 1}
-  other = copy.deepcopy(config)
-  other.update_from_flattened_dict({**changed, _OPTIMIZER: ("fsdp", "data")})
-  if ready.devices.slices.get("fsdp", 1) > 1:
-    return said
-  try:
-    job = aot.prepare(other, topology, here)
-  except ValueError:
-    return said
-  theirs = _cost(job, topology, rates, ("data",))
-  keys = " ".join(f"--config.{k}={v}" for k, v in changed.items())
-  keys += f""" --config.{_OPTIMIZER}='("fsdp","data")'"""
+  ways = {f"--config.{KEY}={one}": {KEY: one} for one in (TICK, STEP)}
+  slices = dict(ready.devices.slices)
+  if slices.setdefault("fsdp", 1) == 1:
+    data = sizes["data"] // slices.setdefault("data", 1) * sizes["fsdp"]
+    flags = f"--config.mesh.data={data} --config.mesh.fsdp=1 --config.{_OPTIMIZER}"
+    changed = {"mesh.data": data, "mesh.fsdp": 1, _OPTIMIZER: ("fsdp", "data"), KEY: "auto"}
+    ways[f"""{flags}='("fsdp","data")'"""] = changed
+  now = STEP if ready.program.gathered is not None else TICK
+  texts = []
   room = topology.chip.hbm_bytes
-  fits = "" if theirs.memory <= _MARGIN * room else f", which do not fit {size_text(int(room))}"
-  return (
-    f"{said}. Gathered once per step (data parallelism, the optimizer sharded): {theirs.text}, and "
-    f"{size_text(theirs.memory)} instead of {size_text(ours.memory)} of memory by formula{fits}: "
-    f"{keys}"
-  )
+  for flags, keys in ways.items():
+    other, as_now = copy.deepcopy(config), keys == {KEY: now}
+    other.update_from_flattened_dict(keys)
+    try:
+      job = ready if as_now else aot.prepare(other, topology, here)
+    except ValueError:
+      continue
+    cost = _cost(job, topology, rates)
+    fits = "" if cost.memory <= _MARGIN * room else f", of {size_text(int(room))}"
+    size = f"{size_text(cost.memory)} of memory{fits}"
+    texts.append(f"{flags}{' (as here)' if as_now else ''}: {cost.text}, {size}")
+  return f"parameters and gradients over fsdp and data, by formula: {'; '.join(texts)}"
 
 
-def _cost(job: Job, topology: Topology, rates: Rates, axes: Iterable[str]) -> Cost:
-  """Returns the cost of the collectives along some axes."""
+def _cost(job: Job, topology: Topology, rates: Rates) -> Cost:
+  """Returns the cost of the collectives along fsdp and data."""
   found = [
     one
     for _, one in analytic.sent(job, aot.places(job.mesh, topology), rates)
-    if {*one.axes} & {*axes}
+    if {*one.axes} & {"fsdp", "data"}
   ]
   return Cost(
     sum(one.bytes for one in found),

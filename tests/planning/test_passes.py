@@ -54,7 +54,7 @@ def test_a_stage_computes_its_layers_four_times_and_the_losses_of_all_rows(keys,
 
 def test_a_pass_sends_what_its_layers_do_and_a_tick_two_permutes():
   """One microbatch of two devices' rows; kernels are gathered in each of a chunk's three passes."""
-  found = sent(staged(**{"mesh.fsdp": 2}))
+  found = sent(staged(**{"mesh.fsdp": 2, "training.pipeline_gather": "tick"}))
   each, norms = L // S * ROUNDS, 2 * D
   once = (2 * V * D + D) * WIDE
   kernels = each * (3 * KERNELS + 2 * norms) * WIDE
@@ -65,6 +65,18 @@ def test_a_pass_sends_what_its_layers_do_and_a_tick_two_permutes():
   assert found["collective-permute", ("stage",)] == (2 * ROUNDS, 2 * ROUNDS * residual)
   # Half of the table and of the head each, and the whole last norm.
   assert found["all-reduce", ("stage",)] == (3, (V * D + D // 2) * WIDE)
+
+
+def test_gathered_once_per_step_fsdp_sends_each_parameter_once():
+  job = staged(**{"mesh.fsdp": 2, "training.pipeline_gather": "step"})
+  found = sent(job)
+  every = L // S * (KERNELS + 2 * D) + 2 * V * D + D
+  assert found["all-gather", ("fsdp",)] == (12, every * WIDE)
+  assert found["reduce-scatter", ("fsdp",)] == (12, every * WIDE)
+  assert found["all-reduce", ("stage",)] == (3, (2 * V * D + D) * WIDE)
+  parts = memory.by_formula(job)
+  assert parts["parameters"] == every * WIDE / 2
+  assert parts["parameters, gathered"] == parts["sum of the microbatches"] == every * WIDE
 
 
 def test_tensor_parallelism_sends_in_every_tick():

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import jax
+import pytest
 
 from analysis.chips import Rates
 from configs import single
@@ -12,7 +13,7 @@ from planning.topology import parse
 from reports import plan_text
 from tests.helpers.jobs import SMALL
 from tests.planning import test_suggestions
-from tests.planning.test_passes import KERNELS, ROUNDS, L, M, S
+from tests.planning.test_passes import KERNELS, ROUNDS, D, L, M, S, V
 
 OURS = {**SMALL["lm"], "model.layers": L, "mesh.stage": S, "mesh.fsdp": 4}
 KIB, WIDE = 1024, 2  # a GPU computes in bfloat16
@@ -26,20 +27,19 @@ def advice(**keys):
 
 
 def test_a_plan_compares_gathers_of_each_tick_with_one_per_step():
-  said = advice()
-  assert said.startswith(
-    "kernels are gathered over fsdp=4 3 times for each of 5 forward and backward passes of a stage"
-  )
-  sizes = [
-    float(size) * (KIB if unit == "MiB" else 1)
-    for size, unit in re.findall(r"([\d.]+) (KiB|MiB) in", said)
-  ]
-  # Of a pass: three gathers and a scatter of a chunk; of a step: a sum of gradients and a gather.
-  per_tick = 4 * ROUNDS * L // S * KERNELS * WIDE / KIB
-  assert per_tick < sizes[0] < 1.3 * per_tick  # with the table, the head and the norms
-  assert sizes[1] < sizes[0] / 2
+  said = advice(**{"training.pipeline_gather": "tick"})
+  assert "--config.training.pipeline_gather=tick (as here): " in said
+  assert "--config.training.pipeline_gather=step: " in said
   assert "--config.mesh.data=4 --config.mesh.fsdp=1" in said
   assert """--config.partitioning.optimizer.model='("fsdp","data")'""" in said
+  found = re.findall(r"([\d.]+) (KiB|MiB) in", said)
+  tick, step, data = (float(size) * (KIB if unit == "MiB" else 1) for size, unit in found)
+  # Of a pass three gathers and a scatter of a chunk; of a step a gather, gradients in float32.
+  of_ticks = 4 * ROUNDS * L // S * KERNELS * WIDE / KIB
+  assert of_ticks < tick < 1.3 * of_ticks  # with the table, the head and the norms
+  once = (L // S * KERNELS + 2 * V * D) / KIB
+  assert step == pytest.approx((WIDE + 4) * once, rel=0.05)  # the table in float32
+  assert data < tick
 
 
 def test_without_kernels_to_gather_it_says_nothing():
