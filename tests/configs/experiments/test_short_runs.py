@@ -31,7 +31,7 @@ LOSSES = {
   "vit.py": ({1: 2.567063, 10: 2.094080, 20: 1.384344}, ROUNDING),
   "default_job.py": ({1: 6.208470, 10: 2.722239}, ANOTHER_PYTHON),
   "python_bpe.py": ({1: 8.817538}, ANOTHER_PYTHON),
-  "experts.py:experts": ({1: 5.9501}, ANOTHER_PYTHON),
+  "experts.py:experts": ({1: 5.9501, 10: 2.7665, 20: 2.5634}, ANOTHER_PYTHON),
 }
 LONG = ("vit.py", "default_job.py", "python_bpe.py", "experts.py:experts", "tutorial.py:data")
 
@@ -52,7 +52,7 @@ def test_opens_with_its_command_and_what_it_gives(name):
     assert re.search(r"days?|hours", numbers), "the time of its plan"
   else:
     assert re.search(r"\d\.\d{2}|\d %", numbers), "a loss or an accuracy"
-    assert re.search(r"\d+ s\b|time was not measured", numbers), "a time"
+    assert re.search(r"\d+ s\b", numbers), "a time"
     assert "cores" in numbers, "the hardware"
 
 
