@@ -85,7 +85,7 @@ REFUSALS = {
   "two verbs": (["train", "layout", DP8], ["unexpected 'layout' after the verb"]),
   "against without layout": (
     [DP8, "--against=configs/tp8.py"],
-    ["belongs to the verb layout or compare, not to train"],
+    ["belongs to the verb layout or compare or report, not to train"],
   ),
   "compare without a second config": (
     ["compare", DP8],
@@ -135,8 +135,8 @@ REFUSALS = {
     ["mesh.data and mesh.fsdp are both -1"],
   ),
   "axis that nothing uses": (
-    [DP8, "--config.mesh.stage=2"],
-    ["mesh.stage=2: no parameter, activation or schedule of this model uses it"],
+    [f"{DP8}:mlp", "--config.mesh.context=2"],
+    ["mesh.context=2: no parameter, activation or schedule of this model uses it"],
   ),
   "batch that the axes do not divide": (
     [DP8, "--config.data.global_batch_size=30"],
