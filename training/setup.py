@@ -260,11 +260,12 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Choice] = ()
     _check_memory(config, placements, devices)
   placed = shardings.shardings(state.params, placements["parameters"], mesh)
   specs = jax.tree.map(lambda sharding: sharding.spec, placed)
+  memory = _memory_of_device(devices) if program.pipeline else None
   program = dataclasses.replace(
     program,
     param_specs=specs,
     gathered=gathered_once(
-      config, devices.sizes, placements["parameters"], program.trained, _memory_of_device(devices)
+      config, devices.sizes, placements["parameters"], program.trained, memory
     ),
     reduce_once_over=reduced_once_over(
       config, devices.sizes, placements["parameters"], program.variables

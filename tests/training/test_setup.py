@@ -63,10 +63,10 @@ def test_a_sequence_that_context_does_not_divide():
 
 
 def test_an_axis_that_nothing_uses():
-  message = refusal("lm", **{"mesh.stage": 2, "mesh.tensor": 2})
+  message = refusal("mlp", **{"mesh.context": 2, "mesh.tensor": 2})
   assert message.startswith("the layout is refused (1 failure):")
-  assert "mesh.stage=2: no parameter, activation or schedule of this model uses it" in message
-  assert "set mesh.stage=1" in message
+  assert "mesh.context=2: no parameter, activation or schedule of this model uses it" in message
+  assert "set mesh.context=1" in message
 
 
 def test_everything_that_is_wrong_comes_in_one_message():
