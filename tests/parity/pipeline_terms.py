@@ -42,14 +42,15 @@ TERMS = (
 LETTERS = """\
 - S stages, v chunks of each, M microbatches, r rounds; b rows of a microbatch on a device, T tokens
   of a row on a device between blocks; other letters as above."""
+IN_EACH_TICK = {"training.pipeline_gather": "tick"}
 STRATEGIES = {
   "data=2 x stage=4": {**LAYERS, **mesh(4, data=2, stage=4)},
   "stage=2 x fsdp=2 x tensor=2, interleaved, sequence-parallel": {
-    **{**LAYERS, **mesh(4, stage=2, fsdp=2, tensor=2)},
+    **{**LAYERS, **mesh(4, stage=2, fsdp=2, tensor=2), **IN_EACH_TICK},
     **{**INTERLEAVED, **SEQUENCE_PARALLEL},
   },
   "stage=4 x fsdp=2, interleaved": {
-    **{"model.layers": 8, **mesh(8, stage=4, fsdp=2)},
+    **{"model.layers": 8, **mesh(8, stage=4, fsdp=2), **IN_EACH_TICK},
     **INTERLEAVED,
   },
   "data=2 x stage=2, GPipe": {**LAYERS, **mesh(4, data=2, stage=2), **GPIPE},
