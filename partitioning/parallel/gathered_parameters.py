@@ -1,8 +1,8 @@
 """Parameters that are all-gathered once per step, not for each matmul of each microbatch.
 
 A region is manual over the mesh axes that shard them, which also split the batch, as that of
-`batch_region`. All microbatches of a step read the gathered parameters; their gradients, of the
-complete parameters, are added up on each device, and reduce-scattered once at the end.
+`batch_region`. All microbatches of a step read parameters that are gathered before it; gradients,
+of the complete parameters, are added up on each device, and reduce-scattered after it.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from partitioning.constraints import BatchPart, inside_batch_part
 from partitioning.dims import Axes, partition_spec, spec_entries
 from partitioning.parallel import collectives
+from partitioning.parallel.manual_region import manual_region
 
 Params = dict[str, jax.Array]  # name -> array
 
@@ -34,15 +35,18 @@ class GatheredOnce:
   specs: Mapping[str, PartitionSpec]
   dtypes: Mapping[str, jnp.dtype] = dataclasses.field(default_factory=dict)
 
-  def manual_spec(self, name: str) -> PartitionSpec:
-    """Returns a parameter's spec with the manual axes alone."""
+  def whole_spec(self, name: str) -> PartitionSpec:
+    """Returns a parameter's spec after it is gathered: without the manual axes."""
     entries = spec_entries(self.specs[name])
-    return partition_spec([tuple(a for a in axes if a in self.axes) for axes in entries])
+    return partition_spec([tuple(a for a in axes if a not in self.axes) for axes in entries])
 
   def moves(self, name: str) -> tuple[tuple[int, Axes], ...]:
     """Returns (dim, axes) of the all-gathers of a parameter."""
-    entries = enumerate(spec_entries(self.manual_spec(name)))
-    return tuple((dim, axes) for dim, axes in entries if axes)
+    found = []
+    for dim, axes in enumerate(spec_entries(self.specs[name])):
+      if gathered := tuple(axis for axis in axes if axis in self.axes):
+        found.append((dim, gathered))
+    return tuple(found)
 
   def sums(
     self,
@@ -72,33 +76,48 @@ class GatheredOnce:
 
     def on_part(batch: Any, trained: Params, frozen: Params, arguments: Any) -> Any:
       with inside_batch_part(BatchPart(self.axes, count)):
-        given = ({n: self._gathered(n, x) for n, x in p.items()} for p in (trained, frozen))
-        grads, sums = function(batch, *given, *arguments)
-      grads = {name: self._reduced(name, x) for name, x in grads.items()}
+        grads, sums = function(batch, trained, frozen, *arguments)
+      # Partial sums leave the region with a dim for the parts.
+      grads = {name: x[None] for name, x in grads.items()}
       return grads, jax.tree.map(lambda x: jax.lax.psum(x, self.axes), sums)
 
-    whole = PartitionSpec()
-    specs = [{name: self.manual_spec(name) for name in params} for params in (trained, frozen)]
+    whole, parts = PartitionSpec(), PartitionSpec(self.axes)
     region = jax.shard_map(
       on_part,
-      in_specs=(PartitionSpec(self.axes), *specs, whole),
-      out_specs=(specs[0], whole),
+      in_specs=(parts, whole, whole, whole),
+      out_specs=(parts, whole),
       axis_names=set(self.axes),
       check_vma=False,
     )
-    return region(batch, trained, frozen, arguments)
+    given = ({n: self._gathered(n, x) for n, x in p.items()} for p in (trained, frozen))
+    grads, sums = region(batch, *given, arguments)
+    return {name: self._reduced(name, x) for name, x in grads.items()}, sums
 
-  def _gathered(self, name: str, shard: jax.Array) -> jax.Array:
-    shard = shard.astype(self.dtypes.get(name, shard.dtype))
-    for dim, axes in self.moves(name):
-      shard = collectives.all_gather(shard, axes, dim)
-    return shard
+  # Both in regions of their own, in which all axes are manual: where others are automatic, XLA's
+  # partitioner copies what those split to every device before a manual gather (jax 0.10.2, CPUs).
 
-  def _reduced(self, name: str, gradient: jax.Array) -> jax.Array:
-    """Returns a device's part of the sum of the gradients of all parts of the batch."""
+  def _gathered(self, name: str, stored: jax.Array) -> jax.Array:
+    moves, dtype = self.moves(name), self.dtypes.get(name, stored.dtype)
+
+    def gather(shard: jax.Array) -> jax.Array:
+      shard = shard.astype(dtype)
+      for dim, axes in moves:
+        shard = collectives.all_gather(shard, axes, dim)
+      return shard
+
+    return manual_region(gather, (self.specs[name],), self.whole_spec(name))(stored)
+
+  def _reduced(self, name: str, partial: jax.Array) -> jax.Array:
+    """Returns the sum of the gradients of all parts of the batch, sharded as the parameter."""
     moves = self.moves(name)
-    for dim, axes in moves:
-      gradient = collectives.reduce_scatter(gradient, axes, dim)
     scattered = {axis for _, axes in moves for axis in axes}
     left = tuple(axis for axis in self.axes if axis not in scattered)
-    return jax.lax.psum(gradient, left) if left else gradient
+
+    def reduce(partial: jax.Array) -> jax.Array:
+      gradient = partial[0]
+      for dim, axes in moves:
+        gradient = collectives.reduce_scatter(gradient, axes, dim)
+      return jax.lax.psum(gradient, left) if left else gradient
+
+    parts = PartitionSpec(self.axes, *self.whole_spec(name))
+    return manual_region(reduce, (parts,), self.specs[name])(partial)

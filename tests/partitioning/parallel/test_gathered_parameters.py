@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from analysis import collectives
+from partitioning import shardings
 from tests.helpers.jobs import make_job
 from tests.parity.comparison import FEATURES, assert_equal, train
 from training import parameter_gathers
@@ -26,6 +27,12 @@ def arrays(run, kind):
   return sum(c.count * c.arrays for c in found if c.kind == kind and c.axes == ("fsdp",))
 
 
+def p_bytes(job, one):
+  """Returns the bytes of a parameter on a device, after it is gathered over fsdp."""
+  shape = shardings.shard_shape(one.shape, one.spec, {**job.devices.sizes, "fsdp": 1})
+  return 8 * math.prod(shape)
+
+
 def test_once_per_step_or_in_each_tick():
   once, each = trained(**MESH), trained(**MESH, **TICK)
   for ours in (once, each):
@@ -33,6 +40,12 @@ def test_once_per_step_or_in_each_tick():
   sharded = [p for p in once.job.placements["parameters"].values() if "fsdp" in str(p.spec)]
   for kind in ("all-gather", "reduce-scatter"):
     assert arrays(once, kind) == len(sharded)
+  # What tensor and stage split is not copied for it.
+  found = collectives.collectives(once.trained.text, once.job.mesh)
+  assert not [c for c in found if c.kind == "all-gather" and "stage" in c.axes]
+  both = [c for c in found if c.axes == ("fsdp",) and c.kind in ("all-gather", "reduce-scatter")]
+  whole = sum(p_bytes(once.job, p) for p in sharded)
+  assert sum(c.count * c.bytes for c in both) == 2 * whole
   ticks = once.job.program.pipeline.forward_ticks
   assert arrays(each, "all-gather") > ticks * len(sharded)
 
