@@ -1,7 +1,7 @@
 r"""The cost of checkpoints: seconds blocked, bytes per second, time to a first step, slower steps.
 
   python -m benchmarks.checkpoint [--parts=start,loop,disk] [--repeats=9] [--mebibytes=384]
-    [--devices=1] [--config=configs/dp4_tp2.py] [--starts=5] [--pairs=3] [--folder=DIR]
+    [--devices=1] [--trained_config=configs/dp4_tp2.py] [--starts=5] [--pairs=3] [--folder=DIR]
 
 start: seconds from the command to the first step, of runs of main.py that restore a checkpoint and
 of runs from scratch, alternating. A run before them has filled the compilation cache.
@@ -52,11 +52,11 @@ _PARTS = flags.DEFINE_list("parts", "start,loop,disk", "Which parts.")
 _MEBIBYTES = flags.DEFINE_integer("mebibytes", 384, "disk: size of the state, MiB.", 1)
 _DEVICES = flags.DEFINE_integer("devices", 1, "disk: devices; simulated on a CPU.", 1)
 _REPEATS = flags.DEFINE_integer("repeats", 9, "disk: saves, and as many runs of dd.", 1)
-_CONFIG = flags.DEFINE_string("config", "configs/dp4_tp2.py", "start, loop: what is trained.")
+_CONFIG = flags.DEFINE_string("trained_config", "configs/dp4_tp2.py", "start, loop: trained.")
 _STARTS = flags.DEFINE_integer("starts", 5, "start: runs of each kind.", 1)
 _PAIRS = flags.DEFINE_integer("pairs", 3, "loop: runs of each kind.", 1)
 _SIMULATE = flags.DEFINE_bool(
-  "simulate",
+  "checkpoint_simulate",
   False,
   "Use simulated CPU devices even if there is a GPU or TPU.",
   allow_override=True,  # the tests import several benchmarks into one process

@@ -1,6 +1,6 @@
 r"""A Llama-style decoder on CPUs compared with a plain hand-written step: `ratio R` per mesh.
 
-  python -m benchmarks.llama_cpu [--steps=3] [--rounds=8]
+  python -m benchmarks.llama_cpu [--overhead_steps=3] [--rounds=8]
 
 4 layers, width 256, feed-forward 1024, 8 heads and 4 key/value heads of 32, vocabulary 1024,
 sequence 256, global batch 16, float32, no rematerialization, AdamW; on one device, fsdp=8, data=8

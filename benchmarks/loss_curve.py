@@ -1,6 +1,6 @@
 r"""Draws the losses of a run as an SVG: training as a line, evaluations as points.
 
-  python -m benchmarks.loss_curve --workdir=runs/dp4_tp2_lm_bpe --output=loss.svg [--title=TEXT]
+  python -m benchmarks.loss_curve --run=runs/dp4_tp2_lm_bpe --output=loss.svg [--title=TEXT]
 
 Reads WORKDIR/metrics.jsonl. docs/images/first_run.svg is the curve of `make train`.
 """
@@ -13,7 +13,7 @@ from absl import app, flags
 
 from benchmarks.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, axes, svg, text, ticks
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
+_WORKDIR = flags.DEFINE_string("run", None, "The run's folder.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "The file to write.", required=True)
 _TITLE = flags.DEFINE_string("title", "", "Written above the curve.")
 

@@ -1,7 +1,7 @@
 r"""The application's training loop compared with a plain hand-written one: `ratio R` per case.
 
   python -m benchmarks.step_overhead [--cases=lm:dp8,lm:fsdp8,mlp_tutorial:dp4_tp2]
-    [--steps=10] [--rounds=8]
+    [--overhead_steps=10] [--rounds=8]
 
 Ours is one call of `training.loop.train`, with prefetching, metrics.jsonl, TensorBoard events and
 progress lines as in any run. The reference is `benchmarks/reference.py`: the same shapes, mesh,
@@ -54,10 +54,12 @@ _CASES = flags.DEFINE_list(
   "lm:dp8,lm:dp4_tp2,lm:fsdp8,lm:dp2_fsdp2_tp2,lm:tp8,mlp_tutorial:dp8,mlp_tutorial:dp4_tp2",
   "RECIPE:STRATEGY, the strategy being a file of configs/.",
 )
-STEPS = flags.DEFINE_integer("steps", 10, "Steps per turn; a log line is written every 10.", 1)
+STEPS = flags.DEFINE_integer(
+  "overhead_steps", 10, "Steps per turn; a log line is written every 10.", 1
+)
 ROUNDS = flags.DEFINE_integer("rounds", 8, "Turns of each.", 1)
 _SIMULATE = flags.DEFINE_bool(
-  "simulate", False, "Use simulated CPU devices even if there is a GPU or TPU."
+  "overhead_simulate", False, "Use simulated CPU devices even if there is a GPU or TPU."
 )
 
 MOST_RATIO = 1.03

@@ -28,7 +28,7 @@ _ROWS = flags.DEFINE_integer("rows", 2, "Rows.", 1)
 _LENGTH = flags.DEFINE_integer("length", 2048, "Tokens of a row.", 1)
 _HEADS = flags.DEFINE_integer("heads", 4, "Heads of queries, and of keys and values.", 1)
 _HEAD_SIZE = flags.DEFINE_integer("head_size", 64, "Size of a head.", 1)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of all arrays.")
+_DTYPE = flags.DEFINE_enum("tune_dtype", "float32", ["float32", "bfloat16"], "Of all arrays.")
 _TIMES = flags.DEFINE_integer("times", 3, "Rounds; the best counts.", 1)
 SIZES = (64, 128, 256, 512, 1024, 2048)
 

@@ -13,7 +13,7 @@ from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer
 from reports import conversation_text
 from runtime import exit_codes
-from training import run_tokenizer, splits
+from training import splits, trained_tokenizer
 from training.metrics.console import say
 from training.metrics.waiting import preparing
 from training.tasks import TASKS
@@ -31,7 +31,7 @@ def run() -> int:
       if config.data.name not in catalog.OF_FILES:  # whose default stays bytes
         say(f"train with it: --config.data.tokenizer={folder}")
         config.data.tokenizer = folder
-    run_tokenizer.train_missing(config)
+    trained_tokenizer.train_missing(config)
     # Which devices there are decides sizes of models whose data are random alone.
     config = finalize.finalize(config, "cpu")
     _check(config)

@@ -27,6 +27,7 @@ from training import (
   run_tokenizer,
   setup,
   splits,
+  trained_tokenizer,
   workdir_files,
   workdir_owner,
 )
@@ -38,7 +39,7 @@ from training.metrics.console import say
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
   run_tokenizer.adopt_missing(flags.CONFIG.value, flags.workdir())
-  run_tokenizer.train_missing(flags.CONFIG.value)
+  trained_tokenizer.train_missing(flags.CONFIG.value)
   [ready] = build.prepare(flags.CONFIG)
   sinks.require_packages(ready.config)
   data = splits.open_data(ready)

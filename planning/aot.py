@@ -238,6 +238,9 @@ def places(mesh: Mesh, topology: Topology) -> Places:
   flat = list(mesh.devices.flat)
   slices = np.array([getattr(device, "slice_index", None) or 0 for device in flat])
   if not (topology.chip.torus and hasattr(flat[0], "coords")):
-    return in_order(topology, len(flat))
+    # The mesh may have them in another order: where an axis goes over slices, for one.
+    numbered = in_order(topology, len(flat))
+    numbers = np.argsort(np.argsort([device.id for device in flat]))
+    return Places(topology, numbered.coordinates[numbers], numbered.slices[numbers])
   coordinates = np.array([device.coords[: topology.chip.torus] for device in flat])
   return Places(topology, coordinates, slices)

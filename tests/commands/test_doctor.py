@@ -38,7 +38,8 @@ def test_an_installation_that_is_well(main, tmp_path):
   ):
     assert what in out
   assert list(tmp_path.iterdir()) == []
-  assert max(map(len, out.splitlines())) <= 80
+  # Paths are not broken, since they are to be copied.
+  assert all(len(line) <= 80 for line in out.splitlines() if len(line.split()) > 1)
 
 
 def test_what_is_broken_is_named_with_its_fix_before_jax_starts(tmp_path):
@@ -62,11 +63,12 @@ def test_what_is_broken_is_named_with_its_fix_before_jax_starts(tmp_path):
     r"fix: install the same version of both",
     r"wrong +open files: at most 200",
     r"warning +address space: at most 8\d\.\d GiB",
-    r"wrong +workdir .*\n.*/file is a file, not a folder",
+    r"wrong +workdir .*/file is a file, not a folder",
     r"wrong +JAX_COORDINATOR_ADDRESS=localhost:\d+: the port cannot be used",
     r"^4 wrong, 2 warning, \d+ ok$",
   ):
-    assert re.search(what, out, re.MULTILINE), out
+    plain = re.sub(r"\s*\n {9,}", " ", out)
+    assert re.search(what, plain, re.MULTILINE), out
   assert "devices" not in out.partition("network\n")[2]
 
 

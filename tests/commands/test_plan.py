@@ -154,4 +154,4 @@ def test_refusals(main, arguments, messages, tmp_path):
 def test_the_topology_belongs_to_plan(main):
   code, _, err = main("--config=configs/dp8.py", "--topology=h100:8")
   assert code == 2
-  assert "--topology belongs to the verb plan, not to train" in err
+  assert "--topology belongs to the verb plan or search or config, not to train" in err

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 
 import pytest
 from etils import epath
@@ -56,7 +57,8 @@ def test_another_clock(tmp_path, monkeypatch, ahead, status):
   assert last.status == status
   if status != OK:
     side = "ahead of" if ahead > 0 else "behind"
-    assert f"its clock is {abs(ahead)} s {side} this one" in last.what
+    found = re.search(rf"its clock is (\d+) s {side} this one", last.what)
+    assert abs(int(found[1]) - abs(ahead)) <= 5  # that the check itself may take
 
 
 @pytest.mark.parametrize("broken", ["content", "rename"])

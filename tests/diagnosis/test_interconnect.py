@@ -49,9 +49,9 @@ def mesh_of(kind, shape, **more):
   """Returns what `expected` reads of a mesh of devices that are not there."""
   places = np.ndindex(*shape)
   devices = np.empty(shape, object)
-  for place in places:
+  for number, place in enumerate(places):
     devices[place] = types.SimpleNamespace(
-      device_kind=kind, platform="x", coords=(*place, 0)[:3], **more
+      id=number, device_kind=kind, platform="x", coords=(*place, 0)[:3], **more
     )
   axes = ("data", "tensor")
   sizes = dict(zip(axes, shape, strict=True))

@@ -218,3 +218,17 @@ def test_padded_bytes_of_the_arguments_are_what_the_compiler_says():
   # The long dim is made the minor one, so that 16 columns are not padded to 128.
   assert padded["state/a"] == hlo.shape_bytes(found["state/a"])
   assert padded["state/c"] > hlo.shape_bytes(found["state/c"])
+
+
+def test_an_axis_over_slices_crosses_them_whatever_its_place_in_the_mesh():
+  sizes = {**dict.fromkeys(AXES, 1), "fsdp": 2, "stage": 4}
+  mesh = make_mesh(sizes, jax.devices()[:8], {"stage": 2})
+  where = aot.places(mesh, parse("h100:4"))
+
+  def network(*places):
+    return where.wire(places).network
+
+  # Places in mesh.devices.flat: fsdp * 4 + stage.
+  assert network(0, 4) == network(3, 7) == "NVLink"
+  assert network(0, 1) == network(2, 3) == "NVLink"
+  assert network(1, 2) == network(5, 6) == "DCN"

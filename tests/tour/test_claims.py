@@ -10,6 +10,7 @@ from tour import (
   computation_follows_data,
   constraints,
   network,
+  pipeline,
   random_numbers,
   telling,
   vmap_to_mesh,
@@ -92,6 +93,24 @@ FLIPS = {
       ("takes tensor: the hidden values BF are sharded as (data, tensor)", "takes no axis"),
       ("sends 1 all-reduce along tensor", "sends nothing.\nThe results"),
       ("The second table saves work: 3,", "The second table saves no work: 6,144"),
+    ],
+  ),
+  "more microbatches": (
+    (pipeline, "schedule_by_hand", {}, {"microbatches": 9}),
+    [
+      ("has 3 forward passes", "has 9 forward passes"),
+      ("takes the time of 4 of each: 1 of 4 is", "takes the time of 10 of each: 1 of 10 is"),
+    ],
+  ),
+  "all forward passes first": (
+    (pipeline, "schedule_by_hand", {}, {"kind": "gpipe", "microbatches": 9}),
+    [("inputs of at most 3 microbatches", "inputs of at most 9 microbatches")],
+  ),
+  "more stages": (
+    (pipeline, "forward_passes", {}, {"stages": 8}),
+    [
+      ("take 6 ticks on 4 stages; 50 %", "take 10 ticks on 8 stages; 30 %"),
+      ("6 collective-permute along stage", "10 collective-permute along stage"),
     ],
   ),
   "a batch that is cut through the signals": (
@@ -229,6 +248,7 @@ SPOILED = {
   ),
   "a constraint": (constraints, "before_and_after", (2, 1), "The numbers are NOT the same"),
   "a table": (constraints, "by_letters", (1, 1, 2), "The results are NOT the same"),
+  "a pipeline": (pipeline, "forward_passes", (4,), "all layers by NumPy are NOT the same"),
   "by vmap": (vmap_to_mesh, "batch_by_vmap", (2,), "a loop over np.convolve are NOT the same"),
   "over devices": (vmap_to_mesh, "batch_over_devices", (3,), "that of one device are NOT the same"),
   "by shard_map": (vmap_to_mesh, "batch_by_shard_map", (3,), "that of one device are NOT the same"),
