@@ -73,6 +73,7 @@ def compiler(monkeypatch, seconds, *, fits=True):
   return configs
 
 
+@pytest.mark.long
 def test_gpus_are_searched_by_formula(main, tmp_path):
   cache = f"--config.planning.cache_dir={tmp_path / 'plans'}"
   code, out, err = main(
