@@ -148,7 +148,7 @@ def job_text(job: Job, *, whole: bool = True) -> str:
   lines += stage_lines(job.config)
   if schedule := job.program.pipeline:
     lines.append(pipeline_picture.text(schedule, job.config.model.layers, picture=whole))
-  if reduced := gradient_reduction.text(job.config, job.program.reduce_once_over):
+  if reduced := reduction_text(job):
     lines.append(reduced)
   if gathers := gathers_text(job):
     lines.append(gathers)
@@ -167,6 +167,14 @@ def chosen_line(job: Job) -> list[str]:
     values.append(f"{len(job.compiler_defaults)} compiler_options")
   refused = [f"left out {name}, unknown here" for name in compiler_options.dropped()]
   return [f"chosen: {', '.join([*values, *refused])}"] if values or refused else []
+
+
+def reduction_text(job: Job) -> str:
+  """Returns how the gradients of several microbatches are reduced; "" of one microbatch."""
+  return gradient_reduction.text(
+    *(job.config, job.devices.sizes, job.program.reduce_once_over),
+    gathered=job.program.gathered is not None,
+  )
 
 
 def gathers_text(job: Job) -> str:

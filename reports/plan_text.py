@@ -11,8 +11,7 @@ from rich.table import Table
 from partitioning.shardings import size_text
 from planning.plan import Plan
 from reports import pipeline_picture, timeline_text
-from reports.layout_text import chosen_lines, counts_text
-from training import gradient_reduction
+from reports.layout_text import chosen_lines, counts_text, reduction_text
 
 
 @dataclasses.dataclass
@@ -81,7 +80,7 @@ def notes(plan: Plan) -> list[str]:
   """Returns notes on the source of the numbers."""
   found = [plan.topology.note] if plan.topology.note else []
   job = plan.job
-  if reduced := gradient_reduction.text(job.config, job.program.reduce_once_over):
+  if reduced := reduction_text(job):
     found.append(reduced)
   if plan.topology.slices > 1:
     over = " ".join(f"--config.mesh_dcn.{k}={v}" for k, v in plan.job.devices.slices.items())

@@ -52,11 +52,22 @@ def microbatches(config: ConfigDict, sizes: Mapping[str, int]) -> int:
   return count * (config.training.microbatches if sizes.get(STAGE, 1) > 1 else 1)
 
 
-def text(config: ConfigDict, axis: str | None) -> str:
-  """Returns how the gradients of several microbatches are reduced; "" of one microbatch."""
-  count = config.training.gradient_accumulation_steps
+def text(
+  config: ConfigDict, sizes: Mapping[str, int], axis: str | None, *, gathered: bool = False
+) -> str:
+  """Returns how the gradients of several microbatches are reduced; "" of one microbatch.
+
+  Args:
+    config: finalized.
+    sizes: mesh axis -> size.
+    axis: of `reduced_once_over`.
+    gathered: whether a pipeline gathers its parameters once per step (`parameter_gathers`).
+  """
+  count = microbatches(config, sizes)
   if count == 1:
     return ""
+  if gathered:
+    return f"gradients of {count} microbatches: reduced once per step over data and fsdp"
   how = f"once per step over {axis}" if axis else "after each microbatch over all axes"
   more = ", after each microbatch over the other axes" if axis else ""
   return f"gradients of {count} microbatches: reduced {how}{more}"

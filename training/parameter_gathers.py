@@ -111,6 +111,8 @@ def _obstacle(
   config: ConfigDict, sizes: Mapping[str, int], parameters: Mapping[str, Placement]
 ) -> str:
   """Returns why parameters cannot be gathered once per step; "" if they can."""
+  if config.training.gradient_reduction == "microbatch":
+    return "training.gradient_reduction='microbatch' reduces gradients in each tick"
   table = config.partitioning.activations
   if [name for name, axes in table.items() if {*axes} & {*BATCH}] != ["batch"]:
     return f"partitioning.activations: {' and '.join(BATCH)} must split the batch alone"

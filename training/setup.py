@@ -366,7 +366,7 @@ def _memory_of_device(devices: Devices) -> float | None:
   """Returns the bytes of one device; None where it is not known."""
   if devices.described:
     chip = chips.known(devices.described[0])
-    return chip.hbm_bytes or None if chip is not None else None
+    return None if chip is None else chip.hbm_bytes or None
   return memory_bytes(devices) / (math.prod(devices.sizes.values()) if devices.simulated else 1)
 
 

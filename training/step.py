@@ -193,9 +193,9 @@ class Program:
 
   def _pipelined(self) -> Pipelined:
     """Returns the model's loss and gradients by the schedule of its stages."""
-    names = nnx.eval_shape(lambda: _build(self.config, nnx.Rngs(params=0)))
+    residual = MODELS[self.config.model.name].build.residual
     return Pipelined(
-      *(self.config, self.pipeline, self.module, names.residual, self.stacked),
+      *(self.config, self.pipeline, self.module, residual, self.stacked),
       self.param_specs,
     )
 

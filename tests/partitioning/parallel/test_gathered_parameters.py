@@ -8,6 +8,7 @@ import pytest
 
 from analysis import collectives
 from partitioning import shardings
+from reports import layout_text
 from tests.helpers.jobs import make_job
 from tests.parity.comparison import FEATURES, assert_equal, train
 from training import parameter_gathers
@@ -72,6 +73,18 @@ def test_auto_follows_the_memory():
   assert parameter_gathers.gathered_once(*given, 4 * needed) is not None
   assert parameter_gathers.gathered_once(*given, 4 * needed - 1) is None
   assert parameter_gathers.gathered_once(*given, None) is None
+
+
+def test_it_says_how_gradients_are_reduced():
+  job, rows = make_job("single", "lm", **MESH), "gradients of 8 microbatches: reduced "
+  assert job.config.training.microbatches == 8
+  assert layout_text.reduction_text(job) == f"{rows}once per step over data and fsdp"
+  keys = {**MESH, "training.gradient_reduction": "microbatch"}
+  job = make_job("single", "lm", **keys)
+  assert job.program.gathered is None
+  assert layout_text.reduction_text(job) == f"{rows}after each microbatch over all axes"
+  with pytest.raises(ValueError, match="gradient_reduction='microbatch'"):
+    make_job("single", "lm", **keys, **{"training.pipeline_gather": "step"})
 
 
 def test_what_it_cannot_do_is_refused_or_left_to_each_tick():
