@@ -176,7 +176,9 @@ class Stage:
       microbatch, chunk, here = self.unit(number - self.number)
       x, of_layers, new = run(self.of_chunk(trained, chunk), x, microbatch, chunk)
       x, of_layers, new = _where(here, (x, of_layers, new))
-      found = self._left(leave, trained, x, microbatch, self.ends(chunk, here))
+      _, of_last, _ = self.unit(number - (self.schedule.stages - 1))
+      some = of_last == self.schedule.chunks - 1
+      found = self._left(leave, trained, x, microbatch, self.ends(chunk, here), some)
       sums = _plus(sums, self._all_sums(of_layers, found))
       return (self.to_next(x), sums, self._add_chunk(counts, new, chunk)), None
 
@@ -197,12 +199,27 @@ class Stage:
     grads, (sums, counts) = jax.grad(loss, has_aux=True)(self.trained)
     return self.pipeline.laid_out(grads), sums, counts
 
-  def _left(self, leave: Callable, trained: Params, x, microbatch, ends: jax.Array) -> Scalars:
-    """Returns the sums of a microbatch that leaves the pipeline; zeros of any other."""
-    if not self.pipeline.conditional:
+  def _left(
+    self, leave: Callable, trained: Params, x, microbatch, ends: jax.Array, some: jax.Array
+  ) -> Scalars:
+    """Returns the sums of a microbatch that leaves the pipeline; zeros of any other.
+
+    Args:
+      leave: as the method.
+      trained: parameters with gradients.
+      x: the output of a chunk.
+      microbatch: its number.
+      ends: whether the chunk is the last of all.
+      some: whether any stage may have one that is: the same on all devices.
+    """
+    if not self.pipeline.conditional and self.schedule.chunks == 1:
       return _where(ends, leave(trained, x, microbatch))
     shapes = jax.eval_shape(leave, trained, x, microbatch)
-    return jax.lax.cond(ends, lambda x: leave(trained, x, microbatch), lambda x: _zeros(shapes), x)
+    computed = ends if self.pipeline.conditional else some
+    found = jax.lax.cond(
+      computed, lambda x: leave(trained, x, microbatch), lambda x: _zeros(shapes), x
+    )
+    return _where(ends, found)
 
   def _all_sums(self, of_layers: Scalars, left: Scalars) -> Scalars:
     """Returns the sums of a chunk's layers and of a microbatch that leaves the pipeline."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 
 from partitioning.constraints import activation_layout
 from partitioning.dims import Dim
@@ -72,13 +73,29 @@ def drawn(layers, microbatches, dtype=np.float64, rows=ROWS, width=D):
   return params, inputs
 
 
-def compiled(schedule, layers, params, inputs, *, conditional=False, forward=False):
+class Counting(Network):
+  """Counts the devices that compute a microbatch's losses."""
+
+  def __init__(self):
+    self.losses = 0
+
+  def leave(self, params, x, one):
+    def count(_):
+      self.losses += 1
+
+    jax.debug.callback(count, x[0, 0])
+    return super().leave(params, x, one)
+
+
+def compiled(schedule, layers, params, inputs, *, conditional=False, forward=False, network=None):
   """Returns the compiled pipeline on as many devices as there are stages."""
-  mesh = make_mesh(
-    {**dict.fromkeys(AXES, 1), "stage": schedule.stages}, jax.devices()[: schedule.stages]
-  )
+  devices = jax.devices()[: schedule.stages]
+  if network is None:
+    mesh = make_mesh({**dict.fromkeys(AXES, 1), "stage": schedule.stages}, devices)
+  else:  # a callback needs a region without automatic axes
+    mesh = Mesh(devices, ("stage",), axis_types=(AxisType.Auto,))
   pipeline = Pipeline(
-    schedule, Network(), layers, lambda name: name == "kernels", conditional=conditional
+    schedule, network or Network(), layers, lambda name: name == "kernels", conditional=conditional
   )
   rows, width = inputs["tokens"].shape[1], params["table"].shape[1]
   legend = {"B": Dim("batch", rows), "D": Dim("model", width)}
@@ -169,6 +186,30 @@ def test_sums_without_gradients_are_the_same_to_the_last_bit():
   np.testing.assert_array_equal(counts, of_kinds[0][2])
   of_chunks, _ = run(Schedule(INTERLEAVED, 2, 4, 2), 4, forward=True)
   assert of_chunks["loss"] == pytest.approx(wanted(4, 4)[1]["loss"], rel=1e-13)
+
+
+# ---- How often losses are computed ----
+
+
+@pytest.mark.parametrize(
+  ("case", "conditional", "times"),
+  [
+    ((ONE_F_ONE_B, 2, 5, 1), False, 2 * (5 + 1)),  # in each tick, on both stages
+    ((INTERLEAVED, 2, 4, 3), False, 2 * 4),  # once for each microbatch, on both stages
+    ((INTERLEAVED, 2, 4, 3), True, 4),
+  ],
+)
+def test_an_evaluation_computes_losses_of_the_last_chunk_alone(case, conditional, times):
+  schedule, network = Schedule(*case), Counting()
+  layers = schedule.stages * schedule.chunks
+  options = {"conditional": conditional, "network": network}
+  sums, counts = run(schedule, layers, forward=True, **options)
+  jax.effects_barrier()
+  assert network.losses == times
+  _, wanted_sums, wanted_counts = wanted(layers, schedule.microbatches)
+  assert sums["loss"] == pytest.approx(wanted_sums["loss"], rel=1e-13)
+  assert sums["weight"] == wanted_sums["weight"]
+  np.testing.assert_array_equal(counts, wanted_counts)
 
 
 # ---- Memory ----

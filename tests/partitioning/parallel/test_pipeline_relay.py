@@ -25,11 +25,17 @@ MESHES = {
   "stage2_fsdp2_context2": {"mesh.stage": 2, "mesh.fsdp": 2, "mesh.context": 2},
 }
 CASES = [pytest.param(x, marks=() if x == "stage2_data2" else pytest.mark.long) for x in MESHES]
+# Its losses are computed in some ticks only.
+CHUNKS = {
+  **{"mesh.stage": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
+  **{"training.pipeline": "interleaved", "training.microbatches": 4},
+}
+EVALUATED = {**MESHES, "stage2_fsdp2_tensor2, interleaved": CHUNKS}
 GREEDY = Request((bytes([3, 5, 7]), b"", bytes([9, 60, 9, 1, 2])), 7, temperature=0.0)
 
 
 def prepared(mesh):
-  return make_job("single", "lm", **KEYS, **MESHES.get(mesh, {}))
+  return make_job("single", "lm", **KEYS, **EVALUATED.get(mesh, {}))
 
 
 @functools.cache
@@ -72,7 +78,9 @@ def test_scores_are_those_of_one_device(mesh):
   np.testing.assert_allclose(scores(mesh), scores("one device"), rtol=1e-12)
 
 
-@pytest.mark.parametrize("mesh", CASES)
+@pytest.mark.parametrize(
+  "mesh", [*CASES, pytest.param("stage2_fsdp2_tensor2, interleaved", marks=pytest.mark.long)]
+)
 def test_an_evaluation_is_that_of_one_device(mesh):
   ours, wanted = evaluated(mesh), evaluated("one device")
   assert ours.keys() == wanted.keys() >= {"loss", "weight"}
