@@ -26,7 +26,7 @@ from absl import app, flags
 
 from configs import base
 from configs.schema import finalize, validate
-from partitioning.parallel import eight_bit
+from partitioning.parallel import rounding
 from partitioning.rules import named_leaves
 from runtime import devices
 from training import setup, splits
@@ -61,29 +61,29 @@ def job_of(variant: str, seed: int, **changes) -> setup.Job:
 
 
 @contextlib.contextmanager
-def rounding(variant: str) -> Iterator[None]:
+def rounding_dw_too(variant: str) -> Iterator[None]:
   """Rounds the operands of dW too, where the variant says so."""
-  original = eight_bit._dot
+  original = rounding.dot
 
   def dot(a, b, contracted, dtype, *, precise=False):
     if not precise:
       return original(a, b, contracted, dtype)
     (a, of_a), (b, of_b) = (
-      eight_bit._rounded(x, dims, (), jnp.int8, ())
+      rounding.rounded(x, dims, (), jnp.int8, ())
       for x, dims in zip((a, b), contracted, strict=True)
     )
     found = original(a, b, contracted, jnp.float32)
     of_a = of_a.reshape(*of_a.shape[2:], *(1,) * (of_b.ndim - 2))
     return (found * of_a * of_b.reshape(*(1,) * (a.ndim - 2), *of_b.shape[2:])).astype(dtype)
 
-  with mock.patch.object(eight_bit, "_dot", dot if "too" in variant else original):
+  with mock.patch.object(rounding, "dot", dot if "too" in variant else original):
     yield
 
 
 def trained(variant: str, seed: int) -> tuple[float, float, State]:
   """Returns the mean loss of the last steps, the held-out loss, and the state."""
   job = job_of(variant, seed)
-  with rounding(variant):
+  with rounding_dw_too(variant):
     step, evaluate = (c.function for c in (job.compile_train_step(), job.compile_eval_step()))
   data, state, losses = splits.open_data(job), job.initial_state(), []
   for number in range(STEPS.value):
@@ -102,7 +102,7 @@ def gradients(variant: str, params, **changes) -> dict[str, np.ndarray]:
   job = job_of(variant, 0, **changes)
   batch = splits.open_data(job).train.batch(STEPS.value, job.batch_shardings)
   history = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), job.state.variables)
-  with rounding(variant):
+  with rounding_dw_too(variant):
     compiled = job.compile(job.program.gradients, params, batch, None, history).function
   # Of the second of two times: delayed scaling takes magnitudes from the first.
   *_, history = compiled(params, batch, None, history)

@@ -281,10 +281,16 @@ def _of_activations(job: Job) -> Iterator[Term]:
       yield Term(kind, ("tensor",), often, width, why, narrow)
     why = "activations between blocks, while others are multiplied"
     others = sums + gathers - runs.enter - runs.entered
-    of_latents = forward + 2 * back
-    for size, times in ((width, others), *((one, of_latents) for one in latents)):
+    dtype = config.training.matmul_dtype
+    # The gathers of inputs in both passes; of float8 those of the gradients of outputs too.
+    small = {"compute": 0, "int8": forward + back, "float8": forward + 2 * back}[dtype]
+    small *= 1 + inputs
+    rings = [(width, others - small, narrow), (width, small, 1)]
+    for one in latents:
+      rings += [(one, back, narrow), (one, forward + back, 1 if small else narrow)]
+    for size, times, itemsize in rings:
       times *= parts - 1
-      yield Term("collective-permute", ("tensor",), times, size / parts, why, narrow, True)
+      yield Term("collective-permute", ("tensor",), times, size / parts, why, itemsize, True)
   elif config.partitioning.sequence_parallel:
     why = "activations between blocks"
     yield Term("reduce-scatter", ("tensor",), sums, width, f"{why}, scattered", narrow)

@@ -246,7 +246,8 @@ RULES = (
   Rule(
     "partitioning.collective_matmul",
     "true with sequence parallelism on TPUs, where a device's part of the sequence has at least "
-    f"{RING_TOKENS} tokens; else false, also with lora.dropout and 8-bit matmuls",
+    f"{RING_TOKENS} tokens; else false, also with lora.dropout, and with adapters of 8-bit "
+    "matmuls",
     "gathers and scatters of activations over `tensor` run while parts of them are multiplied "
     "(Wang et al., ASPLOS 2023)",
     _collective_matmul,

@@ -49,10 +49,10 @@ def no_ring(config: ConfigDict) -> str:
   """
   if not config.partitioning.sequence_parallel:
     return "partitioning.sequence_parallel is False, so that no sequence is gathered"
-  if config.training.matmul_dtype != "compute":
+  if config.training.matmul_dtype != "compute" and config.lora.rank:
     return (
-      f"training.matmul_dtype={config.training.matmul_dtype} rounds and gathers activations of its "
-      "own"
+      f"training.matmul_dtype={config.training.matmul_dtype} with lora.rank={config.lora.rank}: "
+      "adapters read activations that are not rounded"
     )
   if config.lora.rank and config.lora.dropout:
     return f"lora.dropout={config.lora.dropout}: it is drawn for the gathered activation"

@@ -15,7 +15,6 @@ for the gradients of the other operands: those are one matmul over all tokens.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ def gathered(
     x: a device's part of the sequence.
     *operands: the same for all tokens.
   """
-  return _pass_around(axes, x, lambda part: function(part, *operands))
+  return pass_around(axes, (x,), lambda part: function(*part, *operands))
 
 
 def _gathered_forward(function: Function, axes: Axes, x: jax.Array, *operands: jax.Array):
@@ -53,8 +52,8 @@ def _gathered_backward(function: Function, axes: Axes, saved, gradients: tuple[j
   def of_x(gradients: tuple[jax.Array, ...]) -> jax.Array:
     return _transposed(function, gradients, x, operands)
 
-  d_x = _add_around(axes, gradients, of_x)
-  [whole] = _pass_around(axes, x, lambda part: (part,))
+  d_x = add_around(axes, gradients, of_x)
+  [whole] = pass_around(axes, (x,), lambda part: part)
   return (d_x, *_of_operands(function, whole, operands, gradients))
 
 
@@ -71,7 +70,7 @@ def scattered(function: Function, axes: Axes, x: jax.Array, *operands: jax.Array
     x: of all tokens.
     *operands: the same for all tokens.
   """
-  return _add_around(axes, (x,), lambda part: function(part[0], *operands)[0])
+  return add_around(axes, (x,), lambda part: function(*part, *operands)[0])
 
 
 def _scattered_forward(function: Function, axes: Axes, x: jax.Array, *operands: jax.Array):
@@ -81,10 +80,10 @@ def _scattered_forward(function: Function, axes: Axes, x: jax.Array, *operands: 
 def _scattered_backward(function: Function, axes: Axes, saved, gradient: jax.Array):
   x, operands = saved
 
-  def of_x(part: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _transposed(function, (part,), x, operands), part
+  def of_x(part: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _transposed(function, part, x, operands), *part
 
-  d_x, whole = _pass_around(axes, gradient, of_x)
+  d_x, whole = pass_around(axes, (gradient,), of_x)
   return (d_x, *_of_operands(function, x, operands, (whole,)))
 
 
@@ -157,28 +156,33 @@ def _of_operands(
   return jax.vjp(lambda *operands: function(x, *operands), *operands)[1](gradients)
 
 
-def _pass_around(
-  axes: Axes, x: jax.Array, use: Callable[[jax.Array], tuple[jax.Array, ...]]
+def pass_around(
+  axes: Axes,
+  x: tuple[jax.Array, ...],
+  use: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]],
 ) -> tuple[jax.Array, ...]:
   """Passes the devices' parts of a sequence around the ring.
 
   Args:
     axes: of the ring.
-    x: the device's part of the sequence.
-    use: called with each part of each device, token by token.
+    x: activations, the device's part of each.
+    use: called with the same part of each activation, of each device, token by token.
 
   Returns:
     Its results for all tokens, in the order of the sequence.
   """
   count, here = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
-  length = x.shape[SEQUENCE_DIM]
+  length = x[0].shape[SEQUENCE_DIM]
   results: list[jax.Array] = []
-  moving = [(way, first, _cut(x, first, size)) for way, first, size in _ways(length, count)]
+  moving = [
+    (way, first, tuple(_cut(one, first, size) for one in x))
+    for way, first, size in _ways(length, count)
+  ]
   for step in range(count):
     arrived, moving = moving, []
     for way, first, part in arrived:
       if step < count - 1:
-        moving.append((way, first, _sent(part, axes, way)))
+        moving.append((way, first, tuple(_sent(one, axes, way) for one in part)))
       new = use(part)
       results = results or [_room(one, length * count) for one in new]
       start = (here - step * way) % count * length + first
@@ -189,7 +193,11 @@ def _pass_around(
   return tuple(results)
 
 
-def _add_around(axes: Axes, x: Any, use: Callable[[Any], jax.Array]) -> jax.Array:
+def add_around(
+  axes: Axes,
+  x: tuple[jax.Array, ...],
+  use: Callable[[tuple[jax.Array, ...]], jax.Array],
+) -> jax.Array:
   """Sums what the devices compute of each part of a sequence, passing the sums around the ring.
 
   Args:

@@ -26,7 +26,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from partitioning.constraints import automatic_layout, manual_axes
 from partitioning.dims import Axes
-from partitioning.parallel import collectives
+from partitioning.parallel import collective_matmul, collectives, rounding
+from partitioning.parallel.rounding import TOKENS, Rounded
 from partitioning.parallel.sharded_function import GATHERED, SEQUENCE_DIM, Stored
 
 INT8, FLOAT8 = "int8", "float8"
@@ -35,8 +36,6 @@ _FORMATS = {
   INT8: (jnp.int8, jnp.int8),
   FLOAT8: (jnp.float8_e4m3fn, jnp.float8_e5m2),
 }
-_LARGEST = {jnp.int8: 127.0, jnp.float8_e4m3fn: 448.0, jnp.float8_e5m2: 57344.0}
-_TOKENS = 2  # batch and sequence, the first dims of an activation
 MAGNITUDES = 3  # of a kernel's matmuls: of inputs, kernel and gradients
 
 
@@ -89,13 +88,6 @@ def advanced(history: jax.Array, seen: jax.Array) -> jax.Array:
   return jnp.concatenate([latest, history[..., :-1]], axis=-1)
 
 
-class Rounded(NamedTuple):
-  """Numbers in 8 bits, and their scale, of as many dims; of size 1 where numbers share one."""
-
-  values: jax.Array
-  scale: jax.Array
-
-
 class Products:
   """The products of an activation with some kernels, in 8 bits."""
 
@@ -109,10 +101,10 @@ class Products:
       outputs: of each product: batch, sequence, then the kernel's other dims.
     """
     self.by_token, self.formats = dtype == INT8, _FORMATS[dtype]
-    self.contracted = len(x) - _TOKENS
-    contracted = _split(x[_TOKENS:])
+    self.contracted = len(x) - TOKENS
+    contracted = _split(x[TOKENS:])
     self.over_x = contracted if self.by_token else _split(stored_x)
-    skipped = _TOKENS if self.by_token else 0
+    skipped = TOKENS if self.by_token else 0
     self.over_outputs = [_split(letters[skipped:]) for letters in outputs]
     # `jax.shard_map` divides the gradient of a result by the number of its copies, see
     # `collectives.total`, which multiplies it back.
@@ -126,7 +118,10 @@ class Products:
     x: jax.Array,
     kernels: Sequence[Stored],
     known: Sequence[jax.Array] = (),
-    sequence: Axes = (),
+    gathered: Axes = (),
+    scattered: Axes = (),
+    *,
+    ring: bool = False,
   ) -> list[jax.Array]:
     """Returns the products in the dtype of x, summed over a device's part of the contracted dims.
 
@@ -135,10 +130,13 @@ class Products:
       x: the activation.
       kernels: as they are stored, the contracted dims last.
       known: those of `EightBit`, of one kernel after the other.
-      sequence: the axes along which the sequence of x is to be gathered.
+      gathered: the axes along which the sequence of x is to be gathered.
+      scattered: those along which the sums of one product are to be reduce-scattered, in a ring.
+      ring: whether the gather is a ring too, see `collective_matmul`.
     """
     ways = [dataclasses.replace(kernel, shard=None) for kernel in kernels]
-    calculation = _Calculation(self, manual, ways, sequence, bool(known))
+    moves = _Moves(gathered, scattered, ring)
+    calculation = _Calculation(self, manual, ways, moves, bool(known))
     products = jax.custom_vjp(calculation.products)
     products.defvjp(calculation.forward, calculation.backward)
     return products(x, [kernel.shard for kernel in kernels], list(known))
@@ -148,14 +146,22 @@ class Products:
     return range(kept if self.by_token else 0, ndim)
 
 
+class _Moves(NamedTuple):
+  """How the sequence is gathered before products, or their sums scattered after it."""
+
+  gathered: Axes
+  scattered: Axes
+  ring: bool
+
+
 class _Calculation:
   """Both passes of `Products`, for `jax.custom_vjp`."""
 
   def __init__(
-    self, letters: Products, manual: bool, ways: Sequence[Stored], sequence: Axes, delayed: bool
+    self, letters: Products, manual: bool, ways: Sequence[Stored], moves: _Moves, delayed: bool
   ):
     self._letters, self._manual, self._ways, self._delayed = letters, manual, ways, delayed
-    self._sequence = sequence
+    self._moves = moves
 
   def products(self, x: jax.Array, shards: list, known: list) -> list[jax.Array]:
     """Returns the products."""
@@ -163,65 +169,170 @@ class _Calculation:
 
   def forward(self, x: jax.Array, shards: list, known: list) -> tuple[list[jax.Array], tuple]:
     """Returns the products, and what the backward pass needs."""
-    letters, wide = self._letters, _wide(x)
-    to, contracted = letters.formats[0], letters.contracted
-    shared = letters.shared(x.ndim, _TOKENS)
-    inputs = _rounded(x, shared, letters.over_x if self._manual else (), to, known[:1])
-    inputs = _gathered(inputs, [(SEQUENCE_DIM, self._sequence)] if self._sequence else [], shared)
-    weights, results = [], []
+    letters, moves, to = self._letters, self._moves, self._letters.formats[0]
+    shared = letters.shared(x.ndim, TOKENS)
+    inputs = rounding.rounded(x, shared, letters.over_x if self._manual else (), to, known[:1])
+    if moves.gathered and not moves.ring:
+      inputs = rounding.gathered(inputs, [(SEQUENCE_DIM, moves.gathered)], shared)
+    weights = []
     for number, (shard, way) in enumerate(zip(shards, self._ways, strict=True)):
-      shared = letters.shared(shard.ndim, shard.ndim - contracted)
+      shared = letters.shared(shard.ndim, shard.ndim - letters.contracted)
       over = tuple(axis for dim in shared for axis in way.axes[dim])
-      weight = _rounded(shard, shared, over, to, known[MAGNITUDES * number + 1 :][:1])
-      weight = _gathered(weight, way.moves, shared)
+      weight = rounding.rounded(shard, shared, over, to, known[MAGNITUDES * number + 1 :][:1])
+      weight = rounding.gathered(weight, way.moves, shared)
       weights.append(checkpoint_name(weight, GATHERED) if way.moves else weight)
-      last = [range(array.ndim - contracted, array.ndim) for array in (x, shard)]
-      product = _dot(inputs.values, weights[-1].values, last, wide)
-      scale = _of_tokens(inputs.scale, product.ndim) * _of_outputs(weights[-1].scale, contracted)
-      results.append((product * scale).astype(x.dtype))
+
+    def of(part: tuple[jax.Array, ...]) -> list[jax.Array]:
+      return self._of_inputs(self._rebuilt(part, inputs), weights, x.dtype)
+
+    own = self._parts(inputs)
+    if moves.scattered:
+      results = [collective_matmul.add_around(moves.scattered, own, lambda part: of(part)[0])]
+    elif moves.gathered and moves.ring:
+      found = collective_matmul.pass_around(moves.gathered, own, lambda part: (*part, *of(part)))
+      inputs, results = self._rebuilt(found, inputs), list(found[len(own) :])
+    else:
+      results = of(own)
     seen = (x, shards, known) if self._delayed else (None, None, known)
     return results, (inputs, weights, seen)
 
   def backward(self, saved: tuple, gradients: list[jax.Array]) -> tuple[jax.Array, list, list]:
     """Returns the gradients of the activation and of each shard, and the magnitudes seen."""
     inputs, weights, (x, shards, known) = saved
-    of_x, of_shards, seen = 0.0, [], []
-    for number, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-      copies = self._letters.copies[number] if self._manual else 1
-      before = [one / copies for one in known[MAGNITUDES * number + 2 :][:1]]
-      part, of_kernel = self._of_product(number, inputs, weight, gradient, before)
-      of_x = part + of_x
+    moves, dtype = self._moves, gradients[0].dtype
+    before = [known[MAGNITUDES * number + 2 :][:1] for number in range(len(weights))]
+    given = list(zip(range(len(weights)), weights, gradients, before, strict=True))
+    if moves.scattered:
+      of_x, whole, rounded = self._around(*given[0])
+      of_kernels = [self._of_kernel(0, inputs, weights[0], whole, rounded)]
+    else:
+      rounded = [self._rounded_gradient(*one) for one in given]
+      of_x = self._of_all_x(rounded, weights, dtype)
+      of_kernels = [
+        self._of_kernel(number, inputs, weight, gradient, one)
+        for (number, weight, gradient, _), one in zip(given, rounded, strict=True)
+      ]
+    of_shards, seen = [], []
+    for number, of_kernel in enumerate(of_kernels):
       for dim, axes in reversed(self._ways[number].moves):
         of_kernel = collectives.reduce_scatter(of_kernel, axes, dim)
       of_shards.append(of_kernel)
       if self._delayed:
-        wide = gradient.astype(_wide(gradient))
-        seen += self._seen(x, shards[number], wide * copies, known[0].dtype)
-    of_x = of_x.astype(gradients[0].dtype)
-    if self._sequence:
-      of_x = collectives.reduce_scatter(of_x, self._sequence, SEQUENCE_DIM)
+        wide = gradients[number].astype(rounding.wide(gradients[number]))
+        seen += self._seen(x, shards[number], wide * self._copies(number), known[0].dtype)
     return of_x, of_shards, seen
 
-  def _of_product(
-    self, number: int, inputs: Rounded, weight: Rounded, gradient: jax.Array, before: list
-  ) -> tuple[jax.Array, jax.Array]:
-    """Returns what one product gives to dX, in float32 or wider, and dW before its reduction."""
-    letters, wide, to = self._letters, _wide(gradient), self._ways[number].gradient_dtype
+  def _parts(self, one: Rounded) -> tuple[jax.Array, ...]:
+    """Returns what goes around a ring of an activation: integers, see `gathered`, and scales."""
+    bits = jax.lax.bitcast_convert_type(one.values, jnp.int8)
+    return (bits, one.scale) if self._letters.by_token else (bits,)
+
+  def _rebuilt(self, parts: Sequence[jax.Array], like: Rounded) -> Rounded:
+    """Returns the numbers of some tokens from their parts, with the scale that all share if any."""
+    scale = parts[1] if self._letters.by_token else like.scale
+    return Rounded(jax.lax.bitcast_convert_type(parts[0], like.values.dtype), scale)
+
+  def _of_inputs(
+    self, inputs: Rounded, weights: Sequence[Rounded], dtype: jnp.dtype
+  ) -> list[jax.Array]:
+    """Returns the products of some tokens."""
+    contracted, results = self._letters.contracted, []
+    for weight in weights:
+      last = [range(one.values.ndim - contracted, one.values.ndim) for one in (inputs, weight)]
+      product = rounding.dot(inputs.values, weight.values, last, inputs.scale.dtype)
+      scale = rounding.of_tokens(inputs.scale, product.ndim) * rounding.of_outputs(
+        weight.scale, contracted
+      )
+      results.append((product * scale).astype(dtype))
+    return results
+
+  def _copies(self, number: int) -> int:
+    return self._letters.copies[number] if self._manual else 1
+
+  def _rounded_gradient(
+    self, number: int, weight: Rounded, gradient: jax.Array, before: list, also: Axes = ()
+  ) -> Rounded:
+    """Returns a product's gradient in 8 bits; `also` split it, besides the axes of its outputs."""
+    letters = self._letters
     over = letters.over_outputs[number] if self._manual else ()
-    given = gradient.astype(wide)
+    given = gradient.astype(rounding.wide(gradient))
     if letters.by_token:
-      given = given * _of_outputs(weight.scale, letters.contracted)
-    shared = letters.shared(given.ndim, _TOKENS)
-    rounded = _rounded(given, shared, over, letters.formats[1], before)
-    outputs, tokens = range(_TOKENS, given.ndim), [range(_TOKENS)] * 2
-    of_x = _dot(rounded.values, weight.values, (outputs, range(len(outputs))), wide)
-    of_x = of_x * _of_tokens(rounded.scale, of_x.ndim)
-    if letters.by_token:
-      dequantized = (inputs.values.astype(wide) * inputs.scale).astype(gradient.dtype)
-      return of_x, _dot(gradient, dequantized, tokens, to, precise=True)
-    scales = [one.scale.reshape(()) for one in (weight, rounded, inputs)]
-    of_kernel = _dot(rounded.values, inputs.values, tokens, wide) * (scales[1] * scales[2])
-    return of_x * scales[0], of_kernel.astype(to)
+      given = given * rounding.of_outputs(weight.scale, letters.contracted)
+    before = [one / self._copies(number) for one in before]
+    shared = letters.shared(given.ndim, TOKENS)
+    return rounding.rounded(given, shared, (*over, *also), letters.formats[1], before)
+
+  def _of_all_x(
+    self, rounded: Sequence[Rounded], weights: Sequence[Rounded], dtype: jnp.dtype
+  ) -> jax.Array:
+    """Returns dX of all products, reduce-scattered along the axes of the gather."""
+    axes = self._moves.gathered
+    if not (axes and self._moves.ring):
+      of_x = self._of_x(rounded, weights).astype(dtype)
+      return collectives.reduce_scatter(of_x, axes, SEQUENCE_DIM) if axes else of_x
+    parts = [self._parts(one) for one in rounded]
+    each = len(parts[0])
+
+    def of_part(part: tuple[jax.Array, ...]) -> jax.Array:
+      found = [self._rebuilt(part[each * number :], one) for number, one in enumerate(rounded)]
+      return self._of_x(found, weights).astype(dtype)
+
+    return collective_matmul.add_around(axes, sum(parts, ()), of_part)
+
+  def _around(
+    self, number: int, weight: Rounded, gradient: jax.Array, before: list
+  ) -> tuple[jax.Array, jax.Array, Rounded | None]:
+    """Returns dX, and the gradient of all tokens: as it is if that is what dW takes, or rounded."""
+    axes = self._moves.scattered
+    if self._letters.by_token:
+
+      def arrived(part: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rounded = self._rounded_gradient(number, weight, *part, before)
+        return self._of_x([rounded], [weight]).astype(gradient.dtype), *part
+
+      return *collective_matmul.pass_around(axes, (gradient,), arrived), None
+    own = self._rounded_gradient(number, weight, gradient, before, also=axes)
+
+    def of_part(part: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+      rounded = self._rebuilt(part, own)
+      return self._of_x([rounded], [weight]).astype(gradient.dtype), *part
+
+    of_x, *parts = collective_matmul.pass_around(axes, self._parts(own), of_part)
+    return of_x, gradient, self._rebuilt(parts, own)
+
+  def _of_x(self, rounded: Sequence[Rounded], weights: Sequence[Rounded]) -> jax.Array:
+    """Returns dX of some tokens, of all products, in float32 or wider."""
+    of_x = 0.0
+    for one, weight in zip(rounded, weights, strict=True):
+      outputs, wide = range(TOKENS, one.values.ndim), one.scale.dtype
+      part = rounding.dot(one.values, weight.values, (outputs, range(len(outputs))), wide)
+      part = part * rounding.of_tokens(one.scale, part.ndim)
+      of_x = (part if self._letters.by_token else part * weight.scale.reshape(())) + of_x
+    return of_x
+
+  def _of_kernel(
+    self,
+    number: int,
+    inputs: Rounded,
+    weight: Rounded,
+    gradient: jax.Array,
+    rounded: Rounded | None,
+  ) -> jax.Array:
+    """Returns dW before its reduction over devices.
+
+    Args:
+      number: of the product.
+      inputs: of all tokens.
+      weight: by which they were multiplied.
+      gradient: of the product, of all tokens; read where scales are those of tokens.
+      rounded: the same in 8 bits, read otherwise.
+    """
+    to, tokens = self._ways[number].gradient_dtype, [range(TOKENS)] * 2
+    if self._letters.by_token:
+      dequantized = (inputs.values.astype(inputs.scale.dtype) * inputs.scale).astype(gradient.dtype)
+      return rounding.dot(gradient, dequantized, tokens, to, precise=True)
+    of_kernel = rounding.dot(rounded.values, inputs.values, tokens, rounded.scale.dtype)
+    return (of_kernel * (rounded.scale.reshape(()) * inputs.scale.reshape(()))).astype(to)
 
   def _seen(
     self, x: jax.Array, shard: jax.Array, gradient: jax.Array, dtype: jnp.dtype
@@ -230,7 +341,7 @@ class _Calculation:
     seen = jnp.stack([jnp.max(jnp.abs(array)).astype(dtype) for array in (x, shard, gradient)])
     if self._manual:
       axes = tuple(sorted(manual_axes()))
-      seen = _largest_over(seen, axes)
+      seen = rounding.largest_over(seen, axes)
       first = jax.lax.axis_index(axes) == 0
       seen = jnp.where(first, seen, jnp.zeros_like(seen))
     return list(seen)
@@ -245,104 +356,3 @@ def _split(letters: str) -> Axes:
     replicated = dim.may_replicate and dim.size % math.prod(sizes[axis] for axis in axes)
     found += [] if replicated else axes
   return tuple(found)
-
-
-def _wide(x: jax.Array) -> jnp.dtype:
-  """Returns float32, or the dtype of x if that is wider."""
-  return x.dtype if x.dtype.itemsize > 4 else jnp.dtype(jnp.float32)
-
-
-def _rounded(
-  x: jax.Array, shared: range, over: Axes, to: type, known: Sequence[jax.Array]
-) -> Rounded:
-  """Rounds an array to 8 bits.
-
-  Args:
-    x: the array, or a device's part of it.
-    shared: the dims whose numbers share a scale.
-    over: the axes that split those dims.
-    to: the format.
-    known: the magnitude of earlier steps, for delayed scaling, or nothing.
-  """
-  x = x.astype(_wide(x))
-  largest, dtype = _LARGEST[to], x.dtype
-
-  def here() -> jax.Array:
-    return jnp.max(jnp.abs(x), axis=tuple(shared), keepdims=True)
-
-  if known:
-    [before] = known
-    before_wide = before.astype(dtype).reshape((1,) * x.ndim)
-
-    def reduced_where_needed() -> jax.Array:
-      return jax.lax.cond(before > 0, lambda: before_wide, lambda: _largest_over(here(), over))
-
-    def reduced() -> jax.Array:  # no collective inside a conditional: see `collectives.in_turn`
-      return _largest_over(jax.lax.cond(before > 0, lambda: before_wide, here), over)
-
-    magnitude = jax.lax.platform_dependent(cpu=reduced, default=reduced_where_needed)
-  else:
-    magnitude = _largest_over(here(), over)
-  # At least the smallest normal number, for arrays of zeros. NaN stays NaN, and what is not finite
-  # makes the scale so, and with it the result.
-  scale = jnp.maximum(magnitude / largest, jnp.finfo(dtype).tiny)
-  values = jnp.clip(x * (1 / scale), -largest, largest)
-  return Rounded((jnp.round(values) if to == jnp.int8 else values).astype(to), scale)
-
-
-def _largest_over(magnitude: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the largest magnitude on the devices along the axes; infinity if one of them is NaN."""
-  if not axes:
-    return magnitude
-  # On CPUs the maximum over devices leaves NaN out.
-  return jax.lax.pmax(jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude), axes)
-
-
-def _gathered(one: Rounded, moves: Sequence[tuple[int, Axes]], shared: range) -> Rounded:
-  """All-gathers the numbers, and the scales along the dims in which they differ."""
-  values, scale = one
-  # As integers: XLA for CPUs would send float8 as float16 (jax 0.10.2).
-  bits = jax.lax.bitcast_convert_type(values, jnp.int8)
-  for dim, axes in moves:
-    bits = collectives.all_gather(bits, axes, dim)
-    if dim not in shared:
-      scale = collectives.all_gather(scale, axes, dim)
-  return Rounded(jax.lax.bitcast_convert_type(bits, values.dtype), scale)
-
-
-def _dot(
-  a: jax.Array,
-  b: jax.Array,
-  contracted: Sequence[range],
-  dtype: jnp.dtype,
-  *,
-  precise: bool = False,
-) -> jax.Array:
-  """Contracts dims of two arrays: integers exactly, in int32, and others in `dtype`.
-
-  Args:
-    a: its other dims are the first of the result.
-    b: likewise, the last.
-    contracted: the dims of both.
-    dtype: of the result.
-    precise: whether `training.matmul_precision` applies.
-  """
-  exact = a.dtype == jnp.int8
-  result = jax.lax.dot_general(
-    a,
-    b,
-    (tuple(map(tuple, contracted)), ((), ())),
-    precision=None if precise else jax.lax.Precision.DEFAULT,
-    preferred_element_type=jnp.int32 if exact else dtype,
-  )
-  return result.astype(dtype)
-
-
-def _of_tokens(scale: jax.Array, ndim: int) -> jax.Array:
-  """Returns the scale of an activation, for an array of the same tokens with `ndim` dims."""
-  return scale.reshape(*scale.shape[:_TOKENS], *(1,) * (ndim - _TOKENS))
-
-
-def _of_outputs(scale: jax.Array, contracted: int) -> jax.Array:
-  """Returns the scale of a kernel for its products: after tokens, and without contracted dims."""
-  return scale.reshape(*(1,) * _TOKENS, *scale.shape[: scale.ndim - contracted])

@@ -112,7 +112,8 @@ def column_parallel(
     more, scalars = more[: len(updates.operands)], more[len(updates.operands) :]
     # Updates are of the activation itself; without any, it is gathered in 8 bits.
     if in_8_bits and not updates.kernels:
-      results = in_8_bits(manual, x, kernels, scalars, sequence if manual else ())
+      gathered = sequence if manual else ()
+      results = in_8_bits(manual, x, kernels, scalars, gathered, ring=bool(ring))
     elif manual and ring:
       results = collective_matmul.gathered(updated, sequence, x, *operands)
     else:
@@ -126,7 +127,8 @@ def column_parallel(
   inside = [summed_last(weight.letters, residual.width) for weight in weights]
   updates = _Updates(weights, dropped, residual)
   in_8_bits, known = _eight_bit(weights, residual.inside, residual.between, outputs)
-  ring = _as_ring() and sequence and not (width or updates.dropout or in_8_bits)
+  ring = _as_ring() and sequence and not (width or updates.dropout)
+  ring = ring and not (in_8_bits and updates.kernels)
   no_dims = [""] * len(known)
   return sharded(
     matmuls,
@@ -168,6 +170,8 @@ def row_parallel(
 
   def matmul(manual: bool, x: jax.Array, kernel, *operands) -> list[jax.Array]:
     operands, scalars = operands[: len(updates.operands)], operands[len(updates.operands) :]
+    if manual and ring and in_8_bits:
+      return in_8_bits(manual, x, [kernel], scalars, scattered=sequence)
     if manual and ring:
       return [collective_matmul.scattered(updated, sequence, x, kernel, *operands)]
     [out] = in_8_bits(manual, x, [kernel], scalars) if in_8_bits else plain(x, kernel)
@@ -183,7 +187,7 @@ def row_parallel(
   updates = _Updates([weight], dropped, residual)
   in_8_bits, known = _eight_bit([weight], x_letters, x_letters, [residual.inside])
   ring = _as_ring() and axes and axes == sequence
-  ring = ring and not (updates.dropout or in_8_bits)
+  ring = ring and not (updates.dropout or (in_8_bits and updates.kernels))
   no_dims = [""] * len(known)
   [out] = sharded(
     matmul,

@@ -15,6 +15,7 @@ from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity import budgets
 from tests.parity.comparison import (
   ADAPTERS,
+  COLLECTIVE_MATMUL,
   MESHES,
   PLAIN,
   SEQUENCE_PARALLEL,
@@ -29,6 +30,7 @@ INT8 = {"training.matmul_dtype": "int8"}
 FLOAT8 = {"training.matmul_dtype": "float8"}
 DELAYED = {**FLOAT8, "training.matmul_scaling": "delayed"}
 ALL = {**MESHES["data2_fsdp2_tensor2"], **SEQUENCE_PARALLEL}
+RINGS = {**MESHES["fsdp2_tensor4"], **COLLECTIVE_MATMUL}
 KINDS = {"int8": INT8, "float8": FLOAT8, "delayed": DELAYED}
 
 
@@ -42,6 +44,10 @@ def on_one_device(kind, **more):
   ("kind", "mesh"),
   [
     ("int8", ALL),
+    # Rings: 6 tokens of a device, in both directions.
+    pytest.param("int8", RINGS, marks=pytest.mark.long),
+    pytest.param("float8", RINGS, marks=pytest.mark.long),
+    pytest.param("delayed", RINGS, marks=pytest.mark.long),
     # The 4 key/value heads are replicated.
     pytest.param("int8", MESHES["tensor8"], marks=pytest.mark.long),
     pytest.param("float8", ALL, marks=pytest.mark.long),
@@ -175,6 +181,7 @@ def test_histories_are_saved_and_a_resumed_run_goes_on_with_them(tmp_path):
 # ---- What a step sends ----
 
 SPLIT = "dp2_fsdp2_tp2, sequence-parallel"
+IN_RINGS = "fsdp=2 x tensor=4, collective matmul"
 
 
 def expected(job):
@@ -185,8 +192,10 @@ def expected(job):
   passes = 2  # the backward pass rounds and gathers again
   # Kernels of one byte a number; scales of the outputs of out and down, which fsdp splits.
   sent["all-gather", ("fsdp",)] += passes * L * (-4 * W + W + 2 * 4 * D)
-  # The inputs of both blocks, likewise, with a scale for each token.
-  sent["all-gather", ("tensor",)] += passes * L * 2 * b * T * (-4 * D + D + 4)
+  # The inputs of both blocks, likewise, with a scale for each token; t - 1 times around a ring.
+  ring = ("collective-permute", ("tensor",)) in sent
+  kind, share = ("collective-permute", (t - 1) / t) if ring else ("all-gather", 1)
+  sent[kind, ("tensor",)] += passes * L * 2 * b * T * (-4 * D + D + 4) * share
   # Magnitudes: of the outputs of the other kernels; of the outputs of out and down, of the tokens
   # that these multiply, and of the five gradients whose outputs tensor splits.
   outputs = (N * H + 2 * K * H + 2 * F) // t
@@ -196,8 +205,9 @@ def expected(job):
   return sent
 
 
-def test_a_step_with_int8_sends_what_theory_says():
-  ours = budgets.compile_step(budgets.job_of(SPLIT, **INT8))
+@pytest.mark.parametrize("strategy", [SPLIT, IN_RINGS])
+def test_a_step_with_int8_sends_what_theory_says(strategy):
+  ours = budgets.compile_step(budgets.job_of(strategy, **INT8))
   assert budgets.INVOLUNTARY not in ours.said
   assert {key: size for key, (_, size) in ours.sent().items()} == expected(ours.job)
 

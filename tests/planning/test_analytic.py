@@ -73,17 +73,24 @@ def test_float8_runs_the_layers_matmuls_at_twice_the_rate_and_gathers_fewer_byte
   assert ours.compute / plain.compute == pytest.approx(1 - kernels / plain.work.flops * 3 / 4)
 
 
-def test_8_bit_kernels_and_inputs_are_gathered_in_a_byte_each():
-  strategy = "dp2_fsdp2_tp2, sequence-parallel"
+@pytest.mark.parametrize(
+  ("strategy", "kind"),
+  [
+    ("dp2_fsdp2_tp2, sequence-parallel", "all-gather"),
+    ("fsdp=2 x tensor=4, collective matmul", "collective-permute"),
+  ],
+)
+def test_8_bit_kernels_and_inputs_are_gathered_in_a_byte_each(strategy, kind):
   job, of = job_of(strategy, **{"training.matmul_dtype": "int8"}), letters(shared_job(strategy))
   sent = defaultdict(float)
   for term in analytic.terms(job):
     sent[term.kind, term.axes] += term.runs * term.elements * term.itemsize
   wanted = {key: row.bytes for key, row in theory(job).items()}
   kernels, inputs = 2 * of["L"] * of["W"], 4 * of["L"] * of["b"] * of["T"] * of["D"]
-  for axis, numbers in (("fsdp", kernels), ("tensor", inputs)):
-    key = "all-gather", (axis,)
-    assert sent[key] == pytest.approx(wanted[key] - 3 * numbers, abs=4 * SCALARS), axis
+  if kind == "collective-permute":  # a device's own part is not sent
+    inputs *= (of["t"] - 1) / of["t"]
+  for key, numbers in ((("all-gather", ("fsdp",)), kernels), ((kind, ("tensor",)), inputs)):
+    assert sent[key] == pytest.approx(wanted[key] - 3 * numbers, abs=4 * SCALARS), key
 
 
 def test_rematerialization_computes_the_layers_again():

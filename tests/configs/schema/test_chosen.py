@@ -140,7 +140,13 @@ def test_regions_are_left_out_where_they_are_impossible(sizes, overrides, why):
     (V6E, {"data.sequence_length": 256}, False, "256 tokens per device and part of the sequence"),
     (V6E, {"lora.rank": 4}, True, "8192 tokens are multiplied while as many are sent"),
     (V6E, {"lora.rank": 4, "lora.dropout": 0.1}, False, "lora.dropout=0.1: it is drawn for the"),
-    (V6E, {"training.matmul_dtype": "int8"}, False, "training.matmul_dtype=int8 rounds and"),
+    (V6E, {"training.matmul_dtype": "int8"}, True, "8192 tokens are multiplied while as many"),
+    (
+      V6E,
+      {"training.matmul_dtype": "int8", "lora.rank": 2},
+      False,
+      "training.matmul_dtype=int8 with lora.rank=2: adapters read",
+    ),
     (
       V6E,
       {"partitioning.sequence_parallel": False},

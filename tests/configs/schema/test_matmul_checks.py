@@ -45,8 +45,8 @@ def test_refused_with_the_key(recipe, overrides, said):
   [
     ({}, "partitioning.sequence_parallel is False, so that no sequence is gathered; change that"),
     (
-      {"partitioning.sequence_parallel": True, "training.matmul_dtype": "int8"},
-      "training.matmul_dtype=int8 rounds and gathers",
+      {"partitioning.sequence_parallel": True, "training.matmul_dtype": "int8", "lora.rank": 2},
+      "training.matmul_dtype=int8 with lora.rank=2: adapters read",
     ),
     (
       {"partitioning.sequence_parallel": True, "lora.rank": 4, "lora.dropout": 0.1},

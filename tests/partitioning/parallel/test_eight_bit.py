@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from models.transformer_dims import RESIDUAL
-from partitioning.parallel import eight_bit
+from partitioning.parallel import eight_bit, rounding
 from partitioning.parallel.matmuls import column_parallel, row_parallel
 from tests.helpers.jobs import make_job
-from tests.parity.comparison import MESHES, SEQUENCE_PARALLEL
+from tests.parity.comparison import COLLECTIVE_MATMUL, MESHES, SEQUENCE_PARALLEL
 
-B, T, D, F, N, K, H = 16, 12, 40, 56, 8, 4, 6
+B, T, D, F, N, K, H = 16, 16, 40, 56, 8, 4, 6
 SHAPES = {"DF": (D, F), "DKH": (D, K, H), "NHD": (N, H, D)}
 LARGEST = {"int8": (127, 127), "float8": (448, 57344)}
 
@@ -130,6 +130,9 @@ def assert_close(found, wanted):
     (("NHD",), {}),
     (("DF", "DKH"), {**MESHES["data2_fsdp2_tensor2"], **SEQUENCE_PARALLEL}),
     (("NHD",), {**MESHES["data2_fsdp2_tensor2"], **SEQUENCE_PARALLEL}),
+    # Rings: 4 tokens of a device, in both directions.
+    (("DF", "DKH"), {**MESHES["fsdp2_tensor4"], **COLLECTIVE_MATMUL}),
+    (("NHD",), {**MESHES["fsdp2_tensor4"], **COLLECTIVE_MATMUL}),
   ],
 )
 def test_values_and_gradients_are_those_of_numpy_on_every_mesh(dtype, names, mesh):
@@ -204,8 +207,52 @@ def test_kernels_and_tokens_are_gathered_in_8_bits(dtype):
 
 def test_a_scale_left_out_is_caught(monkeypatch):
   # test_values_and_gradients_are_those_of_numpy_on_every_mesh: each device with its own.
-  monkeypatch.setattr(eight_bit, "_largest_over", lambda magnitude, axes: magnitude)
+  monkeypatch.setattr(rounding, "largest_over", lambda magnitude, axes: magnitude)
   given = inputs("NHD")
   results, *_ = on(MESHES["tensor8"], "int8", *given)
   with pytest.raises(AssertionError):
     assert_close(results, expected("int8", *given)[0])
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("names", [("DF",), ("NHD",)])
+def test_rings_pass_8_bit_numbers_around(dtype, names):
+  *_, text = on({**MESHES["fsdp2_tensor4"], **COLLECTIVE_MATMUL}, dtype, *inputs(*names))
+  sent = re.findall(r"= (\w+)\[([\d,]*)\]\S* collective-permute\(", text)
+  half = f"{B // 2},{T // 4 // 2},{D}"
+  # Each of two halves three times: inputs of columns, once in both passes; gradients of rows,
+  # which int8 takes as they are for those of the kernel; and sums.
+  small = names == ("DF",) or dtype == "float8"
+  assert sent.count(("s8", half)) == (6 if small else 0)
+  assert sent.count(("f32", half)) == (6 if small else 12)
+  # The scales of tokens go with them.
+  scales = 6 if names == ("DF",) and dtype == "int8" else 0
+  assert sent.count(("f32", f"{B // 2},{T // 4 // 2},1")) == scales
+  assert len(sent) == 12 + scales
+
+
+def test_a_scale_that_stays_behind_in_a_ring_is_caught(monkeypatch):
+  rebuilt = eight_bit._Calculation._rebuilt
+
+  def with_the_first(self, parts, like):
+    return rebuilt(self, (parts[0], jnp.broadcast_to(like.scale[:1, :1], parts[1].shape)), like)
+
+  monkeypatch.setattr(eight_bit._Calculation, "_rebuilt", with_the_first)
+  given = inputs("DF")
+  results, *_ = on({**MESHES["fsdp2_tensor4"], **COLLECTIVE_MATMUL}, "int8", *given)
+  with pytest.raises(AssertionError):
+    assert_close(results, expected("int8", *given)[0])
+
+
+def test_a_scale_of_one_device_s_gradients_is_caught(monkeypatch):
+  # float8: the gradient of a row's products is rounded before it goes around.
+  original = eight_bit._Calculation._rounded_gradient
+  monkeypatch.setattr(
+    eight_bit._Calculation,
+    "_rounded_gradient",
+    lambda self, *given, also=(): original(self, *given),
+  )
+  given = inputs("NHD")
+  _, found, _ = on({**MESHES["fsdp2_tensor4"], **COLLECTIVE_MATMUL}, "float8", *given)
+  with pytest.raises(AssertionError):
+    assert_close(found[:2], expected("float8", *given)[1:])
