@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from models.layer_pattern import Layer, LayerPattern
 from models.losses import Batch
 from partitioning.constraints import constrain
+from partitioning.parallel.ring_attention import in_order as in_ring_order
 
 POSITIONS = "positions"  # of a batch that `in_order` has returned
 
@@ -78,9 +79,10 @@ def rows_of(
   slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
   positions_BT = slots_BT if segments_BT is None else positions(segments_BT)
   if order_T is not None:
-    slots_BT, positions_BT = slots_BT[:, order_T], positions_BT[:, order_T]
-    segments_BT = None if segments_BT is None else segments_BT[:, order_T]
-  if segments_BT is not None:
+    slots_BT = jnp.asarray(order_T)[None, :]
+    positions_BT = slots_BT if segments_BT is None else in_ring_order(positions_BT, order_T, "BT")
+    segments_BT = None if segments_BT is None else in_ring_order(segments_BT, order_T, "BT")
+  elif segments_BT is not None:
     segments_BT, positions_BT = constrain(segments_BT, "BT"), constrain(positions_BT, "BT")
   tables = pattern.rope_tables(positions_BT, tokens_BT.shape[1])
   return Rows(slots_BT, positions_BT, tables, segments_BT, ring=order_T is not None)
@@ -89,8 +91,7 @@ def rows_of(
 def in_order(batch: Batch, order_T: np.ndarray | None, *, documents: bool) -> Batch:
   """Returns a batch with its tokens' positions, all of it in the order that layers have tokens in.
 
-  A pipeline does this once, before its region, in which XLA's partitioner aborts the process where
-  it gathers along a dim that an axis splits (spmd_partitioner_util.cc:497, jax 0.10.2).
+  A pipeline does this once, before its region.
 
   Args:
     batch: arrays [B, T] in the order of the text.
@@ -101,7 +102,7 @@ def in_order(batch: Batch, order_T: np.ndarray | None, *, documents: bool) -> Ba
   slots_BT = jax.lax.broadcasted_iota(jnp.int32, tokens_BT.shape, 1)
   found = {**batch, POSITIONS: positions(batch["segments"]) if documents else slots_BT}
   if order_T is not None:
-    found = {name: x_BT[:, order_T] for name, x_BT in found.items()}
+    return {name: in_ring_order(x_BT, order_T, "BT") for name, x_BT in found.items()}
   return {name: constrain(x_BT, "BT") for name, x_BT in found.items()}
 
 

@@ -192,7 +192,7 @@ class Transformer(nnx.Module):
     if POSITIONS in batch:
       return x_BT
     order_T = self._ring_order(x_BT.shape[1])
-    return x_BT if order_T is None else constrain(x_BT[:, order_T], "BT")
+    return x_BT if order_T is None else ring_attention.in_order(x_BT, order_T, "BT")
 
   def _rows(self, batch: Batch, key: Key[Array, ""] | None) -> Rows:
     """Returns positions and documents; with a key the weights, where experts balance by them."""
@@ -241,7 +241,7 @@ class Transformer(nnx.Module):
     """
     rows = rows_of(tokens_BT, order_T, self.layer_pattern, segments_BT)
     if order_T is not None:
-      tokens_BT = constrain(tokens_BT[:, order_T], "BT")
+      tokens_BT = ring_attention.in_order(tokens_BT, order_T, "BT")
     return self._embedded(tokens_BT, rows), rows
 
   def blocks(

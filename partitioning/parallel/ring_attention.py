@@ -21,9 +21,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from partitioning import constraints
 from partitioning.constraints import automatic_layout, current_layout, manual_axes, tie_to
 from partitioning.dims import Axes, partition_spec, resolve, spec_entries
-from partitioning.parallel import attention_blocks, splash_blocks
+from partitioning.parallel import attention_blocks, collectives, splash_blocks
 from partitioning.parallel.block_pairs import Blocks, Keys, Queries
 from partitioning.parallel.manual_region import manual_region
 from partitioning.parallel.splash_blocks import SplashBlocks
@@ -88,6 +89,30 @@ def zigzag_order(length: int, count: int) -> np.ndarray:
   pieces = np.arange(length, dtype=np.int32).reshape(2 * count, -1)
   order = [piece for i in range(count) for piece in (i, 2 * count - 1 - i)]
   return pieces[order].reshape(-1)
+
+
+def in_order(x_BT: jax.Array, order_T: np.ndarray, letters: str) -> jax.Array:
+  """Returns `x_BT[:, order_T]`, sharded as the activation table says.
+
+  By hand: in a region that is manual over some axes XLA's partitioner aborts the process where it
+  gathers along a dim that an automatic axis splits (spmd_partitioner_util.cc:497, jax 0.10.2).
+
+  Args:
+    x_BT: numbers of the tokens of complete rows.
+    order_T: a permutation, such as `zigzag_order`.
+    letters: of the result.
+  """
+  layout, sizes = automatic_layout("ring attention")
+  found = resolve(letters, x_BT.shape, layout.legend, layout.table, sizes)
+  if found.failures:
+    return constraints.constrain(x_BT[:, order_T], letters)  # which records or raises them
+  split = PartitionSpec(spec_entries(found.spec, 2)[1])
+
+  def inside(x: jax.Array, order: jax.Array) -> jax.Array:
+    return collectives.all_gather(x, _split(found.spec, 1, sizes), 1)[:, order]
+
+  ordered = manual_region(inside, (found.spec, split), found.spec)(x_BT, jnp.asarray(order_T))
+  return constraints.constrain(ordered, letters)
 
 
 def ring_attention(
