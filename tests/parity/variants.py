@@ -103,12 +103,14 @@ class Variant:
     ours: what only changes how it is computed.
     dtypes: of the parameters.
     meshes: names; None: all.
+    recipes: of the models that have its keys, where the matrix has it of several.
   """
 
   shared: Keys = dataclasses.field(default_factory=dict)
   ours: Keys = dataclasses.field(default_factory=dict)
   dtypes: tuple[str, ...] = ("float32", "float64")
   meshes: tuple[str, ...] | None = None
+  recipes: tuple[str, ...] = ("lm", "mlp", "vit")
 
 
 # A product of every option with every mesh would take hours: each of these is on meshes that shard
@@ -122,6 +124,9 @@ def _few(shared: Keys, ours: Keys | None = None, dtypes: tuple[str, ...] = ("flo
 
 VARIANTS: dict[str, Variant] = {
   "plain": Variant(),
+  "three microbatches, kernels kept": Variant(
+    {}, {"training.gradient_accumulation_steps": 3, **KEPT}, recipes=("vit",)
+  ),
   "features": Variant(FEATURES),
   "features, accumulated": Variant(FEATURES, ACCUMULATED),
   "dropout": Variant({"model.dropout_rate": 0.2}),
