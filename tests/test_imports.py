@@ -1,6 +1,7 @@
 """Imports run one way, and none reaches into another library's private parts."""
 
 import ast
+import functools
 import pathlib
 
 import pytest
@@ -63,6 +64,8 @@ ARROWS = {
 NOT_PACKAGES = {"tests", "benchmarks", "locks"}
 NAMES = {*ARROWS, *NOT_PACKAGES}
 
+parsed = functools.cache(ast.parse)  # each file of the tree once, for all checks
+
 
 def imports(tree, *, deferred=True):
   """Yields (line, dotted module) of every import; a name that `from` brings is part of it.
@@ -84,7 +87,7 @@ def imports(tree, *, deferred=True):
 def wrong_arrows(source, package, where):
   """Returns a line for each import of a package that this package may not import."""
   wrong = []
-  for line, module in imports(ast.parse(source)):
+  for line, module in imports(parsed(source)):
     if module.startswith("."):
       wrong.append(f"{where}:{line}: relative import {module}; write the package's name")
     target = module.split(".")[0]
@@ -97,7 +100,7 @@ def wrong_arrows(source, package, where):
 def defined(source):
   """Returns the names that a module binds itself, or passes on openly: `import X as X`."""
   names = set()
-  for node in ast.walk(ast.parse(source)):
+  for node in ast.walk(parsed(source)):
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
       names.add(node.name)
     elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -115,7 +118,7 @@ def through_a_third(source, where, modules):
     where: the file.
     modules: dotted name -> the names that this module of ours defines.
   """
-  tree = ast.parse(source)
+  tree = parsed(source)
   uses, bound = [], {}  # (line, module, name); a name of this file -> the module that it is
   for node in ast.walk(tree):
     if isinstance(node, ast.ImportFrom):
@@ -143,7 +146,7 @@ def private_names(source, where):
   """Returns a line for each use of jax's private modules."""
   if where == PRIVATE:
     return []
-  tree = ast.parse(source)
+  tree = parsed(source)
   wrong = [
     f"{where}:{line}: {module} is private"
     for line, module in imports(tree)
@@ -165,7 +168,7 @@ def unstable(source, where):
   The line is a text that names the place where the reason for it is missing, else "".
   """
   lines = source.splitlines()
-  for line, module in imports(ast.parse(source)):
+  for line, module in imports(parsed(source)):
     if module.startswith(UNSTABLE):
       reason = lines[line - 2].strip().startswith("#")
       yield module, "" if reason else f"{where}:{line}: {module}: say above it why, and the issue"
@@ -175,7 +178,7 @@ def early_tensorflow(source, where):
   """Returns a line for each import of TensorFlow that happens as soon as the module's does."""
   return [
     f"{where}:{line}: {module} is imported at module level"
-    for line, module in imports(ast.parse(source), deferred=False)
+    for line, module in imports(parsed(source), deferred=False)
     if module.split(".")[0] == "tensorflow"
   ]
 
@@ -268,7 +271,7 @@ def test_a_missing_reason_is_found():
 
 def test_the_plain_reference_imports_nothing_of_the_project():
   source = (ROOT / "benchmarks" / "reference.py").read_text()
-  assert not [module for _, module in imports(ast.parse(source)) if module.split(".")[0] in NAMES]
+  assert not [module for _, module in imports(parsed(source)) if module.split(".")[0] in NAMES]
 
 
 @pytest.mark.parametrize(

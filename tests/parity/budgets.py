@@ -86,6 +86,10 @@ STRATEGIES = {
 }
 # Those whose tests are marked `long`.
 LONG = (
+  "data=4 x fsdp=2 (HSDP)",
+  "fsdp=2 x tensor=4, collective matmul",
+  "fsdp=2 x context=4, gathered",
+  "dp2_fsdp2_tp2, 2 microbatches",
   "dp8, 2 microbatches",
   "dp4_tp2, sequence-parallel, 2 microbatches",
   "dp2_fsdp2_tp2, 2 microbatches, each reduced",

@@ -206,6 +206,7 @@ def test_a_budget_catches_a_sum_that_is_taken_again(monkeypatch):
 # ---- The page ----
 
 
+@pytest.mark.long
 def test_the_page_is_what_theory_says():
   assert PAGE.read_text() == page(), f"stale: run {COMMAND}"
 

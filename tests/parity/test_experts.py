@@ -41,15 +41,15 @@ PATTERN = {
 ONE_LAYER = {"model.experts": 8, "model.experts_per_token": 3, "model.layers": 1}
 MESH = {"mesh.fsdp": 2, "mesh.expert": 4}
 MESHES = {
+  "expert2_context2_tensor2": {"mesh.expert": 2, "mesh.context": 2, "mesh.tensor": 2},
+}
+MORE_MESHES = {
   "fsdp2_expert2_tensor2, sequence-parallel": {
     "mesh.fsdp": 2,
     "mesh.expert": 2,
     "mesh.tensor": 2,
     "partitioning.sequence_parallel": True,
   },
-  "expert2_context2_tensor2": {"mesh.expert": 2, "mesh.context": 2, "mesh.tensor": 2},
-}
-MORE_MESHES = {
   "data2_expert4, 2 microbatches": {
     "mesh.data": 2,
     "mesh.expert": 4,

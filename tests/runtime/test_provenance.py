@@ -82,7 +82,9 @@ def project_files(text):
 
 
 STEPS = [
-  ("dp2_fsdp2_tp2", "lm", {"partitioning.sequence_parallel": True}),
+  pytest.param(
+    *("dp2_fsdp2_tp2", "lm", {"partitioning.sequence_parallel": True}), marks=pytest.mark.long
+  ),
   ("dp8", "lm", {"mesh.data": 4, "mesh.context": 2, "training.gradient_accumulation_steps": 2}),
   ("dp8", "mlp", {}),
 ]

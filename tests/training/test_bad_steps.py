@@ -92,15 +92,19 @@ def notified(monkeypatch, heard):
   return {"metrics.sinks": ("noting",), "training.callbacks": ("noting",)}
 
 
+def _long(*values):
+  return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
   ("factors", "keys", "went_back", "skipped"),
   [
     ({2: NAN}, {}, [(3, 0)], (2,)),  # before the first checkpoint
-    ({STEPS - 1: NAN}, {}, [(STEPS, 15)], (STEPS - 1,)),  # the last step
-    ({12: NAN, 14: NAN}, {}, [(13, 10), (14, 10)], (12, 14)),
+    _long({STEPS - 1: NAN}, {}, [(STEPS, 15)], (STEPS - 1,)),  # the last step
+    _long({12: NAN, 14: NAN}, {}, [(13, 10), (14, 10)], (12, 14)),
     ({12: NAN, 17: HUGE}, WINDOW, [(13, 10), (17, 15)], (12, 17)),
     # The batches to skip begin before the newest checkpoint.
-    ({16: NAN}, {"training.bad_step_skips": 4}, [(17, 10)], (13, 14, 15, 16)),
+    _long({16: NAN}, {"training.bad_step_skips": 4}, [(17, 10)], (13, 14, 15, 16)),
     # Bad again at once: the checkpoint is taken for bad, and what it was saved after.
     ({12: NAN, 13: NAN}, {}, [(13, 10), (13, 5)], (9, 12, 13)),
   ],

@@ -37,8 +37,8 @@ def test_what_cpus_do_between_processes_instead_of_a_reduce_scatter(monkeypatch)
 @pytest.mark.parametrize(
   ("mesh", "microbatches", "chunks"),
   [
-    ("fsdp8", 2, 1),
-    ("tensor8", 8, 1),
+    pytest.param("fsdp8", 2, 1, marks=pytest.mark.long),
+    pytest.param("tensor8", 8, 1, marks=pytest.mark.long),
     ("data2_fsdp2_tensor2", 4, 2),
   ],
 )
