@@ -7,8 +7,7 @@ d has the chunks d, S + d, 2 S + d, ... in the order of the layers.
 
 - `gpipe` (arXiv:1811.06965): all forward passes, then all backward passes.
 - `1f1b` (arXiv:1806.03377, PipeDream-flush): a microbatch's backward pass begins as soon as its
-  forward pass is done, so a stage keeps the inputs of at most 2 S - 1 microbatches, however many
-  there are.
+  forward pass is done, so a stage keeps the inputs of few microbatches, however many there are.
 - `interleaved` (arXiv:2104.04473, section 2.2.2): 1F1B with several chunks per stage, which divides
   the bubble by their number.
 
@@ -71,8 +70,12 @@ class Schedule:
 
   @property
   def slots(self) -> int:
-    """Returns how many inputs of each chunk a stage keeps; a multiple of the stages."""
-    return 2 * self.stages
+    """Returns how many inputs of each chunk a stage keeps.
+
+    With one chunk, stage d keeps an input for 2 (S - 1 - d) + 1 ticks, and the first stage's are
+    embeddings, which it computes again; with several, two groups of S microbatches are under way.
+    """
+    return 2 * self.stages - (3 if self.chunks == 1 else 0)
 
   @property
   def forward_ticks(self) -> int:
