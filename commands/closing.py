@@ -34,7 +34,7 @@ def curve(workdir: epath.Path) -> None:
   say("\n".join(["", *drawn]))
   last = f"loss {losses[-1][1]:.4f}"
   if evaluations:
-    last += f", of the evaluation split {evaluations[-1][1]:.4f} (o)"
+    last += f", on the evaluation split {evaluations[-1][1]:.4f} (o)"
   say(f"{last}\n")
 
 

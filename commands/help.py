@@ -288,26 +288,28 @@ def comments() -> dict[tuple[str, str], str]:
   for module in (base, defaults, recipes):
     source = inspect.getsource(module)
     beside = _beside(source)
-    for function in ast.parse(source).body:
-      if isinstance(function, ast.FunctionDef):
-        for key, first, last in _defaults(function):
+    for part in ast.parse(source).body:
+      if isinstance(part, ast.FunctionDef | ast.Assign):  # MESH = {...} is the section mesh
+        function = getattr(part, "name", "")
+        for key, first, last in _defaults(part):
           comment = beside.get(last) or _above(beside, source.splitlines(), first)
-          named = function.name in recipes.RECIPES or function.name == recipes.HF
+          named = function in recipes.RECIPES or function == recipes.HF
           if comment:
-            found.setdefault((function.name if named else "", key), comment)
+            found.setdefault((function if named else "", key), comment)
   return found
 
 
-def _defaults(function: ast.FunctionDef) -> Iterator[tuple[str, int, int]]:
-  """Yields (dotted key, first line, last line) of the defaults in a function's code."""
-  for node in ast.walk(function):
+def _defaults(part: ast.FunctionDef | ast.Assign) -> Iterator[tuple[str, int, int]]:
+  """Yields (dotted key, first line, last line) of the defaults in a function or an assignment."""
+  function = getattr(part, "name", "")
+  for node in ast.walk(part):
     if isinstance(node, ast.Assign):
       target = node.targets[0]
       name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
       if isinstance(target, ast.Attribute):
         yield _dotted(target), node.lineno, node.end_lineno
-      section = function.name.strip("_") if name == "common" else name
-    elif isinstance(node, ast.Return) and function.name == "_partitioning":
+      section = function.strip("_") if name == "common" else name.lower()
+    elif isinstance(node, ast.Return) and function == "_partitioning":
       section = "partitioning"
     else:
       continue

@@ -76,7 +76,10 @@ def _run(
     return _failed(error, watch, everywhere=False)
   if finished(ready, start, workdir):
     start.checkpointer.close()
-    say(f"training.steps={ready.config.training.steps} are done; evaluate reads the result")
+    say(
+      f"nothing to do: all {ready.config.training.steps:,} steps are done. To train for longer, "
+      "raise --config.training.steps; to score the model, run `evaluate`"
+    )
     return exit_codes.DONE
   report = run_report.of(ready, workdir, start, command=flags.command_line())
   try:

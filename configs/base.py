@@ -12,8 +12,19 @@ from ml_collections import ConfigDict, config_dict
 
 from configs.schema import axis_tables, optimizer_defaults, recipes
 
-MESH = {"data": 1, "fsdp": 1, "stage": 1, "expert": 1, "context": 1, "tensor": 1}
-MESH_DCN = {"data": 1, "fsdp": 1, "stage": 1}  # the axes that may go over the network as well
+MESH = {
+  "data": 1,  # splits the batch; -1 on one axis: all remaining devices
+  "fsdp": 1,  # splits the batch, and parameters and optimizer state
+  "stage": 1,  # pipeline stages: splits the layers (docs/pipeline.md)
+  "expert": 1,  # splits the experts, and elsewhere the batch (docs/experts.md)
+  "context": 1,  # splits the sequence
+  "tensor": 1,  # splits attention heads, the MLP's hidden dim and the vocabulary
+}
+MESH_DCN = {  # the axes that may span slices
+  "data": 1,  # copies of the mesh, each on its slices, that split the batch
+  "fsdp": 1,  # fsdp across slices, besides mesh.fsdp within one
+  "stage": 1,  # pipeline stages across slices, besides mesh.stage within one
+}
 
 # Keys of earlier versions -> what has come in their place.
 REPLACED = {

@@ -20,6 +20,7 @@ from runtime import exit_codes
 # terminal sends it to all processes, and wrappers (timeout, srun, make) forward theirs as well.
 AGAIN_SECONDS = 1.0
 _CLEANUP_SECONDS = 5.0
+_POLLED_SECONDS = 3.0  # for the main thread to clean up, if it polls for a stop
 
 # The requests in use, the newest last.
 _entered: list["StopRequest"] = []
@@ -192,6 +193,9 @@ class _Unwatched:
       self._stop.hear()
     if self.code is None:
       tell(f"stopped as requested ({self._stop.requested}); there was nothing to save")
+    deadline = time.monotonic() + _POLLED_SECONDS
+    while self._stop.polls and time.monotonic() < deadline:  # what is half prepared is removed
+      time.sleep(0.01)
     clean_up()
     os._exit(exit_codes.STOPPED if self.code is None else self.code)
 
@@ -219,6 +223,8 @@ def ending(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
     code = 1
     try:
       code = main(arguments)
+    except Stopped:  # the thread of `_Unwatched` has said so, and ends the process
+      code = exit_codes.STOPPED
     except SystemExit as end:
       code = end.code if isinstance(end.code, int) else int(end.code is not None)
       raise

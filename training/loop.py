@@ -405,6 +405,6 @@ class Run:
     """Returns a summary of the run, in lines."""
     return (
       f"{'stopped' if self.stopped else 'done'}: {self.done - self._start.step} steps in "
-      f"{duration(self._meter.seconds)}, evaluation apart; "
+      f"{duration(self._meter.seconds)} without evaluation; "
       f"{100 * self._meter.wait_share:.2f} % of it waiting for data\n{self._goodput.text()}"
     )

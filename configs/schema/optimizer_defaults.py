@@ -92,7 +92,9 @@ def wrong(optimizer: ConfigDict) -> Iterator[str]:
 def text(optimizer: ConfigDict) -> str:
   """Returns a line about the optimizer of a finalized config, its derived values filled in."""
   decay = f", weight decay {optimizer.weight_decay:g}" if optimizer.weight_decay else ""
+  warmup = optimizer.warmup_steps
+  rises = f" after {warmup:,} step{'' if warmup == 1 else 's'} of warm-up" if warmup else ""
   return (
     f"optimizer: {optimizer.name}, learning rate {optimizer.learning_rate:g}{decay}; schedule: "
-    f"{optimizer.schedule} after {optimizer.warmup_steps} steps of warm-up"
+    f"{optimizer.schedule}{rises}"
   )

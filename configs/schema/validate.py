@@ -324,7 +324,10 @@ def _files(config: ConfigDict) -> Iterator[str]:
   yield from _conversations(data)
   yield from mixture_checks.wrong(data)
   if not data.files and not data.sources:
-    yield f"data.files='': data.name={data.name!r} is read from files; name them"
+    yield (
+      f"data.files='': data.name={data.name!r} is read from files; name them, such as "
+      f"--config.data.files=corpus"
+    )
   if not 0 < data.evaluation_fraction < 1:
     yield f"data.evaluation_fraction={data.evaluation_fraction}: above 0 and below 1"
 

@@ -137,14 +137,14 @@ def _chosen(part: str, key: str, paths: Iterable[str]) -> list[str]:
     return chosen
   if not paths:
     raise ValueError(f"{key}: {part} matches no file; files are {FORMATS}")
-  names = ", ".join(posixpath.basename(path) for path in paths[:_LISTED])
-  more = f" and {len(paths) - _LISTED:,} more" if len(paths) > _LISTED else ""
-  hint = (
-    "; a .json file with an object in each line is renamed to .jsonl" if ".json" in names else ""
-  )
+  names = [posixpath.basename(path) for path in paths]
+  more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+  hint = "give plain text, such as source code, a name that ends in .txt"
+  if any(name.endswith(".json") for name in names):
+    hint = "rename a .json file with an object in each line to .jsonl"
   raise ValueError(
-    f"{key}: {part} has no file of a format that is read, only {names}{more}; files are"
-    f" {FORMATS}{hint}"
+    f"{key}: {part} has no file of a format that is read, only {', '.join(names[:_LISTED])}{more};"
+    f" files are {FORMATS}; {hint}"
   )
 
 

@@ -47,7 +47,7 @@ def test_the_curve_is_of_the_steps_that_count(tmp_path, capsys, monkeypatch):
   (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
   closing.curve(tmp_path)
   out = capsys.readouterr().out
-  assert "loss 1.2500, of the evaluation split 1.5000 (o)" in out
+  assert "loss 1.2500, on the evaluation split 1.5000 (o)" in out
   assert out.count("\n") == 12
   ascii_output = types.SimpleNamespace(encoding="ascii")
   monkeypatch.setattr(sys, "stdout", ascii_output)

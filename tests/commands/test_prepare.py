@@ -116,7 +116,10 @@ def test_a_run_resumes_with_its_files_elsewhere_and_not_with_others(main, corpus
     (["--config.data.text_feature=body"], r"'body'.*'text'"),
     (["--config.data.packing=first"], r"data.packing='first': one of best_fit, concatenate, none"),
     (["--config.data.evaluation_fraction=1.5"], r"data.evaluation_fraction=1.5: above 0 and below"),
-    (["--config.data.files="], r"data.files='': data.name='text' is read from files; name them"),
+    (
+      ["--config.data.files="],
+      r"data.files='': data.name='text' is read from files; name them, such as",
+    ),
     (
       ["--config.model.vocabulary_size=90", "--config.data.tokenizer=bytes"],
       r"token \d+, but model.vocabulary_size=90 allows 0 to 89; set model.vocabulary_size=256",

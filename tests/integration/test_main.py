@@ -47,7 +47,7 @@ def test_trains_and_leaves_its_files(uninterrupted):
     "tokens/s",
     "left 0:00",
     "waiting for data",
-    "of the evaluation split",
+    "on the evaluation split",
     "step 7\n",
     "next:\n  evaluate it:      python main.py evaluate ",
     "  train for longer: python main.py --config",
@@ -84,7 +84,7 @@ def test_the_same_command_resumes(main, uninterrupted, tmp_path):
   assert set(losses(whole)) <= set(losses(tmp_path))
   code, out, err = main(*COMMAND, f"--workdir={tmp_path}", "--config.training.steps=7", QUICK_END)
   assert code == 0
-  assert "training.steps=7 are done" in out
+  assert "nothing to do: all 7 steps are done" in out
 
 
 def losses(workdir: pathlib.Path) -> dict[int, tuple[float, float]]:

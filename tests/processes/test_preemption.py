@@ -174,3 +174,36 @@ sys.exit(preemption.ending(lambda arguments: 3)([]))
     _, errors = popen.communicate(timeout=30)
   assert popen.returncode == 3
   assert errors == b""
+
+
+def test_ctrl_c_before_the_watchdog_lets_what_polls_clean_up(tmp_path):
+  script = """
+import pathlib, sys, time
+from processes import preemption
+preemption.begin()
+
+def main(arguments):
+  half = pathlib.Path(arguments[0])
+  half.touch()
+  print("began", flush=True)
+  stop = preemption.current()
+  with stop.polled():
+    try:
+      while not stop:
+        time.sleep(0.01)
+      time.sleep(0.2)  # until the thread of the signals has seen it
+      raise preemption.Stopped
+    finally:
+      half.unlink()
+
+sys.exit(preemption.ending(main)(sys.argv[1:]))
+"""
+  half = tmp_path / "half"
+  command = [sys.executable, "-c", script, half]
+  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as popen:
+    assert popen.stdout.readline() == b"began\n"
+    popen.send_signal(signal.SIGINT)
+    out, errors = popen.communicate(timeout=30)
+  assert (popen.returncode, errors) == (75, b"")
+  assert out == b"stopped as requested (SIGINT); there was nothing to save\n"
+  assert not half.exists()
