@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 # The carry and what one layer is given -> the carry and what the layer returns.
 Step = Callable[[Any, Any], tuple[Any, Any]]
+STACKS = ("L", "Z")  # letters of stacked layers: of all or those with experts, of those without
 
 
 def order_of(config: ConfigDict) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from analysis.chips import Chip, Rates
 from analysis.roofline import Work, matmul_seconds
+from models.layer_stack import STACKS
 from models.transformer_dims import DOWN_PROJECTIONS, in_8_bits, is_latent, latent_sizes
 from partitioning.dims import axes_size, spec_axes
 from partitioning.dtypes import wide_dtype
@@ -27,9 +28,6 @@ from training.optimizers import schedule_free
 from training.setup import Job
 
 _LATENTS = "latent vectors"
-
-_STACKS = ("L", "Z")  # letters of stacked layers: of all or those with experts, of those without
-
 
 Operations = Sequence[tuple[Work, int, bool]]
 
@@ -136,7 +134,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     batch = () if "E" in placement.letters else ("expert",)
     rows = tuple(axis for axis in ("data", "fsdp", *batch) if axis != once)
     shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
-    stacked = placement.letters.startswith(_STACKS)
+    stacked = placement.letters.startswith(STACKS)
     layers = placement.shape[0] if stacked else 1
     here = layers // (sizes["stage"] if stacked else 1)
     split = "fsdp" in spec_axes(placement.spec)
@@ -144,7 +142,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     if job.program.gathered is not None:
       yield from _once_per_step(job, placement, round(whole * here))
       split, rows = False, batch
-    scale = len(placement.letters.lstrip("".join(_STACKS))) == 1
+    scale = len(placement.letters.lstrip("".join(STACKS))) == 1
     wide = np.dtype(placement.dtype).itemsize if scale else narrow
     shared = (wide if scale else reduced, True)
     # Inside the scan over the layers, in both passes of each microbatch (scales are saved for the
@@ -218,7 +216,7 @@ def _runs(runs: Passes, job: Job, placement: Placement) -> tuple[int, int]:
 
   Of stacked parameters, each layer counts.
   """
-  if placement.letters.startswith(_STACKS):
+  if placement.letters.startswith(STACKS):
     layers, every = placement.shape[0], job.config.model.layers
     return runs.forward * layers // every, runs.backward * layers // every
   if placement.name.startswith("embed/"):

@@ -254,7 +254,7 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Choice] = ()
   placements = layout.placements
   if config.optimizer.state_memory == "host":
     trained, _ = program.split(state.params)
-    moved = host_state.on_host(placements["optimizer"], program.stacked, trained, state.optimizer)
+    moved = host_state.on_host(placements["optimizer"], program.stack, trained, state.optimizer)
     placements = {**placements, "optimizer": moved}
   if not devices.described:  # a plan says whether it fits devices that are not attached
     _check_memory(config, placements, devices)

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Shape
 from models import MODELS, check_network
+from models.layer_stack import STACKS
 from models.losses import Batch, Sums
 from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dims import Legend
@@ -260,7 +261,7 @@ class Program:
     with jax.numpy_dtype_promotion("standard"):
       if self.config.optimizer.state_memory == "host":
         trained, optimizer = host_state.update(
-          *(self.optimizer, self.stacked, optax.apply_updates, grads, state.optimizer, trained)
+          *(self.optimizer, self.stack, optax.apply_updates, grads, state.optimizer, trained)
         )
       else:
         updates, optimizer = self.optimizer.update(grads, state.optimizer, trained)
@@ -282,8 +283,13 @@ class Program:
 
   def stacked(self, name: str) -> bool:
     """Returns whether a parameter's first dim is that of the stacked layers."""
+    return self.stack(name) == "L"
+
+  def stack(self, name: str) -> str:
+    """Returns the letter of the layers that a parameter has as its first dim; "" if it has none."""
     rules = MODELS[self.config.model.name].parameters(self.config)
-    return letters_of(name, rules).startswith("L")
+    first = letters_of(name, rules)[:1]
+    return first if first in STACKS else ""
 
 
 def abstract_batch(

@@ -1,10 +1,10 @@
 """Optimizer state in pinned host memory: brought to the device and back layer by layer.
 
-The state of stacked parameters is in host memory. They are updated in a loop over L, so that the
-state of only one layer is on the device at a time; all at once, it would take as much of the
-device's memory as without (seen in compiled programs). The state of the other parameters
-(embeddings, the last norm) stays on the device: the TPU compiler cannot fetch an array whose layout
-on the device differs (libtpu 0.0.42, an internal error).
+The state of stacked parameters is in host memory. They are updated in a loop over the layers of
+each stack, so that the state of only one layer is on the device at a time; all at once, it would
+take as much of the device's memory as without (seen in compiled programs). The state of the other
+parameters (embeddings, the last norm) stays on the device: the TPU compiler cannot fetch an array
+whose layout on the device differs (libtpu 0.0.42, an internal error).
 
 Only for optimizers that update each element by itself. Source of the idea: arXiv:2101.06840
 (ZeRO-Offload), where the update runs on the host.
@@ -21,23 +21,24 @@ from partitioning import optimizer_state
 from partitioning.rules import HOST, Placement, named_leaves
 
 Apply = Callable[[Any, Any], Any]  # (parameters, updates) -> parameters
+Stack = Callable[[str], str]  # parameter name -> the stack whose layers are its first dim, or ""
 
 
 def on_host(
-  placements: Mapping[str, Placement], stacked: Callable[[str], bool], params: Any, state: Any
+  placements: Mapping[str, Placement], stack: Stack, params: Any, state: Any
 ) -> dict[str, Placement]:
   """Returns the placements of an optimizer's state, those of stacked arrays in host memory.
 
   Args:
     placements: of the state: name -> Placement.
-    stacked: parameter name -> whether its first dim is L.
+    stack: of each parameter; the arrays of a stack have equally many layers.
     params: nested dict of the parameters that are trained, arrays or ShapeDtypeStructs.
     state: of the optimizer, likewise.
 
   Raises:
     ValueError: no array would be there.
   """
-  moved = named_leaves(_Stacked(stacked, params, state).state, "optimizer/")
+  moved = named_leaves(_Stacked(stack, params, state).all, "optimizer/")
   if not any(moved.values()):
     raise ValueError(
       "optimizer.state_memory=host: this optimizer has no state of stacked layers to move there; "
@@ -53,7 +54,7 @@ def on_host(
 
 def update(
   optimizer: optax.GradientTransformation,
-  stacked: Callable[[str], bool],
+  stack: Stack,
   apply: Apply,
   grads: Any,
   state: Any,
@@ -63,37 +64,43 @@ def update(
 
   Args:
     optimizer: one that updates each element by itself.
-    stacked: parameter name -> whether its first dim is L.
+    stack: of each parameter.
     apply: adds updates to parameters.
     grads: nested dict of the gradients.
     state: of the optimizer; the arrays of stacked parameters are in host memory.
     params: nested dict of the parameters.
   """
-  ours = _Stacked(stacked, params, state)
+  ours = _Stacked(stack, params, state)
 
-  def layer(number: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Updates one layer in place; of the other parameters it takes nothing."""
+  def of_stack(name: str, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Updates the parameters of a stack and their state, layer by layer, in place."""
+    mine = ours.of_stack(name)
 
-    def part(x: jax.Array, is_stacked: bool) -> jax.Array:
-      return jax.lax.dynamic_slice_in_dim(x, number, 1) if is_stacked else x[:0] if x.ndim else x
+    def layer(number: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+      """Updates one layer; of the other parameters it takes nothing."""
 
-    def put(x: jax.Array, new: jax.Array, is_stacked: bool) -> jax.Array:
-      return jax.lax.dynamic_update_slice_in_dim(x, new, number, 0) if is_stacked else x
+      def part(x: jax.Array, is_mine: bool) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, number, 1) if is_mine else x[:0] if x.ndim else x
 
-    own = jax.tree.map(part, carry[0], ours.params)
-    here = ours.moved(jax.tree.map(part, carry[1], ours.state), jax.memory.Space.Device)
-    updates, here = optimizer.update(jax.tree.map(part, grads, ours.params), here, own)
-    found = apply(own, updates), ours.moved(here, jax.memory.Space.Host)
-    return tuple(
-      jax.tree.map(put, old, new, mine)
-      for old, new, mine in zip(carry, found, (ours.params, ours.state), strict=True)
-    )
+      def put(x: jax.Array, new: jax.Array, is_mine: bool) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, new, number, 0) if is_mine else x
+
+      own = jax.tree.map(part, carry[0], mine[0])
+      here = ours.moved(jax.tree.map(part, carry[1], mine[1]), jax.memory.Space.Device)
+      updates, here = optimizer.update(jax.tree.map(part, grads, mine[0]), here, own)
+      found = apply(own, updates), ours.moved(here, jax.memory.Space.Host)
+      return tuple(
+        jax.tree.map(put, old, new, flags)
+        for old, new, flags in zip(carry, found, mine, strict=True)
+      )
+
+    return jax.lax.fori_loop(0, ours.layers[name], layer, carry)
 
   def others() -> tuple[Any, Any]:
     """Returns the other parameters, updated, and their state; of the stacked ones nothing."""
 
-    def part(x: jax.Array, is_stacked: bool) -> jax.Array:
-      return x[:0] if is_stacked else x
+    def part(x: jax.Array, name: str) -> jax.Array:
+      return x[:0] if name else x
 
     own, here = jax.tree.map(part, params, ours.params), jax.tree.map(part, state, ours.state)
     here = ours.moved(here, jax.memory.Space.Device)
@@ -101,11 +108,12 @@ def update(
     return apply(own, updates), here
 
   # The types of a jaxpr have memories; those of a program's arguments are not known to it.
-  state = ours.moved(state, jax.memory.Space.Host)
-  layers = jax.lax.fori_loop(0, ours.layers, layer, (params, state))
+  carry = params, ours.moved(state, jax.memory.Space.Host)
+  for name in ours.layers:
+    carry = of_stack(name, carry)
   return tuple(
-    jax.tree.map(lambda x, other, mine: x if mine else other, *trees)
-    for trees in zip(layers, others(), (ours.params, ours.state), strict=True)
+    jax.tree.map(lambda x, other, name: x if name else other, *trees)
+    for trees in zip(carry, others(), (ours.params, ours.state), strict=True)
   )
 
 
@@ -113,23 +121,32 @@ class _Stacked:
   """Which arrays are stacked.
 
   Attributes:
-    params: a tree like the parameters, of booleans.
+    params: a tree like the parameters: the stack of each, "" of none.
     state: likewise, like the state.
-    layers: L; 0 where none is.
+    layers: stack -> how many layers it has.
   """
 
-  def __init__(self, stacked: Callable[[str], bool], params: Any, state: Any):
+  def __init__(self, stack: Stack, params: Any, state: Any):
     names = optimizer_state.leaves_by_path(params)
     leaves = optimizer_state.leaves_by_path(state)
     owners = optimizer_state.owners(leaves, names)
-    flags = {path: stacked("/".join(path)) for path in names}
-    self.layers = max((leaf.shape[0] for path, leaf in names.items() if flags[path]), default=0)
-    self.params = jax.tree.unflatten(jax.tree.structure(params), flags.values())
+    stacks = {path: stack("/".join(path)) for path in names}
+    self.layers = {stacks[path]: leaf.shape[0] for path, leaf in names.items() if stacks[path]}
+    self.params = jax.tree.unflatten(jax.tree.structure(params), stacks.values())
     found = [
-      bool(leaf.ndim and owners[path] and flags[owners[path]]) for path, leaf in leaves.items()
+      stacks[owners[path]] if leaf.ndim and owners[path] else "" for path, leaf in leaves.items()
     ]
     self.state = jax.tree.unflatten(jax.tree.structure(state), found)
 
+  @property
+  def all(self) -> Any:
+    """Returns a tree like the state, of booleans: whether an array is of any stack."""
+    return jax.tree.map(bool, self.state)
+
+  def of_stack(self, name: str) -> tuple[Any, Any]:
+    """Returns trees like the parameters and the state: whether an array is of this stack."""
+    return jax.tree.map(name.__eq__, self.params), jax.tree.map(name.__eq__, self.state)
+
   def moved(self, state: Any, where: jax.memory.Space) -> Any:
     """Returns a state whose stacked arrays, or parts of them, are in a memory."""
-    return jax.tree.map(lambda x, mine: jax.device_put(x, where) if mine else x, state, self.state)
+    return jax.tree.map(lambda x, name: jax.device_put(x, where) if name else x, state, self.state)

@@ -10,6 +10,7 @@ from configs.schema.memory_checks import ELEMENTWISE
 from partitioning.rules import HOST, named_leaves
 from planning.activation_memory import equations
 from tests.helpers.jobs import first_state, host_batch, make_job, place
+from tests.parity.expert_cases import WITH_DENSE
 from training.optimizers import host_state
 
 KEY = "optimizer.state_memory"
@@ -31,6 +32,7 @@ def trained(strategy, **overrides):
   [
     ("dp4_tp2", {"optimizer.groups": GROUPS, "optimizer.ema_decays": (0.9,)}),
     pytest.param("fsdp8", {}, marks=pytest.mark.long),
+    ("dp4_tp2", WITH_DENSE),
   ],
 )
 def test_a_step_gives_the_same_bits(strategy, overrides):
@@ -38,7 +40,7 @@ def test_a_step_gives_the_same_bits(strategy, overrides):
   _, wanted = trained(strategy, **overrides)
   job.check_placed(state)
   for name, leaf in named_leaves(state.optimizer).items():
-    assert leaf.sharding.memory_kind == (HOST if "/layers/" in name else "device"), name
+    assert leaf.sharding.memory_kind == (HOST if "layers/" in name else "device"), name
   ours, theirs = (named_leaves(jax.device_get(vars(one))) for one in (state, wanted))
   assert [*ours] == [*theirs]
   different = [name for name in ours if not np.array_equal(ours[name], theirs[name])]
@@ -46,7 +48,26 @@ def test_a_step_gives_the_same_bits(strategy, overrides):
 
 
 def test_one_layers_state_is_fetched_at_a_time():
-  job = make_job("single", "lm", **{KEY: "host"})
+  fetched, written = moved_by_update({})
+  assert (2, 40, 56) not in fetched
+  assert fetched.count((1, 40, 56)) == 4  # both moments of gate and up
+  assert written.count((1, 40, 56)) == 4
+
+
+def test_both_stacks_of_a_mixture_are_moved_layer_by_layer():
+  placed = make_job("single", "lm", **{KEY: "host", **WITH_DENSE}).placements["optimizer"]
+  where = {name.partition("/mu/")[2]: one.memory for name, one in placed.items() if "/mu/" in name}
+  assert where["layers/experts/up/kernel"] == where["dense_layers/mlp/up/kernel"] == HOST
+  assert where["embed/table"] != HOST
+  fetched, _ = moved_by_update(WITH_DENSE)
+  assert fetched.count((1, 40, 56)) == 4  # of the one dense layer's gate and up
+  assert fetched.count((1, 8, 40, 24)) == 4  # of the experts'
+  assert (2, 8, 40, 24) not in fetched
+
+
+def moved_by_update(keys):
+  """Returns the shapes of what an update brings to the device, and of what it writes back."""
+  job = make_job("single", "lm", **{KEY: "host", **keys})
   trained, _ = job.program.split(job.state.params)
   with jax.set_mesh(job.mesh):
     traced = jax.make_jaxpr(job.program.updated)(job.state, trained).jaxpr
@@ -57,10 +78,12 @@ def test_one_layers_state_is_fetched_at_a_time():
     if one.primitive.name == "device_put"
   ]
   fetched = [after.shape for before, after in moved if before.memory_space == host != after]
-  assert (2, 40, 56) not in fetched
-  assert fetched.count((1, 40, 56)) == 4  # both moments of gate and up
-  written = [after.shape for before, after in moved if after.memory_space == host]
-  assert written.count((1, 40, 56)) == 4
+  return fetched, [after.shape for before, after in moved if after.memory_space == host]
+
+
+def stack_of(name):
+  """Returns the first part of a parameter's name, where it is a stack."""
+  return name.partition("/")[0] if "/" in name else ""
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -70,7 +93,11 @@ def test_layers_one_by_one_are_as_all_at_once(name):
     optimizer = getattr(optax, name)(0.1, **({"momentum": 0.9} if name == "sgd" else {}))
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.standard_normal(shape))  # noqa: E731
-    params = {"embed": draw(5, 3), "layers": {"a": draw(3, 4, 2), "b": draw(3, 6)}}
+    params = {
+      "embed": draw(5, 3),
+      "layers": {"a": draw(3, 4, 2), "b": draw(3, 6)},
+      "dense_layers": {"a": draw(2, 4, 2)},
+    }
     grads = jax.tree.map(lambda x: draw(*x.shape), params)
     together, apart = [(params, optimizer.init(params))] * 2
     for _ in range(2):
@@ -78,7 +105,7 @@ def test_layers_one_by_one_are_as_all_at_once(name):
       together = optax.apply_updates(together[0], updates), state
       apart = jax.jit(
         lambda state, params: host_state.update(
-          *(optimizer, lambda name: "layers" in name, optax.apply_updates, grads, state, params)
+          *(optimizer, stack_of, optax.apply_updates, grads, state, params)
         )
       )(apart[1], apart[0])
     jax.tree.map(

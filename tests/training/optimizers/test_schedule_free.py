@@ -66,7 +66,7 @@ def test_a_step_takes_gradients_where_optax_does_and_the_state_holds_its_average
   assert min(apart) > 1e-3
 
 
-def by_hand(x, grads, rates, decay):
+def by_hand(x, grads, rates, decay, epsilon=EPSILON):
   """Returns the average after these gradients, and where the next is taken: in sums, as published.
 
   Algorithm 1 of arXiv:2405.15682, in float64.
@@ -76,7 +76,7 @@ def by_hand(x, grads, rates, decay):
   for number, (g, rate) in enumerate(zip(grads, rates, strict=True), 1):
     point = (1 - BETA_1) * iterate + BETA_1 * average
     second = BETA_2 * second + (1 - BETA_2) * g**2
-    iterate = iterate - rate * g / (np.sqrt(second / (1 - BETA_2**number)) + EPSILON)
+    iterate = iterate - rate * g / (np.sqrt(second / (1 - BETA_2**number)) + epsilon)
     iterate = iterate - rate * decay * point
     weights.append(rate**2)
     share = weights[-1] / sum(weights)

@@ -2,7 +2,9 @@
 
 import functools
 
+import jax
 import numpy as np
+import optax
 import pytest
 
 from configs import base
@@ -11,10 +13,12 @@ from models.mup import Growth, Kind
 from partitioning.parallel.matrix_groups import Matrix
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import SMALL
+from tests.training.optimizers import test_schedule_free as schedule_free
 from tests.training.test_optimizer import CONSTANT, updates_of
 from training import optimizer
 from training.optimizer import make_optimizer
 from training.optimizers import width_scaling
+from training.optimizers.schedule_free import averaged, gradient_point
 from training.step import make_program
 
 RATE, RATIO = 2e-3, 4  # the recipe's learning rate; the model's width over the base width
@@ -101,6 +105,30 @@ def test_lion_has_adam_s_factors():
   for name, (_, gradients, found) in updates("lion", **BASE, **keys).items():
     wanted = -np.sign(gradients[0]) / (RATIO if name in HIDDEN else 1)
     np.testing.assert_allclose(found[0], wanted, rtol=1e-5, err_msg=name)
+
+
+def test_schedule_free_parameters_are_averages_at_adam_s_rates():
+  keys = {**schedule_free.KEYS, "optimizer.epsilon": 0.1, **BASE}
+  params, steps = nested("mlp", 0), [nested("mlp", 1 + i) for i in range(4)]
+  made = make_optimizer(config_of("schedule_free_adamw", **keys), params)
+  state, now, update = made.init(params), params, jax.jit(made.update)
+  with jax.numpy_dtype_promotion("standard"):
+    for grads in steps:
+      updates, state = update(grads, state, now)
+      now = optax.apply_updates(now, updates)
+  averages, points = named_leaves(now), named_leaves(gradient_point(now, state))
+  assert averaged(state) == {*averages}
+  for name, value in named_leaves(params).items():
+    slower = RATIO if name in HIDDEN else 1
+    rates = [schedule_free.RATE / slower] * len(steps)
+    decay = 0.0 if name.endswith("bias") else schedule_free.DECAY * slower
+    epsilon = 0.1 if name == "layer_4/bias" else 0.1 / RATIO
+    wanted = schedule_free.by_hand(
+      value, [named_leaves(grads)[name] for grads in steps], rates, decay, epsilon
+    )
+    found = averages[name], points[name]
+    for ours, theirs in zip(found, wanted, strict=True):
+      np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_a_group_s_learning_rate_is_that_of_the_base_model():
