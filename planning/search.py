@@ -2,11 +2,13 @@
 
 For each mesh the time of a step that recomputes nothing is a lower bound of its others, if memory
 is left out of account. Meshes are looked into in the order of that bound, until no other can be
-among the fastest: best-first search (Land and Doig, Econometrica 28, 1960).
+among the fastest: best-first search (Land and Doig, Econometrica 28, 1960). Of pipeline stages,
+whose ticks take long to trace, the bound is at first what the devices compute without stages.
 """
 
 import copy
 import dataclasses
+import heapq
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from analysis.chips import Rates
-from configs.schema import finalize
+from configs.schema import finalize, pipeline_checks
 from partitioning.dims import axes_size
 from partitioning.mesh_sizes import resolve_sizes
 from planning import (
@@ -23,14 +25,16 @@ from planning import (
   analytic,
   aot,
   memory,
+  passes,
   search_space,
+  search_stages,
   suggestions,
   traced_cost,
 )
 from planning.activation_memory import OfTheLayers
 from planning.host_transfers import with_host_traffic
 from planning.search_choice import Estimate
-from planning.search_space import BATCH, MICROBATCHES, REMATERIALIZATION, Setting
+from planning.search_space import BATCH, MICROBATCHES, OF_A_PIPELINE, REMATERIALIZATION, Setting
 from planning.topology import Topology, with_slices
 from training.setup import Job
 from training.tasks import TASKS
@@ -104,14 +108,16 @@ class Formulas:
       setting,
       mesh={axis: size for axis, size in ready.devices.sizes.items() if size > 1},
       bytes=memory.at_once(parts),
-      of_rows=sum(memory.at_peak(parts).get(name, 0) for name in _OF_ROWS),
+      of_rows=sum(memory.at_peak(parts).get(name, 0) for name in _OF_ROWS)
+      + search_stages.divided(ready.config, parts),
       sums=parts["gradients"] if ready.config.training.gradient_accumulation_steps == 1 else 0,
       seconds=times.step,
+      compute=times.compute,
       tokens=data.global_batch_size * (data.sequence_length if of_tokens else 1),
       rows=data.global_batch_size // _parts(ready),
       chunks=ready.config.training.loss_chunks,
       rematerialization=ready.config.training.rematerialization,
-      microbatches=ready.config.training.gradient_accumulation_steps,
+      microbatches=passes.of_job(ready).microbatches,
     )
 
   def _once(
@@ -123,7 +129,10 @@ class Formulas:
     """
     part, share = activation_memory.part(ready, at_once=at_once)
     flat = {k: v for k, v in _flat(part.to_dict()) if k.partition(".")[0] not in _NOT_TRACED}
-    sizes = {axis: n for axis, n in ready.devices.sizes.items() if axis not in ("data", "fsdp")}
+    alike = ("data", "fsdp", *((search_space.STAGE,) if at_once else ()))
+    sizes = {axis: n for axis, n in ready.devices.sizes.items() if axis not in alike}
+    if at_once:  # a chunk's layers and rows, whatever the schedule
+      flat = {key: value for key, value in flat.items() if key not in _OF_SCHEDULES}
     key = json.dumps([flat, share, sizes], sort_keys=True, default=str)
     if key not in found:
       found[key] = trace(ready)
@@ -137,6 +146,7 @@ def _parts(ready: Job) -> int:
 
 
 _NOT_TRACED = ("mesh", "mesh_dcn", "planning")
+_OF_SCHEDULES = (search_space.OF_A_PIPELINE, *(f"training.{key}" for key in pipeline_checks.OFF))
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -170,26 +180,24 @@ class Search:
     formulas, batches = self.formulas, [{BATCH: rows} for rows in self.batches] or [{}]
     resolved = finalize.finalize(formulas.config, formulas.topology.platform)
     tables = search_space.tables(resolved)
-    found = search_space.meshes(formulas.config, self.names, formulas.topology.devices)
-    settings = [
-      {**{f"mesh.{axis}": size for axis, size in mesh.items()}, **batch}
-      for mesh in found
-      for batch in batches
-    ]
-    bounds: list[tuple[float, int]] = []
-    for number, setting in enumerate(settings):
-      self.progress(f"mesh {number + 1} of {len(settings)} by formula")
-      one = formulas.estimate({**setting, MICROBATCHES: 1, REMATERIALIZATION: tables[0]})
-      if not one.refused:
-        bounds.append((one.seconds_per_token, number))
-    for place, (bound, number) in enumerate(sorted(bounds)):
-      if bound >= self._to_beat():
-        break
-      self.progress(f"settings of mesh {place + 1} of at most {len(bounds)} by formula")
-      self._of_mesh(settings[number], tables)
+    settings = [{**mesh, **batch} for mesh in self._meshes(resolved) for batch in batches]
+    bounds = self._bounds(settings, tables[0])
+    heapq.heapify(bounds)
+    looked = 0
+    while bounds and (first := heapq.heappop(bounds))[0] < self._to_beat():
+      _, number, known = first
+      looked += known
+      self.progress(f"settings of mesh {looked} of at most {len(settings)} by formula")
+      if known:
+        self._of_mesh(settings[number], tables)
+      elif (bound := self._bound(settings[number], tables[0])) < math.inf:
+        heapq.heappush(bounds, (max(bound, first[0]), number, True))
     for place, one in enumerate(self.fastest()[: self.most // 2]):
       self.progress(f"variants of {place + 1} of the {self.most // 2} fastest by formula")
-      for setting in search_space.variants(resolved, one.setting, one.chunks):
+      stages, more = self._stages(one.setting), 0
+      if stages > 1:
+        more = next(iter(self._more(one)), 0)
+      for setting in search_space.variants(resolved, one.setting, one.chunks, more):
         formulas.estimate(setting)
     return [one for one in formulas.used.values() if not one.refused]
 
@@ -232,6 +240,52 @@ class Search:
     each = resolved.data.sequence_length if self.unit == "tokens" else 1
     return formulas.config.planning.token_budget or float(rows * each)
 
+  def _meshes(self, resolved: ConfigDict) -> list[Setting]:
+    """Returns the overrides of each mesh."""
+    config, devices = self.formulas.config, self.formulas.topology.devices
+    layers = resolved.model.layers if "layers" in resolved.model else 0
+    found, plain = [], search_stages.without(config)
+    for mesh in search_space.meshes(config, self.names, devices, layers):
+      setting = {f"mesh.{axis}": size for axis, size in mesh.items()}
+      found.append({**setting, **(plain if self._stages(setting) == 1 else {})})
+    return found
+
+  def _stages(self, setting: Mapping[str, Any]) -> int:
+    return search_space.stages(self.formulas.config, setting)
+
+  def _bounds(self, settings: Sequence[Setting], table: str) -> list[tuple[float, int, bool]]:
+    """Returns (bound, number, whether it is estimated) of each mesh that is not refused."""
+    bounds, later = [], []
+    least: dict[str, Estimate] = {}
+    for number, setting in enumerate(settings):
+      if self._stages(setting) > 1:
+        later.append(number)
+        continue
+      self.progress(f"mesh {number + 1} of {len(settings)} by formula")
+      if (bound := self._bound(setting, table)) < math.inf:
+        bounds.append((bound, number, True))
+        least[_inner(setting)] = self._without_recomputing(setting, table)
+    parts = search_stages.chunks(self.formulas.config)
+    for number in later:
+      stages, one = self._stages(settings[number]), least.get(_inner(settings[number]))
+      bound = 0.0
+      if one:
+        bound = one.compute / one.tokens * search_stages.least(stages, stages * one.rows, parts)
+      bounds.append((bound, number, False))
+    return bounds
+
+  def _without_recomputing(self, setting: Setting, table: str) -> Estimate:
+    return self.formulas.estimate({**setting, MICROBATCHES: 1, REMATERIALIZATION: table})
+
+  def _bound(self, setting: Setting, table: str) -> float:
+    """Returns the least seconds per token of a mesh's settings; infinity if they are refused."""
+    one, stages = self._without_recomputing(setting, table), self._stages(setting)
+    if one.refused:
+      return math.inf
+    parts = search_stages.chunks(self.formulas.config)
+    least = search_stages.ticks(stages, one.rows, parts)  # with a microbatch for each row
+    return one.seconds_per_token * least / search_stages.ticks(stages, one.microbatches, parts)
+
   def _of_mesh(self, setting: Setting, tables: Sequence[str]) -> None:
     """Estimates each table of a mesh, if the one with the least memory fits."""
     least = self._of_table(setting, search_space.least(tables))
@@ -241,18 +295,29 @@ class Search:
       self._of_table(setting, table)
 
   def _of_table(self, setting: Setting, table: str) -> Estimate:
-    """Returns a table with as few microbatches as fit."""
-    one = self.formulas.estimate({**setting, REMATERIALIZATION: table, MICROBATCHES: 1})
-    if one.refused or one.bytes <= self.formulas.limit or not (count := self._enough(one)):
-      return one
-    return self.formulas.estimate({**one.setting, MICROBATCHES: count})
+    """Returns a table with as few microbatches as fit.
 
-  def _enough(self, one: Estimate) -> int | None:
-    """Returns the least number of microbatches with which a setting may fit."""
-    rest = one.bytes - one.of_rows + one.sums
-    counts = search_space.microbatches(one.rows)[1:]
-    fit = (count for count in counts if rest + one.of_rows / count <= self.formulas.limit)
-    return next(fit, counts[-1] if counts else None)
+    Of a pipeline those that it has anyway: gradients that are accumulated beside them would take
+    memory for their sum.
+    """
+    one = self.formulas.estimate({**setting, REMATERIALIZATION: table, MICROBATCHES: 1})
+    if one.refused or one.bytes <= self.formulas.limit:
+      return one
+    if self._stages(setting) > 1:
+      key, sums, counts, now = OF_A_PIPELINE, 0, self._more(one), one.microbatches
+    else:
+      key, sums, counts, now = MICROBATCHES, one.sums, search_space.microbatches(one.rows)[1:], 1
+    if not counts:
+      return one
+    rest = one.bytes - one.of_rows + sums
+    fit = (count for count in counts if rest + one.of_rows * now / count <= self.formulas.limit)
+    return self.formulas.estimate({**one.setting, key: next(fit, counts[-1])})
+
+  def _more(self, one: Estimate) -> Sequence[int]:
+    """Returns numbers of a pipeline's microbatches that are larger than a setting's."""
+    stages = self._stages(one.setting)
+    config, count = self.formulas.config, one.microbatches
+    return search_stages.more_microbatches(config, stages, one.rows, count)
 
   def fastest(self) -> list[Estimate]:
     """Returns the settings that fit, the fastest per token first."""
@@ -266,6 +331,14 @@ class Search:
       best.setdefault(json.dumps(one.mesh, sort_keys=True), one.seconds_per_token)
     seconds = sorted(best.values())
     return seconds[self.most - 1] if len(seconds) >= self.most else math.inf
+
+
+def _inner(setting: Mapping[str, Any]) -> str:
+  """Returns what meshes have in common whose devices compute the same without stages."""
+  some = {k: v for k, v in setting.items() if k not in ("mesh.data", "mesh.fsdp", "mesh.stage")}
+  return json.dumps(
+    {k: v for k, v in some.items() if not k.startswith("training.")}, sort_keys=True
+  )
 
 
 def nearest(formulas: Formulas, setting: Setting, scale: float) -> list[tuple[Setting, str, int]]:

@@ -25,11 +25,13 @@ class Estimate:
     of_rows: those of them that microbatches divide.
     sums: those that several microbatches take in addition, for the sum of their gradients.
     seconds: of a step.
+    compute: seconds of its matmuls.
     tokens: of a step, of all devices; examples of a task without tokens.
     rows: of a device, which microbatches divide.
     chunks: of the loss.
     rematerialization: what a layer saves.
-    microbatches: of a step.
+    microbatches: of a step; with pipeline stages the product of the pipeline's and those whose
+      gradients are accumulated.
     refused: why there is no such job; "" if there is.
   """
 
@@ -39,6 +41,7 @@ class Estimate:
   of_rows: int = 0
   sums: int = 0
   seconds: float = 0.0
+  compute: float = 0.0
   tokens: int = 0
   rows: int = 1
   chunks: int = 1

@@ -14,9 +14,11 @@ from runtime import rematerialization
 from runtime.suggest import nearest
 
 # Mesh axes over which devices may be divided, outermost first.
-AXES = ("data", "fsdp", "expert", "context", "tensor")
+AXES = ("data", "fsdp", "stage", "expert", "context", "tensor")
+STAGE = "stage"
 REMATERIALIZATION = "training.rematerialization"
 MICROBATCHES = "training.gradient_accumulation_steps"
+OF_A_PIPELINE = "training.microbatches"
 LOSS_CHUNKS = "training.loss_chunks"
 RESHARD = "partitioning.reshard_after_forward"
 BATCH = "data.global_batch_size"
@@ -54,6 +56,7 @@ def axes(config: ConfigDict, asked: Sequence[str] = ()) -> tuple[str, ...]:
       raise ValueError(f"--axes={','.join(asked)}: unknown axis {name!r}; {known}{near}")
   decoder = config.model.name == "transformer"
   useful = {"context": decoder, "expert": decoder and bool(config.model.get("experts"))}
+  useful[STAGE] = decoder and config.model.layers > 1
   found = tuple(axis for axis in AXES if (axis in asked if asked else useful.get(axis, True)))
   for axis, size in config.mesh.items():
     if axis not in found and size < 1:
@@ -63,13 +66,16 @@ def axes(config: ConfigDict, asked: Sequence[str] = ()) -> tuple[str, ...]:
   return found
 
 
-def meshes(config: ConfigDict, names: Sequence[str], devices: int) -> list[dict[str, int]]:
+def meshes(
+  config: ConfigDict, names: Sequence[str], devices: int, layers: int = 0
+) -> list[dict[str, int]]:
   """Returns all sizes of the axes whose product with those of the others is the device count.
 
   Args:
     config: as parsed, with overrides.
     names: of the axes that are searched.
     devices: of a slice.
+    layers: that pipeline stages, over all slices, have to divide; 0: any number.
 
   Raises:
     ValueError: the other axes do not divide the devices.
@@ -78,7 +84,14 @@ def meshes(config: ConfigDict, names: Sequence[str], devices: int) -> list[dict[
   if devices % rest:
     fixed = ", ".join(f"mesh.{k}={v}" for k, v in config.mesh.items() if k not in names and v > 1)
     raise ValueError(f"{fixed}: {devices} devices cannot be divided by {rest}")
-  return [dict(zip(names, sizes, strict=True)) for sizes in _products(devices // rest, len(names))]
+  found = (dict(zip(names, sizes, strict=True)) for sizes in _products(devices // rest, len(names)))
+  over = config.mesh_dcn[STAGE]
+  return [one for one in found if layers % (one.get(STAGE, config.mesh[STAGE]) * over) == 0]
+
+
+def stages(config: ConfigDict, setting: Mapping[str, Any]) -> int:
+  """Returns the pipeline stages of a setting, over all slices."""
+  return setting.get(f"mesh.{STAGE}", config.mesh[STAGE]) * config.mesh_dcn[STAGE]
 
 
 def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -121,18 +134,23 @@ def microbatches(rows: int) -> list[int]:
   return [count for count in range(1, rows + 1) if rows % count == 0]
 
 
-def variants(config: ConfigDict, setting: Mapping[str, Any], chunks: int) -> Iterator[Setting]:
+def variants(
+  config: ConfigDict, setting: Mapping[str, Any], chunks: int, more: int = 0
+) -> Iterator[Setting]:
   """Yields changes of a setting that save little time, or memory at little cost.
 
   Args:
     config: as parsed, with overrides.
     setting: from which they differ.
     chunks: of its loss, as chosen.
+    more: microbatches of its pipeline, more than it has; 0: it has no pipeline, or no more.
   """
   if config.model.name != "transformer":
     return
   if setting.get("mesh.fsdp", config.mesh.fsdp) > 1 and config.partitioning.reshard_after_forward:
     yield {**setting, RESHARD: False}
+  if more:  # a smaller bubble, of smaller matmuls
+    yield {**setting, OF_A_PIPELINE: more}
   for count in sorted({max(1, chunks // 2), 2 * chunks} - {chunks}):
     yield {**setting, LOSS_CHUNKS: count}
 

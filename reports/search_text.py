@@ -95,7 +95,8 @@ def describe(row: Row) -> str:
 
 def others(row: Row) -> list[str]:
   """Returns the overrides of a setting besides mesh, rematerialization and microbatches."""
-  known = (search_space.REMATERIALIZATION, search_space.MICROBATCHES)
+  counts = (search_space.MICROBATCHES, search_space.OF_A_PIPELINE)
+  known = (search_space.REMATERIALIZATION, *counts)
   pairs = row.estimate.setting.items()
   return [f"{k}={v}" for k, v in pairs if k not in known and not k.startswith("mesh.")]
 

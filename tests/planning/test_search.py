@@ -11,6 +11,7 @@ from analysis.chips import overridden
 from configs import dp4_tp2
 from planning import aot, plan, search, search_space
 from planning.search_choice import Estimate
+from planning.search_space import REMATERIALIZATION
 from planning.topology import parse
 from tests.helpers.jobs import SMALL
 
@@ -86,6 +87,78 @@ def test_microbatches_bring_it_below_the_limit():
   assert whole.bytes > limit >= one.bytes
   assert one.microbatches == 4  # half of the rows would be too many
   assert one.setting == {"training.gradient_accumulation_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def staged() -> search.Search:
+  """Of 8 devices that have 4 rows: without stages there is nothing to do for half of them."""
+  config = small("lm", **{"data.global_batch_size": 4, "model.layers": 4, "mesh.tensor": 1})
+  return looked(config, ("data", "fsdp", "stage"), most=1)
+
+
+def test_stages_are_found_where_there_are_fewer_rows_than_devices(staged):
+  best = staged.fastest()[0]
+  assert best.mesh["stage"] > 1
+  assert any("global_batch_size=4" in why for why in search.refusals(staged.formulas.used))
+  every = [
+    staged.formulas.estimate({"mesh.data": 8 // n, "mesh.stage": n, REMATERIALIZATION: "none"})
+    for n in (2, 4)
+  ]
+  assert not any(one.refused for one in every)
+  assert best.seconds <= min(one.seconds for one in every)
+
+
+def test_a_setting_of_stages_has_the_numbers_of_its_plan(staged):
+  one = staged.fastest()[0]
+  changes = {"data.global_batch_size": 4, "model.layers": 4, "mesh.tensor": 1, **one.setting}
+  here = aot.Here(simulated=tuple(jax.devices()))
+  expected = plan.make(small("lm", **changes), "h100:8", here=here)
+  assert one.bytes == expected.peak_bytes
+  assert one.seconds == expected.step_seconds[1]
+
+
+@pytest.fixture(scope="module")
+def two() -> search.Formulas:
+  """Of two devices, and a config with four layers."""
+  changes = {"data.global_batch_size": 64, "model.layers": 4, "mesh.tensor": 1}
+  return formulas(small("lm", **changes), "h100:2")
+
+
+def test_bounds_of_stages_are_below_their_times(two):
+  """Also with more microbatches, whose bubble is smaller."""
+  found = search.Search(two, ("data", "stage"))
+  settings = [{"mesh.data": 2, "mesh.stage": 1}, {"mesh.data": 1, "mesh.stage": 2}]
+  (_, _, known), (bound, _, guessed) = found._bounds(settings, "none")
+  assert (known, guessed) == (True, False)
+  closer = found._bound(settings[1], "none")
+  assert 0 < bound < closer
+  for count in (8, 32):  # 8 is the default
+    changes = {"training.microbatches": count, REMATERIALIZATION: "none"}
+    assert closer <= two.estimate({**settings[1], **changes}).seconds_per_token
+
+
+def test_microbatches_of_a_pipeline_bring_it_below_the_limit(two):
+  setting = {"mesh.data": 1, "mesh.stage": 2}
+  whole = two.estimate({**setting, REMATERIALIZATION: "none"})
+  assert whole.microbatches == 8
+  limit = whole.bytes - 0.7 * whole.of_rows
+  found = search.Search(dataclasses.replace(two, limit=limit, used={}), ("data", "stage"))
+  one = found._of_table(setting, "none")
+  assert one.bytes <= limit < whole.bytes
+  assert one.microbatches == 32  # half of the rows would be too many
+  assert one.setting["training.microbatches"] == 32
+  assert "training.gradient_accumulation_steps" not in one.setting
+
+
+def test_without_stages_nothing_is_said_of_pipelines():
+  changes = {"mesh.stage": 2, "training.pipeline": "interleaved", "training.microbatches": 4}
+  config = small("lm", **changes, **{"model.layers": 4, "mesh.tensor": 1})
+  found = search.Search(formulas(config, "h100:2"), ("data", "stage"))
+  without, with_stages = found._meshes(config)[::-1]
+  assert with_stages == {"mesh.data": 1, "mesh.stage": 2}
+  assert found.formulas.job(with_stages).program.pipeline.chunks == 2
+  assert without["training.pipeline"] == "1f1b"
+  assert found.formulas.job(without).program.pipeline is None  # not refused
 
 
 def test_refused_settings_are_counted_and_left_out():

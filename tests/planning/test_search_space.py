@@ -12,9 +12,9 @@ from planning import search_space
 def test_all_factorizations_of_the_devices_are_tried_once():
   config = dp4_tp2.get_config("lm")
   names = search_space.axes(config)
-  assert names == ("data", "fsdp", "context", "tensor")
+  assert names == ("data", "fsdp", "stage", "context", "tensor")
   found = search_space.meshes(config, names, 8)
-  assert len({tuple(one.values()) for one in found}) == len(found) == math.comb(3 + 3, 3)
+  assert len({tuple(one.values()) for one in found}) == len(found) == math.comb(3 + 4, 4)
   assert all(math.prod(one.values()) == 8 for one in found)
 
 
@@ -29,6 +29,21 @@ def test_other_axes_keep_the_size_of_the_config():
   ]
   with pytest.raises(ValueError, match=r"mesh\.tensor=2: 7 devices cannot be divided by 2"):
     search_space.meshes(config, names, 7)
+
+
+def test_stages_divide_the_layers():
+  config = dp4_tp2.get_config("lm")
+
+  def found(layers):
+    meshes = search_space.meshes(config, ("data", "stage"), 24, layers)
+    return {one["stage"]: one["data"] for one in meshes}
+
+  assert found(6) == {1: 12, 2: 6, 3: 4, 6: 2}  # beside tensor=2
+  assert found(1) == {1: 12}
+  config.mesh_dcn.stage = 2  # of 2 slices: with each stage of a slice another one
+  assert found(6) == {1: 12, 3: 4}
+  assert search_space.stages(config, {"mesh.stage": 3}) == 6
+  assert search_space.stages(config, {}) == 2
 
 
 def test_axes_that_cannot_be_searched_are_refused():
@@ -76,6 +91,9 @@ def test_variants_change_one_thing_each():
     {"mesh.fsdp": 8, "training.loss_chunks": 2},
     {"mesh.fsdp": 8, "training.loss_chunks": 8},
   ]
+  assert {"mesh.fsdp": 8, "training.microbatches": 16} in search_space.variants(
+    config, setting, 4, 16
+  )
   # Nothing is gathered without fsdp, and one chunk has no half.
   assert list(search_space.variants(config, {}, 1)) == [{"training.loss_chunks": 2}]
 
