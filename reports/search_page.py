@@ -41,7 +41,7 @@ def _topology(found: Found) -> dict[str, Any]:
     "rows": [
       {
         "cells": search_text.cells(found, place, row),
-        "rematerialization": row.estimate.rematerialization,
+        "rematerialization": ", ".join([row.estimate.rematerialization, *search_text.others(row)]),
         "failed": row.failed,
         "overrides": search_space.text(row.estimate.setting),
       }

@@ -8,7 +8,8 @@ from planning.search_results import Found, Row
 from reports.search_text import describe, numbers, step_text
 
 # Pixels.
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 62, 20, 16, 44
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 80, 20, 16, 44
+LETTER, LINE = 9, 16  # of the labels, on narrow screens
 TICKS = 5
 FARTHEST = 1.6  # of the fastest: slower settings are left out of the picture
 GIB = 2**30
@@ -45,8 +46,13 @@ def svg(found: Found) -> str:
   if len(front) > 1:
     steps = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in front))
     parts.append(f'<polyline class="front" points="{steps}"/>')
-  for place, (point, row) in enumerate(zip(bold, rows, strict=True), start=1):
-    parts += _point(place, at(*point), found, row)
+  places = [at(*point) for point in bold]
+  for place, (point, row) in enumerate(zip(places, rows, strict=True), start=1):
+    parts.append(_point(place, point, found, row))
+  parts += [
+    f'<text x="{x + 9:.1f}" y="{y - 6:.1f}">{numbers_text(some)}</text>'
+    for (x, y), some in _labels(places)
+  ]
   title = f"memory and time of a step on {found.topology}"
   return (
     f'<svg class="search" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
@@ -54,12 +60,38 @@ def svg(found: Found) -> str:
   )
 
 
-def _point(place: int, at: tuple[float, float], found: Found, row: Row) -> list[str]:
+def _point(place: int, at: tuple[float, float], found: Found, row: Row) -> str:
   x, y = at
   kind = "ahead" if row.front else "tried"
   text = escape(f"{place}: {describe(row)}, {numbers(found, row)}")
-  circle = f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{text}</title></circle>'
-  return [circle, f'<text x="{x + 9:.1f}" y="{y - 6:.1f}">{place}</text>']
+  return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{text}</title></circle>'
+
+
+def _labels(
+  places: Sequence[tuple[float, float]],
+) -> list[tuple[tuple[float, float], list[int]]]:
+  """Returns where labels are, and the points of each, from 1: those that would overlap are one."""
+  found: list[tuple[tuple[float, float], list[int]]] = []
+  for number in sorted(range(len(places)), key=lambda i: places[i]):
+    x, y = places[number]
+    for (left, up), some in found:
+      if abs(y - up) < LINE and x - left < LETTER * (1 + len(numbers_text(some))):
+        some.append(number + 1)
+        break
+    else:
+      found.append(((x, y), [number + 1]))
+  return found
+
+
+def numbers_text(some: Sequence[int]) -> str:
+  """Returns `1-3,7` of 1, 2, 3 and 7, in any order."""
+  runs: list[list[int]] = []
+  for number in sorted(some):
+    if runs and runs[-1][-1] == number - 1:
+      runs[-1].append(number)
+    else:
+      runs.append([number])
+  return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _axes(across: Sequence[float], up: Sequence[float], at) -> list[str]:

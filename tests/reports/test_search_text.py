@@ -126,7 +126,28 @@ def test_the_page_has_verdict_picture_table_and_overrides():
   assert search_text.verdict(FOUND) in text
   assert search_text.verdict(NOTHING) in text
   assert search_picture.svg(FOUND) in page
+  copied = re.sub("</?span[^>]*>", "", text)
   for row in FOUND.rows:
-    assert search_text.overrides(row) in text
+    assert search_text.overrides(row) in copied
   assert "7 times: heads are 12" in text
   assert "http" not in re.sub(r"http://www\.w3\.org/\S+", "", page)
+
+
+def test_labels_that_would_overlap_are_one():
+  assert search_picture.numbers_text([7, 2, 1, 3]) == "1-3,7"
+  near = [estimate(1.0 + n / 1000, 36, **{"mesh.fsdp": n}) for n in range(3)]
+  far = estimate(1.3, 10, **{"mesh.fsdp": 9})
+  tried = [Tried(one, one.bytes, one.seconds) for one in [*near, far]]
+  svg = search_picture.svg(Found(**VALUES, tried=tried, source=COMPILER))
+  assert re.findall(r">([\d,-]+)</text>", svg)[-2:] == ["4", "1-3"]
+  assert svg.count("<circle class=") == 4
+
+
+def test_the_page_tells_settings_of_a_mesh_apart():
+  more = estimate(1.1, 70, tables="none", **{"training.loss_chunks": 8, "mesh.stage": 2})
+  more.setting["training.microbatches"] = 16
+  page = search_page.html([Found(**{**VALUES, "estimates": [FAST, more]})], title="a")
+  assert "<td>none, training.loss_chunks=4</td>" in page
+  assert "<td>none, training.loss_chunks=8</td>" in page  # microbatches have a column
+  flags = re.findall(r'<span class="flag">(.*?)</span>( ?)', page)
+  assert ("--config.training.microbatches=16", "") in flags
