@@ -19,6 +19,7 @@ from runtime import extensions
 from runtime.suggest import closest, nearest
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "configs"
+EXPERIMENTS = FOLDER / "experiments"
 
 
 def parse(argv: list[str], names: tuple[str, ...] = ("config",)) -> list[str]:
@@ -136,8 +137,9 @@ def load(flag: str, value: str) -> ConfigDict:
   path, colon, argument = value.partition(":")
   if not os.path.isfile(path):
     known = {pathlib.Path(file).stem: file for file in strategies()}
-    near = closest(pathlib.Path(path).stem, known)
-    hint = f"; did you mean {known[near]!r}?" if near else ""
+    complete = {path.stem: f"configs/experiments/{path.name}" for path in EXPERIMENTS.glob("*.py")}
+    near = closest(pathlib.Path(path).stem, shipped := {**complete, **known})
+    hint = f"; did you mean {shipped[near]!r}?" if near else ""
     raise ValueError(
       f"--{flag}={value}: there is no config file {path!r}{hint} "
       f"(shipped are {', '.join(known.values())})"

@@ -150,7 +150,9 @@ def chosen_verb(words: list[str]) -> str:
     raise ValueError("no config; for example: python main.py --config=configs/dp4_tp2.py")
   for flag, owners in OWNERS:
     if given(flag) and verb not in owners:
-      raise ValueError(f"--{flag.name} belongs to the verb {' or '.join(owners)}, not to {verb}")
+      *first, last = owners
+      named = f"verbs {', '.join(first)} and {last}" if first else f"verb {last}"
+      raise ValueError(f"--{flag.name} belongs to the {named}, not to {verb}")
   for flag in (*PATHS, DTYPE, TOPOLOGY, CHAPTER):
     if flag.value == "":  # of a shell's variable that is not set, as a rule
       raise ValueError(f"--{flag.name}= is empty; give a value, or leave the flag out")

@@ -83,6 +83,9 @@ def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:
       f"--topology={text}: the number before the x counts slices of TPUs and is at least 1; "
       "of GPUs give their number over all machines, such as h100:16"
     )
+  if not rest:
+    example = EXAMPLES[chip.torus].partition(",")[0] if chip.torus else 8
+    raise ValueError(f"--topology={text}: its size is missing, such as {kind}:{example}")
   sizes = rest.split("x")
   if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
     raise ValueError(f"--topology={text}: {rest!r} is not a shape; {_known(chips)}")

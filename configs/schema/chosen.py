@@ -166,7 +166,7 @@ def own_tokens(config: ConfigDict, sizes: Mapping[str, int]) -> int:
   rows = config.data.global_batch_size * TASKS[config.task].sequences
   microbatches = max(1, config.training.gradient_accumulation_steps)
   if sizes.get("stage", 1) > 1:
-    microbatches *= config.training.microbatches
+    microbatches *= max(1, config.training.microbatches)
   return max(1, -(-rows * config.data.sequence_length // (parts * microbatches)))
 
 

@@ -60,6 +60,9 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
         f"mesh.data={sizes.get('data', 1) * devices} and mesh.expert=1, or set model.experts"
       )
     return
+  if model.experts < 0:
+    yield f"model.experts={model.experts}: at least 0, with which no layer has experts"
+    return
   for name, known in CHOICES.items():
     if (value := _value(config, name)) not in known:
       yield f"{name}={value!r}: one of {', '.join(known)}{nearest(value, known)}"
@@ -107,7 +110,11 @@ def _router(model: ConfigDict) -> Iterator[str]:
   if not 1 <= each <= experts:
     yield f"model.experts_per_token={each}: from 1 to model.experts={experts}"
   if groups < 1 or experts % groups:
-    yield f"model.experts={experts} is not divisible into model.router_groups={groups} groups"
+    near = [n for n in range(1, experts + 1) if experts % n == 0]
+    yield (
+      f"model.experts={experts} is not divisible into model.router_groups={groups} groups; set "
+      f"model.router_groups to one of {', '.join(map(str, near))}"
+    )
     return
   if not 1 <= best <= groups:
     yield f"model.router_top_groups={best}: from 1 to model.router_groups={groups}"

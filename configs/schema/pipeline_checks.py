@@ -68,7 +68,7 @@ def _layers(config: ConfigDict, stages: int) -> Iterator[str]:
     )
     return
   chunks = training.pipeline_chunks if training.pipeline == "interleaved" else 1
-  if layers % (stages * chunks) == 0:
+  if chunks < 1 or layers % (stages * chunks) == 0:
     return
   parts = f"mesh.stage={stages}" + (f" x training.pipeline_chunks={chunks}" if chunks > 1 else "")
   fits = [n for n in range(2, layers + 1) if layers % (n * chunks) == 0]

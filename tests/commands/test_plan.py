@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_reported_and_ends_with_3(main, tmp_path):
       ["--config=configs/dp8.py", "--topology=h100:8", "--config.planning.constants=matmull=1"],
       ["planning.constants: there is no 'matmull'; did you mean 'matmul'?"],
     ),
-    (["--config=configs/dp8.py", "--topology=h100:8", "--html=x"], ["--html belongs to the verb"]),
+    (["--config=configs/dp8.py", "--topology=h100:8", "--html=x"], ["--html belongs to the verbs"]),
   ],
 )
 def test_refusals(main, arguments, messages, tmp_path):
@@ -154,4 +154,4 @@ def test_refusals(main, arguments, messages, tmp_path):
 def test_the_topology_belongs_to_plan(main):
   code, _, err = main("--config=configs/dp8.py", "--topology=h100:8")
   assert code == 2
-  assert "--topology belongs to the verb plan or search or config, not to train" in err
+  assert "--topology belongs to the verbs plan, search and config, not to train" in err

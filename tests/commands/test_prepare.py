@@ -138,7 +138,7 @@ def test_a_run_resumes_with_its_files_elsewhere_and_not_with_others(main, corpus
       ["--train_tokenizer=300", "--config.data.name=python_source"],
       r"data.files='.*': data.name='python_source' is not rea",
     ),
-    (["--workdir=x"], r"--workdir belongs to the verb train or evaluate"),
+    (["--workdir=x"], r"--workdir belongs to the verbs train, evaluate"),
   ],
   ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -59,6 +59,10 @@ REFUSALS = {
     ["configs/schema/recipes.py defines no function get_config; give a strategy, such as configs/"],
   ),
   "a folder": (["--config=configs"], ["there is no config file 'configs' (shipped are"]),
+  "a recipe with results, misspelled": (
+    ["--config=configs/experiments/digit.py"],
+    ["there is no config file", "did you mean 'configs/experiments/digits.py'?"],
+  ),
   "a flag of another type": (
     ["sample", DP8, "--seed=x"],
     ["--seed=x: --seed is a whole number, not 'x'"],
@@ -85,7 +89,7 @@ REFUSALS = {
   "two verbs": (["train", "layout", DP8], ["unexpected 'layout' after the verb"]),
   "against without layout": (
     [DP8, "--against=configs/tp8.py"],
-    ["belongs to the verb layout or compare or report, not to train"],
+    ["belongs to the verbs layout, compare and report, not to train"],
   ),
   "compare without a second config": (
     ["compare", DP8],

@@ -43,7 +43,7 @@ def test_the_page_of_a_run_and_of_several(main, two):
     (("--workdir={one}/..",), "is not a run's folder"),
     (("--workdir={one}", "--html={one}/none/x.html"), "give a file in a folder that exists"),
     (("--workdir={one}", "--html={one}"), "give a file in a folder that exists"),
-    (("--config=configs/dp8.py",), "--config belongs to the verb"),
+    (("--config=configs/dp8.py",), "--config belongs to the verbs"),
     (("more",), "unexpected 'more' after the verb"),
   ],
 )

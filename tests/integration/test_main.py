@@ -256,7 +256,7 @@ def test_layout_writes_a_page(main, tmp_path):
 def test_the_tour_takes_no_config(main):
   code, _, err = main("tour", "--config=configs/dp8.py")
   assert code == 2
-  assert "--config belongs to the verb" in err
+  assert "--config belongs to the verbs" in err
   code, _, err = main("tour", "--chapter=array")
   assert code == 2
   assert "did you mean 'arrays'?" in err

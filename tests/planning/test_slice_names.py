@@ -83,7 +83,8 @@ def test_slices_may_have_any_shape():
   ("name", "message"),
   [
     ("v5q:4x4", "unknown device 'v5q'; there are v4:2x2x2, .*; did you mean 'v5"),
-    ("v5e", "'' is not a shape; there are"),
+    ("v5e", "its size is missing, such as v5e:4x4$"),
+    ("h100", "its size is missing, such as h100:8$"),
     ("v5e:4x0", "'4x0' is not a shape"),
     ("v5e:4x4x4", "v5e takes 2 dims, such as 4x4, 8x8, 16x16"),
     ("v5p:4x4", "v5p takes 3 dims, such as 2x2x2"),

@@ -27,7 +27,10 @@ EXPERTS = {"model.experts": 6}
     ({"training.balance_loss": 0.1}, "training.balance_loss=0.1: no layer has experts"),
     ({**EXPERTS, "model.experts_per_token": 7}, "model.experts_per_token=7: from 1 to"),
     ({**EXPERTS, "model.experts_per_token": 0}, "model.experts_per_token=0"),
-    ({**EXPERTS, "model.router_groups": 4}, "is not divisible into model.router_groups=4 groups"),
+    (
+      {**EXPERTS, "model.router_groups": 4},
+      "model.router_groups=4 groups; set model.router_groups to one of 1, 2, 3, 6",
+    ),
     (
       {**EXPERTS, "model.router_groups": 3, "model.router_top_groups": 4},
       "model.router_top_groups=4: from 1 to model.router_groups=3",
@@ -46,6 +49,7 @@ EXPERTS = {"model.experts": 6}
     ({**EXPERTS, "training.grouped_matmul": "dense"}, "one of tiles, ragged"),
     ({**EXPERTS, "model.dense_layers": 2}, "model.dense_layers=2: from 0 to 1, one less than"),
     ({**EXPERTS, "model.layers": 5, "model.sparse_every": 2}, "model.sparse_every=2; make it 6"),
+    ({"model.experts": -1}, "model.experts=-1: at least 0, with which no layer has experts"),
     ({**EXPERTS, "model.sparse_every": 0}, "model.sparse_every=0: at least 1"),
     ({**EXPERTS, "training.router_bias_rate": 0.1}, "moves the bias of model.router_correction"),
     ({**EXPERTS, "model.gated": False}, "the MLPs of experts are gated"),

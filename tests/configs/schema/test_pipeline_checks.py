@@ -24,6 +24,11 @@ STAGES = {"mesh.stage": 4, "model.layers": 8}
       {**STAGES, "training.pipeline": "interleaved", "training.microbatches": 2},
       ["a multiple of mesh.stage=4", "1f1b takes any number"],
     ),
+    ({**STAGES, "training.microbatches": 0}, ["training.microbatches=0: at least 1"]),
+    (
+      {**STAGES, "training.pipeline": "interleaved", "training.pipeline_chunks": 0},
+      ["training.pipeline_chunks=0: at least 2"],
+    ),
     ({**STAGES, "partitioning.parameters.layers": ()}, ["partitioning.parameters.layers"]),
   ],
 )
