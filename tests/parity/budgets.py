@@ -22,7 +22,14 @@ from jax.experimental.compilation_cache import compilation_cache
 from analysis import collectives
 from runtime import devices
 from tests.helpers.jobs import make_job
-from tests.parity import expert_cases, expert_terms, latent_terms, latents, pipeline_terms
+from tests.parity import (
+  expert_cases,
+  expert_terms,
+  latent_terms,
+  latents,
+  pipeline_terms,
+  vit_terms,
+)
 from tests.parity.step_terms import NORM, TERMS
 from tests.parity.theory import (
   LETTERS,
@@ -129,6 +136,13 @@ shared_job = functools.cache(job_of)
 
 
 @functools.cache
+def vit_job(strategy: str) -> Job:
+  """Returns the small vision transformer of one of `vit_terms.STRATEGIES`."""
+  file, changed = vit_terms.STRATEGIES[strategy]
+  return make_job(file, "vit", **changed)
+
+
+@functools.cache
 def latent_job(strategy: str) -> Job:
   """Returns the small job with latent attention."""
   return job_of(strategy, **latents.LATENTS, **(latents.ZERO_1 if "ZeRO-1" in strategy else {}))
@@ -212,6 +226,7 @@ def page() -> str:
   for strategy in pipeline_terms.STRATEGIES:
     lines += _rows(strategy, pipeline_terms.theory(pipeline_terms.job_of(strategy)))
   lines += ["", *_reasons(pipeline_terms.TERMS)]
+  lines += vit_section()
   lines += ["", *_OF_MUON.splitlines(), "", MUON_LETTERS, "", *_HEAD]
   for strategy in UPDATES:
     lines += _rows(strategy, theory_of_muon(job_of(strategy, **MUON)))
@@ -252,6 +267,13 @@ With `mesh.stage` a step sends this along `stage`, beside the scalars of the nor
 ([pipeline.md](pipeline.md)). Along other axes each tick sends what the layers of one chunk send.
 `tests/parity/test_pipeline_budgets.py` compares the formulas with the compiled programs."""
 
+_OF_VIT = """\
+## Vision transformer
+
+What one train step of a small `vit` config sends, with the scalars of the norm as above.
+`tests/parity/test_vit.py` compares the formulas with the compiled programs, and the planner with
+both."""
+
 _OF_MUON = """\
 ## The update of Muon
 
@@ -289,6 +311,17 @@ def expert_section() -> list[str]:
       name = f"{strategy}, one round in each layer" if each_round else strategy
       lines += _rows(name, {(kind, axes): row})
   return [*lines, "", *_reasons((*expert_terms.TERMS, *expert_terms.ROUND_TERMS))]
+
+
+def vit_section() -> list[str]:
+  """Returns the lines about the vision transformer."""
+  job = vit_job("dp8")
+  sizes = ", ".join(f"{name} = {letters(job)[name]}" for name in "LDFTXO")
+  images = f"{sizes}, {job.config.data.global_batch_size} images."
+  lines = ["", *_OF_VIT.splitlines(), "", images, "", vit_terms.LETTERS, "", *_HEAD]
+  for strategy in vit_terms.STRATEGIES:
+    lines += _rows(strategy, theory(vit_job(strategy)))
+  return [*lines, "", *_reasons(vit_terms.TERMS)]
 
 
 def _reasons(terms) -> list[str]:

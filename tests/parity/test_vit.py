@@ -1,6 +1,5 @@
 """The vision transformer on meshes: it trains as on one device, and sends what theory says."""
 
-import functools
 import math
 from collections import defaultdict
 
@@ -8,7 +7,7 @@ import pytest
 
 from planning import analytic
 from tests.helpers.jobs import make_job
-from tests.parity.budgets import compile_step
+from tests.parity.budgets import compile_step, vit_job
 from tests.parity.comparison import (
   COLLECTIVE_MATMUL,
   MESHES,
@@ -17,7 +16,8 @@ from tests.parity.comparison import (
   reference,
   train,
 )
-from tests.parity.theory import norm
+from tests.parity.theory import theory
+from tests.parity.vit_terms import STRATEGIES
 
 # The sequence is split as well; between blocks also over tensor.
 CONTEXT = {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2}
@@ -58,81 +58,22 @@ def test_dropout_is_the_same_on_every_mesh():
 
 # ------------------------------ what a step sends ------------------------------
 
-STRATEGIES = {
-  "dp8": ("dp8", {}),
-  "fsdp8": ("fsdp8", {}),
-  "tp8": ("tp8", {}),
-  "dp2_fsdp2_tp2": ("dp2_fsdp2_tp2", {}),
-  "dp2_fsdp2_tp2, sequence-parallel": ("dp2_fsdp2_tp2", SEQUENCE_PARALLEL),
-}
 CASES = [pytest.param(x, marks=[pytest.mark.long] * ("sequence" not in x)) for x in STRATEGIES]
-
-
-@functools.cache
-def job_of(strategy):
-  """Returns the small job of one of STRATEGIES."""
-  file, changed = STRATEGIES[strategy]
-  return make_job(file, "vit", **changed)
-
-
-def theory(job):
-  """Returns (kind, axes) -> (arrays, bytes) of one step, on data, fsdp and tensor.
-
-  Kernels of the layers are gathered over fsdp in both passes, everything else with a width once.
-  Their gradients are scattered. Others, which constraints alone shard, are all-reduced.
-  """
-  model, sizes = job.config.model, job.devices.sizes
-  d, f, t = (sizes[axis] for axis in ("data", "fsdp", "tensor"))
-  split = job.config.partitioning.sequence_parallel and t > 1
-  L, D, F, O = model.layers, model.model_size, model.feedforward_size, model.output_size
-  X, T = model.patch_size**2 * model.channels, (model.image_size // model.patch_size) ** 2
-  rows = job.config.data.global_batch_size // (d * f)
-  residual = rows * T * D
-  kernels = 6 * L, L * (4 * D * D + 2 * D * F) // t
-  vectors = 2 * (2 * L + 1) + 2 * L + 1, (2 * (2 * L + 1) + 2 * L + 1) * D  # of D
-  biases = 4 * L + 1, L * (3 * D + F) // t + O  # of queries, keys, values, up; of the head
-  gathered = (2 * kernels[0] + vectors[0] + 3, 2 * kernels[1] + vectors[1] + (X + T + O) * D)
-  own = T // t if split else T  # of the table of positions, whose gradient has its sequence
-  reduced = vectors[0] + 3 + biases[0], vectors[1] + (X + own + O) * D + biases[1]
-  parts = [
-    ("all-gather", ("fsdp",), *gathered),
-    ("reduce-scatter", ("fsdp",), *kernels),
-    ("all-reduce", ("data",), kernels[0], kernels[1] // f),
-    ("all-reduce", ("data", "fsdp"), *reduced),
-    ("all-reduce", ("data", "fsdp"), 2, 2),  # the sums of losses and weights
-  ]
-  if f == 1:  # kernels are reduced as they are
-    parts = [*parts[3:], ("all-reduce", ("data",), *kernels)]
-  if split:
-    parts += [
-      ("reduce-scatter", ("tensor",), 4 * L, 4 * L * residual),
-      ("all-gather", ("tensor",), 6 * L + 1, 6 * L * residual + T * D),
-      # The mean over the patches, and gradients to which each part of them contributes.
-      ("all-reduce", ("tensor",), 1 + vectors[0] + 1, rows * D + vectors[1] + X * D),
-    ]
-  else:
-    parts.append(("all-reduce", ("tensor",), 4 * L, 4 * L * residual))
-  parts += [("all-reduce", axes, count, count) for axes, count in norm(job).items()]
-  found = defaultdict(lambda: (0, 0))
-  for kind, axes, arrays, elements in parts:
-    if axes := tuple(axis for axis in axes if sizes[axis] > 1):
-      before = found[kind, axes]
-      found[kind, axes] = before[0] + arrays, before[1] + 4 * elements
-  return dict(found)
 
 
 @pytest.mark.parametrize("strategy", CASES)
 def test_a_step_sends_what_theory_says(strategy):
-  job = job_of(strategy)
-  assert compile_step(job).sent() == theory(job)
+  job = vit_job(strategy)
+  wanted = {key: (row.arrays, row.bytes) for key, row in theory(job).items()}
+  assert compile_step(job).sent() == wanted
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_plan_says_the_same_but_for_small_kernels(strategy):
-  job, found = job_of(strategy), defaultdict(float)
+  job, found = vit_job(strategy), defaultdict(float)
   for term in analytic.terms(job):
     found[term.kind, term.axes] += term.runs * term.elements * term.itemsize
-  sent = {key: size for key, (_, size) in theory(job).items()}
+  sent = defaultdict(int, {key: row.bytes for key, row in theory(job).items()})
   # A plan has these gradients scattered as those of the layers' kernels.
   small = ("patches/kernel", "positions/table", "head/kernel")
   if job.devices.sizes["fsdp"] > 1:

@@ -1,4 +1,4 @@
-"""What theory says that a train step of the transformer sends: kinds, axes, arrays, bytes.
+"""What theory says that a train step of a transformer sends: kinds, axes, arrays, bytes.
 
 Every formula is written once: it is computed, compared with the compiled programs and printed.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import jax
 
 from partitioning.dims import spec_entries
-from tests.parity import latent_terms
+from tests.parity import latent_terms, vit_terms
 from tests.parity.step_terms import TERMS
 from tests.parity.update_terms import MUON_TERMS, SOAP_TERMS, Term, with_zero_1
 from training.setup import Job
@@ -19,6 +19,8 @@ from training.setup import Job
 
 def letters(job: Job) -> dict[str, int]:
   """Returns the sizes that the formulas speak of; `LETTERS` says which is which."""
+  if job.config.model.name == "vit":
+    return vit_terms.letters(job)
   config, sizes = job.config, job.devices.sizes
   axes = ("data", "fsdp", "context", "tensor")
   model, d, f, c, t = config.model, *(sizes[axis] for axis in axes)
@@ -99,6 +101,8 @@ class Row:
 
 def theory(job: Job) -> dict[tuple[str, tuple[str, ...]], Row]:
   """Returns (kind, axes) -> Row, in the order of `TERMS`."""
+  if job.config.model.name == "vit":
+    return rows(job, vit_terms.TERMS, norm(job))
   soap_s = [*with_zero_1(term for terms in SOAP_TERMS.values() for term in terms)]
   latent = job.config.model.attention == "latent"
   terms = (*(one for one in TERMS if one.of_all), *latent_terms.OF_LATENTS) if latent else TERMS
