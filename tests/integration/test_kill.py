@@ -18,22 +18,23 @@ from tests.input_pipeline.text.corpora import mixture
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 40
-COMMAND = [
-  "main.py",
+TEXTS = (
   "--config=configs/dp4_tp2.py:model=lm,data=text",
+  "--config.data.sequence_length=16",
+  "--config.evaluation.sample_tokens=0",
+)
+SHARED = (
   "--config.model.layers=1",
   "--config.model.model_size=32",
   "--config.model.feedforward_size=48",
-  "--config.data.sequence_length=16",
   "--config.evaluation.every_steps=0",
-  "--config.evaluation.sample_tokens=0",
   "--config.metrics.every_steps=1",
   "--config.metrics.report=False",
   "--config.metrics.tensorboard=false",
   f"--config.training.steps={STEPS}",
   "--config.checkpoint.every_steps=5",
   f"--config.compiler_options={FAST}",
-]
+)
 # Their biases move in each step, outside of the optimizer.
 EXPERTS = (
   "--config.mesh.data=2",
@@ -43,14 +44,29 @@ EXPERTS = (
   "--config.model.router_correction=True",
   "--config.training.router_bias_rate=0.05",
 )
+# Images over data, fsdp and tensor, with dropout.
+IMAGES = (
+  "--config=configs/experiments/vit.py",
+  "--config.model.heads=4",
+  "--config.model.dropout_rate=0.2",
+)
 TIMEOUT_SECONDS = 120
 
 
-@pytest.fixture(scope="module", params=[(), pytest.param(EXPERTS, marks=pytest.mark.long)])
+@pytest.fixture(
+  scope="module",
+  params=[(), *(pytest.param(more, marks=pytest.mark.long) for more in (EXPERTS, IMAGES))],
+  ids=["dense", "experts", "images"],
+)
 def command(request, tmp_path_factory) -> list[str]:
-  """Returns the command of a run on two sources in packed rows, whose weights change halfway."""
+  """Returns the command of a run on images, or on two sources of texts in packed rows.
+
+  The weights of the sources change halfway.
+  """
+  if request.param is IMAGES:
+    return ["main.py", *IMAGES, *SHARED]
   return [
-    *COMMAND,
+    *("main.py", *TEXTS, *SHARED),
     *request.param,
     *mixture(tmp_path_factory.mktemp("corpus")),
     f"--config.data.stages=(({STEPS // 2}, {{'code': 1.0, 'web': 0.5}}),)",
