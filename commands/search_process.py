@@ -21,8 +21,8 @@ from training.metrics.console import say
 
 # Settings by formula that are wanted for each that is compiled.
 _SPARE = 2
-# Settings that are run again at the end of a search on attached devices, and how often.
-_FINALISTS, _ROUNDS = 3, 2
+# How often the best settings are run again at the end of a search on attached devices.
+_ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _compiled(asked: Asked, name: str, found: Found) -> Found:
 
 
 def _measured(asked: Asked, found: Found) -> Found:
-  """Returns a search with its best settings run for a few steps; the best of them twice."""
+  """Returns a search with its best settings run for a few steps; the best of them again."""
   if not asked.compilations:
     return found
   tried: list[Tried] = []
@@ -107,7 +107,7 @@ def _measured(asked: Asked, found: Found) -> Found:
     of = f"{len(tried) + 1} of {asked.compilations}"
     tried += _runs(asked, [one], 1, f"search: {found.topology}, run {of}, {one.mesh_text}")
     say(search_text.tried_line(len(tried), tried[-1], search_results.RUN))
-  final = [one.estimate for one in search_choice.best(tried)[:_FINALISTS]]
+  final = [one.estimate for one in search_choice.finalists(tried)]
   if len(final) > 1:
     label = f"search: {found.topology}, the best {len(final)} again"
     again = {one.estimate.key: one for one in _runs(asked, final, _ROUNDS, label)}
@@ -130,12 +130,18 @@ def _runs(asked: Asked, estimates: Sequence[Estimate], rounds: int, label: str) 
 
 
 def _next(asked: Asked, found: Found, tried: Sequence[Tried], *, trusted: bool) -> Estimate | None:
-  """Returns the setting to try next: the config as given, then those expected to be fastest."""
+  """Returns the setting to try next: the config as given, then those expected to be fastest.
+
+  By short runs, in the second half of them first the best one's other divisions of the rows.
+  """
   if len(tried) >= asked.compilations:
     return None
   given = [one for one in found.estimates if one.key == found.given]
   if given and not tried:
     return given[0]
+  half = not trusted and 2 * len(tried) >= asked.compilations
+  if half and (one := search_choice.divided_otherwise(found.estimates, tried, found.limit)):
+    return one
   return search_choice.upcoming(found.estimates, tried, found.limit, trusted=trusted)
 
 

@@ -12,6 +12,11 @@ WORTH = 0.99
 UNLIKE = 0.95
 # Settings whose expected times differ by less than this share count as equally fast.
 TIE = 0.002
+# Of the time of the best one: what is slower in a single run, or by formula, is slower. Twice what
+# runs of one setting differ by on simulated devices.
+NEAR = 1.1
+# The fewest and the most settings that are run again.
+FINALISTS = (3, 6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +133,45 @@ def upcoming(
   if found is None or not ran or not trusted:
     return found
   return found if expected(found) < WORTH * best(tried)[0].seconds_per_token else None
+
+
+def divided_otherwise(
+  estimates: Iterable[Estimate], tried: Sequence[Tried], limit: float
+) -> Estimate | None:
+  """Returns the best setting with its rows divided between `data` and `fsdp` in another way.
+
+  What these cost beside each other the formulas do not know where collectives are copies: so each
+  division is tried with the best table, not with others the divisions that were tried first.
+
+  Args:
+    estimates: by formula.
+    tried: so far.
+    limit: bytes of a device.
+
+  Returns:
+    The fastest by formula of those that are not tried and by formula take at most `NEAR` times as
+    long as the best one; None if there is none.
+  """
+  ran = best(tried)
+  if not ran:
+    return None
+  first = ran[0].estimate
+  most = NEAR * first.seconds_per_token
+  meshes = {one.estimate.mesh_text for one in tried if _kind(one.estimate) == _kind(first)}
+  left = [
+    one
+    for one in estimates
+    if _kind(one) == _kind(first) and one.mesh_text not in meshes and one.fits(limit)
+    if one.seconds_per_token <= most
+  ]
+  return min(left, key=lambda one: (one.seconds_per_token, len(one.setting)), default=None)
+
+
+def finalists(tried: Sequence[Tried]) -> list[Tried]:
+  """Returns the settings that may be the fastest, as far as single runs tell: the fastest first."""
+  ran = best(tried)
+  near = [one for one in ran if one.seconds_per_token <= NEAR * ran[0].seconds_per_token]
+  return (near if len(near) > FINALISTS[0] else ran[: FINALISTS[0]])[: FINALISTS[1]]
 
 
 def _kind(one: Estimate) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from training.setup import Job
 STEPS = 5  # of a run, without the first
 LEAST_SECONDS = 1.0  # of a run: steps of microseconds are taken more often
 MOST_STEPS = 50
+SLOWER = 1.05  # of the fastest of two rounds: more than the least times of the same steps differ
 _SEED = 0
 
 
@@ -42,7 +43,8 @@ def measure(
   """Returns memory and seconds per step of each job, of the fastest step of all rounds.
 
   Other work on the machine makes steps slower, never faster. Rounds alternate between the jobs, so
-  that it meets all of them; only one has a state at a time.
+  that it meets all of them; only one has a state at a time. After two rounds what is `SLOWER` than
+  the fastest is not run again, and one job that is left is not either.
 
   Args:
     jobs: prepared, for the attached devices.
@@ -51,11 +53,15 @@ def measure(
     progress: called with the number of each job before its run.
   """
   runs, steps = [Run() for _ in jobs], [None for _ in jobs]
-  for _ in range(rounds):
-    for number, (job, run) in enumerate(zip(jobs, runs, strict=True)):
-      progress(number)
+  for turn in range(rounds):
+    again = _near(jobs, runs) if turn > 1 else range(len(jobs))
+    if turn > 1 and len(again) < 2:
+      break
+    for number in again:
+      job, run = jobs[number], runs[number]
       if run.failed or run.bytes > limit:
         continue
+      progress(number)
       try:
         if steps[number] is None:
           program, steps[number] = aot.compile_to_run(job)
@@ -68,6 +74,15 @@ def measure(
         continue
       run.seconds = min(took, run.seconds or math.inf)
   return runs
+
+
+def _near(jobs: Sequence[Job], runs: Sequence[Run]) -> list[int]:
+  """Returns the numbers of the jobs that may be the fastest per row of a batch."""
+  each = [
+    math.inf if run.seconds is None else run.seconds / job.config.data.global_batch_size
+    for job, run in zip(jobs, runs, strict=True)
+  ]
+  return [number for number, seconds in enumerate(each) if seconds <= SLOWER * min(each) < math.inf]
 
 
 def _timed(job: Job, step: Callable[..., Any]) -> float:

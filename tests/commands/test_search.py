@@ -12,7 +12,7 @@ from analysis.chips import overridden
 from commands import plan_process, search_process, search_worker
 from configs import dp4_tp2
 from planning import aot, search, short_runs
-from planning.search_choice import Estimate
+from planning.search_choice import Estimate, Tried
 from planning.topology import parse
 from tests.helpers.cli import QUICKLY
 from tests.helpers.jobs import SMALL
@@ -188,10 +188,40 @@ def test_on_attached_devices_the_best_are_run(answers, monkeypatch, tmp_path):
   monkeypatch.setattr(short_runs, "measure", measure)
   config = small(tmp_path, **{"compilation_cache_dir": ""})
   found = search_process.of_topology(asked(config, compilations=4, axes=AXES), None)
-  assert taken == [(1, 1)] * 4 + [(3, 2)]  # the best three again, twice
+  assert taken == [(1, 1)] * 4 + [(3, 4)]  # the best three again
   assert found.source == "short run"
   assert found.topology == "cpu:8"
   assert found.best.seconds == min(row.seconds for row in found.rows)
+
+
+def test_the_second_half_of_the_runs_divides_the_rows_of_the_best_in_other_ways(
+  answers, monkeypatch, tmp_path
+):
+  found = search_process.of_topology(asked(small(tmp_path), compilations=0, axes=AXES), None)
+  tables, ran = ("none", "dots", "full"), []
+  estimates = [
+    Estimate(
+      {"mesh.data": data, "training.rematerialization": table},
+      mesh={"data": data, "fsdp": 8 // data},
+      bytes=1,
+      seconds=1 + place / 50 + data / 1000,
+      tokens=8,
+      rematerialization=table,
+    )
+    for place, table in enumerate(tables)
+    for data in (1, 2, 4)
+  ]
+  found = dataclasses.replace(found, estimates=estimates, given=None)
+  monkeypatch.setattr(search_process.search_choice, "finalists", lambda tried: [])
+
+  def runs(asked, some, rounds, label):
+    ran.extend((one.mesh["data"], one.rematerialization) for one in some)
+    return [Tried(one, 1, 1.0 if one.rematerialization == "dots" else 2.0) for one in some]
+
+  monkeypatch.setattr(search_process, "_runs", runs)
+  search_process._measured(asked(small(tmp_path), compilations=6), found)
+  assert "dots" in {table for _, table in ran[:3]}
+  assert {data for data, table in ran if table == "dots"} == {1, 2, 4}
 
 
 def test_a_mesh_that_fits_nowhere_is_refused(answers, tmp_path):

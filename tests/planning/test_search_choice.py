@@ -2,7 +2,16 @@
 
 import pytest
 
-from planning.search_choice import Estimate, Tried, best, front, prices, upcoming
+from planning.search_choice import (
+  Estimate,
+  Tried,
+  best,
+  divided_otherwise,
+  finalists,
+  front,
+  prices,
+  upcoming,
+)
 
 
 def estimate(seconds, *, mesh=8, table="none", size=1, **more):
@@ -52,6 +61,46 @@ def test_memory_is_corrected_too():
   tried = [Tried(first, 12, None)]  # it needs a third more than by formula, and does not fit
   assert upcoming([first, other], tried, 10, trusted=True) is None
   assert upcoming([first, other], tried, 11, trusted=True) is other
+
+
+def divided(data, seconds, table="none", **more):
+  mesh = {"data": data, "fsdp": 8 // data}
+  setting = {"mesh.data": data, "table": table, **more}
+  return Estimate(
+    setting, mesh=mesh, bytes=data, seconds=seconds, tokens=10, rematerialization=table
+  )
+
+
+def test_the_best_table_is_tried_with_the_other_divisions_of_the_rows():
+  ran = [Tried(divided(1, 1.0), 1, 3.0), Tried(divided(1, 1.1, "dots"), 1, 2.0)]
+  two, four, eight = divided(2, 1.15, "dots"), divided(4, 1.2, "dots"), divided(8, 1.3, "dots")
+  others = [
+    divided(2, 0.9),
+    estimate(0.8, mesh=4, table="dots"),
+    divided(2, 1.14, "dots", chunks=2),
+  ]
+  every = [*others[:2], two, four, eight]
+  assert divided_otherwise(every, ran, 10) is two
+  assert divided_otherwise([*every, others[2]], ran, 10) is others[2]  # faster by formula
+  ran.append(Tried(two, 2, 2.5))
+  assert divided_otherwise([*every, others[2]], ran, 10) is four  # no variant of what was tried
+  assert divided_otherwise(every, ran, 3) is None  # it would not fit
+  ran.append(Tried(four, 4, 2.5))
+  assert divided_otherwise(every, ran, 10) is None  # the last one is slower by formula, too
+  assert divided_otherwise(every, [], 10) is None
+
+
+def test_what_single_runs_do_not_tell_apart_is_run_again():
+  def tried(*seconds):
+    return [Tried(divided(8, 1.0, str(n)), 1, one) for n, one in enumerate(seconds)]
+
+  def again(*seconds):
+    return [one.seconds for one in finalists(tried(*seconds))]
+
+  assert again(2.0, 1.0, 3.0, None, 4.0) == [1.0, 2.0, 3.0]  # at least three
+  assert again(1.0, 1.05, 1.09, 1.11, 1.02) == [1.0, 1.02, 1.05, 1.09]
+  assert len(again(*[1.0] * 9)) == 6
+  assert again(None) == []
 
 
 def test_the_best_are_compared_per_token():

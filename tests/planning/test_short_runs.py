@@ -60,6 +60,22 @@ def test_a_step_that_fails_is_reported_and_the_others_go_on(job, monkeypatch):
   assert second.seconds == 2.0  # of both rounds the faster one
 
 
+def test_only_what_may_be_the_fastest_is_run_again(job, monkeypatch):
+  """After two rounds, and until one is left."""
+  jobs = [make_job("dp8", "mlp"), make_job("fsdp8", "mlp"), make_job("dp4_tp2", "mlp")]
+  times = {id(jobs[0]): [9.0, 2.0, 2.0], id(jobs[1]): [2.5, 2.05, 1.5], id(jobs[2]): [2.2, 2.2]}
+  monkeypatch.setattr(short_runs.aot, "compile_to_run", lambda _: (_Program(), lambda: None))
+  monkeypatch.setattr(short_runs, "_timed", lambda one, step: times[id(one)].pop(0))
+  said = []
+  runs = short_runs.measure(jobs, 1e9, rounds=9, progress=said.append)
+  assert said == [0, 1, 2, 0, 1, 2, 0, 1]
+  assert [run.seconds for run in runs] == [2.0, 1.5, 2.2]
+
+
+class _Program:
+  peak_bytes = 1
+
+
 def test_batches_are_valid():
   tokens = short_runs.example(make_job("dp8", "lm"))
   assert tokens["tokens"].max() < 61  # the vocabulary
