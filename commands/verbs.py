@@ -68,7 +68,7 @@ VERBS = {
     (f"layout {_DP4_TP2}", f"layout {_DP4_TP2} --against=configs/fsdp8.py --html=layout.html"),
   ),
   "compare": Verb(
-    "prove that two configs train alike",
+    "check that two configs train alike",
     "Compares every raw gradient and three steps, in float64 where the hardware has it. --set "
     "key=value sets a key on both sides. Exit code 3: they differ.",
     (f"compare {_DP4_TP2} --against=configs/single.py",),

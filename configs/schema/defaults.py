@@ -6,7 +6,7 @@ from ml_collections import config_dict
 def data(**keys) -> dict:
   """Returns the section `data` with some keys replaced."""
   common = {
-    "data_dir": "",  # of TFDS data sets; "": TFDS_DATA_DIR, or ~/tensorflow_datasets
+    "data_dir": "",  # folder of TFDS data sets; "": TFDS_DATA_DIR, or ~/tensorflow_datasets
     "train_split": "train",  # TFDS syntax, such as train[:90%]
     "evaluation_split": "test",  # TFDS syntax
     "shuffle": True,  # in another order each epoch
@@ -68,37 +68,39 @@ def training(**keys) -> dict:
     # Pipeline stages (mesh.stage): 1f1b, interleaved (1F1B with pipeline_chunks parts of the layers
     # per stage: a smaller bubble, more transfers) or gpipe (memory grows with the microbatches)
     "pipeline": "1f1b",
-    "pipeline_chunks": 2,  # of interleaved, per stage
-    # Of a pipeline, per accumulation step. By default the most up to 4 * mesh.stage that divide the
-    # rows
+    "pipeline_chunks": 2,  # chunks of layers per stage, of interleaved
+    # microbatches of a pipeline per accumulation step. By default the most that divide the rows, up
+    # to 4 * mesh.stage
     "microbatches": config_dict.placeholder(int),
-    # Embeddings and losses: masked (all stages compute them, the others' are not used) or
-    # conditional (the first and the last stage compute them)
+    # Embeddings and losses: masked (all stages compute them, and discard what they do not need) or
+    # conditional (only the first and the last stage compute them)
     "pipeline_ends": "masked",
     # All-gather the parameters of a stage over fsdp once per step, where they and their gradients
     # take at most a quarter of the memory (auto, or step), or for each microbatch (tick)
     "pipeline_gather": "auto",
     # Reduce gradients over data once per step or after each microbatch; auto: once where possible
     "gradient_reduction": "auto",
-    # In which gradients of kernels and embeddings are reduced over devices: compute (compute_dtype)
-    # or float32
+    # Dtype in which gradients of kernels and embeddings are reduced over devices: compute
+    # (compute_dtype) or float32
     "gradient_reduction_dtype": "compute",
     # Names of the parameters that are trained, as patterns (* also matches /); the others stay as
     # they are, without optimizer state: ("layers/attention/*", "final_norm/*"). All, or with
     # lora.rank the adapters, which are trained besides what is given
     "trainable": config_dict.placeholder(tuple),
-    # bfloat16, float32 or float64; of parameters between steps. They are computed with in float32
-    # or wider, but for what compute_dtype says
+    # Dtype of parameters between steps: bfloat16, float32 or float64. Updates are computed in
+    # float32 or wider
     "parameter_dtype": "float32",
-    # Round updated bfloat16 parameters up or down by chance, not to the nearest: the default there
+    # Round updated bfloat16 parameters up or down at random, not to the nearest; by default on for
+    # them
     "stochastic_rounding": config_dict.placeholder(bool),
-    # Of parameters that are not trained: bfloat16, or as parameter_dtype
+    # Dtype of parameters that are not trained: bfloat16, or as parameter_dtype
     "frozen_dtype": config_dict.placeholder(str),
-    # bfloat16 on accelerators, else parameter_dtype, but at least float32
+    # Dtype of activations and matmuls. By default bfloat16 on accelerators, else parameter_dtype,
+    # but at least float32
     "compute_dtype": config_dict.placeholder(str),
     "matmul_precision": config_dict.placeholder(str),  # default, high or highest
-    # Of the kernels of a decoder's layers: compute (as compute_dtype), int8 (TPU v5e and later) or
-    # float8 (H100 and later, TPU7x)
+    # Dtype of the matmuls in a decoder's layers: compute (as compute_dtype), int8 (TPU v5e and
+    # later) or float8 (H100 and later, TPU7x)
     "matmul_dtype": "compute",
     # Where scales of 8-bit numbers come from: current (the array itself) or delayed (float8; the
     # largest magnitudes of the last 16 steps)
@@ -116,11 +118,12 @@ def training(**keys) -> dict:
     # Experts' matmuls: tiles (a loop over tiles of rows) or ragged (JAX's ragged_dot, on TPUs). By
     # default what docs/defaults.md says.
     "grouped_matmul": config_dict.placeholder(str),
-    "balance_loss": 0.0,  # times each row's balance of its experts, added to the loss; 0: off
-    "router_z_loss": 0.0,  # as z_loss, of the routers' logits; 0: off
+    "balance_loss": 0.0,  # coefficient of the balance loss of experts, taken per row; 0: off
+    "router_z_loss": 0.0,  # coefficient of the z-loss of the routers' logits; 0: off
     # How far a step moves the biases of model.router_correction towards balanced experts
     "router_bias_rate": 0.0,
-    # Times the squared logarithm of the softmax's normalizer, added to each token's loss; 0: off
+    # Coefficient of the squared logarithm of the softmax's normalizer, added to each token's loss;
+    # 0: off
     "z_loss": 0.0,
     # DPO (data=preferences): how strongly the model is kept near the reference
     "dpo_beta": 0.1,
@@ -128,14 +131,14 @@ def training(**keys) -> dict:
     # Chunked cross-entropy: logits of one part of the vocabulary at a time. As many chunks as keep
     # those of a device under 256 MiB
     "loss_chunks": config_dict.placeholder(int),
-    # A loss spike is a bad step, as a loss that is not finite: this many standard deviations above
-    # the mean of the last bad_step_window losses; 0: off.
+    # Treat a loss spike as a bad step, like a loss that is not finite: this many standard
+    # deviations above the mean of the last bad_step_window losses; 0: off
     "bad_step_deviations": 0.0,
-    "bad_step_window": 100,  # steps
-    "on_bad_step": "stop",  # or roll_back: to the last good checkpoint, skipping the batch
+    "bad_step_window": 100,  # steps whose losses a spike is compared with
+    "on_bad_step": "stop",  # stop, or roll_back: to the last good checkpoint, skipping the batch
     "bad_step_skips": 1,  # batches that a rollback skips, the last of them the bad step's
     "callbacks": (),  # registered functions that are called every n steps: ("norms",)
-    "max_rollbacks": 3,  # of a run, over all its starts; the next bad step stops it
+    "max_rollbacks": 3,  # rollbacks of a run, over all its starts; the next bad step stops it
     # Compare replicas of parameters and optimizer state, also before every save; 0: off.
     "replica_check_every_steps": 10,
   }
@@ -148,31 +151,33 @@ def optimizer(**keys) -> dict:
     # adamw, adafactor, muon, schedule_free_adamw, sgd, soap, or any of optax by its name: lion,
     # contrib.muon
     "name": "adamw",
-    "arguments": "",  # its own that have no key here: "nesterov=True,mu_dtype=bfloat16"
-    # Of moments between steps: float32, bfloat16 or int8 (8 bits, in blocks of 128 elements); by
-    # default as training.parameter_dtype. Arrays of fewer than 4096 elements are float32 or wider
+    "arguments": "",  # further ones of the optimizer: "nesterov=True,mu_dtype=bfloat16"
+    # Dtype of moments between steps: float32, bfloat16 or int8 (8 bits, in blocks of 128 elements);
+    # by default as training.parameter_dtype. Arrays of fewer than 4096 elements stay float32 or
+    # wider
     "state_dtype": config_dict.placeholder(str),
-    # Where its state is between updates: device, or host, from where it is brought layer by layer
+    # Where the optimizer's state is between updates: device, or host, from which it is fetched
+    # layer by layer
     "state_memory": "device",
-    # At its peak; AdamW's is 8e-3 of lm, 2e-3 of mlp, 3e-4 of presets, and other optimizers follow
-    # (docs/optimizers.md); mlp_tutorial: 1e-5
+    # Peak learning rate; AdamW's is 8e-3 for lm, 2e-3 for mlp, 3e-4 for presets, and other
+    # optimizers follow (docs/optimizers.md); mlp_tutorial: 1e-5
     "learning_rate": 1e-3,
     # cosine, linear, constant, wsd (warm-up, stable, decay) or inverse_sqrt; by default cosine, and
-    # constant of schedule_free_adamw and mlp_tutorial
+    # constant for schedule_free_adamw and mlp_tutorial
     "schedule": "cosine",
     # Learning rate at the end over the peak; cosine: 0.1, linear and wsd: 0
     "final_fraction": config_dict.placeholder(float),
-    "warmup_steps": config_dict.placeholder(int),  # linear warm-up; a twentieth of the steps
+    "warmup_steps": config_dict.placeholder(int),  # linear warm-up; by default steps / 20
     "warmup_tokens": 0,  # instead of warmup_steps; 0: warmup_steps
-    "decay_steps": config_dict.placeholder(int),  # of wsd, the last ones; a fifth of the steps
+    "decay_steps": config_dict.placeholder(int),  # of wsd, at the end; by default steps / 5
     "decay_tokens": 0,  # instead of decay_steps; 0: decay_steps
     "decay": "linear",  # of wsd: linear or 1-sqrt
     "beta_1": 0.9,  # decay of AdamW's first moment
     "beta_2": 0.95,  # decay of AdamW's second moment
     "epsilon": 1e-8,  # AdamW only
     "momentum": 0.0,  # SGD only
-    # Of kernels and embeddings, not of scales and biases; AdamW's is 0.1, of mlp 0.05, and other
-    # optimizers follow
+    # Applied to kernels and embeddings, not to scales and biases; AdamW's is 0.1, for mlp 0.05, and
+    # other optimizers follow
     "weight_decay": 0.1,
     # A step at the peak takes weight_decay off a parameter, not learning_rate * weight_decay
     "independent_weight_decay": False,
