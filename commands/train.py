@@ -34,7 +34,7 @@ from training import (
 from training.bad_steps import TrainingStoppedError
 from training.callbacks import CallbackError
 from training.metrics import goodput, sinks
-from training.metrics.console import say
+from training.metrics.console import say, say_wrapped
 
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
@@ -145,13 +145,14 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
   count = groups.current().count
   among = f", of {count} processes" if count > 1 else ""
   mesh = mesh_text(ready.devices.sizes, ready.devices.slices)
-  say(f"devices: {ready.mesh.size} x {kind}{among}; mesh: {mesh}")
-  say(layout_text.job_text(ready, whole=False))
-  say(
-    f"train: {data.train.source.name}, {len(data.train.source):,} rows; "
-    f"evaluation: {data.evaluation.source.name}, {len(data.evaluation.source):,} rows"
-  )
-  say(optimizer_defaults.text(ready.config.optimizer))
+  say_wrapped(f"devices: {ready.mesh.size} x {kind}{among}; mesh: {mesh}")
+  say_wrapped(layout_text.job_text(ready, whole=False))
+  sources = {"train": data.train.source, "evaluation": data.evaluation.source}
+  stored = {split: one for split, one in sources.items() if not one.report}
+  if stored:  # what is announced of the others has their names and rows
+    rows = (f"{split}: {one.name}, {len(one):,} rows" for split, one in stored.items())
+    say_wrapped("; ".join(rows))
+  say_wrapped(optimizer_defaults.text(ready.config.optimizer))
   announce_data.rows(ready.config, data.train.source, data.evaluation.source)
   announce_data.bad(data.train.source)
   announce_data.bad(data.evaluation.source)

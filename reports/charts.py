@@ -31,6 +31,7 @@ _SMALLEST_SHARE = 0.01
 _STEPS = (1, 2, 2.5, 5, 10)  # multiples that an axis takes
 _MARGINS = (0.55, 0.12, 0.42, 0.1)  # left, right, bottom, top
 POINTS = 400  # of a line; see `thinned`
+FEW = 100  # points of a line up to which it is never faint
 LOGARITHMIC = 30.0  # largest over smallest value from which on an axis is logarithmic
 _SETTINGS = {
   "svg.fonttype": "none",  # text stays text
@@ -55,7 +56,7 @@ class Line:
     points: (step, value) in the order of steps.
     color: its number among SERIES.
     dotted: show each point, such as of evaluations.
-    faint: thin and pale.
+    faint: thin and pale where it has many points, over which another line is to be seen.
   """
 
   label: str
@@ -154,12 +155,13 @@ _METADATA = ("Creator", "Date", "Format", "Type")
 def _draw(axes: Axes, line: Line, gid: str) -> None:
   xs, ys = zip(*thinned(line.points), strict=True)
   alone = len(xs) == 1
+  faint = line.faint and len(xs) > FEW
   axes.plot(
     xs,
     ys,
     color=SERIES[line.color % len(SERIES)],
-    linewidth=0.8 if line.faint else 1.5,
-    alpha=0.6 if line.faint else 1.0,
+    linewidth=1.0 if faint else 1.5,
+    alpha=0.7 if faint else 1.0,
     marker="o" if line.dotted or alone else "",
     markersize=3.5,
     gid=gid,

@@ -26,6 +26,17 @@ def _breakable(text: str) -> Markup:
   return escape(text).replace("/", Markup("/<wbr>"))
 
 
+def words(command: str) -> Markup:
+  """Returns a command in which a line may only break between words, or within a very long one."""
+  span = Markup('<span class="word">{}</span>')
+  return Markup(" ").join(span.format(word) for word in command.split(" "))
+
+
+def _joined(text: str) -> str:
+  """Returns text in which no line breaks before a percent sign."""
+  return text.replace(" %", "\N{NO-BREAK SPACE}%")
+
+
 _ENVIRONMENT = jinja2.Environment(
   loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent / "templates"),
   autoescape=True,  # the default depends on the suffix, and .j2 would not be escaped
@@ -33,7 +44,9 @@ _ENVIRONMENT = jinja2.Environment(
   trim_blocks=True,
   lstrip_blocks=True,
 )
-_ENVIRONMENT.filters.update(panels=_panels, breakable=_breakable, hue=grid.hue)
+_ENVIRONMENT.filters.update(
+  panels=_panels, breakable=_breakable, hue=grid.hue, joined=_joined, words=words
+)
 
 
 def render(template: str, *, title: str, command: str = "", **values: Any) -> str:

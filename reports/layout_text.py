@@ -154,7 +154,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     lines.append(gathers)
   lines.append(
     f"{counts_text(job)}; with optimizer state {shardings.size_text(per_device)} per device, "
-    f"of which {shardings.size_text(replicated)} are replicated on every device"
+    f"of which {shardings.size_text(replicated)} are replicated"
+    + (" on every device" if whole else "")
     + (f"; {shardings.size_text(on_host)} of it in the host's memory" if on_host else "")
   )
   return "\n".join([*lines, *(chosen_lines(job) if whole else chosen_line(job))])

@@ -20,7 +20,7 @@ from training.callbacks import CALLBACKS, Callback
 from training.due import Due
 from training.evaluation import Evaluation, Evaluator, is_logged
 from training.metrics import device_probe, log_schedule
-from training.metrics.console import ProgressLine, duration, say, warn
+from training.metrics.console import ProgressLine, duration, say_wrapped, warn
 from training.metrics.goodput import Goodput
 from training.metrics.log_lines import FILE
 from training.metrics.log_schedule import LogSchedule
@@ -100,7 +100,7 @@ def train(
     run.save_last_step()
     summary = run.summary()  # without the time that sinks take to end
   watch.at("ending", ENDING)
-  say("\n".join([*run.news(), summary]))
+  say_wrapped("\n".join([*run.news(), summary]))
   return End(run.state, run.stopped)
 
 

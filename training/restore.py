@@ -30,6 +30,7 @@ from training import (
 )
 from training import bad_steps as rollback
 from training.base_parameters import Base
+from training.metrics.waiting import Waiting
 from training.setup import Job
 from training.state import State, merged, split
 
@@ -168,7 +169,9 @@ def begin(
   )
   if checkpointer.steps():
     base = Base.of(_record(newest or checkpointer.verified()))
-    found, tree = checkpointer.restore_verified(_saved(job, base)(job.placed_state), known=newest)
+    with Waiting("restoring the checkpoint").show():
+      saved = _saved(job, base)(job.placed_state)
+      found, tree = checkpointer.restore_verified(saved, known=newest)
     step, known = found.step, _record(found)
     params, base = base_parameters.completed(job, tree[restore.PARAMETERS], base, str(workdir))
     state = State(**{**tree, restore.PARAMETERS: params})
@@ -326,14 +329,15 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
     tree[restore.PARAMETERS], _ = split(
       tree[restore.PARAMETERS], lambda name: f"{restore.PARAMETERS}/{name}" in there
     )
-  step, tree = restore.restore_branches(
-    folder,
-    tree,
-    step,
-    verify=verify,
-    warn=base_parameters.warn,
-    together=together,
-  )
+  with Waiting(f"restoring the parameters of {folder}").show():
+    step, tree = restore.restore_branches(
+      folder,
+      tree,
+      step,
+      verify=verify,
+      warn=base_parameters.warn,
+      together=together,
+    )
   params, _ = base_parameters.completed(job, tree[restore.PARAMETERS], base, str(folder))
   if decay := job.config.evaluation.ema_decay:
     average = _average(job, folder / str(step), decay)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from analysis import collectives
 from input_pipeline.ramp import Ramp, Shape
-from training.metrics.console import say
+from training.metrics.console import say, say_wrapped
 from training.metrics.waiting import Waiting
 from training.setup import Job, batch_text
 
@@ -34,7 +34,7 @@ class TrainSteps:
     of = f" for {batch_text(self._job.config, last)}" if early else ""
     self.last = self._compile(last, of)
     rows = collectives.summarize(collectives.collectives(self.last.as_text(), self._job.mesh))
-    say(collectives.short_summary(rows))
+    say_wrapped(collectives.short_summary(rows))
     return collectives.format_summary(rows)
 
   def has(self, done: int) -> bool:

@@ -13,6 +13,7 @@ from planning import aot, memory, plan
 from planning.step_time import HostTraffic
 from planning.timeline import Timeline
 from reports import plan_page, plan_text, timeline_text
+from reports.html import words
 from reports.timeline_text import WIDTH
 from tests.reports.test_layout_page import Reader
 from tests.reports.test_timeline_text import GAP, LAYER
@@ -136,8 +137,12 @@ def test_overrides_of_a_plan_that_does_not_fit_can_be_copied():
   assert not found.fits
   assert found.advice.fitting
   for one in found.advice.fitting:
-    assert f'<div class="copy"><code>{one.overrides}</code><button type="button">copy' in text
+    assert (
+      f'<div class="copy"><code>{words(one.overrides)}</code><button type="button">copy' in text
+    )
     assert f"{size_text(one.bytes)} per device" in text
+  span = '<span class="word">--config.mesh.data=1</span> <span class="word">--config.mesh.fsdp=8'
+  assert span in text
   [(parts, line)] = bars(text)
   assert sum(parts) == pytest.approx(100)
   assert 0 < float(line[0].split("width:")[1].rstrip("%")) < 100

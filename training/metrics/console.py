@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -13,6 +15,7 @@ from processes.coordination import current
 from runtime.printable import printable
 
 _BAR = 10  # columns
+_INDENT = "  "  # of the second line of a sentence, and of later ones
 
 
 def on_terminal() -> bool:
@@ -95,7 +98,8 @@ class ProgressLine:
     if self._bar is None:
       say(text)
     else:
-      self._bar.console.print(printable(text), highlight=False)
+      lines = wrapped(printable(text), self._bar.console.width)
+      self._bar.console.print(lines, highlight=False, markup=False)
 
 
 def fitting(parts: Sequence[str], least: Sequence[str], width: int) -> str:
@@ -118,6 +122,29 @@ def say(text: str) -> None:
     print(printable(text, longest=sys.maxsize), flush=True)
   except BrokenPipeError:
     preemption.output_closed()
+
+
+def say_wrapped(text: str) -> None:
+  """Prints sentences as `say` does; a terminal's lines break between words."""
+  columns = shutil.get_terminal_size().columns
+  say(wrapped(text, columns) if on_terminal() else text)
+
+
+def wrapped(text: str, columns: int) -> str:
+  """Returns text whose lines break between words, where they are longer than a terminal's."""
+  return "\n".join(
+    part
+    for line in text.split("\n")
+    for part in textwrap.wrap(
+      line,
+      columns,
+      subsequent_indent=_INDENT,
+      break_long_words=False,
+      break_on_hyphens=False,
+      drop_whitespace=True,
+    )
+    or [""]
+  )
 
 
 def warn(text: str) -> None:

@@ -32,3 +32,26 @@ def test_lines_are_rewritten_on_capable_terminals_alone(monkeypatch, term, tty, 
     monkeypatch.setenv("TERM", term)
   monkeypatch.setattr(sys.stdout, "isatty", lambda: tty, raising=False)
   assert console.on_terminal() is rewrites
+
+
+def test_sentences_break_between_words_and_are_indented():
+  text = "chosen: training.loss_chunks=1, model.dtype=float32\n  a loop at models/block.py:4"
+  assert console.wrapped(text, 40).split("\n") == [
+    "chosen: training.loss_chunks=1,",
+    "  model.dtype=float32",
+    "  a loop at models/block.py:4",
+  ]
+  assert console.wrapped(text, 60) == text
+  path = "workdir: " + "/folder" * 8  # can be copied
+  assert console.wrapped(path, 40).split("\n") == ["workdir:", "  " + "/folder" * 8]
+  assert console.wrapped("a\n\nb", 40) == "a\n\nb"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_not_a_terminal_gets_each_sentence_as_one_line(monkeypatch, capsys, terminal):
+  monkeypatch.setenv("COLUMNS", "12")
+  monkeypatch.setattr(console, "on_terminal", lambda: terminal)
+  console.say_wrapped("two words, and more")
+  assert capsys.readouterr().out == (
+    "two words,\n  and more\n" if terminal else "two words, and more\n"
+  )
