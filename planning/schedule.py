@@ -9,7 +9,7 @@ A transfer that is in flight while a loop runs shares HBM with it, but no links.
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from analysis import hlo
 from analysis.chips import Chip, Rates
@@ -113,9 +113,8 @@ class Schedule:
   def inner(self, frame: hlo.Frame, instruction: hlo.Instruction, runs: int) -> tuple[Trace, int]:
     """Returns one run of what a loop, call or conditional runs, and how often it does."""
     if instruction.opcode != "while":
-      branches = (self.program.computations[name] for name in instruction.called())
-      found = [_Run(self, hlo.Frame(one, instruction, frame), runs).trace() for one in branches]
-      return max(found, key=lambda one: one.seconds), 1
+      branches = [self.program.computations[name] for name in instruction.called()]
+      return self._slowest([hlo.Frame(one, instruction, frame) for one in branches], runs), 1
     trips = hlo.trip_count(self.program, frame, instruction)
     trips = 1 if trips is None else trips
     body = self.program.computations[instruction.one("body")]
@@ -123,6 +122,18 @@ class Schedule:
     found = _Run(self, hlo.Frame(body, instruction, frame), runs * trips).trace()
     self.loops.insert(place, Loop(instruction, trips, runs * trips, found))
     return found, trips
+
+  def _slowest(self, branches: Sequence[hlo.Frame], runs: int) -> Trace:
+    """Runs each branch of a conditional; what is recorded is that of the slowest one."""
+    work, waited, slowed, loops = self.work, self.waited, self.slowed, self.loops
+    found = []
+    for branch in branches:
+      self.work, self.waited, self.slowed, self.loops = work, waited.copy(), slowed, [*loops]
+      trace = _Run(self, branch, runs).trace()
+      found.append((trace, (self.work, self.waited, self.slowed, self.loops)))
+    trace, recorded = max(found, key=lambda one: one[0].seconds)
+    self.work, self.waited, self.slowed, self.loops = recorded
+    return trace
 
   def cost(self, computation: hlo.Computation, instruction: hlo.Instruction) -> tuple[Work, float]:
     """Returns the work of an instruction, and the seconds of its matmuls."""

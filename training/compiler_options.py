@@ -56,6 +56,11 @@ _EARLIER = {
 
 TABLE = (
   Defaults(
+    ("v5e",),
+    _SPARSE_CORE,
+    "all-gathers run beside matmuls, and reduce-scatters are no all-reduces; it has no SparseCore",
+  ),
+  Defaults(
     ("v5p",),
     _SPARSE_CORE,
     "all-gathers and reduce-scatters run on the SparseCores, beside the matrix units",

@@ -7,15 +7,20 @@ the configured timeouts (jax#40831). So on gloo each device sends its parts to t
 all-to-all, and the owners sum them: the same number of bytes.
 
 On TPUs the SparseCores' reduce-scatter takes only arrays that they can cut into small equal parts.
-XLA makes an all-reduce of any other, twice the bytes and beside no matmul; see `_padding`.
+XLA makes an all-reduce of any other, twice the bytes and beside no matmul; see `_padding`. It also
+does where a device's part of the scattered dim is less than a row of a tile; see `_narrow`.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+# Experimental: no public name tells XLA how an array lies in memory (jax 0.10.2 to 0.12.0).
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from partitioning.dims import Axes
 
@@ -24,12 +29,15 @@ _LANES = 128  # numbers in a row of a TPU's tile
 # each were scattered and 29 were not, of 512 shards 3 and not 5 (v5p), of 256 on v6e 3 and not 5
 # (libtpu 0.0.42.1; tests/planning/test_aot.py).
 _TILES = 1024
+_LARGE = 2**20  # numbers of an array whose layout matters; a scatter of less takes microseconds
 
 
 def all_gather(shard: jax.Array, axes: Axes, dim: int) -> jax.Array:
   """Joins the shards of all devices along the axes; the transpose is `reduce_scatter`."""
+  shape = [*shard.shape]
+  shape[dim] *= jax.lax.axis_size(axes)
   # Integers have no gradient.
-  if _special(shard.shape, dim, axes) and jnp.issubdtype(shard.dtype, jnp.inexact):
+  if _special(shape, dim, axes) and jnp.issubdtype(shard.dtype, jnp.inexact):
     return _gather(shard, axes, dim)
   return jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
 
@@ -47,20 +55,33 @@ def reduce_scatter(partial: jax.Array, axes: Axes, dim: int) -> jax.Array:
   return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
 
 
-def _special(shape: tuple[int, ...], dim: int, axes: Axes) -> bool:
+def _special(shape: Sequence[int], dim: int, axes: Axes) -> bool:
   """Returns whether some backend does not scatter an array of this shape as asked."""
-  padded = _padding(shape, dim, jax.lax.axis_size(axes)) is not None
-  return jax.distributed.is_initialized() or padded
+  shards = jax.lax.axis_size(axes)
+  on_tpus = _padding(shape, dim, shards) is not None or _narrow(shape, dim, shards)
+  return jax.distributed.is_initialized() or on_tpus
 
 
-def _padding(shape: tuple[int, ...], dim: int, shards: int) -> tuple[int, int] | None:
+def _narrow(shape: Sequence[int], dim: int, shards: int) -> bool:
+  """Returns whether a shard of the last dim is less than a row of a tile, of a large array.
+
+  XLA for TPUs lays an array out as its matmul has it, often with the last dim along the rows of
+  tiles, and scatters none whose shards would be parts of rows: of an MLP's kernel of 14,336 x 4,096
+  on 256 devices it made an all-reduce (libtpu 0.0.42.1). With the scattered dim along no row it
+  scatters.
+  """
+  large = math.prod(shape) >= _LARGE
+  return large and 1 < len(shape) == dim + 1 and shape[dim] < shards * _LANES
+
+
+def _padding(shape: Sequence[int], dim: int, shards: int) -> tuple[int, int] | None:
   """Returns (dim, numbers) of zeros with which a TPU scatters an array; None if it needs none.
 
   The array lies in tiles along its last dim besides the scattered one, and is cut into equal parts
   along it: the tiles of a part have to contain every prime factor of their number.
 
   Args:
-    shape: of the array, or of its shards.
+    shape: of the array.
     dim: the scattered one.
     shards: their number.
   """
@@ -105,13 +126,16 @@ def _scatter(partial: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 
 def _padded_scatter(partial: jax.Array, axes: Axes, dim: int) -> jax.Array:
-  """Sums and scatters an array of a shape that SparseCores take."""
-  if (padding := _padding(partial.shape, dim, jax.lax.axis_size(axes))) is None:
-    return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
-  along, more = padding
-  size, ends = partial.shape[along], [(0, more if d == along else 0) for d in range(partial.ndim)]
-  found = jax.lax.psum_scatter(jnp.pad(partial, ends), axes, scatter_dimension=dim, tiled=True)
-  return jax.lax.slice_in_dim(found, 0, size, axis=along)
+  """Sums and scatters an array of a shape, and in a layout, that TPUs scatter."""
+  shape, shards = partial.shape, jax.lax.axis_size(axes)
+  along, more = _padding(shape, dim, shards) or (0, 0)
+  if more:
+    partial = jnp.pad(partial, [(0, more if d == along else 0) for d in range(partial.ndim)])
+  if _narrow(shape, dim, shards):
+    others = (d for d in range(partial.ndim) if d != dim)
+    partial = with_layout_constraint(partial, Layout(major_to_minor=(dim, *others)))
+  found = jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
+  return jax.lax.slice_in_dim(found, 0, shape[along], axis=along) if more else found
 
 
 def _gather_forward(shard: jax.Array, axes: Axes, dim: int) -> tuple[jax.Array, None]:

@@ -247,3 +247,18 @@ def test_a_loop_beside_a_transfer_and_the_trace_of_its_body():
   assert (wait.begin, wait.end) == pytest.approx((1.0, 2.0))
   matmul = next(i for i in body.compute if i.names == ("p",))
   assert (matmul.begin, matmul.end, matmul.bound) == (pytest.approx(0), pytest.approx(1), "matmul")
+
+
+def test_of_a_conditional_the_slowest_branch_counts():
+  def branch(name, products):
+    work = "\n".join(f"  %{name}{i} = f32[1000,1000]{{1,0}} {PRODUCT}" for i in range(products))
+    head = f"%{name} (x: f32[1000,1000]) -> f32[1000,1000] {{"
+    return f"{head}\n  %x = f32[1000,1000]{{1,0}} parameter(0)\n{work}\n}}\n"
+
+  before = branch("long", 2) + branch("short", 1)
+  found = times(
+    f"{START}  %w = pred[] constant(true)\n"
+    "  ROOT %c = f32[1000,1000]{1,0} conditional(%w, %x, %x), branch_computations={%long, %short}",
+    before,
+  )
+  assert (found.step, found.compute) == pytest.approx((2.0, 2.0))

@@ -32,7 +32,7 @@ GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
   [
     ("TPU v5", "tpu", 7),
     ("TPU v6 lite", "tpu", 9),
-    ("TPU v5 lite", "tpu", 0),  # without SparseCores
+    ("TPU v5 lite", "tpu", 7),
     ("TPU v4", "tpu", 0),
     ("TPU7x", "tpu", 0),  # the compiler has them on by itself
     ("TPU v99", "tpu", 0),
