@@ -102,7 +102,8 @@ def upcoming(
   """Returns the setting to compile next; None if no other is expected to be better.
 
   The formulas are corrected by the ratios of what was found: by that of the same mesh, else by the
-  smallest one. What is unlike everything tried so far may be better than that by `UNLIKE`.
+  smallest one of meshes that `data` and `fsdp` alone tell apart, else by the smallest one. What is
+  unlike everything tried so far may be better than that by `UNLIKE`.
 
   Args:
     estimates: by formula.
@@ -113,12 +114,16 @@ def upcoming(
   ran = [one for one in tried if one.seconds is not None]
   ratios = {one.estimate.mesh_text: one.seconds / one.estimate.seconds for one in ran}
   memory = {one.estimate.mesh_text: one.bytes / one.estimate.bytes for one in tried if one.bytes}
-  least = min(ratios.values(), default=1.0)
+  least, near = min(ratios.values(), default=1.0), {}
+  for one in ran:
+    near[_inner(one.estimate)] = min(
+      ratios[one.estimate.mesh_text], near.get(_inner(one.estimate), math.inf)
+    )
   done, alike = {one.estimate.key for one in tried}, {_kind(one.estimate) for one in tried}
 
   def expected(one: Estimate) -> float:
-    ratio = ratios.get(one.mesh_text, least) * (1.0 if _kind(one) in alike else UNLIKE)
-    return one.seconds_per_token * ratio
+    ratio = ratios.get(one.mesh_text, near.get(_inner(one), least))
+    return one.seconds_per_token * ratio * (1.0 if _kind(one) in alike else UNLIKE)
 
   def order(one: Estimate) -> tuple[float, int, int]:
     # Of those that hardly differ the one with fewer overrides, and then with less memory.
@@ -175,12 +180,13 @@ def finalists(tried: Sequence[Tried]) -> list[Tried]:
 
 
 def _kind(one: Estimate) -> tuple[Any, ...]:
-  """Returns what settings that take about the same time have in common.
+  """Returns what settings that take about the same time have in common."""
+  return (_inner(one), one.rematerialization, one.microbatches, one.tokens)
 
-  `data` and `fsdp` divide the same rows.
-  """
-  inner = tuple((axis, size) for axis, size in one.mesh.items() if axis not in ("data", "fsdp"))
-  return (inner, one.rematerialization, one.microbatches, one.tokens)
+
+def _inner(one: Estimate) -> tuple[Any, ...]:
+  """Returns the mesh without `data` and `fsdp`, which divide the same rows."""
+  return tuple((axis, size) for axis, size in one.mesh.items() if axis not in ("data", "fsdp"))
 
 
 def best(tried: Sequence[Tried]) -> list[Tried]:

@@ -1,5 +1,7 @@
 """Which setting is compiled next, the Pareto front, and prices."""
 
+import dataclasses
+
 import pytest
 
 from planning.search_choice import (
@@ -42,6 +44,17 @@ def test_formulas_are_corrected_by_what_was_compiled():
   tried.append(Tried(other, 1, 1.2))
   again = estimate(1.25, mesh=4, table="dots")
   assert upcoming([first, table, other, again], tried, 10, trusted=False) is again
+
+
+def test_a_mesh_is_corrected_like_one_that_divides_the_rows_otherwise():
+  tried = [Tried(estimate(1.0), 1, 0.8), Tried(estimate(1.1, mesh=4), 1, 1.1)]
+  alike = Estimate(
+    {"mesh.data": 2}, mesh={"data": 2, "fsdp": 2, "tensor": 2}, seconds=0.95, tokens=10
+  )
+  context = dataclasses.replace(alike, setting={"c": 2}, mesh={"fsdp": 4, "context": 2})
+  # tensor=2 takes as long as its formula says: 0.95 times 0.95 is more than 0.8.
+  assert upcoming([alike], tried, 10, trusted=True) is None
+  assert upcoming([context], tried, 10, trusted=True) is context  # of context nothing is known
 
 
 def test_a_setting_that_is_not_expected_to_be_faster_is_not_compiled():
