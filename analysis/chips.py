@@ -362,7 +362,10 @@ def overridden(text: str) -> tuple[dict[str, Chip], Rates]:
 
 def _positive(name: str, value: str) -> float:
   if not re.fullmatch(r"([0-9]+[.]?[0-9]*|[.][0-9]+)(e[+-]?[0-9]+)?", value) or not float(value):
-    raise ValueError(f"planning.constants: {name}={value!r} is not a positive number")
+    raise ValueError(
+      f"planning.constants: {name}={value!r} is not a positive number, as in "
+      "matmul=0.7,v5p.hbm_bandwidth=2.6e12"
+    )
   return float(value)
 
 

@@ -71,7 +71,11 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
   """
   model, length = config.model, config.data.sequence_length
   if model.kv_heads > 0 and model.heads % model.kv_heads:
-    yield f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"
+    near = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+    yield (
+      f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}; set "
+      f"model.kv_heads to one of {', '.join(map(str, near))}"
+    )
   if model.positions == "rotary" and (model.rotary_size or model.head_size) % 2:
     name = "rotary_size" if model.rotary_size else "head_size"
     yield f"model.{name}={model[name]} is odd; rotary positions turn pairs"

@@ -14,6 +14,7 @@ from configs.schema import (
   memory_checks,
   mixture_checks,
   mup_checks,
+  number_checks,
   optimizer_defaults,
   pipeline_checks,
   precision_checks,
@@ -44,6 +45,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   """
   wrong = [
     *_at_least(config),
+    *number_checks.wrong(config),
     *_choices(config),
     *_dpo(config),
     *_tables(config),
@@ -366,7 +368,7 @@ def _batch(config: ConfigDict, sizes: Mapping[str, int]) -> list[str]:
   if size % steps:
     return [
       f"data.global_batch_size={size} is not divisible by "
-      f"training.gradient_accumulation_steps={steps}"
+      f"training.gradient_accumulation_steps={steps}; make it {-(-size // steps) * steps}"
     ]
   parts, names = 1, []
   for axis in config.partitioning.activations.batch:
