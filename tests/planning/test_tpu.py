@@ -278,3 +278,14 @@ def test_llama_3_8b_with_tensor_parallelism_on_v6e_needs_no_expert(main, tmp_pat
   exposed = sum(one["exposed_seconds"] for one in found["collectives"])
   assert found["step_seconds"]["expected"] < 1.27
   assert exposed < 0.15 * found["step_seconds"]["expected"]
+
+
+@pytest.mark.long
+def test_llama_3_8b_on_v5e_scatters_the_gradients_of_all_kernels(main, tmp_path):
+  arguments = (LLAMA, "--topology=v5e:16x16", "--config.mesh.fsdp=256")
+  code, out, found = plan(main, tmp_path, *arguments, "--config.data.global_batch_size=256")
+  assert code == 0, out
+  # 16 of 128 numbers of a row are a chip's: 10.7 GB of all-reduces where arrays lie by rows.
+  assert kinds(found)["all-reduce"] < 0.1
+  assert kinds(found)["reduce-scatter"] < 18
+  assert found["step_seconds"]["expected"] < 3.42
