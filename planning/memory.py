@@ -22,10 +22,13 @@ from training.setup import Job
 _ALWAYS = (
   *("parameters", "optimizer state", "sum of the microbatches", "activations kept"),
   *("gathered kernels kept", "inputs of chunks kept", "parameters by chunk"),
-  "parameters, gathered",
+  *("parameters, gathered", "last backward pass"),
 )
 _LOSSES = ("logits", "kernel of the logits")
-_LAYER = ("gradients", "activations of one layer", "collective buffers")
+_LAYER = (
+  *("gradients", "activations of one layer", "collective buffers"),
+  *("kernels of one layer", "parameters of a chunk"),
+)
 
 
 def of_the_host(job: Job, layers: OfTheLayers) -> dict[str, int]:
@@ -70,8 +73,34 @@ def by_formula(job: Job, layers: OfTheLayers | None = None) -> dict[str, int]:
     "kernel of the logits": _unembedding(job),
     "collective buffers": _gathered(job),
   }
-  more = {"gathered kernels kept": kept, **_of_stages(job)}
+  more = {"gathered kernels kept": kept, "kernels of one layer": _of_a_layer(job)}
+  more |= _of_stages(job)
+  if (schedule := job.program.pipeline) and schedule.ticks - schedule.forward_ticks == 1:
+    # A loop of one tick becomes a part of the program, which sets its buffers to zero as it begins.
+    more["last backward pass"] = trained + layers.kept
   return parts | {name: size for name, size in more.items() if size}
+
+
+def _copies(job: Job) -> bool:
+  """Returns whether the compiler copies what a loop reads and writes of a stack, as a CPU's does.
+
+  Those for accelerators read and write in place.
+  """
+  return job.devices.platform == "cpu"
+
+
+def _of_a_layer(job: Job) -> int:
+  """Returns the bytes of copies of a layer's stacked parameters, and of their gradients."""
+  if not _copies(job):
+    return 0
+  sizes, total = {**job.devices.sizes, "fsdp": 1}, 0
+  for placement in job.placements["parameters"].values():
+    if not placement.letters.startswith("L"):
+      continue
+    shape = shard_shape(placement.shape, placement.spec, sizes)
+    arrays = 2 if placement.name in job.program.trained else 1
+    total += arrays * math.prod(shape[1:]) * wide_dtype(placement.dtype).itemsize
+  return total
 
 
 def _of_a_chunk(job: Job, chunks: int | None = None) -> int:
@@ -100,6 +129,8 @@ def _of_stages(job: Job) -> dict[str, int]:
   return {
     "inputs of chunks kept": int(inputs),
     "parameters by chunk": by_chunk,
+    # On a CPU copied out of them: for a forward and for a backward pass.
+    "parameters of a chunk": 2 * by_chunk // schedule.chunks if _copies(job) else 0,
     "parameters, gathered": _gathered_once(job),
   }
 
@@ -122,7 +153,9 @@ def at_peak(parts: Mapping[str, int]) -> dict[str, int]:
   That is when the losses are computed, or the last layer's gradients, when all gradients are
   allocated.
   """
-  losses, layer = ({name: parts[name] for name in names} for names in (_LOSSES, _LAYER))
+  losses, layer = (
+    {name: parts[name] for name in names if name in parts} for names in (_LOSSES, _LAYER)
+  )
   always = {name: parts[name] for name in _ALWAYS if name in parts}
   return always | max(losses, layer, key=lambda some: sum(some.values()))
 

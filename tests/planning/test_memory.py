@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from planning import activation_memory, memory, named_activations
+from planning import activation_memory, aot, memory, named_activations
 from tests.helpers.jobs import make_job
 from tests.parity.latents import LATENTS
 
@@ -138,3 +138,37 @@ def test_not_all_is_there_at_a_time():
   assert most > sum(parts[name] for name in ("parameters", "optimizer state", "activations kept"))
   accumulated = make_job("dp4_tp2", "lm", **{"training.gradient_accumulation_steps": 2})
   assert memory.by_formula(accumulated)["sum of the microbatches"] == parts["gradients"]
+
+
+# ---- Beside the compiler ----
+
+STAGES = {
+  "model.layers": 8,
+  "model.model_size": 256,
+  "model.feedforward_size": 1024,
+  "model.heads": 8,
+  "model.kv_heads": 4,
+  "model.head_size": 32,
+  "model.vocabulary_size": 1024,
+  "model.vocabulary_multiple": 1,
+  "data.sequence_length": 256,
+  "data.global_batch_size": 8,
+  "training.microbatches": 8,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {"mesh.stage": 2},
+    {"mesh.stage": 4, "mesh.tensor": 2},
+    {"mesh.stage": 2, "training.pipeline": "interleaved", **FULL},
+    {"mesh.stage": 2, "training.pipeline": "gpipe"},
+  ],
+  ids=lambda keys: ", ".join(map(str, keys.values())),
+)
+def test_a_pipeline_needs_what_the_compiler_for_cpus_says(keys):
+  job = make_job("single", "lm", **STAGES, **keys)
+  peak, _ = aot.memory_of(job.compile_train_step().function, "cpu")
+  assert memory.at_once(memory.by_formula(job)) == pytest.approx(peak, rel=0.1)

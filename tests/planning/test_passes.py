@@ -123,8 +123,19 @@ def test_memory_is_that_of_a_chunk_and_the_kept_inputs(keys, inputs, copy):
   assert parts["sum of the microbatches"] == (layers + others) * WIDE
   assert parts["gradients"] == (layers // chunks + others) * WIDE
   assert parts.get("parameters by chunk", 0) == copy * layers * WIDE
+  # A CPU's compiler copies what loops read and write.
+  assert parts.get("parameters of a chunk", 0) == 2 * copy * layers // chunks * WIDE
+  assert parts["kernels of one layer"] == 2 * (KERNELS + 2 * D) * WIDE
   assert parts["logits"] == B // M * T * V * WIDE
   assert set(memory.at_peak(parts)) >= {"inputs of chunks kept"}
+
+
+def test_a_last_tick_alone_has_memory_of_its_own():
+  two, four = (
+    memory.by_formula(staged(**{"mesh.stage": stages, "mesh.data": 1})) for stages in (2, 4)
+  )
+  assert two["last backward pass"] == two["gradients"] + two["activations kept"]
+  assert "last backward pass" not in four
 
 
 def test_memory_does_not_grow_with_the_microbatches_of_1f1b():
