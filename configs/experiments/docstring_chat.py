@@ -13,7 +13,7 @@ r"""A small decoder on Python's standard library, tuned on conversations about i
 
 The first command writes the files: modules.jsonl, a document per module; chats.jsonl, a
 conversation per function with a docstring; chat_template.jinja. `full` and `lora` start from
-`base`. To expect on the evaluation split of the conversations, in nats per trained token: 4.22
+`base`. Expected on the evaluation split of the conversations, in nats per trained token: 4.22
 before, 2.88 after `full`, 3.18 after `lora` (docs/fine_tuning.md). Base took 232 s
 of processor time on two shared x86-64 cores, as eight simulated devices.
 """

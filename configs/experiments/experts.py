@@ -5,8 +5,8 @@
 
 8 experts, 2 of them for each token, each half as wide as the dense MLP; the first on a mesh of
 data=2 x expert=4, the second on data=8. Both are the byte-level decoder of the recipe lm, with its
-data and its schedule, and read the same rows. To expect after 400 steps: 2.090 bits per byte on the
-evaluation split with experts, 2.093 without (docs/experts.md), as eight simulated devices on two
+data and its schedule, and read the same rows. Expected after 400 steps: 2.090 bits per byte on the
+evaluation split with experts, 2.093 without (docs/experts.md), on eight simulated devices on two
 shared x86-64 cores. The first takes about 350 s of processor time, estimated from 20 steps.
 """
 

@@ -29,7 +29,8 @@ def finalize(config: ConfigDict) -> None:
   if not model.folder:
     raise ValueError(
       f"{KEY}='': name the folder of the model, such as --config.{KEY}=Qwen3-0.6B; one of the "
-      f"Hugging Face Hub is hf://OWNER/NAME"
+      f"Hugging Face Hub is hf://OWNER/NAME. `sample` and `evaluate` read it from the run of "
+      f"--checkpoint, if that has saved a step"
     )
   folder = hf_folder.local(model.folder, KEY)
   described = hf_folder.read_config(folder, KEY)

@@ -81,7 +81,9 @@ def test_a_window_may_be_longer_than_the_rows(tmp_path):
 
 
 def test_no_folder_and_an_unknown_recipe_are_refused_with_the_way():
-  with pytest.raises(ValueError, match=r"model.folder='': name the folder of the model"):
+  with pytest.raises(
+    ValueError, match=r"model.folder='': name the folder of the model.*--checkpoint"
+  ):
     finalized("")
   with pytest.raises(ValueError, match=r"there are lm, .*, hf; did you mean 'hf'"):
     recipes.base("hff")
