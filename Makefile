@@ -1,5 +1,5 @@
 # make train | test | test-long | test-all | test-faults | test-plan | test-transformers | test-sinks
-# | test-deploy | sinks | lint | setup | lock. Everything is installed into .venv, from PYTHON, as the lock files say: every package pinned
+# | test-deploy | buckets | sinks | lint | setup | lock. Everything is installed into .venv, from PYTHON, as the lock files say: every package pinned
 # and checked by its SHA-256.
 PYTHON ?= python3
 ACCELERATOR ?= cpu
@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes
 UPGRADE ?=
+# Where packages ask for extras of others, whose hashes pip does not find in a lock file; uv does.
+UV_PIP := .venv-lock/bin/python -m uv pip install --quiet --require-hashes
 
 # GPUs: jax[cuda12]. CUDA 12 drivers are the most common, and 13's run it too.
 LOCKS_cpu := -r locks/base.txt
@@ -20,7 +22,7 @@ ifeq ($(filter $(ACCELERATOR),cpu tpu gpu),)
 $(error ACCELERATOR=$(ACCELERATOR): cpu, tpu or gpu)
 endif
 
-.PHONY: setup train test test-long test-all test-faults test-plan test-transformers test-sinks test-deploy sinks lint lock clean
+.PHONY: setup train test test-long test-all test-faults test-plan test-transformers test-sinks test-deploy buckets sinks lint lock clean
 
 setup: $(VENV)/.installed-$(ACCELERATOR)
 
@@ -54,6 +56,10 @@ test-plan: $(VENV)/.installed-plan
 # PyTorch: several GB on Linux.
 test-transformers: $(VENV)/.installed-dev .venv-transformers4/.installed .venv-transformers5/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m transformers
+
+# What opens files at gs://, for a workdir there.
+buckets: $(VENV)/.installed-$(ACCELERATOR) .venv-lock/.installed
+	$(UV_PIP) --python $(BIN)/python -r locks/base.txt -r locks/buckets.txt
 
 # The packages of experiment trackers, in an environment of their own: metrics.sinks_python.
 sinks: .venv-sinks/.installed
@@ -94,14 +100,14 @@ $(VENV)/.installed-plan: locks/plan.txt $(VENV)/.installed-dev
 	$(PIP) $(LOCKS_plan)
 	@touch $@
 
-.venv-deploy/.installed: locks/deploy.txt
+.venv-deploy/.installed: locks/deploy.txt | .venv-lock/.installed
 	$(PYTHON) -m venv .venv-deploy
-	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
+	$(UV_PIP) --python .venv-deploy/bin/python -r $<
 	@touch $@
 
-.venv-sinks/.installed: locks/sinks.txt
+.venv-sinks/.installed: locks/sinks.txt | .venv-lock/.installed
 	$(PYTHON) -m venv .venv-sinks
-	.venv-sinks/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
+	$(UV_PIP) --python .venv-sinks/bin/python -r $<
 	@touch $@
 
 .venv-transformers%/.installed: locks/transformers%.txt

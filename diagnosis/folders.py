@@ -108,8 +108,8 @@ def _advice(folder: epath.Path, error: Exception) -> str:
   """Returns the fix for a bucket; "" for a folder."""
   if files.is_local(folder):
     return ""
-  if isinstance(error, ImportError):
-    return "pip install gcsfs for gs://, s3fs for s3://: small files of a run go through them"
+  if missing := files.missing_library(folder):
+    return f"{missing[1]}: small files of a run go through {missing[0]}"
   return (
     "check that the bucket exists and that the credentials may write to it (gs://: gcloud auth "
     "application-default login, or the machine's service account)"

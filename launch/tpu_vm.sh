@@ -55,7 +55,7 @@ setup)
   # What an earlier copy left goes, so that all hosts run the same code; the installation stays.
   clear="find meshwright -mindepth 1 -maxdepth 1 ! -name .venv ! -name runs -exec rm -rf {} +"
   remotely all "mkdir -p meshwright && $clear && tar -xzf meshwright.tar.gz -C meshwright \
-&& make -C meshwright PYTHON=$(printf %q "$python") setup ACCELERATOR=tpu"
+&& make -C meshwright PYTHON=$(printf %q "$python") setup buckets ACCELERATOR=tpu"
   ;;
 run)
   [[ $# -gt 0 ]] || refuse "run needs main.py's arguments"

@@ -20,6 +20,7 @@ OLDEST_PYTHON = "3.11"
 EXTRAS = {
   "dev": "-r requirements-dev.txt",
   "plan": "-r requirements-plan.txt",
+  "buckets": "-r requirements-buckets.txt",
   "sentencepiece": "-r requirements-sentencepiece.txt",
   "tpu": "-r requirements.txt\njax[tpu]",
   "gpu": "-r requirements.txt\njax[cuda12]",

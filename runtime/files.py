@@ -11,6 +11,7 @@ Paths in a bucket (`gs://`) are passed to epath: a bucket has neither links nor 
 
 import contextlib
 import errno
+import importlib.util
 import json
 import math
 import os
@@ -35,6 +36,13 @@ _KINDS = (
 )
 
 
+# Scheme of a bucket -> the package that epath opens its files with, and what installs it.
+_LIBRARIES = {
+  "gs": ("gcsfs", "make buckets (or pip install -r requirements-buckets.txt)"),
+  "s3": ("s3fs", "pip install s3fs"),
+}
+
+
 class NotPlainError(OSError):
   """A path is not a plain file, or the file is too large."""
 
@@ -46,6 +54,22 @@ class NotPlainError(OSError):
 def is_local(path: epath.PathLike) -> bool:
   """Returns whether a path is on this machine's file systems, and not in a bucket."""
   return "://" not in os.fspath(path)
+
+
+def missing_library(path: epath.PathLike) -> tuple[str, str] | None:
+  """Returns the package that a path in a bucket needs and that is not installed, and what does."""
+  needed = _LIBRARIES.get(os.fspath(path).partition("://")[0])
+  return None if needed is None or importlib.util.find_spec(needed[0]) else needed
+
+
+def require_library(path: epath.PathLike) -> None:
+  """Checks that a path's library is installed, if it is in a bucket.
+
+  Raises:
+    ValueError: it is not; with the command that installs it.
+  """
+  if missing := missing_library(path):
+    raise ValueError(f"{path}: a bucket needs the package {missing[0]}: {missing[1]}")
 
 
 def kind(path: epath.PathLike, *, follow: bool = False) -> str:

@@ -41,7 +41,7 @@ def wanted(name):
 @pytest.mark.parametrize(
   "file",
   [
-    *("base", "dev", "plan", "tpu", "gpu", "sentencepiece", "fixtures"),
+    *("base", "dev", "plan", "tpu", "gpu", "buckets", "sentencepiece", "fixtures"),
     *("deploy", "sinks", "transformers4", "transformers5"),
   ],
 )
@@ -60,6 +60,7 @@ def test_every_entry_is_pinned_and_hashed(file):
     ("requirements.txt", ["base"]),
     ("requirements-dev.txt", ["base", "dev"]),
     ("requirements-plan.txt", ["base", "dev", "plan"]),
+    ("requirements-buckets.txt", ["base", "buckets"]),
     ("requirements-sentencepiece.txt", ["base", "sentencepiece"]),
     ("requirements-fixtures.txt", ["fixtures"]),
     ("requirements-deploy.txt", ["deploy"]),

@@ -73,7 +73,7 @@ def test_tpu_setup_copies_the_tree_and_installs_on_every_host(hosts):
     assert (copy / ".venv" / "bin" / "python").exists()
     assert not (copy / "old.py").exists()
     log = (folder / f"home{worker}" / "log").read_text()
-    assert log == "make -C meshwright PYTHON=python3.12 setup ACCELERATOR=tpu\n"
+    assert log == "make -C meshwright PYTHON=python3.12 setup buckets ACCELERATOR=tpu\n"
 
 
 @pytest.mark.parametrize("code", [0, 2, 75])

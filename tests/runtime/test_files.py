@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import socket
 import struct
 import threading
@@ -151,6 +152,26 @@ def test_epath_and_pathlib_are_taken_alike(tmp_path):
     assert files.read_text(path) == "one\ntwo\n"
   assert files.is_local(tmp_path)
   assert not files.is_local("gs://bucket/file")
+
+
+@pytest.mark.parametrize(
+  ("scheme", "library", "fix"),
+  [
+    ("gs", "gcsfs", "make buckets (or pip install -r requirements-buckets.txt)"),
+    ("s3", "s3fs", "pip install s3fs"),
+  ],
+)
+def test_a_bucket_without_its_library_is_refused_with_the_command_that_installs_it(
+  monkeypatch, scheme, library, fix
+):
+  there = []
+  monkeypatch.setattr("importlib.util.find_spec", lambda name: name in there or None)
+  said = f"{scheme}://bucket/run: a bucket needs the package {library}: {fix}"
+  with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+    files.require_library(f"{scheme}://bucket/run")
+  there.append(library)
+  files.require_library(f"{scheme}://bucket/run")
+  files.require_library("runs/gs")
 
 
 # ------------------------------ JSON ------------------------------
