@@ -190,6 +190,8 @@ def main() -> int:
       before[result.combination] = result
       if arguments.write:
         kept(before)
+  if arguments.write:
+    kept(before)  # also where nothing was left to run
   print(page(results, MESHES))
   return int(any(result.wrong for result in results))
 

@@ -38,6 +38,8 @@ def compile_step(axes: dict[str, int]) -> None:
     keys |= EXPERTS
   if axes["tensor"] > 1:
     keys["partitioning.sequence_parallel"] = True
+  if axes["context"] > 1:  # which puts the tokens in another order
+    keys["model.context_attention"] = "ring"
   length = {"data.sequence_length": 32, "model.separate_documents": True, "model.layers": 8}
   job = jobs.make_job("single", "lm", **keys, **length)
   job.compile_train_step()

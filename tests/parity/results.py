@@ -144,7 +144,7 @@ parameter after the third. The optimizer is SGD where none is named.
 _ABOUT = """\
 In all variants rows have different weights. Those of the decoder (lm) have a padded vocabulary, and
 fewer key/value heads than query heads. vit is a vision transformer, mlp a classifier without
-attention. With stages there are four layers on two of them, and four microbatches by default.
+attention. Each of two pipeline stages has one of two layers; the schedule is 1F1B.
 
 - features: tied embeddings, intra-document attention masking, full rematerialization
 - accumulated: in 2 to 4 microbatches, the reference in one

@@ -1,7 +1,9 @@
 """Results of the parity matrix: what is kept, and what the page says of it."""
 
-from tests.parity.matrix import MESHES
-from tests.parity.results import Combination, Result, load, page, save
+import re
+
+from tests.parity.matrix import MESHES, combinations
+from tests.parity.results import DOCS, PAGE, Combination, Result, load, page, save
 
 
 def results(*meshes, code="aaaa", largest=1.5e-15, wrong=()):
@@ -42,3 +44,14 @@ def test_results_are_kept_to_the_bit(tmp_path):
   save(found, tmp_path / "kept.json")
   assert load(tmp_path / "kept.json") == {one.combination: one for one in found}
   assert load(tmp_path / "none.json") == {}
+
+
+def test_the_page_is_of_the_kept_results_and_others_say_what_it_says():
+  kept = load()
+  found = [kept[one] for one in combinations() if one in kept]
+  assert len(found) == len(kept), "some are not in the matrix: run it with --write"
+  text = PAGE.read_text()
+  assert text == page(found, MESHES, missing=len(combinations()) - len(found))
+  for other in (DOCS.parent / "README.md", DOCS / "compare.md"):
+    for count in re.findall(r"(\d+) combinations", other.read_text()):
+      assert f"{count} combinations, " in text, other
