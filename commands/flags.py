@@ -156,6 +156,9 @@ def chosen_verb(words: list[str]) -> str:
   for flag in (*PATHS, DTYPE, TOPOLOGY, CHAPTER):
     if flag.value == "":  # of a shell's variable that is not set, as a rule
       raise ValueError(f"--{flag.name}= is empty; give a value, or leave the flag out")
+  for flag in (AXES, BATCH_SIZES, WIDTHS):
+    if given(flag) and not flag.value:
+      raise ValueError(f"--{flag.name}= is empty; give a value, or leave the flag out")
   for flag in (SYSTEM, SYSTEM_FILE):
     if flag.value is not None and not CHAT.value:
       raise ValueError(f"--{flag.name} belongs to sample --chat; add --chat, or leave it out")

@@ -38,5 +38,3 @@ def wrong(config: ConfigDict) -> Iterator[str]:
     yield f"model.heads={model.heads}: model.model_size={model.model_size} is no multiple of it"
   if not 0 <= model.dropout_rate < 1:
     yield f"model.dropout_rate={model.dropout_rate}: at least 0 and below 1"
-  if not 0 < model.norm_epsilon < math.inf:
-    yield f"model.norm_epsilon={model.norm_epsilon}: above 0"

@@ -246,10 +246,15 @@ def test_a_config_file_that_is_no_strategy_is_refused(main, tmp_path, source, sa
 
 
 @pytest.mark.parametrize(
-  "flag", ["--workdir=", "--checkpoint=", "--html=", "--prompt_file=", "--topology=", "--chapter="]
+  "flag",
+  [
+    *("--workdir=", "--checkpoint=", "--html=", "--prompt_file=", "--topology=", "--chapter="),
+    *("--axes=", "--global_batch_sizes=", "--widths="),
+  ],
 )
 def test_an_empty_value_is_refused(main, flag):
   verbs = {"--checkpoint=": "evaluate", "--html=": "layout", "--prompt_file=": "sample"}
+  verbs |= {"--axes=": "search", "--global_batch_sizes=": "search", "--widths=": "coordcheck"}
   verb = {**verbs, "--topology=": "plan", "--chapter=": "tour"}.get(flag, "train")
   code, out, err = main(verb, *([DP8] if verb != "tour" else []), flag)
   assert code == 2, (out, err)
