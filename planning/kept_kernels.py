@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from models.layer_stack import STACKS
 from models.transformer_dims import in_8_bits
 from partitioning.dims import spec_axes
 from partitioning.shardings import shard_shape, size_text
@@ -29,8 +30,8 @@ def of_all_layers(job: Job) -> int:
   itemsize = np.dtype(config.training.compute_dtype).itemsize
   total = 0
   for name, placement in job.placements["parameters"].items():
-    kernel = len(placement.letters.removeprefix("L")) > 1
-    if not (placement.letters.startswith("L") and kernel and "fsdp" in spec_axes(placement.spec)):
+    kernel = placement.letters.startswith(STACKS) and len(placement.letters) > 2
+    if not (kernel and "fsdp" in spec_axes(placement.spec)):
       continue
     shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
     total += shard * sizes["fsdp"] * (1 if in_8_bits(config, name) else itemsize)

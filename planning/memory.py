@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from models.layer_stack import STACKS
 from partitioning.dims import axes_size, spec_axes
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import HOST
@@ -20,11 +21,11 @@ from training.setup import Job
 
 # What is allocated all the time; and only while the losses, or one layer's gradients, are computed.
 _ALWAYS = (
-  *("parameters", "optimizer state", "sum of the microbatches", "activations kept"),
-  *("gathered kernels kept", "inputs of chunks kept", "parameters by chunk"),
+  *("parameters", "optimizer state", "accumulated gradients", "saved activations"),
+  *("saved gathered kernels", "saved inputs of chunks", "parameters by chunk"),
   *("parameters, gathered", "last backward pass"),
 )
-_LOSSES = ("logits", "kernel of the logits")
+_LOSSES = ("logits", "unembedding")
 _LAYER = (
   *("gradients", "activations of one layer", "collective buffers"),
   *("kernels of one layer", "parameters of a chunk"),
@@ -65,15 +66,15 @@ def by_formula(job: Job, layers: OfTheLayers | None = None) -> dict[str, int]:
   parts = {
     "parameters": there,
     "gradients": trained,  # float32 or wider
-    "sum of the microbatches": sums,
+    "accumulated gradients": sums,
     "optimizer state": optimizer,
-    "activations kept": layers.kept,
+    "saved activations": layers.kept,
     "activations of one layer": layers.most,
     "logits": _logits(job),
-    "kernel of the logits": _unembedding(job),
+    "unembedding": _unembedding(job),
     "collective buffers": _gathered(job),
   }
-  more = {"gathered kernels kept": kept, "kernels of one layer": _of_a_layer(job)}
+  more = {"saved gathered kernels": kept, "kernels of one layer": _of_a_layer(job)}
   more |= _of_stages(job)
   if (schedule := job.program.pipeline) and schedule.ticks - schedule.forward_ticks == 1:
     # A loop of one tick becomes a part of the program, which sets its buffers to zero as it begins.
@@ -127,7 +128,7 @@ def _of_stages(job: Job) -> dict[str, int]:
   split = sum(4 * n for _, n in passes.of_stages(job, split=True))
   by_chunk = split if schedule.chunks > 1 else 0
   return {
-    "inputs of chunks kept": int(inputs),
+    "saved inputs of chunks": int(inputs),
     "parameters by chunk": by_chunk,
     # On a CPU copied out of them: for a forward and for a backward pass.
     "parameters of a chunk": 2 * by_chunk // schedule.chunks if _copies(job) else 0,
@@ -200,7 +201,7 @@ def _gathered(job: Job) -> int:
     if job.program.gathered or not split or "V" in placement.letters:
       continue
     here = math.prod(shard_shape(placement.shape, placement.spec, sizes)) * sizes["fsdp"]
-    if placement.letters.startswith("L"):  # gathered layer by layer
+    if placement.letters.startswith(STACKS):  # gathered layer by layer
       here //= placement.shape[0] // sizes["stage"]
     largest = max(largest, here * itemsize)
   return 2 * largest

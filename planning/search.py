@@ -40,7 +40,7 @@ from training.setup import Job
 from training.tasks import TASKS
 
 # Parts of the memory that microbatches divide.
-_OF_ROWS = ("activations kept", "activations of one layer", "logits")
+_OF_ROWS = ("saved activations", "activations of one layer", "logits")
 
 
 @dataclasses.dataclass

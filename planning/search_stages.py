@@ -62,4 +62,4 @@ def more_microbatches(config: ConfigDict, stages: int, rows: int, count: int) ->
 
 def divided(config: ConfigDict, parts: Mapping[str, int]) -> int:
   """Returns the bytes of the inputs of chunks that more microbatches divide; GPipe keeps all."""
-  return 0 if config.training.pipeline == GPIPE else parts.get("inputs of chunks kept", 0)
+  return 0 if config.training.pipeline == GPIPE else parts.get("saved inputs of chunks", 0)

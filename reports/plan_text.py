@@ -206,7 +206,7 @@ def _parts(plan: Plan) -> str:
   texts = [f"{name} {duration(seconds)}" for name, seconds in plan.times.parts.items()]
   if slowed := plan.times.slowed:
     texts[0] += f" ({duration(slowed)} of it since transfers take HBM bandwidth)"
-  return f"the step is {', '.join(texts)}"
+  return f"of the step: {', '.join(texts)}"
 
 
 def number(value: float) -> str:

@@ -35,7 +35,8 @@ def since_the_second_start(workdir):
 
 
 def said(workdir):
-  return "".join(Reader((workdir / "run.html").read_text()).said)
+  text = "".join(Reader((workdir / "run.html").read_text()).said)
+  return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_a_run_leaves_its_page_and_what_it_shows(main, tmp_path):

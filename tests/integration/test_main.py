@@ -137,7 +137,8 @@ def test_mlp_learns_the_digits(main, tmp_path):
   assert code == 0, (out, err)
   last = lines_of(tmp_path)[-1]
   assert last["eval_accuracy"] >= 0.97
-  assert f"{100 * last['eval_accuracy']:.1f} % accuracy" in (tmp_path / "run.html").read_text()
+  page = (tmp_path / "run.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
+  assert f"{100 * last['eval_accuracy']:.1f} % accuracy" in page
   assert "examples/s" in out
 
 

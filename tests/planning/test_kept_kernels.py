@@ -3,11 +3,13 @@
 import dataclasses
 
 import pytest
+from ml_collections import ConfigDict
 
 from planning import kept_kernels, memory
 from planning.interconnect import Wire
 from planning.step_time import Sent
 from tests.helpers.jobs import make_job
+from tests.parity.expert_cases import WITH_DENSE
 
 # Of the small decoder, the kernels of a layer: four of attention, three of the MLP.
 SIZES = {"model.layers": 3, "training.compute_dtype": "float32"}
@@ -34,6 +36,17 @@ def test_the_kernels_of_all_layers(config, overrides, itemsize, parts):
   job = make_job(config, "lm", **{**SIZES, **overrides})
   wanted = itemsize * elements(job.config.model) // parts if parts else 0
   assert kept_kernels.of_all_layers(job) == wanted
+
+
+def test_a_mixtures_dense_layers_are_layers_too():
+  job = make_job("fsdp8", "lm", **{**WITH_DENSE, "training.compute_dtype": "float32"})
+  model = job.config.model
+  sparse = {**model, "layers": 0, "feedforward_size": 0}
+  attention = elements(ConfigDict({**sparse, "layers": 3}))
+  dense = 3 * model.model_size * model.feedforward_size
+  experts = 2 * 8 * 3 * model.model_size * 24
+  router = 2 * model.model_size * 8
+  assert kept_kernels.of_all_layers(job) == 4 * (attention + dense + experts + router)
 
 
 @pytest.mark.long

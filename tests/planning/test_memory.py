@@ -135,9 +135,9 @@ def test_not_all_is_there_at_a_time():
   parts = memory.by_formula(job)
   most = memory.at_once(parts)
   assert most < sum(parts.values())
-  assert most > sum(parts[name] for name in ("parameters", "optimizer state", "activations kept"))
+  assert most > sum(parts[name] for name in ("parameters", "optimizer state", "saved activations"))
   accumulated = make_job("dp4_tp2", "lm", **{"training.gradient_accumulation_steps": 2})
-  assert memory.by_formula(accumulated)["sum of the microbatches"] == parts["gradients"]
+  assert memory.by_formula(accumulated)["accumulated gradients"] == parts["gradients"]
 
 
 # ---- Beside the compiler ----

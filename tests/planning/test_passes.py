@@ -76,7 +76,7 @@ def test_gathered_once_per_step_fsdp_sends_each_parameter_once():
   assert found["all-reduce", ("stage",)] == (3, (2 * V * D + D) * WIDE)
   parts = memory.by_formula(job)
   assert parts["parameters"] == every * WIDE / 2
-  assert parts["parameters, gathered"] == parts["sum of the microbatches"] == every * WIDE
+  assert parts["parameters, gathered"] == parts["accumulated gradients"] == every * WIDE
 
 
 def test_tensor_parallelism_sends_in_every_tick():
@@ -117,24 +117,24 @@ def test_memory_is_that_of_a_chunk_and_the_kept_inputs(keys, inputs, copy):
   parts, chunks = memory.by_formula(job), job.program.pipeline.chunks
   row = B // M * T * D * WIDE
   layers, others = L // S * (KERNELS + 2 * D), 2 * V * D + D
-  assert parts["inputs of chunks kept"] == inputs * row
-  assert parts["activations kept"] == L // (S * chunks) * row
+  assert parts["saved inputs of chunks"] == inputs * row
+  assert parts["saved activations"] == L // (S * chunks) * row
   assert parts["parameters"] == (layers + others) * WIDE
-  assert parts["sum of the microbatches"] == (layers + others) * WIDE
+  assert parts["accumulated gradients"] == (layers + others) * WIDE
   assert parts["gradients"] == (layers // chunks + others) * WIDE
   assert parts.get("parameters by chunk", 0) == copy * layers * WIDE
   # A CPU's compiler copies what loops read and write.
   assert parts.get("parameters of a chunk", 0) == 2 * copy * layers // chunks * WIDE
   assert parts["kernels of one layer"] == 2 * (KERNELS + 2 * D) * WIDE
   assert parts["logits"] == B // M * T * V * WIDE
-  assert set(memory.at_peak(parts)) >= {"inputs of chunks kept"}
+  assert set(memory.at_peak(parts)) >= {"saved inputs of chunks"}
 
 
 def test_a_last_tick_alone_has_memory_of_its_own():
   two, four = (
     memory.by_formula(staged(**{"mesh.stage": stages, "mesh.data": 1})) for stages in (2, 4)
   )
-  assert two["last backward pass"] == two["gradients"] + two["activations kept"]
+  assert two["last backward pass"] == two["gradients"] + two["saved activations"]
   assert "last backward pass" not in four
 
 

@@ -40,7 +40,7 @@ def test_numbers_of_microbatches_above_one():
 
 
 def test_inputs_that_more_microbatches_make_smaller():
-  config, parts = dp4_tp2.get_config("lm"), {"inputs of chunks kept": 5}
+  config, parts = dp4_tp2.get_config("lm"), {"saved inputs of chunks": 5}
   assert search_stages.divided(config, parts) == 5
   assert search_stages.divided(config, {}) == 0
   config.training.pipeline = "gpipe"  # keeps those of all microbatches
