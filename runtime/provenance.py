@@ -1,5 +1,6 @@
 """Provenance of a checkpoint besides its config: a digest of the code and the library versions."""
 
+import ast
 import functools
 import hashlib
 import importlib.metadata
@@ -12,8 +13,8 @@ from runtime import extensions
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # What determines the numbers of a run: its parameters, its batches, its steps. A folder counts with
-# everything below it. A change in one of these needs --accept-changes=versions.code to resume; a
-# change anywhere else (pages, messages, progress, saving) does not.
+# everything below it. A change in one of these needs --accept-changes=versions.code to resume,
+# except of comments and docstrings; one anywhere else (pages, messages, saving) does not.
 NUMERICS = (
   "models",
   "input_pipeline/bad_records.py",  # which rows get weight 0
@@ -96,19 +97,66 @@ def source_files(names: Iterable[str]) -> list[pathlib.Path]:
   return sorted(path.relative_to(ROOT) for path in found)
 
 
-def digest(names: Iterable[str], more: Iterable[pathlib.Path] = ()) -> str:
+def digest(
+  names: Iterable[str], more: Iterable[pathlib.Path] = (), *, comments: bool = False
+) -> str:
   """Returns a digest of the names and contents of source files.
 
   Args:
     names: files and folders of the project.
     more: files of extensions; of their names, the last part counts, since a folder may move.
+    comments: whether comments, docstrings and formatting count, which is faster.
   """
   whole = hashlib.sha256()
   named = [(path.as_posix(), ROOT / path) for path in source_files(names)]
   for name, path in named + sorted((path.name, path) for path in more):
     content = path.read_bytes()
+    content = content if comments or path.suffix != ".py" else program(content)
     whole.update(f"{name}\n{len(content)}\n".encode() + content)
   return whole.hexdigest()[:16]
+
+
+@functools.cache
+def program(source: bytes) -> bytes:
+  """Returns a digest of what Python executes: without comments, docstrings and formatting.
+
+  It is the same under every version of Python that parses the source alike, unlike `ast.dump`. A
+  source that uses docstrings keeps them; one that Python cannot parse counts as it is.
+  """
+  try:
+    tree = ast.parse(source)
+  except (SyntaxError, ValueError):
+    return source
+  parts: list[str] = []
+  _write(tree, parts, docstrings=b"__doc__" in source)
+  return hashlib.sha256("".join(parts).encode()).digest()
+
+
+def _write(node: Any, parts: list[str], *, docstrings: bool) -> None:
+  """Appends the text of a node of a syntax tree without what Python's versions add as empty."""
+  if isinstance(node, ast.AST):
+    parts.append(f"{type(node).__name__}(")
+    constant = isinstance(node, ast.Constant)
+    for name in ("value",) if constant else node._fields:
+      value = getattr(node, name, None)
+      if constant or (value is not None and value != []):
+        parts.append(f"{name}=")
+        _write(value, parts, docstrings=docstrings)
+    parts.append(")")
+  elif isinstance(node, list):
+    parts.append("[")
+    for one in node:
+      if docstrings or not _is_text(one):
+        _write(one, parts, docstrings=docstrings)
+    parts.append("]")
+  else:
+    parts.append(f"{node!a},")  # `repr` shows what this version's Unicode tables know
+
+
+def _is_text(node: Any) -> bool:
+  """Returns whether a statement is a string alone: a docstring, or one of an attribute."""
+  is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+  return is_constant and isinstance(node.value.value, str)
 
 
 def versions() -> dict[str, str]:
@@ -138,8 +186,8 @@ def _everything(more: tuple[pathlib.Path, ...]) -> dict[str, Any]:
   names = sorted({line.partition("==")[0] for line in lines if "==" in line})
   found: dict[str, Any] = {f"versions.{name}": _version(name) for name in names}
   for path in more:
-    found.setdefault(f"code of {path.name}", []).append(digest((), [path]))
-  return {"code": digest(RUN), "versions.python": platform.python_version(), **found}
+    found.setdefault(f"code of {path.name}", []).append(digest((), [path], comments=True))
+  return {"code": digest(RUN, comments=True), "versions.python": platform.python_version(), **found}
 
 
 def _version(name: str) -> str:

@@ -36,7 +36,7 @@ import jax
 import main  # noqa: F401 (what the forks find imported)
 from commands import compare, evaluate, layout, plan, sample, tour, train  # noqa: F401 (the same)
 from configs import base
-from runtime import compilation_cache, extensions
+from runtime import compilation_cache, extensions, provenance
 from training.metrics import goodput
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -184,6 +184,7 @@ def _say(**what: int) -> None:
 
 
 if __name__ == "__main__":
+  provenance.versions()  # forks have the digests of our files then
   gc.freeze()  # or each fork would copy the pages of what it collects
   gc.set_threshold(20_000, 20, 20)  # as in the tests
   compilation_cache.use = _use_cache

@@ -151,7 +151,7 @@ def test_it_trains_on_one_mesh_and_resumes_on_another(main, mine, tmp_path, case
     layout = (tmp_path / "layout.txt").read_text()
     assert re.search(r"optimizer/0/mu/embed/table .* \(tensor, data\) ", layout), layout
     # A module of the folder of a file that registers a data source has changed.
-    (mine / "helper.py").write_text("# changed\n")
+    (mine / "helper.py").write_text("CHANGED = 1\n")
     code, out, err = train(main, mine, case, tmp_path, DP4_TP2, 4)
     assert code == 2, (out, err)
     assert "--accept-changes=versions.code" in err

@@ -55,16 +55,19 @@ def test_a_file_in_a_subfolder_counts(monkeypatch, tmp_path):
 
 
 def test_a_page_or_a_message_does_not_change_the_record_and_a_model_does(monkeypatch):
-  before, run_before = provenance.digest(provenance.NUMERICS), provenance.digest(provenance.RUN)
+  before, run_before = (
+    provenance.digest(provenance.NUMERICS),
+    provenance.digest(provenance.RUN, comments=True),
+  )
   read = pathlib.Path.read_bytes
 
   def changed(name):
     def patched(path):
       content = read(path)
-      return content + b"#" if path == ROOT / name else content
+      return content + b"\nx = 1\n" if path == ROOT / name else content
 
     monkeypatch.setattr(pathlib.Path, "read_bytes", patched)
-    return provenance.digest(provenance.NUMERICS), provenance.digest(provenance.RUN)
+    return provenance.digest(provenance.NUMERICS), provenance.digest(provenance.RUN, comments=True)
 
   for name in ("reports/html.py", "training/metrics/writer.py", "reports/templates/base.html.j2"):
     ours, run = changed(name)
@@ -72,6 +75,67 @@ def test_a_page_or_a_message_does_not_change_the_record_and_a_model_does(monkeyp
     assert run != run_before  # the processes of one run agree on it all the same
   for name in ("models/attention.py", "training/step.py", "input_pipeline/batches.py"):
     assert changed(name)[0] != before
+
+
+SOURCE = """
+'''A module.'''
+# A comment.
+RATE = 0.5
+
+
+class Layer:
+  '''A layer.'''
+
+  size: int = 3
+  '''Of its output.'''
+
+  def __call__(self, x, *, name="up"):
+    '''Returns it scaled.'''
+    # Twice.
+    return {name: (x + 1) * RATE, "\u00e9": None}
+"""
+# What is changed -> (old, new).
+SAME = {
+  "module docstring": ("A module.", "Another text."),
+  "comment": ("# A comment.", "# Another, and\n# a second."),
+  "no docstring": ("    '''Returns it scaled.'''\n", ""),
+  "docstring of an attribute": ("Of its output.", "In features."),
+  "blank lines": ("\n\n\nclass", "\nclass"),
+  "quotes": ('"up"', "'up'"),
+  "formatting": ("(x + 1) * RATE, ", "(\n      x + 1\n    ) * (RATE),\n    "),
+  "spelling of a number": ("0.5", "5e-1"),
+}
+OTHER = {
+  "constant": ("0.5", "0.25"),
+  "type of a constant": ("= 3", "= 3.0"),
+  "string": ('"up"', '"down"'),
+  "None": ("None", "0"),
+  "statement": ("    return", "    x = x + 1\n    return"),
+  "order of operations": ("(x + 1) * RATE", "x + 1 * RATE"),
+  "base class": ("class Layer:", "class Layer(dict):"),
+  "docstrings that are used": ("RATE = 0.5", "RATE = len(__doc__)"),
+}
+
+
+@pytest.mark.parametrize("what", [*SAME, *OTHER])
+def test_comments_and_formatting_do_not_count_and_what_is_executed_does(tmp_path, what):
+  (tmp_path / "model.py").write_text(SOURCE)
+  before = provenance.digest((), [tmp_path / "model.py"])
+  old, new = {**SAME, **OTHER}[what]
+  assert SOURCE.count(old) == 1
+  (tmp_path / "model.py").write_text(SOURCE.replace(old, new))
+  assert (provenance.digest((), [tmp_path / "model.py"]) == before) == (what in SAME)
+
+
+def test_where_docstrings_are_used_they_count():
+  used = SOURCE.replace("RATE = 0.5", "RATE = len(__doc__)").encode()
+  assert provenance.program(used) != provenance.program(used.replace(b"A module", b"Modules"))
+
+
+def test_the_digest_of_a_program_is_the_same_under_every_version_of_python():
+  """`ast.dump` differs between 3.11, 3.12 (type parameters) and 3.13 (without empty lists)."""
+  assert provenance.program(SOURCE.encode()).hex()[:16] == "ed861941226a6953"
+  assert provenance.program(b"def f(:\n") == b"def f(:\n"
 
 
 def project_files(text):
