@@ -77,11 +77,6 @@ def update_cache(cache: AnyCache, *new: Float[Array, "B T ..."]) -> AnyCache:
   return dataclasses.replace(cache, **found)
 
 
-def slots_of(cache: Cache | LatentCache) -> int:
-  """Returns the most tokens of a row of a cache of all layers."""
-  return getattr(cache, _arrays(cache)[0]).shape[CACHE["keys"].index("S")]
-
-
 def cache_layer(cache: AnyCache, layer: Int[Array, ""]) -> AnyCache:
   """Returns one layer's cache."""
   found = {

@@ -39,12 +39,14 @@ class LayerPattern:
     rotaries: of each layer (base, scaling), see `rotary_frequencies`, or None where it does not
       rotate; () without rotary positions.
     rotary_size: dims of a head that are rotated.
+    row_length: tokens of a row in training, on which some kinds of scaling depend.
     dtype: of the frequencies.
   """
 
   windows: tuple[int | None, ...]
   rotaries: tuple[tuple[float, tuple] | None, ...]
   rotary_size: int
+  row_length: int
   dtype: jnp.dtype
 
   @property
@@ -64,14 +66,13 @@ class LayerPattern:
       rotary = jnp.asarray([variants.index(one) for one in self.rotaries], jnp.int32)
     return Layer(window, kind, rotary)
 
-  def rope_tables(
-    self, positions_BT: Int[Array, "#B T"], length: int
-  ) -> Float[Array, "X 2 #B T h"] | None:
+  def rope_tables(self, positions_BT: Int[Array, "#B T"]) -> Float[Array, "X 2 #B T h"] | None:
     """Returns a rope table for each variant among the layers; None without rotary positions.
+
+    A short text, and a cache of any size, has the frequencies of a row of training.
 
     Args:
       positions_BT: within the documents.
-      length: the most tokens that a row can have, on which some kinds of scaling depend.
     """
     tables = []
     for variant in self._rope_variants():
@@ -80,7 +81,7 @@ class LayerPattern:
         continue
       base, scaling = variant
       frequency_h = rotary_frequencies(
-        self.rotary_size, base, scaling, dtype=self.dtype, length=length
+        self.rotary_size, base, scaling, dtype=self.dtype, length=self.row_length
       )
       tables.append(rope_table(positions_BT, frequency_h, attention_factor(scaling)))
     return jnp.stack(tables) if tables else None
@@ -116,5 +117,6 @@ def layer_pattern(config: ConfigDict) -> LayerPattern:
     else (),
     rotaries=tuple(kinds[one] for one in types) if model.positions == "rotary" else (),
     rotary_size=model.rotary_size or model.head_size,
+    row_length=config.data.sequence_length,
     dtype=wide_dtype(jnp.dtype(config.training.compute_dtype)),
   )

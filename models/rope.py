@@ -42,7 +42,7 @@ def rotary_frequencies(
       `high` are unchanged, those in between are interpolated. Source: `rope_type: llama3` in
       Llama 3.1's configuration. () changes none.
     dtype: of the result, float32 or wider.
-    length: tokens of a row; some kinds have other frequencies for longer rows.
+    length: tokens of a row of training; some kinds have other frequencies for longer rows.
   """
   if scaling and isinstance(scaling[0], str):
     kind, numbers = scaling[0], dict(scaling[1])

@@ -84,7 +84,7 @@ def rows_of(
     segments_BT = None if segments_BT is None else in_ring_order(segments_BT, order_T, "BT")
   elif segments_BT is not None:
     segments_BT, positions_BT = constrain(segments_BT, "BT"), constrain(positions_BT, "BT")
-  tables = pattern.rope_tables(positions_BT, tokens_BT.shape[1])
+  tables = pattern.rope_tables(positions_BT)
   return Rows(slots_BT, positions_BT, tables, segments_BT, ring=order_T is not None)
 
 
@@ -115,5 +115,5 @@ def rows_in_order(
   segments_BT = constrain(batch["segments"], "BT") if documents else None
   slots_BT = jnp.asarray(slots_T)[None, :]
   positions_BT = constrain(batch[POSITIONS], "BT") if documents else slots_BT
-  tables = pattern.rope_tables(positions_BT, length)
+  tables = pattern.rope_tables(positions_BT)
   return Rows(slots_BT, positions_BT, tables, segments_BT, ring=order_T is not None)

@@ -22,7 +22,7 @@ from models.block import stacked
 from models.decoder_flops import train_flops_per_example as train_flops_per_example
 from models.experts import COUNTS
 from models.kv_cache import CACHE as CACHE
-from models.kv_cache import Cache, LatentCache, slots_of
+from models.kv_cache import Cache, LatentCache
 from models.layer_pattern import layer_pattern
 from models.layer_stack import order_of
 from models.layers import Embedding, LearnedPositions, Linear, Norm
@@ -282,8 +282,7 @@ class Transformer(nnx.Module):
     """
     slots_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
     slots_BT = cache.lengths[:, None] + slots_BT
-    tables = self.layer_pattern.rope_tables(slots_BT, slots_of(cache))
-    rows = Rows(slots_BT, slots_BT, tables)
+    rows = Rows(slots_BT, slots_BT, self.layer_pattern.rope_tables(slots_BT))
 
     x_BRD, cache = stacked_layers.extended(self, self._embedded(tokens_BT, rows), rows, cache)
     last_B11 = (counts_B - 1)[:, None, None]

@@ -42,7 +42,8 @@ def logits(config, arrays, tokens_T, segments_T=None):
     }
     normed_TD = norm(model, layer, "attention_norm", x_TD)
     attend = latent_attention if model.attention == "latent" else attention
-    read_TD = attend(model, layer, normed_TD, seen_TS, positions_T, sees_all=sees_all)
+    of_layer = {"sees_all": sees_all, "length": config.data.sequence_length}
+    read_TD = attend(model, layer, normed_TD, seen_TS, positions_T, **of_layer)
     x_TD = x_TD + after(model, layer, "attention_post_norm", read_TD)
     update_TD = mlp(model, layer, norm(model, layer, "mlp_norm", x_TD))
     x_TD = x_TD + after(model, layer, "mlp_post_norm", update_TD)
@@ -93,7 +94,7 @@ def after(model, weights, name, x):
   return norm(model, weights, name, x) if model.post_norms else x
 
 
-def attention(model, weights, x_TD, seen_TS, positions_T, *, sees_all):
+def attention(model, weights, x_TD, seen_TS, positions_T, **of_layer):
   """Returns the update of grouped-query attention (arXiv:1706.03762, 3.2; arXiv:2305.13245)."""
 
   def heads(name):
@@ -102,7 +103,7 @@ def attention(model, weights, x_TD, seen_TS, positions_T, *, sees_all):
     scale = weights.get(f"attention/{name}_norm/scale")
     found = found if scale is None else rms_norm(model, found, scale)
     turns = model.positions == "rotary" and name != "value"
-    return rotated(model, found, positions_T, sees_all=sees_all) if turns else found
+    return rotated(model, found, positions_T, **of_layer) if turns else found
 
   q_TNH, k_SKH, v_SKH = heads("query"), heads("key"), heads("value")
   mixed_TNH = np.zeros_like(q_TNH)
@@ -118,7 +119,7 @@ def attention(model, weights, x_TD, seen_TS, positions_T, *, sees_all):
   return out_TD + weights.get("attention/out/bias", 0.0)
 
 
-def latent_attention(model, weights, x_TD, seen_TS, positions_T, *, sees_all):
+def latent_attention(model, weights, x_TD, seen_TS, positions_T, **of_layer):
   """Returns the update of multi-head latent attention (arXiv:2405.04434, 2.1 and appendix C)."""
 
   def kernel(name):
@@ -130,9 +131,9 @@ def latent_attention(model, weights, x_TD, seen_TS, positions_T, *, sees_all):
   def turned(x_TNI):
     if model.rotary_pairs == "adjacent":  # pairs (2 i, 2 i + 1): brought to (i, i + I/2), and back
       halves = np.concatenate([x_TNI[..., 0::2], x_TNI[..., 1::2]], axis=-1)
-      both = rotated(model, halves, positions_T, sees_all=sees_all)
+      both = rotated(model, halves, positions_T, **of_layer)
       return np.stack(np.split(both, 2, axis=-1), axis=-1).reshape(x_TNI.shape)
-    return rotated(model, x_TNI, positions_T, sees_all=sees_all)
+    return rotated(model, x_TNI, positions_T, **of_layer)
 
   of_query = x_TD
   if model.query_latent_size:
@@ -151,20 +152,67 @@ def latent_attention(model, weights, x_TD, seen_TS, positions_T, *, sees_all):
   return np.einsum("NTU,NUD->TD", np.stack(mixed), kernel("out"))
 
 
-def rotated(model, x_TNH, positions_T, *, sees_all):
+def rotated(model, x_TNH, positions_T, *, sees_all, length=0):
   """Returns x with each pair (i, i + H/2) turned by its position. Source: arXiv:2104.09864."""
   half = x_TNH.shape[-1] // 2
   local = model.local_rotary_base and not sees_all
   base = model.local_rotary_base if local else model.rotary_base
-  frequency_h = base ** (-np.arange(half) / half)
-  if model.rotary_scaling and not local:
-    factor, low, high, length = model.rotary_scaling
-    turns_h = length * frequency_h / (2 * math.pi)
-    share_h = np.clip((turns_h - low) / (high - low), 0, 1)
-    frequency_h = frequency_h * (share_h + (1 - share_h) / factor)
-  turn_T1h = np.exp(1j * positions_T[:, None, None] * frequency_h)
+  frequency_h, factor = frequencies(() if local else model.rotary_scaling, 2 * half, base, length)
+  turn_T1h = factor * np.exp(1j * positions_T[:, None, None] * frequency_h)
   turned = (x_TNH[..., :half] + 1j * x_TNH[..., half:]) * turn_T1h
   return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def frequencies(scaling, size, base, length):
+  """Returns the angles of a step, [size / 2], and the factor of cosine and sine.
+
+  Sources: the papers, and where they leave it open, `modeling_rope_utils` of transformers 5, whose
+  length of the text is the row's here. `extrapolated` and `interpolated` are its names.
+
+  Args:
+    scaling: `model.rotary_scaling`.
+    size: dims that are turned.
+    base: of the geometric series.
+    length: tokens of a row.
+  """
+  exponent_h = np.arange(0, size, 2) / size
+  extrapolated_h = 1 / base**exponent_h
+  if not scaling:
+    return extrapolated_h, 1.0
+  if not isinstance(scaling[0], str):
+    names = ("factor", "low", "high", "original_length")
+    scaling = "llama3", dict(zip(names, scaling, strict=True))
+  kind, its = scaling
+  factor, original = its.get("factor", 1.0), its.get("original_length")
+  interpolated_h = extrapolated_h / factor
+  if kind == "linear":
+    return interpolated_h, 1.0
+  if kind == "dynamic":
+    longest = max(length, original)
+    base = base * ((factor * longest / original) - (factor - 1)) ** (size / (size - 2))
+    return 1 / base**exponent_h, 1.0
+  if kind == "longrope":
+    name = "long_factors" if length > original else "short_factors"
+    grown = math.sqrt(1 + math.log(factor) / math.log(original))
+    return 1 / (np.array(its[name]) * base**exponent_h), its.get("attention_factor", grown)
+  if kind == "llama3":
+    wavelength_h = 2 * math.pi / extrapolated_h
+    share_h = (original / wavelength_h - its["low"]) / (its["high"] - its["low"])
+    between_h = (1 - share_h) * interpolated_h + share_h * extrapolated_h
+    slow_h, fast_h = wavelength_h > original / its["low"], wavelength_h < original / its["high"]
+    found_h = np.where(slow_h, interpolated_h, between_h)
+    return np.where(fast_h, extrapolated_h, found_h), 1.0
+  assert kind == "yarn"
+
+  def dim_of(rotations):
+    return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+  low, high = dim_of(its.get("beta_fast", 32)), dim_of(its.get("beta_slow", 1))
+  low, high = max(math.floor(low), 0), min(math.ceil(high), size - 1)
+  ramp_h = np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
+  grown = 0.1 * math.log(factor) + 1
+  found_h = interpolated_h * ramp_h + extrapolated_h * (1 - ramp_h)
+  return found_h, its.get("attention_factor", grown)
 
 
 def mlp(model, weights, x_TD):

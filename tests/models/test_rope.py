@@ -13,6 +13,7 @@ from models.rope import (
   rope_table,
   rotary_frequencies,
 )
+from tests.models import numpy_decoder
 
 LENGTH = {"original_length": 4096}
 
@@ -53,6 +54,26 @@ def test_longrope_has_other_factors_beyond_the_original_length():
   short_h, long_h = (frequencies("longrope", numbers, length) for length in (4096, 4097))
   np.testing.assert_allclose(short_h, PLAIN / short, rtol=1e-6)
   np.testing.assert_allclose(long_h, PLAIN / long, rtol=1e-6)
+
+
+FACTORS = {"short_factors": (*np.linspace(1, 2, 64),), "long_factors": (*np.linspace(1, 60, 64),)}
+
+
+@pytest.mark.parametrize("length", [100, 4096, 4097, 9000, 131_072])
+@pytest.mark.parametrize(
+  ("kind", "numbers"),
+  [
+    ("linear", {"factor": 4.0}),
+    ("dynamic", {"factor": 2.0, **LENGTH}),
+    ("yarn", {"factor": 16.0, **LENGTH}),
+    ("longrope", {"factor": 32.0, **FACTORS, **LENGTH}),
+    ("llama3", {"factor": 8.0, "low": 1.0, "high": 4.0, **LENGTH}),
+  ],
+)
+def test_frequencies_are_those_of_the_published_formulas(kind, numbers, length):
+  wanted_h, factor = numpy_decoder.frequencies((kind, numbers), 128, 1e4, length)
+  np.testing.assert_allclose(frequencies(kind, numbers, length), wanted_h, rtol=2e-6)
+  assert attention_factor(hashable((kind, numbers))) == pytest.approx(factor)
 
 
 def test_llama_3_by_name_is_llama_3_by_its_four_numbers():
