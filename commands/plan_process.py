@@ -107,7 +107,7 @@ def made(
 
   Raises:
     ValueError: the plan is impossible.
-    RuntimeError: the worker failed.
+    RetryableError: the worker failed.
   """
   kept = place(config, topology, title)
   if kept and (kept / REPORT).exists():
@@ -116,7 +116,7 @@ def made(
     folder = pathlib.Path(name)
     request = {"config": config, "topology": topology, "title": title, "simulate": False}
     if work({**request, "command": command}, folder, label=label):
-      raise RuntimeError(last_line(folder))
+      raise exit_codes.RetryableError(last_line(folder))
     _keep(folder, kept)
     return json.loads((folder / "plan.json").read_text())
 
@@ -187,6 +187,10 @@ def work(
     sys.exit(exit_codes.STOPPED)
   if code == exit_codes.REFUSED:
     raise ValueError((folder / "refusal").read_text())
+  if code < 0:
+    hint = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
+    with said.open("a") as errors:
+      errors.write(f"error: the process of {label} was ended by signal {-code}{hint}\n")
   if code:
     return exit_codes.FAILED
   said.unlink()

@@ -17,6 +17,7 @@ from planning.search_choice import Estimate, Tried
 from planning.search_results import Found
 from processes import preemption
 from reports import search_text
+from runtime import exit_codes
 from training.metrics.console import say
 
 # Settings by formula that are wanted for each that is compiled.
@@ -166,7 +167,7 @@ def _answer(
 
   Raises:
     ValueError: it refused.
-    RuntimeError: it failed.
+    RetryableError: it failed.
   """
   given = {"task": task, "config": asked.config, "topology": topology, "simulate": asked.simulate}
   with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
@@ -178,7 +179,7 @@ def _answer(
       module="commands.search_worker",
       label=label,
     ):
-      raise RuntimeError(plan_process.last_line(folder))
+      raise exit_codes.RetryableError(plan_process.last_line(folder))
     return json.loads((folder / "result.json").read_text())
 
 

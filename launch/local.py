@@ -15,7 +15,8 @@ started, {"codes": [...], "killed": [...]} when they have ended: exit codes (128
 and the indices of those that the launcher ended.
 
 Exit codes: 0 all ended well; that of the process that failed first, and 128 + n where signal n
-killed it; 75 stopped after saving; 128 + n asked to stop by signal n and killed; 2 bad usage.
+killed it; 75 stopped after saving; 128 + n asked to stop by signal n and killed; 2 bad usage; 1 the
+machine has no memory or process ids left now.
 """
 
 import signal
@@ -53,7 +54,7 @@ import sys
 import psutil
 
 from launch import logs, reaper, room
-from runtime.exit_codes import DONE, FAILED, REFUSED, STOPPED
+from runtime.exit_codes import DONE, FAILED, REFUSED, STOPPED, retryable
 
 RESTARTABLE = (FAILED, STOPPED)  # and death by signals
 
@@ -337,8 +338,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.error("no command; write it after the options: -- python main.py --config=...")
   if shutil.which(options.command[0]) is None:
     parser.error(f"{options.command[0]}: no such command")
-  if lacking := room.lacking(options.processes):
-    parser.error(lacking)
+  text, code = room.lacking(options.processes)
+  if code == FAILED:
+    parser.exit(code, f"launch: error: {text}\n")
+  if text:
+    parser.error(text)
   return options
 
 
@@ -371,10 +375,10 @@ def main(arguments: list[str]) -> int:
     with Attempt(options, asked, log) as attempt:
       try:
         attempt.start()
+        code = attempt.wait()
       except OSError as error:
         log.say(f"{options.command[0]}: {error.strerror}")
-        return REFUSED
-      code = attempt.wait()
+        code = FAILED if retryable(error) else REFUSED
     if asked or not (code in RESTARTABLE or code > 128):
       break
   return code

@@ -6,6 +6,8 @@ import resource
 
 import psutil
 
+from runtime.exit_codes import FAILED, REFUSED
+
 # Of the smallest training run on simulated devices, as measured with jax 0.10.2: 158 MB that no
 # other process shares, 117 threads. A start that needs more than the machine has of these fails in
 # ways that are hard to read; one that needs less may still be too large.
@@ -17,40 +19,48 @@ PROCESSES_PER_CORE = 32
 PROCESS_FILES, OWN_FILES = 2, 64
 
 
-def lacking(count: int) -> str:
-  """Returns what this machine lacks for this many processes, with the numbers; "" for nothing.
+def lacking(count: int) -> tuple[str, int]:
+  """Returns what this machine lacks for this many processes, and the exit code that follows.
 
-  It raises the limit of open files as far as allowed.
+  The text has the numbers; it is "" for nothing. The code is FAILED where the machine would have
+  enough if nothing else ran on it. The limit of open files is raised as far as allowed.
   """
   memory, cores, tasks, files = available_mib(), usable_cores(), free_tasks(), open_files()
-  bounds = {
+  cores_fit = cores * PROCESSES_PER_CORE
+  files_fit = (files - OWN_FILES) // PROCESS_FILES
+  bounds = {  # text -> how many fit now, and how many if nothing else ran
     f"{memory} MiB of memory are available, about {PROCESS_MIB} are needed for each": (
-      memory // PROCESS_MIB
+      memory // PROCESS_MIB,
+      total_mib() // PROCESS_MIB,
     ),
-    f"{cores} cores, at most {PROCESSES_PER_CORE} processes for each": cores * PROCESSES_PER_CORE,
+    f"{cores} cores, at most {PROCESSES_PER_CORE} processes for each": (cores_fit, cores_fit),
     f"{tasks} more process ids may be taken, about {PROCESS_THREADS} by each (RLIMIT_NPROC, "
-    f"pids.max, pid_max)": tasks // PROCESS_THREADS,
+    f"pids.max, pid_max)": (tasks // PROCESS_THREADS, most_tasks() // PROCESS_THREADS),
     f"{files} files may be open, {PROCESS_FILES} for each and {OWN_FILES} others (RLIMIT_NOFILE)": (
-      files - OWN_FILES
-    )
-    // PROCESS_FILES,
+      files_fit,
+      files_fit,
+    ),
   }
-  why = [text for text, most in bounds.items() if most < count]
+  why = [text for text, (now, _) in bounds.items() if now < count]
   if not why:
     _raise_files(PROCESS_FILES * count + OWN_FILES)
-    return ""
-  most = max(1, min(bounds.values()))
-  return (
+    return "", 0
+  most, ever = (max(1, min(numbers)) for numbers in zip(*bounds.values(), strict=True))
+  text = (
     f"--processes={count}: this machine fits about {most}: {'; '.join(why)}; start fewer, or on "
     f"several machines"
   )
+  return text, FAILED if count <= ever else REFUSED
 
 
 def available_mib() -> int:
-  """Returns the memory that could be used, within the limit of the container."""
-  return (
-    min(psutil.virtual_memory().available, *_limits("memory.max", "memory.limit_in_bytes")) >> 20
-  )
+  """Returns the memory that could be used now, within the limit of the container."""
+  return min(psutil.virtual_memory().available >> 20, total_mib())
+
+
+def total_mib() -> int:
+  """Returns the memory of the machine, within the limit of the container."""
+  return min(psutil.virtual_memory().total, *_limits("memory.max", "memory.limit_in_bytes")) >> 20
 
 
 def usable_cores() -> int:
@@ -62,12 +72,17 @@ def usable_cores() -> int:
 
 def free_tasks() -> int:
   """Returns how many processes and threads may be started besides those that run."""
+  return most_tasks() - len(psutil.pids())
+
+
+def most_tasks() -> int:
+  """Returns how many processes and threads may run."""
   most = [_number("/proc/sys/kernel/pid_max"), _number("/proc/sys/kernel/threads-max")]
   most += _limits("pids.max")
   soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
   if soft != resource.RLIM_INFINITY and os.geteuid():  # root has no such limit
     most.append(soft)
-  return min(most) - len(psutil.pids())
+  return min(most)
 
 
 def open_files() -> int:

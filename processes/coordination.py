@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 from etils import epath, epy
 
 from processes import jax_internals, listening, preemption, rendezvous, tokens
+from runtime import exit_codes
 from runtime.printable import printable
 
 with epy.lazy_imports():  # a command line that is refused needs none of it
   import jax
 
-# Set by `python -m launch.local`, by launch/jobset.yaml, or manually on each host.
-ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+ADDRESS, COUNT, INDEX = rendezvous.ADDRESS, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 # Variables of launchers: the number of processes, and the index of this one.
 RANKS = (
   ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -36,7 +36,7 @@ _SHUTDOWN_SECONDS = 300
 _MOST_UNSIGNED = 1000
 
 
-class NotTogetherError(RuntimeError):
+class NotTogetherError(exit_codes.RetryableError):
   """Not all processes reached a barrier."""
 
 

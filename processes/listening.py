@@ -8,6 +8,10 @@ import resource
 import socket
 from collections.abc import Sequence
 
+import psutil
+
+from runtime.printable import printable
+
 # JAX's variable for the address at which its coordination service listens, by default everywhere.
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
 _BACKLOG = 4096
@@ -103,6 +107,17 @@ def listen(address: str) -> list[socket.socket]:
   for one in sockets:
     one.setblocking(False)
   return sockets
+
+
+def holder(port: int) -> str:
+  """Returns which process has a port of this machine, for messages."""
+  with contextlib.suppress(psutil.Error, OSError):
+    found = [one for one in psutil.net_connections("tcp") if one.laddr and one.laddr[1] == port]
+    found.sort(key=lambda one: one.status != psutil.CONN_LISTEN)
+    for pid in (one.pid for one in found if one.pid):
+      command = " ".join(psutil.Process(pid).cmdline())
+      return f"process {pid}: {printable(command, newlines=False, longest=200)}"
+  return "a process of another user or container; `ss -ltnp` as root names it"
 
 
 def room_for(connections: int) -> str:

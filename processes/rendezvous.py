@@ -21,6 +21,7 @@ import time
 from typing import Any
 
 from processes import arrivals, listening, tokens
+from runtime import exit_codes
 from runtime.printable import printable
 
 _PAUSE_SECONDS = 0.1
@@ -29,18 +30,25 @@ _CONNECT_SECONDS = 10.0
 # After seeing only another token for this long, give up: an ending run would be gone by then.
 _OTHER_TOKEN_SECONDS = 10.0
 _LONGEST_REASON = 4000  # characters of why a process refuses
+# The variable with the coordinator's host:port, set by `python -m launch.local`, by
+# launch/jobset.yaml, or manually on each host.
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
 
 
 class RollCallError(RuntimeError):
   """There are too many processes, or they disagree on their number, as this one has seen itself."""
 
 
-class ToldError(RollCallError):
+class ToldError(RollCallError, exit_codes.RetryableError):
   """Another process refuses or reports an error that this one has not seen itself."""
 
 
-class MissingError(RollCallError):
+class MissingError(RollCallError, exit_codes.RetryableError):
   """Processes did not arrive in time; a retry may succeed."""
+
+
+class PortError(RollCallError, exit_codes.RetryableError):
+  """The coordinator's port is in use; a retry may succeed."""
 
 
 def call(
@@ -69,6 +77,7 @@ def call(
     RollCallError: processes have the same index, or disagree on their number.
     ToldError: another process reports an error.
     MissingError: processes did not arrive.
+    PortError: the port is in use.
     OSError: the token can be neither published nor read.
   """
   hello = {"index": index, "count": count, "host": socket.gethostname(), "pid": os.getpid()}
@@ -103,9 +112,13 @@ def _take(
   try:
     listeners = listening.listen(address)
   except OSError as error:
-    raise RollCallError(
-      f"process 0 cannot listen on port {listening.split(address)[1]} of its host "
-      f"({error.strerror}); is another run using it? Choose another in the coordinator's address"
+    port, why = listening.split(address)[1], os.strerror(error.errno)
+    text, other = f"process 0 cannot listen on port {port} of its host ({why}", f"port in {ADDRESS}"
+    if not exit_codes.retryable(error):  # a port below 1024
+      raise RollCallError(f"{text}); give all processes another {other}") from error
+    raise PortError(
+      f"{text} by {listening.holder(port)}); a run that is about to end frees it, and the same "
+      f"command then starts; otherwise end what holds it, or give all processes another {other}"
     ) from error
   try:  # the port first: only its owner publishes a token for this address
     with token.shown() as key:

@@ -268,7 +268,7 @@ def acquire(
 
   It takes a workdir that was released, whose owner is known to be dead, or whose heartbeat has not
   changed for the duration of the lease. A run that still looks alive may be about to end, such as
-  the pods of a requeued job; so it waits for it.
+  the pods of a requeued job; so it waits for it, and then for one more heartbeat.
 
   Args:
     claims: to the workdir.
@@ -288,11 +288,12 @@ def acquire(
   me = _claim(lease_seconds, processes)
   began = since = clock()
   seen: tuple[int, str] | None = None
-  moved, told = False, False
+  told = False
   while True:
     number = max(claims.numbers(), default=0)
     beat = claims.read_beat(number) if number else None
     owner = Owner.parse(claims.read(number), lease_seconds) if number else None
+    moved = False
     if beat is not None and (number, beat.stamp) != seen:
       moved = seen is not None and seen[0] == number
       seen, since = (number, beat.stamp), clock()
@@ -311,6 +312,7 @@ def acquire(
         claims.remove(taken.number)  # of a number that was used long ago
       continue
     patience = ending_seconds if beat.text.startswith(STOPPING) else wait_seconds
+    # At a heartbeat: an owner that was alive when the wait began may have died since.
     if moved and clock() - began >= patience:
       raise OwnedError(
         f"{printable(workdir, newlines=False)} belongs to another run that is alive: {owner}; stop "

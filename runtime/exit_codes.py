@@ -1,5 +1,9 @@
 """The exit codes of every command and of the launcher, and how a supervisor reacts to each."""
 
+import errno
+import re
+import socket
+
 DONE = 0
 FAILED = 1  # a retry may succeed: restart
 REFUSED = 2  # before anything was started or changed; a retry would end the same
@@ -17,3 +21,51 @@ MEANINGS = {
   STOPPED: "stopped, after saving",
   INTERRUPTED: "interrupted, without saving",
 }
+
+# Of the operating system, conditions that pass without a change of the command: something else has
+# the resource now, or the network or a disk does not answer.
+_PASSING = frozenset(
+  number
+  for name in (
+    *(
+      "EADDRINUSE",
+      "EMFILE",
+      "ENFILE",
+      "ENOMEM",
+      "ENOBUFS",
+      "ENOSPC",
+      "EDQUOT",
+      "EIO",
+      "EREMOTEIO",
+    ),
+    *("EAGAIN", "EBUSY", "EINTR", "ENOLCK", "ESTALE", "ETXTBSY", "ENETDOWN", "ENETUNREACH"),
+    *("ENETRESET", "EHOSTDOWN", "EHOSTUNREACH"),
+  )
+  if (number := getattr(errno, name, None))
+)
+_PASSING_KINDS = (TimeoutError, ConnectionError, MemoryError, socket.gaierror)
+# The status of such conditions in errors of JAX and TensorStore.
+_PASSING_STATUS = re.compile(r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): ")
+
+
+class RetryableError(RuntimeError):
+  """A failure before the run began, after which the same command may succeed."""
+
+
+def retryable(error: BaseException | None) -> bool:
+  """Returns whether the same command may succeed later: FAILED, and not REFUSED.
+
+  It looks at what an error was raised from, too: a refusal may name a disk that is full.
+  """
+  seen = set()
+  while isinstance(error, BaseException) and id(error) not in seen:
+    seen.add(id(error))
+    if isinstance(error, (RetryableError, *_PASSING_KINDS)):
+      return True
+    if isinstance(error, OSError) and error.errno in _PASSING:
+      return True
+    if isinstance(error, (RuntimeError, OSError)) and _PASSING_STATUS.search(str(error)):
+      return True
+    context = None if error.__suppress_context__ else error.__context__
+    error = error.__cause__ or context or getattr(error, "reason", None)  # urllib's
+  return False

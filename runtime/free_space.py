@@ -1,5 +1,6 @@
 """Whether a folder, which need not exist yet, can be written and has space; nothing is created."""
 
+import errno
 import os
 import pathlib
 import shutil
@@ -20,7 +21,8 @@ def require(folder: epath.PathLike, needed: int, what: str, fix: str) -> None:
     fix: ends the message, such as `give another --workdir`.
 
   Raises:
-    OSError: it cannot be written, or has less space; with the free and the needed space.
+    OSError: it cannot be written, or has less space (ENOSPC); with the free and the needed space.
+    ValueError: the whole disk is smaller.
   """
   if not files.is_local(folder):
     return
@@ -30,9 +32,13 @@ def require(folder: epath.PathLike, needed: int, what: str, fix: str) -> None:
     raise NotADirectoryError(f"{there} is a file, not a folder; {fix}")
   if not os.access(there, os.W_OK | os.X_OK):
     raise PermissionError(f"{there} cannot be written; {fix}")
-  free = shutil.disk_usage(there).free
-  if free < needed:
-    free_text, needed_text = (humanize.naturalsize(n, binary=True) for n in (free, needed))
-    raise OSError(
-      f"{there} has {free_text} free, and {what} needs {needed_text}; free some space, or {fix}"
-    )
+  disk = shutil.disk_usage(there)
+  free, total, size = (
+    humanize.naturalsize(n, binary=True) for n in (disk.free, disk.total, needed)
+  )
+  if disk.total < needed:
+    raise ValueError(f"the disk of {there} has {total} in all, and {what} needs {size}; {fix}")
+  if disk.free < needed:
+    full = OSError(f"{there} has {free} free, and {what} needs {size}; free some space, or {fix}")
+    full.errno = errno.ENOSPC
+    raise full

@@ -1,5 +1,6 @@
 """The launcher with real processes and real signals."""
 
+import errno
 import json
 import signal
 import subprocess
@@ -379,6 +380,25 @@ def test_what_cannot_be_started_is_code_2(launch, tmp_path):
   launcher = launch(None, "--restarts=2", command=[str(script)])
   assert launcher.end() == 2
   assert launcher.err == f"launch: {script}: Exec format error\n"
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+def test_what_the_system_cannot_start_now_is_started_again(number):
+  # No process id, memory or file is left; the second start succeeds.
+  code = f"""
+from launch import local
+real, failures = local.subprocess.Popen, [OSError({number}, "none is left")]
+def popen(command, **options):
+  if command == ["true"] and failures:
+    raise failures.pop()
+  return real(command, **options)
+local.subprocess.Popen = popen
+raise SystemExit(local.main(["--processes=1", "--restarts=1", "--", "true"]))
+"""
+  command = [sys.executable, "-c", code]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+  assert done.stderr.startswith("launch: true: none is left\nlaunch: restart 1 of 1\n")
 
 
 def test_it_loads_nothing_that_starts_threads():

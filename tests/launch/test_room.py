@@ -9,7 +9,10 @@ from launch import room
 from runtime import exit_codes
 from tests.launch.launchers import runs
 
-ENOUGH = {"available_mib": 10**6, "usable_cores": 64, "free_tasks": 10**6, "open_files": 10**6}
+ENOUGH = {
+  **{"available_mib": 10**6, "usable_cores": 64, "free_tasks": 10**6, "open_files": 10**6},
+  **{"total_mib": 10**6, "most_tasks": 10**6},
+}
 
 
 @pytest.fixture
@@ -35,24 +38,32 @@ LACKS = {
 def test_what_is_lacking_is_said_with_the_numbers(machine, what):
   has, most, text = LACKS[what]
   machine(**{what: has})
-  assert room.lacking(most) == ""
-  said = room.lacking(most + 1)
+  assert room.lacking(most) == ("", 0)
+  said, code = room.lacking(most + 1)
+  # What other processes have now may be there later.
+  passes = what in ("available_mib", "free_tasks")
+  assert code == (exit_codes.FAILED if passes else exit_codes.REFUSED)
   assert said.startswith(f"--processes={most + 1}: this machine fits about {most}: {text}")
   assert ";" not in said.split(": ", 2)[2].removesuffix("; start fewer, or on several machines")
 
 
 def test_all_that_is_lacking_is_said_at_once(machine):
   machine(available_mib=300, usable_cores=1)
-  said = room.lacking(1000)
+  said, _ = room.lacking(1000)
   assert "fits about 2: 300 MiB" in said
   assert "; 1 cores, at most 32" in said
+
+
+def test_more_than_the_machine_would_ever_have_is_refused(machine):
+  machine(available_mib=300, total_mib=1500)
+  assert [room.lacking(count)[1] for count in (2, 10, 11)] == [0, 1, 2]
 
 
 def test_this_machine_has_what_its_system_says():
   assert 0 < room.available_mib() <= psutil.virtual_memory().total >> 20
   assert 0 < room.usable_cores() <= psutil.cpu_count()
   assert 0 < room.free_tasks() < 2**23
-  assert room.lacking(1) == ""
+  assert room.lacking(1) == ("", 0)
 
 
 def test_the_limit_of_open_files_is_raised(machine):
@@ -60,7 +71,7 @@ def test_the_limit_of_open_files_is_raised(machine):
   try:
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     machine(open_files=before[1])
-    assert room.lacking(500) == ""
+    assert room.lacking(500) == ("", 0)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1064
   finally:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)

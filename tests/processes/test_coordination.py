@@ -1,7 +1,9 @@
 """Who the processes are, by variables and launchers, and where they meet."""
 
+import errno
 import functools
 import os
+import socket
 import time
 
 import pytest
@@ -169,6 +171,11 @@ def test_variables_that_are_half_set_are_a_refusal_of_the_command(forks, tmp_pat
 
 # ------------------------------ refusals ------------------------------
 
+PASSING = (
+  *(errno.EADDRINUSE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT),
+  *(errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ENETUNREACH, errno.EHOSTUNREACH),
+)
+
 
 def test_a_process_without_a_token_notifies_none_and_does_not_wait(given, monkeypatch):
   monkeypatch.delenv(tokens.VARIABLE, raising=False)
@@ -178,16 +185,37 @@ def test_a_process_without_a_token_notifies_none_and_does_not_wait(given, monkey
   assert time.monotonic() - began < 2
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+  """Returns an error that was raised from another."""
+  error.__cause__ = cause
+  return error
+
+
 CODES = {
   rendezvous.RollCallError("seen by itself"): 2,
   rendezvous.ToldError("told by another"): 1,
   rendezvous.MissingError("has not come"): 1,
+  rendezvous.PortError("the port is in use"): 1,
+  NotTogetherError("a peer has died at a barrier"): 1,
   ValueError("its own config"): 2,
+  OSError("of another kind"): 2,
+  PermissionError(errno.EACCES, "Permission denied"): 2,
+  FileNotFoundError(errno.ENOENT, "No such file or directory"): 2,
+  OSError(errno.EROFS, "Read-only file system"): 2,
+  **{OSError(number, os.strerror(number)): 1 for number in PASSING},
+  TimeoutError("no answer"): 1,
+  ConnectionResetError("the server has gone"): 1,
+  socket.gaierror(socket.EAI_NONAME, "Name or service not known"): 1,
+  RuntimeError("UNAVAILABLE: failed to connect to all addresses"): 1,
+  RuntimeError("INVALID_ARGUMENT: no such axis"): 2,
+  caused(ValueError("cannot be prepared"), OSError(errno.ENOSPC, "No space left")): 1,
+  caused(ValueError("cannot be prepared"), OSError(errno.EACCES, "Permission denied")): 2,
+  caused(RuntimeError("no backend"), RuntimeError("ABORTED: The TPU is already in use")): 1,
 }
 
 
-@pytest.mark.parametrize("error", CODES, ids=lambda error: type(error).__name__)
-def test_only_what_a_process_has_seen_itself_ends_it_with_2(given, capsys, error):
+@pytest.mark.parametrize("error", CODES, ids=repr)
+def test_only_what_a_process_has_seen_itself_and_cannot_pass_ends_it_with_2(given, capsys, error):
   given()
   assert refusal.refuse(error) == CODES[error]
   word = "refused" if CODES[error] == 2 else "error"

@@ -1,5 +1,6 @@
 """The roll call: who is missing, twice there, or of another run, said to every process."""
 
+import errno
 import os
 import socket
 import threading
@@ -9,6 +10,8 @@ import pytest
 
 from launch.local import free_port
 from processes import rendezvous, tokens
+from tests.processes.command_lines import MLP
+from tests.processes.starting import VARIABLES
 from tests.processes.stores import together
 
 TOKEN = "a token of these tests"
@@ -104,7 +107,7 @@ def test_two_that_say_that_they_are_the_same():
 def test_two_that_say_that_they_are_process_0():
   port = free_port()
   first, second = said(together(*calls(port, (2, 0), (2, 0), seconds=1.0)))
-  busy = f"process 0 cannot listen on port {port} of its host (Address already in use"
+  busy = f"process 0 cannot listen on port {port} of its host (Address already in use by "
   assert (busy in first) != (busy in second)
   assert "missing: 1;" in first + second
 
@@ -134,9 +137,33 @@ def test_one_that_has_refused_notifies_the_others(index):
 def test_the_port_is_someone_elses():
   with socket.create_server(("", 0)) as server:
     port = server.getsockname()[1]
-    [result] = said(together(*calls(port, (2, 0))))
-  assert f"process 0 cannot listen on port {port} of its host (Address already in use" in result
-  assert "Choose another in the coordinator's address" in result
+    [result] = together(*calls(port, (2, 0)))
+  assert isinstance(result, rendezvous.PortError)  # it passes: exit code 1
+  assert f"cannot listen on port {port} of its host (Address already in use by process " in str(
+    result
+  )
+  assert f"process {os.getpid()}: " in str(result)
+  assert "or give all processes another port in JAX_COORDINATOR_ADDRESS" in str(result)
+
+
+def test_the_application_may_be_started_again_when_the_port_is_free(start, tmp_path):
+  with socket.create_server(("localhost", 0)) as server:
+    port = server.getsockname()[1]
+    own = dict(zip(VARIABLES, (f"localhost:{port}", "2", "0"), strict=True))
+    [ended] = start(1, *MLP, f"--workdir={tmp_path / 'run'}", environments={0: own})
+  assert ended.code == 1, ended
+  assert ended.err.startswith(f"error: process 0 cannot listen on port {port} of its host"), ended
+  assert not (tmp_path / "run").exists()
+
+
+def test_the_port_is_not_allowed(monkeypatch):
+  def listen(address):
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+  monkeypatch.setattr(rendezvous.listening, "listen", listen)
+  [result] = together(*calls(80, (2, 0)))
+  assert type(result) is rendezvous.RollCallError  # it does not pass: exit code 2
+  assert "port 80 of its host (Permission denied); give all processes another port" in str(result)
 
 
 def test_a_run_that_has_begun_already():

@@ -128,6 +128,20 @@ def test_an_owner_that_dies_while_it_is_waited_for_is_replaced(claims):
   assert 18 + LEASE < clock.now - 1000 < 18 + LEASE + 3
 
 
+@pytest.mark.parametrize("beats", [range(2, 3), range(2, 12), range(2, 21)])
+def test_an_owner_that_has_just_died_when_the_wait_ends_is_replaced(claims, beats):
+  # The lease is longer than what is left of the wait.
+  clock, left = Clock(), iter(beats)
+  number = elsewhere(claims)
+
+  def beat():
+    if (count := next(left, None)) is not None:
+      claims.write_beat(number, f"running {count}")
+
+  clock.each.append(beat)
+  assert start(claims, clock, wait_seconds=20.0).number == 2
+
+
 def test_an_owner_that_saves_in_order_to_stop_is_waited_for(claims):
   clock = Clock()
   number, beats = elsewhere(claims, beat="stopping 1"), iter(range(2, 200))

@@ -1,8 +1,10 @@
 """Whether a folder can be written and has space, asked before anything is created."""
 
+import shutil
+
 import pytest
 
-from runtime import free_space
+from runtime import exit_codes, free_space
 
 
 def test_a_folder_that_is_not_there_is_looked_at_through_the_one_above(tmp_path):
@@ -11,7 +13,11 @@ def test_a_folder_that_is_not_there_is_looked_at_through_the_one_above(tmp_path)
 
 
 def test_too_little_space_a_file_and_no_rights(tmp_path, monkeypatch):
-  with pytest.raises(OSError, match=r" has \S+ \S+ free, and a thing needs 1\.0 EiB; free some"):
+  disk = shutil.disk_usage(tmp_path)
+  with pytest.raises(OSError, match=r" has \S+ \S+ free, and a thing needs .*; free some") as full:
+    free_space.require(tmp_path / "a", disk.total, "a thing", "fix it")
+  assert exit_codes.retryable(full.value)
+  with pytest.raises(ValueError, match=r"the disk of .* has .* in all, .* needs 1\.0 EiB; fix"):
     free_space.require(tmp_path / "a", 2**60, "a thing", "fix it")
   (tmp_path / "file").write_text("")
   with pytest.raises(NotADirectoryError, match=r"file is a file, not a folder; fix it"):
