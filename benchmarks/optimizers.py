@@ -34,7 +34,7 @@ from configs.schema import finalize
 from input_pipeline.batches import TrainingBatches
 from runtime import devices
 from training import setup, splits
-from training.optimizer import make_optimizer
+from training.optimizers.build import make_optimizer
 from training.schedules import learning_rate_schedule
 from training.state import State
 from training.step import Program

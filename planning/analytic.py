@@ -23,8 +23,8 @@ from planning.exchange_terms import Term, tokens_of_a_device
 from planning.interconnect import Places, Wire
 from planning.passes import Passes
 from planning.step_time import Sent, Times
-from training.optimizer import matrix_groups
 from training.optimizers import schedule_free
+from training.optimizers.build import matrix_groups
 from training.setup import Job
 
 _LATENTS = "latent vectors"

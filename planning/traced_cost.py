@@ -20,7 +20,7 @@ from models.layer_pattern import layer_pattern
 from models.transformer_dims import latent_sizes
 from partitioning.parallel.pipeline_schedule import GPIPE
 from planning import activation_memory, attention_kernels
-from training.optimizer import matrix_groups
+from training.optimizers.build import matrix_groups
 from training.setup import Job
 
 _VIEWS = {"slice", "dynamic_slice", "squeeze", "split"}  # read where they are used

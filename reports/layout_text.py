@@ -24,7 +24,7 @@ from planning.named_activations import Named
 from reports import drawings, pipeline_picture
 from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
 from training import compiler_options, gradient_reduction, parameter_gathers
-from training.optimizer import matrix_groups
+from training.optimizers.build import matrix_groups
 from training.setup import Job, stage_lines
 
 # What becomes of an activation's bytes, by its choice.

@@ -1,42 +1,34 @@
-"""Optimizers by name, this project's and all of optax's.
+"""The table of optimizers: what is known of each, in one row.
 
-`OPTIMIZERS` is the table of ours; any other name is looked up in optax (`lion`, `contrib.muon`).
-The schedule, clipping (in the step) and which parameters decay are the same for all of them.
+A row's functions are named, `module:function`, and imported where they are first used: configs are
+checked without JAX. Any other name is looked up in optax (`lion`, `contrib.adopt`). The schedule,
+clipping (in the step) and which parameters decay are the same for all of them.
 """
 
 import dataclasses
-import functools
-import inspect
-import itertools
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import optax
-from ml_collections import ConfigDict
-
-from models.mup import VECTORS
-from partitioning.parallel.matrix_groups import Group
-from partitioning.rules import named_leaves
 from runtime.extensions import Table
-from runtime.suggest import nearest
-from training import averages, clipping, optimizer_groups
-from training.optimizers import (
-  adafactor,
-  muon,
-  schedule_free,
-  soap,
-  state_dtype,
-  width_scaling,
-)
-from training.optimizers.arguments import parse_arguments
-from training.optimizers.hidden_matrices import HiddenMatrices, UnfitError
-from training.schedules import learning_rate_schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class DefaultScale:
+  """What an optimizer takes where a recipe says what AdamW takes.
+
+  Attributes:
+    rate: its learning rate over AdamW's.
+    decay: its weight decay over AdamW's.
+  """
+
+  rate: float = 1.0
+  decay: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-  """A row of the table.
+  """A row of the table. Functions may be given as `module:function`.
 
   Attributes:
     build: returns an optax.GradientTransformation. It takes `learning_rate` (a schedule) and
@@ -45,338 +37,168 @@ class Optimizer:
     keys: key of the config's section `optimizer` -> the argument that it sets. Of those keys that
       not every optimizer uses, any other is refused where it is set.
     of_model: finalized config -> arguments that follow from the model.
+    decays: whether it uses `optimizer.weight_decay`.
+    plain_decay: whether its decay is learning rate times weight decay times the parameter, so that
+      it can be independent of the rate.
+    elementwise: whether it updates each element by itself, so that layers can be updated in turn.
+    default: learning rate and weight decay, by those of AdamW.
+    lm_rate: its learning rate in the recipe `lm`, the best that `python -m benchmarks.optimizers`
+      found; None: by `default`.
+    schedule: the only schedule that it takes; "": any.
+    width_rule: muP's rule for its learning rates: a name in `width_scaling.RULES`, or `orthogonal`.
+    without_width_rule: why it has none, for a message.
+    of_matrices: whether it treats hidden matrices alone, and AdamW the other parameters.
+    whole_matrices: arguments -> how it computes on whole matrices, for Muon and SOAP.
+    fits_every_step: whether the tests show that the step can use it; others are tried.
+    refused: why the step cannot use it; "": it can.
   """
 
-  build: Callable[..., optax.GradientTransformation]
+  build: Callable[..., Any] | str
   keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  of_model: Callable[[ConfigDict], Mapping[str, Any]] = lambda config: {}
+  of_model: Callable[[Any], Mapping[str, Any]] | str = lambda config: {}
+  decays: bool = True
+  plain_decay: bool = False
+  elementwise: bool = False
+  default: DefaultScale = DefaultScale()
+  lm_rate: float | None = None
+  schedule: str = ""
+  width_rule: str = ""
+  without_width_rule: str = ""
+  of_matrices: bool = False
+  whole_matrices: str = ""
+  fits_every_step: bool = False
+  refused: str = ""
 
 
-def sgd(learning_rate, momentum=0.0, nesterov=False, accumulator_dtype=None):
-  """Returns stochastic gradient descent; a momentum of 0 has no state.
-
-  Raises:
-    ValueError: Nesterov's momentum without a momentum.
-  """
-  if nesterov and not momentum:
-    raise ValueError("optimizer.arguments: nesterov=True needs optimizer.momentum above 0")
-  return optax.sgd(learning_rate, momentum or None, nesterov, accumulator_dtype)
-
-
-def muon_dimensions(config: ConfigDict) -> Mapping[str, Any]:
-  """Returns the dimension numbers of optax's Muon.
-
-  Without them it takes arrays of rank 2, and leaves the kernels of stacked layers to Adam.
-  """
-  hidden = HiddenMatrices(config)
-
-  def of(params):
-    leaves = named_leaves(params)
-    matrices = hidden.of(leaves)
-    found = [
-      optax.contrib.MuonDimensionNumbers(matrices[name].rows, matrices[name].columns)
-      if name in matrices
-      else None
-      for name in leaves
-    ]
-    return jax.tree.unflatten(jax.tree.structure(params), found)
-
-  return {"muon_weight_dimension_numbers": of}
-
+_ADAM = {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"}
 
 OPTIMIZERS: Table = Table(
   "optimizer",
   {
-    "adamw": Optimizer(optax.adamw, {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"}),
-    "adafactor": Optimizer(adafactor.adafactor),
+    "adamw": Optimizer(
+      "optax:adamw",
+      _ADAM,
+      plain_decay=True,
+      elementwise=True,
+      width_rule="entrywise",
+      fits_every_step=True,
+    ),
+    "adafactor": Optimizer(
+      "training.optimizers.adafactor:adafactor",
+      plain_decay=True,
+      # Its rate is relative to the root mean square of a parameter: 4e-2 and 8e-2 of `lm` ended
+      # alike. Decay as published: none.
+      default=DefaultScale(5.0, 0.0),
+      lm_rate=8e-2,
+      without_width_rule="its updates are a share of the parameter's size, which falls with the "
+      "width",
+    ),
     "muon": Optimizer(
-      muon.muon,
-      {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"},
-      lambda config: {"hidden": HiddenMatrices(config)},
+      "training.optimizers.muon:muon",
+      _ADAM,
+      "training.optimizers.hidden_matrices:argument",
+      plain_decay=True,
+      lm_rate=3.2e-2,
+      width_rule="orthogonal",
+      of_matrices=True,
+      whole_matrices="training.optimizers.muon:orthogonalization",
     ),
     "soap": Optimizer(
-      soap.soap,
-      {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"},
-      lambda config: {"hidden": HiddenMatrices(config)},
+      "training.optimizers.soap:soap",
+      _ADAM,
+      "training.optimizers.hidden_matrices:argument",
+      plain_decay=True,
+      without_width_rule="its first updates act on activations as Muon's, and none is known to "
+      "hold throughout",
+      of_matrices=True,
+      whole_matrices="training.optimizers.soap:preconditioning",
     ),
     "schedule_free_adamw": Optimizer(
-      schedule_free.schedule_free_adamw, {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps"}
+      "training.optimizers.schedule_free:schedule_free_adamw",
+      _ADAM,
+      plain_decay=True,
+      schedule="constant",
+      width_rule="entrywise",
     ),
-    "sgd": Optimizer(sgd, {"momentum": "momentum"}),
-    "contrib.muon": Optimizer(optax.contrib.muon, of_model=muon_dimensions),
+    "sgd": Optimizer(
+      "training.optimizers.build:sgd",
+      {"momentum": "momentum"},
+      decays=False,
+      elementwise=True,
+      width_rule="by_gradient",
+      fits_every_step=True,
+    ),
+    "contrib.muon": Optimizer(
+      "optax.contrib:muon",
+      of_model="training.optimizers.build:muon_dimensions",
+      without_width_rule="take optimizer.name=muon",
+      of_matrices=True,
+    ),
   },
 )
 
-# Optimizer -> how it computes on whole matrices.
-_WHOLE_MATRICES = {"muon": muon.orthogonalization, "soap": soap.preconditioning}
-_OF_MATRICES = (*_WHOLE_MATRICES, "contrib.muon")  # those that have AdamW for other parameters
-# Of which the tests show that the step can use them.
-_SHOWN = ("adamw", "sgd")
 _AVERAGES = (
   "its parameters are not those to evaluate, and evaluation and sampling would take them; "
   "optimizer.name=schedule_free_adamw keeps the average as the parameters"
 )
-REFUSED = {
-  "contrib.schedule_free_adamw": _AVERAGES,
-  "contrib.schedule_free_sgd": _AVERAGES,
-  "contrib.schedule_free": _AVERAGES,
-  "contrib.dpsgd": "it needs the gradient of each example, and the step has their sum",
+# What is known of optax's own.
+OF_OPTAX: Mapping[str, Optimizer] = {
+  "lion": Optimizer(
+    "optax:lion",
+    plain_decay=True,
+    elementwise=True,
+    # Its update is larger, and its decay as much more as its rate is less. Source:
+    # arXiv:2302.06675, section 5.
+    default=DefaultScale(1 / 8, 8.0),
+    lm_rate=4e-3,
+    width_rule="entrywise",
+  ),
+  **{
+    name: Optimizer(f"optax:{name}", elementwise=True, width_rule="entrywise")
+    for name in ("adam", "amsgrad", "adamax")
+  },
+  **{
+    name: Optimizer(f"optax:{name}", width_rule="entrywise")
+    for name in ("adamaxw", "signum", "sign_sgd")
+  },
+  **{
+    name: Optimizer(f"optax:{name}", elementwise=True)
+    for name in ("adabelief", "rmsprop", "adagrad")
+  },
+  **{
+    f"contrib.{name}": Optimizer(f"optax.contrib:{name}", refused=_AVERAGES)
+    for name in ("schedule_free_adamw", "schedule_free_sgd", "schedule_free")
+  },
+  "contrib.dpsgd": Optimizer(
+    "optax.contrib:dpsgd",
+    refused="it needs the gradient of each example, and the step has their sum",
+  ),
 }
 
 
-def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformation:
-  """Returns the config's optimizer; clipping by the norm of all gradients is the step's.
-
-  Args:
-    config: finalized.
-    params: a tree of arrays or ShapeDtypeStructs, float32 or wider, with which an optimizer of
-      optax is tried.
-
-  Raises:
-    ValueError: an unknown optimizer or argument, or an optimizer that the step cannot use.
-  """
-  make = width_scaling.scaled(_of_one_name)
-  if config.optimizer.groups:
-    optimizer = optimizer_groups.grouped(config, params, make)
-  else:
-    optimizer = clipping.clipped(config, make(config, params))
-  _check_matrices(config, params)
-  optimizer = state_dtype.stored_narrow(config, optimizer, params)
-  decays = config.optimizer.ema_decays
-  return averages.averaged(optimizer, decays) if decays else optimizer
-
-
-def _check_matrices(config: ConfigDict, params: Any) -> None:
-  """Raises UnfitError if an optimizer of matrices gets none, in all groups that it has."""
-  parts = optimizer_groups.parts(config, params)
-  for name in _OF_MATRICES:
-    mine = [(own, part) for own, part in parts if own.optimizer.name == name]
-    if mine:
-      HiddenMatrices(mine[0][0]).refuse_none([n for _, part in mine for n in named_leaves(part)])
-
-
-def _of_one_name(
-  config: ConfigDict, params: Any, decays_all: bool = False
-) -> optax.GradientTransformation:
-  """Returns the optimizer of a config without groups; see `make_optimizer`.
-
-  `decays_all` is whether weight decay is for scales and biases too.
-  """
-  keys, name = config.optimizer, config.optimizer.name
-  row = find(name)
-  given = arguments(row, config, _all if decays_all else decayed)
-  build = functools.partial(row.build, **given)
-  schedule = learning_rate_schedule(config)
-  if name in _SHOWN:
-    return build(learning_rate=schedule)
-  optimizer, wrong = _tried(build, schedule, params)
-  if not wrong:
-    return optimizer
-  # Some take no schedule, since they use the rate not only as a factor.
-  optimizer, wrong = _tried(build, keys.learning_rate, params)
-  if wrong:
-    raise ValueError(f"optimizer.name={name}: the step cannot use it: {wrong}")
-  if keys.schedule != "constant" or keys.warmup_steps:
-    raise ValueError(
-      f"optimizer.name={name}: its learning rate is a number, not a schedule; set "
-      f"optimizer.schedule=constant and optimizer.warmup_steps=0"
-    )
-  return optimizer
-
-
-def matrix_groups(
-  config: ConfigDict, params: Any, sizes: Mapping[str, int]
-) -> list[tuple[muon.Orthogonalization | soap.Preconditioning, Group]]:
-  """Returns the groups of matrices of Muon or SOAP, as devices share them, and how it computes.
-
-  Args:
-    config: finalized.
-    params: a tree of the trained parameters, arrays or ShapeDtypeStructs.
-    sizes: mesh axis -> size.
-  """
-  found = []
-  groups = optimizer_groups.parts(config, params)
-  for one, part in itertools.chain.from_iterable(width_scaling.parts(*group) for group in groups):
-    if make := _WHOLE_MATRICES.get(one.optimizer.name):
-      how = make(**arguments(find(one.optimizer.name), one))
-      found += [(how, group) for group in how.groups(part, sizes)]
-  return found
-
-
-def decayed(params):
-  """Returns a tree of booleans: True for kernels and tables, False for scales and biases."""
-  flags = [not name.endswith(VECTORS) for name in named_leaves(params)]
-  return jax.tree.unflatten(jax.tree.structure(params), flags)
-
-
-def _all(params):
-  return jax.tree.map(lambda _: True, params)
-
-
-# ---- By name ----
-
-
-def find(name: str) -> Optimizer:
-  """Returns the row of `OPTIMIZERS`, or a new one for an optimizer of optax.
-
-  Raises:
-    ValueError: there is none of this name, or it cannot be used here, with the reason.
-  """
-  if name in OPTIMIZERS:
-    return OPTIMIZERS[name]
-  if name in REFUSED:
-    raise ValueError(f"optimizer.name={name}: {REFUSED[name]}")
-  known = names_in_optax()
-  if name not in known:
-    near = nearest(name, [*OPTIMIZERS, *known])
-    raise ValueError(
-      f"optimizer.name={name!r}: one of {', '.join(OPTIMIZERS)}, or one of optax's by its name, "
-      f"such as lion or contrib.adopt{near}"
-    )
+def optimizer_row(name: str) -> Optimizer:
+  """Returns what is known of an optimizer; of one that no table has, that it may be optax's."""
   module, _, function = name.rpartition(".")
-  return Optimizer(getattr(optax.contrib if module else optax, function))
+  other = Optimizer(f"optax{'.contrib' if module else ''}:{function}")
+  return OPTIMIZERS.get(name) or OF_OPTAX.get(name) or other
 
 
-@functools.cache
-def names_in_optax() -> list[str]:
-  """Returns the names of optax's optimizers: its functions that take a learning rate."""
-  return [
-    prefix + name
-    for prefix, module in (("", optax), ("contrib.", optax.contrib))
-    for name, function in sorted(vars(module).items())
-    if inspect.isfunction(function)
-    and not name.startswith(("_", "scale_by_"))
-    and "learning_rate" in inspect.signature(function).parameters
-  ]
+def optimizers_with(wanted: Callable[[Optimizer], object]) -> list[str]:
+  """Returns the names of the rows that `wanted` is true of, those of optax last."""
+  return [name for name, one in [*OPTIMIZERS.items(), *OF_OPTAX.items()] if wanted(one)]
 
 
-# ---- Its arguments ----
+def optimizer_keys(name: str) -> tuple[str, ...]:
+  """Returns the keys of the section `optimizer` that it uses, besides those that all use."""
+  one = optimizer_row(name)
+  decay = ("weight_decay",) if one.decays else ()
+  independent = ("independent_weight_decay",) if one.plain_decay else ()
+  return tuple(dict.fromkeys((*one.keys, *decay, *independent)))
 
 
-def arguments(
-  row: Optimizer, config: ConfigDict, decays: Callable[[Any], Any] = decayed
-) -> dict[str, Any]:
-  """Returns all arguments of an optimizer except its learning rate.
-
-  Args:
-    row: of the table.
-    config: finalized.
-    decays: parameters -> a tree of booleans, which of them weight decay is for.
-
-  Raises:
-    ValueError: everything that is wrong with `optimizer.arguments`, a line each.
-  """
-  keys, taken = config.optimizer, inspect.signature(row.build).parameters
-  given = parse_arguments(keys.arguments)
-  mask = next((m for m in ("mask", "weight_decay_mask") if m in taken), None)
-  _check_keys(row, keys, taken)
-  found = {argument: keys[key] for key, argument in row.keys.items()}
-  found |= row.of_model(config)
-  ours = {argument: f"set optimizer.{key}" for key, argument in row.keys.items()}
-  ours["learning_rate"] = "set optimizer.learning_rate"
-  ours |= dict.fromkeys(row.of_model(config), "it follows from the model")
-  if mask:
-    found[mask], ours[mask] = decays, "scales and biases never decay"
-  if "weight_decay" in row.keys:
-    pass  # it says itself what that does
-  elif mask and "weight_decay" in taken:
-    found["weight_decay"], ours["weight_decay"] = weight_decay(keys), "set optimizer.weight_decay"
-  # Under sgd the recipe's value is unused, as it did before other optimizers came.
-  elif keys.weight_decay and keys.name != "sgd":
-    raise ValueError(
-      f"optimizer.weight_decay={keys.weight_decay}: {keys.name} takes none that leaves scales and "
-      f"biases alone; set it to 0{_own_decay(taken)}"
-    )
-  wrong = [f"{name}: {ours[name]}" for name in given if name in ours]
-  wrong += [
-    f"{name}: {keys.name} has no such argument{nearest(name, set(taken) - set(ours))}"
-    for name in given
-    if not _takes(taken, name)
-  ]
-  needed = [
-    n
-    for n, parameter in taken.items()
-    if parameter.default is parameter.empty and parameter.kind not in _ANY
-  ]
-  wrong += [f"{n}: it has no default" for n in needed if n not in {*found, *ours, *given}]
-  if wrong:
-    raise ValueError(
-      "optimizer.arguments:\n"
-      + "\n".join(f"  {line}" for line in wrong)
-      + f"\nit is {keys.name}({_signature(taken)})"
-    )
-  return {**found, **given}
-
-
-def weight_decay(keys: ConfigDict) -> float:
-  """Returns the factor that an optimizer multiplies by the learning rate and the parameter.
-
-  With `optimizer.independent_weight_decay` a step at the peak removes `optimizer.weight_decay` of a
-  parameter whatever the peak is. Source: arXiv:2309.14322, section 3.2.1.
-  """
-  if not keys.independent_weight_decay:
-    return keys.weight_decay
-  return keys.weight_decay / keys.learning_rate
-
-
-_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args, **kwargs
-
-
-def _takes(taken: Mapping[str, inspect.Parameter], name: str) -> bool:
-  return name in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
-
-
-def _check_keys(row: Optimizer, keys: ConfigDict, taken: Mapping[str, inspect.Parameter]) -> None:
-  """Raises ValueError where `Optimizer.keys` names no key of the config, or no argument."""
-  wrong = [
-    f"optimizer.{key} is no key of this config{nearest(key, list(keys))}"
-    for key in row.keys
-    if key not in keys
-  ]
-  wrong += [
-    f"{argument} is no argument of {_signature(taken)}{nearest(argument, list(taken))}"
-    for argument in row.keys.values()
-    if not _takes(taken, argument)
-  ]
-  if wrong:
-    origin = OPTIMIZERS.origins.get(keys.name, __name__)
-    lines = "\n".join(f"  {line}" for line in wrong)
-    raise ValueError(
-      f"optimizer.name={keys.name}, registered by {origin}, Optimizer.keys:\n{lines}"
-    )
-
-
-def _own_decay(taken: Mapping[str, inspect.Parameter]) -> str:
-  """Returns how to set the optimizer's own decay argument."""
-  own = next((name for name in taken if name.startswith("weight_decay")), None)
-  return f", and give its own as optimizer.arguments={own}=..." if own else ""
-
-
-def _signature(taken: Mapping[str, inspect.Parameter]) -> str:
-  """Returns `learning_rate, b1=0.9`: without types, which fill pages."""
-  return ", ".join(
-    name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
-    for name, parameter in taken.items()
-  )
-
-
-def _tried(build: Callable, rate: Any, params: Any) -> tuple[Any, str]:
-  """Returns an optimizer, and why the step cannot use it; "" where it can."""
-  try:
-    optimizer = build(learning_rate=rate)
-    with jax.numpy_dtype_promotion("standard"):
-      state = jax.eval_shape(optimizer.init, params)
-      updates, after = jax.eval_shape(optimizer.update, params, state, params)
-  except UnfitError:
-    raise
-  except Exception as error:  # whatever a function of another library raises
-    return None, f"{type(error).__name__}: {error}".splitlines()[0]
-  if _types(after) != _types(state) or _types(updates) != _types(params):
-    return None, "its state or its updates change their types from step to step"
-  if any(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state)):
-    return None, "its state has a typed random key, which a checkpoint cannot hold"
-  return optimizer, ""
-
-
-def _types(tree: Any) -> list[tuple[str, tuple[int, ...], Any]]:
-  return [(name, leaf.shape, leaf.dtype) for name, leaf in named_leaves(tree).items()]
+def imported(function: Callable[..., Any] | str) -> Callable[..., Any]:
+  """Returns the function that a row names."""
+  if not isinstance(function, str):
+    return function
+  module, _, name = function.partition(":")
+  return getattr(importlib.import_module(module), name)

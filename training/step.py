@@ -23,8 +23,8 @@ from partitioning.parallel.gathered_parameters import GatheredOnce
 from partitioning.parallel.pipeline_schedule import Schedule
 from partitioning.rules import letters_of, named_leaves
 from training import clipping, router_bias
-from training.optimizer import make_optimizer
 from training.optimizers import host_state, stochastic_rounding
+from training.optimizers.build import make_optimizer
 from training.optimizers.schedule_free import gradient_point
 from training.pipelined import Pipelined, gathered_sums, split_rows
 from training.schedules import learning_rate_schedule

@@ -8,12 +8,11 @@ from configs.schema import (
   expert_checks,
   matmul_checks,
   memory_checks,
-  optimizer_defaults,
   precision_checks,
-  unused,
 )
 from input_pipeline.text.conversations import DROP, REFUSE
 from input_pipeline.text.packing import ALGORITHMS
+from training.optimizer import OPTIMIZERS
 from training.tasks import TASKS
 
 MATMUL_PRECISIONS = ("default", "high", "highest")
@@ -54,9 +53,7 @@ def usual(config: ConfigDict) -> dict[str, tuple[str, ...]]:
     "training.rematerialization": ("none", "dots", "full"),
     "optimizer.state_memory": memory_checks.STATE_MEMORIES,
     "optimizer.state_dtype": ("float32", "bfloat16", "int8"),
-    "optimizer.name": tuple(
-      dict.fromkeys([*unused.OPTIMIZER_KEYS, *optimizer_defaults.BESIDE_ADAMW])
-    ),
+    "optimizer.name": (*OPTIMIZERS, "lion"),
     **text,
     **(expert_checks.CHOICES if config.model.name == "transformer" else {}),
   }

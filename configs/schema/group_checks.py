@@ -5,8 +5,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.schema import unused
 from runtime.suggest import nearest
+from training.optimizer import optimizer_keys
 
 EXAMPLE = '({"parameters": "embed/*", "learning_rate": 1e-3, "weight_decay": 0.0},)'
 # Keys of `optimizer` that a group may not have for itself.
@@ -35,7 +35,7 @@ def _group(optimizer: ConfigDict, group: Mapping[str, Any], where: str) -> Itera
     yield f"{where}: `parameters` is a pattern of their names or several, such as {EXAMPLE}"
   own = {key: value for key, value in group.items() if key != "parameters"}
   known = [key for key in optimizer if key not in SHARED]
-  used = unused.optimizer_keys(group.get("name", optimizer.name))
+  used = optimizer_keys(group.get("name", optimizer.name))
   for key, value in own.items():
     if key in SHARED and key in optimizer:
       yield f"{where}: {key} is the same for all groups; set optimizer.{key}"

@@ -2,9 +2,9 @@
 
 from ml_collections import ConfigDict
 
-from configs.schema import optimizer_defaults
 from input_pipeline.text import tokenizer
 from interop import hf_config, hf_folder
+from training.optimizer import optimizer_row
 
 KEY = "model.folder"
 LONGEST = 2048  # tokens of a row by default, where the model takes as many
@@ -56,5 +56,5 @@ def finalize(config: ConfigDict) -> None:
 
     read_adapter.adopt(config, config.checkpoint.initialize_from, described.model_type)
   if config.optimizer.learning_rate is None:
-    beside = optimizer_defaults.of(config.optimizer.name)
-    config.optimizer.learning_rate = LEARNING_RATES[config.lora.rank > 0] * beside.rate
+    scale = optimizer_row(config.optimizer.name).default
+    config.optimizer.learning_rate = LEARNING_RATES[config.lora.rank > 0] * scale.rate

@@ -6,13 +6,9 @@ from ml_collections import ConfigDict
 
 from runtime import rematerialization
 from runtime.suggest import nearest
+from training.optimizer import optimizer_row, optimizers_with
 
 STATE_MEMORIES = ("device", "host")
-# The optimizers that update each element by itself, so that layers can be updated one by one.
-ELEMENTWISE = (
-  *("adamw", "sgd", "lion", "adam", "nadamw", "adamax", "amsgrad", "adabelief", "rmsprop"),
-  "adagrad",
-)
 
 
 def wrong(config: ConfigDict) -> Iterator[str]:
@@ -47,10 +43,10 @@ def on_the_device(keys: ConfigDict) -> Iterator[str]:
   """
   groups = [group for group in keys.groups if isinstance(group, dict)]
   names = [keys.name, *(group["name"] for group in groups if "name" in group)]
-  if others := [name for name in dict.fromkeys(names) if name not in ELEMENTWISE]:
+  if others := [name for name in dict.fromkeys(names) if not optimizer_row(name).elementwise]:
     yield (
       f"layers are updated one by one, and {' and '.join(others)} may need whole arrays; it is for "
-      f"{', '.join(ELEMENTWISE)}"
+      f"{', '.join(optimizers_with(lambda row: row.elementwise))}"
     )
   if keys.state_dtype not in ("float32", "float64"):
     yield (

@@ -6,6 +6,7 @@ from ml_collections import ConfigDict
 
 from configs.schema import expert_checks, recipes
 from runtime import extensions
+from training.optimizer import optimizer_keys
 from training.tasks import DPO, TASKS
 
 # Keys of `optimizer` that every optimizer uses.
@@ -25,26 +26,6 @@ _OPTIMIZER = {
   "weight_decay": 0.0,
   "independent_weight_decay": False,
 }
-# Optimizer -> which of them it uses. A registered one says so by `Optimizer.keys`, and those of
-# optax take their own by `optimizer.arguments`; whether one of these takes weight decay,
-# `training.optimizer` finds out.
-OPTIMIZER_KEYS = {
-  "adamw": ("beta_1", "beta_2", "epsilon", "weight_decay"),
-  "adafactor": ("weight_decay",),
-  "muon": ("beta_1", "beta_2", "epsilon", "weight_decay"),
-  "soap": ("beta_1", "beta_2", "epsilon", "weight_decay"),
-  "schedule_free_adamw": ("beta_1", "beta_2", "epsilon", "weight_decay"),
-  "sgd": ("momentum",),
-}
-_WITHOUT_ARGUMENTS = (
-  "adamw",
-  "schedule_free_adamw",
-  "sgd",
-)  # that are worth a hint: keys set all that is often set
-OTHERS = ("weight_decay",)
-# Whose decay is learning rate times weight decay times the parameter: it can be independent.
-_PLAIN_DECAY = ("adafactor", "adamw", "lion", "muon", "schedule_free_adamw", "soap")
-
 _TOKENS = {
   "training.z_loss": 0.0,
   "data.sequence_length": 0,
@@ -97,15 +78,6 @@ MODELS = {
 }
 
 
-def optimizer_keys(name: str) -> tuple[str, ...]:
-  """Returns the keys of `optimizer` that an optimizer uses, besides those that all do."""
-  independent = ("independent_weight_decay",) if name in _PLAIN_DECAY else ()
-  if name in OPTIMIZER_KEYS:
-    return (*OPTIMIZER_KEYS[name], *independent)
-  row = extensions.registered("optimizer", name)
-  return tuple(dict.fromkeys((*(row.keys if row else ()), *OTHERS, *independent)))
-
-
 def of_model(config: ConfigDict) -> dict[str, object]:
   """Returns the keys outside of `model` that a config's model does not use -> their unset value."""
   model = extensions.registered("model", config.model.name)
@@ -137,14 +109,13 @@ def wrong(config: ConfigDict) -> Iterator[str]:
   """
   recipe, name = recipes.base(config.argument), config.optimizer.name
   used = optimizer_keys(name)
-  own = "" if name in _WITHOUT_ARGUMENTS else "; its own arguments are given by optimizer.arguments"
   for key, value in config.optimizer.items():
     if key in (*_GENERAL, *used):
       continue
     if value not in (_OPTIMIZER.get(key), recipe.optimizer.get(key)):
       yield (
         f"optimizer.{key}={value!r}: {name} does not use it; of those keys it uses "
-        f"{', '.join(used)}{own}"
+        f"{', '.join(used)}; its own arguments are given by optimizer.arguments"
       )
   for who, keys in (
     (f"the model {config.model.name}", of_model(config)),

@@ -13,7 +13,7 @@ from partitioning.mesh_sizes import AXES
 from partitioning.rules import named_leaves
 from runtime.devices import Devices
 from tests.helpers.forks import ROOT
-from training.optimizer import decayed
+from training.optimizers.build import decayed
 
 SMALL = {
   **{"model.layers": 2, "model.model_size": 16, "model.feedforward_size": 24, "model.heads": 4},

@@ -11,7 +11,8 @@ from configs.schema import finalize
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import SMALL
 from training import optimizer
-from training.optimizer import make_optimizer
+from training.optimizers import build
+from training.optimizers.build import make_optimizer
 
 CONSTANT = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
 NO_DECAY = {"optimizer.weight_decay": 0.0}
@@ -87,9 +88,9 @@ def test_an_unknown_name_is_refused_with_the_nearest():
   message = refusal("contrib.moun")
   assert "schedule_free_adamw, sgd, contrib.muon, or one of optax's by its name" in message
   assert message.endswith("did you mean 'contrib.muon'?")
-  assert "scale_by_adam" not in optimizer.names_in_optax()  # no optimizer by itself
+  assert "scale_by_adam" not in build.names_in_optax()  # no optimizer by itself
   with pytest.raises(ValueError, match="one of optax's"):
-    optimizer.find("scale_by_adam")
+    build.find("scale_by_adam")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from configs import base
 from configs.schema import finalize, validate
 from tests.helpers.jobs import SMALL, make_job
 from tests.training.test_optimizer import CONSTANT, drawn, updates_of
-from training.optimizer import make_optimizer
+from training.optimizers.build import make_optimizer
 
 SHAPES = {"kernel": (3, 4), "scale": (4,), "bias": (4,), "table": (5, 3)}
 RATE = 8e-3

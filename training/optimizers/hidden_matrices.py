@@ -152,3 +152,8 @@ class HiddenMatrices:
       f"{', '.join(kernels[:_MOST_KERNELS]) or '(none)'}{more}. Give the model's hidden dims these "
       f"names, or choose another optimizer"
     )
+
+
+def argument(config: ConfigDict) -> dict[str, HiddenMatrices]:
+  """Returns the argument of Muon and SOAP that follows from the model."""
+  return {"hidden": HiddenMatrices(config)}

@@ -17,6 +17,7 @@ from models import MODELS, mup
 from models.mup import VECTORS, Growth, Kind
 from partitioning.parallel.matrix_groups import Matrix
 from partitioning.rules import letters_of, named_leaves
+from training.optimizer import optimizer_row, optimizers_with
 from training.optimizer_groups import Make, of_group
 from training.optimizers.arguments import parse_arguments
 from training.optimizers.hidden_matrices import HiddenMatrices
@@ -40,18 +41,9 @@ def by_gradient(growth: Growth) -> float:
   return growth.inputs * growth.outputs
 
 
-# Optimizers whose parameters all have a rule of their growth alone.
-RULES: Mapping[str, Rule] = {
-  **dict.fromkeys(("adamw", "adam", "amsgrad", "adamax", "adamaxw", "nadam", "nadamw"), entrywise),
-  **dict.fromkeys(("lion", "signum", "sign_sgd", "schedule_free_adamw"), entrywise),
-  "sgd": by_gradient,
-}
-MUON = "muon"
-_REASONS = {
-  "adafactor": "its updates are a share of the parameter's size, which falls with the width",
-  "soap": "its first updates act on activations as Muon's, and none is known to hold throughout",
-  "contrib.muon": "take optimizer.name=muon",
-}
+# Name in a row of the table of optimizers -> the rate's factor by a parameter's growth alone.
+RULES: Mapping[str, Rule] = {"entrywise": entrywise, "by_gradient": by_gradient}
+ORTHOGONAL = "orthogonal"  # the rule of hidden matrices; the other parameters have AdamW's
 
 
 def orthogonal(
@@ -122,7 +114,7 @@ def parts(config: ConfigDict, params: Any) -> list[tuple[ConfigDict, Any]]:
   keys, found = config.optimizer, {}
   if not mup.base_width(config):
     return [(config, params)]
-  if keys.name not in (*RULES, MUON):
+  if not optimizer_row(keys.name).width_rule:
     raise ValueError(_refusal(config))
   if not mup.differs(config):
     return [(config, params)]
@@ -145,11 +137,11 @@ def parts(config: ConfigDict, params: Any) -> list[tuple[ConfigDict, Any]]:
 
 def _changes(config: ConfigDict, params: Any) -> dict[str, tuple]:
   """Returns name -> factors of its learning rate and of epsilon, and the optimizer if another."""
-  model, name = MODELS[config.model.name], config.optimizer.name
+  model, named = MODELS[config.model.name], optimizer_row(config.optimizer.name).width_rule
   rules, legend = model.parameters(config), model.legend(config)
   leaves = named_leaves(params)
-  matrices, rule, other = {}, RULES.get(name, entrywise), ()
-  if name == MUON:  # and AdamW for the others
+  matrices, rule, other = {}, RULES.get(named, entrywise), ()
+  if named == ORTHOGONAL:
     hidden, given = HiddenMatrices(config), parse_arguments(config.optimizer.arguments)
     matrices, other = hidden.of(leaves, per_head=given.get("per_head", False)), ("adamw",)
   found = {}
@@ -167,9 +159,10 @@ def _changes(config: ConfigDict, params: Any) -> dict[str, tuple]:
 
 def _refusal(config: ConfigDict) -> str:
   name = config.optimizer.name
-  why = f": {_REASONS[name]}" if name in _REASONS else ""
+  why = optimizer_row(name).without_width_rule
   return (
     f"model.base_width={mup.base_width(config)}: muP has no rule here for the learning rates of "
-    f"optimizer.name={name}{why}; it has for {', '.join((*RULES, MUON))}. Choose one of "
-    f"these, or set model.base_width=0"
+    f"optimizer.name={name}{': ' if why else ''}{why}; it has for "
+    f"{', '.join(optimizers_with(lambda row: row.width_rule))}. Choose one of these, or set "
+    f"model.base_width=0"
   )

@@ -156,10 +156,9 @@ def test_a_registered_model_uses_the_keys_that_it_names(register):
   ]
 
 
-def test_the_keys_of_our_optimizers_are_those_of_their_table():
-  for name, keys in unused.OPTIMIZER_KEYS.items():
-    decay = ("weight_decay",) if name != "sgd" else ()
-    assert (*optimizer.OPTIMIZERS[name].keys, *decay) == keys
+def test_an_optimizer_in_the_table_of_the_project_uses_the_keys_of_its_row(monkeypatch):
+  monkeypatch.setitem(optimizer.OPTIMIZERS, "ours", Optimizer(print, keys={"beta_2": "decay"}))
+  assert lines("lm", **{"optimizer.name": "ours", "optimizer.beta_2": 0.5}) == []
 
 
 # ---- No other key of these sections does nothing ----
@@ -227,7 +226,7 @@ def test_every_key_is_read_or_listed(recipe):
     jax.eval_shape(job.program.train_step, job.state, job.batch)
   listed = set(unused.MODELS.get(config.model.name, {}))
   listed |= set(unused.of_task(config)) | ELSEWHERE
-  optimizer_keys = unused.OPTIMIZER_KEYS[config.optimizer.name]
+  optimizer_keys = optimizer.optimizer_keys(config.optimizer.name)
   listed |= {f"optimizer.{key}" for key in ("beta_1", "beta_2", "epsilon", "momentum")}
   listed |= {"optimizer.weight_decay", "optimizer.independent_weight_decay"}
   listed |= set() if TASKS[config.task].of_tokens else OF_TOKENS

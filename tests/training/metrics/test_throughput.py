@@ -12,10 +12,11 @@ import pytest
 from analysis.chips import peak_flops
 from models import MODELS
 from tests.helpers.jobs import make_job
-from training import optimizer, schedules
+from training import schedules
 from training.bad_steps import TrainingStoppedError
 from training.metrics.reader import MetricsReader
 from training.metrics.throughput import Meter
+from training.optimizers import build
 
 
 def metrics(loss, norm=1.0):
@@ -89,7 +90,7 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
 
 def test_scales_and_biases_do_not_decay():
   job = make_job("single", "lm")
-  flags = optimizer.decayed(job.state.params)
+  flags = build.decayed(job.state.params)
   assert flags["final_norm"]["scale"] is False
   assert flags["layers"]["mlp_norm"]["scale"] is False
   assert flags["layers"]["mlp"]["up"]["kernel"] is True

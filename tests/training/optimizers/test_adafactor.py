@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from tests.training.test_optimizer import config_of, drawn
-from training.optimizer import make_optimizer
+from training.optimizers.build import make_optimizer
 
 DECAY = 0.25
 

@@ -5,7 +5,7 @@ import pytest
 from partitioning.parallel.matrix_groups import Matrix
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
-from training.optimizer import matrix_groups
+from training.optimizers.build import matrix_groups
 from training.optimizers.hidden_matrices import HiddenMatrices, UnfitError
 
 OF_THE_DECODER = {

@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from configs.schema.memory_checks import ELEMENTWISE
 from partitioning.rules import HOST, named_leaves
 from planning.activation_memory import equations
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.expert_cases import WITH_DENSE
+from training.optimizer import optimizers_with
 from training.optimizers import host_state
 
 KEY = "optimizer.state_memory"
@@ -86,7 +86,7 @@ def stack_of(name):
   return name.partition("/")[0] if "/" in name else ""
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("name", optimizers_with(lambda row: row.elementwise))
 def test_layers_one_by_one_are_as_all_at_once(name):
   """With each optimizer that the config allows, in float64: most others would differ."""
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

@@ -12,7 +12,7 @@ from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.training import runs
 from tests.training.test_optimizer import config_of, drawn
 from training import restore
-from training.optimizer import decayed, make_optimizer
+from training.optimizers.build import decayed, make_optimizer
 from training.optimizers.schedule_free import gradient_point, schedule_free_adamw
 
 RATE, DECAY, BETA_1, BETA_2, EPSILON = 0.05, 0.3, 0.8, 0.9, 1e-4

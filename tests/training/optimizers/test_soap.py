@@ -11,7 +11,7 @@ import pytest
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 from tests.helpers.optimizer_updates import updated
-from training.optimizer import decayed
+from training.optimizers.build import decayed
 from training.optimizers.soap import eigenvectors, iterated
 
 RATE, DECAY, B1, B2, BETA, EPS = 8e-3, 0.1, 0.8, 0.95, 0.9, 1e-8

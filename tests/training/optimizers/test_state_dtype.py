@@ -9,9 +9,9 @@ import pytest
 from configs import base
 from configs.schema import finalize
 from partitioning.rules import named_leaves
-from training.optimizer import make_optimizer
 from training.optimizers import blocks
 from training.optimizers.blocks import Blocks
+from training.optimizers.build import make_optimizer
 from training.step import make_program
 
 SHAPES = {

@@ -15,9 +15,8 @@ from partitioning.rules import named_leaves
 from tests.helpers.jobs import SMALL
 from tests.training.optimizers import test_schedule_free as schedule_free
 from tests.training.test_optimizer import CONSTANT, updates_of
-from training import optimizer
-from training.optimizer import make_optimizer
-from training.optimizers import width_scaling
+from training.optimizers import build, width_scaling
+from training.optimizers.build import make_optimizer
 from training.optimizers.schedule_free import averaged, gradient_point
 from training.step import make_program
 
@@ -157,7 +156,7 @@ def test_muon_s_matrices_have_the_square_root_and_its_adamw_is_as_without(argume
 def test_the_groups_that_devices_share_are_those_without_mup():
   def found(**more):
     config = config_of("muon", "lm", **more)
-    return [group for _, group in optimizer.matrix_groups(config, shapes("lm"), {})]
+    return [group for _, group in build.matrix_groups(config, shapes("lm"), {})]
 
   assert [str(group) for group in found(**BASE)] == [str(group) for group in found()]
   assert found()
@@ -188,7 +187,7 @@ def test_nothing_is_scaled_at_the_base_width():
     ("adafactor", "of optimizer.name=adafactor: its updates are a share of the parameter's size"),
     ("contrib.muon", "of optimizer.name=contrib.muon: take optimizer.name=muon; it has for adamw,"),
     ("soap", "of optimizer.name=soap: its first updates act on activations as Muon's"),
-    ("rprop", "of optimizer.name=rprop; it has for adamw, adam,"),
+    ("rprop", "of optimizer.name=rprop; it has for adamw, muon,"),
   ],
 )
 def test_optimizers_without_a_rule_are_refused_at_the_base_width_too(name, said):
