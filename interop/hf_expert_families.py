@@ -85,6 +85,7 @@ EXPERT_FAMILIES: dict[str, Family] = {
         experts.PER_TOKEN,
         experts.ONE_WIDTH,
         experts.NORMALIZED,
+        parts.above_0("clip_qkv", "clip_qkv"),
       ),
     ),
     {
@@ -100,7 +101,6 @@ EXPERT_FAMILIES: dict[str, Family] = {
       "norm_topk_prob": False,
     },
     fixed={"query_key_norm": True, "query_key_norm_across_heads": True},
-    only={"clip_qkv": ((None,), "queries, keys and values are not clipped")},
     ignored=experts.IGNORED,
   ),
   "gpt_oss": Family(

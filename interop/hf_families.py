@@ -75,6 +75,7 @@ GPT_2_PARTS = (
       "scale_attn_weights": model["attention_scale"] != 1.0 or model["head_size"] == 1,
     },
   ),
+  parts.same("scale_attn_by_inverse_layer_idx", "attention_scale_by_inverse_layer", bool),
   parts.choice("activation_function", "activation", {"gelu_new": "gelu", **parts.ACTIVATIONS}),
 )
 
@@ -183,14 +184,9 @@ FAMILIES: dict[str, Family] = {
       "tie_word_embeddings": True,
       "activation_function": "gelu_new",
       "scale_attn_weights": True,
+      "scale_attn_by_inverse_layer_idx": False,
     },
     fixed={"positions": "learned", "norm": "layer", "biases": "all", "gated": False},
-    only={
-      "scale_attn_by_inverse_layer_idx": (
-        (False, None),
-        "scores that are scaled by the number of the layer are not there",
-      ),
-    },
     ignored=(
       *("n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout"),
       *("summary_proj_to_labels", "summary_type", "summary_use_proj", "gradient_checkpointing"),

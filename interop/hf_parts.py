@@ -67,6 +67,15 @@ def optional(theirs: str, ours: str) -> Part:
   return Part((theirs,), read, lambda model: {theirs: model[ours] or None})
 
 
+def above_0(theirs: str, ours: str) -> Part:
+  """Returns the part of a number above 0, of which null turns something off, and 0 is ours."""
+
+  def read(config: Theirs) -> dict[str, Any]:
+    return {ours: 0.0 if config.get(theirs) is None else _positive(config, theirs)}
+
+  return Part((theirs,), read, lambda model: {theirs: model[ours] or None})
+
+
 ACTIVATIONS = {
   "silu": "silu",
   "swish": "silu",

@@ -38,6 +38,7 @@ class GroupedQueryAttention(nnx.Module):
     if self.query_key_norm:
       self.query_norm = Norm(f"{name}/query_norm", config)
       self.key_norm = Norm(f"{name}/key_norm", config)
+    self.clip = model.clip_qkv
     self.out = linear(f"{name}/out", scale=(2 * model.layers) ** -0.5)
     self.has_sinks = model.attention_sinks
     if self.has_sinks:
@@ -76,10 +77,15 @@ class GroupedQueryAttention(nnx.Module):
     )
     if self.query_key_norm:
       q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+    if self.clip:
+      q_BTNH, k_BTKH, v_BTKH = (
+        jnp.clip(x, -self.clip, self.clip) for x in (q_BTNH, k_BTKH, v_BTKH)
+      )
     if (table_2BTh := rows.rope(layer)) is not None:
       q_BTNH, k_BTKH = (
         apply_rope(x, table_2BTh, adjacent=self.adjacent_pairs) for x in (q_BTNH, k_BTKH)
       )
+    q_BTNH = layer.scaled(q_BTNH)
     if cache is not None:
       cache = update_cache(cache, constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH"))
       k_BTKH, v_BTKH = cache.keys, cache.values

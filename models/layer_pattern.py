@@ -1,4 +1,4 @@
-"""The layer pattern: sliding windows and rotary bases that differ between a decoder's layers.
+"""The layer pattern: windows, rotary bases and scales that differ between a decoder's layers.
 
 As arrays, so that one block serves all layers and a scan over the layers can take them as input.
 """
@@ -23,11 +23,19 @@ class Layer:
     window: int32, the slots that a token attends to, its own the last; None: its full past.
     kind: int32, the place of that window among `LayerPattern.kinds`; None: there is one.
     rotary: int32, which of the rows' rope tables it uses; None: all layers use the same.
+    scale: a factor of the scores; None: 1.
   """
 
   window: Int[Array, "*L"] | None
   kind: Int[Array, "*L"] | None
   rotary: Int[Array, "*L"] | None
+  scale: Float[Array, "*L"] | None
+
+  def scaled(self, q_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Returns the queries, times the layer's factor of the scores."""
+    if self.scale is None:
+      return q_BTNH
+    return (q_BTNH.astype(self.scale.dtype) * self.scale).astype(q_BTNH.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +48,15 @@ class LayerPattern:
       rotate; () without rotary positions.
     rotary_size: dims of a head that are rotated.
     row_length: tokens of a row in training, on which some kinds of scaling depend.
-    dtype: of the frequencies.
+    scales: of each layer, a factor of its scores; () where all are 1.
+    dtype: of the frequencies and scales.
   """
 
   windows: tuple[int | None, ...]
   rotaries: tuple[tuple[float, tuple] | None, ...]
   rotary_size: int
   row_length: int
+  scales: tuple[float, ...]
   dtype: jnp.dtype
 
   @property
@@ -56,7 +66,7 @@ class LayerPattern:
 
   def stacked(self) -> Layer:
     """Returns the layers' numbers, stacked along L, as inputs of a scan over the layers."""
-    window = kind = rotary = None
+    window = kind = rotary = scale = None
     if self.windows:
       beyond = jnp.iinfo(jnp.int32).max  # longer than any text
       window = jnp.asarray([beyond if w is None else w for w in self.windows], jnp.int32)
@@ -64,7 +74,9 @@ class LayerPattern:
       kind = jnp.asarray([self.kinds.index(w) for w in self.windows], jnp.int32)
     if len(variants := self._rope_variants()) > 1:
       rotary = jnp.asarray([variants.index(one) for one in self.rotaries], jnp.int32)
-    return Layer(window, kind, rotary)
+    if self.scales:
+      scale = jnp.asarray(self.scales, self.dtype)
+    return Layer(window, kind, rotary, scale)
 
   def rope_tables(self, positions_BT: Int[Array, "#B T"]) -> Float[Array, "X 2 #B T h"] | None:
     """Returns a rope table for each variant among the layers; None without rotary positions.
@@ -118,5 +130,8 @@ def layer_pattern(config: ConfigDict) -> LayerPattern:
     rotaries=tuple(kinds[one] for one in types) if model.positions == "rotary" else (),
     rotary_size=model.rotary_size or model.head_size,
     row_length=config.data.sequence_length,
+    scales=tuple(1 / (layer + 1) for layer in range(model.layers))
+    if model.attention_scale_by_inverse_layer
+    else (),
     dtype=wide_dtype(jnp.dtype(config.training.compute_dtype)),
   )

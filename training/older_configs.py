@@ -34,6 +34,8 @@ _OLD_DECODER = {
   "rotary_size": 0,
   "pre_norms": True,
   "query_key_norm_across_heads": False,
+  "clip_qkv": 0.0,
+  "attention_scale_by_inverse_layer": False,
   "attention_sinks": False,
   "embedding_multiplier": 1.0,
   "residual_multiplier": 1.0,

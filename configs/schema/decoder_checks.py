@@ -47,6 +47,7 @@ LEAST = {
   "model.rotary_size": 0,
   "model.local_rotary_base": 0,
   "model.attention_soft_cap": 0,
+  "model.clip_qkv": 0,
   "model.logits_soft_cap": 0,
 }
 

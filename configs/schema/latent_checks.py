@@ -6,6 +6,8 @@ from ml_collections import ConfigDict
 
 # Keys of `model` about latent attention -> their value without it.
 _OFF = {"latent_size": 0, "query_latent_size": 0}
+# What only grouped-query attention has -> its value without it.
+_NONE = {"attention_sinks": False, "attention_scale_by_inverse_layer": False, "clip_qkv": 0.0}
 
 
 def wrong(config: ConfigDict) -> Iterator[str]:
@@ -64,8 +66,9 @@ def _others(config: ConfigDict) -> Iterator[str]:
       "model.query_key_norm=True: model.attention=latent normalizes latent vectors, not heads; set "
       "it to False"
     )
-  if model.attention_sinks:
-    yield "model.attention_sinks=True: model.attention=latent has none; set it to False"
+  for key, off in _NONE.items():
+    if model[key] != off:
+      yield f"model.{key}={model[key]}: model.attention=latent has none; set it to {off}"
   if model.biases in ("qkv", "attention", "all") or {*model.biases.split(",")} & {
     *("query", "key", "value", "out")
   }:

@@ -186,6 +186,8 @@ def lm() -> ConfigDict:
     "post_norms": False,  # normalize the outputs: also (Gemma 2), or instead (OLMo 2)
     "query_key_norm": False,  # RMSNorm of each query and key head
     "query_key_norm_across_heads": False,  # of all heads of a token at once (OLMo 2)
+    # Largest magnitude of queries, keys and values, after their norms (OLMoE); 0: any
+    "clip_qkv": 0.0,
     # none, qkv, attention, mlp, all (GPT-2; without a gate's), or names: "query,value,out". Names
     # are query, key, value, out, gate, up, down
     "biases": "none",
@@ -219,6 +221,8 @@ def lm() -> ConfigDict:
     "expert_capacity": 1.25,
     # Factor of the scores; head_size**-0.5, or with base_width base_head_size**0.5 / head_size
     "attention_scale": config_dict.placeholder(float),
+    # Scores of the n-th layer, counted from 1, are divided by n (GPT-2)
+    "attention_scale_by_inverse_layer": False,
     "attention_soft_cap": 0.0,  # soft-capping of the scaled scores; 0: off
     "attention_sinks": False,  # a learned score per head in the softmax, without a value (gpt-oss)
     "logits_soft_cap": 0.0,  # soft-capping of the logits; 0: off

@@ -53,6 +53,8 @@ def keys_of(model_type: str, draw: random.Random) -> dict[str, Any]:
       "tie_word_embeddings": draw.choice([True, False]),
       "activation_function": draw.choice(["gelu_new", "gelu_pytorch_tanh"]),
       "scale_attn_weights": draw.choice([True, False]),
+      "scale_attn_by_inverse_layer_idx": draw.choice([True, False]),
+      "reorder_and_upcast_attn": draw.choice([True, False]),
     }
   found = {
     **ids,

@@ -115,7 +115,9 @@ def test_what_cannot_be_expressed_is_refused():
     "num_experts=5 contradicts num_local_experts"
   )
   assert refusal(GPT_OSS, swiglu_alpha=1.0).startswith("swiglu_alpha=1.0: ")
-  assert refusal({**MIXTRAL, "model_type": "olmoe"}, clip_qkv=8.0).startswith("clip_qkv=8.0: ")
+  assert refusal({**MIXTRAL, "model_type": "olmoe"}, clip_qkv=0) == (
+    "clip_qkv=0.0: a number above 0 is needed"
+  )
   assert refusal(DEEPSEEK_V2, topk_method="noaux_tc").startswith(
     "topk_method='noaux_tc': greedy or"
   )

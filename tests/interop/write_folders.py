@@ -84,7 +84,13 @@ FOLDERS = {
   ),
   "olmoe": (
     "olmoe",
-    {"pad_token_id": 0, "num_experts": 5, "num_experts_per_tok": 2, "rope": (1000.0, {})},
+    {
+      "pad_token_id": 0,
+      "num_experts": 5,
+      "num_experts_per_tok": 2,
+      "clip_qkv": 0.8,
+      "rope": (1000.0, {}),
+    },
     "float32",
   ),
   "gpt_oss": (

@@ -161,6 +161,14 @@ FAMILIES = {
   "llama_erf": {"activation": "gelu_erf"},
   "gpt2_squared": {**GPT_2, "kv_heads": 4, "head_size": 8, "activation": "relu_squared"},
   "gpt2_sigmoid": {**GPT_2, "kv_heads": 4, "head_size": 8, "activation": "gelu_sigmoid"},
+  # Scores without a factor of their own, divided by the number of the layer.
+  "gpt2_inverse": {
+    **GPT_2,
+    "kv_heads": 4,
+    "head_size": 8,
+    "attention_scale": 1.0,
+    "attention_scale_by_inverse_layer": True,
+  },
   # A table of positions that is longer than the rows.
   "gpt2_positions": {**GPT_2, "kv_heads": 4, "head_size": 8, "max_positions": 37},
   "llama_linear": {"rotary_scaling": ("linear", {"factor": 4.0})},

@@ -43,6 +43,8 @@ def logits(config, arrays, tokens_T, segments_T=None):
     normed_TD = norm(model, layer, "attention_norm", x_TD)
     attend = latent_attention if model.attention == "latent" else attention
     of_layer = {"sees_all": sees_all, "length": config.data.sequence_length}
+    if model.attention_scale_by_inverse_layer:
+      of_layer["depth"] = number + 1
     read_TD = attend(model, layer, normed_TD, seen_TS, positions_T, **of_layer)
     x_TD = x_TD + after(model, layer, "attention_post_norm", read_TD)
     update_TD = mlp(model, layer, norm(model, layer, "mlp_norm", x_TD))
@@ -94,7 +96,7 @@ def after(model, weights, name, x):
   return norm(model, weights, name, x) if model.post_norms else x
 
 
-def attention(model, weights, x_TD, seen_TS, positions_T, **of_layer):
+def attention(model, weights, x_TD, seen_TS, positions_T, depth=1, **of_layer):
   """Returns the update of grouped-query attention (arXiv:1706.03762, 3.2; arXiv:2305.13245)."""
 
   def heads(name):
@@ -102,14 +104,17 @@ def attention(model, weights, x_TD, seen_TS, positions_T, **of_layer):
     found = found + weights.get(f"attention/{name}/bias", 0.0)
     scale = weights.get(f"attention/{name}_norm/scale")
     found = found if scale is None else rms_norm(model, found, scale)
+    if model.clip_qkv:  # arXiv:2409.02060, of OLMoE
+      found = np.minimum(np.maximum(found, -model.clip_qkv), model.clip_qkv)
     turns = model.positions == "rotary" and name != "value"
     return rotated(model, found, positions_T, **of_layer) if turns else found
 
   q_TNH, k_SKH, v_SKH = heads("query"), heads("key"), heads("value")
   mixed_TNH = np.zeros_like(q_TNH)
+  scale = model.attention_scale / depth
   for n in range(model.heads):
     k = n // (model.heads // model.kv_heads)
-    scores_TS = q_TNH[:, n] @ k_SKH[:, k].T * model.attention_scale
+    scores_TS = q_TNH[:, n] @ k_SKH[:, k].T * scale
     scores_TS = np.where(seen_TS, capped(scores_TS, model.attention_soft_cap), -np.inf)
     if "attention/sinks" in weights:  # a key that every token sees, without a value
       sink_T1 = np.full((len(scores_TS), 1), weights["attention/sinks"][n])

@@ -233,6 +233,8 @@ ACTS = [
     ("gpt2", "biases"),
     ("gpt2", "norm"),
     ("gpt2", "activation"),
+    ("gpt2_inverse", "attention_scale"),
+    ("gpt2_inverse", "attention_scale_by_inverse_layer"),
     ("llama3", "rotary_scaling"),
     ("llama3", "rotary_base"),
     ("mistral", "window"),
@@ -262,6 +264,7 @@ OTHERWISE = {
   "norm_scale_from_one": False,
   "local_rotary_base": 0.0,
   "query_key_norm": False,
+  "attention_scale_by_inverse_layer": False,
 }
 
 

@@ -1,13 +1,17 @@
 """The decoder's values beside NumPy in float64: in float32 and bfloat16, whole and in parts."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models import attention, layers, rope
 from models import losses as model_losses
+from partitioning import dtypes
 from tests.models import numpy_decoder
 from tests.models.families import LENGTH, ROWS, drawn, job_of, tokens, tree_of
+
+FLOAT64 = {"training.parameter_dtype": "float64"}
 
 
 def batch():
@@ -29,7 +33,7 @@ def losses(family, dtype, **overrides):
   arrays, given = drawn(job), batch()
   function = job.compile(job.program.sums, job.state.params, job.batch).function
   sums = function(tree_of(job, arrays), given)
-  assert sums["loss"].dtype == jnp.float32
+  assert sums["loss"].dtype == dtypes.wide_dtype(jnp.dtype(dtype))
   wanted = numpy_decoder.loss(job.config, arrays, *given.values())
   return float(sums["loss"] / sums["weight"]), wanted
 
@@ -40,6 +44,22 @@ def test_the_loss_is_numpys(family):
   sinks = family == "gemma2"  # with windows and soft caps
   found, wanted = losses(family, "float32", **{"model.attention_sinks": sinks})
   assert found == pytest.approx(wanted, rel=1e-6)
+
+
+# What the families above do not have.
+OPTIONS = {
+  "llama2": {"model.clip_qkv": 0.4, "model.query_key_norm": True},
+  "gpt2": {"model.attention_scale_by_inverse_layer": True},
+}
+
+
+@pytest.mark.parametrize("family", OPTIONS)
+def test_the_loss_with_an_option_is_numpys(family):
+  with jax.enable_x64(True):
+    found, wanted = losses(family, "float64", **FLOAT64, **OPTIONS[family])
+    without, _ = losses(family, "float64", **FLOAT64)
+  assert found == pytest.approx(wanted, rel=1e-12)
+  assert abs(found - without) > 1e-4
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3"])

@@ -1,7 +1,7 @@
 r"""Writes the logits that Hugging Face's `transformers` gives for the decoders of families.py.
 
   make .venv-transformers5/.installed
-  python -m tests.models.write_families
+  python -m tests.models.write_families          # or only some: ... gpt2 llama_yarn
 
 The tests compare with what it has written, and those marked `transformers` with the library itself.
 """
@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -113,6 +114,9 @@ def their_config(family: str) -> dict[str, Any]:
       "n_head": keys["heads"],
       "n_inner": keys["feedforward_size"],
       "activation_function": ACTIVATIONS[keys["activation"]],
+      "scale_attn_weights": keys.get("attention_scale") != 1.0,
+      "scale_attn_by_inverse_layer_idx": (by := "attention_scale_by_inverse_layer" in keys),
+      "reorder_and_upcast_attn": by,  # which is a matter of rounding
     }
   found = {
     "model_type": kind,
@@ -356,4 +360,9 @@ def library_logits(
 
 if __name__ == "__main__":
   FILE.parent.mkdir(exist_ok=True)
-  np.savez_compressed(FILE, **{name: x[:, KEPT] for name, x in logits([*FAMILIES], "5").items()})
+  kept = {}
+  if names := sys.argv[1:]:
+    with np.load(FILE) as before:
+      kept = dict(before)
+  found = {name: x[:, KEPT] for name, x in logits(names or [*FAMILIES], "5").items()}
+  np.savez_compressed(FILE, **kept | found)

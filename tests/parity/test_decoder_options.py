@@ -20,6 +20,8 @@ OPTIONS = {
   "model.residual_multiplier": 0.5,
   "model.logits_divisor": 2.0,
   "model.attention_sinks": True,
+  "model.attention_scale_by_inverse_layer": True,
+  "model.clip_qkv": 0.7,
   "training.loss_chunks": 2,
   "model.base_width": 32,
 }
