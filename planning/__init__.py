@@ -1,1 +1,1 @@
-"""TODO"""
+"""A run predicted on devices that need not be attached: memory, communication, step time."""

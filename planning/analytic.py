@@ -19,7 +19,7 @@ from partitioning.dtypes import wide_dtype
 from partitioning.rules import Placement
 from partitioning.shardings import bytes_per_device, shard_shape
 from planning import exchange_terms, interconnect, passes, traced_cost
-from planning.exchange_terms import Term, tokens_of_a_device
+from planning.exchange_terms import Term, axes_of_activations, tokens_of_a_device
 from planning.interconnect import Places, Wire
 from planning.passes import Passes
 from planning.step_time import Sent, Times
@@ -130,9 +130,11 @@ def _of_parameters(job: Job) -> Iterator[Term]:
   reduced = 4 if config.training.gradient_reduction_dtype == "float32" else narrow
   once = job.program.reduce_once_over
   for name, placement in job.placements["parameters"].items():
-    # Experts see the tokens of all devices along their axis; other parameters are replicated there.
-    batch = () if "E" in placement.letters else ("expert",)
-    rows = tuple(axis for axis in ("data", "fsdp", *batch) if axis != once)
+    # A parameter that such an axis shards sees the tokens of all devices along it, as experts do;
+    # fsdp's shards are gathered.
+    own = {*spec_axes(placement.spec)} - {"fsdp"}
+    batch = tuple(axis for axis in axes_of_activations(job, "batch") if axis not in own)
+    rows = tuple(axis for axis in batch if axis != once)
     shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
     stacked = placement.letters.startswith(STACKS)
     layers = placement.shape[0] if stacked else 1
@@ -141,7 +143,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     whole = shard * (sizes["fsdp"] if split else 1) / here
     if job.program.gathered is not None:
       yield from _once_per_step(job, placement, round(whole * here))
-      split, rows = False, batch
+      split, rows = False, tuple(axis for axis in batch if axis not in ("data", "fsdp"))
     scale = len(placement.letters.lstrip("".join(STACKS))) == 1
     wide = np.dtype(placement.dtype).itemsize if scale else narrow
     shared = (wide if scale else reduced, True)
@@ -172,7 +174,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     down = not scale and placement.letters in DOWN_PROJECTIONS
     if split and not scale:
       yield Term("reduce-scatter", ("fsdp",), back, whole, why, *shared)
-      over = (*(() if once else ("data",)), *batch, *(("tensor",) if down else ()))
+      over = (*(axis for axis in rows if axis != "fsdp"), *(("tensor",) if down else ()))
       yield Term("all-reduce", over, back, whole / sizes["fsdp"], why, *shared)
     else:
       yield Term("all-reduce", rows, back, whole, why, *shared)
@@ -335,7 +337,7 @@ def _of_encoder(job: Job) -> Iterator[Term]:
   config, sizes, dims = job.config, job.devices.sizes, job.legend
   runs = config.training.gradient_accumulation_steps * config.model.layers
   narrow = np.dtype(config.training.compute_dtype).itemsize
-  parts = math.prod(sizes[axis] for axis in ("data", "fsdp", "context"))
+  parts = math.prod(sizes[axis] for axis in axes_of_activations(job, "batch", "sequence"))
   rows = config.data.global_batch_size / config.training.gradient_accumulation_steps
   width = rows * dims["T"].size / parts * dims["D"].size
   if config.partitioning.collective_matmul:

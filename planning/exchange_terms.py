@@ -42,14 +42,17 @@ def of_job(job: Job) -> Iterator[Term]:
   yield from _of_stages(job)
 
 
+def axes_of_activations(job: Job, *dims: str) -> tuple[str, ...]:
+  """Returns the mesh axes that shard these dims of activations, by the config's table."""
+  table = job.config.partitioning.activations
+  return tuple(axis for dim in dims for axis in table.get(dim, ()))
+
+
 def tokens_of_a_device(job: Job) -> float:
   """Returns the tokens of a step on one device."""
   sizes, data = job.devices.sizes, job.config.data
-  return (
-    data.global_batch_size
-    * data.sequence_length
-    / math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
-  )
+  parts = math.prod(sizes[axis] for axis in axes_of_activations(job, "batch", "sequence"))
+  return data.global_batch_size * data.sequence_length / parts
 
 
 def _of_context(job: Job) -> Iterator[Term]:

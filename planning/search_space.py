@@ -10,11 +10,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs.schema import unused
+from partitioning.mesh_sizes import AXES
 from runtime import rematerialization
 from runtime.suggest import nearest
 
-# Mesh axes over which devices may be divided, outermost first.
-AXES = ("data", "fsdp", "stage", "expert", "context", "tensor")
 STAGE = "stage"
 REMATERIALIZATION = "training.rematerialization"
 MICROBATCHES = "training.gradient_accumulation_steps"

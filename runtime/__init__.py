@@ -1,1 +1,1 @@
-"""TODO"""
+"""This process: its devices, its files, the versions of what it runs, exit codes, extensions."""
