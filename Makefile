@@ -13,11 +13,11 @@ UPGRADE ?=
 UV_PIP := .venv-lock/bin/python -m uv pip install --quiet --require-hashes
 
 # GPUs: jax[cuda12]. CUDA 12 drivers are the most common, and 13's run it too.
-LOCKS_cpu := -r locks/base.txt
-LOCKS_tpu := -r locks/base.txt -r locks/tpu.txt
-LOCKS_gpu := -r locks/base.txt -r locks/gpu.txt
-LOCKS_dev := -r locks/base.txt -r locks/dev.txt
-LOCKS_plan := $(LOCKS_dev) -r locks/plan.txt
+LOCKS_cpu := -r requirements/locks/base.txt
+LOCKS_tpu := -r requirements/locks/base.txt -r requirements/locks/tpu.txt
+LOCKS_gpu := -r requirements/locks/base.txt -r requirements/locks/gpu.txt
+LOCKS_dev := -r requirements/locks/base.txt -r requirements/locks/dev.txt
+LOCKS_plan := $(LOCKS_dev) -r requirements/locks/plan.txt
 ifeq ($(filter $(ACCELERATOR),cpu tpu gpu),)
 $(error ACCELERATOR=$(ACCELERATOR): cpu, tpu or gpu)
 endif
@@ -59,7 +59,7 @@ test-transformers: $(VENV)/.installed-dev .venv-transformers4/.installed .venv-t
 
 # What opens files at gs://, for a workdir there.
 buckets: $(VENV)/.installed-$(ACCELERATOR) .venv-lock/.installed
-	$(UV_PIP) --python $(BIN)/python -r locks/base.txt -r locks/buckets.txt
+	$(UV_PIP) --python $(BIN)/python -r requirements/locks/base.txt -r requirements/locks/buckets.txt
 
 # The packages of experiment trackers, in an environment of their own: metrics.sinks_python.
 sinks: .venv-sinks/.installed
@@ -75,9 +75,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# After a change of requirements*.txt; UPGRADE=--upgrade takes newer versions of what those require.
+# After a change of requirements/*.txt; UPGRADE=--upgrade takes newer versions of what those require.
 lock: .venv-lock/.installed
-	.venv-lock/bin/python locks/update.py $(UPGRADE)
+	.venv-lock/bin/python requirements/locks/update.py $(UPGRADE)
 
 clean:
 	rm -rf $(VENV) .venv-deploy .venv-lock .venv-sinks .venv-transformers4 .venv-transformers5
@@ -87,30 +87,30 @@ $(BIN)/python:
 	  { echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-$(ACCELERATOR): locks/base.txt $(wildcard locks/$(ACCELERATOR).txt) | $(BIN)/python
+$(VENV)/.installed-$(ACCELERATOR): requirements/locks/base.txt $(wildcard requirements/locks/$(ACCELERATOR).txt) | $(BIN)/python
 	$(PIP) $(LOCKS_$(ACCELERATOR))
 	@touch $@
 
-$(VENV)/.installed-dev: locks/base.txt locks/dev.txt locks/fixtures.txt | $(BIN)/python
+$(VENV)/.installed-dev: requirements/locks/base.txt requirements/locks/dev.txt requirements/locks/fixtures.txt | $(BIN)/python
 	$(PIP) $(LOCKS_dev)
-	$(PIP) --no-deps -r locks/fixtures.txt
+	$(PIP) --no-deps -r requirements/locks/fixtures.txt
 	@touch $@
 
-$(VENV)/.installed-plan: locks/plan.txt $(VENV)/.installed-dev
+$(VENV)/.installed-plan: requirements/locks/plan.txt $(VENV)/.installed-dev
 	$(PIP) $(LOCKS_plan)
 	@touch $@
 
-.venv-deploy/.installed: locks/deploy.txt | .venv-lock/.installed
+.venv-deploy/.installed: requirements/locks/deploy.txt | .venv-lock/.installed
 	$(PYTHON) -m venv .venv-deploy
 	$(UV_PIP) --python .venv-deploy/bin/python -r $<
 	@touch $@
 
-.venv-sinks/.installed: locks/sinks.txt | .venv-lock/.installed
+.venv-sinks/.installed: requirements/locks/sinks.txt | .venv-lock/.installed
 	$(PYTHON) -m venv .venv-sinks
 	$(UV_PIP) --python .venv-sinks/bin/python -r $<
 	@touch $@
 
-.venv-transformers%/.installed: locks/transformers%.txt
+.venv-transformers%/.installed: requirements/locks/transformers%.txt
 	$(PYTHON) -m venv .venv-transformers$*
 	.venv-transformers$*/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --require-hashes -r $<

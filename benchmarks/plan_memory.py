@@ -1,6 +1,6 @@
 r"""Peak memory by the formulas of `plan` and by the compiler, for configs of many kinds.
 
-  pip install -r requirements-plan.txt
+  pip install -r requirements/plan.txt
   python -m benchmarks.plan_memory [--only=gpt2] [--write]
 
 Compiles the train step of each config for its TPUs (about a minute each on two cores, no TPU) and

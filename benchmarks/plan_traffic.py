@@ -1,6 +1,6 @@
 r"""FLOPs and HBM traffic of a step by the planner's formulas, beside those of compiled programs.
 
-  pip install -r requirements-plan.txt
+  pip install -r requirements/plan.txt
   python -m benchmarks.plan_traffic [--only=gpt2] [--write]
 
 For GPUs there is no compiler here, so a plan reads the traced gradients (planning/traced_cost.py).

@@ -1,6 +1,6 @@
 r"""Predictions of `plan` next to published throughputs: tokens per second and device.
 
-  pip install -r requirements-plan.txt
+  pip install -r requirements/plan.txt
   python -m benchmarks.planner_accuracy [--only=v6e] [--write]
 
 Compiles the train step of each row on TPUs for its devices (minutes each on two cores, no TPU),

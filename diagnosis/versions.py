@@ -51,11 +51,11 @@ def check(
   """
   there = installed() if there is None else there
   yield _python()
-  locked = pins(root / "locks" / "base.txt")
+  locked = pins(root / "requirements" / "locks" / "base.txt")
   yield from _packages(there, locked, pins(root / "requirements.txt"))
   yield from _jax(there, locked)
   yield from _gpu(there, hardware)
-  yield from _tpu(there, hardware, locked, pins(root / "locks" / "tpu.txt"))
+  yield from _tpu(there, hardware, locked, pins(root / "requirements" / "locks" / "tpu.txt"))
 
 
 def _python() -> Finding:
@@ -68,7 +68,8 @@ def _python() -> Finding:
 def _packages(
   there: Mapping[str, str], locked: Mapping[str, str], direct: Mapping[str, str]
 ) -> Iterator[Finding]:
-  install = "run `make setup`, or pip install --require-hashes -r locks/base.txt"
+  lock = "requirements/locks/base.txt"
+  install = f"run `make setup`, or pip install --require-hashes -r {lock}"
   if missing := [name for name in direct if name not in there]:
     yield wrong(f"missing packages: {_few(missing)}", install)
   others = [
@@ -78,10 +79,10 @@ def _packages(
   ]
   if others:
     yield warning(
-      f"{len(others)} packages differ from locks/base.txt (in brackets): {_few(others)}", install
+      f"{len(others)} packages differ from {lock} (in brackets): {_few(others)}", install
     )
   elif not missing:
-    yield ok(f"{len(locked)} packages as in locks/base.txt")
+    yield ok(f"{len(locked)} packages as in {lock}")
 
 
 def _jax(there: Mapping[str, str], locked: Mapping[str, str]) -> Iterator[Finding]:

@@ -97,7 +97,7 @@ def notes(plan: Plan) -> list[str]:
 def _without(plan: Plan) -> str:
   """Returns why there is no compiler, and the consequence."""
   if plan.topology.platform == "tpu":
-    why = "the compiler for TPUs is not installed: pip install -r requirements-plan.txt"
+    why = "the compiler for TPUs is not installed: pip install -r requirements/plan.txt"
   else:
     why = f"there is no {plan.topology.chip.name} here to compile for"
   return f"{why}; all numbers are by formula. Accuracy: {plan.accuracy['memory']}"

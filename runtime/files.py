@@ -38,7 +38,7 @@ _KINDS = (
 
 # Scheme of a bucket -> the package that epath opens its files with, and what installs it.
 _LIBRARIES = {
-  "gs": ("gcsfs", "make buckets (or pip install -r requirements-buckets.txt)"),
+  "gs": ("gcsfs", "make buckets (or pip install -r requirements/buckets.txt)"),
   "s3": ("s3fs", "pip install s3fs"),
 }
 

@@ -1,4 +1,4 @@
-"""locks/: what `make setup` and `make test` install is pinned and hashed, all of it."""
+"""requirements/locks/: what `make setup` and `make test` install is pinned and hashed, wholly."""
 
 import importlib.metadata
 import pathlib
@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).parents[1]
-LOCKS = ROOT / "locks"
+LOCKS = ROOT / "requirements" / "locks"
 ADVICE = "run `make lock`"
 
 
@@ -58,15 +58,15 @@ def test_every_entry_is_pinned_and_hashed(file):
   ("requirements", "files"),
   [
     ("requirements.txt", ["base"]),
-    ("requirements-dev.txt", ["base", "dev"]),
-    ("requirements-plan.txt", ["base", "dev", "plan"]),
-    ("requirements-buckets.txt", ["base", "buckets"]),
-    ("requirements-sentencepiece.txt", ["base", "sentencepiece"]),
-    ("requirements-fixtures.txt", ["fixtures"]),
-    ("requirements-deploy.txt", ["deploy"]),
-    ("requirements-sinks.txt", ["sinks"]),
-    ("requirements-transformers4.txt", ["transformers4"]),
-    ("requirements-transformers5.txt", ["transformers5"]),
+    ("requirements/dev.txt", ["base", "dev"]),
+    ("requirements/plan.txt", ["base", "dev", "plan"]),
+    ("requirements/buckets.txt", ["base", "buckets"]),
+    ("requirements/sentencepiece.txt", ["base", "sentencepiece"]),
+    ("requirements/fixtures.txt", ["fixtures"]),
+    ("requirements/deploy.txt", ["deploy"]),
+    ("requirements/sinks.txt", ["sinks"]),
+    ("requirements/transformers4.txt", ["transformers4"]),
+    ("requirements/transformers5.txt", ["transformers5"]),
   ],
 )
 def test_the_lock_files_pin_what_the_requirements_pin_for_every_python(requirements, files):
@@ -87,7 +87,7 @@ def test_the_lock_files_pin_what_the_requirements_pin_for_every_python(requireme
 def test_what_the_packages_require_is_locked_too():
   # pip refuses an installation with --require-hashes where one is missing; this names it, offline.
   locked = pins("base", "dev")
-  files = ("requirements.txt", "requirements-sentencepiece.txt", "requirements-dev.txt")
+  files = ("requirements.txt", "requirements/sentencepiece.txt", "requirements/dev.txt")
   found, open_ones = {}, [each for file in files for each in wanted(file)]
   while open_ones:
     each = open_ones.pop()

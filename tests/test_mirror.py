@@ -7,7 +7,7 @@ import re
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 TITLE = "## Files whose test has another name"
-NOT_TESTED = {"tests", "benchmarks", "locks", "docs"}
+NOT_TESTED = {"tests", "benchmarks", "requirements", "docs"}
 
 
 def production():

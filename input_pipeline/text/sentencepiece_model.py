@@ -27,7 +27,7 @@ def load(path: epath.Path, companions: Mapping[str, epath.Path]) -> "SentencePie
   except ImportError as error:
     raise ValueError(
       f"data.tokenizer: {path} is a SentencePiece model, which needs the library sentencepiece:"
-      " pip install -r requirements-sentencepiece.txt"
+      " pip install -r requirements/sentencepiece.txt"
     ) from error
   try:
     return SentencePieceTokenizer(path, companions)

@@ -69,7 +69,7 @@ DP8 = "--config=configs/dp8.py"
     ("help optimizer.mom", ["optimizer.momentum "]),
     ("config training.att", ["training.attention_kernel "]),
     ("completion f", ["fish "]),
-    ("evaluate --tasks=requirements-p", ["--tasks=requirements-plan.txt "]),
+    ("evaluate --tasks=requirements/p", ["--tasks=requirements/plan.txt "]),
     ("--workdir='READ", ["--workdir=README.md "]),
     ("nothing --zzz", []),
   ],

@@ -78,4 +78,4 @@ def test_a_bucket_without_its_library():
   [one] = check("gs://bucket/run")
   assert one.status == WRONG
   assert "gcsfs" in one.what
-  assert one.fix.startswith("make buckets (or pip install -r requirements-buckets.txt)")
+  assert one.fix.startswith("make buckets (or pip install -r requirements/buckets.txt)")

@@ -5,8 +5,8 @@ import pytest
 from diagnosis import versions
 from diagnosis.finding import OK, WARNING, WRONG
 
-PINS = versions.pins(versions.ROOT / "locks" / "base.txt")
-LIBTPU = versions.pins(versions.ROOT / "locks" / "tpu.txt")["libtpu"]
+PINS = versions.pins(versions.ROOT / "requirements" / "locks" / "base.txt")
+LIBTPU = versions.pins(versions.ROOT / "requirements" / "locks" / "tpu.txt")["libtpu"]
 
 
 def found(changes=None, hardware=None):

@@ -206,8 +206,8 @@ def test_the_image_has_what_the_installation_reads(tmp_path, accelerator):
   )
   assert done.returncode == 0, done.stderr
   read = re.findall(r"-r (\S+)", done.stdout)
-  assert "locks/base.txt" in read
-  assert (f"locks/{accelerator}.txt" in read) == (accelerator != "cpu")
+  assert "requirements/locks/base.txt" in read
+  assert (f"requirements/locks/{accelerator}.txt" in read) == (accelerator != "cpu")
   assert [name for name in read if not (tmp_path / name).is_file()] == []
 
 

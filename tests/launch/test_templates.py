@@ -139,7 +139,7 @@ def test_shellcheck_finds_nothing(script):
   try:
     done = subprocess.run([shellcheck, script], capture_output=True, text=True)
   except FileNotFoundError:
-    pytest.fail("no shellcheck; install it with: pip install -r requirements-dev.txt")
+    pytest.fail("no shellcheck; install it with: pip install -r requirements/dev.txt")
   assert done.returncode == 0, done.stdout
 
 
@@ -256,4 +256,4 @@ def test_the_image_is_pinned_by_digest_and_installs_from_the_lock_files():
   copied = {
     name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()
   }
-  assert {"locks", "Makefile", "requirements.txt"} <= copied
+  assert {"requirements", "Makefile", "requirements.txt"} <= copied

@@ -157,7 +157,7 @@ def test_epath_and_pathlib_are_taken_alike(tmp_path):
 @pytest.mark.parametrize(
   ("scheme", "library", "fix"),
   [
-    ("gs", "gcsfs", "make buckets (or pip install -r requirements-buckets.txt)"),
+    ("gs", "gcsfs", "make buckets (or pip install -r requirements/buckets.txt)"),
     ("s3", "s3fs", "pip install s3fs"),
   ],
 )

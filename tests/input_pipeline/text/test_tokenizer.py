@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 def test_without_the_library_its_requirements_file_is_named(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "sentencepiece", None)
-  with pytest.raises(ValueError, match=r"pip install -r requirements-sentencepiece\.txt"):
+  with pytest.raises(ValueError, match=r"pip install -r requirements/sentencepiece\.txt"):
     tokenizer.load(write(tmp_path, {"m.model": b"x"}))
 
 

@@ -14,14 +14,14 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).parent.parent
-LOCKS = ROOT / "locks"
+ROOT = pathlib.Path(__file__).parents[2]
+LOCKS = ROOT / "requirements" / "locks"
 OLDEST_PYTHON = "3.11"
 EXTRAS = {
-  "dev": "-r requirements-dev.txt",
-  "plan": "-r requirements-plan.txt",
-  "buckets": "-r requirements-buckets.txt",
-  "sentencepiece": "-r requirements-sentencepiece.txt",
+  "dev": "-r requirements/dev.txt",
+  "plan": "-r requirements/plan.txt",
+  "buckets": "-r requirements/buckets.txt",
+  "sentencepiece": "-r requirements/sentencepiece.txt",
   "tpu": "-r requirements.txt\njax[tpu]",
   "gpu": "-r requirements.txt\njax[cuda12]",
 }
@@ -53,8 +53,8 @@ def main(options: list[str]) -> None:
   for extra, wanted in EXTRAS.items():
     compile_lock(wanted, LOCKS / f"{extra}.txt", f"--constraint={base}", *in_base, *options)
   for name in ALONE:
-    compile_lock(f"-r requirements-{name}.txt", LOCKS / f"{name}.txt", *options)
-  compile_lock("-r requirements-fixtures.txt", LOCKS / "fixtures.txt", "--no-deps", *options)
+    compile_lock(f"-r requirements/{name}.txt", LOCKS / f"{name}.txt", *options)
+  compile_lock("-r requirements/fixtures.txt", LOCKS / "fixtures.txt", "--no-deps", *options)
   print("wrote", *(f"{path.name}: {len(names(path))} packages;" for path in LOCKS.glob("*.txt")))
 
 
