@@ -9,8 +9,9 @@ from rich.console import Console
 from commands import announce_data, flags
 from commands.refusal import refuse
 from configs.schema import finalize, validate
+from input_pipeline.row_source import Source
 from input_pipeline.sources import catalog
-from input_pipeline.text import tokenizer
+from input_pipeline.text import files, tokenizer
 from reports import conversation_text
 from runtime import exit_codes
 from training import splits, trained_tokenizer
@@ -24,19 +25,8 @@ _EXAMPLES = 2  # conversations that are printed
 def run() -> int:
   """Prepares both splits and prints what they hold; returns the exit code."""
   try:
-    config = flags.CONFIG.value
-    if flags.TRAIN_TOKENIZER.value is not None:
-      folder = _train_tokenizer(config, flags.TRAIN_TOKENIZER.value)
-      say(f"trained the tokenizer {folder}")
-      if config.data.name not in catalog.OF_FILES:  # whose default stays bytes
-        say(f"train with it: --config.data.tokenizer={folder}")
-        config.data.tokenizer = folder
-    trained_tokenizer.train_missing(config)
-    # Which devices there are decides sizes of models whose data are random alone.
-    config = finalize.finalize(config, "cpu")
-    _check(config)
-    train = splits.training_batches(config).source
-    validation = splits.evaluation_batches(config).source
+    with files.listed_once():
+      config, train, validation = _prepare(flags.CONFIG.value)
   except (ValueError, OSError, RuntimeError) as error:
     return refuse(error)
   say(f"train: {train.name}, {len(train):,} rows")
@@ -49,6 +39,22 @@ def run() -> int:
   if train.tokenizer:
     say(f"tokenizer: {train.tokenizer}, {train.ids:,} tokens")
   return exit_codes.DONE
+
+
+def _prepare(config: ConfigDict) -> tuple[ConfigDict, Source, Source]:
+  """Returns the finalized config and both splits, after training the tokenizer if one is asked."""
+  if flags.TRAIN_TOKENIZER.value is not None:
+    folder = _train_tokenizer(config, flags.TRAIN_TOKENIZER.value)
+    say(f"trained the tokenizer {folder}")
+    if config.data.name not in catalog.OF_FILES:  # whose default stays bytes
+      say(f"train with it: --config.data.tokenizer={folder}")
+      config.data.tokenizer = folder
+  trained_tokenizer.train_missing(config)
+  # Which devices there are decides sizes of models whose data are random alone.
+  config = finalize.finalize(config, "cpu")
+  _check(config)
+  train = splits.training_batches(config).source
+  return config, train, splits.evaluation_batches(config).source
 
 
 def _check(config: ConfigDict) -> None:

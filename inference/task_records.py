@@ -96,6 +96,7 @@ def _task(file: files.InputFile) -> Task:
         records.append(parse(item.value, item.where) if not item.why else _bad(item.why))
       except ValueError as error:
         wrong.append(f"{item.where}: {error}")
+    files.check_unchanged(file)
   except OSError as error:
     raise items.unreadable(file, error) from error
   if wrong:

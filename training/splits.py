@@ -15,6 +15,7 @@ from input_pipeline.order import MixtureOrder
 from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
 from input_pipeline.row_source import Source, check_ids, open_source
+from input_pipeline.text import files
 from processes import preflight
 from processes.coordination import Group, NotTogetherError, current
 from training.metrics.waiting import preparing
@@ -40,10 +41,11 @@ def open_data(job: "setup.Job") -> Data:
       feature, fewer rows than a batch, rows that the model does not take (for example tokens
       beyond its vocabulary), or more unreadable records than data.max_bad_records.
   """
-  train = training_batches(job.config, sharing(job))
-  if train.abstract != job.batch:
-    raise ValueError(f"{train.source.name} gives {train.abstract}, the model takes {job.batch}")
-  return Data(train, open_evaluation(job))
+  with files.listed_once():
+    train = training_batches(job.config, sharing(job))
+    if train.abstract != job.batch:
+      raise ValueError(f"{train.source.name} gives {train.abstract}, the model takes {job.batch}")
+    return Data(train, open_evaluation(job))
 
 
 def open_evaluation(job: "setup.Job") -> EvaluationBatches:

@@ -8,6 +8,7 @@ What cannot be a document is yielded with the reason in place of a text; whether
 is for the reader's caller to decide. That a file cannot be read at all is an error.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from input_pipeline.text import files, items, json_lines, parquet
+from runtime.files import is_local
 
 UNIT_BYTES = 2**26
 _MOST_FILES = 4096  # of text files in a unit
@@ -130,45 +132,59 @@ def read(unit: Unit, feature: str) -> Iterator[items.Item]:
     ValueError: a file cannot be read, has changed since the unit was made, or has no such column.
   """
   for file in unit.files:
-    with _Reading(file):
-      if file.suffix in files.TEXT:
-        yield from _text(file)
-      elif file.suffix == files.PARQUET:
-        yield from parquet.column(file, unit.range, feature)
-      else:
-        for record in json_lines.records(file, unit.range):
-          if record.value is not None:
-            record.value, record.why = json_lines.text_of(record.value, feature)
-          yield record
+    if file.suffix in files.TEXT:
+      found = _text(file)
+    elif file.suffix == files.PARQUET:
+      found = parquet.column(file, unit.range, feature)
+    else:
+      found = _texts(file, unit.range, feature)
+    yield from _checked(file, found)
+
+
+def _texts(
+  file: files.InputFile, part: tuple[int, int] | None, feature: str
+) -> Iterator[items.Item]:
+  for record in json_lines.records(file, part):
+    if record.value is not None:
+      record.value, record.why = json_lines.text_of(record.value, feature)
+    yield record
 
 
 def read_records(unit: Unit) -> Iterator[items.Item]:
   """Yields the records of a unit as objects, for conversations; raises as `read` does."""
   for file in unit.files:
-    with _Reading(file):
-      if file.suffix in files.TEXT:
-        raise ValueError(f"{file.path}: records are read from .jsonl and .parquet files only")
-      if file.suffix == files.PARQUET:
-        yield from parquet.rows(file, unit.range, None)
-      else:
-        yield from json_lines.records(file, unit.range)
+    if file.suffix in files.TEXT:
+      raise ValueError(f"{file.path}: records are read from .jsonl and .parquet files only")
+    table = file.suffix == files.PARQUET
+    found = parquet.rows(file, unit.range, None) if table else json_lines.records(file, unit.range)
+    yield from _checked(file, found)
 
 
-class _Reading:
-  """Looks whether a file is still what it was, and names it in errors."""
+def _checked(file: files.InputFile, found: Iterator[items.Item]) -> Iterator[items.Item]:
+  """Yields what is read of a file; raises ChangedError where it has changed by then."""
+  with _reading(file):
+    for item in found:
+      if item.why:  # it may be two states of the file, mixed
+        files.check_unchanged(file)
+      yield item
 
-  def __init__(self, file: files.InputFile):
-    self._file = file
 
-  def __enter__(self):
+@contextlib.contextmanager
+def _reading(file: files.InputFile) -> Iterator[None]:
+  """Checks before and after a file is read that it is what it was, and names it in errors."""
+  try:
+    if is_local(file.path):
+      files.check_unchanged(file)
     try:
-      files.check_unchanged(self._file)
-    except OSError as error:
-      raise items.unreadable(self._file, error) from error
-
-  def __exit__(self, kind, error, trace):
-    if isinstance(error, OSError):
-      raise items.unreadable(self._file, error) from error
+      yield
+    except Exception:
+      files.check_unchanged(file)  # which explains it
+      raise
+    # Of small files in a bucket each look is a request; the preparation's end lists them at once.
+    if is_local(file.path) or file.suffix not in files.TEXT:
+      files.check_unchanged(file)
+  except OSError as error:
+    raise items.unreadable(file, error) from error
 
 
 def _text(file: files.InputFile) -> Iterator[items.Item]:
@@ -229,7 +245,7 @@ def choose_feature(found: Sequence[files.InputFile], feature: str = "") -> str:
     return ""
   chosen: dict[str, str] = {}  # name -> the first file that has it
   for file in _some(tables):
-    with _Reading(file):
+    with _reading(file):
       present = (
         parquet.types_of(file) if file.suffix == files.PARQUET else json_lines.types_of(file)
       )

@@ -5,13 +5,16 @@ are imported only if a path asks for them. What is compressed (.gz, .zst) is dec
 is read.
 """
 
+import contextlib
+import contextvars
 import dataclasses
+import datetime
 import functools
 import glob
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from runtime import files
@@ -44,11 +47,14 @@ class InputFile:
     path: absolute, or a URI.
     size: in bytes.
     stamp: changes when the content does: the time of modification, or the Hub's content id.
+    ctime: of the inode in ns, which no program can set back; 0 in a bucket. It tells whether a file
+      changes while it is read, and is no part of what identifies the file: a copy has another.
   """
 
   path: str
   size: int
   stamp: str
+  ctime: int = 0
 
   @property
   def suffix(self) -> str:
@@ -73,7 +79,35 @@ def is_supported(path: str) -> bool:
   return path.lower().endswith(SUFFIXES)
 
 
+class ChangedError(ValueError):
+  """Files are no longer what they were when they were listed.
+
+  Attributes:
+    paths: of these files.
+  """
+
+  def __init__(self, text: str, paths: Iterable[str]):
+    """Takes the message and the paths."""
+    super().__init__(text)
+    self.paths = frozenset(paths)
+
+
 # ------------------------------ finding ------------------------------
+
+_listings: contextvars.ContextVar[dict[str, list[InputFile]] | None] = contextvars.ContextVar(
+  "_listings", default=None
+)
+
+
+@contextlib.contextmanager
+def listed_once() -> Iterator[None]:
+  """Within it `find` lists a spec once, so that both splits are read from the same files."""
+  known = _listings.get()
+  token = _listings.set({} if known is None else known)
+  try:
+    yield
+  finally:
+    _listings.reset(token)
 
 
 def parts(spec: str) -> list[str]:
@@ -105,6 +139,15 @@ def find(spec: str, key: str = "data.files") -> list[InputFile]:
       f"{key} is empty; name the files of the text: paths, folders or globs, separated by commas"
       f" ({FORMATS})"
     )
+  known = _listings.get()
+  if known is None:
+    return _listed(spec, key)
+  if spec not in known:
+    known[spec] = _listed(spec, key)
+  return known[spec]
+
+
+def _listed(spec: str, key: str) -> list[InputFile]:
   found: dict[str, InputFile] = {}
   for part in parts(spec):
     try:
@@ -186,7 +229,7 @@ def _look_at(path: str) -> InputFile:
   if what := files.kind(path, follow=True):
     raise ValueError(f"data.files: {path} is {what}, not a file")
   state = os.stat(path)  # a link that points nowhere raises, with the path
-  return InputFile(path, state.st_size, str(state.st_mtime_ns))
+  return InputFile(path, state.st_size, str(state.st_mtime_ns), state.st_ctime_ns)
 
 
 def matcher(pattern: str) -> re.Pattern:
@@ -362,13 +405,87 @@ def open_content(file: InputFile) -> Any:
   return pyarrow.CompressedInputStream(raw, file.compression)
 
 
+# ------------------------------ what changes while it is read ------------------------------
+
+
 def check_unchanged(file: InputFile) -> None:
-  """Raises ValueError where a local file is not what it was when it was found."""
-  if not files.is_local(file.path):
+  """Checks that a file is still what it was when it was listed.
+
+  Raises:
+    ChangedError: it is not; with what has changed.
+    OSError: a bucket does not answer.
+  """
+  if file.path.startswith(_HUB):  # read at a commit
     return
-  now = _look_at(file.path)
+  if files.is_local(file.path):
+    try:
+      now = _look_at(file.path)
+    except FileNotFoundError:
+      now = None
+  else:
+    system, inner = bucket(file.path)
+    state = system.get_file_info(inner)
+    now = InputFile(file.path, state.size, str(state.mtime_ns or 0)) if state.is_file else None
   if now != file:
-    raise ValueError(
-      f"{file.path} was changed while it was being prepared (it had {file.size:,} bytes and now"
-      f" has {now.size:,}); run again when it is complete"
-    )
+    _refuse_change([_difference(file, now)], [file.path])
+
+
+def check_same(spec: str, found: Sequence[InputFile], key: str = "data.files") -> None:
+  """Checks that a spec still names the same files, and that each is what it was.
+
+  Args:
+    spec: as of `find`.
+    found: what that gave.
+    key: the config's, for messages.
+
+  Raises:
+    ChangedError: with what has changed.
+  """
+  # What is on the Hub is read at a commit, whatever is added to the data set since.
+  spec = ",".join(part for part in parts(spec) if not part.startswith(_HUB))
+  before = {file.path: file for file in found if not file.path.startswith(_HUB)}
+  if not before:
+    return
+  try:
+    now = {file.path: file for file in _listed(spec, key)}
+  except ValueError:  # a part matches nothing any more: which file is gone?
+    for file in before.values():
+      check_unchanged(file)
+    raise
+  both = sorted(before.keys() | now.keys())
+  changed = [path for path in both if before.get(path) != now.get(path)]
+  if changed:
+    said = [_difference(before.get(path), now.get(path)) for path in changed]
+    _refuse_change(said, changed)
+
+
+def _difference(before: InputFile | None, now: InputFile | None) -> str:
+  """Returns what has become of a file, with the numbers."""
+  if now is None:
+    return f"{before.path} was there and is gone"
+  if before is None:
+    return f"{now.path} was added"
+  if before.size != now.size:
+    return f"{now.path} had {before.size:,} bytes and now has {now.size:,}"
+  if before.stamp != now.stamp:
+    times = f"{_time(int(before.stamp))}, now {_time(int(now.stamp))}"
+    return f"{now.path} has {now.size:,} bytes as before, but was modified (before: {times})"
+  times = f"{_time(before.ctime)}, now {_time(now.ctime)}"
+  return (
+    f"{now.path} has its size ({now.size:,} bytes) and modification time as before, but its inode"
+    f" was changed (before: {times}): it was replaced or rewritten, or its owner or mode was set"
+  )
+
+
+def _time(ns: int) -> str:
+  moment = datetime.datetime.fromtimestamp(ns // 10**9)
+  return f"{moment:%Y-%m-%d %H:%M:%S}.{ns % 10**9:09}"
+
+
+def _refuse_change(said: Sequence[str], paths: Sequence[str]) -> None:
+  more = f"; and {len(said) - _LISTED:,} more files" if len(said) > _LISTED else ""
+  raise ChangedError(
+    f"the files were changed while they were being read: {'; '.join(said[:_LISTED])}{more}; run"
+    " again when they are complete, or name a copy that nobody writes to",
+    paths,
+  )

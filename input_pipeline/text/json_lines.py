@@ -31,7 +31,8 @@ def records(file: files.InputFile, part: tuple[int, int] | None) -> Iterator[ite
 
 def _lines(file: files.InputFile, part: tuple[int, int] | None) -> Iterator[bytes]:
   """Yields the lines that begin in [from, to), with their ends."""
-  start, stop = part or (0, None)
+  # Not to the end of a file that grows while it is read.
+  start, stop = part or (0, None if file.compression else file.size)
   block = _COMPRESSED_BLOCK if file.compression else items.BLOCK
   with files.open_content(file) as raw, io.BufferedReader(_Readable(raw), block) as stream:
     if start:

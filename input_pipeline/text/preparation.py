@@ -9,6 +9,7 @@ tokens alone, and a file that has changed is tokenized again.
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -79,7 +80,8 @@ def prepare(data: Any, spec: str, key: str = "data.files", tick: Callable = no_t
 
   Raises:
     ValueError: no file, no such feature, a tokenizer that cannot be read, more bad records than
-      data.max_bad_records, a damaged shard, or a folder that cannot be written.
+      data.max_bad_records, a damaged shard, or a folder that cannot be written; or, as
+      `files.ChangedError`, the files are no longer what they were when they were listed.
   """
   encoder = tokenizer.load(tokenizer.resolve(data))
   found = text_files.find(spec, key)
@@ -96,7 +98,8 @@ def prepare(data: Any, spec: str, key: str = "data.files", tick: Callable = no_t
     folder, encoder.name, encoder.digest, feature, data.max_bad_records, chat, pairs
   )
   with writing_to(folder):
-    fill(task, units, encoder, data.prepare_processes, tick)
+    unchanged = functools.partial(text_files.check_same, spec, found, key)
+    fill(task, units, encoder, data.prepare_processes, tick, unchanged)
   prepared = opened(folder, [unit.id for unit in units], encoder, spec, data.max_bad_records)
   return dataclasses.replace(prepared, units=tuple(units), template=template)
 
@@ -165,6 +168,7 @@ def fill(
   encoder: tokenizer.Tokenizer,
   processes: int,
   tick: Callable = no_tick,
+  unchanged: Callable[[], None] = lambda: None,
 ) -> None:
   """Writes the shards that are missing.
 
@@ -174,6 +178,8 @@ def fill(
     encoder: the tokenizer of the task.
     processes: data.prepare_processes; 0: one per core, at most one per unit.
     tick: as of `prepare`.
+    unchanged: is called when all are written; raises `files.ChangedError` where files have changed
+      since they were listed. What was written of these is removed then.
 
   Raises:
     ValueError: more bad records than may be left out, or what a worker process refuses.
@@ -195,6 +201,13 @@ def fill(
         _in_processes(task, missing, count, progress)
       else:
         _here(task, missing, encoder, progress)
+      unchanged()
+    except text_files.ChangedError as error:
+      # Its name is that of one state of the file, and others may follow under the same name.
+      for unit in missing:
+        if error.paths.intersection(file.path for file in unit.files):
+          (task.folder / unit.id).rmtree(missing_ok=True)
+      raise
     except worker.TooManyBadError as error:
       text = too_many_bad("in the files so far", error.bad, error.count, task.limit)
       raise ValueError(text) from error
@@ -366,6 +379,8 @@ def _raise(answer: dict[str, Any]) -> None:
   """Raises what has ended a worker process."""
   if answer["error"] == "bad":
     raise worker.TooManyBadError([(where, why) for where, why in answer["bad"]], answer["count"])
+  if answer["error"] == "changed":
+    raise text_files.ChangedError(answer["text"], answer["paths"])
   if answer["error"] == "system":
     raise OSError(answer["text"])
   raise ValueError(answer["text"])

@@ -178,6 +178,8 @@ def train_on(data: Any, size: int, tick: Callable[[str, int], None] = no_tick) -
     for files_, (_, feature, apart) in zip(found, given, strict=True)
   ]
   content = train(itertools.chain.from_iterable(parts), size, tick)
+  for (spec, _, _), files_ in zip(given, found, strict=True):
+    text_files.check_same(spec, files_)
   paths = [file.path for files_ in found for file in files_]
   return store(data, content, {"files": paths[:100], "size": size})
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from input_pipeline.text import documents, items, shard_writer, tokenizer
+from input_pipeline.text import documents, files, items, shard_writer, tokenizer
 from runtime import exit_codes
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 2**21  # that the tokenizer gets at once
@@ -177,6 +177,8 @@ def main() -> None:
       answer(done=unit.id, so_far=counts)
   except TooManyBadError as error:
     answer(error="bad", bad=error.bad, count=error.count)
+  except files.ChangedError as error:
+    answer(error="changed", text=str(error), paths=[*error.paths])
   except OSError as error:
     answer(error="system", text=str(error))
   except ValueError as error:

@@ -99,3 +99,16 @@ def test_files_that_are_no_task_are_refused(tmp_path):
   one, other = (write(folder / "t.jsonl", CHOICES) for folder in (tmp_path, tmp_path / "two"))
   with pytest.raises(ValueError, match="would have the same name"):
     read(f"{one},{other}")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+  path = tmp_path / "a.jsonl"
+  path.write_text('{"context": "a", "answer": "b"}\n')
+
+  def parse_and_append(value, where):
+    path.write_text(path.read_text() * 2)
+    return parse(value, where)
+
+  monkeypatch.setattr(task_records, "parse", parse_and_append)
+  with pytest.raises(ValueError, match=r"a\.jsonl had 32 bytes and now has 64"):
+    read(str(path))

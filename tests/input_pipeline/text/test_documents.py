@@ -137,19 +137,6 @@ def test_a_unit_s_id_is_of_what_it_reads(tmp_path):
   }
 
 
-def test_a_file_that_changes_while_it_is_prepared_is_refused(tmp_path):
-  write(tmp_path / "a.jsonl", lines([{"text": "y"}]))
-  [unit] = documents.units(files.find(str(tmp_path)))
-  write(tmp_path / "a.jsonl", lines([{"text": "y"}] * 2))
-  with pytest.raises(
-    ValueError, match=r"a\.jsonl was changed while .* had 13 bytes and now has 27"
-  ):
-    [*documents.read(unit, "text")]
-  (tmp_path / "a.jsonl").unlink()
-  with pytest.raises(ValueError, match=r"a\.jsonl cannot be read \(No such file"):
-    [*documents.read(unit, "text")]
-
-
 # ------------------------------ bad records ------------------------------
 
 
