@@ -57,6 +57,7 @@ NEUTRAL: dict[str, Any] = {
   "shared_feedforward_size": 0,
   "dense_layers": 0,
   "sparse_every": 1,
+  "mlp_only_layers": (),
   "router_scores": "softmax",
   "router_normalized": True,
   "router_scale": 1.0,
@@ -83,7 +84,7 @@ SHAPES = (
   "tied_embeddings",
   *("attention", "latent_size", "query_latent_size", "value_head_size"),
   *("experts", "expert_feedforward_size", "shared_feedforward_size", "dense_layers"),
-  *("sparse_every", "router_bias", "router_correction", "expert_biases"),
+  *("sparse_every", "mlp_only_layers", "router_bias", "router_correction", "expert_biases"),
 )
 
 # model_type of a model with images -> (the key with its decoder's config, that one's model_type).
@@ -303,7 +304,7 @@ def _canonical_experts(ours: Ours) -> dict[str, Any]:
     return {key: NEUTRAL[key] for key in _OF_EXPERTS}
   pattern = types.SimpleNamespace(**ours)
   dense = tuple(layer for layer in range(ours["layers"]) if not is_sparse(pattern, layer))
-  found: dict[str, Any] = {"dense_layers": dense, "sparse_every": 1}
+  found: dict[str, Any] = {"dense_layers": dense, "sparse_every": 1, "mlp_only_layers": ()}
   if not dense:
     found["feedforward_size"] = ours["expert_feedforward_size"]
   if ours["router_groups"] == 1:

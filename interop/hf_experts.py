@@ -41,22 +41,15 @@ def number(default: int, *written: str) -> Part:
   return Part(_NUMBERS, read, lambda model: dict.fromkeys(written, model["experts"]))
 
 
-def layers_of(sparse: list[bool]) -> dict[str, int]:
-  """Returns the keys of `model` by which these layers, and no others, have experts.
-
-  Raises:
-    ValueError: none do so.
-  """
+def layers_of(sparse: list[bool]) -> dict[str, Any]:
+  """Returns the keys of `model` by which these layers, and no others, have experts."""
   for dense in range(len(sparse)):
     for every in range(1, len(sparse) - dense + 1):
-      pattern = SimpleNamespace(experts=1, dense_layers=dense, sparse_every=every)
+      found = {"dense_layers": dense, "sparse_every": every, "mlp_only_layers": ()}
+      pattern = SimpleNamespace(experts=1, **found)
       if all(is_sparse(pattern, layer) == one for layer, one in enumerate(sparse)):
-        return {"dense_layers": dense, "sparse_every": every}
-  which = [layer for layer, one in enumerate(sparse) if not one]
-  raise ValueError(
-    f"layers {short(which)} have no experts; read are models in which the first layers have none, "
-    f"and of the others each n-th has"
-  )
+        return found
+  return {"mlp_only_layers": tuple(layer for layer, one in enumerate(sparse) if not one)}
 
 
 def sparse_of(model: Ours) -> list[bool]:
@@ -65,7 +58,7 @@ def sparse_of(model: Ours) -> list[bool]:
   return [is_sparse(pattern, layer) for layer in range(model["layers"])]
 
 
-_LAYERS = ("dense_layers", "sparse_every")
+_LAYERS = ("dense_layers", "sparse_every", "mlp_only_layers")
 
 # ------------------------------ Qwen 3 ------------------------------
 
@@ -77,12 +70,17 @@ def _read_qwen(config: Theirs) -> dict[str, Any]:
   if not isinstance(listed, list) or not all(type(one) is int for one in listed):
     raise ValueError(f"{_LISTED}={short(listed)}: a list of numbers of layers is needed")
   sparse = [layer not in listed and (layer + 1) % step == 0 for layer in range(layers)]
+  if not any(sparse):
+    raise ValueError(
+      f"{_STEP}={step}, {_LISTED}={short(listed)}: none of the {layers} layers has experts; such a "
+      f"model is of type 'qwen3'"
+    )
   return layers_of(sparse)
 
 
 def _write_qwen(model: Ours) -> dict[str, Any]:
   dense = [layer for layer, one in enumerate(sparse_of(model)) if not one]
-  even = model["dense_layers"] == 0
+  even = not model["dense_layers"] and not model["mlp_only_layers"]
   return {
     _STEP: model["sparse_every"] if even else 1,
     _LISTED: [] if even else dense,

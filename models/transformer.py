@@ -54,7 +54,7 @@ class Transformer(nnx.Module):
     dense = beside_sparse(config.model)
     self.layers = stacked(config, rngs, config.model.layers - dense, LAYERS)
     self.dense_layers = stacked(config, rngs, dense, DENSE_LAYERS) if dense else None
-    self.layer_order = order_of(config)
+    self.layer_order = order_of(config.model)
     self.has_experts = config.model.experts > 0
     self.sparse_layers = config.model.layers - dense
     self.auxiliary_loss = functools.partial(expert_sums.auxiliary_loss, config=config)

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,12 +23,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
 from models import MODELS
+from models.layer_stack import order_of, trip_counts
 from models.transformer_dims import latent_sizes
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size
 from partitioning.parallel import ring_attention
 from planning import attention_kernels, passes
-from runtime.layer_kinds import sparse_layers
 from training.setup import Job
 from training.step import make_program
 
@@ -61,11 +62,10 @@ def by_the_layers(job: Job) -> OfTheLayers:
   """
   config, share = part(job)
   jaxpr = gradients(job, config)
-  each = (
-    tuple(_scan(jaxpr, layers, reverse=way) for way in (False, True))
-    for layers in loops(config.model)
-  )
-  found = [pair for pair in each if None not in pair]
+  found: list[tuple] = []
+  for trips, count in Counter(loops(config.model)).items():
+    both = (_scans(jaxpr, trips, count, reverse=way) for way in (False, True))
+    found += zip(*both, strict=False)
   if not found:
     return OfTheLayers(0, int(share * _most_at_once(jaxpr, 0, 0, 0)), 0)
   kept, most, offloaded = 0, 0, 0
@@ -80,15 +80,8 @@ def by_the_layers(job: Job) -> OfTheLayers:
 
 
 def loops(model: ConfigDict) -> tuple[int, ...]:
-  """Returns the trip counts of the loops over a model's layers; the first has most of its work.
-
-  Of a model with experts they are one over its sparse layers, and one over the dense ones before.
-  """
-  if "layers" not in model:
-    return ()
-  if "experts" in model and model.experts:
-    return (sparse_layers(model), *((model.dense_layers,) if model.dense_layers else ()))
-  return (model.layers,)
+  """Returns the trip counts of the loops over a model's layers; the first has most of its work."""
+  return () if "layers" not in model else (*trip_counts(order_of(model)),)
 
 
 def is_offloaded(x: Any) -> bool:
@@ -96,19 +89,19 @@ def is_offloaded(x: Any) -> bool:
   return getattr(x.aval, "memory_space", None) == jax.memory.Space.Host
 
 
-def _scan(jaxpr: Any, layers: int, *, reverse: bool) -> core.JaxprEqn | None:
-  """Returns the scan over the layers; None if there is none.
+def _scans(jaxpr: Any, trips: int, count: int, *, reverse: bool) -> list[core.JaxprEqn]:
+  """Returns the scans over layers that have so many iterations; of so many, those that are there.
 
-  Of several scans of that length (chunks of the loss, steps of a ring) it has the largest inputs:
-  the parameters.
+  Of more scans of that length (chunks of the loss, steps of a ring) they have the most inputs: the
+  parameters.
   """
   found = [
     one
     for one in equations(jaxpr)
     if one.primitive.name == "scan"
-    and (one.params["length"], one.params["reverse"]) == (layers, reverse)
+    and (one.params["length"], one.params["reverse"]) == (trips, reverse)
   ]
-  return max(found, key=lambda one: len(one.invars), default=None)
+  return sorted(found, key=lambda one: -len(one.invars))[:count]
 
 
 def body(scan: core.JaxprEqn) -> Any:

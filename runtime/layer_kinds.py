@@ -7,7 +7,7 @@ def is_sparse(model: Any, layer: int) -> bool:
   """Returns whether a layer, counted from 0, is sparse.
 
   The first `model.dense_layers` are dense; of the others every `model.sparse_every`-th is sparse,
-  the last of each so many.
+  the last of each so many, if it is not among `model.mlp_only_layers`.
 
   Args:
     model: the section `model` of a finalized config.
@@ -15,7 +15,8 @@ def is_sparse(model: Any, layer: int) -> bool:
   """
   after = layer - model.dense_layers + 1
   # A config is read before its numbers are checked: none may divide by 0.
-  return model.experts > 0 and after > 0 and after % max(1, model.sparse_every) == 0
+  in_turn = after > 0 and after % max(1, model.sparse_every) == 0
+  return model.experts > 0 and in_turn and layer not in model.mlp_only_layers
 
 
 def sparse_layers(model: Any) -> int:

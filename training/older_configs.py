@@ -46,6 +46,7 @@ _OLD_DECODER = {
   "shared_feedforward_size": 0,
   "dense_layers": 0,
   "sparse_every": 1,
+  "mlp_only_layers": (),
   "router_scores": "softmax",
   "router_normalized": True,
   "router_scale": 1.0,

@@ -20,6 +20,7 @@ OFF = {
   "model.shared_feedforward_size": 0,
   "model.dense_layers": 0,
   "model.sparse_every": 1,
+  "model.mlp_only_layers": (),
   "model.router_scores": "softmax",
   "model.router_normalized": True,
   "model.router_scale": 1.0,
@@ -94,12 +95,17 @@ def _layers(model: ConfigDict) -> Iterator[str]:
       f"model.layers={model.layers}: otherwise no layer has experts; set model.experts=0 for that"
     )
     return
-  rest = model.layers - model.dense_layers
-  if rest % model.sparse_every or not sparse_layers(model):
+  listed = tuple(model.mlp_only_layers)
+  if wrong := [one for one in listed if type(one) is not int or not 0 <= one < model.layers]:
     yield (
-      f"model.layers={model.layers} after model.dense_layers={model.dense_layers} is not a "
-      f"multiple of model.sparse_every={model.sparse_every}; make it "
-      f"{model.dense_layers + -(-rest // model.sparse_every) * model.sparse_every}"
+      f"model.mlp_only_layers={listed}: {wrong[0]!r} is no number of a layer, from 0 to "
+      f"{model.layers - 1}"
+    )
+  elif not sparse_layers(model):
+    yield (
+      f"model.layers={model.layers} with model.dense_layers={model.dense_layers}, "
+      f"model.sparse_every={model.sparse_every} and model.mlp_only_layers={listed}: no layer has "
+      f"experts; set model.experts=0 for that"
     )
 
 

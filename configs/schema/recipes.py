@@ -202,6 +202,7 @@ def lm() -> ConfigDict:
     "shared_feedforward_size": 0,  # width of the shared experts together; 0: there are none
     "dense_layers": 0,  # the first layers, which have no experts
     "sparse_every": 1,  # of the layers after those each so many-th has experts
+    "mlp_only_layers": (),  # further layers without experts, by their numbers from 0 on: (3, 5)
     # softmax, sigmoid (DeepSeek-V3), or softmax_of_chosen: over the chosen logits alone (gpt-oss)
     "router_scores": "softmax",
     "router_normalized": True,  # the gates of a token are divided by their sum

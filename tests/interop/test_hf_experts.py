@@ -97,19 +97,22 @@ def test_gpt_oss_positions_are_scaled_where_a_file_says_nothing():
     ({"decoder_sparse_step": 3}, (0, 3)),
     ({"mlp_only_layers": [0, 1]}, (2, 1)),
     ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}, (2, 2)),
+    ({"num_hidden_layers": 3, "decoder_sparse_step": 2}, (0, 2)),
+    ({"mlp_only_layers": [1, 4]}, (0, 1, 1, 4)),
+    ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 1, 0, 2, 3, 4)),
   ],
 )
 def test_layers_without_experts(keys, found):
   model = read(QWEN, **keys)
-  assert (model["dense_layers"], model["sparse_every"]) == found
+  assert (model["dense_layers"], model["sparse_every"], *model["mlp_only_layers"]) == found
   back = hf_config.write({**model, "head_size": 4}, 32, "qwen3_moe")
   again = read(back)
   assert hf_experts.sparse_of(again) == hf_experts.sparse_of(model)
 
 
 def test_what_cannot_be_expressed_is_refused():
-  assert refusal(QWEN, mlp_only_layers=[3]).startswith(
-    "layers [3] have no experts; read are models"
+  assert refusal(QWEN, decoder_sparse_step=7).startswith(
+    "decoder_sparse_step=7, mlp_only_layers=[]: none of the 6 layers has experts"
   )
   assert refusal(QWEN, num_local_experts=4, num_experts=5) == (
     "num_experts=5 contradicts num_local_experts"

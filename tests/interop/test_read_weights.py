@@ -46,7 +46,7 @@ def opened(name, job):
   return read_weights.open_folder(str(folders.FOLDER / name), job.config, KEY)
 
 
-LONG = ("deepseek_v2", "deepseek_v3", "mixtral", "olmoe", "qwen2", "qwen3_moe")
+LONG = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen2")
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ FOLDERS = {
     "qwen3_moe",
     {
       "head_dim": 6,
-      "num_hidden_layers": 3,
-      "mlp_only_layers": [0],
+      "num_hidden_layers": 5,
+      "mlp_only_layers": [1, 4],
       "num_experts": 5,
       "num_experts_per_tok": 3,
       "moe_intermediate_size": 10,

@@ -1,12 +1,14 @@
 """Layers of two stacks run in the order of the pattern, each with what is its own."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from models.layer_stack import over_layers
+from models.layer_stack import order_of, over_layers, trip_counts
 
 
 class One(nnx.Module):
@@ -37,23 +39,33 @@ def visited(sparse, dense, order, unroll=1):
 
 
 def test_one_stack():
-  seen, found, _ = visited([5, 6, 7, 8], [], (0, 1), unroll=2)
+  seen, found, _ = visited([5, 6, 7, 8], [], (), unroll=2)
   assert seen.tolist() == [[5, 0], [6, 1], [7, 2], [8, 3]]
   assert found.tolist() == [0, 1, 2, 3]
 
 
+# s: sparse, d: dense.
 @pytest.mark.parametrize(
-  ("dense", "order", "expected"),
+  ("pattern", "order", "trips"),
   [
-    ([1, 2], (2, 1), [1, 2, 10, 20, 30]),
-    ([1, 2, 3], (0, 2), [1, 10, 2, 20, 3, 30]),
-    ([1, 2, 3, 4], (1, 2), [1, 2, 10, 3, 20, 4, 30]),
-    ([1, 2, 3, 4, 5, 6], (0, 3), [1, 2, 10, 3, 4, 20, 5, 6, 30]),
+    ("ddsss", ((2, 3, 1),), [3, 2]),
+    ("dsdsds", ((1, 1, 3),), [3]),
+    ("ddsds", ((2, 1, 1), (1, 1, 1)), [2, 1, 1, 1]),
+    ("ddsddsdds", ((2, 1, 3),), [3]),
+    ("dsd", ((1, 1, 1), (1, 0, 1)), [1, 1, 1]),
+    ("sdssd", ((0, 1, 1), (1, 2, 1), (1, 0, 1)), [2, 1, 1, 1]),
+    ("ssdssdssdd", ((0, 2, 1), (1, 2, 2), (2, 0, 1)), [2, 2, 2]),
   ],
 )
-def test_dense_layers_come_first_or_between(dense, order, expected):
-  seen, of_sparse, of_dense = visited([10, 20, 30], dense, order)
-  assert seen[:, 0].tolist() == expected
-  assert seen[:, 1].tolist() == list(range(len(expected)))
-  assert of_sparse.tolist() == [at for at, name in enumerate(expected) if name >= 10]
-  assert of_dense.tolist() == [at for at, name in enumerate(expected) if name < 10]
+def test_layers_of_two_stacks_run_in_any_order(pattern, order, trips):
+  numbers = {"experts": 4, "dense_layers": 0, "sparse_every": 1, "layers": len(pattern)}
+  dense = tuple(layer for layer, kind in enumerate(pattern) if kind == "d")
+  found = order_of(types.SimpleNamespace(**numbers, mlp_only_layers=dense))
+  assert found == order
+  assert trip_counts(found) == trips
+  names = [(10 if kind == "s" else 1) * (1 + layer) for layer, kind in enumerate(pattern)]
+  each = [[x for x, kind in zip(names, pattern, strict=True) if kind == one] for one in "sd"]
+  seen, of_sparse, of_dense = visited(*each, found)
+  assert seen.tolist() == [[name, layer] for layer, name in enumerate(names)]
+  assert of_sparse.tolist() == [layer for layer, kind in enumerate(pattern) if kind == "s"]
+  assert of_dense.tolist() == [layer for layer, kind in enumerate(pattern) if kind == "d"]

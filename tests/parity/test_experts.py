@@ -34,8 +34,10 @@ EXPERTS = {
 }
 PATTERN = {
   **EXPERTS,
-  "model.layers": 5,
+  "model.dense_layers": 0,
+  "model.layers": 6,
   "model.sparse_every": 2,
+  "model.mlp_only_layers": (5,),  # so that two layers, twice, are before two others
   "model.shared_feedforward_size": 0,
 }
 ONE_LAYER = {"model.experts": 8, "model.experts_per_token": 3, "model.layers": 1}

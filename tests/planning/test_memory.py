@@ -64,6 +64,14 @@ def test_latent_vectors_are_kept_in_place_of_keys_and_values():
   assert named_activations.sums(named_activations.of_job(job))["save"] == tokens * split // 2
 
 
+def test_dense_and_sparse_layers_keep_as_much_in_any_order():
+  keys = {"model.experts": 4, "model.layers": 5, **FULL}
+  first = kept("single", **keys, **{"model.dense_layers": 3})
+  assert first == pytest.approx(5 * B * T * D * WIDE, rel=0.01)  # and sums of the routers
+  for order in ({"model.sparse_every": 2}, {"model.mlp_only_layers": (1, 2, 4)}):
+    assert kept("single", **keys, **order) == first
+
+
 def test_the_host_has_the_optimizer_state_of_the_layers():
   [here, there] = (
     make_job("dp4_tp2", "lm", **{"optimizer.state_memory": where}) for where in ("device", "host")

@@ -7,10 +7,9 @@ import pytest
 from runtime import layer_kinds
 
 
-def model(layers, dense_layers=0, sparse_every=1, experts=4):
-  return types.SimpleNamespace(
-    layers=layers, dense_layers=dense_layers, sparse_every=sparse_every, experts=experts
-  )
+def model(layers, **keys):
+  given = {"dense_layers": 0, "sparse_every": 1, "mlp_only_layers": (), "experts": 4, **keys}
+  return types.SimpleNamespace(layers=layers, **given)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +20,8 @@ def model(layers, dense_layers=0, sparse_every=1, experts=4):
     (model(5, dense_layers=2), [2, 3, 4]),
     (model(6, sparse_every=3), [2, 5]),
     (model(7, dense_layers=1, sparse_every=2), [2, 4, 6]),
+    (model(3, sparse_every=2), [1]),
+    (model(7, dense_layers=1, sparse_every=2, mlp_only_layers=(3, 4)), [2, 6]),
   ],
 )
 def test_sparse_layers_follow_the_pattern(given, sparse):

@@ -10,7 +10,14 @@ from runtime.rematerialization import NAMES, OFFLOAD, RECOMPUTE, SAVE, parse
 
 MODEL = {
   **{"name": "transformer", "pre_norms": True, "gated": True, "attention": "grouped_query"},
-  **{"experts": 0, "shared_feedforward_size": 0, "dense_layers": 0, "sparse_every": 1, "layers": 4},
+  **{
+    "experts": 0,
+    "shared_feedforward_size": 0,
+    "dense_layers": 0,
+    "sparse_every": 1,
+    "mlp_only_layers": (),
+    "layers": 4,
+  },
 }
 LATENTS = ("latent", "rotary_key", "query_latent", "key_value")
 
