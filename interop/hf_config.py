@@ -14,6 +14,8 @@ from typing import Any
 
 from interop.hf_ignored import IGNORED, ONLY
 from interop.hf_quantization import BLOCK, block_shape
+from runtime import forms
+from runtime.forms import COUNT, SIZE, TEXT, OrNull
 from runtime.layer_kinds import is_sparse
 from runtime.suggest import nearest
 
@@ -95,6 +97,26 @@ _OUTER = (
   _QUANTIZATION,
 )
 
+# Forms of those keys of a config.json whose values are more than one number, or decide how long it
+# takes to read the others; parts check the rest of them.
+MOST_LAYERS = 4096
+_LAYERS, _TEXTS = OrNull(forms.whole(1, MOST_LAYERS)), OrNull(TEXT)
+_ROPE = {"rope_type": _TEXTS, "type": _TEXTS, "truncate": OrNull(forms.FLAG)}
+_ROPE |= dict.fromkeys(("mscale", "mscale_all_dim"), OrNull(forms.AT_LEAST_0))
+_ROPE["factor"] = OrNull(forms.ABOVE_0)
+_ROPES = OrNull({**_ROPE, "full_attention": OrNull(_ROPE), "sliding_attention": OrNull(_ROPE)})
+FORM = {
+  **dict.fromkeys(("num_hidden_layers", "n_layer"), _LAYERS),
+  **dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "activation_function"), _TEXTS),
+  **dict.fromkeys(("scoring_func", "topk_method"), _TEXTS),
+  **dict.fromkeys(("rope_scaling", "rope_parameters"), _ROPES),
+  "layer_types": OrNull([TEXT]),
+  **dict.fromkeys(("no_rope_layers", "mlp_only_layers"), OrNull([COUNT])),
+  "n_shared_experts": OrNull(forms.whole(0)),
+  "original_max_position_embeddings": OrNull(SIZE),
+}
+_MOST_LINES = 20  # of a message
+
 Theirs = Mapping[str, Any]  # of a config.json, missing keys filled in
 Ours = Mapping[str, Any]  # of config.model
 
@@ -169,6 +191,8 @@ def read(theirs: Any, where: str, families: Mapping[str, Family] | None = None) 
   if not isinstance(theirs, Mapping):
     raise ValueError(f"{where} holds a {type(theirs).__name__}, not a JSON object")
   theirs = text_part(theirs)
+  if wrong := [*forms.wrong(theirs, FORM)]:
+    raise ValueError(_cannot(where, wrong))
   model_type = theirs.get("model_type")
   if model_type not in families:
     raise ValueError(_unknown_type(where, theirs, families))
@@ -182,13 +206,14 @@ def read(theirs: Any, where: str, families: Mapping[str, Family] | None = None) 
       wrong.append(f"{key}={short(theirs[key])}: {only[key][1]}")
   known = {*read_keys, *only, *IGNORED, *family.ignored, "model_type", family.positions}
   known.add(_QUANTIZATION)
-  for key in theirs:
-    if key not in known and theirs[key] is not None:
-      wrong.append(
-        f"{key}={short(theirs[key])}: not known for model_type {model_type!r}"
-        f"{nearest(key, sorted(read_keys))}; if it has no effect on the logits, delete it from the "
-        f"file"
-      )
+  unknown = [key for key in theirs if key not in known and theirs[key] is not None]
+  wrong += [
+    f"{forms.shortened(key)}={short(theirs[key])}: not known for model_type {model_type!r}"
+    f"{nearest(key, sorted(read_keys))}; if it has no effect on the logits, delete it from the file"
+    for key in unknown[:_MOST_LINES]
+  ]
+  if len(unknown) > _MOST_LINES:
+    wrong.append(f"{len(unknown) - _MOST_LINES:,} more keys are not known")
   model = {**NEUTRAL, **family.fixed}
   for part in family.parts:
     try:
@@ -200,11 +225,10 @@ def read(theirs: Any, where: str, families: Mapping[str, Family] | None = None) 
   except ValueError as error:
     wrong.append(f"{_QUANTIZATION}={short(theirs[_QUANTIZATION])}: {error}")
   positions = values.get(family.positions)
-  if type(positions) is not int or positions < 1:
-    wrong.append(f"{family.positions}={short(positions)}: a whole number of at least 1")
+  if not SIZE.fits(positions):
+    wrong.append(f"{family.positions}={short(positions)}: {SIZE.name} is needed")
   if wrong:
-    lines = "\n".join(f"  {line}" for line in dict.fromkeys(wrong))
-    raise ValueError(f"{where} describes a model that cannot be built:\n{lines}")
+    raise ValueError(_cannot(where, [*dict.fromkeys(wrong)]))
   return Described(model_type, model, positions, block)
 
 
@@ -381,13 +405,18 @@ def short(value: Any) -> str:
   return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _cannot(where: str, wrong: list[str]) -> str:
+  lines = "\n".join(f"  {line}" for line in forms.first(wrong, _MOST_LINES))
+  return f"{where} describes a model that cannot be built:\n{lines}"
+
+
 def _unknown_type(where: str, theirs: Theirs, families: Mapping[str, Family]) -> str:
   model_type = theirs.get("model_type")
   if model_type is None:
     return f"{where} has no model_type, so it is not the config.json of a model"
-  near = nearest(str(model_type), [*families, *TEXT_PARTS])
+  near = nearest(model_type[:99], [*families, *TEXT_PARTS])
   known = ", ".join([*families, *TEXT_PARTS])
-  return f"{where}: unknown model_type {model_type!r}; known are {known}{near}"
+  return f"{where}: unknown model_type {short(model_type)}; known are {known}{near}"
 
 
 def _all() -> Mapping[str, Family]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from interop.hf_config import Ours, Part, Theirs, bias_names, short, types_of
+from runtime import forms
 from runtime.suggest import nearest
 
 # ------------------------------ parts of one key ------------------------------
@@ -15,7 +16,7 @@ def same(theirs: str, ours: str, kind: type = int) -> Part:
   Args:
     theirs: in config.json.
     ours: in `model`.
-    kind: int (at least 1), float (at least 0) or bool.
+    kind: int (a size), float (at least 0) or bool.
   """
 
   def read(config: Theirs) -> dict[str, Any]:
@@ -26,17 +27,13 @@ def same(theirs: str, ours: str, kind: type = int) -> Part:
 
 def value_of(config: Theirs, key: str, kind: type = int) -> Any:
   """Returns a key's value; raises ValueError where it is missing or of another kind."""
-  value = config.get(key)
-  if kind is float and type(value) in (int, float) and 0 <= value < float("inf"):
-    return float(value)
-  if type(value) is kind and (kind is not int or value >= 1):
-    return value
-  what = {
-    int: "a whole number of at least 1",
-    float: "a number of at least 0",
-    bool: "true or false",
-  }
-  raise ValueError(f"{key}={short(value)}: {what[kind]} is needed")
+  value, form = config.get(key), _FORMS[kind]
+  if form.fits(value):
+    return kind(value)
+  raise ValueError(f"{key}={short(value)}: {form.name} is needed")
+
+
+_FORMS = {int: forms.SIZE, float: forms.AT_LEAST_0, bool: forms.FLAG}
 
 
 def choice(theirs: str, ours: str, table: Mapping[str, str]) -> Part:

@@ -10,6 +10,7 @@ from typing import Any
 
 from interop.hf_config import Ours, Part, Theirs, short, yarn_factor
 from interop.hf_parts import head_size_of
+from runtime import forms
 from runtime.suggest import nearest
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -135,7 +136,7 @@ def _lengths(scaling: tuple) -> dict[str, int]:
 def numbers(rope: Mapping[str, Any], keys: tuple[str, ...]) -> list[float]:
   """Returns the values of keys; raises ValueError for one that is no number above 0."""
   for key in keys:
-    if type(rope.get(key)) not in (int, float) or not 0 < rope[key] < float("inf"):
+    if not forms.ABOVE_0.fits(rope.get(key)):
       raise ValueError(f"rope_scaling: {key}={short(rope.get(key))}: a number above 0 is needed")
   return [rope[key] for key in keys]
 

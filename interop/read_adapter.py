@@ -13,7 +13,8 @@ from interop import hf_folder, name_maps, name_tables, peft_adapter, safetensors
 from interop.hf_config import short
 from interop.peft_adapter import Blocks
 from interop.safetensors_file import DTYPES, Stored
-from runtime import files
+from runtime import files, forms
+from runtime.forms import ABOVE_0, SIZE, Each, OrNull
 
 KEY = "checkpoint.initialize_from"
 TARGETS, DIGEST, DTYPE = "targets", "base_digest", "base_dtype"  # in the metadata of the weights
@@ -33,6 +34,14 @@ _OFF: dict[str, tuple] = {
   "exclude_modules": (None, []),
   "alora_invocation_tokens": (None,),
   "megatron_config": (None,),
+}
+_FORM = {
+  "r": SIZE,
+  "lora_alpha": ABOVE_0,
+  "lora_dropout": OrNull(forms.Kind("a share", lambda x: forms.is_number(x) and 0 <= x < 1)),
+  "use_rslora": OrNull(forms.FLAG),
+  "rank_pattern": OrNull(Each(SIZE)),
+  "alpha_pattern": OrNull(Each(ABOVE_0)),
 }
 _NAMED = 12
 
@@ -74,25 +83,20 @@ def read_config(location: str) -> Adapter:
     raise ValueError(f"{KEY}={location}: it has no {path.name}; name an adapter's folder") from None
   except (OSError, ValueError) as error:
     raise ValueError(f"{KEY}: {path} cannot be read ({error})") from error
-  if not isinstance(given, Mapping):
-    raise ValueError(f"{KEY}: {path} holds a {type(given).__name__}, not a JSON object")
+  forms.check(given, {}, f"{KEY}: {path}")
   wrong = [
     f"{key}={short(given[key])}: adapters of this kind are not there"
     for key, off in _OFF.items()
     if key in given and given[key] not in off
   ]
-  rank, alpha = given.get("r"), given.get("lora_alpha")
-  if type(rank) is not int or rank < 1:
-    wrong.append(f"r={short(rank)}: a whole number of at least 1 is needed")
-  if type(alpha) not in (int, float) or not alpha > 0:
-    wrong.append(f"lora_alpha={short(alpha)}: a number above 0 is needed")
+  wrong += forms.first([*forms.wrong({"r": None, "lora_alpha": None, **given}, _FORM)], _NAMED)
   if wrong:
     lines = "\n".join(f"  {line}" for line in wrong)
     raise ValueError(f"{path} describes an adapter that cannot be read:\n{lines}")
   return Adapter(
     folder,
-    rank,
-    float(alpha),
+    given["r"],
+    float(given["lora_alpha"]),
     bool(given.get("use_rslora")),
     float(given.get("lora_dropout") or 0.0),
     given.get("rank_pattern") or {},

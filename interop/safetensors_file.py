@@ -16,6 +16,7 @@ import numpy as np
 
 from interop.hf_config import short
 from runtime import files
+from runtime.forms import is_whole, shortened
 
 DTYPES = {
   "F64": np.dtype(np.float64),
@@ -29,6 +30,7 @@ _ELEMENTS = {**DTYPES, **BYTES}
 METADATA = "__metadata__"
 MOST_HEADER_BYTES = 100_000_000  # as the format's own library has it
 _LENGTH_BYTES = 8
+_MOST_DIMS, _MOST_BYTES = 64, 2**63 - 1  # as NumPy has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,17 +131,18 @@ def _stored(path: str, name: str, entry: Any, first: int) -> Stored:
   entry = entry if isinstance(entry, Mapping) else {}
   dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
   if not (isinstance(dtype, str) and _naturals(shape) and _naturals(offsets)):
-    raise ValueError(f"the header's entry of {name} is not one: {short(entry)}")
+    raise ValueError(f"the header's entry of {shortened(name)} is not one: {short(entry)}")
   if len(offsets) != 2 or offsets[0] > offsets[1]:
     raise ValueError(f"{name}: data_offsets={short(offsets)}")
   size = offsets[1] - offsets[0]
   if dtype in _ELEMENTS and size != math.prod(shape) * _ELEMENTS[dtype].itemsize:
-    raise ValueError(f"{name}: {size:,} bytes are not {dtype}{shape}")
+    raise ValueError(f"{name}: {size:,} bytes are not {dtype}{short(shape)}")
   return Stored(path, dtype, tuple(shape), first + offsets[0], size)
 
 
 def _naturals(value: Any) -> bool:
-  return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+  whole = isinstance(value, list) and len(value) <= _MOST_DIMS
+  return whole and all(is_whole(one, 0, _MOST_BYTES) for one in value)
 
 
 def read_exactly(descriptor: int, start: int, size: int) -> bytes:

@@ -127,7 +127,7 @@ class Sheet:
     ]
 
   def _cell(self, caption: str, row: int | None, column: int | None) -> Cell:
-    return Cell() if row is None or column is None else self.panels[caption][row, column]
+    return self.panels[caption].get((row, column), Cell())  # of a gap an empty one
 
 
 def as_json(sheet: Sheet) -> dict[str, Any]:
@@ -151,11 +151,7 @@ def as_json(sheet: Sheet) -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any]) -> Sheet:
-  """Returns the drawing that `as_json` has written.
-
-  Raises:
-    KeyError, TypeError, ValueError: it is something else.
-  """
+  """Returns the drawing that `as_json` has written."""
   rows, columns = (
     Edge(edge["title"], edge["under"], tuple(edge["labels"]))
     for edge in (values["rows"], values["columns"])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,20 @@ from etils import epath
 
 from partitioning.parallel.pipeline_schedule import KINDS
 from reports import grid
-from runtime import files
+from runtime import files, forms
+from runtime.forms import (
+  FLAG,
+  NUMBER,
+  STEP,
+  TEXT,
+  Each,
+  Exactly,
+  Kind,
+  Needs,
+  OrNull,
+  is_number,
+  whole,
+)
 from training import history
 from training.metrics import log_lines
 from training.metrics.append_log import MOST_BYTES
@@ -124,9 +136,7 @@ class Run:
 
 def number(value: Any) -> float | None:
   """Returns a finite number; None for anything else."""
-  if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-    return None
-  return float(value)
+  return float(value) if is_number(value) else None
 
 
 def read(workdir: epath.PathLike) -> Run:
@@ -176,22 +186,42 @@ def _layout(path: epath.Path) -> dict[str, Any] | None:
   """Returns what `layout.json` says, with its drawings; None if it is damaged."""
   try:
     values = files.read_json(path)
-    values["mesh"] = values["mesh"] and grid.from_json(values["mesh"])
-    drawings = values["drawings"]
-    _check_pipeline(values.get("pipeline"))
-    values["drawings"] = [{**one, "sheet": grid.from_json(one["sheet"])} for one in drawings]
-  except (OSError, ValueError, KeyError, TypeError):
+    forms.check(values, _LAYOUT, str(path))
+  except (OSError, ValueError):
     return None
+  values["mesh"] = values["mesh"] and grid.from_json(values["mesh"])
+  values["drawings"] = [
+    {**one, "sheet": grid.from_json(one["sheet"])} for one in values["drawings"]
+  ]
   return values
 
 
-def _check_pipeline(values: Any) -> None:
-  """Raises ValueError for what is not a schedule of a drawable size."""
-  if values is None:
-    return
-  counts = [values[key] for key in ("stages", "microbatches", "chunks", "layers")]
-  if values["kind"] not in KINDS or not all(type(n) is int and 0 < n < 2**20 for n in counts):
-    raise ValueError(f"pipeline={values!r} is not a schedule")
+_EDGE = Needs({"title": TEXT, "under": TEXT, "labels": [TEXT]})
+_CELL = (STEP, STEP, [STEP], OrNull(TEXT), STEP)
+_SHEET = Needs(
+  {
+    **{"title": TEXT, "rows": _EDGE, "columns": _EDGE, "notes": [TEXT], "turnable": FLAG},
+    "panels": [Needs({"caption": TEXT, "cells": [_CELL]})],
+  }
+)
+_COUNT = whole(1, 2**20)
+_LAYOUT = Needs(
+  {
+    **{"caption": TEXT, "mesh": OrNull(_SHEET), "parameters": STEP, "replicated_bytes": NUMBER},
+    "bytes_per_device": Each(NUMBER),
+    "drawings": [Needs({"names": [TEXT], "sheet": _SHEET})],
+  },
+  {
+    "pipeline": OrNull(
+      Exactly(
+        {
+          "kind": Kind(f"one of {', '.join(KINDS)}", lambda value: value in KINDS),
+          **dict.fromkeys(("stages", "microbatches", "chunks", "layers"), _COUNT),
+        }
+      )
+    ),
+  },
+)
 
 
 def _on_disk(folder: epath.Path) -> list[int]:

@@ -81,7 +81,7 @@ def verdict(run: Run) -> tuple[str, str]:
   """Returns "good", "bad" or "", and one sentence: how far the run is, and how well."""
   total = f" of {run.total:,}" if run.total else ""
   end = run.end
-  how = end["how"] if end else ""
+  how = end.get("how") if end else ""
   if how == "done" or (run.times is not None and run.times["done"]):
     good, text = "good", f"Done: {run.done:,}{total} steps"
   elif how == "failed":

@@ -24,6 +24,7 @@ from etils import epath
 
 MOST_BYTES = 2**26  # of a small file; the largest that a run writes is some MiB
 MOST_DEPTH = 64  # of nested JSON; a config has five levels
+MOST_DIGITS = 40  # of an int in JSON; tokenizers write 10^30 for "no limit"
 BLOCK_BYTES = 2**20  # read at a time
 
 _KINDS = (
@@ -301,10 +302,11 @@ def parse_json(content: str | bytes) -> Any:
   """Returns what a text in JSON says; of bytes, in UTF-8.
 
   Raises:
-    ValueError: it is not JSON, or nested deeper than MOST_DEPTH.
+    ValueError: it is not JSON, nested deeper than MOST_DEPTH, or has an int of over MOST_DIGITS.
   """
   try:
-    value = json.loads(content.decode() if isinstance(content, bytes) else content)
+    text = content.decode() if isinstance(content, bytes) else content
+    value = json.loads(text, parse_int=_parse_int)
   except RecursionError:
     raise ValueError(f"it is nested deeper than {MOST_DEPTH}") from None
   level = [value] if isinstance(value, dict | list) else []
@@ -314,6 +316,15 @@ def parse_json(content: str | bytes) -> Any:
     if not level:
       return value
   raise ValueError(f"it is nested deeper than {MOST_DEPTH}")
+
+
+def _parse_int(digits: str) -> int:
+  if len(digits) > MOST_DIGITS:
+    raise ValueError(
+      f"it has the number {digits[:8]}... of {len(digits):,} digits, and at most {MOST_DIGITS} are "
+      f"read"
+    )
+  return int(digits)
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:

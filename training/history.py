@@ -10,7 +10,8 @@ from typing import Any
 
 from etils import epath
 
-from runtime import files
+from runtime import files, forms
+from runtime.forms import ABOVE_0, ANY, NUMBER, STEP, TEXT, Each, Kind, Needs, OrNull, is_number
 from training.metrics.append_log import MOST_BYTES
 from training.metrics.console import warn
 
@@ -20,6 +21,24 @@ REPORT, DRAWINGS = "run.html", "layout.json"
 # Kinds of events: the key `event` of a line.
 START, COMPILED, SAVED, SAMPLE = "start", "compiled", "saved", "sample"
 ROLLED_BACK, END = "rolled_back", "end"
+
+_COST = {"axis": TEXT, "kind": TEXT}
+_PREDICTED = {
+  "step_seconds": (ABOVE_0,) * 3,
+  "sent": [Needs({**_COST, "seconds": NUMBER, "exposed": NUMBER})],
+}
+_YEAR_9999 = 253_370_764_800  # in seconds, the last that is shown as a date
+FORM = Needs(
+  {
+    **{"event": TEXT, "step": STEP},
+    "time": Kind("a time", lambda value: is_number(value) and 0 <= value < _YEAR_9999),
+  },
+  {
+    **{"mesh": OrNull(Each(STEP)), "versions": OrNull(Each(ANY)), "bad_step": STEP, "how": TEXT},
+    "collectives": [Needs({**_COST, "runs": STEP, "bytes": NUMBER})],
+    "predicted": OrNull(_PREDICTED),
+  },
+)
 
 
 class History:
@@ -75,7 +94,5 @@ def events(content: bytes) -> Iterator[dict[str, Any]]:
       values = files.parse_json(raw)
     except ValueError:
       continue
-    if isinstance(values, dict) and isinstance(values.get("event"), str):
-      step, seconds = values.get("step"), values.get("time")
-      if type(step) is int and step >= 0 and isinstance(seconds, int | float):
-        yield values
+    if not any(forms.wrong(values, FORM)):
+      yield values

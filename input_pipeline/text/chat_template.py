@@ -93,7 +93,7 @@ class ChatTemplate:
         self._templates[key] = self._environment.from_string(source)
       except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"{name}, line {error.lineno}: {error.message}") from error
-      except (jinja2.TemplateError, RecursionError) as error:
+      except Exception as error:  # Python compiles what Jinja writes, which may be no program
         raise ValueError(f"{name} is not a template of Jinja ({error})") from error
     self.marked = self._environment.marked
 

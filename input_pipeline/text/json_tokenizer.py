@@ -8,6 +8,7 @@ encodes what a chat template has written, is the file as it is. Neither truncate
 end, or drops merges at random, whatever the file says.
 """
 
+import contextlib
 import copy
 import functools
 import json
@@ -21,7 +22,14 @@ import tokenizers
 from etils import epath
 
 from input_pipeline.text import tokenizer
+from runtime.forms import COUNT, FLAG, TEXT, Needs, OrNull
 
+# What is read here beside what the library reads, which checks the rest.
+_TYPE = Needs({"type": TEXT})
+_FORM = {
+  "added_tokens": OrNull([Needs({"id": COUNT, "content": TEXT}, {"special": FLAG})]),
+  "decoder": OrNull(Needs({"type": TEXT}, {"decoders": [_TYPE]})),
+}
 _BATCH = 2**20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # The keys of tokenizer_config.json and special_tokens_map.json that name one special token each.
@@ -55,7 +63,7 @@ class JsonTokenizer:
 
   def __init__(self, path, companions):
     content = tokenizer.read(path)
-    self._description = _plain_behavior(tokenizer.parse_object(content, path), path)
+    self._description = _plain_behavior(tokenizer.parse_object(content, path, _FORM), path)
     said = {
       name: tokenizer.read_object(p) for name, p in companions.items() if name[-5:] == ".json"
     }
@@ -79,13 +87,16 @@ class JsonTokenizer:
     """Returns the ids of each text, uint32[N], without BOS and end; see the protocol."""
     ids = []
     for batch in _batches([tokenizer.as_str(text) for text in texts]):
-      encodings = self._encoder.encode_batch_fast(batch, add_special_tokens=False)
+      with _refusing("cannot encode a text with", self.name):
+        encodings = self._encoder.encode_batch_fast(batch, add_special_tokens=False)
       ids += [np.array(encoding.ids, np.uint32) for encoding in encodings]
     return ids
 
   def encode_template(self, text):
     """Returns ids uint32[N] and offsets int64[N, 2], special tokens recognized by name."""
-    encoding = self._template_encoder.encode(tokenizer.as_str(text), add_special_tokens=False)
+    text, library = tokenizer.as_str(text), self._template_encoder
+    with _refusing("cannot encode a conversation with", self.name):
+      encoding = library.encode(text, add_special_tokens=False)
     return np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
   def decode(self, ids):
@@ -130,8 +141,9 @@ class JsonTokenizer:
       return [], []
     text = "a"
     library = _library(self._description, path)
-    bare = library.encode(text, add_special_tokens=False).ids
-    full = library.encode(text).ids
+    with _refusing("cannot encode a text with", path):
+      bare = library.encode(text, add_special_tokens=False).ids
+      full = library.encode(text).ids
     for start in range(len(full) - len(bare) + 1):
       if full[start : start + len(bare)] == bare:
         return full[:start], full[start + len(bare) :]
@@ -188,12 +200,20 @@ def _vocabulary(description: dict[str, Any], path: epath.PathLike) -> dict[str, 
 
 
 def _library(description: dict[str, Any], path: epath.PathLike) -> tokenizers.Tokenizer:
-  try:
+  with _refusing("cannot read", path):
     return tokenizers.Tokenizer.from_str(json.dumps(description))
-  except Exception as error:  # the library raises no narrower type
+
+
+@contextlib.contextmanager
+def _refusing(what: str, path: epath.PathLike) -> Iterator[None]:
+  """Makes a ValueError of the library's errors, which are of no narrower type than Exception."""
+  try:
+    yield
+  except BaseException as error:
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust
+      raise
     raise ValueError(
-      f"data.tokenizer: the library tokenizers {tokenizers.__version__} cannot read {path}"
-      f" ({error})"
+      f"data.tokenizer: the library tokenizers {tokenizers.__version__} {what} {path} ({error})"
     ) from error
 
 

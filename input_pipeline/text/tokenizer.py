@@ -16,7 +16,8 @@ from etils import epath
 
 from input_pipeline.sources import catalog
 from input_pipeline.text import files as text_files
-from runtime import files
+from runtime import files, forms
+from runtime.forms import COUNT, FLAG, TEXT, Each, Needs, OrNull
 
 BYTES = "bytes"
 MOST_BYTES = 2**29  # of one of a tokenizer's files; vocabularies of 256k have 30 to 50 MB
@@ -222,19 +223,26 @@ def read(path: epath.PathLike) -> bytes:
     raise ValueError(f"data.tokenizer: {path} cannot be read ({error})") from error
 
 
+_TOKEN = Needs({"content": TEXT}, {"special": FLAG})
+# By the name of a file, what is read of it; the templates in it are checked where one is needed.
+_FORMS: dict[str, Any] = {
+  CONFIG_FILE: {"added_tokens_decoder": OrNull(Each(_TOKEN)), "add_bos_token": OrNull(FLAG)},
+  ADDED_FILE: Each(COUNT),
+}
+
+
 def read_object(path: epath.PathLike) -> dict[str, Any]:
   """Returns the JSON object in one of a tokenizer's files; raises ValueError, which names it."""
-  return parse_object(read(path), path)
+  return parse_object(read(path), path, _FORMS.get(epath.Path(path).name, {}))
 
 
-def parse_object(content: bytes, path: epath.PathLike) -> dict[str, Any]:
+def parse_object(content: bytes, path: epath.PathLike, form: Any) -> dict[str, Any]:
   """Returns the JSON object in the content of a file; raises ValueError, which names it."""
   try:
     value = files.parse_json(content)
   except ValueError as error:
     raise ValueError(f"data.tokenizer: {path} is not valid JSON ({error})") from error
-  if not isinstance(value, dict):
-    raise ValueError(f"data.tokenizer: {path} holds a {type(value).__name__}, not a JSON object")
+  forms.check(value, form, f"data.tokenizer: {path}")
   return value
 
 

@@ -83,7 +83,7 @@ def test_the_scale_is_written_back_as_mscale(one, every):
 def test_what_cannot_be_expressed_is_refused():
   assert "each of the 128 heads has keys and values of its own" in refusal(num_key_value_heads=8)
   assert "rms_norm_eps=1e-05: the norms of latent vectors have 1e-06" in refusal(rms_norm_eps=1e-5)
-  assert "q_lora_rank=0: a whole number of at least 1 is needed" in refusal(q_lora_rank=0)
+  assert "q_lora_rank=0: a whole number of at least 1" in refusal(q_lora_rank=0)
   assert "attention_bias=True: models of this type are read without" in refusal(attention_bias=True)
 
 

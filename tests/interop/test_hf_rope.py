@@ -38,9 +38,12 @@ def test_the_older_name_of_the_type_and_a_length_that_is_left_out():
     ({**NEW, "rope_theta": 1e4}, "rope_theta or rope_scaling contradicts rope_parameters"),
     ({**OLD, "rope_parameters": {"rope_theta": 500.0}}, "contradicts rope_parameters"),
     ({"rope_scaling": {**LLAMA_3, "faktor": 2}}, "rope_scaling: faktor: not known for rope_type"),
-    ({"rope_scaling": {**LLAMA_3, "factor": "8"}}, "factor='8': a number above 0 is needed"),
+    (
+      {"rope_scaling": {**LLAMA_3, "factor": "8"}},
+      "rope_scaling.factor: a number above 0 is expected",
+    ),
     ({"rope_theta": 0}, "rope_theta=0: a number above 0 is needed"),
-    ({"rope_scaling": "llama3"}, "an object or null is needed"),
+    ({"rope_scaling": "llama3"}, "rope_scaling: an object is expected, and"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: only 1 is read"),
   ],
 )

@@ -174,7 +174,7 @@ def test_adapters_of_another_base_or_kind_are_refused(tmp_path):
     f"{second} is missing; the base and lora.rank=3 need [40, 3]",
   ):
     assert said in str(caught.value)
-  with pytest.raises(ValueError, match=r"use_dora=True: .*\n  r=0: a whole number of at least 1"):
+  with pytest.raises(ValueError, match=r"use_dora=True: .*\n  r: a whole number of at least 1"):
     stored(tmp_path / "b", config, "llama", tensors, use_dora=True, r=0)
   with pytest.raises(ValueError, match="it has no tensor of a 'gpt2' model"):
     read_adapter.adopt(config_of("gpt2", adapters=False), str(tmp_path / "a"), "gpt2")

@@ -6,14 +6,19 @@ its step is computed again.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runtime import files
+from runtime import files, forms
+from runtime.forms import FLAG, NUMBER, STEP, Each, Needs
 
 FILE = "metrics.jsonl"
 TIMES, ROLLED_BACK = "goodput", "rolled_back"  # keys that only one kind of line has
+FORM = Needs({"step": STEP}, {ROLLED_BACK: STEP, "skipped_rows": [(STEP, STEP)]})
+# A start adds to the numbers of the last line about goodput.
+_OF_TIMES = Needs(
+  {**FORM.keys, TIMES: NUMBER, "seconds": Each(NUMBER), "time": NUMBER, "done": FLAG}
+)
 _BEGINS = b'{"step": '  # every line that is written
 
 
@@ -85,32 +90,12 @@ def _values(raw: bytes) -> dict[str, Any]:
     raise ValueError(f"it is not JSON: {error}") from None
   if not isinstance(values, dict):
     raise ValueError("it is not a JSON object")
-  if not _is_count(values.get("step")):
-    raise ValueError("it has no step" if "step" not in values else "its step is not an integer")
-  if TIMES in values and (why := _wrong_times(values)):
+  form = FORM
+  if TIMES in values:
+    form = _OF_TIMES if "boot" not in values else Needs({**_OF_TIMES.keys, "uptime": NUMBER})
+  for why in forms.wrong(values, form):
     raise ValueError(why)
   return values
-
-
-def _is_count(value: Any) -> bool:
-  return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-  number = isinstance(value, int | float) and not isinstance(value, bool)
-  return number and math.isfinite(value)
-
-
-def _wrong_times(values: Mapping[str, Any]) -> str:
-  """Returns what is wrong with a line about goodput; a start adds to its numbers."""
-  seconds = values.get("seconds")
-  if not isinstance(seconds, dict) or not all(map(_is_number, seconds.values())):
-    return "its seconds are no numbers by name"
-  if not _is_number(values.get("time")) or not isinstance(values.get("done"), bool):
-    return "its time or done is missing or malformed"
-  if "boot" in values and not _is_number(values.get("uptime")):
-    return "its uptime is no number"
-  return ""
 
 
 def until(lines: Sequence[Line], step: int, rollbacks: int = 0) -> list[Line]:

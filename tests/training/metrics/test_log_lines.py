@@ -24,17 +24,20 @@ DAMAGED = {
   "NULs": (bytes(4096) + b"\n", "it is not JSON"),
   "binary": (b"\xff\xfe\x80\n", "it is not text"),
   "torn": (b'{"step": 2, "lo{"step": 3, "loss": 1.0}\n', "it is not JSON"),
-  "no step": (b'{"loss": 1.0}\n', "it has no step"),
-  "a text for a step": (b'{"step": "3"}\n', "its step is not an integer"),
-  "true for a step": (b'{"step": true}\n', "its step is not an integer"),
-  "a negative step": (b'{"step": -1}\n', "its step is not an integer"),
+  "no step": (b'{"loss": 1.0}\n', "step is missing"),
+  "a text for a step": (b'{"step": "3"}\n', "step: a whole number of at least 0"),
+  "true for a step": (b'{"step": true}\n', "step: a whole number of at least 0"),
+  "a negative step": (b'{"step": -1}\n', "step: a whole number of at least 0"),
   "a list": (b"[1, 2]\n", "it is not a JSON object"),
   "a number": (b"17\n", "it is not a JSON object"),
   "nested": (b"[" * 100_000 + b"\n", "it is not JSON: it is nested deeper than 64"),
   "digits": (b'{"step": ' + b"1" * 5000 + b"}\n", "it is not JSON"),
-  "goodput alone": (b'{"step": 1, "goodput": 0.5}\n', "its seconds are no numbers by name"),
-  "seconds of text": (line(1, **{**TIMES, "seconds": {"step": "1"}}), "its seconds are no numbers"),
-  "no time": (line(1, **{**TIMES, "time": None}), "its time or done is missing or malformed"),
+  "goodput alone": (b'{"step": 1, "goodput": 0.5}\n', "seconds, time, done is missing"),
+  "seconds of text": (
+    line(1, **{**TIMES, "seconds": {"step": "1"}}),
+    "seconds.step: a number is expected",
+  ),
+  "no time": (line(1, **{**TIMES, "time": None}), "time: a number is expected, and null"),
 }
 
 
