@@ -4,6 +4,7 @@ Without an accelerator, the application simulates as many CPU devices as the mes
 accelerator that does not start is a refusal, never a silent fallback to CPU.
 """
 
+import ctypes
 import dataclasses
 import glob
 import math
@@ -32,6 +33,20 @@ THREADS_PER_DEVICE = 4
 # spinning: SOAP's first step under dp4_tp2 had not ended after 300 s on two busy cores, and took
 # 6 s with a single thread. SciPy's OpenBLAS reads this when JAX loads it, with the first matrix.
 LAPACK_THREADS = ("OPENBLAS_NUM_THREADS", "1")
+# Parameters of glibc's mallopt by the numbers in malloc.h. XLA allocates a step's buffers in every
+# step again. By default the large ones are mapped and unmapped each time, and others returned from
+# the heaps of its threads, so that the kernel zeroes all of their pages again: a third of the
+# processor time of `configs/dp4_tp2.py`. With these they stay in one heap (several would each grow
+# to a peak of their own).
+_ALLOCATOR = {
+  -8: 1,  # M_ARENA_MAX
+  -1: -1,  # M_TRIM_THRESHOLD: never
+  -4: 0,  # M_MMAP_MAX: large blocks are in the heap, too
+}
+# The part of the heap for which Linux is asked for huge pages; it is address space, not memory.
+_HUGE_PAGES_BYTES = 2**32
+_HUGE_PAGE_BYTES = 2**21
+_MADV_HUGEPAGE = 14
 # The most that one process simulates. 2,048 start in 7 s, with 8,461 threads and 1.1 GB; at 4,096
 # XLA fails to start its threads (2 cores, jax 0.10.2).
 MOST_SIMULATED = 2048
@@ -144,6 +159,7 @@ def _largest(sizes: list[dict[str, int]], processes: int) -> int:
 
 def _simulate(count: int, processes: int) -> None:
   """Simulates `count` CPU devices over all processes, with a thread for each that may wait."""
+  _keep_freed_memory()
   own = count // processes
   os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * own, os.cpu_count() or 1))
   os.environ.setdefault(*LAPACK_THREADS)
@@ -154,6 +170,27 @@ def _simulate(count: int, processes: int) -> None:
       f"the mesh asks for {count} simulated devices and JAX has {jax.device_count()}; its "
       f"backend had started before, or XLA_FLAGS sets another count"
     )
+
+
+def _keep_freed_memory() -> None:
+  """Makes glibc's malloc reuse freed blocks; does nothing elsewhere, or where a variable tunes it.
+
+  Before XLA starts its threads: one that has a heap of its own keeps it.
+  """
+  given = any(name.startswith("MALLOC_") for name in os.environ)
+  if given or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    return
+  library = ctypes.CDLL(None)
+  if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):
+    return  # musl, macOS
+  for parameter, value in _ALLOCATOR.items():
+    library.mallopt(parameter, value)
+  library.malloc.restype = ctypes.c_void_p
+  if block := library.malloc(ctypes.c_size_t(_HUGE_PAGES_BYTES)):  # where limits leave space for it
+    first = -(-block // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    size = _HUGE_PAGES_BYTES - _HUGE_PAGE_BYTES
+    library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+    library.free(ctypes.c_void_p(block))
 
 
 def _not_started(found: str) -> str:

@@ -1,5 +1,11 @@
 """Which devices a run uses: simulated ones, real ones, and the refusal in between."""
 
+import ctypes
+import json
+import os
+import platform
+import subprocess
+import sys
 import types
 
 import jax
@@ -120,3 +126,58 @@ def test_the_compute_capability_is_that_of_an_attached_gpu(named, found, monkeyp
 def test_peak_speeds_by_exact_device_kind(kind, teraflops):
   peak = chips.peak_flops(types.SimpleNamespace(device_kind=kind))
   assert peak == (teraflops and teraflops * 1e12)
+
+
+PAGES_OF_A_BLOCK = """
+import ctypes, json, resource, threading
+from runtime import devices
+devices.start({"data": 2}, simulate=True)
+library = ctypes.CDLL(None)
+library.malloc.restype = ctypes.c_void_p
+def faults(size):
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+  block = ctypes.c_void_p(library.malloc(ctypes.c_size_t(size)))
+  library.memset(block, 1, ctypes.c_size_t(size))
+  library.free(block)
+  return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+found = []
+def measure():
+  found.append([faults(2**26) for _ in range(3)])
+threads = [threading.Thread(target=measure) for _ in range(2)]
+for thread in threads:
+  thread.start()
+  thread.join()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's malloc that is tuned")
+@pytest.mark.parametrize("given", [{}, {"MALLOC_TOP_PAD_": "0"}])
+def test_freed_memory_is_reused_without_page_faults(given):
+  # 2**26 bytes are 16,384 pages, which the kernel would have to zero again.
+  ran = subprocess.run(
+    [sys.executable, "-c", PAGES_OF_A_BLOCK],
+    env={**os.environ, **given},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  one, other = json.loads(ran.stdout.splitlines()[-1])
+  if given:  # whoever tunes malloc by a variable has the last word
+    assert min(*one, *other) > 10_000
+  else:
+    assert max(*one[1:], *other) < 100  # also of what another thread has freed
+
+
+@pytest.mark.parametrize("lacks", ["mallopt", "gnu_get_libc_version"])
+def test_other_c_libraries_are_left_as_they_are(monkeypatch, lacks):
+  class Library:
+    """Of musl or macOS: some names of glibc's, which must not be called."""
+
+    def __getattr__(self, name):
+      if name == lacks:
+        raise AttributeError(name)
+      return lambda *_: pytest.fail(f"{name} was called")
+
+  monkeypatch.setattr(ctypes, "CDLL", lambda _: Library())
+  devices._keep_freed_memory()
