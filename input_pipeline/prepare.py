@@ -28,6 +28,7 @@ from etils import epath
 
 from input_pipeline.file_lock import locked
 from input_pipeline.sources import catalog
+from input_pipeline.text.shard_writer import write_error
 from runtime import files
 
 FORMAT = 1  # of the rows and of store.json; raise it when either changes
@@ -253,13 +254,16 @@ class _RowWriter:
   """Writes rows to a local ArrayRecord file, counting and digesting them."""
 
   def __init__(self, path, tick):
-    self._tick = tick
+    self._tick, self._path = tick, path
     self._writer = array_record_module.ArrayRecordWriter(str(path), _WRITER_OPTIONS)
     self._digest = hashlib.sha256()
     self.rows = 0
 
   def write(self, row):
-    self._writer.write(row)
+    try:
+      self._writer.write(row)
+    except RuntimeError as error:
+      raise write_error(self._path, error) from error
     # With its length, so that the digest depends on the row boundaries.
     self._digest.update(len(row).to_bytes(4, "little") + row)
     self.rows += 1
@@ -267,7 +271,10 @@ class _RowWriter:
 
   def finish(self):
     """Closes the file and returns the entries of store.json about its rows."""
-    self._writer.close()
+    try:
+      self._writer.close()
+    except RuntimeError as error:
+      raise write_error(self._path, error) from error
     return {"rows": self.rows, "digest": self._digest.hexdigest()}
 
 

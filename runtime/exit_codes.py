@@ -44,8 +44,11 @@ _PASSING = frozenset(
   if (number := getattr(errno, name, None))
 )
 _PASSING_KINDS = (TimeoutError, ConnectionError, MemoryError, socket.gaierror)
-# The status of such conditions in errors of JAX and TensorStore.
-_PASSING_STATUS = re.compile(r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): ")
+# The status of such conditions in errors of JAX, TensorStore and pyarrow.
+_PASSING_STATUS = re.compile(
+  r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): |\bAWS Error (NETWORK_CONNECTION|REQUEST_TIMEOUT|"
+  r"SERVICE_UNAVAILABLE|SLOW_DOWN|THROTTLING|INTERNAL_FAILURE)\b"
+)
 
 
 class RetryableError(RuntimeError):

@@ -10,6 +10,7 @@ from input_pipeline.combined import combine
 from input_pipeline.row_source import Source
 from input_pipeline.text import chat_documents, preparation, rows
 from input_pipeline.text.store import RecordError
+from runtime.exit_codes import RetryableError
 
 
 def open_source(
@@ -28,7 +29,7 @@ def open_source(
   for source in data.sources:
     try:
       sources[source["name"]] = rows.open_source(of(data, source), split, seed, sharing, tick)
-    except ValueError as error:
+    except (ValueError, RetryableError) as error:  # from which a supervisor's exit code follows
       raise ValueError(f"source {source['name']!r} of data.sources: {error}") from error
   first = {source["name"]: float(source["weight"]) for source in data.sources}
   return combine(

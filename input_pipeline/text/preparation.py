@@ -17,6 +17,7 @@ import pathlib
 import pickle
 import queue
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from input_pipeline.file_lock import locked
 from input_pipeline.sources import catalog
 from input_pipeline.text import chat_template, documents, shard_writer, store, tokenizer, worker
 from input_pipeline.text import files as text_files
-from runtime import files
+from runtime import exit_codes, files
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _WAIT_SECONDS = 0.1
@@ -82,6 +83,7 @@ def prepare(data: Any, spec: str, key: str = "data.files", tick: Callable = no_t
     ValueError: no file, no such feature, a tokenizer that cannot be read, more bad records than
       data.max_bad_records, a damaged shard, or a folder that cannot be written; or, as
       `files.ChangedError`, the files are no longer what they were when they were listed.
+    RetryableError: a worker process has ended, or failed for a reason that passes.
   """
   encoder = tokenizer.load(tokenizer.resolve(data))
   found = text_files.find(spec, key)
@@ -332,13 +334,25 @@ class _Worker:
     code = self._process.wait()
     self._errors.seek(0)
     last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    how = f"signal {-code} ({_signal(-code)})" if code < 0 else f"exit code {code}"
     hint = "; the system does so where memory runs out" if code == -9 else ""
     return f"with {how}{hint}" + (f" ({last[0]})" if last else "")
 
 
+def _signal(number: int) -> str:
+  """Returns the name of a signal; real-time ones have none."""
+  try:
+    return signal.Signals(number).name
+  except ValueError:
+    return "unknown"
+
+
 def _in_processes(task, units, count, progress) -> None:
-  """Writes the shards in worker processes, the largest units first."""
+  """Writes the shards in worker processes, the largest units first.
+
+  Raises:
+    RetryableError: a process has ended, or failed for a reason that passes.
+  """
   left = collections.deque(sorted(units, key=lambda unit: -unit.size))
   answers: queue.SimpleQueue = queue.SimpleQueue()
   workers: list[_Worker] = []
@@ -355,7 +369,7 @@ def _in_processes(task, units, count, progress) -> None:
         continue
       one = workers[number]
       if answer is None:
-        raise ValueError(
+        raise exit_codes.RetryableError(
           f"worker process {number} of {count} has ended {one.death()} while it prepared "
           f"{one.unit.name}; run again: what is complete is kept. With "
           f"data.prepare_processes={max(1, count // 2)} less memory is needed"
@@ -382,5 +396,9 @@ def _raise(answer: dict[str, Any]) -> None:
   if answer["error"] == "changed":
     raise text_files.ChangedError(answer["text"], answer["paths"])
   if answer["error"] == "system":
-    raise OSError(answer["text"])
+    error = OSError(answer["text"])
+    error.errno = answer["number"]
+    raise error
+  if answer["error"] == "failed":
+    raise exit_codes.RetryableError(answer["text"])
   raise ValueError(answer["text"])

@@ -1,7 +1,9 @@
 """Writes shards of documents, each complete or absent; `store` says what one consists of."""
 
 import contextlib
+import errno
 import hashlib
+import os
 import pathlib
 import secrets
 import tempfile
@@ -24,6 +26,7 @@ from input_pipeline.text.store import (
 )
 from runtime import files
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _LISTED_BAD = 100  # bad records that shard.json lists; all are counted
 _OPTIONS = "group_size:1,uncompressed"
 
@@ -36,6 +39,13 @@ def content_hash(content: bytes) -> int:
 def token_type(ids: int) -> np.dtype:
   """Returns the type that tokens 0 to ids - 1 are stored as."""
   return np.dtype("u1" if ids <= 2**8 else "<u2" if ids <= 2**16 else "<u4")
+
+
+def write_error(path: pathlib.Path, error: RuntimeError) -> OSError:
+  """Returns what ArrayRecord's writer raises where a disk is full as an OSError with its number."""
+  said = OSError(f"{path} cannot be written: {str(error).partition(';')[0]}")
+  said.errno = next((one for one in _FULL if os.strerror(one) in str(error)), None)
+  return said
 
 
 class ShardWriter:
@@ -90,7 +100,7 @@ class ShardWriter:
     try:
       yield
     except RuntimeError as error:
-      raise OSError(f"{self._path} cannot be written: {str(error).partition(';')[0]}") from error
+      raise write_error(self._path, error) from error
 
   def add_empty(self) -> None:
     """Counts a document without text; it is left out."""

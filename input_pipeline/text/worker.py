@@ -180,9 +180,9 @@ def main() -> None:
   except files.ChangedError as error:
     answer(error="changed", text=str(error), paths=[*error.paths])
   except OSError as error:
-    answer(error="system", text=str(error))
+    answer(error="system", text=str(error), number=error.errno)
   except ValueError as error:
-    answer(error="refused", text=str(error))
+    answer(error="failed" if exit_codes.retryable(error) else "refused", text=str(error))
 
 
 def _listen(messages: queue.SimpleQueue) -> None:

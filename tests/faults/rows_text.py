@@ -114,9 +114,11 @@ def kill_one(attempt: Attempt, preparation: Preparation, span: float) -> None:
   code = preparation.end()
   _, alive = psutil.wait_procs(workers, timeout=30)
   assert not alive, f"{len(alive)} workers outlive the command"
-  if code == 2:
+  if code == 1:
     assert not of_command, preparation.said()
-    message = r"refused: worker process \d of 2 has ended with signal 9; .* run again: .*\n"
+    message = (
+      r"error: worker process \d of 2 has ended with signal 9 \(SIGKILL\); .* run again: .*\n"
+    )
     assert re.fullmatch(message, preparation.said()), preparation.said()
   else:
     assert code in (0, -signal.SIGKILL), (code, preparation.said())

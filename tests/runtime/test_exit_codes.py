@@ -47,3 +47,19 @@ def test_no_process_ends_with_a_number_that_is_written_out():
 def test_a_number_that_is_written_out_is_found(source):
   assert literal_codes(f"x = 3\n{source}") == [2]
   assert literal_codes("leave(exit_codes.FAILED, patience_seconds=3)\nx = 0.75") == []
+
+
+@pytest.mark.parametrize(
+  ("said", "passes"),
+  [
+    ("AWS Error NETWORK_CONNECTION during HeadObject operation: curlCode: 7", True),
+    ("AWS Error ACCESS_DENIED during HeadObject operation: No response body.", False),
+    ("google::cloud::Status(UNAVAILABLE: Retry policy exhausted, with ... error", True),
+    ("google::cloud::Status(PERMISSION_DENIED: Permanent error, with ... error", False),
+  ],
+)
+def test_a_bucket_that_does_not_answer_may_do_so_later(said, passes):
+  """Messages of pyarrow's file systems, whose OSErrors have no number."""
+  refusal = ValueError("data.files: s3://b/x cannot be read")
+  refusal.__cause__ = OSError(said)
+  assert exit_codes.retryable(refusal) == passes

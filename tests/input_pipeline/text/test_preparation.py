@@ -1,5 +1,6 @@
 """Filling the store: by several processes, resumed after a kill, nothing half-written taken."""
 
+import errno
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import pytest
 from etils import epath
 
 from input_pipeline.text import preparation, shard_writer, store, tokenizer
+from runtime import exit_codes
 from tests.checkpointing.test_full_disk import full_disk
 from tests.input_pipeline.text.corpora import section, texts, write_lines
 
@@ -156,15 +158,20 @@ def test_a_stop_ends_the_workers_and_leaves_complete_shards(corpus, contents, tm
   assert left.items() < contents.items()
 
 
-def test_a_worker_that_dies_is_named_with_what_it_did(corpus, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda one: one.name)
+def test_a_worker_that_dies_is_named_and_a_retry_may_succeed(corpus, tmp_path, number):
   data = section(corpus, tmp_path, prepare_processes=2)
 
   def tick(what, count, text):
     for child in children():
-      child.send_signal(signal.SIGKILL)
+      child.send_signal(number)
 
-  message = r"worker process \d of 2 has ended with signal 9; .* prepared .*\d.jsonl; run again: .*"
-  with pytest.raises(ValueError, match=message):
+  memory = "; the system does so where memory runs out" * (number == signal.SIGKILL)
+  message = (
+    rf"worker process \d of 2 has ended with signal {int(number)} \({number.name}\){memory} "
+    r".*while it prepared .*\d.jsonl; run again: .* data.prepare_processes=1 less memory"
+  )
+  with pytest.raises(exit_codes.RetryableError, match=message):
     preparation.prepare(data, data.files, tick=tick)
   assert not children()
 
@@ -176,6 +183,53 @@ def test_a_full_disk_is_one_message_and_leaves_no_shard(corpus, tmp_path, proces
   with full_disk(20_000), pytest.raises(ValueError, match=message):
     preparation.prepare(data, data.files)
   assert contents_of(data) == {}
+
+
+def test_a_disk_without_space_may_have_some_later(corpus, tmp_path, monkeypatch):
+  (tmp_path / "full").symlink_to("/dev/full")
+  writer = shard_writer.array_record_module.ArrayRecordWriter
+  monkeypatch.setattr(
+    shard_writer.array_record_module,
+    "ArrayRecordWriter",
+    lambda path, options: writer(str(tmp_path / "full"), options),
+  )
+  data = section(corpus, tmp_path / "data")
+  with pytest.raises(ValueError, match=r"text cannot be prepared in .*No space left") as error:
+    preparation.prepare(data, data.files)
+  assert exit_codes.retryable(error.value)
+  assert contents_of(data) == {}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("cause", ["system", "input"])
+def test_what_a_worker_says_of_a_disk_decides_whether_a_retry_may_succeed(
+  cause, number, monkeypatch, tmp_path
+):
+  """The worker's main, with what it reads and answers in memory, and the answer's reader."""
+
+  def fail(*_):
+    error = OSError(number, os.strerror(number))
+    if cause == "system":
+      raise error
+    raise ValueError(f"a.jsonl cannot be read ({error.strerror})") from error
+
+  worker = preparation.worker
+  messages = [worker.Task(tmp_path, "bytes", tokenizer.load("bytes").digest, "text", 0), None]
+  monkeypatch.setattr(worker, "write_unit", fail)
+  monkeypatch.setattr(worker, "_listen", lambda queue: [*map(queue.put, messages)])
+  answers, stdout = tmp_path / "answers", os.dup(1)
+  try:
+    with answers.open("w") as file:
+      monkeypatch.setattr(worker.sys, "stdout", file)
+      worker.main()
+  finally:
+    os.dup2(stdout, 1)
+    os.close(stdout)
+  answer = json.loads(answers.read_text())
+  expected = pytest.raises((ValueError, exit_codes.RetryableError), match=os.strerror(number))
+  with expected as error, preparation.writing_to(epath.Path(tmp_path)):
+    preparation._raise(answer)
+  assert exit_codes.retryable(error.value) == (number != errno.EACCES)
 
 
 def test_a_folder_that_cannot_be_written_is_one_message(corpus, tmp_path):
