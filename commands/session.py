@@ -21,7 +21,7 @@ from commands.verbs import VERBS
 from input_pipeline.row_store import UnreadableError
 from interop.export_folder import ExportError
 from processes import coordination as groups
-from processes import preemption
+from processes import crash_output, preemption
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from runtime import devices, exit_codes, extensions, files, xla_flags
@@ -86,7 +86,10 @@ def with_others(keys: ConfigDict, workdir: epath.Path, act: Callable[[Watchdog],
     if group.alone and not told:
       raise
     text = f"error: {printable(named)}" if told else traceback.format_exc()
-    print(f"{groups.label()}{text}", file=sys.stderr, flush=True)
+    if crash_output.is_of_a_peer(error):
+      crash_output.show(text)
+    else:
+      print(f"{groups.label()}{text}", file=sys.stderr, flush=True)
     if group.alone:
       return exit_codes.FAILED
     groups.leave(exit_codes.FAILED, patience_seconds=3)

@@ -4,9 +4,9 @@ python -m launch.local --processes=2 [--restarts=0] [--grace_seconds=30] [--repo
   -- python main.py ...
 
 Each process sees JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. When one fails, it
-is named, its last lines are repeated, and the others are ended. SIGTERM, Ctrl-C and a closed
-output are passed on as SIGTERM, so that the run saves; a second Ctrl-C (a second or more after the
-first was announced), or --grace_seconds, kills.
+is named, its last lines are repeated (unless SIGKILL ended it), and the others are ended. SIGTERM,
+Ctrl-C and a closed output are passed on as SIGTERM, so that the run saves; a second Ctrl-C (a
+second or more after the first was announced), or --grace_seconds, kills.
 SIGTERM goes to each process alone, not to its children: a shell in between must `exec`.
 
 --restarts=N runs the same command again after exit code 1, 75 or death by a signal.
@@ -241,8 +241,11 @@ class Attempt:
         self._log.say(f"process {process.index} ended: {process.how()}")
       else:
         self._log.drain([process.output])
-        self._log.say(f"process {process.index} failed first: {process.how()}; its last lines:")
-        self._log.say_last_lines(process.output)
+        killed = process.code == -signal.SIGKILL  # it could not say why
+        more = "" if killed else "; its last lines:"
+        self._log.say(f"process {process.index} failed first: {process.how()}{more}")
+        if not killed:
+          self._log.say_last_lines(process.output)
       if process.code != STOPPED:
         self._first = self._first or process
 
@@ -381,6 +384,8 @@ def main(arguments: list[str]) -> int:
         code = FAILED if retryable(error) else REFUSED
     if asked or not (code in RESTARTABLE or code > 128):
       break
+    if start == options.restarts:
+      log.say(f"not started again (--restarts={start}); the same command resumes")
   return code
 
 

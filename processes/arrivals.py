@@ -12,8 +12,9 @@ import json
 import secrets
 import selectors
 import socket
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from processes import listening, tokens
@@ -23,6 +24,7 @@ GREETING, HELLO, ANSWER = "greeting", "hello", "answer"
 # Kinds of answers; "" if all processes have arrived.
 MISSING, COUNTS, TWICE, REFUSED, FULL = "missing", "counts", "twice", "refused", "full"
 HELLO_SECONDS = 10.0
+FIRST_NOTICE_SECONDS = 5.0
 _HELLO = {"index": int, "count": int, "host": str, "pid": int, "refused": str, "nonce": str}
 _PAUSE_SECONDS = 0.1
 # After an error: for processes that are about to connect.
@@ -48,10 +50,37 @@ class _Connection:
   answered: bool = False
 
 
+class Notices:
+  """Says on standard error what is waited for: after 5 s, then whenever the wait has doubled."""
+
+  def __init__(self, timeout_seconds: float):
+    """Starts the wait, which ends after `timeout_seconds`."""
+    self._began, self._seconds = time.monotonic(), timeout_seconds
+    self._next = FIRST_NOTICE_SECONDS
+
+  def left(self) -> float:
+    """Returns the seconds until the next one is due."""
+    return max(0.0, self._began + self._next - time.monotonic())
+
+  def say(self, what: Callable[[], str]) -> None:
+    """Prints, if one is due, what is waited for, and for how long so far and at most."""
+    waited = time.monotonic() - self._began
+    if waited < self._next:
+      return
+    self._next *= 2
+    print(
+      f"{what()}, for {waited:.0f} s so far, of processes.start_timeout_seconds={self._seconds:g}",
+      file=sys.stderr,
+      flush=True,
+    )
+
+
 class Roll:
   """The processes that have arrived, and their connections."""
 
-  def __init__(self, own: dict[str, Any], key: bytes, timeout_seconds: float, full: str = ""):
+  def __init__(
+    self, own: dict[str, Any], key: bytes, timeout_seconds: float, full: str = "", address: str = ""
+  ):
     """Has no connections yet.
 
     Args:
@@ -59,13 +88,16 @@ class Roll:
       key: the token.
       timeout_seconds: how long the others may take, for messages.
       full: why this machine cannot have so many connections; "" if it can.
+      address: of the coordinator, for messages.
     """
+    self._address = address
     self._count, self._key, self._seconds = own["count"], key, timeout_seconds
     self._there = {0: own}
     self._members: dict[_Connection, None] = {}
     self._strangers: dict[_Connection, None] = {}  # oldest first: all have the same time
     self._dropped: collections.Counter[tuple[str, str]] = collections.Counter()  # why, host
     self._notified: set[int] = set()  # indices of processes that know of the error
+    self._notices = Notices(timeout_seconds)
     self._selector = selectors.DefaultSelector()
     self._kind, self._error = self._wrong(own)
     if full and not self._error:
@@ -109,6 +141,8 @@ class Roll:
           if self._error and not had_error:
             deadline = min(deadline, time.monotonic() + _LATE_SECONDS)
       self._drop_the_silent()
+      if not self._error:
+        self._notices.say(self._waiting)
 
   # ------------------------------ connections ------------------------------
 
@@ -255,6 +289,13 @@ class Roll:
         f"{who(self._there[index])} and {name}; stop one, or give each a different index"
       )
     return "", ""
+
+  def _waiting(self) -> str:
+    missing = [index for index in range(self._count) if index not in self._there]
+    return (
+      f"process 0 ({who(self._there[0])}) waits at {self._address} for process {_ranges(missing)}; "
+      f"{len(self._there)} of {self._count} have connected{self._dropped_text()}"
+    )
 
   def _missing(self) -> str:
     missing = [index for index in range(self._count) if index not in self._there]

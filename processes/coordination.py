@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from etils import epath, epy
 
-from processes import jax_internals, listening, preemption, rendezvous, tokens
+from processes import crash_output, jax_internals, listening, preemption, rendezvous, tokens
 from runtime import exit_codes
 from runtime.printable import printable
 
@@ -299,6 +299,7 @@ def connect(
     token=tokens.Token(workdir, address),
     timeout_seconds=start_timeout_seconds,
   )
+  crash_output.divert("" if workdir is None else str(workdir), index, label(index))
   # SIGTERM is handled by `preemption`: JAX's own service would replace the handler.
   jax.config.update("jax_enable_preemption_service", False)
   alone_here = any(os.environ.get(n, "").partition("(")[0] == "1" for n in PER_HOST)
@@ -381,8 +382,8 @@ def leave(code: int, *, patience_seconds: float = 10.0) -> NoReturn:
   os._exit(code)
 
 
-def label() -> str:
+def label(index: int | None = None) -> str:
   """Returns `process 1 (host): ` for messages; "" if there is only one process."""
-  if _current.alone:
+  if index is None and _current.alone:
     return ""
-  return f"process {_current.index} ({socket.gethostname()}): "
+  return f"process {_current.index if index is None else index} ({socket.gethostname()}): "

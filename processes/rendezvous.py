@@ -16,6 +16,7 @@ it waits counts as missing again. Unsigned messages are dropped and counted.
 import json
 import os
 import secrets
+import select
 import socket
 import time
 from typing import Any
@@ -122,7 +123,7 @@ def _take(
     ) from error
   try:  # the port first: only its owner publishes a token for this address
     with token.shown() as key:
-      return key, arrivals.Roll(hello, key, seconds, full).take(listeners, deadline)
+      return key, arrivals.Roll(hello, key, seconds, full, address).take(listeners, deadline)
   finally:
     listening.close(listeners)
 
@@ -134,12 +135,15 @@ class _Caller:
     self._address, self._hello, self._token, self._seconds = address, hello, token, seconds
     self._why = "nothing listens there"
     self._other_since: float | None = None  # since when only another token was seen
+    self._notices = arrivals.Notices(seconds)
+    self._name = f"process {hello['index']} ({arrivals.who(hello)})"
 
   def answer(self, deadline: float) -> tuple[bytes, dict[str, Any]]:
     """Reports until process 0 answers; returns the token and the answer, or that there was none."""
     pause = _PAUSE_SECONDS
     while time.monotonic() < deadline:
-      if key := tokens.wait_for(self._token, deadline):
+      self._notices.say(lambda: f"{self._name} waits for process 0 at {self._address}: {self._why}")
+      if key := tokens.wait_for(self._token, min(deadline, time.monotonic() + self._patience())):
         if answer := self._try(key, deadline):
           return key, answer
       else:
@@ -155,10 +159,14 @@ class _Caller:
       time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
       pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.2)
     text = (
-      f"process {self._hello['index']} ({arrivals.who(self._hello)}) found no process 0 of its run "
-      f"at {self._address} within processes.start_timeout_seconds={self._seconds:g} ({self._why})"
+      f"{self._name} found no process 0 of its run at {self._address} within "
+      f"processes.start_timeout_seconds={self._seconds:g} ({self._why})"
     )
     return b"", {"error": text, "kind": arrivals.MISSING}
+
+  def _patience(self) -> float:
+    """Returns how long to wait for something before a notice may be due."""
+    return max(0.05, self._notices.left())
 
   def _try(self, key: bytes, deadline: float) -> dict[str, Any] | None:
     """Reports once; returns the answer, or None and remembers the reason."""
@@ -191,6 +199,12 @@ class _Caller:
       self._other_since = self._other_since or time.monotonic()
       return None
     self._other_since = None
+    while not select.select([connection], [], [], self._patience())[0]:
+      self._notices.say(
+        lambda: f"{self._name} has reached process 0 at {self._address}, which waits for others"
+      )
+      if time.monotonic() > deadline + _CONNECT_SECONDS:
+        raise TimeoutError
     signature, text = tokens.split_line(_read_line(connection, deadline + _CONNECT_SECONDS))
     if not tokens.signed(key, signature, arrivals.ANSWER, text, *nonces):
       raise ValueError("the answer is not signed")

@@ -39,6 +39,11 @@ def test_each_step_of_a_clean_run_appears_once_and_in_order(clean):
   assert len(set(tables)) == len(tables)
 
 
+def said(run, text):
+  """Returns the first line with a text; "" if there is none."""
+  return next((line for line in run.text().splitlines() if text in line), "")
+
+
 @pytest.mark.long
 def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(
   clean, forks, tmp_path
@@ -50,6 +55,10 @@ def test_a_run_that_is_killed_asked_to_stop_and_stopped_ends_as_one_that_is_not(
     run.signal(0, signal.SIGKILL)
     run.wait_for("restart 1 of 3")
     assert "process 0 failed first: signal SIGKILL (9)" in run.text()
+    assert "process 1 (" in (line := said(run, "another process has died")), run.text()
+    assert (workdir / "crash-process-1.txt").read_text()
+    assert str(workdir / "crash-process-1.txt") in line
+    assert "Thread 0x" not in run.text(), "no stacks"
 
     # ------------------------------ asked to stop ------------------------------
     run.wait_for("step 17/")

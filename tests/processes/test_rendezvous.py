@@ -9,7 +9,7 @@ import time
 import pytest
 
 from launch.local import free_port
-from processes import rendezvous, tokens
+from processes import arrivals, rendezvous, tokens
 from tests.processes.command_lines import MLP
 from tests.processes.starting import VARIABLES
 from tests.processes.stores import together
@@ -187,3 +187,43 @@ def test_a_run_that_has_begun_already():
     stopping.set()
     thread.join()
   assert "a run that has begun with all its processes?" in result
+
+
+# ------------------------------ what is said while it waits ------------------------------
+
+
+@pytest.fixture
+def soon(monkeypatch):
+  """Has the first notice come early."""
+  monkeypatch.setattr(arrivals, "FIRST_NOTICE_SECONDS", 0.3)
+
+
+def test_who_is_waited_for_is_said_again_at_growing_intervals(soon, capfd):
+  port = free_port()
+  together(*calls(port, (8, 0), (8, 2), (8, 3), seconds=1.6))
+  said = capfd.readouterr().err.splitlines()
+  me = f"{socket.gethostname()}, pid {os.getpid()}"
+  first = [line for line in said if line.startswith("process 0 ")]
+  start = (
+    f"process 0 ({me}) waits at localhost:{port} for process 1, 4-7; 3 of 8 have connected, for"
+  )
+  assert [line.partition(" s so far")[0] for line in first] == [f"{start} {n}" for n in (0, 1, 1)]
+  assert first[0].endswith(" s so far, of processes.start_timeout_seconds=1.6")
+  other = f"process 2 ({me}) has reached process 0 at localhost:{port}, which waits for others, for"
+  assert len([line for line in said if line.startswith(other)]) == 3
+
+
+def test_a_process_says_that_process_0_is_not_there(soon, capfd):
+  port = free_port()
+  together(*calls(port, (2, 1), seconds=1.0))
+  said = capfd.readouterr().err.splitlines()
+  me = f"process 1 ({socket.gethostname()}, pid {os.getpid()})"
+  assert len(said) == 2
+  assert said[0].startswith(
+    f"{me} waits for process 0 at localhost:{port}: Connection refused, for"
+  )
+
+
+def test_nothing_is_said_where_all_come_soon(capfd):
+  together(*calls(free_port(), (2, 0), (2, 1)))
+  assert capfd.readouterr().err == ""

@@ -1,0 +1,136 @@
+"""What C++ prints when a peer has died goes to a file; other crashes are printed as they are."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+STACKS = ["", "Thread 0x00007fb5a (most recent call first):", '  File "loop.py", line 94 in train']
+# As printed by jax 0.10.2 when a peer was killed, shortened.
+COORDINATION = [
+  "E1124 08:33:58.254096   32493 coordination_service_agent.cc:289] Polled an error",
+  "F1124 08:33:58.254115   32493 client.h:80] Terminating process because the JAX distributed "
+  "service detected fatal errors.",
+  "*** Check failure stack trace: ***",
+  "    @     0x7f676f240634  absl::lts_20260107::log_internal::LogMessage::SendToLog()",
+]
+GLOO = [
+  "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+  "  what():  [enforce fail at external/gloo/gloo/transport/tcp/pair.cc:459] op.preamble.length",
+]
+OTHER = [
+  "F1124 08:33:58.254115   32493 array.cc:80] Check failed: a == b",
+  "*** Check failure stack trace: ***",
+]
+FATAL = ["Fatal Python error: Aborted", *STACKS]
+
+
+def run(folder, lines, then="os.abort()", before="", after=""):
+  """Runs a process whose file descriptor 2 is diverted, and gets these lines from C++."""
+  code = f"""
+import os, subprocess, sys, time
+from processes import crash_output
+crash_output.divert({str(folder)!r}, 3, "process 3 (host): ")
+{before}
+os.write(2, b"W0000 an ordinary line\\n")
+print("of Python", file=sys.stderr)
+time.sleep(0.5)  # the two take different ways
+for line in {lines!r}:
+  os.write(2, line.encode() + b"\\n")
+{after}
+{then}
+"""
+  command = [sys.executable, "-c", code]
+  return subprocess.run(
+    command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, env=ENVIRONMENT
+  )
+
+
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONFAULTHANDLER"}
+BEFORE = {"W0000 an ordinary line", "of Python"}
+
+
+@pytest.mark.parametrize("lines", [COORDINATION, GLOO], ids=["coordination", "gloo"])
+def test_the_death_of_a_peer_is_one_line_and_the_stacks_are_in_a_file(tmp_path, lines):
+  done = run(tmp_path, [*lines, *FATAL])
+  *before, line = done.stderr.splitlines()
+  file = tmp_path / "crash-process-3.txt"
+  assert {*before} == BEFORE
+  assert line == (
+    "process 3 (host): another process has died or does not answer, which ends this one; the same "
+    f"command resumes (stacks: {file})"
+  )
+  assert file.read_text().splitlines() == [*lines, *FATAL]
+
+
+def test_an_error_that_python_has_seen_is_one_line_too(tmp_path):
+  text = (
+    "Traceback (most recent call last):\\n  File x\\nJaxRuntimeError: UNKNOWN: Gloo all-reduce "
+    "failed: [external/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:33435\\n"
+  )
+  after = f'assert crash_output.is_of_a_peer(RuntimeError("{text}"))\ncrash_output.show("{text}")'
+  done = run(tmp_path, [], "os._exit(1)", after=after)
+  assert {*done.stderr.splitlines()[:-1]} == BEFORE, done.stderr
+  assert done.stderr.splitlines()[-1].startswith("process 3 (host): another process has died")
+  assert "Connection closed by peer" in (tmp_path / "crash-process-3.txt").read_text()
+
+
+@pytest.mark.parametrize("lines", [[*OTHER, *FATAL], FATAL, ["no end"]])
+def test_any_other_crash_is_printed_in_full(tmp_path, lines):
+  done = run(tmp_path, lines)
+  printed = done.stderr.splitlines()
+  assert {*printed[:2]} == BEFORE
+  assert printed[2:] == lines
+  assert [*tmp_path.iterdir()] == []
+
+
+def test_what_was_no_crash_is_printed_while_the_process_lives(tmp_path):
+  lines = ["Traceback (most recent call last):", "  of a library"]
+  done = run(tmp_path, lines, "time.sleep(3.5); print('alive', file=sys.stderr)")
+  assert done.stderr.splitlines()[2:] == [*lines, "alive"]
+
+
+def test_without_a_workdir_the_file_is_a_temporary_one(tmp_path):
+  done = run(tmp_path / "not there", GLOO)
+  file = pathlib.Path(re.search(r"\(stacks: (.*)\)", done.stderr)[1])
+  assert file.read_text().splitlines() == GLOO
+  assert not (tmp_path / "not there").exists()
+  file.unlink()
+
+
+def test_a_link_in_its_place_is_not_followed(tmp_path):
+  (tmp_path / "crash-process-3.txt").symlink_to(tmp_path / "elsewhere")
+  done = run(tmp_path, GLOO)
+  pathlib.Path(re.search(r"\(stacks: (.*)\)", done.stderr)[1]).unlink()
+  assert not (tmp_path / "elsewhere").exists()
+
+
+def test_signals_to_all_and_children_that_live_on_change_nothing(tmp_path):
+  # A supervisor signals every process; a child has inherited the pipe.
+  before = (
+    "[helper] = crash_output._helpers\n"
+    "child = subprocess.Popen(['sleep', '30'], stdout=subprocess.DEVNULL)"
+  )
+  after = "time.sleep(0.5)\nfor number in (15, 2, 1): os.kill(helper.pid, number)"
+  end = "os.write(2, b'terminate called by gloo::\\n'); os.abort()"
+  began = time.monotonic()
+  done = run(tmp_path, [], end, before, after)
+  assert time.monotonic() - began < 20
+  assert "process 3 (host): another process has died" in done.stderr
+
+
+def test_python_keeps_its_terminal(tmp_path):
+  main, other = os.openpty()
+  code = (
+    "import sys; from processes import crash_output\ncrash_output.divert('', 0, '')\n"
+    "print(sys.stderr.isatty(), file=sys.stderr)"
+  )
+  subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=other, check=True)
+  os.close(other)
+  assert os.read(main, 100) == b"True\r\n"
+  os.close(main)
