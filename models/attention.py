@@ -16,7 +16,7 @@ from models.rematerialization import named
 from models.token_positions import Rows
 from models.transformer_dims import KEYS, QUERIES
 from partitioning.constraints import constrain, tie_to
-from partitioning.dtypes import wide_dtype
+from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel.block_pairs import Blocks, Scores
 from partitioning.parallel.ring_attention import ring_attention, sequence_axes
 from partitioning.parallel.sharded_function import splits
@@ -103,7 +103,7 @@ def _attend(
   """Returns the values, averaged with the softmax of each query's scores as weights."""
   wide = wide_dtype(q_BTNH.dtype)
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
-  q_BTNH = q_BTNH * jnp.asarray(scale, q_BTNH.dtype)
+  q_BTNH = scaled(q_BTNH, scale)
   scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
   weights_BNTS = masked_softmax(scores_BNTS, mask_BTS, sinks_N, cap=cap).astype(v_BSNU.dtype)
   return jnp.einsum("BNTS,BSNU->BTNU", weights_BNTS, v_BSNU)
@@ -218,7 +218,7 @@ class Attend:
     values = KEYS[:-1] + self.value_head
     k_BTKH, v_BTKU = constrain(k_BTKH, KEYS), constrain(v_BTKU, values)
     if self.kernel == "splash":
-      q_BTNH = q_BTNH * jnp.asarray(self.scale, q_BTNH.dtype)
+      q_BTNH = scaled(q_BTNH, self.scale)
       blocks = SplashBlocks(self.cap, self.windows, attention_tiles.of_devices().splash)
     else:
       scores = Scores(self.scale, wide_dtype(q_BTNH.dtype), self.cap)

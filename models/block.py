@@ -4,7 +4,6 @@ Names carry their dims: `x_BRD` is batch, residual sequence, width.
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 from ml_collections import ConfigDict
@@ -20,6 +19,7 @@ from models.losses import Sums
 from models.rematerialization import named
 from models.token_positions import Rows
 from models.transformer_dims import LAYERS, is_latent
+from partitioning.dtypes import scaled
 
 
 class Block(nnx.Module):
@@ -110,7 +110,7 @@ class Block(nnx.Module):
     """Returns what is added to the residual, times `model.residual_multiplier` (Granite)."""
     if self.multiplier == 1.0:
       return update_BRD
-    return update_BRD * jnp.asarray(self.multiplier, update_BRD.dtype)
+    return scaled(update_BRD, self.multiplier)
 
 
 def stacked(config: ConfigDict, rngs: nnx.Rngs, count: int, name: str) -> Block:

@@ -23,7 +23,7 @@ from models.rope import apply_rope
 from models.token_positions import Rows
 from models.transformer_dims import LATENT, QUERY_LATENT, RESIDUAL, ROTARY_KEY
 from partitioning.constraints import constrain
-from partitioning.dtypes import wide_dtype
+from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel.matmuls import column_parallel, for_each_head, row_parallel
 from partitioning.parallel.sharded_function import Residual
 
@@ -148,7 +148,7 @@ class LatentAttention(nnx.Module):
     """
     size, wide = self.unrotated_size, wide_dtype(q_BTNH.dtype)
     kernel_CKJ = constrain(self.key_value.effective_kernel().astype(q_BTNH.dtype), "CKJ")
-    q_BTNH = q_BTNH * jnp.asarray(self.attend.scale, q_BTNH.dtype)
+    q_BTNH = scaled(q_BTNH, self.attend.scale)
     q_BTNC = jnp.einsum("BTNG,CNG->BTNC", q_BTNH[..., :size], kernel_CKJ[..., :size])
     scores = functools.partial(jnp.einsum, preferred_element_type=wide)
     scores_BNTS = scores("BTNC,BSC->BNTS", constrain(q_BTNC, "BTNC"), cache.latents)

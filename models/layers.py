@@ -30,7 +30,7 @@ from models.transformer_dims import (
   sizes,
 )
 from partitioning.constraints import batch_part, constrain
-from partitioning.dtypes import wide_dtype
+from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel import eight_bit
 from partitioning.parallel.matmuls import (
   Dropped,
@@ -47,7 +47,7 @@ ACTIVATIONS = {
   "gelu": functools.partial(jax.nn.gelu, approximate=True),
   "gelu_erf": functools.partial(jax.nn.gelu, approximate=False),
   # Source: https://github.com/hendrycks/GELUs
-  "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(jnp.asarray(1.702, x.dtype) * x),
+  "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(scaled(x, 1.702)),
   "relu": jax.nn.relu,
   "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),  # arXiv:2109.08668
 }
@@ -128,7 +128,8 @@ def dropout(
   if key is None or rate == 0.0:
     return x_BRD
   keep_BRD = constrain(_kept(key, rate, x_BRD.shape, slots_R), "BRD")
-  return jnp.where(keep_BRD, x_BRD / (1.0 - rate), jnp.zeros_like(x_BRD))
+  kept_BRD = (x_BRD.astype(wide_dtype(x_BRD.dtype)) / (1.0 - rate)).astype(x_BRD.dtype)
+  return jnp.where(keep_BRD, kept_BRD, jnp.zeros_like(x_BRD))
 
 
 def adapter_dropout(
@@ -236,9 +237,7 @@ class Linear(nnx.Module):
     if not self.adapter_letters:
       return None
     a = self.lora_a[...]
-    return LowRank(
-      *self.adapter_letters, a * jnp.asarray(self.adapter_scale, a.dtype), self.lora_b[...]
-    )
+    return LowRank(*self.adapter_letters, scaled(a, self.adapter_scale), self.lora_b[...])
 
   def add_bias(self, x: Array) -> Array:
     """Returns x plus the bias, if there is one.
@@ -299,7 +298,9 @@ class Embedding(nnx.Module):
     self.dtype = jnp.dtype(config.training.compute_dtype)
     self.scale = config.model.embedding_multiplier
     if config.model.scaled_embeddings:
-      self.scale *= mup.embedding_width(config) ** 0.5
+      # Rounded to the compute dtype as Gemma's authors and transformers do: 59.75 for 3584 dims.
+      root = self.scale * mup.embedding_width(config) ** 0.5
+      self.scale = float(self.dtype.type(root))
 
   def effective_kernel(self) -> Array:
     """Returns the table, in the dtype of the parameters."""
@@ -308,7 +309,7 @@ class Embedding(nnx.Module):
   def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B R D"]:
     """Returns the rows of the table, times a constant of the config."""
     x_BRD = vocab_parallel_embedding(self, tokens_BT, RESIDUAL, self.dtype)
-    return x_BRD * jnp.asarray(self.scale, self.dtype) if self.scale != 1.0 else x_BRD
+    return scaled(x_BRD, self.scale) if self.scale != 1.0 else x_BRD
 
 
 class LearnedPositions(nnx.Module):

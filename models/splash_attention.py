@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from partitioning.dtypes import scaled
 from partitioning.parallel.sharded_function import on_shards
 from partitioning.parallel.splash_kernel import CAUSAL, LANES, SLOTS, Kernel
 from runtime.rematerialization import ATTENTION_OUTPUT
@@ -50,7 +51,7 @@ def attention(
     value_head: the legend's letter of the size of the values' heads.
   """
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
-  q_BTNH = q_BTNH * jnp.asarray(scale, q_BTNH.dtype)
+  q_BTNH = scaled(q_BTNH, scale)
   how = _How(cap, windows, block, complete=slots_T is None)
   of_keys = "BSN" if k_BSKH.shape[2] == q_BTNH.shape[2] else "BSK"
   given = (q_BTNH, k_BSKH, v_BSKU, sinks_N, slots_T, *(segments or (None, None)), kind)

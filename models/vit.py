@@ -24,7 +24,7 @@ from models.losses import Batch, Sums
 from models.rematerialization import rematerialized
 from partitioning.constraints import constrain
 from partitioning.dims import Dim
-from partitioning.dtypes import wide_dtype
+from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel.matmuls import column_parallel, row_parallel
 from partitioning.parallel.sharded_function import Residual
 
@@ -147,7 +147,7 @@ def attention(
   Source: arXiv:1706.03762, section 3.2.1, without a mask.
   """
   wide = wide_dtype(q_BTNH.dtype)
-  q_BTNH = q_BTNH * jnp.asarray(q_BTNH.shape[-1] ** -0.5, q_BTNH.dtype)
+  q_BTNH = scaled(q_BTNH, q_BTNH.shape[-1] ** -0.5)
   scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
   weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
   return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)

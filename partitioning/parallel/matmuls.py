@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from partitioning.constraints import automatic_layout
+from partitioning.dtypes import wide_dtype
 from partitioning.parallel import collective_matmul, collectives
 from partitioning.parallel.eight_bit import Products
 from partitioning.parallel.sharded_function import (
@@ -366,7 +367,7 @@ class _Updates:
     """Returns the weights' results with the updates added; `operands` as they are inside."""
     results = list(results)
     if self.dropout:
-      kept = x / jnp.asarray(1.0 - self._dropped.rate, x.dtype)
+      kept = (x.astype(wide_dtype(x.dtype)) / (1.0 - self._dropped.rate)).astype(x.dtype)
       x = jnp.where(operands[-1], kept, jnp.zeros_like(x))
     for order, (number, update) in enumerate(self._of):
       hidden, output = self._tokens + update.rank, outputs[number]

@@ -9,11 +9,13 @@ from flax import nnx
 from configs.schema import lora_checks
 from models import lora, transformer
 from models.layers import Linear
-from models.transformer_dims import PARAMETERS, parameters
+from models.transformer_dims import PARAMETERS, RESIDUAL, parameters
+from partitioning.parallel.matmuls import Dropped, column_parallel
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job
 
 ROWS = {"data.global_batch_size": 5, "data.sequence_length": 7}
+RANDOM = np.random.default_rng(4)
 RANK_3 = {"lora.rank": 3, "lora.alpha": 5.0, **ROWS}
 
 
@@ -85,6 +87,28 @@ def test_before_the_first_step_logits_are_those_of_the_base_bit_for_bit(job):
     jax.tree.structure(base.state.params), [zeros[n] for n in named_leaves(base.state.params)]
   )
   assert logits(job, params).tobytes() == logits(base, without).tobytes()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("bfloat16", 3e-4)])
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_what_an_adapter_sees_with_dropout_is_scaled_up(rate, dtype, bound):
+  job = make_job(
+    "single", "lm", **{**RANK_3, "data.sequence_length": 64, "training.compute_dtype": dtype}
+  )
+  layer, random = Linear("layers/mlp/up", job.config, rngs=nnx.Rngs(params=7)), RANDOM
+  layer.kernel[...] = jnp.zeros(layer.kernel.shape, jnp.float32)
+  layer.lora_b[...] = jnp.asarray(random.standard_normal(layer.lora_b.shape), jnp.float32)
+  x_BTD = jnp.asarray(random.standard_normal((5, 64, 40)), dtype)
+  keep_BTD = jnp.asarray(random.random(x_BTD.shape) >= rate)
+  dropped = Dropped(keep_BTD, "BTD", rate) if rate else None
+  with job.tracing():
+    [found] = jax.jit(lambda: column_parallel(x_BTD, [layer], RESIDUAL, dropped))()
+  arrays = (x_BTD, jnp.float32(5 / 3) * layer.lora_a[...], layer.lora_b[...], found)
+  x, a, b, found = (np.asarray(one.astype(dtype), np.float64) for one in arrays)
+  wanted = (x * np.asarray(keep_BTD) / (1 - rate)) @ a @ b
+  slope = np.sum(found * wanted) / np.sum(wanted**2)  # but for the roundings, which average out
+  assert slope == pytest.approx(1, abs=bound)
+  assert np.linalg.norm(found - wanted) < 20 * bound * np.linalg.norm(wanted)
 
 
 def test_merged_kernels_are_those_of_numpy_rounded_once(job):

@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Literal
 
 from partitioning.parallel import vocabulary
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, make_job, place, zipf
 from tests.parity.comparison import SEQUENCE_PARALLEL
-from tests.parity.variants import FAMILIES, LEARNED
+from tests.parity.expert_cases import EXPERTS
+from tests.parity.latents import LATENTS
+from tests.parity.variants import ADAPTERS, FAMILIES, LEARNED
 
 ROWS, LENGTH = 128, 32  # 4,096 tokens, most of them on one device
 # Rounding each product to 8 bits leaves 0.3 to 1.2 %, about the same on every mesh.
@@ -137,6 +140,31 @@ def test_no_sum_over_many_terms_is_in_bfloat16(recipe, changes):
   assert many == []
 
 
+@pytest.mark.parametrize(
+  ("recipe", "changes"),
+  [
+    ("lm", {**FAMILIES, "model.residual_multiplier": 0.22, "model.embedding_multiplier": 12.7}),
+    ("lm", {**LATENTS, "model.dropout_rate": 0.1, "training.z_loss": 1e-3}),
+    ("lm", {**EXPERTS, "model.activation": "gelu_sigmoid", "model.logits_divisor": 7.3}),
+    ("lm", {**ADAPTERS, "lora.dropout": 0.3}),
+    ("lm", {"model.base_width": 24, "training.attention_kernel": "blockwise"}),
+    ("lm", {"training.attention_kernel": "splash", "data.sequence_length": 128}),
+    ("vit", {"model.dropout_rate": 0.1}),
+  ],
+)
+def test_no_constant_is_rounded_to_bfloat16(recipe, changes):
+  # What it should be, the program no longer says; those below are exact in bfloat16.
+  found = {
+    float(operand.val)
+    for one in equations(backward(recipe, changes, jax.random.key(0)))
+    if one.primitive.name in ("mul", "div")
+    for operand in one.invars
+    if isinstance(operand, Literal) and operand.aval.dtype == jnp.bfloat16
+  }
+  of_jax_s_gelu = {0.044677734375, 0.796875}  # 0.044715, sqrt(2 / pi)
+  assert found - of_jax_s_gelu <= {0.5, 1.0, 2.0, 3.0}
+
+
 def test_the_chunks_of_the_loss_add_up_the_residuals_gradient_in_float32():
   # The sum over chunks is what a scan carries backwards.
   residual = (16, 12, 40)
@@ -194,11 +222,11 @@ def test_a_reduction_in_float32_adds_what_the_devices_have():
   assert far["float32"] < 1e-3 < 2e-3 < far["compute"], far
 
 
-def backward(recipe, changes):
+def backward(recipe, changes, key=None):
   """Returns the program of a small job's gradients in bfloat16, as it is traced."""
   job = make_job("single", recipe, **{"training.compute_dtype": "bfloat16", **changes})
   with job.tracing():
-    gradient = jax.grad(lambda params, batch: job.program.sums(params, batch)["loss"])
+    gradient = jax.grad(lambda params, batch: job.program.sums(params, batch, key)["loss"])
     return jax.make_jaxpr(gradient)(job.state.params, job.batch).jaxpr
 
 

@@ -178,13 +178,16 @@ def newton_schulz(x: jax.Array, steps: int) -> jax.Array:
     steps: iterations.
   """
   a, b, c = COEFFICIENTS
-  wide = x.astype(wide_dtype(x.dtype))
-  norm = jnp.sqrt(jnp.sum(jnp.square(wide), axis=(1, 2), keepdims=True))
-  x = (wide / (norm + _TINY)).astype(x.dtype)
+  dtype, wide = x.dtype, wide_dtype(x.dtype)
+  norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(wide)), axis=(1, 2), keepdims=True))
+  x = (x.astype(wide) / (norm + _TINY)).astype(dtype)
   for _ in range(steps):
+    # Sums in float32: in bfloat16 the coefficients themselves would be rounded.
     gram = jnp.einsum("mij,mkj->mik", x, x)
-    polynomial = b * gram + c * jnp.einsum("mij,mjk->mik", gram, gram)
-    x = a * x + jnp.einsum("mij,mjk->mik", polynomial, x)
+    square = jnp.einsum("mij,mjk->mik", gram, gram)
+    polynomial = (b * gram.astype(wide) + c * square.astype(wide)).astype(dtype)
+    product = jnp.einsum("mij,mjk->mik", polynomial, x)
+    x = (a * x.astype(wide) + product.astype(wide)).astype(dtype)
   return x
 
 
