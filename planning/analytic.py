@@ -145,14 +145,15 @@ def _of_parameters(job: Job) -> Iterator[Term]:
       yield from _once_per_step(job, placement, round(whole * here))
       split, rows = False, tuple(axis for axis in batch if axis not in ("data", "fsdp"))
     scale = len(placement.letters.lstrip("".join(STACKS))) == 1
-    wide = np.dtype(placement.dtype).itemsize if scale else narrow
+    wide = wide_dtype(placement.dtype).itemsize  # as a step widens it, and its gradient is
+    gathered = wide if scale else narrow
     shared = (wide if scale else reduced, True)
     # Inside the scan over the layers, in both passes of each microbatch (scales are saved for the
     # second one); else once.
     forward, back = _runs(runs, job, placement)
     again = back if config.partitioning.reshard_after_forward and not scale else 0
     if split:
-      itemsize = 1 if in_8_bits(config, name) else wide
+      itemsize = 1 if in_8_bits(config, name) else gathered
       gathers = forward + again if layers > 1 else 1
       yield Term("all-gather", ("fsdp",), gathers, whole, f"{name}, gathered", itemsize, True)
     if name not in job.program.trained:
@@ -181,8 +182,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
       if down and config.partitioning.sequence_parallel:
         yield Term("all-reduce", ("tensor",), back, whole, why, *shared)
     if once:  # of all microbatches, when nothing is left to compute
-      itemsize = np.dtype(placement.dtype).itemsize
-      yield Term("all-reduce", (once,), 1, shard, f"{why}, added up", itemsize)
+      yield Term("all-reduce", (once,), 1, shard, f"{why}, added up", wide)
     partial = config.partitioning.sequence_parallel and "tensor" not in spec_axes(placement.spec)
     if scale and partial:
       yield Term("all-reduce", ("tensor",), back, whole, why, *shared)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from analysis import collectives
 from analysis.chips import CHIPS, Rates
 from models import MODELS
 from planning import analytic, traced_cost
@@ -31,6 +32,23 @@ def test_what_is_sent_is_what_the_proved_budget_says(strategy):
   assert found.keys() == wanted.keys()
   for key, size in wanted.items():
     assert found[key][1] == pytest.approx(size, rel=0.01, abs=4 * SCALARS), key
+
+
+@pytest.mark.parametrize("strategy", ["dp8", "fsdp8"])
+def test_gradients_of_bfloat16_parameters_are_sent_as_the_compiled_program_does(strategy):
+  # On a CPU the compute dtype is float32; over data alone, gradients are reduced once per step.
+  keys = {"training.parameter_dtype": "bfloat16", "training.gradient_accumulation_steps": 2}
+  job = make_job(strategy, "lm", **{"model.layers": 1, **keys})
+  assert job.program.reduce_once_over == ("data" if strategy == "dp8" else None)
+  found, sent = defaultdict(int), defaultdict(int)
+  for term in analytic.terms(job):
+    found[term.kind, term.axes] += term.runs * term.elements * term.itemsize
+  compiled = job.compile_train_step().function
+  for one in collectives.collectives(compiled.as_text(), job.mesh):
+    sent[one.kind, one.axes] += one.count * one.bytes
+  assert found.keys() == sent.keys()
+  for key, size in sent.items():  # scalars besides: the loss, the norm, the sum of weights
+    assert 0 <= size - found[key] < 100, key
 
 
 @functools.cache

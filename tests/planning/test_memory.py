@@ -150,6 +150,28 @@ def test_not_all_is_there_at_a_time():
 
 # ---- Beside the compiler ----
 
+BFLOAT16 = {"training.parameter_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(("strategy", "keys"), [("single", {}), ("fsdp8", {"lora.rank": 3})])
+def test_gradients_are_as_large_as_those_of_the_compiled_program(strategy, keys):
+  job = make_job(strategy, "lm", **{"model.layers": 1, **BFLOAT16, **keys})
+  compiled = job.compile(
+    lambda params, batch: job.program.gradients(params, batch, None)[0],
+    *(job.state.params, job.batch),
+    in_shardings=(job.state_shardings.params, job.batch_shardings),
+  ).function
+  size = compiled.memory_analysis().output_size_in_bytes
+  parts = memory.by_formula(job)
+  assert 0 <= size - parts["gradients"] <= 8 * len(job.program.trained)  # the table of pointers
+  twice = make_job(
+    strategy,
+    "lm",
+    **{"model.layers": 1, **BFLOAT16, **keys, "training.gradient_accumulation_steps": 2},
+  )
+  assert memory.by_formula(twice)["accumulated gradients"] == parts["gradients"]
+
+
 STAGES = {
   "model.layers": 8,
   "model.model_size": 256,

@@ -87,6 +87,18 @@ def test_it_moves_by_the_counts_of_the_global_batch_also_after_a_restore(
     assert_all_counted_once(one, batches(2))
 
 
+def test_it_moves_by_the_counts_of_all_microbatches(monkeypatch):
+  count(monkeypatch)
+  accumulated = {"training.gradient_accumulation_steps": 4, "model.layers": 1}
+  job = make_job("single", "lm", **KEYS, **accumulated)
+  found, metrics = biases(job, lambda number: host_batch(job, seed=number))
+  assert_all_counted_once(metrics, host_batch(job, seed=0))
+  counts = metrics[COUNTS].astype(np.float64)
+  wanted = 0.125 * np.sign(counts.mean(axis=-1, keepdims=True) - counts)
+  np.testing.assert_allclose(found, wanted, atol=1e-6)
+  assert np.abs(wanted).max() > 0
+
+
 def count(monkeypatch):
   """Has the metrics of steps include the counts of experts."""
   without = router_bias.as_metrics
