@@ -13,10 +13,11 @@ from analysis import chips
 from commands import config_flag, flags, help
 from commands.verbs import VERBS
 from configs import base
-from configs.schema import choices, recipes
+from configs.schema import recipes, validate
 from configs.schema.expert_presets import EXPERT_PRESETS
 from configs.schema.presets import PRESETS
 from input_pipeline.sources import catalog
+from training.optimizer import OPTIMIZERS
 
 PATHS = {flag.name for flag in flags.PATHS}
 DTYPES = ("float32", "bfloat16")
@@ -61,14 +62,14 @@ def _flag(flag: absl_flags.Flag) -> dict[str, object]:
 def _keys(recipe: str) -> dict[str, list]:
   """Returns dotted key -> [its words, its meaning]."""
   config = base.get_config(recipe)
-  words = {**choices.usual(config), **choices.of(config)}
-  return {
-    key: [
-      ["true", "false"] if section.get_type(name) is bool else [w for w in words.get(key, ()) if w],
-      help.meaning(key, recipe),
-    ]
-    for key, section, name in config_flag.keys(config)
-  }
+  words = {"optimizer.name": (*OPTIMIZERS, "lion"), **validate.choices_of(config)}
+  found = {}
+  for key, section, name in config_flag.keys(config):
+    row = help.key_row(key, recipe)
+    known = [word for word in words.get(key, row.usual) if word]
+    is_bool = section.get_type(name) is bool
+    found[key] = [["true", "false"] if is_bool else known, row.meaning]
+  return found
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict, config_flags
 from analysis import chips
 from commands import config_flag, flags, help
 from commands.refusal import refuse
-from configs.schema import attention_checks, finalize, origins, units, validate
+from configs.schema import attention_checks, finalize, origins, validate
 from partitioning.mesh_sizes import resolve_sizes
 from planning import topology
 from runtime import devices, exit_codes
@@ -76,18 +76,18 @@ def _slices(config: ConfigDict) -> dict[str, int]:
 def _rows(
   final: ConfigDict, found: Mapping[str, origins.Origin], keys: Sequence[str]
 ) -> list[dict[str, object]]:
-  kinds = {key: section.get_type(name) for key, section, name in config_flag.keys(final)}
   values = dict(origins.leaves(final))
+  known = {key: help.key_row(key, final.argument) for key in keys}
   return [
     {
       "key": key,
       "value": values[key],
-      "unit": units.of(key, kinds[key]),
+      "unit": row.unit,
       "origin": found[key].kind,
       "source": found[key].source,
-      "meaning": help.meaning(key, final.argument),
+      "meaning": row.meaning,
     }
-    for key in keys
+    for key, row in known.items()
   ]
 
 

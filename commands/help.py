@@ -1,19 +1,11 @@
-"""`help`, `-h`, `--help`: the verbs, the flags of one, and config keys with default and meaning.
+"""`help`, `-h`, `--help`: the verbs, the flags of one, and config keys with default and meaning."""
 
-The meanings are the comments at the defaults in configs/, so that they are written once.
-"""
-
-import ast
 import dataclasses
-import functools
-import inspect
-import io
 import os
 import shutil
 import sys
 import textwrap
-import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from absl import flags
@@ -22,7 +14,9 @@ from ml_collections import ConfigDict
 from commands import config_flag
 from commands.verbs import VERBS, Verb
 from configs import base
-from configs.schema import defaults, recipes, units
+from configs.keys import table
+from configs.keys.row import Key
+from configs.schema import recipes
 from runtime import exit_codes
 from runtime.suggest import nearest
 
@@ -210,7 +204,7 @@ def _of_keys(name: str, config: ConfigDict) -> str:
     section, last = rows[key]
     value = section[last]
     default = "unset" if value is None else repr(value)
-    what = units.before(meaning(key, config.argument), key, section.get_type(last))
+    what = key_row(key, config.argument).explained()
     lines += _entry(f"--config.{key}={default}", what)
   return "\n".join(lines)
 
@@ -268,72 +262,17 @@ def show(text: str, end: str = "\n") -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# ------------------------------ comments in configs/ ------------------------------
+# ------------------------------ config keys ------------------------------
 
 
-def meaning(key: str, argument: str) -> str:
-  """Returns the comment beside a key's default, the recipe's own first; "" where there is none."""
-  model = dict(part.partition("=")[::2] for part in argument.split(",")).get("model", argument)
-  recipe = model if model in recipes.RECIPES or model == recipes.HF else "lm"
-  for whose in (recipe, "", "lm"):
-    if found := comments().get((whose, key)):
-      return found
-  return ""
+def key_row(key: str, argument: str) -> Key:
+  """Returns what is known of a key in a recipe; an empty row for a key of a user's own.
 
-
-@functools.cache
-def comments() -> dict[tuple[str, str], str]:
-  """Returns (recipe or "", dotted key) -> the comment at its default in configs/."""
-  found = {}
-  for module in (base, defaults, recipes):
-    source = inspect.getsource(module)
-    beside = _beside(source)
-    for part in ast.parse(source).body:
-      if isinstance(part, ast.FunctionDef | ast.Assign):  # MESH = {...} is the section mesh
-        function = getattr(part, "name", "")
-        for key, first, last in _defaults(part):
-          comment = beside.get(last) or _above(beside, source.splitlines(), first)
-          named = function in recipes.RECIPES or function == recipes.HF
-          if comment:
-            found.setdefault((function if named else "", key), comment)
-  return found
-
-
-def _defaults(part: ast.FunctionDef | ast.Assign) -> Iterator[tuple[str, int, int]]:
-  """Yields (dotted key, first line, last line) of the defaults in a function or an assignment."""
-  function = getattr(part, "name", "")
-  for node in ast.walk(part):
-    if isinstance(node, ast.Assign):
-      target = node.targets[0]
-      name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
-      if isinstance(target, ast.Attribute):
-        yield _dotted(target), node.lineno, node.end_lineno
-      section = function.strip("_") if name == "common" else name.lower()
-    elif isinstance(node, ast.Return) and function == "_partitioning":
-      section = "partitioning"
-    else:
-      continue
-    for literal in ast.walk(node.value):
-      if isinstance(literal, ast.Dict):
-        for key, value in zip(literal.keys, literal.values, strict=True):
-          if isinstance(key, ast.Constant):
-            yield f"{section}.{key.value}", key.lineno, value.end_lineno
-
-
-def _dotted(target: ast.Attribute) -> str:
-  """Returns the key that `config.section.key = ...` sets."""
-  return ast.unparse(target).partition(".")[2]
-
-
-def _beside(source: str) -> dict[int, str]:
-  """Returns line -> its comment."""
-  tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-  return {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-
-
-def _above(beside: dict[int, str], lines: Sequence[str], line: int) -> str:
-  """Returns the comment that fills the lines above a line."""
-  first = line
-  while first - 1 in beside and lines[first - 2].lstrip().startswith("#"):
-    first -= 1
-  return " ".join(beside[number] for number in range(first, line))
+  Args:
+    key: dotted.
+    argument: the recipe, as in a config's `argument`.
+  """
+  parts = dict(part.partition("=")[::2] for part in argument.split(","))
+  recipe = parts.get("model", "lm") if "=" in argument else argument
+  kind = recipes.base(argument).model.name
+  return table.find(key, recipe, kind) or Key(None)

@@ -48,8 +48,8 @@ ARROWS = {
   # Of runtime, the tables that extensions register in.
   "models": {"partitioning", "runtime"},
   # Of training, the table of tasks, of input_pipeline, tokenizers, and of interop, config.json:
-  # nothing that is slow.
-  "configs": {"input_pipeline", "interop", "runtime", "training"},
+  # nothing that is slow; of checkpointing, what may change on resume.
+  "configs": {"checkpointing", "input_pipeline", "interop", "runtime", "training"},
   "checkpointing": {"processes", "runtime"},
   "input_pipeline": {"runtime"},
   # What compiled programs do, and what chips can do.

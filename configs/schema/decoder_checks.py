@@ -10,14 +10,6 @@ from runtime.suggest import nearest
 
 LANES = 128  # of a TPU
 
-CHOICES = {
-  "model.positions": ("rotary", "learned"),
-  "model.norm": ("rms", "layer"),
-  "model.activation": ("silu", "gelu", "gelu_erf", "gelu_sigmoid", "relu", "relu_squared"),
-  "model.attention": ("grouped_query", "latent"),
-  "model.rotary_pairs": ("halves", "adjacent"),
-  "model.context_attention": ("auto", "ring", "gather"),
-}
 # Of `model.biases`: one of the first, or a list of the others.
 BIASES = ("none", "qkv", "attention", "mlp", "all")
 LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
@@ -36,22 +28,6 @@ ROTARY_SCALINGS = {
     ("factor", "attention_factor"),
   ),
 }
-# Whole numbers of a decoder of which 0 turns something off.
-MAY_BE_ZERO = (
-  *("window", "global_every", "rotary_size", "base_width", "latent_size", "query_latent_size"),
-  *expert_checks.MAY_BE_ZERO,
-)
-LEAST = {
-  "model.window": 0,
-  "model.global_every": 0,
-  "model.rotary_size": 0,
-  "model.local_rotary_base": 0,
-  "model.attention_soft_cap": 0,
-  "model.clip_qkv": 0,
-  "model.logits_soft_cap": 0,
-}
-
-
 GPT_2 = {
   "positions": "learned",
   "norm": "layer",

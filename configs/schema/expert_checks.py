@@ -4,43 +4,13 @@ from collections.abc import Iterator, Mapping
 
 from ml_collections import ConfigDict
 
+from configs.keys.decoder import DECODER
 from runtime.layer_kinds import sparse_layers
-from runtime.suggest import nearest
 from training.tasks import DPO
 
-CHOICES = {
-  "model.router_scores": ("softmax", "sigmoid", "softmax_of_chosen"),
-  "model.router_group_score": ("max", "top2"),
-  "model.expert_exchange": ("rounds", "gathered"),
-  "training.grouped_matmul": ("tiles", "ragged"),
-}
 # Keys about experts -> what they are where they say nothing.
-OFF = {
-  "model.experts_per_token": 2,
-  "model.shared_feedforward_size": 0,
-  "model.dense_layers": 0,
-  "model.sparse_every": 1,
-  "model.mlp_only_layers": (),
-  "model.router_scores": "softmax",
-  "model.router_normalized": True,
-  "model.router_scale": 1.0,
-  "model.router_groups": 1,
-  "model.router_top_groups": 1,
-  "model.router_group_score": "max",
-  "model.router_bias": False,
-  "model.router_correction": False,
-  "model.expert_biases": False,
-  "model.gate_limit": 0.0,
-  "model.up_offset": 0.0,
-  "model.expert_exchange": "rounds",
-  "model.expert_capacity": 1.25,
-}
-TRAINING = {
-  "training.balance_loss": 0.0,
-  "training.router_z_loss": 0.0,
-  "training.router_bias_rate": 0.0,
-}
-MAY_BE_ZERO = ("experts", "shared_feedforward_size", "dense_layers")
+OFF = {f"model.{key}": row.unread for key, row in DECODER.items() if "experts" in row.readers}
+TRAINING = {f"training.{key}": 0.0 for key in ("balance_loss", "router_z_loss", "router_bias_rate")}
 
 
 def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -64,9 +34,6 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
   if model.experts < 0:
     yield f"model.experts={model.experts}: at least 0, with which no layer has experts"
     return
-  for name, known in CHOICES.items():
-    if (value := _value(config, name)) not in known:
-      yield f"{name}={value!r}: one of {', '.join(known)}{nearest(value, known)}"
   yield from _layers(model)
   yield from _router(model)
   if model.experts % devices:

@@ -6,10 +6,6 @@ from ml_collections import ConfigDict
 
 from training.tasks import DPO
 
-DTYPES = ("compute", "int8", "float8")
-SCALINGS = ("current", "delayed")
-CHOICES = {"training.matmul_dtype": DTYPES, "training.matmul_scaling": SCALINGS}
-
 
 def wrong(config: ConfigDict) -> Iterator[str]:
   """Yields a line for each of these keys that does not go with the others.
@@ -21,7 +17,7 @@ def wrong(config: ConfigDict) -> Iterator[str]:
   if config.partitioning.collective_matmul and split and (why := no_ring(config)):
     yield f"partitioning.collective_matmul=True: {why}; change that, or leave the key at False"
   dtype, scaling = config.training.matmul_dtype, config.training.matmul_scaling
-  if scaling != "delayed" or dtype not in DTYPES:
+  if scaling != "delayed":
     return
   if dtype == "int8":
     yield (

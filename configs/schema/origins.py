@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from ml_collections import ConfigDict
 
 from configs import base
-from configs.schema import defaults, finalize, recipes
+from configs.keys import table
+from configs.schema import finalize, recipes
 from configs.schema.expert_presets import EXPERT_PRESETS
 from configs.schema.presets import PRESETS
 from training.choices import Choice
@@ -16,13 +17,6 @@ DEFAULT, RECIPE, PRESET, FILE = "default", "recipe", "preset", "file"
 OVERRIDE, DERIVED, PLATFORM = "override", "derived", "platform"
 KINDS = (DEFAULT, RECIPE, PRESET, FILE, OVERRIDE, DERIVED, PLATFORM)
 PLATFORMS = ("cpu", "gpu", "tpu")
-# Sections whose defaults all recipes share.
-_SHARED = {
-  "data": defaults.data,
-  "training": defaults.training,
-  "optimizer": defaults.optimizer,
-  "evaluation": defaults.evaluation,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +110,8 @@ def _of_recipe(key: str, value: object, argument: str) -> Origin:
       return Origin(DEFAULT)
     recipe = "lm"
   own = section == "model" or key == "task"
-  if section in _SHARED:
-    shared = _SHARED[section]()
+  if section in ("data", "training", "optimizer", "evaluation"):  # whose defaults recipes replace
+    shared = table.section(section)
     own = name not in shared or shared[name] != value
   return Origin(RECIPE, recipe) if own else Origin(DEFAULT)
 

@@ -4,19 +4,14 @@ from collections.abc import Iterator, Mapping
 
 from ml_collections import ConfigDict
 
+from configs.keys.training import TRAINING
 from runtime.layer_kinds import beside_sparse
-from runtime.suggest import nearest
 from training.tasks import DPO
 
-KINDS = ("1f1b", "interleaved", "gpipe")
-ENDS = ("masked", "conditional")
-GATHERS = ("auto", "step", "tick")
 # Keys about pipelines -> what they are where they say nothing.
 OFF = {
-  "pipeline": "1f1b",
-  "pipeline_chunks": 2,
-  "pipeline_ends": "masked",
-  "pipeline_gather": "auto",
+  key: TRAINING[key].default
+  for key in ("pipeline", "pipeline_chunks", "pipeline_ends", "pipeline_gather")
 }
 
 
@@ -28,14 +23,6 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
     sizes: mesh axis -> size.
   """
   training, stages = config.training, sizes.get("stage", 1)
-  for key, known in (
-    ("pipeline", KINDS),
-    ("pipeline_ends", ENDS),
-    ("pipeline_gather", GATHERS),
-  ):
-    if (value := training[key]) not in known:
-      yield f"training.{key}={value!r}: one of {', '.join(known)}{nearest(value, known)}"
-      return
   if stages == 1:
     given = {key: training[key] for key, off in OFF.items() if training[key] != off}
     if training.microbatches != 1:

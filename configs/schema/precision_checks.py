@@ -4,11 +4,9 @@ from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
+from configs.keys.training import TRAINING
 from runtime.suggest import nearest
 
-PARAMETER_DTYPES = ("bfloat16", "float32", "float64")
-COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
-REDUCTION_DTYPES = ("compute", "float32")
 # Of parameters -> of the optimizer's moments.
 STATE_DTYPES = {
   "bfloat16": ("bfloat16", "float32", "int8"),
@@ -37,8 +35,7 @@ def wrong(config: ConfigDict) -> Iterator[str]:
   """Yields a line for each dtype that is none, or that does not go with the others."""
   training = config.training
   stored, compute = training.parameter_dtype, training.compute_dtype
-  if stored not in PARAMETER_DTYPES:
-    yield _unknown("training.parameter_dtype", stored, PARAMETER_DTYPES)
+  if stored not in STATE_DTYPES:  # the range of its row says so
     return
   frozen = tuple(dict.fromkeys(("bfloat16", stored)))
   if training.frozen_dtype not in frozen:
@@ -55,14 +52,11 @@ def wrong(config: ConfigDict) -> Iterator[str]:
       "not scaled up to prevent that; set training.compute_dtype=bfloat16, whose range is that of "
       "float32"
     )
-  elif compute not in COMPUTE_DTYPES:
-    yield _unknown("training.compute_dtype", compute, COMPUTE_DTYPES)
+  elif compute not in TRAINING["compute_dtype"].usual:
+    yield _unknown("training.compute_dtype", compute, TRAINING["compute_dtype"].usual)
   if compute == "float64" and stored != "float64":
     yield "training.compute_dtype=float64 needs training.parameter_dtype=float64"
-  reduced = training.gradient_reduction_dtype
-  if reduced not in REDUCTION_DTYPES:
-    yield _unknown("training.gradient_reduction_dtype", reduced, REDUCTION_DTYPES)
-  elif reduced == "float32" and compute == "float64":
+  if training.gradient_reduction_dtype == "float32" and compute == "float64":
     yield (
       "training.gradient_reduction_dtype=float32 is narrower than training.compute_dtype=float64; "
       "leave it at compute"

@@ -1,102 +1,87 @@
-"""Keys that a config's optimizer, model or task does not use: refused where they are set."""
+"""Keys that a config's optimizer, model or task does not read: refused where they are set.
 
-from collections.abc import Iterator
+Who reads a key is said by `readers` in its row (`configs/keys`), in these words:
+
+  text, image, random: tasks whose rows are of this kind
+  tokens: tasks of tokens
+  dpo, not dpo: the task DPO alone, or all others
+  decoder, layers (decoders and encoders), experts, regions (models whose sequence can be split
+    between blocks), logits (of a vocabulary): models
+  optimizer: optimizers whose row in `training.optimizer` names the key
+
+A registered model reads what its READS names, and the keys of regions if its axis table has
+`residual_sequence`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 
 from ml_collections import ConfigDict
 
-from configs.schema import expert_checks, recipes
+from configs.keys import table
+from configs.keys.row import Key
+from configs.schema import recipes
 from runtime import extensions
 from training.optimizer import optimizer_keys
 from training.tasks import DPO, TASKS
 
-# Keys of `optimizer` that every optimizer uses.
-_GENERAL = (
-  *("name", "arguments", "state_dtype", "state_memory", "learning_rate", "groups", "ema_decays"),
-  *("clip_norm", "clip_groups", "clip_quantile", "clip_window"),
-  *("schedule", "final_fraction", "warmup_steps", "warmup_tokens"),
-  *("decay_steps", "decay_tokens", "decay"),
-)
-# The others -> the value that turns it off, and says what is so; None where there is none. A
-# recipe may have more, for an optimizer of its own.
-_OPTIMIZER = {
-  "beta_1": None,
-  "beta_2": None,
-  "epsilon": None,
-  "momentum": 0.0,
-  "weight_decay": 0.0,
-  "independent_weight_decay": False,
+_ROWS = {"text", "image", "random"}
+_OF_MODELS = {
+  "transformer": {"decoder", "layers", "experts", "regions", "logits"},
+  # Tasks without tokens have checks of their own for keys of logits.
+  "vit": {"layers", "regions", "logits"},
+  "mlp": {"logits"},
 }
-_TOKENS = {
-  "training.z_loss": 0.0,
-  "data.sequence_length": 0,
-  "data.sequence_length_ramp": (),
-  "data.text_feature": "",
-  "data.files": "",
-  "data.sources": (),
-  "data.stages": (),
-  "data.evaluation_files": "",
-  "data.tokenizer": "bytes",
-  "data.train_tokenizer": 0,
-  "data.packing": "concatenate",
-  "data.chat_template": "",
-  "data.untrained_conversations": "refuse",
-  "data.long_conversations": "refuse",
-  "evaluation.sample_tokens": 0,
-}
-_DPO = {"training.dpo_beta": 0.1, "training.dpo_label_smoothing": 0.0}
-_IMAGES = {"data.image_feature": "", "data.label_feature": ""}
-# How a task's rows are read -> keys that only other rows have, and their values while unset.
-ROWS = {
-  "text": {**_IMAGES, "data.examples": 0, "data.input_size": 0, "data.target_size": 0},
-  "image": {**_TOKENS, "data.examples": 0},
-  "random": {**_TOKENS, **_IMAGES},
-}
-# Keys about how a decoder is computed. A registered model that reads any of the first four names
-# them in its READS; those of matmuls are for one whose axis table has `residual_sequence`.
-_COMPUTED = {
-  "training.rematerialization": "none",
-  "training.matmul_dtype": "compute",
-  "training.gradient_reduction_dtype": "compute",
-  "training.scan_unroll": 1,
-}
-_OF_TOKENS = {
-  "training.attention_kernel": "xla",
-  "training.loss_chunks": 1,
-  "training.z_loss": 0.0,
-}
-_EXPERTS = {**expert_checks.TRAINING, "training.grouped_matmul": "tiles"}
-_REGIONS = {
-  "partitioning.reshard_after_forward": True,
-  "partitioning.sequence_parallel": False,
-  "partitioning.collective_matmul": False,
-}
-_READABLE = {**_COMPUTED, **_OF_TOKENS}
-_OF_ENCODERS = ("training.rematerialization", "training.scan_unroll")
-MODELS = {
-  "mlp": {**_COMPUTED, **_EXPERTS, **_REGIONS},
-  "vit": {**{key: off for key, off in _COMPUTED.items() if key not in _OF_ENCODERS}, **_EXPERTS},
-}
+_READABLE = {"decoder", "layers", "logits"}  # what a registered model may name in its READS
 
 
 def of_model(config: ConfigDict) -> dict[str, object]:
-  """Returns the keys outside of `model` that a config's model does not use -> their unset value."""
-  model = extensions.registered("model", config.model.name)
-  if model is None:
-    return MODELS.get(config.model.name, {})
-  # For a task without tokens `validate` has checks of its own.
-  known = {**_COMPUTED, **(_OF_TOKENS if TASKS[config.task].of_tokens else {})}
-  reads = getattr(model, "READS", ())
-  split = "residual_sequence" in config.partitioning.activations
-  keys = {key: off for key, off in known.items() if key not in reads}
-  return {**_EXPERTS, **keys} | ({} if split else _REGIONS)
+  """Returns the keys outside of `model` that a config's model does not read -> value when unset."""
+  return dict(_unread(config, _model_reads))
 
 
 def of_task(config: ConfigDict) -> dict[str, object]:
-  """Returns the keys that a config's task does not use -> their unset value."""
+  """Returns the keys that a config's task does not read -> their unset value."""
+  return dict(_unread(config, _task_reads))
+
+
+def _unread(config: ConfigDict, reads: Callable) -> Iterator[tuple[str, object]]:
+  for key, row, _ in table.rows(config):
+    if row.readers and not key.startswith("model.") and not reads(config, key, {*row.readers}):
+      yield key, row.unread
+
+
+def _model_reads(config: ConfigDict, key: str, readers: set[str]) -> bool:
+  wanted = readers & {"decoder", "layers", "experts", "regions", "logits"}
+  if not wanted:
+    return True
+  registered = extensions.registered("model", config.model.name)
+  if registered is None:
+    return bool(wanted & _OF_MODELS.get(config.model.name, wanted))
+  if "regions" in wanted:
+    return "residual_sequence" in config.partitioning.activations
+  if wanted == {"logits"} and not TASKS[config.task].of_tokens:
+    return True
+  return key in getattr(registered, "READS", ()) and bool(wanted & _READABLE)
+
+
+def _task_reads(config: ConfigDict, key: str, readers: set[str]) -> bool:
   task = TASKS[config.task]
-  sampled = {} if task.of_tokens else {"evaluation.sample_tokens": 0}
-  pairs = {"training.z_loss": 0.0, "data.text_feature": ""} if config.task == DPO else _DPO
-  return {**ROWS.get(task.rows, {}), **sampled, **pairs}
+  rows = readers & _ROWS
+  return not (
+    (rows and task.rows in _ROWS and task.rows not in rows)
+    or ("tokens" in readers and not task.of_tokens)
+    or ("dpo" in readers and config.task != DPO)
+    or ("not dpo" in readers and config.task == DPO)
+  )
+
+
+def _of_other_optimizers(config: ConfigDict) -> Iterator[tuple[str, object]]:
+  """Yields the keys of `optimizer` that a config's optimizer does not read, and their values."""
+  used = optimizer_keys(config.optimizer.name)
+  for key, value in config.optimizer.items():
+    row = table.find(f"optimizer.{key}")  # None: a recipe's own key, for an optimizer of its own
+    if key not in used and (row is None or "optimizer" in row.readers):
+      yield key, value
 
 
 def wrong(config: ConfigDict) -> Iterator[str]:
@@ -108,31 +93,36 @@ def wrong(config: ConfigDict) -> Iterator[str]:
     config: finalized.
   """
   recipe, name = recipes.base(config.argument), config.optimizer.name
-  used = optimizer_keys(name)
-  for key, value in config.optimizer.items():
-    if key in (*_GENERAL, *used):
-      continue
-    if value not in (_OPTIMIZER.get(key), recipe.optimizer.get(key)):
+  for key, value in _of_other_optimizers(config):
+    row = table.find(f"optimizer.{key}") or Key(None)
+    if value not in (row.unread, recipe.optimizer.get(key)):
       yield (
         f"optimizer.{key}={value!r}: {name} does not use it; of those keys it uses "
-        f"{', '.join(used)}; its own arguments are given by optimizer.arguments"
+        f"{', '.join(optimizer_keys(name))}; its own arguments are given by optimizer.arguments"
       )
   for who, keys in (
     (f"the model {config.model.name}", of_model(config)),
     (f"the task {config.task}", of_task(config)),
   ):
-    for full, off in keys.items():
-      section, _, key = full.partition(".")
-      value = config[section][key]
-      if value not in (off, recipe.get(section, {}).get(key, off)):
-        named = full in _READABLE and extensions.registered("model", config.model.name)
-        hint = ", or name it in the model's READS" if named else ""
-        yield f"{full}={value!r}: {who} does not use it; leave it at {off!r}{hint}"
+    yield from _set(config, recipe, who, keys)
+
+
+def _set(
+  config: ConfigDict, recipe: ConfigDict, who: str, keys: Mapping[str, object]
+) -> Iterator[str]:
+  """Yields a line for each of these keys that is set."""
+  for full, off in keys.items():
+    section, _, key = full.partition(".")
+    value = config[section][key]
+    if value not in (off, recipe.get(section, {}).get(key, off)):
+      readable = {*table.find(full).readers} & _READABLE
+      named = readable and extensions.registered("model", config.model.name)
+      hint = ", or name it in the model's READS" if named else ""
+      yield f"{full}={value!r}: {who} does not use it; leave it at {off!r}{hint}"
 
 
 def reset(config: ConfigDict) -> None:
   """Sets the optimizer's keys that it does not use to the recipe's; `compare` exchanges it."""
-  recipe, used = recipes.base(config.argument), optimizer_keys(config.optimizer.name)
-  for key in config.optimizer:
-    if key not in (*_GENERAL, *used):
-      config.optimizer[key] = recipe.optimizer[key]
+  recipe = recipes.base(config.argument)
+  for key, _ in [*_of_other_optimizers(config)]:
+    config.optimizer[key] = recipe.optimizer[key]

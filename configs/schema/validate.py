@@ -5,8 +5,11 @@ from collections.abc import Iterator, Mapping
 
 from ml_collections import ConfigDict
 
+from configs.keys import table
+from configs.keys.optimizer import OPTIMIZER
+from configs.keys.row import Key
 from configs.schema import (
-  choices,
+  attention_checks,
   decoder_checks,
   group_checks,
   lora_checks,
@@ -14,7 +17,6 @@ from configs.schema import (
   memory_checks,
   mixture_checks,
   mup_checks,
-  number_checks,
   optimizer_defaults,
   pipeline_checks,
   precision_checks,
@@ -44,8 +46,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     ValueError: with all that is wrong, a line each.
   """
   wrong = [
-    *_at_least(config),
-    *number_checks.wrong(config),
+    *_ranges(config),
     *_choices(config),
     *_dpo(config),
     *_tables(config),
@@ -77,70 +78,17 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     raise ValueError("the config is refused:\n" + "\n".join(f"  {line}" for line in wrong))
 
 
-# Keys that count something: the least that each may be.
-LEAST = {
-  "training.steps": 1,
-  "training.gradient_accumulation_steps": 1,
-  "training.microbatches": 1,
-  "training.pipeline_chunks": 2,
-  "training.loss_chunks": 1,
-  "training.scan_unroll": 1,
-  "training.z_loss": 0,
-  "training.replica_check_every_steps": 0,
-  "training.bad_step_deviations": 0,
-  "training.bad_step_window": 2,
-  "training.bad_step_skips": 1,
-  "training.max_rollbacks": 1,
-  "data.global_batch_size": 1,
-  "data.prefetch_batches": 1,
-  "data.max_bad_records": 0,
-  "data.prepare_processes": 0,
-  "data.train_tokenizer": 0,
-  "optimizer.warmup_steps": 0,
-  "optimizer.warmup_tokens": 0,
-  "optimizer.decay_steps": 0,
-  "optimizer.decay_tokens": 0,
-  "training.tokens": 0,
-  "optimizer.learning_rate": 0,
-  "optimizer.weight_decay": 0,
-  "optimizer.clip_norm": 0,
-  "optimizer.clip_quantile": 0,
-  "optimizer.clip_window": 2,
-  "metrics.every_steps": 1,
-  "metrics.sink_wait_seconds": 0,
-  "evaluation.ema_decay": 0,
-  "evaluation.every_steps": 0,
-  "evaluation.steps": 0,
-  "evaluation.final_steps": 0,
-  "evaluation.sample_tokens": 0,
-  "checkpoint.every_steps": 0,
-  "checkpoint.keep": 1,
-  "checkpoint.keep_every_steps": 0,
-  "profile.start_step": 0,
-  "profile.steps": 0,
-  "processes.start_timeout_seconds": 1,
-  "processes.heartbeat_seconds": 5,
-  "processes.deadline_seconds": 0,
-  "processes.input_timeout_seconds": 1,
-  "processes.slow_ratio": 0,
-  "processes.lease_seconds": 1,
-  "processes.owner_wait_seconds": 0,
-  "seed": 0,
-}
-
-
-def _at_least(config: ConfigDict) -> list[str]:
-  wrong = []
-  leasts = {**LEAST, **(decoder_checks.LEAST if config.model.name == "transformer" else {})}
-  for name, least in leasts.items():
-    section, _, key = name.rpartition(".")
-    value = config[section][key] if section else config[key]
-    if not least <= value < math.inf:
-      wrong.append(f"{name}={value}: at least {least}")
+def _ranges(config: ConfigDict) -> list[str]:
+  """Checks each number by the range of its row."""
+  wrong = [
+    f"{name}={value}: {error}"
+    for name, row, value in table.rows(config)
+    for error in row.range_errors(value)
+  ]
   positive = [
     (f"model.{name}", value)
     for name, value in config.model.items()
-    if type(value) is int and name not in decoder_checks.MAY_BE_ZERO
+    if type(value) is int and (table.find(f"model.{name}") or Key(0)).least is None
   ]
   if TASKS[config.task].of_tokens:
     positive.append(("data.sequence_length", config.data.sequence_length))
@@ -214,7 +162,7 @@ def _schedule(config: ConfigDict) -> Iterator[str]:
       f"optimizer.decay_steps={decay}: from 1 to {steps - warmup}, the {steps} steps without the "
       f"{warmup} of the warm-up"
     )
-  if name != "wsd" and (decay or keys.decay != choices.DECAYS[0]):
+  if name != "wsd" and (decay or keys.decay != OPTIMIZER["decay"].default):
     yield (
       f"optimizer.decay_steps={decay} and optimizer.decay={keys.decay!r}: schedule={name} has no "
       f"stable phase; leave them out, or set optimizer.schedule=wsd"
@@ -238,25 +186,36 @@ def _dpo(config: ConfigDict) -> Iterator[str]:
     yield f"model.name={config.model.name!r}: {DPO} takes a transformer"
 
 
+def choices_of(config: ConfigDict) -> dict[str, tuple[str, ...]]:
+  """Returns dotted key -> its words, of a config's model and task: others are refused."""
+  task = TASKS[config.task]
+  return {
+    **{key: row.choices for key, row, _ in table.rows(config) if row.choices},
+    "training.attention_kernel": attention_checks.KERNELS if task.of_tokens else ("xla",),
+    "checkpoint.keep_best": ("", *task.metrics),
+  }
+
+
 def _choices(config: ConfigDict) -> list[str]:
-  wrong = []
-  for name, known in choices.of(config).items():
-    section, key = name.split(".")
-    value = config[section][key]
-    if value not in known:
-      wrong.append(f"{name}={value!r}: one of {', '.join(known)}{nearest(value, known)}")
-  return wrong
+  values = {key: value for key, _, value in table.rows(config)}
+  return [
+    f"{name}={values[name]!r}: one of {', '.join(known)}{nearest(values[name], known)}"
+    for name, known in choices_of(config).items()
+    if values[name] not in known
+  ]
 
 
 def _registered(config: ConfigDict) -> list[str]:
   """Checks the names of callbacks and sinks."""
   wrong = []
-  for key, table in (("training.callbacks", CALLBACKS), ("metrics.sinks", SINKS)):
+  for key, known_ones in (("training.callbacks", CALLBACKS), ("metrics.sinks", SINKS)):
     section, name = key.split(".")
     for one in config[section][name]:
-      if one not in table:
-        known = f"registered are {', '.join(table)}" if table else "none is registered"
-        wrong.append(f"{key}: unknown {table.what} {one!r}; {known}{nearest(str(one), table)}")
+      if one not in known_ones:
+        known = f"registered are {', '.join(known_ones)}" if known_ones else "none is registered"
+        wrong.append(
+          f"{key}: unknown {known_ones.what} {one!r}; {known}{nearest(str(one), known_ones)}"
+        )
   return wrong
 
 

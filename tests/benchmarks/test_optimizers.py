@@ -8,13 +8,13 @@ import pytest
 from benchmarks import optimizer_pages, optimizers
 from benchmarks.optimizer_pages import Found, Steps, from_adamw, to_adamw
 from benchmarks.optimizers import Bench, Results, Run
-from configs import base
+from configs.keys import table
 from runtime.devices import Devices
 from tests.helpers.compiling import FAST
 from training import setup, splits
 
 NAMES = ("adamw", "schedule_free_adamw")
-ONE = Devices("cpu", True, dict.fromkeys(base.MESH, 1))
+ONE = Devices("cpu", True, dict.fromkeys(table.section("mesh"), 1))
 SMALL = {"model.model_size": 8, "data.global_batch_size": 16, "compiler_options": FAST}
 
 

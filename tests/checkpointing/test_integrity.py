@@ -11,7 +11,8 @@ import pytest
 from checkpointing import checksums, integrity, restore
 from checkpointing.checkpointer import Checkpointer
 from configs import base
-from configs.schema import choices, finalize, validate
+from configs.keys.run import CHECKPOINT
+from configs.schema import finalize, validate
 from tests.checkpointing import damage
 from tests.checkpointing.states import (
   assert_bit_equal,
@@ -25,7 +26,7 @@ OLDER, NEWER = 10, 20
 
 
 def test_the_config_knows_the_same_words_and_no_others():
-  assert choices.VERIFY == (integrity.FULL, integrity.SIZE, integrity.OFF)
+  assert CHECKPOINT["verify"].choices == (integrity.FULL, integrity.SIZE, integrity.OFF)
   config = base.get_config()
   assert config.checkpoint.verify == integrity.FULL
   config.checkpoint.verify = "ful"

@@ -11,7 +11,7 @@ import pytest
 
 from commands import complete, completion_index
 from commands.verbs import VERBS
-from configs.schema import choices
+from configs.keys.optimizer import OPTIMIZER
 from tests.helpers.terminals import ROOT
 from tour.chapters import CHAPTERS
 
@@ -93,7 +93,7 @@ def test_the_index_has_what_the_application_has(known):
   assert {*known["verbs"]} == {*VERBS}
   keys = known["keys"]["lm"]
   assert keys["training.steps"] == [[], "optimizer steps"]
-  assert keys["optimizer.schedule"][0] == [*choices.SCHEDULES]
+  assert keys["optimizer.schedule"][0] == [*OPTIMIZER["schedule"].choices]
   assert "llama3_8b" in known["recipes"]
   assert known["flags"]["workdir"]["path"]
 

@@ -3,9 +3,7 @@
 import pytest
 
 from commands import config_flag
-from configs import base
 from configs.schema import finalize, recipes, validate
-from partitioning.mesh_sizes import AXES
 from tests.configs.loading import SIZES, load
 from tests.helpers.jobs import STRATEGIES
 
@@ -46,7 +44,3 @@ def test_every_strategy_goes_with_every_recipe(strategy, recipe, platform):
 def test_the_default_recipe_is_lm():
   assert load("dp8", None).to_dict() == load("dp8", "lm").to_dict()
   assert load("dp8", None).model.name == "transformer"
-
-
-def test_the_mesh_names_the_axes_that_there_are():
-  assert tuple(base.MESH) == AXES

@@ -1,4 +1,4 @@
-"""docs/configuration.md, from the source of `--help`: the defaults and the comments beside them.
+"""docs/configuration.md, from the table of keys.
 
 Prints the page; `python -m tests.docs.configuration --write` writes it.
 """
@@ -7,14 +7,15 @@ import functools
 import sys
 from collections.abc import Mapping
 
-from checkpointing.resume_policy import ACCEPT, MAY_CHANGE, REFUSED, classify
-from commands import config_flag, help
+from checkpointing.resume_policy import ACCEPT, MAY_CHANGE, REFUSED
+from commands import config_flag
 from configs import base
-from configs.schema import units
+from configs.keys import table
 from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
 RECIPES = ("lm", "mlp", "mlp_tutorial", "vit", "hf")
+KINDS = {"mlp": "mlp", "mlp_tutorial": "mlp", "vit": "vit"}  # of models; of the others a decoder
 ON_RESUME = {MAY_CHANGE: "may change", ACCEPT: "with `--accept-changes`", REFUSED: "fixed"}
 HEAD = """# Configuration
 
@@ -92,14 +93,6 @@ def defaults(recipe: str) -> Mapping[str, object]:
   return {key: section[name] for key, section, name in config_flag.keys(base.get_config(recipe))}
 
 
-@functools.cache
-def kinds() -> Mapping[str, type]:
-  """Returns dotted key -> the type of its value."""
-  configs = (base.get_config(recipe) for recipe in RECIPES)
-  keys = (one for config in configs for one in config_flag.keys(config))
-  return {key: section.get_type(name) for key, section, name in keys}
-
-
 def row(key: str, values: Mapping[str, object]) -> str:
   """Returns a key's row; defaults that differ between recipes are given for each."""
   first, *others = values.items()
@@ -107,7 +100,8 @@ def row(key: str, values: Mapping[str, object]) -> str:
     others = [(recipe, value) for recipe, value in others if (recipe, value) != ("hf", None)]
   shown = [shown_value(first[1])] if first[0] == "lm" else [f"{first[0]}: {shown_value(first[1])}"]
   shown += [f"{recipe}: {shown_value(value)}" for recipe, value in others if value != first[1]]
-  return f"| `{key}` | {'; '.join(shown)} | {meaning(key, values)} | {ON_RESUME[classify(key)]} |\n"
+  on_resume = ON_RESUME[table.resume_class(key)]
+  return f"| `{key}` | {'; '.join(shown)} | {meaning(key, values)} | {on_resume} |\n"
 
 
 def shown_value(value: object) -> str:
@@ -115,9 +109,10 @@ def shown_value(value: object) -> str:
 
 
 def meaning(key: str, recipes: Mapping[str, object]) -> str:
-  """Returns the comment beside a key's default in configs/."""
-  found = [help.comments().get((recipe, key)) for recipe in ("", *recipes)]
-  said = units.before(next(filter(None, found), ""), key, kinds()[key])
+  """Returns what a key means, by its row."""
+  shared = [table.find(key)] if not key.startswith("model.") else []
+  own = [table.find(key, recipe, KINDS.get(recipe, "transformer")) for recipe in recipes]
+  said = next((row.explained() for row in [*shared, *own] if row and row.explained()), "")
   return said.replace("|", "\\|")
 
 

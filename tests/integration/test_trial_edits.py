@@ -12,7 +12,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 SMALL = ("--config.model.layers=2", "--config.model.vocabulary_size=256")
 # A second mesh axis that splits the batch, as data does.
 AXIS = {
-  "configs/base.py": ('  "fsdp": 1,', '  "replica": 1,  # splits the batch\n  "fsdp": 1,'),
+  "configs/keys/run.py": (
+    '  "fsdp": Key(1, "splits',
+    '  "replica": Key(1, "splits the batch"),\n  "fsdp": Key(1, "splits',
+  ),
   "partitioning/mesh_sizes.py": ('AXES = ("data", ', 'AXES = ("data", "replica", '),
   "configs/schema/axis_tables.py": ('"batch": ("data", ', '"batch": ("data", "replica", '),
 }

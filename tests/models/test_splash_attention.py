@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import base, dp8
+from configs import dp8
+from configs.keys import table
 from configs.schema import finalize, validate
 from models import blockwise_attention, splash_attention
 from partitioning.constraints import activation_layout
@@ -113,4 +114,4 @@ def test_it_is_refused_where_it_cannot_be():
   config = finalize.finalize(config, "cpu")
   said = "attention_kernel=splash: data.sequence_length=300 is not a multiple of 512, two pieces"
   with pytest.raises(ValueError, match=said):
-    validate.check(config, {**base.MESH, "data": 8})
+    validate.check(config, {**table.section("mesh"), "data": 8})

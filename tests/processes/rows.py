@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from configs import base
+from configs.keys import table
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.row_source import array_source
 from partitioning.mesh import make_mesh
@@ -53,7 +53,7 @@ def where_rows_lie() -> dict:
   source = array_source("numbered", {"tokens": numbers[:, None] * 100 + np.arange(POSITIONS)})
   found = {}
   for name, (sizes, rows, spec) in LAYOUTS.items():
-    mesh = make_mesh({**base.MESH, **sizes})
+    mesh = make_mesh({**table.section("mesh"), **sizes})
     places = {device: place for place, device in enumerate(mesh.devices.flat)}
     shardings = {"tokens": NamedSharding(mesh, spec)}
     training = TrainingBatches(source, global_batch_size=rows, seed=3)
@@ -119,6 +119,6 @@ if __name__ == "__main__":
   joined = groups.connect(start_timeout_seconds=60, heartbeat_seconds=30)
   [name] = sys.argv[1:]
   count = DEVICES if name == "remainders" else 8
-  devices.start({**base.MESH, "data": count}, processes=joined.count)
+  devices.start({**table.section("mesh"), "data": count}, processes=joined.count)
   print("\n" + json.dumps({name: part(name, joined)}), flush=True)
   groups.part()

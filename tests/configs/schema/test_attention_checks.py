@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs import base
+from configs.keys import table
 from configs.schema import attention_checks, finalize, validate
 from tests.configs.loading import load
 
@@ -53,7 +53,7 @@ def test_the_default_is_the_kernel_that_can(platform, capability, changes, kerne
 def test_what_cudnn_cannot_do_is_refused_by_name(changes, said):
   config = finalized(**{**CUDNN, **changes})
   with pytest.raises(ValueError, match=f"attention_kernel=cudnn: {said}.*; set it to blockwise"):
-    validate.check(config, {**base.MESH, "context": config.mesh.context})
+    validate.check(config, {**table.section("mesh"), "context": config.mesh.context})
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_splash_takes_a_ring_of_pieces_of_whole_blocks(changes, said):
 
 
 def test_what_cudnn_can_do_is_not_refused():
-  validate.check(finalized(**CUDNN, **{"model.window": 4096}), base.MESH)
+  validate.check(finalized(**CUDNN, **{"model.window": 4096}), table.section("mesh"))
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 import pytest
 
 from configs import base
+from configs.keys import table
 from configs.schema import finalize, optimizer_defaults, recipes, validate
 from training.optimizer import imported, optimizer_row, optimizers_with
 
-SIZES = dict.fromkeys(base.MESH, 1)
+SIZES = dict.fromkeys(table.section("mesh"), 1)
 
 
 def finalized(recipe, **overrides):

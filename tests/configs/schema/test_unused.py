@@ -224,7 +224,7 @@ def test_every_key_is_read_or_listed(recipe):
   job = prepare(Recording(config, "", read), Devices("cpu", True, SIZES))
   with job.tracing():
     jax.eval_shape(job.program.train_step, job.state, job.batch)
-  listed = set(unused.MODELS.get(config.model.name, {}))
+  listed = set(unused.of_model(config))
   listed |= set(unused.of_task(config)) | ELSEWHERE
   optimizer_keys = optimizer.optimizer_keys(config.optimizer.name)
   listed |= {f"optimizer.{key}" for key in ("beta_1", "beta_2", "epsilon", "momentum")}

@@ -1,10 +1,10 @@
-"""Numbers outside their range are refused, with the range."""
+"""A row of the table of keys: its range, and how it is explained."""
 
 import math
 
 import pytest
 
-from configs.schema import number_checks
+from configs.keys.row import Key
 from tests.helpers.jobs import make_job
 
 EXPERTS = {"model.experts": 4}
@@ -13,7 +13,7 @@ EXPERTS = {"model.experts": 4}
 @pytest.mark.parametrize(
   ("keys", "said"),
   [
-    ({"optimizer.beta_1": -1.0}, "optimizer.beta_1=-1.0: at least 0 and below 1, such as 0.9"),
+    ({"optimizer.beta_1": -1.0}, "optimizer.beta_1=-1.0: at least 0 and below 1"),
     ({"optimizer.beta_2": 1.0}, "optimizer.beta_2=1.0: at least 0 and below 1"),
     ({"optimizer.epsilon": math.nan}, "optimizer.epsilon=nan: at least 0"),
     ({"planning.price_per_chip_hour": -1.0}, "planning.price_per_chip_hour=-1.0: at least 0"),
@@ -24,12 +24,21 @@ EXPERTS = {"model.experts": 4}
     ({**EXPERTS, "model.expert_capacity": math.inf}, "expert_capacity=inf: a finite number"),
   ],
 )
-def test_is_refused_with_the_range(keys, said):
+def test_a_number_outside_its_range_is_refused_with_the_range(keys, said):
   with pytest.raises(ValueError, match="the config is refused") as error:
     make_job("single", "lm", **keys)
   assert said in str(error.value)
 
 
-def test_what_is_in_its_range_passes():
-  config = make_job("single", "lm", **{"optimizer.beta_1": 0.0, "optimizer.epsilon": 0.0}).config
-  assert [*number_checks.wrong(config)] == []
+def test_the_ends_of_a_range():
+  assert list(Key(0.5, least=0, below=1).range_errors(0.0)) == []
+  assert list(Key(0.5, least=0, below=1).range_errors(1.0)) == ["at least 0 and below 1"]
+  assert list(Key(1, least=1).range_errors(1)) == []
+  assert list(Key(1.0, above=0).range_errors(0.0)) == ["above 0"]
+  assert list(Key(None, least=1).range_errors(None)) == []
+
+
+def test_a_meaning_has_its_unit_before_it_unless_it_names_that():
+  assert Key(1, "width", unit="dims").explained() == "[dims] width"
+  assert Key(1, "optimizer steps", unit="steps").explained() == "optimizer steps"
+  assert Key(0, "of parameters").explained() == "of parameters"

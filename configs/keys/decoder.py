@@ -1,0 +1,246 @@
+"""The section `model` of a decoder; the defaults are those of the recipe `lm`."""
+
+from checkpointing.resume_policy import ACCEPT, MAY_CHANGE
+from configs.keys.row import Key, Rows, Unset
+
+DECODER: Rows = {
+  "name": Key("transformer", ""),
+  "layers": Key(3, "transformer blocks", unit="layers"),
+  "model_size": Key(128, "width of the residual stream", unit="dims"),
+  "feedforward_size": Key(384, "hidden width of the MLP", unit="dims"),
+  "base_width": Key(
+    0,
+    "muP: the width at which learning rates were tuned; the other widths of that model are "
+    "smaller in proportion. 0: off",
+    unit="dims",
+    least=0,
+  ),
+  "base_head_size": Key(Unset(int), "muP: head size there; head_size", unit="dims"),
+  "attention": Key(
+    "grouped_query",
+    "grouped_query, or latent: keys and values of all heads are projections of one latent vector "
+    "per token (multi-head latent attention, DeepSeek)",
+    choices=("grouped_query", "latent"),
+  ),
+  "latent_size": Key(0, "of latent attention: numbers of that vector", unit="dims", least=0),
+  "query_latent_size": Key(
+    0,
+    "of a latent vector of the queries; 0: they have none",
+    unit="dims",
+    least=0,
+  ),
+  "value_head_size": Key(Unset(int), "of latent attention; head_size", unit="dims"),
+  "heads": Key(8, "query heads", unit="heads"),
+  "kv_heads": Key(4, "key/value heads; fewer than heads: grouped-query attention", unit="heads"),
+  "head_size": Key(Unset(int), "model_size / heads", unit="dims"),
+  "vocabulary_size": Key(Unset(int), "as the tokenizer's; 256: bytes", unit="tokens"),
+  "vocabulary_multiple": Key(
+    128,
+    "the vocabulary is padded to a multiple of this, on every mesh",
+    unit="tokens",
+  ),
+  "positions": Key("rotary", "rotary (RoPE) or learned", choices=("rotary", "learned")),
+  "max_positions": Key(Unset(int), "of learned ones; data.sequence_length", unit="tokens"),
+  "rotary_base": Key(10000.0, "RoPE's theta", above=0),
+  "rotary_size": Key(
+    0,
+    "Dims of a head that are rotated, the first ones; 0: all. Of latent attention the last ones "
+    "of queries, and of a key that all heads share",
+    unit="dims",
+    least=0,
+  ),
+  "rotary_pairs": Key(
+    "halves",
+    "dims that are rotated together: i, i + h, or adjacent: 2i, 2i + 1",
+    choices=("halves", "adjacent"),
+  ),
+  "rotary_scaling": Key(
+    (),
+    "For rows longer than pretraining: linear, dynamic, yarn, longrope or llama3, with its "
+    'numbers: ("yarn", {"factor": 4.0, "original_length": 32768}); four numbers are llama3\'s '
+    "(factor, low, high, original length); (): none",
+  ),
+  "local_rotary_base": Key(
+    0.0,
+    "theta of sliding-window layers, unscaled; 0: rotary_base",
+    least=0,
+  ),
+  "window": Key(
+    0,
+    "sliding-window attention: tokens that a token attends to; 0: all",
+    unit="tokens",
+    least=0,
+  ),
+  "global_every": Key(
+    0,
+    "every n-th layer has full attention in spite of the window; 0: none",
+    unit="layers",
+    least=0,
+  ),
+  "layer_types": Key(
+    (),
+    "Instead of global_every: the type of each layer, full or sliding (it has the window), or "
+    "full_unrotated or sliding_unrotated (without RoPE); repeated where there are more layers: "
+    '("sliding", "sliding", "full")',
+  ),
+  "norm": Key("rms", "rms or layer", choices=("rms", "layer")),
+  "norm_epsilon": Key(1e-06, "added to the variance", above=0),
+  "norm_scale_from_one": Key(False, "the stored scale is added to one (Gemma)"),
+  "pre_norms": Key(True, "normalize the inputs of attention and MLP"),
+  "post_norms": Key(False, "normalize the outputs: also (Gemma 2), or instead (OLMo 2)"),
+  "query_key_norm": Key(False, "RMSNorm of each query and key head"),
+  "query_key_norm_across_heads": Key(False, "of all heads of a token at once (OLMo 2)"),
+  "clip_qkv": Key(
+    0.0,
+    "Largest magnitude of queries, keys and values, after their norms (OLMoE); 0: any",
+    least=0,
+  ),
+  "biases": Key(
+    "none",
+    'none, qkv, attention, mlp, all (GPT-2; without a gate\'s), or names: "query,value,out". Names'
+    " are query, key, value, out, gate, up, down",
+    usual=("none", "qkv", "attention", "mlp", "all"),
+  ),
+  "activation": Key(
+    "silu",
+    "silu, gelu (tanh approximation), gelu_erf (exact), gelu_sigmoid (x sigmoid(1.702 x)), relu "
+    "or relu_squared",
+    choices=("silu", "gelu", "gelu_erf", "gelu_sigmoid", "relu", "relu_squared"),
+  ),
+  "gated": Key(True, "MLP: down(f(gate(x)) * up(x)); else down(f(up(x)))"),
+  "experts": Key(
+    0,
+    "Mixture of experts: routed experts of a sparse layer, in place of its MLP; 0: all are dense",
+    unit="experts",
+    least=0,
+  ),
+  "experts_per_token": Key(2, "top-k", unit="experts", readers=("experts",)),
+  "expert_feedforward_size": Key(Unset(int), "of an expert; feedforward_size", unit="dims"),
+  "shared_feedforward_size": Key(
+    0,
+    "width of the shared experts together; 0: there are none",
+    unit="dims",
+    least=0,
+    readers=("experts",),
+  ),
+  "dense_layers": Key(
+    0,
+    "the first layers, which have no experts",
+    unit="layers",
+    least=0,
+    readers=("experts",),
+  ),
+  "sparse_every": Key(
+    1,
+    "of the layers after those each so many-th has experts",
+    unit="layers",
+    readers=("experts",),
+  ),
+  "mlp_only_layers": Key(
+    (),
+    "further layers without experts, by their numbers from 0 on: (3, 5)",
+    readers=("experts",),
+  ),
+  "router_scores": Key(
+    "softmax",
+    "softmax, sigmoid (DeepSeek-V3), or softmax_of_chosen: over the chosen logits alone (gpt-oss)",
+    choices=("softmax", "sigmoid", "softmax_of_chosen"),
+    readers=("experts",),
+  ),
+  "router_normalized": Key(
+    True,
+    "the gates of a token are divided by their sum",
+    readers=("experts",),
+  ),
+  "router_scale": Key(1.0, "factor of the gates", finite=True, readers=("experts",)),
+  "router_groups": Key(
+    1,
+    "of experts, from the best of which a token's are chosen",
+    unit="groups of experts",
+    readers=("experts",),
+  ),
+  "router_top_groups": Key(
+    1,
+    "how many are the best",
+    unit="groups of experts",
+    readers=("experts",),
+  ),
+  "router_group_score": Key(
+    "max",
+    "the largest score (DeepSeek-V2), or top2: sum of two (V3)",
+    choices=("max", "top2"),
+    readers=("experts",),
+  ),
+  "router_bias": Key(
+    False,
+    "a trained bias of the router's logits (gpt-oss)",
+    readers=("experts",),
+  ),
+  "router_correction": Key(
+    False,
+    "A bias of the scores by which experts are chosen, moved by training.router_bias_rate (V3)",
+    readers=("experts",),
+  ),
+  "expert_biases": Key(False, "of an expert's gate, up and down (gpt-oss)", readers=("experts",)),
+  "gate_limit": Key(
+    0.0,
+    "largest gate, and largest magnitude of up, in experts (gpt-oss); 0: none",
+    finite=True,
+    readers=("experts",),
+  ),
+  "up_offset": Key(0.0, "added to up in experts (gpt-oss)", finite=True, readers=("experts",)),
+  "expert_exchange": Key(
+    "rounds",
+    "How tokens reach experts on other devices: rounds of all-to-all, or gathered",
+    choices=("rounds", "gathered"),
+    resume=MAY_CHANGE,
+    readers=("experts",),
+  ),
+  "expert_capacity": Key(
+    1.25,
+    "Rows of the buffer between two devices, relative to the mean: memory and speed, not results",
+    finite=True,
+    resume=MAY_CHANGE,
+    readers=("experts",),
+  ),
+  "attention_scale": Key(
+    Unset(float),
+    "Factor of the scores; head_size**-0.5, or with base_width base_head_size**0.5 / head_size",
+    above=0,
+  ),
+  "attention_scale_by_inverse_layer": Key(
+    False,
+    "Scores of the n-th layer, counted from 1, are divided by n (GPT-2)",
+  ),
+  "attention_soft_cap": Key(0.0, "soft-capping of the scaled scores; 0: off", least=0),
+  "attention_sinks": Key(
+    False,
+    "a learned score per head in the softmax, without a value (gpt-oss)",
+  ),
+  "logits_soft_cap": Key(0.0, "soft-capping of the logits; 0: off", least=0),
+  "scaled_embeddings": Key(False, "multiply embeddings by model_size**0.5 (base_width**0.5)"),
+  "embedding_multiplier": Key(1.0, "factor of the embeddings (Granite)"),
+  "residual_multiplier": Key(1.0, "factor of what attention and MLP add to the residual (Granite)"),
+  "logits_divisor": Key(
+    1.0,
+    "divides the logits, before their soft cap (Granite's logits_scaling)",
+  ),
+  "context_attention": Key(
+    "auto",
+    "where context > 1: ring, gather, or auto: by a cost formula",
+    choices=("auto", "ring", "gather"),
+    resume=MAY_CHANGE,
+  ),
+  "embedding_standard_deviation": Key(
+    Unset(float),
+    "1; tied: model_size**-0.5, or with base_width base_width**-0.5",
+    least=0,
+  ),
+  "dropout_rate": Key(0.0, "of the outputs of attention and MLP", resume=ACCEPT),
+  "tied_embeddings": Key(False, "compute the logits with the embedding table"),
+  "separate_documents": Key(
+    Unset(bool),
+    "Intra-document attention masking; positions restart. By default with data that are read from"
+    " files, not with TFDS data sets",
+  ),
+}

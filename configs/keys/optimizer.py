@@ -1,0 +1,111 @@
+"""The section `optimizer`: its arguments, schedule and clipping."""
+
+from checkpointing.resume_policy import MAY_CHANGE, REFUSED
+from configs.keys.row import Key, Rows, Unset
+
+OPTIMIZER: Rows = {
+  "name": Key(
+    "adamw",
+    "adamw, adafactor, muon, schedule_free_adamw, sgd, soap, or any of optax by its name: lion, "
+    "contrib.muon",
+    resume=REFUSED,
+  ),
+  "arguments": Key("", 'further ones of the optimizer: "nesterov=True,mu_dtype=bfloat16"'),
+  "state_dtype": Key(
+    Unset(str),
+    "Dtype of moments between steps: float32, bfloat16 or int8 (8 bits, in blocks of 128 "
+    "elements); by default as training.parameter_dtype. Arrays of fewer than 4096 elements stay "
+    "float32 or wider",
+    usual=("float32", "bfloat16", "int8"),
+    resume=REFUSED,
+  ),
+  "state_memory": Key(
+    "device",
+    "Where the optimizer's state is between updates: device, or host, from which it is fetched "
+    "layer by layer",
+    choices=("device", "host"),
+    resume=MAY_CHANGE,
+  ),
+  "learning_rate": Key(
+    0.001,
+    "Peak learning rate; AdamW's is 8e-3 for lm, 2e-3 for mlp, 3e-4 for presets, and other "
+    "optimizers follow (docs/optimizers.md); mlp_tutorial: 1e-5",
+    least=0,
+  ),
+  "schedule": Key(
+    "cosine",
+    "cosine, linear, constant, wsd (warm-up, stable, decay) or inverse_sqrt; by default cosine, "
+    "and constant for schedule_free_adamw and mlp_tutorial",
+    choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
+  ),
+  "final_fraction": Key(
+    Unset(float),
+    "Learning rate at the end over the peak; cosine: 0.1, linear and wsd: 0",
+  ),
+  "warmup_steps": Key(Unset(int), "linear warm-up; by default steps / 20", unit="steps", least=0),
+  "warmup_tokens": Key(
+    0,
+    "instead of warmup_steps; 0: warmup_steps",
+    unit="tokens",
+    least=0,
+    resume=MAY_CHANGE,
+  ),
+  "decay_steps": Key(Unset(int), "of wsd, at the end; by default steps / 5", unit="steps", least=0),
+  "decay_tokens": Key(
+    0,
+    "instead of decay_steps; 0: decay_steps",
+    unit="tokens",
+    least=0,
+    resume=MAY_CHANGE,
+  ),
+  "decay": Key("linear", "of wsd: linear or 1-sqrt", choices=("linear", "1-sqrt")),
+  "beta_1": Key(
+    0.9,
+    "decay of AdamW's first moment",
+    least=0,
+    below=1,
+    readers=("optimizer",),
+    off=None,
+  ),
+  "beta_2": Key(
+    0.95,
+    "decay of AdamW's second moment",
+    least=0,
+    below=1,
+    readers=("optimizer",),
+    off=None,
+  ),
+  "epsilon": Key(1e-08, "AdamW only", least=0, readers=("optimizer",), off=None),
+  "momentum": Key(0.0, "SGD only", readers=("optimizer",)),
+  "weight_decay": Key(
+    0.1,
+    "Applied to kernels and embeddings, not to scales and biases; AdamW's is 0.1, for mlp 0.05, "
+    "and other optimizers follow",
+    least=0,
+    readers=("optimizer",),
+    off=0.0,
+  ),
+  "independent_weight_decay": Key(
+    False,
+    "A step at the peak takes weight_decay off a parameter, not learning_rate * weight_decay",
+    readers=("optimizer",),
+  ),
+  "groups": Key(
+    (),
+    "Parts of the parameters with an optimizer, learning rate or decay of their own, the first "
+    'that matches: ({"parameters": "embed/*", "learning_rate": 1e-3, "weight_decay": 0.0},)',
+  ),
+  "ema_decays": Key(
+    (),
+    "Exponential moving averages of the parameters, one for each decay: (0.999, 0.9999)",
+    resume=REFUSED,
+  ),
+  "clip_norm": Key(1.0, "of the global gradient norm; 0: off", least=0),
+  "clip_groups": Key(False, "each of groups by the norm of its own gradients"),
+  "clip_quantile": Key(
+    0.0,
+    "Instead of clip_norm: clip to this quantile of the last clip_window norms; 0: off",
+    least=0,
+  ),
+  "clip_window": Key(50, "steps", unit="steps", least=2, resume=REFUSED),
+}

@@ -1,0 +1,84 @@
+"""What is known of one key of a config."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Unset:
+  """The default of a key that is derived where it is not set (`configs.schema.finalize`)."""
+
+  kind: type
+
+
+@dataclasses.dataclass(frozen=True)
+class Required:
+  """The default of a key that each recipe sets."""
+
+  kind: type
+
+
+DEFAULT = object()  # `off` of most keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+  """A row.
+
+  Attributes:
+    default: its value, `Unset` or `Required`.
+    meaning: for help and docs/configuration.md.
+    unit: of a number.
+    least: the smallest number that it may be.
+    above: a number that it has to be above.
+    below: a number that it has to be below.
+    finite: it may be any number but inf and nan; so may one that has `least` or `above`.
+    choices: the words that it may be.
+    usual: words that it often is; others are possible.
+    resume: what a change means where a run resumes, of `checkpointing.resume_policy`; "": as for
+      most keys of the section.
+    readers: who reads it, where not everybody does; see `configs.schema.unused`.
+    off: its value where nobody reads it.
+  """
+
+  default: Any
+  meaning: str = ""
+  unit: str = ""
+  least: float | None = None
+  above: float | None = None
+  below: float | None = None
+  finite: bool = False
+  choices: tuple[str, ...] = ()
+  usual: tuple[str, ...] = ()
+  resume: str = ""
+  readers: tuple[str, ...] = ()
+  off: Any = DEFAULT
+
+  def explained(self) -> str:
+    """Returns the meaning behind the unit, in brackets, where it does not name that."""
+    named = not self.unit or self.unit in self.meaning
+    return self.meaning if named else f"[{self.unit}] {self.meaning}".rstrip()
+
+  @property
+  def unread(self) -> Any:
+    """Returns its value where nobody reads it."""
+    return self.default if self.off is DEFAULT else self.off
+
+  def range_errors(self, value: Any) -> Iterator[str]:
+    """Yields what range a number is outside of; nothing for a value that is unset."""
+    if value is None:
+      return
+    if self.least is not None and self.below is not None:
+      if not self.least <= value < self.below:
+        yield f"at least {self.least} and below {self.below}"
+    elif self.least is not None and not self.least <= value < math.inf:
+      yield f"at least {self.least}"
+    if self.above is not None and not self.above < value < math.inf:
+      yield f"above {self.above}"
+    if self.finite and not math.isfinite(value):
+      yield "a finite number"
+
+
+Rows = Mapping[str, Key]

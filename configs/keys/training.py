@@ -1,0 +1,241 @@
+"""The section `training`: the step, and what happens where one goes wrong."""
+
+from checkpointing.resume_policy import MAY_CHANGE, REFUSED
+from configs.keys.row import Key, Rows, Unset
+
+TRAINING: Rows = {
+  "steps": Key(0, "optimizer steps", unit="steps", least=1, resume=MAY_CHANGE),
+  "tokens": Key(
+    0,
+    "instead of steps: as many as have these tokens; 0: steps",
+    unit="tokens",
+    least=0,
+    resume=MAY_CHANGE,
+  ),
+  "gradient_accumulation_steps": Key(1, "microbatches per step", unit="microbatches", least=1),
+  "pipeline": Key(
+    "1f1b",
+    "Pipeline stages (mesh.stage): 1f1b, interleaved (1F1B with pipeline_chunks parts of the "
+    "layers per stage: a smaller bubble, more transfers) or gpipe (memory grows with the "
+    "microbatches)",
+    choices=("1f1b", "interleaved", "gpipe"),
+    resume=MAY_CHANGE,
+  ),
+  "pipeline_chunks": Key(
+    2,
+    "chunks of layers per stage, of interleaved",
+    unit="chunks of layers",
+    least=2,
+    resume=MAY_CHANGE,
+  ),
+  "microbatches": Key(
+    Unset(int),
+    "microbatches of a pipeline per accumulation step. By default the most that divide the rows, "
+    "up to 4 * mesh.stage",
+    unit="microbatches",
+    least=1,
+    resume=MAY_CHANGE,
+  ),
+  "pipeline_ends": Key(
+    "masked",
+    "Embeddings and losses: masked (all stages compute them, and discard what they do not need) "
+    "or conditional (only the first and the last stage compute them)",
+    choices=("masked", "conditional"),
+    resume=MAY_CHANGE,
+  ),
+  "pipeline_gather": Key(
+    "auto",
+    "All-gather the parameters of a stage over fsdp once per step, where they and their gradients"
+    " take at most a quarter of the memory (auto, or step), or for each microbatch (tick)",
+    choices=("auto", "step", "tick"),
+    resume=MAY_CHANGE,
+  ),
+  "gradient_reduction": Key(
+    "auto",
+    "Reduce gradients over data once per step or after each microbatch; auto: once where possible",
+    choices=("auto", "step", "microbatch"),
+    resume=MAY_CHANGE,
+  ),
+  "gradient_reduction_dtype": Key(
+    "compute",
+    "Dtype in which gradients of kernels and embeddings are reduced over devices: compute "
+    "(compute_dtype) or float32",
+    choices=("compute", "float32"),
+    readers=("decoder",),
+  ),
+  "trainable": Key(
+    Unset(tuple),
+    "Names of the parameters that are trained, as patterns (* also matches /); the others stay as"
+    ' they are, without optimizer state: ("layers/attention/*", "final_norm/*"). All, or with '
+    "lora.rank the adapters, which are trained besides what is given",
+    resume=REFUSED,
+  ),
+  "parameter_dtype": Key(
+    "float32",
+    "Dtype of parameters between steps: bfloat16, float32 or float64. Updates are computed in "
+    "float32 or wider",
+    choices=("bfloat16", "float32", "float64"),
+    resume=REFUSED,
+  ),
+  "stochastic_rounding": Key(
+    Unset(bool),
+    "Round updated bfloat16 parameters up or down at random, not to the nearest; by default on "
+    "for them",
+  ),
+  "frozen_dtype": Key(
+    Unset(str),
+    "Dtype of parameters that are not trained: bfloat16, or as parameter_dtype",
+    resume=REFUSED,
+  ),
+  "compute_dtype": Key(
+    Unset(str),
+    "Dtype of activations and matmuls. By default bfloat16 on accelerators, else parameter_dtype,"
+    " but at least float32",
+    usual=("bfloat16", "float32", "float64"),
+  ),
+  "matmul_precision": Key(
+    Unset(str),
+    "default, high or highest",
+    choices=("default", "high", "highest"),
+  ),
+  "matmul_dtype": Key(
+    "compute",
+    "Dtype of the matmuls in a decoder's layers: compute (as compute_dtype), int8 (TPU v5e and "
+    "later) or float8 (H100 and later, TPU7x)",
+    choices=("compute", "int8", "float8"),
+    readers=("decoder",),
+  ),
+  "matmul_scaling": Key(
+    "current",
+    "Where scales of 8-bit numbers come from: current (the array itself) or delayed (float8; the "
+    "largest magnitudes of the last 16 steps)",
+    choices=("current", "delayed"),
+    resume=REFUSED,
+  ),
+  "rematerialization": Key(
+    "none",
+    "What a layer saves for its backward pass: none (everything), dots (results of matmuls), full"
+    ' (its input), or by name: "full,query=save,key=save,layer_input=offload" (docs/memory.md)',
+    usual=("none", "dots", "full"),
+    readers=("layers",),
+  ),
+  "scan_unroll": Key(
+    1,
+    "Layers in one iteration of the scan over layers: transfers overlap with more work, and more "
+    "is in memory",
+    unit="layers",
+    least=1,
+    resume=MAY_CHANGE,
+    readers=("layers",),
+  ),
+  "attention_kernel": Key(
+    Unset(str),
+    "xla (has all scores in memory), blockwise (a scan over blocks of keys, for any platform), "
+    "splash (JAX's flash attention for TPUs) or cudnn (cuDNN's, for Hopper and later GPUs). By "
+    "default what docs/defaults.md says.",
+    resume=MAY_CHANGE,
+    readers=("logits",),
+    off="xla",
+  ),
+  "grouped_matmul": Key(
+    Unset(str),
+    "Experts' matmuls: tiles (a loop over tiles of rows) or ragged (JAX's ragged_dot, on TPUs). "
+    "By default what docs/defaults.md says.",
+    choices=("tiles", "ragged"),
+    resume=MAY_CHANGE,
+    readers=("experts",),
+    off="tiles",
+  ),
+  "balance_loss": Key(
+    0.0,
+    "coefficient of the balance loss of experts, taken per row; 0: off",
+    finite=True,
+    readers=("experts",),
+  ),
+  "router_z_loss": Key(
+    0.0,
+    "coefficient of the z-loss of the routers' logits; 0: off",
+    finite=True,
+    readers=("experts",),
+  ),
+  "router_bias_rate": Key(
+    0.0,
+    "How far a step moves the biases of model.router_correction towards balanced experts",
+    finite=True,
+    readers=("experts",),
+  ),
+  "z_loss": Key(
+    0.0,
+    "Coefficient of the squared logarithm of the softmax's normalizer, added to each token's "
+    "loss; 0: off",
+    least=0,
+    readers=("text", "not dpo", "logits"),
+  ),
+  "dpo_beta": Key(
+    0.1,
+    "DPO (data=preferences): how strongly the model is kept near the reference",
+    readers=("dpo",),
+  ),
+  "dpo_label_smoothing": Key(
+    0.0,
+    "the assumed share of pairs that are the wrong way around",
+    readers=("dpo",),
+  ),
+  "loss_chunks": Key(
+    Unset(int),
+    "Chunked cross-entropy: logits of one part of the vocabulary at a time. As many chunks as "
+    "keep those of a device under 256 MiB",
+    unit="chunks",
+    least=1,
+    resume=MAY_CHANGE,
+    readers=("logits",),
+    off=1,
+  ),
+  "bad_step_deviations": Key(
+    0.0,
+    "Treat a loss spike as a bad step, like a loss that is not finite: this many standard "
+    "deviations above the mean of the last bad_step_window losses; 0: off",
+    unit="standard deviations",
+    least=0,
+    resume=MAY_CHANGE,
+  ),
+  "bad_step_window": Key(
+    100,
+    "steps whose losses a spike is compared with",
+    unit="steps",
+    least=2,
+    resume=MAY_CHANGE,
+  ),
+  "on_bad_step": Key(
+    "stop",
+    "stop, or roll_back: to the last good checkpoint, skipping the batch",
+    choices=("stop", "roll_back"),
+    resume=MAY_CHANGE,
+  ),
+  "bad_step_skips": Key(
+    1,
+    "batches that a rollback skips, the last of them the bad step's",
+    unit="batches",
+    least=1,
+    resume=MAY_CHANGE,
+  ),
+  "callbacks": Key(
+    (),
+    'registered functions that are called every n steps: ("norms",)',
+    resume=MAY_CHANGE,
+  ),
+  "max_rollbacks": Key(
+    3,
+    "rollbacks of a run, over all its starts; the next bad step stops it",
+    unit="rollbacks",
+    least=1,
+    resume=MAY_CHANGE,
+  ),
+  "replica_check_every_steps": Key(
+    10,
+    "Compare replicas of parameters and optimizer state, also before every save; 0: off.",
+    unit="steps",
+    least=0,
+    resume=MAY_CHANGE,
+  ),
+}
