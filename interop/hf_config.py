@@ -30,6 +30,7 @@ NEUTRAL: dict[str, Any] = {
   "attention": "grouped_query",
   "latent_size": 0,
   "query_latent_size": 0,
+  "latent_norm_epsilon": 1e-6,
   "value_head_size": None,  # as head_size
   "rotary_scaling": (),
   "local_rotary_base": 0.0,
@@ -311,7 +312,7 @@ def canonical(ours: Ours) -> dict[str, Any]:
   else:
     found.update(rotary_base=NEUTRAL["rotary_base"], rotary_scaling=(), local_rotary_base=0.0)
   if found["attention"] == NEUTRAL["attention"]:
-    found["value_head_size"] = None
+    found.update(value_head_size=None, latent_norm_epsilon=NEUTRAL["latent_norm_epsilon"])
   layer_types = types_of(found)
   if not any(one.startswith("sliding") for one in layer_types):
     found["window"] = 0

@@ -13,7 +13,8 @@ DEEPSEEK = (
   parts.same("intermediate_size", "feedforward_size"),
   latent.LATENT,
   parts.same("vocab_size", "vocabulary_size"),
-  latent.NORM_EPSILON,
+  parts.same("rms_norm_eps", "norm_epsilon", float),  # but latent vectors' is 1e-6 in all of them
+  parts.BIASES,
   parts.same("tie_word_embeddings", "tied_embeddings", bool),
   SILU,
   latent.ROPE,

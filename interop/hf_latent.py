@@ -7,7 +7,6 @@ from interop import hf_parts as parts
 from interop.hf_config import Ours, Part, Theirs, short, yarn_factor
 from interop.hf_rope import KEYS, ORIGINAL, numbers, rope
 
-EPSILON = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps is
 _SIZES = {
   "kv_lora_rank": "latent_size",
   "qk_rope_head_dim": "rotary_size",
@@ -51,20 +50,6 @@ LATENT = Part(
   ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "qk_nope_head_dim", *_SIZES),
   _read,
   _write,
-)
-
-
-def _read_epsilon(config: Theirs) -> dict[str, Any]:
-  if (value := parts.value_of(config, "rms_norm_eps", float)) != EPSILON:
-    raise ValueError(
-      f"rms_norm_eps={value}: the norms of latent vectors have {EPSILON} in this family whatever "
-      f"the others have; only {EPSILON} is read"
-    )
-  return {"norm_epsilon": value}
-
-
-NORM_EPSILON = Part(
-  ("rms_norm_eps",), _read_epsilon, lambda model: {"rms_norm_eps": model["norm_epsilon"]}
 )
 
 

@@ -149,15 +149,21 @@ GPT_2 = Names(
 LATENT_ATTENTION: dict[str, Row] = {
   f"{LAYER}self_attn.q_proj.weight": ("NH D", "layers/attention/query/kernel"),
   f"{LAYER}self_attn.q_a_proj.weight": ("q D", "layers/attention/query_latent/kernel"),
+  f"{LAYER}self_attn.q_a_proj.bias": ("q", "layers/attention/query_latent/bias"),
   f"{LAYER}self_attn.q_a_layernorm.weight": ("Q", "layers/attention/query_latent_norm/scale"),
   f"{LAYER}self_attn.q_b_proj.weight": ("NH Q", "layers/attention/query/kernel"),
   f"{LAYER}self_attn.kv_a_proj_with_mqa.weight": (
     "c+I D",
     ("layers/attention/latent/kernel", "layers/attention/rotary_key/kernel"),
   ),
+  f"{LAYER}self_attn.kv_a_proj_with_mqa.bias": (
+    "c+I",
+    ("layers/attention/latent/bias", "layers/attention/rotary_key/bias"),
+  ),
   f"{LAYER}self_attn.kv_a_layernorm.weight": ("C", "layers/attention/latent_norm/scale"),
   f"{LAYER}self_attn.kv_b_proj.weight": ("KJ C", "layers/attention/key_value/kernel"),
   f"{LAYER}self_attn.o_proj.weight": ("D NU", "layers/attention/out/kernel"),
+  f"{LAYER}self_attn.o_proj.bias": ("D", "layers/attention/out/bias"),
 }
 ROUTER: dict[str, Row] = {f"{LAYER}mlp.gate.weight": ("e D", "layers/experts/router/kernel")}
 

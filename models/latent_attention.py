@@ -86,7 +86,7 @@ class LatentAttention(nnx.Module):
       rotary_BTKI = self._rotated(for_each_head(rotary_BRI, "K", ROTARY_KEY), table_2BTh)
       k_BTKH, v_BTKU = self._keys_and_values(found_BTKJ, rotary_BTKI)
       output_BTNU = self.attend(q_BTNH, k_BTKH, v_BTKU, layer, rows)
-    return row_parallel(output_BTNU, self.out, RESIDUAL), cache
+    return self.out.add_bias(row_parallel(output_BTNU, self.out, RESIDUAL)), cache
 
   def _down(
     self, x_BRD: Float[Array, "B R D"]
@@ -96,7 +96,9 @@ class LatentAttention(nnx.Module):
     if self.has_query_latent:
       layers, names = [*layers, self.query_latent], [*names, "query_latent"]
     found = column_parallel(x_BRD, layers, _IN_PLACE)
-    latent_BRC, rotary_BRI, *query = (named(x, n) for x, n in zip(found, names, strict=True))
+    latent_BRC, rotary_BRI, *query = (
+      named(linear.add_bias(x), name) for linear, x, name in zip(layers, found, names, strict=True)
+    )
     if query:
       query_BRQ = constrain(self.query_latent_norm(query[0]), QUERY_LATENT.between)
       [q_BTNH] = column_parallel(query_BRQ, [self.query], QUERY_LATENT)

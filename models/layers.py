@@ -269,7 +269,8 @@ class Norm(nnx.Module):
     self.scale = nnx.Param(jnp.full(shape, 1.0 - self.offset, dtype))
     if self.centred:
       self.bias = nnx.Param(jnp.zeros(shape, dtype))
-    self.epsilon = config.model.norm_epsilon
+    latent = name.endswith("latent_norm")
+    self.epsilon = config.model.latent_norm_epsilon if latent else config.model.norm_epsilon
 
   def __call__(self, x: Float[Array, "*X D"]) -> Float[Array, "*X D"]:
     """Returns x, normalized."""

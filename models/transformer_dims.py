@@ -82,10 +82,13 @@ PARAMETERS = {
   "layers/attention/(query|key)_norm/scale": "LH",
   "layers/attention/sinks": "LN",
   "layers/attention/query_latent/kernel": "LDq",
+  "layers/attention/query_latent/bias": "Lq",
   "layers/attention/query_latent_norm/scale": "LQ",
   "layers/attention/latent/kernel": "LDc",
+  "layers/attention/latent/bias": "Lc",
   "layers/attention/latent_norm/scale": "LC",
   "layers/attention/rotary_key/kernel": "LDI",
+  "layers/attention/rotary_key/bias": "LI",
   "layers/attention/key_value/kernel": "LCKJ",
   "layers/attention/out/kernel": "LNHD",
   "layers/attention/out/bias": "LD",
@@ -149,7 +152,12 @@ BIASES = {
 
 
 def has_bias(name: str, model: ConfigDict) -> bool:
-  """Returns whether a linear layer, one of LINEARS, has a bias if it is there."""
+  """Returns whether a linear layer, one of LINEARS, has a bias if it is there.
+
+  Of latent attention, the projections down to latent vectors have in place of the queries'.
+  """
+  if name == "query" and is_latent(model):
+    return False
   return any(name in BIASES.get(part, (part,)) for part in model.biases.split(","))
 
 
@@ -188,6 +196,8 @@ _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
   "norm/bias": lambda m: m.norm == "layer",
   **{f"attention/{name}/bias": functools.partial(has_bias, name) for name in LINEARS[:4]},
   **{f"mlp/{name}/bias": functools.partial(has_bias, name) for name in LINEARS[4:]},
+  "latent/bias": functools.partial(has_bias, "out"),
+  "rotary_key/bias": functools.partial(has_bias, "out"),
   "(query|key)_norm": lambda m: m.query_key_norm,
   "attention/sinks": lambda m: m.attention_sinks,
   "(key|value)/": lambda m: not is_latent(m),

@@ -81,6 +81,7 @@ def upgraded(config: Mapping[str, Any]) -> dict[str, Any]:
       "max_positions": data["sequence_length"],
       "base_head_size": model["head_size"],
       "value_head_size": model["head_size"],
+      "latent_norm_epsilon": model["norm_epsilon"] if model.get("latent_size") else 1e-6,
       "expert_feedforward_size": model.get("feedforward_size"),
     }
     model = {**derived, **_OLD_DECODER, **model}

@@ -29,6 +29,11 @@ DECODER: Rows = {
     unit="dims",
     least=0,
   ),
+  "latent_norm_epsilon": Key(
+    1e-06,
+    "of the norms of latent vectors; the others have norm_epsilon",
+    above=0,
+  ),
   "value_head_size": Key(Unset(int), "of latent attention; head_size", unit="dims"),
   "heads": Key(8, "query heads", unit="heads"),
   "kv_heads": Key(4, "key/value heads; fewer than heads: grouped-query attention", unit="heads"),
@@ -98,7 +103,8 @@ DECODER: Rows = {
   "biases": Key(
     "none",
     'none, qkv, attention, mlp, all (GPT-2; without a gate\'s), or names: "query,value,out". Names'
-    " are query, key, value, out, gate, up, down",
+    " are query, key, value, out, gate, up, down. Of latent attention, attention stands for the "
+    "projections to latent vectors and to the rotary key, and out",
     usual=("none", "qkv", "attention", "mlp", "all"),
   ),
   "activation": Key(

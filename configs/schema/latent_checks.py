@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 # Keys of `model` about latent attention -> their value without it.
-_OFF = {"latent_size": 0, "query_latent_size": 0}
+_OFF = {"latent_size": 0, "query_latent_size": 0, "latent_norm_epsilon": 1e-6}
 # What only grouped-query attention has -> its value without it.
 _NONE = {"attention_sinks": False, "attention_scale_by_inverse_layer": False, "clip_qkv": 0.0}
 
@@ -69,12 +69,11 @@ def _others(config: ConfigDict) -> Iterator[str]:
   for key, off in _NONE.items():
     if model[key] != off:
       yield f"model.{key}={model[key]}: model.attention=latent has none; set it to {off}"
-  if model.biases in ("qkv", "attention", "all") or {*model.biases.split(",")} & {
-    *("query", "key", "value", "out")
-  }:
+  if {*model.biases.split(",")} & {"qkv", "all", "query", "key", "value", "out"}:
     yield (
-      f"model.biases={model.biases!r}: the projections of model.attention=latent have none; set it "
-      f"to none or mlp"
+      f"model.biases={model.biases!r}: of model.attention=latent the projections to latent vectors "
+      f"and to the rotary key have biases, and out, all or none; set it to none, mlp, attention or "
+      f"attention,mlp"
     )
   if model.base_width:
     yield (

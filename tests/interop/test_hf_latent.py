@@ -82,9 +82,18 @@ def test_the_scale_is_written_back_as_mscale(one, every):
 
 def test_what_cannot_be_expressed_is_refused():
   assert "each of the 128 heads has keys and values of its own" in refusal(num_key_value_heads=8)
-  assert "rms_norm_eps=1e-05: the norms of latent vectors have 1e-06" in refusal(rms_norm_eps=1e-5)
   assert "q_lora_rank=0: a whole number of at least 1" in refusal(q_lora_rank=0)
-  assert "attention_bias=True: models of this type are read without" in refusal(attention_bias=True)
+  assert "mlp_bias=True: models of this type are read without" in refusal(mlp_bias=True)
+
+
+def test_norms_of_latent_vectors_keep_their_epsilon_whatever_the_others_have():
+  model = read(rms_norm_eps=1e-5, attention_bias=True)
+  assert (model["norm_epsilon"], model["latent_norm_epsilon"]) == (1e-5, 1e-6)
+  assert model["biases"] == "attention"
+  back = hf_config.write(model, 64, "deepseek_v3")
+  assert (back["rms_norm_eps"], back["attention_bias"]) == (1e-5, True)
+  with pytest.raises(ValueError, match=r"latent_norm_epsilon=1e-05 \(it would be 1e-06\)"):
+    hf_config.write({**model, "latent_norm_epsilon": 1e-5}, 64, "deepseek_v3")
 
 
 def test_other_attention_has_no_place_in_it():

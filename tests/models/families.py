@@ -142,6 +142,13 @@ FAMILIES = {
     ),
   },
   "deepseek3_halves": {**LATENT, "rotary_pairs": "halves", "query_latent_size": 24},
+  # Of whose norms those of latent vectors have another epsilon.
+  "deepseek3_biases": {
+    **LATENT,
+    "query_latent_size": 24,
+    "biases": "attention",
+    "norm_epsilon": 1e-2,
+  },
   "deepseek2": LATENT,
   # Another mscale than mscale_all_dim.
   "deepseek2_yarn": {

@@ -85,10 +85,11 @@ def norm(model, weights, name, x):
   return rms_norm(model, x, weights[f"{name}/scale"])
 
 
-def rms_norm(model, x, scale):
+def rms_norm(model, x, scale, epsilon=None):
   """Returns x / rms(x) * scale, or * (1 + scale)."""
+  epsilon = model.norm_epsilon if epsilon is None else epsilon
   scale = scale + 1 if model.norm_scale_from_one else scale
-  return x / np.sqrt((x**2).mean(-1, keepdims=True) + model.norm_epsilon) * scale
+  return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
 
 
 def after(model, weights, name, x):
@@ -131,7 +132,11 @@ def latent_attention(model, weights, x_TD, seen_TS, positions_T, **of_layer):
     return weights[f"attention/{name}/kernel"]
 
   def normed(name, x):
-    return rms_norm(model, x, weights[f"attention/{name}_norm/scale"])
+    scale = weights[f"attention/{name}_norm/scale"]
+    return rms_norm(model, x, scale, model.latent_norm_epsilon)
+
+  def down(name):
+    return x_TD @ kernel(name) + weights.get(f"attention/{name}/bias", 0.0)
 
   def turned(x_TNI):
     if model.rotary_pairs == "adjacent":  # pairs (2 i, 2 i + 1): brought to (i, i + I/2), and back
@@ -142,8 +147,8 @@ def latent_attention(model, weights, x_TD, seen_TS, positions_T, **of_layer):
 
   of_query = x_TD
   if model.query_latent_size:
-    of_query = normed("query_latent", x_TD @ kernel("query_latent"))
-  c_TC, shared_TI = normed("latent", x_TD @ kernel("latent")), x_TD @ kernel("rotary_key")
+    of_query = normed("query_latent", down("query_latent"))
+  c_TC, shared_TI = normed("latent", down("latent")), down("rotary_key")
   rotary_TI = turned(shared_TI[:, None])[:, 0]
   mixed = []
   plain = model.head_size - model.rotary_size
@@ -154,7 +159,8 @@ def latent_attention(model, weights, x_TD, seen_TS, positions_T, **of_layer):
     k_SH = np.concatenate([both_SJ[:, :plain], rotary_TI], axis=-1)
     scores_TS = capped(q_TH @ k_SH.T * model.attention_scale, model.attention_soft_cap)
     mixed.append(softmax(np.where(seen_TS, scores_TS, -np.inf)) @ both_SJ[:, plain:])
-  return np.einsum("NTU,NUD->TD", np.stack(mixed), kernel("out"))
+  out_TD = np.einsum("NTU,NUD->TD", np.stack(mixed), kernel("out"))
+  return out_TD + weights.get("attention/out/bias", 0.0)
 
 
 def rotated(model, x_TNH, positions_T, *, sees_all, length=0):

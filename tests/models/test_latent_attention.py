@@ -29,13 +29,20 @@ OPTIONS = {
   "model.window": 5,
   "model.separate_documents": True,
 }
+BIASES = {"model.biases": "attention", "model.norm_epsilon": 1e-2, "model.latent_norm_epsilon": 0.1}
 
 
-@pytest.mark.parametrize("keys", [{}, OPTIONS])
+def with_biases(path, x):
+  """Returns a bias that is not zero; another parameter as it is."""
+  return 0.3 * np.cos(np.arange(x.size)).reshape(x.shape) if path[-1].key == "bias" else x
+
+
+@pytest.mark.parametrize("keys", [{}, OPTIONS, BIASES])
 def test_the_loss_is_numpys(keys):
   with jax.enable_x64(True):
     job = make_job("single", "lm", **{**LATENTS, **FLOAT64, **keys})
     params, batch = first_state(job).params, host_batch(job)
+    params = jax.tree.map_with_path(with_biases, params)
     function = job.compile(job.program.sums, job.state.params, job.batch).function
     sums = function(params, batch)
     names = ("tokens", "targets", "weights", "segments")
@@ -69,6 +76,12 @@ def test_gradients_on_a_mesh_are_those_of_one_device(mesh):
 def test_gradients_of_options_on_a_mesh_are_those_of_one_device():
   ours = train("lm", "float64", {**LATENTS, **OPTIONS, **MESHES["all, gathered"]})
   assert_equal(ours, on_one_device(True), "float64")
+
+
+@pytest.mark.long
+def test_gradients_of_biases_on_a_mesh_are_those_of_one_device():
+  ours = train("lm", "float64", {**LATENTS, **BIASES, **MESHES["all, ring"]})
+  assert_equal(ours, train("lm", "float64", {**LATENTS, **BIASES}), "float64")
 
 
 @pytest.mark.long

@@ -274,12 +274,11 @@ def _deepseek(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         value = value.reshape(value.shape[0], -1).T
       if part == "attention/query" and "layers/attention/query_latent/kernel" in arrays:
         theirs = "self_attn.q_b_proj"
-      found[f"{where}{theirs}.weight"] = value
-    joined, rotary = (
-      f"{where}self_attn.kv_a_proj_with_mqa.weight",
-      found.pop(f"{where}rotary.weight"),
-    )
-    found[joined] = np.concatenate([found[joined], rotary])
+      found[f"{where}{theirs}.{'bias' if kind == 'bias' else 'weight'}"] = value
+    for kind in ("weight", "bias"):
+      if (rotary := found.pop(f"{where}rotary.{kind}", None)) is not None:
+        joined = f"{where}self_attn.kv_a_proj_with_mqa.{kind}"
+        found[joined] = np.concatenate([found[joined], rotary])
   return found
 
 

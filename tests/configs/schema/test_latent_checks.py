@@ -22,8 +22,10 @@ def lines(overrides):
     ({"model.positions": "learned"}, "model.positions='learned': model.attention=latent has a"),
     ({"model.query_key_norm": True}, "normalizes latent vectors, not heads; set it to False"),
     ({"model.attention_sinks": True}, "model.attention=latent has none; set it to False"),
-    ({"model.biases": "query,up"}, "model.biases='query,up': the projections of"),
-    ({"model.biases": "all"}, "have none; set it to none or mlp"),
+    ({"model.attention_scale_by_inverse_layer": True}, "=latent has none; set it to False"),
+    ({"model.clip_qkv": 2.0}, "model.clip_qkv=2.0: model.attention=latent has none; set it to 0.0"),
+    ({"model.biases": "query,up"}, "model.biases='query,up': of model.attention=latent the"),
+    ({"model.biases": "all"}, "all or none; set it to none, mlp, attention or attention,mlp"),
     ({"model.base_width": 20}, "muP has no rule for the sizes of latent vectors; set it to 0"),
     ({"lora.rank": 2}, "lora.rank=2: the projections of model.attention=latent have no adapters"),
   ],
@@ -38,6 +40,7 @@ def test_what_latent_attention_cannot_have_is_refused(overrides, said):
   [
     ({"model.latent_size": 8}, "model.latent_size=8 is about model.attention=latent; set that, or"),
     ({"model.query_latent_size": 8}, "model.query_latent_size=8 is about"),
+    ({"model.latent_norm_epsilon": 1e-5}, "model.latent_norm_epsilon=1e-05 is about"),
     ({"model.value_head_size": 7}, "model.value_head_size=7 is about model.attention=latent; set"),
     (
       {"model.positions": "learned", "model.rotary_pairs": "adjacent"},
@@ -54,4 +57,5 @@ def test_what_goes_together_is_accepted():
   assert lines({}) == []
   assert lines({"model.rotary_pairs": "adjacent"}) == []
   assert lines({**LATENTS, "model.biases": "mlp", "model.window": 5}) == []
+  assert lines({**LATENTS, "model.biases": "attention,mlp"}) == []
   assert lines({**LATENTS, "training.matmul_dtype": "int8"}) == []
