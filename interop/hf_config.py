@@ -34,6 +34,7 @@ NEUTRAL: dict[str, Any] = {
   "value_head_size": None,  # as head_size
   "rotary_scaling": (),
   "local_rotary_base": 0.0,
+  "local_rotary_scaling": (),
   "window": 0,
   "global_every": 0,
   "layer_types": (),
@@ -73,6 +74,7 @@ NEUTRAL: dict[str, Any] = {
   "gate_limit": 0.0,
   "up_offset": 0.0,
 }
+_NO_LOCAL = {"local_rotary_base": 0.0, "local_rotary_scaling": ()}
 _OF_EXPERTS = tuple(NEUTRAL)[tuple(NEUTRAL).index("experts") :]
 SIZES = (
   *("layers", "model_size", "feedforward_size", "heads", "kv_heads", "head_size"),
@@ -308,18 +310,19 @@ def canonical(ours: Ours) -> dict[str, Any]:
     found["max_positions"] = None
     if found["rotary_size"] == found["head_size"]:
       found["rotary_size"] = 0
-    found["rotary_scaling"] = _canonical_scaling(tuple(found["rotary_scaling"]))
+    for key in ("rotary_scaling", "local_rotary_scaling"):
+      found[key] = _canonical_scaling(tuple(found[key]))
   else:
-    found.update(rotary_base=NEUTRAL["rotary_base"], rotary_scaling=(), local_rotary_base=0.0)
+    found.update(rotary_base=NEUTRAL["rotary_base"], rotary_scaling=(), **_NO_LOCAL)
   if found["attention"] == NEUTRAL["attention"]:
     found.update(value_head_size=None, latent_norm_epsilon=NEUTRAL["latent_norm_epsilon"])
   layer_types = types_of(found)
   if not any(one.startswith("sliding") for one in layer_types):
     found["window"] = 0
   found.update(layer_types=layer_types, global_every=0, biases=",".join(bias_names(found)))
-  plain = not found["rotary_scaling"] and found["local_rotary_base"] == found["rotary_base"]
-  if not found["window"] or plain:
-    found["local_rotary_base"] = 0.0
+  one, two = ([found[f"{of}rotary_{key}"] for key in ("base", "scaling")] for of in ("", "local_"))
+  if not found["window"] or not found["local_rotary_base"] or same_value(one, two):
+    found.update(_NO_LOCAL)
   return found | _canonical_experts(found)
 
 

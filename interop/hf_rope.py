@@ -243,7 +243,9 @@ def _write_partial(model: Ours) -> dict[str, Any]:
 
 
 def rope_by_layer(default: float, local_default: float, local_key: str = "") -> Part:
-  """Returns Gemma 3's part: layers with a window have a base of their own, and no scaling.
+  """Returns Gemma 3's part: layers with a window have a base and a scaling of their own.
+
+  The notation of version 4.57 has no such scaling: files that need it are for version 5.
 
   Args:
     default: the base where a file names none.
@@ -261,18 +263,19 @@ def rope_by_layer(default: float, local_default: float, local_key: str = "") -> 
     found, local_scaling = _base_and_scaling(
       given, config, local_default if local is None else local
     )
-    if local_scaling:
-      raise ValueError(f"rope_parameters: {SLIDING} is scaled; only {FULL} may be")
     if local_key and local not in (None, found):
       raise ValueError(f"{local_key} contradicts rope_parameters")
-    return {"rotary_base": base, "rotary_scaling": scaling, "local_rotary_base": found}
+    of_local = {"local_rotary_base": found, "local_rotary_scaling": local_scaling}
+    return {"rotary_base": base, "rotary_scaling": scaling, **of_local}
 
   def write(model: Ours) -> dict[str, Any]:
-    local, found = model["local_rotary_base"] or model["rotary_base"], _write(model)
-    by_layer = {
-      FULL: found["rope_parameters"],
-      SLIDING: {"rope_type": DEFAULT, "rope_theta": local},
-    }
-    return {**found, "rope_parameters": by_layer, **({local_key: local} if local_key else {})}
+    of = "local_" if model["local_rotary_base"] else ""
+    every, local = (
+      _write({key: model[f"{one}{key}"] for key in ("rotary_base", "rotary_scaling")})
+      for one in ("", of)
+    )
+    by_layer = {FULL: every["rope_parameters"], SLIDING: local["rope_parameters"]}
+    named = {local_key: local["rope_theta"]} if local_key else {}
+    return {**local, **every, "rope_parameters": by_layer, **named}
 
   return Part((*KEYS, *filter(None, [local_key])), read, write)

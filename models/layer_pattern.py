@@ -121,7 +121,8 @@ def layer_pattern(config: ConfigDict) -> LayerPattern:
   model = config.model
   types = [layer_type(config, layer) for layer in range(model.layers)]
   every = (model.rotary_base, hashable(model.rotary_scaling))
-  local = (model.local_rotary_base, ()) if model.local_rotary_base else every
+  local = (model.local_rotary_base, hashable(model.local_rotary_scaling))
+  local = local if model.local_rotary_base else every
   kinds = {"full": every, "sliding": local, "full_unrotated": None, "sliding_unrotated": None}
   return LayerPattern(
     windows=tuple(None if one.startswith("full") else model.window for one in types)

@@ -31,6 +31,7 @@ _OLD_DECODER = {
   "query_latent_size": 0,
   "rotary_pairs": "halves",
   "layer_types": (),
+  "local_rotary_scaling": (),
   "rotary_size": 0,
   "pre_norms": True,
   "query_key_norm_across_heads": False,

@@ -67,9 +67,10 @@ DECODER: Rows = {
   ),
   "local_rotary_base": Key(
     0.0,
-    "theta of sliding-window layers, unscaled; 0: rotary_base",
+    "theta of sliding-window layers; 0: rotary_base with rotary_scaling",
     least=0,
   ),
+  "local_rotary_scaling": Key((), "of local_rotary_base, as rotary_scaling"),
   "window": Key(
     0,
     "sliding-window attention: tokens that a token attends to; 0: all",

@@ -90,7 +90,8 @@ def wrong(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
   if model.query_key_norm_across_heads and not model.query_key_norm:
     yield "model.query_key_norm_across_heads=True is about the norms of model.query_key_norm=True"
   yield from attention_checks.wrong(config)
-  yield from _rotary(model)
+  for key in ("rotary_scaling", "local_rotary_scaling"):
+    yield from _scaling(model, key)
   yield from _context(config, sizes["context"])
   yield from _chunks(config, sizes)
   yield from _unrolled(config)
@@ -175,6 +176,12 @@ def _layer_types(model: ConfigDict) -> Iterator[str]:
       f"model.local_rotary_base={model.local_rotary_base} are about layers that see a window; set "
       f"model.window, or both to 0"
     )
+  if model.local_rotary_scaling and not model.local_rotary_base:
+    yield (
+      f"model.local_rotary_scaling={model.local_rotary_scaling} scales "
+      f"model.local_rotary_base=0.0; set that, to model.rotary_base={model.rotary_base} if it is "
+      f"the same"
+    )
 
 
 def _context(config: ConfigDict, context: int) -> Iterator[str]:
@@ -191,18 +198,19 @@ def _context(config: ConfigDict, context: int) -> Iterator[str]:
   )
 
 
-def _rotary(model: ConfigDict) -> Iterator[str]:
-  scaling = tuple(model.rotary_scaling)
+def _scaling(model: ConfigDict, key: str) -> Iterator[str]:
+  """Yields what is wrong with rotary scaling, `rotary_scaling` or `local_rotary_scaling`."""
+  scaling = tuple(model[key])
   if model.positions == "learned" and scaling:
-    yield f"model.rotary_scaling={scaling}: model.positions='learned' turns nothing"
+    yield f"model.{key}={scaling}: model.positions='learned' turns nothing"
   elif scaling and isinstance(scaling[0], str):
     for wrong in _named_scaling(model, scaling):
-      yield f"model.rotary_scaling={scaling}: {wrong}"
+      yield f"model.{key}={scaling}: {wrong}"
   elif scaling:
     numbers = all(type(value) in (int, float) and value > 0 for value in scaling)
     if len(scaling) != 4 or not numbers or scaling[1] >= scaling[2]:
       yield (
-        f"model.rotary_scaling={scaling}: (factor, low, high, length), all above 0 and low below "
+        f"model.{key}={scaling}: (factor, low, high, length), all above 0 and low below "
         f"high, such as (8.0, 1.0, 4.0, 8192.0), or a kind with its numbers by name: "
         f"('yarn', {{'factor': 4.0, 'original_length': 32768}})"
       )

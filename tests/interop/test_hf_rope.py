@@ -2,6 +2,7 @@
 
 import pytest
 
+from interop import hf_config
 from tests.interop.test_hf_config import problems, read
 
 LLAMA_3 = {
@@ -59,3 +60,15 @@ def test_gemma_3_has_a_base_for_layers_with_a_window():
   for keys in (old, {"rope_parameters": new}, {**old, "rope_parameters": new}):
     model = read(model_type="gemma3_text", num_key_value_heads=2, **keys).model
     assert (model["rotary_base"], model["local_rotary_base"]) == (1e5, 20.0)
+    assert model["local_rotary_scaling"] == ()
+
+
+def test_layers_with_a_window_may_be_scaled_and_the_others_not():
+  scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 20.0}
+  new = {"full_attention": {"rope_theta": 1e5}, "sliding_attention": scaled}
+  described = read(model_type="gemma3_text", num_key_value_heads=2, rope_parameters=new)
+  assert described.model["rotary_scaling"] == ()
+  assert described.model["local_rotary_scaling"] == ("linear", {"factor": 4.0})
+  back = hf_config.write(described.model, described.positions, "gemma3_text")
+  assert back["rope_parameters"]["sliding_attention"] == scaled
+  assert back["rope_scaling"] is None

@@ -84,6 +84,18 @@ FAMILIES = {
     "rotary_scaling": ("linear", {"factor": 8.0}),
     "local_rotary_base": 20.0,
   },
+  "gemma3_local": {
+    **GEMMA,
+    "layer_types": ("sliding", "full"),
+    "query_key_norm": True,
+    "rotary_base": 1000.0,
+    "rotary_scaling": ("linear", {"factor": 8.0}),
+    "local_rotary_base": 20.0,
+    "local_rotary_scaling": (
+      "yarn",
+      {"factor": 4.0, "original_length": 8, "beta_fast": 2.0, "beta_slow": 0.2},
+    ),
+  },
   "llama_biases": {"biases": "attention,mlp"},
   "qwen3_biases": {"query_key_norm": True, "biases": "attention"},
   "phi3": {

@@ -247,6 +247,7 @@ ACTS = [
     ("gemma2", "activation"),
     ("gemma3", "local_rotary_base"),
     ("gemma3", "query_key_norm"),
+    ("gemma3_local", "local_rotary_scaling"),
   ]
 ]
 OTHERWISE = {
@@ -263,6 +264,7 @@ OTHERWISE = {
   "scaled_embeddings": False,
   "norm_scale_from_one": False,
   "local_rotary_base": 0.0,
+  "local_rotary_scaling": (),
   "query_key_norm": False,
   "attention_scale_by_inverse_layer": False,
 }

@@ -170,6 +170,13 @@ def their_config(family: str) -> dict[str, Any]:
     found["final_logit_softcapping"] = keys["logits_soft_cap"]
   if kind == "gemma3_text":
     found["rope_local_base_freq"] = keys["local_rotary_base"]
+  if "local_rotary_scaling" in keys:  # version 4 has no notation for it
+    local = _scaling({"rotary_scaling": keys["local_rotary_scaling"]})["rope_scaling"]
+    theta, local_theta = found.pop("rope_theta"), found.pop("rope_local_base_freq")
+    found["rope_parameters"] = {
+      "full_attention": {**found.pop("rope_scaling"), "rope_theta": theta},
+      "sliding_attention": {**local, "rope_theta": local_theta},
+    }
   return found
 
 
@@ -323,9 +330,10 @@ def known_to(version: str) -> list[str]:
   """Returns the families that a version of transformers computes as published.
 
   Version 4 leaves out the factor of DeepSeek-V2's scores under YaRN, which version 5 and the code
-  published with the model have.
+  published with the model have; and it does not scale the positions of Gemma 3's local layers.
   """
-  return [name for name in FAMILIES if (version, name) != ("4", "deepseek2_yarn")]
+  unknown = ("deepseek2_yarn", "gemma3_local") if version == "4" else ()
+  return [name for name in FAMILIES if name not in unknown]
 
 
 def logits(families: Sequence[str], version: str) -> dict[str, np.ndarray]:

@@ -72,6 +72,18 @@ def windows(types, **keys):
     (
       "lm",
       {},
+      {"model.local_rotary_scaling": ("linear", {"factor": 2.0})},
+      "scales model.local_rotary_base=0.0; set that, to model.rotary_base=10000.0",
+    ),
+    (
+      "lm",
+      {},
+      {"model.window": 4, "model.local_rotary_base": 9.0, "model.local_rotary_scaling": ("pi", {})},
+      "model.local_rotary_scaling=('pi', {}): one of linear, dynamic",
+    ),
+    (
+      "lm",
+      {},
       windows(("full", "slidin")),
       "'slidin' is none of full, sliding, full_unrota",
     ),
