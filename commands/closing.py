@@ -3,7 +3,8 @@
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from etils import epath
 
@@ -23,19 +24,35 @@ def curve(workdir: epath.Path) -> None:
   if not current().first:
     return
   lines, _ = log_lines.split(Lines(workdir / log_lines.FILE).read())
-  losses, evaluations = (
-    [(line.values["step"], float(line.values[key])) for line in lines if key in line.values]
-    for key in ("loss", "eval_loss")
-  )
+  values = [line.values for line in lines]
+  losses = [(one["step"], float(one["loss"])) for one in values if "loss" in one]
+  (over, evaluations), *others = log_lines.by_examples(values, "eval_loss") or [("", [])]
+  apart = [line for _, lines in others for line in lines]
   columns = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns) - 10
-  drawn = loss_curve.chart(losses, evaluations, columns=max(columns, 20), dots=_can_show_dots())
+  drawn = loss_curve.chart(
+    losses, *map(_points, (evaluations, apart)), columns=max(columns, 20), dots=_can_show_dots()
+  )
   if not drawn:
     return
   say("\n".join(["", *drawn]))
-  last = f"loss {losses[-1][1]:.4f}"
-  if evaluations:
-    last += f", on the evaluation split {evaluations[-1][1]:.4f} (o)"
-  say(f"{last}\n")
+  letters = [loss_curve.EVALUATION, *[loss_curve.OTHERS] * len(others)]
+  ends = [
+    _evaluated(lines[-1], f"{letter}{': ' * bool(over)}{over}")
+    for letter, (over, lines) in zip(letters, [(over, evaluations), *others], strict=True)
+    if lines
+  ]
+  said = f"; on the evaluation split {', '.join(ends)}" if ends else ""
+  say(f"loss {losses[-1][1]:.4f}{said}\n")
+
+
+def _points(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+  return [(line["step"], float(line["eval_loss"])) for line in evaluations]
+
+
+def _evaluated(line: Mapping[str, Any], what: str) -> str:
+  """Returns the loss of an evaluation with its standard error."""
+  error = line.get(log_lines.standard_error("eval_loss"))
+  return f"{line['eval_loss']:.4f}{f' ± {error:.4f}' if error else ''} ({what})"
 
 
 def _can_show_dots() -> bool:

@@ -14,6 +14,9 @@ from training.metrics.console import ProgressLine, say
 
 def prepare(watch: Watchdog) -> Callable[[], int]:
   """Evaluates a checkpoint on the evaluation split, or evaluation.final_steps batches of it."""
+  keys = flags.CONFIG.value.evaluation
+  if keys.final_steps is None:
+    keys.final_steps = 0  # what is derived is for the end of a run
   if flags.TASKS.value is not None:
     return score_tasks.prepare(watch)
   location = flags.CHECKPOINT.value or str(flags.workdir())

@@ -7,6 +7,7 @@ be refused, and returns the function to run; verbs that are one process without 
 
 import gc
 import importlib
+import io
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from runtime.printable import printable
 
 def main(argv: list[str]) -> int:
   """Runs the verb and returns the exit code."""
+  if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr: what has no code is escaped, no error
+    sys.stdout.reconfigure(errors="backslashreplace")
   if not flags.DEBUG.value:
     logging.set_verbosity(logging.WARNING)  # info of libraries is not of interest
   try:

@@ -130,7 +130,11 @@ class TrainingBatches:
 
 
 class EvaluationBatches:
-  """A split once, in its order; the last batch is filled up with rows of weight 0.
+  """A split once, in a random order; the last batch is filled up with rows of weight 0.
+
+  The first batches are a simple random sample of the split, so that an evaluation of them and one
+  of all estimate the same. The order is a function of the number of rows alone: each evaluation of
+  the same number of rows takes the same ones, on any mesh and with any seed.
 
   No batch holds rows of two sources of a mixture: the first batch of each comes first, then the
   second of each, and so on.
@@ -153,23 +157,24 @@ class EvaluationBatches:
     self.source = source
     self.global_batch_size = global_batch_size
     sizes = [part.rows for part in source.parts] or [len(source)]
-    stops = np.cumsum(sizes)
+    self._offsets = np.cumsum([0, *sizes])
+    self._orders = [EpochOrder(size, seed=0) for size in sizes]
     batches = [
-      (number, part, first, min(first + global_batch_size, stop))
-      for part, (size, stop) in enumerate(zip(sizes, stops.tolist(), strict=True))
-      for number, first in enumerate(range(stop - size, stop, global_batch_size))
+      (number, part, first, min(first + global_batch_size, size))
+      for part, size in enumerate(sizes)
+      for number, first in enumerate(range(0, size, global_batch_size))
     ]
     self._batches = sorted(batches)
     self._check_some_can_be_read(steps)
 
   def _check_some_can_be_read(self, steps):
-    rows = [range(*ends) for _, _, *ends in self._batches[: self.count(steps)]]
-    bad = set(self.source.bad.rows)
-    if bad and all(row in bad for each in rows for row in each):
+    bad = np.array(self.source.bad.rows, np.int64)
+    if len(bad) and all(among(self._drawn(i), bad).all() for i in range(self.count(steps))):
+      rows = self.examples(self.count(steps))
       raise ValueError(
-        f"{self.source.name}: none of the first {sum(map(len, rows))} rows, which an evaluation of"
-        f" {steps} batches takes, can be read ({self.source.bad.why}); set evaluation.steps (or"
-        f" final_steps) to 0 or more than {steps}"
+        f"{self.source.name}: none of the {rows} rows that an evaluation of {steps} batches draws"
+        f" can be read ({self.source.bad.why}); set evaluation.steps (or final_steps) to 0 or more"
+        f" than {steps}"
       )
 
   def __len__(self):
@@ -184,22 +189,31 @@ class EvaluationBatches:
     """Returns the name of the source of batch `index`; "" where there is only one."""
     return self.source.parts[self._batches[index][1]].name if self.source.parts else ""
 
+  def rows(self, index):
+    """Returns the number of rows of the split in batch `index`."""
+    _, _, first, stop = self._batches[index]
+    return stop - first
+
   def examples(self, count):
     """Returns the number of rows of the split in the first `count` batches."""
-    return sum(stop - first for _, _, first, stop in self._batches[:count])
+    return sum(map(self.rows, range(count)))
 
   @functools.cached_property
   def abstract(self):
     """Field name -> jax.ShapeDtypeStruct of the global array of a batch."""
     return _abstract(self.source, self.global_batch_size)
 
+  def _drawn(self, index):
+    """Returns the numbers of the rows of batch `index`, without padding."""
+    _, part, first, stop = self._batches[index]
+    return self._offsets[part] + self._orders[part].ids(first, stop)
+
   def row_ids(self, index):
     """Returns the numbers of the rows of batch `index`, int64 [B]; -1 for padding."""
     if not 0 <= index < len(self):
       raise IndexError(f"{self.source.name}: batch {index} of {len(self)}")
-    _, _, first, stop = self._batches[index]
-    ids_B = first + np.arange(self.global_batch_size, dtype=np.int64)
-    return np.where(ids_B < stop, ids_B, _PADDING)
+    ids = self._drawn(index)
+    return np.pad(ids, (0, self.global_batch_size - len(ids)), constant_values=_PADDING)
 
   def batch(self, index, shardings):
     """Returns batch `index` on the devices; arguments and result as of TrainingBatches.batch."""

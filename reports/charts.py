@@ -27,7 +27,7 @@ _VARIABLES = {
 }
 # Inches; a page shows 96 pixels of each, or fewer on a narrow screen.
 NARROW, WIDE, HEIGHT = 4.5, 9.2, 2.4
-_SMALLEST_SHARE = 0.01
+SMALLEST_SHARE = 0.01
 _STEPS = (1, 2, 2.5, 5, 10)  # multiples that an axis takes
 _MARGINS = (0.55, 0.12, 0.42, 0.1)  # left, right, bottom, top
 POINTS = 400  # of a line; see `thinned`
@@ -56,6 +56,7 @@ class Line:
     points: (step, value) in the order of steps.
     color: its number among SERIES.
     dotted: show each point, such as of evaluations.
+    joined: whether a line joins them; else each is a diamond.
     faint: thin and pale where it has many points, over which another line is to be seen.
   """
 
@@ -63,6 +64,7 @@ class Line:
   points: Sequence[tuple[float, float]]
   color: int = 0
   dotted: bool = False
+  joined: bool = True
   faint: bool = False
 
 
@@ -161,9 +163,10 @@ def _draw(axes: Axes, line: Line, gid: str) -> None:
     ys,
     color=SERIES[line.color % len(SERIES)],
     linewidth=1.0 if faint else 1.5,
+    linestyle="-" if line.joined else "",
     alpha=0.7 if faint else 1.0,
-    marker="o" if line.dotted or alone else "",
-    markersize=3.5,
+    marker="D" if not line.joined else "o" if line.dotted or alone else "",
+    markersize=3.5 if line.joined else 5.5,
     gid=gid,
   )
 
@@ -199,7 +202,7 @@ def _scale(axes: Axes, chart: Chart) -> None:
   shown = percent_text if chart.percent else number_text
   axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: shown(y)))
   if chart.from_zero:  # a share below a hundredth is drawn as next to nothing
-    axes.set_ylim(0.0, 1.05 * max(high, _SMALLEST_SHARE if chart.percent else 0.0) or 1.0)
+    axes.set_ylim(0.0, 1.05 * max(high, SMALLEST_SHARE if chart.percent else 0.0) or 1.0)
 
 
 def number_text(value: float) -> str:

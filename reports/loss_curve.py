@@ -8,17 +8,24 @@ Points = Sequence[tuple[float, float]]
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a Braille cell, by row
 _BRAILLE = 0x2800
-_EVALUATION = "o"
+EVALUATION, OTHERS = "o", "x"
 
 
 def chart(
-  losses: Points, evaluations: Points = (), *, columns: int = 64, rows: int = 8, dots: bool = True
+  losses: Points,
+  evaluations: Points = (),
+  others: Points = (),
+  *,
+  columns: int = 64,
+  rows: int = 8,
+  dots: bool = True,
 ) -> list[str]:
-  """Returns the lines of a chart: the training loss as a curve, evaluations as `o`.
+  """Returns the lines of a chart: the training loss as a curve, evaluations as `o` and `x`.
 
   Args:
     losses: (step, loss), in order; what is not finite is left out.
     evaluations: likewise.
+    others: evaluations over other examples, likewise.
     columns: of the plot, without its labels.
     rows: of the plot.
     dots: draw with Braille characters, eight dots each; otherwise with `*`.
@@ -26,10 +33,10 @@ def chart(
   Returns:
     `rows` lines and one with the steps; [] with fewer than two losses.
   """
-  losses, evaluations = _finite(losses), _finite(evaluations)
+  losses, evaluations, others = map(_finite, (losses, evaluations, others))
   if len(losses) < 2:
     return []
-  every = [*losses, *evaluations]
+  every = [*losses, *evaluations, *others]
   left, right = (pick(step for step, _ in every) for pick in (min, max))
   bottom, top = (pick(loss for _, loss in every) for pick in (min, max))
   wide, high = (2 * columns, 4 * rows) if dots else (columns, rows)
@@ -45,9 +52,9 @@ def chart(
     row, column = (y // 4, x // 2) if dots else (y, x)
     cells[row][column] |= _DOTS[y % 4][x % 2] if dots else 1
   drawn = [[_cell(cell, dots) for cell in row] for row in cells]
-  for point in evaluations:
-    x, y = place(point)
-    drawn[y // 4 if dots else y][x // 2 if dots else x] = _EVALUATION
+  for points, letter in ((evaluations, EVALUATION), (others, OTHERS)):
+    for x, y in map(place, points):
+      drawn[y // 4 if dots else y][x // 2 if dots else x] = letter
   labels = {0: f"{top:.2f}", rows - 1: f"{bottom:.2f}"}
   width = max(map(len, labels.values()))
   lines = [

@@ -7,6 +7,7 @@ from reports import charts
 from reports.charts import Chart, Line, Mark
 from reports.run_files import Points, Run
 from training import history
+from training.metrics import log_lines
 
 # Metric -> title, in the order of the charts. Metrics that are not here follow under their names.
 TITLES = {
@@ -29,21 +30,23 @@ PERCENT = ("eval_accuracy", "mfu", "input_wait", "expert_share")
 FROM_ZERO = ("tokens_per_second", "examples_per_second", "mfu", "peak_gib", "step_seconds")
 FROM_ZERO += ("input_wait", "expert_share")
 LOGARITHMIC = ("grad_norm",)
-_NOT_DRAWN = ("eval_examples", "data_wait_seconds", "peak_bytes")
+_NOT_DRAWN = (log_lines.EXAMPLES, log_lines.SHARE, "data_wait_seconds", "peak_bytes")
 MOST_LINES = len(charts.SERIES)
 MOST_CHARTS = 24
 MOST_MARKS = 100  # checkpoints of a chart
 
 
-def points_of(run: Run, key: str) -> Points:
-  """Returns (step, value) of a metric, or of one that follows from others."""
+def curves_of(run: Run, key: str) -> list[tuple[str, Points]]:
+  """Returns `Run.curves` of a metric, or of one that follows from others."""
   if key == "peak_gib":
-    return [(step, value / 2**30) for step, value in run.points("peak_bytes")]
-  if key == "input_wait":
+    points = [(step, value / 2**30) for step, value in run.points("peak_bytes")]
+  elif key == "input_wait":
     seconds = dict(run.points("step_seconds"))
     waits = run.points("data_wait_seconds")
-    return [(step, wait / seconds[step]) for step, wait in waits if seconds.get(step)]
-  return run.points(key)
+    points = [(step, wait / seconds[step]) for step, wait in waits if seconds.get(step)]
+  else:
+    return run.curves(key)
+  return [("", points)] if points else []
 
 
 def of_run(run: Run) -> list[tuple[str, Chart]]:
@@ -51,9 +54,8 @@ def of_run(run: Run) -> list[tuple[str, Chart]]:
   found = []
   marks = marks_of(run)
   without_saves = [mark for mark in marks if mark.kind != "checkpoint"]
-  losses = [Line("training", points_of(run, "loss"), 0, faint=True)]
-  losses.append(Line("evaluation", points_of(run, "eval_loss"), 1, dotted=True))
-  losses = [line for line in losses if line.points]
+  losses = [Line("training", points, 0, faint=True) for _, points in run.curves("loss")]
+  losses += _evaluations("evaluation", run.curves("eval_loss"), 1)
   if losses:
     unit = ", nats per token" if run.unit == "tokens" else ""
     found.append(("loss", Chart(f"loss{unit}", losses, marks)))
@@ -70,11 +72,13 @@ def of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[str, Chart]
   found = []
   for name, keys in _groups(runs):
     for key in keys[:MOST_LINES]:
-      lines = [
-        Line(names[number], points, number, dotted=key.startswith("eval_"))
-        for number, run in enumerate(runs)
-        if (points := points_of(run, key))
-      ]
+      lines = []
+      for number, run in enumerate(runs):
+        curves = curves_of(run, key)
+        if key.startswith("eval_"):
+          lines += _evaluations(names[number], curves, number)
+        else:
+          lines += [Line(names[number], points, number) for _, points in curves]
       if lines:
         chart = _chart(name, lines)
         part = key.partition("/")[2]
@@ -83,15 +87,38 @@ def of_runs(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[str, Chart]
   return found[:MOST_CHARTS]
 
 
+def sentence(chart: Chart) -> str:
+  """Returns what a chart says that has no curve to draw; "" of any other.
+
+  That is one point of each line, or nothing but zero, as which shares below a hundredth are drawn.
+  """
+  shown = charts.percent_text if chart.percent else charts.number_text
+  happened = any(mark.kind != "checkpoint" for mark in chart.marks)
+  if all(len(line.points) == 1 for line in chart.lines) and not happened:
+    ends = [(line.label, *line.points[0]) for line in chart.lines]
+    texts = [
+      f"{shown(value)} after step {step:,}" + (f" ({label})" if label else "")
+      for label, step, value in ends
+    ]
+    return f"{chart.title}: {', '.join(texts)}"
+  largest = max(abs(value) for line in chart.lines for _, value in line.points)
+  if largest == 0:
+    return f"{chart.title}: 0 throughout"
+  if chart.percent and largest < charts.SMALLEST_SHARE:
+    return f"{chart.title}: at most {shown(largest)}"
+  return ""
+
+
 def _groups(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
   """Yields (chart, its metrics): those with the same name before a slash."""
   keys = dict.fromkeys(key for run in runs for key in run.keys)
   for key, derived in (("peak_bytes", "peak_gib"), ("data_wait_seconds", "input_wait")):
     if key in keys:
       keys[derived] = None
+  errors = {log_lines.standard_error(key) for key in keys}
   groups: dict[str, list[str]] = {}
   for key in keys:
-    if key not in _NOT_DRAWN:
+    if key not in _NOT_DRAWN and key not in errors:
       groups.setdefault(key.partition("/")[0], []).append(key)
   order = [*TITLES, *groups]
   return sorted(groups.items(), key=lambda item: order.index(item[0]))
@@ -99,13 +126,31 @@ def _groups(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
 
 def _lines(run: Run, keys: Sequence[str]) -> list[Line]:
   """Returns a line for each metric of a chart; of too many, their median and extremes."""
-  lines = [(key.partition("/")[2] or "all", points_of(run, key)) for key in keys]
-  lines = [(label, points) for label, points in lines if points]
-  if len(lines) > MOST_LINES:
-    lines = _extremes([points for _, points in lines])
-  dotted = keys[0].startswith("eval_")
+  found = {key.partition("/")[2] or "all": curves_of(run, key) for key in keys}
+  found = {label: curves for label, curves in found.items() if curves}
+  if len(found) > MOST_LINES:
+    extremes = _extremes([curves[0][1] for curves in found.values()])
+    found = {label: [("", points)] for label, points in extremes}
+  if not keys[0].startswith("eval_"):
+    return [Line(label, curves[0][1], n) for n, (label, curves) in enumerate(found.items())]
   return [
-    Line(label, points, number, dotted=dotted) for number, (label, points) in enumerate(lines)
+    line
+    for number, (label, curves) in enumerate(found.items())
+    for line in _evaluations("" if len(found) == 1 else label, curves, number)
+  ]
+
+
+def _evaluations(name: str, curves: Sequence[tuple[str, Points]], color: int) -> list[Line]:
+  """Returns the lines of an evaluation's metric, of which only the first joins its points.
+
+  Args:
+    name: before what each is over.
+    curves: of `Run.curves`.
+    color: of all of them.
+  """
+  return [
+    Line(", ".join(filter(None, (name, over))), points, color, dotted=True, joined=not number)
+    for number, (over, points) in enumerate(curves)
   ]
 
 

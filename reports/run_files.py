@@ -67,6 +67,18 @@ class Run:
     lines = self.evaluations if key.startswith("eval_") else self.steps
     return [(one["step"], value) for one in lines if (value := number(one.get(key))) is not None]
 
+  def curves(self, key: str) -> list[tuple[str, Points]]:
+    """Returns (what it is over, points) of a metric; of an evaluation's, only the first is a curve.
+
+    See `log_lines.by_examples`.
+    """
+    if not key.startswith("eval_"):
+      return [("", points)] if (points := self.points(key)) else []
+    return [
+      (over, [(one["step"], float(one[key])) for one in lines])
+      for over, lines in log_lines.by_examples(self.evaluations, key)
+    ]
+
   @functools.cached_property
   def keys(self) -> list[str]:
     """Returns the names of all metrics with a number, in the order of their appearance."""

@@ -16,6 +16,7 @@ from reports import charts, run_charts, run_commands, run_files, run_sections, u
 from reports.html import render
 from reports.run_files import Run
 from reports.run_sections import Section
+from training.metrics import log_lines
 
 # What follows the charts, in this order: functions that return a section of the page, or None where
 # a run has nothing for it. The macro of a section is in templates/run_sections.html.j2.
@@ -38,6 +39,7 @@ ROWS = 200  # of a table of numbers
 def html(run: Run, *, command: str = "") -> str:
   """Returns the page of a run; `command` asked for it."""
   good, text = verdict(run)
+  drawn, sentences = _charts(run_charts.of_run(run))
   return render(
     "run.html.j2",
     title=f"Run: {run.name}",
@@ -45,7 +47,8 @@ def html(run: Run, *, command: str = "") -> str:
     good=good,
     verdict=text,
     facts=_facts(run),
-    charts=[_drawn(name, chart) for name, chart in run_charts.of_run(run)],
+    charts=drawn,
+    sentences=sentences,
     marks=sorted({mark.kind for mark in run_charts.marks_of(run)}),
     tables=[*_numbers(run)],
     damaged=run.damaged,
@@ -56,6 +59,7 @@ def html(run: Run, *, command: str = "") -> str:
 def comparison(runs: Sequence[Run], *, command: str = "") -> str:
   """Returns the page that overlays runs, and lists the keys of their configs that differ."""
   names = _names(runs)
+  drawn, sentences = _charts(run_charts.of_runs(runs, names))
   return render(
     "runs.html.j2",
     title=f"Runs: {', '.join(names)}",
@@ -64,7 +68,8 @@ def comparison(runs: Sequence[Run], *, command: str = "") -> str:
       {"name": name, "verdict": verdict(run)[1], "folder": run.folder}
       for name, run in zip(names, runs, strict=True)
     ],
-    charts=[_drawn(name, chart) for name, chart in run_charts.of_runs(runs, names)],
+    charts=drawn,
+    sentences=sentences,
     results=_results(runs),
     differences=run_sections.differences(runs),
     versions=run_sections.version_differences(runs),
@@ -105,14 +110,24 @@ def _over_starts(run: Run) -> str:
 
 def _result_texts(run: Run) -> Iterator[str]:
   if points := run.points("eval_loss"):
-    more = ""
+    more = []
     for key, name in (("eval_bits_per_byte", "bits per byte"), ("eval_accuracy", "accuracy")):
       if values := run.points(key):
         shown = units.percent(values[-1][1]) if name == "accuracy" else f"{values[-1][1]:.3f}"
-        more = f" ({shown} {name})"
-    yield f"evaluation loss {points[-1][1]:.4f}{more}"
+        more = [f"{shown} {name}"]
+    if over := log_lines.examples_text(run.evaluations[-1]):
+      more.append(over)
+    yield f"evaluation loss {points[-1][1]:.4f}{_error(run, 'eval_loss')}" + (
+      f" ({', '.join(more)})" if more else ""
+    )
   elif points := run.points("loss"):
     yield f"training loss {points[-1][1]:.4f}"
+
+
+def _error(run: Run, key: str) -> str:
+  """Returns ` ± 0.0123`, the standard error of the newest evaluation; "" where it has none."""
+  error = run_files.number(run.evaluations[-1].get(log_lines.standard_error(key)))
+  return f" ± {error:.4f}" if error else ""
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -140,19 +155,38 @@ def _shown(value: float | None, form: str) -> str:
   return form.format(100 * value if form.endswith("%") else value)
 
 
+def _charts(found: Sequence[tuple[str, charts.Chart]]) -> tuple[list[dict[str, Any]], list[str]]:
+  """Returns the charts that have a curve, and sentences in place of the others."""
+  sentences = {name: run_charts.sentence(chart) for name, chart in found}
+  drawn = [_drawn(name, chart) for name, chart in found if not sentences[name]]
+  return drawn, [*filter(None, sentences.values())]
+
+
 def _drawn(name: str, chart: charts.Chart) -> dict[str, Any]:
   """Returns what the template needs; the loss is drawn twice, for wide screens and narrow ones."""
   prefix = f"chart-{''.join(c if c.isalnum() else '-' for c in name)}"
-  lines = [(line.label, line.color % len(charts.SERIES)) for line in chart.lines]
   drawn: dict[str, Any] = {
     "title": chart.title,
     "narrow": charts.svg(chart, name=prefix),
-    "lines": lines if len(lines) > 1 else [],
+    "lines": _legend(chart.lines) if len(chart.lines) > 1 else [],
     "wide": Markup(""),
   }
   if name == "loss":
     drawn["wide"] = charts.svg(chart, name=f"{prefix}-wide", wide=True)
   return drawn
+
+
+def _legend(lines: Sequence[charts.Line]) -> list[dict[str, Any]]:
+  """Returns label, color and shape of each line; of diamonds in several colors one for all."""
+  apart = {line.color for line in lines if not line.joined}
+  found = [
+    {"label": line.label, "color": line.color % len(charts.SERIES), "joined": line.joined}
+    for line in lines
+    if line.joined or len(apart) == 1
+  ]
+  if len(apart) > 1:
+    found.append({"label": "evaluated on other examples", "color": None, "joined": False})
+  return found
 
 
 def _numbers(run: Run) -> Iterator[dict[str, Any]]:

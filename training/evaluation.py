@@ -1,9 +1,13 @@
-"""Evaluation: batches of the evaluation split in order, the remainder padded with weight 0."""
+"""Evaluation on the whole evaluation split, or on a random sample of it with its standard error.
 
-import copy
+The sample is the same at each evaluation, on any mesh (`input_pipeline.batches.EvaluationBatches`).
+"""
+
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +19,11 @@ from processes.coordination import current
 from processes.step_barrier import Lockstep
 from processes.watchdog import EVALUATION, SAVING, Watchdog
 from training import averages
+from training.metrics import log_lines
 from training.metrics.writer import evaluated
 from training.setup import Job
 from training.state import State, merged
-from training.tasks import TASKS
+from training.tasks import TASKS, Totals
 
 _READER = "prefetch of the evaluation"
 
@@ -28,28 +33,40 @@ class Evaluation:
   """The result of an evaluation.
 
   Attributes:
-    metrics: `eval_loss` and the task's other metrics, over all evaluated batches.
-    examples: number of examples in these batches.
-    whole: whether these are all examples of the split.
+    metrics: `eval_loss` and the task's other metrics, of the split or as estimated from a sample.
+    errors: metric -> standard error of the estimate; of the whole split there are none.
+    examples: number of examples that were evaluated.
+    split_examples: that the split has.
     ranking: the metrics by which checkpoints are ranked: of the first `ranking_examples` examples
       only, so that every evaluation of a run compares the same ones.
     ranking_examples: their number.
   """
 
   metrics: dict[str, float]
+  errors: dict[str, float]
   examples: int
-  whole: bool
+  split_examples: int
   ranking: dict[str, float]
   ranking_examples: int
 
   def line(self) -> dict[str, float]:
     """Returns its line in `metrics.jsonl`."""
-    return {**self.metrics, "eval_examples": self.examples}
+    errors = {log_lines.standard_error(name): error for name, error in self.errors.items()}
+    share = self.examples / self.split_examples
+    return {
+      **self.metrics,
+      **errors,
+      log_lines.EXAMPLES: self.examples,
+      log_lines.SHARE: share,
+    }
 
   def beside(self, other: "Evaluation", name: str) -> "Evaluation":
     """Returns this one, with the metrics of another one of the same examples under a name."""
-    more = {f"{metric}/{name}": value for metric, value in other.metrics.items()}
-    return dataclasses.replace(self, metrics=self.metrics | more)
+    metrics, errors = (
+      mine | {f"{metric}/{name}": value for metric, value in more.items()}
+      for mine, more in ((self.metrics, other.metrics), (self.errors, other.errors))
+    )
+    return dataclasses.replace(self, metrics=metrics, errors=errors)
 
   def compared(self, fingerprint: str) -> dict[str, Any]:
     """Returns what a checkpoint stores to be ranked: metrics, and the examples that they are over.
@@ -67,9 +84,13 @@ class Evaluation:
 
   def text(self, step: int) -> str:
     """Returns a line for people."""
-    numbers = "  ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
-    of = "the whole split" if self.whole else "a part of the split"
-    return f"evaluation after step {step} ({of}): {numbers}"
+    numbers = "  ".join(
+      f"{name} {value:.4f}" + (f" ± {self.errors[name]:.4f}" if name in self.errors else "")
+      for name, value in self.metrics.items()
+    )
+    of = log_lines.examples_text(self.line())
+    drawn = ", drawn at random" if self.examples < self.split_examples else ""
+    return f"evaluation after step {step} ({of}{drawn}): {numbers}"
 
 
 def is_logged(job: Job, workdir: epath.Path, step: int) -> bool:
@@ -137,8 +158,7 @@ class Evaluator:
     count = self.batches.count(steps)
     ranking_count = min(self.batches.count(ranking_steps), count)
     shardings = self.job.batch_shardings
-    totals: dict[str, dict[str, float]] = {}  # name of a mixture's source -> sums
-    ranking: dict[str, dict[str, float]] = {}
+    found: list[dict[str, float]] = []  # the sums of each batch
     with Prefetcher(
       lambda i: self.batches.batch(i, shardings), start=0, stop=count, name=_READER
     ) as prefetched:
@@ -155,37 +175,93 @@ class Evaluator:
         self.watch.at(f"evaluation batch {i + 1}: computing", EVALUATION)
         # Summed in Python's float64, in order: the same on every mesh, up to rounding.
         sums = jax.device_get(self.step(params, batch, *([None, variables] if variables else [])))
-        of_part = totals.setdefault(self.batches.part(i), {})
-        for name, value in sums.items():
-          of_part[name] = of_part.get(name, 0.0) + float(value)
-        if i + 1 == ranking_count:
-          ranking = copy.deepcopy(totals)
+        found.append({name: float(value) for name, value in sums.items()})
         if self.progress is not None:
           self.progress(i + 1, count)
+    taken = [(self.batches.part(i), self.batches.rows(i), sums) for i, sums in enumerate(found)]
     return Evaluation(
-      metrics=self._metrics(totals),
+      metrics=self._metrics(_added(taken)),
+      errors=self._standard_errors(taken),
       examples=self.batches.examples(count),
-      whole=count == len(self.batches),
-      ranking=self._metrics(ranking),
+      split_examples=len(self.batches.source),
+      ranking=self._metrics(_added(taken[:ranking_count])),
       ranking_examples=self.batches.examples(ranking_count),
     )
 
-  def _metrics(self, totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Returns the metrics over all rows, then those of each source of a mixture."""
+  def _metrics(self, taken: Mapping[str, "_Taken"]) -> dict[str, float]:
+    """Returns the metrics of the split, then those of each source of a mixture.
+
+    Args:
+      taken: of each source, "" where there is one. It counts by its rows in the split, of which it
+        may have given more or fewer than the others.
+    """
     task, source = TASKS[self.job.config.task], self.batches.source
+    if taken.keys() <= {""}:
+      return task.evaluated(taken[""].sums, source.bytes_per_token)
     rates = {part.name: part.bytes_per_token for part in source.parts}
     combined: dict[str, float] = {}
     size = 0.0
-    for part, sums in totals.items():
-      size += sums["weight"] * rates.get(part, source.bytes_per_token)
-      for name, value in sums.items():
-        combined[name] = combined.get(name, 0.0) + value
+    for part, one in taken.items():
+      share = self._rows[part] / one.rows
+      size += share * one.sums["weight"] * rates[part]
+      for name, value in one.sums.items():
+        combined[name] = combined.get(name, 0.0) + share * value
     of_parts = {
       f"{name}/{part}": value
-      for part, sums in totals.items()
-      if part
-      for name, value in task.evaluated(sums, rates[part]).items()
+      for part, one in taken.items()
+      for name, value in task.evaluated(one.sums, rates[part]).items()
     }
-    if totals.keys() <= {""}:
-      return task.evaluated(combined, source.bytes_per_token)
     return task.evaluated(combined, size / combined["weight"]) | of_parts
+
+  @functools.cached_property
+  def _rows(self) -> dict[str, int]:
+    """Returns how many rows the split has, by source."""
+    source = self.batches.source
+    return {part.name: part.rows for part in source.parts} or {"": len(source)}
+
+  def _standard_errors(self, batches: Sequence["_Batch"]) -> dict[str, float]:
+    """Returns the standard error of each metric as an estimate of the whole split's.
+
+    By the delete-one-batch jackknife, in the strata of a mixture's sources, with the correction for
+    a sample without replacement (W. G. Cochran, Sampling Techniques, 1977, sections 2.6 and 5.3).
+    Nothing of the whole split, and where a single batch leaves it unknown.
+    """
+    taken, variances = _added(batches), {}
+    for part, all_taken in taken.items():
+      left = 1 - all_taken.rows / self._rows[part]
+      if left == 0:
+        continue
+      without = [all_taken.less(rows, sums) for name, rows, sums in batches if name == part]
+      if any(one.sums["weight"] <= 0 for one in without):
+        return {}
+      each = [self._metrics({**taken, part: one}) for one in without]
+      for name in each[0]:
+        spread = statistics.pvariance([metrics[name] for metrics in each])
+        variances[name] = variances.get(name, 0.0) + left * (len(each) - 1) * spread
+    return {name: math.sqrt(variance) for name, variance in variances.items()}
+
+
+_Batch = tuple[str, int, Totals]  # its source, rows and sums
+
+
+@dataclasses.dataclass
+class _Taken:
+  """How many rows of a source were evaluated, and the sums over them."""
+
+  rows: int
+  sums: dict[str, float]
+
+  def less(self, rows: int, sums: Totals) -> "_Taken":
+    """Returns it without some of the rows."""
+    return _Taken(self.rows - rows, {name: x - sums[name] for name, x in self.sums.items()})
+
+
+def _added(batches: Sequence[_Batch]) -> dict[str, _Taken]:
+  """Returns what was taken of each source, summed in the order of the batches."""
+  taken: dict[str, _Taken] = {}
+  for part, rows, sums in batches:
+    one = taken.setdefault(part, _Taken(0, dict.fromkeys(sums, 0.0)))
+    one.rows += rows
+    for name, value in sums.items():
+      one.sums[name] += value
+  return taken

@@ -186,13 +186,13 @@ class _Reference:
       in_shardings=(job.state_shardings.params, job.batch_shardings),
       out_shardings=NamedSharding(job.mesh, PartitionSpec()),
     ).function
-    found, lockstep = [], Lockstep(watch.group, watch.stop)
+    values, lockstep = np.zeros((len(source), 2), np.float32), Lockstep(watch.group, watch.stop)
     for number in range(len(batches)):
       watch.at(f"the reference, batch {number + 1} of {len(batches)}", STARTING)
       lockstep.enter()  # a stop ends the process here: there is nothing to save yet
       log_p_PC = step(self._params, batches.batch(number, job.batch_shardings))
-      found.append(np.asarray(jax.device_get(log_p_PC), np.float32))
-    values = np.concatenate(found)[: len(source)]
+      ids_P = batches.row_ids(number)
+      values[ids_P[ids_P >= 0]] = jax.device_get(log_p_PC)[ids_P >= 0]
     if self._write is not None:
       content = io.BytesIO()
       np.save(content, values)

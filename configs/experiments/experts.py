@@ -29,7 +29,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
   mesh = dict(data=2, expert=4) if side == "experts" else dict(data=8)
   config = base.get_config("lm", mesh=mesh)
   config.training.steps = 400
-  config.evaluation.every_steps = 0
+  config.evaluation.update(every_steps=0, final_steps=0)
   if side == "experts":
     config.model.update(
       experts=EXPERTS,

@@ -27,6 +27,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     raise ValueError(f"unknown stage {stage!r}; there are tokenizer and train")
   config = base.get_config("lm", mesh=dict(data=4, tensor=2))
   config.training.steps = 128
+  config.evaluation.final_steps = 0  # the whole split
   if stage == "train":
     config.data.tokenizer = tokenizer.resolve(config.data)
     if config.data.tokenizer == tokenizer.BYTES:

@@ -96,10 +96,17 @@ EVALUATION: Rows = {
     unit="steps",
     least=0,
   ),
-  "steps": Key(0, "batches of a periodic evaluation; 0: the whole split", unit="batches", least=0),
-  "final_steps": Key(
+  "steps": Key(
     0,
-    "batches of the final evaluation and of `evaluate`; 0: the whole split",
+    "of a periodic evaluation, drawn at random, the same rows each time; 0: the whole split",
+    unit="batches",
+    least=0,
+  ),
+  "final_steps": Key(
+    Unset(int),
+    "of the final evaluation and of `evaluate`, drawn at random; 0: the whole split. By default "
+    "`evaluate` takes the whole split, and a run training.steps / 3, or all where there are no "
+    "more",
     unit="batches",
     least=0,
   ),

@@ -19,6 +19,7 @@ from training.tasks import TASKS
 
 # Schedule -> learning rate at its end over the peak, unless the config says so.
 FINAL_FRACTIONS = {"cosine": 0.1, "linear": 0.0, "wsd": 0.0}
+_LEAST_BATCHES = 8  # of a final evaluation: enough for a standard error
 
 
 def finalize(
@@ -73,6 +74,7 @@ def with_choices(
     lora_checks.finalize(config)
     choices = chosen.choose(config, chosen.Target(platform, sizes, capability))
     _schedule(config, recipe)
+    _final_evaluation(config)
     _rows_to_skip(config.data)
     # --config.metrics.sinks=csv,wandb is one name for the parser of flags.
     names = ",".join(map(str, config.metrics.sinks))
@@ -104,6 +106,16 @@ def _schedule(config: ConfigDict, recipe: ConfigDict) -> None:
   default(keys, "warmup_steps", training.steps // 20)
   default(keys, "final_fraction", FINAL_FRACTIONS.get(keys.schedule, 1.0))
   default(keys, "decay_steps", max(1, training.steps // 5) if keys.schedule == "wsd" else 0)
+
+
+def _final_evaluation(config: ConfigDict) -> None:
+  """Limits the final evaluation of a short run, whose split may take longer than its steps.
+
+  A batch, of which only the forward pass is computed, takes a third of a step or less.
+  """
+  keys, sources = config.evaluation, max(1, len(config.data.sources))
+  few = max(keys.steps or _LEAST_BATCHES, config.training.steps // (3 * sources))
+  default(keys, "final_steps", 0 if keys.every_steps and not keys.steps else few)
 
 
 def _steps_of_tokens(

@@ -74,7 +74,7 @@ def test_a_run_of_an_older_version_resumes_with_the_same_numbers(main, arguments
   names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "eval_bits_per_byte")
   found = [{name: line[name] for name in names if name in line} for line in lines]
   assert [line.keys() for line in found] == [line.keys() for line in EXPECTED["lines"]]
-  if same_machine_kind():
-    assert found == EXPECTED["lines"]
   for ours, theirs in zip(found, EXPECTED["lines"], strict=True):
     assert ours == pytest.approx(theirs, rel=1e-5)
+    # Evaluations now sum the rows in another order.
+    assert ours == theirs or "eval_loss" in ours or not same_machine_kind()

@@ -47,8 +47,20 @@ def test_the_curve_is_of_the_steps_that_count(tmp_path, capsys, monkeypatch):
   (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
   closing.curve(tmp_path)
   out = capsys.readouterr().out
-  assert "loss 1.2500, on the evaluation split 1.5000 (o)" in out
+  assert "loss 1.2500; on the evaluation split 1.5000 (o)" in out
   assert out.count("\n") == 12
+  evaluated = {"eval_examples": 2670, "eval_share": 1.0}
+  sampled = {"eval_examples": 256, "eval_share": 256 / 2670, "eval_loss_stderr": 0.25}
+  lines += [{"step": step, "eval_loss": 3.0 - step / 10, **sampled} for step in (4, 8)]
+  lines = [*(line for line in lines if line.get("eval_loss") != 1.5)]
+  lines += [{"step": 9, "eval_loss": 2.5, **evaluated}]
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+  closing.curve(tmp_path)
+  out = capsys.readouterr().out
+  said = "split 2.2000 ± 0.2500 (o: 256 of 2,670 examples), 2.5000 (x: the whole split)\n"
+  assert f"loss 1.2500; on the evaluation {said}" in out
+  drawn = out.partition("step 9")[0]
+  assert (drawn.count("o"), drawn.count("x")) == (2, 1)
   ascii_output = types.SimpleNamespace(encoding="ascii")
   monkeypatch.setattr(sys, "stdout", ascii_output)
   assert not closing._can_show_dots()

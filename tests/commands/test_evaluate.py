@@ -21,16 +21,19 @@ def trained(main, tmp_path_factory):
   return workdir
 
 
-def test_a_part_of_the_split(main, trained):
+def test_a_sample_of_the_split(main, trained):
   command = ["evaluate", "--config=configs/single.py", *TINY_LM, f"--checkpoint={trained}"]
   losses = []
-  for steps, what in ((0, "the whole"), (2, "a part of the"), (10**6, "the whole")):
-    code, out, err = main(*command, f"--config.evaluation.final_steps={steps}")
+  whole = "the whole split"
+  drawn = r"\d+ of \d[\d,]* examples, drawn at random"
+  for steps, what in ((0, whole), (2, drawn), (10**6, whole), (None, whole)):
+    given = [f"--config.evaluation.final_steps={steps}"] * (steps is not None)
+    code, out, err = main(*command, *given)
     assert code == 0, (out, err)
-    assert f"evaluation after step 2 ({what} split): eval_loss " in out
+    assert re.search(rf"evaluation after step 2 \({what}\): eval_loss ", out), out
     assert "batch 1/" not in out, "the progress is for terminals"
     losses.append(float(out.split("eval_loss ")[1].split()[0]))
-  assert losses[0] == losses[2] != losses[1]
+  assert losses[0] == losses[2] == losses[3] != losses[1]
   code, _, err = main(*command, "--config.evaluation.final_steps=-1")
   assert (code, "evaluation.final_steps=-1: at least 0" in err) == (2, True)
 

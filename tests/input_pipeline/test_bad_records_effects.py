@@ -50,9 +50,11 @@ def test_a_batch_of_bad_rows_alone_is_refused(text):
 
 def test_an_evaluation_of_bad_rows_alone_is_refused(text):
   data = text(4)
-  damage(data, (0, 1, 2, 3))
+  drawn = batches.EvaluationBatches(opened(data), global_batch_size=2)
+  bad = np.concatenate([drawn.row_ids(i) for i in range(2)])
+  damage(data, bad.tolist())
   source = opened(data)
-  message = r"none of the first 4 rows, which an evaluation of 2 batches takes, can be read"
+  message = r"none of the 4 rows that an evaluation of 2 batches draws can be read"
   with pytest.raises(ValueError, match=message):
     batches.EvaluationBatches(source, global_batch_size=2, steps=2)
   # A batch of bad rows is like one of padding.

@@ -151,9 +151,19 @@ def test_evaluation_covers_each_row_once(numbered, rows, batch_size):
       batch["tokens"][there], source.read(batch["labels"][there])["tokens"]
     )
     found += batch["labels"][there].tolist()
-  assert found == list(range(rows))
+  assert sorted(found) == list(range(rows))
   with pytest.raises(IndexError, match=f"batch {len(evaluation)} of {len(evaluation)}"):
     evaluation.batch(len(evaluation), shardings)
+
+
+def test_evaluation_draws_the_same_rows_each_time_all_over_the_split(numbered):
+  source = numbered(1000)
+  ids = [batches.EvaluationBatches(source, global_batch_size=8).row_ids(i) for i in range(4)]
+  larger = batches.EvaluationBatches(source, global_batch_size=16)
+  assert np.concatenate([larger.row_ids(i) for i in range(2)]).tolist() == np.ravel(ids).tolist()
+  assert ids[0].tolist() == [652, 293, 617, 707, 693, 382, 793, 151]
+  quarters = np.bincount(np.ravel(ids) // 250, minlength=4)
+  assert quarters.min() >= 3, quarters
 
 
 _PROCESS = """

@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.cli import TINY_LM, lines_of
 
 SHORT = [*TINY_LM, "--config.training.steps=4", "--config.checkpoint.every_steps=2"]
+SHORT += ["--config.evaluation.final_steps=0"]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import json
 import math
 import pathlib
 
+import numpy as np
 import pytest
 
 from processes.coordination import Group
@@ -47,14 +48,16 @@ def test_each_device_holds_the_rows_that_it_holds_in_one_process(alone, holding,
 
 def test_what_one_process_holds_is_the_batch(alone):
   # Against numbers that no code of ours has placed: every row once, in the order of the batch.
-  devices = alone("rows")["data"]["batch 0"]
-  held = [row for place in range(8) for row in devices[str(place)]]
-  assert held == [[100 * row + column for column in range(8)] for row in range(16)]
-  devices = alone("rows")["data"]["batch 1"]
-  held = [row for place in range(8) for row in devices[str(place)]]
+  held = []
+  for batch in ("batch 0", "batch 1"):
+    devices = alone("rows")["data"][batch]
+    held += [row for place in range(8) for row in devices[str(place)]]
   padding = [[0] * 8] * (32 - rows.ROWS)
   assert held[-len(padding) :] == padding
-  assert [row[0] // 100 for row in held[: -len(padding)]] == list(range(16, rows.ROWS))
+  numbers = [row[0] // 100 for row in held[: -len(padding)]]
+  drawn = np.random.Philox(np.random.SeedSequence([0, 0])).random_raw(rows.ROWS)
+  assert numbers == np.argsort(drawn).tolist()
+  assert held[: rows.ROWS] == [[100 * row + column for column in range(8)] for row in numbers]
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from reports import charts, run_commands, run_files, run_layout, run_page
+from reports import charts, run_charts, run_commands, run_files, run_layout, run_page
 from tests.helpers.jobs import make_job
 from tests.reports import runs
 from tests.reports.test_layout_page import Reader
@@ -105,6 +105,62 @@ def test_every_metric_has_a_chart_with_its_marks(text):
     assert loss.count(f"<title>{mark}</title>") == 2  # for wide screens and for narrow ones
   assert text.count("<title>checkpoint of step 40</title>") == 2  # in no other chart
   assert text.count("<title>start 2 from step 20</title>") == 11
+
+
+def test_an_evaluation_of_other_examples_is_a_mark_that_no_line_joins(tmp_path):
+  steps = [runs.step(number) for number in (10, 20, 30)]
+  evaluations = [runs.sampled(10, 5.25), runs.sampled(20), runs.whole(30)]
+  folder = runs.write(tmp_path / "a", metrics=[*steps, *evaluations])
+  run = run_files.read(folder)
+  [(_, loss), *others] = run_charts.of_run(run)
+  over = ["267 of 2,670 examples", "the whole split"]
+  assert [(line.label, line.points, line.joined) for line in loss.lines[1:]] == [
+    (f"evaluation, {over[0]}", [(10, 5.25), (20, 5.0)], True),
+    (f"evaluation, {over[1]}", [(30, 5.5)], False),
+  ]
+  assert {"eval_loss_stderr", "eval_share", "eval_examples"} <= {*run.keys}
+  assert not [name for name, _ in others if name.startswith("eval_")]
+  assert "Evaluation loss 5.5000 (the whole split)." in run_page.verdict(run)[1]
+  drawn = run_page._drawn("eval_loss", loss)
+  assert str(drawn["narrow"]).count("evaluation, the whole split</title>") == 1
+  assert [line["joined"] for line in drawn["lines"]] == [True, True, False]
+  # One with a standard error, and two runs side by side.
+  other = runs.write(tmp_path / "b", metrics=[*steps, runs.sampled(10), runs.sampled(30, 4.5)])
+  read = [run, run_files.read(other)]
+  assert "Evaluation loss 4.5000 ± 0.1250 (267 of 2,670 examples)." in run_page.verdict(read[1])[1]
+  both = dict(run_charts.of_runs([run, run], ["a", "b"]))["eval_loss"]
+  assert [(line.color, line.joined) for line in both.lines] == [
+    (0, True),
+    (0, False),
+    (1, True),
+    (1, False),
+  ]
+  legend = run_page._legend(both.lines)
+  assert [(one["label"], one["joined"]) for one in legend] == [
+    ("a, " + over[0], True),
+    ("b, " + over[0], True),
+    ("evaluated on other examples", False),
+  ]
+  assert run_page.comparison(read).count("<figure") > 5
+
+
+def test_what_has_no_curve_is_a_sentence(tmp_path):
+  steps = [{**runs.step(number), "data_wait_seconds": 0.0} for number in (10, 20)]
+  steps = [{**one, "mfu": 0.0025, "skipped": 0} for one in steps]
+  lines = [*steps, {**runs.whole(20), "eval_bits_per_byte": 2.0}]
+  folder = runs.write(tmp_path, metrics=lines, history=runs.HISTORY[:1])
+  text = run_page.html(run_files.read(folder))
+  titles = re.findall(r"<figcaption><b>([^<]*)</b>", text)
+  gone = ("input wait", "skipped", "model FLOPs", "evaluation, bits per byte")
+  assert not [title for title in titles if title.startswith(gone)]
+  assert "loss, nats per token" in titles
+  said = re.findall(r'<p class="notes">([^<]*)</p>', text)
+  assert any(
+    "evaluation, bits per byte: 2 after step 20 (the whole split); "
+    "model FLOPs utilization (MFU): at most 0.25 %; "
+    "input wait, share of a step: 0 throughout; skipped: 0 throughout." in one
+    for one in said
+  ), said
 
 
 def test_goodput_is_one_bar_over_all_starts(text):

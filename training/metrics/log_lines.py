@@ -6,11 +6,11 @@ its step is computed again.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from runtime import files, forms
-from runtime.forms import FLAG, NUMBER, STEP, Each, Needs
+from runtime.forms import FLAG, NUMBER, STEP, Each, Needs, is_number
 
 FILE = "metrics.jsonl"
 TIMES, ROLLED_BACK = "goodput", "rolled_back"  # keys that only one kind of line has
@@ -19,6 +19,9 @@ FORM = Needs({"step": STEP}, {ROLLED_BACK: STEP, "skipped_rows": [(STEP, STEP)]}
 _OF_TIMES = Needs(
   {**FORM.keys, TIMES: NUMBER, "seconds": Each(NUMBER), "time": NUMBER, "done": FLAG}
 )
+# Of an evaluation: its examples, and their share of the split's.
+EXAMPLES, SHARE = "eval_examples", "eval_share"
+WHOLE_SPLIT = "the whole split"
 _BEGINS = b'{"step": '  # every line that is written
 
 
@@ -96,6 +99,37 @@ def _values(raw: bytes) -> dict[str, Any]:
   for why in forms.wrong(values, form):
     raise ValueError(why)
   return values
+
+
+def standard_error(metric: str) -> str:
+  """Returns the key of a metric's standard error: `eval_loss_stderr/code` of `eval_loss/code`."""
+  name, slash, part = metric.partition("/")
+  return f"{name}_stderr{slash}{part}"
+
+
+def examples_text(values: Mapping[str, Any]) -> str:
+  """Returns what an evaluation is over: `256 of 2,670 examples`; "" where its line lacks that."""
+  if values.get(SHARE) == 1:
+    return WHOLE_SPLIT
+  try:
+    return f"{values[EXAMPLES]:,} of {round(values[EXAMPLES] / values[SHARE]):,} examples"
+  except (KeyError, TypeError, ValueError, ArithmeticError):
+    return ""
+
+
+def by_examples(
+  lines: Iterable[Mapping[str, Any]], key: str
+) -> list[tuple[str, list[Mapping[str, Any]]]]:
+  """Returns (what they are over, lines) of the evaluations that have a metric, most lines first.
+
+  Only the first are a curve: the others are estimates from other examples, and a line that joined
+  them would show how the examples differ.
+  """
+  found: dict[str, list[Mapping[str, Any]]] = {}
+  for values in lines:
+    if is_number(values.get(key)):
+      found.setdefault(examples_text(values), []).append(values)
+  return sorted(found.items(), key=lambda item: -len(item[1]))
 
 
 def until(lines: Sequence[Line], step: int, rollbacks: int = 0) -> list[Line]:

@@ -67,6 +67,22 @@ def test_finalize_leaves_its_input_as_it_was(recipe):
   assert again.to_json_best_effort() == found.to_json_best_effort()
 
 
+@pytest.mark.parametrize(
+  ("keys", "expected"),
+  [
+    ({"training.steps": 9000}, 3000),
+    ({"training.steps": 20}, 8),  # as the periodic ones, whose checkpoints are compared with it
+    ({"training.steps": 20, "evaluation.steps": 15}, 15),
+    ({"training.steps": 20, "evaluation.every_steps": 0, "evaluation.steps": 0}, 8),
+    ({"training.steps": 20, "evaluation.steps": 0}, 0),  # they take the whole split
+    ({"training.steps": 20, "evaluation.final_steps": 0}, 0),
+    ({"training.steps": 20, "evaluation.final_steps": 3}, 3),
+  ],
+)
+def test_the_final_evaluation_of_a_short_run_is_limited(keys, expected):
+  assert finalized("lm", "cpu", **keys).evaluation.final_steps == expected
+
+
 def test_the_task_cannot_be_overridden_while_model_and_data_stay():
   for name in ("regression", "causal_lmm"):
     with pytest.raises(
