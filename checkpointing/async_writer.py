@@ -1,9 +1,10 @@
 """Asynchronous saves: Orbax writes the arrays, then the step is committed with its digests.
 
 A step is written to `STEP.saving`. When every process has written its arrays and Orbax has merged
-their index, each process computes the digests of its files; process 0 writes all digests and
-renames the folder to `STEP`, which commits the step. In a bucket, where a folder cannot be renamed
-atomically, the file of digests commits it.
+their index, each process syncs its files to the disk and computes their digests; process 0 writes
+all digests, syncs the folders and renames the step's to `STEP`, which commits the step. Older steps
+are removed once that name is on the disk. In a bucket, where a folder cannot be renamed atomically,
+the file of digests commits it.
 """
 
 import contextlib
@@ -172,6 +173,7 @@ class Writer:
       return
     if not self._in_place:
       path = path.rename(folder_entries.free(self._folder, f"{step}{REMOVING}"))
+      self._sync()  # before its files: a power cut would leave a damaged step
     self._remove_folder(path)
 
   def remove_leftovers(self) -> None:
@@ -226,8 +228,9 @@ class Writer:
         self._tidy("removing what it has left", self.remove_leftovers)
     else:
       if first:
-        self._tidy("waiting for the disk", self._sync)
-        self._tidy("removing older steps", self._committed)
+        # Until the new step's name is on the disk, a power cut would leave none of the two.
+        if self._tidy("waiting for the disk", self._sync):
+          self._tidy("removing older steps", self._committed)
         if self._failed:  # threads of a failed save may have written after it was removed
           self._tidy("removing what an earlier save has left", self.remove_leftovers)
 
@@ -250,7 +253,10 @@ class Writer:
     def early(path: str) -> str:
       return ahead.sha256(path.rpartition("/")[2], there[path]) if ahead else ""
 
-    listed = checksums.compute(folder, filter(self._is_mine, there), early)
+    mine = [*filter(self._is_mine, there)]
+    if not self._in_place:
+      files.sync(folder / path for path in mine)  # TensorStore does so, Orbax does not
+    listed = checksums.compute(folder, mine, early)
     together.share("\n".join(digest.line() for digest in listed))
     self._meet()
     if together.first:
@@ -261,6 +267,7 @@ class Writer:
         self._owner.require()
       checksums.write(folder, [*known.values(), *rest])
       if not self._in_place:
+        files.sync(inside for inside, _, _ in os.walk(folder, topdown=False))
         # If the owner is replaced after this, there is no folder left to rename.
         self._owner.require()
         folder.rename(self._folder / str(self._step))
@@ -290,22 +297,23 @@ class Writer:
       return f"{text} ({reason(also)})"
     raise AssertionError("a process that has failed was not heard")
 
-  def _tidy(self, what: str, do: Callable[[], None]) -> None:
-    """Cleans up after a save, whether it has failed or not; errors become warnings."""
+  def _tidy(self, what: str, do: Callable[[], None]) -> bool:
+    """Cleans up after a save, whether it has failed or not; errors become warnings.
+
+    Returns whether there was none.
+    """
     try:
       do()
+      return True
     except Exception as error:  # what is left over does no harm
       step = f"{self._folder}, after the save of step {self._step}"
       self._warn(f"WARNING: {step}: {what} failed: {reason(error)}")
+      return False
 
   def _sync(self) -> None:
     """Waits until the names of the steps are on the disk."""
     if not self._in_place:
-      descriptor = os.open(self._folder, os.O_RDONLY)
-      try:
-        os.fsync(descriptor)
-      finally:
-        os.close(descriptor)
+      files.sync([self._folder])
 
   def _making(self, step: int) -> epath.Path:
     """Returns the folder that the step is written to.

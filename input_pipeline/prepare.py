@@ -306,7 +306,11 @@ def _write(folder, wanted, examples, bad, tick):
     return
   if folder.exists():  # without a manifest it is not a store, and would block the rename
     folder.rmtree()
+  if not remote:
+    files.sync_tree(partial)  # a power cut must not leave the name of a store without its rows
   partial.rename(folder)
+  if not remote:
+    files.sync([folder.parent])
 
 
 def _write_text(writer, wanted, examples, bad):

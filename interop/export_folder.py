@@ -139,7 +139,7 @@ class ExportFolder:
     """
     if not self.local:
       return
-    _sync(self.path)
+    files.sync([self.path])
     try:
       os.rename(self.path, self.final)  # also over an empty folder
     except OSError as error:
@@ -148,7 +148,7 @@ class ExportFolder:
       raise FileExistsError(
         error.errno, "something has been written there meanwhile", str(self.final)
       ) from error
-    _sync(self.final.parent)
+    files.sync([self.final.parent])
     os.close(self._lock)
 
   def remove(self) -> None:
@@ -164,13 +164,3 @@ class ExportFolder:
   def _empty(self) -> None:
     for entry in os.scandir(self.path):
       os.unlink(entry.path)
-
-
-def _sync(folder: epath.Path) -> None:
-  """Waits until the entries of a folder are on the disk."""
-  descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-  try:
-    with contextlib.suppress(OSError):  # some file systems cannot
-      os.fsync(descriptor)
-  finally:
-    os.close(descriptor)

@@ -17,7 +17,7 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from etils import epath
@@ -27,6 +27,7 @@ MOST_DEPTH = 64  # of nested JSON; a config has five levels
 MOST_DIGITS = 40  # of an int in JSON; tokenizers write 10^30 for "no limit"
 BLOCK_BYTES = 2**20  # read at a time
 
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of some file systems, for folders
 _KINDS = (
   (stat.S_ISDIR, "a directory"),
   (stat.S_ISLNK, "a symbolic link"),
@@ -278,6 +279,31 @@ def _sync(descriptor: int) -> None:
   """Waits for the disk, so that after a power cut the name does not stand for an empty file."""
   with contextlib.suppress(OSError):  # some file systems cannot; a full one has said so before
     os.fsync(descriptor)
+
+
+def sync(paths: Iterable[epath.PathLike]) -> None:
+  """Waits until local files and folders, as they are now, would survive a power cut.
+
+  A file's content and its name are two things: the name is in its folder.
+
+  Raises:
+    OSError: the disk reports an error; the path is named.
+  """
+  for path in paths:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+      os.fsync(descriptor)
+    except OSError as error:
+      if error.errno not in _CANNOT_SYNC:
+        raise _named(error, path) from error
+    finally:
+      os.close(descriptor)
+
+
+def sync_tree(folder: epath.PathLike) -> None:
+  """Waits until a local folder with all that is in it would survive a power cut."""
+  for inside, _, names in os.walk(folder, topdown=False):
+    sync([*(os.path.join(inside, name) for name in names), inside])
 
 
 @contextlib.contextmanager

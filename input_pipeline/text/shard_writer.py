@@ -173,8 +173,10 @@ def _place(local: pathlib.Path, folder: epath.Path, remote: bool) -> None:
     return
   if not is_there(folder) and folder.exists():  # no shard, and would block the rename
     folder.rmtree()
+  files.sync_tree(local)  # a power cut must not leave the name of a shard without its tokens
   try:
     local.rename(folder)
+    files.sync([folder.parent])
   except OSError:
     if not is_there(folder):  # another process was first: the same files give the same shard
       raise

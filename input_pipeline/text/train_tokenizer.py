@@ -236,6 +236,8 @@ def _write(folder: epath.Path, content: bytes, facts: dict[str, Any]) -> None:
     for name, value in (("training.json", facts), (tokenizer.CONFIG_FILE, config)):
       files.replace(partial / name, json.dumps(value, indent=2) + "\n")
     files.replace(partial / tokenizer.TOKENIZER_FILE, content)
+    if files.is_local(partial):
+      files.sync_tree(partial)
     partial.rename(folder)
   except BaseException as error:
     partial.rmtree(missing_ok=True)

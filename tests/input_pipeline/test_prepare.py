@@ -12,6 +12,7 @@ import pytest
 from input_pipeline import prepare, row_source
 from input_pipeline.sources import tfds
 from input_pipeline.sources.catalog import Reference
+from tests.helpers.syncs import Syncs
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -176,3 +177,12 @@ def test_two_processes_prepare_at_once(config, tmp_path):
   assert [process.returncode for process in processes] == [0, 0]
   expected = row_source.open_source(config("python_source"), "test", seed=0).fingerprint
   assert outputs == [f"{expected}\n"] * 2
+
+
+def test_a_store_is_on_the_disk_before_it_gets_its_name(config, tiny_text, monkeypatch):
+  syncs = Syncs(monkeypatch)
+  data = config(tiny_text, sequence_length=33)
+  found = prepare.prepare(data, "train")
+  folder = pathlib.Path(found.folder)
+  assert syncs.unsynced_at(folder) == []
+  assert syncs.events[-1] == ("sync", folder.parent)

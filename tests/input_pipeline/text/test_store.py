@@ -9,6 +9,7 @@ from etils import epath
 
 from input_pipeline.text import items, shard_writer, store
 from tests.checkpointing.test_full_disk import full_disk
+from tests.helpers.syncs import Syncs
 
 SIZES = (3, 1, 8192, 20_000, 8193)
 
@@ -190,3 +191,10 @@ def test_a_flipped_bit_costs_its_record_alone(tmp_path):
   assert found.place(4) == f"document 3 of {folder}/{store.TOKENS}"
   others = np.array([0, 1, 2, 3, 5, 6, 7])
   assert len(found.read(others)[0]) == sum(SIZES) - 8192
+
+
+def test_a_shard_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+  syncs = Syncs(monkeypatch)
+  folder = write(tmp_path / "a", 256, documents(256))
+  assert syncs.unsynced_at(folder) == []
+  assert syncs.events[-1] == ("sync", tmp_path)

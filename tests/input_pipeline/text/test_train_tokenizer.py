@@ -1,6 +1,7 @@
 """input_pipeline/text/train_tokenizer.py: a byte-level BPE of a user's documents."""
 
 import json
+import pathlib
 import types
 
 import pytest
@@ -8,6 +9,7 @@ import tokenizers
 
 from input_pipeline.text import documents, files, tokenizer, train_tokenizer
 from input_pipeline.text.shard_writer import content_hash
+from tests.helpers.syncs import Syncs
 from tests.input_pipeline.text import corpora
 from tests.input_pipeline.text.conftest import python_files
 
@@ -205,3 +207,9 @@ def test_it_is_trained_on_every_source_and_on_nothing_that_is_held_out(tmp_path,
   assert {*code} <= taken, "all of what has a validation split of its own"
   assert 100 < len(taken & {*web}) < 180
   assert all(content_hash(text.encode()) >= 0.3 * 2**64 for text in taken & {*web})
+
+
+def test_a_tokenizer_is_on_the_disk_before_it_gets_its_name(data, monkeypatch):
+  syncs = Syncs(monkeypatch)
+  folder = pathlib.Path(train_tokenizer.store(data, train_tokenizer.train(TEXTS, 300), {}))
+  assert syncs.unsynced_at(folder) == []
