@@ -3,8 +3,7 @@
 import hashlib
 import sys
 from collections.abc import Callable
-
-from etils import epath
+from typing import Any
 
 from commands import build, dialogue, flags, preflight_facts
 from inference.chat import Chat
@@ -68,20 +67,20 @@ def _turns_given() -> list[str]:
     raise ValueError("--prompt and --prompt_file: give one of the two")
   if not flags.PROMPT_FILE.value:
     return list(flags.PROMPT.value)
-  return [line for line in _text(flags.PROMPT_FILE.value).splitlines() if line.strip()]
+  return [line for line in _text(flags.PROMPT_FILE).splitlines() if line.strip()]
 
 
 def _system() -> str:
   if flags.SYSTEM.value and flags.SYSTEM_FILE.value:
     raise ValueError("--system and --system_file: give one of the two")
-  return _text(flags.SYSTEM_FILE.value) if flags.SYSTEM_FILE.value else flags.SYSTEM.value or ""
+  return _text(flags.SYSTEM_FILE) if flags.SYSTEM_FILE.value else flags.SYSTEM.value or ""
 
 
-def _text(path: str) -> str:
+def _text(flag: Any) -> str:
   try:
-    return epath.Path(path).read_text()
+    return flags.content(flag).decode()
   except UnicodeDecodeError as error:
-    raise ValueError(f"{path} is not valid UTF-8 ({error})") from error
+    raise ValueError(f"--{flag.name}={flag.value} is not valid UTF-8 ({error})") from error
 
 
 def _show(chat: Chat, turn: str, cut: Callable[[], bool] | None = None) -> None:

@@ -12,9 +12,11 @@ from ml_collections import config_flags
 from commands import config_flag, help
 from commands.refusal import refuse
 from commands.verbs import VERBS
-from runtime import exit_codes
+from runtime import exit_codes, files
 from runtime.printable import printable
 from runtime.suggest import nearest
+
+_MOST_PROMPTS = 2**24  # bytes of a file with prompts
 
 CONFIG = config_flags.DEFINE_config_file(
   "config", None, "Config file, optionally with a recipe: configs/dp8.py:mlp."
@@ -167,6 +169,14 @@ def chosen_verb(words: list[str]) -> str:
 
 def workdir() -> epath.Path:
   return epath.Path(WORKDIR.value or f"runs/{config_flag.name(CONFIG)}")
+
+
+def content(flag: flags.FlagHolder) -> bytes:
+  """Returns the content of the file that a flag names; raises ValueError if it cannot be read."""
+  try:
+    return files.read_bytes(flag.value, most_bytes=_MOST_PROMPTS, follow=True)
+  except OSError as error:
+    raise ValueError(f"--{flag.name}={flag.value} cannot be read ({error})") from error
 
 
 def given(flag: flags.FlagHolder) -> bool:

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from etils import epath
-
 from commands import build, chat, dialogue, flags, preflight_facts
 from inference import sampler
 from inference.continuation import Continuation
@@ -34,7 +32,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   if flags.CHAT.value:
     return chat.prepare(watch)
   if flags.PROMPT_FILE.value:
-    prompts = epath.Path(flags.PROMPT_FILE.value).read_bytes().splitlines()
+    prompts = flags.content(flags.PROMPT_FILE).splitlines()
   location = flags.CHECKPOINT.value or str(flags.workdir())
   run_tokenizer.adopt(flags.CONFIG.value, location)
   [ready] = build.prepare(flags.CONFIG)

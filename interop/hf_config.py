@@ -102,8 +102,7 @@ _OUTER = (
 
 # Forms of those keys of a config.json whose values are more than one number, or decide how long it
 # takes to read the others; parts check the rest of them.
-MOST_LAYERS = 4096
-_LAYERS, _TEXTS = OrNull(forms.whole(1, MOST_LAYERS)), OrNull(TEXT)
+_LAYERS, _TEXTS = OrNull(forms.whole(1, forms.MOST_LAYERS)), OrNull(TEXT)
 _ROPE = {"rope_type": _TEXTS, "type": _TEXTS, "truncate": OrNull(forms.FLAG)}
 _ROPE |= dict.fromkeys(("mscale", "mscale_all_dim"), OrNull(forms.AT_LEAST_0))
 _ROPE["factor"] = OrNull(forms.ABOVE_0)

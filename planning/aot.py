@@ -21,7 +21,13 @@ from partitioning import shardings
 from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import HOST
 from planning.interconnect import Places, in_order
-from planning.topology import Topology, of_devices, with_slices
+from planning.topology import (
+  MOST_SIMULATED,
+  Topology,
+  of_devices,
+  require_devices,
+  with_slices,
+)
 from runtime import devices
 from training import setup
 
@@ -108,8 +114,8 @@ def simulated(config: ConfigDict, topology: Topology) -> Here:
   config = with_slices(config, topology)
   if topology.platform == "tpu" and compiler_there():
     return Here()
-  count = topology.devices * math.prod(config.mesh_dcn.values())
-  jax.config.update("jax_num_cpu_devices", ROOM * count)
+  count = require_devices(topology, math.prod(config.mesh_dcn.values()), MOST_SIMULATED)
+  jax.config.update("jax_num_cpu_devices", max(count, min(ROOM * count, MOST_SIMULATED // 2)))
   return Here(simulated=tuple(jax.devices("cpu")))
 
 

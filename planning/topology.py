@@ -20,6 +20,9 @@ from runtime.suggest import nearest
 with epy.lazy_imports():
   import jax
 
+# Devices of a plan. In place of a TPU's compiler, JAX simulates them, and a number near the second
+# takes it about 12 s and 1 GiB, which grow faster than the number.
+MOST_DEVICES, MOST_SIMULATED = 2**17, 2**13
 EXAMPLES = {2: "4x4, 8x8, 16x16", 3: "2x2x2, 4x4x4, 8x8x16"}
 
 
@@ -98,7 +101,20 @@ def parse(text: str, chips: Mapping[str, Chip] = CHIPS) -> Topology:
     raise ValueError(f"--topology={text}: {kind} takes {want}")
   if kind == "cpu":
     chip = _shared(chip, shape[0])
-  return Topology(f"{kind}:{rest}", chip, shape, int(slices or 1), note)
+  found = Topology(f"{kind}:{rest}", chip, shape, int(slices or 1), note)
+  require_devices(found, found.slices, MOST_DEVICES if chip.torus else MOST_SIMULATED)
+  return found
+
+
+def require_devices(topology: Topology, slices: int, most: int) -> int:
+  """Returns the devices of a topology; raises ValueError where there are more than `most`."""
+  if (count := topology.devices * slices) > most:
+    over = f" in {slices:,} slices" if slices > 1 else ""
+    raise ValueError(
+      f"--topology={topology.name}{over} has {count:,} devices, and a plan is made of at most "
+      f"{most:,}{' where they are simulated' if most == MOST_SIMULATED else ''}"
+    )
+  return count
 
 
 def _shared(chip: Chip, count: int) -> Chip:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 MOST = 2**31 - 1  # of a size or a number of things
+MOST_LAYERS = 4096  # of a model; whoever reads its config makes a list of them
 MOST_STEP = 2**53  # up to which floats are exact
 MOST_NUMBER = 1e300  # sums of such numbers are finite
 _NAMED = 8  # so many keys are named in a message

@@ -2,6 +2,7 @@
 
 from checkpointing.resume_policy import ACCEPT
 from configs.keys.row import Key, Rows, Unset
+from runtime.forms import MOST_LAYERS
 
 MLP: Rows = {
   "name": Key("mlp", ""),
@@ -24,7 +25,7 @@ VIT: Rows = {
   "channels": Key(1, "of an image: 3 of a coloured one", unit="channels"),
   "image_size": Key(Unset(int), "pixels of a side; follows from input_size", unit="pixels"),
   "patch_size": Key(2, "pixels of a patch's side", unit="pixels"),
-  "layers": Key(2, "transformer blocks", unit="layers"),
+  "layers": Key(2, "transformer blocks", unit="layers", most=MOST_LAYERS),
   "model_size": Key(64, "width of the residual stream", unit="dims"),
   "feedforward_size": Key(256, "hidden width of the MLP", unit="dims"),
   "heads": Key(4, "query heads", unit="heads"),

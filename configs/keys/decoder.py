@@ -2,10 +2,12 @@
 
 from checkpointing.resume_policy import ACCEPT, MAY_CHANGE
 from configs.keys.row import Key, Rows, Unset
+from runtime.forms import MOST_LAYERS
 
+MOST_HEADS = 2**16  # or experts: refusals list how they can be divided
 DECODER: Rows = {
   "name": Key("transformer", ""),
-  "layers": Key(3, "transformer blocks", unit="layers"),
+  "layers": Key(3, "transformer blocks", unit="layers", most=MOST_LAYERS),
   "model_size": Key(128, "width of the residual stream", unit="dims"),
   "feedforward_size": Key(384, "hidden width of the MLP", unit="dims"),
   "base_width": Key(
@@ -35,10 +37,12 @@ DECODER: Rows = {
     above=0,
   ),
   "value_head_size": Key(Unset(int), "of latent attention; head_size", unit="dims"),
-  "heads": Key(8, "query heads", unit="heads"),
-  "kv_heads": Key(4, "key/value heads; fewer than heads: grouped-query attention", unit="heads"),
+  "heads": Key(8, "query heads", unit="heads", most=MOST_HEADS),
+  "kv_heads": Key(
+    4, "key/value heads; fewer than heads: grouped-query attention", unit="heads", most=MOST_HEADS
+  ),
   "head_size": Key(Unset(int), "model_size / heads", unit="dims"),
-  "vocabulary_size": Key(Unset(int), "as the tokenizer's; 256: bytes", unit="tokens"),
+  "vocabulary_size": Key(Unset(int), "as the tokenizer's; 256: bytes", unit="tokens", most=2**30),
   "vocabulary_multiple": Key(
     128,
     "the vocabulary is padded to a multiple of this, on every mesh",
@@ -120,6 +124,7 @@ DECODER: Rows = {
     "Mixture of experts: routed experts of a sparse layer, in place of its MLP; 0: all are dense",
     unit="experts",
     least=0,
+    most=MOST_HEADS,
   ),
   "experts_per_token": Key(2, "top-k", unit="experts", readers=("experts",)),
   "expert_feedforward_size": Key(Unset(int), "of an expert; feedforward_size", unit="dims"),

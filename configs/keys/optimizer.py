@@ -2,6 +2,7 @@
 
 from checkpointing.resume_policy import MAY_CHANGE, REFUSED
 from configs.keys.row import Key, Rows, Unset
+from runtime.forms import MOST_STEP
 
 OPTIMIZER: Rows = {
   "name": Key(
@@ -48,6 +49,7 @@ OPTIMIZER: Rows = {
     "instead of warmup_steps; 0: warmup_steps",
     unit="tokens",
     least=0,
+    most=MOST_STEP,
     resume=MAY_CHANGE,
   ),
   "decay_steps": Key(Unset(int), "of wsd, at the end; by default steps / 5", unit="steps", least=0),
@@ -56,6 +58,7 @@ OPTIMIZER: Rows = {
     "instead of decay_steps; 0: decay_steps",
     unit="tokens",
     least=0,
+    most=MOST_STEP,
     resume=MAY_CHANGE,
   ),
   "decay": Key("linear", "of wsd: linear or 1-sqrt", choices=("linear", "1-sqrt")),

@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from runtime.forms import MOST
+
 
 @dataclasses.dataclass(frozen=True)
 class Unset:
@@ -34,6 +36,7 @@ class Key:
     least: the smallest number that it may be.
     above: a number that it has to be above.
     below: a number that it has to be below.
+    most: the largest whole number that it may be.
     finite: it may be any number but inf and nan; so may one that has `least` or `above`.
     choices: the words that it may be.
     usual: words that it often is; others are possible.
@@ -49,6 +52,7 @@ class Key:
   least: float | None = None
   above: float | None = None
   below: float | None = None
+  most: int = MOST
   finite: bool = False
   choices: tuple[str, ...] = ()
   usual: tuple[str, ...] = ()
@@ -70,6 +74,8 @@ class Key:
     """Yields what range a number is outside of; nothing for a value that is unset."""
     if value is None:
       return
+    if isinstance(value, int) and value > self.most:
+      yield f"at most {self.most:,}"
     if self.least is not None and self.below is not None:
       if not self.least <= value < self.below:
         yield f"at least {self.least} and below {self.below}"

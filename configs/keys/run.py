@@ -2,9 +2,10 @@
 
 from checkpointing.resume_policy import ACCEPT, MAY_CHANGE, REFUSED
 from configs.keys.row import Key, Required, Rows, Unset
+from runtime.forms import MOST_STEP
 
 GENERAL: Rows = {
-  "seed": Key(0, "of parameters, data order and dropout", least=0, resume=REFUSED),
+  "seed": Key(0, "of parameters, data order and dropout", least=0, most=2**32 - 1, resume=REFUSED),
   "argument": Key(
     Required(str),
     "the recipe, as given; part of the default workdir",
@@ -75,6 +76,7 @@ PARTITIONING: Rows = {
     "Limit on the replicated bytes of parameters and optimizer state per device; unset: none.",
     unit="bytes",
     least=0,
+    most=MOST_STEP,
   ),
 }
 

@@ -2,6 +2,7 @@
 
 from checkpointing.resume_policy import MAY_CHANGE, REFUSED
 from configs.keys.row import Key, Rows, Unset
+from runtime.forms import MOST_STEP
 
 TRAINING: Rows = {
   "steps": Key(0, "optimizer steps", unit="steps", least=1, resume=MAY_CHANGE),
@@ -10,6 +11,7 @@ TRAINING: Rows = {
     "instead of steps: as many as have these tokens; 0: steps",
     unit="tokens",
     least=0,
+    most=MOST_STEP,
     resume=MAY_CHANGE,
   ),
   "gradient_accumulation_steps": Key(1, "microbatches per step", unit="microbatches", least=1),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
+from configs.keys import table
 from configs.schema import (
   chosen,
   hf_model,
@@ -49,6 +50,8 @@ def with_choices(
   capability: float = 0.0,
 ) -> tuple[ConfigDict, tuple[Choice, ...]]:
   """Returns what `finalize` returns, and what it chose by platform and mesh, with reasons."""
+  if lines := [*table.too_large(config)]:
+    raise ValueError("the config is refused:\n" + "\n".join(f"  {line}" for line in lines))
   recipe = recipes.base(config.argument)
   if config.model.name != recipe.model.name:
     raise ValueError(

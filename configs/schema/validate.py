@@ -51,6 +51,7 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
     *_dpo(config),
     *_tables(config),
     *_batch(config, sizes),
+    *_long_rows(config, sizes),
   ]
   wrong += [*_chunks(config), *_registered(config), *unused.wrong(config)]
   if config.processes.deadline_seconds >= config.processes.heartbeat_seconds:
@@ -93,8 +94,6 @@ def _ranges(config: ConfigDict) -> list[str]:
   if TASKS[config.task].of_tokens:
     positive.append(("data.sequence_length", config.data.sequence_length))
   wrong.extend(f"{name}={value}: at least 1" for name, value in positive if value < 1)
-  if config.seed >= 2**32:
-    wrong.append(f"seed={config.seed}: below 2**32")
   return [
     *wrong,
     *_schedule(config),
@@ -103,6 +102,18 @@ def _ranges(config: ConfigDict) -> list[str]:
     *group_checks.wrong(config.optimizer),
     *optimizer_defaults.wrong(config.optimizer),
   ]
+
+
+MOST_TOKENS = 2**20  # of a row on a device: attention lists the pairs of its blocks of 128
+
+
+def _long_rows(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
+  length, parts = config.data.get("sequence_length") or 0, sizes.get("context", 1)
+  if length > MOST_TOKENS * parts:
+    yield (
+      f"data.sequence_length={length:,}: at most {MOST_TOKENS * parts:,} tokens, {MOST_TOKENS:,} "
+      f"on each of mesh.context={parts}"
+    )
 
 
 def _clipping(keys: ConfigDict, window: int) -> Iterator[str]:

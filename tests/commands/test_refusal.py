@@ -261,6 +261,25 @@ def test_an_empty_value_is_refused(main, flag):
   assert err == f"refused: {flag} is empty; give a value, or leave the flag out\n"
 
 
+@pytest.mark.parametrize(
+  ("make", "said"),
+  [
+    (lambda path: os.symlink("/dev/zero", path), "it is a device, not a plain file"),
+    (os.mkfifo, "it is a FIFO, not a plain file"),
+    (os.mkdir, "it is a directory, not a plain file"),
+    (lambda path: os.symlink(path, path), "Too many levels of symbolic links"),
+    (lambda path: path.touch() or os.truncate(path, 10**10), "it has 10,000,000,000 bytes, and at"),
+    (lambda path: path.write_bytes(b"\xff"), "is not valid UTF-8"),
+  ],
+)
+def test_a_file_of_prompts_that_cannot_be_read_is_refused_at_once(main, tmp_path, make, said):
+  make(path := tmp_path / "prompts")
+  code, _, err = main("sample", DP8, "--chat", f"--prompt_file={path}")
+  assert code == 2, err
+  assert err.startswith(f"refused: --prompt_file={path} ")
+  assert said in err
+
+
 def test_a_value_that_is_quoted_is_no_message_and_no_escape_sequence(main):
   code, _, err = main(DP8, "--config.training.steps=\x1b[31ma\nrefused: b\x07")
   assert code == 2

@@ -201,3 +201,19 @@ def test_every_chip_has_a_peak_a_source_of_it_and_names_of_its_own():
     assert all(kind == kind.lower() for kind in chip.device_kinds)
   kinds = [kind for chip in CHIPS.values() for kind in chip.device_kinds]
   assert len(kinds) == len(set(kinds))
+
+
+@pytest.mark.parametrize(
+  ("name", "count", "most"),
+  [
+    ("h100:99999999", "99,999,999", "8,192 where they are simulated"),
+    ("cpu:1000000", "1,000,000", "8,192"),
+    ("v5p:9999x9999x9999", "999,700,029,999", "131,072"),
+    ("99999xv5p-128", "6,399,936", "131,072"),
+  ],
+)
+def test_absurd_numbers_of_devices_are_refused(name, count, most):
+  with pytest.raises(
+    ValueError, match=f"has {count} devices, and a plan is made of at most {most}"
+  ):
+    parse(name)

@@ -1,6 +1,7 @@
 """A row of the table of keys: its range, and how it is explained."""
 
 import math
+import time
 
 import pytest
 
@@ -28,6 +29,35 @@ def test_a_number_outside_its_range_is_refused_with_the_range(keys, said):
   with pytest.raises(ValueError, match="the config is refused") as error:
     make_job("single", "lm", **keys)
   assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("key", "value", "most"),
+  [
+    ("model.layers", 10**9, "4,096"),
+    ("model.heads", 10**9, "65,536"),
+    ("model.vocabulary_size", 10**12, "1,073,741,824"),
+    ("model.model_size", 10**30, "2,147,483,647"),
+    ("training.steps", 10**12, "2,147,483,647"),
+    ("data.global_batch_size", 10**12, "2,147,483,647"),
+    ("data.sequence_length", 2**20 + 128, "1,048,576"),
+    ("mesh.stage", 10**12, "2,147,483,647"),
+    ("seed", 2**32, "4,294,967,295"),
+  ],
+)
+def test_what_is_too_large_is_refused_at_once(key, value, most):
+  began = time.monotonic()
+  with pytest.raises(
+    ValueError, match=f"the config is refused:\n  {key}={value:,}: at most {most}"
+  ):
+    make_job("single", "lm", **{key: value})
+  assert time.monotonic() - began < 10  # and not without end
+
+
+def test_tokens_may_be_more_than_steps():
+  config = make_job("single", "lm", **{"training.tokens": 10**11}).config
+  tokens = config.data.sequence_length * config.data.global_batch_size
+  assert config.training.steps == -(-(10**11) // tokens)
 
 
 def test_the_ends_of_a_range():

@@ -104,7 +104,7 @@ def refusal(argument, sizes, /, **overrides):
     ({}, {"data.skip_rows": (8, 16)}, "data.skip_rows: 8 is not a range of rows"),
     ({}, {"data.skip_batches": ("3",)}, "data.skip_batches: '3' is not the number of a batch"),
     ({}, {"data.sequence_length": 0}, "data.sequence_length=0: at least 1"),
-    ({}, {"seed": 2**32}, "seed=4294967296: below 2**32"),
+    ({}, {"seed": 2**32}, "seed=4,294,967,296: at most 4,294,967,295"),
     (
       {},
       {"partitioning.parameters.model": (2,)},
