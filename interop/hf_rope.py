@@ -159,7 +159,11 @@ def _base_and_scaling(
     raise ValueError(f"rope_scaling: {', '.join(unknown)}: not known for rope_type {kind!r}")
   share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
   if share not in (None, 1, 1.0) and not partial:
-    raise ValueError(f"partial_rotary_factor={short(share)}: only 1 is read")
+    raise ValueError(
+      f"partial_rotary_factor={short(share)}: transformers rotates whole heads in this family; "
+      f"given such a factor version 4.57 fails, and 5 fails or ignores it, so the model's own "
+      f"logits are not known. Delete it if whole heads are meant"
+    )
   [base] = numbers({"rope_theta": rope.get("rope_theta", theta)}, ("rope_theta",))
   return float(base), read(rope, config)
 

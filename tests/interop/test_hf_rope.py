@@ -45,7 +45,7 @@ def test_the_older_name_of_the_type_and_a_length_that_is_left_out():
     ),
     ({"rope_theta": 0}, "rope_theta=0: a number above 0 is needed"),
     ({"rope_scaling": "llama3"}, "rope_scaling: an object is expected, and"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: only 1 is read"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: transformers rotates whole heads"),
   ],
 )
 def test_what_cannot_be_read_is_named(keys, said):
