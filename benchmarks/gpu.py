@@ -25,14 +25,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 from absl import app, flags
 
 _MODELS = flags.DEFINE_list("gpu_models", "gpt2_124m,llama_1b", "Of MODELS.")
-_TURNS = flags.DEFINE_integer("turns", 8, "Turns of each.", 1)
-_STEPS = flags.DEFINE_integer("turn_steps", 20, "Steps of a turn.", 1)
-_PYTHON = flags.DEFINE_string("torch_python", sys.executable, "The Python that has PyTorch.")
+TURNS = flags.DEFINE_integer("turns", 8, "Turns of each.", 1)
+STEPS = flags.DEFINE_integer("turn_steps", 20, "Steps of a turn.", 1)
+PYTHON = flags.DEFINE_string("torch_python", sys.executable, "The Python that has PyTorch.")
 _TRACE = flags.DEFINE_string("trace", None, "Writes a trace of a turn of ours to this folder.")
 _SMALL = flags.DEFINE_bool("small", False, "Small models, for a CPU.")
 _COMPILE = flags.DEFINE_bool("torch_compile", True, "Whether PyTorch compiles.")
@@ -48,6 +49,7 @@ OPTIMIZER = {
   "weight_decay": 0.1,
   "clip_norm": 1.0,
   "warmup_steps": 10,
+  "steps": None,
 }
 
 
@@ -97,7 +99,7 @@ def job(name: str, folder: str) -> dict:
   model = MODELS[name]
   overrides = {
     **model.overrides,
-    **{f"optimizer.{key}": value for key, value in OPTIMIZER.items()},
+    **{f"optimizer.{key}": value for key, value in OPTIMIZER.items() if key != "steps"},
     "optimizer.schedule": "constant",
     "training.compute_dtype": "bfloat16",
     "data.sequence_length": model.length,
@@ -114,7 +116,9 @@ def job(name: str, folder: str) -> dict:
     "overrides": overrides,
     "rows": overrides["data.global_batch_size"],
     "seed": 0,
+    "compute_dtype": "bfloat16",
     "optimizer": OPTIMIZER,
+    "text": None,
     "parameters": folder,
     "compile": _COMPILE.value,
   }
@@ -123,8 +127,8 @@ def job(name: str, folder: str) -> dict:
 class Process:
   """A side in a process of its own."""
 
-  def __init__(self, python: str, module: str, told: dict):
-    """Starts it and waits until it has compiled."""
+  def __init__(self, python: str, module: str, told: dict, cores: Iterable[int] | None = None):
+    """Starts it, on some of the processor's cores, and waits until it has compiled."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     self._process = subprocess.Popen(
       [python, "-m", module],
@@ -133,6 +137,7 @@ class Process:
       cwd=ROOT,
       env=environment,
       text=True,
+      preexec_fn=None if cores is None else lambda: os.sched_setaffinity(0, cores),
     )
     self._module = module
     self.first = self._ask(told)
@@ -167,12 +172,12 @@ def measure(name: str) -> bool:
     ours = Process(sys.executable, "benchmarks.gpu_ours", told)
     stack.callback(ours.close)
     told["sizes"] = ours.facts()["sizes"]
-    reference = Process(_PYTHON.value, "benchmarks.gpu_torch", told)
+    reference = Process(PYTHON.value, "benchmarks.gpu_torch", told)
     stack.callback(reference.close)
-    turns = [(ours.run(_STEPS.value), reference.run(_STEPS.value)) for _ in range(_TURNS.value)]
+    turns = [(ours.run(STEPS.value), reference.run(STEPS.value)) for _ in range(TURNS.value)]
     if _TRACE.value:
-      ours.run(_STEPS.value, trace=_TRACE.value)
-    return report(name, turns, (ours.facts(), reference.facts()), _STEPS.value)
+      ours.run(STEPS.value, trace=_TRACE.value)
+    return report(name, turns, (ours.facts(), reference.facts()), STEPS.value)
 
 
 def report(name: str, turns: list[tuple[dict, dict]], facts: tuple[dict, dict], steps: int) -> bool:

@@ -1,4 +1,4 @@
-"""The application's side of benchmarks/gpu.py: its train step, as a run compiles it.
+"""The application's side of benchmarks/gpu.py and nanogpt_cpu.py: its step, as a run compiles it.
 
 `python -m benchmarks.gpu` starts it as `python -m benchmarks.gpu_ours`.
 """
@@ -49,6 +49,8 @@ def sizes(job: Job, family: str) -> dict:
     "length": job.config.data.sequence_length,
     "rotary_base": m.rotary_base,
     "epsilon": m.norm_epsilon,
+    "activation": m.activation,
+    "biases": m.biases != "none",
   }
 
 
@@ -68,35 +70,42 @@ class Side:
     save(self._job, pathlib.Path(description["parameters"]))
     self._step = self._job.compile_train_step().function
     self._state = self._job.initial_state()
-    fields = [
-      {"tokens": tokens, "targets": targets, "weights": np.ones(tokens.shape, np.float32)}
-      for tokens, targets in gpu_protocol.batches(description)
-    ]
-    self._batches = [
-      {
-        name: jax.device_put(
-          one.get(name, np.zeros(array.shape, array.dtype)), self._job.batch_shardings[name]
-        )
-        for name, array in self._job.batch.items()
-      }
-      for one in fields
-    ]
+    self._description, self._batch = description, gpu_protocol.train_batch(description)
+    self._evaluate = None if description["text"] is None else self._job.compile_eval_step().function
     self._done = 0
 
-  def run(self, steps: int, trace: str = "") -> dict:
-    """Runs some steps; returns their seconds and the last loss."""
+  def _placed(self, pair: tuple[np.ndarray, np.ndarray]) -> dict[str, jax.Array]:
+    """Returns a batch on the device."""
+    fields = dict(zip(("tokens", "targets"), pair, strict=True))
+    fields["weights"] = np.ones(pair[0].shape, np.float32)
+    found = {
+      name: fields.get(name, np.zeros(array.shape, array.dtype))
+      for name, array in self._job.batch.items()
+    }
+    return jax.device_put(found, self._job.batch_shardings)
+
+  def run(self, steps: int, trace: str = "", validate: bool = False) -> dict:
+    """Runs some steps; see benchmarks/gpu_protocol.py."""
     with jax.profiler.trace(trace) if trace else contextlib.nullcontext():
-      return self._run(steps)
+      found = self._run(steps)
+    if validate:
+      batches = map(self._placed, gpu_protocol.validation_batches(self._description))
+      sums = [self._evaluate(self._state.params, batch) for batch in batches]
+      losses = [float(one["loss"] / one["weight"]) for one in sums]
+      found["validation"] = sum(losses) / len(losses)
+    return found
 
   def _run(self, steps: int) -> dict:
     jax.block_until_ready(self._state)
-    began = time.perf_counter()
+    began = time.perf_counter(), time.process_time()
     for _ in range(steps):
-      batch = self._batches[self._done % len(self._batches)]
-      self._state, metrics = self._step(self._state, batch)
+      self._state, metrics = self._step(self._state, self._placed(self._batch(self._done)))
+      if self._job.devices.simulated:  # as in a run
+        jax.block_until_ready(metrics)
       self._done += 1
     last = float(metrics["loss"])  # waits for the device
-    return {"seconds": time.perf_counter() - began, "loss": last}
+    seconds, processor = time.perf_counter() - began[0], time.process_time() - began[1]
+    return {"seconds": seconds, "processor": processor, "loss": last}
 
   def facts(self) -> dict:
     """Returns versions, sizes, what was chosen, and the FLOPs of a step and of the device."""

@@ -6,17 +6,23 @@ and sizes. This module imports NumPy alone: the sides run in processes with diff
 
 The job:
   family: gpt2 or llama.
+  compute_dtype: of matmuls, bfloat16 or float32.
   recipe, overrides: of the application's config.
   sizes: for PyTorch, by the application's `facts`: width, layers, heads, kv_heads, head_size,
-    feedforward, vocabulary (padded), length (tokens of a row), rotary_base, epsilon.
+    feedforward, vocabulary (padded), length (tokens of a row), rotary_base, epsilon,
+    activation, biases (of the linear layers).
   rows: of a batch. seed: of the tokens.
-  optimizer: learning_rate, beta_1, beta_2, epsilon, weight_decay, clip_norm, warmup_steps.
+  text: folder of train.npy and validation.npy, ids of tokens; None: some batches by Zipf's law.
+  optimizer: learning_rate, beta_1, beta_2, epsilon, weight_decay, clip_norm, warmup_steps,
+    steps (of a cosine to a tenth; None: the rate is constant).
   parameters: folder of the .npy files that both start from, which the application writes.
   compile: whether PyTorch compiles.
 """
 
+import functools
 import json
 import os
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -24,13 +30,19 @@ from typing import Any, Protocol
 import numpy as np
 
 BATCHES = 8  # which are repeated
+VALIDATION_BATCHES = 40
 
 
 class Side(Protocol):
   """A model in training."""
 
   def run(self, steps: int, **more: Any) -> dict[str, float]:
-    """Runs some steps; returns their seconds and the last loss."""
+    """Runs some steps; returns their seconds, also of the processor, and the last loss.
+
+    Args:
+      steps: how many.
+      **more: validate: whether to return the validation loss afterwards, too.
+    """
 
   def facts(self) -> dict[str, Any]:
     """Returns versions and sizes."""
@@ -46,11 +58,34 @@ def batches(job: dict) -> list[tuple[np.ndarray, np.ndarray]]:
   return [(one[:, :-1], one[:, 1:]) for one in ranks.astype(np.int32)]
 
 
+def train_batch(job: dict) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+  """Returns step -> tokens and targets, int32 [rows, length]."""
+  if job["text"] is None:
+    repeated = batches(job)
+    return lambda step: repeated[step % BATCHES]
+  return functools.partial(windows, job, "train")
+
+
+def windows(job: dict, split: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns tokens and targets, int32 [rows, length], from random places of a split of the text."""
+  ids = np.load(pathlib.Path(job["text"]) / f"{split}.npy", mmap_mode="r")
+  length = job["sizes"]["length"]
+  generator = np.random.default_rng((job["seed"], number))
+  starts = generator.integers(len(ids) - length, size=job["rows"])
+  rows = ids[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+  return rows[:, :-1], rows[:, 1:]
+
+
+def validation_batches(job: dict) -> list[tuple[np.ndarray, np.ndarray]]:
+  """Returns the batches that a text's validation loss is the mean of."""
+  return [windows(job, "validation", number) for number in range(VALIDATION_BATCHES)]
+
+
 def torch_names(sizes: dict) -> dict[str, tuple[str, int | None, bool]]:
   """Returns PyTorch's name -> (file of the application's array, layer in it, is it transposed)."""
   gpt = sizes["family"] == "gpt2"
   norm = {"weight": "scale", **({"bias": "bias"} if gpt else {})}
-  linear = {"weight": "kernel", **({"bias": "bias"} if gpt else {})}
+  linear = {"weight": "kernel", **({"bias": "bias"} if sizes["biases"] else {})}
   found = {"embed.weight": ("embed.table", None, False)}
   if gpt:
     found["positions.weight"] = ("positions.table", None, False)

@@ -1,4 +1,4 @@
-"""The PyTorch side of benchmarks/gpu.py: torch.compile, flash attention, fused AdamW.
+"""The PyTorch side of benchmarks/gpu.py and nanogpt_cpu.py: flash attention, fused AdamW.
 
 A GPT-2 (learned positions, LayerNorm, biases, GELU) or a Llama (arXiv:2302.13971: rotary positions,
 RMSNorm, SwiGLU; grouped-query attention), both with tied embeddings, written with `torch.nn` and
@@ -7,6 +7,7 @@ softmax of the loss in float32. It speaks the protocol of benchmarks/gpu_protoco
 `python -m benchmarks.gpu` starts it as `python -m benchmarks.gpu_torch`.
 """
 
+import math
 import pathlib
 import time
 
@@ -26,7 +27,8 @@ class Block(nn.Module):
     super().__init__()
     self.sizes = sizes
     width, heads, kv, head = (sizes[k] for k in ("width", "heads", "kv_heads", "head_size"))
-    bias = self.gpt = sizes["family"] == "gpt2"
+    self.gpt, bias = sizes["family"] == "gpt2", sizes["biases"]
+    self.approximate = "none" if sizes["activation"] == "gelu_erf" else "tanh"
     self.attention_norm, self.mlp_norm = (_norm(sizes) for _ in range(2))
     self.query = nn.Linear(width, heads * head, bias=bias)
     self.key = nn.Linear(width, kv * head, bias=bias)
@@ -53,7 +55,7 @@ class Block(nn.Module):
     x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
     normed = self.mlp_norm(x)
     if self.gpt:
-      return x + self.down(functional.gelu(self.up(normed), approximate="tanh"))
+      return x + self.down(functional.gelu(self.up(normed), approximate=self.approximate))
     return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
 
 
@@ -139,29 +141,46 @@ class Side:
     )
     self._clip, self._warmup = keys["clip_norm"], keys["warmup_steps"]
     self._rate = keys["learning_rate"]
+    self._steps, self._job = keys["steps"], job
+    self._dtype = getattr(torch, job["compute_dtype"])
     self._loss = torch.compile(self._model) if job["compile"] else self._model
-    self._batches = [
-      tuple(torch.from_numpy(x.astype(np.int64)).to(self._device) for x in pair)
-      for pair in gpu_protocol.batches(job)
-    ]
+    self._batch = gpu_protocol.train_batch(job)
     self._done = 0
 
-  def run(self, steps: int, **_: object) -> dict:
-    """Runs some steps; returns their seconds and the last loss."""
-    began = time.perf_counter()
+  def _mean_loss(self, pair: tuple[np.ndarray, np.ndarray]):
+    tokens, targets = (torch.from_numpy(x.astype(np.int64)).to(self._device) for x in pair)
+    narrow = self._dtype != torch.float32
+    with torch.autocast(self._device, self._dtype, enabled=narrow):
+      return self._loss(tokens, targets)
+
+  def _share_of_rate(self) -> float:
+    if self._done < self._warmup:
+      return (self._done + 1) / self._warmup
+    if self._steps is None:
+      return 1.0
+    share = min(1.0, (self._done - self._warmup) / (self._steps - self._warmup))
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))
+
+  def run(self, steps: int, validate: bool = False, **_: object) -> dict:
+    """Runs some steps; see benchmarks/gpu_protocol.py."""
+    began = time.perf_counter(), time.process_time()
     for _ in range(steps):
-      tokens, targets = self._batches[self._done % len(self._batches)]
       for group in self._optimizer.param_groups:
-        group["lr"] = self._rate * min(1.0, (self._done + 1) / self._warmup)
-      with torch.autocast(self._device, torch.bfloat16):
-        loss = self._loss(tokens, targets)
+        group["lr"] = self._rate * self._share_of_rate()
+      loss = self._mean_loss(self._batch(self._done))
       loss.backward()
       nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
       self._optimizer.step()
       self._optimizer.zero_grad(set_to_none=True)
       self._done += 1
     last = float(loss.detach())  # waits for the device
-    return {"seconds": time.perf_counter() - began, "loss": last}
+    seconds, processor = time.perf_counter() - began[0], time.process_time() - began[1]
+    found = {"seconds": seconds, "processor": processor, "loss": last}
+    if validate:
+      with torch.no_grad():
+        losses = [float(self._mean_loss(x)) for x in gpu_protocol.validation_batches(self._job)]
+      found["validation"] = sum(losses) / len(losses)
+    return found
 
   def facts(self) -> dict:
     """Returns versions and sizes."""
