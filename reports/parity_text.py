@@ -7,7 +7,7 @@ from partitioning.rules import named_leaves
 from partitioning.shardings import shape_text
 from reports.drawings import plain
 from reports.layout_text import plain_table
-from training.parity import BOUNDS, STEPS, Difference, beyond
+from training.parity import BOUNDS, SAME, STEPS, Difference, beyond
 from training.setup import Job
 
 
@@ -18,10 +18,11 @@ def text(jobs: Sequence[Job], titles: Sequence[str], found: Sequence[Difference]
   shapes = {
     name: shape_text(leaf.shape) for name, leaf in named_leaves(jobs[0].state.params).items()
   }
-  table = plain_table("", "tensor", "shape", "relative L2")
+  table = plain_table("", "tensor", "shape", "relative L2", "")
   for one in found:
-    mark = "" if one.distance <= bound else "  > bound"
-    table.add_row(one.what, one.name, shapes.get(one.name, ""), f"{one.distance:.2e}{mark}")
+    distance = "0" if one.note == SAME else f"{one.distance:.2e}"
+    note = one.note if one.distance <= bound else "> bound"
+    table.add_row(one.what, one.name, shapes.get(one.name, ""), distance, note)
   meshes = (mesh_text(job.devices.sizes, job.devices.slices) for job in jobs)
   lines = [f"{title}: {mesh}" for title, mesh in zip(titles, meshes, strict=True)]
   lines.append(
@@ -38,8 +39,11 @@ def _verdict(found: Sequence[Difference], wrong: Sequence[Difference], bound: fl
       f"different: {len(wrong)} of {len(found)} tensors are beyond {bound:g}; the first is "
       f"{first.what} {first.name}, off by {first.distance:.2e}"
     )
+  same = sum(one.note == SAME for one in found)
+  if same == len(found):
+    return f"equal to the bit: {same} tensors"
   largest = max(found, key=lambda one: one.distance)
   return (
-    f"equal: {len(found)} tensors, the largest difference is {largest.distance:.2e} "
-    f"({largest.what} {largest.name})"
+    f"equal: {len(found)} tensors, {same} of them to the bit; the largest difference is "
+    f"{largest.distance:.2e} ({largest.what} {largest.name})"
   )

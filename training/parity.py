@@ -42,6 +42,8 @@ SGD = {
 }
 _SAME_DATA = ("name", "global_batch_size", "shuffle")  # keys that decide a batch
 _MOST_NAMED = 12
+SAME, ROUNDING = "to the bit", "rounding"
+_OWN_ROUNDING = 50  # epsilons, relative to a tensor's own size, that are less than either bound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +73,14 @@ class Difference:
     what: `loss`, `gradient`, `norm` or `parameter`.
     name: the tensor's, or the step's.
     distance: relative L2; infinite where one side is not finite.
+    note: SAME where all bits are, or ROUNDING where it is no more than the rounding of all tensors
+      of its kind; then it may be relative to all of these, which the note says.
   """
 
   what: str
   name: str
   distance: float
+  note: str = ""
 
 
 class CopiesDifferError(RuntimeError):
@@ -227,7 +232,7 @@ def differences(ours: Trained, wanted: Trained) -> list[Difference]:
 
 def _numbers(what: str, ours: list[float], wanted: list[float]) -> list[Difference]:
   return [
-    Difference(what, f"step {step}", _distance(np.float64(a), np.float64(b), 0.0))
+    _difference(what, f"step {step}", np.float64(a), np.float64(b))
     for step, (a, b) in enumerate(zip(ours, wanted, strict=True), start=1)
   ]
 
@@ -235,10 +240,10 @@ def _numbers(what: str, ours: list[float], wanted: list[float]) -> list[Differen
 def _tensors(
   what: str, ours: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]
 ) -> list[Difference]:
-  """Compares tensor by tensor, with a floor for those that are mathematically zero.
+  """Compares tensor by tensor, some of which are mathematically zero.
 
-  The floor is the rounding error of all tensors together: a bias that cancels has a gradient of
-  zero, and only rounding errors on either side.
+  A bias that cancels has a gradient of zero, and only rounding errors on either side: a difference
+  within the rounding error of all tensors together is measured by their size.
   """
   signatures = [{n: (x.shape, x.dtype.name) for n, x in side.items()} for side in (ours, wanted)]
   if signatures[0] != signatures[1]:
@@ -248,7 +253,7 @@ def _tensors(
   ours, wanted = ({name: _wide(x) for name, x in side.items()} for side in (ours, wanted))
   everything = math.sqrt(sum(float(np.sum(np.square(x))) for x in wanted.values()))
   return [
-    Difference(what, name, _distance(ours[name], value, epsilons[name] * everything))
+    _difference(what, name, ours[name], value, epsilons[name], everything)
     for name, value in wanted.items()
   ]
 
@@ -258,15 +263,34 @@ def _wide(x: np.ndarray) -> np.ndarray:
   return x.astype(np.float32) if x.dtype == jnp.bfloat16 else x
 
 
-def _distance(ours: np.ndarray, wanted: np.ndarray, floor: float) -> float:
-  """Returns |ours - wanted| / |wanted|, in L2; a difference of at most the floor is none."""
+def _difference(
+  what: str,
+  name: str,
+  ours: np.ndarray,
+  wanted: np.ndarray,
+  epsilon: float = 0.0,
+  everything: float = 0.0,
+) -> Difference:
+  """Returns |ours - wanted| / |wanted|, in L2.
+
+  Args:
+    what: of the result.
+    name: likewise.
+    ours: one side.
+    wanted: the other.
+    epsilon: of its dtype.
+    everything: the size of all tensors of its kind.
+  """
   if not (np.all(np.isfinite(ours)) and np.all(np.isfinite(wanted))):
-    return math.inf
-  far = float(np.linalg.norm(ours - wanted))
-  if far == 0 or far <= floor:
-    return 0.0
-  scale = float(np.linalg.norm(wanted))
-  return far / scale if scale else math.inf
+    return Difference(what, name, math.inf)
+  if ours.tobytes() == wanted.tobytes():
+    return Difference(what, name, 0.0, SAME)
+  far, scale = (float(np.linalg.norm(x)) for x in (ours - wanted, wanted))
+  if far > epsilon * everything:
+    return Difference(what, name, far / scale if scale else math.inf)
+  if far <= _OWN_ROUNDING * epsilon * scale:
+    return Difference(what, name, far / scale if far else 0.0, ROUNDING)
+  return Difference(what, name, far / everything, f"{ROUNDING}, relative to all {what}s")
 
 
 def _on_host(tree: Any, what: str) -> dict[str, np.ndarray]:

@@ -139,7 +139,8 @@ Written by `make test-all` (`python -m tests.parity.matrix --write`), from what 
 Each entry is the largest relative L2 difference between 8 simulated devices and one device,
 at highest matmul precision, with the same initial parameters and batches. It covers the
 losses of three steps, every raw gradient of the first, the gradient norms, and every
-parameter after the third. The optimizer is SGD where none is named.
+parameter after the third. A tensor that differs by no more than the rounding of all tensors of its
+kind together counts as equal. The optimizer is SGD where none is named.
 [compare.md](compare.md) compares configs of your own."""
 _ABOUT = """\
 In all variants rows have different weights. Those of the decoder (lm) have a padded vocabulary, and

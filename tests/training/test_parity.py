@@ -25,6 +25,27 @@ def test_what_is_equal_to_rounding_is_within_the_bound():
   assert parity.beyond(parity.differences(ours, wanted), 1e-12) == []
 
 
+def test_a_difference_of_rounding_is_measured_and_only_the_same_bits_are_the_same():
+  size = np.ones(4)
+  size[0] = 1 + 4e-16  # the next number but one
+  ours, wanted = trained(size), trained(np.ones(4))
+  ours.gradients["large"] = wanted.gradients["large"] = np.full(3, 1e4)
+  ours.gradients["zero"][:] = 1e-13, 0.0
+  ours.parameters["a"] = -np.zeros(3)
+  wanted.parameters["a"] = np.zeros(3)
+  found = {(one.what, one.name): one for one in parity.differences(ours, wanted)}
+  one = found["gradient", "a"]
+  assert (one.distance, one.note) == (pytest.approx(2.2e-16, rel=0.05), "rounding")
+  one = found["gradient", "large"]
+  assert (one.distance, one.note) == (0.0, "to the bit")
+  one = found["gradient", "zero"]  # its own size is zero: relative to all
+  assert one.distance == pytest.approx(1e-13 / (3**0.5 * 1e4), rel=1e-6)
+  assert one.note == "rounding, relative to all gradients"
+  one = found["parameter", "a"]  # of another sign
+  assert (one.distance, one.note) == (0.0, "rounding")
+  assert {one.note for (what, _), one in found.items() if what == "loss"} == {"to the bit"}
+
+
 def test_a_small_difference_is_beyond_the_bound_and_is_named():
   ours, wanted = trained(np.ones(3) * (1 + 1e-9)), trained(np.ones(3))
   [wrong] = parity.beyond(parity.differences(ours, wanted), 1e-12)
