@@ -68,6 +68,25 @@ def test_a_query_sees_the_slots_up_to_its_position_and_nothing_of_the_rest(sinks
   np.testing.assert_array_equal(attend()[0], found[0])
 
 
+def test_a_sink_far_above_all_scores_leaves_finite_gradients():
+  # Its exponential alone is beyond float32; beside the others' it takes all of the weight.
+  arrays = [jnp.asarray(normal(1, 3, 2, 4)) for _ in range(3)]
+  slots_BT, sinks_N = jnp.arange(3, dtype=jnp.int32)[None], jnp.asarray([200.0, -200.0])
+
+  def attend(sinks_N, *arrays):
+    return attention.causal_attention(*arrays, slots_BT, sinks_N=sinks_N)
+
+  @jax.jit
+  def both(*given):
+    out, back = jax.vjp(attend, *given)
+    return out, back(jnp.ones_like(out))
+
+  out, gradients = both(sinks_N, *arrays)
+  np.testing.assert_array_equal(out[:, :, 0], 0)
+  np.testing.assert_allclose(out[0, 0, 1], arrays[2][0, 0, 1], rtol=1e-6)
+  assert all(np.isfinite(x).all() for x in gradients)
+
+
 def test_blocks_of_queries_give_the_same_with_their_gradients():
   slots_BT = jnp.arange(12, dtype=jnp.int32)[None]
   segments_BT = jnp.asarray([[0] * 5 + [1] * 7, [0] * 12], jnp.int32)

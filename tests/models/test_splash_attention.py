@@ -12,6 +12,7 @@ from models import blockwise_attention, splash_attention
 from partitioning.constraints import activation_layout
 from partitioning.dims import Dim
 from tests.helpers.jobs import make_job
+from tests.models import numpy_decoder
 
 B, T, N, K, H = 2, 200, 4, 2, 32  # neither rows nor heads are multiples of 128
 U = 24  # the size of the heads of values
@@ -83,6 +84,26 @@ def test_results_and_gradients_are_those_of_all_scores(mesh, given, segments, si
   for ours, theirs in zip(found, wanted, strict=True):
     far = np.linalg.norm(np.asarray(ours) - theirs) / np.linalg.norm(theirs)
     assert far < 2e-5, far
+
+
+def test_queries_of_other_slots_see_their_window():
+  window, random = 70, np.random.default_rng(1)
+  slots_T = np.r_[130:194, 0:64].astype(np.int32)
+  shapes = (1, 128, 2, H), (1, 256, 2, H), (1, 256, 2, H)
+  q, k, v = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
+  s_S, t_T1 = np.arange(256), slots_T[:, None]
+  seen_TS = (s_S <= t_T1) & (s_S > t_T1 - window)
+  scores = np.where(seen_TS, np.einsum("BTNH,BSNH->BNTS", q, k) * H**-0.5, -np.inf)
+  wanted = np.einsum("BNTS,BSNH->BTNH", numpy_decoder.softmax(scores), v)
+  arrays = *map(jnp.asarray, (q, k, v)), jnp.asarray(slots_T)
+
+  def attend(q, k, v, slots_T):
+    return splash_attention.attention(q, k, v, slots_T=slots_T, windows=(window,), block=128)
+
+  job = make_job("single", "lm", **{"model.head_size": H})
+  with job.tracing(), jax.default_matmul_precision("highest"):
+    found = jax.jit(attend)(*arrays)
+  assert np.linalg.norm(found - wanted) < 2e-5 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize(
