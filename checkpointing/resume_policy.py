@@ -106,7 +106,9 @@ CLASSES = {
   "optimizer.state_memory": MAY_CHANGE,  # the same numbers elsewhere
   "optimizer.learning_rate": ACCEPT,
   "optimizer.schedule": ACCEPT,
-  "optimizer.warmup_steps": ACCEPT,  # resumes where warm-up is over: see below
+  "optimizer.warmup_steps": ACCEPT,  # by default the run's own: training.restore.adopt_schedule
+  "optimizer.schedule_on_resume": MAY_CHANGE,
+  "optimizer.schedule_changes": MAY_CHANGE,  # likewise
   "optimizer.warmup_tokens": MAY_CHANGE,  # they become steps
   "optimizer.decay_steps": ACCEPT,  # resumes where neither decay has begun: see below
   "optimizer.decay_tokens": MAY_CHANGE,
@@ -131,7 +133,7 @@ CLASSES = {
 # The parts of a record that are compared, and the names that their keys get here.
 COMPARED = {"versions": "versions", "data": "dataset"}
 
-STEPS, WARMUP = "training.steps", "optimizer.warmup_steps"
+STEPS = "training.steps"
 SCHEDULE, FINAL_FRACTION = "optimizer.schedule", "optimizer.final_fraction"
 DECAY_STEPS = "optimizer.decay_steps"
 UNSET = "(unset)"
@@ -220,10 +222,6 @@ def _needs(key: str, both: Mapping[str, tuple], done: int) -> str:
     after = both[key][1]
     return MAY_CHANGE if isinstance(after, int) and after >= done else REFUSED
   steps = both.get(STEPS, (UNSET, UNSET))
-  # By default warm-up is a share of the steps: with more steps it would be longer, but it is over.
-  if key == WARMUP and steps[0] != steps[1]:
-    ended = all(isinstance(warmup, int) and warmup <= done for warmup in both[key])
-    return MAY_CHANGE if ended else ACCEPT
   # By default it follows the schedule, whose change is asked for.
   if key == FINAL_FRACTION and both[SCHEDULE][0] != both[SCHEDULE][1]:
     return MAY_CHANGE

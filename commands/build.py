@@ -1,5 +1,8 @@
 """Makes jobs of the configs of the command line: finalized, checked, on their devices."""
 
+import copy
+import dataclasses
+
 import jax
 from ml_collections import ConfigDict
 
@@ -41,11 +44,12 @@ def job(config: ConfigDict, its_devices: devices.Devices) -> setup.Job:
     ValueError: keys that do not go together, or a layout that is refused.
   """
   platform, capability = its_devices.platform, devices.compute_capability(its_devices)
+  given = copy.deepcopy(config)
   config, choices = finalize.with_choices(config, platform, its_devices.sizes, capability)
   validate.check(config, its_devices.sizes)
   attention_checks.check_device(config, platform, capability)
   _configure_jax(config)
-  return setup.prepare(config, its_devices, choices)
+  return dataclasses.replace(setup.prepare(config, its_devices, choices), given=given)
 
 
 def _configure_jax(config) -> None:

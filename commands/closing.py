@@ -14,6 +14,7 @@ from reports import loss_curve
 from training.metrics import log_lines
 from training.metrics.append_log import Lines
 from training.metrics.console import say
+from training.schedules import learning_rate_schedule
 from training.setup import Job
 
 _WIDTH = 80
@@ -79,10 +80,12 @@ def next_commands(job: Job, workdir: epath.Path, sample: Request | None) -> None
   else:
     look = "evaluate it", ["evaluate", *reading]
   steps = 2 * job.config.training.steps
-  longer = [word for word in given if not word.startswith("--config.training.steps=")]
+  of_steps = ("--config.training.steps=", "--config.optimizer.schedule_on_resume=")
+  longer = [word for word in given if not word.startswith(of_steps)]
+  ended, restart = learning_rate_schedule(job.config)(steps), f"{of_steps[1]}restart"
   commands = [
     look,
-    ("train for longer", [*longer, f"--config.training.steps={steps}"]),
+    ("train for longer", [*longer, f"{of_steps[0]}{steps}", *([] if ended else [restart])]),
   ]
   texts = [(what, shlex.join(["python", "main.py", *words])) for what, words in commands]
   board = shlex.join(["tensorboard", f"--logdir={workdir}"])
@@ -90,7 +93,11 @@ def next_commands(job: Job, workdir: epath.Path, sample: Request | None) -> None
     texts.append(("see its metrics", board))
   else:
     texts.append(("see its layout", shlex.join(["python", "main.py", "layout", *reading])))
-  say("\n".join(["\nnext:", *(f"  {what + ':':<18}{command}" for what, command in texts)]))
+  lines = [f"  {what + ':':<18}{command}" for what, command in texts]
+  if job.config.optimizer.schedule not in ("constant", "inverse_sqrt"):
+    how = f"stays at {ended:.3g}; with {restart} it" if ended else "has ended at 0, and so"
+    lines.insert(2, f"{'':20}(the learning rate {how} warms up again and decays)")
+  say("\n".join(["\nnext:", *lines]))
 
 
 def _given(argv: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@
 JAX chooses its devices once: the first `build` of a process decides how many there are.
 """
 
+import copy
 import dataclasses
 import math
 import time
@@ -123,7 +124,11 @@ def train(job: Job, workdir: str | epath.Path, callbacks: Sequence[Callback] = (
     CallbackError: a callback has raised.
     TrainingStoppedError: a step with bad numbers.
   """
-  began, folder, keys = time.monotonic(), epath.Path(workdir), job.config.processes
+  began, folder = time.monotonic(), epath.Path(workdir)
+  given = copy.deepcopy(job.given)
+  if restore.adopt_schedule(given, folder):
+    job = building.job(given, job.devices)
+  keys = job.config.processes
   watch = Watchdog(
     current(),
     StopRequest(),

@@ -40,6 +40,7 @@ from training.metrics.console import say, say_wrapped
 def prepare(watch: Watchdog) -> Callable[[], int]:
   run_tokenizer.adopt_missing(flags.CONFIG.value, flags.workdir())
   trained_tokenizer.train_missing(flags.CONFIG.value)
+  restore.adopt_schedule(flags.CONFIG.value, flags.workdir())
   [ready] = build.prepare(flags.CONFIG)
   sinks.require_packages(ready.config)
   data = splits.open_data(ready)

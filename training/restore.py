@@ -25,6 +25,7 @@ from training import (
   older_configs,
   record_schema,
   run_tokenizer,
+  schedules,
   splits,
   workdir_files,
 )
@@ -60,6 +61,44 @@ class Start:
   owner: Ownership = dataclasses.field(default_factory=Ownership)
   base: Base | None = None
   saved: Callable[[State], dict[str, Any]] = vars
+
+
+# Keys that say what the schedule is; without them a run keeps the one that it was begun with.
+_SCHEDULE = ("schedule", "final_fraction", "decay", "warmup_steps", "decay_steps")
+_SCHEDULE += ("warmup_tokens", "decay_tokens")
+
+
+def adopt_schedule(config: ConfigDict, workdir: epath.Path) -> bool:
+  """Lets a run that resumes keep its own warm-up and decay, and continue its schedule.
+
+  By default these are shares of training.steps, which may change. Where a key of the schedule is
+  set to another value, the schedule is recomputed for all steps.
+
+  Args:
+    config: not finalized yet.
+    workdir: of the run, which need not exist.
+
+  Returns:
+    Whether there is a run to continue.
+  """
+  folder, keys = workdir / restore.FOLDER, config.optimizer
+  for step in reversed(restore.steps(folder)):
+    try:
+      before = integrity.read_json(folder / str(step), integrity.CONFIG)
+      old, steps = before["optimizer"], before["training"]["steps"]
+      given = [key for key in _SCHEDULE if keys[key] is not None]
+      same = all(keys[key] == old.get(key, keys[key]) for key in given)
+      if keys.warmup_steps is None and not keys.warmup_tokens:
+        keys.warmup_steps = old["warmup_steps"]
+      if keys.decay_steps is None and not keys.decay_tokens and old["schedule"] == "wsd":
+        keys.decay_steps = old["decay_steps"]
+      how = "restart" if keys.schedule_on_resume == "restart" else "stretch"
+      earlier = map(tuple, old.get("schedule_changes", ()))
+      keys.schedule_changes = (*earlier, (step, steps, how)) if same else ()
+      return True
+    except (integrity.UnreadableError, KeyError, TypeError):
+      continue  # whoever verifies the step says what is wrong with it
+  return False
 
 
 def check_resume(
@@ -176,6 +215,8 @@ def begin(
     params, base = base_parameters.completed(job, tree[restore.PARAMETERS], base, str(workdir))
     state = State(**{**tree, restore.PARAMETERS: params})
     origin = f"resumes from the checkpoint of step {step}"
+    if changed := schedules.change_text(found.config, job.config, step):
+      origin += f"\n{changed}"
   else:
     step, (state, origin, base), known = 0, first_state(job), {}
   job.check_placed(state)

@@ -1,6 +1,9 @@
 """Learning-rate schedules by name: step -> learning rate. Each begins with a linear warm-up."""
 
+import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -22,7 +25,23 @@ CONSTANT = {
   "optimizer.decay_steps": None,
   "optimizer.decay_tokens": 0,
   "optimizer.decay": "linear",
+  "optimizer.schedule_changes": (),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+  """A schedule for some number of steps.
+
+  Attributes:
+    rate: step -> learning rate.
+    falls_from: the step with which its decay begins.
+    steps: at which it ends.
+  """
+
+  rate: optax.Schedule
+  falls_from: int
+  steps: int
 
 
 def learning_rate_schedule(config: ConfigDict) -> optax.Schedule:
@@ -36,18 +55,100 @@ def learning_rate_schedule(config: ConfigDict) -> optax.Schedule:
   - `inverse_sqrt` falls with the square root of the step after the warm-up. Source:
     arXiv:1706.03762, section 5.3.
 
+  Where a run has resumed with another number of steps (`optimizer.schedule_changes`), it continues
+  from the learning rate that it had reached.
+
   Args:
     config: finalized.
   """
-  keys, steps = config.optimizer, config.training.steps
+  keys, changes = config.optimizer, config.optimizer.schedule_changes
+  totals = [*(before for _, before, _ in changes), config.training.steps]
+  curve = _from_the_first_step(keys, totals[0])
+  for (done, _, how), steps in zip(changes, totals[1:], strict=True):
+    if how == "restart":
+      curve = _restarted(curve, keys, done, steps)
+    else:
+      curve = _stretched(curve, keys, done, steps)
+  return curve.rate
+
+
+def change_text(before: Mapping[str, Any], config: ConfigDict, done: int) -> str:
+  """Returns what becomes of the learning rate where a run resumes; "" where nothing has changed.
+
+  Args:
+    before: the checkpoint's config, nested dicts.
+    config: finalized.
+    done: the step to resume from.
+  """
+  old, keys, steps = before["optimizer"], config.optimizer, config.training.steps
+  total, changes = before["training"]["steps"], keys.schedule_changes
+  old = ConfigDict({"schedule_changes": (), **old})
+  reached = float(
+    learning_rate_schedule(ConfigDict({"optimizer": old, "training": {"steps": total}}))(done)
+  )
+  following = float(learning_rate_schedule(config)(done))
+  same = math.isclose(reached, following, rel_tol=1e-3)
+  if (steps == total and same) or done >= steps:
+    return ""
+  how = f"the schedule is that of a run of {steps:,} steps, {keys.warmup_steps:,} of them warm-up"
+  if changes and changes[-1][0] == done and changes[-1][2] == "restart":
+    how = f"it warms up again from {reached:.3g}, and then is decayed over the further steps"
+  elif changes and done >= total:
+    how = (
+      "it stays where it has ended; --config.optimizer.schedule_on_resume=restart warms up again"
+    )
+  elif changes:
+    how = f"the rest of its schedule ({keys.schedule}) is stretched over the rest of the steps"
+  number = f"{following:.3g}" + ("" if same else f" instead of {reached:.3g}")
+  return (
+    f"training.steps was {total:,} and is {steps:,}; learning rate of step {done + 1:,}: {number}; "
+    f"{how}"
+  )
+
+
+def _from_the_first_step(keys: ConfigDict, steps: int) -> Curve:
   peak, warmup = keys.learning_rate, keys.warmup_steps
+  falls_from = steps - keys.decay_steps if keys.schedule == "wsd" else warmup
   after = _after_warmup(keys, max(1, steps - warmup))
   if warmup == 0:
-    return after
+    return Curve(after, falls_from, steps)
   # The first step has 1/warmup of the peak, not 0.
-  return optax.join_schedules(
-    [optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1)), after], [warmup]
-  )
+  rising = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
+  return Curve(optax.join_schedules([rising, after], [warmup]), falls_from, steps)
+
+
+def _stretched(curve: Curve, keys: ConfigDict, done: int, steps: int) -> Curve:
+  """Returns a curve whose decay, or what is left of it after `done` steps, ends at `steps`.
+
+  The learning rate does not jump. After the end of the curve it stays.
+  """
+  old = new = max(done, curve.falls_from)  # what is stretched begins there, before and now
+  if keys.schedule == "wsd" and done <= curve.falls_from:
+    new = max(done, steps - (curve.steps - old))  # a decay that is to come stays as long as it was
+  share = max(0, curve.steps - old) / max(1, steps - new)
+
+  def rate(step):
+    step = jnp.asarray(step, jnp.result_type(float))
+    return curve.rate(jnp.where(step < new, jnp.minimum(step, old), old + (step - new) * share))
+
+  return Curve(rate, new, steps)
+
+
+def _restarted(curve: Curve, keys: ConfigDict, done: int, steps: int) -> Curve:
+  """Returns a curve that rises to the peak again after `done` steps, and decays until `steps`."""
+  warmup = min(keys.warmup_steps, steps - done)
+  after = _after_warmup(keys, max(1, steps - done - warmup))
+
+  def rate(step):
+    step = jnp.asarray(step, jnp.result_type(float))
+    reached = curve.rate(done)
+    share = (step - done + 1) / max(1, warmup)
+    rising = reached + (keys.learning_rate - reached) * share
+    again = jnp.where(step < done + warmup, rising, after(jnp.maximum(step - done - warmup, 0)))
+    return jnp.where(step < done, curve.rate(step), again)
+
+  falls_from = max(done, steps - keys.decay_steps) if keys.schedule == "wsd" else done + warmup
+  return Curve(rate, falls_from, steps)
 
 
 def _after_warmup(keys: ConfigDict, steps: int) -> optax.Schedule:

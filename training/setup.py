@@ -50,6 +50,7 @@ class Job:
     placements: `parameters`, `optimizer`, `batch`: name -> Placement.
     activations: how the activations are sharded, in the order of the forward pass.
     choices: the defaults that follow from platform and mesh.
+    given: the config before its defaults were filled in; None where nothing resumes.
   """
 
   config: ConfigDict
@@ -62,6 +63,7 @@ class Job:
   placements: dict[str, dict[str, Placement]]
   activations: ActivationLayout
   choices: tuple[Choice, ...] = ()
+  given: ConfigDict | None = None
 
   @property
   def compiler_defaults(self) -> dict[str, str | bool]:

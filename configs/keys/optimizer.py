@@ -62,6 +62,18 @@ OPTIMIZER: Rows = {
     resume=MAY_CHANGE,
   ),
   "decay": Key("linear", "of wsd: linear or 1-sqrt", choices=("linear", "1-sqrt")),
+  "schedule_on_resume": Key(
+    "stretch",
+    "Where a run resumes with other training.steps: stretch the rest of its schedule over what is "
+    "left of them, restart (warm up again and decay), or recompute it as from the first step",
+    choices=("stretch", "restart", "recompute"),
+    resume=MAY_CHANGE,
+  ),
+  "schedule_changes": Key(
+    (),
+    "Filled in where a run resumes: (step, training.steps up to there, how the schedule continued)",
+    resume=MAY_CHANGE,
+  ),
   "beta_1": Key(
     0.9,
     "decay of AdamW's first moment",

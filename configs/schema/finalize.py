@@ -109,6 +109,42 @@ def _schedule(config: ConfigDict, recipe: ConfigDict) -> None:
   default(keys, "warmup_steps", training.steps // 20)
   default(keys, "final_fraction", FINAL_FRACTIONS.get(keys.schedule, 1.0))
   default(keys, "decay_steps", max(1, training.steps // 5) if keys.schedule == "wsd" else 0)
+  keys.schedule_changes = _schedule_changes(keys, training.steps)
+
+
+def _schedule_changes(keys: ConfigDict, steps: int) -> tuple:
+  """Returns the changes of training.steps that the schedule depends on.
+
+  `training.restore.adopt_schedule` has added the last one, of the start that resumes.
+
+  Raises:
+    ValueError: the schedule has ended at 0, and would stay there.
+  """
+  if not keys.schedule_changes:
+    return ()
+  if not all(len(one) == 3 and one[2] in ("stretch", "restart") for one in keys.schedule_changes):
+    raise ValueError(
+      f"optimizer.schedule_changes={keys.schedule_changes}: each is (step, training.steps up to "
+      f"there, 'stretch' or 'restart'); leave it out, it is filled in where a run resumes"
+    )
+  *earlier, (done, before, how) = keys.schedule_changes
+  if steps == before:
+    return tuple(earlier)
+  if keys.schedule_on_resume == "recompute" or keys.schedule == "constant":
+    return ()
+  if how == "stretch" and not earlier:
+    # What is left then is that of a run which began with this number of steps.
+    begins = min(before, steps) - keys.decay_steps if keys.schedule == "wsd" else keys.warmup_steps
+    if keys.schedule == "inverse_sqrt" or done <= begins:
+      return ()
+  if how == "stretch" and done >= before and keys.final_fraction == 0:
+    raise ValueError(
+      f"training.steps={steps}, and the {before} steps of before are done: at their end the "
+      f"learning rate of optimizer.schedule={keys.schedule} is 0, and further steps would change "
+      f"nothing; set optimizer.schedule_on_resume=restart to warm up again and decay over the "
+      f"{steps - done} further steps"
+    )
+  return (*earlier, (done, before, how))
 
 
 def _final_evaluation(config: ConfigDict) -> None:

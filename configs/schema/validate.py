@@ -157,6 +157,8 @@ def _averages(config: ConfigDict) -> Iterator[str]:
 def _schedule(config: ConfigDict) -> Iterator[str]:
   """Yields what is wrong with the keys of the learning-rate schedule."""
   keys, steps = config.optimizer, config.training.steps
+  if keys.schedule_changes:
+    steps = keys.schedule_changes[0][1]  # for which the schedule was made
   name, warmup, decay = keys.schedule, keys.warmup_steps, keys.decay_steps
   if warmup > steps:
     yield f"optimizer.warmup_steps={warmup}: at most {steps} steps"

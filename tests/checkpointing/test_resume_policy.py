@@ -57,6 +57,9 @@ def test_every_pattern_is_of_use():
   assert set(resume_policy.CLASSES) - used - later == set()
 
 
+# More steps, and what `training.restore.adopt_schedule` keeps with them.
+LONGER = {"training.steps": 400, "optimizer.warmup_steps": 10}
+
 # The table of docs/checkpoints.md, a row each: (key, another value).
 ROWS = {
   MAY_CHANGE: {
@@ -73,6 +76,7 @@ ROWS = {
     "data.prefetch_batches": 5,
     "data.evaluation_split": "validation",
     "training.on_bad_step": "roll_back",
+    "optimizer.schedule_on_resume": "restart",
     "training.bad_step_deviations": 5.0,
     "training.max_rollbacks": 9,
     # How it is computed, not what; by default these follow mesh and platform.
@@ -203,7 +207,7 @@ def test_versions_need_acceptance_and_other_data_is_refused():
 
 
 def test_one_message_has_all_that_needs_acceptance_and_the_flag_to_copy():
-  overrides = {"optimizer.learning_rate": 0.5, "model.dropout_rate": 0.1, "training.steps": 400}
+  overrides = {"optimizer.learning_rate": 0.5, "model.dropout_rate": 0.1, **LONGER}
   with pytest.raises(ValueError, match="resumes") as refusal:
     judge(overrides, accept=["model.dropout_rate"])
   assert str(refusal.value) == (
@@ -230,8 +234,9 @@ def test_one_message_has_all_that_is_refused_and_a_free_workdir(tmp_path):
 
 
 def test_more_steps_resume_and_fewer_than_done_do_not():
-  assert judge({"training.steps": 600})["accepted_changes"] == []
-  assert judge({"training.steps": 100})["accepted_changes"] == []  # there is nothing left to do
+  assert judge(LONGER)["accepted_changes"] == []
+  done = {**LONGER, "training.steps": 100}
+  assert judge(done)["accepted_changes"] == []  # there is nothing left to do
   with pytest.raises(ValueError, match=r"training.steps=99, but runs/x has done 100; .*=runs/x_2"):
     judge({"training.steps": 99})
 
@@ -254,11 +259,12 @@ def test_a_ring_run_resumes_with_gather_on_a_mesh_that_cannot_run_the_ring():
   assert changed == {"accepted_changes": []}
 
 
-def test_a_warm_up_that_is_over_may_follow_the_steps():
-  longer = {"training.steps": 600}  # a twentieth of it: 30 instead of 15
-  assert judge(longer, done=30)["accepted_changes"] == []
-  with pytest.raises(ValueError, match=r"--accept-changes=optimizer.warmup_steps$"):
-    judge(longer, done=29)
+def test_another_warm_up_needs_acceptance_even_where_it_is_over():
+  """The rest of the schedule begins where it ends; by default a run keeps its own."""
+  longer = {"training.steps": 600, "optimizer.warmup_steps": 30}
+  for done in (29, 100):
+    with pytest.raises(ValueError, match=r"--accept-changes=optimizer.warmup_steps$"):
+      judge(longer, done=done)
 
 
 def test_the_same_command_again_resumes_after_an_accepted_change():
@@ -300,6 +306,7 @@ def test_a_key_of_an_older_version_of_the_code_needs_acceptance():
 
 def test_a_decay_that_has_not_begun_may_move():
   wsd = {"optimizer.schedule": "wsd", "training.steps": 200, "optimizer.decay_steps": 50}
+  wsd["optimizer.warmup_steps"] = 10
 
   def resumed(done, **changed):
     return changes(

@@ -11,6 +11,8 @@ from commands import closing
 from inference.request import Request
 from tests.helpers.jobs import make_job
 
+RESTART = "--config.optimizer.schedule_on_resume=restart"
+
 
 @pytest.fixture
 def given(monkeypatch):
@@ -22,7 +24,7 @@ def given(monkeypatch):
 def test_the_next_commands_are_the_runs_own_with_what_they_change(given, tmp_path, capsys):
   job = make_job("dp8", "lm", **{"data.name": "python_source", "training.steps": 7})
   closing.next_commands(job, tmp_path / "my runs", Request(("def ",)))
-  sample, longer, board = capsys.readouterr().out.splitlines()[2:]
+  sample, longer, how, board = capsys.readouterr().out.splitlines()[2:]
   config = "--config=configs/dp8.py"
   assert sample.split(None, 3)[3] == (
     f"python main.py sample {config} --config.training.steps=7 '--prompt=def '"
@@ -30,7 +32,29 @@ def test_the_next_commands_are_the_runs_own_with_what_they_change(given, tmp_pat
   assert longer.endswith(
     f"python main.py {config} --accept-changes=seed --config.training.steps=14"
   )
+  assert how.strip() == (
+    "(the learning rate stays at 0.0008; with --config.optimizer.schedule_on_resume=restart it "
+    "warms up again and decays)"
+  )
   assert board.endswith(f"tensorboard '--logdir={tmp_path}/my runs'")
+
+
+@pytest.mark.parametrize(
+  ("schedule", "more", "how"),
+  [
+    ("linear", [RESTART], ["(the learning rate has ended at 0, and so warms up again and decays)"]),
+    ("wsd", [RESTART], ["(the learning rate has ended at 0, and so warms up again and decays)"]),
+    ("constant", [], []),
+  ],
+)
+def test_to_train_for_longer_a_schedule_that_has_ended_at_0_restarts(
+  given, tmp_path, capsys, schedule, more, how
+):
+  job = make_job("dp8", "lm", **{"training.steps": 7, "optimizer.schedule": schedule})
+  closing.next_commands(job, tmp_path, None)
+  _, longer, *lines = capsys.readouterr().out.splitlines()[2:]
+  assert longer.split()[-1 - len(more) :] == ["--config.training.steps=14", *more]
+  assert [line.strip() for line in lines[:-1]] == how
 
 
 def test_a_classifier_is_evaluated(given, tmp_path, capsys):

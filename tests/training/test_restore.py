@@ -9,7 +9,9 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
-from checkpointing import checksums, integrity
+from checkpointing import checksums, integrity, resume_policy
+from configs import base
+from configs.schema import finalize
 from partitioning.rules import named_leaves
 from runtime import files
 from tests.interop import folders
@@ -139,3 +141,80 @@ def test_the_tensors_of_a_folder_are_compared_before_a_run_begins(tmp_path):
   job = folder_job(**{"model.heads": 8})
   with pytest.raises(ValueError, match=r"model.heads=8, and the folder has 4"):
     base_parameters.check_model_folder(job, tmp_path)
+
+
+def resumed_config(workdir, done, before, **now):
+  """Returns the finalized config of a run that began with the keys `before` and resumes."""
+  began = base.get_config("lm")
+  began.update_from_flattened_dict(before)
+  step = workdir / "checkpoints" / str(done)
+  for item in ("config", "record", "state"):
+    (step / item).mkdir(parents=True, exist_ok=True)
+  began = resume_policy.plain(finalize.finalize(began, "cpu"))
+  (step / "config" / "metadata").write_text(json.dumps(began))
+  config = base.get_config("lm")
+  config.update_from_flattened_dict({**before, **now})
+  assert restore.adopt_schedule(config, epath.Path(workdir))
+  config = finalize.finalize(config, "cpu")
+  record = {"old_record": {}, "new_record": {}, "done": done, "workdir": workdir}
+  resume_policy.changes(began, resume_policy.plain(config), **record)
+  return config
+
+
+# What a run began with, now, after which step; what warm-up, decay and changes are then.
+KEPT = {
+  "in the warm-up": ({"steps": 500}, {"steps": 1000}, 14, (25, 0, ())),
+  "in the middle": ({"steps": 500}, {"steps": 1000}, 250, (25, 0, ((250, 500, "stretch"),))),
+  "a warm-up that was set": (
+    {"steps": 500, "warmup_steps": 40},
+    {"steps": 1000},
+    14,
+    (40, 0, ()),
+  ),
+  "in tokens": (
+    {"tokens": 500 * 32 * 128, "warmup_tokens": 10 * 32 * 128},
+    {"tokens": 1000 * 32 * 128},
+    14,
+    (10, 0, ((14, 500, "stretch"),)),
+  ),
+  "the same steps": ({"steps": 500}, {}, 250, (25, 0, ())),
+  "a stable phase": ({"steps": 500, "schedule": "wsd"}, {"steps": 1000}, 14, (25, 100, ())),
+  "in a decay": (
+    {"steps": 500, "schedule": "wsd"},
+    {"steps": 1000},
+    450,
+    (25, 100, ((450, 500, "stretch"),)),
+  ),
+  "restarted": (
+    {"steps": 500},
+    {"steps": 1000, "schedule_on_resume": "restart"},
+    500,
+    (25, 0, ((500, 500, "restart"),)),
+  ),
+}
+
+
+def dotted(keys):
+  return {
+    f"{'training' if key in ('steps', 'tokens') else 'optimizer'}.{key}": value
+    for key, value in keys.items()
+  }
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_run_that_resumes_keeps_its_own_warm_up_and_decay(tmp_path, name):
+  """By default both are shares of training.steps, which may change."""
+  before, now, done, wanted = KEPT[name]
+  config = resumed_config(tmp_path, done, dotted(before), **dotted(now))
+  keys = config.optimizer
+  assert (keys.warmup_steps, keys.decay_steps, keys.schedule_changes) == wanted
+
+
+def test_a_new_run_has_no_schedule_to_continue(tmp_path):
+  config = base.get_config("lm")
+  assert not restore.adopt_schedule(config, epath.Path(tmp_path))
+  (tmp_path / "checkpoints" / "3" / "state").mkdir(parents=True)  # its config is lost
+  (tmp_path / "checkpoints" / "3" / "record").mkdir()
+  (tmp_path / "checkpoints" / "3" / "config").mkdir()
+  assert not restore.adopt_schedule(config, epath.Path(tmp_path))
+  assert config == base.get_config("lm")

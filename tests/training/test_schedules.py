@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,9 +13,9 @@ from training import schedules
 PEAK, WARMUP, STEPS = 0.5, 4, 24
 
 
-def config_of(**keys):
+def config_of(steps=STEPS, **keys):
   config = base.get_config("lm")
-  config.update_from_flattened_dict({"training.steps": STEPS, "optimizer.learning_rate": PEAK})
+  config.update_from_flattened_dict({"training.steps": steps, "optimizer.learning_rate": PEAK})
   config.update_from_flattened_dict({f"optimizer.{key}": value for key, value in keys.items()})
   config = finalize.finalize(config, "cpu")
   validate.check(config, dict(config.mesh))
@@ -63,9 +64,174 @@ def test_is_as_defined(name):
   np.testing.assert_allclose(rates(**keys), wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_is_the_same_under_jit_and_in_any_order_of_steps():
-  import jax
+def cosine(share):
+  return 0.1 + 0.9 * (1 + math.cos(math.pi * share)) / 2
 
+
+def cosine_to_14(s):
+  """The first 14 of 24 steps, of which 4 are warm-up."""
+  return (s + 1) / 4 if s < 4 else cosine((s - 4) / 20)
+
+
+def linear_to_14(s):
+  return (s + 1) / 4 if s < 4 else 1 - (s - 4) / 20
+
+
+# name -> (keys, changes of training.steps, then, step -> learning rate over the peak)
+CHANGED = {
+  "cosine, in the warm-up": (
+    {},
+    [(3, 24, "stretch")],
+    44,
+    lambda s: (s + 1) / 4 if s < 4 else cosine((s - 4) / 40),
+  ),
+  "cosine, in the middle": (
+    {},
+    [(14, 24, "stretch")],
+    44,
+    lambda s: cosine_to_14(s) if s < 14 else cosine(0.5 + 0.5 * (s - 14) / 30),
+  ),
+  "cosine, fewer": (
+    {},
+    [(14, 24, "stretch")],
+    19,
+    lambda s: cosine_to_14(s) if s < 14 else cosine(0.5 + 0.5 * min(1, (s - 14) / 5)),
+  ),
+  "cosine, twice": (
+    {},
+    [(14, 24, "stretch"), (29, 44, "stretch")],
+    59,
+    lambda s: (
+      cosine_to_14(s)
+      if s < 14
+      else cosine(0.5 + 0.5 * (s - 14) / 30)
+      if s < 29
+      else cosine(0.75 + 0.25 * (s - 29) / 30)
+    ),
+  ),
+  "cosine, after the end": (
+    {},
+    [(24, 24, "stretch")],
+    44,
+    lambda s: (s + 1) / 4 if s < 4 else cosine(min(1, (s - 4) / 20)),
+  ),
+  "cosine, after the end, restarted": (
+    {},
+    [(24, 24, "restart")],
+    44,
+    lambda s: (
+      ((s + 1) / 4 if s < 4 else cosine((s - 4) / 20))
+      if s < 24
+      else 0.1 + 0.9 * (s - 23) / 4
+      if s < 28
+      else cosine((s - 28) / 16)
+    ),
+  ),
+  "linear, in the middle": (
+    {"schedule": "linear"},
+    [(14, 24, "stretch")],
+    44,
+    lambda s: linear_to_14(s) if s < 14 else 0.5 - 0.5 * (s - 14) / 30,
+  ),
+  "linear, after the end, restarted": (
+    {"schedule": "linear"},
+    [(24, 24, "restart")],
+    44,
+    lambda s: linear_to_14(s) if s < 24 else (s - 23) / 4 if s < 28 else 1 - (s - 28) / 16,
+  ),
+  "wsd, before its decay": (
+    {"schedule": "wsd", "decay_steps": 4},
+    [(14, 24, "stretch")],
+    44,
+    lambda s: min(1, (s + 1) / 4) if s < 40 else 1 - (s - 40) / 4,
+  ),
+  "wsd, in its decay": (
+    {"schedule": "wsd", "decay_steps": 4},
+    [(22, 24, "stretch")],
+    44,
+    lambda s: (
+      min(1, (s + 1) / 4) if s < 20 else 1 - (s - 20) / 4 if s < 22 else 0.5 - 0.5 * (s - 22) / 22
+    ),
+  ),
+  "wsd, fewer than its decay": (
+    {"schedule": "wsd", "decay_steps": 8},
+    [(14, 24, "stretch")],
+    18,
+    lambda s: min(1, (s + 1) / 4) if s < 14 else 1 - min(1, (s - 14) / 4),
+  ),
+  "wsd, fewer than its decay and more again": (
+    {"schedule": "wsd", "decay_steps": 8},
+    [(14, 24, "stretch"), (16, 18, "stretch")],
+    44,
+    lambda s: (
+      min(1, (s + 1) / 4) if s < 14 else 1 - (s - 14) / 4 if s < 16 else 0.5 - 0.5 * (s - 16) / 28
+    ),
+  ),
+  "wsd, after the end, restarted": (
+    {"schedule": "wsd", "decay_steps": 4},
+    [(24, 24, "restart")],
+    44,
+    lambda s: (
+      (min(1, (s + 1) / 4) if s < 20 else 1 - (s - 20) / 4)
+      if s < 24
+      else min(1, (s - 23) / 4)
+      if s < 40
+      else 1 - (s - 40) / 4
+    ),
+  ),
+  "constant": ({"schedule": "constant"}, [(24, 24, "restart")], 44, lambda s: min(1, (s + 1) / 4)),
+  "inverse_sqrt": (
+    {"schedule": "inverse_sqrt"},
+    [(14, 24, "stretch")],
+    44,
+    lambda s: (s + 1) / 4 if s < 4 else math.sqrt(4 / (s + 1)),
+  ),
+  "inverse_sqrt, restarted": (
+    {"schedule": "inverse_sqrt"},
+    [(15, 24, "restart")],
+    44,
+    lambda s: (
+      ((s + 1) / 4 if s < 4 else math.sqrt(4 / (s + 1)))
+      if s < 15
+      else 0.5 + 0.5 * (s - 14) / 4
+      if s < 19
+      else math.sqrt(4 / (s - 19 + 5))
+    ),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_where_the_number_of_steps_has_changed(name):
+  keys, changes, steps, after = CHANGED[name]
+  config = config_of(steps, warmup_steps=WARMUP, **keys, schedule_changes=tuple(changes))
+  wanted = [PEAK * after(step) for step in range(steps)]
+  schedule = schedules.learning_rate_schedule(config)
+  np.testing.assert_allclose([schedule(step) for step in range(steps)], wanted, rtol=2e-5)
+  with jax.numpy_dtype_promotion("standard"):
+    found = jax.jit(jax.vmap(schedule))(np.arange(steps, dtype=np.int32))
+  np.testing.assert_allclose(found, wanted, rtol=2e-5)
+
+
+def test_a_schedule_that_has_ended_at_0_is_not_made_longer_in_silence():
+  for keys in ({"schedule": "linear"}, {"schedule": "wsd"}, {"final_fraction": 0.0}):
+    config_of(44, **keys, schedule_changes=((23, 24, "stretch"),))
+    with pytest.raises(ValueError, match=r"set optimizer\.schedule_on_resume=restart to warm up"):
+      config_of(44, **keys, schedule_changes=((24, 24, "stretch"),))
+
+
+def test_a_change_that_is_not_one_is_dropped():
+  same = ((14, 24, "stretch"),)
+  assert config_of(24, schedule_changes=same).optimizer.schedule_changes == ()
+  earlier = ((10, 20, "stretch"), *same)
+  assert config_of(24, schedule_changes=earlier).optimizer.schedule_changes == earlier[:1]
+  again = {"schedule_changes": earlier, "schedule_on_resume": "recompute"}
+  assert config_of(44, **again).optimizer.schedule_changes == ()
+  with pytest.raises(ValueError, match="leave it out, it is filled in where a run resumes"):
+    config_of(schedule_changes=((1, 2),))
+
+
+def test_is_the_same_under_jit_and_in_any_order_of_steps():
   schedule = schedules.learning_rate_schedule(
     config_of(warmup_steps=0, schedule="wsd", decay="1-sqrt")
   )

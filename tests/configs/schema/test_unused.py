@@ -203,6 +203,7 @@ ELSEWHERE = {
   "optimizer.decay_tokens",
   "optimizer.decay_steps",  # by the schedule wsd; refused with others
   "optimizer.decay",
+  "optimizer.schedule_on_resume",  # where a run resumes
   "optimizer.clip_window",  # with clip_quantile; refused without
   "training.matmul_scaling",  # with matmul_dtype; refused without
   "training.bad_step_deviations",
