@@ -133,10 +133,12 @@ CLASSES = {
 # The parts of a record that are compared, and the names that their keys get here.
 COMPARED = {"versions": "versions", "data": "dataset"}
 
-STEPS = "training.steps"
+STEPS, CODE = "training.steps", "versions.code"
+FILES = "code_files"  # of a record: name -> digest of what versions.code covers
 SCHEDULE, FINAL_FRACTION = "optimizer.schedule", "optimizer.final_fraction"
 DECAY_STEPS = "optimizer.decay_steps"
 UNSET = "(unset)"
+_NAMED = 8  # so many files are named in a message
 
 
 def _parts(groups: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], str | None]]:
@@ -204,6 +206,7 @@ def changes(
     raise ValueError(
       f"{workdir} resumes from step {done}, and what follows would be computed differently:\n"
       + _lines(missing, differing)
+      + (_code_text(old_record, new_record) if CODE in missing else "")
       + f"\nset them back, or accept this with --accept-changes={keys}"
     )
   accepted += [
@@ -302,6 +305,21 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     else:
       found[prefix + key] = json.loads(json.dumps(value))
   return found
+
+
+def _code_text(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+  """Returns lines with the files of two records that make versions.code differ."""
+  if FILES not in old or FILES not in new:
+    return ""
+  before, now = old[FILES], new[FILES]
+  names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+  texts = []
+  for name in names[:_NAMED]:
+    what = "has changed" if name in now else "is no longer part of the run's code"
+    texts.append(f"    {name} {what if name in before else 'is new to the code of the run'}")
+  if len(names) > _NAMED:
+    texts.append(f"    and {len(names) - _NAMED} more files")
+  return "".join(f"\n{text}" for text in texts)
 
 
 def _lines(keys: Sequence[str], differing: Mapping[str, tuple]) -> str:

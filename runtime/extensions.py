@@ -8,12 +8,16 @@ registers an entry under a new name:
 docs/extending.md shows each.
 """
 
+import ast
+import functools
 import importlib.util
+import linecache
 import os
 import pathlib
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -130,22 +134,178 @@ def _modules(folder: pathlib.Path) -> list[ModuleType]:
 
 
 def files(*, numerics: bool = False) -> list[pathlib.Path]:
-  """Returns the files that have registered something, and the modules from their folders.
+  """Returns the files that register or change something, and what they import from their user.
+
+  A file that only sets keys of a config is not among them: the keys are compared.
 
   Args:
-    numerics: only for entries that determine what a run computes.
+    numerics: only for what determines what a run computes.
   """
-  found = {
-    origin
-    for table in _TABLES
-    if table.numerics or not numerics
-    for origin in table.origins.values()
-  }
+  registering = (table for table in _TABLES if table.numerics or not numerics)
+  found = {origin for table in registering for origin in table.origins.values()}
+  found |= {path for path in _imported(_LOADED) if changes_imported(source(path))}
+  found |= {pathlib.Path(name).resolve() for name in _replaced()}
   configs = {*_LOADED}  # one that has registered nothing is not part of another's code
   for folder in {path.parent for path in found}:
     beside = {pathlib.Path(module.__file__).resolve() for module in _modules(folder)}
     found |= beside - configs
-  return sorted(found)
+  return sorted(_imported(found))
+
+
+def source(path: pathlib.Path) -> bytes:
+  """Returns the source of a file, or of a cell of a notebook, which has no file."""
+  if path.exists():
+    return path.read_bytes()
+  return "".join(linecache.getlines(str(path))).encode()
+
+
+def libraries(paths: Iterable[pathlib.Path]) -> set[str]:
+  """Returns the installed top-level packages that files import, but for Python's own."""
+  imported = {name.partition(".")[0] for path in paths for name in _imports(source(path))}
+  there = {*sys.builtin_module_names, *sys.stdlib_module_names}
+  ours = {name for name in imported if _is_ours(name)}
+  return {name for name in imported - there - ours if name and not _find(name, ROOT)}
+
+
+def _imported(paths: Iterable[pathlib.Path]) -> set[pathlib.Path]:
+  """Returns files and all of a user's that they import, also inside of functions."""
+  found, left = set(), [*paths]
+  while left:
+    path = left.pop()
+    if path not in found:
+      found.add(path)
+      left += [file for name in _imports(source(path)) if (file := _find(name, path.parent))]
+  return found
+
+
+def _imports(text: bytes) -> set[str]:
+  """Returns the dotted names of the modules that a source may import; relative ones as beside."""
+  found = set()
+  for node in ast.walk(_parsed(text)):
+    names = [alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
+    if isinstance(node, ast.ImportFrom):
+      module = node.module or ""
+      names = [module, *(f"{module}.{name}".lstrip(".") for name in names)]
+    for name in names:
+      parts = name.split(".")
+      found |= {".".join(parts[: end + 1]) for end in range(len(parts))}
+  return found - {""}
+
+
+def _find(name: str, folder: pathlib.Path) -> pathlib.Path | None:
+  """Returns a user's file of a module, which need not be imported yet; None for other modules."""
+  if _is_ours(name):
+    return None
+  file = getattr(sys.modules.get(name), "__file__", None)
+  places = [file] if file else []
+  for place in () if file else (folder, *filter(None, sys.path)):
+    base = pathlib.Path(place).joinpath(*name.split("."))
+    places += [base.with_suffix(".py"), base / "__init__.py"]
+  for path in map(pathlib.Path, places):
+    if path.suffix == ".py" and path.is_file():
+      library = any(path.resolve().is_relative_to(one) for one in _LIBRARIES)
+      return None if library else path.resolve()
+  return None
+
+
+def _is_ours(name: str) -> bool:
+  """Returns whether a module is one of the project's packages or main.py."""
+  top = name.partition(".")[0]
+  return (ROOT / top).is_dir() or (ROOT / f"{top}.py").exists()
+
+
+def changes_imported(text: bytes) -> bool:
+  """Returns whether a source changes something that it imports: `models.block.MLP = MyMLP`.
+
+  That is an assignment to a part of it; or, where it does more than define, a call for its effect,
+  such as `jax.config.update(...)` or `setattr(block, ...)`. To register is no change.
+  """
+  tree = _parsed(text)
+  imported = {
+    (alias.asname or alias.name).partition(".")[0]
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Import | ast.ImportFrom)
+    for alias in node.names
+  }
+  for node in ast.walk(tree):  # other names for it
+    if isinstance(node, ast.Assign) and _root(node.value) in imported:
+      imported |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+  for node in ast.walk(tree):
+    targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+    for target in targets if isinstance(node, ast.stmt) else ():
+      for part in ast.walk(target) if target else ():
+        is_part = isinstance(part, ast.Attribute | ast.Subscript)
+        if is_part and not isinstance(part.ctx, ast.Load) and _root(part) in imported:
+          return True
+  return any(_has_effect(call, imported) for call in _calls_at_start(tree))
+
+
+def _calls_at_start(tree: ast.AST) -> Iterator[ast.Call]:
+  """Yields the calls that are statements of a module or of its `get_config`."""
+  for node in ast.iter_child_nodes(tree):
+    defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+      yield node.value
+    elif not defines or getattr(node, "name", "") == "get_config":
+      yield from _calls_at_start(node)
+
+
+def _has_effect(call: ast.Call, imported: set[str]) -> bool:
+  """Returns whether a call may change something that is imported, not what it is given."""
+  function, attribute = _root(call.func), getattr(call.func, "attr", "")
+  if function in ("print", "logging", "warnings", "sys") or attribute == "register":
+    return False
+  given = {_root(one) for one in (*call.args, *(keyword.value for keyword in call.keywords))}
+  if given & imported:
+    return function in imported or not attribute  # not config.update(SIZES)
+  return function in imported and given <= {None}  # or it changes what it is given
+
+
+def _root(node: ast.AST) -> str | None:
+  """Returns `a` of `a.b[c].d`; None of other expressions."""
+  while isinstance(node, ast.Attribute | ast.Subscript):
+    node = node.value
+  return node.id if isinstance(node, ast.Name) else None
+
+
+@functools.cache
+def _parsed(text: bytes) -> ast.AST:
+  try:
+    return ast.parse(text)
+  except (SyntaxError, ValueError):  # it has changed since Python has read it
+    return ast.Module([], [])
+
+
+def _replaced() -> set[str]:
+  """Returns the files of a user whose functions stand in place of the project's own."""
+  found = set()
+  for name, module in list(sys.modules.items()):
+    file = getattr(module, "__file__", None) or ""
+    if not (pathlib.Path(file).is_relative_to(ROOT) and _is_ours(name)):
+      continue
+    for value in list(vars(module).values()):
+      parts = [value]
+      if isinstance(value, type):
+        parts = [*vars(value).values()] if value.__module__ == name else [value]
+      found.update(filter(None, map(_file_of, parts)))
+  return {file for file in found if _is_users(file)}
+
+
+def _file_of(value: Any) -> str | None:
+  """Returns the file that defines a class, function, property, method or partial."""
+  if isinstance(value, type):
+    return getattr(sys.modules.get(value.__module__), "__file__", None)
+  for inner in ("__func__", "fget", "func", "__wrapped__"):
+    value = getattr(value, inner, value) if not isinstance(value, ModuleType) else value
+  return getattr(getattr(value, "__code__", None), "co_filename", None)
+
+
+def _is_users(file: str) -> bool:
+  """Returns whether code is of a file or a cell of a notebook outside of project and libraries."""
+  if file.startswith("<"):
+    return file.startswith("<ipython-input")
+  path = pathlib.Path(file)
+  return not any(path.resolve().is_relative_to(folder) for folder in (*_LIBRARIES, ROOT))
 
 
 def error_text(error: BaseException) -> str:

@@ -97,23 +97,35 @@ def source_files(names: Iterable[str]) -> list[pathlib.Path]:
   return sorted(path.relative_to(ROOT) for path in found)
 
 
-def digest(
+def digests(
   names: Iterable[str], more: Iterable[pathlib.Path] = (), *, comments: bool = False
-) -> str:
-  """Returns a digest of the names and contents of source files.
+) -> dict[str, str]:
+  """Returns name -> digest of source files.
 
   Args:
     names: files and folders of the project.
     more: files of extensions; of their names, the last part counts, since a folder may move.
     comments: whether comments, docstrings and formatting count, which is faster.
   """
-  whole = hashlib.sha256()
+  found: dict[str, list[bytes]] = {}
   named = [(path.as_posix(), ROOT / path) for path in source_files(names)]
   for name, path in named + sorted((path.name, path) for path in more):
-    content = path.read_bytes()
+    content = extensions.source(path)
     content = content if comments or path.suffix != ".py" else program(content)
-    whole.update(f"{name}\n{len(content)}\n".encode() + content)
-  return whole.hexdigest()[:16]
+    found.setdefault(name, []).append(hashlib.sha256(content).digest())
+  return {name: _hex(b"".join(sorted(parts))) for name, parts in found.items()}
+
+
+def digest(
+  names: Iterable[str], more: Iterable[pathlib.Path] = (), *, comments: bool = False
+) -> str:
+  """Returns one digest of all files of `digests`, which has the arguments."""
+  found = digests(names, more, comments=comments)
+  return _hex("\n".join(f"{name} {one}" for name, one in sorted(found.items())).encode())
+
+
+def _hex(content: bytes) -> str:
+  return hashlib.sha256(content).hexdigest()[:16]
 
 
 @functools.cache
@@ -160,14 +172,35 @@ def _is_text(node: Any) -> bool:
 
 
 def versions() -> dict[str, str]:
-  """Returns name -> version of what computes a run's numbers; for `code`, a digest."""
+  """Returns name -> version of what computes a run's numbers; for `code`, a digest.
+
+  Libraries that a user's files import count besides the project's own.
+  """
   return dict(_versions(tuple(extensions.files(numerics=True))))
+
+
+def code_files() -> dict[str, str]:
+  """Returns name -> digest of the files of which `versions` has one digest."""
+  return digests(NUMERICS, extensions.files(numerics=True))
 
 
 @functools.cache
 def _versions(more: tuple[pathlib.Path, ...]) -> dict[str, str]:
-  found = {name: importlib.metadata.version(name) for name in LIBRARIES}
+  known = {_normal(name) for name in _requirements()}
+  packages = importlib.metadata.packages_distributions() if more else {}
+  theirs = {name for top in extensions.libraries(more) for name in packages.get(top, ())}
+  names = [*LIBRARIES, *sorted(name for name in theirs if _normal(name) not in known)]
+  found = {name: importlib.metadata.version(name) for name in names}
   return {"code": digest(NUMERICS, more), "python": platform.python_version(), **found}
+
+
+def _normal(name: str) -> str:
+  return name.lower().replace("_", "-")
+
+
+def _requirements() -> list[str]:
+  lines = (ROOT / "requirements.txt").read_text().splitlines()
+  return sorted({line.partition("==")[0] for line in lines if "==" in line})
 
 
 def everything() -> dict[str, Any]:
@@ -182,9 +215,7 @@ def everything() -> dict[str, Any]:
 
 @functools.cache
 def _everything(more: tuple[pathlib.Path, ...]) -> dict[str, Any]:
-  lines = (ROOT / "requirements.txt").read_text().splitlines()
-  names = sorted({line.partition("==")[0] for line in lines if "==" in line})
-  found: dict[str, Any] = {f"versions.{name}": _version(name) for name in names}
+  found: dict[str, Any] = {f"versions.{name}": _version(name) for name in _requirements()}
   for path in more:
     found.setdefault(f"code of {path.name}", []).append(digest((), [path], comments=True))
   return {"code": digest(RUN, comments=True), "versions.python": platform.python_version(), **found}

@@ -50,6 +50,7 @@ def _bad_steps(skipped: Mapping[str, Any]) -> dict[str, Any]:
 # Keys that are missing or unknown belong to another version.
 FORM = {
   "versions": Each(TEXT),
+  "code_files": Each(TEXT),
   "data": {"name": TEXT, "rows": TEXT},
   "data_report": Each(NUMBER),
   "accepted_changes": [Exactly({"step": COUNT, "key": TEXT, "old": ANY, "new": ANY})],

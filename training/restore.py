@@ -18,7 +18,7 @@ from interop import hf_folder
 from partitioning.rules import named_leaves
 from processes.workdir_lease import Ownership
 from runtime import free_space
-from runtime.provenance import versions
+from runtime.provenance import code_files, versions
 from training import (
   averages,
   base_parameters,
@@ -123,7 +123,8 @@ def check_resume(
   fresh = bool(job.config.checkpoint.initialize_from)
   require_room(job, workdir, part=True)
   workdir_files.require_plain(workdir)
-  record = {"versions": versions(), "data": {"name": source.name, "rows": source.fingerprint}}
+  record = {"versions": versions(), "code_files": code_files()}
+  record["data"] = {"name": source.name, "rows": source.fingerprint}
   if source.tokenizer_digest:
     record["data"]["tokenizer"] = source.tokenizer_digest
   if source.chat_template_digest:

@@ -1,12 +1,15 @@
 """runtime/extensions.py: what a file registers, and which files are part of a run by that."""
 
+import functools
+import importlib.metadata
+import linecache
 import sys
 import types
 
 import pytest
 
 from runtime import extensions, provenance
-from runtime.extensions import Table
+from runtime.extensions import ROOT, Table
 
 USES = """
 import sys
@@ -146,3 +149,108 @@ def test_the_place_of_an_error_is_the_users(tmp_path):
   with pytest.raises(SyntaxError) as caught:
     extensions.load(path)
   assert extensions.error_text(caught.value) == f"{path}:2: SyntaxError: invalid syntax"
+
+
+HEAD = "import models.block\nfrom models import block, mlp as classifier\nimport os, jax, helper\n"
+CHANGES = [
+  "block.MLP = helper.Mine",
+  "models.block.MLP = helper.Mine",
+  "block.MLP.epsilon: float = 1e-3",
+  "block.EPSILON += 1",
+  "a, block.MLP = 1, helper.Mine",
+  "del block.MLP",
+  "classifier.MLP.__call__ = lambda self, x: x",
+  "setattr(block, 'MLP', helper.Mine)",
+  "other = block\nother.MLP = helper.Mine",
+  "os.environ['XLA_FLAGS'] = ''",
+  "jax.config.update('jax_default_matmul_precision', 'highest')",
+  "if True:\n  helper.patch()",
+  "helper.patch(1)",
+  "helper.patch(target=block)",
+  "from helper import patch\npatch()",
+  "def get_config(recipe=None):\n  block.MLP = helper.Mine",
+  "def get_config(recipe=None):\n  helper.patch()",
+  "for name in ('MLP',):\n  setattr(block, name, helper.Mine)",
+]
+SETS_KEYS = [
+  "def get_config(recipe=None):\n  config = helper.get_config(recipe)\n  config.seed = 3\n"
+  "  config.model.update(layers=2)\n  config.data['name'] = helper.NAME\n  return config",
+  "def get_config(recipe=None):\n  config = {}\n  config.update(helper.SIZES)\n  return config",
+  "block_of = {}\nblock_of['a'] = block.MLP",
+  "class Mine(block.MLP):\n  def __init__(self):\n    super().__init__()\n    self.size = 3",
+  "from models import MODELS\nMODELS.register('mine', helper)",
+  "def get_config(recipe=None):\n  config = {}\n  helper.set_keys(config)\n  return config",
+  "print('text', block.MLP)\nimport sys\nsys.path.insert(0, 'folder')",
+  "def callback(step):\n  helper.write(step)",
+  "def _keys(config):\n  config.seed = 1\n\ndef get_config(recipe=None):\n  _keys(config)",
+]
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_a_file_that_changes_what_it_imports_is_found(text):
+  assert extensions.changes_imported(f"{HEAD}{text}\n".encode())
+
+
+@pytest.mark.parametrize("text", SETS_KEYS)
+def test_a_file_that_sets_keys_changes_nothing(text):
+  assert not extensions.changes_imported(f"{HEAD}{text}\n".encode())
+
+
+def test_shipped_configs_change_nothing():
+  """So runs may resume with another strategy."""
+  for path in (ROOT / "configs").rglob("*.py"):
+    assert not extensions.changes_imported(path.read_bytes()), path
+
+
+def test_files_are_those_that_change_something_and_what_they_import_later(tmp_path):
+  """With what is imported by a function only, and without a file that only sets keys."""
+  (tmp_path / "strategy.py").write_text("import patches\n")
+  (tmp_path / "patches.py").write_text(
+    "import tables_of_the_test as t\nt.SIZE = 3\nimport parts.a\n"
+  )
+  (tmp_path / "parts").mkdir()
+  (tmp_path / "parts" / "__init__.py").write_text("")
+  (tmp_path / "parts" / "a.py").write_text("def f():\n  from . import b\n")
+  (tmp_path / "parts" / "b.py").write_text("import numpy\nimport pytest\n")
+  extensions.load(tmp_path / "strategy.py")
+  names = ["parts/__init__.py", "parts/a.py", "parts/b.py", "patches.py"]
+  found = extensions.files(numerics=True)
+  assert found == [tmp_path / name for name in names]
+  assert {"numpy", "pytest"} <= extensions.libraries(found)
+  versions = provenance.versions()
+  assert versions["pytest"] == importlib.metadata.version("pytest")
+  assert {*versions} == {"code", "python", "pytest", *provenance.LIBRARIES}
+  before = provenance.code_files()
+  (tmp_path / "parts" / "b.py").write_text("import numpy\nX = 1\n")
+  after = provenance.code_files()
+  assert {name for name in after if before.get(name) != after[name]} == {"b.py"}
+
+
+def test_a_function_that_a_users_file_puts_in_place_of_ours_is_found(tmp_path, monkeypatch):
+  """However it got there: here by what another file calls."""
+  (tmp_path / "mine.py").write_text("def f(x):\n  return x\n\n\nclass Mine:\n  pass\n")
+  mine = extensions.load(tmp_path / "mine.py")
+  assert extensions.files(numerics=True) == []
+  for target, name, value in (
+    (provenance, "_hex", mine.f),
+    (provenance, "_hex", functools.partial(mine.f, 1)),
+    (Table, "register", mine.f),
+    (Table, "size", property(mine.f)),
+    (extensions, "Table", mine.Mine),
+  ):
+    with monkeypatch.context() as patched:
+      patched.setattr(target, name, value, raising=False)
+      found = extensions.files(numerics=True)
+    assert found == [tmp_path / "mine.py"], (target, name)
+
+
+def test_a_cell_of_a_notebook_counts_by_its_source(tmp_path, monkeypatch):
+  name = str(tmp_path / "ipykernel_7" / "123.py")
+  text = "def f(x):\n  return x\n"
+  linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+  scope = {}
+  exec(compile(text, name, "exec"), scope)
+  monkeypatch.setattr(provenance, "_normal", scope["f"])
+  assert [str(path) for path in extensions.files(numerics=True)] == [name]
+  assert extensions.source(extensions.files(numerics=True)[0]) == text.encode()
+  del linecache.cache[name]
