@@ -102,6 +102,7 @@ class Checkpointer:
     newer = ""
     if self._together.first:
       self.folder.mkdir(parents=True, exist_ok=True)
+      files.sync_above(self.folder)
       self._writer.remove_leftovers()
       # The owner before may have been about to commit; without its leftovers it no longer can.
       if self._there is not None and (appeared := {*self.steps()} - {*self._there}):

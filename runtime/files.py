@@ -15,6 +15,7 @@ import importlib.util
 import json
 import math
 import os
+import pathlib
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -304,6 +305,13 @@ def sync_tree(folder: epath.PathLike) -> None:
   """Waits until a local folder with all that is in it would survive a power cut."""
   for inside, _, names in os.walk(folder, topdown=False):
     sync([*(os.path.join(inside, name) for name in names), inside])
+
+
+def sync_above(folder: epath.PathLike) -> None:
+  """Waits until the names of a folder and of those above it would survive a power cut."""
+  if is_local(folder):
+    above = pathlib.Path(os.path.abspath(folder)).parents
+    sync(path for path in above if os.access(path, os.R_OK))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,158 @@
+"""A power cut at any moment of a save leaves the old step or the new one, never a torn one."""
+
+import pathlib
+import random
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from etils import epath
+
+from checkpointing import integrity, restore
+from checkpointing.checkpointer import Checkpointer
+from checkpointing.consensus import Together
+from input_pipeline import prepare, row_store
+from input_pipeline.text import store
+from tests.checkpointing.states import assert_bit_equal, counting_target, counting_tree
+from tests.faults import power
+
+ROOT = pathlib.Path(__file__).parents[2]
+SEED, DRAWN = 0, 4
+
+pytestmark = [
+  pytest.mark.faults,
+  pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed"),
+]
+
+SAVE = """
+import os, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+from checkpointing.checkpointer import Checkpointer
+from tests.checkpointing.states import save_counting
+folder = sys.argv[1]
+with Checkpointer(f"{folder}/checkpoints", tokenizer={"tokenizer.json": b"{}"}) as checkpoints:
+  for step in (1, 2, 3):
+    save_counting(checkpoints, step)
+    os.mkdir(f"{folder}/saved-{step}")
+"""
+
+PREPARE = """
+import sys
+import numpy as np
+from etils import epath
+from input_pipeline import prepare
+from input_pipeline.text import shard_writer
+folder = epath.Path(sys.argv[1])
+def fill(shard):
+  for size in (3, 1, 9000):
+    shard.add(np.arange(size, dtype=np.uint32) % 256, size, size)
+shard_writer.write_shard(folder / "shard", 256, {"files": "here"}, fill)
+wanted = {"kind": "text", "text_feature": "text", "sequence_length": 16}
+examples = ((number, {"text": f"document {number}"}) for number in range(20))
+prepare._write(folder / "rows", wanted, examples, prepare._BadRecords("here", 0), prepare.no_tick)
+"""
+
+
+def replayed(code, tmp_path):
+  """Runs code under strace; yields (call, disk) after each call that has changed something."""
+  folder = tmp_path / "traced"
+  folder.mkdir()
+  calls = power.trace(
+    [sys.executable, "-c", code, str(folder)],
+    tmp_path / "strace",
+    cwd=ROOT,
+    stderr=None,
+  )
+  disk = power.Disk(folder)
+  for call in disk.replay(calls):
+    yield call, disk
+  [everything] = [*disk.states(random.Random(SEED), 0)][-1:]
+  there = {
+    str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
+    for path in folder.rglob("*")
+  }
+  assert everything == there, "the replay is what happened"
+
+
+def test_a_save_leaves_the_old_step_or_the_new_one(tmp_path):
+  draw, seen, done, found = random.Random(SEED), {}, 0, []
+  for call, disk in replayed(SAVE, tmp_path):
+    if call.name == "mkdir" and b"/saved-" in call.texts[0]:
+      done = int(call.texts[0].rpartition(b"-")[2])
+    for state in disk.states(draw, DRAWN):
+      key = (done, *sorted(state.items()))
+      if (key := hash(key)) in seen:
+        continue
+      power.make(state, tmp_path / "after")
+      seen[key] = step = newest(tmp_path / "after" / "checkpoints")
+      assert step is not None or not done, (call, sorted(state))
+      assert step is None or done <= step <= done + 1, (done, call, sorted(state))
+      if step and draw.random() < 0.03:
+        found.append(restored(tmp_path / "after" / "checkpoints", step))
+  assert {*seen.values()} == {None, 1, 2, 3}
+  assert {*found} == {1, 2, 3}
+  print(f"{len(seen)} states, {len(found)} of them restored")
+
+
+def newest(folder):
+  """Returns the newest step that is complete, with fitting digests; None if there is none."""
+  for step in reversed(restore.steps(epath.Path(folder))):
+    try:
+      verified = integrity.check(epath.Path(folder / str(step)), integrity.FULL)
+      integrity.check_share(verified.path, verified.large, Together())
+    except integrity.UnreadableError:
+      continue
+    return step
+  return None
+
+
+def restored(folder, step):
+  """Opens a folder as the next start does, and compares what it restores with what was saved."""
+  with Checkpointer(folder, warn=lambda text: None) as checkpoints:
+    got, tree = checkpoints.restore(counting_target())
+    assert got == step
+    assert_bit_equal(tree, counting_tree(step))
+    assert not [path for path in folder.iterdir() if ".saving" in path.name]
+  return got
+
+
+def test_prepared_data_is_absent_or_right(tmp_path):
+  draw, seen, found = random.Random(SEED), set(), []
+  for _, disk in replayed(PREPARE, tmp_path):
+    for state in disk.states(draw, DRAWN):
+      if (key := hash(tuple(sorted(state.items())))) in seen:
+        continue
+      seen.add(key)
+      power.make(state, tmp_path / "after")
+      found.append((_shard(tmp_path / "after" / "shard"), _rows(tmp_path / "after" / "rows")))
+  assert {*found} == {(False, False), (True, False), (True, True)}
+  print(f"{len(seen)} states")
+
+
+def _shard(folder):
+  """Returns whether there is a shard, which then is right."""
+  folder = epath.Path(folder)
+  if not store.is_there(folder):
+    return False
+  documents = store.Documents([store.Shard.open(folder)])
+  tokens, _ = documents.read(np.arange(documents.records))
+  wanted = np.concatenate([np.arange(size) % 256 for size in (3, 1, 9000)])
+  np.testing.assert_array_equal(tokens, wanted)
+  return True
+
+
+def _rows(folder):
+  """Returns whether there are rows, which then are right."""
+  if not (folder / prepare.MANIFEST_FILE).exists():
+    return False
+  manifest = prepare.files.read_json(folder / prepare.MANIFEST_FILE)
+  assert (folder / prepare.ROWS_FILE).stat().st_size == manifest["row_file_bytes"]
+  manifest |= {"name": "here", "config": "", "version": "", "split": "train"}
+  found = prepare.Store(epath.Path(folder), manifest)
+  records = row_store.Records(found, lambda number, size: True)
+  rows = records.read(range(manifest["rows"]))
+  stream = b"".join(row[:-1] for row in rows[:-1]) + rows[-1]
+  assert stream == b"".join(b"document %d\0" % number for number in range(20))
+  return True
