@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 from analysis.chips import overridden
 from commands import config_flag, flags, search_process
 from commands.refusal import refuse
+from configs.keys.data import DATA
 from planning import search_choice
 from planning.topology import parse
 from reports import search_page, search_text
@@ -59,6 +60,9 @@ def _asked(config: ConfigDict) -> tuple[list[str | None], Mapping[str, float]]:
   batches = flags.BATCH_SIZES.value
   if wrong := [text for text in batches if not (text.isascii() and text.isdigit() and int(text))]:
     raise ValueError(f"--global_batch_sizes: {wrong[0]!r} is no number of rows, such as 64,128")
+  most = DATA["global_batch_size"].most
+  if wrong := [text for text in batches if int(text) > most]:
+    raise ValueError(f"--global_batch_sizes: {wrong[0]} is too many rows; at most {most:,}")
   chips, _ = overridden(config.planning.constants)
   default = config.planning.price_per_chip_hour
   if flags.TOPOLOGY.value is None:

@@ -209,13 +209,12 @@ def read(theirs: Any, where: str, families: Mapping[str, Family] | None = None) 
   known = {*read_keys, *only, *IGNORED, *family.ignored, "model_type", family.positions}
   known.add(_QUANTIZATION)
   unknown = [key for key in theirs if key not in known and theirs[key] is not None]
+  ours = sorted(read_keys)
   wrong += [
     f"{forms.shortened(key)}={short(theirs[key])}: not known for model_type {model_type!r}"
-    f"{nearest(key, sorted(read_keys))}; if it has no effect on the logits, delete it from the file"
+    f"{nearest(key, ours)}; if it has no effect on the logits, delete it from the file"
     for key in unknown[:_MOST_LINES]
-  ]
-  if len(unknown) > _MOST_LINES:
-    wrong.append(f"{len(unknown) - _MOST_LINES:,} more keys are not known")
+  ] + unknown[_MOST_LINES:]
   model = {**NEUTRAL, **family.fixed}
   for part in family.parts:
     try:

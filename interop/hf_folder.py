@@ -27,6 +27,7 @@ _SMALL = ["*.json", "*.jinja", "*.model", "*.txt"]
 _WEIGHTS = ["*.safetensors"]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NAMED = 8
+_MOST_FILES = 2**12  # of weights; a terabyte in files of 5 GB are 200
 _COPY, _STATE = "tokenizer", "state"  # of a checkpoint, as checkpointing/integrity.py names them
 
 
@@ -173,6 +174,10 @@ def stored_tensors(folder: pathlib.Path, key: str) -> dict[str, Stored]:
   if not plain or not places:
     raise ValueError(f"{key}: {folder / INDEX} has no weight_map of names of files beside it")
   names = sorted(set(places.values()))
+  if len(names) > _MOST_FILES:
+    raise ValueError(
+      f"{key}: {folder / INDEX} names {len(names):,} files, and at most {_MOST_FILES:,} are read"
+    )
   if missing := [name for name in names if not (folder / name).exists()]:
     listed = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
     raise ValueError(

@@ -31,6 +31,7 @@ METADATA = "__metadata__"
 MOST_HEADER_BYTES = 100_000_000  # as the format's own library has it
 _LENGTH_BYTES = 8
 _MOST_DIMS, _MOST_BYTES = 64, 2**63 - 1  # as NumPy has it
+_MOST_ARRAYS, _LONGEST_NAME = 2**17, 1000  # of a file; models of a trillion parameters have 10^5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +112,12 @@ def _checked(path: str, entries: Any, first: int, size: int) -> dict[str, Stored
   """Returns the arrays of a header; raises ValueError where they do not fill the file."""
   if not isinstance(entries, Mapping):
     raise ValueError(f"its header holds a {type(entries).__name__}, not a JSON object")
+  if len(entries) > _MOST_ARRAYS:
+    raise ValueError(
+      f"its header has {len(entries):,} entries, and at most {_MOST_ARRAYS:,} are read"
+    )
+  if (longest := max(map(len, entries), default=0)) > _LONGEST_NAME:
+    raise ValueError(f"it has a name of {longest:,} characters; at most {_LONGEST_NAME:,} are read")
   found = {}
   for name, entry in entries.items():
     if name != METADATA:

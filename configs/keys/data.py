@@ -4,7 +4,7 @@ from checkpointing.resume_policy import ACCEPT, MAY_CHANGE
 from configs.keys.row import Key, Required, Rows, Unset
 
 DATA: Rows = {
-  "global_batch_size": Key(Required(int), "", unit="rows", least=1, resume=ACCEPT),
+  "global_batch_size": Key(Required(int), "", unit="rows", least=1, most=2**24, resume=ACCEPT),
   "data_dir": Key(
     "",
     'folder of TFDS data sets; "": TFDS_DATA_DIR, or ~/tensorflow_datasets',

@@ -265,6 +265,7 @@ class _Flags:
   [
     (["--compilations=-1"], "--compilations=-1: at least 0"),
     (["--global_batch_sizes=64,x"], "'x' is no number of rows, such as 64,128"),
+    ([f"--global_batch_sizes={10**12}"], "1000000000000 is too many rows; at most 16,777,216"),
     (["--topology=v9p-128"], "unknown device 'v9p-128'"),
     (["--topology=h100:8,h100:8"], "a topology is given twice"),
     (["--topology=h100:8", "--price=v5p=4"], "no topology has 'v5p'; searched are h100"),

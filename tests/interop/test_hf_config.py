@@ -107,6 +107,27 @@ def test_of_a_model_with_images_the_decoder_is_read():
   assert "the weights are quantized" in line
 
 
+@pytest.mark.parametrize(
+  ("keys", "said"),
+  [
+    ({"num_hidden_layers": 10**9}, "at most 4,096 is expected, and 1000000000 is there"),
+    (
+      {"vocab_size": 10**12},
+      "vocab_size=1000000000000: a whole number of at least 1 and at most 2,",
+    ),
+    ({"hidden_size": 10**30}, "and at most 2,147,483,647 is needed"),
+    ({"model_type": ["llama"]}, 'model_type: a text is expected, and ["llama"] is there'),
+    ({"hidden_act": ["silu"]}, 'hidden_act: a text is expected, and ["silu"] is there'),
+    ({"rope_scaling": {"rope_type": []}}, "rope_scaling.rope_type: a text is expected, and []"),
+    ({f"key_{number}": 0 for number in range(100_000)}, "and 99,980 more"),
+  ],
+)
+def test_absurd_values_are_refused_in_a_short_message(keys, said):
+  lines = problems({**LLAMA, **keys})
+  assert any(said in line for line in lines)
+  assert len(lines) <= 22
+
+
 def test_layer_types_become_windows():
   keys = {"model_type": "qwen3", "num_key_value_heads": 2, "sliding_window": 5}
   keys |= {"num_hidden_layers": 4, "use_sliding_window": True}

@@ -35,6 +35,11 @@ def entry(dtype="F32", shape=(2, 3), offsets=(0, 24)):
     ({"a": entry()}, bytes(25), "it has 1 bytes behind its last array"),
     ({"a": entry(), "b": entry(offsets=(20, 44))}, bytes(44), "b does not begin where"),
     ({"a": entry(offsets=(4, 28))}, bytes(28), "a does not begin where"),
+    (b'{"a": {"shape": [%s]}}' % b",".join([b"9" * 4000] * 2000), b"", "of 4,000 digits, and at"),
+    ({"a": entry(shape=[10**18] * 64)}, bytes(24), "a: 24 bytes are not F32[1000000000000000000, "),
+    ({"a": entry(shape=[1] * 10**6)}, bytes(24), "the header's entry of a is not one"),
+    ({"a" * 10**6: entry()}, bytes(24), "it has a name of 1,000,000 characters; at most 1,000"),
+    (dict.fromkeys(range(200_000), 0), b"", "has 200,000 entries, and at most 131,072 are read"),
   ],
 )
 def test_a_header_that_is_not_one_is_refused_with_the_file(tmp_path, header, content, said):
@@ -43,6 +48,7 @@ def test_a_header_that_is_not_one_is_refused_with_the_file(tmp_path, header, con
     read_header(path)
   assert said in str(caught.value)
   assert str(caught.value).startswith(f"{path}: ")
+  assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(

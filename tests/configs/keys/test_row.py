@@ -39,7 +39,7 @@ def test_a_number_outside_its_range_is_refused_with_the_range(keys, said):
     ("model.vocabulary_size", 10**12, "1,073,741,824"),
     ("model.model_size", 10**30, "2,147,483,647"),
     ("training.steps", 10**12, "2,147,483,647"),
-    ("data.global_batch_size", 10**12, "2,147,483,647"),
+    ("data.global_batch_size", 10**12, "16,777,216"),
     ("data.sequence_length", 2**20 + 128, "1,048,576"),
     ("mesh.stage", 10**12, "2,147,483,647"),
     ("seed", 2**32, "4,294,967,295"),
