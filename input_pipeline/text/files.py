@@ -36,6 +36,9 @@ _ADVICE = {
   "s3": "; check the network, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials",
 }
 _MOST_SAID = 300
+# What is compressed may give that much, and so many times its size. Text that is compressed well
+# has a tenth or a hundredth of its size; gzip reaches a thousandth, zstd and Parquet any share.
+_FREE_BYTES, _MOST_EXPANSION = 2**26, 128
 _RETRY_SECONDS = 60  # of a bucket that does not answer; pyarrow's own limit is a quarter of an hour
 
 
@@ -397,12 +400,45 @@ def open_content(file: InputFile) -> Any:
   Raises:
     OSError: it cannot be read; also later, while it is read, where its compression is damaged.
   """
-  raw = open_file(file.path)
-  if not file.compression:
-    return raw
-  import pyarrow
+  return _Decompressed(file) if file.compression else open_file(file.path)
 
-  return pyarrow.CompressedInputStream(raw, file.compression)
+
+class _Decompressed(contextlib.AbstractContextManager):
+  """A file, decompressed as it is read."""
+
+  def __init__(self, file: InputFile):
+    import pyarrow
+
+    self._file, self._size = file, 0
+    self._raw = open_file(file.path)
+    self._stream = pyarrow.CompressedInputStream(self._raw, file.compression)
+
+  def __exit__(self, *_):
+    self._stream.close()
+
+  def read(self, size: int | None = None) -> bytes:
+    """Returns the next bytes, at most `size`; raises as `check_expansion`."""
+    block = self._stream.read(size)
+    self._size += len(block)
+    check_expansion(self._file, self._size, self._raw.tell())
+    return block
+
+
+def check_expansion(file: InputFile, content: int, size: int) -> None:
+  """Raises ValueError where so few bytes of a file have so much content that it is no corpus.
+
+  Args:
+    file: for the message.
+    content: bytes after decompression.
+    size: bytes that they were read from.
+  """
+  most = _FREE_BYTES + _MOST_EXPANSION * size
+  if content > most:
+    raise ValueError(
+      f"{file.path}: {size:,} of its {file.size:,} bytes hold more than {most:,} bytes of content,"
+      f" over {_MOST_EXPANSION} times as many: no corpus repeats itself so often. If this one is"
+      " meant to, write it as .jsonl without compression, and name that"
+    )
 
 
 # ------------------------------ what changes while it is read ------------------------------

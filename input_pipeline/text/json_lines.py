@@ -11,16 +11,25 @@ from input_pipeline.text import files, items
 
 BOM = b"\xef\xbb\xbf"
 _COMPRESSED_BLOCK = 2**16  # where a file is damaged, what was read with the damage is lost
+_FREE_BLANK = 2**20  # bytes of blank lines, beside as many as the records have
+_SAMPLE_BYTES = 2**26  # of which the first records are looked at
 _SAMPLE = 32  # records that show which keys there are
 
 
 def records(file: files.InputFile, part: tuple[int, int] | None) -> Iterator[items.Item]:
   """Yields the objects in the lines that begin in a part of a file."""
-  place, number = _line_place(file, part), -1
+  place, number, left = _line_place(file, part), -1, _FREE_BLANK
   try:
     for number, line in enumerate(_lines(file, part)):
       if not line.strip():
+        left -= len(line)
+        if left < 0:
+          raise ValueError(
+            f"{place(number)}: up to here blank lines have {_FREE_BLANK:,} bytes more than records;"
+            " leave them out, for example with `grep -v '^\\s*$'`"
+          )
         continue
+      left += len(line)
       value, why = _parse(line)
       yield items.Item(place, number, value, why)
   except OSError as error:
@@ -37,10 +46,10 @@ def _lines(file: files.InputFile, part: tuple[int, int] | None) -> Iterator[byte
   with files.open_content(file) as raw, io.BufferedReader(_Readable(raw), block) as stream:
     if start:
       raw.seek(start - 1)
-      start += _line(stream)[1] - 1  # the rest of a line that began before
+      start += _line(stream, stop - start)[1] - 1  # the rest of a line that began before
     first = True
     while stop is None or start < stop:
-      line, size = _line(stream)
+      line, size = _line(stream, None if stop is None else stop - start)
       if not line:
         return
       start += size
@@ -63,13 +72,18 @@ class _Readable(io.RawIOBase):
     return len(block)
 
 
-def _line(stream) -> tuple[bytes, int]:
-  """Returns the next line and its size; of one that is too long only its beginning."""
+def _line(stream, most: int | None) -> tuple[bytes, int]:
+  """Returns the next line and its size; of one that is too long only its beginning.
+
+  Args:
+    stream: the file's.
+    most: where a line that is too long has so many bytes, its rest is not read, nor counted.
+  """
   line = stream.readline(items.MOST_BYTES + 1)
   size = len(line)
   if size > items.MOST_BYTES:
     rest = line
-    while rest and not rest.endswith(b"\n"):
+    while rest and not rest.endswith(b"\n") and (most is None or size <= most):
       rest = stream.readline(items.BLOCK)
       size += len(rest)
   return line, size
@@ -126,7 +140,8 @@ def text_of(record: dict[str, Any], feature: str) -> tuple[bytes | None, str]:
 def types_of(file: files.InputFile) -> dict[str, dict[str, str]]:
   """Returns key -> type -> the place of its first value, of the first records that can be read."""
   present: dict[str, dict[str, str]] = {}
-  for record in itertools.islice(records(file, None), _SAMPLE):
+  part = (0, min(file.size, _SAMPLE_BYTES)) if not file.compression else (0, _SAMPLE_BYTES)
+  for record in itertools.islice(records(file, part), _SAMPLE):
     for key, value in (record.value or {}).items():
       kinds, kind = present.setdefault(key, {}), items.type_name(value)
       if kind not in kinds:

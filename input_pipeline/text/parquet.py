@@ -9,6 +9,7 @@ from pyarrow import parquet, types
 from input_pipeline.text import files, items
 
 _ROWS = 256  # read at a time
+_FREE_ROWS, _MOST_ROWS_PER_BYTE = 2**24, 256  # of a file
 
 
 def open_file(file: files.InputFile) -> parquet.ParquetFile:
@@ -16,6 +17,8 @@ def open_file(file: files.InputFile) -> parquet.ParquetFile:
   try:
     return parquet.ParquetFile(files.open_file(file.path))
   except (pyarrow.ArrowException, OSError) as error:
+    if isinstance(error, MemoryError):
+      raise
     if isinstance(error, OSError) and not items.is_damage(file, error):
       raise items.unreadable(file, error) from error
     raise ValueError(f"{file.path} is not a Parquet file, or it is damaged ({error})") from error
@@ -57,6 +60,13 @@ def rows(
     if feature is not None:
       check_column(file, table.schema_arrow, feature)
     sizes = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
+    most = _FREE_ROWS + _MOST_ROWS_PER_BYTE * file.size
+    if sum(sizes) > most:
+      raise ValueError(
+        f"{file.path} has {sum(sizes):,} rows in {file.size:,} bytes, by its metadata, and at most"
+        f" {most:,} are read: it is damaged, or repeats a few values; write it again"
+      )
+    content = 0
     start, stop = part or (0, len(sizes))
     columns = None if feature is None else [feature]
     for group in range(start, stop):
@@ -64,10 +74,16 @@ def rows(
       place = functools.partial("{}, row {}".format, file.path)
       try:
         for batch in table.iter_batches(_ROWS, [group], columns, use_threads=False):
+          content += batch.nbytes
+          files.check_expansion(file, content, file.size)
           for value in _values(batch, feature):
             yield items.Item(place, first + done, value)
             done += 1
+        if done < sizes[group]:
+          raise pyarrow.ArrowInvalid(f"it has {done:,} rows, not {sizes[group]:,}")
       except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, MemoryError):
+          raise
         if isinstance(error, OSError) and not items.is_damage(file, error):
           raise
         why = f"row group {group} is damaged ({error})"

@@ -250,11 +250,13 @@ class _Progress:
     under_way = sum(min(self._sums[u][2], s) for u, s in self._sizes.items() if u in self._sums)
     share = min(1.0, (self._finished + under_way) / self._total)
     left = f", {_duration(seconds / share - seconds)} left" if share > 0 else ""
+    # What is compressed has more bytes than its file.
+    percent = min(99.0, 100 * share) if self._sizes else 100.0
     # What matters most comes first: a narrow terminal cuts the end off.
     self._tick(
       "documents",
       count,
-      f"{100 * share:.0f} % of {self._total / 2**20:,.0f} MiB{left}, {count:,} documents, "
+      f"{percent:.0f} % of {self._total / 2**20:,.0f} MiB{left}, {count:,} documents, "
       f"{tokens / seconds / 1000:,.0f}k tokens/s",
     )
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import pathlib
 import secrets
+import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from input_pipeline.text.store import (
 from runtime import files
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_DOCUMENT = struct.Struct("<IIQI")  # DOCUMENT
 _LISTED_BAD = 100  # bad records that shard.json lists; all are counted
 _OPTIONS = "group_size:1,uncompressed"
 
@@ -62,7 +64,7 @@ class ShardWriter:
     with self._writing():
       self._writer = array_record_module.ArrayRecordWriter(str(path), _OPTIONS)
     self._type, self._digest = token_type(ids), hashlib.sha256()
-    self._documents: list[tuple[int, int, int, int]] = []
+    self._documents = bytearray()  # rows of DOCUMENT: a compressed file may have 100 million
     self._records, self._empty, self._largest, self._masked = 0, 0, 0, False
     self.bad: list[tuple[str, str]] = []
     self.bad_count = 0
@@ -92,7 +94,7 @@ class ShardWriter:
       self._records += 1
     self._largest = max(self._largest, int(tokens.max()))
     learned = len(tokens) if trained is None else int(np.count_nonzero(trained))
-    self._documents.append((len(tokens), size, hashed, learned))
+    self._documents += _DOCUMENT.pack(len(tokens), size, hashed, learned)
 
   @contextlib.contextmanager
   def _writing(self) -> Iterator[None]:
@@ -116,7 +118,7 @@ class ShardWriter:
     """Closes the file; returns the index and what shard.json says of it."""
     with self._writing():
       self._writer.close()
-    index = np.array(self._documents, DOCUMENT)
+    index = np.frombuffer(self._documents, DOCUMENT)
     return index, {
       "documents": len(index),
       "empty": self._empty,
