@@ -1,7 +1,8 @@
 """Compiler options: the best known ones of each kind of device, and the config's over them.
 
-The defaults move communication and change no result, so they are no part of a run's record: it
-resumes on another device with that device's. `compiler_options` of the config is compared.
+They are no part of a run's record: it resumes on another device with that device's. Those of
+accelerators move communication and change no result; CPUs' change how sums are rounded.
+`compiler_options` of the config is compared.
 """
 
 import dataclasses
@@ -26,13 +27,13 @@ class Defaults:
   """The options of some kinds of devices.
 
   Attributes:
-    devices: names of chips, as in `analysis.chips`; or `gpu`, for all of them.
+    devices: names of chips, as in `analysis.chips`; or `gpu` or `cpu`, for all of them.
     options: name -> value.
     reason: in words; docs/defaults.md has what was measured.
   """
 
   devices: tuple[str, ...]
-  options: Mapping[str, bool | float]
+  options: Mapping[str, bool | float | str]
   reason: str
 
 
@@ -75,15 +76,21 @@ TABLE = (
     {"xla_gpu_enable_latency_hiding_scheduler": True},
     "collectives start early and end late in the schedule",
   ),
+  Defaults(
+    ("cpu",),
+    {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
+    "YNNPACK multiplies matrices; reductions, which it computes slower, are XLA's own loops",
+  ),
 )
 
 _dropped: dict[str, None] = {}  # by the compiler of this process, in the order it named them
 
 
-def of_device(device: jax.Device) -> dict[str, bool | float]:
-  """Returns the default options of a device; {} for CPUs and for kinds without a row."""
+def of_device(device: jax.Device) -> dict[str, bool | float | str]:
+  """Returns the default options of a device; {} for kinds without a row."""
   chip = known(device)
-  names = {chip.name if chip else "", *(("gpu",) if device.platform in ("gpu", "cuda") else ())}
+  platform = {"cuda": "gpu"}.get(device.platform, device.platform)
+  names = {chip.name if chip else "", platform}
   given = " ".join(os.environ.get(variable, "") for variable in _VARIABLES)
   return {
     name: value

@@ -38,7 +38,7 @@ GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
     ("TPU v99", "tpu", 0),
     ("NVIDIA H100 80GB HBM3", "gpu", 1),
     ("of tomorrow", "gpu", 1),
-    ("cpu", "cpu", 0),
+    ("cpu", "cpu", 1),
   ],
 )
 def test_each_kind_of_device_has_its_own(kind, platform, count):
