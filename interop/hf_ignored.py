@@ -11,6 +11,7 @@ IGNORED = (
   *("id2label", "label2id", "num_labels", "return_dict", "torchscript", "tf_legacy_loss"),
   *("output_attentions", "output_hidden_states", "output_scores", "return_dict_in_generate"),
   *("_attn_implementation", "attn_implementation", "_attn_implementation_autoset"),
+  *("_experts_implementation", "experts_implementation"),
   *("chunk_size_feed_forward", "cross_attention_hidden_size", "is_decoder", "pretraining_tp"),
   # Dropout: that of training here is model.dropout_rate.
   *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),

@@ -69,7 +69,7 @@ def keys_of(model_type: str, draw: random.Random) -> dict[str, Any]:
     "rms_norm_eps": draw.choice([1e-5, 1e-6, 1e-3]),
   }
   base, scaling = draw.choice([100.0, 1e4, 5e5]), None
-  if model_type not in ("qwen2", "phi3"):
+  if model_type not in ("qwen2", "phi3", "olmoe", "deepseek_v3"):
     found["head_dim"] = draw.choice([4, 6, 8])
   if model_type == "llama":
     scaling = draw.choice([None, LLAMA_3])
@@ -78,6 +78,19 @@ def keys_of(model_type: str, draw: random.Random) -> dict[str, Any]:
   if model_type.startswith("qwen"):
     found["use_sliding_window"] = draw.choice([True, False])
     found.update(sliding_window=5, max_window_layers=draw.choice([0, 99]))
+  if model_type in ("qwen3_moe", "olmoe"):
+    found.update(num_experts=5, num_experts_per_tok=2, norm_topk_prob=draw.choice([True, False]))
+  if model_type == "qwen3_moe":
+    found.update(num_hidden_layers=4, moe_intermediate_size=10)
+    found["decoder_sparse_step"] = draw.choice([1, 2])
+    found["mlp_only_layers"] = draw.choice([[], [1], [0, 1], [1, 2]])
+  if model_type == "olmoe":
+    found["clip_qkv"] = draw.choice([None, 0.5, 1.5])
+  if model_type == "deepseek_v3":
+    found.update(num_key_value_heads=heads, first_k_dense_replace=found["num_hidden_layers"])
+    found.update(kv_lora_rank=8, q_lora_rank=draw.choice([None, 6]), v_head_dim=5)
+    found.update(qk_nope_head_dim=6, qk_rope_head_dim=4, num_mtp_layers=0)
+    found["attention_bias"] = draw.choice([True, False])
   if model_type.startswith("gemma"):
     found["tie_word_embeddings"] = True
   if model_type in ("gemma2", "gemma3_text"):
@@ -101,6 +114,8 @@ def write(folder: pathlib.Path, model_type: str, seed: int) -> None:
   draw = random.Random(f"{model_type}{seed}")
   torch.manual_seed(seed)
   config = transformers.AutoConfig.for_model(model_type, **keys_of(model_type, draw))
+  if not OLD:
+    config._experts_implementation = "eager"
   model = transformers.AutoModelForCausalLM.from_config(config)
   for name, parameter in model.named_parameters():
     scale = parameter.ndim == 1 and name.endswith("weight") and "gemma" not in model_type
@@ -111,6 +126,8 @@ def write(folder: pathlib.Path, model_type: str, seed: int) -> None:
   state = {name: value.double() for name, value in model.state_dict().items()}
   config = transformers.AutoConfig.from_pretrained(folder)
   config._attn_implementation = "eager"
+  if not OLD:
+    config._experts_implementation = "eager"
   with wide(), torch.no_grad():
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     model = model.eval().to(torch.float64)
