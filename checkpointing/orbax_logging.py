@@ -1,4 +1,4 @@
-"""One line for a save that fails, instead of hundreds of log lines from Orbax.
+"""One line for a save or a restore that fails, instead of hundreds of log lines from Orbax.
 
 For each of its files that cannot be written Orbax logs a traceback, and so does asyncio, in which
 it runs, for those whose result was never read. SaveError has what they say. Both are recognized
@@ -36,7 +36,7 @@ class _Quiet(logging.Filter):
 
 
 def quiet() -> None:
-  """Silences Orbax's logs of failures that SaveError reports, unless --debug is set."""
+  """Silences Orbax's logs of failures that our own errors report, unless --debug is set."""
   global _installed
   if _installed:
     return
@@ -46,7 +46,7 @@ def quiet() -> None:
   hook = sys.unraisablehook
 
   def unless_late(unraisable: Any) -> None:
-    # A write that ends after the save has failed, when its event loop is closed.
+    # A write, or an open, that ends after another has failed, when its event loop is closed.
     raised = unraisable.exc_traceback
     if raised is None or raised.tb_frame.f_code is not _TO_A_LOOP:
       hook(unraisable)

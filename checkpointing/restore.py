@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from checkpointing import folder_entries, integrity, naming
+from checkpointing import folder_entries, integrity, naming, orbax_logging
 from checkpointing.consensus import Together, join_reports
 from checkpointing.integrity import FULL, STATE, UnreadableError, Verified, one_line
 from runtime import files
@@ -305,6 +305,7 @@ def _from_orbax(path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
   Damaged files cause nearly every kind of exception. Errors about this machine and not the files
   are passed on: a checkpoint is not broken because the memory is full.
   """
+  orbax_logging.quiet()
   try:
     return read(path / STATE)
   except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):

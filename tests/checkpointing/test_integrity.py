@@ -1,14 +1,17 @@
 """What `checkpoint.verify` looks at: every byte, sizes, or Orbax's marks."""
 
+import gc
 import json
 import random
 import shutil
+import sys
+import time
 
 import jax
 import numpy as np
 import pytest
 
-from checkpointing import checksums, integrity, restore
+from checkpointing import checksums, integrity, orbax_logging, restore
 from checkpointing.checkpointer import Checkpointer
 from configs import base
 from configs.keys.run import CHECKPOINT
@@ -248,6 +251,21 @@ def test_changed_metadata_is_one_message_and_the_older_step(change, copy):
   assert f"/{NEWER} cannot be read (state" in line
   assert len(line.splitlines()) == 1
   assert len(line) < 700
+
+
+@pytest.mark.parametrize("key", ["use_zarr3", "use_ocdbt"])
+def test_opens_that_end_after_another_has_failed_print_nothing(key, copy, monkeypatch):
+  seen = []
+  monkeypatch.setattr(sys, "unraisablehook", lambda raised: seen.append(str(raised.exc_value)))
+  monkeypatch.setattr(orbax_logging, "_installed", False)
+  path = copy / str(NEWER) / "state" / "_METADATA"
+  content = json.loads(path.read_text())
+  path.write_text(json.dumps({**content, key: not content[key]}))
+  for _ in range(20):  # it is a race
+    assert restored(copy, integrity.OFF)[0] == OLDER
+  gc.collect()
+  time.sleep(0.2)  # in which the threads of TensorStore end
+  assert seen == []
 
 
 def test_many_differences_are_few_lines(copy):
