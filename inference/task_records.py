@@ -131,11 +131,13 @@ def parse(value: Mapping[str, Any], where: str) -> Record:
     ValueError: it lacks a key, or what is under one is of no use.
   """
   for key in ("context", "answer"):
-    if value.get(key) is None:
+    if key not in value:
       others = [other for other in value if other not in KEYS]
       near = f"; {other!r} is another key" if (other := closest(key, others)) else ""
       present = ", ".join(map(repr, value)) or "nothing"
       raise ValueError(f"it has no {key!r}, only {present}{near}")
+    if value[key] is None:
+      raise ValueError(f"its {key!r} is null")
   context = _context(value["context"])
   if value.get("choices") is not None:
     choices = tuple(_texts(value["choices"], "choices"))

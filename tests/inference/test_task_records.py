@@ -41,6 +41,7 @@ def test_the_three_kinds(tmp_path):
 
 
 BAD = {
+  "a null": ({"context": None, "answer": "b"}, "its 'context' is null"),
   "no answer": ({"context": "a", "choices": ["b", "c"]}, "has no 'answer', only 'context', 'choi"),
   "another key": ({"contxt": "a", "answer": "b"}, "no 'context'.*; 'contxt' is another key"),
   "an answer that is no choice": ({**CHOICES, "answer": "5"}, "'5' is not among.*'3', '4'"),
