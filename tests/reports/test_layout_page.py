@@ -150,7 +150,9 @@ def test_modules_have_their_sums(job, text):
 
 
 def test_the_sums_are_those_of_the_printed_layout(job, text):
-  count, _, after = job_text(job).splitlines()[-1].partition(" parameters; with optimizer ")
+  between = " parameters; with optimizer "
+  [line] = [line for line in job_text(job).splitlines() if between in line]
+  count, _, after = line.partition(between)
   [cells] = [row for row in Reader(text).rows if row[0] == "a_strategy"]
   assert cells[1] == count
   assert f"state {cells[5]} per device, of which {cells[6]} are replicated" in after
