@@ -1,11 +1,5 @@
-"""What may change when a run resumes: every key of a config belongs to one of three classes.
+"""What may change when a run resumes: each key of a config says so in its row (`configs.keys`)."""
 
-The first pattern that matches a key decides. The class follows from the effect of the key:
-`MAY_CHANGE` does not change what is computed (up to rounding), `ACCEPT` changes it from here on,
-`REFUSED` makes it a different run, to which the saved state does not belong.
-"""
-
-import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,125 +7,14 @@ from typing import Any
 from etils import epath
 from ml_collections import ConfigDict
 
+from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED
+from configs.keys.table import resume_class
 from runtime.suggest import nearest
-
-MAY_CHANGE, ACCEPT, REFUSED = "may change", "needs acceptance", "refused"
-
-CLASSES = {
-  # Where and how it runs.
-  "mesh.*": MAY_CHANGE,
-  "mesh_dcn.*": MAY_CHANGE,
-  "partitioning.*": MAY_CHANGE,
-  "memory_limit_gib": MAY_CHANGE,
-  "compilation_cache_dir": MAY_CHANGE,
-  "processes.*": MAY_CHANGE,
-  "planning.*": MAY_CHANGE,
-  "argument": MAY_CHANGE,  # the recipe's name; what it sets is compared key by key
-  # What is logged, and what is kept.
-  "metrics.*": MAY_CHANGE,
-  "evaluation.*": MAY_CHANGE,
-  "checkpoint.*": MAY_CHANGE,  # initialize_from was used before the first step
-  "profile.*": MAY_CHANGE,
-  # The data. Other rows, or another order of rows, make it a different run.
-  "data.data_dir": MAY_CHANGE,  # dataset.* shows whether the rows are the same
-  "data.prefetch_batches": MAY_CHANGE,
-  "data.prepare_processes": MAY_CHANGE,
-  "data.files": MAY_CHANGE,  # may have moved; dataset.rows shows whether they hold the same
-  "data.evaluation_files": MAY_CHANGE,
-  "data.stages": ACCEPT,  # only of steps that are not done: training.restore checks
-  "data.tokenizer": MAY_CHANGE,  # likewise; dataset.tokenizer
-  "data.train_tokenizer": MAY_CHANGE,  # likewise
-  "data.chat_template": MAY_CHANGE,  # likewise; dataset.chat_template
-  "data.max_bad_records": MAY_CHANGE,  # a run that an unreadable record has stopped may resume
-  "data.evaluation_split": MAY_CHANGE,
-  "data.global_batch_size": ACCEPT,
-  "data.batch_size_ramp": ACCEPT,  # only of steps that are not done: training.restore checks
-  "data.sequence_length_ramp": ACCEPT,  # likewise
-  "data.skip_rows": ACCEPT,  # only of rows that no step has reached: training.bad_steps checks
-  "data.skip_batches": ACCEPT,  # always (): resolved into rows
-  "data.*": REFUSED,
-  "dataset.*": REFUSED,  # of the record: version, fingerprint
-  "seed": REFUSED,
-  "task": REFUSED,
-  # The model. Initial deviations too: the parameters are initialized, so a change has no effect.
-  "model.folder": MAY_CHANGE,  # may have moved; the keys that it determines are compared
-  "model.dropout_rate": ACCEPT,
-  "model.context_attention": MAY_CHANGE,  # a schedule over mesh.context, which may change as well
-  "model.expert_exchange": MAY_CHANGE,  # the same sums in another order, as with another mesh
-  "model.expert_capacity": MAY_CHANGE,
-  "model.*": REFUSED,
-  # The step.
-  "training.steps": MAY_CHANGE,  # unless fewer than are done
-  "training.tokens": MAY_CHANGE,  # likewise: they become steps
-  "training.replica_check_every_steps": MAY_CHANGE,
-  "training.callbacks": MAY_CHANGE,
-  "training.gradient_accumulation_steps": ACCEPT,
-  "training.gradient_reduction": MAY_CHANGE,  # another order of the same sums
-  # Likewise; microbatches follow from the mesh, and have other draws of dropout.
-  "training.microbatches": MAY_CHANGE,
-  "training.pipeline": MAY_CHANGE,
-  "training.pipeline_chunks": MAY_CHANGE,
-  "training.pipeline_ends": MAY_CHANGE,
-  "training.pipeline_gather": MAY_CHANGE,
-  "training.compute_dtype": ACCEPT,
-  "training.matmul_precision": ACCEPT,
-  "training.gradient_reduction_dtype": ACCEPT,
-  "training.matmul_dtype": ACCEPT,
-  "training.matmul_scaling": REFUSED,  # delayed: the state has the magnitudes of earlier steps
-  "training.rematerialization": ACCEPT,
-  "training.scan_unroll": MAY_CHANGE,
-  "training.loss_chunks": MAY_CHANGE,  # by default it follows the mesh
-  "training.z_loss": ACCEPT,
-  "training.balance_loss": ACCEPT,
-  "training.router_z_loss": ACCEPT,
-  "training.router_bias_rate": ACCEPT,
-  "training.grouped_matmul": MAY_CHANGE,  # by default it follows the platform
-  "training.dpo_*": ACCEPT,
-  "training.attention_kernel": MAY_CHANGE,  # by default it follows the platform
-  # How bad steps are handled, so that a run which stopped at one can resume.
-  "training.on_bad_step": MAY_CHANGE,
-  "training.bad_step_*": MAY_CHANGE,
-  "training.max_rollbacks": MAY_CHANGE,
-  "training.parameter_dtype": REFUSED,
-  "training.stochastic_rounding": ACCEPT,
-  "training.trainable": REFUSED,  # the optimizer state has only those parameters
-  "training.frozen_dtype": REFUSED,  # the frozen parameters would be others
-  "lora.alpha": ACCEPT,
-  "lora.dropout": ACCEPT,
-  "lora.rs": ACCEPT,
-  "lora.*": REFUSED,  # the adapters' shapes
-  "optimizer.name": REFUSED,  # its state is of another kind
-  "optimizer.ema_decays": REFUSED,  # likewise
-  "optimizer.state_dtype": REFUSED,  # likewise
-  "optimizer.state_memory": MAY_CHANGE,  # the same numbers elsewhere
-  "optimizer.learning_rate": ACCEPT,
-  "optimizer.schedule": ACCEPT,
-  "optimizer.warmup_steps": ACCEPT,  # by default the run's own: training.restore.adopt_schedule
-  "optimizer.schedule_on_resume": MAY_CHANGE,
-  "optimizer.schedule_changes": MAY_CHANGE,  # likewise
-  "optimizer.warmup_tokens": MAY_CHANGE,  # they become steps
-  "optimizer.decay_steps": ACCEPT,  # resumes where neither decay has begun: see below
-  "optimizer.decay_tokens": MAY_CHANGE,
-  "optimizer.decay": ACCEPT,
-  "optimizer.final_fraction": ACCEPT,
-  "optimizer.arguments": ACCEPT,
-  "optimizer.groups": ACCEPT,  # of the same parameters and optimizers, or the state differs
-  "optimizer.beta_1": ACCEPT,
-  "optimizer.beta_2": ACCEPT,
-  "optimizer.epsilon": ACCEPT,
-  "optimizer.momentum": ACCEPT,
-  "optimizer.weight_decay": ACCEPT,
-  "optimizer.independent_weight_decay": ACCEPT,
-  "optimizer.clip_norm": ACCEPT,
-  "optimizer.clip_groups": ACCEPT,
-  "optimizer.clip_quantile": ACCEPT,  # unless it is turned on or off: the state has the norms
-  "optimizer.clip_window": REFUSED,
-  "compiler_options": ACCEPT,  # may allow less precision; those of the device are not in it
-  "versions.*": ACCEPT,  # of the record: the code's and the libraries'
-}
 
 # The parts of a record that are compared, and the names that their keys get here.
 COMPARED = {"versions": "versions", "data": "dataset"}
+# The data's version, fingerprint and rows, and the versions of the code and the libraries.
+OF_RECORDS = {"dataset": REFUSED, "versions": ACCEPT}
 
 STEPS, CODE = "training.steps", "versions.code"
 FILES = "code_files"  # of a record: name -> digest of what versions.code covers
@@ -152,9 +35,10 @@ def _parts(groups: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], str | N
 _STATE = {"optimizer.clip_quantile": bool, "optimizer.groups": _parts}
 
 
-def classify(key: str) -> str | None:
-  """Returns the class of a dotted key, or None where no pattern matches it."""
-  return next((c for pattern, c in CLASSES.items() if fnmatch.fnmatchcase(key, pattern)), None)
+def classify(key: str) -> str:
+  """Returns what a change of a dotted key, of a config or of a record, means."""
+  part = key.partition(".")[0]
+  return OF_RECORDS[part] if part in OF_RECORDS else resume_class(key)
 
 
 def changes(
@@ -234,7 +118,7 @@ def _needs(key: str, both: Mapping[str, tuple], done: int) -> str:
   if key in _STATE and all(value != UNSET for value in both[key]):
     before, after = map(_STATE[key], both[key])
     return ACCEPT if before == after else REFUSED
-  return classify(key) or ACCEPT
+  return classify(key)
 
 
 def _check_refused(

@@ -1,7 +1,6 @@
 """The section `model` of a multilayer perceptron and of a vision transformer."""
 
-from checkpointing.resume_policy import ACCEPT
-from configs.keys.row import Key, Rows, Unset
+from configs.keys.row import ACCEPT, Key, Rows, Unset
 from runtime.forms import MOST_LAYERS
 
 MLP: Rows = {

@@ -1,10 +1,10 @@
 """The section `data`: rows, and how they become batches."""
 
-from checkpointing.resume_policy import ACCEPT, MAY_CHANGE
-from configs.keys.row import Key, Required, Rows, Unset
+from configs.keys.row import ACCEPT, MAY_CHANGE, Key, Required, Rows, Unset
 
 DATA: Rows = {
   "global_batch_size": Key(Required(int), "", unit="rows", least=1, most=2**24, resume=ACCEPT),
+  # On resume: dataset.* shows whether the rows are the same.
   "data_dir": Key(
     "",
     'folder of TFDS data sets; "": TFDS_DATA_DIR, or ~/tensorflow_datasets',
@@ -20,6 +20,7 @@ DATA: Rows = {
     least=1,
     resume=MAY_CHANGE,
   ),
+  # On resume: a run that an unreadable record has stopped may resume.
   "max_bad_records": Key(
     0,
     "unreadable records of a split that get weight 0; more are refused",
@@ -28,12 +29,14 @@ DATA: Rows = {
     resume=MAY_CHANGE,
   ),
   "sequence_length": Key(0, "tokens per row (text)", unit="tokens", readers=("text",)),
+  # On resume: only of steps that are not done: training.restore checks.
   "batch_size_ramp": Key(
     (),
     "Fewer rows per step at first, each number from a step on: ((0, 8), (100, 16), (200, 32)), of"
     " which the last is global_batch_size",
     resume=ACCEPT,
   ),
+  # On resume: only of steps that are not done: training.restore checks.
   "sequence_length_ramp": Key(
     (),
     "Shorter rows at first, in tokens: ((0, 64), (100, 128)), of which the last is "
@@ -42,6 +45,7 @@ DATA: Rows = {
     readers=("text",),
   ),
   "text_feature": Key("", '"": the only one of that type', readers=("text", "not dpo")),
+  # On resume: may have moved; dataset.rows shows whether they hold the same.
   "files": Key(
     "",
     "Files of data=text, conversations and preferences: paths, folders, globs, gs://, s3:// and "
@@ -56,6 +60,7 @@ DATA: Rows = {
     '({"name": "web", "files": "web/", "weight": 0.7}, {"name": "code", "files": "src/", ...})',
     readers=("text",),
   ),
+  # On resume: only of steps that are not done: training.restore checks.
   "stages": Key(
     (),
     'Other weights from a step on: ((1000, {"web": 0.2, "code": 0.8}),)',
@@ -73,6 +78,7 @@ DATA: Rows = {
     "Documents of files that are held out for validation, chosen by their content",
     unit="of the documents",
   ),
+  # On resume: may have moved; dataset.tokenizer shows whether it is the same.
   "tokenizer": Key(
     "",
     'bytes, a tokenizer.json, a folder with one, or a SentencePiece model; "": the one that '
@@ -81,6 +87,7 @@ DATA: Rows = {
     readers=("text",),
     off="bytes",
   ),
+  # On resume: may have moved; dataset.tokenizer shows whether it is the same.
   "train_tokenizer": Key(
     0,
     "Where tokenizer is not set, a run first trains a byte-level BPE of so many tokens on what it"
@@ -105,6 +112,7 @@ DATA: Rows = {
     least=0,
     resume=MAY_CHANGE,
   ),
+  # On resume: may have moved; dataset.chat_template shows whether it is the same.
   "chat_template": Key(
     "",
     'a file with one (conversations, preferences); "": the tokenizer\'s',
@@ -133,12 +141,14 @@ DATA: Rows = {
     unit="values",
     readers=("image", "random"),
   ),
+  # On resume: only of rows that no step has reached: training.bad_steps checks.
   "skip_rows": Key(
     (),
     "Rows to skip, counted from 0 over all epochs, in ranges (first, one after the last): ((544, "
     "608),)",
     resume=ACCEPT,
   ),
+  # On resume: always (): resolved into rows.
   "skip_batches": Key(
     (),
     "the same in batches of global_batch_size rows, from 0: (17, 18)",

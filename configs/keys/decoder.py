@@ -1,7 +1,6 @@
 """The section `model` of a decoder; the defaults are those of the recipe `lm`."""
 
-from checkpointing.resume_policy import ACCEPT, MAY_CHANGE
-from configs.keys.row import Key, Rows, Unset
+from configs.keys.row import ACCEPT, MAY_CHANGE, Key, Rows, Unset
 from runtime.forms import MOST_LAYERS
 
 MOST_HEADS = 2**16  # or experts: refusals list how they can be divided
@@ -201,6 +200,7 @@ DECODER: Rows = {
     readers=("experts",),
   ),
   "up_offset": Key(0.0, "added to up in experts (gpt-oss)", finite=True, readers=("experts",)),
+  # On resume: the same sums in another order, as with another mesh.
   "expert_exchange": Key(
     "rounds",
     "How tokens reach experts on other devices: rounds of all-to-all, or gathered",
@@ -237,6 +237,7 @@ DECODER: Rows = {
     1.0,
     "divides the logits, before their soft cap (Granite's logits_scaling)",
   ),
+  # On resume: a schedule over mesh.context, which may change as well.
   "context_attention": Key(
     "auto",
     "where context > 1: ring, gather, or auto: by a cost formula",

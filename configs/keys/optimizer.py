@@ -1,10 +1,10 @@
 """The section `optimizer`: its arguments, schedule and clipping."""
 
-from checkpointing.resume_policy import MAY_CHANGE, REFUSED
-from configs.keys.row import Key, Rows, Unset
+from configs.keys.row import MAY_CHANGE, REFUSED, Key, Rows, Unset
 from runtime.forms import MOST_STEP
 
 OPTIMIZER: Rows = {
+  # On resume: the state is of another kind.
   "name": Key(
     "adamw",
     "adamw, adafactor, muon, schedule_free_adamw, sgd, soap, or any of optax by its name: lion, "
@@ -12,6 +12,7 @@ OPTIMIZER: Rows = {
     resume=REFUSED,
   ),
   "arguments": Key("", 'further ones of the optimizer: "nesterov=True,mu_dtype=bfloat16"'),
+  # On resume: the state is of another kind.
   "state_dtype": Key(
     Unset(str),
     "Dtype of moments between steps: float32, bfloat16 or int8 (8 bits, in blocks of 128 "
@@ -20,6 +21,7 @@ OPTIMIZER: Rows = {
     usual=("float32", "bfloat16", "int8"),
     resume=REFUSED,
   ),
+  # On resume: the same numbers elsewhere.
   "state_memory": Key(
     "device",
     "Where the optimizer's state is between updates: device, or host, from which it is fetched "
@@ -43,7 +45,9 @@ OPTIMIZER: Rows = {
     Unset(float),
     "Learning rate at the end over the peak; cosine: 0.1, linear and wsd: 0",
   ),
+  # On resume: by default the run's own: training.restore.adopt_schedule.
   "warmup_steps": Key(Unset(int), "linear warm-up; by default steps / 20", unit="steps", least=0),
+  # On resume: they become steps.
   "warmup_tokens": Key(
     0,
     "instead of warmup_steps; 0: warmup_steps",
@@ -52,6 +56,7 @@ OPTIMIZER: Rows = {
     most=MOST_STEP,
     resume=MAY_CHANGE,
   ),
+  # On resume: resumes where neither decay has begun: checkpointing.resume_policy.
   "decay_steps": Key(Unset(int), "of wsd, at the end; by default steps / 5", unit="steps", least=0),
   "decay_tokens": Key(
     0,
@@ -69,6 +74,7 @@ OPTIMIZER: Rows = {
     choices=("stretch", "restart", "recompute"),
     resume=MAY_CHANGE,
   ),
+  # On resume: by default the run's own: training.restore.adopt_schedule.
   "schedule_changes": Key(
     (),
     "Filled in where a run resumes: (step, training.steps up to there, how the schedule continued)",
@@ -105,11 +111,13 @@ OPTIMIZER: Rows = {
     "A step at the peak takes weight_decay off a parameter, not learning_rate * weight_decay",
     readers=("optimizer",),
   ),
+  # On resume: of the same parameters and optimizers, or the state differs.
   "groups": Key(
     (),
     "Parts of the parameters with an optimizer, learning rate or decay of their own, the first "
     'that matches: ({"parameters": "embed/*", "learning_rate": 1e-3, "weight_decay": 0.0},)',
   ),
+  # On resume: the state is of another kind.
   "ema_decays": Key(
     (),
     "Exponential moving averages of the parameters, one for each decay: (0.999, 0.9999)",
@@ -117,6 +125,7 @@ OPTIMIZER: Rows = {
   ),
   "clip_norm": Key(1.0, "of the global gradient norm; 0: off", least=0),
   "clip_groups": Key(False, "each of groups by the norm of its own gradients"),
+  # On resume: unless it is turned on or off: the state has the norms.
   "clip_quantile": Key(
     0.0,
     "Instead of clip_norm: clip to this quantile of the last clip_window norms; 0: off",

@@ -7,6 +7,11 @@ from typing import Any
 
 from runtime.forms import MOST
 
+# What a change of a key means where a run resumes. It does not change what is computed (up to
+# rounding); it changes it from here on; it makes it a different run, to which the saved state does
+# not belong.
+MAY_CHANGE, ACCEPT, REFUSED = "may change", "needs acceptance", "refused"
+
 
 @dataclasses.dataclass(frozen=True)
 class Unset:
@@ -40,7 +45,7 @@ class Key:
     finite: it may be any number but inf and nan; so may one that has `least` or `above`.
     choices: the words that it may be.
     usual: words that it often is; others are possible.
-    resume: what a change means where a run resumes, of `checkpointing.resume_policy`; "": as for
+    resume: what a change means where a run resumes: `MAY_CHANGE`, `ACCEPT` or `REFUSED`; "": as for
       most keys of the section.
     readers: who reads it, where not everybody does; see `configs.schema.unused`.
     off: its value where nobody reads it.

@@ -1,16 +1,17 @@
 """The sections about a run: its mesh, evaluation, files, processes and plans."""
 
-from checkpointing.resume_policy import ACCEPT, MAY_CHANGE, REFUSED
-from configs.keys.row import Key, Required, Rows, Unset
+from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED, Key, Required, Rows, Unset
 from runtime.forms import MOST_STEP
 
 GENERAL: Rows = {
   "seed": Key(0, "of parameters, data order and dropout", least=0, most=2**32 - 1, resume=REFUSED),
+  # On resume: the recipe's name; what it sets is compared key by key.
   "argument": Key(
     Required(str),
     "the recipe, as given; part of the default workdir",
     resume=MAY_CHANGE,
   ),
+  # On resume: may allow less precision; those of the device are not in it.
   "compiler_options": Key(
     "",
     "Of XLA, for every compiled step, besides the defaults of docs/defaults.md: "

@@ -5,13 +5,12 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from checkpointing.resume_policy import ACCEPT, MAY_CHANGE, REFUSED
 from configs.keys import run
 from configs.keys.classifiers import MLP, VIT
 from configs.keys.data import DATA
 from configs.keys.decoder import DECODER
 from configs.keys.optimizer import OPTIMIZER
-from configs.keys.row import Key, Required, Rows, Unset
+from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED, Key, Required, Rows, Unset
 from configs.keys.training import TRAINING
 
 # Section -> its rows, but for those of `model`; "" is the config itself.

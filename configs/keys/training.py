@@ -1,11 +1,12 @@
 """The section `training`: the step, and what happens where one goes wrong."""
 
-from checkpointing.resume_policy import MAY_CHANGE, REFUSED
-from configs.keys.row import Key, Rows, Unset
+from configs.keys.row import MAY_CHANGE, REFUSED, Key, Rows, Unset
 from runtime.forms import MOST_STEP
 
 TRAINING: Rows = {
+  # On resume: unless fewer than are done.
   "steps": Key(0, "optimizer steps", unit="steps", least=1, resume=MAY_CHANGE),
+  # On resume: they become steps.
   "tokens": Key(
     0,
     "instead of steps: as many as have these tokens; 0: steps",
@@ -52,6 +53,7 @@ TRAINING: Rows = {
     choices=("auto", "step", "tick"),
     resume=MAY_CHANGE,
   ),
+  # On resume: another order of the same sums.
   "gradient_reduction": Key(
     "auto",
     "Reduce gradients over data once per step or after each microbatch; auto: once where possible",
@@ -65,6 +67,7 @@ TRAINING: Rows = {
     choices=("compute", "float32"),
     readers=("decoder",),
   ),
+  # On resume: the optimizer state has only those parameters.
   "trainable": Key(
     Unset(tuple),
     "Names of the parameters that are trained, as patterns (* also matches /); the others stay as"
@@ -84,6 +87,7 @@ TRAINING: Rows = {
     "Round updated bfloat16 parameters up or down at random, not to the nearest; by default on "
     "for them",
   ),
+  # On resume: the frozen parameters would be others.
   "frozen_dtype": Key(
     Unset(str),
     "Dtype of parameters that are not trained: bfloat16, or as parameter_dtype",
@@ -107,6 +111,7 @@ TRAINING: Rows = {
     choices=("compute", "int8", "float8"),
     readers=("decoder",),
   ),
+  # On resume: delayed: the state has the magnitudes of earlier steps.
   "matmul_scaling": Key(
     "current",
     "Where scales of 8-bit numbers come from: current (the array itself) or delayed (float8; the "
@@ -130,6 +135,7 @@ TRAINING: Rows = {
     resume=MAY_CHANGE,
     readers=("layers",),
   ),
+  # On resume: by default it follows the platform.
   "attention_kernel": Key(
     Unset(str),
     "xla (has all scores in memory), blockwise (a scan over blocks of keys, for any platform), "
@@ -139,6 +145,7 @@ TRAINING: Rows = {
     readers=("logits",),
     off="xla",
   ),
+  # On resume: by default it follows the platform.
   "grouped_matmul": Key(
     Unset(str),
     "Experts' matmuls: tiles (a loop over tiles of rows) or ragged (JAX's ragged_dot, on TPUs). "
@@ -183,6 +190,7 @@ TRAINING: Rows = {
     "the assumed share of pairs that are the wrong way around",
     readers=("dpo",),
   ),
+  # On resume: by default it follows the mesh.
   "loss_chunks": Key(
     Unset(int),
     "Chunked cross-entropy: logits of one part of the vocabulary at a time. As many chunks as "

@@ -1,5 +1,6 @@
 """docs/checkpoints.md says what is so: its snippet runs, its table is the one in the code."""
 
+import fnmatch
 import pathlib
 import re
 import subprocess
@@ -7,7 +8,9 @@ import subprocess
 import numpy as np
 
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.resume_policy import CLASSES
+from checkpointing.resume_policy import classify
+from configs.keys import table
+from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED
 from tests.checkpointing.states import counting_tree, save_counting
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
@@ -43,7 +46,15 @@ def test_plain_tools_check_a_step_as_the_docs_say(tmp_path):
   assert check().stdout == "record/metadata: FAILED\n"
 
 
-def test_the_table_in_the_docs_names_every_pattern():
-  rows = {line.split("|")[2].strip(): line for line in TEXT.splitlines() if line.count("|") == 4}
-  for pattern, kind in CLASSES.items():
-    assert f"`{pattern}`" in rows[kind], pattern
+def test_the_table_in_the_docs_says_what_the_rows_of_the_keys_say():
+  found = {}  # pattern -> class
+  for line in TEXT.splitlines():
+    for kind in (MAY_CHANGE, ACCEPT, REFUSED):
+      if f"| {kind} |" in line:
+        found.update(dict.fromkeys(re.findall(r"`([\w.*]+)`", line), kind))
+  for part, rows in {**table.SECTIONS, **{"model": table.MODELS["transformer"]}}.items():
+    for name in rows:
+      key = f"{part}.{name}" if part else name
+      patterns = [one for one in found if fnmatch.fnmatchcase(key, one)]
+      assert patterns, key
+      assert found[max(patterns, key=len)] == classify(key), key

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from checkpointing import resume_policy
-from checkpointing.resume_policy import ACCEPT, MAY_CHANGE, REFUSED, changes, classify
+from checkpointing.resume_policy import changes
 from configs import base
-from configs.schema import finalize, recipes, validate
+from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED
+from configs.schema import finalize, validate
 
 RECORD = {
   "versions": {"code": "abc", "jax": "0.10.2"},
@@ -31,30 +32,6 @@ def judge(overrides, *, accept=(), done=100, record=None, old_record=RECORD, wor
     done=done,
     workdir=workdir,
   )
-
-
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
-def test_every_key_of_every_recipe_has_a_class(recipe):
-  keys = finalize.finalize(base.get_config(recipe), "cpu").to_dict()
-  flat = resume_policy.flat(json.loads(json.dumps(keys, default=list)))
-  assert len(flat) > 40
-  assert not [key for key in flat if classify(key) is None]
-
-
-def test_a_key_of_no_class_would_be_found():
-  assert classify("training.new_key") is None
-  assert classify("optimizer.new_key") is None
-
-
-def test_every_pattern_is_of_use():
-  """Patterns for keys that no config has yet are named here."""
-  later = {"mesh_dcn.*", "checkpoint.*", "profile.*", "dataset.*", "versions.*"}
-  later.add("model.folder")  # of model=hf, which is resolved with a folder alone
-  keys = {key for recipe in recipes.RECIPES for key in resume_policy.flat(resolved(recipe))}
-  used = set()
-  for key in keys:
-    used.add(next(p for p in resume_policy.CLASSES if resume_policy.fnmatch.fnmatchcase(key, p)))
-  assert set(resume_policy.CLASSES) - used - later == set()
 
 
 # More steps, and what `training.restore.adopt_schedule` keeps with them.

@@ -7,10 +7,10 @@ import functools
 import sys
 from collections.abc import Mapping
 
-from checkpointing.resume_policy import ACCEPT, MAY_CHANGE, REFUSED
 from commands import config_flag
 from configs import base
 from configs.keys import table
+from configs.keys.row import ACCEPT, MAY_CHANGE, REFUSED
 from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
