@@ -75,6 +75,9 @@ def test_an_index_that_does_not_fit_its_files_is_refused(folder):
   for content in ("[]", "{}", '{"weight_map": {"a": "../b"}}'):
     (folder / hf_folder.INDEX).write_text(content)
     assert "has no weight_map of names of files" in refusal(stored_tensors, folder, KEY)
+  places = {f"w{number}": f"{number}.safetensors" for number in range(5000)}
+  (folder / hf_folder.INDEX).write_text(json.dumps({"weight_map": places}))
+  assert "names 5,000 files, and at most 4,096" in refusal(stored_tensors, folder, KEY)
 
 
 @pytest.mark.parametrize(
