@@ -194,6 +194,7 @@ ELSEWHERE = {
   *expert_checks.TRAINING,
   "model.expert_feedforward_size",
   "training.grouped_matmul",
+  "model.latent_norm_epsilon",  # where model.attention is latent; refused where it is not
   "model.base_head_size",  # where model.base_width is set; refused where it is not
   "model.vocabulary_size",  # by vocabulary_multiple's rounding; the sampler
   "partitioning.sequence_parallel",  # resolved into an axis table
