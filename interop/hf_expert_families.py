@@ -27,8 +27,6 @@ DEEPSEEK_SIZES = {
   "qk_rope_head_dim": 64,
   "v_head_dim": 128,
 }
-# That of a head's rotated dims, and a sum of two others.
-DEEPSEEK_IGNORED = ("head_dim", "qk_head_dim")
 
 EXPERT_FAMILIES: dict[str, Family] = {
   "mixtral": Family(
@@ -165,7 +163,7 @@ EXPERT_FAMILIES: dict[str, Family] = {
       "rope_interleave": True,
     },
     fixed={"attention": "latent"},
-    ignored=(*DEEPSEEK_IGNORED, *experts.DEEPSEEK_IGNORED),
+    ignored=experts.DEEPSEEK_IGNORED,
   ),
   "deepseek_v2": Family(
     "DeepseekV2ForCausalLM",
@@ -185,6 +183,6 @@ EXPERT_FAMILIES: dict[str, Family] = {
       "routed_scaling_factor": 1.0,
     },
     fixed={"attention": "latent", "rotary_pairs": "adjacent"},
-    ignored=(*DEEPSEEK_IGNORED, *experts.DEEPSEEK_IGNORED),
+    ignored=experts.DEEPSEEK_IGNORED,
   ),
 }

@@ -21,12 +21,19 @@ def _read(config: Theirs) -> dict[str, Any]:
       f"num_key_value_heads={short(config['num_key_value_heads'])}: each of the {heads} heads has "
       f"keys and values of its own"
     )
-  rank = config.get("q_lora_rank")
+  rank, size = config.get("q_lora_rank"), _head_size(config)
+  # Of a file that transformers has written: that of the rotated dims, and the sum.
+  for key, follows in (("head_dim", config["qk_rope_head_dim"]), ("qk_head_dim", size)):
+    if config.get(key) not in (None, follows):
+      raise ValueError(
+        f"{key}={short(config[key])}: it would be {follows}, by qk_rope_head_dim and "
+        f"qk_nope_head_dim; delete it"
+      )
   return {
     "heads": heads,
     "kv_heads": heads,
     "query_latent_size": 0 if rank is None else parts.value_of(config, "q_lora_rank"),
-    "head_size": _head_size(config),
+    "head_size": size,
     **{ours: parts.value_of(config, theirs) for theirs, ours in _SIZES.items()},
   }
 
@@ -47,7 +54,10 @@ def _write(model: Ours) -> dict[str, Any]:
 
 
 LATENT = Part(
-  ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "qk_nope_head_dim", *_SIZES),
+  (
+    *("num_attention_heads", "num_key_value_heads", "q_lora_rank", "qk_nope_head_dim", *_SIZES),
+    *("head_dim", "qk_head_dim"),
+  ),
   _read,
   _write,
 )

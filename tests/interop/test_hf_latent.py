@@ -83,6 +83,9 @@ def test_the_scale_is_written_back_as_mscale(one, every):
 def test_what_cannot_be_expressed_is_refused():
   assert "each of the 128 heads has keys and values of its own" in refusal(num_key_value_heads=8)
   assert "q_lora_rank=0: a whole number of at least 1" in refusal(q_lora_rank=0)
+  assert "head_dim=128: it would be 64, by qk_rope" in refusal(head_dim=128)
+  assert "qk_head_dim=128: it would be 192" in refusal(qk_head_dim=128)
+  assert read(head_dim=64, qk_head_dim=192) == read()
   assert "mlp_bias=True: models of this type are read without" in refusal(mlp_bias=True)
 
 
