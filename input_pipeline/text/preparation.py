@@ -97,7 +97,14 @@ def prepare(data: Any, spec: str, key: str = "data.files", tick: Callable = no_t
   folder = folder_of(data, encoder, feature, template)
   units = documents.units(found)
   task = worker.Task(
-    folder, encoder.name, encoder.digest, feature, data.max_bad_records, chat, pairs
+    folder,
+    encoder.name,
+    encoder.digest,
+    feature,
+    data.max_bad_records,
+    chat,
+    pairs,
+    template.digest if template else "",
   )
   with writing_to(folder):
     unchanged = functools.partial(text_files.check_same, spec, found, key)

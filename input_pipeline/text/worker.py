@@ -40,6 +40,7 @@ class Task:
     limit: data.max_bad_records: with more, a unit is given up.
     chat_template: data.chat_template where the files hold conversations; None: they hold texts.
     pairs: whether they hold pairs of conversations: preferences.
+    template_digest: of the chat template; "": any.
   """
 
   folder: epath.Path
@@ -49,6 +50,7 @@ class Task:
   limit: int
   chat_template: str | None = None
   pairs: bool = False
+  template_digest: str = ""
 
 
 class TooManyBadError(ValueError):
@@ -90,6 +92,8 @@ def write_unit(
     from input_pipeline.text import chat_documents, chat_template  # they import Jinja, and this
 
     template = chat_template.load(task.chat_template, encoder)
+    if task.template_digest not in ("", template.digest):
+      raise ValueError(f"{template.name} was changed while it was used; run again")
     records = documents.read_records(unit)
     keys |= {"facts": {"files": unit.name}, "pairs": task.pairs}
     chat_documents.write(folder, records, encoder, template, **keys)

@@ -104,7 +104,8 @@ def kill_one(attempt: Attempt, preparation: Preparation, span: float) -> None:
   of_command = not workers or attempt.chance.random() < 0.5
   victim = preparation.process.pid if of_command else attempt.chance.choice(workers).pid
   done = {
-    path.parent.name for path in preparation.data_dir.glob(f"prepared/*/*/*/{store.MANIFEST}")
+    path.parent.name
+    for path in preparation.data_dir.glob(f"prepared/*/*/*[0-9a-f]/{store.MANIFEST}")
   }
   attempt.does += f"{'command' if of_command else 'worker'} killed with {len(done)} shards; "
   try:
@@ -123,7 +124,8 @@ def kill_one(attempt: Attempt, preparation: Preparation, span: float) -> None:
   else:
     assert code in (0, -signal.SIGKILL), (code, preparation.said())
   left = {
-    path.parent.name for path in preparation.data_dir.glob(f"prepared/*/*/*/{store.MANIFEST}")
+    path.parent.name
+    for path in preparation.data_dir.glob(f"prepared/*/*/*[0-9a-f]/{store.MANIFEST}")
   }
   assert done <= left, "a complete shard is gone"
 

@@ -100,7 +100,7 @@ def stored(data):
   """Returns how many shards there are, and refuses what is no shard."""
   folder = text_folder(data)
   assert not [*folder.glob("*/*.tmp")]
-  return len([*folder.glob(f"*/*/{store.MANIFEST}")])
+  return len([*folder.glob(f"*/*[0-9a-f]/{store.MANIFEST}")])
 
 
 def text_folder(data):
@@ -123,7 +123,7 @@ def test_a_change_is_refused_and_nothing_of_the_file_is_stored(
   data, done = section(folder, tmp_path / "data"), []
 
   def tick(*_):
-    written = [*text_folder(data).glob(f"*/*/{store.MANIFEST}")]
+    written = [*text_folder(data).glob(f"*/*[0-9a-f]/{store.MANIFEST}")]
     if not done and (moment == "while it is read" or len(written) > 1):  # beside the one under way
       done.append(change(path))
 

@@ -76,6 +76,22 @@ def pieces(found):
   return sorted(pieces)
 
 
+def test_a_chat_template_that_changes_meanwhile_is_refused(data, tmp_path):
+  """Each shard's writer loads it, and the folder of the shards is named after the first."""
+  template = tmp_path / "chat.jinja"
+  template.write_text(chats.CHATML)
+  keys = data(chat_template=str(template))
+  path = tmp_path / "chats.jsonl"
+  path.with_name("more.jsonl").write_bytes(path.read_bytes())
+  keys.files = f"{tmp_path}/*.jsonl"
+
+  def tick(*_):
+    template.write_text(chats.CHATML + " ")
+
+  with pytest.raises(ValueError, match=r"chat_template=.*chat\.jinja was changed while .* used"):
+    preparation.prepare(keys, keys.files, tick=tick)
+
+
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_each_conversation_is_in_one_row_with_its_mask(data, chat, packing):
   keys = data(packing=packing)
