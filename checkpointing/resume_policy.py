@@ -101,10 +101,7 @@ def changes(
 
 
 def _needs(key: str, both: Mapping[str, tuple], done: int) -> str:
-  """Returns the class of a key that differs; `both` has the old and the new value of every key.
-
-  A key that no pattern matches (an older version of the code had it) needs acceptance.
-  """
+  """Returns the class of a key that differs; `both` has the old and the new value of every key."""
   if key == STEPS:
     after = both[key][1]
     return MAY_CHANGE if isinstance(after, int) and after >= done else REFUSED

@@ -56,7 +56,6 @@ NUMERICS = (
   "training/bad_steps.py",  # which rows are skipped
   "training/parameter_gathers.py",  # likewise
   "training/pipelined.py",  # the order of sums
-  "training/older_configs.py",  # how a run resumes that an older version began
   "training/state.py",
   "training/step.py",
   "training/tasks.py",  # the arrays of a batch

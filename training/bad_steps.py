@@ -65,7 +65,7 @@ class BadSteps:
 
     Args:
       config: of the run.
-      record: the checkpoint's, as `upgraded` gives it; {} without one.
+      record: the checkpoint's; {} without one.
       done: its step.
     """
     self._config, self._keys = config, config.training
@@ -188,7 +188,7 @@ def require_same_past(config: ConfigDict, record: Mapping[str, Any], done: int) 
 
   Args:
     config: of now.
-    record: the checkpoint's, as `upgraded` gives it.
+    record: the checkpoint's.
     done: its step.
 
   Raises:
@@ -212,9 +212,9 @@ def require_same_ramps(
   """Checks that the steps of a checkpoint had the shapes that the ramps of the run say.
 
   Args:
-    old: the checkpoint's config, as `older_configs.upgraded` gives it.
+    old: the checkpoint's config.
     config: of now.
-    record: the checkpoint's, as `upgraded` gives it.
+    record: the checkpoint's.
     done: its step.
 
   Raises:
@@ -247,26 +247,6 @@ def _position(record: Mapping[str, Any], ramp: Ramp) -> Position:
   if POSITION not in record:
     return Position.of(ramp.rows)
   return Position.read(record[POSITION], record.get(RECORD, {}).get("skipped_rows", ()))
-
-
-# ------------------------------ checkpoints of older versions ------------------------------
-
-
-def upgraded(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a record in the current format; older ones named batches, all of one size.
-
-  Args:
-    record: a checkpoint's.
-    config: the checkpoint's, whose batch size it is.
-  """
-  if POSITION in record:
-    return dict(record)
-  batch, known = config["data"]["global_batch_size"], dict(record.get(RECORD, {}))
-  rollbacks = [dict(values) for values in known.get("rollbacks", ())]
-  for values in (known, *rollbacks):
-    values["skipped_rows"] = position.batches(values.pop("skipped", ()), batch)
-  known["rollbacks"] = rollbacks
-  return {**record, RECORD: known, POSITION: Position.start(batch).listed()}
 
 
 class TrainingStoppedError(RuntimeError):

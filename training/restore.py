@@ -10,9 +10,11 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from checkpointing import integrity, naming, restore, resume_policy
+from checkpointing import integrity, naming, resume_policy
+from checkpointing import restore as checkpoint_restore
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.integrity import Verified
+from checkpointing.restore import FOLDER, PARAMETERS, VARIABLES
 from input_pipeline.row_source import Source
 from interop import hf_folder
 from partitioning.rules import named_leaves
@@ -22,7 +24,6 @@ from runtime.provenance import code_files, versions
 from training import (
   averages,
   base_parameters,
-  older_configs,
   record_schema,
   run_tokenizer,
   schedules,
@@ -81,8 +82,8 @@ def adopt_schedule(config: ConfigDict, workdir: epath.Path) -> bool:
   Returns:
     Whether there is a run to continue.
   """
-  folder, keys = workdir / restore.FOLDER, config.optimizer
-  for step in reversed(restore.steps(folder)):
+  folder, keys = workdir / FOLDER, config.optimizer
+  for step in reversed(checkpoint_restore.steps(folder)):
     try:
       before = integrity.read_json(folder / str(step), integrity.CONFIG)
       old, steps = before["optimizer"], before["training"]["steps"]
@@ -131,8 +132,8 @@ def check_resume(
     record["data"]["chat_template"] = source.chat_template_digest
   if report := splits.report(source, job.config):
     record["data_report"] = report
-  folder = workdir / restore.FOLDER
-  if not restore.steps(folder):
+  folder = workdir / FOLDER
+  if not checkpoint_restore.steps(folder):
     if accept:
       raise ValueError(f"--accept-changes: {workdir} has no checkpoints to resume from")
     require_room(job, workdir, part=fresh)
@@ -143,10 +144,9 @@ def check_resume(
   require_room(job, workdir, part=Base.of(old_record) is not None)
   rollback.require_same_past(job.config, old_record, newest.step)
   _require_same_stages(newest.config, job.config, newest.step)
-  old_config = older_configs.upgraded(newest.config)
-  rollback.require_same_ramps(old_config, job.config, old_record, newest.step)
+  rollback.require_same_ramps(newest.config, job.config, old_record, newest.step)
   changed = resume_policy.changes(
-    old_config,
+    newest.config,
     resume_policy.plain(job.config),
     old_record=old_record,
     new_record=record,
@@ -194,7 +194,11 @@ def begin(
     ValueError: the checkpoint's arrays are not the model's, or none can be read.
     OSError: the workdir cannot be read.
   """
-  keys, folder, owner = job.config.checkpoint, workdir / restore.FOLDER, owner or Ownership()
+  keys, folder, owner = (
+    job.config.checkpoint,
+    workdir / FOLDER,
+    owner or Ownership(),
+  )
   checkpointer = Checkpointer(
     folder,
     keep=keys.keep,
@@ -213,8 +217,8 @@ def begin(
       saved = _saved(job, base)(job.placed_state)
       found, tree = checkpointer.restore_verified(saved, known=newest)
     step, known = found.step, _record(found)
-    params, base = base_parameters.completed(job, tree[restore.PARAMETERS], base, str(workdir))
-    state = State(**{**tree, restore.PARAMETERS: params})
+    params, base = base_parameters.completed(job, tree[PARAMETERS], base, str(workdir))
+    state = State(**{**tree, PARAMETERS: params})
     origin = f"resumes from the checkpoint of step {step}"
     if changed := schedules.change_text(found.config, job.config, step):
       origin += f"\n{changed}"
@@ -266,17 +270,17 @@ def roll_back(
       base_parameters.warn(f"WARNING: {error}")
       checkpointer.remove_after(bad_step - 1)
       found, tree = checkpointer.restore_verified(abstract)
-    params = merged(tree[restore.PARAMETERS], frozen)
-    state = State(**{**tree, restore.PARAMETERS: params})
+    params = merged(tree[PARAMETERS], frozen)
+    state = State(**{**tree, PARAMETERS: params})
     step, record = found.step, _record(found)
     checkpointer.remove_after(step)
   return bad_steps.roll_back(bad_step, why, step, saved, record), state
 
 
 def _record(checkpoint: Verified) -> dict[str, Any]:
-  """Returns the record of a checkpoint, in the current format."""
+  """Returns the record of a checkpoint, whose form is checked."""
   record_schema.require(checkpoint.record, checkpoint.path)
-  return rollback.upgraded(checkpoint.record, checkpoint.config)
+  return dict(checkpoint.record)
 
 
 def require_room(job: Job, workdir: epath.Path, *, part: bool = False) -> None:
@@ -292,7 +296,7 @@ def require_room(job: Job, workdir: epath.Path, *, part: bool = False) -> None:
   """
   state = base_parameters.trained_part(job, job.state) if part else vars(job.state)
   needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-  free_space.require(workdir / restore.FOLDER, needed, "a checkpoint", "give another --workdir")
+  free_space.require(workdir / FOLDER, needed, "a checkpoint", "give another --workdir")
 
 
 def first_state(job: Job, base: Base | None = None) -> tuple[State, str, Base | None]:
@@ -356,23 +360,24 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
       return 0, naming.nested(arrays), {}  # without the optimizer's state, twice as large
     state, _, _ = _with_parameters_of(job, location)
     return 0, state.params, state.variables
-  folder, step = restore.parse_location(location)
+  folder, step = checkpoint_restore.parse_location(location)
   verify, together = job.config.checkpoint.verify, base_parameters.together(job)
-  newest = restore.restore_first(
+  newest = checkpoint_restore.restore_first(
     folder, step, lambda step: integrity.check(folder / str(step), verify), together
   )
   partial = base_parameters.RECORD in newest.tree.record
   base = Base.of(_record(newest.tree)) if partial else None
   abstract = vars(job.placed_state)
-  tree = {name: abstract[name] for name in (restore.PARAMETERS, restore.VARIABLES)}
+  tree = {name: abstract[name] for name in (PARAMETERS, VARIABLES)}
   base_parameters.require_same_adapters(job, newest.tree)
   if base is not None:
-    there = restore.stored_arrays(newest.tree.path)
-    tree[restore.PARAMETERS], _ = split(
-      tree[restore.PARAMETERS], lambda name: f"{restore.PARAMETERS}/{name}" in there
+    there = checkpoint_restore.stored_arrays(newest.tree.path)
+    tree[PARAMETERS], _ = split(
+      tree[PARAMETERS],
+      lambda name: f"{PARAMETERS}/{name}" in there,
     )
   with Waiting(f"restoring the parameters of {folder}").show():
-    step, tree = restore.restore_branches(
+    step, tree = checkpoint_restore.restore_branches(
       folder,
       tree,
       step,
@@ -380,11 +385,11 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
       warn=base_parameters.warn,
       together=together,
     )
-  params, _ = base_parameters.completed(job, tree[restore.PARAMETERS], base, str(folder))
+  params, _ = base_parameters.completed(job, tree[PARAMETERS], base, str(folder))
   if decay := job.config.evaluation.ema_decay:
     average = _average(job, folder / str(step), decay)
     params = merged(average, job.program.split(params)[1])
-  return step, params, tree[restore.VARIABLES]
+  return step, params, tree[VARIABLES]
 
 
 def _average(job: Job, path: epath.Path, decay: float) -> dict[str, Any]:
@@ -394,7 +399,9 @@ def _average(job: Job, path: epath.Path, decay: float) -> dict[str, Any]:
     ValueError: the step has no average with this decay; with those that it has.
   """
   branch, prefix = "optimizer", f"optimizer/{averages.FIELD}/"
-  stored = [name.removeprefix(prefix) for name in restore.stored_arrays(path) if prefix in name]
+  stored = [
+    name.removeprefix(prefix) for name in checkpoint_restore.stored_arrays(path) if prefix in name
+  ]
   there = sorted({name.partition("/")[0] for name in stored})
   key = averages.key(decay)
   if key not in there:
@@ -403,7 +410,7 @@ def _average(job: Job, path: epath.Path, decay: float) -> dict[str, Any]:
     raise ValueError(f"evaluation.ema_decay={decay:g}: {path} has no such average; it has {known}")
   wanted, _ = job.program.split(job.placed_state.params)
   tree = {branch: {averages.FIELD: {key: wanted}}}
-  found = restore.read_arrays(
+  found = checkpoint_restore.read_arrays(
     path,
     tree,
     branches=(branch,),

@@ -44,7 +44,6 @@ class Task:
     sums: of the model's loss sums, those that the metrics are computed from. Any others are a
       model's own metrics and logged as such.
     sequences: how many sequences the model reads of a row.
-    trained_as: the value of `training.loss` that older runs recorded instead of `task`.
   """
 
   batch: Mapping[str, tuple[str, str]]
@@ -52,7 +51,6 @@ class Task:
   rows: str = ""
   sums: tuple[str, ...] = ("loss", "weight")
   sequences: int = 1
-  trained_as: str = ""
 
   def __post_init__(self):
     """Raises ValueError for a task that lacks what every run needs."""
@@ -115,7 +113,6 @@ TASKS: Table = Table(
       },
       rows="text",
       metrics={"eval_loss": mean_loss, "eval_bits_per_byte": bits_per_byte},
-      trained_as="next_token",
     ),
     DPO: Task(batch=_pairs(), rows="text", metrics={"eval_loss": mean_loss}, sequences=2),
     "classification": Task(
@@ -123,7 +120,6 @@ TASKS: Table = Table(
       rows="image",
       metrics={"eval_loss": mean_loss, "eval_accuracy": accuracy},
       sums=("loss", "weight", "correct"),
-      trained_as="classification",
     ),
     "regression": Task(
       batch={
@@ -133,7 +129,6 @@ TASKS: Table = Table(
       },
       rows="random",
       metrics={"eval_loss": mean_loss},
-      trained_as="squared_error",
     ),
   },
 )

@@ -1,6 +1,5 @@
 """Runs whose batch size changes when they are resumed: no row is repeated, none is lost."""
 
-import json
 import math
 
 import numpy as np
@@ -9,8 +8,6 @@ import pytest
 from input_pipeline.batches import TrainingBatches
 from tests.training import runs
 from tests.training.runs import rollbacks, source, train
-from training import bad_steps, older_configs
-from training.bad_steps import BadSteps
 
 ACCEPT = ["data.global_batch_size"]
 
@@ -97,65 +94,3 @@ def test_what_is_skipped_by_rows_stays_the_same_rows(tmp_path, taken):
   by_batch = {**bigger, "data.skip_rows": (), "data.skip_batches": (11,)}
   with pytest.raises(ValueError, match=r"the rows 92-99 differently; name rows from 120 on"):
     train(tmp_path, rows, prepared=runs.job("single", **by_batch))
-
-
-# ------------------------------ checkpoints of older versions ------------------------------
-
-OLD_RECORD = {
-  "versions": {"code": "older"},
-  "bad_steps": {
-    "skipped": [3, 21],
-    "rollbacks": [{"bad_step": 4, "why": "loss is nan", "step": 0, "skipped": [3]}],
-    "losses": [1.5, 0.1 + 0.2],
-  },
-}
-
-
-def old_batch(step, skipped):
-  """Returns the batch of a step as the versions that counted batches defined it."""
-  left = [index for index in range(100) if index not in skipped]
-  return left[step]
-
-
-def test_records_that_named_batches_give_the_same_rows():
-  old = {"data": {"global_batch_size": 8, "skip_batches": [21], "name": "x"}, "seed": 0}
-  training = {"loss": "classification", "parameter_dtype": "float32"}
-  old = {**old, "data": {**old["data"], "kind": "image"}, "training": training}
-  old = {**old, "optimizer": {"name": "adamw", "schedule": "cosine"}, "model": {"name": "mlp"}}
-  record = bad_steps.upgraded(json.loads(json.dumps(OLD_RECORD)), old)
-  assert record["versions"] == OLD_RECORD["versions"]
-  assert bad_steps.upgraded(record, old) == record
-  config = runs.job("single", **{"data.skip_batches": (21,)}).config
-  assert config.data.skip_rows == ((168, 176),)
-  bad_steps.require_same_past(config, record, 30)
-  found = BadSteps(config, record, 30)
-  assert found.rollbacks[0].skipped_rows == ((24, 32),)
-  assert found.record()["bad_steps"]["losses"] == OLD_RECORD["bad_steps"]["losses"]
-  for step in range(50):
-    batch = old_batch(step, (3, 21))
-    assert found.position.rows(step) == ((8 * batch, 8 * batch + 8),)
-  # With another batch size it goes on where the old one was: at row 8 * 32, two were skipped.
-  bigger = runs.job("single", **{"data.skip_rows": ((168, 176),), "data.global_batch_size": 16})
-  assert BadSteps(bigger.config, record, 30).position.rows(30) == ((256, 272),)
-  upgraded = older_configs.upgraded(old)
-  assert upgraded["data"]["skip_rows"] == [(168, 176)]
-  assert upgraded["data"]["skip_batches"] == ()
-  assert upgraded["task"] == "classification"
-  assert "kind" not in upgraded["data"]
-  assert "loss" not in upgraded["training"]
-  assert older_configs.upgraded(upgraded) == upgraded
-
-
-def test_an_older_decoder_had_as_many_positions_as_tokens_in_a_row():
-  data = {"global_batch_size": 8, "sequence_length": 24}
-  training, optimizer = {"parameter_dtype": "float32"}, {"schedule": "cosine"}
-  old = {"model": {"name": "transformer", "head_size": 16}, "data": data, "training": training}
-  old = {**old, "optimizer": optimizer}
-  assert older_configs.upgraded(old)["model"]["max_positions"] == 24
-
-
-def test_records_from_before_there_were_rollbacks_begin_at_the_first_row():
-  record = bad_steps.upgraded({"versions": {}}, {"data": {"global_batch_size": 8}})
-  found = BadSteps(runs.job("single").config, record, 7)
-  assert found.position.rows(7) == ((56, 64),)
-  assert found.rollbacks == ()
