@@ -281,7 +281,7 @@ def _replaced() -> set[str]:
   found = set()
   for name, module in list(sys.modules.items()):
     file = getattr(module, "__file__", None) or ""
-    if not (pathlib.Path(file).is_relative_to(ROOT) and _is_ours(name)):
+    if not (file.startswith(f"{ROOT}{os.sep}") and _is_ours(name)):
       continue
     for value in list(vars(module).values()):
       parts = [value]
@@ -304,8 +304,14 @@ def _is_users(file: str) -> bool:
   """Returns whether code is of a file or a cell of a notebook outside of project and libraries."""
   if file.startswith("<"):
     return file.startswith("<ipython-input")
-  path = pathlib.Path(file)
-  return not any(path.resolve().is_relative_to(folder) for folder in (*_LIBRARIES, ROOT))
+  return _is_elsewhere(file, (*_LIBRARIES, ROOT))
+
+
+@functools.cache
+def _is_elsewhere(file: str, folders: tuple[pathlib.Path, ...]) -> bool:
+  """Returns whether a file is in none of some folders; asked of each function of the project."""
+  path = pathlib.Path(file).resolve()
+  return not any(path.is_relative_to(folder) for folder in folders)
 
 
 def error_text(error: BaseException) -> str:
