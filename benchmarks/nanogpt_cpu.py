@@ -82,6 +82,7 @@ def job(name: str, text: pathlib.Path, parameters: str, steps: int) -> dict:
     "optimizer.schedule": "cosine",
     "training.steps": steps,
     "training.compute_dtype": "float32",
+    "training.rematerialization": "none",
     "model.vocabulary_size": CHARACTERS,
     "data.sequence_length": length,
     "data.global_batch_size": rows,
