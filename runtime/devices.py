@@ -161,7 +161,8 @@ def _simulate(count: int, processes: int) -> None:
   """Simulates `count` CPU devices over all processes, with a thread for each that may wait."""
   _keep_freed_memory()
   own = count // processes
-  os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * own, os.cpu_count() or 1))
+  waiting = THREADS_PER_DEVICE * own if count > 1 else 1  # a single device waits for no other
+  os.environ["NPROC"] = str(max(waiting, os.cpu_count() or 1))
   os.environ.setdefault(*LAPACK_THREADS)
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", own)

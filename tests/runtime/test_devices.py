@@ -181,3 +181,16 @@ def test_other_c_libraries_are_left_as_they_are(monkeypatch, lacks):
 
   monkeypatch.setattr(ctypes, "CDLL", lambda _: Library())
   devices._keep_freed_memory()
+
+
+@pytest.mark.parametrize(
+  ("count", "processes", "threads"), [(1, 1, 2), (2, 1, 8), (2, 2, 4), (8, 2, 16)]
+)
+def test_devices_that_wait_for_others_have_threads_for_it(monkeypatch, count, processes, threads):
+  monkeypatch.setenv("NPROC", "")
+  monkeypatch.setattr(devices, "_keep_freed_memory", lambda: None)
+  monkeypatch.setattr(os, "cpu_count", lambda: 2)
+  monkeypatch.setattr(jax.config, "update", lambda *_: None)
+  monkeypatch.setattr(jax, "device_count", lambda: count)
+  devices.start({"data": count}, simulate=True, processes=processes)
+  assert os.environ["NPROC"] == str(threads)
