@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 
 BATCHES = 8  # which are repeated
-VALIDATION_BATCHES = 40
+VALIDATION_BATCHES = 20  # as many as nanoGPT's setting for CPUs
 
 
 class Side(Protocol):

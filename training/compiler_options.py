@@ -30,11 +30,13 @@ class Defaults:
     devices: names of chips, as in `analysis.chips`; or `gpu` or `cpu`, for all of them.
     options: name -> value.
     reason: in words; docs/defaults.md has what was measured.
+    models: values of `model.name`; (): all of them.
   """
 
   devices: tuple[str, ...]
   options: Mapping[str, bool | float | str]
   reason: str
+  models: tuple[str, ...] = ()
 
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
@@ -79,15 +81,16 @@ TABLE = (
   Defaults(
     ("cpu",),
     {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
-    "YNNPACK multiplies matrices; reductions, which it computes slower, are XLA's own loops",
+    "of decoders and MLPs: YNNPACK multiplies matrices; reductions are XLA's own loops, and faster",
+    ("transformer", "mlp"),
   ),
 )
 
 _dropped: dict[str, None] = {}  # by the compiler of this process, in the order it named them
 
 
-def of_device(device: jax.Device) -> dict[str, bool | float | str]:
-  """Returns the default options of a device; {} for kinds without a row."""
+def of_device(device: jax.Device, model: str) -> dict[str, bool | float | str]:
+  """Returns the default options of a device for a `model.name`; {} for kinds without a row."""
   chip = known(device)
   platform = {"cuda": "gpu"}.get(device.platform, device.platform)
   names = {chip.name if chip else "", platform}
@@ -95,7 +98,7 @@ def of_device(device: jax.Device) -> dict[str, bool | float | str]:
   return {
     name: value
     for row in TABLE
-    if names & {*row.devices}
+    if names & {*row.devices} and model in (row.models or (model,))
     for name, value in row.options.items()
     if f"--{name}" not in given
   }

@@ -42,7 +42,12 @@ GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
   ],
 )
 def test_each_kind_of_device_has_its_own(kind, platform, count):
-  assert len(compiler_options.of_device(device(kind, platform))) == count
+  assert len(compiler_options.of_device(device(kind, platform), "transformer")) == count
+
+
+def test_a_row_may_be_for_some_models_alone():
+  assert compiler_options.of_device(device("cpu", "cpu"), "vit") == {}  # which it makes slower
+  assert compiler_options.of_device(device("cpu", "cpu"), "mlp")
 
 
 def test_the_rows_are_of_known_chips():
@@ -54,8 +59,8 @@ def test_the_rows_are_of_known_chips():
 
 def test_what_an_environment_variable_sets_is_left_to_it(monkeypatch):
   monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{GATHER}=false")
-  assert GATHER not in compiler_options.of_device(device("TPU v5"))
-  assert len(compiler_options.of_device(device("TPU v5"))) == 6
+  assert GATHER not in compiler_options.of_device(device("TPU v5"), "vit")
+  assert len(compiler_options.of_device(device("TPU v5"), "vit")) == 6
 
 
 def test_the_config_overrides_one_and_leaves_one_out():
@@ -94,7 +99,7 @@ def test_an_option_of_the_config_is_never_left_out(defaults):
 
 def test_a_job_compiles_with_those_of_its_device_and_says_so(monkeypatch):
   table = {"xla_cpu_enable_fast_math": False, "xla_of_tomorrow": True}
-  monkeypatch.setattr(compiler_options, "of_device", lambda device: dict(table))
+  monkeypatch.setattr(compiler_options, "of_device", lambda *_: dict(table))
   job = make_job("single", "lm", compiler_options="xla_cpu_enable_fast_math=")
   [line] = layout_text.chosen_lines(job)
   assert line == "chosen: compiler_options=xla_of_tomorrow=true (for cpu)"
