@@ -1,7 +1,7 @@
 r"""Everything worth measuring on one GPU in one command, most informative first.
 
   python -m benchmarks.gpu_report [--minutes=9] [--out=gpu_report] [--torch_python=PYTHON]
-    [--parts=device,...] [--small]
+    [--gpu_parts=device,...] [--small]
 
 Each part is a process of its own with a limit of its own; results.json and index.html in --out are
 written again after every part, so that a cut loses nothing. A part that fails or runs out of time
@@ -43,8 +43,8 @@ from benchmarks import gpu
 ROOT = pathlib.Path(__file__).parents[1]
 _MINUTES = flags.DEFINE_float("minutes", 9.0, "For all parts together.", 0.1)
 _OUT = flags.DEFINE_string("out", "gpu_report", "Folder of results.json and index.html.")
-_PARTS = flags.DEFINE_list("parts", None, "Of PARTS; by default all.")
-_PART = flags.DEFINE_string("part", None, "Runs this part in this process, and prints JSON.")
+_PARTS = flags.DEFINE_list("gpu_parts", None, "Of PARTS; by default all.")
+_PART = flags.DEFINE_string("gpu_part", None, "Runs this part in this process, and prints JSON.")
 SMALL = flags.FLAGS["small"]
 
 MODEL = "configs/single.py:model=gpt2_124m,data=python_source"
@@ -293,7 +293,7 @@ def command_of(part: str) -> list[str]:
   """Returns the command that runs a part."""
   small = ["--small"] if SMALL.value else []
   if part not in gpu.MODELS:
-    return [sys.executable, "-m", "benchmarks.gpu_report", f"--part={part}", *small]
+    return [sys.executable, "-m", "benchmarks.gpu_report", f"--gpu_part={part}", *small]
   small += ["--notorch_compile"] if SMALL.value else []
   beside = [f"--gpu_models={part}", f"--torch_python={gpu.PYTHON.value}", "--turns=4"]
   return [sys.executable, "-m", "benchmarks.gpu", *beside, *small]
@@ -371,12 +371,14 @@ def main(argv: list[str]) -> int:
   if _PART.value:
     part = next((one for one in OWN if one.__name__ == _PART.value), None)
     if part is None:
-      raise app.UsageError(f"--part={_PART.value}: one of {', '.join(one.__name__ for one in OWN)}")
+      raise app.UsageError(
+        f"--gpu_part={_PART.value}: one of {', '.join(one.__name__ for one in OWN)}"
+      )
     print(json.dumps(part()), flush=True)
     return 0
   wanted = _PARTS.value or [*PARTS]
   if unknown := [name for name in wanted if name not in PARTS]:
-    raise app.UsageError(f"--parts={unknown[0]}: one of {', '.join(PARTS)}")
+    raise app.UsageError(f"--gpu_parts={unknown[0]}: one of {', '.join(PARTS)}")
   folder = pathlib.Path(_OUT.value)
   folder.mkdir(parents=True, exist_ok=True)
   until, results = time.monotonic() + 60 * _MINUTES.value, {}

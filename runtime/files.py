@@ -291,7 +291,7 @@ def sync(paths: Iterable[epath.PathLike]) -> None:
     OSError: the disk reports an error; the path is named.
   """
   for path in paths:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # also links
     try:
       os.fsync(descriptor)
     except OSError as error:

@@ -25,7 +25,7 @@ def test_what_a_part_prints_is_kept_and_a_part_that_takes_too_long_is_cut(tmp_pa
 def test_the_parts_run_in_small_on_a_cpu(tmp_path):
   parts = ["device", "matmuls", "attention", "resume"]
   command = ["-m", "benchmarks.gpu_report", "--small", f"--out={tmp_path}"]
-  found = gpu_report.measure([sys.executable, *command, f"--parts={','.join(parts)}"], 300)
+  found = gpu_report.measure([sys.executable, *command, f"--gpu_parts={','.join(parts)}"], 300)
   assert found["exit"] == 0, found["text"]
   results = json.loads((tmp_path / "results.json").read_text())
   assert [*results] == parts

@@ -105,7 +105,7 @@ def test_imports_nothing_of_the_project():
 def test_a_case_is_measured_from_start_to_end(capsys):
   """The whole benchmark: the loop in turns with the reference, and the saved last step."""
   flags.FLAGS.mark_as_parsed()
-  few = flagsaver.flagsaver(steps=2, rounds=1)
+  few = flagsaver.flagsaver(overhead_steps=2, rounds=1)
   with few, jax.numpy_rank_promotion("allow"):
     config = step_overhead.get_config("mlp_tutorial:dp8", SMALL["mlp_tutorial"])
     config.compiler_options = FAST

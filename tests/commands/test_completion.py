@@ -24,7 +24,7 @@ TYPED = {  # behind main.py -> what Tab makes of it
   "--config=configs/dp4": "--config=configs/dp4_tp2.py ",
   "--config=configs/dp8.py:mlp_": "configs/dp8.py:mlp_tutorial",
   "tour --chapter=coll": "--chapter=collectives",
-  "--config=configs/dp8.py --config.optimizer.sched": "--config.optimizer.schedule=",
+  "--config=configs/dp8.py --config.optimizer.final": "--config.optimizer.final_fraction=",
   "--config=configs/dp8.py --config.optimizer.schedule=inv": "schedule=inverse_sqrt",
 }
 

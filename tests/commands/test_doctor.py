@@ -28,7 +28,9 @@ def broken(command, **variables):
 def test_an_installation_that_is_well(main, tmp_path):
   code, out, err = main("doctor", DP4_TP2, f"--workdir={tmp_path}/run")
   assert (code, err) == (0, "")
-  assert re.search(r"^ok +77 packages|^ok +\d+ packages as in locks", out, re.MULTILINE)
+  assert re.search(
+    r"^ok +77 packages|^ok +\d+ packages as in requirements/locks", out, re.MULTILINE
+  )
   for what in (
     "ok       8 simulated CPU devices\n",
     "all-gather over data (4 devices): ",

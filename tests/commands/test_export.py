@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import re
 import shutil
 
@@ -16,12 +17,12 @@ from checkpointing.checkpointer import Checkpointer
 from input_pipeline.text import tokenizer
 from interop import hf_config, safetensors_writer
 from tests.checkpointing import plain
-from tests.checkpointing.test_older_run import EXPECTED, FIXTURE
 from tests.helpers.jobs import make_job
 from tests.interop import folders
 from training import base_parameters, restore
 
-RUN = FIXTURE / "run"
+RUN = pathlib.Path(__file__).parent / "exported_run" / "run"
+EXPECTED = json.loads((RUN.parent / "expected.json").read_text())
 COMMAND = ["export", f"--config={EXPECTED['config']}", *EXPECTED["flags"]]
 READ = f"--checkpoint={RUN}"
 

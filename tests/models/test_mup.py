@@ -141,10 +141,14 @@ def test_a_tied_table_is_drawn_and_scaled_by_the_base_width():
   tied = {"model.tied_embeddings": True, "model.scaled_embeddings": True}
   config = config_of("lm", **WIDE, **tied, **{"model.base_width": 40})
   assert config.model.embedding_standard_deviation == 40**-0.5
-  assert nnx.eval_shape(lambda: layers.Embedding(config, rngs=nnx.Rngs(params=0))).scale == 40**0.5
+  assert nnx.eval_shape(
+    lambda: layers.Embedding(config, rngs=nnx.Rngs(params=0))
+  ).scale == np.float32(40**0.5)
   config = config_of("lm", **WIDE, **tied)
   assert config.model.embedding_standard_deviation == 160**-0.5
-  assert nnx.eval_shape(lambda: layers.Embedding(config, rngs=nnx.Rngs(params=0))).scale == 160**0.5
+  assert nnx.eval_shape(
+    lambda: layers.Embedding(config, rngs=nnx.Rngs(params=0))
+  ).scale == np.float32(160**0.5)
 
 
 @pytest.mark.parametrize(

@@ -133,11 +133,14 @@ def gradients(strategy, text, dtype="float32"):
     "attention_input=save,mlp_input=offload,attention_update=save,hidden=save",
   ],
 )
-def test_gradients_are_the_same_to_the_bit(text):
-  """On one device; on more, sums are in another order where a matmul is computed again."""
-  ours = gradients("single", text)
-  for wanted in ("none", "full"):
-    assert all(map(np.array_equal, ours, gradients("single", wanted)))
+def test_gradients_are_the_same(text):
+  """To the bit, offloaded or saved; to rounding, computed again: XLA fuses it with other things."""
+  saving = gradients("single", text.replace("offload", "save"))
+  assert all(map(np.array_equal, saving, gradients("single", text)))
+  for ours, wanted in zip(
+    gradients("single", text, "float64"), gradients("single", "none", "float64"), strict=True
+  ):
+    assert np.linalg.norm(ours - wanted) <= 1e-12 * np.linalg.norm(wanted)
 
 
 @pytest.mark.long

@@ -324,10 +324,10 @@ def test_the_layout_of_a_job_in_words():
   elements = 13 * 40 + 40 + 40 * 56 + 56 + 56 * 40 + 40 + 40 * 10 + 10
   whole = 13 * 40 + 40 + 40 + 40 * 10 + 10 + 1
   held = whole + (2 * 40 * 56 + 56) // 2
-  assert text.endswith(
+  assert (
     f"{elements:,} parameters; with optimizer state {4 * held / 1024:.1f} KiB per device, "
-    f"of which {4 * whole / 1024:.1f} KiB are replicated on every device"
-  )
+    f"of which {4 * whole / 1024:.1f} KiB are replicated on every device\n"
+  ) in text
   short = layout_text.job_text(job, whole=False)
   assert "legend" not in short
   assert "activations" not in short
