@@ -3,7 +3,7 @@
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Ramp
-from input_pipeline.row_source import Source
+from input_pipeline.source import Source
 from training import splits
 from training.metrics.console import say_wrapped
 

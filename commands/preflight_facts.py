@@ -7,7 +7,7 @@ import jax
 from etils import epath
 
 from checkpointing import restore
-from input_pipeline.row_source import Source
+from input_pipeline.source import Source
 from interop import hf_folder
 from processes import preflight
 from processes.coordination import current

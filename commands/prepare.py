@@ -9,7 +9,7 @@ from rich.console import Console
 from commands import announce_data, flags
 from commands.refusal import refuse
 from configs.schema import finalize, validate
-from input_pipeline.row_source import Source
+from input_pipeline.source import Source
 from input_pipeline.sources import catalog
 from input_pipeline.text import files, tokenizer
 from reports import conversation_text

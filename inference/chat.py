@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from inference.cached_sampler import CachedSampler
 from inference.request import Request, check, drawable, tokenizer_of
 from inference.text_stream import Pace, Row, as_bytes
-from input_pipeline.text import chat_template, tokenizer
+from input_pipeline.text import chat_template, tokenizer, tokenizer_files
 from input_pipeline.text.conversations import ASSISTANT, Conversation
 from training.setup import Job
 
@@ -54,9 +54,9 @@ def ends(template: chat_template.ChatTemplate, encoder: tokenizer.Tokenizer) -> 
 
 def _of_generation(encoder: tokenizer.Tokenizer) -> Sequence[int]:
   """Returns the tokens that end a text by the generation_config.json beside a tokenizer."""
-  if (path := encoder.files.get(tokenizer.GENERATION_FILE)) is None:
+  if (path := encoder.files.get(tokenizer_files.GENERATION_FILE)) is None:
     return ()
-  found = tokenizer.read_object(path).get("eos_token_id")
+  found = tokenizer_files.read_object(path).get("eos_token_id")
   found = found if isinstance(found, list) else [found]
   return [id_ for id_ in found if type(id_) is int and 0 <= id_ < encoder.size]
 

@@ -33,7 +33,7 @@ class TrainingBatches:
     """Prepares nothing yet.
 
     Args:
-      source: a row_source.Source.
+      source: a source.Source.
       global_batch_size: B, rows per batch over all processes.
       seed: int, at least 0; the order of the rows.
       shuffle: False keeps the source's order in each epoch.
@@ -144,7 +144,7 @@ class EvaluationBatches:
     """Prepares nothing yet.
 
     Args:
-      source: a row_source.Source.
+      source: a source.Source.
       global_batch_size: B, rows per batch over all processes.
       steps: the fewest batches of each source that an evaluation takes; 0 for all.
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from input_pipeline.bad_records import BadRecords
 from input_pipeline.mixture import Part
-from input_pipeline.row_source import Source
 from input_pipeline.row_store import UnreadableError
+from input_pipeline.source import Source
 
 
 def combine(name, sources, *, maximum_epochs=None, stages=()) -> Source:

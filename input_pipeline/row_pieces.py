@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from input_pipeline.row_source import Source
+from input_pipeline.source import Source
 
 
 def cut(source: Source, pieces: int) -> Source:

@@ -1,16 +1,15 @@
-"""A Source: the rows of one split, by number."""
+"""Opens the data set that a config names: returns the Source of one of its splits."""
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from input_pipeline import bad_records, prepare
 from input_pipeline.bad_records import BadRecords, Sharing
-from input_pipeline.mixture import Part
 from input_pipeline.row_store import Records, UnreadableError, again
+from input_pipeline.source import Source
 from input_pipeline.sources import catalog
 from runtime.extensions import Table, error_text
 
@@ -18,52 +17,6 @@ _LABEL_BYTES = 4
 BYTES = 256  # number of token ids
 KINDS = ("text", "image", "random")  # of rows, that data sets can be read as
 _ROWS_PER_READ = 1024
-_NONE = BadRecords()
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-  """Rows with random access.
-
-  Attributes:
-    name: the data set and its split, for messages.
-    fingerprint: hex digest; two sources with the same one have the same rows.
-    rows: their number; also len(source).
-    fields: field name -> (shape of one row, numpy dtype).
-    read: row numbers int[N] -> field name -> the N rows stacked, in that order. Raises
-      UnreadableError that names the row if one cannot be read. May be called from several threads.
-    bad: the unreadable rows, which are read as zeros: known only if data.max_bad_records allows
-      some.
-    ids: number of token ids that its rows may contain, from 0 on; 0 without tokens.
-    parts: of a mixture, its sources, whose rows are numbered one source after the other.
-    stages: of a mixture, (step, source -> share of the tokens from that step on), from step 0.
-    tokenizer: what they are the ids of; "": bytes.
-    tokenizer_digest: two with the same one encode alike; "" where the name says it all.
-    chat_template_digest: of conversations: two with the same one are written alike.
-    bytes_per_token: of text, per token that is predicted.
-    report: what a row index says of itself: documents, bytes, tokens, rows, padding (slots that
-      hold no token), split_documents; of conversations also trained (tokens) and how many are left
-      out (untrained_conversations, long_conversations); empty where there is none.
-  """
-
-  name: str
-  fingerprint: str
-  rows: int
-  fields: dict[str, tuple[tuple[int, ...], np.dtype]]
-  read: Callable[[np.ndarray], dict[str, np.ndarray]]
-  bad: BadRecords = _NONE
-  ids: int = 0
-  parts: tuple[Part, ...] = ()
-  stages: tuple[tuple[int, Mapping[str, float]], ...] = ()
-  tokenizer: str = ""
-  tokenizer_digest: str = ""
-  chat_template_digest: str = ""
-  bytes_per_token: float = 1.0
-  report: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-  def __len__(self):
-    return self.rows
-
 
 # name, as data.name gives it -> function of (the config's `data` section, split, seed), which
 # returns a Source. Its `fingerprint` changes whenever a row does (`array_source` sees to that).
@@ -109,7 +62,7 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
   if data.kind == "random":
     return _random_normal(data, split, seed)
   if is_indexed(data):
-    from input_pipeline.text import mixed_files, rows  # they take a Source from here
+    from input_pipeline.text import mixed_files, rows
 
     opened = mixed_files.open_source if data.get("sources") else rows.open_source
     return opened(data, split, seed, sharing, tick)
@@ -119,7 +72,7 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
   fields, fits, decode = _text(store) if data.kind == "text" else _image(store, data)
   records = Records(store, fits)
   read = _reading(records, decode, limit)
-  bad = bad_records.find(records, limit, sharing or Sharing()) if limit else _NONE
+  bad = bad_records.find(records, limit, sharing or Sharing()) if limit else BadRecords()
   if bad.rows:
     read = bad_records.skipping(read, bad.rows)
   ids = BYTES if data.kind == "text" else 0
@@ -153,7 +106,7 @@ def _registered(data, split, seed):
   if not isinstance(source, Source):
     raise ValueError(
       f"the data source {data.name!r} returns a {type(source).__name__}, not a "
-      f"input_pipeline.row_source.Source"
+      f"input_pipeline.source.Source"
     )
   if "tokens" in source.fields and "segments" not in source.fields:
     return _of_one_document_each(source)

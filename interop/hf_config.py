@@ -1,6 +1,6 @@
 """The `config.json` of a model folder -> the keys of `config.model` that it determines, and back.
 
-A family (`hf_families.py`) is a table of parts. Each part reads some keys of config.json and gives
+A family (`hf_family.py`) is a table of parts. Each part reads some keys of config.json and gives
 some of ours, and writes them back. Every key of a config.json is either read by a part of its
 family, or must have one of the values that the family can express, or has no effect on what the
 model computes (`hf_ignored.py`); any other is refused by name. Nothing here imports JAX.
@@ -9,9 +9,10 @@ model computes (`hf_ignored.py`); any other is refused by name. Nothing here imp
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from interop.hf_family import Family, Ours, Theirs, bias_names, short, types_of, yarn_factor
 from interop.hf_ignored import IGNORED, ONLY
 from interop.hf_quantization import BLOCK, block_shape
 from runtime import forms
@@ -118,47 +119,6 @@ FORM = {
   "original_max_position_embeddings": OrNull(SIZE),
 }
 _MOST_LINES = 20  # of a message
-
-Theirs = Mapping[str, Any]  # of a config.json, missing keys filled in
-Ours = Mapping[str, Any]  # of config.model
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-  """Some keys of config.json and the keys of `model` that they determine.
-
-  Attributes:
-    keys: of config.json.
-    read: config.json -> keys of `model`; raises ValueError for what `model` cannot express.
-    write: keys of `model` -> keys of config.json.
-  """
-
-  keys: tuple[str, ...]
-  read: Callable[[Theirs], dict[str, Any]]
-  write: Callable[[Ours], dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-  """What the config.json of a model_type says, and what it leaves out.
-
-  Attributes:
-    architecture: the class that transformers loads, without `ForCausalLM`'s siblings.
-    parts: read and write the keys.
-    defaults: of keys that a config.json may lack, as transformers has them.
-    fixed: keys of `model` that are the same in all models of the family.
-    only: further keys -> (the values that can be expressed, the first its default; why).
-    ignored: further keys without effect on what the model computes.
-    positions: the key with the longest row that the model was trained for.
-  """
-
-  architecture: str
-  parts: tuple[Part, ...]
-  defaults: Mapping[str, Any]
-  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  only: Mapping[str, tuple[tuple[Any, ...], str]] = dataclasses.field(default_factory=dict)
-  ignored: tuple[str, ...] = ()
-  positions: str = "max_position_embeddings"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,32 +300,6 @@ def _canonical_experts(ours: Ours) -> dict[str, Any]:
   return found
 
 
-def types_of(ours: Ours) -> tuple[str, ...]:
-  """Returns the type of each layer, as in `model.layer_types`."""
-  named, every = ours["layer_types"], ours["global_every"]
-  if named:
-    return tuple(named[layer % len(named)] for layer in range(ours["layers"]))
-  layers = range(1, ours["layers"] + 1)
-  full = [not ours["window"] or (every > 0 and layer % every == 0) for layer in layers]
-  return tuple("full" if one else "sliding" for one in full)
-
-
-_BIASES = {
-  "none": (),
-  "qkv": ("query", "key", "value"),
-  "attention": ("query", "key", "value", "out"),
-  "mlp": ("gate", "up", "down"),
-  "all": ("query", "key", "value", "out", "up", "down"),
-}
-
-
-def bias_names(ours: Ours) -> tuple[str, ...]:
-  """Returns the linear layers that have a bias by `model.biases`."""
-  named = {one for part in ours["biases"].split(",") for one in _BIASES.get(part, (part,))}
-  every = (*_BIASES["attention"], *(_BIASES["mlp"] if ours["gated"] else ("up", "down")))
-  return tuple(name for name in every if name in named)
-
-
 def _canonical_scaling(scaling: tuple) -> tuple:
   """Returns rotary scaling by name, with the factor of the attention written out."""
   if scaling and not isinstance(scaling[0], str):
@@ -385,11 +319,6 @@ def _canonical_scaling(scaling: tuple) -> tuple:
   return kind, numbers
 
 
-def yarn_factor(factor: float, scale: float = 1.0) -> float:
-  """Returns YaRN's factor of the attention. Source: arXiv:2309.00071, equation 22."""
-  return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def same_value(one: Any, two: Any) -> bool:
   """Returns whether two values of a key are the same, up to the rounding of a power."""
   if isinstance(one, float) and isinstance(two, float):
@@ -399,12 +328,6 @@ def same_value(one: Any, two: Any) -> bool:
   if isinstance(one, Mapping) and isinstance(two, Mapping):
     return {*one} == {*two} and all(same_value(one[key], two[key]) for key in one)
   return one == two
-
-
-def short(value: Any) -> str:
-  """Returns a value as a message shows it."""
-  text = repr(value)
-  return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _cannot(where: str, wrong: list[str]) -> str:
@@ -422,6 +345,6 @@ def _unknown_type(where: str, theirs: Theirs, families: Mapping[str, Family]) ->
 
 
 def _all() -> Mapping[str, Family]:
-  from interop.hf_families import FAMILIES  # which imports this module
+  from interop.hf_families import FAMILIES  # where no folder is read or written, not imported
 
   return FAMILIES

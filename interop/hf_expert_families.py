@@ -4,7 +4,7 @@ from interop import hf_experts as experts
 from interop import hf_latent as latent
 from interop import hf_parts as parts
 from interop.hf_common import COMMON, SILU, SIZES
-from interop.hf_config import Family
+from interop.hf_family import Family
 from interop.hf_rope import rope
 
 DEEPSEEK = (

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from interop import hf_parts as parts
-from interop.hf_config import Ours, Part, Theirs, short
+from interop.hf_family import Ours, Part, Theirs, short
 from runtime.layer_kinds import is_sparse
 
 # Of training and of what is returned beside the logits.

@@ -6,8 +6,8 @@ ones, and an entry in `name_tables.py`. Defaults are those of transformers, vers
 
 from interop import hf_parts as parts
 from interop.hf_common import COMMON, SILU, SIZES
-from interop.hf_config import Family, Part
 from interop.hf_expert_families import EXPERT_FAMILIES
+from interop.hf_family import Family, Part
 from interop.hf_rope import rope, rope_by_layer
 
 QWEN = {

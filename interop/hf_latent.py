@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from interop import hf_parts as parts
-from interop.hf_config import Ours, Part, Theirs, short, yarn_factor
+from interop.hf_family import Ours, Part, Theirs, short, yarn_factor
 from interop.hf_rope import KEYS, ORIGINAL, numbers, rope
 
 _SIZES = {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from interop.hf_config import Ours, Part, Theirs, bias_names, short, types_of
+from interop.hf_family import Ours, Part, Theirs, bias_names, short, types_of
 from runtime import forms
 from runtime.suggest import nearest
 

@@ -8,7 +8,7 @@ both must say the same twice; both are written.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from interop.hf_config import Ours, Part, Theirs, short, yarn_factor
+from interop.hf_family import Ours, Part, Theirs, short, yarn_factor
 from interop.hf_parts import head_size_of
 from runtime import forms
 from runtime.suggest import nearest

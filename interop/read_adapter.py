@@ -10,7 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from interop import hf_folder, name_maps, name_tables, peft_adapter, safetensors_file
-from interop.hf_config import short
+from interop.hf_family import short
 from interop.peft_adapter import Blocks
 from interop.safetensors_file import DTYPES, Stored
 from runtime import files, forms

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from interop.hf_config import short
+from interop.hf_family import short
 from runtime import files
 from runtime.forms import is_whole, shortened
 

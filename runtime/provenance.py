@@ -30,6 +30,7 @@ NUMERICS = (
   "input_pipeline/prepare.py",  # how text is cut into rows
   "input_pipeline/row_store.py",
   "input_pipeline/row_source.py",
+  "input_pipeline/source.py",
   "input_pipeline/text",  # files, documents, tokens
   "partitioning/constraints.py",
   "partitioning/dims.py",

@@ -92,6 +92,49 @@ def unit(module):
   return nested if nested in ARROWS else module.split(".")[0]
 
 
+def circles(graph):
+  """Returns the names of each circle of a graph, sorted: those that can all reach one another.
+
+  Args:
+    graph: name -> the names that it points to.
+  """
+  reached = {}
+  for name in graph:
+    found, ahead = set(), [name]
+    while ahead:
+      further = graph[ahead.pop()] - found
+      found |= further
+      ahead += further
+    reached[name] = found
+  return sorted(
+    {
+      tuple(sorted(one for one in found if name in reached[one]))
+      for name, found in reached.items()
+      if name in found
+    }
+  )
+
+
+def file_graph(sources):
+  """Returns dotted module -> the modules that it imports, also inside functions.
+
+  A file that imports itself by a longer way is one that nobody can read, move or try alone, even
+  where Python gets by because one of the imports is deferred.
+
+  Args:
+    sources: dotted module -> its source.
+  """
+  graph = {}
+  for module, source in sources.items():
+    found = set()
+    for _, name in imports(parsed(source)):
+      while name and name not in sources:  # a name in a module
+        name = name.rpartition(".")[0]
+      found.add(name)
+    graph[module] = found - {"", module}
+  return graph
+
+
 def wrong_arrows(source, package, where):
   """Returns a line for each import of a package that this package may not import."""
   wrong = []
@@ -232,11 +275,32 @@ def test_imports_run_one_way():
   assert not lines, "\n".join(lines)
 
 
+def dotted(path):
+  """Returns the name by which a file is imported."""
+  return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_files_make_no_circle():
+  found = circles(
+    file_graph({dotted(path): path.read_text() for _, path in files(packages_only=True)})
+  )
+  assert not found, "\n".join(map(", ".join, found))
+
+
+def test_a_circle_of_files_is_found_also_through_a_function():
+  sources = {
+    "a": "def f():\n  from b.d import e\ng = 1",
+    "b": "",
+    "b.d": "import c\ne = 1",
+    "c": "from a import g",
+    "h": "import a, numpy",
+  }
+  assert circles(file_graph(sources)) == [("a", "b.d", "c")]
+  assert circles(file_graph({**sources, "c": "import numpy"})) == []
+
+
 def test_names_are_imported_from_where_they_are_defined():
-  modules = {}
-  for _, path in files(packages_only=False):
-    dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    modules[dotted] = defined(path.read_text())
+  modules = {dotted(path): defined(path.read_text()) for _, path in files(packages_only=False)}
   found = files(packages_only=True)
   lines = [line for _, p in found for line in through_a_third(p.read_text(), p.name, modules)]
   assert not lines, "\n".join(lines)

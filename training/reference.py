@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from checkpointing import restore as checkpoints
 from input_pipeline.batches import EvaluationBatches
-from input_pipeline.row_source import Source
+from input_pipeline.source import Source
 from models import preference
 from partitioning.rules import named_leaves
 from processes.coordination import current

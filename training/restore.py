@@ -15,7 +15,7 @@ from checkpointing import restore as checkpoint_restore
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.integrity import Verified
 from checkpointing.restore import FOLDER, PARAMETERS, VARIABLES
-from input_pipeline.row_source import Source
+from input_pipeline.source import Source
 from interop import hf_folder
 from partitioning.rules import named_leaves
 from processes.workdir_lease import Ownership

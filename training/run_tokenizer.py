@@ -14,12 +14,12 @@ from ml_collections import ConfigDict
 from checkpointing import restore
 from checkpointing.integrity import TOKENIZER
 from input_pipeline.sources import catalog
-from input_pipeline.text import tokenizer
+from input_pipeline.text import tokenizer, tokenizer_files
 from interop import hf_folder
 from runtime import files
 
 # What a file of data.chat_template is called in the copy; the second, if it is JSON.
-TEMPLATES = (tokenizer.TEMPLATE_FILE, "chat_template.json")
+TEMPLATES = (tokenizer_files.TEMPLATE_FILE, "chat_template.json")
 
 
 def contents(config: ConfigDict) -> dict[str, bytes]:
@@ -31,15 +31,15 @@ def contents(config: ConfigDict) -> dict[str, bytes]:
     ValueError: a file cannot be read.
   """
   spec = config.data.get("tokenizer") or tokenizer.BYTES
-  found = {name: tokenizer.read(path) for name, path in tokenizer.load(spec).files.items()}
+  found = {name: tokenizer_files.read(path) for name, path in tokenizer.load(spec).files.items()}
   if given := config.data.get("chat_template"):
     path = epath.Path(given).expanduser()
-    found[TEMPLATES[path.suffix == ".json"]] = tokenizer.read(path)
+    found[TEMPLATES[path.suffix == ".json"]] = tokenizer_files.read(path)
   if _has_folder(config):
     folder = hf_folder.local(config.model.folder, "model.folder")
     for name in (hf_folder.CONFIG, hf_folder.GENERATION):
       if name not in found and (folder / name).exists():
-        found[name] = tokenizer.read(folder / name)
+        found[name] = tokenizer_files.read(folder / name)
     found[hf_folder.CONFIG] = hf_folder.decoder_config(found[hf_folder.CONFIG])
   return found
 
@@ -144,7 +144,7 @@ def _adopt_model(config: ConfigDict, folder: epath.Path, location: str) -> None:
 
 def _has_tokenizer(folder: epath.Path) -> bool:
   """Returns whether a copy has more than the chat template of a run on bytes."""
-  files_ = (tokenizer.TOKENIZER_FILE, tokenizer.SENTENCEPIECE_FILE)
+  files_ = (tokenizer_files.TOKENIZER_FILE, tokenizer_files.SENTENCEPIECE_FILE)
   return any((folder / name).exists() for name in files_)
 
 

@@ -14,7 +14,8 @@ from input_pipeline.combined import check_epochs
 from input_pipeline.order import MixtureOrder
 from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
-from input_pipeline.row_source import Source, check_ids, open_source
+from input_pipeline.row_source import check_ids, open_source
+from input_pipeline.source import Source
 from input_pipeline.text import files
 from processes import preflight
 from processes.coordination import Group, NotTogetherError, current

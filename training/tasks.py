@@ -84,7 +84,7 @@ class Task:
 
     Args:
       totals: sums over the rows.
-      bytes_per_token: of the split (`input_pipeline.row_source.Source`).
+      bytes_per_token: of the split (`input_pipeline.source.Source`).
     """
     own = {f"eval_{n}": x / totals["weight"] for n, x in totals.items() if n not in self.sums}
     totals = {**totals, BYTES_PER_TOKEN: bytes_per_token}

@@ -15,7 +15,7 @@ from etils import epath
 
 from input_pipeline.bad_records import counted
 from input_pipeline.sources import catalog
-from input_pipeline.text import documents, items, preferences, shard_writer, tokenizer, worker
+from input_pipeline.text import documents, items, preferences, shard_writer, tokenizer
 from input_pipeline.text.chat_template import ChatTemplate
 from input_pipeline.text.conversations import DROP, parse
 
@@ -48,7 +48,7 @@ def write(
   limit: int,
   facts: dict[str, Any],
   pairs: bool = False,
-  tick: Callable = worker.no_tick,
+  tick: Callable = shard_writer.no_tick,
 ) -> None:
   """Writes conversations, in order, as a shard.
 
@@ -74,7 +74,7 @@ def write(
       if why:
         shard.add_bad(record, why)
         if shard.bad_count > limit:
-          raise worker.TooManyBadError(shard.bad, shard.bad_count)
+          raise shard_writer.TooManyBadError(shard.bad, shard.bad_count)
       if counts[0] == _BATCH:
         tick(*counts.tolist())
         counts[:] = 0

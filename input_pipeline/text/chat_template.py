@@ -28,7 +28,7 @@ import jinja2.sandbox
 import numpy as np
 from etils import epath
 
-from input_pipeline.text import tokenizer
+from input_pipeline.text import tokenizer, tokenizer_files
 from input_pipeline.text.conversations import ASSISTANT, Conversation
 
 KEY = "chat_template"  # of tokenizer_config.json
@@ -335,24 +335,24 @@ def load(spec: str, encoder: tokenizer.Tokenizer) -> ChatTemplate:
     path = epath.Path(spec).expanduser()
     name = f"data.chat_template={spec}"
     if path.suffix == ".json":
-      return ChatTemplate(name, _of_config(tokenizer.read_object(path), path), special)
+      return ChatTemplate(name, _of_config(tokenizer_files.read_object(path), path), special)
     return ChatTemplate(name, {_DEFAULT: _read(path, name)}, special)
-  if path := encoder.files.get(tokenizer.TEMPLATE_FILE):
+  if path := encoder.files.get(tokenizer_files.TEMPLATE_FILE):
     return ChatTemplate(str(path), {_DEFAULT: _read(path, "data.tokenizer")}, special)
-  if path := encoder.files.get(tokenizer.CONFIG_FILE):
-    config = tokenizer.read_object(path)
+  if path := encoder.files.get(tokenizer_files.CONFIG_FILE):
+    config = tokenizer_files.read_object(path)
     if config.get(KEY) is not None:
       return ChatTemplate(f"{KEY} of {path}", _of_config(config, path), special)
   raise ValueError(
-    f"data.tokenizer={encoder.name} has no chat template, neither in a {tokenizer.TEMPLATE_FILE} "
-    f"nor under {KEY} of a {tokenizer.CONFIG_FILE} beside it; name a file with one with "
-    f"data.chat_template"
+    f"data.tokenizer={encoder.name} has no chat template, neither in a "
+    f"{tokenizer_files.TEMPLATE_FILE} nor under {KEY} of a {tokenizer_files.CONFIG_FILE} beside it"
+    f"; name a file with one with data.chat_template"
   )
 
 
 def _read(path: epath.Path, name: str) -> str:
   try:
-    return tokenizer.as_str(tokenizer.read(path))
+    return tokenizer_files.as_str(tokenizer_files.read(path))
   except ValueError as error:
     raise ValueError(f"{name}: {path} cannot be read as a chat template ({error})") from error
 
@@ -384,9 +384,9 @@ def _special(encoder: tokenizer.Tokenizer) -> dict[str, Any]:
   found = {"eos_token": names.get(encoder.end)}
   if encoder.has_bos:
     found["bos_token"] = names.get(encoder.start)
-  for file in (tokenizer.SPECIAL_FILE, tokenizer.CONFIG_FILE):
+  for file in (tokenizer_files.SPECIAL_FILE, tokenizer_files.CONFIG_FILE):
     if path := encoder.files.get(file):
-      config = tokenizer.read_object(path)
+      config = tokenizer_files.read_object(path)
       found |= {key: _content(config[key]) for key in _SPECIAL if config.get(key)}
       if isinstance(more := config.get(_MORE_SPECIAL), list):
         found[_MORE_SPECIAL] = [*filter(None, map(_content, more))]

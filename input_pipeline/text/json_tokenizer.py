@@ -21,7 +21,14 @@ import numpy as np
 import tokenizers
 from etils import epath
 
-from input_pipeline.text import tokenizer
+from input_pipeline.text import tokenizer_files
+from input_pipeline.text.tokenizer_files import (
+  CONFIG_FILE,
+  GENERATION_FILE,
+  SPECIAL_FILE,
+  TEKKEN_FILE,
+  TOKENIZER_FILE,
+)
 from runtime.forms import COUNT, FLAG, TEXT, Needs, OrNull
 
 # What is read here beside what the library reads, which checks the rest.
@@ -62,16 +69,16 @@ class JsonTokenizer:
   """A tokenizer.json; the methods are those of `tokenizer.Tokenizer`."""
 
   def __init__(self, path, companions):
-    content = tokenizer.read(path)
-    self._description = _plain_behavior(tokenizer.parse_object(content, path, _FORM), path)
+    content = tokenizer_files.read(path)
+    self._description = _plain_behavior(tokenizer_files.parse_object(content, path, _FORM), path)
     said = {
-      name: tokenizer.read_object(p) for name, p in companions.items() if name[-5:] == ".json"
+      name: tokenizer_files.read_object(p) for name, p in companions.items() if name[-5:] == ".json"
     }
     self.name = str(path)
-    self.files = {tokenizer.TOKENIZER_FILE: path, **companions}
+    self.files = {TOKENIZER_FILE: path, **companions}
     vocabulary = _vocabulary(self._description, path)
     self.size = max(vocabulary.values(), default=-1) + 1
-    tokenizer.check_added(path, said, vocabulary.get)
+    tokenizer_files.check_added(path, said, vocabulary.get)
     names = {*_special_names(self._description, said.values())} & {*vocabulary}
     self.special = {name: vocabulary[name] for name in sorted(names, key=vocabulary.get)}
     self._encoder = _library(_without_special(self._description, names), path)
@@ -81,12 +88,12 @@ class JsonTokenizer:
     self.has_bos = bos is not None and bos != self.end
     self.start = bos if self.has_bos else self.end
     facts = {"end": self.end, "start": self.start, "special": self.special}
-    self.digest = tokenizer.digest(content, facts)
+    self.digest = tokenizer_files.digest(content, facts)
 
   def encode(self, texts):
     """Returns the ids of each text, uint32[N], without BOS and end; see the protocol."""
     ids = []
-    for batch in _batches([tokenizer.as_str(text) for text in texts]):
+    for batch in _batches([tokenizer_files.as_str(text) for text in texts]):
       with _refusing("cannot encode a text with", self.name):
         encodings = self._encoder.encode_batch_fast(batch, add_special_tokens=False)
       ids += [np.array(encoding.ids, np.uint32) for encoding in encodings]
@@ -94,7 +101,7 @@ class JsonTokenizer:
 
   def encode_template(self, text):
     """Returns ids uint32[N] and offsets int64[N, 2], special tokens recognized by name."""
-    text, library = tokenizer.as_str(text), self._template_encoder
+    text, library = tokenizer_files.as_str(text), self._template_encoder
     with _refusing("cannot encode a conversation with", self.name):
       encoding = library.encode(text, add_special_tokens=False)
     return np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
@@ -169,7 +176,7 @@ def _plain_behavior(description: dict[str, Any], path: epath.PathLike) -> dict[s
   if not isinstance(model, dict) or "vocab" not in model:
     hint = ""
     if "vocab" in description and "config" in description:
-      hint = f"; it looks like {tokenizer.TEKKEN_FILE}: use the tokenizer.json of the same model"
+      hint = f"; it looks like {TEKKEN_FILE}: use the tokenizer.json of the same model"
     raise ValueError(
       f"data.tokenizer: {path} is not a tokenizer.json of the library `tokenizers`: it has no model"
       f" with a vocabulary{hint}"
@@ -284,7 +291,7 @@ def _special_names(description: dict[str, Any], said: Iterable[dict[str, Any]]) 
 
 def _end(path, said, vocabulary, suffix):
   """Returns the id that ends a document. Raises ValueError where no file says which."""
-  for file in (tokenizer.CONFIG_FILE, tokenizer.SPECIAL_FILE):
+  for file in (CONFIG_FILE, SPECIAL_FILE):
     if name := _content(said.get(file, {}).get("eos_token")):
       if name in vocabulary:
         return vocabulary[name]
@@ -292,7 +299,7 @@ def _end(path, said, vocabulary, suffix):
         f"data.tokenizer: {path.parent / file} names {name!r} as eos_token, which is not in the"
         f" vocabulary of {path}"
       )
-  generation = said.get(tokenizer.GENERATION_FILE, {}).get("eos_token_id")
+  generation = said.get(GENERATION_FILE, {}).get("eos_token_id")
   ends = generation if isinstance(generation, list) else [generation]
   known = {*vocabulary.values()}
   if ends and ends[0] in known:
@@ -302,8 +309,8 @@ def _end(path, said, vocabulary, suffix):
   named = [token for token in vocabulary if re.fullmatch(r"</s>|<eos>|<\|end\w*\|>", token)]
   raise ValueError(
     f"data.tokenizer: no file says which id ends a document: {path} adds none after a text, and"
-    f" {tokenizer.CONFIG_FILE}, {tokenizer.SPECIAL_FILE} and {tokenizer.GENERATION_FILE} beside it"
-    f" name no eos_token. Write {path.parent / tokenizer.CONFIG_FILE} with"
+    f" {CONFIG_FILE}, {SPECIAL_FILE} and {GENERATION_FILE} beside it"
+    f" name no eos_token. Write {path.parent / CONFIG_FILE} with"
     f" {json.dumps({'eos_token': (named or ['<|endoftext|>'])[0]})}, or the token of the"
     " vocabulary that does"
   )
@@ -315,7 +322,10 @@ def _bos(said, vocabulary, prefix):
   Many files name a bos_token that their tokenizer does not put anywhere; it counts only if the
   post-processor does, or `add_bos_token` says so.
   """
-  config = {**said.get(tokenizer.SPECIAL_FILE, {}), **said.get(tokenizer.CONFIG_FILE, {})}
+  config = {
+    **said.get(SPECIAL_FILE, {}),
+    **said.get(CONFIG_FILE, {}),
+  }
   named = vocabulary.get(_content(config.get("bos_token")))
   if config.get("add_bos_token") is False:
     return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from input_pipeline.bad_records import Sharing
 from input_pipeline.combined import combine
-from input_pipeline.row_source import Source
+from input_pipeline.source import Source
 from input_pipeline.text import chat_documents, preparation, rows
 from input_pipeline.text.store import RecordError
 from runtime.exit_codes import RetryableError

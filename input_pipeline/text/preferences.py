@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from input_pipeline.row_source import Source
+from input_pipeline.source import Source
 from input_pipeline.text import items, tokenizer
 from input_pipeline.text.chat_template import ChatTemplate, Encoded
 from input_pipeline.text.conversations import ASSISTANT, Conversation, parse

@@ -217,7 +217,7 @@ def fill(
         if error.paths.intersection(file.path for file in unit.files):
           (task.folder / unit.id).rmtree(missing_ok=True)
       raise
-    except worker.TooManyBadError as error:
+    except shard_writer.TooManyBadError as error:
       text = too_many_bad("in the files so far", error.bad, error.count, task.limit)
       raise ValueError(text) from error
     finally:
@@ -401,7 +401,9 @@ def _in_processes(task, units, count, progress) -> None:
 def _raise(answer: dict[str, Any]) -> None:
   """Raises what has ended a worker process."""
   if answer["error"] == "bad":
-    raise worker.TooManyBadError([(where, why) for where, why in answer["bad"]], answer["count"])
+    raise shard_writer.TooManyBadError(
+      [(where, why) for where, why in answer["bad"]], answer["count"]
+    )
   if answer["error"] == "changed":
     raise text_files.ChangedError(answer["text"], answer["paths"])
   if answer["error"] == "system":

@@ -12,8 +12,8 @@ from absl import logging
 from etils import epath
 
 from input_pipeline.bad_records import BadRecords, Sharing, counted, few, skipping
-from input_pipeline.row_source import Source
 from input_pipeline.row_store import UnreadableError
+from input_pipeline.source import Source
 from input_pipeline.sources import catalog
 from input_pipeline.text import (
   chat_documents,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from etils import epath
 
-from input_pipeline.text import tokenizer
+from input_pipeline.text import tokenizer_files
 
 _UNUSED = -1  # the id of a special token that a model does not have
 
@@ -42,11 +42,11 @@ class SentencePieceTokenizer:
   """A SentencePiece model; the methods are those of `tokenizer.Tokenizer`."""
 
   def __init__(self, path, companions):
-    content = tokenizer.read(path)
+    content = tokenizer_files.read(path)
     self._proto, self._processor = _processor(content, path)
     processor = self._processor
     self.name = str(path)
-    self.files = {tokenizer.SENTENCEPIECE_FILE: path, **companions}
+    self.files = {tokenizer_files.SENTENCEPIECE_FILE: path, **companions}
     self.size = processor.vocab_size()
     self.special = {
       processor.id_to_piece(id_): id_
@@ -59,18 +59,18 @@ class SentencePieceTokenizer:
         f"data.tokenizer: {path} has no id that ends a document; train it with an eos_id"
       )
     said = {
-      name: tokenizer.read_object(p) for name, p in companions.items() if name[-5:] == ".json"
+      name: tokenizer_files.read_object(p) for name, p in companions.items() if name[-5:] == ".json"
     }
-    tokenizer.check_added(path, said, self._id_of)
-    config = said.get(tokenizer.CONFIG_FILE, {})
+    tokenizer_files.check_added(path, said, self._id_of)
+    config = said.get(tokenizer_files.CONFIG_FILE, {})
     bos = processor.bos_id()
     self.has_bos = bos not in (_UNUSED, self.end) and config.get("add_bos_token") is not False
     self.start = bos if self.has_bos else self.end
-    self.digest = tokenizer.digest(content, {"end": self.end, "start": self.start})
+    self.digest = tokenizer_files.digest(content, {"end": self.end, "start": self.start})
 
   def encode(self, texts):
     """Returns the ids of each text, uint32[N], without BOS and end; see the protocol."""
-    texts = [tokenizer.as_str(text) for text in texts]
+    texts = [tokenizer_files.as_str(text) for text in texts]
     return [
       ids.astype(np.uint32)
       for ids in self._processor.encode(texts, return_type="numpy", num_threads=1)
@@ -83,7 +83,7 @@ class SentencePieceTokenizer:
     control token stands what the template wrote there, and no more.
     """
     ids, offsets, place = [], [], 0
-    for part in self._controls.split(tokenizer.as_str(text)):
+    for part in self._controls.split(tokenizer_files.as_str(text)):
       if part in self.special:
         ids.append(self.special[part])
         offsets.append((place, place + len(part)))

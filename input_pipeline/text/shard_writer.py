@@ -33,6 +33,24 @@ _LISTED_BAD = 100  # bad records that shard.json lists; all are counted
 _OPTIONS = "group_size:1,uncompressed"
 
 
+class TooManyBadError(ValueError):
+  """A unit has more bad records than may be left out.
+
+  Attributes:
+    bad: (where, why) of the first.
+    count: how many were found.
+  """
+
+  def __init__(self, bad: list[tuple[str, str]], count: int):
+    """Takes them."""
+    super().__init__(f"{count} bad records, the first: {bad[0][0]}: {bad[0][1]}")
+    self.bad, self.count = bad, count
+
+
+def no_tick(documents: int, tokens: int, size: int) -> None:
+  """Takes no note of what was done."""
+
+
 def content_hash(content: bytes) -> int:
   """Returns 64 bits that depend on a document's content alone."""
   return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

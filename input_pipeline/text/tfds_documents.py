@@ -9,7 +9,7 @@ from etils import epath
 
 from input_pipeline.file_lock import locked
 from input_pipeline.sources import catalog
-from input_pipeline.text import items, preparation, store, tokenizer, worker
+from input_pipeline.text import items, preparation, shard_writer, store, tokenizer, worker
 
 
 def prepare(
@@ -78,7 +78,7 @@ def _fill(folder, shard, builder, split, feature, encoder, limit, tick) -> None:
       read = _documents(builder, split, feature)
       facts = {"files": name, "feature": feature}
       worker.write(folder / shard, read, encoder, limit=limit, facts=facts, tick=count)
-    except worker.TooManyBadError as error:
+    except shard_writer.TooManyBadError as error:
       text = preparation.too_many_bad(name, error.bad, error.count, limit)
       raise ValueError(text) from error
 

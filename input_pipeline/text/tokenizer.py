@@ -8,7 +8,7 @@ other characters, so that no document can end itself or open a turn of a convers
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,22 +16,18 @@ from etils import epath
 
 from input_pipeline.sources import catalog
 from input_pipeline.text import files as text_files
-from runtime import files, forms
-from runtime.forms import COUNT, FLAG, TEXT, Each, Needs, OrNull
+from input_pipeline.text.tokenizer_files import (
+  COMPANIONS,
+  SENTENCEPIECE_FILE,
+  TEKKEN_FILE,
+  TOKENIZER_FILE,
+  as_bytes,
+  read,
+)
+from runtime import files
 
 BYTES = "bytes"
-MOST_BYTES = 2**29  # of one of a tokenizer's files; vocabularies of 256k have 30 to 50 MB
-TOKENIZER_FILE = "tokenizer.json"
-SENTENCEPIECE_FILE = "tokenizer.model"
-TEKKEN_FILE = "tekken.json"
-CONFIG_FILE = "tokenizer_config.json"
-SPECIAL_FILE = "special_tokens_map.json"
-GENERATION_FILE = "generation_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
-ADDED_FILE = "added_tokens.json"
 CURRENT_FILE = "current.json"
-# What may stand beside a tokenizer, and is copied with it.
-COMPANIONS = (CONFIG_FILE, SPECIAL_FILE, GENERATION_FILE, TEMPLATE_FILE, ADDED_FILE)
 
 
 class Tokenizer(Protocol):
@@ -113,39 +109,6 @@ class ByteTokenizer:
     return bytes((int(id_),)) if id_ < self.size else b""
 
 
-def as_bytes(text: str | bytes) -> bytes:
-  """Returns a text in UTF-8; bytes as they are. Raises ValueError for half a surrogate pair."""
-  if isinstance(text, bytes):
-    return text
-  try:
-    return text.encode()
-  except UnicodeEncodeError as error:
-    raise ValueError(
-      f"character {error.start:,} of a text is half a surrogate pair"
-      f" (U+{ord(text[error.start]):04X}), which UTF-8 cannot represent"
-    ) from None
-
-
-def as_str(text: str | bytes) -> str:
-  """Returns a text as valid Unicode. Raises ValueError for bytes that are not UTF-8."""
-  if isinstance(text, str):
-    as_bytes(text)
-    return text
-  try:
-    return text.decode()
-  except UnicodeDecodeError as error:
-    raise ValueError(
-      f"byte {error.start:,} of a text is 0x{text[error.start]:02x}, which is not valid UTF-8"
-    ) from None
-
-
-def digest(definition: bytes, facts: Mapping[str, Any]) -> str:
-  """Returns the digest of a tokenizer: of the file that defines it, and of its special ids."""
-  hashed = hashlib.sha256(definition)
-  hashed.update(json.dumps(facts, sort_keys=True).encode())
-  return hashed.hexdigest()
-
-
 # ------------------------------ by name or path ------------------------------
 
 
@@ -213,60 +176,6 @@ def _is_json(path: epath.Path) -> bool:
   if ".model" in path.name:
     return False
   return read(path).lstrip()[:1] == b"{"
-
-
-def read(path: epath.PathLike) -> bytes:
-  """Returns the content of one of a tokenizer's files; raises ValueError, which names it."""
-  try:
-    return files.read_bytes(path, most_bytes=MOST_BYTES, follow=True)
-  except OSError as error:
-    raise ValueError(f"data.tokenizer: {path} cannot be read ({error})") from error
-
-
-_TOKEN = Needs({"content": TEXT}, {"special": FLAG})
-# By the name of a file, what is read of it; the templates in it are checked where one is needed.
-_FORMS: dict[str, Any] = {
-  CONFIG_FILE: {"added_tokens_decoder": OrNull(Each(_TOKEN)), "add_bos_token": OrNull(FLAG)},
-  ADDED_FILE: Each(COUNT),
-}
-
-
-def read_object(path: epath.PathLike) -> dict[str, Any]:
-  """Returns the JSON object in one of a tokenizer's files; raises ValueError, which names it."""
-  return parse_object(read(path), path, _FORMS.get(epath.Path(path).name, {}))
-
-
-def parse_object(content: bytes, path: epath.PathLike, form: Any) -> dict[str, Any]:
-  """Returns the JSON object in the content of a file; raises ValueError, which names it."""
-  try:
-    value = files.parse_json(content)
-  except ValueError as error:
-    raise ValueError(f"data.tokenizer: {path} is not valid JSON ({error})") from error
-  forms.check(value, form, f"data.tokenizer: {path}")
-  return value
-
-
-def check_added(
-  path: epath.PathLike, said: Mapping[str, dict[str, Any]], ids: Callable[[str], int | None]
-) -> None:
-  """Raises ValueError where files beside a tokenizer add tokens that it does not have.
-
-  Args:
-    path: of the tokenizer.
-    said: name -> content of the files beside it.
-    ids: gives the id of a token's name, None where there is none.
-  """
-  added = dict(said.get(ADDED_FILE, {}))
-  for id_, token in (said.get(CONFIG_FILE, {}).get("added_tokens_decoder") or {}).items():
-    added[token["content"]] = id_
-  differing = {name: id_ for name, id_ in added.items() if str(ids(name)) != str(id_)}
-  if differing:
-    name, id_ = next(iter(differing.items()))
-    raise ValueError(
-      f"data.tokenizer: files beside {path} add tokens that it does not have ({len(differing):,};"
-      f" the first is {name!r} with id {id_}). Write one {TOKENIZER_FILE} that has all: in Python,"
-      " `transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`"
-    )
 
 
 def copy(tokenizer: Tokenizer, folder: epath.PathLike) -> None:

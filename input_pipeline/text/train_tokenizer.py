@@ -16,7 +16,7 @@ import tokenizers
 from etils import epath
 
 from input_pipeline.sources import catalog
-from input_pipeline.text import documents, items, tfds_documents, tokenizer
+from input_pipeline.text import documents, items, tfds_documents, tokenizer, tokenizer_files
 from input_pipeline.text import files as text_files
 from input_pipeline.text.shard_writer import content_hash
 from runtime import files
@@ -123,7 +123,7 @@ def trained_once(data: Any, size: int, tick: Callable[[str, int], None] = no_tic
   pointer = root / f"of-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
   try:
     folder = root / files.read_json(pointer, follow=True)["folder"]
-    if (folder / tokenizer.TOKENIZER_FILE).exists():
+    if (folder / tokenizer_files.TOKENIZER_FILE).exists():
       return str(folder)
   except (OSError, ValueError, KeyError, TypeError):
     pass  # it is not there, or damaged: the same tokenizer is trained again
@@ -216,7 +216,7 @@ def store(data: Any, content: bytes, facts: dict[str, Any]) -> str:
   root = tokenizer.trained_folder(data)
   folder = root / f"bpe-{hashlib.sha256(content).hexdigest()[:12]}"
   try:
-    if not (folder / tokenizer.TOKENIZER_FILE).exists():
+    if not (folder / tokenizer_files.TOKENIZER_FILE).exists():
       _write(folder, content, facts)
     files.replace(root / tokenizer.CURRENT_FILE, json.dumps({"folder": folder.name}) + "\n")
   except OSError as error:
@@ -233,14 +233,14 @@ def _write(folder: epath.Path, content: bytes, facts: dict[str, Any]) -> None:
   config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
   partial.mkdir(parents=True)
   try:
-    for name, value in (("training.json", facts), (tokenizer.CONFIG_FILE, config)):
+    for name, value in (("training.json", facts), (tokenizer_files.CONFIG_FILE, config)):
       files.replace(partial / name, json.dumps(value, indent=2) + "\n")
-    files.replace(partial / tokenizer.TOKENIZER_FILE, content)
+    files.replace(partial / tokenizer_files.TOKENIZER_FILE, content)
     if files.is_local(partial):
       files.sync_tree(partial)
     partial.rename(folder)
   except BaseException as error:
     partial.rmtree(missing_ok=True)
-    if isinstance(error, OSError) and (folder / tokenizer.TOKENIZER_FILE).exists():
+    if isinstance(error, OSError) and (folder / tokenizer_files.TOKENIZER_FILE).exists():
       return  # another process was first, with the same content
     raise

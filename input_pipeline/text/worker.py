@@ -53,26 +53,11 @@ class Task:
   template_digest: str = ""
 
 
-class TooManyBadError(ValueError):
-  """A unit has more bad records than may be left out.
-
-  Attributes:
-    bad: (where, why) of the first.
-    count: how many were found.
-  """
-
-  def __init__(self, bad: list[tuple[str, str]], count: int):
-    """Takes them."""
-    super().__init__(f"{count} bad records, the first: {bad[0][0]}: {bad[0][1]}")
-    self.bad, self.count = bad, count
-
-
-def no_tick(documents: int, tokens: int, size: int) -> None:
-  """Takes no note of what was done."""
-
-
 def write_unit(
-  task: Task, unit: documents.Unit, encoder: tokenizer.Tokenizer, tick: Callable = no_tick
+  task: Task,
+  unit: documents.Unit,
+  encoder: tokenizer.Tokenizer,
+  tick: Callable = shard_writer.no_tick,
 ) -> None:
   """Writes the shard of a unit.
 
@@ -84,12 +69,12 @@ def write_unit(
       batch had. What it raises ends the shard.
 
   Raises:
-    TooManyBadError: more than `task.limit` records of the unit are bad.
+    shard_writer.TooManyBadError: more than `task.limit` records of the unit are bad.
     OSError: a file cannot be read, or the shard not be written.
   """
   folder, keys = task.folder / unit.id, {"limit": task.limit, "tick": tick}
   if task.chat_template is not None:
-    from input_pipeline.text import chat_documents, chat_template  # they import Jinja, and this
+    from input_pipeline.text import chat_documents, chat_template  # they import Jinja
 
     template = chat_template.load(task.chat_template, encoder)
     if task.template_digest not in ("", template.digest):
@@ -109,7 +94,7 @@ def write(
   *,
   limit: int,
   facts: dict[str, Any],
-  tick: Callable = no_tick,
+  tick: Callable = shard_writer.no_tick,
 ) -> None:
   """Writes documents, in order, as a shard; arguments and errors as of `write_unit`."""
 
@@ -136,7 +121,7 @@ def _good(
     if document.text is None or why:
       shard.add_bad(document, why)
       if shard.bad_count > limit:
-        raise TooManyBadError(shard.bad, shard.bad_count)
+        raise shard_writer.TooManyBadError(shard.bad, shard.bad_count)
     elif document.text:
       yield document.text
     else:
@@ -179,7 +164,7 @@ def main() -> None:
       counts = [0, 0, 0]
       write_unit(task, unit, encoder, _telling(answer, counts))
       answer(done=unit.id, so_far=counts)
-  except TooManyBadError as error:
+  except shard_writer.TooManyBadError as error:
     answer(error="bad", bad=error.bad, count=error.count)
   except files.ChangedError as error:
     answer(error="changed", text=str(error), paths=[*error.paths])

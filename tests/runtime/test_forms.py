@@ -10,7 +10,7 @@ import struct
 import pytest
 
 from inference import task_records
-from input_pipeline.text import tokenizer
+from input_pipeline.text import tokenizer, tokenizer_files
 from input_pipeline.text.chat_template import ChatTemplate
 from input_pipeline.text.chat_template import load as load_template
 from input_pipeline.text.conversations import Conversation
@@ -221,7 +221,7 @@ TOKENIZERS = {
   },
 }
 COMPANIONS = {
-  tokenizer.CONFIG_FILE: {
+  tokenizer_files.CONFIG_FILE: {
     "eos_token": {"content": "</s>", "special": True},
     "bos_token": None,
     "add_bos_token": False,
@@ -230,9 +230,9 @@ COMPANIONS = {
     "added_tokens_decoder": {"4": {"content": "</s>", "special": True}},
     "chat_template": "{{ messages[0].content }}{{ eos_token }}",
   },
-  tokenizer.SPECIAL_FILE: {"eos_token": "</s>", "additional_special_tokens": ["b"]},
-  tokenizer.GENERATION_FILE: {"eos_token_id": [4], "bos_token_id": 1},
-  tokenizer.ADDED_FILE: {"</s>": 4},
+  tokenizer_files.SPECIAL_FILE: {"eos_token": "</s>", "additional_special_tokens": ["b"]},
+  tokenizer_files.GENERATION_FILE: {"eos_token_id": [4], "bos_token_id": 1},
+  tokenizer_files.ADDED_FILE: {"</s>": 4},
 }
 
 
@@ -248,12 +248,12 @@ def use(folder):
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_tokenizer_json(kind, tmp_path):
-  (tmp_path / tokenizer.CONFIG_FILE).write_text('{"eos_token": "</s>"}')
+  (tmp_path / tokenizer_files.CONFIG_FILE).write_text('{"eos_token": "</s>"}')
   sound = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [END]}
   sound |= {"normalizer": None, "pre_tokenizer": None, **TOKENIZERS[kind]}
 
   def read(text):
-    (tmp_path / tokenizer.TOKENIZER_FILE).write_text(text)
+    (tmp_path / tokenizer_files.TOKENIZER_FILE).write_text(text)
     use(tmp_path)
 
   check(sound, read, FEW)
@@ -263,7 +263,7 @@ def test_tokenizer_json(kind, tmp_path):
 def test_files_beside_a_tokenizer(name, tmp_path):
   sound = {"added_tokens": [END], "normalizer": None, "pre_tokenizer": None}
   text = json.dumps({**sound, **TOKENIZERS["BPE"], "version": "1.0"})
-  (tmp_path / tokenizer.TOKENIZER_FILE).write_text(text)
+  (tmp_path / tokenizer_files.TOKENIZER_FILE).write_text(text)
   for other, content in COMPANIONS.items():
     (tmp_path / other).write_text(json.dumps(content))
   from inference import chat

@@ -11,9 +11,9 @@ from input_pipeline.text import (
   chat_template,
   mixed_files,
   preparation,
+  shard_writer,
   store,
   tokenizer,
-  worker,
 )
 from input_pipeline.text.conversations import parse
 from tests.input_pipeline.text import chats
@@ -129,6 +129,21 @@ def test_worker_processes_write_the_same(data, tmp_path):
   assert counts[-1][1] == len(RECORDS) + 1
   keys.files = keys.files.partition(",")[0]
   assert row_source.open_source(keys, "train", 3).fingerprint == here.fingerprint
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bad_conversations_beyond_the_limit_are_listed(data, tmp_path, processes):
+  keys = data()
+  for name in "ab":
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text(json.dumps(record(98)) + "\n{}\n")
+    keys.files += f",{path}"
+  keys.prepare_processes = processes
+  with pytest.raises(
+    ValueError, match=r"1 bad record, more than data.max_bad_records=0; "
+  ) as error:
+    preparation.prepare(keys, keys.files)
+  assert ".jsonl:2: " in str(error.value)
 
 
 def test_another_template_is_another_store_and_is_named_on_resume(data, tmp_path):
@@ -302,7 +317,7 @@ def test_ticks(chat, tmp_path):
     tick=lambda *news: ticks.append(news),
   )
   assert [news[0] for news in ticks] == [64, 6]
-  with pytest.raises(worker.TooManyBadError):
+  with pytest.raises(shard_writer.TooManyBadError):
     chat_documents.write(epath(tmp_path) / "bad", [Item({})], encoder, template, limit=0, facts={})
 
 
