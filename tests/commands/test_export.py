@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
-from tests.checkpointing.test_older_run import EXPECTED, FIXTURE
 
 from checkpointing import resume_policy
 from checkpointing.checkpointer import Checkpointer
