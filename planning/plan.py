@@ -180,7 +180,7 @@ class Plan:
       "hbm_bytes_per_device": int(self.topology.chip.hbm_bytes),
       "parameters": dict(zip(("total", "active"), self.job.parameter_counts(), strict=True)),
       "chosen": {one.key: one.value for one in self.job.choices},
-      "compiler_options": self.job.compiler_defaults,
+      "compiler_options": self.job.compiler_defaults if self.program else {},
       "memory": self.memory,
       "memory_at_once": self.memory_at_once,
       "host_memory": self.host_memory,

@@ -192,10 +192,15 @@ def counts_text(job: Job) -> str:
   return f"{total:,} parameters" + (f", {active:,} of them active" if active != total else "")
 
 
-def chosen_lines(job: Job) -> list[str]:
-  """Returns a line for each default that follows from platform and mesh: docs/defaults.md."""
+def chosen_lines(job: Job, *, compiled: bool = True) -> list[str]:
+  """Returns a line for each default that follows from platform and mesh: docs/defaults.md.
+
+  Args:
+    job: whose defaults.
+    compiled: whether it is compiled for its devices; a plan by formula has others in their place.
+  """
   lines = [f"chosen: {one.key}={one.value} ({one.why})" for one in job.choices]
-  if options := job.compiler_defaults:
+  if (options := job.compiler_defaults) and compiled:
     kind = job.mesh.devices.flat[0].device_kind
     lines.append(f"chosen: compiler_options={compiler_options.text(options)} (for {kind})")
   if refused := compiler_options.dropped():

@@ -91,7 +91,7 @@ def notes(plan: Plan) -> list[str]:
     found.append(
       "exchange of tokens: one round in each layer with experts, as where tokens are spread evenly"
     )
-  return [*found, counts_text(job), *chosen_lines(job)]
+  return [*found, counts_text(job), *chosen_lines(job, compiled=bool(plan.program))]
 
 
 def _without(plan: Plan) -> str:

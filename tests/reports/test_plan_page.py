@@ -55,6 +55,13 @@ def test_the_verdict_the_numbers_and_the_command_are_on_the_page(fits):
   assert "e+0" not in "".join(plan_text.time_lines(fits))
 
 
+def test_a_plan_by_formula_has_no_compiler_options(fits):
+  assert fits.program is None
+  assert fits.job.compiler_defaults  # of the CPU in whose place the GPUs are
+  assert fits.as_json()["compiler_options"] == {}
+  assert "compiler_options" not in plan_text.text(fits)
+
+
 def test_the_share_of_fused_attention_is_told_where_there_is_some(fits):
   assert plan_text.constants(fits).endswith("at 80, 92, 80 % efficiency")
   work = Work(2e12, 0, attention=1e12)
