@@ -10,7 +10,6 @@ from etils import epath
 
 from inference.request import Request
 from processes.coordination import current
-from reports import loss_curve
 from training.metrics import log_lines
 from training.metrics.append_log import Lines
 from training.metrics.console import say
@@ -24,6 +23,8 @@ def curve(workdir: epath.Path) -> None:
   """Prints the loss curve of `metrics.jsonl`, and the last losses; nothing before two steps."""
   if not current().first:
     return
+  from reports import loss_curve  # only the end of a run draws
+
   lines, _ = log_lines.split(Lines(workdir / log_lines.FILE).read())
   values = [line.values for line in lines]
   losses = [(one["step"], float(one["loss"])) for one in values if "loss" in one]

@@ -14,10 +14,7 @@ from etils import epath
 from analysis import collectives
 from commands.page_writer import PageWriter
 from inference import request
-from inference.sampler import Sampler
-from planning import prediction
 from processes import coordination
-from reports import run_layout
 from runtime import files, provenance
 from training import history
 from training.bad_steps import BadStepError
@@ -70,13 +67,15 @@ class RunReport(Observer):
     self._page = PageWriter(workdir, history.REPORT, require, warn)
     self._request = request.first_words(job.config) if on else None
     self._step = 0
-    self.sampler: Sampler | None = None
+    self.sampler: Any = None
 
   def begin(self, step: int, command: str) -> None:
     """Records a start, and the layout; `step` steps are done."""
     self._step = step
     if not self._writes:
       return
+    from reports import run_layout  # of runs with a page alone
+
     job = self._job
     text = files.json_text(run_layout.content(job)) + "\n"
     try:
@@ -101,6 +100,8 @@ class RunReport(Observer):
     """Records the collectives of the step, and what the planner predicts for it."""
     if not self._writes:
       return
+    from planning import prediction  # as run_layout
+
     rows = collectives.summarize(collectives.collectives(program.as_text(), self._job.mesh))
     try:
       predicted = dataclasses.asdict(prediction.of_program(self._job, program))
@@ -134,6 +135,8 @@ class RunReport(Observer):
     self._step = step
     if self._request is not None and step < self._job.config.training.steps:
       if self.sampler is None:
+        from inference.sampler import Sampler  # of runs that show samples alone
+
         self.sampler = Sampler(self._job, self._request)
       [drawn] = self.sampler(state.params, self._request, variables=state.variables)
       self.sampled(drawn)

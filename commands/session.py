@@ -20,7 +20,6 @@ from commands import flags, start_facts
 from commands.refusal import refuse
 from commands.verbs import VERBS
 from input_pipeline.row_store import UnreadableError
-from interop.export_folder import ExportError
 from processes import coordination as groups
 from processes import crash_output, preemption
 from processes.preemption import StopRequest
@@ -123,7 +122,7 @@ def to_its_end(run: Callable[[], int], watch: Watchdog) -> int:
   """
   try:
     return run()
-  except (UnreadableError, ExportError) as error:
+  except (UnreadableError, exit_codes.ExportError) as error:
     if watch.group.alone:
       print(f"error: {printable(error)}", file=sys.stderr, flush=True)
       return exit_codes.FAILED

@@ -11,7 +11,7 @@ from checkpointing import resume_policy
 from checkpointing.async_writer import SaveError
 from commands import announce_data, build, closing, flags, preflight_facts, run_report
 from configs.schema import optimizer_defaults
-from inference import request, sampler
+from inference import request
 from partitioning.mesh_sizes import mesh_text
 from processes import coordination as groups
 from processes.watchdog import DONE, Watchdog
@@ -103,6 +103,8 @@ def _run(
     return exit_codes.STOPPED
   wanted = request.first_words(ready.config)
   if wanted:
+    from inference import sampler  # of runs that end with a sample alone
+
     watch.at("showing a sample", DONE)
     say("sample from the trained model:")
     known = report.sampler

@@ -20,12 +20,13 @@ from ml_collections import ConfigDict
 from checkpointing.consensus import Together, join_reports
 from checkpointing.naming import nested
 from interop import hf_config, name_maps, peft_adapter, read_weights, safetensors_writer
-from interop.export_folder import CONFIG_FILE, ExportError, ExportFolder
+from interop.export_folder import CONFIG_FILE, ExportFolder
 from interop.safetensors_writer import WeightFile, Writer
 from interop.tokenizer_export import json_bytes
 from models import lora, mup
 from models.transformer_dims import LORA_A, LORA_B
 from partitioning.rules import named_leaves
+from runtime.exit_codes import ExportError
 
 # Keys of a config.json that are about the folder it was in, not about the model.
 _DROPPED = (

@@ -22,10 +22,6 @@ _OURS = re.compile(r"[\w.-]+\.(safetensors|json|jinja|model|txt)(\.tmp)?|\.prefl
 _LISTED = 5
 
 
-class ExportError(Exception):
-  """An export that had begun has failed; the message says why."""
-
-
 def check(to: str, checkpoints: epath.Path | None) -> epath.Path:
   """Returns the folder of an export, absolute and without links; changes nothing.
 

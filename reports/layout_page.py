@@ -17,11 +17,11 @@ from partitioning.constraints import Constraint
 from partitioning.mesh_sizes import mesh_text
 from partitioning.rules import Placement
 from partitioning.shardings import bytes_per_device, shape_text, size_text, spec_text
-from planning import named_activations
 from reports import drawings, memory_bar, pipeline_picture
 from reports.grid import Sheet
 from reports.html import render
 from reports.layout_text import CHOICES, matrix_lines, of_layers
+from training import named_activations
 from training.setup import Job
 
 

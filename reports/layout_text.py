@@ -19,11 +19,10 @@ from partitioning.shardings import (
   size_text,
   spec_text,
 )
-from planning import named_activations
-from planning.named_activations import Named
-from reports import drawings, pipeline_picture
+from reports import drawings
 from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
-from training import compiler_options, gradient_reduction, parameter_gathers
+from training import compiler_options, gradient_reduction, named_activations, parameter_gathers
+from training.named_activations import Named
 from training.optimizers.build import matrix_groups
 from training.setup import Job, stage_lines
 
@@ -147,6 +146,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
       lines += ["matrices that the optimizer brings whole to devices, and back:", *matrices, ""]
   lines += stage_lines(job.config)
   if schedule := job.program.pipeline:
+    from reports import pipeline_picture  # where there are stages
+
     lines.append(pipeline_picture.text(schedule, job.config.model.layers, picture=whole))
   if reduced := reduction_text(job):
     lines.append(reduced)

@@ -55,6 +55,10 @@ class RetryableError(RuntimeError):
   """A failure before the run began, after which the same command may succeed."""
 
 
+class ExportError(Exception):
+  """An export that had begun has failed; the message says why."""
+
+
 def retryable(error: BaseException | None) -> bool:
   """Returns whether the same command may succeed later: FAILED, and not REFUSED.
 

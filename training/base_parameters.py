@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from checkpointing import integrity, naming, restore
 from checkpointing.consensus import Together
 from checkpointing.integrity import Verified
-from interop import hf_folder, read_adapter, read_weights
+from interop import hf_folder
 from partitioning.rules import named_leaves
 from processes.coordination import current
 from runtime.printable import printable
@@ -243,6 +243,8 @@ def _of_model_folder(
   job: Job, location: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[str, None, dict[str, jax.Array]]:
   """Reads what a model folder has of these parameters; adapters are in none."""
+  from interop import read_weights  # of runs that begin with a model folder alone
+
   source = read_weights.open_folder(location, job.config, _KEY)
   there = {name: leaf for name, leaf in wanted.items() if name in source.parts}
   place = location if "://" in location else str(source.folder)
@@ -253,6 +255,8 @@ def _of_adapter(
   job: Job, location: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[str, None, dict[str, jax.Array]]:
   """Reads adapters from a folder, and the other parameters from `model.folder`, their base."""
+  from interop import read_adapter  # as read_weights
+
   config = job.config
   if not (base := config.model.get("folder")):
     raise ValueError(
@@ -296,6 +300,8 @@ def check_model_folder(job: Job, workdir: epath.Path) -> None:
   if hf_folder.is_adapter(where):
     where = job.config.model.get("folder") or where
   if hf_folder.is_model(where):
+    from interop import read_weights  # as above
+
     source = read_weights.open_folder(where, job.config, _KEY)
     for line in read_weights.differing_keys(job.config, source.described):
       warn(f"WARNING: {line}")

@@ -17,8 +17,9 @@ from checkpointing.consensus import Together
 from configs import single
 from configs.schema import finalize
 from interop import export, export_folder, hf_config, safetensors_writer
-from interop.export_folder import CONFIG_FILE, ExportError, ExportFolder
+from interop.export_folder import CONFIG_FILE, ExportFolder
 from interop.tokenizer_export import tokenizer_files
+from runtime.exit_codes import ExportError
 from tests.interop import folders
 from tests.interop.test_name_maps import job_of, read_with_numpy, stored
 from tests.models import families, write_families

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from planning import activation_memory, aot, memory, named_activations
+from planning import activation_memory, aot, memory
 from tests.helpers.jobs import make_job
 from tests.parity.latents import LATENTS
+from training import named_activations
 
 # Of the small decoder: rows, tokens, model, heads, key/value heads, head, feed-forward, layers.
 B, T, D, N, K, H, F, L = 16, 12, 40, 8, 4, 6, 56, 2

@@ -9,10 +9,10 @@ from jax.sharding import NamedSharding
 
 from analysis import collectives
 from partitioning import shardings
-from planning import named_activations
 from reports import layout_page
 from reports.layout_text import job_text
 from tests.helpers.jobs import make_job
+from training import named_activations
 
 VOID = {"meta", "br", "wbr"}
 

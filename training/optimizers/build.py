@@ -16,7 +16,7 @@ from partitioning.rules import named_leaves
 from runtime.suggest import nearest
 from training import averages, clipping, optimizer_groups
 from training.optimizer import OPTIMIZERS, Optimizer, imported, optimizer_row, optimizers_with
-from training.optimizers import muon, soap, state_dtype, width_scaling
+from training.optimizers import state_dtype, width_scaling
 from training.optimizers.arguments import parse_arguments
 from training.optimizers.hidden_matrices import HiddenMatrices, UnfitError
 from training.schedules import learning_rate_schedule
@@ -116,7 +116,7 @@ def _of_one_name(
 
 def matrix_groups(
   config: ConfigDict, params: Any, sizes: Mapping[str, int]
-) -> list[tuple[muon.Orthogonalization | soap.Preconditioning, Group]]:
+) -> list[tuple[Any, Group]]:
   """Returns the groups of matrices of Muon or SOAP, as devices share them, and how it computes.
 
   Args:

@@ -1,0 +1,66 @@
+"""The default dense job imports neither tools nor optional parts before they are asked for."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# Runs the command line up to the loop, and prints what was imported by then.
+PROGRAM = """
+import json, sys
+from absl import app
+from commands import flags, session
+from training import loop
+
+def stop(*_, **__):
+  print(json.dumps(sorted(sys.modules)), flush=True)
+  raise SystemExit(0)
+
+loop.train = stop
+app.run(session.main, flags_parser=flags.parse_flags)
+"""
+COMMAND = ("--config=configs/dp4_tp2.py", "--config.metrics.report=False")
+COMMAND += ("--config.evaluation.sample_tokens=0",)
+OURS = {
+  *("main", "commands", "configs", "models", "partitioning", "input_pipeline", "training"),
+  *("checkpointing", "processes", "runtime", "analysis", "interop", "reports", "inference"),
+}
+# Of packages whose work is something else: package -> all that the start of a run takes of it.
+SMALL = {
+  # Whether a location is a model folder, and the recipe `hf`, whose keys are a config.json's.
+  "interop": {
+    *("hf_config", "hf_family", "hf_folder", "hf_ignored", "hf_quantization", "safetensors_file"),
+  },
+  # The layout that the start prints and writes to layout.txt.
+  "reports": {"drawings", "grid", "layout_text"},
+  # What the sample at the end asks for is checked before the start.
+  "inference": {"request", "text_stream"},
+}
+# What only some configs need.
+OPTIONAL = {
+  "training.optimizers.muon",
+  "training.optimizers.soap",
+  "partitioning.parallel.whole_matrices",
+}
+
+
+def test_the_default_job_imports_what_it_needs_alone(tmp_path):
+  run = subprocess.run(
+    [sys.executable, "-c", PROGRAM, *COMMAND, f"--workdir={tmp_path / 'run'}"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert run.returncode == 0, run.stderr
+  loaded = json.loads(run.stdout.splitlines()[-1])
+  tops = {path.name for path in ROOT.iterdir() if any(path.glob("*.py"))} - {"tests"}
+  ours = {name for name in loaded if name.split(".")[0] in tops}
+  assert {"training.step", "models.transformer"} <= ours
+  assert {name.split(".")[0] for name in ours} <= OURS
+  for package, wanted in SMALL.items():
+    found = {name.partition(".")[2] for name in ours if name.startswith(f"{package}.")}
+    assert found <= wanted, f"{package}: {sorted(found - wanted)}"
+  assert not ours & OPTIONAL
