@@ -9,10 +9,8 @@ from jaxtyping import Array, Float, Key
 from ml_collections import ConfigDict
 
 from models import activations
-from models.experts import Experts
 from models.grouped_query_attention import GroupedQueryAttention
 from models.kv_cache import Cache, LatentCache
-from models.latent_attention import LatentAttention
 from models.layer_pattern import Layer
 from models.layers import MLP, Norm, dropout
 from models.losses import Sums
@@ -39,12 +37,18 @@ class Block(nnx.Module):
     self.pre_norms, self.post_norms = config.model.pre_norms, config.model.post_norms
     if self.pre_norms:
       self.attention_norm = Norm(f"{stack}attention_norm", config)
-    attention = LatentAttention if is_latent(config.model) else GroupedQueryAttention
+    attention = GroupedQueryAttention
+    if is_latent(config.model):
+      from models.latent_attention import LatentAttention  # of such models alone
+
+      attention = LatentAttention
     self.attention = attention(config, rngs=rngs, name=f"{stack}attention")
     if self.pre_norms:
       self.mlp_norm = Norm(f"{stack}mlp_norm", config)
     self.sparse = config.model.experts > 0 and stack == LAYERS
     if self.sparse:
+      from models.experts import Experts  # of such models alone
+
       self.experts = Experts(config, rngs=rngs)
     else:
       self.mlp = MLP(config, rngs=rngs, name=f"{stack}mlp")

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from models import load_balance
-from models.experts import BALANCE, COUNTS, Z_LOSS
+from models.load_balance import BALANCE, COUNTS, Z_LOSS
 from models.losses import Sums
 
 FULLEST_EXPERT = "fullest_expert"

@@ -15,9 +15,10 @@ from ml_collections import ConfigDict
 
 from models import activations, load_balance, mup
 from models.layers import MLP, Linear, clamped_gate
+from models.load_balance import BALANCE, COUNTS, Z_LOSS
 from models.router import Routed, Router, route
 from models.token_positions import Rows
-from models.transformer_dims import LAYERS, RESIDUAL, optional_letters, sizes
+from models.transformer_dims import EXPERTS, RESIDUAL, optional_letters, sizes
 from partitioning.constraints import constrain
 from partitioning.dims import Axes
 from partitioning.dtypes import wide_dtype
@@ -34,11 +35,9 @@ from partitioning.parallel.sharded_function import (
   summed_last,
 )
 
-NAME = f"{LAYERS}experts"
 LARGEST_TILE = 128  # rows that a kernel is multiplied with at once
 _TOKENS = RESIDUAL.between[:-1]  # letters of a token, between blocks
-# Numbers of a layer that are summed over the rows of a batch; see `Experts.__call__`.
-BALANCE, Z_LOSS, COUNTS = "balance_loss", "router_z_loss", "expert_counts"
+# As those of load_balance; see `Experts.__call__`.
 ENTROPY, ROUNDS, FULLEST = "router_entropy", "exchange_rounds", "fullest_pair"
 
 
@@ -50,9 +49,9 @@ class RouterLinear(Linear):
 
   def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
     """Draws the kernel; the bias starts at 0."""
-    super().__init__(f"{NAME}/router", config, rngs=rngs)
+    super().__init__(f"{EXPERTS}/router", config, rngs=rngs)
     self.divisor = mup.output_divisor(config)
-    self.correction_letters = optional_letters(config, f"{NAME}/router/correction")
+    self.correction_letters = optional_letters(config, f"{EXPERTS}/router/correction")
     if self.correction_letters:
       dtype = jnp.dtype(config.training.parameter_dtype)
       self.correction = nnx.Param(jnp.zeros(sizes(config, self.correction_letters), dtype))
@@ -104,7 +103,7 @@ class Kernels(nnx.Module):
 
   def __init__(self, name: str, config: ConfigDict, *, scale: float = 1.0, rngs: nnx.Rngs):
     """Draws the kernels of `layers/experts/NAME`; biases start at 0."""
-    linear = Linear(f"{NAME}/{name}", config, scale=scale, rngs=rngs)
+    linear = Linear(f"{EXPERTS}/{name}", config, scale=scale, rngs=rngs)
     self.letters, self.bias_letters = linear.letters, linear.bias_letters
     self.kernel = linear.kernel
     if self.bias_letters:
@@ -128,7 +127,7 @@ class Experts(nnx.Module):
     self.down = kernels("down", scale=(2 * model.layers) ** -0.5)
     self.has_shared = model.shared_feedforward_size > 0
     if self.has_shared:
-      self.shared = MLP(config, rngs=rngs, name=f"{NAME}/shared")
+      self.shared = MLP(config, rngs=rngs, name=f"{EXPERTS}/shared")
     self.choice = router_of(config)
     self.hidden = functools.partial(
       clamped_gate,

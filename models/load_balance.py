@@ -16,6 +16,9 @@ from jaxtyping import Array, Float, Int, Num
 from models.router import chosen
 from partitioning.dtypes import wide_dtype
 
+# Numbers of a layer that are summed over the rows of a batch; see `models.experts.Experts`.
+BALANCE, Z_LOSS, COUNTS = "balance_loss", "router_z_loss", "expert_counts"
+
 
 class RowSums(NamedTuple):
   """What the balance of rows is computed from; over a split sequence, sums of the parts are added.

@@ -20,12 +20,12 @@ from models import activations, expert_sums, mup, preference, stacked_layers
 from models.attention import soft_cap
 from models.block import stacked
 from models.decoder_flops import train_flops_per_example as train_flops_per_example
-from models.experts import COUNTS
 from models.kv_cache import CACHE as CACHE
 from models.kv_cache import Cache, LatentCache
 from models.layer_pattern import layer_pattern
 from models.layer_stack import order_of
 from models.layers import Embedding, LearnedPositions, Linear, Norm
+from models.load_balance import COUNTS
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
 from models.token_positions import POSITIONS, Rows, in_order, rows_in_order, rows_of
 from models.transformer_dims import DENSE_LAYERS, LAYERS, RESIDUAL, is_latent

@@ -137,6 +137,7 @@ PARAMETERS = {
 }
 # Where a model has sparse layers, its dense ones are a stack of their own.
 LAYERS, DENSE_LAYERS = "layers/", "dense_layers/"
+EXPERTS = f"{LAYERS}experts"
 # The last parts of an adapter's names.
 LORA_A, LORA_B = "lora_a", "lora_b"
 

@@ -40,6 +40,11 @@ SMALL = {
 }
 # What only some configs need.
 OPTIONAL = {
+  "models.experts",
+  "models.latent_attention",
+  "partitioning.parallel.expert_exchange",
+  "partitioning.parallel.expert_rows",
+  "partitioning.parallel.grouped_matmul",
   "training.optimizers.muon",
   "training.optimizers.soap",
   "partitioning.parallel.whole_matrices",

@@ -12,10 +12,11 @@ import jax
 from ml_collections import ConfigDict
 
 from models import expert_sums, load_balance
-from models.experts import COUNTS, NAME
+from models.load_balance import COUNTS
+from models.transformer_dims import EXPERTS
 from training.state import merged, split
 
-PARAMETER = f"{NAME}/router/correction"
+PARAMETER = f"{EXPERTS}/router/correction"
 
 
 def without(names: Iterable[str]) -> frozenset[str]:
@@ -29,7 +30,7 @@ def without(names: Iterable[str]) -> frozenset[str]:
     raise ValueError(
       f"training.trainable selects only {PARAMETER}, which no optimizer updates: it moves by "
       f"training.router_bias_rate, also where it is not selected; select a parameter that has "
-      f"gradients, such as {NAME}/router/kernel"
+      f"gradients, such as {EXPERTS}/router/kernel"
     )
   return names - {PARAMETER}
 

@@ -6,7 +6,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from models import expert_sums
-from models.experts import BALANCE, COUNTS, ENTROPY, Z_LOSS
+from models.experts import ENTROPY
+from models.load_balance import BALANCE, COUNTS, Z_LOSS
 
 COUNTS_LBE = np.array([[[3, 1, 0], [1, 0, 3]], [[0, 4, 0], [2, 2, 0]]], np.int32)
 ROWS = {

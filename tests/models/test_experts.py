@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.experts import BALANCE, COUNTS, ENTROPY, ROUNDS, Z_LOSS, Experts
+from models.experts import ENTROPY, ROUNDS, Experts
+from models.load_balance import BALANCE, COUNTS, Z_LOSS
 from models.token_positions import Rows
 from partitioning.parallel import expert_exchange
 from partitioning.rules import named_leaves

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models import load_balance
-from models.experts import COUNTS
+from models.load_balance import COUNTS
 from partitioning.rules import named_leaves
 from tests.checkpointing.states import moved
 from tests.helpers.jobs import first_state, host_batch, make_job, place
