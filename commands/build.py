@@ -10,7 +10,7 @@ from commands import config_flag, flags
 from configs.schema import attention_checks, finalize, unused, validate
 from processes.coordination import current
 from runtime import compilation_cache, devices
-from training import parity, setup
+from training import setup
 
 
 def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
@@ -19,6 +19,8 @@ def prepare(*config_flags_given, proof: bool = False) -> list[setup.Job]:
   jobs = []
   for config, its_devices in zip(configs, start_devices(*configs), strict=True):
     if proof:
+      from training import parity  # of `compare` alone
+
       given = config.optimizer.name
       parity.prove(config, its_devices.platform, keep=config_flag.set_keys(flags.SET.value))
       if config.optimizer.name != given:  # arguments set for that optimizer do not apply

@@ -12,11 +12,10 @@ from models.losses import Batch, Sums
 from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dims import partition_spec, spec_entries
 from partitioning.parallel.gathered_parameters import GatheredOnce
-from partitioning.parallel.pipeline import Pipeline
 from partitioning.parallel.pipeline_schedule import INTERLEAVED, STAGE, Schedule
-from partitioning.parallel.pipeline_stage import Params
 from training.state import merged
 
+Params = dict[str, jax.Array]  # name -> array
 Build = Callable[[Any], Any]  # nested dict of parameters -> the module
 
 
@@ -149,7 +148,9 @@ class Pipelined:
     count, batch = self._schedule.microbatches, self._build(params).ordered(batch)
     return split_rows(batch, count), None if key is None else jax.random.split(key, count)
 
-  def _pipeline(self, each: Callable[[Sums], Sums]) -> Pipeline:
+  def _pipeline(self, each: Callable[[Sums], Sums]) -> Any:
+    from partitioning.parallel.pipeline import Pipeline  # of runs with stages alone
+
     return Pipeline(
       self._schedule,
       _Parts(self._build, self._residual, each),
