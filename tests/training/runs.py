@@ -27,6 +27,7 @@ BATCH, STEPS = 8, 19
 KEYS = {
   "data.global_batch_size": BATCH,
   "training.steps": STEPS,
+  "optimizer.warmup_steps": 0,
   "metrics.every_steps": 1,
   "metrics.tensorboard": False,
   "checkpoint.every_steps": 5,
