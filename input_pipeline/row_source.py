@@ -82,8 +82,7 @@ def open_source(data, split, seed, sharing=None, tick=prepare.no_tick):
 def is_indexed(data):
   """Returns whether rows are an index over documents, and not stored as rows.
 
-  Bytes that are concatenated are stored as rows where a data set is taken by its name: a store
-  that older versions have written stays as it is, and so do their checkpoints.
+  Bytes that are concatenated are stored as rows where a data set is taken by its name.
   """
   if data.name in catalog.OF_FILES:
     return True
