@@ -173,6 +173,9 @@ def _checked(file: files.InputFile, found: Iterator[items.Item]) -> Iterator[ite
 def _reading(file: files.InputFile) -> Iterator[None]:
   """Checks before and after a file is read that it is what it was, and names it in errors."""
   try:
+    # Of small files in a bucket each look is a request; the preparation's end lists them at once.
+    looks = is_local(file.path) or file.suffix not in files.TEXT
+    version = files.bucket_version(file) if looks else ""
     if is_local(file.path):
       files.check_unchanged(file)
     try:
@@ -180,9 +183,9 @@ def _reading(file: files.InputFile) -> Iterator[None]:
     except Exception:
       files.check_unchanged(file)  # which explains it
       raise
-    # Of small files in a bucket each look is a request; the preparation's end lists them at once.
-    if is_local(file.path) or file.suffix not in files.TEXT:
+    if looks:
       files.check_unchanged(file)
+      files.check_version(file, version)
   except OSError as error:
     raise items.unreadable(file, error) from error
 

@@ -39,6 +39,7 @@ _MOST_SAID = 300
 # What is compressed may give that much, and so many times its size. Text that is compressed well
 # has a tenth or a hundredth of its size; gzip reaches a thousandth, zstd and Parquet any share.
 _FREE_BYTES, _MOST_EXPANSION = 2**26, 128
+_VERSIONS = ("etag", "generation", "versionid")  # keys of what buckets say of a file
 _RETRY_SECONDS = 60  # of a bucket that does not answer; pyarrow's own limit is a quarter of an hour
 
 
@@ -464,6 +465,27 @@ def check_unchanged(file: InputFile) -> None:
     now = InputFile(file.path, state.size, str(state.mtime_ns or 0)) if state.is_file else None
   if now != file:
     _refuse_change([_difference(file, now)], [file.path])
+
+
+def bucket_version(file: InputFile) -> str:
+  """Returns what a bucket calls the content of a file, its ETag or generation; "" elsewhere.
+
+  Two contents of one size may be written within the tick of the bucket's clock.
+  """
+  if file.path.startswith(_HUB) or files.is_local(file.path):
+    return ""
+  system, inner = bucket(file.path)
+  with system.open_input_file(inner) as opened:
+    found = opened.metadata() or {}
+  known = {bytes(key).decode() if isinstance(key, bytes) else key: found[key] for key in found}
+  return " ".join(f"{key}={known[key]}" for key in sorted(known) if key.lower() in _VERSIONS)
+
+
+def check_version(file: InputFile, version: str) -> None:
+  """Raises ChangedError if a bucket's file has another version than before."""
+  if version and (now := bucket_version(file)) != version:
+    said = f"{file.path} has its size ({file.size:,} bytes) and time as before, but was {version}"
+    _refuse_change([f"{said} and is now {now}"], [file.path])
 
 
 def check_same(spec: str, found: Sequence[InputFile], key: str = "data.files") -> None:

@@ -19,12 +19,12 @@ OTHERS = {
   "input_pipeline": "__init__ file_lock prefetch sources/__init__ sources/catalog",
   "partitioning": "__init__ mesh_sizes shardings",
   "training": "__init__ base_parameters callbacks choices compiler_options coordinate_check due "
-  "evaluation history loop metrics/__init__ metrics/append_log "
-  "metrics/console metrics/device_probe metrics/goodput metrics/log_lines metrics/log_schedule "
+  "evaluation history loop metrics/__init__ metrics/append_log metrics/console "
+  "metrics/device_probe metrics/goodput metrics/log_lines metrics/log_schedule "
   "metrics/csv_sink metrics/profiler metrics/reader metrics/sinks metrics/throughput "
-  "metrics/tracker metrics/tracker_sink metrics/waiting metrics/writer observer parity "
-  "record_schema replica_check replica_digests restore run_tokenizer saving trained_tokenizer "
-  "train_steps workdir_files workdir_owner",
+  "metrics/tracker metrics/tracker_sink metrics/waiting metrics/writer named_activations "
+  "observer parity record_schema replica_check replica_digests restore run_tokenizer saving "
+  "trained_tokenizer train_steps workdir_files workdir_owner",
 }
 
 
