@@ -28,7 +28,7 @@ from processes.coordination import current
 from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from runtime import devices
-from training import loop, restore, run_tokenizer, splits, workdir_owner
+from training import loop, restore, run_tokenizer, trained_tokenizer
 from training.callbacks import Callback
 from training.metrics import log_lines
 from training.metrics.log_lines import FILE
@@ -54,7 +54,7 @@ class Result:
 
 
 def build(config: ConfigDict, simulate: bool = True) -> Job:
-  """Returns the job of a config: finalized, checked, its layout checked.
+  """Returns the job of a config, its tokenizer trained: finalized, checked, its layout checked.
 
   Args:
     config: as a strategy's `get_config` returns it, with any keys changed.
@@ -64,6 +64,8 @@ def build(config: ConfigDict, simulate: bool = True) -> Job:
     ValueError: what the command line would refuse.
     RuntimeError: JAX has started with fewer devices than the mesh asks for, or on another platform.
   """
+  config = copy.deepcopy(config)  # the caller's does not get the name of the trained tokenizer
+  trained_tokenizer.train_missing(config)
   return building.job(config, _devices(config, simulate=simulate))
 
 
@@ -79,7 +81,7 @@ def load(config: ConfigDict, location: str, simulate: bool = True) -> tuple[Job,
     ValueError: as `build`; no such checkpoint, or one of another model.
   """
   run_tokenizer.adopt(config, location)
-  job = build(config, simulate=simulate)
+  job = building.job(config, _devices(config, simulate=simulate))
   _, params, variables = restore.model_state(job, location)
   return job, params, variables
 
@@ -137,10 +139,7 @@ def train(job: Job, workdir: str | epath.Path, callbacks: Sequence[Callback] = (
     input_timeout_seconds=keys.input_timeout_seconds,
   )
   with watch:
-    data = splits.open_data(job)
-    with workdir_owner.owned(job, folder, watch) as owner:
-      record, newest = restore.check_resume(job, data.train.source, folder)
-      start = restore.begin(job, folder, record, owner, newest)
+    data, start = verb.open_run(job, folder, watch)
     with start.owner:
       verb.write_files(job, data, folder, start.owner.require)
       start.checkpointer.start_writing()

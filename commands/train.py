@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from etils import epath
 
@@ -42,17 +42,37 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   trained_tokenizer.train_missing(flags.CONFIG.value)
   restore.adopt_schedule(flags.CONFIG.value, flags.workdir())
   [ready] = build.prepare(flags.CONFIG)
+  workdir = flags.workdir()
+  data, start = open_run(ready, workdir, watch, flags.ACCEPT.value)
+  return lambda: run(ready, data, start, workdir, watch)
+
+
+def open_run(
+  ready: setup.Job,
+  workdir: epath.Path,
+  watch: Watchdog,
+  accepted: Sequence[str] = (),
+) -> tuple[splits.Data, restore.Start]:
+  """Opens a run's data, and begins or restores it; the workdir is unchanged while it may refuse.
+
+  Args:
+    ready: the job.
+    workdir: of the run.
+    watch: of this process.
+    accepted: changes of the config that a run may resume with.
+
+  Raises:
+    ValueError: the workdir is of another run, or the config, data or model folder is refused.
+  """
   sinks.require_packages(ready.config)
   data = splits.open_data(ready)
   request.check_first_words(ready.config)  # after the data's vocabulary, whose refusal says more
-  workdir = flags.workdir()
   base_parameters.check_model_folder(ready, workdir)
   with workdir_owner.owned(ready, workdir, watch) as owner:
-    record, newest = restore.check_resume(ready, data.train.source, workdir, flags.ACCEPT.value)
+    record, newest = restore.check_resume(ready, data.train.source, workdir, accepted)
     sources = {"train": data.train.source, "held out": data.evaluation.source}
     preflight_facts.about_to_run(ready, sources, workdir, writes=True)
-    start = restore.begin(ready, workdir, record, owner, newest)
-  return lambda: run(ready, data, start, workdir, watch)
+    return data, restore.begin(ready, workdir, record, owner, newest)
 
 
 def run(

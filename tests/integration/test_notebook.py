@@ -71,3 +71,57 @@ def test_every_cell_runs_in_one_kernel(tmp_path):
   ]
   assert "embed/table" in done.stdout
   assert "refused" in done.stdout
+
+
+BPE = {
+  "model.layers": 1,
+  "model.model_size": 32,
+  "model.feedforward_size": 48,
+  "data.sequence_length": 64,
+  "data.evaluation_split": "test[:1]",
+  "data.train_tokenizer": 300,
+  "model.vocabulary_size": 300,
+  "training.steps": 2,
+  "metrics.every_steps": 1,
+  "evaluation.final_steps": 1,
+  "metrics.tensorboard": False,
+}
+BPE_NOTEBOOK = """
+import sys
+from commands import interactive
+from configs import dp4_tp2
+
+config = dp4_tp2.get_config("lm_bpe")
+config.update_from_flattened_dict(KEYS)
+job = interactive.build(config)
+assert job.config.data.tokenizer, "no tokenizer was trained"
+assert not config.data.tokenizer
+interactive.train(job, sys.argv[1])
+"""
+
+
+def losses(folder):
+  lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+  return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+@pytest.mark.long
+def test_a_notebook_trains_the_tokenizer_and_has_the_losses_of_the_command(tmp_path):
+  source = BPE_NOTEBOOK.replace("KEYS", repr(BPE))
+  given = [f"--config.{key}={value}" for key, value in BPE.items()]
+  commands = {
+    "notebook": [sys.executable, "-c", source, str(tmp_path / "notebook")],
+    "command": [
+      *(sys.executable, "main.py", "--config=configs/dp4_tp2.py:lm_bpe"),
+      *(f"--workdir={tmp_path / 'command'}", *given),
+    ],
+  }
+  environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
+  for command in commands.values():
+    done = subprocess.run(
+      command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+  found = {name: losses(tmp_path / name) for name in commands}
+  assert len(found["command"]) == 2
+  assert found["notebook"] == found["command"]
