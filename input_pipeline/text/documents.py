@@ -180,8 +180,8 @@ def _reading(file: files.InputFile) -> Iterator[None]:
       files.check_unchanged(file)
     try:
       yield
-    except Exception:
-      files.check_unchanged(file)  # which explains it
+    except Exception:  # whatever it is, a change of the file explains it
+      files.check_unchanged(file)
       raise
     if looks:
       files.check_unchanged(file)

@@ -20,10 +20,7 @@ from tests.faults import power
 ROOT = pathlib.Path(__file__).parents[2]
 SEED, DRAWN = 0, 4
 
-pytestmark = [
-  pytest.mark.faults,
-  pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed"),
-]
+pytestmark = pytest.mark.faults
 
 SAVE = """
 import os, sys
@@ -57,6 +54,8 @@ prepare._write(folder / "rows", wanted, examples, prepare._BadRecords("here", 0)
 
 def replayed(code, tmp_path):
   """Runs code under strace; yields (call, disk) after each call that has changed something."""
+  if shutil.which("strace") is None:
+    pytest.fail("no strace, which records the system calls; install it: apt-get install strace")
   folder = tmp_path / "traced"
   folder.mkdir()
   calls = power.trace(
