@@ -46,9 +46,13 @@ def quiet() -> None:
   hook = sys.unraisablehook
 
   def unless_late(unraisable: Any) -> None:
-    # A write, or an open, that ends after another has failed, when its event loop is closed.
     raised = unraisable.exc_traceback
-    if raised is None or raised.tb_frame.f_code is not _TO_A_LOOP:
+    code = None if raised is None else raised.tb_frame.f_code
+    # A write, or an open, that ends after another has failed, when its event loop is closed.
+    late = code is _TO_A_LOOP
+    # A read that is given up since another has failed: Orbax makes an error of the closing.
+    given_up = isinstance(getattr(unraisable.exc_value, "__cause__", None), GeneratorExit)
+    if not late and not (given_up and code is not None and code.co_filename.startswith(_ORBAX)):
       hook(unraisable)
 
   sys.unraisablehook = unless_late

@@ -53,6 +53,28 @@ def test_a_write_that_ends_after_its_event_loop_is_left_out(unraisable):
   assert unraisable == ["Event loop is closed"]
 
 
+GIVEN_UP = """
+async def read(future):
+  try:
+    await future
+  except BaseException as error:
+    raise Exception("while reading") from error
+"""
+
+
+@pytest.mark.parametrize(("file", "printed"), [(INSIDE, []), ("own.py", ["while reading"])])
+def test_a_read_of_orbax_that_is_given_up_is_left_out(file, printed, unraisable):
+  names = {}
+  exec(compile(GIVEN_UP, file, "exec"), names)
+  loop = asyncio.new_event_loop()
+  reading = names["read"](loop.create_future())
+  reading.send(None)
+  del reading  # which closes it
+  gc.collect()
+  loop.close()
+  assert unraisable == printed
+
+
 def test_an_unread_error_of_tensorstore_is_not_logged(unraisable, caplog):
   loop = asyncio.new_event_loop()
   futures = [loop.create_future() for _ in range(2)]
