@@ -1,9 +1,11 @@
 """Digests of the files of a save, computed while other files are still being written.
 
-TensorStore writes a file of arrays under a name that ends with `.__lock`, syncs it, renames it and
-never writes to it again. Digests computed here are looked up later by the file's random name and
-its size, since the folders above it are renamed when the save is complete. This uses the time in
-which the save waits for the disk.
+TensorStore appends to a file of arrays until it has its final size, and never writes to it again:
+some files under a name that ends with `.__lock`, others under their own. So a file is read once its
+size has stopped growing, and its digest counts only where as many bytes were read as the file has
+in the end; else the file is read again, later. Digests are looked up by the file's random name,
+since the folders above it are renamed when the save is complete. This uses the time in which the
+save waits for the disk.
 """
 
 import concurrent.futures
@@ -33,6 +35,7 @@ class Ahead:
       f"{glob.escape(str(making))}*", "*", f"ocdbt.process_{process}", "d", "*"
     )
     self._reading: dict[str, concurrent.futures.Future] = {}
+    self._sizes: dict[str, int] = {}  # at the last look
     self._over = threading.Event()
     self._pool = concurrent.futures.ThreadPoolExecutor(checksums.THREADS)
     self._thread = threading.Thread(target=self._watch, name="digests")
@@ -60,10 +63,15 @@ class Ahead:
 
   def _watch(self) -> None:
     while not self._over.wait(_PAUSE_SECONDS):
-      for path in glob.iglob(self._pattern):
-        name = os.path.basename(path)
-        if name in self._reading or name.endswith(_LOCK):
-          continue
-        with contextlib.suppress(OSError):
-          if os.path.getsize(path) >= _LEAST_BYTES:
-            self._reading[name] = self._pool.submit(checksums.read_through, epath.Path(path))
+      self._look()
+
+  def _look(self) -> None:
+    """Begins to read the files that have not grown since the last look."""
+    for path in glob.iglob(self._pattern):
+      name = os.path.basename(path)
+      if name in self._reading or name.endswith(_LOCK):
+        continue
+      with contextlib.suppress(OSError):
+        before, self._sizes[name] = self._sizes.get(name), os.path.getsize(path)
+        if before == self._sizes[name] >= _LEAST_BYTES:
+          self._reading[name] = self._pool.submit(checksums.read_through, epath.Path(path))
