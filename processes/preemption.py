@@ -5,6 +5,8 @@ It imports nothing slow: main.py calls `begin` before everything else.
 
 import atexit
 import contextlib
+import errno
+import io
 import os
 import select
 import signal
@@ -72,6 +74,7 @@ class StopRequest:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
       numbers.append(signal.SIGHUP)
     self._terminals = [number for number in (0, 1, 2) if os.isatty(number)]
+    self._forgive_terminals()
     # The pipe first: a signal between the two would be lost.
     self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
     self._old = {number: signal.signal(number, _nothing) for number in numbers}
@@ -137,6 +140,15 @@ class StopRequest:
         self.request(signal.Signals(number).name)
     self._heard = time.monotonic()
 
+  def _forgive_terminals(self) -> None:
+    """Makes output to a terminal no error once its window is closed, which SIGHUP says later."""
+    for name in ("stdout", "stderr"):
+      old = getattr(sys, name)
+      with contextlib.suppress(OSError, ValueError, AttributeError):  # no file, or closed
+        if old.fileno() in self._terminals and not isinstance(_raw(old), _Terminal):
+          old.flush()
+          setattr(sys, name, _forgiving(old))
+
   def _leave_terminals(self) -> None:
     """Redirects output from a closed terminal, where it would be an error, to the null device."""
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -147,6 +159,35 @@ class StopRequest:
   def _again(self) -> bool:
     """Returns whether the signals in the pipe arrived clearly after the announcement."""
     return self._announced is not None and self._heard - self._announced >= AGAIN_SECONDS
+
+
+class _Terminal(io.FileIO):
+  """A terminal to write to; what is written after its window was closed is lost."""
+
+  def write(self, data: bytes | memoryview) -> int | None:
+    """Writes bytes, as `FileIO.write` does."""
+    try:
+      return super().write(data)
+    except OSError as error:
+      if error.errno != errno.EIO:
+        raise
+      return memoryview(data).nbytes
+
+
+def _raw(file: io.TextIOWrapper) -> io.RawIOBase:
+  return getattr(file.buffer, "raw", file.buffer)  # -u and PYTHONUNBUFFERED: without a buffer
+
+
+def _forgiving(file: io.TextIOWrapper) -> io.TextIOWrapper:
+  """Returns a file that writes to the same terminal, as `_Terminal` does."""
+  raw = _Terminal(file.fileno(), "w", closefd=False)
+  return io.TextIOWrapper(
+    raw if _raw(file) is file.buffer else io.BufferedWriter(raw),
+    encoding=file.encoding,
+    errors=file.errors,
+    line_buffering=file.line_buffering,
+    write_through=file.write_through,
+  )
 
 
 def current() -> StopRequest | None:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -73,6 +74,7 @@ class Terminal:
     os.close(slave)
     self._output = bytearray()
     self._shown = 0, ""  # how much of it, and its text
+    self._closing, self._close = os.pipe()
     self._reader = threading.Thread(target=self._read, daemon=True)
     self._reader.start()
 
@@ -89,7 +91,10 @@ class Terminal:
 
   def _read(self) -> None:
     with contextlib.suppress(OSError):  # the session has ended
-      while data := os.read(self._master, 65536):
+      # Not in `read` while the window is closed: it would stay open until the command prints.
+      while self._closing not in select.select([self._master, self._closing], [], [])[0]:
+        if not (data := os.read(self._master, 65536)):
+          break
         self._output += data
 
   def raw(self) -> bytes:
@@ -110,7 +115,10 @@ class Terminal:
   def hang_up(self) -> None:
     """Closes the window."""
     if self._master >= 0:
-      os.close(self._master)
+      os.close(self._close)
+      self._reader.join()
+      for file in (self._closing, self._master):
+        os.close(file)
       self._master = -1
 
   def wait_until(self, condition: Callable[[], object], what: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from processes import preemption
 from processes.preemption import AGAIN_SECONDS, StopRequest
+from tests.helpers.terminals import Terminal
 from tests.processes.clocks import Clock
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -207,3 +208,29 @@ sys.exit(preemption.ending(main)(sys.argv[1:]))
   assert (popen.returncode, errors) == (75, b"")
   assert out == b"stopped as requested (SIGINT); there was nothing to save\n"
   assert not half.exists()
+
+
+# Prints before and after its window is closed, and does not hear of that by SIGHUP.
+_IN_A_CLOSED_WINDOW = """
+import select, signal, sys
+from processes.preemption import StopRequest
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with StopRequest():
+  print("open", flush=True)
+  window = select.poll()
+  window.register(0, 0)
+  window.poll(60_000)
+  print("lost", flush=True)
+  print("lost", file=sys.stderr, flush=True)
+  print("lost", flush=True)
+raise SystemExit(23)
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_is_printed_after_the_window_was_closed_is_no_error(unbuffered):
+  command = [sys.executable, "-c", _IN_A_CLOSED_WINDOW]
+  with Terminal(command, environment={"PYTHONUNBUFFERED": unbuffered}) as terminal:
+    terminal.wait_for("open")
+    terminal.hang_up()
+    assert terminal.end() == 23
