@@ -37,7 +37,7 @@ test: $(VENV)/.installed-dev
 test-long: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist load -m 'long and not plan'
 
-# The tests, and every mesh by every variant beside one device, which writes docs/parity.md.
+# The tests, and every mesh by every variant beside one device, which writes docs/compare.md.
 test-all: test test-long
 	$(BIN)/python -m tests.parity.matrix --write
 

@@ -1,4 +1,4 @@
-"""The page and the picture of `python -m benchmarks.optimizers`, from its results."""
+"""What `python -m benchmarks.optimizers` writes of its results: a section of a page, a picture."""
 
 import dataclasses
 import itertools
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, axes, svg, text, ticks
 
+HEADING = "## Optimizers beside AdamW"
 PICTURE = "images/optimizers.svg"  # beside the page
 COLORS = ("#57606a", "#0969da", "#1a7f37", "#8250df", "#bc4c00", "#bf3989", "#9a6700")
 
@@ -109,7 +110,7 @@ def page(
   """
   adamw = results["adamw"]
   lines = [
-    "# Optimizers beside AdamW",
+    HEADING,
     "",
     "Written by `python -m benchmarks.optimizers --write_page`; do not edit.",
     "",
@@ -133,7 +134,7 @@ def page(
     "",
     *_losses(results, budgets),
     "",
-    "## Steps",
+    "### Steps",
     "",
     "How many times fewer steps an optimizer takes to a loss, seed by seed: AdamW's steps over "
     "its own. The loss is the",
@@ -145,7 +146,7 @@ def page(
     "",
     *_ratios(results, adamw, sorted(budgets)),
   ]
-  lines += ["", "## Learning rates", ""]
+  lines += ["", "### Learning rates", ""]
   lines += [f"Validation loss after {trial} steps, seed 0, the best in bold.", ""]
   lines += [_row("optimizer", "learning rate: loss"), _row("---", "---")]
   for name, found in results.items():

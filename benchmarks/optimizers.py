@@ -6,7 +6,7 @@ Each optimizer has as many trials to find its learning rate, then three seeds at
 each budget of steps. Every run has its schedule to its own end, so that the loss of a budget is
 that of a run of so many steps; between budgets, losses are interpolated over the logarithm of the
 steps. One device. A finished run is kept in docs/optimizers.json, and a later call goes on from
-there. `--write_page` writes docs/optimizer_comparison.md and its picture from what is there.
+there. `--write_page` writes the section of docs/optimizers.md and its picture from what is there.
 """
 
 import copy
@@ -33,6 +33,7 @@ from configs import base
 from configs.schema import finalize
 from input_pipeline.batches import TrainingBatches
 from runtime import devices
+from tests.docs.pages import write_section
 from training import setup, splits
 from training.optimizers.build import make_optimizer
 from training.schedules import learning_rate_schedule
@@ -349,7 +350,7 @@ def write(names: Sequence[str], results: Results, docs: pathlib.Path) -> None:
   found = {name: found_of(name, results) for name in names if trials(name, results)[0]}
   budgets = (FEWEST, *BUDGETS)
   page = optimizer_pages.page(found, TRIAL, budgets, EVALUATION_BATCHES, left(names, results))
-  (docs / "optimizer_comparison.md").write_text(page)
+  write_section(docs / "optimizers.md", page)
   picture = docs / optimizer_pages.PICTURE
   picture.parent.mkdir(exist_ok=True)
   picture.write_text(optimizer_pages.picture(found, MEAN_OF))

@@ -4,9 +4,9 @@ r"""Peak memory by the formulas of `plan` and by the compiler, for configs of ma
   python -m benchmarks.plan_memory [--only=gpt2] [--write]
 
 Compiles the train step of each config for its TPUs (about a minute each on two cores, no TPU) and
-prints formula / compiler; --write writes docs/planner_memory.md, and keeps the rows that --only
-leaves out and the paragraph that is marked as a note. Exits with 1 if fewer than a dozen are within
-10 %.
+prints formula / compiler; --write writes the section of docs/plan.md, and keeps the rows that
+--only leaves out and the paragraph that is marked as a note. Exits with 1 if fewer than a dozen are
+within 10 %.
 """
 
 import dataclasses
@@ -20,11 +20,13 @@ from commands import plan_process
 from configs import single
 from planning import aot, memory
 from planning.topology import parse
+from tests.docs.pages import section, write_section
 
-PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "planner_memory.md"
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "plan.md"
 _ONLY = flags.DEFINE_string("only", "", "Only configs whose name contains this.")
-_WRITE = flags.DEFINE_bool("write", False, "Write docs/planner_memory.md.")
+_WRITE = flags.DEFINE_bool("write", False, "Write the section of docs/plan.md.")
 LEAST, WITHIN = 12, 0.1
+HEADING = "## Memory by formula and by the compiler"
 NOTE = "<!-- note: kept by --write; delete it when it no longer holds -->"
 CHUNKS = {"training.loss_chunks": 8}
 REGIONS = {"partitioning.sequence_parallel": True}
@@ -99,10 +101,10 @@ def note_of(text: str) -> list[str]:
 
 
 def page(lines: list[str], close: int, note: list[str]) -> str:
-  """Returns docs/planner_memory.md; `note` as from `note_of`."""
+  """Returns the section of docs/plan.md; `note` as from `note_of`."""
   return "\n".join(
     [
-      "# Memory by formula and by the compiler",
+      HEADING,
       "",
       "Written by `python -m benchmarks.plan_memory --write`; do not edit.",
       "",
@@ -122,7 +124,7 @@ def page(lines: list[str], close: int, note: list[str]) -> str:
 def main(argv: list[str]) -> int:
   """Compiles every config; returns the exit code."""
   del argv
-  before = PAGE.read_text()
+  before = section(PAGE.read_text(), HEADING)
   lines = []
   for case in CASES:
     if _ONLY.value in case.name:
@@ -133,7 +135,7 @@ def main(argv: list[str]) -> int:
       lines += [one for one in before.splitlines() if one.startswith(f"| {case.name} |")]
   close = sum(map(is_close, lines))
   if _WRITE.value:
-    PAGE.write_text(page(lines, close, note_of(before)))
+    write_section(PAGE, page(lines, close, note_of(before)))
   return 0 if close >= min(LEAST, len(lines)) else 1
 
 

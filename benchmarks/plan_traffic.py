@@ -6,8 +6,8 @@ r"""FLOPs and HBM traffic of a step by the planner's formulas, beside those of c
 For GPUs there is no compiler here, so a plan reads the traced gradients (planning/traced_cost.py).
 This compiles steps for TPUs (a minute each on two cores, no TPU), where the same rules can be
 compared: prints formula / compiled program, for plain attention, which is what runs on GPUs, and
-for the kernel; --write writes docs/planner_traffic.md. Compiled FLOPs and bytes are counted from
-the optimized HLO (analysis/roofline.py), not measured.
+for the kernel; --write writes the section of docs/plan.md. Compiled FLOPs and bytes are counted
+from the optimized HLO (analysis/roofline.py), not measured.
 """
 
 import dataclasses
@@ -24,11 +24,12 @@ from commands import plan_process
 from configs import single
 from planning import analytic, aot, step_time
 from planning.topology import parse
+from tests.docs.pages import write_section
 
 _ON_CHIP = re.compile(r"S\([1-9]\)")  # of an array's layout: its memory, if that is not HBM
-PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "planner_traffic.md"
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "plan.md"
 _ONLY = flags.DEFINE_string("only", "", "Configs whose name has this in it.")
-_WRITE = flags.DEFINE_bool("write", False, "Write docs/planner_traffic.md.")
+_WRITE = flags.DEFINE_bool("write", False, "Write the section of docs/plan.md.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,13 +103,13 @@ def line(case: Case) -> str:
 
 
 def page(lines: list[str]) -> str:
-  """Returns docs/planner_traffic.md."""
+  """Returns the section of docs/plan.md."""
   heads = ["TFLOP, formula", "compiled", "ratio", "HBM GiB, formula", "compiled", "ratio"]
   heads += ["ms without collectives, formula", "compiled", "ratio"]
   heads += ["GiB in HBM and on the chip, compiled", "ratio"]
   return "\n".join(
     [
-      "# FLOPs and HBM traffic by formula and in compiled programs",
+      "## FLOPs and HBM traffic by formula and in compiled programs",
       "",
       "Written by `python -m benchmarks.plan_traffic --write`; do not edit.",
       "",
@@ -144,7 +145,7 @@ def main(argv: list[str]) -> None:
       lines.append(line(case))
       print(lines[-1], flush=True)
   if _WRITE.value:
-    PAGE.write_text(page(lines))
+    write_section(PAGE, page(lines))
 
 
 if __name__ == "__main__":

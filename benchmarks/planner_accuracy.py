@@ -4,8 +4,8 @@ r"""Predictions of `plan` next to published throughputs: tokens per second and d
   python -m benchmarks.planner_accuracy [--only=v6e] [--write]
 
 Compiles the train step of each row on TPUs for its devices (minutes each on two cores, no TPU),
-plans those on GPUs by formula, and prints predicted / published; --write writes
-docs/planner_accuracy.md, and keeps the rows that --only leaves out. The efficiency constants are
+plans those on GPUs by formula, and prints predicted / published; --write writes the section of
+docs/plan.md, and keeps the rows that --only leaves out. The efficiency constants are
 those of analysis/chips.py, from data sheets and published micro-benchmarks; none was fitted to the
 rows.
 """
@@ -25,12 +25,12 @@ from analysis.chips import CHIPS, REASONS, SOURCES, Rates, overridden
 from configs import fsdp8
 from planning import analytic, aot
 from planning.topology import parse
+from tests.docs.pages import write_section
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "planner_accuracy.md"
-NOTE = "## What remains"  # this part of the page is written by hand, and kept by --write
+PAGE = ROOT / "docs" / "plan.md"
 _ONLY = flags.DEFINE_string("only", "", "Rows whose topology or model has this in its name.")
-_WRITE = flags.DEFINE_bool("write", False, "Write docs/planner_accuracy.md.")
+_WRITE = flags.DEFINE_bool("write", False, "Write the section of docs/plan.md.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,13 +220,12 @@ HEAD = (
 )
 
 
-def page(compiled: list[str], formula: list[str], kept: list[str]) -> str:
-  """Returns docs/planner_accuracy.md.
+def page(compiled: list[str], formula: list[str]) -> str:
+  """Returns the section of docs/plan.md.
 
   Args:
     compiled: rows of the table of compiled programs.
     formula: of those by formula.
-    kept: lines of the page that are written by hand.
   """
   rates = [
     f"- `{name}` {value:g}: {REASONS[name]}"
@@ -245,7 +244,7 @@ def page(compiled: list[str], formula: list[str], kept: list[str]) -> str:
   )
   return "\n".join(
     [
-      "# Predicted and published throughput",
+      "## Predicted and published throughput",
       "",
       "Written by `python -m benchmarks.planner_accuracy --write`; do not edit.",
       "",
@@ -253,7 +252,7 @@ def page(compiled: list[str], formula: list[str], kept: list[str]) -> str:
       "row are those of the published run; the constants are from data sheets and published",
       "micro-benchmarks, and none was fitted to a row.",
       "",
-      "## TPUs, by the compiled program",
+      "### TPUs, by the compiled program",
       "",
       "Published: the tiering page of MaxText's documentation. Predicted: from the program that is",
       "compiled for the same TPUs. The loss is in chunks, which the published runs do not have.",
@@ -263,11 +262,11 @@ def page(compiled: list[str], formula: list[str], kept: list[str]) -> str:
       "",
       *(_settings(row) for row in ROWS),
       "",
-      "## GPUs, by formula",
+      "### GPUs, by formula",
       "",
       "There is no compiler for GPUs here: predicted by formula, from the traced gradients.",
-      "[planner_traffic.md](planner_traffic.md) shows what the formulas count next to compiled TPU",
-      "programs.",
+      "[Below](#flops-and-hbm-traffic-by-formula-and-in-compiled-programs) is what the formulas",
+      "count next to compiled TPU programs.",
       "",
       *HEAD,
       *formula,
@@ -278,15 +277,14 @@ def page(compiled: list[str], formula: list[str], kept: list[str]) -> str:
       "with the rows; 60 % of the peak in matmuls, by torchao's roofline of the same GPUs at that",
       "time ([9]); 33 % in attention, FlashAttention-2's 333 and 318 of 989 TFLOP/s ([10]).",
       "",
-      *kept,
-      "## The constants",
+      "### The constants",
       "",
       *shares,
       *rates,
       "",
       f"Sources: {SOURCES}.",
       "",
-      "## The commands",
+      "### The commands",
       "",
       "```",
       *commands,
@@ -300,15 +298,6 @@ def _settings(row: Row) -> str:
   return (
     f"- {row.model}, {row.topology}, {row.published:,}: {row.settings}. Differs: {row.differs}."
   )
-
-
-def notes(text: str) -> list[str]:
-  """Returns the lines of a page that are written by hand, which --write keeps."""
-  lines = text.splitlines()
-  if NOTE not in lines:
-    return []
-  start = lines.index(NOTE)
-  return lines[start : lines.index("## The constants")]
 
 
 def main(argv: list[str]) -> None:
@@ -327,7 +316,7 @@ def main(argv: list[str]) -> None:
         start = f"| {title(row)} | {row.published:,.0f} |"
         tables[-1] += [one for one in before.splitlines() if one.startswith(start)]
   if _WRITE.value:
-    PAGE.write_text(page(*tables, notes(before)))
+    write_section(PAGE, page(*tables))
 
 
 if __name__ == "__main__":

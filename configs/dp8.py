@@ -2,7 +2,7 @@
 
 python main.py --config=configs/dp8.py
 
-To expect after 200 steps: 2.3 to 2.5 bits per byte on the evaluation split (docs/strategies.md).
+To expect after 200 steps: 2.3 to 2.5 bits per byte on the evaluation split (docs/models.md).
 """
 
 from configs import base

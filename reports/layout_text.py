@@ -194,7 +194,7 @@ def counts_text(job: Job) -> str:
 
 
 def chosen_lines(job: Job, *, compiled: bool = True) -> list[str]:
-  """Returns a line for each default that follows from platform and mesh: docs/defaults.md.
+  """Returns a line for each default that follows from platform and mesh: docs/performance.md.
 
   Args:
     job: whose defaults.

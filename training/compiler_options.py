@@ -29,7 +29,7 @@ class Defaults:
   Attributes:
     devices: names of chips, as in `analysis.chips`; or `gpu` or `cpu`, for all of them.
     options: name -> value.
-    reason: in words; docs/defaults.md has what was measured.
+    reason: in words; docs/performance.md has what was measured.
     models: values of `model.name`; (): all of them.
   """
 

@@ -14,7 +14,7 @@ GENERAL: Rows = {
   # On resume: may allow less precision; those of the device are not in it.
   "compiler_options": Key(
     "",
-    "Of XLA, for every compiled step, besides the defaults of docs/defaults.md: "
+    "Of XLA, for every compiled step, besides the defaults of docs/performance.md: "
     '"name=value,name="; a name without a value leaves that default out',
   ),
   "compilation_cache_dir": Key("~/.cache/meshwright/compilation", '"": off', resume=MAY_CHANGE),

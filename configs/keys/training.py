@@ -140,7 +140,7 @@ TRAINING: Rows = {
     Unset(str),
     "xla (has all scores in memory), blockwise (a scan over blocks of keys, for any platform), "
     "splash (JAX's flash attention for TPUs) or cudnn (cuDNN's, for Hopper and later GPUs). By "
-    "default what docs/defaults.md says.",
+    "default what docs/performance.md says.",
     resume=MAY_CHANGE,
     readers=("logits",),
     off="xla",
@@ -149,7 +149,7 @@ TRAINING: Rows = {
   "grouped_matmul": Key(
     Unset(str),
     "Experts' matmuls: tiles (a loop over tiles of rows) or ragged (JAX's ragged_dot, on TPUs). "
-    "By default what docs/defaults.md says.",
+    "By default what docs/performance.md says.",
     choices=("tiles", "ragged"),
     resume=MAY_CHANGE,
     readers=("experts",),

@@ -1,6 +1,6 @@
 """Defaults that follow from config, platform and mesh: the best configuration known for them.
 
-`RULES` says what each follows from; docs/defaults.md has the same table, with what was measured.
+`RULES` says what each follows from; docs/performance.md has the same table, with what was measured.
 Compiler options have a table of their own in training/compiler_options.py.
 """
 

@@ -1,6 +1,6 @@
 """Numbers in 8 bits and their scales: rounding, gathers and contractions of them.
 
-What is computed is in docs/eight_bit.md.
+What is computed is in docs/memory.md.
 """
 
 from collections.abc import Sequence

@@ -65,8 +65,12 @@ def test_runs_are_made_once_kept_and_written(toy, tmp_path, monkeypatch):
     assert seeds[0] != seeds[1]
     assert all(0 < loss < 3 for loss in seeds.values())  # log 10 is 2.3
     assert [len(curve) for curve in found.curves[4]] == [2, 2]
+  written = tmp_path / "optimizers.md"
+  written.write_text(f"# Optimizers\n\n{optimizer_pages.HEADING}\n\nstale\n\n## SOAP\n")
   optimizers.write(NAMES, again, tmp_path)
-  page = (tmp_path / "optimizer_comparison.md").read_text()
+  page = written.read_text()
+  assert page.startswith("# Optimizers\n")
+  assert page.endswith("\n\n## SOAP\n")
   assert "| `schedule_free_adamw` |" in page
   assert "**Not all is measured yet**: the time of a step (" in page
   assert optimizers.left(["adamw", "muon"], again).startswith("trials of `muon`, the time of")

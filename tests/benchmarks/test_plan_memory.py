@@ -1,10 +1,11 @@
-"""The page of the memory benchmark: --write keeps the note, and drops nothing else."""
+"""The section of the memory benchmark: --write keeps the note, and drops nothing else."""
 
 from benchmarks import plan_memory
+from tests.docs.pages import section
 
 
 def test_the_page_is_what_write_writes():
-  text = plan_memory.PAGE.read_text()
+  text = section(plan_memory.PAGE.read_text(), plan_memory.HEADING)
   lines = [line for line in text.splitlines() if line.startswith("| ") and " model, " not in line]
   rows = [line for line in lines if "---" not in line]
   ratios = [float(row.rpartition("|")[0].rpartition("|")[2]) for row in rows]

@@ -61,7 +61,8 @@ NOTES = {
   "([strategies.md](strategies.md)).",
   "mesh_dcn": "Over how many slices an axis extends. Its size is the product with `mesh`.",
   "partitioning": "Axis tables: the mesh axes that shard each dim of parameters, activations and\n"
-  "optimizer state (by default as parameters), outermost first ([layout.md](layout.md)).",
+  "optimizer state (by default as parameters), outermost first\n"
+  "([strategies.md](strategies.md#axis-tables)).",
   "evaluation": "Evaluations are on `data.evaluation_split`.",
 }
 

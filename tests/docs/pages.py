@@ -29,6 +29,25 @@ def prose(text: str) -> str:
   return FENCE.sub("", text)
 
 
+def section(text: str, heading: str) -> str:
+  """Returns the part of a page that begins with a heading, up to the next one of its level.
+
+  Args:
+    text: the page.
+    heading: the complete line, such as "## Loss".
+  """
+  level = heading.index(" ")
+  pattern = rf"^{re.escape(heading)}\n.*?(?=^#{{1,{level}}} |\Z)"
+  [found] = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
+  return found.rstrip("\n") + "\n"
+
+
+def write_section(page: pathlib.Path, new: str) -> None:
+  """Replaces the section of a page that has the heading of a new, generated one."""
+  text = page.read_text()
+  page.write_text(text.replace(section(text, new.partition("\n")[0]), new))
+
+
 def anchors(text: str) -> set[str]:
   """Returns the anchors that GitHub gives a page's headings."""
   found = []

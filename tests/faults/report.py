@@ -1,4 +1,4 @@
-"""The results of the rows: kept as JSON, and written as a page."""
+"""The results of the rows: kept as JSON, and written as a section of a page."""
 
 import dataclasses
 import datetime
@@ -12,16 +12,16 @@ from typing import Any
 
 import psutil
 
+from tests.docs.pages import write_section
 from tests.faults.plan import ROWS, Row, Trial
 
 DOCS = pathlib.Path(__file__).parent.parent.parent / "docs"
 RESULTS, PAGE = DOCS / "reliability.json", DOCS / "reliability.md"
 
 INTRODUCTION = """\
-# Reliability
+## Faults that were tried on real runs
 
-The faults that were tried on real runs, how often, and the results. Written by
-`python -m tests.faults --write`; do not edit.
+Written by `python -m tests.faults --write`; do not edit.
 
 Each trial starts the unmodified application as 2 or 4 processes on this machine, with a small
 decoder. It disturbs the run from outside, by signals and by changes on its disk, and starts it
@@ -97,11 +97,11 @@ def read() -> dict[int, Result]:
 
 
 def write(results: Mapping[int, Result]) -> None:
-  """Merges the results of some rows into those of the others, and rewrites the page."""
+  """Merges the results of some rows into those of the others, and rewrites the section."""
   known = {**read(), **results}
   texts = {number: dataclasses.asdict(known[number]) for number in sorted(known)}
   RESULTS.write_text(json.dumps(texts, indent=1) + "\n")
-  PAGE.write_text(page(known))
+  write_section(PAGE, page(known))
 
 
 def seconds_each(row: Row, results: Mapping[int, Result]) -> float:
@@ -110,23 +110,23 @@ def seconds_each(row: Row, results: Mapping[int, Result]) -> float:
   return max(known.seconds / known.done, 0.1) if known and known.done else row.seconds
 
 
-# ------------------------------ the page ------------------------------
+# ------------------------------ the section ------------------------------
 
 
 def page(results: Mapping[int, Result]) -> str:
-  """Returns the page about all rows."""
+  """Returns the section of docs/reliability.md about all rows."""
   machines = list(dict.fromkeys(results[number].machine for number in sorted(results)))
   heads = "| # | fault | passes when | planned | done | passed | minutes | date | machine |"
   lines = [INTRODUCTION, heads, "|" + " --- |" * 9]
   lines += [_line(row, results.get(row.number), machines) for row in ROWS]
   if machines:
-    lines += ["", "## Machines", ""]
+    lines += ["", "### Machines", ""]
     lines += [f"- {_letter(index)}: {text}" for index, text in enumerate(machines)]
-  lines += ["", "## The rows", ""]
+  lines += ["", "### The rows", ""]
   lines += [f"- Row {row.number}. {row.note}" for row in ROWS if row.note]
   failed = [(row, results[row.number]) for row in ROWS if _failed(results.get(row.number))]
   if failed:
-    lines += ["", "## What failed", ""]
+    lines += ["", "### What failed", ""]
     lines += [f"- Row {row.number}, {text}" for row, found in failed for text in found.failures]
   return "\n".join(lines) + "\n"
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
+from tests.docs.pages import section
 from tests.faults import __main__ as command
 from tests.faults import plan, report, rows_kills, same
 from tests.faults.opening import Opening
@@ -175,6 +176,7 @@ def files(monkeypatch, tmp_path):
   """Lets results be written elsewhere; returns the JSON file and the page."""
   monkeypatch.setattr(report, "RESULTS", tmp_path / "results.json")
   monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
+  report.PAGE.write_text("# A page\n\n## Faults that were tried on real runs\n")
   return report.RESULTS, report.PAGE
 
 
@@ -230,12 +232,13 @@ def test_results_of_rows_that_were_run_before_stay(rows, files, tmp_path):
   assert "| 2 | 2 | **1** |" in lines["| 4"]
   assert "| 2 | 1 | 1 | 0.0 |" in lines["| 5"]
   assert "| 2 | not run |" in lines["| 6"]
-  assert "\n## What failed\n\n- Row 4, seed 1: " in page
+  assert "\n### What failed\n\n- Row 4, seed 1: " in page
   assert report.machine() in page
 
 
 def test_the_page_is_what_the_results_say():
-  assert report.PAGE.read_text() == report.page(report.read())
+  heading = report.INTRODUCTION.partition("\n")[0]
+  assert section(report.PAGE.read_text(), heading) == report.page(report.read())
 
 
 def test_what_a_row_took_is_what_it_will_take():

@@ -3,9 +3,9 @@ r"""Every mesh by every variant, beside one device; what `make test-all` runs.
   python -m tests.parity.matrix [--write] [--missing] [--only=TEXT] [--workers=2]
 
 Prints a line per combination and a table. With --write each result is kept in docs/parity.json as
-soon as it is there, in place of an older one, and docs/parity.md is written from all of them.
---only takes the combinations whose name holds TEXT, --missing those that have no result of this
-code and these libraries yet: so a run can go on where another one ended. Exits with 1 where a
+soon as it is there, in place of an older one, and the section of docs/compare.md is written from
+all of them. --only takes the combinations whose name holds TEXT, --missing those that have no
+result of this code and these libraries yet: so a run can resume another one. Exits with 1 where a
 tensor is beyond its bound.
 """
 
@@ -17,6 +17,7 @@ import multiprocessing
 import sys
 from typing import Any
 
+from tests.docs.pages import write_section
 from tests.parity.comparison import MESHES as OF_BATCH_AND_PARAMETERS
 from tests.parity.comparison import Run, train
 from tests.parity.results import PAGE, Combination, Result, load, made_here, page, save
@@ -145,7 +146,7 @@ def kept(results: dict[Combination, Result]) -> int:
   found = [results[one] for one in wanted if one in results]
   save(found)
   missing = len(wanted) - len(found)
-  PAGE.write_text(page(found, MESHES, missing))
+  write_section(PAGE, page(found, MESHES, missing))
   return missing
 
 
@@ -167,7 +168,9 @@ def chosen(
 def main() -> int:
   """Runs the matrix; returns the exit code."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--write", action="store_true", help="keep the results; write docs/parity.md")
+  parser.add_argument(
+    "--write", action="store_true", help="keep the results, in docs/compare.md too"
+  )
   parser.add_argument("--missing", action="store_true", help="those without a result of this code")
   parser.add_argument("--only", default="", help="combinations whose name holds this text")
   parser.add_argument("--workers", type=int, default=2, help="processes at work")

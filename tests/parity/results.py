@@ -1,4 +1,4 @@
-"""Results of the parity matrix: kept from one run to the next, and the page about them.
+"""Results of the parity matrix: kept from one run to the next, and the section of docs/compare.md.
 
 A run may take some of the combinations. Each result is kept with the digest of the code and the
 versions of the libraries that gave it, and the page says how many are of which.
@@ -15,7 +15,8 @@ from runtime.provenance import versions
 from tests.parity.variants import BOUNDS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-PAGE, KEPT = DOCS / "parity.md", DOCS / "parity.json"
+PAGE, KEPT = DOCS / "compare.md", DOCS / "parity.json"
+HEADING = "## Every strategy next to one device"
 LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 VERSIONS = ("code", "python", *LIBRARIES)
 
@@ -76,11 +77,11 @@ def save(results: Iterable[Result], path: pathlib.Path = KEPT) -> None:
   path.write_text(f'{{"runs": {made},\n"results": [\n{text}\n]}}\n')
 
 
-# ------------------------------ the page ------------------------------
+# ------------------------------ the section ------------------------------
 
 
 def page(results: Sequence[Result], meshes: Iterable[str], missing: int = 0) -> str:
-  """Returns docs/parity.md.
+  """Returns the section of docs/compare.md.
 
   Args:
     results: in the order of the table.
@@ -95,6 +96,8 @@ def page(results: Sequence[Result], meshes: Iterable[str], missing: int = 0) -> 
     cell[mesh] = max(cell.get(mesh, 0.0), largest)
   meshes = [mesh for mesh in meshes if any(mesh in row for row in table.values())]
   lines = [
+    HEADING,
+    "",
     *_HEAD.splitlines(),
     "",
     f"{len(results)} combinations, {sum(r.tensors for r in results):,} tensors compared, "
@@ -131,8 +134,6 @@ def _provenance(results: Sequence[Result]) -> list[str]:
 
 
 _HEAD = """\
-# Every strategy next to one device
-
 Written by `make test-all` (`python -m tests.parity.matrix --write`), from what is kept in
 [parity.json](parity.json); do not edit.
 
@@ -140,8 +141,7 @@ Each entry is the largest relative L2 difference between 8 simulated devices and
 at highest matmul precision, with the same initial parameters and batches. It covers the
 losses of three steps, every raw gradient of the first, the gradient norms, and every
 parameter after the third. A tensor that differs by no more than the rounding of all tensors of its
-kind together counts as equal. The optimizer is SGD where none is named.
-[compare.md](compare.md) compares configs of your own."""
+kind together counts as equal. The optimizer is SGD where none is named."""
 _ABOUT = """\
 In all variants rows have different weights. Those of the decoder (lm) have a padded vocabulary, and
 fewer key/value heads than query heads. vit is a vision transformer, mlp a classifier without

@@ -4,7 +4,7 @@ import dataclasses
 
 from tests.parity import matrix
 from tests.parity.matrix import MESHES, VARIANTS
-from tests.parity.results import Combination, Result
+from tests.parity.results import HEADING, Combination, Result
 
 
 def test_every_mesh_and_every_variant_is_in_it():
@@ -56,12 +56,16 @@ def test_a_run_takes_what_has_no_result_of_this_code():
 
 
 def test_results_of_what_is_no_longer_in_the_matrix_are_not_kept(tmp_path, monkeypatch):
-  monkeypatch.setattr(matrix, "PAGE", tmp_path / "parity.md")
+  written = tmp_path / "compare.md"
+  written.write_text(f"# Compare\n\n{HEADING}\n\nstale\n")
+  monkeypatch.setattr(matrix, "PAGE", written)
   saved = []
   monkeypatch.setattr(matrix, "save", saved.extend)
   first, *others = matrix.combinations()
   gone = Combination("lm", "a mesh of before", "plain", "float64")
   assert matrix.kept({one: result_of(one, "x") for one in (gone, first)}) == len(others)
   assert [one.combination for one in saved] == [first]
-  page = (tmp_path / "parity.md").read_text()
+  page = written.read_text()
+  assert page.startswith("# Compare\n")
+  assert "stale" not in page
   assert f"{len(others)} combinations of the matrix have not been run." in page

@@ -1,4 +1,4 @@
-"""What is computed in float32 when the compute dtype is bfloat16: the rows of docs/precision.md.
+"""What is computed in float32 when the compute dtype is bfloat16: the rows of docs/memory.md.
 
 A program is read as it is traced, since XLA for CPUs computes some of it in float32 whatever the
 program says. Each choice is undone once, and must then be missed.

@@ -1,4 +1,4 @@
-"""The accuracy that plans state is that of the pages which measure it."""
+"""The accuracy that plans state is that of the page which measures it."""
 
 import pathlib
 import re
@@ -6,19 +6,23 @@ import re
 import pytest
 
 from planning import accuracy
+from tests.docs.pages import section
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+THROUGHPUT = "## Predicted and published throughput"
+TRAFFIC = "## FLOPs and HBM traffic by formula and in compiled programs"
+MEMORY = "## Memory by formula and by the compiler"
 
 
-def column(page, number):
-  """Returns the cells of a column of each table of a page whose first column is the model."""
-  parts = (DOCS / page).read_text().split("\n\n")
+def column(heading, number):
+  """Returns the cells of a column of each table of a section whose first column is the model."""
+  parts = section(PAGE, heading).split("\n\n")
   tables = [part for part in parts if part.startswith("| model")]
   return [[row.split("|")[number].strip() for row in one.splitlines()[2:]] for one in tables]
 
 
 def test_throughputs_are_those_of_the_page():
-  cells = column("planner_accuracy.md", 4)
+  cells = column(THROUGHPUT, 4)
   assert [len(found) for found in cells] == [3, 2]
   ratios = [[float(cell) for cell in found if cell] for found in cells]
   stated = [accuracy.PUBLISHED, accuracy.PUBLISHED_BY_FORMULA]
@@ -26,18 +30,18 @@ def test_throughputs_are_those_of_the_page():
 
 
 def test_traffic_is_that_of_the_page():
-  [flops], [cells] = column("planner_traffic.md", 4), column("planner_traffic.md", 7)
+  [flops], [cells] = column(TRAFFIC, 4), column(TRAFFIC, 7)
   ratios = [float(cell) for cell in cells]
   assert (min(ratios), max(ratios)) == accuracy.TRAFFIC
   assert {*flops} == {"1.00"}  # "the FLOPs agree"
 
 
 def test_memory_is_that_of_the_page():
-  [cells] = column("planner_memory.md", 4)
+  [cells] = column(MEMORY, 4)
   ratios = [float(cell) for cell in cells]
   close, every = accuracy.MEMORY
   assert (sum(abs(ratio - 1) <= 0.1 for ratio in ratios), len(ratios)) == (close, every)
-  assert f"{close} of {every} are within 10 %" in (DOCS / "planner_memory.md").read_text()
+  assert f"{close} of {every} are within 10 %" in section(PAGE, MEMORY)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_small_decoder_on_eight_chips(main, tmp_path):
   assert out.startswith("fits 8 devices of v5e:4x2: ")
   assert "by the compiler" in out
   assert found["compiled"]
-  # Close only for larger models, see docs/planner_memory.md: small arrays are padded.
+  # Close only for larger models, see docs/plan.md: small arrays are padded.
   assert found["memory_at_once"] / 2 < found["peak_bytes_per_device"] < 2 * found["memory_at_once"]
   sent = {(one["axis"], one["kind"]) for one in found["collectives"]}
   assert {("data", "all-reduce"), ("tensor", "all-reduce")} <= sent

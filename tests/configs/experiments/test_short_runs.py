@@ -14,7 +14,7 @@ from tests.helpers.cli import QUICKLY, lines_of
 ROOT = pathlib.Path(__file__).parents[3]
 FOLDER = ROOT / "configs" / "experiments"
 FILES = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "__init__.py")
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGE = (ROOT / "docs" / "models.md").read_text()
 # Planned for hardware that is not here: (platform, devices, tokens to train on).
 PLANNED = {
   "gpt2_fineweb_edu.py": ("gpu", 8, 10e9),

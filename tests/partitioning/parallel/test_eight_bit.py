@@ -92,7 +92,7 @@ def rounded(x, axes, dtype, gradient=False, magnitude=None):
 
 
 def expected(dtype, x, kernels, pulled, known=None):
-  """Returns what `passes` does, by the formulas of docs/eight_bit.md, each with all dims flat."""
+  """Returns what `passes` does, by the formulas of docs/memory.md, each with all dims flat."""
   known, results, of_x, of_kernels = known or {}, {}, 0.0, {}
   tokens, by_token = x.reshape(B * T, -1), dtype == "int8"
   for name, kernel in kernels.items():
