@@ -30,7 +30,7 @@ def prose(text: str) -> str:
 
 
 def section(text: str, heading: str) -> str:
-  """Returns the part of a page that begins with a heading, up to the next one of its level.
+  """Returns the part of a page from a heading up to the next one of its level or above.
 
   Args:
     text: the page.
