@@ -72,7 +72,14 @@ def versions(interpreter: pathlib.Path | str) -> dict[str, str]:
 
 def losses(interpreter: pathlib.Path | str, workdir: pathlib.Path) -> list[float]:
   """Trains the main job for `STEPS` steps; returns the loss of each, in nats."""
-  command = [interpreter, "main.py", "--config=configs/dp4_tp2.py", f"--workdir={workdir}"]
+  # Not on Python's own source, as by default: each Python has another one.
+  command = [
+    interpreter,
+    "main.py",
+    "--config=configs/dp4_tp2.py:data=text",
+    f"--workdir={workdir}",
+  ]
+  command += [f"--config.data.files={ROOT}/docs/*.md"]
   command += [f"--config.training.steps={STEPS}", "--config.metrics.every_steps=1"]
   command += ["--config.evaluation.every_steps=0", "--config.checkpoint.every_steps=0"]
   subprocess.run(command, cwd=ROOT, check=True)
