@@ -17,10 +17,10 @@ from models.token_positions import Rows
 from models.transformer_dims import KEYS, QUERIES
 from partitioning.constraints import constrain, tie_to
 from partitioning.dtypes import scaled, wide_dtype
-from partitioning.parallel.block_pairs import Blocks, Scores
+from partitioning.parallel.attention_blocks import Blocks, Scores
 from partitioning.parallel.ring_attention import ring_attention, sequence_axes
 from partitioning.parallel.sharded_function import splits
-from partitioning.parallel.splash_blocks import SplashBlocks
+from partitioning.parallel.splash_kernel import SplashBlocks
 from runtime.rematerialization import ATTENTION_OUTPUT
 
 

@@ -17,14 +17,17 @@ from jaxtyping import Array, Float, Int
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import attention_blocks
 from partitioning.parallel.attention_blocks import (
+  Blocks,
+  Keys,
+  Queries,
   Saved,
+  Scores,
   Softmax,
   by_heads,
   by_tokens,
   empty_softmax,
   grouped,
 )
-from partitioning.parallel.block_pairs import Blocks, Keys, Queries, Scores
 from partitioning.parallel.sharded_function import on_shards
 from runtime.rematerialization import ATTENTION_OUTPUT
 

@@ -144,10 +144,11 @@ class StopRequest:
     """Makes output to a terminal no error once its window is closed, which SIGHUP says later."""
     for name in ("stdout", "stderr"):
       old = getattr(sys, name)
-      with contextlib.suppress(OSError, ValueError, AttributeError):  # no file, or closed
-        if old.fileno() in self._terminals and not isinstance(_raw(old), _Terminal):
-          old.flush()
-          setattr(sys, name, _forgiving(old))
+      if isinstance(old, io.TextIOWrapper) and not isinstance(_raw(old), _Terminal):
+        with contextlib.suppress(OSError, ValueError):  # no file, or closed
+          if old.fileno() in self._terminals:
+            old.flush()
+            setattr(sys, name, _forgiving(old))
 
   def _leave_terminals(self) -> None:
     """Redirects output from a closed terminal, where it would be an error, to the null device."""

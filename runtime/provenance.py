@@ -37,9 +37,7 @@ NUMERICS = (
   "partitioning/dtypes.py",
   "partitioning/parallel",
   "partitioning/mesh.py",  # the order of devices is the order of sums
-  "partitioning/ring_order.py",  # likewise
   "partitioning/optimizer_state.py",
-  "partitioning/place_optimizer.py",
   "partitioning/rules.py",
   "partitioning/verdict.py",  # placement
   "training/reference.py",  # of preferences

@@ -44,7 +44,6 @@ OPTIONAL = {
   "models.latent_attention",
   "partitioning.parallel.expert_exchange",
   "partitioning.parallel.pipeline",
-  "partitioning.parallel.pipeline_stage",
   "training.parity",
   "partitioning.parallel.expert_rows",
   "partitioning.parallel.grouped_matmul",

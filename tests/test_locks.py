@@ -8,6 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests import upgrade
+
 ROOT = pathlib.Path(__file__).parents[1]
 LOCKS = ROOT / "requirements" / "locks"
 ADVICE = "run `make lock`"
@@ -112,3 +114,11 @@ def test_what_is_installed_here_is_what_is_locked():
   locked = pins("base", "dev")
   installed = {name: importlib.metadata.version(name) for name in locked}
   assert installed == locked
+
+
+def test_the_newest_releases_are_tried_beside_the_other_pinned_ones():
+  kept = upgrade.unpinned((ROOT / "requirements.txt").read_text()).splitlines()
+  found = [Requirement(line) for line in kept if not line.startswith("#")]
+  assert {each.name for each in found if not each.specifier} == set(upgrade.NEWEST)
+  assert len([each for each in found if each.name in upgrade.NEWEST]) == len(upgrade.NEWEST)
+  assert {each.name for each in found} == {each.name for each in wanted("requirements.txt")}

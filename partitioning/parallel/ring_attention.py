@@ -24,10 +24,10 @@ from jax.sharding import PartitionSpec
 from partitioning import constraints
 from partitioning.constraints import automatic_layout, current_layout, manual_axes, tie_to
 from partitioning.dims import Axes, partition_spec, resolve, spec_entries
-from partitioning.parallel import attention_blocks, collectives, splash_blocks
-from partitioning.parallel.block_pairs import Blocks, Keys, Queries
+from partitioning.parallel import attention_blocks, collectives, splash_kernel
+from partitioning.parallel.attention_blocks import Blocks, Keys, Queries
 from partitioning.parallel.manual_region import manual_region
-from partitioning.parallel.splash_blocks import SplashBlocks
+from partitioning.parallel.splash_kernel import SplashBlocks
 
 # FLOPs that an accelerator computes in the time that it sends a byte: 2,190 (TPU v5e,
 # 197e12 / 90e9) to 5,100 (v6e), in bfloat16, over both links of a torus axis or NVLink.
@@ -232,13 +232,13 @@ class _Ring:
   def add_keys(self, *given: Any, every: bool) -> attention_blocks.Softmax:
     """Returns the softmax with more keys, `every`: each query is after all of them."""
     if isinstance(self.blocks, SplashBlocks):
-      return splash_blocks.add_keys(self.blocks, *given, every=every)
+      return splash_kernel.add_keys(self.blocks, *given, every=every)
     return attention_blocks.add_keys(self.blocks, *given)
 
   def add_gradients(self, *given: Any, every: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the sums of gradients with those of more keys, `every` as in `add_keys`."""
     if isinstance(self.blocks, SplashBlocks):
-      return splash_blocks.add_gradients(self.blocks, *given, every=every)
+      return splash_kernel.add_gradients(self.blocks, *given, every=every)
     return attention_blocks.add_gradients(self.blocks, *given)
 
   def named(self, x: jax.Array) -> jax.Array:

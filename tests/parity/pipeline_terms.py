@@ -1,6 +1,6 @@
 """What a step sends along `stage`: of the ticks, of chunks' parameters, of shared gradients."""
 
-from partitioning.parallel import pipeline_layers
+from partitioning.parallel import pipeline
 from tests.helpers.jobs import make_job
 from tests.parity.comparison import SEQUENCE_PARALLEL
 from tests.parity.pipeline_cases import GPIPE, INTERLEAVED, LAYERS, mesh
@@ -68,7 +68,7 @@ def more_letters(job: Job) -> dict[str, int]:
   sizes, stages, chunks = job.devices.sizes, schedule.stages, schedule.chunks
   parts = sizes["data"] * sizes["fsdp"] * schedule.microbatches
   between = sizes["tensor"] if job.config.partitioning.sequence_parallel else 1
-  rounds = pipeline_layers.exchanges(stages, chunks)
+  rounds = pipeline.exchanges(stages, chunks)
   # A round in which every chunk stays where it is sends nothing.
   moving = [one for one in rounds if any(to != stage for stage, (_, to, _) in enumerate(one))]
   return {

@@ -6,8 +6,8 @@ from jax.sharding import PartitionSpec
 
 from partitioning import rules
 from partitioning.dims import Dim
-from partitioning.place_optimizer import place_optimizer
 from partitioning.rules import place_parameters
+from partitioning.verdict import place_optimizer
 from tests.partitioning.tables import LEGEND, RULES, SIZES, TABLE, array, params, specs
 
 

@@ -2,7 +2,7 @@
 
 from jax.sharding import PartitionSpec
 
-from partitioning.parallel.matrix_groups import Matrix
+from partitioning.parallel.whole_matrices import Matrix
 
 SIZES = {"data": 2, "fsdp": 2, "stage": 1, "expert": 1, "context": 1, "tensor": 2}
 # Name -> shape, rows, columns, sharding: of 3 layers, widths 4 and 6, and 10 as 2 heads of 5 or so.

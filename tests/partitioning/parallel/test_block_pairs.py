@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from partitioning.parallel import block_pairs
+from partitioning.parallel import attention_blocks
 
 
 @pytest.mark.parametrize(
@@ -12,8 +12,8 @@ from partitioning.parallel import block_pairs
 def test_pairs_without_a_visible_key_are_left_out(window, pairs):
   zeros = jnp.zeros((1, 1, 1, 32, 1))
   slots = jnp.arange(32, dtype=jnp.int32)
-  queries = block_pairs.Queries(zeros, slots[None], None)
-  keys = block_pairs.Keys(zeros[:, 0], zeros[:, 0], slots, None)
-  scores = block_pairs.Scores(1.0, jnp.float32)
-  how = block_pairs.Blocks(scores, 8, 8, complete=True)
-  assert len(block_pairs.Cut(how, queries, keys, window).pairs()) == pairs
+  queries = attention_blocks.Queries(zeros, slots[None], None)
+  keys = attention_blocks.Keys(zeros[:, 0], zeros[:, 0], slots, None)
+  scores = attention_blocks.Scores(1.0, jnp.float32)
+  how = attention_blocks.Blocks(scores, 8, 8, complete=True)
+  assert len(attention_blocks.Cut(how, queries, keys, window).pairs()) == pairs

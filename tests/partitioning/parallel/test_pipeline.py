@@ -16,10 +16,9 @@ from partitioning.constraints import activation_layout
 from partitioning.dims import Dim
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
-from partitioning.parallel import pipeline_layers
-from partitioning.parallel.pipeline import Pipeline
+from partitioning.parallel import pipeline
+from partitioning.parallel.pipeline import Pipeline, Stage
 from partitioning.parallel.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B, Schedule
-from partitioning.parallel.pipeline_stage import Stage
 
 V, ROWS, D = 7, 5, 6
 # Kind, stages, microbatches, chunks: fewer microbatches than stages, as many, and no multiple.
@@ -283,7 +282,7 @@ def test_the_head_of_another_microbatch(monkeypatch):
 
 
 def test_a_chunk_at_another_stage(monkeypatch):
-  exchanges = pipeline_layers.exchanges
+  exchanges = pipeline.exchanges
 
   def turned(stages, chunks):
     return tuple(
@@ -291,7 +290,7 @@ def test_a_chunk_at_another_stage(monkeypatch):
       for entries in exchanges(stages, chunks)
     )
 
-  monkeypatch.setattr(pipeline_layers, "exchanges", turned)
+  monkeypatch.setattr(pipeline, "exchanges", turned)
   assert_caught(INTERLEAVED, 2, 4, 2)
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from analysis import collectives
 from models import attention_tiles
 from partitioning.constraints import activation_layout
-from partitioning.parallel import block_pairs, ring_attention
+from partitioning.parallel import attention_blocks, ring_attention
 from planning.activation_memory import body, equations, fixed_and_carried
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.comparison import (
@@ -318,8 +318,10 @@ def test_an_off_by_one_at_a_seam(monkeypatch):
 
 @pytest.mark.usefixtures("_unbroken")
 def test_a_mask_that_leaks_across_documents(monkeypatch):
-  facts = block_pairs.Cut._facts
-  monkeypatch.setattr(block_pairs.Cut, "_facts", lambda self, pair: (*facts(self, pair)[:2], None))
+  facts = attention_blocks.Cut._facts
+  monkeypatch.setattr(
+    attention_blocks.Cut, "_facts", lambda self, pair: (*facts(self, pair)[:2], None)
+  )
   assert_caught_by_the_loss()
 
 

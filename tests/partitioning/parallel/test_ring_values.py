@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from partitioning.dims import Dim
-from partitioning.parallel.block_pairs import Blocks, Scores
+from partitioning.parallel.attention_blocks import Blocks, Scores
 from partitioning.parallel.ring_attention import ring_attention, zigzag_order
 from tests.helpers.jobs import make_job
 
