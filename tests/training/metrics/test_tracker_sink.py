@@ -7,19 +7,21 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 from etils import epath
 
 from configs import base
-from training.metrics import sinks
+from training.metrics import sinks, tracker_sink
 from training.metrics.sinks import Sinks
 from training.metrics.tracker_sink import SinkError, TrackerSink
 
 # Appends what it is given to a file, and does what BEHAVIOR says.
 PACKAGE = """
-import json, os, time
+import atexit, json, os, time
 behavior = os.environ["BEHAVIOR"]
 print("printed by the package")
 def keep(*what):
@@ -39,6 +41,7 @@ class Run:
   def finish(self):
     act("finish")
     keep("finished")
+    atexit.register(act, "exit")
 def init(**arguments):
   act("init")
   keep("init", arguments["project"], arguments["name"], arguments["config"]["seed"])
@@ -142,27 +145,64 @@ def test_whatever_fails_is_reported_once_and_leaves_no_process(behave, tmp_path,
   assert len(said) == 1
 
 
+def test_a_package_that_hangs_at_the_exit_has_delivered_all_and_is_ended(behave, tmp_path):
+  file = behave("hang in exit")
+  sink = TrackerSink("trackio", config_of(2.0), epath.Path(tmp_path), 0)
+  sink.write(1, {"loss": 1.0})
+  began = time.monotonic()
+  sink.close()
+  assert 1.9 < time.monotonic() - began < 7
+  assert sink._process.poll() is not None
+  assert kept(file)[-1] == ["finished"]
+
+
 def test_a_process_that_is_suspended_does_not_block_the_run(behave, tmp_path):
   behave()
-  sink = TrackerSink("trackio", config_of(), epath.Path(tmp_path), 0)
+  sink = TrackerSink("trackio", config_of(0.5), epath.Path(tmp_path), 0)
   os.kill(sink._process.pid, signal.SIGSTOP)
   began = time.monotonic()
-  try:
-    with pytest.raises(SinkError, match="does not read"):
-      sink.write(1, dict.fromkeys(map(str, range(10_000)), 1.0))  # more than a pipe holds
-    assert time.monotonic() - began < 5
-  finally:
-    sink.kill()
+  sink.write(1, dict.fromkeys(map(str, range(10_000)), 1.0))  # more than a pipe holds
+  sink.write(2, {"loss": 1.0})
+  assert time.monotonic() - began < 0.5
+  with pytest.raises(SinkError, match=r"it has not delivered all lines within 0\.5 s"):
+    sink.close()
+  assert time.monotonic() - began < 5
+  assert sink._process.poll() is not None
 
 
-def test_without_the_run_it_delivers_what_it_was_sent_and_ends(behave, tmp_path):
-  file = behave()
-  sink = TrackerSink("trackio", config_of(), epath.Path(tmp_path), 0)
+def test_a_run_that_is_asked_to_stop_waits_for_no_longer_than_that_allows(
+  behave, tmp_path, monkeypatch
+):
+  behave("hang in log")
+  monkeypatch.setattr(tracker_sink, "_STOPPING_SECONDS", 0.5)
+  monkeypatch.setattr(tracker_sink.preemption, "current", lambda: True)
+  sink = TrackerSink("trackio", config_of(60.0), epath.Path(tmp_path), 0)
   sink.write(1, {"loss": 1.0})
-  sink._process.stdin.close()  # as where the run is killed
-  sink._process.stdout.close()
-  assert sink._process.wait(60) == 0
-  assert kept(file)[1:] == [[1, {"loss": 1.0}], ["finished"]]
+  with pytest.raises(SinkError, match=r"within 0\.5 s"):
+    sink.close()
+
+
+@pytest.mark.parametrize(
+  ("behavior", "code", "last"), [("", 0, ["finished"]), ("hang in finish", 1, [1, {"loss": 1.0}])]
+)
+def test_after_a_kill_of_the_run_it_delivers_what_it_was_sent_and_ends(
+  behave, tmp_path, behavior, code, last
+):
+  file = behave(behavior)
+  start = {"project": "digits", "name": "first", "folder": str(tmp_path), "config": {"seed": 0}}
+  lines = [{**start, "state": None, "wait_seconds": 0.5 if code else 60.0}, [1, {"loss": 1.0}]]
+  process = subprocess.Popen(
+    [sys.executable, "-P", tracker_sink.SCRIPT, "trackio"],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+  )
+  process.stdin.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+  process.stdin.flush()
+  assert "state" in json.loads(process.stdout.readline())
+  process.stdin.close()
+  process.stdout.close()
+  assert process.wait(60) == code
+  assert kept(file)[-1] == last
 
 
 def test_a_package_that_is_missing_is_refused_before_the_run(monkeypatch):
