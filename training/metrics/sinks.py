@@ -21,7 +21,8 @@ class Sink(Protocol):
 
   It may also have `on_rollback(step)`, which is called when training has gone back to the
   checkpoint of a step, before a later step is written again; `news()`, which returns lines to
-  print; and `kill()`, which is called after another of its methods has raised.
+  print; `finish()`, which is called on all sinks before the first `close`, so that they are waited
+  for together; and `kill()`, which is called after another of its methods has raised.
   """
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -91,6 +92,7 @@ class Sinks:
 
   def close(self) -> None:
     """Closes every sink."""
+    self._each(lambda sink: hasattr(sink, "finish") and sink.finish())
     self._each(lambda sink: sink.close())
 
   def _add(self, name: str, *arguments: Any) -> None:

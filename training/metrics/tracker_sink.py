@@ -30,6 +30,7 @@ SCRIPT = pathlib.Path(__file__).with_name("tracker.py")
 STATES = "sinks.json"
 TRACKERS = ("aim", "mlflow", "trackio", "wandb")  # also the names of their packages
 _STOPPING_SECONDS = 5.0  # the longest wait where the run was asked to stop
+_PAUSE_SECONDS = 0.05
 
 
 class SinkError(Exception):
@@ -48,6 +49,7 @@ class TrackerSink:
     """Starts the process; see `sinks.SINKS` for the arguments."""
     self._name, self._workdir, self._config = name, workdir, config.metrics
     self._news: list[str] = []
+    self._finished: float | None = None
     states = _states(workdir) if step else {}  # a run that starts from scratch is another one
     self._sent = {}
     if name in states:
@@ -115,23 +117,35 @@ class TrackerSink:
     found, self._news = self._news, []
     return found
 
+  def finish(self) -> None:
+    """Sends the end of the lines; from here on counts the time that `close` waits."""
+    if self._finished is None:
+      self._finished = time.monotonic()
+      self._lines.put(b"")
+
   def close(self) -> None:
     """Waits until all lines are delivered, for a limited time; raises SinkError otherwise."""
-    stop = preemption.current()
-    seconds = self._config.sink_wait_seconds
-    seconds = min(seconds, _STOPPING_SECONDS) if stop else seconds
-    until = time.monotonic() + seconds
-    self._lines.put(b"")
+    self.finish()
+    done = False
     try:
-      while not self._take(self._messages.get(timeout=max(0.0, until - time.monotonic()))):
-        pass
-      self._process.wait(max(0.0, until - time.monotonic()))
-    except queue.Empty:
-      raise SinkError(f"it has not delivered all lines within {seconds:g} s{self._see()}") from None
-    except subprocess.TimeoutExpired:
-      pass  # it has delivered them
+      while not done:
+        try:
+          done = self._take(self._messages.get(timeout=_PAUSE_SECONDS))
+        except queue.Empty:
+          if self._late():
+            seconds = f"{self._wait_seconds():g} s{self._see()}"
+            raise SinkError(f"it has not delivered all lines within {seconds}") from None
+      while self._process.poll() is None and not self._late():
+        time.sleep(_PAUSE_SECONDS)
     finally:
       self.kill()
+
+  def _wait_seconds(self) -> float:
+    stop, seconds = preemption.current(), self._config.sink_wait_seconds
+    return min(seconds, _STOPPING_SECONDS) if stop else seconds
+
+  def _late(self) -> bool:
+    return time.monotonic() > self._finished + self._wait_seconds()
 
   def kill(self) -> None:
     """Ends the process, those that it has started, and the threads."""

@@ -34,6 +34,7 @@ def act(where):
     time.sleep(1000)
   if behavior == f"die in {where}":
     os._exit(7)
+act("import")
 class Run:
   def log(self, values, step):
     act("log")
@@ -53,7 +54,8 @@ def init(**arguments):
 def behave(monkeypatch, tmp_path):
   """Returns a function that sets how the package behaves, and returns the file that it keeps."""
   (tmp_path / "package").mkdir()
-  (tmp_path / "package" / "trackio.py").write_text(PACKAGE)
+  for name in tracker_sink.TRACKERS:
+    (tmp_path / "package" / f"{name}.py").write_text(PACKAGE)
   monkeypatch.setenv("PYTHONPATH", str(tmp_path / "package"))
   monkeypatch.setenv("KEPT", str(tmp_path / "kept"))
 
@@ -170,16 +172,43 @@ def test_a_process_that_is_suspended_does_not_block_the_run(behave, tmp_path):
   assert sink._process.poll() is not None
 
 
-def test_a_run_that_is_asked_to_stop_waits_for_no_longer_than_that_allows(
-  behave, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("after", [-1.0, 1.0])
+def test_a_stop_before_or_during_the_wait_shortens_it(behave, tmp_path, monkeypatch, after):
   behave("hang in log")
   monkeypatch.setattr(tracker_sink, "_STOPPING_SECONDS", 0.5)
-  monkeypatch.setattr(tracker_sink.preemption, "current", lambda: True)
+  began = time.monotonic()
+  monkeypatch.setattr(tracker_sink.preemption, "current", lambda: time.monotonic() > began + after)
   sink = TrackerSink("trackio", config_of(60.0), epath.Path(tmp_path), 0)
   sink.write(1, {"loss": 1.0})
   with pytest.raises(SinkError, match=r"within 0\.5 s"):
     sink.close()
+  assert time.monotonic() - began < 10
+
+
+def test_trackers_that_hang_are_waited_for_together(behave, tmp_path):
+  behave("hang in import")
+  said, config = [], config_of(1.5)
+  config.metrics.sinks = tracker_sink.TRACKERS
+  made = Sinks(config, epath.Path(tmp_path), 0, said.append)
+  made.write(1, {"loss": 1.0})
+  began = time.monotonic()
+  made.close()
+  assert time.monotonic() - began < 3 * 1.5  # not four times
+  assert sum("within 1.5 s" in line for line in said) == len(said) == 4
+
+
+def test_one_that_has_delivered_while_another_was_waited_for_has_not_failed(behave, tmp_path):
+  file = behave()
+  sink = TrackerSink("trackio", config_of(), epath.Path(tmp_path), 0)
+  sink.write(1, {"loss": 1.0})
+  sink.finish()
+  until = time.monotonic() + 60
+  while sink._messages.qsize() < 3:  # its run is open, all is delivered, the process has ended
+    assert time.monotonic() < until
+    time.sleep(0.01)
+  sink._finished -= 100  # in which it was another one's turn
+  sink.close()
+  assert kept(file)[-1] == ["finished"]
 
 
 @pytest.mark.parametrize(
