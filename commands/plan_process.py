@@ -83,8 +83,7 @@ def run(
   with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
     folder = pathlib.Path(name)
     request = {"config": config, "topology": topology, "title": title, "simulate": simulate}
-    request["command"] = command
-    code = work(request, folder, debug=debug)
+    code = work({**request, "task": "plan", "command": command}, folder, debug=debug)
     if code == 0:
       code = _deliver(folder, workdir)
       _keep(folder, kept)
@@ -115,7 +114,7 @@ def made(
   with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
     folder = pathlib.Path(name)
     request = {"config": config, "topology": topology, "title": title, "simulate": False}
-    if work({**request, "command": command}, folder, label=label):
+    if work({**request, "task": "plan", "command": command}, folder, label=label):
       raise exit_codes.RetryableError(last_line(folder))
     _keep(folder, kept)
     return json.loads((folder / "plan.json").read_text())
@@ -137,7 +136,6 @@ def work(
   folder: pathlib.Path,
   *,
   debug: bool = False,
-  module: str = "commands.plan_worker",
   label: str = "plan",
 ) -> int:
   """Runs a worker; returns 0 if it was done, or 1 if it failed.
@@ -150,7 +148,6 @@ def work(
     request: what it is to do.
     folder: where it writes its results; what it printed, if it failed, is in `stderr` there.
     debug: shows its output.
-    module: of the worker.
     label: what a terminal shows before its phases.
 
   Raises:
@@ -161,7 +158,7 @@ def work(
   read, write = os.pipe()
   with said.open("wb") as errors, open(read, "rb", buffering=0) as phases:
     worker = subprocess.Popen(
-      [sys.executable, "-m", module],
+      [sys.executable, "-m", "commands.plan_worker"],
       stdin=subprocess.PIPE,
       stderr=None if debug else errors,
       env={**os.environ, **({} if here else ENVIRONMENT), "PYTHONPATH": str(ROOT)},

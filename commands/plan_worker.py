@@ -1,11 +1,14 @@
-"""Makes a plan in a separate process: `python -m commands.plan_worker`, a request on stdin.
+"""What plans and searches need JAX and a compiler for: `python -m commands.plan_worker`.
 
 The compiler for TPUs, once loaded, prints on every start and holds a lock; ordinary runs never
-load it. Writes report.txt, plan.html and plan.json, and exits with 0; or writes the reason to
+load it. A request comes on stdin, results go to files of its folder. The tasks are `plan`, and of a
+search `formulas` (memory and time of settings by formula), `measure` (short runs on the attached
+devices) and `nearest` (what would fit, where nothing does). Exits with 0; or writes the reason to
 `refusal`, and exits with 2. It reports its phases to the pipe that the request names.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -13,8 +16,12 @@ import pickle
 import signal
 import sys
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 from runtime import exit_codes
+
+RESULT = "result.json"  # of a search's task
 
 
 def main() -> int:
@@ -22,36 +29,23 @@ def main() -> int:
   request = pickle.load(sys.stdin.buffer)
   threading.Thread(target=end_with_the_parent, daemon=True).start()
   report(request["phases"], "importing")
-  # These import JAX, which takes seconds, while whoever started this may be killed.
-  import jax
-
-  from planning import plan
-  from reports import plan_page, plan_text
+  # What follows imports JAX, which takes seconds, while whoever started this may be killed.
   from runtime import extensions
 
-  # The report names each collective's line of Python, also where the environment turned them off.
-  jax.config.update("jax_traceback_in_locations_limit", 30)
   for path in request["extensions"]:
     extensions.load(path)
+  folder = pathlib.Path(request["folder"])
   try:
-    found = plan.make(
-      request["config"],
-      request["topology"],
-      title=request["title"],
-      simulate=request["simulate"],
-      progress=lambda phase: report(request["phases"], phase),
-    )
+    if request["task"] == "plan":
+      _plan(request, folder)
+    else:
+      (folder / RESULT).write_text(json.dumps(_search(request)))
   except Exception as error:
     named = extensions.placed(error)
     if request["debug"] or not isinstance(named, ValueError):
       raise
-    (pathlib.Path(request["folder"]) / "refusal").write_text(str(named))
+    (folder / "refusal").write_text(str(named))
     return exit_codes.REFUSED
-  folder = pathlib.Path(request["folder"])
-  report(request["phases"], "writing the page")
-  (folder / "report.txt").write_text(plan_text.text(found) + "\n")
-  (folder / "plan.html").write_text(plan_page.html(found, command=request["command"]))
-  (folder / "plan.json").write_text(json.dumps(found.as_json(), indent=2) + "\n")
   return exit_codes.DONE
 
 
@@ -69,6 +63,125 @@ def end_with_the_parent() -> None:
   while os.read(0, 1):
     pass
   os.killpg(0, signal.SIGKILL)
+
+
+def _plan(request: Mapping[str, Any], folder: pathlib.Path) -> None:
+  """Writes report.txt, plan.html and plan.json."""
+  import jax
+
+  from planning import plan
+  from reports import plan_page, plan_text
+
+  # The report names each collective's line of Python, also where the environment turned them off.
+  jax.config.update("jax_traceback_in_locations_limit", 30)
+  found = plan.make(
+    request["config"],
+    request["topology"],
+    title=request["title"],
+    simulate=request["simulate"],
+    progress=lambda phase: report(request["phases"], phase),
+  )
+  report(request["phases"], "writing the page")
+  (folder / "report.txt").write_text(plan_text.text(found) + "\n")
+  (folder / "plan.html").write_text(plan_page.html(found, command=request["command"]))
+  (folder / "plan.json").write_text(json.dumps(found.as_json(), indent=2) + "\n")
+
+
+def _search(request: Mapping[str, Any]) -> Any:
+  """Returns the answer to a search's task."""
+  from analysis.chips import overridden
+  from planning import aot, search
+  from planning.topology import of_devices, parse
+
+  config = request["config"]
+  chips, rates = overridden(config.planning.constants)
+  here, name = None, request["topology"]
+  if name is None:
+    here = aot.attached(config, simulate=request["simulate"])
+    name = of_devices(here.attached)
+  topology = parse(name, chips)
+  here = here or aot.simulated(config, topology)
+  limit = search.limit_of(config, topology)
+  formulas = search.Formulas(config, topology, here, rates, limit)
+  answer = {"formulas": _formulas, "measure": _measure, "nearest": _nearest}[request["task"]]
+  return answer(request, formulas)
+
+
+def _formulas(request: Mapping[str, Any], formulas: Any) -> dict[str, Any]:
+  """Returns the estimates, after those of an earlier search that was stopped."""
+  from configs.schema import finalize
+  from planning import aot, search, search_space
+  from planning.search_choice import Estimate
+
+  topology, config = formulas.topology, formulas.config
+  file = request["cache"] and pathlib.Path(f"{request['cache']}.{topology.name}.search.jsonl")
+  kept = []
+  if file:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = file.read_text().splitlines() if file.exists() else []
+  for line in kept:
+    try:
+      one = Estimate(**json.loads(line))
+    except (ValueError, TypeError):  # half a line: the process was killed
+      continue
+    formulas.known[one.key] = one
+
+  def note(one: Estimate) -> None:
+    if file:
+      with file.open("a") as out:
+        out.write("\n" * (not note.begun) + json.dumps(dataclasses.asdict(one)) + "\n")
+      note.begun = True
+
+  note.begun = not kept
+  formulas.note = note
+  resolved = finalize.finalize(config, topology.platform)  # a folder says what a model has
+  looked = search.Search(
+    formulas,
+    search_space.axes(resolved, request["axes"]),
+    tuple(request["batches"]),
+    request["most"],
+    progress=lambda phase: report(request["phases"], f"{topology.name}: {phase}"),
+  )
+  given, estimates = looked.given, looked.run()
+  return {
+    "topology": f"{topology.slices}x{topology.name}" if topology.slices > 1 else topology.name,
+    "note": topology.note,
+    "chip": topology.chip.name,
+    "chips": looked.devices / topology.chip.devices_per_chip,
+    "devices": looked.devices,
+    "limit": formulas.limit,
+    "compiled": aot.compiled_here(topology, formulas.here),
+    "over": looked.over,
+    "budget": looked.budget,
+    "unit": looked.unit,
+    "given": given,
+    "refused": search.refusals(formulas.used),
+    "estimates": [dataclasses.asdict(one) for one in estimates],
+  }
+
+
+def _measure(request: Mapping[str, Any], formulas: Any) -> list[dict[str, Any]]:
+  """Returns memory and time of settings by short runs."""
+  from planning import short_runs
+  from runtime import compilation_cache
+
+  if formulas.config.compilation_cache_dir:
+    compilation_cache.use(formulas.config.compilation_cache_dir)
+  jobs = [formulas.job(setting) for setting in request["settings"]]
+
+  def progress(number: int) -> None:
+    report(request["phases"], f"running setting {number + 1} of {len(jobs)}")
+
+  runs = short_runs.measure(jobs, formulas.limit, request["rounds"], progress)
+  return [dataclasses.asdict(one) for one in runs]
+
+
+def _nearest(request: Mapping[str, Any], formulas: Any) -> list[tuple[dict[str, Any], str, int]]:
+  """Returns what would fit."""
+  from planning import search
+
+  report(request["phases"], "looking for what would fit")
+  return search.nearest(formulas, request["setting"], request["scale"])
 
 
 if __name__ == "__main__":

@@ -172,13 +172,7 @@ def _answer(
   given = {"task": task, "config": asked.config, "topology": topology, "simulate": asked.simulate}
   with tempfile.TemporaryDirectory() as name, preemption.undone(lambda: shutil.rmtree(name)):
     folder = pathlib.Path(name)
-    if plan_process.work(
-      {**given, **request},
-      folder,
-      debug=asked.debug,
-      module="commands.search_worker",
-      label=label,
-    ):
+    if plan_process.work({**given, **request}, folder, debug=asked.debug, label=label):
       raise exit_codes.RetryableError(plan_process.last_line(folder))
     return json.loads((folder / "result.json").read_text())
 

@@ -38,14 +38,7 @@ def _is_range(value: Any) -> bool:
 
 
 POSITION = Kind("a list of step, row and batch, ascending from step 0,", _is_position)
-ROWS = Kind("a range of rows", _is_range)
-
-
-def _bad_steps(skipped: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the form of what a record says of bad steps; `skipped` is the part that has changed."""
-  one = {"bad_step": COUNT, "why": TEXT, "step": COUNT, **skipped}
-  return {**skipped, "rollbacks": [Exactly(one)], "losses": [NUMBER]}
-
+SKIPPED = {"skipped_rows": [Kind("a range of rows", _is_range)]}
 
 # Keys that are missing or unknown belong to another version.
 FORM = {
@@ -60,11 +53,13 @@ FORM = {
     {"folder": TEXT, "step": OrNull(COUNT), "dtype": TEXT, "digest": TEXT}
   ),
   bad_steps.POSITION: POSITION,
-  bad_steps.RECORD: _bad_steps({"skipped_rows": [ROWS]}),
+  bad_steps.RECORD: {
+    **SKIPPED,
+    "rollbacks": [Exactly({"bad_step": COUNT, "why": TEXT, "step": COUNT, **SKIPPED})],
+    "losses": [NUMBER],
+  },
   log_schedule.RECORD: [(COUNT, COUNT, COUNT)],
 }
-# Records without a position are of versions that named batches.
-_OLDER = {**FORM, bad_steps.RECORD: _bad_steps({"skipped": [COUNT]})}
 
 
 def require(record: Mapping[str, Any], path: epath.Path) -> None:
@@ -74,8 +69,7 @@ def require(record: Mapping[str, Any], path: epath.Path) -> None:
     record: of a checkpoint.
     path: of the checkpoint.
   """
-  form = FORM if bad_steps.POSITION in record else _OLDER
-  if wrong := list(forms.wrong(record, form)):
+  if wrong := list(forms.wrong(record, FORM)):
     raise ValueError(
       f"{path}: its record is malformed, though its digests match: "
       f"{'; '.join(forms.first(wrong, 8))}; move this step away to start from the one before, or "

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from analysis.chips import overridden
-from commands import plan_process, search_process, search_worker
+from commands import plan_process, plan_worker, search_process
 from configs import dp4_tp2
 from planning import aot, search, short_runs
 from planning.search_choice import Estimate, Tried
@@ -45,8 +45,8 @@ def answers(monkeypatch):
     with open("/dev/null", "wb") as pipe:
       request = {**request, "phases": pipe.fileno()}
       requests.append(request)
-      found = getattr(search_worker, f"_{request['task']}")(request, given)
-    (folder / search_worker.RESULT).write_text(json.dumps(found))
+      found = getattr(plan_worker, f"_{request['task']}")(request, given)
+    (folder / plan_worker.RESULT).write_text(json.dumps(found))
     return 0
 
   monkeypatch.setattr(plan_process, "work", work)

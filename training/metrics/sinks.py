@@ -21,7 +21,8 @@ class Sink(Protocol):
 
   It may also have `on_rollback(step)`, which is called when training has gone back to the
   checkpoint of a step, before a later step is written again; `news()`, which returns lines to
-  print; and `kill()`, which is called after another of its methods has raised.
+  print; `finish()`, which is called on all sinks before the first `close`, so that they are waited
+  for together; and `kill()`, which is called after another of its methods has raised.
   """
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -72,43 +73,36 @@ class Sinks:
     """
     self._warn = warn
     self._open: dict[str, Sink] = {}
-    self._news: list[str] = []
     for name in config.metrics.sinks:
-      self._guarded(name, lambda name=name: self._add(name, config, workdir, step))
+      self._guarded(name, functools.partial(self._add, name, config, workdir, step))
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Gives a line to every sink."""
-    for name, sink in list(self._open.items()):
-      self._guarded(name, lambda sink=sink: sink.write(step, dict(values)))
-      self._ask(name)
+    self._each(lambda sink: sink.write(step, dict(values)))
 
   def on_rollback(self, step: int) -> None:
     """Notifies every sink that has `on_rollback`."""
-    for name, sink in list(self._open.items()):
-      if hasattr(sink, "on_rollback"):
-        self._guarded(name, lambda sink=sink: sink.on_rollback(step))
+    self._each(lambda sink: hasattr(sink, "on_rollback") and sink.on_rollback(step))
+
+  def news(self) -> list[str]:
+    """Returns what the sinks have said since the last call; also after `close`."""
+    found: list[str] = []
+    self._each(lambda sink: hasattr(sink, "news") and found.extend(sink.news()))
+    return found
 
   def close(self) -> None:
     """Closes every sink."""
-    for name, sink in list(self._open.items()):
-      self._guarded(name, sink.close)
-      self._ask(name)
-    self._open.clear()
-
-  def news(self) -> list[str]:
-    """Returns what the sinks have said since the last call."""
-    found, self._news = self._news, []
-    return found
-
-  def _ask(self, name: str) -> None:
-    sink = self._open.get(name)
-    if hasattr(sink, "news"):
-      self._news += sink.news()
+    self._each(lambda sink: hasattr(sink, "finish") and sink.finish())
+    self._each(lambda sink: sink.close())
 
   def _add(self, name: str, *arguments: Any) -> None:
     self._open[name] = SINKS[name](*arguments)
 
-  def _guarded(self, name: str, call: Callable[[], None]) -> None:
+  def _each(self, call: Callable[[Any], Any]) -> None:
+    for name, sink in list(self._open.items()):
+      self._guarded(name, functools.partial(call, sink))
+
+  def _guarded(self, name: str, call: Callable[[], Any]) -> None:
     try:
       call()
     except Exception as error:

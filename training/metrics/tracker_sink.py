@@ -1,17 +1,19 @@
 """Sinks for experiment trackers: W&B, MLflow, Trackio, Aim, each in a process of its own.
 
-A tracker's package may print, hang, register what runs at exit, or need other versions of our
-libraries. In a process of its own (tracker.py) it cannot harm the run, which never waits for it but
-at its end, for at most `metrics.sink_wait_seconds`.
+A tracker's package may print, hang, replace `sys.exit`, or need other versions of our libraries. In
+a process of its own (tracker.py) it cannot harm the run, which never waits for it but at its end,
+for at most `metrics.sink_wait_seconds`.
 """
 
 import contextlib
 import json
 import os
 import pathlib
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -47,7 +49,7 @@ class TrackerSink:
     """Starts the process; see `sinks.SINKS` for the arguments."""
     self._name, self._workdir, self._config = name, workdir, config.metrics
     self._news: list[str] = []
-    self._part, self._done = b"", False  # of a message; whether the last one has come
+    self._finished: float | None = None
     states = _states(workdir) if step else {}  # a run that starts from scratch is another one
     self._sent = {}
     if name in states:
@@ -65,14 +67,17 @@ class TrackerSink:
     with self._log() as log:
       self._process = subprocess.Popen(
         [config.metrics.sinks_python or sys.executable, "-u", "-P", SCRIPT, name],
+        bufsize=0,  # a thread that waits holds no lock, which would be waited for at the end
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
         start_new_session=True,  # Ctrl-C in the terminal is for the run
       )
-    for pipe in (self._process.stdin, self._process.stdout):
-      os.set_blocking(pipe.fileno(), False)
+    self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # to send; b"" ends them
+    self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     self._send(start)
+    for waiting in (self._feed, self._listen):
+      threading.Thread(target=waiting, daemon=True).start()
 
   def _log(self) -> Any:
     if not files.is_local(self._workdir):
@@ -80,92 +85,88 @@ class TrackerSink:
     path = self._workdir / f"sink_{self._name}.log"
     return os.fdopen(files.open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
+  def _send(self, message: Any) -> None:
+    self._lines.put(json.dumps(message).encode() + b"\n")
+
+  def _feed(self) -> None:
+    with contextlib.suppress(OSError), self._process.stdin as pipe:  # OSError: it has ended
+      while line := self._lines.get():
+        while line:
+          line = line[pipe.write(line) :]
+
+  def _listen(self) -> None:
+    with self._process.stdout as pipe:
+      for line in pipe:
+        self._messages.put(json.loads(line))
+    self._messages.put({"error": f"its process has ended with code {self._process.wait()}"})
+
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Sends a line, unless the tracker has it; raises SinkError if the process has failed."""
-    self._receive()
+    while not self._messages.empty():
+      self._take(self._messages.get())
     key, main = _key(step, values), _main(values)
     if main is None or self._sent.pop(key, None) != main:
-      self._send({"step": step, "values": dict(values)})
+      self._send((step, dict(values)))
 
   def on_rollback(self, step: int) -> None:
     """Sends a mark: lines of later steps that came before it are no longer valid."""
-    self._send({"step": step, "values": {log_lines.ROLLED_BACK: 1.0}})
+    self._send((step, {log_lines.ROLLED_BACK: 1.0}))
 
   def news(self) -> list[str]:
     """Returns what the tracker has said since the last call: where to look at the run."""
     found, self._news = self._news, []
     return found
 
+  def finish(self) -> None:
+    """Sends the end of the lines; from here on counts the time that `close` waits."""
+    if self._finished is None:
+      self._finished = time.monotonic()
+      self._lines.put(b"")
+
   def close(self) -> None:
     """Waits until all lines are delivered, for a limited time; raises SinkError otherwise."""
-    seconds = self._config.sink_wait_seconds
-    stop = preemption.current()
-    if stop is not None and stop:
-      seconds = min(seconds, _STOPPING_SECONDS)
-    with contextlib.suppress(OSError):
-      self._process.stdin.close()
-    until = time.monotonic() + seconds
+    self.finish()
+    done = False
     try:
-      while not self._done:
-        self._receive()
-        if time.monotonic() > until:
-          raise SinkError(f"it has not delivered all lines within {seconds:g} s{self._see()}")
+      while not done:
+        try:
+          done = self._take(self._messages.get(timeout=_PAUSE_SECONDS))
+        except queue.Empty:
+          if self._late():
+            seconds = f"{self._wait_seconds():g} s{self._see()}"
+            raise SinkError(f"it has not delivered all lines within {seconds}") from None
+      while self._process.poll() is None and not self._late():
         time.sleep(_PAUSE_SECONDS)
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        self._process.wait(max(0.0, until - time.monotonic()))
     finally:
       self.kill()
 
+  def _wait_seconds(self) -> float:
+    stop, seconds = preemption.current(), self._config.sink_wait_seconds
+    return min(seconds, _STOPPING_SECONDS) if stop else seconds
+
+  def _late(self) -> bool:
+    return time.monotonic() > self._finished + self._wait_seconds()
+
   def kill(self) -> None:
-    """Ends the process and those that it has started."""
+    """Ends the process, those that it has started, and the threads."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
       os.killpg(self._process.pid, signal.SIGKILL)
     self._process.wait()
-    for pipe in (self._process.stdin, self._process.stdout):
-      with contextlib.suppress(OSError):
-        pipe.close()
+    self._lines.put(b"")
 
-  def _send(self, message: Mapping[str, Any]) -> None:
-    data = json.dumps(message).encode() + b"\n"
-    until = time.monotonic() + 1.0
-    while data:
-      try:
-        data = data[os.write(self._process.stdin.fileno(), data) :]
-      except BlockingIOError:  # the process always reads, unless it is suspended
-        if time.monotonic() > until:
-          raise SinkError("its process does not read") from None
-        time.sleep(_PAUSE_SECONDS)
-      except BrokenPipeError:
-        self._receive()
-        raise SinkError(f"its process has ended{self._see()}") from None
-
-  def _receive(self) -> None:
-    """Reads the messages that have come; raises SinkError for one that is an error."""
-    ended = self._process.poll() is not None
-    try:
-      while data := os.read(self._process.stdout.fileno(), 2**16):
-        self._part += data
-    except BlockingIOError:
-      pass
-    *whole, self._part = self._part.split(b"\n")
-    for message in map(json.loads, whole):
-      if "state" in message:
-        self._remember(message["state"])
-      if "note" in message:
-        self._news.append(f"{self._name}: {message['note']}")
-      if "error" in message:
-        raise SinkError(f"{message['error']}{self._see()}")
-      self._done |= "done" in message
-    if ended and not self._done:
-      raise SinkError(f"its process has ended with code {self._process.returncode}{self._see()}")
+  def _take(self, message: Mapping[str, Any]) -> bool:
+    """Returns whether a message is the last one; raises SinkError for one that is an error."""
+    if "error" in message:
+      raise SinkError(f"{message['error']}{self._see()}")
+    if "state" in message:
+      states = {**_states(self._workdir), self._name: message["state"]}
+      files.replace(self._workdir / STATES, files.json_text(states, indent=2) + "\n")
+      self._news.append(f"{self._name}: {message['note']}")
+    return "done" in message
 
   def _see(self) -> str:
     local = files.is_local(self._workdir)
     return f" (see {self._workdir / f'sink_{self._name}.log'})" if local else ""
-
-  def _remember(self, state: Mapping[str, Any]) -> None:
-    states = {**_states(self._workdir), self._name: state}
-    files.replace(self._workdir / STATES, files.json_text(states, indent=2) + "\n")
 
 
 def _states(workdir: epath.Path) -> dict[str, Any]:

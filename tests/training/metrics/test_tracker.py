@@ -36,10 +36,10 @@ for step, loss in enumerate((4.0, 3.0, 2.5, 2.25), 1):
     file.write(json.dumps({"step": step, **values}) + "\\n")
   for sink in sinks:
     sink.write(step, values)
-while not all(sink._news for sink in sinks):
+while any(sink._messages.empty() for sink in sinks):
   time.sleep(0.1)
-  for sink in sinks:
-    sink._receive()
+for sink in sinks:
+  sink._take(sink._messages.get())
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -7,19 +7,21 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 from etils import epath
 
 from configs import base
-from training.metrics import sinks
+from training.metrics import sinks, tracker_sink
 from training.metrics.sinks import Sinks
 from training.metrics.tracker_sink import SinkError, TrackerSink
 
 # Appends what it is given to a file, and does what BEHAVIOR says.
 PACKAGE = """
-import json, os, time
+import atexit, json, os, time
 behavior = os.environ["BEHAVIOR"]
 print("printed by the package")
 def keep(*what):
@@ -32,6 +34,7 @@ def act(where):
     time.sleep(1000)
   if behavior == f"die in {where}":
     os._exit(7)
+act("import")
 class Run:
   def log(self, values, step):
     act("log")
@@ -39,6 +42,7 @@ class Run:
   def finish(self):
     act("finish")
     keep("finished")
+    atexit.register(act, "exit")
 def init(**arguments):
   act("init")
   keep("init", arguments["project"], arguments["name"], arguments["config"]["seed"])
@@ -50,7 +54,8 @@ def init(**arguments):
 def behave(monkeypatch, tmp_path):
   """Returns a function that sets how the package behaves, and returns the file that it keeps."""
   (tmp_path / "package").mkdir()
-  (tmp_path / "package" / "trackio.py").write_text(PACKAGE)
+  for name in tracker_sink.TRACKERS:
+    (tmp_path / "package" / f"{name}.py").write_text(PACKAGE)
   monkeypatch.setenv("PYTHONPATH", str(tmp_path / "package"))
   monkeypatch.setenv("KEPT", str(tmp_path / "kept"))
 
@@ -142,27 +147,91 @@ def test_whatever_fails_is_reported_once_and_leaves_no_process(behave, tmp_path,
   assert len(said) == 1
 
 
+def test_a_package_that_hangs_at_the_exit_has_delivered_all_and_is_ended(behave, tmp_path):
+  file = behave("hang in exit")
+  sink = TrackerSink("trackio", config_of(2.0), epath.Path(tmp_path), 0)
+  sink.write(1, {"loss": 1.0})
+  began = time.monotonic()
+  sink.close()
+  assert 1.9 < time.monotonic() - began < 7
+  assert sink._process.poll() is not None
+  assert kept(file)[-1] == ["finished"]
+
+
 def test_a_process_that_is_suspended_does_not_block_the_run(behave, tmp_path):
   behave()
-  sink = TrackerSink("trackio", config_of(), epath.Path(tmp_path), 0)
+  sink = TrackerSink("trackio", config_of(0.5), epath.Path(tmp_path), 0)
   os.kill(sink._process.pid, signal.SIGSTOP)
   began = time.monotonic()
-  try:
-    with pytest.raises(SinkError, match="does not read"):
-      sink.write(1, dict.fromkeys(map(str, range(10_000)), 1.0))  # more than a pipe holds
-    assert time.monotonic() - began < 5
-  finally:
-    sink.kill()
+  sink.write(1, dict.fromkeys(map(str, range(10_000)), 1.0))  # more than a pipe holds
+  sink.write(2, {"loss": 1.0})
+  assert time.monotonic() - began < 0.5
+  with pytest.raises(SinkError, match=r"it has not delivered all lines within 0\.5 s"):
+    sink.close()
+  assert time.monotonic() - began < 5
+  assert sink._process.poll() is not None
 
 
-def test_without_the_run_it_delivers_what_it_was_sent_and_ends(behave, tmp_path):
+@pytest.mark.parametrize("after", [-1.0, 1.0])
+def test_a_stop_before_or_during_the_wait_shortens_it(behave, tmp_path, monkeypatch, after):
+  behave("hang in log")
+  monkeypatch.setattr(tracker_sink, "_STOPPING_SECONDS", 0.5)
+  began = time.monotonic()
+  monkeypatch.setattr(tracker_sink.preemption, "current", lambda: time.monotonic() > began + after)
+  sink = TrackerSink("trackio", config_of(60.0), epath.Path(tmp_path), 0)
+  sink.write(1, {"loss": 1.0})
+  with pytest.raises(SinkError, match=r"within 0\.5 s"):
+    sink.close()
+  assert time.monotonic() - began < 10
+
+
+def test_trackers_that_hang_are_waited_for_together(behave, tmp_path):
+  behave("hang in import")
+  said, config = [], config_of(1.5)
+  config.metrics.sinks = tracker_sink.TRACKERS
+  made = Sinks(config, epath.Path(tmp_path), 0, said.append)
+  made.write(1, {"loss": 1.0})
+  began = time.monotonic()
+  made.close()
+  assert time.monotonic() - began < 3 * 1.5  # not four times
+  assert sum("within 1.5 s" in line for line in said) == len(said) == 4
+
+
+def test_one_that_has_delivered_while_another_was_waited_for_has_not_failed(behave, tmp_path):
   file = behave()
   sink = TrackerSink("trackio", config_of(), epath.Path(tmp_path), 0)
   sink.write(1, {"loss": 1.0})
-  sink._process.stdin.close()  # as where the run is killed
-  sink._process.stdout.close()
-  assert sink._process.wait(60) == 0
-  assert kept(file)[1:] == [[1, {"loss": 1.0}], ["finished"]]
+  sink.finish()
+  until = time.monotonic() + 60
+  while sink._messages.qsize() < 3:  # its run is open, all is delivered, the process has ended
+    assert time.monotonic() < until
+    time.sleep(0.01)
+  sink._finished -= 100  # in which it was another one's turn
+  sink.close()
+  assert kept(file)[-1] == ["finished"]
+
+
+@pytest.mark.parametrize(
+  ("behavior", "code", "last"), [("", 0, ["finished"]), ("hang in finish", 1, [1, {"loss": 1.0}])]
+)
+def test_after_a_kill_of_the_run_it_delivers_what_it_was_sent_and_ends(
+  behave, tmp_path, behavior, code, last
+):
+  file = behave(behavior)
+  start = {"project": "digits", "name": "first", "folder": str(tmp_path), "config": {"seed": 0}}
+  lines = [{**start, "state": None, "wait_seconds": 0.5 if code else 60.0}, [1, {"loss": 1.0}]]
+  process = subprocess.Popen(
+    [sys.executable, "-P", tracker_sink.SCRIPT, "trackio"],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+  )
+  process.stdin.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+  process.stdin.flush()
+  assert "state" in json.loads(process.stdout.readline())
+  process.stdin.close()
+  process.stdout.close()
+  assert process.wait(60) == code
+  assert kept(file)[-1] == last
 
 
 def test_a_package_that_is_missing_is_refused_before_the_run(monkeypatch):
