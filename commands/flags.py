@@ -32,6 +32,7 @@ WIDTHS = flags.DEFINE_list(
   "widths", [], "coordcheck: of the model, 64,128,256; by default 1/4, 1/2, 1 and 2 times its own."
 )
 STEPS = flags.DEFINE_integer("steps", 5, "coordcheck: optimizer steps at each width.")
+STEP = flags.DEFINE_integer("step", None, "replay: the step to compute again, counted from 1.")
 SVG = flags.DEFINE_string("svg", None, "coordcheck: the file for a picture.")
 HTML = flags.DEFINE_string("html", None, "layout, report: the file for the page.")
 TOPOLOGY = flags.DEFINE_string(
@@ -69,7 +70,9 @@ DTYPE = flags.DEFINE_string(
   "dtype", None, "export: of the weights; that of the model they came from, or the parameters'."
 )
 ACCEPT = flags.DEFINE_list(
-  "accept_changes", [], "train: comma-separated config keys allowed to differ from the checkpoint."
+  "accept_changes",
+  [],
+  "train, replay: comma-separated config keys allowed to differ from the checkpoint.",
 )
 SIMULATE = flags.DEFINE_bool(
   "simulate", False, "Use simulated CPU devices even if there is a GPU or TPU."
@@ -100,7 +103,7 @@ OWNERS = [
     WORKDIR,
     (
       *("train", "evaluate", "sample", "export", "layout", "compare", "plan", "search", "doctor"),
-      "report",
+      *("report", "replay"),
     ),
   ),
   *((flag, ("coordcheck",)) for flag in (WIDTHS, STEPS, SVG)),
@@ -112,7 +115,8 @@ OWNERS = [
   (AGAINST_RUN, ("report",)),
   (SET, ("compare",)),
   (HTML, ("layout", "report")),
-  (ACCEPT, ("train",)),
+  (ACCEPT, ("train", "replay")),
+  (STEP, ("replay",)),
   (CHECKPOINT, ("evaluate", "sample", "export")),
   (TASKS, ("evaluate",)),
   *((flag, ("export",)) for flag in (TO, MERGE, DTYPE)),
@@ -187,7 +191,7 @@ def given(flag: flags.FlagHolder) -> bool:
 def facts(verb: str) -> dict[str, object]:
   """Returns what the command line says besides the config: the same on every process."""
   values = {flag.name: flag.value for flag in SAMPLE_FLAGS}
-  shown = (CHECKPOINT, TASKS, ACCEPT, SIMULATE, TO, MERGE, DTYPE, WIDTHS, STEPS)
+  shown = (CHECKPOINT, TASKS, ACCEPT, SIMULATE, TO, MERGE, DTYPE, WIDTHS, STEPS, STEP)
   values |= {flag.name: flag.value for flag in shown}
   return {"verb": verb, "workdir": str(workdir()), **values}
 

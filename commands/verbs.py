@@ -79,6 +79,15 @@ VERBS = {
     "widths for --steps=5 steps. Exit code 3: sizes depend on the width.",
     ("coordcheck --config=configs/single.py --config.model.base_width=128",),
   ),
+  "replay": Verb(
+    "compute a step again, and find its first bad number",
+    "Starts from the newest checkpoint before --step, or the first step, trains up to it on the "
+    "same rows, and records its activations. Names the first array that is not finite, the rows "
+    "that cause it and the largest gradients; prints the sizes of activations and gradients, and "
+    "compares the loss with the logged one. Changes nothing in the workdir. Exit code 3: a bad "
+    "number, or another loss.",
+    (f"replay {_DP4_TP2} --workdir=runs/dp4_tp2_lm --step=37",),
+  ),
   "plan": Verb(
     "predict memory, communication and step time on a pod",
     "Compiles the train step ahead of time for --topology=v5p:4x4x4, v5p-128, h100:8 or the "

@@ -81,6 +81,11 @@ class TrainingBatches:
     assert len(ids_B) == position.batch(step), (position, step)
     return ids_B
 
+  def rows(self, step, position=None):
+    """Returns a source and the numbers in it of the rows of a step's batch, which may be cut."""
+    source, pieces, ids_B = self.source, self.ramp.shape(step).pieces, self.row_ids(step, position)
+    return (cut(source, pieces), _parts(ids_B, pieces)) if pieces > 1 else (source, ids_B)
+
   def batch(self, step, shardings, position=None):
     """Returns the batch of step `step` (from 0) on the devices.
 
@@ -106,9 +111,7 @@ class TrainingBatches:
       if same and not any(a.is_deleted() for a in arrays.values()):
         return arrays
     self._check_some_can_be_read(ids_B, step)
-    source, pieces = self.source, self.ramp.shape(step).pieces
-    if pieces > 1:
-      source, ids_B = cut(source, pieces), _parts(ids_B, pieces)
+    source, ids_B = self.rows(step, position)
     arrays = _assemble(source, ids_B, _abstract(source, len(ids_B)), shardings)
     if self._always_the_same:
       self._last = (ids_B, dict(shardings), arrays)

@@ -65,7 +65,20 @@ def combine(name, sources, *, maximum_epochs=None, stages=()) -> Source:
     chat_template_digest=first.chat_template_digest,
     bytes_per_token=float(np.dot(rates, weights)) / max(1, sum(weights)),
     report=_report(sources),
+    origins=_origins(sources, offsets),
   )
+
+
+def _origins(sources, offsets):
+  """Returns Source.origins over several."""
+  names = list(sources)
+
+  def origins(row):
+    part = int(np.searchsorted(offsets, row, side="right")) - 1
+    found = sources[names[part]].origins(row - int(offsets[part]))
+    return [f"{names[part]}: {place}" for place in found] or [names[part]]
+
+  return origins
 
 
 def _report(sources):

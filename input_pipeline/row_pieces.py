@@ -34,4 +34,10 @@ def cut(source: Source, pieces: int) -> Source:
     return found
 
   # Bad rows stay those of the source: which rows a step takes is decided by their numbers there.
-  return dataclasses.replace(source, rows=pieces * len(source), fields=fields, read=read)
+  return dataclasses.replace(
+    source,
+    rows=pieces * len(source),
+    fields=fields,
+    read=read,
+    origins=lambda number: source.origins(number // pieces),
+  )

@@ -34,6 +34,8 @@ class Source:
     report: what a row index says of itself: documents, bytes, tokens, rows, padding (slots that
       hold no token), split_documents; of conversations also trained (tokens) and how many are left
       out (untrained_conversations, long_conversations); empty where there is none.
+    origins: row number -> where its documents come from, such as `document 17 of a.jsonl`; [] where
+      that is not known.
   """
 
   name: str
@@ -50,6 +52,7 @@ class Source:
   chat_template_digest: str = ""
   bytes_per_token: float = 1.0
   report: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  origins: Callable[[int], list[str]] = lambda row: []
 
   def __len__(self):
     return self.rows

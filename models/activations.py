@@ -3,26 +3,35 @@
 Nothing is recorded, and no program changes, unless a forward pass is traced inside `recording()`.
 """
 
+import collections
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 
-STACKED = "layers/"  # how names of activations of all layers begin
-_RECORD: contextvars.ContextVar[dict[str, jax.Array] | None] = contextvars.ContextVar(
+# How names of activations of all layers begin; and of the dense ones of a model with experts.
+STACKED, DENSE = "layers/", "dense_layers/"
+# What is recorded, and what is computed of each activation.
+_RECORD: contextvars.ContextVar[tuple[dict[str, Any], Callable] | None] = contextvars.ContextVar(
   "activations", default=None
 )
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[dict[str, jax.Array]]:
-  """Yields name -> activation of the forward pass that is traced inside the block.
+def recording(each: Callable[[jax.Array], Any] = lambda x: x) -> Iterator[dict[str, Any]]:
+  """Yields name -> activation of the forward pass that is traced inside the block, in its order.
 
-  Those of stacked layers have the layers as their first dim, and names that begin with STACKED.
+  Those of stacked layers have the layers as their first dim, and names that begin with STACKED or
+  DENSE.
+
+  Args:
+    each: computed of each activation and recorded in its place, a tree of arrays. A large model has
+      no memory for all its activations at once, but for some numbers about each.
   """
-  found: dict[str, jax.Array] = {}
-  token = _RECORD.set(found)
+  found = collections.OrderedDict()  # JAX sorts the keys of any other dict that a scan returns
+  token = _RECORD.set((found, each))
   try:
     yield found
   finally:
@@ -39,24 +48,25 @@ def record(name: str, x: jax.Array, *, length: int | None = None) -> None:
     x: the activation, the batch first.
     length: of its last dim, the rest of which is padding; None: there is none.
   """
-  if (found := _RECORD.get()) is not None:
-    found[name] = x[..., :length]
+  if (begun := _RECORD.get()) is not None:
+    found, each = begun
+    found[name] = each(x[..., :length])
 
 
 @contextlib.contextmanager
-def layer() -> Iterator[dict[str, jax.Array]]:
+def layer() -> Iterator[dict[str, Any]]:
   """Yields what is recorded inside the block, the body of a scan over layers; {} while nothing is.
 
   The body returns it, and `record_layers` takes what the scan has stacked.
   """
-  if _RECORD.get() is None:
+  if (begun := _RECORD.get()) is None:
     yield {}
     return
-  with recording() as found:
+  with recording(begun[1]) as found:
     yield found
 
 
-def record_layers(stacked: Mapping[str, jax.Array]) -> None:
-  """Records the activations of stacked layers, the layers first."""
-  for name, x in stacked.items():
-    record(f"{STACKED}{name}", x)
+def record_layers(stacked: Mapping[str, Any], prefix: str = STACKED) -> None:
+  """Records what the scan over layers has stacked, the layers first."""
+  if (begun := _RECORD.get()) is not None:
+    begun[0].update({f"{prefix}{name}": x for name, x in stacked.items()})

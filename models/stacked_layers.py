@@ -84,7 +84,7 @@ def _run(
       x_BRD, _, numbers = block(x_BRD, *one, rows)
     return x_BRD, (numbers, recorded)
 
-  x_BRD, found, _ = over_layers(
+  x_BRD, found, of_dense = over_layers(
     layer,
     nnx.merge(graphdef, stack),
     model.dense_layers,
@@ -94,6 +94,8 @@ def _run(
     wrapped=lambda step: rematerialized(step, model.rematerialization, reshard=model.reshard),
     unroll=model.unroll,
   )
+  if of_dense:
+    activations.record_layers(of_dense[1], activations.DENSE)
   activations.record_layers(found[1])
   return x_BRD, found[0]
 

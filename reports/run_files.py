@@ -161,7 +161,9 @@ def read(workdir: epath.PathLike) -> Run:
   metrics, config = _content(folder / METRICS), _json(folder / CONFIG)
   if metrics is None and not isinstance(config, dict):
     what = "is not a run's folder: it" if folder.is_dir() else "does not exist, or"
-    raise ValueError(f"{folder} {what} has neither {METRICS} nor {CONFIG}")
+    raise ValueError(
+      f"{folder} {what} has neither {METRICS} nor {CONFIG}; give a workdir of `train`"
+    )
   sound, damaged = log_lines.split(metrics or b"")
   lines = [line.values for line in sound]
   times = [one for one in lines if log_lines.TIMES in one]

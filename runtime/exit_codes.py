@@ -8,7 +8,8 @@ DONE = 0
 FAILED = 1  # a retry may succeed: restart
 REFUSED = 2  # before anything was started or changed; a retry would end the same
 CHECK_FAILED = (
-  3  # the command ran to its end: `compare`, `coordcheck` or `doctor` failed, a plan does not fit
+  3  # the command ran to its end: `compare`, `coordcheck` or `doctor` failed, a plan does not fit,
+  # or `replay` has found a bad number
 )
 STOPPED = 75  # asked to stop, and saved first (EX_TEMPFAIL): run the same command again
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it: by a second Ctrl-C, without saving

@@ -265,7 +265,8 @@ class BadStepError(TrainingStoppedError):
     """Builds the message with the fix; `more` is about rolling back."""
     self.step, self.why = step, why
     text = f"step {step}: {why}; training stops. A smaller optimizer.learning_rate or a longer "
-    super().__init__(f"{text}optimizer.warmup_steps may help{more and '; '}{more}")
+    text += f"optimizer.warmup_steps may help; `replay --step={step}` looks for its cause"
+    super().__init__(f"{text}{more and '; '}{more}")
 
 
 def not_finite(values: Mapping[str, float]) -> str:

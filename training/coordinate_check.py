@@ -265,16 +265,11 @@ def train(
 
 def _lengths(job: Job) -> dict[str, int]:
   """Returns name -> size of the last dim, in the order in which the model records activations."""
-  names: list[str] = []
-
-  def forward(state: State, batch: Batch) -> dict[str, jax.Array]:
-    found = activations_of(job.program, state, batch)
-    names.extend(found)  # a tree of JAX has them sorted
-    return found
-
   with job.tracing():
-    shapes = jax.eval_shape(forward, job.state, job.batch)
-  return {name: shapes[name].shape[-1] for name in names}
+    shapes = jax.eval_shape(
+      lambda state, batch: activations_of(job.program, state, batch), job.state, job.batch
+    )
+  return {name: x.shape[-1] for name, x in shapes.items()}
 
 
 # ------------------------------ what it shows ------------------------------

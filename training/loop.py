@@ -25,7 +25,7 @@ from training.metrics.goodput import Goodput
 from training.metrics.log_lines import FILE
 from training.metrics.log_schedule import LogSchedule
 from training.metrics.profiler import Profile
-from training.metrics.reader import MetricsReader
+from training.metrics.reader import DebugNans, MetricsReader, without_debug_checks
 from training.metrics.sinks import Sinks
 from training.metrics.throughput import Meter
 from training.metrics.waiting import Waiting
@@ -141,6 +141,8 @@ class Run:
       late=0 if job.devices.simulated else 1, check=self._bad_steps.check
     )
     self._stack = stack
+    self._debug_nans = DebugNans(job)
+    stack.enter_context(without_debug_checks())
     self._interrupted = (
       start.step > 0 and self.evaluation_due() and not is_logged(job, workdir, start.step)
     )
@@ -256,6 +258,7 @@ class Run:
     self.done += 1
     called = callbacks.due(self._callbacks, self.done)
     drain = called or self.evaluation_due() or self._save_due()
+    self._debug_nans.after_step(self.done, self.state, metrics)
     due = self._reader.read(self.done, metrics, drain=drain)
     values = dict(due[-1][1]) if due else {}
     self._report(due)

@@ -124,14 +124,7 @@ def check_resume(
   fresh = bool(job.config.checkpoint.initialize_from)
   require_room(job, workdir, part=True)
   workdir_files.require_plain(workdir)
-  record = {"versions": versions(), "code_files": code_files()}
-  record["data"] = {"name": source.name, "rows": source.fingerprint}
-  if source.tokenizer_digest:
-    record["data"]["tokenizer"] = source.tokenizer_digest
-  if source.chat_template_digest:
-    record["data"]["chat_template"] = source.chat_template_digest
-  if report := splits.report(source, job.config):
-    record["data_report"] = report
+  record = _record_of(job, source)
   folder = workdir / FOLDER
   if not checkpoint_restore.steps(folder):
     if accept:
@@ -140,12 +133,36 @@ def check_resume(
     return record, None
   with Checkpointer(folder, read_only=True, verify=job.config.checkpoint.verify) as checkpoints:
     newest = checkpoints.verified()
+  require_room(job, workdir, part=Base.of(_record(newest)) is not None)
+  return _require_same_run(job, record, newest, workdir, accept), newest
+
+
+def _record_of(job: Job, source: Source) -> dict[str, Any]:
+  """Returns what the checkpoints of a run say of its code, libraries and data."""
+  record: dict[str, Any] = {"versions": versions(), "code_files": code_files()}
+  record["data"] = {"name": source.name, "rows": source.fingerprint}
+  if source.tokenizer_digest:
+    record["data"]["tokenizer"] = source.tokenizer_digest
+  if source.chat_template_digest:
+    record["data"]["chat_template"] = source.chat_template_digest
+  if report := splits.report(source, job.config):
+    record["data_report"] = report
+  return record
+
+
+def _require_same_run(
+  job: Job,
+  record: dict[str, Any],
+  newest: Verified,
+  workdir: epath.Path,
+  accept: Sequence[str],
+) -> dict[str, Any]:
+  """Returns the record with the accepted changes; raises ValueError for what may not change."""
   old_record = _record(newest)
-  require_room(job, workdir, part=Base.of(old_record) is not None)
   rollback.require_same_past(job.config, old_record, newest.step)
   _require_same_stages(newest.config, job.config, newest.step)
   rollback.require_same_ramps(newest.config, job.config, old_record, newest.step)
-  changed = resume_policy.changes(
+  return resume_policy.changes(
     newest.config,
     resume_policy.plain(job.config),
     old_record=old_record,
@@ -154,7 +171,6 @@ def check_resume(
     done=newest.step,
     workdir=workdir,
   )
-  return changed, newest
 
 
 def _require_same_stages(old: Mapping[str, Any], config: ConfigDict, done: int) -> None:
@@ -212,13 +228,8 @@ def begin(
     tokenizer=run_tokenizer.contents(job.config),
   )
   if checkpointer.steps():
-    base = Base.of(_record(newest or checkpointer.verified()))
-    with Waiting("restoring the checkpoint").show():
-      saved = _saved(job, base)(job.placed_state)
-      found, tree = checkpointer.restore_verified(saved, known=newest)
+    found, state, base = _restored(job, checkpointer, newest or checkpointer.verified(), workdir)
     step, known = found.step, _record(found)
-    params, base = base_parameters.completed(job, tree[PARAMETERS], base, str(workdir))
-    state = State(**{**tree, PARAMETERS: params})
     origin = f"resumes from the checkpoint of step {step}"
     if changed := schedules.change_text(found.config, job.config, step):
       origin += f"\n{changed}"
@@ -229,6 +240,74 @@ def begin(
     record = {**record, **base.record()}
     origin += f"; saves what it trains, the frozen parameters are those of {base.location}"
   return Start(state, step, record, checkpointer, origin, known, owner, base, _saved(job, base))
+
+
+def _restored(
+  job: Job,
+  checkpointer: Checkpointer,
+  known: Verified,
+  workdir: epath.Path,
+  step: int | None = None,
+) -> tuple[Verified, State, Base | None]:
+  """Returns a checkpoint, its state, placed as the job's, and the base of what it has not saved.
+
+  Args:
+    job: the run.
+    checkpointer: of its folder.
+    known: a checkpoint that has been compared.
+    workdir: its folder.
+    step: which; None: the newest that can be read.
+  """
+  base = Base.of(_record(known))
+  with Waiting("restoring the checkpoint").show():
+    saved = _saved(job, base)(job.placed_state)
+    found, tree = checkpointer.restore_verified(saved, step=step, known=known)
+  params, base = base_parameters.completed(job, tree[PARAMETERS], base, str(workdir))
+  return found, State(**{**tree, PARAMETERS: params}), base
+
+
+def before_step(
+  job: Job, source: Source, workdir: epath.Path, step: int, accept: Sequence[str] = ()
+) -> tuple[State, int, dict[str, Any], str]:
+  """Returns the state of the newest checkpoint before a step, or the initial one; only reads.
+
+  Args:
+    job: the run.
+    source: its training split.
+    workdir: its folder, which may have a live owner.
+    step: counted from 1.
+    accept: config keys whose change is accepted.
+
+  Returns:
+    The state, the steps that are done, the checkpoint's record, and where the state is from.
+
+  Raises:
+    ValueError: the run has no such step, or its checkpoints are of another run.
+  """
+  last, folder = job.config.training.steps, workdir / FOLDER
+  if not 1 <= step <= last:
+    raise ValueError(f"--step={step}: the steps of the run are 1 to training.steps={last}")
+  together = base_parameters.together(job)
+  # All use the list of one process: a live owner of the workdir may be removing a step.
+  there = json.loads(together.from_first(json.dumps(checkpoint_restore.steps(folder))))
+  if not there:
+    if accept:
+      raise ValueError(f"--accept-changes: {workdir} has no checkpoints to compare with")
+    state, origin, _ = first_state(job)
+    return state, 0, {}, origin
+  verify = job.config.checkpoint.verify
+  with Checkpointer(
+    folder, read_only=True, verify=verify, warn=base_parameters.warn, together=together
+  ) as checkpoints:
+    earlier = [saved for saved in there if saved < step]
+    known = checkpoints.verified(earlier[-1] if earlier else there[0])
+    _require_same_run(job, _record_of(job, source), known, workdir, accept)
+    if not earlier:
+      state, origin, _ = first_state(job, Base.of(_record(known)))
+      return state, 0, {}, origin
+    found, state, _ = _restored(job, checkpoints, known, workdir, known.step)
+  job.check_placed(state)
+  return state, found.step, _record(found), f"restored {found.path}"
 
 
 def _saved(job: Job, base: Base | None) -> Callable[[State], dict[str, Any]]:

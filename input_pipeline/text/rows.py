@@ -170,6 +170,7 @@ def source_of(
       "split_documents": packed.split_documents,
       **({"trained": predicted, **left_out} if masked else {}),
     },
+    origins=reader.origins,
   )
   if not pairs:
     return source
@@ -213,7 +214,7 @@ class _Reader:
 
   def __init__(self, prepared, packed: packing.Packed, prefix: np.ndarray, name: str):
     self.documents, self.packed, self.folder = prepared.documents, packed, prepared.folder
-    self.name, self._prefix = name, prefix
+    self.name, self._prefix, self._units = name, prefix, prepared.units
 
   def records(self, pieces: Any = slice(None)) -> tuple[np.ndarray, np.ndarray]:
     """Returns the first record of pieces and the one after the last, int64 [P] each."""
@@ -223,6 +224,20 @@ class _Reader:
     last = packed.first[pieces] + packed.count[pieces] - before
     base = self.documents.first_record[packed.document[pieces]]
     return base + first, base + np.maximum(last, 0) // store.RECORD_TOKENS + 1
+
+  def origins(self, row: int) -> list[str]:
+    """Returns where the documents of a row come from, such as `document 17 of a.jsonl`.
+
+    Documents are counted from 0 in what was prepared together, see `documents.Unit`.
+    """
+    found, documents = [], self.documents
+    for number in self.packed.document[slice(*self.packed.starts[row : row + 2])].tolist():
+      place = documents.place(int(documents.first_record[number]))
+      if self._units:
+        document = place.partition(" of ")[0]
+        place = f"{document} of {self._units[documents.shard_of(number)].name}"
+      found.append(place)
+    return found
 
   def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
     """Returns field -> rows [N, T]; raises UnreadableError that names document and shard."""

@@ -48,6 +48,13 @@ def test_rows_are_numbered_one_source_after_the_other():
   assert fewer.fingerprint != source.fingerprint
 
 
+def test_the_origins_of_a_row_are_those_of_its_source():
+  code = dataclasses.replace(source_of("code", 9), origins=lambda row: [f"document {row} of c"])
+  source = combine("mixture", {**sources(), "code": code})
+  assert source.origins(23) == ["code: document 2 of c"]
+  assert source.origins(20) == ["web"]  # which does not know more
+
+
 def test_an_unreadable_row_keeps_its_number():
   damaged = {**sources(), "code": unreadable(source_of("code", 9), 2)}
   source = combine("mixture", damaged)

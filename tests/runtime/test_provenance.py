@@ -23,7 +23,7 @@ OTHERS = {
   "metrics/device_probe metrics/goodput metrics/log_lines metrics/log_schedule "
   "metrics/csv_sink metrics/profiler metrics/reader metrics/sinks metrics/throughput "
   "metrics/tracker metrics/tracker_sink metrics/waiting metrics/writer named_activations "
-  "observer parity record_schema replica_check replica_digests restore run_tokenizer saving "
+  "observer parity record_schema replay replica_check replica_digests restore run_tokenizer saving "
   "trained_tokenizer train_steps workdir_files workdir_owner",
 }
 

@@ -4,12 +4,15 @@ import dataclasses
 import json
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
 from input_pipeline import position
 from processes.preemption import StopRequest
+from tests.helpers.jobs import SMALL, first_state, make_job
 from tests.training import runs
 from tests.training.runs import (
   ROLL_BACK,
@@ -24,6 +27,7 @@ from tests.training.runs import (
 from training import bad_steps as rollback
 from training.bad_steps import BadSteps, TrainingStoppedError
 from training.callbacks import CALLBACKS, Callback
+from training.metrics.reader import DebugNans
 from training.metrics.sinks import SINKS
 
 NAN, HUGE = math.inf, 1e7
@@ -313,3 +317,43 @@ def test_a_rollback_skips_the_rows_that_the_ramp_gave_the_step():
   assert rollback.skipped_rows == ((14, 18),)  # after 5 steps of 2 rows and one of 4
   rows = [bad_steps.position.rows(step) for step in (4, 5, 6, 7)]
   assert rows == [((8, 10),), ((10, 14),), ((18, 22),), ((22, 26),)]
+
+
+# ------------------------------ JAX_DEBUG_NANS ------------------------------
+
+
+@pytest.fixture
+def debug():
+  """Returns a function that sets a variable of JAX for this test."""
+  yield lambda variable: jax.config.update(variable, True)
+  for variable in ("jax_debug_nans", "jax_debug_infs"):
+    jax.config.update(variable, False)
+
+
+@pytest.mark.parametrize("bad", [0, 12], ids=["first", "later"])
+def test_with_jax_debug_nans_a_run_stops_at_once_and_names_replay(tmp_path, debug, bad):
+  debug("jax_debug_nans")
+  fresh = make_job("dp8", "mlp", **{**runs.KEYS, "mesh.data": 2, **ROLL_BACK})
+  with pytest.raises(TrainingStoppedError) as error:  # without the variable it would roll back
+    train(tmp_path, source({bad: NAN}), prepared=fresh)
+  found = f"step {bad + 1}: JAX_DEBUG_NANS has found grad_norm (1 of 1 elements), layer_1/bias ("
+  assert str(error.value).startswith(found)
+  said = f"`replay --step={bad + 1}` with this run's --config and --workdir finds its cause"
+  assert str(error.value).endswith(said)
+  assert saved(tmp_path) == ([5, 10] if bad else [])
+  assert jax.config.jax_debug_nans
+
+
+def test_jax_debug_infs_finds_what_is_infinite_alone(debug):
+  job = make_job("single", "mlp", **SMALL["mlp"])
+  state = first_state(job)
+  metrics = {"loss": jnp.ones(())}
+  infinite, nan = (dict(metrics, own=jnp.full((), value)) for value in (math.inf, math.nan))
+  DebugNans(job).after_step(1, state, infinite)
+  debug("jax_debug_infs")
+  DebugNans(job).after_step(1, state, metrics)
+  DebugNans(job).after_step(1, state, nan)
+  with pytest.raises(
+    TrainingStoppedError, match=r"step 2: JAX_DEBUG_INFS has found own \(1 of 1 el"
+  ):
+    DebugNans(job).after_step(2, state, infinite)

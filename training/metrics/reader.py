@@ -1,11 +1,19 @@
-"""Metrics from the device: read a step late, and checked to be finite."""
+"""Numbers from the device: metrics, read a step late and checked to be finite; JAX_DEBUG_NANS."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from training.bad_steps import BadStepError, not_finite
+from partitioning.rules import named_leaves
+from training.bad_steps import BadStepError, TrainingStoppedError, not_finite
+from training.setup import Job
+from training.state import State
+
+_NAMED = 4  # so many arrays are named in a message
 
 
 class MetricsReader:
@@ -44,3 +52,59 @@ class MetricsReader:
         raise BadStepError(number, why)
       due.append((number, values))
     return due
+
+
+@contextlib.contextmanager
+def without_debug_checks() -> Iterator[None]:
+  """Turns JAX's own checks for NaN and infinite numbers off.
+
+  Of a program that is compiled ahead of time they see only the first call, whose bad number then
+  ends the process with an internal error of JAX.
+  """
+  with jax.debug_nans(False), jax.debug_infs(False):
+    yield
+
+
+class DebugNans:
+  """Checks each step's results where JAX_DEBUG_NANS or JAX_DEBUG_INFS is set."""
+
+  def __init__(self, job: Job):
+    """Reads the variables, which `without_debug_checks` then hides; compiles nothing yet."""
+    self._job, self._compiled = job, None
+    checks = {
+      "JAX_DEBUG_NANS": (jax.config.jax_debug_nans, jnp.isnan),
+      "JAX_DEBUG_INFS": (jax.config.jax_debug_infs, jnp.isinf),
+    }
+    self._checks = {variable: check for variable, (on, check) in checks.items() if on}
+
+  def after_step(self, step: int, state: State, metrics: Mapping[str, jax.Array]) -> None:
+    """Checks metrics and parameters after a step; the host then waits for each step.
+
+    Raises:
+      TrainingStoppedError: with the arrays that have a bad number, and how to find its cause.
+    """
+    if not self._checks:
+      return
+    given = {**metrics, **named_leaves(state.params)}
+    if self._compiled is None:
+      everywhere = NamedSharding(self._job.mesh, PartitionSpec())
+      self._compiled = self._job.compile(self._counts, given, out_shardings=everywhere).function
+    for variable, counts in jax.device_get(self._compiled(given)).items():
+      bad = [
+        f"{name} ({count:,} of {given[name].size:,} elements)"
+        for name, count in counts.items()
+        if count
+      ]
+      if bad:
+        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        raise TrainingStoppedError(
+          f"step {step}: {variable} has found {', '.join(bad[:_NAMED])}{more}; training stops. "
+          f"`replay --step={step}` with this run's --config and --workdir finds its cause"
+        )
+
+  def _counts(self, given: Mapping[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
+    floating = {name: x for name, x in given.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+    return {
+      variable: {name: jnp.sum(check(x), dtype=jnp.int32) for name, x in floating.items()}
+      for variable, check in self._checks.items()
+    }

@@ -208,6 +208,23 @@ def test_what_a_split_reports(data):
   assert concatenated.report["padding"] < T
 
 
+def test_a_row_says_which_documents_of_which_file_it_has(data, folder):
+  source = row_source.open_source(data(), "train", 0)
+  files = {"a.jsonl": texts(150), "b.jsonl": [*texts(50, seed=1), "x" * 9000 + "y" * 500]}
+  seen = set()
+  for row in range(0, len(source), 7):
+    found = documents_of(source.read(np.array([row])))
+    origins = source.origins(row)
+    assert len(origins) == len(found)
+    for targets, origin in zip(found, origins, strict=True):
+      number, path = origin.removeprefix("document ").split(" of ")
+      name = path.removeprefix(f"{folder}/")
+      text = [one for one in files[name] if one][int(number)].encode() + b"\0"
+      assert bytes(targets) in text, origin
+      seen.add(name)
+  assert seen == {*files}
+
+
 def test_the_evaluation_s_rows_are_the_same_for_every_seed(data):
   for split, same in (("test", True), ("train", False)):
     prints = {row_source.open_source(data(), split, seed).fingerprint for seed in (0, 1)}
