@@ -52,9 +52,9 @@ def finalize(config: ConfigDict) -> None:
   if not config.checkpoint.initialize_from and not hf_folder.is_copy(folder):
     config.checkpoint.initialize_from = model.folder
   if hf_folder.is_adapter(config.checkpoint.initialize_from):
-    from interop import read_adapter  # which imports JAX
+    from interop import peft_adapter  # which imports JAX
 
-    read_adapter.adopt(config, config.checkpoint.initialize_from, described.model_type)
+    peft_adapter.adopt(config, config.checkpoint.initialize_from, described.model_type)
   if config.optimizer.learning_rate is None:
     scale = optimizer_row(config.optimizer.name).default
     config.optimizer.learning_rate = LEARNING_RATES[config.lora.rank > 0] * scale.rate
