@@ -9,7 +9,7 @@ import struct
 
 import pytest
 
-from inference import task_records
+from inference import task_evaluation
 from input_pipeline.text import tokenizer, tokenizer_files
 from input_pipeline.text.chat_template import ChatTemplate
 from input_pipeline.text.chat_template import load as load_template
@@ -307,7 +307,7 @@ TASKS = (
 def test_records_of_tasks(sound, tmp_path):
   def read(text):
     (tmp_path / "task.jsonl").write_text(text + "\n")
-    task_records.read(str(tmp_path / "task.jsonl"))
+    task_evaluation.read_tasks(str(tmp_path / "task.jsonl"))
 
   check(sound, read)
 
