@@ -5,29 +5,154 @@ their index, each process syncs its files to the disk and computes their digests
 all digests, syncs the folders and renames the step's to `STEP`, which commits the step. Older steps
 are removed once that name is on the disk. In a bucket, where a folder cannot be renamed atomically,
 the file of digests commits it.
+
+Digests are begun while other files are still being written, in the time in which the save waits for
+the disk. TensorStore appends to a file of arrays until it has its final size, and never writes to
+it again: some files under a name that ends with `.__lock`, others under their own. So a file is
+read once its size has stopped growing, and its digest counts only where as many bytes were read as
+the file has in the end; else the file is read again, later. Digests are looked up by the file's
+random name, since the folders above it are renamed when the save is complete.
+
+A save that fails is one line instead of hundreds. For each of its files that cannot be written
+Orbax logs a traceback, and so does asyncio, in which it runs, for those whose result was never
+read. SaveError has what they say. Both are recognized by the code that they come from, not by their
+wording.
 """
 
+import asyncio
+import concurrent.futures
 import contextlib
+import glob
+import logging
 import os
 import re
 import secrets
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import humanize
 import jax
 import orbax.checkpoint as ocp
+from absl import logging as absl_logging
 from etils import epath
 
-from checkpointing import checksums, folder_entries
+from checkpointing import integrity
 from checkpointing.consensus import ElsewhereError, Together
-from checkpointing.early_checksums import Ahead
-from checkpointing.folder_entries import REMOVING, SAVING
-from checkpointing.integrity import CONFIG, RECORD, STATE, TOKENIZER
-from checkpointing.orbax_logging import quiet
+from checkpointing.integrity import CONFIG, RECORD, REMOVING, SAVING, STATE, TOKENIZER
 from processes.workdir_lease import Ownership
 from runtime import files
+
+# ------------------------------ Orbax's log lines ------------------------------
+
+_ORBAX = os.path.dirname(ocp.__file__) + os.sep
+# What a TensorStore thread calls at the end of a write that a coroutine waits for.
+_TO_A_LOOP = asyncio.BaseEventLoop.call_soon_threadsafe.__code__
+_installed = False
+
+
+class _Quiet(logging.Filter):
+  """Lets through everything except errors of Orbax."""
+
+  def filter(self, record: logging.LogRecord) -> bool:
+    """Returns whether a line is to be printed."""
+    if record.levelno < logging.ERROR or absl_logging.get_verbosity() >= absl_logging.INFO:
+      return True
+    raised = record.exc_info[2] if record.exc_info else None
+    if record.name == "asyncio" and record.exc_info and raised is None:
+      return False  # never raised in Python: TensorStore has set it, and it was never read
+    files = [record.pathname, *(frame.filename for frame in traceback.extract_tb(raised))]
+    return not any(file.startswith(_ORBAX) for file in files)
+
+
+def quiet_orbax() -> None:
+  """Silences Orbax's logs of failures that our own errors report, unless --debug is set."""
+  global _installed
+  if _installed:
+    return
+  _installed = True
+  for name in ("absl", "asyncio"):
+    logging.getLogger(name).addFilter(_Quiet())
+  hook = sys.unraisablehook
+
+  def unless_late(unraisable: Any) -> None:
+    raised = unraisable.exc_traceback
+    code = None if raised is None else raised.tb_frame.f_code
+    # A write, or an open, that ends after another has failed, when its event loop is closed.
+    late = code is _TO_A_LOOP
+    # A read that is given up since another has failed: Orbax makes an error of the closing.
+    given_up = isinstance(getattr(unraisable.exc_value, "__cause__", None), GeneratorExit)
+    if not late and not (given_up and code is not None and code.co_filename.startswith(_ORBAX)):
+      hook(unraisable)
+
+  sys.unraisablehook = unless_late
+
+
+# ------------------------------ early checksums ------------------------------
+
+_LOCK = ".__lock"
+_LEAST_BYTES = 2**20  # smaller files are read quickly, later
+_PAUSE_SECONDS = 0.01
+
+
+class EarlyChecksums:
+  """A context manager that reads the files of one process as they appear.
+
+  A file that cannot be read, or is renamed at that moment, is left for later.
+  """
+
+  def __init__(self, making: epath.Path, process: int):
+    """Takes the folder of the step (Orbax adds to its name) and the process that writes."""
+    self._pattern = os.path.join(
+      f"{glob.escape(str(making))}*", "*", f"ocdbt.process_{process}", "d", "*"
+    )
+    self._reading: dict[str, concurrent.futures.Future] = {}
+    self._sizes: dict[str, int] = {}  # at the last look
+    self._over = threading.Event()
+    self._pool = concurrent.futures.ThreadPoolExecutor(integrity.THREADS)
+    self._thread = threading.Thread(target=self._watch, name="digests")
+
+  def __enter__(self) -> "EarlyChecksums":
+    """Begins."""
+    self._thread.start()
+    return self
+
+  def __exit__(self, *error) -> None:
+    """Stops looking for files; finishes those being read."""
+    self._over.set()
+    self._thread.join()
+    self._pool.shutdown(wait=False)
+
+  def sha256(self, name: str, size: int) -> str:
+    """Returns the digest of a file by its name; "" if it was not read with this size."""
+    if name not in self._reading:
+      return ""
+    with contextlib.suppress(OSError):
+      found, value = self._reading[name].result()
+      if found == size:
+        return value
+    return ""
+
+  def _watch(self) -> None:
+    while not self._over.wait(_PAUSE_SECONDS):
+      self._look()
+
+  def _look(self) -> None:
+    """Begins to read the files that have not grown since the last look."""
+    for path in glob.iglob(self._pattern):
+      name = os.path.basename(path)
+      if name in self._reading or name.endswith(_LOCK):
+        continue
+      with contextlib.suppress(OSError):
+        before, self._sizes[name] = self._sizes.get(name), os.path.getsize(path)
+        if before == self._sizes[name] >= _LEAST_BYTES:
+          self._reading[name] = self._pool.submit(integrity.read_through, epath.Path(path))
+
+
+# ------------------------------ saving ------------------------------
 
 # Processes that hold copies of an array share the writing of it in slices of at least this size.
 SLICE_BYTES = 2**23
@@ -157,8 +282,8 @@ class Writer:
     for child in self._folder.iterdir():
       if child.name == step or _UNDER_WAY.match(child.name):
         with contextlib.suppress(OSError):  # renamed or removed meanwhile
-          found[child.name] = tuple(sorted(checksums.sizes(child).items()))
-    return (tuple(sorted(found.items())), self._stage, checksums.Read.count)
+          found[child.name] = tuple(sorted(integrity.file_sizes(child).items()))
+    return (tuple(sorted(found.items())), self._stage, integrity.Read.count)
 
   # ------------------------------ removing ------------------------------
 
@@ -166,13 +291,13 @@ class Writer:
     """Removes a step; a kill in between leaves nothing that looks like one."""
     self._owner.require()
     path = self._folder / str(step)
-    if not folder_entries.only_ours(path):
+    if not integrity.only_ours(path):
       if step not in self._kept:
         self._kept.add(step)
         self._warn(f"WARNING: {path} holds more than was saved there, and is not removed")
       return
     if not self._in_place:
-      path = path.rename(folder_entries.free(self._folder, f"{step}{REMOVING}"))
+      path = path.rename(integrity.free_name(self._folder, f"{step}{REMOVING}"))
       self._sync()  # before its files: a power cut would leave a damaged step
     self._remove_folder(path)
 
@@ -183,18 +308,16 @@ class Writer:
     """
     self._owner.require()
     for child in self._folder.iterdir():
-      if folder_entries.is_leftover(child):
+      if integrity.is_leftover(child):
         self._remove_folder(child)
 
   def in_the_way(self, step: int) -> str:
     """Returns why a step cannot be written under its name; "" if it can."""
     step_folder = self._folder / str(step)
-    if self._in_place and folder_entries.only_ours(step_folder):
+    if self._in_place and integrity.only_ours(step_folder):
       return ""  # of a save that was killed; Orbax removes it
     for path in (step_folder, self._making(step)):
-      if folder_entries.free(self._folder, path.name) != path and not folder_entries.is_leftover(
-        path
-      ):
+      if integrity.free_name(self._folder, path.name) != path and not integrity.is_leftover(path):
         return f"{path} is there, and was not saved by this application; move it away"
     return ""
 
@@ -239,16 +362,16 @@ class Writer:
     for name, content in self._tokenizer.items():
       files.replace(folder / name, content)
 
-  def _reading_ahead(self) -> contextlib.AbstractContextManager[Ahead | None]:
+  def _reading_ahead(self) -> contextlib.AbstractContextManager[EarlyChecksums | None]:
     """Computes digests as files appear; not in a bucket, where reading is as slow as writing."""
     if self._in_place:
       return contextlib.nullcontext()
-    return Ahead(self._making(self._step), self._together.index)
+    return EarlyChecksums(self._making(self._step), self._together.index)
 
-  def _commit(self, ahead: Ahead | None) -> None:
+  def _commit(self, ahead: EarlyChecksums | None) -> None:
     """Writes the digests, and renames the folder."""
     folder, together = self._making(self._step), self._together
-    there = checksums.sizes(folder) if together.first or folder.exists() else {}
+    there = integrity.file_sizes(folder) if together.first or folder.exists() else {}
 
     def early(path: str) -> str:
       return ahead.sha256(path.rpartition("/")[2], there[path]) if ahead else ""
@@ -256,16 +379,16 @@ class Writer:
     mine = [*filter(self._is_mine, there)]
     if not self._in_place:
       files.sync(folder / path for path in mine)  # TensorStore does so, Orbax does not
-    listed = checksums.compute(folder, mine, early)
+    listed = integrity.compute_digests(folder, mine, early)
     together.share("\n".join(digest.line() for digest in listed))
     self._meet()
     if together.first:
       lines = [line for text in together.shared() for line in text.splitlines()]
-      known = {d.path: d for d in [*listed, *map(checksums.parse_line, lines)]}
-      rest = checksums.compute(folder, there.keys() - known.keys())
+      known = {d.path: d for d in [*listed, *map(integrity.parse_line, lines)]}
+      rest = integrity.compute_digests(folder, there.keys() - known.keys())
       if self._in_place:
         self._owner.require()
-      checksums.write(folder, [*known.values(), *rest])
+      integrity.write_digests(folder, [*known.values(), *rest])
       if not self._in_place:
         files.sync(inside for inside, _, _ in os.walk(folder, topdown=False))
         # If the owner is replaced after this, there is no folder left to rename.
@@ -338,7 +461,7 @@ class Writer:
       use_compression=False,  # it saves only 8 % of the size of weights
       type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, handler)),
     )
-    quiet()
+    quiet_orbax()
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(STATE, ocp.args.PyTreeSave, arrays)
     for item in (CONFIG, RECORD):

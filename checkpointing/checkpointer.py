@@ -1,22 +1,87 @@
-"""The checkpoints of a run: asynchronous saves, retention, restore into any layout."""
+"""The checkpoints of a run: asynchronous saves, retention, restore into any layout.
+
+Retention keeps the newest steps, every n-th, and the best by a metric.
+"""
 
 import contextlib
+import json
+import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from checkpointing import async_writer, folder_entries, integrity, naming
+from checkpointing import async_writer, integrity, naming
 from checkpointing import restore as reading
 from checkpointing.async_writer import SaveError, Writer
 from checkpointing.consensus import Together, join_reports
 from checkpointing.integrity import CONFIG, RECORD, STATE, UnreadableError, Verified
-from checkpointing.retention import Retention
 from processes.workdir_lease import Ownership
 from runtime import files
+
+# ------------------------------ retention ------------------------------
+
+
+class Retention:
+  """The retention rules of a run, and the metrics of steps that are ranked by one."""
+
+  def __init__(self, keep: int, every_steps: int, best: str, lower_is_better: bool | None):
+    """Sets the rules; see Checkpointer.
+
+    Raises:
+      ValueError: a number below its least.
+    """
+    if keep < 1 or every_steps < 0:
+      raise ValueError(
+        f"checkpoint.keep={keep}: at least 1; checkpoint.keep_every_steps={every_steps}: at least 0"
+      )
+    self._keep, self._every, self._best = keep, every_steps, best
+    lower = not best.endswith("accuracy") if lower_is_better is None else lower_is_better
+    self._sign = -1.0 if lower else 1.0
+    # step -> the examples that its metric is over, and the metric, with larger being better.
+    self._values: dict[int, tuple[str, float]] = {}
+
+  def note(
+    self, step: int, metrics: Mapping[str, float] | None, over: Mapping[str, Any] | None = None
+  ) -> None:
+    """Remembers a step's metric; a step without one is not ranked.
+
+    Args:
+      step: the number of steps done.
+      metrics: of its evaluation.
+      over: the examples that they are over; None: unknown. Only metrics over the same examples are
+        compared.
+
+    Raises:
+      ValueError: the metrics lack the one that ranks steps.
+    """
+    self._values.pop(step, None)
+    if not self._best or metrics is None:
+      return
+    if self._best not in metrics:
+      names = ", ".join(metrics)
+      raise ValueError(f"checkpoint.keep_best={self._best!r}: the metrics are {names}")
+    if math.isfinite(metrics[self._best]):
+      self._values[step] = json.dumps(over, sort_keys=True), self._sign * metrics[self._best]
+
+  def kept(self, steps: Sequence[int]) -> set[int]:
+    """Returns which of these steps are kept."""
+    there = sorted(steps)
+    kept = set(there[-self._keep :])
+    kept.update(step for step in there if self._every and step % self._every == 0)
+    best: dict[str, tuple[float, int]] = {}
+    for step in there:
+      if step in self._values:
+        over, value = self._values[step]
+        best[over] = max(best.get(over, (-math.inf, step)), (value, step))
+    kept.update(step for _, step in best.values())
+    return kept
+
+
+# ------------------------------ saving and restoring ------------------------------
 
 # Arrays are stored in chunks of at most this many bytes, since TensorStore reads complete chunks: a
 # device that needs an eighth of an array which one device wrote does not load all of it.
@@ -109,7 +174,7 @@ class Checkpointer:
         newer = (
           f"{self.folder}: step {max(appeared)} was saved by another run while this one started"
         )
-      if names := folder_entries.foreign(self.folder):
+      if names := integrity.foreign_entries(self.folder):
         self._warn(
           f"WARNING: {self.folder} contains entries not saved by this application: "
           f"{', '.join(names)}; they are left alone, and no step can be saved under these names"
@@ -340,7 +405,7 @@ class Checkpointer:
     if self._together.first:
       self._owner.require()
       for step in broken:
-        aside = folder_entries.free(self.folder, f"{step}.broken")  # an earlier one is kept, too
+        aside = integrity.free_name(self.folder, f"{step}.broken")  # an earlier one is kept, too
         (self.folder / str(step)).rename(aside)
     self._together.exchange("")  # the others read the folder after that
 

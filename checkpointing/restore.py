@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from checkpointing import folder_entries, integrity, naming, orbax_logging
+from checkpointing import async_writer, integrity, naming
 from checkpointing.consensus import Together, join_reports
 from checkpointing.integrity import FULL, STATE, UnreadableError, Verified, one_line
 from runtime import files
@@ -195,7 +195,7 @@ def steps(folder: epath.Path) -> list[int]:
   """Returns the steps saved in a folder, oldest first, intact or damaged."""
   if not folder.is_dir():
     return []
-  return sorted(int(child.name) for child in folder.iterdir() if folder_entries.is_step(child))
+  return sorted(int(child.name) for child in folder.iterdir() if integrity.is_step(child))
 
 
 def read_arrays(
@@ -305,7 +305,7 @@ def _from_orbax(path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
   Damaged files cause nearly every kind of exception. Errors about this machine and not the files
   are passed on: a checkpoint is not broken because the memory is full.
   """
-  orbax_logging.quiet()
+  async_writer.quiet_orbax()
   try:
     return read(path / STATE)
   except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):

@@ -7,7 +7,7 @@ import jax
 from ml_collections import ConfigDict
 
 from commands import config_flag, flags
-from configs.schema import attention_checks, finalize, unused, validate
+from configs.schema import finalize, model_checks, unused, validate
 from processes.coordination import current
 from runtime import compilation_cache, devices
 from training import setup
@@ -49,7 +49,7 @@ def job(config: ConfigDict, its_devices: devices.Devices) -> setup.Job:
   given = copy.deepcopy(config)
   config, choices = finalize.with_choices(config, platform, its_devices.sizes, capability)
   validate.check(config, its_devices.sizes)
-  attention_checks.check_device(config, platform, capability)
+  model_checks.check_attention_device(config, platform, capability)
   _configure_jax(config)
   return dataclasses.replace(setup.prepare(config, its_devices, choices), given=given)
 

@@ -14,8 +14,7 @@ from commands import config_flag, flags, help
 from commands.verbs import VERBS
 from configs import base
 from configs.schema import recipes, validate
-from configs.schema.expert_presets import EXPERT_PRESETS
-from configs.schema.presets import PRESETS
+from configs.schema.presets import EXPERT_PRESETS, PRESETS
 from input_pipeline.sources import catalog
 from training.optimizer import OPTIMIZERS
 

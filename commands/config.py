@@ -13,7 +13,7 @@ from ml_collections import ConfigDict, config_flags
 from analysis import chips
 from commands import config_flag, flags, help
 from commands.refusal import refuse
-from configs.schema import attention_checks, finalize, origins, validate
+from configs.schema import finalize, model_checks, origins, validate
 from partitioning.mesh_sizes import resolve_sizes
 from planning import topology
 from runtime import devices, exit_codes
@@ -46,7 +46,7 @@ def run(*words: str) -> int:
     rows = _rows(final, found, keys)
     help.show(_json(rows) if flags.JSON.value else _text(rows))
     validate.check(final, sizes)
-    attention_checks.check_device(final, platform, capability)
+    model_checks.check_attention_device(final, platform, capability)
   except (ValueError, OSError, RuntimeError) as error:
     return refuse(error)
   return exit_codes.DONE

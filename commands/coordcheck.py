@@ -11,7 +11,7 @@ from configs.schema import finalize, validate
 from partitioning import shardings
 from processes import coordination as groups
 from processes.watchdog import STARTING, Watchdog
-from reports import coordcheck_picture, coordcheck_text
+from reports import coordcheck_result
 from runtime import exit_codes, files
 from runtime.devices import Devices
 from runtime.printable import printable
@@ -48,8 +48,8 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
       )
       trained.append(one)
     found = coordinate_check.slopes(coordinate_check.points(trained), at)
-    say(coordcheck_text.text(jobs, found))
-    if file and not _written(file, coordcheck_picture.svg(jobs, found)):
+    say(coordcheck_result.text(jobs, found))
+    if file and not _written(file, coordcheck_result.svg(jobs, found)):
       return exit_codes.FAILED
     flat = all(one.flat for one in found)
     return exit_codes.DONE if flat else exit_codes.CHECK_FAILED

@@ -12,8 +12,8 @@ from ml_collections import ConfigDict
 
 from commands import flags, help, session, start_facts
 from configs import base
-from diagnosis import clocks, folders, machine, versions
-from diagnosis.finding import OK, WARNING, WRONG, Finding, ok, wrong
+from diagnosis import machine
+from diagnosis.machine import OK, WARNING, WRONG, Finding, ok, wrong
 from processes import coordination, preflight
 from processes.coordination import Group
 from processes.watchdog import STARTING, Watchdog
@@ -32,8 +32,8 @@ def run() -> int:
   hardware = None if simulated else devices.hardware()
   report = _Report(config.processes.start_timeout_seconds)
   network = list(machine.check_network())
-  report.add("packages", versions.check(hardware))
-  report.add("this machine", machine.check(hardware))
+  report.add("packages", machine.check_versions(hardware))
+  report.add("this machine", machine.check_limits(hardware))
   report.add("folders", _folders(config, workdir))
   report.add("network", network)
   if bad := [one for one in network if one.status == WRONG]:
@@ -45,14 +45,14 @@ def run() -> int:
 
 
 def _folders(config: ConfigDict, workdir: epath.Path) -> Iterator[Finding]:
-  yield from folders.check(workdir, "workdir")
+  yield from machine.check_folder(workdir, "workdir")
   caches = {"compilation_cache_dir": config.compilation_cache_dir}
   caches["planning.cache_dir"] = config.planning.cache_dir
   if config.data.data_dir:
     caches["data.data_dir"] = config.data.data_dir
   for key, folder in caches.items():
     if folder:
-      yield from folders.check(epath.Path(folder), key)
+      yield from machine.check_folder(epath.Path(folder), key)
 
 
 def _together(watch: Watchdog, config: ConfigDict, workdir: epath.Path, report: "_Report") -> int:
@@ -67,14 +67,14 @@ def _together(watch: Watchdog, config: ConfigDict, workdir: epath.Path, report: 
   if error is not None:
     report.add("devices", [wrong(str(error))])
     return report.end()
-  from diagnosis import attached, interconnect  # which import JAX
+  from diagnosis import attached  # which import JAX
 
-  report.add("devices", attached.check(found))
+  report.add("devices", attached.check_devices(found))
   if not started:
     return report.end()
   watch.at("measuring collectives", STARTING)
   mesh = _mesh(found)
-  links = list(interconnect.check(mesh, simulated=found.simulated))
+  links = list(attached.check_interconnect(mesh, simulated=found.simulated))
   # Times differ from process to process: of the others, what is wrong is of interest.
   report.add("links", [one for one in links if group.first or one.status != OK])
   if flags.CONFIG.value is not None:
@@ -85,14 +85,14 @@ def _together(watch: Watchdog, config: ConfigDict, workdir: epath.Path, report: 
 
 def _processes(group: Group, config: ConfigDict, workdir: epath.Path) -> Iterator[Finding]:
   seconds = config.processes.start_timeout_seconds
-  yield from clocks.check(group, timeout_seconds=seconds)
+  yield from machine.check_clocks(group, timeout_seconds=seconds)
   try:
     start_facts.about_to_start({"config": config}, {"verb": "doctor", "workdir": str(workdir)})
     yield ok(f"{group.count} processes with the same command, code and packages")
   except preflight.DifferenceError as error:
     yield wrong(str(error))
   try:
-    preflight.same_folder(group, folders.existing(workdir), timeout_seconds=seconds)
+    preflight.same_folder(group, machine.existing(workdir), timeout_seconds=seconds)
     yield ok(f"all processes see workdir {workdir}")
   except (preflight.DifferenceError, OSError) as error:
     yield wrong(str(error))
@@ -139,7 +139,7 @@ def _config(config: ConfigDict, found: devices.Devices, workdir: epath.Path) -> 
   size = humanize.naturalsize(state, binary=True)
   yield ok(f"the layout is complete; a checkpoint has {size}")
   kept = config.checkpoint.keep + 1  # while one more is written
-  space = folders.space(folders.existing(workdir), f"workdir {workdir}", kept * state)
+  space = machine.space(machine.existing(workdir), f"workdir {workdir}", kept * state)
   yield from space
 
 

@@ -10,9 +10,9 @@ from checkpointing import restore as checkpoints
 from checkpointing.consensus import Together
 from commands import build, flags, preflight_facts
 from input_pipeline.text import tokenizer
-from interop import export, export_folder, hf_folder, read_adapter
+from interop import export, hf_folder, peft_adapter
+from interop.export import tokenizer_files
 from interop.safetensors_writer import DTYPES
-from interop.tokenizer_export import tokenizer_files
 from partitioning.shardings import size_text
 from processes import preemption, preflight
 from processes.watchdog import STARTING, Watchdog
@@ -40,7 +40,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   if flags.MERGE.value and not config.lora.rank:
     raise ValueError("--merge: the model has no adapters (lora.rank=0); leave it out")
   plan, what = _planned(ready, location)
-  folder = export_folder.ExportFolder(export_folder.check(flags.TO.value, _checkpoints(location)))
+  folder = export.ExportFolder(export.check_folder(flags.TO.value, _checkpoints(location)))
   free_space.require(folder.path, plan.bytes, "the export", "give another --to")
   more = {"to": str(folder.final), "files": [file.header().hex()[:64] for file in plan.files]}
   preflight_facts.about_to_run(ready, {}, flags.workdir(), writes=False, more=more)
@@ -89,7 +89,7 @@ def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[expor
     )
   ids = {"end": encoder.end, "start": encoder.start if encoder.has_bos else None}
   copies = run_tokenizer.contents(config)
-  source = json.loads(copies.pop(export_folder.CONFIG_FILE, b"{}"))
+  source = json.loads(copies.pop(export.CONFIG_FILE, b"{}"))
   dtype = _dtype(source.get("dtype") or source.get("torch_dtype"), config)
   described = export.model_config(config, dtype, **ids, source=source)
   model_type = described["model_type"]
@@ -111,9 +111,9 @@ def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tupl
       f"training.trainable: besides the adapters {len(others)} parameters were trained (such as "
       f"{others[0]}), which an adapter's files do not hold; write the model with --merge"
     )
-  metadata, name = {read_adapter.TARGETS: ",".join(ready.config.lora.targets)}, None
+  metadata, name = {peft_adapter.TARGETS: ",".join(ready.config.lora.targets)}, None
   if base is not None and base.step is None:  # a model folder, which others know
-    metadata |= {read_adapter.DIGEST: base.digest, read_adapter.DTYPE: base.dtype}
+    metadata |= {peft_adapter.DIGEST: base.digest, peft_adapter.DTYPE: base.dtype}
     name = base.folder
   plan = export.planned_adapter(ready.config, model_type, dtype, name, metadata)
   return plan, f"the adapters of a {model_type} model in {dtype}"

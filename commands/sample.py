@@ -11,7 +11,7 @@ from typing import Any
 
 from commands import build, chat, dialogue, flags, preflight_facts
 from inference import sampler
-from inference.continuation import Continuation
+from inference.cached_sampler import Continuation
 from inference.request import Request, check
 from inference.text_stream import Printer
 from processes.coordination import current

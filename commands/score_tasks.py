@@ -12,7 +12,7 @@ from rich.table import Table
 
 from checkpointing import restore as checkpoints
 from commands import build, flags, preflight_facts
-from inference import task_evaluation, task_records
+from inference import task_evaluation
 from inference.task_evaluation import Metric, Result
 from processes.coordination import current
 from processes.step_barrier import Lockstep
@@ -27,7 +27,7 @@ FOLDER = "tasks"  # of the results, in the workdir
 def prepare(watch: Watchdog) -> Callable[[], int]:
   """Scores a checkpoint on the tasks of --tasks."""
   location = flags.CHECKPOINT.value or str(flags.workdir())
-  read = task_records.read(flags.TASKS.value)
+  read = task_evaluation.read_tasks(flags.TASKS.value)
   run_tokenizer.adopt(flags.CONFIG.value, location)
   [ready] = build.prepare(flags.CONFIG)
   tasks = task_evaluation.encode(ready.config, read)

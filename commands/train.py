@@ -10,7 +10,7 @@ from etils import epath
 from checkpointing import resume_policy
 from checkpointing.async_writer import SaveError
 from commands import announce_data, build, closing, flags, preflight_facts, run_report
-from configs.schema import optimizer_defaults
+from configs.schema import optimizer_checks
 from inference import request
 from partitioning.mesh_sizes import mesh_text
 from processes import coordination as groups
@@ -175,7 +175,7 @@ def announce(ready: setup.Job, data: splits.Data, workdir: epath.Path) -> None:
   if stored:  # what is announced of the others has their names and rows
     rows = (f"{split}: {one.name}, {len(one):,} rows" for split, one in stored.items())
     say_wrapped("; ".join(rows))
-  say_wrapped(optimizer_defaults.text(ready.config.optimizer))
+  say_wrapped(optimizer_checks.optimizer_text(ready.config.optimizer))
   announce_data.rows(ready.config, data.train.source, data.evaluation.source)
   announce_data.bad(data.train.source)
   announce_data.bad(data.evaluation.source)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from ml_collections import ConfigDict, config_dict
 
 from configs.keys import table
-from configs.schema import axis_tables, optimizer_defaults, recipes
+from configs.schema import axis_tables, optimizer_checks, recipes
 
 # Keys of earlier versions -> what has come in their place.
 REPLACED = {
@@ -31,7 +31,7 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
     ValueError: an unknown recipe, model or data set, with the nearest known name.
   """
   config = recipes.base(argument or "lm")
-  optimizer_defaults.unset(config)
+  optimizer_checks.unset(config)
   config.update(table.section("", argument=argument or "lm"))
   config.mesh = ConfigDict(table.section("mesh", **(mesh or {})))
   config.mesh_dcn = ConfigDict(table.section("mesh_dcn"))

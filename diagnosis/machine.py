@@ -1,25 +1,76 @@
-"""Limits of this machine and of this process: open files, threads, memory, ports, names."""
+"""Checks of this machine that need no JAX: limits, packages, folders, clocks.
 
+Limits of the machine and of this process are open files, threads, memory, ports and names. Packages
+are compared with those of the lock files, and with one another. Folders and buckets are written,
+read and renamed.
+"""
+
+import dataclasses
+import importlib.metadata
 import os
 import pathlib
+import platform
+import re
 import resource
+import secrets
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 import humanize
 import psutil
+from etils import epath
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from diagnosis.finding import Finding, ok, warning, wrong
 from processes import coordination, listening
-from runtime import devices
+from processes.coordination import Group
+from runtime import devices, files
+
+# ------------------------------ what a check has found ------------------------------
+
+OK, WARNING, WRONG = "ok", "warning", "wrong"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """One result of a check.
+
+  Attributes:
+    status: `OK`; `WARNING`: runs work, but not as they should; `WRONG`: runs fail, or some do.
+    what: was found, with the numbers.
+    fix: what to do about it; "" where all is well, or where `what` says it.
+  """
+
+  status: str
+  what: str
+  fix: str = ""
+
+
+def ok(what: str) -> Finding:
+  return Finding(OK, what)
+
+
+def warning(what: str, fix: str) -> Finding:
+  return Finding(WARNING, what, fix)
+
+
+def wrong(what: str, fix: str = "") -> Finding:
+  return Finding(WRONG, what, fix)
+
+
+# ------------------------------ limits ------------------------------
 
 FILES = 1024  # a checkpoint of many arrays is written to as many files at once
 THREADS = 512
 GIB = 2**30
 
 
-def check(hardware: str | None, limits: Mapping[int, int] | None = None) -> Iterator[Finding]:
+def check_limits(
+  hardware: str | None, limits: Mapping[int, int] | None = None
+) -> Iterator[Finding]:
   """Yields what is found about the limits of this process and the memory of this machine.
 
   Args:
@@ -169,3 +220,289 @@ def _loopback() -> Iterator[Finding]:
     )
   else:
     yield ok("one process; connections to localhost work")
+
+
+# ------------------------------ installed packages ------------------------------
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+OLDEST_PYTHON = (3, 11)
+_PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(?:plugin|pjrt)")
+_MOST = 6  # packages that a finding names
+
+
+def installed() -> dict[str, str]:
+  """Returns name -> version of the packages of this Python; of two, the one that is imported."""
+  found: dict[str, str] = {}
+  for each in importlib.metadata.distributions():  # in the order of sys.path
+    if each.name:
+      found.setdefault(canonicalize_name(each.name), each.version)
+  return found
+
+
+def pins(file: pathlib.Path) -> dict[str, str]:
+  """Returns name -> version that a lock file or a requirements file pins for this Python."""
+  lines = re.sub(r"\\\n", " ", file.read_text()).splitlines()
+  entries = (line.split(" --hash=")[0].strip() for line in lines)
+  found = (Requirement(entry) for entry in entries if entry and entry[0] not in "#-")
+  return {
+    canonicalize_name(each.name): str(each.specifier).removeprefix("==")
+    for each in found
+    if each.marker is None or each.marker.evaluate()
+  }
+
+
+def check_versions(
+  hardware: str | None, there: Mapping[str, str] | None = None, root: pathlib.Path = ROOT
+) -> Iterator[Finding]:
+  """Yields what is found about Python and the packages.
+
+  Args:
+    hardware: `gpu` or `tpu` if this machine has such; the packages for it must be there.
+    there: name -> version of what is installed; by default of this Python.
+    root: of the project, with its lock files.
+  """
+  there = installed() if there is None else there
+  yield _python()
+  locked = pins(root / "requirements" / "locks" / "base.txt")
+  yield from _packages(there, locked, pins(root / "requirements.txt"))
+  yield from _jax(there, locked)
+  yield from _gpu(there, hardware)
+  yield from _tpu(there, hardware, locked, pins(root / "requirements" / "locks" / "tpu.txt"))
+
+
+def _python() -> Finding:
+  name = f"Python {platform.python_version()}"
+  if sys.version_info < OLDEST_PYTHON:
+    return wrong(f"{name}: too old", f"use {'.'.join(map(str, OLDEST_PYTHON))} or newer")
+  return ok(f"{name}, {platform.system()} {platform.machine()}")
+
+
+def _packages(
+  there: Mapping[str, str], locked: Mapping[str, str], direct: Mapping[str, str]
+) -> Iterator[Finding]:
+  lock = "requirements/locks/base.txt"
+  install = f"run `make setup`, or pip install --require-hashes -r {lock}"
+  if missing := [name for name in direct if name not in there]:
+    yield wrong(f"missing packages: {_few_names(missing)}", install)
+  others = [
+    f"{name} {there[name]} ({version})"
+    for name, version in locked.items()
+    if there.get(name, version) != version
+  ]
+  if others:
+    yield warning(
+      f"{len(others)} packages differ from {lock} (in brackets): {_few_names(others)}", install
+    )
+  elif not missing:
+    yield ok(f"{len(locked)} packages as in {lock}")
+
+
+def _jax(there: Mapping[str, str], locked: Mapping[str, str]) -> Iterator[Finding]:
+  jax, jaxlib = there.get("jax"), there.get("jaxlib")
+  if not jax or not jaxlib:
+    return
+  if jax != jaxlib:
+    yield wrong(
+      f"jax {jax} and jaxlib {jaxlib} do not match",
+      f"install the same version of both: pip install jax=={locked['jax']} "
+      f"jaxlib=={locked['jaxlib']}",
+    )
+  else:
+    yield ok(f"jax and jaxlib {jax}, flax {there.get('flax', 'missing')}")
+
+
+def _gpu(there: Mapping[str, str], hardware: str | None) -> Iterator[Finding]:
+  plugins = {name: version for name, version in there.items() if _PLUGIN.fullmatch(name)}
+  kinds = sorted({_PLUGIN.fullmatch(name)[1] for name in plugins})
+  if len(kinds) > 1:
+    yield wrong(
+      f"plugins of several kinds of GPU software are installed: {', '.join(sorted(plugins))}",
+      f"uninstall all but those of one, such as {kinds[0]}",
+    )
+  if uneven := [
+    f"{name} {version}" for name, version in plugins.items() if version != there.get("jaxlib")
+  ]:
+    yield wrong(
+      f"{', '.join(uneven)} do not match jaxlib {there.get('jaxlib')}",
+      "run `make setup ACCELERATOR=gpu`, or install them in jaxlib's version",
+    )
+  elif plugins and len(kinds) == 1:
+    yield ok(f"plugins for GPUs: {kinds[0]} {next(iter(plugins.values()))}")
+  if hardware == "gpu" and not plugins:
+    yield wrong(
+      "this machine has a GPU, and JAX has no plugin for it", "run `make setup ACCELERATOR=gpu`"
+    )
+
+
+def _tpu(
+  there: Mapping[str, str],
+  hardware: str | None,
+  locked: Mapping[str, str],
+  of_tpus: Mapping[str, str],
+) -> Iterator[Finding]:
+  found, pinned = there.get("libtpu"), of_tpus["libtpu"]
+  if found is None:
+    if hardware == "tpu":
+      yield wrong(
+        "this machine has a TPU, and libtpu is not installed", "run `make setup ACCELERATOR=tpu`"
+      )
+    return
+  if there.get("jax") != locked["jax"]:
+    yield warning(
+      f"libtpu {found}: known to match is {pinned} with jax {locked['jax']} alone",
+      f"install jax[tpu]=={there.get('jax')}, which brings the libtpu that it is made for",
+    )
+  elif found.split(".")[:3] != pinned.split(".")[:3]:
+    yield wrong(
+      f"libtpu {found} does not match jax {locked['jax']}: programs that it compiles cannot be "
+      f"read",
+      f"pip install libtpu=={pinned}",
+    )
+  else:
+    yield ok(f"libtpu {found}")
+
+
+def _few_names(names: list[str]) -> str:
+  more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+  return ", ".join(names[:_MOST]) + more
+
+
+# ------------------------------ folders and buckets ------------------------------
+
+_LEAST_BYTES = 2**30
+_CLOCK_SECONDS, _FAR_FOLDER_SECONDS = 5.0, 300.0
+_CONTENT = b"meshwright doctor\n" * 4096
+
+
+def existing(folder: epath.Path) -> epath.Path:
+  """Returns a folder, or the nearest one above it that exists; a bucket's folder as it is."""
+  if not files.is_local(folder):
+    return folder
+  path = pathlib.Path(folder).expanduser().absolute()
+  return epath.Path(next(one for one in (path, *path.parents) if os.path.lexists(one)))
+
+
+def check_folder(folder: epath.Path, what: str, needed: int = _LEAST_BYTES) -> Iterator[Finding]:
+  """Yields whether a folder can be used: writes, reads, renames and deletes a file there.
+
+  A folder that does not exist is not made: the nearest one above is used.
+
+  Args:
+    folder: on a disk, or in a bucket.
+    what: it is for, such as `workdir`.
+    needed: bytes that should be free.
+  """
+  named = f"{what} {folder}"
+  at, fix = existing(folder), f"choose another folder for the {what}, or its permissions"
+  if files.is_local(at) and not at.is_dir():
+    yield wrong(f"{named}: {at} is a file, not a folder", fix)
+    return
+  try:
+    away = _use_folder(at)
+  except Exception as error:  # buckets' libraries raise errors of their own
+    said = f"{type(error).__name__}: {error}"
+    yield wrong(f"{named}: cannot be used ({said})", _advice(folder, error) or fix)
+    return
+  yield from space(at, named, needed)
+  yield ok(f"{named}: written, read, renamed, deleted")
+  yield from _folder_clock(away, named)
+
+
+def _use_folder(at: epath.Path) -> float:
+  """Writes, reads, renames and deletes a file; returns how far its time is ahead of ours.
+
+  Raises:
+    OSError: something of it fails.
+  """
+  token = secrets.token_hex(8)
+  first, second = at / f".doctor-{token}", at / f".doctor-{token}-renamed"
+  content = token.encode() + _CONTENT
+  before = time.time()
+  try:
+    first.write_bytes(content)
+    after = time.time()
+    written = first.stat().mtime
+    if first.read_bytes() != content:
+      raise OSError(f"{first}: another content is read than was written")
+    first.rename(second)
+    if first.exists() or second.read_bytes() != content:
+      raise OSError(f"{first}: is still there after it was renamed, or its content is another")
+  finally:
+    for path in (first, second):
+      path.unlink(missing_ok=True)
+  written = written.timestamp() if hasattr(written, "timestamp") else float(written)
+  return written - min(max(written, before), after)
+
+
+def space(at: epath.Path, named: str, needed: int) -> Iterator[Finding]:
+  """Yields a finding where a folder's disk has less space than needed; nothing of a bucket.
+
+  Args:
+    at: exists.
+    named: how the finding calls it.
+    needed: bytes.
+  """
+  if not files.is_local(at):
+    return
+  free = shutil.disk_usage(at).free
+  if free < needed:
+    texts = (humanize.naturalsize(n, binary=True) for n in (free, needed))
+    yield wrong(
+      "{}: {} free, and {} should be".format(named, *texts), "free some space, or use another disk"
+    )
+
+
+def _folder_clock(away: float, named: str) -> Iterator[Finding]:
+  text = f"{named}: its clock is {abs(away):.0f} s {'ahead of' if away > 0 else 'behind'} this one"
+  if abs(away) > _FAR_FOLDER_SECONDS:
+    yield wrong(text, "synchronize the clocks (NTP): certificates and tokens are refused so")
+  elif abs(away) > _CLOCK_SECONDS:
+    yield warning(text, "synchronize the clocks (NTP); times of files and logs do not agree")
+
+
+def _advice(folder: epath.Path, error: Exception) -> str:
+  """Returns the fix for a bucket; "" for a folder."""
+  if files.is_local(folder):
+    return ""
+  if missing := files.missing_library(folder):
+    return f"{missing[1]}: small files of a run go through {missing[0]}"
+  return (
+    "check that the bucket exists and that the credentials may write to it (gs://: gcloud auth "
+    "application-default login, or the machine's service account)"
+  )
+
+
+# ------------------------------ clocks of the processes ------------------------------
+
+_APART_SECONDS, _FAR_CLOCK_SECONDS = 1.0, 300.0
+
+
+def check_clocks(
+  group: Group, *, timeout_seconds: float, clock: Callable[[], float] = time.time
+) -> Iterator[Finding]:
+  """Yields how far the clocks are apart: read as a barrier opens, within some milliseconds.
+
+  Args:
+    group: the processes; all call this.
+    timeout_seconds: how long the slowest may take to arrive.
+    clock: seconds since 1970.
+  """
+  if group.alone:
+    return
+  group.wait("clocks", timeout_seconds=timeout_seconds)
+  mine = clock()
+  seen = group.gather("clocks read", {"clock": mine}, timeout_seconds=timeout_seconds)
+  times = [each["clock"] for each in seen]
+  first, last = min(times), max(times)
+  text = (
+    f"clocks of {group.count} processes: {last - first:.2f} s apart"
+    if last - first <= _APART_SECONDS
+    else f"process {times.index(last)}'s clock is {last - first:,.0f} s ahead of process "
+    f"{times.index(first)}'s"
+  )
+  if last - first > _FAR_CLOCK_SECONDS:
+    yield wrong(text, "synchronize the machines' clocks (NTP): buckets refuse tokens of such times")
+  elif last - first > _APART_SECONDS:
+    yield warning(text, "synchronize the machines' clocks (NTP); logs cannot be put in order so")
+  else:
+    yield ok(text)

@@ -3,30 +3,289 @@
 Each file of weights is written by one process, from its start to its end, so that folders on
 network file systems and in buckets work. The parts of a tensor are brought to it by a collective,
 which all processes run; a process has one tensor in memory that it writes, and one that comes next.
+
+The folder is complete under its name, or not there at all. On a file system everything is written
+to FOLDER.exporting, which is renamed at the end. In a bucket there is no rename: there the files
+without which nothing loads, the index of the weights and config.json, are written last.
+
+A run's own copies of the tokenizer's files are taken as they are. What is missing is written, as
+transformers 4.57 and 5 load it: tokens that are bytes become a tokenizer.json that encodes alike,
+and a bare tokenizer.json gets its tokenizer_config.json.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import itertools
+import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from checkpointing.consensus import Together, join_reports
 from checkpointing.naming import nested
 from interop import hf_config, name_maps, peft_adapter, read_weights, safetensors_writer
-from interop.export_folder import CONFIG_FILE, ExportFolder
 from interop.safetensors_writer import WeightFile, Writer
-from interop.tokenizer_export import json_bytes
 from models import lora, mup
 from models.transformer_dims import LORA_A, LORA_B
 from partitioning.rules import named_leaves
+from runtime import files
 from runtime.exit_codes import ExportError
+
+# ------------------------------ the files of the tokenizer ------------------------------
+
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+SENTENCEPIECE_FILE = "tokenizer.model"
+GENERATION_FILE = "generation_config.json"
+TEMPLATE_FILE, TEMPLATE_KEY = "chat_template.jinja", "chat_template"
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+# As version 5 calls that class where it saves one; 4.57 does not know the name.
+_NEW_TOKENIZER_CLASS = "TokenizersBackend"
+# The token of byte 0, which ends a document. The format's own character for this byte would be
+# found as a special token in texts that have that character.
+_END_OF_BYTES = "\0"
+
+
+def tokenizer_files(
+  copies: Mapping[str, bytes], *, end: int, start: int | None, special: Mapping[str, int]
+) -> dict[str, bytes]:
+  """Returns name -> content of the files to write.
+
+  Args:
+    copies: name -> content of the run's own copies; none where tokens are bytes.
+    end: the id that ends a document.
+    start: the id of the BOS that the tokenizer puts before a text; None: it puts none.
+    special: name -> id of the special tokens.
+  """
+  found = dict(copies)
+  if not {TOKENIZER_FILE, SENTENCEPIECE_FILE} & {*found}:
+    found[TOKENIZER_FILE] = json_bytes(bytes_tokenizer(), indent=None)
+    special = {_END_OF_BYTES: end}
+  if "chat_template.json" in found:  # whose form belongs to other classes
+    template = json.loads(found.pop("chat_template.json"))[TEMPLATE_KEY]
+    if not isinstance(template, str):  # several, by name
+      template = next(one["template"] for one in template if one["name"] == "default")
+    found[TEMPLATE_FILE] = template.encode()
+  names = {id_: name for name, id_ in special.items()}
+  if TOKENIZER_FILE in found and TOKENIZER_CONFIG_FILE not in found:
+    named = {"bos_token": names.get(start), "eos_token": names.get(end)}
+    config = {"tokenizer_class": TOKENIZER_CLASS, "clean_up_tokenization_spaces": False}
+    found[TOKENIZER_CONFIG_FILE] = json_bytes(
+      config | {k: name for k, name in named.items() if name}
+    )
+  elif TOKENIZER_CONFIG_FILE in found:
+    config = json.loads(found[TOKENIZER_CONFIG_FILE])
+    if config.get("tokenizer_class") == _NEW_TOKENIZER_CLASS:
+      found[TOKENIZER_CONFIG_FILE] = json_bytes(config | {"tokenizer_class": TOKENIZER_CLASS})
+  if GENERATION_FILE not in found:
+    ids = {"bos_token_id": start, "eos_token_id": end}
+    found[GENERATION_FILE] = json_bytes({k: id_ for k, id_ in ids.items() if id_ is not None})
+  return found
+
+
+def bytes_tokenizer() -> dict[str, Any]:
+  """Returns the tokenizer.json of a tokenizer whose ids are the bytes of a text."""
+  characters = _byte_characters()
+  vocabulary = {_END_OF_BYTES: 0} | {characters[byte]: byte for byte in range(1, 256)}
+  added = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+  as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+  as_bytes["use_regex"] = False
+  return {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [{"id": 0, "content": _END_OF_BYTES, **added, "special": True}],
+    "normalizer": None,
+    "pre_tokenizer": as_bytes,
+    "post_processor": None,
+    "decoder": as_bytes,
+    "model": {
+      "type": "BPE",
+      "dropout": None,
+      "unk_token": None,
+      "continuing_subword_prefix": None,
+      "end_of_word_suffix": None,
+      "fuse_unk": False,
+      "byte_fallback": False,
+      "ignore_merges": False,
+      "vocab": vocabulary,
+      "merges": [],
+    },
+  }
+
+
+def _byte_characters() -> list[str]:
+  """Returns the character that stands for each byte in a byte-level vocabulary. Source: GPT-2."""
+  plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+  others = [byte for byte in range(256) if byte not in plain]
+  return [chr(byte if byte in plain else 256 + others.index(byte)) for byte in range(256)]
+
+
+def json_bytes(value: Any, indent: int | None = 2) -> bytes:
+  """Returns a value as a file of JSON."""
+  return (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode()
+
+
+# ------------------------------ the folder ------------------------------
+
+CONFIG_FILE = "config.json"
+ENDING = ".exporting"
+# What an export writes, also where a kill has left a part of it.
+_EXPORTED = re.compile(r"[\w.-]+\.(safetensors|json|jinja|model|txt)(\.tmp)?|\.preflight-\w+")
+_LISTED = 5
+
+
+def check_folder(to: str, checkpoints: epath.Path | None) -> epath.Path:
+  """Returns the folder of an export, absolute and without links; changes nothing.
+
+  Args:
+    to: as the user gives it.
+    checkpoints: the folder of the checkpoints of the run that is exported, if it is one.
+
+  Raises:
+    ValueError: something is there already, another export is writing it, or it is among the
+      checkpoints.
+    OSError: it cannot be looked at.
+  """
+  folder = epath.Path(to).expanduser()
+  if files.is_local(folder):
+    folder = epath.Path(os.path.realpath(folder))
+  if checkpoints is not None and checkpoints.resolve() in (folder, *folder.parents):
+    raise ValueError(
+      f"--to={to}: it is among the checkpoints of the run, in {checkpoints}, whose folders are "
+      f"checked and removed by the run; give another folder"
+    )
+  if folder.exists():
+    if not folder.is_dir():
+      raise ValueError(f"--to={to}: {folder} is a file; give a folder that is new or empty")
+    if there := sorted(path.name for path in folder.iterdir()):
+      more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
+      raise ValueError(
+        f"--to={to}: {folder} is not empty (it has {', '.join(there[:_LISTED])}{more}); an export "
+        f"is written to a folder that is new or empty"
+      )
+  if files.is_local(folder):
+    partial = folder.with_name(folder.name + ENDING)
+    if os.path.lexists(partial):
+      _require_left(partial)
+      os.close(_lock(partial))
+  return folder
+
+
+def _require_left(partial: epath.Path) -> None:
+  """Raises ValueError where a folder is not what an export leaves that was killed."""
+  plain = os.path.isdir(partial) and not os.path.islink(partial)
+  foreign = [
+    entry.name
+    for entry in (os.scandir(partial) if plain else ())
+    if not (entry.is_file(follow_symlinks=False) and _EXPORTED.fullmatch(entry.name))
+  ]
+  if not plain or foreign:
+    what = f"has {min(foreign)}, which no export writes" if foreign else "is not a folder"
+    raise ValueError(
+      f"{partial} {what}; an export writes there before it renames it: move it, or give another "
+      f"--to"
+    )
+
+
+def _lock(partial: epath.Path) -> int:
+  """Returns a descriptor that holds the lock of a folder; the kernel releases it at a kill.
+
+  Raises:
+    ValueError: another export holds it.
+  """
+  descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    os.close(descriptor)
+    raise ValueError(
+      f"another export is writing {partial}; wait for its end, or give another --to"
+    ) from None
+  except OSError:  # a file system without locks
+    pass
+  return descriptor
+
+
+class ExportFolder:
+  """The folder while it is written; process 0 alone begins, commits and removes it.
+
+  Attributes:
+    final: where the export will be.
+    path: where the files are written until then.
+  """
+
+  def __init__(self, final: epath.Path):
+    """Takes what `check` returned; changes nothing."""
+    self.final, self.local = final, files.is_local(final)
+    self.path = final.with_name(final.name + ENDING) if self.local else final
+    self._lock: int | None = None
+
+  def begin(self) -> None:
+    """Makes the folder to write to, empty; what a killed export has left is removed.
+
+    Raises:
+      ValueError: another export is writing there.
+      OSError: it cannot be made.
+    """
+    if not self.local:
+      self.path.mkdir(parents=True, exist_ok=True)
+      return
+    self.path.mkdir(parents=True, exist_ok=True)
+    _require_left(self.path)
+    self._lock = _lock(self.path)
+    self._empty()
+
+  def write(self, name: str, content: str | bytes) -> None:
+    """Writes a small file; raises OSError, which names it."""
+    files.replace(self.path / name, content)
+
+  def commit(self) -> None:
+    """Gives the folder its name, on the disk.
+
+    Raises:
+      OSError: something has appeared there meanwhile.
+    """
+    if not self.local:
+      return
+    files.sync([self.path])
+    try:
+      os.rename(self.path, self.final)  # also over an empty folder
+    except OSError as error:
+      if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        raise
+      raise FileExistsError(
+        error.errno, "something has been written there meanwhile", str(self.final)
+      ) from error
+    files.sync([self.final.parent])
+    os.close(self._lock)
+
+  def remove(self) -> None:
+    """Removes what was written so far; for an export that has failed or is stopped."""
+    if self.local and self._lock is not None:
+      with contextlib.suppress(OSError):
+        self._empty()
+        os.rmdir(self.path)
+    elif not self.local:
+      for child in self.path.iterdir():
+        child.unlink(missing_ok=True)
+
+  def _empty(self) -> None:
+    for entry in os.scandir(self.path):
+      os.unlink(entry.path)
+
+
+# ------------------------------ what is written ------------------------------
 
 # Keys of a config.json that are about the folder it was in, not about the model.
 _DROPPED = (

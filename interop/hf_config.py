@@ -2,8 +2,8 @@
 
 A family (`hf_family.py`) is a table of parts. Each part reads some keys of config.json and gives
 some of ours, and writes them back. Every key of a config.json is either read by a part of its
-family, or must have one of the values that the family can express, or has no effect on what the
-model computes (`hf_ignored.py`); any other is refused by name. Nothing here imports JAX.
+family, or must have one of the values that the family can express (ONLY), or has no effect on what
+the model computes (IGNORED); any other is refused by name. Nothing here imports JAX.
 """
 
 import dataclasses
@@ -13,12 +13,90 @@ from collections.abc import Mapping
 from typing import Any
 
 from interop.hf_family import Family, Ours, Theirs, bias_names, short, types_of, yarn_factor
-from interop.hf_ignored import IGNORED, ONLY
-from interop.hf_quantization import BLOCK, block_shape
 from runtime import forms
 from runtime.forms import COUNT, SIZE, TEXT, OrNull
 from runtime.layer_kinds import is_sparse
 from runtime.suggest import nearest
+
+# ------------------------------ quantized weights ------------------------------
+
+BLOCK = (128, 128)  # as DeepSeek-V3 has it
+UNQUANTIZED = (
+  "take the folder of the unquantized model (usually the one that base_model in the README names)"
+)
+
+
+def block_shape(given: Any) -> tuple[int, int]:
+  """Returns the rows and columns of a block of scales.
+
+  Args:
+    given: `quantization_config` of a config.json.
+
+  Raises:
+    ValueError: weights that are quantized in this way are not read.
+  """
+  if given is None:
+    return BLOCK
+  keys = given if isinstance(given, Mapping) else {}
+  method, block = keys.get("quant_method"), keys.get("weight_block_size")
+  if method == "mxfp4":
+    return BLOCK
+  sizes = (
+    isinstance(block, list | tuple)
+    and len(block) == 2
+    and all(type(one) is int and one > 0 for one in block)
+  )
+  if method == "fp8" and sizes and keys.get("fmt") in ("e4m3", None):
+    return block[0], block[1]
+  raise ValueError(
+    f"the weights are quantized; {UNQUANTIZED}, or one in 'mxfp4', or in 'fp8' (e4m3) with a "
+    f"weight_block_size of two numbers"
+  )
+
+
+# ------------------------------ keys that no family reads ------------------------------
+
+# About training, generation, files and classes; nothing of it changes a model's logits.
+IGNORED = (
+  *("architectures", "_name_or_path", "transformers_version", "auto_map", "name_or_path"),
+  *("torch_dtype", "dtype", "use_cache", "initializer_range", "tokenizer_class", "use_bfloat16"),
+  *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+  *("unk_token_id", "prefix", "task_specific_params", "finetuning_task", "problem_type"),
+  *("id2label", "label2id", "num_labels", "return_dict", "torchscript", "tf_legacy_loss"),
+  *("output_attentions", "output_hidden_states", "output_scores", "return_dict_in_generate"),
+  *("_attn_implementation", "attn_implementation", "_attn_implementation_autoset"),
+  *("_experts_implementation", "experts_implementation"),
+  *("chunk_size_feed_forward", "cross_attention_hidden_size", "is_decoder", "pretraining_tp"),
+  # Dropout: that of training here is model.dropout_rate.
+  *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+  # Generation, of versions that kept it in this file.
+  *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
+  *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
+  *("forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size"),
+  *("num_beam_groups", "num_beams", "num_return_sequences", "remove_invalid_values"),
+  *("repetition_penalty", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p"),
+  *("max_new_tokens", "max_window_size"),
+  # Tools that leave a note.
+  *("unsloth_version", "unsloth_fixed", "transformers.js_config", "model_name"),
+)
+
+# Key -> (the values that it may have, why no other).
+ONLY: dict[str, tuple[tuple, str]] = {
+  "compression_config": (
+    (None,),
+    f"the weights are quantized; {UNQUANTIZED}",
+  ),
+  "is_encoder_decoder": ((False, None), "only decoders are read"),
+  "tie_encoder_decoder": ((False, None), "only decoders are read"),
+  "add_cross_attention": ((False, None), "only decoders without cross-attention are read"),
+  "use_bidirectional_attention": ((False, None), "only causal attention is read"),
+  "attention_bias": ((False, None), "models of this type are read without"),
+  "mlp_bias": ((False, None), "models of this type are read without"),
+  "pruned_heads": (({}, None), "heads that were pruned are not read"),
+}
+
+
+# ------------------------------ reading and writing ------------------------------
 
 # The keys of `model` that a folder determines and that turn something off where a family does not
 # mention them; a test compares them with the recipe's. SIZES have no such value.

@@ -2,7 +2,7 @@
 
 It never materializes all scores (arXiv:2205.14135). JAX gives access to causal masks, sliding
 windows and groups of query heads; not to documents, soft caps and sinks, and not to other rows than
-complete ones. configs/schema/attention_checks.py refuses the rest.
+complete ones. configs/schema/model_checks.py refuses the rest.
 """
 
 import functools

@@ -103,7 +103,7 @@ class LayerPattern:
 
 
 def layer_type(config: ConfigDict, layer: int) -> str:
-  """Returns the type of a layer, counted from 0: an entry of decoder_checks.LAYER_TYPES."""
+  """Returns the type of a layer, counted from 0: an entry of model_checks.LAYER_TYPES."""
   model = config.model
   if model.layer_types:
     return model.layer_types[layer % len(model.layer_types)]

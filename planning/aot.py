@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from analysis.chips import compute_capability
-from configs.schema import attention_checks, finalize, validate
+from configs.schema import finalize, model_checks, validate
 from partitioning import shardings
 from partitioning.mesh_sizes import resolve_sizes
 from partitioning.rules import HOST
@@ -174,7 +174,7 @@ def prepare(config: ConfigDict, topology: Topology, here: Here) -> setup.Job:
   capability = compute_capability(topology.chip)
   config, choices = finalize.with_choices(config, topology.platform, sizes, capability)
   validate.check(config, sizes)
-  attention_checks.check_device(config, topology.platform, capability)
+  model_checks.check_attention_device(config, topology.platform, capability)
   setup.check_matmul_dtype(config, topology.chip)
   simulated = topology.platform == "cpu"
   if config.training.parameter_dtype == "float64":

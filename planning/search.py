@@ -17,7 +17,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from analysis.chips import Rates
-from configs.schema import finalize, pipeline_checks
+from configs.schema import finalize, step_checks
 from partitioning.dims import axes_size
 from partitioning.mesh_sizes import resolve_sizes
 from planning import (
@@ -146,7 +146,7 @@ def _parts(ready: Job) -> int:
 
 
 _NOT_TRACED = ("mesh", "mesh_dcn", "planning")
-_OF_SCHEDULES = (search_space.OF_A_PIPELINE, *(f"training.{key}" for key in pipeline_checks.OFF))
+_OF_SCHEDULES = (search_space.OF_A_PIPELINE, *(f"training.{key}" for key in step_checks.OFF))
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

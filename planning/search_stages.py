@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict
 
-from configs.schema import pipeline_checks
+from configs.schema import step_checks
 from partitioning.parallel.pipeline_schedule import GPIPE
 from planning import search_space
 from planning.search_space import Setting
@@ -16,7 +16,7 @@ _AGAIN = 2 / 7
 
 def without(config: ConfigDict) -> Setting:
   """Returns overrides that leave out what a config says of pipelines, for meshes without stages."""
-  said = {f"training.{key}": value for key, value in pipeline_checks.OFF.items()}
+  said = {f"training.{key}": value for key, value in step_checks.OFF.items()}
   if config.training.microbatches is not None:
     said[search_space.OF_A_PIPELINE] = 1
   return search_space.changed(config, said)

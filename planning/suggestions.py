@@ -15,7 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.schema import memory_checks, unused
+from configs.schema import step_checks, unused
 from planning import aot, memory, slice_names
 from planning.topology import Topology
 from runtime import rematerialization
@@ -111,7 +111,7 @@ def _candidates(ready: Job, topology: Topology) -> Iterator[tuple[Topology, dict
       steps.append({**split, **recompute})
   most = {key: value for step in steps for key, value in step.items()}
   on_host = config.optimizer.state_memory == "host"
-  movable = not on_host and not any(memory_checks.on_the_device(config.optimizer))
+  movable = not on_host and not any(step_checks.on_the_device(config.optimizer))
   moved = {"optimizer.state_memory": "host"} if movable else {}
   if moved:
     steps.append({**most, **moved})

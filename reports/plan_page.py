@@ -11,7 +11,7 @@ from partitioning.shardings import size_text
 from planning import memory
 from planning.plan import Plan
 from planning.timeline import Bar, Gap, Layer
-from reports import memory_bar, plan_text, timeline_text
+from reports import memory_bar, plan_text
 from reports.html import render
 from reports.layout_page import Arrays, Side, pipelines
 
@@ -38,7 +38,7 @@ def html(plan: Plan, *, command: str = "") -> str:
     **_communication(plan),
     host=_host(plan),
     layers=[_layer(one) for one in (plan.timeline.layers if plan.timeline else ())],
-    no_layers=[*timeline_text.missing_lines(plan.timeline)],
+    no_layers=[*plan_text.missing_lines(plan.timeline)],
     gaps=[_gap(one) for one in (plan.timeline.gaps[:GAPS] if plan.timeline else ())],
     time_lines=plan_text.time_lines(plan),
     times=_times(plan),
@@ -118,10 +118,10 @@ def _layer(layer: Layer) -> dict[str, Any]:
   rows = [{"name": "compute", "bars": compute + waits}]
   for name, bars in layer.transfers.items():
     rows.append({"name": name, "bars": [shown(bar, "sent", bar.text) for bar in bars]})
-  parts = timeline_text.parts(layer)
+  parts = plan_text.parts(layer)
   return {
-    "head": timeline_text.head(layer),
-    "line": timeline_text.where(layer),
+    "head": plan_text.head(layer),
+    "line": plan_text.where(layer),
     "rows": rows,
     "parts": parts,
   }

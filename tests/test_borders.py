@@ -31,7 +31,7 @@ OURS = {
 SMALL = {
   # Whether a location is a model folder, and the recipe `hf`, whose keys are a config.json's.
   "interop": {
-    *("hf_config", "hf_family", "hf_folder", "hf_ignored", "hf_quantization", "safetensors_file"),
+    *("hf_config", "hf_family", "hf_folder", "safetensors_file"),
   },
   # The layout that the start prints and writes to layout.txt.
   "reports": {"drawings", "grid", "layout_text"},

@@ -255,7 +255,7 @@ def _of_adapter(
   job: Job, location: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[str, None, dict[str, jax.Array]]:
   """Reads adapters from a folder, and the other parameters from `model.folder`, their base."""
-  from interop import read_adapter  # as read_weights
+  from interop import peft_adapter  # as read_weights
 
   config = job.config
   if not (base := config.model.get("folder")):
@@ -267,16 +267,16 @@ def _of_adapter(
   names = [name for name in adapters(job) if name in wanted]
   if not names:
     return place, None, arrays
-  adapter = read_adapter.read_config(location)
+  adapter = peft_adapter.read_config(location)
   model_type = hf_folder.read_config(
     hf_folder.local(base, "model.folder"), "model.folder"
   ).model_type
-  found = read_adapter.read(adapter, config, model_type)
-  said = read_adapter.metadata(adapter)
+  found = peft_adapter.read(adapter, config, model_type)
+  said = peft_adapter.metadata(adapter)
   frozen = {name: x for name, x in arrays.items() if name not in job.program.trained}
-  same_kind = said.get(read_adapter.DTYPE) == config.training.frozen_dtype
+  same_kind = said.get(peft_adapter.DTYPE) == config.training.frozen_dtype
   if same_kind and len(frozen) == len(arrays):
-    ours, theirs = digest(job, frozen), said.get(read_adapter.DIGEST, "")
+    ours, theirs = digest(job, frozen), said.get(peft_adapter.DIGEST, "")
     if ours != theirs:
       raise ValueError(
         f"{location} is an adapter of another base than {base}: the digest of its base is "

@@ -9,8 +9,7 @@ from ml_collections import ConfigDict
 from configs import base
 from configs.keys import table
 from configs.schema import finalize, recipes
-from configs.schema.expert_presets import EXPERT_PRESETS
-from configs.schema.presets import PRESETS
+from configs.schema.presets import EXPERT_PRESETS, PRESETS
 from training.choices import Choice
 
 DEFAULT, RECIPE, PRESET, FILE = "default", "recipe", "preset", "file"

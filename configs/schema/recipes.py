@@ -6,9 +6,8 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from configs.keys import table
-from configs.schema import mup_checks, vit_checks
-from configs.schema.expert_presets import EXPERT_PRESETS
-from configs.schema.presets import PRESETS
+from configs.schema import model_checks
+from configs.schema.presets import EXPERT_PRESETS, PRESETS
 from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer
 from interop import hf_config
@@ -88,9 +87,9 @@ def finalize(config: ConfigDict, accelerated: bool) -> None:
   if model.name == "transformer" and model.max_positions is None:
     model.max_positions = data.sequence_length
   if model.name == "transformer":
-    mup_checks.finalize(model)
+    model_checks.finalize_mup(model)
   if model.name == "vit":
-    vit_checks.finalize(model)
+    model_checks.finalize_vit(model)
 
 
 def _finalize_text(model: ConfigDict, data: ConfigDict, of_text: bool) -> None:

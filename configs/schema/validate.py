@@ -8,23 +8,7 @@ from ml_collections import ConfigDict
 from configs.keys import table
 from configs.keys.optimizer import OPTIMIZER
 from configs.keys.row import Key
-from configs.schema import (
-  attention_checks,
-  decoder_checks,
-  group_checks,
-  lora_checks,
-  matmul_checks,
-  memory_checks,
-  mixture_checks,
-  mup_checks,
-  optimizer_defaults,
-  pipeline_checks,
-  precision_checks,
-  ramp_checks,
-  recipes,
-  unused,
-  vit_checks,
-)
+from configs.schema import data_checks, model_checks, optimizer_checks, recipes, step_checks, unused
 from input_pipeline.sources import catalog
 from input_pipeline.text.conversations import FORMS, REFUSE
 from runtime.suggest import nearest
@@ -63,18 +47,18 @@ def check(config: ConfigDict, sizes: Mapping[str, int]) -> None:
   if 0 < config.processes.slow_ratio <= 1:
     ratio = config.processes.slow_ratio
     wrong.append(f"processes.slow_ratio={ratio}: above 1, or 0 to turn it off")
-  wrong.extend(precision_checks.wrong(config))
+  wrong.extend(step_checks.precision_errors(config))
   wrong.extend(_files(config))
-  wrong.extend(ramp_checks.wrong(config, sizes))
-  wrong.extend(lora_checks.wrong(config))
-  wrong.extend(memory_checks.wrong(config))
-  wrong.extend(matmul_checks.wrong(config))
-  wrong.extend(pipeline_checks.wrong(config, sizes))
-  wrong.extend(mup_checks.wrong(config))
+  wrong.extend(data_checks.ramp_errors(config, sizes))
+  wrong.extend(model_checks.lora_errors(config))
+  wrong.extend(step_checks.memory_errors(config))
+  wrong.extend(step_checks.matmul_errors(config))
+  wrong.extend(step_checks.pipeline_errors(config, sizes))
+  wrong.extend(model_checks.mup_errors(config))
   if config.model.name == "transformer":
-    wrong.extend(decoder_checks.wrong(config, sizes))
+    wrong.extend(model_checks.decoder_errors(config, sizes))
   if config.model.name == "vit":
-    wrong.extend(vit_checks.wrong(config))
+    wrong.extend(model_checks.vit_errors(config))
   if wrong:
     raise ValueError("the config is refused:\n" + "\n".join(f"  {line}" for line in wrong))
 
@@ -99,8 +83,8 @@ def _ranges(config: ConfigDict) -> list[str]:
     *_schedule(config),
     *_averages(config),
     *_clipping(config.optimizer, recipes.base(config.argument).optimizer.clip_window),
-    *group_checks.wrong(config.optimizer),
-    *optimizer_defaults.wrong(config.optimizer),
+    *optimizer_checks.group_errors(config.optimizer),
+    *optimizer_checks.optimizer_errors(config.optimizer),
   ]
 
 
@@ -121,7 +105,7 @@ def _clipping(keys: ConfigDict, window: int) -> Iterator[str]:
   if keys.clip_groups and not keys.groups:
     yield "optimizer.clip_groups: there are no groups; name them in optimizer.groups"
   if not keys.clip_quantile:
-    groups = [group for group in keys.groups if isinstance(group, Mapping)]  # others: group_checks
+    groups = [group for group in keys.groups if isinstance(group, Mapping)]  # others: group_errors
     own = [group["clip_norm"] for group in groups if "clip_norm" in group]
     if keys.clip_groups and not any([keys.clip_norm, *own]):
       yield (
@@ -204,7 +188,7 @@ def choices_of(config: ConfigDict) -> dict[str, tuple[str, ...]]:
   task = TASKS[config.task]
   return {
     **{key: row.choices for key, row, _ in table.rows(config) if row.choices},
-    "training.attention_kernel": attention_checks.KERNELS if task.of_tokens else ("xla",),
+    "training.attention_kernel": model_checks.ATTENTION_KERNELS if task.of_tokens else ("xla",),
     "checkpoint.keep_best": ("", *task.metrics),
   }
 
@@ -296,7 +280,7 @@ def _files(config: ConfigDict) -> Iterator[str]:
       f"choose --config=FILE:model=NAME,data={catalog.PREFERENCES}"
     )
   yield from _conversations(data)
-  yield from mixture_checks.wrong(data)
+  yield from data_checks.mixture_errors(data)
   if not data.files and not data.sources:
     yield (
       f"data.files='': data.name={data.name!r} is read from files; name them, such as "

@@ -17,7 +17,7 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 4)
 
-from checkpointing import checksums, integrity  # noqa: E402
+from checkpointing import integrity  # noqa: E402
 from checkpointing.checkpointer import Checkpointer  # noqa: E402
 from checkpointing.consensus import Together  # noqa: E402
 from processes import coordination as groups  # noqa: E402
@@ -39,9 +39,9 @@ def counted(function, paths_of, found):
   return call
 
 
-checksums.compute = counted(checksums.compute, list, computed)
-checksums.check_contents = counted(
-  checksums.check_contents, lambda listed: [digest.path for digest in listed], checked
+integrity.compute_digests = counted(integrity.compute_digests, list, computed)
+integrity.check_contents = counted(
+  integrity.check_contents, lambda listed: [digest.path for digest in listed], checked
 )
 
 
@@ -91,13 +91,13 @@ class Saver:
 
   def lose_digests(self) -> None:
     """Lets the next writing of digests fail as on a full disk."""
-    write = checksums.write
+    write = integrity.write_digests
 
     def full(folder, listed):
-      checksums.write = write
+      integrity.write_digests = write
       raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    checksums.write = full
+    integrity.write_digests = full
 
   def remove_after(self, step: int) -> None:
     """Removes the newer steps."""

@@ -13,7 +13,7 @@ import time
 import pytest
 from etils import epath
 
-from checkpointing import checksums
+from checkpointing import integrity
 from launch.local import free_port
 from tests.checkpointing.damage import flip
 
@@ -107,18 +107,20 @@ def owner(path: str) -> int:
 def test_each_computes_the_digests_of_what_it_has_written(pair):
   pair.well("save", 11)
   answers = pair.do("wait")
-  files = checksums.sizes(epath.Path(pair.folder / "11"))
+  files = integrity.file_sizes(epath.Path(pair.folder / "11"))
   for index, answer in enumerate(answers):
     assert sorted(answer["computed"]) == sorted(p for p in files if owner(p) == index)
     assert answer["computed"]
-  assert [digest.path for digest in checksums.read(epath.Path(pair.folder / "11"))] == sorted(files)
+  assert [
+    digest.path for digest in integrity.read_digests(epath.Path(pair.folder / "11"))
+  ] == sorted(files)
 
 
 def test_each_checks_its_share_of_the_large_files_and_all_the_small_ones(pair):
   answers = pair.do("restore")
   newest = pair.well("steps")[0][-1]
   assert [answer["result"] for answer in answers] == [newest] * 2
-  files = checksums.sizes(epath.Path(pair.folder / str(newest)))
+  files = integrity.file_sizes(epath.Path(pair.folder / str(newest)))
   small, large = ({p for p, n in files.items() if (n <= 100) == few} for few in (True, False))
   first, second = (set(answer["checked"]) for answer in answers)
   assert first & second == small

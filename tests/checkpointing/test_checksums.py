@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 from etils import epath
 
-from checkpointing import checksums
-from checkpointing.checksums import DamagedError, Digest
+from checkpointing import integrity
+from checkpointing.integrity import DamagedError, Digest
 
 CONTENTS = {"a": b"", "state/d/long name": b"x" * 5000, "state/manifest": b"yz", "config/m": b"{}"}
 
@@ -21,15 +21,15 @@ def folder(tmp_path):
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_bytes(content)
   folder = epath.Path(tmp_path)
-  checksums.write(folder, checksums.compute(folder, CONTENTS))
+  integrity.write_digests(folder, integrity.compute_digests(folder, CONTENTS))
   return folder
 
 
 def check(folder):
   """Checks all of a folder."""
-  listed = checksums.read(folder)
-  checksums.check_sizes(folder, listed)
-  checksums.check_contents(folder, listed)
+  listed = integrity.read_digests(folder)
+  integrity.check_sizes(folder, listed)
+  integrity.check_contents(folder, listed)
 
 
 def test_the_file_is_what_the_documents_say(folder):
@@ -122,20 +122,20 @@ def test_of_many_files_the_first_are_named_and_the_others_counted(folder):
 
 def test_any_bit_of_the_digests_that_flips_is_noticed(folder):
   content = (folder / "digests").read_bytes()
-  assert checksums.parse(content)
+  assert integrity.parse_digests(content)
   for byte in range(len(content)):
     for bit in range(8):
       flipped = bytearray(content)
       flipped[byte] ^= 1 << bit
       with pytest.raises(DamagedError):
-        checksums.parse(bytes(flipped))
+        integrity.parse_digests(bytes(flipped))
 
 
 def test_digests_that_are_cut_or_longer_are_noticed(folder):
   content = (folder / "digests").read_bytes()
   for other in (*(content[:end] for end in range(len(content))), content + b"\n", b"\n" + content):
     with pytest.raises(DamagedError, match=r"^digests: it is not what was written \(\d+ bytes\)$"):
-      checksums.parse(other)
+      integrity.parse_digests(other)
 
 
 def test_another_form_and_other_lines_are_refused():
@@ -144,19 +144,19 @@ def test_another_form_and_other_lines_are_refused():
     return f"{above}{hashlib.sha256(above.encode()).hexdigest()} end\n".encode()
 
   with pytest.raises(DamagedError, match="begins with 'checkpoint digests 2'"):
-    checksums.parse(text("checkpoint digests 2"))
+    integrity.parse_digests(text("checkpoint digests 2"))
   good = f"{'0' * 64} 5 a"
-  assert checksums.parse(text("checkpoint digests 1", good)) == [Digest("a", 5, "0" * 64)]
+  assert integrity.parse_digests(text("checkpoint digests 1", good)) == [Digest("a", 5, "0" * 64)]
   for line in (f"{'0' * 63} 5 a", f"{'0' * 64} -5 a", f"{'0' * 64} 05 a", f"{'0' * 64} 5 ", "x"):
     with pytest.raises(DamagedError, match="no digest, size and path"):
-      checksums.parse(text("checkpoint digests 1", line))
+      integrity.parse_digests(text("checkpoint digests 1", line))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_the_shares_are_all_files_once_and_about_as_many_bytes(count):
   chance = random.Random(count)
   listed = [Digest(f"file {i}", chance.randrange(1000), "0" * 64) for i in range(40)]
-  shares = [checksums.share(listed, index, count) for index in range(count)]
+  shares = [integrity.share_of(listed, index, count) for index in range(count)]
   assert sorted((d for one in shares for d in one), key=lambda d: d.path) == sorted(
     listed, key=lambda d: d.path
   )
@@ -164,7 +164,7 @@ def test_the_shares_are_all_files_once_and_about_as_many_bytes(count):
   assert max(loads) - min(loads) <= 1000
   # All processes find the same shares, in whatever order they list the files.
   again = random.Random(0).sample(listed, len(listed))
-  assert [checksums.share(again, index, count) for index in range(count)] == shares
+  assert [integrity.share_of(again, index, count) for index in range(count)] == shares
 
 
 def test_a_large_file_is_read_in_blocks(tmp_path):
@@ -174,8 +174,8 @@ def test_a_large_file_is_read_in_blocks(tmp_path):
   folder = epath.Path(tmp_path)
   tracemalloc.start()
   try:
-    [digest] = checksums.compute(folder, ["large"])
-    checksums.check_contents(folder, [digest])
+    [digest] = integrity.compute_digests(folder, ["large"])
+    integrity.check_contents(folder, [digest])
     _, most = tracemalloc.get_traced_memory()
   finally:
     tracemalloc.stop()

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from etils import epath
 
-from checkpointing import checksums
-from checkpointing import early_checksums as module
+from checkpointing import async_writer as module
+from checkpointing import integrity
+from checkpointing.async_writer import EarlyChecksums
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.early_checksums import Ahead
 from tests.checkpointing.states import CONFIG, RECORD
 
 LARGE = bytes(module._LEAST_BYTES)
@@ -34,7 +34,7 @@ def until(condition):
 
 
 def test_a_file_is_read_when_it_has_its_name(tmp_path, data):
-  with Ahead(epath.Path(tmp_path / "7.saving"), 1) as ahead:
+  with EarlyChecksums(epath.Path(tmp_path / "7.saving"), 1) as ahead:
     (data / "a.__lock").write_bytes(LARGE)
     (data / "small").write_bytes(b"x")
     (data / "b").write_bytes(LARGE)
@@ -51,8 +51,8 @@ def test_a_file_is_read_when_it_has_its_name(tmp_path, data):
 def test_only_files_of_this_process_and_this_save_are_read(tmp_path, data):
   (data / "theirs").write_bytes(LARGE)
   with (
-    Ahead(epath.Path(tmp_path / "7.saving"), 0) as of_another,
-    Ahead(epath.Path(tmp_path / "8.saving"), 1) as of_another_save,
+    EarlyChecksums(epath.Path(tmp_path / "7.saving"), 0) as of_another,
+    EarlyChecksums(epath.Path(tmp_path / "8.saving"), 1) as of_another_save,
   ):
     saves = (of_another, "7.saving", 0), (of_another_save, "8.saving", 1)
     for ahead, save, process in saves:  # so that each has looked, and more than once
@@ -69,15 +69,15 @@ def test_a_file_that_cannot_be_read_is_left_for_later(tmp_path, data, monkeypatc
   def gone(path):
     raise FileNotFoundError(path)
 
-  monkeypatch.setattr(checksums, "read_through", gone)
+  monkeypatch.setattr(integrity, "read_through", gone)
   (data / "a").write_bytes(LARGE)
-  with Ahead(epath.Path(tmp_path / "7.saving"), 1) as ahead:
+  with EarlyChecksums(epath.Path(tmp_path / "7.saving"), 1) as ahead:
     until(lambda: "a" in ahead._reading)
   assert ahead.sha256("a", len(LARGE)) == ""
 
 
 def test_a_file_that_grows_is_read_when_it_has_stopped(tmp_path, data):
-  ahead = Ahead(epath.Path(tmp_path / "7.saving"), 1)
+  ahead = EarlyChecksums(epath.Path(tmp_path / "7.saving"), 1)
   with (data / "a").open("wb") as file:
     for _ in range(3):
       file.write(LARGE)
@@ -89,7 +89,7 @@ def test_a_file_that_grows_is_read_when_it_has_stopped(tmp_path, data):
 
 
 def test_a_digest_of_a_part_of_a_file_does_not_count(tmp_path, data):
-  with Ahead(epath.Path(tmp_path / "7.saving"), 1) as ahead:
+  with EarlyChecksums(epath.Path(tmp_path / "7.saving"), 1) as ahead:
     (data / "a").write_bytes(LARGE)
     until(lambda: ahead.sha256("a", len(LARGE)))
     (data / "a").write_bytes(2 * LARGE)
@@ -97,20 +97,20 @@ def test_a_digest_of_a_part_of_a_file_does_not_count(tmp_path, data):
 
 
 def test_files_read_ahead_are_not_read_again_and_are_in_the_digests(tmp_path, monkeypatch):
-  whole, read = [], checksums.read_through
+  whole, read = [], integrity.read_through
 
   def noted(path, *limit):
     size, value = read(path, *limit)  # raises where the folder is renamed meanwhile
     whole.append((path.name, size))
     return size, value
 
-  monkeypatch.setattr(checksums, "read_through", noted)
+  monkeypatch.setattr(integrity, "read_through", noted)
   params = np.random.default_rng(0).standard_normal(2**20, np.float32)
   tree = jax.tree.map(jax.device_put, {"step": np.int32(3), "params": params})
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(3, tree, config=CONFIG, record=RECORD)
-  listed = checksums.read(epath.Path(tmp_path / "3"))
+  listed = integrity.read_digests(epath.Path(tmp_path / "3"))
   expected = sorted((digest.path.rpartition("/")[2], digest.size) for digest in listed)
   # A part of a file may have been read before it was complete, on a busy machine.
   assert sorted(one for one in whole if one in expected) == expected
-  checksums.check_contents(epath.Path(tmp_path / "3"), listed)
+  integrity.check_contents(epath.Path(tmp_path / "3"), listed)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from etils import epath
 
-from checkpointing import folder_entries, restore
+from checkpointing import integrity, restore
 from checkpointing.async_writer import SaveError
 from checkpointing.checkpointer import Checkpointer
 from tests.checkpointing import damage
@@ -180,8 +180,8 @@ def test_what_saves_have_left_is_recognized_by_its_name_and_its_content(tmp_path
     (path / "digests.tmp").touch()
     (path / "state" / "ocdbt.process_0" / "d").mkdir(parents=True)
     (path / "state" / "ocdbt.process_0" / "d" / ("0a" * 16 + ".__lock")).touch()
-    assert folder_entries.is_leftover(epath.Path(path)) == ours, name
+    assert integrity.is_leftover(epath.Path(path)) == ours, name
     for place in (path, path / "state", path / "state" / "ocdbt.process_0" / "d"):
       (place / "notes.txt").touch()
-      assert not folder_entries.is_leftover(epath.Path(path)), (name, place)
+      assert not integrity.is_leftover(epath.Path(path)), (name, place)
       (place / "notes.txt").unlink()

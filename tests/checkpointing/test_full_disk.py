@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from checkpointing import async_writer, checksums
+from checkpointing import async_writer, integrity
 from checkpointing.async_writer import SaveError
 from checkpointing.checkpointer import Checkpointer
 from tests.checkpointing.states import (
@@ -100,12 +100,12 @@ def full(*arguments):
   raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("name", ["compute", "write"])
+@pytest.mark.parametrize("name", ["compute_digests", "write_digests"])
 def test_a_save_without_digests_is_none(name, tmp_path, monkeypatch):
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     save_counting(checkpointer, 1)
     with monkeypatch.context() as patch:
-      patch.setattr(checksums, name, full)
+      patch.setattr(integrity, name, full)
       with pytest.raises(SaveError, match=r"failed: OSError: \[Errno 28\] No space left on device"):
         save_and_check(checkpointer, 2)
     assert_nothing_lost(checkpointer, 2)

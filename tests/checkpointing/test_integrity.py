@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from checkpointing import checksums, integrity, orbax_logging, restore
+from checkpointing import async_writer, integrity, restore
 from checkpointing.checkpointer import Checkpointer
 from configs import base
 from configs.keys.run import CHECKPOINT
@@ -154,20 +154,20 @@ def test_checkpoints_without_digests_can_be_read_as_they_are(plain):
 @pytest.fixture
 def read(monkeypatch):
   """Returns the list of files whose content is compared from here on."""
-  found, check = [], checksums.check_contents
+  found, check = [], integrity.check_contents
 
   def noting(folder, listed, **more):
     found.extend(digest.path for digest in listed)
     return check(folder, listed, **more)
 
-  monkeypatch.setattr(checksums, "check_contents", noting)
+  monkeypatch.setattr(integrity, "check_contents", noting)
   monkeypatch.setattr(integrity, "SMALL_BYTES", 2000)
   return found
 
 
 def test_every_file_is_compared_once(copy, read):
   assert restored(copy, integrity.FULL)[0] == NEWER
-  assert sorted(read) == sorted(digest.path for digest in checksums.read(path_of(copy)))
+  assert sorted(read) == sorted(digest.path for digest in integrity.read_digests(path_of(copy)))
 
 
 def path_of(folder):
@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_refused_before_arrays_are_read(copy, read):
     pytest.raises(ValueError, match=r"params/bias: float32\[7\] in the checkpoint, int32\[7\]"),
   ):
     checkpointer.restore(target)
-  sizes = checksums.sizes(path_of(copy))
+  sizes = integrity.file_sizes(path_of(copy))
   assert max(sizes[path] for path in read) <= integrity.SMALL_BYTES < max(sizes.values())
 
 
@@ -259,7 +259,7 @@ def unraisable(monkeypatch):
   gc.collect()  # what earlier tests have left is not this one's
   seen = []
   monkeypatch.setattr(sys, "unraisablehook", lambda raised: seen.append(str(raised.exc_value)))
-  monkeypatch.setattr(orbax_logging, "_installed", False)
+  monkeypatch.setattr(async_writer, "_installed", False)
   return seen
 
 

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 
-from checkpointing import orbax_logging
+from checkpointing import async_writer
 
 INSIDE = os.path.join(os.path.dirname(ocp.__file__), "somewhere.py")
 
@@ -21,10 +21,10 @@ def unraisable(monkeypatch):
   gc.collect()  # what earlier tests have left
   seen = []
   monkeypatch.setattr(sys, "unraisablehook", lambda raised: seen.append(str(raised.exc_value)))
-  monkeypatch.setattr(orbax_logging, "_installed", False)
+  monkeypatch.setattr(async_writer, "_installed", False)
   loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
   before = [list(logger.filters) for logger in loggers]
-  orbax_logging.quiet()
+  async_writer.quiet_orbax()
   yield seen
   for logger, filters in zip(loggers, before, strict=True):
     logger.filters = filters

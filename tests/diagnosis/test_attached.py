@@ -5,7 +5,7 @@ import pytest
 
 from analysis.chips import CHIPS
 from diagnosis import attached
-from diagnosis.finding import OK, WARNING, WRONG
+from diagnosis.machine import OK, WARNING, WRONG
 from runtime.devices import Devices
 
 H100 = CHIPS["h100"]
@@ -27,8 +27,8 @@ def test_memory_that_is_not_known():
 
 
 def test_simulated_and_unknown_devices():
-  [one] = attached.check(Devices("cpu", True, {}))
+  [one] = attached.check_devices(Devices("cpu", True, {}))
   assert one.what == f"{jax.device_count()} simulated CPU devices"
-  found = list(attached.check(Devices("gpu", False, {})))
+  found = list(attached.check_devices(Devices("gpu", False, {})))
   assert [one.status for one in found] == [OK, WARNING]
   assert "no data sheet of 'cpu' is known" in found[1].what

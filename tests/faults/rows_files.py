@@ -8,7 +8,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 
-from checkpointing import checksums
+from checkpointing import integrity
 from tests.faults import same
 from tests.faults.plan import Trial
 from tests.faults.serving import Answer, Commands
@@ -199,7 +199,7 @@ def row_25(trials: int, folder: pathlib.Path, seed: int = 0) -> Iterator[Trial]:
       shutil.copytree(whole, attempt.folder, dirs_exist_ok=True)
       shutil.rmtree(attempt.workdir / "checkpoints" / str(STEPS))
       path = place.find(attempt.folder)
-      signed = checksums if "checkpoints" in path.parts else None
+      signed = integrity if "checkpoints" in path.parts else None
       attempt.does = f"{place.name}: {how(path, attempt.chance)}"
       if signed:  # with matching digests: only the form is wrong
         _sign(path.parent.parent)
@@ -261,9 +261,9 @@ def _mend(path: pathlib.Path, whole: pathlib.Path) -> None:
 
 def _sign(step: pathlib.Path) -> None:
   """Makes the digests of a step match what is there."""
-  (step / checksums.FILE).unlink()
-  epath = checksums.epath.Path(step)
-  checksums.write(epath, checksums.compute(epath, checksums.sizes(epath)))
+  (step / integrity.DIGESTS).unlink()
+  epath = integrity.epath.Path(step)
+  integrity.write_digests(epath, integrity.compute_digests(epath, integrity.file_sizes(epath)))
 
 
 def _without_lost(workdir: pathlib.Path) -> pathlib.Path:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from inference import cached_sampler
-from inference.continuation import Continuation
+from inference.cached_sampler import Continuation
 from inference.request import Request
 from inference.sampler import Sampler
 from tests.helpers.jobs import first_state, make_job

@@ -1,4 +1,4 @@
-"""Exported folders: tensors, config.json, and processes that fail."""
+"""Exported folders: tensors, config.json, tokenizers, what is refused and what a kill leaves."""
 
 import json
 import os
@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from etils import epath
 
 from checkpointing.consensus import Together
 from configs import single
 from configs.schema import finalize
-from interop import export, export_folder, hf_config, safetensors_writer
-from interop.export_folder import CONFIG_FILE, ExportFolder
-from interop.tokenizer_export import tokenizer_files
+from input_pipeline.text import tokenizer, train_tokenizer
+from interop import export, hf_config, safetensors_writer
+from interop.export import CONFIG_FILE, ExportFolder, bytes_tokenizer, check_folder, tokenizer_files
 from runtime.exit_codes import ExportError
 from tests.interop import folders
 from tests.interop.test_name_maps import job_of, read_with_numpy, stored
@@ -26,6 +27,168 @@ from tests.models import families, write_families
 from tests.models.families import KEPT, ROWS, tokens, tree_of
 from tests.models.test_families import BOUNDS, PUBLISHED, fixture
 from tests.processes.stores import groups_of, together
+
+# ------------------------------ the files of the tokenizer ------------------------------
+
+TEXTS = ["hello\n  wörld", "Ā\0b", "日本 <|endoftext|> ", " a", "", "a  b .", "Ġx", "𝄞\r\n\t"]
+
+
+def test_bytes_become_a_tokenizer_that_encodes_alike():
+  library = tokenizers.Tokenizer.from_str(json.dumps(bytes_tokenizer()))
+  for text in TEXTS:
+    ids = library.encode(text).ids
+    assert ids == list(text.encode())
+    assert library.decode(ids, skip_special_tokens=False) == text
+  assert [library.token_to_id(library.id_to_token(byte)) for byte in range(256)] == [*range(256)]
+
+
+def test_they_are_read_here_as_the_same_tokens(tmp_path):
+  own = tokenizer.ByteTokenizer()
+  for name, content in tokenizer_files({}, end=own.end, start=None, special={}).items():
+    (tmp_path / name).write_bytes(content)
+  back = tokenizer.load(tmp_path)
+  assert (back.size, back.end, back.has_bos) == (own.size, own.end, False)
+  for text in TEXTS:
+    if "\0" not in text:  # a special token, which no document can write
+      assert [*back.encode([text])[0]] == [*own.encode([text])[0]]
+  generation = json.loads((tmp_path / "generation_config.json").read_text())
+  assert generation == {"eos_token_id": 0}
+
+
+def test_a_bare_tokenizer_json_gets_its_config():
+  content = train_tokenizer.train([b"ab ab abc"], 260)
+  special = {train_tokenizer.END: 0, "<s>": 3}
+  found = tokenizer_files({"tokenizer.json": content}, end=0, start=3, special=special)
+  assert found["tokenizer.json"] == content
+  assert json.loads(found["tokenizer_config.json"]) == {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+    "bos_token": "<s>",
+    "eos_token": train_tokenizer.END,
+  }
+  assert json.loads(found["generation_config.json"]) == {"bos_token_id": 3, "eos_token_id": 0}
+
+
+def test_copies_stay_as_they_are():
+  copies = {
+    "tokenizer.model": b"\0\1",
+    "tokenizer_config.json": b'{"tokenizer_class":   "LlamaTokenizer"}',
+    "generation_config.json": b'{"eos_token_id": [1, 2]}',
+    "chat_template.jinja": b"{{ messages }}",
+  }
+  assert tokenizer_files(copies, end=2, start=1, special={}) == copies
+
+
+@pytest.mark.parametrize(
+  "template", ["T", [{"name": "tools", "template": "U"}, {"name": "default", "template": "T"}]]
+)
+def test_what_older_readers_do_not_know_is_renamed(template):
+  copies = {
+    "tokenizer.json": b"{}",
+    "tokenizer_config.json": b'{"tokenizer_class": "TokenizersBackend", "eos_token": "e"}',
+    "chat_template.json": json.dumps({"chat_template": template}).encode(),
+    "chat_template.jinja": b"of the tokenizer, which data.chat_template replaces",
+  }
+  found = tokenizer_files(copies, end=2, start=None, special={})
+  config = json.loads(found["tokenizer_config.json"])
+  assert config == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "e"}
+  assert found["chat_template.jinja"] == b"T"
+  assert "chat_template.json" not in found
+
+
+# ------------------------------ the folder ------------------------------
+
+
+def begun(final):
+  folder = ExportFolder(check_folder(str(final), None))
+  folder.begin()
+  return folder
+
+
+def test_it_appears_under_its_name_complete(tmp_path):
+  final = tmp_path / "new" / "model"
+  folder = begun(final)
+  folder.write("config.json", "{}")
+  assert not final.exists()
+  folder.commit()
+  assert [path.name for path in final.iterdir()] == ["config.json"]
+  assert [path.name for path in final.parent.iterdir()] == ["model"]
+
+
+def test_an_empty_folder_may_be_there_and_links_are_followed(tmp_path):
+  (tmp_path / "there").mkdir()
+  (tmp_path / "link").symlink_to("there")
+  folder = begun(tmp_path / "link")
+  folder.write("a.json", "{}")
+  folder.commit()
+  assert (tmp_path / "there" / "a.json").exists()
+  assert (tmp_path / "link").is_symlink()
+
+
+def test_what_a_kill_has_left_is_replaced(tmp_path):
+  killed = begun(tmp_path / "model")
+  killed.write("model.safetensors", b"half")
+  killed.write("tokenizer.json.tmp", b"")
+  os.close(killed._lock)  # as the kernel does
+  folder = begun(tmp_path / "model")
+  assert list(folder.path.iterdir()) == []
+  folder.write("config.json", "{}")
+  folder.commit()
+  assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_failed_export_leaves_nothing(tmp_path):
+  folder = begun(tmp_path / "model")
+  folder.write("config.json", "{}")
+  folder.remove()
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_two_exports_to_one_folder(tmp_path):
+  folder = begun(tmp_path / "model")
+  with pytest.raises(ValueError, match=r"another export is writing .*model\.exporting; wait"):
+    check_folder(str(tmp_path / "model"), None)
+  with pytest.raises(ValueError, match="another export is writing"):
+    ExportFolder(folder.final).begin()
+  folder.remove()
+
+
+def test_something_appears_meanwhile(tmp_path):
+  folder = begun(tmp_path / "model")
+  (tmp_path / "model").mkdir()
+  (tmp_path / "model" / "notes").write_text("mine")
+  with pytest.raises(FileExistsError, match=r"written there meanwhile.*model"):
+    folder.commit()
+  folder.remove()
+  assert (tmp_path / "model" / "notes").read_text() == "mine"
+
+
+def test_refusals_change_nothing(tmp_path):
+  (tmp_path / "file").write_text("")
+  (tmp_path / "full").mkdir()
+  for name in "abcdefg":
+    (tmp_path / "full" / name).write_text("")
+  (tmp_path / "x.exporting").mkdir()
+  (tmp_path / "x.exporting" / "thesis.tex").write_text("")
+  (tmp_path / "y.exporting").symlink_to("full")
+  steps = tmp_path / "run" / "checkpoints"
+  (steps / "4").mkdir(parents=True)
+  before = sorted(map(str, tmp_path.rglob("*")))
+  for name, said in {
+    "file": "file is a file; give a folder that is new or empty",
+    "full": r"full is not empty \(it has a, b, c, d, e and 2 more\)",
+    "x": r"x\.exporting has thesis\.tex, which no export writes",
+    "y": r"y\.exporting is not a folder",
+    "run/checkpoints": "it is among the checkpoints of the run",
+    "run/checkpoints/4/model": "it is among the checkpoints of the run",
+  }.items():
+    with pytest.raises(ValueError, match=said):
+      check_folder(str(tmp_path / name), epath.Path(steps))
+  assert check_folder(str(tmp_path / "run" / "model"), epath.Path(steps)).name == "model"
+  assert sorted(map(str, tmp_path.rglob("*"))) == before
+
+
+# ------------------------------ what is written ------------------------------
 
 HERE = pathlib.Path(__file__).parent
 BYTES = {"end": 0, "start": None}
@@ -39,7 +202,7 @@ def plan_of(config, dtype, source=None):
 def exported(to, job, arrays, dtype="float32", source=None):
   """Writes a folder; returns its tensors and its config.json."""
   plan = plan_of(job.config, dtype, source)
-  folder = ExportFolder(export_folder.check(str(to), None))
+  folder = ExportFolder(export.check_folder(str(to), None))
   params = tree_of(job, arrays)
   export.write(folder, plan, export.Fetcher(params, job.config), Together())
   assert sum(path.stat().st_size for path in to.iterdir()) == plan.bytes
@@ -248,7 +411,7 @@ def test_a_kill_leaves_nothing_that_loads(small, tmp_path, monkeypatch):
     """Exports, and kills it before one of its calls; returns the names of what is there."""
     calls.clear()
     until[0] = moment
-    folder = ExportFolder(export_folder.check(str(to), None))
+    folder = ExportFolder(export.check_folder(str(to), None))
     try:
       export.write(folder, plan, fetch_of(arrays, []), Together())
     except Killed:

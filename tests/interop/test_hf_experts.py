@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from interop import hf_config, hf_experts, name_maps, read_weights
+from interop import hf_config, hf_parts, name_maps, read_weights
 from interop.safetensors_file import Reader
 from tests.interop import folders
 from tests.interop.folders import job_of, read_with_numpy
 from tests.interop.test_export import exported
-from tests.interop.test_mxfp4 import by_hand
+from tests.interop.test_quantization import by_hand
 from tests.models.write_families import PYTHONS
 
 KEY = "checkpoint.initialize_from"
@@ -107,7 +107,7 @@ def test_layers_without_experts(keys, found):
   assert (model["dense_layers"], model["sparse_every"], *model["mlp_only_layers"]) == found
   back = hf_config.write({**model, "head_size": 4}, 32, "qwen3_moe")
   again = read(back)
-  assert hf_experts.sparse_of(again) == hf_experts.sparse_of(model)
+  assert hf_parts.sparse_of(again) == hf_parts.sparse_of(model)
 
 
 def test_what_cannot_be_expressed_is_refused():

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from interop import name_maps, name_tables
+from interop import name_maps
 from tests.interop import folders
 from tests.interop.folders import described, job_of, read_with_numpy
 
@@ -96,18 +96,18 @@ def test_a_model_with_more_than_the_family_has_is_refused():
 
 
 def test_a_table_row_is_all_that_a_new_family_needs():
-  rows = dict(name_tables.LLAMA.rows)
+  rows = dict(name_maps.LLAMA.rows)
   rows["model.layers.{}.self_attn.kv.weight"] = (
     "KH+KH D",
     ("layers/attention/key/kernel", "layers/attention/value/kernel"),
   )
   for name in ("k_proj", "v_proj"):
     del rows[f"model.layers.{{}}.self_attn.{name}.weight"]
-  names = dataclasses.replace(name_tables.LLAMA, rows=rows)
-  name_tables.FAMILIES["test"] = names
+  names = dataclasses.replace(name_maps.LLAMA, rows=rows)
+  name_maps.FAMILIES["test"] = names
   try:
     found = name_maps.tensors(job_of("llama").config, "test")
   finally:
-    del name_tables.FAMILIES["test"]
+    del name_maps.FAMILIES["test"]
   one = found["model.layers.1.self_attn.kv.weight"]
   assert (one.shape, [part.start for part in one.parts]) == ((16, 16), [0, 8])

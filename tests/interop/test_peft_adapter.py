@@ -13,8 +13,8 @@ from checkpointing.consensus import Together
 from checkpointing.naming import nested
 from configs import single
 from configs.schema import finalize
-from interop import export, hf_config, name_maps, peft_adapter, read_adapter
-from interop.export_folder import ExportFolder, check
+from interop import export, hf_config, name_maps, peft_adapter
+from interop.export import ExportFolder, check_folder
 from models import lora, transformer_dims
 from partitioning.rules import named_leaves
 from tests.interop import folders
@@ -103,12 +103,12 @@ def test_a_target_is_named_so_that_no_other_module_has_its_name():
 
 
 def stored(folder, config, model_type, tensors, metadata=(), **keys):
-  """Writes an adapter's two files; returns what read_adapter reads of its config."""
+  """Writes an adapter's two files; returns what read_config reads of its config."""
   folder.mkdir()
   described = peft_adapter.adapter_config(config, model_type, None) | keys
   (folder / "adapter_config.json").write_text(json.dumps(described))
   folders.write_tensors(folder / "adapter_model.safetensors", tensors)
-  return read_adapter.read_config(str(folder))
+  return peft_adapter.read_config(str(folder))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -118,7 +118,7 @@ def test_what_was_exported_is_read_back(case, tmp_path):
   adapters = peft_adapter.tensors(config, model_type)
   tensors = {n: peft_adapter.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
   adapter = stored(tmp_path / "a", config, model_type, tensors)
-  found = read_adapter.read(adapter, config, model_type)
+  found = peft_adapter.read(adapter, config, model_type)
   assert {*found} == {name for name in arrays if "lora_" in name}
   for name, array in found.items():
     np.testing.assert_array_equal(array, arrays[name])
@@ -134,7 +134,7 @@ def test_one_adapter_of_a_fused_module_is_that_of_each_part(tmp_path):
       (tensor.shape[0], rank) if b else (rank, tensor.shape[1])
     )
   adapter = stored(tmp_path / "a", config, "gpt2", tensors, rank_pattern={}, alpha_pattern={})
-  arrays = arrays_of(config) | read_adapter.read(adapter, config, "gpt2")
+  arrays = arrays_of(config) | peft_adapter.read(adapter, config, "gpt2")
   with jax.enable_x64(True):
     merged = named_leaves(jax.tree.map(np.asarray, lora.merge(config, nested(arrays))))
   name = "transformer.h.1.attn.c_attn"
@@ -151,11 +151,11 @@ def test_an_adapter_fills_in_the_keys_of_lora(tmp_path):
   tensors = {n: np.zeros(t.shape) for n, t in peft_adapter.tensors(config, "llama").items()}
   stored(tmp_path / "a", config, "llama", tensors, lora_dropout=0.1)
   with plain.unlocked():
-    read_adapter.adopt(plain, str(tmp_path / "a"), "llama")
+    peft_adapter.adopt(plain, str(tmp_path / "a"), "llama")
   assert plain.lora.to_dict() == {**config.lora.to_dict(), "dropout": 0.1}
   plain.lora.alpha = 7.0
   with pytest.raises(ValueError, match=r"lora.alpha=7\.0, and 6\.0 there; leave lora.rank"):
-    read_adapter.adopt(plain, str(tmp_path / "a"), "llama")
+    peft_adapter.adopt(plain, str(tmp_path / "a"), "llama")
 
 
 def test_adapters_of_another_base_or_kind_are_refused(tmp_path):
@@ -167,7 +167,7 @@ def test_adapters_of_another_base_or_kind_are_refused(tmp_path):
   del wrong[second]
   adapter = stored(tmp_path / "a", config, "llama", wrong)
   with pytest.raises(ValueError, match="it is an adapter of another base:") as caught:
-    read_adapter.read(adapter, config, "llama")
+    peft_adapter.read(adapter, config, "llama")
   for said in (
     "base_model.model.x is not known",
     f"{first} is F64[3, 7]; the base and lora.rank=3 need [3, 32]",
@@ -177,7 +177,7 @@ def test_adapters_of_another_base_or_kind_are_refused(tmp_path):
   with pytest.raises(ValueError, match=r"use_dora=True: .*\n  r: a whole number of at least 1"):
     stored(tmp_path / "b", config, "llama", tensors, use_dora=True, r=0)
   with pytest.raises(ValueError, match="it has no tensor of a 'gpt2' model"):
-    read_adapter.adopt(config_of("gpt2", adapters=False), str(tmp_path / "a"), "gpt2")
+    peft_adapter.adopt(config_of("gpt2", adapters=False), str(tmp_path / "a"), "gpt2")
 
 
 # ------------------------------ PEFT ------------------------------
@@ -197,7 +197,7 @@ def written(tmp_path_factory):
     exported(root / "base" / case, plain, base, source=source)
     base = str(root / "base" / case)
     plan = export.planned_adapter(one.config, model_type, "float32", base, {"base": "digest"})
-    folder = ExportFolder(check(str(root / "adapter" / case), None))
+    folder = ExportFolder(check_folder(str(root / "adapter" / case), None))
     export.write(folder, plan, export.Fetcher(tree_of(one, arrays), one.config), Together())
     exported(root / "merged" / case, one, arrays, source=source)
   return root

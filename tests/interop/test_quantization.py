@@ -1,17 +1,132 @@
-"""Quantized weights: the entries that make a tensor, and a folder with some of them."""
+"""Quantized weights beside values that are known, and folders with some of them."""
 
 import json
+import pathlib
+import subprocess
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from interop import export, hf_config, quantization, read_weights
-from interop.hf_quantization import block_shape
+from interop.hf_config import block_shape
 from interop.safetensors_file import Reader, read_header
 from partitioning.rules import named_leaves
 from tests.interop import folders
 from tests.interop.folders import job_of, read_with_numpy
+from tests.models.write_families import PYTHONS
+
+# ------------------------------ float8 with a scale for each block ------------------------------
+
+# Bits of E4M3: sign, four of the exponent (bias 7), three of the mantissa.
+KNOWN = {
+  0b0_0000_000: 0.0,
+  0b0_0000_001: 2**-9,
+  0b0_0001_000: 2**-6,
+  0b0_0111_000: 1.0,
+  0b0_0111_100: 1.5,
+  0b1_1000_001: -2.25,
+  0b0_1111_110: 448.0,
+}
+
+
+def test_bytes_are_the_values_of_the_format():
+  bits = np.array([[*KNOWN]], np.uint8)
+  found = quantization.decoded_fp8(bits, np.ones((1, 1), np.float32), (1, len(KNOWN)))
+  assert found.dtype == np.float32
+  np.testing.assert_array_equal(found, [[*KNOWN.values()]])
+  assert np.isnan(quantization.decoded_fp8(np.array([[0x7F]], np.uint8), np.ones((1, 1)), (1, 1)))
+
+
+def test_each_block_has_its_scale_and_the_last_may_be_smaller():
+  ones = np.full((300, 130), 0b0_0111_000, np.uint8)
+  scales = np.arange(1, 7, dtype=np.float32).reshape(3, 2) / 3
+  found = quantization.decoded_fp8(ones, scales, (128, 128))
+  for row, column in ((0, 0), (127, 127), (128, 0), (127, 128), (299, 129), (256, 5)):
+    assert found[row, column] == scales[row // 128, column // 128]
+
+
+def test_a_piece_begins_inside_of_a_block():
+  random = np.random.RandomState(0)
+  weights = random.standard_normal((10, 9)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+  scales = random.rand(3, 3).astype(np.float32)
+  whole = quantization.decoded_fp8(weights, scales, (4, 3))
+  piece = quantization.decoded_fp8(weights[5:9, 4:8], scales[1:3, 1:3], (4, 3), (1, 1))
+  np.testing.assert_array_equal(piece, whole[5:9, 4:8])
+
+
+def test_scales_in_bfloat16_are_multiplied_in_float32():
+  scale = np.array([[1.0078125]], ml_dtypes.bfloat16)
+  found = quantization.decoded_fp8(np.array([[0b0_0111_111]], np.uint8), scale, (1, 1))
+  assert found == np.float32(1.875 * 1.0078125)
+
+
+# ------------------------------ MXFP4 ------------------------------
+
+FOUR_BITS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def by_hand(blocks, scales):
+  """Returns float64 [..., 32 G], value by value."""
+  found = np.zeros((*scales.shape, 32))
+  for index in np.ndindex(blocks.shape):
+    factor = 2.0 ** (int(scales[index[:-1]]) - 127)
+    low, high = blocks[index] & 15, blocks[index] >> 4
+    found[(*index[:-1], 2 * index[-1])] = FOUR_BITS[low] * factor
+    found[(*index[:-1], 2 * index[-1] + 1)] = FOUR_BITS[high] * factor
+  return found.reshape(*scales.shape[:-1], -1)
+
+
+def drawn_mxfp4():
+  """Returns (blocks [3, 5, 2, 16], scales [3, 5, 2]) of three matrices [5, 64]."""
+  random = np.random.RandomState(0)
+  blocks = random.randint(0, 256, (3, 5, 2, 16)).astype(np.uint8)
+  scales = random.randint(90, 150, (3, 5, 2)).astype(np.uint8)
+  scales[0, :3, 0] = 0, 1, 252  # the smallest, and the largest of which 6 times is finite
+  return blocks, scales
+
+
+def test_values_are_those_by_hand_and_bfloat16_has_them_all():
+  found = quantization.decoded_mxfp4(*drawn_mxfp4())
+  assert found.dtype == ml_dtypes.bfloat16
+  np.testing.assert_array_equal(found.astype(np.float64), by_hand(*drawn_mxfp4()))
+  assert np.signbit(
+    quantization.decoded_mxfp4(np.full((1, 16), 0x88, np.uint8), np.full(1, 127, np.uint8))
+  ).all()
+
+
+def test_the_low_bits_come_first():
+  block = np.zeros((1, 16), np.uint8)
+  block[0, 0], block[0, 15] = 0x72, 0xF1
+  found = quantization.decoded_mxfp4(block, np.array([128], np.uint8)).astype(float)
+  assert found[:3].tolist() == [2.0, 12.0, 0.0]
+  assert found[30:].tolist() == [1.0, -12.0]
+
+
+def test_what_is_read_in_pieces_is_the_same(tmp_path):
+  blocks, scales = drawn_mxfp4()
+  folders.write_tensors(tmp_path / "a", {"w_blocks": blocks, "w_scales": scales})
+  found, _ = quantization.combined(read_header(tmp_path / "a"), (1, 1))
+  one, wanted = found["w_blocks"].part(2), by_hand(blocks, scales)[2]
+  assert one.shape == (5, 64)
+  with Reader() as reader:
+    for rows, columns in (((0, 5), (0, 64)), ((1, 3), (7, 40)), ((4, 5), (33, 34))):
+      piece = one.block(reader, slice(*rows), slice(*columns))
+      np.testing.assert_array_equal(piece.astype(np.float64), wanted[slice(*rows), slice(*columns)])
+
+
+@pytest.mark.transformers
+def test_the_library_decodes_the_same(tmp_path):
+  blocks, scales = drawn_mxfp4()
+  np.savez(tmp_path / "given.npz", blocks=blocks, scales=scales)
+  script = pathlib.Path(__file__).parent / "their_mxfp4.py"
+  subprocess.run([PYTHONS["5"], script, tmp_path], check=True)
+  theirs = np.load(tmp_path / "decoded.npy")  # transposed
+  ours = quantization.decoded_mxfp4(blocks, scales).astype(np.float32).transpose(0, 2, 1)
+  np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+# ------------------------------ tensors of several entries ------------------------------
 
 KEY = "checkpoint.initialize_from"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 6]}

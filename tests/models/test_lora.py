@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import lora_checks
+from configs.schema import model_checks
 from models import lora, transformer
 from models.layers import Linear
 from models.transformer_dims import PARAMETERS, RESIDUAL, parameters
@@ -26,7 +26,7 @@ def job():
 
 def test_the_layers_that_a_config_may_name_are_those_of_the_table(job):
   named = {n.removesuffix("/lora_a") for n in PARAMETERS if n.endswith("/lora_a")}
-  assert {*lora_checks.linear_layers(job.config)} == named
+  assert {*model_checks.linear_layers(job.config)} == named
   assert {n.removesuffix("/lora_b") for n in PARAMETERS if n.endswith("/lora_b")} == named
 
 

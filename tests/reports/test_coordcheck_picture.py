@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from reports import coordcheck_picture
+from reports import coordcheck_result
 from tests.helpers.jobs import make_job
 from training.coordinate_check import Point, slopes
 
@@ -27,7 +27,7 @@ def drawn(jobs, *changes):
   for number, change in enumerate(changes):
     change = np.array(change, float)[:, :, None].repeat(2, axis=2)
     points.append(Point(f"point <{number}>", True, np.ones_like(change), change))
-  return ElementTree.fromstring(coordcheck_picture.svg(jobs, slopes(points, WIDTHS)))
+  return ElementTree.fromstring(coordcheck_result.svg(jobs, slopes(points, WIDTHS)))
 
 
 def curves(tree):
@@ -45,7 +45,7 @@ def test_a_line_is_as_steep_as_the_change_grows(jobs):
   assert len({y for _, y in flat}) == 1
   steps = [a - b for (_, a), (_, b) in itertools.pairwise(rising)]
   assert steps[0] == pytest.approx(steps[1], abs=0.2)
-  assert steps[0] == pytest.approx(coordcheck_picture.PANEL[1] / 2, abs=0.2)  # of two decades
+  assert steps[0] == pytest.approx(coordcheck_result.PANEL[1] / 2, abs=0.2)  # of two decades
   xs = [x for x, _ in rising]
   assert xs == sorted(xs)
   assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)  # the widths double

@@ -12,9 +12,9 @@ from partitioning.shardings import size_text
 from planning import aot, memory, plan
 from planning.step_time import HostTraffic
 from planning.timeline import Timeline
-from reports import plan_page, plan_text, timeline_text
+from reports import plan_page, plan_text
 from reports.html import words
-from reports.timeline_text import WIDTH
+from reports.plan_text import TIMELINE_WIDTH
 from tests.reports.test_layout_page import Reader
 from tests.reports.test_timeline_text import GAP, LAYER
 
@@ -94,7 +94,7 @@ def test_the_timeline_of_a_layer_and_the_waits_with_their_lines(fits):
   text = plan_page.html(dataclasses.replace(fits, timeline=shown))
   read = Reader(text)
   said = "".join(read.said)
-  assert timeline_text.head(LAYER) in said
+  assert plan_text.head(LAYER) in said
   assert "no loop over 4 layers in the backward pass" in said
   lanes = re.findall(r'<div class="lane".*?aria-label="(.*?)">(.*?)</div>', text)
   bars = {
@@ -103,7 +103,7 @@ def test_the_timeline_of_a_layer_and_the_waits_with_their_lines(fits):
   assert list(bars) == ["compute", *LAYER.transfers]
   kinds = ["matmul", "memory", "inner", "matmul", "wait", "wait"]
   assert [kind for kind, _ in bars["compute"]] == kinds
-  assert float(bars["from host"][0][1]) == pytest.approx(100 * 44 / WIDTH, abs=1e-3)
+  assert float(bars["from host"][0][1]) == pytest.approx(100 * 44 / TIMELINE_WIDTH, abs=1e-3)
   waits = [row for row in read.rows if row[0].startswith(GAP.what)]
   assert [[cell.replace("\u200b", "") for cell in row] for row in waits] == [
     [f"{GAP.what} {GAP.when}", GAP.line, "32", "320 ms"]

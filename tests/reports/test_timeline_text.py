@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from planning.timeline import Bar, Gap, Layer, Timeline
-from reports import timeline_text
-from reports.timeline_text import LABEL, WIDTH
+from reports import plan_text
+from reports.plan_text import TIMELINE_LABEL, TIMELINE_WIDTH
 
 # A layer of WIDTH ms, so that a cell is a millisecond.
 MS = 1e-3
@@ -16,12 +16,12 @@ LAYER = Layer(
   1,
   0,
   32,
-  WIDTH * MS,
+  TIMELINE_WIDTH * MS,
   (
     Bar(0, 10 * MS, "matmul"),
     Bar(10 * MS, 14 * MS, "HBM"),
     Bar(24 * MS, 44 * MS, "loop"),
-    Bar(44.4 * MS, WIDTH * MS, "matmul"),
+    Bar(44.4 * MS, TIMELINE_WIDTH * MS, "matmul"),
   ),
   {
     "fsdp over ICI": (Bar(5 * MS, 24 * MS, "all-gather"), Bar(30 * MS, 30.2 * MS, "all-gather")),
@@ -36,15 +36,15 @@ GAP = Gap(0.32, 32, "all-gather over fsdp of bf16[4096,14336]", LINE, "in the fo
 
 def rows(timeline):
   """Returns the lines by what stands before the drawing, and all of them."""
-  lines = [*timeline_text.lines(timeline)]
-  return {line[:LABEL].strip(): line[LABEL:] for line in lines}, lines
+  lines = [*plan_text.lines(timeline)]
+  return {line[:TIMELINE_LABEL].strip(): line[TIMELINE_LABEL:] for line in lines}, lines
 
 
 def test_each_row_is_drawn_where_it_is_in_time():
   drawn, lines = rows(Timeline((LAYER,), (GAP,), ()))
   assert lines[0] == "a layer, forward: 76 ms, of which it waits 10.4 ms; 32 times a step"
   # Of the 44th millisecond more is computed than waited for.
-  expected = "█" * 10 + "▒" * 4 + "·" * 10 + "▓" * 20 + "█" * (WIDTH - 44)
+  expected = "█" * 10 + "▒" * 4 + "·" * 10 + "▓" * 20 + "█" * (TIMELINE_WIDTH - 44)
   assert drawn["compute"] == expected
   assert drawn["fsdp over ICI"] == " " * 5 + "▄" * 19 + " " * 6 + "▁"
   assert drawn["from host"] == " " * 44 + "▁"
@@ -77,11 +77,11 @@ def test_lines_fit_the_terminal_whatever_is_in_them():
   ],
 )
 def test_the_line_of_the_loop_and_what_is_outside(line, outside, text):
-  assert timeline_text.where(dataclasses.replace(LAYER, line=line, outside=outside)) == text
+  assert plan_text.where(dataclasses.replace(LAYER, line=line, outside=outside)) == text
 
 
 def test_numbers_of_waits_do_not_overlap():
-  waits = tuple(Bar(i * MS, (i + 0.9) * MS, "all-gather") for i in range(WIDTH))
+  waits = tuple(Bar(i * MS, (i + 0.9) * MS, "all-gather") for i in range(TIMELINE_WIDTH))
   drawn, _ = rows(Timeline((dataclasses.replace(LAYER, waits=waits),), (), ()))
   assert {*drawn["waiting, ms"].split()} == {"0.9"}
 
@@ -97,7 +97,7 @@ def test_numbers_of_waits_do_not_overlap():
   ],
 )
 def test_why_there_is_none(timeline, said):
-  assert [*timeline_text.lines(timeline)] == [said]
+  assert [*plan_text.lines(timeline)] == [said]
 
 
 @pytest.mark.parametrize(
@@ -105,4 +105,4 @@ def test_why_there_is_none(timeline, said):
   [(0, "0"), (6.15e-6, "0.006"), (3.7312e-3, "3.73"), (0.117, "117"), (1.2345, "1,234")],
 )
 def test_milliseconds(seconds, text):
-  assert timeline_text.milliseconds(seconds) == text
+  assert plan_text.milliseconds(seconds) == text

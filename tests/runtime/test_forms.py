@@ -9,12 +9,12 @@ import struct
 
 import pytest
 
-from inference import task_records
+from inference import task_evaluation
 from input_pipeline.text import tokenizer, tokenizer_files
 from input_pipeline.text.chat_template import ChatTemplate
 from input_pipeline.text.chat_template import load as load_template
 from input_pipeline.text.conversations import Conversation
-from interop import hf_config, hf_folder, read_adapter, safetensors_file
+from interop import hf_config, hf_folder, peft_adapter, safetensors_file
 from interop.hf_families import FAMILIES
 from reports import charts, run_files, run_page
 from runtime import files
@@ -128,11 +128,11 @@ def test_quantization_config():
 def test_adapter_config(tmp_path):
   sound = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "bias": "none"}
   sound |= {"use_rslora": False, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 4.0}}
-  sound |= dict.fromkeys(read_adapter._OFF, None) | {"peft_type": "LORA"}
+  sound |= dict.fromkeys(peft_adapter._OFF, None) | {"peft_type": "LORA"}
 
   def read(text):
     (tmp_path / "adapter_config.json").write_text(text)
-    read_adapter.read_config(str(tmp_path))
+    peft_adapter.read_config(str(tmp_path))
 
   check(sound, read)
 
@@ -307,7 +307,7 @@ TASKS = (
 def test_records_of_tasks(sound, tmp_path):
   def read(text):
     (tmp_path / "task.jsonl").write_text(text + "\n")
-    task_records.read(str(tmp_path / "task.jsonl"))
+    task_evaluation.read_tasks(str(tmp_path / "task.jsonl"))
 
   check(sound, read)
 

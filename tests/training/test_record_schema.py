@@ -7,7 +7,7 @@ import json
 import pytest
 from etils import epath
 
-from checkpointing import checksums
+from checkpointing import integrity
 from tests.training import runs
 from training import bad_steps, record_schema
 
@@ -102,7 +102,7 @@ def test_a_run_does_not_begin_with_one(run):
   record = changed(record, "bad_steps/skipped_rows", "none")
   (step / "record" / "metadata").write_text(json.dumps(record))
   (step / "digests").unlink()
-  checksums.write(step, checksums.compute(step, checksums.sizes(step)))
+  integrity.write_digests(step, integrity.compute_digests(step, integrity.file_sizes(step)))
   prepared, rows = runs.job(), runs.source()
   with pytest.raises(
     ValueError, match=r"bad_steps\.skipped_rows: a list is expected, and \"none\""

@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
-from checkpointing import checksums, integrity, resume_policy
+from checkpointing import integrity, resume_policy
 from configs import base
 from configs.schema import finalize
 from partitioning.rules import named_leaves
@@ -29,7 +29,8 @@ def reads(monkeypatch, folder):
     return read_blocks(path, **more)
 
   monkeypatch.setattr(files, "read_blocks", counting)
-  monkeypatch.setattr(checksums, "begins", lambda path: True)  # reads a few bytes of each step
+  # Else it reads a few bytes of each step.
+  monkeypatch.setattr(integrity, "digests_begin", lambda path: True)
   return counts
 
 
@@ -38,7 +39,7 @@ def test_a_start_reads_each_small_file_of_the_newest_step_once(tmp_path, monkeyp
   runs.train(tmp_path, rows := runs.source(), prepared=runs.job(**keys))
   prepared, folder = runs.job(**{**keys, "training.steps": 3}), epath.Path(tmp_path)
   step = folder / "checkpoints" / "2"
-  sizes = checksums.sizes(step)
+  sizes = integrity.file_sizes(step)
 
   counts = reads(monkeypatch, step)
   record, newest = restore.check_resume(prepared, rows, folder)
@@ -47,7 +48,7 @@ def test_a_start_reads_each_small_file_of_the_newest_step_once(tmp_path, monkeyp
   assert (start.step, start.known["data"]["name"]) == (2, "rows")
   small = [name for name in sizes if sizes[name] <= integrity.SMALL_BYTES]
   assert {"config/metadata", "record/metadata", "commit_success.txt"} <= {*small}
-  assert counts == dict.fromkeys((*small, checksums.FILE), 1)
+  assert counts == dict.fromkeys((*small, integrity.DIGESTS), 1)
 
 
 def test_stages_may_change_only_where_no_step_has_been():

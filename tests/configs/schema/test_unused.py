@@ -8,7 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base
-from configs.schema import expert_checks, finalize, recipes, unused, validate
+from configs.schema import finalize, model_checks, recipes, unused, validate
 from configs.schema.axis_tables import AXIS_TABLES
 from models import MODELS
 from partitioning.mesh_sizes import resolve_sizes
@@ -190,8 +190,8 @@ ELSEWHERE = {
   "training.pipeline_gather",
   "training.microbatches",
   "model.global_every",  # where model.window is set; refused where it is not
-  *expert_checks.OFF,  # where model.experts is set; refused where it is not
-  *expert_checks.TRAINING,
+  *model_checks.EXPERTS_OFF,  # where model.experts is set; refused where it is not
+  *model_checks.EXPERTS_TRAINING_OFF,
   "model.expert_feedforward_size",
   "training.grouped_matmul",
   "model.latent_norm_epsilon",  # where model.attention is latent; refused where it is not

@@ -1,11 +1,13 @@
-"""What a config says of the optimizer where only its name is set."""
+"""What a config says of the optimizer where only its name is set, and what is refused."""
 
 import pytest
 
 from configs import base
 from configs.keys import table
-from configs.schema import finalize, optimizer_defaults, recipes, validate
+from configs.schema import finalize, optimizer_checks, recipes, validate
 from training.optimizer import imported, optimizer_row, optimizers_with
+
+# ------------------------------ where only the name is set ------------------------------
 
 SIZES = dict.fromkeys(table.section("mesh"), 1)
 
@@ -45,11 +47,11 @@ def test_the_small_recipe_has_the_learning_rates_that_were_measured(argument):
   for name, rate in {"adafactor": 8e-2, "lion": 4e-3, "muon": 3.2e-2}.items():
     config = base.get_config(argument)
     config.optimizer.name = name
-    optimizer_defaults.finalize(config, recipes.base(argument))
+    optimizer_checks.finalize_optimizer(config, recipes.base(argument))
     assert config.optimizer.learning_rate == rate
   config = base.get_config("model=llama3_8b,data=text")
   config.optimizer.name = "muon"
-  optimizer_defaults.finalize(config, recipes.base(config.argument))
+  optimizer_checks.finalize_optimizer(config, recipes.base(config.argument))
   assert config.optimizer.learning_rate == 3e-4
 
 
@@ -83,3 +85,33 @@ def test_a_group_needs_the_constant_schedule_as_well():
   with pytest.raises(ValueError, match="cosine, which is that of all groups: schedule_free_adamw"):
     validate.check(finalized("lm", groups=groups), SIZES)
   validate.check(finalized("lm", groups=groups, schedule="constant"), SIZES)
+
+
+# ------------------------------ parameter groups ------------------------------
+
+
+@pytest.mark.parametrize(
+  ("groups", "said"),
+  [
+    ({"parameters": "*"}, "a tuple of groups, such as"),
+    (({"learning_rate": 0.1},), "group 1: `parameters` is a pattern"),
+    (({"parameters": 5, "learning_rate": 0.1},), "group 1: `parameters` is a pattern"),
+    (({"parameters": "*"},), "group 1: it has no key of its own"),
+    (({"parameters": "*", "learning_rte": 1.0},), "did you mean 'learning_rate'?"),
+    (({"parameters": "*", "schedule": "linear"},), "schedule is the same for all groups; set opt"),
+    (({"parameters": "*", "learning_rate": "big"},), "learning_rate='big' is no float"),
+    (({"parameters": "*", "learning_rate": -1},), "learning_rate=-1: at least 0"),
+    (
+      ({"parameters": "*", "momentum": 0.9},),
+      "momentum=0.9: adamw does not use it; it",
+    ),
+    (({"parameters": "*", "name": "sgd", "beta_1": 0.9},), "beta_1=0.9: sgd does not use it"),
+  ],
+)
+def test_groups_of_another_form_are_refused(groups, said):
+  config = base.get_config("lm")
+  config.optimizer.groups = groups if isinstance(groups, tuple) else (groups, 3)
+  config = finalize.finalize(config, "cpu")
+  with pytest.raises(ValueError, match="refused") as error:
+    validate.check(config, dict(config.mesh))
+  assert said in str(error.value)

@@ -1,0 +1,206 @@
+"""What is wrong with mixtures and ramps of the data."""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from input_pipeline.ramp import Ramp
+from input_pipeline.sources import catalog
+from runtime.suggest import nearest
+from training.tasks import TASKS
+
+# ------------------------------ data.sources and data.stages ------------------------------
+
+# Key of a source -> (its type, what stands for it where it is not given; None: it must be given).
+SOURCE_KEYS = {
+  "name": (str, None),
+  "files": (str, None),
+  "weight": (float, None),
+  "evaluation_files": (str, ""),
+  "text_feature": (str, ""),
+  "maximum_epochs": (int, 1),
+}
+SOURCES_EXAMPLE = '({"name": "web", "files": "web/", "weight": 0.7}, ...)'
+
+
+def mixture_errors(data: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with data.sources and data.stages of a finalized config."""
+  if not isinstance(data.sources, tuple) or not all(isinstance(s, Mapping) for s in data.sources):
+    yield f"data.sources={data.sources!r}: a tuple of sources, such as {SOURCES_EXAMPLE}"
+    return
+  if not data.sources:
+    if data.stages:
+      yield "data.stages: there is no mixture; name its data.sources"
+    return
+  for key in ("files", "evaluation_files", "text_feature"):
+    if data[key]:
+      yield f"data.{key}={data[key]!r}: with data.sources, each source has its own {key}"
+  faults = [line for number, source in enumerate(data.sources) for line in _source(source, number)]
+  yield from faults
+  if faults:
+    return
+  names = [source["name"] for source in data.sources]
+  yield from (
+    f"data.sources: {names.count(name)} sources have the name {name!r}; names must differ"
+    for name in sorted({*names})
+    if names.count(name) > 1
+  )
+  yield from _all_zero({s["name"]: s["weight"] for s in data.sources}, "data.sources")
+  yield from _stages(data.stages, names)
+
+
+def _source(source: Mapping[str, Any], number: int) -> Iterator[str]:
+  where = f"data.sources, source {source.get('name') or number + 1!r}"
+  for key in source:
+    if key not in SOURCE_KEYS:
+      known = ", ".join(SOURCE_KEYS)
+      yield f"{where}: unknown key {key!r}; a source has {known}{nearest(key, SOURCE_KEYS)}"
+  for key, (kind, default) in SOURCE_KEYS.items():
+    if key not in source:
+      if default is None:
+        yield f"{where}: it has no {key}; such as {SOURCES_EXAMPLE}"
+      continue
+    value = source[key]
+    if key == "weight":
+      yield from _weight(value, where)
+    elif type(value) is not kind:
+      yield f"{where}: {key}={value!r} is not {'a text' if kind is str else 'an integer'}"
+    elif key == "maximum_epochs" and value < 0:
+      yield f"{where}: maximum_epochs={value}: at least 1, or 0 for no limit"
+    elif key == "files" and not value:
+      yield f"{where}: files='': name them"
+    elif key == "name" and not re.fullmatch(r"[\w.-]+", value):
+      yield f"{where}: the name is part of metrics' names; letters, digits, _ . and - only"
+
+
+def _weight(value: Any, where: str) -> Iterator[str]:
+  number = isinstance(value, int | float) and not isinstance(value, bool)
+  if not number or not 0 <= value < math.inf:
+    yield f"{where}: weight={value!r}: a number of 0 or more"
+
+
+def _all_zero(weights: Mapping[str, float], where: str) -> Iterator[str]:
+  if not any(weights.values()):
+    yield f"{where}: all weights are 0; at least one must be above 0"
+
+
+def _stages(stages: Any, names: list[str]) -> Iterator[str]:
+  example = f'((1000, {{"{names[0]}": 0.5}}),)'
+  last = 0
+  for stage in stages if isinstance(stages, tuple) else [stages]:
+    pair = isinstance(stage, tuple) and len(stage) == 2
+    if not (pair and type(stage[0]) is int and isinstance(stage[1], Mapping)):
+      yield f"data.stages: {stage!r} is not a step with its weights, such as {example}"
+      continue
+    step, weights = stage
+    where = f"data.stages, from step {step}"
+    if step <= last:
+      yield f"{where}: steps must ascend from 1; until then the weights of data.sources apply"
+    last = max(last, step)
+    for name, weight in weights.items():
+      if name not in names:
+        known = f"{', '.join(names)}{nearest(name, names)}"
+        yield f"{where}: unknown source {name!r}; there are {known}"
+      yield from _weight(weight, f"{where}, source {name!r}")
+    yield from _all_zero(weights, where)
+
+
+# ------------------------------ ramps of rows and of their length ------------------------------
+
+# Key -> the key of what its last stage has, and an example.
+RAMPS = {
+  "batch_size_ramp": ("global_batch_size", "((0, 8), (100, 16))"),
+  "sequence_length_ramp": ("sequence_length", "((0, 64), (100, 128))"),
+}
+
+
+def ramp_of(data: ConfigDict) -> Ramp:
+  """Returns the ramp of a section `data`; the constant one where `wrong` refuses it."""
+  if any(True for key in RAMPS for _ in _form(data, key)):
+    return Ramp.constant(max(1, data.global_batch_size))
+  return Ramp.of(data)
+
+
+def ramp_errors(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
+  """Yields what is wrong with the ramps of a finalized config.
+
+  Args:
+    config: finalized.
+    sizes: mesh axis -> size.
+  """
+  data = config.data
+  faults = [line for key in RAMPS for line in _form(data, key)]
+  yield from faults
+  if not faults:
+    if data.batch_size_ramp and data.skip_batches:
+      yield (
+        "data.skip_batches: with data.batch_size_ramp batches have different sizes; name rows with "
+        "data.skip_rows"
+      )
+    yield from _rows(config, sizes)
+    yield from _lengths(config)
+
+
+def _form(data: ConfigDict, key: str) -> Iterator[str]:
+  """Yields what is wrong with one of them by itself."""
+  ramp, (last, example) = data[key], RAMPS[key]
+  if not ramp:
+    return
+  if not isinstance(ramp, tuple) or not all(_is_stage(stage) for stage in ramp):
+    yield f"data.{key}={ramp!r}: stages (step, value from there on), such as {example}"
+    return
+  steps, values = zip(*ramp, strict=True)
+  if steps[0] != 0:
+    yield f"data.{key}={ramp}: the first stage begins at step 0, such as {example}"
+  for name, numbers in (("step", steps), ("value", values)):
+    if any(a >= b for a, b in itertools.pairwise(numbers)):
+      yield f"data.{key}={ramp}: each {name} is larger than the one before"
+  if min(values) < 1:
+    yield f"data.{key}={ramp}: each value is at least 1"
+  elif values[-1] != data[last]:
+    yield (
+      f"data.{key}={ramp} ends with {values[-1]}, and data.{last}={data[last]}: the last stage has "
+      f"that; set data.{last}={values[-1]}"
+    )
+  elif key == "sequence_length_ramp" and any(data[last] % value for value in values):
+    bad = next(value for value in values if data[last] % value)
+    yield f"data.{key}={ramp}: {bad} does not divide data.{last}={data[last]} into equal rows"
+
+
+def _is_stage(stage: Any) -> bool:
+  return (
+    isinstance(stage, tuple) and len(stage) == 2 and all(type(number) is int for number in stage)
+  )
+
+
+def _rows(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
+  """Yields stages whose rows the batch axes and the microbatches do not divide."""
+  count, axes = config.training.gradient_accumulation_steps, config.partitioning.activations.batch
+  parts = count
+  for axis in axes:
+    parts *= sizes.get(axis, 1)
+  names = " x ".join(f"{axis}={sizes.get(axis, 1)}" for axis in axes)
+  for step, rows in config.data.batch_size_ramp:
+    if parts > 0 and rows % parts and rows != config.data.global_batch_size:
+      yield (
+        f"data.batch_size_ramp: {rows} rows from step {step} on are not divisible by the batch "
+        f"axes {names} and {count} microbatches = {parts}; make it {rows // parts * parts or parts}"
+      )
+
+
+def _lengths(config: ConfigDict) -> Iterator[str]:
+  """Yields what does not go with rows that are cut; layouts are checked stage by stage."""
+  data, task = config.data, TASKS[config.task]
+  if not data.sequence_length_ramp:
+    return
+  if whole := [name for name, (letters, _) in task.batch.items() if letters[:2] != "BT"]:
+    yield (
+      f"data.sequence_length_ramp: rows of {config.task} cannot be cut: {', '.join(whole)} of a "
+      f"batch belongs to a whole row; leave it out"
+    )
+  elif data.name in catalog.RENDERED:
+    yield f"data.sequence_length_ramp: {data.name} are never cut; leave it out"

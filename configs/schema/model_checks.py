@@ -1,0 +1,735 @@
+"""Which keys of a model go together, and what follows from them."""
+
+import fnmatch
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+from ml_collections import ConfigDict
+
+from configs.keys.decoder import DECODER
+from interop import hf_folder
+from runtime.layer_kinds import sparse_layers
+from runtime.suggest import most_similar, nearest
+from training.tasks import DPO
+
+# ------------------------------ attention kernels ------------------------------
+
+ATTENTION_KERNELS = ("xla", "blockwise", "splash", "cudnn")
+LANES = 128  # of a TPU
+LEAST_CAPABILITY = 9.0  # of a GPU for cuDNN's kernel: Hopper
+_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # of cuDNN's kernel on Hopper
+
+
+def attention_kernel_errors(config: ConfigDict) -> Iterator[str]:
+  """Yields why the config's kernel cannot run it.
+
+  Args:
+    config: finalized, of a decoder.
+  """
+  kernel = config.training.attention_kernel
+  reasons = {"splash": no_splash, "cudnn": no_cudnn}
+  if kernel in reasons and (why := reasons[kernel](config)):
+    yield f"training.attention_kernel={kernel}: {why}; set it to blockwise"
+
+
+def no_splash(config: ConfigDict) -> str:
+  """Returns why the kernel of models/splash_attention.py cannot run a config; "" where it can."""
+  if config.training.compute_dtype == "float64":
+    return "it computes in float32"
+  context, data = config.mesh.context, config.data
+  if context == 1 or config.model.context_attention == "gather":  # gathered rows are padded
+    return ""
+  # A ring, which may be the cost formula's choice, passes two pieces.
+  pieces = 2 * context * LANES
+  needed = (
+    f"{pieces}, two pieces of whole blocks of {LANES} tokens for each of mesh.context={context}"
+  )
+  if data.sequence_length % pieces:
+    return f"data.sequence_length={data.sequence_length} is not a multiple of {needed}"
+  ramp = [pair for pair in data.sequence_length_ramp if isinstance(pair, (tuple, list))]
+  lengths = [pair[-1] for pair in ramp if pair and type(pair[-1]) is int]  # others are refused
+  if shorter := [length for length in lengths if length % pieces]:
+    return f"data.sequence_length_ramp has rows of {shorter[0]} tokens, no multiple of {needed}"
+  return ""
+
+
+def no_cudnn(config: ConfigDict) -> str:
+  """Returns why the kernel of models/cudnn_attention.py cannot run a config; "" where it can."""
+  model, dtype = config.model, config.training.compute_dtype
+  if config.mesh.context != 1:
+    return f"mesh.context={config.mesh.context} splits the rows"
+  if dtype not in ("bfloat16", "float16"):
+    return f"training.compute_dtype={dtype}, and it takes bfloat16"
+  if model.head_size % _HEAD_MULTIPLE or model.head_size > _LARGEST_HEAD:
+    most = f"multiples of {_HEAD_MULTIPLE} up to {_LARGEST_HEAD}"
+    return f"model.head_size={model.head_size}, and it takes {most}"
+  if model.value_head_size != model.head_size:
+    return f"model.value_head_size={model.value_head_size}, and it takes model.head_size's"
+  if model.separate_documents:
+    return "model.separate_documents=True, and it masks no documents"
+  if model.attention_soft_cap:
+    return f"model.attention_soft_cap={model.attention_soft_cap}, and it has no soft cap"
+  if model.attention_sinks:
+    return "model.attention_sinks=True, and its softmax has no sinks"
+  return ""
+
+
+def too_old(capability: float) -> str:
+  """Returns why cuDNN's kernel is not for GPUs of a compute capability; "" where it is."""
+  if capability >= LEAST_CAPABILITY:
+    return ""
+  found = f"{capability:.1f}" if capability else "unknown"
+  return f"the GPU's compute capability is {found}, and it needs {LEAST_CAPABILITY} or more"
+
+
+def check_attention_device(config: ConfigDict, platform: str, capability: float) -> None:
+  """Refuses cuDNN's kernel on devices that do not have it.
+
+  Args:
+    config: finalized.
+    platform: `cpu`, `gpu` or `tpu`.
+    capability: the compute capability of NVIDIA's GPUs; 0: of others, or unknown.
+
+  Raises:
+    ValueError: the devices are no GPUs, or older ones.
+  """
+  if config.training.attention_kernel != "cudnn":
+    return
+  why = too_old(capability) if platform == "gpu" else f"it is for GPUs, and these are {platform}s"
+  if why:
+    raise ValueError(f"training.attention_kernel=cudnn: {why}; set it to blockwise")
+
+
+# ------------------------------ latent attention ------------------------------
+
+# Keys of `model` about latent attention -> their value without it.
+_LATENT_OFF = {"latent_size": 0, "query_latent_size": 0, "latent_norm_epsilon": 1e-6}
+# What only grouped-query attention has -> its value without it.
+_GROUPED_QUERY_OFF = {
+  "attention_sinks": False,
+  "attention_scale_by_inverse_layer": False,
+  "clip_qkv": 0.0,
+}
+
+
+def latent_errors(config: ConfigDict) -> Iterator[str]:
+  """Yields a line for each key of a decoder's attention that does not go with the others.
+
+  Args:
+    config: finalized, of a transformer.
+  """
+  model = config.model
+  if model.rotary_pairs == "adjacent" and model.positions != "rotary":
+    yield f"model.rotary_pairs='adjacent': model.positions={model.positions!r} turns nothing"
+  if model.attention == "latent":
+    yield from _latent_sizes(model)
+    yield from _latent_others(config)
+    return
+  sizes = {**_LATENT_OFF, "value_head_size": model.head_size}
+  for key, off in sizes.items():
+    if model[key] != off:
+      yield (
+        f"model.{key}={model[key]} is about model.attention=latent; set that, or leave the key at "
+        f"{off}"
+      )
+
+
+def _latent_sizes(model: ConfigDict) -> Iterator[str]:
+  if model.latent_size < 1:
+    yield (
+      f"model.latent_size={model.latent_size}: model.attention=latent computes keys and values "
+      f"from a vector of this size; make it at least 1, such as {4 * max(1, model.head_size)}"
+    )
+  if model.query_latent_size < 0:
+    yield f"model.query_latent_size={model.query_latent_size}: at least 1, or 0 for none"
+  if model.kv_heads != model.heads:
+    yield (
+      f"model.kv_heads={model.kv_heads}: with model.attention=latent each head has keys and values "
+      f"of its own; set it to model.heads={model.heads}"
+    )
+  if model.positions != "rotary":
+    yield (
+      f"model.positions={model.positions!r}: model.attention=latent has a rotary key; set it to "
+      f"rotary"
+    )
+  elif not 0 < model.rotary_size < model.head_size:
+    yield (
+      f"model.rotary_size={model.rotary_size}: with model.attention=latent a part of the "
+      f"model.head_size={model.head_size} dims of a head is rotated; make it even, above 0 and "
+      f"below {model.head_size}, such as {max(2, model.head_size // 3 // 2 * 2)}"
+    )
+
+
+def _latent_others(config: ConfigDict) -> Iterator[str]:
+  """Yields what latent attention does not go with."""
+  model = config.model
+  if model.query_key_norm:
+    yield (
+      "model.query_key_norm=True: model.attention=latent normalizes latent vectors, not heads; set "
+      "it to False"
+    )
+  for key, off in _GROUPED_QUERY_OFF.items():
+    if model[key] != off:
+      yield f"model.{key}={model[key]}: model.attention=latent has none; set it to {off}"
+  if {*model.biases.split(",")} & {"qkv", "all", "query", "key", "value", "out"}:
+    yield (
+      f"model.biases={model.biases!r}: of model.attention=latent the projections to latent vectors "
+      f"and to the rotary key have biases, and out, all or none; set it to none, mlp, attention or "
+      f"attention,mlp"
+    )
+  if model.base_width:
+    yield (
+      f"model.base_width={model.base_width}: muP has no rule for the sizes of latent vectors; set "
+      f"it to 0"
+    )
+  if config.lora.rank > 0:
+    yield (
+      f"lora.rank={config.lora.rank}: the projections of model.attention=latent have no adapters; "
+      f"set it to 0, and choose what is trained by training.trainable"
+    )
+
+
+# ------------------------------ mixtures of experts ------------------------------
+
+# Keys about experts -> what they are where they say nothing.
+EXPERTS_OFF = {
+  f"model.{key}": row.unread for key, row in DECODER.items() if "experts" in row.readers
+}
+EXPERTS_TRAINING_OFF = {
+  f"training.{key}": 0.0 for key in ("balance_loss", "router_z_loss", "router_bias_rate")
+}
+
+
+def expert_errors(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
+  """Yields a line for each key of a decoder's experts that does not go with the others.
+
+  Args:
+    config: finalized.
+    sizes: mesh axis -> size.
+  """
+  model, devices = config.model, sizes.get("expert", 1)
+  if not model.experts:
+    for name, off in {**EXPERTS_OFF, **EXPERTS_TRAINING_OFF}.items():
+      if (value := _value(config, name)) != off:
+        yield f"{name}={value!r}: no layer has experts; leave it at {off!r}, or set model.experts"
+    if devices > 1:
+      yield (
+        f"mesh.expert={devices}: no layer has experts, so it would be a second axis of data; set "
+        f"mesh.data={sizes.get('data', 1) * devices} and mesh.expert=1, or set model.experts"
+      )
+    return
+  if model.experts < 0:
+    yield f"model.experts={model.experts}: at least 0, with which no layer has experts"
+    return
+  yield from _expert_layers(model)
+  yield from _router(model)
+  if model.experts % devices:
+    near = [n for n in range(1, model.experts + 1) if model.experts % n == 0]
+    near = sorted(near, key=lambda n: abs(n - devices))[:3]
+    yield (
+      f"model.experts={model.experts} is not divisible by mesh.expert={devices}; set mesh.expert "
+      f"to one of {', '.join(map(str, sorted(near)))}"
+    )
+  yield from _expert_numbers(config)
+  yield from _unsupported_experts(config)
+
+
+def _value(config: ConfigDict, name: str):
+  section, key = name.split(".")
+  return config[section][key]
+
+
+def _expert_layers(model: ConfigDict) -> Iterator[str]:
+  if model.sparse_every < 1:
+    yield f"model.sparse_every={model.sparse_every}: at least 1, which makes each layer sparse"
+    return
+  if not 0 <= model.dense_layers < model.layers:
+    yield (
+      f"model.dense_layers={model.dense_layers}: from 0 to {model.layers - 1}, one less than "
+      f"model.layers={model.layers}: otherwise no layer has experts; set model.experts=0 for that"
+    )
+    return
+  listed = tuple(model.mlp_only_layers)
+  if wrong := [one for one in listed if type(one) is not int or not 0 <= one < model.layers]:
+    yield (
+      f"model.mlp_only_layers={listed}: {wrong[0]!r} is no number of a layer, from 0 to "
+      f"{model.layers - 1}"
+    )
+  elif not sparse_layers(model):
+    yield (
+      f"model.layers={model.layers} with model.dense_layers={model.dense_layers}, "
+      f"model.sparse_every={model.sparse_every} and model.mlp_only_layers={listed}: no layer has "
+      f"experts; set model.experts=0 for that"
+    )
+
+
+def _router(model: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with the numbers of `models.router.Router`, by the names of the keys."""
+  experts, each = model.experts, model.experts_per_token
+  groups, best = model.router_groups, model.router_top_groups
+  if not 1 <= each <= experts:
+    yield f"model.experts_per_token={each}: from 1 to model.experts={experts}"
+  if groups < 1 or experts % groups:
+    near = [n for n in range(1, experts + 1) if experts % n == 0]
+    yield (
+      f"model.experts={experts} is not divisible into model.router_groups={groups} groups; set "
+      f"model.router_groups to one of {', '.join(map(str, near))}"
+    )
+    return
+  if not 1 <= best <= groups:
+    yield f"model.router_top_groups={best}: from 1 to model.router_groups={groups}"
+    return
+  if model.router_group_score == "top2" and groups > 1 and experts == groups:
+    yield (
+      "model.router_group_score=top2: groups of model.experts / model.router_groups = 1 have no "
+      "second score; set it to max"
+    )
+  if each <= experts and each > (there := best * experts // groups):
+    yield (
+      f"model.experts_per_token={each} is more than the {there} experts of "
+      f"model.router_top_groups={best} groups"
+    )
+
+
+def _expert_numbers(config: ConfigDict) -> Iterator[str]:
+  model, training = config.model, config.training
+  if not model.expert_capacity > 0:
+    yield (
+      f"model.expert_capacity={model.expert_capacity}: above 0; 1.25 has space for a quarter more "
+      f"than the mean in one round"
+    )
+  for name in ("gate_limit", "router_scale"):
+    if not model[name] >= 0 or (name == "router_scale" and not model[name]):
+      yield f"model.{name}={model[name]}: {'above 0' if name == 'router_scale' else 'at least 0'}"
+  for name in ("balance_loss", "router_z_loss", "router_bias_rate"):
+    if not training[name] >= 0:
+      yield f"training.{name}={training[name]}: at least 0; 0 is off"
+  if training.router_bias_rate and not model.router_correction:
+    yield (
+      f"training.router_bias_rate={training.router_bias_rate} moves the bias of "
+      f"model.router_correction=True; set that, or leave the rate at 0"
+    )
+
+
+def _unsupported_experts(config: ConfigDict) -> Iterator[str]:
+  """Yields what a model with experts cannot be combined with."""
+  model, training = config.model, config.training
+  if not model.gated:
+    yield "model.gated=False: the MLPs of experts are gated; leave it, or set model.experts=0"
+  if config.lora.rank:
+    yield f"lora.rank={config.lora.rank}: adapters are for dense models; set model.experts=0"
+  if training.matmul_dtype != "compute":
+    yield (
+      f"training.matmul_dtype={training.matmul_dtype!r}: experts are not multiplied in 8 bits; set "
+      f"it to compute"
+    )
+  if config.task == DPO:
+    for name, off in EXPERTS_TRAINING_OFF.items():
+      if (value := _value(config, name)) != off:
+        yield f"{name}={value!r}: the loss of {DPO} is of pairs of rows; leave it at {off!r}"
+
+
+# ------------------------------ decoders ------------------------------
+
+# Of `model.biases`: one of the first, or a list of the others.
+BIASES = ("none", "qkv", "attention", "mlp", "all")
+LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
+LAYER_TYPES = ("full", "sliding", "full_unrotated", "sliding_unrotated")
+# Kinds of `model.rotary_scaling` -> the numbers that each needs, and those that it may have.
+ROTARY_SCALINGS = {
+  "linear": (("factor",), ()),
+  "dynamic": (("factor", "original_length"), ()),
+  "llama3": (("factor", "low", "high", "original_length"), ()),
+  "yarn": (
+    ("factor", "original_length"),
+    ("attention_factor", "beta_fast", "beta_slow", "truncate"),
+  ),
+  "longrope": (
+    ("original_length", "short_factors", "long_factors"),
+    ("factor", "attention_factor"),
+  ),
+}
+GPT_2 = {
+  "positions": "learned",
+  "norm": "layer",
+  "norm_epsilon": 1e-5,
+  "biases": "all",
+  "activation": "gelu",
+  "gated": False,
+  "tied_embeddings": True,
+}
+
+
+def decoder_errors(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
+  """Yields a line for each key of a decoder that does not go with the others.
+
+  Args:
+    config: finalized.
+    sizes: mesh axis -> size.
+  """
+  model, length = config.model, config.data.sequence_length
+  if model.kv_heads > 0 and model.heads % model.kv_heads:
+    near = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+    yield (
+      f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}; set "
+      f"model.kv_heads to one of {', '.join(map(str, near))}"
+    )
+  if model.positions == "rotary" and (model.rotary_size or model.head_size) % 2:
+    name = "rotary_size" if model.rotary_size else "head_size"
+    yield f"model.{name}={model[name]} is odd; rotary positions turn pairs"
+  if model.rotary_size > model.head_size > 0:
+    yield f"model.rotary_size={model.rotary_size} is beyond model.head_size={model.head_size}"
+  if model.rotary_size and model.positions != "rotary":
+    yield (
+      f"model.rotary_size={model.rotary_size}: model.positions={model.positions!r} turns nothing"
+    )
+  if model.positions == "learned" and length > model.max_positions > 0:
+    yield (
+      f"data.sequence_length={length} is beyond model.max_positions={model.max_positions}; "
+      f"make data.sequence_length {model.max_positions} or less: later positions are not learned"
+    )
+  if model.positions == "rotary" and model.max_positions != length:
+    yield (
+      f"model.max_positions={model.max_positions}: model.positions='rotary' learns none; leave it "
+      f"out, or set model.positions=learned"
+    )
+  for name in ("embedding_multiplier", "residual_multiplier", "logits_divisor"):
+    if not 0 < model[name] < math.inf:
+      yield f"model.{name}={model[name]}: above 0, and finite"
+  if not 0 <= model.dropout_rate < 1:
+    yield f"model.dropout_rate={model.dropout_rate}: at least 0 and below 1"
+  if model.window > length and "folder" not in model:  # a folder's model has the window it has
+    yield (
+      f"model.window={model.window} is beyond data.sequence_length={length}: no token would see "
+      f"less than all; make data.sequence_length {model.window} or more, or set model.window=0"
+    )
+  yield from latent_errors(config)
+  yield from _layer_types(model)
+  yield from _biases(model)
+  if not model.pre_norms and not model.post_norms:
+    yield "model.pre_norms=False: layers without any norm do not train; set model.post_norms=True"
+  if model.query_key_norm_across_heads and not model.query_key_norm:
+    yield "model.query_key_norm_across_heads=True is about the norms of model.query_key_norm=True"
+  yield from attention_kernel_errors(config)
+  for key in ("rotary_scaling", "local_rotary_scaling"):
+    yield from _scaling(model, key)
+  yield from _context(config, sizes["context"])
+  yield from _chunks(config, sizes)
+  yield from _unrolled(config)
+  yield from expert_errors(config, sizes)
+
+
+def own_logits(config: ConfigDict, sizes: Mapping[str, int]) -> int:
+  """Returns how many logits of a token a device has; 0 where its axes do not divide them.
+
+  The vocabulary is padded to a multiple first.
+  """
+  multiple = max(1, config.model.vocabulary_multiple)
+  padded = -(-config.model.vocabulary_size // multiple) * multiple
+  parts = math.prod(sizes.get(axis, 1) for axis in config.partitioning.activations.vocabulary)
+  return 0 if padded % parts else padded // parts
+
+
+def _chunks(config: ConfigDict, sizes: Mapping[str, int]) -> Iterator[str]:
+  """Yields why the logits cannot be cut into the chunks of the loss."""
+  count, own = config.training.loss_chunks, own_logits(config, sizes)
+  if count < 1 or own % count == 0:  # where they cannot be sharded, the layout's verdict says so
+    return
+  near = [max(size for size in range(1, count) if own % size == 0)]
+  near += [size for size in range(count + 1, own + 1) if own % size == 0][:1]
+  yield (
+    f"training.loss_chunks={count} does not divide the {own} logits that a device has of each "
+    f"token; make it {' or '.join(map(str, near))}"
+  )
+
+
+def _unrolled(config: ConfigDict) -> Iterator[str]:
+  count, layers = config.training.scan_unroll, config.model.layers
+  if count > 0 and layers % count:
+    near = [size for size in range(1, layers + 1) if layers % size == 0]
+    yield (
+      f"training.scan_unroll={count} does not divide model.layers={layers}; make it one of "
+      f"{', '.join(map(str, near))}"
+    )
+
+
+def _biases(model: ConfigDict) -> Iterator[str]:
+  parts = model.biases.split(",")
+  for part in parts:
+    if part not in (*BIASES, *LINEARS):
+      yield (
+        f"model.biases={model.biases!r}: one of {', '.join(BIASES)}, or some of "
+        f"{', '.join(LINEARS)}, separated by commas{nearest(part, (*BIASES, *LINEARS))}"
+      )
+  if "gate" in parts and not model.gated:
+    yield f"model.biases={model.biases!r}: with model.gated=False there is no gate"
+
+
+def _layer_types(model: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with the window, and with which layers have it."""
+  types = model.layer_types
+  if unknown := [one for one in types if one not in LAYER_TYPES]:
+    known = ", ".join(LAYER_TYPES)
+    yield f"model.layer_types: {unknown[0]!r} is none of {known}{nearest(unknown[0], LAYER_TYPES)}"
+    return
+  if len(types) > model.layers > 0:
+    yield f"model.layer_types has {len(types)} types for model.layers={model.layers}"
+  if types and model.global_every:
+    yield (
+      f"model.layer_types and model.global_every={model.global_every} both say which layers see a "
+      f"window; set model.global_every=0"
+    )
+  sliding = any(one.startswith("sliding") for one in types) if types else bool(model.window)
+  if types and sliding != bool(model.window):
+    yield (
+      f"model.window={model.window}: "
+      + ("no layer is of the type sliding" if model.window else "the type sliding needs a window")
+    )
+  unrotated = [one.endswith("unrotated") for one in types]
+  if any(unrotated) and (model.positions != "rotary" or all(unrotated)):
+    yield (
+      f"model.layer_types: layers without rotary positions need others with them; with "
+      f"model.positions={model.positions!r}, {'all' if all(unrotated) else 'some'} are unrotated"
+    )
+  if not sliding and (model.global_every or model.local_rotary_base):
+    yield (
+      f"model.global_every={model.global_every} and "
+      f"model.local_rotary_base={model.local_rotary_base} are about layers that see a window; set "
+      f"model.window, or both to 0"
+    )
+  if model.local_rotary_scaling and not model.local_rotary_base:
+    yield (
+      f"model.local_rotary_scaling={model.local_rotary_scaling} scales "
+      f"model.local_rotary_base=0.0; set that, to model.rotary_base={model.rotary_base} if it is "
+      f"the same"
+    )
+
+
+def _context(config: ConfigDict, context: int) -> Iterator[str]:
+  """Yields what a ring needs; what `context` itself must divide, the layout's verdict says."""
+  length, pieces = config.data.sequence_length, 2 * context
+  if context == 1 or config.model.context_attention != "ring" or length % pieces == 0:
+    return
+  below = length - length % pieces
+  near = " or ".join(str(size) for size in (below, below + pieces) if size)
+  yield (
+    f"data.sequence_length={length} is not divisible by 2 x mesh.context = {pieces}: in a ring "
+    f"each device has an early and a late piece; make it {near}, or set "
+    f"model.context_attention=gather"
+  )
+
+
+def _scaling(model: ConfigDict, key: str) -> Iterator[str]:
+  """Yields what is wrong with rotary scaling, `rotary_scaling` or `local_rotary_scaling`."""
+  scaling = tuple(model[key])
+  if model.positions == "learned" and scaling:
+    yield f"model.{key}={scaling}: model.positions='learned' turns nothing"
+  elif scaling and isinstance(scaling[0], str):
+    for wrong in _named_scaling(model, scaling):
+      yield f"model.{key}={scaling}: {wrong}"
+  elif scaling:
+    numbers = all(type(value) in (int, float) and value > 0 for value in scaling)
+    if len(scaling) != 4 or not numbers or scaling[1] >= scaling[2]:
+      yield (
+        f"model.{key}={scaling}: (factor, low, high, length), all above 0 and low below "
+        f"high, such as (8.0, 1.0, 4.0, 8192.0), or a kind with its numbers by name: "
+        f"('yarn', {{'factor': 4.0, 'original_length': 32768}})"
+      )
+
+
+def _named_scaling(model: ConfigDict, scaling: tuple) -> Iterator[str]:
+  """Yields what is wrong with rotary scaling that is given by name."""
+  kind, *rest = scaling
+  if kind not in ROTARY_SCALINGS:
+    yield f"one of {', '.join(ROTARY_SCALINGS)}{nearest(kind, ROTARY_SCALINGS)}"
+    return
+  needed, optional = ROTARY_SCALINGS[kind]
+  if len(rest) != 1 or not isinstance(rest[0], Mapping):
+    yield f"its numbers by name, such as ('linear', {{'factor': 4.0}}); it needs {_names(needed)}"
+    return
+  numbers = rest[0]
+  if missing := [name for name in needed if name not in numbers]:
+    yield f"it lacks {_names(missing)}"
+  if "factor" in optional and not {"factor", "attention_factor"} & {*numbers}:
+    yield "it lacks 'factor' or 'attention_factor'"
+  for name, value in numbers.items():
+    if name not in (*needed, *optional):
+      known = (*needed, *optional)
+      yield f"{kind} has no {name!r}; it has {_names(known)}{nearest(name, known)}"
+    elif name in ("short_factors", "long_factors"):
+      pairs = (model.rotary_size or model.head_size) // 2
+      listed = isinstance(value, (tuple, list)) and len(value) == pairs
+      if not listed or not all(type(x) in (int, float) and x > 0 for x in value):
+        yield f"{name!r}: {pairs} numbers above 0, one for each pair that is rotated"
+    elif name == "truncate":
+      if type(value) is not bool:
+        yield f"{name!r}: True or False"
+    elif type(value) not in (int, float) or not value > 0:
+      yield f"{name!r}: a number above 0"
+  for low, high in (("low", "high"), ("beta_slow", "beta_fast")):
+    both = {"beta_slow": 1.0, "beta_fast": 32.0, **numbers}
+    if low in (*needed, *optional) and low in both and high in both and both[low] >= both[high]:
+      yield f"{low!r}: below {high!r}"
+
+
+def _names(names: Iterable[str]) -> str:
+  return ", ".join(map(repr, names))
+
+
+# ------------------------------ low-rank adapters ------------------------------
+
+# What the keys of `lora` are while there are no adapters.
+LORA_OFF = {"rank": 0, "alpha": 16.0, "targets": ("*",), "rs": False, "dropout": 0.0}
+_LINEAR_LAYERS = (
+  *(f"layers/attention/{name}" for name in ("query", "key", "value", "out")),
+  *(f"layers/mlp/{name}" for name in ("gate", "up", "down")),
+)
+ADAPTERS = "*/lora_*"  # the names of their parameters
+
+
+def linear_layers(config: ConfigDict) -> list[str]:
+  """Returns the names of the layers of a decoder that may have an adapter."""
+  return [name for name in _LINEAR_LAYERS if config.model.gated or name != "layers/mlp/gate"]
+
+
+def finalize_lora(config: ConfigDict) -> None:
+  """Fills in what follows from `lora`; `config` is unlocked.
+
+  `lora.targets` becomes the names of layers, `training.trainable` includes the adapters.
+
+  Raises:
+    ValueError: a target that matches no layer.
+  """
+  lora, training = config.lora, config.training
+  given = training.trainable
+  if lora.rank <= 0 or config.model.name != "transformer":
+    training.trainable = ("*",) if given is None else given
+    return
+  lora.targets = _matched_layers(lora.targets, linear_layers(config))
+  given = given or ()
+  training.trainable = given if ADAPTERS in given else (ADAPTERS, *given)
+
+
+def _matched_layers(targets: tuple, names: list[str]) -> tuple[str, ...]:
+  """Returns the names that targets match, as a whole or by their last part."""
+
+  def matches(target: str, name: str) -> bool:
+    return fnmatch.fnmatchcase(name, target) or fnmatch.fnmatchcase(name.split("/")[-1], target)
+
+  wrong = [one for one in targets if not any(matches(str(one), name) for name in names)]
+  if wrong or not targets:
+    short = [name.split("/")[-1] for name in names]
+    lines = [
+      f"{one!r} matches no linear layer; near is {most_similar(str(one), short, 1)[0]}"
+      for one in wrong
+    ]
+    raise ValueError(
+      f"lora.targets: {'; '.join(lines) or '() names no layer'}. The layers are "
+      f"{', '.join(short)}; embeddings and the kernel of the logits have no adapters, but can be "
+      f"trained in full: --config.training.trainable=\"('unembed/*',)\""
+    )
+  return tuple(name for name in names if any(matches(target, name) for target in targets))
+
+
+def lora_errors(config: ConfigDict) -> Iterator[str]:
+  """Yields a line for each key of `lora` that is wrong or not read, of a finalized config."""
+  lora = config.lora
+  if lora.rank < 0:
+    yield f"lora.rank={lora.rank}: at least 1, or 0 for no adapters"
+  elif lora.rank == 0:
+    for key, off in LORA_OFF.items():
+      if lora[key] != off:
+        yield f"lora.{key}={lora[key]!r}: lora.rank=0 means no adapters; set lora.rank, such as 16"
+  elif config.model.name != "transformer":
+    yield (
+      f"lora.rank={lora.rank}: the model {config.model.name} has no adapters; leave it at 0, or "
+      f"choose layers to train by training.trainable"
+    )
+  if not lora.alpha > 0:
+    yield f"lora.alpha={lora.alpha}: above 0"
+  if not 0 <= lora.dropout < 1:
+    yield f"lora.dropout={lora.dropout}: at least 0 and below 1"
+
+
+# ------------------------------ muP ------------------------------
+
+
+def finalize_mup(model: ConfigDict) -> None:
+  """Fills in the head size of the base model, and the scale of a decoder's attention.
+
+  With larger heads than the base model's, scores are scaled by 1 / head size, as much at the base
+  as without muP. Source: arXiv:2203.03466, definition 4.1.
+  """
+  if model.base_head_size is None:
+    model.base_head_size = model.head_size
+  if model.attention_scale is None:
+    model.attention_scale = _attention_scale(model.head_size, model.base_head_size)
+
+
+def _attention_scale(head_size: int, base: int) -> float:
+  if head_size < 1 or base < 1:  # refused
+    return 1.0
+  return head_size**-0.5 if head_size == base else base**0.5 / head_size
+
+
+def mup_errors(config: ConfigDict) -> Iterator[str]:
+  """Yields a line for each thing that muP does not go with, of a finalized config."""
+  model = config.model
+  base, head = (model.get(key) or 0 for key in ("base_width", "base_head_size"))
+  if base < 0:
+    yield f"model.base_width={base}: at least 1, or 0 to turn muP off"
+  if base == 0 and head != (model.get("head_size") or 0):
+    yield (
+      f"model.base_head_size={head} is about muP, which is off; set model.base_width, or leave it "
+      f"out"
+    )
+  if base < 1:
+    return
+  if "folder" in model or hf_folder.is_model(config.checkpoint.initialize_from):
+    which = model.get("folder") or config.checkpoint.initialize_from
+    yield (
+      f"model.base_width={base}: the parameters of {which} are a trained model's, and muP would "
+      f"divide its logits; set it to 0. muP is for models that are trained from the start"
+    )
+  if config.lora.rank > 0:
+    yield (
+      f"model.base_width={base} with lora.rank={config.lora.rank}: muP has no rule for adapters, "
+      f"whose rank is no width; set model.base_width=0"
+    )
+
+
+# ------------------------------ vision transformers ------------------------------
+
+
+def finalize_vit(model: ConfigDict) -> None:
+  """Fills in the side of an image, that of a square with as many pixels."""
+  if model.image_size is None:
+    model.image_size = math.isqrt(max(0, model.input_size) // max(1, model.channels))
+
+
+def vit_errors(config: ConfigDict) -> Iterator[str]:
+  """Yields a line for each thing that is wrong with the sizes, of a finalized config.
+
+  Args:
+    config: of a vision transformer.
+  """
+  model = config.model
+  side, channels, patch = model.image_size, model.channels, model.patch_size
+  if min(side, channels, patch, model.heads) < 1:
+    return  # refused as such
+  if side**2 * channels != model.input_size:
+    yield (
+      f"model.input_size={model.input_size}: an image of {side} x {side} pixels with "
+      f"model.channels={channels} has {side**2 * channels} values; images are square, and "
+      f"coloured ones have model.channels=3"
+    )
+  elif side % patch:
+    whole = [size for size in range(1, side + 1) if side % size == 0]
+    yield (
+      f"model.patch_size={patch}: it does not divide model.image_size={side}; "
+      f"take one of {', '.join(map(str, whole))}"
+    )
+  if model.model_size % model.heads:
+    yield f"model.heads={model.heads}: model.model_size={model.model_size} is no multiple of it"
+  if not 0 <= model.dropout_rate < 1:
+    yield f"model.dropout_rate={model.dropout_rate}: at least 0 and below 1"

@@ -1,0 +1,131 @@
+"""Which keys of an optimizer go together, and what they are where they are not set.
+
+A recipe says learning rate, weight decay and schedule of its optimizer. Where another one is chosen
+by its name alone, the optimizer's own follow.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict, config_dict
+
+from runtime.suggest import nearest
+from training.optimizer import DefaultScale, optimizer_keys, optimizer_row
+
+# ------------------------------ the optimizer's own values ------------------------------
+
+# Keys of `optimizer` that are derived where they are not set.
+DERIVED = {"learning_rate": float, "weight_decay": float, "schedule": str}
+
+
+def unset(config: ConfigDict) -> None:
+  """Makes the derived keys of a recipe's config placeholders."""
+  for key, kind in DERIVED.items():
+    del config.optimizer[key]
+    config.optimizer[key] = config_dict.placeholder(kind)
+
+
+def finalize_optimizer(config: ConfigDict, chosen: ConfigDict) -> None:
+  """Fills in the derived keys; `config` is unlocked.
+
+  Args:
+    config: as parsed, with overrides.
+    chosen: its recipe.
+  """
+  keys, recipe = config.optimizer, chosen.optimizer
+  row = optimizer_row(keys.name)
+  scale = row.default if recipe.name == "adamw" else DefaultScale()
+  rate = recipe.learning_rate and recipe.learning_rate * scale.rate
+  if row.lm_rate is not None and _is_lm(config.argument):
+    rate = row.lm_rate
+  values = {
+    "learning_rate": rate,
+    "weight_decay": recipe.weight_decay * scale.decay,
+    "schedule": row.schedule or recipe.schedule,
+  }
+  for key, value in values.items():
+    if keys[key] is None:
+      keys[key] = value
+
+
+def _is_lm(argument: str) -> bool:
+  """Returns whether a recipe, as given, is `lm` or its model with another data set."""
+  parts = dict(part.split("=") for part in argument.split(",")) if "=" in argument else {}
+  return parts.get("model", "lm") == "lm" if parts else argument == "lm"
+
+
+def optimizer_errors(optimizer: ConfigDict) -> Iterator[str]:
+  """Yields what is wrong with the schedule of an optimizer that takes one alone."""
+  groups = optimizer.groups if isinstance(optimizer.groups, tuple) else ()
+  names = [optimizer.name, *(group.get("name", "") for group in groups if hasattr(group, "get"))]
+  for name in names:
+    only = optimizer_row(name).schedule
+    if only and optimizer.schedule != only:
+      whose = "" if optimizer.name == name else ", which is that of all groups"
+      yield (
+        f"optimizer.schedule={optimizer.schedule}{whose}: {name} averages the parameters where "
+        f"others lower the learning rate; set optimizer.schedule={only} (the warm-up stays)"
+      )
+
+
+def optimizer_text(optimizer: ConfigDict) -> str:
+  """Returns a line about the optimizer of a finalized config, its derived values filled in."""
+  decay = f", weight decay {optimizer.weight_decay:g}" if optimizer.weight_decay else ""
+  warmup = optimizer.warmup_steps
+  rises = f" after {warmup:,} step{'' if warmup == 1 else 's'} of warm-up" if warmup else ""
+  return (
+    f"optimizer: {optimizer.name}, learning rate {optimizer.learning_rate:g}{decay}; schedule: "
+    f"{optimizer.schedule}{rises}"
+  )
+
+
+# ------------------------------ parameter groups ------------------------------
+
+EXAMPLE = '({"parameters": "embed/*", "learning_rate": 1e-3, "weight_decay": 0.0},)'
+# Keys of `optimizer` that a group may not have for itself.
+SHARED = (
+  *("groups", "ema_decays", "state_dtype", "state_memory", "schedule", "final_fraction"),
+  *("clip_groups", "clip_quantile", "clip_window"),
+  *("warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens", "decay"),
+)
+
+
+def group_errors(optimizer: ConfigDict) -> Iterator[str]:
+  """Yields a line for each mistake in optimizer.groups of a finalized config."""
+  groups = optimizer.groups
+  if not isinstance(groups, tuple) or not all(isinstance(group, Mapping) for group in groups):
+    yield f"optimizer.groups={groups!r}: a tuple of groups, such as {EXAMPLE}"
+    return
+  for number, group in enumerate(groups):
+    yield from _group(optimizer, group, f"optimizer.groups, group {number + 1}")
+
+
+def _group(optimizer: ConfigDict, group: Mapping[str, Any], where: str) -> Iterator[str]:
+  patterns = group.get("parameters", ())
+  patterns = (patterns,) if isinstance(patterns, str) else patterns
+  several = isinstance(patterns, tuple) and patterns != ()
+  if not several or not all(isinstance(one, str) for one in patterns):
+    yield f"{where}: `parameters` is a pattern of their names or several, such as {EXAMPLE}"
+  own = {key: value for key, value in group.items() if key != "parameters"}
+  known = [key for key in optimizer if key not in SHARED]
+  used = optimizer_keys(group.get("name", optimizer.name))
+  for key, value in own.items():
+    if key in SHARED and key in optimizer:
+      yield f"{where}: {key} is the same for all groups; set optimizer.{key}"
+    elif key not in known:
+      yield f"{where}: unknown key {key!r}; one of {', '.join(known)}{nearest(key, known)}"
+    elif type(value) is not type(optimizer[key]) and not _number(value, optimizer[key]):
+      yield f"{where}: {key}={value!r} is no {type(optimizer[key]).__name__}"
+    elif key in ("learning_rate", "weight_decay") and value < 0:
+      yield f"{where}: {key}={value}: at least 0"
+    elif key == "clip_norm" and not (optimizer.clip_groups and value >= 0):
+      yield f"{where}: clip_norm={value}: at least 0, and with optimizer.clip_groups=true only"
+    elif key not in ("name", "arguments", "learning_rate", "clip_norm", *used):
+      name = group.get("name", optimizer.name)
+      yield f"{where}: {key}={value!r}: {name} does not use it; it uses {', '.join(used)}"
+  if not own:
+    yield f"{where}: it has no key of its own, so it changes nothing; such as {EXAMPLE}"
+
+
+def _number(value: Any, like: Any) -> bool:
+  return isinstance(like, float) and type(value) is int
