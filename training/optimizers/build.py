@@ -69,7 +69,7 @@ def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformat
   if config.optimizer.groups:
     optimizer = optimizer_groups.grouped(config, params, make)
   else:
-    optimizer = clipping.clipped(config, make(config, params))
+    optimizer = clipping.clipped(config.optimizer, make(config, params))
   _check_matrices(config, params)
   optimizer = state_dtype.stored_narrow(config, optimizer, params)
   decays = config.optimizer.ema_decays
