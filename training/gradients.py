@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from models.losses import Batch, Sums
 from partitioning.parallel import eight_bit
-from partitioning.rules import named_leaves
 from training.state import merged, split
 
 # From (rows, differentiated arrays, other parameters, other variables, key) to ((gradients, loss
@@ -37,7 +36,7 @@ def of_loss(loss: Loss, finish: Callable[[Sums], Sums]) -> Gradients:
       return sums["loss"], (sums, after)
 
     grads, (sums, after) = jax.grad(summed, has_aux=True)(learned)
-    _, others = split(after, named_leaves(learned).__contains__)
+    _, others = split(after, eight_bit.is_history)
     return (grads, sums), others
 
   return gradients

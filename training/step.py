@@ -229,6 +229,7 @@ class Program:
     params = router_bias.moved(params, means, self.spec.router_bias_rate)
     means = router_bias.as_metrics(means)
     own = {n: x for n, x in means.items() if n not in TASKS[self.spec.task].sums}
+    own |= _measured(optimizer)
     rate = jnp.asarray(rate, norm.dtype)
     metrics = {"loss": means["loss"], "grad_norm": norm, "learning_rate": rate, **own}
     state = State(state.step + 1, params, optimizer, variables)
@@ -361,6 +362,20 @@ def wide(tree: Any) -> Any:
 def variables_of(model: nnx.Module) -> Any:
   """Returns a model's variables that are not parameters, as nested dicts; {} if it has none."""
   return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
+
+def _measured(optimizer: Any) -> dict[str, jax.Array]:
+  """Returns name -> what an optimizer has measured with `optax.snapshot`, by its state."""
+  found = {}
+  is_snapshot = lambda node: isinstance(node, optax.SnapshotState)  # noqa: E731
+  for node in filter(is_snapshot, jax.tree.leaves(optimizer, is_leaf=is_snapshot)):
+    if twice := found.keys() & node.measurement.keys():
+      raise ValueError(
+        f"optimizer.name: it measures {', '.join(sorted(twice))} in 2 of its parts; give each a "
+        f"name of its own"
+      )
+    found |= node.measurement
+  return found
 
 
 def _scaled(grads: Any, scale: jax.Array) -> Any:
