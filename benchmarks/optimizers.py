@@ -211,10 +211,14 @@ def config_of(
 
 
 def step_at(
-  program: Program, state: State, batch: Mapping[str, jax.Array], rate: jax.Array
+  program: Program,
+  config: ConfigDict,
+  state: State,
+  batch: Mapping[str, jax.Array],
+  rate: jax.Array,
 ) -> tuple[State, dict[str, jax.Array]]:
   """Takes a train step at a learning rate that is no constant of the program."""
-  config = copy.deepcopy(program.config)
+  config = copy.deepcopy(config)
   with config.unlocked(), config.ignore_type():
     config.optimizer.learning_rate = rate
   optimizer = make_optimizer(config, program.split(program.params)[0])
@@ -246,7 +250,7 @@ class Bench:
       config = config_of(self.recipe, name, SETTINGS[name].prior, steps, self.overrides)
       job = setup.prepare(config, self._where)
       rate = jax.ShapeDtypeStruct((), jnp.float32)
-      step = functools.partial(step_at, job.program)
+      step = functools.partial(step_at, job.program, job.config)
       given = job.state, job.batch, rate
       self._compiled[key] = job, job.compile(step, *given, donate_argnums=0).function
       self._initial = self._initial or job.compile_init().function

@@ -174,7 +174,7 @@ def chosen_line(job: Job) -> list[str]:
 def reduction_text(job: Job) -> str:
   """Returns how the gradients of several microbatches are reduced; "" of one microbatch."""
   return gradient_reduction.text(
-    *(job.config, job.devices.sizes, job.program.reduce_once_over),
+    *(job.program.spec, job.devices.sizes, job.program.reduce_once_over),
     gathered=job.program.gathered is not None,
   )
 
@@ -182,7 +182,7 @@ def reduction_text(job: Job) -> str:
 def gathers_text(job: Job) -> str:
   """Returns how a pipeline gathers its parameters; "" where there is nothing to gather."""
   return parameter_gathers.text(
-    *(job.config, job.devices.sizes, job.placements["parameters"]),
+    *(job.program.spec, job.devices.sizes, job.placements["parameters"]),
     *(job.program.trained, job.program.gathered),
   )
 

@@ -47,6 +47,7 @@ NUMERICS = (
   "training/splits.py",  # seeds and splits
   "training/averages.py",
   "training/gradient_reduction.py",  # the order of sums
+  "training/gradients.py",  # likewise
   "training/clipping.py",
   "training/optimizer.py",
   "training/optimizer_groups.py",
@@ -57,6 +58,7 @@ NUMERICS = (
   "training/pipelined.py",  # the order of sums
   "training/state.py",
   "training/step.py",
+  "training/step_spec.py",
   "training/tasks.py",  # the arrays of a batch
 )
 # Folders of which some files determine numbers. A test requires each of their files to be either

@@ -26,10 +26,14 @@ class Clipped(NamedTuple):
 
 
 def clipped(
-  config: ConfigDict, optimizer: optax.GradientTransformation
+  keys: ConfigDict, optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-  """Returns an optimizer that clips what it is given as the config says, apart from the step."""
-  keys = config.optimizer
+  """Returns an optimizer that clips what it is given, apart from what the step clips.
+
+  Args:
+    keys: the section `optimizer` of a config.
+    optimizer: what updates the parameters.
+  """
   if keys.clip_quantile:
     return by_quantile(optimizer, keys.clip_quantile, keys.clip_window)
   if keys.clip_groups and keys.clip_norm:
@@ -37,9 +41,8 @@ def clipped(
   return optimizer
 
 
-def of_step(config: ConfigDict) -> float:
+def norm_of_all(keys: ConfigDict) -> float:
   """Returns the limit for the norm of all gradients, which the step applies; 0: none."""
-  keys = config.optimizer
   return 0.0 if keys.clip_groups or keys.clip_quantile else keys.clip_norm
 
 

@@ -193,7 +193,7 @@ def activations_of(program: Program, state: State, batch: Batch) -> dict[str, ja
     program.sums(state.params, batch, variables=state.variables)
   if not found:
     raise ValueError(
-      f"model.name={program.config.model.name!r}: it records no activations; call "
+      f"model.name={program.spec.model!r}: it records no activations; call "
       f"models.activations.record in its forward pass"
     )
   return found

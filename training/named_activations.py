@@ -64,7 +64,7 @@ def of_job(job: Job) -> list[Named]:
     return []
   choices = rematerialization.parse(config.training.rematerialization, names).by_name
   itemsize = np.dtype(config.training.compute_dtype).itemsize
-  rows = config.data.global_batch_size // gradient_reduction.microbatches(config, sizes)
+  rows = config.data.global_batch_size // gradient_reduction.microbatches(job.program.spec, sizes)
   layers = layers_at_once(job)
   extents = {"B": rows, "T": config.data.sequence_length, "R": config.data.sequence_length}
   found = []

@@ -50,7 +50,7 @@ def grouped(config: ConfigDict, params: Any, make: Make) -> optax.GradientTransf
       raise ValueError(f"optimizer.groups, group {int(label) + 1}: {error}") from error
 
     if config.optimizer.clip_groups:
-      transforms[label] = clipping.clipped(own, transforms[label])
+      transforms[label] = clipping.clipped(own.optimizer, transforms[label])
 
   def labelled(tree: Any) -> Any:
     return jax.tree.unflatten(
@@ -58,7 +58,8 @@ def grouped(config: ConfigDict, params: Any, make: Make) -> optax.GradientTransf
     )
 
   optimizer = optax.partition(transforms, labelled)
-  return optimizer if config.optimizer.clip_groups else clipping.clipped(config, optimizer)
+  keys = config.optimizer
+  return optimizer if keys.clip_groups else clipping.clipped(keys, optimizer)
 
 
 def parts(config: ConfigDict, params: Any) -> list[tuple[ConfigDict, Any]]:

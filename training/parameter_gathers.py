@@ -6,18 +6,23 @@ their gradients complete on each device.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from models import MODELS
+from models.losses import Batch, Sums
 from partitioning.dims import spec_entries
 from partitioning.dtypes import wide_dtype
-from partitioning.parallel.gathered_parameters import GatheredOnce
+from partitioning.parallel.gathered_parameters import GatheredOnce, Params
 from partitioning.parallel.pipeline_schedule import GPIPE, STAGE
-from partitioning.rules import Placement
+from partitioning.rules import Placement, named_leaves
 from partitioning.shardings import shard_shape, size_text
+from training.gradients import Gradients
+from training.state import nested
+from training.step_spec import StepSpec
 
 AUTO, STEP, TICK = "auto", "step", "tick"
 KEY = "training.pipeline_gather"
@@ -27,7 +32,7 @@ SHARE = 1 / 4  # of a device's memory that complete parameters and gradients may
 
 
 def gathered_once(
-  config: ConfigDict,
+  spec: StepSpec,
   sizes: Mapping[str, int],
   parameters: Mapping[str, Placement],
   trained: frozenset[str],
@@ -36,7 +41,7 @@ def gathered_once(
   """Returns what is gathered once per step; None where each tick gathers what it needs.
 
   Args:
-    config: finalized.
+    spec: of the step.
     sizes: mesh axis -> size.
     parameters: name -> Placement.
     trained: names of those with gradients.
@@ -45,29 +50,46 @@ def gathered_once(
   Raises:
     ValueError: `training.pipeline_gather=step`, and that is not possible.
   """
-  asked = config.training.pipeline_gather
+  asked = spec.pipeline_gather
   if asked == TICK or sizes.get(STAGE, 1) == 1 or sizes[AXIS] == 1:
     return None
-  if why := _obstacle(config, sizes, parameters):
+  if why := _obstacle(spec, sizes, parameters):
     if asked == STEP:
       raise ValueError(f"{KEY}={STEP}: {why}; set it to {AUTO} or {TICK}")
     return None
-  dtypes = _dtypes(config, parameters)
+  dtypes = _dtypes(spec, parameters)
   if asked == AUTO:
-    needed = bytes_needed(config, sizes, parameters, trained)
+    needed = bytes_needed(spec, sizes, parameters, trained)
     if memory is None or needed > SHARE * memory:
       return None
   return GatheredOnce(BATCH, {name: p.spec for name, p in parameters.items()}, dtypes)
 
 
+def gather_once(gradients: Gradients, gathered: GatheredOnce) -> Gradients:
+  """Returns the gradients of parameters that are gathered first, reduced over all rows at last."""
+
+  def with_sums(batch: Batch, learned: Params, frozen: Params, *others: Any) -> tuple[Params, Any]:
+    (grads, sums), variables = gradients(batch, nested(learned), nested(frozen), *others)
+    return named_leaves(grads), (sums, variables)
+
+  def found(
+    batch: Batch, learned: Any, frozen: Any, variables: Any, key: jax.Array | None
+  ) -> tuple[tuple[Any, Sums], Any]:
+    given = batch, named_leaves(learned), named_leaves(frozen), variables, key
+    grads, (sums, variables) = gathered.sums(with_sums, *given)
+    return (nested(grads), sums), variables
+
+  return found
+
+
 def bytes_needed(
-  config: ConfigDict,
+  spec: StepSpec,
   sizes: Mapping[str, int],
   parameters: Mapping[str, Placement],
   trained: frozenset[str],
 ) -> int:
   """Returns the bytes per device of complete parameters of a stage and of their gradients."""
-  dtypes, whole = _dtypes(config, parameters), {**sizes, **dict.fromkeys(BATCH, 1)}
+  dtypes, whole = _dtypes(spec, parameters), {**sizes, **dict.fromkeys(BATCH, 1)}
   total = 0
   for name, one in parameters.items():
     count = math.prod(shard_shape(one.shape, one.spec, whole))
@@ -79,7 +101,7 @@ def bytes_needed(
 
 
 def text(
-  config: ConfigDict,
+  spec: StepSpec,
   sizes: Mapping[str, int],
   parameters: Mapping[str, Placement],
   trained: frozenset[str],
@@ -88,7 +110,7 @@ def text(
   """Returns how a pipeline gathers its parameters; "" where there is nothing to gather."""
   if sizes.get(STAGE, 1) == 1 or sizes[AXIS] == 1:
     return ""
-  needed = size_text(bytes_needed(config, sizes, parameters, trained))
+  needed = size_text(bytes_needed(spec, sizes, parameters, trained))
   if gathered is not None:
     return f"parameters of a stage: gathered over {AXIS} once per step, {needed} with gradients"
   return (
@@ -97,28 +119,25 @@ def text(
   )
 
 
-def _dtypes(config: ConfigDict, parameters: Mapping[str, Placement]) -> dict[str, jnp.dtype]:
+def _dtypes(spec: StepSpec, parameters: Mapping[str, Placement]) -> dict[str, jnp.dtype]:
   """Returns the dtype of parameters that are cast before they are gathered, by name."""
-  training = config.training
   # GPipe adds up gradients in the dtype of the parameters.
-  if training.pipeline == GPIPE or training.matmul_dtype != "compute":
+  if spec.pipeline == GPIPE or spec.matmul_dtype != "compute":
     return {}
-  cast = getattr(MODELS[config.model.name], "in_compute_dtype", lambda name: False)
-  return {name: jnp.dtype(training.compute_dtype) for name in parameters if cast(name)}
+  cast = getattr(MODELS[spec.model], "in_compute_dtype", lambda name: False)
+  return {name: jnp.dtype(spec.compute_dtype) for name in parameters if cast(name)}
 
 
-def _obstacle(
-  config: ConfigDict, sizes: Mapping[str, int], parameters: Mapping[str, Placement]
-) -> str:
+def _obstacle(spec: StepSpec, sizes: Mapping[str, int], parameters: Mapping[str, Placement]) -> str:
   """Returns why parameters cannot be gathered once per step; "" if they can."""
-  if config.training.gradient_reduction == "microbatch":
+  if spec.gradient_reduction == "microbatch":
     return "training.gradient_reduction='microbatch' reduces gradients in each tick"
-  table = config.partitioning.activations
+  table = spec.activations
   if [name for name, axes in table.items() if {*axes} & {*BATCH}] != ["batch"]:
     return f"partitioning.activations: {' and '.join(BATCH)} must split the batch alone"
-  if tuple(table.batch[: len(BATCH)]) != BATCH:
-    return f"partitioning.activations.batch={tuple(table.batch)} must begin with {BATCH}"
-  if config.training.matmul_dtype == "float8":
+  if table["batch"][: len(BATCH)] != BATCH:
+    return f"partitioning.activations.batch={table['batch']} must begin with {BATCH}"
+  if spec.matmul_dtype == "float8":
     return (
       "training.matmul_dtype='float8' has one scale for the rows of all devices, which each would "
       "have to know"

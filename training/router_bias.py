@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from models import expert_sums, load_balance
 from models.load_balance import COUNTS
@@ -35,18 +34,17 @@ def without(names: Iterable[str]) -> frozenset[str]:
   return names - {PARAMETER}
 
 
-def moved(params: Any, means: Mapping[str, jax.Array], config: ConfigDict) -> Any:
+def moved(params: Any, means: Mapping[str, jax.Array], rate: float) -> Any:
   """Returns the parameters with the biases of the next step.
 
   Args:
     params: nested dict.
     means: of a step, with the experts' counts over the global batch.
-    config: finalized.
+    rate: by which they move; 0: they stay.
   """
-  if COUNTS not in means or not config.training.router_bias_rate:
+  if COUNTS not in means or not rate:
     return params
   bias, others = split(params, PARAMETER.__eq__)
-  rate = config.training.router_bias_rate
   bias = jax.tree.map(lambda x: load_balance.updated_bias(x, means[COUNTS], rate), bias)
   return merged(bias, others)
 

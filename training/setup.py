@@ -248,7 +248,8 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Choice] = ()
   check_matmul_dtype(config, chips.known(there[0]))
   mesh = make_mesh(devices.sizes, there, devices.slices)
   program = make_program(config)
-  program = dataclasses.replace(program, pipeline=schedule_of(config, devices.sizes))
+  spec = program.spec
+  program = dataclasses.replace(program, pipeline=schedule_of(spec, devices.sizes))
   state = program.abstract_state()
   batch = abstract_batch(config, legend)
   layout = _check_layout(config, legend, program, state, batch, mesh)
@@ -266,11 +267,9 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Choice] = ()
   program = dataclasses.replace(
     program,
     param_specs=specs,
-    gathered=gathered_once(
-      config, devices.sizes, placements["parameters"], program.trained, memory
-    ),
+    gathered=gathered_once(spec, devices.sizes, placements["parameters"], program.trained, memory),
     reduce_once_over=reduced_once_over(
-      config, devices.sizes, placements["parameters"], program.variables
+      spec, devices.sizes, placements["parameters"], program.variables
     ),
     norm_specs=jax.tree.map(
       lambda leaf, spec: shardings.spread(spec, leaf.shape, devices.sizes), state.params, specs

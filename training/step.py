@@ -1,7 +1,8 @@
 """The train step: `(state, batch) -> (state, metrics)`, pure: loss, gradients, update."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,17 +19,20 @@ from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dims import Legend
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import eight_bit
-from partitioning.parallel.batch_region import summed_over_batch_parts
 from partitioning.parallel.gathered_parameters import GatheredOnce
 from partitioning.parallel.pipeline_schedule import Schedule
 from partitioning.rules import letters_of, named_leaves
-from training import clipping, router_bias
+from training import gradients, router_bias
+from training.gradient_reduction import keep_apart, reduce_once
+from training.gradients import Gradients
 from training.optimizers import host_state, stochastic_rounding
 from training.optimizers.build import make_optimizer
 from training.optimizers.schedule_free import gradient_point
-from training.pipelined import Pipelined, gathered_sums, split_rows
+from training.parameter_gathers import gather_once
+from training.pipelined import Pipelined
 from training.schedules import learning_rate_schedule
-from training.state import State, merged, split, trainable
+from training.state import State, merged, nested, split, trainable
+from training.step_spec import StepSpec, step_spec
 from training.tasks import TASKS
 
 
@@ -37,7 +41,9 @@ class Program:
   """The pure functions of a config, independent of the devices that they are compiled for.
 
   Attributes:
-    config: finalized.
+    spec: what the step needs to know of the config.
+    build: draws the model, with parameters in float32 or wider.
+    letters: pattern of parameter names -> the letters of their dims.
     graphdef: of the model.
     params: shapes and dtypes of the parameters.
     optimizer: of those that are trained.
@@ -52,7 +58,9 @@ class Program:
       None: they are reduced over all axes after each (`training.gradient_reduction`).
   """
 
-  config: ConfigDict
+  spec: StepSpec
+  build: Callable[[nnx.Rngs], nnx.Module]
+  letters: Mapping[str, str]
   graphdef: nnx.GraphDef
   params: Any
   optimizer: optax.GradientTransformation
@@ -73,8 +81,8 @@ class Program:
       given: nested dict of parameters that come from elsewhere, which some optimizers remember; the
         state is returned without them. None: all are drawn.
     """
-    model = _build(self.config, nnx.Rngs(params=key))
-    params = _stored(nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.trained, self.config)
+    model = self.build(nnx.Rngs(params=key))
+    params = _stored(nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.trained, self.spec)
     if given is None:
       return self._first(params, variables_of(model))
     _, drawn = split(params, frozenset(named_leaves(given)).__contains__)
@@ -109,9 +117,11 @@ class Program:
   def forward(
     self, params: Any, variables: Any, batch: Batch, key: jax.Array | None
   ) -> tuple[Sums, Any]:
-    """Returns the model's loss sums with the sum of weights, and its variables afterwards."""
-    trained, frozen = self.split(params)
-    model = self.module(merged(wide(trained), frozen), variables)
+    """Returns the model's loss sums with the sum of weights, and its variables afterwards.
+
+    Trained parameters are in float32 or wider.
+    """
+    model = self.module(params, variables)
     sums = model.loss_sums(batch, key)
     sums = {**sums, "weight": jnp.sum(batch["weights"], dtype=sums["loss"].dtype)}
     return sums, variables_of(model)
@@ -120,10 +130,10 @@ class Program:
     self, params: Any, batch: Batch, key: jax.Array | None = None, variables: Any = None
   ) -> Sums:
     """Returns the model's loss sums and the sum of weights; without a key, without dropout."""
-    rows = batch["weights"].shape[0]
+    trained, frozen = self.split(params)
+    params, rows = merged(wide(trained), frozen), batch["weights"].shape[0]
     if key is None and self.pipeline is not None and rows % self.pipeline.microbatches == 0:
-      trained, frozen = self.split(params)
-      return self._pipelined().sums(merged(wide(trained), frozen), batch)
+      return self._pipelined().sums(params, batch)
     return self.forward(params, variables, batch, key)[0]
 
   def gradients(
@@ -138,77 +148,55 @@ class Program:
     scales and clips in one pass over the gradients. All are float32 or wider, also where parameters
     are stored in bfloat16.
     """
-    count = self.config.training.gradient_accumulation_steps
-    entries = batch["weights"].size
-
-    def mean(trained, history, frozen, others, microbatch, key):
-      variables = merged(history, others)
-      sums, variables = self.forward(merged(trained, frozen), variables, microbatch, key)
-      means = _each(lambda x: x / entries, sums)
-      return means["loss"], (means, variables)
-
-    def total(batch, trained, frozen, variables, key):
-      def grad(variables, microbatch, key):
-        seen, variables = variables
-        history, others = split(variables, _is_history)
-        if self.pipeline is not None:
-          one = trained, frozen, microbatch, key
-          grads, means = self._pipelined().gradients(
-            *one, lambda x: _each(lambda y: y / entries, x)
-          )
-        else:
-          given = trained, history, frozen, others, microbatch, key
-          (grads, now), (means, variables) = jax.grad(mean, (0, 1), has_aux=True)(*given)
-          seen = jax.tree.map(jnp.maximum, seen, now)
-        grads = self.laid_out(grads)
-        if self.reduce_once_over is not None:
-          # The compiler for TPUs (libtpu 0.0.42) moves reductions of what a loop adds up out of the
-          # loop: those over fsdp too, where the sums would need the memory of all parameters, and
-          # it fails (RET_CHECK in while_loop_all_reduce_code_motion.cc) where rows are split so.
-          grads, means = jax.lax.optimization_barrier((grads, means))
-        return (grads, means), (seen, variables)
-
-      if count == 1:
-        return grad(variables, batch, key)
-      return _accumulate(grad, count, variables, batch, key)
-
-    history, _ = split(variables or {}, _is_history)
-    carried = jax.tree.map(jnp.zeros_like, history), variables or {}
     trained, frozen = self.split(params)
-    given = (dict(batch), wide(trained), frozen, carried, key)
-    if self.gathered is not None:
-      (grads, means), carried = gathered_sums(self.gathered, total, *given)
-    elif self.reduce_once_over is None:
-      (grads, means), carried = total(*given)
-    else:
-      (grads, means), carried = summed_over_batch_parts(total, self.reduce_once_over, *given)
-    if count > 1:
+    history, others = split(variables or {}, eight_bit.is_history)
+    given = dict(batch), merged(wide(trained), history), frozen, others, key
+    (grads, means), others = self._of_batch(batch["weights"].size)(*given)
+    if self.spec.gradient_accumulation_steps > 1:
       # Otherwise XLA would shard the sums for the norm, compute parameters and optimizer state with
       # that sharding, and all-gather each of them at the end.
       grads = self.laid_out(grads)
-    seen, variables = carried
-    history, others = split(variables, _is_history)
+    seen, grads = split(grads, eight_bit.is_history)
     variables = merged(jax.tree.map(eight_bit.advanced, history, seen), others)
     scale = 1 / means.pop("weight")
-    return grads, _each(lambda x: x * scale, means), scale, variables
+    return grads, gradients.each(lambda x: x * scale, means), scale, variables
 
-  def _pipelined(self) -> Pipelined:
+  def _of_batch(self, entries: int) -> Gradients:
+    """Returns the gradients of a global batch with so many weights, where this program has them."""
+    mean = functools.partial(gradients.each, lambda x: x / entries)
+    if self.pipeline is None:
+      one = gradients.of_loss(self.forward, mean)
+    else:
+      one = self._pipelined(mean).gradients
+
+    def of_microbatch(*given: Any) -> tuple[tuple[Any, Sums], Any]:
+      (grads, means), variables = one(*given)
+      found = self.laid_out(grads), means
+      return found if self.reduce_once_over is None else keep_apart(*found), variables
+
+    found = gradients.accumulate(of_microbatch, self.spec.gradient_accumulation_steps)
+    if self.gathered is not None:
+      return gather_once(found, self.gathered)
+    return found if self.reduce_once_over is None else reduce_once(found, self.reduce_once_over)
+
+  def _pipelined(self, finish: Callable[[Sums], Sums] = lambda sums: sums) -> Pipelined:
     """Returns the model's loss and gradients by the schedule of its stages."""
-    residual = MODELS[self.config.model.name].build.residual
-    return Pipelined(
-      *(self.config, self.pipeline, self.module, residual, self.stacked),
-      self.param_specs,
-    )
+    residual = MODELS[self.spec.model].build.residual
+    specs = None if self.param_specs is None else named_leaves(self.param_specs)
+    given = self.spec, self.pipeline, self.module, residual, self.stacked, specs, finish
+    return Pipelined(*given)
 
   def laid_out(self, grads: Any) -> Any:
-    """Returns gradients that are sharded as their parameters are."""
-    if self.param_specs is None:
+    """Returns gradients that are sharded as their parameters are; others of them as they were."""
+    if self.param_specs is None or on_one_device():
       return grads
-    specs, _ = self.split(self.param_specs)
-    if on_one_device():
-      return grads
-    constrained = jax.lax.with_sharding_constraint
-    return jax.tree.map(lambda x, spec: constrained(x, automatic_spec(spec)), grads, specs)
+    specs, constrained = named_leaves(self.param_specs), jax.lax.with_sharding_constraint
+    return nested(
+      {
+        name: constrained(x, automatic_spec(specs[name])) if name in specs else x
+        for name, x in named_leaves(grads).items()
+      }
+    )
 
   def norm(self, grads: Any) -> jax.Array:
     """Returns the global norm; devices with replicas of a gradient each sum a part of it."""
@@ -230,17 +218,18 @@ class Program:
     self, state: State, batch: Batch
   ) -> tuple[State, dict[str, jax.Array], Any]:
     """Returns what `train_step` does, and the gradients before they are clipped."""
-    key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
+    key = jax.random.fold_in(jax.random.key(self.spec.seed), state.step)
     raw, means, inverse_weight, variables = self.gradients(
       self.gradient_point(state), batch, key, state.variables
     )
     norm = inverse_weight * self.norm(raw)
-    clip = clipping.of_step(self.config)
+    clip = self.spec.clip_norm
     scale = inverse_weight * clip / jnp.maximum(norm, clip) if clip else inverse_weight
     params, optimizer, rate = self.updated(state, _scaled(raw, scale))
-    params = router_bias.moved(params, means, self.config)
+    params = router_bias.moved(params, means, self.spec.router_bias_rate)
     means = router_bias.as_metrics(means)
-    own = {n: x for n, x in means.items() if n not in TASKS[self.config.task].sums}
+    own = {n: x for n, x in means.items() if n not in TASKS[self.spec.task].sums}
+    own |= _measured(optimizer)
     rate = jnp.asarray(rate, norm.dtype)
     metrics = {"loss": means["loss"], "grad_norm": norm, "learning_rate": rate, **own}
     state = State(state.step + 1, params, optimizer, variables)
@@ -259,7 +248,7 @@ class Program:
     trained = wide(trained)
     # optax raises decays to an integer count, which strict promotion (on in the tests) forbids.
     with jax.numpy_dtype_promotion("standard"):
-      if self.config.optimizer.state_memory == "host":
+      if self.spec.state_memory == "host":
         trained, optimizer = host_state.update(
           *(self.optimizer, self.stack, optax.apply_updates, grads, state.optimizer, trained)
         )
@@ -271,10 +260,9 @@ class Program:
 
   def rounded(self, params: Any, step: jax.Array) -> Any:
     """Returns updated parameters as they are stored, rounded if that is in bfloat16."""
-    training = self.config.training
-    if not training.stochastic_rounding:
-      return jax.tree.map(lambda x: x.astype(training.parameter_dtype), params)
-    key = stochastic_rounding.key(self.config.seed, step)
+    if not self.spec.stochastic_rounding:
+      return jax.tree.map(lambda x: x.astype(self.spec.parameter_dtype), params)
+    key = stochastic_rounding.key(self.spec.seed, step)
     rounded = [
       stochastic_rounding.to_bfloat16(x, stochastic_rounding.words(key, name, x.shape))
       for name, x in named_leaves(params, "params/").items()
@@ -287,8 +275,7 @@ class Program:
 
   def stack(self, name: str) -> str:
     """Returns the letter of the layers that a parameter has as its first dim; "" if it has none."""
-    rules = MODELS[self.config.model.name].parameters(self.config)
-    first = letters_of(name, rules)[:1]
+    first = letters_of(name, self.letters)[:1]
     return first if first in STACKS else ""
 
 
@@ -321,37 +308,42 @@ def make_program(config: ConfigDict) -> Program:
     ValueError: `training.trainable` selects nothing, or an optimizer that the step cannot use.
   """
 
+  def build(rngs: nnx.Rngs) -> nnx.Module:
+    return of_name.build(wide_config, rngs=rngs)
+
   def abstract() -> nnx.Module:
-    model = _build(config, nnx.Rngs(params=0))
+    model = build(nnx.Rngs(params=0))
     check_network(config.model.name, model)
     return model
 
+  spec, of_name, wide_config = step_spec(config), MODELS[config.model.name], _drawn_wide(config)
   model = nnx.eval_shape(abstract)
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
   trained = trainable(config.training.trainable, list(named_leaves(params)))
   trained = router_bias.without(trained)
-  params = jax.eval_shape(lambda params: _stored(params, trained, config), params)
+  params = jax.eval_shape(lambda params: _stored(params, trained, spec), params)
   optimizer = make_optimizer(config, jax.eval_shape(wide, split(params, trained.__contains__)[0]))
   schedule = learning_rate_schedule(config)
-  return Program(config, graphdef, params, optimizer, schedule, variables_of(model), trained)
+  letters, variables = of_name.parameters(config), variables_of(model)
+  return Program(spec, build, letters, graphdef, params, optimizer, schedule, variables, trained)
 
 
-def _build(config: ConfigDict, rngs: nnx.Rngs) -> nnx.Module:
-  """Returns the model, with parameters drawn in float32 or wider."""
+def _drawn_wide(config: ConfigDict) -> ConfigDict:
+  """Returns a config by which parameters are drawn in float32 or wider."""
   if config.training.parameter_dtype == "bfloat16":
     config = config.copy_and_resolve_references()
     with config.unlocked():
       config.training.parameter_dtype = "float32"
-  return MODELS[config.model.name].build(config, rngs=rngs)
+  return config
 
 
-def _stored(params: Any, trained: frozenset[str], config: ConfigDict) -> Any:
+def _stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
   """Returns parameters in the dtypes of the trained and of the other ones.
 
   The routers' biases are in float32 or wider: their steps are smaller than bfloat16 resolves.
   """
-  dtypes = config.training.parameter_dtype, config.training.frozen_dtype
+  dtypes = spec.parameter_dtype, spec.frozen_dtype
   bias, params = split(params, router_bias.PARAMETER.__eq__)
   parts = split(params, trained.__contains__)
   parts = [
@@ -367,42 +359,24 @@ def wide(tree: Any) -> Any:
   return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)), tree)
 
 
-def _is_history(name: str) -> bool:
-  """Returns whether a variable is a history of delayed scaling: its gradient is what it gets."""
-  return name.endswith("/amax_history")
-
-
 def variables_of(model: nnx.Module) -> Any:
   """Returns a model's variables that are not parameters, as nested dicts; {} if it has none."""
   return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-def _each(function: Callable[[jax.Array], jax.Array], sums: Sums) -> Sums:
-  """Returns a function of each of the sums; counts, which are integers, stay as they are."""
-  counts = {name for name, x in sums.items() if jnp.issubdtype(x.dtype, jnp.integer)}
-  return {name: x if name in counts else function(x) for name, x in sums.items()}
+def _measured(optimizer: Any) -> dict[str, jax.Array]:
+  """Returns name -> what an optimizer has measured with `optax.snapshot`, by its state."""
+  found = {}
+  is_snapshot = lambda node: isinstance(node, optax.SnapshotState)  # noqa: E731
+  for node in filter(is_snapshot, jax.tree.leaves(optimizer, is_leaf=is_snapshot)):
+    if twice := found.keys() & node.measurement.keys():
+      raise ValueError(
+        f"optimizer.name: it measures {', '.join(sorted(twice))} in 2 of its parts; give each a "
+        f"name of its own"
+      )
+    found |= node.measurement
+  return found
 
 
 def _scaled(grads: Any, scale: jax.Array) -> Any:
   return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-
-
-def _accumulate(
-  grad: Callable, count: int, variables: Any, batch: Batch, key: jax.Array | None
-) -> tuple[Any, Any]:
-  """Returns the sum of `grad(variables, microbatch, key)[0]` over a batch, and the variables.
-
-  The variables are carried through the microbatches in order.
-  """
-  microbatches = split_rows(batch, count)
-  keys = None if key is None else jax.random.split(key, count)
-
-  def add(carry, inputs):
-    total, variables = carry
-    found, variables = grad(variables, *inputs)
-    return (jax.tree.map(jnp.add, total, found), variables), None
-
-  first = jax.tree.map(lambda x: x[0], (microbatches, keys))
-  shapes, _ = jax.eval_shape(grad, variables, *first)
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-  return jax.lax.scan(add, (zeros, variables), (microbatches, keys))[0]

@@ -1,8 +1,8 @@
 """Derived values, filled in after all overrides.
 
 They follow from other keys, from a model folder (`model=hf`), and from platform and mesh: the best
-configuration known for them. `RULES` says what each of the last follows from; docs/performance.md has
-the same table, with what was measured. Compiler options have a table of their own in
+configuration known for them. `RULES` says what each of the last follows from; docs/performance.md
+has the same table, with what was measured. Compiler options have a table of their own in
 training/compiler_options.py.
 """
 

@@ -37,6 +37,7 @@ _FORMATS = {
   FLOAT8: (jnp.float8_e4m3fn, jnp.float8_e5m2),
 }
 MAGNITUDES = 3  # of a kernel's matmuls: of inputs, kernel and gradients
+HISTORY = "amax_history"  # the last part of the name of a history of these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,11 @@ def _known_backward(history: jax.Array, seen: tuple[jax.Array, ...]) -> tuple[ja
 
 
 known.defvjp(_known_forward, _known_backward)
+
+
+def is_history(name: str) -> bool:
+  """Returns whether a variable is a history of delayed scaling, by its name."""
+  return name.endswith(f"/{HISTORY}")
 
 
 def advanced(history: jax.Array, seen: jax.Array) -> jax.Array:

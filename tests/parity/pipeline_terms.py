@@ -64,7 +64,7 @@ def job_of(strategy: str) -> Job:
 
 def more_letters(job: Job) -> dict[str, int]:
   """Returns the sizes of `LETTERS`."""
-  schedule = schedule_of(job.config, job.devices.sizes)
+  schedule = schedule_of(job.program.spec, job.devices.sizes)
   sizes, stages, chunks = job.devices.sizes, schedule.stages, schedule.chunks
   parts = sizes["data"] * sizes["fsdp"] * schedule.microbatches
   between = sizes["tensor"] if job.config.partitioning.sequence_parallel else 1

@@ -20,7 +20,7 @@ from tests.parity.comparison import (
   reference,
   train,
 )
-from training import step
+from training import gradients, step
 from training.parity import BOUNDS, CopiesDifferError
 
 psum, psum_scatter, all_gather = jax.lax.psum, jax.lax.psum_scatter, jax.lax.all_gather
@@ -81,18 +81,18 @@ def test_a_loss_summed_twice(monkeypatch):
 
 def test_a_mean_of_the_microbatches_means(monkeypatch):
   # test_tied_embeddings_documents_rematerialization_accumulation_and_chunks
-  accumulate = step._accumulate
+  accumulate = gradients.accumulate
 
-  def mean_of_means(grad, count, variables, batch, key):
-    def scaled(variables, microbatch, key):
-      (grads, means), variables = grad(variables, microbatch, key)
+  def mean_of_means(of_microbatch, count):
+    def scaled(*given):
+      (grads, means), variables = of_microbatch(*given)
       scale = 1 / means["weight"] / count
       means = {name: value * scale for name, value in means.items()}
       return (jax.tree.map(lambda g: g * scale, grads), means), variables
 
-    return accumulate(scaled, count, variables, batch, key)
+    return accumulate(scaled, count)
 
-  monkeypatch.setattr(step, "_accumulate", mean_of_means)
+  monkeypatch.setattr(gradients, "accumulate", mean_of_means)
   assert_caught("fsdp8", {"training.gradient_accumulation_steps": 2}, recipe="mlp")
 
 

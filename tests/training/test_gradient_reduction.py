@@ -1,5 +1,7 @@
 """How often gradients of microbatches are reduced: the rule, its refusals, and equal results."""
 
+import dataclasses
+
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -34,19 +36,17 @@ def test_a_split_parameter_refuses_it_by_name():
 
 
 def test_variables_and_other_layouts_refuse_it():
-  config = make_job("dp8", "mlp", **MICROBATCHES).config
+  spec = make_job("dp8", "mlp", **MICROBATCHES).program.spec
   placement = Placement("a", (8, 8), "float32", "", "rule", PartitionSpec(), ())
-  arguments = config, {"data": 8}, {"a": placement}
-  assert reduced_once_over(*arguments, {}) == "data"
-  assert reduced_once_over(*arguments, {"seen": 0}) is None
-  with config.unlocked():
-    config.training.gradient_reduction = "step"
+  arguments = {"data": 8}, {"a": placement}
+  assert reduced_once_over(spec, *arguments, {}) == "data"
+  assert reduced_once_over(spec, *arguments, {"seen": 0}) is None
+  spec = dataclasses.replace(spec, gradient_reduction="step")
   with pytest.raises(ValueError, match=r"variables that each microbatch .* updates \(seen\)"):
-    reduced_once_over(*arguments, {"seen": 0})
-  with config.unlocked():
-    config.partitioning.activations.batch = ("fsdp", "data")
+    reduced_once_over(spec, *arguments, {"seen": 0})
+  spec = dataclasses.replace(spec, activations={"batch": ("fsdp", "data")})
   with pytest.raises(ValueError, match="must split the batch first, and nothing else"):
-    reduced_once_over(*arguments, {})
+    reduced_once_over(spec, *arguments, {})
 
 
 def test_a_registered_model_says_that_it_can(monkeypatch):

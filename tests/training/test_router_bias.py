@@ -149,9 +149,8 @@ def test_in_bfloat16_runs_it_is_float32_and_small_steps_are_not_lost():
   assert leaves[router_bias.PARAMETER].dtype == jnp.float32
   assert leaves["layers/experts/router/kernel"].dtype == jnp.bfloat16
   params = {"layers": {"experts": {"router": {"correction": jnp.full((1, 4), 2.0)}}}}
-  job.config.training.router_bias_rate = 0.001
   counts = {COUNTS: jnp.asarray([[1, 3, 2, 2]], jnp.int32)}
-  found = named_leaves(router_bias.moved(params, counts, job.config))[router_bias.PARAMETER]
+  found = named_leaves(router_bias.moved(params, counts, 0.001))[router_bias.PARAMETER]
   np.testing.assert_allclose(found, [[2.001, 1.999, 2.0, 2.0]], rtol=0, atol=1e-6)
 
 

@@ -5,12 +5,14 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from models import block, layers
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from training import schedules
+from training.optimizer import OPTIMIZERS, Optimizer
 
 LAYERS, MICROBATCHES = 3, 4
 DROPPING = {
@@ -118,6 +120,27 @@ def test_gradients_beyond_the_clip_norm_are_scaled_down_and_never_up(strategy):
       wanted = before[name] - 0.5 * scale * np.asarray(gradients[name], np.float64)
       np.testing.assert_allclose(after, wanted, rtol=1e-5, atol=1e-6, err_msg=name)
   assert 0.25 < norms[0.125] < 1e3 / 2, "each clip must lie on its side of the norm"
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp8"])
+def test_what_an_optimizer_measures_is_a_metric(strategy, monkeypatch):
+  def measured_sgd(learning_rate):
+    norm = optax.snapshot("update_norm", optax.tree.norm)
+    return optax.chain(optax.scale_by_learning_rate(learning_rate), norm)
+
+  monkeypatch.setitem(OPTIMIZERS, "measured_sgd", Optimizer(measured_sgd))
+  keys = {**SGD, "optimizer.name": "measured_sgd", "optimizer.clip_norm": 0.0}
+  job = make_job(strategy, "mlp", **keys)
+  step, state = steps(job), first_state(job)
+  for number in range(2):
+    before = parameters(state)
+    state, metrics, _ = step(state, host_batch(job, seed=number))
+    squares = [np.sum((after - before[name]) ** 2) for name, after in parameters(state).items()]
+    assert metrics["update_norm"] == pytest.approx(math.sqrt(sum(squares)), rel=1e-4)
+  twice = {"optimizer.groups": ({"parameters": "*/bias", "learning_rate": 0.1},)}
+  job = make_job(strategy, "mlp", **keys, **twice)
+  with pytest.raises(ValueError, match="measures update_norm in 2 of its parts; give each a name"):
+    steps(job)
 
 
 def rate(step, *, peak, warmup, total):

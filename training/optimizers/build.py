@@ -18,7 +18,7 @@ from training import averages, clipping, optimizer_groups
 from training.optimizer import OPTIMIZERS, Optimizer, imported, optimizer_row, optimizers_with
 from training.optimizers import state_dtype, width_scaling
 from training.optimizers.arguments import parse_arguments
-from training.optimizers.hidden_matrices import HiddenMatrices, UnfitError
+from training.optimizers.hidden_matrices import UnfitError, hidden_matrices
 from training.schedules import learning_rate_schedule
 
 
@@ -38,7 +38,7 @@ def muon_dimensions(config: ConfigDict) -> Mapping[str, Any]:
 
   Without them it takes arrays of rank 2, and leaves the kernels of stacked layers to Adam.
   """
-  hidden = HiddenMatrices(config)
+  hidden = hidden_matrices(config)
 
   def of(params):
     leaves = named_leaves(params)
@@ -69,7 +69,7 @@ def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformat
   if config.optimizer.groups:
     optimizer = optimizer_groups.grouped(config, params, make)
   else:
-    optimizer = clipping.clipped(config, make(config, params))
+    optimizer = clipping.clipped(config.optimizer, make(config, params))
   _check_matrices(config, params)
   optimizer = state_dtype.stored_narrow(config, optimizer, params)
   decays = config.optimizer.ema_decays
@@ -82,7 +82,7 @@ def _check_matrices(config: ConfigDict, params: Any) -> None:
   for name in optimizers_with(lambda one: one.of_matrices):
     mine = [(own, part) for own, part in parts if own.optimizer.name == name]
     if mine:
-      HiddenMatrices(mine[0][0]).refuse_none([n for _, part in mine for n in named_leaves(part)])
+      hidden_matrices(mine[0][0]).refuse_none([n for _, part in mine for n in named_leaves(part)])
 
 
 def _of_one_name(

@@ -16,8 +16,9 @@ from ml_collections import ConfigDict
 
 from models import MODELS
 from models.mup import HIDDEN_LAYERS, INPUTS, STACKS, VECTORS
+from partitioning.dims import Legend, Table
 from partitioning.parallel.matrix_groups import Group, Matrix, grouped
-from partitioning.rules import letters_of, named_leaves, place_parameters
+from partitioning.rules import Overrides, letters_of, named_leaves, place_parameters
 
 # Dims of hidden matrices; not those of inputs, outputs and tables.
 _HIDDEN = (
@@ -72,13 +73,27 @@ def beside_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HiddenMatrices:
-  """The hidden matrices of a config's model.
+  """The hidden matrices of a model.
 
   Attributes:
-    config: finalized.
+    optimizer: the name of the one that treats them as matrices.
+    model: its name.
+    legend: letter -> Dim, of the model.
+    letters: pattern of parameter names -> the letters of their dims.
+    table: dim name -> mesh axes, for optimizer state.
+    overrides: (name, PartitionSpec entries).
+    parameter_dtype: of parameters between steps.
+    compute_dtype: of activations and matmuls.
   """
 
-  config: ConfigDict
+  optimizer: str
+  model: str
+  legend: Legend
+  letters: Mapping[str, str]
+  table: Table
+  overrides: Overrides
+  parameter_dtype: str
+  compute_dtype: str
 
   def of(self, names: Iterable[str], *, per_head: bool = False) -> dict[str, Matrix]:
     """Returns name -> its matrices, of those parameters that are hidden kernels.
@@ -91,10 +106,10 @@ class HiddenMatrices:
       names: of parameters.
       per_head: each head is a matrix; else all heads together are one.
     """
-    model = MODELS[self.config.model.name]
-    legend, rules, found = model.legend(self.config), model.parameters(self.config), {}
+    found = {}
     for name in names:
-      dims = [(i, legend[letter].name) for i, letter in enumerate(letters_of(name, rules))]
+      letters = letters_of(name, self.letters)
+      dims = [(i, self.legend[letter].name) for i, letter in enumerate(letters)]
       dims = [(i, dim) for i, dim in dims if dim not in STACKS]
       hidden = all(dim in _HIDDEN for _, dim in dims)
       cut = 1 if dims and dims[0][1] in INPUTS else -1
@@ -112,9 +127,8 @@ class HiddenMatrices:
       tree: of arrays of the parameters' shapes.
       sizes: mesh axis -> size.
     """
-    model, tables = MODELS[self.config.model.name], self.config.partitioning
-    rules, legend = model.parameters(self.config), model.legend(self.config)
-    placements, _ = place_parameters(tree, rules, legend, tables.optimizer, sizes, tables.overrides)
+    given = self.letters, self.legend, self.table, sizes, self.overrides
+    placements, _ = place_parameters(tree, *given)
     return {name: placement.spec for name, placement in placements.items()}
 
   def groups(self, params: Any, sizes: Mapping[str, int], *, per_head: bool = False) -> list[Group]:
@@ -135,25 +149,38 @@ class HiddenMatrices:
     names = list(names)
     if self.of(names):
       return
-    config, model = self.config, MODELS[self.config.model.name]
-    legend, rules = model.legend(config), model.parameters(config)
-    letters = {name: letters_of(name, rules) for name in names}
+    letters = {name: letters_of(name, self.letters) for name in names}
     kernels = [
-      f"{name} ({', '.join(legend[letter].name for letter in letters[name])})"
+      f"{name} ({', '.join(self.legend[letter].name for letter in letters[name])})"
       for name in names
       if len(letters[name]) > 1 and not name.endswith(VECTORS)
     ]
     more = f" and {len(kernels) - _MOST_KERNELS} more" if len(kernels) > _MOST_KERNELS else ""
-    title = "SOAP" if config.optimizer.name == "soap" else "Muon"
+    title = "SOAP" if self.optimizer == "soap" else "Muon"
     raise UnfitError(
-      f"optimizer.name={config.optimizer.name}: {title} would update 0 of the {len(names)} trained "
-      f"parameters of the model {config.model.name}, and its Adam all: {title} takes kernels whose "
+      f"optimizer.name={self.optimizer}: {title} would update 0 of the {len(names)} trained "
+      f"parameters of the model {self.model}, and its Adam all: {title} takes kernels whose "
       f"dims, {', '.join(STACKS)} apart, are all among {', '.join(_HIDDEN)}. Trained kernels are "
       f"{', '.join(kernels[:_MOST_KERNELS]) or '(none)'}{more}. Give the model's hidden dims these "
       f"names, or choose another optimizer"
     )
 
 
+def hidden_matrices(config: ConfigDict) -> HiddenMatrices:
+  """Returns the hidden matrices of a finalized config's model."""
+  model, training, tables = MODELS[config.model.name], config.training, config.partitioning
+  return HiddenMatrices(
+    optimizer=config.optimizer.name,
+    model=config.model.name,
+    legend=model.legend(config),
+    letters=model.parameters(config),
+    table=tables.optimizer,
+    overrides=tables.overrides,
+    parameter_dtype=training.parameter_dtype,
+    compute_dtype=training.compute_dtype,
+  )
+
+
 def argument(config: ConfigDict) -> dict[str, HiddenMatrices]:
   """Returns the argument of Muon and SOAP that follows from the model."""
-  return {"hidden": HiddenMatrices(config)}
+  return {"hidden": hidden_matrices(config)}

@@ -96,11 +96,10 @@ def orthogonalization(
     ValueError: fewer steps than one, or a dtype that is none of floats.
   """
   del others
-  training = hidden.config.training
   if steps < 1:
     raise ValueError(f"optimizer.arguments: steps={steps}: at least 1")
   # float32 and wider parameters of a proof are not rounded; training in bfloat16 is, here too.
-  dtype = newton_schulz_dtype or training.compute_dtype
+  dtype = newton_schulz_dtype or hidden.compute_dtype
   if dtype not in DTYPES:
     raise ValueError(
       f"optimizer.arguments: newton_schulz_dtype={dtype!r}: one of {', '.join(DTYPES)}"

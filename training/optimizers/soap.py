@@ -101,7 +101,7 @@ class Preconditioning:
   @property
   def dtype(self) -> jnp.dtype:
     """Returns the dtype in which matrices are exchanged."""
-    return jnp.dtype(self.hidden.config.training.parameter_dtype)
+    return jnp.dtype(self.hidden.parameter_dtype)
 
   def moves(self, group: Group) -> list[Move]:
     """Returns what an update of a group exchanges when it refreshes the bases."""

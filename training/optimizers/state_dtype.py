@@ -63,7 +63,7 @@ def stored_narrow(
   dims = _dims(config, params)
   which = functools.partial(_moments, optimizer.init, dims=dims, in_blocks=dtype == "int8")
   if not which(params) and dtype != config.training.parameter_dtype:
-    raise ValueError(_none_text(config, optimizer, params))
+    raise ValueError(_none_text(config.optimizer, optimizer, params))
 
   def encoded(tree: Any, stored: Stored, count: jax.Array) -> Any:
     key = stochastic_rounding.key(config.seed, count)
@@ -170,8 +170,7 @@ def _from_parameters(init: Callable[[Any], Any], params: Any) -> list[bool]:
   return [id(x) in known for x in jaxpr.outvars]
 
 
-def _none_text(config: ConfigDict, optimizer: optax.GradientTransformation, params: Any) -> str:
-  keys = config.optimizer
+def _none_text(keys: ConfigDict, optimizer: optax.GradientTransformation, params: Any) -> str:
   state, parameters = leaves_by_path(jax.eval_shape(optimizer.init, params)), leaves_by_path(params)
   whose = owners(state, parameters)
   shapes = [

@@ -20,7 +20,7 @@ from partitioning.rules import letters_of, named_leaves
 from training.optimizer import optimizer_row, optimizers_with
 from training.optimizer_groups import Make, of_group
 from training.optimizers.arguments import parse_arguments
-from training.optimizers.hidden_matrices import HiddenMatrices
+from training.optimizers.hidden_matrices import hidden_matrices
 from training.state import split
 
 Rule = Callable[[Growth], float]
@@ -142,7 +142,7 @@ def _changes(config: ConfigDict, params: Any) -> dict[str, tuple]:
   leaves = named_leaves(params)
   matrices, rule, other = {}, RULES.get(named, entrywise), ()
   if named == ORTHOGONAL:
-    hidden, given = HiddenMatrices(config), parse_arguments(config.optimizer.arguments)
+    hidden, given = hidden_matrices(config), parse_arguments(config.optimizer.arguments)
     matrices, other = hidden.of(leaves, per_head=given.get("per_head", False)), ("adamw",)
   found = {}
   for leaf_name, leaf in leaves.items():

@@ -62,7 +62,7 @@ def test_kernels_alone_are_gathered_in_the_compute_dtype():
 
 def test_auto_follows_the_memory():
   job = make_job("single", "lm", **MESH)
-  given = job.config, job.devices.sizes, job.placements["parameters"], job.program.trained
+  given = job.program.spec, job.devices.sizes, job.placements["parameters"], job.program.trained
   needed = parameter_gathers.bytes_needed(*given)
   # Complete but for stage and tensor, in float32, each with its gradient.
   total = 0

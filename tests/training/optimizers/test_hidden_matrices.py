@@ -6,7 +6,7 @@ from partitioning.parallel.matrix_groups import Matrix
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 from training.optimizers.build import matrix_groups
-from training.optimizers.hidden_matrices import HiddenMatrices, UnfitError
+from training.optimizers.hidden_matrices import UnfitError, hidden_matrices
 
 OF_THE_DECODER = {
   "layers/attention/query/kernel": Matrix((1,), (2, 3)),
@@ -23,7 +23,7 @@ OTHERS = ("embed/table", "unembed/kernel", "final_norm/scale", "layers/mlp_norm/
 
 
 def test_of_a_decoder_they_are_the_kernels_of_its_blocks():
-  hidden = HiddenMatrices(make_job("fsdp8", "lm", **{"model.biases": "qkv"}).config)
+  hidden = hidden_matrices(make_job("fsdp8", "lm", **{"model.biases": "qkv"}).config)
   biases = ("layers/attention/query/bias",)  # of heads and head: two hidden dims, and no matrix
   assert hidden.of([*OTHERS, *biases, *OF_THE_DECODER]) == OF_THE_DECODER
   heads = hidden.of(OF_THE_DECODER, per_head=True)
@@ -36,7 +36,7 @@ def test_each_expert_s_kernel_is_a_matrix_and_the_router_s_is_not():
   keys = {"model.experts": 8, "model.dense_layers": 1, "model.shared_feedforward_size": 16}
   job = make_job("single", "lm", **keys, **{"model.expert_biases": True})
   names = [*named_leaves(job.program.params)]
-  found = HiddenMatrices(job.config).of(names)
+  found = hidden_matrices(job.config).of(names)
   assert found == {
     **{f"{a}{b}": m for b, m in ATTENTION.items() for a in ("layers/", "dense_layers/")},
     **{f"dense_layers/mlp/{one}/kernel": Matrix((1,), (2,)) for one in PARTS},
@@ -47,7 +47,7 @@ def test_each_expert_s_kernel_is_a_matrix_and_the_router_s_is_not():
 
 def test_a_model_without_any_is_refused_with_its_kernels():
   job = make_job("single", "mlp")
-  hidden = HiddenMatrices(job.config)
+  hidden = hidden_matrices(job.config)
   assert list(hidden.of(["layer_1/kernel", "layer_2/kernel", "layer_2/bias"])) == ["layer_2/kernel"]
   with pytest.raises(UnfitError) as error:
     hidden.refuse_none(["layer_1/kernel", "layer_1/bias"])
@@ -61,7 +61,7 @@ def test_their_state_is_sharded_by_the_optimizers_table_and_overrides():
   override = {"partitioning.overrides": ((name, (None, None, "data")),)}
   for overrides, wanted in ((keys, (None, ("fsdp", "data"), "tensor")), (override, None)):
     job = make_job("dp2_fsdp2_tp2", "lm", **{"optimizer.name": "muon", **overrides})
-    specs = HiddenMatrices(job.config).specs(job.program.params, job.devices.sizes)
+    specs = hidden_matrices(job.config).specs(job.program.params, job.devices.sizes)
     placed = {n.partition("/momentum/")[2]: p for n, p in job.placements["optimizer"].items()}
     assert {n: placed[n].spec for n in OF_THE_DECODER} == {n: specs[n] for n in OF_THE_DECODER}
     assert tuple(specs[name]) == (wanted or (None, None, "data"))
