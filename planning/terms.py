@@ -121,7 +121,7 @@ def _parameters(job: Job) -> Iterator[_Parameter]:
       shard * (sizes["fsdp"] if split else 1),
       split,
       len(one.letters.lstrip("".join(STACKS))) == 1,
-      stacked or job.config.model.name != _ENCODER,
+      stacked or (job.config.model.name != _ENCODER and one.name != "positions/table"),
       *_runs(job, one),
     )
 
@@ -132,8 +132,7 @@ def _runs(job: Job, placement: Placement) -> tuple[int, int]:
     layers, every = placement.shape[0], job.config.model.layers
     return runs.forward * layers // every, runs.backward * layers // every
   if placement.name.startswith("embed/"):
-    again = job.config.model.tied_embeddings and job.program.pipeline
-    return runs.enter, runs.entered + (runs.leave if again else 0)
+    return runs.enter, runs.entered + (runs.leave if job.config.model.tied_embeddings else 0)
   return runs.leave, runs.leave
 
 
@@ -177,46 +176,53 @@ def gradient_reductions(job: Job) -> Iterator[Term]:
   reduces over one sharded dim after the other. With sequence parallelism each device along `tensor`
   has the gradients of its tokens: of scales m (2 L + 1) D, of latent attention's down-projections m
   L D (Q + C + I) / f. Where fsdp gathers the latter they are summed without it too, although they
-  are equal, which shard_map does not know. With adapters the halves that `tensor` does not split.
+  are equal, which shard_map does not know; likewise adapters' halves that `tensor` does not split.
+  Tied embeddings have a gradient of each use, and both are reduced.
   """
-  sizes, once = job.devices.sizes, job.program.reduce_once_over
-  sequence = job.config.partitioning.sequence_parallel
-  reduced = 4 if job.config.training.gradient_reduction_dtype == "float32" else _narrow(job)
   for one in _parameters(job):
-    name, letters, held = one.placement.name, one.placement.letters, spec_axes(one.placement.spec)
-    if name not in job.program.trained:
-      continue
-    wide, split = wide_dtype(one.placement.dtype).itemsize, one.split
-    # A parameter that such an axis shards sees the tokens of all devices along it, as experts do;
-    # fsdp's shards are gathered.
-    rows = tuple(a for a in _axes(job, "batch") if (a not in held or a == "fsdp") and a != once)
-    if job.program.gathered is not None:
-      yield from _reduced_at_once(job, one, wide)
-      split, rows = False, tuple(axis for axis in rows if axis not in ("data", "fsdp"))
-    why = f"the gradient of {name}"
-    itemsize = wide if one.vector else reduced
-    reduce = functools.partial(Term, why=why, itemsize=itemsize, hidden=True)
-    parts, tensor = sizes["fsdp"] if split else 1, "tensor" not in held
-    # Down-projections, whose input is not gathered over tensor.
-    down = not one.vector and letters in DOWN_PROJECTIONS
-    if split and one.by_hand and not one.vector:
-      yield reduce("reduce-scatter", ("fsdp",), one.back, one.whole)
-      over = (*(axis for axis in rows if axis != "fsdp"), *(("tensor",) if down else ()))
-      yield reduce("all-reduce", over, one.back, one.whole / parts)
-      down = False
-    else:
-      of_part = sequence and name == "positions/table" and not one.by_hand
-      yield reduce("all-reduce", rows, one.back, one.whole / (sizes["tensor"] if of_part else 1))
-      if of_part:
-        yield reduce("all-gather", ("tensor",), one.back, one.whole)
-    if once:  # of all microbatches, when nothing is left to compute
-      yield Term("all-reduce", (once,), 1, one.shard * one.layers, f"{why}, added up", wide)
-    if "r" in letters and tensor:
-      yield reduce("all-reduce", ("tensor",), one.back, one.whole / parts)
-    of_tokens = one.vector or name == "patches/kernel"
-    if sequence and (down or (of_tokens and tensor and not name.startswith("head/"))):
-      yield reduce("all-reduce", ("tensor",), one.back, one.whole)
-    yield reduce("all-reduce", ("context",), one.back, one.whole if one.vector else one.shard)
+    if one.placement.name in job.program.trained:
+      yield from _reductions(job, one)
+
+
+def _reductions(job: Job, one: _Parameter) -> Iterator[Term]:
+  name, letters, held = one.placement.name, one.placement.letters, spec_axes(one.placement.spec)
+  config, sizes, once = job.config, job.devices.sizes, job.program.reduce_once_over
+  wide, split, whole = wide_dtype(one.placement.dtype).itemsize, one.split, one.whole
+  # A parameter that such an axis shards sees the tokens of all devices along it, as experts do;
+  # fsdp's shards are gathered.
+  rows = tuple(a for a in _axes(job, "batch") if (a not in held or a == "fsdp") and a != once)
+  if job.program.gathered is not None:
+    yield from _reduced_at_once(job, one, wide)
+    split, rows = False, tuple(axis for axis in rows if axis not in ("data", "fsdp"))
+  reduced = 4 if config.training.gradient_reduction_dtype == "float32" else _narrow(job)
+  itemsize, why = wide if one.vector else reduced, f"the gradient of {name}"
+  reduce = functools.partial(Term, runs=one.back, why=why, itemsize=itemsize, hidden=True)
+  sequence, tensor = config.partitioning.sequence_parallel, "tensor" not in held
+  # Down-projections, whose input is not gathered over tensor; and halves of adapters.
+  down, half = not one.vector and letters in DOWN_PROJECTIONS, "r" in letters and tensor
+  kind, of_tensor = "all-reduce", sequence and (down or (tensor and _of_tokens(one)))
+  if split and one.by_hand and not one.vector:
+    yield reduce("reduce-scatter", ("fsdp",), elements=whole)
+    over = (*(axis for axis in rows if axis != "fsdp"), *(("tensor",) if down or half else ()))
+    yield reduce("all-reduce", over, elements=whole / sizes["fsdp"])
+    of_tensor = False
+  elif sequence and name == "positions/table":  # each device has those of its own positions
+    yield reduce("all-reduce", rows, elements=whole / sizes["tensor"])
+    kind = "all-gather" if config.model.name == _ENCODER else "all-reduce"
+    of_tensor = True
+  else:
+    yield reduce("all-reduce", (*rows, *(("tensor",) if half else ())), elements=whole)
+  if once:  # of all microbatches, when nothing is left to compute
+    yield Term("all-reduce", (once,), 1, one.shard * one.layers, f"{why}, added up", wide)
+  if of_tensor or (one.vector and letters.endswith("H") and tensor):  # of a device's heads
+    yield reduce(kind, ("tensor",), elements=whole)
+  yield reduce("all-reduce", ("context",), elements=whole if one.vector else one.shard)
+
+
+def _of_tokens(one: _Parameter) -> bool:
+  """Returns whether each device has the gradients of a parameter of its own tokens."""
+  name = one.placement.name
+  return name == "patches/kernel" or (one.vector and not name.startswith("head/"))
 
 
 def _reduced_at_once(job: Job, one: _Parameter, itemsize: int) -> Iterator[Term]:
@@ -284,7 +290,7 @@ def embeddings(job: Job) -> Iterator[Term]:
   sequence = job.config.partitioning.sequence_parallel
   kind = "reduce-scatter" if sequence else "all-reduce"
   yield Term(kind, ("tensor",), runs.enter, _width(job), why, _narrow(job))
-  if sequence:
+  if sequence and "embed/table" in job.program.trained:
     why = f"gradients of {why}"
     yield Term("all-gather", ("tensor",), runs.entered, _width(job), why, _narrow(job))
 
@@ -529,7 +535,7 @@ def scalars(job: Job) -> Iterator[Term]:
   if job.program.pipeline is not None:
     yield Term("all-reduce", ("stage",), 1, 1, "the sum of losses, of the last stage", 4)
   norm: dict[tuple[str, ...], int] = defaultdict(int)
-  for spec in jax.tree.leaves(job.program.norm_specs):
+  for spec in jax.tree.leaves(job.program.split(job.program.norm_specs)[0]):
     for cut in spec_entries(spec):
       norm[tuple(axis for axis in sizes if axis in cut)] += 1
   for axes, often in norm.items():

@@ -28,9 +28,8 @@ from tests.parity.budgets import (
   shared_job,
   step,
 )
+from tests.parity.variants import FAMILIES, LEARNED
 from training.setup import Job
-
-LARGEST = "dp2_fsdp2_tp2, sequence-parallel"
 
 
 def assert_within_budget(ours: Step) -> None:
@@ -44,6 +43,23 @@ CASES = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name 
 @pytest.mark.parametrize("strategy", CASES)
 def test_a_step_sends_what_its_terms_say(strategy):
   assert_within_budget(step(strategy))
+
+
+LARGEST = "dp2_fsdp2_tp2, sequence-parallel"
+
+
+# Tied embeddings, learned positions, biases and norms of heads; adapters, without other gradients.
+@pytest.mark.parametrize(
+  ("strategy", "keys"),
+  [
+    (LARGEST, LEARNED),
+    pytest.param("dp4_tp2", LEARNED, marks=pytest.mark.long),
+    pytest.param("dp2_fsdp2_tp2", FAMILIES, marks=pytest.mark.long),
+    pytest.param("dp4_tp2", {"lora.rank": 3}, marks=pytest.mark.long),
+  ],
+)
+def test_a_step_of_other_decoders_sends_what_its_terms_say(strategy, keys):
+  assert_within_budget(compile_step(job_of(strategy, **keys)))
 
 
 def test_dropout_sends_nothing():

@@ -172,23 +172,11 @@ def test_the_step_sends_gradients_of_the_adapters_alone(compiled):
   f, t = (job.devices.sizes[axis] for axis in ("fsdp", "tensor"))
   whole = 4 * L * r * (5 * D + 2 * D)  # bytes: A of inputs D, B of outputs D
   split = 4 * L * r * (2 * N * H + 2 * K * H + 3 * F) // t
-  plain = budgets.budget(budgets.job_of(SPLIT, **MANY_PARAMETERS))
-  without = {key: size for key, (_, size) in plain.items()}
+  assert sent == budgets.budget(job)
   scalars = 4 * 2 * 2 * 7  # of loss, weights and norm, at most
-
-  def bytes_of(kind, *axes):
-    return sent.get((kind, axes), (0, 0))[1]
-
-  assert 0 <= bytes_of("all-reduce", "data", "tensor") - whole / f <= scalars
-  assert 0 <= bytes_of("all-reduce", "data", "fsdp") - split <= scalars
-  assert bytes_of("reduce-scatter", "fsdp") == whole
-  assert bytes_of("all-gather", "fsdp") == without["all-gather", ("fsdp",)] + 2 * whole
-  # Activations are sent as without adapters; the gradient of the embedding would gather once more.
-  assert bytes_of("reduce-scatter", "tensor") == without["reduce-scatter", ("tensor",)]
-  once = without["all-gather", ("tensor",)] // (6 * L + 2)
-  assert bytes_of("all-gather", "tensor") == without["all-gather", ("tensor",)] - once
-  assert without["all-reduce", ("tensor",)] - bytes_of("all-reduce", "tensor") >= 0
-  assert set(sent) <= {*without, ("all-reduce", ("data", "tensor"))}
+  assert 0 <= sent["all-reduce", ("data", "tensor")][1] - whole / f <= scalars
+  assert 0 <= sent["all-reduce", ("data", "fsdp")][1] - split <= scalars
+  assert sent["reduce-scatter", ("fsdp",)][1] == whole
 
 
 # ---- What is broken is caught ----
