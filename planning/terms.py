@@ -198,8 +198,9 @@ def _reductions(job: Job, one: _Parameter) -> Iterator[Term]:
   itemsize, why = wide if one.vector else reduced, f"the gradient of {name}"
   reduce = functools.partial(Term, runs=one.back, why=why, itemsize=itemsize, hidden=True)
   sequence, tensor = config.partitioning.sequence_parallel, "tensor" not in held
-  # Down-projections, whose input is not gathered over tensor; and halves of adapters.
-  down, half = not one.vector and letters in DOWN_PROJECTIONS, "r" in letters and tensor
+  # Down-projections, whose input is not gathered over tensor; halves of adapters, and routers.
+  down = not one.vector and letters in DOWN_PROJECTIONS
+  half = tensor and ("r" in letters or letters == "LDe")
   kind, of_tensor = "all-reduce", sequence and (down or (tensor and _of_tokens(one)))
   if split and one.by_hand and not one.vector:
     yield reduce("reduce-scatter", ("fsdp",), elements=whole)
@@ -430,6 +431,35 @@ def sequence_attention(job: Job) -> Iterator[Term]:
   yield Term("all-reduce", axes, 2 * runs.backward, queries * around, why, narrow)
 
 
+def routers(job: Job) -> Iterator[Term]:
+  """Yields what the routers of layers with experts send over tensor, beside other `blocks`.
+
+  Gradients of tokens by way of the router, m L b T D, and of their gates to k experts, m L b T k.
+  With sequence parallelism gates and experts of the tokens are gathered in both passes, m L 4 b T
+  k, and the gradients of gates scattered, m L b T k.
+  """
+  if not _experts(job):
+    return
+  forward, back = _sparse_passes(job)
+  tokens, why = _tokens(job), "gates of the tokens"
+  gates = tokens * job.config.model.experts_per_token
+  if job.config.partitioning.sequence_parallel:
+    often = 2 * (forward + back)
+    yield Term("all-gather", ("tensor",), often, gates, f"{why}, and their experts", 4)
+    yield Term("reduce-scatter", ("tensor",), back, gates, f"gradients of {why}", 4)
+  else:
+    yield Term("all-reduce", ("tensor",), back, gates, f"gradients of {why}", 4)
+    why = "gradients of the inputs of routers"
+    yield Term("all-reduce", ("tensor",), back, _width(job), why, _narrow(job))
+
+
+def _sparse_passes(job: Job) -> tuple[int, int]:
+  """Returns the forward and backward passes of layers with experts."""
+  runs, model = passes.of_job(job), job.config.model
+  share = sparse_layers(model), model.layers
+  return runs.forward * share[0] // share[1], runs.backward * share[0] // share[1]
+
+
 def expert_exchange(job: Job) -> Iterator[Term]:
   """Yields the exchange of tokens over expert, of one round in each layer with experts.
 
@@ -444,12 +474,9 @@ def expert_exchange(job: Job) -> Iterator[Term]:
   + P n k).
   """
   model, devices = job.config.model, job.devices.sizes["expert"]
-  if model.name != _DECODER or not model.experts or devices == 1:
+  if not _experts(job) or devices == 1:
     return
-  narrow, runs, axes = _narrow(job), passes.of_job(job), ("expert",)
-  forward, back = (
-    often * sparse_layers(model) // model.layers for often in (runs.forward, runs.backward)
-  )
+  narrow, axes, (forward, back) = _narrow(job), ("expert",), _sparse_passes(job)
   tokens, each = round(_tokens(job)), model.experts_per_token
   if model.expert_exchange == ROUNDS:
     own = model.experts // devices
@@ -512,6 +539,7 @@ SOURCES: tuple[Source, ...] = (
   attention_heads,
   cross_entropy,
   sequence_attention,
+  routers,
   expert_exchange,
   pipeline_sends,
 )
@@ -523,12 +551,12 @@ def scalars(job: Job) -> Iterator[Term]:
   They have no time in a plan: XLA combines them with others. The sums of losses and of weights, of
   each microbatch; of pipeline stages the sum of losses once more. The norm of the gradients: a
   scalar for each parameter and each of its dims that is sharded while the squares are summed, where
-  replicas are sharded along the first dim that their number divides. The most tokens that any two
-  devices exchange, in each pass of a layer with experts; where they are gathered it is a metric.
-  With sequence parallelism, the vision transformer's mean over the patches, b D.
+  replicas are sharded along the first dim that their number divides. Metrics of experts, with
+  sequence parallelism those of each row over tensor too; and in each pass of such a layer the most
+  tokens that any two devices exchange: where they are gathered it is a metric. With sequence
+  parallelism, the vision transformer's mean over the patches, b D.
   """
-  sizes, once, model = job.devices.sizes, job.program.reduce_once_over, job.config.model
-  runs = passes.of_job(job)
+  sizes, once, runs = job.devices.sizes, job.program.reduce_once_over, passes.of_job(job)
   rows = tuple(axis for axis in _axes(job, "batch") if axis != once)
   for axes, often in ((rows, runs.leave), ((once,) if once else (), 1), (("context",), runs.leave)):
     yield Term("all-reduce", axes, 2 * often, 1, "sums of losses and of weights", 4)
@@ -540,13 +568,26 @@ def scalars(job: Job) -> Iterator[Term]:
       norm[tuple(axis for axis in sizes if axis in cut)] += 1
   for axes, often in norm.items():
     yield Term("all-reduce", axes, often, 1, "the norm of the gradients", 4)
-  if model.get("experts", 0) and sizes["expert"] > 1:
-    often = 2 if model.expert_exchange == ROUNDS else 1
-    axes, why = tuple(axis for axis in sizes if axis != "stage"), "the most tokens exchanged"
-    yield Term("all-reduce", axes, often * sparse_layers(model), 1, why, 4)
-  if model.name == _ENCODER and job.config.partitioning.sequence_parallel:
+  if _experts(job):
+    yield from _scalars_of_experts(job, rows)
+  if job.config.model.name == _ENCODER and job.config.partitioning.sequence_parallel:
     size, why = _width(job) / job.legend["T"].size, "the mean over the patches"
     yield Term("all-reduce", ("tensor",), runs.microbatches, size, why, 4)
+
+
+def _scalars_of_experts(job: Job, rows: tuple[str, ...]) -> Iterator[Term]:
+  model, sizes, runs = job.config.model, job.devices.sizes, passes.of_job(job).leave
+  layers, why = sparse_layers(model), "metrics of the experts"
+  yield Term("all-reduce", rows, runs, layers * model.experts, why, 4)
+  yield Term("all-reduce", rows, 6 * runs, 1, why, 4)
+  if job.config.partitioning.sequence_parallel:
+    each = _tokens(job) * sizes["context"] / _length(job)
+    yield Term("all-reduce", ("tensor",), 2 * layers * runs, each * model.experts, why, 4)
+    yield Term("all-reduce", ("tensor",), 2 * (layers + 1) * runs, each, why, 4)
+  if sizes["expert"] > 1:
+    often = 2 if model.expert_exchange == ROUNDS else 1
+    axes, why = tuple(axis for axis in sizes if axis != "stage"), "the most tokens exchanged"
+    yield Term("all-reduce", axes, often * layers, 1, why, 4)
 
 
 # ------------------------------ sizes ------------------------------
@@ -568,6 +609,11 @@ def _tokens(job: Job) -> float:
   parts = axes_size(_axes(job, "batch", "sequence"), job.devices.sizes)
   rows = job.config.data.global_batch_size / passes.of_job(job).microbatches
   return rows * _length(job) / parts
+
+
+def _experts(job: Job) -> int:
+  """Returns how many experts a layer has."""
+  return job.config.model.get("experts", 0)
 
 
 def _width(job: Job) -> float:

@@ -236,7 +236,7 @@ def page() -> str:
     lines += _rows(strategy, latent_job(strategy))
   lines += ["", *_OF_EXPERTS.splitlines(), "", *_HEAD]
   for strategy in expert_cases.STRATEGIES:
-    lines += _rows(strategy, job_of(strategy), (terms.expert_exchange,))
+    lines += _rows(strategy, job_of(strategy))
   lines += ["", *_OF_STAGES.splitlines(), "", *_HEAD]
   for strategy in pipeline_cases.STRATEGIES:
     lines += _rows(strategy, staged_job(strategy), (terms.pipeline_sends,))
@@ -288,10 +288,10 @@ numbers of a token in its latent vector of queries, in that of keys and values, 
 key; J of a head in both of its unrotated key and its value, U in its value:"""
 
 _OF_EXPERTS = """\
-## Exchange of tokens between experts
+## Experts
 
 With `model.experts` tokens are sent along `expert`. The trip count of the loop over rounds is known
-when it runs: here is what one round in each layer sends, in both passes.
+when it runs: this is with one round in each layer, in both passes.
 `tests/parity/test_expert_budgets.py` compares it with the compiled programs."""
 
 _OF_STAGES = """\
