@@ -1,45 +1,33 @@
-"""What theory says that a step of the small `lm` job sends, strategy by strategy.
+"""What a train step of small jobs sends, strategy by strategy: compiled, and by formula.
 
   python -m tests.parity.budgets --write
 
-writes docs/budgets.md. `test_budgets.py` compares theory with the compiled programs, to the byte.
+writes docs/budgets.md from the formulas of `planning/terms.py`. `test_budgets.py` compares them
+with the compiled programs, to the byte.
 """
 
 import dataclasses
 import functools
+import inspect
+import math
 import os
 import pathlib
 import sys
 import tempfile
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from analysis import collectives
+from planning import terms
 from runtime import devices
 from tests.helpers.jobs import make_job
-from tests.parity import (
-  expert_cases,
-  expert_terms,
-  latent_terms,
-  latents,
-  pipeline_terms,
-  vit_terms,
-)
-from tests.parity.step_terms import NORM, TERMS
-from tests.parity.theory import (
-  LETTERS,
-  letters,
-  shown,
-  theory,
-  theory_of_muon,
-  theory_of_soap,
-)
-from tests.parity.update_terms import MUON_LETTERS, MUON_TERMS, SOAP_LETTERS, SOAP_TERMS
+from tests.parity import expert_cases, latents, pipeline_cases
+from tests.parity.comparison import COLLECTIVE_MATMUL, SEQUENCE_PARALLEL
 from training.setup import Job
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "budgets.md"
@@ -48,8 +36,6 @@ COMMAND = "python -m tests.parity.budgets --write"
 INVOLUNTARY = "nvoluntary full rematerialization"  # XLA says so on stderr, while it compiles
 MUON = {"optimizer.name": "muon"}
 SOAP = {"optimizer.name": "soap"}
-SEQUENCE_PARALLEL = {"partitioning.sequence_parallel": True}
-COLLECTIVE_MATMUL = {**SEQUENCE_PARALLEL, "partitioning.collective_matmul": True}
 MICROBATCHES = {"training.gradient_accumulation_steps": 2}
 # Title -> file of configs/, and what is set beside it.
 STRATEGIES = {
@@ -91,6 +77,11 @@ STRATEGIES = {
     {"mesh.fsdp": 2, "mesh.context": 4, "model.context_attention": "gather"},
   ),
 }
+# Of the vision transformer.
+VIT_STRATEGIES = {
+  **{name: STRATEGIES[name] for name in ("dp8", "fsdp8", "data=4 x fsdp=2 (HSDP)", "tp8")},
+  **{name: STRATEGIES[name] for name in ("dp2_fsdp2_tp2", "dp2_fsdp2_tp2, sequence-parallel")},
+}
 # Those whose tests are marked `long`.
 LONG = (
   "data=4 x fsdp=2 (HSDP)",
@@ -106,6 +97,40 @@ LONG = (
 UPDATES = ("dp8", "dp8, ZeRO-1", "fsdp8", "tp8", "dp2_fsdp2_tp2")
 
 
+Sums = dict[tuple[str, tuple[str, ...]], tuple[int, int]]  # (kind, axes) -> (arrays, bytes)
+
+# ---- What formulas say ----
+
+
+def added_up(found: Iterable[terms.Term], job: Job, itemsize: int | None = None) -> Sums:
+  """Returns arrays and bytes of one step.
+
+  Args:
+    found: terms of the job.
+    job: whose mesh it is.
+    itemsize: bytes of every element, where all is computed in one dtype; None: of each its own.
+  """
+  sums = defaultdict(lambda: (0, 0))
+  for term in found:
+    arrays, size = sums[term.kind, term.axes]
+    # On CPUs an all-to-all is compiled as one array for each device.
+    sizes = [job.devices.sizes[axis] for axis in term.axes]
+    each = math.prod(sizes) if term.kind == "all-to-all" else term.arrays
+    size += term.runs * term.elements * (itemsize or term.itemsize)
+    sums[term.kind, term.axes] = arrays + term.runs * each, size
+  return dict(sums)
+
+
+def budget(job: Job, itemsize: int | None = None) -> Sums:
+  """Returns arrays and bytes of all that one step sends; `itemsize` as of `added_up`."""
+  return added_up([*terms.step_terms(job), *terms.sent_by(terms.scalars, job)], job, itemsize)
+
+
+def of_sources(job: Job, *sources: terms.Source) -> Sums:
+  """Returns arrays and bytes of some of `terms.SOURCES`."""
+  return added_up([term for source in sources for term in terms.sent_by(source, job)], job)
+
+
 # ---- What the program does ----
 
 
@@ -117,8 +142,8 @@ class Step:
   text: str
   said: str
 
-  def sent(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-    """Returns (kind, axes) -> (arrays, bytes) of one step."""
+  def sent(self) -> Sums:
+    """Returns arrays and bytes of one step."""
     found = defaultdict(lambda: (0, 0))
     for c in collectives.collectives(self.text, self.job.mesh):
       arrays, size = found[c.kind, c.axes]
@@ -137,9 +162,15 @@ shared_job = functools.cache(job_of)
 
 @functools.cache
 def vit_job(strategy: str) -> Job:
-  """Returns the small vision transformer of one of `vit_terms.STRATEGIES`."""
-  file, changed = vit_terms.STRATEGIES[strategy]
+  """Returns the small vision transformer of one of `VIT_STRATEGIES`."""
+  file, changed = VIT_STRATEGIES[strategy]
   return make_job(file, "vit", **changed)
+
+
+@functools.cache
+def staged_job(strategy: str) -> Job:
+  """Returns the small job of one of `pipeline_cases.STRATEGIES`."""
+  return make_job("single", "lm", **pipeline_cases.STRATEGIES[strategy])
 
 
 @functools.cache
@@ -191,146 +222,127 @@ def _use_cache(use: bool) -> None:
 
 def page() -> str:
   """Returns docs/budgets.md."""
-  job = shared_job("dp8")
-  sizes = ", ".join(f"{name} = {letters(job)[name]}" for name in "LDFNKHVT")
-  lines = [
-    "# What each strategy sends",
-    "",
-    f"Written by `{COMMAND}`; do not edit.",
-    "",
-    "What one train step of a small `lm` config sends, in formulas. `tests/parity/test_budgets.py`",
-    "compares them with the compiled programs, exactly: kinds of collectives, axes (identified by",
-    "the device ids of each group), arrays and bytes.",
-    "",
-    f"{sizes}, {job.config.data.global_batch_size} rows, float32 (4 bytes).",
-    "",
-    LETTERS,
-    "",
-    "Bytes are payload per device: the array that is reduced or scattered, or the gathered array.",
-    "In a ring of n devices each sends (n - 1) / n of that, and twice as much in an all-reduce.",
-    "Arrays are counted, not messages: how XLA combines small all-reduces depends on its version.",
-    "",
-    *_HEAD,
-  ]
+  lines = [*_INTRODUCTION.splitlines(), "", f"{_sizes(shared_job('dp8'), 'LDFNKHV')}.", ""]
+  for source in (*terms.SOURCES, terms.scalars):
+    said = " ".join(inspect.getdoc(source).removeprefix("Yields ").split())
+    line = f"- **{_title(source)}**: {said}"
+    lines += textwrap.wrap(line, 100, subsequent_indent="  ", break_on_hyphens=False)
+  lines += ["", "## The decoder", "", *_HEAD]
   for strategy in STRATEGIES:
-    lines += _rows(strategy, theory(shared_job(strategy)))
-  lines += ["", "## Why", "", *_reasons(TERMS)]
-  lines += textwrap.wrap(f"- all-reduce, a few scalars: {NORM}", 100, subsequent_indent="  ")
-  sizes = ", ".join(f"{n} = {letters(latent_job('dp4_tp2'))[n]}" for n in "QCIJUH")
-  lines += ["", *_OF_LATENTS.splitlines(), "", f"{sizes}.", "", latent_terms.LETTERS, "", *_HEAD]
+    lines += _rows(strategy, shared_job(strategy))
+  lines += ["", *_OF_LATENTS.splitlines(), ""]
+  lines += [f"{_sizes(latent_job('dp4_tp2'), 'QCIJUH')}.", "", *_HEAD]
   for strategy in latents.STRATEGIES:
-    lines += _rows(strategy, theory(latent_job(strategy)))
-  lines += ["", *_reasons(latent_terms.OF_LATENTS)]
-  lines += expert_section()
-  lines += ["", *_OF_STAGES.splitlines(), "", pipeline_terms.LETTERS, "", *_HEAD]
-  for strategy in pipeline_terms.STRATEGIES:
-    lines += _rows(strategy, pipeline_terms.theory(pipeline_terms.job_of(strategy)))
-  lines += ["", *_reasons(pipeline_terms.TERMS)]
-  lines += vit_section()
-  lines += ["", *_OF_MUON.splitlines(), "", MUON_LETTERS, "", *_HEAD]
-  for strategy in UPDATES:
-    lines += _rows(strategy, theory_of_muon(job_of(strategy, **MUON)))
-  lines += ["", *_reasons(MUON_TERMS)]
-  lines += ["", *_OF_SOAP.splitlines(), "", SOAP_LETTERS, "", *_HEAD]
-  for strategy in UPDATES:
-    for when, terms in SOAP_TERMS.items():
-      lines += _rows(f"{strategy}, {when}", theory_of_soap(job_of(strategy, **SOAP), terms))
-  lines += ["", *_reasons(term for terms in SOAP_TERMS.values() for term in terms)]
+    lines += _rows(strategy, latent_job(strategy))
+  lines += ["", *_OF_EXPERTS.splitlines(), "", *_HEAD]
+  for strategy in expert_cases.STRATEGIES:
+    lines += _rows(strategy, job_of(strategy))
+  lines += ["", *_OF_STAGES.splitlines(), "", *_HEAD]
+  for strategy in pipeline_cases.STRATEGIES:
+    lines += _rows(strategy, staged_job(strategy), (terms.pipeline_sends,))
+  lines += ["", *_OF_VIT.splitlines(), "", f"{_sizes(vit_job('dp8'), 'LDFTXO')}.", "", *_HEAD]
+  for strategy in VIT_STRATEGIES:
+    lines += _rows(strategy, vit_job(strategy))
+  for introduction, keys in ((_OF_MUON, MUON), (_OF_SOAP, SOAP)):
+    lines += ["", *introduction.splitlines(), "", *_HEAD]
+    for strategy in UPDATES:
+      lines += _rows(strategy, job_of(strategy, **keys), (terms.matrix_exchanges,))
   return "\n".join([*lines, "", MORE, ""])
 
 
 _HEAD = (
-  "| strategy | kind | along | elements | arrays | bytes |",
+  "| strategy | source | kind | along | arrays | bytes |",
   "| --- | --- | --- | --- | ---: | ---: |",
 )
+_INTRODUCTION = f"""\
+# What each strategy sends
+
+Written by `{COMMAND}`; do not edit.
+
+What one train step of small configs sends, by the formulas of `planning/terms.py`, with which plans
+are made. `tests/parity/test_budgets.py` compares them with the compiled programs, exactly: kinds of
+collectives, axes (identified by the device ids of each group), arrays and bytes.
+
+Bytes are payload per device: the array that is reduced or scattered, or the gathered array. In a
+ring of n devices each sends (n - 1) / n of that, and twice as much in an all-reduce. Arrays are
+counted, not messages: how XLA combines small all-reduces depends on its version. On CPUs an
+all-to-all is compiled as one array for each device.
+
+## Formulas
+
+In numbers, not bytes. L layers, D model, F feedforward, N heads, K key/value heads, H head, V
+padded vocabulary; d, f, c, t, P the sizes of `data`, `fsdp`, `context`, `tensor`, `expert`; m
+microbatches, b rows of one on a device, T tokens of a row on a device; W numbers in the kernels of
+a layer, as `tensor` splits them: D H (2 N + 2 K) / t + 3 D F / t, with K in place of K / t where t
+does not divide it. The tables are of rows of 12 tokens, 16 in a batch, in float32 (4 bytes), and"""
 _OF_LATENTS = """\
 ## Latent attention
 
-With `model.attention=latent`, and a latent vector of the queries too. With sequence parallelism
-latent vectors are gathered over `tensor`, not the residual. With ZeRO-1 their dims are split as
-that of the residual is: `partitioning.optimizer.latent` and `partitioning.optimizer.query_latent`
-are `("fsdp", "data")`. `tests/parity/test_latent_budgets.py` compares the formulas with the
-compiled programs, and the planner with both. Reasons that are not about attention are above."""
+With `model.attention=latent`, and a latent vector of the queries too. W is then D (Q + C + I) of
+the down-projections and (Q N H + C N J + N U D + 3 D F) / t of the others. With sequence
+parallelism latent vectors are gathered over `tensor`, not the residual. With ZeRO-1 their dims are
+split as that of the residual is: `partitioning.optimizer.latent` and
+`partitioning.optimizer.query_latent` are `("fsdp", "data")`.
+`tests/parity/test_latent_budgets.py` compares them with the compiled programs. Q, C, I are the
+numbers of a token in its latent vector of queries, in that of keys and values, and in the rotary
+key; J of a head in both of its unrotated key and its value, U in its value:"""
 
 _OF_EXPERTS = """\
-## Exchange of tokens between experts
+## Experts
 
 With `model.experts` tokens are sent along `expert`. The trip count of the loop over rounds is known
-when it runs: here is what one round in each layer sends, in both passes. On CPUs an all-to-all is
-compiled as one array for each device. `tests/parity/test_expert_budgets.py` compares the formulas
-with the compiled programs."""
+when it runs: this is with one round in each layer, in both passes.
+`tests/parity/test_expert_budgets.py` compares it with the compiled programs."""
 
 _OF_STAGES = """\
 ## Pipeline stages
 
-With `mesh.stage` a step sends this along `stage`, beside the scalars of the norm
-([pipeline.md](pipeline.md)). Along other axes each tick sends what the layers of one chunk send.
-`tests/parity/test_pipeline_budgets.py` compares the formulas with the compiled programs."""
+With `mesh.stage` a step sends this along `stage`, beside scalars ([pipeline.md](pipeline.md)).
+Along other axes each tick sends what the layers of one chunk send.
+`tests/parity/test_pipeline_budgets.py` compares it with the compiled programs."""
 
 _OF_VIT = """\
 ## Vision transformer
 
-What one train step of a small `vit` config sends, with the scalars of the norm as above.
-`tests/parity/test_vit.py` compares the formulas with the compiled programs, and the planner with
-both."""
+What one train step of a small `vit` config sends, 24 images of T patches of X numbers, O classes.
+`tests/parity/test_vit.py` compares it with the compiled programs."""
 
 _OF_MUON = """\
 ## The update of Muon
 
 With `optimizer.name=muon` a step sends this in addition; AdamW's update sends nothing, or with
-ZeRO-1 the same all-gather. Matrices of the same shape and sharding are stacked, those of all layers
-and also transposed ones, and each device orthogonalizes its part of the stack.
-`tests/parity/test_muon.py` compares the formulas with the compiled updates. On CPUs an all-to-all
-is compiled as one array for each device; the bytes are those of all of them. What the stack lacks
-for an equal number on all devices is sent as zeros."""
+ZeRO-1 the same all-gather. `tests/parity/test_muon.py` compares it with the compiled updates."""
 
 _OF_SOAP = """\
 ## The update of SOAP
 
-With `optimizer.name=soap` a step sends this in addition, and a step that refreshes the bases the
-lines of a refresh too. With ZeRO-1 parameters are gathered as with AdamW, and the all-to-alls are
-along `data` too. Of an A x B matrix a step moves 4 A B + 2 (A A + B B) numbers, a refresh
-2 A B + 2 (A A + B B) more. `tests/parity/test_soap.py` compares the formulas with the compiled
-updates."""
+With `optimizer.name=soap` a step that refreshes the bases sends this in addition.
+`tests/parity/test_soap.py` compares it with the compiled updates, and what a step without a refresh
+sends."""
 
 
-def _rows(strategy: str, found: dict) -> list[str]:
-  """Returns lines of a table."""
+def _sizes(job: Job, letters: str) -> str:
+  return ", ".join(f"{x} = {job.legend[x].size}" for x in letters)
+
+
+def _title(source: terms.Source) -> str:
+  return source.__name__.replace("_", " ")
+
+
+def _rows(strategy: str, job: Job, sources: Iterable[terms.Source] = ()) -> list[str]:
+  """Returns lines of a table; without sources of all, scalars in one line."""
   lines = []
-  for (kind, axes), row in found.items():
-    cells = [strategy, kind, ", ".join(axes), row.formula, f"{row.arrays:,}", f"{row.bytes:,}"]
-    lines.append(f"| {' | '.join(cells)} |")
-  return lines
+  for source in sources or terms.SOURCES:
+    for (kind, axes), (arrays, size) in of_sources(job, source).items():
+      lines.append(_row(strategy, _title(source), kind, ", ".join(axes), arrays, size))
+  found = {} if sources else of_sources(job, terms.scalars)
+  along = "; ".join(", ".join(axes) for _, axes in found)
+  counts = [sum(pair) for pair in zip(*found.values(), strict=True)]
+  return lines + ([_row(strategy, "scalars", "all-reduce", along, *counts)] if found else [])
 
 
-def expert_section() -> list[str]:
-  """Returns the lines about the exchange of tokens between experts."""
-  lines = ["", *_OF_EXPERTS.splitlines(), "", expert_terms.LETTERS, "", *_HEAD]
-  for strategy in expert_cases.STRATEGIES:
-    for (kind, axes, each_round), row in expert_terms.theory(job_of(strategy)).items():
-      name = f"{strategy}, one round in each layer" if each_round else strategy
-      lines += _rows(name, {(kind, axes): row})
-  return [*lines, "", *_reasons((*expert_terms.TERMS, *expert_terms.ROUND_TERMS))]
-
-
-def vit_section() -> list[str]:
-  """Returns the lines about the vision transformer."""
-  job = vit_job("dp8")
-  sizes = ", ".join(f"{name} = {letters(job)[name]}" for name in "LDFTXO")
-  images = f"{sizes}, {job.config.data.global_batch_size} images."
-  lines = ["", *_OF_VIT.splitlines(), "", images, "", vit_terms.LETTERS, "", *_HEAD]
-  for strategy in vit_terms.STRATEGIES:
-    lines += _rows(strategy, theory(vit_job(strategy)))
-  return [*lines, "", *_reasons(vit_terms.TERMS)]
-
-
-def _reasons(terms) -> list[str]:
-  """Returns a list of why terms are sent."""
-  lines = []
-  for term in terms:
-    about = f"{term.kind} along {' and '.join(term.axes)}, {shown(term.elements)}"
-    lines += textwrap.wrap(f"- {about}: {term.why}", 100, subsequent_indent="  ")
-  return lines
+def _row(*cells: str | float) -> str:
+  return f"| {' | '.join(x if isinstance(x, str) else f'{x:,.0f}' for x in cells)} |"
 
 
 MORE = """\

@@ -143,3 +143,17 @@ LONG = {
   "float8": Case(mesh(4, stage=2, data=2), {**variants.FLOAT8, **CURRENT}, 4),
 }
 CASES = {**SHORT, **LONG}
+# Of whose steps the budget is proved.
+IN_EACH_TICK = {"training.pipeline_gather": "tick"}
+STRATEGIES = {
+  "data=2 x stage=4": {**LAYERS, **mesh(4, data=2, stage=4)},
+  "stage=2 x fsdp=2 x tensor=2, interleaved, sequence-parallel": {
+    **{**LAYERS, **mesh(4, stage=2, fsdp=2, tensor=2), **IN_EACH_TICK},
+    **{**INTERLEAVED, **SEQUENCE_PARALLEL},
+  },
+  "stage=4 x fsdp=2, interleaved": {
+    **{"model.layers": 8, **mesh(8, stage=4, fsdp=2), **IN_EACH_TICK},
+    **INTERLEAVED,
+  },
+  "data=2 x stage=2, GPipe": {**LAYERS, **mesh(4, data=2, stage=2), **GPIPE},
+}

@@ -1,4 +1,4 @@
-"""What each strategy's compiled step sends is what theory says, array by array and to the byte."""
+"""What each strategy's compiled step sends is what formulas say, array by array and to the byte."""
 
 import re
 
@@ -10,9 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from analysis import collectives, hlo
 from partitioning import shardings
 from partitioning.parallel import collectives as manual
-from planning import analytic
+from planning import terms
 from tests.helpers.jobs import make_job
-from tests.parity import theory as parity_theory
 from tests.parity.budgets import (
   COMMAND,
   INVOLUNTARY,
@@ -20,26 +19,21 @@ from tests.parity.budgets import (
   PAGE,
   STRATEGIES,
   Step,
+  budget,
   compile_step,
   job_of,
+  of_sources,
   page,
   said_while,
   shared_job,
   step,
 )
-from tests.parity.theory import norm, theory
+from tests.parity.variants import FAMILIES, LEARNED
 from training.setup import Job
-
-LARGEST = "dp2_fsdp2_tp2, sequence-parallel"
-
-
-def budget(job: Job) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-  """Returns (kind, axes) -> (arrays, bytes) of theory."""
-  return {key: (row.arrays, row.bytes) for key, row in theory(job).items()}
 
 
 def assert_within_budget(ours: Step) -> None:
-  """Compares all that a step sends with theory."""
+  """Compares all that a step sends with the terms of its job."""
   assert ours.sent() == budget(ours.job)
 
 
@@ -47,8 +41,25 @@ CASES = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name 
 
 
 @pytest.mark.parametrize("strategy", CASES)
-def test_a_step_sends_what_theory_says(strategy):
+def test_a_step_sends_what_its_terms_say(strategy):
   assert_within_budget(step(strategy))
+
+
+LARGEST = "dp2_fsdp2_tp2, sequence-parallel"
+
+
+# Tied embeddings, learned positions, biases and norms of heads; adapters, without other gradients.
+@pytest.mark.parametrize(
+  ("strategy", "keys"),
+  [
+    (LARGEST, LEARNED),
+    pytest.param("dp4_tp2", LEARNED, marks=pytest.mark.long),
+    pytest.param("dp2_fsdp2_tp2", FAMILIES, marks=pytest.mark.long),
+    pytest.param("dp4_tp2", {"lora.rank": 3}, marks=pytest.mark.long),
+  ],
+)
+def test_a_step_of_other_decoders_sends_what_its_terms_say(strategy, keys):
+  assert_within_budget(compile_step(job_of(strategy, **keys)))
 
 
 def test_dropout_sends_nothing():
@@ -60,29 +71,28 @@ def test_dropout_sends_nothing():
 def test_norms_across_heads_send_a_sum_of_squares_of_each_token():
   keys = {"model.query_key_norm": True, "model.query_key_norm_across_heads": True}
   job, plain = job_of("dp4_tp2", **keys), shared_job("dp4_tp2")
-  tensor = "all-reduce", ("tensor",)
-  more = compile_step(job).sent()[tensor][1] - theory(plain)[tensor].bytes
-  # Of queries and of keys, forward and backward: 4 L b T; and the norm's sums for their scales.
-  squares = 4 * 2 * 4 * 12 * 4
-  assert squares <= more <= squares + 4 * 8
-  planned = [
-    sum(
-      term.runs * term.elements * term.itemsize
-      for term in analytic.terms(one)
-      if "tensor" in term.axes
-    )
-    for one in (job, plain)
-  ]
-  assert planned[0] - planned[1] == squares
+  assert_within_budget(compile_step(job))
+  (_, more), (_, without) = (
+    of_sources(one, *terms.SOURCES)["all-reduce", ("tensor",)] for one in (job, plain)
+  )
+  assert more - without == 4 * 2 * 4 * 12 * 4  # of queries and of keys, forward and backward: L b T
 
 
 def test_sinks_of_attention_send_their_gradients_and_nothing_else():
   ours = compile_step(job_of("dp2_fsdp2_tp2", **{"model.attention_sinks": True}))
-  wanted = budget(ours.job)
-  arrays, size = wanted["all-reduce", ("data", "fsdp")]
+  assert_within_budget(ours)
+  key = "all-reduce", ("data", "fsdp")
+  (arrays, size), (before, without) = ours.sent()[key], budget(shared_job("dp2_fsdp2_tp2"))[key]
   # Of the half of the eight heads that a device has, in each of two layers, 4 bytes.
-  wanted["all-reduce", ("data", "fsdp")] = arrays + 2, size + 2 * 4 * 4
-  assert ours.sent() == wanted
+  assert (arrays - before, size - without) == (2, 2 * 4 * 4)
+
+
+def test_a_ring_of_collective_matmuls_sends_halves_in_both_directions():
+  # 16 tokens over 4 devices: 4 each, two in each direction.
+  keys = {"data.sequence_length": 16}
+  ours = compile_step(job_of("fsdp=2 x tensor=4, collective matmul", **keys))
+  assert_within_budget(ours)
+  assert ours.sent()["collective-permute", ("tensor",)][0] == 2 * (10 * 2 + 2) * 3
 
 
 def test_fsdp_is_fsdp8_on_eight_devices():
@@ -138,13 +148,8 @@ def test_what_is_sent_is_linear_in_the_layers_and_the_program_does_not_grow():
 
 
 def without_norm(job: Job) -> dict:
-  """Returns a budget but for the norm's scalars, of which each depth has others."""
-  left_out = norm(job)
-  found = {}
-  for (kind, axes), (arrays, size) in budget(job).items():
-    scalars = left_out.get(axes, 0) if kind == "all-reduce" else 0
-    found[kind, axes] = (arrays - scalars, size - 4 * scalars)
-  return {key: sent for key, sent in found.items() if sent != (0, 0)}
+  """Returns a budget but for scalars, of which each depth has others: those of the norm."""
+  return of_sources(job, *terms.SOURCES)
 
 
 def instructions(text: str) -> int:
@@ -207,11 +212,11 @@ def test_a_budget_catches_a_sum_that_is_taken_again(monkeypatch):
 
 
 @pytest.mark.long
-def test_the_page_is_what_theory_says():
+def test_the_page_is_what_the_terms_say():
   assert PAGE.read_text() == page(), f"stale: run {COMMAND}"
 
 
 @pytest.mark.long
 def test_a_page_that_says_otherwise_is_stale(monkeypatch):
-  monkeypatch.setattr(parity_theory, "TERMS", parity_theory.TERMS[1:])
+  monkeypatch.setattr(terms, "SOURCES", terms.SOURCES[1:])
   assert PAGE.read_text() != page()

@@ -7,8 +7,7 @@ import pytest
 
 from tests.checkpointing.states import moved
 from tests.helpers.jobs import first_state, host_batch, make_job, place
-from tests.parity.budgets import Step
-from tests.parity.theory import theory
+from tests.parity.budgets import Step, budget
 from tests.parity.updates import assert_equal, on_host
 
 STEPS = 3
@@ -58,7 +57,7 @@ def test_a_mesh_trains_as_one_device_and_a_run_resumes_on_it(tmp_path):
 def test_nothing_more_is_sent():
   job, step = job_of("dp2_fsdp2_tp2")
   sent = Step(job, step.as_text(), "").sent()
-  assert sent == {key: (row.arrays, 2 * row.bytes) for key, row in theory(job).items()}
+  assert sent == budget(job, 8)
 
 
 def test_moments_are_placed_as_their_parameters():

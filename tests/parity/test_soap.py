@@ -8,13 +8,10 @@ import pytest
 
 from analysis import collectives
 from checkpointing.checkpointer import Checkpointer
-from planning import analytic
+from planning import terms
 from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
-from tests.parity.budgets import INVOLUNTARY, SOAP, UPDATES
+from tests.parity.budgets import INVOLUNTARY, SOAP, UPDATES, added_up
 from tests.parity.expert_cases import WITH_DENSE
-from tests.parity.step_terms import TERMS
-from tests.parity.theory import theory_of_soap
-from tests.parity.update_terms import SOAP_TERMS
 from tests.parity.updates import Updates, assert_equal, on_host
 from training.state import State
 
@@ -26,7 +23,6 @@ SIGNED = ("/mu/", "_basis/")
 # Those beside the two that differ most take the longest to compile.
 SHORT = ("dp8, ZeRO-1", "dp2_fsdp2_tp2")
 MESHES = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in UPDATES]
-UPDATED = tuple(term for term in TERMS if term.only == "zero_1")
 
 
 def unsigned(leaves):
@@ -43,29 +39,18 @@ def test_soap_trains_as_on_one_device(mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_steps_and_refreshes_send_what_theory_says(mesh):
+def test_steps_and_refreshes_send_what_their_terms_say(mesh):
   job, _, ours = RUNS.compiled(mesh)
-  found = {when: defaultdict(lambda: (0, 0)) for when in SOAP_TERMS}
+  found = defaultdict(lambda: (0, 0)), defaultdict(lambda: (0, 0))
   for one in collectives.collectives(ours.text, job.mesh):
-    sums = found["each refresh" if "/cond/branch_1_fun/" in one.source else "each step"]
+    sums = found["/cond/branch_1_fun/" in one.source]
     arrays, size = sums[one.kind, one.axes]
     sums[one.kind, one.axes] = (arrays + one.count * one.arrays, size + one.count * one.bytes)
-  for when, terms in SOAP_TERMS.items():
-    terms = (*terms, *(UPDATED if when == "each step" else ()))
-    rows = theory_of_soap(job, terms)  # of 8 bytes each, not 4
-    assert found[when] == {key: (row.arrays, 2 * row.bytes) for key, row in rows.items()}, when
+  sources = (terms.matrix_exchanges, terms.updated_parameters)
+  sent = [term for source in sources for term in terms.sent_by(source, job)]
+  for refresh, sums in enumerate(found):
+    assert sums == added_up([x for x in sent if ("new bases" in x.why) == refresh], job), refresh
   assert INVOLUNTARY not in ours.said
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_plan_without_a_compiler_counts_the_same(mesh):
-  job = RUNS.compiled(mesh)[0]
-  found = defaultdict(int)
-  for term in analytic.terms(job):
-    if term.why.startswith("matrices of"):
-      found[term.kind, term.axes] += round(term.runs * term.elements * term.itemsize)
-  terms = [term for terms in SOAP_TERMS.values() for term in terms]
-  assert found == {key: 2 * row.bytes for key, row in theory_of_soap(job, terms).items()}
 
 
 @pytest.mark.parametrize("mesh", SHORT)

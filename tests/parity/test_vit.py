@@ -1,13 +1,10 @@
-"""The vision transformer on meshes: it trains as on one device, and sends what theory says."""
-
-import math
-from collections import defaultdict
+"""The vision transformer on meshes: it trains as on one device, and sends what formulas say."""
 
 import pytest
 
-from planning import analytic
+from planning import terms
 from tests.helpers.jobs import make_job
-from tests.parity.budgets import compile_step, vit_job
+from tests.parity.budgets import VIT_STRATEGIES, budget, compile_step, of_sources, vit_job
 from tests.parity.comparison import (
   COLLECTIVE_MATMUL,
   MESHES,
@@ -16,8 +13,6 @@ from tests.parity.comparison import (
   reference,
   train,
 )
-from tests.parity.theory import theory
-from tests.parity.vit_terms import STRATEGIES
 
 # The sequence is split as well; between blocks also over tensor.
 CONTEXT = {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2}
@@ -58,37 +53,16 @@ def test_dropout_is_the_same_on_every_mesh():
 
 # ------------------------------ what a step sends ------------------------------
 
-CASES = [pytest.param(x, marks=[pytest.mark.long] * ("sequence" not in x)) for x in STRATEGIES]
+CASES = [pytest.param(x, marks=[pytest.mark.long] * ("sequence" not in x)) for x in VIT_STRATEGIES]
 
 
 @pytest.mark.parametrize("strategy", CASES)
-def test_a_step_sends_what_theory_says(strategy):
+def test_a_step_sends_what_its_terms_say(strategy):
   job = vit_job(strategy)
-  wanted = {key: (row.arrays, row.bytes) for key, row in theory(job).items()}
-  assert compile_step(job).sent() == wanted
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_plan_says_the_same_but_for_small_kernels(strategy):
-  job, found = vit_job(strategy), defaultdict(float)
-  for term in analytic.terms(job):
-    found[term.kind, term.axes] += term.runs * term.elements * term.itemsize
-  sent = defaultdict(int, {key: row.bytes for key, row in theory(job).items()})
-  # A plan has these gradients scattered as those of the layers' kernels.
-  small = ("patches/kernel", "positions/table", "head/kernel")
-  if job.devices.sizes["fsdp"] > 1:
-    parameters = job.placements["parameters"]
-    sent["reduce-scatter", ("fsdp",)] += sum(4 * math.prod(parameters[x].shape) for x in small)
-  for key in (
-    *(("all-gather", (axis,)) for axis in ("fsdp", "tensor")),
-    *(("reduce-scatter", (axis,)) for axis in ("fsdp", "tensor")),
-    *([("all-reduce", ("tensor",))] if "sequence" not in strategy else []),
-  ):
-    # The positions' table and the norm of the gradients are not in the plan.
-    assert found[key] == pytest.approx(sent.get(key, 0), abs=4 * 700), key
+  assert compile_step(job).sent() == budget(job)
 
 
 def test_a_plan_gathers_keys_and_values_of_whole_images():
   job = make_job("single", "vit", **VARIANTS["data2_context4"])
-  [gathered] = [x for x in analytic.terms(job) if (x.kind, x.axes) == ("all-gather", ("context",))]
-  assert gathered.runs * gathered.elements == 2 * 2 * 12 * 16 * 40  # of L, k and v, b T D
+  sent = of_sources(job, terms.sequence_attention)
+  assert sent["all-gather", ("context",)][1] == 4 * 2 * 2 * 12 * 16 * 40  # of L, k and v, b T D

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 
-from planning import activation_memory, analytic, memory, passes, traced_cost
+from planning import activation_memory, memory, passes, terms, traced_cost
 from tests.helpers.jobs import make_job
 
 # Of the small decoder: rows, tokens, model, heads, key/value heads, head, feed-forward, vocabulary.
@@ -31,7 +31,7 @@ def staged(**keys):
 
 def sent(job):
   found = defaultdict(lambda: [0, 0])
-  for term in analytic.terms(job):
+  for term in terms.step_terms(job):
     found[term.kind, term.axes][0] += term.runs
     found[term.kind, term.axes][1] += round(term.runs * term.elements * term.itemsize)
   return {key: tuple(pair) for key, pair in found.items()}
@@ -98,9 +98,10 @@ def test_chunks_parameters_move_once_and_their_gradients_back():
   permutes = 2 * (chunks * M + S - 1)
   residual = B // M // 2 * T * D * WIDE
   arrays = 9
+  # Of its two chunks each stage keeps one, so one round sends.
   assert found["collective-permute", ("stage",)] == (
-    permutes + 2 * chunks * arrays,
-    permutes * residual + 2 * parameters,
+    permutes + 2 * arrays,
+    permutes * residual + 2 * parameters / chunks,
   )
   # Gradients are reduced over data once, after the last microbatch.
   every = parameters + (2 * V * D + D) * WIDE
