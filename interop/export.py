@@ -24,7 +24,7 @@ from interop.export_folder import CONFIG_FILE, ExportFolder
 from interop.safetensors_writer import WeightFile, Writer
 from interop.tokenizer_export import json_bytes
 from models import lora, mup
-from models.transformer_dims import LORA_A, LORA_B
+from models.transformer_dims import LORA_A, LORA_B, decoder_spec
 from partitioning.rules import named_leaves
 from runtime.exit_codes import ExportError
 
@@ -233,7 +233,7 @@ class Fetcher:
       for dim, index in enumerate(place):
         arrays = {n: jax.lax.dynamic_slice_in_dim(x, index, 1, dim) for n, x in arrays.items()}
       if len(arrays) > 1:
-        arrays = named_leaves(lora.merge(self._config, nested(arrays)))
+        arrays = named_leaves(lora.merge(decoder_spec(self._config), nested(arrays)))
       one = arrays[name].reshape(arrays[name].shape[indices:])
       return one.astype(wanted) if narrower else one
 

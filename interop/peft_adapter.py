@@ -18,8 +18,8 @@ from ml_collections import ConfigDict
 
 from interop import name_maps, name_tables
 from interop.name_maps import Part, Tensor
-from models import transformer_dims
-from models.transformer_dims import LORA_A, LORA_B
+from models.spec import RESIDUAL
+from models.transformer_dims import LORA_A, LORA_B, decoder_spec
 
 CONFIG_FILE, WEIGHTS = "adapter_config.json", "adapter_model"
 PREFIX = "base_model.model."
@@ -49,7 +49,7 @@ def modules(config: ConfigDict, model_type: str) -> list[Module]:
   for name, (dims, parameters) in name_tables.FAMILIES[model_type].rows.items():
     kernels = (parameters,) if isinstance(parameters, str) else parameters
     layers = tuple(one.removesuffix(_KERNEL) for one in kernels if one.endswith(_KERNEL))
-    adapted = tuple(one for one in layers if transformer_dims.adapted(config, one))
+    adapted = tuple(one for one in layers if decoder_spec(config).lora.adapts(one))
     if adapted:
       inputs = _letters(config, adapted[0], LORA_A).removesuffix("r")
       transposed = dims.split(" ")[0] == inputs
@@ -58,7 +58,7 @@ def modules(config: ConfigDict, model_type: str) -> list[Module]:
 
 
 def _letters(config: ConfigDict, layer: str, part: str) -> str:
-  return transformer_dims.letters_of(config, f"{layer}/{part}")
+  return decoder_spec(config).letters_of(f"{layer}/{part}")
 
 
 def adapter_config(config: ConfigDict, model_type: str, base: str | None) -> dict[str, Any]:
@@ -167,8 +167,8 @@ def _b(config: ConfigDict, module: Module, layer: int, name: str) -> Tensor:
 
 def _outputs(config: ConfigDict, layer: str) -> str:
   """Returns the letters of a layer's output: of its kernel's, those that its inputs do not have."""
-  kernel = transformer_dims.letters_of(config, f"{layer}{_KERNEL}")
-  width = transformer_dims.RESIDUAL.width
+  kernel = decoder_spec(config).letters_of(f"{layer}{_KERNEL}")
+  width = RESIDUAL.width
   return kernel.removeprefix(width) if kernel.startswith(width) else width
 
 

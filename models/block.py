@@ -6,7 +6,6 @@ Names carry their dims: `x_BRD` is batch, residual sequence, width.
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Key
-from ml_collections import ConfigDict
 
 from models import activations
 from models.grouped_query_attention import GroupedQueryAttention
@@ -15,8 +14,9 @@ from models.layer_pattern import Layer
 from models.layers import MLP, Norm, dropout
 from models.losses import Sums
 from models.rematerialization import named
+from models.spec import LAYERS
 from models.token_positions import Rows
-from models.transformer_dims import LAYERS, is_latent
+from models.transformer_dims import DecoderSpec, is_latent
 from partitioning.dtypes import scaled
 
 
@@ -26,38 +26,38 @@ class Block(nnx.Module):
   In place of the MLP it may have a mixture of experts.
   """
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, stack: str = LAYERS):
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, stack: str = LAYERS):
     """Draws the layer's parameters from `rngs.params`.
 
     Args:
-      config: finalized.
+      spec: of the model.
       rngs: draws them.
       stack: how their names begin. Of a model with experts the layers in `dense_layers/` have none.
     """
-    self.pre_norms, self.post_norms = config.model.pre_norms, config.model.post_norms
+    self.pre_norms, self.post_norms = spec.pre_norms, spec.post_norms
     if self.pre_norms:
-      self.attention_norm = Norm(f"{stack}attention_norm", config)
+      self.attention_norm = Norm(f"{stack}attention_norm", spec)
     attention = GroupedQueryAttention
-    if is_latent(config.model):
+    if is_latent(spec):
       from models.latent_attention import LatentAttention  # of such models alone
 
       attention = LatentAttention
-    self.attention = attention(config, rngs=rngs, name=f"{stack}attention")
+    self.attention = attention(spec, rngs=rngs, name=f"{stack}attention")
     if self.pre_norms:
-      self.mlp_norm = Norm(f"{stack}mlp_norm", config)
-    self.sparse = config.model.experts > 0 and stack == LAYERS
+      self.mlp_norm = Norm(f"{stack}mlp_norm", spec)
+    self.sparse = spec.experts > 0 and stack == LAYERS
     if self.sparse:
       from models.experts import Experts  # of such models alone
 
-      self.experts = Experts(config, rngs=rngs)
+      self.experts = Experts(spec, rngs=rngs)
     else:
-      self.mlp = MLP(config, rngs=rngs, name=f"{stack}mlp")
+      self.mlp = MLP(spec, rngs=rngs, name=f"{stack}mlp")
     if self.post_norms:
-      self.attention_post_norm = Norm(f"{stack}attention_post_norm", config)
-      self.mlp_post_norm = Norm(f"{stack}mlp_post_norm", config)
-    self.multiplier = config.model.residual_multiplier
-    self.dropout_rate = config.model.dropout_rate
-    self.adapter_dropout = config.lora.dropout
+      self.attention_post_norm = Norm(f"{stack}attention_post_norm", spec)
+      self.mlp_post_norm = Norm(f"{stack}mlp_post_norm", spec)
+    self.multiplier = spec.residual_multiplier
+    self.dropout_rate = spec.dropout_rate
+    self.adapter_dropout = spec.lora.dropout
 
   def __call__(
     self,
@@ -117,12 +117,12 @@ class Block(nnx.Module):
     return scaled(update_BRD, self.multiplier)
 
 
-def stacked(config: ConfigDict, rngs: nnx.Rngs, count: int, name: str) -> Block:
+def stacked(spec: DecoderSpec, rngs: nnx.Rngs, count: int, name: str) -> Block:
   """Returns `count` layers with their parameters stacked along the first dim."""
 
   @nnx.split_rngs(splits=count)
   @nnx.vmap(in_axes=0, out_axes=0)
   def stack(rngs: nnx.Rngs) -> Block:
-    return Block(config, rngs=rngs, stack=name)
+    return Block(spec, rngs=rngs, stack=name)
 
   return stack(rngs)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
-from ml_collections import ConfigDict
 
 from models.attention import Attend
 from models.kv_cache import Cache, update_cache
@@ -17,8 +16,9 @@ from models.layer_pattern import Layer
 from models.layers import Linear, Norm, adapter_dropout
 from models.rematerialization import named
 from models.rope import apply_rope
+from models.spec import RESIDUAL
 from models.token_positions import Rows
-from models.transformer_dims import QUERIES, RESIDUAL, SINKS, sizes
+from models.transformer_dims import QUERIES, SINKS, DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.parallel.matmuls import column_parallel, row_parallel
 
@@ -28,26 +28,25 @@ SINK_DEVIATION = 0.02  # of the initial sinks, as of gpt-oss in the transformers
 class GroupedQueryAttention(nnx.Module):
   """Grouped-query attention. Sources: arXiv:2305.13245; 2104.09864 for rotary positions."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, name: str = "layers/attention"):
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str = "layers/attention"):
     """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
-    model = config.model
-    linear = functools.partial(Linear, config=config, rngs=rngs)
+    linear = functools.partial(Linear, spec=spec, rngs=rngs)
     self.query, self.key = linear(f"{name}/query"), linear(f"{name}/key")
     self.value = linear(f"{name}/value")
-    self.query_key_norm = model.query_key_norm
+    self.query_key_norm = spec.query_key_norm
     if self.query_key_norm:
-      self.query_norm = Norm(f"{name}/query_norm", config)
-      self.key_norm = Norm(f"{name}/key_norm", config)
-    self.clip = model.clip_qkv
-    self.out = linear(f"{name}/out", scale=(2 * model.layers) ** -0.5)
-    self.has_sinks = model.attention_sinks
+      self.query_norm = Norm(f"{name}/query_norm", spec)
+      self.key_norm = Norm(f"{name}/key_norm", spec)
+    self.clip = spec.clip_qkv
+    self.out = linear(f"{name}/out", scale=spec.out_scale)
+    self.has_sinks = spec.attention_sinks
     if self.has_sinks:
-      dtype, shape = jnp.dtype(config.training.parameter_dtype), sizes(config, SINKS)
+      dtype, shape = spec.parameter_dtype, spec.sizes(SINKS)
       deviation = jnp.asarray(SINK_DEVIATION, dtype)
       self.sinks = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
-    self.attend = Attend.of(config)
-    self.adjacent_pairs = model.rotary_pairs == "adjacent"
-    self.adapter_dropout = config.lora.dropout
+    self.attend = Attend.of(spec)
+    self.adjacent_pairs = spec.rotary_pairs == "adjacent"
+    self.adapter_dropout = spec.lora.dropout
 
   def __call__(
     self,

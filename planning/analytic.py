@@ -13,7 +13,8 @@ import numpy as np
 from analysis.chips import Chip, Rates
 from analysis.roofline import Work, matmul_seconds
 from models.layer_stack import STACKS
-from models.transformer_dims import DOWN_PROJECTIONS, in_8_bits, is_latent, latent_sizes
+from models.spec import in_8_bits
+from models.transformer_dims import DOWN_PROJECTIONS, is_latent, latent_sizes
 from partitioning.dims import axes_size, spec_axes
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import Placement
@@ -153,7 +154,7 @@ def _of_parameters(job: Job) -> Iterator[Term]:
     forward, back = _runs(runs, job, placement)
     again = back if config.partitioning.reshard_after_forward and not scale else 0
     if split:
-      itemsize = 1 if in_8_bits(config, name) else gathered
+      itemsize = 1 if in_8_bits(name, config.training.matmul_dtype) else gathered
       gathers = forward + again if layers > 1 else 1
       yield Term("all-gather", ("fsdp",), gathers, whole, f"{name}, gathered", itemsize, True)
     if name not in job.program.trained:

@@ -5,7 +5,7 @@ from collections import defaultdict
 import pytest
 
 from models import latent_attention, transformer
-from models.transformer_dims import RESIDUAL
+from models.spec import RESIDUAL
 from planning import analytic, traced_cost
 from tests.parity.budgets import compile_step, job_of, latent_job
 from tests.parity.latents import LATENTS, STRATEGIES
