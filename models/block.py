@@ -34,8 +34,8 @@ class Block(nnx.Module):
       rngs: draws them.
       stack: how their names begin. Of a model with experts the layers in `dense_layers/` have none.
     """
-    self.pre_norms, self.post_norms = spec.pre_norms, spec.post_norms
-    if self.pre_norms:
+    self.spec = spec
+    if spec.pre_norms:
       self.attention_norm = Norm(f"{stack}attention_norm", spec)
     attention = GroupedQueryAttention
     if is_latent(spec):
@@ -43,7 +43,7 @@ class Block(nnx.Module):
 
       attention = LatentAttention
     self.attention = attention(spec, rngs=rngs, name=f"{stack}attention")
-    if self.pre_norms:
+    if spec.pre_norms:
       self.mlp_norm = Norm(f"{stack}mlp_norm", spec)
     self.sparse = spec.experts > 0 and stack == LAYERS
     if self.sparse:
@@ -52,12 +52,9 @@ class Block(nnx.Module):
       self.experts = Experts(spec, rngs=rngs)
     else:
       self.mlp = MLP(spec, rngs=rngs, name=f"{stack}mlp")
-    if self.post_norms:
+    if spec.post_norms:
       self.attention_post_norm = Norm(f"{stack}attention_post_norm", spec)
       self.mlp_post_norm = Norm(f"{stack}mlp_post_norm", spec)
-    self.multiplier = spec.residual_multiplier
-    self.dropout_rate = spec.dropout_rate
-    self.adapter_dropout = spec.lora.dropout
 
   def __call__(
     self,
@@ -80,41 +77,40 @@ class Block(nnx.Module):
       The residual; the cache; numbers of each row [B, ...], by name: of a sparse layer, those of
       `models.experts`.
     """
-    keys = (None,) * 4
+    spec, keys = self.spec, (None,) * 4
     if key is not None:
-      count = 4 if self.adapter_dropout else 2
+      count = 4 if spec.lora.dropout else 2
       keys = (*jax.random.split(key, count), None, None)[:4]
     x_BRD = named(x_BRD, "layer_input")
     normed_BRD = x_BRD
-    if self.pre_norms:
+    if spec.pre_norms:
       normed_BRD = named(self.attention_norm(x_BRD), "attention_input")
     update_BRD, cache = self.attention(normed_BRD, layer, rows, cache, keys[2])
     update_BRD = named(update_BRD, "attention_update")
-    if self.post_norms:
+    if spec.post_norms:
       update_BRD = self.attention_post_norm(update_BRD)
     update_BRD = self._scaled(update_BRD)
     activations.record("attention", update_BRD)
-    x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[0], rows.slots_BT[0])
-    normed_BRD = named(self.mlp_norm(x_BRD), "mlp_input") if self.pre_norms else x_BRD
+    x_BRD = x_BRD + dropout(update_BRD, spec.dropout_rate, keys[0], rows.slots_BT[0])
+    normed_BRD = named(self.mlp_norm(x_BRD), "mlp_input") if spec.pre_norms else x_BRD
     numbers = {}
     if self.sparse:
       update_BRD, numbers = self.experts(normed_BRD, rows)
     else:
       update_BRD = self.mlp(normed_BRD, keys[3], rows.slots_BT[0])
     update_BRD = named(update_BRD, "mlp_update")
-    if self.post_norms:
+    if spec.post_norms:
       update_BRD = self.mlp_post_norm(update_BRD)
     update_BRD = self._scaled(update_BRD)
     activations.record("mlp", update_BRD)
-    x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[1], rows.slots_BT[0])
+    x_BRD = x_BRD + dropout(update_BRD, spec.dropout_rate, keys[1], rows.slots_BT[0])
     activations.record("residual", x_BRD)
     return x_BRD, cache, numbers
 
   def _scaled(self, update_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
     """Returns what is added to the residual, times `model.residual_multiplier` (Granite)."""
-    if self.multiplier == 1.0:
-      return update_BRD
-    return scaled(update_BRD, self.multiplier)
+    factor = self.spec.residual_multiplier
+    return update_BRD if factor == 1.0 else scaled(update_BRD, factor)
 
 
 def stacked(spec: DecoderSpec, rngs: nnx.Rngs, count: int, name: str) -> Block:

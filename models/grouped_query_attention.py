@@ -30,23 +30,18 @@ class GroupedQueryAttention(nnx.Module):
 
   def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str = "layers/attention"):
     """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
-    linear = functools.partial(Linear, spec=spec, rngs=rngs)
+    self.spec, linear = spec, functools.partial(Linear, spec=spec, rngs=rngs)
     self.query, self.key = linear(f"{name}/query"), linear(f"{name}/key")
     self.value = linear(f"{name}/value")
-    self.query_key_norm = spec.query_key_norm
-    if self.query_key_norm:
+    if spec.query_key_norm:
       self.query_norm = Norm(f"{name}/query_norm", spec)
       self.key_norm = Norm(f"{name}/key_norm", spec)
-    self.clip = spec.clip_qkv
     self.out = linear(f"{name}/out", scale=spec.out_scale)
-    self.has_sinks = spec.attention_sinks
-    if self.has_sinks:
+    if spec.attention_sinks:
       dtype, shape = spec.parameter_dtype, spec.sizes(SINKS)
       deviation = jnp.asarray(SINK_DEVIATION, dtype)
       self.sinks = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
     self.attend = Attend.of(spec)
-    self.adjacent_pairs = spec.rotary_pairs == "adjacent"
-    self.adapter_dropout = spec.lora.dropout
 
   def __call__(
     self,
@@ -65,8 +60,8 @@ class GroupedQueryAttention(nnx.Module):
       cache: this layer's; None if x has all tokens.
       key: draws the dropout of the adapters' inputs; None turns it off.
     """
-    keys = (None, None) if key is None else jax.random.split(key)
-    dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=rows.slots_BT[0])
+    spec, keys = self.spec, (None, None) if key is None else jax.random.split(key)
+    dropped = functools.partial(adapter_dropout, spec.lora.dropout, slots_T=rows.slots_BT[0])
     projections = [self.query, self.key, self.value]
     inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
     projected = column_parallel(x_BRD, projections, RESIDUAL, inputs)
@@ -74,21 +69,18 @@ class GroupedQueryAttention(nnx.Module):
       named(linear.add_bias(x), name)
       for linear, x, name in zip(projections, projected, ("query", "key", "value"), strict=True)
     )
-    if self.query_key_norm:
+    if spec.query_key_norm:
       q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-    if self.clip:
-      q_BTNH, k_BTKH, v_BTKH = (
-        jnp.clip(x, -self.clip, self.clip) for x in (q_BTNH, k_BTKH, v_BTKH)
-      )
+    if most := spec.clip_qkv:
+      q_BTNH, k_BTKH, v_BTKH = (jnp.clip(x, -most, most) for x in (q_BTNH, k_BTKH, v_BTKH))
     if (table_2BTh := rows.rope(layer)) is not None:
-      q_BTNH, k_BTKH = (
-        apply_rope(x, table_2BTh, adjacent=self.adjacent_pairs) for x in (q_BTNH, k_BTKH)
-      )
+      adjacent = spec.rotary_pairs == "adjacent"
+      q_BTNH, k_BTKH = (apply_rope(x, table_2BTh, adjacent=adjacent) for x in (q_BTNH, k_BTKH))
     q_BTNH = layer.scaled(q_BTNH)
     if cache is not None:
       cache = update_cache(cache, constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH"))
       k_BTKH, v_BTKH = cache.keys, cache.values
-    sinks_N = constrain(self.sinks[...], SINKS) if self.has_sinks else None
+    sinks_N = constrain(self.sinks[...], SINKS) if spec.attention_sinks else None
     output_BTNH = self.attend(
       q_BTNH, k_BTKH, v_BTKH, layer, rows, sinks_N, cached=cache is not None
     )

@@ -87,23 +87,26 @@ class ModelSpec(abc.ABC):
 
   def optional_letters(self, name: str) -> str:
     """Returns the letters of an optional parameter; "" if the model does not have it."""
-    rows = self.parameters.items()
-    found = next((letters for pattern, letters in rows if re.fullmatch(pattern, name)), "")
+    found = matched(name, self.parameters)
     return found[1:] if name.startswith((LAYERS, DENSE_LAYERS)) else found
 
   def sizes(self, letters: str) -> tuple[int, ...]:
     """Returns the shape of a parameter with these letters."""
     return tuple(self.legend[letter].size for letter in letters)
 
-  def fan_in(self, letters: str) -> int:
-    """Returns the fan-in of a kernel with these letters.
+  def inputs_of(self, letters: str) -> str:
+    """Returns the letters of the inputs of a kernel with these letters.
 
     A kernel whose first dim is the width of the residual or of latent vectors reads them; any other
     writes the residual.
     """
     letters = letters.removeprefix("E")  # experts are kernels side by side
     reads = self.legend[letters[0]].name in mup.INPUTS
-    return math.prod(self.sizes(letters[0] if reads else letters.removesuffix(RESIDUAL.width)))
+    return letters[0] if reads else letters.removesuffix(RESIDUAL.width)
+
+  def fan_in(self, letters: str) -> int:
+    """Returns the number of inputs of a kernel with these letters."""
+    return math.prod(self.sizes(self.inputs_of(letters)))
 
   def deviation(self, letters: str) -> float:
     """Returns the standard deviation of a kernel's initial elements."""
@@ -149,6 +152,11 @@ def in_8_bits(name: str, matmul_dtype: str) -> bool:
   """
   kernel = name.startswith((LAYERS, DENSE_LAYERS)) and name.endswith("/kernel")
   return kernel and matmul_dtype != "compute"
+
+
+def matched(name: str, parameters: Mapping[str, str]) -> str:
+  """Returns the letters of a parameter in a table of patterns; "" if no row matches."""
+  return next((found for row, found in parameters.items() if re.fullmatch(row, name)), "")
 
 
 Spec = TypeVar("Spec", bound=ModelSpec)

@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from models.rope import hashable
-from models.spec import DENSE_LAYERS, LAYERS, LayersSpec, resolve
+from models.spec import DENSE_LAYERS, LAYERS, LayersSpec, matched, resolve
 from partitioning.dims import Dim
 from partitioning.parallel.sharded_function import Residual
 from runtime.layer_kinds import beside_sparse, is_sparse, sparse_layers
@@ -147,11 +147,15 @@ class DecoderSpec(LayersSpec):
     if _has_query_latents(self):
       table = table | OF_QUERY_LATENTS
     present = {
-      name: dims
-      for name, dims in table.items()
-      if not any(part in name for part in absent)
-      and (not name.endswith((LORA_A, LORA_B)) or self.lora.adapts(name.rpartition("/")[0]))
+      name: dims for name, dims in table.items() if not any(part in name for part in absent)
     }
+    for layer in self.lora.targets if self.lora.rank else ():
+      if kernel := matched(f"{layer}/kernel", present)[1:]:
+        inputs = self.inputs_of(kernel)
+        present |= {
+          f"{layer}/{LORA_A}": f"L{inputs}r",
+          f"{layer}/{LORA_B}": f"Lr{kernel.removeprefix(inputs)}",
+        }
     return _in_two_stacks(self, present) if self.experts else present
 
   @property
@@ -247,21 +251,6 @@ PARAMETERS = {
   "final_norm/scale": "D",
   "final_norm/bias": "D",
   "unembed/kernel": "DV",
-  # Adapters: the kernel's input dims and the rank, the rank and the kernel's output dims.
-  "layers/attention/query/lora_a": "LDr",
-  "layers/attention/query/lora_b": "LrNH",
-  "layers/attention/key/lora_a": "LDr",
-  "layers/attention/key/lora_b": "LrKH",
-  "layers/attention/value/lora_a": "LDr",
-  "layers/attention/value/lora_b": "LrKH",
-  "layers/attention/out/lora_a": "LNHr",
-  "layers/attention/out/lora_b": "LrD",
-  "layers/mlp/gate/lora_a": "LDr",
-  "layers/mlp/gate/lora_b": "LrF",
-  "layers/mlp/up/lora_a": "LDr",
-  "layers/mlp/up/lora_b": "LrF",
-  "layers/mlp/down/lora_a": "LFr",
-  "layers/mlp/down/lora_b": "LrD",
 }
 EXPERTS = f"{LAYERS}experts"
 # The last parts of an adapter's names.
@@ -296,9 +285,9 @@ ACROSS_HEADS = {
 # Letters of kernels that give what latent attention computes of each token.
 DOWN_PROJECTIONS = ("LDq", "LDc", "LDI")
 # In place of the others, with model.attention="latent".
-OF_LATENTS = {"layers/attention/out/kernel": "LNUD", "layers/attention/out/lora_a": "LNUr"}
+OF_LATENTS = {"layers/attention/out/kernel": "LNUD"}
 # Likewise, where queries have a latent vector too.
-OF_QUERY_LATENTS = {"layers/attention/query/kernel": "LQNH", "layers/attention/query/lora_a": "LQr"}
+OF_QUERY_LATENTS = {"layers/attention/query/kernel": "LQNH"}
 
 
 def is_latent(model: Any) -> bool:

@@ -156,11 +156,14 @@ def dropped(x):
   return layers.dropout(x, DROPPED, jax.random.key(0), slots_R)
 
 
+GRANITE = types.SimpleNamespace(residual_multiplier=0.22)
+
+
 @pytest.mark.parametrize(
   ("function", "constant"),
   [
     # Granite's multiplier.
-    (functools.partial(block.Block._scaled, types.SimpleNamespace(multiplier=0.22)), 0.22),
+    (functools.partial(block.Block._scaled, types.SimpleNamespace(spec=GRANITE)), 0.22),
     (dropped, 1 / (1 - DROPPED)),
   ],
 )
