@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 from ml_collections import ConfigDict
 
-from models import transformer_dims
+from models.spec import LAYERS
+from models.transformer_dims import LORA_A, LORA_B, DecoderSpec, decoder_spec, legend
 
 # ------------------------------ the tables ------------------------------
 
@@ -337,7 +338,7 @@ class Tensor:
 
 def sizes_of(config: ConfigDict) -> dict[str, int]:
   """Returns letter -> size in a folder: ours, but the vocabulary without padding."""
-  found = {letter: dim.size for letter, dim in transformer_dims.legend(config).items()}
+  found = {letter: dim.size for letter, dim in legend(config).items()}
   return {**found, "V": config.model.vocabulary_size}
 
 
@@ -355,22 +356,23 @@ def tensors(
     ValueError: a parameter of the model that no tensor of the family holds.
   """
   found: dict[str, Tensor] = {}
+  spec, sizes = decoder_spec(config), sizes_of(config)
   rows = FAMILIES[model_type].rows if rows is None else rows
   in_layers = {name: row for name, row in rows.items() if "{}" in name}
   for name, row in rows.items():
-    if name not in in_layers and (one := _tensor(config, name, row, ())):
+    if name not in in_layers and (one := _tensor(spec, sizes, name, row, ())):
       found[one.name] = one
   for layer in range(config.model.layers):
-    stack, index = transformer_dims.place_of(config, layer)
+    stack, index = spec.place_of(layer)
     for name, (dims, ours) in in_layers.items():
-      row = dims, tuple(stack + one.removeprefix(transformer_dims.LAYERS) for one in _names(ours))
+      row = dims, tuple(stack + one.removeprefix(LAYERS) for one in _names(ours))
       each = [(number,) for number in range(config.model.experts)]
       for expert in each if name.count("{}") > 1 else [()]:
-        if one := _tensor(config, name.format(layer, *expert), row, (index, *expert)):
+        if one := _tensor(spec, sizes, name.format(layer, *expert), row, (index, *expert)):
           found[one.name] = one
   used = {part.parameter for one in found.values() for part in one.parts}
-  patterns = transformer_dims.parameters(config)
-  adapters = (transformer_dims.LORA_A, transformer_dims.LORA_B)  # in no model's folder
+  patterns = spec.parameters
+  adapters = (LORA_A, LORA_B)  # in no model's folder
   missing = [
     pattern
     for pattern in patterns
@@ -381,22 +383,25 @@ def tensors(
   return found
 
 
-def _tensor(config: ConfigDict, name: str, row: Row, place: tuple[int, ...]) -> Tensor | None:
-  """Returns the tensor of a row; None where the config does not have its parameters.
+def _tensor(
+  spec: DecoderSpec, sizes: Mapping[str, int], name: str, row: Row, place: tuple[int, ...]
+) -> Tensor | None:
+  """Returns the tensor of a row; None where the model does not have its parameters.
 
   Args:
-    config: finalized.
+    spec: of the model.
+    sizes: of `sizes_of`.
     name: with its numbers.
     row: of the table.
     place: of the parameters, without the expert that a tensor of all experts has; see `Part`.
   """
   dims, parameters = row[0], _names(row[1])
-  letters = [transformer_dims.optional_letters(config, one) for one in parameters]
+  letters = [spec.optional_letters(one) for one in parameters]
   if not any(letters):
     return None
   if not all(letters):
     raise ValueError(f"{name}: {', '.join(parameters)}: the model has only some of them")
-  sizes, axes = sizes_of(config), [re.split(r"[+|]", axis) for axis in dims.split(" ")]
+  axes = [re.split(r"[+|]", axis) for axis in dims.split(" ")]
   stacked = axes[0] == [_EXPERTS]
   axes = axes[stacked:]
   joined = next((number for number, axis in enumerate(axes) if len(axis) > 1), 0)

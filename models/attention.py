@@ -8,13 +8,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from ml_collections import ConfigDict
 
 from models import attention_tiles, blockwise_attention, cudnn_attention, splash_attention
 from models.layer_pattern import Layer, layer_pattern
 from models.rematerialization import named
 from models.token_positions import Rows
-from models.transformer_dims import KEYS, QUERIES
+from models.transformer_dims import KEYS, QUERIES, DecoderSpec
 from partitioning.constraints import constrain, tie_to
 from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel.attention_blocks import Blocks, Scores
@@ -147,7 +146,7 @@ def _weights(
 
 @dataclasses.dataclass(frozen=True)
 class Attend:
-  """Attention of queries over keys and values, by the kernel of a config.
+  """Attention of queries over keys and values, by the kernel of a model.
 
   Attributes:
     kernel: `training.attention_kernel`.
@@ -166,15 +165,14 @@ class Attend:
   value_head: str
 
   @classmethod
-  def of(cls, config: ConfigDict, value_head: str = "H") -> "Attend":
-    """Returns the one of a finalized config."""
-    model = config.model
+  def of(cls, spec: DecoderSpec, value_head: str = "H") -> "Attend":
+    """Returns the one of a decoder."""
     return cls(
-      kernel=config.training.attention_kernel,
-      scale=model.attention_scale,
-      cap=model.attention_soft_cap,
-      windows=layer_pattern(config).kinds,
-      groups=model.heads // model.kv_heads,
+      kernel=spec.attention_kernel,
+      scale=spec.attention_scale,
+      cap=spec.attention_soft_cap,
+      windows=layer_pattern(spec).kinds,
+      groups=spec.heads // spec.kv_heads,
       value_head=value_head,
     )
 

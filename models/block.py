@@ -6,7 +6,6 @@ Names carry their dims: `x_BRD` is batch, residual sequence, width.
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Key
-from ml_collections import ConfigDict
 
 from models import activations
 from models.grouped_query_attention import GroupedQueryAttention
@@ -15,8 +14,9 @@ from models.layer_pattern import Layer
 from models.layers import MLP, Norm, dropout
 from models.losses import Sums
 from models.rematerialization import named
+from models.spec import LAYERS
 from models.token_positions import Rows
-from models.transformer_dims import LAYERS, is_latent
+from models.transformer_dims import DecoderSpec, is_latent
 from partitioning.dtypes import scaled
 
 
@@ -26,38 +26,35 @@ class Block(nnx.Module):
   In place of the MLP it may have a mixture of experts.
   """
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, stack: str = LAYERS):
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, stack: str = LAYERS):
     """Draws the layer's parameters from `rngs.params`.
 
     Args:
-      config: finalized.
+      spec: of the model.
       rngs: draws them.
       stack: how their names begin. Of a model with experts the layers in `dense_layers/` have none.
     """
-    self.pre_norms, self.post_norms = config.model.pre_norms, config.model.post_norms
-    if self.pre_norms:
-      self.attention_norm = Norm(f"{stack}attention_norm", config)
+    self.spec = spec
+    if spec.pre_norms:
+      self.attention_norm = Norm(f"{stack}attention_norm", spec)
     attention = GroupedQueryAttention
-    if is_latent(config.model):
+    if is_latent(spec):
       from models.latent_attention import LatentAttention  # of such models alone
 
       attention = LatentAttention
-    self.attention = attention(config, rngs=rngs, name=f"{stack}attention")
-    if self.pre_norms:
-      self.mlp_norm = Norm(f"{stack}mlp_norm", config)
-    self.sparse = config.model.experts > 0 and stack == LAYERS
+    self.attention = attention(spec, rngs=rngs, name=f"{stack}attention")
+    if spec.pre_norms:
+      self.mlp_norm = Norm(f"{stack}mlp_norm", spec)
+    self.sparse = spec.experts > 0 and stack == LAYERS
     if self.sparse:
       from models.experts import Experts  # of such models alone
 
-      self.experts = Experts(config, rngs=rngs)
+      self.experts = Experts(spec, rngs=rngs)
     else:
-      self.mlp = MLP(config, rngs=rngs, name=f"{stack}mlp")
-    if self.post_norms:
-      self.attention_post_norm = Norm(f"{stack}attention_post_norm", config)
-      self.mlp_post_norm = Norm(f"{stack}mlp_post_norm", config)
-    self.multiplier = config.model.residual_multiplier
-    self.dropout_rate = config.model.dropout_rate
-    self.adapter_dropout = config.lora.dropout
+      self.mlp = MLP(spec, rngs=rngs, name=f"{stack}mlp")
+    if spec.post_norms:
+      self.attention_post_norm = Norm(f"{stack}attention_post_norm", spec)
+      self.mlp_post_norm = Norm(f"{stack}mlp_post_norm", spec)
 
   def __call__(
     self,
@@ -80,49 +77,48 @@ class Block(nnx.Module):
       The residual; the cache; numbers of each row [B, ...], by name: of a sparse layer, those of
       `models.experts`.
     """
-    keys = (None,) * 4
+    spec, keys = self.spec, (None,) * 4
     if key is not None:
-      count = 4 if self.adapter_dropout else 2
+      count = 4 if spec.lora.dropout else 2
       keys = (*jax.random.split(key, count), None, None)[:4]
     x_BRD = named(x_BRD, "layer_input")
     normed_BRD = x_BRD
-    if self.pre_norms:
+    if spec.pre_norms:
       normed_BRD = named(self.attention_norm(x_BRD), "attention_input")
     update_BRD, cache = self.attention(normed_BRD, layer, rows, cache, keys[2])
     update_BRD = named(update_BRD, "attention_update")
-    if self.post_norms:
+    if spec.post_norms:
       update_BRD = self.attention_post_norm(update_BRD)
     update_BRD = self._scaled(update_BRD)
     activations.record("attention", update_BRD)
-    x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[0], rows.slots_BT[0])
-    normed_BRD = named(self.mlp_norm(x_BRD), "mlp_input") if self.pre_norms else x_BRD
+    x_BRD = x_BRD + dropout(update_BRD, spec.dropout_rate, keys[0], rows.slots_BT[0])
+    normed_BRD = named(self.mlp_norm(x_BRD), "mlp_input") if spec.pre_norms else x_BRD
     numbers = {}
     if self.sparse:
       update_BRD, numbers = self.experts(normed_BRD, rows)
     else:
       update_BRD = self.mlp(normed_BRD, keys[3], rows.slots_BT[0])
     update_BRD = named(update_BRD, "mlp_update")
-    if self.post_norms:
+    if spec.post_norms:
       update_BRD = self.mlp_post_norm(update_BRD)
     update_BRD = self._scaled(update_BRD)
     activations.record("mlp", update_BRD)
-    x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[1], rows.slots_BT[0])
+    x_BRD = x_BRD + dropout(update_BRD, spec.dropout_rate, keys[1], rows.slots_BT[0])
     activations.record("residual", x_BRD)
     return x_BRD, cache, numbers
 
   def _scaled(self, update_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
     """Returns what is added to the residual, times `model.residual_multiplier` (Granite)."""
-    if self.multiplier == 1.0:
-      return update_BRD
-    return scaled(update_BRD, self.multiplier)
+    factor = self.spec.residual_multiplier
+    return update_BRD if factor == 1.0 else scaled(update_BRD, factor)
 
 
-def stacked(config: ConfigDict, rngs: nnx.Rngs, count: int, name: str) -> Block:
+def stacked(spec: DecoderSpec, rngs: nnx.Rngs, count: int, name: str) -> Block:
   """Returns `count` layers with their parameters stacked along the first dim."""
 
   @nnx.split_rngs(splits=count)
   @nnx.vmap(in_axes=0, out_axes=0)
   def stack(rngs: nnx.Rngs) -> Block:
-    return Block(config, rngs=rngs, stack=name)
+    return Block(spec, rngs=rngs, stack=name)
 
   return stack(rngs)

@@ -4,11 +4,13 @@ import fnmatch
 import math
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from models.layer_pattern import is_global
-from models.transformer_dims import DENSE_LAYERS, LAYERS, LORA_A, LORA_B, parameters, sizes
+from models.spec import DENSE_LAYERS, LAYERS
+from models.transformer_dims import LORA_A, LORA_B, DecoderSpec, decoder_spec
 
 _KERNELS = ("/kernel", f"/{LORA_A}", f"/{LORA_B}")
 _LAYERS = (LAYERS, DENSE_LAYERS)
@@ -31,51 +33,53 @@ def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> floa
     config: finalized.
     causal: count only unmasked scores (half, without a window).
   """
-  m, length = config.model, config.data.sequence_length
-  names = dict(_names(config))
-  trained = {
-    name for name in names if any(fnmatch.fnmatchcase(name, x) for x in config.training.trainable)
-  }
+  spec = decoder_spec(config)
+  names, length = dict(_names(spec)), spec.sequence_length
+  trained = {name for name in names if any(fnmatch.fnmatchcase(name, x) for x in spec.trainable)}
   into_layers = any(name.startswith(_BELOW) for name in trained)
   into_logits = into_layers or any(name.startswith("final_norm/") for name in trained)
-  unembedding = "embed/table" if m.tied_embeddings else "unembed/kernel"
+  unembedding = "embed/table" if spec.tied_embeddings else "unembed/kernel"
   total = 0.0
   for name, elements in names.items():
     if name == unembedding or name.endswith(_KERNELS):
       backward = into_layers if name.startswith(_LAYERS) else into_logits
-      share = active_share(config, name)
+      share = active_share(spec, name)
       total += (2 + 2 * backward + 2 * (name in trained)) * elements * share
   windows = [
-    length if is_global(config, layer) else min(length, m.window) for layer in range(m.layers)
+    length if is_global(spec, layer) else min(length, spec.window) for layer in range(spec.layers)
   ]
   # With a window w, the first w tokens attend to fewer.
   seen = sum(one - one**2 / (2 * length) if causal else one for one in windows)
-  attention = (6 if into_layers else 2) * m.heads * (m.head_size + m.value_head_size)
+  attention = (6 if into_layers else 2) * spec.heads * (spec.head_size + spec.value_head_size)
   return float(length) * (total + attention * seen)
 
 
-def active_share(config: ConfigDict, name: str) -> float:
-  """Returns the share of a parameter's elements that one token uses: of routed experts, its own."""
-  model = config.model
+def active_share(model: Any, name: str) -> float:
+  """Returns the share of a parameter's elements that one token uses: of routed experts, its own.
+
+  Args:
+    model: a spec, or the section `model` of a decoder's finalized config.
+    name: of the parameter.
+  """
   return model.experts_per_token / model.experts if _ROUTED.fullmatch(name) else 1.0
 
 
-def active_elements(config: ConfigDict, elements: Mapping[str, int]) -> int:
+def active_elements(model: ConfigDict, elements: Mapping[str, int]) -> int:
   """Returns how many elements of the parameters one token uses; tables count as a whole.
 
   Args:
-    config: finalized; of any model, of which only a decoder has experts.
+    model: the section of a finalized config; of any model, of which only a decoder has experts.
     elements: of each parameter, by its name.
   """
-  if config.model.name != "transformer" or not config.model.experts:
+  if model.name != "transformer" or not model.experts:
     return sum(elements.values())
-  return round(sum(count * active_share(config, name) for name, count in elements.items()))
+  return round(sum(count * active_share(model, name) for name, count in elements.items()))
 
 
-def _names(config: ConfigDict) -> Iterator[tuple[str, int]]:
+def _names(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
   """Yields the name and the number of elements of each parameter."""
-  for pattern, letters in parameters(config).items():
+  for pattern, letters in spec.parameters.items():
     before, _, rest = pattern.partition("(")
     choices, _, after = rest.rpartition(")")
     for choice in choices.split("|"):
-      yield (f"{before}{choice}{after}" if rest else pattern), math.prod(sizes(config, letters))
+      yield (f"{before}{choice}{after}" if rest else pattern), math.prod(spec.sizes(letters))

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from ml_collections import ConfigDict
 
 from models import load_balance
 from models.load_balance import BALANCE, COUNTS, Z_LOSS
@@ -40,10 +39,16 @@ def sums_of(
   return {**sums, FULLEST_EXPERT: fullest * weight, COUNTS: counts_Le}
 
 
-def auxiliary_loss(sums: Sums, config: ConfigDict) -> jax.Array | float:
-  """Returns what the sums of `sums_of` add to the loss in training."""
-  training, total = config.training, 0.0
-  for name, coefficient in ((BALANCE, training.balance_loss), (Z_LOSS, training.router_z_loss)):
+def auxiliary_loss(sums: Sums, balance: float, z: float) -> jax.Array | float:
+  """Returns what the sums of `sums_of` add to the loss in training.
+
+  Args:
+    sums: of the batch.
+    balance: `training.balance_loss`.
+    z: `training.router_z_loss`.
+  """
+  total = 0.0
+  for name, coefficient in ((BALANCE, balance), (Z_LOSS, z)):
     if coefficient and name in sums:
       total = total + coefficient * sums[name]
   return total

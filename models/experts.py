@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
-from ml_collections import ConfigDict
 
-from models import activations, load_balance, mup
+from models import activations, load_balance
 from models.layers import MLP, Linear, clamped_gate
 from models.load_balance import BALANCE, COUNTS, Z_LOSS
 from models.router import Routed, Router, route
+from models.spec import RESIDUAL
 from models.token_positions import Rows
-from models.transformer_dims import EXPERTS, RESIDUAL, optional_letters, sizes
+from models.transformer_dims import EXPERTS, DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.dims import Axes
 from partitioning.dtypes import wide_dtype
@@ -47,14 +47,14 @@ class RouterLinear(Linear):
   The bias is a parameter that no optimizer updates, see `training.router_bias`.
   """
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
     """Draws the kernel; the bias starts at 0."""
-    super().__init__(f"{EXPERTS}/router", config, rngs=rngs)
-    self.divisor = mup.output_divisor(config)
-    self.correction_letters = optional_letters(config, f"{EXPERTS}/router/correction")
+    super().__init__(f"{EXPERTS}/router", spec, rngs=rngs)
+    self.divisor = spec.widths.ratio
+    self.correction_letters = spec.optional_letters(f"{EXPERTS}/router/correction")
     if self.correction_letters:
-      dtype = jnp.dtype(config.training.parameter_dtype)
-      self.correction = nnx.Param(jnp.zeros(sizes(config, self.correction_letters), dtype))
+      shape = spec.sizes(self.correction_letters)
+      self.correction = nnx.Param(jnp.zeros(shape, spec.parameter_dtype))
 
   def __call__(
     self, x_BRD: Float[Array, "B R D"], choice: Router
@@ -101,9 +101,9 @@ class RouterLinear(Linear):
 class Kernels(nnx.Module):
   """One linear layer of all experts."""
 
-  def __init__(self, name: str, config: ConfigDict, *, scale: float = 1.0, rngs: nnx.Rngs):
+  def __init__(self, name: str, spec: DecoderSpec, *, scale: float = 1.0, rngs: nnx.Rngs):
     """Draws the kernels of `layers/experts/NAME`; biases start at 0."""
-    linear = Linear(f"{EXPERTS}/{name}", config, scale=scale, rngs=rngs)
+    linear = Linear(f"{EXPERTS}/{name}", spec, scale=scale, rngs=rngs)
     self.letters, self.bias_letters = linear.letters, linear.bias_letters
     self.kernel = linear.kernel
     if self.bias_letters:
@@ -118,25 +118,24 @@ class Kernels(nnx.Module):
 class Experts(nnx.Module):
   """Each token's sum over its experts of gate times MLP, plus the shared experts' MLP."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
     """Draws the parameters; the experts' last layer is scaled down by the depth, as in GPT-2."""
-    model = config.model
-    self.router = RouterLinear(config, rngs=rngs)
-    kernels = functools.partial(Kernels, config=config, rngs=rngs)
+    self.router = RouterLinear(spec, rngs=rngs)
+    kernels = functools.partial(Kernels, spec=spec, rngs=rngs)
     self.gate, self.up = kernels("gate"), kernels("up")
-    self.down = kernels("down", scale=(2 * model.layers) ** -0.5)
-    self.has_shared = model.shared_feedforward_size > 0
+    self.down = kernels("down", scale=spec.out_scale)
+    self.has_shared = spec.shared_feedforward_size > 0
     if self.has_shared:
-      self.shared = MLP(config, rngs=rngs, name=f"{EXPERTS}/shared")
-    self.choice = router_of(config)
+      self.shared = MLP(spec, rngs=rngs, name=f"{EXPERTS}/shared")
+    self.choice = router_of(spec)
     self.hidden = functools.partial(
       clamped_gate,
-      activation=model.activation,
-      limit=model.gate_limit,
-      offset=model.up_offset,
+      activation=spec.activation,
+      limit=spec.gate_limit,
+      offset=spec.up_offset,
     )
-    self.exchange, self.capacity = model.expert_exchange, model.expert_capacity
-    self.way = config.training.grouped_matmul
+    self.exchange, self.capacity = spec.expert_exchange, spec.expert_capacity
+    self.way = spec.grouped_matmul
 
   def __call__(
     self, x_BRD: Float[Array, "B R D"], rows: Rows
@@ -234,23 +233,22 @@ class Experts(nnx.Module):
     return linear(self.hidden(gate_XM, up_XM), once=axes)
 
 
-def router_of(config: ConfigDict) -> Router:
-  """Returns how a finalized config's routers choose.
+def router_of(spec: DecoderSpec) -> Router:
+  """Returns how a model's routers choose.
 
   Raises:
     ValueError: its numbers do not go together.
   """
-  model = config.model
   return Router(
-    experts=model.experts,
-    top_k=model.experts_per_token,
-    scores=model.router_scores,
-    normalize=model.router_normalized,
-    scale=model.router_scale,
-    groups=model.router_groups,
-    top_groups=model.router_top_groups,
-    group_score=model.router_group_score,
-    bias_corrects=model.router_correction,
+    experts=spec.experts,
+    top_k=spec.experts_per_token,
+    scores=spec.router_scores,
+    normalize=spec.router_normalized,
+    scale=spec.router_scale,
+    groups=spec.router_groups,
+    top_groups=spec.router_top_groups,
+    group_score=spec.router_group_score,
+    bias_corrects=spec.router_correction,
   )
 
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
-from ml_collections import ConfigDict
 
 from models.attention import Attend
 from models.kv_cache import Cache, update_cache
@@ -17,8 +16,9 @@ from models.layer_pattern import Layer
 from models.layers import Linear, Norm, adapter_dropout
 from models.rematerialization import named
 from models.rope import apply_rope
+from models.spec import RESIDUAL
 from models.token_positions import Rows
-from models.transformer_dims import QUERIES, RESIDUAL, SINKS, sizes
+from models.transformer_dims import QUERIES, SINKS, DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.parallel.matmuls import column_parallel, row_parallel
 
@@ -28,26 +28,20 @@ SINK_DEVIATION = 0.02  # of the initial sinks, as of gpt-oss in the transformers
 class GroupedQueryAttention(nnx.Module):
   """Grouped-query attention. Sources: arXiv:2305.13245; 2104.09864 for rotary positions."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, name: str = "layers/attention"):
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str = "layers/attention"):
     """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
-    model = config.model
-    linear = functools.partial(Linear, config=config, rngs=rngs)
+    self.spec, linear = spec, functools.partial(Linear, spec=spec, rngs=rngs)
     self.query, self.key = linear(f"{name}/query"), linear(f"{name}/key")
     self.value = linear(f"{name}/value")
-    self.query_key_norm = model.query_key_norm
-    if self.query_key_norm:
-      self.query_norm = Norm(f"{name}/query_norm", config)
-      self.key_norm = Norm(f"{name}/key_norm", config)
-    self.clip = model.clip_qkv
-    self.out = linear(f"{name}/out", scale=(2 * model.layers) ** -0.5)
-    self.has_sinks = model.attention_sinks
-    if self.has_sinks:
-      dtype, shape = jnp.dtype(config.training.parameter_dtype), sizes(config, SINKS)
+    if spec.query_key_norm:
+      self.query_norm = Norm(f"{name}/query_norm", spec)
+      self.key_norm = Norm(f"{name}/key_norm", spec)
+    self.out = linear(f"{name}/out", scale=spec.out_scale)
+    if spec.attention_sinks:
+      dtype, shape = spec.parameter_dtype, spec.sizes(SINKS)
       deviation = jnp.asarray(SINK_DEVIATION, dtype)
       self.sinks = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
-    self.attend = Attend.of(config)
-    self.adjacent_pairs = model.rotary_pairs == "adjacent"
-    self.adapter_dropout = config.lora.dropout
+    self.attend = Attend.of(spec)
 
   def __call__(
     self,
@@ -66,8 +60,8 @@ class GroupedQueryAttention(nnx.Module):
       cache: this layer's; None if x has all tokens.
       key: draws the dropout of the adapters' inputs; None turns it off.
     """
-    keys = (None, None) if key is None else jax.random.split(key)
-    dropped = functools.partial(adapter_dropout, self.adapter_dropout, slots_T=rows.slots_BT[0])
+    spec, keys = self.spec, (None, None) if key is None else jax.random.split(key)
+    dropped = functools.partial(adapter_dropout, spec.lora.dropout, slots_T=rows.slots_BT[0])
     projections = [self.query, self.key, self.value]
     inputs = dropped(key=keys[0], letters=RESIDUAL.inside, shape=x_BRD.shape)
     projected = column_parallel(x_BRD, projections, RESIDUAL, inputs)
@@ -75,21 +69,18 @@ class GroupedQueryAttention(nnx.Module):
       named(linear.add_bias(x), name)
       for linear, x, name in zip(projections, projected, ("query", "key", "value"), strict=True)
     )
-    if self.query_key_norm:
+    if spec.query_key_norm:
       q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-    if self.clip:
-      q_BTNH, k_BTKH, v_BTKH = (
-        jnp.clip(x, -self.clip, self.clip) for x in (q_BTNH, k_BTKH, v_BTKH)
-      )
+    if most := spec.clip_qkv:
+      q_BTNH, k_BTKH, v_BTKH = (jnp.clip(x, -most, most) for x in (q_BTNH, k_BTKH, v_BTKH))
     if (table_2BTh := rows.rope(layer)) is not None:
-      q_BTNH, k_BTKH = (
-        apply_rope(x, table_2BTh, adjacent=self.adjacent_pairs) for x in (q_BTNH, k_BTKH)
-      )
+      adjacent = spec.rotary_pairs == "adjacent"
+      q_BTNH, k_BTKH = (apply_rope(x, table_2BTh, adjacent=adjacent) for x in (q_BTNH, k_BTKH))
     q_BTNH = layer.scaled(q_BTNH)
     if cache is not None:
       cache = update_cache(cache, constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH"))
       k_BTKH, v_BTKH = cache.keys, cache.values
-    sinks_N = constrain(self.sinks[...], SINKS) if self.has_sinks else None
+    sinks_N = constrain(self.sinks[...], SINKS) if spec.attention_sinks else None
     output_BTNH = self.attend(
       q_BTNH, k_BTKH, v_BTKH, layer, rows, sinks_N, cached=cache is not None
     )

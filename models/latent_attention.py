@@ -12,7 +12,6 @@ import functools
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
-from ml_collections import ConfigDict
 
 from models.attention import Attend, causal_mask, masked_softmax
 from models.kv_cache import LatentCache, update_cache
@@ -20,8 +19,9 @@ from models.layer_pattern import Layer
 from models.layers import Linear, Norm
 from models.rematerialization import named
 from models.rope import apply_rope
+from models.spec import RESIDUAL
 from models.token_positions import Rows
-from models.transformer_dims import LATENT, QUERY_LATENT, RESIDUAL, ROTARY_KEY
+from models.transformer_dims import LATENT, QUERY_LATENT, ROTARY_KEY, DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel.matmuls import column_parallel, for_each_head, row_parallel
@@ -35,23 +35,23 @@ _CACHED = Residual(between="BSC", inside="BSC")
 class LatentAttention(nnx.Module):
   """Multi-head latent attention: keys and values of all heads follow from one latent vector."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, name: str = "layers/attention"):
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, name: str = "layers/attention"):
     """Draws the projections; the last is scaled down by the depth, as in GPT-2."""
-    model = config.model
-    linear = functools.partial(Linear, config=config, rngs=rngs)
-    self.has_query_latent = model.query_latent_size > 0
+    linear = functools.partial(Linear, spec=spec, rngs=rngs)
+    norm = functools.partial(Norm, spec=spec, epsilon=spec.latent_norm_epsilon)
+    self.has_query_latent = spec.query_latent_size > 0
     if self.has_query_latent:
       self.query_latent = linear(f"{name}/query_latent")
-      self.query_latent_norm = Norm(f"{name}/query_latent_norm", config)
+      self.query_latent_norm = norm(f"{name}/query_latent_norm")
     self.query = linear(f"{name}/query")
     self.latent = linear(f"{name}/latent")
-    self.latent_norm = Norm(f"{name}/latent_norm", config)
+    self.latent_norm = norm(f"{name}/latent_norm")
     self.rotary_key = linear(f"{name}/rotary_key")
     self.key_value = linear(f"{name}/key_value")
-    self.out = linear(f"{name}/out", scale=(2 * model.layers) ** -0.5)
-    self.unrotated_size = model.head_size - model.rotary_size
-    self.attend = Attend.of(config, value_head="U")
-    self.adjacent_pairs = model.rotary_pairs == "adjacent"
+    self.out = linear(f"{name}/out", scale=spec.out_scale)
+    self.unrotated_size = spec.head_size - spec.rotary_size
+    self.attend = Attend.of(spec, value_head="U")
+    self.adjacent_pairs = spec.rotary_pairs == "adjacent"
 
   def __call__(
     self,

@@ -8,9 +8,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from ml_collections import ConfigDict
 
-from models.rope import attention_factor, hashable, rope_table, rotary_frequencies
+from models.rope import attention_factor, rope_table, rotary_frequencies
+from models.transformer_dims import DecoderSpec
 from partitioning.dtypes import wide_dtype
 
 
@@ -102,37 +102,35 @@ class LayerPattern:
     return list(dict.fromkeys(self.rotaries))
 
 
-def layer_type(config: ConfigDict, layer: int) -> str:
+def layer_type(spec: DecoderSpec, layer: int) -> str:
   """Returns the type of a layer, counted from 0: an entry of model_checks.LAYER_TYPES."""
-  model = config.model
-  if model.layer_types:
-    return model.layer_types[layer % len(model.layer_types)]
-  last_of_some = model.global_every > 0 and (layer + 1) % model.global_every == 0
-  return "full" if not model.window or last_of_some else "sliding"
+  if spec.layer_types:
+    return spec.layer_types[layer % len(spec.layer_types)]
+  last_of_some = spec.global_every > 0 and (layer + 1) % spec.global_every == 0
+  return "full" if not spec.window or last_of_some else "sliding"
 
 
-def is_global(config: ConfigDict, layer: int) -> bool:
+def is_global(spec: DecoderSpec, layer: int) -> bool:
   """Returns whether a layer, counted from 0, has global attention (no sliding window)."""
-  return layer_type(config, layer).startswith("full")
+  return layer_type(spec, layer).startswith("full")
 
 
-def layer_pattern(config: ConfigDict) -> LayerPattern:
-  """Returns the layer pattern of a finalized config."""
-  model = config.model
-  types = [layer_type(config, layer) for layer in range(model.layers)]
-  every = (model.rotary_base, hashable(model.rotary_scaling))
-  local = (model.local_rotary_base, hashable(model.local_rotary_scaling))
-  local = local if model.local_rotary_base else every
+def layer_pattern(spec: DecoderSpec) -> LayerPattern:
+  """Returns the layer pattern of a decoder."""
+  types = [layer_type(spec, layer) for layer in range(spec.layers)]
+  every = (spec.rotary_base, spec.rotary_scaling)
+  local = (spec.local_rotary_base, spec.local_rotary_scaling)
+  local = local if spec.local_rotary_base else every
   kinds = {"full": every, "sliding": local, "full_unrotated": None, "sliding_unrotated": None}
   return LayerPattern(
-    windows=tuple(None if one.startswith("full") else model.window for one in types)
-    if model.window
+    windows=tuple(None if one.startswith("full") else spec.window for one in types)
+    if spec.window
     else (),
-    rotaries=tuple(kinds[one] for one in types) if model.positions == "rotary" else (),
-    rotary_size=model.rotary_size or model.head_size,
-    row_length=config.data.sequence_length,
-    scales=tuple(1 / (layer + 1) for layer in range(model.layers))
-    if model.attention_scale_by_inverse_layer
+    rotaries=tuple(kinds[one] for one in types) if spec.positions == "rotary" else (),
+    rotary_size=spec.rotary_size or spec.head_size,
+    row_length=spec.sequence_length,
+    scales=tuple(1 / (layer + 1) for layer in range(spec.layers))
+    if spec.attention_scale_by_inverse_layer
     else (),
-    dtype=wide_dtype(jnp.dtype(config.training.compute_dtype)),
+    dtype=wide_dtype(spec.compute_dtype),
   )

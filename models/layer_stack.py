@@ -24,7 +24,7 @@ def order_of(model: Any) -> tuple[Group, ...]:
   Equal groups that follow each other are one scan, whose code is that of one of them.
 
   Args:
-    model: the section `model` of a finalized config.
+    model: a spec, or the section `model` of a finalized config.
   """
   dense = not getattr(model, "experts", 0)
   kinds = [dense or is_sparse(model, layer) for layer in range(model.layers)]

@@ -12,23 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
-from ml_collections import ConfigDict
 
-from models import lora, mup
+from models import lora
 from models.random_rows import bernoulli_rows
 from models.rematerialization import kept, named
-from models.transformer_dims import (
-  LORA_A,
-  LORA_B,
-  RESIDUAL,
-  adapted,
-  fan_in,
-  in_8_bits,
-  legend,
-  letters_of,
-  optional_letters,
-  sizes,
-)
+from models.spec import RESIDUAL, LayersSpec, ModelSpec
+from models.transformer_dims import LORA_A, LORA_B, DecoderSpec
 from partitioning.constraints import batch_part, constrain
 from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel import eight_bit
@@ -187,36 +176,34 @@ class Linear(nnx.Module):
     adapter_letters: of the adapter's A and B, likewise; () if it has none.
   """
 
-  def __init__(self, name: str, config: ConfigDict, *, scale: float = 1.0, rngs: nnx.Rngs):
+  def __init__(self, name: str, spec: ModelSpec, *, scale: float = 1.0, rngs: nnx.Rngs):
     """Draws the kernel; a bias, where the dims table has one for this name, starts at 0.
 
     Args:
       name: of the layer among the parameters, such as `layers/mlp/up`.
-      config: finalized.
+      spec: of the model.
       scale: of the standard deviation.
       rngs: draws the kernel.
     """
-    self.letters = letters_of(config, f"{name}/kernel")
-    self.bias_letters = optional_letters(config, f"{name}/bias")
-    dtype = jnp.dtype(config.training.parameter_dtype)
-    inputs = fan_in(config, self.letters)
-    deviation = mup.deviation(config, self.letters, legend(config), inputs)
-    deviation = jnp.asarray(scale * deviation, dtype)
-    shape, key = sizes(config, self.letters), rngs.params()
+    self.letters = spec.letters_of(f"{name}/kernel")
+    self.bias_letters = spec.optional_letters(f"{name}/bias")
+    dtype = spec.parameter_dtype
+    deviation = jnp.asarray(scale * spec.deviation(self.letters), dtype)
+    shape, key = spec.sizes(self.letters), rngs.params()
     self.kernel = nnx.Param(jax.random.normal(key, shape, dtype) * deviation)
     if self.bias_letters:
-      self.bias = nnx.Param(jnp.zeros(sizes(config, self.bias_letters), dtype))
-    self.in_8_bits = in_8_bits(config, f"{name}/kernel")
-    self.matmul_dtype = config.training.matmul_dtype
-    self.delayed = self.in_8_bits and config.training.matmul_scaling == "delayed"
+      self.bias = nnx.Param(jnp.zeros(spec.sizes(self.bias_letters), dtype))
+    self.in_8_bits = spec.in_8_bits(f"{name}/kernel")
+    self.matmul_dtype = spec.matmul_dtype
+    self.delayed = self.in_8_bits and spec.matmul_scaling == "delayed"
     if self.delayed:
       history = jnp.zeros((eight_bit.MAGNITUDES, HISTORY_STEPS), jnp.float32)
       self.amax_history = AmaxHistory(history)
     self.adapter_letters: tuple[str, ...] = ()
-    if adapted(config, name):
-      self.adapter_letters = tuple(letters_of(config, f"{name}/{x}") for x in (LORA_A, LORA_B))
-      self.adapter_scale = lora.scale(config)
-      shapes = [sizes(config, letters) for letters in self.adapter_letters]
+    if spec.lora.adapts(name):
+      self.adapter_letters = tuple(spec.letters_of(f"{name}/{x}") for x in (LORA_A, LORA_B))
+      self.adapter_scale = spec.lora.scale
+      shapes = [spec.sizes(letters) for letters in self.adapter_letters]
       # With a key of its own, so that the other parameters are drawn as without adapters.
       self.lora_a = nnx.Param(lora.draw(jax.random.fold_in(key, 1), shapes[0], dtype))
       self.lora_b = nnx.Param(jnp.zeros(shapes[1], dtype))
@@ -254,23 +241,23 @@ class Linear(nnx.Module):
 class Norm(nnx.Module):
   """RMSNorm, or LayerNorm where the dims table has a bias, over the dims of its scale."""
 
-  def __init__(self, name: str, config: ConfigDict):
+  def __init__(self, name: str, spec: LayersSpec, *, epsilon: float | None = None):
     """Initializes it as the plain normalization.
 
     Args:
       name: of the layer among the parameters, such as `layers/mlp_norm`.
-      config: finalized.
+      spec: of the model.
+      epsilon: None: the model's.
     """
-    self.letters = letters_of(config, f"{name}/scale")
-    self.centred = bool(optional_letters(config, f"{name}/bias"))
-    dtype, shape = jnp.dtype(config.training.parameter_dtype), sizes(config, self.letters)
+    self.letters = spec.letters_of(f"{name}/scale")
+    self.centred = bool(spec.optional_letters(f"{name}/bias"))
+    dtype, shape = spec.parameter_dtype, spec.sizes(self.letters)
     # Gemma stores the scale minus one, so that weight decay pulls the scale towards one.
-    self.offset = 1.0 if config.model.norm_scale_from_one else 0.0
+    self.offset = 1.0 if spec.norm_scale_from_one else 0.0
     self.scale = nnx.Param(jnp.full(shape, 1.0 - self.offset, dtype))
     if self.centred:
       self.bias = nnx.Param(jnp.zeros(shape, dtype))
-    latent = name.endswith("latent_norm")
-    self.epsilon = config.model.latent_norm_epsilon if latent else config.model.norm_epsilon
+    self.epsilon = spec.norm_epsilon if epsilon is None else epsilon
 
   def __call__(self, x: Float[Array, "*X D"]) -> Float[Array, "*X D"]:
     """Returns x, normalized."""
@@ -289,18 +276,17 @@ class Embedding(nnx.Module):
     letters: of the table.
   """
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
     """Draws the table with `model.embedding_standard_deviation`: 1, or D ** -0.5 where tied."""
-    self.letters = letters_of(config, "embed/table")
-    dtype = jnp.dtype(config.training.parameter_dtype)
-    deviation = jnp.asarray(config.model.embedding_standard_deviation, dtype)
-    shape = sizes(config, self.letters)
+    self.letters = spec.letters_of("embed/table")
+    dtype, shape = spec.parameter_dtype, spec.sizes(self.letters)
+    deviation = jnp.asarray(spec.embedding_standard_deviation, dtype)
     self.table = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
-    self.dtype = jnp.dtype(config.training.compute_dtype)
-    self.scale = config.model.embedding_multiplier
-    if config.model.scaled_embeddings:
+    self.dtype = spec.compute_dtype
+    self.scale = spec.embedding_multiplier
+    if spec.scaled_embeddings:
       # Rounded to the compute dtype as Gemma's authors and transformers do: 59.75 for 3584 dims.
-      root = self.scale * mup.embedding_width(config) ** 0.5
+      root = self.scale * spec.widths.of_embeddings**0.5
       self.scale = float(self.dtype.type(root))
 
   def effective_kernel(self) -> Array:
@@ -316,14 +302,14 @@ class Embedding(nnx.Module):
 class LearnedPositions(nnx.Module):
   """Learned position embeddings, added to the residual. Source: GPT-2."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
     """Draws a row for each position, with GPT-2's standard deviation of 0.02."""
-    self.letters = letters_of(config, "positions/table")
-    dtype, shape = jnp.dtype(config.training.parameter_dtype), sizes(config, self.letters)
+    self.letters = spec.letters_of("positions/table")
+    dtype, shape = spec.parameter_dtype, spec.sizes(self.letters)
     self.table = nnx.Param(
       jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(0.02, dtype)
     )
-    self.dtype = jnp.dtype(config.training.compute_dtype)
+    self.dtype = spec.compute_dtype
 
   def __call__(
     self, x_BRD: Float[Array, "B R D"], positions_BT: Int[Array, "#B T"]
@@ -342,19 +328,19 @@ class LearnedPositions(nnx.Module):
 class MLP(nnx.Module):
   """down(f(up(x))), or gated: down(f(gate(x)) * up(x)). Source of the latter: arXiv:2002.05202."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, name: str = "layers/mlp"):
+  def __init__(self, spec: LayersSpec, *, rngs: nnx.Rngs, name: str = "layers/mlp"):
     """Draws the projections; the last is scaled down by the depth, as in GPT-2."""
-    linear = functools.partial(Linear, config=config, rngs=rngs)
-    self.gated = config.model.gated
+    linear = functools.partial(Linear, spec=spec, rngs=rngs)
+    self.gated = spec.gated
     if self.gated:
       self.gate = linear(f"{name}/gate")
     self.up = linear(f"{name}/up")
-    self.down = linear(f"{name}/down", scale=(2 * config.model.layers) ** -0.5)
-    self.activation = ACTIVATIONS[config.model.activation]
-    self.adapter_dropout = config.lora.dropout
+    self.down = linear(f"{name}/down", scale=spec.out_scale)
+    self.activation = ACTIVATIONS[spec.activation]
+    self.adapter_dropout = spec.lora.dropout
     # What has a name or a bias is an array of all tokens.
     biased = self.up.bias_letters or (self.gated and self.gate.bias_letters)
-    self.one_ring = not biased and not kept(config, ("gate", "up", "hidden"))
+    self.one_ring = not biased and not kept(spec.rematerialization, ("gate", "up", "hidden"))
 
   def __call__(
     self, x_BRD: Float[Array, "B R D"], key: Key[Array, ""] | None, slots_T: Int[Array, " T"]

@@ -13,16 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
-from ml_collections import ConfigDict
 
-from models.transformer_dims import LORA_A, LORA_B, optional_letters
+from models.spec import ModelSpec
+from models.transformer_dims import LORA_A, LORA_B
 from partitioning.dtypes import wide_dtype
-
-
-def scale(config: ConfigDict) -> float:
-  """Returns s, the factor of an adapter's output."""
-  rank = config.lora.rank
-  return config.lora.alpha / (math.sqrt(rank) if config.lora.rs else rank)
 
 
 def draw(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
@@ -37,13 +31,13 @@ def draw(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> Array
   return jax.random.uniform(key, shape, dtype, -1, 1) * bound
 
 
-def merge(config: ConfigDict, params: Mapping[str, Any]) -> dict[str, Any]:
+def merge(spec: ModelSpec, params: Mapping[str, Any]) -> dict[str, Any]:
   """Returns parameters of the same model without adapters: kernel + s A B.
 
   The sum is computed in float32 or wider and rounded to the kernel's dtype once.
 
   Args:
-    config: finalized, of the model with adapters.
+    spec: of the model with adapters.
     params: nested dict, arrays of NumPy or JAX; under `jax.jit` they may be sharded.
   """
 
@@ -54,24 +48,19 @@ def merge(config: ConfigDict, params: Mapping[str, Any]) -> dict[str, Any]:
       if key not in (LORA_A, LORA_B)
     }
     if LORA_A in tree:
-      found["kernel"] = _sum(config, prefix, tree)
+      found["kernel"] = _sum(spec, prefix, tree)
     return found
 
   return merged(params, "")
 
 
-def _sum(config: ConfigDict, prefix: str, layer: Mapping[str, Any]) -> Array:
+def _sum(spec: ModelSpec, prefix: str, layer: Mapping[str, Any]) -> Array:
   """Returns the merged kernel of a layer, stacked over the layers."""
-  letters = [_stacked(config, f"{prefix}{key}") for key in (LORA_A, LORA_B, "kernel")]
+  letters = ["L" + spec.optional_letters(f"{prefix}{key}") for key in (LORA_A, LORA_B, "kernel")]
   kernel = layer["kernel"]
   wide = wide_dtype(kernel.dtype)
   a, b = (jnp.asarray(layer[key]).astype(wide) for key in (LORA_A, LORA_B))
   update = jnp.einsum(
     f"{letters[0]},{letters[1]}->{letters[2]}", a, b, precision=jax.lax.Precision.HIGHEST
   )
-  return (jnp.asarray(kernel).astype(wide) + scale(config) * update).astype(kernel.dtype)
-
-
-def _stacked(config: ConfigDict, name: str) -> str:
-  """Returns the letters of a parameter of the stacked layers."""
-  return "L" + optional_letters(config, name)
+  return (jnp.asarray(kernel).astype(wide) + spec.lora.scale * update).astype(kernel.dtype)

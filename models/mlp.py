@@ -5,6 +5,9 @@ With D = F = W it is the network [784, W, W, W, 10] of JAX's distributed-arrays 
 replicated.
 """
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,22 +16,10 @@ from ml_collections import ConfigDict
 
 from models import activations, losses, mup
 from models.losses import Batch, Sums
+from models.spec import ModelSpec, resolve
 from partitioning.constraints import constrain
 from partitioning.dims import Dim
 from partitioning.dtypes import wide_dtype
-
-
-def legend(config: ConfigDict) -> dict[str, Dim]:
-  """Returns letter -> Dim for this config."""
-  model = config.model
-  return {
-    "B": Dim("batch", None),
-    "I": Dim("inputs", model.input_size),
-    "D": Dim("model", model.model_size),
-    "F": Dim("feedforward", model.feedforward_size),
-    "O": Dim("outputs", model.output_size),
-  }
-
 
 PARAMETERS = {
   "layer_1/kernel": "ID",
@@ -42,10 +33,42 @@ PARAMETERS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class PerceptronSpec(ModelSpec):
+  """What the network is made of; the fields are keys of the config."""
+
+  input_size: int
+  model_size: int
+  feedforward_size: int
+  output_size: int
+  bias_standard_deviation: float
+  task: str
+
+  @functools.cached_property
+  def legend(self) -> dict[str, Dim]:
+    """Returns letter -> Dim."""
+    return {
+      "B": Dim("batch", None),
+      "I": Dim("inputs", self.input_size),
+      "D": Dim("model", self.model_size),
+      "F": Dim("feedforward", self.feedforward_size),
+      "O": Dim("outputs", self.output_size),
+    }
+
+  @property
+  def parameters(self) -> dict[str, str]:
+    """Returns name -> letters."""
+    return PARAMETERS
+
+
+def legend(config: ConfigDict) -> dict[str, Dim]:
+  """Returns letter -> Dim for this config."""
+  return resolve(PerceptronSpec, config).legend
+
+
 def parameters(config: ConfigDict) -> dict[str, str]:
   """Returns name pattern -> letters of the parameters that this config has."""
-  del config
-  return PARAMETERS
+  return resolve(PerceptronSpec, config).parameters
 
 
 class Dense(nnx.Module):
@@ -54,19 +77,17 @@ class Dense(nnx.Module):
   Under muP the last layer's product is divided by the width over that of the base model.
   """
 
-  def __init__(self, letters: str, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, letters: str, spec: PerceptronSpec, *, rngs: nnx.Rngs):
     """Draws kernel and bias of the sizes that the two letters have in the legend."""
-    dims = legend(config)
-    fan_in, fan_out = (dims[letter].size for letter in letters)
-    dtype = jnp.dtype(config.training.parameter_dtype)
-    scale = jnp.asarray(mup.deviation(config, letters, dims, fan_in), dtype)
-    self.kernel = nnx.Param(jax.random.normal(rngs.params(), (fan_in, fan_out), dtype) * scale)
-    scale = jnp.asarray(config.model.bias_standard_deviation, dtype)
-    self.bias = nnx.Param(jax.random.normal(rngs.params(), (fan_out,), dtype) * scale)
+    shape, dtype = spec.sizes(letters), spec.parameter_dtype
+    scale = jnp.asarray(spec.deviation(letters), dtype)
+    self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * scale)
+    scale = jnp.asarray(spec.bias_standard_deviation, dtype)
+    self.bias = nnx.Param(jax.random.normal(rngs.params(), shape[1:], dtype) * scale)
     self.letters = letters
-    output = mup.growth(config, letters, dims).kind is mup.Kind.OUTPUT
-    self.divisor = mup.output_divisor(config) if output else 1.0
-    self.dtype = jnp.dtype(config.training.compute_dtype)
+    output = spec.widths.growth(letters, spec.legend).kind is mup.Kind.OUTPUT
+    self.divisor = spec.widths.ratio if output else 1.0
+    self.dtype = spec.compute_dtype
 
   def __call__(self, x: Float[Array, "B X"]) -> Float[Array, "B Y"]:
     """Returns the layer's output, sharded by its letters."""
@@ -90,16 +111,15 @@ class MLP(nnx.Module):
 
   def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
     """Draws the parameters from `rngs.params`."""
-    self.layer_1 = Dense("ID", config, rngs=rngs)
-    self.layer_2 = Dense("DF", config, rngs=rngs)
-    self.layer_3 = Dense("FD", config, rngs=rngs)
-    self.layer_4 = Dense("DO", config, rngs=rngs)
-    self.dtype = jnp.dtype(config.training.compute_dtype)
-    self.task = config.task
+    self.spec = spec = resolve(PerceptronSpec, config)
+    self.layer_1 = Dense("ID", spec, rngs=rngs)
+    self.layer_2 = Dense("DF", spec, rngs=rngs)
+    self.layer_3 = Dense("FD", spec, rngs=rngs)
+    self.layer_4 = Dense("DO", spec, rngs=rngs)
 
   def __call__(self, inputs_BI: Float[Array, "B I"]) -> Float[Array, "B O"]:
     """Returns the outputs (logits, or values to regress on)."""
-    x_BI = constrain(inputs_BI.astype(self.dtype), "BI")
+    x_BI = constrain(inputs_BI.astype(self.spec.compute_dtype), "BI")
     hidden = x_BI
     for number, layer in enumerate((self.layer_1, self.layer_2, self.layer_3), start=1):
       hidden = nnx.relu(layer(hidden))
@@ -116,7 +136,7 @@ class MLP(nnx.Module):
       key: not used, nothing is random.
     """
     del key
-    return LOSSES[self.task](self(batch["inputs"]), batch)
+    return LOSSES[self.spec.task](self(batch["inputs"]), batch)
 
 
 build = MLP

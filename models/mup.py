@@ -55,37 +55,6 @@ class Growth:
   outputs: float
 
 
-def base_width(config: ConfigDict) -> int:
-  """Returns `model.base_width`; 0 (off) for a registered model without this key."""
-  return config.model.base_width if "base_width" in config.model else 0
-
-
-def width_ratio(config: ConfigDict) -> float:
-  """Returns the model's width over that of the base model; 1 without muP."""
-  base = base_width(config)
-  return config.model.model_size / base if base else 1.0
-
-
-def dim_ratio(config: ConfigDict, dim: str) -> float:
-  """Returns the size of a dim of the legend over that in the base model.
-
-  Where a head is larger than in the base model, there are the fewer heads more.
-  """
-  if dim not in WIDTHS or not base_width(config):
-    return 1.0
-  head = 1.0
-  if base := config.model.get("base_head_size"):
-    head = config.model.head_size / base
-  if dim == _HEAD:
-    return head
-  return width_ratio(config) / (head if dim in _HEADS else 1.0)
-
-
-def differs(config: ConfigDict) -> bool:
-  """Returns whether any dim has another size than in the base model."""
-  return any(dim_ratio(config, dim) != 1.0 for dim in WIDTHS)
-
-
 def sides(letters: str, legend: Legend, *, vector: bool = False) -> tuple[list[Dim], list[Dim]]:
   """Returns the dims of a parameter's inputs and of its outputs, those of STACKS apart.
 
@@ -103,40 +72,85 @@ def sides(letters: str, legend: Legend, *, vector: bool = False) -> tuple[list[D
   return dims[:cut], dims[cut:]
 
 
-def growth(config: ConfigDict, letters: str, legend: Legend, *, vector: bool = False) -> Growth:
-  """Returns how a parameter differs from that of the base model; the arguments are `sides`'."""
-  found = sides(letters, legend, vector=vector)
-  inputs, outputs = (
-    math.prod((dim_ratio(config, dim.name) for dim in side), start=1.0) for side in found
-  )
-  wide = tuple(any(dim.name in WIDTHS for dim in side) for side in found)
-  kinds = {
-    (True, True): Kind.HIDDEN,
-    (False, True): Kind.INPUT,
-    (True, False): Kind.OUTPUT,
-    (False, False): Kind.FINITE,
-  }
-  return Growth(kinds[wide], inputs, outputs)
+@dataclasses.dataclass(frozen=True)
+class Widths:
+  """The widths of a model beside those of its base model: keys of the section `model`.
+
+  Attributes:
+    base_width: 0: muP is off, and the model is its own base model.
+    base_head_size: 0: as head_size.
+  """
+
+  model_size: int
+  base_width: int
+  head_size: int
+  base_head_size: int
+
+  @property
+  def ratio(self) -> float:
+    """Returns the model's width over that of the base model; 1 without muP."""
+    return self.model_size / self.base_width if self.base_width else 1.0
+
+  @property
+  def of_embeddings(self) -> int:
+    """Returns the width that embeddings are scaled by: the base model's, at all widths."""
+    return self.base_width or self.model_size
+
+  @property
+  def differ(self) -> bool:
+    """Returns whether any dim has another size than in the base model."""
+    return any(self.dim_ratio(dim) != 1.0 for dim in WIDTHS)
+
+  def dim_ratio(self, dim: str) -> float:
+    """Returns the size of a dim of the legend over that in the base model.
+
+    Where a head is larger than in the base model, there are the fewer heads more.
+    """
+    if dim not in WIDTHS or not self.base_width:
+      return 1.0
+    head = self.head_size / self.base_head_size if self.base_head_size else 1.0
+    if dim == _HEAD:
+      return head
+    return self.ratio / (head if dim in _HEADS else 1.0)
+
+  def growth(self, letters: str, legend: Legend, *, vector: bool = False) -> Growth:
+    """Returns how a parameter differs from that of the base model; the arguments are `sides`'."""
+    found = sides(letters, legend, vector=vector)
+    inputs, outputs = (
+      math.prod((self.dim_ratio(dim.name) for dim in side), start=1.0) for side in found
+    )
+    wide = tuple(any(dim.name in WIDTHS for dim in side) for side in found)
+    kinds = {
+      (True, True): Kind.HIDDEN,
+      (False, True): Kind.INPUT,
+      (True, False): Kind.OUTPUT,
+      (False, False): Kind.FINITE,
+    }
+    return Growth(kinds[wide], inputs, outputs)
+
+  def deviation(self, letters: str, legend: Legend, fan_in: int) -> float:
+    """Returns the standard deviation of a kernel's initial elements: that of a model of any width.
+
+    fan_in ** -0.5, with an unembedding's fan-in at the base width: its output is divided by
+    `ratio` instead.
+    """
+    found = self.growth(letters, legend)
+    return fan_in**-0.5 * (found.inputs**0.5 if found.kind is Kind.OUTPUT else 1.0)
+
+
+def widths(model: Any) -> Widths:
+  """Returns the widths of the section `model` of a finalized config, of any registered model."""
+  return Widths(**{one.name: model.get(one.name) or 0 for one in dataclasses.fields(Widths)})
 
 
 def deviation(config: ConfigDict, letters: str, legend: Legend, fan_in: int) -> float:
-  """Returns the standard deviation of a kernel's initial elements: that of a model of any width.
-
-  fan_in ** -0.5, with an unembedding's fan-in at the base width: its output is divided by
-  `output_divisor` instead.
-  """
-  found = growth(config, letters, legend)
-  return fan_in**-0.5 * (found.inputs**0.5 if found.kind is Kind.OUTPUT else 1.0)
+  """Returns `Widths.deviation` of a finalized config, for models of users."""
+  return widths(config.model).deviation(letters, legend, fan_in)
 
 
 def output_divisor(config: ConfigDict) -> float:
-  """Returns what the products of an unembedding are divided by."""
-  return width_ratio(config)
-
-
-def embedding_width(config: ConfigDict) -> int:
-  """Returns the width that embeddings are scaled by: the base model's, at all widths."""
-  return base_width(config) or config.model.model_size
+  """Returns what the products of an unembedding are divided by, for models of users."""
+  return widths(config.model).ratio
 
 
 def plain_keys(model: ConfigDict) -> dict[str, Any]:

@@ -28,12 +28,12 @@ def pair_sums(model: Any, batch: Batch, key: Key[Array, ""] | None = None) -> Su
     key: draws the dropout; None turns it off.
   """
   policy_PC, sums = log_probabilities(model, batch, key)
-  if model.has_adapters:
+  if model.spec.lora.rank:
     reference_PC, _ = log_probabilities(_without_adapters(model), batch)
   else:
     sides = [batch[f"reference_{side}"] for side in SIDES]
     reference_PC = jnp.stack(sides, axis=1).astype(policy_PC.dtype)
-  beta, smoothing = model.dpo_beta, model.dpo_label_smoothing
+  beta, smoothing = model.spec.dpo_beta, model.spec.dpo_label_smoothing
   return {**dpo(policy_PC, reference_PC, batch["weights"], beta, smoothing), **sums}
 
 

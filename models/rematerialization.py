@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from ml_collections import ConfigDict
 
 from partitioning.parallel.sharded_function import GATHERED
 from partitioning.rules import HOST
@@ -30,9 +29,14 @@ def named(x: jax.Array, name: str) -> jax.Array:
   return checkpoint_name(x, name)
 
 
-def kept(config: ConfigDict, names: Iterable[str]) -> bool:
-  """Returns whether any of these activations is saved or offloaded for the backward pass."""
-  choices = parse(config.training.rematerialization)
+def kept(text: str, names: Iterable[str]) -> bool:
+  """Returns whether any of these activations is saved or offloaded for the backward pass.
+
+  Args:
+    text: of `training.rematerialization`.
+    names: of activations.
+  """
+  choices = parse(text)
   return any(choices.by_name[name] != RECOMPUTE for name in names)
 
 

@@ -23,8 +23,8 @@ from models.kv_cache import (
 )
 from models.layer_stack import over_layers
 from models.rematerialization import rematerialized
+from models.spec import RESIDUAL
 from models.token_positions import Rows
-from models.transformer_dims import RESIDUAL
 from partitioning.parallel import pipeline_relay
 
 _LAYERS = "L"  # the letter of the dim of stacked layers
@@ -45,7 +45,7 @@ def blocks(
   stages = pipeline_relay.stages(_LAYERS)
   if stages == 1:
     return _run(model, graphdef, stack, x_BRD, rows, key, start, stop, first)
-  count = model.layer_count // stages
+  count = model.spec.layers // stages
 
   def of_stage(stack: Any, x_BRD: Array, given: Any, stage: Int[Array, ""]) -> tuple:
     rows, key = given
@@ -67,11 +67,11 @@ def _run(
   first: Int[Array, ""] | int,
 ) -> tuple[Float[Array, "B R D"], dict[str, jax.Array]]:
   """Runs stacked layers start to stop - 1, of which number 0 is number `first` of the model."""
-  keys = None if key is None else jax.random.split(key, model.layer_count)
+  keys = None if key is None else jax.random.split(key, model.spec.layers)
   every = (model.layer_pattern.stacked(), keys)
   if model.dense_layers is None:
     stop = jax.tree.leaves(stack)[0].shape[0] if stop is None else stop
-    if stop - start < model.layer_count:
+    if stop - start < model.spec.layers:
       every = jax.tree.map(
         lambda x: jax.lax.dynamic_slice_in_dim(x, first + start, stop - start), every
       )
@@ -91,8 +91,10 @@ def _run(
     model.layer_order,
     x_BRD,
     every,
-    wrapped=lambda step: rematerialized(step, model.rematerialization, reshard=model.reshard),
-    unroll=model.unroll,
+    wrapped=lambda step: rematerialized(
+      step, model.spec.rematerialization, reshard=model.spec.reshard_after_forward
+    ),
+    unroll=model.spec.scan_unroll,
   )
   if of_dense:
     activations.record_layers(of_dense[1], activations.DENSE)
@@ -113,7 +115,7 @@ def extended(
   """
   graphdef, stack = nnx.split(model.layers)
   stages = pipeline_relay.stages(_LAYERS)
-  count = model.layer_count // stages
+  count = model.spec.layers // stages
 
   def of_stage(stacked: Any, x_BRD: Array, given: Any, stage: Int[Array, ""] | int) -> tuple:
     (stack, arrays), (rows, lengths_B) = stacked, given
@@ -146,7 +148,7 @@ def _extended(
 
   count = jax.tree.leaves(per_layer(cache))[0].shape[0]
   every = model.layer_pattern.stacked()
-  if count < model.layer_count:
+  if count < model.spec.layers:
     every = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), every)
   # In the carry, not a scanned input: a layer is updated in place, and there is only one cache.
   (x_BRD, cache), *_ = over_layers(

@@ -7,7 +7,6 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 from ml_collections import ConfigDict
 
-from models import activations, expert_sums, mup, preference, stacked_layers
+from models import activations, expert_sums, preference, stacked_layers
 from models.attention import soft_cap
 from models.block import stacked
 from models.decoder_flops import train_flops_per_example as train_flops_per_example
@@ -27,9 +26,10 @@ from models.layer_stack import order_of
 from models.layers import Embedding, LearnedPositions, Linear, Norm
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
+from models.spec import DENSE_LAYERS, LAYERS, RESIDUAL
 from models.token_positions import POSITIONS, Rows, in_order, rows_in_order, rows_of
-from models.transformer_dims import DENSE_LAYERS, LAYERS, RESIDUAL, is_latent
 from models.transformer_dims import PARAMETERS as PARAMETERS
+from models.transformer_dims import decoder_spec, is_latent
 from models.transformer_dims import in_compute_dtype as in_compute_dtype
 from models.transformer_dims import legend as legend
 from models.transformer_dims import parameters as parameters
@@ -46,37 +46,19 @@ class Transformer(nnx.Module):
 
   def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
     """Draws the parameters from `rngs.params`, the layers' stacked along L."""
-    self.embed = Embedding(config, rngs=rngs)
-    self.learned_positions = config.model.positions == "learned"
-    if self.learned_positions:
-      self.positions = LearnedPositions(config, rngs=rngs)
-
-    dense = beside_sparse(config.model)
-    self.layers = stacked(config, rngs, config.model.layers - dense, LAYERS)
-    self.dense_layers = stacked(config, rngs, dense, DENSE_LAYERS) if dense else None
-    self.layer_order = order_of(config.model)
-    self.has_experts = config.model.experts > 0
-    self.sparse_layers = config.model.layers - dense
-    self.auxiliary_loss = functools.partial(expert_sums.auxiliary_loss, config=config)
-    self.final_norm = Norm("final_norm", config)
-    self.tied = config.model.tied_embeddings
-    if not self.tied:
-      self.unembed = Linear("unembed", config, rngs=rngs)
-    self.separate_documents = config.model.separate_documents
-    self.vocabulary_size = config.model.vocabulary_size
-    self.layer_count, self.layer_pattern = config.model.layers, layer_pattern(config)
-    self.divisor = config.model.logits_divisor * mup.output_divisor(config)
-    self.soft_cap = config.model.logits_soft_cap
-    self.context_attention = config.model.context_attention
-    self.heads = config.model.heads, config.model.kv_heads
-    self.rematerialization = config.training.rematerialization
-    self.reshard = config.partitioning.reshard_after_forward
-    self.unroll = config.training.scan_unroll
-    self.loss_chunks = config.training.loss_chunks
-    self.z_loss = config.training.z_loss
-    self.of_pairs, self.has_adapters = config.task == "dpo", config.lora.rank > 0
-    self.dpo_beta = config.training.dpo_beta
-    self.dpo_label_smoothing = config.training.dpo_label_smoothing
+    self.spec = spec = decoder_spec(config)
+    self.embed = Embedding(spec, rngs=rngs)
+    if spec.positions == "learned":
+      self.positions = LearnedPositions(spec, rngs=rngs)
+    dense = beside_sparse(spec)
+    self.sparse_layers = spec.layers - dense
+    self.layers = stacked(spec, rngs, self.sparse_layers, LAYERS)
+    self.dense_layers = stacked(spec, rngs, dense, DENSE_LAYERS) if dense else None
+    self.layer_order, self.layer_pattern = order_of(spec), layer_pattern(spec)
+    self.final_norm = Norm("final_norm", spec)
+    if not spec.tied_embeddings:
+      self.unembed = Linear("unembed", spec, rngs=rngs)
+    self.divisor = spec.logits_divisor * spec.widths.ratio
 
   def __call__(
     self,
@@ -104,7 +86,7 @@ class Transformer(nnx.Module):
         [B, T]; or pairs, see `models.preference`.
       key: draws the dropout; None turns it off.
     """
-    if self.of_pairs:
+    if self.spec.task == "dpo":
       return preference.pair_sums(self, batch, key)
     x_BRD, of_layers, counts = self.run_layers(self.enter(batch), batch, key)
     left = self.leave(x_BRD, batch, key)
@@ -117,7 +99,7 @@ class Transformer(nnx.Module):
 
   def ordered(self, batch: Batch) -> Batch:
     """Returns a batch of `loss_sums` as the three parts take it too, with less left to compute."""
-    order_T, documents = self._ring_order(batch["tokens"].shape[1]), self.separate_documents
+    order_T, documents = self._ring_order(batch["tokens"].shape[1]), self.spec.separate_documents
     if order_T is None and not documents:
       return batch
     return in_order(batch, order_T, documents=documents)
@@ -146,18 +128,19 @@ class Transformer(nnx.Module):
     x_BRD, found = self.blocks(x_BRD, self._rows(batch, key), key, first=first)
     sums = expert_sums.sums_of(found, self._ordered(batch, "weights"), self.sparse_layers)
     counts = {name: sums.pop(name) for name in [COUNTS] if name in sums}
-    loss = self.auxiliary_loss(sums)
+    coefficients = self.spec.balance_loss, self.spec.router_z_loss
+    loss = expert_sums.auxiliary_loss(sums, *coefficients)
     return x_BRD, sums if isinstance(loss, float) else {"loss": loss, **sums}, counts
 
   def leave(self, x_BRD: Float[Array, "B R D"], batch: Batch, key: Key[Array, ""] | None) -> Sums:
     """Returns the sums of the losses of the tokens, of the residual after the last layer."""
     targets_BT, weights_BT = self._ordered(batch, "targets"), self._ordered(batch, "weights")
-    if not self.z_loss or key is None:
+    if not self.spec.z_loss or key is None:
       [losses_BT] = self._of_logits(x_BRD, targets_BT, ("loss",))
       return {"loss": weighted_sum(losses_BT, weights_BT)}
     losses_BT, normalizers_BT = self._of_logits(x_BRD, targets_BT, ("loss", "normalizer"))
     # In training alone: an evaluation's loss is the cross-entropy. Source: arXiv:2204.02311, 5.
-    z_loss = self.z_loss * weighted_sum(normalizers_BT**2, weights_BT)
+    z_loss = self.spec.z_loss * weighted_sum(normalizers_BT**2, weights_BT)
     return {"loss": weighted_sum(losses_BT, weights_BT) + z_loss, "z_loss": z_loss}
 
   def row_scores(self, batch: Batch) -> Sums:
@@ -197,12 +180,12 @@ class Transformer(nnx.Module):
   def _rows(self, batch: Batch, key: Key[Array, ""] | None) -> Rows:
     """Returns positions and documents; with a key the weights, where experts balance by them."""
     order_T = self._ring_order(batch["tokens"].shape[1])
-    given, documents = (order_T, self.layer_pattern), self.separate_documents
+    given, documents = (order_T, self.layer_pattern), self.spec.separate_documents
     if POSITIONS in batch:
       rows = rows_in_order(batch, *given, documents=documents)
     else:
       rows = rows_of(batch["tokens"], *given, batch["segments"] if documents else None)
-    if not self.has_experts or key is None:
+    if not self.spec.experts or key is None:
       return rows
     return dataclasses.replace(rows, weights_BT=constrain(self._ordered(batch, "weights"), "BT"))
 
@@ -212,7 +195,10 @@ class Transformer(nnx.Module):
     None where the sequence is not split, or where keys and values are all-gathered instead.
     """
     count = ring_attention.ring_size("T")
-    ring = count > 1 and ring_attention.use_ring(self.context_attention, length, count, *self.heads)
+    spec = self.spec
+    ring = count > 1 and ring_attention.use_ring(
+      spec.context_attention, length, count, spec.heads, spec.kv_heads
+    )
     return ring_attention.zigzag_order(length, count) if ring else None
 
   def _of_logits(
@@ -220,10 +206,10 @@ class Transformer(nnx.Module):
   ) -> list[jax.Array]:
     """Returns numbers of each token; only one of `loss_chunks` has its logits in memory."""
     numbers = TokenNumbers(names, self._finished)
-    if self.loss_chunks == 1:
+    if self.spec.loss_chunks == 1:
       return numbers.of_all(self.head(x_BRD), targets_BT)
     normed_BRD, kernel = self.final_norm(x_BRD), self._unembedding()
-    return chunked_logits(normed_BRD, kernel, targets_BT, numbers, self.loss_chunks, RESIDUAL)
+    return chunked_logits(normed_BRD, kernel, targets_BT, numbers, self.spec.loss_chunks, RESIDUAL)
 
   def embed_tokens(
     self,
@@ -292,7 +278,7 @@ class Transformer(nnx.Module):
 
   def _embedded(self, tokens_BT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B R D"]:
     x_BRD = self.embed(tokens_BT)
-    if not self.learned_positions:
+    if self.spec.positions != "learned":
       return x_BRD
     return self.positions(x_BRD, rows.positions_BT)
 
@@ -302,12 +288,12 @@ class Transformer(nnx.Module):
     [logits_BTV] = column_parallel(normed_BRD, [self._unembedding()], RESIDUAL)
     wide_BTV = constrain(logits_BTV.astype(wide_dtype(logits_BTV.dtype)), "BTV")
     logits_BTV = self._finished(wide_BTV, 0)
-    activations.record("logits", logits_BTV, length=self.vocabulary_size)
+    activations.record("logits", logits_BTV, length=self.spec.vocabulary_size)
     return logits_BTV
 
   def _unembedding(self) -> Embedding | Linear:
     """Returns the layer with the kernel of the logits."""
-    return self.embed if self.tied else self.unembed
+    return self.embed if self.spec.tied_embeddings else self.unembed
 
   def _finished(self, logits_BTV: jax.Array, first: jax.Array | int) -> jax.Array:
     """Returns wide, divided, soft-capped logits, padding masked; `first` is the first's token."""
@@ -315,9 +301,9 @@ class Transformer(nnx.Module):
     logits_BTV = logits_BTV.astype(wide)
     if self.divisor != 1.0:
       logits_BTV = logits_BTV / jnp.asarray(self.divisor, wide)
-    logits_BTV = soft_cap(logits_BTV, self.soft_cap)
+    logits_BTV = soft_cap(logits_BTV, self.spec.logits_soft_cap)
     tokens_V = jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)
-    real_V = first + tokens_V < self.vocabulary_size
+    real_V = first + tokens_V < self.spec.vocabulary_size
     return jnp.where(real_V[None, None], logits_BTV, jnp.finfo(wide).min)
 
 
@@ -329,12 +315,13 @@ def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache | LatentCach
     rows: B.
     slots: S, the most tokens that a row can have.
   """
-  model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
-  lengths, shape = jnp.zeros((rows,), jnp.int32), (model.layers, rows, slots)
-  if is_latent(model):
-    sizes = model.latent_size, model.rotary_size
+  spec = decoder_spec(config)
+  shape, dtype = (spec.layers, rows, slots), spec.compute_dtype
+  lengths = jnp.zeros((rows,), jnp.int32)
+  if is_latent(spec):
+    sizes = spec.latent_size, spec.rotary_size
     return LatentCache(*(jnp.zeros((*shape, size), dtype) for size in sizes), lengths)
-  shape = (*shape, model.kv_heads, model.head_size)
+  shape = (*shape, spec.kv_heads, spec.head_size)
   return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), lengths)
 
 

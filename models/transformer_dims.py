@@ -1,60 +1,192 @@
-"""The decoder's dims: its legend, and the letters of each parameter.
+"""What a decoder is made of: its spec, its legend, and the letters of each parameter.
 
 The only place where a parameter's letters are written: modules and matmuls take them from here.
 """
 
+import dataclasses
 import functools
-import math
-import re
 from collections.abc import Callable
+from typing import Any
 
 from ml_collections import ConfigDict
 
+from models.rope import hashable
+from models.spec import DENSE_LAYERS, LAYERS, LayersSpec, matched, resolve
 from partitioning.dims import Dim
 from partitioning.parallel.sharded_function import Residual
 from runtime.layer_kinds import beside_sparse, is_sparse, sparse_layers
 
-# The residual stream, between blocks and inside; queries, keys and values inside a block.
-RESIDUAL = Residual(between="BRD", inside="BTD")
+# Queries, keys and values inside a block.
 QUERIES, KEYS, SINKS = "BTNH", "BTKH", "N"
 # Of latent attention: the latent vectors of queries and of keys and values, and the rotary key.
 # A down-projection's own output dim has another letter, since its kernel is sharded otherwise.
 QUERY_LATENT = Residual(between="BRQ", inside="BTQ")
 LATENT = Residual(between="BRC", inside="BTC")
 ROTARY_KEY = Residual(between="BRI", inside="BTI")
-_INPUTS = (RESIDUAL.width, QUERY_LATENT.width, LATENT.width)
 LATENT_ATTENTION = "latent"  # model.attention
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderSpec(LayersSpec):
+  """What a decoder is made of.
+
+  The fields are keys of the config that `configs/keys` explains: of the section `model`, then of
+  `training`, and two of other sections. `rotary_scaling` and its like are those of `rope.hashable`.
+  """
+
+  attention: str
+  latent_size: int
+  query_latent_size: int
+  latent_norm_epsilon: float
+  kv_heads: int
+  head_size: int
+  value_head_size: int
+  vocabulary_size: int
+  vocabulary_multiple: int
+  positions: str
+  max_positions: int
+  rotary_base: float
+  rotary_size: int
+  rotary_pairs: str
+  rotary_scaling: tuple
+  local_rotary_base: float
+  local_rotary_scaling: tuple
+  window: int
+  global_every: int
+  layer_types: tuple[str, ...]
+  norm: str
+  pre_norms: bool
+  post_norms: bool
+  query_key_norm: bool
+  query_key_norm_across_heads: bool
+  clip_qkv: float
+  biases: str
+  experts: int
+  experts_per_token: int
+  expert_feedforward_size: int
+  shared_feedforward_size: int
+  dense_layers: int
+  sparse_every: int
+  mlp_only_layers: tuple[int, ...]
+  router_scores: str
+  router_normalized: bool
+  router_scale: float
+  router_groups: int
+  router_top_groups: int
+  router_group_score: str
+  router_bias: bool
+  router_correction: bool
+  expert_biases: bool
+  gate_limit: float
+  up_offset: float
+  expert_exchange: str
+  expert_capacity: float
+  attention_scale: float
+  attention_scale_by_inverse_layer: bool
+  attention_soft_cap: float
+  attention_sinks: bool
+  logits_soft_cap: float
+  scaled_embeddings: bool
+  embedding_multiplier: float
+  residual_multiplier: float
+  logits_divisor: float
+  context_attention: str
+  embedding_standard_deviation: float
+  tied_embeddings: bool
+  separate_documents: bool
+
+  trainable: tuple[str, ...]
+  attention_kernel: str
+  grouped_matmul: str
+  balance_loss: float
+  router_z_loss: float
+  z_loss: float
+  loss_chunks: int
+  dpo_beta: float
+  dpo_label_smoothing: float
+
+  sequence_length: int
+  task: str
+
+  @functools.cached_property
+  def legend(self) -> dict[str, Dim]:
+    """Returns letter -> Dim."""
+    beside, experts = beside_sparse(self), self.experts
+    return {
+      "B": Dim("batch", None),
+      "T": Dim("sequence", None),
+      "R": Dim("residual_sequence", None),
+      "S": Dim("key_sequence", None),
+      "L": Dim("layers", self.layers - beside),
+      "Z": Dim("dense_layers", beside),
+      "D": Dim("model", self.model_size),
+      "F": Dim("feedforward", self.feedforward_size),
+      "N": Dim("heads", self.heads),
+      "K": Dim("kv_heads", self.kv_heads, may_replicate=True),
+      "H": Dim("head", self.head_size),
+      **_latent_dims(self),
+      "V": Dim("vocabulary", self.padded_vocabulary),
+      "P": Dim("positions", self.max_positions),
+      "r": Dim("lora_rank", self.lora.rank),
+      "E": Dim("experts", experts),
+      "e": Dim("router_experts", experts),
+      "k": Dim("experts_per_token", experts and self.experts_per_token),
+      "M": Dim("expert_feedforward", experts and self.expert_feedforward_size),
+      "W": Dim("shared_feedforward", self.shared_feedforward_size),
+    }
+
+  @functools.cached_property
+  def parameters(self) -> dict[str, str]:
+    """Returns name pattern -> letters of the parameters that the model has."""
+    absent = [part for part, when in _WHEN.items() if not when(self)]
+    table = PARAMETERS
+    if self.query_key_norm_across_heads:  # only with query_key_norm, `validate` says
+      table = {n: x for n, x in PARAMETERS.items() if "(query|key)_norm" not in n} | ACROSS_HEADS
+    if is_latent(self):
+      table = table | OF_LATENTS
+    if _has_query_latents(self):
+      table = table | OF_QUERY_LATENTS
+    present = {
+      name: dims for name, dims in table.items() if not any(part in name for part in absent)
+    }
+    for layer in self.lora.targets if self.lora.rank else ():
+      if kernel := matched(f"{layer}/kernel", present)[1:]:
+        inputs = self.inputs_of(kernel)
+        present |= {
+          f"{layer}/{LORA_A}": f"L{inputs}r",
+          f"{layer}/{LORA_B}": f"Lr{kernel.removeprefix(inputs)}",
+        }
+    return _in_two_stacks(self, present) if self.experts else present
+
+  @property
+  def padded_vocabulary(self) -> int:
+    """Returns the vocabulary's size, rounded up so that shapes never depend on the mesh."""
+    return -(-self.vocabulary_size // self.vocabulary_multiple) * self.vocabulary_multiple
+
+  def place_of(self, layer: int) -> tuple[str, int]:
+    """Returns the stack that a layer is in, LAYERS or DENSE_LAYERS, and its index there."""
+    sparse = is_sparse(self, layer)
+    before = sum(is_sparse(self, one) == sparse for one in range(layer))
+    return DENSE_LAYERS if self.experts and not sparse else LAYERS, before
+
+
+def decoder_spec(config: ConfigDict) -> DecoderSpec:
+  """Returns the spec of a finalized config of a decoder."""
+  names = ("rotary_scaling", "local_rotary_scaling")
+  return resolve(DecoderSpec, config, **{name: hashable(config.model[name]) for name in names})
 
 
 def legend(config: ConfigDict) -> dict[str, Dim]:
   """Returns letter -> Dim for this config."""
-  model = config.model
-  beside = beside_sparse(model)
-  return {
-    "B": Dim("batch", None),
-    "T": Dim("sequence", None),
-    "R": Dim("residual_sequence", None),
-    "S": Dim("key_sequence", None),
-    "L": Dim("layers", model.layers - beside),
-    "Z": Dim("dense_layers", beside),
-    "D": Dim("model", model.model_size),
-    "F": Dim("feedforward", model.feedforward_size),
-    "N": Dim("heads", model.heads),
-    "K": Dim("kv_heads", model.kv_heads, may_replicate=True),
-    "H": Dim("head", model.head_size),
-    **_latent_dims(model),
-    "V": Dim("vocabulary", padded_vocabulary(config)),
-    "P": Dim("positions", model.max_positions),
-    "r": Dim("lora_rank", config.lora.rank),
-    "E": Dim("experts", model.experts),
-    "e": Dim("router_experts", model.experts),
-    "k": Dim("experts_per_token", model.experts and model.experts_per_token),
-    "M": Dim("expert_feedforward", model.experts and model.expert_feedforward_size),
-    "W": Dim("shared_feedforward", model.shared_feedforward_size),
-  }
+  return decoder_spec(config).legend
 
 
-def _latent_dims(model: ConfigDict) -> dict[str, Dim]:
+def parameters(config: ConfigDict) -> dict[str, str]:
+  """Returns name pattern -> letters of the parameters that this config has."""
+  return decoder_spec(config).parameters
+
+
+def _latent_dims(model: DecoderSpec) -> dict[str, Dim]:
   """Returns the dims of latent attention; of size 0 where another is chosen."""
   dims = {
     "U": ("value_head", model.value_head_size),
@@ -119,24 +251,7 @@ PARAMETERS = {
   "final_norm/scale": "D",
   "final_norm/bias": "D",
   "unembed/kernel": "DV",
-  # Adapters: the kernel's input dims and the rank, the rank and the kernel's output dims.
-  "layers/attention/query/lora_a": "LDr",
-  "layers/attention/query/lora_b": "LrNH",
-  "layers/attention/key/lora_a": "LDr",
-  "layers/attention/key/lora_b": "LrKH",
-  "layers/attention/value/lora_a": "LDr",
-  "layers/attention/value/lora_b": "LrKH",
-  "layers/attention/out/lora_a": "LNHr",
-  "layers/attention/out/lora_b": "LrD",
-  "layers/mlp/gate/lora_a": "LDr",
-  "layers/mlp/gate/lora_b": "LrF",
-  "layers/mlp/up/lora_a": "LDr",
-  "layers/mlp/up/lora_b": "LrF",
-  "layers/mlp/down/lora_a": "LFr",
-  "layers/mlp/down/lora_b": "LrD",
 }
-# Where a model has sparse layers, its dense ones are a stack of their own.
-LAYERS, DENSE_LAYERS = "layers/", "dense_layers/"
 EXPERTS = f"{LAYERS}experts"
 # The last parts of an adapter's names.
 LORA_A, LORA_B = "lora_a", "lora_b"
@@ -152,7 +267,7 @@ BIASES = {
 }
 
 
-def has_bias(name: str, model: ConfigDict) -> bool:
+def has_bias(name: str, model: DecoderSpec) -> bool:
   """Returns whether a linear layer, one of LINEARS, has a bias if it is there.
 
   Of latent attention, the projections down to latent vectors have in place of the queries'.
@@ -170,13 +285,17 @@ ACROSS_HEADS = {
 # Letters of kernels that give what latent attention computes of each token.
 DOWN_PROJECTIONS = ("LDq", "LDc", "LDI")
 # In place of the others, with model.attention="latent".
-OF_LATENTS = {"layers/attention/out/kernel": "LNUD", "layers/attention/out/lora_a": "LNUr"}
+OF_LATENTS = {"layers/attention/out/kernel": "LNUD"}
 # Likewise, where queries have a latent vector too.
-OF_QUERY_LATENTS = {"layers/attention/query/kernel": "LQNH", "layers/attention/query/lora_a": "LQr"}
+OF_QUERY_LATENTS = {"layers/attention/query/kernel": "LQNH"}
 
 
-def is_latent(model: ConfigDict) -> bool:
-  """Returns whether keys and values are projections of a latent vector."""
+def is_latent(model: Any) -> bool:
+  """Returns whether keys and values are projections of a latent vector.
+
+  Args:
+    model: a spec, or the section `model` of a decoder's finalized config.
+  """
   return model.attention == LATENT_ATTENTION
 
 
@@ -187,12 +306,12 @@ def latent_sizes(model: ConfigDict) -> tuple[int, ...]:
   return tuple(size for size in (model.latent_size, model.query_latent_size) if size)
 
 
-def _has_query_latents(model: ConfigDict) -> bool:
+def _has_query_latents(model: DecoderSpec) -> bool:
   return is_latent(model) and model.query_latent_size > 0
 
 
 # Optional parameters: a part of their pattern -> whether a config has them.
-_WHEN: dict[str, Callable[[ConfigDict], bool]] = {
+_WHEN: dict[str, Callable[[DecoderSpec], bool]] = {
   "positions/": lambda m: m.positions == "learned",
   "norm/bias": lambda m: m.norm == "layer",
   **{f"attention/{name}/bias": functools.partial(has_bias, name) for name in LINEARS[:4]},
@@ -221,53 +340,19 @@ _WHEN: dict[str, Callable[[ConfigDict], bool]] = {
 }
 
 
-def parameters(config: ConfigDict) -> dict[str, str]:
-  """Returns name pattern -> letters of the parameters that this config has."""
-  absent = [part for part, when in _WHEN.items() if not when(config.model)]
-  table = PARAMETERS
-  if config.model.query_key_norm_across_heads:  # only with query_key_norm, `validate` says
-    table = {n: x for n, x in PARAMETERS.items() if "(query|key)_norm" not in n} | ACROSS_HEADS
-  if is_latent(config.model):
-    table = table | OF_LATENTS
-  if _has_query_latents(config.model):
-    table = table | OF_QUERY_LATENTS
-  present = {
-    name: dims
-    for name, dims in table.items()
-    if not any(part in name for part in absent)
-    and (not name.endswith((LORA_A, LORA_B)) or adapted(config, name.rpartition("/")[0]))
-  }
-  return _in_two_stacks(config, present) if config.model.experts else present
-
-
-def _in_two_stacks(config: ConfigDict, table: dict[str, str]) -> dict[str, str]:
+def _in_two_stacks(spec: DecoderSpec, table: dict[str, str]) -> dict[str, str]:
   """Returns the table with the layers' rows for the sparse layers, and again for dense ones."""
   sparse = {
     name: dims
     for name, dims in table.items()
-    if not name.startswith(f"{LAYERS}mlp/") and (sparse_layers(config.model) or LAYERS not in name)
+    if not name.startswith(f"{LAYERS}mlp/") and (sparse_layers(spec) or LAYERS not in name)
   }
   dense = {
     f"{DENSE_LAYERS}{name.removeprefix(LAYERS)}": f"Z{dims[1:]}"
     for name, dims in table.items()
     if name.startswith(LAYERS) and "experts/" not in name
   }
-  return sparse | (dense if beside_sparse(config.model) else {})
-
-
-def adapted(config: ConfigDict, layer: str) -> bool:
-  """Returns whether a linear layer, such as `layers/mlp/up`, has an adapter."""
-  return config.lora.rank > 0 and layer in config.lora.targets
-
-
-def in_8_bits(config: ConfigDict, name: str) -> bool:
-  """Returns whether activations are multiplied by a parameter in 8 bits.
-
-  The kernels of the layers are; not the unembedding, since logits tell tokens apart by small
-  differences, nor adapters, which are small.
-  """
-  kernel = name.startswith((LAYERS, DENSE_LAYERS)) and name.endswith("/kernel")
-  return kernel and config.training.matmul_dtype != "compute"
+  return sparse | (dense if beside_sparse(spec) else {})
 
 
 def in_compute_dtype(name: str) -> bool:
@@ -276,56 +361,3 @@ def in_compute_dtype(name: str) -> bool:
   Not the tables, whose gradients are sums over tokens, nor norms, biases and routers.
   """
   return name.endswith("/kernel") and "/router/" not in name
-
-
-def letters_of(config: ConfigDict, name: str) -> str:
-  """Returns the letters of a parameter within its layer, so without the stack's L.
-
-  Args:
-    config: finalized.
-    name: such as `layers/mlp/up/kernel`.
-
-  Raises:
-    ValueError: no row of the table matches the name.
-  """
-  if found := optional_letters(config, name):
-    return found
-  raise ValueError(f"{name}: no row of models/transformer_dims.py says which dims it has; add one")
-
-
-def optional_letters(config: ConfigDict, name: str) -> str:
-  """Returns the letters of an optional parameter; "" if this config does not have it."""
-  table = parameters(config)
-  found = next((dims for pattern, dims in table.items() if re.fullmatch(pattern, name)), "")
-  return found[1:] if name.startswith((LAYERS, DENSE_LAYERS)) else found
-
-
-def place_of(config: ConfigDict, layer: int) -> tuple[str, int]:
-  """Returns the stack that a layer is in, LAYERS or DENSE_LAYERS, and its index there."""
-  model = config.model
-  sparse = is_sparse(model, layer)
-  before = sum(is_sparse(model, one) == sparse for one in range(layer))
-  return DENSE_LAYERS if model.experts and not sparse else LAYERS, before
-
-
-def sizes(config: ConfigDict, dims: str) -> tuple[int, ...]:
-  """Returns the shape of a parameter with these letters."""
-  table = legend(config)
-  return tuple(table[letter].size for letter in dims)
-
-
-def fan_in(config: ConfigDict, dims: str) -> int:
-  """Returns the fan-in of a kernel with these letters.
-
-  A kernel whose first dim is the width of the residual or of latent vectors reads them; any other
-  writes the residual.
-  """
-  dims = dims.removeprefix("E")  # experts are kernels side by side
-  summed = dims[0] if dims[0] in _INPUTS else dims.removesuffix(RESIDUAL.width)
-  return math.prod(sizes(config, summed))
-
-
-def padded_vocabulary(config: ConfigDict) -> int:
-  """Returns the vocabulary's size, rounded up so that shapes never depend on the mesh."""
-  multiple = config.model.vocabulary_multiple
-  return -(-config.model.vocabulary_size // multiple) * multiple

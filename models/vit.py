@@ -8,9 +8,8 @@ The layers are stacked along L and scanned. Names carry their dims: `q_BTNH` is 
 heads, head size; `x_BRD` is the residual between blocks, whose patches sequence parallelism splits.
 """
 
+import dataclasses
 import functools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -19,38 +18,14 @@ from jaxtyping import Array, Float, Key
 from ml_collections import ConfigDict
 
 from models import activations, losses
-from models.layers import dropout, layer_norm
+from models.layers import MLP, Linear, Norm, dropout
 from models.losses import Batch, Sums
 from models.rematerialization import rematerialized
+from models.spec import RESIDUAL, LayersSpec, resolve
 from partitioning.constraints import constrain
 from partitioning.dims import Dim
 from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel.matmuls import column_parallel, row_parallel
-from partitioning.parallel.sharded_function import Residual
-
-RESIDUAL = Residual(between="BRD", inside="BTD")
-
-
-def legend(config: ConfigDict) -> dict[str, Dim]:
-  """Returns letter -> Dim for this config."""
-  model = config.model
-  patches = (model.image_size // model.patch_size) ** 2
-  return {
-    "B": Dim("batch", None),
-    "I": Dim("inputs", model.input_size),
-    "X": Dim("patch", model.patch_size**2 * model.channels),
-    "P": Dim("positions", patches),
-    "T": Dim("sequence", patches),
-    "R": Dim("residual_sequence", patches),
-    "S": Dim("key_sequence", patches),
-    "L": Dim("layers", model.layers),
-    "D": Dim("model", model.model_size),
-    "F": Dim("feedforward", model.feedforward_size),
-    "N": Dim("heads", model.heads),
-    "H": Dim("head", model.model_size // model.heads),
-    "O": Dim("outputs", model.output_size),
-  }
-
 
 PARAMETERS = {
   "patches/kernel": "XD",
@@ -71,72 +46,55 @@ PARAMETERS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class VisionSpec(LayersSpec):
+  """What a vision transformer is made of; the fields are keys of the config."""
+
+  input_size: int
+  channels: int
+  image_size: int
+  patch_size: int
+  output_size: int
+
+  @functools.cached_property
+  def legend(self) -> dict[str, Dim]:
+    """Returns letter -> Dim."""
+    patches = (self.image_size // self.patch_size) ** 2
+    return {
+      "B": Dim("batch", None),
+      "I": Dim("inputs", self.input_size),
+      "X": Dim("patch", self.patch_size**2 * self.channels),
+      "P": Dim("positions", patches),
+      "T": Dim("sequence", patches),
+      "R": Dim("residual_sequence", patches),
+      "S": Dim("key_sequence", patches),
+      "L": Dim("layers", self.layers),
+      "D": Dim("model", self.model_size),
+      "F": Dim("feedforward", self.feedforward_size),
+      "N": Dim("heads", self.heads),
+      "H": Dim("head", self.model_size // self.heads),
+      "O": Dim("outputs", self.output_size),
+    }
+
+  @property
+  def parameters(self) -> dict[str, str]:
+    """Returns name pattern -> letters."""
+    return PARAMETERS
+
+
+def vision_spec(config: ConfigDict) -> VisionSpec:
+  """Returns the spec of a finalized config of a vision transformer."""
+  return resolve(VisionSpec, config, gated=False, activation="gelu", norm_scale_from_one=False)
+
+
+def legend(config: ConfigDict) -> dict[str, Dim]:
+  """Returns letter -> Dim for this config."""
+  return vision_spec(config).legend
+
+
 def parameters(config: ConfigDict) -> dict[str, str]:
   """Returns name pattern -> letters of the parameters that this config has."""
-  del config
-  return PARAMETERS
-
-
-def _letters_of(name: str) -> str:
-  """Returns the letters of a parameter, within its layer."""
-  found = next(dims for pattern, dims in PARAMETERS.items() if re.fullmatch(pattern, name))
-  return found.removeprefix("L")
-
-
-class Projection(nnx.Module):
-  """A kernel of any rank with a bias; the kernel's deviation is `scale * fan_in ** -0.5`.
-
-  Attributes:
-    letters: of the kernel, without the stack's L.
-  """
-
-  def __init__(self, name: str, config: ConfigDict, *, scale: float = 1.0, rngs: nnx.Rngs):
-    """Draws the kernel; the bias is zero.
-
-    Args:
-      name: of the layer among the parameters, such as `layers/mlp/up`.
-      config: finalized.
-      scale: of the standard deviation.
-      rngs: draws the kernel.
-    """
-    self.letters, self.bias_letters = _letters_of(f"{name}/kernel"), _letters_of(f"{name}/bias")
-    dims = legend(config)
-    sizes = {letter: dims[letter].size for letter in self.letters}
-    summed = self.letters.removesuffix(self.bias_letters)
-    dtype = jnp.dtype(config.training.parameter_dtype)
-    deviation = jnp.asarray(scale * math.prod(sizes[x] for x in summed) ** -0.5, dtype)
-    shape = tuple(sizes.values())
-    self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
-    self.bias = nnx.Param(jnp.zeros([sizes[x] for x in self.bias_letters], dtype))
-
-  def effective_kernel(self) -> Array:
-    """Returns the kernel, in the dtype of the parameters."""
-    return self.kernel[...]
-
-  def add_bias(self, x: Array) -> Array:
-    """Returns x plus the bias, in the dtype of x.
-
-    Added in float32 or wider: the gradient of the bias is a sum over all patches.
-    """
-    wide = wide_dtype(x.dtype)
-    bias = constrain(self.bias[...].astype(wide), self.bias_letters)
-    bias = bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
-    return (x.astype(wide) + bias).astype(x.dtype)
-
-
-class LayerNorm(nnx.Module):
-  """LayerNorm over D, in float32 or wider."""
-
-  def __init__(self, config: ConfigDict):
-    """Initializes scale and bias as the plain normalization."""
-    dtype, shape = jnp.dtype(config.training.parameter_dtype), (config.model.model_size,)
-    self.scale, self.bias = nnx.Param(jnp.ones(shape, dtype)), nnx.Param(jnp.zeros(shape, dtype))
-    self.epsilon = config.model.norm_epsilon
-
-  def __call__(self, x: Float[Array, "*X D"]) -> Float[Array, "*X D"]:
-    """Returns x, normalized."""
-    scale_D, bias_D = constrain(self.scale[...], "D"), constrain(self.bias[...], "D")
-    return layer_norm(x, scale_D, bias_D, epsilon=self.epsilon)
+  return vision_spec(config).parameters
 
 
 def attention(
@@ -156,12 +114,12 @@ def attention(
 class Attention(nnx.Module):
   """Bidirectional multi-head attention over the patches."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, spec: VisionSpec, *, rngs: nnx.Rngs):
     """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
-    projection = functools.partial(Projection, config=config, rngs=rngs)
-    self.query, self.key = projection("layers/attention/query"), projection("layers/attention/key")
-    self.value = projection("layers/attention/value")
-    self.out = projection("layers/attention/out", scale=(2 * config.model.layers) ** -0.5)
+    linear = functools.partial(Linear, spec=spec, rngs=rngs)
+    self.query, self.key = linear("layers/attention/query"), linear("layers/attention/key")
+    self.value = linear("layers/attention/value")
+    self.out = linear("layers/attention/out", scale=spec.out_scale)
 
   def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
     """Returns the update of the residual, given its normalized value."""
@@ -175,30 +133,15 @@ class Attention(nnx.Module):
     return self.out.add_bias(row_parallel(output_BTNH, self.out, RESIDUAL))
 
 
-class MLP(nnx.Module):
-  """down(gelu(up(x))), of each patch."""
-
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
-    """Draws the projections; the last is scaled down by the depth, as in GPT-2."""
-    projection = functools.partial(Projection, config=config, rngs=rngs)
-    self.up = projection("layers/mlp/up")
-    self.down = projection("layers/mlp/down", scale=(2 * config.model.layers) ** -0.5)
-
-  def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
-    """Returns the update of the residual, given its normalized value."""
-    [hidden_BTF] = column_parallel(x_BRD, [self.up], RESIDUAL)
-    hidden_BTF = jax.nn.gelu(self.up.add_bias(hidden_BTF), approximate=True)
-    return self.down.add_bias(row_parallel(hidden_BTF, self.down, RESIDUAL))
-
-
 class Layer(nnx.Module):
   """One layer of the encoder: attention and MLP, each of the normalized residual."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, spec: VisionSpec, *, rngs: nnx.Rngs):
     """Draws the layer's parameters from `rngs.params`."""
-    self.attention_norm, self.mlp_norm = LayerNorm(config), LayerNorm(config)
-    self.attention, self.mlp = Attention(config, rngs=rngs), MLP(config, rngs=rngs)
-    self.dropout_rate = config.model.dropout_rate
+    self.attention_norm = Norm("layers/attention_norm", spec)
+    self.attention = Attention(spec, rngs=rngs)
+    self.mlp_norm, self.mlp = Norm("layers/mlp_norm", spec), MLP(spec, rngs=rngs)
+    self.dropout_rate = spec.dropout_rate
 
   def __call__(
     self, x_BRD: Float[Array, "B R D"], key: Key[Array, ""] | None
@@ -214,7 +157,7 @@ class Layer(nnx.Module):
     update_BRD = self.attention(self.attention_norm(x_BRD))
     activations.record("attention", update_BRD)
     x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[0], slots_R)
-    update_BRD = self.mlp(self.mlp_norm(x_BRD))
+    update_BRD = self.mlp(self.mlp_norm(x_BRD), None, slots_R)
     activations.record("mlp", update_BRD)
     x_BRD = x_BRD + dropout(update_BRD, self.dropout_rate, keys[1], slots_R)
     activations.record("residual", x_BRD)
@@ -224,13 +167,11 @@ class Layer(nnx.Module):
 class PositionEmbedding(nnx.Module):
   """A learned vector for each patch of the image."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, spec: VisionSpec, *, rngs: nnx.Rngs):
     """Draws the table with a standard deviation of D ** -0.5."""
-    dims, self.letters = legend(config), _letters_of("positions/table")
-    self.dtype = jnp.dtype(config.training.compute_dtype)
-    dtype = jnp.dtype(config.training.parameter_dtype)
-    shape = tuple(dims[letter].size for letter in self.letters)
-    deviation = jnp.asarray(config.model.model_size**-0.5, dtype)
+    self.letters, self.dtype = spec.letters_of("positions/table"), spec.compute_dtype
+    dtype, shape = spec.parameter_dtype, spec.sizes(self.letters)
+    deviation = jnp.asarray(spec.model_size**-0.5, dtype)
     self.table = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
 
   def __call__(self, x_BRD: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
@@ -248,24 +189,18 @@ class VisionTransformer(nnx.Module):
 
   def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
     """Draws the parameters from `rngs.params`, the layers' stacked along L."""
-    model = config.model
-    self.patches = Projection("patches", config, rngs=rngs)
-    self.positions = PositionEmbedding(config, rngs=rngs)
+    self.spec = spec = vision_spec(config)
+    self.patches = Linear("patches", spec, rngs=rngs)
+    self.positions = PositionEmbedding(spec, rngs=rngs)
 
-    @nnx.split_rngs(splits=model.layers)
+    @nnx.split_rngs(splits=spec.layers)
     @nnx.vmap(in_axes=0, out_axes=0)
     def stacked(rngs: nnx.Rngs) -> Layer:
-      return Layer(config, rngs=rngs)
+      return Layer(spec, rngs=rngs)
 
     self.layers = stacked(rngs)
-    self.final_norm = LayerNorm(config)
-    self.head = Projection("head", config, rngs=rngs)
-    self.image = (model.image_size, model.patch_size, model.channels)
-    self.layer_count = model.layers
-    self.dtype = jnp.dtype(config.training.compute_dtype)
-    self.rematerialization = config.training.rematerialization
-    self.reshard = config.partitioning.reshard_after_forward
-    self.unroll = config.training.scan_unroll
+    self.final_norm = Norm("final_norm", spec)
+    self.head = Linear("head", spec, rngs=rngs)
 
   def __call__(
     self, inputs_BI: Float[Array, "B I"], key: Key[Array, ""] | None = None
@@ -276,9 +211,10 @@ class VisionTransformer(nnx.Module):
       inputs_BI: images, their values in the order row, column, channel.
       key: draws the dropout; None turns it off.
     """
-    x_BRD = self._embedded(constrain(inputs_BI.astype(self.dtype), "BI"))
+    spec = self.spec
+    x_BRD = self._embedded(constrain(inputs_BI.astype(spec.compute_dtype), "BI"))
     activations.record("embedding", x_BRD)
-    keys = None if key is None else jax.random.split(key, self.layer_count)
+    keys = None if key is None else jax.random.split(key, spec.layers)
     graphdef, stack = nnx.split(self.layers)
 
     def step(x_BRD, inputs):
@@ -287,8 +223,8 @@ class VisionTransformer(nnx.Module):
         x_BRD = nnx.merge(graphdef, params)(x_BRD, key)
       return x_BRD, recorded
 
-    step = rematerialized(step, self.rematerialization, reshard=self.reshard)
-    x_BRD, recorded = jax.lax.scan(step, x_BRD, (stack, keys), unroll=self.unroll)
+    step = rematerialized(step, spec.rematerialization, reshard=spec.reshard_after_forward)
+    x_BRD, recorded = jax.lax.scan(step, x_BRD, (stack, keys), unroll=spec.scan_unroll)
     activations.record_layers(recorded)
     return self._classified(self.final_norm(x_BRD))
 
@@ -303,19 +239,19 @@ class VisionTransformer(nnx.Module):
 
   def _embedded(self, inputs_BI: Float[Array, "B I"]) -> Float[Array, "B R D"]:
     """Returns the embedded patches with their positions, in the order of rows and columns."""
-    side, size, channels = self.image
-    count = side // size
+    size, channels = self.spec.patch_size, self.spec.channels
+    count = self.spec.image_size // size
     x = inputs_BI.reshape(-1, count, size, count, size, channels).swapaxes(2, 3)
     x_BTX = constrain(x.reshape(len(inputs_BI), count**2, size**2 * channels), "BTX")
-    kernel_XD = constrain(self.patches.effective_kernel().astype(self.dtype), "XD")
+    kernel_XD = constrain(self.patches.effective_kernel().astype(self.spec.compute_dtype), "XD")
     x_BRD = constrain(x_BTX @ kernel_XD, "BRD")
     return self.positions(self.patches.add_bias(x_BRD))
 
   def _classified(self, normed_BRD: Float[Array, "B R D"]) -> Float[Array, "B O"]:
     """Returns the logits of the mean over the patches."""
-    wide = wide_dtype(self.dtype)
-    mean_BD = constrain(jnp.mean(normed_BRD.astype(wide), axis=1).astype(self.dtype), "BD")
-    kernel_DO = constrain(self.head.effective_kernel().astype(self.dtype), "DO")
+    dtype, wide = self.spec.compute_dtype, wide_dtype(self.spec.compute_dtype)
+    mean_BD = constrain(jnp.mean(normed_BRD.astype(wide), axis=1).astype(dtype), "BD")
+    kernel_DO = constrain(self.head.effective_kernel().astype(dtype), "DO")
     logits_BO = constrain(self.head.add_bias((mean_BD @ kernel_DO).astype(wide)), "BO")
     activations.record("logits", logits_BO)
     return logits_BO
@@ -330,8 +266,8 @@ def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> floa
   6 per patch and element of a kernel, and 12 per layer, pair of patches and width for attention.
   """
   del causal  # there is no mask
-  model, dims = config.model, legend(config)
-  patches, width = dims["T"].size, model.model_size
-  layer = 4 * width**2 + 2 * width * model.feedforward_size
-  kernels = patches * (dims["X"].size * width + model.layers * layer) + width * model.output_size
-  return 6.0 * kernels + 12.0 * model.layers * patches**2 * width
+  spec = vision_spec(config)
+  patches, pixels, width = *spec.sizes("TX"), spec.model_size
+  layer = 4 * width**2 + 2 * width * spec.feedforward_size
+  kernels = patches * (pixels * width + spec.layers * layer) + width * spec.output_size
+  return 6.0 * kernels + 12.0 * spec.layers * patches**2 * width

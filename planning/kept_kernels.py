@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from models.layer_stack import STACKS
-from models.transformer_dims import in_8_bits
+from models.spec import in_8_bits
 from partitioning.dims import spec_axes
 from partitioning.shardings import shard_shape, size_text
 from planning.step_time import Sent
@@ -26,15 +26,15 @@ def of_all_layers(job: Job) -> int:
 
   Those that fsdp splits, of pipeline stages one chunk's; 0 if there are none.
   """
-  sizes, config = job.devices.sizes, job.config
-  itemsize = np.dtype(config.training.compute_dtype).itemsize
+  sizes, training = job.devices.sizes, job.config.training
+  itemsize = np.dtype(training.compute_dtype).itemsize
   total = 0
   for name, placement in job.placements["parameters"].items():
     kernel = placement.letters.startswith(STACKS) and len(placement.letters) > 2
     if not (kernel and "fsdp" in spec_axes(placement.spec)):
       continue
     shard = math.prod(shard_shape(placement.shape, placement.spec, sizes))
-    total += shard * sizes["fsdp"] * (1 if in_8_bits(config, name) else itemsize)
+    total += shard * sizes["fsdp"] * (1 if in_8_bits(name, training.matmul_dtype) else itemsize)
   return total // (job.program.pipeline.chunks if job.program.pipeline else 1)
 
 

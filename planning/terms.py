@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from models.layer_stack import STACKS
-from models.transformer_dims import DOWN_PROJECTIONS, in_8_bits, is_latent, latent_sizes
+from models.spec import in_8_bits
+from models.transformer_dims import DOWN_PROJECTIONS, is_latent, latent_sizes
 from partitioning.dims import axes_size, spec_axes, spec_entries
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import pipeline, ring_attention
@@ -157,7 +158,7 @@ def parameter_gathers(job: Job) -> Iterator[Term]:
       # A scan over one layer is no loop.
       runs = one.forward + again if _is_loop(one.placement) else 1
       itemsize = wide_dtype(stored).itemsize if one.vector else _narrow(job)
-      itemsize = 1 if in_8_bits(config, name) else itemsize
+      itemsize = 1 if in_8_bits(name, config.training.matmul_dtype) else itemsize
       yield Term("all-gather", ("fsdp",), runs, one.whole, f"{name}, gathered", itemsize, True)
 
 

@@ -187,7 +187,7 @@ class Job:
   def parameter_counts(self) -> tuple[int, int]:
     """Returns the elements of all parameters, and of those that one token uses."""
     elements = {p.name: math.prod(p.shape) for p in self.placements["parameters"].values()}
-    return sum(elements.values()), active_elements(self.config, elements)
+    return sum(elements.values()), active_elements(self.config.model, elements)
 
   def compile_train_step(self, shape: Shape | None = None) -> "Compiled":
     """Compiles `(state, batch) -> (state, metrics)`; the state that it is given is donated.

@@ -14,6 +14,7 @@ from models import attention_tiles, transformer
 from models.decoder_flops import active_elements
 from models.layer_pattern import is_global
 from models.transformer import train_flops_per_example
+from models.transformer_dims import decoder_spec
 from partitioning.parallel import ring_attention
 from partitioning.rules import named_leaves
 from tests.models import families, write_families
@@ -298,13 +299,13 @@ COUNTED = (
 @pytest.mark.parametrize("preset", COUNTED)
 def test_model_flops_are_six_for_each_weight_and_token_and_attentions_pairs(preset, causal):
   config = finalize.finalize(dp8.get_config(f"model={preset},data=python_source"), "tpu")
-  model, length = config.model, config.data.sequence_length
+  model, length, spec = config.model, config.data.sequence_length, decoder_spec(config)
   leaves = named_leaves(make_program(config).params)
   multiplied = ("kernel", "embed/table") if model.tied_embeddings else ("kernel",)
   weights = sum(math.prod(x.shape) for name, x in leaves.items() if name.endswith(multiplied))
   pairs = 0  # of a query and a key that it sees, or is computed with
   for layer in range(model.layers):
-    window = length if is_global(config, layer) else min(length, model.window)
+    window = length if is_global(spec, layer) else min(length, model.window)
     triangle = window * (window + 1) // 2
     pairs += triangle + (length - window) * window if causal else length * window
   # Two products of each pair, of 2 H operations per head, forward and twice as many backward.
@@ -332,12 +333,12 @@ def test_a_token_uses_as_many_parameters_as_published(preset):
   config = finalize.finalize(dp8.get_config(f"model={preset},data=python_source"), "tpu")
   leaves = named_leaves(make_program(config).params)
   elements = {name: math.prod(x.shape) for name, x in leaves.items()}
-  assert active_elements(config, elements) / 1e9 == pytest.approx(ACTIVE[preset], abs=0.05)
+  assert active_elements(config.model, elements) / 1e9 == pytest.approx(ACTIVE[preset], abs=0.05)
   # Six per weight that multiplies, and attention's pairs.
   kernels = {name: count for name, count in elements.items() if name.endswith("kernel")}
   model, length = config.model, config.data.sequence_length
   pairs = 6 * model.layers * model.heads * (model.head_size + model.value_head_size) * length
-  wanted = length * (6 * active_elements(config, kernels) + pairs)
+  wanted = length * (6 * active_elements(config.model, kernels) + pairs)
   assert train_flops_per_example(config) == pytest.approx(wanted, rel=1e-9)
 
 

@@ -121,9 +121,9 @@ def test_a_layer_has_the_published_parameters(heads, width, query_latent, publis
   keys |= {"heads": heads, "kv_heads": heads, "model_size": width, "attention": "latent"}
   keys |= {"query_latent_size": query_latent, "layers": 1}
   config = finalized("lm", **{f"model.{key}": value for key, value in keys.items()})
-  table = transformer_dims.parameters(config)
-  own = [dims for name, dims in table.items() if name.startswith("layers/attention/")]
-  assert sum(math.prod(transformer_dims.sizes(config, dims)) for dims in own) == published
+  spec = transformer_dims.decoder_spec(config)
+  own = [dims for name, dims in spec.parameters.items() if name.startswith("layers/attention/")]
+  assert sum(math.prod(spec.sizes(dims)) for dims in own) == published
 
 
 # ---- The cache ----

@@ -10,6 +10,7 @@ from configs import base
 from configs.schema import finalize
 from models import activations, layers, mlp, mup, transformer
 from models.mup import Kind
+from models.transformer_dims import decoder_spec
 from partitioning.rules import letters_of, named_leaves
 from tests.helpers.jobs import SMALL, host_batch, make_job
 
@@ -59,9 +60,10 @@ def config_of(recipe, **overrides):
 def test_the_letters_say_what_a_parameter_is(recipe, model, wanted, more):
   config = config_of(recipe, **{"model.base_width": 10}, **more)
   rules, legend = model.parameters(config), model.legend(config)
+  widths = mup.widths(config.model)
   for name, (kind, inputs) in wanted.items():
     vector = name.endswith(mup.VECTORS)
-    found = mup.growth(config, letters_of(name, rules), legend, vector=vector)
+    found = widths.growth(letters_of(name, rules), legend, vector=vector)
     assert (found.kind, found.inputs) == (kind, inputs), name
     outputs = {Kind.OUTPUT: 1, Kind.FINITE: 1}.get(kind, 4)
     assert found.outputs == (1 if name.endswith("query_norm/scale") else outputs), name
@@ -71,6 +73,7 @@ def test_widths_of_experts_grow_and_their_number_does_not():
   keys = {"model.experts": 8, "model.dense_layers": 1, "model.shared_feedforward_size": 16}
   config = config_of("lm", **{"model.base_width": 10, "model.router_bias": True}, **keys)
   rules, legend = transformer.parameters(config), transformer.legend(config)
+  widths = mup.widths(config.model)
   wanted = {
     "layers/experts/router/kernel": (Kind.OUTPUT, 4, 1),
     "layers/experts/router/bias": (Kind.FINITE, 1, 1),
@@ -82,25 +85,26 @@ def test_widths_of_experts_grow_and_their_number_does_not():
   }
   for name, (kind, inputs, outputs) in wanted.items():
     vector = name.endswith(mup.VECTORS)
-    found = mup.growth(config, letters_of(name, rules), legend, vector=vector)
+    found = widths.growth(letters_of(name, rules), legend, vector=vector)
     assert (found.kind, found.inputs, found.outputs) == (kind, inputs, outputs), name
 
 
 def test_larger_heads_are_that_many_fewer():
   config = config_of("lm", **{"model.base_width": 10, "model.base_head_size": 3})
-  legend = transformer.legend(config)
-  assert [mup.dim_ratio(config, dim) for dim in ("head", "heads", "kv_heads")] == [2, 2, 2]
-  assert mup.growth(config, "NHD", legend).inputs == 4
-  assert mup.growth(config, "LH", legend, vector=True).outputs == 2
+  legend, widths = transformer.legend(config), mup.widths(config.model)
+  assert [widths.dim_ratio(dim) for dim in ("head", "heads", "kv_heads")] == [2, 2, 2]
+  assert widths.growth("NHD", legend).inputs == 4
+  assert widths.growth("LH", legend, vector=True).outputs == 2
   assert config.model.attention_scale == pytest.approx(3**0.5 / 6)
   assert config_of("lm", **{"model.base_width": 10}).model.attention_scale == 6**-0.5
 
 
 def test_no_dim_differs_at_the_base_width():
-  assert mup.differs(config_of("lm", **{"model.base_width": 20}))
-  for width in (0, 40):
-    assert not mup.differs(config_of("lm", **{"model.base_width": width}))
-    assert not mup.differs(config_of("mlp", **{"model.base_width": width}))
+  def differ(recipe, width):
+    return mup.widths(config_of(recipe, **{"model.base_width": width}).model).differ
+
+  assert differ("lm", 20)
+  assert not any(differ(recipe, width) for recipe in ("lm", "mlp") for width in (0, 40))
 
 
 def drawn(recipe, model, **overrides):
@@ -142,12 +146,12 @@ def test_a_tied_table_is_drawn_and_scaled_by_the_base_width():
   config = config_of("lm", **WIDE, **tied, **{"model.base_width": 40})
   assert config.model.embedding_standard_deviation == 40**-0.5
   assert nnx.eval_shape(
-    lambda: layers.Embedding(config, rngs=nnx.Rngs(params=0))
+    lambda: layers.Embedding(decoder_spec(config), rngs=nnx.Rngs(params=0))
   ).scale == np.float32(40**0.5)
   config = config_of("lm", **WIDE, **tied)
   assert config.model.embedding_standard_deviation == 160**-0.5
   assert nnx.eval_shape(
-    lambda: layers.Embedding(config, rngs=nnx.Rngs(params=0))
+    lambda: layers.Embedding(decoder_spec(config), rngs=nnx.Rngs(params=0))
   ).scale == np.float32(160**0.5)
 
 

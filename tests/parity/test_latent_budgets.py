@@ -3,7 +3,7 @@
 import pytest
 
 from models import latent_attention, transformer
-from models.transformer_dims import RESIDUAL
+from models.spec import RESIDUAL
 from planning import traced_cost
 from tests.parity.budgets import budget, compile_step, job_of, latent_job
 from tests.parity.latents import LATENTS, STRATEGIES

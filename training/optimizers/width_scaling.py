@@ -112,11 +112,12 @@ def parts(config: ConfigDict, params: Any) -> list[tuple[ConfigDict, Any]]:
     ValueError: an optimizer without a rule.
   """
   keys, found = config.optimizer, {}
-  if not mup.base_width(config):
+  widths = mup.widths(config.model)
+  if not widths.base_width:
     return [(config, params)]
   if not optimizer_row(keys.name).width_rule:
     raise ValueError(_refusal(config))
-  if not mup.differs(config):
+  if not widths.differ:
     return [(config, params)]
   for name, changes in _changes(config, params).items():
     found.setdefault(changes, []).append(name)
@@ -139,7 +140,7 @@ def _changes(config: ConfigDict, params: Any) -> dict[str, tuple]:
   """Returns name -> factors of its learning rate and of epsilon, and the optimizer if another."""
   model, named = MODELS[config.model.name], optimizer_row(config.optimizer.name).width_rule
   rules, legend = model.parameters(config), model.legend(config)
-  leaves = named_leaves(params)
+  leaves, widths = named_leaves(params), mup.widths(config.model)
   matrices, rule, other = {}, RULES.get(named, entrywise), ()
   if named == ORTHOGONAL:
     hidden, given = hidden_matrices(config), parse_arguments(config.optimizer.arguments)
@@ -147,10 +148,10 @@ def _changes(config: ConfigDict, params: Any) -> dict[str, tuple]:
   found = {}
   for leaf_name, leaf in leaves.items():
     letters = letters_of(leaf_name, rules)
-    growth = mup.growth(config, letters, legend, vector=leaf_name.endswith(VECTORS))
-    epsilon = 1.0 if growth.kind is Kind.FINITE else 1 / mup.width_ratio(config)
+    growth = widths.growth(letters, legend, vector=leaf_name.endswith(VECTORS))
+    epsilon = 1.0 if growth.kind is Kind.FINITE else 1 / widths.ratio
     if leaf_name in matrices:
-      ratios = [mup.dim_ratio(config, legend[letter].name) for letter in letters]
+      ratios = [widths.dim_ratio(legend[letter].name) for letter in letters]
       found[leaf_name] = (orthogonal(matrices[leaf_name], leaf.shape, ratios, growth), epsilon)
     else:
       found[leaf_name] = (rule(growth), epsilon, *other)
@@ -161,7 +162,7 @@ def _refusal(config: ConfigDict) -> str:
   name = config.optimizer.name
   why = optimizer_row(name).without_width_rule
   return (
-    f"model.base_width={mup.base_width(config)}: muP has no rule here for the learning rates of "
+    f"model.base_width={config.model.base_width}: muP has no rule here for the learning rates of "
     f"optimizer.name={name}{': ' if why else ''}{why}; it has for "
     f"{', '.join(optimizers_with(lambda row: row.width_rule))}. Choose one of these, or set "
     f"model.base_width=0"

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from models.transformer_dims import RESIDUAL
+from models.spec import RESIDUAL
 from partitioning.parallel import eight_bit, rounding
 from partitioning.parallel.matmuls import column_parallel, row_parallel
 from tests.helpers.jobs import make_job

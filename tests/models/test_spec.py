@@ -1,0 +1,67 @@
+"""Specs: one frozen value that a config is resolved to, with what follows from several keys."""
+
+import dataclasses
+import math
+
+import pytest
+
+from models.spec import in_8_bits
+from models.transformer_dims import decoder_spec
+from tests.helpers.jobs import make_job
+
+YARN = ("yarn", {"factor": 4.0, "original_length": 8, "beta_fast": 3.0})
+
+
+def spec_of(**keys):
+  return decoder_spec(make_job("single", "lm", **keys).config)
+
+
+def test_a_spec_is_a_frozen_value_that_modules_can_keep():
+  keys = {"model.rotary_scaling": YARN, "model.layer_types": ("full", "full_unrotated")}
+  ours, same, other = spec_of(**keys), spec_of(**keys), spec_of(**keys, **{"model.layers": 3})
+  assert (ours, hash(ours)) == (same, hash(same))
+  assert ours != other
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    ours.layers = 3
+
+
+def test_fields_are_the_keys_of_their_names():
+  spec = spec_of(**{"training.z_loss": 1e-4, "partitioning.reshard_after_forward": False})
+  assert (spec.layers, spec.model_size, spec.heads, spec.sequence_length) == (2, 40, 8, 12)
+  assert (spec.z_loss, spec.reshard_after_forward, spec.task) == (1e-4, False, "causal_lm")
+  assert spec.parameter_dtype == "float32"
+
+
+def test_what_follows_from_several_keys():
+  spec = spec_of(**{"lora.rank": 4, "lora.alpha": 6.0, "lora.rs": True, "lora.targets": ("up",)})
+  assert spec.padded_vocabulary == 72
+  assert spec.lora.scale == 6 / math.sqrt(4)
+  assert spec.lora.adapts("layers/mlp/up")
+  assert not spec.lora.adapts("layers/mlp/down")
+  assert not spec_of().lora.adapts("layers/mlp/up")
+  assert spec.out_scale == 1 / math.sqrt(2 * 2)
+
+
+def test_letters_sizes_and_fan_ins_of_kernels():
+  spec = spec_of()
+  assert spec.optional_letters("layers/mlp/up/bias") == ""
+  # Name -> letters within the layer, shape, and the number of inputs.
+  wanted = {
+    "embed/table": ("VD", (72, 40), None),
+    "layers/attention/key/kernel": ("DKH", (40, 4, 6), 40),
+    "layers/attention/out/kernel": ("NHD", (8, 6, 40), 48),
+    "layers/mlp/down/kernel": ("FD", (56, 40), 56),
+    "unembed/kernel": ("DV", (40, 72), 40),
+  }
+  for name, (letters, shape, inputs) in wanted.items():
+    assert (spec.letters_of(name), spec.sizes(letters)) == (letters, shape), name
+    if inputs:
+      assert spec.fan_in(letters) == inputs, name
+      assert spec.deviation(letters) == pytest.approx(inputs**-0.5), name
+
+
+def test_the_kernels_of_layers_are_multiplied_in_8_bits():
+  names = ("layers/mlp/up/kernel", "dense_layers/mlp/up/kernel", "unembed/kernel")
+  assert [in_8_bits(name, "int8") for name in names] == [True, True, False]
+  assert not in_8_bits("layers/mlp/up/lora_a", "int8")
+  assert not in_8_bits("layers/mlp/up/kernel", "compute")
