@@ -317,7 +317,7 @@ def blocks(job: Job) -> Iterator[Term]:
   forward, back, narrow, width = runs.forward, runs.backward, _narrow(job), _width(job)
   leave = runs.leave if config.model.name == _DECODER else 0
   latents = [_tokens(job) * size for size in latent_sizes(config.model)]
-  inputs = 1 if config.model.get("query_latent_size", 0) == 0 else 0
+  inputs = 0 if "query_latent_size" in config.model and config.model.query_latent_size else 1
   sums = 2 * forward + (1 + inputs) * back + leave
   gathers = (1 + inputs) * forward + (3 + inputs) * back + leave
   dtype, why = config.training.matmul_dtype, "activations between blocks"
@@ -614,7 +614,8 @@ def _tokens(job: Job) -> float:
 
 def _experts(job: Job) -> int:
   """Returns how many experts a layer has."""
-  return job.config.model.get("experts", 0)
+  model = job.config.model
+  return model.experts if "experts" in model else 0  # other models have no such key
 
 
 def _width(job: Job) -> float:

@@ -23,7 +23,7 @@ from models.losses import Batch
 from partitioning.dtypes import wide_dtype
 from partitioning.rules import named_leaves
 from runtime.layer_kinds import is_sparse
-from training.pipelined import split_rows
+from training.gradients import split_rows
 from training.setup import Job
 from training.state import State
 from training.step import Program
@@ -139,8 +139,8 @@ def observe_step(program: Program, state: State, batch: Batch) -> dict[str, Any]
     state: before the step.
     batch: of the step.
   """
-  count = program.config.training.gradient_accumulation_steps
-  key = jax.random.fold_in(jax.random.key(program.config.seed), state.step)
+  count = program.spec.gradient_accumulation_steps
+  key = jax.random.fold_in(jax.random.key(program.spec.seed), state.step)
   keys = jax.random.split(key, count) if count > 1 else key[None]
   params = program.gradient_point(state)
 
