@@ -186,9 +186,9 @@ preemption.begin()
 def main(arguments):
   half = pathlib.Path(arguments[0])
   half.touch()
-  print("began", flush=True)
   stop = preemption.current()
   with stop.polled():
+    print("began", flush=True)
     try:
       while not stop:
         time.sleep(0.01)
