@@ -8,7 +8,7 @@ import pytest
 
 from configs import base
 from configs.schema import finalize
-from models import mup
+from models import experts, mlp
 from tests.helpers.jobs import SMALL, host_batch, make_job, place
 from training import coordinate_check
 from training.coordinate_check import Point, Trained, points, shown_layers, slope, slopes
@@ -48,8 +48,19 @@ def test_adamw_without_mup_is_not():
   assert min(found.values()) > 0.4
 
 
+def without_divisor(monkeypatch, kind):
+  """Breaks muP: modules of a kind do not divide their products."""
+  draw = kind.__init__
+
+  def drawn(self, *arguments, **keywords):
+    draw(self, *arguments, **keywords)
+    self.divisor = 1.0
+
+  monkeypatch.setattr(kind, "__init__", drawn)
+
+
 def test_mup_without_its_divisor_is_not(monkeypatch):
-  monkeypatch.setattr(mup, "output_divisor", lambda config: 1.0)
+  without_divisor(monkeypatch, mlp.Dense)
   found = not_flat()
   assert set(found) == {"outputs"}
   assert found["outputs"] > 0.5
@@ -125,7 +136,7 @@ def test_a_decoder_of_experts_is_flat_with_mup_and_a_router_without_its_divisor_
   with_mup = found()
   assert "layer 1: router" in {one.point.name for one in with_mup}
   assert [one.point.name for one in with_mup if not one.flat] == []
-  monkeypatch.setattr(mup, "output_divisor", lambda config: 1.0)
+  without_divisor(monkeypatch, experts.RouterLinear)
   assert "layer 1: router" in {one.point.name for one in found() if not one.flat}
 
 

@@ -212,7 +212,8 @@ def test_one_that_has_delivered_while_another_was_waited_for_has_not_failed(beha
 
 
 @pytest.mark.parametrize(
-  ("behavior", "code", "last"), [("", 0, ["finished"]), ("hang in finish", 1, [1, {"loss": 1.0}])]
+  ("behavior", "code", "last"),
+  [("", 0, ["finished"]), ("hang in finish", -signal.SIGKILL, [1, {"loss": 1.0}])],
 )
 def test_after_a_kill_of_the_run_it_delivers_what_it_was_sent_and_ends(
   behave, tmp_path, behavior, code, last
