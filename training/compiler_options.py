@@ -27,16 +27,14 @@ class Defaults:
   """The options of some kinds of devices.
 
   Attributes:
-    devices: names of chips, as in `analysis.chips`; or `gpu` or `cpu`, for all of them.
+    devices: names of chips, as in `analysis.chips`; or `gpu`, for all of them.
     options: name -> value.
     reason: in words; docs/performance.md has what was measured.
-    models: values of `model.name`; (): all of them.
   """
 
   devices: tuple[str, ...]
-  options: Mapping[str, bool | float | str]
+  options: Mapping[str, bool | float]
   reason: str
-  models: tuple[str, ...] = ()
 
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
@@ -78,27 +76,20 @@ TABLE = (
     {"xla_gpu_enable_latency_hiding_scheduler": True},
     "collectives start early and end late in the schedule",
   ),
-  Defaults(
-    ("cpu",),
-    {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
-    "of decoders and MLPs: YNNPACK multiplies matrices; reductions are XLA's own loops, and faster",
-    ("transformer", "mlp"),
-  ),
 )
 
 _dropped: dict[str, None] = {}  # by the compiler of this process, in the order it named them
 
 
-def of_device(device: jax.Device, model: str) -> dict[str, bool | float | str]:
-  """Returns the default options of a device for a `model.name`; {} for kinds without a row."""
+def of_device(device: jax.Device) -> dict[str, bool | float]:
+  """Returns the default options of a device; {} for CPUs and for kinds without a row."""
   chip = known(device)
-  platform = {"cuda": "gpu"}.get(device.platform, device.platform)
-  names = {chip.name if chip else "", platform}
+  names = {chip.name if chip else "", *(("gpu",) if device.platform in ("gpu", "cuda") else ())}
   given = " ".join(os.environ.get(variable, "") for variable in _VARIABLES)
   return {
     name: value
     for row in TABLE
-    if names & {*row.devices} and model in (row.models or (model,))
+    if names & {*row.devices}
     for name, value in row.options.items()
     if f"--{name}" not in given
   }

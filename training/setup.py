@@ -68,7 +68,7 @@ class Job:
   @property
   def compiler_defaults(self) -> dict[str, str | bool]:
     """Returns the compiler options of its devices that the config leaves in place."""
-    found = compiler_options.of_device(self.mesh.devices.flat[0], self.config.model.name)
+    found = compiler_options.of_device(self.mesh.devices.flat[0])
     return compiler_options.resolved(self.config.compiler_options, found)[0]
 
   @property

@@ -176,7 +176,7 @@ def test_sparse_cores_scatter_what_they_can_cut(rows, padded, kind):
   region = jax.shard_map(
     gradient, mesh=mesh, in_specs=P("fsdp"), out_specs=P(None, "fsdp"), check_vma=False
   )
-  options = compiler_options.of_device(mesh.devices.flat[0], "transformer")
+  options = compiler_options.of_device(mesh.devices.flat[0])
   text = jax.jit(region).lower(x, y).compile(compiler_options=options).as_text()
   assert {one.kind for one in collectives(text, mesh)} == {kind}
 

@@ -243,7 +243,7 @@ def test_the_ring_of_an_mlp_waits_for_hardly_any_permute():
     jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.sharding.NamedSharding(mesh, spec))
     for shape, spec in [((16, 8192, 4096), rows), *[((14336, 4096), kernel)] * 3]
   ]
-  options = compiler_options.of_device(devices[0], "transformer")
+  options = compiler_options.of_device(devices[0])
   text = jax.jit(ring).lower(*given).compile(compiler_options=options).as_text()
   places = interconnect.Places(
     topology,

@@ -200,7 +200,7 @@ def soon(monkeypatch):
 
 def test_who_is_waited_for_is_said_again_at_growing_intervals(soon, capfd):
   port = free_port()
-  together(*calls(port, (8, 0), (8, 2), (8, 3), seconds=1.6))
+  together(*calls(port, (8, 0), (8, 2), (8, 3), seconds=2.3))
   said = capfd.readouterr().err.splitlines()
   me = f"{socket.gethostname()}, pid {os.getpid()}"
   first = [line for line in said if line.startswith("process 0 ")]
@@ -208,7 +208,7 @@ def test_who_is_waited_for_is_said_again_at_growing_intervals(soon, capfd):
     f"process 0 ({me}) waits at localhost:{port} for process 1, 4-7; 3 of 8 have connected, for"
   )
   assert [line.partition(" s so far")[0] for line in first] == [f"{start} {n}" for n in (0, 1, 1)]
-  assert first[0].endswith(" s so far, of processes.start_timeout_seconds=1.6")
+  assert first[0].endswith(" s so far, of processes.start_timeout_seconds=2.3")
   other = f"process 2 ({me}) has reached process 0 at localhost:{port}, which waits for others, for"
   assert len([line for line in said if line.startswith(other)]) == 3
 

@@ -38,16 +38,11 @@ GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
     ("TPU v99", "tpu", 0),
     ("NVIDIA H100 80GB HBM3", "gpu", 1),
     ("of tomorrow", "gpu", 1),
-    ("cpu", "cpu", 1),
+    ("cpu", "cpu", 0),
   ],
 )
 def test_each_kind_of_device_has_its_own(kind, platform, count):
-  assert len(compiler_options.of_device(device(kind, platform), "transformer")) == count
-
-
-def test_a_row_may_be_for_some_models_alone():
-  assert compiler_options.of_device(device("cpu", "cpu"), "vit") == {}  # which it makes slower
-  assert compiler_options.of_device(device("cpu", "cpu"), "mlp")
+  assert len(compiler_options.of_device(device(kind, platform))) == count
 
 
 def test_the_rows_are_of_known_chips():
@@ -59,8 +54,8 @@ def test_the_rows_are_of_known_chips():
 
 def test_what_an_environment_variable_sets_is_left_to_it(monkeypatch):
   monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{GATHER}=false")
-  assert GATHER not in compiler_options.of_device(device("TPU v5"), "vit")
-  assert len(compiler_options.of_device(device("TPU v5"), "vit")) == 6
+  assert GATHER not in compiler_options.of_device(device("TPU v5"))
+  assert len(compiler_options.of_device(device("TPU v5"))) == 6
 
 
 def test_the_config_overrides_one_and_leaves_one_out():

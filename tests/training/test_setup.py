@@ -326,7 +326,7 @@ def test_the_layout_of_a_job_in_words():
   held = whole + (2 * 40 * 56 + 56) // 2
   assert (
     f"{elements:,} parameters; with optimizer state {4 * held / 1024:.1f} KiB per device, "
-    f"of which {4 * whole / 1024:.1f} KiB are replicated on every device\n"
+    f"of which {4 * whole / 1024:.1f} KiB are replicated on every device"
   ) in text
   short = layout_text.job_text(job, whole=False)
   assert "legend" not in short
