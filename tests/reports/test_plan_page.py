@@ -17,6 +17,7 @@ from reports.html import words
 from reports.plan_text import TIMELINE_WIDTH
 from tests.reports.test_layout_page import Reader
 from tests.reports.test_timeline_text import GAP, LAYER
+from training import compiler_options
 
 
 def make(strategy, topology, constants=""):
@@ -55,9 +56,11 @@ def test_the_verdict_the_numbers_and_the_command_are_on_the_page(fits):
   assert "e+0" not in "".join(plan_text.time_lines(fits))
 
 
-def test_a_plan_by_formula_has_no_compiler_options(fits):
+def test_a_plan_by_formula_has_no_compiler_options(fits, monkeypatch):
   assert fits.program is None
-  assert fits.job.compiler_defaults  # of the CPU in whose place the GPUs are
+  # If the CPU had some, in whose place the GPUs are.
+  monkeypatch.setattr(compiler_options, "of_device", lambda device: {"xla_of_cpus": True})
+  assert fits.job.compiler_defaults
   assert fits.as_json()["compiler_options"] == {}
   assert "compiler_options" not in plan_text.text(fits)
 
