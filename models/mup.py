@@ -143,16 +143,6 @@ def widths(model: Any) -> Widths:
   return Widths(**{one.name: model.get(one.name) or 0 for one in dataclasses.fields(Widths)})
 
 
-def deviation(config: ConfigDict, letters: str, legend: Legend, fan_in: int) -> float:
-  """Returns `Widths.deviation` of a finalized config, for models of users."""
-  return widths(config.model).deviation(letters, legend, fan_in)
-
-
-def output_divisor(config: ConfigDict) -> float:
-  """Returns what the products of an unembedding are divided by, for models of users."""
-  return widths(config.model).ratio
-
-
 def plain_keys(model: ConfigDict) -> dict[str, Any]:
   """Returns the keys of `model` with which a decoder computes the same without muP.
 

@@ -74,7 +74,7 @@ class StopRequest:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
       numbers.append(signal.SIGHUP)
     self._terminals = [number for number in (0, 1, 2) if os.isatty(number)]
-    self._forgive_terminals()
+    self._tolerate_hangups()
     # The pipe first: a signal between the two would be lost.
     self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
     self._old = {number: signal.signal(number, _nothing) for number in numbers}
@@ -140,7 +140,7 @@ class StopRequest:
         self.request(signal.Signals(number).name)
     self._heard = time.monotonic()
 
-  def _forgive_terminals(self) -> None:
+  def _tolerate_hangups(self) -> None:
     """Makes output to a terminal no error once its window is closed, which SIGHUP says later."""
     for name in ("stdout", "stderr"):
       old = getattr(sys, name)
@@ -148,7 +148,7 @@ class StopRequest:
         with contextlib.suppress(OSError, ValueError):  # no file, or closed
           if old.fileno() in self._terminals:
             old.flush()
-            setattr(sys, name, _forgiving(old))
+            setattr(sys, name, _tolerant(old))
 
   def _leave_terminals(self) -> None:
     """Redirects output from a closed terminal, where it would be an error, to the null device."""
@@ -179,7 +179,7 @@ def _raw(file: io.TextIOWrapper) -> io.RawIOBase:
   return getattr(file.buffer, "raw", file.buffer)  # -u and PYTHONUNBUFFERED: without a buffer
 
 
-def _forgiving(file: io.TextIOWrapper) -> io.TextIOWrapper:
+def _tolerant(file: io.TextIOWrapper) -> io.TextIOWrapper:
   """Returns a file that writes to the same terminal, as `_Terminal` does."""
   raw = _Terminal(file.fileno(), "w", closefd=False)
   return io.TextIOWrapper(
