@@ -46,7 +46,7 @@ import numpy as np
 from absl import app, flags, logging
 from jax.sharding import NamedSharding, PartitionSpec
 
-from checkpointing.checkpointer import Checkpointer
+from training.checkpointing.checkpointer import Checkpointer
 
 _PARTS = flags.DEFINE_list("parts", "start,loop,disk", "Which parts.")
 _MEBIBYTES = flags.DEFINE_integer("mebibytes", 384, "disk: size of the state, MiB.", 1)

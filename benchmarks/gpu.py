@@ -10,7 +10,7 @@ same batches and take `turns` turns of `turn_steps` steps; the one that waits do
 losses after as many steps must agree, or the two do not train the same model, and it exits with 1.
 
 R is the median over the turns of ours / PyTorch's. MFU is the model's FLOPs per second over the
-device's dense bfloat16 peak (`analysis/chips.py`), once with all scores of attention, as nanoGPT
+device's dense bfloat16 peak (`runtime/chips.py`), once with all scores of attention, as nanoGPT
 and torchtitan count, and once with the causal half. `--small` shrinks the models for a CPU: it
 shows that the benchmark works, and says nothing about speed. PyTorch may be installed for another
 Python than JAX: `--torch_python`. `--trace` writes a trace of a turn of ours, after the others.

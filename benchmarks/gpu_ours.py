@@ -10,13 +10,12 @@ import time
 import jax
 import numpy as np
 
-from analysis import chips
 from benchmarks import gpu_protocol
 from configs import single
 from configs.schema import finalize, validate
 from models.decoder_flops import train_flops_per_example
 from partitioning.rules import named_leaves
-from runtime import devices
+from runtime import chips, devices
 from training import setup
 from training.setup import Job
 

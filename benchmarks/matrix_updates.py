@@ -16,11 +16,11 @@ import jax
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from analysis.collectives import collectives as collectives_of
 from configs import base
 from configs.schema import finalize
 from partitioning.shardings import size_text
 from runtime import devices
+from runtime.collectives import collectives as collectives_of
 from training import setup
 from training.state import State
 

@@ -7,7 +7,7 @@ For GPUs there is no compiler here, so a plan reads the traced gradients (planni
 This compiles steps for TPUs (a minute each on two cores, no TPU), where the same rules can be
 compared: prints formula / compiled program, for plain attention, which is what runs on GPUs, and
 for the kernel; --write writes the section of docs/plan.md. Compiled FLOPs and bytes are counted
-from the optimized HLO (analysis/roofline.py), not measured.
+from the optimized HLO (planning/roofline.py), not measured.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ import re
 
 from absl import app, flags
 
-from analysis import hlo
-from analysis.chips import CHIPS, Rates
-from analysis.collectives import collectives
 from commands import plan_process
 from configs import single
 from planning import analytic, aot, step_time
 from planning.topology import parse
+from runtime import hlo
+from runtime.chips import CHIPS, Rates
+from runtime.collectives import collectives
 from tests.docs.pages import write_section
 
 _ON_CHIP = re.compile(r"S\([1-9]\)")  # of an array's layout: its memory, if that is not HBM

@@ -6,7 +6,7 @@ r"""Predictions of `plan` next to published throughputs: tokens per second and d
 Compiles the train step of each row on TPUs for its devices (minutes each on two cores, no TPU),
 plans those on GPUs by formula, and prints predicted / published; --write writes the section of
 docs/plan.md, and keeps the rows that --only leaves out. The efficiency constants are
-those of analysis/chips.py, from data sheets and published micro-benchmarks; none was fitted to the
+those of runtime/chips.py, from data sheets and published micro-benchmarks; none was fitted to the
 rows.
 """
 
@@ -21,10 +21,10 @@ import tempfile
 
 from absl import app, flags
 
-from analysis.chips import CHIPS, REASONS, SOURCES, Rates, overridden
 from configs import fsdp8
 from planning import analytic, aot
 from planning.topology import parse
+from runtime.chips import CHIPS, REASONS, SOURCES, Rates, overridden
 from tests.docs.pages import write_section
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

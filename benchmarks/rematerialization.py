@@ -11,8 +11,6 @@ arrays are among its temporaries. docs/memory.md has the table.
 import jax
 from absl import app
 
-from analysis import hlo
-from analysis.chips import CHIPS, Rates
 from configs import single
 from configs.schema import finalize
 from partitioning.mesh_sizes import resolve_sizes
@@ -20,6 +18,8 @@ from partitioning.shardings import size_text
 from planning import activation_memory, step_time
 from planning.interconnect import in_order
 from planning.topology import parse
+from runtime import hlo
+from runtime.chips import CHIPS, Rates
 from runtime.devices import Devices
 from training import setup
 

@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from analysis.chips import overridden
 from benchmarks.step_overhead import ROUNDS
 from commands import search_process
 from configs import dp8
@@ -26,6 +25,7 @@ from planning import aot, search, search_results, short_runs
 from planning.search_choice import Estimate
 from planning.topology import parse
 from runtime import compilation_cache
+from runtime.chips import overridden
 from training.setup import Job
 
 flags.set_default(ROUNDS, 3)

@@ -18,7 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOLDER = os.path.join("~", ".cache", "meshwright", "completion")
 # Whose files decide what there is.
-SOURCES = ("commands", "configs", "configs/schema", "tour", "analysis", "input_pipeline/sources")
+SOURCES = (
+  "commands",
+  "configs",
+  "configs/schema",
+  "reports/tour",
+  "runtime",
+  "input_pipeline/sources",
+)
 _SECONDS = 20
 _CONFIGS = ("config", "against")
 _PATH_KEYS = ("data.files", "data.data_dir", "data.tokenizer", "data.chat_template", "model.folder")

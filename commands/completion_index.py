@@ -9,13 +9,13 @@ import re
 
 from absl import flags as absl_flags
 
-from analysis import chips
 from commands import config_flag, flags, help
 from commands.verbs import VERBS
 from configs import base
 from configs.schema import recipes, validate
 from configs.schema.presets import EXPERT_PRESETS, PRESETS
 from input_pipeline.sources import catalog
+from runtime import chips
 from training.optimizer import OPTIMIZERS
 
 PATHS = {flag.name for flag in flags.PATHS}
@@ -37,7 +37,7 @@ def build() -> dict[str, object]:
 
 def chapters() -> list[str]:
   """Returns the chapters of the tour, read from its table: importing it would import JAX."""
-  source = (pathlib.Path(__file__).resolve().parents[1] / "tour" / "chapters.py").read_text()
+  source = (pathlib.Path(__file__).resolve().parents[1] / "reports/tour/chapters.py").read_text()
   return re.findall(r'^  "(\w+)": \1,$', source, re.MULTILINE)
 
 

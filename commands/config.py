@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from absl import flags as absl_flags
 from ml_collections import ConfigDict, config_flags
 
-from analysis import chips
 from commands import config_flag, flags, help
 from commands.refusal import refuse
 from configs.schema import finalize, model_checks, origins, validate
 from partitioning.mesh_sizes import resolve_sizes
 from planning import topology
-from runtime import devices, exit_codes
+from runtime import chips, devices, exit_codes
 from runtime.printable import printable
 
 _COLUMN = 44  # where units and origins begin

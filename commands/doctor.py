@@ -10,10 +10,9 @@ import humanize
 from etils import epath
 from ml_collections import ConfigDict
 
-from commands import flags, help, session, start_facts
+from commands import flags, help, machine, session, start_facts
+from commands.machine import OK, WARNING, WRONG, Finding, ok, wrong
 from configs import base
-from diagnosis import machine
-from diagnosis.machine import OK, WARNING, WRONG, Finding, ok, wrong
 from processes import coordination, preflight
 from processes.coordination import Group
 from processes.watchdog import STARTING, Watchdog
@@ -67,7 +66,7 @@ def _together(watch: Watchdog, config: ConfigDict, workdir: epath.Path, report: 
   if error is not None:
     report.add("devices", [wrong(str(error))])
     return report.end()
-  from diagnosis import attached  # which import JAX
+  from commands import attached  # which import JAX
 
   report.add("devices", attached.check_devices(found))
   if not started:

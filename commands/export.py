@@ -6,8 +6,6 @@ from collections.abc import Callable
 from etils import epath
 from ml_collections import ConfigDict
 
-from checkpointing import restore as checkpoints
-from checkpointing.consensus import Together
 from commands import build, flags, preflight_facts
 from input_pipeline.text import tokenizer
 from interop import export, hf_folder, peft_adapter
@@ -20,6 +18,8 @@ from runtime import exit_codes, free_space
 from runtime.suggest import nearest
 from training import base_parameters, restore, run_tokenizer
 from training.base_parameters import Base
+from training.checkpointing import restore as checkpoints
+from training.checkpointing.consensus import Together
 from training.metrics.console import say
 from training.setup import Job
 

@@ -25,14 +25,14 @@ from etils import epath
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from analysis.chips import overridden
-from checkpointing.resume_policy import plain
 from interop import hf_folder
 from planning.topology import parse
 from processes import preemption
 from runtime import exit_codes, extensions, files
+from runtime.chips import overridden
 from runtime.printable import printable
 from runtime.provenance import everything
+from training.checkpointing.resume_policy import plain
 from training.metrics.console import duration
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -89,9 +89,9 @@ def _plan(request: Mapping[str, Any], folder: pathlib.Path) -> None:
 
 def _search(request: Mapping[str, Any]) -> Any:
   """Returns the answer to a search's task."""
-  from analysis.chips import overridden
   from planning import aot, search
   from planning.topology import of_devices, parse
+  from runtime.chips import overridden
 
   config = request["config"]
   chips, rates = overridden(config.planning.constants)

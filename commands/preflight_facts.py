@@ -6,11 +6,11 @@ from typing import Any
 import jax
 from etils import epath
 
-from checkpointing import restore
 from input_pipeline.source import Source
 from interop import hf_folder
 from processes import preflight
 from processes.coordination import current
+from training.checkpointing import restore
 from training.setup import Job
 
 

@@ -11,11 +11,10 @@ from typing import Any
 
 from etils import epath
 
-from analysis import collectives
 from commands.page_writer import PageWriter
 from inference import request
 from processes import coordination
-from runtime import files, provenance
+from runtime import collectives, files, provenance
 from training import history
 from training.bad_steps import BadStepError
 from training.history import History

@@ -10,7 +10,6 @@ from etils import epath
 from rich.console import Console
 from rich.table import Table
 
-from checkpointing import restore as checkpoints
 from commands import build, flags, preflight_facts
 from inference import task_evaluation
 from inference.task_evaluation import Metric, Result
@@ -19,6 +18,7 @@ from processes.step_barrier import Lockstep
 from processes.watchdog import EVALUATION, STARTING, Watchdog
 from runtime import exit_codes, files
 from training import restore, run_tokenizer
+from training.checkpointing import restore as checkpoints
 from training.metrics.console import ProgressLine, say
 
 FOLDER = "tasks"  # of the results, in the workdir

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-from analysis.chips import overridden
 from commands import config_flag, flags, search_process
 from commands.refusal import refuse
 from configs.keys.data import DATA
@@ -14,6 +13,7 @@ from planning import search_choice
 from planning.topology import parse
 from reports import search_page, search_text
 from runtime import exit_codes, files
+from runtime.chips import overridden
 from training.metrics.console import say
 
 

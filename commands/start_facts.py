@@ -9,11 +9,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from checkpointing import resume_policy
 from processes import preflight
 from processes.coordination import current
 from runtime import devices
 from runtime.provenance import everything
+from training.checkpointing import resume_policy
 
 # Variables that change what XLA and JAX compile. JAX's others say where a process finds things.
 _COMPILERS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

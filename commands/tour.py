@@ -2,9 +2,9 @@
 
 from commands import flags
 from commands.refusal import refuse
+from reports.tour import chapters
+from reports.tour import run as tour
 from runtime import exit_codes
-from tour import chapters
-from tour import run as tour
 
 
 def run() -> int:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from etils import epath
 
-from checkpointing import resume_policy
-from checkpointing.async_writer import SaveError
 from commands import announce_data, build, closing, flags, preflight_facts, run_report
 from configs.schema import optimizer_checks
 from inference import request
@@ -33,6 +31,8 @@ from training import (
 )
 from training.bad_steps import TrainingStoppedError
 from training.callbacks import CallbackError
+from training.checkpointing import resume_policy
+from training.checkpointing.async_writer import SaveError
 from training.metrics import goodput, sinks
 from training.metrics.console import say, say_wrapped
 

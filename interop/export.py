@@ -32,8 +32,6 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from checkpointing.consensus import Together, join_reports
-from checkpointing.naming import nested
 from interop import hf_config, name_maps, peft_adapter, read_weights, safetensors_writer
 from interop.safetensors_writer import WeightFile, Writer
 from models import lora, mup
@@ -41,6 +39,8 @@ from models.transformer_dims import LORA_A, LORA_B, decoder_spec
 from partitioning.rules import named_leaves
 from runtime import files
 from runtime.exit_codes import ExportError
+from training.checkpointing.consensus import Together, join_reports
+from training.checkpointing.naming import nested
 
 # ------------------------------ the files of the tokenizer ------------------------------
 

@@ -28,7 +28,10 @@ _WEIGHTS = ["*.safetensors"]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NAMED = 8
 _MOST_FILES = 2**12  # of weights; a terabyte in files of 5 GB are 200
-_COPY, _STATE = "tokenizer", "state"  # of a checkpoint, as checkpointing/integrity.py names them
+_COPY, _STATE = (
+  "tokenizer",
+  "state",
+)  # of a checkpoint, as integrity.py names them
 
 
 def is_model(location: str | os.PathLike) -> bool:

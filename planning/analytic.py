@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from analysis.chips import Chip, Rates
-from analysis.roofline import Work, matmul_seconds
 from partitioning.shardings import bytes_per_device
 from planning import interconnect, terms, traced_cost
 from planning.interconnect import Places, Wire
+from planning.roofline import Work, matmul_seconds
 from planning.step_time import Sent, Times
+from runtime.chips import Chip, Rates
 from training.setup import Job
 
 Operations = Sequence[tuple[Work, int, bool]]

@@ -15,7 +15,6 @@ from jax.experimental import topologies as described
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from analysis.chips import compute_capability
 from configs.schema import finalize, model_checks, validate
 from partitioning import shardings
 from partitioning.mesh_sizes import resolve_sizes
@@ -29,6 +28,7 @@ from planning.topology import (
   with_slices,
 )
 from runtime import devices
+from runtime.chips import compute_capability
 from training import setup
 
 # The multiple of a plan's devices that are simulated: its advice may need more, and JAX creates

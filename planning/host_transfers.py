@@ -8,9 +8,9 @@ the loop over layers that updates them, in which there is nothing to overlap wit
 import dataclasses
 from collections.abc import Mapping
 
-from analysis.chips import Chip, Rates
-from analysis.host_traffic import FROM_HOST, TO_HOST
+from planning.host_traffic import FROM_HOST, TO_HOST
 from planning.step_time import HostTraffic, Times
+from runtime.chips import Chip, Rates
 from training.setup import Job
 
 _FORWARD = 1 / 3  # of the step's work

@@ -13,7 +13,7 @@ while the device computes. The model:
   longer in proportion. So a matmul beside a gather takes no longer, and an elementwise pass does.
 
 A data sheet gives HBM's bandwidth for reads and writes together, and the links' for each direction.
-By those in `analysis/chips.py`, an all-gather along all three axes of a v5p receives 3 x 180 GB/s,
+By those in `runtime/chips.py`, an all-gather along all three axes of a v5p receives 3 x 180 GB/s,
 writes them and reads as much, 39 % of HBM's 2.77 TB/s; along both axes of a v6e it takes 44 %.
 """
 

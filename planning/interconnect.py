@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from analysis.chips import Rates
 from planning.topology import Topology
+from runtime.chips import Rates
 
 # Kind -> how often V passes a link.
 _PASSES = {

@@ -7,9 +7,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from analysis import hlo, host_traffic
-from analysis.chips import Rates, overridden
-from analysis.collectives import collectives
 from models import MODELS
 from partitioning import shardings
 from partitioning.parallel.pipeline_schedule import Schedule
@@ -18,6 +15,7 @@ from planning import (
   activation_memory,
   analytic,
   aot,
+  host_traffic,
   kept_kernels,
   memory,
   stage_advice,
@@ -27,6 +25,9 @@ from planning import timeline as timelines
 from planning.host_transfers import with_host_traffic
 from planning.suggestions import Advice, overrides_that_fit
 from planning.topology import Topology, of_devices, parse
+from runtime import hlo
+from runtime.chips import Rates, overridden
+from runtime.collectives import collectives
 from training.setup import Job
 from training.tasks import TASKS
 

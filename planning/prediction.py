@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-from analysis import hlo, host_traffic
-from analysis.chips import overridden
-from analysis.collectives import collectives
-from planning import accuracy, aot, step_time
+from planning import accuracy, aot, host_traffic, step_time
 from planning.topology import of_devices, parse
+from runtime import hlo
+from runtime.chips import overridden
+from runtime.collectives import collectives
 from training.setup import Job
 
 

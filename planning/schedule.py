@@ -11,10 +11,10 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from analysis import hlo
-from analysis.chips import Chip, Rates
-from analysis.roofline import FREE, Costs, Work, matmul_seconds
 from planning import in_flight
+from planning.roofline import FREE, Costs, Work, matmul_seconds
+from runtime import hlo
+from runtime.chips import Chip, Rates
 
 _START, _END = "start", "end"
 _CHAIN = {"AsyncCollectiveStart": _START, "AsyncCollectiveDone": _END}

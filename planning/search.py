@@ -16,7 +16,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from analysis.chips import Rates
 from configs.schema import finalize, step_checks
 from partitioning.dims import axes_size
 from partitioning.mesh_sizes import resolve_sizes
@@ -36,6 +35,7 @@ from planning.host_transfers import with_host_traffic
 from planning.search_choice import Estimate
 from planning.search_space import BATCH, MICROBATCHES, OF_A_PIPELINE, REMATERIALIZATION, Setting
 from planning.topology import Topology, with_slices
+from runtime.chips import Rates
 from training.setup import Job
 from training.tasks import TASKS
 

@@ -12,10 +12,10 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-from analysis.chips import Rates
 from partitioning.shardings import size_text
 from planning import analytic, aot, memory
 from planning.topology import Topology
+from runtime.chips import Rates
 from training.parameter_gathers import KEY, STEP, TICK
 from training.setup import Job
 

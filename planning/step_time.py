@@ -3,14 +3,14 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from analysis import hlo
-from analysis.chips import Chip, Rates
-from analysis.collectives import Collective
-from analysis.host_traffic import Transfer
-from analysis.roofline import Work, matmul_seconds
 from planning import interconnect
+from planning.host_traffic import Transfer
 from planning.interconnect import Places, Wire
+from planning.roofline import Work, matmul_seconds
 from planning.schedule import Cost, Loop, Schedule
+from runtime import hlo
+from runtime.chips import Chip, Rates
+from runtime.collectives import Collective
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from analysis import hlo, source_lines
-from analysis.collectives import Collective
-from analysis.host_traffic import Transfer
-from analysis.source_lines import Place
+from planning.host_traffic import Transfer
 from planning.schedule import Interval, Loop
 from planning.step_time import Times
+from runtime import hlo, source_lines
+from runtime.collectives import Collective
+from runtime.source_lines import Place
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Functions that are called from everywhere; what a reader looks for is who calls them.

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from etils import epy
 from ml_collections import ConfigDict
 
-from analysis.chips import CHIPS, Chip, known
 from planning.slice_names import resolve
+from runtime.chips import CHIPS, Chip, known
 from runtime.devices import Devices, memory_bytes
 from runtime.suggest import nearest
 
@@ -59,7 +59,7 @@ class Topology:
 
     Slices of v4, v5p and 7x that consist of cubes of 4x4x4 chips have them on all axes, because the
     optical switches are at the faces of a cube; smaller slices have none. On v5e and v6e an axis
-    has them if it is as long as the pod's. Source: [1] and [2] of analysis/chips.py.
+    has them if it is as long as the pod's. Source: [1] and [2] of runtime/chips.py.
     """
     if not self.chip.torus:
       return ()

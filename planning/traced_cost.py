@@ -15,11 +15,11 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from analysis.roofline import Work
 from models.layer_pattern import layer_pattern
 from models.transformer_dims import decoder_spec, latent_sizes
 from partitioning.parallel.pipeline_schedule import GPIPE
 from planning import activation_memory, attention_kernels
+from planning.roofline import Work
 from training.optimizers.build import matrix_groups
 from training.setup import Job
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
-from analysis import chips, collectives
 from partitioning import shardings
 from partitioning.constraints import Constraint
 from partitioning.mesh_sizes import mesh_text
@@ -21,6 +20,7 @@ from reports import drawings, memory_bar, pipeline_picture
 from reports.grid import Sheet
 from reports.html import render
 from reports.layout_text import CHOICES, matrix_lines, of_layers
+from runtime import chips, collectives
 from training import named_activations
 from training.setup import Job
 

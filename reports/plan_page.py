@@ -6,7 +6,6 @@ This module collects the content; `templates/plan.html.j2` renders it.
 from collections.abc import Sequence
 from typing import Any
 
-from analysis.chips import REASONS, SOURCES
 from partitioning.shardings import size_text
 from planning import memory
 from planning.plan import Plan
@@ -14,6 +13,7 @@ from planning.timeline import Bar, Gap, Layer
 from reports import memory_bar, plan_text
 from reports.html import render
 from reports.layout_page import Arrays, Side, pipelines
+from runtime.chips import REASONS, SOURCES
 
 KINDS = {"matmul": "matmul", "HBM": "memory", "loop": "inner"}  # of compute -> CSS class
 GAPS = 10  # of those waited for, how many are listed

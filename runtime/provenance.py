@@ -68,8 +68,6 @@ LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
 # Everything that a run may import; the processes of one run must agree on it.
 RUN = (
   *PACKAGES,
-  "analysis",
-  "checkpointing",
   "commands",
   "configs",
   "inference",

@@ -70,7 +70,13 @@ def _shapes(request: pytest.FixtureRequest) -> None:
 
 
 # Files whose tests take long one by one: begun last, they would leave a worker alone with them.
-LONG = ("faults/", "integration/", "processes/", "checkpointing/", "partitioning/parallel/")
+LONG = (
+  "faults/",
+  "integration/",
+  "processes/",
+  "training/checkpointing/",
+  "partitioning/parallel/",
+)
 
 
 def pytest_collection_modifyitems(items: list) -> None:

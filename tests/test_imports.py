@@ -13,38 +13,24 @@ ARROWS = {
   # The entrypoint. `processes` and `runtime`: what must happen before anything slow is imported.
   "main": {"commands", "processes", "runtime"},
   "commands": {
-    "analysis",
-    "checkpointing",
-    "configs",
-    "diagnosis",
-    "inference",
-    "input_pipeline",
-    "interop",
-    "partitioning",
-    "planning",
-    "processes",
-    "reports",
-    "runtime",
-    "tour",
-    "training",
+    *("configs", "inference", "input_pipeline", "interop", "partitioning", "planning"),
+    *("processes", "reports", "reports.tour", "runtime", "training", "training.checkpointing"),
   },
-  "tour": {
-    *("analysis", "configs", "input_pipeline", "partitioning", "processes", "reports"),
-    *("runtime", "training"),
+  # The chapters of the tour: small examples by the project's own parts.
+  "reports.tour": {
+    *("configs", "input_pipeline", "partitioning", "processes", "reports", "runtime", "training"),
   },
   # What is shown, apart from what is computed.
-  "reports": {"analysis", "input_pipeline", "partitioning", "planning", "runtime", "training"},
-  # Checks of an installation.
-  "diagnosis": {"analysis", "planning", "processes", "runtime"},
+  "reports": {"input_pipeline", "partitioning", "planning", "runtime", "training"},
   # Its formulas are about the models' dims, and say so.
-  "planning": {"analysis", "configs", "models", "partitioning", "runtime", "training"},
+  "planning": {"configs", "models", "partitioning", "runtime", "training"},
   "inference": {"input_pipeline", "models", "partitioning", "processes", "runtime", "training"},
   "training": {
-    *("analysis", "checkpointing", "input_pipeline", "interop", "models", "partitioning"),
-    *("processes", "runtime"),
+    *("input_pipeline", "interop", "models", "partitioning", "processes", "runtime"),
+    "training.checkpointing",
   },
   # Model folders of Hugging Face. hf_config.py is pure JSON, and imports of these runtime alone.
-  "interop": {"checkpointing", "models", "partitioning", "runtime"},
+  "interop": {"models", "partitioning", "runtime", "training.checkpointing"},
   # Of runtime, the tables that extensions register in.
   "models": {"partitioning", "runtime"},
   # Of training, the table of tasks, of input_pipeline, tokenizers, and of interop, config.json:
@@ -52,13 +38,13 @@ ARROWS = {
   "configs": {"configs.keys", "input_pipeline", "interop", "runtime", "training"},
   # Facts about the keys of a config, for everybody.
   "configs.keys": {"runtime"},
-  "checkpointing": {"configs.keys", "processes", "runtime"},
+  # Files of one checkpoint; what is saved and when is its parent's.
+  "training.checkpointing": {"configs.keys", "processes", "runtime"},
   "input_pipeline": {"runtime"},
-  # What compiled programs do, and what chips can do.
-  "analysis": {"runtime"},
   # The processes of a run.
   "processes": {"runtime"},
-  # This process: its devices, its files, what it is made of. Of partitioning, sizes of meshes.
+  # This process: its devices and what they can do, its files, its compiled programs. Of
+  # partitioning, sizes of meshes.
   "runtime": {"partitioning"},
   "partitioning": set(),
   "launch": {"runtime"},
@@ -357,7 +343,7 @@ def test_the_plain_reference_imports_nothing_of_the_project():
     (
       "training",
       "from configs import base",
-      "may import analysis, checkpointing, input_pipeline, interop",
+      "may import input_pipeline, interop, models, partitioning",
     ),
     ("planning", "import main", "planning imports main"),
     ("main", "import models", "main imports models"),

@@ -17,14 +17,14 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
-from checkpointing import integrity, naming, restore
-from checkpointing.consensus import Together
-from checkpointing.integrity import Verified
 from interop import hf_folder
 from partitioning.rules import named_leaves
 from processes.coordination import current
 from runtime.printable import printable
 from training import replica_digests
+from training.checkpointing import integrity, naming, restore
+from training.checkpointing.consensus import Together
+from training.checkpointing.integrity import Verified
 from training.setup import Job
 from training.state import State, merged
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import jax
 
-from analysis.chips import known
+from runtime.chips import known
 
 # The variables by which XLA is given flags; what is set there is left as it is.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -27,7 +27,7 @@ class Defaults:
   """The options of some kinds of devices.
 
   Attributes:
-    devices: names of chips, as in `analysis.chips`; or `gpu`, for all of them.
+    devices: names of chips, as in `runtime.chips`; or `gpu`, for all of them.
     options: name -> value.
     reason: in words; docs/performance.md has what was measured.
   """

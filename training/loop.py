@@ -8,7 +8,6 @@ from typing import Any
 
 from etils import epath
 
-from checkpointing import resume_policy
 from input_pipeline.prefetch import Prefetcher
 from processes.coordination import current
 from processes.step_barrier import Lockstep
@@ -17,6 +16,7 @@ from processes.watchdog import ENDING, EVALUATION, STARTING, Watchdog
 from training import callbacks, reference, restore, workdir_files
 from training.bad_steps import BadStepError, BadSteps
 from training.callbacks import CALLBACKS, Callback
+from training.checkpointing import resume_policy
 from training.due import Due
 from training.evaluation import Evaluation, Evaluator, is_logged
 from training.metrics import device_probe, log_schedule

@@ -16,7 +16,6 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
-from checkpointing import restore as checkpoints
 from input_pipeline.batches import EvaluationBatches
 from input_pipeline.source import Source
 from models import preference
@@ -26,6 +25,7 @@ from processes.step_barrier import Lockstep
 from processes.watchdog import STARTING, Watchdog
 from runtime import files
 from training import base_parameters, restore
+from training.checkpointing import restore as checkpoints
 from training.metrics.console import say
 from training.setup import Job
 from training.splits import Data

@@ -10,11 +10,6 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from checkpointing import integrity, naming, resume_policy
-from checkpointing import restore as checkpoint_restore
-from checkpointing.checkpointer import Checkpointer
-from checkpointing.integrity import Verified
-from checkpointing.restore import FOLDER, PARAMETERS, VARIABLES
 from input_pipeline.source import Source
 from interop import hf_folder
 from partitioning.rules import named_leaves
@@ -32,6 +27,11 @@ from training import (
 )
 from training import bad_steps as rollback
 from training.base_parameters import Base
+from training.checkpointing import integrity, naming, resume_policy
+from training.checkpointing import restore as checkpoint_restore
+from training.checkpointing.checkpointer import Checkpointer
+from training.checkpointing.integrity import Verified
+from training.checkpointing.restore import FOLDER, PARAMETERS, VARIABLES
 from training.metrics.waiting import Waiting
 from training.setup import Job
 from training.state import State, merged, split

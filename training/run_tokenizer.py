@@ -11,12 +11,12 @@ from collections.abc import Callable
 from etils import epath
 from ml_collections import ConfigDict
 
-from checkpointing import restore
-from checkpointing.integrity import TOKENIZER
 from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer, tokenizer_files
 from interop import hf_folder
 from runtime import files
+from training.checkpointing import restore
+from training.checkpointing.integrity import TOKENIZER
 
 # What a file of data.chat_template is called in the copy; the second, if it is JSON.
 TEMPLATES = (tokenizer_files.TEMPLATE_FILE, "chat_template.json")
@@ -56,7 +56,7 @@ def of_checkpoint(location: str) -> epath.Path | None:
   """Returns the folder of the tokenizer in a checkpoint; None where there is none.
 
   Args:
-    location: as of `checkpointing.restore.parse_location`.
+    location: as of `training.checkpointing.restore.parse_location`.
   """
   try:
     folder, step = restore.parse_location(location)

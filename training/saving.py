@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from checkpointing.async_writer import SaveError
 from processes.watchdog import SAVING, Watchdog
+from training.checkpointing.async_writer import SaveError
 from training.restore import Start
 from training.state import State
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from analysis import chips
 from input_pipeline.ramp import Ramp, Shape
 from models import MODELS, find
 from models.decoder_flops import active_elements
@@ -23,6 +22,7 @@ from partitioning.dims import Legend, Table
 from partitioning.mesh import make_mesh
 from partitioning.rules import DEVICE, Placement, named_leaves
 from partitioning.verdict import TABLES, Layout, check_layout
+from runtime import chips
 from runtime.devices import Devices, memory_bytes
 from training import compiler_options
 from training.choices import Choice

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from analysis import collectives
 from input_pipeline.ramp import Ramp, Shape
+from runtime import collectives
 from training.metrics.console import say, say_wrapped
 from training.metrics.waiting import Waiting
 from training.setup import Job, batch_text

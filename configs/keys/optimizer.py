@@ -56,7 +56,7 @@ OPTIMIZER: Rows = {
     most=MOST_STEP,
     resume=MAY_CHANGE,
   ),
-  # On resume: resumes where neither decay has begun: checkpointing.resume_policy.
+  # On resume: resumes where neither decay has begun: training.checkpointing.resume_policy.
   "decay_steps": Key(Unset(int), "of wsd, at the end; by default steps / 5", unit="steps", least=0),
   "decay_tokens": Key(
     0,

@@ -11,7 +11,7 @@ PROGRAMS = [path for path in BENCHMARKS if '__name__ == "__main__"' in path.read
 
 
 def test_nothing_changes_where_modules_are_found():
-  files = [*BENCHMARKS, *sorted((ROOT / "tour").glob("*.py"))]
+  files = [*BENCHMARKS, *sorted((ROOT / "reports/tour").glob("*.py"))]
   assert len(files) > 20
   assert [path.name for path in files if "sys.path" in path.read_text()] == []
 

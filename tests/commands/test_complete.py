@@ -12,8 +12,8 @@ import pytest
 from commands import complete, completion_index
 from commands.verbs import VERBS
 from configs.keys.optimizer import OPTIMIZER
+from reports.tour.chapters import CHAPTERS
 from tests.helpers.terminals import ROOT
-from tour.chapters import CHAPTERS
 
 
 @pytest.fixture(scope="module")

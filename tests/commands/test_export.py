@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from etils import epath
 
-from checkpointing import resume_policy
-from checkpointing.checkpointer import Checkpointer
 from input_pipeline.text import tokenizer
 from interop import hf_config, safetensors_writer
-from tests.checkpointing import plain
 from tests.helpers.jobs import make_job
 from tests.interop import folders
+from tests.training.checkpointing import plain
 from training import base_parameters, restore
+from training.checkpointing import resume_policy
+from training.checkpointing.checkpointer import Checkpointer
 
 RUN = pathlib.Path(__file__).parent / "exported_run" / "run"
 EXPECTED = json.loads((RUN.parent / "expected.json").read_text())

@@ -12,8 +12,8 @@ import subprocess
 import pytest
 
 from runtime import exit_codes
-from tests.checkpointing.states import contents
 from tests.helpers.cli import TINY_MLP
+from tests.training.checkpointing.states import contents
 
 SHORT = ["--config=configs/dp8.py:mlp", *TINY_MLP, "--config.training.steps=2"]
 

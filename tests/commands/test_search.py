@@ -8,12 +8,12 @@ import jax
 import psutil
 import pytest
 
-from analysis.chips import overridden
 from commands import plan_process, plan_worker, search_process
 from configs import dp4_tp2
 from planning import aot, search, short_runs
 from planning.search_choice import Estimate, Tried
 from planning.topology import parse
+from runtime.chips import overridden
 from tests.helpers.cli import QUICKLY
 from tests.helpers.jobs import SMALL
 from tests.helpers.terminals import Terminal

@@ -14,16 +14,16 @@ import time
 
 import numpy as np
 
-from checkpointing import naming
-from checkpointing.checkpointer import Checkpointer
-from checkpointing.consensus import Together
 from configs import dp4_tp2
 from configs.schema import finalize, validate
 from processes import coordination as groups
 from runtime import devices
-from tests.checkpointing import plain
 from tests.helpers.compiling import FAST
+from tests.training.checkpointing import plain
 from training import splits
+from training.checkpointing import naming
+from training.checkpointing.checkpointer import Checkpointer
+from training.checkpointing.consensus import Together
 from training.setup import Job, prepare
 from training.state import State
 

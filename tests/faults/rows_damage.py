@@ -10,13 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from checkpointing import naming, restore
-from checkpointing.checkpointer import Checkpointer
-from tests.checkpointing import damage
 from tests.faults import same
 from tests.faults.harness import Run
 from tests.faults.plan import Trial
 from tests.faults.trying import Attempt, tried
+from tests.training.checkpointing import damage
+from training.checkpointing import naming, restore
+from training.checkpointing.checkpointer import Checkpointer
 
 STEPS, EVERY = 8, 2
 OLDER, NEWER = 4, 6

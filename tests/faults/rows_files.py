@@ -8,12 +8,12 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 
-from checkpointing import integrity
 from tests.faults import same
 from tests.faults.plan import Trial
 from tests.faults.serving import Answer, Commands
 from tests.faults.trying import Attempt, tried
 from tests.helpers.cli import TINY_LM
+from training.checkpointing import integrity
 
 STEPS, EVERY, RESUMED = 8, 2, 6
 CONTINUED, REFUSED = 0, 2

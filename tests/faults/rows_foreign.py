@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 
-from tests.checkpointing import damage
 from tests.faults import same
 from tests.faults.harness import ROOT
 from tests.faults.plan import Trial
 from tests.faults.rows_files import CONTINUED, FLAGS, REFUSED, RESUMED, STEPS, listing
 from tests.faults.serving import Commands
 from tests.faults.trying import Attempt, tried
+from tests.training.checkpointing import damage
 
 CLOCKS = pathlib.Path(__file__).parent / "clocks"
 HOUR, YEAR = 3600, 365 * 24 * 3600

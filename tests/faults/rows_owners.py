@@ -8,11 +8,11 @@ import signal
 import time
 from collections.abc import Iterator
 
-from tests.checkpointing.states import contents
 from tests.faults import same
 from tests.faults.harness import Run, aborted, refused, story
 from tests.faults.plan import Trial
 from tests.faults.trying import Attempt, Undisturbed, tried
+from tests.training.checkpointing.states import contents
 
 STOPPED, REFUSED = 75, 2
 LEASE_SECONDS = 10

@@ -5,13 +5,13 @@ import json
 import pathlib
 from collections.abc import Iterator, Sequence
 
-from tests.checkpointing.states import contents
 from tests.faults import moving
 from tests.faults.harness import refused
 from tests.faults.plan import Trial
 from tests.faults.trying import Attempt, tried
 from tests.helpers.cli import TINY_LM, lines_of
 from tests.processes import starting
+from tests.training.checkpointing.states import contents
 
 # ------------------------------ refusals ------------------------------
 

@@ -1,4 +1,4 @@
-"""A sample of the rows about checkpoints; the others have theirs in tests/checkpointing.
+"""A sample of the rows about checkpoints; the others have theirs in tests/training/checkpointing.
 
 Rows 2 and 11 are sampled by test_faults.py and test_commands.py there, row 12 by test_full_disk.py,
 test_saving_together.py and test_commands.py.

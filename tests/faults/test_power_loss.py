@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from etils import epath
 
-from checkpointing import integrity, restore
-from checkpointing.checkpointer import Checkpointer
-from checkpointing.consensus import Together
 from input_pipeline import prepare, row_store
 from input_pipeline.text import store
-from tests.checkpointing.states import assert_bit_equal, counting_target, counting_tree
 from tests.faults import power
+from tests.training.checkpointing.states import assert_bit_equal, counting_target, counting_tree
+from training.checkpointing import integrity, restore
+from training.checkpointing.checkpointer import Checkpointer
+from training.checkpointing.consensus import Together
 
 ROOT = pathlib.Path(__file__).parents[2]
 SEED, DRAWN = 0, 4
@@ -26,8 +26,8 @@ SAVE = """
 import os, sys
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
-from checkpointing.checkpointer import Checkpointer
-from tests.checkpointing.states import save_counting
+from training.checkpointing.checkpointer import Checkpointer
+from tests.training.checkpointing.states import save_counting
 folder = sys.argv[1]
 with Checkpointer(f"{folder}/checkpoints", tokenizer={"tokenizer.json": b"{}"}) as checkpoints:
   for step in (1, 2, 3):

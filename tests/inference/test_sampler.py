@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from analysis import collectives
 from inference import request as requests
 from inference.request import Request, check, encoded
 from inference.sampler import Sampler, draw_token, filter_logits
 from models import MODELS, transformer
 from partitioning import shardings
 from partitioning.rules import named_leaves
+from runtime import collectives
 from tests.helpers.jobs import first_state, make_job
 
 # ------------------------------ the next token ------------------------------

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from tests.checkpointing.states import contents
 from tests.helpers.cli import TINY_MLP, lines_of
+from tests.training.checkpointing.states import contents
 
 SHORT = [
   "--config=configs/dp8.py:mlp",

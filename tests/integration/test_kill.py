@@ -149,7 +149,7 @@ def undisturbed(forks, command, tmp_path_factory) -> dict[int, tuple[str, str]]:
   return found
 
 
-# Kills at each stage of a save are sampled in tests/checkpointing/test_faults.py.
+# Kills at each stage of a save are sampled in tests/training/checkpointing/test_faults.py.
 @pytest.mark.parametrize(
   "moment", [kill_at_a_random_moment, pytest.param(kill_during_a_save, marks=pytest.mark.faults)]
 )

@@ -8,8 +8,8 @@ import threading
 
 from processes.claims import LocalClaims
 from processes.workdir_lease import this_process
-from tests.checkpointing.states import contents
 from tests.helpers.cli import TINY_MLP
+from tests.training.checkpointing.states import contents
 
 COMMAND = ["--config=configs/dp8.py:mlp", *TINY_MLP, "--config.training.steps=2"]
 QUICK = ["--config.processes.lease_seconds=2", "--config.processes.owner_wait_seconds=1"]

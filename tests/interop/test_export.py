@@ -14,7 +14,6 @@ import pytest
 import tokenizers
 from etils import epath
 
-from checkpointing.consensus import Together
 from configs import single
 from configs.schema import finalize
 from input_pipeline.text import tokenizer, train_tokenizer
@@ -27,6 +26,7 @@ from tests.models import families, write_families
 from tests.models.families import KEPT, ROWS, tokens, tree_of
 from tests.models.test_families import BOUNDS, PUBLISHED, fixture
 from tests.processes.stores import groups_of, together
+from training.checkpointing.consensus import Together
 
 # ------------------------------ the files of the tokenizer ------------------------------
 

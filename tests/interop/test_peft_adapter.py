@@ -9,8 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-from checkpointing.consensus import Together
-from checkpointing.naming import nested
 from configs import single
 from configs.schema import finalize
 from interop import export, hf_config, name_maps, peft_adapter
@@ -22,6 +20,8 @@ from tests.interop import folders
 from tests.interop.test_export import exported
 from tests.models import families, write_families
 from tests.models.families import FAMILIES, drawn, tokens, tree_of
+from training.checkpointing.consensus import Together
+from training.checkpointing.naming import nested
 
 HERE = pathlib.Path(__file__).parent
 PHI_3 = {"window": 7}

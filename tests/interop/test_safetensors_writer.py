@@ -10,7 +10,7 @@ from etils import epath
 
 from interop import safetensors_writer
 from interop.safetensors_writer import Tensor, WeightFile, Writer, index, split
-from tests.checkpointing.test_full_disk import full_disk
+from tests.training.checkpointing.test_full_disk import full_disk
 
 TENSORS = [
   Tensor("a.weight", (3, 5), "float32"),

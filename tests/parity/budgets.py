@@ -22,9 +22,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from analysis import collectives
 from planning import terms
-from runtime import devices
+from runtime import collectives, devices
 from tests.helpers.jobs import make_job
 from tests.parity import expert_cases, latents, pipeline_cases
 from tests.parity.comparison import COLLECTIVE_MATMUL, SEQUENCE_PARALLEL

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from analysis import collectives, hlo
 from partitioning import shardings
 from partitioning.parallel import collectives as manual
 from planning import terms
+from runtime import collectives, hlo
 from tests.helpers.jobs import make_job
 from tests.parity.budgets import (
   COMMAND,

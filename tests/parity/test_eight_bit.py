@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from etils import epath
 
-from checkpointing import restore
 from input_pipeline.row_source import array_source
 from partitioning.parallel import collectives
 from partitioning.rules import named_leaves
@@ -24,6 +23,7 @@ from tests.parity.comparison import (
   train,
 )
 from tests.training import runs
+from training.checkpointing import restore
 
 INT8 = {"training.matmul_dtype": "int8"}
 FLOAT8 = {"training.matmul_dtype": "float8"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from analysis import collectives
 from planning import terms
+from runtime import collectives
 from tests.parity.budgets import (
   INVOLUNTARY,
   SEQUENCE_PARALLEL,

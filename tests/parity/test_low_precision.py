@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from partitioning.rules import LayoutError, named_leaves
-from tests.checkpointing.states import moved
 from tests.helpers.flips import altered
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.budgets import INVOLUNTARY, STRATEGIES, Step, budget, said_while
 from tests.parity.expert_cases import WITH_DENSE
+from tests.training.checkpointing.states import moved
 from training import replica_check
 from training.replica_check import ReplicaCheck
 from training.state import State

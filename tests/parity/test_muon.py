@@ -4,10 +4,10 @@ import jax
 import pytest
 
 from planning import terms
-from tests.checkpointing.states import moved
 from tests.parity.budgets import INVOLUNTARY, MUON, UPDATES, Step, budget, job_of, of_sources
 from tests.parity.expert_cases import WITH_DENSE
 from tests.parity.updates import Updates, assert_equal, on_host
+from tests.training.checkpointing.states import moved
 
 MESHES = [name for name in UPDATES if name != "dp8"]  # of which a complete step is compiled
 RUNS = Updates(tuple(MUON.items()), steps=2)

@@ -5,10 +5,10 @@ import functools
 import jax
 import pytest
 
-from tests.checkpointing.states import moved
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.budgets import Step, budget
 from tests.parity.updates import assert_equal, on_host
+from tests.training.checkpointing.states import moved
 
 STEPS = 3
 KEYS = {

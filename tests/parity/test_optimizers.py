@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from partitioning.rules import named_leaves
-from tests.checkpointing.states import moved
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.parity.updates import assert_equal, on_host
+from tests.training.checkpointing.states import moved
 
 STEPS = 3
 KEYS = {

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from analysis import collectives
 from models import layers
 from partitioning.rules import named_leaves
+from runtime import collectives
 from tests.helpers.jobs import STRATEGIES, make_job
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from partitioning.rules import named_leaves
 from planning import terms
-from tests.checkpointing.states import moved
 from tests.helpers.jobs import first_state, make_job
 from tests.parity.budgets import INVOLUNTARY, Step, job_of, of_sources, said_while
 from tests.parity.updates import assert_equal
+from tests.training.checkpointing.states import moved
 from training.state import State
 
 STEPS = 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from analysis import collectives
+from runtime import collectives
 from tests.parity.comparison import SEQUENCE_PARALLEL, assert_equal, reference, train
 
 SLICED = {

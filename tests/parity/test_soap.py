@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from analysis import collectives
-from checkpointing.checkpointer import Checkpointer
 from planning import terms
-from tests.checkpointing.states import CONFIG, RECORD, abstract, tree_of
+from runtime import collectives
 from tests.parity.budgets import INVOLUNTARY, SOAP, UPDATES, added_up
 from tests.parity.expert_cases import WITH_DENSE
 from tests.parity.updates import Updates, assert_equal, on_host
+from tests.training.checkpointing.states import CONFIG, RECORD, abstract, tree_of
+from training.checkpointing.checkpointer import Checkpointer
 from training.state import State
 
 # The first step makes the bases, the third refreshes them, and the last uses these.

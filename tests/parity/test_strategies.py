@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from analysis import collectives
 from partitioning import shardings
+from runtime import collectives
 from tests.helpers.jobs import STRATEGIES, make_job
 from tests.parity.comparison import (
   MESHES,

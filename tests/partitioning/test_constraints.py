@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from analysis.collectives import collectives
 from partitioning.constraints import activation_layout, constrain, record
 from partitioning.dims import Dim
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
+from runtime.collectives import collectives
 
 LEGEND = {
   "B": Dim("batch", None),

@@ -2,13 +2,13 @@
 
 import dataclasses
 
-from analysis import hlo, host_traffic
-from analysis.chips import CHIPS, Chip, Rates
-from analysis.collectives import collectives
-from planning import step_time
+from planning import host_traffic, step_time
 from planning.interconnect import in_order
 from planning.topology import parse
-from tests.analysis.programs import make_mesh
+from runtime import hlo
+from runtime.chips import CHIPS, Chip, Rates
+from runtime.collectives import collectives
+from tests.runtime.programs import make_mesh
 
 # Constants that are easy to compute with: everything is reached, and hops take no time.
 IDEAL = Rates(matmul=1.0, memory=1.0, link=1.0, hop_seconds=1e-12, spread=0.1)

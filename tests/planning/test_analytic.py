@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from analysis.chips import CHIPS, Rates
 from models import MODELS
 from planning import analytic, terms, traced_cost
 from planning.interconnect import in_order
 from planning.topology import parse
+from runtime.chips import CHIPS, Rates
 from tests.helpers.jobs import make_job
 from tests.parity.budgets import STRATEGIES, budget, compile_step, job_of, of_sources, shared_job
 

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from analysis import hlo
-from analysis.chips import CHIPS
-from analysis.collectives import collectives
 from configs import dp8
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
 from partitioning.parallel import collectives as manual
 from planning import aot
 from planning.topology import EXAMPLES, parse, with_slices
+from runtime import hlo
+from runtime.chips import CHIPS
+from runtime.collectives import collectives
 from training import compiler_options
 
 GIB = 2**30

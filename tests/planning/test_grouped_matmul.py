@@ -6,11 +6,11 @@ import jax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from analysis import hlo
-from analysis.roofline import Costs
 from partitioning.parallel.grouped_matmul import Way, grouped_matmul
 from planning import aot
+from planning.roofline import Costs
 from planning.topology import parse
+from runtime import hlo
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 4096, 1024, 512, 16
 USEFUL = 2 * ROWS * INPUTS * OUTPUTS

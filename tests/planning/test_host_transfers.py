@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from analysis.chips import CHIPS
-from analysis.roofline import Work
 from planning.host_transfers import with_host_traffic
+from planning.roofline import Work
 from planning.step_time import Times
+from runtime.chips import CHIPS
 from tests.helpers.jobs import make_job
 from tests.planning.programs import IDEAL
 

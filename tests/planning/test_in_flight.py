@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from analysis.chips import CHIPS
 from planning.in_flight import Device
 from planning.interconnect import memory_bytes
+from runtime.chips import CHIPS
 
 A, B = frozenset({"a"}), frozenset({"b"})
 

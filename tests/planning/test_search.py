@@ -7,12 +7,12 @@ import itertools
 import jax
 import pytest
 
-from analysis.chips import overridden
 from configs import dp4_tp2
 from planning import aot, plan, search, search_space
 from planning.search_choice import Estimate
 from planning.search_space import REMATERIALIZATION
 from planning.topology import parse
+from runtime.chips import overridden
 from tests.helpers.jobs import SMALL
 
 CHIPS, RATES = overridden("")

@@ -5,14 +5,14 @@ import math
 
 import pytest
 
-from analysis.chips import (
+from planning.slice_names import most_chips
+from planning.topology import of_devices, parse
+from runtime.chips import (
   CHIPS,
   REASONS,
   Rates,
   overridden,
 )
-from planning.slice_names import most_chips
-from planning.topology import of_devices, parse
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import re
 import jax
 import pytest
 
-from analysis.chips import Rates
 from configs import single
 from planning import aot, stage_advice
 from planning.topology import parse
 from reports import plan_text
+from runtime.chips import Rates
 from tests.helpers.jobs import SMALL
 from tests.planning import test_suggestions
 from tests.planning.test_passes import KERNELS, ROUNDS, D, L, M, S, V

@@ -2,12 +2,12 @@
 
 import pytest
 
-from analysis import hlo, host_traffic
-from analysis.collectives import collectives
-from planning import timeline
+from planning import host_traffic, timeline
 from planning.timeline import ROOT
-from tests.analysis.programs import make_mesh
+from runtime import hlo
+from runtime.collectives import collectives
 from tests.planning.programs import GROUPS, HEAD, PRODUCT, START, times
+from tests.runtime.programs import make_mesh
 
 # Frames: 1 the scan over layers, 2 the MLP in it, 3 its matmul, 4 the helper that gathers;
 # 5 another scan of the same model, 6 a scan of a helper.

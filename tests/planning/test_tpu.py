@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from analysis import hlo
-from analysis.chips import Rates
-from analysis.collectives import collectives
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
 from partitioning.parallel.collective_matmul import through
 from planning import aot, interconnect, step_time
 from planning.topology import parse
+from runtime import hlo
+from runtime.chips import Rates
+from runtime.collectives import collectives
 from training import compiler_options
 
 pytestmark = pytest.mark.plan

@@ -113,7 +113,7 @@ KINDS = {
     {"config.data.train_split": ('"train"', '"train[:50%]"')},
     ("--config.data.train_split=train[:50%]",),
   ),
-  "code of the checkpoints": other_code("checkpointing/checkpointer.py"),
+  "code of the checkpoints": other_code("training/checkpointing/checkpointer.py"),
   "code of the processes": other_code("processes/coordination.py"),
   "library: grain": other_library("grain"),
   "library: array-record": other_library("array-record"),

@@ -7,10 +7,10 @@ import re
 import pytest
 from jax.sharding import NamedSharding
 
-from analysis import collectives
 from partitioning import shardings
 from reports import layout_page
 from reports.layout_text import job_text
+from runtime import collectives
 from tests.helpers.jobs import make_job
 from training import named_activations
 

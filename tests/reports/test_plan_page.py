@@ -7,9 +7,9 @@ import re
 import jax
 import pytest
 
-from analysis.roofline import Work
 from partitioning.shardings import size_text
 from planning import aot, memory, plan
+from planning.roofline import Work
 from planning.step_time import HostTraffic
 from planning.timeline import Timeline
 from reports import plan_page, plan_text

@@ -11,8 +11,7 @@ import types
 import jax
 import pytest
 
-from analysis import chips
-from runtime import devices
+from runtime import chips, devices
 
 MESH = {"data": 4, "tensor": 2}
 

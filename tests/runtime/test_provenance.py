@@ -24,7 +24,9 @@ OTHERS = {
   "metrics/csv_sink metrics/profiler metrics/reader metrics/sinks metrics/throughput "
   "metrics/tracker metrics/tracker_sink metrics/waiting metrics/writer named_activations "
   "observer parity record_schema replay replica_check replica_digests restore run_tokenizer saving "
-  "trained_tokenizer train_steps workdir_files workdir_owner",
+  "trained_tokenizer train_steps workdir_files workdir_owner checkpointing/__init__ "
+  "checkpointing/async_writer checkpointing/checkpointer checkpointing/consensus "
+  "checkpointing/integrity checkpointing/naming checkpointing/restore checkpointing/resume_policy",
 }
 
 

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from etils import epath
 
-from checkpointing import restore as reading
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
 from input_pipeline.ramp import Ramp
 from input_pipeline.row_source import Source, array_source
@@ -20,6 +19,7 @@ from processes.preemption import StopRequest
 from processes.watchdog import Watchdog
 from tests.helpers.jobs import make_job
 from training import loop, restore
+from training.checkpointing import restore as reading
 from training.setup import Job
 from training.splits import Data
 

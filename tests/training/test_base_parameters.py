@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from etils import epath
 
-from checkpointing import restore as reading
-from checkpointing import resume_policy
-from checkpointing.checkpointer import Checkpointer
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, make_job
 from tests.training import runs
 from training import base_parameters, restore
+from training.checkpointing import restore as reading
+from training.checkpointing import resume_policy
+from training.checkpointing.checkpointer import Checkpointer
 
 TRAINED = {"layer_1/bias", "layer_4/kernel", "layer_4/bias"}
 KEYS = {

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from analysis.chips import CHIPS
 from reports import layout_text
+from runtime.chips import CHIPS
 from tests.docs.pages import ROOT
 from tests.helpers.jobs import make_job
 from training import compiler_options

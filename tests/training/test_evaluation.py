@@ -10,8 +10,6 @@ import pytest
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from checkpointing import restore
-from checkpointing.checkpointer import Checkpointer
 from input_pipeline.batches import EvaluationBatches
 from input_pipeline.combined import combine
 from input_pipeline.mixture import Part
@@ -20,6 +18,8 @@ from processes.preemption import StopRequest
 from tests.training import runs
 from tests.training.runs import BATCH, STEPS, saved, source, train
 from training.bad_steps import TrainingStoppedError
+from training.checkpointing import restore
+from training.checkpointing.checkpointer import Checkpointer
 from training.evaluation import Evaluator, _Taken
 
 PARTS = {"evaluation.every_steps": 5, "evaluation.steps": 2}

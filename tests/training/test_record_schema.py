@@ -7,9 +7,9 @@ import json
 import pytest
 from etils import epath
 
-from checkpointing import integrity
 from tests.training import runs
 from training import bad_steps, record_schema
+from training.checkpointing import integrity
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
-from checkpointing import integrity, resume_policy
 from configs import base
 from configs.schema import finalize
 from partitioning.rules import named_leaves
@@ -17,6 +16,7 @@ from runtime import files
 from tests.interop import folders
 from tests.training import runs
 from training import base_parameters, restore
+from training.checkpointing import integrity, resume_policy
 
 
 def reads(monkeypatch, folder):

@@ -8,8 +8,8 @@ import pytest
 from models import load_balance
 from models.load_balance import COUNTS
 from partitioning.rules import named_leaves
-from tests.checkpointing.states import moved
 from tests.helpers.jobs import first_state, host_batch, make_job, place
+from tests.training.checkpointing.states import moved
 from training import base_parameters, router_bias
 
 KEYS = {

@@ -7,12 +7,12 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
-from checkpointing.checkpointer import Checkpointer
 from configs import base
 from input_pipeline.text import chat_template, tokenizer, train_tokenizer
 from input_pipeline.text.conversations import Conversation
-from tests.checkpointing.states import save_counting
+from tests.training.checkpointing.states import save_counting
 from training import run_tokenizer, trained_tokenizer
+from training.checkpointing.checkpointer import Checkpointer
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 from etils import epath
 from flax import nnx
 
-from checkpointing import restore as reading
 from input_pipeline.batches import EvaluationBatches
 from models import MODELS, mlp
 from partitioning.rules import named_leaves
@@ -20,6 +19,7 @@ from processes.watchdog import Watchdog
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.training import runs
 from training import restore
+from training.checkpointing import restore as reading
 from training.evaluation import Evaluator
 from training.state import merged, split, trainable
 

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from checkpointing import restore as reading
 from input_pipeline.batches import TrainingBatches
 from input_pipeline.row_source import array_source
 from tests.helpers.jobs import make_job
 from tests.training import runs
+from training.checkpointing import restore as reading
 from training.train_steps import TrainSteps
 
 BATCH_RAMP = {"data.batch_size_ramp": ((0, 2), (4, 4), (10, 8))}

@@ -6,9 +6,9 @@ import time
 import psutil
 from ml_collections import ConfigDict
 
-from analysis.chips import peak_flops
 from input_pipeline.ramp import Ramp
 from models import MODELS
+from runtime.chips import peak_flops
 from training.metrics.console import duration
 from training.setup import Job
 from training.tasks import TASKS

@@ -20,9 +20,9 @@ from typing import Any
 
 from etils import epath
 
-from checkpointing import resume_policy
 from processes import preemption
 from runtime import files
+from training.checkpointing import resume_policy
 from training.metrics import log_lines
 from training.metrics.append_log import Lines
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from analysis import chips
 from configs import base
 from configs.schema import finalize, optimizer_checks, step_checks, validate
 from partitioning.mesh_sizes import resolve_sizes
+from runtime import chips
 from tests.configs.schema.test_model_checks import finalized_lora
 from tests.helpers.jobs import make_job
 from training.setup import check_matmul_dtype

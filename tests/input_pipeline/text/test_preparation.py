@@ -15,8 +15,8 @@ from etils import epath
 
 from input_pipeline.text import preparation, shard_writer, store, tokenizer
 from runtime import exit_codes
-from tests.checkpointing.test_full_disk import full_disk
 from tests.input_pipeline.text.corpora import section, texts, write_lines
+from tests.training.checkpointing.test_full_disk import full_disk
 
 ROOT = pathlib.Path(__file__).parents[3]
 UNITS = 4

@@ -8,8 +8,8 @@ import pytest
 from etils import epath
 
 from input_pipeline.text import items, shard_writer, store
-from tests.checkpointing.test_full_disk import full_disk
 from tests.helpers.syncs import Syncs
+from tests.training.checkpointing.test_full_disk import full_disk
 
 SIZES = (3, 1, 8192, 20_000, 8193)
 

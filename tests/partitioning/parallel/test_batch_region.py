@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from analysis import collectives
 from models import layers
 from partitioning.constraints import activation_layout, batch_part, constrain
 from partitioning.dims import Dim
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import resolve_sizes
 from partitioning.parallel.batch_region import summed_over_batch_parts
+from runtime import collectives
 
 LEGEND = {
   "B": Dim("batch", None),

@@ -6,9 +6,9 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from analysis import collectives
 from partitioning import shardings
 from reports import layout_text
+from runtime import collectives
 from tests.helpers.jobs import make_job
 from tests.parity.comparison import FEATURES, assert_equal, train
 from training import parameter_gathers

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from analysis.chips import peak_flops
 from models import MODELS
+from runtime.chips import peak_flops
 from tests.helpers.jobs import make_job
 from training import schedules
 from training.bad_steps import TrainingStoppedError

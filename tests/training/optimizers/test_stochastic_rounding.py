@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from analysis import collectives
+from runtime import collectives
 from training.optimizers.stochastic_rounding import fraction, key, to_bfloat16, words
 
 SHAPE = (2, 96, 40)

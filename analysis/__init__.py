@@ -1,1 +1,0 @@
-"""Analysis of compiled programs from their text, and constants of chips."""

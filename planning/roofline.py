@@ -1,0 +1,215 @@
+"""Roofline costs of a compiled program on one device: FLOPs and bytes of each instruction.
+
+An instruction takes the longer of its FLOPs at the peak rate and its bytes at the HBM bandwidth
+(Williams et al. 2009, doi:10.1145/1498765.1498785).
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from planning.fusion_bytes import count, moved, moves_nothing, of_fusion, sizes, width
+from runtime import hlo
+from runtime.chips import Chip, Rates
+from runtime.collectives import KINDS
+
+# Instructions that move nothing: other names for existing arrays.
+FREE = frozenset(
+  [
+    *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "iota", "domain"),
+    *("partition-id", "replica-id", "after-all", "add-dependency", "opt-barrier"),
+    *("while", "conditional", "call"),
+  ]
+)
+# Kernel -> its matmuls: the scores (recomputed), and those of the scores.
+_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+# Kernels that multiply rows by the kernel of their group; their last two operands are those
+# matrices: rows and kernels, or rows and the gradients of their results.
+_GROUPED = ("ragged-dot-none", "tgmm")
+_EIGHT_BIT = re.compile(r"(s8|u8|f8\w+)\[")
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """The cost of one run of an instruction.
+
+  Attributes:
+    flops: of its matmuls; other arithmetic is bound by HBM bandwidth.
+    bytes: read from and written to HBM.
+    eight_bit: those of `flops` whose operands have 8 bits.
+    attention: those of `flops` in fused attention kernels, of traced programs.
+  """
+
+  flops: float
+  bytes: float
+  eight_bit: float = 0.0
+  attention: float = 0.0
+
+  def __add__(self, other: "Work") -> "Work":
+    """Returns the sum."""
+    pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+    return Work(*(one + other for one, other in pairs))
+
+  def __mul__(self, runs: float) -> "Work":
+    """Returns the cost of several runs."""
+    return Work(*(one * runs for one in dataclasses.astuple(self)))
+
+
+def matmul_seconds(work: Work, chip: Chip, rates: Rates) -> float:
+  """Returns the seconds of the matmuls, at the achieved shares of the chip's peaks."""
+  share = rates.matmul or chip.matmul
+  wide = (work.flops - work.eight_bit - work.attention) / chip.flops
+  fused = work.attention / chip.flops / (chip.attention or share)
+  return (wide + work.eight_bit / chip.eight_bit_flops) / share + fused
+
+
+class Costs:
+  """Computes the costs of instructions, caching those of computations."""
+
+  def __init__(self, program: hlo.Program):
+    self._program = program
+    self._flops = functools.cache(self._flops_of)
+
+  def work(self, computation: hlo.Computation, instruction: hlo.Instruction) -> Work:
+    """Returns the cost of one run."""
+    if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
+      return Work(0, 0)
+    flops, eight_bit = self._own_flops(computation, instruction)
+    return Work(flops, self._bytes(computation, instruction), eight_bit)
+
+  def _own_flops(
+    self, computation: hlo.Computation, instruction: hlo.Instruction
+  ) -> tuple[float, float]:
+    """Returns all FLOPs, and those of matmuls with 8-bit operands."""
+    flops = 0.0
+    if instruction.opcode == "dot":
+      flops = _dot(computation, instruction)
+    elif instruction.opcode == "convolution":
+      flops = _convolution(computation, instruction)
+    elif instruction.opcode == "custom-call":
+      return _kernel(computation, instruction), 0.0
+    elif instruction.opcode == "fusion" or instruction.opcode.startswith("async"):
+      return _sum(map(self._flops, instruction.called()))
+    narrow = flops and all(map(_EIGHT_BIT.match, computation.operand_shapes(instruction)[:2]))
+    return flops, flops if narrow else 0.0
+
+  def _flops_of(self, name: str) -> tuple[float, float]:
+    computation = self._program.computations[name]
+    inside = computation.instructions.values()
+    return _sum(self._own_flops(computation, instruction) for instruction in inside)
+
+  def _bytes(self, computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+    """Returns the bytes read and written; for a slice of a larger array, only the slice.
+
+    Those of a collective follow from its kind and payload (`planning.interconnect`).
+    """
+    opcode, result = instruction.opcode.removesuffix("-start"), instruction.shape
+    operands = computation.operand_shapes(instruction)
+    if opcode in KINDS:
+      return 0.0
+    if opcode != instruction.opcode:  # (result, operand, context), or ((operands), result, context)
+      if opcode in ("async", "call"):
+        return sum(map(self._bytes_of, instruction.called()))
+      result = hlo.elements(result)[0 if opcode == "copy" else 1]
+    if opcode in ("dynamic-slice", "slice", "gather"):
+      return count(result) * (width(operands[0]) + width(result))
+    if opcode in ("dynamic-update-slice", "scatter"):
+      update = operands[1 if opcode == "dynamic-update-slice" else -1]
+      return count(update) * (width(update) + width(operands[0]))
+    if opcode == "fusion":
+      return of_fusion(self._program, instruction, operands)
+    if opcode == "custom-call" and moves_nothing(instruction):
+      return 0.0
+    return float(moved(result) + sum(map(moved, operands)))
+
+  def _bytes_of(self, name: str) -> float:
+    computation = self._program.computations[name]
+    inside = computation.instructions.values()
+    return sum(self.work(computation, instruction).bytes for instruction in inside)
+
+
+def _sum(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
+  first, second = 0.0, 0.0
+  for one, other in pairs:
+    first, second = first + one, second + other
+  return first, second
+
+
+def _dims(settings: str, name: str) -> list[int]:
+  found = re.search(rf"\b{name}=\{{([\d,]*)\}}", settings)
+  return [int(dim) for dim in found[1].split(",") if dim] if found else []
+
+
+def _dot(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+  left = sizes(computation.operand_shapes(instruction)[0])
+  contracted = _dims(instruction.settings, "lhs_contracting_dims")
+  return 2.0 * math.prod(sizes(instruction.shape)) * math.prod(left[dim] for dim in contracted)
+
+
+def _convolution(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+  """Returns the FLOPs of a convolution; in a TPU's program matmuls are convolutions.
+
+  Only window positions on input elements count, not those on dilation gaps or padding: a batch dim
+  is expressed as a window of which only one position is on an element.
+  """
+  left, right = map(sizes, computation.operand_shapes(instruction))
+  result = sizes(instruction.shape)
+  settings = instruction.settings
+  labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", settings)
+  window = re.search(r"window=\{([^}]*)\}", settings)
+  given = dict(item.split("=") for item in window[1].split()) if window else {}
+  pairs = 1
+  spatial = [letter for letter in labels[3] if letter.isdigit()]
+  for place, letter in enumerate(spatial):
+    pairs *= _valid(
+      left[labels[1].index(letter)],
+      right[labels[2].index(letter)],
+      result[labels[3].index(letter)],
+      {name: _part(value, place) for name, value in given.items()},
+    )
+  groups = re.search(r"batch_group_count=(\d+)", settings)
+  batch, features = result[labels[3].index("b")], result[labels[3].index("f")]
+  inputs = right[labels[2].index("i")]
+  return 2.0 * batch * features * inputs * pairs / (int(groups[1]) if groups else 1)
+
+
+def _kernel(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+  """Returns the FLOPs of splash attention or of a grouped matmul; 0 for other kernels.
+
+  Of a grouped matmul all rows of its buffer count: how many are used is known on the device alone.
+
+  Of attention only blocks on and below the diagonal are computed; in a sliding window, at most as
+  many for each block of queries (in the gradients of keys: of keys) as the kernel's table of blocks
+  is wide. All are where it has no table, because nothing is masked, and where the table is computed
+  (s32): of rows that devices split, the last part sees nearly all.
+  """
+  if instruction.name.startswith(_GROUPED):
+    rows, other = map(sizes, computation.operand_shapes(instruction)[-2:])
+    return 2.0 * math.prod(rows) * other[-1]
+  products = [n for name, n in _PRODUCTS.items() if instruction.name.startswith(name)]
+  if not products:
+    return 0.0
+  blocks, *others = computation.operand_shapes(instruction)
+  queries, keys = map(sizes, others[1:3] if blocks.startswith("s") else (blocks, others[0]))
+  share = 1.0
+  if blocks.startswith("s") and not blocks.startswith("s32"):
+    most, count = sorted(sizes(blocks)[-2:])
+    share = (count + 1) / (2 * count) if most == count else most / count
+  *rows, length, head = queries
+  return products[0] * 2.0 * math.prod(rows) * length * keys[-2] * head * share
+
+
+def _part(value: str, place: int) -> str:
+  return value.split("x")[place]
+
+
+def _valid(size: int, kernel: int, result: int, window: dict[str, str]) -> int:
+  """Returns the number of pairs of an output and a window position that are on an element."""
+  stride, low = int(window.get("stride", 1)), int(window.get("pad", "0_0").split("_")[0])
+  apart, spread = int(window.get("lhs_dilate", 1)), int(window.get("rhs_dilate", 1))
+  at = np.arange(result)[:, None] * stride - low + np.arange(kernel)[None] * spread
+  return int(np.sum((at >= 0) & (at % apart == 0) & (at // apart < size)))

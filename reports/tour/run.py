@@ -1,0 +1,127 @@
+"""The tour in a terminal: `python main.py tour [--chapter=NAME]`."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+# Not covered by JAX's compatibility policy (JEP 15856). It replaces devices that the tour cannot
+# use by simulated ones in the same process; its public name was removed (jax#24865).
+import jax.extend
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from reports import drawings
+from reports.tour.chapters import chosen
+from reports.tour.scene import DEVICES, Scene, Shown
+from runtime import devices
+
+WIDTH = 100
+INDENT = 2
+
+
+def start(*, simulate: bool = False) -> None:
+  """Starts JAX's backend: 8 real devices if available, else 8 simulated ones."""
+  if not simulate and devices.hardware() is not None:
+    try:
+      devices.start({"data": DEVICES})
+      return
+    except ValueError:  # another number of them
+      jax.extend.backend.clear_backends()
+  devices.start({"data": DEVICES}, simulate=True)
+
+
+def show(shown: Mapping[str, Any], *, console: Console | None = None) -> None:
+  """Runs chapters and prints what they show.
+
+  Args:
+    shown: name -> chapter, of `chapters.chosen`.
+    console: where to print; the standard output.
+  """
+  console = console or _console()
+  kind = jax.devices()[0].device_kind
+  console.print(f"{DEVICES} devices of {jax.device_count()} x {kind}, jax {jax.__version__}")
+  for name, module in shown.items():
+    console.print()
+    console.rule(Text(f"{name}: {module.TITLE}", style="bold"), align="left")
+    console.print()
+    console.print(prose(module.OPENING))
+    for number, scene in enumerate(module.SCENES, start=1):
+      console.print(heading(number, scene))
+      console.print(outcome(scene.play(), width=console.width))
+
+
+def main(chapter: str | None = None, *, simulate: bool = False) -> None:
+  """Starts the devices, and prints one chapter or all of them.
+
+  Raises:
+    ValueError: there is no such chapter.
+  """
+  shown = chosen(chapter)
+  start(simulate=simulate)
+  show(shown)
+
+
+def heading(number: int, scene: Scene) -> Group:
+  """Returns what is printed before a scene runs: its title, what it does, its code."""
+  return Group(
+    Text(f"\n{number}. {scene.title}\n", style="bold"),
+    prose(scene.about),
+    Text(),
+    Padding(Syntax(scene.source, "python", theme="ansi_dark", background_color="default"), (0, 2)),
+  )
+
+
+def outcome(shown: Shown, *, width: int) -> Group:
+  """Returns what is printed after a scene has run: pictures, text, and what to notice."""
+  parts = []
+  for picture in shown.pictures:
+    drawn = drawings.terminal(picture, width=width - 2 * INDENT)
+    parts += [Text(), Padding(drawn, (0, INDENT))]
+  for text in filter(None, (shown.text, shown.measured_text)):
+    parts += [Text(), Padding(Text(text), (0, 2 * INDENT))]
+  parts += [Text("\n  Notice", style="bold")]
+  parts += [_bullet(finding) for finding in (*shown.findings, *shown.measured)]
+  return Group(*parts)
+
+
+def prose(text: str) -> Group:
+  """Returns paragraphs of Markdown as text that the terminal wraps; bold and code keep a style."""
+  paragraphs = [" ".join(part.split()) for part in text.strip().split("\n\n")]
+  lines = []
+  for paragraph in paragraphs:
+    lines += [Text(), _marked(paragraph)] if lines else [_marked(paragraph)]
+  return Group(*lines)
+
+
+def _marked(paragraph: str) -> Text:
+  text = Text()
+  for number, part in enumerate(paragraph.split("`")):
+    if number % 2:
+      text.append(part, style="cyan")
+      continue
+    for inner, piece in enumerate(part.split("**")):
+      text.append(piece, style="bold" if inner % 2 else "")
+  return text
+
+
+def _bullet(finding: str) -> Padding:
+  row = Table.grid(padding=(0, 1))
+  row.add_row("-", Text(finding))
+  return Padding(row, (0, INDENT))
+
+
+def _console() -> Console:
+  found = Console(highlight=False)
+  return Console(highlight=False, width=min(found.width, WIDTH) if found.is_terminal else WIDTH)
+
+
+if __name__ == "__main__":
+  parser = argparse.ArgumentParser(prog="tour", description=__doc__)
+  parser.add_argument("--chapter")
+  parser.add_argument("--simulate", action="store_true")
+  main(**vars(parser.parse_args()))

@@ -1,0 +1,296 @@
+"""What `checkpoint.verify` looks at: every byte, sizes, or Orbax's marks."""
+
+import gc
+import json
+import random
+import shutil
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from configs import base
+from configs.keys.run import CHECKPOINT
+from configs.schema import finalize, validate
+from tests.training.checkpointing import damage
+from tests.training.checkpointing.states import (
+  assert_bit_equal,
+  contents,
+  counting_target,
+  counting_tree,
+  save_counting,
+)
+from training.checkpointing import async_writer, integrity, restore
+from training.checkpointing.checkpointer import Checkpointer
+
+OLDER, NEWER = 10, 20
+
+
+def test_the_config_knows_the_same_words_and_no_others():
+  assert CHECKPOINT["verify"].choices == (integrity.FULL, integrity.SIZE, integrity.OFF)
+  config = base.get_config()
+  assert config.checkpoint.verify == integrity.FULL
+  config.checkpoint.verify = "ful"
+  message = r"checkpoint\.verify='ful': one of full, size, off; did you mean 'full'\?"
+  with pytest.raises(ValueError, match=message):
+    validate.check(finalize.finalize(config, "cpu"), config.mesh.to_dict())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+  """Returns a folder with two steps."""
+  folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+  with Checkpointer(folder, keep=2) as checkpointer:
+    save_counting(checkpointer, OLDER, NEWER)
+  return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+  """Returns a copy of that folder, to be broken."""
+  return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+def restored(folder, verify) -> tuple[int, list[str]]:
+  """Restores the newest that can be read; returns its step and what was said."""
+  said = []
+  with Checkpointer(folder, read_only=True, verify=verify, warn=said.append) as checkpointer:
+    step, tree = checkpointer.restore(counting_target())
+  assert_bit_equal(tree, counting_tree(step))
+  return step, said
+
+
+@pytest.mark.parametrize("how", [damage.delete, damage.empty, damage.cut], ids=lambda h: h.__name__)
+@pytest.mark.parametrize("name", damage.CLASSES)
+def test_sizes_tell_of_what_is_missing_or_cut(name, how, copy):
+  done = damage.harm(copy / str(NEWER), name, how, random.Random())
+  step, [line] = restored(copy, integrity.SIZE)
+  assert step == OLDER
+  assert f"cannot be read ({done.partition(':')[0]}: " in line
+
+
+def change(folder, before: bytes, after: bytes) -> list[str]:
+  """Changes some bytes wherever they stand in the newest step's state; returns the files."""
+  changed, step = [], folder / str(NEWER)
+  for path in sorted((step / "state").rglob("*")):
+    content = path.read_bytes() if path.is_file() else b""
+    if before in content:
+      path.write_bytes(content.replace(before, after))
+      changed.append(str(path.relative_to(step)))
+  assert changed
+  return changed
+
+
+def flip_an_array(folder) -> str:
+  """Flips a bit of the parameters of the newest step; returns the first file that holds it."""
+  row = np.asarray(counting_tree(NEWER)["params"]["up"]["kernel"])[3].tobytes()
+  return change(folder, row, bytes([row[0] ^ 1]) + row[1:])[0]
+
+
+def test_sizes_alone_do_not_tell_of_a_flipped_bit_and_full_does(copy):
+  path = flip_an_array(copy)
+  said = []
+  for verify in (integrity.SIZE, integrity.OFF):
+    with Checkpointer(copy, read_only=True, verify=verify, warn=said.append) as checkpointer:
+      step, tree = checkpointer.restore(counting_target())
+    assert step == NEWER
+    assert not said
+    with pytest.raises(AssertionError):
+      assert_bit_equal(tree, counting_tree(step))
+  step, [line] = restored(copy, integrity.FULL)
+  assert step == OLDER
+  assert f"/{NEWER} cannot be read ({path}: its bytes have changed (SHA-256 " in line
+
+
+# What Orbax and TensorStore can do without, or do not look at.
+UNSEEN = {"digests", "state/_sharding", "state/ocdbt.process_*/manifest.ocdbt"}
+
+
+@pytest.mark.parametrize("name", damage.CLASSES)
+def test_without_verification_the_marks_and_what_cannot_be_read_count(name, copy):
+  for path in damage.files(copy / str(NEWER), name):
+    damage.delete(path, random.Random())
+  step, said = restored(copy, integrity.OFF)
+  assert step == (NEWER if name in UNSEEN else OLDER)
+  assert len(said) == (name not in UNSEEN)
+
+
+# ------------------------------ without digests ------------------------------
+
+
+@pytest.fixture
+def plain(copy):
+  """Returns checkpoints as they were before there were digests."""
+  for step in (OLDER, NEWER):
+    (copy / str(step) / "digests").unlink()
+  return copy
+
+
+@pytest.mark.parametrize("verify", [integrity.FULL, integrity.SIZE])
+def test_checkpoints_without_digests_are_refused_with_the_fix(verify, plain):
+  before = contents(plain)
+  with (
+    Checkpointer(plain, verify=verify) as checkpointer,
+    pytest.raises(ValueError, match="nothing to restore from") as refusal,
+  ):
+    checkpointer.restore(counting_target())
+  assert str(refusal.value).count("checkpoint.verify=off reads it as it is") == 2
+  assert contents(plain) == before
+
+
+def test_checkpoints_without_digests_can_be_read_as_they_are(plain):
+  assert restored(plain, integrity.OFF) == (NEWER, [])
+  with Checkpointer(plain, keep=3, verify=integrity.OFF) as checkpointer:
+    assert checkpointer.restore(counting_target())[0] == NEWER
+    save_counting(checkpointer, 30)
+  assert restored(plain, integrity.FULL) == (30, [])
+
+
+# ------------------------------ what is read when ------------------------------
+
+
+@pytest.fixture
+def read(monkeypatch):
+  """Returns the list of files whose content is compared from here on."""
+  found, check = [], integrity.check_contents
+
+  def noting(folder, listed, **more):
+    found.extend(digest.path for digest in listed)
+    return check(folder, listed, **more)
+
+  monkeypatch.setattr(integrity, "check_contents", noting)
+  monkeypatch.setattr(integrity, "SMALL_BYTES", 2000)
+  return found
+
+
+def test_every_file_is_compared_once(copy, read):
+  assert restored(copy, integrity.FULL)[0] == NEWER
+  assert sorted(read) == sorted(digest.path for digest in integrity.read_digests(path_of(copy)))
+
+
+def path_of(folder):
+  """Returns the newest step's folder."""
+  return restore.epath.Path(folder) / str(NEWER)
+
+
+def test_what_does_not_fit_is_refused_before_arrays_are_read(copy, read):
+  target = counting_target()
+  bias = target["params"]["bias"]
+  target["params"]["bias"] = jax.ShapeDtypeStruct(bias.shape, np.int32, sharding=bias.sharding)
+  with (
+    Checkpointer(copy, read_only=True) as checkpointer,
+    pytest.raises(ValueError, match=r"params/bias: float32\[7\] in the checkpoint, int32\[7\]"),
+  ):
+    checkpointer.restore(target)
+  sizes = integrity.file_sizes(path_of(copy))
+  assert max(sizes[path] for path in read) <= integrity.SMALL_BYTES < max(sizes.values())
+
+
+def test_damaged_names_are_damage_and_no_refusal(copy):
+  [path] = change(copy, b'"bias"', b'"bizs"')
+  step, [line] = restored(copy, integrity.FULL)
+  assert step == OLDER
+  assert f"/{NEWER} cannot be read ({path}: its bytes have changed" in line
+
+
+def test_a_config_whose_bits_have_changed_is_not_believed(copy):
+  path = copy / str(NEWER) / "config" / "metadata"
+  path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+  for verify, step, seed in ((integrity.FULL, OLDER, 0), (integrity.OFF, NEWER, 1)):
+    with Checkpointer(copy, read_only=True, verify=verify) as checkpointer:
+      newest = checkpointer.verified()
+      assert (newest.step, newest.config["seed"]) == (step, seed)
+
+
+def test_parameters_alone_are_verified_too(copy):
+  path, said = flip_an_array(copy), []
+  for verify, wanted in ((integrity.FULL, OLDER), (integrity.OFF, NEWER)):
+    step, _ = restore.restore_parameters(
+      copy, counting_target()["params"], verify=verify, warn=said.append
+    )
+    assert step == wanted
+  assert len(said) == 1
+  assert path in said[0]
+  with pytest.raises(ValueError, match=f"step {NEWER} cannot be read: {path}: its bytes"):
+    restore.restore_parameters(copy, counting_target()["params"], NEWER)
+
+
+# ------------------------------ metadata that was changed ------------------------------
+
+
+def metadata_without(names):
+  """Returns a change of Orbax's metadata: without arrays whose names begin so."""
+
+  def change(text):
+    content = json.loads(text)
+    tree = content["tree_metadata"]
+    content["tree_metadata"] = {k: v for k, v in tree.items() if not k.startswith(names)}
+    return json.dumps(content)
+
+  return change
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    metadata_without("("),
+    metadata_without("('params"),
+    lambda text: text.replace("bias", "bizs"),
+    lambda text: "[]",
+    lambda text: "[" * 100_000,
+    lambda text: text[:99],
+  ],
+)
+def test_changed_metadata_is_one_message_and_the_older_step(change, copy):
+  path = copy / str(NEWER) / "state" / "_METADATA"
+  path.write_text(change(path.read_text()))
+  step, [line] = restored(copy, integrity.OFF)
+  assert step == OLDER
+  assert f"/{NEWER} cannot be read (state" in line
+  assert len(line.splitlines()) == 1
+  assert len(line) < 700
+
+
+@pytest.fixture
+def unraisable(monkeypatch):
+  """A list of what Python prints as `Exception ignored in`, from here on."""
+  gc.collect()  # what earlier tests have left is not this one's
+  seen = []
+  monkeypatch.setattr(sys, "unraisablehook", lambda raised: seen.append(str(raised.exc_value)))
+  monkeypatch.setattr(async_writer, "_installed", False)
+  return seen
+
+
+@pytest.mark.parametrize("key", ["use_zarr3", "use_ocdbt"])
+def test_opens_that_end_after_another_has_failed_print_nothing(key, copy, unraisable):
+  path = copy / str(NEWER) / "state" / "_METADATA"
+  content = json.loads(path.read_text())
+  path.write_text(json.dumps({**content, key: not content[key]}))
+  for _ in range(20):  # it is a race
+    assert restored(copy, integrity.OFF)[0] == OLDER
+  gc.collect()
+  time.sleep(0.2)  # in which the threads of TensorStore end
+  assert unraisable == []
+
+
+def test_reads_that_are_given_up_after_another_has_failed_print_nothing(copy, unraisable):
+  for path in damage.files(copy / str(NEWER), "state/ocdbt.process_*/d/*"):
+    path.write_bytes(b"")
+  for _ in range(5):  # whether reads are still under way is a race
+    assert restored(copy, integrity.OFF)[0] == OLDER
+    gc.collect()
+  assert unraisable == []
+
+
+def test_many_differences_are_few_lines(copy):
+  target = {**counting_target(), "params": {f"p{i}": counting_target()["step"] for i in range(99)}}
+  with (
+    Checkpointer(copy, read_only=True) as checkpointer,
+    pytest.raises(ValueError, match=r"does not fit \(101 arrays differ\)") as refusal,
+  ):
+    checkpointer.restore(target)
+  lines = str(refusal.value).splitlines()
+  assert len(lines) == 32
+  assert lines[-1] == "  and 71 more"

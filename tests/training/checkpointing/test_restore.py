@@ -1,0 +1,81 @@
+"""Where a checkpoint is, and its parameters alone."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from tests.training.checkpointing.states import (
+  assert_bit_equal,
+  counting_target,
+  counting_tree,
+  save_counting,
+)
+from training.checkpointing.checkpointer import Checkpointer
+from training.checkpointing.restore import parse_location, restore_branches, restore_parameters
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """Returns a workdir with the steps 10 and 20; its name is a number."""
+  workdir = tmp_path_factory.mktemp("runs") / "7"
+  with Checkpointer(workdir / "checkpoints", keep=2) as checkpointer:
+    save_counting(checkpointer, 10, 20)
+  return workdir
+
+
+@pytest.mark.parametrize(
+  ("text", "step"),
+  [("", None), ("checkpoints", None), ("10", 10), ("checkpoints/20", 20), ("checkpoints/", None)],
+)
+def test_a_location_is_a_workdir_or_its_checkpoints_and_may_name_a_step(text, step, run):
+  assert parse_location(f"{run}/{text}") == (run / "checkpoints", step)
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("30", "checkpoints has no step 30; it has 10, 20"),
+    ("checkpoints/5", "checkpoints has no step 5; it has 10, 20"),
+    ("nothing", "nothing is not a folder; give the workdir of a run"),
+    ("..", "has no checkpoints; give the workdir of a run"),
+  ],
+)
+def test_a_wrong_location_is_refused_with_the_fix(text, message, run):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    parse_location(f"{run}/{text}")
+
+
+def test_parameters_alone_are_restored_whatever_the_optimizer(run):
+  folder, _ = parse_location(str(run))
+  for wanted, step in ((20, None), (10, 10)):
+    found, params = restore_parameters(folder, counting_target()["params"], step)
+    assert found == wanted
+    assert_bit_equal(params, counting_tree(wanted)["params"])
+  with pytest.raises(ValueError, match=r"has no step 15; it has 10, 20"):
+    restore_parameters(folder, counting_target()["params"], 15)
+
+
+def test_variables_that_a_checkpoint_lacks_are_refused(run):
+  folder, _ = parse_location(str(run))
+  target = counting_target()
+  target = {"params": target["params"], "variables": {"mean": target["params"]["bias"]}}
+  with pytest.raises(ValueError, match=r"20 does not fit \(1 array differs\)") as refusal:
+    restore_branches(folder, target)
+  assert "variables/mean: absent in the checkpoint, float32[7] here" in str(refusal.value)
+
+
+def test_parameters_of_another_model_are_refused_in_one_message(run):
+  target = counting_target()["params"]
+  target["bias"] = jax.ShapeDtypeStruct((8,), np.float32, sharding=target["bias"].sharding)
+  target["more"] = target["bias"]
+  del target["up"]
+  folder, _ = parse_location(str(run))
+  with pytest.raises(ValueError, match=r"20 does not fit \(3 arrays differ\)") as refusal:
+    restore_parameters(folder, target)
+  assert str(refusal.value).splitlines()[1:] == [
+    "  params/bias: float32[7] in the checkpoint, float32[8] here",
+    "  params/more: absent in the checkpoint, float32[8] here",
+    "  params/up/kernel: float32[24, 130] in the checkpoint, absent here",
+  ]
