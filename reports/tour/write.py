@@ -15,8 +15,8 @@ FOLDER = "docs/tour"
 
 HEAD = """# The tour
 
-What sharding does, shown by small examples on eight devices. Written by `python -m reports.tour.write`
-from the results of a run; do not edit. To run it yourself, in a terminal:
+What sharding does, shown by small examples on eight devices. `python -m reports.tour.write` writes
+this page from the results of a run; do not edit. To run it yourself, in a terminal:
 
 ```
 python main.py tour
