@@ -12,7 +12,7 @@ import jax
 
 from models import expert_sums, load_balance
 from models.load_balance import COUNTS
-from models.transformer_dims import EXPERTS
+from models.spec import EXPERTS
 from training.state import merged, split
 
 PARAMETER = f"{EXPERTS}/router/correction"
