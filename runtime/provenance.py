@@ -48,9 +48,7 @@ NUMERICS = (
   "training/averages.py",
   "training/gradient_reduction.py",  # the order of sums
   "training/gradients.py",  # likewise
-  "training/clipping.py",
   "training/optimizer.py",
-  "training/optimizer_groups.py",
   "training/optimizers",
   "training/schedules.py",
   "training/bad_steps.py",  # which rows are skipped

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -27,12 +28,14 @@ from runtime.devices import Devices, memory_bytes
 from training import compiler_options
 from training.choices import Choice
 from training.gradient_reduction import reduced_once_over
-from training.optimizers import host_state
 from training.parameter_gathers import gathered_once
 from training.pipelined import schedule_of
 from training.state import State, merged, split
 from training.step import Program, abstract_batch, make_program
 from training.tasks import TASKS
+
+with epy.lazy_imports():
+  from training.optimizers import host_state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from etils import epy
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -25,15 +26,17 @@ from partitioning.rules import letters_of, named_leaves
 from training import gradients, router_bias
 from training.gradient_reduction import keep_apart, reduce_once
 from training.gradients import Gradients
-from training.optimizers import host_state, stochastic_rounding
-from training.optimizers.build import make_optimizer
-from training.optimizers.schedule_free import gradient_point
+from training.optimizers.build import gradient_point, make_optimizer
+from training.optimizers.spec import optimizer_spec
 from training.parameter_gathers import gather_once
 from training.pipelined import Pipelined
 from training.schedules import learning_rate_schedule
 from training.state import State, merged, nested, split, trainable
 from training.step_spec import StepSpec, step_spec
 from training.tasks import TASKS
+
+with epy.lazy_imports():  # for state in the host's memory, and parameters in bfloat16
+  from training.optimizers import host_state, low_precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Program:
     graphdef: of the model.
     params: shapes and dtypes of the parameters.
     optimizer: of those that are trained.
+    point: (trained parameters, the optimizer's state) -> where a step takes its gradients.
     schedule: step -> learning rate.
     variables: shapes and dtypes of the model's variables that are not parameters.
     trained: names of the parameters that `training.trainable` selects.
@@ -64,6 +68,7 @@ class Program:
   graphdef: nnx.GraphDef
   params: Any
   optimizer: optax.GradientTransformation
+  point: Callable[[Any, Any], Any]
   schedule: optax.Schedule
   variables: Any
   trained: frozenset[str]
@@ -239,7 +244,7 @@ class Program:
     """Returns the parameters at which a step takes its gradients: some optimizers say where."""
     trained, frozen = self.split(state.params)
     trained = wide(trained)
-    point = gradient_point(trained, state.optimizer)
+    point = self.point(trained, state.optimizer)
     return state.params if point is trained else merged(self.laid_out(point), frozen)
 
   def updated(self, state: State, grads: Any) -> tuple[Any, Any, jax.Array | float]:
@@ -262,9 +267,9 @@ class Program:
     """Returns updated parameters as they are stored, rounded if that is in bfloat16."""
     if not self.spec.stochastic_rounding:
       return jax.tree.map(lambda x: x.astype(self.spec.parameter_dtype), params)
-    key = stochastic_rounding.key(self.spec.seed, step)
+    key = low_precision.rounding_key(self.spec.seed, step)
     rounded = [
-      stochastic_rounding.to_bfloat16(x, stochastic_rounding.words(key, name, x.shape))
+      low_precision.to_bfloat16(x, low_precision.rounding_words(key, name, x.shape))
       for name, x in named_leaves(params, "params/").items()
     ]
     return jax.tree.unflatten(jax.tree.structure(params), rounded)
@@ -323,10 +328,11 @@ def make_program(config: ConfigDict) -> Program:
   trained = trainable(config.training.trainable, list(named_leaves(params)))
   trained = router_bias.without(trained)
   params = jax.eval_shape(lambda params: _stored(params, trained, spec), params)
-  optimizer = make_optimizer(config, jax.eval_shape(wide, split(params, trained.__contains__)[0]))
-  schedule = learning_rate_schedule(config)
+  keys, drawn = optimizer_spec(config), split(params, trained.__contains__)[0]
+  optimizer = make_optimizer(keys, jax.eval_shape(wide, drawn))
+  updating = optimizer, gradient_point(keys), learning_rate_schedule(keys, keys.steps)
   letters, variables = of_name.parameters(config), variables_of(model)
-  return Program(spec, build, letters, graphdef, params, optimizer, schedule, variables, trained)
+  return Program(spec, build, letters, graphdef, params, *updating, variables, trained)
 
 
 def _drawn_wide(config: ConfigDict) -> ConfigDict:

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-from training import clipping
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
@@ -45,14 +43,14 @@ class StepSpec:
 
 def step_spec(config: ConfigDict) -> StepSpec:
   """Returns what the step needs to know of a finalized config."""
-  fields, training = StepSpec.__dataclass_fields__, config.training
+  fields, training, keys = StepSpec.__dataclass_fields__, config.training, config.optimizer
   return StepSpec(
     seed=config.seed,
     task=config.task,
     model=config.model.name,
     layers=config.model.layers if "layers" in config.model else 0,
-    clip_norm=clipping.norm_of_all(config.optimizer),
-    state_memory=config.optimizer.state_memory,
+    clip_norm=0.0 if keys.clip_groups or keys.clip_quantile else keys.clip_norm,
+    state_memory=keys.state_memory,
     activations={name: tuple(axes) for name, axes in config.partitioning.activations.items()},
     **{name: training[name] for name in fields if name in training},
   )
