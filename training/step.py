@@ -13,7 +13,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Shape
-from models import MODELS, check_network
+from models import MODELS, check_network, model_spec
 from models.layer_stack import STACKS
 from models.losses import Batch, Sums
 from partitioning.constraints import automatic_spec, on_one_device
@@ -314,34 +314,26 @@ def make_program(config: ConfigDict) -> Program:
   """
 
   def build(rngs: nnx.Rngs) -> nnx.Module:
-    return of_name.build(wide_config, rngs=rngs)
+    return MODELS[config.model.name].build(drawn, rngs=rngs)
 
   def abstract() -> nnx.Module:
     model = build(nnx.Rngs(params=0))
     check_network(config.model.name, model)
     return model
 
-  spec, of_name, wide_config = step_spec(config), MODELS[config.model.name], _drawn_wide(config)
+  spec, of_model = step_spec(config), model_spec(config)
+  drawn = dataclasses.replace(of_model, parameter_dtype=wide_dtype(of_model.parameter_dtype))
   model = nnx.eval_shape(abstract)
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
   trained = trainable(config.training.trainable, list(named_leaves(params)))
   trained = router_bias.without(trained)
   params = jax.eval_shape(lambda params: _stored(params, trained, spec), params)
-  keys, drawn = optimizer_spec(config), split(params, trained.__contains__)[0]
-  optimizer = make_optimizer(keys, jax.eval_shape(wide, drawn))
+  keys, (updated, _) = optimizer_spec(config), split(params, trained.__contains__)
+  optimizer = make_optimizer(keys, jax.eval_shape(wide, updated))
   updating = optimizer, gradient_point(keys), learning_rate_schedule(keys, keys.steps)
-  letters, variables = of_name.parameters(config), variables_of(model)
+  letters, variables = of_model.parameters, variables_of(model)
   return Program(spec, build, letters, graphdef, params, *updating, variables, trained)
-
-
-def _drawn_wide(config: ConfigDict) -> ConfigDict:
-  """Returns a config by which parameters are drawn in float32 or wider."""
-  if config.training.parameter_dtype == "bfloat16":
-    config = config.copy_and_resolve_references()
-    with config.unlocked():
-      config.training.parameter_dtype = "float32"
-  return config
 
 
 def _stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from models import MODELS, mup
+from models import model_spec
 from models.mup import Widths
 from partitioning.dims import Legend, Table
 from partitioning.rules import Overrides, named_leaves
@@ -93,13 +93,13 @@ class OptimizerSpec:
 def optimizer_spec(config: ConfigDict) -> OptimizerSpec:
   """Returns what the optimizer needs to know of a finalized config."""
   fields, keys, training = OptimizerSpec.__dataclass_fields__, config.optimizer, config.training
-  model = MODELS[config.model.name]
+  model = model_spec(config)
   return OptimizerSpec(
     seed=config.seed,
     model=config.model.name,
-    letters=model.parameters(config),
-    legend=model.legend(config),
-    widths=mup.widths(config.model),
+    letters=model.parameters,
+    legend=model.legend,
+    widths=model.widths,
     state_table=config.partitioning.optimizer,
     overrides=config.partitioning.overrides,
     keys=tuple(keys),
