@@ -49,6 +49,10 @@ OPTIONAL = {
   "partitioning.parallel.grouped_matmul",
   "training.optimizers.muon",
   "training.optimizers.soap",
+  "training.optimizers.first_order",
+  "training.optimizers.low_precision",
+  "training.optimizers.host_state",
+  "partitioning.parallel.matrix_groups",
   "partitioning.parallel.whole_matrices",
 }
 
