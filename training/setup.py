@@ -257,10 +257,10 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Any] = ()) -
   if not devices.described:  # a plan says whether it fits devices that are not attached
     _check_memory(resolved.memory_limit_gib, placements, devices)
   return Job(
-    *(config, devices, mesh, resolved.legend, resolved.batch),
+    *(config, devices, mesh, resolved.model.legend, resolved.batch),
     program=_sharded(program, placements["parameters"], state.params, mesh, devices),
     state=state,
-    batch=resolved.batch.abstract(resolved.legend),
+    batch=resolved.batch.abstract(resolved.model.legend),
     placements=placements,
     activations=layout.activations,
     choices=tuple(choices),
@@ -328,7 +328,7 @@ def _verdict(
   resolved: Resolved, program: Program, state: State, mesh: Mesh, shape: Shape | None = None
 ) -> Layout:
   """Returns the verdict on batches of a shape, by a trace of one microbatch's forward pass."""
-  batch = resolved.batch.abstract(resolved.legend, shape)
+  batch = resolved.batch.abstract(resolved.model.legend, shape)
   count = resolved.step.gradient_accumulation_steps
   microbatch = {
     name: jax.ShapeDtypeStruct((array.shape[0] // count, *array.shape[1:]), array.dtype)
@@ -346,9 +346,9 @@ def _verdict(
     batch,
     trace,
     optimizer_init=program.optimizer.init,
-    names=resolved.letters,
+    names=resolved.model.parameters,
     batch_letters=resolved.batch.letters,
-    legend=resolved.legend,
+    legend=resolved.model.legend,
     sizes=dict(mesh.shape),
     **vars(resolved.layout),
   )

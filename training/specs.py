@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Ramp, Shape
-from models import find
+from models import model_spec
+from models.spec import ModelSpec
 from partitioning.dims import Legend, Table
 from partitioning.verdict import TABLES
 from training import clipping
@@ -118,17 +118,12 @@ class Resolved:
   """A finalized config, as what it names.
 
   Attributes:
-    legend: letter of the model -> Dim.
-    letters: pattern of parameter names -> the letters of their dims.
-    build: draws the model, with parameters in float32 or wider.
     optimizer: of a tree like the parameters that are trained, float32 or wider.
     schedule: step -> learning rate.
     memory_limit_gib: of what the state may take; None: of all that is there.
   """
 
-  legend: Legend
-  letters: Mapping[str, str]
-  build: Callable[[nnx.Rngs], nnx.Module]
+  model: ModelSpec
   optimizer: Callable[[Any], optax.GradientTransformation]
   schedule: optax.Schedule
   step: StepSpec
@@ -143,13 +138,10 @@ def resolve(config: ConfigDict) -> Resolved:
   Raises:
     ValueError: the model lacks members of `models.Model`.
   """
-  model, wide = find(config.model.name), _drawn_wide(config)
   training, data, tables = config.training, config.data, config.partitioning
   fields = StepSpec.__dataclass_fields__
   return Resolved(
-    legend=model.legend(config),
-    letters=model.parameters(config),
-    build=lambda rngs: model.build(wide, rngs=rngs),
+    model=model_spec(config),
     optimizer=functools.partial(make_optimizer, config),
     schedule=learning_rate_schedule(config),
     step=StepSpec(
@@ -176,12 +168,3 @@ def resolve(config: ConfigDict) -> Resolved:
     ),
     memory_limit_gib=config.memory_limit_gib,
   )
-
-
-def _drawn_wide(config: ConfigDict) -> ConfigDict:
-  """Returns the config that the model is drawn with: parameters in float32 or wider."""
-  if config.training.parameter_dtype == "bfloat16":
-    config = config.copy_and_resolve_references()
-    with config.unlocked():
-      config.training.parameter_dtype = "float32"
-  return config

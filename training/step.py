@@ -285,12 +285,18 @@ def make_program(resolved: Resolved) -> Program:
     ValueError: `training.trainable` selects nothing, or an optimizer that the step cannot use.
   """
 
+  def build(rngs: nnx.Rngs) -> nnx.Module:
+    return MODELS[spec.model].build(drawn, rngs=rngs)
+
   def abstract() -> nnx.Module:
-    model = resolved.build(nnx.Rngs(params=0))
+    model = build(nnx.Rngs(params=0))
     check_network(spec.model, model)
     return model
 
-  spec, letters = resolved.step, resolved.letters
+  spec, letters = resolved.step, resolved.model.parameters
+  drawn = dataclasses.replace(
+    resolved.model, parameter_dtype=wide_dtype(resolved.model.parameter_dtype)
+  )
   model = nnx.eval_shape(abstract)
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
@@ -302,7 +308,7 @@ def make_program(resolved: Resolved) -> Program:
     update = functools.partial(host_state.update, optimizer, stack, optax.apply_updates)
   else:
     update = functools.partial(_update, optimizer)
-  given = spec, resolved.build, letters, graphdef, params, variables_of(model), trained
+  given = spec, build, letters, graphdef, params, variables_of(model), trained
   return Program(*given, optimizer, update, resolved.schedule)
 
 
