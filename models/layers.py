@@ -6,15 +6,20 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
 import functools
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, Key
 
-from models import lora
-from models.random_rows import bernoulli_rows
+# jax.random draws complete arrays only; which counts it hashes: jax#13040.
+from jax.extend.random import threefry2x32_p
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
 from models.rematerialization import kept, named
 from models.spec import LORA_A, LORA_B, RESIDUAL, DecoderSpec, LayersSpec, ModelSpec
 from partitioning.constraints import batch_part, constrain
@@ -29,6 +34,103 @@ from partitioning.parallel.matmuls import (
   row_parallel,
 )
 from partitioning.parallel.vocabulary import vocab_parallel_embedding
+
+# ------------------------------ low-rank adapters ------------------------------
+# LoRA: y = x W + s (x A) B, with W frozen and A and B trained. Sources: arXiv:2106.09685;
+# arXiv:2312.03732 for s = alpha / sqrt(r) instead of alpha / r. `partitioning.parallel.matmuls`
+# computes it beside the kernel's own matmul, so that neither A B nor the gradient of W is formed.
+
+
+def draw_adapter(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+  """Draws A as PEFT does: uniformly within fan_in ** -0.5, which is Kaiming's with a = sqrt(5).
+
+  Args:
+    key: draws it.
+    shape: of A, the rank last.
+    dtype: of A.
+  """
+  bound = jnp.asarray(math.prod(shape[:-1]) ** -0.5, dtype)
+  return jax.random.uniform(key, shape, dtype, -1, 1) * bound
+
+
+def merge_adapters(spec: ModelSpec, params: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns parameters of the same model without adapters: kernel + s A B.
+
+  The sum is computed in float32 or wider and rounded to the kernel's dtype once.
+
+  Args:
+    spec: of the model with adapters.
+    params: nested dict, arrays of NumPy or JAX; under `jax.jit` they may be sharded.
+  """
+
+  def merged(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found = {
+      key: merged(value, f"{prefix}{key}/") if isinstance(value, Mapping) else value
+      for key, value in tree.items()
+      if key not in (LORA_A, LORA_B)
+    }
+    if LORA_A in tree:
+      found["kernel"] = _merged_kernel(spec, prefix, tree)
+    return found
+
+  return merged(params, "")
+
+
+def _merged_kernel(spec: ModelSpec, prefix: str, layer: Mapping[str, Any]) -> Array:
+  """Returns the merged kernel of a layer, stacked over the layers."""
+  letters = ["L" + spec.optional_letters(f"{prefix}{key}") for key in (LORA_A, LORA_B, "kernel")]
+  kernel = layer["kernel"]
+  wide = wide_dtype(kernel.dtype)
+  a, b = (jnp.asarray(layer[key]).astype(wide) for key in (LORA_A, LORA_B))
+  update = jnp.einsum(
+    f"{letters[0]},{letters[1]}->{letters[2]}", a, b, precision=jax.lax.Precision.HIGHEST
+  )
+  return (jnp.asarray(kernel).astype(wide) + spec.lora.scale * update).astype(kernel.dtype)
+
+
+# ------------------------------ dropout of some rows ------------------------------
+# Where each device draws for its own rows, it must not draw those of other rows again. JAX's
+# partitionable threefry generator hashes the index of each element, so that any part of an array
+# can be drawn alone; `jax.random` has no argument for it.
+
+_MOST = 2**32  # elements whose index is one word
+
+
+def bernoulli_rows(
+  words: UInt32[Array, "2"], p: float, shape: tuple[int, ...], first: Int[Array, ""]
+) -> Bool[Array, "..."]:
+  """Returns rows `first` to `first + shape[0] - 1` of `jax.random.bernoulli(key, p, ...)`.
+
+  Args:
+    words: of the key, `jax.random.key_data(key)`.
+    p: the probability of True.
+    shape: of the result; the complete array has more rows, and the same other dims.
+    first: int32, the number of the first row; the last row's elements are below 2**32.
+  """
+  assert math.prod(shape) < _MOST, shape
+  row = math.prod(shape[1:])
+  index = jax.lax.broadcasted_iota(jnp.uint32, (shape[0], row), 0) + first.astype(jnp.uint32)
+  index = index * np.uint32(row) + jax.lax.broadcasted_iota(jnp.uint32, (shape[0], row), 1)
+  index = index.reshape(shape)
+  high, low = threefry2x32_p.bind(*words, jnp.zeros_like(index), index)
+  return _uniform(high, low) < p
+
+
+def _uniform(high: Array, low: Array) -> Array:
+  """Returns numbers of [0, 1): random bits as the mantissa of numbers of [1, 2), minus 1."""
+  dtype = jnp.zeros(()).dtype  # that of `jax.random.bernoulli` with a Python float
+  if dtype == jnp.float64:
+    bits = (high.astype(jnp.uint64) << np.uint64(32)) | low.astype(jnp.uint64)
+  else:
+    bits = high ^ low
+  info = jnp.finfo(dtype)
+  unsigned = bits.dtype.type
+  one = unsigned(np.ones((), dtype).view(bits.dtype))
+  bits = (bits >> unsigned(info.bits - info.nmant)) | one
+  return jax.lax.bitcast_convert_type(bits, dtype) - jnp.ones((), dtype)
+
+
+# ------------------------------ norms and activation functions ------------------------------
 
 ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -167,7 +269,7 @@ HISTORY_STEPS = 16  # over which delayed scaling takes the largest
 class Linear(nnx.Module):
   """A kernel of any rank, drawn with standard deviation `scale * fan_in ** -0.5`, maybe a bias.
 
-  With `lora.rank` it may also have a low-rank adapter, see `models.lora`.
+  With `rank` it may also have a low-rank adapter, see `models.layers`.
   `partitioning.parallel.matmuls` multiplies by it, according to how its dims are sharded.
 
   Attributes:
@@ -204,7 +306,7 @@ class Linear(nnx.Module):
       self.adapter_scale = spec.lora.scale
       shapes = [spec.sizes(letters) for letters in self.adapter_letters]
       # With a key of its own, so that the other parameters are drawn as without adapters.
-      self.lora_a = nnx.Param(lora.draw(jax.random.fold_in(key, 1), shapes[0], dtype))
+      self.lora_a = nnx.Param(draw_adapter(jax.random.fold_in(key, 1), shapes[0], dtype))
       self.lora_b = nnx.Param(jnp.zeros(shapes[1], dtype))
 
   def effective_kernel(self) -> Array:

@@ -156,6 +156,12 @@ def current_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[st
   return layout, dict(mesh.shape)
 
 
+def axes_splitting(letter: str) -> Axes:
+  """Returns the axes larger than 1, manual ones among them, that split a dim of activations."""
+  layout, sizes = current_layout()
+  return tuple(axis for axis in layout.table[layout.legend[letter].name] if sizes[axis] > 1)
+
+
 def automatic_layout(caller: str = "the model") -> tuple[ActivationLayout, dict[str, int]]:
   """Returns `current_layout`, its tables without the axes that are manual here.
 

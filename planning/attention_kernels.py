@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from models import cudnn_attention
+from models import blockwise_attention
 
 # Splash attention -> its matmuls: of the scores (again), and of what is made of them.
 _SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
@@ -23,7 +23,7 @@ _CUDNN = {"dot_product_attention_fwd": (1, 1), "dot_product_attention_bwd": (3, 
 def is_call(equation: Any) -> bool:
   """Returns whether an equation is a call of cuDNN's attention, whose inside is not in HBM."""
   called = equation.primitive.name in ("jit", "pjit")
-  return called and equation.params["name"] == cudnn_attention.NAME
+  return called and equation.params["name"] == blockwise_attention.CUDNN_KERNEL
 
 
 def flops(equation: Any) -> float:

@@ -16,7 +16,7 @@ import jax
 from ml_collections import ConfigDict
 
 from models import model_spec
-from models.layer_pattern import layer_pattern
+from models.positions import layer_pattern
 from models.spec import latent_sizes
 from partitioning.parallel.pipeline_schedule import GPIPE
 from planning import activation_memory, attention_kernels

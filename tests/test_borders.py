@@ -45,7 +45,6 @@ OPTIONAL = {
   "partitioning.parallel.expert_exchange",
   "partitioning.parallel.pipeline",
   "training.parity",
-  "partitioning.parallel.expert_rows",
   "partitioning.parallel.grouped_matmul",
   "input_pipeline.sources.tfds",
   "input_pipeline.text.chat_template",

@@ -21,7 +21,7 @@ from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dims import partition_spec, spec_axes, spec_entries
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import eight_bit
-from partitioning.parallel.gathered_parameters import GatheredOnce, Params
+from partitioning.parallel.manual_region import GatheredOnce, Params
 from partitioning.parallel.pipeline_schedule import GPIPE, INTERLEAVED, STAGE, Schedule
 from partitioning.rules import Placement, named_leaves
 from partitioning.shardings import shard_shape, size_text

@@ -11,7 +11,7 @@ import optax
 from etils import epy
 from flax import nnx
 
-from models import MODELS, check_network, expert_sums, load_balance
+from models import MODELS, check_network, load_balance
 from models.layer_stack import STACKS
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums
@@ -19,8 +19,7 @@ from models.spec import EXPERTS
 from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import eight_bit
-from partitioning.parallel.batch_region import summed_over_batch_parts
-from partitioning.parallel.gathered_parameters import GatheredOnce
+from partitioning.parallel.manual_region import GatheredOnce, summed_over_batch_parts
 from partitioning.parallel.pipeline_schedule import Schedule
 from partitioning.rules import letters_of, named_leaves
 from training import gradients
@@ -407,4 +406,4 @@ def as_metrics(means: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns the means of a step, with the experts' shares in place of their counts."""
   found = dict(means)
   counts = found.pop(COUNTS, None)
-  return found if counts is None else {**found, **expert_sums.shares(counts)}
+  return found if counts is None else {**found, **load_balance.shares(counts)}

@@ -54,7 +54,7 @@ def no_splash(config: ConfigDict) -> str:
 
 
 def no_cudnn(config: ConfigDict) -> str:
-  """Returns why the kernel of models/cudnn_attention.py cannot run a config; "" where it can."""
+  """Returns why cuDNN's kernel cannot run a config; "" where it can."""
   model, dtype = config.model, config.training.compute_dtype
   if config.mesh.context != 1:
     return f"mesh.context={config.mesh.context} splits the rows"
@@ -264,7 +264,7 @@ def _expert_layers(model: ConfigDict) -> Iterator[str]:
 
 
 def _router(model: ConfigDict) -> Iterator[str]:
-  """Yields what is wrong with the numbers of `models.router.Router`, by the names of the keys."""
+  """Yields what is wrong with the numbers of `models.experts.Router`, by the names of the keys."""
   experts, each = model.experts, model.experts_per_token
   groups, best = model.router_groups, model.router_top_groups
   if not 1 <= each <= experts:

@@ -13,7 +13,7 @@ from configs import single
 from configs.schema import finalize
 from interop import export, hf_config, name_maps, peft_adapter
 from interop.export import ExportFolder, check_folder
-from models import lora, model_spec
+from models import layers, model_spec
 from partitioning.rules import named_leaves
 from tests.interop import folders
 from tests.interop.test_export import exported
@@ -24,7 +24,7 @@ from training.checkpointing.naming import nested
 
 HERE = pathlib.Path(__file__).parent
 PHI_3 = {"window": 7}
-# name -> (model_type, keys of model, keys of lora): plain, fused, fused in part, untransposed.
+# name -> (model_type, keys of model, keys of layers): plain, fused, fused in part, untransposed.
 CASES = {
   "llama": ("llama", {}, {"rank": 3, "alpha": 6.0, "targets": ("query", "down")}),
   "gpt2": ("gpt2", FAMILIES["gpt2"], {"rank": 2, "alpha": 5.0}),
@@ -67,7 +67,9 @@ def test_b_a_is_the_update_of_each_kernel(case):
   config, plain, model_type = config_of(case), config_of(case, adapters=False), CASES[case][0]
   with jax.enable_x64(True):
     arrays = arrays_of(config)
-    merged = named_leaves(jax.tree.map(np.asarray, lora.merge(model_spec(config), nested(arrays))))
+    merged = named_leaves(
+      jax.tree.map(np.asarray, layers.merge_adapters(model_spec(config), nested(arrays)))
+    )
   described = peft_adapter.adapter_config(config, model_type, None)
   adapters, sizes = peft_adapter.tensors(config, model_type), name_maps.sizes_of(config)
   found = {n: peft_adapter.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
@@ -136,7 +138,9 @@ def test_one_adapter_of_a_fused_module_is_that_of_each_part(tmp_path):
   adapter = stored(tmp_path / "a", config, "gpt2", tensors, rank_pattern={}, alpha_pattern={})
   arrays = arrays_of(config) | peft_adapter.read(adapter, config, "gpt2")
   with jax.enable_x64(True):
-    merged = named_leaves(jax.tree.map(np.asarray, lora.merge(model_spec(config), nested(arrays))))
+    merged = named_leaves(
+      jax.tree.map(np.asarray, layers.merge_adapters(model_spec(config), nested(arrays)))
+    )
   name = "transformer.h.1.attn.c_attn"
   tensor = name_maps.tensors(plain, "gpt2")[f"{name}.weight"]
   base, new = (
@@ -154,7 +158,7 @@ def test_an_adapter_fills_in_the_keys_of_lora(tmp_path):
     peft_adapter.adopt(plain, str(tmp_path / "a"), "llama")
   assert plain.lora.to_dict() == {**config.lora.to_dict(), "dropout": 0.1}
   plain.lora.alpha = 7.0
-  with pytest.raises(ValueError, match=r"lora.alpha=7\.0, and 6\.0 there; leave lora.rank"):
+  with pytest.raises(ValueError, match=r"lora.alpha=7\.0, and 6\.0 there; leave layers.rank"):
     peft_adapter.adopt(plain, str(tmp_path / "a"), "llama")
 
 
@@ -170,8 +174,8 @@ def test_adapters_of_another_base_or_kind_are_refused(tmp_path):
     peft_adapter.read(adapter, config, "llama")
   for said in (
     "base_model.model.x is not known",
-    f"{first} is F64[3, 7]; the base and lora.rank=3 need [3, 32]",
-    f"{second} is missing; the base and lora.rank=3 need [40, 3]",
+    f"{first} is F64[3, 7]; the base and layers.rank=3 need [3, 32]",
+    f"{second} is missing; the base and layers.rank=3 need [40, 3]",
   ):
     assert said in str(caught.value)
   with pytest.raises(ValueError, match=r"use_dora=True: .*\n  r: a whole number of at least 1"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from models.spec import RESIDUAL
-from partitioning.parallel import eight_bit, rounding
+from partitioning.parallel import eight_bit
 from partitioning.parallel.matmuls import column_parallel, row_parallel
 from tests.helpers.jobs import make_job
 from tests.parity.comparison import COLLECTIVE_MATMUL, MESHES, SEQUENCE_PARALLEL
@@ -207,7 +207,7 @@ def test_kernels_and_tokens_are_gathered_in_8_bits(dtype):
 
 def test_a_scale_left_out_is_caught(monkeypatch):
   # test_values_and_gradients_are_those_of_numpy_on_every_mesh: each device with its own.
-  monkeypatch.setattr(rounding, "largest_over", lambda magnitude, axes: magnitude)
+  monkeypatch.setattr(eight_bit, "largest_over", lambda magnitude, axes: magnitude)
   given = inputs("NHD")
   results, *_ = on(MESHES["tensor8"], "int8", *given)
   with pytest.raises(AssertionError):
