@@ -23,7 +23,6 @@ from partitioning.mesh_sizes import resolve_sizes
 from planning import topology
 from runtime import chips, devices, exit_codes
 from runtime.printable import printable
-from training.choices import Choice
 
 _COLUMN = 44  # where units and origins begin
 _WIDEST = 100
@@ -93,7 +92,7 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 def origins(
   parsed: ConfigDict,
   final: ConfigDict,
-  choices: Sequence[Choice],
+  choices: Sequence[finalize.Choice],
   *,
   file: str,
   overridden: Collection[str],

@@ -4,7 +4,7 @@ import pytest
 
 from configs.keys import table
 from configs.schema import model_checks
-from models import transformer_dims
+from models import spec
 from tests.configs.loading import checked, finalized, refusal, settings
 
 PRESET = "model=mistral_7b,data=python_source"
@@ -517,8 +517,8 @@ def test_what_goes_together_is_accepted(recipe, keys):
 
 
 def test_the_names_of_biases_are_those_of_the_dims_table():
-  assert (*transformer_dims.BIASES,) == model_checks.BIASES
-  assert model_checks.LINEARS == transformer_dims.LINEARS
+  assert (*spec.BIASES,) == model_checks.BIASES
+  assert model_checks.LINEARS == spec.LINEARS
 
 
 def test_settings_are_read_as_flags_are():
