@@ -31,9 +31,6 @@ from processes import listening, tokens
 from runtime import exit_codes
 from runtime.printable import printable
 
-# The variable with the coordinator's host:port, set by `python -m processes.launch`, by
-# processes/launch/jobset.yaml, or manually on each host.
-ADDRESS = "JAX_COORDINATOR_ADDRESS"
 FIRST_NOTICE_SECONDS = 5.0
 GREETING, HELLO, ANSWER = "greeting", "hello", "answer"
 _HELLO = {"index": int, "count": int, "host": str, "pid": int, "refused": str, "nonce": str}
@@ -154,7 +151,8 @@ def _take(
     listeners = listening.listen(address)
   except OSError as error:
     port, why = listening.split(address)[1], os.strerror(error.errno)
-    text, other = f"process 0 cannot listen on port {port} of its host ({why}", f"port in {ADDRESS}"
+    text = f"process 0 cannot listen on port {port} of its host ({why}"
+    other = "port in JAX_COORDINATOR_ADDRESS"
     if not exit_codes.retryable(error):  # a port below 1024
       raise RollCallError(f"{text}); give all processes another {other}") from error
     raise PortError(

@@ -50,6 +50,9 @@ OPTIONAL = {
   "training.optimizers.muon",
   "training.optimizers.soap",
   "partitioning.parallel.whole_matrices",
+  # What connects several processes.
+  *("processes.crash_output", "processes.heartbeat", "processes.jax_internals"),
+  *("processes.listening", "processes.rendezvous", "processes.stragglers", "processes.tokens"),
 }
 
 
