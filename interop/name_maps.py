@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 from ml_collections import ConfigDict
 
+from models import model_spec
 from models.spec import LAYERS
-from models.transformer_dims import LORA_A, LORA_B, DecoderSpec, decoder_spec, legend
+from models.transformer_dims import LORA_A, LORA_B, DecoderSpec
 
 # ------------------------------ the tables ------------------------------
 
@@ -338,7 +339,7 @@ class Tensor:
 
 def sizes_of(config: ConfigDict) -> dict[str, int]:
   """Returns letter -> size in a folder: ours, but the vocabulary without padding."""
-  found = {letter: dim.size for letter, dim in legend(config).items()}
+  found = {letter: dim.size for letter, dim in model_spec(config).legend.items()}
   return {**found, "V": config.model.vocabulary_size}
 
 
@@ -356,7 +357,7 @@ def tensors(
     ValueError: a parameter of the model that no tensor of the family holds.
   """
   found: dict[str, Tensor] = {}
-  spec, sizes = decoder_spec(config), sizes_of(config)
+  spec, sizes = model_spec(config), sizes_of(config)
   rows = FAMILIES[model_type].rows if rows is None else rows
   in_layers = {name: row for name, row in rows.items() if "{}" in name}
   for name, row in rows.items():

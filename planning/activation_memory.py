@@ -22,7 +22,7 @@ from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
-from models import MODELS
+from models import model_spec
 from models.layer_stack import order_of, trip_counts
 from models.transformer_dims import latent_sizes
 from partitioning.constraints import activation_layout
@@ -30,6 +30,7 @@ from partitioning.dims import axes_size
 from partitioning.parallel import ring_attention
 from planning import attention_kernels, passes
 from training.setup import Job
+from training.specs import resolve
 from training.step import make_program
 
 # Primitives whose results are written.
@@ -195,7 +196,7 @@ def gradients(job: Job, config: ConfigDict, *, ticks: bool = False) -> Any:
     config: of `part`.
     ticks: of a pipeline, with the ticks of its schedule; else its layers alone.
   """
-  program = make_program(config)
+  program = make_program(resolve(config))
   schedule = job.program.pipeline if ticks else None
   program = dataclasses.replace(program, pipeline=schedule)
   names = {"B": config.data.global_batch_size, "T": config.data.sequence_length}
@@ -220,7 +221,7 @@ def _one_device(job: Job, config: ConfigDict, stages: int = 1) -> Iterator[None]
   the diagonal, since a device's queries are from all of the sequence. And except the stages, which
   a pipeline's region splits the layers over.
   """
-  legend, tables = MODELS[config.model.name].legend(config), config.partitioning
+  legend, tables = model_spec(config).legend, config.partitioning
   activations, parameters = (dict.fromkeys(t, ()) for t in (tables.activations, tables.parameters))
   sizes = dict.fromkeys(job.mesh.axis_names, 1)
   if "T" in legend:

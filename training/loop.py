@@ -8,7 +8,7 @@ from typing import Any
 
 from etils import epath
 
-from input_pipeline.prefetch import Prefetcher
+from input_pipeline.batches import Prefetcher
 from processes.coordination import Lockstep, current
 from processes.watchdog import ENDING, EVALUATION, STARTING, Watchdog
 from training import callbacks, reference, restore, workdir_files

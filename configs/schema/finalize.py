@@ -24,9 +24,24 @@ from configs.schema import (
 )
 from input_pipeline.text import tokenizer
 from interop import hf_config, hf_folder
-from training.choices import Choice
 from training.optimizer import optimizer_row
 from training.tasks import TASKS
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """A default that follows from config, platform and mesh: the value of a key left unset.
+
+  Attributes:
+    key: dotted.
+    value: chosen.
+    why: in a few words.
+  """
+
+  key: str
+  value: object
+  why: str
+
 
 # ------------------------------ a model folder ------------------------------
 

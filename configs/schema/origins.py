@@ -10,7 +10,6 @@ from configs import base
 from configs.keys import table
 from configs.schema import finalize, recipes
 from configs.schema.presets import EXPERT_PRESETS, PRESETS
-from training.choices import Choice
 
 DEFAULT, RECIPE, PRESET, FILE = "default", "recipe", "preset", "file"
 OVERRIDE, DERIVED, PLATFORM = "override", "derived", "platform"
@@ -46,7 +45,7 @@ def leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, object]]
 def find(
   parsed: ConfigDict,
   final: ConfigDict,
-  choices: Sequence[Choice],
+  choices: Sequence[finalize.Choice],
   *,
   file: str,
   overridden: Collection[str],
