@@ -171,13 +171,16 @@ class _Connection(asyncio.Protocol):
   """A connection to process 0; `hello`: its first message, None so far."""
 
   def __init__(self, roll: "_RollCall"):
-    self._roll, self._received = roll, b""
+    self._roll, self._received, self.host = roll, b"", "unknown"
     self.nonce, self.hello, self.answered = secrets.token_hex(16), None, False
+    self.transport: asyncio.Transport | None = None
+    self._timer: asyncio.TimerHandle | None = None
 
   def connection_made(self, transport: asyncio.Transport) -> None:
     """Greets whoever has connected."""
     self.transport = transport
-    self.host = str((transport.get_extra_info("peername") or ("unknown",))[0])
+    if peer := transport.get_extra_info("peername"):
+      self.host = str(peer[0])
     self._timer = asyncio.get_running_loop().call_later(HELLO_SECONDS, self.drop, "silent")
     self._roll.strangers[self] = None
     text = json.dumps({"meshwright": 1, "nonce": self.nonce})
