@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
+from models.latent_attention import DOWN_PROJECTIONS
 from models.layer_stack import STACKS
-from models.spec import in_8_bits
-from models.transformer_dims import DOWN_PROJECTIONS, is_latent, latent_sizes
+from models.spec import in_8_bits, is_latent, latent_sizes
 from partitioning.dims import axes_size, spec_axes, spec_entries
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import pipeline, ring_attention

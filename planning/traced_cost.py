@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from models import model_spec
 from models.layer_pattern import layer_pattern
-from models.transformer_dims import latent_sizes
+from models.spec import latent_sizes
 from partitioning.parallel.pipeline_schedule import GPIPE
 from planning import activation_memory, attention_kernels
 from planning.roofline import Work

@@ -15,7 +15,7 @@ from models import MODELS, check_network, expert_sums, load_balance
 from models.layer_stack import STACKS
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums
-from models.transformer_dims import EXPERTS
+from models.spec import EXPERTS
 from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import eight_bit

@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.rules import named_leaves
 from processes.coordination import Group
-from processes.stragglers import Pace
 from training.bad_steps import BadStepError, TrainingStoppedError, not_finite
 from training.setup import Job
 from training.state import State
@@ -121,8 +120,12 @@ class DebugNans:
 # ------------------------------ a probe of speed ------------------------------
 
 
-def straggler_detection(group: Group, slow_ratio: float, *, simulated: bool) -> Pace:
+def straggler_detection(
+  group: Group, slow_ratio: float, *, simulated: bool
+) -> contextlib.AbstractContextManager:
   """Returns the straggler detection of a run, with a probe where devices are accelerators.
+
+  A single process is compared with nothing: it gets None.
 
   Simulated devices share their processors with everything else on the machine: a probe of them
   varies by a factor of 50 on a busy machine, while the CPU time that a process lost does not; see
@@ -133,7 +136,11 @@ def straggler_detection(group: Group, slow_ratio: float, *, simulated: bool) -> 
     slow_ratio: `processes.slow_ratio`.
     simulated: whether the devices are simulated.
   """
-  if simulated or group.alone or not slow_ratio:
+  if group.alone or not slow_ratio:
+    return contextlib.nullcontext()
+  from processes.stragglers import Pace  # which a single process does not need
+
+  if simulated:
     return Pace(group, slow_ratio=slow_ratio)
   return Pace(group, slow_ratio=slow_ratio, probe=DeviceProbe(), window_seconds=_PROBE_SECONDS)
 
