@@ -10,7 +10,6 @@ from configs.schema import model_checks
 from configs.schema.presets import EXPERT_PRESETS, PRESETS
 from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer
-from interop import hf_config
 from runtime.extensions import Table
 from runtime.suggest import nearest
 from training.tasks import DPO, TASKS
@@ -169,6 +168,8 @@ def lm_bpe() -> ConfigDict:
 
 def hf() -> ConfigDict:
   """Returns the decoder of a model folder, to be trained further; its keys are the folder's."""
+  from interop import hf_config  # of this recipe alone
+
   config = lm()
   model = {"folder": ""}
   for key in hf_config.KEYS:
