@@ -11,8 +11,7 @@ from input_pipeline.text import tokenizer
 from interop import export, hf_folder, peft_adapter
 from interop.export import tokenizer_files
 from interop.safetensors_file import NAMES
-from models import mup
-from models.transformer_dims import decoder_spec
+from models import model_spec, mup
 from partitioning.shardings import size_text
 from processes import preemption, preflight
 from processes.watchdog import STARTING, Watchdog
@@ -56,7 +55,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
     watch.at("exporting", STARTING)
     together = Together(watch.group, timeout_seconds=seconds)
     with preemption.undone(folder.remove):
-      export.write(folder, plan, export.Fetcher(params, decoder_spec(config)), together)
+      export.write(folder, plan, export.Fetcher(params, model_spec(config)), together)
     which = f", step {step}," if step else ""
     say(f"exported {what} of {location}{which} to {folder.final} ({size_text(plan.bytes)})")
     return exit_codes.DONE
@@ -100,9 +99,9 @@ def _planned(ready: Job, location: str, base: Base | None = None) -> tuple[expor
     return _adapter(ready, base, model_type, flags.DTYPE.value or config.training.parameter_dtype)
   dtypes = {}
   if hf_folder.is_model(location) and not config.lora.rank and not flags.DTYPE.value:
-    dtypes = export.stored_dtypes(location, decoder_spec(config), "--checkpoint")
+    dtypes = export.stored_dtypes(location, model_spec(config), "--checkpoint")
   small = tokenizer_files(copies, **ids, special=encoder.special)
-  plan = export.planned(decoder_spec(config), described, dtype, small, dtypes)
+  plan = export.planned(model_spec(config), described, dtype, small, dtypes)
   return plan, f"a {model_type} model in {dtype}"
 
 
@@ -118,7 +117,7 @@ def _adapter(ready: Job, base: Base | None, model_type: str, dtype: str) -> tupl
   if base is not None and base.step is None:  # a model folder, which others know
     metadata |= {peft_adapter.DIGEST: base.digest, peft_adapter.DTYPE: base.dtype}
     name = base.folder
-  plan = export.planned_adapter(decoder_spec(ready.config), model_type, dtype, name, metadata)
+  plan = export.planned_adapter(model_spec(ready.config), model_type, dtype, name, metadata)
   return plan, f"the adapters of a {model_type} model in {dtype}"
 
 

@@ -153,7 +153,6 @@ _LAYERS, _TEXTS = OrNull(forms.whole(1, forms.MOST_LAYERS)), OrNull(TEXT)
 _ROPE = {"rope_type": _TEXTS, "type": _TEXTS, "truncate": OrNull(forms.FLAG)}
 _ROPE |= dict.fromkeys(("mscale", "mscale_all_dim"), OrNull(forms.AT_LEAST_0))
 _ROPE["factor"] = OrNull(forms.ABOVE_0)
-_ROPE |= dict.fromkeys(("short_factor", "long_factor"), OrNull([forms.ABOVE_0]))
 _ROPES = OrNull({**_ROPE, "full_attention": OrNull(_ROPE), "sliding_attention": OrNull(_ROPE)})
 FORM = {
   **dict.fromkeys(("num_hidden_layers", "n_layer"), _LAYERS),

@@ -7,7 +7,6 @@ every job asks whether it begins with one.
 
 import functools
 import hashlib
-import json
 import os
 import pathlib
 import re
@@ -152,16 +151,8 @@ def listed(folder: pathlib.Path) -> str:
   return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "") or "nothing"
 
 
-def digest(folder: pathlib.Path, *, weights: bool) -> str:
-  """Returns a digest of a folder's model or adapter: of its config, and of the weights' headers."""
-  adapter = is_adapter(folder)
-  hashed = hashlib.sha256(files.read_bytes(folder / (ADAPTER if adapter else CONFIG), follow=True))
-  if weights:
-    from interop import read_weights
-
-    facts = {
-      name: [one.dtype, one.shape, one.size, os.path.basename(one.path)]
-      for name, one in read_weights.stored_tensors(folder, "checkpoint.initialize_from").items()
-    }
-    hashed.update(json.dumps(facts, sort_keys=True).encode())
+def digest(folder: pathlib.Path, more: str = "") -> str:
+  """Returns a digest of the config of a folder's model or adapter, and of a text."""
+  config = folder / (ADAPTER if is_adapter(folder) else CONFIG)
+  hashed = hashlib.sha256(files.read_bytes(config, follow=True) + more.encode())
   return hashed.hexdigest()[:16]

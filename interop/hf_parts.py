@@ -480,13 +480,14 @@ def _longrope(rope: Mapping[str, Any], theirs: Theirs) -> tuple:
   """The factor is the ratio of the two lengths wherever the file has both beside the object."""
   original, found = _original(rope, theirs), {}
   for ours, key in (("short_factors", "short_factor"), ("long_factors", "long_factor")):
-    if rope.get(key) is None:
-      raise ValueError(f"rope_scaling: {key}=None: a list is needed")
-    found[ours] = tuple(map(float, rope[key]))
+    if not isinstance(rope.get(key), (list, tuple)):
+      raise ValueError(f"rope_scaling: {key}={short(rope.get(key))}: a list is needed")
+    every = dict(enumerate(rope[key]))
+    found[ours] = tuple(map(float, _numbers(every, *every)))
   if rope.get("attention_factor") is not None:
     found["attention_factor"] = float(*_numbers(rope, "attention_factor"))
   elif rope.get("factor") is not None and not theirs.get(ORIGINAL):
-    found["factor"] = float(rope["factor"])
+    found["factor"] = float(*_numbers(rope, "factor"))
   else:
     found["factor"] = _numbers(theirs, LONGEST)[0] / original
   return "longrope", {"original_length": original, **found}

@@ -18,6 +18,7 @@ Formats (MX) Specification 1.0, sections 5.3.3 and 6.3.
 import abc
 import dataclasses
 import functools
+import json
 import math
 import os
 import pathlib
@@ -45,14 +46,12 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def stored_tensors(folder: pathlib.Path, key: str) -> dict[str, Stored]:
-  """Returns name -> array of the weights of a model or an adapter; only headers are read.
+  """Returns name -> array of a folder's weights, of which only the headers are read.
 
   Raises:
     ValueError: there are none, files are missing or damaged, or the index names other arrays than
       the files have; everything in one message.
   """
-  if hf_folder.is_adapter(folder):
-    return read_header(folder / hf_folder.ADAPTER_WEIGHTS)
   if not (folder / INDEX).exists():
     if not (folder / SINGLE).exists():
       raise ValueError(_no_weights(folder, key))
@@ -89,6 +88,19 @@ def stored_tensors(folder: pathlib.Path, key: str) -> dict[str, Stored]:
     lines = "\n".join(f"  {line}" for line in forms.first(wrong, _NAMED))
     raise ValueError(f"{folder / INDEX} does not fit the files beside it:\n{lines}")
   return found
+
+
+def digest(folder: pathlib.Path) -> str:
+  """Returns a digest of the config and of the weights' headers of a model or an adapter."""
+  if hf_folder.is_adapter(folder):
+    tensors = read_header(folder / hf_folder.ADAPTER_WEIGHTS)
+  else:
+    tensors = stored_tensors(folder, "checkpoint.initialize_from")
+  facts = {
+    name: [one.dtype, one.shape, one.size, os.path.basename(one.path)]
+    for name, one in tensors.items()
+  }
+  return hf_folder.digest(folder, json.dumps(facts, sort_keys=True))
 
 
 def _no_weights(folder: pathlib.Path, key: str) -> str:
@@ -353,7 +365,7 @@ def open_folder(location: str, spec: DecoderSpec, key: str) -> Source:
   """
   folder = hf_folder.local(location, key, weights=True)
   described = hf_folder.read_config(folder, key)
-  stored, unfit = combined(hf_folder.stored_tensors(folder, key), described.block)
+  stored, unfit = combined(stored_tensors(folder, key), described.block)
   shapes = {name: one.shape for name, one in stored.items()}
   found, wrong = name_maps.match(shapes, spec, described.model_type)
   wrong = [*differing_keys(spec, described, hf_config.SHAPES), *unfit, *wrong]

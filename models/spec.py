@@ -8,8 +8,8 @@ import abc
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from ml_collections import ConfigDict
@@ -45,9 +45,13 @@ class Lora:
     return self.rank > 0 and layer in self.targets
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec(abc.ABC):
-  """The parameters of a model: their dims, how they are drawn, and in which dtypes they are used.
+  """What a model is made of: its dims, how its parameters are drawn, in which dtypes they are used.
+
+  A model's own is a frozen dataclass (`kw_only=True`) whose fields have the names of keys in the
+  sections `model`, `training`, `partitioning`, `data` and the top of the config; a field that is no
+  key needs a default.
 
   Attributes:
     widths: for muP.
@@ -70,6 +74,33 @@ class ModelSpec(abc.ABC):
   @abc.abstractmethod
   def parameters(self) -> dict[str, str]:
     """Returns name pattern -> letters of the parameters that the model has."""
+
+  @abc.abstractmethod
+  def train_flops_per_example(self, *, causal: bool = False) -> float:
+    """Returns floating-point operations per row of a batch, forward and backward.
+
+    Args:
+      causal: count only the unmasked half of attention.
+    """
+
+  @staticmethod
+  def in_compute_dtype(name: str) -> bool:
+    """Returns whether a parameter is only ever read in the compute dtype; by default none is."""
+    del name
+    return False
+
+  @classmethod
+  def of_sections(cls, sections: ConfigDict) -> "ModelSpec":
+    """Returns the spec of a finalized config, which is a mapping of sections."""
+    training = sections["training"]
+    given = {
+      "parameter_dtype": jnp.dtype(training["parameter_dtype"]),
+      "compute_dtype": jnp.dtype(training["compute_dtype"]),
+      "widths": mup.widths(sections["model"]),
+      "lora": Lora(**_fields(Lora, [sections["lora"]])),
+    }
+    every = (sections["model"], training, sections["partitioning"], sections["data"], sections)
+    return cls(**{**_fields(cls, every), **given})
 
   def letters_of(self, name: str) -> str:
     """Returns the letters of a parameter within its layer, so without the stack's L.
@@ -117,7 +148,7 @@ class ModelSpec(abc.ABC):
     return in_8_bits(name, self.matmul_dtype)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayersSpec(ModelSpec):
   """A model with stacked layers of attention and MLP: what they have in common."""
 
@@ -159,30 +190,17 @@ def matched(name: str, parameters: Mapping[str, str]) -> str:
   return next((found for row, found in parameters.items() if re.fullmatch(row, name)), "")
 
 
-Spec = TypeVar("Spec", bound=ModelSpec)
+def _fields(kind: type, sections: Sequence[ConfigDict]) -> dict[str, Any]:
+  """Returns name -> the value of the first section that has a key of a field's name."""
+  found = {}
+  for field in dataclasses.fields(kind):
+    if keys := next((keys for keys in sections if field.name in keys), None):
+      found[field.name] = hashable(keys[field.name])
+  return found
 
 
-def resolve(kind: type[Spec], config: ConfigDict, **given: Any) -> Spec:
-  """Returns the spec of a finalized config.
-
-  Args:
-    kind: of spec; its fields are keys of the config's sections, but for those that are given.
-    config: finalized.
-    **given: fields that are no keys, or have other values.
-  """
-  training = config.training
-  given |= {
-    "parameter_dtype": jnp.dtype(training.parameter_dtype),
-    "compute_dtype": jnp.dtype(training.compute_dtype),
-    "widths": mup.widths(config.model),
-    "lora": _of_keys(Lora, [config.lora], {}),
-  }
-  return _of_keys(kind, [config.model, training, config.partitioning, config.data, config], given)
-
-
-def _of_keys(kind: type, sections: list[ConfigDict], given: Mapping[str, Any]) -> Any:
-  """Returns a dataclass with the value of the first section that has a key of a field's name."""
-  names = {field.name for field in dataclasses.fields(kind)} - given.keys()
-  found = {name: next(keys[name] for keys in sections if name in keys) for name in names}
-  lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
-  return kind(**{**found, **lists, **given})
+def hashable(value: Any) -> Any:
+  """Returns a key's value; lists as tuples, and names with values as sorted pairs."""
+  if isinstance(value, Mapping | ConfigDict):
+    return tuple(sorted((name, hashable(one)) for name, one in value.items()))
+  return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value

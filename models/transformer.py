@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
-from ml_collections import ConfigDict
 
 from models import activations, expert_sums, preference, stacked_layers
 from models.attention import soft_cap
 from models.block import stacked
-from models.decoder_flops import train_flops_per_example as train_flops_per_example
+from models.decoder_flops import train_flops_per_example
 from models.kv_cache import CACHE as CACHE
 from models.kv_cache import Cache, LatentCache
 from models.layer_pattern import layer_pattern
@@ -28,11 +27,7 @@ from models.load_balance import COUNTS
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
 from models.spec import DENSE_LAYERS, LAYERS, RESIDUAL
 from models.token_positions import POSITIONS, Rows, in_order, rows_in_order, rows_of
-from models.transformer_dims import PARAMETERS as PARAMETERS
-from models.transformer_dims import decoder_spec, is_latent
-from models.transformer_dims import in_compute_dtype as in_compute_dtype
-from models.transformer_dims import legend as legend
-from models.transformer_dims import parameters as parameters
+from models.transformer_dims import DecoderSpec, is_latent
 from partitioning.constraints import constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import ring_attention
@@ -41,12 +36,21 @@ from partitioning.parallel.vocabulary import chunked_logits
 from runtime.layer_kinds import beside_sparse
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerSpec(DecoderSpec):
+  """What a decoder is made of, with what all of its parts determine together."""
+
+  def train_flops_per_example(self, *, causal: bool = False) -> float:
+    """Returns floating-point operations per sequence; see `models.decoder_flops`."""
+    return train_flops_per_example(self, causal=causal)
+
+
 class Transformer(nnx.Module):
   """Tokens in, logits over the padded vocabulary out."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, spec: TransformerSpec, *, rngs: nnx.Rngs):
     """Draws the parameters from `rngs.params`, the layers' stacked along L."""
-    self.spec = spec = decoder_spec(config)
+    self.spec = spec
     self.embed = Embedding(spec, rngs=rngs)
     if spec.positions == "learned":
       self.positions = LearnedPositions(spec, rngs=rngs)
@@ -307,15 +311,14 @@ class Transformer(nnx.Module):
     return jnp.where(real_V[None, None], logits_BTV, jnp.finfo(wide).min)
 
 
-def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache | LatentCache:
+def empty_cache(spec: TransformerSpec, rows: int, slots: int) -> Cache | LatentCache:
   """Returns an empty cache.
 
   Args:
-    config: finalized.
+    spec: of the decoder.
     rows: B.
     slots: S, the most tokens that a row can have.
   """
-  spec = decoder_spec(config)
   shape, dtype = (spec.layers, rows, slots), spec.compute_dtype
   lengths = jnp.zeros((rows,), jnp.int32)
   if is_latent(spec):
@@ -325,4 +328,4 @@ def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache | LatentCach
   return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), lengths)
 
 
-build = Transformer
+SPEC, build = TransformerSpec, Transformer

@@ -10,8 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from models.rope import hashable
-from models.spec import DENSE_LAYERS, LAYERS, LayersSpec, matched, resolve
+from models.spec import DENSE_LAYERS, LAYERS, LayersSpec, matched
 from partitioning.dims import Dim
 from partitioning.parallel.sharded_function import Residual
 from runtime.layer_kinds import beside_sparse, is_sparse, sparse_layers
@@ -26,12 +25,12 @@ ROTARY_KEY = Residual(between="BRI", inside="BTI")
 LATENT_ATTENTION = "latent"  # model.attention
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSpec(LayersSpec):
   """What a decoder is made of.
 
   The fields are keys of the config that `configs/keys` explains: of the section `model`, then of
-  `training`, and two of other sections. `rotary_scaling` and its like are those of `rope.hashable`.
+  `training`, and two of other sections.
   """
 
   attention: str
@@ -163,27 +162,19 @@ class DecoderSpec(LayersSpec):
     """Returns the vocabulary's size, rounded up so that shapes never depend on the mesh."""
     return -(-self.vocabulary_size // self.vocabulary_multiple) * self.vocabulary_multiple
 
+  @staticmethod
+  def in_compute_dtype(name: str) -> bool:
+    """Returns whether a parameter is only ever read in the compute dtype: kernels of matmuls.
+
+    Not the tables, whose gradients are sums over tokens, nor norms, biases and routers.
+    """
+    return name.endswith("/kernel") and "/router/" not in name
+
   def place_of(self, layer: int) -> tuple[str, int]:
     """Returns the stack that a layer is in, LAYERS or DENSE_LAYERS, and its index there."""
     sparse = is_sparse(self, layer)
     before = sum(is_sparse(self, one) == sparse for one in range(layer))
     return DENSE_LAYERS if self.experts and not sparse else LAYERS, before
-
-
-def decoder_spec(config: ConfigDict) -> DecoderSpec:
-  """Returns the spec of a finalized config of a decoder."""
-  names = ("rotary_scaling", "local_rotary_scaling")
-  return resolve(DecoderSpec, config, **{name: hashable(config.model[name]) for name in names})
-
-
-def legend(config: ConfigDict) -> dict[str, Dim]:
-  """Returns letter -> Dim for this config."""
-  return decoder_spec(config).legend
-
-
-def parameters(config: ConfigDict) -> dict[str, str]:
-  """Returns name pattern -> letters of the parameters that this config has."""
-  return decoder_spec(config).parameters
 
 
 def _latent_dims(model: DecoderSpec) -> dict[str, Dim]:
@@ -353,11 +344,3 @@ def _in_two_stacks(spec: DecoderSpec, table: dict[str, str]) -> dict[str, str]:
     if name.startswith(LAYERS) and "experts/" not in name
   }
   return sparse | (dense if beside_sparse(spec) else {})
-
-
-def in_compute_dtype(name: str) -> bool:
-  """Returns whether a parameter is only ever read in the compute dtype: kernels of matmuls.
-
-  Not the tables, whose gradients are sums over tokens, nor norms, biases and routers.
-  """
-  return name.endswith("/kernel") and "/router/" not in name

@@ -22,7 +22,7 @@ from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
-from models import MODELS
+from models import model_spec
 from models.layer_stack import order_of, trip_counts
 from models.transformer_dims import latent_sizes
 from partitioning.constraints import activation_layout
@@ -220,7 +220,7 @@ def _one_device(job: Job, config: ConfigDict, stages: int = 1) -> Iterator[None]
   the diagonal, since a device's queries are from all of the sequence. And except the stages, which
   a pipeline's region splits the layers over.
   """
-  legend, tables = MODELS[config.model.name].legend(config), config.partitioning
+  legend, tables = model_spec(config).legend, config.partitioning
   activations, parameters = (dict.fromkeys(t, ()) for t in (tables.activations, tables.parameters))
   sizes = dict.fromkeys(job.mesh.axis_names, 1)
   if "T" in legend:

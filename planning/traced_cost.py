@@ -15,8 +15,9 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from models import model_spec
 from models.layer_pattern import layer_pattern
-from models.transformer_dims import decoder_spec, latent_sizes
+from models.transformer_dims import latent_sizes
 from partitioning.parallel.pipeline_schedule import GPIPE
 from planning import activation_memory, attention_kernels
 from planning.roofline import Work
@@ -74,7 +75,7 @@ def _kind_shares(config: ConfigDict) -> tuple[float, ...]:
   """Returns the share of each kind of layers that the scan over them switches between."""
   if config.model.name != "transformer":
     return ()
-  pattern = layer_pattern(decoder_spec(config))
+  pattern = layer_pattern(model_spec(config))
   return tuple(pattern.windows.count(kind) / config.model.layers for kind in pattern.kinds)
 
 

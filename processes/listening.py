@@ -109,6 +109,13 @@ def listen(address: str) -> list[socket.socket]:
   return sockets
 
 
+def free_port() -> int:
+  """Returns a port that is free now; the run fails if another process takes it before."""
+  with socket.socket() as found:
+    found.bind(("", 0))
+    return found.getsockname()[1]
+
+
 def holder(port: int) -> str:
   """Returns which process has a port of this machine, for messages."""
   with contextlib.suppress(psutil.Error, OSError):

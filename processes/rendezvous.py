@@ -31,8 +31,8 @@ _CONNECT_SECONDS = 10.0
 # After seeing only another token for this long, give up: an ending run would be gone by then.
 _OTHER_TOKEN_SECONDS = 10.0
 _LONGEST_REASON = 4000  # characters of why a process refuses
-# The variable with the coordinator's host:port, set by `python -m launch.local`, by
-# launch/jobset.yaml, or manually on each host.
+# The variable with the coordinator's host:port, set by `python -m processes.launch`, by
+# processes/launch/jobset.yaml, or manually on each host.
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 
 

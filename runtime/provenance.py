@@ -17,21 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # except of comments and docstrings; one anywhere else (pages, messages, saving) does not.
 NUMERICS = (
   "models",
-  "input_pipeline/bad_records.py",  # which rows get weight 0
-  "input_pipeline/batches.py",
-  "input_pipeline/combined.py",
-  "input_pipeline/mixture.py",  # the order of the rows of several sources
-  "input_pipeline/order.py",
-  "input_pipeline/sources/tfds.py",
-  "input_pipeline/sources/builtin.py",
-  "input_pipeline/position.py",  # which rows a step takes
-  "input_pipeline/ramp.py",  # likewise, and into what they are cut
-  "input_pipeline/row_pieces.py",
-  "input_pipeline/prepare.py",  # how text is cut into rows
-  "input_pipeline/row_store.py",
-  "input_pipeline/row_source.py",
-  "input_pipeline/source.py",
-  "input_pipeline/text",  # files, documents, tokens
+  "input_pipeline",  # rows and their order
   "partitioning/constraints.py",
   "partitioning/dims.py",
   "partitioning/dtypes.py",

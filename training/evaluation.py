@@ -13,8 +13,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from input_pipeline.batches import EvaluationBatches
-from input_pipeline.prefetch import Prefetcher
+from input_pipeline.batches import EvaluationBatches, Prefetcher
 from processes.coordination import current
 from processes.step_barrier import Lockstep
 from processes.watchdog import EVALUATION, SAVING, Watchdog

@@ -8,7 +8,7 @@ from typing import Any
 
 from etils import epath
 
-from input_pipeline.prefetch import Prefetcher
+from input_pipeline.batches import Prefetcher
 from processes.coordination import current
 from processes.step_barrier import Lockstep
 from processes.stragglers import Pace

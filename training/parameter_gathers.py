@@ -124,7 +124,7 @@ def _dtypes(spec: StepSpec, parameters: Mapping[str, Placement]) -> dict[str, jn
   # GPipe adds up gradients in the dtype of the parameters.
   if spec.pipeline == GPIPE or spec.matmul_dtype != "compute":
     return {}
-  cast = getattr(MODELS[spec.model], "in_compute_dtype", lambda name: False)
+  cast = MODELS[spec.model].SPEC.in_compute_dtype
   return {name: jnp.dtype(spec.compute_dtype) for name in parameters if cast(name)}
 
 

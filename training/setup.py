@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Ramp, Shape
-from models import MODELS, find
+from models import model_spec
 from models.decoder_flops import active_elements
 from partitioning import shardings
 from partitioning.constraints import ActivationLayout, activation_layout
@@ -242,7 +242,7 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Choice] = ()
     ValueError: parameters and optimizer state do not fit the memory, the devices have no 8-bit
       matmuls of the config's kind, or `training.gradient_reduction=step` is not possible.
   """
-  legend = find(config.model.name).legend(config)
+  legend = model_spec(config).legend
   count = math.prod(devices.sizes.values())
   there = devices.described or jax.devices()[:count]
   check_matmul_dtype(config, chips.known(there[0]))
@@ -353,7 +353,7 @@ def _check_layout(config, legend, program, state, batch, mesh) -> Layout:
     batch,
     trace,
     optimizer_init=program.optimizer.init,
-    names=MODELS[config.model.name].parameters(config),
+    names=program.letters,
     batch_letters={name: letters for name, (letters, _) in TASKS[config.task].batch.items()},
     legend=legend,
     tables={title: config.partitioning[title] for title in TABLES},

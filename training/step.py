@@ -12,7 +12,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Shape
-from models import MODELS, check_network
+from models import MODELS, check_network, model_spec
 from models.layer_stack import STACKS
 from models.losses import Batch, Sums
 from partitioning.constraints import automatic_spec, on_one_device
@@ -309,14 +309,15 @@ def make_program(config: ConfigDict) -> Program:
   """
 
   def build(rngs: nnx.Rngs) -> nnx.Module:
-    return of_name.build(wide_config, rngs=rngs)
+    return MODELS[config.model.name].build(drawn, rngs=rngs)
 
   def abstract() -> nnx.Module:
     model = build(nnx.Rngs(params=0))
     check_network(config.model.name, model)
     return model
 
-  spec, of_name, wide_config = step_spec(config), MODELS[config.model.name], _drawn_wide(config)
+  spec, of_model = step_spec(config), model_spec(config)
+  drawn = dataclasses.replace(of_model, parameter_dtype=wide_dtype(of_model.parameter_dtype))
   model = nnx.eval_shape(abstract)
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
@@ -325,17 +326,8 @@ def make_program(config: ConfigDict) -> Program:
   params = jax.eval_shape(lambda params: _stored(params, trained, spec), params)
   optimizer = make_optimizer(config, jax.eval_shape(wide, split(params, trained.__contains__)[0]))
   schedule = learning_rate_schedule(config)
-  letters, variables = of_name.parameters(config), variables_of(model)
+  letters, variables = of_model.parameters, variables_of(model)
   return Program(spec, build, letters, graphdef, params, optimizer, schedule, variables, trained)
-
-
-def _drawn_wide(config: ConfigDict) -> ConfigDict:
-  """Returns a config by which parameters are drawn in float32 or wider."""
-  if config.training.parameter_dtype == "bfloat16":
-    config = config.copy_and_resolve_references()
-    with config.unlocked():
-      config.training.parameter_dtype = "float32"
-  return config
 
 
 def _stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:

@@ -306,7 +306,7 @@ def test_parameters_without_exactly_one_rule_are_refused(forks, tmp_path):
   script = tmp_path / "wrong_table.py"
   script.write_text(
     "import sys; sys.argv = ['main.py', 'layout', '--config=configs/dp8.py']\n"
-    "import main\nfrom models import transformer as t\n"
+    "import main\nfrom models import transformer_dims as t\n"
     "t.PARAMETERS['layers/mlp/up.*'] = 'LDF'\n"
     "t.PARAMETERS['layers/moe/router'] = 'LD'\n"
     "main.app.run(main.main, flags_parser=main.parse_flags)\n"

@@ -10,11 +10,9 @@ from flax import nnx
 
 from configs import dp8
 from configs.schema import finalize, presets
-from models import attention_tiles, transformer
+from models import attention_tiles, model_spec, transformer
 from models.decoder_flops import active_elements
 from models.layer_pattern import is_global
-from models.transformer import train_flops_per_example
-from models.transformer_dims import decoder_spec
 from partitioning.parallel import ring_attention
 from partitioning.rules import named_leaves
 from tests.models import families, write_families
@@ -299,7 +297,7 @@ COUNTED = (
 @pytest.mark.parametrize("preset", COUNTED)
 def test_model_flops_are_six_for_each_weight_and_token_and_attentions_pairs(preset, causal):
   config = finalize.finalize(dp8.get_config(f"model={preset},data=python_source"), "tpu")
-  model, length, spec = config.model, config.data.sequence_length, decoder_spec(config)
+  model, length, spec = config.model, config.data.sequence_length, model_spec(config)
   leaves = named_leaves(make_program(config).params)
   multiplied = ("kernel", "embed/table") if model.tied_embeddings else ("kernel",)
   weights = sum(math.prod(x.shape) for name, x in leaves.items() if name.endswith(multiplied))
@@ -310,7 +308,7 @@ def test_model_flops_are_six_for_each_weight_and_token_and_attentions_pairs(pres
     pairs += triangle + (length - window) * window if causal else length * window
   # Two products of each pair, of 2 H operations per head, forward and twice as many backward.
   wanted = 6 * weights * length + 3 * 2 * 2 * model.head_size * model.heads * pairs
-  assert train_flops_per_example(config, causal=causal) == pytest.approx(wanted, rel=2e-4)
+  assert spec.train_flops_per_example(causal=causal) == pytest.approx(wanted, rel=2e-4)
 
 
 def test_every_preset_is_published():
@@ -339,7 +337,7 @@ def test_a_token_uses_as_many_parameters_as_published(preset):
   model, length = config.model, config.data.sequence_length
   pairs = 6 * model.layers * model.heads * (model.head_size + model.value_head_size) * length
   wanted = length * (6 * active_elements(config.model, kernels) + pairs)
-  assert train_flops_per_example(config) == pytest.approx(wanted, rel=1e-9)
+  assert model_spec(config).train_flops_per_example() == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +357,7 @@ def test_reading_in_pieces_gives_the_logits_of_reading_at_once(family):
 
   def both(params, tokens_BT):
     model = nnx.merge(job.program.graphdef, params)
-    cache, found, start = transformer.empty_cache(job.config, ROWS, LENGTH), [], 0
+    cache, found, start = transformer.empty_cache(model_spec(job.config), ROWS, LENGTH), [], 0
     for width in pieces:
       counts_B = jax.numpy.full(ROWS, width, "int32")
       logits_BV, cache = model.extend(tokens_BT[:, start : start + width], counts_B, cache)

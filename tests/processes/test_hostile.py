@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from launch.local import free_port
 from processes import arrivals, heartbeat, rendezvous, tokens
 from processes.heartbeat import Exchange
+from processes.listening import free_port
 from processes.preflight import agree
 from tests.processes import hostile
 from tests.processes.stores import SharedStore, groups_of, together

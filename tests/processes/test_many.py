@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from launch.local import free_port
 from processes import arrivals, listening, rendezvous, tokens
+from processes.listening import free_port
 from tests.processes.stores import together
 from tests.processes.test_rendezvous import TOKEN, call
 

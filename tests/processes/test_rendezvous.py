@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from launch.local import free_port
 from processes import arrivals, rendezvous, tokens
+from processes.listening import free_port
 from tests.processes.command_lines import MLP
 from tests.processes.starting import VARIABLES
 from tests.processes.stores import together

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
-from models import MODELS
+from models import model_spec
 from models.mup import HIDDEN_LAYERS, INPUTS, STACKS, VECTORS
 from partitioning.dims import Legend, Table
 from partitioning.parallel.matrix_groups import Group, Matrix, grouped
@@ -168,12 +168,12 @@ class HiddenMatrices:
 
 def hidden_matrices(config: ConfigDict) -> HiddenMatrices:
   """Returns the hidden matrices of a finalized config's model."""
-  model, training, tables = MODELS[config.model.name], config.training, config.partitioning
+  model, training, tables = model_spec(config), config.training, config.partitioning
   return HiddenMatrices(
     optimizer=config.optimizer.name,
     model=config.model.name,
-    legend=model.legend(config),
-    letters=model.parameters(config),
+    legend=model.legend,
+    letters=model.parameters,
     table=tables.optimizer,
     overrides=tables.overrides,
     parameter_dtype=training.parameter_dtype,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
-from models import MODELS
+from models import model_spec
 from models.mup import STACKS, VECTORS
 from partitioning.optimizer_state import Path, kept_by_trial, leaves_by_path, owners
 from partitioning.rules import letters_of
@@ -150,8 +150,8 @@ def _block(shape: Sequence[int], dims: Sequence[str]) -> tuple[int, ...] | None:
 
 def _dims(config: ConfigDict, params: Any) -> dict[Path, list[str]]:
   """Returns parameter -> the names of its dims."""
-  model = MODELS[config.model.name]
-  legend, rules = model.legend(config), model.parameters(config)
+  model = model_spec(config)
+  legend, rules = model.legend, model.parameters
   found = {}
   for path in leaves_by_path(params):
     letters = letters_of("/".join(path), rules)

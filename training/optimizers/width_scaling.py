@@ -13,7 +13,7 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from models import MODELS, mup
+from models import model_spec, mup
 from models.mup import VECTORS, Growth, Kind
 from partitioning.parallel.matrix_groups import Matrix
 from partitioning.rules import letters_of, named_leaves
@@ -138,8 +138,8 @@ def parts(config: ConfigDict, params: Any) -> list[tuple[ConfigDict, Any]]:
 
 def _changes(config: ConfigDict, params: Any) -> dict[str, tuple]:
   """Returns name -> factors of its learning rate and of epsilon, and the optimizer if another."""
-  model, named = MODELS[config.model.name], optimizer_row(config.optimizer.name).width_rule
-  rules, legend = model.parameters(config), model.legend(config)
+  model, named = model_spec(config), optimizer_row(config.optimizer.name).width_rule
+  rules, legend = model.parameters, model.legend
   leaves, widths = named_leaves(params), mup.widths(config.model)
   matrices, rule, other = {}, RULES.get(named, entrywise), ()
   if named == ORTHOGONAL:
