@@ -36,7 +36,7 @@ from interop.hf_folder import CONFIG
 from interop.hf_parts import UNSCALED, named_scaling
 from interop.safetensors_file import WeightFile, Writer
 from models import lora
-from models.transformer_dims import LORA_A, LORA_B, DecoderSpec
+from models.spec import LORA_A, LORA_B, DecoderSpec
 from partitioning.rules import named_leaves
 from runtime import files
 from runtime.exit_codes import ExportError

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from configs.keys.decoder import DECODER
+from configs.keys.model import DECODER
 from configs.keys.row import Unset
 from interop.hf_families import FAMILIES, Family
 from interop.hf_parts import (

@@ -22,8 +22,7 @@ from interop import hf_folder, name_maps, safetensors_file
 from interop.hf_parts import short
 from interop.name_maps import Part, Tensor
 from interop.safetensors_file import DTYPES
-from models.spec import RESIDUAL
-from models.transformer_dims import LORA_A, LORA_B, DecoderSpec
+from models.spec import LORA_A, LORA_B, RESIDUAL, DecoderSpec
 from runtime import files, forms
 from runtime.forms import ABOVE_0, SIZE, Each, OrNull
 

@@ -33,7 +33,7 @@ from interop import hf_config, hf_folder, name_maps
 from interop.hf_folder import INDEX, SINGLE
 from interop.name_maps import Part
 from interop.safetensors_file import DTYPES, Reader, Stored, pieces, read_header
-from models.transformer_dims import DecoderSpec
+from models.spec import DecoderSpec
 from partitioning.rules import named_leaves
 from runtime import forms
 

@@ -51,7 +51,14 @@ OPTIONAL = {
   "input_pipeline.text.train_tokenizer",
   "training.optimizers.muon",
   "training.optimizers.soap",
+  "training.optimizers.first_order",
+  "training.optimizers.low_precision",
+  "training.optimizers.host_state",
+  "partitioning.parallel.matrix_groups",
   "partitioning.parallel.whole_matrices",
+  # What connects several processes.
+  *("processes.crash_output", "processes.heartbeat", "processes.jax_internals"),
+  *("processes.listening", "processes.rendezvous", "processes.stragglers", "processes.tokens"),
 }
 
 
