@@ -58,6 +58,9 @@ OPTIONAL = {
   "training.optimizers.host_state",
   "partitioning.parallel.matrix_groups",
   "partitioning.parallel.whole_matrices",
+  # What connects several processes.
+  *("processes.crash_output", "processes.heartbeat", "processes.jax_internals"),
+  *("processes.listening", "processes.rendezvous", "processes.stragglers", "processes.tokens"),
 }
 
 
