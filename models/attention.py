@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from models.layers import Linear, Norm, adapter_dropout
 from models.positions import Layer, Rows, apply_rope, layer_pattern
 from models.rematerialization import named
-from models.spec import RESIDUAL, DecoderSpec
+from models.spec import RESIDUAL, DecoderSpec, LayersSpec
 from partitioning.constraints import axes_splitting, constrain, tie_to
 from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel.matmuls import column_parallel, row_parallel
@@ -460,7 +460,7 @@ class Attend:
 SINK_DEVIATION = 0.02  # of the initial sinks, as of gpt-oss in the transformers library
 
 
-def out_dims(spec: DecoderSpec, heads: str) -> dict[str, str]:
+def out_dims(spec: LayersSpec, heads: str) -> dict[str, str]:
   """Returns the rows of the projection `out` of an attention with these letters of values."""
   return {"out/kernel": f"{heads}D", **({"out/bias": "D"} if spec.has_bias("out") else {})}
 
@@ -539,3 +539,53 @@ class GroupedQueryAttention(nnx.Module):
     )
     inputs = dropped(key=keys[1], letters=QUERIES, shape=output_BTNH.shape)
     return self.out.add_bias(row_parallel(output_BTNH, self.out, RESIDUAL, inputs)), cache
+
+
+class BidirectionalAttention(nnx.Module):
+  """Multi-head attention of every token to all: that of an encoder."""
+
+  def __init__(self, spec: LayersSpec, *, rngs: nnx.Rngs, name: str = "layers/attention"):
+    """Draws the four projections; the last is scaled down by the depth, as in GPT-2."""
+    linear = functools.partial(Linear, spec=spec, rngs=rngs)
+    self.query, self.key = linear(f"{name}/query"), linear(f"{name}/key")
+    self.value = linear(f"{name}/value")
+    self.out = linear(f"{name}/out", scale=spec.out_scale)
+
+  @staticmethod
+  def dims(spec: LayersSpec) -> dict[str, str]:
+    """Returns parameter -> letters."""
+    rows = {"(query|key|value)/kernel": "DNH", "(query|key|value)/bias": "NH"}
+    return rows | out_dims(spec, "NH")
+
+  def __call__(
+    self,
+    x_BRD: Float[Array, "B R D"],
+    layer: Layer,
+    rows: Rows,
+    cache: None = None,
+    key: Key[Array, ""] | None = None,
+  ) -> tuple[Float[Array, "B R D"], None]:
+    """Returns the update of the residual, given its normalized value; the others are not read."""
+    del layer, rows, key
+    projections = [self.query, self.key, self.value]
+    projected = column_parallel(x_BRD, projections, RESIDUAL)
+    q_BTNH, k_BTNH, v_BTNH = (
+      linear.add_bias(x) for linear, x in zip(projections, projected, strict=True)
+    )
+    k_BSNH, v_BSNH = constrain(k_BTNH, "BSNH"), constrain(v_BTNH, "BSNH")
+    output_BTNH = constrain(bidirectional_attention(q_BTNH, k_BSNH, v_BSNH), QUERIES)
+    return self.out.add_bias(row_parallel(output_BTNH, self.out, RESIDUAL)), cache
+
+
+def bidirectional_attention(
+  q_BTNH: Float[Array, "B T N H"], k_BSNH: Float[Array, "B S N H"], v_BSNH: Float[Array, "B S N H"]
+) -> Float[Array, "B T N H"]:
+  """Returns attention without a mask, its softmax in float32 or wider.
+
+  Source: arXiv:1706.03762, section 3.2.1.
+  """
+  wide = wide_dtype(q_BTNH.dtype)
+  q_BTNH = scaled(q_BTNH, q_BTNH.shape[-1] ** -0.5)
+  scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=wide)
+  weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BSNH.dtype)
+  return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from models import activations
 from models.attention import (
+  BidirectionalAttention,
   Cache,
   GroupedQueryAttention,
   LatentCache,
@@ -30,7 +31,7 @@ from models.layers import MLP, Norm, dropout
 from models.losses import Sums
 from models.positions import Layer, Rows
 from models.rematerialization import named, rematerialized
-from models.spec import LATENT_ATTENTION, LAYERS, RESIDUAL, DecoderSpec, under
+from models.spec import LATENT_ATTENTION, LAYERS, RESIDUAL, LayersSpec, under
 from partitioning.dtypes import scaled
 from partitioning.parallel.pipeline_schedule import stages_of
 from runtime.layer_kinds import is_sparse
@@ -47,6 +48,7 @@ def _latent_attention() -> type[nnx.Module]:
 # By `model.attention`: what returns the class.
 ATTENTION: dict[str, Callable[[], type[nnx.Module]]] = {
   "grouped_query": lambda: GroupedQueryAttention,
+  "bidirectional": lambda: BidirectionalAttention,
   LATENT_ATTENTION: _latent_attention,
 }
 
@@ -57,7 +59,7 @@ class Block(nnx.Module):
   In place of the MLP it may have a mixture of experts.
   """
 
-  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs, stack: str = LAYERS):
+  def __init__(self, spec: LayersSpec, *, rngs: nnx.Rngs, stack: str = LAYERS):
     """Draws the layer's parameters from `rngs.params`.
 
     Args:
@@ -83,7 +85,7 @@ class Block(nnx.Module):
       self.mlp_post_norm = Norm(f"{stack}mlp_post_norm", spec)
 
   @staticmethod
-  def dims(spec: DecoderSpec, stack: str = LAYERS) -> dict[str, str]:
+  def dims(spec: LayersSpec, stack: str = LAYERS) -> dict[str, str]:
     """Returns parameter -> letters, of a layer of a stack."""
     if spec.experts > 0 and stack == LAYERS:
       from models.experts import Experts
@@ -154,7 +156,7 @@ class Block(nnx.Module):
     return update_BRD if factor == 1.0 else scaled(update_BRD, factor)
 
 
-def stacked(spec: DecoderSpec, rngs: nnx.Rngs, count: int, name: str) -> Block:
+def stacked(spec: LayersSpec, rngs: nnx.Rngs, count: int, name: str) -> Block:
   """Returns `count` layers with their parameters stacked along the first dim."""
 
   @nnx.split_rngs(splits=count)

@@ -23,10 +23,10 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from models.rematerialization import kept, named
 from models.spec import LORA_A, LORA_B, RESIDUAL, DecoderSpec, LayersSpec, ModelSpec
 from partitioning.constraints import batch_part, constrain
-from partitioning.dtypes import scaled, wide_dtype
-from partitioning.parallel import eight_bit
+from partitioning.dtypes import MAGNITUDES, known_magnitudes, scaled, wide_dtype
 from partitioning.parallel.matmuls import (
   Dropped,
+  EightBit,
   LowRank,
   column_parallel,
   feedforward,
@@ -287,7 +287,7 @@ def _kept(
 
 
 class AmaxHistory(nnx.Variable):
-  """The largest magnitudes in a kernel's matmuls, [eight_bit.MAGNITUDES, steps], latest first."""
+  """The largest magnitudes in a kernel's matmuls, [MAGNITUDES, steps], latest first."""
 
 
 HISTORY_STEPS = 16  # over which delayed scaling takes the largest
@@ -325,7 +325,7 @@ class Linear(nnx.Module):
     self.matmul_dtype = spec.matmul_dtype
     self.delayed = self.in_8_bits and spec.matmul_scaling == "delayed"
     if self.delayed:
-      history = jnp.zeros((eight_bit.MAGNITUDES, HISTORY_STEPS), jnp.float32)
+      history = jnp.zeros((MAGNITUDES, HISTORY_STEPS), jnp.float32)
       self.amax_history = AmaxHistory(history)
     self.adapter_letters: tuple[str, ...] = ()
     if spec.lora.adapts(name):
@@ -340,12 +340,12 @@ class Linear(nnx.Module):
     """Returns the kernel that activations are multiplied by, in the dtype of the parameters."""
     return self.kernel[...]
 
-  def eight_bit(self) -> eight_bit.EightBit | None:
+  def eight_bit(self) -> EightBit | None:
     """Returns how to multiply by the kernel in 8 bits; None where it is in the compute dtype."""
     if not self.in_8_bits:
       return None
-    known = eight_bit.known(self.amax_history[...]) if self.delayed else ()
-    return eight_bit.EightBit(self.matmul_dtype, known)
+    known = known_magnitudes(self.amax_history[...]) if self.delayed else ()
+    return EightBit(self.matmul_dtype, known)
 
   def low_rank(self) -> LowRank | None:
     """Returns the adapter, with its scale in A; None if the layer has none."""
@@ -426,6 +426,12 @@ class Embedding(nnx.Module):
     """Returns the table, in the dtype of the parameters."""
     return self.table[...]
 
+  def low_rank(self) -> None:
+    """Returns None: the table has no adapter."""
+
+  def eight_bit(self) -> None:
+    """Returns None: logits are products in the compute dtype."""
+
   def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B R D"]:
     """Returns the rows of the table, times a constant of the config."""
     x_BRD = vocab_parallel_embedding(self, tokens_BT, RESIDUAL, self.dtype)
@@ -435,26 +441,27 @@ class Embedding(nnx.Module):
 class LearnedPositions(nnx.Module):
   """Learned position embeddings, added to the residual. Source: GPT-2."""
 
-  def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
-    """Draws a row for each position, with GPT-2's standard deviation of 0.02."""
+  def __init__(self, spec: LayersSpec, deviation: float = 0.02, *, rngs: nnx.Rngs):
+    """Draws a row for each position, with GPT-2's standard deviation if none is given."""
     self.letters = spec.letters_of("positions/table")
     dtype, shape = spec.parameter_dtype, spec.sizes(self.letters)
     self.table = nnx.Param(
-      jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(0.02, dtype)
+      jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(deviation, dtype)
     )
     self.dtype = spec.compute_dtype
 
   def __call__(
-    self, x_BRD: Float[Array, "B R D"], positions_BT: Int[Array, "#B T"]
+    self, x_BRD: Float[Array, "B R D"], positions_BT: Int[Array, "#B T"] | None = None
   ) -> Float[Array, "B R D"]:
-    """Returns x with the rows of the table added.
+    """Returns x with the rows of the table added, one after the other without positions.
 
     The table is gathered in the compute dtype, but looked up and added in float32 or wider: its
     gradient is a sum over all rows and documents of the batch.
     """
     wide = wide_dtype(self.dtype)
     table_PD = constrain(self.table[...].astype(self.dtype), self.letters).astype(wide)
-    x_wide = x_BRD.astype(wide) + table_PD[positions_BT]
+    rows = table_PD[None] if positions_BT is None else table_PD[positions_BT]
+    x_wide = x_BRD.astype(wide) + rows
     return constrain(x_wide.astype(self.dtype), RESIDUAL.between)
 
 

@@ -17,8 +17,7 @@ from models.load_balance import COUNTS
 from models.losses import Batch, Sums
 from models.spec import EXPERTS
 from partitioning.constraints import automatic_spec, on_one_device
-from partitioning.dtypes import wide_dtype
-from partitioning.parallel import eight_bit
+from partitioning.dtypes import advanced_history, is_history, wide_dtype
 from partitioning.parallel.manual_region import GatheredOnce, summed_over_batch_parts
 from partitioning.parallel.pipeline_schedule import Schedule
 from partitioning.rules import letters_of, named_leaves
@@ -159,15 +158,15 @@ class Program:
     are stored in bfloat16.
     """
     trained, frozen = self.split(params)
-    history, others = split(variables or {}, eight_bit.is_history)
+    history, others = split(variables or {}, is_history)
     given = dict(batch), merged(wide(trained), history), frozen, others, key
     (grads, means), others = self._of_batch(batch["weights"].size)(*given)
     if self.spec.gradient_accumulation_steps > 1:
       # Otherwise XLA would shard the sums for the norm, compute parameters and optimizer state with
       # that sharding, and all-gather each of them at the end.
       grads = self.laid_out(grads)
-    seen, grads = split(grads, eight_bit.is_history)
-    variables = merged(jax.tree.map(eight_bit.advanced, history, seen), others)
+    seen, grads = split(grads, is_history)
+    variables = merged(jax.tree.map(advanced_history, history, seen), others)
     scale = 1 / means.pop("weight")
     return grads, gradients.each(lambda x: x * scale, means), scale, variables
 

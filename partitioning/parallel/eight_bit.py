@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from partitioning.constraints import automatic_layout, manual_axes
 from partitioning.dims import Axes
+from partitioning.dtypes import MAGNITUDES
 from partitioning.parallel import collective_matmul, collectives
 from partitioning.parallel.sharded_function import GATHERED, SEQUENCE_DIM, Stored
 
@@ -151,62 +152,6 @@ _FORMATS = {
   INT8: (jnp.int8, jnp.int8),
   FLOAT8: (jnp.float8_e4m3fn, jnp.float8_e5m2),
 }
-MAGNITUDES = 3  # of a kernel's matmuls: of inputs, kernel and gradients
-HISTORY = "amax_history"  # the last part of the name of a history of these
-
-
-@dataclasses.dataclass(frozen=True)
-class EightBit:
-  """How to multiply by a weight in 8 bits, which `weight.eight_bit()` returns where it is so.
-
-  Attributes:
-    dtype: int8 or float8.
-    known: delayed scaling (float8): the largest magnitudes of earlier steps, scalars: of inputs,
-      kernel and gradients, 0 where none is known yet. Their cotangents are the magnitudes of this
-      step. (): current scaling, by the arrays' own.
-  """
-
-  dtype: str
-  known: tuple[jax.Array, ...] = ()
-
-
-@jax.custom_vjp
-def known(history: jax.Array) -> tuple[jax.Array, ...]:
-  """Returns the largest magnitudes of earlier steps as scalars, for `EightBit`.
-
-  Args:
-    history: [MAGNITUDES, steps], the latest first, 0 of steps that were not taken. Its cotangent
-      has this step's magnitudes in the place of the latest, and zeros.
-  """
-  return tuple(jnp.max(history, axis=1))
-
-
-def _known_forward(history: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-  return known(history), history
-
-
-def _known_backward(history: jax.Array, seen: tuple[jax.Array, ...]) -> tuple[jax.Array]:
-  return (jnp.zeros_like(history).at[:, 0].set(jnp.stack(seen)),)
-
-
-known.defvjp(_known_forward, _known_backward)
-
-
-def is_history(name: str) -> bool:
-  """Returns whether a variable is a history of delayed scaling, by its name."""
-  return name.endswith(f"/{HISTORY}")
-
-
-def advanced(history: jax.Array, seen: jax.Array) -> jax.Array:
-  """Returns a history with a step's magnitudes; those that are not finite count as not known.
-
-  Args:
-    history: [..., steps], as in `known`.
-    seen: the cotangent of it, of one step.
-  """
-  latest = seen[..., :1]
-  latest = jnp.where(jnp.isfinite(latest), latest, jnp.zeros_like(latest))
-  return jnp.concatenate([latest, history[..., :-1]], axis=-1)
 
 
 class Products:
@@ -250,7 +195,7 @@ class Products:
       manual: whether this is inside a manual region.
       x: the activation.
       kernels: as they are stored, the contracted dims last.
-      known: those of `EightBit`, of one kernel after the other.
+      known: those of `matmuls.EightBit`, of one kernel after the other.
       gathered: the axes along which the sequence of x is to be gathered.
       scattered: those along which the sums of one product are to be reduce-scattered, in a ring.
       ring: whether the gather is a ring too, see `collective_matmul`.

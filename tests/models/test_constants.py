@@ -21,7 +21,6 @@ from models import (
   layer_stack,
   layers,
   model_spec,
-  vit,
 )
 from models.positions import Layer, Rows
 from partitioning.parallel.ring_attention import zigzag_order
@@ -126,7 +125,9 @@ def test_jax_s_attention_for_gpus_scales_by_the_scale():
 
 
 def test_scores_of_images_are_scaled_by_the_scale():
-  assert_scores(vit.attention, 58**-0.5, size=58, others=T - 1)  # 0.34 % less in bfloat16
+  assert_scores(
+    attention.bidirectional_attention, 58**-0.5, size=58, others=T - 1
+  )  # 0.34 % less in bfloat16
 
 
 def test_scores_of_latent_vectors_are_scaled_by_the_scale():
