@@ -76,7 +76,7 @@ def rounding_dw_too(variant: str) -> Iterator[None]:
     of_a = of_a.reshape(*of_a.shape[2:], *(1,) * (of_b.ndim - 2))
     return (found * of_a * of_b.reshape(*(1,) * (a.ndim - 2), *of_b.shape[2:])).astype(dtype)
 
-  with mock.patch.object(eight_bit, "dot", dot if "too" in variant else original):
+  with mock.patch.object(eight_bit, "contracted_in_8_bits", dot if "too" in variant else original):
     yield
 
 

@@ -58,6 +58,14 @@ OPTIONAL = {
   # What connects several processes.
   *("processes.crash_output", "processes.heartbeat", "processes.jax_internals"),
   *("processes.listening", "processes.rendezvous", "processes.stragglers", "processes.tokens"),
+  "models.blockwise_attention",
+  "models.splash_attention",
+  "models.vit",
+  "partitioning.parallel.attention_blocks",
+  "partitioning.parallel.collective_matmul",
+  "partitioning.parallel.eight_bit",
+  "partitioning.parallel.ring_attention",
+  "partitioning.parallel.splash_kernel",
 }
 
 

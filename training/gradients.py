@@ -1,7 +1,7 @@
 """A step's gradients, composed of functions with one signature, `Gradients`.
 
 `of_loss` gives those of a microbatch, `Pipelined.gradients` those of a schedule of stages.
-`accumulate` adds up several microbatches. `batch_region.summed_over_batch_parts` and `gather_once`
+`accumulate` adds up several microbatches. `summed_over_batch_parts` and `gather_once`
 run that sum in a region, and reduce it once: where `reduced_once_over` and `gathered_once` say so.
 """
 

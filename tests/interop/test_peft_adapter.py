@@ -24,7 +24,7 @@ from training.checkpointing.naming import nested
 
 HERE = pathlib.Path(__file__).parent
 PHI_3 = {"window": 7}
-# name -> (model_type, keys of model, keys of layers): plain, fused, fused in part, untransposed.
+# name -> (model_type, keys of model, keys of lora): plain, fused, fused in part, untransposed.
 CASES = {
   "llama": ("llama", {}, {"rank": 3, "alpha": 6.0, "targets": ("query", "down")}),
   "gpt2": ("gpt2", FAMILIES["gpt2"], {"rank": 2, "alpha": 5.0}),
@@ -182,8 +182,8 @@ def test_adapters_of_another_base_or_kind_are_refused(tmp_path):
     peft_adapter.read(adapter, model_spec(config), "llama")
   for said in (
     "base_model.model.x is not known",
-    f"{first} is F64[3, 7]; the base and layers.rank=3 need [3, 32]",
-    f"{second} is missing; the base and layers.rank=3 need [40, 3]",
+    f"{first} is F64[3, 7]; the base and lora.rank=3 need [3, 32]",
+    f"{second} is missing; the base and lora.rank=3 need [40, 3]",
   ):
     assert said in str(caught.value)
   with pytest.raises(ValueError, match=r"use_dora=True: .*\n  r: a whole number of at least 1"):

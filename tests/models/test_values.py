@@ -141,12 +141,12 @@ def test_a_clamped_gate_is_gpt_oss_hidden_layer():
 
 
 def test_rotary_positions_round_once():
-  (x, narrow_x), positions = normal(2, 512, 3, 16), np.arange(512)
+  (x, narrow_x), places = normal(2, 512, 3, 16), np.arange(512)
   frequency = positions.rotary_frequencies(16, 1e4, dtype=jnp.dtype("float32"))
-  table = positions.rope_table(jnp.asarray(positions, jnp.int32)[None], frequency)
+  table = positions.rope_table(jnp.asarray(places, jnp.int32)[None], frequency)
   found = positions.apply_rope(narrow_x, table)
   model = job_of("llama2", **{"model.head_size": 16}).config.model
-  wanted = np.stack([numpy_decoder.rotated(model, row, positions, sees_all=True) for row in x])
+  wanted = np.stack([numpy_decoder.rotated(model, row, places, sees_all=True) for row in x])
   assert share_rounded_otherwise(found, wanted) < 1e-2  # of sums near zero, more than once
 
 
