@@ -5,11 +5,10 @@ import json
 import pytest
 import tokenizers
 
-from inference import cached_sampler
 from inference import chat as chats
 from inference.chat import Chat, Held, ends
-from inference.request import Request
-from inference.sampler import Sampler
+from inference.request import Request, text_spec
+from inference.sampler import Sampler, TrainedModel
 from input_pipeline.text import chat_template, tokenizer
 from input_pipeline.text.tokenizer import ByteTokenizer
 from tests.helpers.jobs import first_state, make_job
@@ -57,10 +56,10 @@ def continued(made):
 
 
 def test_replies_are_those_of_the_rendered_text_without_a_cache(made, continued, monkeypatch):
-  monkeypatch.setattr(cached_sampler, "PIECE", 4)  # so that a prompt is read in several pieces
+  monkeypatch.setattr(chats, "PIECE", 4)  # so that a prompt is read in several pieces
   template, params = made
   job = template("&&&&")
-  chat, written = Chat(job, params, GREEDY, system="00"), []
+  chat, written = Chat(TrainedModel(job, params), GREEDY, system="00"), []
   first = chat.reply("123456", written.append)
   assert first == "".join(written) == continued("%00%<123456*$")
   second = chat.reply("7", written.append)
@@ -99,9 +98,9 @@ def test_a_chat_without_a_template_is_refused(made):
   with job.config.unlocked():
     job.config.data.chat_template = ""
   with pytest.raises(ValueError, match=r"--chat: .*bytes has no chat template"):
-    chats.prepare(job.config, GREEDY)
+    chats.prepare(text_spec(job.config), GREEDY)
   with pytest.raises(ValueError, match="max_new_tokens=-1"):
-    chats.prepare(made[0]("!").config, Request((), max_new_tokens=-1))
+    chats.prepare(text_spec(made[0]("!").config), Request((), max_new_tokens=-1))
 
 
 # ---- What ends a turn ----

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from inference import cached_sampler
-from inference.cached_sampler import Continuation
+from inference import chat
+from inference.chat import Continuation
 from inference.request import Request
-from inference.sampler import Sampler
+from inference.sampler import Sampler, TrainedModel
 from tests.helpers.jobs import first_state, make_job
 
 VALUES = {"data.sequence_length": 40, "data.global_batch_size": 4, "model.layers": 1}
@@ -23,9 +23,9 @@ def made():
 
 @pytest.fixture(scope="module")
 def continued(made):
-  piece, cached_sampler.PIECE = cached_sampler.PIECE, 4  # a prompt is read in several pieces
-  yield Continuation(*made, SETTINGS)
-  cached_sampler.PIECE = piece
+  piece, chat.PIECE = chat.PIECE, 4  # a prompt is read in several pieces
+  yield Continuation(TrainedModel(*made), SETTINGS)
+  chat.PIECE = piece
 
 
 def test_the_first_is_what_a_sampler_draws_and_the_next_by_the_next_seed(made, continued):
@@ -58,4 +58,4 @@ def test_what_does_not_fit_is_refused(made, continued):
   with pytest.raises(ValueError, match="the prompt has token 122; the model knows those below 61"):
     continued("z", print)
   with pytest.raises(ValueError, match="top_k=-1"):
-    Continuation(*made, dataclasses.replace(SETTINGS, top_k=-1))
+    Continuation(TrainedModel(*made), dataclasses.replace(SETTINGS, top_k=-1))
