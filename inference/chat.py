@@ -36,6 +36,7 @@ class CachedSampler(Sampler):
     self._params = model.params
     self._more = [model.variables] if model.variables else []
     self._known: list[int] = []  # the tokens in the cache
+    self.pace = Pace()
     shardings = self._cache_shardings(jax.eval_shape(self._empty_cache))
     self._cache = self.job.compile(self._empty_cache, out_shardings=shardings).function()
 

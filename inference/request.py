@@ -80,7 +80,7 @@ def text_spec(config: ConfigDict) -> TextSpec:
     coder,
     coder.has_bos or data.packing != "concatenate",
     data.sequence_length,
-    model.get("vocabulary_size", 0),
+    model.get("vocabulary_size") or 0,
     data.get("chat_template") or "",
   )
 
