@@ -1,12 +1,15 @@
-"""Conversations: the replies are those of the rendered text without a cache; where turns end."""
+"""Prompts in turn as a sampler continues them, on a mesh, with the programs compiled once; and
+conversations: the replies are those of the rendered text without a cache; where turns end.
+"""
 
+import dataclasses
 import json
 
 import pytest
 import tokenizers
 
 from inference import chat as chats
-from inference.chat import Chat, Held, ends
+from inference.chat import Chat, Continuation, Held, ends
 from inference.request import Request, text_spec
 from inference.sampler import Sampler, TrainedModel
 from input_pipeline.text import chat_template, tokenizer
@@ -146,3 +149,54 @@ def test_what_may_begin_an_end_is_held_back():
   held = Held(("<end>",), written.append)
   held.add("at the end <e")
   assert held.close() == "at the end <e"
+
+
+# ---- Prompts in turn ----
+
+SETTINGS = Request((), max_new_tokens=9, temperature=1.0, seed=5)
+PROMPT = "0123456"
+
+
+@pytest.fixture(scope="module")
+def model(made):
+  template, params = made
+  return TrainedModel(template("!"), params)
+
+
+@pytest.fixture(scope="module")
+def continuation(model):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(chats, "PIECE", 4)  # a prompt is read in several pieces
+    yield Continuation(model, SETTINGS)
+
+
+def test_the_first_is_what_a_sampler_draws_and_the_next_by_the_next_seed(model, continuation):
+  written = []
+  found = [continuation(PROMPT, written.append), continuation(PROMPT[:3], written.append)]
+  sampler = Sampler(model.job, dataclasses.replace(SETTINGS, prompts=(PROMPT,)))
+  for drawn, prompt, seed in zip(found, (PROMPT, PROMPT[:3]), (5, 6), strict=True):
+    request = dataclasses.replace(SETTINGS, prompts=(prompt,), seed=seed)
+    assert sampler(model.params, request) == [drawn]
+  assert found[0] != found[1]
+  assert "".join(written) == "".join(one.decode(errors="replace") for one in found)
+  assert continuation.pace.tokens == sampler.pace.tokens == 9
+
+
+def test_a_text_ends_by_a_cut_at_a_stop_text_and_where_the_row_is_full(continuation):
+  assert len(continuation(PROMPT, lambda text: None, lambda: True)) == 1
+  assert continuation.pace.tokens == 1
+  continuation.settings = dataclasses.replace(SETTINGS, max_new_tokens=1000, temperature=0.0)
+  drawn = continuation(PROMPT, lambda text: None)
+  assert len(drawn) == 40 - len(PROMPT) + 1
+  stop = drawn[3:5].decode(errors="replace")
+  continuation.settings = dataclasses.replace(continuation.settings, stop=(stop,))
+  assert continuation(PROMPT, lambda text: None) == drawn[: drawn.find(stop.encode()) + 2]
+
+
+def test_what_does_not_fit_is_refused(model, continuation):
+  with pytest.raises(ValueError, match=r"40 tokens long.*data.sequence_length=40; shorten"):
+    continuation("0" * 40, print)
+  with pytest.raises(ValueError, match="the prompt has token 122; the model knows those below 61"):
+    continuation("z", print)
+  with pytest.raises(ValueError, match="top_k=-1"):
+    Continuation(model, dataclasses.replace(SETTINGS, top_k=-1))
