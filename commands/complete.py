@@ -24,7 +24,7 @@ SOURCES = (
   "configs/schema",
   "reports/tour",
   "runtime",
-  "input_pipeline/sources",
+  "input_pipeline",
 )
 _SECONDS = 20
 _CONFIGS = ("config", "against")

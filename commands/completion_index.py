@@ -14,7 +14,7 @@ from commands.verbs import VERBS
 from configs import base
 from configs.schema import recipes, validate
 from configs.schema.presets import EXPERT_PRESETS, PRESETS
-from input_pipeline.sources import catalog
+from input_pipeline import catalog
 from runtime import chips
 from training.optimizer import OPTIMIZERS
 

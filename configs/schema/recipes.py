@@ -8,7 +8,7 @@ from ml_collections import ConfigDict, config_dict
 from configs.keys import table
 from configs.schema import model_checks
 from configs.schema.presets import EXPERT_PRESETS, PRESETS
-from input_pipeline.sources import catalog
+from input_pipeline import catalog
 from input_pipeline.text import tokenizer
 from interop import hf_config
 from runtime.extensions import Table

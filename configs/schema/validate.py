@@ -9,7 +9,7 @@ from configs.keys import table
 from configs.keys.optimizer import OPTIMIZER
 from configs.keys.row import Key
 from configs.schema import data_checks, model_checks, optimizer_checks, recipes, step_checks, unused
-from input_pipeline.sources import catalog
+from input_pipeline import catalog
 from input_pipeline.text.conversations import FORMS, REFUSE
 from runtime.suggest import nearest
 from training.callbacks import CALLBACKS
