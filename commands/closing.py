@@ -11,8 +11,8 @@ from etils import epath
 from inference.request import Request
 from processes.coordination import current
 from training.metrics import log_lines
-from training.metrics.append_log import Lines
 from training.metrics.console import say
+from training.metrics.log_lines import LogFile
 from training.schedules import learning_rate_schedule
 from training.setup import Job
 
@@ -25,7 +25,7 @@ def curve(workdir: epath.Path) -> None:
     return
   from reports import loss_curve  # only the end of a run draws
 
-  lines, _ = log_lines.split(Lines(workdir / log_lines.FILE).read())
+  lines, _ = log_lines.split(LogFile(workdir / log_lines.FILE).read())
   values = [line.values for line in lines]
   losses = [(one["step"], float(one["loss"])) for one in values if "loss" in one]
   (over, evaluations), *others = log_lines.by_examples(values, "eval_loss") or [("", [])]
@@ -83,7 +83,8 @@ def next_commands(job: Job, workdir: epath.Path, sample: Request | None) -> None
   steps = 2 * job.config.training.steps
   of_steps = ("--config.training.steps=", "--config.optimizer.schedule_on_resume=")
   longer = [word for word in given if not word.startswith(of_steps)]
-  ended, restart = learning_rate_schedule(job.config)(steps), f"{of_steps[1]}restart"
+  keys, restart = job.config.optimizer, f"{of_steps[1]}restart"
+  ended = learning_rate_schedule(keys, job.config.training.steps)(steps)
   commands = [
     look,
     ("train for longer", [*longer, f"{of_steps[0]}{steps}", *([] if ended else [restart])]),

@@ -24,12 +24,13 @@ from ml_collections import ConfigDict
 
 from models import model_spec
 from models.layer_stack import order_of, trip_counts
-from models.transformer_dims import latent_sizes
+from models.spec import latent_sizes
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size
 from partitioning.parallel import ring_attention
 from planning import attention_kernels, passes
 from training.setup import Job
+from training.specs import resolve
 from training.step import make_program
 
 # Primitives whose results are written.
@@ -195,7 +196,7 @@ def gradients(job: Job, config: ConfigDict, *, ticks: bool = False) -> Any:
     config: of `part`.
     ticks: of a pipeline, with the ticks of its schedule; else its layers alone.
   """
-  program = make_program(config)
+  program = make_program(resolve(config))
   schedule = job.program.pipeline if ticks else None
   program = dataclasses.replace(program, pipeline=schedule)
   names = {"B": config.data.global_batch_size, "T": config.data.sequence_length}

@@ -16,7 +16,7 @@ from partitioning.shardings import size_text
 from planning import analytic, aot, memory
 from planning.topology import Topology
 from runtime.chips import Rates
-from training.parameter_gathers import KEY, STEP, TICK
+from training.gradients import GATHER
 from training.setup import Job
 
 _OPTIMIZER = "partitioning.optimizer.model"
@@ -59,18 +59,18 @@ def advice(config: ConfigDict, ready: Job, topology: Topology, rates: Rates, her
   sizes = ready.devices.sizes
   if ready.program.pipeline is None or sizes["fsdp"] == 1:
     return ""
-  ways = {f"--config.{KEY}={one}": {KEY: one} for one in (TICK, STEP)}
+  ways = {f"--config.{GATHER}={one}": {GATHER: one} for one in ("tick", "step")}
   slices = dict(ready.devices.slices)
   if slices.setdefault("fsdp", 1) == 1:
     data = sizes["data"] // slices.setdefault("data", 1) * sizes["fsdp"]
     flags = f"--config.mesh.data={data} --config.mesh.fsdp=1 --config.{_OPTIMIZER}"
-    changed = {"mesh.data": data, "mesh.fsdp": 1, _OPTIMIZER: ("fsdp", "data"), KEY: "auto"}
+    changed = {"mesh.data": data, "mesh.fsdp": 1, _OPTIMIZER: ("fsdp", "data"), GATHER: "auto"}
     ways[f"""{flags}='("fsdp","data")'"""] = changed
-  now = STEP if ready.program.gathered is not None else TICK
+  now = "step" if ready.program.gathered is not None else "tick"
   texts = []
   room = topology.chip.hbm_bytes
   for flags, keys in ways.items():
-    other, as_now = copy.deepcopy(config), keys == {KEY: now}
+    other, as_now = copy.deepcopy(config), keys == {GATHER: now}
     other.update_from_flattened_dict(keys)
     try:
       job = ready if as_now else aot.prepare(other, topology, here)

@@ -27,24 +27,18 @@ NUMERICS = (
   "partitioning/rules.py",
   "partitioning/verdict.py",  # placement
   "training/reference.py",  # of preferences
-  "training/router_bias.py",
   "runtime/layer_kinds.py",  # which layers have experts
   "training/setup.py",  # precision
   "training/splits.py",  # seeds and splits
   "training/averages.py",
-  "training/gradient_reduction.py",  # the order of sums
-  "training/gradients.py",  # likewise
-  "training/clipping.py",
+  "training/gradients.py",  # the order of sums
   "training/optimizer.py",
-  "training/optimizer_groups.py",
   "training/optimizers",
   "training/schedules.py",
   "training/bad_steps.py",  # which rows are skipped
-  "training/parameter_gathers.py",  # likewise
-  "training/pipelined.py",  # the order of sums
   "training/state.py",
   "training/step.py",
-  "training/step_spec.py",
+  "training/specs.py",
   "training/tasks.py",  # the arrays of a batch
 )
 # Folders of which some files determine numbers. A test requires each of their files to be either

@@ -14,8 +14,7 @@ import jax
 from etils import epath
 
 from input_pipeline.batches import EvaluationBatches, Prefetcher
-from processes.coordination import current
-from processes.step_barrier import Lockstep
+from processes.coordination import Lockstep, current
 from processes.watchdog import EVALUATION, SAVING, Watchdog
 from training import averages
 from training.metrics import log_lines
