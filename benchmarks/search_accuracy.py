@@ -21,11 +21,9 @@ from absl import app, flags
 from benchmarks.step_overhead import ROUNDS
 from commands import search_process
 from configs import dp8
-from planning import aot, search, search_results, short_runs
-from planning.search_choice import Estimate
-from planning.topology import parse
+from planning import aot, search, search_results
+from planning.search_results import Estimate
 from runtime import compilation_cache
-from runtime.chips import overridden
 from training.setup import Job
 
 flags.set_default(ROUNDS, 3)
@@ -60,7 +58,7 @@ def settings(found: search_results.Found, count: int) -> list[Estimate]:
 def stepper(job: Job) -> Callable[[], list[tuple[float, float]]]:
   """Returns a function that takes some steps and returns (wall, processor) seconds of each."""
   step = aot.compile_to_run(job)[1]
-  batch = jax.device_put(short_runs.example(job), job.batch_shardings)
+  batch = jax.device_put(search.example(job), job.batch_shardings)
   kept = [job.initial_state()]
 
   def timed() -> list[tuple[float, float]]:
@@ -95,9 +93,7 @@ def main(argv: list[str]) -> int:
     config, "search_accuracy", compilations=COMPILATIONS.value, simulate=True
   )
   found = search_process.of_topology(asked, None)
-  chips, rates = overridden("")
-  here = aot.attached(config, simulate=True)
-  formulas = search.Formulas(config, parse("cpu:8", chips), here, rates, found.limit)
+  formulas = search.Formulas(aot.target_of(config, simulate=True), found.limit)
   some = settings(found, SETTINGS.value)
   least = measured([formulas.job(one.setting) for one in some], ROUNDS.value)
   chosen = [one.key for one in some].index(found.best.estimate.key)
