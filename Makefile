@@ -67,7 +67,7 @@ sinks: .venv-sinks/.installed
 test-sinks: $(VENV)/.installed-dev sinks
 	$(BIN)/python -m pytest -m sinks tests/training/metrics
 
-# The templates of launch/, by SkyPilot, XPK, Kubernetes' schemas and hadolint.
+# The templates of processes/launch/, by SkyPilot, XPK, Kubernetes' schemas and hadolint.
 test-deploy: $(VENV)/.installed-dev .venv-deploy/.installed
 	$(BIN)/python -m pytest -m deploy tests/launch
 

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks import gpu_protocol
 from configs import single
 from configs.schema import finalize, validate
-from models.decoder_flops import train_flops_per_example
+from models import model_spec
 from partitioning.rules import named_leaves
 from runtime import chips, devices
 from training import setup
@@ -119,7 +119,8 @@ class Side:
       "sizes": self._sizes,
       "rows": rows,
       "flops": [
-        rows * train_flops_per_example(job.config, causal=causal) for causal in (False, True)
+        rows * model_spec(job.config).train_flops_per_example(causal=causal)
+        for causal in (False, True)
       ],
       "peak_flops": chips.peak_flops(device),
       "chosen": {one.key: one.value for one in job.choices},

@@ -98,11 +98,11 @@ def _bare(path, T, B):
 
 def _checked_per_second(store):
   """Returns the rows per second that are looked at for bad ones."""
-  rows = row_store.Records(store, lambda number, length: True)
+  records = row_store.Records(store, lambda number, length: True)
   begin = time.perf_counter()
-  for start in range(0, len(rows), rows.per_read):
-    assert not rows.unreadable(range(start, min(start + rows.per_read, len(rows))))
-  return len(rows) / (time.perf_counter() - begin)
+  for start in range(0, len(records), records.per_read):
+    assert not records.unreadable(range(start, min(start + records.per_read, len(records))))
+  return len(records) / (time.perf_counter() - begin)
 
 
 # ------------------------------ documents ------------------------------

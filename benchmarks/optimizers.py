@@ -9,7 +9,6 @@ steps. One device. A finished run is kept in docs/optimizers.json, and a later c
 there. `--write_page` writes the section of docs/optimizers.md and its picture from what is there.
 """
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -25,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import app, flags
 from ml_collections import ConfigDict
 
@@ -37,6 +37,7 @@ from runtime import devices
 from tests.docs.pages import write_section
 from training import setup, splits
 from training.optimizers.build import make_optimizer
+from training.optimizers.spec import optimizer_spec
 from training.schedules import learning_rate_schedule
 from training.state import State
 from training.step import Program
@@ -219,14 +220,15 @@ def step_at(
   rate: jax.Array,
 ) -> tuple[State, dict[str, jax.Array]]:
   """Takes a train step at a learning rate that is no constant of the program."""
-  config = copy.deepcopy(config)
-  with config.unlocked(), config.ignore_type():
-    config.optimizer.learning_rate = rate
-  optimizer = make_optimizer(config, program.split(program.params)[0])
-  schedule = learning_rate_schedule(config)
-  return dataclasses.replace(program, optimizer=optimizer, schedule=schedule).train_step(
-    state, batch
-  )
+  spec = dataclasses.replace(optimizer_spec(config), learning_rate=rate)
+  optimizer = make_optimizer(spec, program.split(program.params)[0])
+
+  def update(grads, moments, params):
+    updates, moments = optimizer.update(grads, moments, params)
+    return optax.apply_updates(params, updates), moments
+
+  schedule = learning_rate_schedule(spec, spec.steps)
+  return dataclasses.replace(program, update=update, schedule=schedule).train_step(state, batch)
 
 
 class Bench:

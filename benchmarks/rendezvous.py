@@ -23,8 +23,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from launch.local import free_port
 from processes import listening, rendezvous, tokens
+from processes.listening import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 120.0

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from benchmarks.timing import in_turns, resolved
-from models import attention_tiles, blockwise_attention, splash_attention, transformer_dims
+from models import attention_tiles, blockwise_attention, model_spec, splash_attention
 from partitioning.constraints import activation_layout
 from partitioning.mesh import make_mesh
 from partitioning.mesh_sizes import AXES
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
   config = resolved("lm", {f"model.{name}": size for name, size in sizes.items()})
   mesh = make_mesh(dict.fromkeys(AXES, 1), [device])
   tables = config.partitioning
-  legend = transformer_dims.legend(config)
+  legend = model_spec(config).legend
   with jax.set_mesh(mesh), activation_layout(legend, tables.activations):
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [jax.random.normal(key, shape, jnp.dtype(_DTYPE.value)) for key in keys]

@@ -31,7 +31,7 @@ class CachedSampler(Sampler):
   def _empty_cache(self) -> Any:
     # A piece is written as a whole, also where only its first tokens count.
     slots = self.job.config.data.sequence_length + PIECE
-    return self._model.empty_cache(self.job.config, self.rows, slots)
+    return self._model.empty_cache(self._spec, self.rows, slots)
 
   def _compile(self) -> tuple[Callable, Callable, float]:
     read, one = self._reading(PIECE), self._reading(1)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from inference.request import Request, check, drawable, encoded, tokenizer_of
 from inference.text_stream import Pace, Printer, Row, as_bytes
-from models import MODELS
+from models import MODELS, model_spec
 from partitioning import shardings
 from partitioning.dims import axes_size, resolve
 from partitioning.rules import Placement
@@ -131,7 +131,7 @@ class Sampler:
     """
     check(job.config, request)
     self.job = job
-    self._model = MODELS[job.config.model.name]
+    self._model, self._spec = MODELS[job.config.model.name], model_spec(job.config)
     # The only difference from training: a single token cannot be split over `context`, whose
     # devices repeat the work, nor the residual over `tensor`.
     alone = {job.legend[letter].name: () for letter in ("R", "T")}
@@ -247,7 +247,7 @@ class Sampler:
 
   def _empty_cache(self) -> Any:
     slots = self.prompt_tokens + self.max_new_tokens
-    return self._model.empty_cache(self.job.config, self.rows, slots)
+    return self._model.empty_cache(self._spec, self.rows, slots)
 
   def _place(self) -> dict[str, Placement]:
     """Returns how the cache is sharded: as the activations of the same letters."""

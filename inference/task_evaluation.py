@@ -29,7 +29,7 @@ from inference import scoring
 from inference.generation import BatchGenerator, Prompt
 from inference.request import Request, begins, encoded, tokenizer_of
 from inference.scoring import Continuation, Score, Scorer
-from input_pipeline.text import chat_template, files, items, json_lines
+from input_pipeline.text import chat_template, documents, files
 from input_pipeline.text.conversations import Conversation
 from input_pipeline.text.conversations import parse as conversation
 from runtime.suggest import closest
@@ -109,14 +109,14 @@ def _task(file: files.InputFile) -> Task:
     raise ValueError(f"--tasks: {file.path} is not a .jsonl file; a task has an object per line")
   records, wrong = [], []
   try:
-    for item in json_lines.records(file, None):
+    for item in documents.json_records(file, None):
       try:
         records.append(parse_record(item.value, item.where) if not item.why else _bad(item.why))
       except ValueError as error:
         wrong.append(f"{item.where}: {error}")
     files.check_unchanged(file)
   except OSError as error:
-    raise items.unreadable(file, error) from error
+    raise documents.unreadable_error(file, error) from error
   if wrong:
     more = f"\n  and {len(wrong) - _MOST_LISTED:,} more" if len(wrong) > _MOST_LISTED else ""
     listed = "".join(f"\n  {line}" for line in wrong[:_MOST_LISTED])
@@ -188,16 +188,16 @@ def _context(value: Any) -> str | list[dict[str, Any]]:
   if isinstance(value, list):
     return conversation({"messages": value}).messages
   if not isinstance(value, str):
-    raise ValueError(f"its 'context' is {items.type_name(value)}, not a string or messages")
+    raise ValueError(f"its 'context' is {documents.type_name(value)}, not a string or messages")
   return value
 
 
 def _texts_of(value: Any, key: str) -> Iterator[str]:
   if not isinstance(value, list):
-    raise ValueError(f"its {key!r} is {items.type_name(value)}, not a list of strings")
+    raise ValueError(f"its {key!r} is {documents.type_name(value)}, not a list of strings")
   for text in value:
     if not isinstance(text, str) or not text:
-      what = "an empty string" if text == "" else items.type_name(text)
+      what = "an empty string" if text == "" else documents.type_name(text)
       raise ValueError(f"{what} is in its {key!r}; a text is needed")
     yield text
 

@@ -1,6 +1,12 @@
-"""The global batch: the rows of each step, placed on the devices."""
+"""The global batch: the rows of each step, placed on the devices; prefetched while they compute."""
 
+import collections
+import dataclasses
 import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 from etils import epy
@@ -9,8 +15,48 @@ from input_pipeline.bad_records import among, few, spread
 from input_pipeline.order import EpochOrder, MixtureOrder
 from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
-from input_pipeline.row_pieces import cut
 from input_pipeline.row_store import UnreadableError
+from input_pipeline.source import Source
+
+# ------------------------------ rows that are cut ------------------------------
+
+
+def cut_rows(source: Source, pieces: int) -> Source:
+  """Returns a source of which each row is one of `pieces` equal parts of a row, in their order.
+
+  Row n is part n % pieces of row n // pieces. Documents are numbered from 0 within it.
+
+  Args:
+    source: whose fields all have the tokens as the first dim of a row.
+    pieces: divides the tokens of a row.
+  """
+  fields = {
+    name: ((shape[0] // pieces, *shape[1:]), dtype)
+    for name, (shape, dtype) in source.fields.items()
+  }
+
+  def read(numbers: Sequence[int]) -> dict[str, np.ndarray]:
+    rows, parts = np.divmod(np.asarray(numbers, np.int64), pieces)
+    needed, place = np.unique(rows, return_inverse=True)
+    found = {}
+    for name, array in source.read(needed).items():
+      divided = array.reshape(len(needed), pieces, -1, *array.shape[2:])
+      found[name] = divided[place, parts]
+    if "segments" in found:
+      found["segments"] = found["segments"] - found["segments"][:, :1]
+    return found
+
+  # Bad rows stay those of the source: which rows a step takes is decided by their numbers there.
+  return dataclasses.replace(
+    source,
+    rows=pieces * len(source),
+    fields=fields,
+    read=read,
+    origins=lambda number: source.origins(number // pieces),
+  )
+
+
+# ------------------------------ batches ------------------------------
 
 with epy.lazy_imports():  # `prepare` opens data without it
   import jax
@@ -84,7 +130,7 @@ class TrainingBatches:
   def rows(self, step, position=None):
     """Returns a source and the numbers in it of the rows of a step's batch, which may be cut."""
     source, pieces, ids_B = self.source, self.ramp.shape(step).pieces, self.row_ids(step, position)
-    return (cut(source, pieces), _parts(ids_B, pieces)) if pieces > 1 else (source, ids_B)
+    return (cut_rows(source, pieces), _parts(ids_B, pieces)) if pieces > 1 else (source, ids_B)
 
   def batch(self, step, shardings, position=None):
     """Returns the batch of step `step` (from 0) on the devices.
@@ -270,3 +316,116 @@ def _read_padded(source, ids):
   """Reads rows; padding is 0 in every field, including its weight."""
   there = ids != _PADDING
   return spread(source.read(ids[there]), there)
+
+
+# ------------------------------ prefetched ------------------------------
+
+T = TypeVar("T")
+
+_CANCEL_PERIOD_SECONDS = 0.1
+
+
+class Prefetcher(Generic[T]):
+  """Calls `make_batch(step)` for start, start+1, ..., stop-1 in a thread, `depth` batches ahead.
+
+  Use it as a context manager, or call close(). What the thread raises, get() raises, at the step
+  it happened in.
+
+  Attributes:
+    wait_seconds: float, the total time that get() has waited.
+  """
+
+  def __init__(
+    self,
+    make_batch: Callable[[int], T],
+    *,
+    start: int,
+    stop: int,
+    depth: int = 2,
+    name: str = "prefetch",
+  ):
+    """Starts the thread, of this name. Raises ValueError if depth is below 1."""
+    if depth < 1:
+      raise ValueError(f"prefetch depth={depth}; it must be at least 1 batch")
+    self.wait_seconds = 0.0
+    self._make_batch = make_batch
+    self._steps = range(start, stop)
+    self._next = start  # the step that get() returns next
+    self._depth = depth
+    self._ready = collections.deque()
+    self._error = None
+    self._closed = False
+    self._changed = threading.Condition()
+    # A daemon: a read that never returns must not keep the process alive.
+    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    self._thread.start()
+
+  def _run(self):
+    for step in self._steps:
+      with self._changed:
+        self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+        if self._closed:
+          return
+      try:
+        batch = self._make_batch(step)
+      except BaseException as error:  # the caller's to handle, whatever it is
+        with self._changed:
+          self._error = error
+          self._changed.notify_all()
+        return
+      with self._changed:
+        if self._closed:  # no longer needed: free its device memory
+          return
+        self._ready.append(batch)
+        self._changed.notify_all()
+
+  def get(self, step: int, cancelled: Callable[[], bool] | None = None) -> T | None:
+    """Returns the batch of `step`, waiting for it. Steps come in order, each once.
+
+    Args:
+      step: its number.
+      cancelled: polled while waiting; once it returns True, None is returned.
+
+    Raises:
+      ValueError: `step` is not the next one.
+      RuntimeError: the prefetcher is closed.
+      Exception: what make_batch raised for this step.
+    """
+    begin = time.perf_counter()
+    with self._changed:
+      if step != self._next or step not in self._steps:
+        raise ValueError(
+          f"step {step} was asked for, but the next one is {self._next} of"
+          f" {self._steps.start}..{self._steps.stop - 1}"
+        )
+
+      def over():
+        return self._ready or self._error is not None or self._closed
+
+      while not self._changed.wait_for(over, _CANCEL_PERIOD_SECONDS if cancelled else None):
+        if cancelled():
+          break
+      self.wait_seconds += time.perf_counter() - begin
+      if self._closed:
+        raise RuntimeError(f"step {step} was asked for, but the prefetcher is closed")
+      if not self._ready:
+        if self._error is None:
+          return None
+        raise self._error
+      self._next += 1
+      self._changed.notify_all()
+      return self._ready.popleft()
+
+  def close(self, timeout_seconds: float = 5.0):
+    """Ends the thread; waits for a running make_batch, but no longer than this."""
+    with self._changed:
+      self._closed = True
+      self._ready.clear()
+      self._changed.notify_all()
+    self._thread.join(timeout_seconds)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exception):
+    self.close()

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 
 from input_pipeline.bad_records import BadRecords
-from input_pipeline.mixture import Part
+from input_pipeline.order import Part
 from input_pipeline.row_store import UnreadableError
 from input_pipeline.source import Source
 

@@ -1,5 +1,15 @@
-"""The order in which the rows of a source are taken, epoch after epoch, or mixed with others."""
+"""The order in which the rows of a source are taken, epoch after epoch, or mixed with others.
 
+In a mixture, each source has its share of the tokens. Which source a row comes from is a function
+of the row's index alone: at every index each source has had its share of the rows so far to within
+one row. The order is Tijdeman's for the chairman assignment problem (R. Tijdeman, Discrete
+Mathematics 32, 1980), whose deviation is at most 1 - 1/(2k - 2) rows for k sources. It needs the
+counts so far, so the shares are rounded to multiples of 1 / PERIOD: then every period is the same,
+and no more than one is ever computed.
+"""
+
+import bisect
+import dataclasses
 import functools
 import zlib
 from collections.abc import Mapping, Sequence
@@ -7,8 +17,154 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from etils import epy
 
-from input_pipeline.mixture import Part, Stages
 from input_pipeline.position import Position
+
+# ------------------------------ which source each row comes from ------------------------------
+
+PERIOD = 2**22
+_COUNTED_ROWS = 2**12  # rows between two counts that are kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """One source of a mixture.
+
+  Attributes:
+    name: as the config gives it.
+    rows: how many it has.
+    tokens: how many of them its rows predict.
+    maximum_epochs: how often a run may take each of its rows; 0: any number of times.
+    bytes_per_token: of text, per token that is predicted.
+  """
+
+  name: str
+  rows: int
+  tokens: int
+  maximum_epochs: int = 1
+  bytes_per_token: float = 1.0
+
+
+def row_shares(parts: Sequence[Part], weights: Mapping[str, float]) -> list[float]:
+  """Returns the share of the rows of each part.
+
+  Args:
+    parts: with at least one row each.
+    weights: name -> relative share of the tokens; a name that is missing counts as 0.
+  """
+  rates = [weights.get(part.name, 0.0) * part.rows / max(1, part.tokens) for part in parts]
+  return [rate / sum(rates) for rate in rates]
+
+
+def rounded(shares: Sequence[float]) -> tuple[int, ...]:
+  """Returns the shares as whole numbers of rows per PERIOD: at least 1 where a share is above 0."""
+  quotas = [max(1, round(share * PERIOD)) if share > 0 else 0 for share in shares]
+  # What rounding has added or taken goes to the largest, which notices it least.
+  largest = max(range(len(quotas)), key=quotas.__getitem__)
+  quotas[largest] += PERIOD - sum(quotas)
+  return tuple(quotas)
+
+
+class Interleaving:
+  """Which source each row comes from, where the shares stay the same."""
+
+  def __init__(self, shares: Sequence[float]):
+    """Computes nothing yet.
+
+    Args:
+      shares: of the rows, of each source; their sum is 1.
+    """
+    self.quotas = rounded(shares)
+    self._taken = [0] * len(self.quotas)  # of each source in the first `len(self._chosen)` rows
+    self._chosen = np.zeros(0, np.int16)
+    self._counts = [tuple(self._taken)]  # the same after every _BLOCK rows
+
+  def counts(self, index: int) -> np.ndarray:
+    """Returns how many of the first `index` rows come from each source, int64 [k]."""
+    periods, rest = divmod(index, PERIOD)
+    self._extend(rest)
+    block = rest // _COUNTED_ROWS
+    counts = np.array(self._counts[block], np.int64) + periods * np.array(self.quotas, np.int64)
+    return counts + np.bincount(
+      self._chosen[block * _COUNTED_ROWS : rest], minlength=len(self.quotas)
+    )
+
+  def sources(self, first: int, stop: int) -> np.ndarray:
+    """Returns the number of the source of rows `first` to `stop` - 1."""
+    self._extend(PERIOD if first // PERIOD < (stop - 1) // PERIOD else (stop - 1) % PERIOD + 1)
+    return self._chosen[np.arange(first, stop) % PERIOD]
+
+  def _extend(self, length: int) -> None:
+    while len(self._chosen) < length:
+      block = self._next_block()
+      self._chosen = np.concatenate([self._chosen, block])
+      self._counts.append(tuple(self._taken))
+
+  def _next_block(self) -> np.ndarray:
+    """Returns the sources of the next _BLOCK rows, and counts them."""
+    quotas, taken, chosen = self.quotas, self._taken, []
+    parts = max(1, 2 * sum(quota > 0 for quota in quotas) - 2)
+    used = [i for i, quota in enumerate(quotas) if quota]
+    first = len(self._chosen) + 1
+    for n in range(first, first + _COUNTED_ROWS):
+      best, earliest = -1, 0.0
+      for i in used:
+        quota = quotas[i]
+        behind = (n * quota - taken[i] * PERIOD) * parts  # of its share, in rows x PERIOD x parts
+        if behind >= PERIOD:
+          deadline = (PERIOD * (parts - 1) - behind) / quota
+          if best < 0 or deadline < earliest:
+            best, earliest = i, deadline
+      taken[best] += 1
+      chosen.append(best)
+    return np.array(chosen, np.int16)
+
+
+@functools.lru_cache(maxsize=16)
+def _interleaving(shares: tuple[float, ...]) -> Interleaving:
+  return Interleaving(shares)
+
+
+class Stages:
+  """Which source each row of a run comes from, where the weights change at given rows."""
+
+  def __init__(self, parts: Sequence[Part], stages: Sequence[tuple[int, Mapping[str, float]]]):
+    """Takes the weights.
+
+    Args:
+      parts: the sources.
+      stages: (first row, name -> share of the tokens), ascending; the first is from row 0 on.
+    """
+    assert stages[0][0] == 0, stages
+    self._starts = [start for start, _ in stages]
+    assert self._starts == sorted(set(self._starts)), self._starts
+    self._orders = [_interleaving(tuple(row_shares(parts, weights))) for _, weights in stages]
+    self._before = [np.zeros(len(parts), np.int64)]
+    for order, start, stop in zip(self._orders, self._starts, self._starts[1:], strict=False):
+      self._before.append(self._before[-1] + order.counts(stop - start))
+
+  def counts(self, index: int) -> np.ndarray:
+    """Returns how many of the first `index` rows come from each source, int64 [k]."""
+    stage = max(0, bisect.bisect_right(self._starts, index) - 1)
+    return self._before[stage] + self._orders[stage].counts(index - self._starts[stage])
+
+  def places(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the source of each of rows `first` to `stop` - 1, and its number in that source."""
+    sources = []
+    for order, start, end in zip(
+      self._orders, self._starts, [*self._starts[1:], stop], strict=True
+    ):
+      low, high = max(first, start), min(stop, max(end, start))
+      if low < high:
+        sources.append(order.sources(low - start, high - start))
+    sources = np.concatenate(sources)
+    numbers = np.empty(len(sources), np.int64)
+    for source, before in enumerate(self.counts(first)):
+      mask = sources == source
+      numbers[mask] = before + np.arange(np.count_nonzero(mask))
+    return sources, numbers
+
+
+# ------------------------------ epochs ------------------------------
 
 with epy.lazy_imports():  # it imports JAX
   import grain

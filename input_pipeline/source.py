@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from input_pipeline.bad_records import BadRecords
-from input_pipeline.mixture import Part
+from input_pipeline.order import Part
 
 _NONE = BadRecords()
 

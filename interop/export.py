@@ -34,8 +34,8 @@ from ml_collections import ConfigDict
 
 from interop import hf_config, name_maps, peft_adapter, read_weights, safetensors_writer
 from interop.safetensors_writer import WeightFile, Writer
-from models import lora, mup
-from models.transformer_dims import LORA_A, LORA_B, decoder_spec
+from models import lora, model_spec, mup
+from models.spec import LORA_A, LORA_B
 from partitioning.rules import named_leaves
 from runtime import files
 from runtime.exit_codes import ExportError
@@ -492,7 +492,7 @@ class Fetcher:
       for dim, index in enumerate(place):
         arrays = {n: jax.lax.dynamic_slice_in_dim(x, index, 1, dim) for n, x in arrays.items()}
       if len(arrays) > 1:
-        arrays = named_leaves(lora.merge(decoder_spec(self._config), nested(arrays)))
+        arrays = named_leaves(lora.merge(model_spec(self._config), nested(arrays)))
       one = arrays[name].reshape(arrays[name].shape[indices:])
       return one.astype(wanted) if narrower else one
 

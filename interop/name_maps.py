@@ -4,7 +4,7 @@ Theirs have the vocabulary's own size, ours has it padded; nothing else differs 
 the order of the dims.
 
 A family's table has a row for each tensor: its name, with {} for the number of the layer, and a
-second one for that of the expert; its dims, in the letters of models/transformer_dims.py, those of
+second one for that of the expert; its dims, in the letters of the modules' `dims`, those of
 an axis written together; and our parameter. So `("NH D", "layers/attention/query/kernel")` is a
 matrix [N * H, D] of what is [D, N, H] here. A fused tensor joins several parameters along one axis,
 one after the other, `("NH+KH+KH D", (query, key, value))`, or element by element in turn,
@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 from ml_collections import ConfigDict
 
-from models.spec import LAYERS
-from models.transformer_dims import LORA_A, LORA_B, DecoderSpec, decoder_spec, legend
+from models import model_spec
+from models.spec import LAYERS, LORA_A, LORA_B, DecoderSpec
 
 # ------------------------------ the tables ------------------------------
 
@@ -338,7 +338,7 @@ class Tensor:
 
 def sizes_of(config: ConfigDict) -> dict[str, int]:
   """Returns letter -> size in a folder: ours, but the vocabulary without padding."""
-  found = {letter: dim.size for letter, dim in legend(config).items()}
+  found = {letter: dim.size for letter, dim in model_spec(config).legend.items()}
   return {**found, "V": config.model.vocabulary_size}
 
 
@@ -356,7 +356,7 @@ def tensors(
     ValueError: a parameter of the model that no tensor of the family holds.
   """
   found: dict[str, Tensor] = {}
-  spec, sizes = decoder_spec(config), sizes_of(config)
+  spec, sizes = model_spec(config), sizes_of(config)
   rows = FAMILIES[model_type].rows if rows is None else rows
   in_layers = {name: row for name, row in rows.items() if "{}" in name}
   for name, row in rows.items():

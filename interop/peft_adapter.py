@@ -22,8 +22,8 @@ from interop import hf_folder, name_maps, safetensors_file
 from interop.hf_family import short
 from interop.name_maps import Part, Tensor
 from interop.safetensors_file import DTYPES, Stored
-from models.spec import RESIDUAL
-from models.transformer_dims import LORA_A, LORA_B, decoder_spec
+from models import model_spec
+from models.spec import LORA_A, LORA_B, RESIDUAL
 from runtime import files, forms
 from runtime.forms import ABOVE_0, SIZE, Each, OrNull
 
@@ -55,7 +55,7 @@ def modules(config: ConfigDict, model_type: str) -> list[Module]:
   for name, (dims, parameters) in name_maps.FAMILIES[model_type].rows.items():
     kernels = (parameters,) if isinstance(parameters, str) else parameters
     layers = tuple(one.removesuffix(_KERNEL) for one in kernels if one.endswith(_KERNEL))
-    adapted = tuple(one for one in layers if decoder_spec(config).lora.adapts(one))
+    adapted = tuple(one for one in layers if model_spec(config).lora.adapts(one))
     if adapted:
       inputs = _letters(config, adapted[0], LORA_A).removesuffix("r")
       transposed = dims.split(" ")[0] == inputs
@@ -64,7 +64,7 @@ def modules(config: ConfigDict, model_type: str) -> list[Module]:
 
 
 def _letters(config: ConfigDict, layer: str, part: str) -> str:
-  return decoder_spec(config).letters_of(f"{layer}/{part}")
+  return model_spec(config).letters_of(f"{layer}/{part}")
 
 
 def adapter_config(config: ConfigDict, model_type: str, base: str | None) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _b(config: ConfigDict, module: Module, layer: int, name: str) -> Tensor:
 
 def _outputs(config: ConfigDict, layer: str) -> str:
   """Returns the letters of a layer's output: of its kernel's, those that its inputs do not have."""
-  kernel = decoder_spec(config).letters_of(f"{layer}{_KERNEL}")
+  kernel = model_spec(config).letters_of(f"{layer}{_KERNEL}")
   width = RESIDUAL.width
   return kernel.removeprefix(width) if kernel.startswith(width) else width
 

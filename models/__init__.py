@@ -1,8 +1,8 @@
 """The models by their `config.model.name`, and the interfaces that a model implements.
 
-A model is a module (or any object) with the members of `Model`; one that can generate text also has
-those of `Generator`. `build` returns an NNX module with the methods of `Network`.
-Each method takes a finalized config.
+A model is a module (or any object) with the members of `Model`; one that can generate text also
+has those of `Generator`. `build` returns an NNX module with the methods of `Network`. `model_spec`
+turns a finalized config into the model's spec; nothing below reads the config.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from models import mlp, transformer, vit
 from models.losses import Batch, Sums
-from partitioning.dims import Dim
+from models.spec import ModelSpec
 from runtime.extensions import Table
 
 
@@ -45,32 +45,19 @@ class Model(Protocol):
   `training.matmul_dtype`, `training.gradient_reduction_dtype`, `training.scan_unroll`,
   `training.attention_kernel`, `training.loss_chunks` and `training.z_loss` it reads; the others are
   refused where they are set.
-  `in_compute_dtype(name)` says which parameters are read in the compute dtype alone; by default
-  none.
   With `training.gradient_reduction` it says that its loss is a sum over rows, and that what it
   draws for a row depends on the row's number in the batch (`partitioning.constraints.batch_part`),
   so that gradients can be reduced once per step.
+
+  Attributes:
+    SPEC: the class of its specs, see `models.spec`: legend (letter -> Dim; `B` is the batch),
+      parameters (name pattern -> letters; exactly one pattern matches each parameter), FLOPs.
   """
 
-  def legend(self, config: ConfigDict) -> dict[str, Dim]:
-    """Returns letter -> Dim: the names and sizes of the dims of its arrays. `B` is the batch."""
-    ...
+  SPEC: type[ModelSpec]
 
-  def parameters(self, config: ConfigDict) -> dict[str, str]:
-    """Returns name pattern -> letters; exactly one pattern matches each parameter."""
-    ...
-
-  def build(self, config: ConfigDict, *, rngs: nnx.Rngs) -> Network:
+  def build(self, spec: ModelSpec, *, rngs: nnx.Rngs) -> Network:
     """Returns the module, its parameters drawn from `rngs.params`."""
-    ...
-
-  def train_flops_per_example(self, config: ConfigDict, *, causal: bool = False) -> float:
-    """Returns floating-point operations per row of a batch, forward and backward.
-
-    Args:
-      config: finalized.
-      causal: count only the unmasked half of attention.
-    """
     ...
 
 
@@ -87,7 +74,7 @@ class Generator(Model, Protocol):
 
   CACHE: Mapping[str, str]
 
-  def empty_cache(self, config: ConfigDict, rows: int, slots: int) -> Any:
+  def empty_cache(self, spec: ModelSpec, rows: int, slots: int) -> Any:
     """Returns a cache before any token: a dataclass of arrays [B=rows, S=slots, ...] or None.
 
     It has a field `lengths`, int32 [B]: the tokens read of each row.
@@ -132,14 +119,28 @@ class Scoring(Network, Protocol):
 MODELS: Table = Table("model", {"transformer": transformer, "mlp": mlp, "vit": vit})
 
 
+def model_spec(config: ConfigDict) -> ModelSpec:
+  """Returns what the model of a finalized config is made of.
+
+  Raises:
+    ValueError: it lacks members of `Model`, or its classes those of `ModelSpec` or `Network`.
+  """
+  return find(config.model.name).SPEC.of_sections(config)
+
+
 def find(name: str) -> Model:
   """Returns a model by its name.
 
   Raises:
-    ValueError: it lacks members of `Model`, or its class those of `Network`.
+    ValueError: it lacks members of `Model`, or its classes those of `ModelSpec` or `Network`.
   """
   model = MODELS[name]
-  missing = [f"{one}()" for one in _members(Model) if not callable(getattr(model, one, None))]
+  missing = [] if callable(getattr(model, "build", None)) else ["build()"]
+  spec = getattr(model, "SPEC", None)
+  if not (isinstance(spec, type) and issubclass(spec, ModelSpec)):
+    missing.append("SPEC, a class that extends models.spec.ModelSpec")
+  else:
+    missing += [f"{one} of its SPEC" for one in sorted(spec.__abstractmethods__)]
   if inspect.isclass(build := getattr(model, "build", None)):
     missing += _missing_in_network(build)
   if missing:
@@ -156,13 +157,9 @@ def check_network(name: str, network: Any) -> None:
 def _missing_in_network(network: Any) -> list[str]:
   return [
     f"{one}() of what build returns"
-    for one in _members(Network)
-    if not callable(getattr(network, one, None))
+    for one in vars(Network)
+    if not one.startswith("_") and not callable(getattr(network, one, None))
   ]
-
-
-def _members(protocol: type) -> list[str]:
-  return [name for name in vars(protocol) if not name.startswith("_")]
 
 
 def _refuse(name: str, missing: list[str]) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from models.layer_pattern import is_global
-from models.spec import DENSE_LAYERS, LAYERS
-from models.transformer_dims import LORA_A, LORA_B, DecoderSpec, decoder_spec
+from models.spec import DENSE_LAYERS, LAYERS, LORA_A, LORA_B, DecoderSpec
 
 _KERNELS = ("/kernel", f"/{LORA_A}", f"/{LORA_B}")
 _LAYERS = (LAYERS, DENSE_LAYERS)
@@ -19,7 +18,7 @@ _BELOW = (*_LAYERS, "embed/", "positions/")  # parameters whose gradient needs t
 _ROUTED = re.compile(f"{LAYERS}experts/(gate|up|down)/.*")
 
 
-def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> float:
+def train_flops_per_example(spec: DecoderSpec, *, causal: bool = False) -> float:
   """Returns floating-point operations per sequence, forward and backward.
 
   6 per token and element of a weight matrix, and attention's two matmuls without the causal mask,
@@ -30,10 +29,9 @@ def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> floa
   token count.
 
   Args:
-    config: finalized.
+    spec: of the decoder.
     causal: count only unmasked scores (half, without a window).
   """
-  spec = decoder_spec(config)
   names, length = dict(_names(spec)), spec.sequence_length
   trained = {name for name in names if any(fnmatch.fnmatchcase(name, x) for x in spec.trainable)}
   into_layers = any(name.startswith(_BELOW) for name in trained)

@@ -7,16 +7,16 @@ replicated.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
-from ml_collections import ConfigDict
 
 from models import activations, losses, mup
 from models.losses import Batch, Sums
-from models.spec import ModelSpec, resolve
+from models.spec import ModelSpec
 from partitioning.constraints import constrain
 from partitioning.dims import Dim
 from partitioning.dtypes import wide_dtype
@@ -33,7 +33,7 @@ PARAMETERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PerceptronSpec(ModelSpec):
   """What the network is made of; the fields are keys of the config."""
 
@@ -60,15 +60,10 @@ class PerceptronSpec(ModelSpec):
     """Returns name -> letters."""
     return PARAMETERS
 
-
-def legend(config: ConfigDict) -> dict[str, Dim]:
-  """Returns letter -> Dim for this config."""
-  return resolve(PerceptronSpec, config).legend
-
-
-def parameters(config: ConfigDict) -> dict[str, str]:
-  """Returns name pattern -> letters of the parameters that this config has."""
-  return resolve(PerceptronSpec, config).parameters
+  def train_flops_per_example(self, *, causal: bool = False) -> float:
+    """Returns floating-point operations per example, forward and backward: 6 per kernel element."""
+    del causal  # there is no attention
+    return 6.0 * sum(math.prod(self.sizes(letters)) for letters in ("ID", "DF", "FD", "DO"))
 
 
 class Dense(nnx.Module):
@@ -109,9 +104,9 @@ LOSSES = {"classification": losses.classification, "regression": losses.squared_
 class MLP(nnx.Module):
   """The four layers."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, spec: PerceptronSpec, *, rngs: nnx.Rngs):
     """Draws the parameters from `rngs.params`."""
-    self.spec = spec = resolve(PerceptronSpec, config)
+    self.spec = spec
     self.layer_1 = Dense("ID", spec, rngs=rngs)
     self.layer_2 = Dense("DF", spec, rngs=rngs)
     self.layer_3 = Dense("FD", spec, rngs=rngs)
@@ -139,12 +134,4 @@ class MLP(nnx.Module):
     return LOSSES[self.spec.task](self(batch["inputs"]), batch)
 
 
-build = MLP
-
-
-def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> float:
-  """Returns floating-point operations per example, forward and backward: 6 per kernel element."""
-  del causal  # there is no attention
-  size = config.model
-  elements = size.input_size * size.model_size + 2 * size.model_size * size.feedforward_size
-  return 6.0 * (elements + size.model_size * size.output_size)
+SPEC, build = PerceptronSpec, MLP

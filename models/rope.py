@@ -5,7 +5,7 @@ its numbers: `("yarn", {"factor": 4.0, "original_length": 32768})`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,15 +13,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from partitioning.dtypes import wide_dtype
-
-
-def hashable(scaling: Sequence[Any]) -> tuple:
-  """Returns `model.rotary_scaling` as a tuple that can be hashed: the numbers by name, sorted."""
-  if not scaling or not isinstance(scaling[0], str):
-    return tuple(scaling)
-  kind, numbers = scaling
-  items = ((k, tuple(v) if isinstance(v, (list, tuple)) else v) for k, v in numbers.items())
-  return kind, tuple(sorted(items))
 
 
 def rotary_frequencies(
@@ -37,10 +28,10 @@ def rotary_frequencies(
   Args:
     size: dims of a head that are rotated, twice the number of pairs.
     base: of the geometric series.
-    scaling: of `hashable`. Four numbers are Llama 3's (factor, low, high, length): frequencies of
-      less than `low` rotations in `length` positions are divided by `factor`, those of more than
-      `high` are unchanged, those in between are interpolated. Source: `rope_type: llama3` in
-      Llama 3.1's configuration. () changes none.
+    scaling: a spec's `rotary_scaling`. Four numbers are Llama 3's (factor, low, high, length):
+      frequencies of less than `low` rotations in `length` positions are divided by `factor`, those
+      of more than `high` are unchanged, those in between are interpolated. Source:
+      `rope_type: llama3` in Llama 3.1's configuration. () changes none.
     dtype: of the result, float32 or wider.
     length: tokens of a row of training; some kinds have other frequencies for longer rows.
   """
@@ -114,7 +105,7 @@ def attention_factor(scaling: tuple) -> float:
   22), the square root of 1 + ln(factor) / ln(original_length) of LongRoPE (arXiv:2402.13753).
 
   Args:
-    scaling: of `hashable`.
+    scaling: a spec's `rotary_scaling`.
   """
   if not scaling or scaling[0] not in ("yarn", "longrope"):
     return 1.0

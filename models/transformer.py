@@ -7,32 +7,38 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
-from ml_collections import ConfigDict
 
 from models import activations, expert_sums, preference, stacked_layers
 from models.attention import soft_cap
-from models.block import stacked
-from models.decoder_flops import train_flops_per_example as train_flops_per_example
+from models.block import Block, stacked
+from models.decoder_flops import train_flops_per_example
 from models.kv_cache import CACHE as CACHE
 from models.kv_cache import Cache, LatentCache
 from models.layer_pattern import layer_pattern
-from models.layer_stack import order_of
+from models.layer_stack import STACKS, order_of
 from models.layers import Embedding, LearnedPositions, Linear, Norm
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
-from models.spec import DENSE_LAYERS, LAYERS, RESIDUAL
+from models.spec import (
+  DENSE_LAYERS,
+  LAYERS,
+  LORA_A,
+  LORA_B,
+  RESIDUAL,
+  DecoderSpec,
+  is_latent,
+  matched,
+  under,
+)
 from models.token_positions import POSITIONS, Rows, in_order, rows_in_order, rows_of
-from models.transformer_dims import PARAMETERS as PARAMETERS
-from models.transformer_dims import decoder_spec, is_latent
-from models.transformer_dims import in_compute_dtype as in_compute_dtype
-from models.transformer_dims import legend as legend
-from models.transformer_dims import parameters as parameters
 from partitioning.constraints import constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import ring_attention
@@ -41,12 +47,47 @@ from partitioning.parallel.vocabulary import chunked_logits
 from runtime.layer_kinds import beside_sparse
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerSpec(DecoderSpec):
+  """What a decoder is made of, with what all of its parts determine together."""
+
+  @functools.cached_property
+  def parameters(self) -> dict[str, str]:
+    """Returns name -> letters of the parameters that the model has."""
+    dense, found = beside_sparse(self), {"embed/table": "VD"}
+    if self.positions == "learned":
+      found["positions/table"] = "PD"
+    for stack, letter, layers in zip(
+      (LAYERS, DENSE_LAYERS), STACKS, (self.layers - dense, dense), strict=True
+    ):
+      if layers:
+        found |= under(stack.removesuffix("/"), Block.dims(self, stack), letter)
+    found |= under("final_norm", Norm.dims(self))
+    if not self.tied_embeddings:
+      found["unembed/kernel"] = "DV"
+    return found | self._adapters(found)
+
+  def _adapters(self, rows: Mapping[str, str]) -> dict[str, str]:
+    """Returns name -> letters of the adapters; their layers are stacked, and these their rows."""
+    found = {}
+    for layer in self.lora.targets if self.lora.rank else ():
+      if stacked := matched(f"{layer}/kernel", rows):
+        inputs = self.inputs_of(kernel := stacked[1:])
+        outputs = kernel.removeprefix(inputs)
+        found |= under(layer, {LORA_A: f"{inputs}r", LORA_B: f"r{outputs}"}, stacked[0])
+    return found
+
+  def train_flops_per_example(self, *, causal: bool = False) -> float:
+    """Returns floating-point operations per sequence; see `models.decoder_flops`."""
+    return train_flops_per_example(self, causal=causal)
+
+
 class Transformer(nnx.Module):
   """Tokens in, logits over the padded vocabulary out."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, spec: TransformerSpec, *, rngs: nnx.Rngs):
     """Draws the parameters from `rngs.params`, the layers' stacked along L."""
-    self.spec = spec = decoder_spec(config)
+    self.spec = spec
     self.embed = Embedding(spec, rngs=rngs)
     if spec.positions == "learned":
       self.positions = LearnedPositions(spec, rngs=rngs)
@@ -307,15 +348,14 @@ class Transformer(nnx.Module):
     return jnp.where(real_V[None, None], logits_BTV, jnp.finfo(wide).min)
 
 
-def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache | LatentCache:
+def empty_cache(spec: TransformerSpec, rows: int, slots: int) -> Cache | LatentCache:
   """Returns an empty cache.
 
   Args:
-    config: finalized.
+    spec: of the decoder.
     rows: B.
     slots: S, the most tokens that a row can have.
   """
-  spec = decoder_spec(config)
   shape, dtype = (spec.layers, rows, slots), spec.compute_dtype
   lengths = jnp.zeros((rows,), jnp.int32)
   if is_latent(spec):
@@ -325,4 +365,4 @@ def empty_cache(config: ConfigDict, rows: int, slots: int) -> Cache | LatentCach
   return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), lengths)
 
 
-build = Transformer
+SPEC, build = TransformerSpec, Transformer

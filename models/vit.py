@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
-from ml_collections import ConfigDict
 
 from models import activations, losses
 from models.layers import MLP, Linear, Norm, dropout
 from models.losses import Batch, Sums
 from models.rematerialization import rematerialized
-from models.spec import RESIDUAL, LayersSpec, resolve
+from models.spec import RESIDUAL, LayersSpec
 from partitioning.constraints import constrain
 from partitioning.dims import Dim
 from partitioning.dtypes import scaled, wide_dtype
@@ -46,7 +45,7 @@ PARAMETERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionSpec(LayersSpec):
   """What a vision transformer is made of; the fields are keys of the config."""
 
@@ -55,6 +54,16 @@ class VisionSpec(LayersSpec):
   image_size: int
   patch_size: int
   output_size: int
+  attention: str = "bidirectional"
+  experts: int = 0
+  norm: str = "layer"
+  pre_norms: bool = True
+  post_norms: bool = False
+  residual_multiplier: float = 1.0
+  biases: str = "all"
+  gated: bool = False
+  activation: str = "gelu"
+  norm_scale_from_one: bool = False
 
   @functools.cached_property
   def legend(self) -> dict[str, Dim]:
@@ -81,20 +90,16 @@ class VisionSpec(LayersSpec):
     """Returns name pattern -> letters."""
     return PARAMETERS
 
+  def train_flops_per_example(self, *, causal: bool = False) -> float:
+    """Returns floating-point operations per image, forward and backward.
 
-def vision_spec(config: ConfigDict) -> VisionSpec:
-  """Returns the spec of a finalized config of a vision transformer."""
-  return resolve(VisionSpec, config, gated=False, activation="gelu", norm_scale_from_one=False)
-
-
-def legend(config: ConfigDict) -> dict[str, Dim]:
-  """Returns letter -> Dim for this config."""
-  return vision_spec(config).legend
-
-
-def parameters(config: ConfigDict) -> dict[str, str]:
-  """Returns name pattern -> letters of the parameters that this config has."""
-  return vision_spec(config).parameters
+    6 per patch and element of a kernel, and 12 per layer, pair of patches and width for attention.
+    """
+    del causal  # there is no mask
+    patches, pixels, width = *self.sizes("TX"), self.model_size
+    layer = 4 * width**2 + 2 * width * self.feedforward_size
+    kernels = patches * (pixels * width + self.layers * layer) + width * self.output_size
+    return 6.0 * kernels + 12.0 * self.layers * patches**2 * width
 
 
 def attention(
@@ -187,9 +192,9 @@ class PositionEmbedding(nnx.Module):
 class VisionTransformer(nnx.Module):
   """Images in, logits of the classes out."""
 
-  def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs):
+  def __init__(self, spec: VisionSpec, *, rngs: nnx.Rngs):
     """Draws the parameters from `rngs.params`, the layers' stacked along L."""
-    self.spec = spec = vision_spec(config)
+    self.spec = spec
     self.patches = Linear("patches", spec, rngs=rngs)
     self.positions = PositionEmbedding(spec, rngs=rngs)
 
@@ -257,17 +262,4 @@ class VisionTransformer(nnx.Module):
     return logits_BO
 
 
-build = VisionTransformer
-
-
-def train_flops_per_example(config: ConfigDict, *, causal: bool = False) -> float:
-  """Returns floating-point operations per image, forward and backward.
-
-  6 per patch and element of a kernel, and 12 per layer, pair of patches and width for attention.
-  """
-  del causal  # there is no mask
-  spec = vision_spec(config)
-  patches, pixels, width = *spec.sizes("TX"), spec.model_size
-  layer = 4 * width**2 + 2 * width * spec.feedforward_size
-  kernels = patches * (pixels * width + spec.layers * layer) + width * spec.output_size
-  return 6.0 * kernels + 12.0 * spec.layers * patches**2 * width
+SPEC, build = VisionSpec, VisionTransformer

@@ -7,7 +7,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from models import MODELS
+from models import model_spec
 from partitioning import shardings
 from partitioning.parallel.pipeline_schedule import Schedule
 from planning import analytic, aot, memory, prediction, step_time, suggestions, traced_step
@@ -142,7 +142,7 @@ class Plan:
   def flops(self, *, causal: bool = False) -> float:
     """Returns the model FLOPs of a step; see `mfu`."""
     config = self.job.config
-    each = MODELS[config.model.name].train_flops_per_example(config, causal=causal)
+    each = model_spec(config).train_flops_per_example(causal=causal)
     return each * TASKS[config.task].sequences * config.data.global_batch_size
 
   def mfu(self, *, causal: bool = False) -> float | None:

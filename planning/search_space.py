@@ -10,7 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.schema import step_checks, unused
+from configs.schema import step_checks, validate
 from partitioning.mesh_sizes import AXES
 from partitioning.parallel.pipeline_schedule import GPIPE
 from runtime import rematerialization
@@ -108,7 +108,7 @@ class Space:
     That of the config is among them; of a model without layers to recompute, it is the only one.
     """
     given = self.keys.training.rematerialization
-    if REMATERIALIZATION in unused.of_model(self.keys):
+    if REMATERIALIZATION in validate.unread(self.keys):
       return (given,)
     names = rematerialization.names_of(self.keys.model)
     found = [one for one in (TABLES if names else rematerialization.PRESETS) if _knows(one, names)]
@@ -138,9 +138,9 @@ class Space:
 
   def without_pipeline(self) -> Setting:
     """Returns overrides that leave out what is said of pipelines, for meshes without stages."""
-    said = {f"training.{key}": value for key, value in step_checks.OFF.items()}
-    if self.keys.training.microbatches is not None:
-      said[OF_A_PIPELINE] = 1
+    said = dict(step_checks.OF_STAGES)
+    if self.keys.training.microbatches is None:
+      del said[OF_A_PIPELINE]
     return self.changed(said)
 
   def chunks_of_stage(self) -> int:

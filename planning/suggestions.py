@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from configs.schema import step_checks, unused
+from configs.schema import step_checks, validate
 from partitioning.shardings import size_text
 from planning import analytic, aot, memory
 from planning.aot import Target
@@ -19,7 +19,7 @@ from planning.step_facts import StepFacts, of_job
 from planning.step_time import Sent
 from planning.topology import Topology, most_chips
 from runtime import rematerialization
-from training.parameter_gathers import KEY, STEP, TICK
+from training.gradients import GATHER
 from training.setup import Job
 
 MOST = 3  # pieces of advice
@@ -139,7 +139,7 @@ def _recomputing(ready: Job) -> Iterator[dict[str, str]]:
   is moved while the layer is computed.
   """
   key = "training.rematerialization"
-  if key in unused.of_model(ready.config):
+  if key in validate.unread(ready.config):
     return
   names = rematerialization.names_of(ready.config.model)
   now = rematerialization.parse(ready.config.training.rematerialization, names)
@@ -219,18 +219,18 @@ def stage_gathers_advice(target: Target, ready: Job) -> str:
   sizes = ready.devices.sizes
   if ready.program.pipeline is None or sizes["fsdp"] == 1:
     return ""
-  ways = {f"--config.{KEY}={one}": {KEY: one} for one in (TICK, STEP)}
+  ways = {f"--config.{GATHER}={one}": {GATHER: one} for one in ("tick", "step")}
   slices = dict(ready.devices.slices)
   if slices.setdefault("fsdp", 1) == 1:
     data = sizes["data"] // slices.setdefault("data", 1) * sizes["fsdp"]
     flags = f"--config.mesh.data={data} --config.mesh.fsdp=1 --config.{_OPTIMIZER}"
-    changed = {"mesh.data": data, "mesh.fsdp": 1, _OPTIMIZER: ("fsdp", "data"), KEY: "auto"}
+    changed = {"mesh.data": data, "mesh.fsdp": 1, _OPTIMIZER: ("fsdp", "data"), GATHER: "auto"}
     ways[f"""{flags}='("fsdp","data")'"""] = changed
-  now = STEP if ready.program.gathered is not None else TICK
+  now = "step" if ready.program.gathered is not None else "tick"
   texts = []
   room = target.topology.chip.hbm_bytes
   for flags, keys in ways.items():
-    as_now = keys == {KEY: now}
+    as_now = keys == {GATHER: now}
     try:
       job = ready if as_now else target.changed(keys).job()
     except ValueError:

@@ -17,16 +17,18 @@ from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
-from models import MODELS, cudnn_attention
+from models import cudnn_attention, model_spec
 from models.layer_pattern import layer_pattern
 from models.layer_stack import order_of, trip_counts
-from models.transformer_dims import decoder_spec, latent_sizes
+from models.spec import latent_sizes
 from partitioning.constraints import activation_layout
 from partitioning.parallel import ring_attention
 from partitioning.parallel.pipeline_schedule import GPIPE
 from planning.roofline import Work
 from planning.step_facts import StepFacts
 from training.optimizers.build import matrix_groups
+from training.optimizers.spec import optimizer_spec
+from training.specs import resolve
 from training.step import make_program
 
 # Fused attention kernels in traced programs, each counted as one operation.
@@ -269,7 +271,7 @@ def gradients(part: DevicePart, *, ticks: bool = False) -> Any:
     ticks: of a pipeline, with the ticks of its schedule; else its layers alone.
   """
   step, data = part.step, part.keys.data
-  program = make_program(part.keys)
+  program = make_program(resolve(part.keys))
   schedule = step.pipeline if ticks else None
   program = dataclasses.replace(program, pipeline=schedule)
   names = {"B": data.global_batch_size, "T": data.sequence_length}
@@ -295,7 +297,7 @@ def _one_device(part: DevicePart, stages: int = 1) -> Iterator[None]:
   pipeline's region splits the layers over.
   """
   step, tables = part.step, part.keys.partitioning
-  legend = MODELS[step.model.name].legend(part.keys)
+  legend = model_spec(part.keys).legend
   activations, parameters = (dict.fromkeys(t, ()) for t in (tables.activations, tables.parameters))
   sizes = dict.fromkeys(step.mesh.axis_names, 1)
   if "T" in legend:
@@ -538,7 +540,7 @@ def _kind_shares(part: DevicePart) -> tuple[float, ...]:
   """Returns the share of each kind of layers that the scan over them switches between."""
   if part.step.model.name != "transformer":
     return ()
-  pattern = layer_pattern(decoder_spec(part.keys))
+  pattern = layer_pattern(model_spec(part.keys))
   return tuple(pattern.windows.count(kind) / part.keys.model.layers for kind in pattern.kinds)
 
 
@@ -560,7 +562,7 @@ def of_matrices(step: StepFacts) -> list[tuple[Work, int, bool]]:
   """Returns (work, runs, whether in float32) of matmuls of whole matrices on one device."""
   trained = step.program.split(step.program.params)[0]
   found = []
-  for how, group in matrix_groups(step.keys, trained, step.sizes):
+  for how, group in matrix_groups(optimizer_spec(step.keys), trained, step.sizes):
     function, given = how.computed(group)
     tracer = _Tracer(1.0)
     jaxpr = jax.make_jaxpr(function)(*given).jaxpr

@@ -4,9 +4,9 @@ Anyone who reaches the coordinator's port can send to it. So every message betwe
 an HMAC-SHA256 under a token that only they know, over the purpose of the message and the nonces of
 the conversation: a signature of one message is not valid for another.
 
-The token comes from the environment (`launch.local` sets it there). Otherwise process 0 generates
-one and publishes it in the workdir while it waits for the others, in a file that only its user may
-read.
+The token comes from the environment (`processes.launch` sets it there). Otherwise process 0
+generates one and publishes it in the workdir while it waits for the others, in a file that only its
+user may read.
 """
 
 import contextlib

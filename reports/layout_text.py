@@ -21,10 +21,11 @@ from partitioning.shardings import (
 )
 from reports import drawings
 from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
-from training import compiler_options, gradient_reduction, named_activations, parameter_gathers
+from training import compiler_options, gradients, named_activations
 from training.named_activations import Named
 from training.optimizers.build import matrix_groups
-from training.setup import Job, stage_lines
+from training.optimizers.spec import optimizer_spec
+from training.setup import Job
 
 # What becomes of an activation's bytes, by its choice.
 CHOICES = {
@@ -144,7 +145,8 @@ def job_text(job: Job, *, whole: bool = True) -> str:
     if matrices := matrix_lines(job):
       matrices = [f"  {line}" for line in matrices]
       lines += ["matrices that the optimizer brings whole to devices, and back:", *matrices, ""]
-  lines += stage_lines(job.config)
+  stages = [text for text, _ in job.batches.stages()]
+  lines += stages if len(stages) > 1 else []
   if schedule := job.program.pipeline:
     from reports import pipeline_picture  # where there are stages
 
@@ -173,7 +175,7 @@ def chosen_line(job: Job) -> list[str]:
 
 def reduction_text(job: Job) -> str:
   """Returns how the gradients of several microbatches are reduced; "" of one microbatch."""
-  return gradient_reduction.text(
+  return gradients.reduction_text(
     *(job.program.spec, job.devices.sizes, job.program.reduce_once_over),
     gathered=job.program.gathered is not None,
   )
@@ -181,7 +183,7 @@ def reduction_text(job: Job) -> str:
 
 def gathers_text(job: Job) -> str:
   """Returns how a pipeline gathers its parameters; "" where there is nothing to gather."""
-  return parameter_gathers.text(
+  return gradients.gathering_text(
     *(job.program.spec, job.devices.sizes, job.placements["parameters"]),
     *(job.program.trained, job.program.gathered),
   )
@@ -233,7 +235,7 @@ def matrix_lines(job: Job) -> list[str]:
   """Returns a line for each group of matrices that an update brings whole to devices."""
   trained = job.program.split(job.program.params)[0]
   lines = []
-  for _, group in matrix_groups(job.config, trained, job.devices.sizes):
+  for _, group in matrix_groups(optimizer_spec(job.config), trained, job.devices.sizes):
     rows, columns = group.shape
     moves = [
       f"{how} along {'+'.join(axes)}"

@@ -17,21 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # except of comments and docstrings; one anywhere else (pages, messages, saving) does not.
 NUMERICS = (
   "models",
-  "input_pipeline/bad_records.py",  # which rows get weight 0
-  "input_pipeline/batches.py",
-  "input_pipeline/combined.py",
-  "input_pipeline/mixture.py",  # the order of the rows of several sources
-  "input_pipeline/order.py",
-  "input_pipeline/sources/tfds.py",
-  "input_pipeline/sources/builtin.py",
-  "input_pipeline/position.py",  # which rows a step takes
-  "input_pipeline/ramp.py",  # likewise, and into what they are cut
-  "input_pipeline/row_pieces.py",
-  "input_pipeline/prepare.py",  # how text is cut into rows
-  "input_pipeline/row_store.py",
-  "input_pipeline/row_source.py",
-  "input_pipeline/source.py",
-  "input_pipeline/text",  # files, documents, tokens
+  "input_pipeline",  # rows and their order
   "partitioning/constraints.py",
   "partitioning/dims.py",
   "partitioning/dtypes.py",
@@ -41,24 +27,18 @@ NUMERICS = (
   "partitioning/rules.py",
   "partitioning/verdict.py",  # placement
   "training/reference.py",  # of preferences
-  "training/router_bias.py",
   "runtime/layer_kinds.py",  # which layers have experts
   "training/setup.py",  # precision
   "training/splits.py",  # seeds and splits
   "training/averages.py",
-  "training/gradient_reduction.py",  # the order of sums
-  "training/gradients.py",  # likewise
-  "training/clipping.py",
+  "training/gradients.py",  # the order of sums
   "training/optimizer.py",
-  "training/optimizer_groups.py",
   "training/optimizers",
   "training/schedules.py",
   "training/bad_steps.py",  # which rows are skipped
-  "training/parameter_gathers.py",  # likewise
-  "training/pipelined.py",  # the order of sums
   "training/state.py",
   "training/step.py",
-  "training/step_spec.py",
+  "training/specs.py",
   "training/tasks.py",  # the arrays of a batch
 )
 # Folders of which some files determine numbers. A test requires each of their files to be either

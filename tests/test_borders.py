@@ -47,9 +47,20 @@ OPTIONAL = {
   "training.parity",
   "partitioning.parallel.expert_rows",
   "partitioning.parallel.grouped_matmul",
+  "input_pipeline.sources.tfds",
+  "input_pipeline.text.chat_template",
+  "input_pipeline.text.library_tokenizers",
+  "input_pipeline.text.train_tokenizer",
   "training.optimizers.muon",
   "training.optimizers.soap",
+  "training.optimizers.first_order",
+  "training.optimizers.low_precision",
+  "training.optimizers.host_state",
+  "partitioning.parallel.matrix_groups",
   "partitioning.parallel.whole_matrices",
+  # What connects several processes.
+  *("processes.crash_output", "processes.heartbeat", "processes.jax_internals"),
+  *("processes.listening", "processes.rendezvous", "processes.stragglers", "processes.tokens"),
 }
 
 

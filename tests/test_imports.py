@@ -47,7 +47,6 @@ ARROWS = {
   # partitioning, sizes of meshes.
   "runtime": {"partitioning"},
   "partitioning": set(),
-  "launch": {"runtime"},
 }
 NOT_PACKAGES = {"tests", "benchmarks", "locks"}
 NAMES = {*ARROWS, *NOT_PACKAGES}

@@ -13,10 +13,8 @@ from typing import Any
 import jax
 from etils import epath
 
-from input_pipeline.batches import EvaluationBatches
-from input_pipeline.prefetch import Prefetcher
-from processes.coordination import current
-from processes.step_barrier import Lockstep
+from input_pipeline.batches import EvaluationBatches, Prefetcher
+from processes.coordination import Lockstep, current
 from processes.watchdog import EVALUATION, SAVING, Watchdog
 from training import averages
 from training.metrics import log_lines

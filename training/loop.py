@@ -8,10 +8,8 @@ from typing import Any
 
 from etils import epath
 
-from input_pipeline.prefetch import Prefetcher
-from processes.coordination import current
-from processes.step_barrier import Lockstep
-from processes.stragglers import Pace
+from input_pipeline.batches import Prefetcher
+from processes.coordination import Lockstep, current
 from processes.watchdog import ENDING, EVALUATION, STARTING, Watchdog
 from training import callbacks, reference, restore, workdir_files
 from training.bad_steps import BadStepError, BadSteps
@@ -160,7 +158,7 @@ class Run:
     self._meter, self._measuring = Meter(job), False
     # Set by `open`, `compile` and `catch_up`, in this order, before the first step.
     self._profile: Profile | None = None
-    self._pace: Pace | None = None
+    self._pace = None  # of several processes: their stragglers
     self._train_steps = TrainSteps(job)
     self._progress: ProgressLine | None = None
     self._evaluator: Evaluator | None = None
@@ -262,7 +260,7 @@ class Run:
     due = self._reader.read(self.done, metrics, drain=drain)
     values = dict(due[-1][1]) if due else {}
     self._report(due)
-    if news := self._pace.after_step(self.done, self._batches.wait_seconds):
+    if self._pace and (news := self._pace.after_step(self.done, self._batches.wait_seconds)):
       self._progress.note(news)
     self._replicas.after_step(self.done, self.state)
     if called:
@@ -287,7 +285,8 @@ class Run:
         seconds = time.monotonic() - self._started
         self._progress.note(f"first step finished {seconds:.1f} s after the command was given")
       if self._due.metrics(number):
-        values.update(meter.lap(number, batches.wait_seconds), **self._pace.numbers())
+        slowest = self._pace.numbers() if self._pace else {}
+        values.update(meter.lap(number, batches.wait_seconds), **slowest)
         self._writer.write(number, values)
         self._progress.update(number, *meter.text(number, values))
         for news in self._writer.news():

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from partitioning.dims import resolve
 from partitioning.shardings import shard_shape
 from runtime import rematerialization
-from training import gradient_reduction
+from training import gradients
 from training.setup import Job
 
 
@@ -64,7 +64,7 @@ def of_job(job: Job) -> list[Named]:
     return []
   choices = rematerialization.parse(config.training.rematerialization, names).by_name
   itemsize = np.dtype(config.training.compute_dtype).itemsize
-  rows = config.data.global_batch_size // gradient_reduction.microbatches(job.program.spec, sizes)
+  rows = config.data.global_batch_size // gradients.microbatches(job.program.spec, sizes)
   layers = layers_at_once(job)
   extents = {"B": rows, "T": config.data.sequence_length, "R": config.data.sequence_length}
   found = []

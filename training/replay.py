@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from models import MODELS, activations
+from models import activations, model_spec
 from models.activations import DENSE, STACKED
 from models.losses import Batch
 from partitioning.dtypes import wide_dtype
@@ -233,7 +233,7 @@ def _activations(job: Job, found: Mapping[str, Mapping[str, np.ndarray]]) -> lis
 
 def _parameters(job: Job, found: Mapping[str, Mapping[str, np.ndarray]]) -> list[Array]:
   """Returns parameters or gradients in the order of the model's table of names."""
-  rules = list(MODELS[job.config.model.name].parameters(job.config))
+  rules = list(model_spec(job.config).parameters)
 
   def place(name: str) -> tuple[int, str]:
     names = name, _ADAPTER.sub("/kernel", name)  # adapters stand at the table's end

@@ -231,7 +231,9 @@ def begin(
     found, state, base = _restored(job, checkpointer, newest or checkpointer.verified(), workdir)
     step, known = found.step, _record(found)
     origin = f"resumes from the checkpoint of step {step}"
-    if changed := schedules.change_text(found.config, job.config, step):
+    old, new = found.config, job.config
+    totals = old["training"]["steps"], new.training.steps
+    if changed := schedules.change_text(old["optimizer"], new.optimizer, *totals, step):
       origin += f"\n{changed}"
   else:
     step, (state, origin, base), known = 0, first_state(job), {}

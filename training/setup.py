@@ -10,29 +10,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from input_pipeline.ramp import Ramp, Shape
-from models import MODELS, find
+from input_pipeline.ramp import Shape
 from models.decoder_flops import active_elements
 from partitioning import shardings
 from partitioning.constraints import ActivationLayout, activation_layout
 from partitioning.dims import Legend, Table
 from partitioning.mesh import make_mesh
 from partitioning.rules import DEVICE, Placement, named_leaves
-from partitioning.verdict import TABLES, Layout, check_layout
+from partitioning.verdict import Layout, check_layout
 from runtime import chips
 from runtime.devices import Devices, memory_bytes
 from training import compiler_options
-from training.choices import Choice
-from training.gradient_reduction import reduced_once_over
-from training.optimizers import host_state
-from training.parameter_gathers import gathered_once
-from training.pipelined import schedule_of
+from training.gradients import gathered_once, reduced_once_over, schedule_of
+from training.specs import BatchSpec, Resolved, resolve
 from training.state import State, merged, split
-from training.step import Program, abstract_batch, make_program
-from training.tasks import TASKS
+from training.step import Program, make_program
+
+with epy.lazy_imports():
+  from training.optimizers import host_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +43,13 @@ class Job:
     devices: platform, whether simulated, the mesh's sizes.
     mesh: the device mesh.
     legend: the model's letters.
+    batches: the arrays of each step's batch.
     program: the pure functions.
     state: the abstract state (ShapeDtypeStructs).
     batch: the abstract global batch.
     placements: `parameters`, `optimizer`, `batch`: name -> Placement.
     activations: how the activations are sharded, in the order of the forward pass.
-    choices: the defaults that follow from platform and mesh.
+    choices: the defaults that follow from platform and mesh (`configs.schema.finalize.Choice`).
     given: the config before its defaults were filled in; None where nothing resumes.
   """
 
@@ -57,12 +57,13 @@ class Job:
   devices: Devices
   mesh: Mesh
   legend: Legend
+  batches: BatchSpec
   program: Program
   state: State
   batch: dict[str, jax.ShapeDtypeStruct]
   placements: dict[str, dict[str, Placement]]
   activations: ActivationLayout
-  choices: tuple[Choice, ...] = ()
+  choices: tuple[Any, ...] = ()
   given: ConfigDict | None = None
 
   @property
@@ -198,7 +199,7 @@ class Job:
     return self.compile(
       self.program.train_step,
       self.state,
-      self.batch if shape is None else abstract_batch(self.config, self.legend, shape),
+      self.batch if shape is None else self.batches.abstract(self.legend, shape),
       in_shardings=(self.state_shardings, self.batch_shardings),
       out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
       donate_argnums=0,
@@ -229,7 +230,7 @@ class Compiled:
   seconds: float
 
 
-def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Choice] = ()) -> Job:
+def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Any] = ()) -> Job:
   """Makes a job of a finalized config and its devices, and checks the layout.
 
   Args:
@@ -242,87 +243,58 @@ def prepare(config: ConfigDict, devices: Devices, choices: Sequence[Choice] = ()
     ValueError: parameters and optimizer state do not fit the memory, the devices have no 8-bit
       matmuls of the config's kind, or `training.gradient_reduction=step` is not possible.
   """
-  legend = find(config.model.name).legend(config)
+  resolved = resolve(config)
   count = math.prod(devices.sizes.values())
   there = devices.described or jax.devices()[:count]
-  check_matmul_dtype(config, chips.known(there[0]))
+  check_matmul_dtype(resolved.step.matmul_dtype, chips.known(there[0]))
   mesh = make_mesh(devices.sizes, there, devices.slices)
-  program = make_program(config)
-  spec = program.spec
-  program = dataclasses.replace(program, pipeline=schedule_of(spec, devices.sizes))
+  program = make_program(resolved)
+  program = dataclasses.replace(program, pipeline=schedule_of(program.spec, devices.sizes))
   state = program.abstract_state()
-  batch = abstract_batch(config, legend)
-  layout = _check_layout(config, legend, program, state, batch, mesh)
-  _check_ramp(config, legend, program, state, mesh)
+  layout = _check_layout(resolved, program, state, mesh)
   placements = layout.placements
-  if config.optimizer.state_memory == "host":
+  if resolved.step.state_memory == "host":
     trained, _ = program.split(state.params)
     moved = host_state.on_host(placements["optimizer"], program.stack, trained, state.optimizer)
     placements = {**placements, "optimizer": moved}
   if not devices.described:  # a plan says whether it fits devices that are not attached
-    _check_memory(config, placements, devices)
-  placed = shardings.shardings(state.params, placements["parameters"], mesh)
-  specs = jax.tree.map(lambda sharding: sharding.spec, placed)
-  memory = _memory_of_device(devices) if program.pipeline else None
-  program = dataclasses.replace(
-    program,
-    param_specs=specs,
-    gathered=gathered_once(spec, devices.sizes, placements["parameters"], program.trained, memory),
-    reduce_once_over=reduced_once_over(
-      spec, devices.sizes, placements["parameters"], program.variables
-    ),
-    norm_specs=jax.tree.map(
-      lambda leaf, spec: shardings.spread(spec, leaf.shape, devices.sizes), state.params, specs
-    ),
-  )
+    _check_memory(resolved.memory_limit_gib, placements, devices)
   return Job(
-    *(config, devices, mesh, legend, program, state, batch, placements),
+    *(config, devices, mesh, resolved.model.legend, resolved.batch),
+    program=_sharded(program, placements["parameters"], state.params, mesh, devices),
+    state=state,
+    batch=resolved.batch.abstract(resolved.model.legend),
+    placements=placements,
     activations=layout.activations,
     choices=tuple(choices),
   )
 
 
-def _check_ramp(config, legend, program, state, mesh) -> None:
-  """Checks the layout of the batches of each stage of a ramp; raises ValueError with all of it."""
-  ramp = Ramp.of(config.data)
-  seen, wrong = {ramp.last}, []
-  for first, stop, shape in ramp.stages(config.training.steps):
-    if shape in seen:
-      continue
-    seen.add(shape)
-    batch = abstract_batch(config, legend, shape)
-    try:
-      _check_layout(config, legend, program, state, batch, mesh)
-    except ValueError as error:
-      wrong.append(f"steps {first + 1} to {stop}, {batch_text(config, shape)}: {error}")
-  if wrong:
-    raise ValueError("\n".join(wrong))
+def _sharded(
+  program: Program, parameters: dict[str, Placement], params: Any, mesh: Mesh, devices: Devices
+) -> Program:
+  """Returns a program with the shardings of its gradients, and what follows from these."""
+  spec, sizes = program.spec, devices.sizes
+  placed = shardings.shardings(params, parameters, mesh)
+  specs = jax.tree.map(lambda sharding: sharding.spec, placed)
+  memory = _memory_of_device(devices) if program.pipeline else None
+  return dataclasses.replace(
+    program,
+    param_specs=specs,
+    gathered=gathered_once(spec, sizes, parameters, program.trained, memory),
+    reduce_once_over=reduced_once_over(spec, sizes, parameters, program.variables),
+    norm_specs=jax.tree.map(
+      lambda leaf, spec: shardings.spread(spec, leaf.shape, sizes), params, specs
+    ),
+  )
 
 
-def batch_text(config: ConfigDict, shape: Shape) -> str:
-  """Returns `32 rows of 64 tokens`, the batch of a stage of a ramp."""
-  length = config.data.sequence_length // shape.pieces
-  of = f" of {length} tokens" if TASKS[config.task].of_tokens else ""
-  return f"{shape.rows * shape.pieces} rows{of}"
-
-
-def stage_lines(config: ConfigDict) -> list[str]:
-  """Returns a line for each stage of the ramps of batch size and sequence length; [] without."""
-  stages = list(Ramp.of(config.data).stages(config.training.steps))
-  if len(stages) < 2:
-    return []
-  return [
-    f"steps {first + 1} to {stop}: {batch_text(config, shape)}" for first, stop, shape in stages
-  ]
-
-
-def check_matmul_dtype(config: ConfigDict, chip: chips.Chip | None) -> None:
+def check_matmul_dtype(dtype: str, chip: chips.Chip | None) -> None:
   """Refuses 8-bit matmuls that the chip does not compute faster; None, a CPU's, emulates them.
 
   Raises:
     ValueError: the chip is known, and it has none of this kind.
   """
-  dtype = config.training.matmul_dtype
   if chip is None or chip.name == "cpu" or dtype == "compute":
     return
   faster = {"int8": chip.int8_flops > chip.flops, "float8": chip.float8_flops > chip.flops}
@@ -334,9 +306,33 @@ def check_matmul_dtype(config: ConfigDict, chip: chips.Chip | None) -> None:
     )
 
 
-def _check_layout(config, legend, program, state, batch, mesh) -> Layout:
-  """Returns the verdict on the layout, by a trace of one microbatch's forward pass."""
-  count = config.training.gradient_accumulation_steps
+def _check_layout(resolved: Resolved, program: Program, state: State, mesh: Mesh) -> Layout:
+  """Returns the verdict on the layout of the run's last batches; all of the ramps are checked.
+
+  Raises:
+    LayoutError: with every failure of the last batches.
+    ValueError: with those of the others.
+  """
+  layout = _verdict(resolved, program, state, mesh)
+  seen, wrong = {resolved.batch.ramp.last}, []
+  for text, shape in resolved.batch.stages():
+    try:
+      if shape not in seen:
+        _verdict(resolved, program, state, mesh, shape)
+    except ValueError as error:
+      wrong.append(f"{text}: {error}")
+    seen.add(shape)
+  if wrong:
+    raise ValueError("\n".join(wrong))
+  return layout
+
+
+def _verdict(
+  resolved: Resolved, program: Program, state: State, mesh: Mesh, shape: Shape | None = None
+) -> Layout:
+  """Returns the verdict on batches of a shape, by a trace of one microbatch's forward pass."""
+  batch = resolved.batch.abstract(resolved.model.legend, shape)
+  count = resolved.step.gradient_accumulation_steps
   microbatch = {
     name: jax.ShapeDtypeStruct((array.shape[0] // count, *array.shape[1:]), array.dtype)
     for name, array in batch.items()
@@ -353,13 +349,11 @@ def _check_layout(config, legend, program, state, batch, mesh) -> Layout:
     batch,
     trace,
     optimizer_init=program.optimizer.init,
-    names=MODELS[config.model.name].parameters(config),
-    batch_letters={name: letters for name, (letters, _) in TASKS[config.task].batch.items()},
-    legend=legend,
-    tables={title: config.partitioning[title] for title in TABLES},
+    names=resolved.model.parameters,
+    batch_letters=resolved.batch.letters,
+    legend=resolved.model.legend,
     sizes=dict(mesh.shape),
-    overrides=config.partitioning.overrides,
-    max_replicated_bytes=config.partitioning.max_replicated_bytes,
+    **vars(resolved.layout),
   )
 
 
@@ -371,7 +365,9 @@ def _memory_of_device(devices: Devices) -> float | None:
   return memory_bytes(devices) / (math.prod(devices.sizes.values()) if devices.simulated else 1)
 
 
-def _check_memory(config, placements, devices: Devices) -> None:
+def _check_memory(
+  limit_gib: float | None, placements: dict[str, dict[str, Placement]], devices: Devices
+) -> None:
   """Refuses a state that is larger than the memory, before anything is allocated."""
   held = [*placements["parameters"].values(), *placements["optimizer"].values()]
   if not devices.simulated:  # else all memory is this machine's
@@ -381,10 +377,9 @@ def _check_memory(config, placements, devices: Devices) -> None:
   if devices.simulated:
     needed *= math.prod(devices.sizes.values())
     where = "on all simulated devices together"
-  limit = config.memory_limit_gib
-  available = memory_bytes(devices) if limit is None else int(limit * 2**30)
+  available = memory_bytes(devices) if limit_gib is None else int(limit_gib * 2**30)
   if needed > available:
-    whose = "this machine has" if limit is None else f"memory_limit_gib={limit:g} allows"
+    whose = "this machine has" if limit_gib is None else f"memory_limit_gib={limit_gib:g} allows"
     raise ValueError(
       f"parameters and optimizer state need {shardings.size_text(needed)} {where}, and {whose} "
       f"{shardings.size_text(available)}; make the model smaller, or split it over more devices "

@@ -2,43 +2,50 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from etils import epy
 from flax import nnx
-from ml_collections import ConfigDict
 
-from input_pipeline.ramp import Shape
-from models import MODELS, check_network
+from models import MODELS, check_network, expert_sums, load_balance
 from models.layer_stack import STACKS
+from models.load_balance import COUNTS
 from models.losses import Batch, Sums
+from models.spec import EXPERTS
 from partitioning.constraints import automatic_spec, on_one_device
-from partitioning.dims import Legend
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import eight_bit
+from partitioning.parallel.batch_region import summed_over_batch_parts
 from partitioning.parallel.gathered_parameters import GatheredOnce
 from partitioning.parallel.pipeline_schedule import Schedule
 from partitioning.rules import letters_of, named_leaves
-from training import gradients, router_bias
-from training.gradient_reduction import keep_apart, reduce_once
-from training.gradients import Gradients
-from training.optimizers import host_state, stochastic_rounding
-from training.optimizers.build import make_optimizer
-from training.optimizers.schedule_free import gradient_point
-from training.parameter_gathers import gather_once
-from training.pipelined import Pipelined
+from training import gradients
+from training.gradients import Gradients, Pipelined
+from training.optimizers.build import gradient_point, make_optimizer
 from training.schedules import learning_rate_schedule
+from training.specs import Resolved, StepSpec
 from training.state import State, merged, nested, split, trainable
-from training.step_spec import StepSpec, step_spec
 from training.tasks import TASKS
+
+with epy.lazy_imports():  # for state in the host's memory, and parameters in bfloat16
+  from training.optimizers import host_state, low_precision
+
+# From (gradients, the optimizer's state, trained parameters) to (these, its state) after the step.
+Update = Callable[[Any, Any, Any], tuple[Any, Any]]
+# The biases by which routers balance their experts: moved by the step, not by the optimizer. They
+# are parameters, so that they are placed, saved, imported and exported as these are; but they have
+# no gradient, no optimizer state and no weight decay, and are not in the gradient norm.
+# Source: arXiv:2408.15664 (auxiliary-loss-free load balancing).
+ROUTER_BIAS = f"{EXPERTS}/router/correction"
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """The pure functions of a config, independent of the devices that they are compiled for.
+  """The pure functions of a config; `training.setup.prepare` adds how a mesh shards them.
 
   Attributes:
     spec: what the step needs to know of the config.
@@ -46,10 +53,12 @@ class Program:
     letters: pattern of parameter names -> the letters of their dims.
     graphdef: of the model.
     params: shapes and dtypes of the parameters.
-    optimizer: of those that are trained.
-    schedule: step -> learning rate.
     variables: shapes and dtypes of the model's variables that are not parameters.
     trained: names of the parameters that `training.trainable` selects.
+    optimizer: of those that are trained.
+    point: (trained parameters, the optimizer's state) -> where a step takes its gradients.
+    update: applies it.
+    schedule: step -> learning rate.
     param_specs: a tree like the parameters: the sharding of their gradients.
     norm_specs: likewise, while their squares are summed for the norm.
     pipeline: the schedule of pipeline stages; None: there is one.
@@ -63,10 +72,12 @@ class Program:
   letters: Mapping[str, str]
   graphdef: nnx.GraphDef
   params: Any
-  optimizer: optax.GradientTransformation
-  schedule: optax.Schedule
   variables: Any
   trained: frozenset[str]
+  optimizer: optax.GradientTransformation
+  point: Callable[[Any, Any], Any]
+  update: Update
+  schedule: optax.Schedule
   param_specs: Any = None
   norm_specs: Any = None
   pipeline: Schedule | None = None
@@ -104,9 +115,9 @@ class Program:
   def changing(self, params: Any) -> tuple[Any, Any]:
     """Returns the parts of a tree like the parameters that steps change, and those that stay.
 
-    The first are the trained ones and the biases that `router_bias` moves.
+    The first are the trained ones and the routers' biases.
     """
-    return split(params, lambda name: name in self.trained or name == router_bias.PARAMETER)
+    return split(params, lambda name: name in self.trained or name == ROUTER_BIAS)
 
   def module(self, params: Any, variables: Any = None) -> nnx.Module:
     """Returns the model of these; one without variables is merged from its parameters alone."""
@@ -172,19 +183,21 @@ class Program:
     def of_microbatch(*given: Any) -> tuple[tuple[Any, Sums], Any]:
       (grads, means), variables = one(*given)
       found = self.laid_out(grads), means
-      return found if self.reduce_once_over is None else keep_apart(*found), variables
+      return found if self.reduce_once_over is None else gradients.keep_apart(*found), variables
 
     found = gradients.accumulate(of_microbatch, self.spec.gradient_accumulation_steps)
     if self.gathered is not None:
-      return gather_once(found, self.gathered)
-    return found if self.reduce_once_over is None else reduce_once(found, self.reduce_once_over)
+      return gradients.gather_once(found, self.gathered)
+    if self.reduce_once_over is not None:  # each device has its own rows
+      return functools.partial(summed_over_batch_parts, found, self.reduce_once_over)
+    return found
 
   def _pipelined(self, finish: Callable[[Sums], Sums] = lambda sums: sums) -> Pipelined:
     """Returns the model's loss and gradients by the schedule of its stages."""
     residual = MODELS[self.spec.model].build.residual
     specs = None if self.param_specs is None else named_leaves(self.param_specs)
-    given = self.spec, self.pipeline, self.module, residual, self.stacked, specs, finish
-    return Pipelined(*given)
+    given = self.spec, self.pipeline, self.module, residual
+    return Pipelined(*given, lambda name: self.stack(name) == "L", specs, finish)
 
   def laid_out(self, grads: Any) -> Any:
     """Returns gradients that are sharded as their parameters are; others of them as they were."""
@@ -226,8 +239,8 @@ class Program:
     clip = self.spec.clip_norm
     scale = inverse_weight * clip / jnp.maximum(norm, clip) if clip else inverse_weight
     params, optimizer, rate = self.updated(state, _scaled(raw, scale))
-    params = router_bias.moved(params, means, self.spec.router_bias_rate)
-    means = router_bias.as_metrics(means)
+    params = moved_router_bias(params, means, self.spec.router_bias_rate)
+    means = as_metrics(means)
     own = {n: x for n, x in means.items() if n not in TASKS[self.spec.task].sums}
     own |= _measured(optimizer)
     rate = jnp.asarray(rate, norm.dtype)
@@ -239,22 +252,15 @@ class Program:
     """Returns the parameters at which a step takes its gradients: some optimizers say where."""
     trained, frozen = self.split(state.params)
     trained = wide(trained)
-    point = gradient_point(trained, state.optimizer)
+    point = self.point(trained, state.optimizer)
     return state.params if point is trained else merged(self.laid_out(point), frozen)
 
   def updated(self, state: State, grads: Any) -> tuple[Any, Any, jax.Array | float]:
     """Returns parameters and optimizer state after gradients are applied, and the learning rate."""
     trained, frozen = self.split(state.params)
-    trained = wide(trained)
     # optax raises decays to an integer count, which strict promotion (on in the tests) forbids.
     with jax.numpy_dtype_promotion("standard"):
-      if self.spec.state_memory == "host":
-        trained, optimizer = host_state.update(
-          *(self.optimizer, self.stack, optax.apply_updates, grads, state.optimizer, trained)
-        )
-      else:
-        updates, optimizer = self.optimizer.update(grads, state.optimizer, trained)
-        trained = optax.apply_updates(trained, updates)
+      trained, optimizer = self.update(grads, state.optimizer, wide(trained))
       rate = self.schedule(state.step)
     return merged(self.rounded(trained, state.step), frozen), optimizer, rate
 
@@ -262,80 +268,64 @@ class Program:
     """Returns updated parameters as they are stored, rounded if that is in bfloat16."""
     if not self.spec.stochastic_rounding:
       return jax.tree.map(lambda x: x.astype(self.spec.parameter_dtype), params)
-    key = stochastic_rounding.key(self.spec.seed, step)
+    key = low_precision.rounding_key(self.spec.seed, step)
     rounded = [
-      stochastic_rounding.to_bfloat16(x, stochastic_rounding.words(key, name, x.shape))
+      low_precision.to_bfloat16(x, low_precision.rounding_words(key, name, x.shape))
       for name, x in named_leaves(params, "params/").items()
     ]
     return jax.tree.unflatten(jax.tree.structure(params), rounded)
 
-  def stacked(self, name: str) -> bool:
-    """Returns whether a parameter's first dim is that of the stacked layers."""
-    return self.stack(name) == "L"
-
   def stack(self, name: str) -> str:
     """Returns the letter of the layers that a parameter has as its first dim; "" if it has none."""
-    first = letters_of(name, self.letters)[:1]
-    return first if first in STACKS else ""
+    return _stack(name, self.letters)
 
 
-def abstract_batch(
-  config: ConfigDict, legend: Legend, shape: Shape | None = None
-) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the shapes and dtypes of a global batch, without opening the data set.
-
-  Args:
-    config: finalized.
-    legend: of the model.
-    shape: of a stage of a ramp; None: of the last.
-  """
-  rows, pieces = config.data.global_batch_size, 1
-  if shape is not None:
-    rows, pieces = shape.rows * shape.pieces, shape.pieces
-  differing = {"B": rows, "T": config.data.sequence_length // pieces}
-  return {
-    name: jax.ShapeDtypeStruct(
-      tuple(differing.get(letter) or legend[letter].size for letter in letters), jnp.dtype(dtype)
-    )
-    for name, (letters, dtype) in TASKS[config.task].batch.items()
-  }
+def _stack(name: str, letters: Mapping[str, str]) -> str:
+  first = letters_of(name, letters)[:1]
+  return first if first in STACKS else ""
 
 
-def make_program(config: ConfigDict) -> Program:
-  """Returns the functions of a finalized config.
+def make_program(resolved: Resolved) -> Program:
+  """Returns the functions of a config, without a mesh.
 
   Raises:
     ValueError: `training.trainable` selects nothing, or an optimizer that the step cannot use.
   """
 
   def build(rngs: nnx.Rngs) -> nnx.Module:
-    return of_name.build(wide_config, rngs=rngs)
+    return MODELS[spec.model].build(drawn, rngs=rngs)
 
   def abstract() -> nnx.Module:
     model = build(nnx.Rngs(params=0))
-    check_network(config.model.name, model)
+    check_network(spec.model, model)
     return model
 
-  spec, of_name, wide_config = step_spec(config), MODELS[config.model.name], _drawn_wide(config)
+  spec, letters = resolved.step, resolved.model.parameters
+  drawn = dataclasses.replace(
+    resolved.model, parameter_dtype=wide_dtype(resolved.model.parameter_dtype)
+  )
   model = nnx.eval_shape(abstract)
   graphdef, params, _ = nnx.split(model, nnx.Param, ...)
   params = nnx.to_pure_dict(params)
-  trained = trainable(config.training.trainable, list(named_leaves(params)))
-  trained = router_bias.without(trained)
+  trained = without_router_bias(trainable(spec.trainable, list(named_leaves(params))))
   params = jax.eval_shape(lambda params: _stored(params, trained, spec), params)
-  optimizer = make_optimizer(config, jax.eval_shape(wide, split(params, trained.__contains__)[0]))
-  schedule = learning_rate_schedule(config)
-  letters, variables = of_name.parameters(config), variables_of(model)
-  return Program(spec, build, letters, graphdef, params, optimizer, schedule, variables, trained)
+  keys, (updated, _) = resolved.optimizer, split(params, trained.__contains__)
+  optimizer = make_optimizer(keys, jax.eval_shape(wide, updated))
+  if spec.state_memory == "host":
+    stack = functools.partial(_stack, letters=letters)
+    update = functools.partial(host_state.update, optimizer, stack, optax.apply_updates)
+  else:
+    update = functools.partial(_update, optimizer)
+  given = spec, build, letters, graphdef, params, variables_of(model), trained
+  schedule = learning_rate_schedule(keys, keys.steps)
+  return Program(*given, optimizer, gradient_point(keys), update, schedule)
 
 
-def _drawn_wide(config: ConfigDict) -> ConfigDict:
-  """Returns a config by which parameters are drawn in float32 or wider."""
-  if config.training.parameter_dtype == "bfloat16":
-    config = config.copy_and_resolve_references()
-    with config.unlocked():
-      config.training.parameter_dtype = "float32"
-  return config
+def _update(
+  optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any
+) -> tuple[Any, Any]:
+  updates, state = optimizer.update(grads, state, params)
+  return optax.apply_updates(params, updates), state
 
 
 def _stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
@@ -344,7 +334,7 @@ def _stored(params: Any, trained: frozenset[str], spec: StepSpec) -> Any:
   The routers' biases are in float32 or wider: their steps are smaller than bfloat16 resolves.
   """
   dtypes = spec.parameter_dtype, spec.frozen_dtype
-  bias, params = split(params, router_bias.PARAMETER.__eq__)
+  bias, params = split(params, ROUTER_BIAS.__eq__)
   parts = split(params, trained.__contains__)
   parts = [
     jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), part)
@@ -380,3 +370,41 @@ def _measured(optimizer: Any) -> dict[str, jax.Array]:
 
 def _scaled(grads: Any, scale: jax.Array) -> Any:
   return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+
+
+def without_router_bias(names: Iterable[str]) -> frozenset[str]:
+  """Returns the names of parameters that an optimizer may update, of those that are to be trained.
+
+  Raises:
+    ValueError: there are no others than the biases.
+  """
+  names = frozenset(names)
+  if names == {ROUTER_BIAS}:
+    raise ValueError(
+      f"training.trainable selects only {ROUTER_BIAS}, which no optimizer updates: it moves by "
+      f"training.router_bias_rate, also where it is not selected; select a parameter that has "
+      f"gradients, such as {EXPERTS}/router/kernel"
+    )
+  return names - {ROUTER_BIAS}
+
+
+def moved_router_bias(params: Any, means: Mapping[str, jax.Array], rate: float) -> Any:
+  """Returns the parameters with the biases of the next step.
+
+  Args:
+    params: nested dict.
+    means: of a step, with the experts' counts over the global batch.
+    rate: by which they move; 0: they stay.
+  """
+  if COUNTS not in means or not rate:
+    return params
+  bias, others = split(params, ROUTER_BIAS.__eq__)
+  bias = jax.tree.map(lambda x: load_balance.updated_bias(x, means[COUNTS], rate), bias)
+  return merged(bias, others)
+
+
+def as_metrics(means: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns the means of a step, with the experts' shares in place of their counts."""
+  found = dict(means)
+  counts = found.pop(COUNTS, None)
+  return found if counts is None else {**found, **expert_sums.shares(counts)}

@@ -6,7 +6,7 @@ from input_pipeline.ramp import Ramp, Shape
 from runtime import collectives
 from training.metrics.console import say, say_wrapped
 from training.metrics.waiting import Waiting
-from training.setup import Job, batch_text
+from training.setup import Job
 
 
 class TrainSteps:
@@ -30,8 +30,8 @@ class TrainSteps:
     stages = self._ramp.stages(self._job.config.training.steps, done)
     *early, last = dict.fromkeys(shape for *_, shape in stages) or [self._ramp.last]
     for shape in early:
-      self._compile(shape, f" for {batch_text(self._job.config, shape)}")
-    of = f" for {batch_text(self._job.config, last)}" if early else ""
+      self._compile(shape, f" for {self._job.batches.text(shape)}")
+    of = f" for {self._job.batches.text(last)}" if early else ""
     self.last = self._compile(last, of)
     rows = collectives.summarize(collectives.collectives(self.last.as_text(), self._job.mesh))
     say_wrapped(collectives.short_summary(rows))
@@ -45,7 +45,7 @@ class TrainSteps:
     """Returns the step after the first `done`, which is compiled now where it was not."""
     shape = self._ramp.shape(done)
     if shape not in self._compiled:
-      self._compile(shape, f" for {batch_text(self._job.config, shape)}")
+      self._compile(shape, f" for {self._job.batches.text(shape)}")
     return self._compiled[shape]
 
   def _compile(self, shape: Shape, of: str) -> Callable:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from input_pipeline.text import items
+from input_pipeline.text import documents
 
 ASSISTANT = "assistant"
 REFUSE, DROP = "refuse", "drop"  # what is done with conversations that cannot be trained on
@@ -73,7 +73,7 @@ def parse(record: Mapping[str, Any]) -> Conversation:
     raise ValueError("the conversation is empty")
   if (system := record.get("system")) and messages[0].get("role") != "system":
     if not isinstance(system, str):
-      raise ValueError(f"its 'system' is {items.type_name(system)}, not a string")
+      raise ValueError(f"its 'system' is {documents.type_name(system)}, not a string")
     messages, context = [{"role": "system", "content": system}, *messages], context + 1
   untrained = set()
   for number, message in enumerate(messages):
@@ -104,7 +104,7 @@ def _messages(record: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
   for key, part in zip(("prompt", "completion"), parts, strict=True):
     if not isinstance(part, list):
       both = "'prompt' and 'completion' are two texts or two lists of messages"
-      raise ValueError(f"its {key!r} is {items.type_name(part)}; {both}")
+      raise ValueError(f"its {key!r} is {documents.type_name(part)}; {both}")
   return _all([*parts[0], *parts[1]]), len(parts[0])
 
 
@@ -121,7 +121,7 @@ def _all(messages: list[Any]) -> list[dict[str, Any]]:
 def _message(message: Any) -> dict[str, Any]:
   """Returns a message with `role` and a string as `content`."""
   if not isinstance(message, dict):
-    raise ValueError(f"it is {items.type_name(message)}, not an object")
+    raise ValueError(f"it is {documents.type_name(message)}, not an object")
   # Of Parquet, all messages have the keys of any; what one does not have is null.
   message = {key: value for key, value in message.items() if value is not None}
   if "role" not in message and "from" in message:
@@ -160,13 +160,13 @@ def _text(content: Any) -> str:
   if isinstance(content, str):
     return content
   if not isinstance(content, list):
-    raise ValueError(f"its 'content' is {items.type_name(content)}, not a string")
+    raise ValueError(f"its 'content' is {documents.type_name(content)}, not a string")
   texts = []
   for part in content:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get("text") if isinstance(part, dict) else None
     if kind != "text" or not isinstance(text, str):
-      what = repr(kind) if isinstance(kind, str) else items.type_name(part)
+      what = repr(kind) if isinstance(kind, str) else documents.type_name(part)
       raise ValueError(f"its 'content' has a part of type {what}; only text is trained on")
     texts.append(text)
   return "".join(texts)
@@ -205,6 +205,6 @@ def _decoded(value: Any, what: str, kind: Any) -> Any:
     return None
   if not isinstance(decoded, kind):
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    names = " or ".join(items.type_name(one()) for one in kinds)
-    raise ValueError(f"{what} is {items.type_name(decoded)}, not {names}")
+    names = " or ".join(documents.type_name(one()) for one in kinds)
+    raise ValueError(f"{what} is {documents.type_name(decoded)}, not {names}")
   return decoded

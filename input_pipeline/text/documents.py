@@ -10,14 +10,348 @@ is for the reader's caller to decide. That a file cannot be read at all is an er
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
+import io
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from input_pipeline.text import files, items, json_lines, parquet
+from etils import epy
+
+from input_pipeline.text import files
 from runtime.files import is_local
+
+with epy.lazy_imports():  # only Parquet files need it
+  import pyarrow
+  from pyarrow import parquet, types
+
+# Of a document. The library tokenizers takes 120 bytes of memory for each while it encodes it.
+MOST_BYTES = 2**25
+BLOCK = 2**20  # bytes read at a time
+_OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+
+Place = Callable[[int], str]
+
+
+class Item:
+  """A document or a record; or, where it cannot be read, why not.
+
+  Attributes:
+    value: of a document its text in UTF-8, as bytes; of a record the object. None if it is bad.
+    why: what is wrong with it; "" where nothing is.
+  """
+
+  __slots__ = ("_index", "_place", "value", "why")
+
+  def __init__(self, place: Place, index: int, value: Any, why: str = ""):
+    self._place, self._index, self.value, self.why = place, index, value, why
+
+  @property
+  def text(self) -> bytes | None:
+    """The text of a document."""
+    return self.value
+
+  @property
+  def where(self) -> str:
+    """`FILE`, `FILE:LINE` (from 1) or `FILE, row N` (from 0)."""
+    return self._place(self._index)
+
+
+_TYPES = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
+
+
+def type_name(value: Any) -> str:
+  """Returns what JSON calls the type of a value, with an article."""
+  return "null" if value is None else _TYPES.get(type(value), "an object")
+
+
+def unreadable_error(file: files.InputFile, error: OSError) -> ValueError:
+  """Returns the error that says that a file cannot be read, and why."""
+  return ValueError(f"{file.path} cannot be read ({error.strerror or error})")
+
+
+def is_damage(file: files.InputFile, error: Exception) -> bool:
+  """Returns whether an error says that a file's content is damaged, and not that its disk is."""
+  return is_local(file.path) and getattr(error, "errno", None) in (None, errno.EILSEQ)
+
+
+def not_utf8(error: UnicodeDecodeError, what: str) -> str:
+  """Returns where a line, text or file is not valid UTF-8."""
+  start = bytes(error.object[:2])
+  hint = ""
+  if error.start == 0 and start in _OTHER_BOMS:
+    hint = f" (it looks like {_OTHER_BOMS[start]}: convert it, for example with iconv)"
+  return (
+    f"byte {error.start:,} of the {what} is 0x{error.object[error.start]:02x}, invalid UTF-8{hint}"
+  )
+
+
+def too_long() -> str:
+  """Returns what is wrong with a document of more than MOST_BYTES."""
+  return (
+    f"it has more than {MOST_BYTES:,} bytes, the most of a document; split it into several, for"
+    " example with `split -C 16M --additional-suffix=.txt FILE PART-`"
+  )
+
+
+# ------------------------------ lines of JSON ------------------------------
+
+BOM = b"\xef\xbb\xbf"
+_COMPRESSED_BLOCK = 2**16  # where a file is damaged, what was read with the damage is lost
+_FREE_BLANK = 2**20  # bytes of blank lines, beside as many as the records have
+_SAMPLE_BYTES = 2**26  # of which the first records are looked at
+_SAMPLE = 32  # records that show which keys there are
+
+
+def json_records(file: files.InputFile, part: tuple[int, int] | None) -> Iterator[Item]:
+  """Yields the objects in the lines that begin in a part of a file."""
+  place, number, left = _line_place(file, part), -1, _FREE_BLANK
+  try:
+    for number, line in enumerate(_lines(file, part)):
+      if not line.strip():
+        left -= len(line)
+        if left < 0:
+          raise ValueError(
+            f"{place(number)}: up to here blank lines have {_FREE_BLANK:,} bytes more than records;"
+            " leave them out, for example with `grep -v '^\\s*$'`"
+          )
+        continue
+      left += len(line)
+      value, why = _parse(line)
+      yield Item(place, number, value, why)
+  except OSError as error:
+    if not is_damage(file, error):
+      raise
+    yield Item(place, number + 1, None, f"the rest of the file cannot be read ({error})")
+
+
+def _lines(file: files.InputFile, part: tuple[int, int] | None) -> Iterator[bytes]:
+  """Yields the lines that begin in [from, to), with their ends."""
+  # Not to the end of a file that grows while it is read.
+  start, stop = part or (0, None if file.compression else file.size)
+  block = _COMPRESSED_BLOCK if file.compression else BLOCK
+  with files.open_content(file) as raw, io.BufferedReader(_Readable(raw), block) as stream:
+    if start:
+      raw.seek(start - 1)
+      start += _line(stream, stop - start)[1] - 1  # the rest of a line that began before
+    first = True
+    while stop is None or start < stop:
+      line, size = _line(stream, None if stop is None else stop - start)
+      if not line:
+        return
+      start += size
+      yield line.removeprefix(BOM) if first and not (part and part[0]) else line
+      first = False
+
+
+class _Readable(io.RawIOBase):
+  """What BufferedReader needs of a stream, whatever library it is of."""
+
+  def __init__(self, stream):
+    self._stream = stream
+
+  def readable(self):
+    return True
+
+  def readinto(self, buffer):
+    block = self._stream.read(len(buffer))
+    buffer[: len(block)] = block
+    return len(block)
+
+
+def _line(stream, most: int | None) -> tuple[bytes, int]:
+  """Returns the next line and its size; of one that is too long only its beginning.
+
+  Args:
+    stream: the file's.
+    most: where a line that is too long has so many bytes, its rest is not read, nor counted.
+  """
+  line = stream.readline(MOST_BYTES + 1)
+  size = len(line)
+  if size > MOST_BYTES:
+    rest = line
+    while rest and not rest.endswith(b"\n") and (most is None or size <= most):
+      rest = stream.readline(BLOCK)
+      size += len(rest)
+  return line, size
+
+
+def _line_place(file: files.InputFile, part: tuple[int, int] | None) -> Place:
+  """Returns the function from the number of a line in a part to `FILE:LINE`."""
+
+  @functools.cache
+  def first():
+    if not part or not part[0]:
+      return 1
+    left, lines = part[0] - 1, 1
+    with files.open_file(file.path) as stream:
+      while left > 0 and (block := stream.read(min(left, BLOCK))):
+        left -= len(block)
+        lines += block.count(b"\n")
+    return lines + 1  # the line that has byte part[0] - 1 is another part's
+
+  return lambda number: f"{file.path}:{first() + number}"
+
+
+def _parse(line: bytes) -> tuple[Any, str]:
+  """Returns (object, "") of a line, or (None, what is wrong)."""
+  if len(line) > MOST_BYTES:
+    return None, too_long()
+  try:
+    value = json.loads(line.rstrip(b"\r\n").decode())
+  except UnicodeDecodeError as error:
+    return None, not_utf8(error, "line")
+  except json.JSONDecodeError as error:
+    return None, f"invalid JSON: {error.msg}, at column {error.colno:,}"
+  except (ValueError, RecursionError) as error:  # a number of too many digits; nested too deeply
+    return None, f"invalid JSON: {error}"
+  if isinstance(value, dict):
+    return value, ""
+  hint = "; a .jsonl file has an object in each line" if isinstance(value, list) else ""
+  return None, f"it is {type_name(value)}, not a JSON object{hint}"
+
+
+def text_of(record: dict[str, Any], feature: str) -> tuple[bytes | None, str]:
+  """Returns (text, "") of a record, or (None, what is wrong)."""
+  if feature not in record:
+    return None, f"it has no key {feature!r}, only {', '.join(map(repr, record)) or 'none'}"
+  value = record[feature]
+  if not isinstance(value, str):
+    return None, f"its {feature!r} is {type_name(value)}, not a string"
+  try:
+    return value.encode(), ""
+  except UnicodeEncodeError as error:
+    return None, f"its {feature!r} has half a surrogate pair (\\u{ord(value[error.start]):04x})"
+
+
+def key_types(file: files.InputFile) -> dict[str, dict[str, str]]:
+  """Returns key -> type -> the place of its first value, of the first records that can be read."""
+  present: dict[str, dict[str, str]] = {}
+  part = (0, min(file.size, _SAMPLE_BYTES)) if not file.compression else (0, _SAMPLE_BYTES)
+  for record in itertools.islice(json_records(file, part), _SAMPLE):
+    for key, value in (record.value or {}).items():
+      kinds, kind = present.setdefault(key, {}), type_name(value)
+      if kind not in kinds:
+        kinds[kind] = f"line {record.where.rpartition(':')[2]}"
+  return present
+
+
+# ------------------------------ rows of Parquet files ------------------------------
+
+_ROWS = 256  # read at a time
+_FREE_ROWS, _MOST_ROWS_PER_BYTE = 2**24, 256  # of a file
+
+
+def open_table(file: files.InputFile) -> "parquet.ParquetFile":
+  """Opens a Parquet file. Raises ValueError, which names it, if that is not possible."""
+  try:
+    return parquet.ParquetFile(files.open_file(file.path))
+  except (pyarrow.ArrowException, OSError) as error:
+    if isinstance(error, MemoryError):
+      raise
+    if isinstance(error, OSError) and not is_damage(file, error):
+      raise unreadable_error(file, error) from error
+    raise ValueError(f"{file.path} is not a Parquet file, or it is damaged ({error})") from error
+
+
+def row_group_sizes(file: files.InputFile) -> list[int]:
+  """Returns the bytes of each row group before compression."""
+  with open_table(file) as table:
+    return [table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups)]
+
+
+def column(file: files.InputFile, part: tuple[int, int] | None, feature: str) -> Iterator[Item]:
+  """Yields the texts of a column, of all rows or of those of a range of row groups."""
+  for row in table_rows(file, part, feature):
+    if row.why:
+      yield row
+      continue
+    text, row.value = row.value, None
+    if text is None:
+      row.why = f"its {feature!r} is null, not a string"
+    elif len(text) > MOST_BYTES:
+      row.why = too_long()
+    else:
+      try:
+        text.decode()
+        row.value = text
+      except UnicodeDecodeError as error:
+        row.why = not_utf8(error, "text")
+    yield row
+
+
+def table_rows(
+  file: files.InputFile, part: tuple[int, int] | None, feature: str | None
+) -> Iterator[Item]:
+  """Yields rows as objects; with a feature, the bytes of that column alone."""
+  with open_table(file) as table:
+    if feature is not None:
+      check_column(file, table.schema_arrow, feature)
+    sizes = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
+    most = _FREE_ROWS + _MOST_ROWS_PER_BYTE * file.size
+    if sum(sizes) > most:
+      raise ValueError(
+        f"{file.path} has {sum(sizes):,} rows in {file.size:,} bytes, by its metadata, and at most"
+        f" {most:,} are read: it is damaged, or repeats a few values; write it again"
+      )
+    content = 0
+    start, stop = part or (0, len(sizes))
+    columns = None if feature is None else [feature]
+    for group in range(start, stop):
+      first, done = sum(sizes[:group]), 0
+      place = functools.partial("{}, row {}".format, file.path)
+      try:
+        for batch in table.iter_batches(_ROWS, [group], columns, use_threads=False):
+          content += batch.nbytes
+          files.check_expansion(file, content, file.size)
+          for value in _values(batch, feature):
+            yield Item(place, first + done, value)
+            done += 1
+        if done < sizes[group]:
+          raise pyarrow.ArrowInvalid(f"it has {done:,} rows, not {sizes[group]:,}")
+      except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, MemoryError):
+          raise
+        if isinstance(error, OSError) and not is_damage(file, error):
+          raise
+        why = f"row group {group} is damaged ({error})"
+        yield from (Item(place, first + row, None, why) for row in range(done, sizes[group]))
+
+
+def _values(batch, feature):
+  if feature is None:
+    return batch.to_pylist()
+  return (
+    batch.column(0).cast(pyarrow.large_binary()).to_pylist()
+  )  # its UTF-8 is not checked by pyarrow
+
+
+def check_column(file: files.InputFile, schema: "pyarrow.Schema", feature: str) -> None:
+  """Raises ValueError where a Parquet file has no column of texts of that name."""
+  known = {field.name: _type_name(field.type) for field in schema}
+  if known.get(feature) != "a string":
+    what = f"is {schema.field(feature).type}, not text" if feature in known else "is not there"
+    listing = ", ".join(f"{field.name} ({field.type})" for field in schema)
+    raise ValueError(f"{file.path}: column {feature!r} {what}; present are {listing}")
+
+
+def column_types(file: files.InputFile) -> dict[str, dict[str, str]]:
+  """Returns column -> {the type of its values, as `items.type_name` calls it for texts: ""}."""
+  with open_table(file) as table:
+    return {field.name: {_type_name(field.type): ""} for field in table.schema_arrow}
+
+
+def _type_name(kind: "pyarrow.DataType") -> str:
+  values = kind.value_type if types.is_dictionary(kind) else kind
+  if types.is_string(values) or types.is_large_string(values) or types.is_string_view(values):
+    return type_name("")
+  return str(kind)
+
+
+# ------------------------------ units ------------------------------
 
 UNIT_BYTES = 2**26
 _MOST_FILES = 4096  # of text files in a unit
@@ -64,9 +398,6 @@ class Unit:
     return cls(of, tuple(value["range"]) if value["range"] else None, value["size"])
 
 
-# ------------------------------ units ------------------------------
-
-
 def units(found: Sequence[files.InputFile], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
   """Returns the units of some files: parts of large files, and several small text files together.
 
@@ -105,7 +436,7 @@ def _parts(file: files.InputFile, unit_bytes: int) -> Iterator[Unit]:
   if file.size <= unit_bytes or file.compression:
     yield Unit((file,), None, file.size)
   elif file.suffix == files.PARQUET:
-    sizes = parquet.row_group_sizes(file)
+    sizes = row_group_sizes(file)
     scale = file.size / max(sum(sizes), 1)  # their sizes are those before compression
     start = 0
     for stop in range(1, len(sizes) + 1):
@@ -121,7 +452,7 @@ def _parts(file: files.InputFile, unit_bytes: int) -> Iterator[Unit]:
 # ------------------------------ reading ------------------------------
 
 
-def read(unit: Unit, feature: str) -> Iterator[items.Item]:
+def read(unit: Unit, feature: str) -> Iterator[Item]:
   """Yields the documents of a unit in their order.
 
   Args:
@@ -135,32 +466,30 @@ def read(unit: Unit, feature: str) -> Iterator[items.Item]:
     if file.suffix in files.TEXT:
       found = _text(file)
     elif file.suffix == files.PARQUET:
-      found = parquet.column(file, unit.range, feature)
+      found = column(file, unit.range, feature)
     else:
       found = _texts(file, unit.range, feature)
     yield from _checked(file, found)
 
 
-def _texts(
-  file: files.InputFile, part: tuple[int, int] | None, feature: str
-) -> Iterator[items.Item]:
-  for record in json_lines.records(file, part):
+def _texts(file: files.InputFile, part: tuple[int, int] | None, feature: str) -> Iterator[Item]:
+  for record in json_records(file, part):
     if record.value is not None:
-      record.value, record.why = json_lines.text_of(record.value, feature)
+      record.value, record.why = text_of(record.value, feature)
     yield record
 
 
-def read_records(unit: Unit) -> Iterator[items.Item]:
+def read_records(unit: Unit) -> Iterator[Item]:
   """Yields the records of a unit as objects, for conversations; raises as `read` does."""
   for file in unit.files:
     if file.suffix in files.TEXT:
       raise ValueError(f"{file.path}: records are read from .jsonl and .parquet files only")
     table = file.suffix == files.PARQUET
-    found = parquet.rows(file, unit.range, None) if table else json_lines.records(file, unit.range)
+    found = table_rows(file, unit.range, None) if table else json_records(file, unit.range)
     yield from _checked(file, found)
 
 
-def _checked(file: files.InputFile, found: Iterator[items.Item]) -> Iterator[items.Item]:
+def _checked(file: files.InputFile, found: Iterator[Item]) -> Iterator[Item]:
   """Yields what is read of a file; raises ChangedError where it has changed by then."""
   with _reading(file):
     for item in found:
@@ -187,35 +516,35 @@ def _reading(file: files.InputFile) -> Iterator[None]:
       files.check_unchanged(file)
       files.check_version(file, version)
   except OSError as error:
-    raise items.unreadable(file, error) from error
+    raise unreadable_error(file, error) from error
 
 
-def _text(file: files.InputFile) -> Iterator[items.Item]:
+def _text(file: files.InputFile) -> Iterator[Item]:
   """Yields the document of a text file; none of an empty one."""
   content, why, line = b"", "", 0
   try:
     with files.open_content(file) as stream:
       content = _bounded(stream)
   except OSError as error:
-    if not items.is_damage(file, error):
+    if not is_damage(file, error):
       raise
     why = f"its compression is damaged ({error})"
   else:
-    why = items.too_long() if len(content) > items.MOST_BYTES else ""
-  content = content.removeprefix(json_lines.BOM)
+    why = too_long() if len(content) > MOST_BYTES else ""
+  content = content.removeprefix(BOM)
   if not why:
     try:
       content.decode()
     except UnicodeDecodeError as error:
-      why, line = items.not_utf8(error, "file"), content.count(b"\n", 0, error.start) + 1
+      why, line = not_utf8(error, "file"), content.count(b"\n", 0, error.start) + 1
   place = (lambda _: f"{file.path}:{line}") if line else (lambda _: file.path)
   if content or why:
-    yield items.Item(place, 0, None if why else content, why)
+    yield Item(place, 0, None if why else content, why)
 
 
 def _bounded(stream) -> bytes:
   blocks, size = [], 0
-  while size <= items.MOST_BYTES and (block := stream.read(items.BLOCK)):
+  while size <= MOST_BYTES and (block := stream.read(BLOCK)):
     blocks.append(block)
     size += len(block)
   return b"".join(blocks)
@@ -249,9 +578,7 @@ def choose_feature(found: Sequence[files.InputFile], feature: str = "") -> str:
   chosen: dict[str, str] = {}  # name -> the first file that has it
   for file in _some(tables):
     with _reading(file):
-      present = (
-        parquet.types_of(file) if file.suffix == files.PARQUET else json_lines.types_of(file)
-      )
+      present = column_types(file) if file.suffix == files.PARQUET else key_types(file)
     if name := _choose(file, present, feature):
       chosen.setdefault(name, file.path)
   if len(chosen) > 1:

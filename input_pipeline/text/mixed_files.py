@@ -63,7 +63,7 @@ def conversations(data: Any, count: int) -> list[chat_documents.Example]:
   """
   data = of(data, data.sources[0]) if data.sources else data
   prepared, chosen, name = rows.documents_of(data, data.train_split)
-  chosen, _ = chat_documents.kept(prepared, chosen, data, name)
+  chosen, _ = chat_documents.select_conversations(prepared, chosen, data, name)
   found = []
   for number in chosen[:count].tolist():
     with contextlib.suppress(RecordError):  # data.max_bad_records decides about those

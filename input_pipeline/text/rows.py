@@ -18,7 +18,6 @@ from input_pipeline.sources import catalog
 from input_pipeline.text import (
   chat_documents,
   packing,
-  preferences,
   preparation,
   store,
   tfds_documents,
@@ -126,13 +125,13 @@ def source_of(
   encoder, concatenated = prepared.encoder, data.packing == "concatenate"
   left_out: dict[str, int] = {}
   if prepared.template is not None:
-    chosen, left_out = chat_documents.kept(prepared, chosen, data, name)
+    chosen, left_out = chat_documents.select_conversations(prepared, chosen, data, name)
   prefix = _prefix(encoder, prepared.documents.masked, concatenated)
   index = prepared.documents.index[chosen]
   slots = np.maximum(index["tokens"].astype(np.int64) + len(prefix) - 1, 0)
   may_split = not prepared.documents.masked
   pairs, T = data.name == catalog.PREFERENCES, data.sequence_length
-  row_slots = preferences.row_slots(T) if pairs else T
+  row_slots = chat_documents.pair_row_slots(T) if pairs else T
   packed = packing.pack(slots, row_slots, data.packing, seed, may_split=may_split)
   if not len(packed):
     raise ValueError(f"{name} is empty: {len(index):,} documents with nothing to predict")
@@ -175,8 +174,8 @@ def source_of(
   if not pairs:
     return source
   documents = packed.document[packed.starts[:-1]]  # a row is one
-  sides = preferences.slots(prepared.documents.index["tokens"][documents])
-  return preferences.divided(source, sides, T)
+  sides = chat_documents.pair_slots(prepared.documents.index["tokens"][documents])
+  return chat_documents.divide_pairs(source, sides, T)
 
 
 def _prefix(encoder: tokenizer.Tokenizer, masked: bool, concatenated: bool) -> np.ndarray:

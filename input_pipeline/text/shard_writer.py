@@ -15,7 +15,7 @@ import numpy as np
 from array_record.python import array_record_module
 from etils import epath
 
-from input_pipeline.text import items
+from input_pipeline.text import documents
 from input_pipeline.text.store import (
   DOCUMENT,
   FORMAT,
@@ -126,7 +126,7 @@ class ShardWriter:
     """Counts a document without text; it is left out."""
     self._empty += 1
 
-  def add_bad(self, item: items.Item, why: str) -> None:
+  def add_bad(self, item: documents.Item, why: str) -> None:
     """Counts a record that is no document; it is left out."""
     self.bad_count += 1
     if len(self.bad) < _LISTED_BAD:

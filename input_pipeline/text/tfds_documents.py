@@ -9,7 +9,7 @@ from etils import epath
 
 from input_pipeline.file_lock import locked
 from input_pipeline.sources import catalog
-from input_pipeline.text import items, preparation, shard_writer, store, tokenizer, worker
+from input_pipeline.text import documents, preparation, shard_writer, store, tokenizer, worker
 
 
 def prepare(
@@ -86,7 +86,7 @@ def _fill(folder, shard, builder, split, feature, encoder, limit, tick) -> None:
 def texts(
   data: Any,
   split: str,
-  bad: Callable[[items.Item], None],
+  bad: Callable[[documents.Item], None],
   tick: Callable = preparation.no_tick,
 ) -> Iterator[bytes]:
   """Yields the texts of a split, which need not be prepared.
@@ -112,7 +112,7 @@ def texts(
       yield item.text
 
 
-def _documents(builder, split: str, feature: str) -> Iterator[items.Item]:
+def _documents(builder, split: str, feature: str) -> Iterator[documents.Item]:
   from input_pipeline.sources import tfds
 
   whys: dict[int, str] = {}
@@ -121,7 +121,7 @@ def _documents(builder, split: str, feature: str) -> Iterator[items.Item]:
     if example is not None:
       text = example[feature]
       text = text.encode() if isinstance(text, str) else bytes(text)
-    yield items.Item("record {}".format, number, text, whys.get(number, ""))
+    yield documents.Item("record {}".format, number, text, whys.get(number, ""))
 
 
 def _check_count(prepared: preparation.Prepared, stored: int, name: str, shard: epath.Path) -> None:

@@ -127,12 +127,14 @@ def load(spec: epath.PathLike) -> Tokenizer:
   path = find_file(epath.Path(spec).expanduser())
   companions = {name: path.parent / name for name in COMPANIONS if (path.parent / name).exists()}
   if _is_json(path):
-    from input_pipeline.text import json_tokenizer  # where no such tokenizer is used, not imported
+    from input_pipeline.text import (
+      library_tokenizers,  # where no such tokenizer is used, not imported
+    )
 
-    return json_tokenizer.load(path, companions)
-  from input_pipeline.text import sentencepiece_model  # an optional requirement
+    return library_tokenizers.load_json(path, companions)
+  from input_pipeline.text import library_tokenizers  # an optional requirement
 
-  return sentencepiece_model.load(path, companions)
+  return library_tokenizers.load_sentencepiece(path, companions)
 
 
 def find_file(path: epath.Path) -> epath.Path:

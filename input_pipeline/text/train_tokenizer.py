@@ -16,7 +16,7 @@ import tokenizers
 from etils import epath
 
 from input_pipeline.sources import catalog
-from input_pipeline.text import documents, items, tfds_documents, tokenizer, tokenizer_files
+from input_pipeline.text import documents, tfds_documents, tokenizer, tokenizer_files
 from input_pipeline.text import files as text_files
 from input_pipeline.text.shard_writer import content_hash
 from runtime import files
@@ -49,7 +49,7 @@ def check_size(size: int) -> None:
 def sample(
   units: Sequence[documents.Unit],
   feature: str,
-  bad: Callable[[items.Item], None],
+  bad: Callable[[documents.Item], None],
   most_bytes: int = SAMPLE_BYTES,
 ) -> Iterator[bytes]:
   """Yields documents to train on: all, or an even share of each unit.
@@ -155,7 +155,7 @@ def train_on(data: Any, size: int, tick: Callable[[str, int], None] = no_tick) -
   check_size(size)
   count = 0
 
-  def bad(item: items.Item) -> None:
+  def bad(item: documents.Item) -> None:
     nonlocal count
     count += 1
     if count > data.max_bad_records:
@@ -188,7 +188,7 @@ def _trained_on(
   found: Sequence[text_files.InputFile],
   feature: str,
   held_out: float | str,
-  bad: Callable[[items.Item], None],
+  bad: Callable[[documents.Item], None],
   sources: int,
 ) -> Iterator[bytes]:
   """Yields the documents of one source that are not held out for validation."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from input_pipeline.text import documents, files, items, shard_writer, tokenizer
+from input_pipeline.text import documents, files, shard_writer, tokenizer
 from runtime import exit_codes
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 2**21  # that the tokenizer gets at once
@@ -74,7 +74,10 @@ def write_unit(
   """
   folder, keys = task.folder / unit.id, {"limit": task.limit, "tick": tick}
   if task.chat_template is not None:
-    from input_pipeline.text import chat_documents, chat_template  # they import Jinja
+    from input_pipeline.text import (
+      chat_documents,  # they import Jinja
+      chat_template,
+    )
 
     template = chat_template.load(task.chat_template, encoder)
     if task.template_digest not in ("", template.digest):
@@ -89,7 +92,7 @@ def write_unit(
 
 def write(
   folder: epath.Path,
-  read: Iterable[items.Item],
+  read: Iterable[documents.Item],
   encoder: tokenizer.Tokenizer,
   *,
   limit: int,
@@ -111,7 +114,7 @@ def write(
 
 
 def _good(
-  read: Iterable[items.Item], shard: shard_writer.ShardWriter, limit: int
+  read: Iterable[documents.Item], shard: shard_writer.ShardWriter, limit: int
 ) -> Iterator[bytes]:
   """Yields the texts; counts documents without text, and records that are none."""
   for document in read:

@@ -101,7 +101,7 @@ def _run(
   stopped: int | None,
   limit_seconds: float,
 ) -> Ended:
-  launcher = [sys.executable, "-m", "launch.local", *options, "--"]
+  launcher = [sys.executable, "-m", "processes.launch", *options, "--"]
   began, lines = time.monotonic(), []
   environment = {key: value for key, value in os.environ.items() if key != "NPROC"}
   running = subprocess.Popen(

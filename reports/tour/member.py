@@ -1,6 +1,6 @@
 """A process of the chapter `processes`: prints its devices and the rows that it feeds, as JSON.
 
-python -m launch.local --processes=2 -- python -m reports.tour.member '{"data": 8}'
+python -m processes.launch --processes=2 -- python -m reports.tour.member '{"data": 8}'
 """
 
 import json

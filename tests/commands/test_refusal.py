@@ -27,14 +27,6 @@ REFUSALS = {
     [DP8, "--config.training.stepz=3"],
     ["unknown config key 'training.stepz'", "did you mean 'training.steps'?"],
   ),
-  "a key that the task has replaced": (
-    [DP8, "--config.data.kind=image"],
-    ["data.kind is no longer a key; the recipe's task says how rows are read", "FILE:RECIPE"],
-  ),
-  "another key that the task has replaced": (
-    [DP8, "--config.training.loss=classification"],
-    ["training.loss is no longer a key; the recipe's task says what is minimised"],
-  ),
   "a task that is not the recipe's": (
     [DP8, "--config.task=regression"],
     ["task='regression' was overridden while model and data are those of 'causal_lm'"],
@@ -307,8 +299,8 @@ def test_parameters_without_exactly_one_rule_are_refused(forks, tmp_path):
   script.write_text(
     "import sys; sys.argv = ['main.py', 'layout', '--config=configs/dp8.py']\n"
     "import main\nfrom models import transformer as t\n"
-    "t.PARAMETERS['layers/mlp/up.*'] = 'LDF'\n"
-    "t.PARAMETERS['layers/moe/router'] = 'LD'\n"
+    "t.Block.dims = lambda *given, of=t.Block.dims: (\n"
+    "  of(*given) | {'mlp/up.*': 'DF', 'moe/router': 'D'})\n"
     "main.app.run(main.main, flags_parser=main.parse_flags)\n"
   )
   out, err = tmp_path / "out", tmp_path / "err"

@@ -62,11 +62,11 @@ def commands(text: str) -> list[list[str]]:
   """Returns the command lines of a page, split into words: and `python ... --flag` in prose.
 
   Lines that a backslash continues are joined. Comments and output are left out: a command begins
-  with a program, a variable assignment or a script of launch/.
+  with a program, a variable assignment or a script of processes/launch/.
   """
   lines = [line for block in blocks(text) for line in block.replace("\\\n", " ").splitlines()]
   lines += re.findall(r"`(python [^`]*--[^`]+)`", prose(text).replace("\n", " "))
-  started = re.compile(r"(\S*python|make|mpirun|launch/|[A-Z_]+=\S+ )")
+  started = re.compile(r"(\S*python|make|mpirun|processes/launch/|[A-Z_]+=\S+ )")
   return [shlex.split(line, comments=True) for line in lines if started.match(line.strip())]
 
 
@@ -76,6 +76,6 @@ def applications(text: str) -> list[list[str]]:
   for words in commands(text):
     if "main.py" in words:
       found.append(words[words.index("main.py") + 1 :])
-    elif words[0].startswith("launch/") and any(word.startswith("--") for word in words):
+    elif words[0].startswith("processes/launch/") and any(word.startswith("--") for word in words):
       found.append([word for word in words if word.startswith("--")])
   return found

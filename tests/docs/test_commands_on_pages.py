@@ -58,9 +58,9 @@ def test_wrong_commands_are_seen(refusals):
 python main.py --config=configs/dp4_tp2.py --config.mesh.tenser=2
 python main.py --config=configs/dp5.py
 python main.py layout --config=configs/dp8.py --topology=v5e:4x2
-X=1 python -m launch.local --processes=2 -- \\
+X=1 python -m processes.launch --processes=2 -- \\
   python main.py --config=configs/dp8.py --config.data.global_batch_size=7
-launch/tpu_vm.sh run NAME ZONE --config=configs/fsdp.py --workdri=gs://BUCKET/first
+processes/launch/tpu_vm.sh run NAME ZONE --config=configs/fsdp.py --workdri=gs://BUCKET/first
 python main.py --config=configs/dp8.py
 ```
 """

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from launch.local import free_port
+from processes.listening import free_port
 from tests.helpers.compiling import FAST
 from tests.helpers.forks import Forks
 
@@ -94,7 +94,7 @@ class Run:
     Args:
       workdir: of the run; what is printed goes to files beside it.
       count: how many processes.
-      launcher: whether `launch.local` starts them, and not this class.
+      launcher: whether `processes.launch` starts them, and not this class.
       restarts: the launcher's.
       slow: the process whose reading `stall` stops.
       steps: that the run makes.
@@ -112,7 +112,7 @@ class Run:
     command = ["main.py", *told]
     number = len(list(workdir.parent.glob(f"{workdir.name}-*.out")))
     if launcher:
-      before = ["-m", "launch.local", f"--processes={count}", f"--restarts={restarts}"]
+      before = ["-m", "processes.launch", f"--processes={count}", f"--restarts={restarts}"]
       command = [*before, "--", sys.executable, *command]
     self.port = free_port()
     address = f"localhost:{self.port}"

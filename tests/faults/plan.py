@@ -67,8 +67,8 @@ ROWS = (
     "resumes by itself; Same; at most two checkpoint intervals redone; no process left behind",
     "rows_kills",
     26,
-    note="50 trials with 2 processes, 20 with 4, under `launch.local --restarts`. Every other kill "
-    "comes after the first step: most of a run this short is its start.",
+    note="50 trials with 2 processes, 20 with 4, under `processes.launch --restarts`. Every other "
+    "kill comes after the first step: most of a run this short is its start.",
   ),
   Row(
     2,
@@ -250,7 +250,7 @@ ROWS = (
   Row(
     21,
     "Ctrl-C in a real terminal, at a random moment of each phase: imports, data preparation, "
-    "compilation, steps, evaluation, a save, the end; of each verb; under launch.local; twice",
+    "compilation, steps, evaluation, a save, the end; of each verb; under processes.launch; twice",
     42,
     "exit 75 without a traceback, the last step saved, one line where nothing is to be saved; "
     "twice: 130; Same after restart",

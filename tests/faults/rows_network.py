@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 
 from benchmarks import rendezvous
-from launch.local import free_port
 from processes import tokens
 from processes.heartbeat import Exchange
+from processes.listening import free_port
 from processes.rendezvous import call as join
 from tests.faults import same
 from tests.faults.harness import Run

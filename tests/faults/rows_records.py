@@ -207,7 +207,7 @@ def _by_construction(
   data, tensor = MESHES[count]
   folder.mkdir()
   command = [
-    *(sys.executable, "-m", "launch.local", f"--processes={count}", "--"),
+    *(sys.executable, "-m", "processes.launch", f"--processes={count}", "--"),
     *(sys.executable, str(pathlib.Path(__file__).parent / "weightless.py")),
     *(*FLAGS, f"--config.mesh.data={data}", f"--config.mesh.tensor={tensor}"),
     *(f"--config.training.steps={STEPS}", *_flags(whole), f"--workdir={folder / 'run'}"),

@@ -55,7 +55,7 @@ class Phase:
     verb: of main.py.
     late: whether it may be too late to change anything.
     nothing: whether nothing is to be saved: one line says so.
-    launcher: whether `launch.local` starts two processes.
+    launcher: whether `processes.launch` starts two processes.
     twice: whether it is pressed again once that was announced.
     flags: more of them.
   """
@@ -83,8 +83,8 @@ PHASES = (
   Phase("the last evaluation", _after("step 100/", 0.7), late=True),
   Phase("the sample at the end", _after("sample from the trained model", 2), late=True),
   Phase("a step, twice", _step, twice=True),
-  Phase("a step, under launch.local", _step, launcher=True),
-  Phase("imports, under launch.local", _after("started 2 processes", 4), launcher=True),
+  Phase("a step, under processes.launch", _step, launcher=True),
+  Phase("imports, under processes.launch", _after("started 2 processes", 4), launcher=True),
   Phase("evaluate", _after("", 9), "evaluate", late=True),
   Phase("sample", _after("", 9), "sample", late=True, flags=("--max_new_tokens=8",)),
   Phase("layout", _after("", 5), "layout", late=True),
@@ -155,7 +155,7 @@ def _command(phase: Phase, attempt: Attempt, steps: int, trained: pathlib.Path) 
     told = [re.sub(r"^--config\.(?!mesh)", "--set=", flag) for flag in told]
   command = main(*([] if phase.verb == "train" else [phase.verb]), *told)
   if phase.launcher:
-    return [sys.executable, "-m", "launch.local", f"--processes={count}", "--", *command]
+    return [sys.executable, "-m", "processes.launch", f"--processes={count}", "--", *command]
   return command
 
 

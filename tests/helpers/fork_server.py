@@ -79,7 +79,7 @@ def _run(command: list[str]) -> None:
     runpy.run_path(command[0], run_name="__main__")
     return
   sys.argv = command[1:]
-  if command[1] == "launch.local":
+  if command[1] == "processes.launch":
     subprocess.Popen = _popen
   runpy.run_module(command[1], run_name="__main__", alter_sys=True)
 

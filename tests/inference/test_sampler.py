@@ -165,9 +165,9 @@ def test_what_a_run_could_not_sample_at_its_end_is_refused_before_it_starts(monk
 class Biased(transformer.Transformer):
   """A decoder whose logits have a bias that is a variable and no parameter."""
 
-  def __init__(self, config, *, rngs):
-    super().__init__(config, rngs=rngs)
-    self.bias = nnx.BatchStat(jnp.zeros(config.model.vocabulary_size, jnp.float32))
+  def __init__(self, spec, *, rngs):
+    super().__init__(spec, rngs=rngs)
+    self.bias = nnx.BatchStat(jnp.zeros(spec.vocabulary_size, jnp.float32))
 
   def extend(self, tokens_BT, counts_B, cache):
     logits_BV, cache = super().extend(tokens_BT, counts_B, cache)
@@ -176,7 +176,7 @@ class Biased(transformer.Transformer):
 
 
 def test_variables_that_are_no_parameters_are_used(monkeypatch):
-  names = ("legend", "parameters", "train_flops_per_example", "CACHE", "empty_cache")
+  names = ("SPEC", "CACHE", "empty_cache")
   members = {name: getattr(transformer, name) for name in names}
   monkeypatch.setitem(MODELS, "transformer", types.SimpleNamespace(**members, build=Biased))
   job = make_job("dp4_tp2", "lm")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from input_pipeline.mixture import PERIOD, Interleaving, Part, Stages, rounded, row_shares
+from input_pipeline.order import PERIOD, Interleaving, Part, Stages, rounded, row_shares
 
 
 def shares_of(random, count):
@@ -46,7 +46,7 @@ def test_two_equal_sources_alternate():
 
 
 def test_the_order_begins_again_after_a_period(monkeypatch):
-  monkeypatch.setattr("input_pipeline.mixture.PERIOD", 8192)
+  monkeypatch.setattr("input_pipeline.order.PERIOD", 8192)
   order = Interleaving([0.7, 0.2, 0.1])
   assert order.counts(8192).tolist() == list(order.quotas)
   assert (

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from input_pipeline.mixture import Part
-from input_pipeline.order import EpochOrder, MixtureOrder
+from input_pipeline.order import EpochOrder, MixtureOrder, Part
 from input_pipeline.position import Position
 
 PARTS = (Part("web", 30, 30 * 8), Part("code", 12, 12 * 8), Part("books", 7, 7 * 8))

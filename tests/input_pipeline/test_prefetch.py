@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from input_pipeline.prefetch import Prefetcher
+from input_pipeline.batches import Prefetcher
 
 
 def test_batches_come_in_order():

@@ -4,10 +4,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from input_pipeline.batches import TrainingBatches
+from input_pipeline.batches import TrainingBatches, cut_rows
 from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
-from input_pipeline.row_pieces import cut
 from input_pipeline.row_source import array_source
 
 ROWS, T = 24, 12
@@ -31,7 +30,7 @@ def source():
 
 def test_pieces_are_slices_of_rows_and_number_their_documents_from_zero():
   whole, pieces = source(), 3
-  parts = cut(whole, pieces)
+  parts = cut_rows(whole, pieces)
   assert len(parts) == 3 * ROWS
   numbers = np.array([5, 4, 70, 3, 5])
   found, rows = parts.read(numbers), whole.read(np.arange(ROWS))

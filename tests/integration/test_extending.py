@@ -73,9 +73,9 @@ from models import MODELS, mlp
 
 
 class Centered(mlp.MLP):
-  def __init__(self, config, *, rngs):
-    super().__init__(config, rngs=rngs)
-    self.mean = nnx.BatchStat(jnp.zeros(config.model.input_size, jnp.float32))
+  def __init__(self, spec, *, rngs):
+    super().__init__(spec, rngs=rngs)
+    self.mean = nnx.BatchStat(jnp.zeros(spec.input_size, jnp.float32))
 
   def loss_sums(self, batch, key=None):
     if key is not None:
@@ -90,8 +90,7 @@ def centered():
   return config
 
 
-members = {name: getattr(mlp, name) for name in ("legend", "parameters", "train_flops_per_example")}
-MODELS.register("centered", types.SimpleNamespace(**members, build=Centered))
+MODELS.register("centered", types.SimpleNamespace(SPEC=mlp.SPEC, build=Centered))
 AXIS_TABLES.register("centered", AXIS_TABLES["mlp"])
 recipes.RECIPES.register("centered", centered)
 

@@ -13,8 +13,7 @@ from configs import single
 from configs.schema import finalize
 from interop import export, hf_config, name_maps, peft_adapter
 from interop.export import ExportFolder, check_folder
-from models import lora
-from models.transformer_dims import decoder_spec
+from models import lora, model_spec
 from partitioning.rules import named_leaves
 from tests.interop import folders
 from tests.interop.test_export import exported
@@ -50,7 +49,7 @@ def config_of(case, *, adapters=True):
 
 def arrays_of(config):
   """Returns name -> float64 array of the parameters, all of them random."""
-  random, found, spec = np.random.default_rng(5), {}, decoder_spec(config)
+  random, found, spec = np.random.default_rng(5), {}, model_spec(config)
   for pattern, letters in spec.parameters.items():
     options = pattern.partition("(")[2].partition(")")[0].split("|") if "(" in pattern else [""]
     for one in options:
@@ -68,9 +67,7 @@ def test_b_a_is_the_update_of_each_kernel(case):
   config, plain, model_type = config_of(case), config_of(case, adapters=False), CASES[case][0]
   with jax.enable_x64(True):
     arrays = arrays_of(config)
-    merged = named_leaves(
-      jax.tree.map(np.asarray, lora.merge(decoder_spec(config), nested(arrays)))
-    )
+    merged = named_leaves(jax.tree.map(np.asarray, lora.merge(model_spec(config), nested(arrays))))
   described = peft_adapter.adapter_config(config, model_type, None)
   adapters, sizes = peft_adapter.tensors(config, model_type), name_maps.sizes_of(config)
   found = {n: peft_adapter.joined(t, sizes, giving(arrays)) for n, t in adapters.items()}
@@ -139,9 +136,7 @@ def test_one_adapter_of_a_fused_module_is_that_of_each_part(tmp_path):
   adapter = stored(tmp_path / "a", config, "gpt2", tensors, rank_pattern={}, alpha_pattern={})
   arrays = arrays_of(config) | peft_adapter.read(adapter, config, "gpt2")
   with jax.enable_x64(True):
-    merged = named_leaves(
-      jax.tree.map(np.asarray, lora.merge(decoder_spec(config), nested(arrays)))
-    )
+    merged = named_leaves(jax.tree.map(np.asarray, lora.merge(model_spec(config), nested(arrays))))
   name = "transformer.h.1.attn.c_attn"
   tensor = name_maps.tensors(plain, "gpt2")[f"{name}.weight"]
   base, new = (

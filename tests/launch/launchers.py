@@ -60,7 +60,7 @@ class Launcher:
     self._out, self._err = folder / "launcher.out", folder / "launcher.err"
     with open(self._out, "wb") as out, open(self._err, "wb") as err:
       self.popen = subprocess.Popen(
-        [*before, sys.executable, "-m", "launch.local", *options, "--", *command],
+        [*before, sys.executable, "-m", "processes.launch", *options, "--", *command],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         **{"stdout": out, "stderr": err} | streams,

@@ -1,4 +1,4 @@
-"""The templates of launch/ by their own tools: `make test-deploy`; those of bash in `make test`."""
+"""The templates by their own tools: `make test-deploy`; those of bash in `make test`."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import yaml
 from tests.launch.played import play
 
 ROOT = pathlib.Path(__file__).parents[2]
-LAUNCH = ROOT / "launch"
+LAUNCH = ROOT / "processes" / "launch"
 BIN = ROOT / ".venv-deploy" / "bin"
 SKY = LAUNCH / "skypilot.yaml"
 RESTARTED = {1, 75, 137, 143}  # failed, stopped after saving, killed, terminated
@@ -115,7 +115,7 @@ def test_xpk_writes_a_jobset_that_restarts_as_the_exit_codes_say(tmp_path):
     (("First", *XPK[1:], *OURS), "'First' is not a valid name"),
     ((*XPK[:2], "central", *XPK[3:], *OURS), "'central' is not a zone"),
     ((*XPK, OURS[0]), "give --workdir=gs://..."),
-    (XPK, "usage: launch/xpk.sh"),
+    (XPK, "usage: processes/launch/xpk.sh"),
   ],
 )
 def test_what_xpk_would_not_understand_is_refused(arguments, why):

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from launch import local
+from processes.launch import __main__ as launcher_code
 from runtime import exit_codes
 from tests.launch.launchers import ROOT, runs, wait_until
 
@@ -195,8 +195,8 @@ os.kill(os.getpid(), signal.SIGKILL if index else signal.SIGABRT)
 
 def test_of_those_found_dead_at_once_the_likeliest_cause_is_the_first():
   codes = [-signal.SIGABRT, 0, exit_codes.STOPPED, 1, -signal.SIGKILL]
-  ended = [local.Process(index, None, None, None, code) for index, code in enumerate(codes)]
-  assert [p.code for p in sorted(ended, key=local._consequence)] == [-9, 0, 1, 75, -6]
+  ended = [launcher_code.Process(index, None, code) for index, code in enumerate(codes)]
+  assert [p.code for p in sorted(ended, key=launcher_code._consequence)] == [-9, 0, 1, 75, -6]
 
 
 def test_a_stopped_process_is_killed_and_named(launch):
@@ -282,7 +282,7 @@ def test_a_second_ctrl_c_kills(launch):
   launcher.popen.send_signal(signal.SIGINT)
   launcher.wait_for("[0] saving", "[1] saving")
   launcher.popen.send_signal(signal.SIGINT)  # the same one, which a wrapper has passed on, too
-  time.sleep(local.AGAIN_SECONDS)
+  time.sleep(launcher_code.AGAIN_SECONDS)
   assert launcher.popen.poll() is None
   launcher.popen.send_signal(signal.SIGINT)
   assert launcher.end() == 130
@@ -373,7 +373,7 @@ def test_asked_to_stop_between_two_starts_it_starts_no_more(launch):
 )
 def test_bad_usage_is_one_line_and_code_2(capsys, arguments, said):
   with pytest.raises(SystemExit) as end:
-    local.main(arguments)
+    launcher_code.main(arguments)
   assert end.value.code == 2
   [line] = capsys.readouterr().err.splitlines()
   assert said in line
@@ -392,14 +392,14 @@ def test_what_cannot_be_started_is_code_2(launch, tmp_path):
 def test_what_the_system_cannot_start_now_is_started_again(number):
   # No process id, memory or file is left; the second start succeeds.
   code = f"""
-from launch import local
-real, failures = local.subprocess.Popen, [OSError({number}, "none is left")]
+from processes.launch import __main__ as launcher_code
+real, failures = launcher_code.subprocess.Popen, [OSError({number}, "none is left")]
 def popen(command, **options):
   if command == ["true"] and failures:
     raise failures.pop()
   return real(command, **options)
-local.subprocess.Popen = popen
-raise SystemExit(local.main(["--processes=1", "--restarts=1", "--", "true"]))
+launcher_code.subprocess.Popen = popen
+raise SystemExit(launcher_code.main(["--processes=1", "--restarts=1", "--", "true"]))
 """
   command = [sys.executable, "-c", code]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -409,6 +409,6 @@ raise SystemExit(local.main(["--processes=1", "--restarts=1", "--", "true"]))
 
 def test_it_loads_nothing_that_starts_threads():
   # Between fork and exec it runs Python, which is safe in a process of one thread only.
-  code = "import launch.local, sys; print(*sys.modules)"
+  code = "import processes.launch.__main__, sys; print(*sys.modules)"
   done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
   assert not {b"jax", b"numpy", b"training"} & {*done.stdout.split()}

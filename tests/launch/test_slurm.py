@@ -1,4 +1,4 @@
-"""launch/slurm.sh: what it asks for, when it requeues, how signals reach the step.
+"""processes/launch/slurm.sh: what it asks for, when it requeues, how signals reach the step.
 
 Slurm's programs are played; the batch file is the shipped one, run by the shell that would run it.
 """
@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch.played import play
 
-LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
+LAUNCH = pathlib.Path(__file__).parents[2] / "processes" / "launch"
 
 # As the real one: the highest code of all tasks is its own, and SIGTERM to srun itself kills the
 # tasks by SIGKILL. The task stops as main.py does: on SIGTERM, with 75.

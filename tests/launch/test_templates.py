@@ -1,4 +1,4 @@
-"""The templates of launch/ and docs/running.md: they parse, and what they name exists."""
+"""The templates of processes/launch/ and docs/running.md: they parse, and what they name exists."""
 
 import ast
 import importlib.util
@@ -15,7 +15,7 @@ from commands import config_flag
 from configs import base
 
 ROOT = pathlib.Path(__file__).parents[2]
-LAUNCH = ROOT / "launch"
+LAUNCH = ROOT / "processes" / "launch"
 DOCS = (ROOT / "docs" / "running.md").read_text()
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 KEYS = {
@@ -29,7 +29,7 @@ def jobset():
 
 
 def manifests():
-  """Returns what launch/jobset.yaml holds: the JobSet and its NetworkPolicy."""
+  """Returns what processes/launch/jobset.yaml holds: the JobSet and its NetworkPolicy."""
   return [*yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())]
 
 
@@ -50,7 +50,7 @@ def container():
 
 
 def commands():
-  """Returns every shell command of the documents and of the comments in launch/."""
+  """Returns every shell command of the documents and of the comments in processes/launch/."""
   blocks = re.findall(r"```\n(.*?)```", DOCS, re.DOTALL)
   for path in (*SCRIPTS, LAUNCH / "jobset.yaml", LAUNCH / "Dockerfile"):
     blocks.append(re.sub(r"^# ?", "", path.read_text(), flags=re.MULTILINE))
@@ -67,7 +67,12 @@ def arguments_of_main():
 
 def test_the_texts_show_calls_of_main_in_every_way():
   assert len(arguments_of_main()) >= 5
-  for way in ("launch/tpu_vm.sh run", "sbatch launch/slurm.sh", "mpirun -n", "-m launch.local"):
+  for way in (
+    "processes/launch/tpu_vm.sh run",
+    "sbatch processes/launch/slurm.sh",
+    "mpirun -n",
+    "-m processes.launch",
+  ):
     assert any(way in line and "--config=" in line for line in commands()), way
 
 
@@ -100,7 +105,7 @@ def test_make_targets_modules_and_files_exist():
   assert {*named} <= {*targets.split()}
   for module in {*re.findall(r"-m ([a-z_]+(?:\.[a-z_]+)+)", text)}:
     assert importlib.util.find_spec(module), module
-  rooms = "launch|configs|docs|tests|benchmarks"
+  rooms = "processes|configs|docs|tests|benchmarks"
   paths = {*re.findall(rf"\b(?:{rooms})/[\w/]+\.\w+", text), "requirements.txt", "main.py"}
   assert {path for path in paths if not (ROOT / path).is_file()} == set()
 
@@ -109,12 +114,14 @@ def test_the_launcher_has_the_flags_that_the_document_gives_it():
   given = {
     flag
     for line in commands()
-    if "-m launch.local" in line
-    for flag in re.findall(r"--([a-z_]+)", line.partition("launch.local")[2].partition(" -- ")[0])
+    if "-m processes.launch" in line
+    for flag in re.findall(
+      r"--([a-z_]+)", line.partition("processes.launch")[2].partition(" -- ")[0]
+    )
   }
   assert "processes" in given
   done = subprocess.run(
-    [sys.executable, "-m", "launch.local", "--help"], cwd=ROOT, capture_output=True, text=True
+    [sys.executable, "-m", "processes.launch", "--help"], cwd=ROOT, capture_output=True, text=True
   )
   assert {flag for flag in given if f"--{flag}" not in done.stdout + done.stderr} == set()
 

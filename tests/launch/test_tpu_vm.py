@@ -1,4 +1,4 @@
-"""launch/tpu_vm.sh: sets hosts up, starts and stops runs on all of them, refuses a second one.
+"""tpu_vm.sh: sets hosts up, starts and stops runs on all of them, refuses a second one.
 
 gcloud and the hosts are played; the script is the shipped one, run by the shell that would run it.
 """
@@ -13,7 +13,7 @@ import pytest
 from tests.launch.played import play
 
 ROOT = pathlib.Path(__file__).parents[2]
-LAUNCH = ROOT / "launch"
+LAUNCH = ROOT / "processes" / "launch"
 
 # Each host has a home. gcloud runs the command on one or all and returns the first code but 0.
 GCLOUD = """
@@ -39,7 +39,7 @@ exit "$code"
 
 @pytest.fixture
 def hosts(tmp_path):
-  """Returns (folder of two hosts, function from arguments to a finished launch/tpu_vm.sh)."""
+  """Returns (folder of two hosts, function from arguments to a finished tpu_vm.sh)."""
   play(tmp_path / "bin", "gcloud", GCLOUD)
   play(tmp_path / "bin", "make", 'echo "make $*"')
   for worker in range(2):
@@ -123,7 +123,7 @@ def test_tpu_run_refuses_a_second_one_and_stop_ends_the_first(hosts):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ((), "usage: launch/tpu_vm.sh setup NAME ZONE"),
+    ((), "usage: processes/launch/tpu_vm.sh setup NAME ZONE"),
     (("start", *VM), "'start' is none of setup, run, stop"),
     (("run", *VM), "run needs main.py's arguments"),
     (("run", "--zone=x", "us-central2-b", "x"), "'--zone=x' is not a valid name of a TPU VM"),

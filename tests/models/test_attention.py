@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, kv_cache, rope, transformer
+from models import attention, kv_cache, model_spec, rope, transformer
 from tests.helpers.jobs import make_job
 
 FREQUENCY = rope.rotary_frequencies(4, 100.0, dtype=jnp.dtype("float32"))
@@ -156,7 +156,7 @@ def test_each_row_remembers_behind_its_own_length(strategy):
 
 def test_the_layers_of_a_cache_are_read_and_replaced_apart():
   job = make_job("single", "lm")
-  cache = transformer.empty_cache(job.config, rows=3, slots=5)
+  cache = transformer.empty_cache(model_spec(job.config), rows=3, slots=5)
   assert cache.keys.shape == cache.values.shape == (2, 3, 5, 4, 6)
   assert cache.keys.dtype == job.config.training.compute_dtype
 

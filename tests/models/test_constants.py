@@ -14,10 +14,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import attention, block, cudnn_attention, kv_cache, latent_attention, layers, vit
+from models import (
+  attention,
+  block,
+  cudnn_attention,
+  kv_cache,
+  latent_attention,
+  layers,
+  model_spec,
+  vit,
+)
 from models.layer_pattern import Layer
 from models.token_positions import Rows
-from models.transformer_dims import decoder_spec
 from partitioning.parallel.ring_attention import zigzag_order
 from tests.helpers.jobs import make_job
 from tests.parity.latents import LATENTS
@@ -187,7 +195,7 @@ def test_constants_of_a_layer(function, constant):
 def test_embeddings_are_scaled_as_published(changes, scale):
   job = make_job("single", "lm", **{"training.compute_dtype": "bfloat16", **changes})
   tokens_BT = jnp.arange(60, dtype=jnp.int32)[None]
-  embed = layers.Embedding(decoder_spec(job.config), rngs=nnx.Rngs(params=0))
+  embed = layers.Embedding(model_spec(job.config), rngs=nnx.Rngs(params=0))
   with job.tracing():
     found = jax.jit(lambda: embed(tokens_BT))()
   rows = np.asarray(embed.table[...][:60].astype(jnp.bfloat16), np.float64)
@@ -197,7 +205,7 @@ def test_embeddings_are_scaled_as_published(changes, scale):
 def test_the_scale_of_an_adapter():
   keys = {"lora.rank": 8, "lora.alpha": 25.0, "lora.rs": True}
   job = make_job("single", "lm", **keys, **{"training.parameter_dtype": "bfloat16"})
-  layer = layers.Linear("layers/mlp/up", decoder_spec(job.config), rngs=nnx.Rngs(params=0))
+  layer = layers.Linear("layers/mlp/up", model_spec(job.config), rngs=nnx.Rngs(params=0))
   wanted = 25 / math.sqrt(8) * np.asarray(layer.lora_a[...], np.float64)
   assert slope(layer.low_rank().a, wanted) == pytest.approx(1, abs=SLOPE)
 

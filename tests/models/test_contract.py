@@ -14,16 +14,21 @@ def test_ours_have_all_of_it():
 
 
 def test_what_is_missing_is_listed(monkeypatch):
-  mlp = models.MODELS["mlp"]
-  half = types.SimpleNamespace(legend=mlp.legend, parameters=mlp.parameters, build=object)
+
+  class Half(models.ModelSpec):
+    legend = parameters = property(dict)
+
+  half = types.SimpleNamespace(SPEC=Half, build=object)
   monkeypatch.setitem(models.MODELS, "half", half)
-  with pytest.raises(ValueError, match=r"lacks train_flops_per_example\(\), loss_sums\(\) of what"):
+  with pytest.raises(
+    ValueError, match=r"lacks train_flops_per_example of its SPEC, loss_sums\(\) of wh"
+  ):
     models.find("half")
 
 
 def test_a_function_that_builds_something_else_is_refused_before_it_is_used(monkeypatch):
   whole = vars(models.MODELS["mlp"])
-  other = types.SimpleNamespace(**{**whole, "build": lambda config, rngs: types.SimpleNamespace()})
+  other = types.SimpleNamespace(**{**whole, "build": lambda spec, rngs: types.SimpleNamespace()})
   monkeypatch.setitem(models.MODELS, "mlp", other)
   with pytest.raises(ValueError, match=r"model\.name='mlp'.* lacks loss_sums\(\) of what build"):
     make_job("dp8", "mlp")

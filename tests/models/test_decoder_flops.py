@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from models.transformer import train_flops_per_example
+from models import model_spec
 from planning import traced_step
 from planning.step_facts import of_job
 from tests.helpers.jobs import make_job
@@ -25,7 +25,7 @@ FROZEN = {
 def test_as_the_traced_step(keys):
   job = make_job("single", "lm", **SMALL, **keys)
   found = sum(work.flops * runs for work, runs, _ in traced_step.operations(of_job(job)))
-  wanted = train_flops_per_example(job.config) * job.config.data.global_batch_size
+  wanted = model_spec(job.config).train_flops_per_example() * job.config.data.global_batch_size
   # Matmuls save their inputs alone: x A is computed again for the gradient of B.
   again = [p for name, p in job.placements["parameters"].items() if name.endswith("lora_a")]
   wanted += 2 * 20 * sum(math.prod(p.shape) for p in again)
@@ -37,7 +37,7 @@ def test_experts_are_counted_by_the_rows_of_their_buffer():
   keys = {"model.experts": 4, "model.expert_feedforward_size": 24, "model.dense_layers": 1}
   job = make_job("single", "lm", **SMALL, **keys)
   found = sum(work.flops * runs for work, runs, _ in traced_step.operations(of_job(job)))
-  wanted = train_flops_per_example(job.config) * job.config.data.global_batch_size
+  wanted = model_spec(job.config).train_flops_per_example() * job.config.data.global_batch_size
   each = 2 * 40 * 24  # of a row in one matmul
   rows, buffer = 20 * 2, 20 * 2 + 4 * 8
   # Three matmuls forward, again in the backward pass, and six of the gradients; the router again.

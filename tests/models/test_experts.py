@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models import model_spec
 from models.experts import ENTROPY, ROUNDS, Experts
 from models.load_balance import BALANCE, COUNTS, Z_LOSS
 from models.token_positions import Rows
-from models.transformer_dims import decoder_spec
 from partitioning.parallel import expert_exchange
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
@@ -71,7 +71,7 @@ def run(x_BTD, weights_BT, **keys):
   """Returns parameters of one layer with biases drawn, the update, and the rows' numbers."""
   with jax.enable_x64(True):
     job = make_job("single", "lm", **KEYS, **keys)
-    spec = decoder_spec(job.config)
+    spec = model_spec(job.config)
     with job.tracing():
       graphdef, state = nnx.split(nnx.jit(lambda: Experts(spec, rngs=nnx.Rngs(params=0)))())
       draw = np.random.default_rng(2)
@@ -197,7 +197,7 @@ def temporary_bytes(exchange):
     return jnp.sum(nnx.merge(graphdef, state)(x, Rows(slots, slots, None))[0] ** 2)
 
   with job.tracing():
-    spec = decoder_spec(job.config)
+    spec = model_spec(job.config)
     module = nnx.eval_shape(lambda: Experts(spec, rngs=nnx.Rngs(params=0)))
     graphdef, state = nnx.split(module)
     x_BTD = jax.ShapeDtypeStruct((16, 512, 128), jnp.float32)

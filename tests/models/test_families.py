@@ -9,16 +9,15 @@ import pytest
 from flax import nnx
 
 from configs import dp8
-from configs.schema import finalize, presets
-from models import attention_tiles, transformer
+from configs.schema import finalize, recipes
+from models import attention_tiles, model_spec, transformer
 from models.decoder_flops import active_elements
 from models.layer_pattern import is_global
-from models.transformer import train_flops_per_example
-from models.transformer_dims import decoder_spec
 from partitioning.parallel import ring_attention
 from partitioning.rules import named_leaves
 from tests.models import families, write_families
 from tests.models.families import FAMILIES, KEPT, LENGTH, ROWS, drawn, tokens, tree_of
+from training.specs import resolve
 from training.step import make_program
 
 FIXTURE = families.__file__.replace("families.py", "fixtures/families.npz")
@@ -279,11 +278,11 @@ def test_every_key_of_a_family_shows_in_its_logits(family, key):
   assert not close(logits(other, kept), fixture(family))
 
 
-@pytest.mark.parametrize("preset", [*presets.PRESETS, *presets.EXPERT_PRESETS])
+@pytest.mark.parametrize("preset", recipes.PRESETS)
 def test_a_preset_has_as_many_parameters_as_published(preset):
   config = dp8.get_config(f"model={preset},data=python_source")
   config.model.vocabulary_multiple = 1  # what is padded is not published
-  program = make_program(finalize.finalize(config, "tpu"))
+  program = make_program(resolve(finalize.finalize(config, "tpu")))
   state = program.abstract_state()
   assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) == PUBLISHED[preset]
 
@@ -299,8 +298,8 @@ COUNTED = (
 @pytest.mark.parametrize("preset", COUNTED)
 def test_model_flops_are_six_for_each_weight_and_token_and_attentions_pairs(preset, causal):
   config = finalize.finalize(dp8.get_config(f"model={preset},data=python_source"), "tpu")
-  model, length, spec = config.model, config.data.sequence_length, decoder_spec(config)
-  leaves = named_leaves(make_program(config).params)
+  model, length, spec = config.model, config.data.sequence_length, model_spec(config)
+  leaves = named_leaves(make_program(resolve(config)).params)
   multiplied = ("kernel", "embed/table") if model.tied_embeddings else ("kernel",)
   weights = sum(math.prod(x.shape) for name, x in leaves.items() if name.endswith(multiplied))
   pairs = 0  # of a query and a key that it sees, or is computed with
@@ -310,11 +309,11 @@ def test_model_flops_are_six_for_each_weight_and_token_and_attentions_pairs(pres
     pairs += triangle + (length - window) * window if causal else length * window
   # Two products of each pair, of 2 H operations per head, forward and twice as many backward.
   wanted = 6 * weights * length + 3 * 2 * 2 * model.head_size * model.heads * pairs
-  assert train_flops_per_example(config, causal=causal) == pytest.approx(wanted, rel=2e-4)
+  assert spec.train_flops_per_example(causal=causal) == pytest.approx(wanted, rel=2e-4)
 
 
 def test_every_preset_is_published():
-  assert PUBLISHED.keys() == presets.PRESETS.keys() | presets.EXPERT_PRESETS.keys()
+  assert PUBLISHED.keys() == recipes.PRESETS.keys()
 
 
 # Parameters that a token uses, in billions: as published, by the families' pages and reports.
@@ -331,7 +330,7 @@ ACTIVE = {
 @pytest.mark.parametrize("preset", ACTIVE)
 def test_a_token_uses_as_many_parameters_as_published(preset):
   config = finalize.finalize(dp8.get_config(f"model={preset},data=python_source"), "tpu")
-  leaves = named_leaves(make_program(config).params)
+  leaves = named_leaves(make_program(resolve(config)).params)
   elements = {name: math.prod(x.shape) for name, x in leaves.items()}
   assert active_elements(config.model, elements) / 1e9 == pytest.approx(ACTIVE[preset], abs=0.05)
   # Six per weight that multiplies, and attention's pairs.
@@ -339,7 +338,7 @@ def test_a_token_uses_as_many_parameters_as_published(preset):
   model, length = config.model, config.data.sequence_length
   pairs = 6 * model.layers * model.heads * (model.head_size + model.value_head_size) * length
   wanted = length * (6 * active_elements(config.model, kernels) + pairs)
-  assert train_flops_per_example(config) == pytest.approx(wanted, rel=1e-9)
+  assert model_spec(config).train_flops_per_example() == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +358,7 @@ def test_reading_in_pieces_gives_the_logits_of_reading_at_once(family):
 
   def both(params, tokens_BT):
     model = nnx.merge(job.program.graphdef, params)
-    cache, found, start = transformer.empty_cache(job.config, ROWS, LENGTH), [], 0
+    cache, found, start = transformer.empty_cache(model_spec(job.config), ROWS, LENGTH), [], 0
     for width in pieces:
       counts_B = jax.numpy.full(ROWS, width, "int32")
       logits_BV, cache = model.extend(tokens_BT[:, start : start + width], counts_B, cache)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from models import latent_attention, transformer, transformer_dims
+from models import latent_attention, model_spec, transformer
 from partitioning.rules import named_leaves
 from tests.configs.loading import finalized
 from tests.helpers.jobs import first_state, host_batch, make_job
@@ -121,7 +121,7 @@ def test_a_layer_has_the_published_parameters(heads, width, query_latent, publis
   keys |= {"heads": heads, "kv_heads": heads, "model_size": width, "attention": "latent"}
   keys |= {"query_latent_size": query_latent, "layers": 1}
   config = finalized("lm", **{f"model.{key}": value for key, value in keys.items()})
-  spec = transformer_dims.decoder_spec(config)
+  spec = model_spec(config)
   own = [dims for name, dims in spec.parameters.items() if name.startswith("layers/attention/")]
   assert sum(math.prod(spec.sizes(dims)) for dims in own) == published
 
@@ -174,7 +174,7 @@ def test_with_experts_it_is_read_in_pieces():
 
 def test_the_cache_has_latent_vectors_and_rotary_keys_alone():
   job = make_job("single", "lm", **LATENTS)
-  cache = jax.eval_shape(lambda: transformer.empty_cache(job.config, rows=3, slots=5))
+  cache = jax.eval_shape(lambda: transformer.empty_cache(model_spec(job.config), rows=3, slots=5))
   arrays = {name: x for name, x in vars(cache).items() if name != "lengths"}
   model = job.config.model
   numbers = model.layers * (model.latent_size + model.rotary_size)

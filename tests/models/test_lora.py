@@ -7,10 +7,9 @@ import pytest
 from flax import nnx
 
 from configs.schema import model_checks
-from models import lora, transformer
+from models import lora, model_spec, transformer
 from models.layers import Linear
 from models.spec import RESIDUAL
-from models.transformer_dims import decoder_spec, parameters
 from partitioning.parallel.matmuls import Dropped, column_parallel
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job
@@ -26,14 +25,14 @@ def job():
 
 
 def test_the_layers_that_a_config_may_name_are_those_of_the_table(job):
-  table = parameters(job.config)
+  table = model_spec(job.config).parameters
   for part in ("/lora_a", "/lora_b"):
     named = {name.removesuffix(part) for name in table if name.endswith(part)}
-    assert {*model_checks.linear_layers(job.config)} == named
+    assert {*model_checks.linear_layers(job.config.model)} == named
 
 
 def test_an_adapter_is_an_entry_of_the_parameter_table(job):
-  table = parameters(job.config)
+  table = model_spec(job.config).parameters
   assert table["layers/attention/query/lora_a"] == "LDr"
   assert table["layers/attention/query/lora_b"] == "LrNH"
   places = job.placements["parameters"]
@@ -58,7 +57,7 @@ def test_targets_and_more_trained_parameters():
 
 def test_a_starts_within_its_bound_b_at_zero_and_the_kernel_as_without(job):
   def drawn(config):
-    layer = Linear("layers/mlp/down", decoder_spec(config), rngs=nnx.Rngs(params=7))
+    layer = Linear("layers/mlp/down", model_spec(config), rngs=nnx.Rngs(params=7))
     return jax.device_get(nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
 
   ours, plain = drawn(job.config), drawn(make_job("single", "lm").config)
@@ -97,7 +96,7 @@ def test_what_an_adapter_sees_with_dropout_is_scaled_up(rate, dtype, bound):
   job = make_job(
     "single", "lm", **{**RANK_3, "data.sequence_length": 64, "training.compute_dtype": dtype}
   )
-  layer = Linear("layers/mlp/up", decoder_spec(job.config), rngs=nnx.Rngs(params=7))
+  layer = Linear("layers/mlp/up", model_spec(job.config), rngs=nnx.Rngs(params=7))
   random = RANDOM
   layer.kernel[...] = jnp.zeros(layer.kernel.shape, jnp.float32)
   layer.lora_b[...] = jnp.asarray(random.standard_normal(layer.lora_b.shape), jnp.float32)
@@ -119,7 +118,7 @@ def test_merged_kernels_are_those_of_numpy_rounded_once(job):
   params["layers"]["mlp"]["up"]["kernel"] = params["layers"]["mlp"]["up"]["kernel"].astype(
     jnp.bfloat16
   )
-  found = lora.merge(decoder_spec(job.config), params)
+  found = lora.merge(model_spec(job.config), params)
   assert {*named_leaves(found)} == {n for n in named_leaves(params) if "/lora_" not in n}
   for name, letters in (("up", "LDr,LrF->LDF"), ("down", "LFr,LrD->LFD")):
     layer = {key: np.asarray(x, np.float64) for key, x in params["layers"]["mlp"][name].items()}
@@ -133,7 +132,7 @@ def test_merged_kernels_are_those_of_numpy_rounded_once(job):
 
 def test_scales():
   def scale(**keys):
-    return decoder_spec(make_job("single", "lm", **{"lora.rank": 4, **keys}).config).lora.scale
+    return model_spec(make_job("single", "lm", **{"lora.rank": 4, **keys}).config).lora.scale
 
   assert scale() == 4.0
   assert scale(**{"lora.rs": True}) == 8.0

@@ -8,9 +8,8 @@ from flax import nnx
 
 from configs import base
 from configs.schema import finalize
-from models import activations, layers, mlp, mup, transformer
+from models import MODELS, activations, layers, model_spec, mup
 from models.mup import Kind
-from models.transformer_dims import decoder_spec
 from partitioning.rules import letters_of, named_leaves
 from tests.helpers.jobs import SMALL, host_batch, make_job
 
@@ -54,13 +53,12 @@ def config_of(recipe, **overrides):
 
 
 @pytest.mark.parametrize(
-  ("recipe", "model", "wanted", "more"),
-  [("lm", transformer, KINDS, EVERYTHING), ("mlp", mlp, MLP_KINDS, {})],
+  ("recipe", "wanted", "more"), [("lm", KINDS, EVERYTHING), ("mlp", MLP_KINDS, {})]
 )
-def test_the_letters_say_what_a_parameter_is(recipe, model, wanted, more):
+def test_the_letters_say_what_a_parameter_is(recipe, wanted, more):
   config = config_of(recipe, **{"model.base_width": 10}, **more)
-  rules, legend = model.parameters(config), model.legend(config)
-  widths = mup.widths(config.model)
+  spec = model_spec(config)
+  rules, legend, widths = spec.parameters, spec.legend, spec.widths
   for name, (kind, inputs) in wanted.items():
     vector = name.endswith(mup.VECTORS)
     found = widths.growth(letters_of(name, rules), legend, vector=vector)
@@ -72,8 +70,8 @@ def test_the_letters_say_what_a_parameter_is(recipe, model, wanted, more):
 def test_widths_of_experts_grow_and_their_number_does_not():
   keys = {"model.experts": 8, "model.dense_layers": 1, "model.shared_feedforward_size": 16}
   config = config_of("lm", **{"model.base_width": 10, "model.router_bias": True}, **keys)
-  rules, legend = transformer.parameters(config), transformer.legend(config)
-  widths = mup.widths(config.model)
+  spec = model_spec(config)
+  rules, legend, widths = spec.parameters, spec.legend, spec.widths
   wanted = {
     "layers/experts/router/kernel": (Kind.OUTPUT, 4, 1),
     "layers/experts/router/bias": (Kind.FINITE, 1, 1),
@@ -91,7 +89,8 @@ def test_widths_of_experts_grow_and_their_number_does_not():
 
 def test_larger_heads_are_that_many_fewer():
   config = config_of("lm", **{"model.base_width": 10, "model.base_head_size": 3})
-  legend, widths = transformer.legend(config), mup.widths(config.model)
+  spec = model_spec(config)
+  legend, widths = spec.legend, spec.widths
   assert [widths.dim_ratio(dim) for dim in ("head", "heads", "kv_heads")] == [2, 2, 2]
   assert widths.growth("NHD", legend).inputs == 4
   assert widths.growth("LH", legend, vector=True).outputs == 2
@@ -107,12 +106,12 @@ def test_no_dim_differs_at_the_base_width():
   assert not any(differ(recipe, width) for recipe in ("lm", "mlp") for width in (0, 40))
 
 
-def drawn(recipe, model, **overrides):
+def drawn(recipe, **overrides):
   """Returns name -> standard deviation of the initial parameters."""
   config = config_of(recipe, **overrides)
 
   def deviations():
-    module = model.build(config, rngs=nnx.Rngs(params=0))
+    module = MODELS[config.model.name].build(model_spec(config), rngs=nnx.Rngs(params=0))
     return jax.tree.map(jnp.std, nnx.to_pure_dict(nnx.state(module, nnx.Param)))
 
   return {name: float(x) for name, x in named_leaves(jax.jit(deviations)()).items()}
@@ -122,7 +121,7 @@ WIDE = {"model.model_size": 160, "model.feedforward_size": 224, "model.heads": 3
 
 
 def test_initial_deviations_are_those_of_table_8():
-  found = drawn("lm", transformer, **WIDE, **{"model.base_width": 40})
+  found = drawn("lm", **WIDE, **{"model.base_width": 40})
   wanted = {
     "embed/table": 1,
     "layers/attention/query/kernel": 160**-0.5,
@@ -136,7 +135,7 @@ def test_initial_deviations_are_those_of_table_8():
 
 def test_initial_deviations_of_an_mlp():
   sizes = {"model.model_size": 160, "model.feedforward_size": 160, "model.base_width": 40}
-  found = drawn("mlp", mlp, **sizes)
+  found = drawn("mlp", **sizes)
   for name, inputs in (("layer_1", 13), ("layer_2", 160), ("layer_3", 160), ("layer_4", 40)):
     assert found[f"{name}/kernel"] == pytest.approx(inputs**-0.5, rel=0.06), name
 
@@ -146,12 +145,12 @@ def test_a_tied_table_is_drawn_and_scaled_by_the_base_width():
   config = config_of("lm", **WIDE, **tied, **{"model.base_width": 40})
   assert config.model.embedding_standard_deviation == 40**-0.5
   assert nnx.eval_shape(
-    lambda: layers.Embedding(decoder_spec(config), rngs=nnx.Rngs(params=0))
+    lambda: layers.Embedding(model_spec(config), rngs=nnx.Rngs(params=0))
   ).scale == np.float32(40**0.5)
   config = config_of("lm", **WIDE, **tied)
   assert config.model.embedding_standard_deviation == 160**-0.5
   assert nnx.eval_shape(
-    lambda: layers.Embedding(decoder_spec(config), rngs=nnx.Rngs(params=0))
+    lambda: layers.Embedding(model_spec(config), rngs=nnx.Rngs(params=0))
   ).scale == np.float32(160**0.5)
 
 

@@ -9,10 +9,10 @@ import pytest
 from models.rope import (
   apply_rope,
   attention_factor,
-  hashable,
   rope_table,
   rotary_frequencies,
 )
+from models.spec import hashable
 from tests.models import numpy_decoder
 
 LENGTH = {"original_length": 4096}

@@ -5,15 +5,15 @@ import math
 
 import pytest
 
+from models import model_spec
 from models.spec import in_8_bits
-from models.transformer_dims import decoder_spec
 from tests.helpers.jobs import make_job
 
 YARN = ("yarn", {"factor": 4.0, "original_length": 8, "beta_fast": 3.0})
 
 
 def spec_of(**keys):
-  return decoder_spec(make_job("single", "lm", **keys).config)
+  return model_spec(make_job("single", "lm", **keys).config)
 
 
 def test_a_spec_is_a_frozen_value_that_modules_can_keep():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import transformer
+from models import model_spec, transformer
 from tests.helpers.jobs import first_state, make_job
 
 ROWS, LENGTH = 8, 12
@@ -19,7 +19,7 @@ def read_in_pieces(job, pieces):
 
   def logits(params, tokens_BT, counts):
     model = nnx.merge(job.program.graphdef, params)
-    cache = transformer.empty_cache(job.config, ROWS, LENGTH + max(pieces))
+    cache = transformer.empty_cache(model_spec(job.config), ROWS, LENGTH + max(pieces))
     starts_B, found = jax.numpy.zeros(ROWS, "int32"), []
     for width, counts_B in zip(pieces, counts, strict=True):
       columns_BT = starts_B[:, None] + jax.numpy.arange(width, dtype="int32")[None]

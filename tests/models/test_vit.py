@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from models import vit
+from models import model_spec
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job
 
@@ -82,6 +82,6 @@ def test_operations_of_a_vit_b_16():
   sizes = {"model_size": 768, "feedforward_size": 3072, "heads": 12, "layers": 12}
   keys = {**sizes, "patch_size": 16, "channels": 3, "output_size": 1000, "input_size": 224**2 * 3}
   job = make_job("single", "vit", **{f"model.{key}": value for key, value in keys.items()})
-  assert vit.train_flops_per_example(job.config) == pytest.approx(6 * 17.5e9, rel=0.01)
+  assert model_spec(job.config).train_flops_per_example() == pytest.approx(6 * 17.5e9, rel=0.01)
   parameters = sum(np.prod(p.shape) for p in job.placements["parameters"].values())
   assert parameters == pytest.approx(86e6, rel=0.01)

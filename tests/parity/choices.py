@@ -13,9 +13,8 @@ from unittest import mock
 import jax
 import numpy as np
 
-from models import activations, experts
+from models import activations, experts, model_spec
 from models.router import route, smallest_margin
-from models.transformer_dims import decoder_spec
 from tests.helpers.jobs import host_batch, place
 from training.setup import Job
 
@@ -58,7 +57,7 @@ def assert_conclusive(found: list[float], dtype: str) -> None:
 
 def first_choices(job: Job, params: Any) -> tuple[np.ndarray, np.ndarray]:
   """Returns the experts [L, B, T, k] of the batch of a first step, and each layer's margin."""
-  choice = experts.router_of(decoder_spec(job.config))
+  choice = experts.router_of(model_spec(job.config))
 
   def forward(params, batch):
     with activations.recording() as found:

@@ -16,7 +16,6 @@ from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from training.parity import BOUNDS, STEPS, Trained, beyond, differences, take_steps
 from training.setup import Job
-from training.step import abstract_batch
 
 PLAIN = {
   "training.matmul_precision": "highest",
@@ -91,7 +90,7 @@ def _through_stages(job: Job) -> Trained:
   for step in range(STEPS):
     shape = ramp.shape(step)
     compiled = job.compile_train_step(shape).function
-    arrays = abstract_batch(job.config, job.legend, shape)
+    arrays = job.batches.abstract(job.legend, shape)
     batch = place(job, host_batch(dataclasses.replace(job, batch=arrays), seed=step))
     state, metrics = compiled(state, batch)
     losses.append(float(metrics["loss"]))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models import MODELS
+from models import model_spec
 from planning import analytic, terms, traced_step
 from planning.interconnect import in_order
 from planning.step_facts import of_job
@@ -97,7 +97,7 @@ def test_rematerialization_computes_the_layers_again():
 def test_every_strategy_shares_the_same_flops_evenly(strategy):
   job = shared_job(strategy)
   found = sum(work.flops * runs for work, runs, _ in traced_step.operations(of_job(job)))
-  each = MODELS[job.config.model.name].train_flops_per_example(job.config)
+  each = model_spec(job.config).train_flops_per_example()
   wanted = each * job.config.data.global_batch_size / job.mesh.size
   assert found == pytest.approx(wanted, rel=0.01)
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from launch.local import free_port
 from processes import heartbeat, tokens, watchdog
+from processes.listening import free_port
 from tests.processes.clocks import Clock
 from tests.processes.starting import TOKEN, VARIABLES, Ended, printed, wait
 

@@ -10,8 +10,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
-from launch.local import free_port
 from processes import tokens
+from processes.listening import free_port
 from tests.helpers.forks import Fork
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

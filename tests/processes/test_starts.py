@@ -65,7 +65,7 @@ def test_mpirun_of_runs_of_their_own(tmp_path):
 
 @pytest.mark.faults
 def test_mpirun_with_an_address(tmp_path):
-  from launch.local import free_port
+  from processes.listening import free_port
 
   address = f"localhost:{free_port()}"
   done = under_mpirun([*MLP, f"--workdir={tmp_path}"], **{groups.ADDRESS: address})

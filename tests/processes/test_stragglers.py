@@ -5,12 +5,15 @@ import re
 import socket
 import threading
 import time
+import types
 
 import pytest
 
 from processes import stragglers
+from processes.coordination import Group
 from processes.stragglers import Pace, Window, slowest
 from tests.processes.stores import groups_of
+from training.metrics import device_probe
 
 HOST = socket.gethostname()
 
@@ -268,8 +271,8 @@ def test_after_a_rollback_it_starts_again():
 
 
 @pytest.mark.parametrize(("count", "slow_ratio"), [(1, 2.0), (2, 0.0)])
-def test_off_and_alone_nothing_is_asked(count, slow_ratio):
-  run = Run(count, slow_ratio=slow_ratio)
-  assert run.steps(40, 0.2, {0: 0.9}) == []
-  assert run.paces[0].numbers() == {}
-  assert run.paces[0]._group.list("pace") == {}
+def test_off_and_alone_nothing_is_compared(count, slow_ratio):
+  processes = types.SimpleNamespace(slow_ratio=slow_ratio)
+  job = types.SimpleNamespace(config=types.SimpleNamespace(processes=processes))
+  with device_probe.measured(job, Group(0, count)) as pace:
+    assert pace is None

@@ -8,8 +8,8 @@ import time
 import pytest
 from etils import epath
 
-from launch.local import free_port
 from processes import preemption, rendezvous, tokens
+from processes.listening import free_port
 from tests.processes.stores import together
 
 

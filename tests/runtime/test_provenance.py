@@ -16,9 +16,8 @@ ROOT = provenance.ROOT
 
 # Files beside those of NUMERICS in the same folders, which do not determine what a run computes.
 OTHERS = {
-  "input_pipeline": "__init__ file_lock prefetch sources/__init__ sources/catalog",
   "partitioning": "__init__ mesh_sizes shardings",
-  "training": "__init__ base_parameters callbacks choices compiler_options coordinate_check due "
+  "training": "__init__ base_parameters callbacks compiler_options coordinate_check due "
   "evaluation history loop metrics/__init__ metrics/append_log metrics/console "
   "metrics/device_probe metrics/goodput metrics/log_lines metrics/log_schedule "
   "metrics/csv_sink metrics/profiler metrics/reader metrics/sinks metrics/throughput "

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from input_pipeline.batches import EvaluationBatches
 from input_pipeline.combined import combine
-from input_pipeline.mixture import Part
+from input_pipeline.order import Part
 from input_pipeline.row_source import array_source
 from processes.preemption import StopRequest
 from tests.training import runs

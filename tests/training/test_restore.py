@@ -81,8 +81,8 @@ def test_a_folders_parameters_are_read_and_none_are_drawn(tmp_path):
   programs = [compiled.function.as_text() for compiled in programs]
   assert [" xor(" in text for text in programs] == [True, False]  # as random numbers are made
   base_parameters.check_model_folder(job, tmp_path)
-  state, origin, base = restore.first_state(job)
-  assert base is None
+  state, origin, weights = restore.first_state(job)
+  assert weights is None
   assert origin == f"starts with the parameters of {folders.FOLDER / 'llama'}"
   assert int(state.step) == 0
   assert jax.tree.structure(state) == jax.tree.structure(job.state)
@@ -113,8 +113,8 @@ def test_what_an_optimizer_remembers_of_the_first_parameters_is_of_those_read(ke
 
 def test_adapters_are_drawn_beside_the_parameters_of_a_folder():
   job = folder_job(**{"lora.rank": 2})
-  state, _, base = restore.first_state(job)
-  assert (base.location, base.dtype) == (str(folders.FOLDER / "llama"), "float32")
+  state, _, weights = restore.first_state(job)
+  assert (weights.location, weights.dtype) == (str(folders.FOLDER / "llama"), "float32")
   wanted, found = folders.read_with_numpy("llama"), named_leaves(state.params)
   assert list(found) == list(named_leaves(job.state.params))
   for name, leaf in found.items():

@@ -10,7 +10,9 @@ from models.load_balance import COUNTS
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
 from tests.training.checkpointing.states import moved
-from training import base_parameters, router_bias
+from training import base_parameters
+from training import step as training_step
+from training.step import ROUTER_BIAS
 
 KEYS = {
   "model.experts": 4,
@@ -22,8 +24,8 @@ KEYS = {
 
 def test_it_has_no_optimizer_state_and_no_gradient():
   job = make_job("single", "lm", **KEYS)
-  assert router_bias.PARAMETER in job.placements["parameters"]
-  assert router_bias.PARAMETER not in job.program.trained
+  assert ROUTER_BIAS in job.placements["parameters"]
+  assert ROUTER_BIAS not in job.program.trained
   leaves = named_leaves(job.program.abstract_state().optimizer)
   assert not [name for name in leaves if name.endswith("router/correction")]
   assert [name for name in leaves if name.endswith("router/kernel")]
@@ -39,10 +41,10 @@ def biases(job, batches, steps=1, before=lambda state, number: state):
     before: state, step -> the state as it is before that step.
   """
   state, step = first_state(job), job.compile_train_step().function
-  first = np.asarray(jax.device_get(named_leaves(state.params)[router_bias.PARAMETER]))
+  first = np.asarray(jax.device_get(named_leaves(state.params)[ROUTER_BIAS]))
   for number in range(steps):
     state, metrics = step(before(state, number), place(job, batches(number)))
-  found = named_leaves(jax.device_get(state.params))[router_bias.PARAMETER]
+  found = named_leaves(jax.device_get(state.params))[ROUTER_BIAS]
   return np.asarray(found) - first, jax.device_get(metrics)
 
 
@@ -75,9 +77,7 @@ def test_it_moves_by_the_counts_of_the_global_batch_also_after_a_restore(
   job = make_job("single", "lm", **KEYS, **more)
 
   def restored(state, number):
-    ours, wanted = (
-      named_leaves(one.params)[router_bias.PARAMETER] for one in (state, kept[number])
-    )
+    ours, wanted = (named_leaves(one.params)[ROUTER_BIAS] for one in (state, kept[number]))
     np.testing.assert_array_equal(ours, wanted)
     return moved(tmp_path, number, kept[number], job) if number == 2 else state
 
@@ -101,9 +101,9 @@ def test_it_moves_by_the_counts_of_all_microbatches(monkeypatch):
 
 def count(monkeypatch):
   """Has the metrics of steps include the counts of experts."""
-  without = router_bias.as_metrics
+  without = training_step.as_metrics
   monkeypatch.setattr(
-    router_bias, "as_metrics", lambda means: {**without(means), COUNTS: means[COUNTS]}
+    training_step, "as_metrics", lambda means: {**without(means), COUNTS: means[COUNTS]}
   )
 
 
@@ -137,20 +137,20 @@ def test_a_step_without_a_rate_leaves_it():
 
 def test_counts_become_metrics():
   means = {"loss": jnp.float32(1), COUNTS: jnp.asarray([[1, 3]], jnp.int32)}
-  found = router_bias.as_metrics(means)
+  found = training_step.as_metrics(means)
   assert {*found} == {"loss", "expert_share/0", "expert_share/1"}
-  assert router_bias.as_metrics({"loss": 1}) == {"loss": 1}
+  assert training_step.as_metrics({"loss": 1}) == {"loss": 1}
 
 
 def test_in_bfloat16_runs_it_is_float32_and_small_steps_are_not_lost():
   keys = {"training.parameter_dtype": "bfloat16", "training.frozen_dtype": "bfloat16"}
   job = make_job("single", "lm", **KEYS, **keys, **{"optimizer.ema_decays": (0.9,)})
   leaves = named_leaves(job.state.params)
-  assert leaves[router_bias.PARAMETER].dtype == jnp.float32
+  assert leaves[ROUTER_BIAS].dtype == jnp.float32
   assert leaves["layers/experts/router/kernel"].dtype == jnp.bfloat16
   params = {"layers": {"experts": {"router": {"correction": jnp.full((1, 4), 2.0)}}}}
   counts = {COUNTS: jnp.asarray([[1, 3, 2, 2]], jnp.int32)}
-  found = named_leaves(router_bias.moved(params, counts, 0.001))[router_bias.PARAMETER]
+  found = named_leaves(training_step.moved_router_bias(params, counts, 0.001))[ROUTER_BIAS]
   np.testing.assert_allclose(found, [[2.001, 1.999, 2.0, 2.0]], rtol=0, atol=1e-6)
 
 
@@ -161,7 +161,7 @@ def test_checkpoints_have_it_also_where_other_parameters_are_frozen():
   assert base_parameters.found_at_start(job, "folder", 1, job.state) is None
   part = make_job("single", "lm", **KEYS, **{"training.trainable": ("layers/experts/*",)})
   saved = named_leaves(base_parameters.trained_part(part, part.state)["params"])
-  assert router_bias.PARAMETER in saved
+  assert ROUTER_BIAS in saved
   assert "embed/table" not in saved
 
 

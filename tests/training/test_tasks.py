@@ -9,7 +9,6 @@ import pytest
 from configs import base
 from configs.schema.recipes import RECIPES
 from input_pipeline.row_source import SOURCES, array_source, open_source
-from models import MODELS
 from tests.helpers.jobs import make_job
 from training.splits import read_as
 from training.tasks import TASKS, Task, mean_loss
@@ -70,7 +69,7 @@ def test_every_recipe_has_a_task_whose_sums_and_arrays_its_model_knows(recipe):
   assert {name: str(array.dtype) for name, array in job.batch.items()} == {
     name: dtype for name, (_, dtype) in task.batch.items()
   }
-  legend = MODELS[job.config.model.name].legend(job.config)
+  legend = job.legend
   assert {*"".join(letters for letters, _ in task.batch.values())} <= {*legend}
   with job.tracing():
     sums = jax.eval_shape(job.program.sums, job.state.params, job.batch)

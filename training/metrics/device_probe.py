@@ -1,5 +1,6 @@
 """A speed probe of this process's accelerators, independent of the train step."""
 
+import contextlib
 import time
 
 import jax
@@ -8,7 +9,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from processes.coordination import Group
-from processes.stragglers import Pace
 from training.setup import Job
 
 SIZE, MATMULS = 2048, 32  # matrices of 8 MiB; about a millisecond on an accelerator of 2023
@@ -17,15 +17,21 @@ _TRIES = 3
 _BETWEEN_SECONDS = 1.0
 
 
-def measured(job: Job, group: Group) -> Pace:
+def measured(job: Job, group: Group) -> contextlib.AbstractContextManager:
   """Returns the straggler detection of a run, with a probe where devices are accelerators.
+
+  A single process is compared with nothing: it gets None.
 
   Simulated devices share their processors with everything else on the machine: a probe of them
   varies by a factor of 50 on a busy machine, while the CPU time that a process lost does not; see
   processes/stragglers.py.
   """
   slow_ratio = job.config.processes.slow_ratio
-  if job.devices.simulated or group.alone or not slow_ratio:
+  if group.alone or not slow_ratio:
+    return contextlib.nullcontext()
+  from processes.stragglers import Pace  # which a single process does not need
+
+  if job.devices.simulated:
     return Pace(group, slow_ratio=slow_ratio)
   return Pace(group, slow_ratio=slow_ratio, probe=DeviceProbe(), window_seconds=_BETWEEN_SECONDS)
 

@@ -7,7 +7,7 @@ import psutil
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Ramp
-from models import MODELS
+from models import model_spec
 from runtime.chips import peak_flops
 from training.metrics.console import duration
 from training.setup import Job
@@ -123,7 +123,7 @@ def _flops_per_row(config: ConfigDict, pieces: int) -> float:
     config = copy.deepcopy(config)
     with config.unlocked():
       config.data.sequence_length //= pieces
-  flops = MODELS[config.model.name].train_flops_per_example(config)
+  flops = model_spec(config).train_flops_per_example()
   return flops * pieces * TASKS[config.task].sequences
 
 

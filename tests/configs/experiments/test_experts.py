@@ -4,7 +4,7 @@ import pytest
 
 from configs.experiments import experts
 from configs.schema import finalize, validate
-from models.decoder_flops import train_flops_per_example
+from models import model_spec
 from partitioning.mesh_sizes import resolve_sizes
 
 
@@ -15,7 +15,7 @@ def test_a_token_uses_as_many_parameters_on_both_sides():
     validate.check(config, resolve_sizes(config.mesh, 8))
     found[side] = config
   of_router = 6 * 3 * 128 * 8 * 128  # 6 per weight and token: 3 layers, 128 wide, 8 experts
-  flops = {side: train_flops_per_example(config) for side, config in found.items()}
+  flops = {side: model_spec(config).train_flops_per_example() for side, config in found.items()}
   assert flops["experts"] - flops["dense"] == pytest.approx(of_router)
   for section in ("data", "optimizer"):
     assert found["experts"][section].to_dict() == found["dense"][section].to_dict()

@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from input_pipeline.text import documents, files, json_lines, preparation, rows
+from input_pipeline.text import documents, files, preparation, rows
 from tests.input_pipeline.text.corpora import section
 from tests.input_pipeline.text.test_preparation import ROOT
 from tests.input_pipeline.text.writing import PACKED, write
@@ -58,7 +58,7 @@ def test_gigabytes_of_newlines_in_a_small_file_are_refused(between, tmp_path):
   path = tmp_path / "files" / "a.jsonl.gz"
   assert repeated(path, between + b"\n" * 2**21, 600) < 2**21
   said = refusal(path.parent, tmp_path)
-  line = json_lines._FREE_BLANK + 1 + (len(between) + 1 if between else 0)
+  line = documents._FREE_BLANK + 1 + (len(between) + 1 if between else 0)
   assert said.startswith(
     f"ValueError: {path}:{line}: up to here blank lines have 1,048,576 bytes mo"
   )
@@ -113,8 +113,8 @@ def test_a_line_of_many_gigabytes_is_a_bad_record_of_its_first_part(tmp_path):
 
 @pytest.mark.parametrize("unit_bytes", [7, 64, 100, 1000])
 def test_lines_around_a_long_one_are_read_once(unit_bytes, tmp_path, monkeypatch):
-  monkeypatch.setattr(json_lines.items, "MOST_BYTES", 40)
-  monkeypatch.setattr(json_lines.items, "BLOCK", 16)
+  monkeypatch.setattr(documents, "MOST_BYTES", 40)
+  monkeypatch.setattr(documents, "BLOCK", 16)
   long = b'{"text": "%s"}\n' % (b"x" * 300)
   write(tmp_path / "a.jsonl", b'{"text": "a"}\n' + long + b'{"text": "b"}\n' + long)
   units = documents.units(files.find(str(tmp_path)), unit_bytes)
@@ -181,7 +181,7 @@ def test_memory_that_is_lacking_is_no_damage(tmp_path, monkeypatch):
   def fail(*_):
     raise pyarrow.ArrowMemoryError("malloc of size 2147483648 failed")
 
-  monkeypatch.setattr(documents.parquet, "_values", fail)
+  monkeypatch.setattr(documents, "_values", fail)
   with pytest.raises(MemoryError):
     list(documents.read(unit, "text"))
 

@@ -255,7 +255,7 @@ def test_a_shard_without_conversations_and_one_with(data, tmp_path, chat):
   assert prepared.documents.masked
   assert prepared.documents.index["trained"].tolist() == [sum(m) for _, m in encoded(RECORDS, chat)]
   numbers = [0, 17, 59]
-  assert [chat_documents.line(prepared, one).rpartition(":")[2] for one in numbers] == [
+  assert [chat_documents.place_in_files(prepared, one).rpartition(":")[2] for one in numbers] == [
     "1",
     "18",
     "60",

@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from input_pipeline.text import documents, files, items, json_lines
+from input_pipeline.text import documents, files
 from tests.input_pipeline.text.writing import PACKED, lines, write
 
 TEXTS = ["plain", "größer\n日本語 \U0001f600", "", "a" * 3000, '"quoted" \\ \u2028 \0', " x\r\n"]
@@ -166,7 +166,7 @@ def test_a_line_that_is_no_document_is_a_bad_record_with_its_place(
   line, why, tmp_path, monkeypatch
 ):
   if "more than" in why:
-    monkeypatch.setattr(items, "MOST_BYTES", 100)
+    monkeypatch.setattr(documents, "MOST_BYTES", 100)
   good = b'{"text": "good"}'
   write(tmp_path / "a.jsonl", b"\n".join([good, b"", line, good]))
   for unit_bytes in (10**6, 150, 20, 18):
@@ -187,7 +187,7 @@ def test_a_text_file_that_is_not_utf8_is_a_bad_record_with_its_line(tmp_path):
 
 
 def test_a_text_file_that_is_too_long_is_a_bad_record(tmp_path, monkeypatch):
-  monkeypatch.setattr(items, "MOST_BYTES", 100)
+  monkeypatch.setattr(documents, "MOST_BYTES", 100)
   for name, count in (("a", 100), ("b", 101)):
     write(tmp_path / f"{name}.txt", "x" * count)
   first, second = read(tmp_path)
@@ -196,7 +196,7 @@ def test_a_text_file_that_is_too_long_is_a_bad_record(tmp_path, monkeypatch):
 
 
 def test_rows_that_are_no_documents_are_bad_records(tmp_path, monkeypatch):
-  monkeypatch.setattr(items, "MOST_BYTES", 100)
+  monkeypatch.setattr(documents, "MOST_BYTES", 100)
   column = pyarrow.array([b"a", None, b"\xff\xfe", b"b" * 101, b"c"], pyarrow.binary())
   column = pyarrow.Array.from_buffers(pyarrow.string(), len(column), column.buffers())  # as it is
   parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
@@ -240,7 +240,7 @@ def test_a_damaged_row_group_loses_its_rows_alone(tmp_path, monkeypatch):
   assert found[150].why.startswith("row group 1 is damaged")
 
   # Damage behind the first page of a group: what was read before it stays.
-  monkeypatch.setattr(documents.parquet, "_ROWS", 10)
+  monkeypatch.setattr(documents, "_ROWS", 10)
   pages = dict(data_page_size=2000, write_batch_size=10)
   parquet.write_table(table, tmp_path / "a.parquet", **options, **pages)
   content = bytearray((tmp_path / "a.parquet").read_bytes())
@@ -270,7 +270,7 @@ def test_an_error_of_the_disk_is_no_bad_record(tmp_path, monkeypatch):
     def read(self, size):
       raise OSError(5, "Input/output error")
 
-  monkeypatch.setattr(json_lines.files, "open_content", lambda file: Failing())
+  monkeypatch.setattr(documents.files, "open_content", lambda file: Failing())
   with pytest.raises(ValueError, match=r"a\.jsonl cannot be read \(Input/output error\)"):
     [*documents.read(unit, "text")]
 

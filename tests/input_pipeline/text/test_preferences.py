@@ -7,9 +7,9 @@ import pytest
 
 from configs import single
 from configs.schema import finalize, validate
-from input_pipeline.text import preferences
+from input_pipeline.text import chat_documents
+from input_pipeline.text.chat_documents import encode_pair, parse_pair
 from input_pipeline.text.chat_template import ChatTemplate
-from input_pipeline.text.preferences import encode, parse_pair
 from input_pipeline.text.tokenizer import ByteTokenizer
 from partitioning.mesh_sizes import resolve_sizes
 from training import splits
@@ -79,7 +79,7 @@ def test_a_bad_record_is_refused(name):
 
 def test_both_sides_are_equally_long_and_only_answers_are_trained_on():
   template = ChatTemplate("t", {"default": SOURCE}, {})
-  found = encode(parse_pair(FORMS["texts"]), template, ByteTokenizer())
+  found = encode_pair(parse_pair(FORMS["texts"]), template, ByteTokenizer())
   assert bytes(found.tokens.tolist()) == b"u:why?|a:so|\0\0\0u:why?|a:no no|"
   chosen, rejected = np.split(found.trained, 2)
   assert "".join("-+"[int(learned)] for learned in chosen) == "---------+++---"
@@ -87,7 +87,7 @@ def test_both_sides_are_equally_long_and_only_answers_are_trained_on():
   assert found.bytes == 9
   pair = parse_pair({"prompt": [USER, GOOD], "chosen": [THANKS], "rejected": [THANKS, GOOD]})
   with pytest.raises(ValueError, match="chosen: no token of the answer is trained on"):
-    encode(pair, template, ByteTokenizer())
+    encode_pair(pair, template, ByteTokenizer())
 
 
 def config_of(folder, **keys):
@@ -115,11 +115,11 @@ def test_rows_have_the_sides_apart(tmp_path):
   source = splits.training_batches(config).source
   rows, seen = source.read(np.arange(len(source))), []
   assert {name: array.shape[1:] for name, array in rows.items()} == {
-    name: shape for name, (shape, _) in preferences.fields(16).items()
+    name: shape for name, (shape, _) in chat_documents.pair_fields(16).items()
   }
   for row in range(len(source)):
     text = {}
-    for side in preferences.SIDES:
+    for side in chat_documents.SIDES:
       tokens, targets, weights = (
         rows[f"{side}_{key}"][row] for key in ("tokens", "targets", "weights")
       )

@@ -1,4 +1,4 @@
-"""input_pipeline/text/sentencepiece_model.py against the library itself; models of Mistral."""
+"""input_pipeline/text/library_tokenizers.py against the library itself; models of Mistral."""
 
 import io
 import json

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from etils import epath
 
-from input_pipeline.text import items, shard_writer, store
+from input_pipeline.text import documents, shard_writer, store
 from tests.helpers.syncs import Syncs
 from tests.training.checkpointing.test_full_disk import full_disk
 
 SIZES = (3, 1, 8192, 20_000, 8193)
 
 
-def documents(ids, sizes=SIZES, seed=0):
+def token_lists(ids, sizes=SIZES, seed=0):
   draw = np.random.default_rng(seed)
   return [draw.integers(0, ids, size).astype(np.uint32) for size in sizes]
 
@@ -24,7 +24,7 @@ def write(folder, ids, tokens, masks=None):
     for i, document in enumerate(tokens):
       shard.add(document, 2 * len(document), i + 10**18, masks[i] if masks else None)
     shard.add_empty()
-    shard.add_bad(items.Item("a.jsonl:{}".format, 7, None), "no key")
+    shard.add_bad(documents.Item("a.jsonl:{}".format, 7, None), "no key")
 
   folder = epath.Path(folder)
   shard_writer.write_shard(folder, ids, {"files": "here"}, fill)
@@ -39,7 +39,7 @@ def read(folders, records=None):
 
 @pytest.mark.parametrize(("ids", "width"), [(256, 1), (257, 2), (2**16, 2), (2**16 + 1, 4)])
 def test_tokens_are_read_as_written_in_the_smallest_type(tmp_path, ids, width):
-  tokens = documents(ids)
+  tokens = token_lists(ids)
   tokens[0][0] = ids - 1
   folder = write(tmp_path / "a", ids, tokens)
   found, stream, trained = read([folder])
@@ -57,7 +57,7 @@ def test_tokens_are_read_as_written_in_the_smallest_type(tmp_path, ids, width):
 
 
 def test_records_of_several_shards_in_any_order(tmp_path):
-  parts = [documents(300, seed=0), documents(300, seed=1)]
+  parts = [token_lists(300, seed=0), token_lists(300, seed=1)]
   folders = [write(tmp_path / str(i), 300, part) for i, part in enumerate(parts)]
   order = np.array([15, 0, 8, 4, 4, 9])
   found, stream, _ = read(folders, order)
@@ -71,7 +71,7 @@ def test_records_of_several_shards_in_any_order(tmp_path):
 
 def test_few_files_are_open_at_once(tmp_path, monkeypatch):
   monkeypatch.setattr(store, "_MOST_READERS", 2)
-  parts = [documents(300, sizes=(5, 9), seed=i) for i in range(4)]
+  parts = [token_lists(300, sizes=(5, 9), seed=i) for i in range(4)]
   found, stream, _ = read([write(tmp_path / str(i), 300, part) for i, part in enumerate(parts)])
   np.testing.assert_array_equal(stream, np.concatenate([*itertools.chain(*parts)]))
   assert len(found._readers) == 2
@@ -79,7 +79,7 @@ def test_few_files_are_open_at_once(tmp_path, monkeypatch):
 
 
 def test_which_tokens_are_learned_is_kept_with_them(tmp_path):
-  tokens = documents(300)
+  tokens = token_lists(300)
   masks = [np.random.default_rng(1).integers(0, 2, len(t)).astype(bool) for t in tokens]
   found, stream, trained = read([write(tmp_path / "a", 300, tokens, masks)])
   np.testing.assert_array_equal(stream, np.concatenate(tokens))
@@ -100,23 +100,23 @@ def test_what_fails_leaves_nothing(tmp_path):
 @pytest.mark.parametrize("size", [0, 20_000])
 def test_a_full_disk_leaves_nothing(tmp_path, size):
   with full_disk(size), pytest.raises(OSError, match=r"File too large|cannot be written"):
-    write(tmp_path / "a", 2**17, documents(2**17))
+    write(tmp_path / "a", 2**17, token_lists(2**17))
   assert list(tmp_path.iterdir()) == []
 
 
 def test_the_shard_of_another_process_is_left_and_what_is_none_is_replaced(tmp_path):
-  folder = write(tmp_path / "a", 256, documents(256))
+  folder = write(tmp_path / "a", 256, token_lists(256))
   written = (folder / store.MANIFEST).read_text()
-  write(tmp_path / "a", 256, documents(256, seed=5))
+  write(tmp_path / "a", 256, token_lists(256, seed=5))
   assert (folder / store.MANIFEST).read_text() == written
   (folder / store.MANIFEST).unlink()
-  write(tmp_path / "a", 256, documents(256, seed=5))
+  write(tmp_path / "a", 256, token_lists(256, seed=5))
   assert store.Shard.open(folder).manifest["digest"] not in written
   assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_torn_shard_is_named(tmp_path):
-  folder = write(tmp_path / "a", 256, documents(256))
+  folder = write(tmp_path / "a", 256, token_lists(256))
   for name in (store.TOKENS, store.INDEX):
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[:-1])
@@ -143,7 +143,7 @@ def test_a_torn_shard_is_named(tmp_path):
   ids=str,
 )
 def test_a_malformed_manifest_is_named(tmp_path, change):
-  folder = write(tmp_path / "a", 256, documents(256))
+  folder = write(tmp_path / "a", 256, token_lists(256))
   manifest = json.loads((folder / store.MANIFEST).read_text()) | change
   manifest = {key: value for key, value in manifest.items() if value is not None}
   (folder / store.MANIFEST).write_text(json.dumps(manifest))
@@ -152,7 +152,7 @@ def test_a_malformed_manifest_is_named(tmp_path, change):
 
 
 def test_a_changed_index_is_named(tmp_path):
-  folder = write(tmp_path / "a", 256, documents(256))
+  folder = write(tmp_path / "a", 256, token_lists(256))
   content = bytearray((folder / store.INDEX).read_bytes())
   content[-3] ^= 1
   (folder / store.INDEX).write_bytes(bytes(content))
@@ -161,7 +161,7 @@ def test_a_changed_index_is_named(tmp_path):
 
 
 def test_a_manifest_of_other_records_is_named(tmp_path):
-  folder = write(tmp_path / "a", 256, documents(256))
+  folder = write(tmp_path / "a", 256, token_lists(256))
   manifest = json.loads((folder / store.MANIFEST).read_text())
   (folder / store.MANIFEST).write_text(json.dumps(manifest | {"records": 7}))
   with pytest.raises(ValueError, match=r"documents.npy .* do not have 7 records\); delete"):
@@ -169,8 +169,8 @@ def test_a_manifest_of_other_records_is_named(tmp_path):
 
 
 def test_a_record_of_another_length_is_bad(tmp_path):
-  folder = write(tmp_path / "a", 256, documents(256, sizes=(3, 1, 9)))
-  other = write(tmp_path / "b", 256, documents(256, sizes=(1, 3, 9)))
+  folder = write(tmp_path / "a", 256, token_lists(256, sizes=(3, 1, 9)))
+  other = write(tmp_path / "b", 256, token_lists(256, sizes=(1, 3, 9)))
   (folder / store.TOKENS).write_bytes((other / store.TOKENS).read_bytes())
   with pytest.raises(store.RecordError) as error:
     read([folder])
@@ -178,7 +178,7 @@ def test_a_record_of_another_length_is_bad(tmp_path):
 
 
 def test_a_flipped_bit_costs_its_record_alone(tmp_path):
-  tokens = documents(256)
+  tokens = token_lists(256)
   folder = write(tmp_path / "a", 256, tokens)
   content = bytearray((folder / store.TOKENS).read_bytes())
   content[content.index(tokens[3][8192:8292].astype("u1").tobytes()) + 7] ^= 4
@@ -195,6 +195,6 @@ def test_a_flipped_bit_costs_its_record_alone(tmp_path):
 
 def test_a_shard_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
   syncs = Syncs(monkeypatch)
-  folder = write(tmp_path / "a", 256, documents(256))
+  folder = write(tmp_path / "a", 256, token_lists(256))
   assert syncs.unsynced_at(folder) == []
   assert syncs.events[-1] == ("sync", tmp_path)

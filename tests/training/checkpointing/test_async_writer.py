@@ -13,7 +13,7 @@ import time
 import pytest
 from etils import epath
 
-from launch.local import free_port
+from processes.listening import free_port
 from tests.training.checkpointing.damage import flip
 from training.checkpointing import integrity
 

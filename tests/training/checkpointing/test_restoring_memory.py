@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from launch.local import free_port
+from processes.listening import free_port
 from training.checkpointing import checkpointer as store
 
 PROCESSES = 2

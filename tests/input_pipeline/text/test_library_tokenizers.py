@@ -1,4 +1,4 @@
-"""input_pipeline/text/json_tokenizer.py against the library itself; formats of several families."""
+"""Tokenizers of files against the library itself; formats of several families."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from input_pipeline.text import json_tokenizer, tokenizer
+from input_pipeline.text import library_tokenizers, tokenizer
 from tests.input_pipeline.text.conftest import EVERY_PLANE, python_files, save
 
 TEXTS = [
@@ -73,11 +73,11 @@ def test_bytes_that_are_not_utf8_are_refused(bpe):
 
 
 def test_many_texts_are_encoded_in_batches(bpe, monkeypatch):
-  monkeypatch.setattr(json_tokenizer, "_BATCH", 10)
+  monkeypatch.setattr(library_tokenizers, "_BATCH", 10)
   texts = ["", "a", "b" * 30, "c" * 5, "d" * 5, "e", ""]
   assert [bpe.decode(ids).decode() for ids in bpe.encode(texts)] == texts
   assert bpe.encode([]) == []
-  sizes = [[*map(len, batch)] for batch in json_tokenizer._batches(texts)]
+  sizes = [[*map(len, batch)] for batch in library_tokenizers._batches(texts)]
   assert sizes == [[0, 1, 30], [5, 5], [1, 0]]
 
 

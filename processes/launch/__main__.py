@@ -1,6 +1,6 @@
 """Starts the processes of one run on this machine, merges their logs, and leaves none behind.
 
-python -m launch.local --processes=2 [--restarts=0] [--grace_seconds=30] [--report=FILE]
+python -m processes.launch --processes=2 [--restarts=0] [--grace_seconds=30] [--report=FILE]
   -- python main.py ...
 
 Each process sees JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. When one fails, it
@@ -22,16 +22,13 @@ machine has no memory or process ids left now.
 import signal
 import time
 
-# The signals by which the launcher was asked to stop, and when Ctrl-C came, by the monotonic clock.
-asked: list[int] = []
-interrupts: list[float] = []
+# (signal, time by the monotonic clock) of each request to stop the launcher.
+asked: list[tuple[int, float]] = []
 
 
 def ask(number: int, frame: object) -> None:
   """Records a signal, which the main loop handles."""
-  asked.append(number)
-  if number == signal.SIGINT:
-    interrupts.append(time.monotonic())
+  asked.append((number, time.monotonic()))
 
 
 if __name__ == "__main__":  # before slow imports, so that Ctrl-C works during them
@@ -39,21 +36,26 @@ if __name__ == "__main__":  # before slow imports, so that Ctrl-C works during t
   signal.signal(signal.SIGINT, ask)
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
+import resource
 import secrets
+import select
+import selectors
 import shutil
-import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import psutil
 
-from launch import logs, reaper, room
+from processes import reaper
+from processes.listening import free_port
 from runtime.exit_codes import DONE, FAILED, REFUSED, STOPPED, retryable
 
 RESTARTABLE = (FAILED, STOPPED)  # and death by signals
@@ -70,22 +72,40 @@ RESTART_PAUSE_SECONDS = 1
 # wrapper has passed on, too.
 AGAIN_SECONDS = 1.0
 
+# ------------------------------ merged output ------------------------------
 
-@dataclasses.dataclass
+LAST_LINES = 15
+# Gloo prints such lines for each device and group to stdout from several threads, so that lines may
+# contain pieces of several, and line breaks may be alone.
+NOISE = (b"[Gloo] Rank", b"peer ranks. Expected number of connected")
+STDOUT, STDERR = 1, 2
+POLL_SECONDS = 0.05
+# A process's output is complete when it ends, unless a daemon that it left behind has the pipe
+# open.
+DRAIN_SECONDS = 1
+# How long a reader may be stuck, once the run was asked to stop, before it is given up.
+STUCK_SECONDS = 1
+
+
+@dataclasses.dataclass(eq=False)
 class Process:
   """One of the processes.
 
   Attributes:
     code: None while it runs, then as in Popen: negative for a signal.
     pressed: the last signal that the launcher sent to end it.
+    pipes: how many of its outputs are open.
+    last_lines: of both outputs, as they came.
   """
 
   index: int
-  popen: subprocess.Popen
-  info: psutil.Process
-  output: logs.Output
+  popen: psutil.Popen
   code: int | None = None
   pressed: signal.Signals | None = None
+  pipes: int = 2
+  last_lines: collections.deque[bytes] = dataclasses.field(
+    default_factory=lambda: collections.deque(maxlen=LAST_LINES)
+  )
 
   def how(self) -> str:
     """Returns how it ended."""
@@ -94,12 +114,93 @@ class Process:
     return f"signal {signal_name(-self.code)} ({-self.code})"
 
 
-def signal_name(number: int) -> str:
-  """Returns the name of a signal; real-time signals have none."""
-  try:
-    return signal.Signals(number).name
-  except ValueError:
-    return "without a name"
+@dataclasses.dataclass(eq=False)
+class _Pipe:
+  """An output of a process, to which of the launcher's own it goes, and an incomplete line."""
+
+  process: Process
+  to: int
+  rest: bytes = b""
+  noisy: bool = False  # the line before was noise
+
+
+class Logs:
+  """Merges the outputs line by line, with the process as a prefix.
+
+  One thread reads and writes complete lines of bytes, as they arrive.
+  """
+
+  def __init__(self):
+    """Has no outputs yet."""
+    self._closed: set[int] = set()
+    self._selector = selectors.DefaultSelector()
+
+  def add(self, process: Process) -> None:
+    """Takes over a process's pipes."""
+    for pipe, to in ((process.popen.stdout, STDOUT), (process.popen.stderr, STDERR)):
+      self._selector.register(pipe, selectors.EVENT_READ, _Pipe(process, to))
+
+  def pump(self, seconds: float) -> None:
+    """Waits that long for output, and merges what has arrived."""
+    for key, _ in self._selector.select(seconds):
+      chunk = os.read(key.fd, 1 << 16)
+      *lines, key.data.rest = (key.data.rest + chunk).split(b"\n")
+      self._print(key.data, lines)
+      if not chunk:
+        self._end(key)
+
+  def drain(self, processes: Iterable[Process]) -> None:
+    """Merges the remaining output of processes that have ended."""
+    until = time.monotonic() + DRAIN_SECONDS
+    while any(process.pipes for process in processes) and time.monotonic() < until:
+      self.pump(POLL_SECONDS)
+
+  def close(self) -> None:
+    """Merges incomplete lines, and closes the pipes."""
+    for key in [*self._selector.get_map().values()]:
+      self._end(key)
+    self._selector.close()
+
+  def say(self, text: str, lines: Iterable[bytes] = ()) -> None:
+    """Prints a message of the launcher to stderr, and lines that it is about."""
+    data = f"launch: {text}\n".encode()
+    self._write(STDERR, data + b"".join(b"launch: %b\n" % line for line in lines))
+
+  def _end(self, key: selectors.SelectorKey) -> None:
+    self._print(key.data, [key.data.rest] if key.data.rest else [])
+    self._selector.unregister(key.fileobj)
+    key.fileobj.close()
+    key.data.process.pipes -= 1
+
+  def _print(self, pipe: _Pipe, lines: list[bytes]) -> None:
+    """Prints lines with their prefix, without gloo's and the empty ones among those."""
+    shown = []
+    for line in lines:
+      pipe.noisy = any(text in line for text in NOISE) or (pipe.noisy and not line.strip())
+      if not pipe.noisy:
+        shown.append(b"[%d] %b" % (pipe.process.index, line))
+    pipe.process.last_lines.extend(shown)
+    self._write(pipe.to, b"".join(line + b"\n" for line in shown))
+
+  def _write(self, to: int, data: bytes) -> None:
+    """Writes all, waiting for a slow reader; without a limit only while no stop is requested."""
+    waited = 0.0
+    while data and to not in self._closed:
+      try:
+        if select.select([], [to], [], POLL_SECONDS)[1]:
+          data = data[os.write(to, data[: select.PIPE_BUF]) :]  # as much as cannot block
+          waited = 0.0
+          continue
+      except OSError as error:
+        self._closed.add(to)
+        ask(signal.SIGPIPE, None)
+        self.say(f"cannot write to {'stdout' if to == STDOUT else 'stderr'}: {error.strerror}")
+      waited += POLL_SECONDS
+      if asked and waited > STUCK_SECONDS:
+        self._closed.add(to)
+
+
+# ------------------------------ one start ------------------------------
 
 
 class Attempt:
@@ -108,23 +209,19 @@ class Attempt:
   A context manager, which leaves no process behind.
   """
 
-  def __init__(self, options: argparse.Namespace, asked: list[int], log: logs.Logs):
+  def __init__(self, options: argparse.Namespace, log: Logs):
     """Starts nothing but the reaper.
 
     Args:
       options: what `parse` returns.
-      asked: the signals by which the launcher was asked to stop; grows while this runs.
       log: where the outputs go.
     """
-    self._options = options
-    self._asked = asked
+    self._options, self._log = options, log
     self._heard, self._announced = 0, math.inf
-    self._log = log
     self._processes: list[Process] = []
     self._first: Process | None = None  # that failed
-    self._terminate_at = math.inf
-    self._kill_at = math.inf
-    # A separate file, so that killing by the pattern launch.local does not kill it too.
+    self._terminate_at = self._kill_at = math.inf
+    # Not in this folder, so that killing by the pattern processes.launch does not kill it too.
     self._reaper = subprocess.Popen(
       [sys.executable, pathlib.Path(reaper.__file__)],
       stdin=subprocess.PIPE,
@@ -141,7 +238,7 @@ class Attempt:
     """Kills running processes, and merges the rest of their output."""
     for process in self._alive():
       reaper.kill_session(process.popen.pid)
-    self._log.drain([process.output for process in self._processes])
+    self._log.drain(self._processes)
     self._log.close()
     self._reaper.stdin.close()
     self._reaper.wait()
@@ -153,40 +250,41 @@ class Attempt:
       OSError: the command cannot be started.
     """
     count = self._options.processes
-    address, token = f"localhost:{free_port()}", secrets.token_hex(32)
+    address = f"localhost:{free_port()}"
+    environment = {
+      **os.environ,
+      "JAX_COORDINATOR_ADDRESS": address,
+      "JAX_NUM_PROCESSES": str(count),
+      "MESHWRIGHT_TOKEN": secrets.token_hex(32),  # signs their messages
+      "PYTHONUNBUFFERED": "1",
+      "PYTHONFAULTHANDLER": "1",  # a peer's SIGABRT then shows where it was
+    }
     for index in range(count):
-      if self._asked:  # the started ones wait for the others: there is nothing to save
+      if asked:  # the started ones wait for the others: there is nothing to save
         self._log.say(f"{index} of {count} processes were started; nothing has begun")
         return
-      popen = subprocess.Popen(
+      popen = psutil.Popen(
         self._options.command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
-        env={
-          **os.environ,
-          "JAX_COORDINATOR_ADDRESS": address,
-          "JAX_NUM_PROCESSES": str(count),
-          "JAX_PROCESS_ID": str(index),
-          "MESHWRIGHT_TOKEN": token,  # signs their messages
-          "PYTHONUNBUFFERED": "1",
-          "PYTHONFAULTHANDLER": "1",  # a peer's SIGABRT then shows where it was
-        },
+        env={**environment, "JAX_PROCESS_ID": str(index)},
         start_new_session=True,  # the terminal's Ctrl-C reaches the launcher alone
         # Safe, as the launcher has one thread. The reaper says why the process does this itself.
         preexec_fn=lambda: os.write(self._reaper.stdin.fileno(), b"+%d\n" % os.getpid()),
       )
-      output = self._log.add(index, popen)
-      self._processes.append(Process(index, popen, psutil.Process(popen.pid), output))
-    pids = ", ".join(str(process.popen.pid) for process in self._processes)
-    self._log.say(f"started {count} processes (pid {pids}), coordinator {address}")
-    self._report(pids=[process.popen.pid for process in self._processes])
+      self._processes.append(Process(index, popen))
+      self._log.add(self._processes[-1])
+    pids = [process.popen.pid for process in self._processes]
+    text = ", ".join(map(str, pids))
+    self._log.say(f"started {count} processes (pid {text}), coordinator {address}")
+    self._report(pids=pids)
 
   def wait(self) -> int:
     """Waits until no process is left, and returns the launcher's exit code."""
     while self._alive() and time.monotonic() < self._kill_at + UNKILLABLE_SECONDS:
-      self._log.pump(logs.POLL_SECONDS)
+      self._log.pump(POLL_SECONDS)
       self._hear()
       self._notice()
       self._press()
@@ -205,24 +303,24 @@ class Attempt:
 
   def _hear(self) -> None:
     """Forwards the signals that have arrived since the last call."""
-    new = self._asked[self._heard :]
+    new = asked[self._heard :]
     if not new:
       return
     now = time.monotonic()
-    if interrupts and interrupts[-1] >= self._announced + AGAIN_SECONDS:
+    if any(s == signal.SIGINT and at >= self._announced + AGAIN_SECONDS for s, at in new):
       self._log.say("Ctrl-C: no more waiting")
       self._kill_at = now
     elif not self._heard:
-      grace = self._options.grace_seconds
+      grace, number = self._options.grace_seconds, new[0][0]
       self._log.say(
-        f"{signal_name(new[0])}: SIGTERM to all processes, which have {grace:g} s to save; "
-        f"press Ctrl-C {'again ' if new[0] == signal.SIGINT else ''}to kill them without saving"
+        f"{signal_name(number)}: SIGTERM to all processes, which have {grace:g} s to save; "
+        f"press Ctrl-C {'again ' if number == signal.SIGINT else ''}to kill them without saving"
       )
       self._kill_at = min(self._kill_at, now + grace)
       for process in self._alive():
         os.kill(process.popen.pid, signal.SIGTERM)
       self._announced = time.monotonic()
-    self._heard = len(self._asked)
+    self._heard += len(new)
 
   def _notice(self) -> None:
     """Finds processes that have ended, and sets a deadline for the others."""
@@ -240,18 +338,20 @@ class Attempt:
       if process.code == STOPPED or self._first or obeyed:
         self._log.say(f"process {process.index} ended: {process.how()}")
       else:
-        self._log.drain([process.output])
-        killed = process.code == -signal.SIGKILL  # it could not say why
-        more = "" if killed else "; its last lines:"
-        self._log.say(f"process {process.index} failed first: {process.how()}{more}")
-        if not killed:
-          self._log.say_last_lines(process.output)
+        self._log.drain([process])
+        text = f"process {process.index} failed first: {process.how()}"
+        if process.code == -signal.SIGKILL:  # it could not say why
+          self._log.say(text)
+        else:
+          self._log.say(f"{text}; its last lines:", process.last_lines)
       if process.code != STOPPED:
         self._first = self._first or process
 
   def _reap(self) -> list[Process]:
     """Returns the processes that have ended since the last call, with their codes."""
-    for process in (zombies := [p for p in self._alive() if _state(p) == psutil.STATUS_ZOMBIE]):
+    # By its status, which does not take note of its end: so that its id is not used again.
+    zombies = [p for p in self._alive() if p.popen.status() == psutil.STATUS_ZOMBIE]
+    for process in zombies:
       # In this order: until it is waited for, its id belongs to its session alone.
       reaper.kill_session(process.popen.pid)
       process.code = process.popen.poll()
@@ -265,7 +365,7 @@ class Attempt:
     """Ends processes past their deadline."""
     now = time.monotonic()
     for process in self._alive():
-      stopped = _state(process) == psutil.STATUS_STOPPED
+      stopped = process.popen.status() == psutil.STATUS_STOPPED
       # A suspended process does not handle SIGTERM, and its peers have failed because of it.
       if now >= self._kill_at or (stopped and self._first):
         if process.pressed != signal.SIGKILL:
@@ -287,19 +387,22 @@ class Attempt:
       return REFUSED  # whichever ended first: a retry would end the same
     if self._first:
       return _exit_code(self._first.code)
-    if self._asked and any(process.pressed for process in self._processes):
-      return 128 + self._asked[-1]
+    if asked and any(process.pressed for process in self._processes):
+      return 128 + asked[-1][0]
     return STOPPED if any(process.code == STOPPED for process in self._processes) else DONE
+
+
+def signal_name(number: int) -> str:
+  """Returns the name of a signal; real-time signals have none."""
+  try:
+    return signal.Signals(number).name
+  except ValueError:
+    return "without a name"
 
 
 def _exit_code(code: int) -> int:
   """Converts an exit code of Popen to a shell's."""
   return code if code >= 0 else 128 - code
-
-
-def _state(process: Process) -> str:
-  """Returns the process's state, without reaping it, so that its id is not reused."""
-  return process.info.status()
 
 
 def _consequence(process: Process) -> int:
@@ -311,11 +414,116 @@ def _consequence(process: Process) -> int:
   return 2 if process.code == STOPPED else 1
 
 
-def free_port() -> int:
-  """Returns a port that is free now; the run fails if another process takes it before."""
-  with socket.socket() as found:
-    found.bind(("", 0))
-    return found.getsockname()[1]
+# ------------------------------ how many fit on the machine ------------------------------
+
+# Of the smallest training run on simulated devices, as measured with jax 0.10.2: 158 MB that no
+# other process shares, 117 threads. A start that needs more than the machine has of these fails in
+# ways that are hard to read; one that needs less may still be too large.
+PROCESS_MIB, PROCESS_THREADS = 150, 100
+# With this many per core, a working process cannot be distinguished from a dead one.
+PROCESSES_PER_CORE = 32
+# Of the launcher: two pipes of each process, and its own.
+PROCESS_FILES, OWN_FILES = 2, 64
+_MANY = 2**62
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+  """What this machine has for processes, within the limits of its container.
+
+  Attributes:
+    free_mib, total_mib: memory.
+    free_tasks, total_tasks: processes and threads.
+    cores: that this process may use.
+    files: that the launcher may open.
+  """
+
+  free_mib: int
+  total_mib: int
+  free_tasks: int
+  total_tasks: int
+  cores: int
+  files: int
+
+  @classmethod
+  def this(cls) -> "Machine":
+    """Returns this machine."""
+    memory = psutil.virtual_memory()
+    total = min(memory.total, *_group_limits("memory.max", "memory.limit_in_bytes"))
+    kernel = [_number(f"/proc/sys/kernel/{name}") for name in ("pid_max", "threads-max")]
+    own = [_limit(resource.RLIMIT_NPROC)[0]] if os.geteuid() else []  # root has no such limit
+    tasks = min(*kernel, *_group_limits("pids.max"), *own)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cls(
+      free_mib=min(memory.available, total) >> 20,
+      total_mib=total >> 20,
+      free_tasks=tasks - len(psutil.pids()),
+      total_tasks=tasks,
+      cores=cores or 1,
+      files=_limit(resource.RLIMIT_NOFILE)[1],
+    )
+
+  def lacks(self, count: int) -> tuple[str, int]:
+    """Returns what it lacks for this many processes, and the exit code that follows.
+
+    The text has the numbers; it is "" for nothing. The code is FAILED where the machine would have
+    enough if nothing else ran on it.
+    """
+    cores, files = self.cores * PROCESSES_PER_CORE, (self.files - OWN_FILES) // PROCESS_FILES
+    bounds = {  # text -> how many fit now, and how many if nothing else ran
+      f"{self.free_mib} MiB of memory are available, about {PROCESS_MIB} are needed for each": (
+        self.free_mib // PROCESS_MIB,
+        self.total_mib // PROCESS_MIB,
+      ),
+      f"{self.cores} cores, at most {PROCESSES_PER_CORE} processes for each": (cores, cores),
+      f"{self.free_tasks} more process ids may be taken, about {PROCESS_THREADS} by each "
+      f"(RLIMIT_NPROC, pids.max, pid_max)": (
+        self.free_tasks // PROCESS_THREADS,
+        self.total_tasks // PROCESS_THREADS,
+      ),
+      f"{self.files} files may be open, {PROCESS_FILES} for each and {OWN_FILES} others "
+      f"(RLIMIT_NOFILE)": (files, files),
+    }
+    why = [text for text, (now, _) in bounds.items() if now < count]
+    if not why:
+      return "", DONE
+    now, ever = (max(1, min(numbers)) for numbers in zip(*bounds.values(), strict=True))
+    text = (
+      f"--processes={count}: this machine fits about {now}: {'; '.join(why)}; start fewer, or on "
+      f"several machines"
+    )
+    return text, FAILED if count <= ever else REFUSED
+
+
+def _limit(which: int) -> tuple[int, int]:
+  """Returns the soft and the hard limit of this process; a large number for none."""
+  soft, hard = resource.getrlimit(which)
+  return tuple(_MANY if one == resource.RLIM_INFINITY else one for one in (soft, hard))
+
+
+def _group_limits(*names: str) -> list[int]:
+  """Returns the limits of the control group, of either version."""
+  root = pathlib.Path("/sys/fs/cgroup")
+  return [_number(root / each / name) for name in names for each in ("", "memory", "pids")]
+
+
+def _number(path: str | pathlib.Path) -> int:
+  """Returns the number in a file; a large one where there is no file, or no limit."""
+  try:
+    return int(pathlib.Path(path).read_text())
+  except (OSError, ValueError):
+    return _MANY
+
+
+def raise_open_files(count: int) -> None:
+  """Raises the limit of open files as far as this many processes need."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  needed = PROCESS_FILES * count + OWN_FILES
+  if soft != resource.RLIM_INFINITY and soft < needed:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+# ------------------------------ the command ------------------------------
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -341,11 +549,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.error("no command; write it after the options: -- python main.py --config=...")
   if shutil.which(options.command[0]) is None:
     parser.error(f"{options.command[0]}: no such command")
-  text, code = room.lacking(options.processes)
+  text, code = Machine.this().lacks(options.processes)
   if code == FAILED:
     parser.exit(code, f"launch: error: {text}\n")
   if text:
     parser.error(text)
+  raise_open_files(options.processes)
   return options
 
 
@@ -368,14 +577,14 @@ def main(arguments: list[str]) -> int:
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
   code = STOPPED
   for start in range(options.restarts + 1):
-    log = logs.Logs(asked)
+    log = Logs()
     if start:
       time.sleep(RESTART_PAUSE_SECONDS)
     if asked:  # also before the first start: nothing is running, and nothing is to be saved
       break
     if start:
       log.say(f"restart {start} of {options.restarts}")
-    with Attempt(options, asked, log) as attempt:
+    with Attempt(options, log) as attempt:
       try:
         attempt.start()
         code = attempt.wait()

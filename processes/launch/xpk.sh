@@ -4,12 +4,12 @@ set -euo pipefail
 
 usage() {
   cat >&2 <<'USAGE'
-usage: launch/xpk.sh NAME CLUSTER ZONE TPU_TYPE IMAGE ARGUMENT...   main.py ARGUMENT... on every host
+usage: processes/launch/xpk.sh NAME CLUSTER ZONE TPU_TYPE IMAGE ARGUMENT...   main.py ARGUMENT... on every host
 
-for example: launch/xpk.sh first my-cluster us-central2-b v5p-128 IMAGE \
+for example: processes/launch/xpk.sh first my-cluster us-central2-b v5p-128 IMAGE \
                --config=configs/fsdp.py --workdir=gs://BUCKET/first
 
-IMAGE is what launch/Dockerfile has built, where the cluster can pull it.
+IMAGE is what processes/launch/Dockerfile has built, where the cluster can pull it.
 SLICES=2          number of slices; give --config.mesh_dcn.data=2 as well
 XPK="xpk ..."     another command than xpk
 USAGE

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A batch file for Slurm: one process per GPU; runs again after a stop, and after a few failures.
 #
-#   sbatch launch/slurm.sh --config=configs/fsdp.py --workdir=FOLDER
+#   sbatch processes/launch/slurm.sh --config=configs/fsdp.py --workdir=FOLDER
 #
 # Submit it from the root of the repository, after `make setup ACCELERATOR=gpu`, on a file system
 # that all nodes see. Sizes, partition and account can be given to sbatch: its flags come first.
@@ -33,7 +33,7 @@ if [[ ! $MAX_FAILURES =~ ^[0-9]{1,3}$ ]]; then
 fi
 
 if [[ $# -eq 0 ]]; then
-  echo "usage: sbatch [SBATCH'S FLAGS] launch/slurm.sh --config=CONFIG --workdir=FOLDER ..." >&2
+  echo "usage: sbatch [SBATCH'S FLAGS] processes/launch/slurm.sh --config=CONFIG --workdir=FOLDER ..." >&2
   exit 2
 fi
 if [[ ! -x .venv/bin/python || ! -f main.py ]]; then

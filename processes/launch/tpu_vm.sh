@@ -4,11 +4,11 @@ set -euo pipefail
 
 usage() {
   cat >&2 <<'USAGE'
-usage: launch/tpu_vm.sh setup NAME ZONE            copy this tree's tracked files, install
-       launch/tpu_vm.sh run NAME ZONE ARGUMENT...  main.py ARGUMENT... on every host
-       launch/tpu_vm.sh stop NAME ZONE             SIGTERM: save a common step, exit 75
+usage: processes/launch/tpu_vm.sh setup NAME ZONE            copy this tree's tracked files, install
+       processes/launch/tpu_vm.sh run NAME ZONE ARGUMENT...  main.py ARGUMENT... on every host
+       processes/launch/tpu_vm.sh stop NAME ZONE             SIGTERM: save a common step, exit 75
 
-for example: launch/tpu_vm.sh run my-tpu us-central2-b --config=configs/fsdp.py --workdir=gs://B/run
+for example: processes/launch/tpu_vm.sh run my-tpu us-central2-b --config=configs/fsdp.py --workdir=gs://B/run
 
 PYTHON=python3.12   setup: the Python of the hosts to install for; 3.11 or newer
 GCLOUD=echo         print the gcloud commands instead of running them
@@ -45,7 +45,7 @@ shift 3
 case $verb in
 setup)
   [[ $# -eq 0 ]] || refuse "setup takes no '$1'"
-  cd "$(dirname "${BASH_SOURCE[0]}")/.."
+  cd "$(dirname "${BASH_SOURCE[0]}")/../.."
   folder=$(mktemp -d)
   trap 'rm -rf "$folder"' EXIT
   # COPYFILE_DISABLE: macOS would add files of its own.
@@ -62,7 +62,7 @@ run)
   arguments=$(printf ' %q' "$@")
   # gcloud starts a command again when its connection breaks, up to ten times. The run continues
   # without the connection, so a second one beside it has to be refused.
-  busy="echo \"refused: process \$pid runs main.py already; launch/tpu_vm.sh stop ends it\" >&2"
+  busy="echo \"refused: process \$pid runs main.py already; processes/launch/tpu_vm.sh stop ends it\" >&2"
   remotely all "if $running; then $busy; exit 2; fi; cd meshwright && echo \$\$ >../meshwright.pid \
 && exec .venv/bin/python main.py$arguments"
   ;;

@@ -1,0 +1,162 @@
+"""What a run does, resolved once from its finalized config: the step below knows no config."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from input_pipeline.ramp import Ramp, Shape
+from models import model_spec
+from models.spec import ModelSpec
+from partitioning.dims import Legend, Table
+from partitioning.verdict import TABLES
+from training.optimizers.spec import OptimizerSpec, optimizer_spec
+from training.tasks import TASKS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSpec:
+  """What a step needs to know; a field that is a key of the section `training` has its name.
+
+  Attributes:
+    model: its name.
+    layers: of the model; 0 of one that has no such key.
+    clip_norm: limit for the norm of all gradients, which the step applies; 0: none.
+    activations: dim name -> mesh axes, the table `partitioning.activations`.
+  """
+
+  seed: int
+  task: str
+  model: str
+  layers: int
+  trainable: tuple[str, ...]
+  gradient_accumulation_steps: int
+  gradient_reduction: str
+  parameter_dtype: str
+  frozen_dtype: str
+  compute_dtype: str
+  matmul_dtype: str
+  stochastic_rounding: bool
+  router_bias_rate: float
+  pipeline: str
+  pipeline_chunks: int
+  pipeline_ends: str
+  pipeline_gather: str
+  microbatches: int | None
+  clip_norm: float
+  state_memory: str
+  activations: Mapping[str, tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSpec:
+  """The arrays of a run's batches; the fields are keys of the config."""
+
+  task: str
+  global_batch_size: int
+  sequence_length: int
+  steps: int
+  ramp: Ramp
+
+  def abstract(self, legend: Legend, shape: Shape | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a global batch, without opening the data set.
+
+    Args:
+      legend: of the model.
+      shape: of a stage of a ramp; None: of the last.
+    """
+    rows, pieces = self.global_batch_size, 1
+    if shape is not None:
+      rows, pieces = shape.rows * shape.pieces, shape.pieces
+    differing = {"B": rows, "T": self.sequence_length // pieces}
+    return {
+      name: jax.ShapeDtypeStruct(
+        tuple(differing.get(letter) or legend[letter].size for letter in letters), jnp.dtype(dtype)
+      )
+      for name, (letters, dtype) in TASKS[self.task].batch.items()
+    }
+
+  @property
+  def letters(self) -> dict[str, str]:
+    """Returns array -> the letters of its dims."""
+    return {name: letters for name, (letters, _) in TASKS[self.task].batch.items()}
+
+  def stages(self) -> Iterator[tuple[str, Shape]]:
+    """Yields `steps 1 to 100: 32 rows of 64 tokens` and the shape of each stage of the ramps."""
+    for first, stop, shape in self.ramp.stages(self.steps):
+      yield f"steps {first + 1} to {stop}: {self.text(shape)}", shape
+
+  def text(self, shape: Shape) -> str:
+    """Returns `32 rows of 64 tokens`, the batch of a stage."""
+    of_tokens = TASKS[self.task].of_tokens
+    of = f" of {self.sequence_length // shape.pieces} tokens" if of_tokens else ""
+    return f"{shape.rows * shape.pieces} rows{of}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutSpec:
+  """The section `partitioning`, as the verdict reads it.
+
+  Attributes:
+    tables: section, such as `parameters` -> its table.
+  """
+
+  tables: Mapping[str, Table]
+  overrides: Mapping[str, Any]
+  max_replicated_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resolved:
+  """A finalized config, as what it names.
+
+  Attributes:
+    memory_limit_gib: of what the state may take; None: of all that is there.
+  """
+
+  model: ModelSpec
+  optimizer: OptimizerSpec
+  step: StepSpec
+  batch: BatchSpec
+  layout: LayoutSpec
+  memory_limit_gib: float | None
+
+
+def resolve(config: ConfigDict) -> Resolved:
+  """Returns what a finalized config names.
+
+  Raises:
+    ValueError: the model lacks members of `models.Model`.
+  """
+  training, data, tables = config.training, config.data, config.partitioning
+  keys, fields = config.optimizer, StepSpec.__dataclass_fields__
+  return Resolved(
+    model=model_spec(config),
+    optimizer=optimizer_spec(config),
+    step=StepSpec(
+      seed=config.seed,
+      task=config.task,
+      model=config.model.name,
+      layers=config.model.layers if "layers" in config.model else 0,
+      clip_norm=0.0 if keys.clip_groups or keys.clip_quantile else keys.clip_norm,
+      state_memory=keys.state_memory,
+      activations={name: tuple(axes) for name, axes in tables.activations.items()},
+      **{name: training[name] for name in fields if name in training},
+    ),
+    batch=BatchSpec(
+      task=config.task,
+      global_batch_size=data.global_batch_size,
+      sequence_length=data.sequence_length,
+      steps=training.steps,
+      ramp=Ramp.of(data),
+    ),
+    layout=LayoutSpec(
+      tables={title: tables[title] for title in TABLES},
+      overrides=tables.overrides,
+      max_replicated_bytes=tables.max_replicated_bytes,
+    ),
+    memory_limit_gib=config.memory_limit_gib,
+  )
