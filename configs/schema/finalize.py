@@ -26,7 +26,7 @@ from configs.schema import (
 from configs.schema.model_checks import divisors
 from input_pipeline.sources import catalog
 from input_pipeline.text import tokenizer
-from interop import hf_config, hf_folder
+from interop import hf_folder
 from training.optimizer import optimizer_row
 from training.tasks import TASKS
 
@@ -62,6 +62,8 @@ def finalize_folder(config: ConfigDict) -> None:
     ValueError: the folder cannot be read, or describes a model that is not there; or keys of
       `model` that contradict it.
   """
+  from interop import hf_config  # of models of a folder alone
+
   model, data = config.model, config.data
   if not model.folder:
     raise ValueError(
@@ -93,7 +95,7 @@ def finalize_folder(config: ConfigDict) -> None:
   if hf_folder.is_adapter(config.checkpoint.initialize_from):
     from interop import peft_adapter  # which imports JAX
 
-    peft_adapter.adopt(config, config.checkpoint.initialize_from, described.model_type)
+    peft_adapter.adopt(config.lora, config.checkpoint.initialize_from, described.model_type)
   if config.optimizer.learning_rate is None:
     scale = optimizer_row(config.optimizer.name).default
     config.optimizer.learning_rate = LEARNING_RATES[config.lora.rank > 0] * scale.rate
