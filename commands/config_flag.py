@@ -89,6 +89,11 @@ def keys(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, ConfigDict
       yield prefix + key, config, key
 
 
+def leaves(config: ConfigDict) -> Iterator[tuple[str, object]]:
+  """Yields every (dotted key, value)."""
+  return ((dotted, section[key]) for dotted, section, key in keys(config))
+
+
 def named(words: Sequence[str], known: Sequence[str]) -> list[str]:
   """Returns the known keys that words name: a key, a section, or the beginning of keys.
 
@@ -163,18 +168,15 @@ def load(flag: str, value: str) -> ConfigDict:
       raise  # the project's own refusal, such as that of an unknown recipe
     why = extensions.error_text(error)
     raise ValueError(f"--{flag}={value}: get_config of {path} fails: {why}") from error
-  missing = [key for key in base.get_config() if key not in config] if _is_config(config) else []
-  if missing or not _is_config(config):
-    what = f"a config without {', '.join(missing)}" if missing else f"a {type(config).__name__}"
+  what = "" if isinstance(config, ConfigDict) else f"a {type(config).__name__}"
+  if not what and (missing := [key for key in base.get_config() if key not in config]):
+    what = f"a config without {', '.join(missing)}"
+  if what:
     raise ValueError(
       f"--{flag}={value}: get_config of {path} returns {what}, not what base.get_config(recipe, "
       f"mesh=...) returns"
     )
   return config
-
-
-def _is_config(config: object) -> bool:
-  return isinstance(config, ConfigDict)
 
 
 def _module(flag: str, value: str):
@@ -217,8 +219,6 @@ def _check_overrides(argv: list[str], flag: str) -> None:
       continue
     if key not in known and any(other.startswith(key + ".") for other in known):
       raise ValueError(f"--{full}={value}: {key} is a section; set one of its keys")
-    if key in base.REPLACED:
-      raise ValueError(f"--{full}={value}: {key} is no longer a key; {base.REPLACED[key]}")
     if key not in known:
       raise ValueError(f"--{full}={value}: unknown config key {key!r}{nearest(key, known)}")
     wanted = KINDS.get(known[key])

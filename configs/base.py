@@ -12,12 +12,6 @@ from ml_collections import ConfigDict, config_dict
 from configs.keys import table
 from configs.schema import axis_tables, optimizer_checks, recipes
 
-# Keys of earlier versions -> what has come in their place.
-REPLACED = {
-  "data.kind": "the recipe's task says how rows are read; choose it with --config=FILE:RECIPE",
-  "training.loss": "the recipe's task says what is minimised; choose it with --config=FILE:RECIPE",
-}
-
 
 def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = None) -> ConfigDict:
   """Returns a locked config for a strategy (the mesh) and a recipe (the argument).
@@ -40,6 +34,18 @@ def get_config(argument: str | None = None, *, mesh: Mapping[str, int] | None = 
     config[name] = ConfigDict(table.section(name))
   config.lock()
   return config
+
+
+def variant(argument: str | None, *names: str) -> str:
+  """Returns the variant of an experiment that is asked for, by default the first; "" of the only.
+
+  Raises:
+    ValueError: there is no such variant.
+  """
+  if argument and argument not in names:
+    known = f"there are {', '.join(names)}" if names else "there is one; leave it out"
+    raise ValueError(f"--config=FILE:{argument}: unknown variant {argument!r}; {known}")
+  return argument or next(iter(names), "")
 
 
 def _partitioning(model: str) -> ConfigDict:

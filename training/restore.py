@@ -32,7 +32,7 @@ from training.checkpointing import restore as checkpoint_restore
 from training.checkpointing.checkpointer import Checkpointer
 from training.checkpointing.integrity import Verified
 from training.checkpointing.restore import FOLDER, PARAMETERS, VARIABLES
-from training.metrics.waiting import Waiting
+from training.metrics.console import Waiting
 from training.setup import Job
 from training.state import State, merged, split
 
