@@ -18,11 +18,12 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from interop import hf_folder
+from models import model_spec
 from partitioning.rules import named_leaves
 from processes.coordination import current
 from runtime.printable import printable
 from training import replica_digests
-from training.checkpointing import integrity, naming, restore
+from training.checkpointing import integrity, restore
 from training.checkpointing.consensus import Together
 from training.checkpointing.integrity import Verified
 from training.setup import Job
@@ -137,7 +138,7 @@ def completed(job: Job, params: Any, base: Base | None, run: str) -> tuple[Any, 
   }
   where = job.config.checkpoint.initialize_from or base.folder
   arrays, base = _frozen(job, base, wanted, where, run)
-  return merged(params, naming.nested(arrays)), base
+  return merged(params, restore.nested(arrays)), base
 
 
 def _frozen(
@@ -214,13 +215,13 @@ def read(
       for name, x in there.items()
       if name in wanted or name not in known
     }
-    restore.require_same(path, naming.differences(there, expected))
+    restore.require_same(path, restore.differences(there, expected))
     require_same_adapters(job, verified, ("alpha", "rs"))
     if not expected:
       return verified, {}
     tree = restore.read_arrays(
       path,
-      {restore.PARAMETERS: naming.nested(expected)},
+      {restore.PARAMETERS: restore.nested(expected)},
       branches=(restore.PARAMETERS,),
       together=together(job),
       verified=verified,
@@ -245,7 +246,7 @@ def _of_model_folder(
   """Reads what a model folder has of these parameters; adapters are in none."""
   from interop import read_weights  # of runs that begin with a model folder alone
 
-  source = read_weights.open_folder(location, job.config, _KEY)
+  source = read_weights.open_folder(location, model_spec(job.config), _KEY)
   there = {name: leaf for name, leaf in wanted.items() if name in source.parts}
   place = location if "://" in location else str(source.folder)
   return place, None, read_weights.read(source, there)
@@ -271,7 +272,7 @@ def _of_adapter(
   model_type = hf_folder.read_config(
     hf_folder.local(base, "model.folder"), "model.folder"
   ).model_type
-  found = peft_adapter.read(adapter, config, model_type)
+  found = peft_adapter.read(adapter, model_spec(config), model_type)
   said = peft_adapter.metadata(adapter)
   frozen = {name: x for name, x in arrays.items() if name not in job.program.trained}
   same_kind = said.get(peft_adapter.DTYPE) == config.training.frozen_dtype
@@ -302,8 +303,9 @@ def check_model_folder(job: Job, workdir: epath.Path) -> None:
   if hf_folder.is_model(where):
     from interop import read_weights  # as above
 
-    source = read_weights.open_folder(where, job.config, _KEY)
-    for line in read_weights.differing_keys(job.config, source.described):
+    spec = model_spec(job.config)
+    source = read_weights.open_folder(where, spec, _KEY)
+    for line in read_weights.differing_keys(spec, source.described):
       warn(f"WARNING: {line}")
 
 

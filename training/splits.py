@@ -19,7 +19,7 @@ from input_pipeline.source import Source
 from input_pipeline.text import files
 from processes import preflight
 from processes.coordination import Group, NotTogetherError, current
-from training.metrics.waiting import preparing
+from training.metrics.console import preparing
 from training.tasks import TASKS
 
 with epy.lazy_imports():  # `prepare` has no job

@@ -3,7 +3,7 @@
 from ml_collections import ConfigDict
 
 from input_pipeline.sources import catalog
-from training.metrics.waiting import preparing
+from training.metrics.console import preparing
 from training.tasks import TASKS
 
 

@@ -12,7 +12,6 @@ from ml_collections import ConfigDict, config_dict
 
 from configs.keys import table
 from input_pipeline.sources import catalog
-from interop import hf_config
 from runtime.extensions import Table
 from runtime.suggest import nearest
 from training.tasks import DPO
@@ -98,6 +97,8 @@ def lm_bpe() -> ConfigDict:
 
 def hf() -> ConfigDict:
   """Returns the decoder of a model folder, to be trained further; its keys are the folder's."""
+  from interop import hf_config  # of this recipe alone
+
   config = lm()
   model = {"folder": ""}
   for key in hf_config.KEYS:
