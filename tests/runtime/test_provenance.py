@@ -24,7 +24,7 @@ OTHERS = {
   "observer parity record_schema replay replica_check replica_digests restore run_tokenizer saving "
   "trained_tokenizer train_steps workdir_files workdir_owner checkpointing/__init__ "
   "checkpointing/async_writer checkpointing/checkpointer checkpointing/consensus "
-  "checkpointing/integrity checkpointing/naming checkpointing/restore checkpointing/resume_policy",
+  "checkpointing/integrity checkpointing/restore checkpointing/resume_policy",
 }
 
 
