@@ -9,6 +9,7 @@ from typing import Any
 from etils import epath
 
 from input_pipeline.batches import Prefetcher
+from models import model_spec
 from processes.coordination import Lockstep, current
 from processes.watchdog import ENDING, EVALUATION, STARTING, Watchdog
 from training import callbacks, reference, restore, workdir_files
@@ -17,16 +18,18 @@ from training.callbacks import CALLBACKS, Callback
 from training.checkpointing import resume_policy
 from training.due import Due
 from training.evaluation import Evaluation, Evaluator, is_logged
-from training.metrics import device_probe, log_schedule
-from training.metrics.console import ProgressLine, duration, say_wrapped, warn
+from training.metrics.console import ProgressLine, Waiting, duration, say_wrapped, warn
 from training.metrics.goodput import Goodput
-from training.metrics.log_lines import FILE
-from training.metrics.log_schedule import LogSchedule
+from training.metrics.log_lines import FILE, LogSchedule, missing_text
 from training.metrics.profiler import Profile
-from training.metrics.reader import DebugNans, MetricsReader, without_debug_checks
+from training.metrics.reader import (
+  DebugNans,
+  MetricsReader,
+  straggler_detection,
+  without_debug_checks,
+)
 from training.metrics.sinks import Sinks
 from training.metrics.throughput import Meter
-from training.metrics.waiting import Waiting
 from training.metrics.writer import MetricsWriter
 from training.observer import Observer
 from training.replica_check import ReplicaCheck
@@ -131,7 +134,8 @@ class Run:
     self._callbacks, self._due, self._observer = called, Due(job.config), observer
     self._saver = Saver(start, resume_policy.plain(job.config), watch, observer.saved)
     self._bad_steps = BadSteps(job.config, start.known, start.step)
-    self._schedule = LogSchedule(job.config, start.known, start.step)
+    every = job.config.metrics.every_steps, job.config.evaluation.every_steps
+    self._schedule = LogSchedule(*every, start.known, start.step)
     self._lockstep = Lockstep(watch.group, watch.stop)
     # On simulated devices at most one step is in flight: more can deadlock in a rendezvous.
     # On accelerators metrics are read a step late, so that the device never waits for the host.
@@ -155,7 +159,7 @@ class Run:
       )
     )
     self._goodput = Goodput(started, self._writer.times)
-    self._meter, self._measuring = Meter(job), False
+    self._meter, self._measuring = Meter(job.batches, model_spec(job.config), job.mesh), False
     # Set by `open`, `compile` and `catch_up`, in this order, before the first step.
     self._profile: Profile | None = None
     self._pace = None  # of several processes: their stragglers
@@ -177,14 +181,17 @@ class Run:
     self._profile = self._stack.enter_context(
       Profile(self._config.profile, self._workdir / "profile", self._watch)
     )
-    self._pace = self._stack.enter_context(device_probe.measured(self._job, self._watch.group))
+    simulated, ratio = self._job.devices.simulated, self._config.processes.slow_ratio
+    self._pace = self._stack.enter_context(
+      straggler_detection(self._watch.group, ratio, simulated=simulated)
+    )
     self._stack.callback(lambda: self._batches and self._batches.close())
 
   def _report_missing_lines(self) -> None:
     """Warns if lines are missing that were written before the checkpoint."""
     if current().first and self.done:
       missing = self._schedule.missing(self.done, *self._writer.logged())
-      if news := log_schedule.text(missing):
+      if news := missing_text(missing):
         where = self._workdir / FILE
         warn(f"{where} has lost lines of finished steps: {news}; training continues without them")
 

@@ -13,7 +13,7 @@ from etils import epath
 from runtime import forms
 from runtime.forms import ANY, COUNT, NUMBER, TEXT, Each, Exactly, Kind, OrNull, is_number, is_whole
 from training import bad_steps, base_parameters
-from training.metrics import log_schedule
+from training.metrics import log_lines
 
 _NOT_FINITE = ("nan", "inf", "-inf")  # as they are written
 METRIC = Kind("a number", lambda value: is_number(value) or value in _NOT_FINITE)
@@ -58,7 +58,7 @@ FORM = {
     "rollbacks": [Exactly({"bad_step": COUNT, "why": TEXT, "step": COUNT, **SKIPPED})],
     "losses": [NUMBER],
   },
-  log_schedule.RECORD: [(COUNT, COUNT, COUNT)],
+  log_lines.SCHEDULES: [(COUNT, COUNT, COUNT)],
 }
 
 

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from input_pipeline.ramp import Ramp, Shape
 from runtime import collectives
-from training.metrics.console import say, say_wrapped
-from training.metrics.waiting import Waiting
+from training.metrics.console import Waiting, say, say_wrapped
 from training.setup import Job
 
 

@@ -2,8 +2,8 @@
 
 from ml_collections import ConfigDict
 
-from input_pipeline.sources import catalog
-from training.metrics.waiting import preparing
+from input_pipeline import catalog
+from training.metrics.console import preparing
 from training.tasks import TASKS
 
 

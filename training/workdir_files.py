@@ -8,8 +8,7 @@ from etils import epath
 from processes.coordination import current
 from runtime import files
 from training import history
-from training.metrics.append_log import MOST_BYTES
-from training.metrics.log_lines import FILE
+from training.metrics.log_lines import FILE, MOST_BYTES
 from training.metrics.writer import DAMAGED
 
 CONFIG, LAYOUT, BAD_RECORDS = "config.json", "layout.txt", "bad_records.json"

@@ -4,16 +4,16 @@ import pathlib
 
 import pytest
 
-from input_pipeline import prepare
+from input_pipeline import tfds_documents
 from processes import preemption
 from processes.preemption import Stopped, StopRequest
-from training.metrics import waiting
+from training.metrics import console
 
 
 @pytest.fixture(autouse=True)
 def _look_always(monkeypatch):
   """Lets each tick look at the clock."""
-  monkeypatch.setattr(waiting, "_SECONDS", 0.0)
+  monkeypatch.setattr(console, "_LOOK_SECONDS", 0.0)
 
 
 def files_of(folder: pathlib.Path) -> list[str]:
@@ -25,26 +25,26 @@ def test_a_stop_ends_the_preparation_and_leaves_nothing_half_made(config, tmp_pa
   data, seen = config("python_source", data_dir=str(tmp_path)), []
   with StopRequest() as stop:
 
-    def tick(what: str, count: int) -> None:
+    def tick(what: str, count: int, text: str = "") -> None:
       seen.append(what)
       if len(seen) == after:
         stop.request("SIGINT")
-      shown.tick(what, count)
+      shown.tick(what, count, text)
 
-    with waiting.preparing("python_source") as shown:
+    with console.preparing("python_source") as shown:
       assert stop.polls
       with pytest.raises(Stopped):
-        prepare.prepare(data, "test", tick)
+        tfds_documents.prepare(data, "test", tick)
   assert len(seen) == after
   left = files_of(tmp_path)
   assert all(name.endswith(".lock") or name == "metadata.json" for name in left), left
   assert not any("incomplete" in path.name or path.suffix == ".tmp" for path in tmp_path.rglob("*"))
-  assert prepare.prepare(data, "test").manifest["rows"] > 0
+  assert len(tfds_documents.prepare(data, "test")[0].documents)
 
 
 def test_a_log_gets_a_line_now_and_then(monkeypatch, capsys):
-  monkeypatch.setattr(waiting, "_LOG_SECONDS", -1.0)
-  with waiting.preparing("text, train") as shown:
+  monkeypatch.setattr(console, "_LOG_SECONDS", -1.0)
+  with console.preparing("text, train") as shown:
     shown.tick("documents", 3)
     shown.tick("documents", 7, "7 documents, 90 tokens")
   line, last = capsys.readouterr().out.splitlines()
@@ -52,28 +52,28 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch, capsys):
   assert last.startswith("prepared text, train: 7 documents in ")
 
 
-def test_a_stop_while_rows_are_written_keeps_what_was_built_before(config, tmp_path):
+def test_a_stop_while_a_shard_is_written_keeps_what_was_built_before(config, tmp_path):
   data = config("python_source", data_dir=str(tmp_path))
-  with StopRequest() as stop, waiting.preparing("python_source") as shown:
+  with StopRequest() as stop, console.preparing("python_source") as shown:
 
-    def tick(what: str, count: int) -> None:
-      if what == "rows" and count == 5:
+    def tick(what: str, count: int, text: str = "") -> None:
+      if text:  # of the shard
         stop.request("SIGINT")
-      shown.tick(what, count)
+      shown.tick(what, count, text)
 
     with pytest.raises(Stopped):
-      prepare.prepare(data, "test", tick)
+      tfds_documents.prepare(data, "test", tick)
   assert not list(tmp_path.rglob("*.tmp"))
   built = list(tmp_path.rglob("*.array_record*"))
   assert built, "the data set itself is whole, and is used by the next start"
-  assert prepare.prepare(data, "test").manifest["rows"] > 5
+  assert len(tfds_documents.prepare(data, "test")[0].documents) > 5
   assert preemption.current() is None
 
 
 def test_a_log_gets_one_line_and_only_where_something_was_prepared(config, tmp_path, capsys):
   data = config("digits", "image", data_dir=str(tmp_path))
   for _ in range(2):
-    with waiting.preparing("digits, test") as shown:
-      prepare.prepare(data, "test", shown.tick)
+    with console.preparing("digits, test") as shown:
+      tfds_documents.prepare(data, "test", shown.tick)
   [line] = capsys.readouterr().out.splitlines()
-  assert line.startswith("prepared digits, test: 300 rows in ")
+  assert line.startswith("prepared digits, test: 300 images in ")

@@ -5,7 +5,6 @@ import re
 import socket
 import threading
 import time
-import types
 
 import pytest
 
@@ -13,7 +12,7 @@ from processes import stragglers
 from processes.coordination import Group
 from processes.stragglers import Pace, Window, slowest
 from tests.processes.stores import groups_of
-from training.metrics import device_probe
+from training.metrics.reader import straggler_detection
 
 HOST = socket.gethostname()
 
@@ -272,7 +271,5 @@ def test_after_a_rollback_it_starts_again():
 
 @pytest.mark.parametrize(("count", "slow_ratio"), [(1, 2.0), (2, 0.0)])
 def test_off_and_alone_nothing_is_compared(count, slow_ratio):
-  processes = types.SimpleNamespace(slow_ratio=slow_ratio)
-  job = types.SimpleNamespace(config=types.SimpleNamespace(processes=processes))
-  with device_probe.measured(job, Group(0, count)) as pace:
+  with straggler_detection(Group(0, count), slow_ratio, simulated=True) as pace:
     assert pace is None

@@ -18,14 +18,13 @@ ROOT = provenance.ROOT
 OTHERS = {
   "partitioning": "__init__ mesh_sizes shardings",
   "training": "__init__ base_parameters callbacks compiler_options coordinate_check due "
-  "evaluation history loop metrics/__init__ metrics/append_log metrics/console "
-  "metrics/device_probe metrics/goodput metrics/log_lines metrics/log_schedule "
-  "metrics/csv_sink metrics/profiler metrics/reader metrics/sinks metrics/throughput "
-  "metrics/tracker metrics/tracker_sink metrics/waiting metrics/writer named_activations "
+  "evaluation history loop metrics/__init__ metrics/built_in_sinks metrics/console "
+  "metrics/goodput metrics/log_lines metrics/profiler metrics/reader metrics/sinks "
+  "metrics/throughput metrics/tracker metrics/writer named_activations "
   "observer parity record_schema replay replica_check replica_digests restore run_tokenizer saving "
   "trained_tokenizer train_steps workdir_files workdir_owner checkpointing/__init__ "
   "checkpointing/async_writer checkpointing/checkpointer checkpointing/consensus "
-  "checkpointing/integrity checkpointing/naming checkpointing/restore checkpointing/resume_policy",
+  "checkpointing/integrity checkpointing/restore checkpointing/resume_policy",
 }
 
 
@@ -191,7 +190,7 @@ def test_everything_that_runs_to_make_a_batch_is_listed(recipe):
     data.train.batch(0, job.batch_shardings)
   finally:
     sys.setprofile(None)
-  assert {"input_pipeline/batches.py", "input_pipeline/row_source.py"} < seen
+  assert {"input_pipeline/batches.py", "input_pipeline/rows.py"} < seen
   assert seen - numerics() == set()
 
 

@@ -6,13 +6,12 @@ import pathlib
 import pytest
 from etils import epath
 
-from processes.claims import LocalClaims
-from processes.workdir_lease import LostError, acquire
+from processes.workdir_lease import LostError, acquire, claims_to
 from runtime import files
 from tests.helpers.jobs import make_job
 from tests.training.metrics.test_append_log import scalars
 from training import workdir_owner
-from training.metrics.append_log import Lines
+from training.metrics.log_lines import LogFile
 from training.metrics.writer import MetricsWriter
 
 
@@ -35,17 +34,17 @@ def take(workdir):
     now[0] += seconds
 
   settings = {"wait_seconds": 0.0, "ending_seconds": 0.0, "clock": lambda: now[0], "sleep": sleep}
-  return acquire(LocalClaims(workdir), "run", lease_seconds=1.0, **settings)
+  return acquire(claims_to(workdir), "run", lease_seconds=1.0, **settings)
 
 
 def test_a_line_of_a_run_that_is_replaced_while_it_writes_goes_into_a_file_that_is_gone(tmp_path):
   first, path = take(tmp_path), epath.Path(tmp_path / "lines")
-  lines = Lines(path, first.require)
+  lines = LogFile(path, first.require)
   lines.append(b"one\n")
 
   def stopped_here():
     first.require()
-    fresh = Lines(path, take(tmp_path).require)
+    fresh = LogFile(path, take(tmp_path).require)
     fresh.replace([fresh.read()])
     fresh.append(b"two of the second run\n")
 
