@@ -34,7 +34,7 @@ SMALL = {
   # The layout that the start prints and writes to layout.txt.
   "reports": {"drawings", "grid", "layout_text"},
   # What the sample at the end asks for is checked before the start.
-  "inference": {"request", "text_stream"},
+  "inference": {"request"},
 }
 # What only some configs need.
 OPTIONAL = {
@@ -44,7 +44,7 @@ OPTIONAL = {
   "partitioning.parallel.pipeline",
   "training.parity",
   "partitioning.parallel.grouped_matmul",
-  "input_pipeline.sources.tfds",
+  "input_pipeline.tfds",
   "input_pipeline.text.chat_template",
   "input_pipeline.text.library_tokenizers",
   "input_pipeline.text.train_tokenizer",
