@@ -4,10 +4,8 @@
 uses them as well.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +22,7 @@ from partitioning.parallel.attention_blocks import (
   Scores,
   Softmax,
   by_heads,
+  by_kind,
   by_tokens,
   empty_softmax,
   grouped,
@@ -91,17 +90,11 @@ class _Facts(NamedTuple):
   kind: Array | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _How:
+class _How(NamedTuple):
   """The static part: blocks, and the windows of the kinds of layers."""
 
   blocks: Blocks
   windows: tuple[int | None, ...]
-
-  def of_kind(self, kind: Array | None, function: Callable, *given: Any) -> Any:
-    """Returns function(window, *given) with the window of a layer's kind."""
-    ways = [functools.partial(function, window) for window in self.windows]
-    return ways[0](*given) if kind is None else jax.lax.switch(kind, ways, *given)
 
 
 def _pairs(q_BTNH: Array, k_BSKH: Array, v_BSKU: Array, facts: _Facts) -> tuple[Queries, Keys]:
@@ -127,7 +120,7 @@ def _forward(how: _How, q: Array, k: Array, v: Array, sinks: Array | None, facts
     start = empty_softmax(shape, how.blocks.scores.dtype, grouped(sinks, k.shape[2]))
     return attention_blocks.add_keys(how.blocks, start, queries, keys, window)
 
-  found = how.of_kind(facts.kind, softmax, queries, keys)
+  found = by_kind(how.windows, facts.kind, softmax, queries, keys)
   out_BKGTU, normalizer_BKGT = found.finished()
   out = checkpoint_name(by_tokens(out_BKGTU).astype(v.dtype), ATTENTION_OUTPUT)
   normalizer_BKGT = checkpoint_name(normalizer_BKGT, ATTENTION_OUTPUT)
@@ -146,7 +139,7 @@ def _backward(how: _How, saved, d_out: Array):
     zeros = tuple(jnp.zeros(x.shape, how.blocks.scores.dtype) for x in arrays)
     return attention_blocks.add_gradients(how.blocks, zeros, given, queries, keys, window)
 
-  d_q, d_k, d_v = how.of_kind(facts.kind, gradients, given, queries, keys)
+  d_q, d_k, d_v = by_kind(how.windows, facts.kind, gradients, given, queries, keys)
   d_sinks = attention_blocks.sink_gradient(sinks, given)
   d_k, d_v = jnp.swapaxes(d_k, 1, 2).astype(k.dtype), jnp.swapaxes(d_v, 1, 2).astype(v.dtype)
   return by_tokens(d_q).astype(q.dtype), d_k, d_v, d_sinks, None
@@ -221,5 +214,4 @@ def _cudnn_on_device(
     how = {"scale": scale, "is_causal": True, "local_window_size": past}
     return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **how)
 
-  ways = [functools.partial(of_window, window) for window in windows]
-  return ways[0](q, k, v) if kind is None else jax.lax.switch(kind, ways, q, k, v)
+  return by_kind(windows, kind, of_window, q, k, v)

@@ -96,26 +96,15 @@ _BATCH_PART: contextvars.ContextVar[BatchPart | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def activation_layout(
-  legend: Legend,
-  table: Table,
-  *,
-  parameters: Table | None = None,
-  checking: bool = False,
-  gradient_dtype: jnp.dtype | None = None,
-  collective_matmul: bool = False,
-  reshard_after_forward: bool = True,
-) -> Iterator[ActivationLayout]:
-  """Sets the tables that shard arrays inside the block; yields the record of what is traced."""
-  layout = ActivationLayout(
-    legend,
-    table,
-    parameters or {},
-    checking,
-    gradient_dtype,
-    collective_matmul,
-    reshard_after_forward,
-  )
+def activation_layout(legend: Legend, table: Table, **more: Any) -> Iterator[ActivationLayout]:
+  """Sets the tables that shard arrays inside the block; yields the record of what is traced.
+
+  Args:
+    legend: letter -> Dim.
+    table: dim name -> mesh axes, for activations.
+    **more: further fields of `ActivationLayout`.
+  """
+  layout = ActivationLayout(legend, table, **more)
   token = _LAYOUT.set(layout)
   try:
     yield layout

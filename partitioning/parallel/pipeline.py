@@ -162,17 +162,6 @@ class Network(Protocol):
     """Returns sums over the microbatch, LOSS among them, of what the last layer has returned."""
 
 
-class Plan(Protocol):
-  """What a stage knows of its pipeline; see `pipeline.Pipeline`."""
-
-  schedule: Schedule
-  network: Network
-  layers: int
-  stacked: Callable[[str], bool]
-  laid_out: Callable[[Params], Params]
-  conditional: bool
-
-
 def _where(condition: jax.Array, tree: Any) -> Any:
   """Returns a tree of arrays, or of zeros where the condition is False."""
   return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
@@ -194,7 +183,7 @@ def _at(tree: Any, number: jax.Array) -> Any:
 class Stage:
   """One stage's part of a step, inside the region."""
 
-  def __init__(self, pipeline: Plan, trained: Params, frozen: Params, inputs: Any):
+  def __init__(self, pipeline: "Pipeline", trained: Params, frozen: Params, inputs: Any):
     self.pipeline, self.schedule, self.network = pipeline, pipeline.schedule, pipeline.network
     self.trained, self.frozen, self.inputs = trained, frozen, inputs
     self.layers = pipeline.layers // (self.schedule.stages * self.schedule.chunks)
