@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from runtime import hlo
-from runtime.source_lines import source
+from runtime.hlo import source
 
 TO_HOST, FROM_HOST = "to host", "from host"
 _HOST = re.compile(r"S\(5\)")
