@@ -16,7 +16,7 @@ from commands.refusal import refuse
 from commands.verbs import VERBS
 from configs import base
 from configs.schema import recipes, validate
-from input_pipeline.sources import catalog
+from input_pipeline import catalog
 from runtime import chips, exit_codes
 from runtime.suggest import nearest
 from training.optimizer import OPTIMIZERS
@@ -130,7 +130,7 @@ def index() -> dict[str, object]:
     "takes": {name: verb.config != "none" for name, verb in VERBS.items()},
     "flags": {
       flag.name: {
-        "help": help.said_by(flag),
+        "help": help.meaning(flag),
         "verbs": owners.get(flag.name),
         "bool": bool(flag.boolean),
         "many": isinstance(flag, absl_flags.MultiFlag),

@@ -23,7 +23,7 @@ from partitioning.rules import named_leaves
 from processes.coordination import current
 from runtime.printable import printable
 from training import replica_digests
-from training.checkpointing import integrity, naming, restore
+from training.checkpointing import integrity, restore
 from training.checkpointing.consensus import Together
 from training.checkpointing.integrity import Verified
 from training.setup import Job
@@ -138,7 +138,7 @@ def completed(job: Job, params: Any, base: Base | None, run: str) -> tuple[Any, 
   }
   where = job.config.checkpoint.initialize_from or base.folder
   arrays, base = _frozen(job, base, wanted, where, run)
-  return merged(params, naming.nested(arrays)), base
+  return merged(params, restore.nested(arrays)), base
 
 
 def _frozen(
@@ -215,13 +215,13 @@ def read(
       for name, x in there.items()
       if name in wanted or name not in known
     }
-    restore.require_same(path, naming.differences(there, expected))
+    restore.require_same(path, restore.differences(there, expected))
     require_same_adapters(job, verified, ("alpha", "rs"))
     if not expected:
       return verified, {}
     tree = restore.read_arrays(
       path,
-      {restore.PARAMETERS: naming.nested(expected)},
+      {restore.PARAMETERS: restore.nested(expected)},
       branches=(restore.PARAMETERS,),
       together=together(job),
       verified=verified,

@@ -27,7 +27,7 @@ from training import (
 )
 from training import bad_steps as rollback
 from training.base_parameters import Base
-from training.checkpointing import integrity, naming, resume_policy
+from training.checkpointing import integrity, resume_policy
 from training.checkpointing import restore as checkpoint_restore
 from training.checkpointing.checkpointer import Checkpointer
 from training.checkpointing.integrity import Verified
@@ -414,7 +414,7 @@ def _with_parameters_of(job: Job, where: str) -> tuple[State, epath.PathLike, in
   """Returns the initial state with these parameters, their folder and step; see `initialized`."""
   wanted, adapters = named_leaves(job.placed_state.params), base_parameters.adapters(job)
   folder, step, arrays = base_parameters.read(job, where, wanted, optional=adapters)
-  return job.initial_state(naming.nested(arrays)), folder, step
+  return job.initial_state(checkpoint_restore.nested(arrays)), folder, step
 
 
 def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
@@ -438,7 +438,8 @@ def model_state(job: Job, location: str) -> tuple[int, Any, Any]:
     optional = base_parameters.adapters(job)
     _, _, arrays = base_parameters.read(job, location, wanted, optional=optional)
     if arrays.keys() == wanted.keys() and not job.state.variables:
-      return 0, naming.nested(arrays), {}  # without the optimizer's state, twice as large
+      # Without the optimizer's state, which is twice as large.
+      return 0, checkpoint_restore.nested(arrays), {}
     state, _, _ = _with_parameters_of(job, location)
     return 0, state.params, state.variables
   folder, step = checkpoint_restore.parse_location(location)

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from etils import epath
 
 from processes import coordination as groups
-from processes.claims import claims_to
 from processes.watchdog import STARTING, Watchdog
-from processes.workdir_lease import Ownership, acquire
+from processes.workdir_lease import Ownership, acquire, claims_to
 from training import restore
 from training.metrics.console import say
 from training.setup import Job

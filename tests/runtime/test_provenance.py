@@ -24,7 +24,7 @@ OTHERS = {
   "observer parity record_schema replay replica_check replica_digests restore run_tokenizer saving "
   "trained_tokenizer train_steps workdir_files workdir_owner checkpointing/__init__ "
   "checkpointing/async_writer checkpointing/checkpointer checkpointing/consensus "
-  "checkpointing/integrity checkpointing/naming checkpointing/restore checkpointing/resume_policy",
+  "checkpointing/integrity checkpointing/restore checkpointing/resume_policy",
 }
 
 
@@ -190,7 +190,7 @@ def test_everything_that_runs_to_make_a_batch_is_listed(recipe):
     data.train.batch(0, job.batch_shardings)
   finally:
     sys.setprofile(None)
-  assert {"input_pipeline/batches.py", "input_pipeline/row_source.py"} < seen
+  assert {"input_pipeline/batches.py", "input_pipeline/rows.py"} < seen
   assert seen - numerics() == set()
 
 
