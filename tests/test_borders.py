@@ -34,7 +34,7 @@ SMALL = {
   # The layout that the start prints and writes to layout.txt.
   "reports": {"drawings", "grid", "layout_text"},
   # What the sample at the end asks for is checked before the start.
-  "inference": {"request", "text_stream"},
+  "inference": {"request"},
 }
 # What only some configs need.
 OPTIONAL = {
@@ -45,7 +45,7 @@ OPTIONAL = {
   "training.parity",
   "partitioning.parallel.expert_rows",
   "partitioning.parallel.grouped_matmul",
-  "input_pipeline.sources.tfds",
+  "input_pipeline.tfds",
   "input_pipeline.text.chat_template",
   "input_pipeline.text.library_tokenizers",
   "input_pipeline.text.train_tokenizer",

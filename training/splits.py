@@ -10,8 +10,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline.bad_records import Sharing
 from input_pipeline.batches import EvaluationBatches, TrainingBatches
-from input_pipeline.combined import check_epochs
-from input_pipeline.order import MixtureOrder
+from input_pipeline.order import MixtureOrder, check_epochs
 from input_pipeline.position import Position
 from input_pipeline.ramp import Ramp
 from input_pipeline.row_source import check_ids, open_source

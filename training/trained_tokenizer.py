@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-from input_pipeline.sources import catalog
+from input_pipeline import catalog
 from training.metrics.console import preparing
 from training.tasks import TASKS
 
