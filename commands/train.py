@@ -66,7 +66,7 @@ def open_run(
   """
   sinks.require_packages(ready.config)
   data = splits.open_data(ready)
-  request.check_first_words(ready.config)  # after the data's vocabulary, whose refusal says more
+  request.first_words(ready.config)  # after the data's vocabulary, whose refusal says more
   base_parameters.check_model_folder(ready, workdir)
   with workdir_owner.owned(ready, workdir, watch) as owner:
     record, newest = restore.check_resume(ready, data.train.source, workdir, accepted)
@@ -127,8 +127,8 @@ def _run(
 
     watch.at("showing a sample", DONE)
     say("sample from the trained model:")
-    known = report.sampler
-    [drawn] = sampler.show(ready, end.state.params, wanted, end.state.variables, known)
+    model = sampler.TrainedModel(ready, end.state.params, end.state.variables)
+    [drawn] = sampler.show(model, wanted, report.sampler)
     report.sampled(drawn)
   closing.next_commands(ready, workdir, wanted)
   report.end()
