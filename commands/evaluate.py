@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from commands import announce_data, build, flags, preflight_facts, score_tasks
+from commands import build, flags, preflight_facts, score_tasks
 from processes.step_barrier import Lockstep
 from processes.watchdog import Watchdog
 from runtime import exit_codes
@@ -30,7 +30,7 @@ def prepare(watch: Watchdog) -> Callable[[], int]:
   evaluation = reference.attached_to_evaluation(ready, evaluation, location, watch)
 
   def run() -> int:
-    announce_data.bad(evaluation.source)
+    splits.announce_bad(evaluation.source)
     lockstep = Lockstep(watch.group, watch.stop)
     compiled = ready.compile_eval_step().function
     steps = ready.config.evaluation.final_steps
