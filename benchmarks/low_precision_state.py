@@ -33,7 +33,7 @@ from configs import base
 from configs.schema import finalize
 from runtime import devices
 from training import setup, splits
-from training.optimizers import blocks
+from training.optimizers.low_precision import BLOCK, Blocks, decode_blocks, encode_blocks
 
 VARIANTS: dict[str, dict[str, Any]] = {
   "float32": {},
@@ -170,10 +170,10 @@ def dynamic_tree(signed: bool) -> np.ndarray:
 
 
 def ours(signed: bool) -> np.ndarray:
-  """Returns the numbers of `training.optimizers.blocks`, up to 1."""
+  """Returns the numbers of `training.optimizers.low_precision`, up to 1."""
   codes = jnp.arange(256, dtype=jnp.uint8).reshape(1, -1)
   scale = jnp.full((1, 1), -1.0 if signed else 1.0, jnp.float32)
-  numbers = np.unique(np.asarray(blocks.decode(blocks.Blocks(codes, scale)), np.float64))
+  numbers = np.unique(np.asarray(decode_blocks(Blocks(codes, scale)), np.float64))
   return numbers / numbers.max()
 
 
@@ -185,10 +185,10 @@ def to_nearest(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def to_ours(x: np.ndarray) -> np.ndarray:
-  """Returns blocks as `training.optimizers.blocks` rounds them, stochastically."""
+  """Returns blocks as `training.optimizers.low_precision` rounds them, stochastically."""
   words = np.random.default_rng(0).integers(0, 2**32, x.shape, np.uint32)
-  coded = blocks.encode(jnp.asarray(x, jnp.float32), (1, blocks.SIZE), jnp.asarray(words))
-  return np.asarray(blocks.decode(coded), np.float64)
+  coded = encode_blocks(jnp.asarray(x, jnp.float32), (1, BLOCK), jnp.asarray(words))
+  return np.asarray(decode_blocks(coded), np.float64)
 
 
 WAYS = {
@@ -221,7 +221,7 @@ def compare_codes() -> None:
   moments = []
   for tree in (state.optimizer[0].mu, state.optimizer[0].nu):
     leaves = [x for x in jax.tree.leaves(tree) if x.size >= 4096]
-    flat = [np.asarray(x, np.float64).reshape(-1, blocks.SIZE) for x in leaves]
+    flat = [np.asarray(x, np.float64).reshape(-1, BLOCK) for x in leaves]
     moments.append(np.concatenate(flat))
   m, v = moments
   epsilon, update = 1e-8, m / (np.sqrt(v) + 1e-8)

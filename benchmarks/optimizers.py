@@ -9,7 +9,6 @@ steps. One device. A finished run is kept in docs/optimizers.json, and a later c
 there. `--write_page` writes the section of docs/optimizers.md and its picture from what is there.
 """
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -36,6 +35,7 @@ from runtime import devices
 from tests.docs.pages import write_section
 from training import setup, splits
 from training.optimizers.build import make_optimizer
+from training.optimizers.spec import optimizer_spec
 from training.schedules import learning_rate_schedule
 from training.state import State
 from training.step import Program
@@ -218,11 +218,9 @@ def step_at(
   rate: jax.Array,
 ) -> tuple[State, dict[str, jax.Array]]:
   """Takes a train step at a learning rate that is no constant of the program."""
-  config = copy.deepcopy(config)
-  with config.unlocked(), config.ignore_type():
-    config.optimizer.learning_rate = rate
-  optimizer = make_optimizer(config, program.split(program.params)[0])
-  schedule = learning_rate_schedule(config)
+  spec = dataclasses.replace(optimizer_spec(config), learning_rate=rate)
+  optimizer = make_optimizer(spec, program.split(program.params)[0])
+  schedule = learning_rate_schedule(spec, spec.steps)
   return dataclasses.replace(program, optimizer=optimizer, schedule=schedule).train_step(
     state, batch
   )

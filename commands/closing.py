@@ -83,7 +83,8 @@ def next_commands(job: Job, workdir: epath.Path, sample: Request | None) -> None
   steps = 2 * job.config.training.steps
   of_steps = ("--config.training.steps=", "--config.optimizer.schedule_on_resume=")
   longer = [word for word in given if not word.startswith(of_steps)]
-  ended, restart = learning_rate_schedule(job.config)(steps), f"{of_steps[1]}restart"
+  keys, restart = job.config.optimizer, f"{of_steps[1]}restart"
+  ended = learning_rate_schedule(keys, job.config.training.steps)(steps)
   commands = [
     look,
     ("train for longer", [*longer, f"{of_steps[0]}{steps}", *([] if ended else [restart])]),

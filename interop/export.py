@@ -35,7 +35,7 @@ from ml_collections import ConfigDict
 from interop import hf_config, name_maps, peft_adapter, read_weights, safetensors_writer
 from interop.safetensors_writer import WeightFile, Writer
 from models import lora, model_spec, mup
-from models.transformer_dims import LORA_A, LORA_B
+from models.spec import LORA_A, LORA_B
 from partitioning.rules import named_leaves
 from runtime import files
 from runtime.exit_codes import ExportError

@@ -4,7 +4,7 @@ Theirs have the vocabulary's own size, ours has it padded; nothing else differs 
 the order of the dims.
 
 A family's table has a row for each tensor: its name, with {} for the number of the layer, and a
-second one for that of the expert; its dims, in the letters of models/transformer_dims.py, those of
+second one for that of the expert; its dims, in the letters of the modules' `dims`, those of
 an axis written together; and our parameter. So `("NH D", "layers/attention/query/kernel")` is a
 matrix [N * H, D] of what is [D, N, H] here. A fused tensor joins several parameters along one axis,
 one after the other, `("NH+KH+KH D", (query, key, value))`, or element by element in turn,
@@ -22,8 +22,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from models import model_spec
-from models.spec import LAYERS
-from models.transformer_dims import LORA_A, LORA_B, DecoderSpec
+from models.spec import LAYERS, LORA_A, LORA_B, DecoderSpec
 
 # ------------------------------ the tables ------------------------------
 

@@ -23,8 +23,7 @@ from interop.hf_family import short
 from interop.name_maps import Part, Tensor
 from interop.safetensors_file import DTYPES, Stored
 from models import model_spec
-from models.spec import RESIDUAL
-from models.transformer_dims import LORA_A, LORA_B
+from models.spec import LORA_A, LORA_B, RESIDUAL
 from runtime import files, forms
 from runtime.forms import ABOVE_0, SIZE, Each, OrNull
 

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from models import attention_tiles, blockwise_attention, cudnn_attention, splash_attention
 from models.layer_pattern import Layer, layer_pattern
 from models.rematerialization import named
+from models.spec import DecoderSpec
 from models.token_positions import Rows
-from models.transformer_dims import KEYS, QUERIES, DecoderSpec
 from partitioning.constraints import constrain, tie_to
 from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel.attention_blocks import Blocks, Scores
@@ -21,6 +21,9 @@ from partitioning.parallel.ring_attention import ring_attention, sequence_axes
 from partitioning.parallel.sharded_function import splits
 from partitioning.parallel.splash_kernel import SplashBlocks
 from runtime.rematerialization import ATTENTION_OUTPUT
+
+# Queries, keys and values inside a block.
+QUERIES, KEYS = "BTNH", "BTKH"
 
 
 def soft_cap(x: Float[Array, "*X"], cap: float) -> Float[Array, "*X"]:

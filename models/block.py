@@ -3,6 +3,8 @@
 Names carry their dims: `x_BRD` is batch, residual sequence, width.
 """
 
+from collections.abc import Callable
+
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Key
@@ -14,10 +16,22 @@ from models.layer_pattern import Layer
 from models.layers import MLP, Norm, dropout
 from models.losses import Sums
 from models.rematerialization import named
-from models.spec import LAYERS
+from models.spec import LATENT_ATTENTION, LAYERS, DecoderSpec, under
 from models.token_positions import Rows
-from models.transformer_dims import DecoderSpec, is_latent
 from partitioning.dtypes import scaled
+
+
+def _latent_attention() -> type[nnx.Module]:
+  from models.latent_attention import LatentAttention  # of such models alone
+
+  return LatentAttention
+
+
+# By `model.attention`: what returns the class.
+ATTENTION: dict[str, Callable[[], type[nnx.Module]]] = {
+  "grouped_query": lambda: GroupedQueryAttention,
+  LATENT_ATTENTION: _latent_attention,
+}
 
 
 class Block(nnx.Module):
@@ -37,12 +51,7 @@ class Block(nnx.Module):
     self.spec = spec
     if spec.pre_norms:
       self.attention_norm = Norm(f"{stack}attention_norm", spec)
-    attention = GroupedQueryAttention
-    if is_latent(spec):
-      from models.latent_attention import LatentAttention  # of such models alone
-
-      attention = LatentAttention
-    self.attention = attention(spec, rngs=rngs, name=f"{stack}attention")
+    self.attention = ATTENTION[spec.attention]()(spec, rngs=rngs, name=f"{stack}attention")
     if spec.pre_norms:
       self.mlp_norm = Norm(f"{stack}mlp_norm", spec)
     self.sparse = spec.experts > 0 and stack == LAYERS
@@ -55,6 +64,21 @@ class Block(nnx.Module):
     if spec.post_norms:
       self.attention_post_norm = Norm(f"{stack}attention_post_norm", spec)
       self.mlp_post_norm = Norm(f"{stack}mlp_post_norm", spec)
+
+  @staticmethod
+  def dims(spec: DecoderSpec, stack: str = LAYERS) -> dict[str, str]:
+    """Returns parameter -> letters, of a layer of a stack."""
+    if spec.experts > 0 and stack == LAYERS:
+      from models.experts import Experts
+
+      feedforward = under("experts", Experts.dims(spec))
+    else:
+      feedforward = under("mlp", MLP.dims(spec) | MLP.bias_dims(spec))
+    found = under("attention", ATTENTION[spec.attention]().dims(spec)) | feedforward
+    for kind, there in (("norm", spec.pre_norms), ("post_norm", spec.post_norms)):
+      for part in ("attention", "mlp") if there else ():
+        found |= under(f"{part}_{kind}", Norm.dims(spec))
+    return found
 
   def __call__(
     self,

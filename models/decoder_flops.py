@@ -9,8 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from models.layer_pattern import is_global
-from models.spec import DENSE_LAYERS, LAYERS
-from models.transformer_dims import LORA_A, LORA_B, DecoderSpec
+from models.spec import DENSE_LAYERS, LAYERS, LORA_A, LORA_B, DecoderSpec
 
 _KERNELS = ("/kernel", f"/{LORA_A}", f"/{LORA_B}")
 _LAYERS = (LAYERS, DENSE_LAYERS)

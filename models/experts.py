@@ -16,9 +16,8 @@ from models import activations, load_balance
 from models.layers import MLP, Linear, clamped_gate
 from models.load_balance import BALANCE, COUNTS, Z_LOSS
 from models.router import Routed, Router, route
-from models.spec import RESIDUAL
+from models.spec import EXPERTS, RESIDUAL, DecoderSpec, under
 from models.token_positions import Rows
-from models.transformer_dims import EXPERTS, DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.dims import Axes
 from partitioning.dtypes import wide_dtype
@@ -136,6 +135,20 @@ class Experts(nnx.Module):
     )
     self.exchange, self.capacity = spec.expert_exchange, spec.expert_capacity
     self.way = spec.grouped_matmul
+
+  @staticmethod
+  def dims(spec: DecoderSpec) -> dict[str, str]:
+    """Returns parameter -> letters. The correction moves by the loads, not by its gradient."""
+    found = {"router/kernel": "De"}
+    if spec.router_bias:
+      found["router/bias"] = "e"
+    if spec.router_correction:
+      found["router/correction"] = "e"
+    for name, inputs, outputs in (("gate", "D", "M"), ("up", "D", "M"), ("down", "M", "D")):
+      found[f"{name}/kernel"] = f"E{inputs}{outputs}"
+      if spec.expert_biases:
+        found[f"{name}/bias"] = f"E{outputs}"
+    return found | (under("shared", MLP.dims(spec, "W")) if spec.shared_feedforward_size else {})
 
   def __call__(
     self, x_BRD: Float[Array, "B R D"], rows: Rows

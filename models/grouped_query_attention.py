@@ -10,19 +10,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from models.attention import Attend
+from models.attention import QUERIES, Attend
 from models.kv_cache import Cache, update_cache
 from models.layer_pattern import Layer
 from models.layers import Linear, Norm, adapter_dropout
 from models.rematerialization import named
 from models.rope import apply_rope
-from models.spec import RESIDUAL
+from models.spec import RESIDUAL, DecoderSpec
 from models.token_positions import Rows
-from models.transformer_dims import QUERIES, SINKS, DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.parallel.matmuls import column_parallel, row_parallel
 
 SINK_DEVIATION = 0.02  # of the initial sinks, as of gpt-oss in the transformers library
+
+
+def out_dims(spec: DecoderSpec, heads: str) -> dict[str, str]:
+  """Returns the rows of the projection `out` of an attention with these letters of values."""
+  return {"out/kernel": f"{heads}D", **({"out/bias": "D"} if spec.has_bias("out") else {})}
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -38,10 +42,23 @@ class GroupedQueryAttention(nnx.Module):
       self.key_norm = Norm(f"{name}/key_norm", spec)
     self.out = linear(f"{name}/out", scale=spec.out_scale)
     if spec.attention_sinks:
-      dtype, shape = spec.parameter_dtype, spec.sizes(SINKS)
+      dtype, shape = spec.parameter_dtype, spec.sizes("N")
       deviation = jnp.asarray(SINK_DEVIATION, dtype)
       self.sinks = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * deviation)
     self.attend = Attend.of(spec)
+
+  @staticmethod
+  def dims(spec: DecoderSpec) -> dict[str, str]:
+    """Returns parameter -> letters."""
+    found, rows = {"query/kernel": "DNH", "(key|value)/kernel": "DKH"}, {"query": "NH", "key": "KH"}
+    biases = {**rows, "value": "KH"}
+    found |= {f"{name}/bias": letters for name, letters in biases.items() if spec.has_bias(name)}
+    if spec.query_key_norm:
+      across = {f"{name}_norm/scale": letters for name, letters in rows.items()}
+      found |= across if spec.query_key_norm_across_heads else {"(query|key)_norm/scale": "H"}
+    if spec.attention_sinks:
+      found["sinks"] = "N"
+    return found | out_dims(spec, "NH")
 
   def __call__(
     self,
@@ -80,7 +97,7 @@ class GroupedQueryAttention(nnx.Module):
     if cache is not None:
       cache = update_cache(cache, constrain(k_BTKH, "BSKH"), constrain(v_BTKH, "BSKH"))
       k_BTKH, v_BTKH = cache.keys, cache.values
-    sinks_N = constrain(self.sinks[...], SINKS) if spec.attention_sinks else None
+    sinks_N = constrain(self.sinks[...], "N") if spec.attention_sinks else None
     output_BTNH = self.attend(
       q_BTNH, k_BTKH, v_BTKH, layer, rows, sinks_N, cached=cache is not None
     )

@@ -14,19 +14,26 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from models.attention import Attend, causal_mask, masked_softmax
+from models.grouped_query_attention import out_dims
 from models.kv_cache import LatentCache, update_cache
 from models.layer_pattern import Layer
 from models.layers import Linear, Norm
 from models.rematerialization import named
 from models.rope import apply_rope
-from models.spec import RESIDUAL
+from models.spec import RESIDUAL, DecoderSpec
 from models.token_positions import Rows
-from models.transformer_dims import LATENT, QUERY_LATENT, ROTARY_KEY, DecoderSpec
 from partitioning.constraints import constrain
 from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel.matmuls import column_parallel, for_each_head, row_parallel
 from partitioning.parallel.sharded_function import Residual
 
+# The latent vectors of queries and of keys and values, and the rotary key. A down-projection's own
+# output dim has another letter, since its kernel is sharded otherwise.
+QUERY_LATENT = Residual(between="BRQ", inside="BTQ")
+LATENT = Residual(between="BRC", inside="BTC")
+ROTARY_KEY = Residual(between="BRI", inside="BTI")
+# Letters of the stacked kernels that give what latent attention computes of each token.
+DOWN_PROJECTIONS = ("LDq", "LDc", "LDI")
 # Down-projections of each token, where it is: latent vectors are gathered, not the residual.
 _IN_PLACE = Residual(between=RESIDUAL.between, inside=RESIDUAL.between)
 _CACHED = Residual(between="BSC", inside="BSC")
@@ -52,6 +59,20 @@ class LatentAttention(nnx.Module):
     self.unrotated_size = spec.head_size - spec.rotary_size
     self.attend = Attend.of(spec, value_head="U")
     self.adjacent_pairs = spec.rotary_pairs == "adjacent"
+
+  @staticmethod
+  def dims(spec: DecoderSpec) -> dict[str, str]:
+    """Returns parameter -> letters; the bias of `out` stands for the down-projections' too."""
+    down, found = {"latent": "c", "rotary_key": "I"}, {}
+    if spec.query_latent_size:
+      down = {"query_latent": "q", **down}
+      found["query_latent_norm/scale"] = "Q"
+    found["query/kernel"] = "QNH" if spec.query_latent_size else "DNH"
+    found |= {f"{name}/kernel": f"D{letter}" for name, letter in down.items()}
+    if spec.has_bias("out"):
+      found |= {f"{name}/bias": letter for name, letter in down.items()}
+    found |= {"latent_norm/scale": "C", "key_value/kernel": "CKJ"}
+    return found | out_dims(spec, "NU")
 
   def __call__(
     self,

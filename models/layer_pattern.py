@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from models.rope import attention_factor, rope_table, rotary_frequencies
-from models.transformer_dims import DecoderSpec
+from models.spec import DecoderSpec
 from partitioning.dtypes import wide_dtype
 
 

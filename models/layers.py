@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 from models import lora
 from models.random_rows import bernoulli_rows
 from models.rematerialization import kept, named
-from models.spec import RESIDUAL, LayersSpec, ModelSpec
-from models.transformer_dims import LORA_A, LORA_B, DecoderSpec
+from models.spec import LORA_A, LORA_B, RESIDUAL, DecoderSpec, LayersSpec, ModelSpec
 from partitioning.constraints import batch_part, constrain
 from partitioning.dtypes import scaled, wide_dtype
 from partitioning.parallel import eight_bit
@@ -259,6 +258,11 @@ class Norm(nnx.Module):
       self.bias = nnx.Param(jnp.zeros(shape, dtype))
     self.epsilon = spec.norm_epsilon if epsilon is None else epsilon
 
+  @staticmethod
+  def dims(spec: LayersSpec) -> dict[str, str]:
+    """Returns parameter -> letters, of a norm over the residual's width."""
+    return {"scale": "D", "bias": "D"} if spec.norm == "layer" else {"scale": "D"}
+
   def __call__(self, x: Float[Array, "*X D"]) -> Float[Array, "*X D"]:
     """Returns x, normalized."""
     scale = constrain(self.scale[...], self.letters)
@@ -341,6 +345,18 @@ class MLP(nnx.Module):
     # What has a name or a bias is an array of all tokens.
     biased = self.up.bias_letters or (self.gated and self.gate.bias_letters)
     self.one_ring = not biased and not kept(spec.rematerialization, ("gate", "up", "hidden"))
+
+  @staticmethod
+  def dims(spec: LayersSpec, hidden: str = "F") -> dict[str, str]:
+    """Returns parameter -> letters, without biases; `hidden` is the letter of the hidden dim."""
+    up = ("gate", "up") if spec.gated else ("up",)
+    return {f"{name}/kernel": f"D{hidden}" for name in up} | {"down/kernel": f"{hidden}D"}
+
+  @staticmethod
+  def bias_dims(spec: LayersSpec) -> dict[str, str]:
+    """Returns the biases' letters."""
+    rows = {"gate": "F", "up": "F", "down": "D"} if spec.gated else {"up": "F", "down": "D"}
+    return {f"{name}/bias": letter for name, letter in rows.items() if spec.has_bias(name)}
 
   def __call__(
     self, x_BRD: Float[Array, "B R D"], key: Key[Array, ""] | None, slots_T: Int[Array, " T"]

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from models.spec import ModelSpec
-from models.transformer_dims import LORA_A, LORA_B
+from models.spec import LORA_A, LORA_B, ModelSpec
 from partitioning.dtypes import wide_dtype
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from models.losses import Batch, Sums, weighted_sum
-from models.transformer_dims import LORA_B
+from models.spec import LORA_B
 
 SIDES = ("chosen", "rejected")
 

@@ -6,6 +6,7 @@ the key's name; what follows from several keys is a property, so that it is comp
 
 import abc
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,12 +18,26 @@ from ml_collections import ConfigDict
 from models import mup
 from partitioning.dims import Dim
 from partitioning.parallel.sharded_function import Residual
+from runtime.layer_kinds import beside_sparse, is_sparse
 
 # The residual stream of layers, between blocks and inside.
 RESIDUAL = Residual(between="BRD", inside="BTD")
 # How the names of stacked layers begin. Where a decoder has sparse layers, its dense ones are a
 # stack of their own.
 LAYERS, DENSE_LAYERS = "layers/", "dense_layers/"
+EXPERTS = f"{LAYERS}experts"
+# The last parts of an adapter's names.
+LORA_A, LORA_B = "lora_a", "lora_b"
+
+LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
+# Values of `model.biases` that stand for several of them. GPT-2's `all` has no gate.
+BIASES = {
+  "none": (),
+  "qkv": ("query", "key", "value"),
+  "attention": ("query", "key", "value", "out"),
+  "mlp": ("gate", "up", "down"),
+  "all": ("query", "key", "value", "out", "up", "down"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +124,11 @@ class ModelSpec(abc.ABC):
       name: such as `layers/mlp/up/kernel`.
 
     Raises:
-      ValueError: no row of the table matches the name.
+      ValueError: no row of the parameters' table matches the name.
     """
     if found := self.optional_letters(name):
       return found
-    file = type(self).__module__.replace(".", "/")
-    raise ValueError(f"{name}: no row of {file}.py says which dims it has; add one")
+    raise ValueError(f"{name}: the `dims` of its module do not say which dims it has; add a row")
 
   def optional_letters(self, name: str) -> str:
     """Returns the letters of an optional parameter; "" if the model does not have it."""
@@ -156,6 +170,13 @@ class LayersSpec(ModelSpec):
   model_size: int
   feedforward_size: int
   heads: int
+  attention: str
+  experts: int
+  norm: str
+  pre_norms: bool
+  post_norms: bool
+  residual_multiplier: float
+  biases: str
   norm_epsilon: float
   norm_scale_from_one: bool
   gated: bool
@@ -169,6 +190,165 @@ class LayersSpec(ModelSpec):
   def out_scale(self) -> float:
     """Returns the factor of the deviation of kernels that write the residual, as in GPT-2."""
     return (2 * self.layers) ** -0.5
+
+  def has_bias(self, name: str) -> bool:
+    """Returns whether a linear layer, one of LINEARS, has a bias if it is there."""
+    return any(name in BIASES.get(part, (part,)) for part in self.biases.split(","))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderSpec(LayersSpec):
+  """What a decoder is made of.
+
+  The fields are keys of the config that `configs/keys` explains: of the section `model`, then of
+  `training`, and two of other sections.
+  """
+
+  latent_size: int
+  query_latent_size: int
+  latent_norm_epsilon: float
+  kv_heads: int
+  head_size: int
+  value_head_size: int
+  vocabulary_size: int
+  vocabulary_multiple: int
+  positions: str
+  max_positions: int
+  rotary_base: float
+  rotary_size: int
+  rotary_pairs: str
+  rotary_scaling: tuple
+  local_rotary_base: float
+  local_rotary_scaling: tuple
+  window: int
+  global_every: int
+  layer_types: tuple[str, ...]
+  query_key_norm: bool
+  query_key_norm_across_heads: bool
+  clip_qkv: float
+  experts_per_token: int
+  expert_feedforward_size: int
+  shared_feedforward_size: int
+  dense_layers: int
+  sparse_every: int
+  mlp_only_layers: tuple[int, ...]
+  router_scores: str
+  router_normalized: bool
+  router_scale: float
+  router_groups: int
+  router_top_groups: int
+  router_group_score: str
+  router_bias: bool
+  router_correction: bool
+  expert_biases: bool
+  gate_limit: float
+  up_offset: float
+  expert_exchange: str
+  expert_capacity: float
+  attention_scale: float
+  attention_scale_by_inverse_layer: bool
+  attention_soft_cap: float
+  attention_sinks: bool
+  logits_soft_cap: float
+  scaled_embeddings: bool
+  embedding_multiplier: float
+  logits_divisor: float
+  context_attention: str
+  embedding_standard_deviation: float
+  tied_embeddings: bool
+  separate_documents: bool
+
+  trainable: tuple[str, ...]
+  attention_kernel: str
+  grouped_matmul: str
+  balance_loss: float
+  router_z_loss: float
+  z_loss: float
+  loss_chunks: int
+  dpo_beta: float
+  dpo_label_smoothing: float
+
+  sequence_length: int
+  task: str
+
+  @functools.cached_property
+  def legend(self) -> dict[str, Dim]:
+    """Returns letter -> Dim."""
+    beside, experts = beside_sparse(self), self.experts
+    return {
+      "B": Dim("batch", None),
+      "T": Dim("sequence", None),
+      "R": Dim("residual_sequence", None),
+      "S": Dim("key_sequence", None),
+      "L": Dim("layers", self.layers - beside),
+      "Z": Dim("dense_layers", beside),
+      "D": Dim("model", self.model_size),
+      "F": Dim("feedforward", self.feedforward_size),
+      "N": Dim("heads", self.heads),
+      "K": Dim("kv_heads", self.kv_heads, may_replicate=True),
+      "H": Dim("head", self.head_size),
+      **self._latent_dims(),
+      "V": Dim("vocabulary", self.padded_vocabulary),
+      "P": Dim("positions", self.max_positions),
+      "r": Dim("lora_rank", self.lora.rank),
+      "E": Dim("experts", experts),
+      "e": Dim("router_experts", experts),
+      "k": Dim("experts_per_token", experts and self.experts_per_token),
+      "M": Dim("expert_feedforward", experts and self.expert_feedforward_size),
+      "W": Dim("shared_feedforward", self.shared_feedforward_size),
+    }
+
+  @property
+  def padded_vocabulary(self) -> int:
+    """Returns the vocabulary's size, rounded up so that shapes never depend on the mesh."""
+    return -(-self.vocabulary_size // self.vocabulary_multiple) * self.vocabulary_multiple
+
+  @staticmethod
+  def in_compute_dtype(name: str) -> bool:
+    """Returns whether a parameter is only ever read in the compute dtype: kernels of matmuls.
+
+    Not the tables, whose gradients are sums over tokens, nor norms, biases and routers.
+    """
+    return name.endswith("/kernel") and "/router/" not in name
+
+  def place_of(self, layer: int) -> tuple[str, int]:
+    """Returns the stack that a layer is in, LAYERS or DENSE_LAYERS, and its index there."""
+    sparse = is_sparse(self, layer)
+    before = sum(is_sparse(self, one) == sparse for one in range(layer))
+    return DENSE_LAYERS if self.experts and not sparse else LAYERS, before
+
+  def _latent_dims(self) -> dict[str, Dim]:
+    """Returns the dims of latent attention; of size 0 where another is chosen."""
+    dims = {
+      "U": ("value_head", self.value_head_size),
+      "Q": ("query_latent", self.query_latent_size),
+      "q": ("query_latent_output", self.query_latent_size),
+      "C": ("latent", self.latent_size),
+      "c": ("latent_output", self.latent_size),
+      "I": ("rotary_key", self.rotary_size),
+      "J": ("key_value_head", self.head_size - self.rotary_size + self.value_head_size),
+    }
+    used = is_latent(self)
+    return {letter: Dim(name, size if used else 0) for letter, (name, size) in dims.items()}
+
+
+LATENT_ATTENTION = "latent"  # model.attention
+
+
+def is_latent(model: Any) -> bool:
+  """Returns whether keys and values are projections of a latent vector.
+
+  Args:
+    model: a spec, or the section `model` of a decoder's finalized config.
+  """
+  return model.attention == LATENT_ATTENTION
+
+
+def latent_sizes(model: ConfigDict) -> tuple[int, ...]:
+  """Returns the sizes of a token's latent vectors; () of other attention and other models."""
+  if model.get("attention") != LATENT_ATTENTION:
+    return ()
+  return tuple(size for size in (model.latent_size, model.query_latent_size) if size)
 
 
 def in_8_bits(name: str, matmul_dtype: str) -> bool:
@@ -185,9 +365,14 @@ def in_8_bits(name: str, matmul_dtype: str) -> bool:
   return kernel and matmul_dtype != "compute"
 
 
-def matched(name: str, parameters: Mapping[str, str]) -> str:
+def matched(name: str, rows: Mapping[str, str]) -> str:
   """Returns the letters of a parameter in a table of patterns; "" if no row matches."""
-  return next((found for row, found in parameters.items() if re.fullmatch(row, name)), "")
+  return next((letters for row, letters in rows.items() if re.fullmatch(row, name)), "")
+
+
+def under(name: str, dims: Mapping[str, str], stack: str = "") -> dict[str, str]:
+  """Returns the rows of a part's parameters under its name, `stack` before each one's letters."""
+  return {f"{name}/{row}": f"{stack}{letters}" for row, letters in dims.items()}
 
 
 def _fields(kind: type, sections: Sequence[ConfigDict]) -> dict[str, Any]:

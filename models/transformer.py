@@ -7,6 +7,8 @@ Names carry their dims: `q_BTNH` is batch, query length, heads, head size.
 """
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +18,27 @@ from jaxtyping import Array, Float, Int, Key
 
 from models import activations, expert_sums, preference, stacked_layers
 from models.attention import soft_cap
-from models.block import stacked
+from models.block import Block, stacked
 from models.decoder_flops import train_flops_per_example
 from models.kv_cache import CACHE as CACHE
 from models.kv_cache import Cache, LatentCache
 from models.layer_pattern import layer_pattern
-from models.layer_stack import order_of
+from models.layer_stack import STACKS, order_of
 from models.layers import Embedding, LearnedPositions, Linear, Norm
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums, TokenNumbers, weighted_sum
-from models.spec import DENSE_LAYERS, LAYERS, RESIDUAL
+from models.spec import (
+  DENSE_LAYERS,
+  LAYERS,
+  LORA_A,
+  LORA_B,
+  RESIDUAL,
+  DecoderSpec,
+  is_latent,
+  matched,
+  under,
+)
 from models.token_positions import POSITIONS, Rows, in_order, rows_in_order, rows_of
-from models.transformer_dims import DecoderSpec, is_latent
 from partitioning.constraints import constrain
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import ring_attention
@@ -39,6 +50,32 @@ from runtime.layer_kinds import beside_sparse
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerSpec(DecoderSpec):
   """What a decoder is made of, with what all of its parts determine together."""
+
+  @functools.cached_property
+  def parameters(self) -> dict[str, str]:
+    """Returns name -> letters of the parameters that the model has."""
+    dense, found = beside_sparse(self), {"embed/table": "VD"}
+    if self.positions == "learned":
+      found["positions/table"] = "PD"
+    for stack, letter, layers in zip(
+      (LAYERS, DENSE_LAYERS), STACKS, (self.layers - dense, dense), strict=True
+    ):
+      if layers:
+        found |= under(stack.removesuffix("/"), Block.dims(self, stack), letter)
+    found |= under("final_norm", Norm.dims(self))
+    if not self.tied_embeddings:
+      found["unembed/kernel"] = "DV"
+    return found | self._adapters(found)
+
+  def _adapters(self, rows: Mapping[str, str]) -> dict[str, str]:
+    """Returns name -> letters of the adapters; their layers are stacked, and these their rows."""
+    found = {}
+    for layer in self.lora.targets if self.lora.rank else ():
+      if stacked := matched(f"{layer}/kernel", rows):
+        inputs = self.inputs_of(kernel := stacked[1:])
+        outputs = kernel.removeprefix(inputs)
+        found |= under(layer, {LORA_A: f"{inputs}r", LORA_B: f"r{outputs}"}, stacked[0])
+    return found
 
   def train_flops_per_example(self, *, causal: bool = False) -> float:
     """Returns floating-point operations per sequence; see `models.decoder_flops`."""

@@ -54,6 +54,13 @@ class VisionSpec(LayersSpec):
   image_size: int
   patch_size: int
   output_size: int
+  attention: str = "bidirectional"
+  experts: int = 0
+  norm: str = "layer"
+  pre_norms: bool = True
+  post_norms: bool = False
+  residual_multiplier: float = 1.0
+  biases: str = "all"
   gated: bool = False
   activation: str = "gelu"
   norm_scale_from_one: bool = False

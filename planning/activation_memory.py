@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 
 from models import model_spec
 from models.layer_stack import order_of, trip_counts
-from models.transformer_dims import latent_sizes
+from models.spec import latent_sizes
 from partitioning.constraints import activation_layout
 from partitioning.dims import axes_size
 from partitioning.parallel import ring_attention

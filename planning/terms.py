@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
+from models.latent_attention import DOWN_PROJECTIONS
 from models.layer_stack import STACKS
-from models.spec import in_8_bits
-from models.transformer_dims import DOWN_PROJECTIONS, is_latent, latent_sizes
+from models.spec import in_8_bits, is_latent, latent_sizes
 from partitioning.dims import axes_size, spec_axes, spec_entries
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import pipeline, ring_attention
@@ -27,8 +27,9 @@ from partitioning.rules import Placement
 from partitioning.shardings import shard_shape
 from planning import passes
 from runtime.layer_kinds import sparse_layers
-from training.optimizers import schedule_free
+from training.optimizers import first_order
 from training.optimizers.build import matrix_groups
+from training.optimizers.spec import optimizer_spec
 from training.setup import Job
 
 _DECODER, _ENCODER = "transformer", "vit"  # of other models only parameters have terms
@@ -243,7 +244,7 @@ def updated_parameters(job: Job) -> Iterator[Term]:
   Each device updates its part of every parameter and gathers the other parts: (L W + 2 V D / t +
   (2 L + 1) D) / f. Of schedule-free parameters the iterates too, before the forward pass.
   """
-  averaged = schedule_free.averaged(job.state.optimizer)
+  averaged = first_order.averaged(job.state.optimizer)
   if not any("data" in axes for axes in job.config.partitioning.optimizer.values()):
     return
   for one in _parameters(job):
@@ -266,7 +267,7 @@ def matrix_exchanges(job: Job) -> Iterator[Term]:
   its bases. With ZeRO-1 moments are split over `data` too, and exchanged along it.
   """
   sizes, trained = job.devices.sizes, job.program.split(job.program.params)[0]
-  for how, group in matrix_groups(job.config, trained, sizes):
+  for how, group in matrix_groups(optimizer_spec(job.config), trained, sizes):
     of, itemsize = f"matrices of {group.shape[0]} x {group.shape[1]}", how.dtype.itemsize
     axes = tuple(axis for axis in sizes if axis in group.exchanged)
     for move in how.moves(group):

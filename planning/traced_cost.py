@@ -17,11 +17,12 @@ from ml_collections import ConfigDict
 
 from models import model_spec
 from models.layer_pattern import layer_pattern
-from models.transformer_dims import latent_sizes
+from models.spec import latent_sizes
 from partitioning.parallel.pipeline_schedule import GPIPE
 from planning import activation_memory, attention_kernels
 from planning.roofline import Work
 from training.optimizers.build import matrix_groups
+from training.optimizers.spec import optimizer_spec
 from training.setup import Job
 
 _VIEWS = {"slice", "dynamic_slice", "squeeze", "split"}  # read where they are used
@@ -101,7 +102,7 @@ def of_matrices(job: Job) -> list[tuple[Work, int, bool]]:
   """Returns (work, runs, whether in float32) of matmuls of whole matrices on one device."""
   trained = job.program.split(job.program.params)[0]
   found = []
-  for how, group in matrix_groups(job.config, trained, job.devices.sizes):
+  for how, group in matrix_groups(optimizer_spec(job.config), trained, job.devices.sizes):
     function, given = how.computed(group)
     tracer = _Tracer(1.0)
     jaxpr = jax.make_jaxpr(function)(*given).jaxpr

@@ -24,6 +24,7 @@ from runtime.rematerialization import OFFLOAD, RECOMPUTE, SAVE
 from training import compiler_options, gradients, named_activations
 from training.named_activations import Named
 from training.optimizers.build import matrix_groups
+from training.optimizers.spec import optimizer_spec
 from training.setup import Job
 
 # What becomes of an activation's bytes, by its choice.
@@ -234,7 +235,7 @@ def matrix_lines(job: Job) -> list[str]:
   """Returns a line for each group of matrices that an update brings whole to devices."""
   trained = job.program.split(job.program.params)[0]
   lines = []
-  for _, group in matrix_groups(job.config, trained, job.devices.sizes):
+  for _, group in matrix_groups(optimizer_spec(job.config), trained, job.devices.sizes):
     rows, columns = group.shape
     moves = [
       f"{how} along {'+'.join(axes)}"

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
+from etils.epy.lazy_imports_utils import LazyModule
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple(
   pathlib.Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")
@@ -295,8 +297,10 @@ def _file_of(value: Any) -> str | None:
   """Returns the file that defines a class, function, property, method or partial."""
   if isinstance(value, type):
     return getattr(sys.modules.get(value.__module__), "__file__", None)
+  if isinstance(value, ModuleType | LazyModule):  # of the latter, any attribute would import it
+    return None
   for inner in ("__func__", "fget", "func", "__wrapped__"):
-    value = getattr(value, inner, value) if not isinstance(value, ModuleType) else value
+    value = getattr(value, inner, value)
   return getattr(getattr(value, "__code__", None), "co_filename", None)
 
 

@@ -32,9 +32,7 @@ NUMERICS = (
   "training/splits.py",  # seeds and splits
   "training/averages.py",
   "training/gradients.py",  # the order of sums
-  "training/clipping.py",
   "training/optimizer.py",
-  "training/optimizer_groups.py",
   "training/optimizers",
   "training/schedules.py",
   "training/bad_steps.py",  # which rows are skipped

@@ -53,6 +53,10 @@ OPTIONAL = {
   "input_pipeline.text.train_tokenizer",
   "training.optimizers.muon",
   "training.optimizers.soap",
+  "training.optimizers.first_order",
+  "training.optimizers.low_precision",
+  "training.optimizers.host_state",
+  "partitioning.parallel.matrix_groups",
   "partitioning.parallel.whole_matrices",
 }
 

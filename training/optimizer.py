@@ -36,7 +36,7 @@ class Optimizer:
       `mask` (or `weight_decay_mask`), both are given by `optimizer.weight_decay` and `decayed`.
     keys: key of the config's section `optimizer` -> the argument that it sets. Of those keys that
       not every optimizer uses, any other is refused where it is set.
-    of_model: finalized config -> arguments that follow from the model.
+    of_model: its `training.optimizers.spec.OptimizerSpec` -> arguments that follow from the model.
     decays: whether it uses `optimizer.weight_decay`.
     plain_decay: whether its decay is learning rate times weight decay times the parameter, so that
       it can be independent of the rate.
@@ -45,7 +45,9 @@ class Optimizer:
     lm_rate: its learning rate in the recipe `lm`, the best that `python -m benchmarks.optimizers`
       found; None: by `default`.
     schedule: the only schedule that it takes; "": any.
-    width_rule: muP's rule for its learning rates: a name in `width_scaling.RULES`, or `orthogonal`.
+    gradient_point: (trained parameters, the optimizer's whole state) -> where the gradients of a
+      step are taken; "": at the parameters.
+    width_rule: muP's rule for its learning rates: a name in `groups.RULES`, or `orthogonal`.
     without_width_rule: why it has none, for a message.
     of_matrices: whether it treats hidden matrices alone, and AdamW the other parameters.
     whole_matrices: arguments -> how it computes on whole matrices, for Muon and SOAP.
@@ -55,13 +57,14 @@ class Optimizer:
 
   build: Callable[..., Any] | str
   keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  of_model: Callable[[Any], Mapping[str, Any]] | str = lambda config: {}
+  of_model: Callable[[Any], Mapping[str, Any]] | str = lambda spec: {}
   decays: bool = True
   plain_decay: bool = False
   elementwise: bool = False
   default: DefaultScale = DefaultScale()
   lm_rate: float | None = None
   schedule: str = ""
+  gradient_point: Callable[[Any, Any], Any] | str = ""
   width_rule: str = ""
   without_width_rule: str = ""
   of_matrices: bool = False
@@ -84,7 +87,7 @@ OPTIMIZERS: Table = Table(
       fits_every_step=True,
     ),
     "adafactor": Optimizer(
-      "training.optimizers.adafactor:adafactor",
+      "training.optimizers.first_order:adafactor",
       plain_decay=True,
       # Its rate is relative to the root mean square of a parameter: 4e-2 and 8e-2 of `lm` ended
       # alike. Decay as published: none.
@@ -96,7 +99,7 @@ OPTIMIZERS: Table = Table(
     "muon": Optimizer(
       "training.optimizers.muon:muon",
       _ADAM,
-      "training.optimizers.hidden_matrices:argument",
+      "training.optimizers.muon:of_model",
       plain_decay=True,
       lm_rate=3.2e-2,
       width_rule="orthogonal",
@@ -106,7 +109,7 @@ OPTIMIZERS: Table = Table(
     "soap": Optimizer(
       "training.optimizers.soap:soap",
       _ADAM,
-      "training.optimizers.hidden_matrices:argument",
+      "training.optimizers.muon:of_model",
       plain_decay=True,
       without_width_rule="its first updates act on activations as Muon's, and none is known to "
       "hold throughout",
@@ -114,14 +117,15 @@ OPTIMIZERS: Table = Table(
       whole_matrices="training.optimizers.soap:preconditioning",
     ),
     "schedule_free_adamw": Optimizer(
-      "training.optimizers.schedule_free:schedule_free_adamw",
+      "training.optimizers.first_order:schedule_free_adamw",
       _ADAM,
       plain_decay=True,
       schedule="constant",
+      gradient_point="training.optimizers.first_order:gradient_point",
       width_rule="entrywise",
     ),
     "sgd": Optimizer(
-      "training.optimizers.build:sgd",
+      "training.optimizers.first_order:sgd",
       {"momentum": "momentum"},
       decays=False,
       elementwise=True,
@@ -130,7 +134,7 @@ OPTIMIZERS: Table = Table(
     ),
     "contrib.muon": Optimizer(
       "optax.contrib:muon",
-      of_model="training.optimizers.build:muon_dimensions",
+      of_model="training.optimizers.muon:optax_dimensions",
       without_width_rule="take optimizer.name=muon",
       of_matrices=True,
     ),

@@ -283,7 +283,9 @@ class RunCheckpoints:
       found, state, base = self._restored(checkpointer, newest or checkpointer.verified())
       step, known = found.step, _record(found)
       origin = f"resumes from the checkpoint of step {step}"
-      if changed := schedules.change_text(found.config, self.job.config, step):
+      old, new = found.config, self.job.config
+      totals = old["training"]["steps"], new.training.steps
+      if changed := schedules.change_text(old["optimizer"], new.optimizer, *totals, step):
         origin += f"\n{changed}"
     else:
       step, (state, origin, base), known = 0, first_state(self.job), {}

@@ -44,8 +44,8 @@ class Curve:
   steps: int
 
 
-def learning_rate_schedule(config: ConfigDict) -> optax.Schedule:
-  """Returns the schedule of a finalized config.
+def learning_rate_schedule(keys: Any, steps: int) -> optax.Schedule:
+  """Returns the schedule of a run.
 
   - `cosine` decays to `optimizer.final_fraction` of the peak. Source: arXiv:1608.03983.
   - `linear` does so in a line. Source: arXiv:2310.07831.
@@ -59,34 +59,31 @@ def learning_rate_schedule(config: ConfigDict) -> optax.Schedule:
   from the learning rate that it had reached.
 
   Args:
-    config: finalized.
+    keys: the section `optimizer` of a finalized config, or an `OptimizerSpec`.
+    steps: of the run.
   """
-  keys, changes = config.optimizer, config.optimizer.schedule_changes
-  totals = [*(before for _, before, _ in changes), config.training.steps]
+  changes = keys.schedule_changes
+  totals = [*(before for _, before, _ in changes), steps]
   curve = _from_the_first_step(keys, totals[0])
-  for (done, _, how), steps in zip(changes, totals[1:], strict=True):
-    if how == "restart":
-      curve = _restarted(curve, keys, done, steps)
-    else:
-      curve = _stretched(curve, keys, done, steps)
+  for (done, _, how), total in zip(changes, totals[1:], strict=True):
+    changed = _restarted if how == "restart" else _stretched
+    curve = changed(curve, keys, done, total)
   return curve.rate
 
 
-def change_text(before: Mapping[str, Any], config: ConfigDict, done: int) -> str:
+def change_text(old: Mapping[str, Any], keys: Any, total: int, steps: int, done: int) -> str:
   """Returns what becomes of the learning rate where a run resumes; "" where nothing has changed.
 
   Args:
-    before: the checkpoint's config, nested dicts.
-    config: finalized.
+    old: the section `optimizer` of the checkpoint's config.
+    keys: that of the finalized config.
+    total: the steps of the run up to then.
+    steps: of the run now.
     done: the step to resume from.
   """
-  old, keys, steps = before["optimizer"], config.optimizer, config.training.steps
-  total, changes = before["training"]["steps"], keys.schedule_changes
-  old = ConfigDict({"schedule_changes": (), **old})
-  reached = float(
-    learning_rate_schedule(ConfigDict({"optimizer": old, "training": {"steps": total}}))(done)
-  )
-  following = float(learning_rate_schedule(config)(done))
+  old, changes = ConfigDict({"schedule_changes": (), **old}), keys.schedule_changes
+  reached = float(learning_rate_schedule(old, total)(done))
+  following = float(learning_rate_schedule(keys, steps)(done))
   same = math.isclose(reached, following, rel_tol=1e-3)
   if (steps == total and same) or done >= steps:
     return ""
@@ -106,7 +103,7 @@ def change_text(before: Mapping[str, Any], config: ConfigDict, done: int) -> str
   )
 
 
-def _from_the_first_step(keys: ConfigDict, steps: int) -> Curve:
+def _from_the_first_step(keys: Any, steps: int) -> Curve:
   peak, warmup = keys.learning_rate, keys.warmup_steps
   falls_from = steps - keys.decay_steps if keys.schedule == "wsd" else warmup
   after = _after_warmup(keys, max(1, steps - warmup))
@@ -117,7 +114,7 @@ def _from_the_first_step(keys: ConfigDict, steps: int) -> Curve:
   return Curve(optax.join_schedules([rising, after], [warmup]), falls_from, steps)
 
 
-def _stretched(curve: Curve, keys: ConfigDict, done: int, steps: int) -> Curve:
+def _stretched(curve: Curve, keys: Any, done: int, steps: int) -> Curve:
   """Returns a curve whose decay, or what is left of it after `done` steps, ends at `steps`.
 
   The learning rate does not jump. After the end of the curve it stays.
@@ -134,7 +131,7 @@ def _stretched(curve: Curve, keys: ConfigDict, done: int, steps: int) -> Curve:
   return Curve(rate, new, steps)
 
 
-def _restarted(curve: Curve, keys: ConfigDict, done: int, steps: int) -> Curve:
+def _restarted(curve: Curve, keys: Any, done: int, steps: int) -> Curve:
   """Returns a curve that rises to the peak again after `done` steps, and decays until `steps`."""
   warmup = min(keys.warmup_steps, steps - done)
   after = _after_warmup(keys, max(1, steps - done - warmup))
@@ -151,7 +148,7 @@ def _restarted(curve: Curve, keys: ConfigDict, done: int, steps: int) -> Curve:
   return Curve(rate, falls_from, steps)
 
 
-def _after_warmup(keys: ConfigDict, steps: int) -> optax.Schedule:
+def _after_warmup(keys: Any, steps: int) -> optax.Schedule:
   """Returns the schedule by steps after the warm-up, of which there are `steps`."""
   peak, final = keys.learning_rate, keys.final_fraction
   if keys.schedule == "constant":

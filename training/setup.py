@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -25,11 +26,13 @@ from runtime import chips
 from runtime.devices import Devices, memory_bytes
 from training import compiler_options
 from training.gradients import gathered_once, reduced_once_over, schedule_of
-from training.optimizers import host_state
 from training.specs import BatchSpec, Resolved, resolve
 from training.state import State, merged, split
 from training.step import Program, make_program
 from training.tasks import DPO
+
+with epy.lazy_imports():
+  from training.optimizers import host_state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,11 @@
 """What a run does, resolved once from its finalized config: the step below knows no config."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from ml_collections import ConfigDict
 
 from input_pipeline.ramp import Ramp, Shape
@@ -15,9 +13,7 @@ from models import model_spec
 from models.spec import ModelSpec
 from partitioning.dims import Legend, Table
 from partitioning.verdict import TABLES
-from training import clipping
-from training.optimizers.build import make_optimizer
-from training.schedules import learning_rate_schedule
+from training.optimizers.spec import OptimizerSpec, optimizer_spec
 from training.tasks import TASKS
 
 
@@ -118,14 +114,11 @@ class Resolved:
   """A finalized config, as what it names.
 
   Attributes:
-    optimizer: of a tree like the parameters that are trained, float32 or wider.
-    schedule: step -> learning rate.
     memory_limit_gib: of what the state may take; None: of all that is there.
   """
 
   model: ModelSpec
-  optimizer: Callable[[Any], optax.GradientTransformation]
-  schedule: optax.Schedule
+  optimizer: OptimizerSpec
   step: StepSpec
   batch: BatchSpec
   layout: LayoutSpec
@@ -139,18 +132,17 @@ def resolve(config: ConfigDict) -> Resolved:
     ValueError: the model lacks members of `models.Model`.
   """
   training, data, tables = config.training, config.data, config.partitioning
-  fields = StepSpec.__dataclass_fields__
+  keys, fields = config.optimizer, StepSpec.__dataclass_fields__
   return Resolved(
     model=model_spec(config),
-    optimizer=functools.partial(make_optimizer, config),
-    schedule=learning_rate_schedule(config),
+    optimizer=optimizer_spec(config),
     step=StepSpec(
       seed=config.seed,
       task=config.task,
       model=config.model.name,
       layers=config.model.layers if "layers" in config.model else 0,
-      clip_norm=clipping.norm_of_all(config.optimizer),
-      state_memory=config.optimizer.state_memory,
+      clip_norm=0.0 if keys.clip_groups or keys.clip_quantile else keys.clip_norm,
+      state_memory=keys.state_memory,
       activations={name: tuple(axes) for name, axes in tables.activations.items()},
       **{name: training[name] for name in fields if name in training},
     ),

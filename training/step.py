@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from etils import epy
 from flax import nnx
 
 from models import MODELS, check_network, expert_sums, load_balance
 from models.layer_stack import STACKS
 from models.load_balance import COUNTS
 from models.losses import Batch, Sums
-from models.transformer_dims import EXPERTS
+from models.spec import EXPERTS
 from partitioning.constraints import automatic_spec, on_one_device
 from partitioning.dtypes import wide_dtype
 from partitioning.parallel import eight_bit
@@ -24,10 +25,14 @@ from partitioning.parallel.pipeline_schedule import Schedule
 from partitioning.rules import letters_of, named_leaves
 from training import gradients
 from training.gradients import Gradients, Pipelined
-from training.optimizers import host_state, schedule_free, stochastic_rounding
+from training.optimizers.build import gradient_point, make_optimizer
+from training.schedules import learning_rate_schedule
 from training.specs import Resolved, StepSpec
 from training.state import State, merged, nested, split, trainable
 from training.tasks import TASKS
+
+with epy.lazy_imports():  # for state in the host's memory, and parameters in bfloat16
+  from training.optimizers import host_state, low_precision
 
 # From (gradients, the optimizer's state, trained parameters) to (these, its state) after the step.
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -51,6 +56,7 @@ class Program:
     variables: shapes and dtypes of the model's variables that are not parameters.
     trained: names of the parameters that `training.trainable` selects.
     optimizer: of those that are trained.
+    point: (trained parameters, the optimizer's state) -> where a step takes its gradients.
     update: applies it.
     schedule: step -> learning rate.
     param_specs: a tree like the parameters: the sharding of their gradients.
@@ -69,6 +75,7 @@ class Program:
   variables: Any
   trained: frozenset[str]
   optimizer: optax.GradientTransformation
+  point: Callable[[Any, Any], Any]
   update: Update
   schedule: optax.Schedule
   param_specs: Any = None
@@ -245,7 +252,7 @@ class Program:
     """Returns the parameters at which a step takes its gradients: some optimizers say where."""
     trained, frozen = self.split(state.params)
     trained = wide(trained)
-    point = schedule_free.gradient_point(trained, state.optimizer)
+    point = self.point(trained, state.optimizer)
     return state.params if point is trained else merged(self.laid_out(point), frozen)
 
   def updated(self, state: State, grads: Any) -> tuple[Any, Any, jax.Array | float]:
@@ -261,9 +268,9 @@ class Program:
     """Returns updated parameters as they are stored, rounded if that is in bfloat16."""
     if not self.spec.stochastic_rounding:
       return jax.tree.map(lambda x: x.astype(self.spec.parameter_dtype), params)
-    key = stochastic_rounding.key(self.spec.seed, step)
+    key = low_precision.rounding_key(self.spec.seed, step)
     rounded = [
-      stochastic_rounding.to_bfloat16(x, stochastic_rounding.words(key, name, x.shape))
+      low_precision.to_bfloat16(x, low_precision.rounding_words(key, name, x.shape))
       for name, x in named_leaves(params, "params/").items()
     ]
     return jax.tree.unflatten(jax.tree.structure(params), rounded)
@@ -302,14 +309,16 @@ def make_program(resolved: Resolved) -> Program:
   params = nnx.to_pure_dict(params)
   trained = without_router_bias(trainable(spec.trainable, list(named_leaves(params))))
   params = jax.eval_shape(lambda params: _stored(params, trained, spec), params)
-  optimizer = resolved.optimizer(jax.eval_shape(wide, split(params, trained.__contains__)[0]))
+  keys, (updated, _) = resolved.optimizer, split(params, trained.__contains__)
+  optimizer = make_optimizer(keys, jax.eval_shape(wide, updated))
   if spec.state_memory == "host":
     stack = functools.partial(_stack, letters=letters)
     update = functools.partial(host_state.update, optimizer, stack, optax.apply_updates)
   else:
     update = functools.partial(_update, optimizer)
   given = spec, build, letters, graphdef, params, variables_of(model), trained
-  return Program(*given, optimizer, update, resolved.schedule)
+  schedule = learning_rate_schedule(keys, keys.steps)
+  return Program(*given, optimizer, gradient_point(keys), update, schedule)
 
 
 def _update(

@@ -306,9 +306,9 @@ def test_parameters_without_exactly_one_rule_are_refused(forks, tmp_path):
   script = tmp_path / "wrong_table.py"
   script.write_text(
     "import sys; sys.argv = ['main.py', 'layout', '--config=configs/dp8.py']\n"
-    "import main\nfrom models import transformer_dims as t\n"
-    "t.PARAMETERS['layers/mlp/up.*'] = 'LDF'\n"
-    "t.PARAMETERS['layers/moe/router'] = 'LD'\n"
+    "import main\nfrom models import transformer as t\n"
+    "t.Block.dims = lambda *given, of=t.Block.dims: (\n"
+    "  of(*given) | {'mlp/up.*': 'DF', 'moe/router': 'D'})\n"
     "main.app.run(main.main, flags_parser=main.parse_flags)\n"
   )
   out, err = tmp_path / "out", tmp_path / "err"

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from models import transformer_dims
+from models.block import Block
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import make_job
 from tests.models import families
@@ -88,11 +88,11 @@ def test_layers_are_drawn_apart():
     assert not np.any(second == third), name
 
 
-@pytest.mark.parametrize("row", ["final_norm/scale", "layers/mlp/up/kernel"])
-def test_a_parameter_whose_dims_no_table_says_is_refused(row, monkeypatch):
-  table = {name: x for name, x in transformer_dims.PARAMETERS.items() if name != row}
-  monkeypatch.setattr(transformer_dims, "PARAMETERS", table)
-  with pytest.raises(ValueError, match=f"^{row}: no row of models/transformer_dims.py says"):
+@pytest.mark.parametrize("row", ["mlp_norm/scale", "mlp/up/kernel"])
+def test_a_parameter_whose_dims_no_module_says_is_refused(row, monkeypatch):
+  dims, without = Block.dims, lambda *given: {n: x for n, x in dims(*given).items() if n != row}
+  monkeypatch.setattr(Block, "dims", without)
+  with pytest.raises(ValueError, match=f"^layers/{row}: the `dims` of its module do not say"):
     make_job("single", "lm")
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from models import lora, model_spec
-from models.transformer_dims import LORA_B
+from models.spec import LORA_B
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, make_job, place
 from tests.models import numpy_decoder

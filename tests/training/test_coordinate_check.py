@@ -12,7 +12,7 @@ from models import experts, mlp
 from tests.helpers.jobs import SMALL, host_batch, make_job, place
 from training import coordinate_check
 from training.coordinate_check import Point, Trained, points, shown_layers, slope, slopes
-from training.optimizers import width_scaling
+from training.optimizers import groups
 
 BASE, WIDE = 32, 256
 CONSTANT = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
@@ -68,7 +68,7 @@ def test_mup_without_its_divisor_is_not(monkeypatch):
 
 @pytest.mark.long
 def test_mup_without_its_learning_rates_is_not(monkeypatch):
-  monkeypatch.setitem(width_scaling.RULES, "entrywise", lambda growth: 1.0)
+  monkeypatch.setitem(groups.RULES, "entrywise", lambda growth: 1.0)
   assert {"layer_2", "layer_3"} <= set(not_flat())
 
 
@@ -77,7 +77,7 @@ def test_sgd_is_flat_with_mup_and_its_first_layer_stops_to_learn_without(monkeyp
   assert not_flat(optimizer=tuple(SGD.items())) == {}
   found = not_flat(0, tuple(SGD.items()))
   assert found["layer_1"] < -0.4  # as 1 / sqrt(width), and clipping takes more
-  monkeypatch.setitem(width_scaling.RULES, "by_gradient", lambda growth: 1.0)
+  monkeypatch.setitem(groups.RULES, "by_gradient", lambda growth: 1.0)
   assert "layer_1" in not_flat(optimizer=tuple(SGD.items()))
 
 

@@ -11,7 +11,6 @@ import pytest
 from models import block, layers
 from partitioning.rules import named_leaves
 from tests.helpers.jobs import first_state, host_batch, make_job, place
-from training import schedules
 from training.optimizer import OPTIMIZERS, Optimizer
 
 LAYERS, MICROBATCHES = 3, 4
@@ -211,14 +210,14 @@ def test_adamw_is_the_papers(independent):
 
 def test_the_schedule_ends_at_a_tenth_and_a_constant_one_stays():
   job = make_job("single", "mlp", **{"training.steps": 20, "optimizer.warmup_steps": 4})
-  schedule = schedules.learning_rate_schedule(job.config)
+  schedule = job.program.schedule
   peak = job.config.optimizer.learning_rate
   found = [float(schedule(step)) for step in range(25)]
   wanted = [rate(step, peak=peak, warmup=4, total=20) for step in range(25)]
   np.testing.assert_allclose(found, wanted, rtol=1e-5)
   assert found[20] == found[24] == pytest.approx(peak / 10)
   constant = make_job("single", "mlp", **{**SGD, "optimizer.warmup_steps": 2})
-  schedule = schedules.learning_rate_schedule(constant.config)
+  schedule = constant.program.schedule
   assert [float(schedule(step)) for step in range(4)] == [0.25, 0.5, 0.5, 0.5]
 
 

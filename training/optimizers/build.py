@@ -1,150 +1,158 @@
-"""Builds the optimizer of a config from its row in `training.optimizer`."""
+"""Builds the optimizer of a spec from its row in `training.optimizer`."""
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
-from ml_collections import ConfigDict
+from etils import epy
 
 from models.mup import VECTORS
-from partitioning.parallel.matrix_groups import Group
 from partitioning.rules import named_leaves
 from runtime.suggest import nearest
-from training import averages, clipping, optimizer_groups
-from training.optimizer import OPTIMIZERS, Optimizer, imported, optimizer_row, optimizers_with
-from training.optimizers import state_dtype, width_scaling
-from training.optimizers.arguments import parse_arguments
-from training.optimizers.hidden_matrices import UnfitError, hidden_matrices
+from training import averages
+from training.optimizer import OPTIMIZERS, Optimizer, imported, optimizer_row
+from training.optimizers.groups import REST, Part, joined, parts_by_group, parts_by_width
+from training.optimizers.spec import OptimizerSpec, parse_arguments, tree_of_names
 from training.schedules import learning_rate_schedule
 
+with epy.lazy_imports():  # for state in fewer bytes, and for optimizers of matrices
+  from partitioning.parallel import matrix_groups as shared_matrices
+  from training.optimizers import low_precision, muon
 
-def sgd(learning_rate, momentum=0.0, nesterov=False, accumulator_dtype=None):
-  """Returns stochastic gradient descent; a momentum of 0 has no state.
-
-  Raises:
-    ValueError: Nesterov's momentum without a momentum.
-  """
-  if nesterov and not momentum:
-    raise ValueError("optimizer.arguments: nesterov=True needs optimizer.momentum above 0")
-  return optax.sgd(learning_rate, momentum or None, nesterov, accumulator_dtype)
+WIDE = ("float32", "float64")  # dtypes in which moments are stored as they are computed
 
 
-def muon_dimensions(config: ConfigDict) -> Mapping[str, Any]:
-  """Returns the dimension numbers of optax's Muon.
-
-  Without them it takes arrays of rank 2, and leaves the kernels of stacked layers to Adam.
-  """
-  hidden = hidden_matrices(config)
-
-  def of(params):
-    leaves = named_leaves(params)
-    matrices = hidden.of(leaves)
-    found = [
-      optax.contrib.MuonDimensionNumbers(matrices[name].rows, matrices[name].columns)
-      if name in matrices
-      else None
-      for name in leaves
-    ]
-    return jax.tree.unflatten(jax.tree.structure(params), found)
-
-  return {"muon_weight_dimension_numbers": of}
-
-
-def make_optimizer(config: ConfigDict, params: Any) -> optax.GradientTransformation:
-  """Returns the config's optimizer; clipping by the norm of all gradients is the step's.
+def make_optimizer(spec: OptimizerSpec, params: Any) -> optax.GradientTransformation:
+  """Returns an optimizer; clipping by the norm of all gradients is the step's.
 
   Args:
-    config: finalized.
+    spec: what it follows.
     params: a tree of arrays or ShapeDtypeStructs, float32 or wider, with which an optimizer of
       optax is tried.
 
   Raises:
-    ValueError: an unknown optimizer or argument, or an optimizer that the step cannot use.
+    ValueError: an unknown optimizer or argument, an optimizer that the step cannot use, or groups
+      that do not fit the parameters, with the group's number.
   """
-  make = width_scaling.scaled(_of_one_name)
-  if config.optimizer.groups:
-    optimizer = optimizer_groups.grouped(config, params, make)
+  parts = parts_by_group(spec, params)
+  transforms = {}
+  for part in parts:
+    try:
+      optimizer = _of_part(part)
+    except ValueError as error:
+      if not spec.groups or part.label == REST:
+        raise
+      raise ValueError(f"optimizer.groups, group {int(part.label) + 1}: {error}") from error
+    transforms[part.label] = clipped(part.spec, optimizer) if spec.clip_groups else optimizer
+  if spec.groups:
+    optimizer = joined([(part.label, part.params) for part in parts], transforms)
   else:
-    optimizer = clipping.clipped(config.optimizer, make(config, params))
-  _check_matrices(config, params)
-  optimizer = state_dtype.stored_narrow(config, optimizer, params)
-  decays = config.optimizer.ema_decays
-  return averages.averaged(optimizer, decays) if decays else optimizer
+    [optimizer] = transforms.values()
+  if not spec.clip_groups:
+    optimizer = clipped(spec, optimizer)
+  _check_matrices(parts)
+  if spec.state_dtype not in WIDE:
+    optimizer = low_precision.stored_narrow(spec, optimizer, params)
+  return averages.averaged(optimizer, spec.ema_decays) if spec.ema_decays else optimizer
 
 
-def _check_matrices(config: ConfigDict, params: Any) -> None:
-  """Raises UnfitError if an optimizer of matrices gets none, in all groups that it has."""
-  parts = optimizer_groups.parts(config, params)
-  for name in optimizers_with(lambda one: one.of_matrices):
-    mine = [(own, part) for own, part in parts if own.optimizer.name == name]
-    if mine:
-      hidden_matrices(mine[0][0]).refuse_none([n for _, part in mine for n in named_leaves(part)])
+def gradient_point(spec: OptimizerSpec) -> Callable[[Any, Any], Any]:
+  """Returns (trained parameters, optimizer's state) -> where a step takes its gradients."""
+  rows = [optimizer_row(name) for name in spec.names]
+  points = {imported(row.gradient_point) for row in rows if row.gradient_point}
+
+  def point(params: Any, state: Any) -> Any:
+    for one in points:
+      params = one(params, state)
+    return params
+
+  return point
+
+
+def _of_part(part: Part) -> optax.GradientTransformation:
+  """Returns the optimizer of a part, with muP's learning rates where `model.base_width` is set."""
+  found = parts_by_width(part.spec, part.params)
+  made = {
+    str(i): _of_one_name(own, params, part.decays_all) for i, (own, params) in enumerate(found)
+  }
+  if len(made) == 1:
+    return made["0"]
+  return joined([(str(i), params) for i, (_, params) in enumerate(found)], made)
+
+
+def _check_matrices(parts: list[Part]) -> None:
+  """Raises ValueError if an optimizer of matrices gets none, in all parts that it has."""
+  names: dict[str, list[str]] = {}
+  for part in parts:
+    if optimizer_row(part.spec.name).of_matrices:
+      names.setdefault(part.spec.name, []).extend(named_leaves(part.params))
+  for part in parts:
+    if mine := names.pop(part.spec.name, None):
+      muon.HiddenMatrices(part.spec).refuse_none(mine)
 
 
 def _of_one_name(
-  config: ConfigDict, params: Any, decays_all: bool = False
+  spec: OptimizerSpec, params: Any, decays_all: bool = False
 ) -> optax.GradientTransformation:
-  """Returns the optimizer of a config without groups; see `make_optimizer`.
+  """Returns the optimizer of a spec without groups; see `make_optimizer`.
 
   `decays_all` is whether weight decay is for scales and biases too.
   """
-  keys, name = config.optimizer, config.optimizer.name
-  found = find(name)
-  given = arguments(found, config, _all if decays_all else decayed)
-  build = functools.partial(imported(found.build), **given)
-  schedule = learning_rate_schedule(config)
-  if found.fits_every_step:
+  row = find(spec.name)
+  given = arguments(row, spec, _all if decays_all else decayed)
+  build = functools.partial(imported(row.build), **given)
+  schedule = learning_rate_schedule(spec, spec.steps)
+  if row.fits_every_step:
     return build(learning_rate=schedule)
   optimizer, wrong = _tried(build, schedule, params)
   if not wrong:
     return optimizer
   # Some take no schedule, since they use the rate not only as a factor.
-  optimizer, wrong = _tried(build, keys.learning_rate, params)
+  optimizer, wrong = _tried(build, spec.learning_rate, params)
   if wrong:
-    raise ValueError(f"optimizer.name={name}: the step cannot use it: {wrong}")
-  if keys.schedule != "constant" or keys.warmup_steps:
+    raise ValueError(f"optimizer.name={spec.name}: the step cannot use it: {wrong}")
+  if spec.schedule != "constant" or spec.warmup_steps:
     raise ValueError(
-      f"optimizer.name={name}: its learning rate is a number, not a schedule; set "
+      f"optimizer.name={spec.name}: its learning rate is a number, not a schedule; set "
       f"optimizer.schedule=constant and optimizer.warmup_steps=0"
     )
   return optimizer
 
 
 def matrix_groups(
-  config: ConfigDict, params: Any, sizes: Mapping[str, int]
-) -> list[tuple[Any, Group]]:
+  spec: OptimizerSpec, params: Any, sizes: Mapping[str, int]
+) -> list[tuple[Any, "shared_matrices.Group"]]:
   """Returns the groups of matrices of Muon or SOAP, as devices share them, and how it computes.
 
   Args:
-    config: finalized.
+    spec: what the optimizer follows.
     params: a tree of the trained parameters, arrays or ShapeDtypeStructs.
     sizes: mesh axis -> size.
   """
   found = []
-  groups = optimizer_groups.parts(config, params)
-  for one, part in itertools.chain.from_iterable(width_scaling.parts(*group) for group in groups):
-    own = optimizer_row(one.optimizer.name)
-    if own.whole_matrices:
-      how = imported(own.whole_matrices)(**arguments(own, one))
-      found += [(how, group) for group in how.groups(part, sizes)]
+  for part in parts_by_group(spec, params):
+    for own, mine in parts_by_width(part.spec, part.params):
+      row = optimizer_row(own.name)
+      if row.whole_matrices:
+        how = imported(row.whole_matrices)(**arguments(row, own))
+        found += [(how, group) for group in how.groups(mine, sizes)]
   return found
 
 
-def decayed(params):
+def decayed(params: Any) -> Any:
   """Returns a tree of booleans: True for kernels and tables, False for scales and biases."""
-  flags = [not name.endswith(VECTORS) for name in named_leaves(params)]
-  return jax.tree.unflatten(jax.tree.structure(params), flags)
+  return tree_of_names(params, lambda name: not name.endswith(VECTORS))
 
 
-def _all(params):
-  return jax.tree.map(lambda _: True, params)
+def _all(params: Any) -> Any:
+  return tree_of_names(params, lambda name: True)
 
 
-# ---- By name ----
+# ------------------------------ by name ------------------------------
 
 
 def find(name: str) -> Optimizer:
@@ -178,28 +186,28 @@ def names_in_optax() -> list[str]:
   ]
 
 
-# ---- Its arguments ----
+# ------------------------------ its arguments ------------------------------
 
 
 def arguments(
-  row: Optimizer, config: ConfigDict, decays: Callable[[Any], Any] = decayed
+  row: Optimizer, spec: OptimizerSpec, decays: Callable[[Any], Any] = decayed
 ) -> dict[str, Any]:
   """Returns all arguments of an optimizer except its learning rate.
 
   Args:
     row: of the table.
-    config: finalized.
+    spec: without groups.
     decays: parameters -> a tree of booleans, which of them weight decay is for.
 
   Raises:
     ValueError: everything that is wrong with `optimizer.arguments`, a line each.
   """
-  keys, taken = config.optimizer, inspect.signature(imported(row.build)).parameters
-  given = parse_arguments(keys.arguments)
+  taken = inspect.signature(imported(row.build)).parameters
+  given = parse_arguments(spec.arguments)
   mask = next((m for m in ("mask", "weight_decay_mask") if m in taken), None)
-  _check_keys(row, keys, taken)
-  found = {argument: keys[key] for key, argument in row.keys.items()}
-  follows = imported(row.of_model)(config)
+  _check_keys(row, spec, taken)
+  found = {argument: spec.value(key) for key, argument in row.keys.items()}
+  follows = imported(row.of_model)(spec)
   found |= follows
   ours = {argument: f"set optimizer.{key}" for key, argument in row.keys.items()}
   ours["learning_rate"] = "set optimizer.learning_rate"
@@ -209,15 +217,15 @@ def arguments(
   if "weight_decay" in row.keys:
     pass  # it says itself what that does
   elif mask and "weight_decay" in taken:
-    found["weight_decay"], ours["weight_decay"] = weight_decay(keys), "set optimizer.weight_decay"
-  elif keys.weight_decay and row.decays:
+    found["weight_decay"], ours["weight_decay"] = weight_decay(spec), "set optimizer.weight_decay"
+  elif spec.weight_decay and row.decays:
     raise ValueError(
-      f"optimizer.weight_decay={keys.weight_decay}: {keys.name} takes none that leaves scales and "
+      f"optimizer.weight_decay={spec.weight_decay}: {spec.name} takes none that leaves scales and "
       f"biases alone; set it to 0{_own_decay(taken)}"
     )
   wrong = [f"{name}: {ours[name]}" for name in given if name in ours]
   wrong += [
-    f"{name}: {keys.name} has no such argument{nearest(name, set(taken) - set(ours))}"
+    f"{name}: {spec.name} has no such argument{nearest(name, set(taken) - set(ours))}"
     for name in given
     if not _takes(taken, name)
   ]
@@ -231,20 +239,20 @@ def arguments(
     raise ValueError(
       "optimizer.arguments:\n"
       + "\n".join(f"  {line}" for line in wrong)
-      + f"\nit is {keys.name}({_signature(taken)})"
+      + f"\nit is {spec.name}({_signature(taken)})"
     )
   return {**found, **given}
 
 
-def weight_decay(keys: ConfigDict) -> float:
+def weight_decay(spec: OptimizerSpec) -> float:
   """Returns the factor that an optimizer multiplies by the learning rate and the parameter.
 
   With `optimizer.independent_weight_decay` a step at the peak removes `optimizer.weight_decay` of a
   parameter whatever the peak is. Source: arXiv:2309.14322, section 3.2.1.
   """
-  if not keys.independent_weight_decay:
-    return keys.weight_decay
-  return keys.weight_decay / keys.learning_rate
+  if not spec.independent_weight_decay:
+    return spec.weight_decay
+  return spec.weight_decay / spec.learning_rate
 
 
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args, **kwargs
@@ -254,12 +262,14 @@ def _takes(taken: Mapping[str, inspect.Parameter], name: str) -> bool:
   return name in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
 
-def _check_keys(row: Optimizer, keys: ConfigDict, taken: Mapping[str, inspect.Parameter]) -> None:
+def _check_keys(
+  row: Optimizer, spec: OptimizerSpec, taken: Mapping[str, inspect.Parameter]
+) -> None:
   """Raises ValueError where `Optimizer.keys` names no key of the config, or no argument."""
   wrong = [
-    f"optimizer.{key} is no key of this config{nearest(key, list(keys))}"
+    f"optimizer.{key} is no key of this config{nearest(key, spec.keys)}"
     for key in row.keys
-    if key not in keys
+    if key not in spec.keys
   ]
   wrong += [
     f"{argument} is no argument of {_signature(taken)}{nearest(argument, list(taken))}"
@@ -267,10 +277,10 @@ def _check_keys(row: Optimizer, keys: ConfigDict, taken: Mapping[str, inspect.Pa
     if not _takes(taken, argument)
   ]
   if wrong:
-    origin = OPTIMIZERS.origins.get(keys.name, __name__)
+    origin = OPTIMIZERS.origins.get(spec.name, __name__)
     lines = "\n".join(f"  {line}" for line in wrong)
     raise ValueError(
-      f"optimizer.name={keys.name}, registered by {origin}, Optimizer.keys:\n{lines}"
+      f"optimizer.name={spec.name}, registered by {origin}, Optimizer.keys:\n{lines}"
     )
 
 
@@ -295,8 +305,6 @@ def _tried(build: Callable, rate: Any, params: Any) -> tuple[Any, str]:
     with jax.numpy_dtype_promotion("standard"):
       state = jax.eval_shape(optimizer.init, params)
       updates, after = jax.eval_shape(optimizer.update, params, state, params)
-  except UnfitError:
-    raise
   except Exception as error:  # whatever a function of another library raises
     return None, f"{type(error).__name__}: {error}".splitlines()[0]
   if _types(after) != _types(state) or _types(updates) != _types(params):
@@ -308,3 +316,80 @@ def _tried(build: Callable, rate: Any, params: Any) -> tuple[Any, str]:
 
 def _types(tree: Any) -> list[tuple[str, tuple[int, ...], Any]]:
   return [(name, leaf.shape, leaf.dtype) for name, leaf in named_leaves(tree).items()]
+
+
+# ------------------------------ clipping ------------------------------
+
+
+class Clipped(NamedTuple):
+  """The state of an optimizer whose gradients are clipped by a quantile.
+
+  Attributes:
+    count: int32 scalar, the number of updates.
+    norms: float32 [W], those of the last W gradients, in a ring; NaN where there is none yet.
+    inner: the optimizer's own state.
+  """
+
+  count: jax.Array
+  norms: jax.Array
+  inner: Any
+
+
+def clipped(
+  spec: OptimizerSpec, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+  """Returns an optimizer that clips by group, or by a quantile of past norms.
+
+  Clipping by one limit for the norm of all gradients is the step's (`training/step.py`).
+
+  Args:
+    spec: what it follows.
+    optimizer: what updates the parameters.
+  """
+  if spec.clip_quantile:
+    return by_quantile(optimizer, spec.clip_quantile, spec.clip_window)
+  if spec.clip_groups and spec.clip_norm:
+    return by_norm(optimizer, spec.clip_norm)
+  return optimizer
+
+
+def by_norm(optimizer: optax.GradientTransformation, limit: float) -> optax.GradientTransformation:
+  """Returns an optimizer whose gradients are scaled down to a norm of at most `limit`."""
+
+  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    return optimizer.update(_scaled(updates, optax.tree.norm(updates), limit), state, params)
+
+  return optax.GradientTransformation(optimizer.init, update)
+
+
+def by_quantile(
+  optimizer: optax.GradientTransformation, quantile: float, window: int
+) -> optax.GradientTransformation:
+  """Returns an optimizer that clips to a quantile of the last norms, the new one among them.
+
+  Source: arXiv:2007.14469 (AutoClip), with a window.
+
+  Args:
+    optimizer: what updates the parameters.
+    quantile: above 0 and below 1.
+    window: W, how many norms.
+  """
+
+  def init(params: Any) -> Clipped:
+    norms = jnp.full((window,), jnp.nan, jnp.float32)
+    return Clipped(jnp.zeros((), jnp.int32), norms, optimizer.init(params))
+
+  def update(updates: Any, state: Clipped, params: Any = None) -> tuple[Any, Clipped]:
+    norm = optax.tree.norm(updates)
+    norms = state.norms.at[state.count % window].set(norm.astype(jnp.float32))
+    limit = jnp.nanquantile(norms, quantile).astype(norm.dtype)
+    updates, inner = optimizer.update(_scaled(updates, norm, limit), state.inner, params)
+    return updates, Clipped(state.count + 1, norms, inner)
+
+  return optax.GradientTransformation(init, update)
+
+
+def _scaled(updates: Any, norm: jax.Array, limit: jax.Array | float) -> Any:
+  """Returns gradients of this norm, scaled down to the limit."""
+  scale = limit / jnp.maximum(norm, limit)
+  return jax.tree.map(lambda x: x * scale.astype(x.dtype), updates)

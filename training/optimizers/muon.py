@@ -1,4 +1,8 @@
-"""Muon: momentum whose matrices are orthogonalized, each whole on one device.
+"""Optimizers of hidden matrices, and Muon: momentum whose matrices are orthogonalized.
+
+Which parameters are hidden matrices follows from the letters of the model's parameters, and so does
+their sharding. The other parameters get AdamW. Each matrix is whole on one device while it is
+orthogonalized.
 
 Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon (the method, its coefficients);
 arXiv:2502.16982, sections 2.1 and 2.2 (weight decay, and the update's size, that of AdamW's).
@@ -6,18 +10,169 @@ arXiv:2502.16982, sections 2.1 and 2.2 (weight decay, and the update's size, tha
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
+from models.mup import HIDDEN_LAYERS, INPUTS, STACKS, VECTORS
 from partitioning.dtypes import wide_dtype
-from partitioning.parallel.matrix_groups import MATRIX, Group, Matrix, Move
+from partitioning.parallel.matrix_groups import MATRIX, Group, Matrix, Move, grouped
 from partitioning.parallel.whole_matrices import on_whole_matrices
-from partitioning.rules import named_leaves
-from training.optimizers.hidden_matrices import HiddenMatrices, beside_adamw
+from partitioning.rules import letters_of, named_leaves, place_parameters
+from training.optimizers.spec import OptimizerSpec, tree_of_names
+
+# Dims of hidden matrices; not those of inputs, outputs and tables.
+_HIDDEN = (
+  *("model", *HIDDEN_LAYERS, "heads", "kv_heads", "head", "value_head", "key_value_head"),
+  *("query_latent", "query_latent_output", "latent", "latent_output", "rotary_key"),
+)
+_HEADS = ("heads", "kv_heads")
+_MOST_KERNELS = 6  # that a message names
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenMatrices:
+  """The hidden matrices of a model, as an optimizer's spec describes its parameters."""
+
+  spec: OptimizerSpec
+
+  def of(self, names: Iterable[str], *, per_head: bool = False) -> dict[str, Matrix]:
+    """Returns name -> its matrices, of those parameters that are hidden kernels.
+
+    Those are the kernels whose dims, STACKS apart, are all hidden ones: each expert's is one. D
+    (model) is the input if it comes first of the others, else the output; likewise the dims of
+    latent vectors.
+
+    Args:
+      names: of parameters.
+      per_head: each head is a matrix; else all heads together are one.
+    """
+    found = {}
+    for name in names:
+      letters = letters_of(name, self.spec.letters)
+      dims = [(i, self.spec.legend[letter].name) for i, letter in enumerate(letters)]
+      dims = [(i, dim) for i, dim in dims if dim not in STACKS]
+      hidden = all(dim in _HIDDEN for _, dim in dims)
+      cut = 1 if dims and dims[0][1] in INPUTS else -1
+      sides = dims[:cut], dims[cut:]
+      if per_head:
+        sides = tuple([one for one in side if one[1] not in _HEADS] for side in sides)
+      if hidden and all(sides) and not name.endswith(VECTORS):
+        found[name] = Matrix(*(tuple(i for i, _ in side) for side in sides))
+    return found
+
+  def specs(self, tree: Any, sizes: Mapping[str, int]) -> dict[str, PartitionSpec]:
+    """Returns name -> the sharding of optimizer state of the parameter's shape.
+
+    Args:
+      tree: of arrays of the parameters' shapes.
+      sizes: mesh axis -> size.
+    """
+    given = self.spec.letters, self.spec.legend, self.spec.state_table, sizes, self.spec.overrides
+    placements, _ = place_parameters(tree, *given)
+    return {name: placement.spec for name, placement in placements.items()}
+
+  def groups(self, params: Any, sizes: Mapping[str, int], *, per_head: bool = False) -> list[Group]:
+    """Returns the matrices as the devices of a mesh share them.
+
+    Args:
+      params: a tree of the trained parameters, arrays or ShapeDtypeStructs.
+      sizes: mesh axis -> size.
+      per_head: as in `of`.
+    """
+    leaves = named_leaves(params)
+    matrices = self.of(leaves, per_head=per_head)
+    shapes = {name: leaves[name].shape for name in matrices}
+    return grouped(shapes, matrices, self.specs(params, sizes), sizes)
+
+  def refuse_none(self, names: Iterable[str]) -> None:
+    """Raises ValueError if none of the parameters is a hidden kernel."""
+    names = list(names)
+    if self.of(names):
+      return
+    letters = {name: letters_of(name, self.spec.letters) for name in names}
+    kernels = [
+      f"{name} ({', '.join(self.spec.legend[letter].name for letter in letters[name])})"
+      for name in names
+      if len(letters[name]) > 1 and not name.endswith(VECTORS)
+    ]
+    more = f" and {len(kernels) - _MOST_KERNELS} more" if len(kernels) > _MOST_KERNELS else ""
+    title = "SOAP" if self.spec.name == "soap" else "Muon"
+    raise ValueError(
+      f"optimizer.name={self.spec.name}: {title} would update 0 of the {len(names)} trained "
+      f"parameters of the model {self.spec.model}, and its Adam all: {title} takes kernels whose "
+      f"dims, {', '.join(STACKS)} apart, are all among {', '.join(_HIDDEN)}. Trained kernels are "
+      f"{', '.join(kernels[:_MOST_KERNELS]) or '(none)'}{more}. Give the model's hidden dims these "
+      f"names, or choose another optimizer"
+    )
+
+
+def of_model(spec: OptimizerSpec) -> dict[str, HiddenMatrices]:
+  """Returns the argument of Muon and SOAP that follows from the model."""
+  return {"hidden": HiddenMatrices(spec)}
+
+
+def optax_dimensions(spec: OptimizerSpec) -> dict[str, Any]:
+  """Returns the argument of optax's Muon that follows from the model: its dimension numbers.
+
+  Without them it takes arrays of rank 2, and leaves the kernels of stacked layers to Adam.
+  """
+  hidden = HiddenMatrices(spec)
+
+  def numbers(params: Any) -> Any:
+    matrices = hidden.of(named_leaves(params))
+
+    def of(name: str) -> optax.contrib.MuonDimensionNumbers | None:
+      matrix = matrices.get(name)
+      return matrix and optax.contrib.MuonDimensionNumbers(matrix.rows, matrix.columns)
+
+    return tree_of_names(params, of)
+
+  return {"muon_weight_dimension_numbers": numbers}
+
+
+def beside_adamw(
+  scaled: optax.GradientTransformation,
+  label: str,
+  matrices: Callable[[Any], Collection[str]],
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  b1: float,
+  b2: float,
+  eps: float,
+  weight_decay: float,
+  mask: Any,
+) -> optax.GradientTransformation:
+  """Returns an optimizer of some parameters, and AdamW for all others.
+
+  Args:
+    scaled: makes updates of the gradients of those parameters, before decay and learning rate.
+    label: of their state.
+    matrices: a tree of parameters -> the names of those that it is for.
+    learning_rate: of both.
+    b1: of AdamW's first moment.
+    b2: of AdamW's second moment.
+    eps: of AdamW.
+    weight_decay: of both, decoupled, times the learning rate.
+    mask: parameters -> which of them decay.
+  """
+
+  def labels(params: Any) -> Any:
+    chosen = matrices(params)
+    return tree_of_names(params, lambda name: label if name in chosen else "adamw")
+
+  return optax.chain(
+    optax.partition({label: scaled, "adamw": optax.scale_by_adam(b1, b2, eps)}, labels),
+    optax.add_decayed_weights(weight_decay, mask),
+    optax.scale_by_learning_rate(learning_rate),
+  )
+
+
+# ------------------------------ Muon ------------------------------
 
 # Of the quintic iteration: as steep at 0 as possible, while singular values end near 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -99,7 +254,7 @@ def orthogonalization(
   if steps < 1:
     raise ValueError(f"optimizer.arguments: steps={steps}: at least 1")
   # float32 and wider parameters of a proof are not rounded; training in bfloat16 is, here too.
-  dtype = newton_schulz_dtype or hidden.compute_dtype
+  dtype = newton_schulz_dtype or hidden.spec.compute_dtype
   if dtype not in DTYPES:
     raise ValueError(
       f"optimizer.arguments: newton_schulz_dtype={dtype!r}: one of {', '.join(DTYPES)}"

@@ -28,7 +28,8 @@ from partitioning.dtypes import wide_dtype
 from partitioning.parallel.matrix_groups import COLUMNS, MATRIX, ROWS, Group, Matrix, Move, grouped
 from partitioning.parallel.whole_matrices import Exchange, Stacks, in_rounds
 from partitioning.rules import named_leaves
-from training.optimizers.hidden_matrices import HiddenMatrices, beside_adamw
+from training.optimizers.muon import HiddenMatrices, beside_adamw
+from training.optimizers.spec import tree_of_names
 
 # Of each side: its statistic, its basis.
 _SIDES = {ROWS: ("left", "left_basis"), COLUMNS: ("right", "right_basis")}
@@ -101,7 +102,7 @@ class Preconditioning:
   @property
   def dtype(self) -> jnp.dtype:
     """Returns the dtype in which matrices are exchanged."""
-    return jnp.dtype(self.hidden.parameter_dtype)
+    return jnp.dtype(self.hidden.spec.parameter_dtype)
 
   def moves(self, group: Group) -> list[Move]:
     """Returns what an update of a group exchanges when it refreshes the bases."""
@@ -209,7 +210,7 @@ def scale_by_soap(
     leaves, matrices = named_leaves(params), how.matrices(params)
 
     def squares(kind: str) -> Any:
-      return _tree(params, {n: _square(x, matrices[n], how, kind) for n, x in leaves.items()})
+      return tree_of_names(params, lambda n: _square(leaves[n], matrices[n], how, kind))
 
     moments = [jax.tree.map(jnp.zeros_like, params) for _ in range(2)]
     sides = [squares(kind) for _ in range(2) for kind in _SIDES]
@@ -231,7 +232,7 @@ def scale_by_soap(
       sizes,
       [state.count],
     )
-    trees = {label: _tree(grads, found[label]) for label in arrays}
+    trees = {label: tree_of_names(grads, found[label].get) for label in arrays}
     return trees.pop("gradient"), SoapState(state.count + 1, **trees)
 
   return optax.GradientTransformation(init, update)
@@ -245,12 +246,6 @@ def _square(x: jax.Array, matrix: Matrix, how: Preconditioning, kind: str) -> ja
   size = how.sides(x.shape, matrix).get(kind)
   stack = [n for dim, n in enumerate(x.shape) if dim not in (*matrix.rows, *matrix.columns)]
   return jnp.zeros((*stack, size, size), wide_dtype(x.dtype)) if size else None
-
-
-def _tree(like: Any, leaves: Mapping[str, Any]) -> Any:
-  """Returns a tree with the leaves of these names, None for others."""
-  found = [leaves.get(name) for name in named_leaves(like)]
-  return jax.tree.unflatten(jax.tree.structure(like), found)
 
 
 # ------------------------------ of the matrices of a round ------------------------------

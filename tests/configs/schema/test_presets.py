@@ -3,7 +3,7 @@
 import pytest
 
 from configs.schema import model_checks, validate
-from models import transformer_dims
+from models import spec
 from partitioning.mesh_sizes import resolve_sizes
 from tests.configs.loading import finalized
 
@@ -165,5 +165,5 @@ def test_a_ring_takes_what_its_pieces_divide_and_gathering_what_the_axis_divides
 
 
 def test_the_names_of_biases_are_those_of_the_dims_table():
-  assert (*transformer_dims.BIASES,) == model_checks.BIASES
-  assert model_checks.LINEARS == transformer_dims.LINEARS
+  assert (*spec.BIASES,) == model_checks.BIASES
+  assert model_checks.LINEARS == spec.LINEARS

@@ -12,7 +12,6 @@ import pytest
 from models import MODELS
 from runtime.chips import peak_flops
 from tests.helpers.jobs import make_job
-from training import schedules
 from training.bad_steps import TrainingStoppedError
 from training.metrics.reader import MetricsReader
 from training.metrics.throughput import Meter
@@ -80,7 +79,7 @@ def test_peak_bytes_if_the_device_reports_them():
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
   job = make_job("single", "lm", **{"training.steps": 100, "optimizer.warmup_steps": 10})
-  rates = [float(schedules.learning_rate_schedule(job.config)(step)) for step in range(100)]
+  rates = [float(job.program.schedule(step)) for step in range(100)]
   peak = job.config.optimizer.learning_rate
   assert rates[0] == pytest.approx(peak / 10)
   assert max(rates) == rates[9] == pytest.approx(peak)

@@ -1,6 +1,6 @@
 """An optimizer's own arguments, as a text has them; test_optimizer.py has what is refused."""
 
-from training.optimizers.arguments import parse_arguments
+from training.optimizers.spec import parse_arguments
 
 
 def test_arguments_are_read_as_in_a_call():

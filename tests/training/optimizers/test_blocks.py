@@ -5,9 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from training.optimizers import blocks
-from training.optimizers.blocks import Blocks, block_shape
-from training.optimizers.stochastic_rounding import key, words
+from training.optimizers.low_precision import (
+  Blocks,
+  block_shape,
+  decode_blocks,
+  encode_blocks,
+  rounding_key,
+  rounding_words,
+)
 
 SHAPE, BLOCK = (2, 32, 48), (1, 8, 16)
 
@@ -48,7 +53,7 @@ def rounded(x, fractions):
 
 def stored(x):
   """Returns what is stored of [1, 256], rounded down."""
-  through = jax.jit(lambda x, w: blocks.decode(blocks.encode(x, (1, 128), w)))
+  through = jax.jit(lambda x, w: decode_blocks(encode_blocks(x, (1, 128), w)))
   return np.asarray(through(x, np.zeros(x.shape, np.uint32)))
 
 
@@ -62,7 +67,7 @@ def test_the_code_numbers_are_those_of_the_documentation():
   assert (len(SIGNED), SIGNED[-1], len(UNSIGNED), UNSIGNED[-1]) == (128, 1984, 256, 507904)
   np.testing.assert_array_equal(SIGNED[[31, 32, 33, 47, 48, 49]], [31, 32, 34, 62, 64, 68])
   codes = np.stack([np.arange(256, dtype=np.uint8)] * 2)
-  found = jax.jit(blocks.decode)(Blocks(codes, np.array([[-2.0], [1.0]], np.float32)))
+  found = jax.jit(decode_blocks)(Blocks(codes, np.array([[-2.0], [1.0]], np.float32)))
   wanted = np.concatenate([2 * SIGNED, -2 * SIGNED]), UNSIGNED  # the sign is the upper bit
   np.testing.assert_array_equal(np.asarray(found), np.stack(wanted))
 
@@ -70,17 +75,17 @@ def test_the_code_numbers_are_those_of_the_documentation():
 @pytest.mark.parametrize("kind", ["first moment", "second moment"])
 def test_encoding_rounds_as_numpy_does(kind):
   x = drawn(kind)
-  chosen = words(key(0, jnp.int32(1)), kind, SHAPE)
-  found = jax.jit(lambda x, w: blocks.encode(x, BLOCK, w))(x, chosen)
+  chosen = rounding_words(rounding_key(0, jnp.int32(1)), kind, SHAPE)
+  found = jax.jit(lambda x, w: encode_blocks(x, BLOCK, w))(x, chosen)
   assert (found.codes.dtype, found.scales.shape) == (jnp.uint8, (2, 4, 3))
   assert np.all(np.signbit(found.scales) == (kind == "first moment"))
-  decoded = blocks_of(np.asarray(jax.jit(blocks.decode)(found), np.float64))
+  decoded = blocks_of(np.asarray(jax.jit(decode_blocks)(found), np.float64))
   wanted = rounded(x, np.asarray(chosen >> jnp.uint32(16), np.float64) / 2**16)
   # float32 may see an element on the other side of its chance.
   assert np.mean(np.abs(decoded - wanted) > 1e-6 * np.abs(wanted)) < 1e-3
   # The largest of each block stays, and so do numbers that are encoded once more.
   np.testing.assert_allclose(np.abs(decoded).max(1), np.abs(blocks_of(x)).max(1), rtol=3e-7)
-  again = jax.jit(lambda x, w: blocks.decode(blocks.encode(x, BLOCK, w)))
+  again = jax.jit(lambda x, w: decode_blocks(encode_blocks(x, BLOCK, w)))
   twice = blocks_of(again(again(x, chosen), chosen ^ jnp.uint32(2**32 - 1)))
   np.testing.assert_allclose(twice, decoded, rtol=3e-7)
 
@@ -89,7 +94,7 @@ def test_over_all_chances_the_mean_is_the_number_itself():
   random = np.random.default_rng(2)
   for x in (random.standard_normal((1, 128)), random.standard_normal((1, 128)) ** 2):
     x = x.astype(np.float32)
-    encode = jax.jit(lambda word, x=x: blocks.decode(blocks.encode(x, (1, 128), word)))
+    encode = jax.jit(lambda word, x=x: decode_blocks(encode_blocks(x, (1, 128), word)))
     every = [np.full(x.shape, chance << 24, np.uint32) for chance in range(256)]
     mean = np.mean([np.asarray(encode(word), np.float64) for word in every], axis=0)
     steps = np.maximum(np.abs(x) / 16, np.abs(x).max() / 1984)

@@ -13,7 +13,8 @@ from tests.training import runs
 from tests.training.test_optimizer import config_of, drawn
 from training import restore
 from training.optimizers.build import decayed, make_optimizer
-from training.optimizers.schedule_free import gradient_point, schedule_free_adamw
+from training.optimizers.first_order import gradient_point, schedule_free_adamw
+from training.optimizers.spec import optimizer_spec
 
 RATE, DECAY, BETA_1, BETA_2, EPSILON = 0.05, 0.3, 0.8, 0.9, 1e-4
 KEYS = {
@@ -144,7 +145,7 @@ def test_with_groups_only_its_own_parameters_have_another_point():
   groups = ({"parameters": "*kernel", "name": "schedule_free_adamw"},)
   keys = {"optimizer.groups": groups, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
   params, grads = drawn(0), drawn(1)
-  made = make_optimizer(config_of("adamw", **keys), params)
+  made = make_optimizer(optimizer_spec(config_of("adamw", **keys)), params)
 
   @jax.jit
   def two_steps(params, state):

@@ -10,7 +10,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from runtime import collectives
-from training.optimizers.stochastic_rounding import fraction, key, to_bfloat16, words
+from training.optimizers.low_precision import (
+  fraction,
+  rounding_key,
+  rounding_words,
+  to_bfloat16,
+)
 
 SHAPE = (2, 96, 40)
 ALL = (np.arange(2**16, dtype=np.uint32) << 16) + 12345  # the lower half is not used
@@ -24,11 +29,11 @@ def mixed(x):
 
 
 def drawn(seed=3, step=5, name="a/b", shape=SHAPE):
-  return np.asarray(words(key(seed, jnp.int32(step)), name, shape))
+  return np.asarray(rounding_words(rounding_key(seed, jnp.int32(step)), name, shape))
 
 
 def test_words_follow_from_key_name_and_index():
-  first, second = np.asarray(key(3, jnp.int32(5)))
+  first, second = np.asarray(rounding_key(3, jnp.int32(5)))
   salt = np.array([zlib.crc32(b"a/b")], np.uint32)
   index = np.arange(math.prod(SHAPE), dtype=np.uint32)
   wanted = mixed(mixed(index + mixed(first ^ salt)) ^ mixed(second + salt))
@@ -58,7 +63,9 @@ def test_each_bit_is_one_half_of_the_time_and_neighbours_are_independent():
 def test_every_mesh_draws_the_same_and_sends_nothing(spec):
   mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
   sharding = NamedSharding(mesh, PartitionSpec(*spec))
-  draw = jax.jit(lambda step: words(key(3, step), "a/b", SHAPE), out_shardings=sharding)
+  draw = jax.jit(
+    lambda step: rounding_words(rounding_key(3, step), "a/b", SHAPE), out_shardings=sharding
+  )
   compiled = draw.lower(jnp.int32(5)).compile()
   found = compiled(jnp.int32(5))
   assert found.addressable_shards[0].data.shape == sharding.shard_shape(SHAPE)
