@@ -148,7 +148,7 @@ def test_a_run_that_has_saved_all_continues_to(bases, tmp_path):
   save(tmp_path, state, alone)
   start = restore.RunCheckpoints(named, epath.Path(tmp_path)).begin({})
   assert start.base is None
-  assert start.saved(start.state) == vars(start.state)
+  assert start.saved_part(start.state) == vars(start.state)
   np.testing.assert_array_equal(start.state.params["layer_2"]["kernel"], kernel)
   start.checkpointer.close()
 

@@ -112,7 +112,7 @@ def test_a_step_before_those_that_were_compiled_is_compiled_when_it_is_needed():
 def test_a_stage_whose_layout_fails_is_refused_with_its_sizes():
   ramp = {"data.sequence_length_ramp": ((0, 3), (5, 12)), "mesh.tensor": 2}
   with pytest.raises(
-    ValueError, match=r"(?s)steps 1 to 5, 64 rows of 3 tokens: .* = 3 is not divisible"
+    ValueError, match=r"(?s)steps 1 to 5: 64 rows of 3 tokens: .* = 3 is not divisible"
   ):
     make_job("single", "lm", **ramp, **{"partitioning.sequence_parallel": True})
 
